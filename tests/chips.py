@@ -231,7 +231,7 @@ def _compiled_packed(name: str, target):
     from sparse_flash.kernels.packed import repack, spans
 
     if name == "fill_rows_kernel":
-        return compiled(repack.fill_rows_kernel, 1, target, BLOCK=128, CHUNK=128, ROWS=512, QUERIES=True)
+        return compiled(repack.fill_rows_kernel, 1, target, BLOCK=128, CHUNK=128, ROWS=512, QUERIES=True, SHARED=True)
     if name == "fill_spans_kernel":
         return compiled(spans.fill_spans_kernel, 4, target, BLOCK=128, TILES=16, ROWS=512, **ON_GRID)
     return compiled(repack.take_rows_kernel, 4, target, ROWS=32, DIM=128, FILL=0.0, source_dim=1)

@@ -11,7 +11,7 @@ from sparse_flash.kernels.packed import document_blocks, repack, spans, splits
 
 ALIGNED = {"dim", "source_row", "source_head", "target_row", "target_head"}
 SCALARS = {"documents", "rows", "before", "run_tiles", "bit_tiles", "heads", *ALIGNED}
-SCALARS |= {"k_rows", "masks", "least", "lines", "tokens", "q_tokens", "k_tokens", "q_longest", "k_longest"}
+SCALARS |= {"k_rows", "masks", "least", "lines", "tokens", "q_tokens", "k_tokens", "q_longest", "k_longest", "longest"}
 # Of fill_spans_kernel, where blocks start at multiples of their size.
 ON_GRID = {"starts": None, "work": None, "k_work": None}
 
@@ -40,7 +40,8 @@ if __name__ == "__main__":
         for queries in (True, False):
             report(repack.find_rows_kernel, 1, BLOCK=128, QUERIES=queries, SAME=same)
     for queries in (True, False):
-        report(repack.fill_rows_kernel, 1, BLOCK=128, CHUNK=128, ROWS=512, QUERIES=queries)
+        for shared in (True, False):
+            report(repack.fill_rows_kernel, 1, BLOCK=128, CHUNK=128, ROWS=512, QUERIES=queries, SHARED=shared)
     report(repack.take_rows_kernel, 4, ROWS=32, DIM=128, FILL=0.0, source_dim=1)
     report(repack.take_rows_kernel, 4, ROWS=1024, DIM=1, FILL=float("-inf"), source_dim=1)
     report(spans.find_spans_kernel, 4, BLOCK=128)

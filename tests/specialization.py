@@ -154,7 +154,8 @@ def packed_calls() -> None:
         numbers = torch.zeros(128 * rows, dtype=torch.int32)
         records = repack.find_rows(layout, table, rows, tokens, 128, (numbers, numbers), True, False)
         tiles = [torch.zeros(count, 128, dtype=torch.int32) for count in (tokens, documents)]
-        repack.fill_rows(layout, records, table, tiles, tiles, 64, tokens, 128, True)
+        shared = repack.SharedBlocks(ends, tiles[0], rows)
+        repack.fill_rows(layout, records, table, tiles, tiles, shared, 64, tokens, 128, True)
         for dim in LENGTHS:
             source = torch.zeros(rows, heads, dim)
             repack.take_rows(source, numbers[:rows], 0.0, torch.zeros_like(source))

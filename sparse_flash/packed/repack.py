@@ -1,10 +1,14 @@
 """Packed documents on an axis of whole blocks: the place of each token, and the BlockMask of that axis. For patterns that
 ``in_place.py`` does not support.
 
-Each document starts in a new block. So the table of one long document, compiled once, contains the tables of all of them: a shorter
-one keeps the entries of its first rows and columns. Only its last block of keys has tiles of its own, if the document ends inside
-it. If a document's numbers of queries and keys differ, its queries start as far into their first block as their first position lies
-within one; its rows are then the last ones before the end of its keys.
+Each document starts in a new block, but short ones share blocks where documents are short on average. So the table of one long
+document, compiled once, contains the tables of all of them: a shorter one keeps the entries of its first rows and columns. Only its
+last block of keys has tiles of its own, if the document ends inside it. If a document's numbers of queries and keys differ, its
+queries start as far into their first block as their first position lies within one; its rows are then the last ones before the end
+of its keys.
+
+Neighbours of up to 64 tokens that start in the same 64 tokens of the packed axis share a block: they are laid out as one document,
+whose only block has a bit tile of its own, with the first tile of the long document's table for each of them.
 
 On a GPU nothing synchronizes with the host, and shapes depend only on the numbers of tokens and documents.
 """
@@ -29,10 +33,11 @@ from ..masks.grid import BlockGrid, ranges
 from ..masks.memory import remembered
 from ..masks.select_blocks import work_of
 from ..masks.table import SPLIT_FIELDS, WORK_FIELDS, Entries, Table, most_splits
-from ..masks.tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches
+from ..masks.tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches, pack_bits, unpack_bits
 from . import gather_rows
 
 BLOCK = 128
+_SHORT = BLOCK // 2  # the most tokens of a document that shares a block; neighbours start within as many tokens
 
 
 class Axis(NamedTuple):
@@ -63,7 +68,7 @@ class Side(NamedTuple):
 class RepackPlan(NamedTuple):
     """What the host knows of a call: tokens, longest document and blocks of queries and keys; block rows of the long document's
     table before position 0; capacity for entries; whether keys share the documents of the queries; whether the table has bit
-    tiles, and how many tiles it has of each kind."""
+    tiles, and how many tiles it has of each kind; the most tokens of a document if short ones share blocks, else 0."""
 
     q_tokens: int
     k_tokens: int
@@ -77,12 +82,14 @@ class RepackPlan(NamedTuple):
     has_bits: int
     run_tiles: int
     bit_tiles: int
+    shared: int
 
 
-def pack(pattern, queries: Side, keys: Side | None) -> Packed:
+def pack(pattern, queries: Side, keys: Side | None, apart: bool = False) -> Packed:
     """The document axes, and the mask under which each document attends only to itself, by the pattern.
 
-    pattern: a Pattern or its spec text. keys: None if they share the documents of the queries.
+    pattern: a Pattern or its spec text. keys: None if they share the documents of the queries. apart: whether each document must
+    start in a new block.
     """
     same = keys is None
     keys = queries if keys is None else keys
@@ -90,7 +97,7 @@ def pack(pattern, queries: Side, keys: Side | None) -> Packed:
     # index() turns symbolic lengths into plain numbers: a compiled graph holds the table of one long document.
     q_tokens, q_longest, k_tokens, k_longest = map(index, (*queries[1:], *keys[1:]))
     documents = _most_documents(starts[0].shape[0] - 1)
-    plan, tables = _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, documents, same, starts[0].device)
+    plan, tables = _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, documents, same, apart, starts[0].device)
     run = _pack if is_plain_eager(*starts) else _pack_operator
     *axes, mask_index, by_query, by_key, tiles = _split(run(as_operations_take_them(tables), *starts, plan))
     q_len, kv_len = (axis.token_of_row.shape[0] for axis in axes)
@@ -105,18 +112,29 @@ def _split(tensors: list[torch.Tensor]):
 
 
 @constant_in_graphs
-def _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, documents, same, device) -> tuple[list[int], list[torch.Tensor]]:
-    """(the fields of a RepackPlan, the tensors of the long document's mask)."""
+def _planned(
+    pattern, q_tokens, q_longest, k_tokens, k_longest, documents, same, apart, device
+) -> tuple[list[int], list[torch.Tensor]]:
+    """(the fields of a RepackPlan, the tensors of the long document's mask and the bits of its first tile)."""
+    shared = same and not apart and documents * BLOCK > q_tokens
+    longest = q_longest
+    if shared:
+        # Several documents in a block end inside it.
+        q_longest = k_longest = max(longest, BLOCK - 1)
     # Rounded to powers of two, to compile for few lengths.
     k_height, before = (power_of_two(-(-longest // BLOCK)) for longest in (k_longest, q_longest))
     document = long_document(pattern, k_height, 0 if same else before, device)
     q_blocks = most_blocks(q_tokens, documents, 0 if same else BLOCK - 1)
     k_blocks = most_blocks(k_tokens, documents)
+    if shared:
+        # A block of documents that share it for each _SHORT tokens, and as many of longer ones.
+        q_blocks = k_blocks = min(q_blocks, q_tokens // (_SHORT // 2) + 1)
     entries = document.most_entries(q_blocks, k_blocks, -(-k_longest // BLOCK))
     keep_if_captured(document, device)
     sizes = (q_tokens, k_tokens, q_longest, k_longest, q_blocks, k_blocks, document.before, max(2, entries))
     tiles = document.mask.tiles
-    return [*map(int, sizes), int(same), int(document.has_bits), *map(len, tiles)], document.tables
+    has_bits = shared or document.has_bits
+    return [*map(int, sizes), int(same), int(has_bits), *map(len, tiles), int(shared and longest)], document.tables
 
 
 def _most_documents(documents: int) -> int:
@@ -158,7 +176,18 @@ class LongDocument:
     @cached_property
     def tables(self) -> list[torch.Tensor]:
         """The mask's tensors on the device."""
-        return made_apart(lambda: self.mask.to(self._device).tensors())
+
+        def make() -> list[torch.Tensor]:
+            return [*self.mask.to(self._device).tensors(), torch.from_numpy(pack_bits(self._first_tile)).to(self._device)]
+
+        return made_apart(make)
+
+    @property
+    def _first_tile(self) -> np.ndarray:
+        """(1, BLOCK, BLOCK) bool."""
+        rows, cols, kinds, tiles = self.mask.entries()
+        first = np.flatnonzero((rows == self.before) & (cols == 0))
+        return self.mask.tile_pairs(kinds[first], tiles[first]) if len(first) else np.zeros((1, BLOCK, BLOCK), bool)
 
     def most_entries(self, q_blocks: int, k_blocks: int, longest: int) -> int:
         """An upper bound on the entries in this many blocks of documents of up to ``longest`` key blocks."""
@@ -174,8 +203,21 @@ def long_document(pattern, k_blocks, before, device) -> LongDocument:
 
 def _pack(tables: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]) -> list[torch.Tensor]:
     """tables, plan: from ``_planned``. Returns what ``_split`` splits."""
-    run = _on_device if gather_rows.by_kernels(q_starts.device) else _on_host
-    return run(tables, q_starts, k_starts, RepackPlan(*plan))
+    run, whole, borders = _on_device if gather_rows.by_kernels(q_starts.device) else _on_host, RepackPlan(*plan), q_starts
+    if whole.shared:
+        borders, starts = _shared_starts(q_starts, whole.q_tokens)
+        q_starts = k_starts = starts
+    return run(tables, q_starts, k_starts, borders, whole)
+
+
+def _shared_starts(cu_seqlens: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two (documents + 1,) int32: cu_seqlens, ascending and within the tokens; and of the documents as they are laid out, where the
+    first of those that share a block has the tokens of all, and the others none."""
+    borders = cu_seqlens.clamp(0, tokens).to(torch.int32).cummax(0).values
+    short, window = borders.diff() <= _SHORT, borders[:-1] // _SHORT
+    joins = short[1:] & short[:-1] & (window[1:] == window[:-1])
+    starts = torch.cat([borders[:1], torch.where(joins, tokens, borders[1:-1]), borders[-1:]])
+    return borders, starts.flip(0).cummin(0).values.flip(0)
 
 
 @torch.library.custom_op("sparse_flash::pack_documents", mutates_args=())
@@ -234,11 +276,12 @@ def fake_table(rows: int, entries: int, longest: int, in_full: bool) -> list[tup
     return [(1, rows + 1), (1, rows, 2), (1, rows), (col_idx,), (tile_idx,), *work]
 
 
-def _on_device(tables, q_starts, k_starts, plan: RepackPlan) -> list[torch.Tensor]:
+def _on_device(tables, q_starts, k_starts, borders, plan: RepackPlan) -> list[torch.Tensor]:
     """``_pack`` using kernels."""
-    from ..kernels.packed.repack import fill_rows, find_rows, lay_out
+    from ..kernels.packed.repack import SharedBlocks, fill_rows, find_rows, lay_out
 
-    mask_index, by_query, by_key, tiles = _long_tables(tables)
+    mask_index, by_query, by_key, tiles, first_tile = _long_tables(tables)
+    shared = SharedBlocks(borders, first_tile, plan.shared)
     roomy = [_with_room(tiles[0], plan.q_blocks), _with_room(tiles[1], plan.q_blocks) if plan.has_bits else tiles[1]]
     before, same = plan.before, bool(plan.same)
     with portable.current_device(q_starts.device):
@@ -249,15 +292,15 @@ def _on_device(tables, q_starts, k_starts, plan: RepackPlan) -> list[torch.Tenso
         for is_query, table, blocks, tokens in sides:
             axes.append(axes[0] if same and axes else _empty_axis(tokens, blocks, q_starts.device))
             records = find_rows(layout, table, blocks, before, BLOCK, axes[-1], is_query, same)
-            filled.append(fill_rows(layout, records, table, tiles, roomy, plan.entries, before, BLOCK, is_query))
+            filled.append(fill_rows(layout, records, table, tiles, roomy, shared, plan.entries, before, BLOCK, is_query))
         work = work_of(filled[0][:3], filled[1][:3], plan.k_blocks, plan.q_blocks)
     return [*axes[0], *axes[1], mask_index, *filled[0], *work[0], *filled[1], *work[1], *roomy]
 
 
 def _long_tables(tables: list[torch.Tensor]):
-    """(mask_index, by_query, by_key, tiles)."""
+    """(mask_index, by_query, by_key, tiles, first tile)."""
     size = len(Table._fields)
-    return tables[0], Table(*tables[1 : 1 + size]), Table(*tables[1 + size : 1 + 2 * size]), tables[1 + 2 * size :]
+    return tables[0], Table(*tables[1 : 1 + size]), Table(*tables[1 + size : 1 + 2 * size]), tables[1 + 2 * size : -1], tables[-1]
 
 
 def _empty_axis(tokens: int, blocks: int, device) -> Axis:
@@ -271,7 +314,7 @@ def _with_room(tiles: torch.Tensor, more: int) -> torch.Tensor:
     return roomy
 
 
-def _on_host(tables, q_starts, k_starts, plan: RepackPlan) -> list[torch.Tensor]:
+def _on_host(tables, q_starts, k_starts, borders, plan: RepackPlan) -> list[torch.Tensor]:
     """``_pack`` using NumPy: the reference for the kernels."""
     q_start, q_len = documents_on_host(q_starts, plan.q_tokens, plan.q_longest)
     k_start, k_len = (q_start, q_len) if plan.same else documents_on_host(k_starts, plan.k_tokens, plan.k_longest)
@@ -281,9 +324,16 @@ def _on_host(tables, q_starts, k_starts, plan: RepackPlan) -> list[torch.Tensor]
     device = q_starts.device
 
     k_height = _long_tables(tables)[2].row_order.shape[1]
-    long = BlockMask.from_tensors((plan.before + k_height) * BLOCK, k_height * BLOCK, BLOCK, tables)
+    long = BlockMask.from_tensors((plan.before + k_height) * BLOCK, k_height * BLOCK, BLOCK, tables[:-1])
     grid = BlockGrid(plan.q_blocks * BLOCK, plan.k_blocks * BLOCK, BLOCK)
-    entries, pool = _documents_entries(long, plan.before, q_first, q_blocks, k_first, k_blocks, k_len)
+    alone = k_len >= BLOCK if plan.shared else k_len > 0
+    entries, pool = _documents_entries(long, plan.before, q_first, q_blocks * alone, k_first, k_blocks, k_len)
+    if plan.shared:
+        some = (k_len > 0) & ~alone
+        ends = borders.cpu().numpy().astype(np.int64)
+        first_tile = unpack_bits(tables[-1].cpu().numpy(), BLOCK)[0]
+        shared = _shared_entries(first_tile, ends, plan.shared, q_start[some], q_len[some], q_first[some], pool)
+        entries = Entries(*(np.concatenate(pair) for pair in zip(entries, shared, strict=True)))
     mask = from_entries(grid, entries, pool).to(device)
     q_axis = _axis(plan.q_tokens, plan.q_blocks, q_start, q_len, q_first * BLOCK + skipped, device)
     k_axis = q_axis if plan.same else _axis(plan.k_tokens, plan.k_blocks, k_start, k_len, k_first * BLOCK, device)
@@ -301,6 +351,21 @@ def _axis(tokens: int, blocks: int, start, length, first_row, device) -> Axis:
     token_of_row, row_of_token = np.full(blocks * BLOCK, -1, np.int32), np.full(tokens, -1, np.int32)
     token_of_row[row], row_of_token[token] = token, row
     return Axis(torch.from_numpy(token_of_row).to(device), torch.from_numpy(row_of_token).to(device))
+
+
+def _shared_entries(first_tile, borders, longest: int, start, length, row, pool: TilePool) -> Entries:
+    """The entries of blocks of several documents each, tokens start .. start + length - 1 of each block, and their tiles."""
+    numbers, position = np.zeros(len(row), np.int64), np.arange(BLOCK)
+    for batch in dense_batches(len(row), BLOCK):
+        token = start[batch, None] + position
+        document = np.searchsorted(borders, token, side="right") - 1
+        within = token - borders[document]
+        exists = (position < length[batch, None]) & (within < longest)
+        kept = (document[:, :, None] == document[:, None]) & exists[:, :, None] & exists[:, None]
+        within = np.minimum(within, BLOCK - 1)
+        numbers[batch] = pool.add_dense(kept & first_tile[within[:, :, None], within[:, None]])
+    some = numbers != EMPTY_TILE
+    return Entries(row[some], row[some], numbers[some])
 
 
 def _documents_entries(long: BlockMask, before, q_first, q_blocks, k_first, k_blocks, k_len) -> tuple[Entries, TilePool]:

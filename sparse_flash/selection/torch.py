@@ -40,7 +40,7 @@ def forward(
             if chunk.always is not None:
                 scores = chunk.always.scores()
                 more = scores.logsumexp(-1, keepdim=True)
-                part = _shares(scores, more) @ chunk.always.values
+                part = _by_head(_shares(scores, more), chunk.always.values)
                 parts, logs = (torch.cat([a, chunk.flat(b)[:, None]], 1) for a, b in ((parts, part), (logs, more)))
             total = logs.logsumexp(1, keepdim=True)
             chunk.unpack((_shares(logs, total) * parts).sum(1), out)
@@ -77,10 +77,10 @@ def backward(
             if chunk.always is not None:
                 more = chunk.always
                 weights = _shares(more.scores(), logs)
-                dscores = weights * (upstream @ more.values.mT - delta)
+                dscores = weights * (_by_head(upstream, more.values.mT) - delta)
                 dv.add_tokens(more.tokens, weights.flatten(2, 3).mT @ upstream.flatten(2, 3))
                 dk.add_tokens(more.tokens, scale * dscores.flatten(2, 3).mT @ chunk.queries.flatten(2, 3))
-                dq_rows += chunk.flat(dscores @ more.keys)
+                dq_rows += chunk.flat(_by_head(dscores, more.keys))
             chunk.unpack(scale * dq_rows, dq)
     return dq, dk.total(), dv.total()
 
@@ -120,6 +120,12 @@ def _shares(scores: torch.Tensor, logs: torch.Tensor) -> torch.Tensor:
     return (scores - torch.where(logs == float("-inf"), float("inf"), logs)).exp()
 
 
+def _by_head(rows: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """(batch, heads that pick, groups, rows, m) times (batch, heads that pick, m, width), which all groups share: as one product
+    for each head, because ``matmul`` would copy the right side for each group."""
+    return (rows.flatten(2, 3) @ right).unflatten(2, rows.shape[2:4])
+
+
 class _GroupWalk:
     """The chunks of a call, each of whole groups. v: None where only scores are asked for; then ``always`` has no part."""
 
@@ -144,6 +150,9 @@ class _GroupWalk:
         numbers += 0 if self.always is None else self.always.most_keys
         most = _CHUNK_GPU if self.q.is_cuda else _CHUNK_CPU
         step = max(1, most // (batch * heads * self.shared * self.every * numbers))
+        if self.always is not None:
+            # A chunk's queries meet the keys of all of them: many more than a row has keys would mostly meet keys of others.
+            step = min(step, max(1, self.always.most_keys // (2 * self.every)))
         for low in range(0, groups, step):
             yield _GroupChunk(self, low, min(low + step, groups))
 
@@ -235,21 +244,22 @@ class _GroupChunk:
 class _AlwaysPart:
     """The keys that ``always`` keeps for some query of a chunk, except those of picked blocks, which are kept already.
 
-    tokens: (n,) int64. keys, values: (batch, heads that pick, 1, n, head_dim).
+    tokens: (n,) int64. keys, values: (batch, heads that pick, n, head_dim).
     """
 
     def __init__(self, chunk: _GroupChunk, always: _KeysOfAlways, picks: torch.Tensor):
         walk = self.walk = chunk.walk
         self.queries = chunk.queries
         self.tokens, kept = always.keys_of(chunk.first, chunk.stop, chunk.groups * walk.every, picks.device)
-        picked = (picks[..., None] == self.tokens // walk.size).any(3)
-        self.kept = kept.view(chunk.groups, walk.every, -1) & ~picked[:, :, :, None]
-        taken = [t[:, walk.key_head][:, :, None, self.tokens].to(_exact(t)) for t in walk.tensors]
+        others = picks.new_ones(*picks.shape[:3], walk.selection.kv_blocks + 1, dtype=torch.bool)
+        others.scatter_(3, torch.where(picks < 0, walk.selection.kv_blocks, picks), False)
+        self.kept = kept.view(chunk.groups, walk.every, -1) & others[..., self.tokens // walk.size][:, :, :, None]
+        taken = [t[:, walk.key_head][:, :, self.tokens].to(_exact(t)) for t in walk.tensors]
         self.keys, self.values = taken[0], taken[-1]
 
     def scores(self) -> torch.Tensor:
         """(batch, heads that pick, groups, rows, n), -inf for pairs that are not kept."""
-        scores = self.queries @ self.keys.mT * self.walk.scale
+        scores = _by_head(self.queries, self.keys.mT) * self.walk.scale
         by_query = scores.unflatten(3, (self.walk.shared, self.walk.every))
         return by_query.masked_fill_(~self.kept[:, :, :, None], float("-inf")).flatten(3, 4)
 

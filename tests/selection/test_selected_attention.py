@@ -8,6 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import DEVICE, dense_attention, gradients, measure, poisoned_memory, tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import sparse_flash as sf
 from sparse_flash.selection import operators
@@ -120,6 +122,27 @@ def test_results_and_gradients_are_right(name, backend, monkeypatch):
         errors = measure(backend, (q, k, v), dout, dlse, selection, kept, 0.3)
     for what, (error, allowed) in errors.items():
         assert error <= allowed, f"{what} is off by {error:.3g}; {allowed:.3g} is allowed"
+
+
+class LargestResult(TorchDispatchMode):
+    """The most numbers in one tensor that an operation returned."""
+
+    most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.most = max([self.most, *(leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))])
+        return result
+
+
+@parametrize("every", [1, 4])
+def test_keys_that_are_always_kept_are_taken_once_for_all_queries_of_a_chunk(every):
+    q, k, v = (torch.randn(1, heads, 512, 64) for heads in (6, 2, 2))
+    selection = sf.topk_blocks(q, k, 4, every=every, block_size=16, always="sinks(4) | local(64)")
+    with LargestResult() as results:
+        out, lse = by_torch.forward(q, k, v, selection, 0.1)
+        by_torch.backward(out, lse, q, k, v, out, lse, selection, 0.1)
+    assert results.most <= by_torch._CHUNK_CPU // 4  # of a chunk of all queries
 
 
 @parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
