@@ -20,6 +20,7 @@ from dataclasses import replace
 import torch
 
 import sparse_flash
+from sparse_flash.tools.explain import is_causal
 
 from ..baselines.base import Peer
 from ..baselines.registry import peer
@@ -110,6 +111,7 @@ def _attention(case: Case, device: torch.device, seconds: float) -> dict:
         "kept_pairs": kept / (shape.batch * shape.heads),
         "density": mask.density,
         "block_density": mask.block_density,
+        "causal": is_causal(mask),
         "table_bytes": 0 if mask.keeps_all else mask.nbytes,
         "input_bytes": sum(t.numel() * t.element_size() for t in problem.leaves),
     }

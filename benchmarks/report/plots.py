@@ -177,7 +177,7 @@ def _speedup(data: dict, theme: Theme):
     from matplotlib.lines import Line2D
 
     figure, axes = _figure(9.5, 10.5, 1, theme, lines=2)
-    least = min(gain.row.result["density"] for gain in found)
+    least = min(gain.kept for gain in found)
     for ax, title, value in ((axes[0], "Forward", "forward"), (axes[1], "Forward and backward", "total")):
         span = (100 * least * 0.8, 110)
         ax.plot(span, [100 / x for x in span], color=theme.faint, linewidth=1, linestyle="--")
@@ -186,7 +186,7 @@ def _speedup(data: dict, theme: Theme):
         for number, gain in enumerate(found):
             y, colour = getattr(gain, value), _COLOURS[number % 10]
             if y:
-                x = 100 * gain.row.result["density"]
+                x = 100 * gain.kept
                 ax.errorbar(x, y, yerr=_bars(y, gain.row), color=colour, **_dot(gain.doubtful, theme, colour), zorder=3)
                 dots.append((x, y, _shorter(gain.row.label) + f" {MARK}" * gain.doubtful))
         ax.set_xscale("log")
@@ -194,9 +194,9 @@ def _speedup(data: dict, theme: Theme):
         _plain_ticks(ax.xaxis)
         _plain_ticks(ax.yaxis)
         ax.invert_xaxis()
-        _label(ax, theme, title, "pairs kept, %  (sparser to the right)", "times as fast as dense attention")
+        _label(ax, theme, title, "pairs kept, % of the dense call's  (sparser to the right)", "times as fast as the dense call")
         _label_dots(figure, ax, theme, dots)
-    handles = [Line2D([], [], color=theme.faint, linestyle="--", label="1 / density")]
+    handles = [Line2D([], [], color=theme.faint, linestyle="--", label="1 / pairs kept")]
     if any(gain.doubtful for gain in found):
         handles.append(Line2D([], [], label=f"{MARK}: not to be relied on", **_dot(True, theme, theme.faint)))
     _legend(figure, theme, handles, 2)

@@ -21,6 +21,7 @@ from ..results import Results, finished
 from . import masks
 from .cases import OURS, CallCase, Case, CompileCase, Mask, PaperCase, Shape
 from .masks import BUTTERFLY, CAUSAL, FULL
+from .problem import is_causal
 
 DETERMINISTIC = f"{OURS}-deterministic"
 DENSE_PEERS = {"cpu": ("sdpa-flash",), "cuda": ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient")}
@@ -97,7 +98,8 @@ def baselines(case: Case | CompileCase, chosen: dict[str, list], results: Result
 def _rivals(case: Case, suite: str, listed: list) -> list[list[Case]]:
     """The sets of cases among which a table looks for the fastest."""
     if suite == "speedup":
-        return [[c for c in listed if c.shape == case.shape and c.mask.label == FULL.label and not _rank(c)]]
+        dense = _dense_of(case.mask, case.shape.tokens)
+        return [[c for c in listed if c.shape == case.shape and c.mask == dense and not _rank(c)]]
     same = [c for c in listed if _problem(c) == _problem(case) and c != case]
     others = [c for c in same if not _rank(c)]
     if suite == "deterministic":
@@ -105,6 +107,11 @@ def _rivals(case: Case, suite: str, listed: list) -> list[list[Case]]:
     if suite == "peers" and case.peer == f"{OURS}:triton":
         return [others, [c for c in others if c.peer == "flex"]]
     return [others] if suite in ("peers", "small") else []
+
+
+def _dense_of(mask: Mask, tokens: int) -> Mask:
+    """The mask of the dense call that a user would run in place of this one."""
+    return CAUSAL if is_causal(mask, tokens) else FULL
 
 
 def _with_backend(case, backend: str):
@@ -120,8 +127,8 @@ def _speedup(device, quick, own) -> Iterator[Case]:
         shape = Shape(1, 4, 8192, 64) if device == "cpu" else Shape(1, 16, 16384, 128)
         chosen = own or [CAUSAL, *masks.of_many_densities(shape.tokens)]
     dense = ("sdpa-flash",) if device == "cpu" or quick else DENSE_PEERS[device]
-    yield from (Case(shape, FULL, peer) for peer in (*dense, OURS))
-    yield Case(shape, CAUSAL, "sdpa-flash")
+    for rival in dict.fromkeys((FULL, *(_dense_of(mask, shape.tokens) for mask in chosen))):
+        yield from (Case(shape, rival, peer) for peer in (*dense, OURS))
     yield from (Case(shape, mask, OURS) for mask in chosen)
 
 
@@ -143,7 +150,8 @@ def _length(device, quick, own) -> Iterator[Case]:
         shape = Shape(1, heads, tokens, 64)
         if device == "cuda" or tokens <= 8192:
             # Dense attention over 16,384 tokens would take most of a CPU's three minutes and say nothing new.
-            yield from (Case(shape, FULL, peer) for peer in (*DENSE_PEERS[device][:2], OURS))
+            for dense in dict.fromkeys(_dense_of(mask, tokens) for mask in chosen):
+                yield from (Case(shape, dense, peer) for peer in (*DENSE_PEERS[device][:2], OURS))
         if tokens <= most_math:
             yield Case(shape, FULL, "sdpa-math")
         yield from (Case(shape, mask, OURS) for mask in chosen)

@@ -250,6 +250,10 @@ def test_ratios_are_to_the_fastest_right_result_of_the_same_problem():
     (table,) = peer_tables.tables({"settings": {"device": "cuda"}, "suites": {"peers": list(stored)}, "cases": stored})
     line = dict(zip(table.columns, table.rows[0], strict=True))
     assert line["x best peer"] == "1.20 / 1.00" and line["triton x flex"] == "1.10 / 0.90"
+    headlines = dict(page.headlines(data := {"settings": {"device": "cuda"}, "suites": {"peers": list(stored)}, "cases": stored}))
+    assert "1.00x to 1.20x" in headlines
+    stored["0"]["result"]["backward_ms"] = 2.5e3 / 500 / 1.2
+    assert "1.20x" in dict(page.headlines(data))  # one figure is not a range
     assert line["sdpa-cudnn"] == "wrong" and line["by"] == "hopper" and line["correct"] == "yes"
 
 
