@@ -1,5 +1,6 @@
 """bigbird: a window, a few global units, and random units.
 
+use: long text read as a whole (encoders): documents to classify, search or answer questions about
 formula: dilated(window, 1) | global_tokens(global_blocks * block) | random(density, seed), in units of block tokens
 source: arXiv:2007.14062, sec. 2 and app. D
 

@@ -1,5 +1,6 @@
 """causal: a query sees the keys up to its own position.
 
+use: language models and everything else that is generated token by token
 formula: kv <= q          source: arXiv:1706.03762, sec. 3.2.3
 
     #...

@@ -1,5 +1,6 @@
 """dilated: a sliding window with gaps.
 
+use: long audio, series and text, where a window must reach further at the same cost
 formula: |i - j| < window * dilation and (i - j) % dilation == 0, with i = q // block, j = kv // block
 source: arXiv:2004.05150, sec. 3.1
 

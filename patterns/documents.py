@@ -1,5 +1,6 @@
 """documents: packed sequences; a token sees the tokens of its own document.
 
+use: packed training batches: several documents, prompts or images of different lengths on one axis
 formula: cu[d] <= q, kv < cu[d + 1] for one document d
 source: cu_seqlens of the variable-length call of FlashAttention (arXiv:2205.14135); arXiv:2107.02027
 

@@ -1,5 +1,6 @@
 """from_blocks: whole units, kept where an array of zeros and ones says so.
 
+use: a block map that you have, as measured on a model or chosen by hand
 formula: array[i + rows - cols, j] == 1, with i = q // block, j = kv // block, (rows, cols) the array's shape
 
     #...

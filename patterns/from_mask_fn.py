@@ -1,5 +1,6 @@
 """from_mask_fn: a function of your own.
 
+use: a quick trial of a rule of your own; a class of your own lasts longer
 formula: fn(q, kv)
 
     #.#.

@@ -1,5 +1,6 @@
 """full: every query sees every key.
 
+use: short sequences; a baseline to compare with; the heads or layers that must see everything
 formula: True          source: arXiv:1706.03762, sec. 3.2.1
 
     ####

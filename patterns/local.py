@@ -1,5 +1,6 @@
 """local: a sliding window to both sides.
 
+use: long text, audio and series: what matters is near; with causal, the sliding window of language models
 formula: |q - kv| < window          source: arXiv:2004.05150, sec. 3.1
 
     ##..

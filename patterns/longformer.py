@@ -1,5 +1,6 @@
 """longformer: a sliding window and a few global tokens.
 
+use: long documents to classify, search or answer questions about (encoders)
 formula: local(window) | global_tokens(tokens)          source: arXiv:2004.05150, sec. 3.1
 
     ######

@@ -1,5 +1,6 @@
 """neighborhood: windows over a line, an image or a volume whose cells are the tokens, row by row.
 
+use: images, video and volumes: each patch sees the patches around it
 formula, on each axis: start <= kv < start + window, where start = clip(q - window // 2, 0, extent - window)
 source: arXiv:2204.07143, sec. 3
 

@@ -1,5 +1,6 @@
 """prefix: prefix-LM; the first tokens are seen from everywhere, the others as in a causal mask.
 
+use: a prompt, question or image read as a whole, then an answer generated token by token
 formula: kv < tokens or kv <= q          source: arXiv:1910.10683, sec. 3.2.1 and fig. 3 (right)
 
     ##..

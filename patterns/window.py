@@ -1,5 +1,6 @@
 """window: a sliding window with a separate reach to each side.
 
+use: what window_size=(left, right) of other libraries says: long text, audio, series
 formula: -right <= q - kv <= left          source: FlashAttention's window_size=(left, right); arXiv:2004.05150, sec. 3.1
 
     ##..

@@ -9,6 +9,7 @@ from mkdocs.structure.files import File
 
 import sparse_flash as sf
 from sparse_flash import patterns
+from sparse_flash.masks.pattern import use_of
 from sparse_flash.tools import draw
 from sparse_flash.tools.explain import explain
 from sparse_flash.tools.figures import share_text
@@ -70,9 +71,9 @@ def _section(name: str) -> str:
     cls = getattr(patterns, name)
     module = inspect.getdoc(sys.modules[cls.__module__])
     summary = module.partition("\n")[0].partition(": ")[2]
-    said = module.split("\n\n")[1]
+    said = module.split("\n\n")[1].partition("\n")[2]  # without the use
     condition, formula, source = re.fullmatch(r"formula(.*?): (.*?)(?:\s+source: (.*))?", said, re.S).groups()
-    lines = [f"**Formula**{condition}: `{' '.join(formula.split())}`"]
+    lines = [f"**Use**: {use_of(cls)}", f"**Formula**{condition}: `{' '.join(formula.split())}`"]
     if source:
         source = re.sub(r"arXiv:(\d+\.\d+)", r"[arXiv:\1](https://arxiv.org/abs/\1)", " ".join(source.split()))
         lines.append(f"**Source**: {source}")

@@ -20,16 +20,16 @@ BlockSize = Annotated[int, typer.Option("--block-size", help="Tokens on a side o
 
 def patterns() -> None:
     """Lists the patterns that a spec may name."""
-    from sparse_flash.masks.pattern import list_patterns, pattern_class
+    from sparse_flash.masks.pattern import list_patterns, pattern_class, use_of
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("name", "arguments", "keeps", "from"):
+    for heading in ("name", "arguments", "keeps", "for", "from"):
         table.add_column(heading, no_wrap=heading == "name", overflow="fold")
     for name in list_patterns():
         cls = pattern_class(name)
         arguments = ", ".join(_argument(p) for p in inspect.signature(cls).parameters.values())
         owner = "built in" if cls.__module__.startswith("sparse_flash.patterns.") else cls.__module__
-        table.add_row(Text(name, "bold cyan"), Text(arguments), Text(_first_sentence(cls)), Text(owner, "dim"))
+        table.add_row(Text(name, "bold cyan"), Text(arguments), Text(_first_sentence(cls)), Text(use_of(cls)), Text(owner, "dim"))
     output().print(table)
     output().print("\nCombine them with & | ~ and parentheses. Lengths are tokens; block= is the unit of a pattern in tokens.")
 

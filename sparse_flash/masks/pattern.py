@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -377,6 +379,14 @@ def pattern_class(name: str) -> type[Pattern]:
     if name not in _registry:
         raise ValueError(f"unknown pattern {name!r}; {_nearest(name, list_patterns())}")
     return _registry[name]
+
+
+def use_of(cls: type[Pattern]) -> str:
+    """What a pattern is for, in a user's words: the line ``use: ...`` of its class's or its module's docstring, or ""."""
+    for text in (cls.__doc__, sys.modules[cls.__module__].__doc__):
+        if found := re.search(r"^\s*use: (.+)$", text or "", re.MULTILINE):
+            return found[1]
+    return ""
 
 
 def _nearest(name: str, known: list[str]) -> str:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import sparse_flash as sf
 from sparse_flash import patterns
-from sparse_flash.masks.pattern import pattern_class
+from sparse_flash.masks.pattern import pattern_class, use_of
 
 TOKENS = 44
 EARLIEST = -9  # queries before the first key, as with more queries than keys
@@ -136,6 +136,12 @@ def test_every_built_in_pattern_has_a_formula_a_picture_and_a_sorted_name():
     assert list(patterns.__all__) == sorted(patterns.__all__) == built_in == sorted(PICTURED)
     assert {*FORMULAS, "from_mask_fn"} == set(PICTURED) and set(strategies.by_name) == set(FORMULAS)
     assert all(getattr(sf, name) is pattern_class(name) for name in built_in)
+
+
+@pytest.mark.parametrize("name", sorted(PICTURED))
+def test_every_built_in_pattern_says_what_it_is_for(name):
+    assert use_of(pattern_class(name)) in sys.modules[f"sparse_flash.patterns.{name}"].__doc__.splitlines()[2]
+    assert len(use_of(pattern_class(name)).split()) > 3
 
 
 @pytest.mark.parametrize("name", sorted(PICTURED))
