@@ -99,7 +99,8 @@ def asked(case: Case, device: torch.device) -> tuple[Problem, Peer, bool]:
     # FlexAttention has no backward pass on a CPU and refuses inputs that require one.
     backward = not (device.type == "cpu" and case.peer.startswith("flex"))
     rival = peer(case.peer)
-    return problem_of(case, device, DTYPES[device.type], backward).memory_order(rival.order), rival, backward
+    dtype = getattr(torch, case.dtype) if case.dtype else DTYPES[device.type]
+    return problem_of(case, device, dtype, backward).memory_order(rival.order), rival, backward
 
 
 def _attention(case: Case, device: torch.device, seconds: float) -> dict:

@@ -46,7 +46,7 @@ def gains(data: dict) -> list[Gain]:
 
 
 def _gain(row: Row, name: str, dense: list[Row]) -> Gain:
-    shares = [row.result[share] / (dense[0].result[share] if dense else 1.0) for share in ("density", "block_density")]
+    kept, visited = (row.result[share] / (dense[0].result[share] if dense else 1.0) for share in ("density", "block_density"))
     forward = min(dense, key=lambda rival: rival.result["forward_ms"], default=None)
     totals = [(rival.total_ms, rival) for rival in dense if rival.total_ms]
     total_ms, total = min(totals, key=lambda one: one[0], default=(None, None))
@@ -56,7 +56,8 @@ def _gain(row: Row, name: str, dense: list[Row]) -> Gain:
         total_ms / row.total_ms if total_ms and row.total_ms else None,
         name,
         (forward.peer if forward else None, total.peer if total else None),
-        *shares,
+        kept,
+        visited,
         row.doubtful or any(rival.doubtful for rival in (forward, total) if rival),
     )
 

@@ -77,7 +77,10 @@ def problem_of(case: Case, device: torch.device, dtype: torch.dtype, gradients: 
 
 
 def _compiled(mask: Mask, tokens: int, device: torch.device) -> tuple[tuple[Pattern, ...], BlockMask]:
-    patterns = tuple(map(sparse_flash.parse, (mask.spec,) if isinstance(mask.spec, str) else mask.spec))
+    specs = mask.spec if isinstance(mask.spec, tuple) else (mask.spec,)
+    patterns = tuple(sparse_flash.parse(spec) if isinstance(spec, str) else spec for spec in specs)
+    if not isinstance(mask.spec, tuple):
+        patterns = getattr(patterns[0], "patterns", patterns)  # a value that holds a pattern for each head
     if len(patterns) == 1:
         return patterns, sparse_flash.compile_mask(patterns[0], tokens, block_size=mask.block_size, device=device)
     return patterns, BlockMask.per_head(patterns, q_len=tokens, block_size=mask.block_size, device=device)

@@ -9,10 +9,10 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from sparse_flash.benchmarks.measure.noise import MARK
-from sparse_flash.benchmarks.workload.suites import DEFAULT, SUITES
+from sparse_flash.benchmarks.workload import DEFAULT, SUITES
 
 from .console import output, user_errors
+from .options import dtype_of, imported
 
 
 def bench(
@@ -39,6 +39,15 @@ def bench(
     limit: Annotated[int | None, typer.Option(min=1, help="Seconds a case may take: 60 on a CPU, 90 on a GPU by default.")] = None,
     list_cases: Annotated[bool, typer.Option("--list", help="Print the cases and stop.")] = False,
     report_only: Annotated[Path | None, typer.Option(help="Rewrite tables, plots and report from this folder's results.")] = None,
+    q_len: Annotated[
+        int | None, typer.Option("--q-len", "-n", help="Queries and keys, in tokens; the suites' own by default.")
+    ] = None,
+    heads: Annotated[int | None, typer.Option(help="Query heads.")] = None,
+    kv_heads: Annotated[int | None, typer.Option("--kv-heads", help="Heads of keys and values; --heads by default.")] = None,
+    head_dim: Annotated[int | None, typer.Option("--head-dim", help="Elements of a head.")] = None,
+    v_head_dim: Annotated[int | None, typer.Option("--v-head-dim", help="Of v and the result; --head-dim by default.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; bf16 on a GPU and fp32 on a CPU by default.")] = None,
 ) -> None:
     """Measures speed and memory, also of PyTorch's attention and FlashAttention-4, and writes a report."""
     import torch
@@ -50,10 +59,13 @@ def bench(
     from sparse_flash.benchmarks.results import Results
     from sparse_flash.benchmarks.run import Options, device_type, run, selected
     from sparse_flash.benchmarks.workload import suites
+    from sparse_flash.benchmarks.workload.cases import CallSizes
 
     console = output()
     with user_errors():
         asked = _suites(suite, specs)
+        named = str(dtype_of(dtype)).removeprefix("torch.") if dtype else None
+        sizes = CallSizes(q_len, batch, heads, kv_heads, head_dim, v_head_dim, named)
         if report_only:
             results = Results.read(report_only)
             page.write(results)
@@ -63,10 +75,24 @@ def bench(
             canonical = tuple(str(sparse_flash.parse(spec)) for spec in specs or ())
             if list_cases:
                 kind = device_type(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-                for name, case in selected(suites.choose(asked, kind, quick, canonical, backend), only or ()):
+                for name, case in selected(suites.choose(asked, kind, quick, canonical, backend, sizes), only or ()):
                     console.print(f"{name}: {case.key}", markup=False, soft_wrap=True)
                 return
-            chosen = Options(canonical, asked, out, device, backend, quick, resume, any_source, retry, tuple(only or ()), limit)
+            chosen = Options(
+                canonical,
+                asked,
+                out,
+                device,
+                backend,
+                quick,
+                resume,
+                any_source,
+                retry,
+                tuple(only or ()),
+                limit,
+                sizes,
+                imported(),
+            )
     if not report_only:
         results = _run(chosen, console, run)
     for table in tables(results.data):
@@ -105,4 +131,6 @@ def _printed(table, text_columns: tuple[str, ...]) -> Table:
 
 
 def _style(cell: str) -> str:
+    from sparse_flash.benchmarks.measure.noise import MARK
+
     return "bold red" if cell == "NO" else "yellow" if cell.endswith(f" {MARK}") else ""

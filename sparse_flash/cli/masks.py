@@ -12,10 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .console import output, stages, user_errors
-
-Spec = Annotated[str, typer.Argument(help="A pattern, such as 'causal & (local(1024) | butterfly(block=128))'.")]
-KvLen = Annotated[int | None, typer.Option("--kv-len", help="Keys, in tokens; as many as queries by default.")]
-BlockSize = Annotated[int, typer.Option("--block-size", help="Tokens on a side of a block: 16, 32, 64, 128 or 256.")]
+from .options import BlockSize, KvLen, Spec, dtype_of
 
 
 def patterns() -> None:
@@ -127,9 +124,6 @@ def gallery(
     output().print(f"wrote {out}", markup=False, soft_wrap=True)
 
 
-_DTYPES = ("bfloat16", "float16", "float32")
-
-
 def explain(
     spec: Spec,
     q_len: Annotated[int, typer.Option("--q-len", "-n", help="Queries, in tokens.")] = 65536,
@@ -140,18 +134,15 @@ def explain(
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
     kv_heads: Annotated[int | None, typer.Option("--kv-heads", help="Heads of keys and values; --heads by default.")] = None,
     v_head_dim: Annotated[int | None, typer.Option("--v-head-dim", help="Of v and the result; --head-dim by default.")] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Memory for gradients that repeat bit for bit.")] = False,
 ) -> None:
     """What a mask costs, what it saves, and what it can see."""
-    import torch
-
     from sparse_flash.tools.explain import explain as numbers_of
     from sparse_flash.tools.figures import size_text
 
     with user_errors(), stages("compiling", "counting") as begin:
-        if dtype not in _DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}; got {dtype!r}")
+        named = dtype_of(dtype)
         begin()
         pattern, mask, seconds = _compiled(spec, q_len, kv_len, block_size)
         begin()
@@ -159,7 +150,7 @@ def explain(
             mask,
             heads,
             head_dim,
-            getattr(torch, dtype),
+            named,
             batch=batch,
             kv_heads=kv_heads,
             v_head_dim=v_head_dim,

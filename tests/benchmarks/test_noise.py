@@ -390,7 +390,7 @@ def test_a_second_run_says_what_it_reused_and_how_to_start_afresh(machine, tmp_p
     _, printed = measured(tmp_path, resume=False)
     assert "starting anew (as asked); earlier results are in results-" in printed and len(machine.timed) == 8
     _, printed = measured(tmp_path)
-    assert "--retry measures the 3 without numbers, or with doubtful ones, again" in printed
+    assert "--retry measures the 4 without numbers, or with doubtful ones, again" in printed
     machine.timed.clear()
     measured(tmp_path, retry=True)
     assert {FULL, OURS, MINE} <= set(machine.timed)
