@@ -13,19 +13,19 @@ from typing import Any
 from .measure.noise import MARK, doubts
 from .report import page
 from .results import Results, environment, finished, gave_up, why_not
-from .workload import DEFAULT, suites
+from .workload import FULL_RUN, suites
 from .workload.cases import AS_USUAL, CallSizes, PaperCase
 
 
 @dataclass(frozen=True)
 class Options:
     """specs: masks to measure instead of the suites' own. sizes: of their calls. imports: files that registered the user's
-    patterns, which results depend on. only: parts of case keys; a case with none of them is
+    patterns, which results depend on. full: see ``suites.choose``. only: parts of case keys; a case with none of them is
     skipped. limit: seconds for each case, None for the device's default. retry: measure cases without numbers, or with doubtful
     ones, again; cases that ran out of time are always tried again."""
 
     specs: tuple[str, ...] = ()
-    suites: tuple[str, ...] = DEFAULT
+    suites: tuple[str, ...] = FULL_RUN
     out: Path | None = None
     device: str | None = None
     backend: str = "auto"
@@ -37,6 +37,7 @@ class Options:
     limit: int | None = None
     sizes: CallSizes = AS_USUAL
     imports: tuple[Path, ...] = ()
+    full: bool = True
 
 
 LIMITS = {"cpu": 60, "cuda": 90}
@@ -46,7 +47,7 @@ def run(options: Options, console) -> Results:
     """Measures, prints progress to a rich console, and returns the results. An interrupt (KeyboardInterrupt) keeps
     the results so far, and the report is still written."""
     device = device_of(options.device)
-    chosen = suites.choose(options.suites, device.type, options.quick, options.specs, options.backend, options.sizes)
+    chosen = suites.choose(options.suites, device.type, options.quick, options.specs, options.backend, options.sizes, options.full)
     wanted = selected(chosen, options.only)
     from .measure.throughput import DTYPES
 
@@ -62,6 +63,9 @@ def run(options: Options, console) -> Results:
     folder = options.out or default_folder(found["device"] if device.type == "cuda" else "cpu", options.quick, asked)
     results, note = Results.open(folder, found, settings, options.resume, options.any_source)
     console.print(f"measuring on {found['device']}; results go to {folder}")
+    if not (options.full or options.quick or options.specs or options.sizes.given or options.only):
+        minutes = "two to three minutes on two idle cores" if device.type == "cpu" else "some minutes"
+        console.print(f"this takes {minutes}; --quick takes seconds, --full measures the peers, short calls and more, in about ten")
     if note:
         console.print(note)
     if device.type == "cpu" and (found["load_at_start"] or 0) > found["cpu_threads"] / 2:

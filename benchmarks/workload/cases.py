@@ -90,8 +90,16 @@ class Case:
     dtype: str | None = field(default=None, kw_only=True)
 
     @property
+    def label(self) -> str:
+        return self.mask.label
+
+    @property
+    def tokens(self) -> int:
+        return self.shape.tokens
+
+    @property
     def key(self) -> str:
-        return f"{self.shape} | {self.mask.label} | {self.peer}"
+        return f"{self.shape} | {self.label} | {self.peer}"
 
     def as_data(self) -> dict:
         mask = {"label": self.mask.label, "spec": _storable(self.mask.spec), "block_size": self.mask.block_size}

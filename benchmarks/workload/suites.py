@@ -53,17 +53,31 @@ def choose(
     specs: Iterable[Any] = (),
     backend: str = "auto",
     sizes: CallSizes = AS_USUAL,
+    full: bool = True,
 ) -> dict[str, list[Case | CompileCase]]:
     """The cases of each suite. device: "cpu" or "cuda". quick: a few small cases, in seconds. specs: masks to measure
     instead of the suite's own, as ``Mask.of`` takes them. backend: the back end of sparse_flash; ValueError for an unknown one.
-    sizes: instead of the suite's own; ValueError for the paper's, whose sizes are fixed. A case may belong to several suites."""
+    sizes: instead of the suite's own; ValueError for the paper's, whose sizes are fixed. full: False leaves out what takes longest
+    on a CPU. A case may belong to several suites."""
     check_name(backend)
     own = [Mask.of(spec) for spec in specs]
     chosen = {}
     for suite in suites:
         found = (_with_backend(case, backend) for case in _MAKERS[suite](device, quick, own, sizes))
+        if device == "cpu" and not full:
+            found = (case for case in found if case.tokens == sizes.tokens or not _is_long(suite, case, bool(own)))
         chosen[suite] = list(dict.fromkeys(replace(case, dtype=sizes.dtype) if isinstance(case, Case) else case for case in found))
     return chosen
+
+
+# Their points lie between those of the others.
+_OF_FULL_RUNS = ("random(0.5)", "random(0.1)", "strided(", "fixed(", "longformer(", "causal & block_diagonal(")
+
+
+def _is_long(suite: str, case: Case | CompileCase, own: bool) -> bool:
+    """Whether only a full run on a CPU has the case. Two cores then take two to three minutes for the rest."""
+    most = {"length": 4096, "compile": 65536}.get(suite)
+    return case.tokens > most if most else suite == "speedup" and not own and case.label.startswith(_OF_FULL_RUNS)
 
 
 def in_order(cases: Iterable[Case | CompileCase]) -> list[Case | CompileCase]:

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from sparse_flash.benchmarks.workload import DEFAULT, SUITES
+from sparse_flash.benchmarks.workload import DEFAULT, FULL_RUN, SUITES
 
 from .console import output, user_errors
 from .options import dtype_of, imported
@@ -20,7 +20,8 @@ def bench(
         list[str] | None, typer.Argument(metavar="[SPEC]...", help="Masks to measure instead of the suites' own.")
     ] = None,
     suite: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(SUITES)} or all; may be given several times. By default all but paper.")
+        list[str] | None,
+        typer.Option(help=f"{', '.join(SUITES)} or all; may be given several times. By default {', '.join(DEFAULT)}."),
     ] = None,
     out: Annotated[
         Path | None,
@@ -28,7 +29,8 @@ def bench(
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU by default where there is one.")] = None,
     backend: Annotated[str, typer.Option(help="The back end of sparse_flash.")] = "auto",
-    quick: Annotated[bool, typer.Option("--quick", help="A few small cases, in seconds.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A few small cases of every suite, in seconds.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Every suite but paper, and on a CPU all masks and lengths.")] = False,
     resume: Annotated[bool, typer.Option("--resume/--fresh", help="Continue from earlier results, or set them aside.")] = True,
     any_source: Annotated[bool, typer.Option("--any-source", help="Continue after changes of sparse_flash's code.")] = False,
     retry: Annotated[bool, typer.Option("--retry", help="Measure cases again that gave no numbers, or doubtful ones.")] = False,
@@ -63,7 +65,8 @@ def bench(
 
     console = output()
     with user_errors():
-        asked = _suites(suite, specs)
+        asked = _suites(suite, full or (quick and not specs))
+        full = full or bool(suite)
         named = str(dtype_of(dtype)).removeprefix("torch.") if dtype else None
         sizes = CallSizes(q_len, batch, heads, kv_heads, head_dim, v_head_dim, named)
         if report_only:
@@ -75,7 +78,7 @@ def bench(
             canonical = tuple(str(sparse_flash.parse(spec)) for spec in specs or ())
             if list_cases:
                 kind = device_type(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-                for name, case in selected(suites.choose(asked, kind, quick, canonical, backend, sizes), only or ()):
+                for name, case in selected(suites.choose(asked, kind, quick, canonical, backend, sizes, full), only or ()):
                     console.print(f"{name}: {case.key}", markup=False, soft_wrap=True)
                 return
             chosen = Options(
@@ -90,16 +93,19 @@ def bench(
                 retry,
                 tuple(only or ()),
                 limit,
-                sizes,
-                imported(),
+                sizes=sizes,
+                full=full,
+                imports=imported(),
             )
     if not report_only:
         results = _run(chosen, console, run)
+    said: set[str] = set()
     for table in tables(results.data):
         console.print()
         console.print(_printed(table, TEXT_COLUMNS))
-        for note in table.notes:
+        for note in dict.fromkeys(note for note in table.notes if note not in said):
             console.print(Text(note, "dim"))
+        said.update(table.notes)
     console.print(f"\nreport: {results.folder / page.PAGE}\nnumbers: {results.path}", markup=False, soft_wrap=True)
 
 
@@ -110,10 +116,9 @@ def _run(options, console, run):
         return run(options, console)
 
 
-def _suites(asked: list[str] | None, specs: list[str] | None) -> tuple[str, ...]:
+def _suites(asked: list[str] | None, full: bool) -> tuple[str, ...]:
     if not asked:
-        # A user who names masks asks about those; peers take minutes to compile.
-        return ("speedup", "length", "compile") if specs else DEFAULT
+        return FULL_RUN if full else DEFAULT
     unknown = [name for name in asked if name not in (*SUITES, "all")]
     if unknown:
         raise ValueError(f"unknown suite {unknown[0]!r}; choose from {', '.join(SUITES)}, all")

@@ -15,6 +15,7 @@ from problems import errors_of, problem
 from rich.console import Console
 
 import sparse_flash as sf
+from sparse_flash.benchmarks import workload
 from sparse_flash.benchmarks.baselines import flex, registry
 from sparse_flash.benchmarks.measure import accuracy as check
 from sparse_flash.benchmarks.measure import latency, noise, throughput
@@ -297,7 +298,21 @@ def test_the_paper_suite_has_every_length_variant_and_back_end():
         for variant in variants:
             mine = [case for case in chosen if (case.shape, case.dropout_p, case.padded) == variant]
             assert {case.peer for case in mine if case.mask.label == label} == wanted
-    assert "paper" not in suites.DEFAULT
+    assert "paper" not in workload.FULL_RUN
+
+
+def test_a_run_by_default_leaves_out_what_takes_minutes_on_a_cpu_and_a_full_one_adds_to_it():
+    brief, full = (suites.choose(names, "cpu", full=full) for names, full in ((workload.DEFAULT, False), (workload.FULL_RUN, True)))
+    assert all(set(brief[suite]) < set(full[suite]) for suite in workload.DEFAULT)
+    assert set(full) - set(brief) == {"peers", "small", "deterministic"}
+    assert max(case.tokens for case in brief["length"]) == 4096 and max(case.tokens for case in full["length"]) == 16384
+    for suite in brief:  # what is left out has no part in what stays
+        ours = [case for case in brief[suite] if isinstance(case, cases.Case) and suites.is_ours(case)]
+        assert all(set(suites._rivals(case, suite, full[suite])[0]) <= set(brief[suite]) for case in ours if suite == "speedup")
+    on_gpu = [suites.choose(workload.DEFAULT, "cuda", full=full) for full in (False, True)]
+    assert on_gpu[0] == on_gpu[1]
+    own = suites.choose(["length"], "cpu", specs=["strided(8)"], sizes=cases.CallSizes(tokens=16384), full=False)["length"]
+    assert 16384 in {case.tokens for case in own}
 
 
 @pytest.fixture(scope="module")

@@ -139,6 +139,43 @@ def test_a_file_that_fails_is_one_message_with_its_error(tmp_path):
     assert "rename the file" in invoke("show", "full", "--import", str(tmp_path / "torch.py"), code=2).stderr
 
 
+def test_a_run_says_first_how_long_it_takes_and_each_note_once(tmp_path, monkeypatch):
+    from sparse_flash.benchmarks.measure import drift, throughput
+    from sparse_flash.benchmarks.report import page
+
+    figures = {
+        "forward_ms": 1.0,
+        "backward_ms": 2.0,
+        "forward_us": 1.0,
+        "both_us": 2.0,
+        "forward_host_us": 1.0,
+        "both_host_us": 2.0,
+    }
+    figures |= {
+        "forward_ms_spread": [0.5, 1.5],
+        "compile_s": 1.0,
+        "compile_s_spread": [0.1, 1.9],
+        "peak_bytes": 1,
+        "table_bytes": 1,
+    }
+    figures |= {"density": 0.5, "block_density": 0.5, "causal": True, "correct": True, "dtype": "float32", "kept_blocks": 1}
+    monkeypatch.setattr(throughput, "run", lambda case, *_: dict(figures))
+    monkeypatch.setattr(drift.Baselines, "before", lambda *_: None)
+    monkeypatch.setattr(page, "write", lambda results: None)
+    out = invoke("bench", "--device", "cpu", "--out", str(tmp_path / "brief")).output
+    assert out.index("this takes two to three minutes on two idle cores") < out.index("compile | N65536 | causal")
+    assert "peers" not in out.partition("\n\n")[2] and "Speed-up against density" in out
+    out = " ".join(invoke("bench", "--device", "cpu", "--quick", "--out", str(tmp_path / "quick")).output.split())
+    assert "this takes" not in out
+    for note in (
+        "?: not to be relied on, for",
+        "spread: from the first",
+        "grows as: N to",
+        "x: how many times as fast as the fastest other",
+    ):
+        assert out.count(note) == 1
+
+
 def test_results_of_an_imported_file_are_not_reused_after_it_changed(own_file, tmp_path, monkeypatch):
     from sparse_flash.benchmarks.measure import throughput
 
