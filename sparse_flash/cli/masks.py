@@ -19,14 +19,18 @@ def patterns() -> None:
     """Lists the patterns that a spec may name."""
     from sparse_flash.masks.pattern import list_patterns, pattern_class, use_of
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("name", "arguments", "keeps", "for", "from"):
-        table.add_column(heading, no_wrap=heading == "name", overflow="fold")
+    rows = []
     for name in list_patterns():
         cls = pattern_class(name)
         arguments = ", ".join(_argument(p) for p in inspect.signature(cls).parameters.values())
-        owner = "built in" if cls.__module__.startswith("sparse_flash.patterns.") else cls.__module__
-        table.add_row(Text(name, "bold cyan"), Text(arguments), Text(_first_sentence(cls)), Text(use_of(cls)), Text(owner, "dim"))
+        owner = "" if cls.__module__.startswith("sparse_flash.patterns.") else cls.__module__
+        rows.append((name, use_of(cls), _first_sentence(cls), arguments, owner))
+    headings = ["name", "for", "keeps", "arguments", *["from"] * any(owner for *_, owner in rows)]  # all are built in, mostly
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in headings:
+        table.add_column(heading, no_wrap=heading == "name", overflow="fold", style="bold cyan" if heading == "name" else "")
+    for row in rows:
+        table.add_row(*map(Text, row[: len(headings)]))
     output().print(table)
     output().print("\nCombine them with & | ~ and parentheses. Lengths are tokens; block= is the unit of a pattern in tokens.")
 

@@ -19,7 +19,7 @@ def tune(
     pattern: Annotated[str, typer.Option(metavar="SPEC", help="The mask to tune for; dense attention is tuned as well.")] = (
         "causal & local(1024)"
     ),
-    tokens: Annotated[int, typer.Option("--tokens", "-n", min=1, help="Queries, and keys.")] = 16384,
+    tokens: Annotated[int, typer.Option("--q-len", "--tokens", "-n", min=1, help="Queries, and keys, in tokens.")] = 16384,
     heads: Annotated[int, typer.Option(min=1, help="Heads of all sequences of the batch together.")] = 16,
     head_dim: Annotated[int, typer.Option(min=1, help="Of queries and keys.")] = 128,
     v_head_dim: Annotated[int | None, typer.Option(min=1, help="head_dim of values; that of queries and keys by default.")] = None,

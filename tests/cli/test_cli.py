@@ -28,13 +28,15 @@ def test_a_written_path_is_printed_as_it_is_on_one_line(command, tmp_path):
     assert path.exists()
 
 
-def test_patterns_lists_every_name_with_its_arguments():
+def test_patterns_lists_every_name_with_its_use_and_arguments():
     import sparse_flash
+    from sparse_flash.masks.pattern import pattern_class, use_of
 
     out = invoke("patterns").output
     for name in sparse_flash.list_patterns():
         assert f"\n{name} " in out
-    assert "window" in out and "built in" in out and "``" not in out
+        assert use_of(pattern_class(name))[:20] in out
+    assert "window" in out and "``" not in out
 
 
 @pytest.mark.parametrize("command", ["patterns", "doctor"])
@@ -120,7 +122,8 @@ def test_every_command_takes_a_file_of_the_users_patterns(own_file):
     for command in ("patterns", "show", "gallery", "explain", "bench", "tune", "warm", "doctor"):
         assert "--import" in invoke(command, "--help").output
     assert "ringed" not in invoke("patterns").output
-    assert "Keeps keys whose distance" in " ".join(invoke("patterns", "--import", own_file).output.split())
+    listed = next(line for line in invoke("patterns", "--import", own_file).output.splitlines() if line.startswith("ringed "))
+    assert "Keeps keys whose distance" in listed and listed.endswith(" ringed")  # its file
     assert "keeps 1.562% of the pairs" in invoke("show", "ringed", "-n", "128", "--import", own_file).output
     assert "causal & ringed(period=64)" in invoke("explain", "causal & ringed(64)", "-n", "128", "--import", own_file).output
     listed = invoke("bench", "causal & ringed(64)", "--quick", "--list", "--import", own_file).output
