@@ -23,7 +23,7 @@ def patterns() -> None:
     for name in list_patterns():
         cls = pattern_class(name)
         arguments = ", ".join(_argument(p) for p in inspect.signature(cls).parameters.values())
-        owner = "" if cls.__module__.startswith("sparse_flash.patterns.") else cls.__module__
+        owner = "" if cls.__module__.startswith("sparse_flash.") else cls.__module__
         rows.append((name, use_of(cls), _first_sentence(cls), arguments, owner))
     headings = ["name", "for", "keeps", "arguments", *["from"] * any(owner for *_, owner in rows)]  # all are built in, mostly
     table = Table(box=None, pad_edge=False, header_style="bold")
