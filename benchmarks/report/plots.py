@@ -210,7 +210,8 @@ def _speedup(data: dict, theme: Theme):
 
 def _side_by_side(figure, ax, places: list[tuple[float, float]]) -> list[float]:
     """The x at which each dot is drawn: its own, or that beside dots that it would cover. The axes have their final size."""
-    wide, drawn = 8 * figure.dpi / 72, []
+    wide = 8 * figure.dpi / 72
+    drawn: list[tuple[float, float]] = []
     for left, low in ax.transData.transform(places):
         near = [x for x, y in drawn if abs(y - low) < wide]
         steps = (side * step * wide / 4 for step in range(4 * len(near) + 5) for side in (1, -1))

@@ -507,11 +507,11 @@ def _lines(e: Explanation) -> Iterator[tuple[str, str]]:
         )
     yield (
         "forward FLOPs",
-        f"{flops_text(e.flops)} kept, {flops_text(e.visited_flops)} visited, {flops_text(e.dense_flops)} {_dense(e)}",
+        f"{flops_text(e.flops)} kept, {flops_text(e.visited_flops)} visited, {flops_text(e.dense_flops)} for {_dense(e)}",
     )
     yield (
         "forward traffic",
-        f"{size_text(e.bytes_moved)}, {size_text(e.dense_bytes_moved)} {_dense(e)} (arXiv:2205.14135, Prop. 4)",
+        f"{size_text(e.bytes_moved)}, {size_text(e.dense_bytes_moved)} for {_dense(e)} (arXiv:2205.14135, Prop. 4)",
     )
     for name, line in _memory_lines(e.memory):
         yield (name, line)
