@@ -215,7 +215,7 @@ def _side_by_side(figure, ax, places: list[tuple[float, float]]) -> list[float]:
     for left, low in ax.transData.transform(places):
         near = [x for x, y in drawn if abs(y - low) < wide]
         steps = (side * step * wide / 4 for step in range(4 * len(near) + 5) for side in (1, -1))
-        free = next(step for step in steps if all(abs(left + step - x) >= 0.99 * wide for x in near))
+        free = next((step for step in steps if all(abs(left + step - x) >= 0.99 * wide for x in near)), 0.0)
         drawn.append((left + free, low))
     return list(ax.transData.inverted().transform(drawn)[:, 0]) if drawn else []
 
