@@ -77,45 +77,19 @@ def tables(data: dict) -> list[ReportTable]:
 
 
 def _speedup(data: dict) -> ReportTable | None:
-    lines = []
-    for row in rows(data, "speedup"):
-        if not row.ours:
-            line = [row.label, row.peer, *format.shares(row), *format.times(row), format.spread(row)]
-            lines.append([*line, "", "", "", "", format.memory(row), format.right(row)])
+    def line(row: Row, *compared: str) -> list[str]:
+        figures = [*format.shares(row), *format.times(row), format.spread(row), format.memory(row), format.right(row)]
+        return [row.label, row.peer, *compared, *figures]
+
+    lines = [line(row, "", "", "", "") for row in rows(data, "speedup") if not row.ours]
     for gain in gains(data):
-        row = gain.row
-        lines.append(
-            [
-                row.label,
-                row.peer,
-                *format.shares(row),
-                *format.times(row),
-                format.spread(row),
-                format.marked(format.ratio(gain.forward), gain.doubtful),
-                format.marked(format.ratio(gain.total), gain.doubtful),
-                format.ratio(1 / gain.visited if gain.visited else None),
-                gain.over if gain.forward else "",
-                format.memory(row),
-                format.right(row),
-            ]
-        )
+        ratios = [format.marked(format.ratio(ratio), gain.doubtful) for ratio in (gain.forward, gain.total)]
+        at_best = format.ratio(1 / gain.visited if gain.visited else None)
+        lines.append(line(gain.row, *ratios, at_best, gain.over if gain.forward else ""))
     if not lines:
         return None
-    columns = [
-        "mask",
-        "by",
-        "kept",
-        "visited",
-        "forward ms",
-        "backward ms",
-        "spread",
-        "x forward",
-        "x both",
-        "x at best",
-        "over",
-        "memory",
-        "correct",
-    ]
+    compared = ["x forward", "x both", "x at best", "over"]
+    columns = ["mask", "by", *compared, "kept", "visited", "forward ms", "backward ms", "spread", "memory", "correct"]
     note = (
         "x: how many times as fast as the dense call that a user would otherwise run: causal attention where no query sees a later "
         "key, else attention of all pairs; by the fastest peer in this run (over), timed again before and after each row. At best: "
