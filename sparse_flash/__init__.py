@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # PyTorch takes seconds to load. ``sparse-flash --help`` and ``python -m sparse_flash --help`` do without: in their process
-# ``__getattr__`` finds the names. (The program is called "-m" while Python looks for its module.)
-if TYPE_CHECKING or _PurePath(_sys.argv[0] if _sys.argv else "").stem not in ("sparse-flash", "-m"):
+# ``__getattr__`` finds the names. (A program that -m names is called "-m" until its module is found.)
+_program = _sys.argv[0] if _sys.argv else ""
+_command = _sys.orig_argv[-len(_sys.argv)] if _program == "-m" else _PurePath(_program).stem
+if TYPE_CHECKING or _command not in ("sparse-flash", "sparse_flash"):
     from .names import *  # noqa: F403
 
 # Imported at their first use: most programs need neither groups of processes nor the benchmark.

@@ -210,15 +210,24 @@ def test_sizes_are_those_of_every_case_and_have_results_of_their_own(tmp_path, m
 
 @pytest.mark.parametrize("command", [(), ("explain",), ("bench",), ("warm",)], ids=str)
 def test_help_loads_no_pytorch(command):
-    program = (
-        "import sys, runpy\n"
-        "try: runpy.run_module('sparse_flash', run_name='__main__', alter_sys=True)\n"
-        "except SystemExit: print([name for name in ('torch', 'numpy', 'scipy') if name in sys.modules])"
+    script = "import sys; sys.argv[0] = 'bin/sparse-flash'; from sparse_flash.cli import main; main()"
+    for program in (["-m", "sparse_flash"], ["-c", script]):
+        started = [sys.executable, "-X", "importtime", *program, *command, "--help"]
+        done = subprocess.run(started, capture_output=True, text=True, check=True)
+        loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+        assert "Usage: sparse-flash" in done.stdout and "typer" in loaded and loaded.isdisjoint({"torch", "numpy", "scipy"})
+
+
+def test_programs_other_than_the_command_have_all_names_and_operators_at_import(tmp_path):
+    (tmp_path / "program").mkdir()
+    (tmp_path / "program" / "__init__.py").write_text("import sparse_flash\n")  # run while the program is still called -m
+    found = "import torch, program; print('attention' in vars(program.sparse_flash), hasattr(torch.ops.sparse_flash, 'attention'))"
+    (tmp_path / "program" / "__main__.py").write_text(found)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])}
+    done = subprocess.run(
+        [sys.executable, "-m", "program", "sparse_flash"], capture_output=True, text=True, env=environment, check=True
     )
-    for name in ("sparse-flash", "-m"):
-        started = f"import sys; sys.argv = [{name!r}, {', '.join(map(repr, (*command, '--help')))}]\n" + program
-        done = subprocess.run([sys.executable, "-c", started], capture_output=True, text=True, check=True)
-        assert "Usage: sparse-flash" in done.stdout and done.stdout.splitlines()[-1] == "[]"
+    assert done.stdout.strip() == "True True"
 
 
 def test_show_draws_tokens_at_small_lengths_and_blocks_at_large_ones(tmp_path):
