@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from sparse_flash.masks.pattern import Pattern, parse
+from sparse_flash.masks.pattern import Pattern, PerHead, parse
 
 from .measure.noise import doubts
 from .report.tables import gains
@@ -22,7 +22,7 @@ from .workload.cases import CallSizes, Case
 class BenchRow:
     """One mask at the sizes asked for. Prints as a sentence.
 
-    mask: its spec text; of a mask for each head, their texts. backend: the back end that ran it.
+    mask: its spec text. backend: the back end that ran it.
     forward_ms, backward_ms: medians; None without a result. memory: the most bytes that both passes hold beyond their inputs.
     kept: pairs kept / all pairs. over: the dense call that a user would run in the mask's place, and whose it is: causal attention
     if no query sees a later key, else attention of all pairs. dense_forward_ms, dense_backward_ms: of that call, timed before and
@@ -73,14 +73,14 @@ def bench(
 ) -> list[BenchRow]:
     """How fast masks are on this machine, beside the dense calls that they replace: both passes, checked against float64.
 
-    masks: patterns or spec texts, or one alone. For a mask of each query head, a list of them as long as heads. Each has a row.
+    masks: patterns or spec texts, or one alone; for a mask of each query head, ``per_head([...])`` or a list. Each has a row.
     q_len: queries and keys, tokens. heads, kv_heads, head_dim, v_head_dim, batch: sizes of q, (batch, heads, q_len, head_dim), and
     of k and v. dtype: of all three. The defaults are those of ``sparse-flash bench``: 4 heads of 8,192 tokens, head_dim 64, float32
     on a CPU; 16 heads of 16,384 tokens, head_dim 128, bfloat16 on a GPU. device: "cuda" where there is one.
     quick: short timings, and by default 1,024 tokens of 2 heads. Raises ValueError for sizes that no call has. A mask that fails,
     for lack of memory for instance, is a row that says why.
     """
-    asked = [_mask(one) for one in ([masks] if isinstance(masks, (str, Pattern)) else masks)]
+    asked = [_pattern(one) for one in ([masks] if isinstance(masks, (str, Pattern)) else masks)]
     if not asked:
         raise ValueError("masks must be patterns or spec texts; got none")
     if dtype is not None and not isinstance(dtype, torch.dtype):
@@ -92,8 +92,8 @@ def bench(
     chosen = suites.choose(("speedup",), found.type, quick, asked, backend, sizes)
     cases = [case for case in chosen["speedup"] if isinstance(case, Case)]
     for case in cases:
-        if isinstance(case.mask.spec, tuple) and len(case.mask.spec) != case.shape.heads:
-            had, heads = len(case.mask.spec), case.shape.heads
+        if isinstance(case.mask.spec, PerHead) and len(case.mask.spec.patterns) != case.shape.heads:
+            had, heads = len(case.mask.spec.patterns), case.shape.heads
             raise ValueError(f"a mask of each head must have {heads} patterns, one for each head; got {had}")
     results = _Unsaved(Path(), {"settings": {}, "suites": {"speedup": [case.key for case in cases]}, "cases": {}})
     measure(suites.in_order(cases), chosen, results, found, Options(quick=quick))
@@ -110,13 +110,9 @@ class _Unsaved(Results):
         pass
 
 
-def _mask(given: str | Pattern | Sequence[str | Pattern]) -> Pattern | tuple[Pattern, ...]:
-    if isinstance(given, (list, tuple)):
-        return tuple(_pattern(head) for head in given)
-    return _pattern(given)
-
-
 def _pattern(given: object) -> Pattern:
+    if isinstance(given, (list, tuple)):
+        return PerHead(tuple(given))
     if isinstance(given, str):
         return parse(given)
     if not isinstance(given, Pattern):

@@ -11,12 +11,14 @@ from .from_blocks import FromBlocks as from_blocks
 from .from_mask_fn import FromMaskFn as from_mask_fn
 from .full import Full as full
 from .global_tokens import GlobalTokens as global_tokens
+from .last_tokens import LastTokens as last_tokens
 from .local import Local as local
 from .longformer import Longformer as longformer
 from .neighborhood import Neighborhood as neighborhood
 from .power_of_two import PowerOfTwo as power_of_two
 from .prefix import Prefix as prefix
 from .random import Random as random
+from .shifted import Shifted as shifted
 from .sinks import Sinks as sinks
 from .strided import Strided as strided
 from .window import Window as window
@@ -33,12 +35,14 @@ __all__ = [
     "from_mask_fn",
     "full",
     "global_tokens",
+    "last_tokens",
     "local",
     "longformer",
     "neighborhood",
     "power_of_two",
     "prefix",
     "random",
+    "shifted",
     "sinks",
     "strided",
     "window",

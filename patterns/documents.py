@@ -25,9 +25,9 @@ class Documents(RunPattern):
     """Tokens of one document.
 
     cu_seqlens: tokens; the start of each document and the end of the last one: (documents + 1,) integers in a tuple, list, array or
-    tensor, from 0 upwards. Empty documents are dropped, so patterns with the same meaning are equal. Tokens past the end of the
-    last document keep nothing and are seen by nothing. For lengths that change between calls, ``attention_varlen`` reads them from
-    a tensor.
+    tensor, from 0 upwards. Empty documents are dropped, so patterns with the same meaning are equal. They must hold all tokens of
+    the sequence; ``shifted`` places documents that have other tokens beside them, which keep nothing and are seen by nothing. For
+    lengths that change between calls, ``attention_varlen`` reads them from a tensor.
     """
 
     cu_seqlens: tuple[int, ...]
@@ -54,6 +54,9 @@ class Documents(RunPattern):
     def _bounds(self) -> np.ndarray:
         """cu_seqlens between two copies of its ends, for the tokens before and after all documents."""
         return np.array([self.cu_seqlens[0], *self.cu_seqlens, self.cu_seqlens[-1]])
+
+    def named_tokens(self):
+        return (self.cu_seqlens[-1],) * 2
 
     def row_runs(self, q):
         document = np.searchsorted(self._bounds[1:-1], q, side="right")[..., None]

@@ -27,9 +27,10 @@ class FromBlocks(UnitPattern):
     rows: "110/011". block: tokens in a unit.
 
     The array's last row and column are one unit, as the last query has the position of the last key: in a wide array, with fewer
-    queries than keys, the first row stands for unit cols - rows. Units outside the array keep nothing. If kv_len - q_len is not a
-    multiple of block, units of queries do not start at the first query. For maps that change between calls,
-    ``BlockMask.from_blocks`` makes the table itself, with blocks counted from the first query.
+    queries than keys, the first row stands for unit cols - rows. The array must hold all units of the sequence; ``shifted`` places
+    one that has other tokens beside it, which keep nothing. If kv_len - q_len is not a multiple of block, units of queries do not
+    start at the first query. For maps that change between calls, ``BlockMask.from_blocks`` makes the table itself, with blocks
+    counted from the first query.
     """
 
     blocks: str
@@ -42,6 +43,18 @@ class FromBlocks(UnitPattern):
     @cached_property
     def _array(self) -> np.ndarray:
         return np.array([[digit == "1" for digit in row] for row in self.blocks.split("/")])
+
+    @property
+    def is_part(self):
+        """Units before the first row of a wide array keep nothing."""
+        return self._shift > 0
+
+    def named_tokens(self):
+        cols = self._array.shape[1]
+        return (cols - 1) * self.block + 1, cols * self.block
+
+    def named_queries(self, q, kv_len):
+        return (q >= self._shift * self.block) & super().named_queries(q, kv_len)
 
     @property
     def _shift(self) -> int:

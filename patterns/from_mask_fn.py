@@ -12,6 +12,7 @@ formula: fn(q, kv)
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from sparse_flash.compat.captured import state_of
 from sparse_flash.masks.pattern import Pattern, check_parameters, register_pattern
 
 
@@ -21,7 +22,8 @@ class FromMaskFn(Pattern):
     """Pairs for which a function is true.
 
     fn: called with two int64 numpy arrays of positions that broadcast against each other, query positions and key
-    positions in tokens; returns booleans of their broadcast shape. It must depend on nothing else.
+    positions in tokens; returns booleans of their broadcast shape. It may read tensors and arrays: a call after one was changed in
+    place compiles anew. (Code that torch.compile compiled keeps what it read.)
 
     The compiler knows nothing about its blocks, so it evaluates every pair. ``&`` with a pattern whose blocks are known, such as
     ``local(1024)``, leaves only those to evaluate. Equal if the function is the same object. It has no spec text and, if the
@@ -35,6 +37,10 @@ class FromMaskFn(Pattern):
             raise TypeError(f"from_mask_fn: fn must be a function of (q, kv) index arrays; got {type(self.fn).__name__}")
         way_out = "BlockMask.from_mask_mod takes one of (b, h, q_idx, kv_idx)"
         check_parameters(self.fn, "from_mask_fn", ("q", "kv"), way_out)
+
+    def __hash__(self):
+        # Tables are looked up by it: of data that changed, there are none yet.
+        return hash((self.fn, state_of(self.fn)))
 
     def token_rule(self, q, kv):
         return self.fn(q, kv)

@@ -20,12 +20,16 @@ from sparse_flash.masks.rules import BEYOND, RunPattern, positive_int
 @register_pattern("global_tokens")
 @dataclass(frozen=True)
 class GlobalTokens(RunPattern):
-    """The first ``tokens`` tokens, both as keys and as queries. ``sinks`` is only the half with the keys."""
+    """The first ``tokens`` tokens, both as keys and as queries. ``sinks`` is only the half with the keys,
+    ``last_tokens`` the same for the last tokens."""
 
     tokens: int
 
     def __post_init__(self):
         object.__setattr__(self, "tokens", positive_int("global_tokens", "tokens", self.tokens))
+
+    def named_queries(self, q, kv_len):
+        return q < self.tokens
 
     def row_runs(self, q):
         q = q[..., None]

@@ -32,7 +32,8 @@ class Neighborhood(RunPattern):
 
     shape: cells on each axis, 1 to 3 axes, the last one varying fastest: (height, width) of an image.
     window: cells on each axis, or one number for all of them; at most shape. An even window has one cell more before the
-    query than after it. Tokens past the grid keep nothing and are seen by nothing.
+    query than after it. The grid must hold all tokens of the sequence; ``shifted`` places one that has other tokens
+    beside it, such as text, which keep nothing and are seen by nothing.
     """
 
     shape: tuple[int, ...]
@@ -41,7 +42,7 @@ class Neighborhood(RunPattern):
     def __post_init__(self):
         shape = int_tuple("neighborhood", "shape", self.shape)
         window = self.window.tolist() if hasattr(self.window, "tolist") else self.window
-        window = int_tuple("neighborhood", "window", [window] * len(shape) if np.isscalar(window) else window)
+        window = int_tuple("neighborhood", "window", window if isinstance(window, (tuple, list)) else [window] * len(shape))
         if not 1 <= len(shape) <= 3:
             raise ValueError(f"neighborhood: shape must have 1 to 3 axes; got {shape}")
         if len(window) != len(shape) or any(w > s for w, s in zip(window, shape, strict=True)):
@@ -50,6 +51,9 @@ class Neighborhood(RunPattern):
             )
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "window", window)
+
+    def named_tokens(self):
+        return (prod(self.shape),) * 2
 
     def _cells(self, position):
         """The cell of each position on each axis. (numpy 2.4's unravel_index is wrong for some arrays of over 8,192 numbers.)"""

@@ -28,6 +28,9 @@ class Sinks(RunPattern):
     def __post_init__(self):
         object.__setattr__(self, "tokens", positive_int("sinks", "tokens", self.tokens))
 
+    def named_queries(self, q, kv_len):
+        return np.zeros(q.shape, bool)
+
     def row_runs(self, q):
         q = q[..., None]
         return np.zeros_like(q), np.full_like(q, self.tokens)

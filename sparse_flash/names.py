@@ -11,6 +11,7 @@ from .masks.block_mask import BlockMask
 from .masks.block_selection import BlockSelection
 from .masks.compiler import compile_mask
 from .masks.pattern import DerivedPattern, Pattern, list_patterns, parse, register_pattern
+from .masks.pattern import PerHead as per_head
 from .masks.rules import DistancePattern, RunPattern, UnitPattern, positive_int
 from .packed.picks import PackedSelection
 from .patterns import *  # noqa: F403  (the built-in patterns, by the names in patterns/__init__.py)
@@ -46,6 +47,7 @@ __all__ = [
     "keep_picks",
     "list_patterns",
     "parse",
+    "per_head",
     "positive_int",
     "register_pattern",
     "topk_blocks",

@@ -444,7 +444,8 @@ def _factors(rng: random.Random) -> int | None:
 
 
 def _documents(rng: random.Random) -> sf.Pattern:
-    return sf.documents([0, *np.cumsum([rng.randint(1, 250) for _ in range(rng.randint(1, 6))]).tolist()])
+    bounds = [0, *np.cumsum([rng.randint(1, 250) for _ in range(rng.randint(1, 6))]).tolist()]
+    return sf.shifted(sf.documents(bounds), 0, allow_uncovered=True)
 
 
 def _fixed(rng: random.Random) -> sf.Pattern:
@@ -454,7 +455,8 @@ def _fixed(rng: random.Random) -> sf.Pattern:
 
 def _neighborhood(rng: random.Random) -> sf.Pattern:
     extents = [rng.randint(1, 12) for _ in range(rng.randint(1, 3))]
-    return sf.neighborhood(extents, [rng.randint(1, min(extent, 6)) for extent in extents])
+    grid = sf.neighborhood(extents, [rng.randint(1, min(extent, 6)) for extent in extents])
+    return sf.shifted(grid, 0, allow_uncovered=True)
 
 
 LEAVES: tuple[Callable[[random.Random], sf.Pattern], ...] = (

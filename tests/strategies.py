@@ -45,7 +45,19 @@ by_name = {
     "strided": st.builds(sf.strided, st.integers(1, 9), units),
     "window": st.builds(sf.window, st.none() | st.integers(0, 300), st.none() | st.integers(0, 300)),
 }
-leaves = st.one_of(*by_name.values())
+bare = st.one_of(*by_name.values())
+by_name["shifted"] = st.builds(sf.shifted, bare, st.integers(0, 300), allow_uncovered=st.just(True))
+
+
+def of_any_length(pattern):
+    """The pattern, or where it names a number of tokens, one of the same meaning for sequences of other lengths."""
+    return sf.shifted(pattern, 0, allow_uncovered=True) if pattern.named_tokens() else pattern
+
+
+leaves = st.one_of(*by_name.values()).map(of_any_length)
+by_name["last_tokens"] = st.builds(
+    sf.last_tokens, st.integers(1, 300)
+)  # not among the leaves: packed documents and caches refuse it
 
 
 def _composed(inner):
@@ -68,4 +80,4 @@ lengths = st.one_of(
 def dense(pattern, q_len, kv_len):
     """The mask by definition: the token rule on every pair, the last query at the position of the last key."""
     q, kv = np.arange(q_len) + kv_len - q_len, np.arange(kv_len)
-    return np.broadcast_to(pattern.token_rule(q[:, None], kv[None, :]), (q_len, kv_len))
+    return np.broadcast_to(pattern.of_length(kv_len).token_rule(q[:, None], kv[None, :]), (q_len, kv_len))

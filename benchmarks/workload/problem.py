@@ -9,7 +9,7 @@ import torch
 
 import sparse_flash
 from sparse_flash.masks.block_mask import BlockMask
-from sparse_flash.masks.pattern import Pattern
+from sparse_flash.masks.pattern import Pattern, PerHead
 from sparse_flash.tools import explain
 
 from .cases import Case, Mask, PaperCase, Shape
@@ -79,8 +79,8 @@ def problem_of(case: Case, device: torch.device, dtype: torch.dtype, gradients: 
 def _compiled(mask: Mask, tokens: int, device: torch.device) -> tuple[tuple[Pattern, ...], BlockMask]:
     specs = mask.spec if isinstance(mask.spec, tuple) else (mask.spec,)
     patterns = tuple(sparse_flash.parse(spec) if isinstance(spec, str) else spec for spec in specs)
-    if not isinstance(mask.spec, tuple):
-        patterns = getattr(patterns[0], "patterns", patterns)  # a value that holds a pattern for each head
+    if isinstance(patterns[0], PerHead):
+        patterns = patterns[0].patterns
     if len(patterns) == 1:
         return patterns, sparse_flash.compile_mask(patterns[0], tokens, block_size=mask.block_size, device=device)
     return patterns, BlockMask.per_head(patterns, q_len=tokens, block_size=mask.block_size, device=device)

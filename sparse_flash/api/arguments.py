@@ -12,9 +12,9 @@ import torch
 from .. import backends
 from ..dispatch import operators
 from ..dispatch.call import AttentionCall
-from ..masks.block_mask import BlockMask
+from ..masks.block_mask import BlockMask, check_batch_and_heads
 from ..masks.block_selection import BlockSelection, checked_selection_block, checked_sharing
-from ..masks.cache import check_traceable, compiled_once, is_recorded, of_another_library
+from ..masks.cache import compiled_once, is_recorded, of_another_library, traceable
 from ..masks.memory import cleared_by
 from ..masks.pattern import Pattern, text_of
 from ..packed.repack import Side
@@ -166,7 +166,7 @@ def _table_or_text(pattern: Pattern | str, q_len: int, kv_len: int, device: torc
     if not operators.is_seen():
         return compiled_once(pattern, q_len, kv_len, DEFAULT_BLOCK_SIZE, device)
     if torch.compiler.is_compiling():
-        check_traceable(pattern)
+        pattern = traceable(pattern)
     # Not through as_block_mask, which torch.compile would trace into its dispatch.
     text = text_of(pattern)
     return compiled_once(pattern, q_len, kv_len, DEFAULT_BLOCK_SIZE, device) if text is None else text
@@ -293,9 +293,7 @@ def check_mask(mask: BlockMask, q: torch.Tensor, k: torch.Tensor) -> None:
 def _check_mask_fits(mask: BlockMask, q: torch.Tensor) -> None:
     if mask.device != q.device:
         raise ValueError(f"the mask is on {mask.device} and q on {q.device}; use mask.to({str(q.device)!r})")
-    for name, size, wanted in (("batch", mask.mask_index.shape[0], q.shape[0]), ("heads", mask.mask_index.shape[1], q.shape[1])):
-        if size != 1 and size != wanted:  # Dynamo does not compare symbolic sizes with "in"
-            raise ValueError(f"the mask has {name} {size}; q has {wanted}; it must be 1 or {wanted}")
+    check_batch_and_heads(mask.mask_index.shape, q.shape[0], q.shape[1])
 
 
 def check_decoding_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_table: torch.Tensor | None) -> None:

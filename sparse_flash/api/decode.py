@@ -12,9 +12,10 @@ from ..compat.pytorch import plain_tensors
 from ..dispatch import observers, operators
 from ..masks.block_mask import BlockMask
 from ..masks.block_selection import BlockSelection
-from ..masks.cache import as_block_mask, as_operations_take_it, keep_if_captured, made_apart, of_another_library
+from ..masks.cache import as_operations_take_it, keep_if_captured, made_apart, of_another_library, traceable
+from ..masks.compiler import compile_up_to
 from ..masks.memory import remembered
-from ..masks.pattern import Pattern, parse, text_of
+from ..masks.pattern import Pattern, check_fit, naming, parse, text_of
 from ..patterns import causal, full, local
 from ..selection.decode import decode, supports
 from .arguments import (
@@ -58,7 +59,8 @@ def attention_decode(
     block_table: (batch, pages of a sequence) int32 or int64 on the device of q: token t of sequence b is in page
     ``block_table[b, t // page_size]``. The capacity is page_size times the pages of a sequence; entries past a length are not
     read. (Kernels read int32: int64 is cast in each call.)
-    mask: a Pattern or its spec text; None for dense attention, in which all queries see all keys; or a BlockMask, square as for
+    mask: a Pattern or its spec text, which must fit a sequence of the capacity if kv_lens is None, and is not checked against
+    lengths in kv_lens; None for dense attention, in which all queries see all keys; or a BlockMask, square as for
     training, covering at least the capacity; or a BlockSelection, the blocks of the cache that these queries picked, by
     ``BlockMeans.choose`` or otherwise, without ``always``. Query i has position ``kv_lens[b] - q_len + i``; a key's position is its
     index in the sequence. A query at a negative position keeps nothing.
@@ -90,7 +92,7 @@ def attention_decode(
     elif isinstance(mask, BlockSelection):
         out, lse = _over_picks(q, k, v, mask, capacity, kv_lens, block_table, scale, backend)
     else:
-        mask, is_causal = _resolved(mask, capacity, q)
+        mask, is_causal = _resolved(mask, capacity, q, kv_lens)
         name = backends.choose(backend, backends.Call.of(q, k, v, None if mask is None else mask.block_size))
         out, lse = operators.attention_decode(q, k, v, mask, kv_lens, block_table, is_causal, scale, name)
     return (out, lse) if return_lse else out
@@ -147,7 +149,9 @@ def takes(q: torch.Tensor, k: torch.Tensor) -> bool:
     return few and not (gradient or observers.looked_at() or autocasts(q.device))
 
 
-def _resolved(mask: BlockMask | Pattern | str | None, capacity: int, q: torch.Tensor) -> tuple[BlockMask | None, bool]:
+def _resolved(
+    mask: BlockMask | Pattern | str | None, capacity: int, q: torch.Tensor, kv_lens: torch.Tensor | None = None
+) -> tuple[BlockMask | None, bool]:
     """(the square mask or None, whether attention without one is causal)."""
     if mask is None:
         return None, False
@@ -159,9 +163,16 @@ def _resolved(mask: BlockMask | Pattern | str | None, capacity: int, q: torch.Te
     # index() turns a symbolic capacity into a plain number: a compiled graph holds the table of one capacity.
     length = _rounded(operator.index(capacity))
     if torch.compiler.is_compiling():
-        is_causal, tensors = _constant_tables(mask, length, q.device)
-        return (BlockMask.from_tensors(length, length, DEFAULT_BLOCK_SIZE, tensors) if tensors else None), is_causal
+        is_causal, tensors = _constant_tables(traceable(mask), length, q.device)
+        table = BlockMask.from_tensors(length, length, DEFAULT_BLOCK_SIZE, tensors) if tensors else None
+        if table is not None:
+            check_decoding_mask(table, capacity, q)
+        return table, is_causal
+    if kv_lens is None and (named := naming(mask)) is not None:
+        check_fit(named, q.shape[2], capacity)
     table, is_causal = _compiled(mask, length, q.device)
+    if table is not None:
+        check_decoding_mask(table, capacity, q)
     keep_if_captured(table, q.device)
     return table and as_operations_take_it(table), is_causal
 
@@ -180,8 +191,7 @@ def _compiled(pattern: Pattern | str, length: int, device: torch.device) -> tupl
         return None, pattern == causal()
     # No key is later than the last query, and blocks of later keys would only cost programs time.
     pattern = pattern & (causal() | local(MAX_QUERIES))
-    sizes = {"q_len": length, "kv_len": length, "block_size": DEFAULT_BLOCK_SIZE}
-    return made_apart(as_block_mask, pattern, **sizes, device=device), False
+    return made_apart(compile_up_to, pattern, length, length, DEFAULT_BLOCK_SIZE, device), False
 
 
 @constant_in_graphs

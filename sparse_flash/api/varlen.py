@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from ..masks.block_selection import BlockSelection
-from ..masks.pattern import Pattern
+from ..masks.cache import traceable
+from ..masks.pattern import Pattern, check_fit, naming
 from ..packed.gather_rows import take_rows
 from ..packed.in_place import mask_in_place
 from ..packed.picks import PackedSelection
@@ -43,7 +44,8 @@ def attention_varlen(
     past that end belong to no document, and have no effect as long as they, their products and their incoming gradients are finite.
     cu_seqlens_k: the same for k and v; None: cu_seqlens_q. If a document's numbers of queries and keys differ, its last query has
     the position of its last key.
-    mask: a Pattern or its spec text, made of position-based rules; None for all pairs within a document; or the PackedSelection of
+    mask: a Pattern or its spec text, made of position-based rules, one for all heads; one that names a number of tokens must fit
+    every document, which is checked on a CPU alone; None for all pairs within a document; or the PackedSelection of
     ``topk_blocks`` for these documents, whose queries and keys are of the same tokens.
     max_seqlen_q, max_seqlen_k: upper bounds on document lengths; the token counts by default. They bound the table, which is
     compiled once for each power of two of 128-token blocks, and the memory of the table derived from it in each call.
@@ -104,6 +106,11 @@ def attention_varlen(
     if same and keys.longest < queries.longest:
         queries = keys
 
+    if torch.compiler.is_compiling():
+        mask = traceable(mask)
+    elif q.device.type == "cpu" and (named := naming(mask)) is not None:
+        for lengths in zip(queries.cu_seqlens.diff().tolist(), keys.cu_seqlens.diff().tolist(), strict=True):
+            check_fit(named, *lengths)
     nothing = 0 in q.shape or 0 in k.shape  # then any mask will do, and attention computes none
     in_place = mask if nothing else mask_in_place(mask, queries, None if same else keys)
     if in_place is not None:

@@ -18,13 +18,28 @@ def constant_in_graphs(function: FUNCTION) -> FUNCTION:
     return function
 
 
+def outside_inference(function: FUNCTION) -> FUNCTION:
+    """Decorator: the function makes ordinary tensors in inference mode too, as autograd saves no others."""
+
+    @wraps(function)
+    def call(*args, **options):
+        if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+            return function(*args, **options)
+        with torch.inference_mode(False), torch.no_grad():  # the first alone would enable gradients
+            return function(*args, **options)
+
+    return cast(FUNCTION, call)
+
+
 def outside_graphs(function: FUNCTION) -> FUNCTION:
     """Decorator: torch.compile leaves the function, which works with NumPy on the host, to Python: it breaks the graph there, and
-    with fullgraph=True it fails with a message that says so."""
+    with fullgraph=True it fails with a message that says so. The function runs ``outside_inference``."""
     reason = (
         f"sparse_flash's {function.__name__} works on the host and cannot be part of a graph; call it outside of the compiled "
         "function. attention also takes patterns and their text, and topk_blocks and BlockMask.from_blocks run within graphs"
     )
+
+    function = outside_inference(function)
 
     @wraps(function)
     def call(*args, **options):

@@ -17,7 +17,7 @@ from ..compat.pytorch import (
     in_differentiating_transform,
     is_plain_eager,
 )
-from ..masks.block_mask import BlockMask
+from ..masks.block_mask import BlockMask, check_batch_and_heads
 from ..masks.cache import compiled_once, keep_if_captured
 from ..variant.variant import NO_VARIANT, Variant
 from . import observers
@@ -173,7 +173,9 @@ def _prepared(
     """(back end, mask, scale) of a call; the same for both passes."""
     mask = None
     if pattern:
-        mask = compiled_once(pattern, q.shape[2], k.shape[2], block_size, q.device).walked(q.is_cuda)
+        table = compiled_once(pattern, q.shape[2], k.shape[2], block_size, q.device)
+        check_batch_and_heads(table.mask_index.shape, q.shape[0], q.shape[1])
+        mask = table.walked(q.is_cuda)
     elif tables:
         mask = _mask_of(q.shape[2], k.shape[2], block_size, tables)
     call = backends.Call.of(q, k, v, None if mask is None else mask.block_size, variant, deterministic=deterministic)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from types import ModuleType
@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
-from ..compat.dynamo import length_may_vary, outside_graphs, with_fixed_lengths
+from ..compat.dynamo import length_may_vary, outside_graphs, outside_inference, with_fixed_lengths
 from .from_flex import FlexMask, MaskFunction
 from .grid import EMPTY, FULL, PARTIAL, BlockGrid, checked_index
 from .pattern import Pattern
@@ -317,6 +317,7 @@ class BlockMask:
             return known
         return cls.from_tensors(q_len, kv_len, block_size, tensors)
 
+    @outside_inference
     def to(self, device: Device) -> BlockMask:
         """The same mask on another device (itself if already there)."""
         if torch.empty(0, device=device).device == self.device:  # resolves "cuda" to the current GPU
@@ -483,6 +484,14 @@ class BlockMask:
             f"BlockMask(q_len={self.q_len}, kv_len={self.kv_len}, block_size={self.block_size}, masks={self.masks}, "
             f"batch_heads={tuple(self.mask_index.shape)}, nbytes={self.nbytes}, device={str(self.device)!r})"
         )
+
+
+def check_batch_and_heads(entries: Sequence[int], batch: int, heads: int) -> None:
+    """Raises ValueError unless a mask with so many entries, (batch, heads), has one of each for all, or as many as a call."""
+    for name, size, wanted in (("batch", entries[0], batch), ("heads", entries[1], heads)):
+        if size != 1 and size != wanted:  # Dynamo does not compare symbolic sizes with "in"
+            for_all = ", or 1 for a mask of all" if wanted > 1 else ""
+            raise ValueError(f"the mask's {name} must be q's, {wanted}{for_all}; got {size}; make it for {wanted}")
 
 
 # What can stand for a mask.

@@ -9,6 +9,7 @@ from itertools import chain
 import numpy as np
 import torch
 
+from ..compat.dynamo import outside_inference
 from ..compat.pytorch import assert_in_graph
 from .block_mask import BlockMask, Device, MaskLike
 from .cache import is_recorded, one_mask
@@ -49,6 +50,10 @@ class BlockSelection:
     every: int = 1
     own: bool = True
     always: BlockMask | None = None
+
+    def __post_init__(self) -> None:
+        if not torch.compiler.is_compiling() and self.picks.is_inference():
+            object.__setattr__(self, "picks", outside_inference(self.picks.clone)())  # autograd saves no others
 
     @classmethod
     def from_picks(

@@ -11,7 +11,7 @@ from typing import TypeVar, cast
 import numpy as np
 import torch
 
-from ..compat.dynamo import outside_graphs
+from ..compat.dynamo import outside_graphs, outside_inference
 from ..compat.pytorch import in_differentiating_transform
 from . import block_mask, coarsen, from_flex
 from .block_mask import BlockMask, Device, MaskLike
@@ -68,6 +68,7 @@ def _keeps_all(grid: BlockGrid, full: FullBlocks, entries: Entries, pool: TilePo
     return np.array_equal(np.array(pool.kept, np.int64)[tiles], grid.heights(rows) * grid.widths(cols))
 
 
+@outside_inference
 def from_blocks(blocks: torch.Tensor, block_size: int, q_len: int | None, kv_len: int | None, within: MaskLike | None) -> BlockMask:
     """See ``BlockMask.from_blocks``."""
     if not isinstance(blocks, torch.Tensor):
@@ -183,6 +184,7 @@ def from_dense(kept: torch.Tensor, block_size: int) -> BlockMask:
     return _of_heads(masks, batch, heads).to(kept.device)
 
 
+@outside_inference
 def of_flex(mask: FlexMask) -> BlockMask:
     """See ``BlockMask.from_flex``."""
     grid = from_flex.grid_of(mask)

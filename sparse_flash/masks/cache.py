@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..compat.captured import state_of
 from ..compat.dynamo import constant_in_graphs
 from ..compat.pytorch import WeakIdKeyDictionary, active_modes, fake_mode, plain_tensors
 from . import from_flex
@@ -17,11 +18,11 @@ from .block_mask import BlockMask, MaskLike
 from .from_flex import FlexMask
 from .grid import BlockGrid
 from .memory import cleared_by, remembered
-from .pattern import Pattern
+from .pattern import Pattern, is_made_in_graph
 
 MADE = TypeVar("MADE")
 
-# A FlexAttention mask -> (what it was made of, BlockMask), as long as the mask lives.
+# A FlexAttention mask -> (what it was made of, the state of data that its function reads, BlockMask), as long as the mask lives.
 _of_flex = WeakIdKeyDictionary()
 cleared_by(_of_flex.clear)
 # Masks and tables that captured CUDA graphs use, by id. Replays read them, so none is ever dropped.
@@ -46,7 +47,7 @@ def _way_out(mask: object) -> str:
     if type(mask).__name__ == "PackedSelection":
         return "; a selection of packed documents goes to attention_varlen"
     if isinstance(mask, (list, tuple)):
-        return "; use BlockMask.per_head for a mask of each head"
+        return "; use per_head for a pattern of each head, BlockMask.per_head for compiled masks"
     if isinstance(mask, type):
         return f" {mask.__name__} itself; call it for a pattern"
     if callable(mask):
@@ -61,24 +62,25 @@ def _(mask: BlockMask, **lengths: Any) -> BlockMask:
 
 @as_block_mask.register(FlexMask)
 def from_flex_once(mask: FlexMask, **lengths: Any) -> BlockMask:
-    """``BlockMask.from_flex``, once per mask: again only if its function or tables were replaced."""
+    """``BlockMask.from_flex``, once per mask: again only if its function or tables were replaced, or data of its function
+    changed."""
     if torch.compiler.is_compiling():
         raise TypeError(
             "torch.compile cannot look into a FlexAttention mask; make mask = BlockMask.from_flex(mask) outside of the compiled "
             "function and pass that"
         )
-    made_of = from_flex.parts_of(mask)
+    made_of, state = from_flex.parts_of(mask), state_of(mask.mask_mod)
     known = _of_flex.get(mask)
-    if known is not None and all(a is b for a, b in zip(known[0], made_of, strict=True)):
-        keep_if_captured(known[1], known[1].device)
-        return known[1]
+    if known is not None and known[1] == state and all(a is b for a, b in zip(known[0], made_of, strict=True)):
+        keep_if_captured(known[2], known[2].device)
+        return known[2]
     if is_recorded(mask.kv_indices.device):
         raise ValueError(
             "a FlexAttention mask is read on the host, which cannot be captured in a CUDA graph or traced; make mask = "
             "BlockMask.from_flex(mask) before, or call attention with it once before"
         )
     made = BlockMask.from_flex(mask)
-    _of_flex[mask] = made_of, made
+    _of_flex[mask] = made_of, state, made
     return made
 
 
@@ -94,12 +96,14 @@ def keep_if_captured(tables: object, device: torch.device) -> None:
         _captured[id(tables)] = tables
 
 
-def check_traceable(pattern: Pattern | str) -> None:
-    """Raises a TypeError, which ends a graph, for what torch.compile before PyTorch 2.13 cannot hand over as a constant."""
+def traceable(pattern: Pattern | str) -> Pattern | str:
+    """The pattern as torch.compile hands it over: the text of one that is made in the graph. Raises a TypeError, which ends a
+    graph, for what PyTorch before 2.13 cannot hand over as a constant."""
     if _TAKES_TEXT_ALONE and isinstance(pattern, Pattern):
         raise TypeError(
             f"torch.compile of PyTorch {torch.__version__} does not trace Pattern objects; pass pattern.to_spec(), or a table"
         )
+    return pattern.to_spec() if isinstance(pattern, Pattern) and is_made_in_graph(pattern) else pattern
 
 
 def compiled_once(pattern: Pattern | str, q_len: int, kv_len: int, block_size: int, device: torch.device) -> BlockMask:
@@ -109,7 +113,7 @@ def compiled_once(pattern: Pattern | str, q_len: int, kv_len: int, block_size: i
         mask = _cached_mask(pattern, q_len, kv_len, block_size, device)
         keep_if_captured(mask, device)
         return as_operations_take_it(mask)
-    check_traceable(pattern)
+    pattern = traceable(pattern)
     # operator.index turns symbolic lengths into plain numbers: a compiled graph holds one mask, and another length needs another.
     q_len, kv_len = operator.index(q_len), operator.index(kv_len)
     keeps_all, tensors = _constant_tables(pattern, q_len, kv_len, block_size, device)
@@ -168,7 +172,7 @@ def one_mask(name: str, mask: MaskLike, grid: BlockGrid, device: torch.device) -
         # torch.compile cannot trace into the dispatch.
         if not torch.compiler.is_compiling() and as_block_mask.dispatch(type(mask)) is as_block_mask.dispatch(object):
             return as_block_mask(mask)  # raises the error that lists the types of masks
-        return compiled_once(mask, *_lengths(grid), device)
+        mask = compiled_once(mask, *_lengths(grid), device)
     if mask.masks != 1 or mask.mask_index.numel() != 1:
         raise ValueError(f"{name} must be one mask for all heads; got one with {tuple(mask.mask_index.shape)} (batch, heads)")
     if mask.sizes != _lengths(grid):

@@ -15,16 +15,15 @@ from functools import reduce
 from typing import cast
 
 import numpy as np
-import scipy.sparse
 
 from ..compat.dynamo import outside_graphs
 from .block_mask import BlockMask, Device
-from .build import check_blocks, from_entries, with_coarse
+from .build import check_blocks, from_entries, per_head, with_coarse
 from .cache import as_block_mask
 from .grid import BLOCK_SIZES, EMPTY, FULL, PARTIAL, BlockGrid, BlockRuns
-from .pattern import And, DerivedPattern, Not, Or, Pattern, Runs, parse
+from .pattern import And, DerivedPattern, Not, Or, Pattern, PerHead, Runs, check_fit, parse
 from .progress import Progress
-from .rules import BEYOND, RunPattern
+from .rules import BEYOND, RunPattern, block_states
 from .table import Entries, FullBlocks
 from .tiles import EMPTY_TILE, TilePool, dense_batches, pack_runs, runs_to_dense, unique_rows
 
@@ -53,7 +52,9 @@ def compile_mask(
     aligned with the last key. block_size: a power of two in 16..256. device: where the table is stored.
     progress: whether to show a progress bar; None shows one if compiling evaluates more than 2^28 pairs.
 
-    Never builds anything of size q_len x kv_len. Raises ValueError for lengths and block sizes out of range.
+    Never builds anything of size q_len x kv_len. Raises ValueError for lengths and block sizes out of range, and for a pattern that
+    names other tokens than the sequence has: a grid, documents or a block map of another number of tokens, or ``shifted`` parts
+    that say nothing of some queries. With fewer queries than keys, the last tokens that a pattern names may be yet to come.
     """
     pattern = parse(pattern) if isinstance(pattern, str) else pattern
     if not isinstance(pattern, Pattern):
@@ -62,7 +63,8 @@ def compile_mask(
     longest = max(grid.q_len, grid.kv_len)
     if longest >= 2**31:  # kernels count tokens in 32 bits, and the table's rows alone would take tens of gigabytes
         raise ValueError(f"q_len and kv_len must be at most 2^31 - 1 tokens; got {longest:,}; split the sequence")
-    return with_coarse(_Compilation(pattern, grid, progress).run()).to(device or "cpu")
+    check_fit(pattern, grid.q_len, grid.kv_len)
+    return _compiled(pattern.of_length(grid.kv_len), grid, progress).to(device or "cpu")
 
 
 @as_block_mask.register(Pattern)
@@ -79,9 +81,24 @@ def _(
     return compile_mask(pattern, q_len, kv_len, block_size, device)
 
 
+def compile_up_to(pattern: Pattern | str, q_len: int, kv_len: int, block_size: int, device: Device) -> BlockMask:
+    """``compile_mask`` for sequences of up to these lengths, as of a cache or of packed documents: a pattern that names a number of
+    tokens may name any."""
+    pattern = parse(pattern) if isinstance(pattern, str) else pattern
+    return _compiled(pattern, BlockGrid(q_len, kv_len, block_size), None).to(device)
+
+
+def _compiled(pattern: Pattern, grid: BlockGrid, progress: bool | None) -> BlockMask:
+    pattern = pattern.with_leaves(_expanded)
+    heads, made = pattern.patterns if isinstance(pattern, PerHead) else (pattern,), {}
+    for one in dict.fromkeys(heads):
+        made[one] = with_coarse(_Compilation(one, grid, progress).run())
+    return per_head([made[one] for one in heads]) if isinstance(pattern, PerHead) else made[pattern]
+
+
 class _Compilation:
     def __init__(self, pattern: Pattern, grid: BlockGrid, progress: bool | None):
-        self.pattern, self.grid, self.progress = _expand(pattern), grid, progress
+        self.pattern, self.grid, self.progress = pattern, grid, progress
         self.leaves: dict[Pattern, BlockRuns] = {}
         self.diagonals: dict[Pattern, np.ndarray] = {}
         self.pool = TilePool(grid.block_size)
@@ -103,7 +120,7 @@ class _Compilation:
             warnings.warn(
                 f"the table of {str(self.pattern)[:60]} has {full:,} full blocks of {size} tokens, which take "
                 f"{full * _ENTRY_BYTES / 2**30:.1f} GiB{way_out}",
-                stacklevel=5,
+                stacklevel=7,
             )
 
     def states(self, pattern: Pattern) -> BlockRuns:
@@ -113,7 +130,7 @@ class _Compilation:
         if isinstance(pattern, Not):
             return ~self.states(pattern.operand)
         if pattern not in self.leaves:
-            self.leaves[pattern] = _leaf_states(pattern, self.grid)
+            self.leaves[pattern] = block_states(pattern, self.grid)
         return self.leaves[pattern]
 
     def divided(self, states: BlockRuns) -> tuple[BlockRuns, list[tuple[np.ndarray, np.ndarray, np.ndarray]]]:
@@ -272,27 +289,9 @@ def _slices(count: int, step: int) -> Iterator[slice]:
     return (slice(low, min(low + step, count)) for low in range(0, count, step))
 
 
-def _leaf_states(pattern: Pattern, grid: BlockGrid) -> BlockRuns:
-    given = pattern.block_rule(grid)
-    if given is None:
-        return BlockRuns.constant(grid.shape, PARTIAL)
-    states = BlockRuns.from_sparse(given) if scipy.sparse.issparse(given) else given
-    if not isinstance(states, BlockRuns) or states.shape != grid.shape:
-        got = type(given).__name__ + (f" of shape {given.shape}" if hasattr(given, "shape") else "")
-        raise ValueError(f"the block rule of {pattern} must return a scipy.sparse matrix of shape {grid.shape}; got {got}")
-    return states
-
-
-def _expand(pattern: Pattern) -> Pattern:
-    """The pattern with derived patterns replaced by their expressions."""
-    if isinstance(pattern, DerivedPattern):
-        expression: object = pattern.expression
-        if not isinstance(expression, Pattern):
-            raise TypeError(f"the expression of {pattern} must be a Pattern; got {type(expression).__name__}; use parse for text")
-        return _expand(expression)
-    if isinstance(pattern, (And, Or)):
-        return type(pattern).of(*map(_expand, pattern.operands))
-    return ~_expand(pattern.operand) if isinstance(pattern, Not) else pattern
+def _expanded(leaf: Pattern) -> Pattern:
+    """The leaves of a derived pattern's expression in its place."""
+    return leaf.expanded().with_leaves(_expanded) if isinstance(leaf, DerivedPattern) else leaf
 
 
 def _simplify(pattern: Pattern, states: dict[Pattern, int]) -> Pattern | bool:

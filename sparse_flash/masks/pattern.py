@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from importlib import metadata
+from itertools import chain
 from typing import Any, ClassVar, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
@@ -52,6 +53,7 @@ class Pattern:
 
     name: ClassVar[str | None] = None
     shift_invariant: ClassVar[bool] = False
+    is_part: ClassVar[bool] = False  # about some tokens alone, as others are in the care of other patterns
     # Subclasses are dataclasses and have this.
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
@@ -101,6 +103,51 @@ class Pattern:
         """
         return None
 
+    def named_tokens(self) -> tuple[int, int] | None:
+        """The least and the greatest length of the sequences that the pattern is for, if it names a number of tokens, as a grid
+        does; None if it is for any length. Compiling it for another length raises ValueError."""
+        return None
+
+    def named_queries(self, q: np.ndarray, kv_len: int) -> np.ndarray:
+        """Which queries the pattern is about: bool of the shape of q, their positions. Beside a pattern that is about some tokens
+        alone, as by ``shifted``, others must be about the other queries."""
+        named = self.named_tokens()
+        return np.ones(q.shape, bool) if named is None else q < named[1]
+
+    def misfit(self, q_len: int, kv_len: int, first: int | None = None) -> str | None:
+        """Why the pattern is not for these lengths, or None. first: the token at which ``shifted`` lets it start. With fewer
+        queries than keys, as in decoding, the last tokens that it names may be yet to come."""
+        least, most = self.named_tokens() or (0, kv_len)
+        tokens = kv_len - (first or 0)
+        if tokens < least and q_len >= kv_len:
+            way_out = f"name fewer, or pass shifted(pattern, {first or 0}, allow_uncovered=True) if the last are yet to come"
+        elif first is None and tokens > most:
+            way_out = (
+                "name all; or pass shifted(pattern, n), where the pattern starts at token n, and what the other tokens keep, such "
+                "as global_tokens(n) before it and last_tokens(n) after it; or shifted(pattern, 0, allow_uncovered=True), if they "
+                "shall keep nothing"
+            )
+        else:
+            return None
+        where = "of the sequence" if first is None else f"from token {first} on"
+        return f"{str(self)[:60]} must name the {max(tokens, 0)} tokens {where}; it names {most}; {way_out}"
+
+    def leaves(self) -> Iterator[Pattern]:
+        """The patterns that an expression is composed of."""
+        yield self
+
+    def names_tokens(self) -> bool:
+        """Whether some of ``leaves`` is for certain tokens alone."""
+        return any(leaf.is_part or leaf.named_tokens() for leaf in self.leaves())
+
+    def with_leaves(self, change: Callable[[Pattern], Pattern]) -> Pattern:
+        """The expression with ``change`` of each pattern that it is composed of."""
+        return change(self)
+
+    def of_length(self, kv_len: int) -> Pattern:
+        """The pattern for sequences of this many keys: another one if it counts tokens from the end."""
+        return self
+
     def token_tiles(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
         """The token rule on many blocks: q (n, block), kv (n, block) positions -> (n, block, block) bool."""
         shape = (*q.shape, kv.shape[1])
@@ -121,13 +168,12 @@ class Pattern:
             raise ValueError(f"{type(self).__qualname__} has no spec text: register it with @register_pattern('...')")
         positional: list[Any] = []
         keyword: dict[str, Any] = {}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        for field, required, may_be_left_out in _fields_of(type(self)):
+            value = getattr(self, field)
             if required and not keyword:
                 positional.append(value)
-            elif required or value is not None or field.default is not None:
-                keyword[field.name] = value
+            elif value is not None or not may_be_left_out:
+                keyword[field] = value
         return spec.write_call(name, positional, keyword)
 
     @staticmethod
@@ -162,6 +208,20 @@ class Pattern:
             return repr(self)
 
 
+@constant_in_graphs
+def _fields_of(cls: type[Pattern]) -> tuple[tuple[str, bool, bool], ...]:
+    """Of each field: its name, whether it has no default, and whether its default is None."""
+    missing = dataclasses.MISSING
+    fields = dataclasses.fields(cls)
+    return tuple((f.name, f.default is missing and f.default_factory is missing, f.default is None) for f in fields)
+
+
+@constant_in_graphs
+def is_made_in_graph(pattern: Pattern) -> bool:
+    """Whether torch.compile traces the making of this pattern, which is then an object without fields here."""
+    return not all(hasattr(pattern, field) for field, *_ in _fields_of(type(pattern)))
+
+
 @contextmanager
 def on_arrays(pattern: Pattern, rule: str) -> Iterator[None]:
     """Errors of a rule that does not take arrays name it and say what to write."""
@@ -171,6 +231,30 @@ def on_arrays(pattern: Pattern, rule: str) -> Iterator[None]:
         raise (TypeError if isinstance(error, TypeError) else ValueError)(
             f"{rule} of {pattern} failed on arrays of positions: {error} (use NumPy's functions, and & | ~ instead of and, or, not)"
         ) from error
+
+
+def check_fit(pattern: Pattern, q_len: int, kv_len: int) -> None:
+    """Raises ValueError for a pattern that names tokens which these lengths have not, or that leaves out some which they have."""
+    leaves = list(pattern.leaves())
+    for leaf in leaves:
+        if misfit := leaf.misfit(q_len, kv_len):
+            raise ValueError(misfit)
+    if any(leaf.is_part for leaf in leaves):
+        q = np.arange(max(0, kv_len - q_len), kv_len)
+        left_out = q[~pattern.named_queries(q, kv_len)]
+        if len(left_out):
+            raise ValueError(
+                f"{str(pattern)[:60]} must say what each query keeps; it does not for {len(left_out)} of {len(q)}, from "
+                f"{left_out[0]} to {left_out[-1]}; add what they keep, such as global_tokens(n) for the first tokens and "
+                "last_tokens(n) for the last, or pass allow_uncovered=True to shifted, if they shall keep nothing"
+            )
+
+
+@remembered(maxsize=256)
+def naming(pattern: Pattern | str) -> Pattern | None:
+    """The pattern, if it names tokens, so that ``check_fit`` may raise; else None."""
+    pattern = parse(pattern) if isinstance(pattern, str) else pattern
+    return pattern if pattern.names_tokens() else None
 
 
 def check_parameters(function: Callable[..., Any], caller: str, names: tuple[str, ...], way_out: str) -> None:
@@ -219,8 +303,24 @@ class DerivedPattern(Pattern):
         """The expression that this pattern stands for."""
         raise NotImplementedError(f"{type(self).__name__} defines no expression")
 
+    def expanded(self) -> Pattern:
+        """``expression``. Raises TypeError for anything but a pattern."""
+        expression: object = self.expression
+        if not isinstance(expression, Pattern):
+            raise TypeError(f"the expression of {self} must be a Pattern; got {type(expression).__name__}; use parse for text")
+        return expression
+
     def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
-        return self.expression.token_rule(q, kv)
+        return self.expanded().token_rule(q, kv)
+
+    def named_queries(self, q: np.ndarray, kv_len: int) -> np.ndarray:
+        return self.expanded().named_queries(q, kv_len)
+
+    def leaves(self) -> Iterator[Pattern]:
+        return self.expanded().leaves()
+
+    def of_length(self, kv_len: int) -> Pattern:
+        return self.expanded().of_length(kv_len)
 
 
 @dataclass(frozen=True, repr=False)
@@ -233,16 +333,22 @@ class _Composite(Pattern):
 
     @classmethod
     def of(cls, *operands: Pattern) -> Pattern:
+        if heads := {len(o.patterns) for o in operands if isinstance(o, PerHead)}:
+            if len(heads) > 1:
+                raise ValueError(f"patterns by head must be for as many heads to combine; got {sorted(heads)}")
+            each = [o.patterns if isinstance(o, PerHead) else (o,) * max(heads) for o in operands]
+            return PerHead(tuple(cls.of(*one) for one in zip(*each, strict=True)))
         flat = [p for o in operands for p in (o.operands if isinstance(o, cls) else (o,))]
         ordered = sorted(dict.fromkeys(flat), key=lambda p: (len(str(p)), str(p)))
         return ordered[0] if len(ordered) == 1 else cls(tuple(ordered))
 
     @cached_property
-    def _hash(self) -> int:
-        return hash((self.symbol, self.operands))
+    def _hash(self) -> int | None:
+        """None if it may change, with the data of a function."""
+        return None if any(map(callable, _fields_in(self.operands))) else hash((self.symbol, self.operands))
 
     def __hash__(self) -> int:
-        return self._hash
+        return hash((self.symbol, self.operands)) if self._hash is None else self._hash
 
     def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
         return reduce(self.combine, (p.token_rule(np.array(q), np.array(kv)) for p in self.operands))
@@ -250,6 +356,18 @@ class _Composite(Pattern):
     def token_tiles(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
         # Each operand evaluates as few pairs as it can.
         return reduce(self.combine, (p.token_tiles(q, kv) for p in self.operands))
+
+    def named_queries(self, q: np.ndarray, kv_len: int) -> np.ndarray:
+        return reduce(self.combine, (p.named_queries(q, kv_len) for p in self.operands))
+
+    def leaves(self) -> Iterator[Pattern]:
+        return chain.from_iterable(p.leaves() for p in self.operands)
+
+    def with_leaves(self, change: Callable[[Pattern], Pattern]) -> Pattern:
+        return type(self).of(*(p.with_leaves(change) for p in self.operands))
+
+    def of_length(self, kv_len: int) -> Pattern:
+        return self.with_leaves(lambda leaf: leaf.of_length(kv_len))
 
     def _write(self, write: Callable[[Pattern], str]) -> str:
         parts = (f"({write(p)})" if isinstance(p, _Composite) else write(p) for p in self.operands)
@@ -260,6 +378,17 @@ class _Composite(Pattern):
 
     def __repr__(self) -> str:
         return self._write(repr)
+
+
+def _fields_in(value: object) -> Iterator[object]:
+    """The values of all fields, also of patterns within, and in tuples."""
+    if isinstance(value, Pattern) and dataclasses.is_dataclass(value):
+        value = tuple(getattr(value, field.name) for field in dataclasses.fields(value))
+    if isinstance(value, tuple):
+        for one in value:
+            yield from _fields_in(one)
+    else:
+        yield value
 
 
 def _combined(kind: type[_Composite], pattern: Pattern, other: Pattern | str) -> Pattern:
@@ -274,6 +403,11 @@ class And(_Composite):
 
     symbol = "&"
     combine = np.logical_and
+
+    def named_queries(self, q: np.ndarray, kv_len: int) -> np.ndarray:
+        # sinks(4) & shifted(...) is about the queries that shifted is about.
+        limits = (p.named_queries(q, kv_len) for p in self.operands if p.names_tokens())
+        return reduce(np.logical_and, limits, np.ones(q.shape, bool))
 
 
 class Or(_Composite):
@@ -298,6 +432,15 @@ class Not(Pattern):
     def token_tiles(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
         return np.logical_not(self.operand.token_tiles(q, kv))
 
+    def leaves(self) -> Iterator[Pattern]:
+        return self.operand.leaves()
+
+    def with_leaves(self, change: Callable[[Pattern], Pattern]) -> Pattern:
+        return ~self.operand.with_leaves(change)
+
+    def of_length(self, kv_len: int) -> Pattern:
+        return ~self.operand.of_length(kv_len)
+
     def _write(self, write: Callable[[Pattern], str]) -> str:
         inner = write(self.operand)
         return f"~({inner})" if isinstance(self.operand, _Composite) else f"~{inner}"
@@ -307,6 +450,50 @@ class Not(Pattern):
 
     def __repr__(self) -> str:
         return self._write(repr)
+
+
+@dataclass(frozen=True)
+class PerHead(Pattern):
+    """A pattern for each query head: ``per_head([...])``, in spec text too.
+
+    patterns: as many patterns or spec texts as a call has query heads, in their order, in a list or tuple; or one for all heads.
+
+    It goes wherever a pattern goes that may differ between heads: compiled and cached for each call's lengths, with equal patterns
+    stored once. ``& | ~`` combine it head by head, with one pattern or with as many.
+    """
+
+    patterns: tuple[Pattern, ...]
+
+    def __post_init__(self) -> None:
+        given: object = self.patterns
+        if not isinstance(given, (tuple, list)) or not given:
+            raise TypeError(f"per_head: patterns must be a list of patterns or spec texts, one for each head; got {given!r}")
+        patterns = tuple(parse(one) if isinstance(one, str) else one for one in given)
+        for head, one in enumerate(patterns):
+            if not isinstance(one, Pattern) or isinstance(one, PerHead):
+                way_out = "; BlockMask.per_head takes compiled masks" * (type(one).__name__ == "BlockMask")
+                raise TypeError(
+                    f"per_head: patterns[{head}] must be a Pattern of one head or its spec text; got {type(one).__name__}{way_out}"
+                )
+        object.__setattr__(self, "patterns", patterns)
+
+    def __invert__(self) -> Pattern:
+        return PerHead(tuple(~one for one in self.patterns))
+
+    def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
+        raise ValueError(f"{self} has a token rule for each head; take that of one of its patterns")
+
+    def named_queries(self, q: np.ndarray, kv_len: int) -> np.ndarray:
+        return reduce(np.logical_and, (one.named_queries(q, kv_len) for one in self.patterns))
+
+    def leaves(self) -> Iterator[Pattern]:
+        return chain.from_iterable(one.leaves() for one in self.patterns)
+
+    def with_leaves(self, change: Callable[[Pattern], Pattern]) -> Pattern:
+        return PerHead(tuple(one.with_leaves(change) for one in self.patterns))
+
+    def of_length(self, kv_len: int) -> Pattern:
+        return PerHead(tuple(one.of_length(kv_len) for one in self.patterns))
 
 
 _registry: dict[str, type[Pattern]] = {}
@@ -340,6 +527,9 @@ def register_pattern(name: str) -> Callable[[type[PATTERN]], type[PATTERN]]:
         return cls
 
     return decorate
+
+
+register_pattern("per_head")(PerHead)
 
 
 def _own_name(cls: type[Pattern]) -> str | None:
@@ -439,7 +629,16 @@ def _build(tree: spec.Tree, text: str) -> Pattern:
         signature.bind(*tree.positional, **tree.keyword)
     except TypeError as error:
         raise spec.SpecError(f"{tree.name}{signature}: {error}", text, tree.column) from None
+    positional = [_built(value, text) for value in tree.positional]
+    keyword = {name: _built(value, text) for name, value in tree.keyword.items()}
     try:
-        return cls(*tree.positional, **tree.keyword)
+        return cls(*positional, **keyword)
     except (TypeError, ValueError) as error:
         raise spec.SpecError(str(error), text, tree.column) from error
+
+
+def _built(value: spec.Value, text: str) -> Any:
+    """A value of spec text with patterns in place of expressions."""
+    if isinstance(value, tuple):
+        return tuple(_built(one, text) for one in value)
+    return _build(value, text) if isinstance(value, spec.Tree) else value

@@ -8,13 +8,14 @@ DistancePattern the rule applies to the distance between two units       strided
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import ClassVar, TypeAlias, cast
 
 import numpy as np
 import scipy.sparse
 
 from .grid import FULL, PARTIAL, BlockGrid, BlockRuns, ranges, runs_of
-from .pattern import Pattern, Runs, on_arrays
+from .pattern import DerivedPattern, Pattern, Runs, on_arrays
 
 # Evaluating all pairs of smaller units would cost as much as evaluating tokens.
 SMALLEST_LISTED_UNIT = 16
@@ -49,6 +50,18 @@ def optional_factors(pattern: str, value: object) -> int | None:
     if factors > 62:
         raise ValueError(f"{pattern}: factors must be at most 62; got {factors}; None is no limit")
     return factors
+
+
+def block_states(pattern: Pattern, grid: BlockGrid) -> BlockRuns:
+    """The states that ``block_rule`` gives; all blocks are partial if it gives none. Raises ValueError for another form."""
+    given = pattern.block_rule(grid)
+    if given is None:
+        return BlockRuns.constant(grid.shape, PARTIAL)
+    states = BlockRuns.from_sparse(given) if scipy.sparse.issparse(given) else given
+    if not isinstance(states, BlockRuns) or states.shape != grid.shape:
+        got = type(given).__name__ + (f" of shape {given.shape}" if hasattr(given, "shape") else "")
+        raise ValueError(f"the block rule of {pattern} must return a scipy.sparse matrix of shape {grid.shape}; got {got}")
+    return states
 
 
 class RunPattern(Pattern):
@@ -316,3 +329,58 @@ class DistancePattern(UnitPattern):
                 pieces.append(_block_runs(grid, rows, *reached, PARTIAL))
             parts.append(_joined(grid, pieces))
         return BlockRuns.in_turn(parts)
+
+
+@dataclass(frozen=True)
+class Moved(Pattern):
+    """A pattern whose position 0 is position ``by``, for keys from there on: it may say anything of those before.
+
+    pattern: one that is not composed of others.
+    """
+
+    pattern: Pattern
+    by: int
+
+    @property
+    def shift_period(self) -> int | None:
+        return self.pattern.shift_period
+
+    def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
+        # A rule need not take negative keys, unless blocks on a diagonal are alike.
+        return self.pattern.token_rule(q - self.by, kv - self.by if self.shift_period else np.maximum(kv - self.by, 0))
+
+    def token_tiles(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
+        kept, whole = np.empty((*q.shape, kv.shape[1]), bool), kv[:, 0] >= self.by
+        for chosen, by, tiles in ((whole, self.by, self.pattern.token_tiles), (~whole, 0, super().token_tiles)):
+            if chosen.any():
+                kept[chosen] = tiles(q[chosen] - by, kv[chosen] - by)
+        return kept
+
+    def row_runs(self, q: np.ndarray) -> Runs | None:
+        runs = self.pattern.row_runs(q - self.by)
+        return None if runs is None else (runs[0] + self.by, runs[1] + self.by)
+
+    def block_rule(self, grid: BlockGrid) -> BlockRuns:
+        """From the pattern's own blocks, in the same rows: each block here touches one or two of them."""
+        own = BlockGrid(grid.q_len, max(1, grid.kv_len - self.by), grid.block_size)
+        rows = np.arange(grid.q_blocks)
+        pieces = [_block_runs(grid, rows, rows[:, None] * 0, rows[:, None] * 0 + self.by, PARTIAL)]
+        states = block_states(self.pattern, own)
+        for state in (PARTIAL, FULL):
+            rows, first, stop = states.row_runs(state)
+            runs = first * own.block_size + self.by, np.minimum(stop * own.block_size, own.kv_len) + self.by
+            # The first and the last block of a full run may be full only in part.
+            pieces += [_block_runs(grid, rows, *(edge[:, None] for edge in runs), kind) for kind in sorted({PARTIAL, state})]
+        return _joined(grid, pieces)
+
+
+def moved(pattern: Pattern, by: int) -> Pattern:
+    """The expression with position 0 at position ``by``."""
+
+    def change(leaf: Pattern) -> Pattern:
+        if isinstance(leaf, DerivedPattern):
+            return leaf.expanded().with_leaves(change)
+        period = leaf.shift_period
+        return Moved(leaf, by) if by and not (period and by % period == 0) else leaf
+
+    return pattern.with_leaves(change)

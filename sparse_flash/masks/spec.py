@@ -2,7 +2,7 @@
 
     expression := term ("|" term)*          term := factor ("&" factor)*
     factor     := "~" factor | "(" expression ")" | name ["(" arguments ")"]
-    value      := integer | float | string | True | False | None | "(" value, ... ")" | "[" value, ... "]"
+    value      := integer | float | string | True | False | None | "(" value, ... ")" | "[" value, ... "]" | expression
 
 This module only knows the notation; ``pattern.py`` turns names into patterns. Nothing is ever evaluated as code.
 """
@@ -52,7 +52,7 @@ class Operation:
 
 
 Tree: TypeAlias = PatternCall | Operation
-Value: TypeAlias = "int | float | str | bool | tuple[Value, ...] | None"
+Value: TypeAlias = "int | float | str | bool | tuple[Value, ...] | Tree | None"
 
 
 def read(text: str) -> Tree:
@@ -75,7 +75,11 @@ def write_call(name: str, positional: list[Any], keyword: dict[str, Any]) -> str
 
 
 def write_value(value: object) -> str:
+    if hasattr(value, "to_spec"):
+        return value.to_spec()
     if isinstance(value, tuple):
+        if any(hasattr(one, "to_spec") for one in value):  # parentheses around an expression would be read as part of it
+            return f"[{', '.join(map(write_value, value))}]"
         return f"({', '.join(map(write_value, value))}{',' if len(value) == 1 else ''})"
     if value is None or type(value) in (bool, int, float, str):
         return repr(value)
@@ -129,10 +133,13 @@ class _Reader:
         self.nested -= 1
 
     def whole(self) -> Tree:
-        tree = self.chain("|", lambda: self.chain("&", self.factor))
+        tree = self.expression()
         if self.tokens[self.next][0] != "end":
             self.fail("'&', '|' or the end of the spec")
         return tree
+
+    def expression(self) -> Tree:
+        return self.chain("|", lambda: self.chain("&", self.factor))
 
     def chain(self, symbol: str, operand: Callable[[], Tree]) -> Tree:
         operands = [operand()]
@@ -146,7 +153,7 @@ class _Reader:
                 return Operation("~", (self.factor(),))
         if mark := self.accept("mark", "("):
             with self.one_deeper(*mark):
-                inner = self.chain("|", lambda: self.chain("&", self.factor))
+                inner = self.expression()
             if not self.accept("mark", ")"):
                 self.fail("')'")
             return inner
@@ -177,7 +184,17 @@ class _Reader:
                 positional.append(self.value())
         return positional, keyword
 
+    def is_expression(self) -> bool:
+        """Whether the next value is an expression: a name, perhaps after '~' and '('."""
+        at = self.next
+        while self.tokens[at][:2] in (("mark", "~"), ("mark", "(")):
+            at += 1
+        return self.tokens[at][0] == "name" and self.tokens[at][1] not in _CONSTANTS
+
     def value(self) -> Value:
+        if self.is_expression():
+            with self.one_deeper(*self.tokens[self.next][1:]):
+                return self.expression()
         for kind in ("number", "string"):
             token = self.accept(kind)
             if token and token[0].lstrip("-") == "inf":
@@ -187,16 +204,13 @@ class _Reader:
                     return ast.literal_eval(token[0])
                 except SyntaxError:
                     raise SpecError(f"cannot read {token[0]!r} as a {kind}", self.text, token[1]) from None
-        name = self.accept("name")
-        if name and name[0] in _CONSTANTS:
+        if name := self.accept("name"):
             return _CONSTANTS[name[0]]
-        if name:
-            self.next -= 1
         for opening, closing in (("(", ")"), ("[", "]")):
             if mark := self.accept("mark", opening):
                 with self.one_deeper(*mark):
                     return self.values_until(closing)
-        return self.fail("a number, a string, True, False, None or a tuple of them")
+        return self.fail("a number, a string, True, False, None, a pattern or a tuple of them")
 
     def values_until(self, closing: str) -> tuple[Value, ...]:
         values: list[Value] = []

@@ -23,7 +23,8 @@ from ..compat.dynamo import constant_in_graphs
 from ..compat.pytorch import DynamicShapeError, is_plain_eager
 from ..masks.block_mask import BlockMask
 from ..masks.build import from_entries
-from ..masks.cache import as_block_mask, as_operations_take_them, keep_if_captured, made_apart
+from ..masks.cache import as_operations_take_them, keep_if_captured, made_apart
+from ..masks.compiler import compile_up_to
 from ..masks.grid import BlockGrid, ranges
 from ..masks.memory import remembered
 from ..masks.select_blocks import work_of
@@ -142,7 +143,9 @@ class LongDocument:
     """The table of a document of ``k_blocks`` blocks, with ``before`` blocks of queries before the first key."""
 
     def __init__(self, pattern, k_blocks: int, before: int, device):
-        self.mask = as_block_mask(pattern, q_len=(before + k_blocks) * BLOCK, kv_len=k_blocks * BLOCK, block_size=BLOCK)
+        self.mask = compile_up_to(pattern, (before + k_blocks) * BLOCK, k_blocks * BLOCK, BLOCK, "cpu")
+        if self.mask.mask_index.numel() > 1:
+            raise ValueError(f"packed documents take one pattern for all heads; got {str(pattern)[:60]}; call once for each group")
         self.before = before
         self._device = device
         rows, cols, kinds, _ = self.mask.entries()

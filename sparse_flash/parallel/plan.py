@@ -27,7 +27,7 @@ from ..api.attention import attention
 from ..compat.dynamo import length_may_vary
 from ..dispatch import operators
 from ..dispatch.call import AttentionCall
-from ..masks.block_mask import BlockMask, MaskLike
+from ..masks.block_mask import BlockMask, MaskLike, check_batch_and_heads
 from ..masks.block_selection import BlockSelection
 from ..masks.pattern import Pattern
 from ..variant.definition import with_sinks
@@ -349,9 +349,7 @@ class ContextPlan(TokenShards):
             raise ValueError(
                 f"the plan is for {self._sizes.heads} query and {self._sizes.kv_heads} key heads; got {q.shape[1]} and {k.shape[1]}"
             )
-        for name, size, wanted in zip(("batch", "heads"), self._fits, q.shape[:2], strict=True):
-            if size not in (1, wanted):
-                raise ValueError(f"the plan's mask has {name} {size}; q has {wanted}; it must be 1 or {wanted}")
+        check_batch_and_heads(self._fits, *q.shape[:2])
 
     def explain(self, ranks: int | None = None, ranks_of_node: int | None = None) -> ContextExplanation:
         """What one forward pass costs each rank by strategy, beside a ring and an all-gather of all keys and values; prints as a

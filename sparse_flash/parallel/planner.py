@@ -23,7 +23,7 @@ from ..masks.block_mask import BlockMask
 from ..masks.compiler import compile_mask
 from ..masks.grid import BlockGrid
 from ..masks.pattern import Pattern, parse
-from ..patterns import documents
+from ..patterns import documents, shifted
 from .agreement import Agreement, check_agreement
 from .costs import LINK_RATE
 from .explanation import Strategy
@@ -47,7 +47,7 @@ class _Task:
     options: PlanOptions
 
     def mask(self, number: int, cu_seqlens: tuple[int, ...]) -> BlockMask:
-        apart = self.patterns[number] & documents(cu_seqlens)
+        apart = self.patterns[number] & shifted(documents(cu_seqlens), 0, allow_uncovered=True)
         return compile_mask(apart, self.q_len, block_size=self.options.block_size, progress=False)
 
     def planned(self, cu_seqlens: tuple[int, ...]) -> PlannedSequence:

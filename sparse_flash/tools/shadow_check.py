@@ -322,5 +322,5 @@ class _Keeps:
         return None
 
     def _by_rule(self, pattern: Pattern, queries: np.ndarray, keys: np.ndarray) -> torch.Tensor:
-        kept = pattern.token_rule(queries[:, None] + self.grid.offset, keys[None, :])
+        kept = pattern.of_length(self.grid.kv_len).token_rule(queries[:, None] + self.grid.offset, keys[None, :])
         return torch.from_numpy(np.broadcast_to(kept, (len(queries), len(keys))).copy())

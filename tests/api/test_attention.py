@@ -457,7 +457,7 @@ BAD_ARGUMENTS = [
     ({"mask": "causal & lokal(3)"}, ValueError, r"unknown pattern 'lokal'.*local"),
     ({"mask": "causal &"}, ValueError, r"causal &"),
     ({"mask": torch.ones(100, 100)}, TypeError, r"a mask must be a Pattern, .*; got Tensor; use BlockMask.from_dense"),
-    ({"mask": ["causal"]}, TypeError, r"a mask must be a Pattern, .*; got list; use BlockMask.per_head"),
+    ({"mask": ["causal"]}, TypeError, r"a mask must be a Pattern, .*; got list; use per_head for a pattern of each head"),
     ({"mask": sf.causal}, TypeError, r"a mask must be a Pattern, .*; got type Causal itself; call it"),
     ({"mask": lambda q, kv: q > kv}, TypeError, r"a mask must be a Pattern, .*; got function; use from_mask_fn"),
     ({"scale": "x"}, TypeError, r"scale must be a number; got str"),
@@ -562,10 +562,10 @@ def test_a_mask_of_other_lengths_is_one_clear_error():
 
 def test_a_mask_of_other_heads_or_batch_is_one_clear_error():
     mask = sf.BlockMask.per_head(["causal", "causal", LOCAL], q_len=100, device=DEVICE)
-    with pytest.raises(ValueError, match=r"the mask has heads 3; q has 2; it must be 1 or 2"):
+    with pytest.raises(ValueError, match=r"the mask's heads must be q's, 2, or 1 for a mask of all; got 3"):
         sf.attention(*inputs(), mask)
     blocks = torch.ones(3, 1, 4, 4, dtype=torch.bool, device=DEVICE)
-    with pytest.raises(ValueError, match=r"the mask has batch 3; q has 1; it must be 1 or 1"):
+    with pytest.raises(ValueError, match=r"the mask's batch must be q's, 1; got 3"):
         sf.attention(*inputs(128), sf.BlockMask.from_blocks(blocks, 32))
 
 

@@ -388,7 +388,14 @@ def test_what_does_not_fit_is_refused():
     refused(ValueError, "power of two; got 48", q, k[:, :, :48], k[:, :, :48], block_table=table)
     refused(ValueError, "square and cover the cache's capacity of 256", q, k, k, mask=sf.compile_mask("causal", 1, 256))
     refused(ValueError, "capacity of 256", q, k, k, mask=sf.compile_mask("causal", 255))
-    refused(ValueError, "the mask has heads 3", q, k, k, mask=sf.BlockMask.per_head(["causal", "full", "local(9)"], q_len=256))
+    refused(
+        ValueError,
+        "the mask's heads must be q's, 4, or 1 for a mask of all; got 3",
+        q,
+        k,
+        k,
+        mask=sf.BlockMask.per_head(["causal", "full", "local(9)"], q_len=256),
+    )
     refused(TypeError, "Pattern, its spec text or a BlockMask", q, k, k, mask=3)
     refused(ValueError, "did you mean 'causal'", q, k, k, mask="causl")
     refused(ValueError, "backend must be", q, k, k, backend="quick")

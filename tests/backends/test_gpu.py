@@ -26,12 +26,12 @@ PATTERNS = {
     "sinks": "causal & (local(64) | sinks(4))",
     "random": "causal & random(0.3, block=32)",
     "prefix": "prefix(70)",
-    "documents": "causal & documents((0, 33, 40, 200, 385))",
+    "documents": "causal & shifted(documents((0, 33, 40, 200, 385)), 0, allow_uncovered=True)",
     "block_diagonal": "block_diagonal(block=100)",
     "bigbird": "bigbird(block=32)",
     "longformer": "longformer(40, 3)",
-    "neighborhood": "neighborhood((19, 20), (5, 7))",
-    "from_blocks": 'from_blocks("110/011/101", block=128)',
+    "neighborhood": "shifted(neighborhood((19, 20), (5, 7)), 0, allow_uncovered=True)",
+    "from_blocks": 'shifted(from_blocks("110/011/101", block=128), 0, allow_uncovered=True)',
     "complement": "~local(50)",
 }
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -203,7 +203,7 @@ def test_tiles_of_192_queries_are_right_with_rows_of_their_own(name, split, monk
     check("hopper", mask, 385, 380, block_size=128, dtype=torch.bfloat16, **options)
 
 
-OF_DOCUMENTS = "documents((0, 33, 40, 200, 385, 1000))"
+OF_DOCUMENTS = "shifted(documents((0, 33, 40, 200, 385, 1000)), 0, allow_uncovered=True)"
 
 
 @parametrize("deterministic", [False, True])

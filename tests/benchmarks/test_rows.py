@@ -10,7 +10,7 @@ from sparse_flash.benchmarks.measure import throughput
 def test_a_row_has_the_figures_of_a_mask_and_of_the_dense_call_that_it_replaces():
     masks = ["causal & local(64)", sf.local(64), ["causal & local(64)", "local(32)"]]
     rows = sf.bench(masks, 512, heads=2, kv_heads=1, head_dim=16, batch=2, dtype=torch.float64, device="cpu", quick=True)
-    assert [row.mask for row in rows] == ["causal & local(64)", "local(64)", "causal & local(64); local(32)"]
+    assert [row.mask for row in rows] == ["causal & local(64)", "local(64)", "per_head([causal & local(64), local(32)])"]
     assert [row.over for row in rows] == ["causal, sdpa-flash", "full, sdpa-flash", "full, sdpa-flash"]
     for row, mask in zip(rows, masks, strict=True):
         heads = mask if isinstance(mask, list) else [mask] * 2
@@ -50,7 +50,7 @@ def test_what_fails_is_a_row_that_says_why(monkeypatch):
         ({"heads": 3, "kv_heads": 2}, ValueError, "heads must be a multiple of kv_heads; got 3 and 2"),
         ({"dtype": "fp32"}, TypeError, "dtype must be a torch.dtype, such as torch.bfloat16; got 'fp32'"),
         ({"masks": []}, ValueError, "masks must be patterns or spec texts; got none"),
-        ({"masks": [["causal"]], "heads": 2}, ValueError, "a mask of each head must have 2 patterns, one for each head; got 1"),
+        ({"masks": [["causal"] * 3], "heads": 2}, ValueError, "a mask of each head must have 2 patterns, one for each head; got 3"),
         ({"masks": [3]}, TypeError, "masks must be patterns or spec texts; got int"),
         ({"masks": "lokal(3)"}, ValueError, "did you mean 'local'"),
         ({"device": "meta"}, ValueError, "device must be 'cpu' or 'cuda'"),

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import json
 import os
 import pkgutil
 import subprocess
@@ -206,6 +207,15 @@ def test_sizes_are_those_of_every_case_and_have_results_of_their_own(tmp_path, m
         invoke("bench", "full", "--suite", "speedup", "--quick", "--device", "cpu", "--dtype", dtype)
     assert seen == ["float16", "float16", "bfloat16", "bfloat16"]  # the second name of fp16 found its results
     assert len(list((tmp_path / "runs").iterdir())) == 2
+
+
+def test_a_mask_of_each_head_is_measured(tmp_path):
+    spec, sizes = "per_head([causal & local(64), causal])", ["-n", "256", "--heads", "2", "--head-dim", "16"]
+    invoke("bench", spec, "--suite", "speedup", "--quick", "--device", "cpu", "--out", str(tmp_path), *sizes)
+    cases = json.loads((tmp_path / "results.json").read_text())["cases"]
+    result = cases[f"B1 H2 N256 D16 | {spec} | sparse_flash"]["result"]
+    assert result["correct"] and result["causal"] and "B1 H2 N256 D16 | causal | sdpa-flash" in result["around"]
+    assert result["density"] == pytest.approx((64 * 65 / 2 + 192 * 64 + 256 * 257 / 2) / 2 / 256**2)
 
 
 @pytest.mark.parametrize("command", [(), ("explain",), ("bench",), ("warm",)], ids=str)

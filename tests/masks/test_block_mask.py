@@ -307,7 +307,7 @@ def test_heads_that_do_not_fit_together_are_refused():
         sf.BlockMask.per_head([sf.causal()])
     with pytest.raises(TypeError, match="must be a Pattern, its spec text or a BlockMask; got int"):
         sf.BlockMask.per_head([one, 3])
-    with pytest.raises(TypeError, match=r"got list; use BlockMask\.per_head for a mask of each head"):
+    with pytest.raises(TypeError, match=r"got list; use per_head for a pattern of each head, BlockMask\.per_head for"):
         sf.BlockMask.per_head([["causal", "full"]], 256)
 
 

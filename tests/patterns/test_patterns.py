@@ -86,12 +86,16 @@ FORMULAS = {
     "from_blocks": of_units(block_is_set),
     "full": lambda p, q, kv: True,
     "global_tokens": lambda p, q, kv: q in range(p.tokens) or kv in range(p.tokens),
+    "last_tokens": lambda p, q, kv: q >= TOKENS - p.tokens or kv >= TOKENS - p.tokens,
     "local": lambda p, q, kv: -p.window < q - kv < p.window,
     "longformer": lambda p, q, kv: abs(q - kv) < p.window or q in range(p.tokens) or kv in range(p.tokens),
     "neighborhood": in_window_of,
     "power_of_two": of_units(lambda p, i, j: i == j or (is_power(abs(i - j)) and (p.factors is None or abs(i - j) < 2**p.factors))),
     "prefix": lambda p, q, kv: kv < p.tokens or kv <= q,
     "random": of_units(is_drawn),
+    "shifted": lambda p, q, kv: (
+        min(q, kv) >= p.tokens and bool(p.pattern.token_rule(np.array(q - p.tokens), np.array(kv - p.tokens)))
+    ),
     "sinks": lambda p, q, kv: kv < p.tokens,
     "strided": of_units(lambda p, i, j: abs(i - j) < p.stride or (i - j) % p.stride == 0),
     "window": lambda p, q, kv: (p.left is None or q - kv <= p.left) and (p.right is None or kv - q <= p.right),
@@ -109,12 +113,14 @@ PICTURED = {
     "from_mask_fn": sf.from_mask_fn(lambda q, kv: (q + kv) % 2 == 0),
     "full": sf.full(),
     "global_tokens": sf.global_tokens(1),
+    "last_tokens": sf.last_tokens(1),
     "local": sf.local(2),
     "longformer": sf.longformer(2),
     "neighborhood": sf.neighborhood((3, 3), 2),
     "power_of_two": sf.power_of_two(block=1),
     "prefix": sf.prefix(2),
     "random": sf.random(0.25, seed=1, block=1),
+    "shifted": sf.shifted(sf.documents([0, 2, 3]), 2),
     "sinks": sf.sinks(1),
     "strided": sf.strided(3, block=1),
     "window": sf.window(2, 1),
@@ -128,11 +134,12 @@ def test_token_rule_is_the_formula(name, data):
     p = data.draw(strategies.by_name[name])
     q, kv = np.arange(EARLIEST, TOKENS), np.arange(TOKENS)
     expected = np.array([[bool(FORMULAS[name](p, i, j)) for j in kv.tolist()] for i in q.tolist()])
-    np.testing.assert_array_equal(np.broadcast_to(p.token_rule(q[:, None], kv[None, :]), expected.shape), expected)
+    kept = p.of_length(TOKENS).token_rule(q[:, None], kv[None, :])
+    np.testing.assert_array_equal(np.broadcast_to(kept, expected.shape), expected)
 
 
 def test_every_built_in_pattern_has_a_formula_a_picture_and_a_sorted_name():
-    built_in = [name for name in sf.list_patterns() if pattern_class(name).__module__.startswith("sparse_flash.")]
+    built_in = [name for name in sf.list_patterns() if pattern_class(name).__module__.startswith("sparse_flash.patterns.")]
     assert list(patterns.__all__) == sorted(patterns.__all__) == built_in == sorted(PICTURED)
     assert {*FORMULAS, "from_mask_fn"} == set(PICTURED) and set(strategies.by_name) == set(FORMULAS)
     assert all(getattr(sf, name) is pattern_class(name) for name in built_in)
@@ -150,7 +157,7 @@ def test_picture_in_the_docstring_is_the_pattern(name):
     cells = [line.split()[0] for line in doc.splitlines() if line.strip() and set(line.split()[0]) <= set(".#")]
     shown = np.array([[cell == "#" for cell in row] for row in cells])
     np.testing.assert_array_equal(shown, strategies.dense(PICTURED[name], *shown.shape))
-    assert "source:" in doc or name in ("from_blocks", "from_mask_fn")
+    assert "source:" in doc or name in ("from_blocks", "from_mask_fn", "shifted")
 
 
 def test_causal_query_sees_exactly_window_keys_of_local_itself_included():
@@ -255,7 +262,7 @@ def test_documents_of_one_meaning_are_equal_and_empty_ones_are_left_out():
         sf.documents(torch.tensor(bounds, dtype=torch.int32)),
     ]
     assert len(set(same)) == 1 and same[0].to_spec() == "documents((0, 5, 9))"
-    kept = strategies.dense(same[0], 12, 12)
+    kept = strategies.dense(same[0], 12, 12)  # by definition; compiling says that these are not all tokens
     assert kept.sum() == 25 + 16 and not kept[9:].any() and not kept[:, 9:].any()
 
 
@@ -398,8 +405,9 @@ def test_parameters_far_beyond_the_sequence_neither_overflow_nor_take_memory(hug
     assert sf.compile_mask(sf.butterfly(block=huge), n).keeps_all
     assert sf.compile_mask(sf.dilated(huge, huge, block=1), n).equal(sf.compile_mask(sf.local(1), n))
     assert sf.compile_mask(sf.block_diagonal(huge) & ~sf.sinks(huge), n).kept_pairs().tolist() == [0]
-    kept = sf.compile_mask(~sf.documents([0, 100, huge]) | sf.local(3), n)
-    np.testing.assert_array_equal(kept.to_dense().numpy(), strategies.dense(~sf.documents([0, 100, huge]) | sf.local(3), n, n))
+    pattern = ~sf.shifted(sf.documents([0, 100, huge]), 0, allow_uncovered=True) | sf.local(3)
+    np.testing.assert_array_equal(sf.compile_mask(pattern, n).to_dense().numpy(), strategies.dense(pattern, n, n))
+    assert sf.compile_mask(sf.shifted("full", huge, allow_uncovered=True), n).kept_pairs().tolist() == [0]
 
 
 @settings(max_examples=60)

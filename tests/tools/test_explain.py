@@ -24,7 +24,7 @@ MASKS = [
     ("causal", 330, 200, 32),
     ("butterfly(block=16)", 256, 256, 16),
     ("strided(5, block=3)", 217, 190, 16),
-    ("documents([0, 50, 60, 130])", 200, 200, 16),
+    ("shifted(documents([0, 50, 60, 130]), 0, allow_uncovered=True)", 200, 200, 16),
     ("random(0.1, block=7) & causal", 150, 150, 32),
     ("local(3) & ~local(2)", 100, 100, 16),
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,7 +21,8 @@ from ...masks.block_mask import BlockMask
 from ...masks.build import with_coarse
 from ...masks.cache import compiled_once
 from ...masks.memory import remembered
-from ...masks.pattern import And, DerivedPattern, Not, Or, Pattern, parse
+from ...masks.pattern import And, DerivedPattern, Pattern, parse
+from ...masks.rules import Moved
 from ...patterns import block_diagonal, full, sinks
 
 _BLOCK = 128
@@ -146,7 +148,9 @@ class ModelMask(FlexBlockMask):
         for row in self.sequences.tolist():
             starts = [0, *(k for k in range(1, len(row)) if row[k] != row[k - 1])]
             apart = f"documents({[*starts, len(row)]})"
-            limits.append(apart if own is None else And.of(parse(apart), _Restarted(own, tuple(starts))))
+            limits.append(
+                apart if own is None else And.of(parse(apart), own.with_leaves(partial(_Restarted, starts=tuple(starts))))
+            )
         staying = tuple(limit for limit in self.limits if limit not in moving)
         one.limits = (*staying, tuple(limits) if len(set(limits)) > 1 else (limits[0],))
         return one, None if restarts else mask
@@ -449,21 +453,6 @@ def _joined_patterns(mask, limits, offset) -> Pattern:
 
 
 @dataclass(frozen=True)
-class _Moved(Pattern):
-    """A pattern shifted by ``offset`` positions."""
-
-    pattern: Pattern
-    offset: int
-
-    def token_rule(self, q, kv):
-        return self.pattern.token_rule(q + self.offset, kv + self.offset)
-
-    def row_runs(self, q):
-        runs = self.pattern.row_runs(q + self.offset)
-        return None if runs is None else tuple(edge - self.offset for edge in runs)
-
-
-@dataclass(frozen=True)
 class _Restarted(Pattern):
     """A pattern whose positions count from the start of each packed sequence. starts: ascending, from 0."""
 
@@ -478,17 +467,16 @@ class _Restarted(Pattern):
 
 def moved(pattern: Pattern, offset: int) -> Pattern:
     """The pattern for keys whose first one has position ``offset``; equal for as many offsets as possible, as tables are cached."""
-    if isinstance(pattern, (And, Or)):
-        return type(pattern).of(*(moved(one, offset) for one in pattern.operands))
-    if isinstance(pattern, Not):
-        return ~moved(pattern.operand, offset)
-    if pattern.shift_period:
-        offset %= pattern.shift_period
-    elif isinstance(pattern, DerivedPattern):
-        return moved(pattern.expression, offset)
-    elif isinstance(pattern, sinks):
-        return sinks(pattern.tokens - offset) if pattern.tokens > offset else ~full()
-    return _Moved(pattern, offset) if offset else pattern
+
+    def change(leaf: Pattern) -> Pattern:
+        by = offset % leaf.shift_period if leaf.shift_period else offset
+        if isinstance(leaf, DerivedPattern) and not leaf.shift_period:
+            return moved(leaf.expression, offset)
+        if isinstance(leaf, sinks):
+            return sinks(leaf.tokens - offset) if leaf.tokens > offset else ~full()
+        return Moved(leaf, -by) if by else leaf
+
+    return pattern.with_leaves(change)
 
 
 @remembered(maxsize=64)

@@ -1,0 +1,58 @@
+"""last_tokens: the last tokens see every token and are seen by every token.
+
+use: text after an image or a video, a question after a document: tokens that all others see and which see all others
+formula: q >= kv_len - tokens or kv >= kv_len - tokens          source: arXiv:2004.05150, sec. 3.1 (there at any tokens)
+
+    ...#
+    ...#        last_tokens(1)
+    ...#
+    ####
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparse_flash.masks.pattern import Pattern, register_pattern
+from sparse_flash.masks.rules import BEYOND, RunPattern, positive_int
+
+
+@register_pattern("last_tokens")
+@dataclass(frozen=True)
+class LastTokens(Pattern):
+    """The last ``tokens`` tokens of the sequence, both as keys and as queries; ``global_tokens`` is the first ones.
+
+    It is for sequences of one known length, in ``attention`` and ``compile_mask``. ``attention_varlen`` and ``attention_decode``,
+    whose lengths are read from tensors, raise ValueError.
+    """
+
+    tokens: int
+
+    def __post_init__(self):
+        object.__setattr__(self, "tokens", positive_int("last_tokens", "tokens", self.tokens))
+
+    def of_length(self, kv_len):
+        return _Ending(max(0, kv_len - self.tokens))
+
+    def named_queries(self, q, kv_len):
+        return q >= kv_len - self.tokens
+
+    def block_rule(self, grid):
+        raise ValueError(
+            f"{self} counts from the end of the sequence, whose length is not known here: pass it to attention or compile_mask, "
+            "or name the tokens from the start, by shifted"
+        )
+
+    def token_rule(self, q, kv):
+        self.block_rule(None)
+
+
+@dataclass(frozen=True)
+class _Ending(RunPattern):
+    """The tokens from ``first`` on, see and are seen by all."""
+
+    first: int
+
+    def row_runs(self, q):
+        q = q[..., None]
+        return np.where(q >= self.first, 0, self.first), np.full_like(q, BEYOND)

@@ -1,0 +1,82 @@
+"""shifted: a pattern that starts at a token of the sequence and counts positions from there.
+
+use: an image, a video or documents with other tokens, such as text, before or after them
+formula: q >= tokens and kv >= tokens and pattern(q - tokens, kv - tokens)
+
+    .....
+    .....        shifted(documents([0, 2, 3]), 2)
+    ..##.
+    ..##.
+    ....#
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparse_flash.masks.pattern import DerivedPattern, Pattern, parse, register_pattern
+from sparse_flash.masks.rules import BEYOND, RunPattern, moved, positive_int
+
+
+@register_pattern("shifted")
+@dataclass(frozen=True)
+class Shifted(DerivedPattern):
+    """A pattern on the tokens from ``tokens`` on.
+
+    pattern: a Pattern or its spec text, which counts positions from 0. tokens: where its position 0 is; 0 and more.
+    allow_uncovered: whether tokens that no pattern is about may keep nothing, and whether tokens that the pattern names may be
+    missing.
+
+    The tokens before keep nothing and are seen by nothing, so another pattern says what they do, and so for tokens past a pattern
+    that names how many it has: text, then a video, is ``global_tokens(n) | shifted(neighborhood(...), n)``; a video, then text, is
+    ``shifted(neighborhood(...), 0) | last_tokens(n)``. Compiling raises ValueError if there are queries that no pattern is about.
+    """
+
+    pattern: Pattern
+    tokens: int
+    allow_uncovered: bool = False
+
+    def __post_init__(self):
+        pattern = parse(self.pattern) if isinstance(self.pattern, str) else self.pattern
+        if not isinstance(pattern, Pattern):
+            raise TypeError(f"shifted: pattern must be a Pattern or its spec text; got {type(pattern).__name__}")
+        if not isinstance(self.allow_uncovered, bool):
+            raise TypeError(f"shifted: allow_uncovered must be True or False; got {self.allow_uncovered!r}")
+        object.__setattr__(self, "pattern", pattern)
+        object.__setattr__(self, "tokens", positive_int("shifted", "tokens", self.tokens, least=0))
+
+    @property
+    def is_part(self):
+        return not self.allow_uncovered
+
+    @property
+    def expression(self):
+        return _From(self.tokens) & moved(self.pattern, self.tokens)
+
+    def leaves(self):
+        yield self
+
+    def of_length(self, kv_len):
+        return _From(self.tokens) & moved(self.pattern.of_length(kv_len - self.tokens), self.tokens)
+
+    def misfit(self, q_len, kv_len, first=None):
+        if self.allow_uncovered:
+            return None
+        first = (first or 0) + self.tokens
+        return next(filter(None, (leaf.misfit(q_len, kv_len, first) for leaf in self.pattern.leaves())), None)
+
+    def named_queries(self, q, kv_len):
+        if self.allow_uncovered:
+            return np.ones(q.shape, bool)
+        return (q >= self.tokens) & self.pattern.named_queries(q - self.tokens, kv_len - self.tokens)
+
+
+@dataclass(frozen=True)
+class _From(RunPattern):
+    """The tokens from ``first`` on, as queries and as keys."""
+
+    first: int
+
+    def row_runs(self, q):
+        q = q[..., None]
+        return np.full_like(q, self.first), np.where(q >= self.first, BEYOND, 0)

@@ -1,0 +1,82 @@
+"""Masks and selections made in inference mode are ordinary ones: models train with them."""
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import sparse_flash as sf
+
+N = 128
+Q = torch.randn(1, 2, N, 16)
+DENSE = torch.ones(N, N, dtype=torch.bool).tril()
+
+
+def made():
+    """A mask or selection by each constructor, from tensors of inference mode."""
+    mask, q = sf.compile_mask("causal & local(50)", N, block_size=32), Q + 0
+    picks = sf.topk_blocks(q, q, keep=2, block_size=32, every=1)
+    masks = {
+        "compile_mask": mask,
+        "compile_mask by head": sf.compile_mask("per_head([causal, full])", N, block_size=32),
+        "from_blocks": sf.BlockMask.from_blocks(torch.ones(1, 2, 4, 4).bool(), 32, within="causal"),
+        "from_blocks, a second time": sf.BlockMask.from_blocks(torch.ones(1, 2, 4, 4).bool(), 32),
+        "from_dense": sf.BlockMask.from_dense(DENSE & True, 32),
+        "from_flex": sf.BlockMask.from_flex(create_block_mask(lambda b, h, i, j: i >= j, None, None, N, N, device="cpu")),
+        "from_mask_mod": sf.BlockMask.from_mask_mod(lambda b, h, i, j: i >= j, None, 2, N),
+        "per_head": sf.BlockMask.per_head([mask, "causal"]),
+        "select": mask.select(),
+        "transpose": mask.transpose(),
+        "to": mask.to("meta"),
+        "topk_blocks": sf.topk_blocks(q, q, keep=2, block_size=32),
+        "topk_blocks by query": picks,
+        "from_picks": sf.BlockSelection.from_picks(torch.zeros(1, 2, N, 2, dtype=torch.int32), 32, always="sinks(3)"),
+        "select of a selection": picks.select(),
+        "to of a selection": picks.to("meta"),
+    }
+    return masks
+
+
+with torch.inference_mode():
+    MADE = made()
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_no_tensor_of_a_mask_made_in_inference_mode_belongs_to_it(name):
+    mask = MADE[name]
+    tables = [mask, mask.always] if isinstance(mask, sf.BlockSelection) else [mask, mask.coarse]
+    for table in tables:
+        if table is not None:
+            tensors = table.tensors() if isinstance(table, sf.BlockMask) else [table.picks]
+            assert not any(tensor.is_inference() for tensor in tensors)
+
+
+@pytest.mark.parametrize("name", ["compile_mask", "from_blocks", "per_head", "topk_blocks", "topk_blocks by query"])
+@pytest.mark.parametrize("way", ["compiled", "selective checkpointing"])
+def test_models_train_with_masks_of_inference_mode(name, way):
+    def keep_nothing():
+        return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)
+
+    attend = {
+        "compiled": torch.compile(sf.attention, backend="aot_eager"),
+        "selective checkpointing": lambda *args: checkpoint(sf.attention, *args, use_reentrant=False, context_fn=keep_nothing),
+    }[way]
+    q, other = Q.clone().requires_grad_(), Q.clone().requires_grad_()
+    attend(q, q, q, MADE[name]).sum().backward()
+    sf.attention(other, other, other, MADE[name]).sum().backward()
+    torch.testing.assert_close(q.grad, other.grad)
+
+
+def test_what_a_call_in_inference_mode_remembers_serves_training():
+    sf.clear_caches()
+    pattern, blocks = "causal & local(31)", torch.ones(1, 1, 4, 4).bool()
+    for training in (False, True):
+        q = Q.clone().requires_grad_(training)
+        with torch.inference_mode(not training):
+            for mask in (pattern, sf.per_head([pattern, "full"]), sf.BlockMask.from_blocks(blocks, 32, within=pattern)):
+                out = sf.attention(q, q, q, mask)
+                out = out + sf.attention(q, q, q, sf.topk_blocks(q, q, keep=1, block_size=32, always=pattern))
+                out = out + sf.attention(q, q, q, sf.topk_blocks(q, q, keep=1, block_size=32, every=1, always="sinks(4)"))
+                if training:
+                    compiled = torch.compile(lambda q, mask=mask: sf.attention(q, q, q, mask), backend="aot_eager")
+                    (out + compiled(q)).sum().backward()

@@ -1,0 +1,41 @@
+"""Patterns that compiled code makes are those that they are outside."""
+
+import pytest
+import torch
+
+import sparse_flash as sf
+
+Q = torch.randn(1, 2, 70, 16)
+STARTS = torch.tensor([0, 30, 70])
+PATTERNS = {
+    "a parameter": lambda: sf.local(20),
+    "&": lambda: sf.causal() & sf.local(20),
+    "& |": lambda: sf.causal() & (sf.random(0.3, block=1) | sf.sinks(3)),
+    "parameters of all kinds": lambda: sf.window(5) | sf.dilated(3, 2, block=1) | sf.documents([0, 30, 70]),
+    "by head": lambda: sf.per_head(["causal", sf.local(3) & sf.causal()]),
+    "shifted": lambda: sf.global_tokens(6) | sf.shifted(sf.neighborhood((8, 8), 3), 6) & sf.local(9),
+}
+CALLS = {
+    "attention": lambda q, mask: sf.attention(q, q, q, mask),
+    "decode": lambda q, mask: sf.attention_decode(q[:, :, -3:], q, q, mask),
+    "varlen": lambda q, mask: sf.attention_varlen(*[q[0].transpose(0, 1)] * 3, STARTS, mask=mask),
+    "within": lambda q, mask: sf.attention(q, q, q, sf.topk_blocks(q, q, keep=1, block_size=32, within=mask)),
+    "always": lambda q, mask: sf.attention(q, q, q, sf.topk_blocks(q, q, keep=1, block_size=32, every=1, always=mask)),
+}
+needs_213 = pytest.mark.skipif(torch.__version__ < "2.13", reason="PyTorch before 2.13 traces no Pattern objects")
+
+
+@needs_213
+@pytest.mark.parametrize("made", PATTERNS)
+def test_a_pattern_made_in_compiled_code_is_taken(made):
+    make = PATTERNS[made]
+    compiled = torch.compile(lambda q: sf.attention(q, q, q, make()), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(Q), sf.attention(Q, Q, Q, make()))
+
+
+@needs_213
+@pytest.mark.parametrize("call", CALLS)
+def test_every_call_takes_a_pattern_made_in_compiled_code(call):
+    attend = CALLS[call]
+    compiled = torch.compile(lambda q: attend(q, sf.causal() & sf.local(20)), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(Q), attend(Q, sf.causal() & sf.local(20)))

@@ -1,0 +1,131 @@
+"""A pattern that names tokens fits the sequence, or compiling says so: no row is left empty without a word."""
+
+import numpy as np
+import pytest
+import strategies
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sparse_flash as sf
+
+GRID = sf.neighborhood((8, 8), 3)
+ENTRY_POINTS = {
+    "compile_mask": lambda mask, n: sf.compile_mask(mask, n),
+    "attention": lambda mask, n: sf.attention(*[torch.zeros(1, 1, n, 8)] * 3, mask),
+    "from_blocks": lambda mask, n: sf.BlockMask.from_blocks(torch.ones(1, 1, -(-n // 128), -(-n // 128)).bool(), 128, n, n, mask),
+    "per_head": lambda mask, n: sf.BlockMask.per_head([mask, "full"], n),
+    "varlen": lambda mask, n: sf.attention_varlen(*[torch.zeros(n, 1, 8)] * 3, torch.tensor([0, n]), mask=mask),
+    "decode": lambda mask, n: sf.attention_decode(torch.zeros(1, 1, 1, 8), *[torch.zeros(1, 1, n, 8)] * 2, mask),
+    "explain": lambda mask, n: sf.explain(mask, q_len=n),
+}
+
+
+@pytest.mark.parametrize("call", ENTRY_POINTS.values(), ids=ENTRY_POINTS)
+@pytest.mark.parametrize(
+    "mask, tokens, named",
+    [
+        ("documents((0, 100, 200))", 300, 200),
+        ("neighborhood((8, 8), 3)", 300, 64),
+        ("from_blocks('10/11', block=64)", 130, 128),
+        ("global_tokens(64) | neighborhood((8, 8), 3)", 128, 64),
+        ("causal & documents((0, 100, 200))", 300, 200),
+        ("local(5) & ~(sinks(3) | neighborhood((8, 8), 3))", 65, 64),
+    ],
+)
+def test_a_pattern_that_names_fewer_tokens_than_there_are_is_an_error_with_the_way_out(mask, tokens, named, call):
+    said = rf"must name the {tokens} tokens of the sequence; it names {named}; name all; or pass shifted\(pattern, n\)"
+    with pytest.raises(ValueError, match=said + r".*global_tokens\(n\).*last_tokens\(n\).*allow_uncovered=True"):
+        call(mask, tokens)
+    leaf = sf.parse(mask)
+    placed = leaf.with_leaves(lambda one: sf.shifted(one, 0, allow_uncovered=True) if one.named_tokens() else one)
+    call(placed, tokens)
+
+
+def test_a_pattern_that_names_more_tokens_than_there_are_is_an_error_unless_they_are_yet_to_come():
+    for mask, tokens in (
+        ("documents((0, 100, 200))", 150),
+        ("neighborhood((8, 8), 3)", 63),
+        ("from_blocks('10/11', block=64)", 64),
+    ):
+        with pytest.raises(ValueError, match=rf"must name the {tokens} tokens of the sequence; it names .*allow_uncovered=True"):
+            sf.compile_mask(mask, tokens)
+        whole = sf.compile_mask(mask, sf.parse(mask).named_tokens()[1]).to_dense()
+        torch.testing.assert_close(sf.compile_mask(mask, 1, tokens).to_dense(), whole[tokens - 1 : tokens, :tokens])
+        begun = sf.compile_mask(sf.shifted(mask, 0, allow_uncovered=True), tokens)
+        torch.testing.assert_close(begun.to_dense(), whole[:tokens, :tokens])
+    with pytest.raises(ValueError, match=r"must name the 36 tokens from token 64 on; it names 64"):
+        sf.compile_mask(sf.global_tokens(64) | sf.shifted(GRID, 64), 100)
+
+
+def test_a_block_map_may_name_the_whole_of_a_unit_that_the_sequence_begins():
+    for tokens in (129, 140, 192):
+        assert sf.compile_mask("from_blocks('100/110/111', block=64)", tokens).kept_pairs()[0] > 0
+    with pytest.raises(ValueError, match=r"must say what each query keeps; it does not for 64 of 192, from 0 to 63"):
+        sf.compile_mask("from_blocks('110/111', block=64)", 192)  # a row for each of the last 128 queries
+    sf.compile_mask("from_blocks('110/111', block=64)", 128, 192)
+
+
+@pytest.mark.parametrize(
+    "mask, missing",
+    [
+        (sf.shifted(GRID, 20), (0, 19)),
+        (sf.shifted(GRID, 0), (64, 83)),
+        (sf.shifted(GRID, 5) | sf.global_tokens(5), (69, 83)),
+        (sf.shifted(GRID, 5) | sf.last_tokens(15), (0, 4)),
+        (sf.shifted(GRID, 20) | sf.sinks(4), (0, 19)),
+        (sf.causal() & sf.shifted(GRID & sf.local(9), 20), (0, 19)),
+        (sf.per_head([sf.full(), sf.shifted(GRID, 20)]), (0, 19)),
+        (sf.shifted(sf.shifted(GRID, 10), 10), (0, 19)),
+    ],
+    ids=str,
+)
+def test_queries_that_no_part_is_about_are_an_error_and_only_those(mask, missing):
+    first, last = missing
+    with pytest.raises(ValueError, match=rf"must say what each query keeps; it does not for .*, from {first} to {last}; add"):
+        sf.compile_mask(mask, 84)
+    rest = sf.global_tokens(first + 20) if first == 0 else sf.last_tokens(84 - first)
+    assert not (sf.compile_mask(mask | rest, 84).to_dense().any(-1) == 0).any()
+
+
+@settings(max_examples=60)
+@given(pattern=strategies.expressions, before=st.integers(0, 100), tokens=st.integers(1, 200), size=strategies.block_sizes)
+def test_shifted_tokens_see_among_themselves_what_they_see_alone_and_nothing_else(pattern, before, tokens, size):
+    mask = sf.compile_mask(sf.shifted(pattern, before, allow_uncovered=True), before + tokens, block_size=size).to_dense()
+    torch.testing.assert_close(mask[before:, before:], sf.compile_mask(pattern, tokens, block_size=size).to_dense())
+    assert not mask[:before].any() and not mask[:, :before].any()
+
+
+@settings(max_examples=40)
+@given(inner=strategies.by_name["last_tokens"], before=st.integers(0, 100), tokens=st.integers(1, 200), few=st.integers(1, 200))
+def test_last_tokens_are_those_of_any_length_also_shifted_and_for_the_last_queries(inner, before, tokens, few):
+    n, i = before + tokens, np.arange(before + tokens)
+    late = i >= n - inner.tokens
+    kept = (late[:, None] | late) & (i[:, None] >= before) & (i >= before)
+    mask = sf.shifted(~~inner, before, allow_uncovered=True)
+    np.testing.assert_array_equal(sf.compile_mask(mask, n).to_dense().numpy(), kept)
+    few = min(few, n)
+    np.testing.assert_array_equal(sf.compile_mask(mask, few, n).to_dense().numpy(), kept[n - few :])
+
+
+@pytest.mark.parametrize("call", ["varlen", "decode"])
+def test_last_tokens_of_lengths_in_tensors_are_refused_with_the_way_out(call):
+    with pytest.raises(ValueError, match=r"last_tokens\(9\) counts from the end of the sequence, .*pass it to attention"):
+        ENTRY_POINTS[call]("causal & last_tokens(9)", 40)
+
+
+def test_text_beside_a_video_keeps_everything_and_the_video_its_windows():
+    text, video = 10, sf.neighborhood((2, 4, 5), (1, 3, 3))
+    alone = sf.compile_mask(video, 40).to_dense()
+    before = sf.compile_mask(f"global_tokens({text}) | shifted({video}, {text})", 50).to_dense()
+    after = sf.compile_mask(f"shifted({video}, 0) | last_tokens({text})", 50).to_dense()
+    assert before[:text].all() and before[:, :text].all() and after[40:].all() and after[:, 40:].all()
+    torch.testing.assert_close(before[text:, text:], alone)
+    torch.testing.assert_close(after[:40, :40], alone)
+
+
+def test_a_check_of_a_run_knows_the_last_tokens():
+    q = torch.randn(1, 1, 50, 8)
+    checked = sf.check(lambda: sf.attention(q, q, q, "shifted(neighborhood((4, 10), 3), 0) | last_tokens(10)"))
+    checked()
+    assert len(checked.reports) == 1
