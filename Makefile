@@ -1,4 +1,4 @@
-# make bench   runs the benchmark on this machine                 make test   runs the tests
+# make bench   runs the benchmark on this machine, in minutes       make test   runs the tests
 # make train   a small language model, dense and sparse, in two minutes     make ranks  the tests that start processes
 # make lint    ruff and mypy, as .ci/run runs them                make wheel  builds the wheel and tries it outside the checkout
 # make experiments  the tests of experiments/, the programs behind docs/evidence.md
@@ -10,7 +10,7 @@
 #              neither has; PAIR=oldest, 2.12, 2.14 or newest for one
 #
 # Each target creates .venv first if it is missing or out of date; matrix creates .matrix/oldest and others.
-# ARGS goes to the command: make bench ARGS="--help"; make test ARGS="-k compiler". With COVERAGE=1, make test says which lines ran.
+# ARGS goes to the command: make bench ARGS=--full; make test ARGS="-k compiler". With COVERAGE=1, make test says which lines ran.
 
 PYTHON ?= python3
 WORKERS ?= 2

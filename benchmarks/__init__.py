@@ -1,5 +1,6 @@
 """Workloads, baselines, measurements and reports. Each imports only those below it:
 
+rows                 sf.bench: figures of a user's masks, as values
 run, traffic, busy   the loop over cases; two programs of their own: memory traffic, a busy machine
 report               rows, tables, plots and one HTML page, from the JSON alone
 measure              throughput, latency, accuracy, drift of baselines, noise

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from .measure.noise import MARK, doubts
 from .report import page
 from .results import Results, environment, finished, gave_up, why_not
-from .workload import suites
-from .workload.cases import PaperCase
+from .workload import FULL_RUN, suites
+from .workload.cases import AS_USUAL, CallSizes, PaperCase
 
 
 @dataclass(frozen=True)
 class Options:
-    """specs: masks to measure instead of the suites' own. only: parts of case keys; a case with none of them is
+    """specs: masks to measure instead of the suites' own. sizes: of their calls. imports: files that registered the user's
+    patterns, which results depend on. full: see ``suites.choose``. only: parts of case keys; a case with none of them is
     skipped. limit: seconds for each case, None for the device's default. retry: measure cases without numbers, or with doubtful
     ones, again; cases that ran out of time are always tried again."""
 
     specs: tuple[str, ...] = ()
-    suites: tuple[str, ...] = suites.DEFAULT
+    suites: tuple[str, ...] = FULL_RUN
     out: Path | None = None
     device: str | None = None
     backend: str = "auto"
@@ -34,6 +35,9 @@ class Options:
     retry: bool = False
     only: tuple[str, ...] = ()
     limit: int | None = None
+    sizes: CallSizes = AS_USUAL
+    imports: tuple[Path, ...] = ()
+    full: bool = True
 
 
 LIMITS = {"cpu": 60, "cuda": 90}
@@ -42,19 +46,26 @@ LIMITS = {"cpu": 60, "cuda": 90}
 def run(options: Options, console) -> Results:
     """Measures, prints progress to a rich console, and returns the results. An interrupt (KeyboardInterrupt) keeps
     the results so far, and the report is still written."""
-    import torch
-
-    device = _device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    chosen = suites.choose(options.suites, device.type, options.quick, options.specs, options.backend)
+    device = device_of(options.device)
+    chosen = suites.choose(options.suites, device.type, options.quick, options.specs, options.backend, options.sizes, options.full)
     wanted = selected(chosen, options.only)
     from .measure.throughput import DTYPES
 
-    settings = {"device": device.type, "quick": options.quick, "dtype": str(DTYPES[device.type]).removeprefix("torch.")}
+    dtype = options.sizes.dtype or str(DTYPES[device.type]).removeprefix("torch.")
+    settings = {"device": device.type, "quick": options.quick, "dtype": dtype}
     settings |= {"specs": list(options.specs)} if options.specs else {}
+    settings |= {"sizes": options.sizes.given} if options.sizes.given else {}
+    settings |= (
+        {"imports": {path.name: sha256(path.read_bytes()).hexdigest()[:12] for path in options.imports}} if options.imports else {}
+    )
     found = environment(device)
-    folder = options.out or default_folder(found["device"] if device.type == "cuda" else "cpu", options.quick, options.specs)
+    asked = (*options.specs, *(f"{name} {size}" for name, size in options.sizes.given.items()))
+    folder = options.out or default_folder(found["device"] if device.type == "cuda" else "cpu", options.quick, asked)
     results, note = Results.open(folder, found, settings, options.resume, options.any_source)
     console.print(f"measuring on {found['device']}; results go to {folder}")
+    if not (options.full or options.quick or options.specs or options.sizes.given or options.only):
+        minutes = "two to three minutes on two idle cores" if device.type == "cpu" else "some minutes"
+        console.print(f"this takes {minutes}; --quick takes seconds, --full measures the peers, short calls and more, in about ten")
     if note:
         console.print(note)
     if device.type == "cpu" and (found["load_at_start"] or 0) > found["cpu_threads"] / 2:
@@ -67,7 +78,7 @@ def run(options: Options, console) -> Results:
     if reused := _reused([entry for case in cases if case not in set(todo) and (entry := results.entry(case.key))]):
         console.print(reused)
     try:
-        _measure(todo, chosen, results, device, options, console)
+        measure(todo, chosen, results, device, options, console)
     except KeyboardInterrupt:
         console.print(f"interrupted; what was measured is in {results.path}, and the same command goes on from there")
         raise
@@ -77,9 +88,11 @@ def run(options: Options, console) -> Results:
     return results
 
 
-def _device(name: str):
+def device_of(name: str | None):
+    """The torch.device of a name; None is a GPU where there is one. Raises ValueError for one that is not measured, or not here."""
     import torch
 
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     device_type(name)
     if name != "cpu" and not torch.cuda.is_available():
         raise ValueError("device 'cuda' asked for, but PyTorch finds no GPU here; leave --device out or pass --device cpu")
@@ -125,14 +138,16 @@ def _reused(entries: list[dict]) -> str | None:
     return text + (f"; --retry measures the {again} without numbers, or with doubtful ones, again" if again else "")
 
 
-def _measure(todo: list, chosen: dict, results: Results, device, options: Options, console) -> None:
+def measure(todo: list, chosen: dict, results: Results, device, options: Options, console=None) -> None:
+    """Measures the cases, in this order, into the results. console: of rich, for the progress; None prints nothing."""
+    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from .measure import throughput
     from .measure.drift import Baselines
 
     limit, seconds = options.limit or LIMITS[device.type], 0.05 if options.quick else None
-    baselines = Baselines(device, limit, seconds)
+    baselines, console = Baselines(device, limit, seconds), console or Console(quiet=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=len(todo))
@@ -192,8 +207,8 @@ def _unless_wrong(result: dict, text: str) -> str:
     return text if result["correct"] else f"{text}, WRONG: {result['errors']}"
 
 
-def default_folder(device: str, quick: bool, specs: tuple[str, ...] = ()) -> Path:
-    """Where results go by default: a user's own masks are separate from the suites."""
-    own = [f"{'-and-'.join(specs)[:40]}-{hashlib.sha256(repr(specs).encode()).hexdigest()[:6]}"] if specs else []
+def default_folder(device: str, quick: bool, asked: tuple[str, ...] = ()) -> Path:
+    """Where results go by default: a user's own masks and sizes are separate from the suites."""
+    own = [f"{'-and-'.join(asked)[:40]}-{sha256(repr(asked).encode()).hexdigest()[:6]}"] if asked else []
     parts = [device, *["quick"] * quick, *own]
     return Path("runs") / "-".join(["bench", *(re.sub(r"[^a-z0-9]+", "-", part.lower()).strip("-") for part in parts)])

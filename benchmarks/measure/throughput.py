@@ -20,6 +20,7 @@ from dataclasses import replace
 import torch
 
 import sparse_flash
+from sparse_flash.tools.explain import is_causal
 
 from ..baselines.base import Peer
 from ..baselines.registry import peer
@@ -98,7 +99,8 @@ def asked(case: Case, device: torch.device) -> tuple[Problem, Peer, bool]:
     # FlexAttention has no backward pass on a CPU and refuses inputs that require one.
     backward = not (device.type == "cpu" and case.peer.startswith("flex"))
     rival = peer(case.peer)
-    return problem_of(case, device, DTYPES[device.type], backward).memory_order(rival.order), rival, backward
+    dtype = getattr(torch, case.dtype) if case.dtype else DTYPES[device.type]
+    return problem_of(case, device, dtype, backward).memory_order(rival.order), rival, backward
 
 
 def _attention(case: Case, device: torch.device, seconds: float) -> dict:
@@ -110,6 +112,7 @@ def _attention(case: Case, device: torch.device, seconds: float) -> dict:
         "kept_pairs": kept / (shape.batch * shape.heads),
         "density": mask.density,
         "block_density": mask.block_density,
+        "causal": is_causal(mask),
         "table_bytes": 0 if mask.keeps_all else mask.nbytes,
         "input_bytes": sum(t.numel() * t.element_size() for t in problem.leaves),
     }

@@ -10,7 +10,7 @@ from .rows import ReportTable, Row, around, rows
 
 Passes = tuple[float | None, float | None]  # forward, and backward or both; None if there is no number
 _RATIO = (
-    "x: how many times as fast as the fastest other in the same run, each pass for itself, as timed again before and after ours"
+    "x: how many times as fast as the fastest other in the same run, each pass for itself, as timed again before and after ours."
 )
 
 
@@ -62,8 +62,8 @@ def _peers(data: dict) -> ReportTable | None:
         "correct",
     ]
     unit = "TFLOP/s forward / backward, over kept pairs only: two products of head_dim a pair forward, five backward"
-    note = f"{'ms forward / backward' if _on_cpu(data) else unit}. {_RATIO}. by: the back end that {main} takes."
-    return noted(ReportTable("Beside the peers", columns, lines, [note]))
+    notes = [f"{'ms forward / backward' if _on_cpu(data) else unit}. by: the back end that {main} takes.", _RATIO]
+    return noted(ReportTable("Beside the peers", columns, lines, notes))
 
 
 def _deterministic(data: dict) -> ReportTable | None:
@@ -89,8 +89,8 @@ def _deterministic(data: dict) -> ReportTable | None:
         )
     columns = ["shape", "mask", *ours, *others, "spread", "x best deterministic", f"x {free or OURS}", "correct"]
     unit = "ms" if _on_cpu(data) else "TFLOP/s"
-    note = f"{unit} forward / backward. {_RATIO}. Correct: also, that gradients of one problem repeat bit for bit."
-    return noted(ReportTable("Deterministic backward pass", columns, lines, [note]))
+    notes = [f"{unit} forward / backward. Correct: also, that gradients of one problem repeat bit for bit.", _RATIO]
+    return noted(ReportTable("Deterministic backward pass", columns, lines, notes))
 
 
 def _small(data: dict) -> list[ReportTable]:
@@ -116,12 +116,11 @@ def _small(data: dict) -> list[ReportTable]:
         ]
         columns = ["shape", "mask", "as", *ours, *others, "spread", "x best peer", "correct"]
         made.append((f"{title}, {unit}, short problems", columns, lines))
-    common = f"Forward without gradients / forward and backward. {_RATIO}."
     notes = (
-        f"{common} Calls back to back, until the device is done with them, over their number.",
-        f"{common} Until the call returns, with nothing waiting for the device.",
+        "Forward without gradients / forward and backward, of calls back to back, until the device is done, over their number.",
+        "Forward without gradients / forward and backward, until the call returns, with nothing waiting for the device.",
     )
-    return [noted(ReportTable(*table, [note])) for table, note in zip(made, notes, strict=True)]
+    return [noted(ReportTable(*table, [note, _RATIO])) for table, note in zip(made, notes, strict=True)]
 
 
 def _problems(found: Iterable[Row]) -> dict[tuple[str, str, str], dict[str, Row]]:

@@ -177,30 +177,47 @@ def _speedup(data: dict, theme: Theme):
     from matplotlib.lines import Line2D
 
     figure, axes = _figure(9.5, 10.5, 1, theme, lines=2)
-    least = min(gain.row.result["density"] for gain in found)
+    most, least = 115.0, 100 * min(gain.kept for gain in found) * 0.5  # room for the name of the sparsest
+    panels = []
     for ax, title, value in ((axes[0], "Forward", "forward"), (axes[1], "Forward and backward", "total")):
-        span = (100 * least * 0.8, 110)
-        ax.plot(span, [100 / x for x in span], color=theme.faint, linewidth=1, linestyle="--")
+        shown = [(100 * gain.kept, getattr(gain, value), gain) for gain in found if getattr(gain, value)]
+        ax.plot((most, least), (100 / most, 100 / least), color=theme.faint, linewidth=1, linestyle="--")
         ax.axhline(1, color=theme.faint, linewidth=1)
-        dots = []
-        for number, gain in enumerate(found):
-            y, colour = getattr(gain, value), _COLOURS[number % 10]
-            if y:
-                x = 100 * gain.row.result["density"]
-                ax.errorbar(x, y, yerr=_bars(y, gain.row), color=colour, **_dot(gain.doubtful, theme, colour), zorder=3)
-                dots.append((x, y, _shorter(gain.row.label) + f" {MARK}" * gain.doubtful))
+        ax.plot([x for x, *_ in shown], [y for _, y, _ in shown], linestyle="")  # the dots come once the axes have their size
         ax.set_xscale("log")
         ax.set_yscale("log")
+        ax.set_xlim(most, least)  # sparser to the right
         _plain_ticks(ax.xaxis)
         _plain_ticks(ax.yaxis)
-        ax.invert_xaxis()
-        _label(ax, theme, title, "pairs kept, %  (sparser to the right)", "times as fast as dense attention")
-        _label_dots(figure, ax, theme, dots)
-    handles = [Line2D([], [], color=theme.faint, linestyle="--", label="1 / density")]
+        _label(ax, theme, title, "pairs kept, % of the dense call's  (sparser to the right)", "times as fast as the dense call")
+        panels.append((ax, shown))
+    handles = [Line2D([], [], color=theme.faint, linestyle="--", label="1 / pairs kept")]
     if any(gain.doubtful for gain in found):
         handles.append(Line2D([], [], label=f"{MARK}: not to be relied on", **_dot(True, theme, theme.faint)))
     _legend(figure, theme, handles, 2)
+    figure.draw_without_rendering()  # only then are the sizes of axes and texts known
+    for ax, shown in panels:
+        ax.autoscale(False)
+        dots = []
+        for number, (x, (_, y, gain)) in enumerate(zip(_side_by_side(figure, ax, [dot[:2] for dot in shown]), shown, strict=True)):
+            colour = _COLOURS[number % 10]
+            ax.errorbar(x, y, yerr=_bars(y, gain.row), color=colour, **_dot(gain.doubtful, theme, colour), zorder=3)
+            dots.append((x, y, _shorter(gain.row.label) + f" {MARK}" * gain.doubtful))
+        line = np.geomspace(least, most, 200)
+        _label_dots(figure, ax, theme, dots, [(x, y) for x in line for y in (100 / x, 1.0)])
     return figure
+
+
+def _side_by_side(figure, ax, places: list[tuple[float, float]]) -> list[float]:
+    """The x at which each dot is drawn: its own, or that beside dots that it would cover. The axes have their final size."""
+    wide = 8 * figure.dpi / 72
+    drawn: list[tuple[float, float]] = []
+    for left, low in ax.transData.transform(places):
+        near = [x for x, y in drawn if abs(y - low) < wide]
+        steps = (side * step * wide / 4 for step in range(4 * len(near) + 5) for side in (1, -1))
+        free = next((step for step in steps if all(abs(left + step - x) >= 0.99 * wide for x in near)), 0.0)
+        drawn.append((left + free, low))
+    return list(ax.transData.inverted().transform(drawn)[:, 0]) if drawn else []
 
 
 def _dot(doubtful: bool, theme: Theme, colour: str) -> dict:
@@ -215,15 +232,15 @@ def _bars(y: float, row: Row) -> list[list[float]] | None:
     return [[min(y * share / 2, y)], [y * share / 2]] if share else None
 
 
-def _label_dots(figure, ax, theme: Theme, dots: list[tuple[float, float, str]]) -> None:
-    """Puts each dot's name next to it, clear of other names and dots, with a line if it is further away."""
+def _label_dots(figure, ax, theme: Theme, dots: list[tuple[float, float, str]], lines: list[tuple[float, float]]) -> None:
+    """Puts each dot's name next to it, clear of other names, dots and lines, with a line if it is further away. The axes have their
+    final size. lines: points on them, close together."""
     from matplotlib.patheffects import withStroke
 
-    figure.draw_without_rendering()  # only then are the sizes of axes and texts known
-    ax.autoscale(False)
     places = [ax.transData.transform((x, y)) for x, y, _ in dots]
     pixel, inside = figure.dpi / 72, ax.get_window_extent()
     taken = [(x - 6 * pixel, y - 6 * pixel, x + 6 * pixel, y + 6 * pixel) for x, y in places]
+    taken += [(x - pixel, y - pixel, x + pixel, y + pixel) for x, y in ax.transData.transform(lines)] if lines else []
     for (x, y, name), (left, low) in sorted(zip(dots, places, strict=True), key=lambda dot: -dot[1][1]):
         text = ax.annotate(name, (x, y), textcoords="offset points", xytext=(0, 0), fontsize=7.5, color=theme.ink, zorder=4)
         text.set_path_effects([withStroke(linewidth=2.5, foreground=theme.paper)])

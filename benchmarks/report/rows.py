@@ -9,7 +9,7 @@ from ..measure.noise import doubts
 from ..results import finished
 from ..workload.cases import OURS, Shape
 
-TEXT_COLUMNS = ("mask", "by", "why", "as")  # left-aligned; numbers are right-aligned
+TEXT_COLUMNS = ("mask", "by", "over", "why", "as")  # left-aligned; numbers are right-aligned
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
+
+from sparse_flash.masks.pattern import Pattern
+from sparse_flash.variant.variant import check_counts
 
 OURS = "sparse_flash"
 _LONG_SPEC = 1000  # characters; a map of 512 x 512 blocks has 262,655
@@ -34,34 +37,73 @@ class Shape:
 
 
 @dataclass(frozen=True)
+class CallSizes:
+    """What a user asks of the measured calls in place of the suites' own; None: the suites' own. dtype: PyTorch's name of it."""
+
+    tokens: int | None = None
+    batch: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    v_head_dim: int | None = None
+    dtype: str | None = None
+
+    def __post_init__(self):
+        check_counts(**{name: size for name, size in self.given.items() if name != "dtype"})
+
+    @property
+    def given(self) -> dict[str, int | str]:
+        return {name: size for name, size in asdict(self).items() if size is not None}
+
+    def of(self, shape: Shape) -> Shape:
+        """The shape with these sizes. Raises ValueError if its heads are no multiple of kv_heads."""
+        asked = replace(shape, **{name: size for name, size in self.given.items() if name != "dtype"})  # type: ignore[arg-type]
+        if asked.kv_heads and asked.heads % asked.kv_heads:
+            raise ValueError(f"heads must be a multiple of kv_heads; got {asked.heads} and {asked.kv_heads}")
+        return asked
+
+
+AS_USUAL = CallSizes()
+
+
+@dataclass(frozen=True)
 class Mask:
-    """label: what tables call it. spec: its spec text, or one for each query head. block_size: of its table, tokens."""
+    """label: what tables call it. spec: its spec text or pattern, or one for each query head. block_size: of its table, tokens."""
 
     label: str
-    spec: str | tuple[str, ...]
+    spec: str | Pattern | tuple[str | Pattern, ...]
     block_size: int = 128
 
     @classmethod
-    def of(cls, spec: str) -> Mask:
+    def of(cls, spec: str | Pattern | tuple[str | Pattern, ...]) -> Mask:
         """A mask that tables call by its spec text."""
-        return cls(spec, spec)
+        return cls("; ".join(map(str, spec)) if isinstance(spec, tuple) else str(spec), spec)
 
 
 @dataclass(frozen=True)
 class Case:
-    """Attention under one mask, computed by one peer."""
+    """Attention under one mask, computed by one peer. dtype: PyTorch's name of it; None: the device's usual one."""
 
     shape: Shape
     mask: Mask
     peer: str
+    dtype: str | None = field(default=None, kw_only=True)
+
+    @property
+    def label(self) -> str:
+        return self.mask.label
+
+    @property
+    def tokens(self) -> int:
+        return self.shape.tokens
 
     @property
     def key(self) -> str:
-        return f"{self.shape} | {self.mask.label} | {self.peer}"
+        return f"{self.shape} | {self.label} | {self.peer}"
 
     def as_data(self) -> dict:
-        mask = asdict(self.mask)
-        return {"kind": "attention", "shape": asdict(self.shape), **mask, "spec": _storable(mask["spec"]), "peer": self.peer}
+        mask = {"label": self.mask.label, "spec": _storable(self.mask.spec), "block_size": self.mask.block_size}
+        return {"kind": "attention", "shape": asdict(self.shape), **mask, "peer": self.peer}
 
 
 @dataclass(frozen=True)
@@ -116,9 +158,9 @@ class CompileCase:
         return {"kind": "compile", **asdict(self)}
 
 
-def _storable(spec: str | tuple[str, ...]) -> str | list[str]:
+def _storable(spec: str | Pattern | tuple[str | Pattern, ...]) -> str | list[str]:
     """The form of a spec in the results file: a digest distinguishes maps of blocks."""
-    return [_short(head) for head in spec] if isinstance(spec, tuple) else _short(spec)
+    return [_short(str(head)) for head in spec] if isinstance(spec, tuple) else _short(str(spec))
 
 
 def _short(spec: str) -> str:

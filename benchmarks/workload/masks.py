@@ -70,7 +70,8 @@ def windowed_with_globals(size: int, tokens: int) -> Mask:
 
 def mixed_heads(heads: int, window: int = 1024) -> Mask:
     """Heads alternate between a causal window and a butterfly."""
-    return Mask("window and butterfly heads", (f"causal & local({window})", "butterfly") * (heads // 2))
+    kinds = f"causal & local({window})", "butterfly"
+    return Mask("window and butterfly heads", tuple(kinds[head % 2] for head in range(heads)))
 
 
 def butterfly_of_half_blocks() -> Mask:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
 import sparse_flash
 from sparse_flash.masks.block_mask import BlockMask
-from sparse_flash.masks.pattern import Pattern
+from sparse_flash.masks.pattern import Pattern, PerHead
+from sparse_flash.tools import explain
 
-from .cases import Case, PaperCase, Shape
+from .cases import Case, Mask, PaperCase, Shape
 
 
 @dataclass(frozen=True)
@@ -62,12 +64,8 @@ def problem_of(case: Case, device: torch.device, dtype: torch.dtype, gradients: 
     """A case's problem, its tensors random and the same for every peer."""
     dropout_p, padded = (case.dropout_p, case.padded) if isinstance(case, PaperCase) else (0.0, False)
     kv_lens = padded_lengths(case.shape).to(device) if padded else None
-    s, spec = case.shape, case.mask.spec
-    patterns = tuple(map(sparse_flash.parse, (spec,) if isinstance(spec, str) else spec))
-    if len(patterns) == 1:
-        mask = sparse_flash.compile_mask(patterns[0], s.tokens, block_size=case.mask.block_size, device=device)
-    else:
-        mask = BlockMask.per_head(patterns, q_len=s.tokens, block_size=case.mask.block_size, device=device)
+    s = case.shape
+    patterns, mask = _compiled(case.mask, s.tokens, device)
     generator = torch.Generator(device).manual_seed(0)
     kv_heads = s.kv_heads or s.heads
     shapes = (s.heads, s.head_dim), (kv_heads, s.head_dim), (kv_heads, s.v_head_dim or s.head_dim)
@@ -76,6 +74,25 @@ def problem_of(case: Case, device: torch.device, dtype: torch.dtype, gradients: 
         for heads, dim in shapes
     )
     return Problem(patterns, mask, q, k, v, dropout_p, kv_lens)
+
+
+def _compiled(mask: Mask, tokens: int, device: torch.device) -> tuple[tuple[Pattern, ...], BlockMask]:
+    specs = mask.spec if isinstance(mask.spec, tuple) else (mask.spec,)
+    patterns = tuple(sparse_flash.parse(spec) if isinstance(spec, str) else spec for spec in specs)
+    if isinstance(patterns[0], PerHead):
+        patterns = patterns[0].patterns
+    if len(patterns) == 1:
+        return patterns, sparse_flash.compile_mask(patterns[0], tokens, block_size=mask.block_size, device=device)
+    return patterns, BlockMask.per_head(patterns, q_len=tokens, block_size=mask.block_size, device=device)
+
+
+@cache
+def is_causal(mask: Mask, tokens: int) -> bool:
+    """Whether no query sees a later key, so a user without the mask would run causal attention."""
+    try:
+        return explain.is_causal(_compiled(mask, tokens, torch.device("cpu"))[1])
+    except ValueError:  # a mask of other lengths: its cases fail, and say so
+        return False
 
 
 def padded_lengths(shape: Shape) -> torch.Tensor:

@@ -14,13 +14,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import isqrt
+from typing import Any
 
 from sparse_flash.backends import check_name
 
 from ..results import Results, finished
-from . import masks
-from .cases import OURS, CallCase, Case, CompileCase, Mask, PaperCase, Shape
+from . import SUITES, masks
+from .cases import AS_USUAL, OURS, CallCase, CallSizes, Case, CompileCase, Mask, PaperCase, Shape
 from .masks import BUTTERFLY, CAUSAL, FULL
+from .problem import is_causal
 
 DETERMINISTIC = f"{OURS}-deterministic"
 DENSE_PEERS = {"cpu": ("sdpa-flash",), "cuda": ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient")}
@@ -45,18 +47,37 @@ PAPER_DROPOUT = 0.1
 
 
 def choose(
-    suites: Iterable[str], device: str, quick: bool = False, specs: Iterable[str] = (), backend: str = "auto"
+    suites: Iterable[str],
+    device: str,
+    quick: bool = False,
+    specs: Iterable[Any] = (),
+    backend: str = "auto",
+    sizes: CallSizes = AS_USUAL,
+    full: bool = True,
 ) -> dict[str, list[Case | CompileCase]]:
     """The cases of each suite. device: "cpu" or "cuda". quick: a few small cases, in seconds. specs: masks to measure
-    instead of the suite's own. backend: the back end of sparse_flash; ValueError for an unknown one. A case may belong to several
-    suites."""
+    instead of the suite's own, as ``Mask.of`` takes them. backend: the back end of sparse_flash; ValueError for an unknown one.
+    sizes: instead of the suite's own; ValueError for the paper's, whose sizes are fixed. full: False leaves out what takes longest
+    on a CPU. A case may belong to several suites."""
     check_name(backend)
     own = [Mask.of(spec) for spec in specs]
     chosen = {}
     for suite in suites:
-        found = _MAKERS[suite](device, quick, own)
-        chosen[suite] = list(dict.fromkeys(_with_backend(case, backend) for case in found))
+        found = (_with_backend(case, backend) for case in _MAKERS[suite](device, quick, own, sizes))
+        if device == "cpu" and not full:
+            found = (case for case in found if case.tokens == sizes.tokens or not _is_long(suite, case, bool(own)))
+        chosen[suite] = list(dict.fromkeys(replace(case, dtype=sizes.dtype) if isinstance(case, Case) else case for case in found))
     return chosen
+
+
+# Their points lie between those of the others.
+_OF_FULL_RUNS = ("random(0.5)", "random(0.1)", "strided(", "fixed(", "longformer(", "causal & block_diagonal(")
+
+
+def _is_long(suite: str, case: Case | CompileCase, own: bool) -> bool:
+    """Whether only a full run on a CPU has the case. Two cores then take two to three minutes for the rest."""
+    most = {"length": 4096, "compile": 65536}.get(suite)
+    return case.tokens > most if most else suite == "speedup" and not own and case.label.startswith(_OF_FULL_RUNS)
 
 
 def in_order(cases: Iterable[Case | CompileCase]) -> list[Case | CompileCase]:
@@ -78,6 +99,10 @@ def _rank(case) -> int:
     return 2 if case.peer.startswith(DETERMINISTIC) else 1
 
 
+def is_ours(case: Case | CompileCase) -> bool:
+    return _rank(case) > 0
+
+
 def baselines(case: Case | CompileCase, chosen: dict[str, list], results: Results) -> list[Case]:
     """The baselines that tables compare with a case of ours: in each suite that has it, the fastest rival of each pass."""
     found: dict[str, Case] = {}
@@ -97,7 +122,8 @@ def baselines(case: Case | CompileCase, chosen: dict[str, list], results: Result
 def _rivals(case: Case, suite: str, listed: list) -> list[list[Case]]:
     """The sets of cases among which a table looks for the fastest."""
     if suite == "speedup":
-        return [[c for c in listed if c.shape == case.shape and c.mask.label == FULL.label and not _rank(c)]]
+        dense = _dense_of(case.mask, case.shape.tokens)
+        return [[c for c in listed if c.shape == case.shape and c.mask == dense and not _rank(c)]]
     same = [c for c in listed if _problem(c) == _problem(case) and c != case]
     others = [c for c in same if not _rank(c)]
     if suite == "deterministic":
@@ -107,25 +133,33 @@ def _rivals(case: Case, suite: str, listed: list) -> list[list[Case]]:
     return [others] if suite in ("peers", "small") else []
 
 
+def _dense_of(mask: Mask, tokens: int) -> Mask:
+    """The mask of the dense call that a user would run in place of this one."""
+    return CAUSAL if is_causal(mask, tokens) else FULL
+
+
 def _with_backend(case, backend: str):
     automatic = isinstance(case, Case) and case.peer in (OURS, DETERMINISTIC)
     return replace(case, peer=f"{case.peer}:{backend}") if automatic and backend != "auto" else case
 
 
-def _speedup(device, quick, own) -> Iterator[Case]:
+def _speedup(device, quick, own, sizes) -> Iterator[Case]:
     if quick:
-        shape = Shape(1, 2, 1024, 64)
+        shape = sizes.of(Shape(1, 2, 1024, 64))
         chosen = own or [CAUSAL, Mask.of("random(0.25)"), Mask.of("causal & local(128)")]
     else:
-        shape = Shape(1, 4, 8192, 64) if device == "cpu" else Shape(1, 16, 16384, 128)
+        shape = sizes.of(Shape(1, 4, 8192, 64) if device == "cpu" else Shape(1, 16, 16384, 128))
         chosen = own or [CAUSAL, *masks.of_many_densities(shape.tokens)]
     dense = ("sdpa-flash",) if device == "cpu" or quick else DENSE_PEERS[device]
-    yield from (Case(shape, FULL, peer) for peer in (*dense, OURS))
-    yield Case(shape, CAUSAL, "sdpa-flash")
-    yield from (Case(shape, mask, OURS) for mask in chosen)
+    # One dense call after the other: the timing after a row is the one before the next.
+    for rival in (FULL, CAUSAL):
+        replacing = [mask for mask in chosen if _dense_of(mask, shape.tokens) == rival]
+        if replacing:
+            yield from (Case(shape, rival, peer) for peer in (*dense, OURS))
+        yield from (Case(shape, mask, OURS) for mask in replacing)
 
 
-def _length(device, quick, own) -> Iterator[Case]:
+def _length(device, quick, own, sizes) -> Iterator[Case]:
     lengths: tuple[int, ...]
     flex: tuple[int, ...]
     if quick:
@@ -139,11 +173,14 @@ def _length(device, quick, own) -> Iterator[Case]:
         heads = 16
     window = 128 if quick else 512 if device == "cpu" else 1024
     chosen = own or [Mask.of(f"causal & local({window})"), BUTTERFLY]
+    if sizes.tokens:
+        lengths = (*(tokens for tokens in lengths if tokens < sizes.tokens), sizes.tokens)
     for tokens in lengths:
-        shape = Shape(1, heads, tokens, 64)
-        if device == "cuda" or tokens <= 8192:
+        shape = replace(sizes.of(Shape(1, heads, tokens, 64)), tokens=tokens)
+        if device == "cuda" or tokens <= 8192 or tokens == sizes.tokens:
             # Dense attention over 16,384 tokens would take most of a CPU's three minutes and say nothing new.
-            yield from (Case(shape, FULL, peer) for peer in (*DENSE_PEERS[device][:2], OURS))
+            for dense in dict.fromkeys(_dense_of(mask, tokens) for mask in chosen):
+                yield from (Case(shape, dense, peer) for peer in (*DENSE_PEERS[device][:2], OURS))
         if tokens <= most_math:
             yield Case(shape, FULL, "sdpa-math")
         yield from (Case(shape, mask, OURS) for mask in chosen)
@@ -151,8 +188,8 @@ def _length(device, quick, own) -> Iterator[Case]:
             yield Case(shape, chosen[0], "flex")
 
 
-def _peers(device, quick, own) -> Iterator[Case]:
-    for shape, mask in _peer_rows(device, quick, own):
+def _peers(device, quick, own, sizes) -> Iterator[Case]:
+    for shape, mask in _peer_rows(device, quick, own, sizes):
         dense = mask.spec in ("full", "causal")
         yield Case(shape, mask, OURS)
         if device == "cuda":
@@ -170,74 +207,82 @@ def _peers(device, quick, own) -> Iterator[Case]:
             yield from (Case(shape, mask, peer) for peer in DENSE_PEERS[device][:2])
 
 
-def _peer_rows(device, quick, own) -> list[tuple[Shape, Mask]]:
+def _peer_rows(device, quick, own, sizes) -> list[tuple[Shape, Mask]]:
     if quick:
-        shape = Shape(1, 2, 1024, 64)
+        shape = sizes.of(Shape(1, 2, 1024, 64))
         chosen = [
             CAUSAL,
             Mask.of("causal & local(128)"),
             BUTTERFLY,
-            masks.equal_documents(1024),
+            masks.equal_documents(shape.tokens),
             masks.windowed_with_globals(128, 128),
-            masks.mixed_heads(2, window=128),
+            masks.mixed_heads(shape.heads, window=128),
             masks.butterfly_of_half_blocks(),
         ]
-        return [*((shape, mask) for mask in own or chosen), (Shape(1, 2, 1024, 64, kv_heads=1), CAUSAL)]
+        return [*((shape, mask) for mask in own or chosen), (replace(shape, kv_heads=1), CAUSAL)]
     if device == "cpu":
-        return [(Shape(1, 4, 4096, 64), mask) for mask in own or [CAUSAL, Mask.of("causal & local(512)"), BUTTERFLY]]
-    rows = [(shape, mask) for shape in PEER_SHAPES for mask in own or masks.of_peer_shape(shape)]
-    return rows if own else [*rows, *PEER_ROWS]
+        return [(sizes.of(Shape(1, 4, 4096, 64)), mask) for mask in own or [CAUSAL, Mask.of("causal & local(512)"), BUTTERFLY]]
+    shapes = (sizes.of(Shape(1, 16, 16384, 128)),) if sizes.given else PEER_SHAPES
+    rows = [(shape, mask) for shape in shapes for mask in own or masks.of_peer_shape(shape)]
+    return rows if own or sizes.given else [*rows, *PEER_ROWS]
 
 
-def _small(device, quick, own) -> Iterator[CallCase]:
-    lengths = SMALL_LENGTHS[:1] if quick else SMALL_LENGTHS
+def _small(device, quick, own, sizes) -> Iterator[CallCase]:
+    lengths = (sizes.tokens,) if sizes.tokens else SMALL_LENGTHS[:1] if quick else SMALL_LENGTHS
     rivals = ("sdpa-flash",) if device == "cpu" else ("sdpa-cudnn", "sdpa-flash", "fa3", "fa4")
     for tokens in lengths:
         for mask in own or (FULL, CAUSAL):
             for graph in (False, True) if device == "cuda" else (False,):
                 peers = (OURS, *rivals) if mask in (FULL, CAUSAL) else (OURS,)
-                yield from (CallCase(Shape(1, 8, tokens, 128), mask, peer, graph) for peer in peers)
+                yield from (CallCase(sizes.of(Shape(1, 8, tokens, 128)), mask, peer, graph) for peer in peers)
 
 
-def _deterministic(device, quick, own) -> Iterator[Case]:
-    shape = Shape(1, 2, 1024, 64) if quick else Shape(1, 4, 4096, 64) if device == "cpu" else Shape(1, 16, 16384, 128)
+def _deterministic(device, quick, own, sizes) -> Iterator[Case]:
+    usual = Shape(1, 2, 1024, 64) if quick else Shape(1, 4, 4096, 64) if device == "cpu" else Shape(1, 16, 16384, 128)
+    shape = sizes.of(usual)
     for mask in own or (FULL, CAUSAL):
         yield from (Case(shape, mask, peer) for peer in (DETERMINISTIC, OURS))
         if device == "cuda" and mask in (FULL, CAUSAL):
             yield from (Case(shape, mask, peer) for peer in ("fa3-deterministic", "fa3", "fa4-deterministic", "fa4"))
 
 
-def _compile(device, quick, own) -> Iterator[CompileCase]:
-    tokens = 4096 if quick else 65536
-    specs = [mask.spec for mask in own] or [
-        "causal",
-        "local(1024)",
-        "strided(22)",
-        "fixed(22)",
-        "butterfly",
-        "power_of_two",
-        "dilated(8, 4)",
-        "global_tokens(64)",
-        "sinks(4)",
-        "random(0.02)",
-        "prefix(1024)",
-        f"documents({(*range(0, tokens, 1000), tokens)})",
-        "block_diagonal(1024)",
-        "bigbird",
-        "longformer(512)",
-        f"neighborhood(({isqrt(tokens)}, {isqrt(tokens)}), 13)",
-        "causal & (local(1024) | butterfly)",
-    ]
+def _compile(device, quick, own, sizes) -> Iterator[CompileCase]:
+    tokens = sizes.tokens or (4096 if quick else 65536)
+    specs = (
+        [str(mask.spec) for mask in own if not isinstance(mask.spec, tuple)]
+        if own
+        else [
+            "causal",
+            "local(1024)",
+            "strided(22)",
+            "fixed(22)",
+            "butterfly",
+            "power_of_two",
+            "dilated(8, 4)",
+            "global_tokens(64)",
+            "sinks(4)",
+            "random(0.02)",
+            "prefix(1024)",
+            f"documents({(*range(0, tokens, 1000), tokens)})",
+            "block_diagonal(1024)",
+            "bigbird",
+            "longformer(512)",
+            f"neighborhood(({isqrt(tokens)}, {isqrt(tokens)}), 13)",
+            "causal & (local(1024) | butterfly)",
+        ]
+    )
     yield from (CompileCase(_short(spec), spec, tokens) for spec in specs)
-    if not (quick or own):
+    if not (quick or own or sizes.tokens):
         million = 1 << 20
         yield CompileCase("causal & (local(1024) | butterfly)", "causal & (local(1024) | butterfly)", million)
         bounds = tuple(range(0, million + 1, 4096))
         yield CompileCase("documents of 4096", f"documents({bounds})", million)
 
 
-def _paper(device, quick, own) -> Iterator[PaperCase]:
+def _paper(device, quick, own, sizes) -> Iterator[PaperCase]:
     """Exact attention of each kind, and block-sparse attention under the paper's butterfly."""
+    if sizes.given:
+        raise ValueError(f"suite 'paper' has the paper's sizes; got {', '.join(sizes.given)}; leave them out, or name other suites")
     lengths = (128, 256) if quick else PAPER_LENGTHS[:4] if device == "cpu" else PAPER_LENGTHS
     batch, heads = (2, 2) if quick else (2, 8) if device == "cpu" else (16, 8)
     ours = [OURS, *(f"{OURS}:{name}" for name in ("triton", "torch") if device == "cuda")]
@@ -256,14 +301,4 @@ def _short(spec: str) -> str:
     return "documents of 1000" if spec.startswith("documents") else spec
 
 
-_MAKERS = {
-    "speedup": _speedup,
-    "length": _length,
-    "peers": _peers,
-    "small": _small,
-    "deterministic": _deterministic,
-    "compile": _compile,
-    "paper": _paper,
-}
-SUITES = tuple(_MAKERS)
-DEFAULT = tuple(name for name in SUITES if name != "paper")
+_MAKERS = dict(zip(SUITES, (_speedup, _length, _peers, _small, _deterministic, _compile, _paper), strict=True))

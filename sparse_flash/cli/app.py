@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from . import bench, doctor, masks, tune, warm
+from .options import with_imports
 
 app = typer.Typer(
     help="Block-sparse attention whose cost is proportional to what the mask keeps.",
@@ -15,14 +16,8 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("patterns")(masks.patterns)
-app.command("show")(masks.show)
-app.command("gallery")(masks.gallery)
-app.command("explain")(masks.explain)
-app.command("bench")(bench.bench)
-app.command("tune")(tune.tune)
-app.command("warm")(warm.warm)
-app.command("doctor")(doctor.doctor)
+for _command in (masks.patterns, masks.show, masks.gallery, masks.explain, bench.bench, tune.tune, warm.warm, doctor.doctor):
+    app.command(_command.__name__)(with_imports(_command))
 
 
 def _version(asked: bool) -> None:

@@ -9,10 +9,10 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from sparse_flash.benchmarks.measure.noise import MARK
-from sparse_flash.benchmarks.workload.suites import DEFAULT, SUITES
+from sparse_flash.benchmarks.workload import DEFAULT, FULL_RUN, SUITES
 
 from .console import output, user_errors
+from .options import dtype_of, imported
 
 
 def bench(
@@ -20,7 +20,8 @@ def bench(
         list[str] | None, typer.Argument(metavar="[SPEC]...", help="Masks to measure instead of the suites' own.")
     ] = None,
     suite: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(SUITES)} or all; may be given several times. By default all but paper.")
+        list[str] | None,
+        typer.Option(help=f"{', '.join(SUITES)} or all; may be given several times. By default {', '.join(DEFAULT)}."),
     ] = None,
     out: Annotated[
         Path | None,
@@ -28,7 +29,8 @@ def bench(
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU by default where there is one.")] = None,
     backend: Annotated[str, typer.Option(help="The back end of sparse_flash.")] = "auto",
-    quick: Annotated[bool, typer.Option("--quick", help="A few small cases, in seconds.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A few small cases of every suite, in seconds.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Every suite but paper, and on a CPU all masks and lengths.")] = False,
     resume: Annotated[bool, typer.Option("--resume/--fresh", help="Continue from earlier results, or set them aside.")] = True,
     any_source: Annotated[bool, typer.Option("--any-source", help="Continue after changes of sparse_flash's code.")] = False,
     retry: Annotated[bool, typer.Option("--retry", help="Measure cases again that gave no numbers, or doubtful ones.")] = False,
@@ -39,6 +41,15 @@ def bench(
     limit: Annotated[int | None, typer.Option(min=1, help="Seconds a case may take: 60 on a CPU, 90 on a GPU by default.")] = None,
     list_cases: Annotated[bool, typer.Option("--list", help="Print the cases and stop.")] = False,
     report_only: Annotated[Path | None, typer.Option(help="Rewrite tables, plots and report from this folder's results.")] = None,
+    q_len: Annotated[
+        int | None, typer.Option("--q-len", "-n", help="Queries and keys, in tokens; the suites' own by default.")
+    ] = None,
+    heads: Annotated[int | None, typer.Option(help="Query heads.")] = None,
+    kv_heads: Annotated[int | None, typer.Option("--kv-heads", help="Heads of keys and values; --heads by default.")] = None,
+    head_dim: Annotated[int | None, typer.Option("--head-dim", help="Elements of a head.")] = None,
+    v_head_dim: Annotated[int | None, typer.Option("--v-head-dim", help="Of v and the result; --head-dim by default.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; bf16 on a GPU and fp32 on a CPU by default.")] = None,
 ) -> None:
     """Measures speed and memory, also of PyTorch's attention and FlashAttention-4, and writes a report."""
     import torch
@@ -50,10 +61,14 @@ def bench(
     from sparse_flash.benchmarks.results import Results
     from sparse_flash.benchmarks.run import Options, device_type, run, selected
     from sparse_flash.benchmarks.workload import suites
+    from sparse_flash.benchmarks.workload.cases import CallSizes
 
     console = output()
     with user_errors():
-        asked = _suites(suite, specs)
+        asked = _suites(suite, full or (quick and not specs))
+        full = full or bool(suite)
+        named = str(dtype_of(dtype)).removeprefix("torch.") if dtype else None
+        sizes = CallSizes(q_len, batch, heads, kv_heads, head_dim, v_head_dim, named)
         if report_only:
             results = Results.read(report_only)
             page.write(results)
@@ -63,17 +78,34 @@ def bench(
             canonical = tuple(str(sparse_flash.parse(spec)) for spec in specs or ())
             if list_cases:
                 kind = device_type(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-                for name, case in selected(suites.choose(asked, kind, quick, canonical, backend), only or ()):
+                for name, case in selected(suites.choose(asked, kind, quick, canonical, backend, sizes, full), only or ()):
                     console.print(f"{name}: {case.key}", markup=False, soft_wrap=True)
                 return
-            chosen = Options(canonical, asked, out, device, backend, quick, resume, any_source, retry, tuple(only or ()), limit)
+            chosen = Options(
+                canonical,
+                asked,
+                out,
+                device,
+                backend,
+                quick,
+                resume,
+                any_source,
+                retry,
+                tuple(only or ()),
+                limit,
+                sizes=sizes,
+                full=full,
+                imports=imported(),
+            )
     if not report_only:
         results = _run(chosen, console, run)
+    said: set[str] = set()
     for table in tables(results.data):
         console.print()
         console.print(_printed(table, TEXT_COLUMNS))
-        for note in table.notes:
+        for note in dict.fromkeys(note for note in table.notes if note not in said):
             console.print(Text(note, "dim"))
+        said.update(table.notes)
     console.print(f"\nreport: {results.folder / page.PAGE}\nnumbers: {results.path}", markup=False, soft_wrap=True)
 
 
@@ -84,10 +116,9 @@ def _run(options, console, run):
         return run(options, console)
 
 
-def _suites(asked: list[str] | None, specs: list[str] | None) -> tuple[str, ...]:
+def _suites(asked: list[str] | None, full: bool) -> tuple[str, ...]:
     if not asked:
-        # A user who names masks asks about those; peers take minutes to compile.
-        return ("speedup", "length", "compile") if specs else DEFAULT
+        return FULL_RUN if full else DEFAULT
     unknown = [name for name in asked if name not in (*SUITES, "all")]
     if unknown:
         raise ValueError(f"unknown suite {unknown[0]!r}; choose from {', '.join(SUITES)}, all")
@@ -105,4 +136,6 @@ def _printed(table, text_columns: tuple[str, ...]) -> Table:
 
 
 def _style(cell: str) -> str:
+    from sparse_flash.benchmarks.measure.noise import MARK
+
     return "bold red" if cell == "NO" else "yellow" if cell.endswith(f" {MARK}") else ""

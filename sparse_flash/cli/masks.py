@@ -12,24 +12,25 @@ from rich.table import Table
 from rich.text import Text
 
 from .console import output, stages, user_errors
-
-Spec = Annotated[str, typer.Argument(help="A pattern, such as 'causal & (local(1024) | butterfly(block=128))'.")]
-KvLen = Annotated[int | None, typer.Option("--kv-len", help="Keys, in tokens; as many as queries by default.")]
-BlockSize = Annotated[int, typer.Option("--block-size", help="Tokens on a side of a block: 16, 32, 64, 128 or 256.")]
+from .options import BlockSize, KvLen, Spec, dtype_of
 
 
 def patterns() -> None:
     """Lists the patterns that a spec may name."""
     from sparse_flash.masks.pattern import list_patterns, pattern_class, use_of
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("name", "arguments", "keeps", "for", "from"):
-        table.add_column(heading, no_wrap=heading == "name", overflow="fold")
+    rows = []
     for name in list_patterns():
         cls = pattern_class(name)
         arguments = ", ".join(_argument(p) for p in inspect.signature(cls).parameters.values())
-        owner = "built in" if cls.__module__.startswith("sparse_flash.patterns.") else cls.__module__
-        table.add_row(Text(name, "bold cyan"), Text(arguments), Text(_first_sentence(cls)), Text(use_of(cls)), Text(owner, "dim"))
+        owner = "" if cls.__module__.startswith("sparse_flash.") else cls.__module__
+        rows.append((name, use_of(cls), _first_sentence(cls), arguments, owner))
+    headings = ["name", "for", "keeps", "arguments", *["from"] * any(owner for *_, owner in rows)]  # all are built in, mostly
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in headings:
+        table.add_column(heading, no_wrap=heading == "name", overflow="fold", style="bold cyan" if heading == "name" else "")
+    for row in rows:
+        table.add_row(*map(Text, row[: len(headings)]))
     output().print(table)
     output().print("\nCombine them with & | ~ and parentheses. Lengths are tokens; block= is the unit of a pattern in tokens.")
 
@@ -127,9 +128,6 @@ def gallery(
     output().print(f"wrote {out}", markup=False, soft_wrap=True)
 
 
-_DTYPES = ("bfloat16", "float16", "float32")
-
-
 def explain(
     spec: Spec,
     q_len: Annotated[int, typer.Option("--q-len", "-n", help="Queries, in tokens.")] = 65536,
@@ -140,18 +138,15 @@ def explain(
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
     kv_heads: Annotated[int | None, typer.Option("--kv-heads", help="Heads of keys and values; --heads by default.")] = None,
     v_head_dim: Annotated[int | None, typer.Option("--v-head-dim", help="Of v and the result; --head-dim by default.")] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Memory for gradients that repeat bit for bit.")] = False,
 ) -> None:
     """What a mask costs, what it saves, and what it can see."""
-    import torch
-
     from sparse_flash.tools.explain import explain as numbers_of
     from sparse_flash.tools.figures import size_text
 
     with user_errors(), stages("compiling", "counting") as begin:
-        if dtype not in _DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}; got {dtype!r}")
+        named = dtype_of(dtype)
         begin()
         pattern, mask, seconds = _compiled(spec, q_len, kv_len, block_size)
         begin()
@@ -159,7 +154,7 @@ def explain(
             mask,
             heads,
             head_dim,
-            getattr(torch, dtype),
+            named,
             batch=batch,
             kv_heads=kv_heads,
             v_head_dim=v_head_dim,

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .console import errors, output, user_errors
+from .options import BlockSize, dtype_of
 
 _OTHER_KERNELS = "--backend triton tunes the portable ones, which run where --backend or deterministic gradients ask for them."
 
@@ -18,12 +19,12 @@ def tune(
     pattern: Annotated[str, typer.Option(metavar="SPEC", help="The mask to tune for; dense attention is tuned as well.")] = (
         "causal & local(1024)"
     ),
-    tokens: Annotated[int, typer.Option("--tokens", "-n", min=1, help="Queries, and keys.")] = 16384,
+    tokens: Annotated[int, typer.Option("--q-len", "--tokens", "-n", min=1, help="Queries, and keys, in tokens.")] = 16384,
     heads: Annotated[int, typer.Option(min=1, help="Heads of all sequences of the batch together.")] = 16,
     head_dim: Annotated[int, typer.Option(min=1, help="Of queries and keys.")] = 128,
     v_head_dim: Annotated[int | None, typer.Option(min=1, help="head_dim of values; that of queries and keys by default.")] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    block_size: Annotated[int, typer.Option(help="Tokens on a side of a block: 16, 32, 64, 128 or 256.")] = 128,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    block_size: BlockSize = 128,
     backend: Annotated[str, typer.Option(help="triton, hopper, or auto: the one that attention would take.")] = "auto",
     limit: Annotated[int, typer.Option(min=1, help="Seconds in total; the candidate that runs at their end is finished.")] = 300,
 ) -> None:
@@ -37,9 +38,7 @@ def tune(
     with user_errors():
         if reason := tuning.unavailable():
             raise ValueError(f"nothing to tune: {reason}")
-        if dtype not in tuning.DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(tuning.DTYPES)}; got {dtype!r}")
-        problem = tuning.TuningProblem(pattern, tokens, heads, head_dim, block_size, tuning.DTYPES[dtype], v_head_dim)
+        problem = tuning.TuningProblem(pattern, tokens, heads, head_dim, block_size, dtype_of(dtype), v_head_dim)
         try:
             tasks = tuning.tasks(problem, torch.device("cuda", torch.cuda.current_device()), backend)
             if not tasks:

@@ -9,6 +9,7 @@ import typer
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from .console import errors, output, user_errors
+from .options import BlockSize, dtype_of
 
 
 def warm(
@@ -17,7 +18,7 @@ def warm(
         list[str] | None, typer.Option(help="bf16, fp16 or fp32; may be given several times. bf16 by default.")
     ] = None,
     v_head_dim: Annotated[int | None, typer.Option(min=1, help="Of values, where it is another.")] = None,
-    block_size: Annotated[int, typer.Option(help="Tokens on a side of a mask's block.")] = 128,
+    block_size: BlockSize = 128,
     deterministic: Annotated[bool, typer.Option(help="The kernels of gradients that repeat bit for bit.")] = False,
     backend: Annotated[str, typer.Option(help="triton, hopper, or auto: the one that attention would take.")] = "auto",
     workers: Annotated[int | None, typer.Option(min=1, help="Kernels at a time; as many as cores, 8 at most, by default.")] = None,
@@ -30,11 +31,8 @@ def warm(
     with user_errors():
         if reason := warming.unavailable():
             raise ValueError(f"nothing to compile: {reason}")
-        names = dtype or ["bf16"]
-        if unknown := [name for name in names if name not in warming.DTYPES]:
-            raise ValueError(f"dtype must be one of bf16, fp16, fp32; got {unknown[0]!r}")
         head_dims = [(dim, v_head_dim or dim) for dim in head_dim]
-        calls = warming.kinds(head_dims, [warming.DTYPES[name] for name in names], block_size, deterministic)
+        calls = warming.kinds(head_dims, [dtype_of(name) for name in dtype or ["bf16"]], block_size, deterministic)
         columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
         with Progress(*columns, console=errors(), transient=True, disable=not sys.stderr.isatty()) as bar:
             bar.add_task(f"compiling the kernels of {len(calls)} kinds of calls", total=None)

@@ -124,11 +124,12 @@ class Explanation:
     """Figures of one mask; pairs and tokens are per head. See ``explain``. Prints as a table of sentences.
 
     pattern: its spec text, "" for a table. call: lengths, heads and dtype in words.
+    causal: no query sees a later key. Then the dense call in the mask's place is causal attention, with half of the blocks; else it
+    is attention of all pairs. rival_blocks: the blocks of that call.
     flops, dense_flops, visited_flops: of one forward pass over batch and heads: 4 x pairs x head_dim (2 x pairs x
-    (head_dim + v_head_dim)) for the pairs kept, all pairs, and the pairs of the visited blocks.
+    (head_dim + v_head_dim)) for the pairs kept, those of the dense call, and those of the visited blocks.
     bytes_moved, dense_bytes_moved: keys and values read once per visited block, queries read and outputs and lse written once
     (arXiv:2205.14135, Prop. 4: N d + N^2 d^2 s / M, where a block of queries is what fits in fast memory).
-    causal: no query sees a later key, so the fair dense rival is causal attention, with half of the blocks.
     memory: see ``Memory``.
     """
 
@@ -173,28 +174,22 @@ class Explanation:
 
     @property
     def speedup(self) -> float:
-        """Predicted speed-up over dense attention: all blocks / visited blocks. Infinite if nothing is kept."""
-        return self.blocks / self.kept_blocks if self.kept_blocks else float("inf")
-
-    @property
-    def rival_speedup(self) -> float:
-        """``speedup`` over the fair dense rival: causal attention for a causal mask."""
+        """Predicted speed-up over the dense call: its blocks / visited blocks. Infinite if nothing is kept."""
         return self.rival_blocks / self.kept_blocks if self.kept_blocks else float("inf")
 
     @property
     def bytes_speedup(self) -> float:
-        """Dense traffic / this mask's traffic: the speed-up if memory, not arithmetic, is the limit."""
+        """The dense call's traffic / this mask's traffic: the speed-up if memory, not arithmetic, is the limit."""
         return self.dense_bytes_moved / self.bytes_moved
 
     @property
     def hints(self) -> list[str]:
         """Suggestions, as sentences."""
         hints = []
-        rival = "dense causal attention" if self.causal else "dense attention"
         if not self.kept_blocks:
             return ["This mask keeps nothing: every output is 0."]
-        if self.rival_speedup < LEAST_GAIN:
-            hints.append(f"This mask visits {1 / self.rival_speedup:.0%} of the blocks of {rival}, which is likely to be as fast.")
+        if self.speedup < LEAST_GAIN:
+            hints.append(f"This mask visits {1 / self.speedup:.0%} of the blocks of {_dense(self)}, which is likely to be as fast.")
         if self.wasted_share > 0.5 and self.block_size > 16:
             hints.append(
                 f"{self.wasted_share:.0%} of the visited pairs are dropped inside partial blocks; a smaller block size, or a "
@@ -253,8 +248,9 @@ def explain(
     pairs, kept = grid.heights(partial.rows) * grid.widths(partial.cols), mask.pairs_of(partial.kinds, partial.tiles)
     in_full = full.blocks * grid.block_size**2
     kept_pairs = in_full + int(kept.sum())
-    causal = _is_causal(mask, full, partial)
+    causal = is_causal(mask)
     causal_pairs = _causal_pairs(grid.q_len, grid.kv_len) if causal else 0
+    rival_blocks = _causal_blocks(grid) if causal else blocks
     empty_queries, empty_keys = _empty_tokens(mask, full, partial)
     sizes = batch * heads, head_dim + v_head_dim, dtype.itemsize
     flops = 2 * batch * heads * (head_dim + v_head_dim)  # of a pair
@@ -282,10 +278,10 @@ def explain(
         causal=causal,
         flops=flops * kept_pairs,
         visited_flops=flops * (in_full + int(pairs.sum())),
-        dense_flops=flops * grid.q_len * grid.kv_len,
+        dense_flops=flops * (causal_pairs if causal else grid.q_len * grid.kv_len),
         bytes_moved=_bytes(mask, kept_blocks, *sizes),
-        dense_bytes_moved=_bytes(mask, blocks, *sizes),
-        rival_blocks=_causal_blocks(grid) if causal else blocks,
+        dense_bytes_moved=_bytes(mask, rival_blocks, *sizes),
+        rival_blocks=rival_blocks,
         memory=memory(mask, batch, heads, kv_heads, head_dim, v_head_dim, dtype, deterministic),
     )
 
@@ -412,8 +408,12 @@ def _causal_blocks(grid: BlockGrid) -> int:
     return int(np.clip(last // grid.block_size + 1, 0, grid.kv_blocks).sum())
 
 
+def is_causal(mask: BlockMask) -> bool:
+    """Whether no kept pair of any head has a key after its query: then the dense call in its place is causal attention."""
+    return all(_is_causal(mask, *mask.kept(number)) for number in range(mask.masks))
+
+
 def _is_causal(mask: BlockMask, full: FullBlocks, partial: PartialBlocks) -> bool:
-    """Whether no kept pair has a key after its query."""
     grid, size = mask.grid, mask.block_size
     # A block may hold such pairs if its last key is after its first query.
     if (full.stop * size - 1 > full.rows * size + grid.offset).any():
@@ -482,6 +482,10 @@ def _decoded(tiles: np.ndarray, kind: int, size: int, batch: int = 512):
             yield part, unpack_bits(tiles[part], size)
 
 
+def _dense(e: Explanation) -> str:
+    return "dense causal attention" if e.causal else "dense attention"
+
+
 def _lines(e: Explanation) -> Iterator[tuple[str, str]]:
     of_causal = f", {e.causal_density:.3%} of the causal ones" if e.causal_density is not None else ""
     yield ("kept pairs", f"{e.kept_pairs:,}, {e.density:.3%} of all{of_causal}")
@@ -503,20 +507,17 @@ def _lines(e: Explanation) -> Iterator[tuple[str, str]]:
         )
     yield (
         "forward FLOPs",
-        f"{flops_text(e.flops)} kept, {flops_text(e.visited_flops)} visited, {flops_text(e.dense_flops)} dense",
+        f"{flops_text(e.flops)} kept, {flops_text(e.visited_flops)} visited, {flops_text(e.dense_flops)} for {_dense(e)}",
     )
     yield (
         "forward traffic",
-        f"{size_text(e.bytes_moved)}, {size_text(e.dense_bytes_moved)} dense (arXiv:2205.14135, Prop. 4)",
+        f"{size_text(e.bytes_moved)}, {size_text(e.dense_bytes_moved)} for {_dense(e)} (arXiv:2205.14135, Prop. 4)",
     )
     for name, line in _memory_lines(e.memory):
         yield (name, line)
-    rival = f"; {times(e.rival_speedup)} over dense causal attention" if e.causal else ""
     if e.kept_blocks:
-        yield (
-            "predicted speed-up",
-            f"{times(e.speedup)} over dense by visited blocks{rival}; {times(e.bytes_speedup)} by traffic",
-        )
+        said = f"{times(e.speedup)} over {_dense(e)} by visited blocks; {times(e.bytes_speedup)} by traffic"
+        yield ("predicted speed-up", said)
     else:
         yield ("predicted speed-up", "not defined, as no block is visited")
     if not e.kept_blocks:

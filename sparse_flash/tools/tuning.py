@@ -24,7 +24,6 @@ from ..kernels.portable import configs
 from ..masks.compiler import compile_mask
 
 LEAST_GAIN = 0.02
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # Largest relative error of a row, by dtype: a few times the error of another summation order.
 _TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3, torch.float32: 1e-3}
 _LSE_TOLERANCE = 1e-3

@@ -16,8 +16,6 @@ from .. import backends
 from ..backends import triton as portable
 from ..masks.compiler import compile_mask
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-DTYPES |= {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _TOKENS = 256
 # The second is long enough for the tiles of long calls. In the third, some rows and columns are so heavy that they are split.
 _MASKS = {"even rows": "causal & local(100)", "long rows": "causal", "heavy rows": "local(128) | global_tokens(128)"}

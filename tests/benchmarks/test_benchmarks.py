@@ -15,6 +15,7 @@ from problems import errors_of, problem
 from rich.console import Console
 
 import sparse_flash as sf
+from sparse_flash.benchmarks import workload
 from sparse_flash.benchmarks.baselines import flex, registry
 from sparse_flash.benchmarks.measure import accuracy as check
 from sparse_flash.benchmarks.measure import latency, noise, throughput
@@ -250,6 +251,10 @@ def test_ratios_are_to_the_fastest_right_result_of_the_same_problem():
     (table,) = peer_tables.tables({"settings": {"device": "cuda"}, "suites": {"peers": list(stored)}, "cases": stored})
     line = dict(zip(table.columns, table.rows[0], strict=True))
     assert line["x best peer"] == "1.20 / 1.00" and line["triton x flex"] == "1.10 / 0.90"
+    headlines = dict(page.headlines(data := {"settings": {"device": "cuda"}, "suites": {"peers": list(stored)}, "cases": stored}))
+    assert "1.00x to 1.20x" in headlines
+    stored["0"]["result"]["backward_ms"] = 2.5e3 / 500 / 1.2
+    assert "1.20x" in dict(page.headlines(data))  # one figure is not a range
     assert line["sdpa-cudnn"] == "wrong" and line["by"] == "hopper" and line["correct"] == "yes"
 
 
@@ -293,7 +298,21 @@ def test_the_paper_suite_has_every_length_variant_and_back_end():
         for variant in variants:
             mine = [case for case in chosen if (case.shape, case.dropout_p, case.padded) == variant]
             assert {case.peer for case in mine if case.mask.label == label} == wanted
-    assert "paper" not in suites.DEFAULT
+    assert "paper" not in workload.FULL_RUN
+
+
+def test_a_run_by_default_leaves_out_what_takes_minutes_on_a_cpu_and_a_full_one_adds_to_it():
+    brief, full = (suites.choose(names, "cpu", full=full) for names, full in ((workload.DEFAULT, False), (workload.FULL_RUN, True)))
+    assert all(set(brief[suite]) < set(full[suite]) for suite in workload.DEFAULT)
+    assert set(full) - set(brief) == {"peers", "small", "deterministic"}
+    assert max(case.tokens for case in brief["length"]) == 4096 and max(case.tokens for case in full["length"]) == 16384
+    for suite in brief:  # what is left out has no part in what stays
+        ours = [case for case in brief[suite] if isinstance(case, cases.Case) and suites.is_ours(case)]
+        assert all(set(suites._rivals(case, suite, full[suite])[0]) <= set(brief[suite]) for case in ours if suite == "speedup")
+    on_gpu = [suites.choose(workload.DEFAULT, "cuda", full=full) for full in (False, True)]
+    assert on_gpu[0] == on_gpu[1]
+    own = suites.choose(["length"], "cpu", specs=["strided(8)"], sizes=cases.CallSizes(tokens=16384), full=False)["length"]
+    assert 16384 in {case.tokens for case in own}
 
 
 @pytest.fixture(scope="module")
@@ -421,9 +440,9 @@ def test_the_report_is_one_file_with_the_tables_of_the_json(quick):
     assert written.count("data:image/png;base64,") >= 4
     assert "http://" not in written and "https://" not in written and "<script" not in written
     assert 'name="viewport"' in written and "@media (max-width" in written
-    assert written.count("<table") == written.count('<div class="scroll"><table') and written.count("<img") == written.count(
-        'class="picture"><picture>'
-    )
+    framed, pictures = written.count("<table"), written.count("<img")
+    assert framed == written.count('<div class="scroll"><table') and pictures == written.count('<div class="picture ')
+    assert framed + pictures == written.count('<span class="swipe">')  # shown on a phone, where both scroll
     for table in tables(quick.data):
         assert table.title in written
         for row in table.rows:

@@ -108,7 +108,12 @@ def test_a_result_is_doubted_for_its_spread_and_for_what_its_baselines_did(facts
 class Machine:
     """Peers without tensors, on a machine whose speed a test changes. speed: 1 is as fast as ``MS`` says."""
 
-    MS: ClassVar = {"full | sdpa-flash": 30.0, "full | sparse_flash": 32.0, "causal & local(128) | sparse_flash": 5.0}
+    MS: ClassVar = {
+        "full | sdpa-flash": 30.0,
+        "full | sparse_flash": 32.0,
+        "causal | sdpa-flash": 15.0,
+        "causal & local(128) | sparse_flash": 5.0,
+    }
 
     def __init__(self, monkeypatch):
         self.speed, self.timed, self.spread, self.load, self.prepared = 1.0, [], 0.02, STEADY, []
@@ -127,7 +132,16 @@ class Machine:
         ms, half = self.ms(case.key), self.spread / 2
         forward, backward = (Timing(t, t * (1 - half), t * (1 + half)) for t in (ms, 2 * ms))
         density = 1.0 if "full" in case.key else 0.2
-        facts = {"correct": True, "density": density, "block_density": density, "extra_bytes": 1, "dtype": "float32", "errors": {}}
+        density, causal = (0.5, True) if "| causal | " in case.key else (density, "causal" in case.key)
+        facts = {
+            "correct": True,
+            "causal": causal,
+            "density": density,
+            "block_density": density,
+            "extra_bytes": 1,
+            "dtype": "float32",
+            "errors": {},
+        }
         return facts | forward.named("forward_ms") | backward.named("backward_ms") | {"load": self.load}
 
     def peer(self, case, device):
@@ -146,20 +160,50 @@ write = page.write
 
 def measured(folder, **options) -> tuple[Results, str]:
     """The speedup suite of dense attention and one mask: (results, what was printed)."""
-    defaults = {"suites": ("speedup",), "only": ("full | ", "local(128) | "), "out": folder, "quick": True, "device": "cpu"}
+    only = ("full | ", "| causal | sdpa", "local(128) | ")
+    defaults = {"suites": ("speedup",), "only": only, "out": folder, "quick": True, "device": "cpu"}
     console = Console(record=True, width=300, file=open("/dev/null", "w"))  # noqa: SIM115
     return run(Options(**defaults | options), console), console.export_text()
 
 
-FULL, OURS, MINE = (f"{SHAPE} | {end}" for end in Machine.MS)
+FULL, OURS, CAUSAL, MINE = (f"{SHAPE} | {end}" for end in Machine.MS)
 
 
 def test_baselines_are_timed_before_and_after_each_row_and_what_came_after_one_comes_before_the_next(machine, tmp_path):
     results, _ = measured(tmp_path)
-    assert machine.timed == [FULL, FULL, OURS, FULL, MINE, FULL]
-    assert machine.prepared == [FULL]
-    assert results.get(MINE)["around"] == {FULL: {"forward_ms": [30.0, 30.0], "backward_ms": [60.0, 60.0]}}
+    assert machine.timed == [FULL, FULL, OURS, FULL, CAUSAL, CAUSAL, MINE, CAUSAL]
+    assert machine.prepared == [FULL, CAUSAL]
+    assert results.get(OURS)["around"] == {FULL: {"forward_ms": [30.0, 30.0], "backward_ms": [60.0, 60.0]}}
     assert "around" not in results.get(FULL)
+
+
+def test_a_causal_mask_is_compared_with_causal_attention_and_any_other_with_attention_of_all_pairs(machine, tmp_path):
+    machine.MS = machine.MS | {"random(0.25) | sparse_flash": 10.0}
+    results, _ = measured(tmp_path, only=("full | ", "causal | sdpa", "local(128) | ", "random"))
+    found = {gain.row.label: gain for gain in gains(results.data)}
+    mine, other = found["causal & local(128)"], found["random(0.25)"]
+    assert (mine.forward, mine.total, mine.over) == (3.0, 3.0, "causal, sdpa-flash")
+    assert (other.forward, other.total, other.over) == (3.0, 3.0, "full, sdpa-flash")
+    assert mine.kept == mine.visited == 0.2 / 0.5 and other.kept == 0.2  # of the pairs and blocks of the dense call
+    assert results.get(MINE)["around"].keys() == {CAUSAL}
+    line = next(row for row in tables(results.data)[0].rows if row[0] == "causal & local(128)")
+    said = dict(zip(tables(results.data)[0].columns, line, strict=True))
+    assert (said["x both"], said["x at best"], said["over"]) == ("3.00", "2.50", "causal, sdpa-flash")
+    del results.data["cases"][MINE]["result"]["causal"]  # measured before this was recorded
+    assert all(gain.forward is None for gain in gains(results.data) if gain.row.key == MINE)
+
+
+@pytest.mark.parametrize("suite", ["speedup", "length"])
+@pytest.mark.parametrize(
+    "spec, tokens, dense",
+    [("causal & local(128)", 1024, "causal"), ("local(128)", 1024, "full"), ("sinks(4) & local(64)", 1024, "full")],
+)
+def test_the_dense_call_of_a_mask_is_measured_beside_it(suite, spec, tokens, dense):
+    listed = suites.choose([suite], "cpu", quick=True, specs=[spec])[suite]
+    (mine,) = (case for case in listed if case.mask.label == spec and case.shape.tokens == tokens)
+    assert cases.Case(mine.shape, cases.Mask.of(dense), "sdpa-flash") in listed
+    heads = cases.Mask("two heads", ("causal & local(64)", "causal" if dense == "causal" else "full"))
+    assert suites._dense_of(heads, tokens).label == dense
 
 
 def test_a_ratio_is_to_what_was_measured_around_the_row(machine, tmp_path):
@@ -173,18 +217,18 @@ def test_a_ratio_is_to_what_was_measured_around_the_row(machine, tmp_path):
     results, _ = measured(tmp_path)
     assert results.get(FULL)["forward_ms"] == 30.0 and results.get(MINE)["forward_ms"] == 10.0
     gain = next(gain for gain in gains(results.data) if gain.row.key == MINE)
-    assert gain.forward == gain.total == pytest.approx(6.0) and not gain.doubtful
-    assert dict(page.headlines(results.data))["6.0x"].startswith("as fast as dense sdpa-flash")
+    assert gain.forward == gain.total == pytest.approx(3.0) and not gain.doubtful
+    assert dict(page.headlines(results.data))["3.0x"].startswith("as fast as dense causal attention (sdpa-flash)")
 
 
 def test_a_row_whose_baseline_moved_is_marked_where_its_figure_stands_and_makes_no_headline(machine, tmp_path, monkeypatch):
     def slower(key):
-        if len(machine.timed) == 5:  # timed after the last row
+        if len(machine.timed) == 7:  # timed after the last row
             machine.speed = 0.5
 
     machine.before_timing = slower
     results, printed = measured(tmp_path)
-    assert f"{MARK} its baseline ({FULL}) changed by 100% while it was measured" in printed
+    assert f"{MARK} its baseline ({CAUSAL}) changed by 100% while it was measured" in printed
     (speedup,) = (table for table in tables(results.data) if table.title.startswith("Speed-up"))
     lines = {(row[0], row[1]): dict(zip(speedup.columns, row, strict=True)) for row in speedup.rows}
     mine, dense = lines["causal & local(128)", "sparse_flash"], lines["full", "sparse_flash"]
@@ -230,13 +274,13 @@ def test_nothing_that_is_measured_on_a_busy_machine_makes_a_headline(machine, tm
 
 def test_a_baseline_that_fails_now_leaves_the_row_with_what_it_had_alone(machine, tmp_path):
     def broken(key):
-        if key == FULL and len(machine.timed) > 1:
+        if key == CAUSAL and machine.timed.count(CAUSAL):
             raise RuntimeError("gone")
 
     machine.before_timing = broken
     results, _ = measured(tmp_path)
     assert "around" not in results.get(MINE)
-    assert next(gain for gain in gains(results.data) if gain.row.key == MINE).forward == pytest.approx(6.0)
+    assert next(gain for gain in gains(results.data) if gain.row.key == MINE).forward == pytest.approx(3.0)
 
 
 def test_a_baseline_is_not_taken_from_before_a_row_that_failed(machine):
@@ -320,7 +364,7 @@ def test_timeouts_are_tried_again_by_the_next_run_and_refusals_are_not(machine, 
     assert asked == [MINE]
     asked.clear()
     measured(tmp_path, retry=True)
-    assert set(asked) == {FULL, OURS, MINE}
+    assert set(asked) == {FULL, OURS, CAUSAL, MINE}
 
 
 def test_a_length_is_tried_again_once_a_shorter_one_is_no_longer_too_long(machine, tmp_path, monkeypatch):
@@ -340,13 +384,13 @@ def test_a_second_run_says_what_it_reused_and_how_to_start_afresh(machine, tmp_p
     machine.timed.clear()
     second, printed = measured(tmp_path)
     assert machine.timed == [] and second.data["cases"] == first.data["cases"]
-    assert "reused: 3 cases, measured 20" in printed and "--fresh sets them aside and measures anew" in printed
+    assert "reused: 4 cases, measured 20" in printed and "--fresh sets them aside and measures anew" in printed
     assert "--retry" not in printed
     machine.spread = 0.5
     _, printed = measured(tmp_path, resume=False)
-    assert "starting anew (as asked); earlier results are in results-" in printed and len(machine.timed) == 6
+    assert "starting anew (as asked); earlier results are in results-" in printed and len(machine.timed) == 8
     _, printed = measured(tmp_path)
-    assert "--retry measures the 3 without numbers, or with doubtful ones, again" in printed
+    assert "--retry measures the 4 without numbers, or with doubtful ones, again" in printed
     machine.timed.clear()
     measured(tmp_path, retry=True)
     assert {FULL, OURS, MINE} <= set(machine.timed)
@@ -398,7 +442,10 @@ def test_names_stand_beside_their_dots_and_on_nothing_else():
     dots = [(x, y, f"causal & pattern({n})") for n, (x, y) in enumerate(generator.normal(0, 1, (18, 2)) * [1, 0.2])]
     dots += [(dots[0][0], dots[0][1], "the same place")]
     ax.scatter([x for x, *_ in dots], [y for _, y, _ in dots])
-    plots._label_dots(figure, ax, plots.THEMES[0], dots)
+    line = [(x, 0.1 * x) for x in np.linspace(-3, 3, 300)]
+    figure.draw_without_rendering()
+    ax.autoscale(False)
+    plots._label_dots(figure, ax, plots.THEMES[0], dots, line)
     boxes = [text.get_window_extent() for text in ax.texts]
     inside = ax.get_window_extent()
     assert {text.get_text() for text in ax.texts} == {name for *_, name in dots}
@@ -406,5 +453,22 @@ def test_names_stand_beside_their_dots_and_on_nothing_else():
         assert inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0 and box.y1 <= inside.y1
         for other in boxes[:number]:
             assert not box.shrunk(0.99, 0.9).overlaps(other.shrunk(0.99, 0.9))
-        for x, y, _ in dots:
+        for x, y, *_ in (*dots, *line):
             assert not box.contains(*ax.transData.transform((x, y)))
+
+
+def test_dots_of_equal_density_and_speed_stand_side_by_side_near_their_place():
+    figure = matplotlib.figure.Figure(figsize=(9, 5), layout="constrained")
+    ax = figure.subplots()
+    places = [(10.0, 5.0)] * 4 + [(10.5, 5.05), (30.0, 2.0), (30.0, 6.0)]
+    ax.plot(*zip(*places, strict=True))
+    ax.set_xscale("log")
+    figure.draw_without_rendering()
+    drawn = plots._side_by_side(figure, ax, places)
+    at = ax.transData.transform([(x, y) for x, (_, y) in zip(drawn, places, strict=True)])
+    own = ax.transData.transform(places)
+    dot = 7 * figure.dpi / 72
+    for number, one in enumerate(at):
+        assert all(np.abs(one - other).max() > dot for other in at[:number])
+        assert abs(one - own[number]).max() < 4 * dot
+    assert drawn[0] == pytest.approx(10.0) and drawn[5:] == pytest.approx([30.0, 30.0])

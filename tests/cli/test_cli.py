@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import json
 import os
 import pkgutil
 import subprocess
@@ -28,13 +29,15 @@ def test_a_written_path_is_printed_as_it_is_on_one_line(command, tmp_path):
     assert path.exists()
 
 
-def test_patterns_lists_every_name_with_its_arguments():
+def test_patterns_lists_every_name_with_its_use_and_arguments():
     import sparse_flash
+    from sparse_flash.masks.pattern import pattern_class, use_of
 
     out = invoke("patterns").output
     for name in sparse_flash.list_patterns():
         assert f"\n{name} " in out
-    assert "window" in out and "built in" in out and "``" not in out
+        assert use_of(pattern_class(name))[:20] in out
+    assert "window" in out and "``" not in out
 
 
 @pytest.mark.parametrize("command", ["patterns", "doctor"])
@@ -65,7 +68,13 @@ def test_a_bad_spec_is_one_message_with_a_caret(command):
         (("show", "local(9)", "--level", "tokens", "-n", "100000"), "too many to draw"),
         (("explain", "causal", "--q-len", "0"), "q_len"),
         (("explain", "causal", "--heads", "0"), "heads"),
-        (("explain", "causal", "--dtype", "int8"), "dtype must be one of bfloat16"),
+        (("explain", "causal", "--dtype", "int8"), "dtype must be one of bf16, fp16, fp32; got 'int8'"),
+        (("bench", "causal", "--dtype", "fp8"), "dtype must be one of bf16, fp16, fp32; got 'fp8'"),
+        (("tune", "--dtype", "half"), "dtype must be one of bf16, fp16, fp32; got 'half'"),
+        (("bench", "causal", "--heads", "3", "--kv-heads", "2"), "heads must be a multiple of kv_heads; got 3 and 2"),
+        (("bench", "causal", "-n", "0"), "tokens must be an integer of at least 1; got 0"),
+        (("bench", "--suite", "paper", "-n", "512"), "suite 'paper' has the paper's sizes"),
+        (("show", "causal", "--import", "nowhere.py"), "--import must be a Python file; got nowhere.py, which is not a file"),
         (("bench", "--suite", "speed"), "unknown suite 'speed'"),
         (("bench", "--device", "meta"), "device must be"),
         (("bench", "--device", "meta", "--list"), "device must be"),
@@ -78,9 +87,157 @@ def test_a_bad_spec_is_one_message_with_a_caret(command):
 )
 def test_a_bad_option_is_one_message(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sparse_flash.tools.tuning.unavailable", lambda: None)
     result = invoke(*arguments, code=2)
     assert message in result.stderr and "Traceback" not in result.output
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def own_file(tmp_path):
+    """A file with a pattern of the user's, which imports from a file beside it; forgotten afterwards."""
+    from sparse_flash.masks import pattern
+
+    (tmp_path / "beside_ringed.py").write_text("PERIOD = 64\n")
+    path = tmp_path / "ringed.py"
+    path.write_text(
+        "from dataclasses import dataclass\n"
+        "import sparse_flash as sf\n"
+        "from beside_ringed import PERIOD\n"
+        "@sf.register_pattern('ringed')\n"
+        "@dataclass(frozen=True)\n"
+        "class Ringed(sf.Pattern):\n"
+        '    """Keeps keys whose distance is a multiple of the period."""\n'
+        "    period: int = PERIOD\n"
+        "    def token_rule(self, q, kv):\n"
+        "        return (q - kv) % self.period == 0\n"
+    )
+    yield str(path)
+    pattern._registry.pop("ringed", None)
+    for name in ("ringed", "beside_ringed"):
+        sys.modules.pop(name, None)
+    sys.path[:] = [entry for entry in sys.path if entry != str(tmp_path)]
+
+
+def test_every_command_takes_a_file_of_the_users_patterns(own_file):
+    for command in ("patterns", "show", "gallery", "explain", "bench", "tune", "warm", "doctor"):
+        assert "--import" in invoke(command, "--help").output
+    assert "ringed" not in invoke("patterns").output
+    listed = next(line for line in invoke("patterns", "--import", own_file).output.splitlines() if line.startswith("ringed "))
+    assert "Keeps keys whose distance" in listed and listed.endswith(" ringed")  # its file
+    assert "keeps 1.562% of the pairs" in invoke("show", "ringed", "-n", "128", "--import", own_file).output
+    assert "causal & ringed(period=64)" in invoke("explain", "causal & ringed(64)", "-n", "128", "--import", own_file).output
+    listed = invoke("bench", "causal & ringed(64)", "--quick", "--list", "--import", own_file).output
+    assert "speedup: B1 H2 N1024 D64 | causal & ringed(period=64) | sparse_flash" in listed
+
+
+def test_a_file_that_fails_is_one_message_with_its_error(tmp_path):
+    path = tmp_path / "broken_ring.py"
+    path.write_text("1 / 0\n")
+    for _ in range(2):
+        assert (
+            f"error: {path} fails: ZeroDivisionError: division by zero"
+            in invoke("show", "full", "--import", str(path), code=2).stderr
+        )
+    (tmp_path / "torch.py").touch()
+    assert "rename the file" in invoke("show", "full", "--import", str(tmp_path / "torch.py"), code=2).stderr
+
+
+def test_a_run_says_first_how_long_it_takes_and_each_note_once(tmp_path, monkeypatch):
+    from sparse_flash.benchmarks.measure import drift, throughput
+    from sparse_flash.benchmarks.report import page
+
+    figures = {
+        "forward_ms": 1.0,
+        "backward_ms": 2.0,
+        "forward_us": 1.0,
+        "both_us": 2.0,
+        "forward_host_us": 1.0,
+        "both_host_us": 2.0,
+    }
+    figures |= {
+        "forward_ms_spread": [0.5, 1.5],
+        "compile_s": 1.0,
+        "compile_s_spread": [0.1, 1.9],
+        "peak_bytes": 1,
+        "table_bytes": 1,
+    }
+    figures |= {"density": 0.5, "block_density": 0.5, "causal": True, "correct": True, "dtype": "float32", "kept_blocks": 1}
+    monkeypatch.setattr(throughput, "run", lambda case, *_: dict(figures))
+    monkeypatch.setattr(drift.Baselines, "before", lambda *_: None)
+    monkeypatch.setattr(page, "write", lambda results: None)
+    out = invoke("bench", "--device", "cpu", "--out", str(tmp_path / "brief")).output
+    assert out.index("this takes two to three minutes on two idle cores") < out.index("compile | N65536 | causal")
+    assert "peers" not in out.partition("\n\n")[2] and "Speed-up against density" in out
+    out = " ".join(invoke("bench", "--device", "cpu", "--quick", "--out", str(tmp_path / "quick")).output.split())
+    assert "this takes" not in out
+    for note in (
+        "?: not to be relied on, for",
+        "spread: from the first",
+        "grows as: N to",
+        "x: how many times as fast as the fastest other",
+    ):
+        assert out.count(note) == 1
+
+
+def test_results_of_an_imported_file_are_not_reused_after_it_changed(own_file, tmp_path, monkeypatch):
+    from sparse_flash.benchmarks.measure import throughput
+
+    monkeypatch.setattr(throughput, "run", lambda case, *_: {"refused": "not now"})
+    command = ["bench", "ringed(64)", "--suite", "speedup", "--quick", "--device", "cpu", "--out", str(tmp_path / "out")]
+    assert "reused" not in invoke(*command, "--import", own_file).output
+    assert "reused: 3 cases" in invoke(*command, "--import", own_file).output
+    with open(own_file, "a") as more:
+        more.write("# changed\n")
+    assert "starting anew (imports changed)" in invoke(*command, "--import", own_file).output
+
+
+def test_sizes_are_those_of_every_case_and_have_results_of_their_own(tmp_path, monkeypatch):
+    from sparse_flash.benchmarks.measure import throughput
+
+    sizes = ["-n", "768", "--heads", "6", "--kv-heads", "3", "--head-dim", "32", "--batch", "2", "--v-head-dim", "16"]
+    listed = invoke("bench", "causal & local(64)", "--quick", "--device", "cpu", "--list", *sizes).output.splitlines()
+    assert "speedup: B2 H6/3 N768 D32/16 | causal & local(64) | sparse_flash" in listed
+    assert "compile: compile | N768 | causal & local(64)" in listed
+    assert all("B2 H6/3 " in line and "D32/16 " in line for line in listed if not line.startswith("compile"))
+    seen = []
+    monkeypatch.setattr(throughput, "run", lambda case, *_: seen.append(case.dtype) or {"refused": "not now"})
+    monkeypatch.chdir(tmp_path)
+    for dtype in ("fp16", "float16", "bf16"):
+        invoke("bench", "full", "--suite", "speedup", "--quick", "--device", "cpu", "--dtype", dtype)
+    assert seen == ["float16", "float16", "bfloat16", "bfloat16"]  # the second name of fp16 found its results
+    assert len(list((tmp_path / "runs").iterdir())) == 2
+
+
+def test_a_mask_of_each_head_is_measured(tmp_path):
+    spec, sizes = "per_head([causal & local(64), causal])", ["-n", "256", "--heads", "2", "--head-dim", "16"]
+    invoke("bench", spec, "--suite", "speedup", "--quick", "--device", "cpu", "--out", str(tmp_path), *sizes)
+    cases = json.loads((tmp_path / "results.json").read_text())["cases"]
+    result = cases[f"B1 H2 N256 D16 | {spec} | sparse_flash"]["result"]
+    assert result["correct"] and result["causal"] and "B1 H2 N256 D16 | causal | sdpa-flash" in result["around"]
+    assert result["density"] == pytest.approx((64 * 65 / 2 + 192 * 64 + 256 * 257 / 2) / 2 / 256**2)
+
+
+@pytest.mark.parametrize("command", [(), ("explain",), ("bench",), ("warm",)], ids=str)
+def test_help_loads_no_pytorch(command):
+    script = "import sys; sys.argv[0] = 'bin/sparse-flash'; from sparse_flash.cli import main; main()"
+    for program in (["-m", "sparse_flash"], ["-c", script]):
+        started = [sys.executable, "-X", "importtime", *program, *command, "--help"]
+        done = subprocess.run(started, capture_output=True, text=True, check=True)
+        loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+        assert "Usage: sparse-flash" in done.stdout and "typer" in loaded and loaded.isdisjoint({"torch", "numpy", "scipy"})
+
+
+def test_programs_other_than_the_command_have_all_names_and_operators_at_import(tmp_path):
+    (tmp_path / "program").mkdir()
+    (tmp_path / "program" / "__init__.py").write_text("import sparse_flash\n")  # run while the program is still called -m
+    found = "import torch, program; print('attention' in vars(program.sparse_flash), hasattr(torch.ops.sparse_flash, 'attention'))"
+    (tmp_path / "program" / "__main__.py").write_text(found)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])}
+    done = subprocess.run(
+        [sys.executable, "-m", "program", "sparse_flash"], capture_output=True, text=True, env=environment, check=True
+    )
+    assert done.stdout.strip() == "True True"
 
 
 def test_show_draws_tokens_at_small_lengths_and_blocks_at_large_ones(tmp_path):
@@ -143,7 +300,7 @@ def test_without_colours_a_terminal_shows_states_by_signs():
 def test_a_folder_that_cannot_be_made_is_said_before_anything_is_measured(tmp_path, monkeypatch):
     from sparse_flash.benchmarks import run as measuring
 
-    monkeypatch.setattr(measuring, "_measure", lambda *args: pytest.fail("measured"))
+    monkeypatch.setattr(measuring, "measure", lambda *args: pytest.fail("measured"))
     (tmp_path / "file").touch()
     result = invoke("bench", "--quick", "--suite", "compile", "--out", str(tmp_path / "file" / "folder"), code=2)
     assert f"{tmp_path / 'file' / 'folder'}: Not a directory; pass another path" in result.stderr

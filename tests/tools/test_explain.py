@@ -50,6 +50,17 @@ def test_numbers_are_those_of_the_dense_mask(spec, q_len, kv_len, block):
         assert e.rival_blocks == (blocks > 0).sum()
 
 
+def test_costs_are_compared_with_the_dense_call_that_a_user_would_otherwise_run():
+    mask, both_ways = (explain(sf.compile_mask(spec, 4096), heads=2) for spec in ("causal & local(512)", "local(512)"))
+    causal, full = (explain(sf.compile_mask(spec, 4096), heads=2) for spec in ("causal", "full"))
+    assert (mask.dense_flops, mask.dense_bytes_moved) == (causal.flops, causal.bytes_moved)
+    assert (both_ways.dense_flops, both_ways.dense_bytes_moved) == (full.flops, full.bytes_moved)
+    assert mask.speedup == causal.kept_blocks / mask.kept_blocks and both_ways.speedup == full.kept_blocks / both_ways.kept_blocks
+    for name, e in (("dense causal attention", mask), ("dense attention", both_ways)):
+        said = e.lines()
+        assert all(f" {name}" in said[line] for line in ("predicted speed-up", "forward FLOPs", "forward traffic"))
+
+
 @pytest.mark.parametrize("spec, q_len, kv_len, block", MASKS)
 def test_blocks_are_drawn_as_the_shares_of_the_dense_mask(spec, q_len, kv_len, block):
     mask = sf.compile_mask(spec, q_len, kv_len, block)

@@ -1,0 +1,63 @@
+"""``sf.bench``: rows of figures for a user's masks and sizes."""
+
+import pytest
+import torch
+
+import sparse_flash as sf
+from sparse_flash.benchmarks.measure import throughput
+
+
+def test_a_row_has_the_figures_of_a_mask_and_of_the_dense_call_that_it_replaces():
+    masks = ["causal & local(64)", sf.local(64), ["causal & local(64)", "local(32)"]]
+    rows = sf.bench(masks, 512, heads=2, kv_heads=1, head_dim=16, batch=2, dtype=torch.float64, device="cpu", quick=True)
+    assert [row.mask for row in rows] == ["causal & local(64)", "local(64)", "per_head([causal & local(64), local(32)])"]
+    assert [row.over for row in rows] == ["causal, sdpa-flash", "full, sdpa-flash", "full, sdpa-flash"]
+    for row, mask in zip(rows, masks, strict=True):
+        heads = mask if isinstance(mask, list) else [mask] * 2
+        assert row.kept == pytest.approx(sum(sf.compile_mask(head, 512).density for head in heads) / 2)
+        assert row.correct and not row.failed and row.memory > 0 and row.backend == "torch"
+        assert row.forward_speedup == pytest.approx(row.dense_forward_ms / row.forward_ms)
+        dense = row.dense_forward_ms + row.dense_backward_ms
+        assert row.speedup == pytest.approx(dense / (row.forward_ms + row.backward_ms))
+        assert f"{row.speedup:.2f} times as fast as dense attention ({row.over})" in str(row)
+    assert rows[0].at_best == pytest.approx(10 / 7)  # of 4 x 4 blocks, causal attention visits 10 and this window 7
+
+
+def test_one_mask_may_stand_alone_and_no_file_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (row,) = sf.bench("causal & local(64)", 256, quick=True, device="cpu")
+    assert row.mask == "causal & local(64)" and row.speedup and not list(tmp_path.iterdir())
+
+
+def test_a_pattern_that_no_text_names_is_measured():
+    (row,) = sf.bench(sf.causal() & sf.from_mask_fn(lambda q, kv: q - kv < 64), 256, quick=True, device="cpu")
+    assert row.correct and row.over.startswith("causal")
+
+
+def test_what_fails_is_a_row_that_says_why(monkeypatch):
+    measured = throughput.run
+    fails = {"out_of_memory": "no memory left"}
+    monkeypatch.setattr(throughput, "run", lambda case, *rest: fails if "local" in case.key else measured(case, *rest))
+    row, other = sf.bench(["causal & local(64)", "causal"], 256, quick=True, device="cpu")
+    assert row.failed == "no memory left" and row.speedup is None and str(row).endswith("no result: no memory left")
+    assert other.correct and not other.failed
+
+
+@pytest.mark.parametrize(
+    "given, error, said",
+    [
+        ({"heads": 0}, ValueError, "heads must be an integer of at least 1; got 0"),
+        ({"heads": 3, "kv_heads": 2}, ValueError, "heads must be a multiple of kv_heads; got 3 and 2"),
+        ({"dtype": "fp32"}, TypeError, "dtype must be a torch.dtype, such as torch.bfloat16; got 'fp32'"),
+        ({"masks": []}, ValueError, "masks must be patterns or spec texts; got none"),
+        ({"masks": [["causal"] * 3], "heads": 2}, ValueError, "a mask of each head must have 2 patterns, one for each head; got 3"),
+        ({"masks": [3]}, TypeError, "masks must be patterns or spec texts; got int"),
+        ({"masks": "lokal(3)"}, ValueError, "did you mean 'local'"),
+        ({"device": "meta"}, ValueError, "device must be 'cpu' or 'cuda'"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_said_before_anything_is_measured(given, error, said, monkeypatch):
+    monkeypatch.setattr(throughput, "run", lambda *_: pytest.fail("measured"))
+    with pytest.raises(error, match=said.replace("(", r"\(")):
+        sf.bench(**{"masks": "causal", "q_len": 256, "device": "cpu", **given})
