@@ -269,7 +269,7 @@ def test_an_error_of_one_rank_is_an_error_on_every_rank(pools):
         ({"strategy": "heads", "heads": 3}, "got 2 ranks and 3 kv_heads"),
         ({"strategy": "ring"}, "strategy must be 'auto', 'blocks', 'queries', 'heads' or 'nodes'; got 'ring'"),
         ({"strategy": "queries", "mask": "local(64)"}, "in which a few block rows visit more than half"),
-        ({"kv_heads": 2}, "says nothing without heads="),
+        ({"kv_heads": 2}, "kv_heads must come with heads=; got kv_heads=2 alone"),
         ({"heads": 0}, "heads must be a positive integer; got 0"),
         ({"link_rate": 0}, "link_rate must be a positive number"),
         ({"link_rate": "fast"}, "link_rate must be a positive number of bytes per second, or two"),
@@ -279,7 +279,7 @@ def test_an_error_of_one_rank_is_an_error_on_every_rank(pools):
         ({"mask": [sf.compile_mask("causal", 1000, block_size=32), "causal"]}, "one block_size, the unit that ranks own; got 32"),
         (
             {"mask": sf.topk_blocks(*torch.ones(2, 1, 1, 1000, 16), keep=2, block_size=64, every=1)},
-            "made before there are queries, and a BlockSelection is of blocks chosen from them",
+            "made before there are queries; got a BlockSelection, which queries choose",
         ),
         ({"overlap": "yes"}, "overlap must be True, False or None; got 'yes'"),
         ({"keep_fetched": 1}, "keep_fetched must be True or False; got 1"),
