@@ -70,8 +70,8 @@ class TokenShards:
             raise TypeError(f"x must be a tensor of all {self.q_len} tokens; got {type(x).__name__}")
         if not -x.dim() <= dim < x.dim() or x.shape[dim] != self.q_len:
             raise ValueError(
-                f"dimension {dim} of x must hold the {self.q_len} tokens of the whole sequence; got shape {tuple(x.shape)}; pass all "
-                "tokens, and their dimension as dim"
+                f"dimension {dim} of x must hold the {self.q_len} tokens of the whole sequence; got shape {tuple(x.shape)}; pass "
+                "all tokens, and their dimension as dim"
             )
         if self.ranks == 1:
             return x
