@@ -318,14 +318,14 @@ def test_documents_that_change_are_planned_beside_and_compile_once(pools):
 
 def test_documents_that_are_wrong_or_differ_are_an_error_on_every_rank_and_the_next_are_planned(pools):
     first, second = pools(2).run(on_ranks.refused_documents)
-    assert "end at token 1001, past the q_len=1000" in first["too long"] == second["too long"]
+    assert "must end by the planner's q_len=1000; got 1001" in first["too long"] == second["too long"]
     assert "must not decrease" in first["falling"]
-    assert "rank 1: ValueError: the documents end at token 1001" in first["of one rank"]
+    assert "rank 1: ValueError: cu_seqlens must end by the planner's q_len=1000; got 1001" in first["of one rank"]
     assert first["other"] == second["other"]
     assert "cu_seqlens is of 2 documents to token 1000" in first["other"] and "on rank 0" in first["other"]
     assert first["right"].startswith("ContextPlan(1000 tokens over 2 ranks, 512 on each, strategy 'heads'")
     assert "this is rank 0" in first["right"] and "this is rank 1" in second["right"]
-    assert "must be a Pattern or its spec text, to join with documents; got BlockMask" in first["table"]
+    assert "must be a Pattern or its spec text, to combine with documents; got BlockMask" in first["table"]
     assert "must name at least one mask" in first["no mask"]
     assert "this planner is closed" in first["closed"] == second["closed"]
     assert "q_len must be a positive integer number of tokens; got 0" in first["length"]
