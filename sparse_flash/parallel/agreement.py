@@ -1,4 +1,4 @@
-"""Compares what ranks were given, on the host, before they exchange tensors whose sizes depend on it."""
+"""Compares the arguments of all ranks, on the host, before they exchange tensors whose sizes depend on these."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from collections import defaultdict
 import torch
 import torch.distributed as dist
 
-_MOST_BYTES = 1024  # of what ``Agreement`` compares
+_MOST_BYTES = 1024  # that a rank sends in ``Agreement``
 
 
 def check_agreement(given: dict[str, str] | Exception, group: dist.ProcessGroup) -> None:
-    """Raises ValueError on every rank of the group where ranks were given different values, or where one of them failed.
+    """Raises ValueError on every rank of the group if their values differ, or if one rank failed.
 
-    given: what is compared, by name, the same names on every rank; or this rank's error, which it raises itself. A collective call.
+    given: the values to compare, by name, the same names on every rank; or this rank's error, which it then raises itself. A
+    collective call.
     """
     every: list[dict[str, str] | str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(every, _told(given), group=group)
+    dist.all_gather_object(every, _sendable(given), group=group)
     _compare(given, every)
 
 
 class Agreement:
-    """``check_agreement`` in two halves, between which nothing waits: the first sends what this rank was given.
+    """Splits ``check_agreement`` in two: the constructor sends this rank's values, ``check`` waits for the values of all ranks.
 
-    given: as there, in at most 1,024 bytes; a longer error is cut. group: of gloo, on the host.
+    given: as for ``check_agreement``, in at most 1,024 bytes; a longer error is cut. group: of gloo, on the host.
     """
 
     def __init__(self, given: dict[str, str] | Exception, group: dist.ProcessGroup):
         self._given = given
-        told = _told(given)
-        # Characters outside of ASCII would take several bytes; json writes them in ASCII, six for one.
-        text = json.dumps(told[: _MOST_BYTES // 6 - 2] if isinstance(told, str) else told).encode()
+        sent = _sendable(given)
+        # json writes a character outside ASCII as six ASCII characters, so a text is cut to a sixth of the bytes.
+        text = json.dumps(sent[: _MOST_BYTES // 6 - 2] if isinstance(sent, str) else sent).encode()
         mine = torch.frombuffer(bytearray(text.ljust(_MOST_BYTES)), dtype=torch.uint8)
         self._every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         self._work = dist.all_gather(self._every, mine, group=group, async_op=True)
@@ -42,18 +43,18 @@ class Agreement:
         _compare(self._given, [json.loads(theirs.numpy().tobytes()) for theirs in self._every])
 
 
-def _told(given: dict[str, str] | Exception) -> dict[str, str] | str:
+def _sendable(given: dict[str, str] | Exception) -> dict[str, str] | str:
     return f"{type(given).__name__}: {given}" if isinstance(given, Exception) else given
 
 
 def _compare(given: dict[str, str] | Exception, every: list[dict[str, str] | str]) -> None:
-    """every: what each rank told, in their order."""
+    """Raises as ``check_agreement``. every: the values or the error of each rank, in the order of ranks."""
     if isinstance(given, Exception):
         raise given
     failed = {rank: theirs for rank, theirs in enumerate(every) if isinstance(theirs, str)}
     if failed:
         listed = "; ".join(f"rank {rank}: {error}" for rank, error in failed.items())
-        raise ValueError(f"other ranks could not make their plan, so this one has no peers: {listed}")
+        raise ValueError(f"all ranks of a mesh must make a plan; others could not: {listed}")
     differing = []
     for name in given:
         ranks_of = defaultdict(list)

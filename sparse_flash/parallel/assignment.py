@@ -1,4 +1,5 @@
-"""Which rank owns which tokens. Numbers on the host only: every rank comes to the same result, with no message."""
+"""Assigns the tokens of a sequence to ranks. Everything here is a number on the host: every rank finds the same, without
+messages."""
 
 from __future__ import annotations
 
@@ -13,29 +14,29 @@ from ..masks.block_mask import BlockMask
 from ..masks.grid import ranges, union
 from .costs import CallTimes, SequenceSizes, call_times
 
-# Tokens of a chunk, the unit that is assigned, where each rank gets at least as many chunks as zigzag needs to fold evenly, and at
-# most as many as are searched in milliseconds. Chunks of 512 tokens gave documents of random lengths no better plans.
+# Chunks are the unit that is assigned. Chunks of 512 tokens gave documents of random lengths no better plans.
 CHUNK_TOKENS = 1024
-_LEAST_CHUNKS, _MOST_CHUNKS = 4, 64  # of a rank
-# Of ``exchanged``: how many exchanges, how many ranks that may take part with the costliest, and the cost that must be left of two
-# ranks after an exchange, and of the costliest of all after so many of them.
-_MOST_EXCHANGES, _PARTNERS, _LEAST_GAIN = 100, 2, 0.999
+# Bounds on the chunks of a rank take precedence: zigzag needs a few to fold evenly, and the search must end in milliseconds.
+_LEAST_CHUNKS, _MOST_CHUNKS = 4, 64
+# Limits of ``exchanged``. An exchange must bring the greater cost of its two ranks below _LEAST_GAIN of what it was. After
+# _LOOK_BACK exchanges the costliest rank must be below _LEAST_PROGRESS of what it was.
+_MOST_EXCHANGES, _PARTNERS, _LEAST_GAIN = 100, 2, 0.999  # _PARTNERS: ranks that the costliest one tries
 _LOOK_BACK, _LEAST_PROGRESS = 32, 0.98
-# Rows that visit a larger share of all columns are shared, so that their queries travel and not the keys, if they are few: their
-# queries and results are then at most half of the bytes of all keys and values.
+# Heavy rows visit more than the share _HEAVY of all columns. They are shared if their number times heads / kv_heads is at most the
+# share _FEW of all rows. Their queries and results then have at most half of the bytes of all keys and values.
 _HEAVY, _FEW = 0.5, 0.25
-_FEW_RANKS = 16  # as many as may share the memory of one host
-_ENTRIES_TOGETHER = 1 << 22  # of a table, read at a time
+_FEW_RANKS = 16  # may share the memory of one host
+_ENTRIES_TOGETHER = 1 << 22  # entries of a table that are read at a time
 
 
 @dataclass(frozen=True, eq=False)
 class Visits:
-    """What chunks of ``per`` blocks visit under a mask.
+    """Lists the block columns that chunks of ``per`` blocks visit under a mask.
 
     mask: on the CPU. work: (chunks,) float64, how many blocks the rows of a chunk visit, the mean over heads.
-    ptr, cols: (chunks + 1,) and (needs,) int64: chunk i needs the block columns cols[ptr[i] : ptr[i + 1]], ascending: those that
-    some row of it visits, in some head.
-    shared: (q_blocks,) bool, rows that count for nothing here, as their queries travel; None if there are none.
+    ptr, cols: (chunks + 1,) and (needs,) int64. Chunk i needs the block columns cols[ptr[i] : ptr[i + 1]], ascending: each is
+    visited by a row of the chunk, in at least one head.
+    shared: (q_blocks,) bool, rows that are left out here because their queries travel; None if there are none.
     """
 
     mask: BlockMask
@@ -59,7 +60,7 @@ class Visits:
         return cls(mask, per, work, np.searchsorted(needs, np.arange(chunks + 1) * blocks), needs % blocks, shared)
 
     def without_shared_rows(self, sizes: SequenceSizes) -> Visits | None:
-        """The same, but for the rows that visit most columns, in the mean over heads; None unless there are some, and few."""
+        """Returns the visits without the rows that visit most columns, in the mean over heads; None if no row does, or too many."""
         group = sizes.heads / sizes.kv_heads
         if group not in self._light:
             heavy = _shares(self.mask) @ np.diff(self.mask.by_query.row_ptr.numpy()) > _HEAVY * self.mask.grid.kv_blocks
@@ -73,7 +74,7 @@ class Visits:
 
     @cached_property
     def pairs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Which chunks visit which: (row chunks, column chunks, how many blocks, the mean over heads), where any."""
+        """Returns (row chunk, column chunk, visited blocks, the mean over heads) of each pair of chunks with visited blocks."""
         blocks = np.zeros(self.chunks**2)
         for share, chunk, cols in _entries_by_chunk(self.mask, self.per, self.shared):
             blocks += share * np.bincount(chunk * self.chunks + cols // self.per, minlength=len(blocks))
@@ -82,14 +83,14 @@ class Visits:
 
 
 def _shares(mask: BlockMask) -> np.ndarray:
-    """(masks,) float64: the share of the heads that has each stored mask."""
+    """Returns (masks,) float64: the share of heads that use each stored mask."""
     return np.bincount(mask.mask_index.flatten().numpy(), minlength=mask.masks) / mask.mask_index.numel()
 
 
 def _entries_by_chunk(
     mask: BlockMask, per: int, without: np.ndarray | None = None
 ) -> Iterator[tuple[float, np.ndarray, np.ndarray]]:
-    """(the share of heads, the chunk of the row, the column) of a mask's visited blocks, some rows of a stored mask at a time.
+    """Yields (share of heads, chunk of each row, column) of a mask's visited blocks, some rows of a stored mask at a time.
     without: (q_blocks,) bool, rows that are left out."""
     ptr, cols, share = mask.by_query.row_ptr.numpy(), mask.by_query.col_idx.numpy(), _shares(mask)
     chunk_of_row = np.arange(mask.grid.q_blocks) // per
@@ -107,10 +108,10 @@ def _entries_by_chunk(
 
 @dataclass(frozen=True, eq=False)
 class Owners:
-    """Which blocks each rank owns.
+    """Records which blocks each rank owns.
 
     name: how chunks were assigned. owner: (chunks,) int64, the rank of each chunk of ``per`` blocks.
-    blocks: (ranks, blocks of a rank) int64, the blocks of each rank, ascending, then -1 for padding: all ranks have equally many.
+    blocks: (ranks, blocks of a rank) int64, the blocks of each rank, ascending, then -1 for padding. All ranks have equally many.
     """
 
     name: str
@@ -120,10 +121,10 @@ class Owners:
 
     @classmethod
     def of(cls, name: str, owner: np.ndarray, per: int, blocks: int, ranks: int) -> Owners:
-        """blocks: of the whole sequence."""
+        """blocks: the number of blocks of the whole sequence."""
         owner_of_block = owner[np.arange(blocks) // per]
         owned = np.bincount(owner_of_block, minlength=ranks)
-        # The same for all owners, so that shapes are: some ranks may all have padding.
+        # All assignments have this width, so all have the same shapes. Every rank may then have padding.
         width = min(blocks, -(-len(owner) // ranks) * per)
         by_rank = np.full((ranks, width), -1)
         by_rank[np.arange(width) < owned[:, None]] = np.argsort(owner_of_block, kind="stable")
@@ -134,11 +135,12 @@ class Owners:
         return len(self.blocks)
 
     def of_nodes(self, ranks: int) -> Owners:
-        """Whole nodes in place of ranks. ranks: of a node; its blocks are theirs, rank after rank."""
+        """Returns the blocks that each node owns: its ranks' blocks, rank after rank. ranks: the number of a node's ranks."""
         return Owners(self.name, self.owner // ranks, self.per, self.blocks.reshape(self.ranks // ranks, -1))
 
     def places(self, q_len: int, block_size: int) -> np.ndarray:
-        """(ranks, tokens of a rank) int64: the place of each token in the whole sequence, -1 for padding. One rank has none."""
+        """Returns (ranks, tokens of a rank) int64: each token's position in the whole sequence, -1 for padding. One rank alone has
+        no padding."""
         places = self.blocks[:, :, None] * block_size + np.arange(block_size)
         places[(self.blocks < 0)[:, :, None] | (places >= q_len)] = -1
         places = places.reshape(self.ranks, -1)
@@ -150,7 +152,7 @@ class Owners:
 
 @dataclass(frozen=True, eq=False)
 class Assignment(Owners):
-    """Which blocks each rank owns, and which it visits under a mask. visits: what the chunks visit."""
+    """Records which blocks each rank owns, and which it visits under a mask. visits: of the chunks."""
 
     visits: Visits
 
@@ -161,26 +163,27 @@ class Assignment(Owners):
 
     @cached_property
     def load(self) -> np.ndarray:
-        """(ranks,) float64: how many blocks the rows of each rank visit, the mean over heads."""
+        """Returns (ranks,) float64: how many blocks the rows of each rank visit, the mean over heads."""
         return np.bincount(self.owner, self.visits.work, self.ranks)
 
     @cached_property
     def near(self) -> np.ndarray:
-        """(ranks,) float64: how many of their own blocks those are."""
+        """Returns (ranks,) float64: how many of its own blocks the rows of each rank visit, the mean over heads."""
         row, col, blocks = self.visits.pairs
         own = self.owner[row] == self.owner[col]
         return np.bincount(self.owner[row[own]], blocks[own], self.ranks)
 
     @cached_property
     def visiting(self) -> np.ndarray:
-        """(ranks,) int64: how many block rows of each rank are in chunks that visit blocks of others, so at most so many do."""
+        """Returns (ranks,) int64: how many block rows of each rank are in chunks that visit blocks of others. Not every row of such
+        a chunk visits them, so this is an upper bound."""
         row, col, _ = self.visits.pairs
         visits_others = np.zeros(self.visits.chunks, bool)
         visits_others[row[self.owner[row] != self.owner[col]]] = True
         return self.of_ranks(visits_others[np.arange(len(self.owner_of_block)) // self.per]).astype(np.int64)
 
     def call_times(self, sizes: SequenceSizes, link_rate: float) -> list[tuple[CallTimes, CallTimes]]:
-        """(of the forward pass, of the backward pass) of each rank, without what shared rows receive."""
+        """Returns (forward pass, backward pass) of each rank. Exchanges of shared rows are not included."""
         far, near = (self.load - self.near) * sizes.heads, (self.near + self.shared_load) * sizes.heads
         return [
             call_times(on_near, on_far, visiting, self.blocks.shape[1], received, sizes, link_rate)
@@ -188,12 +191,12 @@ class Assignment(Owners):
         ]
 
     def of_ranks(self, values: np.ndarray) -> np.ndarray:
-        """(ranks,): the sum of values, (blocks,), over each rank's blocks."""
+        """Returns (ranks,): the sum of values, (blocks,), over each rank's blocks."""
         return np.bincount(self.owner_of_block, values, self.ranks)
 
     @cached_property
     def shared_load(self) -> np.ndarray:
-        """(ranks,) float64: how many blocks of each rank the shared rows of all ranks visit, the mean over heads."""
+        """Returns (ranks,) float64: how many blocks of each rank the shared rows of all ranks visit, the mean over heads."""
         of_columns = np.zeros(len(self.owner_of_block))
         if self.visits.shared is not None:
             for share, _, cols in _entries_by_chunk(self.visits.mask, self.per, ~self.visits.shared):
@@ -202,21 +205,23 @@ class Assignment(Owners):
 
     @cached_property
     def work(self) -> np.ndarray:
-        """(ranks, ranks) float64: how many blocks of rank j's tokens the rows of rank i visit, the mean over heads."""
+        """Returns (ranks, ranks) float64: [i, j] is how many blocks of rank j the rows of rank i visit, the mean over heads."""
         row, col, blocks = self.visits.pairs
         ranks = self.ranks
         return np.bincount(self.owner[row] * ranks + self.owner[col], blocks, ranks * ranks).reshape(ranks, ranks)
 
     @cached_property
     def needs(self) -> np.ndarray:
-        """(ranks, kv_blocks) bool: the block columns that each rank visits."""
+        """Returns (ranks, kv_blocks) bool: whether a rank visits a block column."""
         needs = np.zeros((self.ranks, len(self.owner_of_block)), bool)
         needs[np.repeat(self.owner, np.diff(self.visits.ptr)), self.visits.cols] = True
         return needs
 
     def outgoing(self, source: int) -> tuple[np.ndarray, np.ndarray]:
-        """(the blocks that a rank owns and others visit; (ranks, blocks) bool, which get each). Where ranks are few, blocks that go
-        to the same ones are together, so that those of one rank are in few runs."""
+        """Returns (blocks of a rank that others visit; (ranks, blocks) bool, the ranks that get each block).
+
+        If ranks are few, blocks that go to the same ranks follow each other, so the blocks for one rank form few runs.
+        """
         own = self.blocks[source][self.blocks[source] >= 0]
         wanted = self.needs[:, own]
         wanted[source] = False
@@ -226,19 +231,22 @@ class Assignment(Owners):
 
     @cached_property
     def received(self) -> np.ndarray:
-        """(ranks,) int64: how many blocks each rank gets from others."""
+        """Returns (ranks,) int64: how many blocks each rank gets from others."""
         own = self.needs[self.owner_of_block, np.arange(len(self.owner_of_block))]
         return self.needs.sum(1) - np.bincount(self.owner_of_block, own, self.ranks).astype(np.int64)
 
 
 def chunk_blocks(blocks: int, block_size: int, ranks: int) -> int:
-    """The blocks of a chunk: CHUNK_TOKENS, fewer for short sequences and more for long ones."""
+    """Returns the number of blocks of a chunk: CHUNK_TOKENS of them, less for short sequences and more for long ones."""
     return max(1, min(max(CHUNK_TOKENS // block_size, blocks // (_MOST_CHUNKS * ranks)), blocks // (_LEAST_CHUNKS * ranks)))
 
 
 def folded(chunks: int, ranks: int, folds: int) -> np.ndarray:
-    """(chunks,) int64, the rank of each chunk. 0 folds: each rank owns one piece of the sequence. n folds: two pieces in each of n
-    stretches, one as far from the stretch's start as the other from its end (1: zigzag)."""
+    """Returns (chunks,) int64, the rank of each chunk.
+
+    0 folds give each rank one piece of the sequence. n folds give each rank two pieces in each of n stretches: one piece is as far
+    from the stretch's start as the other is from its end. 1 fold is zigzag.
+    """
     if not folds:
         return np.arange(chunks) // -(-chunks // ranks)
     pieces = 2 * ranks * folds
@@ -247,14 +255,14 @@ def folded(chunks: int, ranks: int, folds: int) -> np.ndarray:
 
 
 def levelled(work: np.ndarray, ranks: int) -> np.ndarray:
-    """The heaviest chunk first, each to the rank with the least work among those that have room."""
-    owner, room = np.zeros(len(work), np.int64), [-(-len(work) // ranks)] * ranks
-    loads = [(0.0, rank) for rank in range(ranks)]  # a heap of those that have room
+    """Assigns chunks, heaviest first, each to the rank with the least work among the ranks that may still get one."""
+    owner, left = np.zeros(len(work), np.int64), [-(-len(work) // ranks)] * ranks
+    loads = [(0.0, rank) for rank in range(ranks)]  # a heap of the ranks that may get chunks
     for chunk in np.argsort(-work, kind="stable").tolist():
         load, rank = loads[0]
         owner[chunk] = rank
-        room[rank] -= 1
-        if room[rank]:
+        left[rank] -= 1
+        if left[rank]:
             heapq.heapreplace(loads, (load + float(work[chunk]), rank))
         else:
             heapq.heappop(loads)
@@ -262,10 +270,10 @@ def levelled(work: np.ndarray, ranks: int) -> np.ndarray:
 
 
 def candidates(visits: Sequence[Visits], layers: Sequence[int], ranks: int) -> list[Owners]:
-    """Contiguous, zigzag, zigzag in ever more stretches, and chunks levelled by their work alone.
+    """Returns regular assignments: contiguous, zigzag, zigzag in more and more stretches, and chunks levelled by their work.
 
-    visits: of masks of one length and block size. layers: how many layers have each mask; the work of all layers counts. Finer
-    assignments balance better and make ranks fetch more.
+    Finer assignments balance better, and make ranks fetch more. visits: of masks of one length and block size. layers: how many
+    layers have each mask; the work of all layers counts.
     """
     chunks = visits[0].chunks
     owners = {"contiguous": folded(chunks, ranks, 0)}
@@ -274,11 +282,11 @@ def candidates(visits: Sequence[Visits], layers: Sequence[int], ranks: int) -> l
         owners["zigzag" if folds == 1 else f"zigzag in {folds} stretches"] = folded(chunks, ranks, folds)
         folds *= 2
     owners["levelled"] = levelled(_summed_work(visits, layers), ranks)
-    room = -(-chunks // ranks)
+    most = -(-chunks // ranks)
     return [
         Owners.of(name, owner, visits[0].per, visits[0].mask.grid.q_blocks, ranks)
         for name, owner in owners.items()
-        if np.bincount(owner, minlength=ranks).max() <= room
+        if np.bincount(owner, minlength=ranks).max() <= most
     ]
 
 
@@ -287,11 +295,12 @@ def _summed_work(visits: Sequence[Visits], layers: Sequence[int]) -> np.ndarray:
 
 
 def exchanged(start: Owners, visits: Sequence[Visits], layers: Sequence[int], fetching: float) -> Owners:
-    """From there, the costliest rank exchanges a chunk with one of the cheapest, again and again: with the first of them whose best
-    pair lowers the greater of the two costs. It ends where none does, or the costliest of all gets hardly cheaper.
+    """Improves an assignment by exchanges of chunks between the costliest rank and one of the cheapest.
 
-    visits, layers: as for ``candidates``. A rank's cost is its visited blocks, plus ``fetching`` for each block that it gets, over
-    all layers. Bounded in steps, not in time: all ranks must come to the same assignment.
+    In each step the costliest rank tries the cheapest ranks in order. It exchanges with the first rank for which some pair of
+    chunks lowers the greater of the two costs. The search ends if there is no such rank, or if the greatest cost hardly falls.
+    A rank's cost is its visited blocks, plus ``fetching`` for each block that it gets, over all layers. The search is bounded in
+    steps, not in time, so that all ranks find the same assignment. visits, layers: as for ``candidates``.
     """
     search, greatest = _Search(start, visits, layers, fetching), [np.inf]
     while len(greatest) <= _MOST_EXCHANGES and search.step():
@@ -303,7 +312,7 @@ def exchanged(start: Owners, visits: Sequence[Visits], layers: Sequence[int], fe
 
 
 class _Search:
-    """The state of ``exchanged``. Columns are those of all masks, one mask after the other."""
+    """Holds the state of ``exchanged``. Columns of all masks are numbered together, mask after mask."""
 
     def __init__(self, start: Owners, visits: Sequence[Visits], layers: Sequence[int], fetching: float):
         self.owner, self.work = start.owner.copy(), _summed_work(visits, layers)
@@ -321,12 +330,12 @@ class _Search:
         self.owned = np.bincount(chunk) * fetching * sum(layers)
         self.chunks_of = [np.flatnonzero(self.owner == rank) for rank in range(start.ranks)]
         self.touched_by = [self._touched(chunks) for chunks in self.chunks_of]
-        # How many chunks of a rank touch a block.
+        # (ranks, columns): how many chunks of a rank touch a column.
         self.holders = np.stack([np.bincount(cols, minlength=len(self.weight)) for cols, _ in self.touched_by])
         self.cost = np.array([self._cost_of(rank) for rank in range(start.ranks)])
 
     def _touched(self, chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(the columns that the chunks touch, chunk after chunk; where those of each begin)"""
+        """Returns (the columns that the chunks touch, chunk after chunk; the index of each chunk's first column among them)."""
         counts = np.diff(self.ptr)[chunks]
         return self.cols[ranges(self.ptr[chunks], counts)], np.cumsum(counts) - counts
 
@@ -335,12 +344,12 @@ class _Search:
         return float(self.work[mine].sum() + self.weight[self.holders[rank] > 0].sum() - self.owned[mine].sum())
 
     def _fetched(self, of: int, at: int, holders: int) -> np.ndarray:
-        """For each chunk of a rank, the cost of those blocks that it touches and so many chunks of rank ``at`` do."""
+        """Returns, for each chunk of rank ``of``, the fetching cost of its columns that ``holders`` chunks of rank ``at`` touch."""
         cols, first = self.touched_by[of]
         return np.add.reduceat(np.where(self.holders[at] == holders, self.weight, 0)[cols], first)
 
     def step(self) -> bool:
-        """Whether there was an exchange."""
+        """Makes the next exchange. Returns whether there was one."""
         high = int(self.cost.argmax())
         theirs = self.chunks_of[high]
         leaves = -self.work[theirs] - self._fetched(high, high, 1)
@@ -348,8 +357,8 @@ class _Search:
             mine = self.chunks_of[low]
             if low == high or not len(mine):
                 continue
-            # Of an exchange of each of theirs, in rows, for each of mine, in columns. Blocks that both chunks touch may count as
-            # fetched anew: an estimate from above.
+            # The costs after an exchange of each of their chunks (rows) for each of mine (columns). A block that both chunks touch
+            # may count as fetched, so the costs are upper bounds.
             of_high = self.cost[high] + leaves[:, None] + self.work[mine] + self._fetched(low, high, 0)
             arrives = self.work[theirs] + self._fetched(high, low, 0)
             of_low = self.cost[low] + arrives[:, None] - self.work[mine] - self._fetched(low, low, 1)

@@ -1,4 +1,4 @@
-"""Calls of back ends on parts of a rank's attention, and what joins their results."""
+"""Calls back ends on some rows and columns of a rank's attention, and merges their results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Places = tuple[torch.Tensor, torch.Tensor]
 
 
 class RowResults(NamedTuple):
-    """What a backward pass starts from. dlse: None if nothing depends on lse."""
+    """Holds the inputs of a backward pass that belong to query rows. dlse: None if nothing depends on lse."""
 
     dout: torch.Tensor
     dlse: torch.Tensor | None
@@ -37,8 +37,8 @@ class RowResults(NamedTuple):
 
 
 class PartialAttention(NamedTuple):
-    """Attention of some of a rank's rows to some columns, by a back end. dropout: a variant of a seed, and of lines where the rank
-    has some of the heads; None for none."""
+    """Attends some of a rank's rows to some columns, by a back end. dropout: a variant with a seed, and with the batch-heads
+    (``lines``) if the rank has only some heads; None for no dropout."""
 
     scale: float
     deterministic: bool
@@ -46,14 +46,15 @@ class PartialAttention(NamedTuple):
     dropout: Variant | None = None
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: PartMask) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse)"""
+        """Returns (out, lse) of the part's columns."""
         run, walked, variant = self._prepared(q, k, v, part)
         return run.forward(q, k, v, walked, self.scale, variant)
 
     def backward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: RowResults, part: PartMask
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(dq, dk, dv) of the pairs of one part. results: of all parts, as a part's probabilities follow from the whole lse."""
+        """Returns (dq, dk, dv) from the pairs of one part. results: out and lse over all columns, as the probabilities need the
+        whole lse."""
         run, walked, variant = self._prepared(q, k, v, part)
         dout, dlse, out, lse = results
         return run.backward(dout, dlse, q, k, v, out, lse, walked, self.scale, self.deterministic, variant)
@@ -61,7 +62,7 @@ class PartialAttention(NamedTuple):
     def backward_in_two(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fetched: torch.Tensor, results: RowResults, calls: TwoCalls
     ) -> SeparateCalls | JointCalls:
-        """The backward pass in two calls. fetched: blocks, which may still be on their way."""
+        """Returns the backward pass in two calls, not started. fetched: blocks, which need not have arrived yet."""
         separate = SeparateCalls(self, q, results, calls, fetched.shape[1])
         if calls.far is None or calls.rows is not None or self.dropout is not None or self.deterministic:
             return separate
@@ -83,19 +84,19 @@ class PartialAttention(NamedTuple):
 
 
 class SeparateCalls:
-    """A backward pass in two calls of a back end, in either order, whose dq are added at last."""
+    """Runs a backward pass in two calls of a back end, in either order. ``queries`` adds their dq at the end."""
 
     def __init__(self, run: PartialAttention, q: torch.Tensor, results: RowResults, calls: TwoCalls, block_size: int) -> None:
         self._run, self._q, self._results, self._calls, self._block_size = run, q, results, calls, block_size
         self._dq_far: torch.Tensor | None = None
 
     def near(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(dk, dv)"""
+        """Returns (dk, dv) of the rank's own columns."""
         self._dq, dk, dv = self._run.backward(self._q, k, v, self._results, self._calls.near)
         return dk, dv
 
     def far(self, fetched: torch.Tensor, gradients: torch.Tensor) -> None:
-        """gradients: blocks that receive those of the fetched ones."""
+        """Writes the gradients of fetched blocks to ``gradients``."""
         calls = self._calls
         if calls.far is None:
             return
@@ -104,15 +105,15 @@ class SeparateCalls:
         pack(dk, dv, gradients)
 
     def queries(self) -> torch.Tensor:
-        """dq"""
+        """Returns dq of both calls."""
         if self._dq_far is not None:
             add(self._dq, self._dq_far, self._calls.rows, self._block_size)
         return self._dq
 
 
 class JointCalls(NamedTuple):
-    """``SeparateCalls`` of Hopper's kernels where all rows take part in both: dq has one sum, and gradients of fetched blocks are
-    written where they are sent from."""
+    """Replaces ``SeparateCalls`` on Hopper if all rows take part in both calls. Both calls accumulate into one dq, and write
+    gradients of fetched blocks straight to the message."""
 
     joint: BackwardOfParts
     near_mask: BlockMask | None
@@ -133,17 +134,17 @@ class JointCalls(NamedTuple):
 
 
 def walked_of(part: PartMask, dropout: Variant | None, on_gpu: bool) -> tuple[BlockMask | None, Variant | None]:
-    """What a back end receives: a mask, and a variant that says where its tokens stand in the sequence."""
+    """Returns (mask, variant) for a back end. With dropout, the variant has the positions of the mask's tokens in the sequence."""
     if dropout is None:
         return part.mask.walked(on_gpu), None
-    # The mask's own blocks, neither wider ones nor a dense call: across them, tokens do not stand together in the sequence.
+    # Only the mask's own blocks are contiguous in the sequence, so neither coarser blocks nor a dense call are used.
     return part.mask, replace(dropout, q_places=part.q_places, kv_places=part.kv_places)
 
 
 def join(
     out: torch.Tensor, lse: torch.Tensor, part: tuple[torch.Tensor, torch.Tensor], rows: torch.Tensor | None, block_size: int
 ) -> None:
-    """Joins the results of some blocks over other keys to out and lse, in place."""
+    """Merges partial results of some block rows, over other keys, into out and lse, in place. rows: as for ``of_blocks``."""
     part_out, part_lse = part
     if portable.by_kernels(out.device):
         from ..kernels.portable.join import join_rows
@@ -153,7 +154,7 @@ def join(
         return
     mine = of_blocks(lse, rows, block_size)
     total = torch.logaddexp(mine, part_lse)
-    # A query that keeps nothing anywhere has -inf three times: weights of 0, not NaN.
+    # A query that keeps nothing has lse -inf in both results and in total: its weights are 0, not NaN.
     of_mine, of_part = ((x - total).exp().masked_fill(x == float("-inf"), 0)[..., None] for x in (mine, part_lse))
     joined = of_blocks(out, rows, block_size).mul_(of_mine).addcmul_(part_out, of_part)
     if rows is None:
@@ -164,7 +165,7 @@ def join(
 
 
 def add(whole: torch.Tensor, part: torch.Tensor, rows: torch.Tensor | None, block_size: int, places: Places | None = None) -> None:
-    """Adds the gradients of some blocks, in place, and rounds once. Arguments as of ``join.add_rows``."""
+    """Adds gradients of some blocks to ``whole``, in place, and rounds once. Arguments: as for ``join.add_rows``."""
     if portable.by_kernels(whole.device):
         from ..kernels.portable.join import add_rows
 

@@ -1,8 +1,8 @@
 """Operators that exchange tensors among ranks, each with its gradient.
 
-An exchange starts and ends within its operator, as waiting for a functional collective under torch.compile is not dependable
-(pytorch#168352, #179858). In between, the operator attends what the rank has. The process group moves tensors on a stream of its
-own, and keeps them until the current stream waits for it; the host never does.
+An exchange starts and ends within its operator, because waiting for a functional collective under torch.compile is not dependable
+(pytorch#168352, #179858). Meanwhile the operator attends the columns that the rank has. The process group moves tensors on its own
+stream, and keeps them alive until the current stream waits for that stream. The host never waits.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def attention_of_blocks(
     backend: str,
     dropout: Variant | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of the rank's queries over its own keys and those that it gets; differentiable in q, k and v.
+    """Attends the rank's queries to its own keys and to fetched keys. Returns (out, lse), differentiable in q, k and v.
 
-    q, k, v: as for ``sf.attention``, the rank's tokens, whole blocks. columns: a tensor with an element for each block that is
-    fetched, and two at least: the compiler knows their number by its shape, and lets it vary. handle: of a Route of block_size.
-    keep_fetched: for the backward pass. dropout: as of ``PartialAttention``.
+    q, k, v: as for ``sf.attention``, the rank's tokens, whole blocks. columns: a tensor with an element for each fetched block, at
+    least two. Its length tells the compiler their number as a dynamic shape. handle: of a Route of block_size. keep_fetched:
+    whether fetched blocks are saved for the backward pass. dropout: as in ``PartialAttention``.
     """
     seed, lines, dropout_p = (None, None, 0.0) if dropout is None else (dropout.seed, dropout.lines, dropout.dropout_p)
     options = block_size, keep_fetched, scale, deterministic, backend, dropout_p
@@ -75,12 +75,12 @@ def _attention_of_blocks(
     backend: str,
     dropout_p: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out, lse, the fetched blocks; none if they are not kept)"""
+    """Returns (out, lse, the fetched blocks). The third is empty if they are not kept."""
     route = Route.behind(handle)
     calls, shared = route.forward, route.shared
     run = PartialAttention(_scale_of(q, scale), deterministic, backend, _dropout(seed, lines, dropout_p))
     buffer = empty_blocks(k, v, len(columns), block_size)
-    # Ranks start their exchanges in one order, whatever each of them computes in between.
+    # All ranks start their exchanges in this order, whatever they compute in between.
     queries = sent_queries(q, shared, route) if shared else None
     arriving = _fetch(k, v, buffer, route)
     every = None
@@ -142,7 +142,7 @@ def _backward(
     backend: str,
     dropout_p: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv) of the rank's tokens"""
+    """Returns (dq, dk, dv) of the rank's tokens."""
     route = Route.behind(handle)
     calls, shared = route.backward, route.shared
     run = PartialAttention(_scale_of(q, scale), deterministic, backend, _dropout(seed, lines, dropout_p))
@@ -163,13 +163,13 @@ def _backward(
         returning = _give_back(gradients, route)
         dk, dv = (torch.empty_like(t).copy_(d[:, :, :own]) for t, d in ((k, dk), (v, dv)))
     else:
-        # The call on the rank's own columns overlaps what travels: blocks that are fetched again, else gradients.
+        # The call on the rank's own columns overlaps an exchange: of blocks if they are fetched again, else of gradients.
         of, near = run.backward_in_two(q, k, v, fetched, results, calls), None
         if fetching:
             fetching.begun()
             near = of.near(k, v)
             fetching.arrived()
-        # A message is asked for when the one before has arrived, as that may be where this one is written.
+        # The previous message must have arrived, as this one may be written to the same memory.
         gradients = _gradients_to_send(k, v, route)
         of.far(fetched, gradients)
         returning = _give_back(gradients, route)
@@ -212,8 +212,8 @@ _backward.register_autograd(refuse_second_derivatives)
 
 @torch.library.custom_op("sparse_flash::seed_of_first_rank", mutates_args=())
 def seed_of_first_rank(seed: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
-    """The seed that the first rank drew, on every rank. Apart from the attention, which takes it as any other tensor: so it is kept
-    or recomputed as the seed of a call on one rank is."""
+    """Returns the first rank's seed on every rank. It is an operator of its own, so checkpointing keeps or recomputes the seed as
+    it does on one rank."""
     seed = seed.clone()
     dist.broadcast(seed, group=Peers.behind(handle).group, group_src=0)
     return seed
@@ -226,7 +226,8 @@ def _(seed: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("sparse_flash::all_to_all", mutates_args=())
 def all_to_all(parts: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
-    """Part i of rank j becomes part j of rank i. parts: (ranks, ...), of one shape on all ranks. Its own gradient."""
+    """Exchanges parts: part i of rank j becomes part j of rank i. The operator is its own gradient. parts: (ranks, ...), of one
+    shape on all ranks."""
     parts = parts.contiguous()
     theirs = torch.empty_like(parts)
     dist.all_to_all_single(theirs, parts, group=Peers.behind(handle).group)
@@ -250,12 +251,12 @@ all_to_all.register_autograd(_returned, setup_context=_keep_handle)
 
 
 def exchange_blocks(k: torch.Tensor, v: torch.Tensor, route: Route) -> None:
-    """What a forward pass fetches, and no more."""
+    """Fetches the blocks that a forward pass fetches, and computes nothing."""
     _fetch(k, v, empty_blocks(k, v, route.received, route.block_size), route).arrived()
 
 
 def _fetch(k: torch.Tensor, v: torch.Tensor, buffer: torch.Tensor, route: Route) -> Arriving:
-    """The blocks of others, at the start of the buffer."""
+    """Starts fetching the blocks of others to the start of the buffer."""
     piece = buffer.shape[1:]
     packed = message(buffer, route.traffic, *piece, route=route)
     pack(k, v, packed, route.send_once if memory_for(route.traffic, piece, buffer, route) else route.send)
@@ -263,17 +264,18 @@ def _fetch(k: torch.Tensor, v: torch.Tensor, buffer: torch.Tensor, route: Route)
 
 
 def _gradients_to_send(k: torch.Tensor, v: torch.Tensor, route: Route) -> torch.Tensor:
-    """For those of fetched blocks."""
+    """Returns memory for the gradients of fetched blocks."""
     return message(k, route.traffic.returned, *block_shape(k, v, route.block_size), route=route)
 
 
 def _give_back(gradients: torch.Tensor, route: Route) -> Arriving:
-    """Sends the gradients of fetched blocks to their owners. Those of the blocks sent arrive, in the order of ``send``."""
+    """Sends the gradients of fetched blocks to their owners. The gradients of the rank's sent blocks arrive, in ``send``'s
+    order."""
     return started(gradients.new_empty(len(route.send), *gradients.shape[1:]), gradients, route.traffic.returned, route)
 
 
 def _add_returned(dk: torch.Tensor, dv: torch.Tensor, theirs: torch.Tensor, route: Route) -> None:
-    """Adds what others computed to dk and dv, rank after rank, so that bits repeat, and rounds once."""
+    """Adds the gradients that other ranks computed to dk and dv, in the order of ranks, so that bits repeat. Rounds once."""
     for gradient, half in zip((dk, dv), halves(theirs, dk.shape[3]), strict=True):
         add(gradient, by_head(half), route.answered, route.block_size, route.answers)
 

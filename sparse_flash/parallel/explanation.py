@@ -1,4 +1,4 @@
-"""What a forward pass costs each rank by strategy, beside what others do; and the choice that follows."""
+"""Estimates what a forward pass costs each rank under each strategy, and chooses owners and strategies by these estimates."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from .costs import ALONE, ELEMENT_BYTES, HEAD_DIM, LSE_BYTES, CallTimes, Node, S
 Strategy = Literal["blocks", "queries", "heads", "nodes"]
 STRATEGIES: tuple[Strategy, ...] = "blocks", "queries", "heads", "nodes"
 
-# A regular assignment is kept unless exchanging chunks saves more than this: the estimate is no better.
+# Chunks are exchanged if the time falls below this share of the best regular assignment's: smaller gains are within the
+# estimate's error.
 _WORTH_IT = 0.98
 
 
 @dataclass(frozen=True, eq=False)
 class StrategyCosts:
-    """What one forward pass of one sequence costs each rank, with head_dim 128 in 16 bits.
+    """Holds what one forward pass of one sequence costs each rank, with head_dim 128 in 16 bits.
 
-    work: (ranks,) float64, visited blocks, summed over heads. waited: float, the visited blocks that all ranks wait for: those of
-    the heaviest rank, or of the heaviest in each step of a ring.
+    work: (ranks,) float64, visited blocks, summed over heads. waited: float, the visited blocks of the heaviest rank, for which all
+    ranks wait; of a ring, the sum of these over its steps.
     received: (ranks,) float64, bytes that each rank gets from others. held: the most bytes of keys and values on a rank at a time.
-    seconds: an estimate of the slowest rank's time. Only fetched blocks hide behind work, where that is estimated to pay.
+    seconds: the estimated time of the slowest rank. Only fetched blocks overlap work, if that is estimated to be faster.
     """
 
     work: np.ndarray
@@ -39,12 +40,14 @@ class StrategyCosts:
 
 @dataclass(frozen=True, eq=False)
 class ContextExplanation:
-    """Costs by strategy: "blocks", "queries" where a few rows visit most columns, "heads" where the plan knows its heads and ranks
-    divide them, "nodes" where the ranks of a node do, "ring" (all keys and values pass every rank, arXiv:2310.01889) and
-    "all-gather" (every rank gets them all, then attends). Prints as a table.
+    """Holds the costs of each strategy that a plan can use, and of two that it does not offer. Prints as a table.
 
-    sizes: of the sequence. ranks: how many. costs: by name. choice: the strategy of this library that is estimated to be faster.
-    assignments: who owns what, by strategy of this library.
+    The strategies are "blocks"; "queries" if a few rows visit most columns; "heads" if the plan knows its heads and the number of
+    ranks divides them; "nodes" if the ranks of a node divide them. The other two are "ring", in which all keys and values pass
+    every rank (arXiv:2310.01889), and "all-gather", in which every rank gets all of them, then attends.
+
+    sizes: of the sequence. ranks: their number. costs: by name. choice: the strategy of this library that is estimated to be
+    fastest. assignments: which rank owns which blocks, by strategy of this library.
     """
 
     sizes: SequenceSizes
@@ -70,14 +73,15 @@ class ContextExplanation:
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """What is estimated to take least time. owners: of the tokens. strategies: one for each mask."""
+    """Holds the fastest owners and strategies, by estimate. owners: of the tokens. strategies: one for each mask."""
 
     owners: Owners
     strategies: tuple[Strategy, ...]
 
 
 def possible_strategies(sizes: SequenceSizes, ranks: int, knows_heads: bool, node: Node) -> tuple[Strategy, ...]:
-    """knows_heads: whether ``sizes`` has the heads of the calls; else heads are not exchanged."""
+    """Returns the strategies that a plan can use. knows_heads: whether ``sizes`` has the heads of the calls; if not, heads are not
+    exchanged."""
     divided: dict[Strategy, int] = {"heads": ranks}
     if 1 < node.ranks < ranks:
         divided["nodes"] = node.ranks
@@ -93,14 +97,14 @@ def chosen(
     allowed: Sequence[Strategy],
     node: Node = ALONE,
 ) -> Choice:
-    """Owners of the tokens and a strategy for each mask, by the time of all layers. Each layer waits for its slowest rank, as ranks
-    meet in its exchange.
+    """Chooses owners of the tokens and a strategy for each mask, to minimize the time of all layers. Ranks meet in the exchange of
+    each layer, so a layer takes the time of its slowest rank.
 
-    visits: of the masks. layers: how many layers have each.
+    visits: of the masks. layers: how many layers have each mask. allowed: the strategies to choose from.
     """
     estimates = _Estimates(sizes, ranks, link_rate, node)
     of_heads = [estimates.of_heads(one.mask).seconds for one in visits] if "heads" in allowed else []
-    # Under each strategy that fetches blocks, for each mask: what decides which; None where it cannot be.
+    # For each strategy that fetches blocks, the visits of each mask that decide which; None if the strategy does not suit a mask.
     fetching: dict[Strategy, list[Visits | None]] = {}
     if "blocks" in allowed:
         fetching["blocks"] = list(visits)
@@ -140,8 +144,8 @@ def chosen(
 def visits_of_nodes(
     owners: Owners, visits: Visits, sizes: SequenceSizes, ranks: int, link_rate: float, node: Node
 ) -> tuple[Visits, StrategyCosts]:
-    """What ranks of nodes fetch by, with shared rows or without, whichever is estimated to take less time; and the costs of one
-    rank of each node between the exchanges of heads."""
+    """Returns (the visits that decide which blocks travel between nodes, the costs of one rank of each node between the exchanges
+    of heads). The visits leave shared rows out if that is estimated to be faster."""
     across = _Estimates(sizes.of_share(node.ranks), ranks // node.ranks, link_rate, ALONE)
     of_nodes = owners.of_nodes(node.ranks)
     options = [one for one in (visits, visits.without_shared_rows(sizes)) if one is not None]
@@ -157,7 +161,7 @@ def explained(
     owners: Owners | None = None,
     node: Node = ALONE,
 ) -> ContextExplanation:
-    """The costs of a mask, on the CPU. owners: of the tokens, where that is settled, as by the masks of other layers."""
+    """Returns the costs of a mask, which is on the CPU. owners: of the tokens, if a plan has settled them; None to choose them."""
     visits = Visits.of(mask, chunk_blocks(mask.grid.q_blocks, sizes.block_size, ranks))
     estimates, possible = _Estimates(sizes, ranks, link_rate, node), possible_strategies(sizes, ranks, knows_heads, node)
     options = [option.under(visits) for option in candidates([visits], [1], ranks)]
@@ -184,7 +188,7 @@ def explained(
 
 @dataclass(frozen=True)
 class _Estimates:
-    """Of what strategies cost on so many ranks."""
+    """Estimates the costs of each strategy on ``ranks`` ranks."""
 
     sizes: SequenceSizes
     ranks: int
@@ -193,7 +197,7 @@ class _Estimates:
 
     @property
     def own(self) -> int:
-        """Bytes of the keys and values of a rank's tokens, where ranks own one piece of the sequence each."""
+        """Returns the bytes of the keys and values of a rank's tokens, padding included."""
         blocks = -(-self.sizes.q_len // self.sizes.block_size)
         per = chunk_blocks(blocks, self.sizes.block_size, self.ranks)
         chunks = -(-blocks // per)
@@ -201,19 +205,19 @@ class _Estimates:
 
     @property
     def block_in_visits(self) -> float:
-        """How many blocks a rank visits, the mean over heads, in the time in which it gets one."""
+        """Returns how many blocks a rank visits, the mean over heads, in the time in which it gets one."""
         return seconds(0, self.sizes.block_bytes, self.sizes, self.link_rate) / seconds(
             self.sizes.heads, 0, self.sizes, self.link_rate
         )
 
     def of_blocks(self, option: Assignment) -> StrategyCosts:
-        """Also where the queries of shared rows travel, which its visits leave out."""
+        """Returns the costs of fetching blocks. If the option's visits leave shared rows out, their queries are included here."""
         sizes = self.sizes
         work = (option.load + option.shared_load) * sizes.heads
         travelling = (
             np.zeros(self.ranks) if option.visits.shared is None else self._of_queries(option.of_ranks(option.visits.shared))
         )
-        # The slowest rank is not always that with the most work, nor that which gets most.
+        # The slowest rank need be neither the rank with the most work nor the rank that gets most, so each rank is estimated.
         forward = (of_rank for of_rank, _ in option.call_times(sizes, self.link_rate))
         waits = (seconds(0, queries, sizes, self.link_rate) for queries in travelling)
         took = min(slowest(CallTimes(*(way + wait for way in ways)) for ways, wait in zip(forward, waits, strict=True)))
@@ -221,8 +225,8 @@ class _Estimates:
         return StrategyCosts(work, work.max(), fetched + travelling, self.own + fetched.max(), took)
 
     def _of_queries(self, mine: np.ndarray) -> np.ndarray:
-        """(ranks,) bytes that each rank gets, where mine, (ranks,), is how many shared rows each has: the queries of others, and
-        the parts of its own rows from all others."""
+        """Returns (ranks,) bytes that each rank gets: the queries of others, and partial results of its own rows from all others.
+        mine: (ranks,), how many shared block rows each rank has."""
         token = self.sizes.heads * HEAD_DIM * ELEMENT_BYTES
         parts = (self.ranks - 1) * mine * (token + self.sizes.heads * LSE_BYTES)
         return self.sizes.block_size * ((mine.sum() - mine) * token + parts)
@@ -233,7 +237,7 @@ class _Estimates:
         return self._even(work, work.max(), received, self.own, copied(self._exchanged_by_heads))
 
     def of_nodes(self, owners: Owners, visits: Visits) -> StrategyCosts:
-        """Where heads have masks of their own, with the mean of them on each rank."""
+        """Returns the costs of "nodes". If heads have masks of their own, each rank is taken to have the mean of them."""
         ranks = self.node.ranks
         _, costs = visits_of_nodes(owners, visits, self.sizes, self.ranks, self.link_rate, self.node)
         within = self._exchanged_by_heads * (ranks - 1) / ranks
@@ -243,7 +247,8 @@ class _Estimates:
 
     @property
     def _exchanged_by_heads(self) -> float:
-        """Bytes of a rank's q, k and v, and of out, which come back: what it copies to send them. It keeps its own heads' share."""
+        """Returns the bytes of a rank's q, k, v and out, all of which it copies to send them. Its own heads' share does not
+        travel."""
         return self.own * (1 + self.sizes.heads / self.sizes.kv_heads)
 
     def of_a_ring(self, option: Assignment) -> StrategyCosts:
@@ -256,12 +261,12 @@ class _Estimates:
         return self._even(work, work.max(), (self.ranks - 1) * self.own, self.ranks * self.own)
 
     def _even(self, work: np.ndarray, waited: float, received: float, held: float, more: float = 0.0) -> StrategyCosts:
-        """Where all ranks get as much. more: seconds."""
+        """Returns the costs if all ranks get equally many bytes. more: seconds to add."""
         every = np.full(self.ranks, float(received))
         return StrategyCosts(work, waited, every, held, seconds(waited, received, self.sizes, self.link_rate) + more)
 
 
 def _work_by_head(mask: BlockMask, heads: int) -> np.ndarray:
-    """(heads,) float64: the visited blocks of each, the mean over the batch."""
+    """Returns (heads,) float64: the visited blocks of each head, the mean over the batch."""
     visited = np.diff(mask.mask_bounds(), prepend=0).astype(np.float64)
     return np.broadcast_to(visited[mask.mask_index.numpy()].mean(0), heads)

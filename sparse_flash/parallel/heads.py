@@ -1,4 +1,4 @@
-"""Tokens exchanged for heads, and back: between the two, each rank holds the tokens of all in some heads."""
+"""Exchanges tokens for heads, and back. Between the two exchanges, each rank holds all tokens of some heads."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from .exchange import all_to_all
 
 
 def some_heads_of_all_tokens(tensors: list[torch.Tensor], ranks: int, handle: torch.Tensor) -> list[torch.Tensor]:
-    """(batch, heads of a rank, tokens of all ranks, size) of each of them, (batch, heads, tokens, size): one exchange."""
-    # (ranks, tokens, batch, heads of a rank, size) each, so that all tokens of what arrives follow each other.
+    """Exchanges tensors of (batch, heads, tokens, size) for (batch, heads of a rank, tokens of all ranks, size), in one
+    exchange."""
+    # (ranks, tokens, batch, heads of a rank, size) each, so that tokens that arrive follow each other.
     sent = [t.unflatten(1, (ranks, -1)).permute(1, 3, 0, 2, 4) for t in tensors]
-    # Heads of one size are joined as they are, in one copy; others are flattened for it, which is a copy of its own.
+    # Heads of one size are concatenated in one copy. Heads of several sizes must be flattened first, which is another copy.
     alike = len({t.shape[3] for t in tensors}) == 1
     if not alike:
         sent = [t.flatten(3) for t in sent]
@@ -22,6 +23,6 @@ def some_heads_of_all_tokens(tensors: list[torch.Tensor], ranks: int, handle: to
 
 
 def own_tokens_of_all_heads(x: torch.Tensor, ranks: int, handle: torch.Tensor) -> torch.Tensor:
-    """(batch, heads, tokens, size) of x, (batch, heads of a rank, tokens of all ranks, size)."""
+    """Exchanges x, (batch, heads of a rank, tokens of all ranks, size), for (batch, heads, tokens, size)."""
     parts = x.unflatten(2, (ranks, -1)).permute(2, 1, 0, 3, 4)
     return all_to_all(parts, handle).flatten(0, 1).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""The rate of the links between ranks, measured."""
+"""Measures the rate of the links between ranks."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ _WARM, _RUNS = 2, 5
 
 
 def measured_link_rate(mesh: DeviceMesh, size: int = 1 << 28) -> float | tuple[float, float]:
-    """Bytes per second that a rank receives where all ranks of a mesh exchange with each other: for ``link_rate=`` of plans.
+    """Measures the bytes per second that a rank receives if all ranks of a mesh exchange with each other: ``link_rate=`` of plans.
 
     mesh: as for ``context_parallel``. size: bytes that each rank gets from all ranks together, itself included.
 
-    Returns the rate, that of the slowest rank; for a mesh of two dimensions two: between nodes, where the ranks of each node
-    exchange with their counterparts in all others at once, and within them. Each is the median of five exchanges. Some 100 ms and
-    twice ``size`` of memory on fast links. Rates differ a little from run to run, and the choice of a strategy may follow: for bits
-    that repeat, pass the same number. A collective call; all ranks get the same. Raises ValueError for one rank.
+    Returns the rate of the slowest rank, the same on all ranks. For a mesh of two dimensions it returns two rates: between nodes,
+    measured while all ranks of a node exchange with their counterparts at once; and within nodes. Each rate is the median of five
+    exchanges. On fast links this takes about 100 ms, and memory of twice ``size``. Rates differ a little from run to run, and may
+    change the chosen strategy: for bits that repeat, pass plans the same number. A collective call. Raises ValueError for a mesh of
+    one rank.
     """
     group = group_of(mesh)
     ranks, device = dist.get_world_size(group), device_of(mesh)
     if ranks == 1:
-        raise ValueError("a link joins two ranks or more; got a mesh of one; leave link_rate= out")
+        raise ValueError("mesh must have at least two ranks to measure a link; got one; leave link_rate= out")
     groups = [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
     mine = [_rate(size, one, device) for one in groups]
     every: list[list[float]] = [mine] * ranks
@@ -37,7 +38,7 @@ def measured_link_rate(mesh: DeviceMesh, size: int = 1 << 28) -> float | tuple[f
 
 
 def _rate(size: int, group: dist.ProcessGroup, device: torch.device) -> float:
-    """Of this rank; infinite where it is alone."""
+    """Returns this rank's rate; infinity if it is alone."""
     ranks = dist.get_world_size(group)
     if ranks == 1:
         return float("inf")
@@ -46,7 +47,7 @@ def _rate(size: int, group: dist.ProcessGroup, device: torch.device) -> float:
     theirs = torch.empty_like(mine)
     taken = []
     for _ in range(_WARM + _RUNS):
-        # Ranks that come late would count as slow links.
+        # Ranks meet first, as a late rank would count as a slow link.
         dist.all_reduce(mine[:1], group=group)
         _wait(device)
         begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a plan reads of a mesh: its ranks, the ranks of a node, its device."""
+"""Reads what a plan needs from a mesh: its ranks, the ranks of a node, its device."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
         return mesh.get_group()
     numbers = mesh.mesh.flatten().tolist()
     if numbers != sorted(numbers):
-        raise ValueError(f"the ranks of a mesh of two dimensions must ascend; got {mesh.mesh.tolist()}")
+        raise ValueError(f"the ranks of mesh must ascend; got {mesh.mesh.tolist()}; make it with init_device_mesh")
     return flattened(mesh).get_group()
 
 
 def ranks_of_node_of(mesh: DeviceMesh) -> int:
-    """1 in a mesh of one dimension."""
+    """Returns the number of a node's ranks: 1 in a mesh of one dimension."""
     return mesh.size(1) if mesh.ndim == 2 else 1
 
 

@@ -1,7 +1,8 @@
-"""Messages between GPUs of one host, copied by their copy engines.
+"""Moves messages between GPUs of one host by their copy engines.
 
-NCCL moves bytes by kernels that run on multiprocessors, and slows the attention beside it. Here each rank writes its message where
-all of them can read it, and each fetches its pieces: copies that no multiprocessor takes part in, on a stream of their own.
+NCCL moves bytes by kernels on multiprocessors, which slows attention that runs beside it. Here each rank writes its message to
+memory that all ranks can read, and copies its pieces from the messages of others. The copies run on their own stream and use no
+multiprocessor.
 """
 
 from __future__ import annotations
@@ -20,37 +21,36 @@ from ..compat import symmetric_memory
 from .traffic import Traffic
 
 SWITCH = "SPARSE_FLASH_COPY_ENGINES"  # an environment variable; 0: NCCL moves everything
-# A shorter message is left to the process group. An exchange by copies takes 0.1 ms more of the host's time than an operation of
-# NCCL, which slows the attention beside it by some 0.5 ms a GiB more. Of four H100 that received 192 to 256 MiB for 131,072 tokens,
-# neither way was the faster one in all cases.
+# The process group moves shorter messages. Copies take more of the host's time than an operation of NCCL, but slow attention less,
+# so they pay for long messages (docs/performance/several-gpus.md, "Copied by copy engines").
 LEAST = 1 << 28  # bytes
-_TRIED = 1 << 21  # bytes
-_SHARE = 8  # Memory grows to a multiple of the largest power of two in it, divided by this.
+_TRIED = 1 << 21  # bytes, of the first allocation, which shows whether memory can be shared
+_SHARE = 8  # Memory grows in steps of an eighth of the largest power of two up to its size.
 
 _known: WeakKeyDictionary[dist.ProcessGroup, PeerMemory | None] = WeakKeyDictionary()
 
 
 class Copies(NamedTuple):
-    """An exchange under way."""
+    """Holds the event that ends an exchange of copies."""
 
     done: Any
 
     def wait(self) -> None:
-        """The current stream waits for it; the host does not."""
+        """Makes the current stream wait for the copies. The host does not wait."""
         self.done.wait()
 
 
 class PeerMemory:
-    """Memory of a rank for one message at a time, which all ranks of its group read.
+    """Holds a rank's memory for one message at a time, which all ranks of its group read.
 
-    A message is asked for, written by the current stream, and exchanged. All ranks do so in the same order, as with any collective
-    call. The memory grows to the longest message of all ranks, and stays. Raises RuntimeError where GPUs cannot share memory.
+    ``message`` returns memory, the current stream writes it, ``exchange`` copies it to the ranks that need it. Both are collective
+    calls. The memory grows to the longest message of all ranks, and is kept. Raises RuntimeError if GPUs cannot share memory.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self._name, self._device, self._module = group.group_name, device, torch.get_device_module(device)
         self._milliseconds = int(symmetric_memory.patience_of(group, device).total_seconds() * 1000)
-        # Urgent, so that its barriers come before kernels of other streams that wait for a multiprocessor.
+        # High priority, so that its barriers start before kernels of other streams that wait for a multiprocessor.
         self._stream = self._module.Stream(priority=-1)
         self._memory: torch.Tensor | None
         self._memory, self._peers = self._allocated(_TRIED)
@@ -58,21 +58,21 @@ class PeerMemory:
 
     @property
     def size(self) -> int:
-        """Bytes held."""
+        """Returns the bytes held."""
         return 0 if self._memory is None else self._memory.numel()
 
     def _allocated(self, size: int) -> tuple[torch.Tensor, Any]:
         return symmetric_memory.shared_bytes(size, self._device, self._name)
 
     def message(self, longest: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """(*shape), uninitialized, for what this rank sends next. longest: bytes of the longest message of all ranks, the same on
-        all."""
+        """Returns memory for the next message of this rank: (*shape), uninitialized. longest: bytes of the longest message of all
+        ranks, the same on all."""
         if self._memory is not None:
-            # What was sent last is read no more once all ranks are here.
+            # Once all ranks are here, none still reads the last message.
             self._meet()
             self._module.current_stream().wait_stream(self._stream)
         if self._memory is None or longest > self.size:
-            # Freed first, as there may be no room for both.
+            # Freed first, as both may not fit.
             self._memory = self._peers = None
             unit = max(_TRIED, 1 << longest.bit_length() - 1 >> _SHARE.bit_length() - 1)
             self._memory, self._peers = self._allocated(-(-longest // unit) * unit)
@@ -80,16 +80,16 @@ class PeerMemory:
         return self._memory[: elements * dtype.itemsize].view(dtype).view(shape)
 
     def exchange(self, theirs: torch.Tensor, traffic: Traffic) -> Copies:
-        """Fills ``theirs``, contiguous, piece after piece, from the messages that all ranks wrote last."""
+        """Starts copies that fill ``theirs``, contiguous, piece after piece, from the messages that all ranks wrote last."""
         self._meet()
         shape, piece = theirs.shape[1:], theirs[:1].numel()
 
         def copy(source: int) -> None:
-            place = sum(traffic.receives[:source])
+            position = sum(traffic.receives[:source])
             for first, count in traffic.shared.runs[source]:
                 sent = self._peers.get_buffer(source, (count, *shape), theirs.dtype, first * piece)
-                theirs[place : place + count].copy_(sent)
-                place += count
+                theirs[position : position + count].copy_(sent)
+                position += count
 
         with self._module.stream(self._stream):
             for source in (*traffic.order, traffic.rank):
@@ -99,22 +99,22 @@ class PeerMemory:
         return Copies(done)
 
     def _meet(self) -> None:
-        """What follows on the stream of copies waits for all that all ranks have queued on their current streams."""
+        """Makes the stream of copies wait until all ranks have finished the work that is now queued on their current streams."""
         self._stream.wait_stream(self._module.current_stream())
         with self._module.stream(self._stream):
             self._peers.barrier(0, self._milliseconds)
 
 
 def peer_memory(group: dist.ProcessGroup, device: torch.device) -> PeerMemory | None:
-    """That of a group's ranks; None where the group moves messages itself: on CPUs, between hosts, and where NVLink does not join
-    all GPUs. A collective call when a group is asked for first. Warns where memory should be shared and cannot be."""
+    """Returns the memory that a group's ranks share. Returns None if the group moves messages itself: on CPUs, between hosts, and
+    if NVLink does not join all GPUs. The first call for a group is collective. Warns if sharing should work and fails."""
     if group not in _known:
         _known[group] = _made(group, device)
     return _known[group]
 
 
 def held_bytes(group: dist.ProcessGroup) -> int:
-    """Of the memory of a group's ranks, beside what PyTorch's allocator counts."""
+    """Returns the bytes that this rank shares with a group. PyTorch's allocator does not count them."""
     memory = _known.get(group)
     return 0 if memory is None else memory.size
 
@@ -123,8 +123,8 @@ def _made(group: dist.ProcessGroup, device: torch.device) -> PeerMemory | None:
     if device.type != "cuda" or torch.version.cuda is None or dist.get_world_size(group) == 1:
         return None
     on = os.environ.get(SWITCH, "1") not in ("", "0")
-    places = _gathered((_host(), device.index, on), group)
-    hosts, gpus, switches = zip(*places, strict=True)
+    every = _gathered((_host(), device.index, on), group)
+    hosts, gpus, switches = zip(*every, strict=True)
     if not all(switches) or len(set(hosts)) > 1 or len(set(gpus)) < len(gpus):
         return None
     memory, failure = None, ""
@@ -140,15 +140,16 @@ def _made(group: dist.ProcessGroup, device: torch.device) -> PeerMemory | None:
             failure = str(error)
     if failure:
         warnings.warn(
-            f"GPU {device.index} cannot share memory with the others of its host, so NCCL moves what ranks exchange, which slows "
-            f"the attention beside it; set {SWITCH}=0 to leave it to NCCL without this warning: {failure}",
+            f"GPU {device.index} cannot share memory with other GPUs of its host, so NCCL moves what ranks exchange, which slows "
+            f"attention that runs beside it; set {SWITCH}=0 to use NCCL without this warning: {failure}",
             stacklevel=2,
         )
     return memory if all(_gathered(memory is not None, group)) else None
 
 
 def _host() -> str:
-    """Where processes can hand each other memory: one kernel, and one name, which containers have for themselves."""
+    """Returns text that is equal for processes that can share memory: the kernel's boot id, and the host name, which differs
+    between containers."""
     try:
         kernel = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:

@@ -43,7 +43,7 @@ from .planning import PlannedSequence, PlanOptions, described, planned, square
 from .routes import BlockExchange, Overlap, PartMask, Peers, Route
 from .sharding import TokenShards
 
-# (q, k) -> which blocks of keys queries attend to
+# (q, k) -> the blocks of keys that each query attends to
 BlockChoice: TypeAlias = Callable[[torch.Tensor, torch.Tensor], BlockSelection | BlockMask]
 
 
@@ -92,37 +92,42 @@ def context_parallel(
     overlap: bool | None = None,
     keep_fetched: bool = True,
 ) -> ContextPlan | ContextPlans:
-    """A plan for one sequence over the ranks of a mesh: every rank owns some blocks of tokens, the same number on each, and attends
-    from them to all tokens that the mask keeps.
+    """Plans the attention of one sequence over the ranks of a mesh. Every rank owns equally many tokens, in whole blocks. Their
+    queries attend to all tokens of the sequence that the mask keeps.
 
     mask: a Pattern or its spec text, compiled for q_len tokens; or a square BlockMask on any device, which may have a mask for each
-    head; it is read on the host. A list gives a mask to each layer and returns ``ContextPlans``: one assignment of tokens serves
-    all layers, balanced by their sum; equal masks are planned and stored once. q_len: tokens of the whole sequence.
-    mesh: a DeviceMesh of one dimension, ``mesh["cp"]`` of a larger one, or of two with names, ``mesh["node", "cp"]``: the nodes and
-    the ranks of each. All its ranks share the sequence.
-    heads, kv_heads: of the attention calls; kv_heads defaults to heads. Needed to exchange heads, and to choose that.
-    block_size: tokens on a side of a pattern's blocks, the unit that ranks own and exchange; a BlockMask has its own.
-    strategy: "blocks": a rank gets the blocks of keys and values that its queries visit, in one exchange forward and one backward.
-    "queries": as that, but where a few rows visit more than half of all columns, as those of global tokens do, their queries travel
-    to all ranks; each attends them to its own columns, and their owner joins the parts.
-    "heads": ranks exchange tokens for heads before the call and back after it, so that each attends from all tokens in some heads
-    (arXiv:2309.14509); the number of ranks must divide kv_heads. "nodes", for a mesh of two dimensions: the ranks of a node
-    exchange tokens for heads, and fetch blocks of those heads from other nodes, or send queries as above where that is estimated to
-    be faster; the ranks of a node must divide kv_heads. "auto"
-    takes the one whose slowest rank is estimated to take least time, for each mask; it exchanges no heads where they are not given.
-    link_rate: bytes per second that a rank receives from others; the default was measured between two H200, and
-    ``measured_link_rate`` measures other links. A mesh of two dimensions needs two: (from other nodes, from ranks of its own).
-    overlap: whether a rank attends its own columns while fetched blocks, or their gradients, travel: in two calls, where True, in
-    place of one on all columns. None takes what is estimated to be faster, for each pass and rank by itself.
-    keep_fetched: whether fetched blocks are kept for the backward pass; if not, they are fetched again, and between the passes take
-    no memory.
+    head. A BlockMask is read on the host. A list gives a mask to each layer and returns ``ContextPlans``. One assignment of tokens
+    then serves all layers and balances their total work. Equal masks are planned and stored once.
+    q_len: tokens of the whole sequence.
+    mesh: a DeviceMesh, all of whose ranks share the sequence. It has one dimension, as ``mesh["cp"]`` of a larger one does; or two
+    with names, ``mesh["node", "cp"]``: the nodes, and the ranks of each node.
+    heads, kv_heads: of the attention calls; kv_heads defaults to heads. A plan that may exchange heads needs them.
+    block_size: tokens on a side of a pattern's blocks, the unit that ranks own and exchange. A BlockMask has its own.
+    strategy: "blocks", "queries", "heads", "nodes" or "auto", as listed below.
+    link_rate: bytes per second that a rank receives from others. The default was measured between two GPUs that NVLink joins;
+    ``measured_link_rate`` measures other links. A mesh of two dimensions needs two rates: (from other nodes, within a node).
+    overlap: True makes two calls, one on the rank's own columns while fetched blocks or their gradients travel, and one on fetched
+    columns. False makes one call on all columns. None takes what is estimated to be faster, for each pass, the same on all ranks.
+    keep_fetched: True keeps fetched blocks for the backward pass. False fetches them again, so they take no memory in between.
 
-    Between GPUs of one host that NVLink joins, blocks are copied by the GPUs' copy engines, which leave the multiprocessors to
-    attention; each rank then keeps memory for the longest message of any rank: of blocks that it sends, or of gradients of those
-    that it gets. The environment variable SPARSE_FLASH_COPY_ENGINES=0 leaves them to NCCL.
+    The strategies:
 
-    A collective call: all ranks of the mesh make it together and compare, on the host, what they were given. Raises ValueError on
-    every rank where they differ, or where one of them raises for an unsuitable argument; TypeError for a BlockSelection.
+    - "blocks": a rank fetches the blocks of keys and values that its queries visit. Each pass has one exchange.
+    - "queries": as "blocks", except for rows that visit more than half of all columns, such as global tokens. If these are few,
+      their queries travel to all ranks instead. Each rank attends them to its own columns, and their owner merges the results.
+    - "heads": ranks exchange tokens for heads before the call, and back after it. Between the exchanges, each rank has all tokens
+      of some heads (arXiv:2309.14509). The number of ranks must divide kv_heads.
+    - "nodes", for a mesh of two dimensions: the ranks of a node exchange tokens for heads. For its heads, each rank fetches blocks
+      from other nodes, or sends queries as above if that is estimated to be faster. The ranks of a node must divide kv_heads.
+    - "auto": for each mask, the strategy whose slowest rank is estimated to take least time. Without heads=, heads are not
+      exchanged.
+
+    If NVLink joins the GPUs of one host, their copy engines move long messages of blocks, which leaves the multiprocessors to
+    attention. Each rank then keeps memory for the longest message of any rank: the blocks that it sends, or the gradients of the
+    blocks that it gets. With the environment variable SPARSE_FLASH_COPY_ENGINES=0, NCCL moves all messages.
+
+    A collective call: all ranks of the mesh make it together, and compare their arguments on the host. Raises ValueError on every
+    rank if arguments differ, or if one rank raises for an argument; TypeError for a BlockSelection.
     """
     group, ranks_of_node = group_of(mesh), ranks_of_node_of(mesh)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -152,8 +157,8 @@ def plans_of(
     mesh: DeviceMesh,
     cu_seqlens: tuple[int, ...] = (0,),
 ) -> ContextPlans:
-    """layers: the number of each layer's mask among those that were planned. whole: gives a mask by its number, on the CPU.
-    cu_seqlens: of the documents; one by default."""
+    """Makes a plan for each layer. layers: for each layer, the number of its mask among the planned masks. whole: returns a mask by
+    its number, on the CPU. cu_seqlens: the documents' bounds; one document by default."""
     places = numbers.owners.places(numbers.sizes.q_len, numbers.sizes.block_size)
     shards = TokenShards(numbers.sizes.q_len, places, cu_seqlens, group_of(mesh), device_of(mesh))
     plans = [ContextPlan(shards, numbers, number, options, partial(whole, number), mesh) for number in range(len(numbers.parts))]
@@ -161,15 +166,17 @@ def plans_of(
 
 
 class ContextPlan(TokenShards):
-    """One rank's view of a sequence that several ranks share; ``context_parallel`` makes it, the same on all of them.
+    """Holds one rank's view of a sequence that several ranks share. ``context_parallel`` and ``ContextParallel`` make plans.
 
-    tokens: int, the tokens that this rank holds. The same on every rank: some hold padding at their end. A plan for one rank holds
-    all tokens, unpadded. q_len: tokens of the whole sequence.
-    positions: (tokens,) int64 on the plan's device, the place of each in the whole sequence, ascending; 0 for padding. For rotary
-    embeddings, for instance. document_positions: the same, the place of each in its document, for a plan of ``ContextParallel``.
+    tokens: int, the tokens of this rank, the same number on every rank. Some ranks have padding at their end. A plan of one rank
+    has none. q_len: tokens of the whole sequence.
+    positions: (tokens,) int64 on the plan's device, each token's position in the whole sequence, ascending; 0 for padding. Rotary
+    embeddings use them, for instance.
+    document_positions: (tokens,) int64 on the plan's device, each token's position in its document, for a plan of
+    ``ContextParallel``.
     exists: (tokens,) bool on the plan's device, False for padding.
-    strategy: "blocks", "queries", "heads" or "nodes". rank, ranks: this rank, and how many there are. device: of its tensors.
-    overlap: (forward, backward), whether ranks attend their own columns while blocks travel. keep_fetched: as given.
+    strategy: "blocks", "queries", "heads" or "nodes". rank: this rank. ranks: their number. device: of the plan's tensors.
+    overlap: (forward, backward), whether a pass makes two calls, one of which overlaps the exchange. keep_fetched: as given.
     """
 
     def __init__(
@@ -181,7 +188,7 @@ class ContextPlan(TokenShards):
         whole: Callable[[], BlockMask],
         mesh: DeviceMesh,
     ):
-        """number: of the mask among those that were planned. whole: gives the mask, on the CPU."""
+        """number: of the plan's mask among the planned masks. whole: returns the mask, on the CPU."""
         vars(self).update(vars(shards))  # the same tensors under all masks
         self.strategy, self.keep_fetched = numbers.strategies[number], options.keep_fetched
         self._sizes, self._owners, self._fits = numbers.sizes, numbers.owners, numbers.fits[number]
@@ -189,15 +196,15 @@ class ContextPlan(TokenShards):
         self._ranks_of_node = ranks_of_node_of(mesh)
         part = numbers.parts[number]
         self._one_rank = part.to(self.device) if isinstance(part, BlockMask) else None
-        # Of the call between exchanges, where all tokens are on the rank.
+        # The mask of the call between exchanges, if the rank then has all tokens.
         self._gathered = part.to(self.device) if isinstance(part, PartMask) else None
-        # Where each token of the sequence lies in those of all ranks; None where they lie in order.
+        # The index of each token of the sequence among the tokens of all ranks, rank after rank; None if both orders are the same.
         in_order = self.ranks == 1 or np.array_equal(self.places.ravel(), np.arange(self.q_len))
         self._order = None if in_order or self.strategy != "heads" else shards._inverse
         across = mesh.get_group(0) if self.strategy == "nodes" else self.group
         self._route = Route.on(part, across, self.device) if isinstance(part, BlockExchange) else None
         self._route_handle = None if self._route is None else self._route.handle()
-        # With those that exchange tokens for heads: how many, and the handle of their group.
+        # The ranks that exchange tokens for heads: their number, and the handle of their group.
         self._sharing, self._peers = 1, None
         if self.strategy == "heads" and self.ranks > 1:
             self._sharing, self._peers = self.ranks, Peers(self.group).handle()
@@ -205,13 +212,13 @@ class ContextPlan(TokenShards):
             self._sharing, self._peers = self._ranks_of_node, Peers(mesh.get_group(1)).handle()
         self._everyone = Peers(self.group).handle()
         self.overlap = self._route.overlap if self._route else Overlap(False, False)
-        # The compiler reads its length alone; it takes lengths below two for constants.
+        # The compiler reads only its length. Lengths below two would be constants to it.
         self._columns = torch.zeros(max(2, self._route.received if self._route else 0), dtype=torch.int8, device=self.device)
         length_may_vary(self._columns, 0)
 
     @cached_property
     def mask(self) -> BlockMask:
-        """The mask of the whole sequence, on the CPU."""
+        """Returns the mask of the whole sequence, on the CPU."""
         return self._whole()
 
     def __repr__(self) -> str:
@@ -235,25 +242,28 @@ class ContextPlan(TokenShards):
         backend: str = "auto",
         **refused: object,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """``sf.attention`` of the whole sequence under the plan's mask, for this rank's queries. On one rank it is that call.
+        """Attends this rank's queries to all tokens of the sequence, under the plan's mask. On one rank it is ``sf.attention``.
 
-        q: (batch, heads, tokens, head_dim). k: (batch, kv_heads, tokens, head_dim). v: (batch, kv_heads, tokens, v_head_dim): this
-        rank's tokens, on the plan's device. scale, dropout_p, sinks, return_lse, deterministic, backend: as for ``sf.attention``.
-        With deterministic=True, gradients are the same bits in every run with as many ranks. dropout_p: the same on all ranks. They
-        drop together what one GPU drops with the first rank's seed; each rank draws one, so all generators advance. Backend
-        "reference" is for strategy "heads" only.
-        select: blocks chosen from queries, in place of the plan's mask, under strategy "heads" only. A function of (q, k) that
-        returns a BlockSelection, or a BlockMask, as ``topk_blocks`` does: it gets all q_len tokens in order, without padding, in
-        the rank's heads: the next heads / ranks of q for each rank, and kv_heads / ranks of k. Or such a selection or mask itself.
-        Dropout is for a BlockMask.
+        q: (batch, heads, tokens, head_dim). k: (batch, kv_heads, tokens, head_dim). v: (batch, kv_heads, tokens, v_head_dim). All
+        three hold this rank's tokens, on the plan's device.
+        select: replaces the plan's mask by blocks chosen from queries, under strategy "heads" only. It is a function of (q, k) that
+        returns a BlockSelection or a BlockMask, as ``topk_blocks`` does; or such a selection or mask. The function gets all q_len
+        tokens in order, without padding. Rank r gets heads / ranks heads of q, from number r * heads / ranks on, and the matching
+        kv_heads / ranks heads of k.
+        scale, sinks, return_lse: as for ``sf.attention``.
+        dropout_p: as for ``sf.attention``, the same on all ranks. The ranks together drop what one GPU drops with the first rank's
+        seed. Each rank draws a seed, so all generators advance. A BlockSelection takes no dropout.
+        deterministic: as for ``sf.attention``. With True, gradients have the same bits in every run with equally many ranks.
+        backend: as for ``sf.attention``; "reference" under strategy "heads" only.
 
         Returns out, (batch, heads, tokens, v_head_dim), or (out, lse); both are differentiable in q, k, v and sinks. The gradient
-        of sinks is this rank's share, as that of any parameter: the sum over ranks is the whole. Padding has out 0, and adds
+        of sinks is this rank's share, as for any parameter: the sum over ranks is the whole gradient. Padding has out 0, and adds
         nothing to any gradient.
 
-        A collective call, forward and backward: every rank of the mesh makes it, in the same order as its other calls, also a rank
-        whose loss has no valid token (a sum over none of them, still connected to its output). Lengths and changes of scores are
-        not supported yet, and raise ValueError, as do tensors that do not fit. TypeError for a choice of another type.
+        A collective call, forward and backward: every rank of the mesh makes it, in the same order as its other calls. So does a
+        rank whose loss has no valid token: its loss is then an empty sum that is connected to out. Raises ValueError for lengths
+        and changes of scores, which are not supported yet, and for tensors that do not fit; TypeError if select is or returns
+        another type.
         """
         if refused:
             raise ValueError(
@@ -271,13 +281,13 @@ class ContextPlan(TokenShards):
         self._check(q, k, v)
         if select is not None and self.strategy != "heads":
             raise ValueError(
-                "select needs all tokens of a head on one rank, as where heads are exchanged for tokens; this plan's strategy is "
-                f"{self.strategy!r}; pass strategy='heads' to context_parallel, with a number of ranks that divides kv_heads"
+                f"select needs all tokens of a head on one rank; this plan's strategy is {self.strategy!r}; pass strategy='heads' "
+                "to context_parallel, with a number of ranks that divides kv_heads"
             )
         if backend == "reference" and self._route is not None:
             raise ValueError(
-                "backend 'reference' computes gradients from the softmax of the keys that it gets, and here a call gets a part of "
-                "them; pass backend='torch', or strategy='heads' to the plan"
+                "backend 'reference' needs all keys of a query in one call; got a plan of strategy "
+                f"{self.strategy!r}, whose calls get some of them; pass backend='torch', or strategy='heads' to context_parallel"
             )
         if sinks is not None:
             check_sinks(sinks, q)
@@ -294,9 +304,10 @@ class ContextPlan(TokenShards):
         return (out, own_tokens_of_all_heads(lse[..., None], ranks, handle)[..., 0]) if return_lse else out
 
     def _dropout(self, q: torch.Tensor, k: torch.Tensor, dropout_p: float) -> Variant | None:
-        """The seed of all ranks and, where this one attends in some heads, their lines. q, k: in all heads."""
+        """Returns the seed of all ranks and, if this rank has only some heads, their batch-heads (``lines``). q, k: with all
+        heads."""
         drawn = checked_variant(q, k, dropout_p=dropout_p)
-        if drawn is None:  # too small a number
+        if drawn is None:  # dropout_p rounds to 0
             return None
         assert drawn.seed is not None
         lines = None
@@ -318,7 +329,7 @@ class ContextPlan(TokenShards):
         deterministic: bool | None,
         backend: str,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse), where tokens have been exchanged for heads, or stay where they are."""
+        """Returns (out, lse) of the call itself, after tokens were exchanged for heads if the strategy does so."""
         check_deterministic(deterministic)
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
@@ -344,20 +355,23 @@ class ContextPlan(TokenShards):
                     "plan.shard gives them"
                 )
         if q.device != self.device:
-            raise ValueError(f"the plan is on {self.device} and q on {q.device}; make the mesh for {q.device.type}, or move q")
+            raise ValueError(
+                f"q must be on the plan's device {self.device}; got {q.device}; make the mesh for {q.device.type}, or move q"
+            )
         if self._knows_heads and (q.shape[1], k.shape[1]) != (self._sizes.heads, self._sizes.kv_heads):
             raise ValueError(
-                f"the plan is for {self._sizes.heads} query and {self._sizes.kv_heads} key heads; got {q.shape[1]} and {k.shape[1]}"
+                f"q and k must have the plan's {self._sizes.heads} query and {self._sizes.kv_heads} key heads; got {q.shape[1]} "
+                f"and {k.shape[1]}; pass heads= and kv_heads= of these calls to context_parallel"
             )
         check_batch_and_heads(self._fits, *q.shape[:2])
 
     def explain(self, ranks: int | None = None, ranks_of_node: int | None = None) -> ContextExplanation:
-        """What one forward pass costs each rank by strategy, beside a ring and an all-gather of all keys and values; prints as a
-        table. Nothing runs.
+        """Returns estimates of what a forward pass costs each rank under each strategy, a ring, and an all-gather of all keys and
+        values. The result prints as a table. Nothing runs.
 
-        ranks: of the plan by default; any other number shows what as many would do, with this mask in all layers. ranks_of_node:
-        those of the mesh's second dimension, also by default; 1 is for a mesh of one. heads and kv_heads are those that the plan
-        was given, else the mask's heads.
+        ranks: the plan's by default. Another number shows that many ranks, with this mask in all layers. ranks_of_node: the size of
+        the mesh's second dimension; the plan's by default, 1 for a mesh with one dimension. Heads are the heads that the plan was
+        given, else the mask's. Raises ValueError for numbers below 1, and if ranks_of_node does not divide ranks.
         """
         ranks = self.ranks if ranks is None else operator.index(ranks)
         of_node = self._ranks_of_node if ranks_of_node is None else operator.index(ranks_of_node)
@@ -372,22 +386,27 @@ class ContextPlan(TokenShards):
 
 @torch.no_grad()
 def exchange_alone(plan: ContextPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Exchanges what a forward pass of ``plan.attention`` does, and computes nothing: to time that part. v: with q's head_dim.
+    """Makes the exchanges of a forward pass of ``plan.attention`` and computes nothing, so that they can be timed. v: with q's
+    head_dim.
 
-    A collective call, under strategies "blocks" and "heads"; the others raise ValueError.
+    A collective call. Raises ValueError under strategies other than "blocks" and "heads".
     """
     if plan._peers is not None and plan.strategy == "heads":
         q, *_ = some_heads_of_all_tokens([q, k, v], plan._sharing, plan._peers)
-        own_tokens_of_all_heads(q, plan._sharing, plan._peers)  # as out would return
+        own_tokens_of_all_heads(q, plan._sharing, plan._peers)  # q has the size of out
     elif plan._route is not None and plan.strategy == "blocks":
         exchange_blocks(k, v, plan._route)
     elif plan.ranks > 1:
-        raise ValueError(f"strategy {plan.strategy!r} exchanges between its calls; 'blocks' and 'heads' can be told apart")
+        raise ValueError(
+            f"plan must have strategy 'blocks' or 'heads'; got {plan.strategy!r}, which exchanges between its calls; time "
+            "plan.attention"
+        )
 
 
 class ContextPlans(TokenShards, Sequence[ContextPlan]):
-    """The plans of a model's layers over one assignment of tokens: ``plans[i]`` is the ``ContextPlan`` of layer i, the same object
-    for layers with equal masks. tokens, positions, exists, shard, unshard and the rest of the tokens are as of a ContextPlan."""
+    """Holds the plans of a model's layers over one assignment of tokens. ``plans[i]`` is the ``ContextPlan`` of layer i, the same
+    object for layers with equal masks. tokens, positions, exists, shard, unshard and its other attributes of tokens mean the same
+    as in a ContextPlan."""
 
     def __init__(self, shards: TokenShards, by_layer: list[ContextPlan]):
         vars(self).update(vars(shards))
@@ -419,12 +438,12 @@ def _chosen(select: BlockChoice | BlockSelection | BlockMask, q: torch.Tensor, k
 
 
 def _in_order(x: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
-    """x, (batch, heads, tokens of all ranks, size), with the sequence's tokens alone, in their order."""
+    """Returns x, (batch, heads, tokens of all ranks, size), in the sequence's order, without padding."""
     return x if order is None else x.index_select(2, order)
 
 
 def _from_order(x: torch.Tensor, order: torch.Tensor | None, tokens: int, fill: float) -> torch.Tensor:
-    """The reverse; padding gets ``fill``."""
+    """Reverses ``_in_order``; padding gets ``fill``."""
     return x if order is None else x.new_full((*x.shape[:2], tokens, *x.shape[3:]), fill).index_copy(2, order, x)
 
 
@@ -439,7 +458,7 @@ def _of_all_tokens(
     deterministic: bool,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse), where a rank has all tokens of its heads."""
+    """Returns (out, lse) on a rank that has all tokens of its heads."""
     if dropout is None:
         given = mask.mask if isinstance(mask, PartMask) else mask
         # fmt: off
@@ -463,7 +482,7 @@ def _of_all_tokens(
 
 
 def _distinct(masks: list[BlockMask]) -> tuple[list[BlockMask], list[int]]:
-    """(the different masks, for each of ``masks`` the number of its equal)"""
+    """Returns (the different masks, for each of ``masks`` the number of its equal among these)."""
     if other := next((mask for mask in masks if mask.block_size != masks[0].block_size), None):
         raise ValueError(
             f"the masks of all layers must have one block_size, the unit that ranks own; got {masks[0].block_size} and "

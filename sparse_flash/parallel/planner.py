@@ -1,4 +1,4 @@
-"""Plans for packed documents that change with each step, made by a process beside the training."""
+"""Plans for packed documents that change with each step, in a process beside the training."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ _SHORT = 1024  # tokens
 
 @dataclass(frozen=True)
 class _Task:
-    """All that a plan depends on, besides the documents. patterns: different ones. layers: the number of each layer's."""
+    """Holds all that a plan depends on, except the documents. patterns: different patterns. layers: the number of each layer's
+    pattern."""
 
     patterns: tuple[Pattern, ...]
     layers: tuple[int, ...]
@@ -57,22 +58,22 @@ class _Task:
 
 
 class ContextParallel:
-    """Makes a plan for each list of packed documents, in a process of its own, while the last step still runs.
+    """Plans each list of packed documents in its own process, while the last step still runs.
 
         planner = sf.ContextParallel(mesh["cp"], "causal", q_len=131_072, heads=32, kv_heads=8)
         coming = planner.submit(cu_seqlens)      # as soon as a batch is packed
         plan = coming.result()                   # when its step begins
 
-    mesh: as for ``context_parallel``. mask: a Pattern or its spec text, or a list with one for each layer. It counts positions from
-    the start of the sequence, as ``mask & documents(cu_seqlens)``: masks of distances are the same as in each document alone.
-    q_len: tokens of the whole sequence in every step, the same for all, so that shapes are.
+    mesh: as for ``context_parallel``. mask: a Pattern or its spec text, or a list with one for each layer. The plan's mask is
+    ``mask & documents(cu_seqlens)``, so ``mask`` counts positions from the start of the sequence. For masks of distances this makes
+    no difference. q_len: tokens of the whole sequence, the same in every step, so that shapes stay the same.
     heads, kv_heads, block_size, strategy, link_rate, overlap, keep_fetched: as for ``context_parallel``.
     timeout: how long ranks wait for each other's documents; PyTorch's default for gloo if None.
 
-    A collective call: it makes a gloo group of the mesh's ranks, on which they compare what they were given. Raises ValueError on
-    every rank where they differ, or where one of them raises for an unsuitable argument. The process is started as
-    ``multiprocessing`` spawns any other, so a program's main module needs ``if __name__ == "__main__":``, and patterns of your own
-    must be importable. ``close``, or leaving a ``with`` block, ends it.
+    A collective call: it makes a gloo group of the mesh's ranks, on which they compare their arguments. Raises ValueError on every
+    rank if arguments differ, or if one rank raises for an argument. ``multiprocessing`` spawns the process, so a program's main
+    module needs ``if __name__ == "__main__":``, and your own patterns must be importable. ``close``, or leaving a ``with`` block,
+    ends the process.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class ContextParallel:
     ):
         group = group_of(mesh)
         self._mesh, self._single, self._closed = mesh, not isinstance(mask, (list, tuple)), False
-        # Apart from the group of the model's exchanges, as another thread uses it.
+        # Another thread uses this group, so it is not the group of the model's exchanges.
         ranks = dist.get_process_group_ranks(group)
         self._group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
         options = PlanOptions(heads, kv_heads, block_size, strategy, link_rate, overlap, keep_fetched)
@@ -101,11 +102,11 @@ class ContextParallel:
             by_layer = [_pattern(one) for one in (mask if isinstance(mask, (list, tuple)) else [mask])]
             if not by_layer:
                 raise ValueError("mask must name at least one mask, or be one; got an empty list")
-            BlockGrid(q_len, q_len, block_size)  # raises for lengths that cannot be
+            BlockGrid(q_len, q_len, block_size)  # raises for invalid lengths
             patterns = tuple(dict.fromkeys(by_layer))
             layers = tuple(patterns.index(one) for one in by_layer)
             self._task = _Task(patterns, layers, q_len, dist.get_rank(group), len(ranks), ranks_of_node_of(mesh), options)
-            # Raises what every plan would, and is soon done: documents are short.
+            # Raises what every plan would. Short documents make this quick.
             self._task.planned((*range(0, q_len, _SHORT), q_len))
         except (TypeError, ValueError) as error:
             check_agreement(error, self._group)
@@ -117,16 +118,16 @@ class ContextParallel:
         self._process.submit(os.getpid)  # starts it now, as its imports take seconds
 
     def submit(self, cu_seqlens: Iterable[int]) -> PendingPlan:
-        """Plans packed documents. Returns at once.
+        """Starts to plan packed documents, and returns at once.
 
-        cu_seqlens: (documents + 1,) integers on the CPU, tokens: the start of each document and the end of the last, from 0 to at
-        most q_len; tokens past it keep nothing. A list, tuple, array or tensor.
+        cu_seqlens: (documents + 1,) integers, a list, tuple, array or tensor on the CPU: the first token of each document, then the
+        end of the last. The first is 0, the last at most q_len. Tokens after the end keep nothing.
 
-        Every rank of the mesh submits the same documents, in the same order. What is wrong with them is an error of ``result``, on
-        every rank. RuntimeError after ``close``.
+        Every rank of the mesh submits the same documents, in the same order. ``result`` raises errors in the documents, on every
+        rank. Raises RuntimeError after ``close``.
         """
         if self._closed:
-            raise RuntimeError("this planner is closed, and plans no more; submit before close, or make another ContextParallel")
+            raise RuntimeError("this planner is closed; submit documents before close, or make another ContextParallel")
         try:
             bounds = _bounds(cu_seqlens, self._task.q_len)
         except (TypeError, ValueError) as error:
@@ -134,7 +135,7 @@ class ContextParallel:
         return PendingPlan(self, bounds, self._process.submit(_made, self._task, bounds))
 
     def close(self) -> None:
-        """Ends the process once it has planned what was submitted."""
+        """Ends the process after it has planned all submitted documents."""
         self._closed = True
         self._process.shutdown()
 
@@ -146,12 +147,12 @@ class ContextParallel:
 
 
 class PendingPlan:
-    """A plan that ``ContextParallel.submit`` has begun."""
+    """Holds a plan that ``ContextParallel.submit`` has started."""
 
     def __init__(self, planner: ContextParallel, cu_seqlens: tuple[int, ...], made: Future[tuple[dict[str, str], bytes]]):
         self._planner, self._cu_seqlens, self._made = planner, cu_seqlens, made
         self._sent = Future[Agreement]()
-        # A thread calls this as soon as the plan is made, in the order of ``submit``: ranks compare while the last step still runs.
+        # A thread calls this as soon as the plan is made, in the order of ``submit``, so ranks compare while the last step runs.
         made.add_done_callback(self._compare)
 
     def _compare(self, made: Future[tuple[dict[str, str], bytes]]) -> None:
@@ -163,12 +164,12 @@ class PendingPlan:
             self._sent.set_exception(failure)
 
     def done(self) -> bool:
-        """Whether this rank's part is made."""
+        """Whether this rank has made its part of the plan. Other ranks may still be planning."""
         return self._made.done()
 
     def result(self) -> ContextPlan | ContextPlans:
-        """The plan, or the plans of all layers where the planner got a list of masks; waits for it, and for all ranks to have made
-        theirs. Raises ValueError on every rank where their documents differ, or are wrong on one of them."""
+        """Waits until all ranks have made the plan, then returns it. Returns the plans of all layers if the planner got a list of
+        masks. Raises ValueError on every rank if documents differ, or are wrong on one rank."""
         self._sent.result().check()
         task, bounds = self._planner._task, self._cu_seqlens
         numbers = pickle.loads(self._made.result()[1])
@@ -180,23 +181,26 @@ class PendingPlan:
 
 def _pattern(mask: Pattern | str) -> Pattern:
     if not isinstance(mask, (Pattern, str)):
-        raise TypeError(f"a planner's mask must be a Pattern or its spec text, to join with documents; got {type(mask).__name__}")
+        raise TypeError(
+            f"mask must be a Pattern or its spec text, to combine with documents; got {type(mask).__name__}; use context_parallel "
+            "for a BlockMask"
+        )
     return parse(mask) if isinstance(mask, str) else mask
 
 
 def _bounds(cu_seqlens: Iterable[int], q_len: int) -> tuple[int, ...]:
     if isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.device.type != "cpu":
         raise ValueError(
-            f"cu_seqlens must be on the CPU, where planning reads it; got {cu_seqlens.device}; pass it before it is copied there"
+            f"cu_seqlens must be on the CPU, where it is read; got {cu_seqlens.device}; pass it before copying it to the GPU"
         )
     bounds: tuple[int, ...] = documents(cast(tuple[int, ...], cu_seqlens)).cu_seqlens
     if bounds[-1] > q_len:
-        raise ValueError(f"the documents end at token {bounds[-1]}, past the q_len={q_len} of the planner; drop or cut some")
+        raise ValueError(f"cu_seqlens must end by the planner's q_len={q_len}; got {bounds[-1]}; drop or cut documents")
     return bounds
 
 
 def _settle_in() -> None:
-    """In the new process: one thread, and no life after the program's."""
+    """Prepares the new process: it computes with one thread, and ends when the program ends."""
     torch.set_num_threads(1)
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -213,7 +217,7 @@ def _refuse(error: Exception) -> tuple[dict[str, str], bytes]:
 
 
 def _made(task: _Task, cu_seqlens: tuple[int, ...]) -> tuple[dict[str, str], bytes]:
-    """(what must be the same on all ranks, in short words; the plan's numbers, pickled)"""
+    """Returns (short descriptions that must be the same on all ranks, the plan's numbers, pickled)."""
     numbers = task.planned(cu_seqlens)
     given = np.array(cu_seqlens).tobytes()
     same = {
@@ -227,7 +231,7 @@ def _made(task: _Task, cu_seqlens: tuple[int, ...]) -> tuple[dict[str, str], byt
 
 
 class _Pickler(pickle.Pickler):
-    """Writes tensors as arrays. (Between processes PyTorch shares each by a file of its own, which takes longer than copying.)"""
+    """Pickles tensors as arrays. PyTorch would share each tensor by its own file, which takes longer than copying."""
 
     def reducer_override(self, obj: object) -> Any:
         if isinstance(obj, BlockMask):

@@ -1,8 +1,8 @@
-"""A rank's part in the exchanges of a plan: the tables that it attends by, and the blocks that it sends and gets.
+"""Records one rank's side of a plan's exchanges: the tables of its calls, and the blocks that it sends and gets.
 
-A plan's numbers do not cross an operator's boundary. A handle does, the number of ``Peers`` in a 0-d tensor on the CPU, so
-torch.compile guards on no number of a plan, and one graph serves every plan of one shape. The handle owns what it stands for: a
-backward pass saves it, and may come when the plan is gone.
+An operator gets a handle instead of these records: the number of a ``Peers`` in a 0-d tensor on the CPU. So torch.compile guards on
+no number of a plan, and one graph serves all plans of one shape. The handle owns its ``Peers``: a backward pass saves the handle,
+and may run after the plan is freed.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _numbers = count()
 
 @dataclass(frozen=True, eq=False)
 class Peers:
-    """What an operator looks up by its handle: the ranks that it exchanges tensors with."""
+    """Holds the ranks that an operator exchanges tensors with. The operator finds it by a handle."""
 
     group: dist.ProcessGroup
 
     def handle(self) -> torch.Tensor:
-        """A new one. This does not own it in turn, so both are freed at once, without a garbage collector."""
+        """Returns a new handle. No reference leads back to the handle, so both are freed at once, without a garbage collector."""
         number = next(_numbers)
         handle = torch.tensor(number, device="cpu")
-        handle._owned_by_handle = self  # type: ignore[attr-defined]  # lives as long as the tensor, whoever holds that
+        handle._owned_by_handle = self  # type: ignore[attr-defined]  # lives as long as the tensor
         _known[number] = self
         return handle
 
@@ -51,8 +51,8 @@ class Peers:
 
 @dataclass(frozen=True, eq=False)
 class PartMask:
-    """The mask of some block rows and columns of a sequence, and where they stand in it. q_places, kv_places: as of ``Variant``; 0
-    for blocks that keep nothing."""
+    """Holds the mask of some block rows and columns of a sequence, and their positions in it. q_places, kv_places: as in
+    ``Variant``; 0 for blocks that keep nothing."""
 
     mask: BlockMask
     q_places: torch.Tensor
@@ -71,8 +71,8 @@ class PartMask:
 
 @dataclass(frozen=True, eq=False)
 class OneCall:
-    """A pass in one call, after the exchange or before it. mask: rows: the rank's blocks; columns: these, then those that it
-    gets."""
+    """Describes a pass in one call, after the exchange (forward) or before it (backward). mask: its rows are the rank's blocks, its
+    columns the rank's blocks and then the blocks that it gets."""
 
     mask: PartMask
 
@@ -82,11 +82,11 @@ class OneCall:
 
 @dataclass(frozen=True, eq=False)
 class TwoCalls:
-    """A pass in two calls, so that one of them overlaps the exchange.
+    """Describes a pass in two calls, one of which overlaps the exchange.
 
-    near: rows and columns: the rank's blocks. far: rows: those that visit blocks of others, in some head, where they are few, else
-    all of the rank's; columns: the blocks that the rank gets; None where no row visits any. rows: (rows of far,) int64 among the
-    rank's blocks; None: all of them.
+    near: the mask of the rank's block rows and its own block columns. far: the mask of ``rows`` and the blocks that the rank gets;
+    None if no row visits any of these. rows: (rows of far,) int64, the block rows that visit blocks of others in at least one head,
+    as indices of the rank's blocks; None for all block rows, if the visiting ones are not few.
     """
 
     near: PartMask
@@ -100,10 +100,10 @@ class TwoCalls:
 
 @dataclass(frozen=True, eq=False)
 class SharedRows:
-    """Rows whose queries travel to all ranks, as they visit most columns.
+    """Lists rows that visit most columns, so that their queries travel to all ranks.
 
-    rows: (blocks,) int64, the rank's own of them, among its blocks. traffic: of their blocks, which each rank sends to all, itself
-    included. mask: rows: those of all ranks, rank after rank; columns: the rank's own blocks.
+    rows: (blocks,) int64, the rank's shared block rows, as indices of its blocks. traffic: each rank sends its shared rows to all
+    ranks, itself included. mask: its rows are the shared rows of all ranks, rank after rank, its columns the rank's own blocks.
     """
 
     rows: torch.Tensor
@@ -113,7 +113,7 @@ class SharedRows:
 
     @classmethod
     def of(cls, mask: BlockMask, assignment: Assignment, rank: int, shared: np.ndarray) -> SharedRows:
-        """shared: (blocks,) bool."""
+        """shared: (blocks,) bool, of the whole sequence."""
         of_rank = [np.flatnonzero((blocks >= 0) & shared[blocks]) for blocks in assignment.blocks]
         every = np.concatenate([blocks[rows] for blocks, rows in zip(assignment.blocks, of_rank, strict=True)])
         own = PartMask.of(mask, every, assignment.blocks[rank])
@@ -126,7 +126,7 @@ class SharedRows:
 
 
 class Overlap(NamedTuple):
-    """For each pass, whether it is of two calls, one of which overlaps the exchange."""
+    """Says for each pass whether it makes two calls, one of which overlaps the exchange."""
 
     forward: bool
     backward: bool
@@ -134,14 +134,15 @@ class Overlap(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class BlockExchange:
-    """Which blocks of keys and values a rank gets and sends, and how it attends; on one device.
+    """Describes which blocks of keys and values a rank gets and sends, and its calls; on one device. Blocks are indices of the
+    rank's blocks.
 
-    send: (sent blocks,) int64, which of the rank's blocks go out, those for rank 0 first. send_once: the blocks of a message that
-    all ranks read. traffic: how many go from each rank to each.
-    answered: (blocks,) int64, those of its blocks that go out at all. answers: (first, places), int64: the gradients of
-    ``answered[i]`` are those of the sent blocks places[first[i]] to places[first[i + 1] - 1], in the order of ranks. None if no
-    block goes to two ranks: then they are those of block ``send[i]``.
-    shared: rows that the tables of both passes leave out, as their queries travel; None if there are none.
+    send: (sent blocks,) int64, the blocks that go out, first the blocks for rank 0. A block that goes to several ranks is listed
+    several times. send_once: the blocks of a message that all ranks read. traffic: how many blocks go from each rank to each.
+    answered: (blocks,) int64, each block that goes out, once. answers: (first, positions), int64. The gradient of ``answered[i]``
+    is the sum of the gradients of the sent blocks positions[first[i]] to positions[first[i + 1] - 1], in the order of ranks. None
+    if no block goes to two ranks: ``answered`` is then ``send``, and each block gets one gradient.
+    shared: rows that the tables of both passes leave out because their queries travel; None if there are none.
     """
 
     block_size: int
@@ -166,8 +167,8 @@ class BlockExchange:
     def of(
         cls, mask: BlockMask, assignment: Assignment, rank: int, overlap: bool | None, sizes: SequenceSizes, link_rate: float
     ) -> BlockExchange:
-        """On the CPU, as the mask. overlap: None takes, for each pass, what is estimated to be faster with as many calls on every
-        rank."""
+        """Returns a rank's exchange on the CPU, where the mask is. overlap: None takes one call or two, for each pass, by the
+        estimate for the slowest rank, so all ranks make equally many calls."""
         outgoing = [assignment.outgoing(source) for source in range(assignment.ranks)]
         sent, wanted = outgoing[rank]
         traffic = Traffic.of([of_rank for _, of_rank in outgoing], rank)
@@ -179,7 +180,7 @@ class BlockExchange:
             chosen = Overlap(*(slowest(of_pass).overlaps for of_pass in zip(*times, strict=True)))
         else:
             chosen = Overlap(overlap, overlap)
-        # A table is built once, and only if a pass walks it.
+        # A table is built once, and only if a pass uses it.
         calls: dict[bool, OneCall | TwoCalls] = {}
         if False in chosen:
             calls[False] = OneCall(PartMask.of(mask, rows, np.concatenate([own, fetched])))
@@ -206,8 +207,8 @@ class BlockExchange:
 
 @dataclass(frozen=True, eq=False)
 class Route(BlockExchange, Peers):
-    """A rank's exchange of blocks, on its device, and the ranks that it is with. memory: where all of them read messages; or
-    None."""
+    """Holds a rank's exchange of blocks on its device, and its peers. memory: of the messages that all peers read; None if the
+    group moves messages itself."""
 
     memory: PeerMemory | None
 
@@ -223,7 +224,7 @@ class Route(BlockExchange, Peers):
 
 
 def _two_calls(mask: BlockMask, rows: np.ndarray, own: np.ndarray, fetched: np.ndarray) -> TwoCalls:
-    """rows: ``own``, with -1 for those that other calls attend."""
+    """rows: ``own``, with -1 for rows that other calls attend."""
     near, visiting = PartMask.of(mask, rows, own), _visits(mask, rows, fetched)
     some = visiting.any()
     if not some or not gathers_rows(visiting.sum(), len(own)):
@@ -233,7 +234,7 @@ def _two_calls(mask: BlockMask, rows: np.ndarray, own: np.ndarray, fetched: np.n
 
 
 def _visits(mask: BlockMask, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
-    """(rows,) bool: whether a block row visits one of the block columns, in some head. -1 visits none."""
+    """Returns (rows,) bool: whether a block row visits one of the block columns, in at least one head. Row -1 visits none."""
     wanted = np.zeros(mask.grid.kv_blocks, bool)
     wanted[cols] = True
     visits, present = np.zeros(len(rows), bool), np.flatnonzero(rows >= 0)

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence a rank holds; tensors of tokens, cut and put together."""
+"""Records which tokens of a sequence a rank holds; shards and unshards tensors of tokens."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 @dataclass(eq=False, repr=False)
 class TokenShards:
-    """One rank's tokens of a sequence, the same number on every rank: some hold padding at their end.
+    """Holds one rank's tokens of a sequence. Every rank has equally many; some have padding at their end.
 
-    q_len: tokens of the sequence. places: (ranks, tokens) int64 on the host, the place of each token in the sequence, -1 for
-    padding. cu_seqlens: where documents start. group: the ranks. device: of the tensors.
+    q_len: tokens of the sequence. places: (ranks, tokens) int64 on the host, each token's position in the sequence, -1 for padding.
+    cu_seqlens: where documents start. group: the ranks. device: of the tensors.
     """
 
     q_len: int
@@ -33,44 +33,45 @@ class TokenShards:
         self.positions = own.clamp(min=0).to(self.device)
 
     def __copy__(self) -> Self:
-        """Itself, as copies of a model share its ranks."""
+        """Returns itself, as copies of a model share its ranks."""
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Itself, as above."""
+        """Returns itself, as ``__copy__`` does."""
         return self
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a plan is of the ranks of this run, and cannot be pickled, nor can a layer or model that holds it; save a state_dict, "
-            "which has no plan, and make the plan again on every rank"
+            "a plan belongs to the ranks of this run, so it cannot be pickled, nor can a layer or model that holds it; save a "
+            "state_dict, which has no plan, and make the plan again on every rank"
         )
 
     @cached_property
     def document_positions(self) -> torch.Tensor:
-        """(tokens,) int64, as ``positions``: the place of each token in its document."""
+        """Returns (tokens,) int64, on the plan's device: each token's position in its document."""
         starts = torch.tensor(self.cu_seqlens, device=self.device)
         return self.positions - starts[torch.searchsorted(starts, self.positions, right=True) - 1]
 
     @cached_property
     def _inverse(self) -> torch.Tensor:
-        """(q_len,) int64: where each token lies in the tokens of all ranks, rank after rank."""
+        """Returns (q_len,) int64: each token's index among the tokens of all ranks, rank after rank."""
         flat = self.places.ravel()
         inverse = np.empty(self.q_len, np.int64)
         inverse[flat[flat >= 0]] = np.flatnonzero(flat >= 0)
         return torch.from_numpy(inverse).to(self.device)
 
     def shard(self, x: torch.Tensor, dim: int, fill: float = 0) -> torch.Tensor:
-        """This rank's tokens of x, and ``fill`` for padding: x with ``tokens`` in place of q_len on dimension ``dim``.
+        """Returns this rank's tokens of x, with ``fill`` for padding: dimension ``dim`` has ``tokens`` elements instead of q_len.
 
-        x: all tokens in natural order, on any device. Differentiable. Shift labels before they are sharded: the next token may be
-        on another rank.
+        x: all tokens in natural order, on any device. The result is differentiable in x. Shift labels before sharding them: the
+        next token may be on another rank. Raises TypeError if x is no tensor, ValueError if ``dim`` does not hold q_len tokens.
         """
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"x must be a tensor of all {self.q_len} tokens; got {type(x).__name__}")
         if not -x.dim() <= dim < x.dim() or x.shape[dim] != self.q_len:
             raise ValueError(
-                f"dimension {dim} of x must hold the {self.q_len} tokens of the whole sequence; got shape {tuple(x.shape)}"
+                f"dimension {dim} of x must hold the {self.q_len} tokens of the whole sequence; got shape {tuple(x.shape)}; pass "
+                "all tokens, and their dimension as dim"
             )
         if self.ranks == 1:
             return x
@@ -78,13 +79,17 @@ class TokenShards:
         return x.index_select(dim, self.positions.to(x.device)).masked_fill(padding, fill)
 
     def unshard(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """All tokens of x in natural order, without padding, on every rank: x with q_len in place of ``tokens`` on ``dim``.
+        """Returns all tokens of x in natural order, without padding, on every rank: dimension ``dim`` has q_len elements instead of
+        ``tokens``.
 
-        x: this rank's tokens, on the plan's device; of one shape and dtype on all ranks. A collective call, and not differentiable:
-        the result is detached.
+        x: this rank's tokens, on the plan's device, with one shape and dtype on all ranks. A collective call. It is not
+        differentiable: the result is detached. Raises ValueError if ``dim`` does not hold this rank's tokens.
         """
         if not -x.dim() <= dim < x.dim() or x.shape[dim] != self.tokens:
-            raise ValueError(f"dimension {dim} of x must hold the {self.tokens} tokens of this rank; got shape {tuple(x.shape)}")
+            raise ValueError(
+                f"dimension {dim} of x must hold the {self.tokens} tokens of this rank; got shape {tuple(x.shape)}; pass them, "
+                "and their dimension as dim"
+            )
         x = x.detach()
         if self.ranks == 1:
             return x

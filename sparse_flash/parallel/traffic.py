@@ -1,4 +1,4 @@
-"""How many pieces ranks send each other in an exchange. Numbers on the host only, the same on all ranks."""
+"""Counts the pieces that ranks send each other in an exchange. All numbers are on the host, and the same on all ranks."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-_MOST_RUNS = 64  # that a rank copies in an exchange; the host takes some 8 us for each
+_MOST_RUNS = 64  # runs that a rank copies in an exchange; the host takes about 8 us for each
 
 
 class SharedMessages(NamedTuple):
-    """Messages that all ranks read, in which each piece lies once, whoever gets it.
+    """Describes messages that all ranks read. Each piece is in its rank's message once, even if several ranks get it.
 
-    pieces: of each rank's message. runs: for each rank, (the first piece, how many) of what this one gets, in the order in which it
-    arrives.
+    pieces: of each rank's message, their number. runs: for each rank, the (first piece, count) of each run that this rank gets from
+    its message, in the order of arrival.
     """
 
     pieces: list[int]
@@ -24,8 +24,8 @@ class SharedMessages(NamedTuple):
 
     @classmethod
     def of(cls, wanted: list[np.ndarray], rank: int) -> SharedMessages | None:
-        """wanted: of each rank's message, (ranks, pieces) bool, which rank gets which. None where that is in so many runs for some
-        rank that copying each by itself takes longer than writing pieces several times."""
+        """wanted: for each rank's message, (ranks, pieces) bool, the ranks that get each piece. Returns None if a rank would copy
+        more than _MOST_RUNS runs: writing pieces several times then takes less time."""
         begin = [np.diff(of_rank, prepend=False, axis=1) & of_rank for of_rank in wanted]
         if sum(of_rank.sum(1) for of_rank in begin).max() > _MOST_RUNS:
             return None
@@ -38,10 +38,10 @@ class SharedMessages(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
-    """One exchange: each rank sends a message with the pieces for rank 0 first, and gets those of rank 0 first.
+    """Describes one exchange. A rank's message has the pieces for rank 0 first; it receives the pieces of rank 0 first.
 
-    pieces: (ranks, ranks) int64: pieces[i, j] go from rank i to rank j. rank: this one. once: the messages that take the place of
-    these where all ranks read them; None where they are the same.
+    pieces: (ranks, ranks) int64: pieces[i, j] go from rank i to rank j. rank: this rank. once: the messages with each piece once,
+    if all ranks read them; None if messages have a copy of a piece for each rank that gets it.
     """
 
     pieces: np.ndarray
@@ -55,12 +55,12 @@ class Traffic:
 
     @cached_property
     def sends(self) -> list[int]:
-        """How many go to each rank."""
+        """Returns how many pieces go to each rank."""
         return self.pieces[self.rank].tolist()
 
     @cached_property
     def receives(self) -> list[int]:
-        """How many come from each rank."""
+        """Returns how many pieces come from each rank."""
         return self.pieces[:, self.rank].tolist()
 
     @cached_property
@@ -73,7 +73,7 @@ class Traffic:
 
     @cached_property
     def shared(self) -> SharedMessages:
-        """The messages where all ranks read them."""
+        """Returns the messages that all ranks read."""
         if self.once is not None:
             return self.once
         begins, counts = self.pieces[:, : self.rank].sum(1), self.pieces[:, self.rank]
@@ -82,14 +82,16 @@ class Traffic:
 
     @cached_property
     def order(self) -> list[int]:
-        """The ranks that this one gets pieces from, one after the other, itself left out. In a turn no two get theirs from one
-        rank: two at a time took 5.6 ms for half a GiB from each of two H100, where one takes 2.9."""
+        """Returns the other ranks that this rank gets pieces from, in the order of copying.
+
+        Copying proceeds in rounds. In a round no two ranks read from the same rank, because two readers halve each other's rate
+        (docs/performance/several-gpus.md, "Copied by copy engines").
+        """
         left = np.where(np.eye(len(self.pieces), dtype=bool), 0, self.pieces)
         order = []
         while left.any():
-            # Ranks that have most left to send or to get are in every turn, so there are no more turns than they need. Long pieces
-            # go together, as a rank whose piece is short would begin its next beside others: random numbers of pieces take
-            # 1.1 to 1.3 times as long as the busiest rank, where without this they take 1.1 to 1.5.
+            # Ranks with most pieces left to send or to get are in every round, so there are no more rounds than these ranks need.
+            # A round has pieces of similar length: a rank with a short piece would begin its next one while others still read.
             todo = left.sum(1)[:, None] + left.sum(0)
             sources, targets = linear_sum_assignment(np.where(left > 0, todo + 2 * left, 0), maximize=True)
             order += sources[(targets == self.rank) & (left[sources, targets] > 0)].tolist()
@@ -98,10 +100,10 @@ class Traffic:
 
     @cached_property
     def longest(self) -> int:
-        """The pieces of the longest message of all ranks; 0 if no rank sends anything."""
+        """Returns the number of pieces of the longest message of all ranks; 0 if no rank sends anything."""
         return int(self.pieces.sum(1).max())
 
     @cached_property
     def returned(self) -> Traffic:
-        """The exchange in which every piece goes back, in the order in which it came."""
+        """Returns the exchange in which every piece goes back to its sender, in the order of arrival."""
         return Traffic(self.pieces.T, self.rank)

@@ -1,4 +1,4 @@
-"""Blocks on their way between ranks: how they lie in a message, and exchanges that are under way."""
+"""Packs blocks into messages between ranks, starts exchanges, and waits for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .peer_memory import PeerMemory
 from .routes import Route
 from .traffic import Traffic
 
-_START = 20_000  # cycles, some 11 us, in which an exchange's kernel starts
+_START = 20_000  # cycles, about 11 us, in which an exchange's kernel starts
 
 
 class Work(Protocol):
@@ -23,28 +23,28 @@ class Work(Protocol):
 
 
 class Arriving(NamedTuple):
-    """What an exchange fills, and what it reads. They live until it is done."""
+    """Holds the tensor that an exchange fills, and the message that it reads, until it is done."""
 
     theirs: torch.Tensor
     mine: torch.Tensor | None = None
     work: Work | None = None
 
     def begun(self) -> None:
-        """From here on kernels that take all multiprocessors run beside the exchange. Its kernel starts on another stream, some us
-        after what it waits for, and would wait for theirs to end if they were first: 2.9 ms of 8.1 (two H100, a butterfly's forward
-        pass, 8 heads of 524,288 tokens)."""
+        """Idles the current stream until the exchange's kernel has started. That kernel starts on another stream, a few us after
+        its inputs are ready. If kernels that take all multiprocessors came first, the exchange would start only when they end."""
         if self.work is not None and self.theirs.is_cuda:
             idle(_START)
 
     def arrived(self) -> torch.Tensor:
-        """From here on the current stream may read it."""
+        """Makes the current stream wait for the exchange. Returns the filled tensor."""
         if self.work is not None:
             self.work.wait()
         return self.theirs
 
 
 def message(like: torch.Tensor, traffic: Traffic, *piece: int, route: Route) -> torch.Tensor:
-    """(sent pieces, *piece), contiguous and of the dtype of ``like``, for what ``started`` sends next. A collective call."""
+    """Returns memory for the message that ``started`` sends next: (sent pieces, *piece), contiguous, with the dtype of ``like``. A
+    collective call."""
     memory = memory_for(traffic, piece, like, route)
     if memory is None:
         return like.new_empty(traffic.sent, *piece)
@@ -53,7 +53,7 @@ def message(like: torch.Tensor, traffic: Traffic, *piece: int, route: Route) -> 
 
 
 def started(theirs: torch.Tensor, mine: torch.Tensor, traffic: Traffic, route: Route) -> Arriving:
-    """Sends ``mine``, a ``message``, and fills ``theirs``; both contiguous, piece after piece."""
+    """Starts an exchange that sends ``mine``, a ``message``, and fills ``theirs``. Both are contiguous, piece after piece."""
     if not traffic.longest:
         return Arriving(theirs)
     memory, group = memory_for(traffic, theirs.shape[1:], theirs, route), route.group
@@ -63,8 +63,8 @@ def started(theirs: torch.Tensor, mine: torch.Tensor, traffic: Traffic, route: R
 
 
 def memory_for(traffic: Traffic, piece: tuple[int, ...], like: torch.Tensor, route: Route) -> PeerMemory | None:
-    """Where messages of such pieces lie, as ``traffic.shared`` says; None: anywhere, as the group moves them. All ranks have one or
-    none."""
+    """Returns the memory in which all ranks read messages of such pieces, laid out by ``traffic.shared``; None if the group moves
+    them. The answer is the same on all ranks."""
     return route.memory if traffic.longest * _bytes(piece, like) >= peer_memory.LEAST else None
 
 
@@ -73,12 +73,12 @@ def _bytes(piece: tuple[int, ...], like: torch.Tensor) -> int:
 
 
 def empty_blocks(k: torch.Tensor, v: torch.Tensor, count: int, block_size: int) -> torch.Tensor:
-    """(count, block, batch, kv_heads, head_dim + v_head_dim): a block is one piece, with its keys and its values."""
+    """Returns (count, block, batch, kv_heads, head_dim + v_head_dim), uninitialized. A piece is a block's keys and values."""
     return k.new_empty(count, *block_shape(k, v, block_size))
 
 
 def block_shape(k: torch.Tensor, v: torch.Tensor, block_size: int) -> tuple[int, ...]:
-    """Of a piece of ``empty_blocks``."""
+    """Returns the shape of a piece of ``empty_blocks``."""
     return block_size, *k.shape[:2], k.shape[3] + v.shape[3]
 
 
@@ -87,17 +87,17 @@ def halves(packed: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def by_block(x: torch.Tensor, block_size: int) -> torch.Tensor:
-    """(blocks, block, batch, heads, size), a view of x, (batch, heads, tokens, size)."""
+    """Returns x, (batch, heads, tokens, size), viewed as (blocks, block, batch, heads, size)."""
     return x.unflatten(2, (-1, block_size)).permute(2, 3, 0, 1, 4)
 
 
 def by_head(blocks: torch.Tensor) -> torch.Tensor:
-    """The reverse of ``by_block``, also a view."""
+    """Reverses ``by_block``, also as a view."""
     return blocks.flatten(0, 1).permute(1, 2, 0, 3)
 
 
 def pack(k: torch.Tensor, v: torch.Tensor, packed: torch.Tensor, blocks: torch.Tensor | None = None) -> None:
-    """Fills blocks with keys and values. blocks: (packed blocks,) int64, which; None: all."""
+    """Copies blocks of k and v to ``packed``. blocks: (packed blocks,) int64, the blocks to copy; None for all."""
     block_size = packed.shape[1]
     for tensor, half in zip((k, v), halves(packed, k.shape[3]), strict=True):
         if portable.by_kernels(k.device):
@@ -111,12 +111,12 @@ def pack(k: torch.Tensor, v: torch.Tensor, packed: torch.Tensor, blocks: torch.T
 
 
 def unpacked(packed: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """k and v, (batch, kv_heads, tokens, head_dim), as views."""
+    """Returns views (k, v) of packed blocks, each (batch, kv_heads, tokens, its head_dim)."""
     return halves(by_head(packed), head_dim)
 
 
 def with_room(k: torch.Tensor, v: torch.Tensor, count: int, block_size: int) -> torch.Tensor:
-    """k and v as blocks, and room for ``count`` more behind them."""
+    """Returns k and v packed into blocks, followed by ``count`` uninitialized blocks."""
     own = k.shape[2] // block_size
     every = empty_blocks(k, v, own + count, block_size)
     pack(k, v, every[:own])
@@ -126,7 +126,7 @@ def with_room(k: torch.Tensor, v: torch.Tensor, count: int, block_size: int) -> 
 def gathered(
     k: torch.Tensor, v: torch.Tensor, fetched: torch.Tensor, every: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """k and v of the rank and of the fetched blocks behind them. every: what ``with_room`` made for these, or None."""
+    """Returns (k, v) of the rank's tokens, then of the fetched blocks. every: what ``with_room`` returned for these, or None."""
     if not len(fetched):
         return k, v
     if every is None:
@@ -136,5 +136,5 @@ def gathered(
 
 
 def of_blocks(x: torch.Tensor, rows: torch.Tensor | None, block_size: int) -> torch.Tensor:
-    """Some blocks of x, (batch, heads, tokens, ...); None: all."""
+    """Returns the block rows ``rows`` of x, (batch, heads, tokens, ...); x itself if rows is None."""
     return x if rows is None else x.unflatten(2, (-1, block_size)).index_select(2, rows).flatten(2, 3)

@@ -269,7 +269,7 @@ def test_an_error_of_one_rank_is_an_error_on_every_rank(pools):
         ({"strategy": "heads", "heads": 3}, "got 2 ranks and 3 kv_heads"),
         ({"strategy": "ring"}, "strategy must be 'auto', 'blocks', 'queries', 'heads' or 'nodes'; got 'ring'"),
         ({"strategy": "queries", "mask": "local(64)"}, "in which a few block rows visit more than half"),
-        ({"kv_heads": 2}, "says nothing without heads="),
+        ({"kv_heads": 2}, "kv_heads must come with heads=; got kv_heads=2 alone"),
         ({"heads": 0}, "heads must be a positive integer; got 0"),
         ({"link_rate": 0}, "link_rate must be a positive number"),
         ({"link_rate": "fast"}, "link_rate must be a positive number of bytes per second, or two"),
@@ -279,7 +279,7 @@ def test_an_error_of_one_rank_is_an_error_on_every_rank(pools):
         ({"mask": [sf.compile_mask("causal", 1000, block_size=32), "causal"]}, "one block_size, the unit that ranks own; got 32"),
         (
             {"mask": sf.topk_blocks(*torch.ones(2, 1, 1, 1000, 16), keep=2, block_size=64, every=1)},
-            "made before there are queries, and a BlockSelection is of blocks chosen from them",
+            "made before there are queries; got a BlockSelection, which queries choose",
         ),
         ({"overlap": "yes"}, "overlap must be True, False or None; got 'yes'"),
         ({"keep_fetched": 1}, "keep_fetched must be True or False; got 1"),
@@ -297,7 +297,7 @@ def test_calls_that_do_not_fit_a_plan_are_refused_by_name(pools):
         assert "a BlockSelection does not take dropout_p" in said["selected dropout"]
         assert "dropout_p must be in [0, 1); got 1.5" in said["dropout"]
         assert "it does not support dropout of a part of a sequence" in said["hopper"]
-        assert "backend 'reference' computes gradients from the softmax of the keys that it gets" in said["reference"]
+        assert "backend 'reference' needs all keys of a query in one call" in said["reference"]
         assert "q must hold the 512 tokens of this rank" in said["tokens"]
         assert "4 query and 2 key heads; got 2 and 2" in said["heads"]
         assert "must hold the 1000 tokens of the whole sequence" in said["shard"]
@@ -318,14 +318,14 @@ def test_documents_that_change_are_planned_beside_and_compile_once(pools):
 
 def test_documents_that_are_wrong_or_differ_are_an_error_on_every_rank_and_the_next_are_planned(pools):
     first, second = pools(2).run(on_ranks.refused_documents)
-    assert "end at token 1001, past the q_len=1000" in first["too long"] == second["too long"]
+    assert "must end by the planner's q_len=1000; got 1001" in first["too long"] == second["too long"]
     assert "must not decrease" in first["falling"]
-    assert "rank 1: ValueError: the documents end at token 1001" in first["of one rank"]
+    assert "rank 1: ValueError: cu_seqlens must end by the planner's q_len=1000; got 1001" in first["of one rank"]
     assert first["other"] == second["other"]
     assert "cu_seqlens is of 2 documents to token 1000" in first["other"] and "on rank 0" in first["other"]
     assert first["right"].startswith("ContextPlan(1000 tokens over 2 ranks, 512 on each, strategy 'heads'")
     assert "this is rank 0" in first["right"] and "this is rank 1" in second["right"]
-    assert "must be a Pattern or its spec text, to join with documents; got BlockMask" in first["table"]
+    assert "must be a Pattern or its spec text, to combine with documents; got BlockMask" in first["table"]
     assert "must name at least one mask" in first["no mask"]
     assert "this planner is closed" in first["closed"] == second["closed"]
     assert "q_len must be a positive integer number of tokens; got 0" in first["length"]

@@ -1,9 +1,9 @@
-"""Rows of queries gathered from anywhere, for the kernels of key blocks chosen by query: the lists by key block, and the warps that
-copy what they name into shared memory.
+"""Gathers rows of queries, for the kernels of key blocks chosen by query: reads the lists by key block, and copies the listed rows
+into shared memory.
 
-TMA gathers no rows on Hopper. Warps of their own copy them, 16 bytes a thread and asynchronously, so many copies are under way
-while others compute. A program takes items, pieces of lists, one after the other: they are sorted by weight, so one of each round
-of items is an even share, and all rounds after an empty item are empty.
+TMA cannot gather rows on Hopper. Copying warps do it, asynchronously and 16 bytes a thread, so many copies are in flight while
+other warps compute. A list is divided into pieces, its items, which are sorted by weight. Each program takes one item of each round
+of items, which is an even share. All rounds after an empty item are empty.
 """
 
 import triton
@@ -15,7 +15,7 @@ from ..common.gluon import copy_elements, record
 ROWS = gl.constexpr(64)  # of a tile: queries, each in as many rows as query heads share its choice
 GATHERING_WARPS = gl.constexpr(4)
 
-# Of ``Lists`` and ``RowTensor``: new lengths, heads or picks never recompile.
+# Arguments for ``Lists`` and ``RowTensor``. New lengths, heads or picks never recompile.
 NOT_SPECIALIZED = ["item", "item_count", "line", "choice", "stride", "kv_heads", "q_len", "offset", "choices", "key_blocks"]
 NOT_SPECIALIZED += [f"{of}_{number}_stride" for of in ("q", "dout") for number in ("batch", "head", "token")]
 NOT_SPECIALIZED += ["q_pieces", "dout_pieces"]
@@ -23,8 +23,8 @@ NOT_SPECIALIZED += ["q_pieces", "dout_pieces"]
 
 @record
 class Item:
-    """A piece of a list, with one part of the block's keys: entries begin .. end - 1, of which those from ``whole`` on keep every
-    key of the block. Empty past the last. number: of the piece and part."""
+    """Describes a piece of a list and one part of its block's keys. The entries are begin .. end - 1; entries from ``whole`` on
+    keep every key of the block. Items past the last are empty. number: identifies the piece and the part."""
 
     column: gl.tensor
     begin: gl.tensor
@@ -36,8 +36,8 @@ class Item:
 
 @record
 class Block:
-    """The keys of an item. line_of_turn: batch * kv_heads + key head, counted from the turn's first. position: of the first key.
-    part: which part of the block they are."""
+    """Describes the keys of an item. line_of_turn: the batch-head, batch * kv_heads + key head, counted from the first of this
+    round of launches. position: of the first key. part: the part of the block that these keys are."""
 
     line_of_turn: gl.tensor
     batch: gl.tensor
@@ -48,8 +48,8 @@ class Block:
 
 @record
 class GatheredRows:
-    """Of each row of a tile: its query, its head, whether it exists, and its place among the rows of all entries and parts of a
-    turn."""
+    """Holds for each row of a tile: its query, its head, whether it exists, and ``place``, its index among the rows of all entries
+    and parts of this round of launches."""
 
     query: gl.tensor
     head: gl.tensor
@@ -59,8 +59,8 @@ class GatheredRows:
 
 @record
 class Lists:
-    """Lists by key block, and what their entries mean: see ``selection.tables.ColumnLists``, and ``Span``, ``Lengths`` and
-    ``Shared`` of the portable kernels. items: the turn's first. count: items of a turn."""
+    """Holds the lists by key block and the meaning of their entries: see ``selection.tables.ColumnLists``, and ``Span``,
+    ``Lengths`` and ``Shared`` of the portable kernels. items: the first item of this round of launches. count: items of a round."""
 
     entries: gl.tensor
     items: gl.tensor
@@ -83,7 +83,8 @@ class Lists:
 
     @gluon.jit
     def item(self, turn):
-        """A program's item after ``turn`` others. Every second round goes backwards, as the first of a round are the heaviest."""
+        """Returns a program's item after ``turn`` others. The first items of a round of items are the heaviest, so programs take
+        every second round in reverse order."""
         place = gl.where(turn % 2 == 0, gl.program_id(0), gl.num_programs(0) - 1 - gl.program_id(0))
         number = place + turn * gl.num_programs(0)
         exists = number < self.count * self.PARTS
@@ -107,12 +108,12 @@ class Lists:
 
     @gluon.jit
     def steps(self, begin, end):
-        """How many tiles entries begin .. end - 1 take."""
+        """Returns the number of tiles of entries begin .. end - 1."""
         return (end - begin + (self.CHOICES - 1)) // self.CHOICES * self.TILES
 
     @gluon.jit
     def entries_of(self, begin, end, step, layout: gl.constexpr):
-        """(the entry of each row of a tile, choice * slots + slot; whether there is one)."""
+        """Returns (the entry of each row of a tile, choice * slots + slot; whether it exists)."""
         row = gl.arange(0, ROWS, layout=layout)
         OF_CHOICE: gl.constexpr = self.TOKENS * self.MEMBERS
         place = begin + step // self.TILES * self.CHOICES + row // OF_CHOICE
@@ -121,7 +122,7 @@ class Lists:
 
     @gluon.jit
     def rows_of(self, entry, exists, step, block, layout: gl.constexpr):
-        """``GatheredRows``. entry, exists: from ``entries_of``."""
+        """Returns ``GatheredRows``. entry, exists: from ``entries_of``."""
         row = gl.arange(0, ROWS, layout=layout)
         OF_CHOICE: gl.constexpr = self.TOKENS * self.MEMBERS
         token = row % OF_CHOICE // self.MEMBERS + step % self.TILES * self.TOKENS
@@ -140,15 +141,15 @@ class Lists:
 
     @gluon.jit
     def line_of(self, rows, block):
-        """Where a row's number is in a (batch, heads, q_len) tensor."""
+        """Returns the index of each row in a (batch, heads, q_len) tensor."""
         heads = self.kv_heads * (self.PICKERS * self.MEMBERS)
         return (block.batch * heads + rows.head).to(gl.int64) * self.q_len + rows.query
 
 
 @record
 class RowTensor:
-    """A (batch, heads, tokens, head_dim) tensor of 16-bit elements whose rows are gathered. Strides are in units of 16 bytes;
-    pieces: such units per row."""
+    """Describes a (batch, heads, tokens, head_dim) tensor of 16-bit elements whose rows are gathered. Strides are in units of 16
+    bytes. pieces: units of a row."""
 
     base: gl.tensor
     batch_stride: gl.tensor
@@ -158,8 +159,8 @@ class RowTensor:
 
     @gluon.jit
     def copy(self, tile, known, batch, TOGETHER: gl.constexpr):
-        """Starts the copy of a tile's rows into shared memory; zeros where there are none. known: ``KnownRows``. TOGETHER: rows
-        whose addresses are computed at once."""
+        """Starts the copy of a tile's rows into shared memory. Rows that do not exist become zeros. known: ``KnownRows``. TOGETHER:
+        rows whose addresses are computed at once."""
         DIM: gl.constexpr = tile.shape[1]
         layout: gl.constexpr = copying_layout(DIM, gl.num_warps())
         column = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
@@ -175,8 +176,8 @@ class RowTensor:
 
 @record
 class KnownRows:
-    """Each row's query and head, (ROWS,) int32 in shared memory: one thread finds them, those that copy the row read them. -1 for a
-    query that does not exist."""
+    """Holds each row's query and head, (ROWS,) int32 in shared memory; query -1 if the row does not exist. One thread finds them,
+    and the threads that copy the row read them."""
 
     queries: gl.shared_memory_descriptor
     heads: gl.shared_memory_descriptor
@@ -196,8 +197,8 @@ def known_rows():
 
 @gluon.jit
 def load_keys(p, n, block, position, KEYS: gl.constexpr):
-    """Starts the copy of KEYS keys of a block's head, from ``position`` on, and of their values, once the stage of n is released.
-    p: has k_tensor, v_tensor, the rings k and v, and DIM."""
+    """Waits until stage n is released, then starts the copy of KEYS keys of a block's head, from ``position`` on, and of their
+    values. p: a record with k_tensor, v_tensor, the rings k and v, and DIM."""
     BYTES: gl.constexpr = KEYS * p.DIM * 2
     place = [block.batch, block.kv_head, position, 0]
     p.k.acquire(n)
@@ -209,14 +210,14 @@ def load_keys(p, n, block, position, KEYS: gl.constexpr):
 
 @triton.constexpr_function
 def copying_layout(dim, warps):
-    """Of the threads that copy a tile: each 16 bytes of a row, side by side."""
+    """Returns the layout of the threads that copy a tile: neighbours copy adjacent 16 bytes of a row."""
     return gl.BlockedLayout([1, 8], [256 // dim, dim // 8], [warps, 1], [1, 0])
 
 
 @triton.constexpr_function
 def storing_layout(columns, warps):
-    """That of a (ROWS, columns) product, but four threads that hold a row's columns have exchanged them: each has whole units of 16
-    bytes. Eight warps hold half the columns each."""
+    """Returns the layout of a (ROWS, columns) product after the four threads that share a row exchange columns, so that each thread
+    holds whole units of 16 bytes. With eight warps, four of them hold each half of the columns."""
     across = warps // 4
     units = [[0, 32 << bit] for bit in range((columns // across // 32).bit_length() - 1)]
     return gl.DistributedLinearLayout(
@@ -230,25 +231,25 @@ def storing_layout(columns, warps):
 
 @gluon.jit
 def store_by_rows(base, values, places, exists):
-    """Stores (rows, columns), in ``storing_layout``, each row from its place on. Read once and late, they would displace gathered
-    queries from the L2 cache: hence the cache modifier."""
+    """Stores values, (rows, columns) in ``storing_layout``; row i starts at base + places[i]. Values are read once and late. The
+    cache modifier keeps them from displacing gathered queries in the L2 cache."""
     column = gl.arange(0, values.shape[1], layout=gl.SliceLayout(0, values.type.layout))
     pointers = (base + places)[:, None] + column[None, :]
     gl.store(pointers, values, mask=exists[:, None] & (column >= 0)[None, :], cache_modifier=".cs")
 
 
 def keys_at_a_time(block: int) -> int:
-    """Of a block of this many keys, 64 or a multiple of 128, how many are in shared memory together."""
+    """Returns how many keys of a block are in shared memory together. block: its keys, 64 or a multiple of 128."""
     return min(block, 128)
 
 
 def list_arguments(lists, turn) -> tuple:
-    """entries, items, item and item_count of a kernel. lists: ``selection.tables.ColumnLists``."""
+    """Returns a kernel's arguments entries, items, item and item_count. lists: ``selection.tables.ColumnLists``."""
     count = lists.items.shape[1]
     return lists.entries, lists.items, turn.number * count, count
 
 
 def row_arguments(tensor) -> tuple[int, ...]:
-    """Strides and pieces of a ``RowTensor``."""
+    """Returns the strides and pieces of a ``RowTensor``."""
     *strides, _ = (stride // 8 for stride in tensor.stride())
     return *strides, tensor.shape[3] // 8

@@ -1,7 +1,7 @@
-"""A ring of stages in shared memory, filled in turn by one warp and used by others, with its barriers and their phases.
+"""A ring of stages in shared memory, with its barriers and their phases. One warp fills the stages in order, and others use them.
 
-Stages are identified by a count n of what has gone through the ring, from 0: n uses stage n % STAGES, and its barriers complete for
-the (n // STAGES)-th time. Every warp counts for itself, so that count is all that registers hold of a ring.
+Fills are numbered from 0. Fill n uses stage n % STAGES, whose barriers complete for the (n // STAGES)-th time. Every warp counts
+fills itself, so n is all that registers hold of a ring.
 
 Producer:  acquire(n), then expect(n, bytes) and load(n, ...), which TMA commits; or stores and commit(n); or copies of elements and
            commit_copies(n).
@@ -19,7 +19,7 @@ from ..common.gluon import async_load, copies_arrive, of_tensor, record
 class Ring:
     data: gl.shared_memory_descriptor  # (STAGES * PIECES, ...); for a ring of one stage, possibly just that stage
     full: gl.shared_memory_descriptor  # a barrier per stage
-    empty: gl.shared_memory_descriptor  # likewise: its own, or those of a ring released with it
+    empty: gl.shared_memory_descriptor  # a barrier per stage, its own or of a ring that is released with it
     STAGES: gl.constexpr
     PIECES: gl.constexpr  # per stage
     RELEASES: gl.constexpr  # stages of the ring that owns ``empty``, STAGES or more
@@ -27,7 +27,8 @@ class Ring:
     @gluon.jit
     def acquire(self, n):
         """Waits until the stage of n may be filled: until n - STAGES, if it exists, is released."""
-        # In terms of the barriers' own ring, which releases n + RELEASES - STAGES when this one releases n - STAGES.
+        # If ``empty`` belongs to another ring, waits as that ring's acquire does: for its release of
+        # n - STAGES = after - RELEASES.
         after = n + (self.RELEASES - self.STAGES)
         mbarrier.wait(_barrier(self.empty, after, self.RELEASES), ((after // self.RELEASES) & 1) ^ 1)
 
@@ -64,30 +65,30 @@ class Ring:
 
     @gluon.jit
     def filled(self, n):
-        """The barrier that signals that n is full."""
+        """Returns the barrier that signals that n is full."""
         return _barrier(self.full, n, self.STAGES)
 
     @gluon.jit
     def place(self, n):
-        """The index of n's stage."""
+        """Returns the index of n's stage."""
         return n % self.STAGES
 
     @gluon.jit
     def stage(self, n, piece=0):
-        """The buffer of n, or of a piece of it."""
+        """Returns the buffer of n, or of a piece of it."""
         return self.data.index(self.place(n) * self.PIECES + piece)
 
 
 @record
 class PingPong:
-    """Two warp groups start products in turn, so that one computes while the other's products run (arXiv:2407.08608, Sec. 3.1)."""
+    """Makes two warp groups alternate: one computes while the products of the other run (arXiv:2407.08608, Sec. 3.1)."""
 
-    first: gl.shared_memory_descriptor  # barriers of either group: that it may start
-    second: gl.shared_memory_descriptor
+    first: gl.shared_memory_descriptor  # a barrier: the first group may start its products
+    second: gl.shared_memory_descriptor  # a barrier: the second group may
 
     @gluon.jit
     def take(self, n, GROUP: gl.constexpr):
-        """Waits for turn n of a group, 0 or 1."""
+        """Waits until a group, 0 or 1, may start its products for the n-th time."""
         if GROUP == 0:
             mbarrier.wait(self.first, (n & 1) ^ 1)
         else:
@@ -108,8 +109,8 @@ def new_ping_pong():
 
 @gluon.jit
 def ring_of(data, STAGES: gl.constexpr, PIECES: gl.constexpr = 1, CONSUMERS: gl.constexpr = 1, FILLS: gl.constexpr = 1):
-    """A ring in shared memory of shape (STAGES * PIECES, ...). CONSUMERS: how many must release a stage. FILLS: how many commit it:
-    1, or the threads that copy elements."""
+    """Returns a ring over data of shape (STAGES * PIECES, ...). CONSUMERS: how many must release a stage. FILLS: how many commit
+    it: 1, or the number of threads that copy elements."""
     full, empty = _barriers(STAGES), _barriers(STAGES)
     for stage in gl.static_range(STAGES):
         mbarrier.init(_barrier(full, stage, STAGES), count=FILLS)
@@ -119,7 +120,8 @@ def ring_of(data, STAGES: gl.constexpr, PIECES: gl.constexpr = 1, CONSUMERS: gl.
 
 @gluon.jit
 def ring_beside(other, data, STAGES: gl.constexpr, PIECES: gl.constexpr = 1, FILLS: gl.constexpr = 1):
-    """A ring whose n is released together with that of ``other``, a ring with at least as many stages. FILLS: see ``ring_of``."""
+    """Returns a ring that is released by the releases of ``other``, a ring with at least as many stages. FILLS: as for
+    ``ring_of``."""
     full = _barriers(STAGES)
     for stage in gl.static_range(STAGES):
         mbarrier.init(_barrier(full, stage, STAGES), count=FILLS)
@@ -128,7 +130,7 @@ def ring_beside(other, data, STAGES: gl.constexpr, PIECES: gl.constexpr = 1, FIL
 
 @gluon.jit
 def _barriers(STAGES: gl.constexpr):
-    # One stage has one dimension less: each dimension of what warps share costs shared memory.
+    # With one stage the barriers have one dimension less, as each dimension of a shared descriptor costs shared memory.
     shape: gl.constexpr = [STAGES, 1] if STAGES > 1 else [1]
     return gl.allocate_shared_memory(gl.int64, shape, mbarrier.MBarrierLayout())
 

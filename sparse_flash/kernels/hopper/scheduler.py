@@ -1,13 +1,17 @@
-"""Which tile each persistent program computes next, and what the table holds about it.
+"""Chooses the next tile of each persistent program, and reads its row of the table.
 
-Programs take tiles from a queue, a counter in global memory, heaviest first. The scheduler warp takes them, reads the table, and
-passes a ``TileInfo`` for each to the other warps through a ring in shared memory, one tile ahead, so nobody waits for the table.
+Programs take tiles from a queue, a counter in global memory, heaviest first. The scheduler warp takes a tile, reads the table, and
+passes a ``TileInfo`` to the other warps through a ring in shared memory. It works one tile ahead, so no warp waits for the table.
 
-The ring has two slots, each released with the tile's queries (forward) or keys (backward). By then every warp has read the slot.
-The loading warp reads it before it requests the tile's data, which the computing warps wait for. The computing warps read it before
-they release the tile's queries (forward), or hand dK and dV to the sending warp, which releases the keys (backward). Where there is
-room for the queries, or keys, of one tile only, the slots have barriers of their own, and whoever releases the one releases the
-other.
+The ring has two slots. A slot is released with the tile's queries (forward) or keys (backward). By then every warp has read the
+slot:
+
+- The loading warp reads it before it requests the tile's data.
+- The computing warps wait for that data. They read the slot before they release the tile's queries (forward), or before they hand
+  dK and dV to the sending warp, which releases the keys (backward).
+
+If shared memory holds the queries, or keys, of one tile only, the slots have their own barriers, and each warp that releases that
+ring also releases the slot.
 """
 
 from triton.experimental import gluon
@@ -29,38 +33,38 @@ class Heads:
 
     @gluon.jit
     def of_line(self, line):
-        """(batch, head) of a query head numbered across the batch."""
+        """Returns (batch, head) of a batch-head of queries."""
         return line // self.queries, line % self.queries
 
 
 @record
 class TableArguments:
-    """The lookup table, by query or by key, or none: then a walk is dense and takes every step."""
+    """Holds the lookup table, by query or by key. Without a table (SPARSE false), a tile takes every step."""
 
     mask_index: gl.tensor
     mask_batch_stride: gl.tensor
     mask_head_stride: gl.tensor
     work: gl.tensor
-    entries: gl.tensor  # blocks along the walked axis
+    entries: gl.tensor  # the blocks of each row, or column
     tile_idx: gl.tensor
     tile_runs: gl.tensor
     tile_bits: gl.tensor
     BLOCK: gl.constexpr
     SPARSE: gl.constexpr
-    OWN_STARTS: gl.constexpr  # whether blocks start at tokens of their own: see ``DocumentBlocks``
+    OWN_STARTS: gl.constexpr  # whether blocks start at any token: see ``DocumentBlocks``
 
     @gluon.jit
     def mask_of(self, batch, head):
-        """Which of the stored masks a head uses."""
+        """Returns the number of the stored mask that a head uses."""
         mask = batch * 0
-        # A single mask is number 0, which saves the first tile a read.
+        # A single mask has number 0. Without the read, the first tile starts earlier.
         if (self.mask_batch_stride != 0) | (self.mask_head_stride != 0):
             mask = gl.load(self.mask_index + batch * self.mask_batch_stride + head * self.mask_head_stride)
         return mask
 
     @gluon.jit
     def position(self, step, stop, STEP: gl.constexpr):
-        """The first token of a step of STEP tokens, counted from the table's start; 0 past the end of a row."""
+        """Returns the first token of a step of STEP tokens; 0 past the end of a row. step: counted from the table's start."""
         STEPS: gl.constexpr = self.BLOCK // STEP
         if self.SPARSE:
             block = gl.load(self.entries + step // STEPS, mask=step < stop, other=0)
@@ -73,29 +77,30 @@ class TableArguments:
 
 @record
 class TileInfo:
-    """A tile, as described to the other warps. Steps are counted from the table's start."""
+    """Describes a tile to the other warps. Steps are counted from the table's start."""
 
     first: gl.tensor  # query (forward) or key (backward); -1 after the last tile
-    line: gl.tensor  # query head, numbered across the batch; the first of a tile's with TOGETHER
+    line: gl.tensor  # the batch-head of queries; with TOGETHER, the first of the tile's
     begin: gl.tensor  # start of its full steps
     runs: gl.tensor  # start of its run steps
     bits: gl.tensor  # start of its bit steps
     end: gl.tensor  # end of its bit steps
     position: gl.tensor  # the first token of its first step
-    split: gl.tensor  # its number from 1 if it is a split of a row, otherwise 0
+    split: gl.tensor  # its number, from 1, if it is a split of a row, otherwise 0
     cuts: Cuts
-    stop: gl.tensor  # the end of its tokens, and
-    to_place: gl.tensor  # from a token to its place on the axis of whole blocks: with OWN_STARTS, otherwise anything
+    # Only with OWN_STARTS, otherwise undefined:
+    stop: gl.tensor  # the end of its tokens
+    to_place: gl.tensor  # added to a token's position, gives its position on the axis of whole blocks
 
     @gluon.jit
     def from_row(self, row):
-        """The part of a tile from a row on."""
+        """Returns the part of a tile from a row on."""
         cuts, stop, to_place = self.cuts, self.stop, self.to_place
         bounds = self.begin, self.runs, self.bits, self.end
         return TileInfo(self.first + row, self.line, *bounds, self.position, self.split, cuts, stop, to_place)
 
 
-# Fields of a TileInfo in shared memory: with lengths, with blocks of documents, with splits, and without.
+# Numbers of fields of a TileInfo in shared memory: with lengths, with blocks of documents, with splits, and with none of these.
 CUT_FIELDS = gl.constexpr(17)
 DOCUMENT_FIELDS = gl.constexpr(10)
 SPLIT_FIELDS = gl.constexpr(8)
@@ -104,31 +109,31 @@ WHOLE_FIELDS = gl.constexpr(7)
 
 @record
 class Scheduler:
-    slots: Ring  # of TileInfo, a piece per field
+    slots: Ring  # of ``TileInfo``, a piece per field
     table: TableArguments
     heads: Heads
     heads_together: gl.tensor
     items: gl.tensor  # work items of a mask
     tiles: gl.tensor  # of all items
     queue: gl.tensor  # (2,) int32, both 0 at the start
-    length: gl.tensor  # of the walked axis
+    length: gl.tensor  # of the axis along which steps go
     lengths: TokenLengths
     TILE: gl.constexpr  # tokens of a tile
-    STEP: gl.constexpr  # tokens of a step along the walked axis
+    STEP: gl.constexpr  # tokens of a step
     BY_KEY: gl.constexpr
-    DOWN: gl.constexpr  # whether partial blocks are walked from the last
+    DOWN: gl.constexpr  # whether partial blocks are visited from the last to the first
     SPLIT: gl.constexpr  # whether rows may be split
-    TOGETHER: gl.constexpr  # whether a tile is of all query heads that share a key head, walked one after the other
+    TOGETHER: gl.constexpr  # whether a tile computes a whole head group, one query head after the other
 
     @gluon.jit
     def tile(self, turn):
-        """Waits for the program's next tile. turn: the number of previous tiles."""
+        """Waits for the program's next tile. turn: the number of the program's previous tiles."""
         self.slots.wait(turn)
         return self.known_tile(turn)
 
     @gluon.jit
     def known_tile(self, turn):
-        """``tile``, without waiting again."""
+        """Returns ``tile`` without waiting again."""
         split = turn * 0
         if self.slots.PIECES >= SPLIT_FIELDS:
             split = self._read(turn, 7)
@@ -170,7 +175,7 @@ class Scheduler:
 
     @gluon.jit
     def hand_over(self, turn, number, items, tiles):
-        """Hands a tile to the other warps. number: its index in the queue. items, tiles: from ``in_use``."""
+        """Passes a tile to the other warps. number: its index in the queue. items, tiles: from ``in_use``."""
         tile = self.lookup(number, items, tiles)
         cuts = tile.cuts
         plain = tile.first, tile.line, tile.begin, tile.runs, tile.bits, tile.end, tile.position, tile.split
@@ -194,7 +199,7 @@ class Scheduler:
 
     @gluon.jit
     def position(self, tile, step, stop):
-        """The first token of a step of a tile, whose walk stops at ``stop``."""
+        """Returns the first token of a step of a tile. stop: the end of the tile's steps."""
         if self.lengths.ANY:
             shift = tile.cuts.shift(step, tile.bits)
             position = self.table.position(step + shift, stop + shift, self.STEP)
@@ -204,9 +209,12 @@ class Scheduler:
 
     @gluon.jit
     def first_step(self, first, begin, runs, end):
-        """Where a walk starts; ``next_step`` goes on. Partial blocks come first, so that computing their masks overlaps with the
-        start of the tile. Walked down, they begin with that of a causal row's own tokens, in which each query keeps a key. A dense
-        walk by key starts next to its keys: programs that all added to the same tile of dQ at once would wait for each other."""
+        """Returns the first step of a tile; ``next_step`` gives the others.
+
+        Partial blocks come first, so that computing their masks overlaps the start of the tile. With DOWN, the first of them is the
+        block of a causal row's own tokens, in which each query keeps a key. Without a table, steps by key start next to the tile's
+        keys: if all programs added to the same tile of dQ at once, they would wait for each other.
+        """
         if self.DOWN:
             step = gl.where(end > runs, end - 1, begin)
         elif self.table.SPARSE or not self.BY_KEY:
@@ -219,7 +227,7 @@ class Scheduler:
 
     @gluon.jit
     def next_step(self, tile, step):
-        """The step of a tile's walk after another. After its last, any of the tile."""
+        """Returns the step of a tile after ``step``; after the last step, any step of the tile."""
         if self.DOWN:
             following = gl.where(step > tile.runs, step - 1, gl.where(step + 1 >= tile.runs, tile.begin, step + 1))
         else:
@@ -228,13 +236,13 @@ class Scheduler:
 
     @gluon.jit
     def rest_of_partial(self, tile):
-        """(begin, end) of the partial blocks' steps after the first of them."""
+        """Returns (begin, end) of the steps of partial blocks, without the first."""
         return tile.runs + (0 if self.DOWN else 1), tile.end - (1 if self.DOWN else 0)
 
     @gluon.jit
     def in_use(self):
-        """How many items and tiles there are to compute. A table made on the device has room for splits, or for documents' blocks,
-        that it may not use, which the host cannot know; they never enter the queue."""
+        """Returns the numbers of items and of tiles to compute. A table made on the device has space for splits, or for blocks of
+        documents, and the host does not know how many are in use. The others never enter the queue."""
         items, tiles = self.items, self.tiles
         if self.SPLIT or self.table.OWN_STARTS:
             items = gl.load(self.table.work + (5 if self.table.OWN_STARTS else 6))
@@ -243,10 +251,10 @@ class Scheduler:
 
     @gluon.jit
     def lookup(self, number, items, tiles):
-        """The TileInfo of a number in the queue. Heads are grouped so that the keys and values of a group fit the L2 cache; within
-        a group, items follow each other, each with all heads of the group."""
+        """Returns the TileInfo of a number in the queue. ``heads_together`` batch-heads, whose keys and values fit the L2 cache,
+        are computed together: items follow each other, each with all of these batch-heads."""
         table = self.table
-        # Of the table: a tile may be taller than a block, but not than a row.
+        # Tokens of a row of the table. A tile may be taller than a block, but not taller than a row.
         ROW: gl.constexpr = self.TILE if self.TILE > table.BLOCK else table.BLOCK
         TILES: gl.constexpr = ROW // self.TILE
         STEPS: gl.constexpr = table.BLOCK // self.STEP if table.SPARSE else 1
@@ -256,7 +264,7 @@ class Scheduler:
         together = gl.minimum(self.heads_together, tiles // slots - group * self.heads_together)
         slot, line = rest // together, group * self.heads_together + rest % together
         if self.TOGETHER:
-            line *= self.heads.group  # the first of them
+            line *= self.heads.group  # the first query head of the head group
         split = slot * 0
         stop, to_place = slot, slot
         if table.SPARSE:
@@ -274,7 +282,7 @@ class Scheduler:
             first = slot * self.TILE
             begin = slot * 0
             end = (self.length + self.STEP - 1) // self.STEP
-            # By query, a ragged last step is masked like a run entry; by key, tokens past the end are zeros.
+            # By query, an incomplete last step is masked like a run entry; by key, tokens past the end are zeros.
             runs = end if self.BY_KEY else self.length // self.STEP
             bits = end
         cuts = Cuts(first, first, first, first, first, first, first, first, first)
@@ -309,8 +317,8 @@ def new_scheduler(
     CONSUMERS: gl.constexpr = 1,
     TOGETHER: gl.constexpr = False,
 ):
-    """released_with: the ring of the tiles' queries (forward) or keys (backward). CONSUMERS: how many release a slot, if that ring
-    has one stage."""
+    """Returns a scheduler with its ring of slots. released_with: the ring of the tiles' queries (forward) or keys (backward).
+    CONSUMERS: how many release a slot, if that ring has one stage."""
     WITHOUT_LENGTHS: gl.constexpr = SPLIT_FIELDS if SPLIT or not BY_KEY else WHOLE_FIELDS
     FIELDS: gl.constexpr = CUT_FIELDS if lengths.ANY else DOCUMENT_FIELDS if table.OWN_STARTS else WITHOUT_LENGTHS
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -319,7 +327,7 @@ def new_scheduler(
         slots = ring_beside(released_with, data, 2, FIELDS)
     else:
         slots = ring_of(data, 2, FIELDS, CONSUMERS)
-    # Of tiles taller than a block, some rows keep nothing of the last.
+    # In tiles taller than a block, some queries keep nothing of the last block: see ``first_step``.
     DOWN: gl.constexpr = not BY_KEY and TILE <= table.BLOCK
     # fmt: off
     return Scheduler(slots, table, heads, heads_together, items, tiles, queue, length, lengths, TILE, STEP, BY_KEY, DOWN, SPLIT,
@@ -329,14 +337,14 @@ def new_scheduler(
 
 @gluon.jit
 def schedule(scheduler):
-    """The scheduler warp."""
+    """Runs the scheduler warp."""
     turn = 0
     number = gl.program_id(0)
     items, tiles = scheduler.in_use()
     while number < tiles:
         scheduler.hand_over(turn, number, items, tiles)
         turn += 1
-        # Only after the tile two turns back is released, so that no tile waits here while other programs are idle.
+        # A new tile is taken only after the last but one is released, so no tile waits here while other programs are idle.
         scheduler.slots.acquire(turn)
         number = gl.num_programs(0) + gl.atomic_add(scheduler.queue, 1, sem="relaxed")
     scheduler.hand_over_end(turn)
