@@ -35,7 +35,7 @@ def state_of(function: Any) -> tuple[object, ...]:
 def _state(value: torch.Tensor | np.ndarray) -> tuple[object, ...]:
     if isinstance(value, torch.Tensor):
         return id(value), 0 if value.is_inference() else value._version
-    bytes_of = None if value.dtype.hasobject or not value.size else zlib.crc32(np.ascontiguousarray(value).view(np.uint8))
+    bytes_of = None if value.dtype.hasobject or not value.size else zlib.crc32(np.ascontiguousarray(value).tobytes())
     return id(value), value.shape, bytes_of
 
 
