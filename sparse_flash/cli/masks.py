@@ -28,7 +28,7 @@ def patterns() -> None:
     for name in list_patterns():
         cls = pattern_class(name)
         arguments = ", ".join(_argument(p) for p in inspect.signature(cls).parameters.values())
-        owner = "built in" if cls.__module__.startswith("sparse_flash.patterns.") else cls.__module__
+        owner = "built in" if cls.__module__.startswith("sparse_flash.") else cls.__module__
         table.add_row(Text(name, "bold cyan"), Text(arguments), Text(_first_sentence(cls)), Text(use_of(cls)), Text(owner, "dim"))
     output().print(table)
     output().print("\nCombine them with & | ~ and parentheses. Lengths are tokens; block= is the unit of a pattern in tokens.")
