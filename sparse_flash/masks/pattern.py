@@ -460,6 +460,8 @@ class Not(Pattern):
 class PerHead(Pattern):
     """A pattern for each query head: ``per_head([...])``, in spec text too.
 
+    use: models whose heads see differently: a few heads everything, the others a window
+
     patterns: as many patterns or spec texts as a call has query heads, in their order, in a list or tuple; or one for all heads.
 
     It goes wherever a pattern goes that may differ between heads: compiled and cached for each call's lengths, with equal patterns

@@ -368,9 +368,10 @@ class Moved(Pattern):
         states = block_states(self.pattern, own)
         for state in (PARTIAL, FULL):
             rows, first, stop = states.row_runs(state)
-            runs = first * own.block_size + self.by, np.minimum(stop * own.block_size, own.kv_len) + self.by
+            first = first[:, None] * own.block_size + self.by
+            stop = np.minimum(stop[:, None] * own.block_size, own.kv_len) + self.by
             # The first and the last block of a full run may be full only in part.
-            pieces += [_block_runs(grid, rows, *(edge[:, None] for edge in runs), kind) for kind in sorted({PARTIAL, state})]
+            pieces += [_block_runs(grid, rows, first, stop, kind) for kind in sorted({PARTIAL, state})]
         return _joined(grid, pieces)
 
 

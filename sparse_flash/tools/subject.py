@@ -5,17 +5,21 @@ from __future__ import annotations
 from ..masks.block_mask import BlockMask
 from ..masks.block_selection import BlockSelection
 from ..masks.cache import as_block_mask
-from ..masks.pattern import Pattern
+from ..masks.pattern import Pattern, parse
 
 
 def subject(
     mask, q_len: int | None, kv_len: int | None, block_size: int | None, default_len: int
 ) -> tuple[BlockMask | BlockSelection, str]:
-    """(the mask or selection, its spec text or "" if it has none). A pattern is compiled for these lengths. Raises ValueError if
-    they are given with a mask, which has its own, and for a mask without contents."""
+    """(the mask or selection, its spec text or "" if it has none). A pattern is compiled for these lengths; without
+    any, for as many tokens as it names, or default_len. Raises ValueError if they are given with a mask, which has its own, and for
+    a mask without contents."""
     lengths = {"q_len": q_len, "kv_len": kv_len, "block_size": block_size}
     given = {name: value for name, value in lengths.items() if value is not None}
     if isinstance(mask, (Pattern, str)):
+        pattern = parse(mask) if isinstance(mask, str) else mask
+        named = [leaf.named_tokens() for leaf in pattern.leaves()]
+        default_len = max((most for _, most in filter(None, named)), default=default_len)
         compiled = as_block_mask(mask, **({"q_len": default_len} | given))
         return compiled, str(mask).strip()
     mask = mask if isinstance(mask, BlockSelection) else as_block_mask(mask)
