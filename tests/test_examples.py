@@ -266,5 +266,5 @@ def test_a_pretrained_model_is_measured_by_its_loss_on_text_and_by_what_it_recal
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
     found = example.compare(model, lambda text: list(text.encode()), 1100, window=1100, count=1, masks=("causal & local(20)",))
     losses = [loss for loss, _ in found.values()]
-    assert losses[1:5] == pytest.approx(losses[:1] * 4) and abs(losses[5] - losses[0]) > 1e-4
+    assert losses[1:6] == pytest.approx(losses[:1] * 5) and abs(losses[6] - losses[0]) > 1e-4
     assert "the same, layers 2 to 2           " in capsys.readouterr().out

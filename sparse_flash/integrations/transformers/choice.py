@@ -72,8 +72,8 @@ def future_error(subject: str, mask: object) -> str:
     """Returns the error of a decoder's mask that looks ahead."""
     way_out = f"write 'causal & ({mask})'" if isinstance(mask, (str, Pattern)) else "make it of 'causal & ...'"
     return (
-        f"{subject} must be within causal, as a decoder's tokens may not see those that they predict; got {mask}; {way_out}, or "
-        "say bidirectional=True if they are to see them"
+        f"{subject} must be within causal and say so, as a decoder's tokens may not see those that they predict; got {mask}; "
+        f"{way_out}, or say bidirectional=True if they are to see them"
     )
 
 
