@@ -251,10 +251,10 @@ class _AlwaysPart:
         walk = self.walk = chunk.walk
         self.queries = chunk.queries
         self.tokens, kept = always.keys_of(chunk.first, chunk.stop, chunk.groups * walk.every, picks.device)
-        others = picks.new_ones(*picks.shape[:3], walk.selection.kv_blocks + 1, dtype=torch.bool)
-        others.scatter_(3, torch.where(picks < 0, walk.selection.kv_blocks, picks), False)
-        self.kept = kept.view(chunk.groups, walk.every, -1) & others[..., self.tokens // walk.size][:, :, :, None]
-        taken = [t[:, walk.key_head][:, :, self.tokens].to(_exact(t)) for t in walk.tensors]
+        block, of_token = (self.tokens // walk.size).unique(return_inverse=True)
+        picked = (picks[..., None] == block).any(3)[..., of_token]
+        self.kept = kept.view(chunk.groups, walk.every, -1) & ~picked[:, :, :, None]
+        taken = [t[:, :, self.tokens][:, walk.key_head].to(_exact(t)) for t in walk.tensors]
         self.keys, self.values = taken[0], taken[-1]
 
     def scores(self) -> torch.Tensor:

@@ -145,6 +145,14 @@ def test_keys_that_are_always_kept_are_taken_once_for_all_queries_of_a_chunk(eve
     assert results.most <= by_torch._CHUNK_CPU // 4  # of a chunk of all queries
 
 
+def test_a_chunk_copies_no_keys_but_those_that_it_keeps_always():
+    q, k, v = (torch.randn(1, heads, tokens, 64) for heads, tokens in ((6, 16), (2, 4096), (2, 4096)))
+    selection = sf.topk_blocks(q, k, 1, every=1, block_size=16, always="sinks(4) | local(64)")
+    with LargestResult() as results:
+        by_torch.forward(q, k, v, selection, 0.1)
+    assert results.most <= k.numel()  # the keys in blocks, once a call
+
+
 @parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_every_dtype_is_right(dtype):
     (batch, heads, kv_heads, q_len, kv_len), selection = case("an always part on top")
