@@ -1,6 +1,6 @@
-"""What the backward kernels for Hopper share: the loading warp, and the weights of a step from its scores.
+"""Parts of the backward kernels for Hopper: the loading warp, and a step's weights from its scores.
 
-``p`` is what the warps of a kernel share, ``BackwardArguments`` or ``WideArguments``.
+``p`` is the record that the warps of a kernel share: ``BackwardArguments``, ``WideArguments`` or ``PairedArguments``.
 """
 
 import triton.language as tl
@@ -44,7 +44,7 @@ class BackwardInputs:
 
 @gluon.jit
 def existing_tokens(variant, q_len, k_tensor, SCORED: gl.constexpr):
-    """(TokenLengths, kv_len). Warps share only what they use: where nobody uses the number of keys, it is that of queries."""
+    """Returns (TokenLengths, kv_len). If no warp uses kv_len, it is q_len: another number would cost a shared value."""
     lengths = new_lengths(variant, q_len, q_len)
     kv_len = q_len
     if SCORED or lengths.ANY:
@@ -55,7 +55,7 @@ def existing_tokens(variant, q_len, k_tensor, SCORED: gl.constexpr):
 
 @gluon.jit
 def first_query(p, tile, step, stop, exists):
-    """The first query of a step, for the computing warps. A dense walk counts from where it starts: see
+    """Returns the first query of a step, for the computing warps. Without a table, they count steps from the tile's first step: see
     ``Scheduler.first_step``."""
     table = p.table
     STEPS: gl.constexpr = table.BLOCK // p.QUERIES
@@ -76,8 +76,8 @@ def first_query(p, tile, step, stop, exists):
 
 @gluon.jit
 def _load_keys(p, tile, cuts, ring, turn, tensor, batch, kv_head, first_key, ACROSS: gl.constexpr = 1):
-    """Loads keys or values of a tile. Here and below: returns ``cuts``, how often the barrier for tiles with nonexistent tokens was
-    used."""
+    """Loads keys or values of a tile. Like all functions below that take ``cuts``, it returns ``cuts``: how often the barrier for
+    tiles with nonexistent tokens was used."""
     ring.acquire(turn)
     source = [batch, kv_head, first_key, 0]
     if p.lengths.KV_CUT:
@@ -100,7 +100,7 @@ def _expect_and_load(ring, turn, tensor, source, ACROSS: gl.constexpr):
 
 @gluon.jit
 def _load_pieces(ring, n, tensor, source, ACROSS: gl.constexpr):
-    """Starts the copies of a stage's pieces, ACROSS of them side by side, then those below."""
+    """Starts the copies of a stage's pieces, row by row of pieces. ACROSS: pieces that are side by side."""
     for piece in gl.static_range(ring.PIECES):
         row = source[2] + piece // ACROSS * ring.data.shape[1]
         ring.load(n, tensor, [source[0], source[1], row, piece % ACROSS * ring.data.shape[2]], piece)
@@ -108,7 +108,7 @@ def _load_pieces(ring, n, tensor, source, ACROSS: gl.constexpr):
 
 @gluon.jit
 def _expect_steps(p, tile, cuts, ring, step, tensor, source, position, BESIDE: gl.constexpr):
-    """Expects queries of a step, or their gradients, and BESIDE bytes more; with lengths, also loads them."""
+    """Expects a step's queries, or their gradients, and BESIDE bytes more. With lengths, it also loads the queries or gradients."""
     if p.lengths.Q_CUT:
         if tile.cuts.is_cut(position, p.lengths.q_len, p.QUERIES):
             first, last = tile.cuts.walked_first - position, tile.cuts.walked_last - position
@@ -150,18 +150,18 @@ def _load_dout(p, tile, cuts, step, batch, head, line, position):
 
 @gluon.jit
 def first_line(p, tile):
-    """Where the rows of a tile's query head begin, to which a query's position is added."""
+    """Returns the first row of a tile's batch-head. A query's position is added to it."""
     line = tile.line * p.grads.padded_q_len
     if p.table.OWN_STARTS:
-        # The empty step of a column that keeps nothing is at position 0: TMA takes multiples of 16 bytes only.
+        # A column that keeps nothing takes an empty step at position 0, as TMA needs a multiple of 16 bytes.
         line += gl.where(tile.end > tile.begin, tile.to_place, 0)
     return line
 
 
 @gluon.jit
 def _load_walk(p, tile, cuts, step, first, turn, batch, head, kv_head, line):
-    """Loads what a query head's walk takes, and beside the tile's first step its values. line: of the head's rows. Returns the step
-    after it too."""
+    """Loads the queries and their gradients for all steps of a tile with one query head, and with the tile's first step its values.
+    line: from ``first_line``. Returns ``cuts`` and the next step."""
     position = tile.position
     entry = p.scheduler.first_step(tile.first, tile.begin, tile.runs, tile.end)
     # A column that keeps nothing takes one empty step.
@@ -182,11 +182,11 @@ def _load_walk(p, tile, cuts, step, first, turn, batch, head, kv_head, line):
 
 @gluon.jit
 def load_tiles(p):
-    """The loading warp: each tile's keys and values, and each step's queries and their gradients, in order of use."""
+    """Runs the loading warp: loads each tile's keys and values, and each step's queries and their gradients, in order of use."""
     step = 0
     turn = 0
     cuts = 0
-    # With room for the keys of one tile, they are requested after its first queries, which need not wait for room.
+    # If shared memory holds the keys of one tile only, the tile's first queries are requested first, as they need not wait.
     AHEAD: gl.constexpr = p.k.STAGES > 1
     tile = p.scheduler.tile(turn)
     while tile.first >= 0:
@@ -212,7 +212,7 @@ def load_tiles(p):
 
 @gluon.jit
 def _place_in_block(p, tile):
-    """The first key of a tile, counted from that of its block."""
+    """Returns the position of a tile's first key within its block."""
     place = tile.first % p.table.BLOCK
     if p.table.OWN_STARTS:
         place = tile.first * 0
@@ -221,7 +221,7 @@ def _place_in_block(p, tile):
 
 @gluon.jit
 def mask_words(p, tile, step, exists, KIND: gl.constexpr, layout: gl.constexpr):
-    """What the mask tile of a step keeps of its queries; zero words if there is no tile."""
+    """Returns the words of a step's mask tile, by query; zeros if the step does not exist."""
     table = p.table
     STEPS: gl.constexpr = table.BLOCK // p.QUERIES
     entry = step
@@ -241,7 +241,7 @@ def mask_words(p, tile, step, exists, KIND: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _masked(p, tile, weights, words, KIND: gl.constexpr):
-    """Weights of a step, keys along rows, set to 0 where its mask tile does not keep them."""
+    """Sets weights of a step, (keys, queries), to 0 if its mask tile does not keep them."""
     if KIND == RUNS:
         rows = gl.arange(0, p.KEYS, layout=gl.SliceLayout(1, weights.type.layout))[:, None] + _place_in_block(p, tile)
         masked = where_run(weights, (words & 0xFFFF)[None, :], (words >> 16)[None, :], rows, ZERO)
@@ -252,7 +252,7 @@ def _masked(p, tile, weights, words, KIND: gl.constexpr):
 
 @gluon.jit
 def kept_weights(p, weights):
-    """Weights of a step in 16 bits, with 0 for what dropout drops: the left operand of dV's product."""
+    """Returns weights of a step in 16 bits, with 0 for dropped pairs: the left operand of dV's product."""
     dtype: gl.constexpr = p.q.data.dtype
     if p.dropout.ENABLED:
         kept = kept_operand(weights, dtype)
@@ -263,7 +263,8 @@ def kept_weights(p, weights):
 
 @gluon.jit
 def existing_keys(p, tile, layout: gl.constexpr):
-    """Words for ``where_rows`` of weights, if a tile may have keys that do not exist and whose scores may be anything."""
+    """Returns words for ``where_rows``, which clears weights of keys that do not exist. The words are read only if such keys may
+    have arbitrary scores."""
     existing = tile.first
     if p.lengths.KV_CUT:
         existing = row_words(tile.cuts.own_first - tile.first, tile.cuts.own_last - tile.first, p.KEYS, layout)
@@ -274,33 +275,33 @@ def existing_keys(p, tile, layout: gl.constexpr):
 
 @gluon.jit
 def weights_of(p, tile, products, step, words, existing, stream, place, position, KIND: gl.constexpr):
-    """Weights of a step, (keys, queries), from its products. A sign marks what dropout drops."""
+    """Returns weights of a step, (keys, queries), from its products. Weights of dropped pairs are negative."""
     lse = p.lse.index(p.q.place(step)).load(gl.SliceLayout(0, products.type.layout))
     scores = products
     if p.scoring.SCORED:
         scores = p.scoring.scored(products, place, position, tile.first)
     weights = gl.exp2(scores * p.scoring.factor() - lse[None, :])
     if p.scoring.SCORE is not None:
-        # Nor need its results for queries that keep nothing be numbers.
+        # A score function may give NaN for queries that keep nothing, whose lse is infinite here.
         weights = gl.where((lse < float("inf"))[None, :], weights, 0.0)
     if KIND != FULL:
         weights = _masked(p, tile, weights, words, KIND)
     if p.lengths.KV_CUT or (p.RAGGED and p.scoring.SCORED):
-        # A score function may give anything for keys that do not exist; without one, their scores are 0.
+        # A score function may give any number for keys that do not exist.
         weights = where_rows(weights, existing)
     elif p.RAGGED:
-        # Nonexistent keys have scores of 0, which may lie far above lse. Infinite weights would make dQ NaN; finite ones meet
-        # rows of zeros. No existing key has a weight above 1.
+        # Keys that do not exist have score 0, which may be far above lse, so their weights could be infinite, and dQ NaN. Finite
+        # weights are multiplied by rows of zeros. Existing keys have weights of at most 1, so this limit does not change them.
         weights = gl.minimum(weights, 1.0, propagate_nan=tl.PropagateNan.ALL)
     if p.dropout.ENABLED:
-        # A sign marks dropped pairs, so neither words nor predicates have to stay in registers next to the sums.
+        # A negative sign marks dropped pairs, so no words or predicates stay in registers beside the sums.
         weights = p.dropout.negate_dropped(weights, stream, position, tile.first)
     return weights
 
 
 @gluon.jit
 def dscores_of(p, weights, dweights, delta):
-    """Gradients of a step's scores, (keys, queries). delta: (1, queries)."""
+    """Returns gradients of a step's scores, (keys, queries). delta: (1, queries)."""
     if p.dropout.ENABLED:
         dscores = score_gradients(weights, dweights, delta)
     else:
@@ -315,8 +316,9 @@ def rounded(numbers):
 
 @gluon.jit
 def in_register_order(grad, WARPS_DOWN: gl.constexpr, ALTERNATING: gl.constexpr = False):
-    """A gradient tile as rows of 256 elements in the order in which threads hold them: each thread writes whole 16-byte units,
-    adjacent to its neighbours'. ``finish_kernel`` restores the order. ALTERNATING: warps that divide columns take turns."""
+    """Returns a gradient tile as rows of 256 elements, in the order in which threads hold them. Each thread then writes whole units
+    of 16 bytes, next to its neighbours'. ``finish_kernel`` restores the order. ALTERNATING: units of warps that divide columns
+    alternate."""
     ROWS: gl.constexpr = grad.shape[0]
     DIM: gl.constexpr = grad.shape[1]
     ACROSS: gl.constexpr = gl.num_warps() // WARPS_DOWN

@@ -1,13 +1,13 @@
-"""The forward kernel for Hopper: persistent programs of a scheduler warp, a loading warp and one to three computing warp groups.
+"""The forward kernel for Hopper: persistent programs with a scheduler warp, a loading warp and one to three computing warp groups.
 
-The scheduler warp takes tiles from the queue. The loading warp walks the table and keeps rings of key and value tiles filled by
-TMA. Each warp group holds 64 queries. With blocks of 64 a program has one warp group, because rows of blocks share no keys, and two
-programs share a multiprocessor. Products of one step run on the tensor cores while the softmax of another runs on the
-ordinary units. Within a tile, the scores of the next step overlap with this step's weighted values; across tiles, the next tile's
-first scores overlap with this tile's last values, so a short row leaves no gap.
+The scheduler warp takes tiles from the queue. The loading warp reads the table, and fills rings of key and value tiles by TMA. Each
+computing warp group holds 64 queries. With blocks of 64 a program has one such group, because rows of blocks share no keys; two
+programs then share a multiprocessor. Products of one step run on the tensor cores while the softmax of another runs on other units.
+Within a tile, the scores of the next step overlap this step's weighted values. Across tiles, the first scores of the next tile
+overlap the last values of this one, so a short row leaves no gap.
 
-Head dimensions above 128, and those of v that differ from those of q and k, leave room for the queries of one tile only. These are
-released once the tile's last scores are computed, and results go to global memory straight from registers.
+If head_dim is above 128, or v has another head_dim than q and k, shared memory holds the queries of one tile only. They are
+released when the tile's last scores are computed, and results go from registers straight to global memory.
 
 Sources: arXiv:2407.08608 (FlashAttention-3: warp groups, asynchronous products); arXiv:2205.14135, Alg. 5 (block-sparse).
 """
@@ -78,7 +78,7 @@ NOT_SPECIALIZED = [
 
 @record
 class SplitOutputs:
-    """Where splits of rows store their results, separately for each tile of each head, until ``combine_kernel``."""
+    """Holds the results of splits of rows, separately for each tile of each head, until ``combine_kernel`` merges them."""
 
     out: gl.tensor
     lse: gl.tensor
@@ -88,8 +88,8 @@ class SplitOutputs:
 
 @record
 class ForwardArguments:
-    """What the warps share. A stage of q has a piece per warp group, which also serves to store its output; or, with 192 columns,
-    three per warp group, as one of k has three."""
+    """Holds what the warps share. A stage of q has a piece for each warp group, through which the group also stores its output.
+    With 192 columns, q has three pieces for each warp group, and k has three."""
 
     q_tensor: tma.tensor_descriptor
     k_tensor: tma.tensor_descriptor
@@ -107,7 +107,7 @@ class ForwardArguments:
     arrived: gl.shared_memory_descriptor  # the loading warp's own barrier, with lengths
     dropout: Dropout
     scheduler: Scheduler
-    q: Ring  # one stage per tile, of two; of one if WIDE
+    q: Ring  # a stage per tile; two stages, or one if WIDE
     k: Ring  # one stage per step
     v: Ring
     ping_pong: PingPong  # of the warp groups, if PING_PONG
@@ -118,7 +118,7 @@ class ForwardArguments:
     PIECES: gl.constexpr  # of these columns of q and k
     WIDE: gl.constexpr
     VARIED: gl.constexpr  # whether scores are more than scaled products, or weights are dropped
-    PING_PONG: gl.constexpr  # whether two warp groups start their products in turn
+    PING_PONG: gl.constexpr  # whether two warp groups alternate in starting their products
     QUERIES: gl.constexpr  # per tile
     KEYS: gl.constexpr  # per step
 
@@ -145,7 +145,7 @@ def _load_step(ring, step, tensor, batch, kv_head, position):
 
 @gluon.jit
 def _load_cut_values(p, tile, step, cuts, batch, kv_head, position):
-    """Loads values of a step, with zeros for keys that do not exist. Returns ``cuts``, how often that was done, plus 1."""
+    """Loads values of a step, with zeros for keys that do not exist. Returns ``cuts`` + 1: how often such values were loaded."""
     p.v.acquire(step)
     first, last = tile.cuts.walked_first - position, tile.cuts.walked_last - position
     cuts = load_existing(p.v, step, p.v_tensor, [batch, kv_head, position, 0], p.arrived, cuts, first, last)
@@ -155,7 +155,7 @@ def _load_cut_values(p, tile, step, cuts, batch, kv_head, position):
 
 @gluon.jit
 def _load(p):
-    """The loading warp: each tile's queries, then keys and values of each step, in order of use."""
+    """Runs the loading warp: loads each tile's queries, then keys and values of each step, in order of use."""
     step = 0
     turn = 0
     cuts = 0
@@ -190,7 +190,8 @@ def _load(p):
 
 @gluon.jit
 def _mask_words(p, tile, step, HALF_INDEX: gl.constexpr, layout: gl.constexpr):
-    """The mask of a step, counted from the table's start, for this half's queries, as words for ``where_bits``."""
+    """Returns the mask of a step for this warp group's queries, as words for ``where_bits``. step: counted from the table's
+    start."""
     table = p.table
     if p.lengths.ANY:
         position = p.scheduler.position(tile, step, tile.end)
@@ -207,7 +208,7 @@ def _mask_words(p, tile, step, HALF_INDEX: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _own_words(p, tile, step, HALF_INDEX: gl.constexpr, layout: gl.constexpr):
-    """The words of a step's mask tile."""
+    """Returns the words of a step's mask tile."""
     table = p.table
     STEPS: gl.constexpr = table.BLOCK // p.KEYS
     entry = step
@@ -230,15 +231,15 @@ def _own_words(p, tile, step, HALF_INDEX: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _walk(p, tile, state, turn, step, begin, end, stream, place, zeros, HALF_INDEX: gl.constexpr, MASKED: gl.constexpr):
-    """Folds steps begin .. end - 1, all of full or all of partial blocks, into the softmax state of a tile: each iteration issues
-    its own step's scores and the previous step's weighted values. Runs and bits share one walk, as each copy costs a second of
-    compilation."""
+    """Folds steps begin .. end - 1, all of full or all of partial blocks, into the softmax state of a tile. Each iteration starts
+    the scores of its own step and the weighted values of the previous step. Runs and bits share one loop, as each copy of the loop
+    costs a second of compilation."""
     sums, kept, running_max, running_sum = state
     score_layout: gl.constexpr = zeros.type.layout
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, sums[0].type.layout, 2)
     PRODUCTS: gl.constexpr = len(sums)
-    # Whether a product also runs beside its own warp group's next weights. Rows of few steps, and three groups, which lack the
-    # registers, are faster without: see docs/performance/kernels.md.
+    # Whether weighted values also overlap the warp group's own next weights. It does not pay for rows of few steps, nor with three
+    # groups, which lack the registers (docs/performance/kernels.md has the figures).
     OVERLAPPED: gl.constexpr = p.VARIED or p.PING_PONG or (p.QUERIES == 2 * HALF and p.DIM_V <= 128 and not MASKED)
     dtype: gl.constexpr = p.q_tensor.dtype
     for number in range(begin, end):
@@ -263,7 +264,7 @@ def _walk(p, tile, state, turn, step, begin, end, stream, place, zeros, HALF_IND
         scores = warpgroup_mma_wait(PRODUCTS, deps=(started_scores,))
         p.k.release(step)
         if p.WIDE:
-            # Nothing follows the walk over full blocks, and that follows the other only if there are any.
+            # Full blocks are last. If the tile has none, the last partial block is.
             is_last = number + 1 == end
             p.q.release(turn, pred=is_last & (tile.begin == tile.runs) if MASKED else is_last)
         if p.scoring.SCORED:
@@ -292,7 +293,7 @@ def _walk(p, tile, state, turn, step, begin, end, stream, place, zeros, HALF_IND
 
 @gluon.jit
 def _compute(p, HALF_INDEX: gl.constexpr):
-    """A computing warp group: 64 queries of each tile."""
+    """Runs a computing warp group, which has 64 queries of each tile."""
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.KEYS, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
     zeros = gl.zeros([HALF, p.KEYS], gl.float32, layout=score_layout)
@@ -332,11 +333,11 @@ def _compute(p, HALF_INDEX: gl.constexpr):
             kept, running_max, running_sum = first_folded(scores, p.scoring.factor(), dtype)
         if not p.WIDE:
             if turn > 0:
-                # The previous tile is stored by now: its queries' stage is free.
+                # The previous tile's output, in the stage of its queries, has probably been read by now, so this wait is short.
                 store_wait(0)
                 p.q.release(turn - 1)
         state = (no_sums, kept, running_max, running_sum)
-        # The first step, done above, is of a partial block if the row has one.
+        # The first step, which is done above, has a partial block if the row has any.
         if p.table.SPARSE or p.lengths.variant.kv_starts is not None:
             begin, end = p.scheduler.rest_of_partial(tile)
             state, step = _walk(p, tile, state, turn, step, begin, end, stream, place, zeros, HALF_INDEX, True)
@@ -346,7 +347,7 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         if p.WIDE:
             p.scheduler.slots.release(turn)
 
-        # The last values of this tile overlap with the first scores of the next.
+        # The last values of this tile overlap the first scores of the next.
         values = p.v.stage(step)
         p.v.wait(step)
         started_values = times(from_pairs(kept, dtype, operand_layout), values, sums)
@@ -363,7 +364,7 @@ def _compute(p, HALF_INDEX: gl.constexpr):
             running_max, running_sum = by_row(running_max, running_sum, row_layout)
         keeps_nothing = running_sum == 0.0
         if p.lengths.Q_CUT:
-            # A query that does not exist may have made anything of its row.
+            # A query that does not exist may have any numbers in its row.
             query = first_query + gl.arange(0, HALF, layout=row_layout)
             keeps_nothing |= (query < tile.cuts.own_first) | (query >= tile.cuts.own_last)
         total = gl.where(keeps_nothing, 1.0, running_sum)
@@ -387,12 +388,13 @@ def _compute(p, HALF_INDEX: gl.constexpr):
 
 @gluon.jit
 def _store(p, tile, turn, result, lse, HALF_INDEX: gl.constexpr):
-    """Stores a tile's lse and its output, or starts the copy of that through the stage of its queries; the output of a split goes
-    to where ``combine_kernel`` expects it. result: as from ``zero_sums``."""
+    """Stores a tile's lse and output. Without WIDE, the output is copied through the stage of the tile's queries, and the copy need
+    not have ended on return. A split's results go to ``p.splits``. result: in the form of ``zero_sums``."""
     rows = gl.arange(0, HALF, layout=lse.type.layout)
     first_row = tile.first + HALF_INDEX * HALF
     if p.splits.ANY:
-        # No branch: with a product in flight, it would make the compiler serialize all products. A split's rows go past the end.
+        # A branch here, with a product in flight, would make the compiler serialize all products. So a split also stores to out, at
+        # rows past the end, which are dropped.
         line = (tile.line * p.splits.tiles + tile.split - 1).to(gl.int64) * p.QUERIES + HALF_INDEX * HALF
         is_split = tile.split > 0
         place = p.splits.out + line * p.DIM_V
@@ -400,7 +402,7 @@ def _store(p, tile, turn, result, lse, HALF_INDEX: gl.constexpr):
         gl.store(p.splits.lse + line + rows, lse, mask=is_split & (rows >= 0))
         first_row = gl.where(is_split, p.q_len, first_row)
     if p.WIDE or p.table.OWN_STARTS:
-        # From registers, rows beyond a document's end can be left out, which are its neighbour's.
+        # Stored from registers, so that rows beyond a document's end, which belong to the next document, can be left out.
         batch, head = p.heads.of_line(tile.line)
         stop = tile.stop if p.table.OWN_STARTS else p.out_tensor.shape[2]
         write_rows(p.out_tensor, p.out_base[0], batch, head, first_row, stop, result)
@@ -480,7 +482,7 @@ def attention_forward_kernel(
     SCORE: gl.constexpr,
     DERIVATIVE: gl.constexpr,
 ):
-    # Tiles have two dimensions, as products need them. Triton 3.9 tracks each byte of every view, and views inside the walks cost
+    # Tiles have two dimensions, as products need. Triton 3.9 tracks each byte of every view, so views inside the loops would cost
     # seconds of compilation.
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     TURNS: gl.constexpr = 1 if WIDE else 2
@@ -514,12 +516,12 @@ def attention_forward_kernel(
     arrived = q.full
     if lengths.KV_CUT:
         arrived = own_barrier()
-    # Left to themselves, the groups of narrow heads come to compute at the same time.
+    # With narrow heads, two groups without this drift into computing at the same time.
     PING_PONG: gl.constexpr = GROUPS == 2 and USED_V <= 96 and not (WIDE or DROPOUT or SCORED)
     ping_pong = PingPong(q.full, q.full)
     if PING_PONG:
         ping_pong = new_ping_pong()
-    # Makes the initialized barriers visible to TMA, which signals them.
+    # TMA signals the barriers, so it must see that they are initialized.
     fence_async_shared()
     p = ForwardArguments(
         q_tensor=q_tensor,
@@ -585,8 +587,8 @@ def combine_kernel(
     DIM: tl.constexpr,
     TABLE_ROW: tl.constexpr,
 ):
-    """The output of split rows: the splits' outputs, each weighted by its share of the softmax sum. A program combines ``COMBINED``
-    queries of a head and of one of the lines of ``Table.splits``. listed: their number, and that of the splits."""
+    """Merges the results of split rows: weights each split's output by its share of the softmax sum. A program merges ``COMBINED``
+    queries of one head and one entry of ``Table.splits``. listed: the number of these entries, and of splits, for each mask."""
     STEPS: tl.constexpr = TABLE_ROW // COMBINED
     tile, batch_head = tile_and_batch_head(listed // 2 * STEPS)
     batch = batch_head // heads
@@ -620,7 +622,7 @@ def combine_kernel(
 
 
 def attention_forward(q, k, v, mask, scale, variant=None, config=None, beside=None):
-    """out (batch, heads, q_len, v's head_dim) in q's memory order, lse (batch, heads, q_len) float32.
+    """Returns out (batch, heads, q_len, v's head_dim), in q's memory order, and lse (batch, heads, q_len) float32.
 
     q, k, v: float16 or bfloat16, contiguous rows, base and strides multiples of 16 bytes. mask: table blocks of 64 to 256.
     beside: see ``launch``.
@@ -641,7 +643,7 @@ def attention_forward(q, k, v, mask, scale, variant=None, config=None, beside=No
 
 
 def repeated_forward(q, k, v, mask, scale, variant=None):
-    """``attention_forward`` by replayed launches, or None if there are none; any q, k and v."""
+    """Returns ``attention_forward`` by replayed launches; None if there are none to replay. Takes any q, k and v."""
     of_variant = hopper_variant(variant)
     known = known_call(mask, _key(q, k, v, scale, of_variant))
     if known is None:
@@ -655,7 +657,7 @@ def _key(q, k, v, scale, of_variant: HopperVariant, config=None) -> tuple:
     return attention_forward_kernel.fn, tuned.times_read(), *layout, scale, config, of_variant.key
 
 
-_OWN = 9  # tensors of a call, before those of its variant
+_OWN = 9  # tensors of a call that precede its variant's tensors
 
 
 def _tensors(q, k, v, variant, of_variant: HopperVariant, split_rows: int) -> tuple[torch.Tensor, ...]:
@@ -670,24 +672,24 @@ def _tensors(q, k, v, variant, of_variant: HopperVariant, split_rows: int) -> tu
 
 
 def columns_of(head_dim: int, v_head_dim: int) -> dict[str, int]:
-    """The kernel's constants for the columns of q and k, and of v: see ``ForwardArguments``."""
+    """Returns the kernel's constants for the columns of q and k, and of v: see ``ForwardArguments``."""
     used, used_v = used_columns(head_dim), used_columns(v_head_dim)
-    # The keys of DeepSeek's models have 192 columns: without padding, more of them fit.
+    # Keys of 192 columns, as in DeepSeek's models, are not padded, so that more of them fit shared memory.
     dim, dim_v, pieces = used if used == 192 else padded_head_dim(used), padded_head_dim(used_v), 3 if used == 192 else 1
     return {"DIM": dim, "USED": used, "DIM_V": dim_v, "USED_V": used_v, "PIECES": pieces, "WIDE": dim != dim_v or dim > 128}
 
 
 def _split_rows(mask) -> int:
-    """How many rows of queries per head are splits of rows of the table."""
+    """Returns how many rows of queries per head the splits of the table's rows have."""
     split = mask is not None and mask.by_query.is_split
     return mask.by_query.splits.shape[1] * mask.row_queries if split else 0
 
 
 def _config_and_walked(q, v, mask, of_variant: HopperVariant, config=None):
-    """(config, what the kernel walks with it: the mask, its tall rows, its blocks by document, or None)"""
+    """Returns (config, the table that the kernel iterates over: the mask, its tall rows, its blocks by document, or None)."""
     columns, block_size = columns_of(q.shape[3], v.shape[3]), mask and mask.block_size
     dim, dim_v, wide = (columns[name] for name in ("DIM", "DIM_V", "WIDE"))
-    # Even if this pass does not take them, as they may not be made where the backward pass is compiled.
+    # Made even if this pass does not take them, because they cannot always be made where the backward pass is compiled.
     by_document = blocks_by_document(q, v, mask, of_variant is PLAIN)
 
     def tiles_of(queries: int) -> int:
@@ -707,20 +709,20 @@ def _config_and_walked(q, v, mask, of_variant: HopperVariant, config=None):
 
 
 def _walked(mask, by_document, queries: int):
-    """What tiles of so many queries walk: the mask, its blocks by document, or its tall rows, which it may not have."""
+    """Returns the table for tiles of so many queries: the mask, its blocks by document, or its tall rows, which may be None."""
     if mask and mask.block_size % queries:
         return mask.tall
     return by_document or mask
 
 
 def _items_and_tiles(q, walked, queries: int) -> tuple[int, int]:
-    """Work items of a mask; tiles of all heads."""
+    """Returns (work items of a mask, tiles of all heads)."""
     items = walked.by_query.work.shape[1] if walked else triton.cdiv(q.shape[2], queries)
     return items, items * (walked.row_queries // queries if walked else 1) * q.shape[0] * q.shape[1]
 
 
 def _forward_launch(q, k, v, out, lse, split_out, split_lse, queue, seed, mask, scale, split_rows, of_variant, config):
-    """(grid, arguments, constants, options)"""
+    """Returns (grid, arguments, constants, options)."""
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     group, lines = heads // kv_heads, batch * heads
@@ -768,13 +770,13 @@ def _forward_launch(q, k, v, out, lse, split_out, split_lse, queue, seed, mask, 
 
 
 def _combine_launch(out, lse, split_out, split_lse, mask):
-    """(grid, arguments, constants, options)"""
+    """Returns (grid, arguments, constants, options)."""
     batch, heads, q_len = lse.shape
     dim = split_out.shape[-1]
     table = mask.by_query.splits
     index, *_, mask_batch_stride, mask_head_stride = table_arguments(mask, mask.by_query, lse)
     arguments = [described_for_triton(out, COMBINED.value, dim), lse, split_out, split_lse, table, index]
     arguments += [mask_batch_stride, mask_head_stride, heads, q_len, table.shape[1]]
-    # A split row has two splits or more, so the second half of the lines is never in use.
+    # A split row has at least two splits, so at most half of the entries are in use.
     grid = (table.shape[1] // 2 * (mask.row_queries // COMBINED.value) * batch * heads, 1)
     return grid, arguments, {"DIM": dim, "TABLE_ROW": mask.row_queries}, {"num_warps": 4}

@@ -1,9 +1,9 @@
-"""The backward pass for Hopper at head_dim 33 to 128: one pass over key tiles computes dK and dV, and accumulates dQ along the way.
+"""The backward pass for Hopper at head_dim 33 to 128. One pass over key tiles computes dK and dV, and accumulates dQ.
 
-Persistent programs: a scheduler warp, a loading warp, eight computing warps, and a sending warp that hands results to TMA, which
-adds tiles of dQ to an fp32 array in global memory. Scores are transposed, with keys along rows: this makes them the left operand of
-dV without a pass through shared memory. The scores of the next step, or of the next tile's first step, are computed during this
-step's other products, to keep the tensor cores busy while the exponentials run.
+Programs are persistent. Each has a scheduler warp, a loading warp, eight computing warps and a sending warp. The sending warp hands
+results to TMA, which adds tiles of dQ to an fp32 array in global memory. Scores are transposed, with keys along rows, so that the
+weights in registers are the left operand of dV. The scores of the next step, or of the next tile's first step, are computed during
+this step's other products. This keeps the tensor cores busy while the exponentials run.
 
 Sources: arXiv:2205.14135, Alg. 4 (one pass, dQ accumulated); arXiv:2407.08608, sec. 3 (warp roles).
 """
@@ -44,26 +44,26 @@ from .scores import ScoreTerms, new_terms
 
 @record
 class Gradients:
-    """Where gradients go. Rows of dQ hold sums in register order. So do those of dK and dV: with ADDED of all tiles, with SPLIT of
-    each split of a column, until ``combine_columns_kernel``."""
+    """Holds the outputs of the kernel. Rows of dQ hold sums in register order. With ADDED, rows of dK and dV do too: sums of all
+    tiles. With SPLIT, they hold each split of a column, until ``combine_columns_kernel`` adds the splits."""
 
     dq_rows: tma.tensor_descriptor
     dk: tma.tensor_descriptor
     dv: tma.tensor_descriptor
-    bases: gl.tuple  # the addresses of dK and dV, with blocks of documents
+    bases: gl.tuple  # the addresses of dK and dV; only with blocks of documents
     dkv_rows: tma.tensor_descriptor
     padded_q_len: gl.tensor
     padded_kv_len: gl.tensor
     kv_lines: gl.tensor
     splits: gl.tensor  # tiles of splits per head
-    ADDED: gl.constexpr  # whether several tiles add to one dK and dV, as those of query heads that share keys
-    SPLIT: gl.constexpr  # whether columns may be split; not with ADDED, which adds up splits too
+    ADDED: gl.constexpr  # whether several tiles add to one dK and dV, for instance the query heads of a head group
+    SPLIT: gl.constexpr  # whether columns may be split; not with ADDED, which adds splits up too
     FIXED: gl.constexpr  # whether gradients are independent of the order in which tiles are added
 
 
 @record
 class BackwardArguments:
-    """What the warps share."""
+    """Holds what the warps share."""
 
     inputs: BackwardInputs
     grads: Gradients
@@ -83,20 +83,20 @@ class BackwardArguments:
     unit: gl.shared_memory_descriptor  # loaded with q
     delta: gl.shared_memory_descriptor  # loaded with dout
     dscores: gl.shared_memory_descriptor
-    dq: Ring  # one stage, through which every step sends dQ, piece by piece, and every tile dK and dV
+    dq: Ring  # one stage, through which every step sends dQ, piece by piece, and every tile sends dK and dV
     DIM: gl.constexpr
     USED: gl.constexpr  # of DIM columns; the others are zeros
     KEYS: gl.constexpr  # per tile
     QUERIES: gl.constexpr  # per step
-    COLUMNS: gl.constexpr  # of a piece of dQ: as many as there is room for at a time
-    PIECES: gl.constexpr  # that have columns in use
-    RAGGED: gl.constexpr  # whether a dense walk's last tile has fewer keys
+    COLUMNS: gl.constexpr  # of a piece of dQ, as many as shared memory holds
+    PIECES: gl.constexpr  # of dQ that have columns in use
+    RAGGED: gl.constexpr  # whether, without a table, the last tile has fewer keys
     ACROSS: gl.constexpr  # pieces of q and k side by side, for the loading warp
 
 
 @gluon.jit
 def _send(p):
-    """The sending warp: adds tiles of dQ to global memory, and at the end of a tile stores its dK and dV, or adds them. It also
+    """Runs the sending warp: adds pieces of dQ to global memory, and at the end of a tile stores or adds its dK and dV. It also
     releases the values, as the computing warps would have to wait for each other to do so."""
     grads = p.grads
     step = 0
@@ -123,7 +123,7 @@ def _send(p):
 
 @gluon.jit
 def _send_queries(p, tile, turn, line, step, stop, last, sent):
-    """Adds dQ of a query head's walk. line: of the head's rows. last: the tile's last step."""
+    """Adds dQ of all steps of a tile with one query head. line: from ``first_line``. last: the tile's last step."""
     ROWS: gl.constexpr = p.QUERIES * p.COLUMNS // 256
     ALL_PIECES: gl.constexpr = p.DIM // p.COLUMNS
     grads = p.grads
@@ -147,7 +147,7 @@ def _send_queries(p, tile, turn, line, step, stop, last, sent):
 
 @gluon.jit
 def _send_keys(p, tile, turn, sent):
-    """Stores dK and dV of a tile, or adds them, from the buffer of its keys, and that of dQ."""
+    """Stores or adds dK and dV of a tile, from the buffer of its keys and the buffer of dQ."""
     grads = p.grads
     batch, head = p.heads.of_line(tile.line)
     kv_head = head // p.heads.group
@@ -159,14 +159,14 @@ def _send_keys(p, tile, turn, sent):
         if p.table.OWN_STARTS:
             line += tile.to_place
         if p.scheduler.SPLIT:
-            # An item of another mask that this one does not use names the column past the last: its rows lie past the end of all.
+            # An unused item, which only another mask uses, names the column past the last. Its rows go past the end of all.
             line = gl.where(tile.first < grads.padded_kv_len, line, 2 * grads.kv_lines)
         sent = _send_sums(p, line, place, sent, grads.FIXED)
     elif p.table.OWN_STARTS:
         if tile.stop - tile.first == p.KEYS:
             sent = _send_results(p, batch, kv_head, tile.first, place, sent)
         else:
-            # The computing warps have stored them.
+            # The computing warps have stored dK and dV.
             p.dq.wait(sent)
             p.dq.release(sent)
             sent += 1
@@ -187,7 +187,7 @@ def _send_results(p, batch, kv_head, first_key, place, sent):
     p.dq.wait(sent)
     async_store(grads.dk, [batch, kv_head, first_key, 0], of_tensor(place, grads.dk))
     if grads.SPLIT:
-        # As many turns as for a split; this one did not use the buffer.
+        # A split uses the buffer of dQ twice, so a whole column counts an unused fill.
         p.dq.release(sent)
         sent += 1
         p.dq.wait(sent)
@@ -200,7 +200,7 @@ def _send_results(p, batch, kv_head, first_key, place, sent):
 
 @gluon.jit
 def _send_sums(p, line, place, sent, ALONE: gl.constexpr):
-    """Stores dK and dV of a tile in fp32, from ``line`` on, or adds them to what is there unless it is ALONE."""
+    """Adds dK and dV of a tile, in fp32, to rows from ``line`` on; ALONE stores them instead."""
     HALF: gl.constexpr = p.KEYS * p.DIM // 512
     grads = p.grads
     low = view(p.dq.data, gl.float32, [HALF, 256], grads.dkv_rows.layout)
@@ -226,7 +226,8 @@ def _send_rows(grads, row, rows, ALONE: gl.constexpr):
 
 @gluon.jit
 def _sent_before(p, step, turn):
-    """How often the buffer of dQ was filled before a step: once for each piece, and once or twice at the end of a tile."""
+    """Returns how often the buffer of dQ was filled before a step: once for each piece, and once or twice at the end of each
+    tile."""
     OF_A_TILE: gl.constexpr = 2 if p.grads.ADDED or p.grads.SPLIT else 1
     return step * p.PIECES + turn * OF_A_TILE
 
@@ -235,13 +236,13 @@ def _sent_before(p, step, turn):
 def _walk(p, tile, state, step, first, last, turn, begin, end, exists, stream, place, zeros, dq_zeros, KIND: gl.constexpr):
     """Adds steps begin .. end - 1, all of one kind, to dK, dV and dQ.
 
-    state: dK, dV and the scores of the step, (keys, queries). first: the tile's first step. last: its last, during which the scores
-    of the next tile's first step are computed; or, with room for the keys of one tile only, scores that nobody reads.
+    state: dK, dV and the scores of the step, (keys, queries). first: the tile's first step. last: the tile's last step. It computes
+    the scores of the next tile's first step; if shared memory holds the keys of one tile only, these scores are not used.
     """
     dk, dv, scores = state
     dtype: gl.constexpr = p.q.data.dtype
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
-    PRODUCTS: gl.constexpr = len(dk)  # that make one, here and in scores
+    PRODUCTS: gl.constexpr = len(dk)  # hardware products that make one product here, and one of scores
     score_layout: gl.constexpr = zeros.type.layout
     column: gl.constexpr = gl.SliceLayout(0, score_layout)
     existing = existing_keys(p, tile, score_layout)
@@ -260,12 +261,12 @@ def _walk(p, tile, state, step, first, last, turn, begin, end, exists, stream, p
         products = scores
         weights = weights_of(p, tile, products, step, words, existing, stream, place, position, KIND)
         if p.scoring.SCORED:
-            # Here, so that the derivative's values need not stay in registers during the products.
+            # The derivative is applied here, so that its inputs need not stay in registers during the products.
             operand = gl.convert_layout(kept_weights(p, weights), operand_layout)
             if not p.scoring.SIGNED:
                 weights = p.scoring.times_derivative(weights, products, place, position, tile.first)
-        # The step before stored its dQ beside a product that takes all of shared memory's rate. Waiting for that there would
-        # leave the tensor cores idle.
+        # The previous step's dQ is committed only here. Right after the store, the tensor cores would idle during the wait for it,
+        # as the product beside it takes all of shared memory's rate.
         _commit_queries(p, sent - 1, step != first)
         dweights = warpgroup_mma_wait(0, deps=(started,))
         if p.PIECES > 1:
@@ -273,11 +274,11 @@ def _walk(p, tile, state, step, first, last, turn, begin, end, exists, stream, p
         if not p.scoring.SCORED:
             operand = gl.convert_layout(kept_weights(p, weights), operand_layout)
         started_dv = times(operand, dout, dv)
-        # What follows must stay behind the product's start; the compiler would move it before.
+        # ``fresh_zero`` keeps the compiler from moving the load of delta before the product's start.
         if p.PIECES == 1:
             delta = p.delta.index(p.dout.place(step) + fresh_zero(step)).load(column)
         else:
-            # With dQ in pieces, the assembler serializes all products if delta is read here. This returns at once.
+            # With dQ in pieces, the assembler would serialize all products if delta were read here. This wait returns at once.
             p.dout.wait(step)
         dscores = dscores_of(p, weights, dweights, delta[None, :])
         if p.scoring.SIGNED:
@@ -295,7 +296,7 @@ def _walk(p, tile, state, step, first, last, turn, begin, end, exists, stream, p
             units = _units_of(p, step, dq_zeros)
             p.q.release(step)
         else:
-            # dQ takes twice the registers here, which hold one piece beside the next one's product.
+            # dQ takes twice the registers here: one piece stays in registers during the product of the next.
             left = keys.slice(0, p.COLUMNS, dim=1)
             started_left = warpgroup_mma(stored.permute((1, 0)), left, dq_zeros, use_acc=False, is_async=True)
             dv, dk = both_finished(started_dv, started_dk, 1)
@@ -325,7 +326,7 @@ def _walk(p, tile, state, step, first, last, turn, begin, end, exists, stream, p
 
 @gluon.jit
 def _units_of(p, step, dq):
-    """The units of a step's integer sums, by query, which lie beside q."""
+    """Returns the units of a step's integer sums, by query, which were loaded with q. Without FIXED, the result is not used."""
     units = step
     if p.grads.FIXED:
         units = p.unit.index(p.q.place(step)).load(gl.SliceLayout(1, dq.type.layout))
@@ -353,10 +354,10 @@ def _commit_queries(p, sent, exists):
 
 @gluon.jit
 def _compute(p):
-    """The computing warps: each group of four holds 64 keys."""
+    """Runs the computing warps. Each warp group holds 64 keys."""
     WARPS: gl.constexpr = gl.num_warps()
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, p.QUERIES, 16])
-    # Two warp groups share dQ: each takes half its queries, or with 64 queries half its columns.
+    # Two warp groups share dQ: each takes half of its queries, or, with 64 queries, half of its columns.
     DOWN: gl.constexpr = p.QUERIES // 16  # warps
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [DOWN, WARPS // DOWN], [16, p.COLUMNS * DOWN // WARPS, 16])
     zeros = gl.zeros([p.KEYS, p.QUERIES], gl.float32, layout=score_layout)
@@ -390,7 +391,7 @@ def _compute(p):
 
 @gluon.jit
 def _walk_head(p, tile, state, step, first, last, turn, line, zeros, dq_zeros):
-    """The walk of one query head, ``line``."""
+    """Adds all steps of a tile with one query head, the batch-head ``line``."""
     stream = p.dropout.stream(line)
     place = p.scoring.place(p.heads, line)
     if p.table.SPARSE:
@@ -406,7 +407,7 @@ def _walk_head(p, tile, state, step, first, last, turn, line, zeros, dq_zeros):
 
 @gluon.jit
 def _first_scores(p, turn, step, zeros):
-    """The scores of a tile's first step, where no step before has computed them."""
+    """Returns the scores of a tile's first step, if no previous step has computed them."""
     p.k.wait(turn)
     p.q.wait(step)
     started = times_transposed(p.k.stage(turn), p.q.stage(step), zeros, p.USED)
@@ -415,8 +416,7 @@ def _first_scores(p, turn, step, zeros):
 
 @gluon.jit
 def _hand_over(p, tile, turn, step, dk, dv):
-    """Hands dK and dV of a tile to the sending warp, through the buffer of its keys, and that of dQ once the last tile of dQ has
-    left."""
+    """Hands dK and dV of a tile to the sending warp, through the buffer of its keys and the buffer of dQ."""
     place = p.k.stage(turn)
     sent = _sent_before(p, step, turn)
     if p.grads.ADDED:
@@ -447,7 +447,7 @@ def _hand_over_results(p, tile, dk, dv, sent, place):
     store_columns(values, dv)
     if p.table.OWN_STARTS:
         if tile.stop - tile.first < p.KEYS:
-            # TMA would also store rows beyond the document's end, which are its neighbour's.
+            # TMA would also overwrite rows beyond the document's end, which belong to the next document.
             barrier()
             batch, head = p.heads.of_line(tile.line)
             kv_head = head // p.heads.group
@@ -466,8 +466,8 @@ def _hand_over_sums(p, dk, dv, sent, place):
 
 @gluon.jit
 def _hand_over_halves(p, grad, sent, place):
-    """Hands over dK or dV in fp32, in register order: half through the buffer of dQ, half through ``place``. Columns that are not
-    in use come last, and hold what was there."""
+    """Hands over dK or dV in fp32, in register order, half through the buffer of dQ, half through ``place``. Columns that are not
+    in use come last, and are not written."""
     HALF: gl.constexpr = p.KEYS * p.DIM // 512
     p.dq.acquire(sent)
     low = view(p.dq.data, gl.float32, [HALF, 256], p.grads.dkv_rows.layout)
@@ -575,7 +575,7 @@ def attention_backward_kernel(
     scheduler = new_scheduler(k, table, heads_of, heads_together, items, tiles, queue, q_len, lengths, KEYS, STEP=QUERIES,
                               BY_KEY=True, SPLIT=SPLIT, TOGETHER=TOGETHER)
     # fmt: on
-    # Makes the initialized barriers visible to TMA, which signals them.
+    # TMA signals the barriers, so it must see that they are initialized.
     fence_async_shared()
     p = BackwardArguments(
         inputs=BackwardInputs(q_tensor, k_tensor, v_tensor, dout_tensor, lse_rows, delta_rows, unit_rows),

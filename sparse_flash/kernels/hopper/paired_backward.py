@@ -1,10 +1,11 @@
 """The backward pass for Hopper at head_dim 129 to 192, with v of 65 to 128: tiles of 128 keys, shared by two warp groups.
 
-Each warp group does for its 64 keys what the computing warps of ``narrow_backward`` do together. Sums of dK and dV take 160
-registers a thread, so scores cannot run a step ahead; the other group keeps the tensor cores busy. The two meet in dQ only, for
-which each reads both groups' gradients of scores. Of dQ's three pieces of 64 columns either computes one, and in turn the third.
+Each warp group does for its 64 keys what all computing warps of ``narrow_backward`` do together. Sums of dK and dV take 160
+registers a thread, so scores cannot be computed a step ahead; the other group keeps the tensor cores busy instead. The groups share
+only dQ, for which each reads the gradients of scores of both. dQ has three pieces of 64 columns. Each group computes one of them,
+and they alternate in computing the third.
 
-Columns that are no power of two lie in shared memory as pieces of 64, without zeros beside them.
+Columns that are no power of two are pieces of 64 in shared memory, without zeros.
 """
 
 from triton.experimental import gluon
@@ -41,7 +42,7 @@ PIECE_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 1
 
 @record
 class PairedArguments:
-    """What the warps share. Names are those of ``BackwardArguments``."""
+    """Holds what the warps share. Names without a comment mean the same as in ``BackwardArguments``."""
 
     inputs: BackwardInputs
     grads: WideGradients  # dk in tiles of 64 columns, splits of 64 keys
@@ -53,18 +54,18 @@ class PairedArguments:
     arrived: gl.shared_memory_descriptor
     dropout: Dropout
     scheduler: Scheduler
-    k: Ring  # released by both sending warps. Pieces: of the first group's keys, then of the second's
-    v: Ring  # likewise
+    k: Ring  # released by both sending warps; pieces of the first group's keys, then of the second group's
+    v: Ring  # as k
     q: Ring  # released by both warp groups
     dout: Ring
     lse: gl.shared_memory_descriptor
     unit: gl.shared_memory_descriptor
     delta: gl.shared_memory_descriptor
-    dscores: Ring  # of the first group; released by both
-    other_dscores: Ring  # of the second
+    dscores: Ring  # of the first group; released by both groups
+    other_dscores: Ring  # of the second group
     dq: Ring  # one stage, through which the first group sends pieces of dQ
     other_dq: Ring
-    ready: Ring  # without data: that dK and dV of the first group lie in the buffers of k and v
+    ready: Ring  # without data; full: dK and dV of the first group are in the buffers of k and v
     other_ready: Ring
     DIM: gl.constexpr  # of sums
     DIM_V: gl.constexpr
@@ -91,13 +92,14 @@ def _ready_of(p, GROUP: gl.constexpr):
 
 @gluon.jit
 def _sent_before(step, GROUP: gl.constexpr):
-    """Pieces of dQ that a group has sent before a step: one a step, and its turns of the third."""
+    """Returns how many pieces of dQ a group has sent before a step: one in each step, and the third in every second step."""
     return step + (step + (1 - GROUP)) // 2
 
 
 @gluon.jit
 def _queries_product(p, step, turn, piece, GROUP: gl.constexpr):
-    """Starts the two products of a piece of a step's dQ, the second once the other group has stored its gradients of scores."""
+    """Starts the two products of a piece of a step's dQ. The second waits until the other group has stored its gradients of
+    scores."""
     zeros = gl.zeros([p.QUERIES, 64], gl.float32, layout=PIECE_LAYOUT)
     own, others = _dscores_of(p, GROUP).stage(step), _dscores_of(p, 1 - GROUP).stage(step)
     keys = p.k.stage(turn, piece + GROUP * PIECES)
@@ -109,7 +111,7 @@ def _queries_product(p, step, turn, piece, GROUP: gl.constexpr):
 
 @gluon.jit
 def _hand_over_queries(p, dq, units, sent, GROUP: gl.constexpr):
-    """Hands a piece of dQ to the sending warp. units: of its queries, with FIXED."""
+    """Hands a piece of dQ to the sending warp. units: of its queries; only read with FIXED."""
     ring = _dq_of(p, GROUP)
     ring.acquire(sent)
     if p.grads.FIXED:
@@ -123,8 +125,8 @@ def _hand_over_queries(p, dq, units, sent, GROUP: gl.constexpr):
 
 @gluon.jit
 def _walk(p, tile, state, step, turn, begin, end, exists, zeros, GROUP: gl.constexpr, KIND: gl.constexpr):
-    """Adds steps begin .. end - 1, all of one kind, to the group's dK and dV, and to dQ. tile: from the group's keys on. state: dV,
-    and the pieces of dK."""
+    """Adds steps begin .. end - 1, all of one kind, to the group's dK and dV, and to dQ. tile: the part of the tile from the
+    group's keys on. state: (dV, pieces of dK)."""
     dv, dk = state
     dtype: gl.constexpr = p.q.data.dtype
     score_layout: gl.constexpr = zeros.type.layout
@@ -150,7 +152,7 @@ def _walk(p, tile, state, step, turn, begin, end, exists, zeros, GROUP: gl.const
         started = warpgroup_mma(values, dout.permute((1, 0)), minus_after(delta, pairs, score_layout), is_async=True)
         started_dv = warpgroup_mma(from_pairs(pairs, dtype, of_dv), dout, dv, is_async=True)
         dweights = warpgroup_mma_wait(1, deps=(started,))
-        # From weights in 16 bits: those in 32 would be live beside all sums.
+        # Uses the weights in 16 bits, as weights in 32 bits would take registers beside all sums.
         pairs = times_pairs(pairs, dweights, dtype)
         own.acquire(step)
         own.stage(step).store(from_pairs(pairs, dtype, score_layout))
@@ -160,7 +162,7 @@ def _walk(p, tile, state, step, turn, begin, end, exists, zeros, GROUP: gl.const
             started_sums += (warpgroup_mma(operand, p.q.stage(step, piece), dk[piece], is_async=True),)
         fence_async_shared()
         own.commit(step)
-        # Before the next product, which has no registers for its sums beside the left operands of these.
+        # Waits here, as there are no registers for the left operands of these products beside the sums of the next.
         dv, first, second, third = warpgroup_mma_wait(0, deps=started_sums)
         dk = first, second, third
         sent = _sent_before(step, GROUP)
@@ -183,7 +185,7 @@ def _walk(p, tile, state, step, turn, begin, end, exists, zeros, GROUP: gl.const
 
 @gluon.jit
 def _compute(p, GROUP: gl.constexpr):
-    """A computing warp group."""
+    """Runs a computing warp group."""
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.QUERIES, 16])
     values_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DIM_V, 16])
     zeros = gl.zeros([p.KEYS, p.QUERIES], gl.float32, layout=score_layout)
@@ -205,13 +207,13 @@ def _compute(p, GROUP: gl.constexpr):
             state, step = _walk(p, tile, state, step, turn, tile.bits, tile.end, True, zeros, GROUP, BITS)
         state, step = _walk(p, tile, state, step, turn, tile.begin, tile.runs, True, zeros, GROUP, FULL)
         dv, dk = state
-        # Until the other group's dQ has read these keys.
+        # Waits until the other group's dQ has read these keys.
         own.acquire(step - 1 + own.STAGES)
         if p.grads.ADDED:
             # With FIXED, finish_kernel sums them later over query heads.
             batch, head = p.heads.of_line(tile.line)
             head_line = tile.line if p.grads.FIXED else batch * (p.heads.queries // p.heads.group) + head // p.heads.group
-            # Past the last key, or, in an item of another mask that this one does not use, column.
+            # False past the last key, and for an unused item, which only another mask uses: it names the column past the last.
             exists = tile.first < p.grads.padded_kv_len
             _add_sums(p, dk, dv, head_line * p.grads.padded_kv_len + tile.first, exists)
         elif p.grads.SPLIT:
@@ -245,7 +247,7 @@ def _store_results(p, dk, dv, turn, GROUP: gl.constexpr):
 
 @gluon.jit
 def _send(p, GROUP: gl.constexpr):
-    """A sending warp: adds a group's pieces of dQ to global memory, and at the end of a tile stores its dK and dV."""
+    """Runs a sending warp: adds a group's pieces of dQ to global memory, and at the end of a tile stores its dK and dV."""
     ROWS: gl.constexpr = p.QUERIES * 64 // 256
     ALL_PIECES: gl.constexpr = 4  # of sums, as of 256 columns
     grads = p.grads
@@ -392,7 +394,7 @@ def paired_backward_kernel(
         k, table, heads_of, heads_together, items, tiles, queue, q_len, lengths, KEYS, QUERIES, True, SPLIT, CONSUMERS=2
     )
     ready, other_ready = ring_beside(k, k.data, 1), ring_beside(k, k.data, 1)
-    # Makes the initialized barriers visible to TMA, which signals them.
+    # TMA signals the barriers, so it must see that they are initialized.
     fence_async_shared()
     p = PairedArguments(
         inputs=BackwardInputs(q_tensor, k_tensor, v_tensor, dout_tensor, lse_rows, delta_rows, unit_rows),

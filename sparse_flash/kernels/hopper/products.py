@@ -1,8 +1,8 @@
 """Products over head dimensions that are no power of two.
 
-A tile in shared memory has 64, 128 or 256 columns, the last of which may hold nothing but zeros. With three quarters in use, 96 or
-192, each product is two: of the first half of the columns, and of the next quarter. In registers, sums over rows of such columns
-are a tuple: of one tensor, or of these two. Where zeros would take the room of another stage, 192 columns are three tiles of 64
+A tile in shared memory has 64, 128 or 256 columns. Its last columns may be zeros. If three quarters are in use, 96 or 192, each
+product is two products: over the first half of the columns, and over the next quarter. In registers, sums over such columns are a
+tuple of one tensor, or of these two. If the zeros would cost another stage its shared memory, 192 columns are three tiles of 64
 instead: ``pieces_of``.
 """
 
@@ -14,7 +14,7 @@ from .masks import where_rows
 
 
 def used_columns(head_dim: int) -> int:
-    """How many columns products cover."""
+    """Returns how many columns products cover."""
     return next(columns for columns in (64, 96, 128, 192, 256) if head_dim <= columns)
 
 
@@ -35,7 +35,7 @@ def times_transposed(left, right, zeros, USED: gl.constexpr):
 
 @gluon.jit
 def pieces_of(ring, n, first, COUNT: gl.constexpr):
-    """COUNT pieces of a ring's stage, from ``first`` on: the columns of a tile, in order."""
+    """Returns COUNT pieces of a ring's stage, from ``first`` on: the columns of a tile, in order."""
     pieces = ()
     for number in gl.static_range(COUNT):
         pieces += (ring.stage(n, first + number),)
@@ -44,7 +44,7 @@ def pieces_of(ring, n, first, COUNT: gl.constexpr):
 
 @gluon.jit
 def pieces_times_transposed(left, right, zeros, USED: gl.constexpr):
-    """``times_transposed`` of tiles from ``pieces_of``."""
+    """Starts ``times_transposed`` of tiles from ``pieces_of``."""
     if len(left) == 1:
         started = times_transposed(left[0], right[0], zeros, USED)
     else:
@@ -56,8 +56,8 @@ def pieces_times_transposed(left, right, zeros, USED: gl.constexpr):
 
 @gluon.jit
 def zero_sums(ROWS: gl.constexpr, DIM: gl.constexpr, USED: gl.constexpr):
-    """(ROWS, columns in use) zeros, fp32, as a tuple of one or two tensors: sums to which ``times`` adds. Warps beyond those that
-    have 16 rows each share their columns."""
+    """Returns zeros, (ROWS, columns in use), fp32, as a tuple of one or two tensors, to which ``times`` adds. Each warp holds 16
+    rows. If there are more warps than that, several share the columns of the same rows."""
     WARPS: gl.constexpr = gl.num_warps()
     DOWN: gl.constexpr = ROWS // 16 if ROWS // 16 < WARPS else WARPS
     ACROSS: gl.constexpr = WARPS // DOWN
@@ -75,8 +75,8 @@ def zero_sums(ROWS: gl.constexpr, DIM: gl.constexpr, USED: gl.constexpr):
 
 @gluon.jit
 def times(left, right, sums, SHARED: gl.constexpr = False):
-    """Starts the addition of left times right to sums. left: in registers, in the layout of an operand of the first of them; or
-    SHARED, in shared memory. right: in shared memory, with the columns."""
+    """Starts the addition of left times right to sums. left: in registers, as an operand of sums[0]; with SHARED, in shared memory.
+    right: in shared memory, with the columns of sums."""
     if len(sums) == 1:
         started = (warpgroup_mma(left, right, sums[0], is_async=True),)
     else:
@@ -94,7 +94,7 @@ def times(left, right, sums, SHARED: gl.constexpr = False):
 
 @gluon.jit
 def finished(started, PENDING: gl.constexpr):
-    """The sums of ``times``, once all but the last PENDING products are done."""
+    """Waits until all but the last PENDING products are done, then returns the sums of ``times``."""
     if len(started) == 1:
         sums = (warpgroup_mma_wait(PENDING, deps=started),)
     else:
@@ -104,7 +104,7 @@ def finished(started, PENDING: gl.constexpr):
 
 @gluon.jit
 def scaled(sums, factors):
-    """Sums times a factor for each row, (rows,)."""
+    """Returns sums times factors, (rows,)."""
     first = sums[0] * gl.convert_layout(factors, gl.SliceLayout(1, sums[0].type.layout))[:, None]
     if len(sums) == 1:
         result = (first,)
@@ -115,7 +115,7 @@ def scaled(sums, factors):
 
 @gluon.jit
 def only_rows(sums, words):
-    """Sums, with 0 in rows without words: see ``where_rows``."""
+    """Returns sums, with 0 in rows whose words are 0: see ``where_rows``."""
     first = where_rows(sums[0], gl.convert_layout(words, gl.SliceLayout(1, sums[0].type.layout)))
     if len(sums) == 1:
         result = (first,)
@@ -126,7 +126,7 @@ def only_rows(sums, words):
 
 @gluon.jit
 def both_finished(started, others, PENDING: gl.constexpr):
-    """``finished``, of two."""
+    """Returns ``finished`` of two results of ``times``."""
     if len(started) == 1:
         sums, more = warpgroup_mma_wait(PENDING, deps=(started[0], others[0]))
         both = ((sums,), (more,))
@@ -138,7 +138,7 @@ def both_finished(started, others, PENDING: gl.constexpr):
 
 @gluon.jit
 def scaled_by(sums, factor):
-    """Sums times one factor."""
+    """Returns sums times one factor."""
     if len(sums) == 1:
         result = (sums[0] * factor,)
     else:
@@ -148,7 +148,7 @@ def scaled_by(sums, factor):
 
 @gluon.jit
 def store_columns(tile, sums):
-    """Stores sums in a tile in shared memory, in its dtype. Columns that are not in use keep what they have."""
+    """Stores sums in a tile in shared memory, in its dtype. Columns that are not in use do not change."""
     if len(sums) == 1:
         tile.store(sums[0].to(tile.dtype))
     else:
@@ -175,8 +175,8 @@ def _write(place, STRIDE: gl.constexpr, numbers, exists):
 
 @gluon.jit
 def write_rows(tensor, base, batch, head, first, stop, sums):
-    """Stores sums in rows first .. stop - 1 of a (batch, heads, tokens, head_dim) tensor, as many as there are. tensor: its
-    descriptor. base: its address; this and its strides are multiples of 16 bytes."""
+    """Stores sums in rows first .. stop - 1 of a (batch, heads, tokens, head_dim) tensor; further sums are dropped. tensor: its
+    descriptor. base: its address. The address and the strides are multiples of 16 bytes."""
     place, stride = _place_of_rows(tensor, base, batch, head, first)
     rows, columns = stop - first, tensor.shape[3] // 8 * 8
     _write_part(place, stride, rows, columns, sums[0], 0)
@@ -186,7 +186,7 @@ def write_rows(tensor, base, batch, head, first, stop, sums):
 
 @gluon.jit
 def copy_rows(tensor, base, batch, head, first, stop, tile):
-    """``write_rows`` of a tile in shared memory, which all threads of the partition have written."""
+    """Copies a tile in shared memory as ``write_rows`` stores sums. All threads of the calling role must have written the tile."""
     WIDTH: gl.constexpr = tile.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [gl.num_warps(), 1], [1, 0])
     place, stride = _place_of_rows(tensor, base, batch, head, first)
@@ -195,14 +195,14 @@ def copy_rows(tensor, base, batch, head, first, stop, tile):
 
 @gluon.jit
 def _place_of_rows(tensor, base, batch, head, first):
-    """(where the rows of a head begin that start with ``first``, their stride)"""
+    """Returns (the address of row ``first`` of a head, the stride of rows)."""
     batch_stride, head_stride, stride = _in_units(tensor.strides[0]), _in_units(tensor.strides[1]), _in_units(tensor.strides[2])
     return base + (batch * batch_stride + head * head_stride + first * stride), stride
 
 
 @gluon.jit
 def _in_units(stride):
-    """The stride, which the compiler then knows to be a multiple of 16 bytes."""
+    """Returns the stride, in a form that shows the compiler that it is a multiple of 16 bytes."""
     return stride.to(gl.int64) // 8 * 8
 
 
@@ -219,7 +219,7 @@ def _write_part(place, stride, rows, columns, numbers, FIRST: gl.constexpr):
 
 @gluon.jit
 def _store_existing(place, stride, rows, columns, numbers, FIRST: gl.constexpr, layout: gl.constexpr):
-    """Stores those rows and columns that exist, from a layout of 16 bytes a thread. FIRST: the column of the first number."""
+    """Stores the rows and columns that exist, in a layout with 16 bytes a thread. FIRST: the column of the first number."""
     down = gl.arange(0, numbers.shape[0], layout=gl.SliceLayout(1, layout))
     across = FIRST + gl.arange(0, numbers.shape[1], layout=gl.SliceLayout(0, layout))
     exist = (down < rows)[:, None] & (across < columns)[None, :]

@@ -1,12 +1,12 @@
-"""The backward pass for Hopper at head_dim 129 to 256: two warp groups, each with its role, on tiles of 64 keys, 64 queries a step.
+"""The backward pass for Hopper at head_dim 129 to 256: two warp groups with different roles, tiles of 64 keys, 64 queries a step.
 
-One warp group computes weights, and sums dV. The other computes gradients of scores, and sums dK. So each holds the left operand
-of its sum in registers, and reads only the right one from shared memory. Weights pass from the first to the second in the order in
-which threads hold them; gradients of scores pass back as an operand of dQ, which the two divide by columns. While one waits for
-the other, or computes exponentials, the other's products keep the tensor cores busy.
+The first warp group computes weights, and sums dV. The second computes gradients of scores, and sums dK. Each holds the left
+operand of its sum in registers, and reads only the right operand from shared memory. Weights pass from the first group to the
+second, in the order in which threads hold them. Gradients of scores pass back as an operand of dQ, whose columns the two groups
+divide. While one group waits, or computes exponentials, the products of the other keep the tensor cores busy.
 
-dQ goes through shared memory in pieces. A warp of its own adds them to global memory by TMA, so that computing warps wait for no
-store (docs/performance/kernels.md has the figures).
+dQ goes through shared memory in pieces. A sending warp adds them to global memory by TMA, so computing warps wait for no store
+(docs/performance/kernels.md has the figures).
 """
 
 from triton.experimental import gluon
@@ -40,7 +40,7 @@ from .scores import ScoreTerms, new_terms
 
 @record
 class WideGradients:
-    """Where gradients go. Rows of dQ hold sums in register order. So do those of dK and dV, with ADDED or SPLIT."""
+    """Holds the outputs of the kernel. Rows of dQ hold sums in register order; with ADDED or SPLIT, rows of dK and dV do too."""
 
     dq_rows: tma.tensor_descriptor
     dk: tma.tensor_descriptor
@@ -51,13 +51,13 @@ class WideGradients:
     kv_lines: gl.tensor
     splits: gl.tensor  # tiles of splits per head
     ADDED: gl.constexpr  # whether query heads share dK and dV
-    SPLIT: gl.constexpr  # whether columns may be split; not with ADDED, which adds up splits too
+    SPLIT: gl.constexpr  # whether columns may be split; not with ADDED, which adds splits up too
     FIXED: gl.constexpr  # whether gradients are independent of the order in which tiles are added
 
 
 @record
 class WideArguments:
-    """What the warps share. Names are those of ``BackwardArguments``."""
+    """Holds what the warps share. Names without a comment mean the same as in ``BackwardArguments``."""
 
     inputs: BackwardInputs
     grads: WideGradients
@@ -76,11 +76,11 @@ class WideArguments:
     lse: gl.shared_memory_descriptor
     unit: gl.shared_memory_descriptor
     delta: gl.shared_memory_descriptor
-    weights: Ring  # one for each step, and one more for each tile, without data, after the last of its dQ
+    weights: Ring  # a fill for each step, and one without data at the end of each tile, after the first group's last read of k
     dscores: Ring
     dq: Ring  # halves of pieces of dQ, for the sending warp
-    dk: Ring  # without data: that it lies in the buffer of k, or has been added
-    dv: Ring  # likewise, in that of v
+    dk: Ring  # without data; full: dK is in the buffer of k, or has been added
+    dv: Ring  # without data; full: dV is in the buffer of v, or has been added
     DIM: gl.constexpr
     USED: gl.constexpr
     DIM_V: gl.constexpr
@@ -94,24 +94,25 @@ class WideArguments:
 
 @gluon.jit
 def _in_thread_order(tile):
-    """A (64, 64) tile of 16 bits as (4, 1024): each thread of four warps holds 16 adjacent bytes of each row."""
+    """Returns a (64, 64) tile of 16 bits as (4, 1024): each thread of four warps holds 16 adjacent bytes of each row."""
     parts = tile.reshape([4, 2, 8, 4, 2, 4, 2])
     return parts.permute((3, 0, 2, 5, 4, 1, 6)).reshape([4, 1024])
 
 
 @gluon.jit
 def _from_thread_order(tile):
-    """The reverse of ``_in_thread_order``."""
+    """Reverses ``_in_thread_order``."""
     parts = tile.reshape([4, 4, 8, 4, 2, 2, 2])
     return parts.permute((1, 5, 2, 0, 4, 3, 6)).reshape([64, 64])
 
 
 @gluon.jit
 def _places(place, numbers, FIRST: gl.constexpr, WIDTH: gl.constexpr):
-    """Columns FIRST .. of a tile of 64 rows and WIDTH columns in register order, and where they go."""
+    """Returns (columns in register order, their addresses), for the columns from FIRST on of a tile of 64 rows and WIDTH
+    columns."""
     ALONG: gl.constexpr = numbers.shape[1] // 16
     rows = in_register_order(numbers, 4).reshape([2 * ALONG, 512])
-    # Of each row, a thread holds 16 adjacent bytes.
+    # A thread holds 16 adjacent bytes of each row.
     REGISTERS: gl.constexpr = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0], [8, 0], [16, 0]]
     LANES: gl.constexpr = [[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]]
     WARPS: gl.constexpr = [[0, 128], [0, 256]]
@@ -149,8 +150,8 @@ def _hand_over_queries(p, dq, step, PIECE: gl.constexpr):
 
 @gluon.jit
 def _walk_weights(p, tile, state, step, last, turn, begin, end, exists, stream, place, zeros, KIND: gl.constexpr):
-    """Adds steps begin .. end - 1, all of one kind, to dV and dQ. state: dV, and the scores of the step, (keys,
-    queries). last: the tile's last step, during which scores are computed that nobody reads."""
+    """Adds steps begin .. end - 1, all of one kind, to dV and dQ. state: dV, and the scores of the step, (keys, queries). last: the
+    tile's last step. The scores that it computes are not used."""
     dv, scores = state
     dtype: gl.constexpr = p.q.data.dtype
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, dv[0].type.layout, 2)
@@ -188,7 +189,7 @@ def _walk_weights(p, tile, state, step, last, turn, begin, end, exists, stream, 
             dq = warpgroup_mma_wait(0, deps=(started,))
             _hand_over_queries(p, dq, step, piece)
             started = _queries_product(p, step, turn, dq, piece + 1)
-        # The scores of a next tile wait for its keys.
+        # After the last step there is no wait: the next tile's first scores are computed when its keys have arrived.
         p.q.wait(step + 1, pred=step != last)
         started_scores = times_transposed(p.k.stage(turn, fresh_zero(step)), p.q.stage(step + 1), zeros, p.USED)
         dq = warpgroup_mma_wait(PRODUCTS, deps=(started,))
@@ -202,7 +203,7 @@ def _walk_weights(p, tile, state, step, last, turn, begin, end, exists, stream, 
 
 @gluon.jit
 def _compute_weights(p):
-    """The warp group that computes weights and sums dV."""
+    """Runs the warp group that computes weights and sums dV."""
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.QUERIES, 16])
     zeros = gl.zeros([p.KEYS, p.QUERIES], gl.float32, layout=score_layout)
     step = 0
@@ -223,7 +224,8 @@ def _compute_weights(p):
             state, step = _walk_weights(p, tile, state, step, last, turn, tile.runs, stop, exists, stream, place, zeros, RUNS)
             state, step = _walk_weights(p, tile, state, step, last, turn, tile.bits, tile.end, True, stream, place, zeros, BITS)
         state, step = _walk_weights(p, tile, state, step, last, turn, tile.begin, tile.runs, True, stream, place, zeros, FULL)
-        # The other group has read all of this step's weights.
+        # Tells the other group that this one has read the tile's keys. The other group has read all weights, so this fill needs no
+        # acquire.
         p.weights.commit(step + turn)
         dv, _ = state
         _hand_over(p, tile, dv, p.v.stage(turn), p.dv, turn, 1)
@@ -233,7 +235,7 @@ def _compute_weights(p):
 
 @gluon.jit
 def _compute_gradients(p):
-    """The warp group that computes gradients of scores and sums dK."""
+    """Runs the warp group that computes gradients of scores and sums dK."""
     dtype: gl.constexpr = p.q.data.dtype
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.QUERIES, 16])
     column: gl.constexpr = gl.SliceLayout(0, score_layout)
@@ -274,7 +276,7 @@ def _compute_gradients(p):
             p.q.release(step)
             dweights = warpgroup_mma_wait(0, deps=(started,))
             step += 1
-        # The other group's dQ also reads the keys, in whose buffer dK leaves.
+        # dK is stored to the buffer of the keys, which the other group's dQ must have read.
         p.weights.wait(step + turn)
         _hand_over(p, tile, dk, p.k.stage(turn), p.dk, turn, 0)
         turn += 1
@@ -283,13 +285,13 @@ def _compute_gradients(p):
 
 @gluon.jit
 def _hand_over(p, tile, grad, place, ring, turn, WHICH: gl.constexpr):
-    """Hands over dK or dV of a tile: sums to global memory, results to the sending warp. WHICH: 1 for dV."""
+    """Hands over dK or dV of a tile: sums to global memory, results to the sending warp. WHICH: 0 for dK, 1 for dV."""
     if p.grads.ADDED:
         # With FIXED, finish_kernel sums them later over query heads.
         batch, head = p.heads.of_line(tile.line)
         kv_head = head // p.heads.group
         head_line = tile.line if p.grads.FIXED else batch * (p.heads.queries // p.heads.group) + kv_head
-        # An item of another mask that this one does not use names the column past the last.
+        # An unused item, which only another mask uses, names the column past the last.
         exists = tile.first < p.grads.padded_kv_len
         add_sums(p, grad, head_line * p.grads.padded_kv_len + tile.first, WHICH, exists)
     elif p.grads.SPLIT:
@@ -314,8 +316,8 @@ def _store_results(p, grad, place, WHICH: gl.constexpr):
 
 @gluon.jit
 def add_sums(p, grad, line, WHICH: gl.constexpr, exists):
-    """Adds dK or dV of a tile to sums in global memory, or stores them, if nobody else adds to these. line: of the first key.
-    grad: a tuple of tensors, all but the last as wide as the first."""
+    """Adds dK or dV of a tile to sums in global memory. With FIXED or SPLIT no other tile has these sums, so they are stored. line:
+    the row of the first key. grad: a tuple of tensors, all as wide as the first, except possibly the last."""
     WIDTH: gl.constexpr = p.DIM_V if WHICH == 1 else p.DIM
     ALONE: gl.constexpr = p.grads.FIXED or p.grads.SPLIT
     place = p.grads.kv_sums + line.to(gl.int64) * WIDTH
@@ -338,7 +340,7 @@ def _add_or_store(place, grad, FIRST: gl.constexpr, WIDTH: gl.constexpr, ALONE: 
 
 @gluon.jit
 def _send(p):
-    """The sending warp: adds dQ to global memory, stores dK and dV, and releases what held them."""
+    """Runs the sending warp: adds dQ to global memory, stores dK and dV, and releases their buffers."""
     ROWS: gl.constexpr = p.dq.data.shape[1]
     ALL_HALVES: gl.constexpr = p.DIM // 32
     step = 0
@@ -354,7 +356,7 @@ def _send(p):
                 p.dq.wait(sent)
                 rows = view(p.dq.stage(sent), p.grads.dq_rows.dtype, [ROWS, 256], p.grads.dq_rows.layout)
                 async_add(p.grads.dq_rows, [row + half * ROWS, 0], rows)
-                # All buffers but one may be read at a time.
+                # TMA may still read all buffers except one.
                 store_wait(p.dq.STAGES - 1)
                 if half >= p.dq.STAGES - 1:
                     p.dq.release(sent - (p.dq.STAGES - 1))
@@ -471,7 +473,7 @@ def wide_backward_kernel(
         k, table, heads_of, heads_together, items, tiles, queue, q_len, lengths, KEYS, STEP=QUERIES, BY_KEY=True, SPLIT=SPLIT
     )
     dk, dv = ring_beside(k, k.data, 1), ring_beside(v, v.data, 1)
-    # Makes the initialized barriers visible to TMA, which signals them.
+    # TMA signals the barriers, so it must see that they are initialized.
     fence_async_shared()
     p = WideArguments(
         inputs=BackwardInputs(q_tensor, k_tensor, v_tensor, dout_tensor, lse_rows, delta_rows, unit_rows),
