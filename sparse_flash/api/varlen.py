@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..compat.pytorch import is_plain_eager
 from ..masks.block_selection import BlockSelection
 from ..masks.cache import traceable
 from ..masks.pattern import Pattern, check_fit, naming
@@ -94,11 +95,11 @@ def attention_varlen(
             type(mask).__name__ == "BlockMask"
         )
         raise TypeError(f"mask must be a Pattern, its spec text or None; got {type(mask).__name__}{hint}")
-    same = cu_seqlens_k is None or (cu_seqlens_k is cu_seqlens_q and len(k) == len(q))
+    same = cu_seqlens_k is None or (len(k) == len(q) and _equal(cu_seqlens_q, cu_seqlens_k))
     if same and len(k) != len(q):
         raise ValueError(f"q has {len(q)} tokens and k {len(k)}; pass cu_seqlens_k, which says where k's documents start")
     queries = documents_of("q", q, cu_seqlens_q, max_seqlen_q)
-    keys = documents_of("k", k, cu_seqlens_q if same or cu_seqlens_k is None else cu_seqlens_k, max_seqlen_k)
+    keys = documents_of("k", k, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, max_seqlen_k)
     if len(queries.cu_seqlens) != len(keys.cu_seqlens):
         raise ValueError(
             "cu_seqlens_q and cu_seqlens_k must be of as many documents; "
@@ -122,6 +123,16 @@ def attention_varlen(
     packed = pack(mask, queries, None if same else keys)
     q, k, v = (_onto_blocks(t, axis) for t, axis in ((q, packed.queries), (k, packed.keys), (v, packed.keys)))
     return _finished(attention(q, k, v, packed.mask, **options), packed.queries, return_lse)
+
+
+def _equal(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> bool:
+    """Whether both are known to be of the same documents. On a GPU the values are not known to the host."""
+    if cu_seqlens_k is cu_seqlens_q:
+        return True
+    both = cu_seqlens_q, cu_seqlens_k
+    if not all(isinstance(starts, torch.Tensor) and starts.device.type == "cpu" for starts in both) or not is_plain_eager(*both):
+        return False
+    return cu_seqlens_q.tolist() == cu_seqlens_k.tolist()
 
 
 def _check_selection(

@@ -17,6 +17,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 import sparse_flash as sf
 from sparse_flash import backends
+from sparse_flash.api import varlen
 from sparse_flash.packed import gather_rows, in_place, repack
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -414,6 +415,20 @@ def test_short_documents_share_blocks_whatever_bound_they_have(by_kernels, longe
     packed = pack(by_kernels, "causal & (local(2) | sinks(1))", bounds((1, 2, 3) * 300), tokens=(1800,) * 2, longest=(longest,) * 2)
     rows = packed.queries.row_of_token // 128
     assert len(packed.queries.token_of_row) <= 4 * 1800 + 128 and len(rows.unique()) <= 1800 // 64 + 1
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the host does not know lengths on a GPU")
+@parametrize("dtype", [torch.int32, torch.int64])
+def test_equal_documents_of_queries_and_keys_are_the_same_on_a_cpu(dtype, monkeypatch):
+    keys, pack = [], varlen.pack
+    monkeypatch.setattr(varlen, "pack", lambda mask, queries, k, **options: keys.append(k) or pack(mask, queries, k, **options))
+    q, k, v = (torch.randn(75, 2, 16) for _ in range(3))
+    starts = cu_seqlens((1, 4, 20, 50)), cu_seqlens((1, 4, 20, 50), dtype)
+    mask = "causal & (local(9) | sinks(2))"
+    out = sf.attention_varlen(q, k, v, *starts, mask)
+    assert keys == [None] and torch.equal(out, sf.attention_varlen(q, k, v, starts[0], mask=mask))
+    sf.attention_varlen(q, k, v, starts[0], cu_seqlens((1, 4, 21, 49)), mask)
+    assert keys[-1] is not None
 
 
 @parametrize("by_kernels", [False, True])
