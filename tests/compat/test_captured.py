@@ -1,6 +1,7 @@
 """A mask follows the data that its function reads, also where they change in place."""
 
 import functools
+import types
 
 import numpy as np
 import pytest
@@ -39,7 +40,24 @@ def nested(data):
     return lambda q, kv: inner(q, kv)
 
 
+def of_attribute(data):
+    holder = types.SimpleNamespace(data=data)
+    return lambda q, kv: holder.data[q] >= holder.data[kv]
+
+
+def of_buffer(data):
+    module = torch.nn.Module()
+    if isinstance(data, torch.Tensor):
+        module.register_buffer("data", data)
+    else:
+        module.data = data
+    return lambda q, kv: module.data[q] >= module.data[kv]
+
+
 READERS = {
+    "attribute of an object": of_attribute,
+    "buffer of a module": of_buffer,
+    "list in a closure": lambda data: (lambda both: lambda q, kv: both[0][q] >= both[1][kv])([data, data]),
     "closure": lambda data: lambda q, kv: data[q] >= data[kv],
     "function in a closure": nested,
     "default": lambda data: lambda q, kv, data=data: data[q] >= data[kv],
