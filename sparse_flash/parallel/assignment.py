@@ -158,7 +158,7 @@ class Assignment(Owners):
 
     @cached_property
     def owner_of_block(self) -> np.ndarray:
-        """(blocks,) int64"""
+        """Returns (blocks,) int64, the rank that owns each block."""
         return self.owner[np.arange(self.visits.mask.grid.q_blocks) // self.per]
 
     @cached_property

@@ -27,7 +27,7 @@ _BACKWARD = 3.1
 _FAR_BACKWARD = 1.2
 # Bytes that kernels read and write for each element of a row in 16 bits: in a call on blocks of others, and in the merge after it.
 _CALL, _CALL_BACK = 4, 10  # forward: reads q, writes out; backward: reads q once, out and dout twice in all, writes dq
-_JOIN = 6  # reads both results, writes one
+_MERGE = 6  # reads both results, writes one
 _GATHER, _GATHER_BACK = 4, 12  # forward: reads and writes q; backward: also dout and out
 # Rows are gathered for the call on blocks of others if a smaller share of the rows visits such blocks. By the numbers above,
 # gathering pays below 0.22 in a forward pass and below 0.27 in a backward pass of separate calls. Both passes use one table, so
@@ -96,7 +96,7 @@ def slowest(times: Iterable[CallTimes]) -> CallTimes:
     All ranks make equally many calls: if they differ, a rank with two calls waits for a rank with one, which sends its gradients
     late (docs/performance/several-gpus.md, "One call or two").
     """
-    return CallTimes(*(max(of_way) for of_way in zip(*times, strict=True)))
+    return CallTimes(*(max(of_all) for of_all in zip(*times, strict=True)))
 
 
 def gathers_rows(visiting: float, own: float) -> bool:
@@ -121,14 +121,14 @@ def call_times(
     copied_own = copied(own * sizes.block_bytes) if received else 0.0
     sent_back = copied(received * sizes.block_bytes)
     gathers = gathers_rows(visiting, own)
-    walked = visiting if gathers else own
+    attended = visiting if gathers else own
     row = sizes.heads * sizes.block_size * HEAD_DIM  # elements
-    joined = (_CALL * walked + _JOIN * visiting) * row / _MEMORY_RATE
+    merged = (_CALL * attended + _MERGE * visiting) * row / _MEMORY_RATE
     added = 0.0  # two backward calls on all rows accumulate into one dQ (``calls.JointCalls``)
     if gathers:
-        joined += _GATHER * walked * row / _GATHER_RATE
-        added = ((_CALL_BACK + _JOIN) / _MEMORY_RATE + _GATHER_BACK / _GATHER_RATE) * walked * row
-    forward = CallTimes(on_all + max(travel, copied_own) + sent_back, _both(on_near, travel) + on_far + joined)
+        merged += _GATHER * attended * row / _GATHER_RATE
+        added = ((_CALL_BACK + _MERGE) / _MEMORY_RATE + _GATHER_BACK / _GATHER_RATE) * attended * row
+    forward = CallTimes(on_all + max(travel, copied_own) + sent_back, _both(on_near, travel) + on_far + merged)
     near_back, far_back = _BACKWARD * on_near, _BACKWARD * on_far
     backward = CallTimes(
         _BACKWARD * on_all + travel + 2 * (copied_own + sent_back),

@@ -220,7 +220,7 @@ class _Estimates:
         # The slowest rank need be neither the rank with the most work nor the rank that gets most, so each rank is estimated.
         forward = (of_rank for of_rank, _ in option.call_times(sizes, self.link_rate))
         waits = (seconds(0, queries, sizes, self.link_rate) for queries in travelling)
-        took = min(slowest(CallTimes(*(way + wait for way in ways)) for ways, wait in zip(forward, waits, strict=True)))
+        took = min(slowest(CallTimes(*(call + wait for call in calls)) for calls, wait in zip(forward, waits, strict=True)))
         fetched = option.received * float(sizes.block_bytes)
         return StrategyCosts(work, work.max(), fetched + travelling, self.own + fetched.max(), took)
 

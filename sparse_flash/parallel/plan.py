@@ -1,4 +1,4 @@
-"""A plan: which rank owns which tokens of a sequence, and how its queries attend to all of them."""
+"""The public plans: a plan says which rank owns which tokens of a sequence, and attends a rank's queries to all tokens."""
 
 from __future__ import annotations
 

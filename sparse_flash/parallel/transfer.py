@@ -19,7 +19,7 @@ _START = 20_000  # cycles, about 11 us, in which an exchange's kernel starts
 
 class Work(Protocol):
     def wait(self) -> object:
-        """The current stream waits for it."""
+        """Makes the current stream wait for the exchange."""
 
 
 class Arriving(NamedTuple):
