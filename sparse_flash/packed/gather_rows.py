@@ -7,6 +7,7 @@ import torch
 from ..backends import triton as portable
 from ..backends.triton import by_kernels as by_kernels
 from ..compat.pytorch import is_plain_eager
+from ..dispatch.operators import refuse_batched
 
 
 def take_rows(x: torch.Tensor, index: torch.Tensor, reverse: torch.Tensor, fill: float, heads_first: bool) -> torch.Tensor:
@@ -46,6 +47,7 @@ class _TakeRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        refuse_batched(grad)
         index, reverse = ctx.saved_tensors
         return take_rows(grad, reverse, index, 0.0, not ctx.heads_first), None, None, None, None
 
@@ -68,6 +70,7 @@ def _keep_indices(ctx, inputs, output):
 
 
 def _gradient_of_rows(ctx, grad):
+    refuse_batched(grad)
     index, reverse = ctx.saved_tensors
     return _take_rows_operator(grad, reverse, index, 0.0, not ctx.heads_first), None, None, None, None
 

@@ -31,8 +31,8 @@ class Agreement:
     def __init__(self, given: dict[str, str] | Exception, group: dist.ProcessGroup):
         self._given = given
         sent = _sendable(given)
-        # json writes a character outside ASCII as six ASCII characters, so a text is cut to a sixth of the bytes.
-        text = json.dumps(sent[: _MOST_BYTES // 6 - 2] if isinstance(sent, str) else sent).encode()
+        # json writes a character in up to twelve ASCII characters.
+        text = json.dumps(sent[: _MOST_BYTES // 12 - 2] if isinstance(sent, str) else sent).encode()
         mine = torch.frombuffer(bytearray(text.ljust(_MOST_BYTES)), dtype=torch.uint8)
         self._every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         self._work = dist.all_gather(self._every, mine, group=group, async_op=True)
