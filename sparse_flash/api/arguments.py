@@ -68,7 +68,8 @@ def checked(
     is_empty = 0 in q.shape or 0 in k.shape
     has_lengths_or_bias = not (kv_lens is q_lens is kv_starts is q_starts is alibi_slopes is rel_bias is None)
     is_plain = not has_lengths_or_bias and _is_plain(dropout_p, softcap, score_mod, score_params)
-    if not is_plain or sinks is not None or is_empty or isinstance(mask, (Pattern, str)):  # the code below reads their shapes
+    shapes_are_read = not is_plain or sinks is not None or is_empty or isinstance(mask, (Pattern, str))  # before they are looked up
+    if shapes_are_read:
         check_tensors(q, k, v, may_be_empty=is_empty)
     variant = None
     if not is_plain:
@@ -98,7 +99,8 @@ def checked(
     key = None if variant is not None else _key(q, k, v, table, walked, deterministic, backend)
     selected = None if key is None else _selected.get(key)
     if selected is None:
-        check_tensors(q, k, v)
+        if not shapes_are_read:
+            check_tensors(q, k, v)
         if isinstance(table, BlockMask):
             check_mask(table, q, k)
     scale = checked_scale(scale, q.shape[3])
