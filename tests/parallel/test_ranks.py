@@ -127,7 +127,7 @@ def test_all_ranks_measure_the_same_rates_and_plans_take_them(pools):
     first, *others = pools(4).run(on_ranks.rates)
     assert all(other == first for other in others)
     rate, (between, within), said = first
-    assert all(1e5 < one < 1e12 for one in (rate, between, within)) and "got a mesh of one" in said
+    assert all(1e5 < one < 1e12 for one in (rate, between, within)) and "at least two ranks to measure a link; got one" in said
 
 
 def test_sinks_a_scale_and_other_values_give_the_same_in_nodes(pools):
