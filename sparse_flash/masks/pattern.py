@@ -252,6 +252,27 @@ def check_fit(pattern: Pattern, q_len: int, kv_len: int) -> None:
             )
 
 
+@constant_in_graphs
+def check_known_end(pattern: Pattern | str) -> None:
+    """Raises ValueError for a pattern that counts tokens from the end, beside lengths in tensors."""
+    for leaf in _leaves_of(pattern):
+        if leaf.of_length(0) != leaf:
+            raise unknown_end(leaf)
+
+
+@remembered(maxsize=256)
+def _leaves_of(pattern: Pattern | str) -> tuple[Pattern, ...]:
+    return tuple((parse(pattern) if isinstance(pattern, str) else pattern).leaves())
+
+
+def unknown_end(pattern: Pattern) -> ValueError:
+    """The error for a pattern that counts tokens from the end of sequences whose lengths are in tensors."""
+    return ValueError(
+        f"{pattern} counts from the end of the sequence, whose length is not known here: pass it to attention without q_lens and "
+        "kv_lens, or to compile_mask; or name the tokens from the start, by shifted"
+    )
+
+
 @remembered(maxsize=256)
 def naming(pattern: Pattern | str) -> Pattern | None:
     """The pattern, if it names tokens, so that ``check_fit`` may raise; else None."""

@@ -108,10 +108,43 @@ def test_last_tokens_are_those_of_any_length_also_shifted_and_for_the_last_queri
     np.testing.assert_array_equal(sf.compile_mask(mask, few, n).to_dense().numpy(), kept[n - few :])
 
 
-@pytest.mark.parametrize("call", ["varlen", "decode"])
-def test_last_tokens_of_lengths_in_tensors_are_refused_with_the_way_out(call):
-    with pytest.raises(ValueError, match=r"last_tokens\(9\) counts from the end of the sequence, .*pass it to attention"):
-        ENTRY_POINTS[call]("causal & last_tokens(9)", 40)
+def padded(mask, n, names=("q_lens", "kv_lens"), lengths=30):
+    return sf.attention(*[torch.randn(1, 1, n, 8)] * 3, mask, **dict.fromkeys(names, torch.tensor([lengths])))
+
+
+def padded_in_graphs(mask, n):
+    return torch.compile(padded, backend="eager", fullgraph=True)(mask, n)
+
+
+LENGTHS_IN_TENSORS = {
+    **{name: ENTRY_POINTS[name] for name in ("varlen", "decode")},
+    "padded": padded,
+    "kv_lens": lambda mask, n: padded(mask, n, ["kv_lens"]),
+    "q_lens": lambda mask, n: padded(mask, n, ["q_lens"]),
+}
+
+
+@pytest.mark.parametrize(
+    "mask", ["causal & last_tokens(9)", "~(local(3) | last_tokens(9))", "local(3) | shifted(last_tokens(9), 2)"]
+)
+@pytest.mark.parametrize("call", LENGTHS_IN_TENSORS.values(), ids=LENGTHS_IN_TENSORS)
+def test_last_tokens_of_lengths_in_tensors_are_refused_with_the_way_out(call, mask):
+    with pytest.raises(ValueError, match=r"last_tokens\(9.*\) counts from the end of the sequence, .*pass it to attention without"):
+        call(mask, 40)
+
+
+def test_last_tokens_of_padded_batches_are_refused_for_a_head_alone_and_in_graphs():
+    with pytest.raises(ValueError, match=r"last_tokens\(9\) counts from the end of the sequence"):
+        padded("per_head([causal, last_tokens(9)])", 40)
+    with pytest.raises(Exception, match=r"last_tokens\(9\) counts from the end of the sequence"):
+        padded_in_graphs("causal & last_tokens(9)", 40)
+
+
+def test_last_tokens_behind_padding_on_the_left_are_those_of_the_sequence_alone():
+    q = torch.randn(1, 1, 40, 8)
+    first = torch.tensor([10])
+    out = sf.attention(q, q, q, "local(3) | last_tokens(9)", q_starts=first, kv_starts=first)
+    torch.testing.assert_close(out[:, :, 10:], sf.attention(*[q[:, :, 10:]] * 3, "local(3) | last_tokens(9)"))
 
 
 def test_text_beside_a_video_keeps_everything_and_the_video_its_windows():
