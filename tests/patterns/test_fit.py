@@ -108,6 +108,20 @@ def test_last_tokens_are_those_of_any_length_also_shifted_and_for_the_last_queri
     np.testing.assert_array_equal(sf.compile_mask(mask, few, n).to_dense().numpy(), kept[n - few :])
 
 
+def decoded(mask, lengths, queries=1):
+    q, k = torch.randn(len(lengths), 1, queries, 8), torch.randn(len(lengths), 1, 200, 8)
+    return sf.attention_decode(q, k, k, mask, kv_lens=torch.tensor(lengths))
+
+
+@pytest.mark.parametrize("mask", ["documents((0, 50, 100))", "causal & per_head([documents((0, 50, 100))])"])
+def test_a_sequence_that_grows_past_the_tokens_that_a_pattern_names_is_an_error(mask):
+    with pytest.raises(ValueError, match=r"must name the 150 tokens of the sequence; it names 100; name all"):
+        decoded(mask, [70, 150])
+    with pytest.raises(ValueError, match=r"must say what each query keeps; it does not for 1 of 1, from 149"):
+        decoded("shifted(documents((0, 50, 100)), 0)", [150])
+    assert decoded(mask, [100, 1, 70, 0], queries=2)[0].ne(0).all()
+
+
 def padded(mask, n, names=("q_lens", "kv_lens"), lengths=30):
     return sf.attention(*[torch.randn(1, 1, n, 8)] * 3, mask, **dict.fromkeys(names, torch.tensor([lengths])))
 
