@@ -42,11 +42,14 @@ class FromMaskFn(Pattern):
         # Tables are looked up by it: of data that changed, there are none yet.
         return hash((self.fn, state_of(self.fn)))
 
+    def __repr__(self):
+        return f"from_mask_fn({getattr(self.fn, '__name__', self.fn)})"
+
     def token_rule(self, q, kv):
         return self.fn(q, kv)
 
     def to_spec(self):
         raise ValueError(
-            f"from_mask_fn({getattr(self.fn, '__name__', self.fn)}) has no spec text, as a function has none; "
+            f"{self!r} has no spec text, as a function has none; "
             "write a Pattern class with @register_pattern, whose name and parameters stand in the text"
         )
