@@ -287,7 +287,7 @@ def unknown_end(pattern: Pattern) -> ValueError:
     """The error for a pattern that counts tokens from the end of sequences whose lengths are in tensors."""
     return ValueError(
         f"{pattern} counts from the end of the sequence, whose length is not known here: pass it to attention without q_lens and "
-        "kv_lens, or to compile_mask; or name the tokens from the start, by shifted"
+        "kv_lens, or name the tokens from the start, by shifted"
     )
 
 
