@@ -22,8 +22,10 @@ class FromMaskFn(Pattern):
     """Pairs for which a function is true.
 
     fn: called with two int64 numpy arrays of positions that broadcast against each other, query positions and key
-    positions in tokens; returns booleans of their broadcast shape. It may read tensors and arrays: a call after one was changed in
-    place compiles anew. (Code that torch.compile compiled keeps what it read.)
+    positions in tokens; returns booleans of their broadcast shape. It may read tensors, arrays, numbers and texts: a call after one
+    changed compiles anew. (Not seen are changes through a tensor's ``.data`` or through an array that shares its memory, and
+    changes in place of a tensor of inference mode on a GPU. Code that torch.compile compiled keeps what it read.)
+    ``attention_varlen`` and ``attention_decode`` pass positions beyond the sequence, as they round lengths up.
 
     The compiler knows nothing about its blocks, so it evaluates every pair. ``&`` with a pattern whose blocks are known, such as
     ``local(1024)``, leaves only those to evaluate. Equal if the function is the same object. It has no spec text and, if the
@@ -42,11 +44,14 @@ class FromMaskFn(Pattern):
         # Tables are looked up by it: of data that changed, there are none yet.
         return hash((self.fn, state_of(self.fn)))
 
+    def __repr__(self):
+        return f"from_mask_fn({getattr(self.fn, '__name__', self.fn)})"
+
     def token_rule(self, q, kv):
         return self.fn(q, kv)
 
     def to_spec(self):
         raise ValueError(
-            f"from_mask_fn({getattr(self.fn, '__name__', self.fn)}) has no spec text, as a function has none; "
+            f"{self!r} has no spec text, as a function has none; "
             "write a Pattern class with @register_pattern, whose name and parameters stand in the text"
         )

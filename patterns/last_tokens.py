@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparse_flash.masks.pattern import Pattern, register_pattern
+from sparse_flash.masks.pattern import Pattern, register_pattern, unknown_end
 from sparse_flash.masks.rules import BEYOND, RunPattern, positive_int
 
 
@@ -22,8 +22,8 @@ from sparse_flash.masks.rules import BEYOND, RunPattern, positive_int
 class LastTokens(Pattern):
     """The last ``tokens`` tokens of the sequence, both as keys and as queries; ``global_tokens`` is the first ones.
 
-    It is for sequences of one known length, in ``attention`` and ``compile_mask``. ``attention_varlen`` and ``attention_decode``,
-    whose lengths are read from tensors, raise ValueError.
+    It is for sequences of one known length, in ``attention`` and ``compile_mask``. Calls that read lengths from tensors raise
+    ValueError: ``attention_varlen``, ``attention_decode``, and ``attention`` with ``q_lens`` or ``kv_lens``.
     """
 
     tokens: int
@@ -38,10 +38,7 @@ class LastTokens(Pattern):
         return q >= kv_len - self.tokens
 
     def block_rule(self, grid):
-        raise ValueError(
-            f"{self} counts from the end of the sequence, whose length is not known here: pass it to attention or compile_mask, "
-            "or name the tokens from the start, by shifted"
-        )
+        raise unknown_end(self)
 
     def token_rule(self, q, kv):
         self.block_rule(None)

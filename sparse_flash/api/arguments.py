@@ -18,7 +18,7 @@ from ..masks.block_mask import BlockMask, check_batch_and_heads
 from ..masks.block_selection import BlockSelection, checked_selection_block, checked_sharing
 from ..masks.cache import compiled_once, is_recorded, of_another_library, traceable
 from ..masks.memory import cleared_by
-from ..masks.pattern import Pattern, text_of
+from ..masks.pattern import Pattern, check_known_end, text_of
 from ..packed.repack import Side
 from ..selection.choice import COMPRESSED, SCORES
 from ..variant.variant import ScoreFunction, check_counts, check_number, check_same_device, checked_variant, int32_lengths
@@ -87,6 +87,8 @@ def checked(
             score_mod=score_mod,
             score_params=score_params,
         )
+        if isinstance(mask, (Pattern, str)) and not (kv_lens is q_lens is None):
+            check_known_end(traceable(mask) if torch.compiler.is_compiling() else mask)
     if sinks is not None:
         check_sinks(sinks, q)
     if is_empty:

@@ -57,8 +57,9 @@ def attention(
     Which tokens exist (padded batches); each is (batch,) int32 or int64 on q's device, read without host synchronization:
     kv_lens, q_lens: tokens at or past these positions do not exist. kv_starts, q_starts: tokens before these positions do not
     exist. A query that does not exist has out 0, lse -inf and no gradient. Blocks without existing tokens are skipped. Positions
-    remain those of the padded lengths. A length past the tokens and a negative start leave all tokens. A negative length and a
-    start past the tokens leave none on a GPU, where values are not read, and raise ValueError on a CPU.
+    remain those of the padded lengths, so ``last_tokens`` beside q_lens or kv_lens raises ValueError. A length past the tokens and
+    a negative start leave all tokens. A negative length and a start past the tokens leave none on a GPU, where values are not
+    read, and raise ValueError on a CPU.
 
     Score modifications, applied in this order after scale; query i has position i + kv_len - q_len, key j position j:
     softcap: positive; score becomes softcap * tanh(score / softcap).

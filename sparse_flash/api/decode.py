@@ -8,7 +8,7 @@ import torch
 
 from .. import backends
 from ..compat.dynamo import constant_in_graphs
-from ..compat.pytorch import plain_tensors
+from ..compat.pytorch import is_plain_eager, plain_tensors
 from ..dispatch import observers, operators
 from ..masks.block_mask import BlockMask
 from ..masks.block_selection import BlockSelection
@@ -60,8 +60,8 @@ def attention_decode(
     block_table: (batch, pages of a sequence) int32 or int64 on the device of q: token t of sequence b is in page
     ``block_table[b, t // page_size]``. The capacity is page_size times the pages of a sequence; entries past a length are not
     read. (Kernels read int32: int64 is cast in each call.)
-    mask: a Pattern or its spec text, which must fit a sequence of the capacity if kv_lens is None, and is not checked against
-    lengths in kv_lens; None for dense attention, in which all queries see all keys; or a BlockMask, square as for
+    mask: a Pattern or its spec text, which must fit a sequence of the capacity if kv_lens is None, and on a CPU the lengths in
+    kv_lens; None for dense attention, in which all queries see all keys; or a BlockMask, square as for
     training, covering at least the capacity; or a BlockSelection, the blocks of the cache that these queries picked, by
     ``BlockMeans.choose`` or otherwise, without ``always``. Query i has position ``kv_lens[b] - q_len + i``; a key's position is its
     index in the sequence. A query at a negative position keeps nothing.
@@ -169,8 +169,12 @@ def _resolved(
         if table is not None:
             check_decoding_mask(table, capacity, q)
         return table, is_causal
-    if kv_lens is None and (named := naming(mask)) is not None:
-        check_fit(named, q.shape[2], capacity)
+    if (named := naming(mask)) is not None:
+        if kv_lens is None:
+            check_fit(named, q.shape[2], capacity)
+        elif kv_lens.device.type == "cpu" and is_plain_eager(kv_lens):
+            for kv_len in {min(kv_len, capacity) for kv_len in kv_lens.tolist() if kv_len}:
+                check_fit(named, min(q.shape[2], kv_len - 1), kv_len)  # fewer than keys, as later tokens may be yet to come
     table, is_causal = _compiled(mask, length, q.device)
     if table is not None:
         check_decoding_mask(table, capacity, q)

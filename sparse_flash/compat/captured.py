@@ -1,7 +1,8 @@
-"""Finds the data that a function of a user reads besides its arguments: document numbers of a mask, learned tensors of a score."""
+"""Finds what a function of a user reads besides its arguments: document numbers of a mask, learned tensors of a score."""
 
 from __future__ import annotations
 
+import ctypes
 import zlib
 from collections.abc import Iterator
 from functools import partial
@@ -13,6 +14,7 @@ import torch
 
 _CONTAINERS = (list, tuple, torch.nn.ModuleList, torch.nn.ParameterList)
 _MAPPINGS = (dict, torch.nn.ModuleDict, torch.nn.ParameterDict)
+_PLAIN = (int, float, complex, str, bytes, np.generic, CodeType)
 _NO_NAMES: frozenset[str] = frozenset()
 _EMPTY = CellType()
 
@@ -24,39 +26,49 @@ def learned(function: Any) -> str | None:
 
 
 def state_of(function: Any) -> tuple[object, ...]:
-    """Returns a value that stays equal as long as the tensors and arrays that the function reads are the same and hold the same.
+    """Returns a value that stays equal as long as what the function reads is the same and holds the same: tensors, arrays, plain
+    values (numbers, texts), and functions.
 
-    A tensor counts its changes; the bytes of an array are read. Changes of a tensor through ``.data``, or through an array that
-    shares its memory, are not seen, nor are changes of numbers in lists.
+    A tensor counts its changes; the bytes of an array are read, and those of a tensor of inference mode on a CPU, which does not
+    count. Not seen are changes of other tensors through ``.data`` or through an array that shares their memory, and changes in
+    place of tensors of inference mode on a GPU.
     """
-    return tuple(map(_state, (value for _, value in _data_of(function))))
+    return tuple((path, _state(value)) for path, value in _data_of(function))
 
 
-def _state(value: torch.Tensor | np.ndarray) -> tuple[object, ...]:
+def _state(value: Any) -> object:
     if isinstance(value, torch.Tensor):
-        return id(value), 0 if value.is_inference() else value._version
+        return id(value), _inference_bytes(value) if value.is_inference() else value._version
+    if not isinstance(value, np.ndarray):
+        return value if isinstance(value, CodeType) else repr(value)  # hash(-1) is hash(-2)
     bytes_of = None if value.dtype.hasobject or not value.size else zlib.crc32(np.ascontiguousarray(value).tobytes())
     return id(value), value.shape, bytes_of
 
 
-def _data_of(function: Any) -> Iterator[tuple[str, torch.Tensor | np.ndarray]]:
-    """Yields (how the code writes it, the tensor or array). Follows closures, globals, defaults, bound arguments, containers, and
-    the attributes and functions that the code names."""
+def _inference_bytes(tensor: torch.Tensor) -> int:
+    """A checksum; 0 where the host cannot read the tensor. Of the storage, so that no dispatch mode sees an operation."""
+    if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        return 0
+    storage = tensor.untyped_storage()
+    return zlib.crc32((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())) if storage.nbytes() else 0
+
+
+def _data_of(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yields (how the code writes it, the tensor, array, plain value or code of a function). Follows closures, globals, defaults,
+    bound arguments, containers, and the attributes and functions that the code names."""
     yield from _data(function, "", _NO_NAMES, set())
 
 
-def _data(
-    value: Any, path: str, names: frozenset[str], seen: set[tuple[int, frozenset[str]]]
-) -> Iterator[tuple[str, torch.Tensor | np.ndarray]]:
+def _data(value: Any, path: str, names: frozenset[str], seen: set[tuple[int, frozenset[str]]]) -> Iterator[tuple[str, Any]]:
     """names: of the code that reads the value."""
-    if (id(value), names) in seen:
-        return
-    seen.add((id(value), names))
-    if isinstance(value, (torch.Tensor, np.ndarray)):
+    if isinstance(value, (torch.Tensor, np.ndarray, *_PLAIN)):
         yield path, value
-        return
-    for place, child, its_names in _read(value, path, names):
-        yield from _data(child, place, its_names, seen)
+    elif (id(value), names) in seen:
+        yield path, id(value)  # which of those seen it is
+    else:
+        seen.add((id(value), names))
+        for place, child, its_names in _read(value, path, names):
+            yield from _data(child, place, its_names, seen)
 
 
 def _read(value: Any, path: str, names: frozenset[str]) -> Iterator[tuple[str, Any, frozenset[str]]]:
@@ -78,7 +90,7 @@ def _read(value: Any, path: str, names: frozenset[str]) -> Iterator[tuple[str, A
         own = getattr(value, "__dict__", {})
         if isinstance(value, torch.nn.Module):
             own = {**own, **value._parameters, **value._buffers, **value._modules}
-        yield from ((f"{path}.{name}", own[name], names) for name in names & own.keys())
+        yield from ((f"{path}.{name}", own[name], names) for name in sorted(names & own.keys()))
         call = getattr(value, "forward" if isinstance(value, torch.nn.Module) else "__call__", None)
         if isinstance(call, MethodType):
             yield path, call, names
@@ -86,11 +98,12 @@ def _read(value: Any, path: str, names: frozenset[str]) -> Iterator[tuple[str, A
 
 def _of_function(function: FunctionType) -> Iterator[tuple[str, Any, frozenset[str]]]:
     names = frozenset(_names(function.__code__))
+    yield "", function.__code__, names
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if cell != _EMPTY:
             yield name, cell.cell_contents, names
     if not (function.__module__ or "").startswith("torch."):  # whose functions read a user's through closures alone
-        yield from ((name, function.__globals__[name], names) for name in names & function.__globals__.keys())
+        yield from ((name, function.__globals__[name], names) for name in sorted(names & function.__globals__.keys()))
     defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
     yield from (("a default", child, names) for child in defaults)
 

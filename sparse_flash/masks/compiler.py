@@ -21,7 +21,7 @@ from .block_mask import BlockMask, Device
 from .build import check_blocks, from_entries, per_head, with_coarse
 from .cache import as_block_mask
 from .grid import BLOCK_SIZES, EMPTY, FULL, PARTIAL, BlockGrid, BlockRuns
-from .pattern import And, DerivedPattern, Not, Or, Pattern, PerHead, Runs, check_fit, parse
+from .pattern import And, DerivedPattern, Not, Or, Pattern, PerHead, Runs, check_fit, parse, shortened
 from .progress import Progress
 from .rules import BEYOND, RunPattern, block_states
 from .table import Entries, FullBlocks
@@ -85,7 +85,13 @@ def compile_up_to(pattern: Pattern | str, q_len: int, kv_len: int, block_size: i
     """``compile_mask`` for sequences of up to these lengths, as of a cache or of packed documents: a pattern that names a number of
     tokens may name any."""
     pattern = parse(pattern) if isinstance(pattern, str) else pattern
-    return _compiled(pattern, BlockGrid(q_len, kv_len, block_size), None).to(device)
+    try:
+        return _compiled(pattern, BlockGrid(q_len, kv_len, block_size), None).to(device)
+    except IndexError as error:
+        raise ValueError(
+            f"{shortened(pattern, 200)} must take positions up to {kv_len - 1}, as lengths are rounded up here; it failed: {error}"
+            f"; make the data that it reads {kv_len} long, or clamp positions to them"
+        ) from error
 
 
 def _compiled(pattern: Pattern, grid: BlockGrid, progress: bool | None) -> BlockMask:
@@ -95,7 +101,7 @@ def _compiled(pattern: Pattern, grid: BlockGrid, progress: bool | None) -> Block
         try:
             made[one] = with_coarse(_Compilation(one, grid, progress).run())
         except Exception as error:  # of a rule, mostly, where its text says nothing of masks
-            error.add_note(f"while compiling {str(pattern)[:200]} for {grid.q_len} queries and {grid.kv_len} keys")
+            error.add_note(f"while compiling {shortened(pattern, 200)} for {grid.q_len} queries and {grid.kv_len} keys")
             raise
     return per_head([made[one] for one in heads]) if isinstance(whole, PerHead) else made[whole]
 
@@ -122,7 +128,7 @@ class _Compilation:
             size, most = self.grid.block_size, max(BLOCK_SIZES)
             way_out = f"; blocks of {most} take some {(most // size) ** 2} times less" if size < most else ""
             warnings.warn(
-                f"the table of {str(self.pattern)[:60]} has {full:,} full blocks of {size} tokens, which take "
+                f"the table of {shortened(self.pattern)} has {full:,} full blocks of {size} tokens, which take "
                 f"{full * _ENTRY_BYTES / 2**30:.1f} GiB{way_out}",
                 stacklevel=7,
             )
@@ -158,7 +164,7 @@ class _Compilation:
         """Partial blocks, decided by their tokens, without those that turn out empty."""
         undecided = states.count(PARTIAL)
         pairs = undecided * self.grid.block_size**2
-        with Progress(f"compiling {str(self.pattern)[:60]}: {undecided:,} blocks", pairs, self.progress) as self.bar:
+        with Progress(f"compiling {shortened(self.pattern)}: {undecided:,} blocks", pairs, self.progress) as self.bar:
             for rows, cols, _ in states.blocks(PARTIAL, chunk=_CHUNK):
                 tiles = np.empty(len(rows), np.int64)
                 index = rows * self.grid.kv_blocks + cols

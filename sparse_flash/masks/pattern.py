@@ -119,6 +119,11 @@ class Pattern:
         queries than keys, as in decoding, the last tokens that it names may be yet to come."""
         least, most = self.named_tokens() or (0, kv_len)
         tokens = kv_len - (first or 0)
+        if tokens < 0 and q_len >= kv_len:
+            return (
+                f"{shortened(self)} must start within the sequence; the sequence has {kv_len} tokens, the pattern starts at "
+                f"{first}; shift it by fewer, or pass shifted(pattern, {first}, allow_uncovered=True)"
+            )
         if tokens < least and q_len >= kv_len:
             way_out = f"name fewer, or pass shifted(pattern, {first or 0}, allow_uncovered=True) if the last are yet to come"
         elif first is None and tokens > most:
@@ -130,7 +135,7 @@ class Pattern:
         else:
             return None
         where = "of the sequence" if first is None else f"from token {first} on"
-        return f"{str(self)[:60]} must name the {max(tokens, 0)} tokens {where}; it names {most}; {way_out}"
+        return f"{shortened(self)} must name the {tokens} tokens {where}; it names {most}; {way_out}"
 
     def leaves(self) -> Iterator[Pattern]:
         """The patterns that an expression is composed of."""
@@ -235,8 +240,21 @@ def on_arrays(pattern: Pattern, rule: str) -> Iterator[None]:
         ) from error
 
 
+def shortened(pattern: Pattern, most: int = 60) -> str:
+    """The pattern as messages name it, in up to ``most`` characters."""
+    text = str(pattern)
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 def check_fit(pattern: Pattern, q_len: int, kv_len: int) -> None:
     """Raises ValueError for a pattern that names tokens which these lengths have not, or that leaves out some which they have."""
+    if isinstance(pattern, PerHead):
+        for one in dict.fromkeys(pattern.patterns):
+            try:
+                check_fit(one, q_len, kv_len)
+            except ValueError as error:
+                raise ValueError(f"per_head: patterns[{pattern.patterns.index(one)}]: {error}") from None
+        return
     leaves = list(pattern.leaves())
     for leaf in leaves:
         if misfit := leaf.misfit(q_len, kv_len):
@@ -246,10 +264,31 @@ def check_fit(pattern: Pattern, q_len: int, kv_len: int) -> None:
         left_out = q[~pattern.named_queries(q, kv_len)]
         if len(left_out):
             raise ValueError(
-                f"{str(pattern)[:60]} must say what each query keeps; it does not for {len(left_out)} of {len(q)}, from "
+                f"{shortened(pattern)} must say what each query keeps; it does not for {len(left_out)} of {len(q)}, from "
                 f"{left_out[0]} to {left_out[-1]}; add what they keep, such as global_tokens(n) for the first tokens and "
                 "last_tokens(n) for the last, or pass allow_uncovered=True to shifted, if they shall keep nothing"
             )
+
+
+@constant_in_graphs
+def check_known_end(pattern: Pattern | str) -> None:
+    """Raises ValueError for a pattern that counts tokens from the end, beside lengths in tensors."""
+    for leaf in _leaves_of(pattern):
+        if leaf.of_length(0) != leaf:
+            raise unknown_end(leaf)
+
+
+@remembered(maxsize=256)
+def _leaves_of(pattern: Pattern | str) -> tuple[Pattern, ...]:
+    return tuple((parse(pattern) if isinstance(pattern, str) else pattern).leaves())
+
+
+def unknown_end(pattern: Pattern) -> ValueError:
+    """The error for a pattern that counts tokens from the end of sequences whose lengths are in tensors."""
+    return ValueError(
+        f"{pattern} counts from the end of the sequence, whose length is not known here: pass it to attention without q_lens and "
+        "kv_lens, or name the tokens from the start, by shifted"
+    )
 
 
 @remembered(maxsize=256)
@@ -488,9 +527,6 @@ class PerHead(Pattern):
 
     def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
         raise ValueError(f"{self} has a token rule for each head; take that of one of its patterns")
-
-    def named_queries(self, q: np.ndarray, kv_len: int) -> np.ndarray:
-        return reduce(np.logical_and, (one.named_queries(q, kv_len) for one in self.patterns))
 
     def leaves(self) -> Iterator[Pattern]:
         return chain.from_iterable(one.leaves() for one in self.patterns)

@@ -31,6 +31,7 @@ from ..masks.cache import as_operations_take_them, keep_if_captured, made_apart
 from ..masks.compiler import compile_up_to
 from ..masks.grid import BlockGrid, ranges
 from ..masks.memory import remembered
+from ..masks.pattern import shortened
 from ..masks.select_blocks import work_of
 from ..masks.table import SPLIT_FIELDS, WORK_FIELDS, Entries, Table, most_splits
 from ..masks.tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches, pack_bits, unpack_bits
@@ -163,7 +164,7 @@ class LongDocument:
     def __init__(self, pattern, k_blocks: int, before: int, device):
         self.mask = compile_up_to(pattern, (before + k_blocks) * BLOCK, k_blocks * BLOCK, BLOCK, "cpu")
         if self.mask.mask_index.numel() > 1:
-            raise ValueError(f"packed documents take one pattern for all heads; got {str(pattern)[:60]}; call once for each group")
+            raise ValueError(f"packed documents take one pattern for all heads; got {shortened(pattern)}; call once for each group")
         self.before = before
         self._device = device
         rows, cols, kinds, _ = self.mask.entries()

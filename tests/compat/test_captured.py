@@ -88,6 +88,84 @@ def test_a_pattern_whose_function_reads_data_follows_their_change_in_place(reade
         torch.testing.assert_close(call(pattern), call("full"))
 
 
+WIDTH = 3
+
+
+def in_closure():
+    width = 3
+
+    def rule(q, kv):
+        return abs(q - kv) < width
+
+    def rebind(to):
+        nonlocal width
+        width = to
+
+    return rule, rebind
+
+
+def in_global():
+    return lambda q, kv: abs(q - kv) < WIDTH, lambda to: globals().update(WIDTH=to)
+
+
+def in_list():
+    width = [1, 3, 1]  # 3 to 1 leaves the numbers that differ as they are
+    return lambda q, kv: abs(q - kv) < width[1], lambda to: width.__setitem__(1, to)
+
+
+def in_attribute():
+    holder = types.SimpleNamespace(width=3)
+    return lambda q, kv: abs(q - kv) < holder.width, lambda to: setattr(holder, "width", to)
+
+
+def in_default():
+    def rule(q, kv, width=3):
+        return abs(q - kv) < width
+
+    return rule, lambda to: setattr(rule, "__defaults__", (to,))
+
+
+def in_one_of_two_lists():
+    a, b = [3], [1, 20, -1, -2]
+    both = [a, b, a, b]
+
+    def rebind(to):
+        both[2] = {3: a, 1: b}.get(to, [to])
+
+    return lambda q, kv: abs(q - kv) < both[2][0], rebind
+
+
+def in_a_function():
+    used = [lambda distance: distance < 3]
+
+    def rebind(to):
+        made = {1: lambda d: d < 1, 20: lambda d: d < 20, -1: lambda d: d < -1, -2: lambda d: d == 7, 3: lambda d: d < 3}
+        used[0] = made[to]
+
+    return lambda q, kv: used[0](abs(q - kv)), rebind
+
+
+@pytest.mark.parametrize("made", [in_closure, in_global, in_list, in_attribute, in_default, in_one_of_two_lists, in_a_function])
+def test_a_pattern_follows_values_and_functions_that_its_function_reads(made):
+    rule, rebind = made()
+    q, i, pattern = torch.randn(1, 1, N, 8), np.arange(N), sf.from_mask_fn(rule)
+    for width in (3, 20, 1, -1, -2, 3):
+        rebind(width)
+        wanted = sf.BlockMask.from_dense(torch.from_numpy(np.broadcast_to(rule(i[:, None], i), (N, N)).copy()))
+        torch.testing.assert_close(sf.attention(q, q, q, pattern), sf.attention(q, q, q, wanted))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16])
+def test_a_pattern_follows_a_tensor_of_inference_mode_which_counts_no_changes(dtype):
+    with torch.inference_mode():
+        data = torch.arange(N).to(dtype)
+    q, pattern = torch.randn(1, 1, N, 8), sf.from_mask_fn(lambda q, kv: (data[q] >= data[kv]).numpy())
+    torch.testing.assert_close(sf.attention(q, q, q, pattern), sf.attention(q, q, q, "causal"))
+    with torch.inference_mode():
+        data.zero_()
+    torch.testing.assert_close(sf.attention(q, q, q, pattern), sf.attention(q, q, q, "full"))
+
+
 def test_a_pattern_whose_function_reads_a_global_follows_it_and_unchanged_data_compile_nothing(monkeypatch):
     q, pattern = torch.randn(1, 1, N, 8), sf.from_mask_fn(of_global)
     torch.testing.assert_close(sf.attention(q, q, q, pattern), sf.attention(q, q, q, "causal"))

@@ -75,7 +75,7 @@ def test_a_block_map_may_name_the_whole_of_a_unit_that_the_sequence_begins():
         (sf.shifted(GRID, 5) | sf.last_tokens(15), (0, 4)),
         (sf.shifted(GRID, 20) | sf.sinks(4), (0, 19)),
         (sf.causal() & sf.shifted(GRID & sf.local(9), 20), (0, 19)),
-        (sf.per_head([sf.full(), sf.shifted(GRID, 20)]), (0, 19)),
+        (sf.per_head([sf.shifted(GRID, 20), sf.shifted(GRID, 20) | sf.sinks(4)]), (0, 19)),
         (sf.shifted(sf.shifted(GRID, 10), 10), (0, 19)),
     ],
     ids=str,
@@ -86,6 +86,41 @@ def test_queries_that_no_part_is_about_are_an_error_and_only_those(mask, missing
         sf.compile_mask(mask, 84)
     rest = sf.global_tokens(first + 20) if first == 0 else sf.last_tokens(84 - first)
     assert not (sf.compile_mask(mask | rest, 84).to_dense().any(-1) == 0).any()
+
+
+def test_the_patterns_of_heads_fit_one_by_one_and_an_error_names_the_head():
+    part = f"shifted({GRID}, 20) | global_tokens(20)"
+    sf.compile_mask(sf.per_head([part, sf.sinks(3), sf.causal() & sf.local(5)]), 84)
+    with pytest.raises(ValueError, match=r"per_head: patterns\[1\]: shifted\(.*must say what .* 20 of 84, from 0 to 19"):
+        sf.compile_mask(sf.per_head([sf.sinks(3), sf.shifted(GRID, 20)]), 84)
+    with pytest.raises(ValueError, match=r"per_head: patterns\[1\]: neighborhood.* must name the 84 tokens .*; it names 64"):
+        sf.attention(*[torch.zeros(1, 2, 84, 8)] * 3, sf.per_head([part, GRID]) | "sinks(3)")
+
+
+def test_a_pattern_that_starts_past_the_sequence_is_an_error_with_both_lengths():
+    said = r"local\(5\) must start within the sequence; the sequence has 37 tokens, the pattern starts at 40; shift it by fewer"
+    with pytest.raises(ValueError, match=said):
+        sf.compile_mask("shifted(local(5), 40)", 37)
+    sf.compile_mask("shifted(local(5), 40, allow_uncovered=True)", 37)
+
+
+def test_an_error_shortens_a_long_expression_and_shows_that_it_did():
+    mask = "last_tokens(5) | global_tokens(10) | shifted(neighborhood((8, 8), 3), 10)"
+    with pytest.raises(ValueError, match=r"^last_tokens\(5\) \| global.{20,40}\.\.\. must say what each query keeps"):
+        sf.compile_mask(mask, 100)
+
+
+@pytest.mark.parametrize("kind", [np.arange, torch.arange])
+@pytest.mark.parametrize("call", ["varlen", "decode"])
+def test_data_shorter_than_a_length_rounded_up_are_an_error_that_names_function_and_length(call, kind):
+    def same_document(q, kv):
+        return data[q] == data[kv]
+
+    data, mask = kind(100) // 30, sf.causal() & sf.from_mask_fn(same_document)
+    with pytest.raises(ValueError, match=r"same_document\) must take positions up to 127, .* the data that it reads 128 long"):
+        ENTRY_POINTS[call](mask, 100)
+    data = kind(128) // 30
+    ENTRY_POINTS[call](mask, 100)
 
 
 @settings(max_examples=60)
@@ -108,10 +143,57 @@ def test_last_tokens_are_those_of_any_length_also_shifted_and_for_the_last_queri
     np.testing.assert_array_equal(sf.compile_mask(mask, few, n).to_dense().numpy(), kept[n - few :])
 
 
-@pytest.mark.parametrize("call", ["varlen", "decode"])
-def test_last_tokens_of_lengths_in_tensors_are_refused_with_the_way_out(call):
-    with pytest.raises(ValueError, match=r"last_tokens\(9\) counts from the end of the sequence, .*pass it to attention"):
-        ENTRY_POINTS[call]("causal & last_tokens(9)", 40)
+def decoded(mask, lengths, queries=1):
+    q, k = torch.randn(len(lengths), 1, queries, 8), torch.randn(len(lengths), 1, 200, 8)
+    return sf.attention_decode(q, k, k, mask, kv_lens=torch.tensor(lengths))
+
+
+@pytest.mark.parametrize("mask", ["documents((0, 50, 100))", "causal & per_head([documents((0, 50, 100))])"])
+def test_a_sequence_that_grows_past_the_tokens_that_a_pattern_names_is_an_error(mask):
+    with pytest.raises(ValueError, match=r"must name the 150 tokens of the sequence; it names 100; name all"):
+        decoded(mask, [70, 150])
+    with pytest.raises(ValueError, match=r"must say what each query keeps; it does not for 1 of 1, from 149"):
+        decoded("shifted(documents((0, 50, 100)), 0)", [150])
+    assert decoded(mask, [100, 1, 70, 0], queries=2)[0].ne(0).all()
+
+
+def padded(mask, n, names=("q_lens", "kv_lens"), lengths=30):
+    return sf.attention(*[torch.randn(1, 1, n, 8)] * 3, mask, **dict.fromkeys(names, torch.tensor([lengths])))
+
+
+def padded_in_graphs(mask, n):
+    return torch.compile(padded, backend="eager", fullgraph=True)(mask, n)
+
+
+LENGTHS_IN_TENSORS = {
+    **{name: ENTRY_POINTS[name] for name in ("varlen", "decode")},
+    "padded": padded,
+    "kv_lens": lambda mask, n: padded(mask, n, ["kv_lens"]),
+    "q_lens": lambda mask, n: padded(mask, n, ["q_lens"]),
+}
+
+
+@pytest.mark.parametrize(
+    "mask", ["causal & last_tokens(9)", "~(local(3) | last_tokens(9))", "local(3) | shifted(last_tokens(9), 2)"]
+)
+@pytest.mark.parametrize("call", LENGTHS_IN_TENSORS.values(), ids=LENGTHS_IN_TENSORS)
+def test_last_tokens_of_lengths_in_tensors_are_refused_with_the_way_out(call, mask):
+    with pytest.raises(ValueError, match=r"last_tokens\(9.*\) counts from the end of the sequence, .*pass it to attention without"):
+        call(mask, 40)
+
+
+def test_last_tokens_of_padded_batches_are_refused_for_a_head_alone_and_in_graphs():
+    with pytest.raises(ValueError, match=r"last_tokens\(9\) counts from the end of the sequence"):
+        padded("per_head([causal, last_tokens(9)])", 40)
+    with pytest.raises(Exception, match=r"last_tokens\(9\) counts from the end of the sequence"):
+        padded_in_graphs("causal & last_tokens(9)", 40)
+
+
+def test_last_tokens_behind_padding_on_the_left_are_those_of_the_sequence_alone():
+    q = torch.randn(1, 1, 40, 8)
+    first = torch.tensor([10])
+    out = sf.attention(q, q, q, "local(3) | last_tokens(9)", q_starts=first, kv_starts=first)
+    torch.testing.assert_close(out[:, :, 10:], sf.attention(*[q[:, :, 10:]] * 3, "local(3) | last_tokens(9)"))
 
 
 def test_text_beside_a_video_keeps_everything_and_the_video_its_windows():
