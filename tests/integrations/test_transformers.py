@@ -429,7 +429,10 @@ def test_padded_batches_give_what_dense_attention_gives(name, side):
     # No existing token precedes the first one, so nothing predicts it.
     labels = x.masked_fill(padding.cumsum(1) * padding <= 1, -100)
     # Adds the diagonal, because PyTorch would return NaN for rows that keep nothing.
-    kept = pairs(within(name, PATTERN), *x.shape) & padding.bool()[:, None, None] | torch.eye(TOKENS, dtype=torch.bool)
+    kept = pairs(within(name, PATTERN), *x.shape).clone()
+    if side == "left":
+        kept[0] = kept[0].roll((40, 40), (1, 2))
+    kept = kept & padding.bool()[:, None, None] | torch.eye(TOKENS, dtype=torch.bool)
     positions = (padding.cumsum(1) - 1).clamp(min=0)
     ours = model(x, attention_mask=padding, labels=labels, position_ids=positions)
     theirs = dense(x, attention_mask=kept, labels=labels, position_ids=positions)
@@ -452,6 +455,64 @@ def test_a_left_padded_batch_generates_what_each_of_its_sequences_does(name):
     together = model.generate(x, attention_mask=padding, **options)[0, 40:]
     alone = x[:1, 13:]
     assert torch.equal(together, model.generate(alone, attention_mask=torch.ones_like(alone), **options)[0, 27:])
+
+
+# Masks that depend on positions, not only on distances.
+OF_POSITIONS = [
+    PATTERN,
+    "causal & global_tokens(3)",
+    "causal & block_diagonal(16)",
+    "causal & strided(8, block=4)",
+    "per_head([causal, causal & sinks(2), causal & local(5), causal & prefix(9)])",
+]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mask", OF_POSITIONS)
+def test_positions_count_from_each_sequences_first_token_wherever_padding_stands(mask):
+    model, _ = twins("llama")
+    use_sparse_flash(model, mask).eval()
+    x = words(3, 90)
+    places = [slice(20, 90), slice(0, 77), slice(7, 80)]
+    padding = torch.zeros_like(x)
+    for row, place in enumerate(places):
+        padding[row, place] = 1
+    positions = (padding.cumsum(1) - 1).clamp(min=0)
+    alone = [model(x[row : row + 1, place]).logits[0] for row, place in enumerate(places)]
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for called in (model, compiled):
+        together = called(x, attention_mask=padding, position_ids=positions, use_cache=False).logits
+        for row, place in enumerate(places):
+            torch.testing.assert_close(together[row, place], alone[row], atol=1e-5, rtol=1e-4)
+    # A prompt in two calls, the second of more queries than attention_decode takes.
+    for first in (15, 50):
+        cache = model(x[:, :first], attention_mask=padding[:, :first], position_ids=positions[:, :first]).past_key_values
+        rest = {"position_ids": positions[:, first:], "past_key_values": cache}
+        together = model(x[:, first:], attention_mask=padding, **rest).logits
+        for row, place in enumerate(places):
+            later = slice(max(place.start, first), place.stop)
+            expected = alone[row][later.start - place.start :]
+            torch.testing.assert_close(together[row, later.start - first : later.stop - first], expected, atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mask", OF_POSITIONS)
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", ["llama", "mistral, window", "deepseek"])
+def test_a_left_padded_batch_generates_as_each_sequence_alone_under_masks_of_positions(name, cache, mask):
+    model, _ = twins(name)
+    use_sparse_flash(model, mask).eval()
+    x = words(tokens=40)
+    padding = torch.ones_like(x)
+    padding[0, :13] = 0
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "cache_implementation": cache}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    together = model.generate(x, attention_mask=padding, **options)
+    alone = model.generate(x[:1, 13:], attention_mask=torch.ones(1, 27, dtype=torch.int64), **options)
+    assert torch.equal(together.sequences[0, 40:], alone.sequences[0, 27:])
+    for ours, theirs in zip(together.logits, alone.logits, strict=True):
+        torch.testing.assert_close(ours[0], theirs[0], atol=1e-5, rtol=1e-4)
 
 
 def test_attention_dropout_is_carried_in_training_alone():
@@ -556,6 +617,9 @@ def test_keywords_that_are_not_carried_are_refused_by_name(options):
         ({"per_layer": ["causal"]}, "2 masks.*got 1"),
         ({"per_layer": "causal"}, "per_layer must be a list.*got str"),
         ({"mask": "causal & nothing_like_this"}, "nothing_like_this"),
+        ({"mask": []}, "mask must be one for all layers; got a list of 0"),
+        ({"mask": {1: sf.per_head(["causal"] * 3)}}, "the mask of layer 1 must be of its 4 heads.*got one of 3"),
+        ({"mask": sf.BlockMask.per_head(["causal"] * 3, TOKENS)}, "the mask of layer 0 must be of its 4 heads.*got one of 3"),
         ({"mask": {0: 3}}, "a mask must be a Pattern.*got int"),
         ({"mask": sf.causal}, "Causal itself; call it"),
         ({"mask": lambda q, kv: q >= kv}, "got function; use from_mask_fn"),

@@ -9,8 +9,8 @@ if it has a decoder, and its towers for images and sound. Soft caps (Gemma 2) an
 
 A layer's mask replaces the causal triangle. The model's other restrictions stay: a sliding window (Mistral, ModernBERT), chunks
 (Llama 4), packed sequences, padding. A pair is kept if both keep it. Packed sequences, given by cu_seq_lens_q, or by position_ids
-that restart, attend as each would alone. Padding belongs at either end of a sequence; a pattern counts padded positions, also for
-global tokens and sinks. Restrictions that are not patterns (a 4-D attention_mask, padding between tokens, a model's own functions)
+that restart, attend as each would alone. Padding belongs at either end of a sequence; a pattern's positions count from each
+sequence's first token. Restrictions that are not patterns (a 4-D attention_mask, padding between tokens, a model's own functions)
 are kept pair by pair, which takes a scan of all pairs on the host. Position biases, attention weights, and keywords that are
 neither supported nor in ``_WITHOUT_EFFECT`` are refused.
 
@@ -39,7 +39,7 @@ from ...masks.block_mask import BlockMask
 from ...masks.block_selection import BlockSelection
 from ...masks.pattern import Pattern
 from ...variant.definition import with_sinks
-from .choice import OWN, by_layer, check_future, future_error, is_decoder
+from .choice import OWN, by_layer, check_future, check_heads, future_error, is_decoder
 from .layers import others_of, pretrained, self_attention, tower
 from .masks import PACKED, ModelMask, assumed, bounds_of, depends_on_position, given, model_mask
 from .sharing import attended, sharded, shared_by
@@ -131,6 +131,7 @@ def use_sparse_flash(
     part = tower(model)
     layers = self_attention(part)
     masks = by_layer(mask, per_layer, sorted(layers))
+    check_heads(masks, layers)
     ahead = check_future(masks, [number for number, layer in layers.items() if is_decoder(layer)], bidirectional)
     plan = shared_by(masks, others_of(model, layers.values()))
     _switch(model, part, layers.values())
@@ -240,6 +241,8 @@ def _traceable(settings, own, query, key, sliding_window=None, dropout=0.0, soft
     # Reading kv_offset specializes the graph on its value.
     if _moves(settings, own) and own.kv_offset:
         return False
+    if settings.moves and own.first is not None and own.q_length != own.end:
+        return False
     decoded = own.starts is None and not dropout and softcap is None and takes(query, key)
     return own.end_tensor is None or decoded or _is_prompt(own)
 
@@ -339,9 +342,21 @@ def _of_batch(settings, own, mask, query, key, value, scaling, dropout, softcap,
         kv_lens = own.end_tensor.to(torch.int32).expand(query.shape[0])
     elif own.end != own.kv_length:
         key, value = key[:, :, : own.end], value[:, :, : own.end]
+    in_graph, turns, lengths = torch.compiler.is_compiling(), None, {}
+    if settings.moves and mask is not None and (own.first is not None if in_graph else own.padded_before()):
+        # Positions count from each sequence's first token. Its tokens move to the front where that says the same and compiles no
+        # more; otherwise the mask moves, to another one for each sequence.
+        step = query.shape[2] == 1 and not dropout and softcap is None and decodes(query, key, mask)
+        if not (own.in_line() and (step or own.q_length == own.end)):
+            own, mask = own.counted(mask), None
+        else:
+            turns, key, value = own.first, _turned(key, own.first), _turned(value, own.first)
+            if step:
+                kv_lens = (own.end - turns).to(torch.int32)
+            else:
+                query, lengths = _turned(query, turns), dict.fromkeys(("kv_lens", "q_lens"), own.stops - own.starts)
     mask = own.joined(mask, query.device)
-    lengths = {}
-    if own.starts is not None:
+    if own.starts is not None and turns is None:
         earlier = own.end - own.q_length  # the last query aligns with the last key
         lengths = {
             "kv_starts": own.starts,
@@ -370,7 +385,14 @@ def _of_batch(settings, own, mask, query, key, value, scaling, dropout, softcap,
             deterministic=settings.deterministic,
             backend=settings.backend,
         )
+        out = out if turns is None else _turned(out, -turns)
     return out.transpose(1, 2).contiguous()
+
+
+def _turned(tensor, by) -> torch.Tensor:
+    """(batch, heads, tokens, head_dim) with token ``by[b]`` of each entry first, and those before it at the end."""
+    tokens = tensor.shape[2]
+    return tensor.take_along_dim(((torch.arange(tokens, device=tensor.device) + by[:, None]) % tokens)[:, None, :, None], 2)
 
 
 def _of_chosen_blocks(

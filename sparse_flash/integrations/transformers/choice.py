@@ -11,7 +11,7 @@ import torch
 from ...api.shared import SharedSequence
 from ...masks.block_mask import BlockMask
 from ...masks.cache import of_another_library
-from ...masks.pattern import And, DerivedPattern, Or, Pattern, parse, text_of
+from ...masks.pattern import And, DerivedPattern, Or, Pattern, PerHead, parse, text_of
 from ...patterns import causal
 
 OWN = "own"
@@ -32,7 +32,7 @@ def by_layer(mask: object, per_layer: object, numbers: list[int]) -> dict[int, A
             raise ValueError(f"mask must name layers of the model, {numbers[0]} to {numbers[-1]}; got layers {unknown}")
         given = {number: mask.get(number) for number in numbers}
     elif isinstance(mask, Sequence) and not isinstance(mask, str):
-        if not all(isinstance(one, SharedSequence) for one in mask):
+        if not mask or not all(isinstance(one, SharedSequence) for one in mask):
             raise TypeError(
                 f"mask must be one for all layers; got a {type(mask).__name__} of {len(mask)}, which layers and heads may both "
                 "fit; say per_layer=[...] for a mask per layer, or mask=sparse_flash.per_head([...]) for a mask per head"
@@ -53,6 +53,20 @@ def _checked(mask: object) -> object:
     if isinstance(mask, (BlockMask, SharedSequence)):
         return mask
     return of_another_library(mask)
+
+
+def check_heads(masks: Mapping[int, object], layers: Mapping[int, torch.nn.Module]) -> None:
+    """Raises ValueError where a mask is of another number of heads than its layer, as far as the layer or its config says it."""
+    for number, given in masks.items():
+        mask = parse(given) if isinstance(given, str) and given != OWN else given
+        heads = len(mask.patterns) if isinstance(mask, PerHead) else mask.mask_index.shape[1] if isinstance(mask, BlockMask) else 1
+        layer = layers[number]
+        wanted = getattr(layer, "num_heads", None) or getattr(getattr(layer, "config", None), "num_attention_heads", heads)
+        if heads not in (1, wanted):
+            raise ValueError(
+                f"the mask of layer {number} must be of its {wanted} heads, or one for all; got one of {heads} heads; make it for "
+                f"{wanted}"
+            )
 
 
 def check_future(masks: Mapping[int, object], decoders: Iterable[int], bidirectional: bool) -> dict[int, bool]:

@@ -21,7 +21,7 @@ from ...masks.block_mask import BlockMask
 from ...masks.build import with_coarse
 from ...masks.cache import compiled_once
 from ...masks.memory import remembered
-from ...masks.pattern import And, DerivedPattern, Pattern, parse
+from ...masks.pattern import And, DerivedPattern, Pattern, PerHead, parse
 from ...masks.rules import Moved
 from ...patterns import block_diagonal, full, sinks
 
@@ -44,6 +44,7 @@ class ModelMask(FlexBlockMask):
     kv_offset: the position of the first key. end: the number of keys up to the last query's, or None if only ``end_tensor``, 0-d,
     knows; that is None if no key comes after.
     starts, stops: (batch,) int32, which keys exist; None for all up to ``end``.
+    first: (batch,) integers, the position of each sequence's first token in the padded batch; None if that is 0.
     sequences: (batch | 1, q_length) integers, the packed sequence of each token, ascending; None for one sequence. In compiled code
     None too, as values cannot be read: see ``starts_in_graph``.
     refusal: why attention cannot apply it, or None. arguments: Transformers' arguments for the mask.
@@ -72,7 +73,7 @@ class ModelMask(FlexBlockMask):
         self.base, self.limits, self.dense = base, limits, dense
         self.end, self.end_tensor = end, end_tensor
         self.starts, self.stops = starts, stops
-        self.sequences = None
+        self.first = self.sequences = None
         self.refusal, self.arguments = refusal, arguments
         self._made = {}
 
@@ -177,12 +178,15 @@ class ModelMask(FlexBlockMask):
         one = copy(self)
         one._made, one.sequences = {}, None
         restarts = depends_on_position(mask) and not isinstance(mask, BlockMask)
-        moving = [limit for limit in self.limits if len(limit) == 1 and depends_on_position(limit[0])]
-        inner = [*([mask] if restarts else []), *(limit[0] for limit in moving)]
+        moving = [limit for limit in self.limits if len(limit) > 1 or depends_on_position(limit[0])]
+        # Chunks are moved to the first token, where sequences start anyway.
+        inner = [*([mask] if restarts else []), *(getattr(limit[0], "pattern", limit[0]) for limit in moving)]
         own = And.of(*(parse(part) if isinstance(part, str) else part for part in inner)) if inner else None
         limits: list[Pattern | str] = []
-        for row in self.sequences.tolist():
-            starts = [0, *(k for k in range(1, len(row)) if row[k] != row[k - 1])]
+        before = self.padded_before()
+        rows = self.sequences.expand(max(len(before), self.sequences.shape[0]), -1).tolist()
+        for row, first in zip(rows, before or [0] * len(rows), strict=True):
+            starts = sorted({0, first, *(k for k in range(1, len(row)) if row[k] != row[k - 1])})
             apart = f"documents({[*starts, len(row)]})"
             limits.append(
                 apart if own is None else And.of(parse(apart), own.with_leaves(partial(_Restarted, starts=tuple(starts))))
@@ -190,6 +194,34 @@ class ModelMask(FlexBlockMask):
         staying = tuple(limit for limit in self.limits if limit not in moving)
         one.limits = (*staying, tuple(limits) if len(set(limits)) > 1 else (limits[0],))
         return one, None if restarts else mask
+
+    def padded_before(self) -> list[int]:
+        """The tokens before each sequence's first one, read once for all layers of a kind; empty if there are none."""
+        if "before" not in self._made:
+            before = [] if self.first is None else self.first.tolist()
+            self._made["before"] = before if any(before) else []
+        return self._made["before"]
+
+    def in_line(self) -> bool:
+        """Whether moving each sequence's tokens to position 0 says the same: its own limits are windows, and no key was dropped."""
+        windows = all(isinstance(one, str) and one.startswith("local(") for limit in self.limits for one in limit)
+        return windows and self.dense is None and not self.kv_offset
+
+    def counted(self, mask) -> ModelMask:
+        """This mask with ``mask`` among its limits, whose positions count from each sequence's first token."""
+        key = "counted", mask
+        if key not in self._made:
+            if isinstance(mask, BlockMask):
+                raise ValueError(
+                    "a layer's BlockMask must be of one length; got a batch padded on the left, beside a cache, padding between "
+                    "tokens or limits of the model's own; pass the pattern itself, which counts from each sequence's first token"
+                )
+            pattern = parse(mask) if isinstance(mask, str) else mask
+            limits = tuple(moved(pattern, -before) for before in self.padded_before())
+            one = self._made[key] = copy(self)
+            one._made, one.first = {}, None
+            one.limits = (*self.limits, limits[:1] if len(set(limits)) == 1 else limits)
+        return self._made[key]
 
     def joined(self, mask, device: torch.device) -> Pattern | str | BlockMask | None:
         """The intersection of ``mask``, which replaces ``base``, and the model's other restrictions, for keys 0 .. end - 1.
@@ -259,6 +291,7 @@ def model_mask(**arguments) -> ModelMask:
     if read.unknown:
         mask.base, mask.limits, mask.sequences = "full", (), None
         mask.dense = sdpa_mask(**{**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+        mask.first = None if padding is None else padding.bool().int().argmax(1)
     elif padding is not None:
         total = kv_offset + kv_length if mask.end is None else kv_offset + mask.end
         exist = padding[:, :total].bool()
@@ -301,6 +334,7 @@ def _set_tokens(mask: ModelMask, exist: torch.Tensor, check: bool = False) -> No
     """Sets which keys exist, from (batch, tokens): as one run per sequence, otherwise key by key."""
     count = exist.sum(1, keepdim=True)
     first = exist.int().argmax(1, keepdim=True)
+    mask.first = first.squeeze(1)
     token = torch.arange(exist.shape[1], device=exist.device)
     run = (token >= first) & (token < first + count)
     if torch.compiler.is_compiling():
@@ -535,7 +569,8 @@ def moved(pattern: Pattern, offset: int) -> Pattern:
 
 @remembered(maxsize=64)
 def _of_entries(patterns: tuple, q_length: int, kv_length: int, device) -> BlockMask:
-    """A mask with one pattern per batch entry."""
-    every = [full() if pattern is None else pattern for pattern in patterns]
+    """A mask with one pattern per batch entry, or one per head of each."""
+    heads = max(len(pattern.patterns) if isinstance(pattern, PerHead) else 1 for pattern in patterns)
+    every = [one for p in patterns for one in (p.patterns if isinstance(p, PerHead) else [full() if p is None else p] * heads)]
     masks = BlockMask.per_head(every, q_length, kv_length, _BLOCK)
-    return with_coarse(replace(masks, mask_index=masks.mask_index.view(-1, 1), coarse=None)).to(device)
+    return with_coarse(replace(masks, mask_index=masks.mask_index.view(-1, heads), coarse=None)).to(device)
