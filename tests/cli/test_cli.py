@@ -73,6 +73,12 @@ def test_a_bad_spec_is_one_message_with_a_caret(command):
         (("tune", "--dtype", "half"), "dtype must be one of bf16, fp16, fp32; got 'half'"),
         (("bench", "causal", "--heads", "3", "--kv-heads", "2"), "heads must be a multiple of kv_heads; got 3 and 2"),
         (("bench", "causal", "-n", "0"), "tokens must be an integer of at least 1; got 0"),
+        (("bench", "per_head([causal, causal, full])", "-n", "512", "--heads", "2"), "the mask's heads must be q's, 2, or 1 for a"),
+        (("bench", "causal", "neighborhood((8, 8), 3)", "-n", "512"), "neighborhood((8, 8), (3, 3)) must name the 512 tokens"),
+        (
+            ("bench", "neighborhood((8, 8), 3)", "-n", "512", "--suite", "compile", "--list"),
+            "neighborhood((8, 8), (3, 3)) must name the 512 tokens",
+        ),
         (("bench", "--suite", "paper", "-n", "512"), "suite 'paper' has the paper's sizes"),
         (("show", "causal", "--import", "nowhere.py"), "--import must be a Python file; got nowhere.py, which is not a file"),
         (("bench", "--suite", "speed"), "unknown suite 'speed'"),
