@@ -67,6 +67,8 @@ def test_a_bad_spec_is_one_message_with_a_caret(command):
         (("show", "causal", "--level", "rows"), "level must be"),
         (("show", "local(9)", "--level", "tokens", "-n", "100000"), "too many to draw"),
         (("explain", "causal", "--q-len", "0"), "q_len"),
+        (("explain", "per_head([causal, full])"), "must be that of one head; got 2 different ones; pass one, such as 'causal'"),
+        (("show", "per_head([causal, full])"), "must be that of one head; got 2 different ones; pass one, such as 'causal'"),
         (("explain", "causal", "--heads", "0"), "heads"),
         (("explain", "causal", "--dtype", "int8"), "dtype must be one of bf16, fp16, fp32; got 'int8'"),
         (("bench", "causal", "--dtype", "fp8"), "dtype must be one of bf16, fp16, fp32; got 'fp8'"),
