@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from sparse_flash.masks.block_mask import BlockMask
 from sparse_flash.masks.pattern import Pattern, PerHead, parse
 
 from .measure.noise import doubts
@@ -80,7 +81,7 @@ def bench(
     quick: short timings, and by default 1,024 tokens of 2 heads. Raises ValueError for sizes that no call has, and for a mask
     of other sizes, before anything is measured. A mask that fails later, for lack of memory for instance, is a row that says why.
     """
-    asked = [_pattern(one) for one in ([masks] if isinstance(masks, (str, Pattern)) else masks)]
+    asked = [_pattern(one) for one in (masks if isinstance(masks, Iterable) and not isinstance(masks, str) else [masks])]
     if not asked:
         raise ValueError("masks must be patterns or spec texts; got none")
     if dtype is not None and not isinstance(dtype, torch.dtype):
@@ -112,7 +113,8 @@ def _pattern(given: object) -> Pattern:
     if isinstance(given, str):
         return parse(given)
     if not isinstance(given, Pattern):
-        raise TypeError(f"masks must be patterns or spec texts; got {type(given).__name__}")
+        way_out = "; pass what it was compiled from" if isinstance(given, BlockMask) else ""
+        raise TypeError(f"masks must be patterns or spec texts; got {type(given).__name__}{way_out}")
     return given
 
 

@@ -69,7 +69,8 @@ def choose(
             found = (case for case in found if case.tokens == sizes.tokens or not _is_long(suite, case, bool(own)))
         chosen[suite] = list(dict.fromkeys(replace(case, dtype=sizes.dtype) if isinstance(case, Case) else case for case in found))
         for mask in own:
-            theirs = [case for case in chosen[suite] if mask.spec == getattr(case, "mask", case).spec]
+            given = {case: case.spec if isinstance(case, CompileCase) else case.mask.spec for case in chosen[suite]}
+            theirs = [case for case, spec in given.items() if spec == mask.spec]
             at_size = [case for case in theirs if case.tokens == sizes.tokens]
             check_fits(mask, sorted(at_size or theirs, key=lambda case: case.tokens))
     return chosen

@@ -55,6 +55,7 @@ def test_what_fails_is_a_row_that_says_why(monkeypatch):
         ({"masks": [["causal"] * 3], "heads": 2}, ValueError, "the mask's heads must be q's, 2, or 1 for a mask of all; got 3"),
         ({"masks": ["causal", "neighborhood((8, 8), 3)"]}, ValueError, "neighborhood((8, 8), (3, 3)) must name the 256 tokens"),
         ({"masks": [3]}, TypeError, "masks must be patterns or spec texts; got int"),
+        ({"masks": sf.compile_mask("causal", 256)}, TypeError, "got BlockMask; pass what it was compiled from"),
         ({"masks": "lokal(3)"}, ValueError, "did you mean 'local'"),
         ({"device": "meta"}, ValueError, "device must be 'cpu' or 'cuda'"),
     ],
