@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 
 import sparse_flash
-from sparse_flash.masks.block_mask import BlockMask
-from sparse_flash.masks.pattern import Pattern, PerHead
+from sparse_flash.masks.block_mask import BlockMask, check_batch_and_heads
+from sparse_flash.masks.compiler import by_head
+from sparse_flash.masks.pattern import Pattern
 from sparse_flash.tools import explain
 
-from .cases import Case, Mask, PaperCase, Shape
+from .cases import Case, CompileCase, Mask, PaperCase, Shape
 
 
 @dataclass(frozen=True)
@@ -79,11 +81,26 @@ def problem_of(case: Case, device: torch.device, dtype: torch.dtype, gradients: 
 def _compiled(mask: Mask, tokens: int, device: torch.device) -> tuple[tuple[Pattern, ...], BlockMask]:
     specs = mask.spec if isinstance(mask.spec, tuple) else (mask.spec,)
     patterns = tuple(sparse_flash.parse(spec) if isinstance(spec, str) else spec for spec in specs)
-    if isinstance(patterns[0], PerHead):
-        patterns = patterns[0].patterns
+    if len(patterns) == 1:
+        patterns = by_head(patterns[0])
     if len(patterns) == 1:
         return patterns, sparse_flash.compile_mask(patterns[0], tokens, block_size=mask.block_size, device=device)
     return patterns, BlockMask.per_head(patterns, q_len=tokens, block_size=mask.block_size, device=device)
+
+
+def check_fits(mask: Mask, cases: Iterable[Case | CompileCase]) -> None:
+    """Raises the ValueError of the last of these cases if none can have the mask, for its heads or the tokens that it names."""
+    refusal = None
+    for case in cases:
+        try:
+            entries = _compiled(mask, case.tokens, torch.device("cpu"))[1].mask_index.shape
+            if isinstance(case, Case):
+                check_batch_and_heads(entries, case.shape.batch, case.shape.heads)
+            return
+        except ValueError as error:
+            refusal = error
+    if refusal:
+        raise refusal
 
 
 @cache

@@ -22,7 +22,7 @@ from ..results import Results, finished
 from . import SUITES, masks
 from .cases import AS_USUAL, OURS, CallCase, CallSizes, Case, CompileCase, Mask, PaperCase, Shape
 from .masks import BUTTERFLY, CAUSAL, FULL
-from .problem import is_causal
+from .problem import check_fits, is_causal
 
 DETERMINISTIC = f"{OURS}-deterministic"
 DENSE_PEERS = {"cpu": ("sdpa-flash",), "cuda": ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient")}
@@ -58,7 +58,8 @@ def choose(
     """The cases of each suite. device: "cpu" or "cuda". quick: a few small cases, in seconds. specs: masks to measure
     instead of the suite's own, as ``Mask.of`` takes them. backend: the back end of sparse_flash; ValueError for an unknown one.
     sizes: instead of the suite's own; ValueError for the paper's, whose sizes are fixed. full: False leaves out what takes longest
-    on a CPU. A case may belong to several suites."""
+    on a CPU. A case may belong to several suites. Raises ValueError for a mask of ``specs`` that no case of a suite can have, of
+    ``sizes.tokens`` where they are given."""
     check_name(backend)
     own = [Mask.of(spec) for spec in specs]
     chosen = {}
@@ -67,6 +68,11 @@ def choose(
         if device == "cpu" and not full:
             found = (case for case in found if case.tokens == sizes.tokens or not _is_long(suite, case, bool(own)))
         chosen[suite] = list(dict.fromkeys(replace(case, dtype=sizes.dtype) if isinstance(case, Case) else case for case in found))
+        for mask in own:
+            given = {case: case.spec if isinstance(case, CompileCase) else case.mask.spec for case in chosen[suite]}
+            theirs = [case for case, spec in given.items() if spec == mask.spec]
+            at_size = [case for case in theirs if case.tokens == sizes.tokens]
+            check_fits(mask, sorted(at_size or theirs, key=lambda case: case.tokens))
     return chosen
 
 

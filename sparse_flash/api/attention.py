@@ -48,10 +48,11 @@ def attention(
     v: (batch, kv_heads, kv_len, v_head_dim); v_head_dim may differ from head_dim. All share one dtype and device. Any strides; a
     contiguous last dimension avoids a copy.
     mask: a BlockMask; a Pattern or its spec text, compiled and cached for these lengths; a FlexAttention BlockMask, read on first
-    use; None for dense attention; or a BlockSelection, blocks of keys that each query picked. (Within torch.compile: spec text, and
-    Patterns and BlockMasks created outside the compiled function; Patterns that have text may also be created inside, except by
-    ``~``. PyTorch before 2.13 accepts no Pattern there. One graph serves all lengths of spec text and of patterns that have it. A
-    pattern without text recompiles for each length, a BlockMask for each pair of lengths.)
+    use and when data that its function reads change; None for dense attention; or a BlockSelection, blocks of keys that each query
+    picked. (Within torch.compile: spec text, and Patterns and BlockMasks created outside the compiled function; Patterns that have
+    text may also be created inside, except by ``~``, and recompile for each value of their numbers. PyTorch before 2.13 accepts no
+    Pattern there. One graph serves all lengths of spec text and of patterns that have it. A pattern without text recompiles for
+    each length, a BlockMask for each pair of lengths.)
     scale: positive; 1 / sqrt(head_dim) by default.
 
     Which tokens exist (padded batches); each is (batch,) int32 or int64 on q's device, read without host synchronization:

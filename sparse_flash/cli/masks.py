@@ -47,8 +47,9 @@ def _argument(parameter: inspect.Parameter) -> str:
 def _compiled(spec: str, q_len: int, kv_len: int | None, block_size: int):
     """(pattern, mask, seconds)."""
     import sparse_flash
+    from sparse_flash.tools.subject import of_one_head
 
-    pattern = sparse_flash.parse(spec)
+    pattern = of_one_head(sparse_flash.parse(spec))
     begin = time.perf_counter()
     # Without the compiler's own bar, which cannot be shown inside that of the stages.
     mask = sparse_flash.compile_mask(pattern, q_len, kv_len, block_size, progress=False)

@@ -462,7 +462,7 @@ def _of_distances(pattern: Pattern) -> bool:
         return all(map(_of_distances, pattern.operands))
     if isinstance(pattern, Not):
         return _of_distances(pattern.operand)
-    return _of_distances(pattern.expression) if isinstance(pattern, DerivedPattern) else pattern.shift_period == 1
+    return _of_distances(pattern.expanded()) if isinstance(pattern, DerivedPattern) else pattern.shift_period == 1
 
 
 def _rows(cu_seqlens: torch.Tensor, tokens: int, longest: int, at_end: bool) -> tuple[torch.Tensor, ...]:

@@ -95,15 +95,14 @@ def compile_up_to(pattern: Pattern | str, q_len: int, kv_len: int, block_size: i
 
 
 def _compiled(pattern: Pattern, grid: BlockGrid, progress: bool | None) -> BlockMask:
-    whole = pattern.with_leaves(_expanded)
-    heads, made = whole.patterns if isinstance(whole, PerHead) else (whole,), {}
+    heads, made = tuple(one.with_leaves(_expanded) for one in by_head(pattern)), {}
     for one in dict.fromkeys(heads):
         try:
             made[one] = with_coarse(_Compilation(one, grid, progress).run())
         except Exception as error:  # of a rule, mostly, where its text says nothing of masks
             error.add_note(f"while compiling {shortened(pattern, 200)} for {grid.q_len} queries and {grid.kv_len} keys")
             raise
-    return per_head([made[one] for one in heads]) if isinstance(whole, PerHead) else made[whole]
+    return per_head([made[one] for one in heads]) if len(heads) > 1 else made[heads[0]]
 
 
 class _Compilation:
@@ -297,6 +296,12 @@ class _Compilation:
 
 def _slices(count: int, step: int) -> Iterator[slice]:
     return (slice(low, min(low + step, count)) for low in range(0, count, step))
+
+
+def by_head(pattern: Pattern) -> tuple[Pattern, ...]:
+    """The pattern of each query head, also within derived patterns; the pattern itself where all heads have the same."""
+    whole = pattern.with_leaves(_expanded)
+    return whole.patterns if isinstance(whole, PerHead) else (pattern,)
 
 
 def _expanded(leaf: Pattern) -> Pattern:

@@ -337,18 +337,20 @@ def _of_a_kind(value: object) -> object:
 
 
 class DerivedPattern(Pattern):
-    """A pattern that names an expression of others: define ``expression``."""
+    """A pattern that names an expression of others: define the property ``expression``."""
 
     @property
-    def expression(self) -> Pattern:
-        """The expression that this pattern stands for."""
+    def expression(self) -> Pattern | str:
+        """The expression that this pattern stands for, or its spec text."""
         raise NotImplementedError(f"{type(self).__name__} defines no expression")
 
     def expanded(self) -> Pattern:
-        """``expression``. Raises TypeError for anything but a pattern."""
-        expression: object = self.expression
+        """``expression`` as a pattern. Raises TypeError for anything but a pattern or its spec text."""
+        given: object = self.expression
+        expression = parse(given) if isinstance(given, str) else given
         if not isinstance(expression, Pattern):
-            raise TypeError(f"the expression of {self} must be a Pattern; got {type(expression).__name__}; use parse for text")
+            way_out = "; write @property above it" if callable(given) else ""
+            raise TypeError(f"the expression of {self} must be a Pattern or its spec text; got {type(given).__name__}{way_out}")
         return expression
 
     def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:

@@ -10,6 +10,7 @@ This module only knows the notation; ``pattern.py`` turns names into patterns. N
 from __future__ import annotations
 
 import ast
+import operator
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -75,13 +76,17 @@ def write_call(name: str, positional: list[Any], keyword: dict[str, Any]) -> str
 
 
 def write_value(value: object) -> str:
+    if type(value) is int:
+        return repr(operator.index(value))  # of a symbol of torch.compile, the number; another number compiles anew
     if hasattr(value, "to_spec"):
         return value.to_spec()
     if isinstance(value, tuple):
-        if any(hasattr(one, "to_spec") for one in value):  # parentheses around an expression would be read as part of it
+        if any(
+            type(one) is not int and hasattr(one, "to_spec") for one in value
+        ):  # parentheses around an expression would be read as part of it
             return f"[{', '.join(map(write_value, value))}]"
         return f"({', '.join(map(write_value, value))}{',' if len(value) == 1 else ''})"
-    if value is None or type(value) in (bool, int, float, str):
+    if value is None or type(value) in (bool, float, str):
         return repr(value)
     for kind in (int, float, str):  # subclasses write themselves otherwise, such as numpy.float64(0.5) or a member of an enum
         if isinstance(value, kind):

@@ -77,7 +77,8 @@ def draw(
     level: "tokens" or "blocks", the finest cell size; "auto" uses tokens if they all fit the picture.
     title: the pattern's spec text by default.
 
-    Raises ValueError for another file type, for several masks, and for more tokens than can be drawn one by one.
+    Raises ValueError for another file type, for masks or patterns that differ between heads, and for more tokens
+    than can be drawn one by one.
     """
     if path is not None:
         checked_path(path)

@@ -234,7 +234,7 @@ def explain(
     q_len, kv_len, block_size: lengths for compiling a pattern, in tokens; 65,536, q_len and 128 by default. Others have their own.
     heads: query heads that share the mask. head_dim: elements. dtype: of q, k and v. kv_heads: heads of keys and values, None for
     as many as query heads. v_head_dim: of v and out, None for head_dim. deterministic: bitwise repeatable gradients, which take
-    more memory on Hopper. Raises ValueError for a mask that differs over batch or heads.
+    more memory on Hopper. Raises ValueError for a mask or pattern that differs over batch or heads.
     """
     mask, pattern = subject(mask, q_len, kv_len, block_size, DEFAULT_LEN)
     kv_heads = heads if kv_heads is None else kv_heads

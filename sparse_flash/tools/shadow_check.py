@@ -6,6 +6,7 @@ import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from ..dispatch import observers
 from ..masks.block_mask import BlockMask
 from ..masks.block_selection import BlockSelection
 from ..masks.cache import as_block_mask
+from ..masks.compiler import by_head
 from ..masks.grid import BlockGrid
 from ..masks.pattern import Pattern, parse
 from ..variant.definition import Pairs, existing_pairs, kept_by_dropout, scored
@@ -286,6 +288,7 @@ class _Keeps:
 
     def __init__(self, mask: BlockMask | BlockSelection | Pattern | str | None, heads: int, q_len: int, kv_len: int):
         self.mask = parse(mask) if isinstance(mask, str) else mask
+        self.heads = by_head(self.mask) if isinstance(self.mask, Pattern) else ()
         # How many query heads share picks.
         self.shared = heads // mask.heads if isinstance(mask, BlockSelection) else 1
         self.grid = BlockGrid(q_len, kv_len, mask.block_size if isinstance(mask, BlockMask) else 128)
@@ -295,14 +298,14 @@ class _Keeps:
             return self.mask.kept_keys(i, b, h // self.shared)
         if self.mask is None:
             return torch.ones(self.grid.kv_len, dtype=torch.bool, device="cpu")
-        return self._by_rule(self.mask, np.array([i]), np.arange(self.grid.kv_len))[0]
+        return self._by_rule(h, np.array([i]), np.arange(self.grid.kv_len))[0]
 
     def of_key(self, b: int, h: int, j: int) -> torch.Tensor:
         if isinstance(self.mask, (BlockMask, BlockSelection)):
             return self.mask.kept_queries(j, b, h // self.shared)
         if self.mask is None:
             return torch.ones(self.grid.q_len, dtype=torch.bool, device="cpu")
-        return self._by_rule(self.mask, np.arange(self.grid.q_len), np.array([j]))[:, 0]
+        return self._by_rule(h, np.arange(self.grid.q_len), np.array([j]))[:, 0]
 
     def contradiction(self, queries: list[int], keys: list[int]) -> str | None:
         """What is wrong with a pattern whose table does not keep what its token rule keeps of these tokens; None if it does."""
@@ -313,14 +316,15 @@ class _Keeps:
             ("query", queries, self.of_query, table.kept_keys),
             ("key", keys, self.of_key, table.kept_queries),
         ):
-            for token in tokens:
-                if not torch.equal(by_rule(0, 0, token), by_table(token)):
+            for token, (head, pattern) in product(tokens, enumerate(self.heads)):
+                if not torch.equal(by_rule(0, head, token), by_table(token, 0, head)):
                     return (
-                        f"the table of {self.mask} differs from its token rule at {name} {token}: correct block_rule, unit_pairs, "
+                        f"the table of {pattern} differs from its token rule at {name} {token}: correct block_rule, unit_pairs, "
                         "shift_invariant or ordered_runs of its patterns, or a rule that does not repeat"
                     )
         return None
 
-    def _by_rule(self, pattern: Pattern, queries: np.ndarray, keys: np.ndarray) -> torch.Tensor:
-        kept = pattern.of_length(self.grid.kv_len).token_rule(queries[:, None] + self.grid.offset, keys[None, :])
+    def _by_rule(self, head: int, queries: np.ndarray, keys: np.ndarray) -> torch.Tensor:
+        pattern = self.heads[head % len(self.heads)].of_length(self.grid.kv_len)
+        kept = pattern.token_rule(queries[:, None] + self.grid.offset, keys[None, :])
         return torch.from_numpy(np.broadcast_to(kept, (len(queries), len(keys))).copy())

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from ..masks.block_mask import BlockMask
 from ..masks.block_selection import BlockSelection
+from ..masks.build import with_coarse
 from ..masks.cache import as_block_mask
+from ..masks.compiler import by_head
 from ..masks.pattern import Pattern, parse
 
 
@@ -13,18 +15,28 @@ def subject(
 ) -> tuple[BlockMask | BlockSelection, str]:
     """(the mask or selection, its spec text or "" if it has none). A pattern is compiled for these lengths; without
     any, for as many tokens as it names, or default_len. Raises ValueError if they are given with a mask, which has its own, and for
-    a mask without contents."""
+    a mask without contents, or for a pattern that differs between heads."""
     lengths = {"q_len": q_len, "kv_len": kv_len, "block_size": block_size}
     given = {name: value for name, value in lengths.items() if value is not None}
     if isinstance(mask, (Pattern, str)):
-        pattern = parse(mask) if isinstance(mask, str) else mask
+        pattern = of_one_head(parse(mask) if isinstance(mask, str) else mask)
         named = [leaf.named_tokens() for leaf in pattern.leaves()]
         default_len = max((most for _, most in filter(None, named)), default=default_len)
-        compiled = as_block_mask(mask, **({"q_len": default_len} | given))
+        compiled = as_block_mask(pattern, **({"q_len": default_len} | given))
         return compiled, str(mask).strip()
     mask = mask if isinstance(mask, BlockSelection) else as_block_mask(mask)
     if mask.device.type == "meta":
         raise ValueError("a mask on the device meta has no contents to look at; make it on another, such as cpu")
+    if isinstance(mask, BlockMask) and mask.masks == 1 < mask.mask_index.numel():  # one mask, of several heads
+        mask = with_coarse(mask.select())
     if given:
         raise ValueError(f"{', '.join(given)} is of a pattern to compile; the mask given has {mask.q_len} x {mask.kv_len} tokens")
     return mask, ""
+
+
+def of_one_head(pattern: Pattern) -> Pattern:
+    """The pattern of every head. Raises ValueError if heads differ."""
+    first, *others = dict.fromkeys(by_head(pattern))
+    if others:
+        raise ValueError(f"the pattern must be that of one head; got {1 + len(others)} different ones; pass one, such as '{first}'")
+    return first

@@ -1,5 +1,7 @@
 """``sf.bench``: rows of figures for a user's masks and sizes."""
 
+import re
+
 import pytest
 import torch
 
@@ -50,8 +52,10 @@ def test_what_fails_is_a_row_that_says_why(monkeypatch):
         ({"heads": 3, "kv_heads": 2}, ValueError, "heads must be a multiple of kv_heads; got 3 and 2"),
         ({"dtype": "fp32"}, TypeError, "dtype must be a torch.dtype, such as torch.bfloat16; got 'fp32'"),
         ({"masks": []}, ValueError, "masks must be patterns or spec texts; got none"),
-        ({"masks": [["causal"] * 3], "heads": 2}, ValueError, "a mask of each head must have 2 patterns, one for each head; got 3"),
+        ({"masks": [["causal"] * 3], "heads": 2}, ValueError, "the mask's heads must be q's, 2, or 1 for a mask of all; got 3"),
+        ({"masks": ["causal", "neighborhood((8, 8), 3)"]}, ValueError, "neighborhood((8, 8), (3, 3)) must name the 256 tokens"),
         ({"masks": [3]}, TypeError, "masks must be patterns or spec texts; got int"),
+        ({"masks": sf.compile_mask("causal", 256)}, TypeError, "got BlockMask; pass what it was compiled from"),
         ({"masks": "lokal(3)"}, ValueError, "did you mean 'local'"),
         ({"device": "meta"}, ValueError, "device must be 'cpu' or 'cuda'"),
     ],
@@ -59,5 +63,5 @@ def test_what_fails_is_a_row_that_says_why(monkeypatch):
 )
 def test_mistakes_are_said_before_anything_is_measured(given, error, said, monkeypatch):
     monkeypatch.setattr(throughput, "run", lambda *_: pytest.fail("measured"))
-    with pytest.raises(error, match=said.replace("(", r"\(")):
+    with pytest.raises(error, match=re.escape(said)):
         sf.bench(**{"masks": "causal", "q_len": 256, "device": "cpu", **given})

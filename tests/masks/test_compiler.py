@@ -296,7 +296,9 @@ def test_block_rule_of_the_wrong_shape_type_or_states_is_refused():
         (sf.RunPattern, {"row_runs": lambda self, q: (q, q, q)}, r"must return \(first, stop\), two integer arrays; got 3 values"),
         (sf.DistancePattern, {"block": 16, "distance_rule": lambda self, d: d % 3}, r"must return booleans of .*; got int64"),
         (sf.DistancePattern, {"block": 16, "distance_rule": lambda self, d: True}, r"got bool of shape \(\)"),
-        (sf.DerivedPattern, {"expression": "causal & local(3)"}, "must be a Pattern; got str; use parse for text"),
+        (sf.DerivedPattern, {"expression": 3}, "the expression of .* must be a Pattern or its spec text; got int$"),
+        (sf.DerivedPattern, {"expression": lambda self: sf.causal()}, "spec text; got method; write @property above it"),
+        (sf.DerivedPattern, {"expression": "causal & lokal(3)"}, "did you mean 'local'"),
         (sf.DerivedPattern, {}, "Wrong defines no expression"),
         (sf.UnitPattern, {"block": 16, "unit_rule": lambda self, i, j: i - j}, r"unit_rule of .* must return booleans; got int64"),
         (sf.RunPattern, {}, "Wrong is a RunPattern and defines no row_runs"),
@@ -580,3 +582,17 @@ def test_block_runs_are_three_valued_logic_on_states(first, seed):
     below, expected = runs(a).below(), np.vstack([0 * a[:1], a[:-1]])
     np.testing.assert_array_equal(states_of_runs(below), expected)
     assert all(below.count(s) == (expected == s).sum() for s in (EMPTY, PARTIAL, FULL))
+
+
+@dataclass(frozen=True)
+class Near(sf.DerivedPattern):
+    window: int
+
+    @property
+    def expression(self):
+        return f"causal & local({self.window})"
+
+
+def test_the_expression_of_a_derived_pattern_may_be_spec_text():
+    assert sf.compile_mask(Near(20) | sf.sinks(3), 64).equal(sf.compile_mask("(causal & local(20)) | sinks(3)", 64))
+    assert sf.compile_mask(~Near(20), 64).equal(sf.compile_mask(~(sf.causal() & sf.local(20)), 64))

@@ -39,3 +39,32 @@ def test_every_call_takes_a_pattern_made_in_compiled_code(call):
     attend = CALLS[call]
     compiled = torch.compile(lambda q: attend(q, sf.causal() & sf.local(20)), backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(Q), attend(Q, sf.causal() & sf.local(20)))
+
+
+NUMBERS = {
+    "a parameter": lambda n: sf.causal() & sf.local(n),
+    "several": lambda n: sf.dilated(n, 2, block=1) | sf.shifted(sf.local(n), 3, allow_uncovered=True),
+    "in a tuple": lambda n: sf.documents((0, n, 70)),
+    "by head": lambda n: sf.per_head([sf.local(n), "causal"]),
+}
+
+
+@needs_213
+@pytest.mark.parametrize("made", NUMBERS)
+def test_a_pattern_made_in_compiled_code_may_have_numbers_that_change(made):
+    torch._dynamo.reset()  # each number compiles anew, and compilations of one function are limited
+    make = NUMBERS[made]
+    compiled = torch.compile(lambda q, n: sf.attention(q, q, q, make(n)), backend="aot_eager", fullgraph=True)
+    for n in (20, 30, 40):  # from the second call on, a symbol
+        torch.testing.assert_close(compiled(Q, n), sf.attention(Q, Q, Q, make(n)))
+
+
+@needs_213
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_a_pattern_made_in_compiled_code_may_have_numbers_of_the_lengths(dynamic):
+    def attend(q):
+        return sf.attention(q, q, q, sf.causal() & sf.local(q.shape[2] // 4))
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for q in (Q, Q[:, :, :40], Q[:, :, :56]):
+        torch.testing.assert_close(compiled(q), attend(q))

@@ -166,6 +166,23 @@ def test_a_mask_without_contents_is_refused_with_the_way_out(look):
             look(mask.to("meta"))
 
 
+@pytest.mark.parametrize("look", [explain, sf.draw])
+def test_a_pattern_that_differs_by_head_is_refused_with_one_that_works(look):
+    for heads in (sf.per_head(["causal & local(9)", "full", "full"]), "per_head([causal & local(9), full, full])"):
+        with pytest.raises(
+            ValueError, match=r"must be that of one head; got 2 different ones; pass one, such as '(.*)'$"
+        ) as refused:
+            look(heads, q_len=64)
+        look(str(refused.value).split("'")[1], q_len=64)
+
+
+@pytest.mark.parametrize("look", [explain, sf.draw])
+def test_a_mask_that_all_heads_share_is_looked_at_as_one(look):
+    alike = sf.per_head(["causal", "causal"])
+    assert str(look(alike, q_len=64)).endswith(str(look("causal", q_len=64)).partition("\n")[2])
+    assert str(look(sf.compile_mask(alike, 64))) == str(look(sf.compile_mask("causal", 64)))
+
+
 def test_a_mask_that_differs_by_head_is_refused():
     mask = sf.BlockMask.per_head(["causal", "full"], q_len=256)
     with pytest.raises(ValueError, match="one mask; got 2"):

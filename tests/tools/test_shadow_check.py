@@ -16,12 +16,22 @@ from sparse_flash import backends
 from sparse_flash.api import arguments
 from sparse_flash.dispatch import observers
 
+
+@dataclass(frozen=True)
+class HeadsDerived(sf.DerivedPattern):
+    @property
+    def expression(self):
+        return sf.per_head(["causal", "local(9)", "causal & last_tokens(20)", "sinks(2)"])
+
+
 MASKS = {
     "dense": None,
     "text": "causal & (local(20) | sinks(2))",
     "pattern": sf.causal() & sf.dilated(9, 3, block=1),
     "table": sf.compile_mask("causal & local(30)", 150, block_size=32),
     "heads": sf.BlockMask.per_head(["causal", "causal & local(9)"] * 2, q_len=150),
+    "pattern of each head": sf.per_head(["causal"] * 3 + ["causal & local(9)"]),
+    "pattern of each head in a derived one": HeadsDerived(),
     "block map": sf.BlockMask.from_blocks(torch.rand(2, 4, 5, 5, generator=torch.Generator().manual_seed(0)) < 0.5, 32, 150, 150),
 }
 
@@ -149,6 +159,12 @@ class Moody(sf.Pattern):
 def test_a_pattern_whose_rules_contradict_each_other_is_told_so_by_name(pattern):
     with pytest.raises(sf.CheckError, match=rf"the table of .*{type(pattern).__name__}.* differs from its token rule at \w+ \d+: "):
         sf.check(step, every=1, rows=16)(sf.causal() & pattern, *tensors())
+
+
+def test_the_pattern_of_one_head_whose_rules_contradict_each_other_is_found():
+    heads = sf.per_head(["full", "full", UnitsBefore(), "full"])
+    with pytest.raises(sf.CheckError, match=r"the table of .*UnitsBefore\(block=16\) differs from its token rule"):
+        sf.check(step, every=1, rows=16)(heads, *tensors())
 
 
 def test_every_so_many_calls_of_a_module_are_looked_at_until_it_is_removed():

@@ -98,7 +98,7 @@ def looks_ahead(mask: Any) -> bool:
     if isinstance(mask, str):
         return mask != OWN and looks_ahead(parse(mask))
     if isinstance(mask, DerivedPattern):
-        return looks_ahead(mask.expression)
+        return looks_ahead(mask.expanded())
     if isinstance(mask, And):
         return all(map(looks_ahead, mask.operands))
     if isinstance(mask, Or) or mask.name == "per_head":

@@ -559,7 +559,7 @@ def moved(pattern: Pattern, offset: int) -> Pattern:
     def change(leaf: Pattern) -> Pattern:
         by = offset % leaf.shift_period if leaf.shift_period else offset
         if isinstance(leaf, DerivedPattern) and not leaf.shift_period:
-            return moved(leaf.expression, offset)
+            return moved(leaf.expanded(), offset)
         if isinstance(leaf, sinks):
             return sinks(leaf.tokens - offset) if leaf.tokens > offset else ~full()
         return Moved(leaf, -by) if by else leaf
