@@ -12,7 +12,7 @@ REFERENCE = "\n".join(page.read_text() for page in (DOCS / "reference").glob("*.
 
 
 def test_the_reference_has_every_public_name_and_the_gallery_every_pattern():
-    shown = set(re.findall(r"^::: sparse_flash\.(\w+)$", REFERENCE, re.M))
+    shown = set(re.findall(r"^::: (?:sparse_flash|benchmarks\.rows)\.(\w+)$", REFERENCE, re.M))
     assert shown == set(sf.__all__) - set(pattern_names)
     tree = ast.parse((DOCS / "hooks/gallery.py").read_text())
     (specimens,) = (
