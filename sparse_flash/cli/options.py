@@ -74,10 +74,12 @@ def _run_file(path: Path) -> None:
             return
         raise ValueError(f"--import must not name a module that is loaded already; got {path}: rename the file")
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)  # dataclasses look their module up there
-    sys.path.insert(0, str(path.parent.resolve()))
+    beside = str(path.parent.resolve())
+    sys.path.append(beside)  # last: files beside it hide no installed package from processes that this one starts
     try:
         spec.loader.exec_module(module)
         _ran.append(path)
     except Exception as error:
         del sys.modules[path.stem]
+        sys.path.remove(beside)
         raise ValueError(f"{path} fails: {type(error).__name__}: {error}") from error

@@ -149,6 +149,7 @@ def test_a_file_that_fails_is_one_message_with_its_error(tmp_path):
         )
     (tmp_path / "torch.py").touch()
     assert "rename the file" in invoke("show", "full", "--import", str(tmp_path / "torch.py"), code=2).stderr
+    assert str(tmp_path) not in sys.path
 
 
 def test_a_run_says_first_how_long_it_takes_and_each_note_once(tmp_path, monkeypatch):
