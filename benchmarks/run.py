@@ -208,7 +208,7 @@ def _unless_wrong(result: dict, text: str) -> str:
 
 
 def default_folder(device: str, quick: bool, asked: tuple[str, ...] = ()) -> Path:
-    """Where results go by default: a user's own masks and sizes are separate from the suites."""
+    """Returns the folder of results by default: a user's own masks and sizes are separate from the suites."""
     own = [f"{'-and-'.join(asked)[:40]}-{sha256(repr(asked).encode()).hexdigest()[:6]}"] if asked else []
     parts = [device, *["quick"] * quick, *own]
     return Path("runs") / "-".join(["bench", *(re.sub(r"[^a-z0-9]+", "-", part.lower()).strip("-") for part in parts)])

@@ -30,7 +30,7 @@ class Gain:
 
     @property
     def over(self) -> str:
-        """What the ratios are to."""
+        """Says which call the ratios compare with."""
         return f"{self.dense}, {' / '.join(dict.fromkeys(peer for peer in self.rivals if peer))}"
 
 

@@ -38,7 +38,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class CallSizes:
-    """What a user asks of the measured calls in place of the suites' own; None: the suites' own. dtype: PyTorch's name of it."""
+    """Holds what a user asks of the measured calls; None keeps the suites' own value. dtype: PyTorch's name of it."""
 
     tokens: int | None = None
     batch: int | None = None

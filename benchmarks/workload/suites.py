@@ -76,7 +76,7 @@ def choose(
     return chosen
 
 
-# Their points lie between those of the others.
+# Their points lie between the points of the other masks.
 _OF_FULL_RUNS = ("random(0.5)", "random(0.1)", "strided(", "fixed(", "longformer(", "causal & block_diagonal(")
 
 
@@ -140,7 +140,7 @@ def _rivals(case: Case, suite: str, listed: list) -> list[list[Case]]:
 
 
 def _dense_of(mask: Mask, tokens: int) -> Mask:
-    """The mask of the dense call that a user would run in place of this one."""
+    """Returns the mask of the dense call that a user would run instead of this mask."""
     return CAUSAL if is_causal(mask, tokens) else FULL
 
 
