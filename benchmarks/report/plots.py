@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -86,6 +87,55 @@ def _context_scaling(data: dict, theme: Theme):
     _label(took, theme, f"Forward pass of a layer: {size}", f"ranks; dotted: a node of {data['node']}", "ms")
     _legend(figure, theme, handles, 3)
     return figure
+
+
+def draw_training(data: dict, target: str | Path) -> dict[str, Path]:
+    """Writes the plot of the costs of training steps; returns {theme: path}. data: {"step_tokens", "costs": [{"mask", "length",
+    "seconds"}]}, where costs may also name a "model" and data a "gpu" or "device"."""
+    target = Path(target)
+    return {theme.name: _save(_training(data, theme), target.parent, target.stem, theme) for theme in THEMES}
+
+
+def _training(data: dict, theme: Theme):
+    """Seconds of a step against length: a panel for each model, a line for each mask. Numbers at the bottom of a panel say how many
+    times as fast as the dense step the first mask with an alternative in it is, or else the last mask."""
+    costs = data["costs"]
+    models, masks = (list(dict.fromkeys(cost.get(name, "") for cost in costs)) for name in ("model", "mask"))
+    figure, axes = _figure(5 * len(models), 4.2, len(models), theme)
+    for ax, model in zip(axes, models, strict=True):
+        handles, fastest = [], {}
+        for number, mask in enumerate(masks):
+            mine = [cost for cost in costs if (cost.get("model", ""), cost["mask"]) == (model, mask)]
+            times = sorted((cost["length"], cost["seconds"]) for cost in mine)
+            fastest[mask] = dict(reversed(times))  # of several ways to recompute activations, the fastest
+            points = sorted(fastest[mask].items())
+            style = {"color": _COLOURS[number], "marker": _MARKERS[number], "markersize": 5, "label": _layers(mask)}
+            handles += ax.plot(*zip(*points) if points else ([], []), linestyle="--" if mask == "sdpa" else "-", **style)
+        lengths = sorted({length for line in fastest.values() for length in line})
+        sparse = next((mask for mask in masks if "|" in mask), masks[-1])
+        colour = _COLOURS[masks.index(sparse)]
+        for length, seconds in fastest[sparse].items():
+            if (dense := fastest.get("sdpa", {}).get(length)) and sparse != "sdpa":
+                ratio = dense / seconds
+                said = f"{ratio:.0f}x" if ratio >= 9.95 else f"{ratio:.1f}x"
+                ax.annotate(said, (length, 0.03), xycoords=ax.get_xaxis_transform(), ha="center", color=colour, fontsize=9)
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log")
+        ax.margins(y=0.18)  # room for the ratios at the bottom
+        ax.set_xticks(lengths, [f"{length}" if length % 1024 else f"{length // 1024}K" for length in lengths])
+        _plain_ticks(ax.yaxis)
+        title = f"{model} parameters, {data.get('gpu', data.get('device', ''))}" if model else ""
+        _label(ax, theme, title, "tokens in a sequence", f"seconds a training step of {data['step_tokens']:,} tokens")
+    _legend(figure, theme, handles, 2)
+    return figure
+
+
+def _layers(masks: str) -> str:
+    """The masks of layers in order, in words: "3 x causal & local(1024), causal"."""
+    if masks == "sdpa":
+        return "dense: PyTorch's own causal attention"
+    runs = [(mask, len(list(run))) for mask, run in groupby(masks.split(", "))]
+    return ", ".join(f"{count} x {mask}" if count > 1 else mask for mask, count in runs)
 
 
 def draw_context(cases: list[dict], folder: str | Path) -> dict[str, Path]:

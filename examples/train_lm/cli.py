@@ -437,6 +437,6 @@ def plot_costs(
     source: Annotated[Path, typer.Argument(help="A file that cost --out wrote.")],
     target: Annotated[Path, typer.Option(help="The picture.")] = Path("costs.png"),
 ) -> None:
-    """Tokens per second against length, from measured costs."""
+    """Seconds of a step against length, from measured costs: a light and a dark picture."""
     with user_errors():
         print(report.plot_costs(source, target))

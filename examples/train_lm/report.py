@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import sys
-from itertools import groupby
 from pathlib import Path
 
 import matplotlib
@@ -99,50 +98,17 @@ def plot(runs: dict[str, Path], target: Path) -> Path:
 
 
 def plot_costs(source: Path, target: Path) -> Path:
-    """Tokens per second against length, of a file that ``cost --out`` wrote: a picture for each model, a line for each mask. Of
-    steps that were compiled, where any were. Raises ValueError for other files."""
-    from matplotlib import pyplot as plt
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    """Draws seconds of a step against length, from a file that ``cost --out`` wrote: a panel for each model, a line for each mask.
+    Beside ``target`` it writes a dark version. Raises ValueError for other files."""
+    from sparse_flash.benchmarks.report.plots import draw_training
 
     try:
         found = json.loads(source.read_text())
-        costs = [cost for cost in found["costs"] if cost["compiled"]] or found["costs"]
+        found["costs"] = [cost for cost in found["costs"] if cost["compiled"]] or found["costs"]
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{source} is no file that cost --out wrote: {type(error).__name__}: {error}") from error
-    models = list(dict.fromkeys(cost.get("model", "") for cost in costs))
-    masks = list(dict.fromkeys(cost["mask"] for cost in costs))
-    lengths = sorted({cost["length"] for cost in costs})
-    in_thousands = FuncFormatter(lambda value, _: f"{value / 1000:.0f}K")
-    figure, axes = plt.subplots(1, len(models), figsize=(5 * len(models), 4.5), layout="constrained", squeeze=False)
-    for axis, model in zip(axes[0], models, strict=True):
-        for number, mask in enumerate(masks):
-            mine = [cost for cost in costs if cost.get("model", "") == model and cost["mask"] == mask]
-            best: dict[int, float] = {}
-            for cost in mine:  # of several ways to recompute activations, the fastest
-                best[cost["length"]] = max(best.get(cost["length"], 0), cost["tokens_per_second"])
-            axis.plot(*zip(*sorted(best.items()), strict=True) if best else ([], []), "o-", color=f"C{number}", label=_named(mask))
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.set_xticks(lengths, [f"{length}" if length % 1024 else f"{length // 1024}K" for length in lengths])
-        axis.set_xlim(lengths[0] * 0.85, lengths[-1] * 1.15)
-        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.yaxis.set_major_formatter(in_thousands)
-        axis.yaxis.set_minor_formatter(NullFormatter())
-        axis.set_title(f"{model} parameters" if model else "")
-        axis.set_xlabel(f"tokens in a sequence ({found['step_tokens']:,} a step)")
-        axis.grid(alpha=0.3)
-    axes[0, 0].set_ylabel(f"training tokens per second, {found.get('gpu', found.get('device', ''))}")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
-    figure.savefig(target, dpi=110)
-    plt.close(figure)
+    draw_training(found, target)
     return target
-
-
-def _named(masks: str) -> str:
-    """The masks of layers in turn, in words: "3 x causal & local(1024), causal"."""
-    runs = [(mask, len(list(run))) for mask, run in groupby(masks.split(", "))]
-    text = ", ".join(f"{count} x {mask}" if count > 1 else mask for mask, count in runs)
-    return "dense: PyTorch's own" if masks == "sdpa" else text
 
 
 def _smoothed(values: list[float], share: float = 0.1) -> list[float]:

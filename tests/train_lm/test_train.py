@@ -376,7 +376,7 @@ def test_gpus_that_share_packed_sequences_take_masks_of_distances_alone():
         assert checked(replace(settings, masks=(mask,)), 4).packed
 
 
-# Peaks in GiB, measured on H100 and H200: benchmarks/results/h200x4-2026-11-26-train-8b and h200-2026-11-22-training.
+# Peaks in GiB, measured on H100 and H200: benchmarks/results/training.
 PEAKS = {
     "8B of 3 layers": ("8B", {"layers": 3}, "full", 131_072, {}, 1, 29.76),
     "1B": ("1B", {}, "full", 131_072, {}, 1, 29.11),

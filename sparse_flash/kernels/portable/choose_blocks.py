@@ -48,7 +48,7 @@ class ChoiceConfig:
 # "max", 32,768 tokens of 4 heads in blocks of 128: (64, 16, 4, 2) 1.94 (284 TFLOP/s), (64, 32, 4, 2) 2.00, 3 stages 2.08, 1 stage
 # 2.13, 8 warps 2.85.
 # "given", H100, 2026-11-26, float32 scores of 65,536 tokens and 8 heads by 512 and by 1,024 blocks, bfloat16 ones by 512, and of
-# 16,384 tokens and 32 heads by 128 (benchmarks/results/h100-2026-11-26-choice): each column that enters costs a pass over the tile.
+# 16,384 tokens and 32 heads by 128 (benchmarks/results/selection): each column that enters costs a pass over the tile.
 #     (64, 64, 4, 1)   2.11  3.19  1.45  0.96
 #     (64, 32, 4, 1)   1.27  1.92  1.09  0.58
 #     (64, 16, 4, 1)   0.97  1.46  0.90  0.45
