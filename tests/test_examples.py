@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import inspect
 import math
 import os
 import re
@@ -168,6 +169,30 @@ def first_of_readme():
 def test_the_first_code_of_the_readme_runs_by_itself_and_says_what_is_kept(first_of_readme):
     mask, out = first_of_readme["mask"], first_of_readme["out"]
     assert mask.density < 0.3 and torch.isfinite(out).all() and torch.isfinite(first_of_readme["q"].grad).all()
+
+
+def test_every_line_of_code_in_a_table_of_the_readme_runs(first_of_readme):
+    cells = [cell.replace(r"\|", "|") for cell in re.findall(r"\| `((?:sf\.|use_)[^`]*)` \|", (ROOT / "README.md").read_text())]
+    q = first_of_readme["q"]
+    stand_ins = {
+        "packed": [q[0].transpose(0, 1)] * 3,
+        "starts": torch.tensor([0, 1000, 4096], dtype=torch.int32, device=q.device),
+        "newest": q[:, :, -1:].detach(),
+        "cache_k": q.detach(),
+        "cache_v": q.detach(),
+        "lens": torch.tensor([3000], dtype=torch.int32, device=q.device),
+        # These two take a model and ranks, which their guides' code has.
+        "use_sparse_flash": lambda model, mask: sf.parse(mask),
+        "mesh": None,
+        "model": None,
+    }
+    for cell in cells:
+        if "mesh=" in cell:
+            call = ast.parse(cell, mode="eval").body
+            inspect.signature(sf.context_parallel).bind(*call.args, **{keyword.arg: keyword.value for keyword in call.keywords})
+        else:
+            eval(cell, {**first_of_readme, **stand_ins})
+    assert len(cells) > 6
 
 
 def test_getting_started_begins_with_the_code_of_the_readme():
