@@ -4,11 +4,11 @@
     torchrun --nproc-per-node 4 -m sparse_flash.benchmarks.context --tokens 524288 --mask "causal & documents" --way heads
     python -m sparse_flash.benchmarks.context --draw two/context.json four/context.json --out docs/images
 
-One GPU's time is that of the whole sequence on every rank by itself. Times are medians; that of the slowest rank counts. Tables
+One GPU's time is the time of the whole sequence on every rank by itself. Times are medians, and the slowest rank counts. Tables
 show the share of linear scaling: one GPU's time / ranks / the time. ``floor_ms``: the larger of one GPU's time / ranks and the
 fewest bytes that a strategy of ours moves / the rate of the link, measured in the same run by an all-to-all of as many contiguous
-bytes. Errors are relative L2 distances from one GPU, the worst of out, dq, dk and dv. ``exchange_ms``: what a strategy of ours
-exchanges in a forward pass, packing included, and nothing else. Calls of over 2 s are warmed up at a short length, and made once.
+bytes. Errors are relative L2 distances from one GPU, the worst of out, dq, dk and dv. ``exchange_ms``: the exchange of a strategy
+of ours in a forward pass, packing included, and nothing else. Calls of over 2 s are warmed up at a short length, and made once.
 Rank 0 writes context.json after each way.
 
 The process group and its time-out are the command's own: a rank that fails in a way alone ends the run after 150 s.
@@ -57,8 +57,8 @@ PASSES = {"forward_ms": 1, "both_ms": 2}  # how often the bytes of a forward pas
 
 @dataclass(frozen=True)
 class Effort:
-    """seconds: of the runs of a figure. compare: results with one GPU's. until: no way begins later, by the first rank's
-    time.monotonic. timeline: records kernels."""
+    """seconds: to repeat a figure. compare: whether to compare results with one GPU's. until: no way begins later, by the first
+    rank's time.monotonic. timeline: whether to record kernels."""
 
     seconds: float = 1.0
     compare: bool = True
@@ -201,8 +201,8 @@ def measured(
 def tried(
     name: str, sequence: Sequence, exact: list[torch.Tensor] | None, mesh: DeviceMesh, effort: Effort, warm: bool = False
 ) -> dict:
-    """What ``measured`` returns, or {"refused", "skipped" or "failed": why}, the same on every rank. Raises RuntimeError where some
-    ranks failed and some did not."""
+    """Returns what ``measured`` does, or {"refused", "skipped" or "failed": why}, the same on every rank. Raises RuntimeError where
+    some ranks failed and some did not."""
     if effort.is_over():
         return {"skipped": "the time was up"}
     if reason := WAYS[name].refuses(sequence):
@@ -213,7 +213,7 @@ def tried(
         found = {"failed": failure_text(error)}
         print(f"rank {dist.get_rank()}, {name}: {found['failed']}", file=sys.stderr, flush=True)
     if ranks := failed_alone("failed" in found):
-        raise RuntimeError(f"{name!r} failed on ranks {ranks} alone; their exchanges and those of the others no longer fit")
+        raise RuntimeError(f"{name!r} failed on ranks {ranks} alone; their exchanges no longer fit the others'")
     return of_all_ranks(found)[0]
 
 
@@ -225,7 +225,7 @@ def _distance(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def link_ms(received: float, device: torch.device, ranks: int, seconds: float) -> float:
-    """Of an all-to-all in which every rank gets so many bytes from others, as contiguous tensors."""
+    """Times an all-to-all in which every rank gets this many bytes from others, as contiguous tensors."""
     # In whole pages: NCCL takes twice as long for a third of 1 GiB as for a few bytes less.
     each = max(1, int(received) // (ranks - 1) // _PAGE) * _PAGE
     mine = torch.zeros(ranks * each, dtype=torch.uint8, device=device)
@@ -245,7 +245,7 @@ def warmed(case: ContextCase, density: float, names: list[str], mesh: DeviceMesh
     try:
         run(short, every, mesh, Effort(0.0, compare=False))
     except ValueError:
-        return False  # the mask is of the long sequence alone
+        return False  # the mask fits the long sequence alone
     return True
 
 
@@ -278,8 +278,8 @@ def run(
 
 
 def cells(found: dict, name: str) -> list[str]:
-    """Of a way: milliseconds, the share of linear scaling, the floor's share of the time, each forward / both; milliseconds of the
-    exchange alone; MiB that a rank gets, and holds besides; the error."""
+    """Returns the columns of a way: milliseconds, the share of linear scaling, the floor's share of the time, each forward / both;
+    milliseconds of the exchange alone; MiB that a rank gets, and holds besides; the error."""
     result = found["ways"][name]
     if "both_ms" not in result:
         return [next(iter(result)), *[""] * 6]

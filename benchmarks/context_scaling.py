@@ -1,10 +1,10 @@
-"""Where context parallelism stops scaling, mask by mask: a simulation, as nothing runs on the ranks.
+"""Simulates where context parallelism stops scaling, mask by mask; nothing runs on ranks.
 
     python -m sparse_flash.benchmarks.context_scaling --out runs/context-scaling
 
 Assigns the tokens of one sequence for each mask and number of ranks, and estimates the time of a forward pass as plans do when they
-choose: from visited blocks, bytes, the rate of products and that of links. Up to ``--node`` ranks have ``--link-rate``; beyond, all
-bytes have ``--between-rate``, but for heads exchanged within a node. It knows no latency, no other traffic and no other work.
+choose: from visited blocks, bytes, the rate of products and the rate of links. Up to ``--node`` ranks have ``--link-rate``; beyond,
+all bytes have ``--between-rate``, except heads exchanged within a node. It knows no latency, no other traffic and no other work.
 Writes context-scaling.json, .png and -dark.png.
 """
 
@@ -32,7 +32,7 @@ _BETWEEN_RATE = 50e9
 
 
 def masks(tokens: int) -> dict[str, sf.Pattern]:
-    """What is simulated. Documents: lengths of a log-normal distribution, median 4,096 tokens, sigma 1.3."""
+    """Returns the simulated masks. Documents have lengths of a log-normal distribution, median 4,096 tokens, sigma 1.3."""
     drawn = np.random.default_rng(0).lognormal(np.log(4096), 1.3, max(16, tokens // 1024)).astype(int).clip(16)
     ends = np.cumsum(drawn)
     apart = sf.documents((0, *ends[ends < tokens].tolist(), tokens))
@@ -126,7 +126,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--link-rate", type=float, default=LINK_RATE, help="bytes per second that a rank gets within a node")
     parser.add_argument("--between-rate", type=float, default=_BETWEEN_RATE, help="the same, of more ranks than a node has")
     parser.add_argument("--flop-rate", type=float, default=FLOP_RATE, help="FLOP per second, over the pairs of visited blocks")
-    parser.add_argument("--mask", nargs="+", help="spec texts, in place of those that it knows")
+    parser.add_argument("--mask", nargs="+", help="spec texts instead of its own masks")
     given = vars(parser.parse_args(arguments))
     out, names = given.pop("out"), given.pop("mask")
     patterns = {name: sf.parse(name) for name in names} if names else masks(given["tokens"])

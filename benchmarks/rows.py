@@ -76,7 +76,7 @@ def bench(
 
     masks: patterns or spec texts, or one alone; for a mask of each query head, ``per_head([...])`` or a list. Each has a row.
     q_len: queries and keys, tokens. heads, kv_heads, head_dim, v_head_dim, batch: sizes of q, (batch, heads, q_len, head_dim), and
-    of k and v. dtype: of all three. The defaults are those of ``sparse-flash bench``: 4 heads of 8,192 tokens, head_dim 64, float32
+    of k and v. dtype: of all three. The defaults are as in ``sparse-flash bench``: 4 heads of 8,192 tokens, head_dim 64, float32
     on a CPU; 16 heads of 16,384 tokens, head_dim 128, bfloat16 on a GPU. device: "cuda" where there is one.
     quick: short timings, and by default 1,024 tokens of 2 heads. Raises ValueError for sizes that no call has, and for a mask
     of other sizes, before anything is measured. A mask that fails later, for lack of memory for instance, is a row that says why.

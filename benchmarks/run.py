@@ -1,4 +1,4 @@
-"""The loop: choose cases, measure those that are missing, keep each result, draw."""
+"""The loop: choose cases, measure the missing ones, keep each result, draw."""
 
 from __future__ import annotations
 

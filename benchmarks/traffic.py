@@ -85,7 +85,7 @@ def _number(name: str, value: str, unit: str) -> float:
 
 
 def point(density: float, text: str) -> dict:
-    """The figures of one density, by pass: those of the last launch, which the others warmed up."""
+    """Returns the figures of one density by pass, from the last launch; the earlier launches warm up."""
     found = launches(text)
     of_passes: dict = {"density": density}
     for name in PASSES:

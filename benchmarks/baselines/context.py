@@ -55,14 +55,14 @@ class Sequence:
         return {name: self.bytes_of(costs[name].received.max()) for name in STRATEGIES if name in costs}
 
     def bytes_of(self, estimated: float) -> float:
-        """What an explanation counts, with these heads and this dtype."""
+        """Converts the bytes that an explanation counts to these heads and this dtype."""
         return float(estimated) * self.q.shape[3] * self.q.element_size() / (HEAD_DIM * ELEMENT_BYTES)
 
 
 class Divided(NamedTuple):
     """leaves: q, k and v of the rank's tokens. attend: one forward pass, out of the rank's tokens. whole: what all ranks have of a
     tensor of such tokens, in the order of the sequence; a collective call. received: bytes that the slowest rank gets in a forward
-    pass; None: not known. exchange: what a forward pass exchanges and nothing else; None: it is not told apart."""
+    pass; None: not known. exchange: the exchange of a forward pass alone; None: it cannot be separated."""
 
     leaves: Leaves
     attend: Callable[[], torch.Tensor]
@@ -144,7 +144,7 @@ class _Pieces(Way):
 
 
 class _GatheredTokens(torch.autograd.Function):
-    """The tokens of all ranks, (batch, heads, tokens, size), of those of each."""
+    """Gathers the tokens of all ranks, (batch, heads, tokens, size)."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -220,7 +220,7 @@ class ExchangedHeads(_Pieces):
 
     @staticmethod
     def _exchanged(parts: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        """The parts that are this rank's of all ranks: (ranks, ...) -> (ranks, ...)."""
+        """Returns this rank's pieces from all ranks: (ranks, ...) -> (ranks, ...)."""
         mine = parts.contiguous()
         return differentiable.all_to_all_single(torch.empty_like(mine), mine, group=mesh.get_group())
 
@@ -263,7 +263,7 @@ class TorchContext(Way):
 
 
 def _window(pattern: Pattern) -> int | None:
-    """Of a causal window; 0 for causal without one; None for other masks."""
+    """Returns the width of a causal window; 0 for causal without one; None for other masks."""
     if pattern.to_spec() == "causal":
         return 0
     others = [p for p in pattern.operands if p.name != "causal"] if isinstance(pattern, And) else []
@@ -291,18 +291,18 @@ def barrier() -> None:
 
 
 def of_all_ranks(value) -> list:
-    """What each rank has, in their order; any picklable object."""
-    return _told(value, _host_group(dist.group.WORLD))
+    """Returns the value of each rank, in their order; any picklable object."""
+    return _gathered(value, _host_group(dist.group.WORLD))
 
 
 def failed_alone(failed: bool) -> list[int]:
     """The ranks on which a call failed, where it did not fail on all. On a group of its own: the others may still be in that call's
     collectives, and leave them after PATIENCE."""
-    every = _told(failed, _verdicts(dist.group.WORLD))
+    every = _gathered(failed, _verdicts(dist.group.WORLD))
     return [] if all(every) else [rank for rank, one in enumerate(every) if one]
 
 
-def _told(value, group: dist.ProcessGroup) -> list:
+def _gathered(value, group: dist.ProcessGroup) -> list:
     every: list = [None] * dist.get_world_size()
     dist.all_gather_object(every, value, group=group)
     return every

@@ -24,7 +24,7 @@ LEAST_BLOCK = 128  # the tile of its kernels at head_dim 128, which must divide 
 
 @dataclass(frozen=True)
 class Flex(Peer):
-    """backend: its kernels, "TRITON" or "FLASH" (those of FlashAttention-4); None for its own choice."""
+    """backend: its kernels, "TRITON" or "FLASH", which are FlashAttention-4's; None for its own choice."""
 
     backend: str | None = None
 

@@ -1,4 +1,4 @@
-"""The peers by name, and those that need little code: sparse_flash itself and PyTorch's dense attention."""
+"""The peers by name. Two of them need little code and are here: sparse_flash itself and PyTorch's dense attention."""
 
 from __future__ import annotations
 

@@ -62,8 +62,8 @@ def sampled_errors(problem: Problem, attend: Attend, backward: bool = True) -> d
 
 
 def errors_against(kept: Kept, leaves: tuple[torch.Tensor, ...], attend: Attend, backward: bool = True) -> dict[str, float]:
-    """As ``sampled_errors``, of attention over the pairs that ``kept`` keeps. leaves: q, (batch, heads, tokens, head_dim), k and v.
-    Out covers the calls without and with gradients, which may take different paths."""
+    """Returns what ``sampled_errors`` does, for attention over the pairs that ``kept`` keeps. leaves: q, (batch, heads, tokens,
+    head_dim), k and v. Out covers the calls without and with gradients, which may take different paths."""
     q, k, v = leaves
     tokens = q.shape[2]
     rng = np.random.default_rng(0)

@@ -41,12 +41,12 @@ class Timing:
         return Timing(self.median * factor, self.low * factor, self.high * factor)
 
     def named(self, name: str) -> dict:
-        """As stored in a result."""
+        """Returns it as a result stores it."""
         return {name: self.median, f"{name}_spread": [self.low, self.high]}
 
 
 class MachineLoad:
-    """What other programs use of this machine's processors, from construction on."""
+    """Measures how much of this machine's processors other programs use, from construction on."""
 
     def __init__(self, threads: int):
         self._threads = threads

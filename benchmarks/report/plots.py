@@ -384,7 +384,7 @@ def _peers(data: dict, theme: Theme):
     slots = [[peer for peer in peers if (*problem, peer) in at] for problem in problems]
     height = sum(0.24 * len(s) + 0.22 for s in slots)
     figure, axes = _figure(11, height + 1.4, 2, theme, sharey=True)
-    # Each problem has a bar for each peer that ran, without gaps for those that did not.
+    # Each problem has a bar for each peer that ran, without gaps for the others.
     y, ticks = 0.0, []
     for problem, present in zip(problems, slots):
         ticks.append(y + (len(present) - 1) / 2)

@@ -40,7 +40,7 @@ class Row:
 
     @property
     def counts(self) -> bool:
-        """Whether it has numbers, and they are of the right result."""
+        """Whether it has numbers, and its result is right."""
         return self.finished and self.result["correct"]
 
     @property

@@ -122,7 +122,7 @@ def _length(data: dict) -> list[ReportTable]:
     grows = "grows as: N to this power, between the two longest lengths."
     shape = found[0].shape.replace(f"N{found[0].tokens} ", "")
     no_backward = any(row.total_ms is None for row in found)
-    notes = [grows] + (["FlexAttention has no backward pass on a CPU: its times are of the forward pass."] if no_backward else [])
+    notes = [grows] + (["FlexAttention has no backward pass on a CPU: its times are forward alone."] if no_backward else [])
     return [
         format.noted(ReportTable(f"Forward and backward, ms, against tokens ({shape})", columns, times, notes)),
         ReportTable(f"Memory beyond the inputs against tokens ({shape})", columns, memory, [grows]),

@@ -27,7 +27,7 @@ from .problem import check_fits, is_causal
 DETERMINISTIC = f"{OURS}-deterministic"
 DENSE_PEERS = {"cpu": ("sdpa-flash",), "cuda": ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient")}
 PEER_SHAPES = (Shape(4, 16, 4096, 128), Shape(1, 16, 16384, 128), Shape(1, 8, 65536, 128), Shape(4, 16, 16384, 64))
-# Single rows, beside those of PEER_SHAPES: grouped heads, other head dims, short rows, random blocks.
+# Single rows beside PEER_SHAPES: grouped heads, other head dims, short rows, random blocks.
 PEER_ROWS = (
     (Shape(1, 32, 16384, 128, kv_heads=8), CAUSAL),
     (Shape(4, 16, 8192, 96), CAUSAL),

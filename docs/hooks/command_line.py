@@ -1,4 +1,4 @@
-"""The command line's reference, from its own help: in place of `<!-- command line -->` in a page."""
+"""Replaces `<!-- command line -->` in a page by the command line's own help."""
 
 import re
 

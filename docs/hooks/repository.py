@@ -57,7 +57,7 @@ def _outside(page: Path, link: str, docs: Path) -> Path | None:
 
 
 def _place(path: Path, docs: Path) -> str:
-    """Where the site has a file of the repository."""
+    """Returns the address that a file of the repository has in the site."""
     if docs in path.parents:
         return path.relative_to(docs).as_posix()
     return f"repository/{path.relative_to(docs.parent).as_posix()}" + ".md" * (path.suffix in CODE)
