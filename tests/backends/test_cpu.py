@@ -14,7 +14,6 @@ import sparse_flash as sf
 from sparse_flash import backends
 from sparse_flash.backends import aten_cpu
 from sparse_flash.backends import torch as torch_backend
-from sparse_flash.benchmarks import busy
 from sparse_flash.variant.variant import NO_VARIANT, checked_variant
 
 parametrize = pytest.mark.parametrize
@@ -208,20 +207,6 @@ def test_pytorchs_private_operators_take_and_give_what_is_relied_on():
     wanted = dscores @ k, dscores.mT @ q, weights.mT @ dout
     for ours, right in zip(aten_cpu.backward(dout, q, k, v, out, shifted, 0.3, bias=bias), wanted, strict=True):
         torch.testing.assert_close(ours, right)
-
-
-def test_the_benchmark_of_a_busy_machine_measures_every_call_and_leaves_no_process(monkeypatch, capsys):
-    started, spawn = [], busy.subprocess.Popen
-    monkeypatch.setattr(busy.subprocess, "Popen", lambda *args: started.append(spawn(*args)) or started[-1])
-    busy.main(["--tokens", "256", "--heads", "1", "--head-dim", "8", "--window", "64", "--spinners", "1", "--rounds", "2"])
-    printed = capsys.readouterr().out
-    assert all(printed.count(f"\n{name:12} ") == 2 for name in ("SDPA, dense", "dense", "causal", "window"))
-    assert len(started) == 2 and all(child.poll() is not None for child in started)
-
-
-def test_a_slow_down_is_the_usual_time_beside_others_by_the_least_alone():
-    one = busy.Slowdown(alone=4.0, beside=10.0)
-    assert "       2.50       1.00" in busy.table({busy.PEER: one}) and one.ratio == 2.5
 
 
 # Other systems. No such machine was available: these tests prove what is chosen, and which operations it uses.
