@@ -1,10 +1,13 @@
 """Workloads, baselines, measurements and reports. Each imports only those below it:
 
-rows                 sf.bench: figures of a user's masks, as values
-run, traffic, busy   the loop over cases; two programs of their own: memory traffic, a busy machine
-report               rows, tables, plots and one HTML page, from the JSON alone
-measure              throughput, latency, accuracy, drift of baselines, noise
-baselines            the peers: their interface, their registry, a module for each that needs more than a few lines
-workload             cases, suites, masks, problems
-results              the JSON file, resuming, the environment
+rows                          sf.bench: figures of a user's masks, as values
+run                           the loop over cases
+traffic, selection,           programs of their own: memory traffic; key blocks chosen by query, and their memory;
+selection_memory, context,    one sequence over several GPUs, measured and simulated
+context_scaling
+report                        rows, tables, plots and one HTML page, from the JSON alone
+measure                       throughput, latency, accuracy, drift of baselines, noise
+baselines                     the peers: their interface, their registry, a module for each that needs more than a few lines
+workload                      cases, suites, masks, problems
+results                       the JSON file, resuming, the environment; the folder beside it holds kept results (CONTRIBUTING.md)
 """
