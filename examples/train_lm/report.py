@@ -1,4 +1,4 @@
-"""What a run shows: a progress bar, CSV files, TensorBoard, plots."""
+"""Shows a run: a progress bar, CSV files, TensorBoard, plots."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EVALUATION_FIELDS = ("step", "tokens", "seconds", "loss")
 
 
 class Log:
-    """Of one run, in the first process: steps.csv, evaluations.csv and TensorBoard's files in its folder, and a bar."""
+    """Logs one run, in the first process: steps.csv, evaluations.csv and TensorBoard's files in its folder, and a bar."""
 
     def __init__(self, folder: Path, name: str, done: RunProgress):
         # After a resume, what came later than the checkpoint is written anew.
@@ -68,7 +68,7 @@ class Log:
 
 
 def read(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV file; none where there is no file."""
+    """Returns the rows of a CSV file; none if there is no file."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
@@ -76,7 +76,7 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def plot(runs: dict[str, Path], target: Path) -> Path:
-    """Loss against tokens and against the seconds of training steps, of runs by name: training as lines, held out as dots."""
+    """Plots loss against tokens and against the seconds of training steps, of runs by name: training as lines, held out as dots."""
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
@@ -99,8 +99,8 @@ def plot(runs: dict[str, Path], target: Path) -> Path:
 
 
 def plot_costs(source: Path, target: Path) -> Path:
-    """Tokens per second against length, of a file that ``cost --out`` wrote: a picture for each model, a line for each mask. Of
-    steps that were compiled, where any were. Raises ValueError for other files."""
+    """Plots tokens per second against length, from a file that ``cost --out`` wrote: a picture for each model, a line for each
+    mask. Takes the compiled steps, if there are any. Raises ValueError for other files."""
     from matplotlib import pyplot as plt
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -139,7 +139,7 @@ def plot_costs(source: Path, target: Path) -> Path:
 
 
 def _named(masks: str) -> str:
-    """The masks of layers in turn, in words: "3 x causal & local(1024), causal"."""
+    """Returns the masks of layers in turn, in words: "3 x causal & local(1024), causal"."""
     runs = [(mask, len(list(run))) for mask, run in groupby(masks.split(", "))]
     text = ", ".join(f"{count} x {mask}" if count > 1 else mask for mask, count in runs)
     return "dense: PyTorch's own" if masks == "sdpa" else text
