@@ -87,8 +87,8 @@ class Settings:
     lengths read the same text in the same order.
     steps: optimizer steps; if 0, ``minutes`` become steps after 50 timed ones. warmup: steps. learning_rate: its peak; it
     falls to a tenth on a cosine. extend_to, extend_at: sequences have length extend_to from step extend_at on, if not 0.
-    log_length: scores of a query that sees n tokens are multiplied by log(n) / log(1024), so that attention over many keys stays sharp
-    (arXiv:2501.19399).
+    log_length: scores of a query that sees n tokens are multiplied by log(n) / log(1024), so that attention over many keys stays
+    sharp (arXiv:2501.19399).
     packed: documents do not see each other. offload: the first so many blocks keep their input in the host's memory between the
     passes. context, recompute, offload, compiled: change speed and memory, and results by rounding only.
     """
