@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# How a recipe says where its lines go: FILE, in place of NAME; in NAME, a dict; after LINE.
-PLACE = re.compile(r"^# (\S+\.py), (in place of|in|after) ([^;\n]+).*\n", re.M)
+# How a recipe says where its lines go: FILE, instead of NAME; in NAME, a dict; after LINE.
+PLACE = re.compile(r"^# (\S+\.py), (instead of|in|after) ([^;\n]+).*\n", re.M)
 
 
 def follow(title: str, copy: Path) -> None:
@@ -42,12 +42,11 @@ def follow(title: str, copy: Path) -> None:
 
 
 def put(path: Path, how: str, name: str, lines: str) -> None:
-    pattern = {"in place of": rf"^{re.escape(name)} .*\n", "in": rf"^{re.escape(name)} = {{\n", "after": rf"^{re.escape(name)}\n"}[
-        how
-    ]
+    name = re.escape(name)
+    pattern = {"instead of": rf"^{name} .*\n", "in": rf"^{name} = {{\n", "after": rf"^{name}\n"}[how]
     text = path.read_text()
     (found,) = re.finditer(pattern, text, re.M)
-    kept = "" if how == "in place of" else found[0]
+    kept = "" if how == "instead of" else found[0]
     path.write_text(text[: found.start()] + kept + lines + text[found.end() :])
 
 
@@ -94,6 +93,12 @@ def test_a_kernel_config_added_by_its_recipe_is_compiled_and_written_down(tmp_pa
     half = [row for row in rows if row["dtype"] == "bf16"]
     assert [(row["tile_m"], row["tile_n"], row["stages"]) for row in half] == [("32", "32", "2")]
     run_in(tmp_path, *PYTEST, "tests/kernels/test_chips.py", "-k", "table or tables")
+
+
+def test_every_line_of_the_quick_sample_names_a_test():
+    for line in (ROOT / "tests" / "quick.txt").read_text().splitlines():
+        path, _, test = line.partition("::")
+        assert f"def {test.partition('[')[0]}" in (ROOT / path).read_text(), line
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
