@@ -60,7 +60,7 @@ train: $(READY)
 # One thread per worker: threads that wait for each other on busy cores spin, which makes tests many times slower.
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(if $(COVERAGE),--cov --cov-report=) $(ARGS)
-	$(if $(COVERAGE),$(BIN)/python tests/covered.py)
+	$(if $(COVERAGE),$(BIN)/python -m coverage report --sort=cover --skip-covered)
 
 experiments: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) experiments $(ARGS)

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import covered
 import pytest
 from oracle import BACKENDS
 
@@ -48,12 +47,3 @@ def test_a_run_of_all_tests_is_held_to_the_floors(given, least, status, counted,
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == status and f"results compared with the oracle: torch {counted}" in done.stdout, done.stdout
     assert (f"FAILED torch compared {counted}; {least} are the least" in done.stdout) == bool(status)
-
-
-def test_files_that_tests_run_little_of_are_named_the_least_first():
-    def summary(lines, share):
-        return {"num_statements": lines, "percent_covered": share}
-
-    shares = {"a.py": (10, 89.9), "b.py": (10, 90.0), "c.py": (4, 25.0), "empty.py": (0, 0.0)}
-    report = {"totals": summary(24, 79.2), "files": {name: {"summary": summary(*share)} for name, share in shares.items()}}
-    assert covered.table(report) == ["79.2 % of 24 lines were run; below 90 %: 2", " 25.0 %  c.py", " 89.9 %  a.py"]
