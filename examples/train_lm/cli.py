@@ -240,7 +240,6 @@ def cost(
     warm: Annotated[int, typer.Option(min=0, help="Steps between the first, which compiles, and the timed ones.")] = 2,
     sharding: Annotated[str, typer.Option("--parallel", help="Under torchrun: ddp or fsdp.")] = "ddp",
     context: Annotated[int, typer.Option(help="Under torchrun: how many GPUs share a sequence.")] = 1,
-    profile: Annotated[bool, typer.Option("--profile", help="Also print the kernels of a step.")] = False,
     out: Annotated[Path | None, typer.Option(help="A JSON file for the numbers.")] = None,
     device: Device = "auto",
 ) -> None:
@@ -271,7 +270,6 @@ def cost(
                 console.print(f"{name}: out of memory: {str(error).splitlines()[0]}", markup=False)
                 costs_of.free()
                 continue
-            kernels = costs_of.profiled(settings, world, parallel=kind) if profile else ""
             if not world.is_first:
                 continue
             found = costs[-1]
@@ -282,8 +280,6 @@ def cost(
             console.print(f"{name}: {said}{rest}", markup=False, soft_wrap=True)
             if out:
                 costs_of.save(costs, out, world, settings)
-            if profile:
-                print(kernels)
 
 
 @app.command()

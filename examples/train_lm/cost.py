@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 import sparse_flash as sf
 
@@ -62,19 +61,6 @@ def measure(settings: Settings, world: World, steps: int = 5, parallel: Parallel
     about = settings.micro_tokens, settings.recompute, settings.offload, settings.compiled, world.size, parallel, settings.context
     speed = settings.step_tokens / seconds
     return Cost(", ".join(settings.masks), settings.length, seconds, first["seconds"], speed, mfu, gib, estimated, *about)
-
-
-def profiled(settings: Settings, world: World, kernels: int = 25, parallel: Parallel = "ddp") -> str:
-    """Returns a table of the kernels of one step, by the GPU's time."""
-    with tempfile.TemporaryDirectory() as folder:
-        run = _run(checked(settings, world.size), world, Path(folder), parallel)
-        for _ in range(3):
-            run.step()
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-            run.step()
-        del run
-    free()
-    return seen.key_averages().table(sort_by="self_cuda_time_total", row_limit=kernels, max_name_column_width=90)
 
 
 def _run(settings: Settings, world: World, folder: Path, parallel: Parallel) -> Run:
