@@ -71,7 +71,7 @@ class Kernel:
         return lambda *arguments, **options: Compiled(self, arguments, options)
 
     def warmup(self, *arguments, grid, **options) -> None:
-        """What is compiled ahead of a launch is what the launch then asks for."""
+        """Does nothing: a launch asks again for what was compiled ahead of it."""
 
     def specialization(self, arguments, options) -> dict[str, tuple]:
         """(type, specialization on its value) of each argument."""

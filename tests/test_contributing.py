@@ -51,7 +51,7 @@ def put(path: Path, how: str, name: str, lines: str) -> None:
 
 
 def run_in(copy: Path, *arguments: str) -> str:
-    """What Python prints in a copy of the tree."""
+    """Runs Python in a copy of the tree; returns what it prints."""
     environment = os.environ | {"PYTHONPATH": str(copy)}
     done = subprocess.run([sys.executable, *arguments], cwd=copy, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

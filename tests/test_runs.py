@@ -1,4 +1,4 @@
-"""What a test run says of itself: a run of all tests fails if back ends computed too little, and a part of it does not."""
+"""A run of all tests fails if back ends computed too little; a run of some tests does not."""
 
 import runpy
 import subprocess
