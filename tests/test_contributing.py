@@ -63,10 +63,10 @@ PYTEST = ("-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist")
 
 def test_a_back_end_added_by_its_recipe_is_held_to_the_rule_by_the_tests_there_are(tmp_path):
     follow("Add a back end", tmp_path)
-    printed = run_in(tmp_path, *PYTEST, "tests/api/test_attention.py", "-k", "short", "--hypothesis-seed=0")
+    printed = run_in(tmp_path, *PYTEST, "tests/api/test_attention.py", "-k", "short and every")
     passed = int(re.search(r"(\d+) passed", printed)[1])
     computed = int(re.search(r"compared with the oracle: .*short (\d+)", printed)[1])
-    assert passed >= 80 and computed >= 80 and "skipped" not in printed
+    assert passed >= 28 and computed >= 28 and "skipped" not in printed  # every dtype, head_dim, block size and memory order
     refused = "import torch, sparse_flash as sf; q = torch.zeros(1, 1, 4097, 1); sf.attention(q, q, q, backend='short')"
     with pytest.raises(AssertionError, match="'short' cannot run this call: it runs up to 16,777,216 pairs; got 16,785,409"):
         run_in(tmp_path, "-c", refused)
