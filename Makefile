@@ -1,3 +1,4 @@
+# make quick   lint, types and a sample of the tests that touches every room, in two minutes
 # make bench   runs the benchmark on this machine, in minutes       make test   runs the tests
 # make train   a small language model, dense and sparse, in two minutes     make ranks  the tests that start processes
 # make lint    ruff and mypy, as .ci/run runs them                make wheel  builds the wheel and tries it outside the checkout
@@ -44,7 +45,11 @@ PYENV := $(or $(PYENV_ROOT),$(HOME)/.pyenv)
 first_python = $(firstword $(foreach v,$(1),$(shell for python in python$(v) $(wildcard $(PYENV)/versions/$(v).*/bin/python); \
   do $$python -c "" 2>/dev/null && echo $$python && break; done)))
 
-.PHONY: bench train test experiments kernels ranks lint docs chips record wheel matrix clean
+.PHONY: quick bench train test experiments kernels ranks lint docs chips record wheel matrix clean
+
+# tests/quick.txt lists the sample: a line for each file, test or case.
+quick: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) @tests/quick.txt $(ARGS)
 
 bench: $(READY)
 	$(BIN)/sparse-flash bench $(ARGS)
@@ -55,7 +60,7 @@ train: $(READY)
 # One thread per worker: threads that wait for each other on busy cores spin, which makes tests many times slower.
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(if $(COVERAGE),--cov --cov-report=) $(ARGS)
-	$(if $(COVERAGE),$(BIN)/python tests/covered.py)
+	$(if $(COVERAGE),$(BIN)/python -m coverage report --sort=cover --skip-covered)
 
 experiments: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) experiments $(ARGS)

@@ -1,8 +1,8 @@
 """Attention over key blocks that each query picked, beside the libraries that train it, and dense attention.
 
-    python -m benchmarks.selection --out runs/selection
-    python -m benchmarks.selection --heads 64 4 --block 64 --alike 0.8 --peer sparse_flash --peer fla
-    python -m benchmarks.selection --trained picks.pt   # what python -m examples.train_lm picks RUN --save picks.pt wrote
+    python -m sparse_flash.benchmarks.selection --out runs/selection
+    python -m sparse_flash.benchmarks.selection --heads 64 4 --block 64 --alike 0.8 --peer sparse_flash --peer fla
+    python -m sparse_flash.benchmarks.selection --trained picks.pt  # by examples.train_lm picks RUN --save picks.pt
 
 Picks are drawn: a query keeps each pick of the query before with probability ``--alike``, draws it anew otherwise, and always
 keeps its own block. Each ``--trained`` file adds rows: of as many of a model's key heads, spread over its layers.
@@ -193,7 +193,7 @@ def said(result: dict) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], prog="python -m benchmarks.selection")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], prog="python -m sparse_flash.benchmarks.selection")
     parser.add_argument("--out", type=Path, default=Path("runs/selection"), help="folder (default %(default)s)")
     parser.add_argument("--tokens", type=int, default=65_536, help="(default %(default)s)")
     parser.add_argument("--heads", type=int, nargs=2, action="append", metavar=("HEADS", "KV_HEADS"), help="(default 32 8, 64 4)")

@@ -1,11 +1,11 @@
 """Memory of attention over key blocks that each query picked, against length: what a call holds at once beyond its inputs.
 
-    python -m benchmarks.selection_memory --out runs/selection-memory
-    python -m benchmarks.selection_memory --heads 64 4 --tokens 65536 --workspace 512
+    python -m sparse_flash.benchmarks.selection_memory --out runs/selection-memory
+    python -m sparse_flash.benchmarks.selection_memory --heads 64 4 --tokens 65536 --workspace 512
 
 Parts of results lie in a workspace of so many MiB; a call that needs more takes several turns. Two figures for each length: the
 forward pass alone, without gradients, and the forward and backward pass of a training step. Beside them the bytes of the results
-themselves, which no call can do without: out, and out with dq, dk and dv. Picks are drawn, as in ``benchmarks.selection``. On a CPU
+themselves, which no call can do without: out, and out with dq, dk and dv. Picks are drawn, as in ``selection``. On a CPU
 the back end has no workspace. Writes selection_memory.json and selection_memory.png.
 """
 
@@ -90,7 +90,8 @@ def plot(rows: list[dict], target: Path) -> Path:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], prog="python -m benchmarks.selection_memory")
+    program = "python -m sparse_flash.benchmarks.selection_memory"
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], prog=program)
     parser.add_argument("--out", type=Path, default=Path("runs/selection-memory"), help="folder (default %(default)s)")
     parser.add_argument("--tokens", type=int, action="append", help="(default 16384, 32768, ..., 1048576)")
     parser.add_argument("--workspace", type=int, action="append", metavar="MIB", help="(default 128, 512, 2048)")

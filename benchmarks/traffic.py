@@ -1,6 +1,6 @@
 """Bytes that the kernels read, from DRAM and from the L2 cache into the multiprocessors, against the density of the mask.
 
-    python -m benchmarks.traffic --out runs/traffic
+    python -m sparse_flash.benchmarks.traffic --out runs/traffic
 
 After arXiv:2205.14135, Prop. 4: what block-sparse attention brings into fast memory is a part for its inputs and outputs and a
 part proportional to density, bytes = a + b x density. ``counted`` counts both from the algorithm. Fast memory is that of a
@@ -184,7 +184,7 @@ def write(folder: Path, environment: dict, points: list[dict], backend: str = "a
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], prog="python -m benchmarks.traffic")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], prog="python -m sparse_flash.benchmarks.traffic")
     parser.add_argument("--out", type=Path, default=Path("runs/traffic"), help="folder (default %(default)s)")
     parser.add_argument("--backend", default="auto", help="(default %(default)s)")
     parser.add_argument("--ncu", default="ncu", help="Nsight Compute's program (default: the one on the path)")

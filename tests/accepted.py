@@ -1,4 +1,4 @@
-"""What a back end accepts, by asking its ``supports``: inputs for tests in which any will do, and what properties draw."""
+"""Finds inputs that a back end accepts, by asking its ``supports``: for tests in which any will do, and for properties."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 START_SECONDS = 180  # to import everything on a busy machine
-SEEDS_AT_A_TIME = 8  # those that share a mask; see fuzz_calls
+SEEDS_AT_A_TIME = 8  # seeds that share a mask; see fuzz_calls
 DRAWN = {"masks": "fuzz_calls", "selections": "fuzz_selections"}  # the modules that draw and check calls
 
 

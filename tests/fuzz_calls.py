@@ -1,4 +1,4 @@
-"""What the fuzzer draws and how it judges one call: everything follows from a back end's name and a seed.
+"""Draws the fuzzer's calls and judges them: everything follows from a back end's name and a seed.
 
 Seeds of one group, ``seed // CALLS_PER_MASK``, share a mask, because compiling one and evaluating its definition takes longer than
 a call. The ideas are from ``strategies``; hypothesis itself would take most of the time.
@@ -180,7 +180,7 @@ def _refusal(call: DrawnCall) -> str | None:
 
 
 def _shapes(call: DrawnCall) -> tuple[tuple[int, ...], ...]:
-    """Of q, k, v and the incoming gradient."""
+    """Returns the shapes of q, k, v and the incoming gradient."""
     queries, keys = (call.batch, call.heads, call.drawn.q_len), (call.batch, call.kv_heads, call.drawn.kv_len)
     return (*queries, call.head_dim), (*keys, call.head_dim), (*keys, call.v_head_dim), (*queries, call.v_head_dim)
 
@@ -257,7 +257,7 @@ def failure(call: DrawnCall) -> str | None:
 
 
 def _errors_with_terms(call: DrawnCall, inputs, dout, dlse) -> dict[str, tuple[float, float]]:
-    """As ``oracle.measure``, but beside this package's definition and its PyTorch operations. Tokens that do not exist are NaN."""
+    """Does as ``oracle.measure``, beside this package's definition and its PyTorch operations. Tokens that do not exist are NaN."""
     given = _moved(_given(call), oracle.DEVICE)
     exact = {name: value.double() if name in ("alibi_slopes", "rel_bias", "sinks") else value for name, value in given.items()}
 
@@ -298,7 +298,7 @@ def _errors_with_terms(call: DrawnCall, inputs, dout, dlse) -> dict[str, tuple[f
 
 
 def _moved(value, device):
-    """An argument's tensors, or those of several arguments, on a device."""
+    """Moves the tensors of an argument, or of several arguments, to a device."""
     if isinstance(value, dict):
         return {name: _moved(argument, device) for name, argument in value.items()}
     if isinstance(value, tuple):

@@ -477,7 +477,7 @@ def _unless_dropped(x, word, shift, threshold, otherwise):
 
 
 def _folded(low, high, maximum, factor, largest):
-    """Of scores in pairs of columns: weights, maxima, and sums of each of the four threads that share a row. A warp has 16 rows."""
+    """Returns weights, maxima, and sums of the four threads that share a row, of scores in pairs of columns. A warp has 16 rows."""
     rows, pairs = low.shape
     scores = np.stack([low, high], -1)
 
@@ -502,7 +502,7 @@ def _in_halves(pairs):
     return pairs[..., None].copy().view(np.float16).astype(np.float32)
 
 
-# What the kernels' pieces of assembly compute, by a part of their text.
+# The results of the kernels' pieces of assembly, by a part of their text.
 ASSEMBLY = {
     "mul.f32 b, b, $3": lambda pairs, low, high: _halves(_in_halves(pairs) * np.stack([low, high], -1)),
     "fma.rn.f32 $0, x": lambda pairs, low, high: (pairs.view(np.float32) * np.float32(0) - low, -high),
@@ -556,7 +556,7 @@ def _minimum(x, y, propagate_nan=None):
 
 
 class Language(types.SimpleNamespace):
-    """What kernels call of ``gl`` and ``tl``; the rest, types and layouts, is the real one's."""
+    """Holds the functions of ``gl`` and ``tl`` that kernels call; types and layouts are the real ones."""
 
     def __getattr__(self, name):
         return (lambda *_, **__: None) if name.endswith("Layout") else getattr(tl, name)
@@ -716,7 +716,7 @@ def _argument(value):
 
 
 def _supports(call: Call) -> str | None:
-    """As on a Hopper GPU, but for bfloat16, which NumPy lacks."""
+    """Answers as on a Hopper GPU, except for bfloat16, which NumPy lacks."""
     if call.dtype != torch.float16:
         return f"on a CPU it runs float16; got {call.dtype}"
     return SUPPORTS(replace(call, device=torch.device("cuda")))

@@ -8,16 +8,12 @@ Both get the same inputs, normal numbers, and are compared with dense attention 
 """
 
 import argparse
-import sys
-from pathlib import Path
 
 import torch
+from accepted import refusal
+from oracle import DEVICE, NAMES, dense_attention, gradients, kept_pairs, pytorch_attention
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
-from accepted import refusal  # noqa: E402
-from oracle import DEVICE, NAMES, dense_attention, gradients, kept_pairs, pytorch_attention  # noqa: E402
-
-import sparse_flash as sf  # noqa: E402
+import sparse_flash as sf
 
 SPECS = ("full", "causal & (local(128) | sinks(16))")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def outcomes_of(program: str) -> list[dict]:
-    """What a program in this folder reports about the kernels that it compiles."""
+    """Runs a program of this folder; returns what it reports about the kernels that it compiles."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     path = Path(__file__).with_name(program)
     run = subprocess.run([sys.executable, path], env=environment, capture_output=True, text=True, check=False)

@@ -187,7 +187,14 @@ def test_what_windows_lacks_is_imported_only_where_its_absence_is_caught():
             assert id(node) in caught or LACKING_ON_WINDOWS.isdisjoint(names), f"{path.name}, line {getattr(node, 'lineno', 0)}"
 
 
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
 def test_triton_is_asked_for_on_linux_alone():
-    asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    (triton,) = (line for line in asked if line.startswith("triton"))
+    (triton,) = (line for line in PYPROJECT["project"]["dependencies"] if line.startswith("triton"))
     assert triton.endswith("sys_platform == 'linux'")
+
+
+def test_every_folder_of_the_package_is_installed():
+    listed = PYPROJECT["tool"]["setuptools"]["packages"]
+    assert sorted(listed) == sorted(name for name, path in modules().items() if path.name == "__init__.py")

@@ -233,6 +233,13 @@ def test_every_line_of_python_in_a_page_is_in_a_block_that_is_run(page):
     assert set(shell) <= {"make", "sparse-flash", "pip", "python", "torchrun", "git", "cd"}
 
 
+def test_pages_name_modules_of_the_package_as_they_are_installed():
+    """``benchmarks`` and ``patterns`` at the top level are folders of the checkout."""
+    for page in ("README.md", "CONTRIBUTING.md", *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))):
+        other = re.search(r"(-m|from|import) (benchmarks|patterns)\b.*", (ROOT / page).read_text())
+        assert other is None, f"{page}: {other[0]}"
+
+
 MIGRATIONS = ["docs/guides/from-flex-attention.md", "docs/guides/from-flash-attn.md"]
 
 

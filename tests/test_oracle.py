@@ -1,4 +1,4 @@
-"""What tests share leaves nothing behind."""
+"""The helpers that tests share leave nothing behind."""
 
 import torch
 from oracle import poisoned_memory

@@ -27,7 +27,7 @@ ON_CPU = World(torch.device("cpu"))
 
 
 def random_tokens(folder: Path) -> Path:
-    """As ``prepare`` leaves a folder: 40 documents of two groups in each half."""
+    """Fills a folder as ``prepare`` does: 40 documents of two groups in each half."""
     # Each token follows from the one before, mostly: there is something to learn.
     rng = np.random.default_rng(0)
     tokens = np.empty(9000, np.int64)

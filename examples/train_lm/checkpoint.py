@@ -29,8 +29,8 @@ _PARTIAL = ".partial"
 
 @dataclass
 class Progress:
-    """How far a run has come. steps: in total; 0 until a time budget has become steps. position: in the training text, in tokens.
-    seconds: spent in training steps."""
+    """Records how far a run has come. steps: in total; 0 until a time budget has become steps. position: in the training text, in
+    tokens. seconds: spent in training steps."""
 
     step: int = 0
     steps: int = 0
@@ -39,18 +39,18 @@ class Progress:
 
 
 def latest(folder: Path) -> Path | None:
-    """The last whole checkpoint of a run."""
+    """Returns the last whole checkpoint of a run, or None."""
     found = [path for path in folder.glob("step-*") if path.is_dir() and path.suffix != _PARTIAL and (path / "run.json").exists()]
     return max(found, default=None)
 
 
 def of_run(path: Path) -> Path:
-    """The last checkpoint of a run's folder; a checkpoint itself."""
+    """Returns the last checkpoint of a run's folder; a checkpoint itself."""
     return path if (path / "run.json").exists() else latest(path) or path
 
 
 def save(folder: Path, settings: Settings, progress: Progress, model: nn.Module, optimizer, world: World, keep: int = 2) -> Path:
-    """Saves, and removes all but the last ``keep``. Raises OSError, with the earlier ones untouched, where it cannot be written."""
+    """Saves a checkpoint, and removes all but the last ``keep``. If that fails, raises OSError and leaves earlier ones."""
     target = folder / f"step-{progress.step:07d}"
     if target.exists():
         return target
@@ -82,7 +82,7 @@ def save(folder: Path, settings: Settings, progress: Progress, model: nn.Module,
 
 
 def read(path: Path) -> tuple[Settings, Progress]:
-    """What was run, and how far. Raises ValueError where this is no checkpoint."""
+    """Returns what was run, and how far. Raises ValueError if the path is no checkpoint."""
     try:
         run = json.loads((path / "run.json").read_text())
         return Settings.from_json(json.dumps(run["settings"])), Progress(**run["progress"])
@@ -91,7 +91,7 @@ def read(path: Path) -> tuple[Settings, Progress]:
 
 
 def resume(path: Path, settings: Settings, model: nn.Module, optimizer, world: World) -> Progress:
-    """Fills model, optimizer and random states. Raises ValueError where the checkpoint is of another run."""
+    """Fills model, optimizer and random states. Raises ValueError if the checkpoint is of another run."""
     saved, progress = read(path)
     if found := differences(settings, saved):
         raise ValueError(f"{path} is of another run: {'; '.join(found)}; give the same settings, another --out, or --fresh")
@@ -110,7 +110,7 @@ def resume(path: Path, settings: Settings, model: nn.Module, optimizer, world: W
 
 
 def load_model(path: Path, model: nn.Module, world: World | None = None) -> None:
-    """Fills the parameters alone; world: None for a process alone. Raises ValueError where the checkpoint is of another model."""
+    """Fills the parameters alone; world: None for a process alone. Raises ValueError if the checkpoint is of another model."""
     read(path)
     state = {"model": get_model_state_dict(model)}
     reader = FileSystemReader(path)
@@ -130,7 +130,7 @@ def load_model(path: Path, model: nn.Module, world: World | None = None) -> None
 
 @contextmanager
 def _quiet():
-    """Without DCP's warning that one process is one process."""
+    """Silences DCP's warning that one process is one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
@@ -168,7 +168,7 @@ def _sync(folder: Path) -> None:
 
 
 def _cause(error: BaseException) -> str:
-    """The operating system's words, from within what DCP wraps them in."""
+    """Returns the operating system's words, which DCP wraps in errors of its own."""
     failures = getattr(error, "failures", {})
     for failure in failures.values():
         error = failure[0] if isinstance(failure, tuple) else failure

@@ -30,13 +30,13 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, rich
 SPARSE = "causal & (local(1024) | power_of_two(block=128))"
 
 Out = Annotated[Path, typer.Option(help="Folder of the run: checkpoints, logs, plot.")]
-Data = Annotated[Path, typer.Option("--data", help="Folder of prepared tokens; train makes it where it is missing.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU where there is one.")]
+Data = Annotated[Path, typer.Option("--data", help="Folder of prepared tokens; train makes it if it is missing.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.")]
 
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Errors of input end the program with their sentence."""
+    """Ends the program with the sentence of an error of input."""
     try:
         yield
     except (ValueError, OSError, NotFinite) as error:
@@ -64,13 +64,13 @@ def train(
     ] = None,
     micro_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens that a GPU, or those that share a sequence, compute at a time. [a step's share]"),
+        typer.Option(min=1, help="Tokens that a GPU, or the GPUs of a sequence, compute at a time. [a step's share]"),
     ] = None,
     chunk: Annotated[
         int | None, typer.Option(min=1, help="Text is shuffled in pieces of so many tokens. [the length, at least 65,536]")
     ] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 0,
-    minutes: Annotated[float, typer.Option(help="In place of steps: they are worked out after 50 timed ones.")] = 0.0,
+    minutes: Annotated[float, typer.Option(help="Instead of steps: their number follows from 50 timed steps.")] = 0.0,
     warmup: Annotated[int, typer.Option(min=0, help="Steps until the learning rate is at its peak.")] = 100,
     learning_rate: Annotated[float, typer.Option(help="Its peak.")] = 1e-3,
     extend_to: Annotated[int, typer.Option(help="Tokens of a sequence from step --extend-at on.")] = 0,
@@ -240,7 +240,6 @@ def cost(
     warm: Annotated[int, typer.Option(min=0, help="Steps between the first, which compiles, and the timed ones.")] = 2,
     sharding: Annotated[str, typer.Option("--parallel", help="Under torchrun: ddp or fsdp.")] = "ddp",
     context: Annotated[int, typer.Option(help="Under torchrun: how many GPUs share a sequence.")] = 1,
-    profile: Annotated[bool, typer.Option("--profile", help="Also print the kernels of a step.")] = False,
     out: Annotated[Path | None, typer.Option(help="A JSON file for the numbers.")] = None,
     device: Device = "auto",
 ) -> None:
@@ -271,7 +270,6 @@ def cost(
                 console.print(f"{name}: out of memory: {str(error).splitlines()[0]}", markup=False)
                 costs_of.free()
                 continue
-            kernels = costs_of.profiled(settings, world, parallel=kind) if profile else ""
             if not world.is_first:
                 continue
             found = costs[-1]
@@ -282,8 +280,6 @@ def cost(
             console.print(f"{name}: {said}{rest}", markup=False, soft_wrap=True)
             if out:
                 costs_of.save(costs, out, world, settings)
-            if profile:
-                print(kernels)
 
 
 @app.command()
@@ -397,7 +393,7 @@ def export(
 @app.command()
 def hf_train(
     mask: Annotated[str | None, typer.Option(help="Spec text, for use_sparse_flash.")] = None,
-    kernel: Annotated[str | None, typer.Option(help="In place of a mask, PyTorch's own: CUDNN_ATTENTION, ...")] = None,
+    kernel: Annotated[str | None, typer.Option(help="Instead of a mask, PyTorch's own: CUDNN_ATTENTION, ...")] = None,
     layout: Annotated[str, typer.Option(help="whole, padded or packed sequences.")] = "whole",
     preset: Annotated[str, typer.Option(help=f"The model: {', '.join(PRESETS)}.")] = "30M",
     length: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")] = 16_384,

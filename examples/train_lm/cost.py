@@ -1,4 +1,4 @@
-"""What a step costs: the time, memory and utilization of training steps on random tokens, by mask and length."""
+"""Measures what a training step costs: its time, memory and utilization on random tokens, by mask and length."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 import sparse_flash as sf
 
@@ -23,9 +22,9 @@ from .train import Run
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one step, the median of several. seconds: forward, backward and optimizer. first: of the first step, which compiles.
-    gib: the peak of a GPU's allocated memory, None on a CPU; estimated: what was said before. mfu: see ``memory.step_flop``.
-    ranks, parallel, context: as of a run."""
+    """Holds the costs of one step. seconds: of forward, backward and optimizer, the median of several steps. first: seconds of
+    the first step, which compiles. gib: the peak of a GPU's allocated memory, None on a CPU; estimated: what was estimated before
+    the run. mfu: see ``memory.step_flop``. ranks, parallel, context: as in ``Run`` and ``Settings``."""
 
     mask: str
     length: int
@@ -45,8 +44,8 @@ class Cost:
 
 
 def measure(settings: Settings, world: World, steps: int = 5, parallel: Parallel = "ddp", warm: int = 2) -> Cost:
-    """warm: steps between the first and those that are timed. Every rank of the world makes the call. Raises ValueError where the
-    settings cannot work, torch.OutOfMemoryError where memory is short after all."""
+    """Measures a step on random tokens. warm: steps between the first step and the timed steps. Every rank of the world makes the
+    call. Raises ValueError for settings that cannot work, torch.OutOfMemoryError if memory is short after all."""
     settings = checked(settings, world.size)
     estimated = sum(memory.needed(settings, world, parallel).values())
     with tempfile.TemporaryDirectory() as folder:
@@ -64,21 +63,8 @@ def measure(settings: Settings, world: World, steps: int = 5, parallel: Parallel
     return Cost(", ".join(settings.masks), settings.length, seconds, first["seconds"], speed, mfu, gib, estimated, *about)
 
 
-def profiled(settings: Settings, world: World, kernels: int = 25, parallel: Parallel = "ddp") -> str:
-    """The kernels of one step, by the GPU's time."""
-    with tempfile.TemporaryDirectory() as folder:
-        run = _run(checked(settings, world.size), world, Path(folder), parallel)
-        for _ in range(3):
-            run.step()
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-            run.step()
-        del run
-    free()
-    return seen.key_averages().table(sort_by="self_cuda_time_total", row_limit=kernels, max_name_column_width=90)
-
-
 def _run(settings: Settings, world: World, folder: Path, parallel: Parallel) -> Run:
-    """A run on random tokens of twenty steps, the same on every rank."""
+    """Makes a run on random tokens for twenty steps, the same on every rank."""
     tokens = np.random.default_rng(0).integers(0, settings.shape.vocabulary, 20 * max(settings.chunk, settings.step_tokens) + 1)
     np.save(folder / "tokens.npy", tokens.astype(data.dtype_of(settings.shape.vocabulary)))
     data.import_tokens(folder / "data", folder / "tokens.npy", settings.shape.vocabulary)
@@ -86,7 +72,7 @@ def _run(settings: Settings, world: World, folder: Path, parallel: Parallel) -> 
 
 
 def free() -> None:
-    """Lets go of what a run held, between two."""
+    """Frees what a run held, before the next run."""
     gc.collect()
     torch._dynamo.reset()
     sf.clear_caches()
@@ -95,8 +81,9 @@ def free() -> None:
 
 
 def at(settings: Settings, length: int, most_micro_tokens: int, replicas: int = 1) -> Settings:
-    """The settings at a length, a step having the same tokens, as many at a time as divide it. replicas: that share a step. Raises
-    ValueError where these do not have whole sequences each, of one number."""
+    """Returns the settings for sequences of another length, with equally many tokens a step. A pass takes at most
+    ``most_micro_tokens``. replicas: their number. Raises ValueError if replicas cannot have equally many whole sequences of a
+    step."""
     sequences, rest = divmod(settings.step_tokens, length * replicas)
     if rest or not sequences:
         those = f"whole sequences of {length:,}" + f" for each of {replicas} replicas" * (replicas > 1)
@@ -108,7 +95,7 @@ def at(settings: Settings, length: int, most_micro_tokens: int, replicas: int = 
 
 
 def save(costs: list[Cost], path: Path, world: World, settings: Settings) -> None:
-    """As JSON, with the GPU, versions and the model."""
+    """Writes the costs as JSON, with the GPU, versions and the model."""
     on_gpu = world.device.type == "cuda"
     about = {
         "device": torch.cuda.get_device_name(world.device) if on_gpu else "cpu",

@@ -34,31 +34,13 @@ FAR = 8192
 _SHINGLE_LINES, _TOO_ALIKE = 5, 0.5
 _HELD_OUT_LARGEST = 0.1
 _TOKENIZER_BYTES = 64 << 20
-_TEXT = {
-    ".txt",
-    ".md",
-    ".rst",
-    ".py",
-    ".pyi",
-    ".c",
-    ".h",
-    ".cc",
-    ".cpp",
-    ".cu",
-    ".js",
-    ".ts",
-    ".java",
-    ".go",
-    ".rs",
-    ".tex",
-    ".json",
-    ".html",
-}
+_TEXT = {".txt", ".md", ".rst", ".tex", ".json", ".html", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".cu", ".js", ".ts", ".java"}
+_TEXT |= {".go", ".rs"}
 
 
 @dataclass(frozen=True)
 class Document:
-    """One file. group: its package, or the folder that it is in."""
+    """One file. group: its package, or the folder that holds it."""
 
     group: str
     path: Path
@@ -66,17 +48,17 @@ class Document:
 
 
 def dtype_of(vocabulary: int) -> type[np.unsignedinteger]:
-    """Of the numbers in a token file."""
+    """Returns the dtype of the numbers in a token file."""
     return np.uint16 if vocabulary <= 1 << 16 else np.uint32
 
 
 class Dropped(Exception):
-    """Not an error: why a file is left out."""
+    """Not an error: says why a file is left out."""
 
 
 def packages(folder: Path | None = None) -> Iterator[tuple[str, str, list[Path]]]:
-    """(name, version, .py files) of Python's standard library and of every installed package; or of those that ``pip install
-    --target`` put in a folder."""
+    """Yields (name, version, .py files) of Python's standard library and of every installed package; if a folder is given, of the
+    packages that ``pip install --target`` put there."""
     if folder is None:
         library = Path(sysconfig.get_paths()["stdlib"])
         skipped = {"site-packages", "dist-packages", "__pycache__"}
@@ -92,7 +74,7 @@ def packages(folder: Path | None = None) -> Iterator[tuple[str, str, list[Path]]
 
 
 def folder_groups(folder: Path) -> Iterator[tuple[str, str, list[Path]]]:
-    """(name, "", text files): a group for each folder directly within ``folder``, and for each file."""
+    """Yields (name, "", text files): a group for each folder directly within ``folder``, and for each file."""
     for entry in sorted(folder.iterdir()):
         files = sorted(p for p in entry.rglob("*") if p.is_file()) if entry.is_dir() else [entry]
         files = [path for path in files if path.suffix.lower() in _TEXT]
@@ -138,9 +120,9 @@ def written_by_hand(text: str) -> bool:
 
 
 def held_out_groups(sizes: dict[str, int], share: float = 0.05) -> set[str]:
-    """That share of the bytes in whole groups, drawn by the hash of their names; none larger than a tenth.
+    """Draws whole groups that hold a share of the bytes, by the hash of their names. None is larger than a tenth of all bytes.
 
-    Raises ValueError where there is but one group.
+    Raises ValueError if there is only one group.
     """
     if len(sizes) < 2:
         raise ValueError(
@@ -167,9 +149,9 @@ def prepare(
 ) -> dict:
     """Makes the folder, or takes it as it is if it was made of this source with this vocabulary; returns its manifest.
 
-    source: a folder of text, or None for the source text of installed packages. installed: a folder of packages, in place of those
-    that are installed here. most_bytes: no more text than about this, and of no group more than an eighth of it. held_out_share: of
-    the bytes. Raises ValueError where there is no text, or the folder was made otherwise.
+    source: a folder of text, or None for the source text of installed packages. installed: a folder of packages, instead of the
+    packages that are installed here. most_bytes: about the most text to read; a group gives at most an eighth of it.
+    held_out_share: of the bytes. Raises ValueError if there is no text, or if the folder was made from another source.
     """
     if source is not None and installed is not None:
         raise ValueError("pass --text or --packages, not both")
@@ -282,7 +264,7 @@ def _trained(documents: list[Document], vocabulary: int, progress) -> Tokenizer:
 
 
 def _write(path: Path, documents: list[Document], names: list[str], tokenizer: Tokenizer, vocabulary: int, progress) -> int:
-    """Writes the tokens of the documents, in order of their groups; returns how many."""
+    """Writes the tokens of the documents, in order of their groups; returns the number of tokens."""
     together = 64
     documents = sorted(documents, key=lambda d: (d.group, str(d.path)))
     number, end = {name: i for i, name in enumerate(names)}, tokenizer.token_to_id(END)
@@ -301,7 +283,7 @@ def _write(path: Path, documents: list[Document], names: list[str], tokenizer: T
 
 
 def import_tokens(folder: Path, file: Path, vocabulary: int) -> dict:
-    """Takes a .npy file of token numbers, one dimension, in place of text: its last twentieth is held out. Returns the manifest."""
+    """Makes the folder from a .npy file of token numbers, of one dimension. Holds its last twentieth out. Returns the manifest."""
     tokens = np.load(file, mmap_mode="r")
     if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
         raise ValueError(f"--tokens must be a .npy file of one dimension of integers; got {tokens.dtype} of shape {tokens.shape}")
@@ -336,7 +318,7 @@ class Tokens:
         return len(self.tokens)
 
     def check_holds(self, length: int) -> None:
-        """Raises ValueError where the text is shorter than a sequence of ``length`` and the token after it."""
+        """Raises ValueError if the text is shorter than a sequence of ``length`` and the token after it."""
         if len(self) <= length:
             raise ValueError(
                 f"the {self.split.replace('_', '-')} text has {len(self):,} tokens, fewer than one sequence of {length:,}; pass a "
@@ -348,12 +330,12 @@ class Tokens:
         return torch.from_numpy(self.tokens[start : start + length].astype(np.int64))
 
     def documents_within(self, start: int, length: int) -> np.ndarray:
-        """Where documents start within a window, its own start first: offsets, ascending."""
+        """Returns the offsets at which documents start within a window, ascending; the first is 0."""
         first, last = np.searchsorted(self.starts[:, 0], (start + 1, start + length))
         return np.concatenate([[0], self.starts[first:last, 0] - start])
 
     def far_share(self, length: int) -> float:
-        """The share of tokens, in windows of ``length``, with text of their own group more than FAR tokens back in the window."""
+        """Returns the share of tokens, in windows of ``length``, with text of their own group more than FAR tokens back in it."""
         changes = np.flatnonzero(np.diff(self.starts[:, 1], prepend=-1))
         group_starts = self.starts[changes, 0]
         ends = np.append(group_starts[1:], len(self))
@@ -365,10 +347,11 @@ class Tokens:
 
 
 class Stream:
-    """The training text, shuffled in chunks, without end; each epoch in another order. Position: tokens read before.
+    """Reads the training text, shuffled in chunks, without end; each epoch has another order. A position counts the tokens that
+    were read before it.
 
-    What is read is a function of seed and position alone: runs of different sequence lengths, batches or numbers of GPUs read
-    the same tokens in the same order.
+    Seed and position alone decide what is read, so runs of different sequence lengths, batches or numbers of GPUs read the same
+    tokens in the same order.
     """
 
     def __init__(self, tokens: Tokens, chunk: int, seed: int):
@@ -386,24 +369,24 @@ class Stream:
         return self.chunks * self.chunk
 
     def start(self, position: int) -> int:
-        """Where in the file the token of a position is."""
-        epoch, place = divmod(position, self.epoch_tokens)
+        """Returns the index in the file of the token at a position."""
+        epoch, within = divmod(position, self.epoch_tokens)
         if self._order[0] != epoch:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
             self._order = epoch, torch.randperm(self.chunks, generator=generator)
-        number, offset = divmod(place, self.chunk)
+        number, offset = divmod(within, self.chunk)
         return int(self._order[1][number]) * self.chunk + offset
 
     def batch(self, position: int, sequences: int, length: int) -> Batch:
-        """Whole sequences from a position on. length divides the chunk."""
+        """Returns whole sequences from a position on. length divides the chunk."""
         starts = [self.start(position + number * length) for number in range(sequences)]
         return Batch.of(self.tokens, starts, length)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """tokens, labels: (sequences, length) int64; labels are the next tokens. boundaries: where documents start in the sequences
-    laid end to end, and the end of the last."""
+    """Holds sequences. tokens, labels: (sequences, length) int64; labels are the next tokens. boundaries: where documents start if
+    the sequences are laid end to end, and the end of the last document."""
 
     tokens: torch.Tensor
     labels: torch.Tensor
@@ -419,7 +402,7 @@ class Batch:
         return cls(windows[:, :-1], windows[:, 1:], boundaries, starts)
 
     def on(self, device: torch.device, packed: bool) -> tuple[torch.Tensor, torch.Tensor, Documents | None]:
-        """What the model takes: (tokens, labels, documents). Packed sequences become one, whose documents are theirs."""
+        """Returns (tokens, labels, documents), as the model takes them. Packed sequences become one, with the documents of all."""
         tokens, labels = (t.to(device, non_blocking=True) for t in (self.tokens, self.labels))
         if not packed:
             return tokens, labels, None

@@ -19,7 +19,7 @@ BORDERS = (0, 1024, 4096, 8192, 16_384, 32_768, 65_536, 131_072, 262_144)
 
 @dataclass(frozen=True)
 class ByPosition:
-    """Mean losses in nats a token of positions first .. last - 1, over all windows."""
+    """Holds the mean loss, in nats a token, of positions first .. last - 1 over all windows."""
 
     first: int
     last: int
@@ -27,7 +27,7 @@ class ByPosition:
 
 
 def loaded(path: Path, device: torch.device) -> Decoder:
-    """The model of a checkpoint, or of a run's last one, for use rather than training."""
+    """Loads the model of a checkpoint, or of a run's last one, for use rather than training."""
     path = checkpoint.of_run(path)
     settings, _ = checkpoint.read(path)
     with device:
@@ -38,7 +38,7 @@ def loaded(path: Path, device: torch.device) -> Decoder:
 
 @torch.no_grad()
 def losses(model: Decoder, tokens: Tokens, length: int, windows: int, device: torch.device) -> torch.Tensor:
-    """(windows, length) float32, in nats: the loss of each token of ``windows`` sequences spread evenly over a text."""
+    """Returns (windows, length) float32, in nats: the loss of each token of ``windows`` sequences spread evenly over a text."""
     tokens.check_holds(length)
     starts = torch.linspace(0, len(tokens) - length - 1, windows).long().tolist()
     rows = []

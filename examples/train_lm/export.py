@@ -1,4 +1,4 @@
-"""A checkpoint as a Hugging Face model: weights, config, the file that defines it, the tokenizer."""
+"""Writes a checkpoint as a Hugging Face model: weights, config, the file that defines it, the tokenizer."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def config_of(settings: Settings, masks: list[str]) -> SparseLMConfig:
 
 
 def export(model: Decoder, settings: Settings, tokenizer: Path, target: Path):
-    """Writes the folder ``target`` and returns the Hugging Face model. Raises FileExistsError where there is something already."""
+    """Writes the folder ``target`` and returns the Hugging Face model. Raises FileExistsError if the folder is not empty."""
     from transformers import PreTrainedTokenizerFast
 
     if target.exists() and any(target.iterdir()):

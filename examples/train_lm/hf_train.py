@@ -1,4 +1,4 @@
-"""The same data through ``transformers.Trainer``: a model compiled by it, padded or packed, its attention by ``use_sparse_flash``.
+"""Trains on the same data by ``transformers.Trainer``, which compiles the model: padded or packed, under ``use_sparse_flash``.
 
 python -m examples.train_lm hf-train --mask "causal & local(1024)" --layout packed --length 16384
 """
@@ -29,8 +29,8 @@ Layout = Literal["whole", "padded", "packed"]
 
 @dataclass(frozen=True)
 class Arm:
-    """What attends: a mask by spec text, under ``use_sparse_flash``, or a kernel of PyTorch's own causal attention by its name in
-    ``SDPBackend``."""
+    """Names the attention: a mask by spec text, under ``use_sparse_flash``, or a kernel of PyTorch's own causal attention by its
+    name in ``SDPBackend``."""
 
     mask: str | None = None
     kernel: str | None = None
@@ -50,13 +50,13 @@ class Windows(Dataset):
 
 
 def whole(batches: list[Batch]) -> dict:
-    """Sequences of one length. Transformers shifts labels itself."""
+    """Returns sequences of one length. Transformers shifts labels itself."""
     tokens = torch.cat([batch.tokens for batch in batches])
     return {"input_ids": tokens, "labels": tokens}
 
 
 def padded(batches: list[Batch]) -> dict:
-    """The first half to all of each sequence, the rest padding: the lengths that a batch of unlike texts has."""
+    """Keeps between half and all of each sequence; the rest is padding, as in a batch of texts of different lengths."""
     given = whole(batches)
     length = given["input_ids"].shape[1]
     stops = [length - (batch.starts[0] * 7919) % (length // 2) for batch in batches]
@@ -69,7 +69,7 @@ def padded(batches: list[Batch]) -> dict:
 
 
 def packed(batches: list[Batch]) -> dict:
-    """All documents of the sequences in one row, as ``DataCollatorWithFlattening`` gives them: none sees another."""
+    """Returns all documents of the sequences in one row, as ``DataCollatorWithFlattening`` does. None sees another."""
     given = whole(batches)
     tokens = given["input_ids"].reshape(1, -1)
     length = given["input_ids"].shape[1]
@@ -99,7 +99,7 @@ def losses(
     compiled: bool = True,
     seed: int = 0,
 ) -> list[float]:
-    """The training loss of each step. Raises ValueError for arguments that cannot work."""
+    """Returns the training loss of each step. Raises ValueError for arguments that cannot work."""
     if layout not in get_args(Layout):
         raise ValueError(f"layout must be one of {', '.join(get_args(Layout))}; got {layout!r}")
     if (arm.mask is None) == (arm.kernel is None):
@@ -139,5 +139,5 @@ def losses(
 
 
 def gap(a: list[float], b: list[float]) -> float:
-    """The mean difference of two runs' losses, in nats."""
+    """Returns the mean difference of two runs' losses, in nats."""
     return float(np.mean(np.abs(np.array(a) - np.array(b))))

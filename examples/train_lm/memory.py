@@ -1,4 +1,4 @@
-"""What a run takes: memory before it starts, and the arithmetic of a step."""
+"""Estimates the memory that a run takes before it starts, and counts the arithmetic of a step."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L
 
 
 def needed(settings: Settings, world: World, parallel: Parallel) -> dict[str, float]:
-    """GiB of one GPU, by what it is for, at the peak of a step: the backward pass through the last block. All that blocks keep is
-    there then, and the gradients of other blocks are not. Activations are those of compiled blocks in bfloat16.
+    """Returns GiB of one GPU, by purpose, at the peak of a step: the backward pass through the last block. All that blocks keep
+    exists then; the gradients of other blocks do not. Activations are taken to be in bfloat16, of compiled blocks.
     docs/guides/train-lm.md compares the sum with measured peaks."""
     shape, tokens = settings.shape, settings.micro_tokens // settings.context
     sharded = world.mesh is not None and parallel == "fsdp"
     block, ends = shape.block_parameters // shape.layers, 2 * shape.vocabulary * shape.dim
     # Float32 parameters and two moments of AdamW. With FSDP2 bfloat16 copies of two blocks, the embedding and the head are whole.
-    # Otherwise those of all parameters are kept for the backward pass, except where blocks are computed again.
+    # Otherwise bfloat16 copies of all parameters are kept for the backward pass, unless blocks are computed again.
     parameters = 12 * shape.parameters / (world.size if sharded else 1)
     if sharded:
         parameters += 2 * (2 * block + ends)
@@ -47,20 +47,20 @@ def needed(settings: Settings, world: World, parallel: Parallel) -> dict[str, fl
         kept += attention
     if not settings.compiled:
         kept *= 1.25  # norms and rotary positions in float32
-    # Bytes of a token in the backward pass of a block, besides: through its MLP, or through its attention, with float32 sums of dQ.
-    # Where blocks are recomputed in full, the MLP of one piece of the tokens is there at a time.
+    # More bytes of a token, in the backward pass of a block: through its MLP, or through its attention, with float32 sums of dQ.
+    # If blocks are recomputed in full, the MLP's activations exist for one piece of the tokens at a time.
     piece = min(1.0, MLP_TOGETHER / tokens) if settings.recompute == "full" and settings.compiled else 1.0
     backward = max(8 * queries + piece * (2 * mlp * again + 4 * shape.mlp_dim), 15 * queries)
     return {
         "parameters, gradients and optimizer": parameters / GIB,
         "activations": (2 * kept + backward) * tokens / GIB,
-        # At the peak the head's gradient alone; the logits come before it, where a block's backward pass takes less than they do.
+        # At the peak, the head's gradient alone; before it, the logits, if they take more than a block's backward pass.
         "logits": max(4 * shape.vocabulary * shape.dim, 10 * LOGITS_TOGETHER - backward * tokens) / GIB,
     }
 
 
 def check(settings: Settings, world: World, parallel: Parallel) -> str:
-    """One line for the user. Raises ValueError where a GPU has too little memory: what is needed, what is there, what to use."""
+    """Returns a line for the user. Raises ValueError if a GPU has too little memory: what is needed, what it has, what to do."""
     parts = needed(settings, world, parallel)
     total = sum(parts.values())
     said = f"memory: about {total:.1f} GiB a GPU ({', '.join(f'{name} {size:.1f}' for name, size in parts.items())})"
@@ -84,7 +84,7 @@ def check(settings: Settings, world: World, parallel: Parallel) -> str:
 
 
 def kept_pairs(settings: Settings, length: int) -> float:
-    """(query, key) pairs that the masks keep in a sequence, mean over layers, without documents."""
+    """Returns how many (query, key) pairs the masks keep in a sequence, the mean over layers, without documents."""
     layers = Counter(settings.mask_of(layer) for layer in range(settings.shape.layers))
     return sum(count * _pairs(mask, length) for mask, count in layers.items()) / layers.total()
 
@@ -92,14 +92,14 @@ def kept_pairs(settings: Settings, length: int) -> float:
 @cache
 def _pairs(mask: str, length: int) -> float:
     if choice := Choice.of(mask):
-        # Of any queries and keys: another choice differs by the picked blocks that are always kept too.
+        # Queries and keys do not matter: choices differ only by picked blocks that are always kept as well.
         return choice(*torch.randn(2, 1, 1, length, 8, generator=torch.Generator().manual_seed(0))).density * length**2
     return length * (length + 1) / 2 if mask == SDPA else sf.compile_mask(mask, q_len=length).density * length**2
 
 
 def step_flop(settings: Settings, length: int) -> float:
-    """Products of one step of sequences of ``length``: six for each parameter and token (the embedding is none), twelve for each
-    kept pair, query head and number of head_dim. Recomputation is not counted."""
+    """Returns the FLOP of the products of one step of sequences of ``length``: six for each parameter and token, without the
+    embedding; twelve for each kept pair, query head and number of head_dim. Recomputation is not counted."""
     shape = settings.shape
     of_parameters = 6 * (shape.parameters - shape.vocabulary * shape.dim) * settings.step_tokens
     sequences = settings.step_tokens / length
@@ -107,7 +107,7 @@ def step_flop(settings: Settings, length: int) -> float:
 
 
 def peak(device: torch.device) -> float | None:
-    """FLOP/s of a GPU, or None for one that is not listed."""
+    """Returns the FLOP/s of a GPU, or None if it is not listed."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

@@ -1,4 +1,4 @@
-"""A decoder as they are built today: RMSNorm, rotary positions, SwiGLU, grouped-query heads, normalized queries and keys."""
+"""A decoder with RMSNorm, rotary positions, SwiGLU, grouped-query heads, normalized queries and keys."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ MLP_TOGETHER = 1 << 15  # tokens whose MLP is computed again at a time, where bl
 
 
 class Documents(NamedTuple):
-    """Packed documents. cu_seqlens: (documents + 1,) int32, where each starts, and where the last ends. longest: no document has
-    more tokens."""
+    """Holds the bounds of packed documents. cu_seqlens: (documents + 1,) int32, the start of each document, then the end of the
+    last. longest: no document has more tokens."""
 
     cu_seqlens: torch.Tensor
     longest: int
 
 
 class Positions(NamedTuple):
-    """What attention knows of where its tokens are. cos, sin: (tokens, 1, head_dim / 2) float32. sharpness: (tokens, 1, 1) float32,
-    by which the scores of each query are multiplied; None for 1."""
+    """Holds what attention needs of its tokens' positions. cos, sin: (tokens, 1, head_dim / 2) float32. sharpness: (tokens, 1, 1)
+    float32, a factor of each query's scores; None for 1."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -71,12 +71,12 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x, positions)
         if plan is None:
             return self.out_proj(self.attend(q, k, v, documents).flatten(2))
-        # Of the layer, in place of its mask: ranks share the sequence.
+        # Several ranks share the sequence: the plan has the layer's mask.
         out = plan.attention(*(t.transpose(1, 2) for t in (q, k, v)))
         return self.out_proj(out.transpose(1, 2).flatten(2))
 
     def qkv(self, x, positions: Positions):
-        """Each (batch, tokens, heads, head_dim)."""
+        """Returns q, k and v, each (batch, tokens, heads, head_dim)."""
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj))
         q = F.rms_norm(q, (self.head_dim,), eps=_EPSILON) * self.gain[:, None].to(q.dtype)
         k = F.rms_norm(k, (self.head_dim,), eps=_EPSILON)
@@ -86,7 +86,7 @@ class Attention(nn.Module):
         return q.to(v.dtype), k.to(v.dtype), v
 
     def attend(self, q, k, v, documents: Documents | None):
-        """(batch, tokens, heads, head_dim). Attention takes heads before tokens by stride: transposing copies nothing."""
+        """Returns (batch, tokens, heads, head_dim). Attention takes heads before tokens by stride: transposing copies nothing."""
         if documents is not None:
             packed = (t.flatten(0, 1) for t in (q, k, v))
             longest = documents.longest
@@ -99,15 +99,15 @@ class Attention(nn.Module):
 
 
 def dense(q, k, v):
-    """PyTorch's own causal attention by the fastest of its kernels; left to itself it takes another where code is compiled."""
+    """Runs PyTorch's own causal attention by the fastest of its kernels. In compiled code it would otherwise take another."""
     fastest_first = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     with sdpa_kernel(fastest_first, set_priority=True):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
 def rotated(x, cos, sin):
-    """Rotary positions (arXiv:2104.09864), pairs half of head_dim apart. x: (batch, tokens, heads, head_dim); cos, sin: (tokens, 1,
-    head_dim / 2) float32."""
+    """Applies rotary positions (arXiv:2104.09864) to pairs half of head_dim apart. x: (batch, tokens, heads, head_dim). cos, sin:
+    (tokens, 1, head_dim / 2) float32."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
@@ -147,7 +147,7 @@ class Block(nn.Module):
 
 @contextmanager
 def kept_on_host(x: torch.Tensor):
-    """Autograd keeps ``x`` in the host's pinned memory between the passes of what is called within."""
+    """Within it, autograd keeps ``x`` in the host's pinned memory between the two passes."""
     address, device = x.data_ptr(), x.device  # not x: hooks live as long as what they keep
 
     def pack(saved: torch.Tensor) -> torch.Tensor:
@@ -161,14 +161,14 @@ def kept_on_host(x: torch.Tensor):
 
 
 def _kept(context, operator, *args, **kwargs) -> CheckpointPolicy:
-    """Selective recomputation keeps what takes long: the results of matrix products and of attention."""
+    """Keeps what takes long to compute again: the results of matrix products and of attention."""
     ours = ("attention", "context", "pack", "choose_blocks", "selected_attention")
     names = ("aten.mm", "aten.addmm", "scaled_dot_product", *(f"sparse_flash.{name}" for name in ours))
     return CheckpointPolicy.MUST_SAVE if any(name in str(operator) for name in names) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def reset_matrices(model: nn.Module, layers: int) -> None:
-    """Draws all matrices of a model of so many blocks; those that add to the stream are smaller in deeper models."""
+    """Draws all matrices of a model with so many blocks. Matrices that add to the stream are smaller in deep models."""
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
             into_the_stream = name.endswith(("out_proj.weight", "down_proj.weight"))
@@ -177,8 +177,8 @@ def reset_matrices(model: nn.Module, layers: int) -> None:
 
 class Decoder(nn.Module):
     """tokens (batch, tokens) int64 -> logits (batch, tokens, vocabulary), or with labels of the same shape the sum of their
-    losses in nats, float32; labels of IGNORED count for nothing. plans: of the layers, where ranks share the sequence; tokens and
-    labels are then this rank's."""
+    losses in nats, float32; labels of IGNORED count for nothing. plans: a plan for each layer if ranks share the sequence; tokens
+    and labels are then this rank's."""
 
     def __init__(self, settings: Settings):
         super().__init__()
@@ -204,14 +204,14 @@ class Decoder(nn.Module):
         self.chunk_loss = torch.compile(chunk_loss, dynamic=False)
 
     def forward(self, tokens, labels=None, documents: Documents | None = None, plans: Sequence[SharedSequence] | None = None):
-        """documents: under plans, those that their masks keep apart: they give positions."""
+        """documents: give positions; under plans, the masks keep the same documents apart."""
         x = self.hidden(tokens, documents, plans)
         if labels is None:
             return self.head(x)
         return ChunkedLoss.apply(x.flatten(0, 1), self.head.weight, labels.flatten(), self.chunk_loss)
 
     def hidden(self, tokens, documents: Documents | None = None, plans: Sequence[SharedSequence] | None = None):
-        """What the head reads: (batch, tokens, dim)."""
+        """Returns the input of the head: (batch, tokens, dim)."""
         positions = self.positions(tokens.shape[1], tokens.device, documents, plans and plans[0])
         x = self.embed(tokens)
         if torch.is_autocast_enabled(x.device.type):
@@ -222,7 +222,7 @@ class Decoder(nn.Module):
         return self.norm(x)
 
     def positions(self, tokens: int, device, documents: Documents | None = None, plan: SharedSequence | None = None) -> Positions:
-        """Of all tokens, or of those that the rank has by a plan; they start again with each document."""
+        """Returns the positions of all tokens, or of the rank's tokens by a plan. Positions start again with each document."""
         position = torch.arange(tokens, device=device) if plan is None else plan.positions
         if documents is not None:
             starts = documents.cu_seqlens.to(torch.int64)
@@ -235,7 +235,7 @@ class Decoder(nn.Module):
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """The sum of cross entropies without all logits at once: those of some tokens are made, differentiated and dropped.
+    """Sums cross entropies without all logits at once: the logits of some tokens are made, differentiated and dropped.
 
     hidden: (tokens, dim). weight: (vocabulary, dim). labels: (tokens,) int64. Gradients are computed in the forward pass, as logits
     would otherwise be made twice.
@@ -267,7 +267,7 @@ class ChunkedLoss(torch.autograd.Function):
 
 
 def chunk_loss(hidden, weight, labels, differentiate: bool):
-    """(sum of cross entropies, its gradient by the logits or None)."""
+    """Returns (sum of cross entropies, its gradient by the logits or None)."""
     logits = (hidden @ weight.T).float()
     lse = logits.logsumexp(-1)
     counted = labels != IGNORED

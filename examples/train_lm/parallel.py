@@ -18,8 +18,8 @@ from .settings import Parallel
 
 @dataclass(frozen=True)
 class World:
-    """This process among its peers. mesh: of all of them; None for a process alone. context: of those that share its sequences;
-    None where it has them alone."""
+    """Describes this process among its peers. mesh: of all processes; None for a process alone. context: the mesh of the ranks that
+    share its sequences; None if it shares none."""
 
     device: torch.device
     rank: int = 0
@@ -33,27 +33,27 @@ class World:
 
     @property
     def sharing(self) -> int:
-        """How many ranks share a sequence."""
+        """Returns how many ranks share a sequence."""
         return self.context.size() if self.context else 1
 
     @property
     def replicas(self) -> int:
-        """How many such groups there are, each with sequences of its own."""
+        """Returns how many such groups there are, each with sequences of its own."""
         return self.size // self.sharing
 
     @property
     def replica(self) -> int:
         return self.rank // self.sharing
 
-    def sum(self, *numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Over all ranks, each in float64."""
-        together = torch.stack([number.detach().double() for number in numbers])
+    def sum(self, number: torch.Tensor) -> torch.Tensor:
+        """Returns the sum over all ranks, in float64."""
+        total = number.detach().double()
         if self.mesh is not None:
-            dist.all_reduce(together)
-        return together.unbind()
+            dist.all_reduce(total)
+        return total
 
     def agreed(self, number: float) -> float:
-        """The first rank's."""
+        """Returns the first rank's number."""
         tensor = torch.tensor([number], dtype=torch.float64, device=self.device)
         if self.mesh is not None:
             dist.broadcast(tensor, 0)

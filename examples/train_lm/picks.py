@@ -1,4 +1,4 @@
-"""How alike neighbouring queries of a trained model choose their blocks of keys: what trained selection would meet."""
+"""Measures how alike neighbouring queries of a trained model would choose their blocks of keys."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ TILES = (4, 16, 64)  # queries
 
 @dataclass(frozen=True)
 class HeadPicks:
-    """What the queries of a head, or of the heads that share keys, pick in a sequence: means over the queries from an eighth of it
-    on, which have more to choose from.
+    """Summarizes the picks of a head's queries, or of the heads that share keys, in a sequence: means over the queries after its
+    first eighth, which have more blocks to choose from.
 
-    alike: of the picks besides a query's own block, the share that the query before picked too. union: by number of neighbouring
-    queries, as far as there are so many, how many different blocks they pick together.
+    alike: the share of picks, besides a query's own block, that the query before picked too. union: by number of neighbouring
+    queries, up to the number there are, how many different blocks they pick together.
     """
 
     layer: int
@@ -31,8 +31,8 @@ class HeadPicks:
 
 @torch.no_grad()
 def queries_and_keys(model: Decoder, tokens: torch.Tensor, world: World) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(q, k) of each layer as its attention gets them, (1, heads, tokens, head_dim) each. tokens: (1, tokens) int64. The model must
-    not be compiled."""
+    """Returns (q, k) of each layer as its attention gets them, (1, heads, tokens, head_dim) each. tokens: (1, tokens) int64. The
+    model must not be compiled."""
     found = []
 
     def kept(attend):
@@ -55,13 +55,13 @@ def queries_and_keys(model: Decoder, tokens: torch.Tensor, world: World) -> list
 
 
 def picks_of(q: torch.Tensor, k: torch.Tensor, keep: int, block_size: int) -> torch.Tensor:
-    """(kv_heads, tokens, keep) int32, ascending, then -1: each query's own block and the best of those before it, by products with
-    mean keys, summed over the heads that share keys."""
+    """Returns (kv_heads, tokens, keep) int32, ascending, then -1: each query's own block and the best earlier blocks, by products
+    with mean keys, summed over the heads that share keys."""
     return sf.topk_blocks(q, k, keep=keep, every=1, block_size=block_size, share_group=True).picks[0]
 
 
 def summary(picks: torch.Tensor, block_size: int, layer: int) -> list[HeadPicks]:
-    """picks: of ``picks_of``."""
+    """Summarizes picks, as ``picks_of`` returns them, head by head."""
     tokens = picks.shape[1]
     first = max(1, tokens // 8)  # each has one before it
     own = (torch.arange(tokens, device=picks.device) // block_size)[:, None]
@@ -76,7 +76,7 @@ def summary(picks: torch.Tensor, block_size: int, layer: int) -> list[HeadPicks]
 
 
 def _union(picks: torch.Tensor, tile: int) -> float:
-    """How many different blocks ``tile`` neighbouring queries pick, mean over tiles."""
+    """Returns how many different blocks ``tile`` neighbouring queries pick, the mean over tiles."""
     together = picks[: len(picks) // tile * tile].reshape(-1, tile * picks.shape[1]).sort(1).values
     new = torch.ones_like(together, dtype=torch.bool)
     new[:, 1:] = together[:, 1:] != together[:, :-1]

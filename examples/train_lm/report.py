@@ -1,4 +1,4 @@
-"""What a run shows: a progress bar, CSV files, TensorBoard, plots."""
+"""Shows a run: a progress bar, CSV files, TensorBoard, plots."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EVALUATION_FIELDS = ("step", "tokens", "seconds", "loss")
 
 
 class Log:
-    """Of one run, in the first process: steps.csv, evaluations.csv and TensorBoard's files in its folder, and a bar."""
+    """Logs one run, in the first process: steps.csv, evaluations.csv and TensorBoard's files in its folder, and a bar."""
 
     def __init__(self, folder: Path, name: str, done: RunProgress):
         # After a resume, what came later than the checkpoint is written anew.
@@ -67,7 +67,7 @@ class Log:
 
 
 def read(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV file; none where there is no file."""
+    """Returns the rows of a CSV file; none if there is no file."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
@@ -75,7 +75,7 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def plot(runs: dict[str, Path], target: Path) -> Path:
-    """Loss against tokens and against the seconds of training steps, of runs by name: training as lines, held out as dots."""
+    """Plots loss against tokens and against the seconds of training steps, of runs by name: training as lines, held out as dots."""
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")

@@ -1,4 +1,4 @@
-"""What a run is, its presets, and what cannot work."""
+"""Holds the settings of a run and its presets, and refuses settings that cannot work."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from sparse_flash.masks.compiler import alike_on_diagonals
 
 Recompute = Literal["none", "selective", "full"]
 Parallel = Literal["ddp", "fsdp"]
-SDPA = "sdpa"  # in place of a mask: PyTorch's own dense causal attention
+SDPA = "sdpa"  # instead of a mask: PyTorch's own dense causal attention
 _CHOICE = re.compile(r"topk_blocks\((?P<keep>\d+), block=(?P<block_size>\d+)\)(?: \| (?P<always>.+))?")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """In place of a mask, written "topk_blocks(12, block=128) | local(208)": each query keeps its own block of keys and those
-    before that score highest by mean keys, ``keep`` in all, and what the spec text ``always`` keeps. Heads with the same keys share
+    """Replaces a mask, written "topk_blocks(12, block=128) | local(208)". Each query keeps its own block of keys and the earlier
+    blocks that score highest by mean keys, ``keep`` in all, and what the spec text ``always`` keeps. Heads with the same keys share
     choices."""
 
     keep: int
@@ -30,7 +30,7 @@ class Choice:
 
     @classmethod
     def of(cls, mask: str) -> Choice | None:
-        """None for text of another kind."""
+        """Returns None for text of another kind."""
         found = _CHOICE.fullmatch(mask)
         return found and cls(int(found["keep"]), int(found["block_size"]), found["always"])
 
@@ -42,8 +42,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Shape:
-    """The decoder's sizes. heads: of queries; kv_heads divides them. mlp_dim: of SwiGLU's two inner projections. rotary_scale:
-    positions are divided by it (position interpolation, arXiv:2306.15595)."""
+    """Holds the decoder's sizes. heads: of queries; kv_heads divides them. mlp_dim: of SwiGLU's two inner projections.
+    rotary_scale: positions are divided by it (position interpolation, arXiv:2306.15595)."""
 
     dim: int
     layers: int
@@ -57,7 +57,7 @@ class Shape:
 
     @property
     def block_parameters(self) -> int:
-        """Parameters of all blocks and the final norm."""
+        """Returns the number of parameters of all blocks and the final norm."""
         attention = self.dim * self.head_dim * 2 * (self.heads + self.kv_heads) + self.heads
         return self.layers * (attention + 3 * self.dim * self.mlp_dim + 2 * self.dim) + self.dim
 
@@ -77,17 +77,18 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """All that a run's result depends on, and how it is computed.
+    """Holds all that a run's result depends on, and how it is computed.
 
     shape: the model. masks: spec texts for the layers in turn, repeated to the last layer; "sdpa" is PyTorch's dense attention, and
     see ``Choice``.
     length: tokens of a sequence. step_tokens: tokens of an optimizer step over all GPUs, whole sequences. context: GPUs that share
-    a sequence. micro_tokens: tokens that they, or one GPU, compute at a time; the rest of a step is accumulated. chunk: the
-    training text is shuffled in pieces of so many tokens, whatever the length, so that runs of different lengths read the same text
-    in the same order.
-    steps: optimizer steps; where 0, ``minutes`` become steps after 50 timed ones. warmup: steps. learning_rate: its peak; it
-    falls to a tenth on a cosine. extend_to, extend_at: the length from that step on, where not 0. log_length: scores of a query
-    that sees n tokens are multiplied by log(n) / log(1024), so that attention over many keys stays sharp (arXiv:2501.19399).
+    a sequence. micro_tokens: tokens that one GPU, or ``context`` GPUs together, compute at a time; the rest of a step is
+    accumulated. chunk: the training text is shuffled in pieces of so many tokens, whatever the length, so that runs of different
+    lengths read the same text in the same order.
+    steps: optimizer steps; if 0, ``minutes`` become steps after 50 timed ones. warmup: steps. learning_rate: its peak; it
+    falls to a tenth on a cosine. extend_to, extend_at: sequences have length extend_to from step extend_at on, if not 0.
+    log_length: scores of a query that sees n tokens are multiplied by log(n) / log(1024), so that attention over many keys stays
+    sharp (arXiv:2501.19399).
     packed: documents do not see each other. offload: the first so many blocks keep their input in the host's memory between the
     passes. context, recompute, offload, compiled: change speed and memory, and results by rounding only.
     """
@@ -120,7 +121,7 @@ class Settings:
         return self.masks[layer % len(self.masks)]
 
     def length_at(self, step: int) -> int:
-        """Of the sequences of the step after ``step`` of them."""
+        """Returns the length of sequences after ``step`` steps."""
         return self.extend_to if self.extend_to and step >= self.extend_at else self.length
 
     @property
@@ -128,7 +129,7 @@ class Settings:
         return self.extend_to or self.length
 
     def accumulated(self, replicas: int) -> int:
-        """Forward and backward passes of one step on each of so many GPUs, or groups of GPUs that share sequences."""
+        """Returns how many passes forward and backward a step has on each GPU. replicas: GPUs, or groups that share sequences."""
         return self.step_tokens // (self.micro_tokens * replicas)
 
     def to_json(self) -> str:
@@ -140,25 +141,24 @@ class Settings:
         return cls(**{**fields, "shape": Shape(**fields["shape"]), "masks": tuple(fields["masks"])})
 
 
-# What a run may change when it goes on: they move results by rounding at most, or only say when to stop.
+# A resumed run may change these: they move results by rounding at most, or only say when to stop.
 MAY_CHANGE = ("micro_tokens", "context", "recompute", "offload", "compiled", "deterministic", "check_every", "minutes")
 
 
 def preset(name: str) -> Shape:
-    """Raises ValueError for a name that is none of PRESETS."""
+    """Returns a preset. Raises ValueError for another name."""
     if name not in PRESETS:
         raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {name!r}")
     return PRESETS[name]
 
 
 def every_nth_dense(mask: str, every: int) -> tuple[str, ...]:
-    """``mask`` for all layers except each ``every``-th, which is causal; every = 0: for all."""
+    """Returns masks for layers in turn: ``mask``, but causal for each ``every``-th layer; every = 0: for none."""
     return (mask,) * (every - 1) + ("causal",) if every else (mask,)
 
 
 def checked(settings: Settings, ranks: int = 1) -> Settings:
-    """The settings, their masks in canonical spelling. Raises ValueError for what cannot work: what was wanted, what was given,
-    and the way out."""
+    """Returns the settings, their masks in canonical spelling. Raises ValueError for settings that cannot work."""
     shape = settings.shape
     for name, value in (
         asdict(shape) | {n: getattr(settings, n) for n in ("length", "step_tokens", "micro_tokens", "chunk")}
@@ -230,14 +230,14 @@ def _checked_mask(text: str, settings: Settings) -> str:
         choice(*torch.zeros(2, 1, 1, 1, 1))  # says what is wrong with it
         return text
     pattern = sf.parse(text)  # says what is wrong with a text, and where
-    # The part above the diagonal of a mask of another length would be another; compiled at this one, it costs what training costs.
+    # Compiled for the length of training, as a mask of another length may differ above the diagonal.
     if sf.compile_mask(pattern & ~sf.causal(), q_len=settings.last_length).density:
         raise ValueError(f"mask {text!r} lets tokens see later ones; write 'causal & ({text})'")
     return pattern.to_spec()
 
 
 def differences(now: Settings, then: Settings) -> list[str]:
-    """What of a saved run is otherwise here, and must not be."""
+    """Returns the differences from a saved run that a resumed run must not have."""
     ours, theirs = asdict(now), asdict(then)
     return [
         f"{name} is {ours[name]!r} here and {theirs[name]!r} there"

@@ -29,12 +29,12 @@ _LEAST_RATE = 0.1
 
 
 class NotFinite(RuntimeError):
-    """The loss or a gradient is infinite or NaN; says where."""
+    """Says where the loss or a gradient is infinite or NaN."""
 
 
 class Run:
-    """A model in training. folder: of its checkpoints and logs. data: a prepared folder. start: a checkpoint of the same model,
-    whose parameters are the first ones; masks and lengths may differ."""
+    """Trains a model. folder: of its checkpoints and logs. data: a prepared folder. start: a checkpoint of the same model, whose
+    parameters the run starts with; masks and lengths may differ."""
 
     def __init__(
         self,
@@ -77,8 +77,8 @@ class Run:
         self.stopped = False
 
     def train(self, save_every: int = 500, evaluate_every: int = 250, windows: int = 16) -> bool:
-        """To the last step; False where Ctrl-C or SIGTERM came before it. Saves at the end in either case. Raises ValueError where
-        the held-out text is too short to evaluate on, before the first step."""
+        """Trains to the last step; returns False if Ctrl-C or SIGTERM came before it. Saves at the end in either case. Raises
+        ValueError before the first step if the held-out text is too short to evaluate on."""
         for step in (self.progress.step + 1, self.settings.steps or self.settings.extend_at):
             self.held_out.check_holds(self.settings.length_at(step))
         log = Log(self.folder, ", ".join(self.settings.masks), self.progress) if self.world.is_first else None
@@ -114,11 +114,10 @@ class Run:
         """Whether this holds on any rank."""
         if self.world.mesh is None:
             return here
-        (ranks,) = self.world.sum(torch.tensor(float(here), device=self.world.device))
-        return ranks.item() > 0
+        return self.world.sum(torch.tensor(float(here), device=self.world.device)).item() > 0
 
     def step(self) -> dict:
-        """One optimizer step; returns its row of the log."""
+        """Takes one optimizer step; returns its row of the log."""
         settings, world, progress = self.settings, self.world, self.progress
         if self.checked and progress.step % settings.check_every == 0:
             self._check()
@@ -138,7 +137,7 @@ class Run:
                 part = self._pass(batch) * (world.size / settings.step_tokens)
                 part.backward()
             loss += part.detach()
-        (loss,) = world.sum(loss / world.size)
+        loss = world.sum(loss / world.size)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         loss, norm = torch.stack([loss, norm.to(loss)]).tolist()  # waits for the GPU: the clock below is honest
@@ -165,18 +164,18 @@ class Run:
         }
 
     def _batch(self, number: int) -> Batch:
-        """The part of pass ``number`` of the step that this rank computes, alone or with those that share its sequences."""
+        """Returns this rank's batch of pass ``number`` of the step, which it computes alone or with the ranks of its context."""
         settings = self.settings
         before = (number * self.world.replicas + self.world.replica) * settings.micro_tokens
         return self.stream.batch(self.progress.position + before, settings.micro_tokens // self.length, self.length)
 
     @property
     def length(self) -> int:
-        """Of the sequences of the next step."""
+        """Returns the length of the sequences of the next step."""
         return self.settings.length_at(self.progress.step)
 
     def _pass(self, batch: Batch) -> torch.Tensor:
-        """The sum of a batch's losses, of this rank's tokens where ranks share the sequences."""
+        """Returns the sum of a batch's losses; of this rank's tokens if ranks share the sequences."""
         tokens, labels, documents = batch.on(self.world.device, self.settings.packed)
         plans = self._plans(batch) if self.world.context else None
         if plans:
@@ -189,8 +188,8 @@ class Run:
         return self.settings.packed and self.world.context is not None
 
     def _plans(self, batch: Batch) -> sf.ContextPlans:
-        """How the ranks share the tokens of a batch. Plans of whole sequences are made once for a length, by all ranks; those of
-        packed documents for each batch, by a process beside each."""
+        """Returns the plans by which ranks share the tokens of a batch. Plans of whole sequences are made once for each length, by
+        all ranks; plans of packed documents for each batch, by a process beside each rank."""
         if self._plans_documents:
             self._plan(batch)
             return self.coming.pop(batch.boundaries.tobytes()).result()
@@ -201,7 +200,7 @@ class Run:
         return self.plans[length]
 
     def _plan(self, batch: Batch) -> None:
-        """Begins to plan the documents of a batch, where that has not begun."""
+        """Begins to plan the documents of a batch, unless that has begun."""
         tokens, bounds = batch.tokens.numel(), batch.boundaries.tobytes()
         if tokens not in self.planners:
             masks, options = self._shared_by_layer()
@@ -210,7 +209,7 @@ class Run:
             self.coming[bounds] = self.planners[tokens].submit(batch.boundaries)
 
     def _shared_by_layer(self) -> tuple[list[str], dict[str, int]]:
-        """(the layers' masks, their heads)"""
+        """Returns (the layers' masks, their heads)."""
         shape = self.settings.shape
         return [self.settings.mask_of(layer) for layer in range(shape.layers)], {"heads": shape.heads, "kv_heads": shape.kv_heads}
 
@@ -247,8 +246,7 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self, windows: int) -> float:
-        """Mean held-out loss in nats a token, over ``windows`` sequences spread evenly; the ranks share them, and each
-        where they share sequences."""
+        """Returns the mean held-out loss in nats a token, over ``windows`` sequences spread evenly. Replicas divide them."""
         world, length = self.world, self.length
         self.held_out.check_holds(length)
         spread = torch.linspace(0, len(self.held_out) - length - 1, windows).long().tolist()
@@ -257,14 +255,13 @@ class Run:
         for number in range(world.replica, -(-windows // replicas) * replicas, replicas):  # each as many passes
             part = self._pass(Batch.of(self.held_out, [spread[min(number, windows - 1)]], length))
             total += part.double() if number < windows else 0
-        (total,) = world.sum(total)
-        return total.item() / (windows * length)
+        return world.sum(total).item() / (windows * length)
 
     def save(self) -> Path:
         return checkpoint.save(self.folder, self.settings, self.progress, self.model, self.optimizer, self.world)
 
     def _where(self, loss: float, norm: float) -> str:
-        """Which module first gave a number that is not finite; which text was read."""
+        """Says which module first gave a number that is not finite, and which text was read."""
         model, progress, last = self.model, self.progress, checkpoint.latest(self.folder)
         found = [f"parameter {name}" for name, p in model.named_parameters() if not _is_finite(p)]
         if not self._any(bool(found)):  # the same on all ranks, as all of them run the model, or none
@@ -280,7 +277,7 @@ class Run:
 
     @torch.no_grad()
     def _first_module(self) -> list[str]:
-        """Runs the step's batches again, uncompiled, and looks at each module's result."""
+        """Runs the step's batches again, uncompiled; returns the first module whose result is not finite, in a list, or none."""
         found: list[str] = []
 
         def look(name):

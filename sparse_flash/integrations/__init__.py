@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 def masks_of(model: torch.nn.Module) -> dict[int, Pattern | str | BlockMask | SharedSequence]:
-    """The mask of each attention layer that ``use_sparse_flash`` switched, by the layer's number: the canonical spec text of a
-    pattern, the pattern itself if it has none, a BlockMask, a plan, or "own" for the model's own mask.
+    """Returns the mask of each attention layer that ``use_sparse_flash`` switched, by the layer's number: the canonical spec text
+    of a pattern, the pattern itself if it has none, a BlockMask, a plan, or "own" for the model's own mask.
 
     ``use_sparse_flash(other, masks_of(model))`` gives another model the same masks. ``print(model)`` shows them too.
 

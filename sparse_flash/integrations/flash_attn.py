@@ -8,7 +8,7 @@ its spec text (except in varlen calls, also a BlockMask), and ``backend``, as in
 causal and window all keep it.
 
 Differences: a query that keeps nothing has lse -inf, not inf. ``S_dmask``, the matrix of weights with dropout's signs, is never
-formed: ``return_attn_probs`` returns None in its place, and is refused with dropout. ``num_splits`` has no effect, as the kernel
+formed: ``return_attn_probs`` returns None instead, and is refused with dropout. ``num_splits`` has no effect, as the kernel
 chooses. Calls do not synchronize with the GPU, so lengths cannot be checked there: tokens past the capacity of a cache are dropped.
 On a CPU they raise ValueError.
 
@@ -51,7 +51,7 @@ def flash_attn_func(
     mask: BlockMask | Pattern | str | None = None,
     backend: str = "auto",
 ):
-    """softmax(softmax_scale * q k^T) v over the kept pairs.
+    """Returns softmax(softmax_scale * q k^T) v over the kept pairs.
 
     q: (batch, seqlen_q, heads, head_dim). k, v: (batch, seqlen_k, kv_heads, head_dim); kv_heads divides heads.
     window_size: (left, right), how many keys before and after a query's own position are kept; negative for no limit. causal: right
@@ -93,7 +93,7 @@ def flash_attn_qkvpacked_func(
     mask: BlockMask | Pattern | str | None = None,
     backend: str = "auto",
 ):
-    """``flash_attn_func`` of qkv, (batch, seqlen, 3, heads, head_dim)."""
+    """Calls ``flash_attn_func`` on qkv, (batch, seqlen, 3, heads, head_dim)."""
     _check_dims("qkv", qkv, "(batch, tokens, 3, heads, head_dim)")
     rest = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     q, k, v = qkv.unbind(2)
@@ -115,7 +115,7 @@ def flash_attn_kvpacked_func(
     mask: BlockMask | Pattern | str | None = None,
     backend: str = "auto",
 ):
-    """``flash_attn_func`` of q and kv, (batch, seqlen_k, 2, kv_heads, head_dim)."""
+    """Calls ``flash_attn_func`` on q and kv, (batch, seqlen_k, 2, kv_heads, head_dim)."""
     _check_dims("kv", kv, "(batch, tokens, 2, kv_heads, head_dim)")
     rest = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     k, v = kv.unbind(2)
@@ -143,7 +143,7 @@ def flash_attn_varlen_func(
     mask: Pattern | str | None = None,
     backend: str = "auto",
 ):
-    """``flash_attn_func`` on each of several sequences, packed one after another.
+    """Does what ``flash_attn_func`` does, for each of several sequences, packed one after another.
 
     q: (total_q, heads, head_dim). k, v: (total_k, kv_heads, head_dim), or with block_table pages, (pages, page_size, kv_heads,
     head_dim). cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32, the start of each sequence, and the end of the last.
@@ -223,7 +223,7 @@ def flash_attn_varlen_qkvpacked_func(
     mask: Pattern | str | None = None,
     backend: str = "auto",
 ):
-    """``flash_attn_varlen_func`` of qkv, (total, 3, heads, head_dim)."""
+    """Calls ``flash_attn_varlen_func`` on qkv, (total, 3, heads, head_dim)."""
     _check_dims("qkv", qkv, "(tokens of all sequences, 3, heads, head_dim)")
     rest = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     q, k, v = qkv.unbind(1)
@@ -249,7 +249,7 @@ def flash_attn_varlen_kvpacked_func(
     mask: Pattern | str | None = None,
     backend: str = "auto",
 ):
-    """``flash_attn_varlen_func`` of q and kv, (total_k, 2, kv_heads, head_dim)."""
+    """Calls ``flash_attn_varlen_func`` on q and kv, (total_k, 2, kv_heads, head_dim)."""
     _check_dims("kv", kv, "(tokens of all sequences, 2, kv_heads, head_dim)")
     rest = softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     k, v = kv.unbind(1)
@@ -282,7 +282,7 @@ def flash_attn_with_kvcache(
     mask: BlockMask | Pattern | str | None = None,
     backend: str = "auto",
 ):
-    """Attention of the last tokens of each sequence to its cache, after writing k and v to the cache; forward only.
+    """Attends the last tokens of each sequence to its cache, after writing k and v to the cache; forward only.
 
     q: (batch, seqlen_q, heads, head_dim). k_cache, v_cache: (caches, capacity, kv_heads, head_dim), or with block_table pages,
     (pages, page_size, kv_heads, head_dim). k, v: (batch, seqlen_new, kv_heads, head_dim), written in place to positions
@@ -302,8 +302,9 @@ def flash_attn_with_kvcache(
     without mask, neither causal nor with a window that ends at the query, on a GPU unless cache_seqlens is an int or None.
     """
     paged = block_table is not None
-    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        _check_dims(name, tensor, "(pages, page_size, kv_heads, head_dim)" if paged and tensor is not q else "four dimensions")
+    _check_dims("q", q, "(batch, tokens, heads, head_dim)")
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        _check_dims(name, cache, f"({'pages, page_size' if paged else 'caches, capacity'}, kv_heads, head_dim)")
     _check_cache_call(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, block_table)
     for name, each in (("cache_seqlens", cache_seqlens), ("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
         if isinstance(each, torch.Tensor) and each.shape != q.shape[:1]:
@@ -326,15 +327,15 @@ def flash_attn_with_kvcache(
         if longest + new > capacity:
             room = "block_table names pages for" if paged else "the cache has room for"
             raise ValueError(f"{room} {capacity} tokens of a sequence; got cache_seqlens of up to {longest} and {new} new tokens")
-    where = _places(k_cache, cache_batch_idx, block_table, batch)
+    index = _index_of(k_cache, cache_batch_idx, block_table, batch)
     if k is not None and v is not None:
-        place = cache_seqlens[:, None].long() + torch.arange(new, device=q.device)
+        position = cache_seqlens[:, None].long() + torch.arange(new, device=q.device)
         if rotary_cos is not None and rotary_sin is not None:
             by_query = torch.arange(q_len, device=q.device) if causal or _limits(window_size) != (None, None) else 0
             q = _rotated(q, rotary_cos, rotary_sin, cache_seqlens[:, None].long() + by_query, rotary_interleaved)
-            k = _rotated(k, rotary_cos, rotary_sin, place, rotary_interleaved)
+            k = _rotated(k, rotary_cos, rotary_sin, position, rotary_interleaved)
         for cache, tokens in ((k_cache, k), (v_cache, v)):
-            _write(cache, tokens, place, where, capacity)
+            _write(cache, tokens, position, index, capacity)
     lens = cache_seqlens + new
     variant = _variant(0.0, softcap, alibi_slopes)
     options: dict[str, Any] = {"scale": softmax_scale, "return_lse": True, "backend": backend}
@@ -346,7 +347,7 @@ def flash_attn_with_kvcache(
         # The last tokens of all sequences go to the end of the axis.
         lens = lens.clamp(max=capacity)
         token = torch.arange(capacity, device=q.device) - (capacity - lens)[:, None]
-        keys, values = (cache[where(token)] for cache in (k_cache, v_cache))
+        keys, values = (cache[index(token)] for cache in (k_cache, v_cache))
         first = capacity - lens if cache_leftpad is None else capacity - lens + cache_leftpad
         q, keys, values = (t.transpose(1, 2) for t in (q, keys, values))
         out, lse = attention(q, keys, values, kept, kv_starts=first.clamp(max=capacity), **options, **variant)
@@ -368,14 +369,10 @@ def _refuse_probabilities(dropout_p: float, return_attn_probs: bool) -> None:
 
 
 def _check_dims(name: str, tensor: torch.Tensor, shape: str) -> None:
-    dims = shape.count(",") + 1 if shape.startswith("(") else 4
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")
-    if tensor.dim() != dims:
-        wanted = f"shape {shape}" if shape.startswith("(") else f"{shape}, (batch, tokens, heads, head_dim)"
-        raise ValueError(f"{name} must have {wanted}; got {tuple(tensor.shape)}")
     packed = next((int(part) for part in shape.split(", ") if part in ("2", "3")), None)
-    if packed is not None and tensor.shape[-3] != packed:
+    if tensor.dim() != shape.count(",") + 1 or (packed is not None and tensor.shape[-3] != packed):
         raise ValueError(f"{name} must have shape {shape}; got {tuple(tensor.shape)}")
 
 
@@ -388,14 +385,14 @@ def _longest(name: str, given: int | torch.Tensor, most: int) -> int:
 
 
 def _check_paged_sequences(cu_seqlens: torch.Tensor, longest: int, block_table: torch.Tensor, cache: torch.Tensor) -> None:
-    """Raises as ``checked_documents`` does, where each sequence has the room of its pages."""
+    """Raises as ``checked_documents`` does; a sequence holds at most the tokens of its pages."""
     _check_block_table(block_table, len(cu_seqlens) - 1)
-    room = block_table.shape[1] * cache.shape[1]
+    most = block_table.shape[1] * cache.shape[1]
     if cu_seqlens.device.type == "cpu" and not is_recorded(cu_seqlens.device):
         lengths = cu_seqlens.diff().tolist()
-        if min(lengths, default=0) < 0 or max(lengths, default=0) > min(longest, room):
+        if min(lengths, default=0) < 0 or max(lengths, default=0) > min(longest, most):
             raise ValueError(
-                f"cu_seqlens_k must not decrease, and no sequence be longer than max_seqlen_k={longest} or the {room} tokens of "
+                f"cu_seqlens_k must not decrease, and no sequence be longer than max_seqlen_k={longest} or the {most} tokens of "
                 f"its pages; got sequences of {min(lengths)} to {max(lengths)} tokens"
             )
 
@@ -422,7 +419,7 @@ def _limits(window_size) -> tuple[int | None, int | None]:
 
 
 def _kept(causal: bool, window_size, mask):
-    """The mask of a call. FlashAttention's own part is text, which torch.compile accepts on every PyTorch."""
+    """Returns the mask of a call. FlashAttention's own part is text, which torch.compile accepts on every PyTorch."""
     left, right = _limits(window_size)
     right = 0 if causal else right
     if left is None and right is None:
@@ -432,12 +429,12 @@ def _kept(causal: bool, window_size, mask):
     if mask is None:
         return own
     if isinstance(mask, str):
-        return f"({text_of(mask)}) & {own}"  # read alone first, so that an error shows it as it was given
+        return f"({text_of(mask)}) & {own}"  # read alone first, so that an error shows the given text
     if isinstance(mask, Pattern):
         return _joined(mask, own)
     raise ValueError(
         f"mask is a {type(mask).__name__}, which causal and window_size cannot be joined with; compile it from a pattern that says "
-        f"them, such as '... & {own}', or pass the pattern"
+        f"these, such as '... & {own}', or pass the pattern"
     )
 
 
@@ -466,53 +463,53 @@ def _of_distances(pattern: Pattern) -> bool:
 
 
 def _rows(cu_seqlens: torch.Tensor, tokens: int, longest: int, at_end: bool) -> tuple[torch.Tensor, ...]:
-    """Packed sequences on an axis of ``longest`` places each: (the first place of each, its length, the row of each token, the
-    token of each row), -1 for none; int32."""
+    """Lays packed sequences out on an axis, ``longest`` rows for each. Returns (the first of its rows that a sequence fills, its
+    length, the row of each token, the token of each row), int32, -1 for none."""
     start, count = cu_seqlens[:-1].int(), cu_seqlens.diff().int().clamp(max=longest)
     first = longest - count if at_end else torch.zeros_like(count)
-    place = torch.arange(longest, device=cu_seqlens.device, dtype=torch.int32) - first[:, None]
-    token_of_row = torch.where((place >= 0) & (place < count[:, None]), start[:, None] + place, -1).flatten()
+    position = torch.arange(longest, device=cu_seqlens.device, dtype=torch.int32) - first[:, None]
+    token_of_row = torch.where((position >= 0) & (position < count[:, None]), start[:, None] + position, -1).flatten()
     token = torch.arange(tokens, device=cu_seqlens.device, dtype=torch.int32)
     own = torch.searchsorted(cu_seqlens[1:].int().contiguous(), token, right=True).clamp(max=len(count) - 1)
-    place = token - start[own]
-    row = own.int() * longest + first[own] + place
-    return first, count, torch.where((place >= 0) & (place < count[own]), row, -1), token_of_row
+    position = token - start[own]
+    row = own.int() * longest + first[own] + position
+    return first, count, torch.where((position >= 0) & (position < count[own]), row, -1), token_of_row
 
 
 def _page(block_table: torch.Tensor, token: torch.Tensor, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(page, offset in it) of tokens (sequences, n); page 0 for those before a sequence's first. Raises as ``check_read_pages``
-    does."""
+    """Returns (page, offset in it) of tokens (sequences, n); page 0 for tokens before a sequence's first. Raises as
+    ``check_read_pages`` does."""
     exists, token, size = token >= 0, token.clamp(min=0).long(), cache.shape[1]
     page = block_table.long().gather(1, (token // size).clamp(max=block_table.shape[1] - 1))
     check_read_pages(page, exists, len(cache))
     return torch.where(exists, page, 0), token % size
 
 
-def _places(cache, cache_batch_idx, block_table, batch: int):
-    """Tokens (batch, n) -> an index into the cache, any for those before a sequence's first."""
+def _index_of(cache, cache_batch_idx, block_table, batch: int):
+    """Returns a function: positions (batch, n) -> an index into the cache; any index for negative positions."""
     if block_table is not None:
         return lambda token: _page(block_table, token, cache)
     own = torch.arange(batch, device=cache.device) if cache_batch_idx is None else cache_batch_idx.long()
     return lambda token: (own[:, None], token.clamp(min=0).long())
 
 
-def _write(cache: torch.Tensor, tokens: torch.Tensor, place: torch.Tensor, where, capacity: int) -> None:
-    """Writes tokens (batch, n, heads, head_dim) to their places. Tokens past the capacity are dropped: they write the same as the
-    first one; if that is past the end too, it rewrites the old contents."""
-    fits = place < capacity
-    place = torch.where(fits, place, torch.where(fits[:, :1], place[:, :1], capacity - 1))
-    there = torch.where(fits[:, :1, None, None], tokens[:, :1].to(cache.dtype), cache[where(place[:, :1])])
-    cache.index_put_(where(place), torch.where(fits[:, :, None, None], tokens.to(cache.dtype), there))
+def _write(cache: torch.Tensor, tokens: torch.Tensor, position: torch.Tensor, index, capacity: int) -> None:
+    """Writes tokens (batch, n, heads, head_dim) to their positions. Tokens past the capacity are dropped: they write the same as
+    the first one; if that is past the end too, it rewrites the old contents."""
+    fits = position < capacity
+    position = torch.where(fits, position, torch.where(fits[:, :1], position[:, :1], capacity - 1))
+    there = torch.where(fits[:, :1, None, None], tokens[:, :1].to(cache.dtype), cache[index(position[:, :1])])
+    cache.index_put_(index(position), torch.where(fits[:, :, None, None], tokens.to(cache.dtype), there))
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, position: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """x (batch, tokens, heads, head_dim) with its first dimensions rotated. position: (batch, tokens | 1) int64."""
+    """Rotates the first dimensions of x, (batch, tokens, heads, head_dim). position: (batch, tokens | 1) int64."""
     half = cos.shape[1]
     cos, sin = (table[position].float()[:, :, None] for table in (cos, sin))
     rotary, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
     first, second = (rotary[..., ::2], rotary[..., 1::2]) if interleaved else (rotary[..., :half], rotary[..., half:])
-    turned = first * cos - second * sin, first * sin + second * cos
-    joined = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    rotated = first * cos - second * sin, first * sin + second * cos
+    joined = torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)
     return torch.cat([joined.to(x.dtype), rest], -1)
 
 

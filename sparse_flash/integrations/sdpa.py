@@ -26,7 +26,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """softmax(query key^T * scale) value over the kept pairs, like query but with value's head_dim.
+    """Returns softmax(query key^T * scale) value over the kept pairs, like query but with value's head_dim.
 
     query: (batch, heads, q_len, head_dim). key, value: (batch, heads, kv_len, head_dim), or with enable_gqa a divisor of those
     heads; value may have another head_dim.
@@ -47,7 +47,7 @@ def scaled_dot_product_attention(
         raise ValueError("attn_mask and is_causal were both given; say 'causal & ...' in the mask")
     if is_causal and query.shape[-2] != key.shape[-2]:
         raise ValueError(
-            f"is_causal counts queries from the first key in PyTorch, which leaves keys unseen where lengths differ; got "
+            f"is_causal counts queries from the first key in PyTorch, which leaves keys unseen if lengths differ; got "
             f"{query.shape[-2]} queries and {key.shape[-2]} keys; attn_mask='causal' aligns the last query with the last key"
         )
     if not enable_gqa and query.shape[1] != key.shape[1]:
@@ -59,8 +59,8 @@ def scaled_dot_product_attention(
 
 
 def _table(kept: torch.Tensor, wanted: tuple[int, ...]) -> BlockMask | None:
-    """The table of a tensor that broadcasts to wanted, (batch, heads, q_len, kv_len), or None where there are no pairs; a mask
-    shared by batch entries or heads is stored once."""
+    """Returns the table of a tensor that broadcasts to wanted, (batch, heads, q_len, kv_len); None if there are no pairs. A mask
+    that batch entries or heads share is stored once."""
     if kept.dtype != torch.bool:
         raise ValueError(f"attn_mask must be bool, True where a pair is kept; got {kept.dtype}, which is added to scores")
     shape = (1,) * (4 - kept.dim()) + tuple(kept.shape)

@@ -13,7 +13,7 @@ from ..backends import hopper
 from ..backends import triton as portable
 from ..masks.block_mask import BlockMask
 from ..variant.variant import Variant
-from .routes import PartMask, TwoCalls
+from .routes import LocalMask, TwoCalls
 from .transfer import of_blocks, pack, unpacked
 
 if TYPE_CHECKING:
@@ -45,19 +45,19 @@ class PartialAttention(NamedTuple):
     backend: str
     dropout: Variant | None = None
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: PartMask) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (out, lse) of the part's columns."""
-        run, walked, variant = self._prepared(q, k, v, part)
-        return run.forward(q, k, v, walked, self.scale, variant)
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: LocalMask) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns (out, lse) over the columns of the mask."""
+        run, table, variant = self._prepared(q, k, v, mask)
+        return run.forward(q, k, v, table, self.scale, variant)
 
     def backward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: RowResults, part: PartMask
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: RowResults, mask: LocalMask
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns (dq, dk, dv) from the pairs of one part. results: out and lse over all columns, as the probabilities need the
+        """Returns (dq, dk, dv) from the pairs of the mask. results: out and lse over all columns, as the probabilities need the
         whole lse."""
-        run, walked, variant = self._prepared(q, k, v, part)
+        run, table, variant = self._prepared(q, k, v, mask)
         dout, dlse, out, lse = results
-        return run.backward(dout, dlse, q, k, v, out, lse, walked, self.scale, self.deterministic, variant)
+        return run.backward(dout, dlse, q, k, v, out, lse, table, self.scale, self.deterministic, variant)
 
     def backward_in_two(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fetched: torch.Tensor, results: RowResults, calls: TwoCalls
@@ -75,12 +75,12 @@ class PartialAttention(NamedTuple):
         return separate if joint is None else JointCalls(joint, near[1], far[1])
 
     def _prepared(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: PartMask
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: LocalMask
     ) -> tuple[ModuleType, BlockMask | None, Variant | None]:
-        walked, variant = walked_of(part, self.dropout, q.is_cuda)
-        size = None if walked is None else walked.block_size
+        table, variant = for_back_end(mask, self.dropout, q.is_cuda)
+        size = None if table is None else table.block_size
         call = backends.Call.of(q, k, v, size, variant, deterministic=self.deterministic)
-        return backends.backend(backends.choose(self.backend, call)), walked, variant
+        return backends.backend(backends.choose(self.backend, call)), table, variant
 
 
 class SeparateCalls:
@@ -133,12 +133,12 @@ class JointCalls(NamedTuple):
             return self.joint.of_queries()
 
 
-def walked_of(part: PartMask, dropout: Variant | None, on_gpu: bool) -> tuple[BlockMask | None, Variant | None]:
+def for_back_end(mask: LocalMask, dropout: Variant | None, on_gpu: bool) -> tuple[BlockMask | None, Variant | None]:
     """Returns (mask, variant) for a back end. With dropout, the variant has the positions of the mask's tokens in the sequence."""
     if dropout is None:
-        return part.mask.walked(on_gpu), None
+        return mask.mask.walked(on_gpu), None
     # Only the mask's own blocks are contiguous in the sequence, so neither coarser blocks nor a dense call are used.
-    return part.mask, replace(dropout, q_places=part.q_places, kv_places=part.kv_places)
+    return mask.mask, replace(dropout, q_places=mask.q_places, kv_places=mask.kv_places)
 
 
 def join(

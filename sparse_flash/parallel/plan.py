@@ -33,14 +33,14 @@ from ..masks.pattern import Pattern
 from ..variant.definition import with_sinks
 from ..variant.variant import Variant, checked_variant
 from .agreement import check_agreement
-from .calls import walked_of
+from .calls import for_back_end
 from .costs import LINK_RATE, Node
 from .exchange import attention_of_blocks, exchange_blocks, seed_of_first_rank
 from .explanation import ContextExplanation, Strategy, explained
 from .heads import own_tokens_of_all_heads, some_heads_of_all_tokens
 from .meshes import device_of, group_of, ranks_of_node_of
 from .planning import PlannedSequence, PlanOptions, described, planned, square
-from .routes import BlockExchange, Overlap, PartMask, Peers, Route
+from .routes import BlockExchange, LocalMask, Overlap, Peers, Route
 from .sharding import TokenShards
 
 # (q, k) -> the blocks of keys that each query attends to
@@ -197,7 +197,7 @@ class ContextPlan(TokenShards):
         part = numbers.parts[number]
         self._one_rank = part.to(self.device) if isinstance(part, BlockMask) else None
         # The mask of the call between exchanges, if the rank then has all tokens.
-        self._gathered = part.to(self.device) if isinstance(part, PartMask) else None
+        self._gathered = part.to(self.device) if isinstance(part, LocalMask) else None
         # The index of each token of the sequence among the tokens of all ranks, rank after rank; None if both orders are the same.
         in_order = self.ranks == 1 or np.array_equal(self.places.ravel(), np.arange(self.q_len))
         self._order = None if in_order or self.strategy != "heads" else shards._inverse
@@ -451,7 +451,7 @@ def _of_all_tokens(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    mask: PartMask | BlockSelection | BlockMask,
+    mask: LocalMask | BlockSelection | BlockMask,
     scale: float | None,
     dropout: Variant | None,
     sinks: torch.Tensor | None,
@@ -460,7 +460,7 @@ def _of_all_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out, lse) on a rank that has all tokens of its heads."""
     if dropout is None:
-        given = mask.mask if isinstance(mask, PartMask) else mask
+        given = mask.mask if isinstance(mask, LocalMask) else mask
         # fmt: off
         out, lse = attention(q, k, v, given, scale=scale, sinks=sinks, return_lse=True, deterministic=deterministic,
                              backend=backend)
@@ -470,13 +470,13 @@ def _of_all_tokens(
         raise ValueError(
             "a BlockSelection does not take dropout_p; leave it out, or choose a BlockMask, as topk_blocks with every=None does"
         )
-    if isinstance(mask, PartMask):
-        given, (walked, variant) = mask.mask, walked_of(mask, dropout, q.is_cuda)
+    if isinstance(mask, LocalMask):
+        given, (table, variant) = mask.mask, for_back_end(mask, dropout, q.is_cuda)
     else:
         check_mask(mask, q, k)
-        given, walked, variant = mask, mask.walked(q.is_cuda), dropout
+        given, table, variant = mask, mask.walked(q.is_cuda), dropout
     scale = checked_scale(scale, q.shape[3])
-    call = AttentionCall(q, k, v, given, walked, scale, deterministic, backend, variant, None, True, None, None)
+    call = AttentionCall(q, k, v, given, table, scale, deterministic, backend, variant, None, True, None, None)
     out, lse = operators.attention(call, select_backend(call))
     return (out, lse) if sinks is None else with_sinks(out, lse, sinks, None)
 

@@ -14,7 +14,7 @@ from ..packed.picks import PackedSelection
 from .assignment import Owners, Visits, chunk_blocks
 from .costs import Node, SequenceSizes
 from .explanation import STRATEGIES, Strategy, chosen, possible_strategies, visits_of_nodes
-from .routes import BlockExchange, PartMask
+from .routes import BlockExchange, LocalMask
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class PlannedSequence:
     owners: Owners
     strategies: tuple[Strategy, ...]
     fits: tuple[tuple[int, ...], ...]
-    parts: tuple[BlockMask | PartMask | BlockExchange, ...]
+    parts: tuple[BlockMask | LocalMask | BlockExchange, ...]
 
 
 def planned(
@@ -130,12 +130,12 @@ def planned(
         )
     choice = chosen(visits, layers, sizes, ranks, link_rate, allowed, node)
 
-    def part(one: Visits, strategy: Strategy) -> BlockMask | PartMask | BlockExchange:
+    def part(one: Visits, strategy: Strategy) -> BlockMask | LocalMask | BlockExchange:
         if ranks == 1:
             return one.mask
         if strategy == "heads":
             order = choice.owners.blocks.flatten()
-            return PartMask.of(_heads_of(one.mask, rank, ranks), order, order)
+            return LocalMask.of(_heads_of(one.mask, rank, ranks), order, order)
         if strategy == "nodes":
             number, within = divmod(rank, ranks_of_node)
             mask, owners = _heads_of(one.mask, within, ranks_of_node), choice.owners.of_nodes(ranks_of_node)

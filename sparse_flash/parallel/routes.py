@@ -50,7 +50,7 @@ class Peers:
 
 
 @dataclass(frozen=True, eq=False)
-class PartMask:
+class LocalMask:
     """Holds the mask of some block rows and columns of a sequence, and their positions in it. q_places, kv_places: as in
     ``Variant``; 0 for blocks that keep nothing."""
 
@@ -59,14 +59,14 @@ class PartMask:
     kv_places: torch.Tensor
 
     @classmethod
-    def of(cls, mask: BlockMask, rows: np.ndarray, cols: np.ndarray) -> PartMask:
+    def of(cls, mask: BlockMask, rows: np.ndarray, cols: np.ndarray) -> LocalMask:
         """rows, cols: as for ``part_of``."""
         size = mask.block_size
         places = [np.maximum(blocks, 0)[:, None] * size + np.arange(0, size, 16) for blocks in (rows, cols)]
         return cls(part_of(mask, rows, cols), *(torch.from_numpy(of.ravel().astype(np.int32)) for of in places))
 
-    def to(self, device: torch.device) -> PartMask:
-        return PartMask(self.mask.to(device), self.q_places.to(device), self.kv_places.to(device))
+    def to(self, device: torch.device) -> LocalMask:
+        return LocalMask(self.mask.to(device), self.q_places.to(device), self.kv_places.to(device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +74,7 @@ class OneCall:
     """Describes a pass in one call, after the exchange (forward) or before it (backward). mask: its rows are the rank's blocks, its
     columns the rank's blocks and then the blocks that it gets."""
 
-    mask: PartMask
+    mask: LocalMask
 
     def to(self, device: torch.device) -> OneCall:
         return OneCall(self.mask.to(device))
@@ -89,8 +89,8 @@ class TwoCalls:
     as indices of the rank's blocks; None for all block rows, if the visiting ones are not few.
     """
 
-    near: PartMask
-    far: PartMask | None
+    near: LocalMask
+    far: LocalMask | None
     rows: torch.Tensor | None
 
     def to(self, device: torch.device) -> TwoCalls:
@@ -108,7 +108,7 @@ class SharedRows:
 
     rows: torch.Tensor
     traffic: Traffic
-    mask: PartMask
+    mask: LocalMask
     block_size: int
 
     @classmethod
@@ -116,7 +116,7 @@ class SharedRows:
         """shared: (blocks,) bool, of the whole sequence."""
         of_rank = [np.flatnonzero((blocks >= 0) & shared[blocks]) for blocks in assignment.blocks]
         every = np.concatenate([blocks[rows] for blocks, rows in zip(assignment.blocks, of_rank, strict=True)])
-        own = PartMask.of(mask, every, assignment.blocks[rank])
+        own = LocalMask.of(mask, every, assignment.blocks[rank])
         counts = np.array([len(rows) for rows in of_rank])
         traffic = Traffic(np.repeat(counts[:, None], assignment.ranks, 1), rank)
         return cls(torch.from_numpy(of_rank[rank]), traffic, own, mask.block_size)
@@ -183,7 +183,7 @@ class BlockExchange:
         # A table is built once, and only if a pass uses it.
         calls: dict[bool, OneCall | TwoCalls] = {}
         if False in chosen:
-            calls[False] = OneCall(PartMask.of(mask, rows, np.concatenate([own, fetched])))
+            calls[False] = OneCall(LocalMask.of(mask, rows, np.concatenate([own, fetched])))
         if True in chosen:
             calls[True] = _two_calls(mask, rows, own, fetched)
         place = np.full(mask.grid.kv_blocks, -1)
@@ -225,12 +225,12 @@ class Route(BlockExchange, Peers):
 
 def _two_calls(mask: BlockMask, rows: np.ndarray, own: np.ndarray, fetched: np.ndarray) -> TwoCalls:
     """rows: ``own``, with -1 for rows that other calls attend."""
-    near, visiting = PartMask.of(mask, rows, own), _visits(mask, rows, fetched)
+    near, visiting = LocalMask.of(mask, rows, own), _visits(mask, rows, fetched)
     some = visiting.any()
     if not some or not gathers_rows(visiting.sum(), len(own)):
-        return TwoCalls(near, PartMask.of(mask, rows, fetched) if some else None, None)
+        return TwoCalls(near, LocalMask.of(mask, rows, fetched) if some else None, None)
     gathered = np.flatnonzero(visiting)
-    return TwoCalls(near, PartMask.of(mask, rows[gathered], fetched), torch.from_numpy(gathered))
+    return TwoCalls(near, LocalMask.of(mask, rows[gathered], fetched), torch.from_numpy(gathered))
 
 
 def _visits(mask: BlockMask, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:

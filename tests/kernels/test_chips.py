@@ -26,7 +26,7 @@ parametrize = pytest.mark.parametrize
 
 @pytest.fixture
 def pointers(monkeypatch, poison):
-    """Gives kernels pointers in place of descriptors, as on chips that cannot address tiles. Returns what they got."""
+    """Gives kernels pointers instead of descriptors, as on chips that cannot address tiles. Returns what they got."""
     made, rows_of = [], launch.rows_of
     monkeypatch.setattr(launch, "rows_of", lambda tensor, dim: made.append(rows_of(tensor, dim)) or made[-1])
     monkeypatch.setattr(launch, "addresses_tiles", lambda device: False)

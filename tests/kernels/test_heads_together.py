@@ -34,7 +34,7 @@ def on_hopper(poison):
 
 @pytest.fixture
 def rooms(monkeypatch):
-    """Of all calls. Columns of any mask are taken for short ones."""
+    """Records the workspaces of all calls. Columns of any mask are taken for short ones."""
     found, room_of = [], backward._room
     monkeypatch.setattr(backward, "_short_columns", lambda *sizes: True)
     monkeypatch.setattr(backward, "_room", lambda *call: found.append(room_of(*call)) or found[-1])

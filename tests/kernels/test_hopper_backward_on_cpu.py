@@ -35,7 +35,7 @@ def inputs(head_dim, v_head_dim, q_len, kv_len, heads=2, kv_heads=1, batch=1):
 
 
 def wrong(tensors, mask, deterministic=False, config=None, seed=0, **terms):
-    """What the kernel's dq, dk and dv are off by, of those that are off by too much. Tokens that do not exist hold NaN."""
+    """Returns the errors of the kernel's dq, dk and dv that are too large. Tokens that do not exist hold NaN."""
     q, k, v, dout, dlse = tensors
     scale = q.shape[3] ** -0.5
     torch.manual_seed(seed)  # of dropout
@@ -79,14 +79,17 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("head_dim, v_head_dim", [(256, 256), (192, 192), *NARROWER])
-def test_gradients_of_wide_heads_are_right(head_dim, v_head_dim, name):
+# Sums are repeatable, and heads share keys, under half of the masks for each head_dim, and in half of the head_dims for each mask.
+WIDE = enumerate([(256, 256), (192, 192), *NARROWER])
+OF_WIDE = [(*dims, name, (i + j) % 2 == 1) for i, dims in WIDE for j, name in enumerate(MASKS)]
+
+
+@pytest.mark.parametrize("head_dim, v_head_dim, name, deterministic", OF_WIDE)
+def test_gradients_of_wide_heads_are_right(head_dim, v_head_dim, name, deterministic):
     spec, q_len, kv_len, block_size = MASKS[name]
     mask = spec and sf.compile_mask(spec, q_len, kv_len, block_size)
-    for deterministic, kv_heads in ((False, 2), (True, 1)):
-        tensors = inputs(head_dim, v_head_dim, q_len, kv_len, kv_heads=kv_heads)
-        assert wrong(tensors, mask, deterministic, seed=len(name)) == {}
+    tensors = inputs(head_dim, v_head_dim, q_len, kv_len, kv_heads=1 if deterministic else 2)
+    assert wrong(tensors, mask, deterministic, seed=len(name)) == {}
 
 
 @pytest.mark.parametrize("head_dim", (136, 200))

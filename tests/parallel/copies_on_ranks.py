@@ -24,7 +24,7 @@ from sparse_flash.parallel.transfer import message, started
 
 
 class Files:
-    """What a handle of symmetric memory does: bytes of each rank, which all of them read."""
+    """Stands in for a handle of symmetric memory: bytes of each rank, which all of them read."""
 
     def __init__(self, size: int, group: dist.ProcessGroup, folder: Path):
         self._size, self._group, self._folder = size, group, folder

@@ -57,7 +57,7 @@ def of_transformers(labelled: int, compiled: bool = False) -> tuple[float, float
 
 
 def refused_by_transformers() -> dict[str, str]:
-    """What is said of models and calls that a plan does not fit, by name."""
+    """Returns the errors of models and calls that a plan does not fit, by name."""
     plans = sf.context_parallel(MASKS, TOKENS, mesh(), block_size=64)
     other = sf.context_parallel("causal", TOKENS, mesh(), block_size=64)
     words = torch.zeros(1, TOKENS, dtype=torch.int64)

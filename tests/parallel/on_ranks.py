@@ -1,4 +1,4 @@
-"""What the tests run on each rank: a plan's results against one process's, in natural order."""
+"""Runs on each rank for the tests: a plan's results against one process's, in natural order."""
 
 from __future__ import annotations
 
@@ -162,14 +162,14 @@ DROPPED = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 
 
 def shared_in_nodes(name: str, overlap: bool) -> tuple[float, bool, bool]:
-    """As ``compared``, where links between nodes are slow; and whether rows are shared across nodes."""
+    """Does as ``compared``, with slow links between nodes; returns also whether rows are shared across nodes."""
     options = {"overlap": overlap, "link_rate": (1e8, 163e9)}
     plan = plan_of(name, "nodes", nodes(), **options)
     return *compared(name, "nodes", True, **options), plan._route.shared is not None
 
 
 def dropped(name: str, strategy: str, in_nodes: bool = False, dtype: torch.dtype = DROPPED, **options) -> tuple[float, bool]:
-    """As ``compared``, with dropout, where the generators of the other ranks are in another state than the first's."""
+    """Does as ``compared``, with dropout; the generators of the other ranks are in another state than the first's."""
     plan, found = plan_of(name, strategy, nodes() if in_nodes else None, **options), []
     for _ in range(2):
         torch.manual_seed(SEED + 100 * dist.get_rank())
@@ -276,7 +276,7 @@ def outlived(name: str, strategy: str, compiled: bool, in_nodes: bool = False) -
 
 
 def differentiated_twice() -> str:
-    """What a second backward pass says."""
+    """Returns the error of a second backward pass."""
     plan = plan_of("causal")
     q, k, v = (plan.shard(t, 2).requires_grad_() for t in inputs("causal")[:3])
     (dq,) = torch.autograd.grad(plan.attention(q, k, v).sin().sum(), q, create_graph=True)
@@ -288,8 +288,8 @@ def differentiated_twice() -> str:
 
 
 def selected(name: str, shuffled: bool, dropout_p: float = 0.0, **options) -> tuple[float, bool]:
-    """As ``compared``, where queries choose their blocks by these options of ``topk_blocks``. shuffled: ranks own chunks from all
-    over the sequence, in place of one piece each."""
+    """Does as ``compared``; queries choose their blocks by these options of ``topk_blocks``. shuffled: ranks own chunks from all
+    over the sequence, instead of one piece each."""
 
     def select(q, k):
         return sf.topk_blocks(q, k, 3, block_size=32, **options)
@@ -368,7 +368,7 @@ def compiled(plans: int, in_nodes: bool = False, **options) -> tuple[float, int]
 
 
 def checkpointed(name: str, policy: str, **options) -> tuple[float, int, int]:
-    """(the difference from one process, the exchanges of a forward pass, those of a backward pass), with dropout, whose seed is
+    """(the difference from one process, exchanges forward, exchanges backward), with dropout, whose seed is
     drawn again where it is recomputed. policy: "none": no checkpointing; "all": everything is recomputed; "operator": everything
     but what the operator returns."""
     plan = plan_of(name, **options)
@@ -451,7 +451,7 @@ def rates() -> tuple[object, object, str]:
 
 
 def refused_calls() -> dict[str, str]:
-    """What a plan says of calls that it cannot make, by name."""
+    """Returns a plan's errors for calls that it cannot make, by name."""
     plan = sf.context_parallel("causal", 1000, mesh(), heads=4, kv_heads=2, block_size=64)
     q, k, v = (torch.zeros(1, heads, plan.tokens, 16) for heads in (4, 2, 2))
     layer = sf.SparseAttention(16, 2, plan)
@@ -510,7 +510,7 @@ DOCUMENTS = [[0, 70, 333, 334, 900, 1000], [0, 1000], [0, *range(90, 900, 90)], 
 
 def of_a_planner() -> tuple[float, int, list[bool]]:
     """Masks by layer, and documents that change with each step, all submitted at first: (the worst difference from one process, how
-    many graphs were compiled, whether positions are those of documents)."""
+    many graphs were compiled, whether positions count from their documents' starts)."""
     torch._dynamo.reset()
     counter, worst, placed = CompileCounterWithBackend("aot_eager"), 0.0, []
 
@@ -540,7 +540,7 @@ def of_a_planner() -> tuple[float, int, list[bool]]:
 
 
 def refused_documents() -> dict[str, str]:
-    """What a planner says of documents that do not fit, or that other ranks do not have, by name; and of one that fits, after."""
+    """Returns a planner's errors for documents that do not fit, or that ranks do not share, by name; and then a plan that fits."""
     said, rank = {}, dist.get_rank()
     options = {"heads": 2, "block_size": 64, "strategy": "heads"}
     with sf.ContextParallel(mesh(), "causal", 1000, **options) as planner:

@@ -44,7 +44,7 @@ class Pool:
             process.start()
 
     def run(self, function: Callable[..., Any], *arguments: object, **options: object) -> list[Any]:
-        """What the function returns on each rank; it must be importable. Raises AssertionError with what a rank raised."""
+        """Runs an importable function on each rank; returns its results. Raises AssertionError with what a rank raised."""
         for pipe in self._pipes:
             pipe.send((function, arguments, options))
         answers = []

@@ -1,4 +1,4 @@
-"""Messages copied through memory that all ranks read, against those that a process group moves."""
+"""Messages copied through memory that all ranks read, against messages that a process group moves."""
 
 from datetime import timedelta
 from itertools import pairwise
@@ -128,7 +128,7 @@ def test_turns_of_random_pieces_take_little_longer_than_the_busiest_rank(ranks, 
 
 
 class Room(PeerMemory):
-    """Of one rank, on a CPU with so many bytes."""
+    """The memory of one rank, on a CPU with so many bytes."""
 
     room = 20 << 20
 

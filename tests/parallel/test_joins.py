@@ -1,4 +1,4 @@
-"""What joins a rank's results over its own keys and over those of others: kernels, and the PyTorch operations that they replace."""
+"""Merging a rank's results over its own keys and over the keys of others: kernels, and the PyTorch operations they replace."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def results(blocks: int, dtype: torch.dtype, layout: str, head_dim: int, nothing
 
 
 def exact(out, lse, part, of_part) -> tuple[torch.Tensor, torch.Tensor]:
-    """What joins to, in float64. of_part: the tokens that it is of."""
+    """Returns the merged results in float64. of_part: the tokens of the partial result."""
     out, lse, part_out, part_lse = (t.double() for t in (out, lse, *part))
     both = torch.stack([lse[:, :, of_part], part_lse])
     weights = (both - both.amax(0).clamp(min=-1e300)).exp()

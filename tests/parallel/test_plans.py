@@ -12,7 +12,7 @@ from sparse_flash.parallel.calls import PartialAttention, join
 from sparse_flash.parallel.costs import LINK_RATE, Node, SequenceSizes, call_times
 from sparse_flash.parallel.explanation import chosen, explained
 from sparse_flash.parallel.planning import PlanOptions, planned
-from sparse_flash.parallel.routes import BlockExchange, PartMask
+from sparse_flash.parallel.routes import BlockExchange, LocalMask
 from sparse_flash.parallel.transfer import of_blocks
 
 
@@ -61,7 +61,7 @@ def test_every_kept_pair_is_attended_by_exactly_one_rank(name):
         assert torch.equal(attended, wanted), assignment.name
 
 
-def attended_by(part: PartMask, shape: torch.Size) -> np.ndarray:
+def attended_by(part: LocalMask, shape: torch.Size) -> np.ndarray:
     """(heads, q_len, kv_len) int: how often a table keeps each pair of the whole sequence."""
     counts = np.zeros(shape, int)
     of_queries, of_keys = ((places.numpy()[:, None] + np.arange(16)).ravel() for places in (part.q_places, part.kv_places))

@@ -11,7 +11,7 @@ from oracle import DEVICE
 import sparse_flash as sf
 from sparse_flash.backends import hopper, reference
 from sparse_flash.parallel import calls, transfer
-from sparse_flash.parallel.routes import PartMask, TwoCalls
+from sparse_flash.parallel.routes import LocalMask, TwoCalls
 
 pytest.importorskip("triton.experimental.gluon")
 import gluon_on_cpu as emulated
@@ -39,7 +39,7 @@ class Rank:
         tensors = [torch.randn((1, n, length, dim), generator=generator) for (n, dim), length in zip(sizes, lengths, strict=True)]
         self.q, k, v, dout = (t.half().to(DEVICE) for t in tensors)
         mask, self.scale = sf.compile_mask(spec, 4 * BLOCK, block_size=BLOCK), head_dim**-0.5
-        both = PartMask.of(mask, OWN, np.concatenate([OWN, OTHERS])).to(torch.device(DEVICE)).mask
+        both = LocalMask.of(mask, OWN, np.concatenate([OWN, OTHERS])).to(torch.device(DEVICE)).mask
         exact = [t.double() for t in (self.q, k, v)]
         out, lse = reference.forward(*exact, both, self.scale, None)
         dlse = torch.randn(lse.shape, generator=generator).double().to(DEVICE) if lse_gradient else None
@@ -48,9 +48,9 @@ class Rank:
         self.k, self.v = k[:, :, : 2 * BLOCK].clone(), v[:, :, : 2 * BLOCK].clone()
         self.fetched = transfer.empty_blocks(k, v, 2, BLOCK)
         transfer.pack(k[:, :, 2 * BLOCK :], v[:, :, 2 * BLOCK :], self.fetched)
-        far = PartMask.of(mask, OWN if rows is None else OWN[rows], OTHERS)
+        far = LocalMask.of(mask, OWN if rows is None else OWN[rows], OTHERS)
         listed = None if rows is None else torch.tensor(rows)
-        self.calls = TwoCalls(PartMask.of(mask, OWN, OWN), far, listed).to(torch.device(DEVICE))
+        self.calls = TwoCalls(LocalMask.of(mask, OWN, OWN), far, listed).to(torch.device(DEVICE))
 
     def backward(self, deterministic=False, near_first=False):
         """(the kind of calls, what is off by too much)"""

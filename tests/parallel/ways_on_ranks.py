@@ -1,4 +1,4 @@
-"""What each rank of a pool does to test the benchmark of context parallelism."""
+"""Runs on each rank of a pool to test the benchmark of context parallelism."""
 
 import sys
 import time
@@ -32,7 +32,7 @@ def calls_timed(warm: bool, longest: float) -> int:
 
 
 def failing(ranks: list[int]) -> dict | str:
-    """What comes of a way that fails on some ranks."""
+    """Returns what comes of a way that fails on some ranks."""
 
     def measured(*_):
         if torch.distributed.get_rank() in ranks:
@@ -65,7 +65,7 @@ def _flex_attention(q, k, v, block_mask, enable_gqa):
 
 
 def error_of(name: str, mask: str) -> float:
-    """Of a way whose library is replaced by PyTorch's operations."""
+    """Returns the error of a way whose library is replaced by PyTorch's operations."""
     cute = types.ModuleType("flash_attn.cute")
     cute.flash_attn_func = _flash_attn_func
     package = types.ModuleType("flash_attn")

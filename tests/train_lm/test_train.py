@@ -76,6 +76,22 @@ def test_accumulated_passes_take_the_step_of_one_pass(run):
     torch.testing.assert_close(state(once)[:3], state(twice)[:3], rtol=1e-3, atol=1e-4)
 
 
+def of_a_run_elsewhere(one, tokens: Path, script: str) -> subprocess.CompletedProcess:
+    """Runs lines of a script in a process of its own, where ``run`` goes on from the last checkpoint of ``one``."""
+    begin = f"""
+import os, resource, signal
+from pathlib import Path
+from examples.train_lm import checkpoint
+from examples.train_lm.train import Run
+from tiny_lm import ON_CPU, SETTINGS
+run = Run(SETTINGS, Path({str(one.folder)!r}), Path({str(tokens)!r}), ON_CPU)
+run.step()
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    command = [sys.executable, "-c", begin + script]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment)
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("moment", ["while tensors are written", "before it is renamed", "before earlier ones are removed"])
 def test_a_save_that_is_killed_leaves_the_last_one_whole(moment, run, tokens, tmp_path):
@@ -89,22 +105,8 @@ def test_a_save_that_is_killed_leaves_the_last_one_whole(moment, run, tokens, tm
         one.step()
         one.save()
     wanted = state(one)
-    script = f"""
-import os, signal, sys
-sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
-from pathlib import Path
-from types import SimpleNamespace
-import torch
-from examples.train_lm import checkpoint
-from examples.train_lm.train import Run
-from tiny_lm import ON_CPU, SETTINGS
-run = Run(SETTINGS, Path({str(one.folder)!r}), Path({str(tokens)!r}), ON_CPU)
-assert run.progress.step == 3
-run.step()
-{place} = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)
-run.save()
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    script = f"assert run.progress.step == 4\n{place} = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)\nrun.save()"
+    done = of_a_run_elsewhere(one, tokens, script)
     assert done.returncode == -signal.SIGKILL, done.stderr
     again = run()
     renamed = moment == "before earlier ones are removed"
@@ -122,22 +124,14 @@ def test_a_full_disk_is_said_and_leaves_the_last_checkpoint_whole(run, tokens):
     one = run()
     one.step()
     one.save()
-    script = f"""
-import resource, sys
-sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
-from pathlib import Path
-from types import SimpleNamespace
-from examples.train_lm.train import Run
-from tiny_lm import ON_CPU, SETTINGS
-run = Run(SETTINGS, Path({str(one.folder)!r}), Path({str(tokens)!r}), ON_CPU)
-run.step()
+    script = """
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 try:
     run.save()
 except OSError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    done = of_a_run_elsewhere(one, tokens, script)
     assert done.returncode == 0, done.stderr
     assert "step-0000002 could not be written" in done.stdout and "the last one, step-0000001, is whole" in done.stdout
     assert run().progress.step == 1

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import sparse_flash as sf
 from sparse_flash import backends
 from sparse_flash.dispatch import operators
-from sparse_flash.parallel.routes import PartMask
+from sparse_flash.parallel.routes import LocalMask
 from sparse_flash.variant import variant as variant_module
 from sparse_flash.variant.definition import Pairs, kept_by_dropout, philox_2x32, philox_4x32
 from sparse_flash.variant.variant import checked_variant
@@ -598,7 +598,7 @@ def test_a_part_of_a_sequence_drops_what_the_whole_drops(backend, block):
     q, k, v, dout = inputs(q_len=96, kv_len=96)
     whole, survives = sf.compile_mask("causal & strided(7, block=1)", 96, 96, block), surviving(q, k, 0.3, 3)
     rows, cols = np.array([2, 0]), np.array([1, 2, -1, 0])  # blocks; -1 keeps nothing
-    part = PartMask.of(whole, rows, cols).to(torch.device(DEVICE))
+    part = LocalMask.of(whole, rows, cols).to(torch.device(DEVICE))
     torch.manual_seed(3)
     given = checked_variant(q, k, dropout_p=0.3)
     lines = torch.tensor([[1, 0], [3, 2]], dtype=torch.int32, device=DEVICE)  # with its two heads the other way round

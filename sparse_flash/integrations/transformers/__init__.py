@@ -75,8 +75,8 @@ _WITHOUT_EFFECT = {
 
 
 class _Settings(NamedTuple):
-    """The settings of one attention layer: see ``use_sparse_flash``. moves: whether the mask depends on more than distances.
-    ahead: whether it looks ahead and may not. plan: in place of the mask, where several ranks share the sequence."""
+    """Holds the settings of one attention layer: see ``use_sparse_flash``. moves: whether the mask depends on more than distances.
+    ahead: whether it looks ahead and may not. plan: replaces the mask if several ranks share the sequence."""
 
     mask: Pattern | str | BlockMask
     backend: str = "auto"
@@ -108,14 +108,15 @@ def use_sparse_flash(
     Or a ``ContextPlan``, or ``ContextPlans`` with one for each layer: several ranks then share the sequence. Call the model on each
     with all tokens and labels, and without attention_mask. It runs on the rank's tokens, at their positions in the sequence, and
     returns their logits. Its loss is the sum over the rank's labels, divided by the valid labels of all ranks: the sum over ranks
-    is the loss of the sequence. num_items_in_batch is passed on where it is given, as where a step has several batches.
+    is the loss of the sequence. num_items_in_batch is passed on if it is given, as for a step of several batches.
     per_layer: a list with a mask for each layer; instead of mask.
     bidirectional: allows a decoder masks that look ahead. Without it, the mask of a decoder's layer must be within causal and say
     so, "causal & ...", because its tokens are trained to predict the later ones.
     backend, deterministic: as for ``sparse_flash.attention``.
 
-    packed: compiled code is to expect packed sequences, whose position_ids restart with each. It cannot look, and separating costs
-    time. Code that is not compiled looks; sequences given by cu_seq_lens_q are separated in either.
+    packed: tells compiled code to expect packed sequences, whose position_ids restart with each sequence. Compiled code cannot
+    read them, and separating sequences costs time. Other code reads position_ids. Sequences given by cu_seq_lens_q are separated
+    in both.
 
     The model may be compiled, before or after, also with fullgraph=True, for all lengths. Compiled code cannot read values, so it
     fails at run time (on a GPU as a device-side assertion) for zeros between ones in attention_mask, and without ``packed`` for
@@ -168,7 +169,7 @@ def masks_of(model: torch.nn.Module) -> dict[int, Pattern | str | BlockMask | Sh
 
 
 def _shown(layer) -> str:
-    """The text that print(model) shows of an attention layer, beside its modules."""
+    """Returns the text that print(model) shows of an attention layer, beside its modules."""
     own = type(layer).extra_repr(layer)
     if _implementation(layer) != NAME:
         return own
@@ -182,7 +183,7 @@ def _shard_inputs(module, args, kwargs) -> tuple[tuple[()], dict[str, object]] |
 
 
 def _refuse_weights(module, args, kwargs) -> None:
-    """Not all models tell attention that weights are requested; those would silently return none."""
+    """Raises ValueError if weights are requested. Not all models tell attention, and would silently return none."""
     wanted = kwargs.get("output_attentions")
     wanted = getattr(module.config, "output_attentions", False) if wanted is None else wanted
     if wanted and _implementation(module) == NAME:
@@ -222,7 +223,7 @@ def _implementation(module) -> str | None:
 
 
 def _attention(module, query, key, value, attention_mask, **kwargs):
-    """The function that Transformers calls: query (batch, heads, tokens, head_dim); returns (batch, tokens, heads, head_dim),
+    """Attends for Transformers, which calls it: query (batch, heads, tokens, head_dim). Returns (batch, tokens, heads, head_dim),
     None."""
     settings = getattr(module, _SETTINGS, None)
     if settings is None:
@@ -248,7 +249,7 @@ def _traceable(settings, own, query, key, sliding_window=None, dropout=0.0, soft
 
 
 def _is_prompt(own) -> bool:
-    """Whether compiled code may specialize on the end of the queries in a static cache: there is one prompt, but many tokens."""
+    """Whether compiled code may specialize on the end of the queries in a static cache: it has one prompt, and then many tokens."""
     return own.end is not None and own.q_length > MAX_QUERIES
 
 
@@ -278,8 +279,8 @@ def _masked(
     block_indices=None,
     **kwargs,
 ):
-    """s_aux: (heads,) sink logits. cu_seq_lens_q, cu_seq_lens_k: (sequences + 1,) int32, where packed sequences start; without
-    them position_ids say so, (batch | 1, tokens). max_length_q and max_length_k are not needed. block_indices: (batch, kv_heads,
+    """s_aux: (heads,) sink logits. cu_seq_lens_q, cu_seq_lens_k: (sequences + 1,) int32, where packed sequences start; if they are
+    None, position_ids say so, (batch | 1, tokens). max_length_q and max_length_k are not needed. block_indices: (batch, kv_heads,
     tokens, n) int64, of layers that choose blocks of keys."""
     _refuse_unknown(module, kwargs)
     own = attention_mask
@@ -336,27 +337,23 @@ def _refuse_unknown(module, options: dict) -> None:
 
 
 def _of_batch(settings, own, mask, query, key, value, scaling, dropout, softcap, sinks) -> torch.Tensor:
-    """Attention of a batch whose sequences are not packed, padded or not: (batch, tokens, heads, head_dim)."""
-    kv_lens = None
-    if own.end_tensor is not None and torch.compiler.is_compiling() and not _is_prompt(own):
-        kv_lens = own.end_tensor.to(torch.int32).expand(query.shape[0])
-    elif own.end != own.kv_length:
-        key, value = key[:, :, : own.end], value[:, :, : own.end]
-    in_graph, turns, lengths = torch.compiler.is_compiling(), None, {}
+    """Attends a batch whose sequences are not packed, padded or not. Returns (batch, tokens, heads, head_dim)."""
+    key, value, kv_lens = _until_end(own, query, key, value)
+    in_graph, shifts, lengths = torch.compiler.is_compiling(), None, {}
     if settings.moves and mask is not None and (own.first is not None if in_graph else own.padded_before()):
-        # Positions count from each sequence's first token. Its tokens move to the front where that says the same and compiles no
-        # more; otherwise the mask moves, to another one for each sequence.
+        # Positions count from each sequence's first token. Its tokens move to the front if that means the same and compiles
+        # nothing more; otherwise each sequence gets a mask that is moved.
         step = query.shape[2] == 1 and not dropout and softcap is None and decodes(query, key, mask)
         if not (own.in_line() and (step or own.q_length == own.end)):
             own, mask = own.counted(mask), None
         else:
-            turns, key, value = own.first, _turned(key, own.first), _turned(value, own.first)
+            shifts, key, value = own.first, _rolled(key, own.first), _rolled(value, own.first)
             if step:
-                kv_lens = (own.end - turns).to(torch.int32)
+                kv_lens = (own.end - shifts).to(torch.int32)
             else:
-                query, lengths = _turned(query, turns), dict.fromkeys(("kv_lens", "q_lens"), own.stops - own.starts)
+                query, lengths = _rolled(query, shifts), dict.fromkeys(("kv_lens", "q_lens"), own.stops - own.starts)
     mask = own.joined(mask, query.device)
-    if own.starts is not None and turns is None:
+    if own.starts is not None and shifts is None:
         earlier = own.end - own.q_length  # the last query aligns with the last key
         lengths = {
             "kv_starts": own.starts,
@@ -385,12 +382,22 @@ def _of_batch(settings, own, mask, query, key, value, scaling, dropout, softcap,
             deterministic=settings.deterministic,
             backend=settings.backend,
         )
-        out = out if turns is None else _turned(out, -turns)
+        out = out if shifts is None else _rolled(out, -shifts)
     return out.transpose(1, 2).contiguous()
 
 
-def _turned(tensor, by) -> torch.Tensor:
-    """(batch, heads, tokens, head_dim) with token ``by[b]`` of each entry first, and those before it at the end."""
+def _until_end(own, query, key, value):
+    """Returns (key, value, kv_lens) without what lies past the end of a static cache. kv_lens: (batch,) int32 in compiled code,
+    which cannot cut key and value; otherwise None."""
+    if own.end_tensor is not None and torch.compiler.is_compiling() and not _is_prompt(own):
+        return key, value, own.end_tensor.to(torch.int32).expand(query.shape[0])
+    if own.end != own.kv_length:
+        key, value = key[:, :, : own.end], value[:, :, : own.end]
+    return key, value, None
+
+
+def _rolled(tensor, by) -> torch.Tensor:
+    """Rolls (batch, heads, tokens, head_dim): token ``by[b]`` of entry b comes first, and the tokens before it come last."""
     tokens = tensor.shape[2]
     return tensor.take_along_dim(((torch.arange(tokens, device=tensor.device) + by[:, None]) % tokens)[:, None, :, None], 2)
 
@@ -398,7 +405,7 @@ def _turned(tensor, by) -> torch.Tensor:
 def _of_chosen_blocks(
     settings, module, own, query, key, value, block_indices, cu_seqlens, scaling, dropout, softcap, s_aux
 ):  # fmt: skip
-    """The layer's attention over the blocks that its queries chose, its own among them, up to each query."""
+    """Attends each query to the blocks that it chose, its own among them, up to the query."""
     unsupported = {
         "a mask of its own: leave it out, or pass 'own' for this layer": settings.mask != OWN,
         "padding": own.starts is not None,
@@ -414,11 +421,7 @@ def _of_chosen_blocks(
             f"{next(name for name, given in unsupported.items() if given)}; or use another implementation, such as "
             "model.set_attn_implementation('eager')"
         )
-    kv_lens = None
-    if own.end_tensor is not None and torch.compiler.is_compiling() and not _is_prompt(own):
-        kv_lens = own.end_tensor.to(torch.int32).expand(query.shape[0])
-    elif own.end != own.kv_length:
-        key, value = key[:, :, : own.end], value[:, :, : own.end]
+    key, value, kv_lens = _until_end(own, query, key, value)
     size = module.config.index_block_size
     options = {"q_len": query.shape[2], "kv_len": key.shape[2], "own": False, "check": False}
     selection = BlockSelection.from_picks(block_indices, size, **options)
@@ -433,7 +436,7 @@ def _of_chosen_blocks(
 
 
 def _packed(settings, own, query, position_ids, cu_seq_lens_q, cu_seq_lens_k):
-    """(own, with its packed sequences; where they start in all tokens of the batch, None if there is one)"""
+    """Returns (own, with its packed sequences; where they start in all tokens of the batch, None if there is one sequence)."""
     batch = query.shape[0]
     if cu_seq_lens_q is not None:
         if cu_seq_lens_k is not None and cu_seq_lens_k is not cu_seq_lens_q:
@@ -457,7 +460,7 @@ def _packed(settings, own, query, position_ids, cu_seq_lens_q, cu_seq_lens_k):
 
 
 def _not_packed(own, mask, query, key, dropout, softcap) -> str | None:
-    """What of a call ``attention_varlen`` does not support, or None."""
+    """Names what ``attention_varlen`` does not support of a call; None if it supports all."""
     named = {"dropout": dropout, "a soft cap": softcap, "padding": own.starts is not None}
     named["a BlockMask, which is of one length,"] = isinstance(mask, BlockMask)
     by_head = mask.startswith("per_head(") if isinstance(mask, str) else isinstance(mask, Pattern) and mask.name == "per_head"
@@ -469,7 +472,7 @@ def _not_packed(own, mask, query, key, dropout, softcap) -> str | None:
 
 
 def _of_sequences(settings, own, mask, query, key, value, cu_seqlens, scaling, sinks) -> torch.Tensor:
-    """(batch, tokens, heads, head_dim): each packed sequence as it would be alone, the model's window included."""
+    """Attends each packed sequence as if it were alone, under the model's window too. Returns (batch, tokens, heads, head_dim)."""
     mask = own.joined(mask, query.device)
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
     options = {"scale": scaling, "deterministic": settings.deterministic, "backend": settings.backend}
@@ -483,7 +486,7 @@ _outside_of_graphs = torch.compiler.disable(_masked)
 
 
 def _as_before(module, query, key, value, attention_mask, **kwargs):
-    """The attention of a module left unchanged."""
+    """Attends as before, for a module that was left unchanged."""
     before = getattr(module, _BEFORE, None)
     if before is None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The masks that a user gives to a model: one for each layer, checked before the model is changed."""
+"""Checks the masks that a user gives to a model, one for each layer, before the model is changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OWN = "own"
 
 
 def by_layer(mask: object, per_layer: object, numbers: list[int]) -> dict[int, Any]:
-    """The checked mask of each layer; "own" for the model's own. numbers: of the model's layers. See ``use_sparse_flash``."""
+    """Returns the checked mask of each layer; "own" for the model's own. numbers: of the layers. See ``use_sparse_flash``."""
     if per_layer is not None:
         if mask is not None:
             raise ValueError("mask and per_layer were both given; pass one of them")
@@ -56,7 +56,7 @@ def _checked(mask: object) -> object:
 
 
 def check_heads(masks: Mapping[int, object], layers: Mapping[int, torch.nn.Module]) -> None:
-    """Raises ValueError where a mask is of another number of heads than its layer, as far as the layer or its config says it."""
+    """Raises ValueError if a mask has another number of heads than its layer, as far as the layer or its config says it."""
     for number, given in masks.items():
         mask = parse(given) if isinstance(given, str) and given != OWN else given
         heads = len(mask.patterns) if isinstance(mask, PerHead) else mask.mask_index.shape[1] if isinstance(mask, BlockMask) else 1
@@ -70,8 +70,8 @@ def check_heads(masks: Mapping[int, object], layers: Mapping[int, torch.nn.Modul
 
 
 def check_future(masks: Mapping[int, object], decoders: Iterable[int], bidirectional: bool) -> dict[int, bool]:
-    """Whether each layer's mask lets queries see later keys. Raises ValueError where such layers, numbered in ``decoders``, are to
-    predict those keys' tokens and ``bidirectional`` does not ask for it, and where it asks for what no mask does."""
+    """Returns for each layer whether its mask looks ahead: lets queries see later keys. Raises ValueError if a layer in
+    ``decoders`` looks ahead without ``bidirectional``, as it is to predict these tokens; and if no mask looks ahead with it."""
     known = {id(mask): looks_ahead(mask) for mask in {id(mask): mask for mask in masks.values()}.values()}
     ahead = {number: known[id(mask)] for number, mask in masks.items()}
     wrong = [number for number in decoders if ahead[number]]
@@ -86,8 +86,8 @@ def future_error(subject: str, mask: object) -> str:
     """Returns the error of a decoder's mask that looks ahead."""
     way_out = f"write 'causal & ({mask})'" if isinstance(mask, (str, Pattern)) else "make it of 'causal & ...'"
     return (
-        f"{subject} must be within causal and say so, as a decoder's tokens may not see those that they predict; got {mask}; "
-        f"{way_out}, or say bidirectional=True if they are to see them"
+        f"{subject} must be within causal and say so, as a decoder's tokens may not see the tokens that they predict; got "
+        f"{mask}; {way_out}, or say bidirectional=True if they are to see them"
     )
 
 
@@ -122,5 +122,5 @@ def _table_looks_ahead(mask: BlockMask) -> bool:
 
 
 def is_decoder(layer: torch.nn.Module) -> bool:
-    """Whether a layer is a decoder's: its tokens see no later ones by its own mask."""
+    """Whether a layer is a decoder's: under its own mask, its tokens see no later tokens."""
     return bool(getattr(layer, "is_causal", False) and getattr(getattr(layer, "config", None), "is_causal", True))

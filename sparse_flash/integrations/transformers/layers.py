@@ -15,7 +15,7 @@ _NOT_OF_MODELS = ("builtins", "transformers.modeling_utils")  # the latter's own
 
 
 def pretrained(model: object) -> PreTrainedModel:
-    """The one Transformers model in a module: itself, or the one that DataParallel, DDP, FSDP, torch.compile or PEFT wraps."""
+    """Returns the one Transformers model in a module: itself, or what DataParallel, DDP, FSDP, torch.compile or PEFT wraps."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a loaded model; got {type(model).__name__}; load one by from_pretrained")
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
@@ -29,13 +29,13 @@ def pretrained(model: object) -> PreTrainedModel:
 
 
 def tower(model: torch.nn.Module) -> torch.nn.Module:
-    """The part of a model whose self-attention is switched: its text decoder if it has several parts, otherwise all of it."""
+    """Returns the part of a model whose self-attention is switched: its text decoder if it has several parts, otherwise all."""
     decoder: torch.nn.Module = getattr(model, "get_decoder", lambda: model)()
     return decoder if any(map(_takes_interface, decoder.modules())) else model
 
 
 def self_attention(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
-    """A tower's self-attention modules by layer number. Raises ValueError if some cannot be switched."""
+    """Returns a tower's self-attention modules by layer number. Raises ValueError if some cannot be switched."""
     taking = [(name, module) for name, module in model.named_modules() if _takes_interface(module)]
     others = [module for module in model.modules() if _attends(module) and not any(map(_takes_interface, module.modules()))]
     if others:
@@ -64,14 +64,14 @@ def self_attention(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
         numbers = list(range(len(found)))
     if len(set(numbers)) < len(numbers):
         raise ValueError(
-            f"{type(model).__name__} has {len(found)} attention modules in {len(set(numbers))} layers, and which of them are meant "
-            "cannot be told; call sparse_flash.attention in its code instead"
+            f"{type(model).__name__} has {len(found)} attention modules in {len(set(numbers))} layers, and nothing says which "
+            "of them to switch; call sparse_flash.attention in its code instead"
         )
     return dict(sorted(zip(numbers, found, strict=True)))
 
 
 def others_of(model: torch.nn.Module, layers) -> list[torch.nn.Module]:
-    """The modules that call the interface and are not in ``layers``."""
+    """Returns the modules that call the interface and are not in ``layers``."""
     chosen = set(map(id, layers))
     return [module for module in model.modules() if _takes_interface(module) and id(module) not in chosen]
 
@@ -81,8 +81,8 @@ def _attends(module: torch.nn.Module) -> bool:
 
 
 def _is_cross_attention(name: str, module: torch.nn.Module) -> bool:
-    """Decided by an attribute of the module, its class, or its name within its layer: encoder_attn, EncDecAttention,
-    crossattention.self."""
+    """Whether a module attends to another sequence, by its attribute, its class, or its name within its layer: encoder_attn,
+    EncDecAttention, crossattention.self."""
     within_layer = re.split(r"(?:^|\.)\d+\.", name)[-1].lower()
     named = "cross" in within_layer or "cross" in type(module).__name__.lower() or within_layer.startswith("enc")
     return named or bool(getattr(module, "is_cross_attention", False))
@@ -95,7 +95,7 @@ def _takes_interface(module: torch.nn.Module) -> bool:
 
 @cache
 def _names(kind: type) -> frozenset[str]:
-    """The names used in a class's methods: globals, attributes, and keywords that they pass."""
+    """Returns the names that a class's methods use: globals, attributes, and keywords that they pass."""
     found: set[str] = set()
     for owner in kind.__mro__:
         if owner.__module__ in _NOT_OF_MODELS or owner.__module__.startswith("torch."):

@@ -1,4 +1,4 @@
-"""A model whose sequence is shared by several ranks: its inputs and its attention, by a plan."""
+"""Shares a model's sequence among several ranks, by a plan: its inputs and its attention."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _IGNORED = -100  # a label that counts for nothing, in Transformers' losses
 
 
 def shared_by(masks: Mapping[int, object], others: list[torch.nn.Module]) -> SharedSequence | None:
-    """The plan of a model's layers, any of them, as they share its tokens; None where the layers have masks.
+    """Returns the plan of one of a model's layers, as all layers share its tokens; None if the layers have masks.
 
-    masks: by layer. others: modules that attend and are not switched. Raises ValueError where a model cannot be shared.
+    masks: by layer. others: modules that attend and are not switched. Raises ValueError if a model cannot be shared.
     """
     plans = {number: mask for number, mask in masks.items() if isinstance(mask, SharedSequence)}
     if not plans:
@@ -32,16 +32,16 @@ def shared_by(masks: Mapping[int, object], others: list[torch.nn.Module]) -> Sha
     if others:
         raise ValueError(
             f"the model also attends in {type(others[0]).__name__}, whose tokens a plan does not share; pass a model with one text "
-            "decoder, or masks in place of the plan"
+            "decoder, or masks instead of the plan"
         )
     return first
 
 
 def sharded(plan: SharedSequence, module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keywords with which a model's ``forward`` gets this rank's tokens, for the arguments of all tokens.
+    """Returns the keywords with which a model's ``forward`` gets this rank's tokens, from the arguments of all tokens.
 
-    Tokens and positions are sharded; labels are shifted first, and their number is that of all ranks. Raises ValueError for
-    arguments that cannot be shared.
+    Tokens and positions are sharded. Labels are shifted first; num_items_in_batch counts the labels of all ranks. Raises
+    ValueError for arguments that cannot be shared.
     """
     signature = inspect.signature(module.forward)
     bound = signature.bind(*args, **kwargs).arguments
@@ -81,8 +81,8 @@ def attended(
     unsupported: Mapping[str, object],
     **options: Any,
 ) -> torch.Tensor:
-    """``plan.attention`` for a layer. own: the model's mask, made for the tokens of this rank. unsupported: what else the call asks
-    for, by name. Raises ValueError for restrictions of the model that the plan cannot know."""
+    """Calls ``plan.attention`` for a layer. own: the model's mask, made for the tokens of this rank. unsupported: what else the
+    call asks for, by name. Raises ValueError for restrictions of the model that the plan cannot know."""
     names = [name for name, value in unsupported.items() if isinstance(value, torch.Tensor) or value]
     if names:
         raise ValueError(f"{', '.join(names)} cannot be used with a plan; call use_sparse_flash with a mask for that")
