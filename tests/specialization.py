@@ -130,7 +130,7 @@ def portable_calls() -> None:
 
 
 def hopper_calls() -> None:
-    for batch, (heads, kv_heads), q_len, kv_len in product((1, 3), HEADS, (1, 16, 385), (1, 16, 385)):
+    for batch, (heads, kv_heads), q_len, kv_len in product((1, 2, 3), HEADS, (1, 16, 385), (1, 16, 385)):
         q, k, v, lse = tensors(batch, heads, kv_heads, q_len, kv_len, torch.bfloat16)
         _, variant = checked_variant(batch, heads)
         hopper_forward.attention_forward(q, k, v, None, 1.0, variant)

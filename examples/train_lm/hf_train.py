@@ -136,8 +136,3 @@ def losses(
     with kernel:
         trainer.train()
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
-
-
-def gap(a: list[float], b: list[float]) -> float:
-    """Returns the mean difference of two runs' losses, in nats."""
-    return float(np.mean(np.abs(np.array(a) - np.array(b))))
