@@ -276,7 +276,7 @@ def _warn_of_transposed(q: torch.Tensor, k: torch.Tensor) -> None:
             f"q, k and v must be (batch, heads, tokens, head_dim); got q of shape {tuple(q.shape)}, {q.shape[1]} heads of "
             f"{q.shape[2]} tokens; if tokens come before heads, pass q.transpose(1, 2), k.transpose(1, 2) and v.transpose(1, 2), "
             "and transpose the result back",
-            stacklevel=5,
+            stacklevel=6,
         )
 
 

@@ -12,11 +12,11 @@ from ..masks.pattern import Pattern
 from ..variant.definition import with_sinks
 from ..variant.variant import ScoreFunction
 from .arguments import checked, select_backend
-from .keywords import shown_without_foreign, unexpected
+from .keywords import answers_unknown_keywords, unexpected
 from .selected import attention_over_picks
 
 
-@shown_without_foreign
+@answers_unknown_keywords(unexpected)
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -39,7 +39,6 @@ def attention(
     return_block_lse: bool = False,
     deterministic: bool | None = None,
     backend: str = "auto",
-    **foreign: object,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """softmax(scale * q k^T) v over the pairs that the mask keeps, at a cost proportional to the kept pairs. Lengths, score
     modifications, sinks and dropout are optional.
@@ -95,8 +94,6 @@ def attention(
 
     Source: arXiv:2205.14135 (Alg. 5), arXiv:2307.08691.
     """
-    if foreign:
-        raise unexpected(attention, foreign)
     if isinstance(mask, BlockSelection):
         return attention_over_picks(
             q,

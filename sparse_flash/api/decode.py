@@ -29,10 +29,10 @@ from .arguments import (
     checked_cache_lengths,
     checked_scale,
 )
-from .keywords import shown_without_foreign, unexpected
+from .keywords import answers_unknown_keywords, unexpected
 
 
-@shown_without_foreign
+@answers_unknown_keywords(unexpected)
 def attention_decode(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -44,7 +44,6 @@ def attention_decode(
     scale: float | None = None,
     return_lse: bool = False,
     backend: str = "auto",
-    **foreign: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of the last tokens of each sequence to all its tokens, read from a cache; forward only.
 
@@ -80,8 +79,6 @@ def attention_decode(
 
     Sources: arXiv:2309.06180 (paged caches), https://pytorch.org/blog/flash-decoding (keys shared among programs).
     """
-    if foreign:
-        raise unexpected(attention_decode, foreign)
     check_types(q, k, v)
     check_decoding_tensors(q, k, v, block_table)
     kv_lens, block_table = checked_cache_lengths(q, k.shape[2], kv_lens, block_table)

@@ -16,10 +16,10 @@ from ..packed.picks import PackedSelection
 from ..packed.repack import Axis, pack
 from .arguments import autocast, check_packed, check_types, checked_documents, documents_of
 from .attention import attention
-from .keywords import shown_without_foreign, unexpected
+from .keywords import answers_unknown_keywords, unexpected
 
 
-@shown_without_foreign
+@answers_unknown_keywords(unexpected)
 def attention_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -35,7 +35,6 @@ def attention_varlen(
     return_block_lse: bool = False,
     deterministic: bool | None = None,
     backend: str = "auto",
-    **foreign: object,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """``attention`` within each of several documents, packed one after another, each under the mask for its own length.
 
@@ -73,8 +72,6 @@ def attention_varlen(
 
     Source: the variable-length call of FlashAttention (arXiv:2205.14135).
     """
-    if foreign:
-        raise unexpected(attention_varlen, foreign)
     check_types(q, k, v)
     q, k, v = autocast(q, k, v)
     check_packed(q, k, v)

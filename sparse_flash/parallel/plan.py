@@ -24,6 +24,7 @@ from ..api.arguments import (
     select_backend,
 )
 from ..api.attention import attention
+from ..api.keywords import answers_unknown_keywords
 from ..compat.dynamo import length_may_vary
 from ..dispatch import operators
 from ..dispatch.call import AttentionCall
@@ -165,6 +166,13 @@ def plans_of(
     return ContextPlans(shards, [plans[number] for number in layers])
 
 
+def _unsupported(function: str, known: list[str], unknown: list[str]) -> ValueError:
+    return ValueError(
+        f"plan.attention does not support {', '.join(sorted(unknown))}; it takes select, scale, dropout_p, sinks, return_lse, "
+        "deterministic and backend; use sf.attention on one GPU for the rest"
+    )
+
+
 class ContextPlan(TokenShards):
     """Holds one rank's view of a sequence that several ranks share. ``context_parallel`` and ``ContextParallel`` make plans.
 
@@ -227,6 +235,7 @@ class ContextPlan(TokenShards):
             f"{self._owners.name}; this is rank {self.rank})"
         )
 
+    @answers_unknown_keywords(_unsupported)
     def attention(
         self,
         q: torch.Tensor,
@@ -240,7 +249,6 @@ class ContextPlan(TokenShards):
         return_lse: bool = False,
         deterministic: bool | None = None,
         backend: str = "auto",
-        **refused: object,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Attends this rank's queries to all tokens of the sequence, under the plan's mask. On one rank it is ``sf.attention``.
 
@@ -265,11 +273,6 @@ class ContextPlan(TokenShards):
         and changes of scores, which are not supported yet, and for tensors that do not fit; TypeError if select is or returns
         another type.
         """
-        if refused:
-            raise ValueError(
-                f"plan.attention does not support {', '.join(sorted(refused))}; it takes select, scale, dropout_p, sinks, "
-                "return_lse, deterministic and backend; use sf.attention on one GPU for the rest"
-            )
         check_types(q, k, v)
         q, k, v = autocast(q, k, v)
         if self.ranks == 1:
