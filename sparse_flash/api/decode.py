@@ -91,7 +91,7 @@ def attention_decode(
         out, lse = _over_picks(q, k, v, mask, capacity, kv_lens, block_table, scale, backend)
     else:
         mask, is_causal = _resolved(mask, capacity, q, kv_lens)
-        name = backends.choose(backend, backends.Call.of(q, k, v, None if mask is None else mask.block_size))
+        name = backends.choose_backend(backend, backends.Call.of(q, k, v, None if mask is None else mask.block_size))
         out, lse = operators.attention_decode(q, k, v, mask, kv_lens, block_table, is_causal, scale, name)
     return (out, lse) if return_lse else out
 
@@ -129,7 +129,7 @@ def _over_picks(
             f"the selection is of q_len={selection.q_len} and a cache of {selection.kv_len} tokens; got {q.shape[2]} queries and a "
             f"cache of {capacity}{', without kv_lens' * (kv_lens is None)}; choose again for these, or pass kv_lens"
         )
-    name = backends.choose(backend, backends.Call.of(q, k, v, selection.block_size), supports)
+    name = backends.choose_backend(backend, backends.Call.of(q, k, v, selection.block_size), supports)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     return decode(q, k, v, selection, kv_lens, block_table, scale, name)
 

@@ -16,7 +16,7 @@ from ..masks.block_selection import BlockSelection
 from ..masks.cache import of_another_library
 from ..masks.pattern import Pattern, parse, text_of
 from ..variant.variant import check_counts, check_dropout
-from .arguments import check_deterministic
+from .arguments import checked_deterministic
 from .attention import attention
 from .decode import attention_decode, takes
 from .means import BlockMeans
@@ -142,7 +142,7 @@ class SparseAttention(nn.Module):
             raise ValueError(f"kv_heads must divide heads; got {kv_heads} and {heads}")
         if head_dim is None and dim % heads:
             raise ValueError(f"heads must divide dim where head_dim is not given; got {heads} and {dim}")
-        check_deterministic(deterministic)
+        checked_deterministic(deterministic)
         backends.check_name(backend)
         select = QueryChoice.of(select) if isinstance(select, Mapping) else select
         if select is not None and not callable(select):

@@ -105,14 +105,15 @@ def supports(call: Call) -> str | None:
     return None
 
 
-def forward(q, k, v, mask, scale, variant):
+def forward(q, k, v, mask, scale, deterministic, variant):
     if variant is None and portable.few_queries(q, k):
-        return portable.forward(q, k, v, mask, scale, variant)
+        return portable.forward(q, k, v, mask, scale, deterministic, variant)
     if done := _kernels().repeated_forward(q, k, v, mask, scale, variant):
         return done
     ready = [portable.addressable(t) for t in (q, k, v)]
     trains = q.requires_grad or k.requires_grad or v.requires_grad
-    beside = partial(portable.compile_backward, backward, *ready, mask, scale, variant) if trains else None
+    compile_backward = partial(portable.compile_backward, backward, *ready, mask, scale, deterministic, variant)
+    beside = compile_backward if trains else None
     with portable.current_device(q.device):
         out, lse = _kernels().attention_forward(*ready, mask, scale, variant, beside=beside)
     return portable.restored_out(out, ready[0], q, v), lse

@@ -21,7 +21,7 @@ def available() -> str | None:
     return None
 
 
-def forward(q, k, v, mask, scale, variant):
+def forward(q, k, v, mask, scale, deterministic, variant):
     """(out, lse), computed in float64 whatever the inputs' dtype. See the package's docstring."""
     matrix = _Matrix(q, k, v, mask, scale, variant, differentiate=False)
     out = empty_out(q, v.shape[3]).copy_(matrix.weights @ matrix.values)

@@ -45,7 +45,7 @@ def available() -> str | None:
     return None
 
 
-def forward(q, k, v, mask, scale, variant):
+def forward(q, k, v, mask, scale, deterministic, variant):
     """(out, lse). See the package's docstring."""
     results = None
     if _is_pytorchs(q, v, mask, variant):

@@ -48,7 +48,7 @@ class PartialAttention(NamedTuple):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: PartMask) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (out, lse) of the part's columns."""
         run, walked, variant = self._prepared(q, k, v, part)
-        return run.forward(q, k, v, walked, self.scale, variant)
+        return run.forward(q, k, v, walked, self.scale, self.deterministic, variant)
 
     def backward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: RowResults, part: PartMask
@@ -80,7 +80,7 @@ class PartialAttention(NamedTuple):
         walked, variant = walked_of(part, self.dropout, q.is_cuda)
         size = None if walked is None else walked.block_size
         call = backends.Call.of(q, k, v, size, variant, deterministic=self.deterministic)
-        return backends.backend(backends.choose(self.backend, call)), walked, variant
+        return backends.backend(backends.choose_backend(self.backend, call)), walked, variant
 
 
 class SeparateCalls:

@@ -139,7 +139,7 @@ def tasks(problem: TuningProblem, device: torch.device, backend: str = "auto") -
         if mask is not None and mask.keeps_all:
             continue  # attention runs it dense
         call = backends.Call.of(q, k, v, None if mask is None else mask.block_size)
-        chosen = backends.choose(backend, call)
+        chosen = backends.choose_backend(backend, call)
         if chosen not in _RUNS:
             raise ValueError(f"back end {chosen!r}, which runs this call, has no configs to tune; tune 'triton' or 'hopper'")
         for kernel, (owner, candidates, run) in _RUNS[chosen](problem, call.block_size, mask, *inputs).items():

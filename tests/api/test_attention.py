@@ -385,13 +385,13 @@ def test_autocast_casts_as_for_pytorch_attention(backend):
 
 def test_auto_takes_torch_on_a_cpu():
     q, k, v = inputs(device="cpu")
-    assert backends.choose("auto", make_call(q, k)) == "torch"
+    assert backends.choose_backend("auto", make_call(q, k)) == "torch"
     assert torch.equal(sf.attention(q, k, v), sf.attention(q, k, v, backend="torch"))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def test_auto_takes_triton_on_a_gpu():
-    assert backends.choose("auto", make_call(*inputs(dtype=torch.bfloat16)[:2])) == "triton"
+    assert backends.choose_backend("auto", make_call(*inputs(dtype=torch.bfloat16)[:2])) == "triton"
 
 
 def test_a_named_back_end_raises_its_reason_and_never_gives_way():
@@ -634,7 +634,7 @@ def test_the_torch_back_end_takes_memory_linear_in_tokens(pattern, lse_gradient)
     q, k, v = inputs(tokens, heads=1, kv_heads=1, device="cpu")
     mask = sf.compile_mask(pattern, tokens, block_size=64)
     with LargestTensor() as seen:  # which does not see inside operators
-        out, lse = torch_backend.forward(q, k, v, mask, 0.25, None)
+        out, lse = torch_backend.forward(q, k, v, mask, 0.25, False, None)
         torch_backend.backward(out, lse if lse_gradient else None, q, k, v, out, lse, mask, 0.25, False, None)
     assert tokens * 16 <= seen.elements <= max(tokens * 16, torch.get_num_threads() << 21)
 
@@ -643,6 +643,6 @@ def test_the_torch_back_end_takes_memory_linear_in_tokens(pattern, lse_gradient)
 def test_the_dense_torch_back_end_never_builds_the_attention_matrix(lse_gradient):
     q, k, v = inputs(4096, heads=1, kv_heads=1, device="cpu")
     with LargestTensor() as seen:
-        out, lse = torch_backend.forward(q, k, v, None, 0.25, None)
+        out, lse = torch_backend.forward(q, k, v, None, 0.25, False, None)
         torch_backend.backward(out, lse if lse_gradient else None, q, k, v, out, lse, None, 0.25, False, None)
     assert 4096 * 16 <= seen.elements <= torch.get_num_threads() << 18 < 4096**2

@@ -42,7 +42,7 @@ def wrong(tensors, mask, deterministic=False, config=None, seed=0, **terms):
     variant = checked_variant(q, k, **terms)
     exact = [t.double() for t in (q, k, v)]
     wanted = reference.backward(dout.double(), dlse.double(), *exact, None, None, mask, scale, True, variant)
-    out, lse = reference.forward(q, k, v, mask, scale, variant)
+    out, lse = reference.forward(q, k, v, mask, scale, False, variant)
     bounds = Variant(**{name: terms[name] for name in LENGTHS if name in terms})
     for tensor, side in zip((q, k, v, dout), ("q", "kv", "kv", "q"), strict=True):
         places = torch.arange(tensor.shape[0])[:, None], torch.arange(tensor.shape[2])[None]

@@ -474,7 +474,7 @@ def test_every_tile_size_drops_the_same_pairs_forward_and_backward(tiles):
     out, lse = attention_forward(q, k, v, None, 0.125, given, config)
     grads = attention_backward(dout, None, q, k, v, out, lse, None, 0.125, given, config, config)[:3]
     reference = backends.backend("reference")
-    wanted = reference.forward(q, k, v, None, 0.125, given)
+    wanted = reference.forward(q, k, v, None, 0.125, False, given)
     torch.testing.assert_close((out, lse), wanted, rtol=1e-4, atol=1e-4)
     right = reference.backward(dout, None, q, k, v, *wanted, None, 0.125, False, given)[:3]
     torch.testing.assert_close(grads, right, rtol=1e-4, atol=1e-4)
@@ -611,7 +611,7 @@ def test_a_part_of_a_sequence_drops_what_the_whole_drops(backend, block):
     of_rows, of_cols = ((blocks[:, None].clip(0) * block + np.arange(block)).ravel() for blocks in (rows, cols))
     q, k, v, dout = q[:, :, of_rows], k[:, :, of_cols], v[:, :, of_cols], dout[:, :, of_rows]
     run, scale = backends.backend(backend), 0.25
-    out, lse = run.forward(q, k, v, part.mask, scale, given)
+    out, lse = run.forward(q, k, v, part.mask, scale, False, given)
     grads = run.backward(dout, None, q, k, v, out, lse, part.mask, scale, False, given)
     kept = part.mask.to_dense()
     exact = [t.double().requires_grad_() for t in (q, k, v)]
