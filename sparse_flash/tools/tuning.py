@@ -18,7 +18,7 @@ import torch
 
 from .. import backends
 from ..backends import hopper
-from ..backends import triton as portable
+from ..backends import triton as triton_backend
 from ..kernels.launch import tuned
 from ..kernels.portable import configs
 from ..masks.compiler import compile_mask
@@ -98,12 +98,12 @@ def unavailable() -> str | None:
     """Why nothing can be tuned on this machine, or None."""
     if not torch.cuda.is_available():
         return "there is no GPU; tuning chooses tile sizes of GPU kernels, and the built-in ones work without it"
-    return portable.available()
+    return triton_backend.available()
 
 
 def tile_sizes(device: torch.device) -> str:
     """Which table of the portable kernels this GPU uses, and whether it was measured on this GPU."""
-    if reason := portable.available() or configs.refusal(device):
+    if reason := triton_backend.available() or configs.refusal(device):
         return f"none: {reason}"
     chip, _ = configs.chip_of(device)
     return configs.provenance(chip, configs.family_of(device))
@@ -133,7 +133,7 @@ def tasks(problem: TuningProblem, device: torch.device, backend: str = "auto") -
         torch.randn((1, problem.heads, problem.tokens, width), generator=generator, device=device).to(problem.dtype)
         for width in (of_keys, of_keys, of_values, of_values)
     )
-    inputs = [portable.addressable(t) for t in (q, k, v, dout)]
+    inputs = [triton_backend.addressable(t) for t in (q, k, v, dout)]
     found = []
     for name, mask in ((problem.pattern, sparse), ("dense", None)):
         if mask is not None and mask.keeps_all:

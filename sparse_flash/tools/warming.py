@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from .. import backends
-from ..backends import triton as portable
+from ..backends import triton as triton_backend
 from ..masks.compiler import compile_mask
 
 _TOKENS = 256
@@ -64,7 +64,7 @@ def unavailable() -> str | None:
     """Why nothing can be compiled here, or None."""
     if not torch.cuda.is_available():
         return "there is no GPU to compile for"
-    return portable.available()
+    return triton_backend.available()
 
 
 def warm(calls: list[CallKind], device: torch.device, backend: str = "auto", workers: int | None = None) -> Warmed:
