@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import warnings
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ import torch
 from .. import backends
 from ..compat.pytorch import is_distributed
 from ..dispatch import operators
-from ..dispatch.call import AttentionCall
+from ..dispatch.call import AttentionCall, backend_for
 from ..masks.block_mask import BlockMask, check_batch_and_heads
 from ..masks.block_selection import BlockSelection, checked_selection_block, checked_sharing
 from ..masks.cache import compiled_once, is_recorded, of_another_library, traceable
@@ -64,15 +65,15 @@ def checked(
     backends.check_name(backend)
     q, k, v = autocast(q, k, v)
     has_lengths_or_bias = not (kv_lens is q_lens is kv_starts is q_starts is alibi_slopes is rel_bias is None)
-    is_plain = not has_lengths_or_bias and _is_plain(dropout_p, softcap, score_mod, score_params)
-    is_pattern = isinstance(mask, (Pattern, str))
-    if not (mask is None or is_pattern or isinstance(mask, BlockMask)):
+    others: dict[str, Any] = {}
+    if has_lengths_or_bias or not _is_plain(dropout_p, softcap, score_mod, score_params):
+        others = {"dropout_p": dropout_p, "softcap": softcap, "alibi_slopes": alibi_slopes, "rel_bias": rel_bias}
+        others |= {"kv_lens": kv_lens, "q_lens": q_lens, "kv_starts": kv_starts, "q_starts": q_starts}
+        others |= {"score_mod": score_mod, "score_params": score_params}
+    pattern = mask if isinstance(mask, (Pattern, str)) else None
+    if not (mask is None or pattern is not None or isinstance(mask, BlockMask)):
         if isinstance(mask, BlockSelection):
-            # fmt: off
-            _refuse_beside_selection(dropout_p=dropout_p, kv_lens=kv_lens, q_lens=q_lens, kv_starts=kv_starts, q_starts=q_starts,
-                                     softcap=softcap, alibi_slopes=alibi_slopes, rel_bias=rel_bias, score_mod=score_mod,
-                                     score_params=score_params)
-            # fmt: on
+            _refuse_beside_selection(others)
             check_tensors(*of_some_batch(q, k, v))
             _check_selection(mask, q, k)
             check_sinks(sinks, q)
@@ -80,39 +81,28 @@ def checked(
         mask = _of_another_library(mask)
     q_shape, k_shape, device = q.shape, k.shape, q.device
     is_empty = 0 in q_shape or 0 in k_shape
-    shapes_are_read = not is_plain or sinks is not None or is_empty or is_pattern  # before the key is looked up
+    shapes_are_read = bool(others) or sinks is not None or is_empty or pattern is not None  # before the key is looked up
     if shapes_are_read:
         check_tensors(q, k, v, may_be_empty=is_empty)
     variant = None
-    if not is_plain:
-        variant = checked_variant(
-            q,
-            k,
-            dropout_p=dropout_p,
-            kv_lens=kv_lens,
-            q_lens=q_lens,
-            kv_starts=kv_starts,
-            q_starts=q_starts,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            rel_bias=rel_bias,
-            score_mod=score_mod,
-            score_params=score_params,
-        )
-        if is_pattern and not (kv_lens is q_lens is None):
-            check_known_end(traceable(mask) if torch.compiler.is_compiling() else mask)
+    if others:
+        variant = checked_variant(q, k, **others)
+        if pattern is not None and not (kv_lens is q_lens is None):
+            check_known_end(traceable(pattern) if torch.compiler.is_compiling() else pattern)
     check_sinks(sinks, q)
     if is_empty:
         if isinstance(mask, str):
             text_of(mask)  # raises SpecError for text that cannot be read
         scale = checked_scale(scale, q_shape[3])
         return AttentionCall(q, k, v, mask, None, scale, deterministic, operators.NOTHING, variant, sinks)
-    table = _table_or_text(mask, q_shape[2], k_shape[2], device) if is_pattern else mask
+    table = None if pattern is None else _table_or_text(pattern, q_shape[2], k_shape[2], device)
+    if isinstance(mask, BlockMask):
+        table = mask
     walked = table.walked(q.is_cuda) if isinstance(table, BlockMask) else table
     key = known = None
     if not (variant is not None or isinstance(table, str) or torch.compiler.is_compiling()):
         types = q.dtype, k.dtype, v.dtype, device, k.device, v.device
-        fits = table if table is None else (table.fits, walked if walked is None else walked.block_size)
+        fits = None if table is None else (table.fits, isinstance(walked, BlockMask) and walked.block_size)
         key = q_shape, k_shape, v.shape, types, fits, deterministic, backend
         known = _chosen_backends.get(key)
     if known is not None:
@@ -122,12 +112,12 @@ def checked(
     if isinstance(table, BlockMask):
         check_mask(table, q, k)
     scale = checked_scale(scale, q_shape[3])
-    call = AttentionCall(q, k, v, mask, walked, scale, deterministic, backend, variant, sinks).with_chosen_backend()
+    backend = backend_for(q, k, v, walked, variant, deterministic, backend)
     if key is not None:
         if len(_chosen_backends) >= _MOST_CHOSEN:
             _chosen_backends.clear()
-        _chosen_backends[key] = call.backend
-    return call
+        _chosen_backends[key] = backend
+    return AttentionCall(q, k, v, mask, walked, scale, deterministic, backend, variant, sinks)
 
 
 def _of_another_library(mask: object) -> BlockMask:
@@ -144,7 +134,7 @@ def _is_plain(dropout_p: object, softcap: float | None, score_mod: ScoreFunction
     return no_dropout and no_params and softcap is None and score_mod is None
 
 
-def _refuse_beside_selection(**others: object) -> None:
+def _refuse_beside_selection(others: dict[str, Any]) -> None:
     """Raises ValueError for arguments that a BlockSelection does not take."""
     nothing = int, float, tuple, list  # 0 and () change nothing
     given = [name for name, value in others.items() if value is not None and (not isinstance(value, nothing) or value)]

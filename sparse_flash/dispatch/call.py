@@ -34,11 +34,19 @@ class AttentionCall(NamedTuple):
     variant: Variant | None = None
     sinks: torch.Tensor | None = None
 
-    def with_chosen_backend(self) -> AttentionCall:
-        """The call with the back end that was asked for, or for "auto" the fastest that supports it. Raises ValueError if there is
-        none. Unchanged if the operator chooses: a choice that depends on a length would make torch.compile recompile."""
-        if isinstance(self.table, (str, BlockSelection)) or torch.compiler.is_compiling():
-            return self
-        block_size = None if self.table is None else self.table.block_size
-        asked = backends.Call.of(self.q, self.k, self.v, block_size, self.variant, self.deterministic)
-        return self._replace(backend=backends.choose_backend(self.backend, asked))
+
+def backend_for(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: BlockMask | str | None,
+    variant: Variant | None,
+    deterministic: bool,
+    backend: str,
+) -> str:
+    """The back end that runs a call: the one asked for, or for "auto" the fastest that supports it. Raises ValueError if there is
+    none. Unchanged if the operator chooses: a choice that depends on a length would make torch.compile recompile."""
+    if isinstance(table, str) or torch.compiler.is_compiling():
+        return backend
+    block_size = None if table is None else table.block_size
+    return backends.choose_backend(backend, backends.Call.of(q, k, v, block_size, variant, deterministic))

@@ -65,7 +65,7 @@ def _computed(call: AttentionCall):
     tables, block_size, pattern = [q], 0, ""
     if isinstance(table, BlockMask):
         tables, block_size = table.tensors(), table.block_size
-    elif table is not None:
+    elif isinstance(table, str):
         block_size, pattern = PATTERN_BLOCK_SIZE, table
     tensors, *packed = NO_VARIANT if variant is None else variant.packed()
     return _forward(q, k, v, tables, block_size, pattern, scale, deterministic, backend, tensors or [q], *packed)

@@ -26,7 +26,7 @@ from ..api.attention import attention
 from ..api.keywords import answers_unknown_keywords
 from ..compat.dynamo import length_may_vary
 from ..dispatch import operators
-from ..dispatch.call import AttentionCall
+from ..dispatch.call import AttentionCall, backend_for
 from ..masks.block_mask import BlockMask, MaskLike, check_batch_and_heads
 from ..masks.block_selection import BlockSelection
 from ..masks.pattern import Pattern
@@ -334,7 +334,7 @@ class ContextPlan(TokenShards):
             return _of_all_tokens(call, self._gathered)
         assert self._route is not None and self._route_handle is not None
         options = self._route.block_size, self.keep_fetched, call.scale, call.deterministic, call.backend
-        out, lse = attention_of_blocks(*call[:3], self._columns, self._route_handle, *options, call.variant)
+        out, lse = attention_of_blocks(call.q, call.k, call.v, self._columns, self._route_handle, *options, call.variant)
         return (out, lse) if call.sinks is None else with_sinks(out, lse, call.sinks, None)
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -456,7 +456,8 @@ def _of_all_tokens(call: AttentionCall, mask: PartMask | BlockSelection | BlockM
     else:
         check_mask(mask, call.q, call.k)
         given, table, variant = mask, mask.walked(call.q.is_cuda), call.variant
-    return operators.attend(call._replace(mask=given, table=table, variant=variant).with_chosen_backend())
+    backend = backend_for(call.q, call.k, call.v, table, variant, call.deterministic, call.backend)
+    return operators.attend(call._replace(mask=given, table=table, variant=variant, backend=backend))
 
 
 def _distinct(masks: list[BlockMask]) -> tuple[list[BlockMask], list[int]]:
