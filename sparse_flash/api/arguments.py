@@ -1,5 +1,5 @@
-"""Checks the arguments of calls. Each error says what must be passed, what was passed, and how to fix it. ``checked_variant``
-checks lengths, score modifications and dropout; ``keywords`` knows the keywords of other libraries."""
+"""Checks the arguments of calls. Each error says what must be passed, what was passed, and how to fix it. ``checked`` makes the
+record of a call. ``checked_variant`` checks lengths, score modifications and dropout; ``keywords`` answers unknown keywords."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def checked(
 
 
 def _of_another_library(mask: object) -> BlockMask:
-    """The BlockMask that a mask of another library is read as, once. Raises TypeError for anything else."""
+    """Reads a mask of another library as a BlockMask, once. Raises TypeError for anything else."""
     if not torch.compiler.is_compiling() and isinstance(mask, SharedSequence):
         raise TypeError(f"a {type(mask).__name__} is no mask: it attends itself; call plan.attention(q, k, v) on every rank")
     return of_another_library(mask)
@@ -225,7 +225,7 @@ def check_dtype(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, may_be_empty: bool = False) -> None:
-    """Raises ValueError where q, k and v do not fit together, and warns where they look transposed. may_be_empty: sizes other than
+    """Raises ValueError if q, k and v do not fit together, and warns if they look transposed. may_be_empty: sizes other than
     head_dim may be 0."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
@@ -244,8 +244,8 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, may_be_empt
 
 
 def _warn_of_transposed(q: torch.Tensor, k: torch.Tensor) -> None:
-    """Warns where the numbers of heads are of tokens, and those of tokens of heads: more heads than models have, of fewer tokens,
-    and of no more keys than queries. So a decoding step is not meant, nor windows of images."""
+    """Warns if tokens seem to come before heads: more heads than models have, fewer tokens than that, and no more keys than
+    queries. Decoding steps and windows of images look different."""
     if min(q.shape[1], k.shape[1]) > MOST_HEADS >= q.shape[2] and k.shape[2] and q.shape[2] % k.shape[2] == 0:
         warnings.warn(
             f"q, k and v must be (batch, heads, tokens, head_dim); got q of shape {tuple(q.shape)}, {q.shape[1]} heads of "
@@ -256,7 +256,7 @@ def _warn_of_transposed(q: torch.Tensor, k: torch.Tensor) -> None:
 
 
 def of_some_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The tensors; or where all are of a batch of 0, stand-ins of a batch of 1, whose other sizes ``check_tensors`` then checks."""
+    """Returns the tensors; if all have a batch of 0, stand-ins with a batch of 1, whose other sizes ``check_tensors`` can check."""
     if any(tensor.shape[:1] != (0,) for tensor in (q, k, v)):
         return q, k, v
     one, other, last = (tensor.new_empty(1).expand(1, *tensor.shape[1:]) for tensor in (q, k, v))
@@ -312,8 +312,8 @@ def _check_mask_fits(mask: BlockMask, q: torch.Tensor) -> None:
 
 
 def check_decoding_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_table: torch.Tensor | None) -> None:
-    """Like ``check_tensors``, for ``attention_decode``, whose k and v are a cache. Sizes other than head_dim and those of pages may
-    be 0."""
+    """Checks as ``check_tensors`` does, for ``attention_decode``, whose k and v are a cache. head_dim and the sizes of pages must
+    not be 0; other sizes may."""
     order = "(batch, kv_heads, capacity, head_dim)" if block_table is None else "(pages, kv_heads, page_size, head_dim)"
     for name, tensor, shape in (("q", q, "(batch, heads, q_len, head_dim)"), ("k", k, order), ("v", v, order)):
         if tensor.dim() != 4 or tensor.shape[3] == 0:
@@ -380,8 +380,8 @@ def check_decoding_mask(mask: BlockMask, capacity: int, q: torch.Tensor) -> None
 
 
 def check_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Like ``check_tensors``, for ``attention_varlen``, whose tensors have no batch dimension. Sizes other than head_dim may be
-    0."""
+    """Checks as ``check_tensors`` does, for ``attention_varlen``, whose tensors have no batch dimension. head_dim must not be 0;
+    other sizes may."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 3:
             raise ValueError(f"{name} must have shape (tokens of all documents, heads, head_dim); got {tuple(tensor.shape)}")

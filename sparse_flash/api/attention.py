@@ -57,7 +57,7 @@ def attention(
     Which tokens exist (padded batches); each is (batch,) int32 or int64 on q's device, read without host synchronization:
     kv_lens, q_lens: tokens at or past these positions do not exist. kv_starts, q_starts: tokens before these positions do not
     exist. A query that does not exist has out 0, lse -inf and no gradient. Blocks without existing tokens are skipped. Positions
-    remain those of the padded lengths, so ``last_tokens`` beside q_lens or kv_lens raises ValueError. A length past the tokens and
+    stay as in the padded lengths, so ``last_tokens`` beside q_lens or kv_lens raises ValueError. A length past the tokens and
     a negative start leave all tokens. A negative length and a start past the tokens leave none on a GPU, where values are not
     read, and raise ValueError on a CPU.
 
@@ -101,7 +101,7 @@ def attention(
     if isinstance(call.table, BlockSelection):
         return _over_picks(call, call.table, return_lse, return_block_lse)
     if return_block_lse:
-        raise ValueError(f"return_block_lse is of the blocks that a BlockSelection picked; got mask of {type(mask).__name__}")
+        raise ValueError(f"return_block_lse needs a BlockSelection as mask; got {type(mask).__name__}; leave it out")
     results = operators.attend(call)
     return results if return_lse else results[0]
 

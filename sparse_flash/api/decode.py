@@ -198,7 +198,7 @@ def _compiled(pattern: Pattern | str, length: int, device: torch.device) -> tupl
 
 @constant_in_graphs
 def _constant_tables(pattern: Pattern | str, length: int, device: torch.device) -> tuple[bool, list[torch.Tensor]]:
-    """As constants of a compiled graph; see masks/block_mask.py."""
+    """Returns (is causal, the table's tensors) as constants of a compiled graph."""
     with plain_tensors():
         mask, is_causal = _compiled(pattern, length, device)
         return is_causal, [] if mask is None else mask.constants()

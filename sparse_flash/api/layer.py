@@ -103,7 +103,7 @@ class SparseAttention(nn.Module):
     at least as long as the cache; None for dense attention. Causal by default. A pattern that must not look ahead has to say so:
     "causal & local(1024)". ``layer.mask = ...`` changes it, also in compiled code. Or a ``ContextPlan``, for one sequence over
     several ranks: x then holds the rank's tokens, at the plan's positions.
-    select: in place of a mask, the arguments of ``topk_blocks`` by which queries choose their blocks in each forward pass:
+    select: instead of a mask, the arguments of ``topk_blocks`` by which queries choose their blocks in each forward pass:
     ``{"keep": 16, "block_size": 64, "share_group": True}``; every is 1 by default. Or a function of (q, k), queries and keys by
     head, after rotation, that returns a BlockSelection. With a cache, new queries choose among all keys, each for itself (every=1):
     then tokens see the same blocks whether they come one by one or all at once. Where choices are by mean keys without ``always``,
@@ -303,7 +303,7 @@ def _by_head(x: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 def _written(mask: BlockMask | Pattern | None) -> BlockMask | Pattern | str | None:
-    """What torch.compile gets for a mask: PyTorch before 2.13 accepts spec text but not Pattern objects."""
+    """Returns the mask as torch.compile takes it: PyTorch before 2.13 accepts spec text but not Pattern objects."""
     return text_of(mask) or mask if isinstance(mask, Pattern) else mask
 
 

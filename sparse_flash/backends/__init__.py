@@ -47,7 +47,7 @@ def of_queries_with_keys(x: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Call:
-    """What a back end may ask about a call before accepting it. Lengths are in tokens."""
+    """Describes a call, so that back ends can accept or refuse it without its tensors. Lengths are in tokens."""
 
     device: torch.device
     dtype: torch.dtype

@@ -25,7 +25,7 @@ MAX_ROWS = 2**31 - 1  # of all heads together: TMA coordinates are 32-bit
 
 
 def available() -> str | None:
-    return _available() or triton_backend.available()  # in this order: without a GPU, portable advises the interpreter
+    return _available() or triton_backend.available()  # in this order: without a GPU, the second advises the interpreter
 
 
 @cache

@@ -27,7 +27,7 @@ from . import observers
 from .call import AttentionCall
 
 PATTERN_BLOCK_SIZE = 128  # tokens, in the tables of patterns
-NOTHING = "nothing"  # in place of a back end, when there is nothing to compute
+NOTHING = "nothing"  # the back end of calls with nothing to compute
 
 
 def attend(call: AttentionCall):

@@ -50,8 +50,8 @@ _LEAST_TOKENS, _LEAST_MEAN, _LEAST_RUN = 16384, 512, 1024
 
 
 class InPlacePlan(NamedTuple):
-    """What the host knows of a call: tokens and longest document of queries and keys; queries of the long document before position
-    0; capacity for entries and for tiles; whether keys share the documents of the queries."""
+    """Holds the host's numbers of a call: tokens and longest document of queries and keys; queries of the long document before
+    position 0; capacity for entries and for tiles; whether keys share the documents of the queries."""
 
     q_tokens: int
     k_tokens: int
@@ -104,12 +104,12 @@ def _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, same, device) ->
 
 
 class _LongRuns:
-    """The runs of a document of ``k_blocks`` key blocks, with ``before`` blocks of queries before the first key.
+    """The runs of one long document, with ``before`` blocks of queries before the first key.
 
     constants: first and stop of each query, (2, queries) int32; mask_index and tile_bits of a mask without bit tiles.
     """
 
-    def __init__(self, first: np.ndarray, stop: np.ndarray, k_blocks: int, before: int, device):
+    def __init__(self, first: np.ndarray, stop: np.ndarray, before: int, device):
         self.before = before
         self._square = before == 0
         # The most keys spanned by BLOCK consecutive queries that start in a given block; they lie in it and the next.
@@ -148,7 +148,7 @@ class _LongRuns:
 
 
 def _runs_of(pattern, q_longest: int, k_longest: int, same: bool, device) -> _LongRuns | None:
-    """Of documents up to these lengths; None for a pattern that does not keep single runs."""
+    """Returns the runs of documents up to these lengths; None for a pattern that does not keep single runs."""
     # Rounded to powers of two, to compile for few lengths.
     k_height, before = (power_of_two(-(-longest // BLOCK)) for longest in (k_longest, q_longest))
     runs = _long_runs(pattern, k_height, 0 if same else before, device)
@@ -161,7 +161,7 @@ def _runs_of(pattern, q_longest: int, k_longest: int, same: bool, device) -> _Lo
 def _long_runs(pattern, k_blocks, before, device) -> _LongRuns | None:
     def make() -> _LongRuns | None:
         runs = single_runs(long_document(pattern, k_blocks, before, device).mask)
-        return runs and _LongRuns(*runs, k_blocks, before, device)
+        return runs and _LongRuns(*runs, before, device)
 
     return made_apart(make)
 

@@ -67,9 +67,9 @@ class Side(NamedTuple):
 
 
 class RepackPlan(NamedTuple):
-    """What the host knows of a call: tokens, longest document and blocks of queries and keys; block rows of the long document's
-    table before position 0; capacity for entries; whether keys share the documents of the queries; whether the table has bit
-    tiles, and how many tiles it has of each kind; the most tokens of a document if short ones share blocks, else 0."""
+    """Holds the host's numbers of a call: tokens, longest document and blocks of queries and keys; block rows of the long
+    document's table before position 0; capacity for entries; whether keys share the documents of the queries; whether the table
+    has bit tiles, and how many tiles it has of each kind; the most tokens of a document if short ones share blocks, else 0."""
 
     q_tokens: int
     k_tokens: int

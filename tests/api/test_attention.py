@@ -397,10 +397,10 @@ def test_auto_takes_triton_on_a_gpu():
 
 @parametrize("compiled", [False, True])
 @parametrize("given, always, wanted", [(None, False, False), (None, True, True), (False, True, False), (True, False, True)])
-def test_both_passes_are_told_whether_the_call_is_deterministic(monkeypatch, given, always, wanted, compiled):
-    told, forward, backward = [], torch_backend.forward, torch_backend.backward
-    monkeypatch.setattr(torch_backend, "forward", lambda *call: (told.append(call[5]), forward(*call))[1])
-    monkeypatch.setattr(torch_backend, "backward", lambda *call: (told.append(call[9]), backward(*call))[1])
+def test_both_passes_learn_whether_the_call_is_deterministic(monkeypatch, given, always, wanted, compiled):
+    seen, forward, backward = [], torch_backend.forward, torch_backend.backward
+    monkeypatch.setattr(torch_backend, "forward", lambda *call: (seen.append(call[5]), forward(*call))[1])
+    monkeypatch.setattr(torch_backend, "backward", lambda *call: (seen.append(call[9]), backward(*call))[1])
     q, k, v = accepted("torch", 16, requires_grad=True)
     attend = torch.compile(sf.attention, backend="aot_eager", fullgraph=True) if compiled else sf.attention
     before = torch.are_deterministic_algorithms_enabled()
@@ -409,19 +409,19 @@ def test_both_passes_are_told_whether_the_call_is_deterministic(monkeypatch, giv
         attend(q, k, v, "causal", deterministic=given, backend="torch").sum().backward()
     finally:
         torch.use_deterministic_algorithms(before)
-    assert told == [wanted, wanted]
+    assert seen == [wanted, wanted]
 
 
 @parametrize("deterministic", [False, True])
 def test_what_is_compiled_ahead_is_the_backward_pass_of_this_call(monkeypatch, deterministic):
-    hopper, told = backends.backend("hopper"), []
+    hopper, seen = backends.backend("hopper"), []
     q, k, v = accepted("torch", 16, requires_grad=True)
     lse = torch.zeros(q.shape[:3], device=DEVICE)
     kernels = SimpleNamespace(repeated_forward=lambda *_: None, attention_forward=lambda *_, beside: (beside(), (q, lse))[1])
     monkeypatch.setattr(hopper, "_kernels", lambda: kernels)
-    monkeypatch.setattr(hopper, "backward", lambda *call: told.append(call[9]))
+    monkeypatch.setattr(hopper, "backward", lambda *call: seen.append(call[9]))
     hopper.forward(q, k, v, None, 0.25, deterministic, None)
-    assert told == [deterministic]
+    assert seen == [deterministic]
 
 
 def test_a_named_back_end_raises_its_reason_and_never_gives_way():

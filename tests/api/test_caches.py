@@ -1,4 +1,4 @@
-"""What calls remember, and how it is released."""
+"""Calls remember tables and choices, and release them on request."""
 
 import gc
 import subprocess

@@ -1,4 +1,4 @@
-"""What users of other libraries type: their keywords, and text mixed with patterns."""
+"""Keywords that users of other libraries type get helpful errors, and text mixes with patterns."""
 
 import inspect
 import re

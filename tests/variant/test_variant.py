@@ -127,7 +127,7 @@ def existing(starts, lens, batch: int, tokens: int) -> torch.Tensor:
 
 
 def surviving(q, k, dropout_p: float, seed: int) -> torch.Tensor:
-    """What dropout keeps in the first call after manual_seed(seed): (batch, heads, q_len, kv_len) bool."""
+    """Returns the pairs that dropout keeps in the first call after manual_seed(seed): (batch, heads, q_len, kv_len) bool."""
     torch.manual_seed(seed)
     return kept_by_dropout(checked_variant(q, k, dropout_p=dropout_p), Pairs.all(q, k))
 
@@ -181,7 +181,7 @@ def results(attend, tensors, given: dict, dout):
 
 
 def terms_in_call(q, k, given: dict):
-    """What ``attention`` passes to a back end for these arguments; it applies sinks itself."""
+    """Returns the variant that ``attention`` passes to a back end for these arguments; it applies sinks itself."""
     return checked_variant(q, k, **{name: value for name, value in given.items() if name != "sinks"})
 
 
