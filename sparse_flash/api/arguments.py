@@ -67,8 +67,8 @@ def checked(
     has_lengths_or_bias = not (kv_lens is q_lens is kv_starts is q_starts is alibi_slopes is rel_bias is None)
     others: dict[str, Any] = {}
     if has_lengths_or_bias or not _is_plain(dropout_p, softcap, score_mod, score_params):
-        others = {"dropout_p": dropout_p, "softcap": softcap, "alibi_slopes": alibi_slopes, "rel_bias": rel_bias}
-        others |= {"kv_lens": kv_lens, "q_lens": q_lens, "kv_starts": kv_starts, "q_starts": q_starts}
+        others = {"dropout_p": dropout_p, "kv_lens": kv_lens, "q_lens": q_lens, "kv_starts": kv_starts, "q_starts": q_starts}
+        others |= {"softcap": softcap, "alibi_slopes": alibi_slopes, "rel_bias": rel_bias}
         others |= {"score_mod": score_mod, "score_params": score_params}
     pattern = mask if isinstance(mask, (Pattern, str)) else None
     if not (mask is None or pattern is not None or isinstance(mask, BlockMask)):
