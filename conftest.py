@@ -87,7 +87,7 @@ def unsettled():
     """For tests that change which back ends exist or what they support: forgets choices from earlier calls."""
     from sparse_flash.api import arguments
 
-    arguments._selected.clear()
+    arguments._chosen_backends.clear()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -33,6 +33,6 @@ if __name__ == "__main__":
             join.join_rows(out, lse, out, lse, rows, 128)
             join.add_rows(out, out, rows, 128)
             join.add_rows(out, out, rows, 128, (torch.arange(3), rows))
-            join.take_rows(out, out, rows, 128)
+            join.copy_rows(out, out, rows, 128)
         out, lse = torch.empty(1, 4, 256, 128, dtype=torch.float64), torch.empty(1, 4, 256, dtype=torch.float64)
         join.join_rows(out, lse, out, lse, rows, 128)

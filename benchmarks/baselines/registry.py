@@ -47,7 +47,7 @@ class SparseFlash(Peer):
         return backends.Call.of(*problem.leaves, block_size, deterministic=self.deterministic)
 
     def runs_on(self, problem: Problem) -> str | None:
-        return None if _varied(problem) else backends.choose(self.backend, self.call(problem))
+        return None if _varied(problem) else backends.choose_backend(self.backend, self.call(problem))
 
     def prepare(self, problem: Problem) -> Callable[[], torch.Tensor]:
         mask = None if problem.mask.keeps_all else problem.mask

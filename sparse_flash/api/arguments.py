@@ -1,11 +1,12 @@
-"""Checks the arguments of calls. Each error says what must be passed, what was passed, and how to fix it. ``checked_variant``
-checks lengths, score modifications and dropout; ``keywords`` knows the keywords of other libraries."""
+"""Checks the arguments of calls. Each error says what must be passed, what was passed, and how to fix it. ``checked`` makes the
+record of a call. ``checked_variant`` checks lengths, score modifications and dropout; ``keywords`` answers unknown keywords."""
 
 from __future__ import annotations
 
 import math
 import warnings
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ import torch
 from .. import backends
 from ..compat.pytorch import is_distributed
 from ..dispatch import operators
-from ..dispatch.call import AttentionCall
+from ..dispatch.call import AttentionCall, backend_for
 from ..masks.block_mask import BlockMask, check_batch_and_heads
 from ..masks.block_selection import BlockSelection, checked_selection_block, checked_sharing
 from ..masks.cache import compiled_once, is_recorded, of_another_library, traceable
@@ -30,18 +31,18 @@ MOST_HEADS = 128  # of models
 
 _DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
-# The back end chosen for each call checked so far, keyed by everything that checks and choice depend on. At _MOST_SELECTED entries
-# all are dropped. Entries never go stale: what back ends support on a device does not change while a process runs.
-_selected: dict[tuple[object, ...], str] = {}
-_MOST_SELECTED = 4096
-cleared_by(_selected.clear)
+# The back end chosen for each plain call so far, by everything that checks and choice depend on. At _MOST_CHOSEN entries all are
+# dropped. Entries never go stale: what back ends support on a device does not change while a process runs.
+_chosen_backends: dict[tuple[object, ...], str] = {}
+_MOST_CHOSEN = 4096
+cleared_by(_chosen_backends.clear)
 
 
 def checked(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    mask: BlockMask | Pattern | str | None,
+    mask: BlockMask | BlockSelection | Pattern | str | None,
     scale: float | None,
     dropout_p: float,
     kv_lens: torch.Tensor | None,
@@ -54,65 +55,73 @@ def checked(
     score_mod: ScoreFunction | None,
     score_params: tuple[torch.Tensor, ...],
     sinks: torch.Tensor | None,
-    return_lse: bool,
     deterministic: bool | None,
     backend: str,
 ) -> AttentionCall:
-    """The arguments of ``sf.attention`` as one call. Raises ValueError for arguments that do not fit together, TypeError for wrong
-    types. A plain call like an earlier one is not checked again."""
+    """The arguments of ``sf.attention`` as one call, with its table and back end. Raises ValueError for arguments that do not fit
+    together, TypeError for wrong types. A plain call like an earlier one is not checked again."""
     check_types(q, k, v)
-    check_deterministic(deterministic)
+    deterministic = checked_deterministic(deterministic)
     backends.check_name(backend)
     q, k, v = autocast(q, k, v)
-    mask = _of_this_library(mask)
-    is_empty = 0 in q.shape or 0 in k.shape
     has_lengths_or_bias = not (kv_lens is q_lens is kv_starts is q_starts is alibi_slopes is rel_bias is None)
-    is_plain = not has_lengths_or_bias and _is_plain(dropout_p, softcap, score_mod, score_params)
-    shapes_are_read = not is_plain or sinks is not None or is_empty or isinstance(mask, (Pattern, str))  # before they are looked up
+    others: dict[str, Any] = {}
+    if has_lengths_or_bias or not _is_plain(dropout_p, softcap, score_mod, score_params):
+        others = {"dropout_p": dropout_p, "kv_lens": kv_lens, "q_lens": q_lens, "kv_starts": kv_starts, "q_starts": q_starts}
+        others |= {"softcap": softcap, "alibi_slopes": alibi_slopes, "rel_bias": rel_bias}
+        others |= {"score_mod": score_mod, "score_params": score_params}
+    pattern = mask if isinstance(mask, (Pattern, str)) else None
+    if not (mask is None or pattern is not None or isinstance(mask, BlockMask)):
+        if isinstance(mask, BlockSelection):
+            _refuse_beside_selection(others)
+            check_tensors(*of_some_batch(q, k, v))
+            _check_selection(mask, q, k)
+            check_sinks(sinks, q)
+            return AttentionCall(q, k, v, mask, mask, checked_scale(scale, q.shape[3]), deterministic, backend, None, sinks)
+        mask = _of_another_library(mask)
+    q_shape, k_shape, device = q.shape, k.shape, q.device
+    is_empty = 0 in q_shape or 0 in k_shape
+    shapes_are_read = bool(others) or sinks is not None or is_empty or pattern is not None  # before the key is looked up
     if shapes_are_read:
         check_tensors(q, k, v, may_be_empty=is_empty)
     variant = None
-    if not is_plain:
-        variant = checked_variant(
-            q,
-            k,
-            dropout_p=dropout_p,
-            kv_lens=kv_lens,
-            q_lens=q_lens,
-            kv_starts=kv_starts,
-            q_starts=q_starts,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            rel_bias=rel_bias,
-            score_mod=score_mod,
-            score_params=score_params,
-        )
-        if isinstance(mask, (Pattern, str)) and not (kv_lens is q_lens is None):
-            check_known_end(traceable(mask) if torch.compiler.is_compiling() else mask)
-    if sinks is not None:
-        check_sinks(sinks, q)
+    if others:
+        variant = checked_variant(q, k, **others)
+        if pattern is not None and not (kv_lens is q_lens is None):
+            check_known_end(traceable(pattern) if torch.compiler.is_compiling() else pattern)
+    check_sinks(sinks, q)
     if is_empty:
-        _check_of_empty_call(mask, scale, q.shape[3])
-        return AttentionCall(q, k, v, mask, None, None, False, backend, variant, sinks, return_lse, operators.NOTHING, None)
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    table = _table_or_text(mask, q.shape[2], k.shape[2], q.device) if isinstance(mask, (Pattern, str)) else mask
+        if isinstance(mask, str):
+            text_of(mask)  # raises SpecError for text that cannot be read
+        scale = checked_scale(scale, q_shape[3])
+        return AttentionCall(q, k, v, mask, None, scale, deterministic, operators.NOTHING, variant, sinks)
+    table = None if pattern is None else _table_or_text(pattern, q_shape[2], k_shape[2], device)
+    if isinstance(mask, BlockMask):
+        table = mask
     walked = table.walked(q.is_cuda) if isinstance(table, BlockMask) else table
-    key = None if variant is not None else _key(q, k, v, table, walked, deterministic, backend)
-    selected = None if key is None else _selected.get(key)
-    if selected is None:
-        if not shapes_are_read:
-            check_tensors(q, k, v)
-        if isinstance(table, BlockMask):
-            check_mask(table, q, k)
-    scale = checked_scale(scale, q.shape[3])
-    return AttentionCall(q, k, v, mask, walked, scale, deterministic, backend, variant, sinks, return_lse, selected, key)
+    key = known = None
+    if not (variant is not None or isinstance(table, str) or torch.compiler.is_compiling()):
+        types = q.dtype, k.dtype, v.dtype, device, k.device, v.device
+        fits = None if table is None else (table.fits, isinstance(walked, BlockMask) and walked.block_size)
+        key = q_shape, k_shape, v.shape, types, fits, deterministic, backend
+        known = _chosen_backends.get(key)
+    if known is not None:
+        return AttentionCall(q, k, v, mask, walked, checked_scale(scale, q_shape[3]), deterministic, known, None, sinks)
+    if not shapes_are_read:
+        check_tensors(q, k, v)
+    if isinstance(table, BlockMask):
+        check_mask(table, q, k)
+    scale = checked_scale(scale, q_shape[3])
+    backend = backend_for(q, k, v, walked, variant, deterministic, backend)
+    if key is not None:
+        if len(_chosen_backends) >= _MOST_CHOSEN:
+            _chosen_backends.clear()
+        _chosen_backends[key] = backend
+    return AttentionCall(q, k, v, mask, walked, scale, deterministic, backend, variant, sinks)
 
 
-def _of_this_library(mask: BlockMask | Pattern | str | None) -> BlockMask | Pattern | str | None:
-    """The mask; or the BlockMask that a mask of another library is read as, once. Raises TypeError for anything else."""
-    if mask is None or isinstance(mask, (BlockMask, Pattern, str)):
-        return mask
+def _of_another_library(mask: object) -> BlockMask:
+    """Reads a mask of another library as a BlockMask, once. Raises TypeError for anything else."""
     if not torch.compiler.is_compiling() and isinstance(mask, SharedSequence):
         raise TypeError(f"a {type(mask).__name__} is no mask: it attends itself; call plan.attention(q, k, v) on every rank")
     return of_another_library(mask)
@@ -125,47 +134,12 @@ def _is_plain(dropout_p: object, softcap: float | None, score_mod: ScoreFunction
     return no_dropout and no_params and softcap is None and score_mod is None
 
 
-def _check_of_empty_call(mask: BlockMask | Pattern | str | None, scale: float | None, head_dim: int) -> None:
-    """Raises what other calls raise for a wrong scale or for text that cannot be read."""
-    checked_scale(scale, head_dim)
-    if isinstance(mask, str):
-        text_of(mask)
-
-
-def _key(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    table: BlockMask | str | None,
-    walked: BlockMask | str | None,
-    deterministic: bool,
-    backend: str,
-) -> tuple[object, ...] | None:
-    """Everything that the checks of a plain call and the choice of its back end depend on; None if the call is not remembered."""
-    if isinstance(table, str) or torch.compiler.is_compiling():
-        return None
-    fits = None
-    if table is not None:
-        fits = table.fits, not isinstance(walked, BlockMask) or walked.block_size
-    return q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, fits, deterministic, backend
-
-
-def select_backend(call: AttentionCall) -> str:
-    """The back end that runs a call: the one asked for, or for "auto" the fastest that supports it. Raises ValueError if there is
-    none."""
-    if call.selected is not None:
-        return call.selected
-    if isinstance(call.mask, str) or torch.compiler.is_compiling():
-        # The operator chooses: a choice here that depends on a length would make torch.compile recompile.
-        return call.backend
-    block_size = None if call.mask is None else call.mask.block_size
-    asked = backends.Call.of(call.q, call.k, call.v, block_size, call.variant, deterministic=call.deterministic)
-    name = backends.choose(call.backend, asked)
-    if call.key is not None:
-        if len(_selected) >= _MOST_SELECTED:
-            _selected.clear()
-        _selected[call.key] = name
-    return name
+def _refuse_beside_selection(others: dict[str, Any]) -> None:
+    """Raises ValueError for arguments that a BlockSelection does not take."""
+    nothing = int, float, tuple, list  # 0 and () change nothing
+    given = [name for name, value in others.items() if value is not None and (not isinstance(value, nothing) or value)]
+    if given:
+        raise ValueError(f"a BlockSelection does not take {' and '.join(given)}; leave it out, or pass a BlockMask")
 
 
 def _table_or_text(pattern: Pattern | str, q_len: int, kv_len: int, device: torch.device) -> BlockMask | str:
@@ -212,14 +186,15 @@ def check_types(q: object, k: object, v: object) -> None:
             "torch.export.export or torch.compile"
         )
     for name, value in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor of shape (batch, heads, tokens, head_dim); got {type(value).__name__}")
-        if not torch.compiler.is_compiling() and is_distributed(value):
-            raise TypeError(
-                f"{name} must be a tensor of one rank; got a DTensor; make the call in a function that "
-                "torch.distributed.tensor.experimental.local_map wraps, with batch or heads sharded; tokens are shared among ranks "
-                "by sparse_flash.context_parallel"
-            )
+        if type(value) is not torch.Tensor:
+            if not isinstance(value, torch.Tensor):
+                raise TypeError(f"{name} must be a tensor of shape (batch, heads, tokens, head_dim); got {type(value).__name__}")
+            if not torch.compiler.is_compiling() and is_distributed(value):
+                raise TypeError(
+                    f"{name} must be a tensor of one rank; got a DTensor; make the call in a function that "
+                    "torch.distributed.tensor.experimental.local_map wraps, with batch or heads sharded; tokens are shared among "
+                    "ranks by sparse_flash.context_parallel"
+                )
         if value.layout is not torch.strided or value.is_nested:
             layout = "a nested tensor" if value.is_nested else value.layout
             raise ValueError(
@@ -250,7 +225,7 @@ def check_dtype(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, may_be_empty: bool = False) -> None:
-    """Raises ValueError where q, k and v do not fit together, and warns where they look transposed. may_be_empty: sizes other than
+    """Raises ValueError if q, k and v do not fit together, and warns if they look transposed. may_be_empty: sizes other than
     head_dim may be 0."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
@@ -269,19 +244,19 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, may_be_empt
 
 
 def _warn_of_transposed(q: torch.Tensor, k: torch.Tensor) -> None:
-    """Warns where the numbers of heads are of tokens, and those of tokens of heads: more heads than models have, of fewer tokens,
-    and of no more keys than queries. So a decoding step is not meant, nor windows of images."""
+    """Warns if tokens seem to come before heads: more heads than models have, fewer tokens than that, and no more keys than
+    queries. Decoding steps and windows of images look different."""
     if min(q.shape[1], k.shape[1]) > MOST_HEADS >= q.shape[2] and k.shape[2] and q.shape[2] % k.shape[2] == 0:
         warnings.warn(
             f"q, k and v must be (batch, heads, tokens, head_dim); got q of shape {tuple(q.shape)}, {q.shape[1]} heads of "
             f"{q.shape[2]} tokens; if tokens come before heads, pass q.transpose(1, 2), k.transpose(1, 2) and v.transpose(1, 2), "
             "and transpose the result back",
-            stacklevel=5,
+            stacklevel=6,
         )
 
 
 def of_some_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The tensors; or where all are of a batch of 0, stand-ins of a batch of 1, whose other sizes ``check_tensors`` then checks."""
+    """Returns the tensors; if all have a batch of 0, stand-ins with a batch of 1, whose other sizes ``check_tensors`` can check."""
     if any(tensor.shape[:1] != (0,) for tensor in (q, k, v)):
         return q, k, v
     one, other, last = (tensor.new_empty(1).expand(1, *tensor.shape[1:]) for tensor in (q, k, v))
@@ -295,17 +270,23 @@ def _check_groups(heads: int, kv_heads: int) -> None:
         )
 
 
-def check_deterministic(deterministic: bool | None) -> None:
-    """Raises TypeError unless this is a bool or None. Numbers are refused too: 1 equals True as a key of remembered calls."""
-    if deterministic is not None and deterministic is not True and deterministic is not False:
+def checked_deterministic(deterministic: bool | None) -> bool:
+    """Resolves None. Raises TypeError for anything but a bool or None, numbers included: 1 equals True as a key of remembered
+    calls."""
+    if deterministic is None:
+        return torch.are_deterministic_algorithms_enabled()
+    if deterministic is not True and deterministic is not False:
         raise TypeError(
             f"deterministic must be True, False or None; got {deterministic!r}; None follows "
             "torch.are_deterministic_algorithms_enabled()"
         )
+    return deterministic
 
 
-def check_sinks(sinks: torch.Tensor, q: torch.Tensor) -> None:
+def check_sinks(sinks: torch.Tensor | None, q: torch.Tensor) -> None:
     """Raises ValueError or TypeError for sinks that do not fit."""
+    if sinks is None:
+        return
     check_same_device("sinks", sinks, q)
     if tuple(sinks.shape) != (q.shape[1],) or not sinks.is_floating_point():
         raise ValueError(
@@ -331,8 +312,8 @@ def _check_mask_fits(mask: BlockMask, q: torch.Tensor) -> None:
 
 
 def check_decoding_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_table: torch.Tensor | None) -> None:
-    """Like ``check_tensors``, for ``attention_decode``, whose k and v are a cache. Sizes other than head_dim and those of pages may
-    be 0."""
+    """Checks as ``check_tensors`` does, for ``attention_decode``, whose k and v are a cache. head_dim and the sizes of pages must
+    not be 0; other sizes may."""
     order = "(batch, kv_heads, capacity, head_dim)" if block_table is None else "(pages, kv_heads, page_size, head_dim)"
     for name, tensor, shape in (("q", q, "(batch, heads, q_len, head_dim)"), ("k", k, order), ("v", v, order)):
         if tensor.dim() != 4 or tensor.shape[3] == 0:
@@ -399,8 +380,8 @@ def check_decoding_mask(mask: BlockMask, capacity: int, q: torch.Tensor) -> None
 
 
 def check_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Like ``check_tensors``, for ``attention_varlen``, whose tensors have no batch dimension. Sizes other than head_dim may be
-    0."""
+    """Checks as ``check_tensors`` does, for ``attention_varlen``, whose tensors have no batch dimension. head_dim must not be 0;
+    other sizes may."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 3:
             raise ValueError(f"{name} must have shape (tokens of all documents, heads, head_dim); got {tuple(tensor.shape)}")
@@ -458,6 +439,16 @@ def _check_bounds(name: str, bounds: list[int], tokens: int, longest: int) -> No
         )
     if max(lengths) > longest:
         raise ValueError(f"a document of {name} has {max(lengths)} tokens, more than max_seqlen_{name}={longest}")
+
+
+def _check_selection(selection: BlockSelection, q: torch.Tensor, k: torch.Tensor) -> None:
+    """Raises ValueError where a selection was not made for these queries and keys."""
+    if (selection.q_len, selection.kv_len) != (q.shape[2], k.shape[2]):
+        raise ValueError(
+            f"the selection is of q_len={selection.q_len}, kv_len={selection.kv_len}; q and k have {q.shape[2]} and {k.shape[2]} "
+            "tokens; pass q_len= and kv_len= to BlockSelection.from_picks, or choose again for these"
+        )
+    check_selected_heads(selection, q, k)
 
 
 def check_selected_heads(selection: BlockSelection, q: torch.Tensor, k: torch.Tensor) -> None:

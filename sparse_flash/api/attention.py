@@ -9,14 +9,14 @@ from ..dispatch.call import AttentionCall
 from ..masks.block_mask import BlockMask
 from ..masks.block_selection import BlockSelection
 from ..masks.pattern import Pattern
+from ..selection.operators import attend_to_picks, block_lse
 from ..variant.definition import with_sinks
 from ..variant.variant import ScoreFunction
-from .arguments import checked, select_backend
-from .keywords import shown_without_foreign, unexpected
-from .selected import attention_over_picks
+from .arguments import checked
+from .keywords import answers_unknown_keywords, unexpected
 
 
-@shown_without_foreign
+@answers_unknown_keywords(unexpected)
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -39,7 +39,6 @@ def attention(
     return_block_lse: bool = False,
     deterministic: bool | None = None,
     backend: str = "auto",
-    **foreign: object,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """softmax(scale * q k^T) v over the pairs that the mask keeps, at a cost proportional to the kept pairs. Lengths, score
     modifications, sinks and dropout are optional.
@@ -58,7 +57,7 @@ def attention(
     Which tokens exist (padded batches); each is (batch,) int32 or int64 on q's device, read without host synchronization:
     kv_lens, q_lens: tokens at or past these positions do not exist. kv_starts, q_starts: tokens before these positions do not
     exist. A query that does not exist has out 0, lse -inf and no gradient. Blocks without existing tokens are skipped. Positions
-    remain those of the padded lengths, so ``last_tokens`` beside q_lens or kv_lens raises ValueError. A length past the tokens and
+    stay as in the padded lengths, so ``last_tokens`` beside q_lens or kv_lens raises ValueError. A length past the tokens and
     a negative start leave all tokens. A negative length and a start past the tokens leave none on a GPU, where values are not
     read, and raise ValueError on a CPU.
 
@@ -95,44 +94,25 @@ def attention(
 
     Source: arXiv:2205.14135 (Alg. 5), arXiv:2307.08691.
     """
-    if foreign:
-        raise unexpected(attention, foreign)
-    if isinstance(mask, BlockSelection):
-        return attention_over_picks(
-            q,
-            k,
-            v,
-            mask,
-            scale,
-            sinks,
-            return_lse,
-            return_block_lse,
-            deterministic,
-            backend,
-            dropout_p=dropout_p,
-            kv_lens=kv_lens,
-            q_lens=q_lens,
-            kv_starts=kv_starts,
-            q_starts=q_starts,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            rel_bias=rel_bias,
-            score_mod=score_mod,
-            score_params=score_params,
-        )
-    if return_block_lse:
-        raise ValueError(f"return_block_lse is of the blocks that a BlockSelection picked; got mask of {type(mask).__name__}")
     # fmt: off
     call = checked(q, k, v, mask, scale, dropout_p, kv_lens, q_lens, kv_starts, q_starts, softcap, alibi_slopes, rel_bias,
-                   score_mod, score_params, sinks, return_lse, deterministic, backend)
+                   score_mod, score_params, sinks, deterministic, backend)
     # fmt: on
-    chosen = select_backend(call)
-    out, lse = operators.attention(call, chosen)
-    return _finished(call, out, lse)
+    if isinstance(call.table, BlockSelection):
+        return _over_picks(call, call.table, return_lse, return_block_lse)
+    if return_block_lse:
+        raise ValueError(f"return_block_lse needs a BlockSelection as mask; got {type(mask).__name__}; leave it out")
+    results = operators.attend(call)
+    return results if return_lse else results[0]
 
 
-def _finished(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """What the caller gets."""
+def _over_picks(
+    call: AttentionCall, selection: BlockSelection, return_lse: bool, return_block_lse: bool
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    out, lse = attend_to_picks(call.q, call.k, call.v, selection, call.scale, call.backend)
     if call.sinks is not None:
-        out, lse = with_sinks(out, lse, call.sinks, call.variant)
-    return (out, lse) if call.return_lse else out
+        out, lse = with_sinks(out, lse, call.sinks, None)
+    results = [out, lse] if return_lse else [out]
+    if return_block_lse:
+        results.append(block_lse(call.q, call.k, selection, call.scale, call.backend))
+    return tuple(results) if len(results) > 1 else out

@@ -29,10 +29,10 @@ from .arguments import (
     checked_cache_lengths,
     checked_scale,
 )
-from .keywords import shown_without_foreign, unexpected
+from .keywords import answers_unknown_keywords, unexpected
 
 
-@shown_without_foreign
+@answers_unknown_keywords(unexpected)
 def attention_decode(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -44,7 +44,6 @@ def attention_decode(
     scale: float | None = None,
     return_lse: bool = False,
     backend: str = "auto",
-    **foreign: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of the last tokens of each sequence to all its tokens, read from a cache; forward only.
 
@@ -80,8 +79,6 @@ def attention_decode(
 
     Sources: arXiv:2309.06180 (paged caches), https://pytorch.org/blog/flash-decoding (keys shared among programs).
     """
-    if foreign:
-        raise unexpected(attention_decode, foreign)
     check_types(q, k, v)
     check_decoding_tensors(q, k, v, block_table)
     kv_lens, block_table = checked_cache_lengths(q, k.shape[2], kv_lens, block_table)
@@ -94,7 +91,7 @@ def attention_decode(
         out, lse = _over_picks(q, k, v, mask, capacity, kv_lens, block_table, scale, backend)
     else:
         mask, is_causal = _resolved(mask, capacity, q, kv_lens)
-        name = backends.choose(backend, backends.Call.of(q, k, v, None if mask is None else mask.block_size))
+        name = backends.choose_backend(backend, backends.Call.of(q, k, v, None if mask is None else mask.block_size))
         out, lse = operators.attention_decode(q, k, v, mask, kv_lens, block_table, is_causal, scale, name)
     return (out, lse) if return_lse else out
 
@@ -132,7 +129,7 @@ def _over_picks(
             f"the selection is of q_len={selection.q_len} and a cache of {selection.kv_len} tokens; got {q.shape[2]} queries and a "
             f"cache of {capacity}{', without kv_lens' * (kv_lens is None)}; choose again for these, or pass kv_lens"
         )
-    name = backends.choose(backend, backends.Call.of(q, k, v, selection.block_size), supports)
+    name = backends.choose_backend(backend, backends.Call.of(q, k, v, selection.block_size), supports)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     return decode(q, k, v, selection, kv_lens, block_table, scale, name)
 
@@ -201,7 +198,7 @@ def _compiled(pattern: Pattern | str, length: int, device: torch.device) -> tupl
 
 @constant_in_graphs
 def _constant_tables(pattern: Pattern | str, length: int, device: torch.device) -> tuple[bool, list[torch.Tensor]]:
-    """As constants of a compiled graph; see masks/block_mask.py."""
+    """Returns (is causal, the table's tensors) as constants of a compiled graph."""
     with plain_tensors():
         mask, is_causal = _compiled(pattern, length, device)
         return is_causal, [] if mask is None else mask.constants()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable
-from typing import TypeVar
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
-FUNCTION = TypeVar("FUNCTION", bound=Callable[..., object])
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _CAUSAL = 'pass mask="causal", which aligns the last query with the last key'
 _BOOL_MASK = (
@@ -58,19 +60,29 @@ _WRITE_INSTEAD = {
 }
 
 
-def shown_without_foreign(function: FUNCTION) -> FUNCTION:
-    """Decorator for a call with ``**foreign``: hides it from the signature. Not a wrapper, which would cost time in each call."""
-    signature = inspect.signature(function)
-    named = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    function.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]  # inspect reads it
-    return function
+def answers_unknown_keywords(error: Callable[[str, list[str], list[str]], Exception]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorator: raises ``error(function's name, names of its arguments, unknown keywords)`` if a call passes keywords that the
+    function does not take. Signatures stay as they are, so type checkers reject such a call too."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        known = list(inspect.signature(function).parameters)
+
+        @wraps(function)
+        def call(*arguments: P.args, **keywords: P.kwargs) -> R:
+            for name in keywords:
+                if name not in known:
+                    raise error(function.__name__, known, [name for name in keywords if name not in known])
+            return function(*arguments, **keywords)
+
+        return call
+
+    return decorate
 
 
-def unexpected(function: Callable[..., object], foreign: dict[str, object]) -> TypeError:
-    """The error for unknown keywords of a call: Python's own wording, plus what to write instead."""
-    known = inspect.signature(function).parameters
-    parts = [f"{function.__name__}() got an unexpected keyword argument {next(iter(foreign))!r}"]
-    for name in foreign:
+def unexpected(function: str, known: list[str], unknown: list[str]) -> TypeError:
+    """Python's own error for unknown keywords, plus what to write instead."""
+    parts = [f"{function}() got an unexpected keyword argument {unknown[0]!r}"]
+    for name in unknown:
         if name in _WRITE_INSTEAD:  # first: torch.compile can trace no further
             parts.append(f"{name}: {_WRITE_INSTEAD[name]}")
         elif near := difflib.get_close_matches(name, [*known, *_WRITE_INSTEAD], n=1, cutoff=0.7):

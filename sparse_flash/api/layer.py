@@ -16,7 +16,7 @@ from ..masks.block_selection import BlockSelection
 from ..masks.cache import of_another_library
 from ..masks.pattern import Pattern, parse, text_of
 from ..variant.variant import check_counts, check_dropout
-from .arguments import check_deterministic
+from .arguments import checked_deterministic
 from .attention import attention
 from .decode import attention_decode, takes
 from .means import BlockMeans
@@ -103,7 +103,7 @@ class SparseAttention(nn.Module):
     at least as long as the cache; None for dense attention. Causal by default. A pattern that must not look ahead has to say so:
     "causal & local(1024)". ``layer.mask = ...`` changes it, also in compiled code. Or a ``ContextPlan``, for one sequence over
     several ranks: x then holds the rank's tokens, at the plan's positions.
-    select: in place of a mask, the arguments of ``topk_blocks`` by which queries choose their blocks in each forward pass:
+    select: instead of a mask, the arguments of ``topk_blocks`` by which queries choose their blocks in each forward pass:
     ``{"keep": 16, "block_size": 64, "share_group": True}``; every is 1 by default. Or a function of (q, k), queries and keys by
     head, after rotation, that returns a BlockSelection. With a cache, new queries choose among all keys, each for itself (every=1):
     then tokens see the same blocks whether they come one by one or all at once. Where choices are by mean keys without ``always``,
@@ -142,7 +142,7 @@ class SparseAttention(nn.Module):
             raise ValueError(f"kv_heads must divide heads; got {kv_heads} and {heads}")
         if head_dim is None and dim % heads:
             raise ValueError(f"heads must divide dim where head_dim is not given; got {heads} and {dim}")
-        check_deterministic(deterministic)
+        checked_deterministic(deterministic)
         backends.check_name(backend)
         select = QueryChoice.of(select) if isinstance(select, Mapping) else select
         if select is not None and not callable(select):
@@ -303,7 +303,7 @@ def _by_head(x: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 def _written(mask: BlockMask | Pattern | None) -> BlockMask | Pattern | str | None:
-    """What torch.compile gets for a mask: PyTorch before 2.13 accepts spec text but not Pattern objects."""
+    """Returns the mask as torch.compile takes it: PyTorch before 2.13 accepts spec text but not Pattern objects."""
     return text_of(mask) or mask if isinstance(mask, Pattern) else mask
 
 

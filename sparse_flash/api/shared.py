@@ -1,4 +1,4 @@
-"""What layers and models ask of a plan that splits one sequence over ranks. Room ``parallel`` makes plans."""
+"""The interface that layers and models need of a plan that splits one sequence over ranks. Room ``parallel`` makes plans."""
 
 from __future__ import annotations
 

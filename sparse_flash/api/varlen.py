@@ -16,10 +16,10 @@ from ..packed.picks import PackedSelection
 from ..packed.repack import Axis, pack
 from .arguments import autocast, check_packed, check_types, checked_documents, documents_of
 from .attention import attention
-from .keywords import shown_without_foreign, unexpected
+from .keywords import answers_unknown_keywords, unexpected
 
 
-@shown_without_foreign
+@answers_unknown_keywords(unexpected)
 def attention_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -35,7 +35,6 @@ def attention_varlen(
     return_block_lse: bool = False,
     deterministic: bool | None = None,
     backend: str = "auto",
-    **foreign: object,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """``attention`` within each of several documents, packed one after another, each under the mask for its own length.
 
@@ -47,7 +46,7 @@ def attention_varlen(
     the position of its last key.
     mask: a Pattern or its spec text, made of position-based rules, one for all heads; one that names a number of tokens must fit
     every document, which is checked on a CPU alone; None for all pairs within a document; or the PackedSelection of
-    ``topk_blocks`` for these documents, whose queries and keys are of the same tokens.
+    ``topk_blocks`` for these documents, whose queries and keys belong to the same tokens.
     max_seqlen_q, max_seqlen_k: upper bounds on document lengths; the token counts by default. They bound the table, which is
     compiled once for each power of two of 128-token blocks, and the memory of the table derived from it in each call.
     scale, return_lse, deterministic, backend: as for ``attention``, and so is autocast.
@@ -73,8 +72,6 @@ def attention_varlen(
 
     Source: the variable-length call of FlashAttention (arXiv:2205.14135).
     """
-    if foreign:
-        raise unexpected(attention_varlen, foreign)
     check_types(q, k, v)
     q, k, v = autocast(q, k, v)
     check_packed(q, k, v)
@@ -86,7 +83,7 @@ def attention_varlen(
         results = attention(q, k, v, selection, return_block_lse=return_block_lse, **options)
         return _finished(results, axis, return_lse)
     if return_block_lse:
-        raise ValueError(f"return_block_lse is of the blocks that a PackedSelection picked; got mask of {type(mask).__name__}")
+        raise ValueError(f"return_block_lse needs a PackedSelection as mask; got {type(mask).__name__}; leave it out")
     mask = "full" if mask is None else mask
     if isinstance(mask, BlockSelection):
         raise TypeError("a BlockSelection is of one sequence; pass cu_seqlens_q= to topk_blocks for one of packed documents")
@@ -166,13 +163,13 @@ def _check_selection(
         )
     # On a GPU the values are not known to the host.
     if q.device.type == "cpu" and not torch.compiler.is_compiling() and ours.tolist() != cu_seqlens_q.tolist():
-        raise ValueError("cu_seqlens_q must be those that the selection was made for; got others; choose again for these")
+        raise ValueError("cu_seqlens_q must be the documents that the selection was made for; got others; choose again for these")
 
 
 def _finished(
     results: torch.Tensor | tuple[torch.Tensor, ...], axis: Axis, return_lse: bool
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """What the caller gets of the axis of blocks, by token. results: out, lse and perhaps the lse of picked blocks."""
+    """Moves results from the axis of blocks back to tokens. results: out, lse and perhaps the lse of picked blocks."""
     out, lse, *of_picks = results
     found = [_off_blocks(out, axis, 0.0)]
     if return_lse:

@@ -4,7 +4,7 @@ A back end is a module of this package with five functions:
 
     supports(call) -> str | None          why it cannot run this call, or None if it can
     available() -> str | None             why it cannot run anything on this machine, or None
-    forward(q, k, v, mask, scale, variant) -> (out, lse)
+    forward(q, k, v, mask, scale, deterministic, variant) -> (out, lse)
     backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant) -> (dq, dk, dv)
     decode(q, k, v, mask, kv_lens, block_table, causal, scale) -> (out, lse)
 
@@ -47,7 +47,7 @@ def of_queries_with_keys(x: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Call:
-    """What a back end may ask about a call before accepting it. Lengths are in tokens."""
+    """Describes a call, so that back ends can accept or refuse it without its tensors. Lengths are in tokens."""
 
     device: torch.device
     dtype: torch.dtype
@@ -133,7 +133,7 @@ def lacking(call: Call, carried: tuple[str, ...]) -> str | None:
     return f"it does not support {' and '.join(features)}" if features else None
 
 
-def choose(name: str, call: Call, supports: Callable[[str, Call], str | None] | None = None) -> str:
+def choose_backend(name: str, call: Call, supports: Callable[[str, Call], str | None] | None = None) -> str:
     """The back end to run: ``name`` itself, or for "auto" the fastest that supports the call. Raises ValueError with the reasons if
     there is none; a named back end is never replaced by another. supports: (name, call) -> the refusal or None, where the call is
     more than ``Call`` says; the back ends' own by default."""

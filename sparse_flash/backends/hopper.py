@@ -11,7 +11,7 @@ import torch
 from ..compat.dynamo import constant_in_graphs
 from ..variant.variant import LEARNED, LENGTHS, ScoreFunction
 from . import Call, lacking
-from . import triton as portable
+from . import triton as triton_backend
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = range(33, 257)  # of q and k, and of v
@@ -25,12 +25,12 @@ MAX_ROWS = 2**31 - 1  # of all heads together: TMA coordinates are 32-bit
 
 
 def available() -> str | None:
-    return _available() or portable.available()  # in this order: without a GPU, portable advises the interpreter
+    return _available() or triton_backend.available()  # in this order: without a GPU, the second advises the interpreter
 
 
 @cache
 def _available() -> str | None:
-    if portable.interpreted():
+    if triton_backend.interpreted():
         return "Triton's interpreter does not run Gluon kernels; backend='triton' is what it runs"
     if torch.version.hip is not None:
         return "it needs an NVIDIA GPU of compute capability 9.0 (H100, H200); this torch is built for AMD's"
@@ -105,35 +105,36 @@ def supports(call: Call) -> str | None:
     return None
 
 
-def forward(q, k, v, mask, scale, variant):
-    if variant is None and portable.few_queries(q, k):
-        return portable.forward(q, k, v, mask, scale, variant)
+def forward(q, k, v, mask, scale, deterministic, variant):
+    if variant is None and triton_backend.few_queries(q, k):
+        return triton_backend.forward(q, k, v, mask, scale, deterministic, variant)
     if done := _kernels().repeated_forward(q, k, v, mask, scale, variant):
         return done
-    ready = [portable.addressable(t) for t in (q, k, v)]
+    ready = [triton_backend.addressable(t) for t in (q, k, v)]
     trains = q.requires_grad or k.requires_grad or v.requires_grad
-    beside = partial(portable.compile_backward, backward, *ready, mask, scale, variant) if trains else None
-    with portable.current_device(q.device):
+    compile_backward = partial(triton_backend.compile_backward, backward, *ready, mask, scale, deterministic, variant)
+    beside = compile_backward if trains else None
+    with triton_backend.current_device(q.device):
         out, lse = _kernels().attention_forward(*ready, mask, scale, variant, beside=beside)
-    return portable.restored_out(out, ready[0], q, v), lse
+    return triton_backend.restored_out(out, ready[0], q, v), lse
 
 
 def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant):
     if not has_backward(q.shape[3], v.shape[3]):
-        return portable.backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant)
+        return triton_backend.backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant)
     if done := _kernels().repeated_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant, deterministic):
         return done
-    dout, out, *ready = (portable.addressable(t) for t in (dout, out, q, k, v))
-    with portable.current_device(q.device):
+    dout, out, *ready = (triton_backend.addressable(t) for t in (dout, out, q, k, v))
+    with triton_backend.current_device(q.device):
         grads = _kernels().attention_backward(dout, dlse, *ready, out, lse, mask, scale, variant, deterministic)
-    return tuple(map(portable.restored, grads, ready, (q, k, v)))
+    return tuple(map(triton_backend.restored, grads, ready, (q, k, v)))
 
 
 def backward_of_parts(dout, dlse, q, out, lse, parts, scale):
     """A ``kernels.hopper.backward.BackwardOfParts``, or None where the parts have to be separate calls. parts: (k, v, mask) of
     each; no call has a variant or is deterministic."""
     tensors = [dout, q, out, *(t for part in parts for t in part[:2])]
-    if not has_backward(q.shape[3], parts[0][1].shape[3]) or not all(map(portable.is_addressable, tensors)):
+    if not has_backward(q.shape[3], parts[0][1].shape[3]) or not all(map(triton_backend.is_addressable, tensors)):
         return None
     if not _kernels().sum_alike(q, parts[0][1], [part[2] for part in parts]):
         return None
@@ -159,4 +160,4 @@ def _kernels() -> _Kernels:
     return _Kernels(*of_passes, BackwardOfParts, sum_alike)
 
 
-decode = portable.decode
+decode = triton_backend.decode

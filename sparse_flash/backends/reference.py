@@ -21,7 +21,7 @@ def available() -> str | None:
     return None
 
 
-def forward(q, k, v, mask, scale, variant):
+def forward(q, k, v, mask, scale, deterministic, variant):
     """(out, lse), computed in float64 whatever the inputs' dtype. See the package's docstring."""
     matrix = _Matrix(q, k, v, mask, scale, variant, differentiate=False)
     out = empty_out(q, v.shape[3]).copy_(matrix.weights @ matrix.values)
@@ -58,8 +58,8 @@ class _Matrix:
 
     queries, keys, values: (batch, heads, tokens, head_dim), zero for nonexistent tokens. probabilities: (batch, heads, q_len,
     kv_len), all zero for a query that keeps nothing. dropout: 1 / (1 - dropout_p) where it keeps a pair, otherwise 0. weights: the
-    product of the two. outer, inner: derivatives of the scores, see ``differentiated``; 1 unless asked for, as torch.func, which
-    makes those of a user's function, does not work in the forward pass of a compiled graph.
+    product of the two. outer, inner: derivatives of the scores, see ``differentiated``; 1 unless asked for. torch.func computes the
+    derivative of a user's function, and does not work in the forward pass of a compiled graph.
     """
 
     def __init__(self, q, k, v, mask, scale, variant, differentiate):

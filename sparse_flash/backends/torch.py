@@ -45,7 +45,7 @@ def available() -> str | None:
     return None
 
 
-def forward(q, k, v, mask, scale, variant):
+def forward(q, k, v, mask, scale, deterministic, variant):
     """(out, lse). See the package's docstring."""
     results = None
     if _is_pytorchs(q, v, mask, variant):
@@ -346,7 +346,7 @@ def _backward(q, dout, out, lse, dlse, k, v, walk, rule, deterministic, drel_bia
             rule.drop(probabilities, pairs)
             probabilities.exp2_()
             if rule.own:
-                # Where a pair has no weight, the derivative may be anything, and 0 times anything is not always 0.
+                # The derivative of a pair without weight may be infinite or NaN, and 0 times these is not 0.
                 outer = outer.masked_fill(rule.view(probabilities, pairs) == 0, 0.0)
             if rule.dropped:
                 weights = probabilities.clone()
@@ -568,7 +568,7 @@ class _Walk:
 
     @classmethod
     def dense(cls, q, k) -> _Walk:
-        """Every block; those of the last row and column have tiles, if they are cut off."""
+        """Returns a walk of every block. Blocks of the last row and column have tiles if they are cut off."""
         block = _DENSE_BLOCK
         (rows, last_q), (cols, last_k) = ((-(-tokens // block), tokens % block or block) for tokens in (q.shape[2], k.shape[2]))
         # By number: cut off in keys, in queries, in both. Each query's run of keys begins at 0.

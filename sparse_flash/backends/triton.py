@@ -102,7 +102,7 @@ def supports(call: Call) -> str | None:
     return None
 
 
-def forward(q, k, v, mask, scale, variant):
+def forward(q, k, v, mask, scale, deterministic, variant):
     if variant is None and few_queries(q, k):
         return _decode(q, k, v, mask, scale, at_end=False)
     from ..kernels.portable.forward import attention_forward, repeated_forward
@@ -111,7 +111,7 @@ def forward(q, k, v, mask, scale, variant):
         return done
     ready = [addressable(t) for t in (q, k, v)]
     trains = q.requires_grad or k.requires_grad or v.requires_grad
-    beside = partial(compile_backward, backward, *ready, mask, scale, variant) if trains else None
+    beside = partial(compile_backward, backward, *ready, mask, scale, deterministic, variant) if trains else None
     with current_device(q.device):
         out, lse = attention_forward(*ready, mask, scale, variant, beside=beside)
     return restored_out(out, ready[0], q, v), lse
@@ -129,14 +129,13 @@ def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant)
     return *map(restored, grads[:3], ready, (q, k, v)), *grads[3:]
 
 
-def compile_backward(backward, q, k, v, mask, scale, variant) -> None:
+def compile_backward(backward, q, k, v, mask, scale, deterministic, variant) -> None:
     """Launches what this call's backward pass will launch, on tensors just large enough: for a thread that only compiles."""
     # Kernels are compiled for the divisibility of lengths only.
     rows = min(q.shape[2], 256 + q.shape[2] % 16)
     q, k, v = (t.new_empty(1, t.shape[1], rows, *t.shape[3:]) for t in (q, k, v))
     out, dout = (q.new_empty(*q.shape[:3], v.shape[3]) for _ in range(2))
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    deterministic = torch.are_deterministic_algorithms_enabled()
     backward(dout, None, q, k, v, out, lse, mask, scale, deterministic, variant)
 
 

@@ -29,8 +29,8 @@ def state_of(function: Any) -> tuple[object, ...]:
     """Returns a value that stays equal as long as what the function reads is the same and holds the same: tensors, arrays, plain
     values (numbers, texts), and functions.
 
-    A tensor counts its changes; the bytes of an array are read, and those of a tensor of inference mode on a CPU, which does not
-    count. Not seen are changes of other tensors through ``.data`` or through an array that shares their memory, and changes in
+    A tensor counts its changes. The bytes of an array are read, and the bytes of a tensor of inference mode on a CPU, which does
+    not count. Not seen are changes of other tensors through ``.data`` or through an array that shares their memory, and changes in
     place of tensors of inference mode on a GPU.
     """
     return tuple((path, _state(value)) for path, value in _data_of(function))

@@ -101,7 +101,7 @@ def has_forward_derivative(*tensors: torch.Tensor) -> bool:
 
 
 def apply_directly(function: type[torch.autograd.Function]) -> Callable:
-    """What ``function.apply`` resolves to when no function transform is active; finding that out takes a fifth of a short call's
+    """Returns what ``function.apply`` resolves to if no function transform is active. Resolving it takes a fifth of a short call's
     host time."""
     return _FunctionBase.__dict__["apply"].__get__(None, function)
 

@@ -6,31 +6,47 @@ from typing import NamedTuple
 
 import torch
 
+from .. import backends
 from ..masks.block_mask import BlockMask
+from ..masks.block_selection import BlockSelection
 from ..masks.pattern import Pattern
 from ..variant.variant import Variant
 
 
 class AttentionCall(NamedTuple):
-    """The arguments of ``sf.attention``, checked and resolved.
+    """The arguments of one attention call, checked and resolved.
 
-    q: (batch, heads, q_len, head_dim). k: (batch, kv_heads, kv_len, head_dim). v: (batch, kv_heads, kv_len, v_head_dim).
-    given: the mask as the caller passed it. mask: the table that a back end walks, None for dense; spec text where the operator
-    looks up the table. scale: None within torch.compile, for 1 / sqrt(head_dim). backend: as requested, possibly "auto". sinks:
-    (heads,) or None. selected: the back end chosen for an earlier call like this one, or None. key: everything that the choice
-    depends on; None if it is not remembered.
+    q: (batch, heads, q_len, head_dim). k: (batch, kv_heads, kv_len, head_dim). v: (batch, kv_heads, kv_len, v_head_dim). All are in
+    the dtype that autocast asks for.
+    mask: as the caller passed it. table: what a back end reads, None for dense attention; spec text if the operator looks up the
+    table. scale: None within torch.compile, for 1 / sqrt(head_dim). deterministic: True or False, never None. backend: the one that
+    runs the call; "auto" if the operator chooses. sinks: (heads,) or None.
     """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    given: BlockMask | Pattern | str | None
-    mask: BlockMask | str | None
+    mask: BlockMask | BlockSelection | Pattern | str | None
+    table: BlockMask | BlockSelection | str | None
     scale: float | None
     deterministic: bool
     backend: str
-    variant: Variant | None
-    sinks: torch.Tensor | None
-    return_lse: bool
-    selected: str | None
-    key: tuple[object, ...] | None
+    variant: Variant | None = None
+    sinks: torch.Tensor | None = None
+
+
+def backend_for(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: BlockMask | str | None,
+    variant: Variant | None,
+    deterministic: bool,
+    backend: str,
+) -> str:
+    """The back end that runs a call: the one asked for, or for "auto" the fastest that supports it. Raises ValueError if there is
+    none. Unchanged if the operator chooses: a choice that depends on a length would make torch.compile recompile."""
+    if isinstance(table, str) or torch.compiler.is_compiling():
+        return backend
+    block_size = None if table is None else table.block_size
+    return backends.choose_backend(backend, backends.Call.of(q, k, v, block_size, variant, deterministic))

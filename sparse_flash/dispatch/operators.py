@@ -21,27 +21,27 @@ from ..compat.pytorch import (
 )
 from ..masks.block_mask import BlockMask, check_batch_and_heads
 from ..masks.cache import compiled_once, keep_if_captured
+from ..variant.definition import with_sinks
 from ..variant.variant import NO_VARIANT, Variant
 from . import observers
 from .call import AttentionCall
 
 PATTERN_BLOCK_SIZE = 128  # tokens, in the tables of patterns
-NOTHING = "nothing"  # in place of a back end, when there is nothing to compute
+NOTHING = "nothing"  # the back end of calls with nothing to compute
 
 
-def attention(call: AttentionCall, backend: str):
-    """(out, lse) of a back end that supports the call; both are differentiable in q, k, v and rel_bias. Notifies observers.
-
-    Where ``is_seen``, the mask may be spec text, scale None for 1 / sqrt(head_dim) and backend "auto".
-    """
-    if backend == NOTHING:
-        return of_nothing(call.q, call.k, call.v, call.variant)
-    if not observers.looked_at():
-        return _computed(call, backend)
-    call = call._replace(q=call.q.view_as(call.q), k=call.k.view_as(call.k), v=call.v.view_as(call.v))
-    out, lse = _computed(call, backend)
-    observers.saw(call.q, call.k, call.v, call.given, call.scale, out, lse, call.variant)
-    return out, lse
+def attend(call: AttentionCall):
+    """(out, lse) of a back end that supports the call, differentiable in q, k, v, sinks and a learned rel_bias. Notifies observers,
+    which see results without sinks."""
+    if call.backend == NOTHING:
+        out, lse = of_nothing(call.q, call.k, call.v, call.variant)
+    elif not observers.looked_at():
+        out, lse = _computed(call)
+    else:
+        call = call._replace(q=call.q.view_as(call.q), k=call.k.view_as(call.k), v=call.v.view_as(call.v))
+        out, lse = _computed(call)
+        observers.saw(call.q, call.k, call.v, call.mask, call.scale, out, lse, call.variant)
+    return (out, lse) if call.sinks is None else with_sinks(out, lse, call.sinks, call.variant)
 
 
 def of_nothing(q, k, v, variant: Variant | None):
@@ -53,22 +53,22 @@ def of_nothing(q, k, v, variant: Variant | None):
     return torch.zeros_like(backends.empty_out(q, v.shape[3])) + zero, lse + zero.to(lse_dtype)
 
 
-def _computed(call: AttentionCall, backend: str):
-    q, k, v, mask, variant = call.q, call.k, call.v, call.mask, call.variant
+def _computed(call: AttentionCall):
+    q, k, v, _, table, scale, deterministic, backend, variant, _ = call
     more = () if variant is None else variant.tensors()
     if is_plain_eager(q, k, v, *more):
         learned = variant is not None and variant.learned
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or learned):
-            return _direct(q, k, v, (mask, call.scale, call.deterministic, backend), variant, *more)
-        return backends.backend(backend).forward(q, k, v, mask, call.scale, variant)
+            return _direct(q, k, v, (table, scale, deterministic, backend), variant, *more)
+        return backends.backend(backend).forward(q, k, v, table, scale, deterministic, variant)
     refuse_transforms(q, k, v, *more)
     tables, block_size, pattern = [q], 0, ""
-    if isinstance(mask, BlockMask):
-        tables, block_size = mask.tensors(), mask.block_size
-    elif mask is not None:
-        block_size, pattern = PATTERN_BLOCK_SIZE, mask
+    if isinstance(table, BlockMask):
+        tables, block_size = table.tensors(), table.block_size
+    elif isinstance(table, str):
+        block_size, pattern = PATTERN_BLOCK_SIZE, table
     tensors, *packed = NO_VARIANT if variant is None else variant.packed()
-    return _forward(q, k, v, tables, block_size, pattern, call.scale, call.deterministic, backend, tensors or [q], *packed)
+    return _forward(q, k, v, tables, block_size, pattern, scale, deterministic, backend, tensors or [q], *packed)
 
 
 def attention_decode(q, k, v, mask: BlockMask | None, kv_lens, block_table, causal: bool, scale: float | None, backend: str):
@@ -113,8 +113,8 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, call, variant, *more):
-        mask, scale, _, backend = ctx.call = call
-        out, lse = backends.backend(backend).forward(q, k, v, mask, scale, variant)
+        mask, scale, deterministic, backend = ctx.call = call
+        out, lse = backends.backend(backend).forward(q, k, v, mask, scale, deterministic, variant)
         ctx.save_for_backward(q, k, v, out, lse, *more)
         ctx.packed = None if variant is None else variant.packed()[1:]
         ctx.set_materialize_grads(False)
@@ -195,7 +195,7 @@ def _prepared(
     elif block_size:
         mask = _mask_of(q.shape[2], k.shape[2], block_size, tables)
     call = backends.Call.of(q, k, v, None if mask is None else mask.block_size, variant, deterministic=deterministic)
-    name = backends.choose(backend, call)
+    name = backends.choose_backend(backend, call)
     return backends.backend(name), mask, q.shape[3] ** -0.5 if scale is None else scale
 
 
@@ -224,7 +224,7 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     variant = Variant.unpacked(variant_tensors, variant_names, dropout_p, softcap)
     chosen, mask, scale = _prepared(q, k, v, tables, block_size, pattern, scale, deterministic, backend, variant)
-    return chosen.forward(q, k, v, mask, scale, variant)
+    return chosen.forward(q, k, v, mask, scale, deterministic, variant)
 
 
 @_forward.register_fake

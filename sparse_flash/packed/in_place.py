@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..backends import triton as portable
+from ..backends import triton as triton_backend
 from ..compat.dynamo import constant_in_graphs
 from ..compat.pytorch import is_plain_eager
 from ..masks.block_mask import BlockMask
@@ -50,8 +50,8 @@ _LEAST_TOKENS, _LEAST_MEAN, _LEAST_RUN = 16384, 512, 1024
 
 
 class InPlacePlan(NamedTuple):
-    """What the host knows of a call: tokens and longest document of queries and keys; queries of the long document before position
-    0; capacity for entries and for tiles; whether keys share the documents of the queries."""
+    """Holds the host's numbers of a call: tokens and longest document of queries and keys; queries of the long document before
+    position 0; capacity for entries and for tiles; whether keys share the documents of the queries."""
 
     q_tokens: int
     k_tokens: int
@@ -104,12 +104,12 @@ def _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, same, device) ->
 
 
 class _LongRuns:
-    """The runs of a document of ``k_blocks`` key blocks, with ``before`` blocks of queries before the first key.
+    """The runs of one long document, with ``before`` blocks of queries before the first key.
 
     constants: first and stop of each query, (2, queries) int32; mask_index and tile_bits of a mask without bit tiles.
     """
 
-    def __init__(self, first: np.ndarray, stop: np.ndarray, k_blocks: int, before: int, device):
+    def __init__(self, first: np.ndarray, stop: np.ndarray, before: int, device):
         self.before = before
         self._square = before == 0
         # The most keys spanned by BLOCK consecutive queries that start in a given block; they lie in it and the next.
@@ -148,7 +148,7 @@ class _LongRuns:
 
 
 def _runs_of(pattern, q_longest: int, k_longest: int, same: bool, device) -> _LongRuns | None:
-    """Of documents up to these lengths; None for a pattern that does not keep single runs."""
+    """Returns the runs of documents up to these lengths; None for a pattern that does not keep single runs."""
     # Rounded to powers of two, to compile for few lengths.
     k_height, before = (power_of_two(-(-longest // BLOCK)) for longest in (k_longest, q_longest))
     runs = _long_runs(pattern, k_height, 0 if same else before, device)
@@ -161,7 +161,7 @@ def _runs_of(pattern, q_longest: int, k_longest: int, same: bool, device) -> _Lo
 def _long_runs(pattern, k_blocks, before, device) -> _LongRuns | None:
     def make() -> _LongRuns | None:
         runs = single_runs(long_document(pattern, k_blocks, before, device).mask)
-        return runs and _LongRuns(*runs, k_blocks, before, device)
+        return runs and _LongRuns(*runs, before, device)
 
     return made_apart(make)
 
@@ -204,7 +204,7 @@ class _MaskOfDocuments(BlockMask):
 
         runs, mask_index, tile_bits = self._runs.constants
         blocks, tokens = most_blocks(self.q_len, self._layout.shape[1] - 1), self.q_len
-        with portable.current_device(self.device):
+        with triton_backend.current_device(self.device):
             tables = fill_document_blocks(self._layout, runs, blocks, tokens, *self._room(blocks), BLOCK)
         rows, columns, tile_runs, starts = tables
         no_splits = tile_bits[:1, :2, :SPLIT_FIELDS]
@@ -243,7 +243,7 @@ def _(constants, q_starts, k_starts, plan):
 def _layout(q_starts: torch.Tensor, k_starts: torch.Tensor, plan: InPlacePlan) -> torch.Tensor:
     from ..kernels.packed.repack import lay_out
 
-    with portable.current_device(q_starts.device):
+    with triton_backend.current_device(q_starts.device):
         return lay_out(q_starts, k_starts, plan.q_tokens, plan.k_tokens, plan.q_longest, plan.k_longest, BLOCK, bool(plan.same))
 
 
@@ -253,7 +253,7 @@ def _on_device(constants, layout: torch.Tensor, plan: InPlacePlan) -> list[torch
 
     runs, mask_index, tile_bits = constants
     rows, k_rows = -(-plan.q_tokens // BLOCK), -(-plan.k_tokens // BLOCK)
-    with portable.current_device(layout.device):
+    with triton_backend.current_device(layout.device):
         by_query, by_key, tile_runs = fill_spans(layout, runs, rows, k_rows, plan.before, plan.entries, plan.tiles, BLOCK)
         work = work_of(by_query[:3], by_key[:3], k_rows, rows)
     return [mask_index, *by_query, *work[0], *by_key, *work[1], tile_runs, tile_bits]

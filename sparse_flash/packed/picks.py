@@ -23,8 +23,8 @@ _TILE = 64
 
 @dataclass(frozen=True, eq=False)
 class PackedSelection:
-    """Which blocks of keys each token of packed documents picked, in its own document. Pass it to ``attention_varlen`` in place of
-    a mask. Create one with ``topk_blocks(..., cu_seqlens_q=...)``. Immutable.
+    """Which blocks of keys each token of packed documents picked, in its own document. Pass it to ``attention_varlen`` as
+    its mask. Create one with ``topk_blocks(..., cu_seqlens_q=...)``. Immutable.
 
     picks: (kv_heads | heads, tokens, n) int32: blocks of the token's document, counted from its first token, ascending, each once,
     then -1. With kv_heads, the query heads that share keys share picks. Tokens of no document pick none.
@@ -100,7 +100,7 @@ class Places(NamedTuple):
 
 
 def places(side: Side) -> Places:
-    """Where tokens are. Of one that is of no document the position is 0."""
+    """Returns where tokens are. A token of no document has position 0."""
     bounds = _borders(side)
     token = torch.arange(side.tokens, device=bounds.device)
     document = torch.searchsorted(bounds[1:], token, right=True).clamp(max=len(bounds) - 2)

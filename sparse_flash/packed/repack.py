@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..backends import triton as portable
+from ..backends import triton as triton_backend
 from ..compat.dynamo import constant_in_graphs
 from ..compat.pytorch import DynamicShapeError, is_plain_eager
 from ..masks.block_mask import BlockMask
@@ -67,9 +67,9 @@ class Side(NamedTuple):
 
 
 class RepackPlan(NamedTuple):
-    """What the host knows of a call: tokens, longest document and blocks of queries and keys; block rows of the long document's
-    table before position 0; capacity for entries; whether keys share the documents of the queries; whether the table has bit
-    tiles, and how many tiles it has of each kind; the most tokens of a document if short ones share blocks, else 0."""
+    """Holds the host's numbers of a call: tokens, longest document and blocks of queries and keys; block rows of the long
+    document's table before position 0; capacity for entries; whether keys share the documents of the queries; whether the table
+    has bit tiles, and how many tiles it has of each kind; the most tokens of a document if short ones share blocks, else 0."""
 
     q_tokens: int
     k_tokens: int
@@ -285,7 +285,7 @@ def _on_device(tables, q_starts, k_starts, borders, plan: RepackPlan) -> list[to
     shared = SharedBlocks(borders, first_tile, plan.shared)
     roomy = [_with_room(tiles[0], plan.q_blocks), _with_room(tiles[1], plan.q_blocks) if plan.has_bits else tiles[1]]
     before, same = plan.before, bool(plan.same)
-    with portable.current_device(q_starts.device):
+    with triton_backend.current_device(q_starts.device):
         layout = lay_out(q_starts, k_starts, plan.q_tokens, plan.k_tokens, plan.q_longest, plan.k_longest, BLOCK, same)
         axes: list[Axis] = []
         filled = []

@@ -10,7 +10,7 @@ import torch
 
 from .. import backends
 from ..backends import hopper
-from ..backends import triton as portable
+from ..backends import triton as triton_backend
 from ..masks.block_mask import BlockMask
 from ..variant.variant import Variant
 from .routes import LocalMask, TwoCalls
@@ -48,7 +48,7 @@ class PartialAttention(NamedTuple):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: LocalMask) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (out, lse) over the columns of the mask."""
         run, table, variant = self._prepared(q, k, v, mask)
-        return run.forward(q, k, v, table, self.scale, variant)
+        return run.forward(q, k, v, table, self.scale, self.deterministic, variant)
 
     def backward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: RowResults, mask: LocalMask
@@ -80,7 +80,7 @@ class PartialAttention(NamedTuple):
         table, variant = for_back_end(mask, self.dropout, q.is_cuda)
         size = None if table is None else table.block_size
         call = backends.Call.of(q, k, v, size, variant, deterministic=self.deterministic)
-        return backends.backend(backends.choose(self.backend, call)), table, variant
+        return backends.backend(backends.choose_backend(self.backend, call)), table, variant
 
 
 class SeparateCalls:
@@ -120,16 +120,16 @@ class JointCalls(NamedTuple):
     far_mask: BlockMask | None
 
     def near(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        with portable.current_device(k.device):
+        with triton_backend.current_device(k.device):
             return self.joint.of_keys(k, v, self.near_mask)
 
     def far(self, fetched: torch.Tensor, gradients: torch.Tensor) -> None:
         head_dim = self.joint.q.shape[3]
-        with portable.current_device(fetched.device):
+        with triton_backend.current_device(fetched.device):
             self.joint.of_keys(*unpacked(fetched, head_dim), self.far_mask, unpacked(gradients, head_dim))
 
     def queries(self) -> torch.Tensor:
-        with portable.current_device(self.joint.q.device):
+        with triton_backend.current_device(self.joint.q.device):
             return self.joint.of_queries()
 
 
@@ -146,10 +146,10 @@ def join(
 ) -> None:
     """Merges partial results of some block rows, over other keys, into out and lse, in place. rows: as for ``of_blocks``."""
     part_out, part_lse = part
-    if portable.by_kernels(out.device):
+    if triton_backend.by_kernels(out.device):
         from ..kernels.portable.join import join_rows
 
-        with portable.current_device(out.device):
+        with triton_backend.current_device(out.device):
             join_rows(out, lse, part_out, part_lse, rows, block_size)
         return
     mine = of_blocks(lse, rows, block_size)
@@ -166,10 +166,10 @@ def join(
 
 def add(whole: torch.Tensor, part: torch.Tensor, rows: torch.Tensor | None, block_size: int, places: Places | None = None) -> None:
     """Adds gradients of some blocks to ``whole``, in place, and rounds once. Arguments: as for ``join.add_rows``."""
-    if portable.by_kernels(whole.device):
+    if triton_backend.by_kernels(whole.device):
         from ..kernels.portable.join import add_rows
 
-        with portable.current_device(whole.device):
+        with triton_backend.current_device(whole.device):
             add_rows(whole, part, rows, block_size, places)
     elif rows is None:
         whole.add_(part)

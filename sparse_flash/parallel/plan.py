@@ -15,18 +15,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..api.arguments import (
     autocast,
-    check_deterministic,
     check_mask,
     check_sinks,
     check_tensors,
     check_types,
+    checked_deterministic,
     checked_scale,
-    select_backend,
 )
 from ..api.attention import attention
+from ..api.keywords import answers_unknown_keywords
 from ..compat.dynamo import length_may_vary
 from ..dispatch import operators
-from ..dispatch.call import AttentionCall
+from ..dispatch.call import AttentionCall, backend_for
 from ..masks.block_mask import BlockMask, MaskLike, check_batch_and_heads
 from ..masks.block_selection import BlockSelection
 from ..masks.pattern import Pattern
@@ -165,6 +165,13 @@ def plans_of(
     return ContextPlans(shards, [plans[number] for number in layers])
 
 
+def _unsupported(function: str, known: list[str], unknown: list[str]) -> ValueError:
+    return ValueError(
+        f"plan.attention does not support {', '.join(sorted(unknown))}; it takes select, scale, dropout_p, sinks, return_lse, "
+        "deterministic and backend; use sf.attention on one GPU for the rest"
+    )
+
+
 class ContextPlan(TokenShards):
     """Holds one rank's view of a sequence that several ranks share. ``context_parallel`` and ``ContextParallel`` make plans.
 
@@ -227,6 +234,7 @@ class ContextPlan(TokenShards):
             f"{self._owners.name}; this is rank {self.rank})"
         )
 
+    @answers_unknown_keywords(_unsupported)
     def attention(
         self,
         q: torch.Tensor,
@@ -240,7 +248,6 @@ class ContextPlan(TokenShards):
         return_lse: bool = False,
         deterministic: bool | None = None,
         backend: str = "auto",
-        **refused: object,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Attends this rank's queries to all tokens of the sequence, under the plan's mask. On one rank it is ``sf.attention``.
 
@@ -265,11 +272,6 @@ class ContextPlan(TokenShards):
         and changes of scores, which are not supported yet, and for tensors that do not fit; TypeError if select is or returns
         another type.
         """
-        if refused:
-            raise ValueError(
-                f"plan.attention does not support {', '.join(sorted(refused))}; it takes select, scale, dropout_p, sinks, "
-                "return_lse, deterministic and backend; use sf.attention on one GPU for the rest"
-            )
         check_types(q, k, v)
         q, k, v = autocast(q, k, v)
         if self.ranks == 1:
@@ -289,17 +291,18 @@ class ContextPlan(TokenShards):
                 "backend 'reference' needs all keys of a query in one call; got a plan of strategy "
                 f"{self.strategy!r}, whose calls get some of them; pass backend='torch', or strategy='heads' to context_parallel"
             )
-        if sinks is not None:
-            check_sinks(sinks, q)
+        check_sinks(sinks, q)
+        scale, deterministic = checked_scale(scale, q.shape[3]), checked_deterministic(deterministic)
         dropout = self._dropout(q, k, dropout_p) if dropout_p else None
+        call = AttentionCall(q, k, v, None, None, scale, deterministic, backend, dropout, sinks)
         if self._peers is None:
-            out, lse = self._between(q, k, v, None, scale, dropout, sinks, deterministic, backend)
+            out, lse = self._between(call, None)
             return (out, lse) if return_lse else out
         ranks, handle = self._sharing, self._peers
         if sinks is not None:
             sinks = sinks.unflatten(0, (ranks, -1))[self.rank % ranks]
         q, k, v = some_heads_of_all_tokens([q, k, v], ranks, handle)
-        out, lse = self._between(q, k, v, select, scale, dropout, sinks, deterministic, backend)
+        out, lse = self._between(call._replace(q=q, k=k, v=v, sinks=sinks), select)
         out = own_tokens_of_all_heads(out, ranks, handle)
         return (out, own_tokens_of_all_heads(lse[..., None], ranks, handle)[..., 0]) if return_lse else out
 
@@ -318,33 +321,21 @@ class ContextPlan(TokenShards):
         return replace(drawn, seed=seed_of_first_rank(drawn.seed, self._everyone), lines=lines)
 
     def _between(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        select: BlockChoice | BlockSelection | BlockMask | None,
-        scale: float | None,
-        dropout: Variant | None,
-        sinks: torch.Tensor | None,
-        deterministic: bool | None,
-        backend: str,
+        self, call: AttentionCall, select: BlockChoice | BlockSelection | BlockMask | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (out, lse) of the call itself, after tokens were exchanged for heads if the strategy does so."""
-        check_deterministic(deterministic)
-        if deterministic is None:
-            deterministic = torch.are_deterministic_algorithms_enabled()
+        """Returns (out, lse) of the call itself, after tokens were exchanged for heads if the strategy does so. call: without a
+        mask; its variant has at most dropout."""
         if select is not None:
-            q, k, v = (_in_order(t, self._order) for t in (q, k, v))
-            out, lse = _of_all_tokens(q, k, v, _chosen(select, q, k), scale, dropout, sinks, deterministic, backend)
+            q, k, v = (_in_order(t, self._order) for t in call[:3])
+            out, lse = _of_all_tokens(call._replace(q=q, k=k, v=v), _chosen(select, q, k))
             tokens = self.ranks * self.tokens
             return _from_order(out, self._order, tokens, 0.0), _from_order(lse, self._order, tokens, float("-inf"))
         if self._gathered is not None:
-            return _of_all_tokens(q, k, v, self._gathered, scale, dropout, sinks, deterministic, backend)
+            return _of_all_tokens(call, self._gathered)
         assert self._route is not None and self._route_handle is not None
-        scale = None if scale is None else checked_scale(scale, q.shape[3])
-        options = self._route.block_size, self.keep_fetched, scale, deterministic, backend
-        out, lse = attention_of_blocks(q, k, v, self._columns, self._route_handle, *options, dropout)
-        return (out, lse) if sinks is None else with_sinks(out, lse, sinks, None)
+        options = self._route.block_size, self.keep_fetched, call.scale, call.deterministic, call.backend
+        out, lse = attention_of_blocks(call.q, call.k, call.v, self._columns, self._route_handle, *options, call.variant)
+        return (out, lse) if call.sinks is None else with_sinks(out, lse, call.sinks, None)
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         check_tensors(q, k, v)
@@ -447,23 +438,13 @@ def _from_order(x: torch.Tensor, order: torch.Tensor | None, tokens: int, fill: 
     return x if order is None else x.new_full((*x.shape[:2], tokens, *x.shape[3:]), fill).index_copy(2, order, x)
 
 
-def _of_all_tokens(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: LocalMask | BlockSelection | BlockMask,
-    scale: float | None,
-    dropout: Variant | None,
-    sinks: torch.Tensor | None,
-    deterministic: bool,
-    backend: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _of_all_tokens(call: AttentionCall, mask: LocalMask | BlockSelection | BlockMask) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out, lse) on a rank that has all tokens of its heads."""
-    if dropout is None:
+    if call.variant is None:
         given = mask.mask if isinstance(mask, LocalMask) else mask
         # fmt: off
-        out, lse = attention(q, k, v, given, scale=scale, sinks=sinks, return_lse=True, deterministic=deterministic,
-                             backend=backend)
+        out, lse = attention(*call[:3], given, scale=call.scale, sinks=call.sinks, return_lse=True,
+                             deterministic=call.deterministic, backend=call.backend)
         # fmt: on
         return out, lse
     if isinstance(mask, BlockSelection):
@@ -471,14 +452,12 @@ def _of_all_tokens(
             "a BlockSelection does not take dropout_p; leave it out, or choose a BlockMask, as topk_blocks with every=None does"
         )
     if isinstance(mask, LocalMask):
-        given, (table, variant) = mask.mask, for_back_end(mask, dropout, q.is_cuda)
+        given, (table, variant) = mask.mask, for_back_end(mask, call.variant, call.q.is_cuda)
     else:
-        check_mask(mask, q, k)
-        given, table, variant = mask, mask.walked(q.is_cuda), dropout
-    scale = checked_scale(scale, q.shape[3])
-    call = AttentionCall(q, k, v, given, table, scale, deterministic, backend, variant, None, True, None, None)
-    out, lse = operators.attention(call, select_backend(call))
-    return (out, lse) if sinks is None else with_sinks(out, lse, sinks, None)
+        check_mask(mask, call.q, call.k)
+        given, table, variant = mask, mask.walked(call.q.is_cuda), call.variant
+    backend = backend_for(call.q, call.k, call.v, table, variant, call.deterministic, call.backend)
+    return operators.attend(call._replace(mask=given, table=table, variant=variant, backend=backend))
 
 
 def _distinct(masks: list[BlockMask]) -> tuple[list[BlockMask], list[int]]:

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from ..backends import triton as portable
+from ..backends import triton as triton_backend
 from ..compat.pytorch import idle
 from . import peer_memory
 from .peer_memory import PeerMemory
@@ -100,11 +100,11 @@ def pack(k: torch.Tensor, v: torch.Tensor, packed: torch.Tensor, blocks: torch.T
     """Copies blocks of k and v to ``packed``. blocks: (packed blocks,) int64, the blocks to copy; None for all."""
     block_size = packed.shape[1]
     for tensor, half in zip((k, v), halves(packed, k.shape[3]), strict=True):
-        if portable.by_kernels(k.device):
-            from ..kernels.portable.join import take_rows
+        if triton_backend.by_kernels(k.device):
+            from ..kernels.portable.join import copy_rows
 
-            with portable.current_device(k.device):
-                take_rows(tensor, by_head(half), blocks, block_size)
+            with triton_backend.current_device(k.device):
+                copy_rows(tensor, by_head(half), blocks, block_size)
         else:
             mine = by_block(tensor, block_size)
             half.copy_(mine if blocks is None else mine.index_select(0, blocks))

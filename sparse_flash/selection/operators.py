@@ -34,7 +34,7 @@ _Packed: TypeAlias = tuple[torch.Tensor, list[torch.Tensor], int, int, int, bool
 BACKENDS: dict[str, ModuleType] = {"hopper": hopper, "triton": portable, "torch": by_torch, "reference": reference}
 
 
-def attention(
+def attend_to_picks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, selection: BlockSelection, scale: float | None, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) over the pairs that a selection keeps, differentiable in q, k and v. Notifies observers. scale: None for
@@ -91,7 +91,7 @@ def _prepared(
     def supports(name: str, call: backends.Call) -> str | None:
         return BACKENDS[name].supports(call, selection) if name in BACKENDS else "it does not take a BlockSelection"
 
-    name = backends.choose(backend, backends.Call.of(q, k, v, selection.block_size), supports)
+    name = backends.choose_backend(backend, backends.Call.of(q, k, v, selection.block_size), supports)
     return BACKENDS[name], selection, q.shape[3] ** -0.5 if scale is None else scale
 
 

@@ -28,7 +28,7 @@ def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, selection: BlockSelection, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse), computed in float64 whatever the inputs' dtype."""
-    return dense.forward(q, k, v, _by_query_head(selection, q), scale, None)
+    return dense.forward(q, k, v, _by_query_head(selection, q), scale, True, None)
 
 
 def backward(

@@ -18,7 +18,7 @@ import torch
 
 from .. import backends
 from ..backends import hopper
-from ..backends import triton as portable
+from ..backends import triton as triton_backend
 from ..kernels.launch import tuned
 from ..kernels.portable import configs
 from ..masks.compiler import compile_mask
@@ -98,12 +98,12 @@ def unavailable() -> str | None:
     """Why nothing can be tuned on this machine, or None."""
     if not torch.cuda.is_available():
         return "there is no GPU; tuning chooses tile sizes of GPU kernels, and the built-in ones work without it"
-    return portable.available()
+    return triton_backend.available()
 
 
 def tile_sizes(device: torch.device) -> str:
     """Which table of the portable kernels this GPU uses, and whether it was measured on this GPU."""
-    if reason := portable.available() or configs.refusal(device):
+    if reason := triton_backend.available() or configs.refusal(device):
         return f"none: {reason}"
     chip, _ = configs.chip_of(device)
     return configs.provenance(chip, configs.family_of(device))
@@ -133,13 +133,13 @@ def tasks(problem: TuningProblem, device: torch.device, backend: str = "auto") -
         torch.randn((1, problem.heads, problem.tokens, width), generator=generator, device=device).to(problem.dtype)
         for width in (of_keys, of_keys, of_values, of_values)
     )
-    inputs = [portable.addressable(t) for t in (q, k, v, dout)]
+    inputs = [triton_backend.addressable(t) for t in (q, k, v, dout)]
     found = []
     for name, mask in ((problem.pattern, sparse), ("dense", None)):
         if mask is not None and mask.keeps_all:
             continue  # attention runs it dense
         call = backends.Call.of(q, k, v, None if mask is None else mask.block_size)
-        chosen = backends.choose(backend, call)
+        chosen = backends.choose_backend(backend, call)
         if chosen not in _RUNS:
             raise ValueError(f"back end {chosen!r}, which runs this call, has no configs to tune; tune 'triton' or 'hopper'")
         for kernel, (owner, candidates, run) in _RUNS[chosen](problem, call.block_size, mask, *inputs).items():

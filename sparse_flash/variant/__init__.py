@@ -1,1 +1,1 @@
-"""What a call does besides its mask: lengths, dropout, score modifications. Knows tensors, but neither masks nor back ends."""
+"""The rest of a call beside its mask: lengths, dropout, score modifications. Knows tensors, but neither masks nor back ends."""

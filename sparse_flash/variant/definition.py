@@ -1,4 +1,4 @@
-"""What a variant does to attention, in PyTorch operations: the reference for every back end."""
+"""Applies a variant in PyTorch operations: the reference for every back end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Pairs(NamedTuple):
 
     @classmethod
     def all(cls, q: torch.Tensor, k: torch.Tensor) -> Pairs:
-        """Of the whole (batch, heads, q_len, kv_len) matrix."""
+        """Returns the pairs of the whole (batch, heads, q_len, kv_len) matrix."""
         (batch, heads, q_len), kv_len = q.shape[:3], k.shape[2]
         ranges = [torch.arange(size, device=q.device) for size in (batch, heads, q_len, kv_len)]
         of_batch, of_head, of_query, of_key = (
@@ -112,7 +112,7 @@ def existing_pairs(variant: Variant, pairs: Pairs) -> torch.Tensor | None:
 
 
 def cleared(x: torch.Tensor, starts: torch.Tensor | None, lens: torch.Tensor | None) -> torch.Tensor:
-    """x, (batch, heads, tokens, head_dim), with zeros in place of nonexistent tokens, whatever their contents."""
+    """x, (batch, heads, tokens, head_dim), with zeros for nonexistent tokens, whatever they hold."""
     if starts is None and lens is None:
         return x
     batch = torch.arange(x.shape[0], device=x.device)[:, None]
@@ -123,7 +123,7 @@ def cleared(x: torch.Tensor, starts: torch.Tensor | None, lens: torch.Tensor | N
 
 def kept_by_dropout(variant: Variant, pairs: Pairs, q_axis: int = -2) -> torch.Tensor:
     """Which pairs dropout keeps, bool, in the broadcast shape of ``pairs``. Queries along q_axis and keys along the last axis come
-    16 at a time, consecutive from a multiple of 16. The variant's places and lines, if it has any, count in place of the call's.
+    16 at a time, consecutive from a multiple of 16. The variant's positions and batch-heads, if it has any, replace the call's.
 
     Each batch entry and head has its own words: Philox-4x32-10 at the counter (batch * heads + head, 0, 0, 0), keyed by the seed's
     two words. Philox-2x32-7, keyed by the first of those words, at the counter (q ^ the second, k ^ the third), where q and k are

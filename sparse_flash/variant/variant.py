@@ -1,4 +1,4 @@
-"""What a call of attention does besides its mask (lengths, dropout, score modifications): one value, passed from the call to the
+"""The rest of a call beside its mask (lengths, dropout, score modifications): one value, passed from the call to the
 kernels."""
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _at(place: tuple[str, str] | None) -> Any:
 
 
 def _of_functions(in_torch: _OfTensors, *places: tuple[str, str] | None) -> ScoreFunction:
-    """What a ScoreFunction of these functions is where it is unpickled: this process's own, or a new one."""
+    """Unpickles a ScoreFunction: returns this process's own one with these functions, or a new one."""
     functions = in_torch, *map(_at, places)
     for known in _score_functions.values():
         if (known.torch, known.triton, known.derivative) == functions:
@@ -122,7 +122,7 @@ def _of_functions(in_torch: _OfTensors, *places: tuple[str, str] | None) -> Scor
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """What a call does besides its mask. ``checked_variant`` creates it and checks its values.
+    """Holds the rest of a call beside its mask. ``checked_variant`` creates it and checks its values.
 
     seed: (1,) int64, for dropout; dropout_p: a multiple of 2^-16, 0 without dropout. q_places, kv_places: (tokens / 16,) int32, for
     dropout of a part of a sequence: where the first of each 16 tokens, which stay together, stands in the whole, a multiple of 16;

@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import numpy as np
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 import sparse_flash as sf
 from sparse_flash import backends
 from sparse_flash.backends import torch as torch_backend
-from sparse_flash.backends import triton as portable
+from sparse_flash.backends import triton as triton_backend
 
 pytestmark = pytest.mark.usefixtures("poison")
 parametrize = pytest.mark.parametrize
@@ -131,10 +132,10 @@ def test_out_of_another_head_dim_lies_in_memory_as_q_does():
 
 def test_results_of_a_copied_tensor_are_ones_that_the_copy_engine_addresses():
     # A slice of 100 of 128 numbers has whole strides, but results like it would not.
-    ready = portable.addressable(torch.zeros(1, 2, 30, 128, dtype=torch.float16)[..., :100])
+    ready = triton_backend.addressable(torch.zeros(1, 2, 30, 128, dtype=torch.float16)[..., :100])
     assert ready.shape[3] == 104 and all(stride % 8 == 0 for stride in torch.empty_like(ready).stride()[:3])
     whole = torch.zeros(1, 2, 30, 128, dtype=torch.float16)[..., :96]
-    assert portable.addressable(whole) is whole
+    assert triton_backend.addressable(whole) is whole
 
 
 @parametrize("lengths", [(0, 5), (5, 0)])
@@ -385,13 +386,42 @@ def test_autocast_casts_as_for_pytorch_attention(backend):
 
 def test_auto_takes_torch_on_a_cpu():
     q, k, v = inputs(device="cpu")
-    assert backends.choose("auto", make_call(q, k)) == "torch"
+    assert backends.choose_backend("auto", make_call(q, k)) == "torch"
     assert torch.equal(sf.attention(q, k, v), sf.attention(q, k, v, backend="torch"))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def test_auto_takes_triton_on_a_gpu():
-    assert backends.choose("auto", make_call(*inputs(dtype=torch.bfloat16)[:2])) == "triton"
+    assert backends.choose_backend("auto", make_call(*inputs(dtype=torch.bfloat16)[:2])) == "triton"
+
+
+@parametrize("compiled", [False, True])
+@parametrize("given, always, wanted", [(None, False, False), (None, True, True), (False, True, False), (True, False, True)])
+def test_both_passes_learn_whether_the_call_is_deterministic(monkeypatch, given, always, wanted, compiled):
+    seen, forward, backward = [], torch_backend.forward, torch_backend.backward
+    monkeypatch.setattr(torch_backend, "forward", lambda *call: (seen.append(call[5]), forward(*call))[1])
+    monkeypatch.setattr(torch_backend, "backward", lambda *call: (seen.append(call[9]), backward(*call))[1])
+    q, k, v = accepted("torch", 16, requires_grad=True)
+    attend = torch.compile(sf.attention, backend="aot_eager", fullgraph=True) if compiled else sf.attention
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(always)
+    try:
+        attend(q, k, v, "causal", deterministic=given, backend="torch").sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert seen == [wanted, wanted]
+
+
+@parametrize("deterministic", [False, True])
+def test_what_is_compiled_ahead_is_the_backward_pass_of_this_call(monkeypatch, deterministic):
+    hopper, seen = backends.backend("hopper"), []
+    q, k, v = accepted("torch", 16, requires_grad=True)
+    lse = torch.zeros(q.shape[:3], device=DEVICE)
+    kernels = SimpleNamespace(repeated_forward=lambda *_: None, attention_forward=lambda *_, beside: (beside(), (q, lse))[1])
+    monkeypatch.setattr(hopper, "_kernels", lambda: kernels)
+    monkeypatch.setattr(hopper, "backward", lambda *call: seen.append(call[9]))
+    hopper.forward(q, k, v, None, 0.25, deterministic, None)
+    assert seen == [deterministic]
 
 
 def test_a_named_back_end_raises_its_reason_and_never_gives_way():
@@ -634,7 +664,7 @@ def test_the_torch_back_end_takes_memory_linear_in_tokens(pattern, lse_gradient)
     q, k, v = inputs(tokens, heads=1, kv_heads=1, device="cpu")
     mask = sf.compile_mask(pattern, tokens, block_size=64)
     with LargestTensor() as seen:  # which does not see inside operators
-        out, lse = torch_backend.forward(q, k, v, mask, 0.25, None)
+        out, lse = torch_backend.forward(q, k, v, mask, 0.25, False, None)
         torch_backend.backward(out, lse if lse_gradient else None, q, k, v, out, lse, mask, 0.25, False, None)
     assert tokens * 16 <= seen.elements <= max(tokens * 16, torch.get_num_threads() << 21)
 
@@ -643,6 +673,6 @@ def test_the_torch_back_end_takes_memory_linear_in_tokens(pattern, lse_gradient)
 def test_the_dense_torch_back_end_never_builds_the_attention_matrix(lse_gradient):
     q, k, v = inputs(4096, heads=1, kv_heads=1, device="cpu")
     with LargestTensor() as seen:
-        out, lse = torch_backend.forward(q, k, v, None, 0.25, None)
+        out, lse = torch_backend.forward(q, k, v, None, 0.25, False, None)
         torch_backend.backward(out, lse if lse_gradient else None, q, k, v, out, lse, None, 0.25, False, None)
     assert 4096 * 16 <= seen.elements <= torch.get_num_threads() << 18 < 4096**2

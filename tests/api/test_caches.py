@@ -1,4 +1,4 @@
-"""What calls remember, and how it is released."""
+"""Calls remember tables and choices, and release them on request."""
 
 import gc
 import subprocess
@@ -33,9 +33,9 @@ def test_cleared_caches_change_no_result():
 
 def test_clearing_empties_every_memory_of_calls():
     calls()
-    assert cache._cached_mask.cache_info().currsize and arguments._selected
+    assert cache._cached_mask.cache_info().currsize and arguments._chosen_backends
     sf.clear_caches()
-    assert not arguments._selected
+    assert not arguments._chosen_backends
     sizes = [clear.__self__.cache_info().currsize for clear in memory._ways_to_clear if hasattr(clear.__self__, "cache_info")]
     assert len(sizes) >= 7 and not any(sizes)
 

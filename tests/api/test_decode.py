@@ -418,7 +418,7 @@ def test_what_does_not_fit_is_refused():
     refused(TypeError, "q must be a tensor.*got ndarray", q.numpy(), k, k)
     refused(ValueError, "head_dim not 0", q[..., :0], k, k)
     refused(ValueError, "at least one page", q, k[:0], k[:0], block_table=table)
-    # What is wrong beside tensors of tokens is wrong beside empty ones.
+    # Arguments that are wrong beside tensors of tokens are wrong beside empty ones.
     none, empty = q[:0], k[:0]
     refused(ValueError, "did you mean 'causal'", none, empty, empty, mask="causl")
     refused(TypeError, "Pattern, its spec text or a BlockMask", none, empty, empty, mask=3)

@@ -231,9 +231,9 @@ def test_auto_takes_the_torch_back_end_on_mps(monkeypatch, dtype, interpreted):
     monkeypatch.setenv("TRITON_INTERPRET", str(int(interpreted)))
     for block_size in (None, 128):
         call = backends.Call(torch.device("mps"), dtype, 1, 4, 2, 256, 256, 64, block_size)
-        assert backends.choose("auto", call) == "torch"
+        assert backends.choose_backend("auto", call) == "torch"
         with pytest.raises(ValueError, match="float64, which devices of type mps do not have"):
-            backends.choose("reference", call)
+            backends.choose_backend("reference", call)
     with torch.autocast("mps", enabled=False):  # as the back end does
         pass
 
@@ -248,7 +248,7 @@ def test_other_devices_operations_make_no_float64_which_mps_does_not_have(monkey
         for mask in (None, "causal", "causal & strided(7, block=1)"):
             mask = mask and sf.compile_mask(mask, 70, block_size=32)
             for variant in (None, checked_variant(q, k, **options)):
-                out, lse = torch_backend.forward(q, k, v, mask, 0.2, variant)
+                out, lse = torch_backend.forward(q, k, v, mask, 0.2, False, variant)
                 for dlse in (None, lse):
                     torch_backend.backward(out, dlse, q, k, v, out, lse, mask, 0.2, False, variant)
             torch_backend.decode(q[:, :, -3:], k, v, mask, torch.tensor([70, 9]), None, True, 0.2)

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import sparse_flash
-from sparse_flash.backends import triton as portable
+from sparse_flash.backends import triton as triton_backend
 from sparse_flash.cli import versions
 from sparse_flash.cli.app import app
 
@@ -147,7 +147,7 @@ def test_headers_are_looked_for_where_triton_looks():
     [("3.6.0", "2.4.6", True), ("3.6.0", "2.10.0", True), ("3.6.0", "2.3.5", False), ("3.7.0", "2.5.5", False)],
 )
 def test_an_interpreter_that_fails_with_this_numpy_is_a_refusal(triton, numpy, fails):
-    reason = portable._interpreter_fails(triton, numpy)
+    reason = triton_backend._interpreter_fails(triton, numpy)
     assert (reason is not None) is fails and (not fails or "pip install 'numpy<2.4'" in reason)
 
 

@@ -1,4 +1,4 @@
-"""What the package needs from each of PyTorch's private names: a release that changes one fails here."""
+"""Tests each of PyTorch's private names that the package needs: a release that changes one fails here."""
 
 import re
 from types import SimpleNamespace

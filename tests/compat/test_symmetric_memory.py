@@ -1,4 +1,4 @@
-"""What CPUs can show of PyTorch's symmetric memory: that its names are there, and what they take."""
+"""PyTorch's symmetric memory as far as a CPU shows it: its names exist and take these arguments."""
 
 from datetime import timedelta
 

@@ -26,7 +26,7 @@ def forget_compiled_code():
     torch._dynamo.reset()
 
 
-# As on a GPU with Triton; its interpreter would only make these slower.
+# On a CPU not Triton, whose interpreter would only make these tests slower.
 BACKEND = "triton" if DEVICE == "cuda" else "torch"
 
 

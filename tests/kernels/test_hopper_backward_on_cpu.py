@@ -8,7 +8,7 @@ from oracle import heavy_rows_split
 
 import sparse_flash as sf
 from sparse_flash.backends import hopper, reference
-from sparse_flash.backends import triton as portable
+from sparse_flash.backends import triton as triton_backend
 from sparse_flash.variant.definition import existing
 from sparse_flash.variant.variant import LENGTHS, Variant, checked_variant
 
@@ -42,7 +42,7 @@ def wrong(tensors, mask, deterministic=False, config=None, seed=0, **terms):
     variant = checked_variant(q, k, **terms)
     exact = [t.double() for t in (q, k, v)]
     wanted = reference.backward(dout.double(), dlse.double(), *exact, None, None, mask, scale, True, variant)
-    out, lse = reference.forward(q, k, v, mask, scale, variant)
+    out, lse = reference.forward(q, k, v, mask, scale, False, variant)
     bounds = Variant(**{name: terms[name] for name in LENGTHS if name in terms})
     for tensor, side in zip((q, k, v, dout), ("q", "kv", "kv", "q"), strict=True):
         places = torch.arange(tensor.shape[0])[:, None], torch.arange(tensor.shape[2])[None]
@@ -64,7 +64,7 @@ def wrong(tensors, mask, deterministic=False, config=None, seed=0, **terms):
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_to_the_portable_kernels(monkeypatch):
-    monkeypatch.setattr(portable, "backward", None)
+    monkeypatch.setattr(triton_backend, "backward", None)
 
 
 MASKS = {
@@ -137,7 +137,7 @@ def test_terms_are_as_they_are_defined_in_wide_heads(name, under):
 
 @pytest.mark.parametrize("head_dim, v_head_dim", [(64, 128), (256, 192), (192, 64)])
 def test_head_dims_without_a_kernel_go_to_the_portable_ones(monkeypatch, head_dim, v_head_dim):
-    monkeypatch.setattr(portable, "backward", lambda *given: given)
+    monkeypatch.setattr(triton_backend, "backward", lambda *given: given)
     given = *inputs(head_dim, v_head_dim, 64, 64), None, None, None, 1.0, False, None
     q, k, v, dout, dlse, *rest = given
     assert hopper.backward(dout, dlse, q, k, v, *rest) == (dout, dlse, q, k, v, *rest)

@@ -15,9 +15,9 @@ NOTHING = float("-inf")
 def joiner(request, monkeypatch):
     """Has either of them join."""
     kernels = request.param == "kernels"
-    if kernels and (reason := calls.portable.available()):
+    if kernels and (reason := calls.triton_backend.available()):
         pytest.skip(reason)
-    monkeypatch.setattr(calls.portable, "by_kernels", lambda device: kernels)
+    monkeypatch.setattr(calls.triton_backend, "by_kernels", lambda device: kernels)
 
 
 def results(blocks: int, dtype: torch.dtype, layout: str, head_dim: int, nothing: slice) -> tuple[torch.Tensor, torch.Tensor]:

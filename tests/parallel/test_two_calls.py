@@ -41,7 +41,7 @@ class Rank:
         mask, self.scale = sf.compile_mask(spec, 4 * BLOCK, block_size=BLOCK), head_dim**-0.5
         both = LocalMask.of(mask, OWN, np.concatenate([OWN, OTHERS])).to(torch.device(DEVICE)).mask
         exact = [t.double() for t in (self.q, k, v)]
-        out, lse = reference.forward(*exact, both, self.scale, None)
+        out, lse = reference.forward(*exact, both, self.scale, False, None)
         dlse = torch.randn(lse.shape, generator=generator).double().to(DEVICE) if lse_gradient else None
         self.wanted = reference.backward(dout.double(), dlse, *exact, out, lse, both, self.scale, True, None)
         self.results = calls.RowResults(dout, dlse if dlse is None else dlse.float(), out.half(), lse.float())

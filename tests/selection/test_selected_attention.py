@@ -387,7 +387,7 @@ def test_values_are_checked_on_the_device_where_asked_and_dropped_where_not():
         ({"backend": "flash"}, ValueError, "backend must be 'auto' or one of"),
         ({"backend": None}, ValueError, "backend must be 'auto' or one of .*; got None"),
         ({"scale": -1.0}, ValueError, "scale must be positive"),
-        ({"mask": None, "return_block_lse": True}, ValueError, "return_block_lse is of the blocks that a BlockSelection picked"),
+        ({"mask": None, "return_block_lse": True}, ValueError, "return_block_lse needs a BlockSelection as mask; got NoneType"),
     ],
 )
 def test_calls_that_do_not_fit_are_refused(changes, error, message):

@@ -79,7 +79,7 @@ def test_picks_that_keep_nothing_change_nothing():
 def _attend(picks):
     q, k, v, dout = tensors(1, 8, 1, 40, 140, 16)
     selection = sf.BlockSelection(picks, 40, 140, 64)
-    return gradients(lambda *t: operators.attention(*t, selection, 0.3, "triton"), (q, k, v), dout, None)
+    return gradients(lambda *t: operators.attend_to_picks(*t, selection, 0.3, "triton"), (q, k, v), dout, None)
 
 
 def test_gradients_repeat_bit_for_bit():

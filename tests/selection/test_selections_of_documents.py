@@ -225,7 +225,7 @@ def test_a_selection_of_other_documents_is_refused():
         ),
         (
             ValueError,
-            "return_block_lse is of the blocks .*; got mask of str",
+            "return_block_lse needs a PackedSelection as mask; got str",
             lambda: sf.attention_varlen(Q, K, V, ENDS, mask="causal", return_block_lse=True),
         ),
         (ValueError, "leave cu_seqlens_k out", lambda: sf.attention_varlen(Q, K, V, ENDS, ENDS.clone(), chosen)),
@@ -249,5 +249,5 @@ def test_a_selection_of_other_documents_is_refused():
             call()
     if DEVICE == "cpu":
         assert sf.attention_varlen(Q, K, V, ENDS.int(), mask=chosen).shape == Q.shape
-        with pytest.raises(ValueError, match="must be those that the selection was made for; got others; choose again"):
+        with pytest.raises(ValueError, match="must be the documents that the selection was made for; got others; choose again"):
             sf.attention_varlen(Q, K, V, torch.tensor([0, 41, 90]), mask=chosen)

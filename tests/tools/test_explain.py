@@ -383,7 +383,7 @@ def test_memory_of_a_call_on_this_device_is_what_it_leaves_and_what_it_peaks_at(
     out, lse = sf.attention(q, k, v, mask, return_lse=True)
     assert (out.nbytes, lse.nbytes, q.nbytes + k.nbytes + v.nbytes) == (m.out, m.lse, m.inputs)
     if device == "cuda":
-        backend = backends.choose("auto", backends.Call.of(q, k, v, mask.block_size))
+        backend = backends.choose_backend("auto", backends.Call.of(q, k, v, mask.block_size))
         out.sum().backward()  # compiled, and with room for gradients
         q.grad = k.grad = v.grad = out = lse = None
         dout = torch.randn_like(q)

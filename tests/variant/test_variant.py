@@ -127,7 +127,7 @@ def existing(starts, lens, batch: int, tokens: int) -> torch.Tensor:
 
 
 def surviving(q, k, dropout_p: float, seed: int) -> torch.Tensor:
-    """What dropout keeps in the first call after manual_seed(seed): (batch, heads, q_len, kv_len) bool."""
+    """Returns the pairs that dropout keeps in the first call after manual_seed(seed): (batch, heads, q_len, kv_len) bool."""
     torch.manual_seed(seed)
     return kept_by_dropout(checked_variant(q, k, dropout_p=dropout_p), Pairs.all(q, k))
 
@@ -181,7 +181,7 @@ def results(attend, tensors, given: dict, dout):
 
 
 def terms_in_call(q, k, given: dict):
-    """What ``attention`` passes to a back end for these arguments; it applies sinks itself."""
+    """Returns the variant that ``attention`` passes to a back end for these arguments; it applies sinks itself."""
     return checked_variant(q, k, **{name: value for name, value in given.items() if name != "sinks"})
 
 
@@ -474,7 +474,7 @@ def test_every_tile_size_drops_the_same_pairs_forward_and_backward(tiles):
     out, lse = attention_forward(q, k, v, None, 0.125, given, config)
     grads = attention_backward(dout, None, q, k, v, out, lse, None, 0.125, given, config, config)[:3]
     reference = backends.backend("reference")
-    wanted = reference.forward(q, k, v, None, 0.125, given)
+    wanted = reference.forward(q, k, v, None, 0.125, False, given)
     torch.testing.assert_close((out, lse), wanted, rtol=1e-4, atol=1e-4)
     right = reference.backward(dout, None, q, k, v, *wanted, None, 0.125, False, given)[:3]
     torch.testing.assert_close(grads, right, rtol=1e-4, atol=1e-4)
@@ -611,7 +611,7 @@ def test_a_part_of_a_sequence_drops_what_the_whole_drops(backend, block):
     of_rows, of_cols = ((blocks[:, None].clip(0) * block + np.arange(block)).ravel() for blocks in (rows, cols))
     q, k, v, dout = q[:, :, of_rows], k[:, :, of_cols], v[:, :, of_cols], dout[:, :, of_rows]
     run, scale = backends.backend(backend), 0.25
-    out, lse = run.forward(q, k, v, part.mask, scale, given)
+    out, lse = run.forward(q, k, v, part.mask, scale, False, given)
     grads = run.backward(dout, None, q, k, v, out, lse, part.mask, scale, False, given)
     kept = part.mask.to_dense()
     exact = [t.double().requires_grad_() for t in (q, k, v)]

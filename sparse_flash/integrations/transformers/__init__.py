@@ -28,7 +28,7 @@ import torch
 import transformers
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ...api.arguments import check_deterministic
+from ...api.arguments import checked_deterministic
 from ...api.attention import attention
 from ...api.decode import MAX_QUERIES, attention_decode, decodes, takes
 from ...api.shared import SharedSequence
@@ -126,7 +126,7 @@ def use_sparse_flash(
     without such layers, and for masks that do not fit them, TypeError for a list that does not say per_layer; the model is then
     unchanged.
     """
-    check_deterministic(deterministic)
+    checked_deterministic(deterministic)
     check_name(backend)
     wrapped, model = model, pretrained(model)
     part = tower(model)

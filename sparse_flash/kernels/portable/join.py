@@ -159,7 +159,7 @@ def add_rows(
     _launch(move_kernel, [whole, part], rows, block_size, tokens, places or (whole, whole), TAKES=False, SEVERAL=several)
 
 
-def take_rows(whole: torch.Tensor, part: torch.Tensor, rows: torch.Tensor | None, block_size: int) -> None:
+def copy_rows(whole: torch.Tensor, part: torch.Tensor, rows: torch.Tensor | None, block_size: int) -> None:
     """Copies some block rows of whole to part. Shapes and rows as for ``add_rows``; rows may repeat."""
     _launch(move_kernel, [whole, part], rows, block_size, part.shape[2], (whole, whole), TAKES=True, SEVERAL=False)
 
