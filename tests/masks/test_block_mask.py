@@ -592,6 +592,13 @@ def test_small_blocks_are_walked_as_large_ones_where_those_hold_little_more():
     assert pickle.loads(pickle.dumps(wide)).coarse.equal(wide.coarse)
 
 
+def test_the_larger_blocks_of_a_mask_by_batch_and_head_are_by_batch_and_head():
+    kept = torch.ones(2, 3, 300, 300).tril().bool()
+    kept[1, 2] = kept[1, 2].triu(-50)
+    mask = sf.BlockMask.from_dense(kept, block_size=32)
+    assert mask.coarse.mask_index.shape == (2, 3) and torch.equal(mask.coarse.to_dense(), kept)
+
+
 def test_blocks_that_do_not_divide_the_larger_ones_are_one_clear_error():
     with pytest.raises(ValueError, match="block_size must be a multiple of the mask's 128; got 64"):
         sf.compile_mask("causal", 300).in_blocks_of(64)

@@ -7,7 +7,7 @@ gets a ``ModelMask``, which holds spec text instead of a tensor of pairs.
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -18,8 +18,8 @@ from transformers.masking_utils import sdpa_mask
 
 from ...compat.pytorch import assert_in_graph
 from ...masks.block_mask import BlockMask
-from ...masks.build import with_coarse
-from ...masks.cache import compiled_once
+from ...masks.build import of_heads
+from ...masks.cache import as_block_mask, compiled_once
 from ...masks.memory import remembered
 from ...masks.pattern import And, DerivedPattern, Pattern, PerHead, parse
 from ...masks.rules import Moved
@@ -572,5 +572,5 @@ def _of_entries(patterns: tuple, q_length: int, kv_length: int, device) -> Block
     """A mask with one pattern per batch entry, or one per head of each."""
     heads = max(len(pattern.patterns) if isinstance(pattern, PerHead) else 1 for pattern in patterns)
     every = [one for p in patterns for one in (p.patterns if isinstance(p, PerHead) else [full() if p is None else p] * heads)]
-    masks = BlockMask.per_head(every, q_length, kv_length, _BLOCK)
-    return with_coarse(replace(masks, mask_index=masks.mask_index.view(-1, heads), coarse=None)).to(device)
+    compiled = {p: as_block_mask(p, q_length, kv_length, _BLOCK) for p in dict.fromkeys(every)}
+    return of_heads([compiled[p] for p in every], len(patterns), heads).to(device)
