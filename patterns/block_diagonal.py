@@ -11,8 +11,9 @@ formula: q // block == kv // block          source: arXiv:1904.10509, sec. 4.3 (
 
 from dataclasses import dataclass
 
+from sparse_flash.masks.fields import Positive
 from sparse_flash.masks.pattern import register_pattern
-from sparse_flash.masks.rules import RunPattern, positive_int
+from sparse_flash.masks.rules import RunPattern
 
 
 @register_pattern("block_diagonal")
@@ -20,11 +21,8 @@ from sparse_flash.masks.rules import RunPattern, positive_int
 class BlockDiagonal(RunPattern):
     """Tokens of one chunk. block: tokens in a chunk. For chunks of different lengths use ``documents``."""
 
-    block: int = 128
+    block: Positive = 128
     ordered_runs = True
-
-    def __post_init__(self):
-        object.__setattr__(self, "block", positive_int("block_diagonal", "block", self.block))
 
     @property
     def shift_period(self):

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sparse_flash.masks.fields import Factors, Positive
 from sparse_flash.masks.pattern import register_pattern
-from sparse_flash.masks.rules import UnitPattern, optional_factors, positive_int
+from sparse_flash.masks.rules import UnitPattern
 
 
 @register_pattern("butterfly")
@@ -34,12 +35,8 @@ class Butterfly(UnitPattern):
     however many layers follow. For causal models use ``power_of_two``, the difference form, or add ``local``.
     """
 
-    factors: int | None = None
-    block: int = 128
-
-    def __post_init__(self):
-        object.__setattr__(self, "factors", optional_factors("butterfly", self.factors))
-        object.__setattr__(self, "block", positive_int("butterfly", "block", self.block))
+    factors: Factors | None = None
+    block: Positive = 128
 
     def unit_rule(self, i, j):
         differ = i ^ j

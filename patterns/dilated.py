@@ -16,8 +16,9 @@ source: arXiv:2004.05150, sec. 3.1
 
 from dataclasses import dataclass
 
+from sparse_flash.masks.fields import Positive
 from sparse_flash.masks.pattern import register_pattern
-from sparse_flash.masks.rules import DistancePattern, positive_int
+from sparse_flash.masks.rules import DistancePattern
 
 
 @register_pattern("dilated")
@@ -29,13 +30,9 @@ class Dilated(DistancePattern):
     units. block: tokens in a unit. With a dilation in tokens, ``block=1``, no block of the window is empty.
     """
 
-    window: int
-    dilation: int
-    block: int = 128
-
-    def __post_init__(self):
-        for name in ("window", "dilation", "block"):
-            object.__setattr__(self, name, positive_int("dilated", name, getattr(self, name)))
+    window: Positive
+    dilation: Positive
+    block: Positive = 128
 
     def distance_rule(self, distance):
         return (abs(distance) < self.window * self.dilation) & (distance % self.dilation == 0)

@@ -14,8 +14,9 @@ from functools import cached_property
 
 import numpy as np
 
+from sparse_flash.masks.fields import Positive, settle
 from sparse_flash.masks.pattern import register_pattern
-from sparse_flash.masks.rules import UnitPattern, positive_int
+from sparse_flash.masks.rules import UnitPattern
 
 
 @register_pattern("from_blocks")
@@ -34,11 +35,11 @@ class FromBlocks(UnitPattern):
     """
 
     blocks: str
-    block: int = 128
+    block: Positive = 128
 
     def __post_init__(self):
-        object.__setattr__(self, "blocks", _as_text(self.blocks))
-        object.__setattr__(self, "block", positive_int("from_blocks", "block", self.block))
+        settle(self, blocks=_as_text(self.blocks))
+        super().__post_init__()
 
     @cached_property
     def _array(self) -> np.ndarray:

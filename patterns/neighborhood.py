@@ -21,8 +21,9 @@ from math import prod
 
 import numpy as np
 
+from sparse_flash.masks.fields import Positive, settle
 from sparse_flash.masks.pattern import register_pattern
-from sparse_flash.masks.rules import RunPattern, int_tuple
+from sparse_flash.masks.rules import RunPattern
 
 
 @register_pattern("neighborhood")
@@ -36,21 +37,21 @@ class Neighborhood(RunPattern):
     beside it, such as text, which keep nothing and are seen by nothing.
     """
 
-    shape: tuple[int, ...]
-    window: tuple[int, ...]
+    shape: tuple[Positive, ...]
+    window: tuple[Positive, ...]
 
     def __post_init__(self):
-        shape = int_tuple("neighborhood", "shape", self.shape)
-        window = self.window.tolist() if hasattr(self.window, "tolist") else self.window
-        window = int_tuple("neighborhood", "window", window if isinstance(window, (tuple, list)) else [window] * len(shape))
+        shape, window = (given.tolist() if hasattr(given, "tolist") else given for given in (self.shape, self.window))
+        if isinstance(shape, (tuple, list)) and not isinstance(window, (tuple, list)):
+            settle(self, window=(window,) * len(shape))
+        super().__post_init__()
+        shape, window = self.shape, self.window
         if not 1 <= len(shape) <= 3:
             raise ValueError(f"neighborhood: shape must have 1 to 3 axes; got {shape}")
         if len(window) != len(shape) or any(w > s for w, s in zip(window, shape, strict=True)):
             raise ValueError(
                 f"neighborhood: window must have one number for each axis of shape={shape}, none larger than the axis; got {window}"
             )
-        object.__setattr__(self, "shape", shape)
-        object.__setattr__(self, "window", window)
 
     def named_tokens(self):
         return (prod(self.shape),) * 2

@@ -16,8 +16,9 @@ source: arXiv:1907.00235, sec. 4.2 (LogSparse); the differences in place of the 
 
 from dataclasses import dataclass
 
+from sparse_flash.masks.fields import Factors, Positive
 from sparse_flash.masks.pattern import register_pattern
-from sparse_flash.masks.rules import DistancePattern, optional_factors, positive_int
+from sparse_flash.masks.rules import DistancePattern
 
 
 @register_pattern("power_of_two")
@@ -31,12 +32,8 @@ class PowerOfTwo(DistancePattern):
     are the steps. ``causal & butterfly`` does not.
     """
 
-    factors: int | None = None
-    block: int = 128
-
-    def __post_init__(self):
-        object.__setattr__(self, "factors", optional_factors("power_of_two", self.factors))
-        object.__setattr__(self, "block", positive_int("power_of_two", "block", self.block))
+    factors: Factors | None = None
+    block: Positive = 128
 
     def distance_rule(self, distance):
         far = abs(distance)

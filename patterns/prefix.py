@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sparse_flash.masks.fields import Positive
 from sparse_flash.masks.pattern import register_pattern
-from sparse_flash.masks.rules import RunPattern, positive_int
+from sparse_flash.masks.rules import RunPattern
 
 
 @register_pattern("prefix")
@@ -26,11 +27,8 @@ class Prefix(RunPattern):
     ``sinks``.
     """
 
-    tokens: int
+    tokens: Positive
     ordered_runs = True
-
-    def __post_init__(self):
-        object.__setattr__(self, "tokens", positive_int("prefix", "tokens", self.tokens))
 
     def row_runs(self, q):
         q = q[..., None]

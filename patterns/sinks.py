@@ -13,8 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sparse_flash.masks.fields import BEYOND, Positive
 from sparse_flash.masks.pattern import register_pattern
-from sparse_flash.masks.rules import RunPattern, positive_int
+from sparse_flash.masks.rules import RunPattern
+
+from .full import Full
 
 
 @register_pattern("sinks")
@@ -22,14 +25,14 @@ from sparse_flash.masks.rules import RunPattern, positive_int
 class Sinks(RunPattern):
     """The first ``tokens`` keys. StreamingLLM is ``causal & (sinks(4) | local(window))``."""
 
-    tokens: int
+    tokens: Positive
     ordered_runs = True
-
-    def __post_init__(self):
-        object.__setattr__(self, "tokens", positive_int("sinks", "tokens", self.tokens))
 
     def named_queries(self, q, kv_len):
         return np.zeros(q.shape, bool)
+
+    def moved(self, by):
+        return Sinks(min(self.tokens + by, BEYOND)) if self.tokens + by > 0 else ~Full()
 
     def row_runs(self, q):
         q = q[..., None]

@@ -11,8 +11,9 @@ formula: -right <= q - kv <= left          source: FlashAttention's window_size=
 
 from dataclasses import dataclass
 
+from sparse_flash.masks.fields import BEYOND, Natural
 from sparse_flash.masks.pattern import register_pattern
-from sparse_flash.masks.rules import BEYOND, RunPattern, positive_int
+from sparse_flash.masks.rules import RunPattern
 
 
 @register_pattern("window")
@@ -21,14 +22,9 @@ class Window(RunPattern):
     """The ``left`` keys before a query, its own, and the ``right`` keys after it: -right <= q - kv <= left; None is no limit. Both
     ends are kept, as in FlashAttention: window(w - 1, 0) is causal & local(w)."""
 
-    left: int | None = None
-    right: int | None = None
+    left: Natural | None = None
+    right: Natural | None = None
     shift_invariant = True
-
-    def __post_init__(self):
-        for name in ("left", "right"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, positive_int("window", name, getattr(self, name), least=0))
 
     def row_runs(self, q):
         q = q[..., None]

@@ -19,10 +19,11 @@ import numpy as np
 from ..compat.dynamo import outside_graphs
 from .block_mask import BlockMask, Device
 from .build import check_blocks, from_entries, of_heads, with_coarse
+from .fields import BEYOND
 from .grid import BLOCK_SIZES, EMPTY, FULL, PARTIAL, BlockGrid, BlockRuns
 from .pattern import And, DerivedPattern, Not, Or, Pattern, PerHead, Runs, check_fit, parse, shortened
 from .progress import Progress
-from .rules import BEYOND, RunPattern, block_states
+from .rules import RunPattern, block_states
 from .table import Entries, FullBlocks
 from .tiles import EMPTY_TILE, TilePool, dense_batches, pack_runs, runs_to_dense, unique_rows
 
