@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import sparse_flash as sf
 from sparse_flash import patterns
 from sparse_flash.masks.pattern import pattern_class, use_of
+from sparse_flash.masks.rules import moved
 
 TOKENS = 44
 EARLIEST = -9  # queries before the first key, as with more queries than keys
@@ -173,6 +174,23 @@ def test_a_rule_repeats_where_queries_and_keys_move_by_its_period(pattern, perio
     assume(pattern.shift_period)
     q, kv, move = np.arange(EARLIEST, TOKENS)[:, None], np.arange(TOKENS) + 2 * pattern.shift_period, periods * pattern.shift_period
     np.testing.assert_array_equal(*np.broadcast_arrays(pattern.token_rule(q, kv), pattern.token_rule(q + move, kv + move)))
+
+
+@settings(max_examples=200)
+@given(pattern=strategies.expressions, by=st.integers(-300, 300))
+def test_a_moved_expression_keeps_from_its_first_position_on_what_the_expression_keeps(pattern, by):
+    q, kv = np.arange(max(by, 0) + EARLIEST, max(by, 0) + TOKENS)[:, None], np.arange(max(by, 0), max(by, 0) + TOKENS)
+    expected = pattern.of_length(TOKENS).token_rule(q - by, kv - by)
+    np.testing.assert_array_equal(*np.broadcast_arrays(moved(pattern.of_length(TOKENS), by).token_rule(q, kv), expected))
+
+
+def test_a_moved_pattern_is_equal_for_offsets_of_one_meaning():
+    assert moved(sf.block_diagonal(8), 3) == moved(sf.block_diagonal(8), 19) and moved(
+        sf.block_diagonal(8), -16
+    ) == sf.block_diagonal(8)
+    assert moved(sf.causal() & sf.local(9), 5) == sf.causal() & sf.local(9)
+    assert moved(sf.sinks(4), 3) == sf.sinks(7) and moved(sf.sinks(4), -4) == moved(sf.sinks(4), -9) == ~sf.full()
+    assert moved(sf.longformer(5, 2), -1) == sf.local(5) | moved(sf.global_tokens(2), -1)
 
 
 @settings(max_examples=60)
