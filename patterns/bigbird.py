@@ -1,8 +1,9 @@
 """bigbird: a window, a few global units, and random units.
 
 use: long text read as a whole (encoders): documents to classify, search or answer questions about
-formula: dilated(window, 1) | global_tokens(global_blocks * block) | random(density, seed), in units of block tokens
+formula: dilated(window, 1, block) | global_tokens(global_blocks * block) | random(density, seed, block)
 source: arXiv:2007.14062, sec. 2 and app. D
+specimen: bigbird(density=0.06)
 
     ########
     ####....        bigbird(density=0.1, block=1)

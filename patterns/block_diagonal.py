@@ -1,7 +1,9 @@
 """block_diagonal: chunks of equal length; a token sees its own chunk.
 
 use: chunks of equal length that are read apart: batches packed on one axis, windows of frames or patches
-formula: q // block == kv // block          source: arXiv:1904.10509, sec. 4.3 (the first half of "fixed")
+formula: q // block == kv // block
+source: arXiv:1904.10509, sec. 4.3 (the first half of "fixed")
+specimen: block_diagonal(512)
 
     ##..
     ##..        block_diagonal(block=2)

@@ -1,8 +1,9 @@
 """butterfly: flat block butterfly; a unit sees itself and the units whose number differs in one binary digit.
 
 use: long inputs read as a whole (encoders), where every token must reach every other in few layers
-formula: i == j or i ^ j in {1, 2, 4, ...}, below 2**factors, with i = q // block, j = kv // block
+formula: i == j or (i ^ j in {1, 2, 4, ...} and i ^ j < 2**factors), with i = q // block, j = kv // block
 source: arXiv:2112.00029, sec. 3.2; arXiv:2205.14135, sec. 3.3
+specimen: butterfly()
 
     ###.#...
     ##.#.#..        butterfly(block=1)

@@ -1,8 +1,9 @@
 """dilated: a sliding window with gaps.
 
 use: long audio, series and text, where a window must reach further at the same cost
-formula: |i - j| < window * dilation and (i - j) % dilation == 0, with i = q // block, j = kv // block
+formula: abs(i - j) < window * dilation and (i - j) % dilation == 0, with i = q // block, j = kv // block
 source: arXiv:2004.05150, sec. 3.1
+specimen: dilated(4, 3)
 
     #.#.....
     .#.#....        dilated(2, 2, block=1)

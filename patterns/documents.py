@@ -1,8 +1,9 @@
 """documents: packed sequences; a token sees the tokens of its own document.
 
 use: packed training batches: several documents, prompts or images of different lengths on one axis
-formula: cu[d] <= q, kv < cu[d + 1] for one document d
+formula: any(start <= q < stop and start <= kv < stop for start, stop in pairwise(cu_seqlens))
 source: cu_seqlens of the variable-length call of FlashAttention (arXiv:2205.14135); arXiv:2107.02027
+specimen: documents((0, 900, 2600, 4096))
 
     ##..
     ##..        documents([0, 2, 3, 4])

@@ -3,6 +3,7 @@
 use: long text and pixels generated token by token: own segment and summaries of the earlier ones
 formula: i // stride == j // stride or j % stride >= stride - summary, with i = q // block, j = kv // block
 source: arXiv:1904.10509, sec. 4.3 (stride is its l, summary its c; there with causal)
+specimen: fixed(6)
 
     ###..#..#
     ###..#..#        fixed(3, block=1)

@@ -2,10 +2,11 @@
 
 use: a block map that you have, as measured on a model or chosen by hand
 formula: array[i + rows - cols, j] == 1, with i = q // block, j = kv // block, (rows, cols) the array's shape
+specimen: from_blocks("1000/1100/1010/1001", block=1024)
 
     #...
-    ##..        from_blocks([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]], block=1),
-    #.#.        in spec text from_blocks("1000/1100/1010/1001", block=1)
+    ##..        from_blocks("1000/1100/1010/1001", block=1)
+    #.#.
     #..#
 """
 

@@ -1,10 +1,12 @@
 """full: every query sees every key.
 
 use: short sequences; a baseline to compare with; the heads or layers that must see everything
-formula: True          source: arXiv:1706.03762, sec. 3.2.1
+formula: True
+source: arXiv:1706.03762, sec. 3.2.1
+specimen: full()
 
     ####
-    ####
+    ####        full()
     ####
     ####
 """

@@ -1,7 +1,9 @@
 """last_tokens: the last tokens see every token and are seen by every token.
 
 use: text after an image or a video, a question after a document: tokens that all others see and which see all others
-formula: q >= kv_len - tokens or kv >= kv_len - tokens          source: arXiv:2004.05150, sec. 3.1 (there at any tokens)
+formula: q >= kv_len - tokens or kv >= kv_len - tokens
+source: arXiv:2004.05150, sec. 3.1 (there at any tokens)
+specimen: last_tokens(256)
 
     ...#
     ...#        last_tokens(1)

@@ -1,10 +1,12 @@
 """local: a sliding window to both sides.
 
 use: long text, audio and series: what matters is near; with causal, the sliding window of language models
-formula: |q - kv| < window          source: arXiv:2004.05150, sec. 3.1
+formula: abs(q - kv) < window
+source: arXiv:2004.05150, sec. 3.1
+specimen: local(512)
 
     ##..
-    ###.        local(2); causal & local(2) leaves the lower half
+    ###.        local(2)
     .###
     ..##
 """

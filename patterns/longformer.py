@@ -1,7 +1,9 @@
 """longformer: a sliding window and a few global tokens.
 
 use: long documents to classify, search or answer questions about (encoders)
-formula: local(window) | global_tokens(tokens)          source: arXiv:2004.05150, sec. 3.1
+formula: local(window) | global_tokens(tokens)
+source: arXiv:2004.05150, sec. 3.1
+specimen: longformer(384, tokens=128)
 
     ######
     ###...        longformer(2)

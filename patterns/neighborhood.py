@@ -1,12 +1,13 @@
 """neighborhood: windows over a line, an image or a volume whose cells are the tokens, row by row.
 
 use: images, video and volumes: each patch sees the patches around it
-formula, on each axis: start <= kv < start + window, where start = clip(q - window // 2, 0, extent - window)
+formula: start <= kv < start + window on each axis, with start = clip(q - window // 2, 0, extent - window)
 source: arXiv:2204.07143, sec. 3
+specimen: neighborhood((64, 64), 13)
 
     ##.##....
-    ##.##....        neighborhood((3, 3), 2): each cell sees the 2 x 2 cells up and left of it;
-    .##.##...        at the upper and left border the window shifts inward
+    ##.##....        neighborhood((3, 3), 2)
+    .##.##...
     ##.##....
     ##.##....
     .##.##...

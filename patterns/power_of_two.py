@@ -1,8 +1,9 @@
 """power_of_two: a unit sees itself and the units at distances 1, 2, 4, 8, ...: the butterfly's difference form.
 
 use: long text and series generated token by token, where the whole past must stay within reach
-formula: |i - j| in {0, 1, 2, 4, ...}, below 2**factors, with i = q // block, j = kv // block
-source: arXiv:1907.00235, sec. 4.2 (LogSparse); the differences in place of the digits of arXiv:2112.00029
+formula: abs(i - j) in {0, 1, 2, 4, ...} and abs(i - j) < 2**factors, with i = q // block, j = kv // block
+source: arXiv:1907.00235, sec. 4.2 (LogSparse); by differences, where arXiv:2112.00029 takes digits
+specimen: power_of_two()
 
     ###.#...
     ####.#..        power_of_two(block=1)

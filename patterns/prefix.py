@@ -1,7 +1,9 @@
 """prefix: prefix-LM; the first tokens are seen from everywhere, the others as in a causal mask.
 
 use: a prompt, question or image read as a whole, then an answer generated token by token
-formula: kv < tokens or kv <= q          source: arXiv:1910.10683, sec. 3.2.1 and fig. 3 (right)
+formula: kv < tokens or kv <= q
+source: arXiv:1910.10683, sec. 3.2.1 and fig. 3 (right)
+specimen: prefix(1024)
 
     ##..
     ##..        prefix(2)

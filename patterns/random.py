@@ -3,6 +3,7 @@
 use: added to a window: shortens the way between distant tokens of long inputs
 formula: hash(seed, i, j) < density * 2**64, with i = q // block, j = kv // block
 source: arXiv:2007.14062, sec. 2 (there a fixed number of keys a query)
+specimen: random(0.06)
 
     #....##.
     ...##...        random(0.25, seed=1, block=1)

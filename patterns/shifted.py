@@ -2,6 +2,7 @@
 
 use: an image, a video or documents with other tokens, such as text, before or after them
 formula: q >= tokens and kv >= tokens and pattern(q - tokens, kv - tokens)
+specimen: shifted(neighborhood((48, 64), 13), 512, allow_uncovered=True)
 
     .....
     .....        shifted(documents([0, 2, 3]), 2)

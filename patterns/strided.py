@@ -1,8 +1,9 @@
 """strided: the nearest units, and every stride-th unit beyond.
 
 use: images row by row, audio and series with a period; long text generated token by token
-formula: |i - j| < stride or (i - j) % stride == 0, with i = q // block, j = kv // block
+formula: abs(i - j) < stride or (i - j) % stride == 0, with i = q // block, j = kv // block
 source: arXiv:1904.10509, sec. 4.3 (there with causal: 0 <= i - j)
+specimen: strided(6)
 
     ####..#.
     #####..#        strided(3, block=1)

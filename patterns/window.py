@@ -1,7 +1,9 @@
 """window: a sliding window with a separate reach to each side.
 
 use: what window_size=(left, right) of other libraries says: long text, audio, series
-formula: -right <= q - kv <= left          source: FlashAttention's window_size=(left, right); arXiv:2004.05150, sec. 3.1
+formula: -right <= q - kv <= left
+source: FlashAttention's window_size=(left, right); arXiv:2004.05150, sec. 3.1
+specimen: window(1024, 256)
 
     ##..
     ###.        window(2, 1)

@@ -624,10 +624,10 @@ def pattern_class(name: str) -> type[Pattern]:
     return _registry[name]
 
 
-def use_of(cls: type[Pattern]) -> str:
-    """What a pattern is for, in a user's words: the line ``use: ...`` of its class's or its module's docstring, or ""."""
+def said_of(cls: type[Pattern], subject: str) -> str:
+    """The rest of the line ``subject: ...`` of a class's or its module's docstring, or "". ``use`` is what a pattern is for."""
     for text in (cls.__doc__, sys.modules[cls.__module__].__doc__):
-        if found := re.search(r"^\s*use: (.+)$", text or "", re.MULTILINE):
+        if found := re.search(rf"^\s*{subject}: (.+)$", text or "", re.MULTILINE):
             return found[1]
     return ""
 
