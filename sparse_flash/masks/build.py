@@ -36,7 +36,7 @@ def from_entries(grid: BlockGrid, entries: Entries, pool: TilePool, full: FullBl
         tile_bits=stacks[1],
         from_host=True,
         narrow=by_key.is_narrow(),
-        grouped=by_query.is_grouped() and by_key.is_grouped(),
+        document_order=by_query.in_document_order() and by_key.in_document_order(),
     )
 
 
@@ -139,7 +139,7 @@ def _stacked(masks: list[BlockMask]) -> BlockMask:
         tile_runs=pools[0],
         tile_bits=pools[1],
         narrow=all(m.narrow for m in masks),
-        grouped=all(m.grouped for m in masks),
+        document_order=all(m.document_order for m in masks),
     )
 
 

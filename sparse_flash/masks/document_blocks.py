@@ -52,7 +52,7 @@ class DocumentBlocks(NamedTuple):
         return self.block_size
 
     @property
-    def grouped(self) -> bool:
+    def document_order(self) -> bool:
         return True
 
     @property

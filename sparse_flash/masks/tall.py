@@ -39,7 +39,7 @@ class TallRows(NamedTuple):
     by_query: Table
     tile_runs: torch.Tensor
     tile_bits: torch.Tensor
-    grouped: bool  # as in ``BlockMask``
+    document_order: bool  # as in ``BlockMask``
 
     @property
     def starts(self) -> None:
@@ -76,8 +76,8 @@ def tall_rows(mask: BlockMask) -> TallRows | None:
     shape = -(-here.q_len // QUERIES), here.grid.kv_blocks
     full, others, (runs, bits) = in_table_order(Entries(row, col, tiles), shape, pool)
     table = table_of(full, others)
-    grouped, table = table.is_grouped(), Table(*(tensor.to(mask.device) for tensor in table))
-    return TallRows(BLOCK, QUERIES, mask.mask_index, table, runs.to(mask.device), bits.to(mask.device), grouped)
+    document_order, table = table.in_document_order(), Table(*(tensor.to(mask.device) for tensor in table))
+    return TallRows(BLOCK, QUERIES, mask.mask_index, table, runs.to(mask.device), bits.to(mask.device), document_order)
 
 
 def _time(is_partial: np.ndarray) -> float:
