@@ -97,7 +97,7 @@ def checked(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     table = _table_or_text(mask, q.shape[2], k.shape[2], q.device) if isinstance(mask, (Pattern, str)) else mask
-    walked = table.walked(q.is_cuda) if isinstance(table, BlockMask) else table
+    walked = table.kernel_table(q.is_cuda) if isinstance(table, BlockMask) else table
     key = None if variant is not None else _key(q, k, v, table, walked, deterministic, backend)
     selected = None if key is None else _selected.get(key)
     if selected is None:

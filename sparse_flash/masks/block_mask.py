@@ -222,8 +222,8 @@ class BlockMask:
         coarse = self.coarse and self.coarse.to(device)
         return replace(moved, coarse=coarse, from_host=self.from_host, narrow=self.narrow, document_order=self.document_order)
 
-    def walked(self, on_gpu: bool) -> BlockMask | None:
-        """What a back end receives: on a GPU the coarse mask, if there is one; None if every pair is kept."""
+    def kernel_table(self, on_gpu: bool) -> BlockMask | None:
+        """Returns what a back end iterates over: on a GPU the coarse mask, if there is one; None if every pair is kept."""
         mask = self.coarse if on_gpu and self.coarse is not None else self
         return None if mask.keeps_all else mask
 

@@ -136,7 +136,7 @@ class JointCalls(NamedTuple):
 def walked_of(part: PartMask, dropout: Variant | None, on_gpu: bool) -> tuple[BlockMask | None, Variant | None]:
     """Returns (mask, variant) for a back end. With dropout, the variant has the positions of the mask's tokens in the sequence."""
     if dropout is None:
-        return part.mask.walked(on_gpu), None
+        return part.mask.kernel_table(on_gpu), None
     # Only the mask's own blocks are contiguous in the sequence, so neither coarser blocks nor a dense call are used.
     return part.mask, replace(dropout, q_places=part.q_places, kv_places=part.kv_places)
 

@@ -474,7 +474,7 @@ def _of_all_tokens(
         given, (walked, variant) = mask.mask, walked_of(mask, dropout, q.is_cuda)
     else:
         check_mask(mask, q, k)
-        given, walked, variant = mask, mask.walked(q.is_cuda), dropout
+        given, walked, variant = mask, mask.kernel_table(q.is_cuda), dropout
     scale = checked_scale(scale, q.shape[3])
     call = AttentionCall(q, k, v, given, walked, scale, deterministic, backend, variant, None, True, None, None)
     out, lse = operators.attention(call, select_backend(call))
