@@ -86,7 +86,7 @@ def show(
         picture = draw.cells(mask, side, side if mask.q_len == mask.kv_len else width, level)
         density, block_density = mask.density, mask.block_density
     console.print(Text(str(pattern), "bold"), soft_wrap=True)
-    console.print(draw.described(mask, picture) + "\n")
+    console.print(draw.caption(mask, picture) + "\n")
     console.print(draw.terminal(picture.shares, colour, unicode), soft_wrap=True, end="")
     console.print(draw.legend(colour, unicode))
     console.print(f"keeps {density:.3%} of the pairs, visits {block_density:.3%} of the blocks of {block_size}")
