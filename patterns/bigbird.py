@@ -1,8 +1,9 @@
 """bigbird: a window, a few global units, and random units.
 
 use: long text read as a whole (encoders): documents to classify, search or answer questions about
-formula: dilated(window, 1) | global_tokens(global_blocks * block) | random(density, seed), in units of block tokens
+formula: dilated(window, 1, block) | global_tokens(global_blocks * block) | random(density, seed, block)
 source: arXiv:2007.14062, sec. 2 and app. D
+specimen: bigbird(density=0.06)
 
     ########
     ####....        bigbird(density=0.1, block=1)
@@ -16,8 +17,8 @@ source: arXiv:2007.14062, sec. 2 and app. D
 
 from dataclasses import dataclass
 
+from sparse_flash.masks.fields import Natural, Positive, Share
 from sparse_flash.masks.pattern import DerivedPattern, register_pattern
-from sparse_flash.masks.rules import positive_int
 
 from .dilated import Dilated
 from .global_tokens import GlobalTokens
@@ -34,18 +35,11 @@ class BigBird(DerivedPattern):
     this is a density. seed: of the random units. block: tokens in a unit.
     """
 
-    window: int = 2
-    global_blocks: int = 1
-    density: float = 0.01
-    seed: int = 0
-    block: int = 128
-
-    def __post_init__(self):
-        for name in ("window", "global_blocks", "block"):
-            object.__setattr__(self, name, positive_int("bigbird", name, getattr(self, name)))
-        draws = Random(self.density, self.seed, self.block)
-        object.__setattr__(self, "density", draws.density)
-        object.__setattr__(self, "seed", draws.seed)
+    window: Positive = 2
+    global_blocks: Positive = 1
+    density: Share = 0.01
+    seed: Natural = 0
+    block: Positive = 128
 
     @property
     def expression(self):

@@ -1,7 +1,9 @@
 """block_diagonal: chunks of equal length; a token sees its own chunk.
 
 use: chunks of equal length that are read apart: batches packed on one axis, windows of frames or patches
-formula: q // block == kv // block          source: arXiv:1904.10509, sec. 4.3 (the first half of "fixed")
+formula: q // block == kv // block
+source: arXiv:1904.10509, sec. 4.3 (the first half of "fixed")
+specimen: block_diagonal(512)
 
     ##..
     ##..        block_diagonal(block=2)
@@ -11,8 +13,9 @@ formula: q // block == kv // block          source: arXiv:1904.10509, sec. 4.3 (
 
 from dataclasses import dataclass
 
+from sparse_flash.masks.fields import Positive
 from sparse_flash.masks.pattern import register_pattern
-from sparse_flash.masks.rules import RunPattern, positive_int
+from sparse_flash.masks.rules import RunPattern
 
 
 @register_pattern("block_diagonal")
@@ -20,11 +23,8 @@ from sparse_flash.masks.rules import RunPattern, positive_int
 class BlockDiagonal(RunPattern):
     """Tokens of one chunk. block: tokens in a chunk. For chunks of different lengths use ``documents``."""
 
-    block: int = 128
+    block: Positive = 128
     ordered_runs = True
-
-    def __post_init__(self):
-        object.__setattr__(self, "block", positive_int("block_diagonal", "block", self.block))
 
     @property
     def shift_period(self):

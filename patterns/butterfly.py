@@ -1,8 +1,9 @@
 """butterfly: flat block butterfly; a unit sees itself and the units whose number differs in one binary digit.
 
 use: long inputs read as a whole (encoders), where every token must reach every other in few layers
-formula: i == j or i ^ j in {1, 2, 4, ...}, below 2**factors, with i = q // block, j = kv // block
+formula: i == j or (i ^ j in {1, 2, 4, ...} and i ^ j < 2**factors), with i = q // block, j = kv // block
 source: arXiv:2112.00029, sec. 3.2; arXiv:2205.14135, sec. 3.3
+specimen: butterfly()
 
     ###.#...
     ##.#.#..        butterfly(block=1)
@@ -18,8 +19,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sparse_flash.masks.fields import Factors, Positive
 from sparse_flash.masks.pattern import register_pattern
-from sparse_flash.masks.rules import UnitPattern, optional_factors, positive_int
+from sparse_flash.masks.rules import UnitPattern
 
 
 @register_pattern("butterfly")
@@ -34,12 +36,8 @@ class Butterfly(UnitPattern):
     however many layers follow. For causal models use ``power_of_two``, the difference form, or add ``local``.
     """
 
-    factors: int | None = None
-    block: int = 128
-
-    def __post_init__(self):
-        object.__setattr__(self, "factors", optional_factors("butterfly", self.factors))
-        object.__setattr__(self, "block", positive_int("butterfly", "block", self.block))
+    factors: Factors | None = None
+    block: Positive = 128
 
     def unit_rule(self, i, j):
         differ = i ^ j

@@ -1,10 +1,12 @@
 """causal: a query sees the keys up to its own position.
 
 use: language models and everything else that is generated token by token
-formula: kv <= q          source: arXiv:1706.03762, sec. 3.2.3
+formula: kv <= q
+source: arXiv:1706.03762, sec. 3.2.3
+specimen: causal()
 
     #...
-    ##..
+    ##..        causal()
     ###.
     ####
 """

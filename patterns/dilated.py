@@ -1,8 +1,9 @@
 """dilated: a sliding window with gaps.
 
 use: long audio, series and text, where a window must reach further at the same cost
-formula: |i - j| < window * dilation and (i - j) % dilation == 0, with i = q // block, j = kv // block
+formula: abs(i - j) < window * dilation and (i - j) % dilation == 0, with i = q // block, j = kv // block
 source: arXiv:2004.05150, sec. 3.1
+specimen: dilated(4, 3)
 
     #.#.....
     .#.#....        dilated(2, 2, block=1)
@@ -16,8 +17,9 @@ source: arXiv:2004.05150, sec. 3.1
 
 from dataclasses import dataclass
 
+from sparse_flash.masks.fields import Positive
 from sparse_flash.masks.pattern import register_pattern
-from sparse_flash.masks.rules import DistancePattern, positive_int
+from sparse_flash.masks.rules import DistancePattern
 
 
 @register_pattern("dilated")
@@ -29,13 +31,9 @@ class Dilated(DistancePattern):
     units. block: tokens in a unit. With a dilation in tokens, ``block=1``, no block of the window is empty.
     """
 
-    window: int
-    dilation: int
-    block: int = 128
-
-    def __post_init__(self):
-        for name in ("window", "dilation", "block"):
-            object.__setattr__(self, name, positive_int("dilated", name, getattr(self, name)))
+    window: Positive
+    dilation: Positive
+    block: Positive = 128
 
     def distance_rule(self, distance):
         return (abs(distance) < self.window * self.dilation) & (distance % self.dilation == 0)

@@ -1,8 +1,9 @@
 """documents: packed sequences; a token sees the tokens of its own document.
 
 use: packed training batches: several documents, prompts or images of different lengths on one axis
-formula: cu[d] <= q, kv < cu[d + 1] for one document d
+formula: any(start <= q < stop and start <= kv < stop for start, stop in pairwise(cu_seqlens))
 source: cu_seqlens of the variable-length call of FlashAttention (arXiv:2205.14135); arXiv:2107.02027
+specimen: documents((0, 900, 2600, 4096))
 
     ##..
     ##..        documents([0, 2, 3, 4])
@@ -15,8 +16,9 @@ from functools import cached_property
 
 import numpy as np
 
+from sparse_flash.masks.fields import Natural, settle
 from sparse_flash.masks.pattern import register_pattern
-from sparse_flash.masks.rules import RunPattern, int_tuple
+from sparse_flash.masks.rules import RunPattern
 
 
 @register_pattern("documents")
@@ -30,11 +32,12 @@ class Documents(RunPattern):
     lengths that change between calls, ``attention_varlen`` reads them from a tensor.
     """
 
-    cu_seqlens: tuple[int, ...]
+    cu_seqlens: tuple[Natural, ...]
     ordered_runs = True
 
     def __post_init__(self):
-        bounds = int_tuple("documents", "cu_seqlens", self.cu_seqlens, least=0)
+        super().__post_init__()
+        bounds = self.cu_seqlens
         if len(bounds) < 2 or bounds[0] != 0:
             raise ValueError(
                 f"documents: cu_seqlens must start with 0 and end with the number of tokens; got {bounds[:4]}; "
@@ -48,7 +51,7 @@ class Documents(RunPattern):
             )
         if bounds[-1] == 0:
             raise ValueError(f"documents: cu_seqlens must end with the number of tokens, at least 1; got {bounds[:4]}")
-        object.__setattr__(self, "cu_seqlens", tuple(dict.fromkeys(bounds)))
+        settle(self, cu_seqlens=tuple(dict.fromkeys(bounds)))
 
     @cached_property
     def _bounds(self) -> np.ndarray:

@@ -3,6 +3,7 @@
 use: long text and pixels generated token by token: own segment and summaries of the earlier ones
 formula: i // stride == j // stride or j % stride >= stride - summary, with i = q // block, j = kv // block
 source: arXiv:1904.10509, sec. 4.3 (stride is its l, summary its c; there with causal)
+specimen: fixed(6)
 
     ###..#..#
     ###..#..#        fixed(3, block=1)
@@ -17,8 +18,9 @@ source: arXiv:1904.10509, sec. 4.3 (stride is its l, summary its c; there with c
 
 from dataclasses import dataclass
 
+from sparse_flash.masks.fields import Positive
 from sparse_flash.masks.pattern import register_pattern
-from sparse_flash.masks.rules import UnitPattern, positive_int
+from sparse_flash.masks.rules import UnitPattern
 
 
 @register_pattern("fixed")
@@ -30,13 +32,12 @@ class Fixed(UnitPattern):
     block: tokens in a unit.
     """
 
-    stride: int
-    summary: int = 1
-    block: int = 128
+    stride: Positive
+    summary: Positive = 1
+    block: Positive = 128
 
     def __post_init__(self):
-        for name in ("stride", "summary", "block"):
-            object.__setattr__(self, name, positive_int("fixed", name, getattr(self, name)))
+        super().__post_init__()
         if self.summary > self.stride:
             raise ValueError(f"fixed: summary must be at most stride={self.stride}; got {self.summary}; full() keeps everything")
 

@@ -2,10 +2,11 @@
 
 use: a block map that you have, as measured on a model or chosen by hand
 formula: array[i + rows - cols, j] == 1, with i = q // block, j = kv // block, (rows, cols) the array's shape
+specimen: from_blocks("1000/1100/1010/1001", block=1024)
 
     #...
-    ##..        from_blocks([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]], block=1),
-    #.#.        in spec text from_blocks("1000/1100/1010/1001", block=1)
+    ##..        from_blocks("1000/1100/1010/1001", block=1)
+    #.#.
     #..#
 """
 
@@ -14,8 +15,9 @@ from functools import cached_property
 
 import numpy as np
 
+from sparse_flash.masks.fields import Positive, settle
 from sparse_flash.masks.pattern import register_pattern
-from sparse_flash.masks.rules import UnitPattern, positive_int
+from sparse_flash.masks.rules import UnitPattern
 
 
 @register_pattern("from_blocks")
@@ -34,11 +36,11 @@ class FromBlocks(UnitPattern):
     """
 
     blocks: str
-    block: int = 128
+    block: Positive = 128
 
     def __post_init__(self):
-        object.__setattr__(self, "blocks", _as_text(self.blocks))
-        object.__setattr__(self, "block", positive_int("from_blocks", "block", self.block))
+        settle(self, blocks=_as_text(self.blocks))
+        super().__post_init__()
 
     @cached_property
     def _array(self) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 use: a quick trial of a rule of your own; a class of your own lasts longer
 formula: fn(q, kv)
+specimen: from_mask_fn(lambda q, kv: (q // 512 + kv // 256) % 4 == 0)
 
     #.#.
     .#.#        from_mask_fn(lambda q, kv: (q + kv) % 2 == 0)

@@ -1,10 +1,12 @@
 """full: every query sees every key.
 
 use: short sequences; a baseline to compare with; the heads or layers that must see everything
-formula: True          source: arXiv:1706.03762, sec. 3.2.1
+formula: True
+source: arXiv:1706.03762, sec. 3.2.1
+specimen: full()
 
     ####
-    ####
+    ####        full()
     ####
     ####
 """
@@ -13,8 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sparse_flash.masks.fields import BEYOND
 from sparse_flash.masks.pattern import register_pattern
-from sparse_flash.masks.rules import BEYOND, RunPattern
+from sparse_flash.masks.rules import RunPattern
 
 
 @register_pattern("full")

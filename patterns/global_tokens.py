@@ -1,7 +1,9 @@
 """global_tokens: the first tokens see every token and are seen by every token.
 
 use: prompts, text beside an image, or a classification token, which all others see and which see all others
-formula: 0 <= q < tokens or kv < tokens          source: arXiv:2004.05150, sec. 3.1; arXiv:2007.14062, sec. 2
+formula: 0 <= q < tokens or kv < tokens
+source: arXiv:2004.05150, sec. 3.1; arXiv:2007.14062, sec. 2
+specimen: global_tokens(256)
 
     ####
     #...        global_tokens(1)
@@ -13,8 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sparse_flash.masks.fields import BEYOND, Positive
 from sparse_flash.masks.pattern import register_pattern
-from sparse_flash.masks.rules import BEYOND, RunPattern, positive_int
+from sparse_flash.masks.rules import RunPattern
 
 
 @register_pattern("global_tokens")
@@ -23,10 +26,7 @@ class GlobalTokens(RunPattern):
     """The first ``tokens`` tokens, both as keys and as queries. ``sinks`` is only the half with the keys,
     ``last_tokens`` the same for the last tokens."""
 
-    tokens: int
-
-    def __post_init__(self):
-        object.__setattr__(self, "tokens", positive_int("global_tokens", "tokens", self.tokens))
+    tokens: Positive
 
     def named_queries(self, q, kv_len):
         return q < self.tokens

@@ -1,7 +1,9 @@
 """last_tokens: the last tokens see every token and are seen by every token.
 
 use: text after an image or a video, a question after a document: tokens that all others see and which see all others
-formula: q >= kv_len - tokens or kv >= kv_len - tokens          source: arXiv:2004.05150, sec. 3.1 (there at any tokens)
+formula: q >= kv_len - tokens or kv >= kv_len - tokens
+source: arXiv:2004.05150, sec. 3.1 (there at any tokens)
+specimen: last_tokens(256)
 
     ...#
     ...#        last_tokens(1)
@@ -13,8 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sparse_flash.masks.fields import BEYOND, Positive
 from sparse_flash.masks.pattern import Pattern, register_pattern, unknown_end
-from sparse_flash.masks.rules import BEYOND, RunPattern, positive_int
+from sparse_flash.masks.rules import RunPattern
 
 
 @register_pattern("last_tokens")
@@ -26,10 +29,7 @@ class LastTokens(Pattern):
     ValueError: ``attention_varlen``, ``attention_decode``, and ``attention`` with ``q_lens`` or ``kv_lens``.
     """
 
-    tokens: int
-
-    def __post_init__(self):
-        object.__setattr__(self, "tokens", positive_int("last_tokens", "tokens", self.tokens))
+    tokens: Positive
 
     def of_length(self, kv_len):
         return _Ending(max(0, kv_len - self.tokens))

@@ -1,18 +1,21 @@
 """local: a sliding window to both sides.
 
 use: long text, audio and series: what matters is near; with causal, the sliding window of language models
-formula: |q - kv| < window          source: arXiv:2004.05150, sec. 3.1
+formula: abs(q - kv) < window
+source: arXiv:2004.05150, sec. 3.1
+specimen: local(512)
 
     ##..
-    ###.        local(2); causal & local(2) leaves the lower half
+    ###.        local(2)
     .###
     ..##
 """
 
 from dataclasses import dataclass
 
+from sparse_flash.masks.fields import Positive
 from sparse_flash.masks.pattern import register_pattern
-from sparse_flash.masks.rules import RunPattern, positive_int
+from sparse_flash.masks.rules import RunPattern
 
 
 @register_pattern("local")
@@ -20,12 +23,9 @@ from sparse_flash.masks.rules import RunPattern, positive_int
 class Local(RunPattern):
     """Keys nearer than ``window`` tokens: |q - kv| < window. With causal a query sees window keys, itself included."""
 
-    window: int
+    window: Positive
     shift_invariant = True
     ordered_runs = True
-
-    def __post_init__(self):
-        object.__setattr__(self, "window", positive_int("local", "window", self.window))
 
     def row_runs(self, q):
         q = q[..., None]

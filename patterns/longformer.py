@@ -1,7 +1,9 @@
 """longformer: a sliding window and a few global tokens.
 
 use: long documents to classify, search or answer questions about (encoders)
-formula: local(window) | global_tokens(tokens)          source: arXiv:2004.05150, sec. 3.1
+formula: local(window) | global_tokens(tokens)
+source: arXiv:2004.05150, sec. 3.1
+specimen: longformer(384, tokens=128)
 
     ######
     ###...        longformer(2)
@@ -13,8 +15,8 @@ formula: local(window) | global_tokens(tokens)          source: arXiv:2004.05150
 
 from dataclasses import dataclass
 
+from sparse_flash.masks.fields import Positive
 from sparse_flash.masks.pattern import DerivedPattern, register_pattern
-from sparse_flash.masks.rules import positive_int
 
 from .global_tokens import GlobalTokens
 from .local import Local
@@ -29,12 +31,8 @@ class Longformer(DerivedPattern):
     tokens: how many tokens at the start are global (the classification token: 1).
     """
 
-    window: int
-    tokens: int = 1
-
-    def __post_init__(self):
-        for name in ("window", "tokens"):
-            object.__setattr__(self, name, positive_int("longformer", name, getattr(self, name)))
+    window: Positive
+    tokens: Positive = 1
 
     @property
     def expression(self):

@@ -1,12 +1,13 @@
 """neighborhood: windows over a line, an image or a volume whose cells are the tokens, row by row.
 
 use: images, video and volumes: each patch sees the patches around it
-formula, on each axis: start <= kv < start + window, where start = clip(q - window // 2, 0, extent - window)
+formula: start <= kv < start + window on each axis, with start = clip(q - window // 2, 0, extent - window)
 source: arXiv:2204.07143, sec. 3
+specimen: neighborhood((64, 64), 13)
 
     ##.##....
-    ##.##....        neighborhood((3, 3), 2): each cell sees the 2 x 2 cells up and left of it;
-    .##.##...        at the upper and left border the window shifts inward
+    ##.##....        neighborhood((3, 3), 2)
+    .##.##...
     ##.##....
     ##.##....
     .##.##...
@@ -21,8 +22,9 @@ from math import prod
 
 import numpy as np
 
+from sparse_flash.masks.fields import Positive, settle
 from sparse_flash.masks.pattern import register_pattern
-from sparse_flash.masks.rules import RunPattern, int_tuple
+from sparse_flash.masks.rules import RunPattern
 
 
 @register_pattern("neighborhood")
@@ -36,21 +38,21 @@ class Neighborhood(RunPattern):
     beside it, such as text, which keep nothing and are seen by nothing.
     """
 
-    shape: tuple[int, ...]
-    window: tuple[int, ...]
+    shape: tuple[Positive, ...]
+    window: tuple[Positive, ...]
 
     def __post_init__(self):
-        shape = int_tuple("neighborhood", "shape", self.shape)
-        window = self.window.tolist() if hasattr(self.window, "tolist") else self.window
-        window = int_tuple("neighborhood", "window", window if isinstance(window, (tuple, list)) else [window] * len(shape))
+        shape, window = (given.tolist() if hasattr(given, "tolist") else given for given in (self.shape, self.window))
+        if isinstance(shape, (tuple, list)) and not isinstance(window, (tuple, list)):
+            settle(self, window=(window,) * len(shape))
+        super().__post_init__()
+        shape, window = self.shape, self.window
         if not 1 <= len(shape) <= 3:
             raise ValueError(f"neighborhood: shape must have 1 to 3 axes; got {shape}")
         if len(window) != len(shape) or any(w > s for w, s in zip(window, shape, strict=True)):
             raise ValueError(
                 f"neighborhood: window must have one number for each axis of shape={shape}, none larger than the axis; got {window}"
             )
-        object.__setattr__(self, "shape", shape)
-        object.__setattr__(self, "window", window)
 
     def named_tokens(self):
         return (prod(self.shape),) * 2

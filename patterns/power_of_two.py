@@ -1,8 +1,9 @@
 """power_of_two: a unit sees itself and the units at distances 1, 2, 4, 8, ...: the butterfly's difference form.
 
 use: long text and series generated token by token, where the whole past must stay within reach
-formula: |i - j| in {0, 1, 2, 4, ...}, below 2**factors, with i = q // block, j = kv // block
-source: arXiv:1907.00235, sec. 4.2 (LogSparse); the differences in place of the digits of arXiv:2112.00029
+formula: abs(i - j) in {0, 1, 2, 4, ...} and abs(i - j) < 2**factors, with i = q // block, j = kv // block
+source: arXiv:1907.00235, sec. 4.2 (LogSparse); by differences, where arXiv:2112.00029 takes digits
+specimen: power_of_two()
 
     ###.#...
     ####.#..        power_of_two(block=1)
@@ -16,8 +17,9 @@ source: arXiv:1907.00235, sec. 4.2 (LogSparse); the differences in place of the 
 
 from dataclasses import dataclass
 
+from sparse_flash.masks.fields import Factors, Positive
 from sparse_flash.masks.pattern import register_pattern
-from sparse_flash.masks.rules import DistancePattern, optional_factors, positive_int
+from sparse_flash.masks.rules import DistancePattern
 
 
 @register_pattern("power_of_two")
@@ -31,12 +33,8 @@ class PowerOfTwo(DistancePattern):
     are the steps. ``causal & butterfly`` does not.
     """
 
-    factors: int | None = None
-    block: int = 128
-
-    def __post_init__(self):
-        object.__setattr__(self, "factors", optional_factors("power_of_two", self.factors))
-        object.__setattr__(self, "block", positive_int("power_of_two", "block", self.block))
+    factors: Factors | None = None
+    block: Positive = 128
 
     def distance_rule(self, distance):
         far = abs(distance)

@@ -1,7 +1,9 @@
 """prefix: prefix-LM; the first tokens are seen from everywhere, the others as in a causal mask.
 
 use: a prompt, question or image read as a whole, then an answer generated token by token
-formula: kv < tokens or kv <= q          source: arXiv:1910.10683, sec. 3.2.1 and fig. 3 (right)
+formula: kv < tokens or kv <= q
+source: arXiv:1910.10683, sec. 3.2.1 and fig. 3 (right)
+specimen: prefix(1024)
 
     ##..
     ##..        prefix(2)
@@ -13,8 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sparse_flash.masks.fields import Positive
 from sparse_flash.masks.pattern import register_pattern
-from sparse_flash.masks.rules import RunPattern, positive_int
+from sparse_flash.masks.rules import RunPattern
 
 
 @register_pattern("prefix")
@@ -26,11 +29,8 @@ class Prefix(RunPattern):
     ``sinks``.
     """
 
-    tokens: int
+    tokens: Positive
     ordered_runs = True
-
-    def __post_init__(self):
-        object.__setattr__(self, "tokens", positive_int("prefix", "tokens", self.tokens))
 
     def row_runs(self, q):
         q = q[..., None]

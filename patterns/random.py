@@ -3,6 +3,7 @@
 use: added to a window: shortens the way between distant tokens of long inputs
 formula: hash(seed, i, j) < density * 2**64, with i = q // block, j = kv // block
 source: arXiv:2007.14062, sec. 2 (there a fixed number of keys a query)
+specimen: random(0.06)
 
     #....##.
     ...##...        random(0.25, seed=1, block=1)
@@ -15,12 +16,12 @@ source: arXiv:2007.14062, sec. 2 (there a fixed number of keys a query)
 """
 
 from dataclasses import dataclass
-from numbers import Real
 
 import numpy as np
 
+from sparse_flash.masks.fields import Natural, Positive, Share
 from sparse_flash.masks.pattern import register_pattern
-from sparse_flash.masks.rules import UnitPattern, positive_int
+from sparse_flash.masks.rules import UnitPattern
 
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -37,17 +38,9 @@ class Random(UnitPattern):
     length. Rows may keep nothing; add a window, as ``bigbird`` does.
     """
 
-    density: float
-    seed: int = 0
-    block: int = 128
-
-    def __post_init__(self):
-        density = self.density
-        if isinstance(density, (bool, np.bool_)) or not isinstance(density, (Real, np.floating)) or not 0 < density <= 1:
-            raise ValueError(f"random: density must be a number, 0 < density <= 1; got {density!r}")
-        object.__setattr__(self, "density", float(density))
-        object.__setattr__(self, "seed", positive_int("random", "seed", self.seed, least=0))
-        object.__setattr__(self, "block", positive_int("random", "block", self.block))
+    density: Share
+    seed: Natural = 0
+    block: Positive = 128
 
     def unit_rule(self, i, j):
         # splitmix64 (doi:10.1145/2660193.2660195): each row is a stream that starts at a hash of (seed, i).

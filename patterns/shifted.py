@@ -2,6 +2,7 @@
 
 use: an image, a video or documents with other tokens, such as text, before or after them
 formula: q >= tokens and kv >= tokens and pattern(q - tokens, kv - tokens)
+specimen: shifted(neighborhood((48, 64), 13), 512, allow_uncovered=True)
 
     .....
     .....        shifted(documents([0, 2, 3]), 2)
@@ -14,8 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sparse_flash.masks.fields import BEYOND, Natural, settle
 from sparse_flash.masks.pattern import DerivedPattern, Pattern, parse, register_pattern
-from sparse_flash.masks.rules import BEYOND, RunPattern, moved, positive_int
+from sparse_flash.masks.rules import RunPattern, moved
 
 
 @register_pattern("shifted")
@@ -33,17 +35,16 @@ class Shifted(DerivedPattern):
     """
 
     pattern: Pattern
-    tokens: int
+    tokens: Natural
     allow_uncovered: bool = False
 
     def __post_init__(self):
-        pattern = parse(self.pattern) if isinstance(self.pattern, str) else self.pattern
-        if not isinstance(pattern, Pattern):
-            raise TypeError(f"shifted: pattern must be a Pattern or its spec text; got {type(pattern).__name__}")
+        settle(self, pattern=parse(self.pattern) if isinstance(self.pattern, str) else self.pattern)
+        if not isinstance(self.pattern, Pattern):
+            raise TypeError(f"shifted: pattern must be a Pattern or its spec text; got {type(self.pattern).__name__}")
         if not isinstance(self.allow_uncovered, bool):
             raise TypeError(f"shifted: allow_uncovered must be True or False; got {self.allow_uncovered!r}")
-        object.__setattr__(self, "pattern", pattern)
-        object.__setattr__(self, "tokens", positive_int("shifted", "tokens", self.tokens, least=0))
+        super().__post_init__()
 
     @property
     def is_part(self):

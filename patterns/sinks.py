@@ -1,7 +1,9 @@
 """sinks: every query sees the first tokens.
 
 use: long text and endless streams: the first tokens stay in sight beside a sliding window
-formula: kv < tokens          source: arXiv:2309.17453, sec. 3.2
+formula: kv < tokens
+source: arXiv:2309.17453, sec. 3.2
+specimen: sinks(256)
 
     #...
     #...        sinks(1)
@@ -13,8 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sparse_flash.masks.fields import BEYOND, Positive
 from sparse_flash.masks.pattern import register_pattern
-from sparse_flash.masks.rules import RunPattern, positive_int
+from sparse_flash.masks.rules import RunPattern
+
+from .full import Full
 
 
 @register_pattern("sinks")
@@ -22,14 +27,14 @@ from sparse_flash.masks.rules import RunPattern, positive_int
 class Sinks(RunPattern):
     """The first ``tokens`` keys. StreamingLLM is ``causal & (sinks(4) | local(window))``."""
 
-    tokens: int
+    tokens: Positive
     ordered_runs = True
-
-    def __post_init__(self):
-        object.__setattr__(self, "tokens", positive_int("sinks", "tokens", self.tokens))
 
     def named_queries(self, q, kv_len):
         return np.zeros(q.shape, bool)
+
+    def moved(self, by):
+        return Sinks(min(self.tokens + by, BEYOND)) if self.tokens + by > 0 else ~Full()
 
     def row_runs(self, q):
         q = q[..., None]

@@ -1,8 +1,9 @@
 """strided: the nearest units, and every stride-th unit beyond.
 
 use: images row by row, audio and series with a period; long text generated token by token
-formula: |i - j| < stride or (i - j) % stride == 0, with i = q // block, j = kv // block
+formula: abs(i - j) < stride or (i - j) % stride == 0, with i = q // block, j = kv // block
 source: arXiv:1904.10509, sec. 4.3 (there with causal: 0 <= i - j)
+specimen: strided(6)
 
     ####..#.
     #####..#        strided(3, block=1)
@@ -16,8 +17,9 @@ source: arXiv:1904.10509, sec. 4.3 (there with causal: 0 <= i - j)
 
 from dataclasses import dataclass
 
+from sparse_flash.masks.fields import Positive
 from sparse_flash.masks.pattern import register_pattern
-from sparse_flash.masks.rules import DistancePattern, positive_int
+from sparse_flash.masks.rules import DistancePattern
 
 
 @register_pattern("strided")
@@ -29,12 +31,8 @@ class Strided(DistancePattern):
     the table's blocks leaves no block empty, so it saves nothing. The unit is what makes it sparse.
     """
 
-    stride: int
-    block: int = 128
-
-    def __post_init__(self):
-        object.__setattr__(self, "stride", positive_int("strided", "stride", self.stride))
-        object.__setattr__(self, "block", positive_int("strided", "block", self.block))
+    stride: Positive
+    block: Positive = 128
 
     def distance_rule(self, distance):
         return (abs(distance) < self.stride) | (distance % self.stride == 0)

@@ -1,15 +1,16 @@
-"""What the property tests draw: patterns and expressions of them, lengths, block sizes; and the brute-force definition."""
+"""Draws for the property tests: patterns and expressions of them, lengths, block sizes; and the brute-force definition."""
 
 import numpy as np
 from hypothesis import strategies as st
 
 import sparse_flash as sf
+from sparse_flash import patterns
+from sparse_flash.masks.fields import limits_of
 from sparse_flash.masks.grid import BLOCK_SIZES
 
 # Smaller than, equal to and larger than the table's blocks; powers of two and others.
 units = st.sampled_from([1, 2, 7, 16, 24, 32, 64, 100, 128, 300])
 block_sizes = st.sampled_from(BLOCK_SIZES)
-factors = st.none() | st.integers(0, 5)
 
 
 def _documents(lengths):
@@ -24,27 +25,40 @@ def _from_blocks(rows, cols, seed, block):
     return sf.from_blocks(np.random.default_rng(seed).random((rows, cols)) < 0.5, block)
 
 
-by_name = {
-    "bigbird": st.builds(sf.bigbird, st.integers(1, 3), st.integers(1, 2), st.floats(0.01, 0.3), st.integers(0, 9), units),
-    "block_diagonal": st.builds(sf.block_diagonal, units),
-    "butterfly": st.builds(sf.butterfly, factors, units),
-    "causal": st.just(sf.causal()),
-    "dilated": st.builds(sf.dilated, st.integers(1, 9), st.integers(1, 5), units),
+def _number(limit, in_units):
+    """What a field of this limit holds: tokens, or units, of which as many would be more than the lengths."""
+    if limit.field == "block":
+        return units
+    if limit.form == "share":
+        return st.floats(0.01, 1)
+    number = st.integers(limit.least, min(limit.most, 9 if in_units else 300))
+    return st.none() | number if limit.optional else number
+
+
+def _by_its_fields(cls):
+    """Patterns of a class whose fields all have limits."""
+    _, limits, _ = limits_of(cls)
+    in_units = any(limit.field == "block" for limit in limits)
+    fields = st.fixed_dictionaries({limit.field: _number(limit, in_units) for limit in limits})
+    return fields.map(lambda given: _made(cls, given)).filter(lambda made: made is not None)
+
+
+def _made(cls, fields):
+    """None for fields that do not go together."""
+    try:
+        return cls(**fields)
+    except ValueError:
+        return None
+
+
+# Lists of numbers that depend on each other, arrays and other patterns.
+of_lists = {
     "documents": st.builds(_documents, st.lists(st.integers(0, 200), min_size=1, max_size=6).filter(any)),
-    "fixed": st.integers(1, 6).flatmap(lambda stride: st.builds(sf.fixed, st.just(stride), st.integers(1, stride), units)),
     "from_blocks": st.builds(_from_blocks, st.integers(1, 9), st.integers(1, 9), st.integers(0, 99), units),
-    "full": st.just(sf.full()),
-    "global_tokens": st.builds(sf.global_tokens, st.integers(1, 300)),
-    "local": st.builds(sf.local, st.integers(1, 300)),
-    "longformer": st.builds(sf.longformer, st.integers(1, 100), st.integers(1, 100)),
     "neighborhood": st.builds(_neighborhood, st.lists(st.tuples(st.integers(1, 12), st.integers(1, 6)), min_size=1, max_size=3)),
-    "power_of_two": st.builds(sf.power_of_two, factors, units),
-    "prefix": st.builds(sf.prefix, st.integers(1, 300)),
-    "random": st.builds(sf.random, st.floats(0.01, 1), st.integers(0, 99), units),
-    "sinks": st.builds(sf.sinks, st.integers(1, 300)),
-    "strided": st.builds(sf.strided, st.integers(1, 9), units),
-    "window": st.builds(sf.window, st.none() | st.integers(0, 300), st.none() | st.integers(0, 300)),
 }
+_others = {"last_tokens", "shifted", "from_mask_fn", *of_lists}
+by_name = of_lists | {name: _by_its_fields(getattr(patterns, name)) for name in patterns.__all__ if name not in _others}
 bare = st.one_of(*by_name.values())
 by_name["shifted"] = st.builds(sf.shifted, bare, st.integers(0, 300), allow_uncovered=st.just(True))
 
@@ -55,9 +69,7 @@ def of_any_length(pattern):
 
 
 leaves = st.one_of(*by_name.values()).map(of_any_length)
-by_name["last_tokens"] = st.builds(
-    sf.last_tokens, st.integers(1, 300)
-)  # not among the leaves: packed documents and caches refuse it
+by_name["last_tokens"] = _by_its_fields(sf.last_tokens)  # not among the leaves: packed documents and caches refuse it
 
 
 def _composed(inner):

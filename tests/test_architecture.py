@@ -38,11 +38,11 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imports(name: str, path: Path) -> set[str]:
-    """The modules that a file imports anywhere, by dotted name; for ``from a import b``, a.b if that is a module."""
+def imports(name: str, path: Path, tree: ast.AST | None = None) -> set[str]:
+    """The modules that a file, or its tree, imports anywhere, by dotted name; for ``from a import b``, a.b if that is a module."""
     package = name if path.stem == "__init__" else name.rpartition(".")[0]
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree or ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -83,6 +83,24 @@ def test_a_module_imports_only_rooms_of_floors_below(name):
     assert all(FLOORS[room(name)] < FLOORS[other] for other in theirs), theirs
 
 
+class OfTypes(ast.NodeTransformer):
+    """Removes what only type checkers read."""
+
+    def visit_If(self, node):
+        return None if ast.unparse(node.test) == "TYPE_CHECKING" else node
+
+
+def test_modules_import_each_other_in_no_circle_also_within_functions():
+    running = {name: OfTypes().visit(ast.parse(path.read_text())) for name, path in modules().items()}
+    waiting = {name: imports(name, path, running[name]) & modules().keys() - {name} for name, path in modules().items()}
+    # What is loaded at its first use: sf.bench and sf.context_parallel.
+    waiting.pop("sparse_flash")
+    while free := [name for name in waiting if not waiting[name] & waiting.keys()]:
+        for name in free:
+            del waiting[name]
+    assert not waiting
+
+
 def test_every_room_says_what_lives_there():
     for name in FLOORS:
         module = "sparse_flash" if name == "sparse_flash" else f"sparse_flash.{name.replace('/', '.')}"
@@ -108,7 +126,7 @@ def test_triton_is_known_to_kernels_and_to_those_that_ask_whether_it_is_there():
 
 
 def test_patterns_and_the_algebra_know_no_devices():
-    modules_of_tables = "block_mask block_selection build cache document_blocks from_flex select_blocks table walked_tables"
+    modules_of_tables = "block_mask block_selection build cache document_blocks from_flex methods select_blocks table tall"
     of_tables = {f"sparse_flash.masks.{name}" for name in modules_of_tables.split()}
     knowing = {name for name in IMPORTS if any(other.split(".")[0] == "torch" for other in IMPORTS[name])}
     assert {name for name in knowing if room(name) in ("masks", "patterns")} == of_tables

@@ -1,4 +1,4 @@
-"""The gallery of patterns, in place of `<!-- gallery -->` in a page: pictures, formulas, sources and figures, all from the code."""
+"""Writes the gallery of patterns for `<!-- gallery -->` in a page: pictures, formulas, sources and figures, all from the code."""
 
 import inspect
 import re
@@ -9,7 +9,7 @@ from mkdocs.structure.files import File
 
 import sparse_flash as sf
 from sparse_flash import patterns
-from sparse_flash.masks.pattern import use_of
+from sparse_flash.masks.pattern import said_of
 from sparse_flash.tools import draw
 from sparse_flash.tools.explain import explain
 from sparse_flash.tools.figures import share_text
@@ -17,31 +17,6 @@ from sparse_flash.tools.figures import share_text
 PLACE = "<!-- gallery -->"
 TOKENS, BLOCK = 4096, 64
 LAYERS = (1, 2, 4, 8)
-# How each built-in pattern is shown, at a size where its form is seen.
-SPECIMENS = {
-    "bigbird": "bigbird(density=0.06)",
-    "block_diagonal": "block_diagonal(512)",
-    "butterfly": "butterfly()",
-    "causal": "causal()",
-    "dilated": "dilated(4, 3)",
-    "documents": "documents((0, 900, 2600, 4096))",
-    "fixed": "fixed(6)",
-    "from_blocks": 'from_blocks("1000/1100/1010/1001", block=1024)',
-    "from_mask_fn": "from_mask_fn(lambda q, kv: (q // 512 + kv // 256) % 4 == 0)",
-    "full": "full()",
-    "global_tokens": "global_tokens(256)",
-    "last_tokens": "last_tokens(256)",
-    "local": "local(512)",
-    "longformer": "longformer(384, tokens=128)",
-    "neighborhood": "neighborhood((64, 64), 13)",
-    "power_of_two": "power_of_two()",
-    "prefix": "prefix(1024)",
-    "random": "random(0.06)",
-    "shifted": "shifted(neighborhood((48, 64), 13), 512, allow_uncovered=True)",
-    "sinks": "sinks(256)",
-    "strided": "strided(6)",
-    "window": "window(1024, 256)",
-}
 
 
 def on_files(files, config):
@@ -59,10 +34,15 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def _mask(name: str, causal: bool = False) -> sf.BlockMask:
-    pattern = eval(SPECIMENS[name], vars(patterns))
+    pattern = eval(_specimen(name), vars(patterns))
     if causal:
         pattern = sf.causal() & pattern
     return sf.compile_mask(pattern, TOKENS, block_size=BLOCK, progress=False)
+
+
+def _specimen(name: str) -> str:
+    """How a built-in pattern is shown, at a size where its form is seen."""
+    return said_of(getattr(patterns, name), "specimen")
 
 
 def _picture(name: str) -> str:
@@ -73,11 +53,10 @@ def _section(name: str) -> str:
     cls = getattr(patterns, name)
     module = inspect.getdoc(sys.modules[cls.__module__])
     summary = module.partition("\n")[0].partition(": ")[2]
-    said = module.split("\n\n")[1].partition("\n")[2]  # without the use
-    condition, formula, source = re.fullmatch(r"formula(.*?): (.*?)(?:\s+source: (.*))?", said, re.S).groups()
-    lines = [f"**Use**: {use_of(cls)}", f"**Formula**{condition}: `{' '.join(formula.split())}`"]
-    if source:
-        source = re.sub(r"arXiv:(\d+\.\d+)", r"[arXiv:\1](https://arxiv.org/abs/\1)", " ".join(source.split()))
+    formula, _, condition = said_of(cls, "formula").partition(", with ")
+    lines = [f"**Use**: {said_of(cls, 'use')}", f"**Formula**: `{formula}`{condition and f', with `{condition}`'}"]
+    if source := said_of(cls, "source"):
+        source = re.sub(r"arXiv:(\d+\.\d+)", r"[arXiv:\1](https://arxiv.org/abs/\1)", source)
         lines.append(f"**Source**: {source}")
     mask, causal, below = _mask(name), _mask("causal"), _mask(name, causal=True)
     rows = [_row(f"`{name}`", mask)]
@@ -92,7 +71,7 @@ def _section(name: str) -> str:
             f"![{name}]({_picture(name)}){{ .mask }}",
             f"`{name}({arguments})`: {summary}",
             *lines,
-            f"Shown: `{SPECIMENS[name]}`",
+            f"Shown: `{_specimen(name)}`",
             "\n".join([head, *rows]),
             as_markdown(inspect.getdoc(cls), set(inspect.signature(cls).parameters)),
         ]

@@ -98,7 +98,7 @@ def checked(
     table = None if pattern is None else _table_or_text(pattern, q_shape[2], k_shape[2], device)
     if isinstance(mask, BlockMask):
         table = mask
-    walked = table.walked(q.is_cuda) if isinstance(table, BlockMask) else table
+    walked = table.kernel_table(q.is_cuda) if isinstance(table, BlockMask) else table
     key = known = None
     if not (variant is not None or isinstance(table, str) or torch.compiler.is_compiling()):
         types = q.dtype, k.dtype, v.dtype, device, k.device, v.device

@@ -17,14 +17,14 @@ from .options import BlockSize, KvLen, Spec, dtype_of
 
 def patterns() -> None:
     """Lists the patterns that a spec may name."""
-    from sparse_flash.masks.pattern import list_patterns, pattern_class, use_of
+    from sparse_flash.masks.pattern import list_patterns, pattern_class, said_of
 
     rows = []
     for name in list_patterns():
         cls = pattern_class(name)
         arguments = ", ".join(_argument(p) for p in inspect.signature(cls).parameters.values())
         owner = "" if cls.__module__.startswith("sparse_flash.") else cls.__module__
-        rows.append((name, use_of(cls), _first_sentence(cls), arguments, owner))
+        rows.append((name, said_of(cls, "use"), _first_sentence(cls), arguments, owner))
     headings = ["name", "for", "keeps", "arguments", *["from"] * any(owner for *_, owner in rows)]  # all are built in, mostly
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in headings:
@@ -86,7 +86,7 @@ def show(
         picture = draw.cells(mask, side, side if mask.q_len == mask.kv_len else width, level)
         density, block_density = mask.density, mask.block_density
     console.print(Text(str(pattern), "bold"), soft_wrap=True)
-    console.print(draw.described(mask, picture) + "\n")
+    console.print(draw.caption(mask, picture) + "\n")
     console.print(draw.terminal(picture.shares, colour, unicode), soft_wrap=True, end="")
     console.print(draw.legend(colour, unicode))
     console.print(f"keeps {density:.3%} of the pairs, visits {block_density:.3%} of the blocks of {block_size}")

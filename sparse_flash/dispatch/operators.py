@@ -191,7 +191,7 @@ def _prepared(
     if pattern:
         table = compiled_once(pattern, q.shape[2], k.shape[2], block_size, q.device)
         check_batch_and_heads(table.mask_index.shape, q.shape[0], q.shape[1])
-        mask = table.walked(q.is_cuda)
+        mask = table.kernel_table(q.is_cuda)
     elif block_size:
         mask = _mask_of(q.shape[2], k.shape[2], block_size, tables)
     call = backends.Call.of(q, k, v, None if mask is None else mask.block_size, variant, deterministic=deterministic)

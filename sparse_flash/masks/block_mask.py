@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from types import ModuleType
-from typing import Any, NoReturn, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
+from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
 from ..compat.dynamo import length_may_vary, outside_graphs, outside_inference, with_fixed_lengths
-from .from_flex import FlexMask, MaskFunction
 from .grid import EMPTY, FULL, PARTIAL, BlockGrid, checked_index
 from .pattern import Pattern
 from .select_blocks import counted
 from .table import FullBlocks, PartialBlocks, Table, bands_of, ordered_bounds, work_of_whole_rows
 from .tiles import unpack_bits, unpack_runs
-from .walked_tables import DocumentBlocks, TallRows
+
+if TYPE_CHECKING:
+    from . import methods
 
 Device: TypeAlias = torch.device | str
 
 DENSE_CHUNK = 1 << 24  # pairs decoded at a time
-# ``build`` makes masks and thus imports this module, so it sets itself here. (Importing it inside a method would do, but
-# torch.compile cannot trace an import.)
-build = cast(ModuleType, None)
 # Masks made on the host, by the address of ``by_query.work``.
 _from_host: WeakValueDictionary[int, BlockMask] = WeakValueDictionary()
 
@@ -48,7 +46,7 @@ class BlockMask:
     blocks, and for masks made at run time.
     from_host: whether the table was made on the host, once, so that others may be derived from it.
     narrow: whether each key block's query blocks are consecutive, and few, as under a window; known for tables made on the host.
-    grouped: whether the rows of a table are walked group by group, as those of a document are; known likewise.
+    document_order: whether the rows of both tables are in order of documents (``groups_of``); known likewise.
 
     A full block lies entirely inside the lengths, so kernels need no bounds check there; a block cut off by the end of the queries
     or keys has a tile, even if it keeps all its pairs. Five lines decode the whole format::
@@ -72,7 +70,19 @@ class BlockMask:
     coarse: BlockMask | None = None
     from_host: bool = False
     narrow: bool = False
-    grouped: bool = False
+    document_order: bool = False
+
+    if TYPE_CHECKING:  # ``methods`` defines what makes masks, above this module and the compiler, and attaches it
+        from_blocks = staticmethod(methods.from_blocks)
+        from_dense = staticmethod(methods.from_dense)
+        from_flex = staticmethod(methods.from_flex)
+        from_mask_mod = staticmethod(methods.from_mask_mod)
+        per_head = staticmethod(methods.per_head)
+        select = methods.select
+        transpose = methods.transpose
+        in_blocks_of = methods.in_blocks_of
+        tall = property(methods.tall)
+        by_document = property(methods.by_document)
 
     def __post_init__(self) -> None:
         # Otherwise torch.compile would recompile for each table length, and each mask has its own.
@@ -85,100 +95,6 @@ class BlockMask:
         if self.from_host and type(self.by_query.work) is torch.Tensor and not self.by_query.work.is_meta:
             _from_host.setdefault(self.by_query.work.data_ptr(), self)
 
-    @classmethod
-    def from_blocks(
-        cls,
-        blocks: torch.Tensor,
-        block_size: int,
-        q_len: int | None = None,
-        kv_len: int | None = None,
-        within: MaskLike | None = None,
-    ) -> BlockMask:
-        """A mask from a block map computed at run time, on the map's device.
-
-        blocks: (batch | 1, heads | 1, q_blocks, kv_blocks) or (q_blocks, kv_blocks) bool, True where a block is kept.
-        block_size: tokens on a side of a block. q_len, kv_len: tokens; one of them is both if there are as many blocks of queries
-        as of keys, and they default to whole blocks.
-        within: which pairs of those blocks to keep, all by default: a Pattern or its spec text, or a BlockMask of one mask, with
-        the same lengths and block size, on the map's device. With causal, for instance, diagonal blocks get their tile, and blocks
-        above the diagonal are dropped.
-
-        Launches only tensor operations of fixed shapes: no host synchronization, safe under CUDA graphs. A pattern is compiled on
-        the host at its first use with these lengths, and cached: use it once before capturing a graph. The table has room for every
-        block that ``within`` keeps, as the host does not know the number kept.
-        """
-        return build.from_blocks(blocks, block_size, q_len, kv_len, within)
-
-    @classmethod
-    def from_dense(cls, kept: torch.Tensor, block_size: int = 128) -> BlockMask:
-        """The mask of a bool tensor, True where a pair is kept, on its device.
-
-        kept: (q_len, kv_len) or (batch | 1, heads | 1, q_len, kv_len) bool. For masks that already exist as such a tensor: unlike
-        ``compile_mask``, it scans all pairs on the host. Equal masks of several heads are stored once.
-        """
-        return build.from_dense(kept, block_size)
-
-    @classmethod
-    def from_flex(cls, mask: FlexMask) -> BlockMask:
-        """Converts a FlexAttention mask, on its device: keeps exactly the pairs that ``flex_attention`` keeps.
-
-        mask: ``torch.nn.attention.flex_attention.BlockMask`` with square blocks. Its token rule is evaluated once, on the blocks
-        that it lists as partial. A flex_attention rule counts queries from 0, and so does this mask, whatever the lengths:
-        alignment at the end belongs to patterns, not to tables. A ``score_mod`` is not part of a mask.
-        """
-        return build.of_flex(mask)
-
-    @classmethod
-    def from_mask_mod(
-        cls,
-        mask_mod: MaskFunction,
-        batch: int | None,
-        heads: int | None,
-        q_len: int,
-        kv_len: int | None = None,
-        block_size: int = 128,
-        device: Device | None = None,
-        *,
-        progress: bool | None = None,
-    ) -> BlockMask:
-        """The mask of a FlexAttention mask function, as for ``create_block_mask``: every pair for which it is true.
-
-        mask_mod: called with (b, h, q_idx, kv_idx), 0-d int64 tensors, under torch.vmap; returns a bool tensor. It may look up
-        numbers in tensors on ``device``. Queries count from 0, as in FlexAttention, whatever the lengths: alignment at the end
-        belongs to patterns, not to tables.
-        batch, heads: how many of each; None for one shared mask. q_len, kv_len: tokens; kv_len defaults to q_len.
-        device: where the function is evaluated and the table is stored; the CPU by default.
-        progress: whether to show a progress bar; None shows one above 2^28 pairs.
-
-        It evaluates every pair, once for each batch entry and head that the function distinguishes, in bounded memory: 65,536
-        tokens are 4 billion pairs, which take a minute or so on a CPU and seconds on a GPU. Equal masks of several heads are stored
-        once. A pattern avoids this cost: ``compile_mask`` handles causal masks, windows and documents of a million tokens.
-
-        Raises TypeError or ValueError for an unsuitable function.
-        """
-        return build.from_mask_mod(mask_mod, batch, heads, q_len, kv_len, block_size, device, progress)
-
-    @classmethod
-    def per_head(
-        cls,
-        masks: Iterable[MaskLike],
-        q_len: int | None = None,
-        kv_len: int | None = None,
-        block_size: int = 128,
-        device: Device | None = None,
-    ) -> BlockMask:
-        """One mask per query head; equal ones are stored once.
-
-        masks: a list of patterns, spec texts and BlockMasks of one mask each. Patterns are compiled for the given lengths and block
-        size, or for those of the first BlockMask in the list. Raises ValueError where lengths differ.
-        """
-        return build.per_head(masks, q_len, kv_len, block_size, device)
-
-    def select(self, head: int = 0, batch: int = 0) -> BlockMask:
-        """The mask of one head of one batch entry, as a separate mask, on its device. Raises TypeError or IndexError for numbers
-        that it has not, as ``kept_keys`` and ``kept_queries`` do."""
-        return build.select(self, head, batch)
-
     def _does_not_combine(self, *_: object) -> NoReturn:
         raise TypeError(
             "compiled masks do not combine; combine patterns with & | ~ and compile the result, or make a mask of to_dense() "
@@ -186,14 +102,6 @@ class BlockMask:
         )
 
     __and__ = __rand__ = __or__ = __ror__ = __invert__ = _does_not_combine
-
-    def transpose(self) -> BlockMask:
-        """The mask with queries and keys exchanged, and the same map of heads."""
-        return build.transpose(self)
-
-    def in_blocks_of(self, block_size: int) -> BlockMask:
-        """The same mask in larger blocks, on its device. Raises ValueError unless the size is a multiple of its own."""
-        return build.in_blocks_of(self, block_size)
 
     def stored_index(self, batch: int, head: int) -> int:
         """Which stored mask a head uses."""
@@ -268,22 +176,9 @@ class BlockMask:
         return self.block_size
 
     @property
-    def tall(self) -> TallRows | None:
-        """``by_query`` in rows of 192 queries, for forward kernels that are faster over these; made at the first use, which reads
-        the table. None where they are not, for masks that differ between heads, and for masks made at run time."""
-        return cast("TallRows | None", build.in_tall_rows(self))
-
-    @property
     def starts(self) -> None:
         """Where blocks start, if not at multiples of their size: see ``DocumentBlocks``."""
         return None
-
-    @property
-    def by_document(self) -> DocumentBlocks | None:
-        """Both tables in blocks that start where documents do, for kernels that are faster over these; made at the first use, which
-        reads the table. None where they are not, for masks that differ between heads, and for masks made at run time, except by
-        ``attention_varlen``."""
-        return cast("DocumentBlocks | None", build.in_document_blocks(self))
 
     @property
     def nbytes(self) -> int:
@@ -325,10 +220,10 @@ class BlockMask:
             return self
         moved = BlockMask.from_tensors(*self.sizes, [t.to(device) for t in self.tensors()], self.keeps_all)
         coarse = self.coarse and self.coarse.to(device)
-        return replace(moved, coarse=coarse, from_host=self.from_host, narrow=self.narrow, grouped=self.grouped)
+        return replace(moved, coarse=coarse, from_host=self.from_host, narrow=self.narrow, document_order=self.document_order)
 
-    def walked(self, on_gpu: bool) -> BlockMask | None:
-        """What a back end receives: on a GPU the coarse mask, if there is one; None if every pair is kept."""
+    def kernel_table(self, on_gpu: bool) -> BlockMask | None:
+        """Returns what a back end iterates over: on a GPU the coarse mask, if there is one; None if every pair is kept."""
         mask = self.coarse if on_gpu and self.coarse is not None else self
         return None if mask.keeps_all else mask
 

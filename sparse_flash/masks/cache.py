@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import singledispatch
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +13,8 @@ from ..compat.captured import state_of
 from ..compat.dynamo import constant_in_graphs
 from ..compat.pytorch import WeakIdKeyDictionary, active_modes, fake_mode, plain_tensors
 from . import from_flex
-from .block_mask import BlockMask, MaskLike
+from .block_mask import BlockMask, Device, MaskLike
+from .compiler import compile_mask
 from .from_flex import FlexMask
 from .grid import BlockGrid
 from .memory import cleared_by, remembered
@@ -31,11 +31,21 @@ _captured: dict[int, object] = {}
 _TAKES_TEXT_ALONE = torch.__version__ < "2.13"  # a TorchVersion, which compares versions as numbers
 
 
-@singledispatch
-def as_block_mask(mask: object, **lengths: Any) -> BlockMask:
-    """A BlockMask from anything that stands for one. The compiler registers patterns here, so this module, which knows the table
-    format, need not know how tables are compiled."""
-    raise TypeError(f"a mask must be a Pattern, its spec text or a BlockMask; got {type(mask).__name__}{_way_out(mask)}")
+def as_block_mask(
+    mask: MaskLike,
+    q_len: int | None = None,
+    kv_len: int | None = None,
+    block_size: int = 128,
+    device: Device | None = None,
+) -> BlockMask:
+    """A BlockMask from anything that stands for one. A pattern and its text are compiled for these lengths."""
+    if isinstance(mask, BlockMask):
+        return mask
+    if isinstance(mask, (Pattern, str)):
+        if q_len is None:
+            raise ValueError(f"q_len is needed to compile {mask}; pass q_len=... or a compiled mask")
+        return compile_mask(mask, q_len, kv_len, block_size, device)
+    return of_another_library(mask)
 
 
 def _way_out(mask: object) -> str:
@@ -55,13 +65,7 @@ def _way_out(mask: object) -> str:
     return "; use 'full' to keep every pair" if mask is None else ""
 
 
-@as_block_mask.register(BlockMask)
-def _(mask: BlockMask, **lengths: Any) -> BlockMask:
-    return mask
-
-
-@as_block_mask.register(FlexMask)
-def from_flex_once(mask: FlexMask, **lengths: Any) -> BlockMask:
+def from_flex_once(mask: FlexMask) -> BlockMask:
     """``BlockMask.from_flex``, once per mask: again only if its function or tables were replaced, or data of its function
     changed."""
     if torch.compiler.is_compiling():
@@ -79,15 +83,16 @@ def from_flex_once(mask: FlexMask, **lengths: Any) -> BlockMask:
             "a FlexAttention mask is read on the host, which cannot be captured in a CUDA graph or traced; make mask = "
             "BlockMask.from_flex(mask) before, or call attention with it once before"
         )
-    made = BlockMask.from_flex(mask)
+    made = from_flex.from_flex(mask)
     _of_flex[mask] = made_of, state, made
     return made
 
 
 def of_another_library(mask: object) -> BlockMask:
     """A BlockMask from something that is neither one nor a pattern. Raises a TypeError that says what a mask must be."""
-    # torch.compile cannot trace into the dispatch.
-    return from_flex_once(mask) if isinstance(mask, FlexMask) else as_block_mask(mask)
+    if isinstance(mask, FlexMask):
+        return from_flex_once(mask)
+    raise TypeError(f"a mask must be a Pattern, its spec text or a BlockMask; got {type(mask).__name__}{_way_out(mask)}")
 
 
 def keep_if_captured(tables: object, device: torch.device) -> None:
@@ -169,9 +174,8 @@ def one_mask(name: str, mask: MaskLike, grid: BlockGrid, device: torch.device) -
     if isinstance(mask, FlexMask):
         mask = from_flex_once(mask)
     if not isinstance(mask, BlockMask):
-        # torch.compile cannot trace into the dispatch.
-        if not torch.compiler.is_compiling() and as_block_mask.dispatch(type(mask)) is as_block_mask.dispatch(object):
-            return as_block_mask(mask)  # raises the error that lists the types of masks
+        if not isinstance(mask, (Pattern, str)):
+            return of_another_library(mask)  # raises the error that lists the types of masks
         mask = compiled_once(mask, *_lengths(grid), device)
     if mask.masks != 1 or mask.mask_index.numel() != 1:
         raise ValueError(f"{name} must be one mask for all heads; got one with {tuple(mask.mask_index.shape)} (batch, heads)")

@@ -18,12 +18,12 @@ import numpy as np
 
 from ..compat.dynamo import outside_graphs
 from .block_mask import BlockMask, Device
-from .build import check_blocks, from_entries, per_head, with_coarse
-from .cache import as_block_mask
+from .build import check_blocks, from_entries, of_heads, with_coarse
+from .fields import BEYOND
 from .grid import BLOCK_SIZES, EMPTY, FULL, PARTIAL, BlockGrid, BlockRuns
 from .pattern import And, DerivedPattern, Not, Or, Pattern, PerHead, Runs, check_fit, parse, shortened
 from .progress import Progress
-from .rules import BEYOND, RunPattern, block_states
+from .rules import RunPattern, block_states
 from .table import Entries, FullBlocks
 from .tiles import EMPTY_TILE, TilePool, dense_batches, pack_runs, runs_to_dense, unique_rows
 
@@ -67,20 +67,6 @@ def compile_mask(
     return _compiled(pattern.of_length(grid.kv_len), grid, progress).to(device or "cpu")
 
 
-@as_block_mask.register(Pattern)
-@as_block_mask.register(str)
-def _(
-    pattern: Pattern | str,
-    q_len: int | None = None,
-    kv_len: int | None = None,
-    block_size: int = 128,
-    device: Device | None = None,
-) -> BlockMask:
-    if q_len is None:
-        raise ValueError(f"q_len is needed to compile {pattern}; pass q_len=... or a compiled mask")
-    return compile_mask(pattern, q_len, kv_len, block_size, device)
-
-
 def compile_up_to(pattern: Pattern | str, q_len: int, kv_len: int, block_size: int, device: Device) -> BlockMask:
     """``compile_mask`` for sequences of up to these lengths, as of a cache or of packed documents: a pattern that names a number of
     tokens may name any."""
@@ -102,7 +88,7 @@ def _compiled(pattern: Pattern, grid: BlockGrid, progress: bool | None) -> Block
         except Exception as error:  # of a rule, mostly, where its text says nothing of masks
             error.add_note(f"while compiling {shortened(pattern, 200)} for {grid.q_len} queries and {grid.kv_len} keys")
             raise
-    return per_head([made[one] for one in heads]) if len(heads) > 1 else made[heads[0]]
+    return of_heads([made[one] for one in heads], 1, len(heads)) if len(heads) > 1 else made[heads[0]]
 
 
 class _Compilation:

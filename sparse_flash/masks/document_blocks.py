@@ -6,6 +6,8 @@ document of its own blocks has one, on the diagonal; and a row of two documents 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
@@ -14,7 +16,6 @@ from .grid import ranges
 from .single_runs import single_runs
 from .table import Entries, Table, in_table_order, table_of
 from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches, pack_runs
-from .walked_tables import DocumentBlocks
 
 BLOCK = 128
 
@@ -24,6 +25,43 @@ _TIME_OF_PARTIAL, _TIME_OF_ROW = 1.1, 3.0
 _LEAST_GAIN = 1.01
 # Beyond, making them takes seconds on the host.
 _MOST_ENTRIES = 1 << 22
+
+
+class DocumentBlocks(NamedTuple):
+    """Both tables of a mask of as many queries as keys, in blocks of ``block_size`` that start where documents start.
+
+    starts: (blocks + 1,) int32, the token with which each block starts; it ends where the next one starts, or is full. by_query,
+    by_key: tables of these blocks, no row of which is split. Unlike in other tables, ``col_idx`` and the first field of a work item
+    are not the number of a block but its start. Fields 5 to 7 of an item are how many blocks have tokens, what leads from a token
+    of the row's document to its place on an axis of whole blocks, and where the row's tokens end. Items of blocks without tokens,
+    for which a table made on a device has room, come last.
+
+    A tile says nothing of queries past the end of its row.
+    """
+
+    block_size: int
+    mask_index: torch.Tensor
+    by_query: Table
+    by_key: Table
+    tile_runs: torch.Tensor
+    tile_bits: torch.Tensor
+    starts: torch.Tensor
+
+    @property
+    def row_queries(self) -> int:
+        return self.block_size
+
+    @property
+    def document_order(self) -> bool:
+        return True
+
+    @property
+    def whole_columns(self) -> torch.Tensor:
+        return self.by_key.work
+
+    @property
+    def tiles(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.tile_runs, self.tile_bits
 
 
 def document_blocks(mask: BlockMask) -> DocumentBlocks | None:

@@ -1,4 +1,4 @@
-"""Reads FlexAttention block masks and mask functions: kept blocks, and tiles from their token rule.
+"""Makes BlockMasks of FlexAttention's block masks and mask functions: kept blocks, and tiles from their token rule.
 
 Source: torch.nn.attention.flex_attention.BlockMask, whose docstring defines the format.
 """
@@ -12,13 +12,78 @@ import numpy as np
 import torch
 from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
+from ..compat.dynamo import outside_graphs, outside_inference
 from ..compat.pytorch import leaves_of, without_subclasses
+from .block_mask import BlockMask, Device
+from .build import from_entries, of_heads
 from .grid import BlockGrid
+from .pattern import check_parameters
 from .progress import Progress
+from .table import Entries
 from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches
 
 # (b, h, q_idx, kv_idx), 0-d integer tensors -> bool
 MaskFunction: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@outside_inference
+def from_flex(mask: FlexMask) -> BlockMask:
+    """Converts a FlexAttention mask, on its device: keeps exactly the pairs that ``flex_attention`` keeps.
+
+    mask: ``torch.nn.attention.flex_attention.BlockMask`` with square blocks. Its token rule is evaluated once, on the blocks
+    that it lists as partial. A flex_attention rule counts queries from 0, and so does this mask, whatever the lengths:
+    alignment at the end belongs to patterns, not to tables. A ``score_mod`` is not part of a mask.
+    """
+    grid = grid_of(mask)
+    pool = TilePool(grid.block_size)
+    masks = [from_entries(grid, Entries(*entries), pool) for entries in entries_of(mask, pool)]
+    return of_heads(masks, *mask.kv_num_blocks.shape[:2]).to(mask.kv_indices.device)
+
+
+@outside_graphs
+def from_mask_mod(
+    mask_mod: MaskFunction,
+    batch: int | None,
+    heads: int | None,
+    q_len: int,
+    kv_len: int | None = None,
+    block_size: int = 128,
+    device: Device | None = None,
+    *,
+    progress: bool | None = None,
+) -> BlockMask:
+    """The mask of a FlexAttention mask function, as for ``create_block_mask``: every pair for which it is true.
+
+    mask_mod: called with (b, h, q_idx, kv_idx), 0-d int64 tensors, under torch.vmap; returns a bool tensor. It may look up
+    numbers in tensors on ``device``. Queries count from 0, as in FlexAttention, whatever the lengths: alignment at the end
+    belongs to patterns, not to tables.
+    batch, heads: how many of each; None for one shared mask. q_len, kv_len: tokens; kv_len defaults to q_len.
+    device: where the function is evaluated and the table is stored; the CPU by default.
+    progress: whether to show a progress bar; None shows one above 2^28 pairs.
+
+    It evaluates every pair, once for each batch entry and head that the function distinguishes, in bounded memory: 65,536
+    tokens are 4 billion pairs, which take a minute or so on a CPU and seconds on a GPU. Equal masks of several heads are stored
+    once. A pattern avoids this cost: ``compile_mask`` handles causal masks, windows and documents of a million tokens.
+
+    Raises TypeError or ValueError for an unsuitable function.
+    """
+    if not callable(mask_mod):
+        raise TypeError(f"mask_mod must be a function of (b, h, q_idx, kv_idx); got {type(mask_mod).__name__}")
+    check_parameters(mask_mod, "from_mask_mod", ("b", "h", "q_idx", "kv_idx"), "from_mask_fn takes one of (q, kv)")
+    for name, count in (("batch", batch), ("heads", heads)):
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            raise ValueError(f"{name} must be a positive integer, or None for one mask of all; got {count!r}")
+    grid, shape = BlockGrid(q_len, q_len if kv_len is None else kv_len, block_size), (batch or 1, heads or 1)
+    pool = TilePool(block_size)
+    stored: dict[bytes, BlockMask] = {}
+    masks: dict[tuple[int, int], BlockMask] = {}
+    device = torch.device(device or "cpu")
+    for served, entries in all_entries_of(mask_mod, grid, shape, device, pool, progress):
+        mask = from_entries(grid, Entries(*entries), pool)
+        mask = stored.setdefault(mask.digest, mask)
+        for b, h in served:
+            masks[b, h] = mask
+    return of_heads([masks[b, h] for b in range(shape[0]) for h in range(shape[1])], *shape).to(device)
 
 
 def grid_of(mask: FlexMask) -> BlockGrid:
@@ -84,10 +149,10 @@ def all_entries_of(
 ) -> Iterator[tuple[list[tuple[int, int]], tuple[np.ndarray, np.ndarray, np.ndarray]]]:
     """Each distinct mask of a token rule, as (the (batch entry, head) pairs that it serves, its kept blocks as from
     ``entries_of``). Evaluates every pair, some blocks at a time. shape: (batch, heads)."""
-    by_batch, by_head = _reads(mask_mod, device)
+    by_batch, of_heads = _reads(mask_mod, device)
     tiles_of = _Rule(mask_mod, grid, device, pool)
     count = grid.q_blocks * grid.kv_blocks
-    looked_at = [(b, h) for b in range(shape[0] if by_batch else 1) for h in range(shape[1] if by_head else 1)]
+    looked_at = [(b, h) for b in range(shape[0] if by_batch else 1) for h in range(shape[1] if of_heads else 1)]
     pairs = count * grid.block_size**2 * len(looked_at)
     with Progress(f"looking at {_name(mask_mod)}: {count * len(looked_at):,} blocks", pairs, progress) as bar:
         for b, h in looked_at:
@@ -98,7 +163,7 @@ def all_entries_of(
                 some = tiles != EMPTY_TILE
                 kept.append((rows[some], cols[some], tiles[some]))
                 bar.advance(len(rows) * grid.block_size**2)
-            served = [(i, j) for i in ([b] if by_batch else range(shape[0])) for j in ([h] if by_head else range(shape[1]))]
+            served = [(i, j) for i in ([b] if by_batch else range(shape[0])) for j in ([h] if of_heads else range(shape[1]))]
             rows, cols, tiles = (np.concatenate(arrays) for arrays in zip(*kept, strict=True))
             yield served, (rows, cols, tiles)
 
@@ -179,8 +244,8 @@ def _reads(mask_mod: MaskFunction, device: torch.device) -> tuple[bool, bool]:
         result = mask_mod(batch, head, zero, zero)
     except Exception:  # raised again where the function is evaluated
         return True, True
-    by_batch, by_head = (index.was_read or result is index for index in (batch, head))
-    return by_batch, by_head
+    by_batch, of_heads = (index.was_read or result is index for index in (batch, head))
+    return by_batch, of_heads
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -23,6 +23,7 @@ import numpy as np
 
 from ..compat.dynamo import constant_in_graphs
 from . import spec
+from .fields import check_limits, settle
 from .grid import BlockGrid, BlockRuns, SparseMatrix
 from .memory import clear, remembered
 
@@ -63,6 +64,8 @@ class Pattern:
             cls.__eq__ = _equal  # type: ignore[method-assign,assignment]  # a dataclass keeps the one that it finds
 
     def __post_init__(self) -> None:
+        if check_limits(self):
+            return
         try:
             hash(self)
         except TypeError:
@@ -152,6 +155,10 @@ class Pattern:
     def of_length(self, kv_len: int) -> Pattern:
         """The pattern for sequences of this many keys: another one if it counts tokens from the end."""
         return self
+
+    def moved(self, by: int) -> Pattern | None:
+        """A pattern of the same kind with position 0 at position ``by``, right for keys from there on; None if there is none."""
+        return None
 
     def token_tiles(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
         """The token rule on many blocks: q (n, block), kv (n, block) positions -> (n, block, block) bool."""
@@ -522,7 +529,7 @@ class PerHead(Pattern):
                 raise TypeError(
                     f"per_head: patterns[{head}] must be a Pattern of one head or its spec text; got {type(one).__name__}{way_out}"
                 )
-        object.__setattr__(self, "patterns", patterns)
+        settle(self, patterns=patterns)
 
     def __invert__(self) -> Pattern:
         return PerHead(tuple(~one for one in self.patterns))
@@ -617,10 +624,10 @@ def pattern_class(name: str) -> type[Pattern]:
     return _registry[name]
 
 
-def use_of(cls: type[Pattern]) -> str:
-    """What a pattern is for, in a user's words: the line ``use: ...`` of its class's or its module's docstring, or ""."""
+def said_of(cls: type[Pattern], subject: str) -> str:
+    """The rest of the line ``subject: ...`` of a class's or its module's docstring, or "". ``use`` is what a pattern is for."""
     for text in (cls.__doc__, sys.modules[cls.__module__].__doc__):
-        if found := re.search(r"^\s*use: (.+)$", text or "", re.MULTILINE):
+        if found := re.search(rf"^\s*{subject}: (.+)$", text or "", re.MULTILINE):
             return found[1]
     return ""
 
@@ -666,15 +673,16 @@ def _build(tree: spec.Tree, text: str) -> Pattern:
     except ValueError as error:
         raise spec.SpecError(str(error), text, tree.column) from None
     signature = inspect.signature(cls).replace(return_annotation=inspect.Signature.empty)
+    shown = tree.name + re.sub(r"(?:typing\.)?Annotated\[(\w+), [^]]*\]", r"\1", str(signature))
     named = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     for name in tree.keyword:
         if not (takes_any or name in named):
-            raise spec.SpecError(f"{tree.name}{signature}: unknown argument {name!r}; {_nearest(name, named)}", text, tree.column)
+            raise spec.SpecError(f"{shown}: unknown argument {name!r}; {_nearest(name, named)}", text, tree.column)
     try:
         signature.bind(*tree.positional, **tree.keyword)
     except TypeError as error:
-        raise spec.SpecError(f"{tree.name}{signature}: {error}", text, tree.column) from None
+        raise spec.SpecError(f"{shown}: {error}", text, tree.column) from None
     positional = [_built(value, text) for value in tree.positional]
     keyword = {name: _built(value, text) for name, value in tree.keyword.items()}
     try:

@@ -14,42 +14,15 @@ from typing import ClassVar, TypeAlias, cast
 import numpy as np
 import scipy.sparse
 
+from .fields import positive_int
 from .grid import FULL, PARTIAL, BlockGrid, BlockRuns, ranges, runs_of
 from .pattern import DerivedPattern, Pattern, Runs, on_arrays
 
 # Evaluating all pairs of smaller units would cost as much as evaluating tokens.
 SMALLEST_LISTED_UNIT = 16
-# The end of an unbounded run: past every position, and far enough from 2^63 to add positions to.
-BEYOND = 1 << 62
 _CHUNK = 1 << 20
 # Runs of blocks: rows, first, stop, states.
 _RowRuns: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-
-
-def positive_int(pattern: str, name: str, value: object, least: int = 1) -> int:
-    """``value`` as an int from ``least`` to 2^62, so that arithmetic on positions cannot overflow; raises ValueError."""
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)) or not least <= value <= BEYOND:
-        most = " and at most 2**62" if isinstance(value, int) and value > BEYOND else ""
-        raise ValueError(f"{pattern}: {name} must be an integer of at least {least}{most}; got {value!r}")
-    return int(value)
-
-
-def int_tuple(pattern: str, name: str, values: object, least: int = 1) -> tuple[int, ...]:
-    """A tuple of ints from a tuple, list, array or tensor, each checked as by ``positive_int``."""
-    values = values.tolist() if hasattr(values, "tolist") else values
-    if not isinstance(values, (tuple, list)):
-        raise ValueError(f"{pattern}: {name} must be a sequence of integers; got {values!r}")
-    return tuple(positive_int(pattern, f"{name}[{k}]", value, least) for k, value in enumerate(values))
-
-
-def optional_factors(pattern: str, value: object) -> int | None:
-    """How many powers of two: None for all of them, otherwise 0 .. 62."""
-    if value is None:
-        return None
-    factors = positive_int(pattern, "factors", value, least=0)
-    if factors > 62:
-        raise ValueError(f"{pattern}: factors must be at most 62; got {factors}; None is no limit")
-    return factors
 
 
 def block_states(pattern: Pattern, grid: BlockGrid) -> BlockRuns:
@@ -376,12 +349,16 @@ class Moved(Pattern):
 
 
 def moved(pattern: Pattern, by: int) -> Pattern:
-    """The expression with position 0 at position ``by``."""
+    """The expression with position 0 at position ``by``, negative or not. As tables are cached, it is equal for as many ``by`` as
+    possible."""
 
     def change(leaf: Pattern) -> Pattern:
+        rest = abs(by) % leaf.shift_period * (1 if by > 0 else -1) if leaf.shift_period else by
+        if not rest:
+            return leaf
         if isinstance(leaf, DerivedPattern):
             return leaf.expanded().with_leaves(change)
-        period = leaf.shift_period
-        return Moved(leaf, by) if by and not (period and by % period == 0) else leaf
+        own = leaf.moved(by)
+        return Moved(leaf, rest) if own is None else own
 
     return pattern.with_leaves(change)

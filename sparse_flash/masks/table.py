@@ -20,7 +20,7 @@ SPLIT_FIELDS = 4
 # split has about _SPLIT_BLOCKS blocks, or _SPLIT_RATIO times the mean. The results of each split cost a pass over 64 KiB.
 _HEAVY_BLOCKS, _HEAVY_RATIO, _HEAVY_SHARE = 64, 4, 1 / 32
 # Groups of rows, such as documents, have this many rows at least, on average: operands of fewer stay in the L2 cache in any order.
-_GROUPED = 8
+_ROWS_OF_A_GROUP = 8
 # Rows within a quarter of the heaviest are alike, if three quarters of the rows are.
 _ALIKE = 3 / 4
 # Entries of a narrow row, on average at most. Measured with windows of 8 and 64 blocks: docs/performance/kernels.md.
@@ -85,8 +85,8 @@ class Table(NamedTuple):
         first, last = ends_of(ptr, split, col)
         return bool(((last - first + 1 == count) | (count == 0)).all())
 
-    def is_grouped(self) -> bool:
-        """Of one mask's table on the host: whether its rows are walked group by group."""
+    def in_document_order(self) -> bool:
+        """Whether one mask's table on the host has its rows in order of documents: see ``groups_of``."""
         return bool(groups_of(*self._of_one_mask()).any())
 
     def _of_one_mask(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -285,7 +285,7 @@ def groups_of(ptr: np.ndarray, split: np.ndarray, cols: np.ndarray) -> np.ndarra
     if ((last - first + 1 != count) & (count > 0)).any():
         return np.zeros(len(count), np.int64)
     ends, group = min((np.unique(side, return_inverse=True) for side in (first, last)), key=lambda found: len(found[0]))
-    if len(count) < _GROUPED * len(ends):
+    if len(count) < _ROWS_OF_A_GROUP * len(ends):
         return np.zeros(len(count), np.int64)
     heaviest = np.zeros(len(ends), np.int64)
     np.maximum.at(heaviest, group, count)

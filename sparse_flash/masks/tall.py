@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
+import torch
 
 from .block_mask import BlockMask
 from .table import Entries, Table, in_table_order, table_of
 from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches
-from .walked_tables import TallRows
 
 BLOCK, QUERIES = 128, 192  # a row is three halves of blocks: block rows 0 and 1, 1 and 2, 3 and 4, ...
 
@@ -22,6 +24,34 @@ _MOST_ENTRIES = 1 << 22
 _MOST_TILES = 1 << 6
 
 _EMPTY, _FULL = 0, 1  # of half a tall row's block; from 2 on, twice the number of its tile, plus 1 if it is of bits
+
+
+class TallRows(NamedTuple):
+    """``BlockMask.by_query`` in rows of ``row_queries`` queries and blocks of ``block_size`` keys.
+
+    tile_runs: (run tiles, row_queries) int32. tile_bits: (bit tiles, row_queries, block_size / 32) int32. A full block may lie past
+    the end of the queries.
+    """
+
+    block_size: int
+    row_queries: int
+    mask_index: torch.Tensor
+    by_query: Table
+    tile_runs: torch.Tensor
+    tile_bits: torch.Tensor
+    document_order: bool  # as in ``BlockMask``
+
+    @property
+    def starts(self) -> None:
+        return None
+
+    @property
+    def from_host(self) -> bool:
+        return True
+
+    @property
+    def tiles(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.tile_runs, self.tile_bits
 
 
 def tall_rows(mask: BlockMask) -> TallRows | None:
@@ -46,8 +76,8 @@ def tall_rows(mask: BlockMask) -> TallRows | None:
     shape = -(-here.q_len // QUERIES), here.grid.kv_blocks
     full, others, (runs, bits) = in_table_order(Entries(row, col, tiles), shape, pool)
     table = table_of(full, others)
-    grouped, table = table.is_grouped(), Table(*(tensor.to(mask.device) for tensor in table))
-    return TallRows(BLOCK, QUERIES, mask.mask_index, table, runs.to(mask.device), bits.to(mask.device), grouped)
+    document_order, table = table.in_document_order(), Table(*(tensor.to(mask.device) for tensor in table))
+    return TallRows(BLOCK, QUERIES, mask.mask_index, table, runs.to(mask.device), bits.to(mask.device), document_order)
 
 
 def _time(is_partial: np.ndarray) -> float:

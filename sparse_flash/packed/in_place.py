@@ -23,13 +23,13 @@ from ..compat.pytorch import is_plain_eager
 from ..masks.block_mask import BlockMask
 from ..masks.build import from_entries
 from ..masks.cache import as_operations_take_them, keep_if_captured, made_apart
+from ..masks.document_blocks import DocumentBlocks
 from ..masks.grid import BlockGrid, ranges
 from ..masks.memory import remembered
 from ..masks.select_blocks import work_of
 from ..masks.single_runs import single_runs
 from ..masks.table import SPLIT_FIELDS, Entries, Table
 from ..masks.tiles import EMPTY_TILE, TilePool, dense_batches, pack_runs
-from ..masks.walked_tables import DocumentBlocks
 from . import gather_rows
 from .repack import (
     BLOCK,

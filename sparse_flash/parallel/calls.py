@@ -136,7 +136,7 @@ class JointCalls(NamedTuple):
 def for_back_end(mask: LocalMask, dropout: Variant | None, on_gpu: bool) -> tuple[BlockMask | None, Variant | None]:
     """Returns (mask, variant) for a back end. With dropout, the variant has the positions of the mask's tokens in the sequence."""
     if dropout is None:
-        return mask.mask.walked(on_gpu), None
+        return mask.mask.kernel_table(on_gpu), None
     # Only the mask's own blocks are contiguous in the sequence, so neither coarser blocks nor a dense call are used.
     return mask.mask, replace(dropout, q_places=mask.q_places, kv_places=mask.kv_places)
 

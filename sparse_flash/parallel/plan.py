@@ -39,7 +39,7 @@ from .exchange import attention_of_blocks, exchange_blocks, seed_of_first_rank
 from .explanation import ContextExplanation, Strategy, explained
 from .heads import own_tokens_of_all_heads, some_heads_of_all_tokens
 from .meshes import device_of, group_of, ranks_of_node_of
-from .planning import PlannedSequence, PlanOptions, described, planned, square
+from .planning import PlannedSequence, PlanOptions, facts_to_agree_on, planned, square
 from .routes import BlockExchange, LocalMask, Overlap, Peers, Route
 from .sharding import TokenShards
 
@@ -144,7 +144,7 @@ def context_parallel(
         raise
     in_words = [_in_words(given[layers.index(number)], one) for number, one in enumerate(masks)]
     words = ", ".join(in_words) + (f" for layers {layers}" if isinstance(mask, (list, tuple)) else "")
-    check_agreement(described(words, q_len, masks[0].block_size, options, numbers), group)
+    check_agreement(facts_to_agree_on(words, q_len, masks[0].block_size, options, numbers), group)
     plans = plans_of(numbers, layers, options, masks.__getitem__, mesh)
     return plans if isinstance(mask, (list, tuple)) else plans[0]
 
@@ -455,7 +455,7 @@ def _of_all_tokens(call: AttentionCall, mask: LocalMask | BlockSelection | Block
         given, (table, variant) = mask.mask, for_back_end(mask, call.variant, call.q.is_cuda)
     else:
         check_mask(mask, call.q, call.k)
-        given, table, variant = mask, mask.walked(call.q.is_cuda), call.variant
+        given, table, variant = mask, mask.kernel_table(call.q.is_cuda), call.variant
     backend = backend_for(call.q, call.k, call.v, table, variant, call.deterministic, call.backend)
     return operators.attend(call._replace(mask=given, table=table, variant=variant, backend=backend))
 

@@ -172,7 +172,7 @@ def _heads_of(mask: BlockMask, rank: int, ranks: int) -> BlockMask:
     return mask if index.shape[1] == 1 else replace(mask, mask_index=index.chunk(ranks, 1)[rank])
 
 
-def described(masks: str, q_len: int, block_size: int, options: PlanOptions, numbers: PlannedSequence) -> dict[str, str]:
+def facts_to_agree_on(masks: str, q_len: int, block_size: int, options: PlanOptions, numbers: PlannedSequence) -> dict[str, str]:
     """Returns short descriptions, by name, that must be the same on all ranks. masks: a description of the masks."""
     return {
         "mask": masks,

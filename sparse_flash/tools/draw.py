@@ -49,7 +49,7 @@ class Drawing:
         picture = cells(self.mask, min(columns // 2, lines), columns // 2, self.level)
         drawn = terminal(picture.shares, False, unicode).plain + legend(False, unicode).plain
         head = [self.title] if self.title else []
-        return "\n".join([*head, described(self.mask, picture), "", drawn, _summary(self.mask)])
+        return "\n".join([*head, caption(self.mask, picture), "", drawn, _summary(self.mask)])
 
     __repr__ = __str__
 
@@ -147,7 +147,7 @@ def _parts(rows: int, cols: int, height: int, width: int) -> int:
     return max(-(-rows // height), -(-cols // width))
 
 
-def described(mask: BlockMask | BlockSelection, picture: Picture) -> str:
+def caption(mask: BlockMask | BlockSelection, picture: Picture) -> str:
     """The size of the mask and of a cell of its picture."""
     return f"{mask.q_len:,} x {mask.kv_len:,} tokens; a cell is {picture.unit:,} x {picture.unit:,} tokens ({picture.level})"
 

@@ -22,7 +22,9 @@ def subject(
         pattern = of_one_head(parse(mask) if isinstance(mask, str) else mask)
         named = [leaf.named_tokens() for leaf in pattern.leaves()]
         default_len = max((most for _, most in filter(None, named)), default=default_len)
-        compiled = as_block_mask(pattern, **({"q_len": default_len} | given))
+        compiled = as_block_mask(
+            pattern, default_len if q_len is None else q_len, kv_len, 128 if block_size is None else block_size
+        )
         return compiled, str(mask).strip()
     mask = mask if isinstance(mask, BlockSelection) else as_block_mask(mask)
     if mask.device.type == "meta":

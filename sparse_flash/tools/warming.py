@@ -91,8 +91,8 @@ def _launch(call: CallKind, device: torch.device, backend: str) -> None:
     if call.mask is not None:
         tokens = _MASK_TOKENS[call.mask]
         mask = compile_mask(_MASKS[call.mask], q_len=tokens, block_size=call.block_size, device=device)
-    described = backends.Call.of(q, k, v, None if mask is None else call.block_size, deterministic=call.deterministic)
-    module = backends.backend(backends.choose_backend(backend, described))
+    sample = backends.Call.of(q, k, v, None if mask is None else call.block_size, deterministic=call.deterministic)
+    module = backends.backend(backends.choose_backend(backend, sample))
     module.forward(q, k, v, mask, 1.0, call.deterministic, None)
     out, lse = empty(1, heads, _TOKENS, call.v_head_dim), torch.empty(1, heads, _TOKENS, device=device)
     module.backward(torch.empty_like(out), None, q, k, v, out, lse, mask, 1.0, call.deterministic, None)

@@ -32,7 +32,7 @@ def _share_of_time_that_is_idle(tokens: int, lines: int, together: int, programs
 
 def test_heads_follow_each_other_where_the_cache_holds_both_or_documents_keep_to_their_own_keys():
     by_document, scattered = (
-        SimpleNamespace(starts=None, from_host=False, narrow=False, grouped=grouped) for grouped in (True, False)
+        SimpleNamespace(starts=None, from_host=False, narrow=False, document_order=ordered) for ordered in (True, False)
     )
     of_tokens = {
         tokens: [heads_in_queue(256, tokens, mask, 8) for mask in (None, scattered, by_document)] for tokens in (4096, 32768, 65536)

@@ -79,7 +79,7 @@ def test_rows_are_walked_heaviest_first_and_columns_ascend_within_each_kind(patt
         assert all(t.dtype == torch.int32 and t.is_contiguous() for t in table)
         weight = table.row_ptr[0].diff()
         order = table.row_order[0].long()
-        assert sorted(order.tolist()) == list(range(len(weight))) and (table.is_grouped() or heaviest_first(weight[order]))
+        assert sorted(order.tolist()) == list(range(len(weight))) and (table.in_document_order() or heaviest_first(weight[order]))
         bounds = torch.cat([table.row_ptr[0, :-1, None], table.row_split[0], table.row_ptr[0, 1:, None]], 1)
         for begin, end in torch.stack([bounds[:, :-1], bounds[:, 1:]], -1).view(-1, 2).tolist():
             assert (table.col_idx[begin:end].diff() > 0).all()
@@ -468,7 +468,7 @@ def test_rows_of_a_document_are_walked_together_the_longest_document_first_each_
     token = rows * 128 + (127 if (spec, side) == ("causal", "by_key") else 0)
     document = np.searchsorted(ends, token, side="right")
     changes = np.flatnonzero(np.diff(document)) + 1
-    assert mask.grouped and mask.to("meta").grouped and len(changes) == 4 and np.array_equal(rows, table.row_order[0])
+    assert mask.document_order and mask.to("meta").document_order and len(changes) == 4 and np.array_equal(rows, table.row_order[0])
     pieces = np.split(weights, changes)
     assert all((np.diff(piece) <= 0).all() for piece in pieces)
     assert [piece[0] for piece in pieces] == sorted((piece[0] for piece in pieces), reverse=True)
@@ -480,7 +480,7 @@ def test_rows_of_a_document_are_walked_together_the_longest_document_first_each_
 )
 def test_rows_are_walked_by_weight_alone_without_documents_of_many_blocks(spec):
     mask = sf.compile_mask(spec, 16384)
-    assert not mask.grouped
+    assert not mask.document_order
     for table in (mask.by_query, mask.by_key):
         assert heaviest_first(table.work[0, :, 4] - table.work[0, :, 1])
 
@@ -590,6 +590,13 @@ def test_small_blocks_are_walked_as_large_ones_where_those_hold_little_more():
     assert narrow.coarse is None and sf.compile_mask("causal", 4096).coarse is None
     assert sf.BlockMask.per_head([narrow, narrow]).coarse is None and sf.BlockMask.per_head([wide, wide]).coarse is not None
     assert pickle.loads(pickle.dumps(wide)).coarse.equal(wide.coarse)
+
+
+def test_the_larger_blocks_of_a_mask_by_batch_and_head_are_by_batch_and_head():
+    kept = torch.ones(2, 3, 300, 300).tril().bool()
+    kept[1, 2] = kept[1, 2].triu(-50)
+    mask = sf.BlockMask.from_dense(kept, block_size=32)
+    assert mask.coarse.mask_index.shape == (2, 3) and torch.equal(mask.coarse.to_dense(), kept)
 
 
 def test_blocks_that_do_not_divide_the_larger_ones_are_one_clear_error():

@@ -15,10 +15,9 @@ from sparse_flash.backends import backend
 from sparse_flash.benchmarks.workload.masks import ragged_documents
 from sparse_flash.masks import document_blocks
 from sparse_flash.masks.compiler import compile_up_to
-from sparse_flash.masks.document_blocks import BLOCK
+from sparse_flash.masks.document_blocks import BLOCK, DocumentBlocks
 from sparse_flash.masks.single_runs import single_runs
 from sparse_flash.masks.tiles import unpack_runs
-from sparse_flash.masks.walked_tables import DocumentBlocks
 from sparse_flash.packed import gather_rows, in_place
 from sparse_flash.packed.repack import Side, most_blocks
 

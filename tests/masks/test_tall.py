@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sparse_flash as sf
 from sparse_flash.masks import tall
 from sparse_flash.masks.block_mask import BlockMask
+from sparse_flash.masks.tall import TallRows
 from sparse_flash.masks.tiles import unpack_bits, unpack_runs
-from sparse_flash.masks.walked_tables import TallRows
 
 SHAPES = {
     "causal": [(1000, 1000), (384, 384), (128, 128), (64, 900), (900, 64), (192, 192), (193, 193), (320, 320)],

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError, dataclass
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -18,7 +19,8 @@ from hypothesis import strategies as st
 
 import sparse_flash as sf
 from sparse_flash import patterns
-from sparse_flash.masks.pattern import pattern_class, use_of
+from sparse_flash.masks.pattern import pattern_class, said_of
+from sparse_flash.masks.rules import moved
 
 TOKENS = 44
 EARLIEST = -9  # queries before the first key, as with more queries than keys
@@ -36,10 +38,6 @@ def is_drawn(p, i, j):
     golden, mask = 0x9E3779B97F4A7C15, 2**64 - 1
     row = splitmix64(splitmix64((p.seed + golden) & mask) ^ ((i * golden) & mask))
     return splitmix64((row + j * golden) & mask) >> 11 < round(p.density * 2**53)
-
-
-def is_power(n):
-    return n > 0 and bin(n).count("1") == 1
 
 
 def in_window_of(p, q, kv):
@@ -66,98 +64,75 @@ def block_is_set(p, i, j):
     return 0 <= row < len(rows) and j < len(rows[0]) and rows[row][j] == "1"
 
 
-def of_units(rule):
-    return lambda p, q, kv: rule(p, q // p.block, kv // p.block)
-
-
-FORMULAS = {
-    "bigbird": lambda p, q, kv: (
-        abs(q // p.block - kv // p.block) < p.window
-        or 0 <= q < p.global_blocks * p.block
-        or kv < p.global_blocks * p.block
-        or is_drawn(p, q // p.block, kv // p.block)
-    ),
-    "block_diagonal": of_units(lambda p, i, j: i == j),
-    "butterfly": of_units(lambda p, i, j: i == j or (is_power(i ^ j) and (p.factors is None or i ^ j < 2**p.factors))),
-    "causal": lambda p, q, kv: kv <= q,
-    "dilated": of_units(lambda p, i, j: any(abs(i - j) == step * p.dilation for step in range(p.window))),
-    "documents": lambda p, q, kv: any(a <= q < b and a <= kv < b for a, b in pairwise(p.cu_seqlens)),
-    "fixed": of_units(lambda p, i, j: i // p.stride == j // p.stride or j % p.stride in range(p.stride - p.summary, p.stride)),
-    "from_blocks": of_units(block_is_set),
-    "full": lambda p, q, kv: True,
-    "global_tokens": lambda p, q, kv: q in range(p.tokens) or kv in range(p.tokens),
-    "last_tokens": lambda p, q, kv: q >= TOKENS - p.tokens or kv >= TOKENS - p.tokens,
-    "local": lambda p, q, kv: -p.window < q - kv < p.window,
-    "longformer": lambda p, q, kv: abs(q - kv) < p.window or q in range(p.tokens) or kv in range(p.tokens),
+# Formulas in the docstrings that are not Python.
+IN_WORDS = {
+    "from_blocks": lambda p, q, kv: block_is_set(p, q // p.block, kv // p.block),
     "neighborhood": in_window_of,
-    "power_of_two": of_units(lambda p, i, j: i == j or (is_power(abs(i - j)) and (p.factors is None or abs(i - j) < 2**p.factors))),
-    "prefix": lambda p, q, kv: kv < p.tokens or kv <= q,
-    "random": of_units(is_drawn),
-    "shifted": lambda p, q, kv: (
-        min(q, kv) >= p.tokens and bool(p.pattern.token_rule(np.array(q - p.tokens), np.array(kv - p.tokens)))
-    ),
-    "sinks": lambda p, q, kv: kv < p.tokens,
-    "strided": of_units(lambda p, i, j: abs(i - j) < p.stride or (i - j) % p.stride == 0),
-    "window": lambda p, q, kv: (p.left is None or q - kv <= p.left) and (p.right is None or kv - q <= p.right),
+    "random": lambda p, q, kv: is_drawn(p, q // p.block, kv // p.block),
 }
-
-PICTURED = {
-    "bigbird": sf.bigbird(density=0.1, block=1),
-    "block_diagonal": sf.block_diagonal(block=2),
-    "butterfly": sf.butterfly(block=1),
-    "causal": sf.causal(),
-    "dilated": sf.dilated(2, 2, block=1),
-    "documents": sf.documents([0, 2, 3, 4]),
-    "fixed": sf.fixed(3, block=1),
-    "from_blocks": sf.from_blocks([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]], block=1),
-    "from_mask_fn": sf.from_mask_fn(lambda q, kv: (q + kv) % 2 == 0),
-    "full": sf.full(),
-    "global_tokens": sf.global_tokens(1),
-    "last_tokens": sf.last_tokens(1),
-    "local": sf.local(2),
-    "longformer": sf.longformer(2),
-    "neighborhood": sf.neighborhood((3, 3), 2),
-    "power_of_two": sf.power_of_two(block=1),
-    "prefix": sf.prefix(2),
-    "random": sf.random(0.25, seed=1, block=1),
-    "shifted": sf.shifted(sf.documents([0, 2, 3]), 2),
-    "sinks": sf.sinks(1),
-    "strided": sf.strided(3, block=1),
-    "window": sf.window(2, 1),
-}
+POWERS = [2**k for k in range(16)]
+BUILT_IN = [name for name in sf.list_patterns() if pattern_class(name).__module__.startswith("sparse_flash.patterns.")]
 
 
-@pytest.mark.parametrize("name", sorted(FORMULAS))
+def formula_of(pattern):
+    """The ``formula:`` of the docstring as a function of q and kv. None is no limit; i and j are the units of q and kv."""
+    if pattern.name in IN_WORDS:
+        return partial(IN_WORDS[pattern.name], pattern)
+    text = said_of(type(pattern), "formula").partition(", with ")[0].replace(", ...}", ", *POWERS}")
+    fields = {name: math.inf if value is None else value for name, value in vars(pattern).items()}
+    known = {**vars(patterns), "pairwise": pairwise, "POWERS": POWERS, "kv_len": TOKENS, **fields}
+
+    def kept(q, kv):
+        block = getattr(pattern, "block", 1)
+        found = eval(text, known | {"q": q, "kv": kv, "i": q // block, "j": kv // block})
+        return bool(keeps(found, q, kv) if isinstance(found, sf.Pattern) else found)
+
+    if isinstance(known.get("pattern"), sf.Pattern):  # a formula in terms of another pattern calls it
+        known["pattern"] = partial(keeps, known["pattern"])
+    return kept
+
+
+def keeps(pattern, q, kv):
+    return pattern.token_rule(np.array(q), np.array(kv))
+
+
+@pytest.mark.parametrize("name", sorted(strategies.by_name))
 @settings(max_examples=15)
 @given(data=st.data())
 def test_token_rule_is_the_formula(name, data):
     p = data.draw(strategies.by_name[name])
     q, kv = np.arange(EARLIEST, TOKENS), np.arange(TOKENS)
-    expected = np.array([[bool(FORMULAS[name](p, i, j)) for j in kv.tolist()] for i in q.tolist()])
+    formula = formula_of(p)
+    expected = np.array([[formula(i, j) for j in kv.tolist()] for i in q.tolist()])
     kept = p.of_length(TOKENS).token_rule(q[:, None], kv[None, :])
     np.testing.assert_array_equal(np.broadcast_to(kept, expected.shape), expected)
 
 
-def test_every_built_in_pattern_has_a_formula_a_picture_and_a_sorted_name():
-    built_in = [name for name in sf.list_patterns() if pattern_class(name).__module__.startswith("sparse_flash.patterns.")]
-    assert list(patterns.__all__) == sorted(patterns.__all__) == built_in == sorted(PICTURED)
-    assert {*FORMULAS, "from_mask_fn"} == set(PICTURED) and set(strategies.by_name) == set(FORMULAS)
-    assert all(getattr(sf, name) is pattern_class(name) for name in built_in)
+def test_every_built_in_pattern_is_public_under_a_sorted_name_and_drawn_for_the_tests():
+    assert list(patterns.__all__) == sorted(patterns.__all__) == BUILT_IN
+    assert set(strategies.by_name) == set(BUILT_IN) - {"from_mask_fn"}
+    assert all(getattr(sf, name) is pattern_class(name) for name in BUILT_IN)
 
 
-@pytest.mark.parametrize("name", sorted(PICTURED))
-def test_every_built_in_pattern_says_what_it_is_for(name):
-    assert use_of(pattern_class(name)) in sys.modules[f"sparse_flash.patterns.{name}"].__doc__.splitlines()[2]
-    assert len(use_of(pattern_class(name)).split()) > 3
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_built_in_pattern_says_what_it_is_for_where_it_is_from_and_how_it_is_shown(name):
+    cls = pattern_class(name)
+    lines = [line.partition(":")[0] for line in sys.modules[cls.__module__].__doc__.split("\n\n")[1].splitlines()]
+    source = [] if name in ("from_blocks", "from_mask_fn", "shifted") else ["source"]
+    assert lines == ["use", "formula", *source, "specimen"] and len(said_of(cls, "use").split()) > 3
+    specimen = eval(said_of(cls, "specimen"), vars(patterns))
+    assert isinstance(specimen, cls) and sf.compile_mask(specimen, 4096, block_size=64).density > 0
 
 
-@pytest.mark.parametrize("name", sorted(PICTURED))
+@pytest.mark.parametrize("name", BUILT_IN)
 def test_picture_in_the_docstring_is_the_pattern(name):
-    doc = sys.modules[f"sparse_flash.patterns.{name}"].__doc__
-    cells = [line.split()[0] for line in doc.splitlines() if line.strip() and set(line.split()[0]) <= set(".#")]
-    shown = np.array([[cell == "#" for cell in row] for row in cells])
-    np.testing.assert_array_equal(shown, strategies.dense(PICTURED[name], *shown.shape))
-    assert "source:" in doc or name in ("from_blocks", "from_mask_fn", "shifted")
+    lines = [line.split(maxsplit=1) for line in sys.modules[f"sparse_flash.patterns.{name}"].__doc__.splitlines() if line.strip()]
+    rows = [line for line in lines if set(line[0]) <= set(".#")]
+    (made,) = (line[1] for line in rows if len(line) > 1)
+    shown = np.array([[cell == "#" for cell in row] for row, *_ in rows])
+    pictured = eval(made, vars(patterns))
+    assert isinstance(pictured, pattern_class(name))
+    np.testing.assert_array_equal(shown, strategies.dense(pictured, *shown.shape))
 
 
 def test_causal_query_sees_exactly_window_keys_of_local_itself_included():
@@ -173,6 +148,23 @@ def test_a_rule_repeats_where_queries_and_keys_move_by_its_period(pattern, perio
     assume(pattern.shift_period)
     q, kv, move = np.arange(EARLIEST, TOKENS)[:, None], np.arange(TOKENS) + 2 * pattern.shift_period, periods * pattern.shift_period
     np.testing.assert_array_equal(*np.broadcast_arrays(pattern.token_rule(q, kv), pattern.token_rule(q + move, kv + move)))
+
+
+@settings(max_examples=200)
+@given(pattern=strategies.expressions, by=st.integers(-300, 300))
+def test_a_moved_expression_keeps_from_its_first_position_on_what_the_expression_keeps(pattern, by):
+    q, kv = np.arange(max(by, 0) + EARLIEST, max(by, 0) + TOKENS)[:, None], np.arange(max(by, 0), max(by, 0) + TOKENS)
+    expected = pattern.of_length(TOKENS).token_rule(q - by, kv - by)
+    np.testing.assert_array_equal(*np.broadcast_arrays(moved(pattern.of_length(TOKENS), by).token_rule(q, kv), expected))
+
+
+def test_a_moved_pattern_is_equal_for_offsets_of_one_meaning():
+    assert moved(sf.block_diagonal(8), 3) == moved(sf.block_diagonal(8), 19) and moved(
+        sf.block_diagonal(8), -16
+    ) == sf.block_diagonal(8)
+    assert moved(sf.causal() & sf.local(9), 5) == sf.causal() & sf.local(9)
+    assert moved(sf.sinks(4), 3) == sf.sinks(7) and moved(sf.sinks(4), -4) == moved(sf.sinks(4), -9) == ~sf.full()
+    assert moved(sf.longformer(5, 2), -1) == sf.local(5) | moved(sf.global_tokens(2), -1)
 
 
 @settings(max_examples=60)

@@ -354,7 +354,7 @@ def test_memory_is_what_launchers_allocate(backend, spec, options, monkeypatch):
         torch.zeros(s["batch"], heads, tokens, dim, dtype=torch.bfloat16)
         for heads, tokens, dim in ((s["heads"], 560, dims[0]), (kv_heads, 940, dims[0]), (kv_heads, 940, dims[1]))
     )
-    table = mask.walked(on_gpu=True)
+    table = mask.kernel_table(on_gpu=True)
     assert m.inputs == sum(t.nbytes for t in (q, k, v))
     assert m.table == (0 if table is None else mask.nbytes + (0 if table is mask else table.nbytes))
     has_backward = backend == "hopper" and backends.backend("hopper").has_backward(*dims)

@@ -7,7 +7,7 @@ gets a ``ModelMask``, which holds spec text instead of a tensor of pairs.
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -18,12 +18,12 @@ from transformers.masking_utils import sdpa_mask
 
 from ...compat.pytorch import assert_in_graph
 from ...masks.block_mask import BlockMask
-from ...masks.build import with_coarse
-from ...masks.cache import compiled_once
+from ...masks.build import of_heads
+from ...masks.cache import as_block_mask, compiled_once
 from ...masks.memory import remembered
-from ...masks.pattern import And, DerivedPattern, Pattern, PerHead, parse
-from ...masks.rules import Moved
-from ...patterns import block_diagonal, full, sinks
+from ...masks.pattern import And, Pattern, PerHead, parse
+from ...masks.rules import moved
+from ...patterns import block_diagonal, full
 
 _BLOCK = 128
 # Pairs of a mask that is not a pattern, over all batch entries: a byte each, scanned on the host.
@@ -217,7 +217,7 @@ class ModelMask(FlexBlockMask):
                     "tokens or limits of the model's own; pass the pattern itself, which counts from each sequence's first token"
                 )
             pattern = parse(mask) if isinstance(mask, str) else mask
-            limits = tuple(moved(pattern, -before) for before in self.padded_before())
+            limits = tuple(moved(pattern, before) for before in self.padded_before())
             one = self._made[key] = copy(self)
             one._made, one.first = {}, None
             one.limits = (*self.limits, limits[:1] if len(set(limits)) == 1 else limits)
@@ -471,7 +471,7 @@ class _Reading:
     def chunks(self, size: int, left_padding: list[int]) -> None:
         """Chunks are counted from the first token of each sequence."""
         limits = tuple(
-            str(block_diagonal(size)) if left % size == 0 else moved(block_diagonal(size), -left) for left in left_padding
+            str(block_diagonal(size)) if left % size == 0 else moved(block_diagonal(size), left) for left in left_padding
         )
         self.limits.append(limits[:1] if len(set(limits)) == 1 else limits)
 
@@ -537,7 +537,7 @@ def joined(mask, limits: tuple, offset: int = 0):
 @remembered(maxsize=1024)
 def _joined_patterns(mask, limits, offset) -> Pattern:
     patterns = [parse(one) if isinstance(one, str) else one for one in (mask, *limits) if one is not None]
-    return moved(And.of(*patterns), offset)
+    return moved(And.of(*patterns), -offset)
 
 
 @dataclass(frozen=True)
@@ -553,24 +553,10 @@ class _Restarted(Pattern):
         return self.pattern.token_rule(q - first, kv - first)
 
 
-def moved(pattern: Pattern, offset: int) -> Pattern:
-    """The pattern for keys whose first one has position ``offset``; equal for as many offsets as possible, as tables are cached."""
-
-    def change(leaf: Pattern) -> Pattern:
-        by = offset % leaf.shift_period if leaf.shift_period else offset
-        if isinstance(leaf, DerivedPattern) and not leaf.shift_period:
-            return moved(leaf.expanded(), offset)
-        if isinstance(leaf, sinks):
-            return sinks(leaf.tokens - offset) if leaf.tokens > offset else ~full()
-        return Moved(leaf, -by) if by else leaf
-
-    return pattern.with_leaves(change)
-
-
 @remembered(maxsize=64)
 def _of_entries(patterns: tuple, q_length: int, kv_length: int, device) -> BlockMask:
     """A mask with one pattern per batch entry, or one per head of each."""
     heads = max(len(pattern.patterns) if isinstance(pattern, PerHead) else 1 for pattern in patterns)
     every = [one for p in patterns for one in (p.patterns if isinstance(p, PerHead) else [full() if p is None else p] * heads)]
-    masks = BlockMask.per_head(every, q_length, kv_length, _BLOCK)
-    return with_coarse(replace(masks, mask_index=masks.mask_index.view(-1, heads), coarse=None)).to(device)
+    compiled = {p: as_block_mask(p, q_length, kv_length, _BLOCK) for p in dict.fromkeys(every)}
+    return of_heads([compiled[p] for p in every], len(patterns), heads).to(device)

@@ -31,7 +31,7 @@ def heads_in_queue(row_bytes: int, rows: int, mask, lines: int, group: int = 1, 
     fitting, units = L2_BYTES // of_head, lines // group
     two = by_key and fitting == 1
     if mask is not None:
-        two |= mask.grouped or (by_key and mask.narrow)
+        two |= mask.document_order or (by_key and mask.narrow)
     most = max(2 if two else 1, fitting)
     if units <= most:
         return lines

@@ -1,0 +1,129 @@
+"""Types of a pattern's fields that say which values they take. ``Pattern.__post_init__`` checks the fields by them.
+
+    window: Positive                       an integer of at least 1
+    seed: Natural = 0                      an integer of at least 0
+    left: Natural | None = None            likewise, or None
+    cu_seqlens: tuple[Natural, ...]        a tuple of them, from a list, an array or a tensor too
+    density: Share                         a number, 0 < density <= 1
+
+Type checkers see int, float and so on. Fields of other types are checked to be hashable, and no more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from numbers import Real
+from types import UnionType
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, Union, get_args, get_origin
+
+import numpy as np
+
+from ..compat.dynamo import constant_in_graphs
+from .memory import remembered
+
+# The end of an unbounded run: past every position, and far enough from 2^63 to add positions to.
+BEYOND = 1 << 62
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """The least and the greatest number of a field."""
+
+    least: int
+    most: int = BEYOND
+
+
+Positive: TypeAlias = Annotated[int, Range(1)]
+Natural: TypeAlias = Annotated[int, Range(0)]
+Factors: TypeAlias = Annotated[int, Range(0, 62)]  # how many powers of two
+Share: TypeAlias = Annotated[float, Range(0, 1)]
+
+
+Form: TypeAlias = Literal["integer", "integers", "share"]
+
+
+class Limit(NamedTuple):
+    """What one field of a pattern takes. optional: None too."""
+
+    field: str
+    form: Form
+    least: int
+    most: int
+    optional: bool
+
+
+@constant_in_graphs
+def limits_of(cls: type) -> tuple[str, tuple[Limit, ...], bool]:
+    """(the pattern's name in messages, the limits of its fields, whether all of its fields have some)."""
+    return _limits_of(cls)
+
+
+@remembered(maxsize=256)
+def _limits_of(cls: type) -> tuple[str, tuple[Limit, ...], bool]:
+    limits = [_limit_of(field.name, field.type) for field in dataclasses.fields(cls)]
+    known = tuple(limit for limit in limits if limit is not None)
+    return vars(cls).get("name") or cls.__qualname__, known, len(known) == len(limits)
+
+
+def _limit_of(
+    field: str, annotation: Any, form: Literal["integer", "integers"] = "integer", optional: bool = False
+) -> Limit | None:
+    """None for a type without a range, and for one in quotes."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin in (Union, UnionType):
+        others = [one for one in inner if one is not type(None)]
+        return _limit_of(field, others[0], form, True) if len(others) == 1 else None
+    if origin is tuple and inner[1:] == (...,):
+        return _limit_of(field, inner[0], "integers", optional)
+    if origin is not Annotated:
+        return None
+    ranges = [one for one in inner[1:] if isinstance(one, Range)]
+    return Limit(field, "share" if inner[0] is float else form, ranges[0].least, ranges[0].most, optional) if ranges else None
+
+
+def check_limits(pattern: object) -> bool:
+    """Checks the fields that have limits, and sets them to Python's own numbers. Returns whether all fields have limits. Raises
+    ValueError."""
+    name, limits, everything = limits_of(type(pattern))
+    for limit in limits:
+        value = getattr(pattern, limit.field)
+        if value is not None or not limit.optional:
+            settle(pattern, **{limit.field: _checked(name, value, limit)})
+    return everything
+
+
+def settle(pattern: object, /, **values: Any) -> None:
+    """Sets fields of a frozen dataclass, for its ``__post_init__``."""
+    for name, value in values.items():
+        object.__setattr__(pattern, name, value)
+
+
+def _checked(pattern: str, value: object, limit: Limit) -> Any:
+    if limit.form == "share":
+        if (
+            isinstance(value, (bool, np.bool_))
+            or not isinstance(value, (Real, np.floating))
+            or not limit.least < value <= limit.most
+        ):
+            raise ValueError(f"{pattern}: {limit.field} must be a number, 0 < {limit.field} <= 1; got {value!r}")
+        return float(value)
+    if limit.form == "integers":
+        return _integers(pattern, limit, value)
+    if limit.optional and isinstance(value, int) and value > limit.most:
+        raise ValueError(f"{pattern}: {limit.field} must be at most {limit.most}; got {value}; None is no limit")
+    return positive_int(pattern, limit.field, value, limit.least)
+
+
+def _integers(pattern: str, limit: Limit, values: object) -> tuple[int, ...]:
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(values, (tuple, list)):
+        raise ValueError(f"{pattern}: {limit.field} must be a sequence of integers; got {values!r}")
+    return tuple(positive_int(pattern, f"{limit.field}[{k}]", value, limit.least) for k, value in enumerate(values))
+
+
+def positive_int(pattern: str, name: str, value: object, least: int = 1) -> int:
+    """``value`` as an int from ``least`` to 2^62, so that arithmetic on positions cannot overflow; raises ValueError."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)) or not least <= value <= BEYOND:
+        most = " and at most 2**62" if isinstance(value, int) and value > BEYOND else ""
+        raise ValueError(f"{pattern}: {name} must be an integer of at least {least}{most}; got {value!r}")
+    return int(value)
