@@ -7,7 +7,7 @@ from sm90 import TARGET, resources
 from triton.compiler import ASTSource
 
 from sparse_flash.kernels.launch.launch import FUSED
-from sparse_flash.kernels.portable import choose_blocks
+from sparse_flash.kernels.selection import choose_blocks
 
 ALIGNED = {"head_dim", "q_batch", "q_head", "q_token", "k_batch", "k_head", "k_token"}
 

@@ -15,11 +15,11 @@ from ..compat.pytorch import is_distributed
 from ..dispatch import operators
 from ..dispatch.call import AttentionCall
 from ..masks.block_mask import BlockMask, check_batch_and_heads
-from ..masks.block_selection import BlockSelection, checked_selection_block, checked_sharing
 from ..masks.cache import compiled_once, is_recorded, of_another_library, traceable
 from ..masks.memory import cleared_by
 from ..masks.pattern import Pattern, check_known_end, text_of
 from ..packed.repack import Side
+from ..selection.block_selection import BlockSelection, checked_selection_block, checked_sharing
 from ..selection.choice import COMPRESSED, SCORES
 from ..variant.variant import ScoreFunction, check_counts, check_number, check_same_device, checked_variant, int32_lengths
 from .shared import SharedSequence

@@ -7,8 +7,8 @@ import torch
 from ..dispatch import operators
 from ..dispatch.call import AttentionCall
 from ..masks.block_mask import BlockMask
-from ..masks.block_selection import BlockSelection
 from ..masks.pattern import Pattern
+from ..selection.block_selection import BlockSelection
 from ..variant.definition import with_sinks
 from ..variant.variant import ScoreFunction
 from .arguments import checked, select_backend

@@ -12,9 +12,9 @@ from torch import nn
 
 from .. import backends
 from ..masks.block_mask import BlockMask
-from ..masks.block_selection import BlockSelection
 from ..masks.cache import of_another_library
 from ..masks.pattern import Pattern, parse, text_of
+from ..selection.block_selection import BlockSelection
 from ..variant.variant import check_counts, check_dropout
 from .arguments import check_deterministic
 from .attention import attention

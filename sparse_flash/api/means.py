@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..backends import cache_capacity
-from ..masks.block_selection import BlockSelection, checked_selection_block
+from ..selection.block_selection import BlockSelection, checked_selection_block
 from ..selection.newest import choose_newest, update_means
 from ..variant.variant import check_counts
 from .arguments import MAX_QUERIES, check_dtype, checked_cache_lengths, checked_keep

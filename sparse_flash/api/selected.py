@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from .. import backends
-from ..masks.block_selection import BlockSelection
 from ..selection import operators
+from ..selection.block_selection import BlockSelection
 from ..variant.definition import with_sinks
 from .arguments import (
     autocast,

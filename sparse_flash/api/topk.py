@@ -12,14 +12,14 @@ import torch
 
 from ..backends.torch import own_precision
 from ..masks.block_mask import BlockMask
-from ..masks.block_selection import BlockSelection, always_table
 from ..masks.cache import as_block_mask, is_recorded, one_mask
 from ..masks.grid import BlockGrid
 from ..masks.memory import remembered
 from ..masks.pattern import Pattern, parse
-from ..packed.picks import PackedSelection
 from ..selection import choice
+from ..selection.block_selection import BlockSelection, always_table
 from ..selection.choice import COMPRESSED, block_means
+from ..selection.packed_selection import PackedSelection
 from ..variant.variant import check_counts
 from .arguments import (
     DEFAULT_BLOCK_SIZE,

@@ -7,9 +7,9 @@ import torch
 from ..masks.block_mask import BlockMask
 from ..masks.pattern import Pattern, text_of
 from ..packed.gather_rows import take_rows
-from ..packed.picks import PackedSelection, block_axis, bounds_of, places
 from ..packed.repack import BLOCK
 from ..selection import choice
+from ..selection.packed_selection import PackedSelection, block_axis, bounds_of, places
 from .arguments import check_packed, documents_of
 
 

@@ -2,8 +2,8 @@
 
 A group's first query chooses for it, and the blocks that it chooses from end before its own begins. So no pick depends on a later
 token. Each way of choosing is an operator, so torch.compile does not look inside, and activation checkpointing can keep its result.
-On a GPU a kernel chooses (``kernels/portable/choose_blocks``), elsewhere PyTorch operations on some groups at a time; neither holds
-the scores of all groups.
+On a GPU a kernel chooses (``kernels/selection/choose_blocks``), elsewhere PyTorch operations on some groups at a time. Neither
+holds the scores of all groups.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ..backends import triton as portable
 from ..backends.torch import own_precision
-from ..masks.block_selection import group_positions, normalized, own_width
+from .block_selection import group_positions, normalized, own_width
 
 SCORES = ("mean", "max")  # by queries and keys
 COMPRESSED = "softmax"  # by queries and compressed keys
@@ -47,7 +47,7 @@ def choose_blocks(
     q_len, kv_len = q.shape[2], k.shape[2]
     means = block_means(k[:, :, : kv_len // block_size * block_size], block_size) if score == "mean" else None
     if kernel_chooses(q, heads, keep) and q.shape[3] * q.element_size() <= _MOST_BYTES:
-        from ..kernels.portable.choose_blocks import choose_blocks as by_kernel
+        from ..kernels.selection.choose_blocks import choose_blocks as by_kernel
 
         own = own_width(every, block_size, kv_len - q_len)
         q, k = (portable.unbroken(t) for t in (q, k))
@@ -97,7 +97,7 @@ def choose_by_scores(
     """Like ``choose_blocks``, by given scores: (batch, heads that pick, groups, blocks) of a floating-point type. -inf and NaN are
     never chosen."""
     if kernel_chooses(scores, scores.shape[1], keep):
-        from ..kernels.portable.choose_blocks import choose_blocks as by_kernel
+        from ..kernels.selection.choose_blocks import choose_blocks as by_kernel
 
         own = own_width(every, block_size, kv_len - q_len)
         with portable.current_device(scores.device):
@@ -143,8 +143,8 @@ def choose_by_compressed(
     lse = None if lse is None else lse.to(torch.promote_types(q.dtype, torch.float32)).contiguous()
     sizes = keep - 1, every, block_size, q.shape[2], kv_len
     if keys.shape[2] and kernel_chooses(q, heads, keep) and q.shape[3] * q.element_size() <= _MOST_BYTES:
-        from ..kernels.portable.choose_blocks import Compressed
-        from ..kernels.portable.choose_blocks import choose_blocks as by_kernel
+        from ..kernels.selection.choose_blocks import Compressed
+        from ..kernels.selection.choose_blocks import choose_blocks as by_kernel
 
         own = own_width(every, block_size, kv_len - q.shape[2])
         q, keys = (portable.unbroken(t) for t in (q, keys))

@@ -11,7 +11,7 @@ from ..backends import Call, cache_capacity, check_read_pages, empty_out, hopper
 from ..backends import triton as portable
 from ..backends.torch import own_precision
 from ..compat.pytorch import is_plain_eager
-from ..masks.block_selection import BlockSelection
+from .block_selection import BlockSelection
 
 CHUNK = 1 << 27  # numbers of keys and values read at a time
 
@@ -56,7 +56,7 @@ def _by_kernel(
     block_table: torch.Tensor | None,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from ..kernels.portable.selection_decode import selection_decode
+    from ..kernels.selection.decode import selection_decode
 
     kv_lens, block_table = (t if t is None else t.contiguous() for t in (kv_lens, block_table))
     ready, others = portable.unbroken(q), (portable.unbroken(k), portable.unbroken(v), picks.contiguous())

@@ -25,13 +25,17 @@ from .. import backends
 from ..dispatch import observers
 from ..dispatch.operators import of_nothing, refuse_batched, refuse_second_derivatives, refuse_transforms, upstream
 from ..masks.block_mask import BlockMask
-from ..masks.block_selection import BlockSelection
-from . import hopper, portable, reference
-from . import torch as by_torch
+from . import by_definition, by_hopper_kernels, by_kernels, by_operations
+from .block_selection import BlockSelection
 
 _Packed: TypeAlias = tuple[torch.Tensor, list[torch.Tensor], int, int, int, bool]
 
-BACKENDS: dict[str, ModuleType] = {"hopper": hopper, "triton": portable, "torch": by_torch, "reference": reference}
+BACKENDS: dict[str, ModuleType] = {
+    "hopper": by_hopper_kernels,
+    "triton": by_kernels,
+    "torch": by_operations,
+    "reference": by_definition,
+}
 
 
 def attention(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..masks.block_selection import BlockSelection
+from ..selection.block_selection import BlockSelection
 from .figures import flops_text, size_text, times
 
 TILES = (4, 16, 64)  # queries

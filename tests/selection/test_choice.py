@@ -239,8 +239,8 @@ def test_an_earlier_token_decides():
     [(1, 50, 50, 3, (2, 2)), (3, 60, 100, 1, (2, 1)), (40, 100, 70, 6, (3, 1)), (1, 5, 130, 6, (4, 2))],
 )
 def test_the_kernel_picks_what_pytorch_picks(kind, every, q_len, kv_len, keep, heads, poison):
-    from sparse_flash.kernels.portable.choose_blocks import ChoiceConfig, choose_blocks
-    from sparse_flash.masks.block_selection import own_width
+    from sparse_flash.kernels.selection.choose_blocks import ChoiceConfig, choose_blocks
+    from sparse_flash.selection.block_selection import own_width
 
     batch = 2 if every > 1 else 1
     q, k = whole_numbers(batch, heads[0], q_len, 8), whole_numbers(batch, heads[1], kv_len, 8, seed=1)
@@ -262,8 +262,8 @@ def test_the_kernel_picks_what_pytorch_picks(kind, every, q_len, kv_len, keep, h
 @parametrize("length, stride, block", COMPRESSIONS)
 @parametrize("every, q_len, kv_len, keep, heads", [(1, 50, 130, 3, (4, 2)), (3, 60, 100, 1, (2, 1)), (1, 60, 40, 4, (3, 1))])
 def test_the_kernel_picks_what_pytorch_picks_by_compressed_keys(every, q_len, kv_len, keep, heads, length, stride, block, poison):
-    from sparse_flash.kernels.portable.choose_blocks import ChoiceConfig, Compressed, choose_blocks
-    from sparse_flash.masks.block_selection import own_width
+    from sparse_flash.kernels.selection.choose_blocks import ChoiceConfig, Compressed, choose_blocks
+    from sparse_flash.selection.block_selection import own_width
 
     generator = torch.Generator().manual_seed(length + q_len)
     q = tensor((2, heads[0], q_len, 24), generator=generator)
@@ -281,7 +281,7 @@ def test_the_kernel_picks_what_pytorch_picks_by_compressed_keys(every, q_len, kv
 
 @runs
 def test_the_kernel_sums_the_softmax_of_what_each_query_reads(poison):
-    from sparse_flash.kernels.portable.choose_blocks import Compressed, compressed_lse
+    from sparse_flash.kernels.selection.choose_blocks import Compressed, compressed_lse
 
     q, keys = whole_numbers(2, 4, 90, 24, largest=9), whole_numbers(2, 2, 74, 24, largest=9)
     found = compressed_lse(q, keys, Compressed(8, 1, None), 3, 81)

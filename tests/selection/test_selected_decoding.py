@@ -95,7 +95,7 @@ DECODED = {
 @parametrize("paged_by", [None, 8, 64])
 @parametrize("case", DECODED.values(), ids=DECODED)
 def test_the_kernel_equals_dense_attention_over_the_picked_pairs_and_repeats(case, paged_by):
-    from sparse_flash.kernels.portable.selection_decode import selection_decode
+    from sparse_flash.kernels.selection.decode import selection_decode
 
     (heads, kv_heads, pickers, q_len, capacity, block, n, every, dim, v_dim), counts = case
     q, k, v, _ = tensors(2, heads, kv_heads, q_len, capacity, dim, v_dim=v_dim)

@@ -16,7 +16,7 @@ import gluon_on_cpu as emulated
 
 import sparse_flash as sf
 from sparse_flash import backends
-from sparse_flash.selection import hopper, operators, portable
+from sparse_flash.selection import by_hopper_kernels, by_kernels, operators
 
 parametrize = pytest.mark.parametrize
 # The kernels around them are portable: without a GPU, Triton's interpreter runs those.
@@ -71,9 +71,9 @@ def test_what_is_always_kept_counts_once_beside_picks(block):
 
 
 def test_a_call_in_turns_gives_the_same(monkeypatch):
-    made, turns_of = [], portable.turns_of
-    monkeypatch.setattr(portable, "turns_of", lambda *sizes: made.append(turns_of(*sizes)) or made[-1])
-    monkeypatch.setattr(portable, "WORKSPACE", 240_000)
+    made, turns_of = [], by_kernels.turns_of
+    monkeypatch.setattr(by_kernels, "turns_of", lambda *sizes: made.append(turns_of(*sizes)) or made[-1])
+    monkeypatch.setattr(by_kernels, "WORKSPACE", 240_000)
     with running(3):
         check(8, 2, 2, 120, 260, 2, 64, 2, dim=64)
     assert all(len(turns.all) > 1 for turns in made)
@@ -130,7 +130,7 @@ def refused(block: int = 64, **changed) -> str | None:
     q, k, v, _ = tensors(1, 4, 1, 256, 256, 64, dtype=torch.float16)
     selection = sf.BlockSelection(torch.zeros(1, 1, 256, 2, dtype=torch.int32), 256, 256, block)
     with running():
-        return hopper.supports(replace(backends.Call.of(q, k, v, block), **changed), selection)
+        return by_hopper_kernels.supports(replace(backends.Call.of(q, k, v, block), **changed), selection)
 
 
 def test_calls_that_do_not_fit_are_refused_by_name():

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 import sparse_flash as sf
 from sparse_flash import backends
-from sparse_flash.selection import operators, portable
+from sparse_flash.selection import by_kernels, operators
 
 parametrize = pytest.mark.parametrize
 pytestmark = [
@@ -57,9 +57,9 @@ def test_what_is_always_kept_counts_once_beside_picks(case):
 
 @parametrize("workspace, of_lines", [(60_000, True), (12_000, False)], ids=["turns of lines", "several turns of a line"])
 def test_a_call_in_turns_gives_the_same(monkeypatch, workspace, of_lines):
-    made, turns_of = [], portable.turns_of
-    monkeypatch.setattr(portable, "turns_of", lambda *sizes: made.append(turns_of(*sizes)) or made[-1])
-    monkeypatch.setattr(portable, "WORKSPACE", workspace)
+    made, turns_of = [], by_kernels.turns_of
+    monkeypatch.setattr(by_kernels, "turns_of", lambda *sizes: made.append(turns_of(*sizes)) or made[-1])
+    monkeypatch.setattr(by_kernels, "WORKSPACE", workspace)
     check(8, 2, 2, 60, 80, 2, 64, 2, always="sinks(4)")
     assert len(made) == 2 and all(len(turns.all) > 1 and (turns.choices == 30) == of_lines for turns in made)
 
@@ -122,11 +122,11 @@ def test_calls_that_do_not_fit_are_refused_by_name(heads, every, n, reason):
     q, k, v, _ = tensors(1, heads, 1, 64, 64, 16)
     picks = torch.zeros(1, 1, 64 // every, n, dtype=torch.int32)
     selection = sf.BlockSelection(picks, 64, 64, 64, every)
-    assert portable.supports(backends.Call.of(q, k, v, 64), selection) == reason
+    assert by_kernels.supports(backends.Call.of(q, k, v, 64), selection) == reason
 
 
 def test_what_a_call_does_besides_its_selection_is_refused_by_name():
     q, k, v, _ = tensors(1, 2, 1, 64, 64, 16)
     call = replace(backends.Call.of(q, k, v, 64), features=("dropout_p", "softcap"))
     selection = sf.BlockSelection(torch.zeros(1, 1, 64, 2, dtype=torch.int32), 64, 64, 64)
-    assert portable.supports(call, selection) == "it takes no dropout_p, softcap beside a selection"
+    assert by_kernels.supports(call, selection) == "it takes no dropout_p, softcap beside a selection"

@@ -8,8 +8,8 @@ from picked import drawn_picks
 pytest.importorskip("triton")
 
 from sparse_flash import backends
-from sparse_flash.kernels.portable.selection_tiles import SelectionSizes
-from sparse_flash.selection import tables
+from sparse_flash.kernels.selection.tiles import SelectionSizes
+from sparse_flash.selection import lists
 
 parametrize = pytest.mark.parametrize
 pytestmark = pytest.mark.skipif(
@@ -78,22 +78,22 @@ def listed(lists, sizes, turns) -> list[tuple[int, int, int]]:
 def test_every_pick_is_walked_or_listed_once(sizes, workspace):
     pickers = sizes.kv_heads * sizes.pickers
     picks = drawn_picks((sizes.batch, pickers, sizes.choices, sizes.slots), sizes.every, sizes.block, sizes.q_len, sizes.kv_len)
-    turns = tables.turns_of(sizes, 10, 0, workspace)
+    turns = lists.turns_of(sizes, 10, 0, workspace)
     assert (len(turns.all) == 1) == (workspace > 1500 or sizes.every == 64)
     least = max(2, sizes.tiled.choices // 2)
-    walks = tables.tile_walks(picks, sizes, least)
-    lists = tables.column_lists(picks, walks, sizes, turns, 8)
-    by_tiles, by_columns = walked(walks, picks, sizes, least), listed(lists, sizes, turns)
-    assert len(by_columns) == len(set(by_columns)) == int(lists.counts.sum())
+    walks = lists.tile_walks(picks, sizes, least)
+    some = lists.column_lists(picks, walks, sizes, turns, 8)
+    by_tiles, by_columns = walked(walks, picks, sizes, least), listed(some, sizes, turns)
+    assert len(by_columns) == len(set(by_columns)) == int(some.counts.sum())
     assert by_tiles.isdisjoint(by_columns) and by_tiles | set(by_columns) == kept(picks, sizes)
-    all_listed = tables.column_lists(picks, None, sizes, turns, 8)
+    all_listed = lists.column_lists(picks, None, sizes, turns, 8)
     assert sorted(listed(all_listed, sizes, turns)) == sorted(kept(picks, sizes))
 
 
 @parametrize("bytes_of_entry, bytes_of_line, turns", [(0, 0, 1), (0, 1 << 20, 4), (10, 1 << 20, 8), (10, 500, 4)])
 def test_a_turn_takes_a_line_at_least_and_parts_are_in_bounds(bytes_of_entry, bytes_of_line, turns):
     sizes = SIZES["a choice for each query"]
-    found = tables.turns_of(sizes, bytes_of_entry, bytes_of_line, 3000)
+    found = lists.turns_of(sizes, bytes_of_entry, bytes_of_line, 3000)
     assert len(found.all) == turns and {turn.stride for turn in found.all} == {found.choices}
     assert found.lines * found.choices * sizes.slots * bytes_of_entry <= 3000
     covered = sorted((turn.line + n, turn.choice) for turn in found.all for n in range(turn.lines))
@@ -103,7 +103,7 @@ def test_a_turn_takes_a_line_at_least_and_parts_are_in_bounds(bytes_of_entry, by
 def test_lists_are_cut_into_even_pieces_and_heavy_ones_divided():
     ends = torch.tensor([[0, 100, 103, 103]], dtype=torch.int32, device=DEVICE)
     begin, end = ends[:, :-1], ends[:, 1:]
-    pieces = tables.in_pieces(begin, begin + 10, end, 3 + 103 // 32, 32, 4)
+    pieces = lists.in_pieces(begin, begin + 10, end, 3 + 103 // 32, 32, 4)
     items = [item for item in pieces.items[0].tolist() if item[1] < item[3]]
     assert items == [[0, 0, 10, 28, 0], [0, 28, 28, 56, 1], [0, 56, 56, 84, 2], [0, 84, 84, 100, 3], [1, 100, 103, 103, 4]]
     assert pieces.starts[0].tolist() == [0, 4, 5, 5]

@@ -134,7 +134,7 @@ def test_the_choice_and_attention_of_documents_compile_into_one_graph():
 @runs
 @parametrize("kind", ["mean", "max", "given"])
 def test_the_kernel_picks_for_documents_what_pytorch_picks(kind):
-    from sparse_flash.kernels.portable.choose_blocks import ChoiceConfig, choose_blocks
+    from sparse_flash.kernels.selection.choose_blocks import ChoiceConfig, choose_blocks
     from sparse_flash.selection import choice
 
     generator = torch.Generator().manual_seed(0)

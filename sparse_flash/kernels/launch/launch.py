@@ -197,7 +197,7 @@ def run_within_memory(run: Callable[[Config], None], config: Config, key: Callab
 def _described(kernel, constants: dict) -> str:
     """A description such as "attention forward for Hopper, head_dim 128"."""
     name = kernel.fn.__name__.removesuffix("_kernel").replace("_", " ")
-    family = " for Hopper" if ".hopper." in kernel.fn.__module__ else ""
+    family = " for Hopper" if ".hopper" in kernel.fn.__module__ else ""
     head_dim = f", head_dim {constants['DIM']}" if "DIM" in constants else ""
     return f"{name}{family}{head_dim}"
 

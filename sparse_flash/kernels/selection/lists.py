@@ -7,7 +7,7 @@ import triton.language as tl
 
 from ..common.grid import tile_and_batch_head
 from ..launch.launch import launch
-from .selection_tiles import SelectionSizes, padded
+from .tiles import SelectionSizes, padded
 
 _UNKNOWN = tl.constexpr(0x7FFFFFFF)  # above every key of a sort
 _CUT = tl.constexpr(1 << 30)

@@ -7,6 +7,7 @@ queries that picked it. Parts take bounded memory: a call is computed in turns, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,8 +18,8 @@ from ..backends.triton import addressable, current_device, restored, restored_ou
 from ..kernels.common.config import padded_head_dim
 from ..kernels.common.layout import empty_out
 from ..masks.block_mask import BlockMask
-from ..masks.block_selection import BlockSelection
-from .tables import (
+from .block_selection import BlockSelection
+from .lists import (
     Pieces,
     Turns,
     always_pieces,
@@ -32,7 +33,7 @@ from .tables import (
 )
 
 if TYPE_CHECKING:
-    from ..kernels.portable.selection_tiles import SelectionSizes
+    from ..kernels.selection.tiles import SelectionSizes
 
 # Bytes that parts of results may take. With a quarter, the prototype's forward pass took 6 % longer (H200, 65,536 tokens, 32 heads
 # over 8, blocks of 128).
@@ -48,7 +49,7 @@ def supports(call: Call, selection: BlockSelection) -> str | None:
         return reason
     if call.features:
         return f"it takes no {', '.join(sorted(call.features))} beside a selection"
-    from ..kernels.portable.selection_tiles import ROWS
+    from ..kernels.selection.tiles import ROWS
 
     batch, pickers, choices, slots = selection.picks.shape
     members = call.heads // pickers
@@ -63,7 +64,7 @@ def supports(call: Call, selection: BlockSelection) -> str | None:
 
 
 def _sizes(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection) -> SelectionSizes:
-    from ..kernels.portable.selection_tiles import SelectionSizes
+    from ..kernels.selection.tiles import SelectionSizes
 
     (batch, heads, q_len), (kv_heads, kv_len) = q.shape[:3], k.shape[1:3]
     pickers, slots = selection.picks.shape[1] // kv_heads, selection.picks.shape[3]
@@ -79,8 +80,8 @@ def forward(
     parts_kernel: Callable[..., None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse), out in q's memory order. parts_kernel: in place of ``picked_parts``."""
-    from ..kernels.portable.selection_forward import picked_parts, walk_picks
-    from ..kernels.portable.selection_tiles import SelectionOperands
+    from ..kernels.selection.forward import picked_parts, walk_picks
+    from ..kernels.selection.tiles import SelectionOperands
 
     picks, always = selection.picks, selection.always
     sizes = _sizes(q, k, selection)
@@ -117,13 +118,11 @@ def backward(
     lse: torch.Tensor,
     selection: BlockSelection,
     scale: float,
-    grads_kernel: Callable[..., None] | None = None,
-    keys: int | None = None,
+    gathering: ModuleType | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv). There are no atomics: gradients repeat bit for bit. grads_kernel: in place of ``picked_grads``, with ``keys``
-    keys of a block in a program."""
-    from ..kernels.portable import selection_backward as kernels
-    from ..kernels.portable.selection_tiles import SelectionOperands
+    """(dq, dk, dv). There are no atomics: gradients repeat bit for bit. gathering: the module of another ``picked_grads``."""
+    from ..kernels.selection import backward as kernels
+    from ..kernels.selection.tiles import SelectionOperands
 
     picks, always = selection.picks, selection.always
     sizes = _sizes(q, k, selection)
@@ -133,14 +132,14 @@ def backward(
     log2_sum, delta = torch.empty_like(lse), torch.empty_like(lse)
     operands = SelectionOperands(ready[0], ready[1], ready[2], dout, log2_sum, delta)
     alone = walks_alone(sizes)
-    room = _backward_room(ready, sizes, always, not alone, keys)
+    gathering = gathering or kernels
+    room = _backward_room(ready, sizes, always, not alone, gathering)
     with current_device(q.device):
         kernels.rows_of_softmax(out, dout, lse, None if dlse is None else dlse.contiguous(), log2_sum, delta)
         walks = tile_walks(picks, sizes, 1) if alone else None
         lists = column_lists(picks, None, sizes, room.turns, room.most)
-        grads_of = grads_kernel or kernels.picked_grads
         for turn in room.turns.all:
-            grads_of(operands, lists, room.parts, room.k_sums.pieces, room.v_sums.pieces, sizes, turn, scale)
+            gathering.picked_grads(operands, lists, room.parts, room.k_sums.pieces, room.v_sums.pieces, sizes, turn, scale)
             if always is not None and turn.choice == 0:
                 columns = room.columns, room.k_sums.columns, room.v_sums.columns
                 kernels.always_grads(operands, picks, always, *columns, sizes, turn, scale)
@@ -152,8 +151,8 @@ def backward(
 
 def block_lse(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection, scale: float) -> torch.Tensor:
     """(batch, heads, q_len, n) float32."""
-    from ..kernels.portable.selection_forward import picked_masses
-    from ..kernels.portable.selection_tiles import SelectionOperands
+    from ..kernels.selection.forward import picked_masses
+    from ..kernels.selection.tiles import SelectionOperands
 
     picks, sizes = selection.picks, _sizes(q, k, selection)
     ready = [addressable(t) for t in (q, k)]
@@ -176,14 +175,14 @@ def block_lse_backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(dq, dk). masses: of ``block_lse``. dmasses: its gradient."""
-    from ..kernels.portable import selection_backward as kernels
-    from ..kernels.portable.selection_tiles import SelectionOperands
+    from ..kernels.selection import backward as kernels
+    from ..kernels.selection.tiles import SelectionOperands
 
     picks, sizes = selection.picks, _sizes(q, k, selection)
     ready = [addressable(t) for t in (q, k)]
     dq, dk = (torch.empty_like(t) for t in ready)
     operands = SelectionOperands(ready[0], ready[1], ready[1], None, masses, dmasses.contiguous())
-    room = _backward_room((*ready, ready[1]), sizes, None, True, None)
+    room = _backward_room((*ready, ready[1]), sizes, None, True, kernels)
     with current_device(q.device):
         lists = column_lists(picks, None, sizes, room.turns, room.most)
         for turn in room.turns.all:
@@ -215,14 +214,14 @@ class _BackwardRoom(NamedTuple):
 
 
 def _backward_room(
-    ready: Sequence[torch.Tensor], sizes: SelectionSizes, always: BlockMask | None, with_parts: bool, keys: int | None
+    ready: Sequence[torch.Tensor], sizes: SelectionSizes, always: BlockMask | None, with_parts: bool, gathering: ModuleType
 ) -> _BackwardRoom:
-    """ready: q, k and v. with_parts: whether dQ comes as parts. keys: of a step, by default that of the portable kernel."""
-    from ..kernels.portable.selection_backward import key_step, keys_of_sum
+    """ready: q, k and v. with_parts: whether dQ comes as parts. gathering: the module of ``picked_grads``."""
+    from ..kernels.selection.backward import keys_of_sum
 
     q, k, v = ready
     dim, dim_v = (padded_head_dim(t.shape[3]) for t in (k, v))
-    steps = sizes.block // (keys or key_step(q, v, sizes)[0])
+    steps = sizes.block // gathering.keys_of_part(q, v, sizes)
     of_entry = steps * sizes.rows_of_choice * dim * q.element_size() if with_parts else 0
     # At most half as many pieces again as there are key blocks: see ``backward_most``.
     turns = turns_of(sizes, of_entry, sizes.key_blocks * sizes.block * (dim + dim_v) * 6, WORKSPACE)

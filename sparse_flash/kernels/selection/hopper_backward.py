@@ -20,10 +20,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ..common.config import padded_head_dim
 from ..common.gluon import barrier, copy_elements, fresh_zero, record
 from ..common.tiles import LOG2_E
+from ..hopper.descriptors import described
+from ..hopper.products import times_transposed
+from ..hopper.ring import Ring, ring_beside, ring_of
 from ..launch.launch import launch, multiprocessors
-from .configs import PICKED_GRADS
-from .descriptors import described
-from .gathered import (
+from .hopper_gathering import (
     GATHERING_WARPS,
     NOT_SPECIALIZED,
     ROWS,
@@ -38,9 +39,9 @@ from .gathered import (
     store_by_rows,
     storing_layout,
 )
-from .products import times_transposed
-from .ring import Ring, ring_beside, ring_of
 
+# Tiles of gathered queries, and of their gradients, in shared memory, by padded head_dim and keys of an item.
+STAGES = {(64, 64): 6, (64, 128): 6, (128, 64): 4, (128, 128): 4}
 # Rows whose addresses the gathering warps hold at once, in few registers.
 TOGETHER = gl.constexpr(32)
 
@@ -478,17 +479,21 @@ def picked_grads_kernel(
         gl.warp_specialize([(_compute_first, (p,)), (_compute_second, (p,)), (_gather, (p,))], [4, GATHERING_WARPS], [232, 40])
 
 
-def picked_grads(operands, lists, parts, dk_sums, dv_sums, sizes, turn, scale: float, config=None) -> None:
+def keys_of_part(q, v, sizes) -> int:
+    """Returns the keys of a part of dQ."""
+    return keys_at_a_time(sizes.block)
+
+
+def picked_grads(operands, lists, parts, dk_sums, dv_sums, sizes, turn, scale: float) -> None:
     """Writes parts, unless None, and sums of one turn. Arguments as for the portable kernel, of 16-bit types, head_dim up to 128,
     v's being the same, and blocks of 64 keys or a multiple of 128."""
     q, k, v, dout, log2_sum, delta = operands
     dim, keys = padded_head_dim(q.shape[3]), keys_at_a_time(sizes.block)
-    config = config or PICKED_GRADS[dim, keys]
     block = [1, 1, keys, dim]
     arguments = [q, described(k, block), described(v, block), dout, log2_sum, delta, q if parts is None else parts]
     arguments += [dk_sums, dv_sums, *list_arguments(lists, turn), *row_arguments(q), *row_arguments(dout)]
     arguments += [*sizes.integers(turn), scale, scale * LOG2_E.value]
-    constants = {"DIM": dim, "KEYS": keys, "STAGES": config.stages, "WITH_QUERIES": parts is not None}
+    constants = {"DIM": dim, "KEYS": keys, "STAGES": STAGES[dim, keys], "WITH_QUERIES": parts is not None}
     constants |= {"PARTS": sizes.block // keys, **sizes.constants}
     grid = min(lists.items.shape[1] * constants["PARTS"], multiprocessors(q.device)), 1
     launch(picked_grads_kernel, grid, arguments, constants, {"num_warps": keys // 16})

@@ -21,7 +21,7 @@ from ..common.grid import tile_and_batch_head
 from ..common.tiles import LOG2_E, WalkedTable, load_tile, store_tile
 from ..launch.launch import described, launch, rows_of
 from .configs import selection_config
-from .selection_tiles import (
+from .tiles import (
     INTEGERS,
     ROWS,
     Always,
@@ -270,10 +270,11 @@ def picked_grads_kernel(
 
 
 def picked_grads(operands: SelectionOperands, lists, parts, dk_sums, dv_sums, sizes: SelectionSizes, turn: Turn, scale: float):
-    """Writes parts, unless None, and sums of one turn. lists: ``selection.tables.ColumnLists``. No dout for masses."""
+    """Writes parts, unless None, and sums of one turn. lists: ``selection.lists.ColumnLists``. No dout for masses."""
     q, k, v, dout, log2_sum, delta = operands
     dim, dim_v = padded_head_dim(q.shape[3]), padded_head_dim(v.shape[3])
-    n, config = key_step(q, v, sizes)
+    config = _config(q, v, sizes.block)
+    n = config.tile_n
     count, masses = lists.items.shape[1], dout is None
     arguments = [
         rows_of(q, dim),
@@ -289,11 +290,15 @@ def picked_grads(operands: SelectionOperands, lists, parts, dk_sums, dv_sums, si
     launch(picked_grads_kernel, (count, sizes.block // n), arguments, {**constants, **sizes.constants}, config.options)
 
 
-def key_step(q, v, sizes: SelectionSizes, block: int | None = None):
-    """(keys of a program of ``picked_grads``, its config). block: of keys, by default that of the picks."""
+def keys_of_part(q, v, sizes: SelectionSizes) -> int:
+    """Returns the keys of a program of ``picked_grads``."""
+    return _config(q, v, sizes.block).tile_n
+
+
+def _config(q, v, block: int):
+    """block: the most keys of a program."""
     dim = max(padded_head_dim(q.shape[3]), padded_head_dim(v.shape[3]))
-    config = selection_config("grad_kv", q.dtype, dim, block or sizes.block, q.device)
-    return config.tile_n, config
+    return selection_config("grad_kv", q.dtype, dim, block, q.device)
 
 
 @triton.jit
@@ -382,7 +387,7 @@ def always_grads_kernel(
     TOKENS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """One program per piece of a column of what is always kept, TILE_N of its keys, and line. items: ``selection.tables.Pieces``.
+    """One program per piece of a column of what is always kept, TILE_N of its keys, and line. items: ``selection.lists.Pieces``.
     dk_ptr, dv_ptr: (lines of a turn, pieces, ALWAYS, DIM or DIM_V) float32. picks: (batch, kv_heads * PICKERS, choices, SLOTS).
     QUERIES: of a tile."""
     # fmt: off
@@ -402,11 +407,12 @@ def always_grads_kernel(
 def always_grads(
     operands: SelectionOperands, picks, always, columns, dk_sums, dv_sums, sizes: SelectionSizes, turn: Turn, scale: float
 ):  # fmt: skip
-    """Writes sums of one turn's lines, over all queries. columns: ``selection.tables.Pieces``."""
+    """Writes sums of one turn's lines, over all queries. columns: ``selection.lists.Pieces``."""
     items = columns.items
     q, k, v, dout, log2_sum, delta = operands
     dim, dim_v = padded_head_dim(q.shape[3]), padded_head_dim(v.shape[3])
-    n, config = key_step(q, v, sizes, sizes.smallest_block(always))
+    config = _config(q, v, sizes.smallest_block(always))
+    n = config.tile_n
     arguments = [rows_of(q, dim), described(k, n, dim), described(v, n, dim_v), rows_of(dout, dim_v), log2_sum, delta]
     arguments += [dk_sums, dv_sums, picks, items, *always_arguments(always, True, delta)]
     arguments += [*sizes.integers(turn), scale, scale * LOG2_E.value]
@@ -477,7 +483,7 @@ def sum_key_grads_kernel(
 
 def sum_key_grads(grad, sums, lists, columns, always, sizes: SelectionSizes, turn: Turn, factor: float):
     """Writes dk or dv of one turn's lines, or with more turns of these lines to come, ``sums.before``. sums: of ``pieces`` of
-    lists, and of ``columns`` of what is always kept. columns: ``selection.tables.Pieces``, None without ``always``."""
+    lists, and of ``columns`` of what is always kept. columns: ``selection.lists.Pieces``, None without ``always``."""
     dim, keys = padded_head_dim(grad.shape[3]), keys_of_sum(sizes, always)
     beside = (sums.pieces, lists.starts, 0) if columns is None else (sums.columns, columns.starts, columns.items.shape[1])
     arguments = [rows_of(grad, dim), sums.pieces, lists.starts, *beside[:2], sums.pieces if sums.before is None else sums.before]
@@ -645,7 +651,7 @@ def sum_query_grads_kernel(
 def sum_query_grads(
     operands: SelectionOperands, picks, walks, lists, parts, always, dq, sizes: SelectionSizes, turn: Turn, scale: float
 ):  # fmt: skip
-    """Writes dq of one turn. walks: ``selection.tables.TileWalks`` of all picks, or None: then every pick
+    """Writes dq of one turn. walks: ``selection.lists.TileWalks`` of all picks, or None: then every pick
     has parts."""
     q, k, v, dout, log2_sum, delta = operands
     dim, dim_v = padded_head_dim(q.shape[3]), padded_head_dim(v.shape[3])

@@ -18,7 +18,7 @@ from ..common.config import padded_head_dim
 from ..common.tiles import FLOOR, LN_2, LOG2_E, WalkedTable, load_tile
 from ..launch.launch import described, launch, rows_of
 from .configs import selection_config
-from .selection_tiles import (
+from .tiles import (
     INTEGERS,
     ROWS,
     Always,
@@ -199,7 +199,7 @@ def picked_parts_kernel(
 
 
 def picked_parts(operands: SelectionOperands, lists, parts, part_lse, sizes: SelectionSizes, turn: Turn, scale: float) -> None:
-    """Writes parts and part_lse of one turn. lists: ``selection.tables.ColumnLists``."""
+    """Writes parts and part_lse of one turn. lists: ``selection.lists.ColumnLists``."""
     _parts(operands, lists, parts, part_lse, sizes, turn, scale, False)
 
 
@@ -401,7 +401,7 @@ def walk_picks(
     turn: Turn,
     scale: float,
 ) -> None:
-    """Writes out and lse of one turn. walks: ``selection.tables.TileWalks``. listed: None if there are no parts."""
+    """Writes out and lse of one turn. walks: ``selection.lists.TileWalks``. listed: None if there are no parts."""
     q, k, v = operands[:3]
     dim, dim_v = padded_head_dim(q.shape[3]), padded_head_dim(v.shape[3])
     config = selection_config("walk", q.dtype, max(dim, dim_v), sizes.smallest_block(always), q.device)

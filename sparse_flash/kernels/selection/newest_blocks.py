@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ..common.config import padded_head_dim
 from ..launch.launch import arrival_counters, launch_or_repeat
-from .decode import Cache, DecodePlan, page_of_step, rows_of_cache, strides_in_vectors
+from ..portable.decode import Cache, DecodePlan, page_of_step, rows_of_cache, strides_in_vectors
 
 _NONE = tl.constexpr(1 << 30)  # in place of a block
 _NOTHING = tl.constexpr(-(1 << 63))  # below the key of any score

@@ -13,7 +13,7 @@ import torch
 from ..masks.block_mask import BlockMask
 
 if TYPE_CHECKING:
-    from ..kernels.portable.selection_tiles import SelectionSizes, Turn
+    from ..kernels.selection.tiles import SelectionSizes, Turn
 
 # Below this block size, a part for each query and pick takes longer than walking the union of a tile's picks.
 SMALL_BLOCK = 64
@@ -92,7 +92,7 @@ def turns_of(sizes: SelectionSizes, bytes_of_entry: int, bytes_of_line: int, wor
     bytes_of_entry: of a pick's parts. bytes_of_line: of what does not depend on the choices of a turn. workspace: bytes; at least
     one tile of one line is computed at a time, whatever it takes."""
     from ..kernels.common.grid import SECOND_AXIS
-    from ..kernels.portable.selection_tiles import Turn
+    from ..kernels.selection.tiles import Turn
 
     of_choice = sizes.pickers * sizes.slots * bytes_of_entry
     lines, choices = workspace // max(1, of_choice * sizes.choices + bytes_of_line), sizes.choices
@@ -114,14 +114,14 @@ def turns_of(sizes: SelectionSizes, bytes_of_entry: int, bytes_of_line: int, wor
 
 def tile_walks(picks: torch.Tensor, sizes: SelectionSizes, least: int) -> TileWalks:
     """picks: (batch, pickers, choices, slots) int32, contiguous. least: see ``least_walked``."""
-    from ..kernels.portable.selection_tables import selection_walks
+    from ..kernels.selection.lists import selection_walks
 
     return TileWalks(*selection_walks(picks, sizes, least))
 
 
 def column_lists(picks: torch.Tensor, walks: TileWalks | None, sizes: SelectionSizes, turns: Turns, most: int) -> ColumnLists:
     """The lists of all picks, or of those that ``walks`` leaves. most: entries of a piece."""
-    from ..kernels.portable.selection_tables import selection_keys
+    from ..kernels.selection.lists import selection_keys
 
     columns = turns.lines * sizes.key_blocks
     keys = len(turns.all) * columns * 2

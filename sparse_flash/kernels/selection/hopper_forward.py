@@ -18,10 +18,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ..common.config import padded_head_dim
 from ..common.gluon import record
 from ..common.tiles import FLOOR, LOG2_E
+from ..hopper.descriptors import described
+from ..hopper.products import times_transposed
+from ..hopper.ring import Ring, ring_beside, ring_of
 from ..launch.launch import launch, multiprocessors
-from .configs import PICKED_PARTS
-from .descriptors import described
-from .gathered import (
+from .hopper_gathering import (
     GATHERING_WARPS,
     NOT_SPECIALIZED,
     ROWS,
@@ -36,8 +37,9 @@ from .gathered import (
     store_by_rows,
     storing_layout,
 )
-from .products import times_transposed
-from .ring import Ring, ring_beside, ring_of
+
+# Tiles of gathered queries in shared memory, and blocks of keys with their values, by padded head_dim and keys of a step.
+STAGES = {(64, 64): (8, 2), (64, 128): (8, 2), (128, 64): (8, 2), (128, 128): (5, 2)}
 
 
 @record
@@ -289,16 +291,16 @@ def picked_parts_kernel(
     )
 
 
-def picked_parts(operands, lists, parts, part_lse, sizes, turn, scale: float, config=None) -> None:
+def picked_parts(operands, lists, parts, part_lse, sizes, turn, scale: float) -> None:
     """Writes parts and part_lse of one turn. Arguments as for the portable kernel, of 16-bit types, head_dim up to 128, v's being
     the same, and blocks of 64 keys or a multiple of 128."""
     q, k, v = operands[:3]
     dim, keys = padded_head_dim(q.shape[3]), keys_at_a_time(sizes.block)
-    config = config or PICKED_PARTS[dim, keys]
+    stages, key_stages = STAGES[dim, keys]
     count = lists.items.shape[1]
     block = [1, 1, keys, dim]
     arguments = [q, described(k, block), described(v, block), parts, part_lse, *list_arguments(lists, turn)]
     arguments += [*row_arguments(q), *sizes.integers(turn), scale * LOG2_E.value]
-    constants = {"DIM": dim, "BLOCK": sizes.block, "KEYS": keys, "STAGES": config.stages, "KEY_STAGES": config.key_stages}
+    constants = {"DIM": dim, "BLOCK": sizes.block, "KEYS": keys, "STAGES": stages, "KEY_STAGES": key_stages}
     grid = min(count, multiprocessors(q.device)), 1
     launch(picked_parts_kernel, grid, arguments, constants | sizes.constants, {"num_warps": 4})

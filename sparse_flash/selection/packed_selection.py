@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..masks.block_selection import BlockSelection, without_later_keys
 from ..masks.compiler import compile_mask
 from ..masks.pattern import Pattern
-from .repack import Axis, Side, most_blocks, pack
+from ..packed.repack import Axis, Side, most_blocks, pack
+from .block_selection import BlockSelection, without_later_keys
 
 # Queries that a tile of the kernels has at most. Tiles walk blocks that any of their queries picked, and a weight of 0 times NaN is
 # NaN: a document that starts where a tile does gets none of its neighbours'.

@@ -17,8 +17,8 @@ from ..common.config import padded_head_dim
 from ..common.layout import empty_out
 from ..common.tiles import FLOOR, LN_2, LOG2_E
 from ..launch.launch import arrival_counters, launch_or_repeat, multiprocessors
-from .configs import decode_config, family_of
-from .decode import (
+from ..portable.configs import decode_config, family_of
+from ..portable.decode import (
     Cache,
     DecodePlan,
     Splits,

@@ -59,7 +59,7 @@ class GatheredRows:
 
 @record
 class Lists:
-    """Holds the lists by key block and the meaning of their entries: see ``selection.tables.ColumnLists``, and ``Span``,
+    """Holds the lists by key block and the meaning of their entries: see ``selection.lists.ColumnLists``, and ``Span``,
     ``Lengths`` and ``Shared`` of the portable kernels. items: the first item of this round of launches. count: items of a round."""
 
     entries: gl.tensor
@@ -244,7 +244,7 @@ def keys_at_a_time(block: int) -> int:
 
 
 def list_arguments(lists, turn) -> tuple:
-    """Returns a kernel's arguments entries, items, item and item_count. lists: ``selection.tables.ColumnLists``."""
+    """Returns a kernel's arguments entries, items, item and item_count. lists: ``selection.lists.ColumnLists``."""
     count = lists.items.shape[1]
     return lists.entries, lists.items, turn.number * count, count
 

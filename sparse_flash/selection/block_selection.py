@@ -11,10 +11,10 @@ import torch
 
 from ..compat.dynamo import outside_inference
 from ..compat.pytorch import assert_in_graph
-from .block_mask import BlockMask, Device, MaskLike
-from .cache import is_recorded, one_mask
-from .grid import BlockGrid, checked_index
-from .pattern import Pattern, parse, text_of
+from ..masks.block_mask import BlockMask, Device, MaskLike
+from ..masks.cache import is_recorded, one_mask
+from ..masks.grid import BlockGrid, checked_index
+from ..masks.pattern import Pattern, parse, text_of
 
 SELECTION_BLOCK_SIZES = (16, 32, 64, 128, 256, 512)
 MOST_SHARED = 128  # queries that share a choice

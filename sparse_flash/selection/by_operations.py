@@ -16,7 +16,7 @@ import torch
 from ..backends import Call, empty_out, of_queries_with_keys
 from ..backends.torch import own_precision, repeatable
 from ..masks.block_mask import BlockMask
-from ..masks.block_selection import BlockSelection
+from .block_selection import BlockSelection
 
 _CHUNK_CPU, _CHUNK_GPU = 1 << 23, 1 << 27  # numbers of parts, and of scores, held at a time
 _MOST_ENTRIES = 64  # of a piece
@@ -86,7 +86,7 @@ def backward(
 
 
 def block_lse(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection, scale: float) -> torch.Tensor:
-    """(batch, heads, q_len, n): see ``selection/operators``."""
+    """(batch, heads, q_len, n): see ``operators``."""
     result = q.new_empty(*q.shape[:3], selection.picks.shape[3], dtype=_exact(q))
     with own_precision(q):
         for chunk in _GroupWalk(q, k, None, selection, scale):
