@@ -21,7 +21,7 @@ from .attention import attention
 from .decode import attention_decode, takes
 from .means import BlockMeans
 from .shared import SharedSequence
-from .topk import QueryChoice
+from .topk_selections import QueryChoice
 
 # (q, k), both (batch, heads or kv_heads, tokens, head_dim), rotated -> which blocks of keys each query attends to
 Select: TypeAlias = Callable[[torch.Tensor, torch.Tensor], BlockSelection]
