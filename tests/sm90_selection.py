@@ -59,7 +59,13 @@ def report(case: tuple, known: set, kernel, grid, arguments, constants, options,
         knobs.nvidia.dump_ptxas_log = True
         result = compiled(kernel, arguments, constants, options)
     ptx = result.asm["ptx"]
-    row = {"kernel": name, "case": case, "tile_n": constants.get("TILE_N"), **options, "shared": result.metadata.shared}
+    row = {
+        "kernel": name,
+        "case": case,
+        "tile_n": constants["C"].TILE_N if "C" in constants else constants.get("TILE_N"),
+        **options,
+        "shared": result.metadata.shared,
+    }
     row |= {"wgmma": ptx.count("wgmma.mma_async"), "mma": ptx.count("mma.sync"), "async": ptx.count("cp.async.cg.shared.global")}
     row |= {"tma": ptx.count("cp.async.bulk.tensor"), "serialized": sorted(set(re.findall(r"C75\d\d", log.getvalue())))}
     print(json.dumps(row | resources(result.asm["cubin"])), flush=True)

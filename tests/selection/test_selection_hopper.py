@@ -16,6 +16,7 @@ import gluon_on_cpu as emulated
 
 import sparse_flash as sf
 from sparse_flash import backends
+from sparse_flash.kernels.selection import lists
 from sparse_flash.selection import by_hopper_kernels, by_kernels, operators
 
 parametrize = pytest.mark.parametrize
@@ -70,14 +71,14 @@ def test_what_is_always_kept_counts_once_beside_picks(block):
         check(4, 1, 1, 70, 70, 1, block, 2, always="sinks(4) | local(20)", always_block=64, dim=64)
 
 
-def test_a_call_in_turns_gives_the_same(monkeypatch):
-    made, turns_of = [], by_kernels.turns_of
-    monkeypatch.setattr(by_kernels, "turns_of", lambda *sizes: made.append(turns_of(*sizes)) or made[-1])
+def test_a_call_in_rounds_gives_the_same(monkeypatch):
+    made, rounds_of = [], lists.rounds_of
+    monkeypatch.setattr(lists, "rounds_of", lambda *sizes: made.append(rounds_of(*sizes)) or made[-1])
     monkeypatch.setattr(by_kernels, "WORKSPACE", 240_000)
     with running(3):
         check(8, 2, 2, 120, 260, 2, 64, 2, dim=64)
-    assert all(len(turns.all) > 1 for turns in made)
-    assert [turns.choices == 60 for turns in made] == [True, False]  # turns of lines; several turns of a line
+    assert all(len(rounds.all) > 1 for rounds in made)
+    assert [rounds.choices == 60 for rounds in made] == [True, False]  # rounds of heads; several rounds of a head
 
 
 @parametrize("block", [64, 128, 256])

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 
 import sparse_flash as sf
 from sparse_flash import backends
+from sparse_flash.kernels.selection import lists
 from sparse_flash.selection import by_kernels, operators
 
 parametrize = pytest.mark.parametrize
@@ -55,13 +56,13 @@ def test_what_is_always_kept_counts_once_beside_picks(case):
     check(*CASES[case], always="sinks(4) | local(20)", always_block=32)
 
 
-@parametrize("workspace, of_lines", [(60_000, True), (12_000, False)], ids=["turns of lines", "several turns of a line"])
-def test_a_call_in_turns_gives_the_same(monkeypatch, workspace, of_lines):
-    made, turns_of = [], by_kernels.turns_of
-    monkeypatch.setattr(by_kernels, "turns_of", lambda *sizes: made.append(turns_of(*sizes)) or made[-1])
+@parametrize("workspace, of_heads", [(60_000, True), (12_000, False)], ids=["rounds of heads", "several rounds of a head"])
+def test_a_call_in_rounds_gives_the_same(monkeypatch, workspace, of_heads):
+    made, rounds_of = [], lists.rounds_of
+    monkeypatch.setattr(lists, "rounds_of", lambda *sizes: made.append(rounds_of(*sizes)) or made[-1])
     monkeypatch.setattr(by_kernels, "WORKSPACE", workspace)
     check(8, 2, 2, 60, 80, 2, 64, 2, always="sinks(4)")
-    assert len(made) == 2 and all(len(turns.all) > 1 and (turns.choices == 30) == of_lines for turns in made)
+    assert len(made) == 2 and all(len(rounds.all) > 1 and (rounds.choices == 30) == of_heads for rounds in made)
 
 
 def test_a_block_that_all_queries_pick_is_divided_and_right():

@@ -1,8 +1,8 @@
 """Attention over key blocks that each query picked: the forward kernels.
 
-    1. picked_parts  a key block and the queries that picked it, gathered: a result and lse for each query, pick and head
-    2. walk_picks    a tile of queries walks the blocks that most of it picked, those that the causal limit cuts, and what is always
-                     kept, and joins the parts of its other picks in their order
+    1. picked_parts  a key block and the queries that picked it, gathered: a partial result and lse for each query, pick and head
+    2. walk_picks    a tile of queries visits the blocks that most of it picked, those that the causal limit cuts, and what is
+                     always kept, and merges the partial results of its other picks in their order
 
 ``picked_masses`` is the first without results.
 
@@ -22,19 +22,17 @@ from .tiles import (
     INTEGERS,
     ROWS,
     Always,
-    Lengths,
+    PickedCall,
+    Round,
     SelectionOperands,
     SelectionSizes,
-    Shared,
-    Span,
-    Turn,
     Walks,
     always_arguments,
     choices_of_rows,
+    columns_of_piece,
+    index_of_rows,
     kept_besides,
-    lines_of_rows,
     load_rows,
-    padded,
     queries_of_tile,
     rows_of_list,
     rows_of_tile,
@@ -46,17 +44,6 @@ from .tiles import (
 )
 
 _PARTS_AHEAD = tl.constexpr(3)
-
-
-class _Keys(NamedTuple):
-    """The tensors that a walk reads, and how. scale: times log2(e). TILE_N: keys of a step."""
-
-    k: Any
-    v: Any
-    scale: Any
-    DIM: Any
-    DIM_V: Any
-    TILE_N: Any
 
 
 @triton.jit
@@ -76,50 +63,48 @@ def _lse(running_max, running_sum):
 
 
 @triton.jit
-def _weigh_keys(running_max, running_sum, q, k, rows, position, lengths, keys, CUT: tl.constexpr):
+def _weigh_keys(running_max, running_sum, q, k, rows, position, call, CUT: tl.constexpr):
     """``_weigh`` of a step whose keys every row picked. CUT: whether some may follow their query."""
     scores = tl.dot(q, k.T, input_precision="ieee")
     if CUT:
-        scores = tl.where(until_query(rows, position, lengths, keys.TILE_N), scores * keys.scale, -float("inf"))
+        scores = tl.where(until_query(rows, position, call), scores * call.score_scale, -float("inf"))
         factor = 1.0
     else:
-        factor = keys.scale
+        factor = call.score_scale
     return _weigh(running_max, running_sum, scores, factor)
 
 
 @triton.jit
-def _compute_parts(
-    q_rows, k, v, part_ptr, lse_ptr, entries, begin, end, line, position, span, lengths, shared, keys,
-    BLOCK: tl.constexpr, CUT: tl.constexpr, MASSES: tl.constexpr,
-):  # fmt: skip
-    """The parts of queries begin .. end - 1 of a list. k, v: the block, if one step holds it."""
-    for step in tl.range(0, steps_of_list(begin, end, shared)):
-        rows, entry = rows_of_list(entries, begin, end, step, line, span, lengths, shared)
-        q = load_rows(q_rows, rows, keys.DIM)
-        accumulator = tl.zeros([ROWS, keys.DIM_V], tl.float32)
+def _compute_parts(k, v, part_ptr, lse_ptr, entries, begin, end, batch_head, position, call, CUT: tl.constexpr):
+    """The partial results of queries begin .. end - 1 of a list. k, v: the block, if one step holds it."""
+    C: tl.constexpr = call.C
+    for step in tl.range(0, steps_of_list(begin, end, call)):
+        rows, entry = rows_of_list(entries, begin, end, step, batch_head, call)
+        q = load_rows(call.q, rows, C.DIM)
+        accumulator = tl.zeros([ROWS, C.DIM_V], tl.float32)
         running_max = tl.full([ROWS], FLOOR, tl.float32)
         running_sum = tl.zeros([ROWS], tl.float32)
-        if BLOCK == keys.TILE_N:
-            weights, _, running_max, running_sum = _weigh_keys(running_max, running_sum, q, k, rows, position, lengths, keys, CUT)
-            if not MASSES:
+        if C.BLOCK == C.TILE_N:
+            weights, _, running_max, running_sum = _weigh_keys(running_max, running_sum, q, k, rows, position, call, CUT)
+            if not C.MASSES:
                 accumulator = tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         else:
-            for start in tl.range(position, position + BLOCK, keys.TILE_N):
-                k_step = load_tile(keys.k, rows.batch, rows.kv_head, start, keys.TILE_N, keys.DIM)
+            for start in tl.range(position, position + C.BLOCK, C.TILE_N):
+                k_step = load_tile(call.k, rows.batch, rows.kv_head, start, C.TILE_N, C.DIM)
                 weights, rescale, running_max, running_sum = _weigh_keys(
-                    running_max, running_sum, q, k_step, rows, start, lengths, keys, CUT
-                )  # fmt: skip
-                if not MASSES:
-                    v_step = load_tile(keys.v, rows.batch, rows.kv_head, start, keys.TILE_N, keys.DIM_V)
+                    running_max, running_sum, q, k_step, rows, start, call, CUT
+                )
+                if not C.MASSES:
+                    v_step = load_tile(call.v, rows.batch, rows.kv_head, start, C.TILE_N, C.DIM_V)
                     accumulator = accumulator * rescale[:, None]
                     accumulator = tl.dot(weights.to(v_step.dtype), v_step, accumulator, input_precision="ieee")
         total, lse = _lse(running_max, running_sum)
-        if MASSES:
-            at = lines_of_rows(rows, lengths, shared) * shared.SLOTS + entry % shared.SLOTS
+        if C.MASSES:
+            at = index_of_rows(rows, call) * C.SLOTS + entry % C.SLOTS
             tl.store(lse_ptr + at, lse * LN_2, mask=rows.exists)
         else:
-            at = entry.to(tl.int64) * (shared.EVERY * shared.MEMBERS) + rows.number
-            places = part_ptr + at[:, None] * keys.DIM_V + tl.arange(0, keys.DIM_V)[None, :]
+            at = entry.to(tl.int64) * (C.EVERY * C.MEMBERS) + rows.number
+            places = part_ptr + at[:, None] * C.DIM_V + tl.arange(0, C.DIM_V)[None, :]
             # Read once and late, they would displace gathered queries from the L2 cache.
             part = (accumulator / total[:, None]).to(part_ptr.dtype.element_ty)
             tl.store(places, part, mask=rows.exists[:, None], cache_modifier=".cs")
@@ -127,170 +112,110 @@ def _compute_parts(
 
 
 @triton.jit
-def _compute_piece(
-    q_rows, part_ptr, lse_ptr, entries, piece, span, lengths, shared, keys, BLOCK: tl.constexpr, MASSES: tl.constexpr
-):  # fmt: skip
+def _compute_piece(part_ptr, lse_ptr, entries, piece, call):
+    C: tl.constexpr = call.C
     begin, end = tl.load(piece + 1), tl.load(piece + 3)
     if begin < end:
-        column = tl.load(piece)
         whole = tl.load(piece + 2)
-        own = span.line + column // lengths.key_blocks
-        batch, kv_head = own // lengths.kv_heads, own % lengths.kv_heads
-        position = column % lengths.key_blocks * BLOCK
+        batch_head, batch, kv_head, position = columns_of_piece(piece, call)
         k, v = 0, 0
-        if BLOCK == keys.TILE_N:
-            k = load_tile(keys.k, batch, kv_head, position, BLOCK, keys.DIM)
-            if not MASSES:
-                v = load_tile(keys.v, batch, kv_head, position, BLOCK, keys.DIM_V)
-        # fmt: off
-        if MASSES:
-            _compute_parts(q_rows, k, v, part_ptr, lse_ptr, entries, begin, whole, own, position, span, lengths, shared, keys,
-                           BLOCK, True, MASSES)
-        _compute_parts(q_rows, k, v, part_ptr, lse_ptr, entries, whole, end, own, position, span, lengths, shared, keys,
-                       BLOCK, False, MASSES)
-        # fmt: on
+        if C.BLOCK == C.TILE_N:
+            k = load_tile(call.k, batch, kv_head, position, C.BLOCK, C.DIM)
+            if not C.MASSES:
+                v = load_tile(call.v, batch, kv_head, position, C.BLOCK, C.DIM_V)
+        if C.MASSES:
+            _compute_parts(k, v, part_ptr, lse_ptr, entries, begin, whole, batch_head, position, call, True)
+        _compute_parts(k, v, part_ptr, lse_ptr, entries, whole, end, batch_head, position, call, False)
 
 
 @triton.jit(do_not_specialize=[*INTEGERS, "item"])
 def picked_parts_kernel(
-    q_rows,
-    k_tensor,
-    v_tensor,
-    part_ptr,
-    lse_ptr,
-    entries,
-    items,
-    item,
-    line,
-    choice,
-    stride,
-    kv_heads,
-    q_len,
-    offset,
-    choices,
-    key_blocks,
+    q_rows, k_tensor, v_tensor, part_ptr, lse_ptr, entries, items, item,
+    first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks,
     score_scale,
-    DIM: tl.constexpr,
-    DIM_V: tl.constexpr,
-    TILE_N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MASSES: tl.constexpr,
-    EVERY: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    PICKERS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    CHOICES: tl.constexpr,
-    TOKENS: tl.constexpr,
-    TILES: tl.constexpr,
-):
-    """One program per piece of a key block's list. item: the turn's first. part_ptr: (entries of a turn, EVERY, MEMBERS, DIM_V),
-    and lse_ptr the same without DIM_V, in base 2. MASSES: no parts; lse_ptr: (batch, heads, q_len, SLOTS), and lists have cut
-    blocks."""
-    # fmt: off
+    C: tl.constexpr,
+):  # fmt: skip
+    """One program per piece of a key block's list. item: the round's first. part_ptr: (entries of a round, EVERY, MEMBERS, DIM_V),
+    and lse_ptr the same without DIM_V, in base 2. With MASSES there are no parts; lse_ptr: (batch, heads, q_len, SLOTS), and lists
+    have cut blocks."""
     _compute_piece(
-        q_rows, part_ptr, lse_ptr, entries, items + (item + tl.program_id(0)) * 5,
-        Span(line, choice, stride),
-        Lengths(kv_heads, q_len, offset, choices, key_blocks),
-        Shared(EVERY, MEMBERS, PICKERS, SLOTS, CHOICES, TOKENS, TILES),
-        _Keys(k_tensor, v_tensor, score_scale, DIM, DIM_V, TILE_N),
-        BLOCK, MASSES,
-    )
-    # fmt: on
+        part_ptr, lse_ptr, entries, items + (item + tl.program_id(0)) * 5,
+        PickedCall(q_rows, k_tensor, v_tensor, None, None, None, None, None, None, score_scale,
+                   first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks, C),
+    )  # fmt: skip
 
 
-def picked_parts(operands: SelectionOperands, lists, parts, part_lse, sizes: SelectionSizes, turn: Turn, scale: float) -> None:
-    """Writes parts and part_lse of one turn. lists: ``selection.lists.ColumnLists``."""
-    _parts(operands, lists, parts, part_lse, sizes, turn, scale, False)
+def picked_parts(operands: SelectionOperands, lists, parts, part_lse, sizes: SelectionSizes, round: Round, scale: float) -> None:
+    """Writes parts and part_lse of one round. lists: ``lists.ColumnLists``."""
+    _parts(operands, lists, parts, part_lse, sizes, round, scale, False)
 
 
-def picked_masses(operands: SelectionOperands, lists, masses, sizes: SelectionSizes, turn: Turn, scale: float) -> None:
+def picked_masses(operands: SelectionOperands, lists, masses, sizes: SelectionSizes, round: Round, scale: float) -> None:
     """Writes masses, (batch, heads, q_len, slots) float32, where a query has pairs."""
-    _parts(operands, lists, masses, masses, sizes, turn, scale, True)
+    _parts(operands, lists, masses, masses, sizes, round, scale, True)
 
 
-def _parts(operands, lists, parts, part_lse, sizes, turn, scale, masses):
+def _parts(operands, lists, parts, part_lse, sizes, round, scale, masses):
     q, k, v = operands[:3]
     dim, dim_v = padded_head_dim(q.shape[3]), padded_head_dim(v.shape[3])
     config = selection_config("parts", q.dtype, max(dim, dim_v), sizes.block, q.device)
     n, count = config.tile_n, lists.items.shape[1]
     arguments = [rows_of(q, dim), described(k, n, dim), described(v, n, dim_v), parts, part_lse, lists.entries, lists.items]
-    arguments += [turn.number * count, *sizes.integers(turn), scale * LOG2_E.value]
-    constants = {"DIM": dim, "DIM_V": dim_v, "TILE_N": n, "BLOCK": sizes.block, "MASSES": masses, **sizes.constants}
+    arguments += [round.number * count, *sizes.integers(round), scale * LOG2_E.value]
+    constants = {"C": sizes.constants(dim, dim_v, n, masses=masses)}
     launch(picked_parts_kernel, (count, 1), arguments, constants, config.options)
 
 
 @triton.jit
-def _walk_blocks(
-    state, q, rows, number, blocks, bits, first, last, lengths, shared, keys, BLOCK: tl.constexpr, CUT: tl.constexpr
-):  # fmt: skip
-    """Folds the blocks first .. last - 1 of a tile's table. number: of each row's choice in the tile."""
+def _walk_blocks(state, q, rows, number, blocks, bits, first, last, call, CUT: tl.constexpr):
+    """Adds the blocks first .. last - 1 of a tile's table to its state. number: of each row's choice in the tile."""
+    C: tl.constexpr = call.C
     accumulator, running_max, running_sum = state
-    STEPS: tl.constexpr = BLOCK // keys.TILE_N
+    STEPS: tl.constexpr = C.BLOCK // C.TILE_N
     block = tl.load(blocks + first, mask=first < last, other=0)
     for step in tl.range(first * STEPS, last * STEPS):
-        position = block * BLOCK + step % STEPS * keys.TILE_N
+        position = block * C.BLOCK + step % STEPS * C.TILE_N
         following = (step + 1) // STEPS
         block = tl.load(blocks + following, mask=following < last, other=0)
-        k = load_tile(keys.k, rows.batch, rows.kv_head, position, keys.TILE_N, keys.DIM)
+        k = load_tile(call.k, rows.batch, rows.kv_head, position, C.TILE_N, C.DIM)
         scores = tl.dot(q, k.T, input_precision="ieee")
-        if CUT or shared.CHOICES > 1:
-            scores *= keys.scale
+        if CUT or C.CHOICES > 1:
+            scores *= call.score_scale
             factor = 1.0
         else:
-            factor = keys.scale
-        if shared.CHOICES > 1:
+            factor = call.score_scale
+        if C.CHOICES > 1:
             kept = (tl.load(bits + step // STEPS) >> number) & 1
             scores = tl.where((kept == 1)[:, None], scores, -float("inf"))
         if CUT:
-            scores = tl.where(until_query(rows, position, lengths, keys.TILE_N), scores, -float("inf"))
+            scores = tl.where(until_query(rows, position, call), scores, -float("inf"))
         weights, rescale, running_max, running_sum = _weigh(running_max, running_sum, scores, factor)
-        v = load_tile(keys.v, rows.batch, rows.kv_head, position, keys.TILE_N, keys.DIM_V)
+        v = load_tile(call.v, rows.batch, rows.kv_head, position, C.TILE_N, C.DIM_V)
         accumulator = tl.dot(weights.to(v.dtype), v, accumulator * rescale[:, None], input_precision="ieee")
     return accumulator, running_max, running_sum
 
 
 @triton.jit
-def _walk_always(
-    state, q, rows, first_query, last_query, picks, always, lengths, shared, keys, BLOCK: tl.constexpr, PADDED: tl.constexpr
-):  # fmt: skip
-    """Folds what is always kept and in no picked block."""
+def _walk_always(state, q, rows, first_query, last_query, call):
+    """Adds what is always kept and in no picked block."""
+    C: tl.constexpr = call.C
     accumulator, running_max, running_sum = state
-    choice = choices_of_rows(rows, lengths, shared)
-    for row in tl.range(first_query // always.table.BLOCK, last_query // always.table.BLOCK + 1):
-        begin, end = steps_of_always(always, row, keys.TILE_N)
+    choice = choices_of_rows(rows, call)
+    for row in tl.range(first_query // C.ALWAYS, last_query // C.ALWAYS + 1):
+        begin, end = steps_of_always(row, call)
         for step in tl.range(begin, end, num_stages=1):
             # Before the products, which take most of the registers.
-            position, kept = kept_besides(
-                always, row, step, rows, choice, picks, lengths, shared, keys.TILE_N, BLOCK, PADDED
-            )  # fmt: skip
-            k = load_tile(keys.k, rows.batch, rows.kv_head, position, keys.TILE_N, keys.DIM)
-            scores = tl.where(kept, tl.dot(q, k.T, input_precision="ieee") * keys.scale, -float("inf"))
+            position, kept = kept_besides(row, step, rows, choice, call)
+            k = load_tile(call.k, rows.batch, rows.kv_head, position, C.TILE_N, C.DIM)
+            scores = tl.where(kept, tl.dot(q, k.T, input_precision="ieee") * call.score_scale, -float("inf"))
             weights, rescale, running_max, running_sum = _weigh(running_max, running_sum, scores, 1.0)
-            v = load_tile(keys.v, rows.batch, rows.kv_head, position, keys.TILE_N, keys.DIM_V)
+            v = load_tile(call.v, rows.batch, rows.kv_head, position, C.TILE_N, C.DIM_V)
             accumulator = tl.dot(weights.to(v.dtype), v, accumulator * rescale[:, None], input_precision="ieee")
     return accumulator, running_max, running_sum
 
 
-@triton.jit
-def _join_parts(state, rows, parts, lengths, shared, DIM_V: tl.constexpr):
-    """Folds the parts of the rows' listed picks."""
-    accumulator, running_max, running_sum = state
-    count = tl.load(parts.listed + choices_of_rows(rows, lengths, shared), mask=rows.exists, other=0)
-    column = tl.arange(0, DIM_V)
-    for slot in tl.range(0, tl.max(count, 0), num_stages=_PARTS_AHEAD):
-        at = (rows.choice * shared.SLOTS + slot).to(tl.int64) * (shared.EVERY * shared.MEMBERS) + rows.number
-        lse = tl.load(parts.lse + at, mask=slot < count, other=-float("inf"))
-        part = tl.load(parts.part + at[:, None] * DIM_V + column[None, :], mask=(slot < count)[:, None], other=0.0)
-        new_max = tl.maximum(running_max, lse)
-        rescale, share = tl.math.exp2(running_max - new_max), tl.math.exp2(lse - new_max)
-        accumulator = accumulator * rescale[:, None] + part.to(tl.float32) * share[:, None]
-        running_sum = running_sum * rescale + share
-        running_max = new_max
-    return accumulator, running_max, running_sum
-
-
 class _Parts(NamedTuple):
-    """listed: how many parts each choice has. JOINS: whether there are any."""
+    """listed: how many partial results each choice has. JOINS: whether there are any."""
 
     listed: Any
     part: Any
@@ -299,116 +224,78 @@ class _Parts(NamedTuple):
 
 
 @triton.jit
-def _compute_tile(
-    q_rows, out_rows, lse_ptr, picks, walks, parts, always, span, lengths, shared, keys, BLOCK: tl.constexpr, PADDED: tl.constexpr
-):  # fmt: skip
+def _join_parts(state, rows, parts, call):
+    """Adds the partial results of the rows' listed picks."""
+    C: tl.constexpr = call.C
+    accumulator, running_max, running_sum = state
+    count = tl.load(parts.listed + choices_of_rows(rows, call), mask=rows.exists, other=0)
+    column = tl.arange(0, C.DIM_V)
+    for slot in tl.range(0, tl.max(count, 0), num_stages=_PARTS_AHEAD):
+        at = (rows.choice * C.SLOTS + slot).to(tl.int64) * (C.EVERY * C.MEMBERS) + rows.number
+        lse = tl.load(parts.lse + at, mask=slot < count, other=-float("inf"))
+        part = tl.load(parts.part + at[:, None] * C.DIM_V + column[None, :], mask=(slot < count)[:, None], other=0.0)
+        new_max = tl.maximum(running_max, lse)
+        rescale, share = tl.math.exp2(running_max - new_max), tl.math.exp2(lse - new_max)
+        accumulator = accumulator * rescale[:, None] + part.to(tl.float32) * share[:, None]
+        running_sum = running_sum * rescale + share
+        running_max = new_max
+    return accumulator, running_max, running_sum
+
+
+@triton.jit
+def _compute_tile(out_rows, lse_ptr, walks, parts, call):
+    C: tl.constexpr = call.C
     tile, picker = tl.program_id(0), tl.program_id(1)
-    rows = rows_of_tile(tile, picker, span, lengths, shared)
-    q = load_rows(q_rows, rows, keys.DIM)
-    state = tl.zeros([ROWS, keys.DIM_V], tl.float32), tl.full([ROWS], FLOOR, tl.float32), tl.zeros([ROWS], tl.float32)
-    table, number = table_of_tile(tile, picker, span, lengths, shared)
-    blocks, bits = walks.blocks + table * walks.WIDTH, walks.bits + table * walks.WIDTH
+    rows = rows_of_tile(tile, picker, call)
+    q = load_rows(call.q, rows, C.DIM)
+    state = tl.zeros([ROWS, C.DIM_V], tl.float32), tl.full([ROWS], FLOOR, tl.float32), tl.zeros([ROWS], tl.float32)
+    table, number = table_of_tile(tile, picker, call)
+    blocks, bits = walks.blocks + table * C.WIDTH, walks.bits + table * C.WIDTH
     whole, end = tl.load(walks.counts + table * 2), tl.load(walks.counts + table * 2 + 1)
-    if whole > 0:  # even an empty walk fills and drains a pipeline
-        state = _walk_blocks(state, q, rows, number, blocks, bits, 0, whole, lengths, shared, keys, BLOCK, False)
-    state = _walk_blocks(state, q, rows, number, blocks, bits, whole, end, lengths, shared, keys, BLOCK, True)
-    if always.table.BLOCK != 0:
-        first, last = queries_of_tile(tile, span, lengths, shared)
-        state = _walk_always(state, q, rows, first, last, picks, always, lengths, shared, keys, BLOCK, PADDED)
+    if whole > 0:  # even an empty loop fills and drains a pipeline
+        state = _walk_blocks(state, q, rows, number, blocks, bits, 0, whole, call, False)
+    state = _walk_blocks(state, q, rows, number, blocks, bits, whole, end, call, True)
+    if C.ALWAYS != 0:
+        first, last = queries_of_tile(tile, call)
+        state = _walk_always(state, q, rows, first, last, call)
     if parts.JOINS:
-        state = _join_parts(state, rows, parts, lengths, shared, keys.DIM_V)
+        state = _join_parts(state, rows, parts, call)
     accumulator, running_max, running_sum = state
     total, lse = _lse(running_max, running_sum)
-    store_rows(out_rows, accumulator / total[:, None], rows, keys.DIM_V)
-    tl.store(lse_ptr + lines_of_rows(rows, lengths, shared), lse * LN_2, mask=rows.exists)
+    store_rows(out_rows, accumulator / total[:, None], rows, C.DIM_V)
+    tl.store(lse_ptr + index_of_rows(rows, call), lse * LN_2, mask=rows.exists)
 
 
 @triton.jit(do_not_specialize=INTEGERS)
 def walk_picks_kernel(
-    q_rows,
-    k_tensor,
-    v_tensor,
-    out_rows,
-    lse_ptr,
-    picks,
-    walk_counts,
-    walk_blocks,
-    walk_bits,
-    listed,
-    part_ptr,
-    part_lse,
-    always_row_ptr,
-    always_row_split,
-    always_col_idx,
-    always_tile_idx,
-    always_tile_runs,
-    always_tile_bits,
-    line,
-    choice,
-    stride,
-    kv_heads,
-    q_len,
-    offset,
-    choices,
-    key_blocks,
+    q_rows, k_tensor, v_tensor, out_rows, lse_ptr, picks, walk_counts, walk_blocks, walk_bits, listed, part_ptr, part_lse,
+    always_row_ptr, always_row_split, always_col_idx, always_tile_idx, always_tile_runs, always_tile_bits,
+    first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks,
     score_scale,
-    DIM: tl.constexpr,
-    DIM_V: tl.constexpr,
-    TILE_N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    ALWAYS: tl.constexpr,
-    JOINS: tl.constexpr,
-    EVERY: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    PICKERS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    CHOICES: tl.constexpr,
-    TOKENS: tl.constexpr,
-    TILES: tl.constexpr,
-):
+    ALWAYS: tl.constexpr, JOINS: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
     """out and lse of a tile of queries of the heads that share a choice. walk_counts, walk_blocks, walk_bits: see
-    ``selection_walks_kernel``. listed: (batch, kv_heads * PICKERS, choices) int32, how many parts a choice has, if JOINS. ALWAYS:
-    the block size of what is always kept, or 0."""
-    # fmt: off
+    ``selection_walks_kernel``. listed: (batch, kv_heads * PICKERS, choices) int32, how many partial results a choice has, if
+    JOINS. ALWAYS: as in ``Constants``."""
     _compute_tile(
-        q_rows, out_rows, lse_ptr, picks,
-        Walks(walk_counts, walk_blocks, walk_bits, WIDTH),
-        _Parts(listed, part_ptr, part_lse, JOINS),
-        Always(always_row_ptr, always_row_split,
-               WalkedTable(always_col_idx, always_tile_idx, always_tile_runs, always_tile_bits, ALWAYS, True)),
-        Span(line, choice, stride),
-        Lengths(kv_heads, q_len, offset, choices, key_blocks),
-        Shared(EVERY, MEMBERS, PICKERS, SLOTS, CHOICES, TOKENS, TILES),
-        _Keys(k_tensor, v_tensor, score_scale, DIM, DIM_V, TILE_N),
-        BLOCK, PADDED,
-    )
-    # fmt: on
+        out_rows, lse_ptr, Walks(walk_counts, walk_blocks, walk_bits), _Parts(listed, part_ptr, part_lse, JOINS),
+        PickedCall(q_rows, k_tensor, v_tensor, None, None, None, picks,
+                   Always(always_row_ptr, always_row_split,
+                          WalkedTable(always_col_idx, always_tile_idx, always_tile_runs, always_tile_bits, ALWAYS, True)),
+                   None, score_scale, first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks, C),
+    )  # fmt: skip
 
 
 def walk_picks(
-    operands: SelectionOperands,
-    picks,
-    walks,
-    listed,
-    parts,
-    part_lse,
-    always,
-    out,
-    lse,
-    sizes: SelectionSizes,
-    turn: Turn,
-    scale: float,
+    operands: SelectionOperands, picks, walks, listed, parts, part_lse, always, out, lse, sizes: SelectionSizes, round: Round, scale
 ) -> None:
-    """Writes out and lse of one turn. walks: ``selection.lists.TileWalks``. listed: None if there are no parts."""
+    """Writes out and lse of one round. walks: ``lists.TileWalks``. listed: None if there are no partial results."""
     q, k, v = operands[:3]
     dim, dim_v = padded_head_dim(q.shape[3]), padded_head_dim(v.shape[3])
     config = selection_config("walk", q.dtype, max(dim, dim_v), sizes.smallest_block(always), q.device)
     n, joins = config.tile_n, listed is not None
     arguments = [rows_of(q, dim), described(k, n, dim), described(v, n, dim_v), rows_of(out, dim_v), lse, picks]
     arguments += [walks.counts, walks.blocks, walks.bits, *((listed, parts, part_lse) if joins else (lse, lse, lse))]
-    arguments += [*always_arguments(always, False, lse), *sizes.integers(turn), scale * LOG2_E.value]
-    constants = {"DIM": dim, "DIM_V": dim_v, "TILE_N": n, "BLOCK": sizes.block, "WIDTH": walks.blocks.shape[3]}
-    constants |= {"PADDED": padded(sizes.slots), "ALWAYS": always.block_size if always else 0, "JOINS": joins, **sizes.constants}
-    launch(walk_picks_kernel, sizes.tiles_of(turn), arguments, constants, config.options)
+    arguments += [*always_arguments(always, False, lse), *sizes.integers(round), scale * LOG2_E.value]
+    C = sizes.constants(dim, dim_v, n, always=always, walked=walks.blocks.shape[3])
+    launch(walk_picks_kernel, sizes.tiles_of(round), arguments, {"ALWAYS": C.ALWAYS, "JOINS": joins, "C": C}, config.options)

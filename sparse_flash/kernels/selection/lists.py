@@ -1,18 +1,115 @@
-"""Tables of key blocks chosen by query, made on the device: which picks a tile of queries walks itself, and where the other ones go
-in the lists by key block."""
+"""Tables of a call, made on the device: what each tile of queries visits itself, and for each key block the other queries that
+picked it.
+
+Their shapes depend only on those of the picks: no host synchronization, safe in CUDA graphs. Kernels compute a call in rounds, so
+partial results take bounded memory; lists are ordered by round.
+"""
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from ..common.grid import tile_and_batch_head
+from ..common.grid import SECOND_AXIS, tile_and_batch_head
 from ..launch.launch import launch
-from .tiles import SelectionSizes, padded
+from .tiles import Round, SelectionSizes, padded
 
 _UNKNOWN = tl.constexpr(0x7FFFFFFF)  # above every key of a sort
 _CUT = tl.constexpr(1 << 30)
-# Choices that one program of ``selection_keys_kernel`` reads.
-_CHOICES_TOGETHER = 32
+_CHOICES_TOGETHER = 32  # that one program of ``selection_keys_kernel`` reads
+# Below this block size, a partial result for each query and pick takes longer than visiting the union of a tile's picks.
+_SMALL_BLOCK = 64
+# A tile visits a block that this share of its choices picked. docs/performance/selection.md, "Tile sizes", has the figures of other
+# shares.
+_WALKED_SHARE = 3, 4
+_FORWARD_ROWS = 1024  # of a piece of a list: enough to hide the load of the key block
+# A piece of the backward pass has this many times the mean list of a key block, so few blocks are divided.
+_BACKWARD_MEANS = 2
+_ALWAYS_ROWS = 8192
+
+
+class Rounds(NamedTuple):
+    """heads: batch-heads of a round (batch * kv_heads + key head). choices: of each. all: the rounds."""
+
+    heads: int
+    choices: int
+    all: tuple[Round, ...]
+
+
+class TileWalks(NamedTuple):
+    """The blocks that tiles of queries visit: for each cluster of choices whose queries fill a tile.
+
+    walked: (batch, pickers, choices, slots) int8, 1 for picks that the tile visits; arbitrary for picks that keep nothing.
+    counts: (batch, pickers, clusters, 2) int32: how many blocks keep every pair, and how many there are.
+    blocks: (batch, pickers, clusters, width) int32: those that keep every pair, ascending, then those that the causal limit cuts.
+    bits: like blocks, int32, or int64 for more than 32 choices: bit c is set if choice c of the cluster picked the block.
+    """
+
+    walked: torch.Tensor
+    counts: torch.Tensor
+    blocks: torch.Tensor
+    bits: torch.Tensor
+
+
+class Pieces(NamedTuple):
+    """Lists in even pieces; heavy ones are divided.
+
+    items: (rounds, pieces, 5) int32, heaviest first: the column, the first entry, the first one whose keys all precede it, the end,
+    and the number of the piece, column by column. Pieces past the last are empty.
+    starts: (rounds, columns + 1) int32: the number of each column's first piece, and the end of the last.
+    """
+
+    items: torch.Tensor
+    starts: torch.Tensor
+
+
+class ColumnLists(NamedTuple):
+    """For each key block of a round's batch-heads the queries that picked it. column: batch-head of the round * key blocks + block.
+
+    entries: (picks,) int32: choice * slots + number among the listed picks of the choice, with choices numbered within the round.
+    items, starts: see ``Pieces``. counts: (batch, pickers, choices) int32, how many picks of a choice are listed.
+    """
+
+    entries: torch.Tensor
+    items: torch.Tensor
+    starts: torch.Tensor
+    counts: torch.Tensor
+
+
+def walks_alone(sizes: SelectionSizes) -> bool:
+    """Whether tiles visit all picks, and none is listed: their rows share a choice, or blocks are small."""
+    return sizes.tiled.choices == 1 or sizes.block < _SMALL_BLOCK
+
+
+def least_walked(sizes: SelectionSizes) -> int:
+    """How many of a tile's choices must pick a block for the tile to visit it."""
+    of, share = sizes.tiled.choices, _WALKED_SHARE
+    return 1 if walks_alone(sizes) else max(2, -(-of * share[0] // share[1]))
+
+
+def rounds_of(sizes: SelectionSizes, bytes_of_entry: int, bytes_of_head: int, workspace: int) -> Rounds:
+    """As few rounds as fit, and as grids allow, whose second axis has the batch-heads and pickers of a round.
+
+    bytes_of_entry: of the partial results of a pick. bytes_of_head: of what does not depend on the choices of a round. workspace:
+    bytes; at least one tile of one batch-head is computed at a time, whatever it takes.
+    """
+    of_choice = sizes.pickers * sizes.slots * bytes_of_entry
+    heads, choices = workspace // max(1, of_choice * sizes.choices + bytes_of_head), sizes.choices
+    if heads == 0 and of_choice > 0:
+        # What a whole batch-head takes gets at most half: it would leave nothing for partial results of long sequences.
+        unit = sizes.tiled.choices
+        fitting = max(unit, (workspace - min(bytes_of_head, workspace // 2)) // of_choice)
+        ranges = -(-choices // fitting)
+        choices = -(-choices // (ranges * unit)) * unit
+    # As many batch-heads in each round.
+    heads = -(-sizes.batch_heads // -(-sizes.batch_heads // min(sizes.batch_heads, SECOND_AXIS // sizes.pickers, max(1, heads))))
+    firsts = [(head, choice) for head in range(0, sizes.batch_heads, heads) for choice in range(0, sizes.choices, choices)]
+    found = (
+        Round(number, head, min(heads, sizes.batch_heads - head), choice, min(choices, sizes.choices - choice), choices)
+        for number, (head, choice) in enumerate(firsts)
+    )
+    return Rounds(heads, choices, tuple(found))
 
 
 @triton.jit
@@ -24,36 +121,23 @@ def _prefix_of_run(key_a, bits_a, count_a, key_b, bits_b, count_b):
 
 @triton.jit(do_not_specialize=["choices", "q_len", "offset"])
 def selection_walks_kernel(
-    picks,
-    walked,
-    counts,
-    blocks,
-    bits,
-    choices,
-    q_len,
-    offset,
-    LEAST: tl.constexpr,
-    WIDTH: tl.constexpr,
-    EVERY: tl.constexpr,
-    SLOTS: tl.constexpr,
-    CHOICES: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """The blocks that the tiles of CHOICES choices walk: those that at least LEAST of them picked, and those that the causal limit
+    picks, walked, counts, blocks, bits, choices, q_len, offset,
+    LEAST: tl.constexpr, WIDTH: tl.constexpr, EVERY: tl.constexpr, SLOTS: tl.constexpr, CHOICES: tl.constexpr,
+    PADDED: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The blocks that the tiles of CHOICES choices visit: those that at least LEAST of them picked, and those that the causal limit
     cuts for their first query.
 
-    picks: (lines, choices, SLOTS) int32. walked: like picks, int8. counts: (lines, clusters, 2) int32, how many blocks are whole,
-    and how many there are. blocks: (lines, clusters, WIDTH) int32, ascending within whole and cut ones. bits: like blocks, int64
-    if WIDE, otherwise int32; bit c: choice c of the cluster picked the block. offset: position of the first query.
+    picks: (pickers, choices, SLOTS) int32. walked: like picks, int8. counts: (pickers, clusters, 2) int32, how many blocks are
+    whole, and how many there are. blocks: (pickers, clusters, WIDTH) int32, ascending within whole and cut ones. bits: like blocks,
+    int64 if WIDE, otherwise int32; bit c: choice c of the cluster picked the block. offset: position of the first query.
     """
     table = tl.program_id(0).to(tl.int64)
-    cluster, line = tile_and_batch_head((choices + CHOICES - 1) // CHOICES)
+    cluster, picker = tile_and_batch_head((choices + CHOICES - 1) // CHOICES)
     number = tl.arange(0, PADDED)
     choice = cluster * CHOICES + number // SLOTS
     exists = (number < CHOICES * SLOTS) & (choice < choices)
-    first_pick = (line.to(tl.int64) * choices + cluster * CHOICES) * SLOTS
+    first_pick = (picker.to(tl.int64) * choices + cluster * CHOICES) * SLOTS
     pick = tl.load(picks + first_pick + number, mask=exists, other=-1)
     last = tl.minimum((choice + 1) * EVERY, q_len) - 1 + offset
     kept = exists & (pick >= 0) & (pick <= last // BLOCK) & (last >= 0)
@@ -78,8 +162,8 @@ def selection_walks_kernel(
     tl.store(walked + first_pick + number, walks.to(tl.int8), mask=kept)
 
 
-def selection_walks(picks, sizes: SelectionSizes, least: int):
-    """(walked, counts, blocks, bits) of ``selection_walks_kernel``. picks: (batch, kv_heads * pickers, choices, slots) int32."""
+def tile_walks(picks: torch.Tensor, sizes: SelectionSizes, least: int) -> TileWalks:
+    """picks: (batch, kv_heads * pickers, choices, slots) int32, contiguous. least: see ``least_walked``."""
     together, slots, choices = sizes.tiled.choices, sizes.slots, sizes.choices
     clusters, picked = triton.cdiv(choices, together), together * slots
     # Picked by ``least``; and those that a cluster's queries cut.
@@ -97,43 +181,27 @@ def selection_walks(picks, sizes: SelectionSizes, least: int):
     constants |= {"PADDED": padded(picked), "BLOCK": sizes.block, "WIDE": wide}
     options = {"num_warps": max(1, min(8, padded(picked) // 256))}
     launch(selection_walks_kernel, (clusters * picks.shape[0] * picks.shape[1], 1), arguments, constants, options)
-    return walked, counts, blocks, bits
+    return TileWalks(walked, counts, blocks, bits)
 
 
 @triton.jit(
-    do_not_specialize=["lines", "choices", "q_len", "offset", "key_blocks", "lines_together", "choices_together", "dropped"]
+    do_not_specialize=["batch_heads", "choices", "q_len", "offset", "key_blocks", "heads_together", "choices_together", "dropped"]
 )
 def selection_keys_kernel(
-    picks,
-    walked,
-    keys,
-    entries,
-    counts,
-    lines,
-    choices,
-    q_len,
-    offset,
-    key_blocks,
-    lines_together,
-    choices_together,
-    dropped,
-    EVERY: tl.constexpr,
-    SLOTS: tl.constexpr,
-    PADDED: tl.constexpr,
-    PICKERS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WALKED: tl.constexpr,
-    TOGETHER: tl.constexpr,
-):
-    """Where each pick goes in the lists by key block: launch, column and whether it is whole, as one number to sort by.
+    picks, walked, keys, entries, counts,
+    batch_heads, choices, q_len, offset, key_blocks, heads_together, choices_together, dropped,
+    EVERY: tl.constexpr, SLOTS: tl.constexpr, PADDED: tl.constexpr, PICKERS: tl.constexpr, BLOCK: tl.constexpr,
+    WALKED: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """Where each pick goes in the lists by key block: round, column and whether it is whole, as one number to sort by.
 
-    picks: (lines * PICKERS, choices, SLOTS) int32. walked: like picks, int8, which picks are in no list; used if WALKED. keys: like
-    picks; int16 keys are less 32,768. entries: like picks, int32, choice * SLOTS + number among the listed picks of the choice,
-    within the launch. counts: (lines * PICKERS, choices) int32, how many picks are listed. dropped: the key of unlisted picks.
-    lines_together, choices_together: see ``Span``.
+    picks: (batch_heads * PICKERS, choices, SLOTS) int32. walked: like picks, int8, which picks are in no list; used if WALKED.
+    keys: like picks; int16 keys are less 32,768. entries: like picks, int32, choice * SLOTS + number among the listed picks of the
+    choice, within the round. counts: (batch_heads * PICKERS, choices) int32, how many picks are listed. dropped: the key of
+    unlisted picks. heads_together, choices_together: batch-heads and choices of a round.
     """
     unit = tl.program_id(0).to(tl.int64) * TOGETHER + tl.arange(0, TOGETHER)
-    exists = unit < lines * PICKERS * choices.to(tl.int64)
+    exists = unit < batch_heads * PICKERS * choices.to(tl.int64)
     slot = tl.arange(0, PADDED)
     at = unit[:, None] * SLOTS + slot[None, :]
     some = exists[:, None] & (slot < SLOTS)[None, :]
@@ -145,29 +213,75 @@ def selection_keys_kernel(
     if WALKED:
         listed = listed & (tl.load(walked + at, mask=listed, other=1) == 0)
     whole = (pick + 1) * BLOCK - 1 <= (choice * EVERY + offset)[:, None]
-    line = picker // PICKERS
+    batch_head = picker // PICKERS
     ranges = (choices + choices_together - 1) // choices_together
-    launch_number = line // lines_together * ranges + choice // choices_together
-    column = (launch_number * lines_together + line % lines_together)[:, None] * key_blocks + pick
+    round_number = batch_head // heads_together * ranges + choice // choices_together
+    column = (round_number * heads_together + batch_head % heads_together)[:, None] * key_blocks + pick
     key = tl.where(listed, column * 2 + whole.to(tl.int32), dropped)
     if keys.dtype.element_ty == tl.int16:
         key -= 32768
     tl.store(keys + at, key.to(keys.dtype.element_ty), mask=some)
-    within = (picker % (PICKERS * lines_together)) * choices_together + choice % choices_together
+    within = (picker % (PICKERS * heads_together)) * choices_together + choice % choices_together
     rank = tl.cumsum(listed.to(tl.int32), 1) - 1
     tl.store(entries + at, within[:, None] * SLOTS + rank, mask=some)
     tl.store(counts + unit, tl.sum(listed.to(tl.int32), 1), mask=exists)
 
 
-def selection_keys(picks, walked, sizes: SelectionSizes, together: tuple[int, int], keys: int):
-    """(keys, entries, counts) of ``selection_keys_kernel``. picks: (batch, kv_heads * pickers, choices, slots) int32. walked: None
-    if every pick is listed. together: lines and choices of a turn. keys: how many there are."""
-    sorted_by = torch.empty_like(picks, dtype=torch.int16 if keys < 1 << 16 else torch.int32)
+def column_lists(picks: torch.Tensor, walks: TileWalks | None, sizes: SelectionSizes, rounds: Rounds, most: int) -> ColumnLists:
+    """The lists of all picks, or of those that ``walks`` leaves. picks: see ``tile_walks``. most: entries of a piece."""
+    columns = rounds.heads * sizes.key_blocks
+    keys = len(rounds.all) * columns * 2
+    key = torch.empty_like(picks, dtype=torch.int16 if keys < 1 << 16 else torch.int32)
     entries, counts = torch.empty_like(picks), torch.empty(picks.shape[:3], dtype=torch.int32, device=picks.device)
-    arguments = [picks, picks if walked is None else walked, sorted_by, entries, counts, sizes.lines, sizes.choices, sizes.q_len]
-    arguments += [sizes.kv_len - sizes.q_len, sizes.key_blocks, *together, keys]
+    arguments = [picks, picks if walks is None else walks.walked, key, entries, counts, sizes.batch_heads, sizes.choices]
+    arguments += [sizes.q_len, sizes.kv_len - sizes.q_len, sizes.key_blocks, rounds.heads, rounds.choices, keys]
     constants = {"EVERY": sizes.every, "SLOTS": sizes.slots, "PADDED": padded(sizes.slots), "PICKERS": sizes.pickers}
-    constants |= {"BLOCK": sizes.block, "WALKED": walked is not None, "TOGETHER": _CHOICES_TOGETHER}
+    constants |= {"BLOCK": sizes.block, "WALKED": walks is not None, "TOGETHER": _CHOICES_TOGETHER}
     programs = triton.cdiv(counts.numel(), _CHOICES_TOGETHER)
-    launch(selection_keys_kernel, (programs, 1), arguments, constants, {"num_warps": 4}, (sorted_by.dtype,))
-    return sorted_by, entries, counts
+    launch(selection_keys_kernel, (programs, 1), arguments, constants, {"num_warps": 4}, (key.dtype,))
+    key, order = key.view(-1).sort(stable=True)
+    first = -(1 << 15) if key.dtype == torch.int16 else 0
+    bounds = torch.searchsorted(key, torch.arange(first, first + keys + 1, dtype=key.dtype, device=key.device), out_int32=True)
+    begin, whole, end = (part.view(len(rounds.all), columns) for part in (bounds[:-1:2], bounds[1::2], bounds[2::2]))
+    most_entries = rounds.heads * sizes.pickers * rounds.choices * sizes.slots
+    pieces = in_pieces(begin, whole, end, columns + most_entries // most, most, sizes.tiled.choices)
+    return ColumnLists(entries.view(-1)[order], *pieces, counts)
+
+
+def always_pieces(always, rows_of_query: int) -> Pieces:
+    """The columns of what is always kept, a BlockMask of one mask. rows_of_query: query heads of a key head."""
+    bounds, entries = always.by_key.row_ptr, always.by_key.col_idx.shape[0]
+    most = max(1, _ALWAYS_ROWS // (always.block_size * rows_of_query))
+    return in_pieces(bounds[:, :-1], bounds[:, :-1], bounds[:, 1:], bounds.shape[1] - 1 + entries // most, most, 1)
+
+
+def in_pieces(begin: torch.Tensor, whole: torch.Tensor, end: torch.Tensor, count: int, most: int, unit: int) -> Pieces:
+    """Lists begin .. end - 1, each (rounds, columns) int32, in pieces of at most ``most`` entries (a multiple of ``unit``) that are
+    multiples of ``unit`` except the last of a list. count: at least as many as there can be."""
+    length = end - begin
+    pieces = (length + most - 1) // most
+    ends = pieces.cumsum(1, dtype=torch.int32)
+    number = torch.arange(count, dtype=torch.int32, device=begin.device).expand(begin.shape[0], count)
+    column = torch.searchsorted(ends, number.contiguous(), right=True).clamp(max=begin.shape[1] - 1)
+    divided, nth = pieces.gather(1, column), number - (ends - pieces).gather(1, column)
+    size = (length.gather(1, column) + divided - 1) // divided.clamp(min=1)
+    size = (size + unit - 1) // unit * unit
+    stop = end.gather(1, column)
+    first = torch.minimum(begin.gather(1, column) + nth * size, stop)
+    last = torch.where(nth < divided, torch.minimum(first + size, stop), first)
+    middle = torch.minimum(torch.maximum(whole.gather(1, column), first), last)
+    items = torch.stack([column.to(torch.int32), first, middle, last, number], 2)
+    order = (last - first).argsort(dim=1, descending=True, stable=True)
+    return Pieces(items.gather(1, order[..., None].expand(items.shape)), torch.nn.functional.pad(ends, (1, 0)))
+
+
+def forward_most(sizes: SelectionSizes) -> int:
+    """Entries of a piece in the forward pass."""
+    return max(1, _FORWARD_ROWS // sizes.rows_of_choice // sizes.tiled.choices) * sizes.tiled.choices
+
+
+def backward_most(sizes: SelectionSizes, rounds: Rounds) -> int:
+    """Entries of a piece in the backward pass."""
+    mean = sizes.pickers * rounds.choices * sizes.slots // sizes.key_blocks
+    unit = sizes.tiled.choices
+    return max(1, _BACKWARD_MEANS * mean // unit) * unit + unit

@@ -1,4 +1,5 @@
-"""What the kernels of key blocks chosen by query share: tiles of gathered rows, and the walk over what is kept beside the picks.
+"""What the kernels of picked blocks share: the sizes of a call, tiles of gathered rows, and the loop over what is kept beside the
+picks.
 
 A tile has ROWS rows: queries, each in as many rows as query heads share its choice, the head fastest. Neighbouring queries fill it;
 or the queries of a list do, from anywhere.
@@ -11,7 +12,7 @@ import triton.language as tl
 
 from ..common.tiles import InBlock, of_kept_pairs
 
-# wgmma begins at 64 rows. 128 were slower everywhere (H200, bf16, head_dim 128, 65,536 tokens: 263 TFLOP/s, 334 with 64).
+# wgmma begins at 64 rows. Tiles of 128 rows were slower everywhere: docs/performance/selection.md, "Tile sizes".
 ROWS = tl.constexpr(64)
 
 
@@ -30,17 +31,43 @@ def tiling(every: int, members: int) -> Tiling:
     return Tiling(tokens // every, every, 1) if every <= tokens else Tiling(1, tokens, -(-every // tokens))
 
 
-class Turn(NamedTuple):
-    """A part of a call, which one launch of each kernel computes: ``lines`` lines (batch * kv_heads + key head) from ``line`` on,
-    ``choices`` choices of each from ``choice`` on. stride: choices from one line to the next, as a turn numbers them; that of all
-    turns of a call."""
+class Round(NamedTuple):
+    """A part of a call, which one launch of each kernel computes: ``heads`` batch-heads (batch * kv_heads + key head) from ``head``
+    on, and of each ``choices`` choices from ``choice`` on. stride: choices from one batch-head to the next, as a round numbers
+    them; the same in all rounds of a call."""
 
     number: int
-    line: int
-    lines: int
+    head: int
+    heads: int
     choice: int
     choices: int
     stride: int
+
+
+class Constants(NamedTuple):
+    """What a kernel is compiled for.
+
+    EVERY: queries that share a choice. MEMBERS: query heads that do. PICKERS: choices of a key head, by query. SLOTS: picks of a
+    choice; PADDED: as a power of two. CHOICES, TOKENS, TILES: see ``Tiling``. BLOCK: keys of a picked block. DIM, DIM_V: padded
+    head dims. TILE_N: keys of a step. ALWAYS: the block size of what is always kept, 0 if there is none. WIDTH: of a row of
+    ``Walks``. MASSES: whether masses of picked blocks are computed.
+    """
+
+    EVERY: int
+    MEMBERS: int
+    PICKERS: int
+    SLOTS: int
+    PADDED: int
+    CHOICES: int
+    TOKENS: int
+    TILES: int
+    BLOCK: int
+    DIM: int = 0
+    DIM_V: int = 0
+    TILE_N: int = 0
+    ALWAYS: int = 0
+    WIDTH: int = 0
+    MASSES: bool = False
 
 
 class SelectionSizes(NamedTuple):
@@ -63,12 +90,12 @@ class SelectionSizes(NamedTuple):
         return self.heads // (self.kv_heads * self.pickers)
 
     @property
-    def lines(self) -> int:
+    def batch_heads(self) -> int:
         return self.batch * self.kv_heads
 
     @property
     def choices(self) -> int:
-        """Of a line and picker."""
+        """Of a batch-head and picker."""
         return -(-self.q_len // self.every)
 
     @property
@@ -83,23 +110,23 @@ class SelectionSizes(NamedTuple):
     def rows_of_choice(self) -> int:
         return self.every * self.members
 
-    def integers(self, turn: Turn) -> tuple[int, ...]:
+    def integers(self, round: Round) -> tuple[int, ...]:
         """The kernels' arguments INTEGERS."""
-        turned = turn.line, turn.choice, turn.stride
-        return *turned, self.kv_heads, self.q_len, self.kv_len - self.q_len, self.choices, self.key_blocks
+        of_round = round.head, round.choice, round.stride
+        return *of_round, self.kv_heads, self.q_len, self.kv_len - self.q_len, self.choices, self.key_blocks
 
-    def tiles_of(self, turn: Turn) -> tuple[int, int]:
+    def tiles_of(self, round: Round) -> tuple[int, int]:
         """The grid of kernels whose programs each compute a tile of queries."""
-        return -(-turn.choices // self.tiled.choices) * self.tiled.tiles, turn.lines * self.pickers
+        return -(-round.choices // self.tiled.choices) * self.tiled.tiles, round.heads * self.pickers
 
     def smallest_block(self, always) -> int:
         """The most keys of a step that is within one block of both tables."""
         return self.block if always is None else min(self.block, always.block_size)
 
-    @property
-    def constants(self) -> dict[str, int]:
-        """Of ``Shared``."""
-        return dict(zip(Shared._fields, (self.every, self.members, self.pickers, self.slots, *self.tiled), strict=True))
+    def constants(self, *widths: int, always=None, walked: int = 0, masses: bool = False) -> Constants:
+        """widths: DIM, DIM_V, TILE_N. always: None or a BlockMask. walked: WIDTH."""
+        shared = self.every, self.members, self.pickers, self.slots, padded(self.slots), *self.tiled, self.block
+        return Constants(*shared, *widths, always.block_size if always else 0, walked, masses)
 
 
 class SelectionOperands(NamedTuple):
@@ -114,7 +141,7 @@ class SelectionOperands(NamedTuple):
     delta: Any = None
 
 
-INTEGERS = ["line", "choice", "stride", "kv_heads", "q_len", "offset", "choices", "key_blocks"]
+INTEGERS = ["first_head", "first_choice", "stride", "kv_heads", "q_len", "offset", "choices", "key_blocks"]
 
 
 def padded(count: int) -> int:
@@ -123,51 +150,49 @@ def padded(count: int) -> int:
 
 
 def always_arguments(always, by_key: bool, placeholder) -> tuple:
-    """The arguments of ``always_table``. always: a BlockMask of one mask, or None: then the kernel does not use them."""
+    """The arguments of ``Always``. always: a BlockMask of one mask, or None: then the kernel does not use them."""
     if always is None:
         return (placeholder,) * 6
     table = always.by_key if by_key else always.by_query
     return table.row_ptr, table.row_split, table.col_idx, table.tile_idx, *always.tiles
 
 
-class Shared(NamedTuple):
-    """Who shares a choice, and how its rows fill tiles. EVERY: queries. MEMBERS: query heads. PICKERS: choices of a key head, by
-    query. SLOTS: picks of a choice. CHOICES, TOKENS, TILES: see ``Tiling``."""
+class PickedCall(NamedTuple):
+    """What a kernel knows of its call and round; None for what it does not use.
 
-    EVERY: Any
-    MEMBERS: Any
-    PICKERS: Any
-    SLOTS: Any
-    CHOICES: Any
-    TOKENS: Any
-    TILES: Any
+    q, dout: ``Rows``. k, v: descriptors or ``Rows``. dout, log2_sum, delta: see ``SelectionOperands``. picks: (batch, kv_heads *
+    PICKERS, choices, SLOTS) int32. always: ``Always``. score_scale: scale * log2(e). first_head, first_choice: the round's first.
+    stride: see ``Round``. offset: position of the first query. choices: of a batch-head, in the whole call. C: ``Constants``, last:
+    otherwise Triton 3.6 forgets the constants of records within the record, such as a stride of 1.
+    """
 
-
-class Span(NamedTuple):
-    """What a kernel knows of its ``Turn``."""
-
-    line: Any
-    choice: Any
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    log2_sum: Any
+    delta: Any
+    picks: Any
+    always: Any
+    scale: Any
+    score_scale: Any
+    first_head: Any
+    first_choice: Any
     stride: Any
-
-
-class Lengths(NamedTuple):
-    """offset: position of the first query. choices: of a line, in the whole call. key_blocks: of BLOCK keys."""
-
     kv_heads: Any
     q_len: Any
     offset: Any
     choices: Any
     key_blocks: Any
+    C: Any
 
 
 class Walks(NamedTuple):
-    """See ``selection_walks_kernel``. WIDTH: of blocks and bits."""
+    """See ``selection_walks_kernel``."""
 
     counts: Any
     blocks: Any
     bits: Any
-    WIDTH: Any
 
 
 class RowsOfTile(NamedTuple):
@@ -192,68 +217,68 @@ class Always(NamedTuple):
 
 
 @triton.jit
-def _filled(shared):
+def _filled(C):
     """(number of the choice within the tile, query within its share of the tile, member, whether it is used) of each row."""
     row = tl.arange(0, ROWS)
-    OF_CHOICE: tl.constexpr = shared.TOKENS * shared.MEMBERS
-    return row // OF_CHOICE, row % OF_CHOICE // shared.MEMBERS, row % shared.MEMBERS, row < shared.CHOICES * OF_CHOICE
+    OF_CHOICE: tl.constexpr = C.TOKENS * C.MEMBERS
+    return row // OF_CHOICE, row % OF_CHOICE // C.MEMBERS, row % C.MEMBERS, row < C.CHOICES * OF_CHOICE
 
 
 @triton.jit
-def rows_of_tile(tile, picker, span, lengths, shared):
-    """``RowsOfTile`` of neighbouring queries. tile: within the launch. picker: line * PICKERS + number of the choosing heads,
+def rows_of_tile(tile, picker, call):
+    """``RowsOfTile`` of neighbouring queries. tile: within the launch. picker: batch-head * PICKERS + number of the choosing heads,
     within the launch."""
-    number, token, member, used = _filled(shared)
-    choice = tile // shared.TILES * shared.CHOICES + number
-    token += tile % shared.TILES * shared.TOKENS
-    query = (span.choice + choice) * shared.EVERY + token
-    exists = used & (token < shared.EVERY) & (choice < span.stride) & (query < lengths.q_len)
-    line = span.line + picker // shared.PICKERS
-    kv_head = line % lengths.kv_heads
-    head = (kv_head * shared.PICKERS + picker % shared.PICKERS) * shared.MEMBERS + member
-    choice += picker * span.stride
-    return RowsOfTile(choice, query, head, token * shared.MEMBERS + member, exists, line // lengths.kv_heads, kv_head)
+    number, token, member, used = _filled(call.C)
+    choice = tile // call.C.TILES * call.C.CHOICES + number
+    token += tile % call.C.TILES * call.C.TOKENS
+    query = (call.first_choice + choice) * call.C.EVERY + token
+    exists = used & (token < call.C.EVERY) & (choice < call.stride) & (query < call.q_len)
+    batch_head = call.first_head + picker // call.C.PICKERS
+    kv_head = batch_head % call.kv_heads
+    head = (kv_head * call.C.PICKERS + picker % call.C.PICKERS) * call.C.MEMBERS + member
+    choice += picker * call.stride
+    return RowsOfTile(choice, query, head, token * call.C.MEMBERS + member, exists, batch_head // call.kv_heads, kv_head)
 
 
 @triton.jit
-def queries_of_tile(tile, span, lengths, shared):
+def queries_of_tile(tile, call):
     """The first and the last query of a tile; the latter may belong to the next choice, and to no row."""
-    QUERIES: tl.constexpr = shared.TOKENS * shared.CHOICES
-    first = (span.choice + tile // shared.TILES * shared.CHOICES) * shared.EVERY + tile % shared.TILES * shared.TOKENS
-    return first, tl.minimum(first + QUERIES, lengths.q_len) - 1
+    QUERIES: tl.constexpr = call.C.TOKENS * call.C.CHOICES
+    first = (call.first_choice + tile // call.C.TILES * call.C.CHOICES) * call.C.EVERY + tile % call.C.TILES * call.C.TOKENS
+    return first, tl.minimum(first + QUERIES, call.q_len) - 1
 
 
 @triton.jit
-def table_of_tile(tile, picker, span, lengths, shared):
+def table_of_tile(tile, picker, call):
     """(where a tile's table is among those of ``selection_walks_kernel``, the number of each row's choice in it)."""
-    clusters = (lengths.choices + shared.CHOICES - 1) // shared.CHOICES
-    line = (span.line * shared.PICKERS + picker).to(tl.int64)
-    number, _, _, _ = _filled(shared)
-    return line * clusters + span.choice // shared.CHOICES + tile // shared.TILES, number
+    clusters = (call.choices + call.C.CHOICES - 1) // call.C.CHOICES
+    row = (call.first_head * call.C.PICKERS + picker).to(tl.int64)
+    number, _, _, _ = _filled(call.C)
+    return row * clusters + call.first_choice // call.C.CHOICES + tile // call.C.TILES, number
 
 
 @triton.jit
-def rows_of_list(entries, begin, end, step, line, span, lengths, shared):
+def rows_of_list(entries, begin, end, step, batch_head, call):
     """(``RowsOfTile`` of a step over the queries begin .. end - 1 of a list, the entry of each row: choice * SLOTS + slot).
 
-    entries: int32, with choices numbered within the launch. line: of the list."""
-    number, token, member, used = _filled(shared)
-    place = begin + step // shared.TILES * shared.CHOICES + number
+    entries: int32, with choices numbered within the launch. batch_head: of the list."""
+    number, token, member, used = _filled(call.C)
+    place = begin + step // call.C.TILES * call.C.CHOICES + number
     entry = tl.load(entries + place, mask=used & (place < end), other=0)
-    choice = entry // shared.SLOTS
-    token += step % shared.TILES * shared.TOKENS
-    query = (span.choice + choice % span.stride) * shared.EVERY + token
-    exists = used & (place < end) & (token < shared.EVERY) & (query < lengths.q_len)
-    kv_head = line % lengths.kv_heads
-    picker = choice // span.stride % shared.PICKERS
-    head = (kv_head * shared.PICKERS + picker) * shared.MEMBERS + member
-    rows = RowsOfTile(choice, query, head, token * shared.MEMBERS + member, exists, line // lengths.kv_heads, kv_head)
+    choice = entry // call.C.SLOTS
+    token += step % call.C.TILES * call.C.TOKENS
+    query = (call.first_choice + choice % call.stride) * call.C.EVERY + token
+    exists = used & (place < end) & (token < call.C.EVERY) & (query < call.q_len)
+    kv_head = batch_head % call.kv_heads
+    picker = choice // call.stride % call.C.PICKERS
+    head = (kv_head * call.C.PICKERS + picker) * call.C.MEMBERS + member
+    rows = RowsOfTile(choice, query, head, token * call.C.MEMBERS + member, exists, batch_head // call.kv_heads, kv_head)
     return rows, entry
 
 
 @triton.jit
-def steps_of_list(begin, end, shared):
-    return (end - begin + shared.CHOICES - 1) // shared.CHOICES * shared.TILES
+def steps_of_list(begin, end, call):
+    return (end - begin + call.C.CHOICES - 1) // call.C.CHOICES * call.C.TILES
 
 
 @triton.jit
@@ -283,31 +308,32 @@ def store_rows(tensor, tile, rows, DIM: tl.constexpr):
 
 
 @triton.jit
-def lines_of_rows(rows, lengths, shared):
-    """Where a row's number is in a (batch, heads, q_len) tensor."""
-    heads = lengths.kv_heads * shared.PICKERS * shared.MEMBERS
-    return (rows.batch * heads + rows.head).to(tl.int64) * lengths.q_len + rows.query
+def index_of_rows(rows, call):
+    """The index of each row in a (batch, heads, q_len) tensor."""
+    heads = call.kv_heads * call.C.PICKERS * call.C.MEMBERS
+    return (rows.batch * heads + rows.head).to(tl.int64) * call.q_len + rows.query
 
 
 @triton.jit
-def choices_of_rows(rows, lengths, shared):
-    """The choice of each row among those of the call: its line in ``picks``, (batch, kv_heads * PICKERS, choices, SLOTS)."""
-    picker = rows.batch * lengths.kv_heads * shared.PICKERS + rows.head // shared.MEMBERS
-    return picker.to(tl.int64) * lengths.choices + rows.query // shared.EVERY
+def choices_of_rows(rows, call):
+    """The choice of each row among those of the call: its row in ``picks``, (batch, kv_heads * PICKERS, choices, SLOTS)."""
+    picker = rows.batch * call.kv_heads * call.C.PICKERS + rows.head // call.C.MEMBERS
+    return picker.to(tl.int64) * call.choices + rows.query // call.C.EVERY
 
 
 @triton.jit
-def is_picked(picks, choice, exists, block, SLOTS: tl.constexpr, PADDED: tl.constexpr):
-    """Whether a block is among the picks of each choice. PADDED: SLOTS, or the next power of two."""
-    slot = tl.arange(0, PADDED)
-    picked = tl.load(picks + choice[:, None] * SLOTS + slot[None, :], mask=exists[:, None] & (slot < SLOTS)[None, :], other=-1)
+def is_picked(choice, exists, block, call):
+    """Whether a block is among the picks of each choice."""
+    slot = tl.arange(0, call.C.PADDED)
+    some = exists[:, None] & (slot < call.C.SLOTS)[None, :]
+    picked = tl.load(call.picks + choice[:, None] * call.C.SLOTS + slot[None, :], mask=some, other=-1)
     return tl.max((picked == block).to(tl.int32), 1) != 0
 
 
 @triton.jit
-def until_query(rows, position, lengths, TILE_N: tl.constexpr):
+def until_query(rows, position, call):
     """(rows, keys): which of TILE_N keys from ``position`` on do not follow their query."""
-    return (position + tl.arange(0, TILE_N))[None, :] <= (rows.query + lengths.offset)[:, None]
+    return (position + tl.arange(0, call.C.TILE_N))[None, :] <= (rows.query + call.offset)[:, None]
 
 
 @triton.jit
@@ -320,25 +346,31 @@ def of_always(values, otherwise, always, row, entry, query, key):
 
 
 @triton.jit
-def kept_besides(
-    always, row, step, rows, choice, picks, lengths, shared, TILE_N: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr
-):  # fmt: skip
-    """(the first key of a step through a row of ``always``, which of its (rows, keys) are kept and in no picked block).
+def kept_besides(row, step, rows, choice, call):
+    """(the first key of a step through a row of what is always kept, which of its (rows, keys) are kept and in no picked block).
     choice: from ``choices_of_rows``."""
-    SIZE: tl.constexpr = always.table.BLOCK
-    STEPS: tl.constexpr = SIZE // TILE_N
-    start = step % STEPS * TILE_N
-    position = tl.load(always.table.index + step // STEPS) * SIZE + start
+    SIZE: tl.constexpr = call.C.ALWAYS
+    STEPS: tl.constexpr = SIZE // call.C.TILE_N
+    start = step % STEPS * call.C.TILE_N
+    position = tl.load(call.always.table.index + step // STEPS) * SIZE + start
     own = rows.exists & (rows.query // SIZE == row)
     query = tl.where(own, rows.query - row * SIZE, 0)
-    unpicked = own & ~is_picked(picks, choice, rows.exists, position // BLOCK, shared.SLOTS, PADDED)
-    kept = (until_query(rows, position, lengths, TILE_N) & unpicked[:, None]).to(tl.int32)
-    key = start + tl.arange(0, TILE_N)
-    return position, of_always(kept, 0, always, row, step // STEPS, query[:, None], key[None, :]) != 0
+    unpicked = own & ~is_picked(choice, rows.exists, position // call.C.BLOCK, call)
+    kept = (until_query(rows, position, call) & unpicked[:, None]).to(tl.int32)
+    key = start + tl.arange(0, call.C.TILE_N)
+    return position, of_always(kept, 0, call.always, row, step // STEPS, query[:, None], key[None, :]) != 0
 
 
 @triton.jit
-def steps_of_always(always, row, TILE_N: tl.constexpr):
-    """The first and the end of the steps through a row of ``always``."""
-    STEPS: tl.constexpr = always.table.BLOCK // TILE_N
-    return tl.load(always.row_ptr + row) * STEPS, tl.load(always.row_ptr + row + 1) * STEPS
+def steps_of_always(row, call):
+    """The first and the end of the steps through a row of what is always kept."""
+    STEPS: tl.constexpr = call.C.ALWAYS // call.C.TILE_N
+    return tl.load(call.always.row_ptr + row) * STEPS, tl.load(call.always.row_ptr + row + 1) * STEPS
+
+
+@triton.jit
+def columns_of_piece(piece, call):
+    """(batch-head, batch, key head, the first key's position) of a piece of a key block's list."""
+    column = tl.load(piece)
+    batch_head = call.first_head + column // call.key_blocks
+    return batch_head, batch_head // call.kv_heads, batch_head % call.kv_heads, column % call.key_blocks * call.C.BLOCK
