@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..kernels.selection.lists import Pieces, Rounds
     from ..kernels.selection.tiles import SelectionSizes
 
-WORKSPACE = 512 << 20  # bytes that partial results may take; docs/performance/selection.md, "What was tried"
+WORKSPACE = 512 << 20  # bytes that partial results may take; docs/performance/selection.md, "Tile sizes", has figures
 MOST_PICKS = 2**31 - 1
 MOST_TOGETHER = 8192  # picks of a tile's queries, which one program sorts
 

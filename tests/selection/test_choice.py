@@ -239,13 +239,14 @@ def test_an_earlier_token_decides():
     [(1, 50, 50, 3, (2, 2)), (3, 60, 100, 1, (2, 1)), (40, 100, 70, 6, (3, 1)), (1, 5, 130, 6, (4, 2))],
 )
 def test_the_kernel_picks_what_pytorch_picks(kind, every, q_len, kv_len, keep, heads, poison):
-    from sparse_flash.kernels.selection.choose_blocks import ChoiceConfig, choose_blocks
+    from sparse_flash.kernels.common.config import Config
+    from sparse_flash.kernels.selection.choose_blocks import choose_blocks
     from sparse_flash.selection.block_selection import own_width
 
     batch = 2 if every > 1 else 1
     q, k = whole_numbers(batch, heads[0], q_len, 8), whole_numbers(batch, heads[1], kv_len, 8, seed=1)
     sizes = keep - 1, own_width(every, 16, kv_len - q_len), every, 16
-    config = ChoiceConfig(16, 16, 1, 1)
+    config = Config(16, 16, 1, 1)
     if kind == "given":
         scores = whole_numbers(batch, 2, -(-q_len // every), -(-kv_len // 16))
         scores[0, 0, :, 0], scores[0, 1, :, 0] = float("-inf"), float("nan")
@@ -262,7 +263,8 @@ def test_the_kernel_picks_what_pytorch_picks(kind, every, q_len, kv_len, keep, h
 @parametrize("length, stride, block", COMPRESSIONS)
 @parametrize("every, q_len, kv_len, keep, heads", [(1, 50, 130, 3, (4, 2)), (3, 60, 100, 1, (2, 1)), (1, 60, 40, 4, (3, 1))])
 def test_the_kernel_picks_what_pytorch_picks_by_compressed_keys(every, q_len, kv_len, keep, heads, length, stride, block, poison):
-    from sparse_flash.kernels.selection.choose_blocks import ChoiceConfig, Compressed, choose_blocks
+    from sparse_flash.kernels.common.config import Config
+    from sparse_flash.kernels.selection.choose_blocks import Compressed, choose_blocks
     from sparse_flash.selection.block_selection import own_width
 
     generator = torch.Generator().manual_seed(length + q_len)
@@ -274,7 +276,7 @@ def test_the_kernel_picks_what_pytorch_picks_by_compressed_keys(every, q_len, kv
         wanted = choice.choose_by_compressed(q.cpu(), keys.cpu(), keep, every, block, share_group, kv_len, length, stride,
                                              None if known is None else known.cpu())  # fmt: skip
         compression = Compressed(length, stride, known)
-        for config in (ChoiceConfig(16, 16, 1, 1), None) if share_group and known is None else (None,):
+        for config in (Config(16, 16, 1, 1), None) if share_group and known is None else (None,):
             found = choose_blocks(q, keys, "softmax", *sizes, wanted.shape[1], q_len, kv_len, config, compression=compression)
             assert torch.equal(found.cpu(), wanted)
 
