@@ -109,7 +109,7 @@ def _drawn(seed: int, backend: str, rng: random.Random) -> DrawnSelection:
 
 
 def failure(call: DrawnSelection) -> str | None:
-    """What is wrong with the results or gradients, or None."""
+    """Returns what is wrong with the results or gradients, or None."""
     sizes = call.heads, call.kv_heads, call.pickers, call.q_len, call.kv_len, call.every, call.block, call.n
     options = {"dtype": call.dtype, "dim": call.dim, "v_dim": call.v_dim, "seed": call.seed}
     try:

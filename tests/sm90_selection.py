@@ -1,7 +1,7 @@
 """Compiles the kernels of key blocks chosen by query for sm_90, as their launchers ask for them, without a GPU and without running
 them. Prints the outcome of each, like ``sm90.py``.
 
-    python tests/sm90_selection.py          those that the tests compile
+    python tests/sm90_selection.py          the kernels that the tests compile
     python tests/sm90_selection.py --all    other groups of heads, block sizes and head dims too
 """
 
@@ -104,7 +104,7 @@ def compile_case(case: tuple, known: set, dtype=torch.bfloat16) -> None:
             means = torch.zeros(1, kv_heads, q_len // block + 1, dim)
             newest_blocks.update_means(means, cache, q_len // block, 1, block, lens, pages)
             newest_blocks.choose_newest(q[:, :, :1], means[:, :, :-1], lens, q_len, slots, block, kv_heads)
-            # As many blocks as several programs share.
+            # So many blocks that several programs share them.
             newest_blocks.choose_newest(
                 q[:, :, :1], torch.zeros(1, kv_heads, 1024, dim), lens, 1024 * block, slots, block, kv_heads
             )

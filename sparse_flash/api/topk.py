@@ -136,10 +136,10 @@ def topk_blocks(
     the query heads that share a choice. k is then (batch, kv_heads, n, head_dim), the compressed keys, and kv_len the tokens that
     they are of, q_len by default.
     compression: of compressed keys, (length, stride), the block size for both by default; stride divides length and block_size.
-    Key i is of the tokens from i * stride to i * stride + length - 1; keys are those whose tokens all exist. A query reads the ones
-    with no token after it. One that has tokens in several blocks counts for each by its strides there.
+    Key i is made of the tokens from i * stride to i * stride + length - 1; a key exists only if all of these do. A query reads
+    the ones with no token after it. One that has tokens in several blocks counts for each by its strides there.
     lse: (batch, heads, q_len), natural, of q's attention to these compressed keys, where it is known; else it is computed.
-    scores: in place of q and k, those of an indexer: (batch, kv_heads | heads, ceil(q_len / every), blocks of keys),
+    scores: instead of q and k, the scores of an indexer: (batch, kv_heads | heads, ceil(q_len / every), blocks of keys),
     floating-point; -inf and NaN are never chosen. every is then 1 by default. q_len, kv_len: of such a selection, in tokens: groups
     x every and q_len by default.
     cu_seqlens_q, max_seqlen_q: of packed documents, as for ``attention_varlen``; keys share the documents of the queries. q and k

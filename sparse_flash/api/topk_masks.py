@@ -37,7 +37,7 @@ def choose_mask(
     for mask in (within, always):
         if not (mask is None or isinstance(mask, (Pattern, str, BlockMask))):
             as_block_mask(mask)  # raises the error that lists the types of masks
-    # What does not depend on the input is computed once for patterns; a BlockMask may differ on each call.
+    # The limits of patterns do not depend on the input and are computed once; a BlockMask may differ on each call.
     lasts = not isinstance(within, BlockMask) and not isinstance(always, BlockMask) and not is_recorded(q.device)
     limits = (_cached_limits if lasts else _limits)(within, always, grid, q.device)
     group = q.shape[1] // k.shape[1]

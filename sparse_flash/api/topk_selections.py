@@ -105,7 +105,7 @@ def by_compressed(
     lse: torch.Tensor | None,
 ) -> BlockSelection:
     """By queries and compressed keys."""
-    # Of a sequence shorter than a compressed key's tokens there is none.
+    # A sequence shorter than a compressed key's tokens has none.
     keys = k.new_empty(1).expand(*k.shape[:2], 1, k.shape[3]) if k.dim() == 4 and not k.shape[2] else k
     check_tensors(*of_some_batch(q, keys, keys))
     kv_len = q.shape[2] if kv_len is None else kv_len

@@ -1,4 +1,4 @@
-"""Which blocks of keys a group of queries picks: its own, and the best of those that end before.
+"""Which blocks of keys a group of queries picks: its own, and the best of the blocks that end before.
 
 A group's first query chooses for it, and the blocks that it chooses from end before its own begins. So no pick depends on a later
 token. Each kind of choice is an operator: torch.compile does not look inside, and activation checkpointing can keep its result. On
@@ -157,9 +157,9 @@ def choose_by_compressed(
     """Like ``choose_blocks``, by attention to compressed keys: a block's score is the weight of its tokens.
 
     keys: (batch, kv_heads, n, head_dim), key i of the tokens i * stride .. i * stride + length - 1, all of them before kv_len. A
-    query reads those that have no token after it, at scale 1 / sqrt(head_dim). stride divides length and block_size; a key counts
-    for a block by the strides that it has there. Weights are summed over the query heads that share keys if they share the choice.
-    lse: (batch, heads, groups), natural, of the groups' first queries over what they read; None: computed.
+    query reads the keys that have no token after it, at scale 1 / sqrt(head_dim). stride divides length and block_size; a key
+    counts for a block by the strides that it has there. Weights are summed over the query heads that share keys if they share the
+    choice. lse: (batch, heads, groups), natural, of the groups' first queries over what they read; None: computed.
     """
     choice = _Choice(keys.shape[1] if share_group else q.shape[1], keep, every, block_size, q.shape[2], kv_len)
     lse = None if lse is None else lse.to(torch.promote_types(q.dtype, torch.float32)).contiguous()

@@ -61,7 +61,7 @@ def block_lse(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection, scale
     refuse_transforms(q, k)
     if q.shape[0] == 0:
         return of_nothing(q, k, k, None)[1][..., None].expand(*q.shape[:3], selection.picks.shape[3])
-    # What ``always`` keeps besides is in no picked block.
+    # A pair that ``always`` alone keeps is in no picked block.
     return _block_lse(q, k, *_packed(replace(selection, always=None)), scale, backend)
 
 
@@ -72,7 +72,7 @@ def _packed(selection: BlockSelection) -> _Packed:
     return selection.picks, tables, size, selection.block_size, selection.every, selection.own
 
 
-# What follows the tensors of each operator: ``_Packed``, the scale and the back end.
+# The last arguments of each operator: ``_Packed``, the scale and the back end.
 _CALL = "Tensor picks, Tensor[] tables, SymInt tables_block, SymInt block_size, SymInt every, bool own, float? scale, str backend"
 
 

@@ -23,7 +23,7 @@ _TILE = 64
 
 @dataclass(frozen=True, eq=False)
 class PackedSelection:
-    """Which blocks of keys each token of packed documents picked, in its own document. Pass it to ``attention_varlen`` in place of
+    """Which blocks of keys each token of packed documents picked, in its own document. Pass it to ``attention_varlen`` instead of
     a mask. Create one with ``topk_blocks(..., cu_seqlens_q=...)``. Immutable.
 
     picks: (kv_heads | heads, tokens, n) int32: blocks of the token's document, counted from its first token, ascending, each once,
@@ -100,7 +100,7 @@ class Places(NamedTuple):
 
 
 def places(side: Side) -> Places:
-    """Where tokens are. Of one that is of no document the position is 0."""
+    """Returns the places of tokens. A token of no document has the position 0."""
     bounds = _borders(side)
     token = torch.arange(side.tokens, device=bounds.device)
     document = torch.searchsorted(bounds[1:], token, right=True).clamp(max=len(bounds) - 2)

@@ -1,4 +1,4 @@
-"""What a selection costs and how alike its queries choose, as numbers from its picks."""
+"""Numbers from the picks of a selection: what it costs, and how alike its queries choose."""
 
 from __future__ import annotations
 

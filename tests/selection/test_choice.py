@@ -1,4 +1,4 @@
-"""The blocks that queries choose are those of the definition; no later token decides; and a choice once made is kept."""
+"""Queries choose the blocks that the definition says; no later token decides; and a choice once made is kept."""
 
 import numpy as np
 import pytest
@@ -81,7 +81,7 @@ def test_what_is_picked_is_what_the_definition_picks(lengths, every, keep, size,
 
 
 def weights_of_tokens(q, keys, b, h, kv_head, t, position, length, stride):
-    """What attention to compressed keys gives to each token, by a key's strides in its tokens: (strides,) float64."""
+    """Returns what attention to compressed keys gives to each token, by a key's strides in its tokens: (strides,) float64."""
     read = [i for i in range(keys.shape[2]) if i * stride + length - 1 <= position]
     weights = torch.softmax(keys[b, kv_head, read].double() @ q[b, h, t].double() * q.shape[3] ** -0.5, 0)
     found = np.zeros(-(-max(position + 1, 1) // stride))
@@ -91,7 +91,7 @@ def weights_of_tokens(q, keys, b, h, kv_head, t, position, length, stride):
 
 
 def compressed_definition(q, keys, keep, every, size, share_group, kv_len, length, stride):
-    """``definition`` with scores by compressed keys; None in place of picks that rounding may decide."""
+    """``definition`` with scores by compressed keys; None instead of picks that rounding may decide."""
     (batch, heads, q_len, _), kv_heads = q.shape, keys.shape[1]
     group, picking = heads // kv_heads, kv_heads if share_group else heads
     picks = np.empty((batch, picking, -(-q_len // every)), object)

@@ -163,7 +163,7 @@ def test_every_dtype_is_right(dtype):
 
 
 def masses(q, k, kept, picks, scale, block_size, every):
-    """The picked blocks' lse by definition, differentiable, 0 in place of -inf; and where it is -inf."""
+    """The picked blocks' lse by definition, differentiable, 0 instead of -inf; and where it is -inf."""
     group = q.shape[1] // k.shape[1]
     scores = scale * q @ k.repeat_interleave(group, 1).mT
     block = torch.arange(k.shape[2], device=q.device) // block_size

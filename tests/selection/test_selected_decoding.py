@@ -116,7 +116,7 @@ def test_the_kernel_equals_dense_attention_over_the_picked_pairs_and_repeats(cas
         (keys, table), (values, _) = (
             paged(torch.nn.functional.pad(x, (0, 0, 0, room - capacity), value=float("nan")), paged_by) for x in held
         )
-        # What no query picked is in pages that do not exist.
+        # Blocks that no query picked are in pages that do not exist.
         unread = ~torch.nn.functional.pad(kept.any(1).any(1), (0, room - capacity)).unflatten(1, (-1, paged_by)).any(2)
         held, options["block_table"] = [keys, values], torch.where(unread, 1 << 20, table).to(torch.int32)
     for splits, config in zip(counts, (Config(16, 16, 4, 1), None), strict=True):

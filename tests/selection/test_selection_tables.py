@@ -33,7 +33,7 @@ def kept(picks, sizes) -> set[tuple[int, int, int]]:
 
 
 def walked(walks, picks, sizes, least) -> set[tuple[int, int, int]]:
-    """What the tiles' tables say; asserts that they are those of their definition."""
+    """Returns what the tiles' tables say; asserts that they follow their definition."""
     found = set()
     together, block = sizes.tiled.choices, sizes.block
     counts, blocks, bits = (t.cpu().flatten(0, 1) for t in walks[1:])
@@ -56,7 +56,7 @@ def walked(walks, picks, sizes, least) -> set[tuple[int, int, int]]:
 
 
 def listed(lists, sizes, rounds) -> list[tuple[int, int, int]]:
-    """What the lists say, in their order."""
+    """Returns what the lists say, in their order."""
     found = []
     entries, items = lists.entries.cpu(), lists.items.cpu()
     for each in rounds.all:

@@ -361,7 +361,7 @@ def keys_of_sum(sizes: SelectionSizes, always) -> int:
 
 
 class _Rows(NamedTuple):
-    """What a tile of queries brings to its loops."""
+    """Holds the inputs of a tile of queries to its loops."""
 
     q: Any
     dout: Any

@@ -17,7 +17,7 @@ from ..common.grid import tile_and_batch_head
 from ..common.tiles import FLOOR, LN_2, LOG2_E
 from ..launch.launch import integers_specialized, launch
 
-_NONE = tl.constexpr(1 << 30)  # in place of a block: slots without one, told apart by what is added
+_NONE = tl.constexpr(1 << 30)  # instead of a block: plus the number of the slot that holds none
 GIVEN = tl.constexpr(0)  # scores are read
 MEAN = tl.constexpr(1)  # products with the means of blocks
 MOST = tl.constexpr(2)  # the maximum of the products with a block's keys
@@ -82,7 +82,7 @@ def _weights_of_blocks(
             log = tl.load(logs_of_head) * LOG2_E
             rows_of_head += q_head
             logs_of_head += log_head
-            # Where nothing is read, nothing is seen either.
+            # A query that reads nothing sees nothing either.
             log = tl.where(log == -float("inf"), 0.0, log)
             products = tl.dot(query, tl.trans(values), input_precision=PRECISION) * factor
             weights += tl.where(seen, tl.math.exp2(products - log[:, None]), 0.0)
@@ -129,7 +129,7 @@ def choose_blocks_kernel(
             keys += batch * k_batch + head // width * k_head
         some = exists[:, None] & (dim < head_dim)[None, :]
         if KIND == MEAN:
-            # The mean of scores is the score of the mean, but for a factor that changes no order.
+            # The mean of scores is the score of the mean, except for a factor that changes no order.
             query = tl.zeros((TILE, DIM), tl.float32)
             for _ in tl.static_range(SHARED):
                 query += tl.load(rows, mask=some, other=0.0).to(tl.float32)
@@ -207,7 +207,7 @@ def compressed_lse_kernel(
     place = batch * q_batch + head * q_head + (group * EVERY).to(tl.int64)[:, None] * q_token + dim[None, :]
     query = tl.load(q + place, mask=exists[:, None] & (dim < head_dim)[None, :], other=0.0)
     keys += batch * k_batch + head // width * k_head
-    # Of each row how many keys it reads.
+    # How many keys each row reads.
     read = tl.where(exists & (position >= LENGTH - 1), (position - (LENGTH - 1)) // STRIDE + 1, 0)
     read = tl.minimum(read, compressed)
     running_max = tl.full((TILE,), FLOOR, tl.float32)
@@ -271,7 +271,7 @@ def choose_blocks(
     whole blocks with kind "mean", (batch, kv_heads, blocks, head_dim) float32; with "max" k; with "softmax" compressed keys, which
     ``compression`` tells of; else None. The last dimensions are contiguous. chosen, own: how many blocks of the best, and at most
     of the queries' own. config: the kind's by default. bounds: (groups, 2) int32, the first block that a group may choose, and its
-    own, in place of what the lengths say; with every=1.
+    own, instead of what the lengths say; with every=1.
     """
     config = config or _CONFIGS[kind]
     groups = triton.cdiv(q_len, every)
@@ -297,8 +297,8 @@ def choose_blocks(
 
 
 def _precision(source: torch.Tensor) -> str:
-    """Of products of float32. The sums and means of 16-bit numbers lose less in tf32 than these numbers had lost; float32 takes
-    three such products. Where chips have no tf32, products are exact and slow."""
+    """Returns the precision of products of float32. Sums and means of 16-bit numbers lose less in tf32 than these numbers had lost;
+    float32 takes three such products. On chips without tf32, products are exact and slow."""
     if not source.is_cuda or torch.version.hip is not None or torch.cuda.get_device_capability(source.device) < (8, 0):
         return "ieee"
     return "tf32x3" if source.dtype == torch.float32 else "tf32"

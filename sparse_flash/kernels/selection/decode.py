@@ -73,7 +73,7 @@ def _walk(q, position, k, v, pages, cache, picks, begin, end, score_scale, BLOCK
 
 
 class _Members(NamedTuple):
-    """Members ``first`` and later of a query's heads, which share a choice. q, out, lse: those of member 0. Strides are from one
+    """Members ``first`` and later of a query's heads, which share a choice. q, out, lse: rows of member 0. Strides are from one
     member to the next; q_stride in units of the cache's VECTOR. TILE_M: rows of a tile."""
 
     q: Any
@@ -136,8 +136,8 @@ def selection_decode_kernel(
     """One program for a query, up to TILE_M of the heads that share its choice, and a share of its picked blocks.
 
     picks: (batch, pickers, groups, SLOTS) int32, ascending, then -1; EVERY queries share a group's. members: query heads that share
-    a choice. group: those that share a key head. row_tiles: tiles of members. score_scale: scale * log2(e). PADDED: SLOTS as a
-    power of two. The rest as for ``decode_kernel``.
+    a choice. group: query heads that share a key head. row_tiles: tiles of members. score_scale: scale * log2(e). PADDED: SLOTS as
+    a power of two. The rest as for ``decode_kernel``.
     """
     tile, number = tl.program_id(0), tl.program_id(1)
     tiles, count = tl.num_programs(0), tl.num_programs(1)

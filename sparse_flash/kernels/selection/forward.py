@@ -1,8 +1,8 @@
 """Attention over key blocks that each query picked: the forward kernels.
 
     1. picked_parts  a key block and the queries that picked it, gathered: a partial result and lse for each query, pick and head
-    2. walk_picks    a tile of queries visits the blocks that most of it picked, those that the causal limit cuts, and what is
-                     always kept, and merges the partial results of its other picks in their order
+    2. walk_picks    a tile of queries visits the blocks that most of it picked, the blocks that the causal limit cuts, and what
+                     is always kept, and merges the partial results of its other picks in their order
 
 ``picked_masses`` is the first without results.
 

@@ -48,7 +48,7 @@ TOGETHER = gl.constexpr(32)
 
 @record
 class GradsArguments:
-    """What the warps share."""
+    """Holds what the warps share."""
 
     k_tensor: tma.tensor_descriptor
     v_tensor: tma.tensor_descriptor
@@ -114,7 +114,7 @@ def _gather_list(p, begin, end, block, tiles):
 
 @gluon.jit
 def _load_keys(p, turn, item):
-    """Starts the copy of an item's keys and values, once all warps have done with those of the item before."""
+    """Starts the copy of an item's keys and values, once no warp needs the item before any more."""
     if item.begin < item.end:
         block = p.lists.block_of(item)
         load_keys(p, turn, block, block.position, p.lists.KEYS)

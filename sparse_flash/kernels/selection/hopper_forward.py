@@ -43,7 +43,7 @@ STAGES = {(64, 64): (8, 2), (64, 128): (8, 2), (128, 64): (8, 2), (128, 128): (5
 
 @record
 class PartsArguments:
-    """What the warps share."""
+    """Holds what the warps share."""
 
     k_tensor: tma.tensor_descriptor
     v_tensor: tma.tensor_descriptor

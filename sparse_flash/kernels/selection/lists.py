@@ -1,8 +1,8 @@
 """Tables of a call, made on the device: what each tile of queries visits itself, and for each key block the other queries that
 picked it.
 
-Their shapes depend only on those of the picks: no host synchronization, safe in CUDA graphs. Kernels compute a call in rounds, so
-partial results take bounded memory; lists are ordered by round.
+Their shapes depend only on the shape of the picks: no host synchronization, safe in CUDA graphs. Kernels compute a call in rounds,
+so partial results take bounded memory; lists are ordered by round.
 """
 
 from typing import NamedTuple
@@ -42,7 +42,7 @@ class TileWalks(NamedTuple):
 
     walked: (batch, pickers, choices, slots) int8, 1 for picks that the tile visits; arbitrary for picks that keep nothing.
     counts: (batch, pickers, clusters, 2) int32: how many blocks keep every pair, and how many there are.
-    blocks: (batch, pickers, clusters, width) int32: those that keep every pair, ascending, then those that the causal limit cuts.
+    blocks: (batch, pickers, clusters, width) int32: blocks that keep every pair, ascending, then blocks that the causal limit cuts.
     bits: like blocks, int32, or int64 for more than 32 choices: bit c is set if choice c of the cluster picked the block.
     """
 
@@ -89,7 +89,7 @@ def least_walked(sizes: SelectionSizes) -> int:
 
 
 def rounds_of(sizes: SelectionSizes, bytes_of_entry: int, bytes_of_head: int, workspace: int) -> Rounds:
-    """As few rounds as fit, and as grids allow, whose second axis has the batch-heads and pickers of a round.
+    """Returns as few rounds as fit, and as grids allow, whose second axis has the batch-heads and pickers of a round.
 
     bytes_of_entry: of the partial results of a pick. bytes_of_head: of what does not depend on the choices of a round. workspace:
     bytes; at least one tile of one batch-head is computed at a time, whatever it takes.
@@ -97,12 +97,12 @@ def rounds_of(sizes: SelectionSizes, bytes_of_entry: int, bytes_of_head: int, wo
     of_choice = sizes.pickers * sizes.slots * bytes_of_entry
     heads, choices = workspace // max(1, of_choice * sizes.choices + bytes_of_head), sizes.choices
     if heads == 0 and of_choice > 0:
-        # What a whole batch-head takes gets at most half: it would leave nothing for partial results of long sequences.
+        # A whole batch-head's own bytes count as half at most: else long sequences would have nothing for partial results.
         unit = sizes.tiled.choices
         fitting = max(unit, (workspace - min(bytes_of_head, workspace // 2)) // of_choice)
         ranges = -(-choices // fitting)
         choices = -(-choices // (ranges * unit)) * unit
-    # As many batch-heads in each round.
+    # Rounds with equal numbers of batch-heads.
     heads = -(-sizes.batch_heads // -(-sizes.batch_heads // min(sizes.batch_heads, SECOND_AXIS // sizes.pickers, max(1, heads))))
     firsts = [(head, choice) for head in range(0, sizes.batch_heads, heads) for choice in range(0, sizes.choices, choices)]
     found = (
@@ -125,8 +125,8 @@ def selection_walks_kernel(
     LEAST: tl.constexpr, WIDTH: tl.constexpr, EVERY: tl.constexpr, SLOTS: tl.constexpr, CHOICES: tl.constexpr,
     PADDED: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The blocks that the tiles of CHOICES choices visit: those that at least LEAST of them picked, and those that the causal limit
-    cuts for their first query.
+    """The blocks that the tiles of CHOICES choices visit: blocks that at least LEAST of the choices picked, and blocks that the
+    causal limit cuts for their first query.
 
     picks: (pickers, choices, SLOTS) int32. walked: like picks, int8. counts: (pickers, clusters, 2) int32, how many blocks are
     whole, and how many there are. blocks: (pickers, clusters, WIDTH) int32, ascending within whole and cut ones. bits: like blocks,
@@ -166,7 +166,7 @@ def tile_walks(picks: torch.Tensor, sizes: SelectionSizes, least: int) -> TileWa
     """picks: (batch, kv_heads * pickers, choices, slots) int32, contiguous. least: see ``least_walked``."""
     together, slots, choices = sizes.tiled.choices, sizes.slots, sizes.choices
     clusters, picked = triton.cdiv(choices, together), together * slots
-    # Picked by ``least``; and those that a cluster's queries cut.
+    # Blocks that ``least`` choices picked, and blocks that the causal limit cuts.
     width = min(picked, sizes.key_blocks, picked // least + (together * sizes.every - 1) // sizes.block + 2)
     wide = together > 32
 
@@ -193,7 +193,7 @@ def selection_keys_kernel(
     EVERY: tl.constexpr, SLOTS: tl.constexpr, PADDED: tl.constexpr, PICKERS: tl.constexpr, BLOCK: tl.constexpr,
     WALKED: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Where each pick goes in the lists by key block: round, column and whether it is whole, as one number to sort by.
+    """Writes one number for each pick, to sort by: its round, its column in the lists by key block, and whether it is whole.
 
     picks: (batch_heads * PICKERS, choices, SLOTS) int32. walked: like picks, int8, which picks are in no list; used if WALKED.
     keys: like picks; int16 keys are less 32,768. entries: like picks, int32, choice * SLOTS + number among the listed picks of the
@@ -228,7 +228,8 @@ def selection_keys_kernel(
 
 
 def column_lists(picks: torch.Tensor, walks: TileWalks | None, sizes: SelectionSizes, rounds: Rounds, most: int) -> ColumnLists:
-    """The lists of all picks, or of those that ``walks`` leaves. picks: see ``tile_walks``. most: entries of a piece."""
+    """Returns the lists of all picks, or of the picks that ``walks`` leaves. picks: see ``tile_walks``. most: entries of a
+    piece."""
     columns = rounds.heads * sizes.key_blocks
     keys = len(rounds.all) * columns * 2
     key = torch.empty_like(picks, dtype=torch.int16 if keys < 1 << 16 else torch.int32)

@@ -14,7 +14,7 @@ from ..common.config import padded_head_dim
 from ..launch.launch import arrival_counters, launch_or_repeat
 from ..portable.decode import Cache, DecodePlan, page_of_step, rows_of_cache, strides_in_vectors
 
-_NONE = tl.constexpr(1 << 30)  # in place of a block
+_NONE = tl.constexpr(1 << 30)  # instead of a block
 _NOTHING = tl.constexpr(-(1 << 63))  # below the key of any score
 _LAST = tl.constexpr(0x7FFFFFFF)  # all bits of a column, or of an int32 but its sign
 _COLUMNS = 32  # blocks of a program; docs/performance/selection.md, "Tile sizes", has figures
@@ -165,7 +165,7 @@ def update_means_kernel(
 def choose_newest(
     q: torch.Tensor, means: torch.Tensor, kv_lens: torch.Tensor | None, length: int, keep: int, block_size: int, heads: int
 ) -> torch.Tensor:
-    """(batch, heads, q_len, keep) int32, ascending, then -1: a query's own block and the best of those that end before it.
+    """(batch, heads, q_len, keep) int32, ascending, then -1: a query's own block and the best of the blocks that end before it.
 
     q: (batch, heads or a multiple, q_len, head_dim), the last tokens of each sequence; query heads that share a choice follow each
     other. means: (batch, key heads, blocks, head_dim) float32, whose blocks are contiguous. kv_lens: (batch,) int32, or None for
@@ -212,7 +212,7 @@ def update_means(
     kv_lens: torch.Tensor | None,
     block_table: torch.Tensor | None,
 ) -> None:
-    """Writes the means of the last ``touched`` whole blocks of each sequence, of those that means has ``blocks`` of.
+    """Writes the means of the last ``touched`` whole blocks of each sequence, if means has them: it has ``blocks``.
 
     means: (batch, heads, blocks or more, head_dim) float32, whose blocks are contiguous. k, kv_lens, block_table: as for
     ``attention_decode`` in ``decode``.

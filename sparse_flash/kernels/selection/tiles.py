@@ -1,5 +1,5 @@
-"""What the kernels of picked blocks share: the sizes of a call, tiles of gathered rows, and the loop over what is kept beside the
-picks.
+"""The parts that the kernels of picked blocks share: the sizes of a call, tiles of gathered rows, and the loop over what is kept
+beside the picks.
 
 A tile has ROWS rows: queries, each in as many rows as query heads share its choice, the head fastest. Neighbouring queries fill it;
 or the queries of a list do, from anywhere.
@@ -45,7 +45,7 @@ class Round(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """What a kernel is compiled for.
+    """Holds the constants that a kernel is compiled for.
 
     EVERY: queries that share a choice. MEMBERS: query heads that do. PICKERS: choices of a key head, by query. SLOTS: picks of a
     choice; PADDED: as a power of two. CHOICES, TOKENS, TILES: see ``Tiling``. BLOCK: keys of a picked block. DIM, DIM_V: padded
@@ -95,7 +95,7 @@ class SelectionSizes(NamedTuple):
 
     @property
     def choices(self) -> int:
-        """Of a batch-head and picker."""
+        """The number of choices of a batch-head and picker."""
         return -(-self.q_len // self.every)
 
     @property
@@ -158,7 +158,7 @@ def always_arguments(always, by_key: bool, placeholder) -> tuple:
 
 
 class PickedCall(NamedTuple):
-    """What a kernel knows of its call and round; None for what it does not use.
+    """Describes a call and its round to a kernel; None for what the kernel does not use.
 
     q, dout: ``Rows``. k, v: descriptors or ``Rows``. dout, log2_sum, delta: see ``SelectionOperands``. picks: (batch, kv_heads *
     PICKERS, choices, SLOTS) int32. always: ``Always``. score_scale: scale * log2(e). first_head, first_choice: the round's first.
@@ -196,8 +196,8 @@ class Walks(NamedTuple):
 
 
 class RowsOfTile(NamedTuple):
-    """Of each row of a tile: its choice, numbered within the launch, its query, its head, its number among the rows of its choice,
-    and whether it exists. batch, kv_head: of the tile."""
+    """Describes each row of a tile: its choice, numbered within the launch, its query, its head, its number among the rows of its
+    choice, and whether it exists. batch, kv_head: of the tile."""
 
     choice: Any
     query: Any
@@ -250,7 +250,7 @@ def queries_of_tile(tile, call):
 
 @triton.jit
 def table_of_tile(tile, picker, call):
-    """(where a tile's table is among those of ``selection_walks_kernel``, the number of each row's choice in it)."""
+    """Returns (the index of a tile's table among those of ``TileWalks``, the number of each row's choice in it)."""
     clusters = (call.choices + call.C.CHOICES - 1) // call.C.CHOICES
     row = (call.first_head * call.C.PICKERS + picker).to(tl.int64)
     number, _, _, _ = _filled(call.C)
@@ -316,7 +316,7 @@ def index_of_rows(rows, call):
 
 @triton.jit
 def choices_of_rows(rows, call):
-    """The choice of each row among those of the call: its row in ``picks``, (batch, kv_heads * PICKERS, choices, SLOTS)."""
+    """The choice of each row, numbered within the call: its row in ``picks``, (batch, kv_heads * PICKERS, choices, SLOTS)."""
     picker = rows.batch * call.kv_heads * call.C.PICKERS + rows.head // call.C.MEMBERS
     return picker.to(tl.int64) * call.choices + rows.query // call.C.EVERY
 
