@@ -224,10 +224,10 @@ class _GroupChunk:
         """Orders what was computed for the rows of each piece, (pieces, entries * rows, width), by pick: (batch_heads * groups, n,
         rows, width); ``fill`` for none."""
         values = values.unflatten(1, (self.entry.shape[1], -1))
-        batch_heads = self.queries.shape[0] * self.queries.shape[1] * self.groups
-        spread = values.new_full((batch_heads * self.slots, *values.shape[2:]), fill)
+        groups = self.queries.shape[0] * self.queries.shape[1] * self.groups
+        spread = values.new_full((groups * self.slots, *values.shape[2:]), fill)
         spread[self.entry[self.valid]] = values[self.valid]
-        return spread.unflatten(0, (batch_heads, self.slots))
+        return spread.unflatten(0, (groups, self.slots))
 
     def scores(self) -> torch.Tensor:
         """(pieces, entries * rows, block_size): scores of each piece's rows with its keys, -inf for pairs that are not kept."""
