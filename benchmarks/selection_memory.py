@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from sparse_flash.selection import portable
+from sparse_flash.selection import by_kernels
 
 from .baselines.selection import PEERS
 from .measure.accuracy import eagerly
@@ -36,12 +36,12 @@ PASSES = ("forward", "both")
 @contextmanager
 def workspace(mib: int) -> Iterator[None]:
     """Calls within take this for parts of results."""
-    before = portable.WORKSPACE
-    portable.WORKSPACE = mib * _MIB
+    before = by_kernels.WORKSPACE
+    by_kernels.WORKSPACE = mib * _MIB
     try:
         yield
     finally:
-        portable.WORKSPACE = before
+        by_kernels.WORKSPACE = before
 
 
 def measured(case: PicksCase, device: torch.device, dtype: torch.dtype) -> dict:

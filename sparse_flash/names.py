@@ -9,16 +9,16 @@ from .api.topk import topk_blocks
 from .api.varlen import attention_varlen
 from .integrations import masks_of
 from .masks.block_mask import BlockMask
-from .masks.block_selection import BlockSelection
 from .masks.compiler import compile_mask
 from .masks.fields import positive_int
 from .masks.pattern import DerivedPattern, Pattern, list_patterns, parse, register_pattern
 from .masks.pattern import PerHead as per_head
 from .masks.rules import DistancePattern, RunPattern, UnitPattern
-from .packed.picks import PackedSelection
 from .patterns import *  # noqa: F403  (the built-in patterns, by the names in patterns/__init__.py)
 from .patterns import __all__ as _patterns
+from .selection.block_selection import BlockSelection
 from .selection.choice import keep_picks
+from .selection.packed_selection import PackedSelection
 from .tools.draw import draw
 from .tools.explain import explain
 from .tools.shadow_check import CheckError, check

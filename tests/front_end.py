@@ -20,8 +20,11 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import sparse_flash as sf
 from sparse_flash.kernels.launch import launch
-from sparse_flash.kernels.portable import backward, decode, forward, selection_backward, selection_forward, selection_tables
-from sparse_flash.selection import portable
+from sparse_flash.kernels.portable import backward, decode, forward
+from sparse_flash.kernels.selection import backward as selection_backward
+from sparse_flash.kernels.selection import forward as selection_forward
+from sparse_flash.kernels.selection import lists
+from sparse_flash.selection import by_kernels
 
 LENGTHS = ((1, 1), (1, 33), (33, 1))  # of queries and of keys
 HEAD_DIM = 8  # 16 bytes, which is the unit of strides
@@ -73,12 +76,12 @@ def selection_calls() -> None:
         q, k, v, lse = tensors(1, 1, 1, q_len, kv_len, torch.bfloat16, HEAD_DIM)
         always = sf.compile_mask("sinks(4)", q_len, kv_len, 32) if beside else None
         selection = sf.BlockSelection(torch.zeros(1, 1, q_len, 3, dtype=torch.int32), q_len, kv_len, 64, always=always)
-        portable.forward(q, k, v, selection, 1.0, None)
-        portable.backward(q, None, q, k, v, q, lse, selection, 1.0, None)
+        by_kernels.forward(q, k, v, selection, 1.0)
+        by_kernels.backward(q, None, q, k, v, q, lse, selection, 1.0)
 
 
 def main() -> None:
-    for module in (forward, backward, decode, selection_backward, selection_forward, selection_tables):
+    for module in (forward, backward, decode, selection_backward, selection_forward, lists):
         for name, value in list(vars(module).items()):
             if isinstance(value, JITFunction) and name.endswith("_kernel"):
                 setattr(module, name, Kernel(value))

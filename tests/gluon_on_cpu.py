@@ -33,7 +33,9 @@ from triton.runtime.jit import JITCallable
 
 from sparse_flash.backends import Call, hopper
 from sparse_flash.kernels.common.tiles import Rows
-from sparse_flash.kernels.hopper import backward, forward, paired_backward, selection_grads, selection_parts, wide_backward
+from sparse_flash.kernels.hopper import backward, forward, paired_backward, wide_backward
+from sparse_flash.kernels.selection import hopper_backward as selection_backward
+from sparse_flash.kernels.selection import hopper_forward as selection_forward
 
 NUMPY = {"fp16": np.float16, "fp32": np.float32, "int1": np.bool_, "int16": np.int16, "int32": np.int32, "int64": np.int64}
 NUMPY |= {"uint32": np.uint32, "uint64": np.uint64}
@@ -733,7 +735,7 @@ def gluon_on_cpu(seed: int = 0):
         for module in (forward, backward):
             patch.setattr(module, "Recording", _Launches)
             patch.setattr(module, "tile_queue", lambda device: torch.zeros(2, dtype=torch.int32))
-        for module in (selection_parts, selection_grads):
+        for module in (selection_forward, selection_backward):
             patch.setattr(module, "launch", run_partitioned)
         patch.setattr(hopper, "available", lambda: None)
         patch.setattr(hopper, "_is_hopper", lambda device: True)

@@ -7,7 +7,7 @@ from sm90 import TARGET, resources
 from triton.compiler import ASTSource
 
 from sparse_flash.kernels.launch.launch import FUSED
-from sparse_flash.kernels.portable import choose_blocks
+from sparse_flash.kernels.selection import choose_blocks
 
 ALIGNED = {"head_dim", "q_batch", "q_head", "q_token", "k_batch", "k_head", "k_token"}
 
@@ -22,8 +22,8 @@ def compiled(kind: str, shared: int, block: int, slots: int = 16, target=TARGET,
     constants |= {
         "KIND": choose_blocks._KINDS[kind].value,
         "BOUNDED": bounded,
-        "TILE": config.tile,
-        "COLUMNS": config.columns,
+        "TILE": config.tile_m,
+        "COLUMNS": config.tile_n,
         "KEYS": 64,
         "LENGTH": LENGTH,
         "STRIDE": STRIDE,
@@ -54,8 +54,7 @@ def _of_kernel(kernel, config, constants: dict, types: dict, target):
         for place, name in enumerate(kernel.arg_names)
         if types.get(name, "").startswith("*") or name in ALIGNED
     }
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    return triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=options | FUSED)
+    return triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=config.options | FUSED)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Compiles the kernels of key blocks chosen by query for sm_90, as their launchers ask for them, without a GPU and without running
 them. Prints the outcome of each, like ``sm90.py``.
 
-    python tests/sm90_selection.py          those that the tests compile
+    python tests/sm90_selection.py          the kernels that the tests compile
     python tests/sm90_selection.py --all    other groups of heads, block sizes and head dims too
 """
 
@@ -22,13 +22,12 @@ from triton.runtime.jit import create_function_from_signature
 
 import sparse_flash as sf
 from sparse_flash.kernels.common.gluon import GluonASTSource
-from sparse_flash.kernels.hopper import selection_grads, selection_parts
 from sparse_flash.kernels.launch.launch import FUSED
-from sparse_flash.kernels.portable import newest_blocks, selection_backward, selection_decode, selection_forward, selection_tables
-from sparse_flash.selection import hopper, portable
+from sparse_flash.kernels.selection import backward, decode, forward, hopper_backward, hopper_forward, lists, newest_blocks
+from sparse_flash.selection import by_hopper_kernels, by_kernels
 
 BACKEND = make_backend(TARGET)
-MODULES = selection_backward, selection_forward, selection_tables, selection_grads, selection_parts
+MODULES = backward, forward, lists, hopper_backward, hopper_forward
 # heads, key heads, head_dim, block, every, always
 CASES = [(16, 4, dim, block, 1, None) for dim in (64, 128) for block in (64, 128)]
 CASES += [(16, 4, 128, 128, 16, None), (16, 4, 128, 256, 1, None), (16, 4, 128, 64, 1, "sinks(4) | local(128)")]
@@ -46,7 +45,7 @@ def compiled(kernel, arguments, constants, options):
 
 
 def of_hopper(kernel) -> bool:
-    return ".hopper." in kernel.fn.__module__
+    return ".hopper" in kernel.fn.__module__
 
 
 def report(case: tuple, known: set, kernel, grid, arguments, constants, options, specialized=()) -> None:
@@ -60,7 +59,13 @@ def report(case: tuple, known: set, kernel, grid, arguments, constants, options,
         knobs.nvidia.dump_ptxas_log = True
         result = compiled(kernel, arguments, constants, options)
     ptx = result.asm["ptx"]
-    row = {"kernel": name, "case": case, "tile_n": constants.get("TILE_N"), **options, "shared": result.metadata.shared}
+    row = {
+        "kernel": name,
+        "case": case,
+        "tile_n": constants["C"].TILE_N if "C" in constants else constants.get("TILE_N"),
+        **options,
+        "shared": result.metadata.shared,
+    }
     row |= {"wgmma": ptx.count("wgmma.mma_async"), "mma": ptx.count("mma.sync"), "async": ptx.count("cp.async.cg.shared.global")}
     row |= {"tma": ptx.count("cp.async.bulk.tensor"), "serialized": sorted(set(re.findall(r"C75\d\d", log.getvalue())))}
     print(json.dumps(row | resources(result.asm["cubin"])), flush=True)
@@ -82,30 +87,30 @@ def compile_case(case: tuple, known: set, dtype=torch.bfloat16) -> None:
     with contextlib.ExitStack() as stack:
         for module in MODULES:
             stack.enter_context(mock.patch.object(module, "launch", partial(report, case, known)))
-        portable.forward(q, k, k, selection, 1.0)
-        portable.backward(q, None, q, k, k, q, lse, selection, 1.0)
+        by_kernels.forward(q, k, k, selection, 1.0)
+        by_kernels.backward(q, None, q, k, k, q, lse, selection, 1.0)
         if always is None:
-            masses = portable.block_lse(q, k, selection, 1.0)
-            portable.block_lse_backward(masses, q, k, masses, selection, 1.0)
+            masses = by_kernels.block_lse(q, k, selection, 1.0)
+            by_kernels.block_lse_backward(masses, q, k, masses, selection, 1.0)
         launch_or_repeat = partial(report_decoding, case, known)
-        for module in (selection_decode, newest_blocks):
+        for module in (decode, newest_blocks):
             stack.enter_context(mock.patch.object(module, "launch_or_repeat", launch_or_repeat))
         for page in (0, 64):
             pages = torch.zeros(1, q_len // 64, dtype=torch.int32) if page else None
             cache = torch.zeros(q_len // 64, kv_heads, 64, dim, dtype=dtype) if page else k
             lens = torch.zeros(1, dtype=torch.int32)
             newest = picks[:, :, :1].contiguous(), block, 1, 1.0
-            selection_decode.selection_decode(q[:, :, :1], cache, cache, *newest, kv_lens=lens, block_table=pages)
+            decode.selection_decode(q[:, :, :1], cache, cache, *newest, kv_lens=lens, block_table=pages)
             means = torch.zeros(1, kv_heads, q_len // block + 1, dim)
             newest_blocks.update_means(means, cache, q_len // block, 1, block, lens, pages)
             newest_blocks.choose_newest(q[:, :, :1], means[:, :, :-1], lens, q_len, slots, block, kv_heads)
-            # As many blocks as several programs share.
+            # So many blocks that several programs share them.
             newest_blocks.choose_newest(
                 q[:, :, :1], torch.zeros(1, kv_heads, 1024, dim), lens, 1024 * block, slots, block, kv_heads
             )
-        if block in hopper.BLOCK_SIZES and dim in (64, 128):
-            hopper.forward(q, k, k, selection, 1.0)
-            hopper.backward(q, None, q, k, k, q, lse, selection, 1.0)
+        if block in by_hopper_kernels.BLOCK_SIZES and dim in (64, 128):
+            by_hopper_kernels.forward(q, k, k, selection, 1.0)
+            by_hopper_kernels.backward(q, None, q, k, k, q, lse, selection, 1.0)
 
 
 if __name__ == "__main__":

@@ -23,31 +23,27 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import sparse_flash as sf
 from sparse_flash.kernels.hopper import backward as hopper_backward
-from sparse_flash.kernels.hopper import descriptors, selection_grads, selection_parts
+from sparse_flash.kernels.hopper import descriptors
 from sparse_flash.kernels.hopper import forward as hopper_forward
 from sparse_flash.kernels.launch import launch
 from sparse_flash.kernels.packed import document_blocks, repack, spans, splits
-from sparse_flash.kernels.portable import (
-    backward,
-    choose_blocks,
-    decode,
-    forward,
-    newest_blocks,
-    selection_backward,
-    selection_decode,
-    selection_forward,
-    selection_tables,
-)
-from sparse_flash.selection import portable
+from sparse_flash.kernels.portable import backward, decode, forward
+from sparse_flash.kernels.selection import backward as selection_backward
+from sparse_flash.kernels.selection import choose_blocks, lists, newest_blocks
+from sparse_flash.kernels.selection import decode as selection_decode
+from sparse_flash.kernels.selection import forward as selection_forward
+from sparse_flash.kernels.selection import hopper_backward as selection_hopper_backward
+from sparse_flash.kernels.selection import hopper_forward as selection_hopper_forward
+from sparse_flash.selection import by_kernels
 from sparse_flash.variant.variant import Variant
 
 SELECTION = (
     choose_blocks,
-    selection_tables,
+    lists,
     selection_forward,
     selection_backward,
-    selection_parts,
-    selection_grads,
+    selection_hopper_forward,
+    selection_hopper_backward,
     selection_decode,
     newest_blocks,
 )
@@ -179,14 +175,14 @@ def choice_calls() -> None:
 def selection_calls() -> None:
     always = {(q_len, kv_len): sf.compile_mask("sinks(4)", q_len, kv_len, 32) for q_len, kv_len in product(LENGTHS, LENGTHS)}
     # Many turns, each with launches of its own.
-    with mock.patch.object(portable, "WORKSPACE", 1 << 10):
+    with mock.patch.object(by_kernels, "WORKSPACE", 1 << 10):
         for batch, (heads, kv_heads), (q_len, kv_len), beside in product((1, 2), HEADS, always, (False, True)):
             q, k, v, lse = tensors(batch, heads, kv_heads, q_len, kv_len, torch.bfloat16)
             picks = torch.zeros(batch, kv_heads, q_len, 3, dtype=torch.int32)
             selection = sf.BlockSelection(picks, q_len, kv_len, 64, always=always[q_len, kv_len] if beside else None)
-            for parts_kernel, grads_kernel in ((None, None), (selection_parts.picked_parts, selection_grads.picked_grads)):
-                portable.forward(q, k, v, selection, 1.0, parts_kernel)
-                portable.backward(q, None, q, k, v, q, lse, selection, 1.0, grads_kernel)
+            for parts_kernel, gathering in ((None, None), (selection_hopper_forward.picked_parts, selection_hopper_backward)):
+                by_kernels.forward(q, k, v, selection, 1.0, parts_kernel)
+                by_kernels.backward(q, None, q, k, v, q, lse, selection, 1.0, gathering)
 
 
 def picked_decoding_calls() -> None:

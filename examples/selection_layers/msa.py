@@ -3,8 +3,8 @@
 As in the paper: an index query for each key head, one index key for all; a block's score is the largest product with one of its
 keys; the query heads that share keys share the choice; the own block is always kept; the indexer reads what the layer reads
 without a gradient, and learns from a KL divergence alone, in which attention, also without a gradient, is the teacher.
-Not as in the paper: the divergence is of the masses of picked blocks, not of tokens in them; there is no separate start with dense
-attention: recall's first sequences are short enough that all blocks are picked.
+Unlike in the paper, the divergence compares the masses of picked blocks, not of tokens in them; there is no separate start with
+dense attention: recall's first sequences are short enough that all blocks are picked.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class MSA(ChoosingAttention):
 
 
 def divergence(index_q, index_k, masses, selection: sf.BlockSelection):
-    """The KL divergence of the index's masses of picked blocks from those of attention, mean over queries, in nats.
+    """The KL divergence of the index's masses of picked blocks from the masses of attention, mean over queries, in nats.
 
-    masses: (batch, heads, tokens, picks), attention's; those of heads that share a choice are averaged.
+    masses: (batch, heads, tokens, picks), attention's; masses of heads that share a choice are averaged.
     """
     _, index_lse = sf.attention(index_q, index_k, index_k, selection, return_block_lse=True)
     picked = selection.picks >= 0

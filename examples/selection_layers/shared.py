@@ -1,4 +1,4 @@
-"""What the layers have in common: sizes, their place in train_lm's decoder, a loss of a layer's own."""
+"""The common parts of the layers: sizes, their place in train_lm's decoder, a loss of a layer's own."""
 
 from __future__ import annotations
 

@@ -16,11 +16,11 @@ from ..compat.pytorch import is_distributed
 from ..dispatch import operators
 from ..dispatch.call import AttentionCall, backend_for
 from ..masks.block_mask import BlockMask, check_batch_and_heads
-from ..masks.block_selection import BlockSelection, checked_selection_block, checked_sharing
 from ..masks.cache import compiled_once, is_recorded, of_another_library, traceable
 from ..masks.memory import cleared_by
 from ..masks.pattern import Pattern, check_known_end, text_of
 from ..packed.repack import Side
+from ..selection.block_selection import BlockSelection, checked_selection_block, checked_sharing
 from ..selection.choice import COMPRESSED, SCORES
 from ..variant.variant import ScoreFunction, check_counts, check_number, check_same_device, checked_variant, int32_lengths
 from .shared import SharedSequence
@@ -77,7 +77,7 @@ def checked(
             check_tensors(*of_some_batch(q, k, v))
             _check_selection(mask, q, k)
             check_sinks(sinks, q)
-            return AttentionCall(q, k, v, mask, mask, checked_scale(scale, q.shape[3]), deterministic, backend, None, sinks)
+            return AttentionCall(q, k, v, mask, None, checked_scale(scale, q.shape[3]), deterministic, backend, None, sinks)
         mask = _of_another_library(mask)
     q_shape, k_shape, device = q.shape, k.shape, q.device
     is_empty = 0 in q_shape or 0 in k_shape
@@ -98,26 +98,26 @@ def checked(
     table = None if pattern is None else _table_or_text(pattern, q_shape[2], k_shape[2], device)
     if isinstance(mask, BlockMask):
         table = mask
-    walked = table.kernel_table(q.is_cuda) if isinstance(table, BlockMask) else table
+    kernel_table = table.kernel_table(q.is_cuda) if isinstance(table, BlockMask) else table
     key = known = None
     if not (variant is not None or isinstance(table, str) or torch.compiler.is_compiling()):
         types = q.dtype, k.dtype, v.dtype, device, k.device, v.device
-        fits = None if table is None else (table.fits, isinstance(walked, BlockMask) and walked.block_size)
+        fits = None if table is None else (table.fits, isinstance(kernel_table, BlockMask) and kernel_table.block_size)
         key = q_shape, k_shape, v.shape, types, fits, deterministic, backend
         known = _chosen_backends.get(key)
     if known is not None:
-        return AttentionCall(q, k, v, mask, walked, checked_scale(scale, q_shape[3]), deterministic, known, None, sinks)
+        return AttentionCall(q, k, v, mask, kernel_table, checked_scale(scale, q_shape[3]), deterministic, known, None, sinks)
     if not shapes_are_read:
         check_tensors(q, k, v)
     if isinstance(table, BlockMask):
         check_mask(table, q, k)
     scale = checked_scale(scale, q_shape[3])
-    backend = backend_for(q, k, v, walked, variant, deterministic, backend)
+    backend = backend_for(q, k, v, kernel_table, variant, deterministic, backend)
     if key is not None:
         if len(_chosen_backends) >= _MOST_CHOSEN:
             _chosen_backends.clear()
         _chosen_backends[key] = backend
-    return AttentionCall(q, k, v, mask, walked, scale, deterministic, backend, variant, sinks)
+    return AttentionCall(q, k, v, mask, kernel_table, scale, deterministic, backend, variant, sinks)
 
 
 def _of_another_library(mask: object) -> BlockMask:

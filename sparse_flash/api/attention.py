@@ -7,8 +7,8 @@ import torch
 from ..dispatch import operators
 from ..dispatch.call import AttentionCall
 from ..masks.block_mask import BlockMask
-from ..masks.block_selection import BlockSelection
 from ..masks.pattern import Pattern
+from ..selection.block_selection import BlockSelection
 from ..selection.operators import attend_to_picks, block_lse
 from ..variant.definition import with_sinks
 from ..variant.variant import ScoreFunction
@@ -98,8 +98,8 @@ def attention(
     call = checked(q, k, v, mask, scale, dropout_p, kv_lens, q_lens, kv_starts, q_starts, softcap, alibi_slopes, rel_bias,
                    score_mod, score_params, sinks, deterministic, backend)
     # fmt: on
-    if isinstance(call.table, BlockSelection):
-        return _over_picks(call, call.table, return_lse, return_block_lse)
+    if isinstance(call.mask, BlockSelection):
+        return _over_picks(call, call.mask, return_lse, return_block_lse)
     if return_block_lse:
         raise ValueError(f"return_block_lse needs a BlockSelection as mask; got {type(mask).__name__}; leave it out")
     results = operators.attend(call)

@@ -11,12 +11,12 @@ from ..compat.dynamo import constant_in_graphs
 from ..compat.pytorch import is_plain_eager, plain_tensors
 from ..dispatch import observers, operators
 from ..masks.block_mask import BlockMask
-from ..masks.block_selection import BlockSelection
 from ..masks.cache import as_operations_take_it, keep_if_captured, made_apart, of_another_library, traceable
 from ..masks.compiler import compile_up_to
 from ..masks.memory import remembered
 from ..masks.pattern import Pattern, check_fit, naming, parse, text_of
 from ..patterns import causal, full, local
+from ..selection.block_selection import BlockSelection
 from ..selection.decode import decode, supports
 from .arguments import (
     DEFAULT_BLOCK_SIZE,

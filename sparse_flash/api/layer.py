@@ -12,16 +12,16 @@ from torch import nn
 
 from .. import backends
 from ..masks.block_mask import BlockMask
-from ..masks.block_selection import BlockSelection
 from ..masks.cache import of_another_library
 from ..masks.pattern import Pattern, parse, text_of
+from ..selection.block_selection import BlockSelection
 from ..variant.variant import check_counts, check_dropout
 from .arguments import checked_deterministic
 from .attention import attention
 from .decode import attention_decode, takes
 from .means import BlockMeans
 from .shared import SharedSequence
-from .topk import QueryChoice
+from .topk_selections import QueryChoice
 
 # (q, k), both (batch, heads or kv_heads, tokens, head_dim), rotated -> which blocks of keys each query attends to
 Select: TypeAlias = Callable[[torch.Tensor, torch.Tensor], BlockSelection]

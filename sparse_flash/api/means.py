@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..backends import cache_capacity
-from ..masks.block_selection import BlockSelection, checked_selection_block
+from ..selection.block_selection import BlockSelection, checked_selection_block
 from ..selection.newest import choose_newest, update_means
 from ..variant.variant import check_counts
 from .arguments import MAX_QUERIES, check_dtype, checked_cache_lengths, checked_keep
@@ -19,8 +19,8 @@ class BlockMeans:
 
     batch, kv_heads, length, head_dim: of the cache; length: tokens that it has room for. block_size: keys of a block, as for
     ``topk_blocks``. dtype: of the keys.
-    means: (batch, kv_heads, length // block_size, head_dim) float32, or float64 for float64 keys; those of blocks that are not
-    whole yet are never read. Raises ValueError for sizes that cannot be.
+    means: (batch, kv_heads, length // block_size, head_dim) float32, or float64 for float64 keys; means of blocks that are
+    not whole yet are never read. Raises ValueError for sizes that cannot be.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class BlockMeans:
     def choose(
         self, q: torch.Tensor, keep: int, *, share_group: bool = False, kv_lens: torch.Tensor | None = None
     ) -> BlockSelection:
-        """The blocks that the newest queries choose: their own and the best of those that end before it, ``keep`` in all.
+        """The blocks that the newest queries choose: their own and the best of the blocks that end before it, ``keep`` in all.
 
         q: (batch, heads, q_len, head_dim), q_len up to 64, of the last tokens of each sequence. keep, share_group: as for
         ``topk_blocks``. kv_lens: (batch,), the length of each sequence, with these tokens; None: ``length``.

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from ..compat.pytorch import is_plain_eager
-from ..masks.block_selection import BlockSelection
 from ..masks.cache import traceable
 from ..masks.pattern import Pattern, check_fit, naming
 from ..packed.gather_rows import take_rows
 from ..packed.in_place import mask_in_place
-from ..packed.picks import PackedSelection
 from ..packed.repack import Axis, pack
+from ..selection.block_selection import BlockSelection
+from ..selection.packed_selection import PackedSelection
 from .arguments import autocast, check_packed, check_types, checked_documents, documents_of
 from .attention import attention
 from .keywords import answers_unknown_keywords, unexpected

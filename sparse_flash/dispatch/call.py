@@ -8,8 +8,6 @@ import torch
 
 from .. import backends
 from ..masks.block_mask import BlockMask
-from ..masks.block_selection import BlockSelection
-from ..masks.pattern import Pattern
 from ..variant.variant import Variant
 
 
@@ -18,16 +16,16 @@ class AttentionCall(NamedTuple):
 
     q: (batch, heads, q_len, head_dim). k: (batch, kv_heads, kv_len, head_dim). v: (batch, kv_heads, kv_len, v_head_dim). All are in
     the dtype that autocast asks for.
-    mask: as the caller passed it. table: what a back end reads, None for dense attention; spec text if the operator looks up the
-    table. scale: None within torch.compile, for 1 / sqrt(head_dim). deterministic: True or False, never None. backend: the one that
+    mask: as the caller passed it, or as read from another library's mask. table: what a back end reads, None for dense attention and
+    for a selection of blocks; spec text if the operator looks up the table. scale: None within torch.compile, for 1 / sqrt(head_dim). deterministic: True or False, never None. backend: the one that
     runs the call; "auto" if the operator chooses. sinks: (heads,) or None.
     """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    mask: BlockMask | BlockSelection | Pattern | str | None
-    table: BlockMask | BlockSelection | str | None
+    mask: object
+    table: BlockMask | str | None
     scale: float | None
     deterministic: bool
     backend: str

@@ -28,8 +28,8 @@ from ..compat.dynamo import length_may_vary
 from ..dispatch import operators
 from ..dispatch.call import AttentionCall, backend_for
 from ..masks.block_mask import BlockMask, MaskLike, check_batch_and_heads
-from ..masks.block_selection import BlockSelection
 from ..masks.pattern import Pattern
+from ..selection.block_selection import BlockSelection
 from ..variant.definition import with_sinks
 from ..variant.variant import Variant, checked_variant
 from .agreement import check_agreement

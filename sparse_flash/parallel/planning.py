@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..masks.block_mask import BlockMask, MaskLike
-from ..masks.block_selection import BlockSelection
 from ..masks.cache import as_block_mask
-from ..packed.picks import PackedSelection
+from ..selection.block_selection import BlockSelection
+from ..selection.packed_selection import PackedSelection
 from .assignment import Owners, Visits, chunk_blocks
 from .costs import Node, SequenceSizes
 from .explanation import STRATEGIES, Strategy, chosen, possible_strategies, visits_of_nodes

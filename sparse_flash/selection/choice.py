@@ -1,8 +1,8 @@
-"""Which blocks of keys a group of queries picks: its own, and the best of those that end before.
+"""Which blocks of keys a group of queries picks: its own, and the best of the blocks that end before.
 
 A group's first query chooses for it, and the blocks that it chooses from end before its own begins. So no pick depends on a later
-token. Each way of choosing is an operator, so torch.compile does not look inside, and activation checkpointing can keep its result.
-On a GPU a kernel chooses (``kernels/portable/choose_blocks``), elsewhere PyTorch operations on some groups at a time; neither holds
+token. Each kind of choice is an operator: torch.compile does not look inside, and activation checkpointing can keep its result. On
+a GPU a kernel chooses (``kernels/selection/choose_blocks``), elsewhere PyTorch operations on some groups at a time. Neither holds
 the scores of all groups.
 """
 
@@ -11,19 +11,69 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from ..backends import triton as portable
+from ..backends import triton as of_masks
 from ..backends.torch import own_precision
-from ..masks.block_selection import group_positions, normalized, own_width
+from .block_selection import group_positions, normalized, own_width
 
 SCORES = ("mean", "max")  # by queries and keys
 COMPRESSED = "softmax"  # by queries and compressed keys
 _MOST_BYTES = 512  # of a query's head_dim, for shared memory to hold the kernel's tiles
 _MOST_KEPT = 128  # blocks that the kernel holds in registers
 _CHUNK_CPU, _CHUNK_GPU = 1 << 22, 1 << 26  # scores held at a time
+
+
+class _Choice(NamedTuple):
+    """A choice of ``keep`` blocks by each group of ``every`` queries. heads: that pick. bounds: see ``choose_blocks``."""
+
+    heads: int
+    keep: int
+    every: int
+    block_size: int
+    q_len: int
+    kv_len: int
+    bounds: torch.Tensor | None = None
+
+    @property
+    def own(self) -> int:
+        """The most blocks in which the queries of one group are."""
+        return own_width(self.every, self.block_size, self.kv_len - self.q_len)
+
+    def fake(self, like: torch.Tensor) -> torch.Tensor:
+        shape = like.shape[0], self.heads, -(-self.q_len // self.every), self.keep - 1 + self.own
+        return like.new_empty(shape, dtype=torch.int32)
+
+    def by_kernel(self, source: torch.Tensor, keys: torch.Tensor | None, kind: str, compression: Any = None) -> torch.Tensor:
+        """See ``kernels/selection/choose_blocks``."""
+        from ..kernels.selection.choose_blocks import choose_blocks as by_kernel
+
+        sizes = self.keep - 1, self.own, self.every, self.block_size, self.heads, self.q_len, self.kv_len
+        with of_masks.current_device(source.device):
+            return by_kernel(of_masks.unbroken(source), keys, kind, *sizes, bounds=self.bounds, compression=compression)
+
+    def by_operations(
+        self, scored: Callable[[int, int], torch.Tensor], groups: int, numbers: int, device: torch.device
+    ) -> torch.Tensor:
+        """scored: (low, high) -> the scores of groups low .. high - 1, (batch, heads, groups, blocks). numbers: how many are held
+        for a group."""
+        if self.bounds is None:
+            first = group_positions(groups, self.every, self.q_len, self.kv_len, device)[0]
+            before, least = first.clamp(min=0).div(self.block_size, rounding_mode="floor")[:, None], None
+        else:
+            least, before = self.bounds[:, :1], self.bounds[:, 1:]
+        step = max(1, (_CHUNK_GPU if device.type == "cuda" else _CHUNK_CPU) // max(1, numbers))
+        parts = []
+        for low in range(0, groups, step):
+            some = slice(low, low + step)
+            parts.append(ranked(scored(low, low + step), before[some], self.keep - 1, None if least is None else least[some]))
+        best = torch.cat(parts, 2)
+        if self.bounds is not None:
+            return with_own(best, before, -(-self.kv_len // self.block_size))
+        return normalized(best, self.every, self.block_size, self.q_len, self.kv_len, True)
 
 
 @torch.library.custom_op("sparse_flash::choose_blocks", mutates_args=())
@@ -43,17 +93,11 @@ def choose_blocks(
     largest product with a key of the block; in float32, summed over the query heads that share keys if they share the choice.
     bounds: (groups, 2) int32, the first block that a group may choose, and its own, where lengths do not tell them; with every=1.
     """
-    heads = k.shape[1] if share_group else q.shape[1]
     q_len, kv_len = q.shape[2], k.shape[2]
+    choice = _Choice(k.shape[1] if share_group else q.shape[1], keep, every, block_size, q_len, kv_len, bounds)
     means = block_means(k[:, :, : kv_len // block_size * block_size], block_size) if score == "mean" else None
-    if kernel_chooses(q, heads, keep) and q.shape[3] * q.element_size() <= _MOST_BYTES:
-        from ..kernels.portable.choose_blocks import choose_blocks as by_kernel
-
-        own = own_width(every, block_size, kv_len - q_len)
-        q, k = (portable.unbroken(t) for t in (q, k))
-        sizes = keep - 1, own, every, block_size, heads, q_len, kv_len
-        with portable.current_device(q.device):
-            return by_kernel(q, k if means is None else means, score, *sizes, bounds=bounds)
+    if kernel_chooses(q, choice.heads, keep) and q.shape[3] * q.element_size() <= _MOST_BYTES:
+        return choice.by_kernel(q, of_masks.unbroken(k) if means is None else means, score)
     exact = torch.promote_types(q.dtype, torch.float32)
     rows, whole = q[:, :, ::every].unflatten(1, (k.shape[1], -1)), kv_len // block_size
 
@@ -68,26 +112,15 @@ def choose_blocks(
             scores = scores.sum(2, keepdim=True) if share_group else scores
         return scores.flatten(1, 2)
 
-    room = q.shape[0] * q.shape[1] * (whole if score == "mean" else whole * block_size)
+    numbers = q.shape[0] * q.shape[1] * (whole if score == "mean" else whole * block_size)
     with own_precision(q):
-        best = _best(scored, rows.shape[3], room, keep - 1, every, block_size, q_len, kv_len, q.device, bounds)
-    if bounds is not None:
-        return with_own(best, bounds[:, 1:], -(-kv_len // block_size))
-    return normalized(best, every, block_size, q_len, kv_len, True)
+        return choice.by_operations(scored, rows.shape[3], numbers, q.device)
 
 
 @choose_blocks.register_fake
-def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    keep: int,
-    every: int,
-    block_size: int,
-    share_group: bool,
-    score: str,
-    bounds: torch.Tensor | None = None,
-) -> torch.Tensor:
-    return _fake(q, k.shape[1] if share_group else q.shape[1], keep, every, block_size, q.shape[2], k.shape[2])
+def _(q: torch.Tensor, k: torch.Tensor, keep: int, every: int, block_size: int, share_group: bool, *_: object) -> torch.Tensor:
+    heads = k.shape[1] if share_group else q.shape[1]
+    return _Choice(heads, keep, every, block_size, q.shape[2], k.shape[2]).fake(q)
 
 
 @torch.library.custom_op("sparse_flash::choose_by_scores", mutates_args=())
@@ -96,27 +129,16 @@ def choose_by_scores(
 ) -> torch.Tensor:
     """Like ``choose_blocks``, by given scores: (batch, heads that pick, groups, blocks) of a floating-point type. -inf and NaN are
     never chosen."""
-    if kernel_chooses(scores, scores.shape[1], keep):
-        from ..kernels.portable.choose_blocks import choose_blocks as by_kernel
-
-        own = own_width(every, block_size, kv_len - q_len)
-        with portable.current_device(scores.device):
-            scores = portable.unbroken(scores)
-            sizes = keep - 1, own, every, block_size, scores.shape[1], q_len, kv_len
-            return by_kernel(scores, None, "given", *sizes, bounds=bounds)
     batch, heads, groups, blocks = scores.shape
-    sizes = groups, batch * heads * blocks, keep - 1, every, block_size, q_len, kv_len
-    best = _best(lambda low, high: scores[:, :, low:high], *sizes, scores.device, bounds)
-    if bounds is not None:
-        return with_own(best, bounds[:, 1:], blocks)
-    return normalized(best, every, block_size, q_len, kv_len, True)
+    choice = _Choice(heads, keep, every, block_size, q_len, kv_len, bounds)
+    if kernel_chooses(scores, heads, keep):
+        return choice.by_kernel(scores, None, "given")
+    return choice.by_operations(lambda low, high: scores[:, :, low:high], groups, batch * heads * blocks, scores.device)
 
 
 @choose_by_scores.register_fake
-def _(
-    scores: torch.Tensor, keep: int, every: int, block_size: int, q_len: int, kv_len: int, bounds: torch.Tensor | None = None
-) -> torch.Tensor:
-    return _fake(scores, scores.shape[1], keep, every, block_size, q_len, kv_len)
+def _(scores: torch.Tensor, keep: int, every: int, block_size: int, q_len: int, kv_len: int, *_: object) -> torch.Tensor:
+    return _Choice(scores.shape[1], keep, every, block_size, q_len, kv_len).fake(scores)
 
 
 @torch.library.custom_op("sparse_flash::choose_by_compressed", mutates_args=())
@@ -135,29 +157,22 @@ def choose_by_compressed(
     """Like ``choose_blocks``, by attention to compressed keys: a block's score is the weight of its tokens.
 
     keys: (batch, kv_heads, n, head_dim), key i of the tokens i * stride .. i * stride + length - 1, all of them before kv_len. A
-    query reads those that have no token after it, at scale 1 / sqrt(head_dim). stride divides length and block_size; a key counts
-    for a block by the strides that it has there. Weights are summed over the query heads that share keys if they share the choice.
-    lse: (batch, heads, groups), natural, of the groups' first queries over what they read; None: computed.
+    query reads the keys that have no token after it, at scale 1 / sqrt(head_dim). stride divides length and block_size; a key
+    counts for a block by the strides that it has there. Weights are summed over the query heads that share keys if they share the
+    choice. lse: (batch, heads, groups), natural, of the groups' first queries over what they read; None: computed.
     """
-    heads = keys.shape[1] if share_group else q.shape[1]
+    choice = _Choice(keys.shape[1] if share_group else q.shape[1], keep, every, block_size, q.shape[2], kv_len)
     lse = None if lse is None else lse.to(torch.promote_types(q.dtype, torch.float32)).contiguous()
-    sizes = keep - 1, every, block_size, q.shape[2], kv_len
-    if keys.shape[2] and kernel_chooses(q, heads, keep) and q.shape[3] * q.element_size() <= _MOST_BYTES:
-        from ..kernels.portable.choose_blocks import Compressed
-        from ..kernels.portable.choose_blocks import choose_blocks as by_kernel
+    if keys.shape[2] and kernel_chooses(q, choice.heads, keep) and q.shape[3] * q.element_size() <= _MOST_BYTES:
+        from ..kernels.selection.choose_blocks import Compressed
 
-        own = own_width(every, block_size, kv_len - q.shape[2])
-        q, keys = (portable.unbroken(t) for t in (q, keys))
-        of_kernel = keep - 1, own, every, block_size, heads, q.shape[2], kv_len
-        with portable.current_device(q.device):
-            return by_kernel(q, keys, COMPRESSED, *of_kernel, compression=Compressed(length, stride, lse))
+        return choice.by_kernel(q, of_masks.unbroken(keys), COMPRESSED, Compressed(length, stride, lse))
     rows = q[:, :, ::every].unflatten(1, (keys.shape[1], -1))
     position = group_positions(rows.shape[3], every, q.shape[2], kv_len, q.device)[0]
-    scored = partial(_compressed_scores, rows, keys, position, lse, share_group, kv_len // block_size, block_size, length, stride)
+    blocks = kv_len // block_size
+    scored = partial(_compressed_scores, rows, keys, position, lse, share_group, blocks, block_size, length, stride)
     with own_precision(q):
-        room = q.shape[0] * q.shape[1] * max(keys.shape[2], kv_len // block_size)
-        best = _best(scored, rows.shape[3], room, *sizes, q.device, None)
-    return normalized(best, *sizes[1:], True)
+        return choice.by_operations(scored, rows.shape[3], q.shape[0] * q.shape[1] * max(keys.shape[2], blocks), q.device)
 
 
 def _compressed_scores(
@@ -195,57 +210,15 @@ def _compressed_scores(
 
 @choose_by_compressed.register_fake
 def _(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    keep: int,
-    every: int,
-    block_size: int,
-    share_group: bool,
-    kv_len: int,
-    length: int,
-    stride: int,
-    lse: torch.Tensor | None = None,
+    q: torch.Tensor, keys: torch.Tensor, keep: int, every: int, block_size: int, share_group: bool, kv_len: int, *_: object
 ) -> torch.Tensor:
-    return _fake(q, keys.shape[1] if share_group else q.shape[1], keep, every, block_size, q.shape[2], kv_len)
+    return _Choice(keys.shape[1] if share_group else q.shape[1], keep, every, block_size, q.shape[2], kv_len).fake(q)
 
 
 def kernel_chooses(x: torch.Tensor, heads: int, keep: int) -> bool:
     """Whether the kernel chooses. Elsewhere PyTorch operations do, which do not synchronize either."""
-    fits = x.dtype in portable.DTYPES and x.shape[0] * heads > 0 and keep <= _MOST_KEPT
-    return fits and portable.by_kernels(x.device)
-
-
-def _fake(like: torch.Tensor, heads: int, keep: int, every: int, block_size: int, q_len: int, kv_len: int) -> torch.Tensor:
-    n = keep - 1 + own_width(every, block_size, kv_len - q_len)
-    return like.new_empty(like.shape[0], heads, -(-q_len // every), n, dtype=torch.int32)
-
-
-def _best(
-    scored: Callable[[int, int], torch.Tensor],
-    groups: int,
-    room: int,
-    chosen: int,
-    every: int,
-    block_size: int,
-    q_len: int,
-    kv_len: int,
-    device: torch.device,
-    bounds: torch.Tensor | None,
-) -> torch.Tensor:
-    """(batch, heads, groups, chosen) int64: the blocks with the best scores, -1 for none. scored: (low, high) -> the scores of
-    groups low .. high - 1, (batch, heads, groups, blocks). room: how many numbers that takes for a group. bounds: see
-    ``choose_blocks``."""
-    if bounds is None:
-        first = group_positions(groups, every, q_len, kv_len, device)[0]
-        before, least = first.clamp(min=0).div(block_size, rounding_mode="floor")[:, None], None
-    else:
-        least, before = bounds[:, :1], bounds[:, 1:]
-    step = max(1, (_CHUNK_GPU if device.type == "cuda" else _CHUNK_CPU) // max(1, room))
-    parts = []
-    for low in range(0, groups, step):
-        some = slice(low, low + step)
-        parts.append(ranked(scored(low, low + step), before[some], chosen, None if least is None else least[some]))
-    return torch.cat(parts, 2)
+    fits = x.dtype in of_masks.DTYPES and x.shape[0] * heads > 0 and keep <= _MOST_KEPT
+    return fits and of_masks.by_kernels(x.device)
 
 
 def ranked(scores: torch.Tensor, before: torch.Tensor, chosen: int, least: torch.Tensor | None = None) -> torch.Tensor:

@@ -11,7 +11,7 @@ from ..backends import Call, cache_capacity, check_read_pages, empty_out, hopper
 from ..backends import triton as portable
 from ..backends.torch import own_precision
 from ..compat.pytorch import is_plain_eager
-from ..masks.block_selection import BlockSelection
+from .block_selection import BlockSelection
 
 CHUNK = 1 << 27  # numbers of keys and values read at a time
 
@@ -56,7 +56,7 @@ def _by_kernel(
     block_table: torch.Tensor | None,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from ..kernels.portable.selection_decode import selection_decode
+    from ..kernels.selection.decode import selection_decode
 
     kv_lens, block_table = (t if t is None else t.contiguous() for t in (kv_lens, block_table))
     ready, others = portable.unbroken(q), (portable.unbroken(k), portable.unbroken(v), picks.contiguous())
@@ -104,7 +104,7 @@ def by_operations(
             keys, values = (
                 taken(x, token, read, heads, block_table).unflatten(2, (-1, slots * block_size)).to(exact) for x in (k, v)
             )
-            # What is not kept may be NaN, which a weight of 0 does not undo.
+            # Tokens that are not kept may be NaN, which a weight of 0 does not undo.
             values = values.masked_fill(~kept[..., None], 0.0)
             scores = (scale * (rows[:, :, some] @ keys.mT)).masked_fill(~kept[:, :, :, None], float("-inf"))
             logs = scores.logsumexp(-1, keepdim=True)
@@ -115,7 +115,7 @@ def by_operations(
 
 
 def positions(q: torch.Tensor, capacity: int, kv_lens: torch.Tensor | None) -> torch.Tensor:
-    """(batch, q_len) int64, those of the queries, the last ones of each sequence. kv_lens: None: ``capacity``."""
+    """(batch, q_len) int64 positions of the queries, the last ones of each sequence. kv_lens: None: ``capacity``."""
     last = torch.arange(q.shape[2], device=q.device) - q.shape[2]
     return last + lengths_of(len(q), capacity, kv_lens, q.device)[:, None]
 

@@ -1,6 +1,6 @@
 """Blocks that the newest queries of a cache choose, by the mean keys of its blocks, which are kept as it grows.
 
-On a GPU a kernel each (``kernels/portable/newest_blocks``), elsewhere PyTorch operations of fixed shapes; neither synchronizes.
+On a GPU a kernel each (``kernels/selection/newest_blocks``), elsewhere PyTorch operations of fixed shapes; neither synchronizes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def choose_newest(
 def _choose_by_kernel(
     q: torch.Tensor, means: torch.Tensor, kv_lens: torch.Tensor | None, length: int, keep: int, block_size: int, heads: int
 ) -> torch.Tensor:
-    from ..kernels.portable.newest_blocks import choose_newest as by_kernel
+    from ..kernels.selection.newest_blocks import choose_newest as by_kernel
 
     with portable.current_device(q.device):
         return by_kernel(portable.unbroken(q), means, _contiguous(kv_lens), length, keep, block_size, heads)
@@ -95,7 +95,7 @@ def _update_by_kernel(
     kv_lens: torch.Tensor | None,
     block_table: torch.Tensor | None,
 ) -> None:
-    from ..kernels.portable.newest_blocks import update_means as by_kernel
+    from ..kernels.selection.newest_blocks import update_means as by_kernel
 
     if means.shape[0]:
         with portable.current_device(k.device):

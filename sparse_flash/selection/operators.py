@@ -25,13 +25,18 @@ from .. import backends
 from ..dispatch import observers
 from ..dispatch.operators import of_nothing, refuse_batched, refuse_second_derivatives, refuse_transforms, upstream
 from ..masks.block_mask import BlockMask
-from ..masks.block_selection import BlockSelection
-from . import hopper, portable, reference
-from . import torch as by_torch
+from . import by_definition, by_hopper_kernels, by_kernels, by_operations
+from .block_selection import BlockSelection
 
 _Packed: TypeAlias = tuple[torch.Tensor, list[torch.Tensor], int, int, int, bool]
+_Call: TypeAlias = tuple[torch.Tensor, list[torch.Tensor], int, int, int, bool, float | None, str]
 
-BACKENDS: dict[str, ModuleType] = {"hopper": hopper, "triton": portable, "torch": by_torch, "reference": reference}
+BACKENDS: dict[str, ModuleType] = {
+    "hopper": by_hopper_kernels,
+    "triton": by_kernels,
+    "torch": by_operations,
+    "reference": by_definition,
+}
 
 
 def attend_to_picks(
@@ -56,7 +61,7 @@ def block_lse(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection, scale
     refuse_transforms(q, k)
     if q.shape[0] == 0:
         return of_nothing(q, k, k, None)[1][..., None].expand(*q.shape[:3], selection.picks.shape[3])
-    # What ``always`` keeps besides is in no picked block.
+    # A pair that ``always`` alone keeps is in no picked block.
     return _block_lse(q, k, *_packed(replace(selection, always=None)), scale, backend)
 
 
@@ -67,26 +72,22 @@ def _packed(selection: BlockSelection) -> _Packed:
     return selection.picks, tables, size, selection.block_size, selection.every, selection.own
 
 
-def _unpacked(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    picks: torch.Tensor,
-    tables: list[torch.Tensor],
-    tables_block: int,
-    block_size: int,
-    every: int,
-    own: bool,
-) -> BlockSelection:
+# The last arguments of each operator: ``_Packed``, the scale and the back end.
+_CALL = "Tensor picks, Tensor[] tables, SymInt tables_block, SymInt block_size, SymInt every, bool own, float? scale, str backend"
+
+
+def _operator(name: str, tensors: str, results: str) -> Any:
+    """Makes a function of ``tensors`` and ``_CALL`` a PyTorch operator."""
+    schema = f"({tensors}, {_CALL}) -> {results}"
+    return torch.library.custom_op(f"sparse_flash::{name}", mutates_args=(), schema=schema)
+
+
+def _prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: *_Call) -> tuple[ModuleType, BlockSelection, float]:
+    """(back end, selection, scale) of a call; the same for both passes."""
+    picks, tables, tables_block, block_size, every, own, scale, backend = call
     q_len, kv_len = q.shape[2], k.shape[2]
     always = BlockMask.from_tensors(q_len, kv_len, tables_block, tables) if tables_block else None
-    return BlockSelection(picks, q_len, kv_len, block_size, every, own, always)
-
-
-def _prepared(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: _Packed, scale: float | None, backend: str
-) -> tuple[ModuleType, BlockSelection, float]:
-    """(back end, selection, scale) of a call; the same for both passes."""
-    selection = _unpacked(q, k, *packed)
+    selection = BlockSelection(picks, q_len, kv_len, block_size, every, own, always)
 
     def supports(name: str, call: backends.Call) -> str | None:
         return BACKENDS[name].supports(call, selection) if name in BACKENDS else "it does not take a BlockSelection"
@@ -95,31 +96,22 @@ def _prepared(
     return BACKENDS[name], selection, q.shape[3] ** -0.5 if scale is None else scale
 
 
-@torch.library.custom_op("sparse_flash::selected_attention", mutates_args=())
-def _forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    picks: torch.Tensor,
-    tables: list[torch.Tensor],
-    tables_block: int,
-    block_size: int,
-    every: int,
-    own: bool,
-    scale: float | None,
-    backend: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    packed = picks, tables, tables_block, block_size, every, own
-    chosen, selection, scale = _prepared(q, k, v, packed, scale, backend)
+@_operator("selected_attention", "Tensor q, Tensor k, Tensor v", "(Tensor, Tensor)")
+def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: *_Call) -> tuple[torch.Tensor, torch.Tensor]:
+    chosen, selection, scale = _prepared(q, k, v, *call)
     return chosen.forward(q, k, v, selection, scale)
 
 
 @_forward.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: *_Call) -> tuple[torch.Tensor, torch.Tensor]:
     return backends.empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=_exact(q))
 
 
-@torch.library.custom_op("sparse_flash::selected_attention_backward", mutates_args=())
+@_operator(
+    "selected_attention_backward",
+    "Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse",
+    "(Tensor, Tensor, Tensor)",
+)
 def _backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -128,17 +120,9 @@ def _backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    picks: torch.Tensor,
-    tables: list[torch.Tensor],
-    tables_block: int,
-    block_size: int,
-    every: int,
-    own: bool,
-    scale: float | None,
-    backend: str,
+    *call: *_Call,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    packed = picks, tables, tables_block, block_size, every, own
-    chosen, selection, scale = _prepared(q, k, v, packed, scale, backend)
+    chosen, selection, scale = _prepared(q, k, v, *call)
     return chosen.backward(dout, dlse, q, k, v, out, lse, selection, scale)
 
 
@@ -149,46 +133,22 @@ def _(
     return tuple(torch.empty_like(t) for t in (q, k, v))
 
 
-@torch.library.custom_op("sparse_flash::picked_block_lse", mutates_args=())
-def _block_lse(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    picks: torch.Tensor,
-    tables: list[torch.Tensor],
-    tables_block: int,
-    block_size: int,
-    every: int,
-    own: bool,
-    scale: float | None,
-    backend: str,
-) -> torch.Tensor:
-    packed = picks, tables, tables_block, block_size, every, own
-    chosen, selection, scale = _prepared(q, k, k, packed, scale, backend)
+@_operator("picked_block_lse", "Tensor q, Tensor k", "Tensor")
+def _block_lse(q: torch.Tensor, k: torch.Tensor, *call: *_Call) -> torch.Tensor:
+    chosen, selection, scale = _prepared(q, k, k, *call)
     return chosen.block_lse(q, k, selection, scale)
 
 
 @_block_lse.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, picks: torch.Tensor, *call: Any) -> torch.Tensor:
-    return q.new_empty(*q.shape[:3], picks.shape[3], dtype=_exact(q))
+def _(q: torch.Tensor, k: torch.Tensor, *call: *_Call) -> torch.Tensor:
+    return q.new_empty(*q.shape[:3], call[0].shape[3], dtype=_exact(q))
 
 
-@torch.library.custom_op("sparse_flash::picked_block_lse_backward", mutates_args=())
+@_operator("picked_block_lse_backward", "Tensor dblock_lse, Tensor q, Tensor k, Tensor block_lse", "(Tensor, Tensor)")
 def _block_lse_backward(
-    dblock_lse: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    block_lse: torch.Tensor,
-    picks: torch.Tensor,
-    tables: list[torch.Tensor],
-    tables_block: int,
-    block_size: int,
-    every: int,
-    own: bool,
-    scale: float | None,
-    backend: str,
+    dblock_lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, block_lse: torch.Tensor, *call: *_Call
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    packed = picks, tables, tables_block, block_size, every, own
-    chosen, selection, scale = _prepared(q, k, k, packed, scale, backend)
+    chosen, selection, scale = _prepared(q, k, k, *call)
     return chosen.block_lse_backward(dblock_lse, q, k, block_lse, selection, scale)
 
 

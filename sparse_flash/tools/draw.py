@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..masks.block_mask import BlockMask
-from ..masks.block_selection import BlockSelection
+from ..selection.block_selection import BlockSelection
 from .subject import subject
 
 FORMATS = (".png", ".svg")

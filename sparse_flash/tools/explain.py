@@ -15,11 +15,11 @@ from ..backends import hopper, triton
 from ..kernels.common.config import padded_head_dim
 from ..kernels.hopper.configs import backward_keys
 from ..masks.block_mask import BlockMask
-from ..masks.block_selection import BlockSelection
 from ..masks.grid import BlockGrid
 from ..masks.pattern import Pattern
 from ..masks.table import FullBlocks, PartialBlocks
 from ..masks.tiles import unpack_bits, unpack_runs
+from ..selection.block_selection import BlockSelection
 from ..variant.variant import check_counts
 from .explain_selection import SelectionExplanation, explain_selection
 from .figures import flops_text, share_text, size_text, times

@@ -1,4 +1,4 @@
-"""What a selection costs and how alike its queries choose, as numbers from its picks."""
+"""Numbers from the picks of a selection: what it costs, and how alike its queries choose."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..masks.block_selection import BlockSelection
+from ..selection.block_selection import BlockSelection
 from .figures import flops_text, size_text, times
 
 TILES = (4, 16, 64)  # queries

@@ -13,11 +13,11 @@ import torch
 
 from ..dispatch import observers
 from ..masks.block_mask import BlockMask
-from ..masks.block_selection import BlockSelection
 from ..masks.cache import as_block_mask
 from ..masks.compiler import by_head
 from ..masks.grid import BlockGrid
 from ..masks.pattern import Pattern, parse
+from ..selection.block_selection import BlockSelection
 from ..variant.definition import Pairs, existing_pairs, kept_by_dropout, scored
 from ..variant.variant import Variant, check_counts
 

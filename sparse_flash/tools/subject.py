@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ..masks.block_mask import BlockMask
-from ..masks.block_selection import BlockSelection
 from ..masks.build import with_coarse
 from ..masks.cache import as_block_mask
 from ..masks.compiler import by_head
 from ..masks.pattern import Pattern, parse
+from ..selection.block_selection import BlockSelection
 
 
 def subject(

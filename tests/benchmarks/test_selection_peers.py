@@ -11,7 +11,7 @@ import sparse_flash as sf
 from sparse_flash.benchmarks import selection, selection_memory
 from sparse_flash.benchmarks.baselines import selection as peers
 from sparse_flash.benchmarks.selection import PicksCase
-from sparse_flash.selection import portable
+from sparse_flash.selection import by_kernels
 
 CPU = torch.device("cpu")
 CASE = PicksCase(tokens=320, heads=4, kv_heads=2, head_dim=16, block_size=32, picks=4, alike=0.5)
@@ -138,10 +138,10 @@ def test_memory_is_measured_against_length_and_drawn(tmp_path):
 
 
 def test_a_workspace_is_that_of_calls_within_alone_and_a_length_that_fails_is_a_result(monkeypatch):
-    before = portable.WORKSPACE
+    before = by_kernels.WORKSPACE
     with selection_memory.workspace(3):
-        assert portable.WORKSPACE == 3 << 20
-    assert before == portable.WORKSPACE
+        assert by_kernels.WORKSPACE == 3 << 20
+    assert before == by_kernels.WORKSPACE
     monkeypatch.setattr(selection_memory, "leaves_of", lambda *_: 1 / 0)
     found = selection_memory.measured(CASE, CPU, torch.float32)
     assert found == {"failed": "ZeroDivisionError: division by zero"}

@@ -13,7 +13,8 @@ if reason := backends.backend("triton").available():
 
 from sparse_flash.kernels.common import grid as grids
 from sparse_flash.kernels.launch import order
-from sparse_flash.kernels.portable import choose_blocks, configs
+from sparse_flash.kernels.portable import configs
+from sparse_flash.kernels.selection import choose_blocks
 
 BATCH, TOKENS, BLOCK = 70_001, 32, 16  # a prime number of batches
 

@@ -1,4 +1,4 @@
-"""The blocks that queries choose are those of the definition; no later token decides; and a choice once made is kept."""
+"""Queries choose the blocks that the definition says; no later token decides; and a choice once made is kept."""
 
 import numpy as np
 import pytest
@@ -81,7 +81,7 @@ def test_what_is_picked_is_what_the_definition_picks(lengths, every, keep, size,
 
 
 def weights_of_tokens(q, keys, b, h, kv_head, t, position, length, stride):
-    """What attention to compressed keys gives to each token, by a key's strides in its tokens: (strides,) float64."""
+    """Returns what attention to compressed keys gives to each token, by a key's strides in its tokens: (strides,) float64."""
     read = [i for i in range(keys.shape[2]) if i * stride + length - 1 <= position]
     weights = torch.softmax(keys[b, kv_head, read].double() @ q[b, h, t].double() * q.shape[3] ** -0.5, 0)
     found = np.zeros(-(-max(position + 1, 1) // stride))
@@ -91,7 +91,7 @@ def weights_of_tokens(q, keys, b, h, kv_head, t, position, length, stride):
 
 
 def compressed_definition(q, keys, keep, every, size, share_group, kv_len, length, stride):
-    """``definition`` with scores by compressed keys; None in place of picks that rounding may decide."""
+    """``definition`` with scores by compressed keys; None instead of picks that rounding may decide."""
     (batch, heads, q_len, _), kv_heads = q.shape, keys.shape[1]
     group, picking = heads // kv_heads, kv_heads if share_group else heads
     picks = np.empty((batch, picking, -(-q_len // every)), object)
@@ -239,13 +239,14 @@ def test_an_earlier_token_decides():
     [(1, 50, 50, 3, (2, 2)), (3, 60, 100, 1, (2, 1)), (40, 100, 70, 6, (3, 1)), (1, 5, 130, 6, (4, 2))],
 )
 def test_the_kernel_picks_what_pytorch_picks(kind, every, q_len, kv_len, keep, heads, poison):
-    from sparse_flash.kernels.portable.choose_blocks import ChoiceConfig, choose_blocks
-    from sparse_flash.masks.block_selection import own_width
+    from sparse_flash.kernels.common.config import Config
+    from sparse_flash.kernels.selection.choose_blocks import choose_blocks
+    from sparse_flash.selection.block_selection import own_width
 
     batch = 2 if every > 1 else 1
     q, k = whole_numbers(batch, heads[0], q_len, 8), whole_numbers(batch, heads[1], kv_len, 8, seed=1)
     sizes = keep - 1, own_width(every, 16, kv_len - q_len), every, 16
-    config = ChoiceConfig(16, 16, 1, 1)
+    config = Config(16, 16, 1, 1)
     if kind == "given":
         scores = whole_numbers(batch, 2, -(-q_len // every), -(-kv_len // 16))
         scores[0, 0, :, 0], scores[0, 1, :, 0] = float("-inf"), float("nan")
@@ -262,8 +263,9 @@ def test_the_kernel_picks_what_pytorch_picks(kind, every, q_len, kv_len, keep, h
 @parametrize("length, stride, block", COMPRESSIONS)
 @parametrize("every, q_len, kv_len, keep, heads", [(1, 50, 130, 3, (4, 2)), (3, 60, 100, 1, (2, 1)), (1, 60, 40, 4, (3, 1))])
 def test_the_kernel_picks_what_pytorch_picks_by_compressed_keys(every, q_len, kv_len, keep, heads, length, stride, block, poison):
-    from sparse_flash.kernels.portable.choose_blocks import ChoiceConfig, Compressed, choose_blocks
-    from sparse_flash.masks.block_selection import own_width
+    from sparse_flash.kernels.common.config import Config
+    from sparse_flash.kernels.selection.choose_blocks import Compressed, choose_blocks
+    from sparse_flash.selection.block_selection import own_width
 
     generator = torch.Generator().manual_seed(length + q_len)
     q = tensor((2, heads[0], q_len, 24), generator=generator)
@@ -274,14 +276,14 @@ def test_the_kernel_picks_what_pytorch_picks_by_compressed_keys(every, q_len, kv
         wanted = choice.choose_by_compressed(q.cpu(), keys.cpu(), keep, every, block, share_group, kv_len, length, stride,
                                              None if known is None else known.cpu())  # fmt: skip
         compression = Compressed(length, stride, known)
-        for config in (ChoiceConfig(16, 16, 1, 1), None) if share_group and known is None else (None,):
+        for config in (Config(16, 16, 1, 1), None) if share_group and known is None else (None,):
             found = choose_blocks(q, keys, "softmax", *sizes, wanted.shape[1], q_len, kv_len, config, compression=compression)
             assert torch.equal(found.cpu(), wanted)
 
 
 @runs
 def test_the_kernel_sums_the_softmax_of_what_each_query_reads(poison):
-    from sparse_flash.kernels.portable.choose_blocks import Compressed, compressed_lse
+    from sparse_flash.kernels.selection.choose_blocks import Compressed, compressed_lse
 
     q, keys = whole_numbers(2, 4, 90, 24, largest=9), whole_numbers(2, 2, 74, 24, largest=9)
     found = compressed_lse(q, keys, Compressed(8, 1, None), 3, 81)

@@ -5,7 +5,7 @@ import torch
 from oracle import DEVICE, tensor
 
 from sparse_flash import backends
-from sparse_flash.kernels.portable import newest_blocks as kernels
+from sparse_flash.kernels.selection import newest_blocks as kernels
 from sparse_flash.selection import newest
 
 runs = pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")

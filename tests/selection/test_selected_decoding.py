@@ -95,7 +95,7 @@ DECODED = {
 @parametrize("paged_by", [None, 8, 64])
 @parametrize("case", DECODED.values(), ids=DECODED)
 def test_the_kernel_equals_dense_attention_over_the_picked_pairs_and_repeats(case, paged_by):
-    from sparse_flash.kernels.portable.selection_decode import selection_decode
+    from sparse_flash.kernels.selection.decode import selection_decode
 
     (heads, kv_heads, pickers, q_len, capacity, block, n, every, dim, v_dim), counts = case
     q, k, v, _ = tensors(2, heads, kv_heads, q_len, capacity, dim, v_dim=v_dim)
@@ -116,7 +116,7 @@ def test_the_kernel_equals_dense_attention_over_the_picked_pairs_and_repeats(cas
         (keys, table), (values, _) = (
             paged(torch.nn.functional.pad(x, (0, 0, 0, room - capacity), value=float("nan")), paged_by) for x in held
         )
-        # What no query picked is in pages that do not exist.
+        # Blocks that no query picked are in pages that do not exist.
         unread = ~torch.nn.functional.pad(kept.any(1).any(1), (0, room - capacity)).unflatten(1, (-1, paged_by)).any(2)
         held, options["block_table"] = [keys, values], torch.where(unread, 1 << 20, table).to(torch.int32)
     for splits, config in zip(counts, (Config(16, 16, 4, 1), None), strict=True):

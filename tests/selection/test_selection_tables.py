@@ -1,4 +1,4 @@
-"""Tables of key blocks chosen by query: every pick is walked or listed once."""
+"""Tables of key blocks chosen by query: every pick is visited by a tile or listed once."""
 
 import pytest
 import torch
@@ -8,8 +8,8 @@ from picked import drawn_picks
 pytest.importorskip("triton")
 
 from sparse_flash import backends
-from sparse_flash.kernels.portable.selection_tiles import SelectionSizes
-from sparse_flash.selection import tables
+from sparse_flash.kernels.selection import lists
+from sparse_flash.kernels.selection.tiles import SelectionSizes
 
 parametrize = pytest.mark.parametrize
 pytestmark = pytest.mark.skipif(
@@ -29,44 +29,47 @@ def kept(picks, sizes) -> set[tuple[int, int, int]]:
     last = (torch.arange(sizes.choices) * sizes.every + sizes.every).clamp(max=sizes.q_len) - 1 + sizes.kv_len - sizes.q_len
     picks = picks.cpu().flatten(0, 1)
     some = (picks >= 0) & (picks * sizes.block <= last[:, None]) & (last >= 0)[:, None]
-    return {(line, choice, int(picks[line, choice, slot])) for line, choice, slot in some.nonzero().tolist()}
+    return {(picker, choice, int(picks[picker, choice, slot])) for picker, choice, slot in some.nonzero().tolist()}
 
 
 def walked(walks, picks, sizes, least) -> set[tuple[int, int, int]]:
-    """What the tiles' tables say; asserts that they are those of their definition."""
+    """Returns what the tiles' tables say; asserts that they follow their definition."""
     found = set()
     together, block = sizes.tiled.choices, sizes.block
     counts, blocks, bits = (t.cpu().flatten(0, 1) for t in walks[1:])
     of_choice = {}
-    for line, choice, pick in kept(picks, sizes):
-        of_choice.setdefault((line, choice // together, pick), []).append(choice)
-    for line in range(counts.shape[0]):
+    for picker, choice, pick in kept(picks, sizes):
+        of_choice.setdefault((picker, choice // together, pick), []).append(choice)
+    for picker in range(counts.shape[0]):
         for cluster in range(counts.shape[1]):
-            whole, count = counts[line, cluster].tolist()
+            whole, count = counts[picker, cluster].tolist()
             first = cluster * together * sizes.every + sizes.kv_len - sizes.q_len
-            listed = blocks[line, cluster, :count].tolist()
+            listed = blocks[picker, cluster, :count].tolist()
             assert listed[:whole] == sorted(listed[:whole]) and listed[whole:] == sorted(listed[whole:])
             for number, pick in enumerate(listed):
-                choices = [cluster * together + c for c in range(together) if bits[line, cluster, number].item() >> c & 1]
-                assert choices == sorted(of_choice[line, cluster, pick])
+                choices = [cluster * together + c for c in range(together) if bits[picker, cluster, number].item() >> c & 1]
+                assert choices == sorted(of_choice[picker, cluster, pick])
                 assert (number >= whole) == ((pick + 1) * block - 1 > first)
                 assert number >= whole or len(choices) >= least
-                found |= {(line, choice, pick) for choice in choices}
+                found |= {(picker, choice, pick) for choice in choices}
     return found
 
 
-def listed(lists, sizes, turns) -> list[tuple[int, int, int]]:
-    """What the lists say, in their order."""
+def listed(lists, sizes, rounds) -> list[tuple[int, int, int]]:
+    """Returns what the lists say, in their order."""
     found = []
     entries, items = lists.entries.cpu(), lists.items.cpu()
-    for turn in turns.all:
-        numbers = [item[4].item() for item in items[turn.number]]
+    for each in rounds.all:
+        numbers = [item[4].item() for item in items[each.number]]
         assert sorted(numbers) == list(range(len(numbers)))
-        for column, begin, whole, end, _ in items[turn.number].tolist():
-            line, block = turn.line + column // sizes.key_blocks, column % sizes.key_blocks
+        for column, begin, whole, end, _ in items[each.number].tolist():
+            batch_head, block = each.head + column // sizes.key_blocks, column % sizes.key_blocks
             for place in range(begin, end):
                 choice = entries[place].item() // sizes.slots
-                picker, choice = line * sizes.pickers + choice // turn.stride % sizes.pickers, turn.choice + choice % turn.stride
+                picker, choice = (
+                    batch_head * sizes.pickers + choice // each.stride % sizes.pickers,
+                    each.choice + choice % each.stride,
+                )
                 first = choice * sizes.every + sizes.kv_len - sizes.q_len
                 assert (place >= whole) == ((block + 1) * sizes.block - 1 <= first)
                 found.append((picker, choice, block))
@@ -74,36 +77,36 @@ def listed(lists, sizes, turns) -> list[tuple[int, int, int]]:
 
 
 @parametrize("sizes", SIZES.values(), ids=SIZES)
-@parametrize("workspace", [1 << 20, 1500], ids=["one turn", "turns"])
+@parametrize("workspace", [1 << 20, 1500], ids=["one round", "rounds"])
 def test_every_pick_is_walked_or_listed_once(sizes, workspace):
     pickers = sizes.kv_heads * sizes.pickers
     picks = drawn_picks((sizes.batch, pickers, sizes.choices, sizes.slots), sizes.every, sizes.block, sizes.q_len, sizes.kv_len)
-    turns = tables.turns_of(sizes, 10, 0, workspace)
-    assert (len(turns.all) == 1) == (workspace > 1500 or sizes.every == 64)
+    rounds = lists.rounds_of(sizes, 10, 0, workspace)
+    assert (len(rounds.all) == 1) == (workspace > 1500 or sizes.every == 64)
     least = max(2, sizes.tiled.choices // 2)
-    walks = tables.tile_walks(picks, sizes, least)
-    lists = tables.column_lists(picks, walks, sizes, turns, 8)
-    by_tiles, by_columns = walked(walks, picks, sizes, least), listed(lists, sizes, turns)
-    assert len(by_columns) == len(set(by_columns)) == int(lists.counts.sum())
+    walks = lists.tile_walks(picks, sizes, least)
+    some = lists.column_lists(picks, walks, sizes, rounds, 8)
+    by_tiles, by_columns = walked(walks, picks, sizes, least), listed(some, sizes, rounds)
+    assert len(by_columns) == len(set(by_columns)) == int(some.counts.sum())
     assert by_tiles.isdisjoint(by_columns) and by_tiles | set(by_columns) == kept(picks, sizes)
-    all_listed = tables.column_lists(picks, None, sizes, turns, 8)
-    assert sorted(listed(all_listed, sizes, turns)) == sorted(kept(picks, sizes))
+    all_listed = lists.column_lists(picks, None, sizes, rounds, 8)
+    assert sorted(listed(all_listed, sizes, rounds)) == sorted(kept(picks, sizes))
 
 
-@parametrize("bytes_of_entry, bytes_of_line, turns", [(0, 0, 1), (0, 1 << 20, 4), (10, 1 << 20, 8), (10, 500, 4)])
-def test_a_turn_takes_a_line_at_least_and_parts_are_in_bounds(bytes_of_entry, bytes_of_line, turns):
+@parametrize("bytes_of_entry, bytes_of_head, rounds", [(0, 0, 1), (0, 1 << 20, 4), (10, 1 << 20, 8), (10, 500, 4)])
+def test_a_round_takes_a_batch_head_at_least_and_partial_results_are_in_bounds(bytes_of_entry, bytes_of_head, rounds):
     sizes = SIZES["a choice for each query"]
-    found = tables.turns_of(sizes, bytes_of_entry, bytes_of_line, 3000)
-    assert len(found.all) == turns and {turn.stride for turn in found.all} == {found.choices}
-    assert found.lines * found.choices * sizes.slots * bytes_of_entry <= 3000
-    covered = sorted((turn.line + n, turn.choice) for turn in found.all for n in range(turn.lines))
-    assert covered == [(line, choice) for line in range(4) for choice in range(0, 70, found.choices)]
+    found = lists.rounds_of(sizes, bytes_of_entry, bytes_of_head, 3000)
+    assert len(found.all) == rounds and {each.stride for each in found.all} == {found.choices}
+    assert found.heads * found.choices * sizes.slots * bytes_of_entry <= 3000
+    covered = sorted((each.head + n, each.choice) for each in found.all for n in range(each.heads))
+    assert covered == [(head, choice) for head in range(4) for choice in range(0, 70, found.choices)]
 
 
 def test_lists_are_cut_into_even_pieces_and_heavy_ones_divided():
     ends = torch.tensor([[0, 100, 103, 103]], dtype=torch.int32, device=DEVICE)
     begin, end = ends[:, :-1], ends[:, 1:]
-    pieces = tables.in_pieces(begin, begin + 10, end, 3 + 103 // 32, 32, 4)
+    pieces = lists.in_pieces(begin, begin + 10, end, 3 + 103 // 32, 32, 4)
     items = [item for item in pieces.items[0].tolist() if item[1] < item[3]]
     assert items == [[0, 0, 10, 28, 0], [0, 28, 28, 56, 1], [0, 56, 56, 84, 2], [0, 84, 84, 100, 3], [1, 100, 103, 103, 4]]
     assert pieces.starts[0].tolist() == [0, 4, 5, 5]

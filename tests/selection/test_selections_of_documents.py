@@ -134,7 +134,8 @@ def test_the_choice_and_attention_of_documents_compile_into_one_graph():
 @runs
 @parametrize("kind", ["mean", "max", "given"])
 def test_the_kernel_picks_for_documents_what_pytorch_picks(kind):
-    from sparse_flash.kernels.portable.choose_blocks import ChoiceConfig, choose_blocks
+    from sparse_flash.kernels.common.config import Config
+    from sparse_flash.kernels.selection.choose_blocks import choose_blocks
     from sparse_flash.selection import choice
 
     generator = torch.Generator().manual_seed(0)
@@ -144,7 +145,7 @@ def test_the_kernel_picks_for_documents_what_pytorch_picks(kind):
 
     first = torch.tensor([0] * 30 + [2] * 40 + [6] * 50, device=DEVICE)
     bounds = torch.stack([first, first + torch.cat([torch.arange(n) for n in (30, 40, 50)]).to(DEVICE) // 16], 1).int()
-    config = ChoiceConfig(16, 16, 1, 1)
+    config = Config(16, 16, 1, 1)
     q, k, scores = whole_numbers(1, 4, 120, 8), whole_numbers(1, 2, 160, 8), whole_numbers(1, 2, 120, 10)
     if kind == "given":
         wanted = choice.choose_by_scores(scores, KEEP, 1, 16, 120, 160, bounds)

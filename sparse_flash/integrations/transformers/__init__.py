@@ -36,8 +36,8 @@ from ...api.varlen import attention_varlen
 from ...backends import check_name
 from ...compat.pytorch import assert_in_graph
 from ...masks.block_mask import BlockMask
-from ...masks.block_selection import BlockSelection
 from ...masks.pattern import Pattern
+from ...selection.block_selection import BlockSelection
 from ...variant.definition import with_sinks
 from .choice import OWN, by_layer, check_future, check_heads, future_error, is_decoder
 from .layers import others_of, pretrained, self_attention, tower

@@ -251,36 +251,3 @@ FOOTPRINT = {
     ("backward_of_own", 256): Footprint(231344, 24),
     ("backward_of_lengths", 256): Footprint(231440, 152),
 }
-
-
-@dataclass(frozen=True)
-class PickedPartsConfig:
-    """Of key blocks chosen by query, forward. stages: tiles of gathered queries in shared memory. key_stages: blocks of keys, and
-    of their values."""
-
-    stages: int
-    key_stages: int
-
-
-@dataclass(frozen=True)
-class PickedGradsConfig:
-    """The same, backward. stages: tiles of gathered queries, and of their gradients."""
-
-    stages: int
-
-
-# By padded head_dim and keys of a step. H200, 2026-11-23, 65,536 tokens, 32/8 heads of 128, 16 picks, independent: 401 TFLOP/s at
-# blocks of 128 (399 with 3 or 4 stages, 369 with one of keys), 251 at 64 (4 to 8 stages; 237 with one of keys).
-PICKED_PARTS = {
-    (64, 64): PickedPartsConfig(8, 2),
-    (64, 128): PickedPartsConfig(8, 2),
-    (128, 64): PickedPartsConfig(8, 2),
-    (128, 128): PickedPartsConfig(5, 2),
-}
-# The same run: 464 TFLOP/s (2 to 4 stages) and 365 at blocks of 64 (339 with 2 stages).
-PICKED_GRADS = {
-    (64, 64): PickedGradsConfig(6),
-    (64, 128): PickedGradsConfig(6),
-    (128, 64): PickedGradsConfig(4),
-    (128, 128): PickedGradsConfig(4),
-}

@@ -197,9 +197,9 @@ def run_within_memory(run: Callable[[Config], None], config: Config, key: Callab
 def _described(kernel, constants: dict) -> str:
     """A description such as "attention forward for Hopper, head_dim 128"."""
     name = kernel.fn.__name__.removesuffix("_kernel").replace("_", " ")
-    family = " for Hopper" if ".hopper." in kernel.fn.__module__ else ""
-    head_dim = f", head_dim {constants['DIM']}" if "DIM" in constants else ""
-    return f"{name}{family}{head_dim}"
+    family = " for Hopper" if ".hopper" in kernel.fn.__module__ else ""
+    dim = constants.get("DIM", getattr(constants.get("C"), "DIM", None))
+    return f"{name}{family}{f', head_dim {dim}' if dim else ''}"
 
 
 class Recording:

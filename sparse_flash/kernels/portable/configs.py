@@ -358,38 +358,3 @@ def grad_kv_config(
 ) -> Config:
     """For the pass over keys that computes dK and dV."""
     return _chosen("grad_kv", dtype, head_dim, block_size, device, v_head_dim)
-
-
-# Of selections, whose tiles always have ROWS rows: by keys of a block, at least. A key block of one step stays in shared memory.
-# Measured on prototypes of the same walks (H200, bf16, head_dim 128, torch 2.11, triton 3.6, 2026-11-20; 65,536 tokens, 32 heads
-# over 8). Blocks of 128: parts 331 TFLOP/s, with eight warps and twice the rows 256, with three stages 207; the backward pass 259,
-# with one stage 208. Blocks of 64: the backward pass 188, with one stage 151. Blocks of 512, 16 heads that each pick 9: forward
-# 288. Walks were not compared with others, nor was head_dim 256.
-_SELECTION = {
-    "parts": {64: Config(64, 64, 4, 1), 128: Config(64, 128, 4, 2), 256: Config(64, 64, 4, 3)},
-    "walk": {64: Config(64, 64, 4, 3)},
-    "grad_kv": {64: Config(64, 64, 4, 2), 128: Config(64, 128, 8, 2)},
-    "grad_q": {64: Config(64, 64, 4, 2)},
-}
-_SELECTION_256 = {
-    "parts": {64: Config(64, 64, 8, 1)},
-    "walk": {64: Config(64, 64, 8, 2)},
-    "grad_kv": {64: Config(64, 64, 8, 1)},
-    "grad_q": {64: Config(64, 64, 8, 1)},
-}
-_LITTLE_SHARED, _KEYS_OF_LITTLE_SHARED = 160 * 1024, 32
-_KEYS_OF_FLOAT32 = {16: 64, 32: 64, 64: 32, 128: 16, 256: 16}
-
-
-@lru_cache(maxsize=256)
-def selection_config(kernel: str, dtype: torch.dtype, dim: int, block_size: int, device: torch.device) -> Config:
-    """For key blocks chosen by query. kernel: one of _SELECTION. dim: padded, the larger of q's and v's. block_size: the most keys
-    of a step."""
-    table = (_SELECTION_256 if dim > 128 else _SELECTION)[kernel]
-    config = table[min(max(table), max(64, block_size))]
-    keys = min(config.tile_n, block_size)
-    if family_of(device).shared <= _LITTLE_SHARED:
-        keys = min(keys, _KEYS_OF_LITTLE_SHARED)
-    if dtype == torch.float32:
-        return replace(config, tile_n=min(keys, _KEYS_OF_FLOAT32[dim]), num_warps=8, num_stages=1)
-    return replace(config, tile_n=keys)

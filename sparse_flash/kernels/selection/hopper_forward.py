@@ -1,5 +1,4 @@
-"""Attention over key blocks that each query picked, for Hopper: ``picked_parts`` of the portable kernels, with the same lists and
-results.
+"""Attention over key blocks that each query picked, for Hopper: ``picked_parts`` of ``forward``, with the same lists and results.
 
 Persistent programs: warps that gather queries, a warp that loads keys and values, and two warp groups that compute, each a tile of
 64 gathered rows at a time.
@@ -18,10 +17,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ..common.config import padded_head_dim
 from ..common.gluon import record
 from ..common.tiles import FLOOR, LOG2_E
+from ..hopper.descriptors import described
+from ..hopper.products import times_transposed
+from ..hopper.ring import Ring, ring_beside, ring_of
 from ..launch.launch import launch, multiprocessors
-from .configs import PICKED_PARTS
-from .descriptors import described
-from .gathered import (
+from .hopper_gathering import (
     GATHERING_WARPS,
     NOT_SPECIALIZED,
     ROWS,
@@ -36,13 +36,14 @@ from .gathered import (
     store_by_rows,
     storing_layout,
 )
-from .products import times_transposed
-from .ring import Ring, ring_beside, ring_of
+
+# Tiles of gathered queries in shared memory, and blocks of keys with their values, by padded head_dim and keys of a step.
+STAGES = {(64, 64): (8, 2), (64, 128): (8, 2), (128, 64): (8, 2), (128, 128): (5, 2)}
 
 
 @record
 class PartsArguments:
-    """What the warps share."""
+    """Holds what the warps share."""
 
     k_tensor: tma.tensor_descriptor
     v_tensor: tma.tensor_descriptor
@@ -204,42 +205,15 @@ def _compute_second(p):
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
 def picked_parts_kernel(
-    q_ptr,
-    k_tensor,
-    v_tensor,
-    part_ptr,
-    lse_ptr,
-    entries,
-    items,
-    item,
-    item_count,
-    q_batch_stride,
-    q_head_stride,
-    q_token_stride,
-    q_pieces,
-    line,
-    choice,
-    stride,
-    kv_heads,
-    q_len,
-    offset,
-    choices,
-    key_blocks,
+    q_ptr, k_tensor, v_tensor, part_ptr, lse_ptr, entries, items, item, item_count,
+    q_batch_stride, q_head_stride, q_token_stride, q_pieces,
+    first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks,
     score_scale,
-    DIM: gl.constexpr,
-    BLOCK: gl.constexpr,
-    KEYS: gl.constexpr,
-    STAGES: gl.constexpr,
-    KEY_STAGES: gl.constexpr,
-    EVERY: gl.constexpr,
-    MEMBERS: gl.constexpr,
-    PICKERS: gl.constexpr,
-    SLOTS: gl.constexpr,
-    CHOICES: gl.constexpr,
-    TOKENS: gl.constexpr,
-    TILES: gl.constexpr,
-):
-    """part_ptr: (entries of a turn, EVERY, MEMBERS, DIM), and lse_ptr the same without DIM, in base 2. KEYS: of a step."""
+    STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """part_ptr: (entries of a round, EVERY, MEMBERS, DIM), lse_ptr the same without DIM, in base 2. C.TILE_N: keys of a step."""
+    DIM: gl.constexpr = C.DIM
+    KEYS: gl.constexpr = C.TILE_N
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     dtype: gl.constexpr = k_tensor.dtype
     q = ring_of(gl.allocate_shared_memory(dtype, [STAGES, ROWS, DIM], flat), STAGES, FILLS=32 * GATHERING_WARPS)
@@ -247,6 +221,10 @@ def picked_parts_kernel(
     v = ring_beside(k, gl.allocate_shared_memory(dtype, [KEY_STAGES, KEYS, DIM], flat), KEY_STAGES)
     # Makes the initialized barriers visible to TMA, which signals them.
     fence_async_shared()
+    lists = Lists(
+        entries, items + item * 5, item_count, first_head, first_choice, stride, kv_heads, q_len, key_blocks, C.BLOCK, 1,
+        C.EVERY, C.MEMBERS, C.PICKERS, C.SLOTS, C.CHOICES, C.TOKENS, C.TILES,
+    )  # fmt: skip
     p = PartsArguments(
         k_tensor=k_tensor,
         v_tensor=v_tensor,
@@ -254,51 +232,31 @@ def picked_parts_kernel(
         rows=known_rows(),
         part_ptr=part_ptr,
         lse_ptr=lse_ptr,
-        lists=Lists(
-            entries=entries,
-            items=items + item * 5,
-            count=item_count,
-            line=line,
-            choice=choice,
-            stride=stride,
-            kv_heads=kv_heads,
-            q_len=q_len,
-            key_blocks=key_blocks,
-            KEYS=BLOCK,
-            PARTS=1,
-            EVERY=EVERY,
-            MEMBERS=MEMBERS,
-            PICKERS=PICKERS,
-            SLOTS=SLOTS,
-            CHOICES=CHOICES,
-            TOKENS=TOKENS,
-            TILES=TILES,
-        ),
+        lists=lists,
         score_scale=score_scale,
         q=q,
         k=k,
         v=v,
         DIM=DIM,
         KEYS=KEYS,
-        STEPS=BLOCK // KEYS,
+        STEPS=C.BLOCK // KEYS,
     )
     # Running sums of larger blocks take more, and so the gathering warps hold fewer addresses at once.
-    REGISTERS: gl.constexpr = [200, 80, 24] if BLOCK == KEYS else [224, 40, 24]
+    REGISTERS: gl.constexpr = [200, 80, 24] if C.BLOCK == KEYS else [224, 40, 24]
     gl.warp_specialize(
         [(_compute_first, (p,)), (_compute_second, (p,)), (_gather, (p,)), (_load, (p,))], [4, GATHERING_WARPS, 1], REGISTERS
     )
 
 
-def picked_parts(operands, lists, parts, part_lse, sizes, turn, scale: float, config=None) -> None:
-    """Writes parts and part_lse of one turn. Arguments as for the portable kernel, of 16-bit types, head_dim up to 128, v's being
-    the same, and blocks of 64 keys or a multiple of 128."""
+def picked_parts(operands, lists, parts, part_lse, sizes, round, scale: float) -> None:
+    """Writes parts and part_lse of one round. Arguments as in ``forward``, of 16-bit types, head_dim up to 128, v's being the same,
+    and blocks of 64 keys or a multiple of 128."""
     q, k, v = operands[:3]
     dim, keys = padded_head_dim(q.shape[3]), keys_at_a_time(sizes.block)
-    config = config or PICKED_PARTS[dim, keys]
-    count = lists.items.shape[1]
+    stages, key_stages = STAGES[dim, keys]
     block = [1, 1, keys, dim]
-    arguments = [q, described(k, block), described(v, block), parts, part_lse, *list_arguments(lists, turn)]
-    arguments += [*row_arguments(q), *sizes.integers(turn), scale * LOG2_E.value]
-    constants = {"DIM": dim, "BLOCK": sizes.block, "KEYS": keys, "STAGES": config.stages, "KEY_STAGES": config.key_stages}
-    grid = min(count, multiprocessors(q.device)), 1
-    launch(picked_parts_kernel, grid, arguments, constants | sizes.constants, {"num_warps": 4})
+    arguments = [q, described(k, block), described(v, block), parts, part_lse, *list_arguments(lists, round)]
+    arguments += [*row_arguments(q), *sizes.integers(round), scale * LOG2_E.value]
+    constants = {"STAGES": stages, "KEY_STAGES": key_stages, "C": sizes.constants(dim, dim, keys)}
+    grid = min(lists.items.shape[1], multiprocessors(q.device)), 1
+    launch(picked_parts_kernel, grid, arguments, constants, {"num_warps": 4})

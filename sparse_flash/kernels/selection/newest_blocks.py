@@ -12,15 +12,12 @@ import triton.language as tl
 
 from ..common.config import padded_head_dim
 from ..launch.launch import arrival_counters, launch_or_repeat
-from .decode import Cache, DecodePlan, page_of_step, rows_of_cache, strides_in_vectors
+from ..portable.decode import Cache, DecodePlan, page_of_step, rows_of_cache, strides_in_vectors
 
-_NONE = tl.constexpr(1 << 30)  # in place of a block
+_NONE = tl.constexpr(1 << 30)  # instead of a block
 _NOTHING = tl.constexpr(-(1 << 63))  # below the key of any score
 _LAST = tl.constexpr(0x7FFFFFFF)  # all bits of a column, or of an int32 but its sign
-# Blocks of a program. A choice of 16 of 65,536 tokens' blocks of 64, 32 heads over 8, in a CUDA graph, H200, 2026-11-23, us at a
-# batch of 1 and 16: with two warps 11.4 and 56. 64 blocks, four warps: 13.9 and 111, two 17.1 and 68. One warp, 32 blocks: 17.5 and
-# 54, 16 blocks 17.1 and 44.
-_COLUMNS = 32
+_COLUMNS = 32  # blocks of a program; docs/performance/selection.md, "Tile sizes", has figures
 _PIECE = 512  # candidates that the last program reads at a time
 _TOKENS = 64  # of a step over a block's keys
 
@@ -76,32 +73,13 @@ _CHOICE_NUMBERS += ["q_batch_stride", "q_head_stride", "q_token_stride", "mean_b
 
 @triton.jit(do_not_specialize=_CHOICE_NUMBERS)
 def choose_newest_kernel(
-    q,
-    means,
-    picks,
-    candidates,
-    arrived,
-    kv_lens,
-    q_batch_stride: tl.int64,
-    q_head_stride: tl.int64,
-    q_token_stride: tl.int64,
-    mean_batch_stride: tl.int64,
-    mean_head_stride: tl.int64,
-    pickers,
-    q_len,
-    length,
-    width,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SHARED: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    SLOTS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PIECE: tl.constexpr,
-    HAS_LENS: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
+    q, means, picks, candidates, arrived, kv_lens,
+    q_batch_stride: tl.int64, q_head_stride: tl.int64, q_token_stride: tl.int64,
+    mean_batch_stride: tl.int64, mean_head_stride: tl.int64,
+    pickers, q_len, length, width,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, SHARED: tl.constexpr, CHOSEN: tl.constexpr, SLOTS: tl.constexpr,
+    COLUMNS: tl.constexpr, PIECE: tl.constexpr, HAS_LENS: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
     """One program for a query and COLUMNS of the blocks.
 
     q: (batch, pickers x SHARED, q_len, HEAD_DIM), the last tokens of each sequence. means: (batch, key heads, blocks, HEAD_DIM)
@@ -153,27 +131,13 @@ _MEANS_NUMBERS += ["k_page_stride", "k_head_stride", "k_token_stride", "mean_bat
 
 @triton.jit(do_not_specialize=_MEANS_NUMBERS)
 def update_means_kernel(
-    k_ptr,
-    means,
-    kv_lens,
-    block_table,
-    k_page_stride: tl.int64,
-    k_head_stride: tl.int64,
-    k_token_stride: tl.int64,
-    table_stride: tl.int64,
-    mean_batch_stride: tl.int64,
-    mean_head_stride: tl.int64,
-    heads,
-    capacity,
-    blocks,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE_N: tl.constexpr,
-    HAS_LENS: tl.constexpr,
-    PAGE: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
+    k_ptr, means, kv_lens, block_table,
+    k_page_stride: tl.int64, k_head_stride: tl.int64, k_token_stride: tl.int64, table_stride: tl.int64,
+    mean_batch_stride: tl.int64, mean_head_stride: tl.int64,
+    heads, capacity, blocks,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, TILE_N: tl.constexpr, HAS_LENS: tl.constexpr,
+    PAGE: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
     """One program for a key head and one of the last whole blocks of a sequence, the number of programs on the second axis.
 
     means: (batch, heads, blocks or more, HEAD_DIM) float32. The rest as for ``decode_kernel``.
@@ -187,14 +151,12 @@ def update_means_kernel(
         k = k_ptr + head * k_head_stride * VECTOR
         if PAGE == 0:
             k += batch * k_page_stride * VECTOR
-        # fmt: off
         mean = _mean_of_block(
             k, block_table + batch * table_stride,
             Cache(k_ptr, k_ptr, k_page_stride, k_head_stride, k_token_stride, k_page_stride, k_head_stride, k_token_stride,
                   block_table, table_stride, tokens, HEAD_DIM, DIM, HEAD_DIM, DIM, TILE_N, PAGE, VECTOR),
             block * BLOCK, BLOCK,
-        )
-        # fmt: on
+        )  # fmt: skip
         means += batch * mean_batch_stride + head * mean_head_stride + block.to(tl.int64) * HEAD_DIM
         dim = tl.arange(0, DIM)
         tl.store(means + dim, mean, mask=dim < HEAD_DIM)
@@ -203,7 +165,7 @@ def update_means_kernel(
 def choose_newest(
     q: torch.Tensor, means: torch.Tensor, kv_lens: torch.Tensor | None, length: int, keep: int, block_size: int, heads: int
 ) -> torch.Tensor:
-    """(batch, heads, q_len, keep) int32, ascending, then -1: a query's own block and the best of those that end before it.
+    """(batch, heads, q_len, keep) int32, ascending, then -1: a query's own block and the best of the blocks that end before it.
 
     q: (batch, heads or a multiple, q_len, head_dim), the last tokens of each sequence; query heads that share a choice follow each
     other. means: (batch, key heads, blocks, head_dim) float32, whose blocks are contiguous. kv_lens: (batch,) int32, or None for
@@ -231,18 +193,9 @@ def _choice_plan(q_shape, q_strides, means_shape, means_strides, length, keep, b
     slots = max(2, triton.next_power_of_2(keep))
     columns = max(_COLUMNS, slots)
     programs = max(1, triton.cdiv(means_shape[2], columns))
-    constants = {
-        "HEAD_DIM": head_dim,
-        "DIM": padded_head_dim(head_dim),
-        "BLOCK": block_size,
-        "SHARED": q_heads // heads,
-        "CHOSEN": keep - 1,
-        "SLOTS": slots,
-        "COLUMNS": columns,
-        "PIECE": max(_PIECE, slots),
-        "HAS_LENS": has_lens,
-        "SPLIT": programs > 1,
-    }
+    constants = {"HEAD_DIM": head_dim, "DIM": padded_head_dim(head_dim), "BLOCK": block_size, "SHARED": q_heads // heads}
+    constants |= {"CHOSEN": keep - 1, "SLOTS": slots, "COLUMNS": columns, "PIECE": max(_PIECE, slots)}
+    constants |= {"HAS_LENS": has_lens, "SPLIT": programs > 1}
     rows = batch * heads * q_len
     numbers = *q_strides[:3], *means_strides[:2], heads, q_len, length, heads // means_shape[1]
     return DecodePlan(
@@ -259,7 +212,7 @@ def update_means(
     kv_lens: torch.Tensor | None,
     block_table: torch.Tensor | None,
 ) -> None:
-    """Writes the means of the last ``touched`` whole blocks of each sequence, of those that means has ``blocks`` of.
+    """Writes the means of the last ``touched`` whole blocks of each sequence, if means has them: it has ``blocks``.
 
     means: (batch, heads, blocks or more, head_dim) float32, whose blocks are contiguous. k, kv_lens, block_table: as for
     ``attention_decode`` in ``decode``.
@@ -280,15 +233,8 @@ def _means_plan(dtype, k_shape, k_strides, batch, means_strides, blocks, touched
     """pages: the shape of the block table, or None."""
     heads, head_dim = k_shape[1], k_shape[3]
     vector, strides = strides_in_vectors(dtype, k_strides)
-    constants = {
-        "HEAD_DIM": head_dim,
-        "DIM": padded_head_dim(head_dim),
-        "BLOCK": block_size,
-        "TILE_N": min(block_size, _TOKENS),
-        "HAS_LENS": has_lens,
-        "PAGE": 0 if pages is None else k_shape[2],
-        "VECTOR": vector,
-    }
+    constants = {"HEAD_DIM": head_dim, "DIM": padded_head_dim(head_dim), "BLOCK": block_size, "TILE_N": min(block_size, _TOKENS)}
+    constants |= {"HAS_LENS": has_lens, "PAGE": 0 if pages is None else k_shape[2], "VECTOR": vector}
     capacity = k_shape[2] if pages is None else k_shape[2] * pages[1]
     numbers = *strides, 0 if pages is None else pages[1], *means_strides[:2], heads, capacity, blocks
     return DecodePlan((batch * heads, touched), 0, numbers, constants, {"num_warps": 4})

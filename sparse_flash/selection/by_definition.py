@@ -8,7 +8,7 @@ import torch
 
 from ..backends import Call
 from ..backends import reference as dense
-from ..masks.block_selection import BlockSelection
+from .block_selection import BlockSelection
 
 
 class _Kept(NamedTuple):
@@ -47,7 +47,7 @@ def backward(
 
 
 def block_lse(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection, scale: float) -> torch.Tensor:
-    """(batch, heads, q_len, n): see ``selection/operators``."""
+    """(batch, heads, q_len, n): see ``operators``."""
     by_block, picks = _scores(q, k, selection, scale).logsumexp(-1), _picks(selection, q)
     result = by_block.gather(3, picks.clamp(min=0)).masked_fill(picks < 0, float("-inf"))
     return result.to(torch.float64 if q.dtype == torch.float64 else torch.float32)

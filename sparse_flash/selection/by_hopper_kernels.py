@@ -1,5 +1,5 @@
-"""Attention over picked key blocks on Hopper GPUs (H100, H200): as ``portable``, but the two kernels that gather queries by key
-block are written for these chips."""
+"""Attention over picked blocks on Hopper GPUs (H100, H200): like ``by_kernels``, except that the two kernels which gather queries
+by key block are written for these chips."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 from ..backends import Call
 from ..backends import hopper as of_masks
-from ..masks.block_selection import BlockSelection
-from . import portable
+from . import by_kernels
+from .block_selection import BlockSelection
 
 BLOCK_SIZES = (64, 128, 256, 512)
 HEAD_DIMS = range(33, 129)
@@ -26,16 +26,16 @@ def supports(call: Call, selection: BlockSelection) -> str | None:
     if call.v_head_dim != call.head_dim:
         return f"it runs v of the head_dim of q and k; got head_dim {call.v_head_dim} of v and {call.head_dim} of q and k"
     # Masks have other block sizes.
-    return of_masks.supports(replace(call, block_size=BLOCK_SIZES[0])) or portable.supports(call, selection)
+    return of_masks.supports(replace(call, block_size=BLOCK_SIZES[0])) or by_kernels.supports(call, selection)
 
 
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, selection: BlockSelection, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse), out in q's memory order."""
-    from ..kernels.hopper.selection_parts import picked_parts
+    """Returns (out, lse), out in q's memory order."""
+    from ..kernels.selection.hopper_forward import picked_parts
 
-    return portable.forward(q, k, v, selection, scale, picked_parts)
+    return by_kernels.forward(q, k, v, selection, scale, picked_parts)
 
 
 def backward(
@@ -49,14 +49,12 @@ def backward(
     selection: BlockSelection,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv), which repeat bit for bit."""
-    from ..kernels.hopper.gathered import keys_at_a_time
-    from ..kernels.hopper.selection_grads import picked_grads
+    """Returns (dq, dk, dv), which repeat bit for bit."""
+    from ..kernels.selection import hopper_backward
 
-    keys = keys_at_a_time(selection.block_size)
-    return portable.backward(dout, dlse, q, k, v, out, lse, selection, scale, picked_grads, keys)
+    return by_kernels.backward(dout, dlse, q, k, v, out, lse, selection, scale, hopper_backward)
 
 
 # The masses of picked blocks are a single product, and are not often asked for.
-block_lse = portable.block_lse
-block_lse_backward = portable.block_lse_backward
+block_lse = by_kernels.block_lse
+block_lse_backward = by_kernels.block_lse_backward

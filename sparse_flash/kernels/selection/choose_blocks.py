@@ -6,19 +6,18 @@ column enters where it beats the lowest of the set, and the loop over a tile end
 one maximum. Of equal scores the first block stays: a later one does not beat it, and of several lowest ones the last leaves.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from ..common.config import padded_head_dim
+from ..common.config import Config, padded_head_dim
 from ..common.grid import tile_and_batch_head
 from ..common.tiles import FLOOR, LN_2, LOG2_E
 from ..launch.launch import integers_specialized, launch
 
-_NONE = tl.constexpr(1 << 30)  # in place of a block: slots without one, told apart by what is added
+_NONE = tl.constexpr(1 << 30)  # instead of a block: plus the number of the slot that holds none
 GIVEN = tl.constexpr(0)  # scores are read
 MEAN = tl.constexpr(1)  # products with the means of blocks
 MOST = tl.constexpr(2)  # the maximum of the products with a block's keys
@@ -27,43 +26,13 @@ _KINDS = {"given": GIVEN, "mean": MEAN, "max": MOST, "softmax": WEIGHTS}
 _KEYS = 64  # of a step of "max", and of the pass that sums the softmax
 
 
-@dataclass(frozen=True)
-class ChoiceConfig:
-    """tile: groups of a program. columns: blocks of a step. num_warps, num_stages: Triton's launch options."""
-
-    tile: int
-    columns: int
-    num_warps: int
-    num_stages: int
-
-
-# Measured on an H200 (bf16, head_dim 128, 16 blocks kept; torch 2.11, triton 3.6, 2026-11-22), ms. "mean", by query: 65,536 tokens
-# of 32/8 heads in blocks of 128 and of 64, the same of 64/4 heads, 16,384 tokens of 32/8 heads in blocks of 128.
-#     (64, 64, 4, 1)   1.37  2.01  0.78  1.25  0.20
-#     (64, 64, 4, 2)   1.31  2.10  0.78  1.15  0.20
-#     (64, 32, 4, 1)   1.31  2.11  0.78  1.14  0.20
-#     (64, 32, 4, 2)   1.28  2.12  0.77  1.22  0.20
-#     (128, 64, 8, 1)  1.68  2.57  1.08  1.42  0.23
-# Tiles of 32 in 4 warps and of 64 in 8 took 1.5 to 2.3 times the first row, and none is more than 3 % faster in most columns.
-# "max", 32,768 tokens of 4 heads in blocks of 128: (64, 16, 4, 2) 1.94 (284 TFLOP/s), (64, 32, 4, 2) 2.00, 3 stages 2.08, 1 stage
-# 2.13, 8 warps 2.85.
-# "given", H100, 2026-11-26, float32 scores of 65,536 tokens and 8 heads by 512 and by 1,024 blocks, bfloat16 ones by 512, and of
-# 16,384 tokens and 32 heads by 128 (benchmarks/results/selection): each column that enters costs a pass over the tile.
-#     (64, 64, 4, 1)   2.11  3.19  1.45  0.96
-#     (64, 32, 4, 1)   1.27  1.92  1.09  0.58
-#     (64, 16, 4, 1)   0.97  1.46  0.90  0.45
-#     (64, 8, 4, 1)    0.99  1.58        0.41
-#     (32, 32, 2, 1)   1.19  1.75        0.56
-# It does not help "mean" and "softmax", whose products then have 16 columns (1.61 for 1.42, 12 for 5.9); nor do products of 64
-# columns whose quarters enter in turn (1.51 for 1.32); nor a first pass, for a floor that as many columns as are chosen exceed, so
-# that few enter which leave again: products take longer twice than entering did ("mean" 1.49 for 1.35, "given" level).
-# Compiled for sm_90 (triton 3.9; 16 slots, head_dim 128, four heads that share a choice), in the order of the table: 64 registers
-# and 16 bytes of shared memory, 155 and 64 KiB, 138 and 48 KiB; none spills.
+# tile_m: groups of a program. tile_n: blocks of a step. Given scores come few columns at a time, because each column that enters
+# costs a pass over the tile; products would then be too narrow. docs/performance/selection.md, "Tile sizes", has the figures.
 _CONFIGS = {
-    "given": ChoiceConfig(64, 16, 4, 1),
-    "mean": ChoiceConfig(64, 64, 4, 1),
-    "max": ChoiceConfig(64, 16, 4, 2),
-    "softmax": ChoiceConfig(64, 64, 4, 2),
+    "given": Config(64, 16, 4, 1),
+    "mean": Config(64, 64, 4, 1),
+    "max": Config(64, 16, 4, 2),
+    "softmax": Config(64, 64, 4, 2),
 }
 
 
@@ -113,7 +82,7 @@ def _weights_of_blocks(
             log = tl.load(logs_of_head) * LOG2_E
             rows_of_head += q_head
             logs_of_head += log_head
-            # Where nothing is read, nothing is seen either.
+            # A query that reads nothing sees nothing either.
             log = tl.where(log == -float("inf"), 0.0, log)
             products = tl.dot(query, tl.trans(values), input_precision=PRECISION) * factor
             weights += tl.where(seen, tl.math.exp2(products - log[:, None]), 0.0)
@@ -124,42 +93,13 @@ def _weights_of_blocks(
 
 @triton.jit(do_not_specialize=["heads", "groups", "kv_len", "offset", "width", "compressed", "log_head"])
 def choose_blocks_kernel(
-    source,
-    keys,
-    picks,
-    bounds,
-    logs,
-    heads,
-    groups,
-    kv_len,
-    offset,
-    width,
-    compressed,
-    log_head,
-    factor,
-    head_dim,
-    q_batch,
-    q_head,
-    q_token,
-    k_batch,
-    k_head,
-    k_token,
-    EVERY: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    OWN: tl.constexpr,
-    SLOTS: tl.constexpr,
-    SHARED: tl.constexpr,
-    KIND: tl.constexpr,
-    BOUNDED: tl.constexpr,
-    TILE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    KEYS: tl.constexpr,
-    LENGTH: tl.constexpr,
-    STRIDE: tl.constexpr,
-    DIM: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    source, keys, picks, bounds, logs,
+    heads, groups, kv_len, offset, width, compressed, log_head, factor,
+    head_dim, q_batch, q_head, q_token, k_batch, k_head, k_token,
+    EVERY: tl.constexpr, BLOCK: tl.constexpr, CHOSEN: tl.constexpr, OWN: tl.constexpr, SLOTS: tl.constexpr, SHARED: tl.constexpr,
+    KIND: tl.constexpr, BOUNDED: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, KEYS: tl.constexpr,
+    LENGTH: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """source: q, (batch, heads x SHARED, tokens, head_dim), or scores, (batch, heads, groups, columns): then q_token is of groups.
     keys: what a key head's scores are products with, (batch, key heads, blocks or tokens or compressed keys, head_dim). picks:
     (batch, heads, groups, CHOSEN + OWN) int32. heads: that pick. width: how many of them share a key head. bounds: if BOUNDED,
@@ -189,7 +129,7 @@ def choose_blocks_kernel(
             keys += batch * k_batch + head // width * k_head
         some = exists[:, None] & (dim < head_dim)[None, :]
         if KIND == MEAN:
-            # The mean of scores is the score of the mean, but for a factor that changes no order.
+            # The mean of scores is the score of the mean, except for a factor that changes no order.
             query = tl.zeros((TILE, DIM), tl.float32)
             for _ in tl.static_range(SHARED):
                 query += tl.load(rows, mask=some, other=0.0).to(tl.float32)
@@ -250,30 +190,12 @@ def choose_blocks_kernel(
 
 @triton.jit(do_not_specialize=["heads", "groups", "offset", "width", "compressed"])
 def compressed_lse_kernel(
-    q,
-    keys,
-    logs,
-    heads,
-    groups,
-    offset,
-    width,
-    compressed,
-    factor,
-    head_dim,
-    q_batch,
-    q_head,
-    q_token,
-    k_batch,
-    k_head,
-    k_token,
-    EVERY: tl.constexpr,
-    LENGTH: tl.constexpr,
-    STRIDE: tl.constexpr,
-    TILE: tl.constexpr,
-    KEYS: tl.constexpr,
-    DIM: tl.constexpr,
+    q, keys, logs,
+    heads, groups, offset, width, compressed, factor,
+    head_dim, q_batch, q_head, q_token, k_batch, k_head, k_token,
+    EVERY: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """logs: (batch, heads, groups) float32, of the softmax sums of each group's first query over the compressed keys that have no
     token after it. The rest as for ``choose_blocks_kernel``."""
     tile, line = tile_and_batch_head(tl.cdiv(groups, TILE))
@@ -285,7 +207,7 @@ def compressed_lse_kernel(
     place = batch * q_batch + head * q_head + (group * EVERY).to(tl.int64)[:, None] * q_token + dim[None, :]
     query = tl.load(q + place, mask=exists[:, None] & (dim < head_dim)[None, :], other=0.0)
     keys += batch * k_batch + head // width * k_head
-    # Of each row how many keys it reads.
+    # How many keys each row reads.
     read = tl.where(exists & (position >= LENGTH - 1), (position - (LENGTH - 1)) // STRIDE + 1, 0)
     read = tl.minimum(read, compressed)
     running_max = tl.full((TILE,), FLOOR, tl.float32)
@@ -321,11 +243,10 @@ def compressed_lse(q: torch.Tensor, keys: torch.Tensor, compression: Compressed,
     sizes = head_dim, *q.stride()[:3], *keys.stride()[:3]
     arguments = [q, keys, logs, heads, groups, kv_len - q_len, heads // keys.shape[1], keys.shape[2]]
     arguments += [head_dim**-0.5 * LOG2_E.value, *sizes]
-    constants = {"EVERY": every, "LENGTH": compression.length, "STRIDE": compression.stride, "TILE": config.tile, "KEYS": _KEYS}
+    constants = {"EVERY": every, "LENGTH": compression.length, "STRIDE": compression.stride, "TILE": config.tile_m, "KEYS": _KEYS}
     constants |= {"DIM": padded_head_dim(head_dim), "PRECISION": _precision(q)}
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    grid = triton.cdiv(groups, config.tile) * batch * heads, 1
-    launch(compressed_lse_kernel, grid, arguments, constants, options, integers_specialized(sizes))
+    grid = triton.cdiv(groups, config.tile_m) * batch * heads, 1
+    launch(compressed_lse_kernel, grid, arguments, constants, config.options, integers_specialized(sizes))
     return logs
 
 
@@ -340,7 +261,7 @@ def choose_blocks(
     heads: int,
     q_len: int,
     kv_len: int,
-    config: ChoiceConfig | None = None,
+    config: Config | None = None,
     bounds: torch.Tensor | None = None,
     compression: Compressed | None = None,
 ) -> torch.Tensor:
@@ -350,58 +271,34 @@ def choose_blocks(
     whole blocks with kind "mean", (batch, kv_heads, blocks, head_dim) float32; with "max" k; with "softmax" compressed keys, which
     ``compression`` tells of; else None. The last dimensions are contiguous. chosen, own: how many blocks of the best, and at most
     of the queries' own. config: the kind's by default. bounds: (groups, 2) int32, the first block that a group may choose, and its
-    own, in place of what the lengths say; with every=1.
+    own, instead of what the lengths say; with every=1.
     """
     config = config or _CONFIGS[kind]
     groups = triton.cdiv(q_len, every)
     picks = torch.empty((source.shape[0], heads, groups, chosen + own), dtype=torch.int32, device=source.device)
     keys = source if keys is None else keys
-    given = kind == "given"
-    logs = None
+    given, logs = kind == "given", None
     if compression is not None:
         logs = compressed_lse(source, keys, compression, every, kv_len) if compression.logs is None else compression.logs
-    arguments = [
-        source,
-        keys,
-        picks,
-        picks if bounds is None else bounds,
-        picks if logs is None else logs,
-        heads,
-        groups,
-        kv_len,
-        kv_len - q_len,
-        1 if given else heads // keys.shape[1],
-        keys.shape[2],
-        groups,
-        source.shape[-1] ** -0.5 * LOG2_E.value,
-    ]
+    arguments = [source, keys, picks, picks if bounds is None else bounds, picks if logs is None else logs]
+    arguments += [heads, groups, kv_len, kv_len - q_len, 1 if given else heads // keys.shape[1], keys.shape[2], groups]
     sizes = 1 if given else source.shape[3], *source.stride()[:3], *keys.stride()[:3]
-    arguments += sizes
-    constants = {"EVERY": every, "BLOCK": block_size, "CHOSEN": chosen, "OWN": own}
-    constants |= {
-        "SLOTS": max(2, triton.next_power_of_2(chosen + own)),
-        "SHARED": source.shape[1] // heads,
-        "KIND": _KINDS[kind].value,
-        "BOUNDED": bounds is not None,
-    }
+    arguments += [source.shape[-1] ** -0.5 * LOG2_E.value, *sizes]
     length, stride = (1, 1) if compression is None else compression[:2]
-    constants |= {
-        "TILE": config.tile,
-        "COLUMNS": config.columns,
-        "KEYS": min(block_size, _KEYS),
-        "LENGTH": length,
-        "STRIDE": stride,
-    }
-    constants |= {"DIM": 16 if given else max(16, triton.next_power_of_2(source.shape[3])), "PRECISION": _precision(source)}
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    grid = triton.cdiv(groups, config.tile) * source.shape[0] * heads, 1
-    launch(choose_blocks_kernel, grid, arguments, constants, options, (keys.dtype, *integers_specialized(sizes)))
+    slots, shared = max(2, triton.next_power_of_2(chosen + own)), source.shape[1] // heads
+    constants = {"EVERY": every, "BLOCK": block_size, "CHOSEN": chosen, "OWN": own, "SLOTS": slots, "SHARED": shared}
+    constants |= {"KIND": _KINDS[kind].value, "BOUNDED": bounds is not None, "TILE": config.tile_m, "COLUMNS": config.tile_n}
+    constants |= {"KEYS": min(block_size, _KEYS), "LENGTH": length, "STRIDE": stride}
+    constants |= {"DIM": 16 if given else padded_head_dim(source.shape[3]), "PRECISION": _precision(source)}
+    grid = triton.cdiv(groups, config.tile_m) * source.shape[0] * heads, 1
+    specialized = keys.dtype, *integers_specialized(sizes)
+    launch(choose_blocks_kernel, grid, arguments, constants, config.options, specialized)
     return picks
 
 
 def _precision(source: torch.Tensor) -> str:
-    """Of products of float32. The sums and means of 16-bit numbers lose less in tf32 than these numbers had lost; float32 takes
-    three such products. Where chips have no tf32, products are exact and slow."""
+    """Returns the precision of products of float32. Sums and means of 16-bit numbers lose less in tf32 than these numbers had lost;
+    float32 takes three such products. On chips without tf32, products are exact and slow."""
     if not source.is_cuda or torch.version.hip is not None or torch.cuda.get_device_capability(source.device) < (8, 0):
         return "ieee"
     return "tf32x3" if source.dtype == torch.float32 else "tf32"

@@ -11,10 +11,10 @@ import torch
 
 from ..compat.dynamo import outside_inference
 from ..compat.pytorch import assert_in_graph
-from .block_mask import BlockMask, Device, MaskLike
-from .cache import is_recorded, one_mask
-from .grid import BlockGrid, checked_index
-from .pattern import Pattern, parse, text_of
+from ..masks.block_mask import BlockMask, Device, MaskLike
+from ..masks.cache import is_recorded, one_mask
+from ..masks.grid import BlockGrid, checked_index
+from ..masks.pattern import Pattern, parse, text_of
 
 SELECTION_BLOCK_SIZES = (16, 32, 64, 128, 256, 512)
 MOST_SHARED = 128  # queries that share a choice
@@ -24,7 +24,7 @@ _CHUNK = 1 << 22  # numbers decoded at a time
 
 @dataclass(frozen=True, eq=False)
 class BlockSelection:
-    """Which blocks of keys each query picked. Pass it to ``attention`` in place of a mask.
+    """Which blocks of keys each query picked. Pass it to ``attention`` instead of a mask.
 
     Create one with ``topk_blocks`` or ``BlockSelection.from_picks``. Immutable.
 
@@ -170,7 +170,7 @@ class BlockSelection:
         return replace(self, picks=self.picks.to(device), always=self.always and self.always.to(device))
 
     def select(self, head: int = 0, batch: int = 0) -> BlockSelection:
-        """The selection of one head of one batch entry, as a separate selection. head: of those that pick. Raises TypeError or
+        """The selection of one head of one batch entry, as a separate selection. head: of the heads that pick. Raises TypeError or
         IndexError for numbers that it has not, as ``kept_keys``, ``kept_queries`` and ``kept_pairs`` do."""
         return replace(self, picks=self._picks_of(head, batch)[None, None])
 
@@ -295,7 +295,7 @@ def group_positions(groups: int, every: int, q_len: int, kv_len: int, device: to
     return first + (kv_len - q_len), (first + (every - 1)).clamp(max=q_len - 1) + (kv_len - q_len)
 
 
-# An operator, so that activation checkpointing can be told to keep its result.
+# An operator, so that activation checkpointing can keep its result.
 @torch.library.custom_op("sparse_flash::normalized_picks", mutates_args=())
 def normalized(picks: torch.Tensor, every: int, block_size: int, q_len: int, kv_len: int, own: bool) -> torch.Tensor:
     """Picks in the format of ``BlockSelection``: int32, ascending, each once, with each group's own blocks if ``own``; what is
@@ -334,7 +334,7 @@ def always_table(always: MaskLike | None, q_len: int, kv_len: int, block_size: i
 
 
 def without_later_keys(always: Pattern | str) -> Pattern | str:
-    """What it keeps under causal; text stays text, and an error about it shows it as it was given."""
+    """Returns what ``always`` keeps under causal. Text stays text, and an error about it shows it as it was given."""
     return f"causal & ({text_of(always)})" if isinstance(always, str) else parse("causal") & always
 
 

@@ -17,8 +17,8 @@ from ..common.config import padded_head_dim
 from ..common.layout import empty_out
 from ..common.tiles import FLOOR, LN_2, LOG2_E
 from ..launch.launch import arrival_counters, launch_or_repeat, multiprocessors
-from .configs import decode_config, family_of
-from .decode import (
+from ..portable.configs import decode_config, family_of
+from ..portable.decode import (
     Cache,
     DecodePlan,
     Splits,
@@ -30,6 +30,7 @@ from .decode import (
     stored_split,
     strides_in_vectors,
 )
+from .tiles import padded
 
 
 @triton.jit
@@ -72,7 +73,7 @@ def _walk(q, position, k, v, pages, cache, picks, begin, end, score_scale, BLOCK
 
 
 class _Members(NamedTuple):
-    """Members ``first`` and later of a query's heads, which share a choice. q, out, lse: those of member 0. Strides are from one
+    """Members ``first`` and later of a query's heads, which share a choice. q, out, lse: rows of member 0. Strides are from one
     member to the next; q_stride in units of the cache's VECTOR. TILE_M: rows of a tile."""
 
     q: Any
@@ -121,59 +122,22 @@ NOT_SPECIALIZED += [f"{name}_stride" for name in ("k_page", "k_head", "k_token",
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def selection_decode_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    lse_ptr,
-    picks,
-    split_results,
-    arrived,
-    kv_lens,
-    block_table,
-    q_batch_stride: tl.int64,
-    q_head_stride: tl.int64,
-    q_token_stride: tl.int64,
-    k_page_stride: tl.int64,
-    k_head_stride: tl.int64,
-    k_token_stride: tl.int64,
-    v_page_stride: tl.int64,
-    v_head_stride: tl.int64,
-    v_token_stride: tl.int64,
-    out_batch_stride: tl.int64,
-    out_head_stride: tl.int64,
-    out_token_stride: tl.int64,
-    table_stride: tl.int64,
-    pickers,
-    groups,
-    group,
-    members,
-    row_tiles,
-    q_len,
-    kv_len,
-    score_scale,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    DIM_V: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    ROWS: tl.constexpr,
-    COMBINED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SLOTS: tl.constexpr,
-    PADDED: tl.constexpr,
-    EVERY: tl.constexpr,
-    HAS_LENS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PAGE: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, picks, split_results, arrived, kv_lens, block_table,
+    q_batch_stride: tl.int64, q_head_stride: tl.int64, q_token_stride: tl.int64,
+    k_page_stride: tl.int64, k_head_stride: tl.int64, k_token_stride: tl.int64,
+    v_page_stride: tl.int64, v_head_stride: tl.int64, v_token_stride: tl.int64,
+    out_batch_stride: tl.int64, out_head_stride: tl.int64, out_token_stride: tl.int64, table_stride: tl.int64,
+    pickers, groups, group, members, row_tiles, q_len, kv_len, score_scale,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, DIM_V: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr, ROWS: tl.constexpr, COMBINED: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
+    PADDED: tl.constexpr, EVERY: tl.constexpr, HAS_LENS: tl.constexpr, SPLIT: tl.constexpr,
+    PAGE: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
     """One program for a query, up to TILE_M of the heads that share its choice, and a share of its picked blocks.
 
     picks: (batch, pickers, groups, SLOTS) int32, ascending, then -1; EVERY queries share a group's. members: query heads that share
-    a choice. group: those that share a key head. row_tiles: tiles of members. score_scale: scale * log2(e). PADDED: SLOTS as a
-    power of two. The rest as for ``decode_kernel``.
+    a choice. group: query heads that share a key head. row_tiles: tiles of members. score_scale: scale * log2(e). PADDED: SLOTS as
+    a power of two. The rest as for ``decode_kernel``.
     """
     tile, number = tl.program_id(0), tl.program_id(1)
     tiles, count = tl.num_programs(0), tl.num_programs(1)
@@ -197,15 +161,13 @@ def selection_decode_kernel(
     q = q_ptr + (batch * q_batch_stride + head * q_head_stride + query * q_token_stride) * VECTOR
     out = out_ptr + batch * out_batch_stride + head * out_head_stride + query * out_token_stride
     lse = lse_ptr + (batch * pickers * members + head) * q_len + query
-    # fmt: off
     _compute(
         _Members(q, out, lse, first, members, q_head_stride, out_head_stride, q_len, TILE_M), position, k, v,
         block_table + batch * table_stride,
         Cache(k_ptr, v_ptr, k_page_stride, k_head_stride, k_token_stride, v_page_stride, v_head_stride, v_token_stride,
               block_table, table_stride, length, HEAD_DIM, DIM, HEAD_DIM_V, DIM_V, TILE_N, PAGE, VECTOR),
         picks, steps, Splits(tile, number, tiles, count, split_results, arrived, SPLIT, ROWS, COMBINED), score_scale, BLOCK,
-    )
-    # fmt: on
+    )  # fmt: skip
 
 
 def selection_decode(
@@ -240,22 +202,9 @@ def selection_decode(
 
 @lru_cache(maxsize=1024)
 def _plan(
-    device,
-    dtype,
-    q_shape,
-    q_strides,
-    k_shape,
-    k_strides,
-    v_head_dim,
-    v_strides,
-    picks_shape,
-    block_size,
-    every,
-    pages,
-    has_lens,
-    config,
-    splits,
-) -> DecodePlan:
+    device, dtype, q_shape, q_strides, k_shape, k_strides, v_head_dim, v_strides, picks_shape, block_size, every, pages, has_lens,
+    config, splits,
+) -> DecodePlan:  # fmt: skip
     """pages: the shape of the block table, or None."""
     batch, heads, q_len, head_dim = q_shape
     pickers, groups, slots = picks_shape[1:]
@@ -269,35 +218,12 @@ def _plan(
     splits = splits or max(1, min(2 * multiprocessors(device) // tiles, slots * (block_size // tile_n)))
     vector, strides = strides_in_vectors(dtype, q_strides, k_strides, v_strides)
     like_q = torch.empty_strided(q_shape, q_strides, dtype=dtype, device="meta")
-    constants = {
-        "HEAD_DIM": head_dim,
-        "DIM": padded_head_dim(head_dim),
-        "HEAD_DIM_V": v_head_dim,
-        "DIM_V": dim_v,
-        "TILE_M": tile_m,
-        "TILE_N": tile_n,
-        "ROWS": stored,
-        "COMBINED": combined_at_a_time(stored, dim_v),
-        "BLOCK": block_size,
-        "SLOTS": slots,
-        "PADDED": max(2, triton.next_power_of_2(slots)),
-        "EVERY": every,
-        "HAS_LENS": has_lens,
-        "SPLIT": splits > 1,
-        "PAGE": 0 if pages is None else k_shape[2],
-        "VECTOR": vector,
-    }
-    numbers = (
-        *strides,
-        *empty_out(like_q, v_head_dim).stride()[:3],
-        0 if pages is None else pages[1],
-        pickers,
-        groups,
-        heads // k_shape[1],
-        members,
-        row_tiles,
-        q_len,
-        k_shape[2] if pages is None else k_shape[2] * pages[1],
-    )
+    constants = {"HEAD_DIM": head_dim, "DIM": padded_head_dim(head_dim), "HEAD_DIM_V": v_head_dim, "DIM_V": dim_v}
+    constants |= {"TILE_M": tile_m, "TILE_N": tile_n, "ROWS": stored, "COMBINED": combined_at_a_time(stored, dim_v)}
+    constants |= {"BLOCK": block_size, "SLOTS": slots, "PADDED": padded(slots), "EVERY": every}
+    constants |= {"HAS_LENS": has_lens, "SPLIT": splits > 1, "PAGE": 0 if pages is None else k_shape[2], "VECTOR": vector}
+    numbers = *strides, *empty_out(like_q, v_head_dim).stride()[:3], 0 if pages is None else pages[1]
+    kv_len = k_shape[2] if pages is None else k_shape[2] * pages[1]
+    numbers = *numbers, pickers, groups, heads // k_shape[1], members, row_tiles, q_len, kv_len
     split_numbers = tiles * splits * stored * (dim_v + 1) if splits > 1 else 0
     return DecodePlan((tiles, splits), split_numbers, numbers, constants, config.options)

@@ -16,7 +16,7 @@ import torch
 from ..backends import Call, empty_out, of_queries_with_keys
 from ..backends.torch import own_precision, repeatable
 from ..masks.block_mask import BlockMask
-from ..masks.block_selection import BlockSelection
+from .block_selection import BlockSelection
 
 _CHUNK_CPU, _CHUNK_GPU = 1 << 23, 1 << 27  # numbers of parts, and of scores, held at a time
 _MOST_ENTRIES = 64  # of a piece
@@ -86,7 +86,7 @@ def backward(
 
 
 def block_lse(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection, scale: float) -> torch.Tensor:
-    """(batch, heads, q_len, n): see ``selection/operators``."""
+    """(batch, heads, q_len, n): see ``operators``."""
     result = q.new_empty(*q.shape[:3], selection.picks.shape[3], dtype=_exact(q))
     with own_precision(q):
         for chunk in _GroupWalk(q, k, None, selection, scale):
@@ -161,9 +161,9 @@ class _GroupChunk:
     """Some groups of queries, and the pieces of the lists of their picks.
 
     Queries are packed as (batch, heads that pick, groups, rows, head_dim), a group's rows being shared heads x its queries. An
-    entry is a pick of a group of one head: entry (line * groups + group) * n + slot, where a line is a head of a batch entry.
-    entry, valid: (pieces, entries of a piece) int64 and bool; what is not valid pads a piece. block: (pieces,) the block of keys of
-    each, among those of all key heads. keys, values: (pieces, block_size, head_dim).
+    entry is a pick of a group of one head: entry (batch-head * groups + group) * n + slot, where a batch-head is a head of a batch
+    entry. entry, valid: (pieces, entries of a piece) int64 and bool; what is not valid pads a piece. block: (pieces,) the block of
+    keys of each, among the blocks of all key heads. keys, values: (pieces, block_size, head_dim).
     always: the part of the keys that are always kept, or None.
     """
 
@@ -172,8 +172,8 @@ class _GroupChunk:
         self.first, self.stop = low * walk.every, min(high * walk.every, selection.q_len)
         picks = selection.picks[:, :, low:high].long()
         self.slots, device = picks.shape[3], picks.device
-        lines = torch.arange(len(picks), device=device)[:, None] * walk.tensors[0].shape[1] + walk.key_head
-        block = torch.where(picks < 0, -1, lines[:, :, None, None] * selection.kv_blocks + picks).flatten()
+        batch_heads = torch.arange(len(picks), device=device)[:, None] * walk.tensors[0].shape[1] + walk.key_head
+        block = torch.where(picks < 0, -1, batch_heads[:, :, None, None] * selection.kv_blocks + picks).flatten()
         position = torch.arange(low * walk.every, high * walk.every, device=device)
         self.position = torch.where(position < selection.q_len, position + selection.offset, -1).view(self.groups, walk.every)
         self.queries = self.pack(walk.q)
@@ -208,7 +208,7 @@ class _GroupChunk:
         result[:, :, self.first : self.stop] = rows[:, :, : self.stop - self.first].to(result.dtype)
 
     def flat(self, packed: torch.Tensor) -> torch.Tensor:
-        """(lines * groups, rows, width)."""
+        """(batch_heads * groups, rows, width)."""
         return packed.flatten(0, 2)
 
     def rows(self, packed: torch.Tensor) -> torch.Tensor:
@@ -221,13 +221,13 @@ class _GroupChunk:
         return by_entry[self.entry].flatten(1, 2)[..., None]
 
     def spread(self, values: torch.Tensor, fill: float) -> torch.Tensor:
-        """What was computed for the rows of each piece, (pieces, entries * rows, width), by pick: (lines * groups, n, rows, width);
-        ``fill`` for none."""
+        """Orders what was computed for the rows of each piece, (pieces, entries * rows, width), by pick: (batch_heads * groups, n,
+        rows, width); ``fill`` for none."""
         values = values.unflatten(1, (self.entry.shape[1], -1))
-        lines = self.queries.shape[0] * self.queries.shape[1] * self.groups
-        spread = values.new_full((lines * self.slots, *values.shape[2:]), fill)
+        groups = self.queries.shape[0] * self.queries.shape[1] * self.groups
+        spread = values.new_full((groups * self.slots, *values.shape[2:]), fill)
         spread[self.entry[self.valid]] = values[self.valid]
-        return spread.unflatten(0, (lines, self.slots))
+        return spread.unflatten(0, (groups, self.slots))
 
     def scores(self) -> torch.Tensor:
         """(pieces, entries * rows, block_size): scores of each piece's rows with its keys, -inf for pairs that are not kept."""
@@ -242,7 +242,7 @@ class _GroupChunk:
 
 
 class _AlwaysPart:
-    """The keys that ``always`` keeps for some query of a chunk, except those of picked blocks, which are kept already.
+    """The keys that ``always`` keeps for some query of a chunk, except keys of picked blocks, which are kept already.
 
     tokens: (n,) int64. keys, values: (batch, heads that pick, n, head_dim).
     """

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..masks.block_selection import BlockSelection, without_later_keys
 from ..masks.compiler import compile_mask
 from ..masks.pattern import Pattern
-from .repack import Axis, Side, most_blocks, pack
+from ..packed.repack import Axis, Side, most_blocks, pack
+from .block_selection import BlockSelection, without_later_keys
 
 # Queries that a tile of the kernels has at most. Tiles walk blocks that any of their queries picked, and a weight of 0 times NaN is
 # NaN: a document that starts where a tile does gets none of its neighbours'.
@@ -23,8 +23,8 @@ _TILE = 64
 
 @dataclass(frozen=True, eq=False)
 class PackedSelection:
-    """Which blocks of keys each token of packed documents picked, in its own document. Pass it to ``attention_varlen`` as
-    its mask. Create one with ``topk_blocks(..., cu_seqlens_q=...)``. Immutable.
+    """Which blocks of keys each token of packed documents picked, in its own document. Pass it to ``attention_varlen`` instead of
+    a mask. Create one with ``topk_blocks(..., cu_seqlens_q=...)``. Immutable.
 
     picks: (kv_heads | heads, tokens, n) int32: blocks of the token's document, counted from its first token, ascending, each once,
     then -1. With kv_heads, the query heads that share keys share picks. Tokens of no document pick none.

@@ -11,12 +11,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..common.gluon import copy_elements, record
+from .tiles import INTEGERS
 
 ROWS = gl.constexpr(64)  # of a tile: queries, each in as many rows as query heads share its choice
 GATHERING_WARPS = gl.constexpr(4)
 
 # Arguments for ``Lists`` and ``RowTensor``. New lengths, heads or picks never recompile.
-NOT_SPECIALIZED = ["item", "item_count", "line", "choice", "stride", "kv_heads", "q_len", "offset", "choices", "key_blocks"]
+NOT_SPECIALIZED = ["item", "item_count", *INTEGERS]
 NOT_SPECIALIZED += [f"{of}_{number}_stride" for of in ("q", "dout") for number in ("batch", "head", "token")]
 NOT_SPECIALIZED += ["q_pieces", "dout_pieces"]
 
@@ -36,10 +37,10 @@ class Item:
 
 @record
 class Block:
-    """Describes the keys of an item. line_of_turn: the batch-head, batch * kv_heads + key head, counted from the first of this
+    """Describes the keys of an item. head_of_round: the batch-head, batch * kv_heads + key head, counted from the first of this
     round of launches. position: of the first key. part: the part of the block that these keys are."""
 
-    line_of_turn: gl.tensor
+    head_of_round: gl.tensor
     batch: gl.tensor
     kv_head: gl.tensor
     position: gl.tensor
@@ -59,21 +60,21 @@ class GatheredRows:
 
 @record
 class Lists:
-    """Holds the lists by key block and the meaning of their entries: see ``selection.tables.ColumnLists``, and ``Span``,
-    ``Lengths`` and ``Shared`` of the portable kernels. items: the first item of this round of launches. count: items of a round."""
+    """Holds the lists by key block and the meaning of their entries: see ``lists.ColumnLists`` and ``tiles.PickedCall``. items: the
+    first item of this round of launches. count: items of a round."""
 
     entries: gl.tensor
     items: gl.tensor
     count: gl.tensor
-    line: gl.tensor
-    choice: gl.tensor
+    first_head: gl.tensor
+    first_choice: gl.tensor
     stride: gl.tensor
     kv_heads: gl.tensor
     q_len: gl.tensor
     key_blocks: gl.tensor
     KEYS: gl.constexpr  # of an item
     PARTS: gl.constexpr  # of a block, each an item of its own
-    EVERY: gl.constexpr
+    EVERY: gl.constexpr  # this and the rest: see ``tiles.Constants``
     MEMBERS: gl.constexpr
     PICKERS: gl.constexpr
     SLOTS: gl.constexpr
@@ -82,11 +83,11 @@ class Lists:
     TILES: gl.constexpr
 
     @gluon.jit
-    def item(self, turn):
-        """Returns a program's item after ``turn`` others. The first items of a round of items are the heaviest, so programs take
+    def item(self, number):
+        """Returns a program's item after ``number`` others. The first items of a round of items are the heaviest, so programs take
         every second round in reverse order."""
-        place = gl.where(turn % 2 == 0, gl.program_id(0), gl.num_programs(0) - 1 - gl.program_id(0))
-        number = place + turn * gl.num_programs(0)
+        place = gl.where(number % 2 == 0, gl.program_id(0), gl.num_programs(0) - 1 - gl.program_id(0))
+        number = place + number * gl.num_programs(0)
         exists = number < self.count * self.PARTS
         place = self.items + number // self.PARTS * 5
         part = number % self.PARTS
@@ -101,10 +102,10 @@ class Lists:
 
     @gluon.jit
     def block_of(self, item):
-        line_of_turn = item.column // self.key_blocks
-        line = self.line + line_of_turn
-        position = ((item.column - line_of_turn * self.key_blocks) * self.PARTS + item.part) * self.KEYS
-        return Block(line_of_turn, line // self.kv_heads, line % self.kv_heads, position, item.part)
+        head_of_round = item.column // self.key_blocks
+        batch_head = self.first_head + head_of_round
+        position = ((item.column - head_of_round * self.key_blocks) * self.PARTS + item.part) * self.KEYS
+        return Block(head_of_round, batch_head // self.kv_heads, batch_head % self.kv_heads, position, item.part)
 
     @gluon.jit
     def steps(self, begin, end):
@@ -127,12 +128,12 @@ class Lists:
         OF_CHOICE: gl.constexpr = self.TOKENS * self.MEMBERS
         token = row % OF_CHOICE // self.MEMBERS + step % self.TILES * self.TOKENS
         member = row % self.MEMBERS
-        choice = entry // self.SLOTS - block.line_of_turn * (self.PICKERS * self.stride)
+        choice = entry // self.SLOTS - block.head_of_round * (self.PICKERS * self.stride)
         picker = row * 0
         if self.PICKERS > 1:
             picker = choice // self.stride
             choice -= picker * self.stride
-        query = (self.choice + choice) * self.EVERY + token
+        query = (self.first_choice + choice) * self.EVERY + token
         exists = exists & (token < self.EVERY) & (query < self.q_len)
         head = (block.kv_head * self.PICKERS + picker) * self.MEMBERS + member
         place = entry.to(gl.int64) * self.PARTS + block.part
@@ -140,7 +141,7 @@ class Lists:
         return GatheredRows(query, head, exists, place)
 
     @gluon.jit
-    def line_of(self, rows, block):
+    def index_of(self, rows, block):
         """Returns the index of each row in a (batch, heads, q_len) tensor."""
         heads = self.kv_heads * (self.PICKERS * self.MEMBERS)
         return (block.batch * heads + rows.head).to(gl.int64) * self.q_len + rows.query
@@ -243,10 +244,10 @@ def keys_at_a_time(block: int) -> int:
     return min(block, 128)
 
 
-def list_arguments(lists, turn) -> tuple:
-    """Returns a kernel's arguments entries, items, item and item_count. lists: ``selection.tables.ColumnLists``."""
+def list_arguments(lists, round) -> tuple:
+    """Returns a kernel's arguments entries, items, item and item_count. lists: ``lists.ColumnLists``."""
     count = lists.items.shape[1]
-    return lists.entries, lists.items, turn.number * count, count
+    return lists.entries, lists.items, round.number * count, count
 
 
 def row_arguments(tensor) -> tuple[int, ...]:

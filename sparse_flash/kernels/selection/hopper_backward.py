@@ -1,5 +1,5 @@
-"""Gradients of attention over key blocks that each query picked, for Hopper: ``picked_grads`` of the portable kernels, with the
-same lists and results.
+"""Gradients of attention over key blocks that each query picked, for Hopper: ``picked_grads`` of ``backward``, with the same
+lists and results.
 
 Persistent programs: four warps that gather queries and their gradients, and eight that compute, and load keys and values.
 Scores are transposed, with keys along rows: this makes them the left operand of dV without a pass through shared memory.
@@ -20,10 +20,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ..common.config import padded_head_dim
 from ..common.gluon import barrier, copy_elements, fresh_zero, record
 from ..common.tiles import LOG2_E
+from ..hopper.descriptors import described
+from ..hopper.products import times_transposed
+from ..hopper.ring import Ring, ring_beside, ring_of
 from ..launch.launch import launch, multiprocessors
-from .configs import PICKED_GRADS
-from .descriptors import described
-from .gathered import (
+from .hopper_gathering import (
     GATHERING_WARPS,
     NOT_SPECIALIZED,
     ROWS,
@@ -38,16 +39,16 @@ from .gathered import (
     store_by_rows,
     storing_layout,
 )
-from .products import times_transposed
-from .ring import Ring, ring_beside, ring_of
 
+# Tiles of gathered queries, and of their gradients, in shared memory, by padded head_dim and keys of an item.
+STAGES = {(64, 64): 6, (64, 128): 6, (128, 64): 4, (128, 128): 4}
 # Rows whose addresses the gathering warps hold at once, in few registers.
 TOGETHER = gl.constexpr(32)
 
 
 @record
 class GradsArguments:
-    """What the warps share."""
+    """Holds what the warps share."""
 
     k_tensor: tma.tensor_descriptor
     v_tensor: tma.tensor_descriptor
@@ -99,7 +100,7 @@ def _gather_list(p, begin, end, block, tiles):
         # Read a tile ahead, so no copy waits for it.
         entry, exists = p.lists.entries_of(begin, end, step + 1, layout)
         p.rows.tell(rows)
-        line = p.lists.line_of(rows, block)
+        line = p.lists.index_of(rows, block)
         p.q.acquire(tiles)
         p.queries.copy(p.q.stage(tiles), p.rows, block.batch, TOGETHER)
         copy_elements(p.log2_sum.index(p.q.place(tiles)), p.log2_sum_ptr + line, mask=rows.exists)
@@ -113,7 +114,7 @@ def _gather_list(p, begin, end, block, tiles):
 
 @gluon.jit
 def _load_keys(p, turn, item):
-    """Starts the copy of an item's keys and values, once all warps have done with those of the item before."""
+    """Starts the copy of an item's keys and values, once no warp needs the item before any more."""
     if item.begin < item.end:
         block = p.lists.block_of(item)
         load_keys(p, turn, block, block.position, p.lists.KEYS)
@@ -360,52 +361,17 @@ def _compute_second(p):
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
 def picked_grads_kernel(
-    q_ptr,
-    k_tensor,
-    v_tensor,
-    dout_ptr,
-    log2_sum_ptr,
-    delta_ptr,
-    part_ptr,
-    dk_ptr,
-    dv_ptr,
-    entries,
-    items,
-    item,
-    item_count,
-    q_batch_stride,
-    q_head_stride,
-    q_token_stride,
-    q_pieces,
-    dout_batch_stride,
-    dout_head_stride,
-    dout_token_stride,
-    dout_pieces,
-    line,
-    choice,
-    stride,
-    kv_heads,
-    q_len,
-    offset,
-    choices,
-    key_blocks,
-    scale,
-    score_scale,
-    DIM: gl.constexpr,
-    KEYS: gl.constexpr,
-    STAGES: gl.constexpr,
-    WITH_QUERIES: gl.constexpr,
-    PARTS: gl.constexpr,
-    EVERY: gl.constexpr,
-    MEMBERS: gl.constexpr,
-    PICKERS: gl.constexpr,
-    SLOTS: gl.constexpr,
-    CHOICES: gl.constexpr,
-    TOKENS: gl.constexpr,
-    TILES: gl.constexpr,
-):
-    """part_ptr: (entries of a turn, PARTS, EVERY, MEMBERS, DIM), used if WITH_QUERIES. dk_ptr, dv_ptr: (pieces of a turn, PARTS *
-    KEYS, DIM) float32. KEYS: of an item."""
+    q_ptr, k_tensor, v_tensor, dout_ptr, log2_sum_ptr, delta_ptr, part_ptr, dk_ptr, dv_ptr, entries, items, item, item_count,
+    q_batch_stride, q_head_stride, q_token_stride, q_pieces,
+    dout_batch_stride, dout_head_stride, dout_token_stride, dout_pieces,
+    first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks,
+    scale, score_scale,
+    STAGES: gl.constexpr, WITH_QUERIES: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """part_ptr: (entries of a round, parts of a block, EVERY, MEMBERS, DIM), used if WITH_QUERIES. dk_ptr, dv_ptr: (pieces of a
+    round, BLOCK, DIM) float32. C.TILE_N: keys of an item, which is a part of a block."""
+    DIM: gl.constexpr = C.DIM
+    KEYS: gl.constexpr = C.TILE_N
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     dtype: gl.constexpr = k_tensor.dtype
     GROUPS: gl.constexpr = 128 // KEYS  # partitions that compute
@@ -425,6 +391,10 @@ def picked_grads_kernel(
         sums = ring_of(gl.allocate_shared_memory(gl.float32, [1, KEYS, DIM], of_sums), 1)
     # Makes the initialized barriers visible to TMA, which signals them.
     fence_async_shared()
+    lists = Lists(
+        entries, items + item * 5, item_count, first_head, first_choice, stride, kv_heads, q_len, key_blocks, KEYS, C.BLOCK // KEYS,
+        C.EVERY, C.MEMBERS, C.PICKERS, C.SLOTS, C.CHOICES, C.TOKENS, C.TILES,
+    )  # fmt: skip
     p = GradsArguments(
         k_tensor=k_tensor,
         v_tensor=v_tensor,
@@ -436,26 +406,7 @@ def picked_grads_kernel(
         part_ptr=part_ptr,
         dk_ptr=dk_ptr,
         dv_ptr=dv_ptr,
-        lists=Lists(
-            entries=entries,
-            items=items + item * 5,
-            count=item_count,
-            line=line,
-            choice=choice,
-            stride=stride,
-            kv_heads=kv_heads,
-            q_len=q_len,
-            key_blocks=key_blocks,
-            KEYS=KEYS,
-            PARTS=PARTS,
-            EVERY=EVERY,
-            MEMBERS=MEMBERS,
-            PICKERS=PICKERS,
-            SLOTS=SLOTS,
-            CHOICES=CHOICES,
-            TOKENS=TOKENS,
-            TILES=TILES,
-        ),
+        lists=lists,
         offset=offset,
         scale=scale,
         score_scale=score_scale,
@@ -478,17 +429,20 @@ def picked_grads_kernel(
         gl.warp_specialize([(_compute_first, (p,)), (_compute_second, (p,)), (_gather, (p,))], [4, GATHERING_WARPS], [232, 40])
 
 
-def picked_grads(operands, lists, parts, dk_sums, dv_sums, sizes, turn, scale: float, config=None) -> None:
-    """Writes parts, unless None, and sums of one turn. Arguments as for the portable kernel, of 16-bit types, head_dim up to 128,
-    v's being the same, and blocks of 64 keys or a multiple of 128."""
+def keys_of_part(q, v, sizes) -> int:
+    """Returns the keys of a part of dQ."""
+    return keys_at_a_time(sizes.block)
+
+
+def picked_grads(operands, lists, parts, dk_sums, dv_sums, sizes, round, scale: float) -> None:
+    """Writes parts, unless None, and sums of one round. Arguments as in ``backward``, of 16-bit types, head_dim up to 128, v's
+    being the same, and blocks of 64 keys or a multiple of 128."""
     q, k, v, dout, log2_sum, delta = operands
     dim, keys = padded_head_dim(q.shape[3]), keys_at_a_time(sizes.block)
-    config = config or PICKED_GRADS[dim, keys]
     block = [1, 1, keys, dim]
     arguments = [q, described(k, block), described(v, block), dout, log2_sum, delta, q if parts is None else parts]
-    arguments += [dk_sums, dv_sums, *list_arguments(lists, turn), *row_arguments(q), *row_arguments(dout)]
-    arguments += [*sizes.integers(turn), scale, scale * LOG2_E.value]
-    constants = {"DIM": dim, "KEYS": keys, "STAGES": config.stages, "WITH_QUERIES": parts is not None}
-    constants |= {"PARTS": sizes.block // keys, **sizes.constants}
-    grid = min(lists.items.shape[1] * constants["PARTS"], multiprocessors(q.device)), 1
+    arguments += [dk_sums, dv_sums, *list_arguments(lists, round), *row_arguments(q), *row_arguments(dout)]
+    arguments += [*sizes.integers(round), scale, scale * LOG2_E.value]
+    constants = {"STAGES": STAGES[dim, keys], "WITH_QUERIES": parts is not None, "C": sizes.constants(dim, dim, keys)}
+    grid = min(lists.items.shape[1] * (sizes.block // keys), multiprocessors(q.device)), 1
     launch(picked_grads_kernel, grid, arguments, constants, {"num_warps": keys // 16})

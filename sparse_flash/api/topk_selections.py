@@ -1,0 +1,202 @@
+"""``topk_blocks`` for each query: selections by queries and keys, by compressed keys or by given scores, of one sequence or of
+packed documents."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from ..masks.block_mask import BlockMask
+from ..masks.cache import as_block_mask
+from ..masks.pattern import Pattern, parse, text_of
+from ..packed.gather_rows import take_rows
+from ..packed.repack import BLOCK
+from ..selection import choice
+from ..selection.block_selection import BlockSelection, always_table
+from ..selection.choice import COMPRESSED
+from ..selection.packed_selection import PackedSelection, block_axis, bounds_of, places
+from ..variant.variant import check_counts
+from .arguments import (
+    DEFAULT_BLOCK_SIZE,
+    autocast,
+    check_packed,
+    check_tensors,
+    check_types,
+    checked_choice,
+    checked_compression,
+    documents_of,
+    of_some_batch,
+)
+
+
+@dataclass(frozen=True)
+class QueryChoice:
+    """How queries choose: arguments of ``topk_blocks``, checked. A function of (q, k)."""
+
+    keep: int
+    every: int = 1
+    block_size: int = DEFAULT_BLOCK_SIZE
+    always: Pattern | str | BlockMask | None = None
+    share_group: bool = False
+    score: str = "mean"
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> QueryChoice:
+        """Raises TypeError or ValueError for arguments that ``topk_blocks`` does not take by query, by name."""
+        names = [field.name for field in fields(cls)]
+        unknown = [str(name) for name in arguments if name not in names]
+        if unknown:
+            raise TypeError(
+                f"select takes {', '.join(names)}; got {', '.join(unknown)}; pass a function of (q, k) for choices of your own"
+            )
+        if "keep" not in arguments:
+            raise TypeError("select needs keep, how many blocks each query attends to; got none; pass select={'keep': 16}")
+        made = cls(**arguments)
+        keep, every, block_size = checked_choice(made.keep, made.every, made.block_size, made.score)
+        if made.score == COMPRESSED:
+            raise ValueError(
+                "score='softmax' reads compressed keys, and a layer makes none; pass a function of (q, k) that makes them"
+            )
+        if isinstance(made.always, str):
+            parse(made.always)
+        elif not (made.always is None or isinstance(made.always, (Pattern, BlockMask))):
+            as_block_mask(made.always)  # raises the error that lists the types of masks
+        return replace(made, keep=keep, every=every, block_size=block_size)
+
+    @torch.no_grad()
+    def __call__(self, q: torch.Tensor, k: torch.Tensor) -> BlockSelection:
+        return by_query(*both(q, k), self)
+
+    @property
+    def is_by_means(self) -> bool:
+        """Whether a step of decoding can choose by means that are kept, see ``BlockMeans``."""
+        return self.score == "mean" and self.every == 1 and self.always is None
+
+    def selection(self, picks: torch.Tensor, q_len: int, kv_len: int) -> BlockSelection:
+        table = always_table(self.always, q_len, kv_len, self.block_size, picks.device)
+        return BlockSelection(picks, q_len, kv_len, self.block_size, self.every, True, table)
+
+
+def both(q: torch.Tensor | None, k: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns q and k, cast as under autocast. Raises TypeError if one is missing or no tensor."""
+    if q is None or k is None:
+        raise TypeError("topk_blocks needs q and k, or scores=; got neither")
+    check_types(q, k, k)
+    return autocast(q, k, k)[:2]
+
+
+def by_query(q: torch.Tensor, k: torch.Tensor, how: QueryChoice) -> BlockSelection:
+    """By queries and keys."""
+    check_tensors(*of_some_batch(q, k, k))
+    keep = min(how.keep, -(-k.shape[2] // how.block_size))
+    picks = choice.choose_blocks(q, k, keep, how.every, how.block_size, how.share_group, how.score)
+    return how.selection(picks, q.shape[2], k.shape[2])
+
+
+def by_compressed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    how: QueryChoice,
+    kv_len: int | None,
+    compression: tuple[int, int] | None,
+    lse: torch.Tensor | None,
+) -> BlockSelection:
+    """By queries and compressed keys."""
+    # A sequence shorter than a compressed key's tokens has none.
+    keys = k.new_empty(1).expand(*k.shape[:2], 1, k.shape[3]) if k.dim() == 4 and not k.shape[2] else k
+    check_tensors(*of_some_batch(q, keys, keys))
+    kv_len = q.shape[2] if kv_len is None else kv_len
+    length, stride = checked_compression(compression, k, lse, q, how.block_size, kv_len)
+    keep = min(how.keep, -(-kv_len // how.block_size))
+    logs = None if lse is None else lse[:, :, :: how.every]
+    picks = choice.choose_by_compressed(q, k, keep, how.every, how.block_size, how.share_group, kv_len, length, stride, logs)
+    return how.selection(picks, q.shape[2], kv_len)
+
+
+def by_scores(scores: torch.Tensor, how: QueryChoice, q_len: int | None, kv_len: int | None) -> BlockSelection:
+    """By given scores."""
+    if not isinstance(scores, torch.Tensor):
+        raise TypeError(f"scores must be a tensor; got {type(scores).__name__}")
+    if scores.dim() != 4 or 0 in scores.shape[1:] or not scores.is_floating_point():
+        raise ValueError(
+            "scores must be of a floating-point type and shape (batch, kv_heads or heads, groups of queries, blocks of keys), none "
+            f"of it 0 but the batch; got {scores.dtype} of shape {tuple(scores.shape)}"
+        )
+    q_len = scores.shape[2] * how.every if q_len is None else q_len
+    kv_len = q_len if kv_len is None else kv_len
+    check_counts(q_len=q_len, kv_len=kv_len)
+    for name, length, size, of_scores, what in (
+        ("q_len", q_len, how.every, scores.shape[2], f"groups of {how.every} queries"),
+        ("kv_len", kv_len, how.block_size, scores.shape[3], f"blocks of {how.block_size} keys"),
+    ):
+        if -(-length // size) != of_scores:
+            raise ValueError(
+                f"{length} tokens are {-(-length // size)} {what}; got scores of {of_scores}, shape {tuple(scores.shape)}; pass a "
+                f"{name}= that fits"
+            )
+    picks = choice.choose_by_scores(scores, min(how.keep, scores.shape[3]), how.every, how.block_size, q_len, kv_len)
+    return how.selection(picks, q_len, kv_len)
+
+
+def by_query_of_documents(
+    q: torch.Tensor, k: torch.Tensor, how: QueryChoice, cu_seqlens: torch.Tensor, longest: int | None
+) -> PackedSelection:
+    """By queries and keys of packed documents, (tokens, heads, head_dim)."""
+    check_packed(q, k, k)
+    for name, tensor in (("q", q), ("k", k)):
+        if 0 in tensor.shape:
+            raise ValueError(f"{name} must not be empty where queries choose; got shape {tuple(tensor.shape)}")
+    if len(q) != len(k):
+        raise ValueError(f"packed queries choose among the keys of their own tokens; got {len(q)} queries and {len(k)} keys")
+    side = documents_of("q", q, cu_seqlens, longest)
+    place = places(side)
+    axis = block_axis(side, place, how.block_size)
+    keys = take_rows(k, axis.token_of_row, axis.row_of_token, 0.0, True).transpose(0, 1).unsqueeze(0)
+    bounds = bounds_of(axis, place, how.block_size)
+    keep = min(how.keep, -(-side.longest // how.block_size))
+    picks = choice.choose_blocks(q.transpose(0, 1)[None], keys, keep, 1, how.block_size, how.share_group, how.score, bounds)
+    picks = torch.where((picks < 0) | ~place.exists[:, None], -1, picks - bounds[:, :1])
+    return PackedSelection(picks[0], side.cu_seqlens, side.longest, how.block_size, _always_of_documents(how))
+
+
+def by_scores_of_documents(
+    scores: torch.Tensor, how: QueryChoice, cu_seqlens: torch.Tensor, longest: int | None
+) -> PackedSelection:
+    """By given scores, (kv_heads | heads, tokens, blocks of the longest document)."""
+    if not isinstance(scores, torch.Tensor) or scores.dim() != 3 or 0 in scores.shape or not scores.is_floating_point():
+        raise ValueError(
+            "scores of packed documents must be a floating-point tensor of shape (kv_heads or heads, tokens, blocks of the longest "
+            f"document), none of it 0; got {tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__}"
+        )
+    side = documents_of("q", scores.transpose(0, 1), cu_seqlens, longest)
+    size = how.block_size
+    blocks = -(-side.longest // size)
+    if blocks != scores.shape[2]:
+        raise ValueError(
+            f"a document of up to {side.longest} tokens has {blocks} blocks of {size} keys; got scores of {scores.shape[2]}, "
+            f"shape {tuple(scores.shape)}; pass a max_seqlen_q= that fits"
+        )
+    place = places(side)
+    bounds = torch.stack([torch.zeros_like(place.within), place.within // size], 1).to(torch.int32)
+    picks = choice.choose_by_scores(scores[None], min(how.keep, blocks), 1, size, side.tokens, blocks * size, bounds)
+    picks = torch.where(place.exists[:, None], picks, -1)
+    return PackedSelection(picks[0], side.cu_seqlens, side.longest, size, _always_of_documents(how))
+
+
+def _always_of_documents(how: QueryChoice) -> Pattern | str | None:
+    """Raises ValueError or TypeError for what documents cannot always keep."""
+    always, block_size = how.always, how.block_size
+    if not (always is None or isinstance(always, (Pattern, str))):
+        raise TypeError(
+            f"always of packed documents must be a Pattern or its spec text, for all lengths; got {type(always).__name__}"
+        )
+    if always is not None and block_size > BLOCK:
+        raise ValueError(
+            f"with always, blocks of packed documents have up to {BLOCK} keys; got block_size={block_size}; leave always out"
+        )
+    if isinstance(always, str):
+        text_of(always)  # raises SpecError for text that cannot be read
+    return always

@@ -1,0 +1,301 @@
+"""Attention over key blocks that each query picked: the forward kernels.
+
+    1. picked_parts  a key block and the queries that picked it, gathered: a partial result and lse for each query, pick and head
+    2. walk_picks    a tile of queries visits the blocks that most of it picked, the blocks that the causal limit cuts, and what
+                     is always kept, and merges the partial results of its other picks in their order
+
+``picked_masses`` is the first without results.
+
+Source: arXiv:2307.08691, Alg. 1 (online softmax); arXiv:2511.11571 and arXiv:2508.18224 (queries gathered by key block).
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..common.config import padded_head_dim
+from ..common.tiles import FLOOR, LN_2, LOG2_E, WalkedTable, load_tile
+from ..launch.launch import described, launch, rows_of
+from .configs import selection_config
+from .tiles import (
+    INTEGERS,
+    ROWS,
+    Always,
+    PickedCall,
+    Round,
+    SelectionOperands,
+    SelectionSizes,
+    Walks,
+    always_arguments,
+    choices_of_rows,
+    columns_of_piece,
+    index_of_rows,
+    kept_besides,
+    load_rows,
+    queries_of_tile,
+    rows_of_list,
+    rows_of_tile,
+    steps_of_always,
+    steps_of_list,
+    store_rows,
+    table_of_tile,
+    until_query,
+)
+
+_PARTS_AHEAD = tl.constexpr(3)
+
+
+@triton.jit
+def _weigh(running_max, running_sum, scores, factor):
+    """(weights, rescale of what was summed before, the new running_max and running_sum). factor: makes scores base 2."""
+    new_max = tl.maximum(running_max, tl.max(scores, 1) * factor)
+    weights = tl.math.exp2(scores * factor - new_max[:, None])
+    rescale = tl.math.exp2(running_max - new_max)
+    return weights, rescale, new_max, running_sum * rescale + tl.sum(weights, 1)
+
+
+@triton.jit
+def _lse(running_max, running_sum):
+    """(the sum to divide by, lse of base 2) of rows, which may keep nothing."""
+    total = tl.where(running_sum == 0.0, 1.0, running_sum)
+    return total, tl.where(running_sum == 0.0, -float("inf"), running_max + tl.math.log2(total))
+
+
+@triton.jit
+def _weigh_keys(running_max, running_sum, q, k, rows, position, call, CUT: tl.constexpr):
+    """``_weigh`` of a step whose keys every row picked. CUT: whether some may follow their query."""
+    scores = tl.dot(q, k.T, input_precision="ieee")
+    if CUT:
+        scores = tl.where(until_query(rows, position, call), scores * call.score_scale, -float("inf"))
+        factor = 1.0
+    else:
+        factor = call.score_scale
+    return _weigh(running_max, running_sum, scores, factor)
+
+
+@triton.jit
+def _compute_parts(k, v, part_ptr, lse_ptr, entries, begin, end, batch_head, position, call, CUT: tl.constexpr):
+    """The partial results of queries begin .. end - 1 of a list. k, v: the block, if one step holds it."""
+    C: tl.constexpr = call.C
+    for step in tl.range(0, steps_of_list(begin, end, call)):
+        rows, entry = rows_of_list(entries, begin, end, step, batch_head, call)
+        q = load_rows(call.q, rows, C.DIM)
+        accumulator = tl.zeros([ROWS, C.DIM_V], tl.float32)
+        running_max = tl.full([ROWS], FLOOR, tl.float32)
+        running_sum = tl.zeros([ROWS], tl.float32)
+        if C.BLOCK == C.TILE_N:
+            weights, _, running_max, running_sum = _weigh_keys(running_max, running_sum, q, k, rows, position, call, CUT)
+            if not C.MASSES:
+                accumulator = tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        else:
+            for start in tl.range(position, position + C.BLOCK, C.TILE_N):
+                k_step = load_tile(call.k, rows.batch, rows.kv_head, start, C.TILE_N, C.DIM)
+                weights, rescale, running_max, running_sum = _weigh_keys(
+                    running_max, running_sum, q, k_step, rows, start, call, CUT
+                )
+                if not C.MASSES:
+                    v_step = load_tile(call.v, rows.batch, rows.kv_head, start, C.TILE_N, C.DIM_V)
+                    accumulator = accumulator * rescale[:, None]
+                    accumulator = tl.dot(weights.to(v_step.dtype), v_step, accumulator, input_precision="ieee")
+        total, lse = _lse(running_max, running_sum)
+        if C.MASSES:
+            at = index_of_rows(rows, call) * C.SLOTS + entry % C.SLOTS
+            tl.store(lse_ptr + at, lse * LN_2, mask=rows.exists)
+        else:
+            at = entry.to(tl.int64) * (C.EVERY * C.MEMBERS) + rows.number
+            places = part_ptr + at[:, None] * C.DIM_V + tl.arange(0, C.DIM_V)[None, :]
+            # Read once and late, they would displace gathered queries from the L2 cache.
+            part = (accumulator / total[:, None]).to(part_ptr.dtype.element_ty)
+            tl.store(places, part, mask=rows.exists[:, None], cache_modifier=".cs")
+            tl.store(lse_ptr + at, lse, mask=rows.exists)
+
+
+@triton.jit
+def _compute_piece(part_ptr, lse_ptr, entries, piece, call):
+    C: tl.constexpr = call.C
+    begin, end = tl.load(piece + 1), tl.load(piece + 3)
+    if begin < end:
+        whole = tl.load(piece + 2)
+        batch_head, batch, kv_head, position = columns_of_piece(piece, call)
+        k, v = 0, 0
+        if C.BLOCK == C.TILE_N:
+            k = load_tile(call.k, batch, kv_head, position, C.BLOCK, C.DIM)
+            if not C.MASSES:
+                v = load_tile(call.v, batch, kv_head, position, C.BLOCK, C.DIM_V)
+        if C.MASSES:
+            _compute_parts(k, v, part_ptr, lse_ptr, entries, begin, whole, batch_head, position, call, True)
+        _compute_parts(k, v, part_ptr, lse_ptr, entries, whole, end, batch_head, position, call, False)
+
+
+@triton.jit(do_not_specialize=[*INTEGERS, "item"])
+def picked_parts_kernel(
+    q_rows, k_tensor, v_tensor, part_ptr, lse_ptr, entries, items, item,
+    first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks,
+    score_scale,
+    C: tl.constexpr,
+):  # fmt: skip
+    """One program per piece of a key block's list. item: the round's first. part_ptr: (entries of a round, EVERY, MEMBERS, DIM_V),
+    and lse_ptr the same without DIM_V, in base 2. With MASSES there are no parts; lse_ptr: (batch, heads, q_len, SLOTS), and lists
+    have cut blocks."""
+    _compute_piece(
+        part_ptr, lse_ptr, entries, items + (item + tl.program_id(0)) * 5,
+        PickedCall(q_rows, k_tensor, v_tensor, None, None, None, None, None, None, score_scale,
+                   first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks, C),
+    )  # fmt: skip
+
+
+def picked_parts(operands: SelectionOperands, lists, parts, part_lse, sizes: SelectionSizes, round: Round, scale: float) -> None:
+    """Writes parts and part_lse of one round. lists: ``lists.ColumnLists``."""
+    _parts(operands, lists, parts, part_lse, sizes, round, scale, False)
+
+
+def picked_masses(operands: SelectionOperands, lists, masses, sizes: SelectionSizes, round: Round, scale: float) -> None:
+    """Writes masses, (batch, heads, q_len, slots) float32, where a query has pairs."""
+    _parts(operands, lists, masses, masses, sizes, round, scale, True)
+
+
+def _parts(operands, lists, parts, part_lse, sizes, round, scale, masses):
+    q, k, v = operands[:3]
+    dim, dim_v = padded_head_dim(q.shape[3]), padded_head_dim(v.shape[3])
+    config = selection_config("parts", q.dtype, max(dim, dim_v), sizes.block, q.device)
+    n, count = config.tile_n, lists.items.shape[1]
+    arguments = [rows_of(q, dim), described(k, n, dim), described(v, n, dim_v), parts, part_lse, lists.entries, lists.items]
+    arguments += [round.number * count, *sizes.integers(round), scale * LOG2_E.value]
+    constants = {"C": sizes.constants(dim, dim_v, n, masses=masses)}
+    launch(picked_parts_kernel, (count, 1), arguments, constants, config.options)
+
+
+@triton.jit
+def _walk_blocks(state, q, rows, number, blocks, bits, first, last, call, CUT: tl.constexpr):
+    """Adds the blocks first .. last - 1 of a tile's table to its state. number: of each row's choice in the tile."""
+    C: tl.constexpr = call.C
+    accumulator, running_max, running_sum = state
+    STEPS: tl.constexpr = C.BLOCK // C.TILE_N
+    block = tl.load(blocks + first, mask=first < last, other=0)
+    for step in tl.range(first * STEPS, last * STEPS):
+        position = block * C.BLOCK + step % STEPS * C.TILE_N
+        following = (step + 1) // STEPS
+        block = tl.load(blocks + following, mask=following < last, other=0)
+        k = load_tile(call.k, rows.batch, rows.kv_head, position, C.TILE_N, C.DIM)
+        scores = tl.dot(q, k.T, input_precision="ieee")
+        if CUT or C.CHOICES > 1:
+            scores *= call.score_scale
+            factor = 1.0
+        else:
+            factor = call.score_scale
+        if C.CHOICES > 1:
+            kept = (tl.load(bits + step // STEPS) >> number) & 1
+            scores = tl.where((kept == 1)[:, None], scores, -float("inf"))
+        if CUT:
+            scores = tl.where(until_query(rows, position, call), scores, -float("inf"))
+        weights, rescale, running_max, running_sum = _weigh(running_max, running_sum, scores, factor)
+        v = load_tile(call.v, rows.batch, rows.kv_head, position, C.TILE_N, C.DIM_V)
+        accumulator = tl.dot(weights.to(v.dtype), v, accumulator * rescale[:, None], input_precision="ieee")
+    return accumulator, running_max, running_sum
+
+
+@triton.jit
+def _walk_always(state, q, rows, first_query, last_query, call):
+    """Adds what is always kept and in no picked block."""
+    C: tl.constexpr = call.C
+    accumulator, running_max, running_sum = state
+    choice = choices_of_rows(rows, call)
+    for row in tl.range(first_query // C.ALWAYS, last_query // C.ALWAYS + 1):
+        begin, end = steps_of_always(row, call)
+        for step in tl.range(begin, end, num_stages=1):
+            # Before the products, which take most of the registers.
+            position, kept = kept_besides(row, step, rows, choice, call)
+            k = load_tile(call.k, rows.batch, rows.kv_head, position, C.TILE_N, C.DIM)
+            scores = tl.where(kept, tl.dot(q, k.T, input_precision="ieee") * call.score_scale, -float("inf"))
+            weights, rescale, running_max, running_sum = _weigh(running_max, running_sum, scores, 1.0)
+            v = load_tile(call.v, rows.batch, rows.kv_head, position, C.TILE_N, C.DIM_V)
+            accumulator = tl.dot(weights.to(v.dtype), v, accumulator * rescale[:, None], input_precision="ieee")
+    return accumulator, running_max, running_sum
+
+
+class _Parts(NamedTuple):
+    """listed: how many partial results each choice has. JOINS: whether there are any."""
+
+    listed: Any
+    part: Any
+    lse: Any
+    JOINS: Any
+
+
+@triton.jit
+def _join_parts(state, rows, parts, call):
+    """Adds the partial results of the rows' listed picks."""
+    C: tl.constexpr = call.C
+    accumulator, running_max, running_sum = state
+    count = tl.load(parts.listed + choices_of_rows(rows, call), mask=rows.exists, other=0)
+    column = tl.arange(0, C.DIM_V)
+    for slot in tl.range(0, tl.max(count, 0), num_stages=_PARTS_AHEAD):
+        at = (rows.choice * C.SLOTS + slot).to(tl.int64) * (C.EVERY * C.MEMBERS) + rows.number
+        lse = tl.load(parts.lse + at, mask=slot < count, other=-float("inf"))
+        part = tl.load(parts.part + at[:, None] * C.DIM_V + column[None, :], mask=(slot < count)[:, None], other=0.0)
+        new_max = tl.maximum(running_max, lse)
+        rescale, share = tl.math.exp2(running_max - new_max), tl.math.exp2(lse - new_max)
+        accumulator = accumulator * rescale[:, None] + part.to(tl.float32) * share[:, None]
+        running_sum = running_sum * rescale + share
+        running_max = new_max
+    return accumulator, running_max, running_sum
+
+
+@triton.jit
+def _compute_tile(out_rows, lse_ptr, walks, parts, call):
+    C: tl.constexpr = call.C
+    tile, picker = tl.program_id(0), tl.program_id(1)
+    rows = rows_of_tile(tile, picker, call)
+    q = load_rows(call.q, rows, C.DIM)
+    state = tl.zeros([ROWS, C.DIM_V], tl.float32), tl.full([ROWS], FLOOR, tl.float32), tl.zeros([ROWS], tl.float32)
+    table, number = table_of_tile(tile, picker, call)
+    blocks, bits = walks.blocks + table * C.WIDTH, walks.bits + table * C.WIDTH
+    whole, end = tl.load(walks.counts + table * 2), tl.load(walks.counts + table * 2 + 1)
+    if whole > 0:  # even an empty loop fills and drains a pipeline
+        state = _walk_blocks(state, q, rows, number, blocks, bits, 0, whole, call, False)
+    state = _walk_blocks(state, q, rows, number, blocks, bits, whole, end, call, True)
+    if C.ALWAYS != 0:
+        first, last = queries_of_tile(tile, call)
+        state = _walk_always(state, q, rows, first, last, call)
+    if parts.JOINS:
+        state = _join_parts(state, rows, parts, call)
+    accumulator, running_max, running_sum = state
+    total, lse = _lse(running_max, running_sum)
+    store_rows(out_rows, accumulator / total[:, None], rows, C.DIM_V)
+    tl.store(lse_ptr + index_of_rows(rows, call), lse * LN_2, mask=rows.exists)
+
+
+@triton.jit(do_not_specialize=INTEGERS)
+def walk_picks_kernel(
+    q_rows, k_tensor, v_tensor, out_rows, lse_ptr, picks, walk_counts, walk_blocks, walk_bits, listed, part_ptr, part_lse,
+    always_row_ptr, always_row_split, always_col_idx, always_tile_idx, always_tile_runs, always_tile_bits,
+    first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks,
+    score_scale,
+    ALWAYS: tl.constexpr, JOINS: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """out and lse of a tile of queries of the heads that share a choice. walk_counts, walk_blocks, walk_bits: see
+    ``selection_walks_kernel``. listed: (batch, kv_heads * PICKERS, choices) int32, how many partial results a choice has, if
+    JOINS. ALWAYS: as in ``Constants``."""
+    _compute_tile(
+        out_rows, lse_ptr, Walks(walk_counts, walk_blocks, walk_bits), _Parts(listed, part_ptr, part_lse, JOINS),
+        PickedCall(q_rows, k_tensor, v_tensor, None, None, None, picks,
+                   Always(always_row_ptr, always_row_split,
+                          WalkedTable(always_col_idx, always_tile_idx, always_tile_runs, always_tile_bits, ALWAYS, True)),
+                   None, score_scale, first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks, C),
+    )  # fmt: skip
+
+
+def walk_picks(
+    operands: SelectionOperands, picks, walks, listed, parts, part_lse, always, out, lse, sizes: SelectionSizes, round: Round, scale
+) -> None:
+    """Writes out and lse of one round. walks: ``lists.TileWalks``. listed: None if there are no partial results."""
+    q, k, v = operands[:3]
+    dim, dim_v = padded_head_dim(q.shape[3]), padded_head_dim(v.shape[3])
+    config = selection_config("walk", q.dtype, max(dim, dim_v), sizes.smallest_block(always), q.device)
+    n, joins = config.tile_n, listed is not None
+    arguments = [rows_of(q, dim), described(k, n, dim), described(v, n, dim_v), rows_of(out, dim_v), lse, picks]
+    arguments += [walks.counts, walks.blocks, walks.bits, *((listed, parts, part_lse) if joins else (lse, lse, lse))]
+    arguments += [*always_arguments(always, False, lse), *sizes.integers(round), scale * LOG2_E.value]
+    C = sizes.constants(dim, dim_v, n, always=always, walked=walks.blocks.shape[3])
+    launch(walk_picks_kernel, sizes.tiles_of(round), arguments, {"ALWAYS": C.ALWAYS, "JOINS": joins, "C": C}, config.options)

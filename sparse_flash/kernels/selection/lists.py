@@ -1,0 +1,288 @@
+"""Tables of a call, made on the device: what each tile of queries visits itself, and for each key block the other queries that
+picked it.
+
+Their shapes depend only on the shape of the picks: no host synchronization, safe in CUDA graphs. Kernels compute a call in rounds,
+so partial results take bounded memory; lists are ordered by round.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..common.grid import SECOND_AXIS, tile_and_batch_head
+from ..launch.launch import launch
+from .tiles import Round, SelectionSizes, padded
+
+_UNKNOWN = tl.constexpr(0x7FFFFFFF)  # above every key of a sort
+_CUT = tl.constexpr(1 << 30)
+_CHOICES_TOGETHER = 32  # that one program of ``selection_keys_kernel`` reads
+# Below this block size, a partial result for each query and pick takes longer than visiting the union of a tile's picks.
+_SMALL_BLOCK = 64
+# A tile visits a block that this share of its choices picked. docs/performance/selection.md, "Tile sizes", has the figures of other
+# shares.
+_WALKED_SHARE = 3, 4
+_FORWARD_ROWS = 1024  # of a piece of a list: enough to hide the load of the key block
+# A piece of the backward pass has this many times the mean list of a key block, so few blocks are divided.
+_BACKWARD_MEANS = 2
+_ALWAYS_ROWS = 8192
+
+
+class Rounds(NamedTuple):
+    """heads: batch-heads of a round (batch * kv_heads + key head). choices: of each. all: the rounds."""
+
+    heads: int
+    choices: int
+    all: tuple[Round, ...]
+
+
+class TileWalks(NamedTuple):
+    """The blocks that tiles of queries visit: for each cluster of choices whose queries fill a tile.
+
+    walked: (batch, pickers, choices, slots) int8, 1 for picks that the tile visits; arbitrary for picks that keep nothing.
+    counts: (batch, pickers, clusters, 2) int32: how many blocks keep every pair, and how many there are.
+    blocks: (batch, pickers, clusters, width) int32: blocks that keep every pair, ascending, then blocks that the causal limit cuts.
+    bits: like blocks, int32, or int64 for more than 32 choices: bit c is set if choice c of the cluster picked the block.
+    """
+
+    walked: torch.Tensor
+    counts: torch.Tensor
+    blocks: torch.Tensor
+    bits: torch.Tensor
+
+
+class Pieces(NamedTuple):
+    """Lists in even pieces; heavy ones are divided.
+
+    items: (rounds, pieces, 5) int32, heaviest first: the column, the first entry, the first one whose keys all precede it, the end,
+    and the number of the piece, column by column. Pieces past the last are empty.
+    starts: (rounds, columns + 1) int32: the number of each column's first piece, and the end of the last.
+    """
+
+    items: torch.Tensor
+    starts: torch.Tensor
+
+
+class ColumnLists(NamedTuple):
+    """For each key block of a round's batch-heads the queries that picked it. column: batch-head of the round * key blocks + block.
+
+    entries: (picks,) int32: choice * slots + number among the listed picks of the choice, with choices numbered within the round.
+    items, starts: see ``Pieces``. counts: (batch, pickers, choices) int32, how many picks of a choice are listed.
+    """
+
+    entries: torch.Tensor
+    items: torch.Tensor
+    starts: torch.Tensor
+    counts: torch.Tensor
+
+
+def walks_alone(sizes: SelectionSizes) -> bool:
+    """Whether tiles visit all picks, and none is listed: their rows share a choice, or blocks are small."""
+    return sizes.tiled.choices == 1 or sizes.block < _SMALL_BLOCK
+
+
+def least_walked(sizes: SelectionSizes) -> int:
+    """How many of a tile's choices must pick a block for the tile to visit it."""
+    of, share = sizes.tiled.choices, _WALKED_SHARE
+    return 1 if walks_alone(sizes) else max(2, -(-of * share[0] // share[1]))
+
+
+def rounds_of(sizes: SelectionSizes, bytes_of_entry: int, bytes_of_head: int, workspace: int) -> Rounds:
+    """Returns as few rounds as fit, and as grids allow, whose second axis has the batch-heads and pickers of a round.
+
+    bytes_of_entry: of the partial results of a pick. bytes_of_head: of what does not depend on the choices of a round. workspace:
+    bytes; at least one tile of one batch-head is computed at a time, whatever it takes.
+    """
+    of_choice = sizes.pickers * sizes.slots * bytes_of_entry
+    heads, choices = workspace // max(1, of_choice * sizes.choices + bytes_of_head), sizes.choices
+    if heads == 0 and of_choice > 0:
+        # A whole batch-head's own bytes count as half at most: else long sequences would have nothing for partial results.
+        unit = sizes.tiled.choices
+        fitting = max(unit, (workspace - min(bytes_of_head, workspace // 2)) // of_choice)
+        ranges = -(-choices // fitting)
+        choices = -(-choices // (ranges * unit)) * unit
+    # Rounds with equal numbers of batch-heads.
+    heads = -(-sizes.batch_heads // -(-sizes.batch_heads // min(sizes.batch_heads, SECOND_AXIS // sizes.pickers, max(1, heads))))
+    firsts = [(head, choice) for head in range(0, sizes.batch_heads, heads) for choice in range(0, sizes.choices, choices)]
+    found = (
+        Round(number, head, min(heads, sizes.batch_heads - head), choice, min(choices, sizes.choices - choice), choices)
+        for number, (head, choice) in enumerate(firsts)
+    )
+    return Rounds(heads, choices, tuple(found))
+
+
+@triton.jit
+def _prefix_of_run(key_a, bits_a, count_a, key_b, bits_b, count_b):
+    """Sums within runs of equal keys."""
+    same = key_a == key_b
+    return key_b, bits_b | tl.where(same, bits_a, 0), count_b + tl.where(same, count_a, 0)
+
+
+@triton.jit(do_not_specialize=["choices", "q_len", "offset"])
+def selection_walks_kernel(
+    picks, walked, counts, blocks, bits, choices, q_len, offset,
+    LEAST: tl.constexpr, WIDTH: tl.constexpr, EVERY: tl.constexpr, SLOTS: tl.constexpr, CHOICES: tl.constexpr,
+    PADDED: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The blocks that the tiles of CHOICES choices visit: blocks that at least LEAST of the choices picked, and blocks that the
+    causal limit cuts for their first query.
+
+    picks: (pickers, choices, SLOTS) int32. walked: like picks, int8. counts: (pickers, clusters, 2) int32, how many blocks are
+    whole, and how many there are. blocks: (pickers, clusters, WIDTH) int32, ascending within whole and cut ones. bits: like blocks,
+    int64 if WIDE, otherwise int32; bit c: choice c of the cluster picked the block. offset: position of the first query.
+    """
+    table = tl.program_id(0).to(tl.int64)
+    cluster, picker = tile_and_batch_head((choices + CHOICES - 1) // CHOICES)
+    number = tl.arange(0, PADDED)
+    choice = cluster * CHOICES + number // SLOTS
+    exists = (number < CHOICES * SLOTS) & (choice < choices)
+    first_pick = (picker.to(tl.int64) * choices + cluster * CHOICES) * SLOTS
+    pick = tl.load(picks + first_pick + number, mask=exists, other=-1)
+    last = tl.minimum((choice + 1) * EVERY, q_len) - 1 + offset
+    kept = exists & (pick >= 0) & (pick <= last // BLOCK) & (last >= 0)
+    cut = (pick + 1) * BLOCK - 1 > cluster * CHOICES * EVERY + offset
+    key = tl.where(kept, tl.where(cut, _CUT, 0) + pick * PADDED + number, _UNKNOWN)
+    key = tl.sort(key)
+    kept = key != _UNKNOWN
+    cut = kept & ((key & _CUT) != 0)
+    number = key % PADDED
+    bit = tl.full([PADDED], 1, tl.int64 if WIDE else tl.int32) << (number // SLOTS)
+    one = kept.to(tl.int32)
+    _, together, before = tl.associative_scan((key // PADDED, bit, one), 0, _prefix_of_run)
+    _, _, after = tl.associative_scan((key // PADDED, bit, one), 0, _prefix_of_run, reverse=True)
+    walks = kept & (cut | (before + after > LEAST))
+    entry = walks & (after == 1)
+    place = tl.cumsum(entry.to(tl.int32), 0) - 1
+    fits = entry & (place < WIDTH)
+    tl.store(blocks + table * WIDTH + place, (key & (_CUT - 1)) // PADDED, mask=fits)
+    tl.store(bits + table * WIDTH + place, together, mask=fits)
+    tl.store(counts + table * 2, tl.sum((entry & (cut == 0)).to(tl.int32), 0))
+    tl.store(counts + table * 2 + 1, tl.sum(entry.to(tl.int32), 0))
+    tl.store(walked + first_pick + number, walks.to(tl.int8), mask=kept)
+
+
+def tile_walks(picks: torch.Tensor, sizes: SelectionSizes, least: int) -> TileWalks:
+    """picks: (batch, kv_heads * pickers, choices, slots) int32, contiguous. least: see ``least_walked``."""
+    together, slots, choices = sizes.tiled.choices, sizes.slots, sizes.choices
+    clusters, picked = triton.cdiv(choices, together), together * slots
+    # Blocks that ``least`` choices picked, and blocks that the causal limit cuts.
+    width = min(picked, sizes.key_blocks, picked // least + (together * sizes.every - 1) // sizes.block + 2)
+    wide = together > 32
+
+    def empty(*shape, dtype=torch.int32):
+        return torch.empty((*picks.shape[:2], *shape), dtype=dtype, device=picks.device)
+
+    walked = empty(choices, slots, dtype=torch.int8)
+    counts, blocks = empty(clusters, 2), empty(clusters, width)
+    bits = empty(clusters, width, dtype=torch.int64 if wide else torch.int32)
+    arguments = [picks, walked, counts, blocks, bits, choices, sizes.q_len, sizes.kv_len - sizes.q_len]
+    constants = {"LEAST": least, "WIDTH": width, "EVERY": sizes.every, "SLOTS": slots, "CHOICES": together}
+    constants |= {"PADDED": padded(picked), "BLOCK": sizes.block, "WIDE": wide}
+    options = {"num_warps": max(1, min(8, padded(picked) // 256))}
+    launch(selection_walks_kernel, (clusters * picks.shape[0] * picks.shape[1], 1), arguments, constants, options)
+    return TileWalks(walked, counts, blocks, bits)
+
+
+@triton.jit(
+    do_not_specialize=["batch_heads", "choices", "q_len", "offset", "key_blocks", "heads_together", "choices_together", "dropped"]
+)
+def selection_keys_kernel(
+    picks, walked, keys, entries, counts,
+    batch_heads, choices, q_len, offset, key_blocks, heads_together, choices_together, dropped,
+    EVERY: tl.constexpr, SLOTS: tl.constexpr, PADDED: tl.constexpr, PICKERS: tl.constexpr, BLOCK: tl.constexpr,
+    WALKED: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """Writes one number for each pick, to sort by: its round, its column in the lists by key block, and whether it is whole.
+
+    picks: (batch_heads * PICKERS, choices, SLOTS) int32. walked: like picks, int8, which picks are in no list; used if WALKED.
+    keys: like picks; int16 keys are less 32,768. entries: like picks, int32, choice * SLOTS + number among the listed picks of the
+    choice, within the round. counts: (batch_heads * PICKERS, choices) int32, how many picks are listed. dropped: the key of
+    unlisted picks. heads_together, choices_together: batch-heads and choices of a round.
+    """
+    unit = tl.program_id(0).to(tl.int64) * TOGETHER + tl.arange(0, TOGETHER)
+    exists = unit < batch_heads * PICKERS * choices.to(tl.int64)
+    slot = tl.arange(0, PADDED)
+    at = unit[:, None] * SLOTS + slot[None, :]
+    some = exists[:, None] & (slot < SLOTS)[None, :]
+    pick = tl.load(picks + at, mask=some, other=-1)
+    picker = (unit // choices).to(tl.int32)
+    choice = (unit % choices).to(tl.int32)
+    last = tl.minimum((choice + 1) * EVERY, q_len) - 1 + offset
+    listed = some & (pick >= 0) & (pick <= (last // BLOCK)[:, None]) & (last >= 0)[:, None]
+    if WALKED:
+        listed = listed & (tl.load(walked + at, mask=listed, other=1) == 0)
+    whole = (pick + 1) * BLOCK - 1 <= (choice * EVERY + offset)[:, None]
+    batch_head = picker // PICKERS
+    ranges = (choices + choices_together - 1) // choices_together
+    round_number = batch_head // heads_together * ranges + choice // choices_together
+    column = (round_number * heads_together + batch_head % heads_together)[:, None] * key_blocks + pick
+    key = tl.where(listed, column * 2 + whole.to(tl.int32), dropped)
+    if keys.dtype.element_ty == tl.int16:
+        key -= 32768
+    tl.store(keys + at, key.to(keys.dtype.element_ty), mask=some)
+    within = (picker % (PICKERS * heads_together)) * choices_together + choice % choices_together
+    rank = tl.cumsum(listed.to(tl.int32), 1) - 1
+    tl.store(entries + at, within[:, None] * SLOTS + rank, mask=some)
+    tl.store(counts + unit, tl.sum(listed.to(tl.int32), 1), mask=exists)
+
+
+def column_lists(picks: torch.Tensor, walks: TileWalks | None, sizes: SelectionSizes, rounds: Rounds, most: int) -> ColumnLists:
+    """Returns the lists of all picks, or of the picks that ``walks`` leaves. picks: see ``tile_walks``. most: entries of a
+    piece."""
+    columns = rounds.heads * sizes.key_blocks
+    keys = len(rounds.all) * columns * 2
+    key = torch.empty_like(picks, dtype=torch.int16 if keys < 1 << 16 else torch.int32)
+    entries, counts = torch.empty_like(picks), torch.empty(picks.shape[:3], dtype=torch.int32, device=picks.device)
+    arguments = [picks, picks if walks is None else walks.walked, key, entries, counts, sizes.batch_heads, sizes.choices]
+    arguments += [sizes.q_len, sizes.kv_len - sizes.q_len, sizes.key_blocks, rounds.heads, rounds.choices, keys]
+    constants = {"EVERY": sizes.every, "SLOTS": sizes.slots, "PADDED": padded(sizes.slots), "PICKERS": sizes.pickers}
+    constants |= {"BLOCK": sizes.block, "WALKED": walks is not None, "TOGETHER": _CHOICES_TOGETHER}
+    programs = triton.cdiv(counts.numel(), _CHOICES_TOGETHER)
+    launch(selection_keys_kernel, (programs, 1), arguments, constants, {"num_warps": 4}, (key.dtype,))
+    key, order = key.view(-1).sort(stable=True)
+    first = -(1 << 15) if key.dtype == torch.int16 else 0
+    bounds = torch.searchsorted(key, torch.arange(first, first + keys + 1, dtype=key.dtype, device=key.device), out_int32=True)
+    begin, whole, end = (part.view(len(rounds.all), columns) for part in (bounds[:-1:2], bounds[1::2], bounds[2::2]))
+    most_entries = rounds.heads * sizes.pickers * rounds.choices * sizes.slots
+    pieces = in_pieces(begin, whole, end, columns + most_entries // most, most, sizes.tiled.choices)
+    return ColumnLists(entries.view(-1)[order], *pieces, counts)
+
+
+def always_pieces(always, rows_of_query: int) -> Pieces:
+    """The columns of what is always kept, a BlockMask of one mask. rows_of_query: query heads of a key head."""
+    bounds, entries = always.by_key.row_ptr, always.by_key.col_idx.shape[0]
+    most = max(1, _ALWAYS_ROWS // (always.block_size * rows_of_query))
+    return in_pieces(bounds[:, :-1], bounds[:, :-1], bounds[:, 1:], bounds.shape[1] - 1 + entries // most, most, 1)
+
+
+def in_pieces(begin: torch.Tensor, whole: torch.Tensor, end: torch.Tensor, count: int, most: int, unit: int) -> Pieces:
+    """Lists begin .. end - 1, each (rounds, columns) int32, in pieces of at most ``most`` entries (a multiple of ``unit``) that are
+    multiples of ``unit`` except the last of a list. count: at least as many as there can be."""
+    length = end - begin
+    pieces = (length + most - 1) // most
+    ends = pieces.cumsum(1, dtype=torch.int32)
+    number = torch.arange(count, dtype=torch.int32, device=begin.device).expand(begin.shape[0], count)
+    column = torch.searchsorted(ends, number.contiguous(), right=True).clamp(max=begin.shape[1] - 1)
+    divided, nth = pieces.gather(1, column), number - (ends - pieces).gather(1, column)
+    size = (length.gather(1, column) + divided - 1) // divided.clamp(min=1)
+    size = (size + unit - 1) // unit * unit
+    stop = end.gather(1, column)
+    first = torch.minimum(begin.gather(1, column) + nth * size, stop)
+    last = torch.where(nth < divided, torch.minimum(first + size, stop), first)
+    middle = torch.minimum(torch.maximum(whole.gather(1, column), first), last)
+    items = torch.stack([column.to(torch.int32), first, middle, last, number], 2)
+    order = (last - first).argsort(dim=1, descending=True, stable=True)
+    return Pieces(items.gather(1, order[..., None].expand(items.shape)), torch.nn.functional.pad(ends, (1, 0)))
+
+
+def forward_most(sizes: SelectionSizes) -> int:
+    """Entries of a piece in the forward pass."""
+    return max(1, _FORWARD_ROWS // sizes.rows_of_choice // sizes.tiled.choices) * sizes.tiled.choices
+
+
+def backward_most(sizes: SelectionSizes, rounds: Rounds) -> int:
+    """Entries of a piece in the backward pass."""
+    mean = sizes.pickers * rounds.choices * sizes.slots // sizes.key_blocks
+    unit = sizes.tiled.choices
+    return max(1, _BACKWARD_MEANS * mean // unit) * unit + unit

@@ -1,0 +1,376 @@
+"""The parts that the kernels of picked blocks share: the sizes of a call, tiles of gathered rows, and the loop over what is kept
+beside the picks.
+
+A tile has ROWS rows: queries, each in as many rows as query heads share its choice, the head fastest. Neighbouring queries fill it;
+or the queries of a list do, from anywhere.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..common.tiles import InBlock, of_kept_pairs
+
+# wgmma begins at 64 rows. Tiles of 128 rows were slower everywhere: docs/performance/selection.md, "Tile sizes".
+ROWS = tl.constexpr(64)
+
+
+class Tiling(NamedTuple):
+    """How queries fill a tile. choices: in a tile. tokens: queries of each choice in a tile. tiles: that a choice takes. Either
+    choices or tiles is 1."""
+
+    choices: int
+    tokens: int
+    tiles: int
+
+
+def tiling(every: int, members: int) -> Tiling:
+    """every: queries that share a choice. members: query heads that do, up to ROWS."""
+    tokens = ROWS.value // members
+    return Tiling(tokens // every, every, 1) if every <= tokens else Tiling(1, tokens, -(-every // tokens))
+
+
+class Round(NamedTuple):
+    """A part of a call, which one launch of each kernel computes: ``heads`` batch-heads (batch * kv_heads + key head) from ``head``
+    on, and of each ``choices`` choices from ``choice`` on. stride: choices from one batch-head to the next, as a round numbers
+    them; the same in all rounds of a call."""
+
+    number: int
+    head: int
+    heads: int
+    choice: int
+    choices: int
+    stride: int
+
+
+class Constants(NamedTuple):
+    """Holds the constants that a kernel is compiled for.
+
+    EVERY: queries that share a choice. MEMBERS: query heads that do. PICKERS: choices of a key head, by query. SLOTS: picks of a
+    choice; PADDED: as a power of two. CHOICES, TOKENS, TILES: see ``Tiling``. BLOCK: keys of a picked block. DIM, DIM_V: padded
+    head dims. TILE_N: keys of a step. ALWAYS: the block size of what is always kept, 0 if there is none. WIDTH: of a row of
+    ``Walks``. MASSES: whether masses of picked blocks are computed.
+    """
+
+    EVERY: int
+    MEMBERS: int
+    PICKERS: int
+    SLOTS: int
+    PADDED: int
+    CHOICES: int
+    TOKENS: int
+    TILES: int
+    BLOCK: int
+    DIM: int = 0
+    DIM_V: int = 0
+    TILE_N: int = 0
+    ALWAYS: int = 0
+    WIDTH: int = 0
+    MASSES: bool = False
+
+
+class SelectionSizes(NamedTuple):
+    """Sizes of a call. every: queries that share a choice. pickers: choices of a key head, by query. block: keys. Lengths are
+    tokens."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    every: int
+    slots: int
+    pickers: int
+    block: int
+
+    @property
+    def members(self) -> int:
+        """Query heads that share a choice."""
+        return self.heads // (self.kv_heads * self.pickers)
+
+    @property
+    def batch_heads(self) -> int:
+        return self.batch * self.kv_heads
+
+    @property
+    def choices(self) -> int:
+        """The number of choices of a batch-head and picker."""
+        return -(-self.q_len // self.every)
+
+    @property
+    def key_blocks(self) -> int:
+        return -(-self.kv_len // self.block)
+
+    @property
+    def tiled(self) -> Tiling:
+        return tiling(self.every, self.members)
+
+    @property
+    def rows_of_choice(self) -> int:
+        return self.every * self.members
+
+    def integers(self, round: Round) -> tuple[int, ...]:
+        """The kernels' arguments INTEGERS."""
+        of_round = round.head, round.choice, round.stride
+        return *of_round, self.kv_heads, self.q_len, self.kv_len - self.q_len, self.choices, self.key_blocks
+
+    def tiles_of(self, round: Round) -> tuple[int, int]:
+        """The grid of kernels whose programs each compute a tile of queries."""
+        return -(-round.choices // self.tiled.choices) * self.tiled.tiles, round.heads * self.pickers
+
+    def smallest_block(self, always) -> int:
+        """The most keys of a step that is within one block of both tables."""
+        return self.block if always is None else min(self.block, always.block_size)
+
+    def constants(self, *widths: int, always=None, walked: int = 0, masses: bool = False) -> Constants:
+        """widths: DIM, DIM_V, TILE_N. always: None or a BlockMask. walked: WIDTH."""
+        shared = self.every, self.members, self.pickers, self.slots, padded(self.slots), *self.tiled, self.block
+        return Constants(*shared, *widths, always.block_size if always else 0, walked, masses)
+
+
+class SelectionOperands(NamedTuple):
+    """Tensors of a call, (batch, heads, tokens, head_dim) with rows as ``addressable`` makes them; of the backward pass also what
+    ``rows_of_softmax`` writes. For masses, v is k, dout None, log2_sum the masses and delta their gradient."""
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any = None
+    log2_sum: Any = None
+    delta: Any = None
+
+
+INTEGERS = ["first_head", "first_choice", "stride", "kv_heads", "q_len", "offset", "choices", "key_blocks"]
+
+
+def padded(count: int) -> int:
+    """The power of two, at least 2, that Triton needs for an axis of ``count``."""
+    return max(2, triton.next_power_of_2(count))
+
+
+def always_arguments(always, by_key: bool, placeholder) -> tuple:
+    """The arguments of ``Always``. always: a BlockMask of one mask, or None: then the kernel does not use them."""
+    if always is None:
+        return (placeholder,) * 6
+    table = always.by_key if by_key else always.by_query
+    return table.row_ptr, table.row_split, table.col_idx, table.tile_idx, *always.tiles
+
+
+class PickedCall(NamedTuple):
+    """Describes a call and its round to a kernel; None for what the kernel does not use.
+
+    q, dout: ``Rows``. k, v: descriptors or ``Rows``. dout, log2_sum, delta: see ``SelectionOperands``. picks: (batch, kv_heads *
+    PICKERS, choices, SLOTS) int32. always: ``Always``. score_scale: scale * log2(e). first_head, first_choice: the round's first.
+    stride: see ``Round``. offset: position of the first query. choices: of a batch-head, in the whole call. C: ``Constants``, last:
+    otherwise Triton 3.6 forgets the constants of records within the record, such as a stride of 1.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    log2_sum: Any
+    delta: Any
+    picks: Any
+    always: Any
+    scale: Any
+    score_scale: Any
+    first_head: Any
+    first_choice: Any
+    stride: Any
+    kv_heads: Any
+    q_len: Any
+    offset: Any
+    choices: Any
+    key_blocks: Any
+    C: Any
+
+
+class Walks(NamedTuple):
+    """See ``selection_walks_kernel``."""
+
+    counts: Any
+    blocks: Any
+    bits: Any
+
+
+class RowsOfTile(NamedTuple):
+    """Describes each row of a tile: its choice, numbered within the launch, its query, its head, its number among the rows of its
+    choice, and whether it exists. batch, kv_head: of the tile."""
+
+    choice: Any
+    query: Any
+    head: Any
+    number: Any
+    exists: Any
+    batch: Any
+    kv_head: Any
+
+
+class Always(NamedTuple):
+    """The pairs that are kept whatever was picked, by query or by key. table: a ``WalkedTable``; BLOCK is 0 if there are none."""
+
+    row_ptr: Any
+    row_split: Any
+    table: Any
+
+
+@triton.jit
+def _filled(C):
+    """(number of the choice within the tile, query within its share of the tile, member, whether it is used) of each row."""
+    row = tl.arange(0, ROWS)
+    OF_CHOICE: tl.constexpr = C.TOKENS * C.MEMBERS
+    return row // OF_CHOICE, row % OF_CHOICE // C.MEMBERS, row % C.MEMBERS, row < C.CHOICES * OF_CHOICE
+
+
+@triton.jit
+def rows_of_tile(tile, picker, call):
+    """``RowsOfTile`` of neighbouring queries. tile: within the launch. picker: batch-head * PICKERS + number of the choosing heads,
+    within the launch."""
+    number, token, member, used = _filled(call.C)
+    choice = tile // call.C.TILES * call.C.CHOICES + number
+    token += tile % call.C.TILES * call.C.TOKENS
+    query = (call.first_choice + choice) * call.C.EVERY + token
+    exists = used & (token < call.C.EVERY) & (choice < call.stride) & (query < call.q_len)
+    batch_head = call.first_head + picker // call.C.PICKERS
+    kv_head = batch_head % call.kv_heads
+    head = (kv_head * call.C.PICKERS + picker % call.C.PICKERS) * call.C.MEMBERS + member
+    choice += picker * call.stride
+    return RowsOfTile(choice, query, head, token * call.C.MEMBERS + member, exists, batch_head // call.kv_heads, kv_head)
+
+
+@triton.jit
+def queries_of_tile(tile, call):
+    """The first and the last query of a tile; the latter may belong to the next choice, and to no row."""
+    QUERIES: tl.constexpr = call.C.TOKENS * call.C.CHOICES
+    first = (call.first_choice + tile // call.C.TILES * call.C.CHOICES) * call.C.EVERY + tile % call.C.TILES * call.C.TOKENS
+    return first, tl.minimum(first + QUERIES, call.q_len) - 1
+
+
+@triton.jit
+def table_of_tile(tile, picker, call):
+    """Returns (the index of a tile's table among those of ``TileWalks``, the number of each row's choice in it)."""
+    clusters = (call.choices + call.C.CHOICES - 1) // call.C.CHOICES
+    row = (call.first_head * call.C.PICKERS + picker).to(tl.int64)
+    number, _, _, _ = _filled(call.C)
+    return row * clusters + call.first_choice // call.C.CHOICES + tile // call.C.TILES, number
+
+
+@triton.jit
+def rows_of_list(entries, begin, end, step, batch_head, call):
+    """(``RowsOfTile`` of a step over the queries begin .. end - 1 of a list, the entry of each row: choice * SLOTS + slot).
+
+    entries: int32, with choices numbered within the launch. batch_head: of the list."""
+    number, token, member, used = _filled(call.C)
+    place = begin + step // call.C.TILES * call.C.CHOICES + number
+    entry = tl.load(entries + place, mask=used & (place < end), other=0)
+    choice = entry // call.C.SLOTS
+    token += step % call.C.TILES * call.C.TOKENS
+    query = (call.first_choice + choice % call.stride) * call.C.EVERY + token
+    exists = used & (place < end) & (token < call.C.EVERY) & (query < call.q_len)
+    kv_head = batch_head % call.kv_heads
+    picker = choice // call.stride % call.C.PICKERS
+    head = (kv_head * call.C.PICKERS + picker) * call.C.MEMBERS + member
+    rows = RowsOfTile(choice, query, head, token * call.C.MEMBERS + member, exists, batch_head // call.kv_heads, kv_head)
+    return rows, entry
+
+
+@triton.jit
+def steps_of_list(begin, end, call):
+    return (end - begin + call.C.CHOICES - 1) // call.C.CHOICES * call.C.TILES
+
+
+@triton.jit
+def _row_pointers(tensor, rows, DIM: tl.constexpr):
+    """Pointers to the rows of a tile, and which elements exist. tensor: ``Rows`` of a (batch, heads, q_len, head_dim) tensor."""
+    PIECE: tl.constexpr = 128 // tensor.base.dtype.element_ty.primitive_bitwidth
+    first = rows.query.to(tl.int64) * tensor.token_stride + rows.head.to(tl.int64) * tensor.head_stride
+    first += rows.batch.to(tl.int64) * tensor.batch_stride
+    column = tl.arange(0, DIM)
+    exists = rows.exists[:, None]
+    if tensor.pieces is not None:
+        exists = exists & (column < tensor.pieces * PIECE)[None, :]
+    return tensor.base + (first * PIECE)[:, None] + column[None, :], exists
+
+
+@triton.jit
+def load_rows(tensor, rows, DIM: tl.constexpr):
+    """(ROWS, DIM); 0 where there is no row."""
+    pointers, exists = _row_pointers(tensor, rows, DIM)
+    return tl.load(pointers, mask=exists, other=0.0)
+
+
+@triton.jit
+def store_rows(tensor, tile, rows, DIM: tl.constexpr):
+    pointers, exists = _row_pointers(tensor, rows, DIM)
+    tl.store(pointers, tile.to(tensor.base.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def index_of_rows(rows, call):
+    """The index of each row in a (batch, heads, q_len) tensor."""
+    heads = call.kv_heads * call.C.PICKERS * call.C.MEMBERS
+    return (rows.batch * heads + rows.head).to(tl.int64) * call.q_len + rows.query
+
+
+@triton.jit
+def choices_of_rows(rows, call):
+    """The choice of each row, numbered within the call: its row in ``picks``, (batch, kv_heads * PICKERS, choices, SLOTS)."""
+    picker = rows.batch * call.kv_heads * call.C.PICKERS + rows.head // call.C.MEMBERS
+    return picker.to(tl.int64) * call.choices + rows.query // call.C.EVERY
+
+
+@triton.jit
+def is_picked(choice, exists, block, call):
+    """Whether a block is among the picks of each choice."""
+    slot = tl.arange(0, call.C.PADDED)
+    some = exists[:, None] & (slot < call.C.SLOTS)[None, :]
+    picked = tl.load(call.picks + choice[:, None] * call.C.SLOTS + slot[None, :], mask=some, other=-1)
+    return tl.max((picked == block).to(tl.int32), 1) != 0
+
+
+@triton.jit
+def until_query(rows, position, call):
+    """(rows, keys): which of TILE_N keys from ``position`` on do not follow their query."""
+    return (position + tl.arange(0, call.C.TILE_N))[None, :] <= (rows.query + call.offset)[:, None]
+
+
+@triton.jit
+def of_always(values, otherwise, always, row, entry, query, key):
+    """values, or ``otherwise`` where the entry of a row does not keep a pair. query, key: within the entry's block, (n, 1) and
+    (1, n) or the reverse."""
+    runs, bits = tl.load(always.row_split + row * 2), tl.load(always.row_split + row * 2 + 1)
+    kind = (entry >= runs).to(tl.int32) + (entry >= bits).to(tl.int32)
+    return of_kept_pairs(values, otherwise, kind, always.table, entry, InBlock(query, key))
+
+
+@triton.jit
+def kept_besides(row, step, rows, choice, call):
+    """(the first key of a step through a row of what is always kept, which of its (rows, keys) are kept and in no picked block).
+    choice: from ``choices_of_rows``."""
+    SIZE: tl.constexpr = call.C.ALWAYS
+    STEPS: tl.constexpr = SIZE // call.C.TILE_N
+    start = step % STEPS * call.C.TILE_N
+    position = tl.load(call.always.table.index + step // STEPS) * SIZE + start
+    own = rows.exists & (rows.query // SIZE == row)
+    query = tl.where(own, rows.query - row * SIZE, 0)
+    unpicked = own & ~is_picked(choice, rows.exists, position // call.C.BLOCK, call)
+    kept = (until_query(rows, position, call) & unpicked[:, None]).to(tl.int32)
+    key = start + tl.arange(0, call.C.TILE_N)
+    return position, of_always(kept, 0, call.always, row, step // STEPS, query[:, None], key[None, :]) != 0
+
+
+@triton.jit
+def steps_of_always(row, call):
+    """The first and the end of the steps through a row of what is always kept."""
+    STEPS: tl.constexpr = call.C.ALWAYS // call.C.TILE_N
+    return tl.load(call.always.row_ptr + row) * STEPS, tl.load(call.always.row_ptr + row + 1) * STEPS
+
+
+@triton.jit
+def columns_of_piece(piece, call):
+    """(batch-head, batch, key head, the first key's position) of a piece of a key block's list."""
+    column = tl.load(piece)
+    batch_head = call.first_head + column // call.key_blocks
+    return batch_head, batch_head // call.kv_heads, batch_head % call.kv_heads, column % call.key_blocks * call.C.BLOCK

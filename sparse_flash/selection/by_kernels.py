@@ -1,0 +1,223 @@
+"""Attention over picked key blocks on kernels for any GPU that Triton supports; under TRITON_INTERPRET=1 on a CPU, slowly.
+
+A tile of queries visits the blocks that most of its queries picked. The other picks give partial results, computed for each key
+block and the queries that picked it. Partial results take bounded memory: a call is computed in rounds, of key heads and ranges of
+queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ..backends import Call
+from ..backends import triton as of_masks
+from ..backends.triton import addressable, current_device, restored, restored_out
+from ..kernels.common.config import padded_head_dim
+from ..kernels.common.layout import empty_out
+from ..masks.block_mask import BlockMask
+from .block_selection import BlockSelection
+
+if TYPE_CHECKING:
+    from ..kernels.selection.lists import Pieces, Rounds
+    from ..kernels.selection.tiles import SelectionSizes
+
+WORKSPACE = 512 << 20  # bytes that partial results may take; docs/performance/selection.md, "Tile sizes", has figures
+MOST_PICKS = 2**31 - 1
+MOST_TOGETHER = 8192  # picks of a tile's queries, which one program sorts
+
+
+def supports(call: Call, selection: BlockSelection) -> str | None:
+    reason = of_masks.supports(call)
+    if reason is not None:
+        return reason
+    if call.features:
+        return f"it takes no {', '.join(sorted(call.features))} beside a selection"
+    from ..kernels.selection.tiles import ROWS
+
+    batch, pickers, choices, slots = selection.picks.shape
+    members = call.heads // pickers
+    if members > ROWS.value:
+        return f"it runs up to {ROWS.value} query heads that share a choice; got {members}"
+    if batch * pickers * choices * slots > MOST_PICKS:
+        return f"it runs up to {MOST_PICKS:,} picks; got {batch} x {pickers} x {choices:,} x {slots}"
+    together = max(1, ROWS.value // members // selection.every) * slots
+    if together > MOST_TOGETHER:
+        return f"it runs up to {MOST_TOGETHER:,} picks of the queries of a tile; got {together:,}"
+    return None
+
+
+def _sizes(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection) -> SelectionSizes:
+    from ..kernels.selection.tiles import SelectionSizes
+
+    (batch, heads, q_len), (kv_heads, kv_len) = q.shape[:3], k.shape[1:3]
+    pickers, slots = selection.picks.shape[1] // kv_heads, selection.picks.shape[3]
+    return SelectionSizes(batch, heads, kv_heads, q_len, kv_len, selection.every, slots, pickers, selection.block_size)
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    selection: BlockSelection,
+    scale: float,
+    parts_kernel: Callable[..., None] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (out, lse), out in q's memory order. parts_kernel: instead of ``picked_parts``."""
+    from ..kernels.selection import lists
+    from ..kernels.selection.forward import picked_parts, walk_picks
+    from ..kernels.selection.tiles import SelectionOperands
+
+    picks, always, sizes = selection.picks, selection.always, _sizes(q, k, selection)
+    ready = [addressable(t) for t in (q, k, v)]
+    operands = SelectionOperands(*ready)
+    rows, dim_v = sizes.rows_of_choice, padded_head_dim(ready[2].shape[3])
+    alone = lists.walks_alone(sizes)
+    rounds = lists.rounds_of(sizes, 0 if alone else rows * (dim_v * q.element_size() + 4), 0, WORKSPACE)
+    out = empty_out(ready[0], ready[2].shape[3])
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    with current_device(q.device):
+        walks = lists.tile_walks(picks, sizes, lists.least_walked(sizes))
+        listed = parts = part_lse = None
+        if not alone:
+            columns = lists.column_lists(picks, walks, sizes, rounds, lists.forward_most(sizes))
+            entries = rounds.heads * sizes.pickers * rounds.choices * sizes.slots
+            listed, parts, part_lse = columns.counts, q.new_empty(entries, rows, dim_v), lse.new_empty(entries, rows)
+        for each in rounds.all:
+            if not alone:
+                (parts_kernel or picked_parts)(operands, columns, parts, part_lse, sizes, each, scale)
+            walk_picks(operands, picks, walks, listed, parts, part_lse, always, out, lse, sizes, each, scale)
+    return restored_out(out, ready[0], q, v), lse
+
+
+def backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    selection: BlockSelection,
+    scale: float,
+    gathering: ModuleType | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns (dq, dk, dv). Without atomics, gradients repeat bit for bit. gathering: the module of another ``picked_grads``."""
+    from ..kernels.selection import backward as kernels
+    from ..kernels.selection import lists
+    from ..kernels.selection.tiles import SelectionOperands
+
+    picks, always, sizes = selection.picks, selection.always, _sizes(q, k, selection)
+    dout, out = addressable(dout), addressable(out)
+    ready = [addressable(t) for t in (q, k, v)]
+    dq, dk, dv = (torch.empty_like(t) for t in ready)
+    log2_sum, delta = torch.empty_like(lse), torch.empty_like(lse)
+    operands = SelectionOperands(ready[0], ready[1], ready[2], dout, log2_sum, delta)
+    alone = lists.walks_alone(sizes)
+    gathering = gathering or kernels
+    space = _backward_workspace(ready, sizes, always, not alone, gathering)
+    with current_device(q.device):
+        kernels.rows_of_softmax(out, dout, lse, None if dlse is None else dlse.contiguous(), log2_sum, delta)
+        walks = lists.tile_walks(picks, sizes, 1) if alone else None
+        columns = lists.column_lists(picks, None, sizes, space.rounds, space.most)
+        for each in space.rounds.all:
+            gathering.picked_grads(operands, columns, space.parts, space.k_sums.pieces, space.v_sums.pieces, sizes, each, scale)
+            if always is not None and each.choice == 0:
+                of_always = space.always, space.k_sums.always, space.v_sums.always
+                kernels.always_grads(operands, picks, always, *of_always, sizes, each, scale)
+            kernels.sum_key_grads(dk, space.k_sums, columns, space.always, always, sizes, each, scale)
+            kernels.sum_key_grads(dv, space.v_sums, columns, space.always, always, sizes, each, 1.0)
+            kernels.sum_query_grads(operands, picks, walks, columns, space.parts, always, dq, sizes, each, scale)
+    return restored(dq, ready[0], q), restored(dk, ready[1], k), restored(dv, ready[2], v)
+
+
+def block_lse(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection, scale: float) -> torch.Tensor:
+    """Returns (batch, heads, q_len, n) float32."""
+    from ..kernels.selection import lists
+    from ..kernels.selection.forward import picked_masses
+    from ..kernels.selection.tiles import SelectionOperands
+
+    sizes = _sizes(q, k, selection)
+    ready = [addressable(t) for t in (q, k)]
+    operands = SelectionOperands(ready[0], ready[1], ready[1])
+    masses = q.new_full((*q.shape[:3], sizes.slots), float("-inf"), dtype=torch.float32)
+    rounds = lists.rounds_of(sizes, 0, 0, WORKSPACE)
+    with current_device(q.device):
+        columns = lists.column_lists(selection.picks, None, sizes, rounds, lists.forward_most(sizes))
+        for each in rounds.all:
+            picked_masses(operands, columns, masses, sizes, each, scale)
+    return masses
+
+
+def block_lse_backward(
+    dmasses: torch.Tensor, q: torch.Tensor, k: torch.Tensor, masses: torch.Tensor, selection: BlockSelection, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (dq, dk). masses: of ``block_lse``. dmasses: its gradient."""
+    from ..kernels.selection import backward as kernels
+    from ..kernels.selection import lists
+    from ..kernels.selection.tiles import SelectionOperands
+
+    picks, sizes = selection.picks, _sizes(q, k, selection)
+    ready = [addressable(t) for t in (q, k)]
+    dq, dk = (torch.empty_like(t) for t in ready)
+    operands = SelectionOperands(ready[0], ready[1], ready[1], None, masses, dmasses.contiguous())
+    space = _backward_workspace((*ready, ready[1]), sizes, None, True, kernels)
+    with current_device(q.device):
+        columns = lists.column_lists(picks, None, sizes, space.rounds, space.most)
+        for each in space.rounds.all:
+            kernels.picked_grads(operands, columns, space.parts, space.k_sums.pieces, space.k_sums.pieces, sizes, each, scale)
+            kernels.sum_key_grads(dk, space.k_sums, columns, None, None, sizes, each, scale)
+            kernels.sum_query_grads(operands, picks, None, columns, space.parts, None, dq, sizes, each, scale)
+    return restored(dq, ready[0], q), restored(dk, ready[1], k)
+
+
+class _Sums(NamedTuple):
+    """Sums of dK or dV over pieces of lists and of columns of ``always``, and what a round leaves to the next one of its
+    batch-heads: (keys, padded head_dim) float32 each, or None."""
+
+    pieces: torch.Tensor
+    always: torch.Tensor | None
+    before: torch.Tensor | None
+
+
+class _BackwardWorkspace(NamedTuple):
+    """most: entries of a piece. always: the pieces of ``always``. parts: of dQ, (entries of a round, steps of a block, rows of a
+    choice, padded head_dim), or None."""
+
+    rounds: Rounds
+    most: int
+    always: Pieces | None
+    parts: torch.Tensor | None
+    k_sums: _Sums
+    v_sums: _Sums
+
+
+def _backward_workspace(
+    ready: Sequence[torch.Tensor], sizes: SelectionSizes, always: BlockMask | None, with_parts: bool, gathering: ModuleType
+) -> _BackwardWorkspace:
+    """ready: q, k and v. with_parts: whether dQ comes as parts. gathering: the module of ``picked_grads``."""
+    from ..kernels.selection import lists
+    from ..kernels.selection.backward import keys_of_sum
+
+    q, k, v = ready
+    dim, dim_v = (padded_head_dim(t.shape[3]) for t in (k, v))
+    steps = sizes.block // gathering.keys_of_part(q, v, sizes)
+    of_entry = steps * sizes.rows_of_choice * dim * q.element_size() if with_parts else 0
+    # At most half as many pieces again as there are key blocks: see ``backward_most``.
+    rounds = lists.rounds_of(sizes, of_entry, sizes.key_blocks * sizes.block * (dim + dim_v) * 6, WORKSPACE)
+    entries, most = rounds.heads * sizes.pickers * rounds.choices * sizes.slots, lists.backward_most(sizes, rounds)
+    parts = q.new_empty(entries, steps, sizes.rows_of_choice, dim) if with_parts else None
+    pieces = None if always is None else lists.always_pieces(always, sizes.heads // sizes.kv_heads)
+    rows = (rounds.heads * sizes.key_blocks + entries // most) * sizes.block
+    of_always = None if pieces is None or always is None else rounds.heads * pieces.items.shape[1] * always.block_size
+    unit = keys_of_sum(sizes, always)
+    of_head = rounds.heads * -(-sizes.kv_len // unit) * unit if rounds.choices < sizes.choices else None
+
+    def sums(width: int) -> _Sums:
+        made: Any = (None if of is None else q.new_empty(of, width, dtype=torch.float32) for of in (rows, of_always, of_head))
+        return _Sums(*made)
+
+    return _BackwardWorkspace(rounds, most, pieces, parts, sums(dim), sums(dim_v))

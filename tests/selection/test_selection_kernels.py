@@ -1,0 +1,212 @@
+"""The kernels of picked blocks, against dense attention in float64. On a Hopper GPU the compiled ones run; elsewhere the portable
+ones in Triton's interpreter, and Hopper's on the CPU in drawn orders of events (``gluon_on_cpu``)."""
+
+import contextlib
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from accepted import DEVICE
+from oracle import gradients
+from picked import check_selected, drawn_picks, kept_by_picks, sorted_picks, tensors
+
+pytest.importorskip("triton.experimental.gluon")
+import gluon_on_cpu as emulated
+
+import sparse_flash as sf
+from sparse_flash import backends
+from sparse_flash.kernels.selection import lists
+from sparse_flash.selection import by_hopper_kernels, by_kernels, operators
+
+parametrize = pytest.mark.parametrize
+pytestmark = [
+    pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter"),
+    pytest.mark.usefixtures("poison"),
+]
+PORTABLE, HOPPER = "triton", "hopper"
+KINDS = [PORTABLE, HOPPER]
+
+
+@contextlib.contextmanager
+def running(kind: str, seed: int = 0):
+    if kind == HOPPER and DEVICE == "cuda" and backends.backend(HOPPER).available() is not None:
+        pytest.skip("needs a Hopper GPU")
+    with contextlib.nullcontext() if kind == PORTABLE or DEVICE == "cuda" else emulated.gluon_on_cpu(seed):
+        yield
+
+
+def check(kind: str, *case, seed: int = 0, **options) -> None:
+    sizes = {PORTABLE: {}, HOPPER: {"dtype": torch.float16, "dim": 64}}[kind]
+    with running(kind, seed):
+        check_selected(kind, *case, **sizes | options)
+
+
+CASES = {
+    # heads, key heads, pickers, q_len, kv_len, every, block, n
+    "a group of 4": (4, 1, 1, 40, 130, 1, 64, 2),
+    "a group of 3, an odd number of keys": (3, 1, 1, 26, 131, 1, 64, 2),
+    "a group of 16, more queries than keys": (16, 1, 1, 26, 20, 1, 64, 2),
+    "heads that pick for themselves": (4, 2, 4, 30, 100, 1, 64, 2),
+    "a choice for 4 queries of small blocks": (4, 1, 1, 36, 36, 4, 16, 3),
+    "a choice for 16 queries": (4, 1, 1, 50, 90, 16, 64, 2),
+    "a choice for 50 queries, of long blocks": (2, 1, 1, 120, 300, 50, 256, 2),
+    "long blocks, a choice for each query": (2, 1, 1, 12, 550, 1, 512, 2),
+}
+OF_HOPPER = {
+    # the same, head_dim
+    "a group of 1": (2, 2, 2, 90, 290, 1, 64, 3, 64),
+    "a group of 3, odd lengths": (3, 1, 1, 75, 301, 1, 128, 2, 128),
+    "a group of 4": (4, 1, 1, 70, 200, 1, 64, 2, 128),
+    "a group of 4, blocks of 128": (8, 2, 2, 130, 390, 1, 128, 3, 64),
+    "a group of 4, blocks of 256": (8, 2, 2, 130, 700, 1, 256, 2, 64),
+    "a group of 3, blocks of 512, a choice for 3 queries": (3, 1, 1, 75, 1301, 3, 512, 2, 128),
+    "a group of 16, more queries than keys": (16, 1, 1, 130, 110, 1, 64, 2, 64),
+    "heads that pick for themselves": (4, 2, 4, 60, 260, 1, 64, 2, 64),
+    "a choice for 4 queries, padded columns": (4, 1, 1, 70, 300, 4, 128, 2, 96),
+    "a choice for 7 queries": (2, 1, 1, 90, 210, 7, 64, 2, 40),
+    "a choice for 16 queries": (16, 1, 1, 70, 200, 16, 64, 2, 64),
+}
+
+
+@parametrize("case", CASES.values(), ids=CASES)
+def test_results_and_gradients_are_those_of_dense_attention(case):
+    check(PORTABLE, *case)
+
+
+@parametrize("name", OF_HOPPER)
+def test_results_and_gradients_on_hopper_are_those_of_dense_attention(name):
+    *case, dim = OF_HOPPER[name]
+    check(HOPPER, *case, dim=dim, seed=len(name))
+    if DEVICE == "cuda" and name.startswith("a group of 4"):  # NumPy has no bfloat16
+        check(HOPPER, *case, dim=dim, dtype=torch.bfloat16)
+
+
+@parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_results_and_gradients_are_as_accurate_as_those_of_pytorch(dtype):
+    if dtype == torch.bfloat16 and DEVICE == "cpu":
+        pytest.skip("Triton's interpreter computes bfloat16 products wrongly")
+    check(PORTABLE, 4, 1, 1, 100, 100, 1, 64, 2, dtype=dtype, dim=24, v_dim=40)
+
+
+@parametrize(
+    "kind, case, always_block",
+    [(PORTABLE, CASES["a group of 4"], 32), (PORTABLE, CASES["a choice for 16 queries"], 32)]
+    + [(HOPPER, (4, 1, 1, 70, 70, 1, block, 2), 64) for block in (64, 128, 256)],
+)
+def test_what_is_always_kept_counts_once_beside_picks(kind, case, always_block):
+    check(kind, *case, always="sinks(4) | local(20)", always_block=always_block)
+
+
+@parametrize(
+    "kind, case, always, workspace, of_heads",
+    [
+        # whether a round has heads, or a head has several rounds, forward and backward
+        (PORTABLE, (8, 2, 2, 60, 80, 2, 64, 2), "sinks(4)", 60_000, [True, True]),
+        (PORTABLE, (8, 2, 2, 60, 80, 2, 64, 2), "sinks(4)", 12_000, [False, False]),
+        (HOPPER, (8, 2, 2, 120, 260, 2, 64, 2), None, 240_000, [True, False]),
+    ],
+)
+def test_a_call_in_rounds_gives_the_same(monkeypatch, kind, case, always, workspace, of_heads):
+    made, rounds_of = [], lists.rounds_of
+    monkeypatch.setattr(lists, "rounds_of", lambda *sizes: made.append(rounds_of(*sizes)) or made[-1])
+    monkeypatch.setattr(by_kernels, "WORKSPACE", workspace)
+    check(kind, *case, always=always)
+    assert all(len(rounds.all) > 1 for rounds in made)
+    assert [rounds.choices == case[3] // case[5] for rounds in made] == of_heads
+
+
+@parametrize("kind, queries, block", [(PORTABLE, 200, 64), *((HOPPER, 1100, block) for block in (64, 128, 256))])
+def test_a_block_that_all_queries_pick_is_divided_and_right(kind, queries, block):
+    first = torch.zeros(1, 1, queries, 1, dtype=torch.int32, device=DEVICE)
+    check(kind, 1, 1, 1, queries, queries + 100, 1, block, 1, picks=first)
+
+
+def attend(kind, picks, block=64, **options):
+    q, k, v, dout = tensors(1, 4, 1, 40, 140, 64, dtype=torch.float16)
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)  # heads of a token side by side
+    selection = sf.BlockSelection(picks, 40, 140, block)
+    with running(kind, **options):
+        return gradients(lambda *t: operators.attention(*t, selection, 0.3, kind), (q, k, v), dout, None)
+
+
+@parametrize("kind", KINDS)
+def test_picks_that_keep_nothing_change_nothing(kind):
+    picks = drawn_picks((1, 1, 40, 2), 1, 64, 40, 140)
+    more = sorted_picks(torch.cat([picks, torch.full_like(picks[..., :1], 2), torch.full_like(picks[..., :1], 90)], 3))
+    assert all(torch.equal(a, b) for a, b in zip(attend(kind, picks), attend(kind, more), strict=True))
+
+
+@parametrize("kind", KINDS)
+def test_queries_that_pick_nothing_get_zeros_and_give_none(kind):
+    picks = drawn_picks((1, 1, 40, 2), 1, 128, 40, 140)
+    picks[:, :, 10:20] = -1
+    out, lse, dq, *_ = attend(kind, picks, 128)
+    for part in (out, dq):
+        assert (part[:, :, 10:20] == 0).all() and not part.isnan().any()
+    assert lse[:, :, 10:20].isneginf().all()
+
+
+@parametrize("kind, block", [(PORTABLE, 64), *((HOPPER, block) for block in (64, 128, 256))])
+def test_results_and_gradients_repeat_bit_for_bit_in_any_order_of_events(kind, block):
+    picks = drawn_picks((1, 1, 40, 2), 1, block, 40, 140)
+    one, other = attend(kind, picks, block), attend(kind, picks, block, seed=9)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the compiled kernels run on this GPU")
+def test_rows_used_before_they_were_copied_show(monkeypatch):
+    monkeypatch.setattr(emulated.mbarrier, "wait", lambda *_, **__: emulated.here().pause())
+    try:
+        assert attend(HOPPER, drawn_picks((1, 1, 40, 2), 1, 64, 40, 140))[0].isnan().any()
+    except AssertionError as error:  # arrivals that nobody waited for
+        assert "more arrivals" in str(error)
+
+
+@parametrize("every, block", [(1, 64), (7, 32)])
+def test_masses_of_picked_blocks_and_their_gradients_are_right(every, block):
+    q, k, *_ = tensors(1, 4, 2, 60, 90, 16)
+    picks = drawn_picks((1, 4, -(-60 // every), 2), every, block, 60, 90)
+    kept = kept_by_picks(picks, every, block, 60, 90).to(DEVICE)
+    some = kept.any(-1)
+
+    def by_definition(q, k):
+        scores = (0.3 * q @ k.repeat_interleave(2, 1).mT)[:, :, :, None].masked_fill(~kept & some[..., None], float("-inf"))
+        return scores.logsumexp(-1).masked_fill(~some, float("-inf"))
+
+    of_some = torch.randn(some.shape, generator=torch.Generator().manual_seed(2)).to(DEVICE) * some
+    results = []
+    selection = sf.BlockSelection(picks, 60, 90, block, every)
+    kernels = partial(operators.block_lse, selection=selection, scale=0.3, backend="triton")
+    for masses, dtype in ((by_definition, torch.float64), (kernels, torch.float32)):
+        leaves = [t.to(dtype, copy=True).requires_grad_() for t in (q, k)]
+        found = masses(*leaves)
+        grads = torch.autograd.grad((found.masked_fill(~some, 0.0) * of_some).sum(), leaves)
+        results.append([found.detach(), *grads])
+    for wanted, got in zip(*results, strict=True):
+        torch.testing.assert_close(got.double(), wanted, atol=1e-5, rtol=1e-5)
+
+
+def refused(kind: str, heads: int = 4, block: int = 64, every: int = 1, n: int = 2, **changed) -> str | None:
+    q, k, v, _ = tensors(1, heads, 1, 256, 256, 64, dtype=torch.float16)
+    selection = sf.BlockSelection(torch.zeros(1, 1, 256 // every, n, dtype=torch.int32), 256, 256, block, every)
+    with running(kind):
+        module = {PORTABLE: by_kernels, HOPPER: by_hopper_kernels}[kind]
+        return module.supports(replace(backends.Call.of(q, k, v, block), **changed), selection)
+
+
+def test_calls_that_do_not_fit_are_refused_by_name():
+    assert refused(PORTABLE, heads=96) == "it runs up to 64 query heads that share a choice; got 96"
+    assert refused(PORTABLE, heads=1, n=256) == "it runs up to 8,192 picks of the queries of a tile; got 16,384"
+    features = ("dropout_p", "softcap")
+    assert refused(PORTABLE, features=features) == "it takes no dropout_p, softcap beside a selection"
+    assert refused(HOPPER, features=("dropout_p",)) == "it takes no dropout_p beside a selection"
+    assert [refused(HOPPER, block=block) for block in (64, 128, 256, 512)] == [None] * 4
+    assert refused(HOPPER, block=32) == "it runs picks of blocks of 64, 128, 256, 512 keys; got 32"
+    assert refused(HOPPER, head_dim=256, v_head_dim=256) == "it runs head_dim 33 to 128; got 256"
+    assert refused(HOPPER, v_head_dim=32) == "it runs v of the head_dim of q and k; got head_dim 32 of v and 64 of q and k"
+
+
+def test_the_hopper_kernels_come_before_the_portable_ones_where_they_run():
+    assert list(operators.BACKENDS)[:2] == ["hopper", "triton"]
+    assert backends.AUTOMATIC.index("hopper") < backends.AUTOMATIC.index("triton")
