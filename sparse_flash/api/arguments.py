@@ -81,7 +81,7 @@ def checked(
         mask = _of_another_library(mask)
     q_shape, k_shape, device = q.shape, k.shape, q.device
     is_empty = 0 in q_shape or 0 in k_shape
-    shapes_are_read = bool(others) or sinks is not None or is_empty or pattern is not None  # before the key is looked up
+    shapes_are_read = len(others) > 0 or sinks is not None or is_empty or pattern is not None  # before the key is looked up
     if shapes_are_read:
         check_tensors(q, k, v, may_be_empty=is_empty)
     variant = None
@@ -113,7 +113,7 @@ def checked(
         check_mask(table, q, k)
     scale = checked_scale(scale, q_shape[3])
     backend = backend_for(q, k, v, kernel_table, variant, deterministic, backend)
-    if key is not None:
+    if key is not None and backend != "auto":  # which stays if a graph breaks within this function
         if len(_chosen_backends) >= _MOST_CHOSEN:
             _chosen_backends.clear()
         _chosen_backends[key] = backend

@@ -127,7 +127,7 @@ def attend(kind, picks, block=64, **options):
     q = q.transpose(1, 2).contiguous().transpose(1, 2)  # heads of a token side by side
     selection = sf.BlockSelection(picks, 40, 140, block)
     with running(kind, **options):
-        return gradients(lambda *t: operators.attention(*t, selection, 0.3, kind), (q, k, v), dout, None)
+        return gradients(lambda *t: operators.attend_to_picks(*t, selection, 0.3, kind), (q, k, v), dout, None)
 
 
 @parametrize("kind", KINDS)
