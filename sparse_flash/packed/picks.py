@@ -16,7 +16,7 @@ from ..masks.compiler import compile_mask
 from ..masks.pattern import Pattern
 from .repack import Axis, Side, most_blocks, pack
 
-# Queries that a tile of the kernels has at most. Tiles walk blocks that any of their queries picked, and a weight of 0 times NaN is
+# The most queries of a kernels' tile. A tile visits the blocks that any of its queries picked, and a weight of 0 times NaN is
 # NaN: a document that starts where a tile does gets none of its neighbours'.
 _TILE = 64
 
