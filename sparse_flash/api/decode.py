@@ -72,7 +72,7 @@ def attention_decode(
     queries and the cache may be empty. Raises ValueError for arguments that do not fit together and for tensors that require a
     gradient, TypeError for wrong types. There is no autocast: the caller casts q to the cache's dtype.
 
-    A pattern is compiled once, to the square table of the capacity rounded up by at most an eighth; each call walks the rows of its
+    A pattern is compiled once, to the square table of the capacity rounded up by at most an eighth; each call reads the rows of its
     queries, so a cache that grows within its capacity compiles nothing. No call synchronizes with the device, and a CUDA graph may
     capture it. The table takes 16 bytes per kept block (128 x 128) at or before the diagonal: 2 MiB for a pattern that keeps all of
     the past at 65,536 tokens, 0.5 GiB at a million. "causal" itself and "full" need no table.

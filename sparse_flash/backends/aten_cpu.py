@@ -1,7 +1,7 @@
 """PyTorch's own CPU attention kernel, the one behind scaled_dot_product_attention, on whole tensors and on the blocks of a table.
 
 Threads wait for each other at the end of every operation; if other programs compete for the processors, that takes some
-milliseconds each time. So a table is walked in few, long kernel calls. A row that visits many blocks is cut into pieces. Pieces of
+milliseconds each time. So few, long kernel calls cover a table. A row that visits many blocks is cut into pieces. Pieces of
 equal width, from many rows and units, form the batch of one call, on copies of their keys.
 """
 
@@ -46,14 +46,14 @@ def _in_rows(x):
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def walk_forward(q, k, v, walk, scale: float):
+def loop_forward(q, k, v, loop, scale: float):
     """One part of a call: q (units, q_blocks, rows, head_dim), k and v (units, kv_blocks, block, head_dim) -> out like q, lse
     (units, q_blocks, rows, 1)."""
     q, k, v = (x.contiguous() for x in (q, k, v))
     lse = q.new_full(q.shape[:3], float("-inf"))
-    out = torch.empty_like(q) if sum(len(rows) for rows, *_ in walk.groups) == q.shape[1] else torch.zeros_like(q)
+    out = torch.empty_like(q) if sum(len(rows) for rows, *_ in loop.groups) == q.shape[1] else torch.zeros_like(q)
     for units in _unit_slices(k):
-        for call in _calls(walk, q[units], copied=False):
+        for call in _calls(loop, q[units], copied=False):
             rows, keys, values = call.queries(q[units]), call.keys(k[units]), call.keys(v[units])
             here, log = (x.transpose(0, 1) for x in forward(rows, keys, values, scale, bias=call.bias))
             if call.bias is not None:
@@ -64,14 +64,14 @@ def walk_forward(q, k, v, walk, scale: float):
     return out, lse[..., None]
 
 
-def walk_backward(dout, q, k, v, out, lse, walk, scale: float):
+def loop_backward(dout, q, k, v, out, lse, loop, scale: float):
     """The same, with lse (units, q_blocks, rows, 1), +inf for a query that keeps nothing -> (dq, dk, dv)."""
     dout, q, k, v, out, lse = (x.contiguous() for x in (dout, q, k, v, out, lse))
     parts = []
     for units in _unit_slices(k):
         # In the memory order of the kernel's results.
         dq, dk, dv = (x.new_zeros(*x.shape[1:3], len(x[units]), x.shape[3]) for x in (q, k, v))
-        for call in _calls(walk, q[units], copied=True):
+        for call in _calls(loop, q[units], copied=True):
             rows = [call.queries(x[units]) for x in (dout, q, out)]
             keys, values = call.keys(k[units]), call.keys(v[units])
             log = call.queries(lse[units])[..., 0]
@@ -166,12 +166,12 @@ def _most_numbers() -> int:
     return _GATHERED * min(torch.get_num_threads(), _MOST_THREADS)
 
 
-def _calls(walk, q, copied: bool):
-    """Yields the calls for all rows of a walk: first the last piece of each row, then the others. copied: each piece's keys, or
+def _calls(loop, q, copied: bool):
+    """Yields the calls for all rows: first the last piece of each row, then the others. copied: each piece's keys, or
     their gradients, are copied."""
-    widest = max(1, _WIDEST // walk.block)
+    widest = max(1, _WIDEST // loop.block)
     rounds: list[dict[int, list]] = [{}]
-    for rows, cols, tiles in walk.groups:
+    for rows, cols, tiles in loop.groups:
         before = (cols.shape[1] - 1) // widest
         rounds += [{} for _ in range(before + 1 - len(rounds))]
         for number in range(before + 1):
@@ -184,11 +184,11 @@ def _calls(walk, q, copied: bool):
             for chosen, shared in _alike(tiles):
                 numbers = len(q) * q.shape[3] if copied or _step(cols[chosen]) is None else 0
                 numbers += 0 if shared else q.shape[2]
-                height = max(1, _most_numbers() // (numbers * width * walk.block)) if numbers else len(chosen)
-                masked = _remembered_bias(walk.tiles, tiles[chosen[0]], q.shape[2]) if shared else None
+                height = max(1, _most_numbers() // (numbers * width * loop.block)) if numbers else len(chosen)
+                masked = _remembered_bias(loop.tiles, tiles[chosen[0]], q.shape[2]) if shared else None
                 for first in range(0, len(chosen), height):
                     some = chosen[first : first + height]
-                    bias, empty = masked or _bias(walk.tiles, tiles[some], q.shape[2])
+                    bias, empty = masked or _bias(loop.tiles, tiles[some], q.shape[2])
                     yield _Call(_slice_or_array(rows[some]), cols[some], bias, empty, number > 0)
 
 

@@ -111,9 +111,9 @@ def forward(q, k, v, mask, scale, deterministic, variant):
     if done := _kernels().repeated_forward(q, k, v, mask, scale, variant):
         return done
     ready = [triton_backend.addressable(t) for t in (q, k, v)]
-    trains = q.requires_grad or k.requires_grad or v.requires_grad
-    compile_backward = partial(triton_backend.compile_backward, backward, *ready, mask, scale, deterministic, variant)
-    beside = compile_backward if trains else None
+    beside = None
+    if q.requires_grad or k.requires_grad or v.requires_grad:
+        beside = partial(triton_backend.compile_backward, backward, *ready, mask, scale, deterministic, variant)
     with triton_backend.current_device(q.device):
         out, lse = _kernels().attention_forward(*ready, mask, scale, variant, beside=beside)
     return triton_backend.restored_out(out, ready[0], q, v), lse

@@ -1,4 +1,4 @@
-"""Block-sparse attention in plain PyTorch operations, on a CPU or GPU: walks the table in chunks of bounded size.
+"""Block-sparse attention in plain PyTorch operations, on a CPU or GPU: iterates over the table in chunks of bounded size.
 
 Query blocks that visit the same number of key blocks are handled alike, whichever key blocks these are: their keys are gathered and
 their scores are one batched matrix product. The online softmax over pieces of a row (arXiv:2307.08691, Alg. 1) bounds a row that
@@ -58,9 +58,9 @@ def forward(q, k, v, mask, scale, deterministic, variant):
         with own_precision(q):
             packed = part.pack_queries(q), part.pack_keys(k), part.pack_keys(v)
             if _by_pytorchs(q, v, variant):
-                packed = aten_cpu.walk_forward(*packed, part.walk, scale)
+                packed = aten_cpu.loop_forward(*packed, part.loop, scale)
             else:
-                packed = _forward(*packed, part.walk, _Scores(part, q, k, scale, variant))
+                packed = _forward(*packed, part.loop, _Scores(part, q, k, scale, variant))
         if len(parts) == 1:
             results = [part.unpack_queries(x) for x in packed]
         else:
@@ -94,11 +94,11 @@ def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant)
         with own_precision(q):
             if by_pytorchs:
                 q_rows, dout_rows, *results = queries
-                packed = aten_cpu.walk_backward(dout_rows, q_rows, *keys, *results, part.walk, scale)
+                packed = aten_cpu.loop_backward(dout_rows, q_rows, *keys, *results, part.loop, scale)
             else:
                 queries.append(part.pack_queries(dlse[..., None]))
                 rule = _Scores(part, q, k, scale, variant)
-                packed = _backward(*queries, *keys, part.walk, rule, deterministic, drel_bias)
+                packed = _backward(*queries, *keys, part.loop, rule, deterministic, drel_bias)
         if len(parts) == 1:
             grads = [part.unpack_queries(packed[0]), *packed[1:]]
         else:
@@ -214,7 +214,7 @@ def _compute_dtype(tensor) -> torch.dtype:
 class _Scores:
     """Turns products into scores in base 2 and weights: handles the pairs that a variant drops or changes.
 
-    For one part, a chunk at a time: see ``_Walk.chunks``.
+    For one part, a chunk at a time: see ``_Loop.chunks``.
     """
 
     def __init__(self, part, q, k, scale: float, variant):
@@ -234,7 +234,7 @@ class _Scores:
         user's function may read a table there."""
         if self.lines is None:
             return None
-        block, device = self.part.walk.block, self.lines.device
+        block, device = self.part.loop.block, self.lines.device
         lines = self.lines[units][:, None, :, None, None, None]
         tokens = torch.arange(block, device=device)
         rows, cols = (torch.arange(i.start, i.stop, device=device) if isinstance(i, slice) else i for i in (rows, cols))
@@ -281,21 +281,21 @@ class _Scores:
             self.view(weights, pairs).masked_fill_(~kept_by_dropout(self.variant, pairs, -3), 0.0)
 
 
-def _forward(q, k, v, walk, rule):
+def _forward(q, k, v, loop, rule):
     """One part: q (units, q_blocks, rows, head_dim), k and v (units, kv_blocks, block, head_dim), with separate head_dims -> out
     (units, q_blocks, rows, v's head_dim), lse (units, q_blocks, rows, 1)."""
     out, lse = q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full((*q.shape[:3], 1), float("-inf"))
     lowest = torch.finfo(q.dtype).min
-    for units, rows, pieces in walk.chunks(*q.shape[::2], q.device):
+    for units, rows, pieces in loop.chunks(*q.shape[::2], q.device):
         q_rows = _take(q[units], rows).reshape(-1, *q.shape[2:])
         running_max = running_sum = accumulator = None
         for piece in pieces:
             keys, values = (_take(t[units], piece.cols).reshape(len(q_rows), -1, t.shape[3]) for t in (k, v))
-            scores = walk.scratch(0, q_rows, keys)
+            scores = loop.scratch(0, q_rows, keys)
             torch.baddbmm(scores, q_rows, keys.mT, beta=0, alpha=rule.factor, out=scores)
             pairs = rule.pairs(units, rows, piece.cols)
             rule.change(scores, pairs)
-            walk.drop(scores, piece, rule.own)
+            loop.drop(scores, piece, rule.own)
             rule.drop(scores, pairs)
             # Clamped above -inf: a row whose scores are all -inf must give exp2(-inf), not exp2(-inf + inf).
             piece_max = scores.amax(-1, keepdim=True).clamp_(min=lowest)
@@ -322,11 +322,11 @@ def _forward(q, k, v, walk, rule):
     return out, lse
 
 
-def _backward(q, dout, out, lse, dlse, k, v, walk, rule, deterministic, drel_bias):
+def _backward(q, dout, out, lse, dlse, k, v, loop, rule, deterministic, drel_bias):
     """One part, as in ``_forward``; lse and dlse (units, q_blocks, rows, 1) -> dq, dk and dv. Adds to drel_bias."""
     scale = rule.scale
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for units, rows, pieces in walk.chunks(*q.shape[::2], q.device):
+    for units, rows, pieces in loop.chunks(*q.shape[::2], q.device):
         chunk = (_take(x[units], rows).reshape(-1, *x.shape[2:]) for x in (q, dout, out, lse, dlse))
         q_rows, dout_rows, out_rows, lse_rows, dlse_rows = chunk
         bias = lse_rows * -_LOG2_E
@@ -334,7 +334,7 @@ def _backward(q, dout, out, lse, dlse, k, v, walk, rule, deterministic, drel_bia
         for piece in pieces:
             keys, values = (_take(t[units], piece.cols).reshape(len(q_rows), -1, t.shape[3]) for t in (k, v))
             shape = (len(q_rows), q_rows.shape[1], keys.shape[1])
-            probabilities, dscores = walk.scratch(0, q_rows, keys), walk.scratch(1, q_rows, keys)
+            probabilities, dscores = loop.scratch(0, q_rows, keys), loop.scratch(1, q_rows, keys)
             pairs = rule.pairs(units, rows, piece.cols)
             if rule.scored:
                 torch.baddbmm(probabilities, q_rows, keys.mT, beta=0, alpha=rule.factor, out=probabilities)
@@ -342,7 +342,7 @@ def _backward(q, dout, out, lse, dlse, k, v, walk, rule, deterministic, drel_bia
                 probabilities.add_(bias)
             else:
                 torch.baddbmm(bias.expand(shape), q_rows, keys.mT, alpha=rule.factor, out=probabilities)
-            walk.drop(probabilities, piece, rule.own)
+            loop.drop(probabilities, piece, rule.own)
             rule.drop(probabilities, pairs)
             probabilities.exp2_()
             if rule.own:
@@ -421,8 +421,8 @@ class _Part:
     if all heads of a group use one mask, their rows are stacked, and keys are read once for all.
     """
 
-    def __init__(self, walk: _Walk, units, members: slice, kv_heads: int):
-        self.walk, self.units, self.members, self.kv_heads = walk, units, members, kv_heads
+    def __init__(self, loop: _Loop, units, members: slice, kv_heads: int):
+        self.loop, self.units, self.members, self.kv_heads = loop, units, members, kv_heads
 
     def lines(self, q):
         """(units, members) int64: batch * heads + head of the query heads of each unit."""
@@ -432,25 +432,25 @@ class _Part:
     def pack_queries(self, x):
         """(batch, heads, q_len, d) -> (units, q_blocks, members * block, d) in the computation dtype."""
         x = x.unflatten(1, (self.kv_heads, -1))[:, :, self.members].flatten(0, 1)[self.units]
-        x = _pad_tokens(x, self.walk.block).to(_compute_dtype(x)).unflatten(2, (-1, self.walk.block))
+        x = _pad_tokens(x, self.loop.block).to(_compute_dtype(x)).unflatten(2, (-1, self.loop.block))
         return x.transpose(1, 2).flatten(2, 3)
 
     def unpack_queries(self, packed):
         """The reverse for a part of all units and heads: (batch, heads, q_len, d), a view if no rows are stacked."""
-        values = packed.unflatten(2, (-1, self.walk.block)).transpose(1, 2).flatten(2, 3)[:, :, : self.walk.q_len]
+        values = packed.unflatten(2, (-1, self.loop.block)).transpose(1, 2).flatten(2, 3)[:, :, : self.loop.q_len]
         return values.unflatten(0, (-1, self.kv_heads)).flatten(1, 2)
 
     def scatter_queries(self, packed, target):
         """The reverse for a part of some units or heads, written into target (batch, heads, q_len, d)."""
-        values = packed.unflatten(2, (-1, self.walk.block)).transpose(1, 2).flatten(2, 3)[:, :, : self.walk.q_len]
+        values = packed.unflatten(2, (-1, self.loop.block)).transpose(1, 2).flatten(2, 3)[:, :, : self.loop.q_len]
         target = target.unflatten(1, (self.kv_heads, -1))[:, :, self.members]
         units = torch.arange(target.shape[0] * self.kv_heads, device=target.device)[self.units]
         target[units // self.kv_heads, units % self.kv_heads] = values
 
     def pack_keys(self, x):
         """(batch, kv_heads, kv_len, d) -> (units, kv_blocks, block, d) in the computation dtype."""
-        x = _pad_tokens(x.flatten(0, 1)[self.units], self.walk.block)
-        return x.to(_compute_dtype(x)).unflatten(1, (-1, self.walk.block))
+        x = _pad_tokens(x.flatten(0, 1)[self.units], self.loop.block)
+        return x.to(_compute_dtype(x)).unflatten(1, (-1, self.loop.block))
 
 
 def _pad_tokens(x, block: int):
@@ -462,7 +462,7 @@ def _pad_tokens(x, block: int):
 def _parts(q, k, mask) -> list[_Part]:
     batch, kv_heads, group = k.shape[0], k.shape[1], q.shape[1] // k.shape[1]
     if mask is None:
-        return [_Part(_Walk.dense(q, k), slice(None), slice(None), kv_heads)]
+        return [_Part(_Loop.dense(q, k), slice(None), slice(None), kv_heads)]
     tables = _host_tables(mask, _compute_dtype(q))
     index = np.broadcast_to(mask.mask_index.cpu().numpy(), q.shape[:2]).reshape(batch * kv_heads, group)
     if (index == index[:, :1]).all():
@@ -500,11 +500,11 @@ class _HostTables:
     def part(self, number: int, index: np.ndarray, members: slice, kv_heads: int) -> _Part:
         if number not in self.known:
             self.known[number] = list(self.groups(number))
-        walk = _Walk(self.block, self.q_len, self.known[number], self.tiles)  # separate buffers: other threads may call too
+        loop = _Loop(self.block, self.q_len, self.known[number], self.tiles)  # separate buffers: other threads may call too
         chosen = np.flatnonzero(index == number)
         every = len(chosen) == len(index)
         units = slice(None) if every else torch.from_numpy(chosen).to(self.tiles.device)
-        return _Part(walk, units, members, kv_heads)
+        return _Part(loop, units, members, kv_heads)
 
     def groups(self, number: int):
         """(rows, cols, tiles) for each entry count that rows of this mask have; tiles as in ``_Tiles``."""
@@ -558,7 +558,7 @@ class _Piece(NamedTuple):
     tiles: np.ndarray  # (rows, entries)
 
 
-class _Walk:
+class _Loop:
     """The order in which one mask's blocks are visited. groups: (rows, cols, tiles) from ``_HostTables.groups``."""
 
     def __init__(self, block: int, q_len: int, groups: list, tiles: _Tiles):
@@ -567,8 +567,8 @@ class _Walk:
         self.buffers: dict[int, torch.Tensor] = {}
 
     @classmethod
-    def dense(cls, q, k) -> _Walk:
-        """Returns a walk of every block. Blocks of the last row and column have tiles if they are cut off."""
+    def dense(cls, q, k) -> _Loop:
+        """Returns a loop over every block. Blocks of the last row and column have tiles if they are cut off."""
         block = _DENSE_BLOCK
         (rows, last_q), (cols, last_k) = ((-(-tokens // block), tokens % block or block) for tokens in (q.shape[2], k.shape[2]))
         # By number: cut off in keys, in queries, in both. Each query's run of keys begins at 0.

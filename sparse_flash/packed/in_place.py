@@ -167,7 +167,7 @@ def _long_runs(pattern, k_blocks, before, device) -> _LongRuns | None:
 
 
 class _MaskOfDocuments(BlockMask):
-    """Its blocks may also start where documents start. A call walks either these or the mask's own: kernels make each table when it
+    """Its blocks may also start where documents start. A call reads either these or the mask's own: kernels make each table when it
     is first read, for the documents that there were when the mask was made."""
 
     _runs: _LongRuns

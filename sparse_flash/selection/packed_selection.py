@@ -16,7 +16,7 @@ from ..masks.pattern import Pattern
 from ..packed.repack import Axis, Side, most_blocks, pack
 from .block_selection import BlockSelection, without_later_keys
 
-# Queries that a tile of the kernels has at most. Tiles walk blocks that any of their queries picked, and a weight of 0 times NaN is
+# The most queries of a kernels' tile. A tile visits the blocks that any of its queries picked, and a weight of 0 times NaN is
 # NaN: a document that starts where a tile does gets none of its neighbours'.
 _TILE = 64
 

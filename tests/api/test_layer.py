@@ -168,13 +168,6 @@ def test_a_layer_survives_saving_and_moves_between_dtypes():
     assert attn.new_cache(1, 4).keys.dtype == torch.bfloat16
 
 
-def test_a_layer_compiles_as_one_graph():
-    attn = layer(kv_heads=2)
-    x = inputs()
-    compiled = torch.compile(attn, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), attn(x))
-
-
 def test_weights_are_dropped_out_in_training_alone():
     attn, plain, x = layer(dropout_p=0.3), layer(), inputs()
     outs = []
