@@ -303,7 +303,7 @@ def test_what_cannot_be_had_is_refused_by_name():
     ends = torch.tensor([0, 8], dtype=torch.int32)
     with pytest.raises(ValueError, match="S_dmask"):
         fa.flash_attn_func(q, k, v, 0.1, return_attn_probs=True)
-    with pytest.raises(ValueError, match=r"compile it from a pattern that says them, such as '... & causal'"):
+    with pytest.raises(ValueError, match=r"compile it from a pattern that says these, such as '... & causal'"):
         fa.flash_attn_func(q, k, v, causal=True, mask=sf.compile_mask("local(3)", 8))
     with pytest.raises(ValueError, match=r"q must have shape \(batch, tokens, heads, head_dim\)"):
         fa.flash_attn_func(q[0], k, v)
