@@ -24,7 +24,7 @@ _CHUNK = 1 << 22  # numbers decoded at a time
 
 @dataclass(frozen=True, eq=False)
 class BlockSelection:
-    """Which blocks of keys each query picked. Pass it to ``attention`` in place of a mask.
+    """Which blocks of keys each query picked. Pass it to ``attention`` instead of a mask.
 
     Create one with ``topk_blocks`` or ``BlockSelection.from_picks``. Immutable.
 
@@ -170,8 +170,8 @@ class BlockSelection:
         return replace(self, picks=self.picks.to(device), always=self.always and self.always.to(device))
 
     def select(self, head: int = 0, batch: int = 0) -> BlockSelection:
-        """The selection of one head of one batch entry, as a separate selection. head: of those that pick. Raises TypeError or
-        IndexError for numbers that it has not, as ``kept_keys``, ``kept_queries`` and ``kept_pairs`` do."""
+        """The selection of one head of one batch entry, as a separate selection. head: among the heads that pick. Raises TypeError
+        or IndexError for a head or batch entry that does not exist, as ``kept_keys``, ``kept_queries`` and ``kept_pairs`` do."""
         return replace(self, picks=self._picks_of(head, batch)[None, None])
 
     def _picks_of(self, head: int, batch: int) -> torch.Tensor:
@@ -295,7 +295,7 @@ def group_positions(groups: int, every: int, q_len: int, kv_len: int, device: to
     return first + (kv_len - q_len), (first + (every - 1)).clamp(max=q_len - 1) + (kv_len - q_len)
 
 
-# An operator, so that activation checkpointing can be told to keep its result.
+# An operator, because activation checkpointing can keep the result of one by name.
 @torch.library.custom_op("sparse_flash::normalized_picks", mutates_args=())
 def normalized(picks: torch.Tensor, every: int, block_size: int, q_len: int, kv_len: int, own: bool) -> torch.Tensor:
     """Picks in the format of ``BlockSelection``: int32, ascending, each once, with each group's own blocks if ``own``; what is
@@ -334,7 +334,7 @@ def always_table(always: MaskLike | None, q_len: int, kv_len: int, block_size: i
 
 
 def without_later_keys(always: Pattern | str) -> Pattern | str:
-    """What it keeps under causal; text stays text, and an error about it shows it as it was given."""
+    """``always`` under causal. Text stays text, so that an error shows it as it was given."""
     return f"causal & ({text_of(always)})" if isinstance(always, str) else parse("causal") & always
 
 

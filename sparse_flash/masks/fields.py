@@ -43,7 +43,7 @@ Form: TypeAlias = Literal["integer", "integers", "share"]
 
 
 class Limit(NamedTuple):
-    """What one field of a pattern takes. optional: None too."""
+    """The values that one field of a pattern takes. optional: None too."""
 
     field: str
     form: Form
