@@ -673,22 +673,28 @@ def _build(tree: spec.Tree, text: str) -> Pattern:
     except ValueError as error:
         raise spec.SpecError(str(error), text, tree.column) from None
     signature = inspect.signature(cls).replace(return_annotation=inspect.Signature.empty)
-    shown = tree.name + re.sub(r"(?:typing\.)?Annotated\[(\w+), [^]]*\]", r"\1", str(signature))
     named = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     for name in tree.keyword:
         if not (takes_any or name in named):
-            raise spec.SpecError(f"{shown}: unknown argument {name!r}; {_nearest(name, named)}", text, tree.column)
+            raise spec.SpecError(
+                f"{_written(tree.name, signature)}: unknown argument {name!r}; {_nearest(name, named)}", text, tree.column
+            )
     try:
         signature.bind(*tree.positional, **tree.keyword)
     except TypeError as error:
-        raise spec.SpecError(f"{shown}: {error}", text, tree.column) from None
+        raise spec.SpecError(f"{_written(tree.name, signature)}: {error}", text, tree.column) from None
     positional = [_built(value, text) for value in tree.positional]
     keyword = {name: _built(value, text) for name, value in tree.keyword.items()}
     try:
         return cls(*positional, **keyword)
     except (TypeError, ValueError) as error:
         raise spec.SpecError(str(error), text, tree.column) from error
+
+
+def _written(name: str, signature: inspect.Signature) -> str:
+    """A call's signature without the limits of its fields."""
+    return name + re.sub(r"(?:typing\.)?Annotated\[(\w+), [^]]*\]", r"\1", str(signature))
 
 
 def _built(value: spec.Value, text: str) -> Any:
