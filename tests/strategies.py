@@ -26,7 +26,7 @@ def _from_blocks(rows, cols, seed, block):
 
 
 def _number(limit, in_units):
-    """What a field of this limit holds: tokens, or units, of which as many would be more than the lengths."""
+    """Numbers for a field: up to 300 tokens, or fewer where they are units, as units are larger."""
     if limit.field == "block":
         return units
     if limit.form == "share":

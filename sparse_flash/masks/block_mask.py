@@ -1,4 +1,4 @@
-"""BlockMask: the lookup table that kernels walk. The class docstring defines its format."""
+"""BlockMask: the lookup table that kernels iterate over. The class docstring defines its format."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class BlockMask:
 
     q_len, kv_len: tokens. block_size: tokens on a side of a block. keeps_all: every pair is kept; known without reading the device.
     mask_index: (batch | 1, heads | 1) int32, which stored mask each head uses.
-    by_query: ``Table`` whose rows are query blocks, walked by the forward pass and dQ.
-    by_key: ``Table`` whose rows are key blocks, walked by dK and dV.
+    by_query: ``Table`` whose rows are query blocks, for the forward pass and dQ.
+    by_key: ``Table`` whose rows are key blocks, for dK and dV.
     tile_runs: (run tiles, block) int32, ``first | stop << 16``: query row r of the tile keeps keys first .. stop - 1.
     tile_bits: (bit tiles, block, ceil(block / 32)) int32: row r keeps key c if bit c % 32 of word c // 32 is set.
     coarse: the same mask in blocks of 128, which ``attention`` passes to GPU kernels instead; None where they are faster on these
@@ -139,8 +139,7 @@ class BlockMask:
 
     @cached_property
     def digest(self) -> bytes:
-        """Equal for equal masks on the CPU, as compiled tables are canonical. The table by query says what all others follow
-        from."""
+        """Equal for equal masks on the CPU, as compiled tables are canonical. All else follows from the table by query."""
         digest = hashlib.sha256(repr(self.sizes).encode())
         for tensor in (self.mask_index, *self.by_query[:5], *self.tiles):
             digest.update(repr(tuple(tensor.shape)).encode())
@@ -177,7 +176,7 @@ class BlockMask:
 
     @property
     def starts(self) -> None:
-        """Where blocks start, if not at multiples of their size: see ``DocumentBlocks``."""
+        """None, because blocks start at multiples of their size. ``DocumentBlocks`` have starts."""
         return None
 
     @property
@@ -186,7 +185,7 @@ class BlockMask:
         return sum(t.numel() * t.element_size() for t in self.tensors())
 
     def tensors(self) -> list[torch.Tensor]:
-        """mask_index, the tensors of by_query, those of by_key, tile_runs, tile_bits."""
+        """mask_index, by_query's tensors, by_key's tensors, tile_runs, tile_bits."""
         return [self.mask_index, *self.by_query, *self.by_key, *self.tiles]
 
     def constants(self) -> list[torch.Tensor]:
@@ -206,8 +205,8 @@ class BlockMask:
 
     @classmethod
     def of_tensors(cls, q_len: int, kv_len: int, block_size: int, tensors: list[torch.Tensor]) -> BlockMask:
-        """The mask made on the host that has these tensors, for operators, which get no more of it: tables that are derived from it
-        and remembered launches come with it. If there is none any more, or it was made on a device, ``from_tensors``."""
+        """The mask made on the host that has these tensors, for operators, which receive nothing else. Tables that are derived from
+        that mask, and remembered launches, come with it. Without such a mask, ``from_tensors``."""
         known = _from_host.get(tensors[1 + Table._fields.index("work")].data_ptr())
         if known is not None and known.sizes == (q_len, kv_len, block_size) and _same_memory(known.tensors(), tensors):
             return known
@@ -390,7 +389,7 @@ def check_batch_and_heads(entries: Sequence[int], batch: int, heads: int) -> Non
             raise ValueError(f"the mask's {name} must be q's, {wanted}{for_all}; got {size}; make it for {wanted}")
 
 
-# What can stand for a mask.
+# Anything that can stand for a mask.
 MaskLike: TypeAlias = Pattern | str | BlockMask | FlexMask
 
 # Lets torch.load read a saved mask without weights_only=False.

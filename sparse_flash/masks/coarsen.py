@@ -57,7 +57,7 @@ def merged(
     decode: Callable[[np.ndarray, np.ndarray], np.ndarray],
     pool: TilePool,
 ) -> tuple[FullBlocks, Entries]:
-    """A mask's kept blocks merged to the size of ``pool``: those that are full in all their parts, and the others.
+    """Merges a mask's kept blocks to the size of ``pool``: (blocks that are full in all their parts, the other blocks).
 
     grid, bands: of the mask's table, each band of whole rows of the larger blocks. decode: kinds and tiles -> (n, block, block)
     bool. Time is proportional to the runs of full blocks and to the other blocks.

@@ -29,7 +29,7 @@ from .tiles import EMPTY_TILE, TilePool, dense_batches, pack_runs, runs_to_dense
 
 _CHUNK = 1 << 14  # partial blocks decided at a time
 _BATCH_NUMBERS = 1 << 20  # numbers that describe runs, held at a time
-_MANY_IN_A_ROW = 4  # blocks of a row to decide, on average, from which on it pays to find those that are alike
+_MANY_IN_A_ROW = 4  # blocks of a row to decide, on average, from which on it pays to find blocks that are alike
 _ENTRY_BYTES = 16  # a column and a tile, in the table by query and in that by key
 _LARGE_TABLE = 1 << 32  # bytes above which a warning names the size of a table
 _UNDECIDED = -3  # not the number of a tile, nor EMPTY_TILE or FULL_TILE
@@ -111,7 +111,7 @@ class _Compilation:
         check_blocks(full)
         if full * _ENTRY_BYTES > _LARGE_TABLE:
             size, most = self.grid.block_size, max(BLOCK_SIZES)
-            way_out = f"; blocks of {most} take some {(most // size) ** 2} times less" if size < most else ""
+            way_out = f"; blocks of {most} take about {(most // size) ** 2} times less" if size < most else ""
             warnings.warn(
                 f"the table of {shortened(self.pattern)} has {full:,} full blocks of {size} tokens, which take "
                 f"{full * _ENTRY_BYTES / 2**30:.1f} GiB{way_out}",
@@ -146,7 +146,7 @@ class _Compilation:
         return rows, cols, tiles
 
     def decided_blocks(self, states: BlockRuns) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Partial blocks, decided by their tokens, without those that turn out empty."""
+        """Partial blocks, decided by their tokens. Blocks that turn out empty are left out."""
         undecided = states.count(PARTIAL)
         pairs = undecided * self.grid.block_size**2
         with Progress(f"compiling {shortened(self.pattern)}: {undecided:,} blocks", pairs, self.progress) as self.bar:
@@ -169,7 +169,7 @@ class _Compilation:
         """The tiles that ``rule`` keeps of these blocks."""
         if not alike_on_diagonals(rule, self.grid.block_size):
             return self.decide_each(rule, rows, cols)
-        # One block of each diagonal, and those of the last row and column, which may be cut off.
+        # One block of each diagonal, and the blocks of the last row and column, which may be cut off.
         size, diagonals = self.grid.block_size, sum(self.grid.shape)
         if rule not in self.diagonals:
             self.diagonals[rule] = np.full(4 * diagonals, _UNDECIDED, np.int32)

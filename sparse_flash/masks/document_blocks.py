@@ -65,7 +65,7 @@ class DocumentBlocks(NamedTuple):
 
 
 def document_blocks(mask: BlockMask) -> DocumentBlocks | None:
-    """Those of one mask, on its device; None where kernels are as fast on its own blocks. Reads the table."""
+    """The ``DocumentBlocks`` of one mask, on its device; None where kernels are as fast on its own blocks. Reads the table."""
     many = mask.by_query.col_idx.numel() > _MOST_ENTRIES
     if mask.block_size != BLOCK or mask.masks > 1 or mask.q_len != mask.kv_len or many:
         return None
@@ -96,7 +96,7 @@ def document_blocks(mask: BlockMask) -> DocumentBlocks | None:
 
 
 def _by_starts(table: Table, starts: torch.Tensor) -> Table:
-    """A table that has starts of blocks in place of their numbers: see ``DocumentBlocks``."""
+    """The table with the starts of blocks instead of their numbers: see ``DocumentBlocks``."""
     work = table.work.clone()
     row = work[..., 0].long()
     fields = starts[row], torch.full_like(work[..., 5], len(starts) - 1), row * BLOCK - starts[row], starts[row + 1]

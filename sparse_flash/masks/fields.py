@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from numbers import Real
 from types import UnionType
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, Union, cast, get_args, get_origin
 
 import numpy as np
 
@@ -43,7 +43,7 @@ Form: TypeAlias = Literal["integer", "integers", "share"]
 
 
 class Limit(NamedTuple):
-    """What one field of a pattern takes. optional: None too."""
+    """The values that one field of a pattern takes. optional: None too."""
 
     field: str
     form: Form
@@ -106,7 +106,7 @@ def _checked(pattern: str, value: object, limit: Limit) -> Any:
             or not limit.least < value <= limit.most
         ):
             raise ValueError(f"{pattern}: {limit.field} must be a number, 0 < {limit.field} <= 1; got {value!r}")
-        return float(value)
+        return float(cast(float, value))
     if limit.form == "integers":
         return _integers(pattern, limit, value)
     if limit.optional and isinstance(value, int) and value > limit.most:

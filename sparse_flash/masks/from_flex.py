@@ -105,7 +105,7 @@ def parts_of(mask: FlexMask) -> tuple[object, ...]:
 
 
 def entries_of(mask: FlexMask, pool: TilePool) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """For each batch entry and each of its heads, the kept blocks as (rows, cols, tiles): see ``block_mask.Entries``. Blocks of
+    """For each batch entry and each of its heads, the kept blocks as (rows, cols, tiles): see ``table.Entries``. Blocks of
     which the token rule keeps nothing are left out, and those it keeps entirely are full."""
     grid = grid_of(mask)
     batch, heads = mask.kv_num_blocks.shape[:2]
@@ -185,7 +185,7 @@ class _Rule:
         except RuntimeError as error:
             raise ValueError(
                 f"a mask function must work on index tensors; {_name(mask_mod)} raised: {str(error).splitlines()[0]} (write "
-                "& | ~ and torch.where in place of and, or, not and if)"
+                "& | ~ and torch.where instead of and, or, not and if)"
             ) from error
         if not isinstance(kept, torch.Tensor) or kept.dtype != torch.bool:
             got = kept.dtype if isinstance(kept, torch.Tensor) else type(kept).__name__

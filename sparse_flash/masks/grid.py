@@ -177,12 +177,6 @@ class BlockRuns:
         row, col = coo.coords
         return cls.from_row_runs(coo.shape, row, col.astype(np.int64), col.astype(np.int64) + 1, state)
 
-    def to_sparse(self) -> scipy.sparse.csr_array:
-        """(q_blocks, kv_blocks) int8 scipy.sparse matrix of states."""
-        chunks = list(self.blocks())
-        rows, cols, states = (np.concatenate([c[k] for c in chunks]) for k in range(3))
-        return scipy.sparse.csr_array((states, (rows, cols)), shape=self.shape)
-
     def _merged(self) -> BlockRuns:
         change = np.append(True, self.states[1:] != self.states[:-1])
         return BlockRuns(self.shape, self.starts[change], self.states[change])
@@ -226,12 +220,12 @@ class BlockRuns:
         return rows, first, stop
 
     def rows_and_cols(self, state: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of all blocks in this state, in row-major order: (rows, cols), (blocks,) int64 each."""
+        """(rows, cols) of the blocks in this state, in row-major order, (blocks,) int64 each."""
         rows, cols, _ = zip(*self.blocks(state), strict=True)
         return np.concatenate(rows), np.concatenate(cols)
 
     def below(self) -> BlockRuns:
-        """The states one row further down; those of the last row are gone, and the first row is empty."""
+        """The states one row further down: the last row is gone, and the first row is empty."""
         kept = self.starts < (self.shape[0] - 1) * self.shape[1]
         starts, states = np.append(0, self.starts[kept] + self.shape[1]), np.append(EMPTY, self.states[kept]).astype(np.int8)
         return BlockRuns(self.shape, starts, states)

@@ -1,5 +1,5 @@
-"""What this package remembers between calls, except kernel launches (``kernels/launch/memory``): tables, plans, texts, choices of
-back ends. Each memory is bounded, and ``clear`` empties all of them."""
+"""Remembers tables, plans, texts and choices of back ends between calls; ``kernels/launch/memory`` remembers kernel launches.
+Each memory is bounded, and ``clear`` empties all of them."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def per_head(
     """One mask per query head; equal ones are stored once.
 
     masks: a list of patterns, spec texts and BlockMasks of one mask each. Patterns are compiled for the given lengths and block
-    size, or for those of the first BlockMask in the list. Raises ValueError where lengths differ.
+    size, or for the lengths and block size of the first BlockMask in the list. Raises ValueError where lengths differ.
     """
     if isinstance(masks, (str, BlockMask)) or not isinstance(masks, Iterable):
         raise TypeError(f"per_head needs a list of patterns or masks, one for each head; got {type(masks).__name__}")

@@ -133,7 +133,7 @@ class Pattern:
             way_out = (
                 "name all; or pass shifted(pattern, n), where the pattern starts at token n, and what the other tokens keep, such "
                 "as global_tokens(n) before it and last_tokens(n) after it; or shifted(pattern, 0, allow_uncovered=True), if they "
-                "shall keep nothing"
+                "are to keep nothing"
             )
         else:
             return None
@@ -222,7 +222,7 @@ class Pattern:
 
 @constant_in_graphs
 def _fields_of(cls: type[Pattern]) -> tuple[tuple[str, bool, bool], ...]:
-    """Of each field: its name, whether it has no default, and whether its default is None."""
+    """(name, whether it has no default, whether its default is None) of each field."""
     missing = dataclasses.MISSING
     fields = dataclasses.fields(cls)
     return tuple((f.name, f.default is missing and f.default_factory is missing, f.default is None) for f in fields)
@@ -273,7 +273,7 @@ def check_fit(pattern: Pattern, q_len: int, kv_len: int) -> None:
             raise ValueError(
                 f"{shortened(pattern)} must say what each query keeps; it does not for {len(left_out)} of {len(q)}, from "
                 f"{left_out[0]} to {left_out[-1]}; add what they keep, such as global_tokens(n) for the first tokens and "
-                "last_tokens(n) for the last, or pass allow_uncovered=True to shifted, if they shall keep nothing"
+                "last_tokens(n) for the last, or pass allow_uncovered=True to shifted, if they are to keep nothing"
             )
 
 
@@ -324,7 +324,7 @@ def _check_hashable(pattern: Pattern, name: str) -> None:
     except TypeError:
         raise TypeError(
             f"{owner}: {name} must be hashable, as tables are looked up by their pattern; got "
-            f"{type(value).__name__}; pass tuples in place of lists and arrays, also within tuples"
+            f"{type(value).__name__}; pass tuples instead of lists and arrays, also within tuples"
         ) from None
 
 
@@ -609,7 +609,7 @@ def _read_entry_points() -> None:
 
 
 def list_patterns() -> list[str]:
-    """The registered names, sorted: the built-in patterns, the user's, and those of installed packages."""
+    """The registered names, sorted: built-in patterns, the user's patterns and patterns of installed packages."""
     _read_entry_points()
     return sorted(_registry)
 
@@ -633,7 +633,7 @@ def said_of(cls: type[Pattern], subject: str) -> str:
 
 
 def _nearest(name: str, known: list[str]) -> str:
-    """What an error about an unknown name suggests."""
+    """The names that an error about an unknown one suggests."""
     near = difflib.get_close_matches(name.lower(), known, n=3)
     return f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(known) or 'none'}"
 
@@ -673,16 +673,17 @@ def _build(tree: spec.Tree, text: str) -> Pattern:
     except ValueError as error:
         raise spec.SpecError(str(error), text, tree.column) from None
     signature = inspect.signature(cls).replace(return_annotation=inspect.Signature.empty)
-    shown = tree.name + re.sub(r"(?:typing\.)?Annotated\[(\w+), [^]]*\]", r"\1", str(signature))
     named = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     for name in tree.keyword:
         if not (takes_any or name in named):
-            raise spec.SpecError(f"{shown}: unknown argument {name!r}; {_nearest(name, named)}", text, tree.column)
+            raise spec.SpecError(
+                f"{_written(tree.name, signature)}: unknown argument {name!r}; {_nearest(name, named)}", text, tree.column
+            )
     try:
         signature.bind(*tree.positional, **tree.keyword)
     except TypeError as error:
-        raise spec.SpecError(f"{shown}: {error}", text, tree.column) from None
+        raise spec.SpecError(f"{_written(tree.name, signature)}: {error}", text, tree.column) from None
     positional = [_built(value, text) for value in tree.positional]
     keyword = {name: _built(value, text) for name, value in tree.keyword.items()}
     try:
@@ -691,8 +692,13 @@ def _build(tree: spec.Tree, text: str) -> Pattern:
         raise spec.SpecError(str(error), text, tree.column) from error
 
 
+def _written(name: str, signature: inspect.Signature) -> str:
+    """A call's signature without the limits of its fields."""
+    return name + re.sub(r"(?:typing\.)?Annotated\[(\w+), [^]]*\]", r"\1", str(signature))
+
+
 def _built(value: spec.Value, text: str) -> Any:
-    """A value of spec text with patterns in place of expressions."""
+    """A value of spec text with its expressions made into patterns."""
     if isinstance(value, tuple):
         return tuple(_built(one, text) for one in value)
     return _build(value, text) if isinstance(value, spec.Tree) else value

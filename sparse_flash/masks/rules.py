@@ -61,18 +61,15 @@ class RunPattern(Pattern):
         greatest first to the least stop."""
         runs = self._runs_of_a_query(grid.offset)
         pieces = []
-        if self.ordered_runs:
-            for rows in _row_chunks(grid, 2 * runs):
-                first, stop = self.row_runs(grid.q_ends(rows))
+        for rows in _row_chunks(grid, runs * (2 if self.ordered_runs else grid.block_size)):
+            first, stop = self.row_runs(grid.q_ends(rows) if self.ordered_runs else grid.q_positions(rows))
+            if self.ordered_runs:
                 some, every = (first[:, 0], stop[:, 1]), (first[:, 1], stop[:, 0])
-                pieces.append(_joined(grid, [_block_runs(grid, rows, *some, PARTIAL), _block_runs(grid, rows, *every, FULL)]))
-            return BlockRuns.in_turn(pieces)
-        for rows in _row_chunks(grid, grid.block_size * runs):
-            first, stop = self.row_runs(grid.q_positions(rows))
-            first, stop = np.maximum(first, 0), np.minimum(stop, grid.kv_len)
-            empty = stop <= first
-            first, stop = np.where(empty, grid.kv_len, first), np.where(empty, 0, stop)
-            some, every = (first.min(1), stop.max(1)), (first.max(1), stop.min(1))
+            else:
+                first, stop = np.maximum(first, 0), np.minimum(stop, grid.kv_len)
+                empty = stop <= first
+                first, stop = np.where(empty, grid.kv_len, first), np.where(empty, 0, stop)
+                some, every = (first.min(1), stop.max(1)), (first.max(1), stop.min(1))
             pieces.append(_joined(grid, [_block_runs(grid, rows, *some, PARTIAL), _block_runs(grid, rows, *every, FULL)]))
         return BlockRuns.in_turn(pieces)
 
@@ -290,7 +287,7 @@ class DistancePattern(UnitPattern):
         edges = np.diff(kept.astype(np.int8), prepend=0, append=0)
         low, high = np.flatnonzero(edges > 0) + distance[0], np.flatnonzero(edges < 0) + distance[0]
         apart = low[1:] - high[:-1] >= least
-        # The greatest distances first, as they are those of a row's first keys.
+        # The greatest distances first: a row's first keys have them.
         some = low[np.append(True, apart)[: len(low)]][::-1], high[np.append(apart, True)[: len(low)]][::-1]
         every = low[high - low >= least][::-1], high[high - low >= least][::-1]
         for rows in _row_chunks(grid, 1 + len(some[0]) + len(every[0])):

@@ -76,7 +76,7 @@ class Table(NamedTuple):
         return self.work.shape[1] > self.row_order.shape[1]
 
     def is_narrow(self) -> bool:
-        """Of one mask's table on the host: whether each row's entries are consecutive blocks, and few on average."""
+        """Whether one mask's table on the host has few entries in a row on average, and consecutive ones."""
         ptr, split, col = self._of_one_mask()
         count = np.diff(ptr)
         rows = np.count_nonzero(count)
@@ -273,12 +273,12 @@ def ends_of(ptr: np.ndarray, split: np.ndarray, cols: np.ndarray) -> tuple[np.nd
 
 
 def groups_of(ptr: np.ndarray, split: np.ndarray, cols: np.ndarray) -> np.ndarray:
-    """(rows,) integers: which group each row of one mask belongs to, from 0, in the order in which groups are walked: that with the
+    """(rows,) integers: which group each row of one mask belongs to, from 0, in the order of the queue: the group with the
     heaviest row first. All 0 where there are no groups. ptr, split, cols: row_ptr, row_split and col_idx.
 
-    A group's rows begin in the same block column, or end in the same one: under documents, causal or not, those of a document.
-    Programs that walk rows of several long documents at a time read more than the L2 cache holds. Rows are only grouped where each
-    is one run of blocks: others, walked from one end, soon differ. docs/performance/kernels.md has figures.
+    A group's rows begin in the same block column, or end in the same one. Under documents, causal or not, a document is a group.
+    Programs at work on rows of several long documents read more than the L2 cache holds. Rows form groups only where each
+    is one run of blocks: others soon differ. docs/performance/kernels.md has figures.
     """
     count = np.diff(ptr)
     first, last = ends_of(ptr, split, cols)
@@ -295,8 +295,10 @@ def groups_of(ptr: np.ndarray, split: np.ndarray, cols: np.ndarray) -> np.ndarra
 
 
 def weights_of(count: np.ndarray) -> np.ndarray:
-    """What rows, or items, of ``count`` blocks are ordered by, (n,) integers. Where most are about as heavy as the heaviest, these
-    count as equal, and so stay in order of position: neighbours read the same keys, or neighbouring ones."""
+    """Numbers by which rows, or items, of ``count`` blocks are ordered, (n,) integers.
+
+    Where most rows are about as heavy as the heaviest, these count as equal and stay in order of position, because neighbours read
+    the same keys, or neighbouring ones."""
     most = count.max(initial=0)
     alike = count >= _ALIKE * most
     return np.where(alike, most, count) if np.count_nonzero(alike) >= _ALIKE * len(count) else count
@@ -355,7 +357,7 @@ def with_splits(
     row_of, first, parts, length, begin, *inner, _ = fields.take_along_dim(place[..., None], 1).unbind(-1)
     low, high = (begin + length * n // parts for n in (number - first, number - first + 1))
     inner = [torch.minimum(torch.maximum(bound, low), high) for bound in inner]
-    # The splits are the first items, in order, so their numbers are those of the items.
+    # The splits are the first items, in order, so a split has the number of its item.
     which = torch.where(parts > 1, number + 1, 0)
     work = torch.stack([row_of, low, *inner, high, which, *[torch.zeros_like(row_of)] * 2], -1)
     work[0, 0, 6] = end[:, rows - 1].amax()

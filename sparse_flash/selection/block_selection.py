@@ -170,8 +170,8 @@ class BlockSelection:
         return replace(self, picks=self.picks.to(device), always=self.always and self.always.to(device))
 
     def select(self, head: int = 0, batch: int = 0) -> BlockSelection:
-        """The selection of one head of one batch entry, as a separate selection. head: of the heads that pick. Raises TypeError or
-        IndexError for numbers that it has not, as ``kept_keys``, ``kept_queries`` and ``kept_pairs`` do."""
+        """The selection of one head of one batch entry, as a separate selection. head: among the heads that pick. Raises TypeError
+        or IndexError for a head or batch entry that does not exist, as ``kept_keys``, ``kept_queries`` and ``kept_pairs`` do."""
         return replace(self, picks=self._picks_of(head, batch)[None, None])
 
     def _picks_of(self, head: int, batch: int) -> torch.Tensor:

@@ -102,7 +102,7 @@ def test_a_mask_of_few_tiles_is_transposed_and_merged_without_decoding_each_bloc
             derive(mask)
         counts.append(sum(decoded))
         decoded.clear()
-    assert 0 < counts[1] <= counts[0] + 64  # blocks: 4 times the tokens have some 16 times as many
+    assert 0 < counts[1] <= counts[0] + 64  # blocks: 4 times the tokens have about 16 times as many
 
 
 @settings(max_examples=80)
@@ -166,7 +166,7 @@ def test_block_map_of_run_time_keeps_what_the_compiled_pattern_keeps(blocks, blo
     torch.testing.assert_close(run_time.block_states(), compiled.block_states())
     assert run_time.kept_pairs().tolist() == compiled.kept_pairs().tolist()
     entries = [sorted(zip(*(a.tolist() for a in m.entries()[:3]), strict=True)) for m in (run_time, compiled)]
-    assert entries[0] == entries[1]  # the same blocks with a tile: those that are cut
+    assert entries[0] == entries[1]  # the same blocks have a tile: the cut ones
 
 
 @settings(max_examples=100)

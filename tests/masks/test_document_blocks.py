@@ -73,7 +73,7 @@ def test_single_runs_are_those_of_the_token_rule_or_none_where_a_query_has_sever
 
 def pairs_of(blocks: DocumentBlocks, name: str, tokens: int) -> np.ndarray:
     """(tokens, tokens) bool, by the work items of one of the tables; every block that is listed keeps something, none is listed
-    twice, and those that are not masked keep all keys that exist."""
+    twice, and unmasked blocks keep all keys that exist."""
     table, starts, column = getattr(blocks, name), blocks.starts.cpu().numpy(), np.arange(BLOCK)
     col_idx, tile_idx, tile_runs = (t.cpu().numpy() for t in (table.col_idx, table.tile_idx, blocks.tile_runs))
     assert starts[0] == 0 and starts[-1] == tokens and set(np.diff(starts)) <= set(range(BLOCK + 1))

@@ -1,4 +1,4 @@
-"""Patterns that compiled code makes are those that they are outside."""
+"""Patterns made in compiled code equal patterns made outside of it."""
 
 import pytest
 import torch

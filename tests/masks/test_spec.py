@@ -383,7 +383,7 @@ def test_field_that_cannot_be_hashed_is_named_with_its_pattern_and_the_way_out(f
 
 @dataclass(frozen=True)
 class Offered(sf.Pattern):
-    """What another package would provide."""
+    """A module as another package would provide it."""
 
     n: int = 1
 

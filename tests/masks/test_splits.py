@@ -78,7 +78,7 @@ def test_a_global_row_of_a_million_tokens_is_balanced():
     counts[0, 5000] = 8192
     work, lines = with_splits(*rows_of(counts), longest=8192)
     length = work[0, :, 4] - work[0, :, 1]
-    # Of 132 multiprocessors, none has more to do than its share, even if there is one head.
+    # None of 132 multiprocessors has more to do than its share, even if there is one head.
     assert lines[0, 0].tolist() == [5000, 0, 23, 0] and length.max() * 132 < counts.sum()
     assert work[0, 0, 6] == 8192 + 22
 
@@ -222,7 +222,7 @@ def test_the_gradients_of_the_splits_of_a_column_are_added(split_mask):
     table = split_mask.by_key.splits
     generator = torch.Generator(device=DEVICE).manual_seed(0)
     sums = torch.randn(2, 2, table.shape[1], 128, 64, device=DEVICE, generator=generator)  # dK and dV, heads, splits
-    # As the kernel's ``in_register_order`` writes a tile: eight warps along its rows.
+    # The kernel's ``in_register_order`` writes a tile so: eight warps along its rows.
     stored = sums.view(2, 2, -1, 8, 2, 8, 1, 4, 2, 4, 2).permute(0, 1, 2, 4, 7, 6, 3, 5, 9, 8, 10).contiguous()
     grads = [torch.full((1, 2, 500, 64), 7.0, device=DEVICE, dtype=torch.float16) for _ in range(2)]
     launch = backward.combine_columns_launch(*grads, stored.flatten(), split_mask, 128, (2.0, 0.5))
