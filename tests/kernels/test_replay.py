@@ -98,7 +98,7 @@ def inputs():
 
 
 def call(kernel, arguments, tensors, rooms=()):
-    return replay.ReplayedCall([replay.Replay(kernel, (3, 2), arguments, tensors, rooms)], tensors, None)
+    return replay.ReplayedCall([(kernel, (3, 2), arguments)], tensors, rooms)
 
 
 @pytest.fixture

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import torch
 import triton
@@ -10,12 +11,13 @@ from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..common.config import Config, smaller
-from ..common.streams import raw_stream
+from ..common.streams import current_device, raw_stream
 from ..common.tiles import Rows
 from ..common.variant import KernelVariant
 from .first_calls import compile_only, compiles_only, first_call, load, together
 from .memory import launched, make_room_for_graphs, within_memory, zeros_of_a_graph, zeros_of_stream
 from .replay import enter_context, known_call, remember
+from .tuned import times_read
 
 # Triton specializes on integers that are 1 or multiples of 16. Few benefit, and a new number of heads or keys should not wait for a
 # compilation. q_len does benefit: 16-byte aligned rows of lse and delta make dK and dV up to 16 % faster.
@@ -203,13 +205,17 @@ def _described(kernel, constants: dict) -> str:
 
 
 class Recording:
-    """Records the launches of one call, to be remembered when the call is made the second time; see ``replay.remember``, also for
-    the arguments. ``known_call`` with the same key then returns them."""
+    """Makes the launches of one call, and remembers them when the call is made the second time: many masks are used only once.
+    ``known_call`` with the same key then returns them.
 
-    def __init__(self, mask, key: tuple, tensors: tuple[torch.Tensor, ...], rooms: tuple[torch.Tensor, ...] = (), facts=None):
-        self.call = mask, key, tensors, rooms
-        self.facts = facts
+    tensors: those that differ between calls, including the bases of all descriptors. workspaces: those of them that descriptors and
+    pointers reference in part. facts: what the caller wants back next time.
+    """
+
+    def __init__(self, mask, key: tuple, tensors: tuple[torch.Tensor, ...], workspaces: tuple[torch.Tensor, ...] = (), facts=None):
+        self.mask, self.key, self.tensors, self.workspaces, self.facts = mask, key, tensors, workspaces, facts
         self.launches: list = []
+        self.makers: list[Callable[[], torch.Tensor]] = []
 
     def launch(self, kernel, prepared, specialized: tuple = (), beside: Callable | None = None) -> None:
         """prepared: (grid, arguments, constants, options). specialized, beside: see ``launch``."""
@@ -217,20 +223,46 @@ class Recording:
         compiled = launch(kernel, grid, arguments, constants, options, specialized, beside)
         self.launches.append((compiled, grid, [*arguments, *constants.values()]))
 
+    def fresh(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that this call allocated. A replay allocates another one with its layout."""
+        self.workspaces = *self.workspaces, tensor
+        kind = {"dtype": tensor.dtype, "device": tensor.device}
+        return self._made(tensor, partial(torch.empty_strided, tensor.shape, tensor.stride(), **kind))
+
+    def each_time(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """``make()``, which a replay calls too."""
+        return self._made(make(), make)
+
+    def _made(self, tensor: torch.Tensor, maker: Callable[[], torch.Tensor]) -> torch.Tensor:
+        self.tensors = *self.tensors, tensor
+        self.makers.append(maker)
+        return tensor
+
     def finish(self) -> None:
-        if not compiles_only():
-            remember(*self.call, self.launches, self.facts)
+        if not compiles_only() and self.launches:
+            remember(self)
 
 
-def launch_or_repeat(kernel, mask, key: tuple, tensors: tuple[torch.Tensor, ...], prepared) -> None:
-    """``launch``, or if this key was launched before, a replay of that on other tensors.
+def launch_or_repeat(kernel, mask, key: tuple | None, inputs: tuple[torch.Tensor, ...], run: Callable[[Recording], Any]):
+    """Makes the launches of a call, or replays those of an earlier call that was like it. Returns what ``run`` returns, or the
+    tensors of the replay, in the order in which ``run`` asked its ``Recording`` for them.
 
-    key: everything that the arguments depend on, except the mask and addresses. tensors: all that take part, except the mask's.
-    prepared: () -> (grid, arguments, constants, options).
+    kernel: the first one. key: everything that the launches depend on besides the mask, the layouts of inputs, and addresses; None
+    for a call that is not to be replayed. inputs: all tensors that take part, except the mask's and those of the recording. run:
+    makes the launches. It may also call a launcher again on copies of the inputs, and then launches nothing itself.
     """
-    key = (kernel.fn, *key)
-    known = known_call(mask, key)
-    if known is None or not known.again(tensors):
-        recording = Recording(mask, key, tensors)
-        recording.launch(kernel, prepared())
-        recording.finish()
+    device = inputs[0].device
+    if key is not None:
+        key = kernel.fn, times_read(), device, *key, *((t.dtype, t.shape, t.stride()) for t in inputs)
+        known = known_call(mask, key)
+        if known is not None:
+            made = [make() for make in known.facts]
+            if known.again((*inputs, *made)):
+                return made
+    with current_device(device):
+        recording = Recording(mask, key, inputs)
+        recording.facts = recording.makers
+        result = run(recording)
+        if key is not None:
+            recording.finish()
+    return result

@@ -10,6 +10,7 @@ Source: arXiv:2307.08691, Alg. 2; two passes as in the Triton tutorial's fused a
 softmax to FlashAttention-2 (2023), Alg. 7, which gives a program row and column of one number, where here each has its own.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ import triton
 import triton.language as tl
 
 from ..common.config import Config, padded_head_dim
+from ..common.layout import addressable, is_addressable, restored
 from ..common.tiles import (
     CUT,
     FULL,
@@ -34,11 +36,11 @@ from ..common.tiles import (
     store_tile,
 )
 from ..common.variant import kernel_variant, launch_options
-from ..launch import tuned
 from ..launch.launch import (
     NOT_SPECIALIZED,
     Recording,
     described,
+    launch_or_repeat,
     length_specialized,
     multiprocessors,
     row_count,
@@ -46,7 +48,6 @@ from ..launch.launch import (
     walk_arguments,
 )
 from ..launch.order import heads_in_grid
-from ..launch.replay import known_call
 from .configs import family_of, for_variant, grad_kv_config, grad_q_config, takes_one_launch
 from .dropout import dropout_stream, kept_by_dropout
 from .lengths import is_cut, is_valid
@@ -524,45 +525,44 @@ def attention_backward(
     Other tensors: contiguous rows, base and strides multiples of 16 bytes. one_launch: whether both passes share a launch, with
     kv_config; None: if ``configs.takes_one_launch``. Raises ValueError if they shall and variant.rel_bias is learned.
     """
-    drel_bias = torch.zeros_like(variant.rel_bias) if variant is not None and variant.learned else None
-    if one_launch and drel_bias is not None:
+    learned = variant is not None and variant.learned
+    if one_launch and learned:
         raise ValueError(
             "one_launch computes gradients without atomics, but that of rel_bias is added up with them; got a learned rel_bias; "
             "pass one_launch=None"
         )
+    dlse = None if dlse is None else dlse.contiguous()
+    inputs = (dout, q, k, v, out, lse) if dlse is None else (dout, q, k, v, out, lse, dlse)
+    key = (scale, q_config, kv_config, one_launch) if variant is None else None
+    run = partial(_run, dout, dlse, q, k, v, out, lse, mask, scale, variant, q_config, kv_config, one_launch)
+    gradients = launch_or_repeat(grad_q_kernel, mask, key, inputs, run)
+    return tuple(gradients[: 4 if learned else 3])
+
+
+def _run(dout, dlse, q, k, v, out, lse, mask, scale, variant, q_config, kv_config, one_launch, recording):
+    if not all(map(is_addressable, (dout, out, q, k, v))):
+        dout, out, *ready = (addressable(t) for t in (dout, out, q, k, v))
+        gradients = attention_backward(dout, dlse, *ready, out, lse, mask, scale, variant, q_config, kv_config, one_launch)
+        return *map(restored, gradients[:3], ready, (q, k, v)), *gradients[3:]
+    learned = variant is not None and variant.learned
+    drel_bias = torch.zeros_like(variant.rel_bias) if learned else None
     (heads, q_len), (kv_heads, kv_len) = q.shape[1:3], k.shape[1:3]
-    own_configs = q_config is not None or kv_config is not None or one_launch is not None
-    if not own_configs and drel_bias is None:
+    if one_launch is None and q_config is None and kv_config is None and not learned:
         one_launch = takes_one_launch(len(q) * (heads * q_len + kv_heads * kv_len), multiprocessors(q.device))
-    tensors = _tensors(dout, dlse, q, k, v, out, lse, one_launch)
-    recording = Recording(mask, _key(dout, dlse is not None, q, k, v, out, scale), tensors, facts=one_launch)
+    dq, dk, dv = (recording.fresh(torch.empty_like(t)) for t in (q, k, v))
+    delta = lse if one_launch else recording.fresh(torch.empty_like(lse))
+    tensors = _CallTensors(q, k, v, out, dout, lse, lse if dlse is None else dlse, delta, dq, dk, dv)
     passes = _Passes(recording, tensors, mask, scale, dlse is not None)
     if one_launch:
         passes.run("grad_qkv", kernel_variant(variant), kv_config)
     else:
         passes.run("grad_q", kernel_variant(variant, drel_bias), q_config)
         passes.run("grad_kv", kernel_variant(variant), kv_config)
-    if variant is None and not own_configs:
-        recording.finish()
-    return tensors.gradients if drel_bias is None else (*tensors.gradients, drel_bias)
-
-
-def repeated_backward(dout, dlse, q, k, v, out, lse, mask, scale):
-    """``attention_backward`` without a variant by replayed launches, or None if there are none; any tensors."""
-    known = known_call(mask, _key(dout, dlse is not None, q, k, v, out, scale))
-    if known is None:
-        return None
-    tensors = _tensors(dout, dlse, q, k, v, out, lse, known.facts)
-    return tensors.gradients if known.again(tensors) else None
-
-
-def _key(dout, has_dlse: bool, q, k, v, out, scale) -> tuple:
-    layout = q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), out.stride(), dout.stride(), q.dtype, q.device
-    return grad_q_kernel.fn, tuned.times_read(), *layout, has_dlse, scale
+    return dq, dk, dv, drel_bias
 
 
 class _CallTensors(NamedTuple):
-    """A replayed launch knows them by their place."""
+    """dlse: lse, if there is none. delta: lse, if no kernel stores it."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -570,21 +570,16 @@ class _CallTensors(NamedTuple):
     out: torch.Tensor
     dout: torch.Tensor
     lse: torch.Tensor
-    dlse: torch.Tensor  # lse, if there is none
-    delta: torch.Tensor  # lse, if no kernel stores it
+    dlse: torch.Tensor
+    delta: torch.Tensor
     dq: torch.Tensor
     dk: torch.Tensor
     dv: torch.Tensor
 
     @property
-    def gradients(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.dq, self.dk, self.dv
-
-
-def _tensors(dout, dlse, q, k, v, out, lse, one_launch: bool | None) -> _CallTensors:
-    dlse = lse if dlse is None else dlse.contiguous()
-    delta = lse if one_launch else torch.empty_like(lse)
-    return _CallTensors(q, k, v, out, dout, lse, dlse, delta, torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
+    def dims(self) -> tuple[int, int]:
+        """The padded head_dims of q and k, and of v."""
+        return padded_head_dim(self.q.shape[3]), padded_head_dim(self.v.shape[3])
 
 
 class _Passes(NamedTuple):
@@ -604,7 +599,7 @@ class _Passes(NamedTuple):
             return
         q, v = self.tensors.q, self.tensors.v
         given, switches, kinds = of_variant
-        block_size, dims = self.mask and self.mask.block_size, self._dims()
+        block_size, dims = self.mask and self.mask.block_size, self.tensors.dims
         config_of = grad_q_config if name == "grad_q" else grad_kv_config
         config = config_of(q.dtype, q.shape[3], block_size, q.device, v.shape[3])
         config = for_variant(config, "grad_kv" if name == "grad_kv" else "grad_q", family_of(q.device), given, switches, max(dims))
@@ -642,15 +637,12 @@ class _Passes(NamedTuple):
     def _grid(self, tiles: int, own: torch.Tensor, walked: torch.Tensor) -> tuple[int, int]:
         """For ``tiles`` of each head of ``own``, which walk ``walked``."""
         lines, rows = own.shape[0] * own.shape[1], walked.shape[2]
-        of_line = 2 * rows * sum(self._dims()) * max(1, walked.shape[1] // own.shape[1])
+        of_line = 2 * rows * sum(self.tensors.dims) * max(1, walked.shape[1] // own.shape[1])
         together = heads_in_grid(of_line, rows, self.mask, lines, by_key=own is self.tensors.k)
         return tiles * together, lines // together
 
-    def _dims(self) -> tuple[int, int]:
-        return padded_head_dim(self.tensors.q.shape[3]), padded_head_dim(self.tensors.v.shape[3])
-
     def _tiles(self, config: Config, names: str) -> list:
-        dim, dim_v = self._dims()
+        dim, dim_v = self.tensors.dims
         shapes = {"q": (config.tile_m, dim), "k": (config.tile_n, dim), "v": (config.tile_n, dim_v), "out": (config.tile_m, dim_v)}
         return [described(getattr(self.tensors, name), *shapes[name.removeprefix("d")]) for name in names.split()]
 
@@ -665,7 +657,7 @@ class _Passes(NamedTuple):
     def _launch(self, kernel, config: Config, of_variant, grid, arguments, rows: int, step: int, **constants) -> None:
         """rows: of the largest tile of results. step: tokens of the walked axis."""
         given, switches, kinds = of_variant
-        dim, dim_v = self._dims()
+        dim, dim_v = self.tensors.dims
         block = self.mask.block_size if self.mask else step
         # In the order of the kernel's signature.
         constants = {"SPARSE": self.mask is not None, **switches, **constants}

@@ -8,7 +8,7 @@ splits in a fixed order: one launch, and bitwise repeatable.
 Source: arXiv:2307.08691, Alg. 1 (softmax and the log of its sum); https://pytorch.org/blog/flash-decoding (the splits).
 """
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -453,41 +453,45 @@ def attention_decode(
     covers its tokens; causal: then none of them sees a later key. Otherwise the mask's rows are the queries, and there are neither
     lengths nor pages. splits: programs that share a tile's keys; by default enough to fill the GPU.
     """
-    # Heads of a group with different masks walk separately.
-    apart = mask is not None and mask.mask_index.shape[1] > 1 and mask.by_query.row_ptr.shape[0] > 1
-    table = None if mask is None else (mask.block_size, *mask.by_query.row_split.shape[:2], mask.by_query.col_idx.shape[0])
-    pages = None if block_table is None else tuple(block_table.shape)
-    layout = tuple(q.shape), q.stride(), tuple(k.shape), k.stride(), v.shape[3], v.stride()
-    shape = q.device, q.dtype, *layout, table, apart, pages, kv_lens is not None, causal, at_end, config, splits
-    plan = _plan(*shape)
-    out = empty_out(q, v.shape[3])
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    split_results = arrived = lse
-    if plan.split_numbers:
-        split_results = torch.empty(plan.split_numbers, dtype=torch.float32, device=q.device)
-        arrived = arrival_counters(plan.grid[0], q.device)
-    lens = lse if kv_lens is None else kv_lens
-    where = lse if block_table is None else block_table
-    tensors = q, k, v, out, lse, split_results, arrived, lens, where
+    inputs = [t for t in (q, k, v, kv_lens, block_table) if t is not None]
 
-    def prepared():
+    def run(recording):
+        # Heads of a group with different masks iterate separately.
+        apart = mask is not None and mask.mask_index.shape[1] > 1 and mask.by_query.row_ptr.shape[0] > 1
+        table = None if mask is None else (mask.block_size, *mask.by_query.row_split.shape[:2], mask.by_query.col_idx.shape[0])
+        pages = None if block_table is None else tuple(block_table.shape)
+        layout = tuple(q.shape), q.stride(), tuple(k.shape), k.stride(), v.shape[3], v.stride()
+        plan = _plan(q.device, q.dtype, *layout, table, apart, pages, kv_lens is not None, causal, at_end, config, splits)
+        out = recording.fresh(empty_out(q, v.shape[3]))
+        lse = recording.fresh(torch.empty(q.shape[:3], dtype=torch.float32, device=q.device))
+        arguments = [q, k, v, out, lse, *plan.workspace(recording, lse)]
+        arguments += [lse if kv_lens is None else kv_lens, lse if block_table is None else block_table]
         index, row_ptr, row_split, _, *entries = table_arguments(mask, mask and mask.by_query, lse)
-        arguments = [*tensors, index, row_ptr, row_split, *entries, *plan.numbers, scale * LOG2_E.value]
-        return plan.grid, arguments, plan.constants, plan.options
+        arguments += [index, row_ptr, row_split, *entries, *plan.numbers, scale * LOG2_E.value]
+        recording.launch(decode_kernel, (plan.grid, arguments, plan.constants, plan.options))
+        return out, lse
 
-    launch_or_repeat(decode_kernel, mask, (*shape, scale), tensors, prepared)
-    return out, lse
+    key = scale, kv_lens is None, causal, at_end, config, splits
+    return tuple(launch_or_repeat(decode_kernel, mask, key, inputs, run)[:2])
 
 
 class DecodePlan(NamedTuple):
-    """Everything in a launch that follows from shapes. split_numbers: floats that the splits of all tiles store, 0 without splits.
-    numbers: the kernel's integers from q_batch_stride on."""
+    """Everything in a launch that follows from shapes. split_numbers: how many numbers the splits of all tiles store; 0 without
+    splits. numbers: the kernel's integers."""
 
     grid: tuple[int, int]
     split_numbers: int
     numbers: tuple[int, ...]
     constants: dict
     options: dict
+
+    def workspace(self, recording, placeholder: torch.Tensor, dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+        """(results of splits, counters of arrived programs); placeholders without splits."""
+        if not self.split_numbers:
+            return placeholder, placeholder
+        device = placeholder.device
+        results = recording.fresh(torch.empty(self.split_numbers, dtype=dtype, device=device))
+        return results, recording.each_time(partial(arrival_counters, self.grid[0], device))
 
 
 @lru_cache(maxsize=1024)

@@ -3,6 +3,7 @@
 Source: arXiv:2307.08691, Alg. 1; arXiv:2205.14135, Alg. 5 (block-sparse). Dense attention uses the same body without a table.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..common.config import padded_head_dim
-from ..common.layout import empty_out
+from ..common.layout import addressable, empty_out, is_addressable, restored_out
 from ..common.tiles import (
     CUT,
     FLOOR,
@@ -26,10 +27,16 @@ from ..common.tiles import (
     store_tile,
 )
 from ..common.variant import kernel_variant, launch_options
-from ..launch import tuned
-from ..launch.launch import NOT_SPECIALIZED, Recording, described, length_specialized, row_count, run_within_memory, walk_arguments
+from ..launch.launch import (
+    NOT_SPECIALIZED,
+    described,
+    launch_or_repeat,
+    length_specialized,
+    row_count,
+    run_within_memory,
+    walk_arguments,
+)
 from ..launch.order import heads_in_grid
-from ..launch.replay import known_call
 from .configs import family_of, for_variant, forward_config
 from .dropout import dropout_stream, kept_by_dropout
 from .lengths import is_cut, is_valid
@@ -178,20 +185,27 @@ def attention_forward_kernel(
 
 
 def attention_forward(q, k, v, mask, scale, variant=None, config=None, beside=None):
-    """out (batch, heads, q_len, v's head_dim) in q's memory order, lse (batch, heads, q_len) float32.
+    """out (batch, heads, q_len, v's head_dim) in q's memory order, lse (batch, heads, q_len) float32. beside: see ``launch``."""
+    key = (scale, config) if variant is None else None
+    run = partial(_run, q, k, v, mask, scale, variant, config, beside)
+    return tuple(launch_or_repeat(attention_forward_kernel, mask, key, (q, k, v), run)[:2])
 
-    q, k, v: contiguous rows, base and strides multiples of 16 bytes. beside: see ``launch``.
-    """
+
+def _run(q, k, v, mask, scale, variant, config, beside, recording):
+    if not all(map(is_addressable, (q, k, v))):
+        ready = [addressable(t) for t in (q, k, v)]
+        out, lse = attention_forward(*ready, mask, scale, variant, config, beside)
+        return restored_out(out, ready[0], q, v), lse
     given, switches, kinds = kernel_variant(variant)
     batch, heads, q_len, head_dim = q.shape
     v_head_dim = v.shape[3]
-    tensors = _tensors(q, k, v)
-    _, _, _, out, lse = tensors
-    recording = Recording(mask, _key(q, k, v, scale), tensors)
-    block_size = mask.block_size if mask else None
+    out = recording.fresh(empty_out(q, v_head_dim))
+    lse = recording.fresh(torch.empty(q.shape[:3], dtype=torch.float32, device=q.device))
+    table, block_size = (mask.by_query, mask.block_size) if mask else (None, None)
     dim, dim_v = padded_head_dim(head_dim), padded_head_dim(v_head_dim)
+    together = heads_in_grid(2 * k.shape[2] * (dim + dim_v), k.shape[2], mask, batch * heads)
 
-    def run(config):
+    def launch(config):
         m, n = config.tile_m, config.tile_n
         arguments = [
             described(q, m, dim),
@@ -199,42 +213,20 @@ def attention_forward(q, k, v, mask, scale, variant=None, config=None, beside=No
             described(v, n, dim_v),
             described(out, m, dim_v),
             lse,
-            *walk_arguments(mask, mask and mask.by_query, q, k, lse),
+            *walk_arguments(mask, table, q, k, lse),
             scale * LOG2_E.value,
             given,
         ]
         constants = {"DIM": dim, "DIM_V": dim_v, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or n}
         constants |= {"SPARSE": mask is not None, **switches}
-        together = heads_in_grid(2 * k.shape[2] * (dim + dim_v), k.shape[2], mask, batch * heads)
-        grid = (row_count(mask and mask.by_query, q_len, m, block_size) * together, batch * heads // together)
-        options = launch_options(config, given, switches, m)
-        prepared = grid, arguments, constants, options
+        grid = (row_count(table, q_len, m, block_size) * together, batch * heads // together)
+        prepared = grid, arguments, constants, launch_options(config, given, switches, m)
         recording.launch(attention_forward_kernel, prepared, (*length_specialized(q_len), *kinds), beside)
 
     if config is not None:
-        run(config)
+        launch(config)
         return out, lse
     config = forward_config(q.dtype, head_dim, block_size, q.device, v_head_dim)
     config = for_variant(config, "forward", family_of(q.device), given, switches, max(dim, dim_v))
-    run_within_memory(run, config, lambda: ("forward", q.device, q.dtype, dim, dim_v, block_size, kinds, *switches.values()))
-    if variant is None:
-        recording.finish()
+    run_within_memory(launch, config, lambda: ("forward", q.device, q.dtype, dim, dim_v, block_size, kinds, *switches.values()))
     return out, lse
-
-
-def repeated_forward(q, k, v, mask, scale):
-    """``attention_forward`` without a variant by a replayed launch, or None if there is none; any q, k and v."""
-    known = known_call(mask, _key(q, k, v, scale))
-    if known is None:
-        return None
-    tensors = _tensors(q, k, v)
-    return tensors[3:] if known.again(tensors) else None
-
-
-def _key(q, k, v, scale) -> tuple:
-    layout = q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, q.device
-    return attention_forward_kernel.fn, tuned.times_read(), *layout, scale
-
-
-def _tensors(q, k, v) -> tuple[torch.Tensor, ...]:
-    return q, k, v, empty_out(q, v.shape[3]), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
