@@ -1,6 +1,6 @@
-"""What the launchers share: tensor descriptors, table arguments, and the launch itself."""
+"""Shared by the launchers: tensor descriptors, table arguments, and the launches themselves."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache, partial
 from typing import Any
@@ -12,8 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..common.config import Config, smaller
 from ..common.streams import current_device, raw_stream
-from ..common.tiles import Rows
-from ..common.variant import KernelVariant
+from ..common.tiles import Rows, TableTensors
 from .first_calls import compile_only, compiles_only, first_call, load, together
 from .memory import launched, make_room_for_graphs, within_memory, zeros_of_a_graph, zeros_of_stream
 from .replay import enter_context, known_call, remember
@@ -60,17 +59,17 @@ def rows_of(tensor: torch.Tensor, dim: int) -> Rows:
 
 
 def rows_specialized(rows: Rows) -> tuple:
-    """What Triton specializes ``Rows`` on. It specializes a tuple's integers whatever the kernel declares."""
+    """The key by which Triton specializes ``Rows``. It specializes a tuple's integers whatever the kernel declares."""
     return integers_specialized(rows[1:])
 
 
 def integers_specialized(numbers: Iterable[int | None]) -> tuple:
-    """What Triton specializes integers on."""
+    """The key by which Triton specializes integers."""
     return tuple(number and (number == 1, number % 16 == 0, number >= 2**31) for number in numbers)
 
 
 def table_arguments(mask, table, placeholder: torch.Tensor) -> tuple:
-    """The mask arguments of a kernel that walks ``table``; a dense kernel does not use them, and gets placeholders."""
+    """The arguments of a kernel that iterates over ``table``; a dense kernel does not use them, and gets placeholders."""
     if mask is None:
         return (placeholder,) * 8 + (0, 0)
     index = mask.mask_index
@@ -83,11 +82,12 @@ def walk_arguments(mask, table, q: torch.Tensor, k: torch.Tensor, placeholder: t
     """The table and shape arguments of every portable kernel. table: the mask's, or None if the mask is."""
     (heads, q_len), (kv_heads, kv_len) = q.shape[1:3], k.shape[1:3]
     rows = 0 if table is None else table.row_order.shape[1]
-    return (*table_arguments(mask, table, placeholder), heads, heads // kv_heads, q_len, kv_len, rows)
+    *tensors, batch_stride, head_stride = table_arguments(mask, table, placeholder)
+    return (TableTensors(*tensors), batch_stride, head_stride, heads, heads // kv_heads, q_len, kv_len, rows)
 
 
 def length_specialized(q_len: int) -> tuple[bool, bool]:
-    """What the portable kernels specialize q_len on: see NOT_SPECIALIZED."""
+    """The key by which the portable kernels are specialized on q_len: see NOT_SPECIALIZED."""
     return q_len % 16 == 0, q_len == 1
 
 
@@ -129,19 +129,15 @@ def launch(
     costs as much host time as everything else. Returns the compiled kernel, or None under the interpreter and on a thread that only
     compiles.
 
-    arguments: all except compile-time ones, which come last in the kernel's signature and in ``constants``; the last argument may
-    be ``KernelVariant``. specialized: what else Triton specializes on. beside: makes the launches that will follow, which are
-    compiled along with this one.
+    arguments: all except compile-time ones, which come last in the kernel's signature and in ``constants``. specialized: what else
+    Triton specializes on. beside: makes the launches that will follow, which are compiled along with this one.
     """
     # A tensor or its descriptor; the other dtypes follow from its dtype.
     first = arguments[0] if isinstance(arguments[0], torch.Tensor) else arguments[0].base
-    pointers = [a.data_ptr() for a in arguments if isinstance(a, torch.Tensor)]
-    if isinstance(arguments[-1], KernelVariant):
-        pointers += arguments[-1].pointers()
     if isinstance(arguments[0], Rows):
         specialized = (*specialized, *(rows_specialized(a) for a in arguments if isinstance(a, Rows)))
     key = (kernel.fn, first.device, first.dtype, specialized, *options.values(), *constants.values())
-    aligned = not any(pointer % 16 for pointer in pointers)
+    aligned = not any(tensor.data_ptr() % 16 for tensor in _tensors_in(arguments))
     enter_context(first.device.index)
     if aligned and key in launched:
         if not compiles_only():
@@ -169,6 +165,15 @@ def launch(
     if aligned:
         launched[key] = compiled
     return compiled
+
+
+def _tensors_in(arguments: Iterable) -> Iterator[torch.Tensor]:
+    """Pointers, also those in records. A back end has checked the bases of descriptors and ``Rows``."""
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, tuple) and not isinstance(argument, Rows):
+            yield from _tensors_in(argument)
 
 
 def run_within_memory(run: Callable[[Config], None], config: Config, key: Callable[[], tuple]) -> None:
@@ -205,11 +210,11 @@ def _described(kernel, constants: dict) -> str:
 
 
 class Recording:
-    """Makes the launches of one call, and remembers them when the call is made the second time: many masks are used only once.
-    ``known_call`` with the same key then returns them.
+    """Makes the launches of one call, and remembers the launches when the call is made the second time: many masks are used only
+    once. ``known_call`` with the same key then returns the launches.
 
-    tensors: those that differ between calls, including the bases of all descriptors. workspaces: those of them that descriptors and
-    pointers reference in part. facts: what the caller wants back next time.
+    tensors: all that differ between calls, including the bases of all descriptors. workspaces: the tensors that descriptors and
+    pointers reference in part. facts: anything that the caller needs next time.
     """
 
     def __init__(self, mask, key: tuple, tensors: tuple[torch.Tensor, ...], workspaces: tuple[torch.Tensor, ...] = (), facts=None):
@@ -224,18 +229,18 @@ class Recording:
         self.launches.append((compiled, grid, [*arguments, *constants.values()]))
 
     def fresh(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor that this call allocated. A replay allocates another one with its layout."""
-        self.workspaces = *self.workspaces, tensor
+        """Registers an uninitialized tensor that this call allocated. A replay allocates another one with its layout."""
         kind = {"dtype": tensor.dtype, "device": tensor.device}
-        return self._made(tensor, partial(torch.empty_strided, tensor.shape, tensor.stride(), **kind))
+        return self._registered(tensor, partial(torch.empty_strided, tensor.shape, tensor.stride(), **kind))
 
     def each_time(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """``make()``, which a replay calls too."""
-        return self._made(make(), make)
+        """Returns and registers ``make()``, which a replay calls too. make: refers to no tensor, which would then live on."""
+        return self._registered(make(), make)
 
-    def _made(self, tensor: torch.Tensor, maker: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def _registered(self, tensor: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         self.tensors = *self.tensors, tensor
-        self.makers.append(maker)
+        self.workspaces = *self.workspaces, tensor
+        self.makers.append(make)
         return tensor
 
     def finish(self) -> None:
@@ -244,12 +249,12 @@ class Recording:
 
 
 def launch_or_repeat(kernel, mask, key: tuple | None, inputs: tuple[torch.Tensor, ...], run: Callable[[Recording], Any]):
-    """Makes the launches of a call, or replays those of an earlier call that was like it. Returns what ``run`` returns, or the
-    tensors of the replay, in the order in which ``run`` asked its ``Recording`` for them.
+    """Makes the launches of a call, or replays the launches of an earlier call that was like this one. Returns the result of
+    ``run``, or the tensors of the replay in the order in which ``run`` got them from its ``Recording``.
 
-    kernel: the first one. key: everything that the launches depend on besides the mask, the layouts of inputs, and addresses; None
-    for a call that is not to be replayed. inputs: all tensors that take part, except the mask's and those of the recording. run:
-    makes the launches. It may also call a launcher again on copies of the inputs, and then launches nothing itself.
+    kernel: any one of the call's. key: everything that the launches depend on besides the mask, the layouts of inputs, and
+    addresses; None: the call is never replayed. inputs: all tensors that take part, except the mask's and the recording's. run:
+    makes the launches. It may call its launcher again, on copies of the inputs, instead of launching anything itself.
     """
     device = inputs[0].device
     if key is not None:

@@ -63,7 +63,7 @@ def refusal(compiled: CompiledKernel) -> str | None:
         return "the kernel asks for scratch memory"
     sizes = parameter_sizes(compiled.asm["ptx"])
     if parameter_types(compiled.src.signature, sizes) is None:
-        return f"the parameters of kernels that Triton {triton.__version__} compiles are not those that it was tested with"
+        return f"Triton {triton.__version__} compiles kernels with other parameters than the releases that this was tested with"
     return None if _driver() else "CUDA's driver library (libcuda.so.1) cannot be loaded"
 
 
@@ -161,10 +161,10 @@ class ReplayedCall:
         self.facts = facts
         self.device = tensors[0].device.index
         self.pointers = [t.data_ptr() for t in tensors]
-        # Parameters are found by tensor, so those of one that came twice, such as q as keys too, cannot be told apart.
+        # Parameters are found by tensor. If one tensor came twice, such as q as keys too, its parameters cannot be distinguished.
         first = {id(t): i for i, t in reversed(list(enumerate(tensors)))}
         self.same = [(first[id(t)], i) for i, t in enumerate(tensors) if first[id(t)] != i]
-        # Of each tensor: (launch, parameter, its tensor map or None, byte offset from the tensor). A mask's tables never move.
+        # For each tensor (launch, parameter, its tensor map or None, byte offset from the tensor). A mask's tables never move.
         self.positions: list[list] = [[] for _ in tensors]
         self.launches = [self._prepared(*launch, tensors, workspaces) for launch in launches]
         self.enter = _driver().cuLaunchKernelEx
@@ -192,8 +192,8 @@ class ReplayedCall:
         return launch
 
     def again(self, tensors: tuple[torch.Tensor, ...]) -> bool:
-        """Returns False, without launching, if these tensors need another kernel, some of them were one tensor in the call before,
-        another GPU is current, or a profiler needs to see the launches."""
+        """Returns False, without launching, if these tensors need another kernel, if two of them were one tensor in the recorded
+        call, if another GPU is current, or if a profiler needs to see the launches."""
         if _hooked() or current_gpu() != self.device:
             return False
         if not hasattr(_this_thread, "entered"):
@@ -224,7 +224,7 @@ class ReplayedCall:
 
 
 def _found(base: torch.Tensor, tensors: tuple, workspaces: tuple) -> Iterator[tuple[int, int]]:
-    """Which tensors this is, or is a part of if they are workspaces, and the byte offset from their start."""
+    """The tensors that this one is, or the workspaces that it is a part of, and the byte offset from their start."""
     for number, tensor in enumerate(tensors):
         if tensor is base:
             yield number, 0

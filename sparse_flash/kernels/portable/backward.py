@@ -1,13 +1,14 @@
 """The portable backward kernels: two passes that recompute the attention weights from lse.
 
-One pass walks the keys of each query tile and computes dQ; the other then walks the queries of each key tile, through the
-transposed table, and computes dK and dV. Each output is written once by one program in a fixed order, so gradients repeat bit for
-bit. Only the gradient of a relative bias is accumulated with atomics, in the first pass.
+The first pass iterates over the keys of each query tile and computes dQ. The second pass iterates over the queries of each key
+tile, through the transposed table, and computes dK and dV. One program writes each output once, in a fixed order, so gradients
+repeat bit for bit. Only the gradient of a relative bias is accumulated with atomics, in the first pass.
 
-Both passes may share one launch. The second pass then cannot wait for the delta of the first, and computes it in each step.
+Both passes may share one launch. The second pass then cannot wait for the delta of the first, and computes delta in each step.
 
-Source: arXiv:2307.08691, Alg. 2; two passes as in the Triton tutorial's fused attention; in one launch: Y. Zhao, From online safe
-softmax to FlashAttention-2 (2023), Alg. 7, which gives a program row and column of one number, where here each has its own.
+Sources: arXiv:2307.08691, Alg. 2; two passes as in the Triton tutorial's fused attention; one launch: Y. Zhao, From online safe
+softmax to FlashAttention-2 (2023), Alg. 7. There a program has a row and a column of the same number; here each has its own
+program.
 """
 
 from functools import partial
@@ -48,11 +49,22 @@ from ..launch.launch import (
     walk_arguments,
 )
 from ..launch.order import heads_in_grid
-from .configs import family_of, for_variant, grad_kv_config, grad_q_config, takes_one_launch
+from .configs import config_for, family_of, for_variant, takes_one_launch
 from .dropout import dropout_stream, kept_by_dropout
 from .lengths import is_cut, is_valid
 from .scores import add_bias_gradient, scored, store_bias_gradient, times_derivative_of_cap, times_derivative_of_function
-from .walks import Scoring, Sizes, Tile, in_block, place_of_step, query_tile, slot_and_line, tiles_of, valid_of_axes, walk_row
+from .walks import (
+    Scoring,
+    Sizes,
+    Tile,
+    add_row,
+    in_block,
+    place_of_step,
+    query_tile,
+    slot_and_line,
+    tiles_of,
+    valid_of_axes,
+)
 
 
 class _Tensors(NamedTuple):
@@ -73,7 +85,7 @@ class _Tensors(NamedTuple):
 
 
 class _QueryOperands(NamedTuple):
-    """What a query tile brings to its walk, with lse in base 2; the tensors of the walked axis; dropout's random stream."""
+    """A query tile, with lse in base 2; the tensors of keys and values; dropout's random stream."""
 
     q: Any
     dout: Any
@@ -85,8 +97,15 @@ class _QueryOperands(NamedTuple):
 
 
 @triton.jit
-def _walk_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.constexpr):
-    """Adds dS K of entries of one kind to a query tile's dQ, and to ``beyond`` as in ``add_bias_gradient``."""
+def _add_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.constexpr):
+    """Adds entries of one kind to a query tile's dQ, and to ``beyond`` as in ``add_bias_gradient``, step by step:
+
+    1. S = Q K^T
+    2. P = exp2(S - lse)
+    3. dP = dO V^T
+    4. dS = P * (dP - delta)
+    5. dQ += dS K
+    """
     dq, beyond = state
     variant = scoring.variant
     TILE_N: tl.constexpr = sizes.TILE_N
@@ -102,12 +121,12 @@ def _walk_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.c
         if KIND == CUT:
             exists = is_valid(entries.valid, position + tl.arange(0, TILE_N))
             k = tl.where(exists[:, None], k, 0.0)
-        scores = tl.dot(operands.q, k.T, input_precision="ieee")
+        scores = tl.dot(operands.q, k.T, input_precision="ieee")  # (1)
         if scoring.SCORED:
             changed = scored(scores, place, sizes, scoring, KIND)
-            weights = tl.math.exp2(changed - operands.lse[:, None])
+            weights = tl.math.exp2(changed - operands.lse[:, None])  # (2)
         else:
-            weights = tl.math.exp2(scores * scoring.scale - operands.lse[:, None])
+            weights = tl.math.exp2(scores * scoring.scale - operands.lse[:, None])  # (2)
         if KIND != FULL:
             block = in_block(place, step, table, sizes)
             if KIND == CUT:
@@ -119,11 +138,11 @@ def _walk_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.c
             weights = times_derivative_of_function(weights, scores, place, sizes, scoring, KIND)
             if variant.rel_bias_gradient is None:
                 weights = times_derivative_of_cap(weights, scores, scoring)
-        dweights = tl.dot(operands.dout, v.T, input_precision="ieee")
+        dweights = tl.dot(operands.dout, v.T, input_precision="ieee")  # (3)
         if variant.seed is not None:
             survives = kept_by_dropout(variant, operands.stream, place, sizes)
             dweights = tl.where(survives, dweights, 0.0) * (1.0 / (1.0 - variant.dropout_p))
-        dscores = weights * (dweights - operands.delta[:, None])
+        dscores = weights * (dweights - operands.delta[:, None])  # (4)
         if KIND == CUT:
             dscores = tl.where(exists[None, :], dscores, 0.0)
         if variant.rel_bias_gradient is not None:
@@ -131,7 +150,7 @@ def _walk_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.c
             dbiased = tl.where((operands.lse < float("inf"))[:, None], dscores, 0.0)
             beyond = add_bias_gradient(beyond, dbiased, place, sizes, scoring)
             dscores = times_derivative_of_cap(dscores, scores, scoring)
-        dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")
+        dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")  # (5)
         position = upcoming
     return dq, beyond
 
@@ -174,7 +193,7 @@ def _compute_grad_q(slot, line, tensors, dq_tensor, scale, rows, table, sizes, s
     beyond = ()
     if variant.rel_bias_gradient is not None:
         beyond = tl.zeros([TILE_M], tl.float32), tl.zeros([TILE_M], tl.float32)
-    dq, beyond = walk_row(_walk_keys, (dq, beyond), operands, tile, bounds, valid_keys, table, sizes, scoring)
+    dq, beyond = add_row(_add_keys, (dq, beyond), operands, tile, bounds, valid_keys, table, sizes, scoring)
     if variant.rel_bias_gradient is not None:
         store_bias_gradient(beyond, tile.head, scoring)
     if Q_CUT:
@@ -193,14 +212,7 @@ def grad_q_kernel(
     lse_ptr,
     dlse_ptr,
     delta_ptr,
-    mask_index,
-    row_ptr,
-    row_split,
-    row_order,
-    col_idx,
-    tile_idx,
-    tile_runs,
-    tile_bits,
+    table,
     mask_batch_stride,
     mask_head_stride,
     heads,
@@ -223,16 +235,16 @@ def grad_q_kernel(
     DERIVATIVE: tl.constexpr,
     HAS_DLSE: tl.constexpr,
 ):
-    """dQ, and for the next pass delta = rowsum(dOut * Out) - dLse, which the softmax's derivative subtracts from each dP of a row:
-    one program per query tile and head. DIM: padded head_dim of q, k and dQ, DIM_V: of v, out and dOut."""
+    """dQ, and delta = rowsum(dOut * Out) - dLse for the next pass: one program per query tile and head. DIM: padded head_dim of q,
+    k and dQ. DIM_V: padded head_dim of v, out and dOut."""
     slot, line = slot_and_line(tiles_of(q_blocks, q_len, TILE_M, TABLE_BLOCK, SPARSE))
     # fmt: off
     _compute_grad_q(
         slot, line,
         _Tensors(q_tensor, k_tensor, v_tensor, dout_tensor, out_tensor, lse_ptr, delta_ptr, dlse_ptr if HAS_DLSE else None),
         dq_tensor, scale,
-        TableRows(mask_index, mask_batch_stride, mask_head_stride, row_ptr, row_split, row_order, q_blocks),
-        WalkedTable(col_idx, tile_idx, tile_runs, tile_bits, TABLE_BLOCK, SPARSE),
+        TableRows(table, mask_batch_stride, mask_head_stride, q_blocks),
+        WalkedTable(table.index, table.tile_idx, table.tile_runs, table.tile_bits, TABLE_BLOCK, SPARSE),
         Sizes(heads, group, q_len, kv_len, DIM, DIM_V, TILE_M, TILE_N, False),
         Scoring(score_scale, variant, SCORED, REACH, SCORE, DERIVATIVE),
     )
@@ -240,8 +252,8 @@ def grad_q_kernel(
 
 
 class _KeyOperands(NamedTuple):
-    """What a key tile brings to its walk, and the tensors of the walked axis; lse, delta and dlse start at the head's first query.
-    out_tensor, dlse: only used without delta."""
+    """A key tile, and the tensors of queries; lse, delta and dlse start at the head's first query. out_tensor, dlse: only used
+    without delta. stream: of dropout."""
 
     k: Any
     v: Any
@@ -261,8 +273,16 @@ def _of_queries(base, query, q_len, KIND: tl.constexpr):
 
 
 @triton.jit
-def _walk_queries(state, operands, tile, entries, table, sizes, scoring, KIND: tl.constexpr):
-    """Adds dS^T Q and P^T dOut of entries of one kind to a key tile's dK and dV; with dropout, dK gets twice that."""
+def _add_queries(state, operands, tile, entries, table, sizes, scoring, KIND: tl.constexpr):
+    """Adds entries of one kind to a key tile's dK and dV, step by step; with dropout, dK gets twice its sum:
+
+    1. S^T = K Q^T
+    2. P^T = exp2(S^T - lse)
+    3. dV += P^T dO
+    4. dP^T = V dO^T
+    5. dS^T = P^T * (dP^T - delta)
+    6. dK += dS^T Q
+    """
     dk, dv = state
     k, v = operands.k, operands.v
     variant = scoring.variant
@@ -286,7 +306,7 @@ def _walk_queries(state, operands, tile, entries, table, sizes, scoring, KIND: t
         if KIND == CUT:
             exists = is_valid(entries.valid, query)
             q = tl.where(exists[:, None], q, 0.0)
-        scores = tl.dot(k, q.T, input_precision="ieee")
+        scores = tl.dot(k, q.T, input_precision="ieee")  # (1)
         if scoring.SCORED and (scoring.SCORE is not None or variant.rel_bias is not None):
             # Either may drop all of a query's pairs: their weights are then 0, not NaN.
             lse = tl.where(lse == -float("inf"), float("inf"), lse)
@@ -295,9 +315,9 @@ def _walk_queries(state, operands, tile, entries, table, sizes, scoring, KIND: t
             log2_sum += log2_share
         if scoring.SCORED:
             changed = scored(scores, place, sizes, scoring, KIND)
-            weights = tl.math.exp2(changed - log2_sum[None, :])
+            weights = tl.math.exp2(changed - log2_sum[None, :])  # (2)
         else:
-            weights = tl.math.exp2(scores * scoring.scale - log2_sum[None, :])
+            weights = tl.math.exp2(scores * scoring.scale - log2_sum[None, :])  # (2)
         if KIND != FULL:
             block = in_block(place, step, table, sizes)
             if KIND == CUT:
@@ -314,19 +334,20 @@ def _walk_queries(state, operands, tile, entries, table, sizes, scoring, KIND: t
             # The sign marks dropped pairs, so no mask has to stay in registers next to the sums.
             survives = kept_by_dropout(variant, operands.stream, place, sizes)
             weights = tl.where(survives, weights, -weights)
-            dv = tl.dot(tl.maximum(weights, 0.0).to(dout.dtype), dout, dv, input_precision="ieee")
+            dv = tl.dot(tl.maximum(weights, 0.0).to(dout.dtype), dout, dv, input_precision="ieee")  # (3)
         else:
-            dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision="ieee")
+            dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision="ieee")  # (3)
         if scoring.SCORED and variant.seed is None:
             # Not after the next product: the scores would then stay in registers during it.
             weights = times_derivative_of_function(weights, scores, place, sizes, scoring, KIND)
             weights = times_derivative_of_cap(weights, scores, scoring)
-        dweights = tl.dot(v, dout.T, input_precision="ieee")
+        dweights = tl.dot(v, dout.T, input_precision="ieee")  # (4)
         # Loaded only here: one delta per column costs sixteen registers per thread, and the products above need them all.
         if operands.delta is not None:
             delta = _of_queries(operands.delta, query, sizes.q_len, KIND)
         elif KIND == CUT:
             delta = tl.where(exists, delta, 0.0)
+        # (5)
         if variant.seed is not None:
             # Twice the kept weights as a sum. Twice the maximum above would stay in registers next to the weights.
             twice = (weights + tl.abs(weights)) * dweights
@@ -336,7 +357,7 @@ def _walk_queries(state, operands, tile, entries, table, sizes, scoring, KIND: t
         if scoring.SCORED and variant.seed is not None:
             dscores = times_derivative_of_function(dscores, scores, place, sizes, scoring, KIND)
             dscores = times_derivative_of_cap(dscores, scores, scoring)
-        dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")
+        dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")  # (6)
         position = upcoming
     return dk, dv
 
@@ -371,7 +392,7 @@ def _compute_grad_kv(slot, line, tensors, dk_tensor, dv_tensor, scale, rows, tab
         delta = None if tensors.delta is None else tensors.delta + row_line
         dlse = None if tensors.dlse is None else tensors.dlse + row_line
         operands = _KeyOperands(k, v, tensors.q, tensors.dout, tensors.out, tensors.lse + row_line, delta, dlse, stream)
-        dk, dv = walk_row(_walk_queries, (dk, dv), operands, tile, bounds, valid_queries, table, sizes, scoring)
+        dk, dv = add_row(_add_queries, (dk, dv), operands, tile, bounds, valid_queries, table, sizes, scoring)
     if is_cut(variant.kv_starts, variant.kv_lens):
         exists = is_valid(valid, first + tl.arange(0, TILE_N))
         dk, dv = tl.where(exists[:, None], dk, 0.0), tl.where(exists[:, None], dv, 0.0)
@@ -391,14 +412,7 @@ def grad_kv_kernel(
     dv_tensor,
     lse_ptr,
     delta_ptr,
-    mask_index,
-    col_ptr,
-    col_split,
-    col_order,
-    row_idx,
-    tile_idx,
-    tile_runs,
-    tile_bits,
+    table,
     mask_batch_stride,
     mask_head_stride,
     heads,
@@ -428,8 +442,8 @@ def grad_kv_kernel(
         slot, line,
         _Tensors(q_tensor, k_tensor, v_tensor, dout_tensor, None, lse_ptr, delta_ptr, None),
         dk_tensor, dv_tensor, scale,
-        TableRows(mask_index, mask_batch_stride, mask_head_stride, col_ptr, col_split, col_order, kv_blocks),
-        WalkedTable(row_idx, tile_idx, tile_runs, tile_bits, TABLE_BLOCK, SPARSE),
+        TableRows(table, mask_batch_stride, mask_head_stride, kv_blocks),
+        WalkedTable(table.index, table.tile_idx, table.tile_runs, table.tile_bits, TABLE_BLOCK, SPARSE),
         Sizes(heads, group, q_len, kv_len, DIM, DIM_V, TILE_M, TILE_N, True),
         Scoring(score_scale, variant, SCORED, REACH, SCORE, DERIVATIVE),
     )
@@ -448,20 +462,9 @@ def grad_qkv_kernel(
     dv_tensor,
     lse_ptr,
     dlse_ptr,
-    col_ptr,
-    col_split,
-    col_order,
-    row_idx,
-    col_tile_idx,
+    columns,
     kv_blocks,
-    mask_index,
-    row_ptr,
-    row_split,
-    row_order,
-    col_idx,
-    tile_idx,
-    tile_runs,
-    tile_bits,
+    rows,
     mask_batch_stride,
     mask_head_stride,
     heads,
@@ -484,8 +487,9 @@ def grad_qkv_kernel(
     DERIVATIVE: tl.constexpr,
     HAS_DLSE: tl.constexpr,
 ):
-    """``grad_kv_kernel`` and ``grad_q_kernel`` in one grid: for each key head the programs of its key tiles, which have more to do,
-    then those of the query tiles of each query head that shares it."""
+    """``grad_kv_kernel`` and ``grad_q_kernel`` in one grid. Each key head has the programs of its key tiles, which have more to do,
+    then the programs of the query tiles of all query heads that share the key head. columns, rows: the tables by key and by
+    query."""
     tensors = _Tensors(q_tensor, k_tensor, v_tensor, dout_tensor, out_tensor, lse_ptr, None, dlse_ptr if HAS_DLSE else None)
     key_tiles = tiles_of(kv_blocks, kv_len, TILE_N, TABLE_BLOCK, SPARSE)
     query_tiles = tiles_of(q_blocks, q_len, TILE_M, TABLE_BLOCK, SPARSE)
@@ -498,8 +502,8 @@ def grad_qkv_kernel(
             dk_tensor,
             dv_tensor,
             scale,
-            TableRows(mask_index, mask_batch_stride, mask_head_stride, col_ptr, col_split, col_order, kv_blocks),
-            WalkedTable(row_idx, col_tile_idx, tile_runs, tile_bits, TABLE_BLOCK, SPARSE),
+            TableRows(columns, mask_batch_stride, mask_head_stride, kv_blocks),
+            WalkedTable(columns.index, columns.tile_idx, columns.tile_runs, columns.tile_bits, TABLE_BLOCK, SPARSE),
             Sizes(heads, group, q_len, kv_len, DIM, DIM_V, TILE_M, TILE_N, True),
             Scoring(score_scale, variant, SCORED, REACH, SCORE, DERIVATIVE),  # in a variable, its constants would become tensors
         )
@@ -510,8 +514,8 @@ def grad_qkv_kernel(
             tensors,
             dq_tensor,
             scale,
-            TableRows(mask_index, mask_batch_stride, mask_head_stride, row_ptr, row_split, row_order, q_blocks),
-            WalkedTable(col_idx, tile_idx, tile_runs, tile_bits, TABLE_BLOCK, SPARSE),
+            TableRows(rows, mask_batch_stride, mask_head_stride, q_blocks),
+            WalkedTable(rows.index, rows.tile_idx, rows.tile_runs, rows.tile_bits, TABLE_BLOCK, SPARSE),
             Sizes(heads, group, q_len, kv_len, DIM, DIM_V, TILE_M, TILE_N, False),
             Scoring(score_scale, variant, SCORED, REACH, SCORE, DERIVATIVE),
         )
@@ -522,8 +526,8 @@ def attention_backward(
 ):
     """dq, dk, dv like q, k, v, and the gradient of variant.rel_bias if that is learned. dlse may be None.
 
-    Other tensors: contiguous rows, base and strides multiples of 16 bytes. one_launch: whether both passes share a launch, with
-    kv_config; None: if ``configs.takes_one_launch``. Raises ValueError if they shall and variant.rel_bias is learned.
+    one_launch: whether both passes share a launch, with kv_config; None: ``configs.takes_one_launch`` decides. Raises ValueError if
+    one_launch is True and variant.rel_bias is learned.
     """
     learned = variant is not None and variant.learned
     if one_launch and learned:
@@ -592,7 +596,8 @@ class _Passes(NamedTuple):
     has_dlse: bool
 
     def run(self, name: str, of_variant: tuple, config: Config | None) -> None:
-        """Launches grad_q, grad_kv, or grad_qkv, which is both, with a config, or with the GPU's; with a smaller one if need be."""
+        """Launches grad_q, grad_kv, or grad_qkv, which is both. config: defaults to the GPU's, or a smaller one if that does not
+        fit."""
         launch = getattr(self, name)
         if config is not None:
             launch(config, of_variant)
@@ -600,21 +605,16 @@ class _Passes(NamedTuple):
         q, v = self.tensors.q, self.tensors.v
         given, switches, kinds = of_variant
         block_size, dims = self.mask and self.mask.block_size, self.tensors.dims
-        config_of = grad_q_config if name == "grad_q" else grad_kv_config
-        config = config_of(q.dtype, q.shape[3], block_size, q.device, v.shape[3])
+        # Both passes in one launch take the tiles of dK and dV.
+        config = config_for("grad_q" if name == "grad_q" else "grad_kv", q.dtype, q.shape[3], block_size, q.device, v.shape[3])
         config = for_variant(config, "grad_kv" if name == "grad_kv" else "grad_q", family_of(q.device), given, switches, max(dims))
         facts = q.device, q.dtype, *dims, block_size, kinds, *switches.values(), self.has_dlse, given.rel_bias_gradient is not None
         run_within_memory(lambda config: launch(config, of_variant), config, lambda: (name, *facts))
 
     def grad_q(self, config: Config, of_variant: tuple) -> None:
         t, table = self.tensors, self.mask and self.mask.by_query
-        arguments = [
-            *self._tiles(config, "q k v out dout dq"),
-            t.lse,
-            t.dlse,
-            t.delta,
-            *walk_arguments(self.mask, table, t.q, t.k, t.lse),
-        ]
+        arguments = [*self._tiles(config, "q k v out dout dq"), t.lse, t.dlse, t.delta]
+        arguments += walk_arguments(self.mask, table, t.q, t.k, t.lse)
         grid = self._grid(self._query_tiles(config), t.q, t.k)
         self._launch(grad_q_kernel, config, of_variant, grid, arguments, config.tile_m, config.tile_n, HAS_DLSE=self.has_dlse)
 
@@ -626,20 +626,20 @@ class _Passes(NamedTuple):
 
     def grad_qkv(self, config: Config, of_variant: tuple) -> None:
         t, mask = self.tensors, self.mask
-        arguments = [*self._tiles(config, "q k v out dout dq dk dv"), t.lse, t.dlse]
-        arguments += [*((t.lse,) * 5 if mask is None else mask.by_key[:5]), 0 if mask is None else mask.by_key.row_order.shape[1]]
-        arguments += walk_arguments(mask, mask and mask.by_query, t.q, t.k, t.lse)
+        columns, *_, kv_blocks = walk_arguments(mask, mask and mask.by_key, t.q, t.k, t.lse)
+        rows = walk_arguments(mask, mask and mask.by_query, t.q, t.k, t.lse)
+        arguments = [*self._tiles(config, "q k v out dout dq dk dv"), t.lse, t.dlse, columns, kv_blocks, *rows]
         group = t.q.shape[1] // t.k.shape[1]
         grid = self._grid(self._key_tiles(config) + group * self._query_tiles(config), t.k, t.q)
-        rows = max(config.tile_m, config.tile_n)
-        self._launch(grad_qkv_kernel, config, of_variant, grid, arguments, rows, config.tile_n, HAS_DLSE=self.has_dlse)
+        largest = max(config.tile_m, config.tile_n)
+        self._launch(grad_qkv_kernel, config, of_variant, grid, arguments, largest, config.tile_n, HAS_DLSE=self.has_dlse)
 
-    def _grid(self, tiles: int, own: torch.Tensor, walked: torch.Tensor) -> tuple[int, int]:
-        """For ``tiles`` of each head of ``own``, which walk ``walked``."""
-        lines, rows = own.shape[0] * own.shape[1], walked.shape[2]
-        of_line = 2 * rows * sum(self.tensors.dims) * max(1, walked.shape[1] // own.shape[1])
-        together = heads_in_grid(of_line, rows, self.mask, lines, by_key=own is self.tensors.k)
-        return tiles * together, lines // together
+    def _grid(self, tiles: int, own: torch.Tensor, others: torch.Tensor) -> tuple[int, int]:
+        """The grid for ``tiles`` of each head of ``own``, which iterate over ``others``."""
+        batch_heads, rows = own.shape[0] * own.shape[1], others.shape[2]
+        bytes_of_head = 2 * rows * sum(self.tensors.dims) * max(1, others.shape[1] // own.shape[1])
+        together = heads_in_grid(bytes_of_head, rows, self.mask, batch_heads, by_key=own is self.tensors.k)
+        return tiles * together, batch_heads // together
 
     def _tiles(self, config: Config, names: str) -> list:
         dim, dim_v = self.tensors.dims
@@ -655,20 +655,13 @@ class _Passes(NamedTuple):
         return row_count(mask and mask.by_key, self.tensors.k.shape[2], config.tile_n, mask and mask.block_size)
 
     def _launch(self, kernel, config: Config, of_variant, grid, arguments, rows: int, step: int, **constants) -> None:
-        """rows: of the largest tile of results. step: tokens of the walked axis."""
+        """rows: of the largest tile of results. step: tokens that a step adds."""
         given, switches, kinds = of_variant
         dim, dim_v = self.tensors.dims
-        block = self.mask.block_size if self.mask else step
         # In the order of the kernel's signature.
-        constants = {"SPARSE": self.mask is not None, **switches, **constants}
-        constants = {
-            "DIM": dim,
-            "DIM_V": dim_v,
-            "TILE_M": config.tile_m,
-            "TILE_N": config.tile_n,
-            "TABLE_BLOCK": block,
-            **constants,
-        }
+        of_tiles = {"DIM": dim, "DIM_V": dim_v, "TILE_M": config.tile_m, "TILE_N": config.tile_n}
+        of_table = {"TABLE_BLOCK": self.mask.block_size if self.mask else step, "SPARSE": self.mask is not None}
+        constants = {**of_tiles, **of_table, **switches, **constants}
         arguments = [*arguments, self.scale, self.scale * LOG2_E.value, given]
         prepared = grid, arguments, constants, launch_options(config, given, switches, rows)
         self.recording.launch(kernel, prepared, (*length_specialized(self.tensors.q.shape[2]), *kinds))

@@ -37,15 +37,15 @@ from ..launch.launch import (
     walk_arguments,
 )
 from ..launch.order import heads_in_grid
-from .configs import family_of, for_variant, forward_config
+from .configs import config_for, family_of, for_variant
 from .dropout import dropout_stream, kept_by_dropout
 from .lengths import is_cut, is_valid
 from .scores import scored
-from .walks import Scoring, Sizes, in_block, place_of_step, query_tile, slot_and_line, tiles_of, valid_of_axes, walk_row
+from .walks import Scoring, Sizes, add_row, in_block, place_of_step, query_tile, slot_and_line, tiles_of, valid_of_axes
 
 
 class _Operands(NamedTuple):
-    """A tile of q, the tensors of the walked axis, and dropout's random stream."""
+    """A tile of q, the tensors of keys and values, and dropout's random stream."""
 
     q: Any
     k_tensor: Any
@@ -54,8 +54,13 @@ class _Operands(NamedTuple):
 
 
 @triton.jit
-def _walk(state, operands, tile, entries, table, sizes, scoring, KIND: tl.constexpr):
-    """Folds entries of one kind into the softmax state of a query tile."""
+def _add_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.constexpr):
+    """Folds entries of one kind into the softmax state of a query tile, step by step:
+
+    1. S = Q K^T
+    2. P = exp2(S - running_max), after running_max, running_sum and the accumulator have followed S
+    3. O += P V
+    """
     accumulator, running_max, running_sum = state
     variant = scoring.variant
     TILE_N: tl.constexpr = sizes.TILE_N
@@ -68,9 +73,10 @@ def _walk(state, operands, tile, entries, table, sizes, scoring, KIND: tl.conste
         upcoming = step_position(table, step + 1, last, TILE_N)
         place = place_of_step(tile, position, sizes)
         k = load_tile(operands.k_tensor, tile.batch, tile.kv_head, position, TILE_N, sizes.DIM)
-        scores = tl.dot(operands.q, k.T, input_precision="ieee")
+        scores = tl.dot(operands.q, k.T, input_precision="ieee")  # (1)
         if scoring.SCORED:
             scores = scored(scores, place, sizes, scoring, KIND)
+        # (2)
         if KIND == FULL and not scoring.SCORED:
             new_max = tl.maximum(running_max, tl.max(scores, 1) * scoring.scale)
             weights = tl.math.exp2(scores * scoring.scale - new_max[:, None])
@@ -99,7 +105,7 @@ def _walk(state, operands, tile, entries, table, sizes, scoring, KIND: tl.conste
         v = load_tile(operands.v_tensor, tile.batch, tile.kv_head, position, TILE_N, sizes.DIM_V)
         if KIND == CUT:  # a weight of 0 times anything is not always 0
             v = tl.where(exists[:, None], v, 0.0)
-        accumulator = tl.dot(weights.to(v.dtype), v, accumulator, input_precision="ieee")
+        accumulator = tl.dot(weights.to(v.dtype), v, accumulator, input_precision="ieee")  # (3)
         running_max = new_max
         position = upcoming
     return accumulator, running_max, running_sum
@@ -120,7 +126,7 @@ def _compute_tile(q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr, rows, table
     )
     valid, valid_keys = valid_of_axes(tile.first, tile.batch, sizes, variant)
     operands = _Operands(q, k_tensor, v_tensor, dropout_stream(variant, tile, sizes))
-    accumulator, running_max, running_sum = walk_row(_walk, state, operands, tile, bounds, valid_keys, table, sizes, scoring)
+    accumulator, running_max, running_sum = add_row(_add_keys, state, operands, tile, bounds, valid_keys, table, sizes, scoring)
     keeps_nothing = running_sum == 0.0
     query = tile.first + tl.arange(0, TILE_M)
     if is_cut(variant.q_starts, variant.q_lens):
@@ -143,14 +149,7 @@ def attention_forward_kernel(
     v_tensor,
     out_tensor,
     lse_ptr,
-    mask_index,
-    row_ptr,
-    row_split,
-    row_order,
-    col_idx,
-    tile_idx,
-    tile_runs,
-    tile_bits,
+    table,
     mask_batch_stride,
     mask_head_stride,
     heads,
@@ -176,8 +175,8 @@ def attention_forward_kernel(
     # fmt: off
     _compute_tile(
         q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr,
-        TableRows(mask_index, mask_batch_stride, mask_head_stride, row_ptr, row_split, row_order, q_blocks),
-        WalkedTable(col_idx, tile_idx, tile_runs, tile_bits, TABLE_BLOCK, SPARSE),
+        TableRows(table, mask_batch_stride, mask_head_stride, q_blocks),
+        WalkedTable(table.index, table.tile_idx, table.tile_runs, table.tile_bits, TABLE_BLOCK, SPARSE),
         Sizes(heads, group, q_len, kv_len, DIM, DIM_V, TILE_M, TILE_N, False),
         Scoring(score_scale, variant, SCORED, REACH, SCORE, DERIVATIVE),
     )
@@ -226,7 +225,7 @@ def _run(q, k, v, mask, scale, variant, config, beside, recording):
     if config is not None:
         launch(config)
         return out, lse
-    config = forward_config(q.dtype, head_dim, block_size, q.device, v_head_dim)
+    config = config_for("forward", q.dtype, head_dim, block_size, q.device, v_head_dim)
     config = for_variant(config, "forward", family_of(q.device), given, switches, max(dim, dim_v))
     run_within_memory(launch, config, lambda: ("forward", q.device, q.dtype, dim, dim_v, block_size, kinds, *switches.values()))
     return out, lse
