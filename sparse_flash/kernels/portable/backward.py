@@ -2,7 +2,14 @@
 
 The first pass iterates over the keys of each query tile and computes dQ. The second pass iterates over the queries of each key
 tile, through the transposed table, and computes dK and dV. One program writes each output once, in a fixed order, so gradients
-repeat bit for bit. Only the gradient of a relative bias is accumulated with atomics, in the first pass.
+repeat bit for bit. Only the gradient of a relative bias is accumulated with atomics, in the first pass. Comments number the
+products of a step; the second pass computes them transposed:
+
+    (1) S = Q K^T           P = exp2(S - lse)       lse and S in base 2
+    (2) dP = dO V^T         dS = P (dP - delta)     delta = rowsum(dO * O) - dLse
+    (3) dV += P^T dO
+    (4) dK += dS^T Q
+    (5) dQ += dS K
 
 Both passes may share one launch. The second pass then cannot wait for the delta of the first, and computes delta in each step.
 
@@ -98,14 +105,7 @@ class _QueryOperands(NamedTuple):
 
 @triton.jit
 def _add_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.constexpr):
-    """Adds entries of one kind to a query tile's dQ, and to ``beyond`` as in ``add_bias_gradient``, step by step:
-
-    1. S = Q K^T
-    2. P = exp2(S - lse)
-    3. dP = dO V^T
-    4. dS = P * (dP - delta)
-    5. dQ += dS K
-    """
+    """Adds entries of one kind to a query tile's dQ, and to ``beyond`` as in ``add_bias_gradient``."""
     dq, beyond = state
     variant = scoring.variant
     TILE_N: tl.constexpr = sizes.TILE_N
@@ -124,9 +124,9 @@ def _add_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.co
         scores = tl.dot(operands.q, k.T, input_precision="ieee")  # (1)
         if scoring.SCORED:
             changed = scored(scores, place, sizes, scoring, KIND)
-            weights = tl.math.exp2(changed - operands.lse[:, None])  # (2)
+            weights = tl.math.exp2(changed - operands.lse[:, None])
         else:
-            weights = tl.math.exp2(scores * scoring.scale - operands.lse[:, None])  # (2)
+            weights = tl.math.exp2(scores * scoring.scale - operands.lse[:, None])
         if KIND != FULL:
             block = in_block(place, step, table, sizes)
             if KIND == CUT:
@@ -138,11 +138,11 @@ def _add_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.co
             weights = times_derivative_of_function(weights, scores, place, sizes, scoring, KIND)
             if variant.rel_bias_gradient is None:
                 weights = times_derivative_of_cap(weights, scores, scoring)
-        dweights = tl.dot(operands.dout, v.T, input_precision="ieee")  # (3)
+        dweights = tl.dot(operands.dout, v.T, input_precision="ieee")  # (2)
         if variant.seed is not None:
             survives = kept_by_dropout(variant, operands.stream, place, sizes)
             dweights = tl.where(survives, dweights, 0.0) * (1.0 / (1.0 - variant.dropout_p))
-        dscores = weights * (dweights - operands.delta[:, None])  # (4)
+        dscores = weights * (dweights - operands.delta[:, None])
         if KIND == CUT:
             dscores = tl.where(exists[None, :], dscores, 0.0)
         if variant.rel_bias_gradient is not None:
@@ -274,15 +274,7 @@ def _of_queries(base, query, q_len, KIND: tl.constexpr):
 
 @triton.jit
 def _add_queries(state, operands, tile, entries, table, sizes, scoring, KIND: tl.constexpr):
-    """Adds entries of one kind to a key tile's dK and dV, step by step; with dropout, dK gets twice its sum:
-
-    1. S^T = K Q^T
-    2. P^T = exp2(S^T - lse)
-    3. dV += P^T dO
-    4. dP^T = V dO^T
-    5. dS^T = P^T * (dP^T - delta)
-    6. dK += dS^T Q
-    """
+    """Adds entries of one kind to a key tile's dK and dV; with dropout, dK gets twice its sum."""
     dk, dv = state
     k, v = operands.k, operands.v
     variant = scoring.variant
@@ -315,9 +307,9 @@ def _add_queries(state, operands, tile, entries, table, sizes, scoring, KIND: tl
             log2_sum += log2_share
         if scoring.SCORED:
             changed = scored(scores, place, sizes, scoring, KIND)
-            weights = tl.math.exp2(changed - log2_sum[None, :])  # (2)
+            weights = tl.math.exp2(changed - log2_sum[None, :])
         else:
-            weights = tl.math.exp2(scores * scoring.scale - log2_sum[None, :])  # (2)
+            weights = tl.math.exp2(scores * scoring.scale - log2_sum[None, :])
         if KIND != FULL:
             block = in_block(place, step, table, sizes)
             if KIND == CUT:
@@ -341,13 +333,12 @@ def _add_queries(state, operands, tile, entries, table, sizes, scoring, KIND: tl
             # Not after the next product: the scores would then stay in registers during it.
             weights = times_derivative_of_function(weights, scores, place, sizes, scoring, KIND)
             weights = times_derivative_of_cap(weights, scores, scoring)
-        dweights = tl.dot(v, dout.T, input_precision="ieee")  # (4)
+        dweights = tl.dot(v, dout.T, input_precision="ieee")  # (2)
         # Loaded only here: one delta per column costs sixteen registers per thread, and the products above need them all.
         if operands.delta is not None:
             delta = _of_queries(operands.delta, query, sizes.q_len, KIND)
         elif KIND == CUT:
             delta = tl.where(exists, delta, 0.0)
-        # (5)
         if variant.seed is not None:
             # Twice the kept weights as a sum. Twice the maximum above would stay in registers next to the weights.
             twice = (weights + tl.abs(weights)) * dweights
@@ -357,7 +348,7 @@ def _add_queries(state, operands, tile, entries, table, sizes, scoring, KIND: tl
         if scoring.SCORED and variant.seed is not None:
             dscores = times_derivative_of_function(dscores, scores, place, sizes, scoring, KIND)
             dscores = times_derivative_of_cap(dscores, scores, scoring)
-        dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")  # (6)
+        dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")  # (4)
         position = upcoming
     return dk, dv
 

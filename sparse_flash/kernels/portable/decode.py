@@ -156,7 +156,7 @@ def rows_of_cache(cache, page, token, page_stride, token_stride):
 @triton.jit
 def _add_steps(state, tile, queries, cache, split, table):
     """Folds a split into the softmax state. One loop has the entries of all kinds: separate loops would each wait for their first
-    keys. The steps are numbered as in ``forward``."""
+    keys. Products are numbered as in ``forward``."""
     accumulator, running_max, running_sum = state
     q, position = tile.q, tile.position
     TILE_N: tl.constexpr = cache.TILE_N
@@ -197,10 +197,10 @@ def _add_steps(state, tile, queries, cache, split, table):
         scores = tl.dot(q, keys.T, input_precision="ieee")  # (1)
         scores = tl.where(kept, scores * queries.score_scale, -float("inf"))
         new_max = tl.maximum(running_max, tl.max(scores, 1))
-        weights = tl.math.exp2(scores - new_max[:, None])  # (2)
+        weights = tl.math.exp2(scores - new_max[:, None])
         rescale = tl.math.exp2(running_max - new_max)
         running_sum = running_sum * rescale + tl.sum(weights, 1)
-        accumulator = tl.dot(weights.to(values.dtype), values, accumulator * rescale[:, None], input_precision="ieee")  # (3)
+        accumulator = tl.dot(weights.to(values.dtype), values, accumulator * rescale[:, None], input_precision="ieee")  # (2)
         running_max = new_max
     return accumulator, running_max, running_sum
 

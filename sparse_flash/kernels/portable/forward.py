@@ -55,11 +55,10 @@ class _Operands(NamedTuple):
 
 @triton.jit
 def _add_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.constexpr):
-    """Folds entries of one kind into the softmax state of a query tile, step by step:
+    """Folds entries of one kind into the softmax state of a query tile. Comments number the products of a step:
 
-    1. S = Q K^T
-    2. P = exp2(S - running_max), after running_max, running_sum and the accumulator have followed S
-    3. O += P V
+    (1) S = Q K^T           P = exp2(S - running_max)
+    (2) O += P V
     """
     accumulator, running_max, running_sum = state
     variant = scoring.variant
@@ -76,7 +75,6 @@ def _add_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.co
         scores = tl.dot(operands.q, k.T, input_precision="ieee")  # (1)
         if scoring.SCORED:
             scores = scored(scores, place, sizes, scoring, KIND)
-        # (2)
         if KIND == FULL and not scoring.SCORED:
             new_max = tl.maximum(running_max, tl.max(scores, 1) * scoring.scale)
             weights = tl.math.exp2(scores * scoring.scale - new_max[:, None])
@@ -105,7 +103,7 @@ def _add_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.co
         v = load_tile(operands.v_tensor, tile.batch, tile.kv_head, position, TILE_N, sizes.DIM_V)
         if KIND == CUT:  # a weight of 0 times anything is not always 0
             v = tl.where(exists[:, None], v, 0.0)
-        accumulator = tl.dot(weights.to(v.dtype), v, accumulator, input_precision="ieee")  # (3)
+        accumulator = tl.dot(weights.to(v.dtype), v, accumulator, input_precision="ieee")  # (2)
         running_max = new_max
         position = upcoming
     return accumulator, running_max, running_sum
