@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..common.config import Config, smaller
 from ..common.streams import current_device, raw_stream
 from ..common.tiles import Rows, TableTensors
+from ..common.variant import NO_VARIANT
 from .first_calls import compile_only, compiles_only, first_call, load, together
 from .memory import launched, make_room_for_graphs, within_memory, zeros_of_a_graph, zeros_of_stream
 from .replay import enter_context, known_call, remember
@@ -134,10 +135,11 @@ def launch(
     """
     # A tensor or its descriptor; the other dtypes follow from its dtype.
     first = arguments[0] if isinstance(arguments[0], torch.Tensor) else arguments[0].base
+    pointers = [tensor.data_ptr() for tensor in _tensors_in(arguments)]
     if isinstance(arguments[0], Rows):
         specialized = (*specialized, *(rows_specialized(a) for a in arguments if isinstance(a, Rows)))
     key = (kernel.fn, first.device, first.dtype, specialized, *options.values(), *constants.values())
-    aligned = not any(tensor.data_ptr() % 16 for tensor in _tensors_in(arguments))
+    aligned = not any(pointer % 16 for pointer in pointers)
     enter_context(first.device.index)
     if aligned and key in launched:
         if not compiles_only():
@@ -168,11 +170,11 @@ def launch(
 
 
 def _tensors_in(arguments: Iterable) -> Iterator[torch.Tensor]:
-    """Pointers, also those in records. A back end has checked the bases of descriptors and ``Rows``."""
+    """The tensors among these arguments, and in tuples among them."""
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
             yield argument
-        elif isinstance(argument, tuple) and not isinstance(argument, Rows):
+        elif isinstance(argument, tuple) and argument is not NO_VARIANT:
             yield from _tensors_in(argument)
 
 
