@@ -59,11 +59,6 @@ def rows_of(tensor: torch.Tensor, dim: int) -> Rows:
     return Rows(tensor, *(stride // piece for stride in strides), tokens, None if head_dim == dim else head_dim // piece)
 
 
-def rows_specialized(rows: Rows) -> tuple:
-    """The key by which Triton specializes ``Rows``. It specializes a tuple's integers whatever the kernel declares."""
-    return integers_specialized(rows[1:])
-
-
 def integers_specialized(numbers: Iterable[int | None]) -> tuple:
     """The key by which Triton specializes integers."""
     return tuple(number and (number == 1, number % 16 == 0, number >= 2**31) for number in numbers)
@@ -137,7 +132,8 @@ def launch(
     first = arguments[0] if isinstance(arguments[0], torch.Tensor) else arguments[0].base
     pointers = [tensor.data_ptr() for tensor in _tensors_in(arguments)]
     if isinstance(arguments[0], Rows):
-        specialized = (*specialized, *(rows_specialized(a) for a in arguments if isinstance(a, Rows)))
+        # Triton specializes a tuple's integers whatever the kernel declares.
+        specialized = (*specialized, *(integers_specialized(a[1:]) for a in arguments if isinstance(a, Rows)))
     key = (kernel.fn, first.device, first.dtype, specialized, *options.values(), *constants.values())
     aligned = not any(pointer % 16 for pointer in pointers)
     enter_context(first.device.index)

@@ -70,7 +70,6 @@ def refusal(compiled: CompiledKernel) -> str | None:
 _PARAMETER = re.compile(
     r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z](\d+)\s+(?:\.ptr\s+[^,\s]*\s*(?:\.align\s+\d+\s+)?)?\w+(?:\[(\d+)\])?"
 )
-_SIZES = {"i1": 1, "i8": 1, "u8": 1, "i16": 2, "u16": 2, "i32": 4, "u32": 4, "i64": 8, "u64": 8, "fp32": 4, "fp64": 8}
 _FORMATS = {"i1": "?", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I", "i64": "q", "u64": "Q"}
 _FORMATS |= {"fp32": "f", "fp64": "d"}
 _SCRATCH = ("*i8", "*i8")  # global and profiler scratch; null if a kernel requests none
@@ -108,7 +107,7 @@ def _parts(kind: str) -> list[str]:
 
 
 def _size(kind: str) -> int:
-    return 8 if kind.startswith("*") else 128 if kind == "map" else _SIZES.get(kind, 0)
+    return 8 if kind.startswith("*") else 128 if kind == "map" else struct.calcsize(_FORMATS.get(kind, ""))
 
 
 def _hooked() -> bool:
