@@ -256,7 +256,7 @@ def launch_or_repeat(kernel, mask, key: tuple | None, inputs: tuple[torch.Tensor
     """
     device = inputs[0].device
     if key is not None:
-        key = kernel.fn, times_read(), device, *key, *((t.dtype, t.shape, t.stride()) for t in inputs)
+        key = kernel.fn, times_read(), device, *key, *[(t.dtype, t.shape, t.stride()) for t in inputs]
         known = known_call(mask, key)
         if known is not None:
             made = [make() for make in known.facts]
