@@ -34,6 +34,7 @@ from triton.runtime.jit import JITCallable
 from sparse_flash.backends import Call, hopper
 from sparse_flash.kernels.common.tiles import Rows
 from sparse_flash.kernels.hopper import backward, forward, paired_backward, wide_backward
+from sparse_flash.kernels.launch.launch import Recording
 from sparse_flash.kernels.selection import hopper_backward as selection_backward
 from sparse_flash.kernels.selection import hopper_forward as selection_forward
 
@@ -672,34 +673,27 @@ PARTITIONED = (
 
 def run_partitioned(kernel, grid, arguments, constants, options) -> None:
     """In place of ``launch``, for a kernel of several partitions."""
-    world = World(_Launches.seed, grid)
+    world = World(_seed, grid)
     given = (*map(_argument, arguments), *map(ordinary, constants.values()))
     for program in np.ndindex(*grid):
         world.start(ordinary(kernel), given, program, options["num_warps"], "the first partition")
     world.run()
 
 
-class _Launches:
-    """In place of ``Recording``: runs each launch."""
+_seed = 0
 
-    seed = 0
 
-    def __init__(self, *_, **__):
-        pass
-
-    def launch(self, kernel, prepared, specialized=(), beside=None):
-        grid, arguments, constants, options = prepared
-        if kernel in PARTITIONED:
-            run_partitioned(kernel, grid, arguments, constants, options)
-            return
-        run, given = ordinary(kernel), [*map(_argument, arguments), *map(ordinary, constants.values())]
-        for program in np.ndindex(*grid):
-            _sequential.append((program, grid))
-            run(*given)
-            _sequential.pop()
-
-    def finish(self):
-        pass
+def _launch(recording, kernel, prepared, specialized=(), beside=None):
+    """In place of ``Recording.launch``."""
+    grid, arguments, constants, options = prepared
+    if kernel in PARTITIONED:
+        run_partitioned(kernel, grid, arguments, constants, options)
+        return
+    run, given = ordinary(kernel), [*map(_argument, arguments), *map(ordinary, constants.values())]
+    for program in np.ndindex(*grid):
+        _sequential.append((program, grid))
+        run(*given)
+        _sequential.pop()
 
 
 def _argument(value):
@@ -730,10 +724,12 @@ SUPPORTS = hopper.supports
 @contextlib.contextmanager
 def gluon_on_cpu(seed: int = 0):
     """Within it, backend="hopper" runs float16 on the CPU. seed: of the order of events."""
-    _Launches.seed = seed
+    global _seed
+    _seed = seed
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recording, "launch", _launch)
+        patch.setattr(Recording, "finish", lambda recording: None)
         for module in (forward, backward):
-            patch.setattr(module, "Recording", _Launches)
             patch.setattr(module, "tile_queue", lambda device: torch.zeros(2, dtype=torch.int32))
         for module in (selection_forward, selection_backward):
             patch.setattr(module, "launch", run_partitioned)

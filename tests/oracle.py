@@ -94,7 +94,7 @@ def poisoned_memory():
         return filled
 
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")):
             patch.setattr(owner, name, poisoned(getattr(owner, name)))
         yield
     # Its first compilation lists PyTorch's functions: were they poisoned then, it would know the real ones no more.

@@ -28,7 +28,7 @@ from triton.compiler import ASTSource
 
 from sparse_flash.kernels.common.config import padded_head_dim
 from sparse_flash.kernels.common.gluon import GluonASTSource
-from sparse_flash.kernels.common.tiles import Rows
+from sparse_flash.kernels.common.tiles import Rows, TableTensors
 from sparse_flash.kernels.common.variant import NO_SWITCHES, NO_VARIANT, KernelVariant, launch_options
 from sparse_flash.kernels.hopper import backward as hopper_backward
 from sparse_flash.kernels.hopper import configs as hopper_configs
@@ -210,6 +210,7 @@ def arguments(kernel, types: dict[str, str | tuple], constants: dict) -> tuple[d
     """(signature, constants, attributes) of a kernel, as the compiler expects them. types: of arguments whose names do not
     determine them; a tuple's by field, None for absent ones. Pointers are aligned to 16 bytes."""
     signature, attributes, constants = {}, {}, dict(constants)
+    types = {**dict.fromkeys(("table", "columns", "rows"), TableTensors(*["*i32"] * len(TableTensors._fields))), **types}
     for position, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
@@ -217,8 +218,8 @@ def arguments(kernel, types: dict[str, str | tuple], constants: dict) -> tuple[d
             fields = types[name]
             signature[name] = type(fields)(*("constexpr" if field is None else field for field in fields))
             constants |= {(position, number): None for number, field in enumerate(fields) if field is None}
-            if isinstance(fields, Rows):
-                attributes[(position, 0)] = [["tt.divisibility", 16]]
+            aligned = range(1) if isinstance(fields, Rows) else range(len(fields)) if isinstance(fields, TableTensors) else ()
+            attributes |= {(position, number): [["tt.divisibility", 16]] for number in aligned}
         elif name in types:
             signature[name] = types[name]
             if types[name].startswith("*"):

@@ -22,7 +22,7 @@ from triton.runtime.jit import create_function_from_signature
 
 import sparse_flash as sf
 from sparse_flash.kernels.common.gluon import GluonASTSource
-from sparse_flash.kernels.launch.launch import FUSED
+from sparse_flash.kernels.launch.launch import FUSED, Recording
 from sparse_flash.kernels.selection import backward, decode, forward, hopper_backward, hopper_forward, lists, newest_blocks
 from sparse_flash.selection import by_hopper_kernels, by_kernels
 
@@ -71,8 +71,11 @@ def report(case: tuple, known: set, kernel, grid, arguments, constants, options,
     print(json.dumps(row | resources(result.asm["cubin"])), flush=True)
 
 
-def report_decoding(case: tuple, known: set, kernel, mask, key, tensors, prepared) -> None:
-    report(case, known, kernel, *prepared())
+def report_decoding(case: tuple, known: set, kernel, mask, key, inputs, run):
+    """In place of ``launch_or_repeat``."""
+    recording = Recording(mask, key, ())
+    recording.launch = lambda kernel, prepared: report(case, known, kernel, *prepared)
+    return run(recording)
 
 
 def compile_case(case: tuple, known: set, dtype=torch.bfloat16) -> None:

@@ -108,15 +108,9 @@ def supports(call: Call) -> str | None:
 def forward(q, k, v, mask, scale, deterministic, variant):
     if variant is None and triton_backend.few_queries(q, k):
         return triton_backend.forward(q, k, v, mask, scale, deterministic, variant)
-    if done := _kernels().repeated_forward(q, k, v, mask, scale, variant):
-        return done
-    ready = [triton_backend.addressable(t) for t in (q, k, v)]
-    beside = None
-    if q.requires_grad or k.requires_grad or v.requires_grad:
-        beside = partial(triton_backend.compile_backward, backward, *ready, mask, scale, deterministic, variant)
-    with triton_backend.current_device(q.device):
-        out, lse = _kernels().attention_forward(*ready, mask, scale, variant, beside=beside)
-    return triton_backend.restored_out(out, ready[0], q, v), lse
+    trains = q.requires_grad or k.requires_grad or v.requires_grad
+    beside = partial(triton_backend.compile_backward, backward, q, k, v, mask, scale, deterministic, variant) if trains else None
+    return _kernels().attention_forward(q, k, v, mask, scale, variant, beside=beside)
 
 
 def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant):
@@ -143,7 +137,6 @@ def backward_of_parts(dout, dlse, q, out, lse, parts, scale):
 
 class _Kernels(NamedTuple):
     attention_forward: Callable
-    repeated_forward: Callable
     attention_backward: Callable
     repeated_backward: Callable
     backward_of_parts: Callable
@@ -154,10 +147,9 @@ class _Kernels(NamedTuple):
 def _kernels() -> _Kernels:
     """Imported on demand, as they import triton."""
     from ..kernels.hopper.backward import BackwardOfParts, attention_backward, repeated_backward, sum_alike
-    from ..kernels.hopper.forward import attention_forward, repeated_forward
+    from ..kernels.hopper.forward import attention_forward
 
-    of_passes = attention_forward, repeated_forward, attention_backward, repeated_backward
-    return _Kernels(*of_passes, BackwardOfParts, sum_alike)
+    return _Kernels(attention_forward, attention_backward, repeated_backward, BackwardOfParts, sum_alike)
 
 
 decode = triton_backend.decode

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
 from functools import cache, partial
 from importlib.util import find_spec
 
@@ -11,9 +10,13 @@ import numpy
 import torch
 
 from ..compat.dynamo import constant_in_graphs
-from ..kernels.common.streams import current_gpu
+from ..kernels.common.layout import addressable as addressable
+from ..kernels.common.layout import is_addressable as is_addressable
+from ..kernels.common.layout import restored as restored
+from ..kernels.common.layout import restored_out, unbroken
+from ..kernels.common.streams import current_device as current_device
 from ..variant.variant import LEARNED
-from . import Call, empty_out
+from . import Call
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
@@ -105,28 +108,18 @@ def supports(call: Call) -> str | None:
 def forward(q, k, v, mask, scale, deterministic, variant):
     if variant is None and few_queries(q, k):
         return _decode(q, k, v, mask, scale, at_end=False)
-    from ..kernels.portable.forward import attention_forward, repeated_forward
+    from ..kernels.portable.forward import attention_forward
 
-    if variant is None and (done := repeated_forward(q, k, v, mask, scale)):
-        return done
-    ready = [addressable(t) for t in (q, k, v)]
     trains = q.requires_grad or k.requires_grad or v.requires_grad
-    beside = partial(compile_backward, backward, *ready, mask, scale, deterministic, variant) if trains else None
-    with current_device(q.device):
-        out, lse = attention_forward(*ready, mask, scale, variant, beside=beside)
-    return restored_out(out, ready[0], q, v), lse
+    beside = partial(compile_backward, backward, q, k, v, mask, scale, deterministic, variant) if trains else None
+    return attention_forward(q, k, v, mask, scale, variant, beside=beside)
 
 
 def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant):
     # Two passes without atomics, except for the gradient of rel_bias: repeatable whether requested or not.
-    from ..kernels.portable.backward import attention_backward, repeated_backward
+    from ..kernels.portable.backward import attention_backward
 
-    if variant is None and (done := repeated_backward(dout, dlse, q, k, v, out, lse, mask, scale)):
-        return done
-    dout, out, *ready = (addressable(t) for t in (dout, out, q, k, v))
-    with current_device(q.device):
-        grads = attention_backward(dout, dlse, *ready, out, lse, mask, scale, variant)
-    return *map(restored, grads[:3], ready, (q, k, v)), *grads[3:]
+    return attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant)
 
 
 def compile_backward(backward, q, k, v, mask, scale, deterministic, variant) -> None:
@@ -148,8 +141,7 @@ def _decode(q, k, v, mask, scale, **options):
     from ..kernels.portable.decode import attention_decode
 
     ready = [unbroken(t) for t in (q, k, v)]
-    with current_device(q.device):
-        out, lse = attention_decode(*ready, mask, scale, **options)
+    out, lse = attention_decode(*ready, mask, scale, **options)
     return restored_out(out, ready[0], q, v), lse
 
 
@@ -160,48 +152,3 @@ def few_queries(q: torch.Tensor, k: torch.Tensor) -> bool:
     from ..kernels.launch.launch import multiprocessors
 
     return q.shape[0] * q.shape[1] < multiprocessors(q.device)
-
-
-_AS_IT_IS = nullcontext()
-
-
-def current_device(device: torch.device):
-    """Triton launches on the current GPU, which need not be the tensors' GPU."""
-    if device.type != "cuda" or device.index == current_gpu():  # type: ignore[misc]  # None only in builds without GPUs
-        return _AS_IT_IS
-    return torch.cuda.device(device)
-
-
-def is_addressable(tensor: torch.Tensor) -> bool:
-    """Whether TMA can address it: it needs a contiguous last dimension, and a base and strides that are multiples of 16 bytes;
-    results like the tensor then meet this too. Projections of q, k and v in one tensor qualify, and either order of tokens and
-    heads, if head dimensions are multiples of 8."""
-    unit = 16 // tensor.element_size()
-    *strides, last = tensor.stride()
-    pieces = strides[0] | strides[1] | strides[2] | tensor.shape[3]
-    # No stride is 0, and all are multiples of 16 bytes.
-    return last == 1 and not tensor.data_ptr() % 16 and all(strides) and not pieces % unit
-
-
-def addressable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if TMA can address it, otherwise a copy with rows padded to multiples of 16 bytes."""
-    if is_addressable(tensor):
-        return tensor
-    padded = torch.nn.functional.pad(tensor, (0, -tensor.shape[3] % (16 // tensor.element_size())))
-    return padded.clone(memory_format=torch.contiguous_format)  # contiguous() would keep odd strides of size-1 dimensions
-
-
-def unbroken(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if its last dimension is contiguous, otherwise a copy."""
-    return tensor if tensor.stride(-1) == 1 else tensor.clone(memory_format=torch.contiguous_format)
-
-
-def restored(result: torch.Tensor, ready: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Converts a result like ``ready`` to one like ``tensor``: its head_dim and memory order."""
-    return result if ready is tensor else torch.empty_like(tensor).copy_(result[..., : tensor.shape[3]])
-
-
-def restored_out(out: torch.Tensor, ready: torch.Tensor, q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Converts out of a kernel that received ``ready`` instead of q: v's head_dim, in q's memory order."""
-    fits = ready is q and out.shape[3] == v.shape[3]
-    return out if fits else empty_out(q, v.shape[3]).copy_(out[..., : v.shape[3]])

@@ -16,9 +16,10 @@ class AttentionCall(NamedTuple):
 
     q: (batch, heads, q_len, head_dim). k: (batch, kv_heads, kv_len, head_dim). v: (batch, kv_heads, kv_len, v_head_dim). All are in
     the dtype that autocast asks for.
-    mask: as the caller passed it, or as read from another library's mask. table: what a back end reads, None for dense attention and
-    for a selection of blocks; spec text if the operator looks up the table. scale: None within torch.compile, for 1 / sqrt(head_dim). deterministic: True or False, never None. backend: the one that
-    runs the call; "auto" if the operator chooses. sinks: (heads,) or None.
+    mask: as the caller passed it, or as read from another library's mask. table: what a back end reads, None for dense attention
+    and for a selection of blocks; spec text if the operator looks up the table. scale: None within torch.compile, for
+    1 / sqrt(head_dim). deterministic: True or False, never None. backend: the one that runs the call; "auto" if the operator
+    chooses. sinks: (heads,) or None.
     """
 
     q: torch.Tensor

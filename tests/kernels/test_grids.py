@@ -114,13 +114,13 @@ def test_hopper_launches_have_one_axis(monkeypatch):
         pytest.skip("the launches themselves are tested on a GPU")
     import gluon_on_cpu as emulated
 
-    found, launch = {}, emulated._Launches.launch
+    found, launch = {}, emulated._launch
 
-    def seen(self, kernel, prepared, *rest, **options):
+    def seen(recording, kernel, prepared, *rest):
         found[kernel.fn.__name__] = prepared[0]
-        launch(self, kernel, prepared, *rest, **options)
+        launch(recording, kernel, prepared, *rest)
 
-    monkeypatch.setattr(emulated._Launches, "launch", seen)
+    monkeypatch.setattr(emulated, "_launch", seen)
     sizes = {"batch": 2, "heads": 2, "head_dim": 64, "dtype": torch.float16}
     with heavy_rows_split():
         mask = sf.compile_mask("causal | sinks(130)", 300, 300, 128)

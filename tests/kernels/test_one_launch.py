@@ -10,6 +10,7 @@ from sparse_flash import backends
 if reason := backends.backend("triton").available():
     pytest.skip(reason, allow_module_level=True)
 
+from sparse_flash.kernels.launch.launch import Recording
 from sparse_flash.kernels.portable import backward, configs
 from sparse_flash.variant.variant import Variant
 
@@ -20,14 +21,14 @@ parametrize = pytest.mark.parametrize
 @pytest.fixture
 def one_launch(monkeypatch):
     """Every backward pass takes one launch. Returns the names of the kernels launched."""
-    launched, launch = [], backward.Recording.launch
+    launched, launch = [], Recording.launch
 
     def seen(recording, kernel, *rest):
         launched.append(kernel.fn.__name__)
         launch(recording, kernel, *rest)
 
     monkeypatch.setattr(configs, "ONE_LAUNCH_TOKENS", 1 << 20)
-    monkeypatch.setattr(backward.Recording, "launch", seen)
+    monkeypatch.setattr(Recording, "launch", seen)
     return launched
 
 

@@ -1,4 +1,4 @@
-"""Repeated launches: a stand-in for the CUDA driver reads what it is passed; packing parameters needs no GPU."""
+"""Replayed launches: a stand-in for the CUDA driver reads its arguments; packing parameters needs no GPU."""
 
 import ctypes
 import struct
@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from sparse_flash.kernels.common.variant import KernelVariant
-from sparse_flash.kernels.launch import replay
+from sparse_flash.kernels.launch import launch, replay
 from sparse_flash.kernels.launch.launch import described
 
 PTX = """
@@ -98,7 +98,7 @@ def inputs():
 
 
 def call(kernel, arguments, tensors, rooms=()):
-    return replay.ReplayedCall([replay.Replay(kernel, (3, 2), arguments, tensors, rooms)], tensors, None)
+    return replay.ReplayedCall([(kernel, (3, 2), arguments)], tensors, rooms)
 
 
 @pytest.fixture
@@ -128,6 +128,35 @@ def test_a_launch_made_again_has_the_parameters_of_the_first_and_the_addresses_o
     assert int.from_bytes(values[10], "little") == 2 and struct.unpack("f", values[11]) == (0.5,)
     assert int.from_bytes(values[12], "little") == moved[2].data_ptr()
     assert values[13:] == [bytes(8)] * 2
+
+
+def test_the_third_call_of_a_kind_is_replayed_with_results_of_its_own(driver, monkeypatch):
+    launched, counters = [], [torch.zeros(1, dtype=torch.int64) for _ in range(9)]
+    mask, kernel = type("Mask", (), {})(), types.SimpleNamespace(fn=None)
+    monkeypatch.setattr(launch, "launch", lambda *given: launched.append(given) or compiled())
+
+    def called(q, key=(0.5,)):
+        def run(recording):
+            results, counter = recording.fresh(torch.zeros(400)), recording.each_time(counters.pop)
+            arguments = [described(q, 64, 16), results[200:], 2, 1, 0.5, KernelVariant(counter)]
+            recording.launch(kernel, ((3, 2), arguments, {"DIM": 16}, {}))
+            return results, counter
+
+        return launch.launch_or_repeat(kernel, mask, key, (q,), run)
+
+    q = torch.zeros(1, 2, 100, 16, dtype=torch.float16)
+    before = [called(q)[0] for _ in range(2)]
+    assert len(launched) == 2 and not driver.launches
+    other = q.clone()
+    results, counter = called(other)
+    assert len(launched) == 2 and results.shape == (400,) and all(results is not one for one in before)
+    values = driver.launches[-1][3]
+    assert struct.unpack("<16Q", values[0])[0] == other.data_ptr()
+    assert [int.from_bytes(values[i], "little") for i in (9, 12)] == [results.data_ptr() + 800, counter.data_ptr()]
+    called(q.transpose(1, 2).contiguous().transpose(1, 2))
+    called(q, (0.25,))
+    called(q, None)
+    assert len(launched) == 5 and len(driver.launches) == 1
 
 
 def test_tensors_that_were_one_when_a_launch_was_recorded_are_not_told_apart_but_launched_anew(driver):
@@ -218,6 +247,6 @@ def test_what_cannot_be_launched_again_says_why_in_a_sentence(driver, monkeypatc
     assert "clusters" in replay.refusal(compiled(num_ctas=2))
     assert "scratch" in replay.refusal(compiled(global_scratch_size=64))
     changed = PTX.replace(".param .f32 some_kernel_param_11,", ".param .f64 some_kernel_param_11,")
-    assert "not those that it was tested with" in replay.refusal(compiled(ptx=changed))
+    assert "other parameters than" in replay.refusal(compiled(ptx=changed))
     monkeypatch.setattr(replay, "_driver", lambda: None)
     assert "libcuda" in replay.refusal(compiled())

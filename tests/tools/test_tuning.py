@@ -52,7 +52,7 @@ def builtin(kernel="forward", block_size=BLOCK) -> configs.Config:
 
 
 def asked() -> configs.Config:
-    return configs.forward_config(torch.float16, DIM, BLOCK, CPU)
+    return configs.config_for("forward", torch.float16, DIM, BLOCK, CPU)
 
 
 def test_a_choice_is_used_at_once_and_by_other_processes_and_the_built_in_one_takes_it_back():
@@ -62,7 +62,7 @@ def test_a_choice_is_used_at_once_and_by_other_processes_and_the_built_in_one_ta
     program = (
         "import torch; from sparse_flash.kernels.launch import tuned; from sparse_flash.kernels.portable import configs;"
         "tuned.gpu_name = lambda device: 'Test GPU';"
-        f"print(configs.forward_config(torch.float16, {DIM}, {BLOCK}, torch.device('cpu')))"
+        f"print(configs.config_for('forward', torch.float16, {DIM}, {BLOCK}, torch.device('cpu')))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(chosen)
@@ -73,7 +73,7 @@ def test_a_choice_is_used_at_once_and_by_other_processes_and_the_built_in_one_ta
 def test_choices_for_other_keys_stay():
     dense, sparse = keep(block_size=None), keep()
     keep("grad_q", number=1)
-    assert asked() == sparse and configs.forward_config(torch.float16, DIM, None, CPU) == dense
+    assert asked() == sparse and configs.config_for("forward", torch.float16, DIM, None, CPU) == dense
     assert tuned.count(tuned.cache_file()) == 3
 
 
@@ -100,7 +100,7 @@ def test_a_choice_for_another_key_is_not_used(changed):
 
 def test_a_choice_for_a_head_dim_of_v_is_used_for_it_and_no_other():
     chosen = keep(v_head_dim=128)
-    assert asked() == builtin() and configs.forward_config(torch.float16, DIM, BLOCK, CPU, 128) == chosen
+    assert asked() == builtin() and configs.config_for("forward", torch.float16, DIM, BLOCK, CPU, 128) == chosen
 
 
 def test_a_file_that_knows_no_head_dim_of_v_is_read_as_of_one_head_dim(cache):
@@ -139,8 +139,11 @@ def test_a_corrupt_file_is_one_warning_that_names_it_and_the_way_out(cache, text
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert asked() == builtin()
-        assert configs.forward_config(torch.float16, 128, None, CPU) == configs.candidates("forward", torch.float16, 128, None)[0]
-        configs.grad_kv_config(torch.float16, DIM, BLOCK, CPU)
+        assert (
+            configs.config_for("forward", torch.float16, 128, None, CPU)
+            == configs.candidates("forward", torch.float16, 128, None)[0]
+        )
+        configs.config_for("grad_kv", torch.float16, DIM, BLOCK, CPU)
     assert len(caught) == 1
     assert str(cache) in str(caught[0].message) and "delete the file" in str(caught[0].message)
 
@@ -185,8 +188,7 @@ def test_the_hopper_kernels_have_choices_of_their_own(kernel):
 @pytest.mark.parametrize("kernel", configs.KERNELS)
 def test_candidates_are_few_distinct_and_start_with_the_built_in_config(kernel, dtype, head_dim, block_size):
     found = configs.candidates(kernel, dtype, head_dim, block_size)
-    ask = {"forward": configs.forward_config, "grad_q": configs.grad_q_config, "grad_kv": configs.grad_kv_config}[kernel]
-    assert found[0] == ask(dtype, head_dim, block_size, CPU)
+    assert found[0] == configs.config_for(kernel, dtype, head_dim, block_size, CPU)
     assert 1 < len(found) <= configs.MOST_CANDIDATES and len(set(found)) == len(found)
     for config in found:
         for tile in (config.tile_m, config.tile_n):

@@ -1,4 +1,4 @@
-"""Private names of Triton, and differences between its releases; ``gluon.py`` has those of Gluon."""
+"""Private names of Triton, and differences between its releases; ``gluon.py`` has the same for Gluon."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""The memory order of results: for launchers, back ends and the operators' fake implementations. Imports no triton."""
+"""How tensors lie in memory: which ones kernels take, copies of the others, and the memory order of results. Imports no triton."""
 
 import torch
 
@@ -12,3 +12,38 @@ def empty_out(q: torch.Tensor, v_head_dim: int, device=None) -> torch.Tensor:
     outermost_first = range(4) if 0 in strides else sorted(range(4), key=lambda axis: (-strides[axis], axis))
     back = [outermost_first.index(axis) for axis in range(4)]
     return q.new_empty([shape[axis] for axis in outermost_first], device=device).permute(back)
+
+
+def is_addressable(tensor: torch.Tensor) -> bool:
+    """Whether TMA can address it: it needs a contiguous last dimension, and a base and strides that are multiples of 16 bytes;
+    results like the tensor then meet this too. Projections of q, k and v in one tensor qualify, and either order of tokens and
+    heads, if head dimensions are multiples of 8."""
+    unit = 16 // tensor.element_size()
+    *strides, last = tensor.stride()
+    pieces = strides[0] | strides[1] | strides[2] | tensor.shape[3]
+    # No stride is 0, and all are multiples of 16 bytes.
+    return last == 1 and not tensor.data_ptr() % 16 and all(strides) and not pieces % unit
+
+
+def addressable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself if TMA can address it, otherwise a copy with rows padded to multiples of 16 bytes."""
+    if is_addressable(tensor):
+        return tensor
+    padded = torch.nn.functional.pad(tensor, (0, -tensor.shape[3] % (16 // tensor.element_size())))
+    return padded.clone(memory_format=torch.contiguous_format)  # contiguous() would keep odd strides of size-1 dimensions
+
+
+def unbroken(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself if its last dimension is contiguous, otherwise a copy."""
+    return tensor if tensor.stride(-1) == 1 else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def restored(result: torch.Tensor, ready: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Converts a result like ``ready`` to one like ``tensor``: its head_dim and memory order."""
+    return result if ready is tensor else torch.empty_like(tensor).copy_(result[..., : tensor.shape[3]])
+
+
+def restored_out(out: torch.Tensor, ready: torch.Tensor, q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Converts out of a kernel that received ``ready`` instead of q: v's head_dim, in q's memory order."""
+    fits = ready is q and out.shape[3] == v.shape[3]
+    return out if fits else empty_out(q, v.shape[3]).copy_(out[..., : v.shape[3]])

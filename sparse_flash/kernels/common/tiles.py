@@ -1,7 +1,7 @@
-"""What the forward and backward kernels share: tile loads, lookup table reads, and masks.
+"""Tile loads, reads of the lookup table, and masks, for the forward and backward kernels.
 
-Kernels walk *steps*. A table entry is a block of TABLE_BLOCK x TABLE_BLOCK pairs; a step is the part of it that one iteration
-computes. The kind of a walk is fixed at compile time: the loop over full blocks contains no mask code at all.
+Kernels iterate over *steps*. A table entry is a block of TABLE_BLOCK x TABLE_BLOCK pairs; a step is the part of an entry that one
+iteration computes. The kind of a loop's entries is fixed at compile time: the loop over full blocks contains no mask code at all.
 """
 
 from typing import Any, NamedTuple
@@ -16,20 +16,20 @@ LN_2 = tl.constexpr(0.6931471805599453)
 # Below every score and finite, so a row that has kept nothing yet needs no guard: exp2(-inf - FLOOR) is 0, not NaN.
 FLOOR = tl.constexpr(-3.0e38)
 
-# Kinds of walks, in the order of a table's row. A dense walk has no tiles: it treats its ragged end as kind RUNS.
+# Kinds of entries, in the order of a table's row. A dense loop has no tiles: it treats its ragged end as kind RUNS.
 FULL = tl.constexpr(0)
 RUNS = tl.constexpr(1)
 BITS = tl.constexpr(2)
-# Entries of any of those kinds with some nonexistent tokens, which may hold anything. One walk serves all of them, as another copy
-# of the body would cost the other walks registers.
+# Entries of any kind with some nonexistent tokens, which may hold anything. One loop has all of them, as another copy of the body
+# would cost the other loops registers.
 CUT = tl.constexpr(3)
 
 
 class WalkedTable(NamedTuple):
-    """The entries that a kernel walks, row after row. A dense walk (SPARSE False) has none: its entries are its steps.
+    """The entries that a kernel iterates over, row after row. A dense loop (SPARSE False) has none: its entries are its steps.
 
-    index: the block of each entry along the walked axis. tile_idx, tile_runs, tile_bits: its mask tile. BLOCK: pairs on either side
-    of an entry.
+    index: the block of each entry along the axis of the loop. tile_idx, tile_runs, tile_bits: its mask tile. BLOCK: pairs on either
+    side of an entry.
     """
 
     index: Any
@@ -40,22 +40,31 @@ class WalkedTable(NamedTuple):
     SPARSE: Any
 
 
-class TableRows(NamedTuple):
-    """Where the rows of a table's masks begin. mask_index: the mask of each head. order: rows by weight, None if a kernel does not
-    use it. count: rows of a mask."""
+class TableTensors(NamedTuple):
+    """A table as kernels take it: see ``masks.table.Table``. mask_index: the mask of each head. order: rows by weight."""
 
     mask_index: Any
-    batch_stride: Any
-    head_stride: Any
     ptr: Any
     split: Any
     order: Any
+    index: Any
+    tile_idx: Any
+    tile_runs: Any
+    tile_bits: Any
+
+
+class TableRows(NamedTuple):
+    """The rows of a table. count: rows of a mask. Strides: of the mask index."""
+
+    table: Any
+    batch_stride: Any
+    head_stride: Any
     count: Any
 
 
 class InBlock(NamedTuple):
     """Pairs of a step as int32 positions within their block: one of query and key is (n, 1), the other (1, n). queries_left,
-    keys_left: tokens from the block's start to the end of each axis; only a dense walk needs them."""
+    keys_left: tokens from the block's start to the end of each axis; only a dense loop needs them."""
 
     query: Any
     key: Any
@@ -120,31 +129,31 @@ def store_tile(tensor, tile, batch, head, first_row, TILE: tl.constexpr, DIM: tl
 @triton.jit
 def mask_of(rows, batch, head):
     """The number of a head's mask among a table's masks."""
-    return tl.load(rows.mask_index + batch * rows.batch_stride + head * rows.head_stride)
+    return tl.load(rows.table.mask_index + batch * rows.batch_stride + head * rows.head_stride)
 
 
 @triton.jit
 def ordered_tile(rows, mask, slot, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """The table row for a program's slot, in the order that rows are walked, and the first token of its tile within it."""
+    """The table row of a program's slot, counted in the order of rows, and the first token of its tile."""
     TILES: tl.constexpr = BLOCK // TILE
-    row = tl.load(rows.order + mask * rows.count + slot // TILES)
+    row = tl.load(rows.table.order + mask * rows.count + slot // TILES)
     return row, row * BLOCK + slot % TILES * TILE
 
 
 @triton.jit
 def row_bounds(rows, mask, row):
-    """Where the full, run and bit entries of a row begin, and where the last ones end."""
+    """The first full, run and bit entry of a row, and the end of the bit entries."""
     line = mask * rows.count + row
-    begin = tl.load(rows.ptr + line + mask)
-    runs = tl.load(rows.split + line * 2)
-    bits = tl.load(rows.split + line * 2 + 1)
-    end = tl.load(rows.ptr + line + mask + 1)
+    begin = tl.load(rows.table.ptr + line + mask)
+    runs = tl.load(rows.table.split + line * 2)
+    bits = tl.load(rows.table.split + line * 2 + 1)
+    end = tl.load(rows.table.ptr + line + mask + 1)
     return begin, runs, bits, end
 
 
 @triton.jit
 def dense_bounds(length, TILE: tl.constexpr):
-    """``row_bounds`` for a dense walk over ``length`` tokens, in steps: whole tiles, then the ragged end."""
+    """``row_bounds`` of a dense loop over ``length`` tokens, in steps: whole tiles, then the ragged end."""
     whole = length // TILE
     steps = (length + TILE - 1) // TILE
     return whole * 0, whole, steps, steps
@@ -152,7 +161,7 @@ def dense_bounds(length, TILE: tl.constexpr):
 
 @triton.jit
 def step_position(table, step, end, TILE: tl.constexpr):
-    """The first token of a step along the walked axis; arbitrary past the end."""
+    """The first token of a step along the axis of the loop; arbitrary past the end."""
     if table.SPARSE:
         STEPS: tl.constexpr = table.BLOCK // TILE
         block = tl.load(table.index + step // STEPS, mask=step < end, other=0)

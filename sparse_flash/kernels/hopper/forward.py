@@ -12,6 +12,8 @@ released when the tile's last scores are computed, and results go from registers
 Sources: arXiv:2407.08608 (FlashAttention-3: warp groups, asynchronous products); arXiv:2205.14135, Alg. 5 (block-sparse).
 """
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -26,13 +28,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..common.config import padded_head_dim
 from ..common.gluon import async_store, fresh_zero, of_tensor, record, store_wait
 from ..common.grid import tile_and_batch_head
-from ..common.layout import empty_out
+from ..common.layout import addressable, empty_out, is_addressable, restored_out
 from ..common.tiles import FLOOR, LN_2, LOG2_E, store_tile
-from ..launch import tuned
-from ..launch.launch import Recording, multiprocessors, table_arguments
 from ..launch.launch import described as described_for_triton
+from ..launch.launch import launch_or_repeat, multiprocessors, table_arguments
 from ..launch.order import heads_in_queue
-from ..launch.replay import known_call
 from .configs import FORWARD, forward_of_call, forward_of_variant, wide_forward
 from .descriptors import blocks_by_document, described, tile_queue
 from .dropout import Dropout
@@ -624,51 +624,39 @@ def combine_kernel(
 def attention_forward(q, k, v, mask, scale, variant=None, config=None, beside=None):
     """Returns out (batch, heads, q_len, v's head_dim), in q's memory order, and lse (batch, heads, q_len) float32.
 
-    q, k, v: float16 or bfloat16, contiguous rows, base and strides multiples of 16 bytes. mask: table blocks of 64 to 256.
-    beside: see ``launch``.
+    q, k, v: float16 or bfloat16. mask: table blocks of 64 to 256. beside: see ``launch``.
     """
     of_variant = hopper_variant(variant)
-    key = _key(q, k, v, scale, of_variant, config)
+    dropped = of_variant.dropout_p is not None
+    inputs = q, k, v, *((variant.seed,) if dropped else ()), *of_variant.given.tensors()
+    key = scale, config, of_variant.key
+    run = partial(_run, q, k, v, mask, scale, variant, of_variant, config, beside)
+    return tuple(launch_or_repeat(attention_forward_kernel, mask, key, inputs, run)[:2])
+
+
+def _run(q, k, v, mask, scale, variant, of_variant: HopperVariant, config, beside, recording):
+    if not all(map(is_addressable, (q, k, v))):
+        ready = [addressable(t) for t in (q, k, v)]
+        out, lse = attention_forward(*ready, mask, scale, variant, config, beside)
+        return restored_out(out, ready[0], q, v), lse
     config, walked = _config_and_walked(q, v, mask, of_variant, config)
     split_rows = _split_rows(walked)
-    tensors = _tensors(q, k, v, variant, of_variant, split_rows)
-    recording = Recording(mask, key, tensors, facts=split_rows)
-    prepared = _forward_launch(*tensors[:_OWN], walked, scale, split_rows, of_variant, config)
-    recording.launch(attention_forward_kernel, prepared, of_variant.kinds, beside)
-    _, _, _, out, lse, split_out, split_lse, *_ = tensors
-    if split_rows:
-        recording.launch(combine_kernel, _combine_launch(out, lse, split_out, split_lse, walked))
-    recording.finish()
-    return out, lse
-
-
-def repeated_forward(q, k, v, mask, scale, variant=None):
-    """Returns ``attention_forward`` by replayed launches; None if there are none to replay. Takes any q, k and v."""
-    of_variant = hopper_variant(variant)
-    known = known_call(mask, _key(q, k, v, scale, of_variant))
-    if known is None:
-        return None
-    tensors = _tensors(q, k, v, variant, of_variant, known.facts)
-    return tensors[3:5] if known.again(tensors) else None
-
-
-def _key(q, k, v, scale, of_variant: HopperVariant, config=None) -> tuple:
-    layout = q.shape, q.stride(), k.shape, k.stride(), v.shape[3], v.stride(), q.dtype, q.device
-    return attention_forward_kernel.fn, tuned.times_read(), *layout, scale, config, of_variant.key
-
-
-_OWN = 9  # tensors of a call that precede its variant's tensors
-
-
-def _tensors(q, k, v, variant, of_variant: HopperVariant, split_rows: int) -> tuple[torch.Tensor, ...]:
-    out = empty_out(q, v.shape[3])
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    out = recording.fresh(empty_out(q, v.shape[3]))
+    lse = recording.fresh(torch.empty(q.shape[:3], dtype=torch.float32, device=q.device))
     split_out = split_lse = lse
     if split_rows:
-        split_lse = torch.empty(q.shape[0] * q.shape[1] * split_rows, dtype=torch.float32, device=q.device)
-        split_out = torch.empty((*split_lse.shape, padded_head_dim(v.shape[3])), dtype=torch.float32, device=q.device)
+        lines, dim_v = q.shape[0] * q.shape[1] * split_rows, padded_head_dim(v.shape[3])
+        split_lse = recording.fresh(torch.empty(lines, dtype=torch.float32, device=q.device))
+        split_out = recording.fresh(torch.empty((lines, dim_v), dtype=torch.float32, device=q.device))
+    queue = recording.each_time(partial(tile_queue, q.device))
     seed = lse if of_variant.dropout_p is None else variant.seed
-    return q, k, v, out, lse, split_out, split_lse, tile_queue(q.device), seed, *of_variant.given.tensors()
+    tensors = q, k, v, out, lse, split_out, split_lse, queue, seed
+    recording.launch(
+        attention_forward_kernel, _forward_launch(*tensors, walked, scale, split_rows, of_variant, config), of_variant.kinds, beside
+    )
+    if split_rows:
+        recording.launch(combine_kernel, _combine_launch(out, lse, split_out, split_lse, walked))
+    return out, lse
 
 
 def columns_of(head_dim: int, v_head_dim: int) -> dict[str, int]:

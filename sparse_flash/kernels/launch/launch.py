@@ -1,8 +1,9 @@
-"""What the launchers share: tensor descriptors, table arguments, and the launch itself."""
+"""Shared by the launchers: tensor descriptors, table arguments, and the launches themselves."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import torch
 import triton
@@ -10,12 +11,13 @@ from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..common.config import Config, smaller
-from ..common.streams import raw_stream
-from ..common.tiles import Rows
-from ..common.variant import KernelVariant
+from ..common.streams import current_device, raw_stream
+from ..common.tiles import Rows, TableTensors
+from ..common.variant import NO_VARIANT
 from .first_calls import compile_only, compiles_only, first_call, load, together
 from .memory import launched, make_room_for_graphs, within_memory, zeros_of_a_graph, zeros_of_stream
 from .replay import enter_context, known_call, remember
+from .tuned import times_read
 
 # Triton specializes on integers that are 1 or multiples of 16. Few benefit, and a new number of heads or keys should not wait for a
 # compilation. q_len does benefit: 16-byte aligned rows of lse and delta make dK and dV up to 16 % faster.
@@ -57,18 +59,13 @@ def rows_of(tensor: torch.Tensor, dim: int) -> Rows:
     return Rows(tensor, *(stride // piece for stride in strides), tokens, None if head_dim == dim else head_dim // piece)
 
 
-def rows_specialized(rows: Rows) -> tuple:
-    """What Triton specializes ``Rows`` on. It specializes a tuple's integers whatever the kernel declares."""
-    return integers_specialized(rows[1:])
-
-
 def integers_specialized(numbers: Iterable[int | None]) -> tuple:
-    """What Triton specializes integers on."""
+    """The key by which Triton specializes integers."""
     return tuple(number and (number == 1, number % 16 == 0, number >= 2**31) for number in numbers)
 
 
 def table_arguments(mask, table, placeholder: torch.Tensor) -> tuple:
-    """The mask arguments of a kernel that walks ``table``; a dense kernel does not use them, and gets placeholders."""
+    """The arguments of a kernel that iterates over ``table``; a dense kernel does not use them, and gets placeholders."""
     if mask is None:
         return (placeholder,) * 8 + (0, 0)
     index = mask.mask_index
@@ -81,11 +78,12 @@ def walk_arguments(mask, table, q: torch.Tensor, k: torch.Tensor, placeholder: t
     """The table and shape arguments of every portable kernel. table: the mask's, or None if the mask is."""
     (heads, q_len), (kv_heads, kv_len) = q.shape[1:3], k.shape[1:3]
     rows = 0 if table is None else table.row_order.shape[1]
-    return (*table_arguments(mask, table, placeholder), heads, heads // kv_heads, q_len, kv_len, rows)
+    *tensors, batch_stride, head_stride = table_arguments(mask, table, placeholder)
+    return (TableTensors(*tensors), batch_stride, head_stride, heads, heads // kv_heads, q_len, kv_len, rows)
 
 
 def length_specialized(q_len: int) -> tuple[bool, bool]:
-    """What the portable kernels specialize q_len on: see NOT_SPECIALIZED."""
+    """The key by which the portable kernels are specialized on q_len: see NOT_SPECIALIZED."""
     return q_len % 16 == 0, q_len == 1
 
 
@@ -127,17 +125,15 @@ def launch(
     costs as much host time as everything else. Returns the compiled kernel, or None under the interpreter and on a thread that only
     compiles.
 
-    arguments: all except compile-time ones, which come last in the kernel's signature and in ``constants``; the last argument may
-    be ``KernelVariant``. specialized: what else Triton specializes on. beside: makes the launches that will follow, which are
-    compiled along with this one.
+    arguments: all except compile-time ones, which come last in the kernel's signature and in ``constants``. specialized: what else
+    Triton specializes on. beside: makes the launches that will follow, which are compiled along with this one.
     """
     # A tensor or its descriptor; the other dtypes follow from its dtype.
     first = arguments[0] if isinstance(arguments[0], torch.Tensor) else arguments[0].base
-    pointers = [a.data_ptr() for a in arguments if isinstance(a, torch.Tensor)]
-    if isinstance(arguments[-1], KernelVariant):
-        pointers += arguments[-1].pointers()
+    pointers = [tensor.data_ptr() for tensor in _tensors_in(arguments)]
     if isinstance(arguments[0], Rows):
-        specialized = (*specialized, *(rows_specialized(a) for a in arguments if isinstance(a, Rows)))
+        # Triton specializes a tuple's integers whatever the kernel declares.
+        specialized = (*specialized, *(integers_specialized(a[1:]) for a in arguments if isinstance(a, Rows)))
     key = (kernel.fn, first.device, first.dtype, specialized, *options.values(), *constants.values())
     aligned = not any(pointer % 16 for pointer in pointers)
     enter_context(first.device.index)
@@ -167,6 +163,15 @@ def launch(
     if aligned:
         launched[key] = compiled
     return compiled
+
+
+def _tensors_in(arguments: Iterable) -> Iterator[torch.Tensor]:
+    """The tensors among these arguments, and in tuples among them."""
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, tuple) and argument is not NO_VARIANT:
+            yield from _tensors_in(argument)
 
 
 def run_within_memory(run: Callable[[Config], None], config: Config, key: Callable[[], tuple]) -> None:
@@ -203,13 +208,17 @@ def _described(kernel, constants: dict) -> str:
 
 
 class Recording:
-    """Records the launches of one call, to be remembered when the call is made the second time; see ``replay.remember``, also for
-    the arguments. ``known_call`` with the same key then returns them."""
+    """Makes the launches of one call, and remembers the launches when the call is made the second time: many masks are used only
+    once. ``known_call`` with the same key then returns the launches.
 
-    def __init__(self, mask, key: tuple, tensors: tuple[torch.Tensor, ...], rooms: tuple[torch.Tensor, ...] = (), facts=None):
-        self.call = mask, key, tensors, rooms
-        self.facts = facts
+    tensors: all that differ between calls, including the bases of all descriptors. workspaces: the tensors that descriptors and
+    pointers reference in part. facts: anything that the caller needs next time.
+    """
+
+    def __init__(self, mask, key: tuple, tensors: tuple[torch.Tensor, ...], workspaces: tuple[torch.Tensor, ...] = (), facts=None):
+        self.mask, self.key, self.tensors, self.workspaces, self.facts = mask, key, tensors, workspaces, facts
         self.launches: list = []
+        self.makers: list[Callable[[], torch.Tensor]] = []
 
     def launch(self, kernel, prepared, specialized: tuple = (), beside: Callable | None = None) -> None:
         """prepared: (grid, arguments, constants, options). specialized, beside: see ``launch``."""
@@ -217,20 +226,46 @@ class Recording:
         compiled = launch(kernel, grid, arguments, constants, options, specialized, beside)
         self.launches.append((compiled, grid, [*arguments, *constants.values()]))
 
+    def fresh(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Registers an uninitialized tensor that this call allocated. A replay allocates another one with its layout."""
+        kind = {"dtype": tensor.dtype, "device": tensor.device}
+        return self._registered(tensor, partial(torch.empty_strided, tensor.shape, tensor.stride(), **kind))
+
+    def each_time(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Returns and registers ``make()``, which a replay calls too. make: refers to no tensor, which would then live on."""
+        return self._registered(make(), make)
+
+    def _registered(self, tensor: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        self.tensors = *self.tensors, tensor
+        self.workspaces = *self.workspaces, tensor
+        self.makers.append(make)
+        return tensor
+
     def finish(self) -> None:
-        if not compiles_only():
-            remember(*self.call, self.launches, self.facts)
+        if not compiles_only() and self.launches:
+            remember(self)
 
 
-def launch_or_repeat(kernel, mask, key: tuple, tensors: tuple[torch.Tensor, ...], prepared) -> None:
-    """``launch``, or if this key was launched before, a replay of that on other tensors.
+def launch_or_repeat(kernel, mask, key: tuple | None, inputs: tuple[torch.Tensor, ...], run: Callable[[Recording], Any]):
+    """Makes the launches of a call, or replays the launches of an earlier call that was like this one. Returns the result of
+    ``run``, or the tensors of the replay in the order in which ``run`` got them from its ``Recording``.
 
-    key: everything that the arguments depend on, except the mask and addresses. tensors: all that take part, except the mask's.
-    prepared: () -> (grid, arguments, constants, options).
+    kernel: any one of the call's. key: everything that the launches depend on besides the mask, the layouts of inputs, and
+    addresses; None: the call is never replayed. inputs: all tensors that take part, except the mask's and the recording's. run:
+    makes the launches. It may call its launcher again, on copies of the inputs, instead of launching anything itself.
     """
-    key = (kernel.fn, *key)
-    known = known_call(mask, key)
-    if known is None or not known.again(tensors):
-        recording = Recording(mask, key, tensors)
-        recording.launch(kernel, prepared())
-        recording.finish()
+    device = inputs[0].device
+    if key is not None:
+        key = kernel.fn, times_read(), device, *key, *[(t.dtype, t.shape, t.stride()) for t in inputs]
+        known = known_call(mask, key)
+        if known is not None:
+            made = [make() for make in known.facts]
+            if known.again((*inputs, *made)):
+                return made
+    with current_device(device):
+        recording = Recording(mask, key, inputs)
+        recording.facts = recording.makers
+        result = run(recording)
+        if key is not None:
+            recording.finish()
+    return result

@@ -1,5 +1,6 @@
-"""What launchers remember between calls, except choices of tuned configs (``tuned.remembered``, which ``clear`` also empties). Each
-memory states its bound and what makes an entry stale. ``clear`` empties everything except what captured graphs write to."""
+"""The memories of launchers between calls, except choices of tuned configs (``tuned.remembered``, which ``clear`` also empties).
+Each memory states its bound and what makes an entry stale. ``clear`` empties everything except memory that captured graphs write
+to."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

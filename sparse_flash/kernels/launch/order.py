@@ -1,7 +1,6 @@
-"""In which order programs take the rows of heads: how many heads take turns, the heaviest rows of all of them first.
+"""The order in which programs take the rows of heads: how many heads take turns, the heaviest rows of all these heads first.
 
-Few heads at a time read operands that stay in the L2 cache. More of them leave fewer programs with nothing to do while the last
-heavy rows are computed.
+The operands of few heads stay in the L2 cache. More heads leave fewer programs idle while the last heavy rows are computed.
 """
 
 import math
@@ -9,10 +8,10 @@ from functools import cache
 
 from ..common.grid import SECOND_AXIS
 
-# Bytes of keys and values that stay in the L2 cache while programs walk them; the rest is for other data.
+# Bytes of keys and values that stay in the L2 cache while programs iterate over them; the rest is for other data.
 L2_BYTES = 16 << 20
-# Of walked operands where rows keep at least this share of the blocks: then the programs of a head read the same ones at about the
-# same time, as long as a head has some sixteen programs.
+# Where rows keep at least this share of the blocks, the programs of a head read the same operands at about the same time, if the
+# head has about sixteen programs. Then more bytes of operands may be in use.
 MOSTLY_KEPT = 0.25
 BYTES_IN_STEP, HEADS_IN_STEP = 4 * L2_BYTES, 8
 
@@ -38,14 +37,14 @@ def heads_in_queue(row_bytes: int, rows: int, mask, lines: int, group: int = 1, 
     if _mostly_kept(mask, rows, by_key):
         most = max(most, -(-2 // group), min(-(-HEADS_IN_STEP // group), BYTES_IN_STEP // of_head))
         return -(-units // max(1, units // most)) * group
-    # Of numbers from half of it on, the one that leaves the fullest last group.
+    # From half of the most on, the number that leaves the fullest last group.
     return max(range(-(-most // 2), most + 1), key=lambda number: (((units - 1) % number + 1) / number, number)) * group
 
 
 def heads_in_grid(of_line: int, rows: int, mask, lines: int, by_key: bool = False) -> int:
-    """How many lines of heads take turns in a grid: where rows keep much of what they could, the divisor of ``lines`` nearest to
-    eight whose walked operands, ``of_line`` bytes each, are not too many, otherwise one; more only if the second axis of the grid
-    must be shorter. rows: length of the walked axis."""
+    """How many batch-heads take turns in a grid. Where rows keep much of what they could: the divisor of ``lines`` nearest to eight
+    whose operands, ``of_line`` bytes each, are not too many. Otherwise one, or more if the second axis of the grid must be shorter.
+    rows: tokens that a program may iterate over."""
     least = _least_divisor(lines)
     if not _mostly_kept(mask, rows, by_key):
         return least
@@ -56,12 +55,12 @@ def heads_in_grid(of_line: int, rows: int, mask, lines: int, by_key: bool = Fals
 
 @cache
 def _least_divisor(lines: int) -> int:
-    """The least that leaves as many programs on the second axis of a grid as fit."""
+    """The smallest divisor that leaves as many programs on the second axis of a grid as fit."""
     return next(lines // number for number in range(min(lines, SECOND_AXIS), 0, -1) if lines % number == 0)
 
 
 def _mostly_kept(mask, rows: int, by_key: bool) -> bool:
-    """Whether rows visit a large share of the blocks, on average, as far as is known without reading the device."""
+    """Whether rows visit a large share of the blocks on average, as far as the host knows."""
     if mask is None or mask.starts is not None or not mask.from_host:
         return False
     table = mask.by_key if by_key else mask.by_query

@@ -11,8 +11,9 @@ import re
 import struct
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,23 +30,20 @@ def known_call(mask, key: tuple) -> "ReplayedCall | None":
     return None if compiles_only() else launches_of(mask).get(key)
 
 
-def remember(mask, key: tuple, tensors: tuple, rooms: tuple, launches: list, facts) -> None:
-    """Remembers the launches of a call when it is made the second time, if possible: many masks are used only once.
-
-    tensors: those that differ between calls, including the bases of all descriptors. rooms: those that descriptors and pointers
-    reference in part. launches: (compiled, grid, all arguments including compile-time ones) of each kernel. facts: what the caller
-    wants back next time.
-    """
-    if key not in launches_of(mask):
-        keep_launch(mask, key, None)
+def remember(recording) -> None:
+    """Remembers the launches of a ``Recording``, if a call like it was made before and they can be replayed."""
+    launches = recording.launches
+    if recording.key not in launches_of(recording.mask):
+        keep_launch(recording.mask, recording.key, None)
         return
-    if _hooked() or any(t.data_ptr() % 16 for t in tensors) or any(compiled is None for compiled, *_ in launches):
+    if _hooked() or any(t.data_ptr() % 16 for t in recording.tensors) or any(compiled is None for compiled, *_ in launches):
         return
     for compiled, *_ in launches:
         if reason := refusal(compiled):
             _say(reason)
             return
-    launches_of(mask)[key] = ReplayedCall([Replay(*launch, tensors, rooms) for launch in launches], tensors, facts)
+    known = ReplayedCall(launches, recording.tensors, recording.workspaces, recording.facts)
+    launches_of(recording.mask)[recording.key] = known
 
 
 @cache
@@ -65,14 +63,13 @@ def refusal(compiled: CompiledKernel) -> str | None:
         return "the kernel asks for scratch memory"
     sizes = parameter_sizes(compiled.asm["ptx"])
     if parameter_types(compiled.src.signature, sizes) is None:
-        return f"the parameters of kernels that Triton {triton.__version__} compiles are not those that it was tested with"
+        return f"Triton {triton.__version__} compiles kernels with other parameters than the releases that this was tested with"
     return None if _driver() else "CUDA's driver library (libcuda.so.1) cannot be loaded"
 
 
 _PARAMETER = re.compile(
     r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z](\d+)\s+(?:\.ptr\s+[^,\s]*\s*(?:\.align\s+\d+\s+)?)?\w+(?:\[(\d+)\])?"
 )
-_SIZES = {"i1": 1, "i8": 1, "u8": 1, "i16": 2, "u16": 2, "i32": 4, "u32": 4, "i64": 8, "u64": 8, "fp32": 4, "fp64": 8}
 _FORMATS = {"i1": "?", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I", "i64": "q", "u64": "Q"}
 _FORMATS |= {"fp32": "f", "fp64": "d"}
 _SCRATCH = ("*i8", "*i8")  # global and profiler scratch; null if a kernel requests none
@@ -110,7 +107,7 @@ def _parts(kind: str) -> list[str]:
 
 
 def _size(kind: str) -> int:
-    return 8 if kind.startswith("*") else 128 if kind == "map" else _SIZES.get(kind, 0)
+    return 8 if kind.startswith("*") else 128 if kind == "map" else struct.calcsize(_FORMATS.get(kind, ""))
 
 
 def _hooked() -> bool:
@@ -132,23 +129,70 @@ class _LaunchConfig(ctypes.Structure):
     ]
 
 
-class ReplayedCall:
-    """The launches of one call, replayed on other tensors by ``again``. Threads may share it."""
+class _Launch(NamedTuple):
+    """One launch with all its parameters, 8 bytes each in ``storage``; for a tensor map, the driver gets a pointer to the map.
+    compiled: unloads its code when unreferenced."""
 
-    def __init__(self, replays: list["Replay"], tensors: tuple[torch.Tensor, ...], facts):
+    compiled: CompiledKernel
+    config: _LaunchConfig
+    config_reference: Any
+    function: ctypes.c_void_p
+    storage: ctypes.Array
+    parameters: ctypes.Array
+
+    def point(self, index: int, tensor_map: Callable[[int], int] | None, address: int) -> None:
+        """Moves a parameter to an address."""
+        if tensor_map is None:
+            self.storage[index] = address
+        else:
+            self.parameters[index] = tensor_map(address)
+
+
+class ReplayedCall:
+    """The launches of one call, replayed on other tensors by ``again``. Threads may share it. It stores addresses, never tensors: a
+    remembered launch outlives the call that it was made for.
+
+    launches: (compiled, grid, all arguments including compile-time ones) of each kernel. tensors, workspaces, facts: see
+    ``Recording``.
+    """
+
+    def __init__(self, launches: list, tensors: tuple, workspaces: tuple = (), facts=None):
         self.facts = facts
-        self.replays = replays
         self.device = tensors[0].device.index
         self.pointers = [t.data_ptr() for t in tensors]
-        # Parameters are found by tensor, so those of one that came twice, such as q as keys too, cannot be told apart.
+        # Parameters are found by tensor. If one tensor came twice, such as q as keys too, its parameters cannot be distinguished.
         first = {id(t): i for i, t in reversed(list(enumerate(tensors)))}
         self.same = [(first[id(t)], i) for i, t in enumerate(tensors) if first[id(t)] != i]
+        # For each tensor (launch, parameter, its tensor map or None, byte offset from the tensor). A mask's tables never move.
+        self.positions: list[list] = [[] for _ in tensors]
+        self.launches = [self._prepared(*launch, tensors, workspaces) for launch in launches]
+        self.enter = _driver().cuLaunchKernelEx
         self.stream: int | None = None
         self.lock = threading.Lock()
 
+    def _prepared(self, compiled: CompiledKernel, grid, arguments: list, tensors: tuple, workspaces: tuple) -> _Launch:
+        meta = compiled.metadata
+        values = list(_values(compiled.src.signature.values(), arguments, iter(meta.tensordesc_meta or ())))
+        values += [None] * len(_SCRATCH)
+        config = _LaunchConfig(*grid, 1, 32 * meta.num_warps, 1, 1, meta.shared, None, None, 0)
+        storage = (ctypes.c_uint64 * len(values))()
+        start = ctypes.addressof(storage)
+        parameters = (ctypes.c_void_p * len(values))(*(start + 8 * i for i in range(len(values))))
+        launch = _Launch(compiled, config, ctypes.byref(config), ctypes.c_void_p(compiled.function), storage, parameters)
+        types = parameter_types(compiled.src.signature, parameter_sizes(compiled.asm["ptx"]))
+        for index, (kind, value) in enumerate(zip(types, values, strict=True)):
+            if isinstance(value, torch.Tensor) or kind == "map":
+                base, tensor_map = value if kind == "map" else (value, None)
+                for number, offset in _found(base, tensors, workspaces):
+                    self.positions[number].append((launch, index, tensor_map, offset))
+                launch.point(index, tensor_map, base.data_ptr())
+            elif value is not None:
+                struct.pack_into(_FORMATS[kind], storage, 8 * index, value)
+        return launch
+
     def again(self, tensors: tuple[torch.Tensor, ...]) -> bool:
-        """Returns False, without launching, if these tensors need another kernel, some of them were one tensor in the call before,
-        another GPU is current, or a profiler needs to see the launches."""
+        """Returns False, without launching, if these tensors need another kernel, if two of them were one tensor in the recorded
+        call, if another GPU is current, or if a profiler needs to see the launches."""
         if _hooked() or current_gpu() != self.device:
             return False
         if not hasattr(_this_thread, "entered"):
@@ -165,71 +209,25 @@ class ReplayedCall:
                 for _, pointer in changed:
                     if pointer % 16:
                         return False
-                for replay in self.replays:
-                    replay.move(changed)
+                for number, pointer in changed:
+                    for launch, index, tensor_map, offset in self.positions[number]:
+                        launch.point(index, tensor_map, pointer + offset)
                 self.pointers = pointers
             if stream != self.stream:
-                for replay in self.replays:
-                    replay.config.stream = stream
+                for launch in self.launches:
+                    launch.config.stream = stream
                 self.stream = stream
-            for replay in self.replays:
-                replay.launch()
+            for launch in self.launches:
+                _check(self.enter(launch.config_reference, launch.function, launch.parameters, None))
         return True
 
 
-class Replay:
-    """One launch with all its parameters."""
-
-    def __init__(self, compiled: CompiledKernel, grid: tuple[int, int], arguments: list, tensors: tuple, rooms: tuple = ()):
-        meta = compiled.metadata
-        self.compiled = compiled  # unloads its code when unreferenced
-        self.function = ctypes.c_void_p(compiled.function)
-        self.config = _LaunchConfig(*grid, 1, 32 * meta.num_warps, 1, 1, meta.shared, None, None, 0)
-        self.config_reference = ctypes.byref(self.config)
-        self.enter = _driver().cuLaunchKernelEx
-        values = list(_values(compiled.src.signature.values(), arguments, iter(meta.tensordesc_meta or ())))
-        types = parameter_types(compiled.src.signature, parameter_sizes(compiled.asm["ptx"]))
-        values += [None] * len(_SCRATCH)
-        # 8 bytes per parameter; for a tensor map, the driver gets a pointer to the map itself.
-        self.storage = (ctypes.c_uint64 * len(values))()
-        start = ctypes.addressof(self.storage)
-        self.parameters = (ctypes.c_void_p * len(values))(*(start + 8 * i for i in range(len(values))))
-        # Per tensor: (parameter, its tensor map or None, byte offset from the tensor's address). A mask's tables never move.
-        self.places: list[list] = [[] for _ in tensors]
-        for index, (kind, value) in enumerate(zip(types, values, strict=True)):
-            if isinstance(value, torch.Tensor) or kind == "map":
-                # Stores addresses, never tensors: a remembered launch outlives the call that it was made for.
-                base, tensor_map = value if kind == "map" else (value, None)
-                for number, offset in _found(base, tensors, rooms):
-                    self.places[number].append((index, tensor_map, offset))
-                self._point(index, tensor_map, base.data_ptr())
-            elif value is not None:
-                struct.pack_into(_FORMATS[kind], self.storage, 8 * index, value)
-
-    def _point(self, index: int, tensor_map: "_Map | None", address: int) -> None:
-        if tensor_map is None:
-            self.storage[index] = address
-        else:
-            self.parameters[index] = tensor_map.at(address)
-
-    def move(self, changed: list[tuple[int, int]]) -> None:
-        """changed: the numbers of tensors, and their new addresses."""
-        for number, pointer in changed:
-            for index, tensor_map, offset in self.places[number]:
-                self._point(index, tensor_map, pointer + offset)
-
-    def launch(self) -> None:
-        status = self.enter(self.config_reference, self.function, self.parameters, None)
-        if status:
-            _check(status)
-
-
-def _found(base: torch.Tensor, tensors: tuple, rooms: tuple) -> Iterator[tuple[int, int]]:
-    """Which tensors this is, or is a part of if they are rooms, and the byte offset from their start."""
+def _found(base: torch.Tensor, tensors: tuple, workspaces: tuple) -> Iterator[tuple[int, int]]:
+    """The tensors that this one is, or the workspaces that it is a part of, and the byte offset from their start."""
     for number, tensor in enumerate(tensors):
         if tensor is base:
             yield number, 0
-        elif any(tensor is room for room in rooms):
+        elif any(tensor is workspace for workspace in workspaces):
             offset = base.data_ptr() - tensor.data_ptr()
             if 0 <= offset < tensor.nbytes:
                 yield number, offset
@@ -241,7 +239,7 @@ def _values(kinds, arguments, metas) -> Iterator:
         if isinstance(kind, tuple):
             yield from _values(kind, argument, metas)
         elif kind.startswith("tensordesc"):
-            yield argument.base, _Map(argument, next(metas))
+            yield argument.base, _tensor_map(argument, next(metas))
             yield from (*argument.shape, *argument.strides)
         elif kind != "constexpr":
             yield argument
@@ -251,56 +249,29 @@ def _values(kinds, arguments, metas) -> Iterator:
 _HOST_TYPES = {8: 10, 9: 8, 10: 9}
 
 
-class _Map:
-    """Tensor maps of a tensor at any address. (The driver's cuTensorMapEncodeTiled.)"""
+def _tensor_map(descriptor, meta: dict) -> Callable[[int], int]:
+    """A function from a tensor's address to that of its tensor map. (The driver's cuTensorMapEncodeTiled.)"""
+    rank, size = len(descriptor.shape), meta["elem_size"]
+    lengths, steps = descriptor.shape[::-1], [size * stride for stride in descriptor.strides[-2::-1]]
+    shape = (ctypes.c_uint64 * rank)(*lengths)
+    strides = (ctypes.c_uint64 * rank)(*steps, lengths[-1] * (steps[-1] if steps else size))
+    box, ones = (ctypes.c_uint32 * rank)(*meta["block_size"][::-1]), (ctypes.c_uint32 * rank)(*[1] * rank)
+    element, swizzle = _HOST_TYPES.get(meta["elem_type"], meta["elem_type"]), meta["swizzle"]
+    no_interleave, promotion_to_128, fill_with_zeros = 0, 2, 0
+    is_short = sum((length - 1) * step for length, step in zip(lengths, [size, *steps], strict=True)) + 1 < 128 * 1024
 
-    def __init__(self, descriptor, meta: dict):
-        rank, size = len(descriptor.shape), meta["elem_size"]
-        shape, strides = descriptor.shape[::-1], [size * stride for stride in descriptor.strides[-2::-1]]
-        self.given = (
-            (ctypes.c_uint64 * rank)(*shape),
-            (ctypes.c_uint64 * rank)(*strides, shape[-1] * (strides[-1] if strides else size)),
-            (ctypes.c_uint32 * rank)(*meta["block_size"][::-1]),
-            (ctypes.c_uint32 * rank)(*[1] * rank),
-        )
-        element = meta["elem_type"]
-        self.kind = _HOST_TYPES.get(element, element), rank
-        self.swizzle = meta["swizzle"]
-        steps = [size, *strides]
-        self.is_short = sum((length - 1) * step for length, step in zip(shape, steps, strict=True)) + 1 < 128 * 1024
-        # The allocator reuses the same addresses.
-        self.encoded = lru_cache(maxsize=64)(self._encoded)
-
-    def at(self, address: int) -> int:
-        """The address of the map for a tensor at this address."""
-        return self.encoded(address)[1]
-
-    def _encoded(self, address: int) -> tuple:
+    @lru_cache(maxsize=64)  # the allocator reuses the same addresses
+    def encoded(address: int) -> tuple:
         memory = (ctypes.c_uint64 * 32)()  # 128 bytes, from the first multiple of 128 on
         place = -(-ctypes.addressof(memory) // 128) * 128
-        shape, strides, box, ones = self.given
-        element, rank = self.kind
-        no_interleave, promotion_to_128, fill_with_zeros = 0, 2, 0
-        _check(
-            _driver().cuTensorMapEncodeTiled(
-                ctypes.c_void_p(place),
-                element,
-                rank,
-                ctypes.c_void_p(address),
-                shape,
-                strides,
-                box,
-                ones,
-                no_interleave,
-                self.swizzle,
-                promotion_to_128,
-                fill_with_zeros,
-            )
-        )
-        if self.is_short and _driver_version() <= 13010:  # a driver bug; same workaround as in CUTLASS and Triton 3.9
+        of_tensor = ctypes.c_void_p(place), element, rank, ctypes.c_void_p(address), shape, strides, box, ones
+        _check(_driver().cuTensorMapEncodeTiled(*of_tensor, no_interleave, swizzle, promotion_to_128, fill_with_zeros))
+        if is_short and _driver_version() <= 13010:  # a driver bug; same workaround as in CUTLASS and Triton 3.9
             second = ctypes.c_uint64.from_address(place + 8)
             second.value &= ~(1 << 21)
         return memory, place
+
+    return lambda address: encoded(address)[1]
 
 
 _this_thread = threading.local()

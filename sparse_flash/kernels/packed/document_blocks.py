@@ -4,8 +4,8 @@
     2. find_own_spans       where each block starts; the run of each query, and what a query block touches   one program per block
     3. tables_of_spans      both tables, see ``spans.py``                                                    two launches
 
-Tokens behind a document that belong to none lie in its last blocks and in some of their own. Blocks are walked document by
-document, the longest one first: see ``masks.table.groups_of``.
+Tokens behind a document that belong to no document lie in its last blocks, and in blocks of their own. The order of blocks is
+document by document, the longest first: see ``masks.table.groups_of``.
 """
 
 import torch

@@ -3,7 +3,7 @@ table of one long document.
 
     1. lay_out      where each document starts and ends on both axes                        one program
     2. find_rows    which entries of the long document's table each block row keeps         one program per block row
-    3. fill_rows    copies them to their place, behind those of the rows above              one program per block row
+    3. fill_rows    copies these entries behind the entries of the rows above               one program per block row
 
 A block row keeps the entries of its row in the long document's table whose columns lie inside the document. Columns ascend within
 full, run and bit entries, so these form one range of each kind, found by bisection.
@@ -42,7 +42,7 @@ ROWS_TOGETHER = 512  # more do not fit the registers of one warp
 
 
 class SharedBlocks(NamedTuple):
-    """What a block of several documents needs. borders: (documents + 1,) int32, ascending, where each starts and the last one ends.
+    """Blocks of several documents. borders: (documents + 1,) int32, ascending: the start of each document, and the end of the last.
     first_tile: (BLOCK, words) int32, the bits of the long document's first block. longest: the tokens of a document that have an
     effect; 0: documents do not share blocks."""
 
@@ -51,8 +51,9 @@ class SharedBlocks(NamedTuple):
     longest: Any
 
 
-class NewTable(NamedTuple):
-    """What one mask's table says of its rows, for a kernel to write: see ``masks.table.Table``. rows: their number."""
+class RowTensors(NamedTuple):
+    """The rows of a table of one mask, for kernels to read or write: see ``masks.table.Table``. rows: their number for each
+    mask."""
 
     row_ptr: Any
     row_split: Any
@@ -61,7 +62,7 @@ class NewTable(NamedTuple):
 
 
 class RowBounds(NamedTuple):
-    """Where the full, run and bit entries of a row begin, and where the last ones end."""
+    """The first full, run and bit entry of a row, and the end of the bit entries."""
 
     begin: Any
     runs: Any
@@ -233,7 +234,7 @@ def find_rows_kernel(
 
 
 class Group(NamedTuple):
-    """Block rows first .. stop - 1, which are walked together, after ``before`` others."""
+    """Block rows first .. stop - 1, which follow each other in the order, after ``before`` others."""
 
     first: Any
     stop: Any
@@ -242,8 +243,8 @@ class Group(NamedTuple):
 
 @triton.jit
 def place_of(totals, row, total, rows, group, CHUNK: tl.constexpr):
-    """(entries of the block rows above this one; its place in the order: within its ``Group``, behind block rows that are heavier,
-    or equally heavy and above it)."""
+    """(entries of the block rows above this one, its position in the order). Within its ``Group``, heavier block rows come first,
+    and of equally heavy ones the upper."""
     begin = row * 0
     rank = row * 0 + group.before
     for first in range(0, rows, CHUNK):
@@ -257,7 +258,7 @@ def place_of(totals, row, total, rows, group, CHUNK: tl.constexpr):
 
 @triton.jit
 def store_row(table, row, rank, bounds):
-    """Writes what a table of one mask says of a row. table: ``NewTable``. rank: see ``place_of``."""
+    """Writes a row of a table of one mask. table: ``RowTensors``. rank: see ``place_of``."""
     tl.store(table.row_ptr + row, bounds.begin)
     tl.store(table.row_ptr + table.rows, bounds.end, mask=row == table.rows - 1)
     tl.store(table.row_split + row * 2, bounds.runs)
@@ -358,7 +359,7 @@ def fill_rows_kernel(
         whole, fulls, runs = tl.where(short, 0, whole), tl.where(short, 0, fulls), tl.where(short, 0, runs)
     begin, rank = place_of(records + _TOTAL * rows, row, total, rows, Group(0, rows, 0), ROWS)
     bits = begin + fulls + runs
-    table = NewTable(row_ptr, row_split, row_order, rows)
+    table = RowTensors(row_ptr, row_split, row_order, rows)
     store_row(table, row, rank, RowBounds(begin, begin + whole, bits, begin + total))
 
     cut_width = k_len % BLOCK

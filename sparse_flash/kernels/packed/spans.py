@@ -21,8 +21,8 @@ from .repack import (
     Q_START,
     ROWS_TOGETHER,
     Group,
-    NewTable,
     RowBounds,
+    RowTensors,
     empty_table,
     first_not_below,
     place_of,
@@ -55,7 +55,7 @@ def find_spans_kernel(layout, runs, spans, bounds, documents, rows, before, line
     token = row * BLOCK + tl.arange(0, BLOCK)
     starts = layout + Q_START * (documents + 1)
     zero = token * 0
-    # Of documents that start at the same token, all but the last are empty.
+    # If several documents start at the same token, all except the last are empty.
     document = tl.maximum(first_not_below(starts, zero, zero + documents, token + 1) - 1, 0)
     local = token - tl.load(starts + document)
     q_len = tl.load(layout + Q_LEN * (documents + 1) + document)
@@ -139,7 +139,7 @@ def count_spans_kernel(spans, counts, rows, k_rows, ROWS: tl.constexpr):
 
 @triton.jit
 def _names(starts, block, some):
-    """What entries call blocks: their numbers, or the tokens with which they start."""
+    """The names of blocks in entries: their numbers, or the tokens with which they start."""
     names = block
     if starts is not None:
         names = tl.load(starts + block, mask=some, other=0)
@@ -172,7 +172,7 @@ def _fill_row(spans, bounds, table, new_runs, starts, row, rows, BLOCK: tl.const
     begin, rank = place_of(spans + _TOUCHED * rows, row, touched, rows, _group_of(spans, starts, row, rows), ROWS)
     end = begin + touched
     found = RowBounds(begin, begin + full, end, end)
-    store_row(NewTable(row_ptr, row_split, row_order, rows), row, rank, found)
+    store_row(RowTensors(row_ptr, row_split, row_order, rows), row, rank, found)
     _store_item(work, starts, row, rank, found, rows, BLOCK)
     for start in range(0, full, BLOCK):
         e = start + tl.arange(0, BLOCK)
@@ -206,7 +206,7 @@ def _fill_column(spans, counts, table, starts, column, rows, k_rows, BLOCK: tl.c
     partial = begin + tl.load(counts + k_rows + column)
     end = begin + touched
     found = RowBounds(begin, partial, end, end)
-    store_row(NewTable(row_ptr, row_split, row_order, k_rows), column, rank, found)
+    store_row(RowTensors(row_ptr, row_split, row_order, k_rows), column, rank, found)
     _store_item(work, starts, column, rank, found, k_rows, BLOCK)
     first_tile = column * 0
     for start in range(0, rows, ROWS):
@@ -285,7 +285,7 @@ def empty_spans(rows: int, block: int, device) -> tuple[torch.Tensor, torch.Tens
 
 
 def tables_of_spans(spans, bounds, k_rows: int, entries: int, tiles: int, block: int, starts=None):
-    """What ``fill_spans`` returns. starts: see ``fill_spans_kernel``; then each table also has its work items."""
+    """Returns the same as ``fill_spans``. starts: see ``fill_spans_kernel``; then each table also has its work items."""
     rows, device = spans.shape[1], spans.device
     counts, new_runs = (torch.empty(shape, dtype=torch.int32, device=device) for shape in ((2, k_rows), (tiles, block)))
     together = {"ROWS": ROWS_TOGETHER}

@@ -1,29 +1,19 @@
-"""The work items of tables that are made on a device: whole rows, and splits of heavy rows. One launch makes those of both tables
-of a mask.
+"""The work items of tables that are made on a device: whole rows, and splits of heavy rows. One launch makes the items of both
+tables of a mask.
 
 The same as ``masks.table.with_splits``, which says what a split is, in tensor operations.
 """
-
-from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from ..launch.launch import launch
+from .repack import RowTensors
 
 WORK_FIELDS = tl.constexpr(8)
 LINE_FIELDS = tl.constexpr(4)
 _ITEMS_TOGETHER, _MASKS_TOGETHER = 128, 16
-
-
-class _TableRows(NamedTuple):
-    """What a table says of its rows; ``masks.table.Table`` says how. rows: of a mask."""
-
-    row_ptr: Any
-    row_split: Any
-    row_order: Any
-    rows: Any
 
 
 @triton.jit
@@ -134,16 +124,16 @@ def split_rows_kernel(
     ITEMS: tl.constexpr,
     MASKS: tl.constexpr,
 ):
-    """A program writes ITEMS items of a mask, and the first one its split rows. Axis 0 has the masks of the table by query, then
-    those of the table by key."""
+    """A program writes ITEMS items of a mask, and a mask's first program its split rows. Axis 0 has the masks of the table by
+    query, then the masks of the table by key."""
     line, chunk = tl.program_id(0), tl.program_id(1)
     if line < masks:
-        table = _TableRows(row_ptr, row_split, row_order, rows)
+        table = RowTensors(row_ptr, row_split, row_order, rows)
         if chunk == 0:
             _write_lines(table, listed, line, least, SPLITS, ROOM)
         _write_items(table, work, masks, line, chunk, least, SPLITS, ROOM, ITEMS, MASKS)
     else:
-        table = _TableRows(k_row_ptr, k_row_split, k_row_order, k_rows)
+        table = RowTensors(k_row_ptr, k_row_split, k_row_order, k_rows)
         if chunk == 0:
             _write_lines(table, k_listed, line - masks, least, SPLITS, K_ROOM)
         _write_items(table, k_work, masks, line - masks, chunk, least, SPLITS, K_ROOM, ITEMS, MASKS)

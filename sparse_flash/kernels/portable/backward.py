@@ -1,15 +1,24 @@
 """The portable backward kernels: two passes that recompute the attention weights from lse.
 
-One pass walks the keys of each query tile and computes dQ; the other then walks the queries of each key tile, through the
-transposed table, and computes dK and dV. Each output is written once by one program in a fixed order, so gradients repeat bit for
-bit. Only the gradient of a relative bias is accumulated with atomics, in the first pass.
+The first pass iterates over the keys of each query tile and computes dQ. The second pass iterates over the queries of each key
+tile, through the transposed table, and computes dK and dV. One program writes each output once, in a fixed order, so gradients
+repeat bit for bit. Only the gradient of a relative bias is accumulated with atomics, in the first pass. Comments number the
+products of a step; the second pass computes them transposed:
 
-Both passes may share one launch. The second pass then cannot wait for the delta of the first, and computes it in each step.
+    (1) S = Q K^T           P = exp2(S - lse)       lse and S in base 2
+    (2) dP = dO V^T         dS = P (dP - delta)     delta = rowsum(dO * O) - dLse
+    (3) dV += P^T dO
+    (4) dK += dS^T Q
+    (5) dQ += dS K
 
-Source: arXiv:2307.08691, Alg. 2; two passes as in the Triton tutorial's fused attention; in one launch: Y. Zhao, From online safe
-softmax to FlashAttention-2 (2023), Alg. 7, which gives a program row and column of one number, where here each has its own.
+Both passes may share one launch. The second pass then cannot wait for the delta of the first, and computes delta in each step.
+
+Sources: arXiv:2307.08691, Alg. 2; two passes as in the Triton tutorial's fused attention; one launch: Y. Zhao, From online safe
+softmax to FlashAttention-2 (2023), Alg. 7. There a program has a row and a column of the same number; here each has its own
+program.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +26,7 @@ import triton
 import triton.language as tl
 
 from ..common.config import Config, padded_head_dim
+from ..common.layout import addressable, is_addressable, restored
 from ..common.tiles import (
     CUT,
     FULL,
@@ -34,11 +44,11 @@ from ..common.tiles import (
     store_tile,
 )
 from ..common.variant import kernel_variant, launch_options
-from ..launch import tuned
 from ..launch.launch import (
     NOT_SPECIALIZED,
     Recording,
     described,
+    launch_or_repeat,
     length_specialized,
     multiprocessors,
     row_count,
@@ -46,12 +56,22 @@ from ..launch.launch import (
     walk_arguments,
 )
 from ..launch.order import heads_in_grid
-from ..launch.replay import known_call
-from .configs import family_of, for_variant, grad_kv_config, grad_q_config, takes_one_launch
+from .configs import config_for, family_of, for_variant, takes_one_launch
 from .dropout import dropout_stream, kept_by_dropout
 from .lengths import is_cut, is_valid
 from .scores import add_bias_gradient, scored, store_bias_gradient, times_derivative_of_cap, times_derivative_of_function
-from .walks import Scoring, Sizes, Tile, in_block, place_of_step, query_tile, slot_and_line, tiles_of, valid_of_axes, walk_row
+from .walks import (
+    Scoring,
+    Sizes,
+    Tile,
+    add_row,
+    in_block,
+    place_of_step,
+    query_tile,
+    slot_and_line,
+    tiles_of,
+    valid_of_axes,
+)
 
 
 class _Tensors(NamedTuple):
@@ -72,7 +92,7 @@ class _Tensors(NamedTuple):
 
 
 class _QueryOperands(NamedTuple):
-    """What a query tile brings to its walk, with lse in base 2; the tensors of the walked axis; dropout's random stream."""
+    """A query tile, with lse in base 2; the tensors of keys and values; dropout's random stream."""
 
     q: Any
     dout: Any
@@ -84,8 +104,8 @@ class _QueryOperands(NamedTuple):
 
 
 @triton.jit
-def _walk_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.constexpr):
-    """Adds dS K of entries of one kind to a query tile's dQ, and to ``beyond`` as in ``add_bias_gradient``."""
+def _add_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.constexpr):
+    """Adds entries of one kind to a query tile's dQ, and to ``beyond`` as in ``add_bias_gradient``."""
     dq, beyond = state
     variant = scoring.variant
     TILE_N: tl.constexpr = sizes.TILE_N
@@ -101,7 +121,7 @@ def _walk_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.c
         if KIND == CUT:
             exists = is_valid(entries.valid, position + tl.arange(0, TILE_N))
             k = tl.where(exists[:, None], k, 0.0)
-        scores = tl.dot(operands.q, k.T, input_precision="ieee")
+        scores = tl.dot(operands.q, k.T, input_precision="ieee")  # (1)
         if scoring.SCORED:
             changed = scored(scores, place, sizes, scoring, KIND)
             weights = tl.math.exp2(changed - operands.lse[:, None])
@@ -118,7 +138,7 @@ def _walk_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.c
             weights = times_derivative_of_function(weights, scores, place, sizes, scoring, KIND)
             if variant.rel_bias_gradient is None:
                 weights = times_derivative_of_cap(weights, scores, scoring)
-        dweights = tl.dot(operands.dout, v.T, input_precision="ieee")
+        dweights = tl.dot(operands.dout, v.T, input_precision="ieee")  # (2)
         if variant.seed is not None:
             survives = kept_by_dropout(variant, operands.stream, place, sizes)
             dweights = tl.where(survives, dweights, 0.0) * (1.0 / (1.0 - variant.dropout_p))
@@ -130,7 +150,7 @@ def _walk_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.c
             dbiased = tl.where((operands.lse < float("inf"))[:, None], dscores, 0.0)
             beyond = add_bias_gradient(beyond, dbiased, place, sizes, scoring)
             dscores = times_derivative_of_cap(dscores, scores, scoring)
-        dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")
+        dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")  # (5)
         position = upcoming
     return dq, beyond
 
@@ -173,7 +193,7 @@ def _compute_grad_q(slot, line, tensors, dq_tensor, scale, rows, table, sizes, s
     beyond = ()
     if variant.rel_bias_gradient is not None:
         beyond = tl.zeros([TILE_M], tl.float32), tl.zeros([TILE_M], tl.float32)
-    dq, beyond = walk_row(_walk_keys, (dq, beyond), operands, tile, bounds, valid_keys, table, sizes, scoring)
+    dq, beyond = add_row(_add_keys, (dq, beyond), operands, tile, bounds, valid_keys, table, sizes, scoring)
     if variant.rel_bias_gradient is not None:
         store_bias_gradient(beyond, tile.head, scoring)
     if Q_CUT:
@@ -192,14 +212,7 @@ def grad_q_kernel(
     lse_ptr,
     dlse_ptr,
     delta_ptr,
-    mask_index,
-    row_ptr,
-    row_split,
-    row_order,
-    col_idx,
-    tile_idx,
-    tile_runs,
-    tile_bits,
+    table,
     mask_batch_stride,
     mask_head_stride,
     heads,
@@ -222,16 +235,16 @@ def grad_q_kernel(
     DERIVATIVE: tl.constexpr,
     HAS_DLSE: tl.constexpr,
 ):
-    """dQ, and for the next pass delta = rowsum(dOut * Out) - dLse, which the softmax's derivative subtracts from each dP of a row:
-    one program per query tile and head. DIM: padded head_dim of q, k and dQ, DIM_V: of v, out and dOut."""
+    """dQ, and delta = rowsum(dOut * Out) - dLse for the next pass: one program per query tile and head. DIM: padded head_dim of q,
+    k and dQ. DIM_V: padded head_dim of v, out and dOut."""
     slot, line = slot_and_line(tiles_of(q_blocks, q_len, TILE_M, TABLE_BLOCK, SPARSE))
     # fmt: off
     _compute_grad_q(
         slot, line,
         _Tensors(q_tensor, k_tensor, v_tensor, dout_tensor, out_tensor, lse_ptr, delta_ptr, dlse_ptr if HAS_DLSE else None),
         dq_tensor, scale,
-        TableRows(mask_index, mask_batch_stride, mask_head_stride, row_ptr, row_split, row_order, q_blocks),
-        WalkedTable(col_idx, tile_idx, tile_runs, tile_bits, TABLE_BLOCK, SPARSE),
+        TableRows(table, mask_batch_stride, mask_head_stride, q_blocks),
+        WalkedTable(table.index, table.tile_idx, table.tile_runs, table.tile_bits, TABLE_BLOCK, SPARSE),
         Sizes(heads, group, q_len, kv_len, DIM, DIM_V, TILE_M, TILE_N, False),
         Scoring(score_scale, variant, SCORED, REACH, SCORE, DERIVATIVE),
     )
@@ -239,8 +252,8 @@ def grad_q_kernel(
 
 
 class _KeyOperands(NamedTuple):
-    """What a key tile brings to its walk, and the tensors of the walked axis; lse, delta and dlse start at the head's first query.
-    out_tensor, dlse: only used without delta."""
+    """A key tile, and the tensors of queries; lse, delta and dlse start at the head's first query. out_tensor, dlse: only used
+    without delta. stream: of dropout."""
 
     k: Any
     v: Any
@@ -260,8 +273,8 @@ def _of_queries(base, query, q_len, KIND: tl.constexpr):
 
 
 @triton.jit
-def _walk_queries(state, operands, tile, entries, table, sizes, scoring, KIND: tl.constexpr):
-    """Adds dS^T Q and P^T dOut of entries of one kind to a key tile's dK and dV; with dropout, dK gets twice that."""
+def _add_queries(state, operands, tile, entries, table, sizes, scoring, KIND: tl.constexpr):
+    """Adds entries of one kind to a key tile's dK and dV; with dropout, dK gets twice its sum."""
     dk, dv = state
     k, v = operands.k, operands.v
     variant = scoring.variant
@@ -285,7 +298,7 @@ def _walk_queries(state, operands, tile, entries, table, sizes, scoring, KIND: t
         if KIND == CUT:
             exists = is_valid(entries.valid, query)
             q = tl.where(exists[:, None], q, 0.0)
-        scores = tl.dot(k, q.T, input_precision="ieee")
+        scores = tl.dot(k, q.T, input_precision="ieee")  # (1)
         if scoring.SCORED and (scoring.SCORE is not None or variant.rel_bias is not None):
             # Either may drop all of a query's pairs: their weights are then 0, not NaN.
             lse = tl.where(lse == -float("inf"), float("inf"), lse)
@@ -313,14 +326,14 @@ def _walk_queries(state, operands, tile, entries, table, sizes, scoring, KIND: t
             # The sign marks dropped pairs, so no mask has to stay in registers next to the sums.
             survives = kept_by_dropout(variant, operands.stream, place, sizes)
             weights = tl.where(survives, weights, -weights)
-            dv = tl.dot(tl.maximum(weights, 0.0).to(dout.dtype), dout, dv, input_precision="ieee")
+            dv = tl.dot(tl.maximum(weights, 0.0).to(dout.dtype), dout, dv, input_precision="ieee")  # (3)
         else:
-            dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision="ieee")
+            dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision="ieee")  # (3)
         if scoring.SCORED and variant.seed is None:
             # Not after the next product: the scores would then stay in registers during it.
             weights = times_derivative_of_function(weights, scores, place, sizes, scoring, KIND)
             weights = times_derivative_of_cap(weights, scores, scoring)
-        dweights = tl.dot(v, dout.T, input_precision="ieee")
+        dweights = tl.dot(v, dout.T, input_precision="ieee")  # (2)
         # Loaded only here: one delta per column costs sixteen registers per thread, and the products above need them all.
         if operands.delta is not None:
             delta = _of_queries(operands.delta, query, sizes.q_len, KIND)
@@ -335,7 +348,7 @@ def _walk_queries(state, operands, tile, entries, table, sizes, scoring, KIND: t
         if scoring.SCORED and variant.seed is not None:
             dscores = times_derivative_of_function(dscores, scores, place, sizes, scoring, KIND)
             dscores = times_derivative_of_cap(dscores, scores, scoring)
-        dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")
+        dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")  # (4)
         position = upcoming
     return dk, dv
 
@@ -370,7 +383,7 @@ def _compute_grad_kv(slot, line, tensors, dk_tensor, dv_tensor, scale, rows, tab
         delta = None if tensors.delta is None else tensors.delta + row_line
         dlse = None if tensors.dlse is None else tensors.dlse + row_line
         operands = _KeyOperands(k, v, tensors.q, tensors.dout, tensors.out, tensors.lse + row_line, delta, dlse, stream)
-        dk, dv = walk_row(_walk_queries, (dk, dv), operands, tile, bounds, valid_queries, table, sizes, scoring)
+        dk, dv = add_row(_add_queries, (dk, dv), operands, tile, bounds, valid_queries, table, sizes, scoring)
     if is_cut(variant.kv_starts, variant.kv_lens):
         exists = is_valid(valid, first + tl.arange(0, TILE_N))
         dk, dv = tl.where(exists[:, None], dk, 0.0), tl.where(exists[:, None], dv, 0.0)
@@ -390,14 +403,7 @@ def grad_kv_kernel(
     dv_tensor,
     lse_ptr,
     delta_ptr,
-    mask_index,
-    col_ptr,
-    col_split,
-    col_order,
-    row_idx,
-    tile_idx,
-    tile_runs,
-    tile_bits,
+    table,
     mask_batch_stride,
     mask_head_stride,
     heads,
@@ -427,8 +433,8 @@ def grad_kv_kernel(
         slot, line,
         _Tensors(q_tensor, k_tensor, v_tensor, dout_tensor, None, lse_ptr, delta_ptr, None),
         dk_tensor, dv_tensor, scale,
-        TableRows(mask_index, mask_batch_stride, mask_head_stride, col_ptr, col_split, col_order, kv_blocks),
-        WalkedTable(row_idx, tile_idx, tile_runs, tile_bits, TABLE_BLOCK, SPARSE),
+        TableRows(table, mask_batch_stride, mask_head_stride, kv_blocks),
+        WalkedTable(table.index, table.tile_idx, table.tile_runs, table.tile_bits, TABLE_BLOCK, SPARSE),
         Sizes(heads, group, q_len, kv_len, DIM, DIM_V, TILE_M, TILE_N, True),
         Scoring(score_scale, variant, SCORED, REACH, SCORE, DERIVATIVE),
     )
@@ -447,20 +453,9 @@ def grad_qkv_kernel(
     dv_tensor,
     lse_ptr,
     dlse_ptr,
-    col_ptr,
-    col_split,
-    col_order,
-    row_idx,
-    col_tile_idx,
+    columns,
     kv_blocks,
-    mask_index,
-    row_ptr,
-    row_split,
-    row_order,
-    col_idx,
-    tile_idx,
-    tile_runs,
-    tile_bits,
+    rows,
     mask_batch_stride,
     mask_head_stride,
     heads,
@@ -483,8 +478,9 @@ def grad_qkv_kernel(
     DERIVATIVE: tl.constexpr,
     HAS_DLSE: tl.constexpr,
 ):
-    """``grad_kv_kernel`` and ``grad_q_kernel`` in one grid: for each key head the programs of its key tiles, which have more to do,
-    then those of the query tiles of each query head that shares it."""
+    """``grad_kv_kernel`` and ``grad_q_kernel`` in one grid. Each key head has the programs of its key tiles, which have more to do,
+    then the programs of the query tiles of all query heads that share the key head. columns, rows: the tables by key and by
+    query."""
     tensors = _Tensors(q_tensor, k_tensor, v_tensor, dout_tensor, out_tensor, lse_ptr, None, dlse_ptr if HAS_DLSE else None)
     key_tiles = tiles_of(kv_blocks, kv_len, TILE_N, TABLE_BLOCK, SPARSE)
     query_tiles = tiles_of(q_blocks, q_len, TILE_M, TABLE_BLOCK, SPARSE)
@@ -497,8 +493,8 @@ def grad_qkv_kernel(
             dk_tensor,
             dv_tensor,
             scale,
-            TableRows(mask_index, mask_batch_stride, mask_head_stride, col_ptr, col_split, col_order, kv_blocks),
-            WalkedTable(row_idx, col_tile_idx, tile_runs, tile_bits, TABLE_BLOCK, SPARSE),
+            TableRows(columns, mask_batch_stride, mask_head_stride, kv_blocks),
+            WalkedTable(columns.index, columns.tile_idx, columns.tile_runs, columns.tile_bits, TABLE_BLOCK, SPARSE),
             Sizes(heads, group, q_len, kv_len, DIM, DIM_V, TILE_M, TILE_N, True),
             Scoring(score_scale, variant, SCORED, REACH, SCORE, DERIVATIVE),  # in a variable, its constants would become tensors
         )
@@ -509,8 +505,8 @@ def grad_qkv_kernel(
             tensors,
             dq_tensor,
             scale,
-            TableRows(mask_index, mask_batch_stride, mask_head_stride, row_ptr, row_split, row_order, q_blocks),
-            WalkedTable(col_idx, tile_idx, tile_runs, tile_bits, TABLE_BLOCK, SPARSE),
+            TableRows(rows, mask_batch_stride, mask_head_stride, q_blocks),
+            WalkedTable(rows.index, rows.tile_idx, rows.tile_runs, rows.tile_bits, TABLE_BLOCK, SPARSE),
             Sizes(heads, group, q_len, kv_len, DIM, DIM_V, TILE_M, TILE_N, False),
             Scoring(score_scale, variant, SCORED, REACH, SCORE, DERIVATIVE),
         )
@@ -521,48 +517,47 @@ def attention_backward(
 ):
     """dq, dk, dv like q, k, v, and the gradient of variant.rel_bias if that is learned. dlse may be None.
 
-    Other tensors: contiguous rows, base and strides multiples of 16 bytes. one_launch: whether both passes share a launch, with
-    kv_config; None: if ``configs.takes_one_launch``. Raises ValueError if they shall and variant.rel_bias is learned.
+    one_launch: whether both passes share a launch, with kv_config; None: ``configs.takes_one_launch`` decides. Raises ValueError if
+    one_launch is True and variant.rel_bias is learned.
     """
-    drel_bias = torch.zeros_like(variant.rel_bias) if variant is not None and variant.learned else None
-    if one_launch and drel_bias is not None:
+    learned = variant is not None and variant.learned
+    if one_launch and learned:
         raise ValueError(
             "one_launch computes gradients without atomics, but that of rel_bias is added up with them; got a learned rel_bias; "
             "pass one_launch=None"
         )
+    dlse = None if dlse is None else dlse.contiguous()
+    inputs = (dout, q, k, v, out, lse) if dlse is None else (dout, q, k, v, out, lse, dlse)
+    key = (scale, q_config, kv_config, one_launch) if variant is None else None
+    run = partial(_run, dout, dlse, q, k, v, out, lse, mask, scale, variant, q_config, kv_config, one_launch)
+    gradients = launch_or_repeat(grad_q_kernel, mask, key, inputs, run)
+    return tuple(gradients[: 4 if learned else 3])
+
+
+def _run(dout, dlse, q, k, v, out, lse, mask, scale, variant, q_config, kv_config, one_launch, recording):
+    if not all(map(is_addressable, (dout, out, q, k, v))):
+        dout, out, *ready = (addressable(t) for t in (dout, out, q, k, v))
+        gradients = attention_backward(dout, dlse, *ready, out, lse, mask, scale, variant, q_config, kv_config, one_launch)
+        return *map(restored, gradients[:3], ready, (q, k, v)), *gradients[3:]
+    learned = variant is not None and variant.learned
+    drel_bias = torch.zeros_like(variant.rel_bias) if learned else None
     (heads, q_len), (kv_heads, kv_len) = q.shape[1:3], k.shape[1:3]
-    own_configs = q_config is not None or kv_config is not None or one_launch is not None
-    if not own_configs and drel_bias is None:
+    if one_launch is None and q_config is None and kv_config is None and not learned:
         one_launch = takes_one_launch(len(q) * (heads * q_len + kv_heads * kv_len), multiprocessors(q.device))
-    tensors = _tensors(dout, dlse, q, k, v, out, lse, one_launch)
-    recording = Recording(mask, _key(dout, dlse is not None, q, k, v, out, scale), tensors, facts=one_launch)
+    dq, dk, dv = (recording.fresh(torch.empty_like(t)) for t in (q, k, v))
+    delta = lse if one_launch else recording.fresh(torch.empty_like(lse))
+    tensors = _CallTensors(q, k, v, out, dout, lse, lse if dlse is None else dlse, delta, dq, dk, dv)
     passes = _Passes(recording, tensors, mask, scale, dlse is not None)
     if one_launch:
         passes.run("grad_qkv", kernel_variant(variant), kv_config)
     else:
         passes.run("grad_q", kernel_variant(variant, drel_bias), q_config)
         passes.run("grad_kv", kernel_variant(variant), kv_config)
-    if variant is None and not own_configs:
-        recording.finish()
-    return tensors.gradients if drel_bias is None else (*tensors.gradients, drel_bias)
-
-
-def repeated_backward(dout, dlse, q, k, v, out, lse, mask, scale):
-    """``attention_backward`` without a variant by replayed launches, or None if there are none; any tensors."""
-    known = known_call(mask, _key(dout, dlse is not None, q, k, v, out, scale))
-    if known is None:
-        return None
-    tensors = _tensors(dout, dlse, q, k, v, out, lse, known.facts)
-    return tensors.gradients if known.again(tensors) else None
-
-
-def _key(dout, has_dlse: bool, q, k, v, out, scale) -> tuple:
-    layout = q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), out.stride(), dout.stride(), q.dtype, q.device
-    return grad_q_kernel.fn, tuned.times_read(), *layout, has_dlse, scale
+    return dq, dk, dv, drel_bias
 
 
 class _CallTensors(NamedTuple):
-    """A replayed launch knows them by their place."""
+    """dlse: lse, if there is none. delta: lse, if no kernel stores it."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -570,21 +565,16 @@ class _CallTensors(NamedTuple):
     out: torch.Tensor
     dout: torch.Tensor
     lse: torch.Tensor
-    dlse: torch.Tensor  # lse, if there is none
-    delta: torch.Tensor  # lse, if no kernel stores it
+    dlse: torch.Tensor
+    delta: torch.Tensor
     dq: torch.Tensor
     dk: torch.Tensor
     dv: torch.Tensor
 
     @property
-    def gradients(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.dq, self.dk, self.dv
-
-
-def _tensors(dout, dlse, q, k, v, out, lse, one_launch: bool | None) -> _CallTensors:
-    dlse = lse if dlse is None else dlse.contiguous()
-    delta = lse if one_launch else torch.empty_like(lse)
-    return _CallTensors(q, k, v, out, dout, lse, dlse, delta, torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
+    def dims(self) -> tuple[int, int]:
+        """The padded head_dims of q and k, and of v."""
+        return padded_head_dim(self.q.shape[3]), padded_head_dim(self.v.shape[3])
 
 
 class _Passes(NamedTuple):
@@ -597,29 +587,25 @@ class _Passes(NamedTuple):
     has_dlse: bool
 
     def run(self, name: str, of_variant: tuple, config: Config | None) -> None:
-        """Launches grad_q, grad_kv, or grad_qkv, which is both, with a config, or with the GPU's; with a smaller one if need be."""
+        """Launches grad_q, grad_kv, or grad_qkv, which is both. config: defaults to the GPU's, or a smaller one if that does not
+        fit."""
         launch = getattr(self, name)
         if config is not None:
             launch(config, of_variant)
             return
         q, v = self.tensors.q, self.tensors.v
         given, switches, kinds = of_variant
-        block_size, dims = self.mask and self.mask.block_size, self._dims()
-        config_of = grad_q_config if name == "grad_q" else grad_kv_config
-        config = config_of(q.dtype, q.shape[3], block_size, q.device, v.shape[3])
+        block_size, dims = self.mask and self.mask.block_size, self.tensors.dims
+        # Both passes in one launch take the tiles of dK and dV.
+        config = config_for("grad_q" if name == "grad_q" else "grad_kv", q.dtype, q.shape[3], block_size, q.device, v.shape[3])
         config = for_variant(config, "grad_kv" if name == "grad_kv" else "grad_q", family_of(q.device), given, switches, max(dims))
         facts = q.device, q.dtype, *dims, block_size, kinds, *switches.values(), self.has_dlse, given.rel_bias_gradient is not None
         run_within_memory(lambda config: launch(config, of_variant), config, lambda: (name, *facts))
 
     def grad_q(self, config: Config, of_variant: tuple) -> None:
         t, table = self.tensors, self.mask and self.mask.by_query
-        arguments = [
-            *self._tiles(config, "q k v out dout dq"),
-            t.lse,
-            t.dlse,
-            t.delta,
-            *walk_arguments(self.mask, table, t.q, t.k, t.lse),
-        ]
+        arguments = [*self._tiles(config, "q k v out dout dq"), t.lse, t.dlse, t.delta]
+        arguments += walk_arguments(self.mask, table, t.q, t.k, t.lse)
         grid = self._grid(self._query_tiles(config), t.q, t.k)
         self._launch(grad_q_kernel, config, of_variant, grid, arguments, config.tile_m, config.tile_n, HAS_DLSE=self.has_dlse)
 
@@ -631,26 +617,23 @@ class _Passes(NamedTuple):
 
     def grad_qkv(self, config: Config, of_variant: tuple) -> None:
         t, mask = self.tensors, self.mask
-        arguments = [*self._tiles(config, "q k v out dout dq dk dv"), t.lse, t.dlse]
-        arguments += [*((t.lse,) * 5 if mask is None else mask.by_key[:5]), 0 if mask is None else mask.by_key.row_order.shape[1]]
-        arguments += walk_arguments(mask, mask and mask.by_query, t.q, t.k, t.lse)
+        columns, *_, kv_blocks = walk_arguments(mask, mask and mask.by_key, t.q, t.k, t.lse)
+        rows = walk_arguments(mask, mask and mask.by_query, t.q, t.k, t.lse)
+        arguments = [*self._tiles(config, "q k v out dout dq dk dv"), t.lse, t.dlse, columns, kv_blocks, *rows]
         group = t.q.shape[1] // t.k.shape[1]
         grid = self._grid(self._key_tiles(config) + group * self._query_tiles(config), t.k, t.q)
-        rows = max(config.tile_m, config.tile_n)
-        self._launch(grad_qkv_kernel, config, of_variant, grid, arguments, rows, config.tile_n, HAS_DLSE=self.has_dlse)
+        largest = max(config.tile_m, config.tile_n)
+        self._launch(grad_qkv_kernel, config, of_variant, grid, arguments, largest, config.tile_n, HAS_DLSE=self.has_dlse)
 
-    def _grid(self, tiles: int, own: torch.Tensor, walked: torch.Tensor) -> tuple[int, int]:
-        """For ``tiles`` of each head of ``own``, which walk ``walked``."""
-        lines, rows = own.shape[0] * own.shape[1], walked.shape[2]
-        of_line = 2 * rows * sum(self._dims()) * max(1, walked.shape[1] // own.shape[1])
-        together = heads_in_grid(of_line, rows, self.mask, lines, by_key=own is self.tensors.k)
-        return tiles * together, lines // together
-
-    def _dims(self) -> tuple[int, int]:
-        return padded_head_dim(self.tensors.q.shape[3]), padded_head_dim(self.tensors.v.shape[3])
+    def _grid(self, tiles: int, own: torch.Tensor, others: torch.Tensor) -> tuple[int, int]:
+        """The grid for ``tiles`` of each head of ``own``, which iterate over ``others``."""
+        batch_heads, rows = own.shape[0] * own.shape[1], others.shape[2]
+        bytes_of_head = 2 * rows * sum(self.tensors.dims) * max(1, others.shape[1] // own.shape[1])
+        together = heads_in_grid(bytes_of_head, rows, self.mask, batch_heads, by_key=own is self.tensors.k)
+        return tiles * together, batch_heads // together
 
     def _tiles(self, config: Config, names: str) -> list:
-        dim, dim_v = self._dims()
+        dim, dim_v = self.tensors.dims
         shapes = {"q": (config.tile_m, dim), "k": (config.tile_n, dim), "v": (config.tile_n, dim_v), "out": (config.tile_m, dim_v)}
         return [described(getattr(self.tensors, name), *shapes[name.removeprefix("d")]) for name in names.split()]
 
@@ -663,20 +646,13 @@ class _Passes(NamedTuple):
         return row_count(mask and mask.by_key, self.tensors.k.shape[2], config.tile_n, mask and mask.block_size)
 
     def _launch(self, kernel, config: Config, of_variant, grid, arguments, rows: int, step: int, **constants) -> None:
-        """rows: of the largest tile of results. step: tokens of the walked axis."""
+        """rows: of the largest tile of results. step: tokens that a step adds."""
         given, switches, kinds = of_variant
-        dim, dim_v = self._dims()
-        block = self.mask.block_size if self.mask else step
+        dim, dim_v = self.tensors.dims
         # In the order of the kernel's signature.
-        constants = {"SPARSE": self.mask is not None, **switches, **constants}
-        constants = {
-            "DIM": dim,
-            "DIM_V": dim_v,
-            "TILE_M": config.tile_m,
-            "TILE_N": config.tile_n,
-            "TABLE_BLOCK": block,
-            **constants,
-        }
+        of_tiles = {"DIM": dim, "DIM_V": dim_v, "TILE_M": config.tile_m, "TILE_N": config.tile_n}
+        of_table = {"TABLE_BLOCK": self.mask.block_size if self.mask else step, "SPARSE": self.mask is not None}
+        constants = {**of_tiles, **of_table, **switches, **constants}
         arguments = [*arguments, self.scale, self.scale * LOG2_E.value, given]
         prepared = grid, arguments, constants, launch_options(config, given, switches, rows)
         self.recording.launch(kernel, prepared, (*length_specialized(self.tensors.q.shape[2]), *kinds))

@@ -15,39 +15,32 @@ from ..common.config import Config, padded_head_dim
 from ..common.variant import KernelVariant
 from ..launch.tuned import choose, key_of, remembered
 
-# By padded head_dim. Measured on an H200 (bf16, torch 2.11, triton 3.6, 2026-11-20) over dense, causal, window and butterfly masks
-# of 16,384 tokens; TFLOP/s are over kept pairs, each pass counted by its own products. Two programs of four warps share a
-# multiprocessor, and one computes while the other starts or ends: on short rows that is worth 6 to 20 %. Entries without figures
-# were not measured, but chosen by register and spill counts when compiled for sm_90.
+# By padded head_dim. Measured on an H200: docs/performance/kernels.md, "Portable tile sizes". Entries for 16, 32 and 256 were not
+# measured, but chosen by register and spill counts when compiled for sm_90. Two programs of four warps share a multiprocessor, and
+# one computes while the other starts or ends.
 _FORWARD = {
     16: Config(128, 64, 4, 3),
     32: Config(128, 64, 4, 3),
-    # 442 dense, 436 causal, 374 butterfly; (128, 64, 4, 3): 435, 413, 377; (128, 128, 8, 3): 397, 377, 314.
     64: Config(64, 128, 4, 3),
-    # 558 dense, 483 causal, 429 butterfly; (128, 64, 8, 3): 470, 468, 402; with two stages: 470, 425, 408.
     128: Config(64, 64, 4, 3),
     256: Config(128, 64, 8, 2),
 }
 _GRAD_Q = {
     16: Config(128, 64, 4, 3),
     32: Config(128, 64, 4, 3),
-    # 632 dense, 639 causal, 534 butterfly; (64, 64, 4, 2): 604, 569, 482.
     64: Config(128, 64, 4, 3),
-    # 649 dense, 642 causal, 510 butterfly; (64, 64, 4, 2): 634, 569, 508.
     128: Config(128, 64, 8, 3),
     256: Config(64, 32, 4, 2),
 }
 _GRAD_KV = {
     16: Config(64, 64, 4, 3),
     32: Config(64, 64, 4, 3),
-    # 524 dense, 457 causal, 395 butterfly; (128, 64, 4, 2): 540, 314, 277; (32, 128, 4, 3): 446, 447, 417.
     64: Config(64, 64, 4, 3),
-    # 578 dense, 580 causal, 489 butterfly; (64, 128, 8, 3): 575, 557, 467; three stages spill: 495, 472, 389.
     128: Config(64, 64, 4, 2),
     256: Config(32, 64, 8, 2),
 }
-# For few queries; four warps for one query of few heads. Not measured yet: chosen by registers, spills and shared memory when
-# compiled for sm_90, with enough for two programs per multiprocessor.
+# For few queries; four warps for one query of few heads. Not measured: chosen by registers, spills and shared memory when compiled
+# for sm_90, with enough for two programs per multiprocessor.
 _DECODE = {
     16: Config(64, 64, 8, 3),
     32: Config(64, 64, 8, 3),
@@ -63,7 +56,7 @@ _FLOAT32 = {
     128: Config(32, 32, 4, 2),
     256: Config(16, 16, 4, 2),
 }
-# With four warps dK and dV spill 880 bytes a thread at head_dim 64, and 1,400 to 1,800 at 128; with eight, at most 8.
+# With four warps dK and dV would spill 880 to 1,800 bytes a thread.
 _GRAD_KV_FLOAT32 = _FLOAT32 | {64: Config(32, 32, 8, 2), 128: Config(32, 32, 8, 2)}
 
 
@@ -311,14 +304,9 @@ def decode_config(
     )
 
 
-# Tokens of queries and keys, counted for each head that has them, for each multiprocessor, up to which both backward passes share a
-# launch. A launch saves its own time and fills multiprocessors that either pass leaves idle; it costs another load of out for each
-# step over a key tile. In a CUDA graph, H200, bf16, 8 heads, 2026-11-22, two launches and one, us, for full / causal /
-# causal & local(256):
-#   tokens   head_dim 64                               head_dim 128
-#       62   21.7 12.7 / 25.8 14.6 / 23.6 13.2         29.5 18.0 / 32.2 21.0 / 29.0 17.7
-#      124   35.0 28.6 / 39.3 30.0 / 23.9 16.4         48.4 42.8 / 51.3 49.0 / 29.2 24.3
-#      248   71.5 101 / 76.9 70.8 / 26.7 30.2          103 163 / 107 119 / 35.1 44.9
+# Tokens of queries and keys of all heads, for each multiprocessor, up to which both backward passes share a launch. That saves a
+# launch's own time and fills multiprocessors that either pass leaves idle; it costs another load of out for each step of a key
+# tile. Measured: docs/performance/kernels.md, "Both backward passes in one launch".
 ONE_LAUNCH_TOKENS = 128
 
 
@@ -328,33 +316,13 @@ def takes_one_launch(tokens: int, multiprocessors: int) -> bool:
     return tokens <= ONE_LAUNCH_TOKENS * multiprocessors
 
 
-def _chosen(
-    kernel: str, dtype: torch.dtype, head_dim: int, block_size: int | None, device: torch.device, v_head_dim: int | None
+@remembered
+def config_for(
+    kernel: str, dtype: torch.dtype, head_dim: int, block_size: int | None, device: torch.device, v_head_dim: int | None = None
 ) -> Config:
+    """The built-in config of a kernel, or the one that ``sparse-flash tune`` chose for this GPU. kernel: one of KERNELS.
+    block_size: the table's, or None for dense attention. v_head_dim: defaults to that of q and k."""
     key = key_of("triton", kernel, dtype, padded_head_dim(head_dim), block_size, device, padded_head_dim(v_head_dim or head_dim))
     return choose(candidates(kernel, dtype, head_dim, block_size, v_head_dim, family_of(device)), key)
 
 
-@remembered
-def forward_config(
-    dtype: torch.dtype, head_dim: int, block_size: int | None, device: torch.device, v_head_dim: int | None = None
-) -> Config:
-    """For the forward pass: the built-in config, or the one that ``sparse-flash tune`` chose for this GPU. block_size: the table's,
-    or None for dense attention. v_head_dim: defaults to that of q and k."""
-    return _chosen("forward", dtype, head_dim, block_size, device, v_head_dim)
-
-
-@remembered
-def grad_q_config(
-    dtype: torch.dtype, head_dim: int, block_size: int | None, device: torch.device, v_head_dim: int | None = None
-) -> Config:
-    """For the pass over queries that computes dQ."""
-    return _chosen("grad_q", dtype, head_dim, block_size, device, v_head_dim)
-
-
-@remembered
-def grad_kv_config(
-    dtype: torch.dtype, head_dim: int, block_size: int | None, device: torch.device, v_head_dim: int | None = None
-) -> Config:
-    """For the pass over keys that computes dK and dV."""
-    return _chosen("grad_kv", dtype, head_dim, block_size, device, v_head_dim)

@@ -1,14 +1,14 @@
-"""The portable kernel for few queries: splits the blocks that their rows keep among programs, and combines the results.
+"""The portable kernel for few queries: divides the blocks that their rows keep among programs, and combines the results.
 
 The ordinary kernels run one program per query tile, so one query against a long cache would occupy one multiprocessor. Here each
 program takes a split of the row's entries. It stacks the queries of all heads that share a key head as the rows of one tile, so
-keys are read once for all of them. Its results go to memory in float32, and the last program of a tile to arrive combines the
-splits in a fixed order: one launch, and bitwise repeatable.
+it reads keys once for all of these heads. It stores results in float32. The last program of a tile to arrive combines the splits
+in a fixed order: one launch, and bitwise repeatable.
 
-Source: arXiv:2307.08691, Alg. 1 (softmax and the log of its sum); https://pytorch.org/blog/flash-decoding (the splits).
+Sources: arXiv:2307.08691, Alg. 1 (softmax and the log of its sum); https://pytorch.org/blog/flash-decoding (the splits).
 """
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from ..common.tiles import (
     RUNS,
     InBlock,
     TableRows,
+    TableTensors,
     WalkedTable,
     kept_pairs,
     mask_of,
@@ -115,9 +116,8 @@ class _Output(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """Which split of its tile a program is, and where programs that share a tile's keys (SPLIT) store their results: the outputs of
-    all tiles, then their logs, ROWS rows per split. arrived: int32 zeros, one per tile. COMBINED: splits that are combined at a
-    time."""
+    """A program's split of its tile. Programs that share a tile's keys (SPLIT) store ``results``: the outputs of all tiles, then
+    their logs, ROWS rows per split. arrived: int32 zeros, one per tile. COMBINED: splits that are combined at a time."""
 
     tile: Any
     number: Any
@@ -154,9 +154,9 @@ def rows_of_cache(cache, page, token, page_stride, token_stride):
 
 
 @triton.jit
-def _walk(state, tile, queries, cache, split, table):
-    """Folds a split into the softmax state, in one loop for entries of all kinds: separate loops would each wait for their first
-    keys."""
+def _add_steps(state, tile, queries, cache, split, table):
+    """Folds a split into the softmax state. One loop has the entries of all kinds: separate loops would each wait for their first
+    keys. Products are numbered as in ``forward``."""
     accumulator, running_max, running_sum = state
     q, position = tile.q, tile.position
     TILE_N: tl.constexpr = cache.TILE_N
@@ -194,26 +194,26 @@ def _walk(state, tile, queries, cache, split, table):
         # The table is read one step ahead, so no key load waits for it.
         first = step_position(table, step + 1, split.end, TILE_N)
         page = page_of_step(tile.pages, cache, first)
-        scores = tl.dot(q, keys.T, input_precision="ieee")
+        scores = tl.dot(q, keys.T, input_precision="ieee")  # (1)
         scores = tl.where(kept, scores * queries.score_scale, -float("inf"))
         new_max = tl.maximum(running_max, tl.max(scores, 1))
         weights = tl.math.exp2(scores - new_max[:, None])
         rescale = tl.math.exp2(running_max - new_max)
         running_sum = running_sum * rescale + tl.sum(weights, 1)
-        accumulator = tl.dot(weights.to(values.dtype), values, accumulator * rescale[:, None], input_precision="ieee")
+        accumulator = tl.dot(weights.to(values.dtype), values, accumulator * rescale[:, None], input_precision="ieee")  # (2)
         running_max = new_max
     return accumulator, running_max, running_sum
 
 
 @triton.jit
-def _walk_row(state, tile, queries, cache, splits, row, mask, rows, table):
+def _add_row(state, tile, queries, cache, splits, row, mask, rows, table):
     """Folds this program's split of a table row into the softmax state: an equal share of its steps."""
     STEPS: tl.constexpr = table.BLOCK // cache.TILE_N
     bounds = row_bounds(rows, mask, row)
     steps = (bounds[3] - bounds[0]) * STEPS
     begin = bounds[0] * STEPS + (steps * splits.number) // splits.count
     end = bounds[0] * STEPS + (steps * (splits.number + 1)) // splits.count
-    return _walk(state, tile, queries, cache, _Split(begin, end, row, bounds), table)
+    return _add_steps(state, tile, queries, cache, _Split(begin, end, row, bounds), table)
 
 
 @triton.jit
@@ -251,8 +251,8 @@ def _store(state, output, queries, ROWS: tl.constexpr):
 
 @triton.jit
 def stored_split(state, splits, TILE_M: tl.constexpr, DIM_V: tl.constexpr):
-    """Stores this program's results among the splits of its tile. Returns where those are, (results, logs), and whether it is the
-    last one to arrive, which combines them."""
+    """Stores this program's results among the splits of its tile. Returns pointers to the (results, logs) of all splits, and
+    whether this program is the last one to arrive, which combines them."""
     first_row = splits.tile.to(tl.int64) * splits.count * splits.ROWS
     logs = splits.results + splits.tiles.to(tl.int64) * splits.count * splits.ROWS * DIM_V + first_row
     results = splits.results + first_row * DIM_V
@@ -332,14 +332,14 @@ def _compute_tile(queries, cache, splits, rows, table, output):
         if queries.SEVERAL:
             last_block = tl.maximum(first_query + queries.q_len - 1, 0) // table.BLOCK
             for block in tl.range(first_block, last_block + 1):
-                state = _walk_row(state, tile, queries, cache, splits, block, mask, rows, table)
+                state = _add_row(state, tile, queries, cache, splits, block, mask, rows, table)
         else:
-            state = _walk_row(state, tile, queries, cache, splits, first_block, mask, rows, table)
+            state = _add_row(state, tile, queries, cache, splits, first_block, mask, rows, table)
     else:
         steps = (cache.tokens + cache.TILE_N - 1) // cache.TILE_N
         begin = (steps * splits.number) // splits.count
         end = (steps * (splits.number + 1)) // splits.count
-        state = _walk(state, tile, queries, cache, _Split(begin, end, None, None), table)
+        state = _add_steps(state, tile, queries, cache, _Split(begin, end, None, None), table)
     if splits.SPLIT:
         results, logs, last = stored_split(state, splits, TILE_M, DIM_V)
         if last:
@@ -364,13 +364,7 @@ def decode_kernel(
     arrived,
     kv_lens,
     block_table,
-    mask_index,
-    row_ptr,
-    row_split,
-    col_idx,
-    tile_idx,
-    tile_runs,
-    tile_bits,
+    table,
     mask_batch_stride,
     mask_head_stride,
     q_batch_stride: tl.int64,
@@ -434,8 +428,8 @@ def decode_kernel(
         Cache(k_ptr, v_ptr, k_page_stride, k_head_stride, k_token_stride, v_page_stride, v_head_stride, v_token_stride,
                block_table, table_stride, length, HEAD_DIM, DIM, HEAD_DIM_V, DIM_V, TILE_N, PAGE, VECTOR),
         Splits(tile, number, tiles, count, split_results, arrived, SPLIT, ROWS, COMBINED),
-        TableRows(mask_index, mask_batch_stride, mask_head_stride, row_ptr, row_split, None, q_blocks),
-        WalkedTable(col_idx, tile_idx, tile_runs, tile_bits, TABLE_BLOCK, SPARSE),
+        TableRows(table, mask_batch_stride, mask_head_stride, q_blocks),
+        WalkedTable(table.index, table.tile_idx, table.tile_runs, table.tile_bits, TABLE_BLOCK, SPARSE),
         _Output(out_ptr, lse_ptr, out_batch_stride, out_head_stride, out_token_stride, HEAD_DIM_V, DIM_V),
     )
     # fmt: on
@@ -453,41 +447,45 @@ def attention_decode(
     covers its tokens; causal: then none of them sees a later key. Otherwise the mask's rows are the queries, and there are neither
     lengths nor pages. splits: programs that share a tile's keys; by default enough to fill the GPU.
     """
-    # Heads of a group with different masks walk separately.
-    apart = mask is not None and mask.mask_index.shape[1] > 1 and mask.by_query.row_ptr.shape[0] > 1
-    table = None if mask is None else (mask.block_size, *mask.by_query.row_split.shape[:2], mask.by_query.col_idx.shape[0])
-    pages = None if block_table is None else tuple(block_table.shape)
-    layout = tuple(q.shape), q.stride(), tuple(k.shape), k.stride(), v.shape[3], v.stride()
-    shape = q.device, q.dtype, *layout, table, apart, pages, kv_lens is not None, causal, at_end, config, splits
-    plan = _plan(*shape)
-    out = empty_out(q, v.shape[3])
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    split_results = arrived = lse
-    if plan.split_numbers:
-        split_results = torch.empty(plan.split_numbers, dtype=torch.float32, device=q.device)
-        arrived = arrival_counters(plan.grid[0], q.device)
-    lens = lse if kv_lens is None else kv_lens
-    where = lse if block_table is None else block_table
-    tensors = q, k, v, out, lse, split_results, arrived, lens, where
+    inputs = [t for t in (q, k, v, kv_lens, block_table) if t is not None]
 
-    def prepared():
-        index, row_ptr, row_split, _, *entries = table_arguments(mask, mask and mask.by_query, lse)
-        arguments = [*tensors, index, row_ptr, row_split, *entries, *plan.numbers, scale * LOG2_E.value]
-        return plan.grid, arguments, plan.constants, plan.options
+    def run(recording):
+        # Heads of a group with different masks iterate separately.
+        apart = mask is not None and mask.mask_index.shape[1] > 1 and mask.by_query.row_ptr.shape[0] > 1
+        table = None if mask is None else (mask.block_size, *mask.by_query.row_split.shape[:2], mask.by_query.col_idx.shape[0])
+        pages = None if block_table is None else tuple(block_table.shape)
+        layout = tuple(q.shape), q.stride(), tuple(k.shape), k.stride(), v.shape[3], v.stride()
+        plan = _plan(q.device, q.dtype, *layout, table, apart, pages, kv_lens is not None, causal, at_end, config, splits)
+        out = recording.fresh(empty_out(q, v.shape[3]))
+        lse = recording.fresh(torch.empty(q.shape[:3], dtype=torch.float32, device=q.device))
+        arguments = [q, k, v, out, lse, *plan.workspace(recording, lse)]
+        arguments += [lse if kv_lens is None else kv_lens, lse if block_table is None else block_table]
+        *tensors, batch_stride, head_stride = table_arguments(mask, mask and mask.by_query, lse)
+        arguments += [TableTensors(*tensors), batch_stride, head_stride, *plan.numbers, scale * LOG2_E.value]
+        recording.launch(decode_kernel, (plan.grid, arguments, plan.constants, plan.options))
+        return out, lse
 
-    launch_or_repeat(decode_kernel, mask, (*shape, scale), tensors, prepared)
-    return out, lse
+    key = scale, kv_lens is None, causal, at_end, config, splits
+    return tuple(launch_or_repeat(decode_kernel, mask, key, inputs, run)[:2])
 
 
 class DecodePlan(NamedTuple):
-    """Everything in a launch that follows from shapes. split_numbers: floats that the splits of all tiles store, 0 without splits.
-    numbers: the kernel's integers from q_batch_stride on."""
+    """Everything in a launch that follows from shapes. split_numbers: how many numbers the splits of all tiles store; 0 without
+    splits. numbers: the kernel's integers."""
 
     grid: tuple[int, int]
     split_numbers: int
     numbers: tuple[int, ...]
     constants: dict
     options: dict
+
+    def workspace(self, recording, placeholder: torch.Tensor, dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+        """(results of splits, counters of arrived programs); placeholders without splits."""
+        if not self.split_numbers:
+            return placeholder, placeholder
+        device = placeholder.device
+        results = recording.fresh(torch.empty(self.split_numbers, dtype=dtype, device=device))
+        return results, recording.each_time(partial(arrival_counters, self.grid[0], device))
 
 
 @lru_cache(maxsize=1024)
@@ -569,13 +567,13 @@ def strides_in_vectors(dtype: torch.dtype, *strides: tuple[int, ...]) -> tuple[i
 
 def combined_at_a_time(rows: int, dim: int) -> int:
     """How many splits of this many rows a program holds at once: their loads overlap, and must fit in registers along with their
-    sum. At most 32, as their code is unrolled: for 32, 64 and 128 at head_dim 16 it compiles in 4, 11 and 65 s (Triton 3.6)."""
+    sum. At most 32, as their code is unrolled: at head_dim 16, the code of 32 compiles in 4 s, the code of 128 in 65 s."""
     return max(1, min(32, 4096 // (rows * dim)))
 
 
 def _splits(tiles: int, tokens: int, table, tile_n: int, device: torch.device) -> int:
-    """How many programs share a tile's keys: two per multiprocessor, but none without a step. Uses only what the host knows; a row
-    near the end of a triangle has twice the blocks of the mean row."""
+    """How many programs share a tile's keys: two per multiprocessor, but none without a step. The host knows only the number of all
+    entries; a row near the end of a triangle has twice the blocks of the mean row."""
     if table is None:
         steps = -(-tokens // tile_n)
     else:

@@ -8,7 +8,7 @@ from ..common.philox import stream_of_line, words_of_pairs
 
 @triton.jit
 def dropout_stream(variant, tile, sizes):
-    """(three scalars that distinguish a line's draws from others', the tile's first token in the sequence); () without dropout."""
+    """(three scalars that distinguish the draws of batch-heads, the tile's first token in the sequence); () without dropout."""
     stream = ()
     if variant.seed is not None:
         line = tile.line if variant.lines is None else tl.load(variant.lines + tile.line)
@@ -19,8 +19,8 @@ def dropout_stream(variant, tile, sizes):
 
 @triton.jit
 def kept_by_dropout(variant, stream, place, sizes):
-    """Which pairs of a step dropout keeps, in the shape of its scores. stream: from ``dropout_stream``. The step's first query and
-    key are multiples of the tile's sides, which are powers of two, at least 16."""
+    """The pairs of a step that dropout keeps, in the shape of its scores. stream: from ``dropout_stream``. The step's first query
+    and key are multiples of the tile's sides, which are powers of two, at least 16."""
     of_line, own = stream
     threshold = tl.full([1, 1], variant.dropout_p * 4294967296.0, tl.float32).to(tl.uint32)
     query, token = tl.arange(0, sizes.TILE_M).to(tl.uint32), tl.arange(0, sizes.TILE_N).to(tl.uint32)
@@ -36,7 +36,7 @@ def kept_by_dropout(variant, stream, place, sizes):
 
 @triton.jit
 def _in_sequence(places, first):
-    """Where a tile's first token stands in the whole sequence. The others follow it, as tiles divide the blocks of a table."""
+    """The position of a tile's first token in the whole sequence. The others follow it, as tiles divide the blocks of a table."""
     if places is not None:
         first = tl.load(places + first // 16)
     return first

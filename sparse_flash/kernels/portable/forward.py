@@ -3,6 +3,7 @@
 Source: arXiv:2307.08691, Alg. 1; arXiv:2205.14135, Alg. 5 (block-sparse). Dense attention uses the same body without a table.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..common.config import padded_head_dim
-from ..common.layout import empty_out
+from ..common.layout import addressable, empty_out, is_addressable, restored_out
 from ..common.tiles import (
     CUT,
     FLOOR,
@@ -26,19 +27,25 @@ from ..common.tiles import (
     store_tile,
 )
 from ..common.variant import kernel_variant, launch_options
-from ..launch import tuned
-from ..launch.launch import NOT_SPECIALIZED, Recording, described, length_specialized, row_count, run_within_memory, walk_arguments
+from ..launch.launch import (
+    NOT_SPECIALIZED,
+    described,
+    launch_or_repeat,
+    length_specialized,
+    row_count,
+    run_within_memory,
+    walk_arguments,
+)
 from ..launch.order import heads_in_grid
-from ..launch.replay import known_call
-from .configs import family_of, for_variant, forward_config
+from .configs import config_for, family_of, for_variant
 from .dropout import dropout_stream, kept_by_dropout
 from .lengths import is_cut, is_valid
 from .scores import scored
-from .walks import Scoring, Sizes, in_block, place_of_step, query_tile, slot_and_line, tiles_of, valid_of_axes, walk_row
+from .walks import Scoring, Sizes, add_row, in_block, place_of_step, query_tile, slot_and_line, tiles_of, valid_of_axes
 
 
 class _Operands(NamedTuple):
-    """A tile of q, the tensors of the walked axis, and dropout's random stream."""
+    """A tile of q, the tensors of keys and values, and dropout's random stream."""
 
     q: Any
     k_tensor: Any
@@ -47,8 +54,12 @@ class _Operands(NamedTuple):
 
 
 @triton.jit
-def _walk(state, operands, tile, entries, table, sizes, scoring, KIND: tl.constexpr):
-    """Folds entries of one kind into the softmax state of a query tile."""
+def _add_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.constexpr):
+    """Folds entries of one kind into the softmax state of a query tile. Comments number the products of a step:
+
+    (1) S = Q K^T           P = exp2(S - running_max)
+    (2) O += P V
+    """
     accumulator, running_max, running_sum = state
     variant = scoring.variant
     TILE_N: tl.constexpr = sizes.TILE_N
@@ -61,7 +72,7 @@ def _walk(state, operands, tile, entries, table, sizes, scoring, KIND: tl.conste
         upcoming = step_position(table, step + 1, last, TILE_N)
         place = place_of_step(tile, position, sizes)
         k = load_tile(operands.k_tensor, tile.batch, tile.kv_head, position, TILE_N, sizes.DIM)
-        scores = tl.dot(operands.q, k.T, input_precision="ieee")
+        scores = tl.dot(operands.q, k.T, input_precision="ieee")  # (1)
         if scoring.SCORED:
             scores = scored(scores, place, sizes, scoring, KIND)
         if KIND == FULL and not scoring.SCORED:
@@ -92,7 +103,7 @@ def _walk(state, operands, tile, entries, table, sizes, scoring, KIND: tl.conste
         v = load_tile(operands.v_tensor, tile.batch, tile.kv_head, position, TILE_N, sizes.DIM_V)
         if KIND == CUT:  # a weight of 0 times anything is not always 0
             v = tl.where(exists[:, None], v, 0.0)
-        accumulator = tl.dot(weights.to(v.dtype), v, accumulator, input_precision="ieee")
+        accumulator = tl.dot(weights.to(v.dtype), v, accumulator, input_precision="ieee")  # (2)
         running_max = new_max
         position = upcoming
     return accumulator, running_max, running_sum
@@ -113,7 +124,7 @@ def _compute_tile(q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr, rows, table
     )
     valid, valid_keys = valid_of_axes(tile.first, tile.batch, sizes, variant)
     operands = _Operands(q, k_tensor, v_tensor, dropout_stream(variant, tile, sizes))
-    accumulator, running_max, running_sum = walk_row(_walk, state, operands, tile, bounds, valid_keys, table, sizes, scoring)
+    accumulator, running_max, running_sum = add_row(_add_keys, state, operands, tile, bounds, valid_keys, table, sizes, scoring)
     keeps_nothing = running_sum == 0.0
     query = tile.first + tl.arange(0, TILE_M)
     if is_cut(variant.q_starts, variant.q_lens):
@@ -136,14 +147,7 @@ def attention_forward_kernel(
     v_tensor,
     out_tensor,
     lse_ptr,
-    mask_index,
-    row_ptr,
-    row_split,
-    row_order,
-    col_idx,
-    tile_idx,
-    tile_runs,
-    tile_bits,
+    table,
     mask_batch_stride,
     mask_head_stride,
     heads,
@@ -169,8 +173,8 @@ def attention_forward_kernel(
     # fmt: off
     _compute_tile(
         q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr,
-        TableRows(mask_index, mask_batch_stride, mask_head_stride, row_ptr, row_split, row_order, q_blocks),
-        WalkedTable(col_idx, tile_idx, tile_runs, tile_bits, TABLE_BLOCK, SPARSE),
+        TableRows(table, mask_batch_stride, mask_head_stride, q_blocks),
+        WalkedTable(table.index, table.tile_idx, table.tile_runs, table.tile_bits, TABLE_BLOCK, SPARSE),
         Sizes(heads, group, q_len, kv_len, DIM, DIM_V, TILE_M, TILE_N, False),
         Scoring(score_scale, variant, SCORED, REACH, SCORE, DERIVATIVE),
     )
@@ -178,20 +182,27 @@ def attention_forward_kernel(
 
 
 def attention_forward(q, k, v, mask, scale, variant=None, config=None, beside=None):
-    """out (batch, heads, q_len, v's head_dim) in q's memory order, lse (batch, heads, q_len) float32.
+    """out (batch, heads, q_len, v's head_dim) in q's memory order, lse (batch, heads, q_len) float32. beside: see ``launch``."""
+    key = (scale, config) if variant is None else None
+    run = partial(_run, q, k, v, mask, scale, variant, config, beside)
+    return tuple(launch_or_repeat(attention_forward_kernel, mask, key, (q, k, v), run)[:2])
 
-    q, k, v: contiguous rows, base and strides multiples of 16 bytes. beside: see ``launch``.
-    """
+
+def _run(q, k, v, mask, scale, variant, config, beside, recording):
+    if not all(map(is_addressable, (q, k, v))):
+        ready = [addressable(t) for t in (q, k, v)]
+        out, lse = attention_forward(*ready, mask, scale, variant, config, beside)
+        return restored_out(out, ready[0], q, v), lse
     given, switches, kinds = kernel_variant(variant)
     batch, heads, q_len, head_dim = q.shape
     v_head_dim = v.shape[3]
-    tensors = _tensors(q, k, v)
-    _, _, _, out, lse = tensors
-    recording = Recording(mask, _key(q, k, v, scale), tensors)
-    block_size = mask.block_size if mask else None
+    out = recording.fresh(empty_out(q, v_head_dim))
+    lse = recording.fresh(torch.empty(q.shape[:3], dtype=torch.float32, device=q.device))
+    table, block_size = (mask.by_query, mask.block_size) if mask else (None, None)
     dim, dim_v = padded_head_dim(head_dim), padded_head_dim(v_head_dim)
+    together = heads_in_grid(2 * k.shape[2] * (dim + dim_v), k.shape[2], mask, batch * heads)
 
-    def run(config):
+    def launch(config):
         m, n = config.tile_m, config.tile_n
         arguments = [
             described(q, m, dim),
@@ -199,42 +210,20 @@ def attention_forward(q, k, v, mask, scale, variant=None, config=None, beside=No
             described(v, n, dim_v),
             described(out, m, dim_v),
             lse,
-            *walk_arguments(mask, mask and mask.by_query, q, k, lse),
+            *walk_arguments(mask, table, q, k, lse),
             scale * LOG2_E.value,
             given,
         ]
         constants = {"DIM": dim, "DIM_V": dim_v, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or n}
         constants |= {"SPARSE": mask is not None, **switches}
-        together = heads_in_grid(2 * k.shape[2] * (dim + dim_v), k.shape[2], mask, batch * heads)
-        grid = (row_count(mask and mask.by_query, q_len, m, block_size) * together, batch * heads // together)
-        options = launch_options(config, given, switches, m)
-        prepared = grid, arguments, constants, options
+        grid = (row_count(table, q_len, m, block_size) * together, batch * heads // together)
+        prepared = grid, arguments, constants, launch_options(config, given, switches, m)
         recording.launch(attention_forward_kernel, prepared, (*length_specialized(q_len), *kinds), beside)
 
     if config is not None:
-        run(config)
+        launch(config)
         return out, lse
-    config = forward_config(q.dtype, head_dim, block_size, q.device, v_head_dim)
+    config = config_for("forward", q.dtype, head_dim, block_size, q.device, v_head_dim)
     config = for_variant(config, "forward", family_of(q.device), given, switches, max(dim, dim_v))
-    run_within_memory(run, config, lambda: ("forward", q.device, q.dtype, dim, dim_v, block_size, kinds, *switches.values()))
-    if variant is None:
-        recording.finish()
+    run_within_memory(launch, config, lambda: ("forward", q.device, q.dtype, dim, dim_v, block_size, kinds, *switches.values()))
     return out, lse
-
-
-def repeated_forward(q, k, v, mask, scale):
-    """``attention_forward`` without a variant by a replayed launch, or None if there is none; any q, k and v."""
-    known = known_call(mask, _key(q, k, v, scale))
-    if known is None:
-        return None
-    tensors = _tensors(q, k, v)
-    return tensors[3:] if known.again(tensors) else None
-
-
-def _key(q, k, v, scale) -> tuple:
-    layout = q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, q.device
-    return attention_forward_kernel.fn, tuned.times_read(), *layout, scale
-
-
-def _tensors(q, k, v) -> tuple[torch.Tensor, ...]:
-    return q, k, v, empty_out(q, v.shape[3]), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)

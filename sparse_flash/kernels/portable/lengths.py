@@ -51,10 +51,11 @@ def _entries_below(index, begin, end, block):
 
 @triton.jit
 def valid_of_kind(table, begin, end, valid, length, TILE: tl.constexpr):
-    """(low, whole_begin, whole_end, high). Entries begin .. end - 1 are ascending. Those from low to high - 1 have valid tokens; in
-    those from whole_begin to whole_end - 1, all tokens within the axis's length are valid. At most one is cut at either side.
+    """(low, whole_begin, whole_end, high). Entries begin .. end - 1 are ascending. Entries low .. high - 1 have valid tokens. In
+    entries whole_begin .. whole_end - 1, all tokens within the axis's length are valid. At most one entry is cut at either side.
 
-    valid, length: of the walked axis. TILE: of a dense walk, whose entries are all tiles of the axis, whatever begin and end are.
+    valid, length: of the axis that a program iterates over. TILE: of a dense loop, whose entries are all tiles of the axis,
+    whatever begin and end are.
     """
     first, last = valid.first, valid.last
     BLOCK: tl.constexpr = table.BLOCK if table.SPARSE else TILE
@@ -80,7 +81,7 @@ def valid_of_kind(table, begin, end, valid, length, TILE: tl.constexpr):
 
 @triton.jit
 def valid_entries(table, bounds, valid, length, TILE: tl.constexpr):
-    """The result of ``valid_of_kind`` for each kind of a row's entries; a dense walk has one kind, repeated three times. bounds:
+    """The result of ``valid_of_kind`` for each kind of a row's entries; a dense loop has one kind, repeated three times. bounds:
     where each kind begins, and where the last ends."""
     full = valid_of_kind(table, bounds[0], bounds[1], valid, length, TILE)
     runs, bits = full, full

@@ -55,7 +55,7 @@ def _biased(scores, place, sizes, scoring, UNIT: tl.constexpr, KIND: tl.constexp
     if variant.rel_bias is not None:
         biases = variant.rel_bias + place.tile.head * (2 * REACH + 1) + REACH
         if KIND == CUT or UNIT == 1.0:
-            # Triton 3.6 cannot compile the other branches if other loads, of a cut walk or of the user's function, determine the
+            # Triton 3.6 cannot compile the other branches if other loads, of a cut entry or of the user's function, determine the
             # layout of the scores.
             apart = column(first_distance, TILE_N, BY_KEY) - column(0, TILE_M, not BY_KEY)
             scores += tl.load(biases + tl.minimum(tl.maximum(apart, -REACH), REACH)) * UNIT

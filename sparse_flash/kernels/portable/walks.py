@@ -1,7 +1,7 @@
-"""What the forward pass and both backward passes share: a program's tile, and the walk over the entries of its row.
+"""A program's tile, and the loop over the entries of its row: shared by the forward pass and both backward passes.
 
-A query tile walks keys; a key tile (BY_KEY) walks queries, through the transposed table. Records are created inside a kernel:
-Triton specializes a tuple argument's integers (1, and multiples of 16) even where told not to.
+A query tile iterates over keys; a key tile (BY_KEY) iterates over queries, through the transposed table. Records with integers are
+created inside a kernel: Triton specializes a tuple argument's integers (1, and multiples of 16) in spite of ``do_not_specialize``.
 """
 
 from typing import Any, NamedTuple
@@ -40,7 +40,7 @@ class Scoring(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The tile that a walk serves. line: batch * heads + head. first: its first query or key."""
+    """A program's tile. line: batch * heads + head. first: its first query or key."""
 
     batch: Any
     head: Any
@@ -50,8 +50,8 @@ class Tile(NamedTuple):
 
 
 class RowEntries(NamedTuple):
-    """Entries begin .. end - 1 of a row. For cut entries (KIND CUT) also valid, the existing tokens of the walked axis, and their
-    kind."""
+    """Entries begin .. end - 1 of a row. Cut entries (KIND CUT) also have ``valid``, the existing tokens of the axis that a program
+    iterates over, and their kind."""
 
     begin: Any
     end: Any
@@ -60,7 +60,7 @@ class RowEntries(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a step's pairs begin."""
+    """The first pair of a step."""
 
     tile: Any
     first_query: Any
@@ -69,8 +69,8 @@ class Place(NamedTuple):
 
 @triton.jit
 def slot_and_line(tiles):
-    """(which of a line's ``tiles`` a program has, its line). Lines take turns, as many as the grid's first axis has times
-    ``tiles``."""
+    """(the number of a program's tile among a batch-head's ``tiles``, its batch-head). Along the grid's first axis, a few
+    batch-heads take turns."""
     together = tl.num_programs(0) // tiles
     return tl.program_id(0) // together, tl.program_id(1) * together + tl.program_id(0) % together
 
@@ -83,7 +83,7 @@ def tiles_of(blocks, length, TILE: tl.constexpr, BLOCK: tl.constexpr, SPARSE: tl
 
 @triton.jit
 def query_tile(slot, line, rows, table, sizes):
-    """(the ``Tile`` of queries of a slot, counted in the order of rows, the bounds of its row's entries)."""
+    """(the ``Tile`` of a slot, the bounds of its row's entries). Slots are counted in the order of rows."""
     batch = line // sizes.heads
     head = line % sizes.heads
     kv_head = head // sizes.group
@@ -99,7 +99,7 @@ def query_tile(slot, line, rows, table, sizes):
 
 @triton.jit
 def valid_of_axes(first, batch, sizes, variant):
-    """``Valid`` of the axis of the tile that begins at ``first``, and of the walked axis, empty if the tile has no valid token."""
+    """``Valid`` of the axis of the tile that begins at ``first``, and of the other axis: empty if the tile has no valid token."""
     queries = valid_tokens(variant.q_starts, variant.q_lens, batch, sizes.q_len)
     keys = valid_tokens(variant.kv_starts, variant.kv_lens, batch, sizes.kv_len)
     own, walked = (keys, queries) if sizes.BY_KEY else (queries, keys)
@@ -110,11 +110,11 @@ def valid_of_axes(first, batch, sizes, variant):
 
 
 @triton.jit
-def walk_row(WALK: tl.constexpr, state, operands, tile, bounds, valid, table, sizes, scoring):
-    """``state`` after WALK has folded all entries of a row into it, one kind after another.
+def add_row(ADD: tl.constexpr, state, operands, tile, bounds, valid, table, sizes, scoring):
+    """``state`` after ADD has added all entries of a row to it, one kind after another.
 
-    WALK: (state, operands, tile, entries, table, sizes, scoring, KIND) -> state. bounds: of the row's kinds. valid: of the walked
-    axis.
+    ADD: (state, operands, tile, entries, table, sizes, scoring, KIND) -> state. bounds: of the row's kinds. valid: tokens of the
+    axis that the program iterates over.
     """
     variant = scoring.variant
     Q_CUT: tl.constexpr = is_cut(variant.q_starts, variant.q_lens)
@@ -130,20 +130,20 @@ def walk_row(WALK: tl.constexpr, state, operands, tile, bounds, valid, table, si
                 begin, end = cut_entry(entries, number, KINDS)
                 if begin < end:
                     cut = RowEntries(begin, end, valid, number // 2)
-                    state = WALK(state, operands, tile, cut, table, sizes, scoring, CUT)
+                    state = ADD(state, operands, tile, cut, table, sizes, scoring, CUT)
     for KIND in tl.static_range(FULL, KINDS):
         if Q_CUT or KV_CUT:
             begin, end = entries[KIND][1], entries[KIND][2]
         else:
             begin, end = bounds[KIND], bounds[KIND + 1]
-        if KIND == FULL or begin < end:  # even an empty walk fills and drains a pipeline
-            state = WALK(state, operands, tile, RowEntries(begin, end), table, sizes, scoring, KIND)
+        if KIND == FULL or begin < end:  # even an empty loop fills and drains a pipeline
+            state = ADD(state, operands, tile, RowEntries(begin, end), table, sizes, scoring, KIND)
     return state
 
 
 @triton.jit
 def place_of_step(tile, position, sizes):
-    """position: of the step along the walked axis."""
+    """The ``Place`` of a step whose first token along the axis of the loop is ``position``."""
     return Place(tile, position, tile.first) if sizes.BY_KEY else Place(tile, tile.first, position)
 
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from ..common.config import padded_head_dim
 from ..common.layout import empty_out
 from ..common.tiles import FLOOR, LN_2, LOG2_E
-from ..launch.launch import arrival_counters, launch_or_repeat, multiprocessors
+from ..launch.launch import launch_or_repeat, multiprocessors
 from ..portable.configs import decode_config, family_of
 from ..portable.decode import (
     Cache,
@@ -179,25 +179,22 @@ def selection_decode(
     contiguous, of blocks of block_size keys, ascending, each once, then -1; every: queries of a group. splits: programs that share
     a query's blocks; by default enough to fill the GPU.
     """
-    pages = None if block_table is None else tuple(block_table.shape)
-    layout = tuple(q.shape), q.stride(), tuple(k.shape), k.stride(), v.shape[3], v.stride(), tuple(picks.shape)
-    shape = q.device, q.dtype, *layout, block_size, every, pages, kv_lens is not None, config, splits
-    plan = _plan(*shape)
-    out = empty_out(q, v.shape[3])
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    split_results = arrived = lse
-    if plan.split_numbers:
-        split_results = torch.empty(plan.split_numbers, dtype=torch.float32, device=q.device)
-        arrived = arrival_counters(plan.grid[0], q.device)
-    lens = lse if kv_lens is None else kv_lens
-    where = lse if block_table is None else block_table
-    tensors = q, k, v, out, lse, picks, split_results, arrived, lens, where
+    inputs = [t for t in (q, k, v, picks, kv_lens, block_table) if t is not None]
 
-    def prepared():
-        return plan.grid, [*tensors, *plan.numbers, scale * LOG2_E.value], plan.constants, plan.options
+    def run(recording):
+        pages = None if block_table is None else tuple(block_table.shape)
+        layout = tuple(q.shape), q.stride(), tuple(k.shape), k.stride(), v.shape[3], v.stride(), tuple(picks.shape)
+        plan = _plan(q.device, q.dtype, *layout, block_size, every, pages, kv_lens is not None, config, splits)
+        out = recording.fresh(empty_out(q, v.shape[3]))
+        lse = recording.fresh(torch.empty(q.shape[:3], dtype=torch.float32, device=q.device))
+        arguments = [q, k, v, out, lse, picks, *plan.workspace(recording, lse)]
+        arguments += [lse if kv_lens is None else kv_lens, lse if block_table is None else block_table]
+        arguments += [*plan.numbers, scale * LOG2_E.value]
+        recording.launch(selection_decode_kernel, (plan.grid, arguments, plan.constants, plan.options))
+        return out, lse
 
-    launch_or_repeat(selection_decode_kernel, None, (*shape, scale), tensors, prepared)
-    return out, lse
+    key = block_size, every, scale, kv_lens is None, config, splits
+    return tuple(launch_or_repeat(selection_decode_kernel, None, key, inputs, run)[:2])
 
 
 @lru_cache(maxsize=1024)

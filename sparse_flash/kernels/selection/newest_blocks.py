@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..common.config import padded_head_dim
-from ..launch.launch import arrival_counters, launch_or_repeat
+from ..launch.launch import launch_or_repeat
 from ..portable.decode import Cache, DecodePlan, page_of_step, rows_of_cache, strides_in_vectors
 
 _NONE = tl.constexpr(1 << 30)  # instead of a block
@@ -171,20 +171,17 @@ def choose_newest(
     other. means: (batch, key heads, blocks, head_dim) float32, whose blocks are contiguous. kv_lens: (batch,) int32, or None for
     ``length`` tokens, which the means have room for. The last dimensions are contiguous.
     """
-    shape = tuple(q.shape), q.stride(), tuple(means.shape), means.stride(), length, keep, block_size, heads, kv_lens is not None
-    plan = _choice_plan(*shape)
-    picks = torch.empty((q.shape[0], heads, q.shape[2], keep), dtype=torch.int32, device=q.device)
-    candidates = arrived = picks
-    if plan.split_numbers:
-        candidates = torch.empty(plan.split_numbers, dtype=torch.int64, device=q.device)
-        arrived = arrival_counters(plan.grid[0], q.device)
-    tensors = q, means, picks, candidates, arrived, picks if kv_lens is None else kv_lens
+    inputs = (q, means) if kv_lens is None else (q, means, kv_lens)
+    sizes = length, keep, block_size, heads, kv_lens is not None
 
-    def prepared():
-        return plan.grid, [*tensors, *plan.numbers], plan.constants, plan.options
+    def run(recording):
+        plan = _choice_plan(tuple(q.shape), q.stride(), tuple(means.shape), means.stride(), *sizes)
+        picks = recording.fresh(torch.empty((q.shape[0], heads, q.shape[2], keep), dtype=torch.int32, device=q.device))
+        arguments = [q, means, picks, *plan.workspace(recording, picks, torch.int64), picks if kv_lens is None else kv_lens]
+        recording.launch(choose_newest_kernel, (plan.grid, [*arguments, *plan.numbers], plan.constants, plan.options))
+        return (picks,)
 
-    launch_or_repeat(choose_newest_kernel, None, (q.device, q.dtype, *shape), tensors, prepared)
-    return picks
+    return launch_or_repeat(choose_newest_kernel, None, sizes, inputs, run)[0]
 
 
 @lru_cache(maxsize=1024)
@@ -217,15 +214,17 @@ def update_means(
     means: (batch, heads, blocks or more, head_dim) float32, whose blocks are contiguous. k, kv_lens, block_table: as for
     ``attention_decode`` in ``decode``.
     """
-    pages = None if block_table is None else tuple(block_table.shape)
-    shape = tuple(k.shape), k.stride(), means.shape[0], means.stride(), blocks, touched, block_size, pages, kv_lens is not None
-    plan = _means_plan(k.dtype, *shape)
-    tensors = k, means, means if kv_lens is None else kv_lens, means if block_table is None else block_table
+    inputs = [t for t in (k, means, kv_lens, block_table) if t is not None]
+    sizes = blocks, touched, block_size
 
-    def prepared():
-        return plan.grid, [*tensors, *plan.numbers], plan.constants, plan.options
+    def run(recording):
+        pages = None if block_table is None else tuple(block_table.shape)
+        layout = tuple(k.shape), k.stride(), means.shape[0], means.stride()
+        plan = _means_plan(k.dtype, *layout, *sizes, pages, kv_lens is not None)
+        arguments = [k, means, means if kv_lens is None else kv_lens, means if block_table is None else block_table, *plan.numbers]
+        recording.launch(update_means_kernel, (plan.grid, arguments, plan.constants, plan.options))
 
-    launch_or_repeat(update_means_kernel, None, (k.device, k.dtype, *shape), tensors, prepared)
+    launch_or_repeat(update_means_kernel, None, (*sizes, kv_lens is None), inputs, run)
 
 
 @lru_cache(maxsize=1024)
