@@ -324,5 +324,3 @@ def config_for(
     block_size: the table's, or None for dense attention. v_head_dim: defaults to that of q and k."""
     key = key_of("triton", kernel, dtype, padded_head_dim(head_dim), block_size, device, padded_head_dim(v_head_dim or head_dim))
     return choose(candidates(kernel, dtype, head_dim, block_size, v_head_dim, family_of(device)), key)
-
-
