@@ -12,9 +12,10 @@ Type checkers see int, float and so on. Fields of other types are checked to be 
 from __future__ import annotations
 
 import dataclasses
+import math
 from numbers import Real
 from types import UnionType
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, Union, get_args, get_origin
 
 import numpy as np
 
@@ -100,13 +101,11 @@ def settle(pattern: object, /, **values: Any) -> None:
 
 def _checked(pattern: str, value: object, limit: Limit) -> Any:
     if limit.form == "share":
-        if (
-            isinstance(value, (bool, np.bool_))
-            or not isinstance(value, (Real, np.floating))
-            or not limit.least < value <= limit.most
-        ):
+        is_number = isinstance(value, (Real, np.floating)) and not isinstance(value, (bool, np.bool_))
+        share = float(value) if is_number else math.nan  # type: ignore[arg-type]  # a Real has __float__
+        if not limit.least < share <= limit.most:
             raise ValueError(f"{pattern}: {limit.field} must be a number, 0 < {limit.field} <= 1; got {value!r}")
-        return float(cast(float, value))
+        return share
     if limit.form == "integers":
         return _integers(pattern, limit, value)
     if limit.optional and isinstance(value, int) and value > limit.most:
