@@ -15,11 +15,13 @@ with shapes as for the back ends of masks (``backends``). Gradients repeat bit f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 from typing import Any, TypeAlias
 
 import torch
+from torch.library import CustomOpDef
 
 from .. import backends
 from ..dispatch import observers
@@ -76,7 +78,7 @@ def _packed(selection: BlockSelection) -> _Packed:
 _CALL = "Tensor picks, Tensor[] tables, SymInt tables_block, SymInt block_size, SymInt every, bool own, float? scale, str backend"
 
 
-def _operator(name: str, tensors: str, results: str) -> Any:
+def _operator(name: str, tensors: str, results: str) -> Callable[[Callable[..., object]], CustomOpDef]:
     """Makes a function of ``tensors`` and ``_CALL`` a PyTorch operator."""
     schema = f"({tensors}, {_CALL}) -> {results}"
     return torch.library.custom_op(f"sparse_flash::{name}", mutates_args=(), schema=schema)

@@ -145,6 +145,12 @@ def _compute_grads(
 
 
 @triton.jit
+def _no_sums(KEYS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr):
+    """dK and dV before the first step."""
+    return tl.zeros([KEYS, DIM], tl.float32), tl.zeros([KEYS, DIM_V], tl.float32)
+
+
+@triton.jit
 def _store_sums(sums, values, row):
     """values: (keys, head_dim). row: of the first key, in float32 sums with a row for each key."""
     key = row + tl.arange(0, values.shape[0])
@@ -164,8 +170,7 @@ def _compute_piece(part_ptr, dk_ptr, dv_ptr, entries, piece, call, PARTS: tl.con
         v = k
         if not C.MASSES:
             v = load_tile(call.v, batch, kv_head, position, C.TILE_N, C.DIM_V)
-        dk = tl.zeros([C.TILE_N, C.DIM], tl.float32)
-        dv = tl.zeros([C.TILE_N, C.DIM_V], tl.float32)
+        dk, dv = _no_sums(C.TILE_N, C.DIM, C.DIM_V)
         block = _Block(k, v, position, part)
         dk, dv = _compute_grads(dk, dv, part_ptr, entries, begin, whole, batch_head, block, call, True, PARTS)
         dk, dv = _compute_grads(dk, dv, part_ptr, entries, whole, end, batch_head, block, call, False, PARTS)
@@ -239,8 +244,7 @@ def _compute_always_piece(dk_ptr, dv_ptr, items, call, QUERIES: tl.constexpr):
         position = (column * PARTS + part) * C.TILE_N
         k = load_tile(call.k, batch, kv_head, position, C.TILE_N, C.DIM)
         v = load_tile(call.v, batch, kv_head, position, C.TILE_N, C.DIM_V)
-        dk = tl.zeros([C.TILE_N, C.DIM], tl.float32)
-        dv = tl.zeros([C.TILE_N, C.DIM_V], tl.float32)
+        dk, dv = _no_sums(C.TILE_N, C.DIM, C.DIM_V)
         key = part * C.TILE_N + tl.arange(0, C.TILE_N)
         row = tl.arange(0, ROWS)
         for step in tl.range(begin * STEPS, end * STEPS, num_stages=1):
@@ -414,9 +418,10 @@ def _walk_always(dq, tile, rows, first_query, last_query, call):
 @triton.jit
 def _compute_query_grads(dq_rows, part_ptr, listed, walks, call, PARTS: tl.constexpr):
     C: tl.constexpr = call.C
+    DIM: tl.constexpr = C.DIM
     tile, picker = tl.program_id(0), tl.program_id(1)
     rows = rows_of_tile(tile, picker, call)
-    dq = tl.zeros([ROWS, C.DIM], tl.float32)
+    dq = tl.zeros([ROWS, DIM], tl.float32)
     if PARTS == 0 or C.ALWAYS != 0:
         at = index_of_rows(rows, call)
         q, dout = load_rows(call.q, rows, C.DIM), load_rows(call.dout, rows, C.DIM_V)

@@ -78,10 +78,11 @@ def _weigh_keys(running_max, running_sum, q, k, rows, position, call, CUT: tl.co
 def _compute_parts(k, v, part_ptr, lse_ptr, entries, begin, end, batch_head, position, call, CUT: tl.constexpr):
     """The partial results of queries begin .. end - 1 of a list. k, v: the block, if one step holds it."""
     C: tl.constexpr = call.C
+    DIM_V: tl.constexpr = C.DIM_V
     for step in tl.range(0, steps_of_list(begin, end, call)):
         rows, entry = rows_of_list(entries, begin, end, step, batch_head, call)
         q = load_rows(call.q, rows, C.DIM)
-        accumulator = tl.zeros([ROWS, C.DIM_V], tl.float32)
+        accumulator = tl.zeros([ROWS, DIM_V], tl.float32)
         running_max = tl.full([ROWS], FLOOR, tl.float32)
         running_sum = tl.zeros([ROWS], tl.float32)
         if C.BLOCK == C.TILE_N:
@@ -245,10 +246,11 @@ def _join_parts(state, rows, parts, call):
 @triton.jit
 def _compute_tile(out_rows, lse_ptr, walks, parts, call):
     C: tl.constexpr = call.C
+    DIM_V: tl.constexpr = C.DIM_V
     tile, picker = tl.program_id(0), tl.program_id(1)
     rows = rows_of_tile(tile, picker, call)
     q = load_rows(call.q, rows, C.DIM)
-    state = tl.zeros([ROWS, C.DIM_V], tl.float32), tl.full([ROWS], FLOOR, tl.float32), tl.zeros([ROWS], tl.float32)
+    state = tl.zeros([ROWS, DIM_V], tl.float32), tl.full([ROWS], FLOOR, tl.float32), tl.zeros([ROWS], tl.float32)
     table, number = table_of_tile(tile, picker, call)
     blocks, bits = walks.blocks + table * C.WIDTH, walks.bits + table * C.WIDTH
     whole, end = tl.load(walks.counts + table * 2), tl.load(walks.counts + table * 2 + 1)

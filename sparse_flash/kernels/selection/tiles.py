@@ -51,6 +51,8 @@ class Constants(NamedTuple):
     choice; PADDED: as a power of two. CHOICES, TOKENS, TILES: see ``Tiling``. BLOCK: keys of a picked block. DIM, DIM_V: padded
     head dims. TILE_N: keys of a step. ALWAYS: the block size of what is always kept, 0 if there is none. WIDTH: of a row of
     ``Walks``. MASSES: whether masses of picked blocks are computed.
+
+    Triton 3.6 takes a field in the list of a shape only by a constant of the function: ``DIM: tl.constexpr = C.DIM``.
     """
 
     EVERY: int
