@@ -32,8 +32,9 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITCallable
 
 from sparse_flash.backends import Call, hopper
+from sparse_flash.kernels.common.gluon import Constants
 from sparse_flash.kernels.common.tiles import Rows
-from sparse_flash.kernels.hopper import backward, forward, paired_backward, selection_grads, selection_parts, wide_backward
+from sparse_flash.kernels.hopper import backward, forward, selection_grads, selection_parts
 
 NUMPY = {"fp16": np.float16, "fp32": np.float32, "int1": np.bool_, "int16": np.int16, "int32": np.int32, "int64": np.int64}
 NUMPY |= {"uint32": np.uint32, "uint64": np.uint64}
@@ -630,6 +631,8 @@ def ordinary(value):
         return types.FunctionType(function.__code__, _globals_of(function), function.__name__, function.__defaults__)
     if isinstance(value, type) and issubclass(value, base_value) and value.__module__.startswith("sparse_flash"):
         return _record(value)
+    if isinstance(value, Constants):
+        return value.of
     return value.value if isinstance(value, tl.constexpr) else value
 
 
@@ -660,12 +663,7 @@ def _record(kind: type) -> type:
     return type(kind.__name__, (), {"__init__": __init__, **methods})
 
 
-PARTITIONED = (
-    forward.attention_forward_kernel,
-    backward.attention_backward_kernel,
-    paired_backward.paired_backward_kernel,
-    wide_backward.wide_backward_kernel,
-)
+PARTITIONED = forward.attention_forward_kernel, backward.attention_backward_kernel
 
 
 def run_partitioned(kernel, grid, arguments, constants, options) -> None:

@@ -34,9 +34,6 @@ class KernelVariant(NamedTuple):
     def tensors(self) -> list[torch.Tensor]:
         return [] if self is NO_VARIANT else [t for t in (*self, *(self.params or ())) if isinstance(t, torch.Tensor)]
 
-    def pointers(self) -> list[int]:
-        return [t.data_ptr() for t in self.tensors()]
-
 
 NO_VARIANT = KernelVariant()
 # SCORED: scores are more than scaled products. REACH: the largest distance of rel_bias. SCORE, DERIVATIVE: the user's own score

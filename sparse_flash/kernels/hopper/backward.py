@@ -13,25 +13,170 @@ from typing import NamedTuple
 
 import torch
 import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from ..common.config import padded_head_dim
+from ..common.gluon import Constants
 from ..common.tiles import LOG2_E
 from ..launch import tuned
 from ..launch.launch import Recording, multiprocessors, rows_of, table_arguments
 from ..launch.launch import described as described_for_triton
 from ..launch.order import heads_in_queue
 from ..launch.replay import known_call
+from .backward_arguments import (
+    BackwardArguments,
+    BackwardInputs,
+    BackwardPointers,
+    BackwardShape,
+    Gradients,
+    existing_tokens,
+)
 from .backward_rows import bound_kernel, combine_columns_kernel, finish_kernel, prepare_kernel
+from .backward_to_128 import backward_to_128
 from .configs import PAIRED_BACKWARD, BackwardConfig, backward_config, backward_keys, backward_of_variant
-from .descriptors import FLOAT_LAYOUT, ROW_LAYOUT, blocks_by_document, described, tile_queue
-from .narrow_backward import attention_backward_kernel
-from .paired_backward import paired_backward_kernel
+from .descriptors import FLOAT_LAYOUT, ROW_LAYOUT, blocks_by_document, described, table_pointers, tile_queue
+from .dropout import new_dropout
+from .lengths import own_barrier
+from .paired_backward import paired_backward
 from .products import used_columns
+from .ring import ring_beside, ring_of, tiles
+from .scheduler import Heads, TableArguments, new_scheduler
+from .scores import new_terms
 from .variant import PLAIN, HopperVariant, hopper_variant
-from .wide_backward import wide_backward_kernel
+from .wide_backward import wide_backward
 
+# New lengths, heads or masks never recompile.
+NOT_SPECIALIZED = [
+    "mask_batch_stride",
+    "mask_head_stride",
+    "heads",
+    "group",
+    "q_len",
+    "padded_q_len",
+    "padded_kv_len",
+    "kv_lines",
+    "splits",
+    "items",
+    "work_tiles",
+    "heads_together",
+]
 ROWS = 64  # tokens per program of bound_kernel and prepare_kernel
 _SHORT_COLUMN = 3072  # queries in a column's blocks, on average
+
+
+@gluon.jit(do_not_specialize=NOT_SPECIALIZED)
+def attention_backward_kernel(
+    q_tensor,
+    k_tensor,
+    v_tensor,
+    dout_tensor,
+    lse_rows,
+    delta_rows,
+    unit_rows,
+    dq_rows,
+    dk_tensor,
+    dv_tensor,
+    dkv_rows,
+    pointers,
+    table,
+    mask_batch_stride,
+    mask_head_stride,
+    heads,
+    group,
+    q_len,
+    padded_q_len,
+    padded_kv_len,
+    kv_lines,
+    splits,
+    items,
+    work_tiles,
+    heads_together,
+    scale,
+    score_scale,
+    variant,
+    SHAPE: gl.constexpr,
+    SCORE: gl.constexpr,
+    DERIVATIVE: gl.constexpr,
+):
+    """Makes the record that the warps share, and runs the roles of the head dimensions. Descriptors are arguments of their own, as
+    Triton 3.6 and 3.7 take none within a tuple; so are integers, as Triton specializes those within one."""
+    dtype: gl.constexpr = q_tensor.dtype
+    PIECES: gl.constexpr = SHAPE.PARTS * SHAPE.ACROSS
+    k_tiles = tiles(dtype, SHAPE.K_STAGES * PIECES, SHAPE.KEYS, SHAPE.WIDTH)
+    k = ring_of(k_tiles, SHAPE.K_STAGES, PIECES, CONSUMERS=SHAPE.PARTS)
+    v_tiles = tiles(dtype, SHAPE.PARTS, SHAPE.KEYS, SHAPE.DIM_V)
+    v = ring_of(v_tiles, 1) if SHAPE.PARTS == 1 else ring_beside(k, v_tiles, 1, SHAPE.PARTS)
+    q_tiles = tiles(dtype, SHAPE.Q_STAGES * SHAPE.ACROSS, SHAPE.QUERIES, SHAPE.WIDTH)
+    q = ring_of(q_tiles, SHAPE.Q_STAGES, SHAPE.ACROSS, CONSUMERS=SHAPE.READERS)
+    dout = ring_beside(q, tiles(dtype, SHAPE.DOUT_STAGES, SHAPE.QUERIES, SHAPE.DIM_V), SHAPE.DOUT_STAGES)
+    lse = gl.allocate_shared_memory(gl.float32, [SHAPE.Q_STAGES, SHAPE.QUERIES], lse_rows.layout)
+    delta = gl.allocate_shared_memory(gl.float32, [SHAPE.DOUT_STAGES, SHAPE.QUERIES], delta_rows.layout)
+    unit = lse
+    if SHAPE.FIXED:
+        unit = gl.allocate_shared_memory(gl.float32, [SHAPE.Q_STAGES, SHAPE.QUERIES], unit_rows.layout)
+    table = TableArguments(*table, mask_batch_stride, mask_head_stride, SHAPE.BLOCK, SHAPE.SPARSE, SHAPE.OWN_STARTS)
+    heads_of = Heads(heads, group)
+    lengths, kv_len = existing_tokens(variant, q_len, k_tensor, SHAPE.SCORED)
+    arrived = k.full
+    if lengths.ANY:
+        arrived = own_barrier()
+    dropout = new_dropout(variant)
+    SIGNED: gl.constexpr = dropout.ENABLED and DERIVATIVE is not None
+    p = BackwardArguments(
+        inputs=BackwardInputs(q_tensor, k_tensor, v_tensor, dout_tensor, lse_rows, delta_rows, unit_rows),
+        grads=Gradients(
+            dq_rows=dq_rows,
+            dk=dk_tensor,
+            dv=dv_tensor,
+            dkv_rows=(dkv_rows,),
+            pointers=pointers,
+            padded_q_len=padded_q_len,
+            padded_kv_len=padded_kv_len,
+            kv_lines=kv_lines,
+            splits=splits,
+        ),
+        table=table,
+        heads=heads_of,
+        scale=scale,
+        scoring=new_terms(
+            variant, score_scale, q_len, kv_len, SHAPE.SCORED, SHAPE.REACH, SCORE, DERIVATIVE, BY_KEY=True, SIGNED=SIGNED
+        ),
+        lengths=lengths,
+        arrived=arrived,
+        dropout=dropout,
+        scheduler=new_scheduler(
+            k,
+            table,
+            heads_of,
+            heads_together,
+            items,
+            work_tiles,
+            pointers.queue,
+            q_len,
+            lengths,
+            SHAPE.TILE,
+            STEP=SHAPE.QUERIES,
+            BY_KEY=True,
+            SPLIT=SHAPE.SPLIT,
+            CONSUMERS=SHAPE.PARTS,
+            TOGETHER=SHAPE.TOGETHER,
+        ),
+        k=k,
+        v=v,
+        q=q,
+        dout=dout,
+        lse=lse,
+        unit=unit,
+        delta=delta,
+        SHAPE=SHAPE,
+    )
+    if SHAPE.DIM <= 128:
+        backward_to_128(p)
+    elif SHAPE.PARTS == 1:
+        wide_backward(p)
+    else:
+        paired_backward(p)
 
 
 def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant=None, deterministic=False, config=None):
@@ -46,7 +191,7 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant=None,
     walked = mask if by_document is None else by_document
     room = _room(q, k, v, walked, deterministic, of_variant)
     dlse = None if dlse is None else dlse.contiguous()
-    tensors = _tensors(dout, dlse, q, k, v, out, lse, variant, of_variant, deterministic, room)
+    tensors = _tensors(dout, dlse, q, k, v, out, lse, deterministic, room)
     key = _key(dout, dlse, q, k, v, out, scale, of_variant, deterministic, config)
     recording = Recording(mask, key, (*tensors, *of_variant.given.tensors()), (tensors.workspace, tensors.kv_sums), room)
     _launch(recording, tensors, room, walked, scale, dlse is not None, deterministic, of_variant, config)
@@ -67,14 +212,14 @@ class BackwardOfParts:
         """dk and dv like k and v. into: two such tensors that receive them, or None."""
         (dout, dlse, out, lse), room = self.results, _room(self.q, k, v, mask, False, PLAIN)
         gradients = self.dq, *(into or (torch.empty_like(k), torch.empty_like(v)))
-        tensors = _tensors(dout, dlse, self.q, k, v, out, lse, None, PLAIN, False, room, gradients, self.workspace)
+        tensors = _tensors(dout, dlse, self.q, k, v, out, lse, False, room, gradients, self.workspace)
         config = _config(self.q, v, mask, PLAIN)
         launches = BackwardLaunches(tensors, room, mask, self.scale, dlse is not None, False, PLAIN, config)
         # Not to be repeated, as a call is known by one mask. It ends here, and with it the sums of dK and dV.
         recording = Recording(None, (), ())
         if self.workspace is None:
             recording.launch(prepare_kernel, launches.prepare())
-        recording.launch(launches.kernel, launches.add_tiles(), PLAIN.kinds)
+        recording.launch(attention_backward_kernel, launches.add_tiles(), PLAIN.kinds)
         _finish_keys(recording, launches)
         self.workspace, self.finish = tensors.workspace, launches.finish_queries()
         return tensors.dk, tensors.dv
@@ -101,7 +246,7 @@ def repeated_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant=None, 
     if known is None:
         return None
     dlse = None if dlse is None else dlse.contiguous()
-    tensors = _tensors(dout, dlse, q, k, v, out, lse, variant, of_variant, deterministic, known.facts)
+    tensors = _tensors(dout, dlse, q, k, v, out, lse, deterministic, known.facts)
     return tensors.gradients if known.again((*tensors, *of_variant.given.tensors())) else None
 
 
@@ -128,7 +273,6 @@ class BackwardTensors(NamedTuple):
     kv_sums: torch.Tensor
     bounds: torch.Tensor
     queue: torch.Tensor
-    seed: torch.Tensor
 
     @property
     def gradients(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -143,8 +287,6 @@ def _tensors(
     v,
     out,
     lse,
-    variant,
-    of_variant: HopperVariant,
     deterministic: bool,
     room: "_Room",
     gradients: tuple | None = None,
@@ -161,8 +303,7 @@ def _tensors(
         kv_sums = fill(room.kv_sums, dtype=torch.float32, device=device)
     bounds = torch.zeros((2, k.shape[0] * k.shape[1]), dtype=torch.float32, device=device) if deterministic else lse
     dlse = lse if dlse is None else dlse
-    seed = lse if of_variant.dropout_p is None else variant.seed
-    return BackwardTensors(q, k, v, dout, out, lse, dlse, *gradients, workspace, kv_sums, bounds, tile_queue(device), seed)
+    return BackwardTensors(q, k, v, dout, out, lse, dlse, *gradients, workspace, kv_sums, bounds, tile_queue(device))
 
 
 class _Room(NamedTuple):
@@ -233,7 +374,7 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
     if deterministic:
         recording.launch(bound_kernel, launches.bound(), of_variant.kinds)
     recording.launch(prepare_kernel, launches.prepare())
-    recording.launch(launches.kernel, launches.add_tiles(), of_variant.kinds)
+    recording.launch(attention_backward_kernel, launches.add_tiles(), of_variant.kinds)
     recording.launch(finish_kernel, launches.finish_queries())
     _finish_keys(recording, launches)
 
@@ -254,6 +395,32 @@ def _config(q, v, mask, of_variant: HopperVariant) -> BackwardConfig:
             return PAIRED_BACKWARD
         return backward_config(q.dtype, dim, block_size, q.device, padded_head_dim(v.shape[3]))
     return backward_of_variant(dim, block_size, of_variant.switches["SCORED"])
+
+
+def backward_shape(config: BackwardConfig, head_dim: int, v_head_dim: int, block_size: int | None, **switches) -> BackwardShape:
+    """block_size: the table's, or None. switches: the fields of ``BackwardShape`` that follow SPARSE."""
+    dim, dim_v = padded_head_dim(head_dim), padded_head_dim(v_head_dim)
+    return BackwardShape(
+        DIM=dim,
+        USED=used_columns(head_dim),
+        DIM_V=dim_v,
+        # Sums of values that are narrower than keys are whole.
+        USED_V=used_columns(v_head_dim) if dim_v == dim else dim_v,
+        TILE=config.keys,
+        PARTS=config.partitions,
+        QUERIES=config.queries,
+        Q_STAGES=config.q_stages,
+        DOUT_STAGES=config.dout_stages,
+        COLUMNS=dim // config.pieces,
+        BLOCK=block_size or config.keys,
+        SPARSE=block_size is not None,
+        **switches,
+    )
+
+
+def rows_sent(shape: BackwardShape) -> int:
+    """Returns how many rows of dQ in register order are sent at once: those of a piece, or in ``wide_backward`` of half a piece."""
+    return shape.QUERIES * shape.COLUMNS // (512 if shape.DIM > 128 and shape.PARTS == 1 else 256)
 
 
 class BackwardLaunches(NamedTuple):
@@ -277,19 +444,13 @@ class BackwardLaunches(NamedTuple):
         return padded_head_dim(self.tensors.v.shape[3])
 
     @property
-    def kernel(self):
-        if self.config.partitions > 1:
-            return paired_backward_kernel
-        return wide_backward_kernel if self.dim > 128 else attention_backward_kernel
-
-    @property
     def starts(self) -> torch.Tensor | None:
         return self.mask.starts if self.mask else None
 
     @property
     def share(self) -> float:
         """What dropout keeps; the kernels leave it to the end to divide by it."""
-        return 1.0 - (self.variant.dropout_p or 0.0)
+        return 1.0 - (self.variant.given.dropout_p or 0.0)
 
     @property
     def factors(self) -> tuple[float, float]:
@@ -344,7 +505,7 @@ class BackwardLaunches(NamedTuple):
             self.share,
         ]
         constants = {"DIM": self.dim, "DIM_V": self.dim_v, "TILE": ROWS}
-        constants |= {"HAS_DLSE": self.has_dlse, "FIXED": self.deterministic, "DROPOUT": self.variant.dropout_p is not None}
+        constants |= {"HAS_DLSE": self.has_dlse, "FIXED": self.deterministic, "DROPOUT": self.variant.given.dropout_p is not None}
         constants["CUT"] = given.q_starts is not None or given.q_lens is not None
         constants["TABLE_BLOCK"] = self.block_of_starts
         return (self.room.padded_q // ROWS * batch * heads, 1), arguments, constants, self.options_of_rows
@@ -352,51 +513,33 @@ class BackwardLaunches(NamedTuple):
     def add_tiles(self):
         tensors, room, mask, config, dim, dim_v = self.tensors, self.room, self.mask, self.config, self.dim, self.dim_v
         q, k, v = tensors[:3]
-        batch, heads, q_len, head_dim = q.shape
+        batch, heads, q_len, _ = q.shape
         kv_heads, kv_len = k.shape[1:3]
         block_size = mask.block_size if mask else config.keys
         work = (mask.whole_columns if self.deterministic else mask.by_key.work) if mask else tensors.lse
         items = work.shape[1] if mask else triton.cdiv(kv_len, config.keys)
         lines = batch * (kv_heads if room.together else heads)
         tiles = items * (block_size // config.keys) * lines
-        index, _, _, _, row_idx, tile_idx, tile_runs, tile_bits, *strides = table_arguments(mask, mask and mask.by_key, tensors.lse)
-        row_lse, row_delta, row_unit = self.rows[0], self.rows[1], self.rows[2 if self.deterministic else 0]
-        paired, wide = self.kernel is paired_backward_kernel, self.kernel is wide_backward_kernel
-        columns, keys = 64 if paired else dim, config.keys_together
-        tile_of_q, tile_of_k, tile_of_v = [1, 1, config.queries, columns], [1, 1, keys, columns], [1, 1, keys, dim_v]
-        results = [described(tensors.dk, tile_of_k), described(tensors.dv, tile_of_v)]
-        # The wide kernel sends each piece in halves.
-        rows_sent = config.queries * dim // (256 * config.pieces * (2 if wide else 1))
-        sums = described(self.sums, [rows_sent, 256], FLOAT_LAYOUT)
-        constants = {"DIM": dim}
-        if paired:
-            grads = [sums, *results, tensors.kv_sums]
-            constants |= {"DIM_V": dim_v}
-        elif wide:
-            grads = [sums, *results, tensors.kv_sums]
-            # Sums of values that are narrower than keys are whole.
-            constants |= {"USED": used_columns(head_dim), "DIM_V": dim_v}
-            constants |= {"USED_V": used_columns(v.shape[3]) if dim_v == dim else dim_v}
-        else:
+        shape = self.shape
+        keys, width, rows = shape.KEYS, shape.WIDTH, self.rows
+        dkv_rows = None
+        if dim <= 128:
             kv_rows = tensors.kv_sums[: room.kv_sums or room.dq_sums].view(-1, 256)
-            grads = [sums, *results]
-            grads += [None, None] if self.starts is None else [tensors.dk, tensors.dv]
-            grads += [described(kv_rows, [config.keys * dim // 512, 256], FLOAT_LAYOUT)]
-            constants |= {"USED": used_columns(head_dim), "PIECES": config.pieces, "OWN_STARTS": self.starts is not None}
-            constants["TOGETHER"] = room.together
+            dkv_rows = described(kv_rows, [keys * dim // 512, 256], FLOAT_LAYOUT)
+        grads = (None, None) if self.starts is None else (tensors.dk, tensors.dv)
+        pointers, strides = table_pointers(mask, mask and mask.by_key, work, tensors.lse)
         arguments = [
-            described(q, tile_of_q),
-            described(k, tile_of_k),
-            described(v, tile_of_v),
+            described(q, [1, 1, config.queries, width]),
+            described(k, [1, 1, keys, width]),
+            described(v, [1, 1, keys, dim_v]),
             described(tensors.dout, [1, 1, config.queries, dim_v]),
-            *grads,
-            *(described(row, [config.queries], ROW_LAYOUT) for row in (row_lse, row_delta, row_unit)),
-            index,
-            work,
-            row_idx,
-            tile_idx,
-            tile_runs,
-            tile_bits,
+            *(described(rows[row], [config.queries], ROW_LAYOUT) for row in (0, 1, 2 if self.deterministic else 0)),
+            described(self.sums, [rows_sent(shape), 256], FLOAT_LAYOUT),
+            described(tensors.dk, [1, 1, keys, width]),
+            described(tensors.dv, [1, 1, keys, dim_v]),
+            dkv_rows,
+            BackwardPointers(tensors.kv_sums, *grads, tensors.queue),
+            pointers,
             *strides,
             heads,
             heads // kv_heads,
@@ -409,20 +552,31 @@ class BackwardLaunches(NamedTuple):
             items,
             tiles,
             heads_in_queue(2 * (dim + dim_v), q_len, mask, lines, by_key=True),
-            tensors.queue,
             self.factors[0],
             self.scale * LOG2_E.value,
-            tensors.seed,
-            self.variant.dropout_p or 0.0,
             self.variant.given,
         ]
-        constants |= {"KEYS": config.keys, "QUERIES": config.queries}
-        constants |= {"Q_STAGES": config.q_stages, "DOUT_STAGES": config.dout_stages}
-        constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None}
-        constants |= {"ADDED": room.added, "SPLIT": room.splits > 0}
-        constants |= {"FIXED": self.deterministic, "DROPOUT": self.variant.dropout_p is not None}
-        constants |= {"RAGGED": mask is None and kv_len % config.keys > 0} | self.variant.switches
+        switches = self.variant.switches
+        constants = {"SHAPE": Constants(shape), "SCORE": switches["SCORE"], "DERIVATIVE": switches["DERIVATIVE"]}
         return (min(tiles, config.programs * multiprocessors(q.device)), 1), arguments, constants, config.options
+
+    @property
+    def shape(self) -> BackwardShape:
+        tensors, config, mask, room = self.tensors, self.config, self.mask, self.room
+        return backward_shape(
+            config,
+            tensors.q.shape[3],
+            tensors.v.shape[3],
+            mask and mask.block_size,
+            OWN_STARTS=self.starts is not None,
+            TOGETHER=room.together,
+            ADDED=room.added,
+            SPLIT=room.splits > 0,
+            FIXED=self.deterministic,
+            RAGGED=mask is None and tensors.k.shape[2] % config.keys > 0,
+            SCORED=self.variant.switches["SCORED"],
+            REACH=self.variant.switches["REACH"],
+        )
 
     def finish_queries(self):
         config, factor = self.config, self.factors[0]

@@ -1,56 +1,17 @@
 """Parts of the backward kernels for Hopper: the loading warp, and a step's weights from its scores.
 
-``p`` is the record that the warps of a kernel share: ``BackwardArguments``, ``WideArguments`` or ``PairedArguments``.
+``p`` is ``BackwardArguments``, the record that the warps of a kernel share.
 """
 
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from ..common.gluon import async_load, record
+from ..common.gluon import async_load
 from ..common.tiles import FULL, RUNS
 from .dropout import kept_operand, score_gradients
-from .lengths import load_existing, new_lengths
+from .lengths import load_existing
 from .masks import ZERO, column_bits, row_words, where_column_bits, where_rows, where_run
-
-# New lengths, heads or masks never recompile.
-NOT_SPECIALIZED = [
-    "mask_batch_stride",
-    "mask_head_stride",
-    "heads",
-    "group",
-    "q_len",
-    "padded_q_len",
-    "padded_kv_len",
-    "kv_lines",
-    "splits",
-    "items",
-    "tiles",
-    "heads_together",
-]
-
-
-@record
-class BackwardInputs:
-    q: tma.tensor_descriptor
-    k: tma.tensor_descriptor
-    v: tma.tensor_descriptor
-    dout: tma.tensor_descriptor
-    lse_rows: tma.tensor_descriptor
-    delta_rows: tma.tensor_descriptor
-    unit_rows: tma.tensor_descriptor
-
-
-@gluon.jit
-def existing_tokens(variant, q_len, k_tensor, SCORED: gl.constexpr):
-    """Returns (TokenLengths, kv_len). If no warp uses kv_len, it is q_len: another number would cost a shared value."""
-    lengths = new_lengths(variant, q_len, q_len)
-    kv_len = q_len
-    if SCORED or lengths.ANY:
-        kv_len = k_tensor.shape[2]
-        lengths = new_lengths(variant, q_len, kv_len)
-    return lengths, kv_len
 
 
 @gluon.jit
@@ -58,19 +19,19 @@ def first_query(p, tile, step, stop, exists):
     """Returns the first query of a step, for the computing warps. Without a table, they count steps from the tile's first step: see
     ``Scheduler.first_step``."""
     table = p.table
-    STEPS: gl.constexpr = table.BLOCK // p.QUERIES
+    STEPS: gl.constexpr = table.BLOCK // p.SHAPE.QUERIES
     if table.SPARSE:
         entry = step
         if p.lengths.ANY:
             entry += tile.cuts.shift(step, tile.bits)
         block = gl.load(table.entries + entry // STEPS, mask=exists, other=0)
-        position = block * table.BLOCK + step % STEPS * p.QUERIES
+        position = block * table.BLOCK + step % STEPS * p.SHAPE.QUERIES
     else:
         begin = 0
         if p.lengths.ANY:
             begin = tile.begin
         step += p.scheduler.first_step(tile.first, begin, stop, stop) - begin
-        position = gl.where(step < stop, step, step - (stop - begin)) * p.QUERIES
+        position = gl.where(step < stop, step, step - (stop - begin)) * p.SHAPE.QUERIES
     return position
 
 
@@ -81,7 +42,7 @@ def _load_keys(p, tile, cuts, ring, turn, tensor, batch, kv_head, first_key, ACR
     ring.acquire(turn)
     source = [batch, kv_head, first_key, 0]
     if p.lengths.KV_CUT:
-        if tile.cuts.is_own_cut(first_key, p.lengths.kv_len, p.KEYS):
+        if tile.cuts.is_own_cut(first_key, p.lengths.kv_len, p.SHAPE.KEYS):
             first, last = tile.cuts.own_first - first_key, tile.cuts.own_last - first_key
             cuts = load_existing(ring, turn, tensor, source, p.arrived, cuts, first, last)
             ring.commit(turn)
@@ -110,7 +71,7 @@ def _load_pieces(ring, n, tensor, source, ACROSS: gl.constexpr):
 def _expect_steps(p, tile, cuts, ring, step, tensor, source, position, BESIDE: gl.constexpr):
     """Expects a step's queries, or their gradients, and BESIDE bytes more. With lengths, it also loads the queries or gradients."""
     if p.lengths.Q_CUT:
-        if tile.cuts.is_cut(position, p.lengths.q_len, p.QUERIES):
+        if tile.cuts.is_cut(position, p.lengths.q_len, p.SHAPE.QUERIES):
             first, last = tile.cuts.walked_first - position, tile.cuts.walked_last - position
             cuts = load_existing(ring, step, tensor, source, p.arrived, cuts, first, last)
             ring.expect(step, BESIDE)
@@ -124,16 +85,16 @@ def _expect_steps(p, tile, cuts, ring, step, tensor, source, position, BESIDE: g
 
 @gluon.jit
 def _load_queries(p, tile, cuts, step, batch, head, line, position):
-    ROWS: gl.constexpr = 2 if p.grads.FIXED else 1
+    ROWS: gl.constexpr = 2 if p.SHAPE.FIXED else 1
     source = [batch, head, position, 0]
     p.q.acquire(step)
-    cuts = _expect_steps(p, tile, cuts, p.q, step, p.inputs.q, source, position, p.QUERIES * 4 * ROWS)
+    cuts = _expect_steps(p, tile, cuts, p.q, step, p.inputs.q, source, position, p.SHAPE.QUERIES * 4 * ROWS)
     place = p.q.place(step)
-    if p.grads.FIXED:
+    if p.SHAPE.FIXED:
         async_load(p.inputs.unit_rows, [line + position], p.q.filled(step), p.unit.index(place))
     async_load(p.inputs.lse_rows, [line + position], p.q.filled(step), p.lse.index(place))
     if not p.lengths.Q_CUT:
-        _load_pieces(p.q, step, p.inputs.q, source, p.ACROSS)
+        _load_pieces(p.q, step, p.inputs.q, source, p.SHAPE.ACROSS)
     return cuts
 
 
@@ -141,7 +102,7 @@ def _load_queries(p, tile, cuts, step, batch, head, line, position):
 def _load_dout(p, tile, cuts, step, batch, head, line, position):
     source = [batch, head, position, 0]
     p.dout.acquire(step)
-    cuts = _expect_steps(p, tile, cuts, p.dout, step, p.inputs.dout, source, position, p.QUERIES * 4)
+    cuts = _expect_steps(p, tile, cuts, p.dout, step, p.inputs.dout, source, position, p.SHAPE.QUERIES * 4)
     async_load(p.inputs.delta_rows, [line + position], p.dout.filled(step), p.delta.index(p.dout.place(step)))
     if not p.lengths.Q_CUT:
         p.dout.load(step, p.inputs.dout, source)
@@ -152,14 +113,14 @@ def _load_dout(p, tile, cuts, step, batch, head, line, position):
 def first_line(p, tile):
     """Returns the first row of a tile's batch-head. A query's position is added to it."""
     line = tile.line * p.grads.padded_q_len
-    if p.table.OWN_STARTS:
+    if p.SHAPE.OWN_STARTS:
         # A column that keeps nothing takes an empty step at position 0, as TMA needs a multiple of 16 bytes.
         line += gl.where(tile.end > tile.begin, tile.to_place, 0)
     return line
 
 
 @gluon.jit
-def _load_walk(p, tile, cuts, step, first, turn, batch, head, kv_head, line):
+def _load_steps(p, tile, cuts, step, first, turn, batch, head, kv_head, line):
     """Loads the queries and their gradients for all steps of a tile with one query head, and with the tile's first step its values.
     line: from ``first_line``. Returns ``cuts`` and the next step."""
     position = tile.position
@@ -172,7 +133,7 @@ def _load_walk(p, tile, cuts, step, first, turn, batch, head, kv_head, line):
         cuts = _load_queries(p, tile, cuts, step, batch, head, line, position)
         if step == first:
             if p.k.STAGES == 1:
-                cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, batch, kv_head, tile.first, p.ACROSS)
+                cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, batch, kv_head, tile.first, p.SHAPE.ACROSS)
             cuts = _load_keys(p, tile, cuts, p.v, turn, p.inputs.v, batch, kv_head, tile.first)
         cuts = _load_dout(p, tile, cuts, step, batch, head, line, position)
         position = upcoming
@@ -193,20 +154,20 @@ def load_tiles(p):
         batch, head = p.heads.of_line(tile.line)
         kv_head = head // p.heads.group
         if AHEAD:
-            cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, batch, kv_head, tile.first, p.ACROSS)
+            cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, batch, kv_head, tile.first, p.SHAPE.ACROSS)
         line, first = first_line(p, tile), step
-        if p.scheduler.TOGETHER:
+        if p.SHAPE.TOGETHER:
             for _ in range(p.heads.group):
-                cuts, step = _load_walk(p, tile, cuts, step, first, turn, batch, head, kv_head, line)
+                cuts, step = _load_steps(p, tile, cuts, step, first, turn, batch, head, kv_head, line)
                 head += 1
                 line += p.grads.padded_q_len
         else:
-            cuts, step = _load_walk(p, tile, cuts, step, first, turn, batch, head, kv_head, line)
+            cuts, step = _load_steps(p, tile, cuts, step, first, turn, batch, head, kv_head, line)
         turn += 1
         tile = p.scheduler.tile(turn)
     if AHEAD:
         # After its last tile a program computes the first scores of one more, and discards them.
-        cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, 0, 0, 0, p.ACROSS)
+        cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, 0, 0, 0, p.SHAPE.ACROSS)
         _load_queries(p, tile, cuts, step, 0, 0, 0, 0)
 
 
@@ -214,7 +175,7 @@ def load_tiles(p):
 def _place_in_block(p, tile):
     """Returns the position of a tile's first key within its block."""
     place = tile.first % p.table.BLOCK
-    if p.table.OWN_STARTS:
+    if p.SHAPE.OWN_STARTS:
         place = tile.first * 0
     return place
 
@@ -223,19 +184,19 @@ def _place_in_block(p, tile):
 def mask_words(p, tile, step, exists, KIND: gl.constexpr, layout: gl.constexpr):
     """Returns the words of a step's mask tile, by query; zeros if the step does not exist."""
     table = p.table
-    STEPS: gl.constexpr = table.BLOCK // p.QUERIES
+    STEPS: gl.constexpr = table.BLOCK // p.SHAPE.QUERIES
     entry = step
     if p.lengths.ANY:
         entry += tile.cuts.shift(step, tile.bits)
     mask_tile = gl.load(table.tile_idx + entry // STEPS, mask=exists, other=0)
-    query = step % STEPS * p.QUERIES
+    query = step % STEPS * p.SHAPE.QUERIES
     if KIND == RUNS:
-        columns = gl.arange(0, p.QUERIES, layout=gl.SliceLayout(0, layout))
+        columns = gl.arange(0, p.SHAPE.QUERIES, layout=gl.SliceLayout(0, layout))
         words = gl.load(table.tile_runs + mask_tile * table.BLOCK + query + columns, mask=exists & (columns >= 0), other=0)
     else:
         WORDS: gl.constexpr = table.BLOCK // 32
         first = table.tile_bits + (mask_tile.to(gl.int64) * table.BLOCK + query) * WORDS + _place_in_block(p, tile) // 32
-        words = column_bits(first, p.KEYS, p.QUERIES, WORDS, layout)
+        words = column_bits(first, p.SHAPE.KEYS, p.SHAPE.QUERIES, WORDS, layout)
     return words
 
 
@@ -243,7 +204,7 @@ def mask_words(p, tile, step, exists, KIND: gl.constexpr, layout: gl.constexpr):
 def _masked(p, tile, weights, words, KIND: gl.constexpr):
     """Sets weights of a step, (keys, queries), to 0 if its mask tile does not keep them."""
     if KIND == RUNS:
-        rows = gl.arange(0, p.KEYS, layout=gl.SliceLayout(1, weights.type.layout))[:, None] + _place_in_block(p, tile)
+        rows = gl.arange(0, p.SHAPE.KEYS, layout=gl.SliceLayout(1, weights.type.layout))[:, None] + _place_in_block(p, tile)
         masked = where_run(weights, (words & 0xFFFF)[None, :], (words >> 16)[None, :], rows, ZERO)
     else:
         masked = where_column_bits(weights, words, ZERO)
@@ -267,9 +228,9 @@ def existing_keys(p, tile, layout: gl.constexpr):
     have arbitrary scores."""
     existing = tile.first
     if p.lengths.KV_CUT:
-        existing = row_words(tile.cuts.own_first - tile.first, tile.cuts.own_last - tile.first, p.KEYS, layout)
-    elif p.RAGGED and p.scoring.SCORED:
-        existing = row_words(0, p.inputs.k.shape[2] - tile.first, p.KEYS, layout)
+        existing = row_words(tile.cuts.own_first - tile.first, tile.cuts.own_last - tile.first, p.SHAPE.KEYS, layout)
+    elif p.SHAPE.RAGGED and p.scoring.SCORED:
+        existing = row_words(0, p.inputs.k.shape[2] - tile.first, p.SHAPE.KEYS, layout)
     return existing
 
 
@@ -286,10 +247,10 @@ def weights_of(p, tile, products, step, words, existing, stream, place, position
         weights = gl.where((lse < float("inf"))[None, :], weights, 0.0)
     if KIND != FULL:
         weights = _masked(p, tile, weights, words, KIND)
-    if p.lengths.KV_CUT or (p.RAGGED and p.scoring.SCORED):
+    if p.lengths.KV_CUT or (p.SHAPE.RAGGED and p.scoring.SCORED):
         # A score function may give any number for keys that do not exist.
         weights = where_rows(weights, existing)
-    elif p.RAGGED:
+    elif p.SHAPE.RAGGED:
         # Keys that do not exist have score 0, which may be far above lse, so their weights could be infinite, and dQ NaN. Finite
         # weights are multiplied by rows of zeros. Existing keys have weights of at most 1, so this limit does not change them.
         weights = gl.minimum(weights, 1.0, propagate_nan=tl.PropagateNan.ALL)
@@ -307,6 +268,15 @@ def dscores_of(p, weights, dweights, delta):
     else:
         dscores = weights * (dweights - delta)
     return dscores
+
+
+@gluon.jit
+def row_of_sums(p, tile):
+    """Returns the row of a tile's first key in sums of dK and dV. With FIXED, each query head has sums of its own, and
+    ``finish_kernel`` adds those of a head group."""
+    batch, head = p.heads.of_line(tile.line)
+    line = tile.line if p.SHAPE.FIXED else batch * (p.heads.queries // p.heads.group) + head // p.heads.group
+    return line * p.grads.padded_kv_len + tile.first
 
 
 @gluon.jit

@@ -6,8 +6,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..common.config import padded_head_dim
 from ..common.streams import raw_stream
+from ..launch.launch import table_arguments
 from ..launch.memory import zeros_of_stream
-from .scheduler import TILE
+from .scheduler import TILE, TablePointers
 
 TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 FLOAT_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -34,6 +35,12 @@ def blocks_by_document(q: torch.Tensor, v: torch.Tensor, mask, plain: bool):
     if mask is None or not plain or mask.block_size != TILE.value:
         return None
     return mask.by_document if {padded_head_dim(t.shape[3]) for t in (q, v)} in ({64}, {128}) else None
+
+
+def table_pointers(mask, table, work: torch.Tensor, placeholder: torch.Tensor) -> tuple[TablePointers, list[int]]:
+    """(a table, the strides of its mask index). work: its items. Arguments as for ``table_arguments``."""
+    index, _, _, _, *entries, mask_batch_stride, mask_head_stride = table_arguments(mask, table, placeholder)
+    return TablePointers(index, work, *entries), [mask_batch_stride, mask_head_stride]
 
 
 def tile_queue(device: torch.device) -> torch.Tensor:

@@ -16,8 +16,7 @@ _IS_DROPPED = gl.constexpr("{ .reg .pred p; .reg .b32 t; shl.b32 t, $2, $3; setp
 
 @record
 class Dropout:
-    seed: gl.tensor
-    p: gl.tensor
+    variant: gl.tuple
     ENABLED: gl.constexpr
 
     @gluon.jit
@@ -25,7 +24,7 @@ class Dropout:
         """Three scalars that distinguish a line's draws from others'; arbitrary without dropout. line: batch * heads + head."""
         stream = (line, line, line)
         if self.ENABLED:
-            stream = stream_of_line(self.seed, line)
+            stream = stream_of_line(self.variant.seed, line)
         return stream
 
     @gluon.jit
@@ -41,6 +40,11 @@ class Dropout:
         return self._chosen(choose, weights, stream, first_query, first_key, True)
 
     @gluon.jit
+    def share(self):
+        """Returns the share of pairs that dropout keeps."""
+        return 1.0 - self.variant.dropout_p
+
+    @gluon.jit
     def _chosen(self, choose: gl.constexpr, weights, stream, first_query, first_key, BY_KEY: gl.constexpr):
         layout: gl.constexpr = weights.type.layout
         row = gl.arange(0, weights.shape[0], layout=gl.SliceLayout(1, layout)).to(gl.uint32)[:, None]
@@ -51,10 +55,16 @@ class Dropout:
             query, token = row, column
         words = words_of_pairs(stream, query, token, first_query, first_key)
         shift = 16 - (query & 8) * 2
-        threshold = (self.p * 4294967296.0).to(gl.uint32)
+        threshold = (self.variant.dropout_p * 4294967296.0).to(gl.uint32)
         return gl.inline_asm_elementwise(
             choose, "=f,f,r,r,r", [weights, words, shift, threshold], dtype=gl.float32, is_pure=True, pack=1
         )
+
+
+@gluon.jit
+def new_dropout(variant):
+    ENABLED: gl.constexpr = variant.seed is not None
+    return Dropout(variant, ENABLED)
 
 
 @gluon.jit

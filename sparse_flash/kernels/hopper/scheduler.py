@@ -14,6 +14,8 @@ If shared memory holds the queries, or keys, of one tile only, the slots have th
 ring also releases the slot.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -37,18 +39,30 @@ class Heads:
         return line // self.queries, line % self.queries
 
 
+class TablePointers(NamedTuple):
+    """The lookup table as a launch passes it, by query or by key. Without a table, the pointers are not read."""
+
+    mask_index: Any
+    work: Any
+    entries: Any  # the blocks of each row, or column
+    tile_idx: Any
+    tile_runs: Any
+    tile_bits: Any
+
+
 @record
 class TableArguments:
-    """Holds the lookup table, by query or by key. Without a table (SPARSE false), a tile takes every step."""
+    """Holds the lookup table. Fields before the strides are those of ``TablePointers``. Without a table (SPARSE false), a tile
+    takes every step."""
 
     mask_index: gl.tensor
-    mask_batch_stride: gl.tensor
-    mask_head_stride: gl.tensor
     work: gl.tensor
-    entries: gl.tensor  # the blocks of each row, or column
+    entries: gl.tensor
     tile_idx: gl.tensor
     tile_runs: gl.tensor
     tile_bits: gl.tensor
+    mask_batch_stride: gl.tensor
+    mask_head_stride: gl.tensor
     BLOCK: gl.constexpr
     SPARSE: gl.constexpr
     OWN_STARTS: gl.constexpr  # whether blocks start at any token: see ``DocumentBlocks``

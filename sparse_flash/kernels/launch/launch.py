@@ -1,6 +1,6 @@
 """What the launchers share: tensor descriptors, table arguments, and the launch itself."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache
 
@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..common.config import Config, smaller
 from ..common.streams import raw_stream
 from ..common.tiles import Rows
-from ..common.variant import KernelVariant
+from ..common.variant import NO_VARIANT
 from .first_calls import compile_only, compiles_only, first_call, load, together
 from .memory import launched, make_room_for_graphs, within_memory, zeros_of_a_graph, zeros_of_stream
 from .replay import enter_context, known_call, remember
@@ -127,15 +127,12 @@ def launch(
     costs as much host time as everything else. Returns the compiled kernel, or None under the interpreter and on a thread that only
     compiles.
 
-    arguments: all except compile-time ones, which come last in the kernel's signature and in ``constants``; the last argument may
-    be ``KernelVariant``. specialized: what else Triton specializes on. beside: makes the launches that will follow, which are
-    compiled along with this one.
+    arguments: all except compile-time ones, which come last in the kernel's signature and in ``constants``. specialized: what else
+    Triton specializes on. beside: makes the launches that will follow, which are compiled along with this one.
     """
     # A tensor or its descriptor; the other dtypes follow from its dtype.
     first = arguments[0] if isinstance(arguments[0], torch.Tensor) else arguments[0].base
-    pointers = [a.data_ptr() for a in arguments if isinstance(a, torch.Tensor)]
-    if isinstance(arguments[-1], KernelVariant):
-        pointers += arguments[-1].pointers()
+    pointers = [tensor.data_ptr() for tensor in _tensors_in(arguments)]
     if isinstance(arguments[0], Rows):
         specialized = (*specialized, *(rows_specialized(a) for a in arguments if isinstance(a, Rows)))
     key = (kernel.fn, first.device, first.dtype, specialized, *options.values(), *constants.values())
@@ -169,6 +166,15 @@ def launch(
     return compiled
 
 
+def _tensors_in(arguments: Iterable) -> Iterator[torch.Tensor]:
+    """The tensors among these arguments, and in tuples among them."""
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, tuple) and argument is not NO_VARIANT:
+            yield from _tensors_in(argument)
+
+
 def run_within_memory(run: Callable[[Config], None], config: Config, key: Callable[[], tuple]) -> None:
     """Calls run(config), or with the next ``smaller`` config that fits this GPU's shared memory.
 
@@ -198,7 +204,8 @@ def _described(kernel, constants: dict) -> str:
     """A description such as "attention forward for Hopper, head_dim 128"."""
     name = kernel.fn.__name__.removesuffix("_kernel").replace("_", " ")
     family = " for Hopper" if ".hopper." in kernel.fn.__module__ else ""
-    head_dim = f", head_dim {constants['DIM']}" if "DIM" in constants else ""
+    dim = constants["SHAPE"].of.DIM if "SHAPE" in constants else constants.get("DIM")
+    head_dim = f", head_dim {dim}" if dim else ""
     return f"{name}{family}{head_dim}"
 
 
