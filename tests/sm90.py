@@ -50,7 +50,7 @@ OF_VALUES = {"v_tensor", "out_tensor", "dout_tensor", "dv_tensor"}
 FLOATS = {"scale", "score_scale", "dropout_p"}
 FLOAT_POINTERS = {"lse_ptr", "dlse_ptr", "delta_ptr", "split_out", "split_lse", "split_results"}
 INT_POINTERS = {"mask_index", "row_ptr", "row_split", "row_order", "col_ptr", "col_split", "col_order", "col_idx", "row_idx"}
-INT_POINTERS |= {"tile_idx", "col_tile_idx", "tile_runs", "tile_bits", "work", "queue", "arrived", "kv_lens", "block_table"}
+INT_POINTERS |= {"tile_idx", "col_tile_idx", "tile_runs", "tile_bits", "work", "counters", "arrived", "kv_lens", "block_table"}
 HALF_POINTERS = {"q_ptr", "k_ptr", "v_ptr", "out_ptr"}
 TARGET = GPUTarget("cuda", 90, 32)
 FORWARD, BACKWARD = hopper_forward.attention_forward_kernel, hopper_backward.attention_backward_kernel
@@ -141,18 +141,16 @@ def compiled_for_hopper(
 ):
     """dim, dim_v: columns in use; dim_v: of v, dim by default."""
     dim_v = dim_v or dim
-    more = {"SCORED": switches["SCORED"], "REACH": switches["REACH"]}
+    scored = switches["SCORED"], switches["REACH"]
     types = {"variant": variant._replace(seed="*i64", dropout_p="fp32") if dropout else variant, "score_scale": "fp32"}
     types["table"] = TablePointers(*["*i32"] * 6)
     if kernel is FORWARD:
-        columns = hopper_forward.columns_of(dim, dim_v)
-        shape = hopper_forward.forward_shape(config, columns, block, own_starts, split, *more.values())
-        shape = replace(shape, SPARSE=sparse)
+        shape = replace(hopper_forward.forward_shape(config, dim, dim_v, block, own_starts, split, *scored), SPARSE=sparse)
         rows, keys, width = 64, shape.KEYS, shape.DIM // shape.PIECES
         types["outputs"] = hopper_forward.Outputs(f"*{dtype}", *["*fp32"] * 3)
     else:
-        flags = {"OWN_STARTS": own_starts, "TOGETHER": together, "ADDED": added, "SPLIT": split, "FIXED": fixed, "RAGGED": ragged}
-        shape = replace(hopper_backward.backward_shape(config, dim, dim_v, block, **flags, **more), SPARSE=sparse)
+        flags = own_starts, together, added, split, fixed, ragged
+        shape = replace(hopper_backward.backward_shape(config, dim, dim_v, block, *flags, *scored), SPARSE=sparse)
         rows, keys, width = shape.QUERIES, shape.KEYS, shape.WIDTH
         grads = [f"*{dtype}" if own_starts else None] * 2
         types["pointers"] = BackwardPointers("*fp32", *grads, "*i32")

@@ -51,7 +51,7 @@ class BackwardShape:
 
     @property
     def KEYS(self) -> int:
-        """Of a part of a tile."""
+        """Keys of a part of a tile."""
         return self.TILE // self.PARTS
 
     @property
@@ -121,7 +121,7 @@ class Gradients:
     pointers: gl.tuple  # ``BackwardPointers``
     padded_q_len: gl.tensor
     padded_kv_len: gl.tensor
-    kv_lines: gl.tensor
+    kv_rows: gl.tensor
     splits: gl.tensor  # tiles of splits per head
 
 

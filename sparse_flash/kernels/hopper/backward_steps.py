@@ -72,7 +72,7 @@ def _expect_steps(p, tile, cuts, ring, step, tensor, source, position, BESIDE: g
     """Expects a step's queries, or their gradients, and BESIDE bytes more. With lengths, it also loads the queries or gradients."""
     if p.lengths.Q_CUT:
         if tile.cuts.is_cut(position, p.lengths.q_len, p.SHAPE.QUERIES):
-            first, last = tile.cuts.walked_first - position, tile.cuts.walked_last - position
+            first, last = tile.cuts.other_first - position, tile.cuts.other_last - position
             cuts = load_existing(ring, step, tensor, source, p.arrived, cuts, first, last)
             ring.expect(step, BESIDE)
         else:
@@ -84,45 +84,45 @@ def _expect_steps(p, tile, cuts, ring, step, tensor, source, position, BESIDE: g
 
 
 @gluon.jit
-def _load_queries(p, tile, cuts, step, batch, head, line, position):
+def _load_queries(p, tile, cuts, step, batch, head, row, position):
     ROWS: gl.constexpr = 2 if p.SHAPE.FIXED else 1
     source = [batch, head, position, 0]
     p.q.acquire(step)
     cuts = _expect_steps(p, tile, cuts, p.q, step, p.inputs.q, source, position, p.SHAPE.QUERIES * 4 * ROWS)
-    place = p.q.place(step)
+    stage = p.q.place(step)
     if p.SHAPE.FIXED:
-        async_load(p.inputs.unit_rows, [line + position], p.q.filled(step), p.unit.index(place))
-    async_load(p.inputs.lse_rows, [line + position], p.q.filled(step), p.lse.index(place))
+        async_load(p.inputs.unit_rows, [row + position], p.q.filled(step), p.unit.index(stage))
+    async_load(p.inputs.lse_rows, [row + position], p.q.filled(step), p.lse.index(stage))
     if not p.lengths.Q_CUT:
         _load_pieces(p.q, step, p.inputs.q, source, p.SHAPE.ACROSS)
     return cuts
 
 
 @gluon.jit
-def _load_dout(p, tile, cuts, step, batch, head, line, position):
+def _load_dout(p, tile, cuts, step, batch, head, row, position):
     source = [batch, head, position, 0]
     p.dout.acquire(step)
     cuts = _expect_steps(p, tile, cuts, p.dout, step, p.inputs.dout, source, position, p.SHAPE.QUERIES * 4)
-    async_load(p.inputs.delta_rows, [line + position], p.dout.filled(step), p.delta.index(p.dout.place(step)))
+    async_load(p.inputs.delta_rows, [row + position], p.dout.filled(step), p.delta.index(p.dout.place(step)))
     if not p.lengths.Q_CUT:
         p.dout.load(step, p.inputs.dout, source)
     return cuts
 
 
 @gluon.jit
-def first_line(p, tile):
+def first_row(p, tile):
     """Returns the first row of a tile's batch-head. A query's position is added to it."""
-    line = tile.line * p.grads.padded_q_len
+    row = tile.batch_head * p.grads.padded_q_len
     if p.SHAPE.OWN_STARTS:
         # A column that keeps nothing takes an empty step at position 0, as TMA needs a multiple of 16 bytes.
-        line += gl.where(tile.end > tile.begin, tile.to_place, 0)
-    return line
+        row += gl.where(tile.end > tile.begin, tile.to_padded, 0)
+    return row
 
 
 @gluon.jit
-def _load_steps(p, tile, cuts, step, first, turn, batch, head, kv_head, line):
+def _load_steps(p, tile, cuts, step, first, turn, batch, head, kv_head, row):
     """Loads the queries and their gradients for all steps of a tile with one query head, and with the tile's first step its values.
-    line: from ``first_line``. Returns ``cuts`` and the next step."""
+    row: from ``first_row``. Returns ``cuts`` and the next step."""
     position = tile.position
     entry = p.scheduler.first_step(tile.first, tile.begin, tile.runs, tile.end)
     # A column that keeps nothing takes one empty step.
@@ -130,12 +130,12 @@ def _load_steps(p, tile, cuts, step, first, turn, batch, head, kv_head, line):
         # The table is read one step ahead, so no load waits for it.
         entry = p.scheduler.next_step(tile, entry)
         upcoming = p.scheduler.position(tile, entry, tile.end)
-        cuts = _load_queries(p, tile, cuts, step, batch, head, line, position)
+        cuts = _load_queries(p, tile, cuts, step, batch, head, row, position)
         if step == first:
             if p.k.STAGES == 1:
                 cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, batch, kv_head, tile.first, p.SHAPE.ACROSS)
             cuts = _load_keys(p, tile, cuts, p.v, turn, p.inputs.v, batch, kv_head, tile.first)
-        cuts = _load_dout(p, tile, cuts, step, batch, head, line, position)
+        cuts = _load_dout(p, tile, cuts, step, batch, head, row, position)
         position = upcoming
         step += 1
     return cuts, step
@@ -151,18 +151,18 @@ def load_tiles(p):
     AHEAD: gl.constexpr = p.k.STAGES > 1
     tile = p.scheduler.tile(turn)
     while tile.first >= 0:
-        batch, head = p.heads.of_line(tile.line)
+        batch, head = p.heads.of(tile.batch_head)
         kv_head = head // p.heads.group
         if AHEAD:
             cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, batch, kv_head, tile.first, p.SHAPE.ACROSS)
-        line, first = first_line(p, tile), step
+        row, first = first_row(p, tile), step
         if p.SHAPE.TOGETHER:
             for _ in range(p.heads.group):
-                cuts, step = _load_steps(p, tile, cuts, step, first, turn, batch, head, kv_head, line)
+                cuts, step = _load_steps(p, tile, cuts, step, first, turn, batch, head, kv_head, row)
                 head += 1
-                line += p.grads.padded_q_len
+                row += p.grads.padded_q_len
         else:
-            cuts, step = _load_steps(p, tile, cuts, step, first, turn, batch, head, kv_head, line)
+            cuts, step = _load_steps(p, tile, cuts, step, first, turn, batch, head, kv_head, row)
         turn += 1
         tile = p.scheduler.tile(turn)
     if AHEAD:
@@ -172,12 +172,12 @@ def load_tiles(p):
 
 
 @gluon.jit
-def _place_in_block(p, tile):
+def _position_in_block(p, tile):
     """Returns the position of a tile's first key within its block."""
-    place = tile.first % p.table.BLOCK
+    position = tile.first % p.table.BLOCK
     if p.SHAPE.OWN_STARTS:
-        place = tile.first * 0
-    return place
+        position = tile.first * 0
+    return position
 
 
 @gluon.jit
@@ -195,7 +195,7 @@ def mask_words(p, tile, step, exists, KIND: gl.constexpr, layout: gl.constexpr):
         words = gl.load(table.tile_runs + mask_tile * table.BLOCK + query + columns, mask=exists & (columns >= 0), other=0)
     else:
         WORDS: gl.constexpr = table.BLOCK // 32
-        first = table.tile_bits + (mask_tile.to(gl.int64) * table.BLOCK + query) * WORDS + _place_in_block(p, tile) // 32
+        first = table.tile_bits + (mask_tile.to(gl.int64) * table.BLOCK + query) * WORDS + _position_in_block(p, tile) // 32
         words = column_bits(first, p.SHAPE.KEYS, p.SHAPE.QUERIES, WORDS, layout)
     return words
 
@@ -204,7 +204,7 @@ def mask_words(p, tile, step, exists, KIND: gl.constexpr, layout: gl.constexpr):
 def _masked(p, tile, weights, words, KIND: gl.constexpr):
     """Sets weights of a step, (keys, queries), to 0 if its mask tile does not keep them."""
     if KIND == RUNS:
-        rows = gl.arange(0, p.SHAPE.KEYS, layout=gl.SliceLayout(1, weights.type.layout))[:, None] + _place_in_block(p, tile)
+        rows = gl.arange(0, p.SHAPE.KEYS, layout=gl.SliceLayout(1, weights.type.layout))[:, None] + _position_in_block(p, tile)
         masked = where_run(weights, (words & 0xFFFF)[None, :], (words >> 16)[None, :], rows, ZERO)
     else:
         masked = where_column_bits(weights, words, ZERO)
@@ -235,12 +235,12 @@ def existing_keys(p, tile, layout: gl.constexpr):
 
 
 @gluon.jit
-def weights_of(p, tile, products, step, words, existing, stream, place, position, KIND: gl.constexpr):
+def weights_of(p, tile, products, step, words, existing, stream, terms, position, KIND: gl.constexpr):
     """Returns weights of a step, (keys, queries), from its products. Weights of dropped pairs are negative."""
     lse = p.lse.index(p.q.place(step)).load(gl.SliceLayout(0, products.type.layout))
     scores = products
     if p.scoring.SCORED:
-        scores = p.scoring.scored(products, place, position, tile.first)
+        scores = p.scoring.scored(products, terms, position, tile.first)
     weights = gl.exp2(scores * p.scoring.factor() - lse[None, :])
     if p.scoring.SCORE is not None:
         # A score function may give NaN for queries that keep nothing, whose lse is infinite here.
@@ -272,11 +272,11 @@ def dscores_of(p, weights, dweights, delta):
 
 @gluon.jit
 def row_of_sums(p, tile):
-    """Returns the row of a tile's first key in sums of dK and dV. With FIXED, each query head has sums of its own, and
-    ``finish_kernel`` adds those of a head group."""
-    batch, head = p.heads.of_line(tile.line)
-    line = tile.line if p.SHAPE.FIXED else batch * (p.heads.queries // p.heads.group) + head // p.heads.group
-    return line * p.grads.padded_kv_len + tile.first
+    """Returns the row of a tile's first key in sums of dK and dV. With FIXED, each query head has sums of its own, which
+    ``finish_kernel`` adds."""
+    batch, head = p.heads.of(tile.batch_head)
+    sums = tile.batch_head if p.SHAPE.FIXED else batch * (p.heads.queries // p.heads.group) + head // p.heads.group
+    return sums * p.grads.padded_kv_len + tile.first
 
 
 @gluon.jit

@@ -18,8 +18,8 @@ from ..common.tiles import BITS, FULL, RUNS
 from .backward_steps import (
     dscores_of,
     existing_keys,
-    first_line,
     first_query,
+    first_row,
     in_register_order,
     kept_weights,
     load_tiles,
@@ -34,7 +34,7 @@ from .scheduler import schedule
 
 
 @record
-class OwnBuffers:
+class BuffersTo128:
     dscores: gl.shared_memory_descriptor
     dq: Ring  # one stage, through which every step sends dQ, piece by piece, and every tile sends dK and dV
 
@@ -49,15 +49,15 @@ def _send(p, own):
     turn = 0
     tile = p.scheduler.tile(turn)
     while tile.first >= 0:
-        line = first_line(p, tile)
+        row = first_row(p, tile)
         steps = gl.maximum(tile.end - tile.begin, 1)
         if p.SHAPE.TOGETHER:
             last = step + p.heads.group * steps - 1
             for _ in range(p.heads.group):
-                step, sent = _send_queries(p, own, tile, turn, line, step, step + steps, last, sent)
-                line += grads.padded_q_len
+                step, sent = _send_queries(p, own, tile, turn, row, step, step + steps, last, sent)
+                row += grads.padded_q_len
         else:
-            step, sent = _send_queries(p, own, tile, turn, line, step, step + steps, step + steps - 1, sent)
+            step, sent = _send_queries(p, own, tile, turn, row, step, step + steps, step + steps - 1, sent)
         sent = _send_keys(p, own, tile, turn, sent)
         p.k.release(turn)
         if p.k.STAGES == 1:
@@ -67,8 +67,8 @@ def _send(p, own):
 
 
 @gluon.jit
-def _send_queries(p, own, tile, turn, line, step, stop, last, sent):
-    """Adds dQ of all steps of a tile with one query head. line: from ``first_line``. last: the tile's last step."""
+def _send_queries(p, own, tile, turn, row, step, stop, last, sent):
+    """Adds dQ of all steps of a tile with one query head. row: from ``first_row``. last: the tile's last step."""
     ROWS: gl.constexpr = p.SHAPE.QUERIES * p.SHAPE.COLUMNS // 256
     grads = p.grads
     entry = p.scheduler.first_step(tile.first, tile.begin, tile.runs, tile.end)
@@ -80,7 +80,7 @@ def _send_queries(p, own, tile, turn, line, step, stop, last, sent):
             if piece == p.SHAPE.PIECES - 1:
                 # The warps that hand over dQ have finished all products with the values.
                 p.v.release(turn, pred=step == last)
-            async_add(grads.dq_rows, [((line + position) // p.SHAPE.QUERIES * p.SHAPE.ALL_PIECES + piece) * ROWS, 0], rows)
+            async_add(grads.dq_rows, [((row + position) // p.SHAPE.QUERIES * p.SHAPE.ALL_PIECES + piece) * ROWS, 0], rows)
             store_wait(0)
             own.dq.release(sent)
             sent += 1
@@ -93,20 +93,20 @@ def _send_queries(p, own, tile, turn, line, step, stop, last, sent):
 def _send_keys(p, own, tile, turn, sent):
     """Stores or adds dK and dV of a tile, from the buffer of its keys and the buffer of dQ."""
     grads = p.grads
-    batch, head = p.heads.of_line(tile.line)
+    batch, head = p.heads.of(tile.batch_head)
     kv_head = head // p.heads.group
-    place = p.k.stage(turn)
+    buffer = p.k.stage(turn)
     if p.SHAPE.ADDED:
-        line = row_of_sums(p, tile)
+        row = row_of_sums(p, tile)
         if p.SHAPE.OWN_STARTS:
-            line += tile.to_place
+            row += tile.to_padded
         if p.SHAPE.SPLIT:
             # An unused item, which only another mask uses, names the column past the last. Its rows go past the end of all.
-            line = gl.where(tile.first < grads.padded_kv_len, line, 2 * grads.kv_lines)
-        sent = _send_sums(p, own, line, place, sent, p.SHAPE.FIXED)
+            row = gl.where(tile.first < grads.padded_kv_len, row, 2 * grads.kv_rows)
+        sent = _send_sums(p, own, row, buffer, sent, p.SHAPE.FIXED)
     elif p.SHAPE.OWN_STARTS:
         if tile.stop - tile.first == p.SHAPE.KEYS:
-            sent = _send_results(p, own, batch, kv_head, tile.first, place, sent)
+            sent = _send_results(p, own, batch, kv_head, tile.first, buffer, sent)
         else:
             # The computing warps have stored dK and dV.
             own.dq.wait(sent)
@@ -114,20 +114,20 @@ def _send_keys(p, own, tile, turn, sent):
             sent += 1
     elif p.SHAPE.SPLIT_SUMS:
         if tile.split > 0:
-            sent = _send_sums(p, own, (tile.line * grads.splits + tile.split - 1) * p.SHAPE.KEYS, place, sent, True)
+            sent = _send_sums(p, own, (tile.batch_head * grads.splits + tile.split - 1) * p.SHAPE.KEYS, buffer, sent, True)
         else:
-            sent = _send_results(p, own, batch, kv_head, tile.first, place, sent)
+            sent = _send_results(p, own, batch, kv_head, tile.first, buffer, sent)
     else:
-        sent = _send_results(p, own, batch, kv_head, tile.first, place, sent)
+        sent = _send_results(p, own, batch, kv_head, tile.first, buffer, sent)
     return sent
 
 
 @gluon.jit
-def _send_results(p, own, batch, kv_head, first_key, place, sent):
+def _send_results(p, own, batch, kv_head, first_key, buffer, sent):
     """Stores dK and dV of a tile in their tensors."""
     grads = p.grads
     own.dq.wait(sent)
-    async_store(grads.dk, [batch, kv_head, first_key, 0], of_tensor(place, grads.dk))
+    async_store(grads.dk, [batch, kv_head, first_key, 0], of_tensor(buffer, grads.dk))
     if p.SHAPE.SPLIT_SUMS:
         # A split uses the buffer of dQ twice, so a whole column counts an unused fill.
         own.dq.release(sent)
@@ -141,17 +141,17 @@ def _send_results(p, own, batch, kv_head, first_key, place, sent):
 
 
 @gluon.jit
-def _send_sums(p, own, line, place, sent, ALONE: gl.constexpr):
-    """Adds dK and dV of a tile, in fp32, to rows from ``line`` on; ALONE stores them instead."""
+def _send_sums(p, own, row, buffer, sent, ALONE: gl.constexpr):
+    """Adds dK and dV of a tile, in fp32, to rows from ``row`` on; ALONE stores them instead."""
     HALF: gl.constexpr = p.SHAPE.KEYS * p.SHAPE.DIM // 512
     grads, rows = p.grads, p.grads.dkv_rows[0]
     low = view(own.dq.data, gl.float32, [HALF, 256], rows.layout)
-    high = view(place, gl.float32, [HALF, 256], rows.layout)
+    high = view(buffer, gl.float32, [HALF, 256], rows.layout)
     for grad in range(2):
-        row = (line + grad * grads.kv_lines) // p.SHAPE.KEYS * (2 * HALF)
+        sum_row = (row + grad * grads.kv_rows) // p.SHAPE.KEYS * (2 * HALF)
         own.dq.wait(sent)
-        _send_rows(rows, row, low, ALONE)
-        _send_rows(rows, row + HALF, high, ALONE)
+        _send_rows(rows, sum_row, low, ALONE)
+        _send_rows(rows, sum_row + HALF, high, ALONE)
         store_wait(0)
         own.dq.release(sent)
         sent += 1
@@ -176,7 +176,7 @@ def _sent_before(p, step, turn):
 
 @gluon.jit
 def _add_steps(
-    p, own, tile, state, step, first, last, turn, begin, end, exists, stream, place, zeros, dq_zeros, KIND: gl.constexpr
+    p, own, tile, state, step, first, last, turn, begin, end, exists, stream, terms, zeros, dq_zeros, KIND: gl.constexpr
 ):
     """Adds steps begin .. end - 1, all of one kind, to dK, dV and dQ.
 
@@ -205,12 +205,12 @@ def _add_steps(
         sent = _sent_before(p, step, turn)
         # P = exp2(S - lse), where the previous step has computed (1) S = Q K^T
         products = scores
-        weights = weights_of(p, tile, products, step, words, existing, stream, place, position, KIND)
+        weights = weights_of(p, tile, products, step, words, existing, stream, terms, position, KIND)
         if p.scoring.SCORED:
             # The derivative is applied here, so that its inputs need not stay in registers during the products.
             operand = gl.convert_layout(kept_weights(p, weights), operand_layout)
             if not p.scoring.SIGNED:
-                weights = p.scoring.times_derivative(weights, products, place, position, tile.first)
+                weights = p.scoring.times_derivative(weights, products, terms, position, tile.first)
         # The previous step's dQ is committed only here. Right after the store, the tensor cores would idle during the wait for it,
         # as the product beside it takes all of shared memory's rate.
         _commit_queries(p, own, sent - 1, step != first)
@@ -230,7 +230,7 @@ def _add_steps(
         # dS = P (dP - delta)
         dscores = dscores_of(p, weights, dweights, delta[None, :])
         if p.scoring.SIGNED:
-            dscores = p.scoring.times_derivative(dscores, products, place, position, tile.first)
+            dscores = p.scoring.times_derivative(dscores, products, terms, position, tile.first)
         own.dscores.index(0).store(dscores.to(dtype))
         ds_operand = gl.convert_layout(dscores.to(dtype), operand_layout)
         # (4) dK += dS^T Q
@@ -330,9 +330,9 @@ def _compute(p, own):
         if p.SHAPE.TOGETHER:
             last = step + p.heads.group * steps - 1
             for member in range(p.heads.group):
-                state, step = _add_head(p, own, tile, state, step, first, last, turn, tile.line + member, zeros, dq_zeros)
+                state, step = _add_head(p, own, tile, state, step, first, last, turn, tile.batch_head + member, zeros, dq_zeros)
         else:
-            state, step = _add_head(p, own, tile, state, step, first, step + steps - 1, turn, tile.line, zeros, dq_zeros)
+            state, step = _add_head(p, own, tile, state, step, first, step + steps - 1, turn, tile.batch_head, zeros, dq_zeros)
         dk, dv, scores = state
         _commit_queries(p, own, _sent_before(p, step, turn) - 1, True)
         _hand_over(p, own, tile, turn, step, dk, dv)
@@ -341,22 +341,22 @@ def _compute(p, own):
 
 
 @gluon.jit
-def _add_head(p, own, tile, state, step, first, last, turn, line, zeros, dq_zeros):
-    """Adds all steps of a tile with one query head, the batch-head ``line``."""
-    stream = p.dropout.stream(line)
-    place = p.scoring.place(p.heads, line)
+def _add_head(p, own, tile, state, step, first, last, turn, batch_head, zeros, dq_zeros):
+    """Adds all steps of a tile with one query head."""
+    stream = p.dropout.stream(batch_head)
+    terms = p.scoring.of_head(p.heads, batch_head)
     if p.table.SPARSE:
         # A column that keeps nothing takes one empty step.
         exists = tile.end > tile.begin
         stop = gl.where(exists, tile.bits, tile.runs + 1)
         state, step = _add_steps(
-            p, own, tile, state, step, first, last, turn, tile.runs, stop, exists, stream, place, zeros, dq_zeros, RUNS
+            p, own, tile, state, step, first, last, turn, tile.runs, stop, exists, stream, terms, zeros, dq_zeros, RUNS
         )
         state, step = _add_steps(
-            p, own, tile, state, step, first, last, turn, tile.bits, tile.end, True, stream, place, zeros, dq_zeros, BITS
+            p, own, tile, state, step, first, last, turn, tile.bits, tile.end, True, stream, terms, zeros, dq_zeros, BITS
         )
     return _add_steps(
-        p, own, tile, state, step, first, last, turn, tile.begin, tile.runs, True, stream, place, zeros, dq_zeros, FULL
+        p, own, tile, state, step, first, last, turn, tile.begin, tile.runs, True, stream, terms, zeros, dq_zeros, FULL
     )
 
 
@@ -372,24 +372,24 @@ def _first_scores(p, turn, step, zeros):
 @gluon.jit
 def _hand_over(p, own, tile, turn, step, dk, dv):
     """Hands dK and dV of a tile to the sending warp, through the buffer of its keys and the buffer of dQ."""
-    place = p.k.stage(turn)
+    buffer = p.k.stage(turn)
     sent = _sent_before(p, step, turn)
     if p.SHAPE.ADDED:
-        _hand_over_sums(p, own, dk, dv, sent, place)
+        _hand_over_sums(p, own, dk, dv, sent, buffer)
     elif p.SHAPE.SPLIT_SUMS:
         if tile.split > 0:
-            _hand_over_sums(p, own, dk, dv, sent, place)
+            _hand_over_sums(p, own, dk, dv, sent, buffer)
         else:
-            _hand_over_results(p, own, tile, dk, dv, sent, place)
+            _hand_over_results(p, own, tile, dk, dv, sent, buffer)
     else:
-        _hand_over_results(p, own, tile, dk, dv, sent, place)
+        _hand_over_results(p, own, tile, dk, dv, sent, buffer)
 
 
 @gluon.jit
-def _hand_over_results(p, own, tile, dk, dv, sent, place):
-    """Hands over dK and dV in their dtype: dK through ``place``, dV through the buffer of dQ."""
+def _hand_over_results(p, own, tile, dk, dv, sent, buffer):
+    """Hands over dK and dV in their dtype: dK through ``buffer``, dV through the buffer of dQ."""
     dtype: gl.constexpr = p.k.data.dtype
-    store_columns(place, scaled_by(dk, p.scale))
+    store_columns(buffer, scaled_by(dk, p.scale))
     if p.dropout.ENABLED:
         dv = scaled_by(dv, 1.0 / p.dropout.share())
     own.dq.acquire(sent)
@@ -404,29 +404,29 @@ def _hand_over_results(p, own, tile, dk, dv, sent, place):
         if tile.stop - tile.first < p.SHAPE.KEYS:
             # TMA would also overwrite rows beyond the document's end, which belong to the next document.
             barrier()
-            batch, head = p.heads.of_line(tile.line)
+            batch, head = p.heads.of(tile.batch_head)
             kv_head = head // p.heads.group
-            copy_rows(p.grads.dk, p.grads.pointers.dk, batch, kv_head, tile.first, tile.stop, place)
+            copy_rows(p.grads.dk, p.grads.pointers.dk, batch, kv_head, tile.first, tile.stop, buffer)
             copy_rows(p.grads.dv, p.grads.pointers.dv, batch, kv_head, tile.first, tile.stop, values)
     fence_async_shared()
     own.dq.commit(sent)
 
 
 @gluon.jit
-def _hand_over_sums(p, own, dk, dv, sent, place):
+def _hand_over_sums(p, own, dk, dv, sent, buffer):
     """Hands over dK and dV in fp32."""
-    _hand_over_halves(p, own, dk, sent, place)
-    _hand_over_halves(p, own, dv, sent + 1, place)
+    _hand_over_halves(p, own, dk, sent, buffer)
+    _hand_over_halves(p, own, dv, sent + 1, buffer)
 
 
 @gluon.jit
-def _hand_over_halves(p, own, grad, sent, place):
-    """Hands over dK or dV in fp32, in register order, half through the buffer of dQ, half through ``place``. Columns that are not
+def _hand_over_halves(p, own, grad, sent, buffer):
+    """Hands over dK or dV in fp32, in register order, half through the buffer of dQ, half through ``buffer``. Columns that are not
     in use come last, and are not written."""
     HALF: gl.constexpr = p.SHAPE.KEYS * p.SHAPE.DIM // 512
     own.dq.acquire(sent)
     low = view(own.dq.data, gl.float32, [HALF, 256], p.grads.dkv_rows[0].layout)
-    high = view(place, gl.float32, [HALF, 256], p.grads.dkv_rows[0].layout)
+    high = view(buffer, gl.float32, [HALF, 256], p.grads.dkv_rows[0].layout)
     FIRST: gl.constexpr = p.SHAPE.KEYS * grad[0].shape[1] // 512
     _store_halves(grad[0], p.SHAPE.KEYS // 16, low.slice(0, FIRST), high.slice(0, FIRST))
     if len(grad) > 1:
@@ -449,7 +449,7 @@ def backward_to_128(p):
     """Runs the roles."""
     dscores = tiles(p.inputs.q.dtype, 1, p.SHAPE.KEYS, p.SHAPE.QUERIES)
     ROWS: gl.constexpr = p.SHAPE.QUERIES * p.SHAPE.COLUMNS // 256
-    own = OwnBuffers(dscores, ring_of(gl.allocate_shared_memory(gl.float32, [ROWS, 256], p.grads.dq_rows.layout), 1))
+    own = BuffersTo128(dscores, ring_of(gl.allocate_shared_memory(gl.float32, [ROWS, 256], p.grads.dq_rows.layout), 1))
     # TMA signals the barriers, so it must see that they are initialized.
     fence_async_shared()
     gl.warp_specialize(

@@ -4,7 +4,10 @@ The scheduler warp takes tiles from the queue. The loading warp reads the table,
 computing warp group holds 64 queries. With blocks of 64 a program has one such group, because rows of blocks share no keys; two
 programs then share a multiprocessor. Products of one step run on the tensor cores while the softmax of another runs on other units.
 Within a tile, the scores of the next step overlap this step's weighted values. Across tiles, the first scores of the next tile
-overlap the last values of this one, so a short row leaves no gap.
+overlap the last values of this one, so a short row leaves no gap. Comments number the products of a step:
+
+    (1) S = Q K^T       P = exp2(S - maximum), in base 2
+    (2) O += P V
 
 If head_dim is above 128, or v has another head_dim than q and k, shared memory holds the queries of one tile only. They are
 released when the tile's last scores are computed, and results go from registers straight to global memory.
@@ -13,6 +16,7 @@ Sources: arXiv:2407.08608 (FlashAttention-3: warp groups, asynchronous products)
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -56,7 +60,7 @@ from .products import (
     zero_sums,
 )
 from .ring import PingPong, Ring, new_ping_pong, ring_of, tiles
-from .scheduler import Heads, Scheduler, TableArguments, new_scheduler, schedule
+from .scheduler import Heads, Queue, Scheduler, TableArguments, new_scheduler, schedule
 from .scores import ScoreTerms, new_terms
 from .softmax import by_row, first_folded, folded, followed, nothing_yet, rescaled
 from .variant import PLAIN, HopperVariant, hopper_variant
@@ -72,10 +76,10 @@ NOT_SPECIALIZED = [
     "group",
     "q_len",
     "kv_len",
-    "split_tiles",
     "items",
     "work_tiles",
     "heads_together",
+    "split_tiles",
 ]
 
 
@@ -102,16 +106,16 @@ class ForwardShape:
 
     @property
     def QUERIES(self) -> int:
-        """Of a tile."""
+        """Queries of a tile."""
         return 64 * self.GROUPS
 
 
 class Outputs(NamedTuple):
-    """Memory for results. splits: those of splits of rows, of each tile of each head, until ``combine_kernel`` merges them."""
+    """Global memory for results."""
 
     out: Any
     lse: Any
-    out_of_splits: Any
+    out_of_splits: Any  # partial results of each split of a tile, until ``combine_kernel`` merges them
     lse_of_splits: Any
 
 
@@ -125,7 +129,7 @@ class ForwardArguments:
     v_tensor: tma.tensor_descriptor
     out_tensor: tma.tensor_descriptor
     outputs: gl.tuple  # ``Outputs``
-    split_tiles: gl.tensor  # of splits, per head
+    split_tiles: gl.tensor  # tiles of splits, per head
     table: TableArguments
     heads: Heads
     q_len: gl.tensor
@@ -168,7 +172,7 @@ def _load_step(ring, step, tensor, batch, kv_head, position):
 def _load_cut_values(p, tile, step, cuts, batch, kv_head, position):
     """Loads values of a step, with zeros for keys that do not exist. Returns ``cuts`` + 1: how often such values were loaded."""
     p.v.acquire(step)
-    first, last = tile.cuts.walked_first - position, tile.cuts.walked_last - position
+    first, last = tile.cuts.other_first - position, tile.cuts.other_last - position
     cuts = load_existing(p.v, step, p.v_tensor, [batch, kv_head, position, 0], p.arrived, cuts, first, last)
     p.v.commit(step)
     return cuts
@@ -182,7 +186,7 @@ def _load(p):
     cuts = 0
     tile = p.scheduler.tile(turn)
     while tile.first >= 0:
-        batch, head = p.heads.of_line(tile.line)
+        batch, head = p.heads.of(tile.batch_head)
         kv_head = head // p.heads.group
         _load_queries(p, turn, batch, head, tile.first)
         position = tile.position
@@ -216,7 +220,7 @@ def _mask_words(p, tile, step, HALF_INDEX: gl.constexpr, layout: gl.constexpr):
     table = p.table
     if p.lengths.ANY:
         position = p.scheduler.position(tile, step, tile.end)
-        words = all_within(tile.cuts.walked_first - position, tile.cuts.walked_last - position, HALF, p.SHAPE.KEYS, layout)
+        words = all_within(tile.cuts.other_first - position, tile.cuts.other_last - position, HALF, p.SHAPE.KEYS, layout)
         if table.SPARSE:
             if step >= tile.cuts.own:
                 words &= _own_words(p, tile, step, HALF_INDEX, layout)
@@ -251,7 +255,7 @@ def _own_words(p, tile, step, HALF_INDEX: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _fold_steps(p, tile, state, turn, step, begin, end, stream, place, zeros, HALF_INDEX: gl.constexpr, MASKED: gl.constexpr):
+def _fold_steps(p, tile, state, turn, step, begin, end, stream, terms, zeros, HALF_INDEX: gl.constexpr, MASKED: gl.constexpr):
     """Folds steps begin .. end - 1, all of full or all of partial blocks, into the softmax state of a tile. Each iteration starts
     the scores of its own step and the weighted values of the previous step. Runs and bits share one loop, as each copy of the loop
     costs a second of compilation."""
@@ -277,8 +281,10 @@ def _fold_steps(p, tile, state, turn, step, begin, end, stream, place, zeros, HA
         p.k.wait(step)
         if p.PING_PONG:
             p.ping_pong.take(before - turn, HALF_INDEX)
+        # (1) S = Q K^T
         started_scores = pieces_times_transposed(q, keys, zeros, p.SHAPE.USED)
         p.v.wait(before)
+        # (2) O += P V of the previous step
         started_values = times(from_pairs(kept, dtype, operand_layout), values, sums)
         if p.PING_PONG:
             p.ping_pong.pass_on(HALF_INDEX)
@@ -289,12 +295,13 @@ def _fold_steps(p, tile, state, turn, step, begin, end, stream, place, zeros, HA
             is_last = number + 1 == end
             p.q.release(turn, pred=is_last & (tile.begin == tile.runs) if MASKED else is_last)
         if p.scoring.SCORED:
-            scores = p.scoring.scored(scores, place, tile.first + HALF_INDEX * HALF, position)
+            scores = p.scoring.scored(scores, terms, tile.first + HALF_INDEX * HALF, position)
         if MASKED:
             scores = where_bits(scores, words, LOWEST)
         if not OVERLAPPED:
             sums = finished(started_values, 0)
             p.v.release(before)
+        # P = exp2(S - maximum)
         if p.VARIED:
             weights, rescale, running_max, running_sum = followed(scores, running_max, running_sum, p.scoring.factor())
             if p.dropout.ENABLED:
@@ -334,11 +341,11 @@ def _compute(p, HALF_INDEX: gl.constexpr):
     while tile.first >= 0:
         if p.SHAPE.WIDE:
             p.q.release(turn, pred=tile.end - tile.begin <= 1)
-        stream = p.dropout.stream(tile.line)
-        place = p.scoring.place(p.heads, tile.line)
+        stream = p.dropout.stream(tile.batch_head)
+        terms = p.scoring.of_head(p.heads, tile.batch_head)
         first_query = tile.first + HALF_INDEX * HALF
         if p.scoring.SCORED:
-            scores = p.scoring.scored(scores, place, first_query, tile.position)
+            scores = p.scoring.scored(scores, terms, first_query, tile.position)
         if tile.end > tile.runs:
             entry = p.scheduler.first_step(tile.first, tile.begin, tile.runs, tile.end)
             scores = where_bits(scores, _mask_words(p, tile, entry, HALF_INDEX, score_layout), LOWEST)
@@ -361,14 +368,14 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         # The first step, which is done above, has a partial block if the row has any.
         if p.table.SPARSE or p.lengths.variant.kv_starts is not None:
             begin, end = p.scheduler.rest_of_partial(tile)
-            state, step = _fold_steps(p, tile, state, turn, step, begin, end, stream, place, zeros, HALF_INDEX, True)
+            state, step = _fold_steps(p, tile, state, turn, step, begin, end, stream, terms, zeros, HALF_INDEX, True)
         first = tile.begin + (tile.end == tile.runs).to(gl.int32)
-        state, step = _fold_steps(p, tile, state, turn, step, first, tile.runs, stream, place, zeros, HALF_INDEX, False)
+        state, step = _fold_steps(p, tile, state, turn, step, first, tile.runs, stream, terms, zeros, HALF_INDEX, False)
         sums, kept, running_max, running_sum = state
         if p.SHAPE.WIDE:
             p.scheduler.slots.release(turn)
 
-        # The last values of this tile overlap the first scores of the next.
+        # (2) O += P V of the last step overlaps (1) S = Q K^T of the next tile's first.
         values = p.v.stage(step)
         p.v.wait(step)
         started_values = times(from_pairs(kept, dtype, operand_layout), values, sums)
@@ -416,27 +423,26 @@ def _store(p, tile, turn, result, lse, HALF_INDEX: gl.constexpr):
     if p.SHAPE.SPLIT:
         # A branch here, with a product in flight, would make the compiler serialize all products. So a split also stores to out, at
         # rows past the end, which are dropped.
-        line = (tile.line * p.split_tiles + tile.split - 1).to(gl.int64) * p.SHAPE.QUERIES + HALF_INDEX * HALF
+        row = (tile.batch_head * p.split_tiles + tile.split - 1).to(gl.int64) * p.SHAPE.QUERIES + HALF_INDEX * HALF
         is_split = tile.split > 0
-        place = p.outputs.out_of_splits + line * p.SHAPE.DIM_V
-        write_columns(place, p.SHAPE.DIM_V, result, is_split)
-        gl.store(p.outputs.lse_of_splits + line + rows, lse, mask=is_split & (rows >= 0))
+        pointer = p.outputs.out_of_splits + row * p.SHAPE.DIM_V
+        write_columns(pointer, p.SHAPE.DIM_V, result, is_split)
+        gl.store(p.outputs.lse_of_splits + row + rows, lse, mask=is_split & (rows >= 0))
         first_row = gl.where(is_split, p.q_len, first_row)
     if p.SHAPE.WIDE or p.SHAPE.OWN_STARTS:
         # Stored from registers, so that rows beyond a document's end, which belong to the next document, can be left out.
-        batch, head = p.heads.of_line(tile.line)
+        batch, head = p.heads.of(tile.batch_head)
         stop = tile.stop if p.SHAPE.OWN_STARTS else p.out_tensor.shape[2]
         write_rows(p.out_tensor, p.outputs.out, batch, head, first_row, stop, result)
     else:
         out = p.q.stage(turn, HALF_INDEX)
         store_columns(out, result)
         fence_async_shared()
-        batch, head = p.heads.of_line(tile.line)
+        batch, head = p.heads.of(tile.batch_head)
         async_store(p.out_tensor, [batch, head, first_row, 0], of_tensor(out, p.out_tensor))
     query = first_row + rows
-    gl.store(
-        p.outputs.lse + tile.line.to(gl.int64) * p.q_len + query, lse, mask=query < (tile.stop if p.SHAPE.OWN_STARTS else p.q_len)
-    )
+    stop = tile.stop if p.SHAPE.OWN_STARTS else p.q_len
+    gl.store(p.outputs.lse + tile.batch_head.to(gl.int64) * p.q_len + query, lse, mask=query < stop)
 
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -447,17 +453,17 @@ def attention_forward_kernel(
     out_tensor,
     outputs,
     table,
-    queue,
+    counters,
     mask_batch_stride,
     mask_head_stride,
     heads,
     group,
     q_len,
     kv_len,
-    split_tiles,
     items,
     work_tiles,
     heads_together,
+    split_tiles,
     score_scale,
     variant,
     SHAPE: gl.constexpr,
@@ -479,21 +485,9 @@ def attention_forward_kernel(
     table = TableArguments(*table, *strides, SHAPE.BLOCK, SHAPE.SPARSE, SHAPE.OWN_STARTS)
     heads_of = Heads(heads, group)
     lengths = new_lengths(variant, q_len, kv_len)
+    queue = Queue(counters, items, work_tiles, heads_together)
     scheduler = new_scheduler(
-        q,
-        table,
-        heads_of,
-        heads_together,
-        items,
-        work_tiles,
-        queue,
-        kv_len,
-        lengths,
-        SHAPE.QUERIES,
-        STEP=SHAPE.KEYS,
-        BY_KEY=False,
-        SPLIT=SHAPE.SPLIT,
-        CONSUMERS=GROUPS,
+        q, table, heads_of, queue, kv_len, lengths, SHAPE.QUERIES, SHAPE.KEYS, BY_KEY=False, SPLIT=SHAPE.SPLIT, CONSUMERS=GROUPS
     )
     arrived = q.full
     if lengths.KV_CUT:
@@ -656,11 +650,13 @@ def columns_of(head_dim: int, v_head_dim: int) -> dict[str, int]:
     return {"DIM": dim, "USED": used, "DIM_V": dim_v, "USED_V": used_v, "PIECES": pieces, "WIDE": dim != dim_v or dim > 128}
 
 
-def forward_shape(config, columns: dict[str, int], block_size: int | None, *switches) -> ForwardShape:
-    """columns: from ``columns_of``. block_size: the table's, or None. switches: the fields of ``ForwardShape`` after SPARSE."""
+@cache
+def forward_shape(config, head_dim: int, v_head_dim: int, block_size: int | None, *switches) -> ForwardShape:
+    """block_size: the table's, or None. switches: the fields of ``ForwardShape`` after SPARSE."""
     of_table = block_size or config.queries, block_size is not None
     groups = config.queries // HALF.value
-    return ForwardShape(*columns.values(), groups, config.keys, config.stages, config.registers, *of_table, *switches)
+    columns = columns_of(head_dim, v_head_dim).values()
+    return ForwardShape(*columns, groups, config.keys, config.stages, config.registers, *of_table, *switches)
 
 
 def _split_rows(mask) -> int:
@@ -710,8 +706,10 @@ def _forward_launch(q, k, v, out, lse, split_out, split_lse, queue, mask, scale,
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     group, lines = heads // kv_heads, batch * heads
-    columns = columns_of(head_dim, v.shape[3])
-    dim, dim_v, width = columns["DIM"], columns["DIM_V"], columns["DIM"] // columns["PIECES"]
+    switches = of_variant.switches
+    starts, scored = mask is not None and mask.starts is not None, (switches["SCORED"], switches["REACH"])
+    shape = forward_shape(config, head_dim, v.shape[3], mask and mask.block_size, starts, split_rows > 0, *scored)
+    dim, dim_v, width = shape.DIM, shape.DIM_V, shape.DIM // shape.PIECES
     items, tiles = _items_and_tiles(q, mask, config.queries)
     pointers, strides = table_pointers(mask, mask and mask.by_query, mask.by_query.work if mask else lse, lse)
     arguments = [
@@ -727,16 +725,13 @@ def _forward_launch(q, k, v, out, lse, split_out, split_lse, queue, mask, scale,
         group,
         q_len,
         kv_len,
-        split_rows // config.queries,
         items,
         tiles,
         heads_in_queue(dim + dim_v, kv_len, mask, lines, group),
+        split_rows // config.queries,
         scale * LOG2_E.value,
         of_variant.given,
     ]
-    switches = of_variant.switches
-    starts, given = mask is not None and mask.starts is not None, (switches["SCORED"], switches["REACH"])
-    shape = forward_shape(config, columns, mask and mask.block_size, starts, split_rows > 0, *given)
     constants = {"SHAPE": Constants(shape), "SCORE": switches["SCORE"], "DERIVATIVE": switches["DERIVATIVE"]}
     return (min(tiles, config.programs * multiprocessors(q.device)), 1), arguments, constants, config.options
 

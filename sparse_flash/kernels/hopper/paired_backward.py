@@ -1,11 +1,11 @@
 """The backward pass for Hopper at head_dim 129 to 192, with v of 65 to 128: tiles of 128 keys, shared by two warp groups.
 
 Each warp group does for its 64 keys what all computing warps of ``backward_to_128`` do together. Sums of dK and dV take 160
-registers a thread, so scores cannot be computed a step ahead; the other group keeps the tensor cores busy instead. The groups share
-only dQ, for which each reads the gradients of scores of both. dQ has three pieces of 64 columns. Each group computes one of them,
-and they alternate in computing the third.
+registers a thread, so scores cannot be computed a step ahead. Instead, the other group keeps the tensor cores busy. The groups
+share only dQ: each reads the gradients of scores of both groups, and computes one of three pieces of 64 columns. They alternate in
+computing the third piece. ``backward_arguments`` numbers a step's products.
 
-Columns that are no power of two are pieces of 64 in shared memory, without zeros.
+In shared memory, q and k are three tiles of 64 columns, without zeros.
 """
 
 from triton.experimental import gluon
@@ -16,7 +16,7 @@ from ..common.gluon import async_add, async_store, fresh_zero, of_tensor, record
 from ..common.tiles import BITS, FULL, RUNS
 from .backward_steps import (
     existing_keys,
-    first_line,
+    first_row,
     in_register_order,
     load_tiles,
     mask_words,
@@ -35,7 +35,7 @@ PIECE_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 1
 
 
 @record
-class Group:
+class PairedGroup:
     """Holds the buffers of a warp group and its sending warp."""
 
     dscores: Ring  # released by both groups
@@ -48,7 +48,7 @@ class Group:
 def _new_group(p, GROUP: gl.constexpr):
     dscores = tiles(p.inputs.q.dtype, 2, p.SHAPE.KEYS, p.SHAPE.QUERIES)
     dq = gl.allocate_shared_memory(gl.float32, [p.SHAPE.QUERIES * 64 // 256, 256], p.grads.dq_rows.layout)
-    return Group(ring_of(dscores, 2, CONSUMERS=2), ring_of(dq, 1), ring_beside(p.k, p.k.data, 1), GROUP)
+    return PairedGroup(ring_of(dscores, 2, CONSUMERS=2), ring_of(dq, 1), ring_beside(p.k, p.k.data, 1), GROUP)
 
 
 @gluon.jit
@@ -179,7 +179,7 @@ def _compute(p, own, other):
         elif p.SHAPE.SPLIT_SUMS:
             if tile.split > 0:
                 split = 2 * (tile.split - 1) + own.GROUP
-                _add_sums(p, dk, dv, (tile.line * p.grads.splits + split) * p.SHAPE.KEYS, True)
+                _add_sums(p, dk, dv, (tile.batch_head * p.grads.splits + split) * p.SHAPE.KEYS, True)
             else:
                 _store_results(p, dk, dv, turn, own.GROUP)
         else:
@@ -191,9 +191,9 @@ def _compute(p, own, other):
 
 
 @gluon.jit
-def _add_sums(p, dk, dv, line, exists):
-    add_sums(p, dk, line, 0, exists)
-    add_sums(p, (dv,), line, 1, exists)
+def _add_sums(p, dk, dv, row, exists):
+    add_sums(p, dk, row, 0, exists)
+    add_sums(p, (dv,), row, 1, exists)
 
 
 @gluon.jit
@@ -214,16 +214,16 @@ def _send(p, own):
     turn = 0
     tile = p.scheduler.tile(turn)
     while tile.first >= 0:
-        line = first_line(p, tile)
-        batch, head = p.heads.of_line(tile.line)
+        row = first_row(p, tile)
+        batch, head = p.heads.of(tile.batch_head)
         kv_head = head // p.heads.group
         entry = p.scheduler.first_step(tile.first, tile.begin, tile.runs, tile.end)
         for _ in range(gl.maximum(tile.end - tile.begin, 1)):
-            row = (line + p.scheduler.position(tile, entry, tile.end)) // p.SHAPE.QUERIES * p.SHAPE.ALL_PIECES
+            sum_row = (row + p.scheduler.position(tile, entry, tile.end)) // p.SHAPE.QUERIES * p.SHAPE.ALL_PIECES
             sent = _sent_before(step, own.GROUP)
-            _send_piece(grads, own.dq, sent, (row + own.GROUP) * ROWS)
+            _send_piece(grads, own.dq, sent, (sum_row + own.GROUP) * ROWS)
             if step % 2 == own.GROUP:
-                _send_piece(grads, own.dq, sent + 1, (row + 2) * ROWS)
+                _send_piece(grads, own.dq, sent + 1, (sum_row + 2) * ROWS)
             entry = p.scheduler.next_step(tile, entry)
             step += 1
         first = tile.first + own.GROUP * p.SHAPE.KEYS

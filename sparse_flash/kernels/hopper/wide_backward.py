@@ -1,9 +1,9 @@
 """The backward pass for Hopper at head_dim 129 to 256: two warp groups with different roles, tiles of 64 keys, 64 queries a step.
 
-The first warp group computes weights, and sums dV. The second computes gradients of scores, and sums dK. Each holds the left
-operand of its sum in registers, and reads only the right operand from shared memory. Weights pass from the first group to the
-second, in the order in which threads hold them. Gradients of scores pass back as an operand of dQ, whose columns the two groups
-divide. While one group waits, or computes exponentials, the products of the other keep the tensor cores busy.
+The first warp group computes weights, dQ, and sums of dV. The second computes gradients of scores, and sums of dK. Each holds the
+left operand of its sums in registers, and reads only the right operand from shared memory. Weights pass from the first group to the
+second, in the order in which threads hold them. Gradients of scores pass back as an operand of dQ. While one group waits, or
+computes exponentials, the products of the other keep the tensor cores busy. ``backward_arguments`` numbers a step's products.
 
 dQ goes through shared memory in pieces. A sending warp adds them to global memory by TMA, so computing warps wait for no store
 (docs/performance/kernels.md has the figures).
@@ -18,8 +18,8 @@ from ..common.tiles import BITS, FULL, RUNS
 from .backward_steps import (
     dscores_of,
     existing_keys,
-    first_line,
     first_query,
+    first_row,
     in_register_order,
     kept_weights,
     load_tiles,
@@ -34,7 +34,7 @@ from .scheduler import schedule
 
 
 @record
-class OwnBuffers:
+class WideBuffers:
     weights: Ring  # a fill for each step, and one without data at the end of each tile, after the first group's last read of k
     dscores: Ring
     dq: Ring  # halves of pieces of dQ, for the sending warp
@@ -57,7 +57,7 @@ def _from_thread_order(tile):
 
 
 @gluon.jit
-def _places(place, numbers, FIRST: gl.constexpr, WIDTH: gl.constexpr):
+def _pointers(pointer, numbers, FIRST: gl.constexpr, WIDTH: gl.constexpr):
     """Returns (columns in register order, their addresses), for the columns from FIRST on of a tile of 64 rows and WIDTH
     columns."""
     ALONG: gl.constexpr = numbers.shape[1] // 16
@@ -71,7 +71,7 @@ def _places(place, numbers, FIRST: gl.constexpr, WIDTH: gl.constexpr):
     row = gl.arange(0, 2 * ALONG, layout=gl.SliceLayout(1, layout))
     column = gl.arange(0, 512, layout=gl.SliceLayout(0, layout))
     row = row // ALONG * (WIDTH // 16) + (FIRST // 16 + row % ALONG)
-    return gl.convert_layout(rows, layout), place + ((row * 512)[:, None] + column[None, :])
+    return gl.convert_layout(rows, layout), pointer + ((row * 512)[:, None] + column[None, :])
 
 
 @gluon.jit
@@ -99,7 +99,7 @@ def _hand_over_queries(p, own, dq, step, PIECE: gl.constexpr):
 
 
 @gluon.jit
-def _add_weights(p, own, tile, state, step, last, turn, begin, end, exists, stream, place, zeros, KIND: gl.constexpr):
+def _add_weights(p, own, tile, state, step, last, turn, begin, end, exists, stream, terms, zeros, KIND: gl.constexpr):
     """Adds steps begin .. end - 1, all of one kind, to dV and dQ. state: dV, and the scores of the step, (keys, queries). last: the
     tile's last step. The scores that it computes are not used."""
     dv, scores = state
@@ -119,14 +119,14 @@ def _add_weights(p, own, tile, state, step, last, turn, begin, end, exists, stre
         if p.dropout.ENABLED or p.scoring.SCORED:
             position = first_query(p, tile, entry, end, exists)
         # P = exp2(S - lse), where the previous step has computed (1) S = Q K^T
-        weights = weights_of(p, tile, scores, step, words, existing, stream, place, position, KIND)
+        weights = weights_of(p, tile, scores, step, words, existing, stream, terms, position, KIND)
         operand = gl.convert_layout(kept_weights(p, weights), operand_layout)
         if p.scoring.SIGNED:
             ones = gl.full([p.SHAPE.KEYS, p.SHAPE.QUERIES], 1.0, gl.float32, layout=score_layout)
-            derivative = p.scoring.times_derivative(ones, scores, place, position, tile.first)
+            derivative = p.scoring.times_derivative(ones, scores, terms, position, tile.first)
             own.weights.stage(0, 1).store(_in_thread_order(derivative.to(dtype)))
         elif p.scoring.SCORED:
-            weights = p.scoring.times_derivative(weights, scores, place, position, tile.first)
+            weights = p.scoring.times_derivative(weights, scores, terms, position, tile.first)
         own.weights.stage(0).store(_in_thread_order(weights.to(dtype)))
         own.weights.commit(step + turn)
         p.dout.wait(step)
@@ -169,15 +169,15 @@ def _compute_weights(p, own):
         p.q.wait(step)
         started = times_transposed(p.k.stage(turn), p.q.stage(step), zeros, p.SHAPE.USED)
         state = (zero_sums(p.SHAPE.KEYS, p.SHAPE.DIM_V, p.SHAPE.USED_V), warpgroup_mma_wait(0, deps=(started,)))
-        stream = p.dropout.stream(tile.line)
-        place = p.scoring.place(p.heads, tile.line)
+        stream = p.dropout.stream(tile.batch_head)
+        terms = p.scoring.of_head(p.heads, tile.batch_head)
         if p.table.SPARSE:
             # A column that keeps nothing takes one empty step.
             exists = tile.end > tile.begin
             stop = gl.where(exists, tile.bits, tile.runs + 1)
-            state, step = _add_weights(p, own, tile, state, step, last, turn, tile.runs, stop, exists, stream, place, zeros, RUNS)
-            state, step = _add_weights(p, own, tile, state, step, last, turn, tile.bits, tile.end, True, stream, place, zeros, BITS)
-        state, step = _add_weights(p, own, tile, state, step, last, turn, tile.begin, tile.runs, True, stream, place, zeros, FULL)
+            state, step = _add_weights(p, own, tile, state, step, last, turn, tile.runs, stop, exists, stream, terms, zeros, RUNS)
+            state, step = _add_weights(p, own, tile, state, step, last, turn, tile.bits, tile.end, True, stream, terms, zeros, BITS)
+        state, step = _add_weights(p, own, tile, state, step, last, turn, tile.begin, tile.runs, True, stream, terms, zeros, FULL)
         # Tells the other group that this one has read the tile's keys. The other group has read all weights, so this fill needs no
         # acquire.
         own.weights.commit(step + turn)
@@ -241,53 +241,53 @@ def _compute_gradients(p, own):
 
 
 @gluon.jit
-def _hand_over(p, tile, grad, place, ring, turn, WHICH: gl.constexpr):
+def _hand_over(p, tile, grad, buffer, ring, turn, WHICH: gl.constexpr):
     """Hands over dK or dV of a tile: sums to global memory, results to the sending warp. WHICH: 0 for dK, 1 for dV."""
     if p.SHAPE.ADDED:
         # An unused item, which only another mask uses, names the column past the last.
         add_sums(p, grad, row_of_sums(p, tile), WHICH, tile.first < p.grads.padded_kv_len)
     elif p.SHAPE.SPLIT_SUMS:
         if tile.split > 0:
-            add_sums(p, grad, (tile.line * p.grads.splits + tile.split - 1) * p.SHAPE.KEYS, WHICH, True)
+            add_sums(p, grad, (tile.batch_head * p.grads.splits + tile.split - 1) * p.SHAPE.KEYS, WHICH, True)
         else:
-            _store_results(p, grad, place, WHICH)
+            _store_results(p, grad, buffer, WHICH)
     else:
-        _store_results(p, grad, place, WHICH)
+        _store_results(p, grad, buffer, WHICH)
     fence_async_shared()
     ring.commit(turn)
 
 
 @gluon.jit
-def _store_results(p, grad, place, WHICH: gl.constexpr):
+def _store_results(p, grad, buffer, WHICH: gl.constexpr):
     if WHICH == 0:
         grad = scaled_by(grad, p.scale)
     elif p.dropout.ENABLED:
         grad = scaled_by(grad, 1.0 / p.dropout.share())
-    store_columns(place, grad)
+    store_columns(buffer, grad)
 
 
 @gluon.jit
-def add_sums(p, grad, line, WHICH: gl.constexpr, exists):
-    """Adds dK or dV of a tile to sums in global memory. With FIXED or SPLIT no other tile has these sums, so they are stored. line:
+def add_sums(p, grad, row, WHICH: gl.constexpr, exists):
+    """Adds dK or dV of a tile to sums in global memory. With FIXED or SPLIT no other tile has these sums, so they are stored. row:
     the row of the first key. grad: a tuple of tensors, all as wide as the first, except possibly the last."""
     WIDTH: gl.constexpr = p.SHAPE.DIM_V if WHICH == 1 else p.SHAPE.DIM
     ALONE: gl.constexpr = p.SHAPE.FIXED or p.SHAPE.SPLIT_SUMS
-    place = p.grads.pointers.kv_sums + line.to(gl.int64) * WIDTH
+    pointer = p.grads.pointers.kv_sums + row.to(gl.int64) * WIDTH
     if WHICH == 1:
-        place += p.grads.kv_lines.to(gl.int64) * p.SHAPE.DIM
+        pointer += p.grads.kv_rows.to(gl.int64) * p.SHAPE.DIM
     for part in gl.static_range(len(grad)):
-        _add_or_store(place, grad[part], part * grad[0].shape[1], WIDTH, ALONE, exists)
+        _add_or_store(pointer, grad[part], part * grad[0].shape[1], WIDTH, ALONE, exists)
 
 
 @gluon.jit
-def _add_or_store(place, grad, FIRST: gl.constexpr, WIDTH: gl.constexpr, ALONE: gl.constexpr, exists):
-    numbers, places = _places(place, grad, FIRST, WIDTH)
+def _add_or_store(pointer, grad, FIRST: gl.constexpr, WIDTH: gl.constexpr, ALONE: gl.constexpr, exists):
+    numbers, pointers = _pointers(pointer, grad, FIRST, WIDTH)
     layout: gl.constexpr = numbers.type.layout
     kept = exists & (gl.arange(0, 512, layout=gl.SliceLayout(0, layout)) >= 0)[None, :]
     if ALONE:
-        gl.store(places, numbers, mask=kept)
+        gl.store(pointers, numbers, mask=kept)
     else:
-        gl.atomic_add(places, numbers, mask=kept, sem="relaxed")
+        gl.atomic_add(pointers, numbers, mask=kept, sem="relaxed")
 
 
 @gluon.jit
@@ -299,15 +299,15 @@ def _send(p, own):
     turn = 0
     tile = p.scheduler.tile(turn)
     while tile.first >= 0:
-        line = first_line(p, tile)
+        row = first_row(p, tile)
         entry = p.scheduler.first_step(tile.first, tile.begin, tile.runs, tile.end)
         for _ in range(gl.maximum(tile.end - tile.begin, 1)):
-            row = (line + p.scheduler.position(tile, entry, tile.end)) // p.SHAPE.QUERIES * (ALL_HALVES * ROWS)
+            sum_row = (row + p.scheduler.position(tile, entry, tile.end)) // p.SHAPE.QUERIES * (ALL_HALVES * ROWS)
             for half in gl.static_range(2 * p.SHAPE.PIECES):
                 sent = step * (2 * p.SHAPE.PIECES) + half
                 own.dq.wait(sent)
                 rows = view(own.dq.stage(sent), p.grads.dq_rows.dtype, [ROWS, 256], p.grads.dq_rows.layout)
-                async_add(p.grads.dq_rows, [row + half * ROWS, 0], rows)
+                async_add(p.grads.dq_rows, [sum_row + half * ROWS, 0], rows)
                 # TMA may still read all buffers except one.
                 store_wait(own.dq.STAGES - 1)
                 if half >= own.dq.STAGES - 1:
@@ -317,21 +317,21 @@ def _send(p, own):
                 own.dq.release(step * (2 * p.SHAPE.PIECES) + 2 * p.SHAPE.PIECES - 1)
             entry = p.scheduler.next_step(tile, entry)
             step += 1
-        batch, head = p.heads.of_line(tile.line)
-        place = [batch, head // p.heads.group, tile.first, 0]
+        batch, head = p.heads.of(tile.batch_head)
+        position = [batch, head // p.heads.group, tile.first, 0]
         own.dv.wait(turn)
         whole = True
         if p.SHAPE.SPLIT_SUMS:
             whole = tile.split == 0
         if not p.SHAPE.ADDED:
             if whole:
-                async_store(p.grads.dv, place, of_tensor(p.v.stage(turn), p.grads.dv))
+                async_store(p.grads.dv, position, of_tensor(p.v.stage(turn), p.grads.dv))
                 store_wait(0)
         p.v.release(turn)
         own.dk.wait(turn)
         if not p.SHAPE.ADDED:
             if whole:
-                async_store(p.grads.dk, place, of_tensor(p.k.stage(turn), p.grads.dk))
+                async_store(p.grads.dk, position, of_tensor(p.k.stage(turn), p.grads.dk))
                 store_wait(0)
         p.k.release(turn)
         p.scheduler.slots.release(turn)
@@ -349,7 +349,7 @@ def wide_backward(p):
     dscores = tiles(dtype, 1, p.SHAPE.KEYS, p.SHAPE.QUERIES)
     DQ_STAGES: gl.constexpr = 3 - PASSED
     dq = gl.allocate_shared_memory(gl.float32, [DQ_STAGES, p.SHAPE.QUERIES * 64 // 512, 256], p.grads.dq_rows.layout)
-    own = OwnBuffers(
+    own = WideBuffers(
         weights=ring_of(weights, 1, PIECES=PASSED),
         dscores=ring_of(dscores, 1),
         dq=ring_of(dq, DQ_STAGES),
