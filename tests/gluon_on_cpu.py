@@ -478,7 +478,8 @@ def _unless_dropped(x, word, shift, threshold, otherwise):
 
 
 def _folded(low, high, maximum, factor, largest):
-    """Of scores in pairs of columns: weights, maxima, and sums of each of the four threads that share a row. A warp has 16 rows."""
+    """Returns weights, maxima, and the sums of each of the four threads that share a row, from scores in pairs of columns. A warp
+    has 16 rows."""
     rows, pairs = low.shape
     scores = np.stack([low, high], -1)
 
@@ -503,7 +504,7 @@ def _in_halves(pairs):
     return pairs[..., None].copy().view(np.float16).astype(np.float32)
 
 
-# What the kernels' pieces of assembly compute, by a part of their text.
+# The result of each piece of the kernels' assembly, by a part of its text.
 ASSEMBLY = {
     "mul.f32 b, b, $3": lambda pairs, low, high: _halves(_in_halves(pairs) * np.stack([low, high], -1)),
     "fma.rn.f32 $0, x": lambda pairs, low, high: (pairs.view(np.float32) * np.float32(0) - low, -high),
@@ -557,7 +558,7 @@ def _minimum(x, y, propagate_nan=None):
 
 
 class Language(types.SimpleNamespace):
-    """What kernels call of ``gl`` and ``tl``; the rest, types and layouts, is the real one's."""
+    """The functions of ``gl`` and ``tl`` that kernels call. Types and layouts are the real ones."""
 
     def __getattr__(self, name):
         return (lambda *_, **__: None) if name.endswith("Layout") else getattr(tl, name)
@@ -714,7 +715,7 @@ def _argument(value):
 
 
 def _supports(call: Call) -> str | None:
-    """As on a Hopper GPU, but for bfloat16, which NumPy lacks."""
+    """Supports the calls of a Hopper GPU, except in bfloat16, which NumPy lacks."""
     if call.dtype != torch.float16:
         return f"on a CPU it runs float16; got {call.dtype}"
     return SUPPORTS(replace(call, device=torch.device("cuda")))

@@ -343,7 +343,7 @@ def of_the_tests():
 
 
 def of_wide_forward():
-    """Of Hopper's forward kernel, for head dimensions above 128, and for v of its own."""
+    """Compiles Hopper's forward kernel for head dimensions above 128, and for v with its own head_dim."""
     for dim, dim_v in ((256, 256), (192, 192), (192, 128)):
         row = "hopper_forward" if dim == dim_v else f"hopper_forward_of_{dim}_and_{dim_v}"
         columns = hopper_forward.columns_of(dim, dim_v)
@@ -387,7 +387,7 @@ def of_wide_backward():
 
 
 def of_the_record():
-    """The kernels of the tests, and those that the tests leave out because they take long."""
+    """Compiles the kernels of the tests, and more that take long."""
     yield from of_the_tests()
     for name, (kernel, table) in KERNELS.items():
         for dim in (64, 128):
@@ -425,7 +425,7 @@ def of_the_record():
 
 
 def outcomes(reports: Iterable[Callable[[], dict]]) -> Iterator[dict]:
-    """What the calls return, in their order; as many processes run them as there are cores."""
+    """Returns the results of the calls, in order. As many processes run them as there are cores."""
     global _reports
     _reports = list(reports)  # before the processes are forked
     with multiprocessing.get_context("fork").Pool() as pool:
