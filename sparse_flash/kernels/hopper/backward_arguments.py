@@ -89,6 +89,11 @@ class BackwardShape:
         tiles."""
         return self.SPLIT and not self.ADDED
 
+    @property
+    def ALONE(self) -> bool:
+        """Whether sums of dK and dV are stored instead of added, as each has one tile only."""
+        return self.FIXED or self.SPLIT_SUMS
+
 
 class BackwardPointers(NamedTuple):
     """Global memory that a backward kernel addresses without a descriptor."""

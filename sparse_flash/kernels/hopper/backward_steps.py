@@ -41,22 +41,14 @@ def _load_keys(p, tile, cuts, ring, turn, tensor, batch, kv_head, first_key, ACR
     tiles with nonexistent tokens was used."""
     ring.acquire(turn)
     source = [batch, kv_head, first_key, 0]
-    if p.lengths.KV_CUT:
-        if tile.cuts.is_own_cut(first_key, p.lengths.kv_len, p.SHAPE.KEYS):
-            first, last = tile.cuts.own_first - first_key, tile.cuts.own_last - first_key
-            cuts = load_existing(ring, turn, tensor, source, p.arrived, cuts, first, last)
-            ring.commit(turn)
-        else:
-            _expect_and_load(ring, turn, tensor, source, ACROSS)
+    if p.lengths.KV_CUT and tile.cuts.is_own_cut(first_key, p.lengths.kv_len, p.SHAPE.KEYS):
+        first, last = tile.cuts.own_first - first_key, tile.cuts.own_last - first_key
+        cuts = load_existing(ring, turn, tensor, source, p.arrived, cuts, first, last)
+        ring.commit(turn)
     else:
-        _expect_and_load(ring, turn, tensor, source, ACROSS)
+        ring.expect(turn, ring.PIECES * ring.data.shape[1] * ring.data.shape[2] * 2)
+        _load_pieces(ring, turn, tensor, source, ACROSS)
     return cuts
-
-
-@gluon.jit
-def _expect_and_load(ring, turn, tensor, source, ACROSS: gl.constexpr):
-    ring.expect(turn, ring.PIECES * ring.data.shape[1] * ring.data.shape[2] * 2)
-    _load_pieces(ring, turn, tensor, source, ACROSS)
 
 
 @gluon.jit
@@ -271,12 +263,16 @@ def dscores_of(p, weights, dweights, delta):
 
 
 @gluon.jit
-def row_of_sums(p, tile):
-    """Returns the row of a tile's first key in sums of dK and dV. With FIXED, each query head has sums of its own, which
-    ``finish_kernel`` adds."""
-    batch, head = p.heads.of(tile.batch_head)
-    sums = tile.batch_head if p.SHAPE.FIXED else batch * (p.heads.queries // p.heads.group) + head // p.heads.group
-    return sums * p.grads.padded_kv_len + tile.first
+def row_of_sums(p, tile, PART: gl.constexpr = 0):
+    """Returns the row of the first key of a tile, or of its part PART, in sums of dK and dV. With FIXED, each query head has sums
+    of its own, which ``finish_kernel`` adds."""
+    if p.SHAPE.SPLIT_SUMS:
+        row = (tile.batch_head * p.grads.splits + (tile.split - 1) * p.SHAPE.PARTS + PART) * p.SHAPE.KEYS
+    else:
+        batch, head = p.heads.of(tile.batch_head)
+        sums = tile.batch_head if p.SHAPE.FIXED else batch * (p.heads.queries // p.heads.group) + head // p.heads.group
+        row = sums * p.grads.padded_kv_len + tile.first
+    return row
 
 
 @gluon.jit

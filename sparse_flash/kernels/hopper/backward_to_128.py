@@ -96,29 +96,21 @@ def _send_keys(p, own, tile, turn, sent):
     batch, head = p.heads.of(tile.batch_head)
     kv_head = head // p.heads.group
     buffer = p.k.stage(turn)
-    if p.SHAPE.ADDED:
+    if p.SHAPE.ADDED or (p.SHAPE.SPLIT_SUMS and tile.split > 0):
         row = row_of_sums(p, tile)
         if p.SHAPE.OWN_STARTS:
             row += tile.to_padded
-        if p.SHAPE.SPLIT:
+        if p.SHAPE.SPLIT and p.SHAPE.ADDED:
             # An unused item, which only another mask uses, names the column past the last. Its rows go past the end of all.
             row = gl.where(tile.first < grads.padded_kv_len, row, 2 * grads.kv_rows)
-        sent = _send_sums(p, own, row, buffer, sent, p.SHAPE.FIXED)
-    elif p.SHAPE.OWN_STARTS:
-        if tile.stop - tile.first == p.SHAPE.KEYS:
-            sent = _send_results(p, own, batch, kv_head, tile.first, buffer, sent)
-        else:
-            # The computing warps have stored dK and dV.
-            own.dq.wait(sent)
-            own.dq.release(sent)
-            sent += 1
-    elif p.SHAPE.SPLIT_SUMS:
-        if tile.split > 0:
-            sent = _send_sums(p, own, (tile.batch_head * grads.splits + tile.split - 1) * p.SHAPE.KEYS, buffer, sent, True)
-        else:
-            sent = _send_results(p, own, batch, kv_head, tile.first, buffer, sent)
-    else:
+        sent = _send_sums(p, own, row, buffer, sent)
+    elif not p.SHAPE.OWN_STARTS or tile.stop - tile.first == p.SHAPE.KEYS:
         sent = _send_results(p, own, batch, kv_head, tile.first, buffer, sent)
+    else:
+        # The computing warps have stored dK and dV.
+        own.dq.wait(sent)
+        own.dq.release(sent)
+        sent += 1
     return sent
 
 
@@ -141,8 +133,8 @@ def _send_results(p, own, batch, kv_head, first_key, buffer, sent):
 
 
 @gluon.jit
-def _send_sums(p, own, row, buffer, sent, ALONE: gl.constexpr):
-    """Adds dK and dV of a tile, in fp32, to rows from ``row`` on; ALONE stores them instead."""
+def _send_sums(p, own, row, buffer, sent):
+    """Adds dK and dV of a tile, in fp32, to rows from ``row`` on, or stores them there."""
     HALF: gl.constexpr = p.SHAPE.KEYS * p.SHAPE.DIM // 512
     grads, rows = p.grads, p.grads.dkv_rows[0]
     low = view(own.dq.data, gl.float32, [HALF, 256], rows.layout)
@@ -150,8 +142,8 @@ def _send_sums(p, own, row, buffer, sent, ALONE: gl.constexpr):
     for grad in range(2):
         sum_row = (row + grad * grads.kv_rows) // p.SHAPE.KEYS * (2 * HALF)
         own.dq.wait(sent)
-        _send_rows(rows, sum_row, low, ALONE)
-        _send_rows(rows, sum_row + HALF, high, ALONE)
+        _send_rows(rows, sum_row, low, p.SHAPE.ALONE)
+        _send_rows(rows, sum_row + HALF, high, p.SHAPE.ALONE)
         store_wait(0)
         own.dq.release(sent)
         sent += 1
@@ -374,13 +366,8 @@ def _hand_over(p, own, tile, turn, step, dk, dv):
     """Hands dK and dV of a tile to the sending warp, through the buffer of its keys and the buffer of dQ."""
     buffer = p.k.stage(turn)
     sent = _sent_before(p, step, turn)
-    if p.SHAPE.ADDED:
+    if p.SHAPE.ADDED or (p.SHAPE.SPLIT_SUMS and tile.split > 0):
         _hand_over_sums(p, own, dk, dv, sent, buffer)
-    elif p.SHAPE.SPLIT_SUMS:
-        if tile.split > 0:
-            _hand_over_sums(p, own, dk, dv, sent, buffer)
-        else:
-            _hand_over_results(p, own, tile, dk, dv, sent, buffer)
     else:
         _hand_over_results(p, own, tile, dk, dv, sent, buffer)
 

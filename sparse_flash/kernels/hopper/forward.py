@@ -197,11 +197,8 @@ def _load(p):
             entry = p.scheduler.next_step(tile, entry)
             upcoming = p.scheduler.position(tile, entry, tile.end)
             _load_step(p.k, step, p.k_tensor, batch, kv_head, position)
-            if p.lengths.KV_CUT:
-                if tile.cuts.is_cut(position, p.kv_len, p.SHAPE.KEYS):
-                    cuts = _load_cut_values(p, tile, step, cuts, batch, kv_head, position)
-                else:
-                    _load_step(p.v, step, p.v_tensor, batch, kv_head, position)
+            if p.lengths.KV_CUT and tile.cuts.is_cut(position, p.kv_len, p.SHAPE.KEYS):
+                cuts = _load_cut_values(p, tile, step, cuts, batch, kv_head, position)
             else:
                 _load_step(p.v, step, p.v_tensor, batch, kv_head, position)
             position = upcoming

@@ -21,7 +21,6 @@ from .backward_steps import (
     load_tiles,
     mask_words,
     rounded,
-    row_of_sums,
     weights_of,
 )
 from .pairs import from_pairs, in_pairs, minus_after, times_pairs
@@ -173,27 +172,15 @@ def _compute(p, own, other):
         dv, dk = state
         # Waits until the other group's dQ has read these keys.
         own.dscores.acquire(step - 1 + own.dscores.STAGES)
-        if p.SHAPE.ADDED:
-            # False past the last key, and for an unused item, which only another mask uses: it names the column past the last.
-            _add_sums(p, dk, dv, row_of_sums(p, tile), tile.first < p.grads.padded_kv_len)
-        elif p.SHAPE.SPLIT_SUMS:
-            if tile.split > 0:
-                split = 2 * (tile.split - 1) + own.GROUP
-                _add_sums(p, dk, dv, (tile.batch_head * p.grads.splits + split) * p.SHAPE.KEYS, True)
-            else:
-                _store_results(p, dk, dv, turn, own.GROUP)
+        if p.SHAPE.ADDED or (p.SHAPE.SPLIT_SUMS and tile.split > 0):
+            add_sums(p, tile, dk, 0, own.GROUP)
+            add_sums(p, tile, (dv,), 1, own.GROUP)
         else:
             _store_results(p, dk, dv, turn, own.GROUP)
         fence_async_shared()
         own.ready.commit(turn)
         turn += 1
         whole = p.scheduler.tile(turn)
-
-
-@gluon.jit
-def _add_sums(p, dk, dv, row, exists):
-    add_sums(p, dk, row, 0, exists)
-    add_sums(p, (dv,), row, 1, exists)
 
 
 @gluon.jit
@@ -228,16 +215,12 @@ def _send(p, own):
             step += 1
         first = tile.first + own.GROUP * p.SHAPE.KEYS
         own.ready.wait(turn)
-        whole = True
-        if p.SHAPE.SPLIT_SUMS:
-            whole = tile.split == 0
-        if not p.SHAPE.ADDED:
-            if whole:
-                for piece in gl.static_range(PIECES):
-                    keys = of_tensor(p.k.stage(turn, own.GROUP * PIECES + piece), grads.dk)
-                    async_store(grads.dk, [batch, kv_head, first, piece * 64], keys)
-                async_store(grads.dv, [batch, kv_head, first, 0], of_tensor(p.v.stage(turn, own.GROUP), grads.dv))
-                store_wait(0)
+        if not (p.SHAPE.ADDED or (p.SHAPE.SPLIT_SUMS and tile.split > 0)):
+            for piece in gl.static_range(PIECES):
+                keys = of_tensor(p.k.stage(turn, own.GROUP * PIECES + piece), grads.dk)
+                async_store(grads.dk, [batch, kv_head, first, piece * 64], keys)
+            async_store(grads.dv, [batch, kv_head, first, 0], of_tensor(p.v.stage(turn, own.GROUP), grads.dv))
+            store_wait(0)
         p.k.release(turn)
         p.scheduler.slots.release(turn)
         turn += 1

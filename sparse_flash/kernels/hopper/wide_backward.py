@@ -243,14 +243,8 @@ def _compute_gradients(p, own):
 @gluon.jit
 def _hand_over(p, tile, grad, buffer, ring, turn, WHICH: gl.constexpr):
     """Hands over dK or dV of a tile: sums to global memory, results to the sending warp. WHICH: 0 for dK, 1 for dV."""
-    if p.SHAPE.ADDED:
-        # An unused item, which only another mask uses, names the column past the last.
-        add_sums(p, grad, row_of_sums(p, tile), WHICH, tile.first < p.grads.padded_kv_len)
-    elif p.SHAPE.SPLIT_SUMS:
-        if tile.split > 0:
-            add_sums(p, grad, (tile.batch_head * p.grads.splits + tile.split - 1) * p.SHAPE.KEYS, WHICH, True)
-        else:
-            _store_results(p, grad, buffer, WHICH)
+    if p.SHAPE.ADDED or (p.SHAPE.SPLIT_SUMS and tile.split > 0):
+        add_sums(p, tile, grad, WHICH)
     else:
         _store_results(p, grad, buffer, WHICH)
     fence_async_shared()
@@ -267,16 +261,20 @@ def _store_results(p, grad, buffer, WHICH: gl.constexpr):
 
 
 @gluon.jit
-def add_sums(p, grad, row, WHICH: gl.constexpr, exists):
-    """Adds dK or dV of a tile to sums in global memory. With FIXED or SPLIT no other tile has these sums, so they are stored. row:
-    the row of the first key. grad: a tuple of tensors, all as wide as the first, except possibly the last."""
+def add_sums(p, tile, grad, WHICH: gl.constexpr, PART: gl.constexpr = 0):
+    """Adds dK or dV of a tile, or of its part PART, to sums in global memory, or stores it there. tile: from the part's first key
+    on. grad: a tuple of tensors, all as wide as the first, except possibly the last."""
     WIDTH: gl.constexpr = p.SHAPE.DIM_V if WHICH == 1 else p.SHAPE.DIM
-    ALONE: gl.constexpr = p.SHAPE.FIXED or p.SHAPE.SPLIT_SUMS
+    row = row_of_sums(p, tile, PART)
+    exists = True
+    if p.SHAPE.ADDED:
+        # False past the last key, and for an unused item, which only another mask uses: it names the column past the last.
+        exists = tile.first < p.grads.padded_kv_len
     pointer = p.grads.pointers.kv_sums + row.to(gl.int64) * WIDTH
     if WHICH == 1:
         pointer += p.grads.kv_rows.to(gl.int64) * p.SHAPE.DIM
     for part in gl.static_range(len(grad)):
-        _add_or_store(pointer, grad[part], part * grad[0].shape[1], WIDTH, ALONE, exists)
+        _add_or_store(pointer, grad[part], part * grad[0].shape[1], WIDTH, p.SHAPE.ALONE, exists)
 
 
 @gluon.jit
@@ -320,19 +318,14 @@ def _send(p, own):
         batch, head = p.heads.of(tile.batch_head)
         position = [batch, head // p.heads.group, tile.first, 0]
         own.dv.wait(turn)
-        whole = True
-        if p.SHAPE.SPLIT_SUMS:
-            whole = tile.split == 0
-        if not p.SHAPE.ADDED:
-            if whole:
-                async_store(p.grads.dv, position, of_tensor(p.v.stage(turn), p.grads.dv))
-                store_wait(0)
+        if not (p.SHAPE.ADDED or (p.SHAPE.SPLIT_SUMS and tile.split > 0)):
+            async_store(p.grads.dv, position, of_tensor(p.v.stage(turn), p.grads.dv))
+            store_wait(0)
         p.v.release(turn)
         own.dk.wait(turn)
-        if not p.SHAPE.ADDED:
-            if whole:
-                async_store(p.grads.dk, position, of_tensor(p.k.stage(turn), p.grads.dk))
-                store_wait(0)
+        if not (p.SHAPE.ADDED or (p.SHAPE.SPLIT_SUMS and tile.split > 0)):
+            async_store(p.grads.dk, position, of_tensor(p.k.stage(turn), p.grads.dk))
+            store_wait(0)
         p.k.release(turn)
         p.scheduler.slots.release(turn)
         turn += 1
