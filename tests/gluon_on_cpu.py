@@ -32,8 +32,9 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITCallable
 
 from sparse_flash.backends import Call, hopper
+from sparse_flash.kernels.common.gluon import Constants
 from sparse_flash.kernels.common.tiles import Rows
-from sparse_flash.kernels.hopper import backward, forward, paired_backward, wide_backward
+from sparse_flash.kernels.hopper import backward, forward
 from sparse_flash.kernels.launch.launch import Recording
 from sparse_flash.kernels.selection import hopper_backward as selection_backward
 from sparse_flash.kernels.selection import hopper_forward as selection_forward
@@ -480,7 +481,8 @@ def _unless_dropped(x, word, shift, threshold, otherwise):
 
 
 def _folded(low, high, maximum, factor, largest):
-    """Returns weights, maxima, and sums of the four threads that share a row, of scores in pairs of columns. A warp has 16 rows."""
+    """Returns weights, maxima, and the sums of each of the four threads that share a row, from scores in pairs of columns. A warp
+    has 16 rows."""
     rows, pairs = low.shape
     scores = np.stack([low, high], -1)
 
@@ -505,7 +507,7 @@ def _in_halves(pairs):
     return pairs[..., None].copy().view(np.float16).astype(np.float32)
 
 
-# The results of the kernels' pieces of assembly, by a part of their text.
+# The result of each piece of the kernels' assembly, by a part of its text.
 ASSEMBLY = {
     "mul.f32 b, b, $3": lambda pairs, low, high: _halves(_in_halves(pairs) * np.stack([low, high], -1)),
     "fma.rn.f32 $0, x": lambda pairs, low, high: (pairs.view(np.float32) * np.float32(0) - low, -high),
@@ -559,7 +561,7 @@ def _minimum(x, y, propagate_nan=None):
 
 
 class Language(types.SimpleNamespace):
-    """Holds the functions of ``gl`` and ``tl`` that kernels call; types and layouts are the real ones."""
+    """The functions of ``gl`` and ``tl`` that kernels call. Types and layouts are the real ones."""
 
     def __getattr__(self, name):
         return (lambda *_, **__: None) if name.endswith("Layout") else getattr(tl, name)
@@ -633,6 +635,8 @@ def ordinary(value):
         return types.FunctionType(function.__code__, _globals_of(function), function.__name__, function.__defaults__)
     if isinstance(value, type) and issubclass(value, base_value) and value.__module__.startswith("sparse_flash"):
         return _record(value)
+    if isinstance(value, Constants):
+        return value.of
     return value.value if isinstance(value, tl.constexpr) else value
 
 
@@ -663,12 +667,7 @@ def _record(kind: type) -> type:
     return type(kind.__name__, (), {"__init__": __init__, **methods})
 
 
-PARTITIONED = (
-    forward.attention_forward_kernel,
-    backward.attention_backward_kernel,
-    paired_backward.paired_backward_kernel,
-    wide_backward.wide_backward_kernel,
-)
+PARTITIONED = forward.attention_forward_kernel, backward.attention_backward_kernel
 
 
 def run_partitioned(kernel, grid, arguments, constants, options) -> None:
@@ -712,7 +711,7 @@ def _argument(value):
 
 
 def _supports(call: Call) -> str | None:
-    """Answers as on a Hopper GPU, except for bfloat16, which NumPy lacks."""
+    """Supports the calls of a Hopper GPU, except in bfloat16, which NumPy lacks."""
     if call.dtype != torch.float16:
         return f"on a CPU it runs float16; got {call.dtype}"
     return SUPPORTS(replace(call, device=torch.device("cuda")))

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -26,14 +27,15 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sparse_flash.kernels.common.config import padded_head_dim
-from sparse_flash.kernels.common.gluon import GluonASTSource
+from sparse_flash.kernels.common.gluon import Constants, GluonASTSource
 from sparse_flash.kernels.common.tiles import Rows, TableTensors
 from sparse_flash.kernels.common.variant import NO_SWITCHES, NO_VARIANT, KernelVariant, launch_options
 from sparse_flash.kernels.hopper import backward as hopper_backward
 from sparse_flash.kernels.hopper import configs as hopper_configs
 from sparse_flash.kernels.hopper import forward as hopper_forward
+from sparse_flash.kernels.hopper.backward_arguments import BackwardPointers
 from sparse_flash.kernels.hopper.descriptors import FLOAT_LAYOUT, ROW_LAYOUT, TILE_LAYOUT
+from sparse_flash.kernels.hopper.scheduler import TablePointers
 from sparse_flash.kernels.launch.launch import FUSED
 from sparse_flash.kernels.launch.replay import parameter_sizes, parameter_types
 from sparse_flash.kernels.portable import backward, configs, decode, forward
@@ -48,9 +50,10 @@ OF_VALUES = {"v_tensor", "out_tensor", "dout_tensor", "dv_tensor"}
 FLOATS = {"scale", "score_scale", "dropout_p"}
 FLOAT_POINTERS = {"lse_ptr", "dlse_ptr", "delta_ptr", "split_out", "split_lse", "split_results"}
 INT_POINTERS = {"mask_index", "row_ptr", "row_split", "row_order", "col_ptr", "col_split", "col_order", "col_idx", "row_idx"}
-INT_POINTERS |= {"tile_idx", "col_tile_idx", "tile_runs", "tile_bits", "work", "queue", "arrived", "kv_lens", "block_table"}
+INT_POINTERS |= {"tile_idx", "col_tile_idx", "tile_runs", "tile_bits", "work", "counters", "arrived", "kv_lens", "block_table"}
 HALF_POINTERS = {"q_ptr", "k_ptr", "v_ptr", "out_ptr"}
 TARGET = GPUTarget("cuda", 90, 32)
+FORWARD, BACKWARD = hopper_forward.attention_forward_kernel, hopper_backward.attention_backward_kernel
 
 
 @triton.jit
@@ -137,40 +140,32 @@ def compiled_for_hopper(
     together: bool = False,
 ):
     """dim, dim_v: columns in use; dim_v: of v, dim by default."""
-    widths = padded_head_dim(dim), padded_head_dim(dim_v or dim)
-    if kernel is hopper_forward.attention_forward_kernel:
-        queries, pieces, constants = 64, 1, {"STAGES": config.stages, "REGISTERS": config.registers}
-        constants |= {"GROUPS": config.queries // 64} | hopper_forward.columns_of(dim, dim_v or dim)
-        widths = constants["DIM"] // constants["PIECES"], constants["DIM_V"]
+    dim_v = dim_v or dim
+    scored = switches["SCORED"], switches["REACH"]
+    types = {"variant": variant._replace(seed="*i64", dropout_p="fp32") if dropout else variant, "score_scale": "fp32"}
+    types["table"] = TablePointers(*["*i32"] * 6)
+    if kernel is FORWARD:
+        shape = replace(hopper_forward.forward_shape(config, dim, dim_v, block, own_starts, split, *scored), SPARSE=sparse)
+        rows, keys, width = 64, shape.KEYS, shape.DIM // shape.PIECES
+        types["outputs"] = hopper_forward.Outputs(f"*{dtype}", *["*fp32"] * 3)
     else:
-        queries, pieces = config.queries, config.pieces
-        constants = {"QUERIES": queries, "Q_STAGES": config.q_stages, "DOUT_STAGES": config.dout_stages}
-        constants |= {"ADDED": added, "FIXED": fixed, "RAGGED": ragged, "DIM": widths[0]}
-    halves = 1
-    if kernel is hopper_backward.paired_backward_kernel:
-        constants |= {"DIM_V": widths[1]}
-    elif kernel is hopper_backward.wide_backward_kernel:
-        constants |= {"USED": dim, "DIM_V": widths[1], "USED_V": dim_v or dim}
-        halves = 2
-    else:
-        if kernel is hopper_backward.attention_backward_kernel:
-            constants |= {"USED": dim, "TOGETHER": together}
-        constants |= {"PIECES": constants.get("PIECES", pieces), "OWN_STARTS": own_starts}
-    constants |= {"KEYS": config.keys, "SPLIT": split, "TABLE_BLOCK": block, "SPARSE": sparse, "DROPOUT": dropout, **switches}
-    sums = "i32" if fixed else "fp32"
-    tensors = {"kv_sums": "*fp32"}
-    tensors["dq_rows"] = f"tensordesc<{sums}[{queries * widths[0] // (256 * pieces * halves)},256],{FLOAT_LAYOUT!r}>"
-    tensors["dkv_rows"] = f"tensordesc<fp32[{config.keys * widths[0] // 512},256],{FLOAT_LAYOUT!r}>"
-    tensors |= dict.fromkeys(("lse_rows", "delta_rows", "unit_rows"), f"tensordesc<fp32[{queries}],{ROW_LAYOUT!r}>")
+        flags = own_starts, together, added, split, fixed, ragged
+        shape = replace(hopper_backward.backward_shape(config, dim, dim_v, block, *flags, *scored), SPARSE=sparse)
+        rows, keys, width = shape.QUERIES, shape.KEYS, shape.WIDTH
+        grads = [f"*{dtype}" if own_starts else None] * 2
+        types["pointers"] = BackwardPointers("*fp32", *grads, "*i32")
+        sums = "i32" if fixed else "fp32"
+        types["dq_rows"] = f"tensordesc<{sums}[{hopper_backward.rows_sent(shape)},256],{FLOAT_LAYOUT!r}>"
+        types["dkv_rows"] = f"tensordesc<fp32[{keys * shape.DIM // 512},256],{FLOAT_LAYOUT!r}>"
+        types |= dict.fromkeys(("lse_rows", "delta_rows", "unit_rows"), f"tensordesc<fp32[{rows}],{ROW_LAYOUT!r}>")
     for name in kernel.arg_names:
         if name.endswith("_tensor"):
-            rows, width = queries if name in OF_QUERIES else config.keys, widths[name in OF_VALUES]
-            if kernel is hopper_backward.paired_backward_kernel:  # tiles of 64 keys and, of q and k, columns
-                rows, width = 64, width if name in OF_VALUES else 64
-            tensors[name] = f"tensordesc<{dtype}[1,1,{rows},{width}],{TILE_LAYOUT!r}>"
-        elif name in ("dk_ptr", "dv_ptr"):  # which only kernels of such blocks take
-            (tensors if own_starts else constants)[name] = f"*{dtype}" if own_starts else None
-    source = GluonASTSource(kernel, *arguments(kernel, tensors | {"variant": variant}, constants))
+            tile = rows if name in OF_QUERIES else keys, shape.DIM_V if name in OF_VALUES else width
+            types[name] = f"tensordesc<{dtype}[1,1,{tile[0]},{tile[1]}],{TILE_LAYOUT!r}>"
+    constants = {"SHAPE": Constants(shape), "SCORE": switches["SCORE"], "DERIVATIVE": switches["DERIVATIVE"]}
+    if "dkv_rows" in types and shape.DIM > 128:
+        constants["dkv_rows"] = None
+    source = GluonASTSource(kernel, *arguments(kernel, types, constants))
     return triton.compile(source, target=TARGET, options=config.options | FUSED)
 
 
@@ -218,8 +213,10 @@ def arguments(kernel, types: dict[str, str | tuple], constants: dict) -> tuple[d
             fields = types[name]
             signature[name] = type(fields)(*("constexpr" if field is None else field for field in fields))
             constants |= {(position, number): None for number, field in enumerate(fields) if field is None}
-            aligned = range(1) if isinstance(fields, Rows) else range(len(fields)) if isinstance(fields, TableTensors) else ()
-            attributes |= {(position, number): [["tt.divisibility", 16]] for number in aligned}
+            if isinstance(fields, Rows):
+                attributes[(position, 0)] = [["tt.divisibility", 16]]
+            elif not isinstance(fields, KernelVariant):
+                attributes |= {(position, number): [["tt.divisibility", 16]] for number, field in enumerate(fields) if field}
         elif name in types:
             signature[name] = types[name]
             if types[name].startswith("*"):
@@ -272,9 +269,9 @@ def of_the_tests():
             for name, (kernel, table) in KERNELS.items():
                 yield partial(report, name, dim, sparse, compiled, kernel, table[dim], dim, sparse)
             for split in (False, True):
-                details = hopper_forward.attention_forward_kernel, hopper_configs.FORWARD[dim], dim, sparse, 128, split
+                details = FORWARD, hopper_configs.FORWARD[dim], dim, sparse, 128, split
                 yield partial(report, "hopper_forward", dim, sparse, compiled_for_hopper, *details)
-            details = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD[dim], dim, sparse, 128
+            details = BACKWARD, hopper_configs.BACKWARD[dim], dim, sparse, 128
             for added, fixed in ((False, False), (True, False), (False, True)):
                 yield partial(report, "hopper_backward", dim, sparse, compiled_for_hopper, *details, False, added, fixed)
             if sparse and dim == 128:
@@ -285,9 +282,9 @@ def of_the_tests():
             more = {"split": True} if sparse else {"ragged": True}
             yield partial(report, "hopper_backward", dim, sparse, compiled_for_hopper, *details, **more)
     for dim in (64, 128):
-        details = hopper_forward.attention_forward_kernel, hopper_configs.FORWARD[dim], dim, False, 128, False, False, False, True
+        details = FORWARD, hopper_configs.FORWARD[dim], dim, False, 128, False, False, False, True
         yield partial(report, "hopper_forward_of_dropout", dim, False, compiled_for_hopper, *details)
-        details = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD_OF_DROPOUT[dim], dim, False, 128
+        details = BACKWARD, hopper_configs.BACKWARD_OF_DROPOUT[dim], dim, False, 128
         for fixed, ragged in ((False, False), (True, False), (False, True)):
             yield partial(
                 report, "hopper_backward_of_dropout", dim, False, compiled_for_hopper, *details, False, False, fixed, True, ragged
@@ -295,7 +292,7 @@ def of_the_tests():
         details = backward.grad_qkv_kernel, configs._GRAD_KV[dim], dim, True
         yield partial(report, "grad_qkv", dim, True, compiled, *details)
     for dim in (64, 128):
-        details = hopper_forward.attention_forward_kernel, hopper_configs.FORWARD_OF_64[dim], dim, True, 64, True
+        details = FORWARD, hopper_configs.FORWARD_OF_64[dim], dim, True, 64, True
         yield partial(report, "hopper_forward_of_64", dim, True, compiled_for_hopper, *details)
         for name, table, sparse in (
             ("192", hopper_configs.FORWARD_OF_192, False),
@@ -304,22 +301,22 @@ def of_the_tests():
             ("short", hopper_configs.SHORT_FORWARD_OF_TABLES, True),
         ):
             if dim in table:
-                details = hopper_forward.attention_forward_kernel, table[dim], dim, sparse
+                details = FORWARD, table[dim], dim, sparse
                 yield partial(report, f"hopper_forward_of_{name}", dim, sparse, compiled_for_hopper, *details)
-        details = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD_OF_64[dim], dim, True, 64
+        details = BACKWARD, hopper_configs.BACKWARD_OF_64[dim], dim, True, 64
         for option in ("split", "added", "fixed"):
             yield partial(report, "hopper_backward_of_64", dim, True, compiled_for_hopper, *details, **{option: True})
-        details = hopper_forward.attention_forward_kernel, hopper_configs.FORWARD[dim], dim, True
+        details = FORWARD, hopper_configs.FORWARD[dim], dim, True
         yield partial(report, "hopper_forward_of_documents", dim, True, compiled_for_hopper, *details, own_starts=True)
-        details = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD[dim], dim, True
+        details = BACKWARD, hopper_configs.BACKWARD[dim], dim, True
         for option in ("sparse", "added", "fixed"):
             options = {option: True, "own_starts": True} if option != "sparse" else {"own_starts": True}
             yield partial(report, "hopper_backward_of_documents", dim, True, compiled_for_hopper, *details, **options)
     # Products over 96 of 128 columns.
-    details = hopper_forward.attention_forward_kernel, hopper_configs.FORWARD[128], 96
+    details = FORWARD, hopper_configs.FORWARD[128], 96
     for sparse, split in ((False, False), (True, True)):
         yield partial(report, "hopper_forward", 96, sparse, compiled_for_hopper, *details, sparse, split=split)
-    details = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD[128], 96, True
+    details = BACKWARD, hopper_configs.BACKWARD[128], 96, True
     for option in ("added", "split", "fixed"):
         yield partial(report, "hopper_backward", 96, True, compiled_for_hopper, *details, **{option: True})
     for name, (kernel, table) in KERNELS.items():  # DeepSeek's: 192, padded, and 128 for v
@@ -335,8 +332,8 @@ def of_the_tests():
             forward_configs = hopper_configs.FORWARD_OF_64 if block == 64 else hopper_configs.FORWARD
             backward_config = hopper_configs.backward_of_variant(dim, block, switches["SCORED"])
             for kernel, pass_, config in (
-                (hopper_forward.attention_forward_kernel, "forward", forward_configs[dim]),
-                (hopper_backward.attention_backward_kernel, "backward", backward_config),
+                (FORWARD, "forward", forward_configs[dim]),
+                (BACKWARD, "backward", backward_config),
             ):
                 details = kernel, config, dim, True, block
                 row = f"hopper_{pass_}_of_{name}" + ("" if block > 64 else "_of_64" if config.programs > 1 else "_of_64_alone")
@@ -347,7 +344,7 @@ def of_the_tests():
 
 
 def of_wide_forward():
-    """Of Hopper's forward kernel, for head dimensions above 128, and for v of its own."""
+    """Compiles Hopper's forward kernel for head dimensions above 128, and for v with its own head_dim."""
     for dim, dim_v in ((256, 256), (192, 192), (192, 128)):
         row = "hopper_forward" if dim == dim_v else f"hopper_forward_of_{dim}_and_{dim_v}"
         columns = hopper_forward.columns_of(dim, dim_v)
@@ -356,7 +353,7 @@ def of_wide_forward():
             config = hopper_configs.wide_forward(columns["DIM"], columns["DIM_V"], sparse and block, 1, 0, plain)
             given, switches = OF_VARIANTS[variant] if variant else (NO_VARIANT, NO_SWITCHES)
             options |= {"dim_v": dim_v, "variant": given, "switches": switches}
-            details = hopper_forward.attention_forward_kernel, config, dim, sparse, block
+            details = FORWARD, config, dim, sparse, block
             row += "" if block > 64 else "_of_64" if config.programs > 1 else "_of_64_alone"
             return partial(report, row, dim, sparse, compiled_for_hopper, *details, **options)
 
@@ -370,8 +367,8 @@ def of_wide_forward():
 
 def of_wide_backward():
     """The backward kernel of wide heads: head_dim 256 and 192, and 192 with 128 for v."""
-    kernel, config = hopper_backward.wide_backward_kernel, hopper_configs.BACKWARD[256]
-    paired = hopper_backward.paired_backward_kernel, hopper_configs.PAIRED_BACKWARD
+    kernel, config = BACKWARD, hopper_configs.BACKWARD[256]
+    paired = BACKWARD, hopper_configs.PAIRED_BACKWARD
     for dim, dim_v in ((256, 256), (192, 192), (192, 128)):
         name = "hopper_backward" if dim_v == dim else f"hopper_backward_of_{dim}_and_{dim_v}"
         for sparse, option in ((False, "ragged"), (True, "split"), (True, "added"), (True, "fixed")):
@@ -391,7 +388,7 @@ def of_wide_backward():
 
 
 def of_the_record():
-    """The kernels of the tests, and those that the tests leave out because they take long."""
+    """Compiles the kernels of the tests, and more that take long."""
     yield from of_the_tests()
     for name, (kernel, table) in KERNELS.items():
         for dim in (64, 128):
@@ -400,8 +397,8 @@ def of_the_record():
             yield partial(report, name, 256, sparse, compiled, kernel, table[256], 256, sparse)
     for dim in (64, 128):
         for name, kernel, table in (
-            ("hopper_forward", hopper_forward.attention_forward_kernel, hopper_configs.FORWARD),
-            ("hopper_backward", hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD),
+            ("hopper_forward", FORWARD, hopper_configs.FORWARD),
+            ("hopper_backward", BACKWARD, hopper_configs.BACKWARD),
         ):
             yield partial(report, f"{name}_of_fp16", dim, True, compiled_for_hopper, kernel, table[dim], dim, True, dtype="fp16")
     for dim, width, table, block in (
@@ -410,7 +407,7 @@ def of_the_record():
         (64, 64, hopper_configs.BACKWARD_OF_64, 64),
         (128, 128, hopper_configs.BACKWARD_OF_64, 64),
     ):
-        details = hopper_backward.attention_backward_kernel, table[width], dim, True, block
+        details = BACKWARD, table[width], dim, True, block
         name = "hopper_backward_of_heads_together" + "_of_64" * (block == 64)
         yield partial(report, name, dim, True, compiled_for_hopper, *details, together=True)
     yield partial(
@@ -429,7 +426,7 @@ def of_the_record():
 
 
 def outcomes(reports: Iterable[Callable[[], dict]]) -> Iterator[dict]:
-    """What the calls return, in their order; as many processes run them as there are cores."""
+    """Returns the results of the calls, in order. As many processes run them as there are cores."""
     global _reports
     _reports = list(reports)  # before the processes are forked
     with multiprocessing.get_context("fork").Pool() as pool:

@@ -33,11 +33,11 @@ def on_hopper(poison):
 
 
 @pytest.fixture
-def rooms(monkeypatch):
-    """Records the workspaces of all calls. Columns of any mask are taken for short ones."""
-    found, room_of = [], backward._room
+def workspaces(monkeypatch):
+    """A list of the workspaces of all calls. Columns of any mask are taken for short ones."""
+    found, workspace_of = [], backward._workspace
     monkeypatch.setattr(backward, "_short_columns", lambda *sizes: True)
-    monkeypatch.setattr(backward, "_room", lambda *call: found.append(room_of(*call)) or found[-1])
+    monkeypatch.setattr(backward, "_workspace", lambda *call: found.append(workspace_of(*call)) or found[-1])
     return found
 
 
@@ -47,12 +47,12 @@ def simulated(seed: int):
 
 @parametrize("heads, kv_heads, batch", [(4, 1, 1), (6, 2, 2)])
 @parametrize("name", CASES)
-def test_gradients_are_right_and_need_no_sums_in_memory(rooms, name, heads, kv_heads, batch):
+def test_gradients_are_right_and_need_no_sums_in_memory(workspaces, name, heads, kv_heads, batch):
     spec, q_len, kv_len, changed = CASES[name]
     options = {"block_size": 128, "dtype": torch.float16, "head_dim": 64} | changed
     with simulated(len(name)):
         check("hopper", spec, q_len, kv_len, heads=heads, kv_heads=kv_heads, batch=batch, **options)
-    assert {(room.together, room.added, room.kv_sums) for room in rooms} == {(True, False, 0)}
+    assert {(workspace.together, workspace.added, workspace.kv_sums) for workspace in workspaces} == {(True, False, 0)}
 
 
 @parametrize(
@@ -66,7 +66,7 @@ def test_gradients_are_right_and_need_no_sums_in_memory(rooms, name, heads, kv_h
         {"kv_heads": 2},
     ],
 )
-def test_other_calls_have_a_tile_for_each_head(rooms, changed):
+def test_other_calls_have_a_tile_for_each_head(workspaces, changed):
     sizes = {"heads": 2, "kv_heads": 1, "head_dim": 64}
     options = {"mask": sf.compile_mask("causal", 300, block_size=128)} | {n: of for n, of in changed.items() if n not in sizes}
     sizes |= {n: of for n, of in changed.items() if n in sizes}
@@ -74,16 +74,16 @@ def test_other_calls_have_a_tile_for_each_head(rooms, changed):
     q, k, v = (torch.ones(shape, dtype=torch.float16, device=DEVICE, requires_grad=True) for shape in shapes)
     with simulated(1):
         sf.attention(q, k, v, options.pop("mask").to(DEVICE), backend="hopper", **options).sum().backward()
-    assert rooms and not any(room.together for room in rooms)
+    assert workspaces and not any(workspace.together for workspace in workspaces)
 
 
-def test_split_columns_are_summed_by_head(rooms):
+def test_split_columns_are_summed_by_head(workspaces):
     with heavy_rows_split():
         mask = sf.compile_mask("causal | sinks(130)", 512, 512, 128)
     assert mask.by_key.is_split
     with simulated(2):
         check("hopper", mask, 512, 512, dtype=torch.float16, heads=2, kv_heads=1, head_dim=64)
-    assert rooms and not any(room.together for room in rooms)
+    assert workspaces and not any(workspace.together for workspace in workspaces)
 
 
 PROGRAMS = 132

@@ -35,7 +35,7 @@ def inputs(head_dim, v_head_dim, q_len, kv_len, heads=2, kv_heads=1, batch=1):
 
 
 def wrong(tensors, mask, deterministic=False, config=None, seed=0, **terms):
-    """Returns the errors of the kernel's dq, dk and dv that are too large. Tokens that do not exist hold NaN."""
+    """Returns the errors of dq, dk and dv that are too large. Tokens that do not exist hold NaN."""
     q, k, v, dout, dlse = tensors
     scale = q.shape[3] ** -0.5
     torch.manual_seed(seed)  # of dropout

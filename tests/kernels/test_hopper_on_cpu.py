@@ -106,7 +106,7 @@ def test_splits_of_heavy_rows_are_combined(head_dim, v_head_dim):
         check("hopper", mask, 512, 512, block_size=128, dtype=torch.float16, **shape)
 
 
-_OF_MASK = 9  # among the arguments of forward._forward_launch
+_OF_MASK = 8  # among the arguments of forward._forward_launch
 OF_TALL_ROWS = {
     "causal": ("causal", 700, 640, {"kv_heads": 1}),
     "rows of one block": ("causal & documents((0, 33, 40, 200, 385))", 385, 385, {}),

@@ -1,5 +1,5 @@
-"""What runs before and after the backward kernels for Hopper, along whole rows: bounds, what a query adds to every product, and
-gradients from their sums."""
+"""The kernels that run before and after the backward kernel for Hopper, along whole rows: they bound dQ, prepare what a step needs
+of each query, and make gradients of their sums."""
 
 import triton
 import triton.language as tl
@@ -12,12 +12,12 @@ from ..common.tiles import LOG2_E, load_tile, store_tile
 def bound_kernel(
     k_tensor, v_tensor, bounds_ptr, kv_heads, kv_len, variant, DIM: tl.constexpr, DIM_V: tl.constexpr, TILE: tl.constexpr
 ):
-    """The largest element of K and the largest norm of a row of V, for each key head, into (2, heads) zeros.
+    """Stores the largest element of K and the largest norm of a row of V, for each key head, into (2, heads) zeros.
 
-    They bound dQ. For a query it is sum P (dP - delta) K, where the P sum to 1, and |dP| <= |dOut| |V|; dropout sets some dP to 0
-    and divides only at the end. So each tile's share of dQ, and their sum, is less than 2^31 times some power of two, and integers
-    sum to the same in any order. That unit is 2^-30 of the bound: some 2^-18 of dQ over 16,384 keys of random directions, while
-    16-bit weights round to 2^-9.
+    Both bound dQ. The dQ of a query is the sum of P (dP - delta) K, where the P sum to 1, and |dP| <= |dOut| |V|. Dropout sets some
+    dP to 0, and gradients are divided by its share only at the end. So the dQ of each tile, and the sum over tiles, are less than
+    2^31 times a power of two. In units of that power, sums are integers, and the same in any order. The unit is 2^-30 of the bound:
+    about 2^-18 of dQ over 16,384 keys of random directions, while 16-bit weights round to 2^-9.
     """
     tiles = (kv_len + TILE - 1) // TILE
     tile, batch_head = tile_and_batch_head(tiles)
@@ -39,14 +39,15 @@ def bound_kernel(
 
 
 @triton.jit
-def _tokens_of(starts_ptr, place, length, BLOCK: tl.constexpr):
-    """(the token at a place on the axis of whole blocks, the end of its block's tokens), or the end of the axis if blocks start at
-    multiples of their size. starts_ptr: (blocks + 1,) int32, where each block starts, which is where the one before ends."""
-    first = place
+def _tokens_of(starts_ptr, padded, length, BLOCK: tl.constexpr):
+    """Returns (the token at a position on the axis of whole blocks, the end of its block's tokens). Without starts_ptr, blocks
+    start at multiples of their size, and the end is that of the axis. starts_ptr: (blocks + 1,) int32, where each block starts,
+    which is where the one before ends."""
+    first = padded
     stop = length
     if starts_ptr is not None:
-        first = tl.load(starts_ptr + place // BLOCK) + place % BLOCK
-        stop = tl.load(starts_ptr + place // BLOCK + 1)
+        first = tl.load(starts_ptr + padded // BLOCK) + padded % BLOCK
+        stop = tl.load(starts_ptr + padded // BLOCK + 1)
     return first, stop
 
 
@@ -74,35 +75,35 @@ def prepare_kernel(
     CUT: tl.constexpr,
     TABLE_BLOCK: tl.constexpr,
 ):
-    """What a query adds to every product, in rows padded to whole tiles: lse in base 2, +inf if the query keeps nothing, and
-    delta = rowsum(dOut * Out) - dLse; with dropout, delta times the kept share, by which gradients are divided at the end. Also
-    zeros, to which dQ is added. With FIXED, also the power of two that is the unit of its dQ. CUT: whether some queries may not
-    exist, whose rows may be anything. starts_ptr: where blocks start, or None: see ``_tokens_of``."""
+    """Stores rows for the steps, padded to whole tiles: lse in base 2, +inf if the query keeps nothing; and delta =
+    rowsum(dOut * Out) - dLse. With dropout, delta is multiplied by the kept share, by which gradients are divided at the end. Also
+    stores zeros, to which dQ is added. With FIXED, also stores the power of two that is the unit of the query's dQ. CUT: whether
+    some queries may not exist, whose rows of out and dout may hold anything. starts_ptr: see ``_tokens_of``."""
     tile, batch_head = tile_and_batch_head(padded_q_len // TILE)
     batch_heads = tl.num_programs(0) // (padded_q_len // TILE)
     batch = batch_head // heads
     head = batch_head % heads
-    place = tile * TILE
-    first, stop = _tokens_of(starts_ptr, place, q_len, TABLE_BLOCK)
+    first_padded = tile * TILE
+    first, stop = _tokens_of(starts_ptr, first_padded, q_len, TABLE_BLOCK)
     out = load_tile(out_tensor, batch, head, first, TILE, DIM_V).to(tl.float32)
     dout = load_tile(dout_tensor, batch, head, first, TILE, DIM_V).to(tl.float32)
     query = first + tl.arange(0, TILE)
-    line = batch_head.to(tl.int64) * q_len + query
-    lse = tl.load(lse_ptr + line, mask=query < stop, other=-float("inf"))
+    row = batch_head.to(tl.int64) * q_len + query
+    lse = tl.load(lse_ptr + row, mask=query < stop, other=-float("inf"))
     if CUT:
         dout = tl.where((lse > -float("inf"))[:, None], dout, 0.0)
     lse = tl.where(lse == -float("inf"), float("inf"), lse * LOG2_E)
     delta = tl.sum(out * dout, 1)
     if HAS_DLSE:
-        delta -= tl.load(dlse_ptr + line, mask=query < stop, other=0.0)
+        delta -= tl.load(dlse_ptr + row, mask=query < stop, other=0.0)
     if CUT or starts_ptr is not None:
         delta = tl.where(lse < float("inf"), delta, 0.0)
     if DROPOUT:
         delta *= share
-    padded = batch_head.to(tl.int64) * padded_q_len + (place + tl.arange(0, TILE))
-    lines = batch_heads.to(tl.int64) * padded_q_len
+    padded = batch_head.to(tl.int64) * padded_q_len + (first_padded + tl.arange(0, TILE))
+    rows = batch_heads.to(tl.int64) * padded_q_len
     tl.store(rows_ptr + padded, lse)
-    tl.store(rows_ptr + lines + padded, delta)
+    tl.store(rows_ptr + rows + padded, delta)
     if FIXED:
         kv_heads = batch_heads // group
         bounds = bounds_ptr + batch_head // group
@@ -112,7 +113,7 @@ def prepare_kernel(
         exponent = tl.maximum((most.to(tl.int32, bitcast=True) >> 23) - 127, -97)
         unit = ((29 - exponent + 127) << 23).to(tl.float32, bitcast=True)
         # Without a bound the unit is NaN, as a float sum would be.
-        tl.store(rows_ptr + 2 * lines + padded, tl.where(most < float("inf"), unit, float("nan")))
+        tl.store(rows_ptr + 2 * rows + padded, tl.where(most < float("inf"), unit, float("nan")))
     tl.store(
         dq_ptr + padded[:, None] * DIM + tl.arange(0, DIM)[None, :], tl.zeros([TILE, DIM], tl.int32).to(dq_ptr.dtype.element_ty)
     )
@@ -120,8 +121,8 @@ def prepare_kernel(
 
 @triton.jit
 def _from_register_order(sums, TILE: tl.constexpr, DIM: tl.constexpr, ACROSS: tl.constexpr, PIECES: tl.constexpr):
-    """The reverse of ``in_register_order``: a (TILE, DIM) tile from TILE * DIM numbers. ACROSS: warps that take turns along a row.
-    PIECES: of its columns, one after the other."""
+    """Reverses ``in_register_order``: returns a (TILE, DIM) tile from TILE * DIM numbers. ACROSS: warps whose units alternate along
+    a row. PIECES: pieces of columns, one after the other."""
     ALONG: tl.constexpr = DIM // (16 * ACROSS * PIECES)
     parts = sums.reshape(PIECES, 2, ALONG, ACROSS, TILE // 16, 8, 4, 2, 2).permute(4, 1, 5, 0, 3, 2, 7, 6, 8)
     return parts.reshape(TILE, DIM)
@@ -129,7 +130,7 @@ def _from_register_order(sums, TILE: tl.constexpr, DIM: tl.constexpr, ACROSS: tl
 
 @triton.jit
 def _store_rows(rows, tile, batch, head, first, stop, TILE: tl.constexpr, DIM: tl.constexpr):
-    """``store_tile`` of rows first .. stop - 1. rows: ``Rows``, as no descriptor ends there."""
+    """Stores rows first .. stop - 1 of a tile. rows: ``Rows``, as no descriptor ends at ``stop``."""
     PIECE: tl.constexpr = 128 // rows.base.dtype.element_ty.primitive_bitwidth
     row, column = first + tl.arange(0, TILE), tl.arange(0, DIM)
     begin = batch.to(tl.int64) * rows.batch_stride + head.to(tl.int64) * rows.head_stride + row.to(tl.int64) * rows.token_stride
@@ -156,22 +157,23 @@ def finish_kernel(
     FIXED: tl.constexpr,
     TABLE_BLOCK: tl.constexpr,
 ):
-    """A gradient from its sums, which are in register order: times a factor, in the dtype and memory order of its tensor. TILE:
-    rows of the added tiles. ACROSS, PIECES: see ``_from_register_order``. group: how many consecutive sums make one gradient.
-    FIXED: sums are integers, in units of a power of two per row. starts_ptr: where blocks start, or None: see ``_tokens_of``."""
+    """Makes a gradient of its sums, which are in register order: multiplies them by a factor, and converts them to the dtype and
+    memory order of the gradient. group: how many consecutive sums make one gradient. TILE: rows of the added tiles. ACROSS, PIECES:
+    see ``_from_register_order``. FIXED: whether sums are integers, in units of a power of two per row. starts_ptr: see
+    ``_tokens_of``."""
     # Begins with the sums that were added to last, which are in the L2 cache.
     tiles = padded_len // TILE
     number = tl.num_programs(0) - 1 - tl.program_id(0)
-    line_of_head, first = number // tiles, number % tiles * TILE
+    batch_head, first = number // tiles, number % tiles * TILE
     sums = tl.zeros([TILE * DIM], tl.float32)
     for member in range(group):
-        line = (line_of_head.to(tl.int64) * group + member) * padded_len + first
-        sums += tl.load(sums_ptr + line * DIM + tl.arange(0, TILE * DIM)).to(tl.float32)
+        row = (batch_head.to(tl.int64) * group + member) * padded_len + first
+        sums += tl.load(sums_ptr + row * DIM + tl.arange(0, TILE * DIM)).to(tl.float32)
     grad = _from_register_order(sums, TILE, DIM, ACROSS, PIECES) * factor
     if FIXED:
-        unit = tl.load(unit_ptr + line_of_head.to(tl.int64) * padded_len + first + tl.arange(0, TILE))
+        unit = tl.load(unit_ptr + batch_head.to(tl.int64) * padded_len + first + tl.arange(0, TILE))
         grad = grad / unit[:, None]
-    batch, head = line_of_head // heads, line_of_head % heads
+    batch, head = batch_head // heads, batch_head % heads
     if starts_ptr is None:
         store_tile(grad_tensor, grad, batch, head, first, TILE, DIM)
     else:
@@ -197,8 +199,8 @@ def combine_columns_kernel(
     TILE: tl.constexpr,
     TABLE_BLOCK: tl.constexpr,
 ):
-    """dK and dV of split columns: the sum over their splits, in order. A program computes a tile of one of the two, of a head and
-    of one of the lines of ``Table.splits``. listed: their number, and that of the splits."""
+    """Stores dK and dV of split columns: sums over their splits, in order. A program computes a tile of dK or of dV, of one head
+    and one entry of ``Table.splits``. listed: the number of these entries, and of splits, for each mask."""
     TILES: tl.constexpr = TABLE_BLOCK // TILE
     tile, batch_head = tile_and_batch_head(2 * (listed // 2) * TILES)
     is_dv = tile % 2
@@ -209,21 +211,21 @@ def combine_columns_kernel(
     entry = split_columns + (mask * listed + tile // (2 * TILES)) * 4
     column, first, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     if count > 0:
-        line = batch_head.to(tl.int64) * listed * TILES + first * TILES + part
+        split = batch_head.to(tl.int64) * listed * TILES + first * TILES + part
         first_key = column * TABLE_BLOCK + part * TILE
         if is_dv == 1:
             sums_ptr += (tl.num_programs(0) // (2 * (listed // 2) * TILES)).to(tl.int64) * listed * (TABLE_BLOCK * DIM)
-            dv = _sum_of_splits(sums_ptr, line, count, TILE, DIM_V, TILES)
+            dv = _sum_of_splits(sums_ptr, split, count, TILE, DIM_V, TILES)
             store_tile(dv_tensor, dv * dv_factor, batch, head, first_key, TILE, DIM_V)
         else:
-            dk = _sum_of_splits(sums_ptr, line, count, TILE, DIM, TILES)
+            dk = _sum_of_splits(sums_ptr, split, count, TILE, DIM, TILES)
             store_tile(dk_tensor, dk * dk_factor, batch, head, first_key, TILE, DIM)
 
 
 @triton.jit
-def _sum_of_splits(sums_ptr, line, count, TILE: tl.constexpr, DIM: tl.constexpr, TILES: tl.constexpr):
+def _sum_of_splits(sums_ptr, split, count, TILE: tl.constexpr, DIM: tl.constexpr, TILES: tl.constexpr):
     sums = tl.zeros([TILE * DIM], tl.float32)
     for _ in range(count):
-        sums += tl.load(sums_ptr + line * (TILE * DIM) + tl.arange(0, TILE * DIM))
-        line += TILES
+        sums += tl.load(sums_ptr + split * (TILE * DIM) + tl.arange(0, TILE * DIM))
+        split += TILES
     return _from_register_order(sums, TILE, DIM, 1, 1)

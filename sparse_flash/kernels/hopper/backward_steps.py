@@ -1,56 +1,17 @@
 """Parts of the backward kernels for Hopper: the loading warp, and a step's weights from its scores.
 
-``p`` is the record that the warps of a kernel share: ``BackwardArguments``, ``WideArguments`` or ``PairedArguments``.
+``p`` is ``BackwardArguments``, the record that the warps of a kernel share.
 """
 
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from ..common.gluon import async_load, record
+from ..common.gluon import async_load
 from ..common.tiles import FULL, RUNS
 from .dropout import kept_operand, score_gradients
-from .lengths import load_existing, new_lengths
+from .lengths import load_existing
 from .masks import ZERO, column_bits, row_words, where_column_bits, where_rows, where_run
-
-# New lengths, heads or masks never recompile.
-NOT_SPECIALIZED = [
-    "mask_batch_stride",
-    "mask_head_stride",
-    "heads",
-    "group",
-    "q_len",
-    "padded_q_len",
-    "padded_kv_len",
-    "kv_lines",
-    "splits",
-    "items",
-    "tiles",
-    "heads_together",
-]
-
-
-@record
-class BackwardInputs:
-    q: tma.tensor_descriptor
-    k: tma.tensor_descriptor
-    v: tma.tensor_descriptor
-    dout: tma.tensor_descriptor
-    lse_rows: tma.tensor_descriptor
-    delta_rows: tma.tensor_descriptor
-    unit_rows: tma.tensor_descriptor
-
-
-@gluon.jit
-def existing_tokens(variant, q_len, k_tensor, SCORED: gl.constexpr):
-    """Returns (TokenLengths, kv_len). If no warp uses kv_len, it is q_len: another number would cost a shared value."""
-    lengths = new_lengths(variant, q_len, q_len)
-    kv_len = q_len
-    if SCORED or lengths.ANY:
-        kv_len = k_tensor.shape[2]
-        lengths = new_lengths(variant, q_len, kv_len)
-    return lengths, kv_len
 
 
 @gluon.jit
@@ -58,19 +19,19 @@ def first_query(p, tile, step, stop, exists):
     """Returns the first query of a step, for the computing warps. Without a table, they count steps from the tile's first step: see
     ``Scheduler.first_step``."""
     table = p.table
-    STEPS: gl.constexpr = table.BLOCK // p.QUERIES
+    STEPS: gl.constexpr = table.BLOCK // p.SHAPE.QUERIES
     if table.SPARSE:
         entry = step
         if p.lengths.ANY:
             entry += tile.cuts.shift(step, tile.bits)
         block = gl.load(table.entries + entry // STEPS, mask=exists, other=0)
-        position = block * table.BLOCK + step % STEPS * p.QUERIES
+        position = block * table.BLOCK + step % STEPS * p.SHAPE.QUERIES
     else:
         begin = 0
         if p.lengths.ANY:
             begin = tile.begin
         step += p.scheduler.first_step(tile.first, begin, stop, stop) - begin
-        position = gl.where(step < stop, step, step - (stop - begin)) * p.QUERIES
+        position = gl.where(step < stop, step, step - (stop - begin)) * p.SHAPE.QUERIES
     return position
 
 
@@ -80,22 +41,14 @@ def _load_keys(p, tile, cuts, ring, turn, tensor, batch, kv_head, first_key, ACR
     tiles with nonexistent tokens was used."""
     ring.acquire(turn)
     source = [batch, kv_head, first_key, 0]
-    if p.lengths.KV_CUT:
-        if tile.cuts.is_own_cut(first_key, p.lengths.kv_len, p.KEYS):
-            first, last = tile.cuts.own_first - first_key, tile.cuts.own_last - first_key
-            cuts = load_existing(ring, turn, tensor, source, p.arrived, cuts, first, last)
-            ring.commit(turn)
-        else:
-            _expect_and_load(ring, turn, tensor, source, ACROSS)
+    if p.lengths.KV_CUT and tile.cuts.is_own_cut(first_key, p.lengths.kv_len, p.SHAPE.KEYS):
+        first, last = tile.cuts.own_first - first_key, tile.cuts.own_last - first_key
+        cuts = load_existing(ring, turn, tensor, source, p.arrived, cuts, first, last)
+        ring.commit(turn)
     else:
-        _expect_and_load(ring, turn, tensor, source, ACROSS)
+        ring.expect(turn, ring.PIECES * ring.data.shape[1] * ring.data.shape[2] * 2)
+        _load_pieces(ring, turn, tensor, source, ACROSS)
     return cuts
-
-
-@gluon.jit
-def _expect_and_load(ring, turn, tensor, source, ACROSS: gl.constexpr):
-    ring.expect(turn, ring.PIECES * ring.data.shape[1] * ring.data.shape[2] * 2)
-    _load_pieces(ring, turn, tensor, source, ACROSS)
 
 
 @gluon.jit
@@ -110,8 +63,8 @@ def _load_pieces(ring, n, tensor, source, ACROSS: gl.constexpr):
 def _expect_steps(p, tile, cuts, ring, step, tensor, source, position, BESIDE: gl.constexpr):
     """Expects a step's queries, or their gradients, and BESIDE bytes more. With lengths, it also loads the queries or gradients."""
     if p.lengths.Q_CUT:
-        if tile.cuts.is_cut(position, p.lengths.q_len, p.QUERIES):
-            first, last = tile.cuts.walked_first - position, tile.cuts.walked_last - position
+        if tile.cuts.is_cut(position, p.lengths.q_len, p.SHAPE.QUERIES):
+            first, last = tile.cuts.other_first - position, tile.cuts.other_last - position
             cuts = load_existing(ring, step, tensor, source, p.arrived, cuts, first, last)
             ring.expect(step, BESIDE)
         else:
@@ -123,45 +76,45 @@ def _expect_steps(p, tile, cuts, ring, step, tensor, source, position, BESIDE: g
 
 
 @gluon.jit
-def _load_queries(p, tile, cuts, step, batch, head, line, position):
-    ROWS: gl.constexpr = 2 if p.grads.FIXED else 1
+def _load_queries(p, tile, cuts, step, batch, head, row, position):
+    ROWS: gl.constexpr = 2 if p.SHAPE.FIXED else 1
     source = [batch, head, position, 0]
     p.q.acquire(step)
-    cuts = _expect_steps(p, tile, cuts, p.q, step, p.inputs.q, source, position, p.QUERIES * 4 * ROWS)
-    place = p.q.place(step)
-    if p.grads.FIXED:
-        async_load(p.inputs.unit_rows, [line + position], p.q.filled(step), p.unit.index(place))
-    async_load(p.inputs.lse_rows, [line + position], p.q.filled(step), p.lse.index(place))
+    cuts = _expect_steps(p, tile, cuts, p.q, step, p.inputs.q, source, position, p.SHAPE.QUERIES * 4 * ROWS)
+    stage = p.q.place(step)
+    if p.SHAPE.FIXED:
+        async_load(p.inputs.unit_rows, [row + position], p.q.filled(step), p.unit.index(stage))
+    async_load(p.inputs.lse_rows, [row + position], p.q.filled(step), p.lse.index(stage))
     if not p.lengths.Q_CUT:
-        _load_pieces(p.q, step, p.inputs.q, source, p.ACROSS)
+        _load_pieces(p.q, step, p.inputs.q, source, p.SHAPE.ACROSS)
     return cuts
 
 
 @gluon.jit
-def _load_dout(p, tile, cuts, step, batch, head, line, position):
+def _load_dout(p, tile, cuts, step, batch, head, row, position):
     source = [batch, head, position, 0]
     p.dout.acquire(step)
-    cuts = _expect_steps(p, tile, cuts, p.dout, step, p.inputs.dout, source, position, p.QUERIES * 4)
-    async_load(p.inputs.delta_rows, [line + position], p.dout.filled(step), p.delta.index(p.dout.place(step)))
+    cuts = _expect_steps(p, tile, cuts, p.dout, step, p.inputs.dout, source, position, p.SHAPE.QUERIES * 4)
+    async_load(p.inputs.delta_rows, [row + position], p.dout.filled(step), p.delta.index(p.dout.place(step)))
     if not p.lengths.Q_CUT:
         p.dout.load(step, p.inputs.dout, source)
     return cuts
 
 
 @gluon.jit
-def first_line(p, tile):
+def first_row(p, tile):
     """Returns the first row of a tile's batch-head. A query's position is added to it."""
-    line = tile.line * p.grads.padded_q_len
-    if p.table.OWN_STARTS:
+    row = tile.batch_head * p.grads.padded_q_len
+    if p.SHAPE.OWN_STARTS:
         # A column that keeps nothing takes an empty step at position 0, as TMA needs a multiple of 16 bytes.
-        line += gl.where(tile.end > tile.begin, tile.to_place, 0)
-    return line
+        row += gl.where(tile.end > tile.begin, tile.to_padded, 0)
+    return row
 
 
 @gluon.jit
-def _load_walk(p, tile, cuts, step, first, turn, batch, head, kv_head, line):
+def _load_steps(p, tile, cuts, step, first, turn, batch, head, kv_head, row):
     """Loads the queries and their gradients for all steps of a tile with one query head, and with the tile's first step its values.
-    line: from ``first_line``. Returns ``cuts`` and the next step."""
+    row: from ``first_row``. Returns ``cuts`` and the next step."""
     position = tile.position
     entry = p.scheduler.first_step(tile.first, tile.begin, tile.runs, tile.end)
     # A column that keeps nothing takes one empty step.
@@ -169,12 +122,12 @@ def _load_walk(p, tile, cuts, step, first, turn, batch, head, kv_head, line):
         # The table is read one step ahead, so no load waits for it.
         entry = p.scheduler.next_step(tile, entry)
         upcoming = p.scheduler.position(tile, entry, tile.end)
-        cuts = _load_queries(p, tile, cuts, step, batch, head, line, position)
+        cuts = _load_queries(p, tile, cuts, step, batch, head, row, position)
         if step == first:
             if p.k.STAGES == 1:
-                cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, batch, kv_head, tile.first, p.ACROSS)
+                cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, batch, kv_head, tile.first, p.SHAPE.ACROSS)
             cuts = _load_keys(p, tile, cuts, p.v, turn, p.inputs.v, batch, kv_head, tile.first)
-        cuts = _load_dout(p, tile, cuts, step, batch, head, line, position)
+        cuts = _load_dout(p, tile, cuts, step, batch, head, row, position)
         position = upcoming
         step += 1
     return cuts, step
@@ -190,52 +143,52 @@ def load_tiles(p):
     AHEAD: gl.constexpr = p.k.STAGES > 1
     tile = p.scheduler.tile(turn)
     while tile.first >= 0:
-        batch, head = p.heads.of_line(tile.line)
+        batch, head = p.heads.of(tile.batch_head)
         kv_head = head // p.heads.group
         if AHEAD:
-            cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, batch, kv_head, tile.first, p.ACROSS)
-        line, first = first_line(p, tile), step
-        if p.scheduler.TOGETHER:
+            cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, batch, kv_head, tile.first, p.SHAPE.ACROSS)
+        row, first = first_row(p, tile), step
+        if p.SHAPE.TOGETHER:
             for _ in range(p.heads.group):
-                cuts, step = _load_walk(p, tile, cuts, step, first, turn, batch, head, kv_head, line)
+                cuts, step = _load_steps(p, tile, cuts, step, first, turn, batch, head, kv_head, row)
                 head += 1
-                line += p.grads.padded_q_len
+                row += p.grads.padded_q_len
         else:
-            cuts, step = _load_walk(p, tile, cuts, step, first, turn, batch, head, kv_head, line)
+            cuts, step = _load_steps(p, tile, cuts, step, first, turn, batch, head, kv_head, row)
         turn += 1
         tile = p.scheduler.tile(turn)
     if AHEAD:
         # After its last tile a program computes the first scores of one more, and discards them.
-        cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, 0, 0, 0, p.ACROSS)
+        cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, 0, 0, 0, p.SHAPE.ACROSS)
         _load_queries(p, tile, cuts, step, 0, 0, 0, 0)
 
 
 @gluon.jit
-def _place_in_block(p, tile):
+def _position_in_block(p, tile):
     """Returns the position of a tile's first key within its block."""
-    place = tile.first % p.table.BLOCK
-    if p.table.OWN_STARTS:
-        place = tile.first * 0
-    return place
+    position = tile.first % p.table.BLOCK
+    if p.SHAPE.OWN_STARTS:
+        position = tile.first * 0
+    return position
 
 
 @gluon.jit
 def mask_words(p, tile, step, exists, KIND: gl.constexpr, layout: gl.constexpr):
     """Returns the words of a step's mask tile, by query; zeros if the step does not exist."""
     table = p.table
-    STEPS: gl.constexpr = table.BLOCK // p.QUERIES
+    STEPS: gl.constexpr = table.BLOCK // p.SHAPE.QUERIES
     entry = step
     if p.lengths.ANY:
         entry += tile.cuts.shift(step, tile.bits)
     mask_tile = gl.load(table.tile_idx + entry // STEPS, mask=exists, other=0)
-    query = step % STEPS * p.QUERIES
+    query = step % STEPS * p.SHAPE.QUERIES
     if KIND == RUNS:
-        columns = gl.arange(0, p.QUERIES, layout=gl.SliceLayout(0, layout))
+        columns = gl.arange(0, p.SHAPE.QUERIES, layout=gl.SliceLayout(0, layout))
         words = gl.load(table.tile_runs + mask_tile * table.BLOCK + query + columns, mask=exists & (columns >= 0), other=0)
     else:
         WORDS: gl.constexpr = table.BLOCK // 32
-        first = table.tile_bits + (mask_tile.to(gl.int64) * table.BLOCK + query) * WORDS + _place_in_block(p, tile) // 32
-        words = column_bits(first, p.KEYS, p.QUERIES, WORDS, layout)
+        first = table.tile_bits + (mask_tile.to(gl.int64) * table.BLOCK + query) * WORDS + _position_in_block(p, tile) // 32
+        words = column_bits(first, p.SHAPE.KEYS, p.SHAPE.QUERIES, WORDS, layout)
     return words
 
 
@@ -243,7 +196,7 @@ def mask_words(p, tile, step, exists, KIND: gl.constexpr, layout: gl.constexpr):
 def _masked(p, tile, weights, words, KIND: gl.constexpr):
     """Sets weights of a step, (keys, queries), to 0 if its mask tile does not keep them."""
     if KIND == RUNS:
-        rows = gl.arange(0, p.KEYS, layout=gl.SliceLayout(1, weights.type.layout))[:, None] + _place_in_block(p, tile)
+        rows = gl.arange(0, p.SHAPE.KEYS, layout=gl.SliceLayout(1, weights.type.layout))[:, None] + _position_in_block(p, tile)
         masked = where_run(weights, (words & 0xFFFF)[None, :], (words >> 16)[None, :], rows, ZERO)
     else:
         masked = where_column_bits(weights, words, ZERO)
@@ -267,29 +220,29 @@ def existing_keys(p, tile, layout: gl.constexpr):
     have arbitrary scores."""
     existing = tile.first
     if p.lengths.KV_CUT:
-        existing = row_words(tile.cuts.own_first - tile.first, tile.cuts.own_last - tile.first, p.KEYS, layout)
-    elif p.RAGGED and p.scoring.SCORED:
-        existing = row_words(0, p.inputs.k.shape[2] - tile.first, p.KEYS, layout)
+        existing = row_words(tile.cuts.own_first - tile.first, tile.cuts.own_last - tile.first, p.SHAPE.KEYS, layout)
+    elif p.SHAPE.RAGGED and p.scoring.SCORED:
+        existing = row_words(0, p.inputs.k.shape[2] - tile.first, p.SHAPE.KEYS, layout)
     return existing
 
 
 @gluon.jit
-def weights_of(p, tile, products, step, words, existing, stream, place, position, KIND: gl.constexpr):
+def weights_of(p, tile, products, step, words, existing, stream, terms, position, KIND: gl.constexpr):
     """Returns weights of a step, (keys, queries), from its products. Weights of dropped pairs are negative."""
     lse = p.lse.index(p.q.place(step)).load(gl.SliceLayout(0, products.type.layout))
     scores = products
     if p.scoring.SCORED:
-        scores = p.scoring.scored(products, place, position, tile.first)
+        scores = p.scoring.scored(products, terms, position, tile.first)
     weights = gl.exp2(scores * p.scoring.factor() - lse[None, :])
     if p.scoring.SCORE is not None:
         # A score function may give NaN for queries that keep nothing, whose lse is infinite here.
         weights = gl.where((lse < float("inf"))[None, :], weights, 0.0)
     if KIND != FULL:
         weights = _masked(p, tile, weights, words, KIND)
-    if p.lengths.KV_CUT or (p.RAGGED and p.scoring.SCORED):
+    if p.lengths.KV_CUT or (p.SHAPE.RAGGED and p.scoring.SCORED):
         # A score function may give any number for keys that do not exist.
         weights = where_rows(weights, existing)
-    elif p.RAGGED:
+    elif p.SHAPE.RAGGED:
         # Keys that do not exist have score 0, which may be far above lse, so their weights could be infinite, and dQ NaN. Finite
         # weights are multiplied by rows of zeros. Existing keys have weights of at most 1, so this limit does not change them.
         weights = gl.minimum(weights, 1.0, propagate_nan=tl.PropagateNan.ALL)
@@ -307,6 +260,19 @@ def dscores_of(p, weights, dweights, delta):
     else:
         dscores = weights * (dweights - delta)
     return dscores
+
+
+@gluon.jit
+def row_of_sums(p, tile, PART: gl.constexpr = 0):
+    """Returns the row of the first key of a tile, or of its part PART, in sums of dK and dV. With FIXED, each query head has sums
+    of its own, which ``finish_kernel`` adds."""
+    if p.SHAPE.SPLIT_SUMS:
+        row = (tile.batch_head * p.grads.splits + (tile.split - 1) * p.SHAPE.PARTS + PART) * p.SHAPE.KEYS
+    else:
+        batch, head = p.heads.of(tile.batch_head)
+        sums = tile.batch_head if p.SHAPE.FIXED else batch * (p.heads.queries // p.heads.group) + head // p.heads.group
+        row = sums * p.grads.padded_kv_len + tile.first
+    return row
 
 
 @gluon.jit

@@ -10,33 +10,30 @@ from ..launch.tuned import choose, key_of, remembered
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """stages: tiles of keys, and of their values, in shared memory; 2 to 4. registers: per thread of the second warp group; the
-    first gets the rest. queries: of a tile, 64 for each warp group. keys: of a step. programs: that share a multiprocessor."""
+    """The tiles of the forward kernel."""
 
-    stages: int
-    registers: int = 240
-    queries: int = 128
-    keys: int = 128
-    programs: int = 1
+    stages: int  # tiles of keys, and of their values, in shared memory
+    registers: int = 240  # per thread of the second and third warp group; the first gets the rest
+    queries: int = 128  # of a tile, 64 for each warp group
+    keys: int = 128  # of a step
+    programs: int = 1  # that share a multiprocessor
 
     @property
     def options(self) -> dict[str, int]:
-        return {"num_warps": 4} | _registers(self.programs)  # of the first partition; Gluon adds those of the others
+        return {"num_warps": 4} | _registers(self.programs)  # of the first role; Gluon adds the warps of other roles
 
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """queries: per step, 64 or 128. dout_stages: tiles of their gradients in shared memory, 1 to 4. more: tiles of queries beyond
-    these, as scores are computed a step ahead; 0 or 1, and two tiles at least. keys: of a tile, 64 or 128. pieces: of the columns
-    of a tile of dQ, 1, 2 or 4. programs: that share a multiprocessor. partitions: of warps among which keys are divided."""
+    """The tiles of the backward kernel."""
 
-    queries: int
-    dout_stages: int
-    keys: int = 128
-    pieces: int = 1
-    programs: int = 1
-    more: int = 1
-    partitions: int = 1
+    queries: int  # of a step, 64 or 128
+    dout_stages: int  # tiles of dOut in shared memory, 1 to 4
+    keys: int = 128  # of a tile, 64 or 128
+    pieces: int = 1  # of the columns of a tile of dQ, 1, 2 or 4
+    programs: int = 1  # that share a multiprocessor
+    more: int = 1  # tiles of queries in shared memory beyond ``dout_stages``: 1 if scores are computed a step ahead, else 0
+    parts: int = 1  # of a tile, with a warp group each
 
     @property
     def q_stages(self) -> int:
@@ -44,25 +41,25 @@ class BackwardConfig:
 
     @property
     def keys_together(self) -> int:
-        """Of a partition."""
-        return self.keys // self.partitions
+        """Keys of a part."""
+        return self.keys // self.parts
 
     @property
     def options(self) -> dict[str, int]:
-        return {"num_warps": self.keys // (16 * self.partitions)} | _registers(self.programs)
+        return {"num_warps": self.keys // (16 * self.parts)} | _registers(self.programs)
 
 
 def _registers(programs: int) -> dict[str, int]:
-    """The option that leaves room for other programs: each has one computing warp group, and one of the other warps."""
+    """Returns the option that lets programs share a multiprocessor. Each has one computing warp group, and one of other warps."""
     return {"maxnreg": 65536 // (256 * programs) // 8 * 8} if programs > 1 else {}  # registers come in eights
 
 
 # By padded head_dim. docs/performance/kernels.md has the figures behind each choice.
 FORWARD = {64: ForwardConfig(3), 128: ForwardConfig(2)}
-# 256: two warp groups with a role each (``wide_backward``), which take less time than two that divide all columns.
+# At 256, two warp groups have a role each (``wide_backward``).
 BACKWARD = {64: BackwardConfig(128, 2), 128: BackwardConfig(64, 2), 256: BackwardConfig(64, 2, 64, 4, more=0)}
-# q and k of 129 to 192, v of 65 to 128: ``paired_backward``, which takes less time there than ``wide_backward``.
-PAIRED_BACKWARD = BackwardConfig(64, 2, 128, 4, more=0, partitions=2)
+# For q and k of 129 to 192 and v of 65 to 128, ``paired_backward`` takes less time than ``wide_backward``.
+PAIRED_BACKWARD = BackwardConfig(64, 2, 128, 4, more=0, parts=2)
 # Three warp groups share the keys and values of each step. Their registers suffice at 64 only. A table of blocks of 128 needs rows
 # of 192 queries for it (``BlockMask.tall``).
 FORWARD_OF_192 = {64: ForwardConfig(3, 160, 192)}
@@ -77,7 +74,7 @@ FORWARD_OF_64 = {64: ForwardConfig(4, 0, 64, 64, 2), 128: ForwardConfig(2, 0, 64
 BACKWARD_OF_64 = {64: BackwardConfig(64, 2, 64, 1, 2), 128: BackwardConfig(64, 1, 64, 2, 2), 256: BACKWARD[256]}
 # Dropout's draws, and what else a variant adds, need the registers that steps of 128 queries would take.
 BACKWARD_OF_DROPOUT = {64: BackwardConfig(64, 3), 128: BACKWARD[128], 256: BACKWARD[256]}
-# As BACKWARD_OF_64, with the registers of two programs, without which the assembler would let products wait for each other.
+# One program has the registers of two. With fewer, the assembler would serialize products.
 BACKWARD_OF_64_ALONE = {64: BACKWARD_OF_64[64], 128: BackwardConfig(64, 1, 64, 2), 256: BACKWARD[256]}
 
 # Other configs that fit in shared memory, for ``sparse-flash tune``; at 128, and for blocks of 64, there are none.
@@ -135,7 +132,7 @@ def wide_forward(
     of 64 queries there are. plain: whether the call has no variant."""
 
     def fitting(queries: int, keys: int, programs: int) -> int:
-        # Of 228 KiB, each program reserves one. Per warp group, barriers and the turning of results take up to 2.5.
+        # Each program reserves one of 228 KiB. For each warp group, barriers and the conversion of results take up to 2.5 KiB.
         room = (228 << 10) // programs - 1024 - queries // 64 * 2560
         return (room - 2 * queries * dim) // (2 * keys * (dim + dim_v))
 

@@ -1,4 +1,4 @@
-"""Descriptors, splits and queues, for the launchers of the Hopper kernels."""
+"""Descriptors, pointers of tables and queues, for the launchers of the Hopper kernels."""
 
 import torch
 from triton.experimental.gluon import language as gl
@@ -6,8 +6,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..common.config import padded_head_dim
 from ..common.streams import raw_stream
+from ..launch.launch import table_arguments
 from ..launch.memory import zeros_of_stream
-from .scheduler import TILE
+from .scheduler import TILE, TablePointers
 
 TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 FLOAT_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -15,7 +16,7 @@ ROW_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, ran
 
 
 def described(tensor: torch.Tensor, block_shape: list[int], layout=TILE_LAYOUT) -> TensorDescriptor:
-    """A descriptor for tiles of ``block_shape``."""
+    """Returns a descriptor for tiles of ``block_shape``."""
     # Bypasses the constructor, whose checks the back end has already made.
     descriptor = object.__new__(TensorDescriptor)
     descriptor.base = tensor
@@ -29,16 +30,24 @@ def described(tensor: torch.Tensor, block_shape: list[int], layout=TILE_LAYOUT) 
 
 
 def blocks_by_document(q: torch.Tensor, v: torch.Tensor, mask, plain: bool):
-    """The blocks by document of a call's mask, if it has some and the kernels of both passes take them, otherwise None. Up to
-    head_dim 128 tiles are whole blocks; a variant would need the position of each. plain: whether the call has none."""
+    """Returns the blocks by document of a call's mask, or None if it has none or a pass does not take them. Both passes take them
+    up to head_dim 128, where tiles are whole blocks, and without a variant, which would need the position of each block. plain:
+    whether the call has no variant."""
     if mask is None or not plain or mask.block_size != TILE.value:
         return None
     return mask.by_document if {padded_head_dim(t.shape[3]) for t in (q, v)} in ({64}, {128}) else None
 
 
+def table_pointers(mask, table, work: torch.Tensor, placeholder: torch.Tensor) -> tuple[TablePointers, list[int]]:
+    """Returns (the pointers of a table, the strides of its mask index). work: its items. Other arguments as for
+    ``table_arguments``."""
+    index, _, _, _, *entries, mask_batch_stride, mask_head_stride = table_arguments(mask, table, placeholder)
+    return TablePointers(index, work, *entries), [mask_batch_stride, mask_head_stride]
+
+
 def tile_queue(device: torch.device) -> torch.Tensor:
-    """(2,) int32 zeros, which a launch resets to zeros: see ``scheduler``. A launch captured in a graph, whose replays may overlap
-    with anything, has its own."""
+    """Returns (2,) int32 zeros, which a launch resets to zeros: see ``scheduler``. A launch captured in a graph has its own, as the
+    graph's replays may overlap with anything."""
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
     return zeros_of_stream("queue", 2, device, raw_stream(device.index))

@@ -1,7 +1,7 @@
 """Dropout of a tile in place, in the registers of a wgmma accumulator: see ``variant.definition.kept_by_dropout``.
 
-The words are those of ``common/philox``. As in ``masks``, each selection is one piece of inline assembly: comparisons written in
-Gluon would all be made before the values exist, and kept as predicates.
+``common/philox`` makes the words. As in ``masks``, each selection is one piece of inline assembly: the compiler would make all
+comparisons written in Gluon before the values exist, and keep them as predicates.
 """
 
 from triton.experimental import gluon
@@ -16,29 +16,33 @@ _IS_DROPPED = gl.constexpr("{ .reg .pred p; .reg .b32 t; shl.b32 t, $2, $3; setp
 
 @record
 class Dropout:
-    seed: gl.tensor
-    p: gl.tensor
+    variant: gl.tuple
     ENABLED: gl.constexpr
 
     @gluon.jit
-    def stream(self, line):
-        """Three scalars that distinguish a line's draws from others'; arbitrary without dropout. line: batch * heads + head."""
-        stream = (line, line, line)
+    def stream(self, batch_head):
+        """Returns three scalars that make the draws of each batch-head different. Without dropout, they are arbitrary."""
+        stream = (batch_head, batch_head, batch_head)
         if self.ENABLED:
-            stream = stream_of_line(self.seed, line)
+            stream = stream_of_line(self.variant.seed, batch_head)
         return stream
 
     @gluon.jit
     def zero_dropped(self, weights, stream, first_query, first_key):
-        """(queries, keys) weights, set to 0 where dropout drops the pair."""
+        """Returns (queries, keys) weights, with 0 for dropped pairs."""
         choose: gl.constexpr = _IS_DROPPED + "selp.f32 $0, 0f00000000, $1, p; }"
         return self._chosen(choose, weights, stream, first_query, first_key, False)
 
     @gluon.jit
     def negate_dropped(self, weights, stream, first_query, first_key):
-        """(keys, queries) nonnegative weights, with the sign set where dropout drops the pair."""
+        """Returns (keys, queries) nonnegative weights, with the sign set for dropped pairs."""
         choose: gl.constexpr = _IS_DROPPED + ".reg .f32 n; neg.f32 n, $1; selp.f32 $0, n, $1, p; }"
         return self._chosen(choose, weights, stream, first_query, first_key, True)
+
+    @gluon.jit
+    def share(self):
+        """Returns the share of pairs that dropout keeps."""
+        return 1.0 - self.variant.dropout_p
 
     @gluon.jit
     def _chosen(self, choose: gl.constexpr, weights, stream, first_query, first_key, BY_KEY: gl.constexpr):
@@ -51,15 +55,21 @@ class Dropout:
             query, token = row, column
         words = words_of_pairs(stream, query, token, first_query, first_key)
         shift = 16 - (query & 8) * 2
-        threshold = (self.p * 4294967296.0).to(gl.uint32)
+        threshold = (self.variant.dropout_p * 4294967296.0).to(gl.uint32)
         return gl.inline_asm_elementwise(
             choose, "=f,f,r,r,r", [weights, words, shift, threshold], dtype=gl.float32, is_pure=True, pack=1
         )
 
 
 @gluon.jit
+def new_dropout(variant):
+    ENABLED: gl.constexpr = variant.seed is not None
+    return Dropout(variant, ENABLED)
+
+
+@gluon.jit
 def kept_operand(weights, dtype: gl.constexpr):
-    """Weights from ``negate_dropped`` in 16 bits, with 0 for dropped pairs."""
+    """Returns weights from ``negate_dropped`` in 16 bits, with 0 for dropped pairs."""
     # Rounding with relu sets negative numbers to 0 for free.
     bfloat: gl.constexpr = "cvt.rn.relu.bf16x2.f32 $0, $2, $1;"
     half: gl.constexpr = "cvt.rn.relu.f16x2.f32 $0, $2, $1;"
@@ -72,8 +82,8 @@ def kept_operand(weights, dtype: gl.constexpr):
 
 @gluon.jit
 def score_gradients(weights, dweights, delta):
-    """dS for weights from ``negate_dropped``: weights * ((dweights if kept else 0) - delta)."""
-    # In assembly: in Gluon, parts would be computed early, where the signs are made, and kept in registers.
+    """Returns dS for weights from ``negate_dropped``: weights * ((dweights if kept else 0) - delta)."""
+    # In Gluon, the compiler would compute parts of this where the signs are made, and keep them in registers.
     derive: gl.constexpr = (
         "{ .reg .f32 a, k; abs.f32 a, $1; neg.f32 a, a; mul.f32 a, a, $3; max.f32 k, $1, 0f00000000; fma.rn.f32 $0, k, $2, a; }"
     )

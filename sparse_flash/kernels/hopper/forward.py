@@ -4,7 +4,10 @@ The scheduler warp takes tiles from the queue. The loading warp reads the table,
 computing warp group holds 64 queries. With blocks of 64 a program has one such group, because rows of blocks share no keys; two
 programs then share a multiprocessor. Products of one step run on the tensor cores while the softmax of another runs on other units.
 Within a tile, the scores of the next step overlap this step's weighted values. Across tiles, the first scores of the next tile
-overlap the last values of this one, so a short row leaves no gap.
+overlap the last values of this one, so a short row leaves no gap. Comments number the products of a step:
+
+    (1) S = Q K^T       P = exp2(S - maximum), in base 2
+    (2) O += P V
 
 If head_dim is above 128, or v has another head_dim than q and k, shared memory holds the queries of one tile only. They are
 released when the tile's last scores are computed, and results go from registers straight to global memory.
@@ -12,7 +15,9 @@ released when the tile's last scores are computed, and results go from registers
 Sources: arXiv:2407.08608 (FlashAttention-3: warp groups, asynchronous products); arXiv:2205.14135, Alg. 5 (block-sparse).
 """
 
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -26,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..common.config import padded_head_dim
-from ..common.gluon import async_store, fresh_zero, of_tensor, record, store_wait
+from ..common.gluon import Constants, async_store, fresh_zero, of_tensor, record, store_wait
 from ..common.grid import tile_and_batch_head
 from ..common.layout import addressable, empty_out, is_addressable, restored_out
 from ..common.tiles import FLOOR, LN_2, LOG2_E, store_tile
@@ -34,8 +39,8 @@ from ..launch.launch import described as described_for_triton
 from ..launch.launch import launch_or_repeat, multiprocessors, table_arguments
 from ..launch.order import heads_in_queue
 from .configs import FORWARD, forward_of_call, forward_of_variant, wide_forward
-from .descriptors import blocks_by_document, described, tile_queue
-from .dropout import Dropout
+from .descriptors import blocks_by_document, described, table_pointers, tile_queue
+from .dropout import Dropout, new_dropout
 from .lengths import TokenLengths, load_existing, new_lengths, own_barrier
 from .masks import LOWEST, all_below, all_within, row_bits, row_run, where_bits
 from .pairs import from_pairs, in_pairs
@@ -52,8 +57,8 @@ from .products import (
     write_rows,
     zero_sums,
 )
-from .ring import PingPong, Ring, new_ping_pong, ring_of
-from .scheduler import Heads, Scheduler, TableArguments, new_scheduler, schedule
+from .ring import PingPong, Ring, new_ping_pong, ring_of, tiles
+from .scheduler import Heads, Queue, Scheduler, TableArguments, new_scheduler, schedule
 from .scores import ScoreTerms, new_terms
 from .softmax import by_row, first_folded, folded, followed, nothing_yet, rescaled
 from .variant import PLAIN, HopperVariant, hopper_variant
@@ -70,20 +75,46 @@ NOT_SPECIALIZED = [
     "q_len",
     "kv_len",
     "items",
-    "tiles",
+    "work_tiles",
     "heads_together",
-    "splits",
+    "split_tiles",
 ]
 
 
-@record
-class SplitOutputs:
-    """Holds the results of splits of rows, separately for each tile of each head, until ``combine_kernel`` merges them."""
+@dataclass(frozen=True)
+class ForwardShape:
+    """The constants of the forward kernel, except a user's functions."""
 
-    out: gl.tensor
-    lse: gl.tensor
-    tiles: gl.tensor  # per head
-    ANY: gl.constexpr
+    DIM: int  # columns of q and k, in shared memory
+    USED: int  # of DIM columns; the others are zeros
+    DIM_V: int  # the same for v
+    USED_V: int
+    PIECES: int  # tiles of q and k in shared memory, side by side
+    WIDE: bool  # whether shared memory holds the queries of one tile only
+    GROUPS: int  # computing warp groups
+    KEYS: int  # of a step
+    STAGES: int  # tiles of keys, and of their values
+    REGISTERS: int  # per thread of the second warp group and the third
+    BLOCK: int  # of the table
+    SPARSE: bool  # whether there is a table
+    OWN_STARTS: bool  # whether blocks start at any token: see ``DocumentBlocks``
+    SPLIT: bool  # whether rows may be split
+    SCORED: bool  # as REACH: see ``common.variant``
+    REACH: int
+
+    @property
+    def QUERIES(self) -> int:
+        """Queries of a tile."""
+        return 64 * self.GROUPS
+
+
+class Outputs(NamedTuple):
+    """Global memory for results."""
+
+    out: Any
+    lse: Any
+    out_of_splits: Any  # partial results of each split of a tile, until ``combine_kernel`` merges them
+    lse_of_splits: Any
 
 
 @record
@@ -95,9 +126,8 @@ class ForwardArguments:
     k_tensor: tma.tensor_descriptor
     v_tensor: tma.tensor_descriptor
     out_tensor: tma.tensor_descriptor
-    out_base: gl.tuple  # the address of out, if it is written from registers
-    lse_ptr: gl.tensor
-    splits: SplitOutputs
+    outputs: gl.tuple  # ``Outputs``
+    split_tiles: gl.tensor  # tiles of splits, per head
     table: TableArguments
     heads: Heads
     q_len: gl.tensor
@@ -111,26 +141,19 @@ class ForwardArguments:
     k: Ring  # one stage per step
     v: Ring
     ping_pong: PingPong  # of the warp groups, if PING_PONG
-    DIM: gl.constexpr  # of q and k, in shared memory
-    USED: gl.constexpr  # of DIM columns; the others are zeros
-    DIM_V: gl.constexpr  # of v
-    USED_V: gl.constexpr
-    PIECES: gl.constexpr  # of these columns of q and k
-    WIDE: gl.constexpr
+    SHAPE: gl.constexpr  # ``ForwardShape``
     VARIED: gl.constexpr  # whether scores are more than scaled products, or weights are dropped
     PING_PONG: gl.constexpr  # whether two warp groups alternate in starting their products
-    QUERIES: gl.constexpr  # per tile
-    KEYS: gl.constexpr  # per step
 
 
 @gluon.jit
 def _load_queries(p, turn, batch, head, first_query):
     p.q.acquire(turn)
-    p.q.expect(turn, p.QUERIES * p.DIM * 2)
-    WIDTH: gl.constexpr = p.DIM // p.PIECES
-    for half in gl.static_range(p.QUERIES // HALF):
-        for piece in gl.static_range(p.PIECES):
-            p.q.load(turn, p.q_tensor, [batch, head, first_query + half * HALF, piece * WIDTH], half * p.PIECES + piece)
+    p.q.expect(turn, p.SHAPE.QUERIES * p.SHAPE.DIM * 2)
+    WIDTH: gl.constexpr = p.SHAPE.DIM // p.SHAPE.PIECES
+    for half in gl.static_range(p.SHAPE.QUERIES // HALF):
+        for piece in gl.static_range(p.SHAPE.PIECES):
+            p.q.load(turn, p.q_tensor, [batch, head, first_query + half * HALF, piece * WIDTH], half * p.SHAPE.PIECES + piece)
 
 
 @gluon.jit
@@ -147,7 +170,7 @@ def _load_step(ring, step, tensor, batch, kv_head, position):
 def _load_cut_values(p, tile, step, cuts, batch, kv_head, position):
     """Loads values of a step, with zeros for keys that do not exist. Returns ``cuts`` + 1: how often such values were loaded."""
     p.v.acquire(step)
-    first, last = tile.cuts.walked_first - position, tile.cuts.walked_last - position
+    first, last = tile.cuts.other_first - position, tile.cuts.other_last - position
     cuts = load_existing(p.v, step, p.v_tensor, [batch, kv_head, position, 0], p.arrived, cuts, first, last)
     p.v.commit(step)
     return cuts
@@ -161,7 +184,7 @@ def _load(p):
     cuts = 0
     tile = p.scheduler.tile(turn)
     while tile.first >= 0:
-        batch, head = p.heads.of_line(tile.line)
+        batch, head = p.heads.of(tile.batch_head)
         kv_head = head // p.heads.group
         _load_queries(p, turn, batch, head, tile.first)
         position = tile.position
@@ -172,11 +195,8 @@ def _load(p):
             entry = p.scheduler.next_step(tile, entry)
             upcoming = p.scheduler.position(tile, entry, tile.end)
             _load_step(p.k, step, p.k_tensor, batch, kv_head, position)
-            if p.lengths.KV_CUT:
-                if tile.cuts.is_cut(position, p.kv_len, p.KEYS):
-                    cuts = _load_cut_values(p, tile, step, cuts, batch, kv_head, position)
-                else:
-                    _load_step(p.v, step, p.v_tensor, batch, kv_head, position)
+            if p.lengths.KV_CUT and tile.cuts.is_cut(position, p.kv_len, p.SHAPE.KEYS):
+                cuts = _load_cut_values(p, tile, step, cuts, batch, kv_head, position)
             else:
                 _load_step(p.v, step, p.v_tensor, batch, kv_head, position)
             position = upcoming
@@ -195,12 +215,12 @@ def _mask_words(p, tile, step, HALF_INDEX: gl.constexpr, layout: gl.constexpr):
     table = p.table
     if p.lengths.ANY:
         position = p.scheduler.position(tile, step, tile.end)
-        words = all_within(tile.cuts.walked_first - position, tile.cuts.walked_last - position, HALF, p.KEYS, layout)
+        words = all_within(tile.cuts.other_first - position, tile.cuts.other_last - position, HALF, p.SHAPE.KEYS, layout)
         if table.SPARSE:
             if step >= tile.cuts.own:
                 words &= _own_words(p, tile, step, HALF_INDEX, layout)
     elif not table.SPARSE:
-        words = all_below(p.kv_len - step * p.KEYS, HALF, p.KEYS, layout)
+        words = all_below(p.kv_len - step * p.SHAPE.KEYS, HALF, p.SHAPE.KEYS, layout)
     else:
         words = _own_words(p, tile, step, HALF_INDEX, layout)
     return words
@@ -210,27 +230,27 @@ def _mask_words(p, tile, step, HALF_INDEX: gl.constexpr, layout: gl.constexpr):
 def _own_words(p, tile, step, HALF_INDEX: gl.constexpr, layout: gl.constexpr):
     """Returns the words of a step's mask tile."""
     table = p.table
-    STEPS: gl.constexpr = table.BLOCK // p.KEYS
+    STEPS: gl.constexpr = table.BLOCK // p.SHAPE.KEYS
     entry = step
     if p.lengths.ANY:
         entry += tile.cuts.shift(step, tile.bits)
     mask_tile = gl.load(table.tile_idx + entry // STEPS)
-    ROW: gl.constexpr = p.QUERIES if p.QUERIES > table.BLOCK else table.BLOCK
-    if p.QUERIES > table.BLOCK or table.OWN_STARTS:
+    ROW: gl.constexpr = p.SHAPE.QUERIES if p.SHAPE.QUERIES > table.BLOCK else table.BLOCK
+    if p.SHAPE.QUERIES > table.BLOCK or table.OWN_STARTS:
         row = HALF_INDEX * HALF
     else:
         row = tile.first % ROW + HALF_INDEX * HALF
     if step < tile.bits:
-        words = row_run(table.tile_runs + mask_tile * ROW + row, step % STEPS * p.KEYS, HALF, p.KEYS, layout)
+        words = row_run(table.tile_runs + mask_tile * ROW + row, step % STEPS * p.SHAPE.KEYS, HALF, p.SHAPE.KEYS, layout)
     else:
         WORDS: gl.constexpr = table.BLOCK // 32
-        first = table.tile_bits + (mask_tile.to(gl.int64) * ROW + row) * WORDS + step % STEPS * (p.KEYS // 32)
-        words = row_bits(first, HALF, p.KEYS, WORDS, layout)
+        first = table.tile_bits + (mask_tile.to(gl.int64) * ROW + row) * WORDS + step % STEPS * (p.SHAPE.KEYS // 32)
+        words = row_bits(first, HALF, p.SHAPE.KEYS, WORDS, layout)
     return words
 
 
 @gluon.jit
-def _walk(p, tile, state, turn, step, begin, end, stream, place, zeros, HALF_INDEX: gl.constexpr, MASKED: gl.constexpr):
+def _fold_steps(p, tile, state, turn, step, begin, end, stream, terms, zeros, HALF_INDEX: gl.constexpr, MASKED: gl.constexpr):
     """Folds steps begin .. end - 1, all of full or all of partial blocks, into the softmax state of a tile. Each iteration starts
     the scores of its own step and the weighted values of the previous step. Runs and bits share one loop, as each copy of the loop
     costs a second of compilation."""
@@ -240,14 +260,14 @@ def _walk(p, tile, state, turn, step, begin, end, stream, place, zeros, HALF_IND
     PRODUCTS: gl.constexpr = len(sums)
     # Whether weighted values also overlap the warp group's own next weights. It does not pay for rows of few steps, nor with three
     # groups, which lack the registers (docs/performance/kernels.md has the figures).
-    OVERLAPPED: gl.constexpr = p.VARIED or p.PING_PONG or (p.QUERIES == 2 * HALF and p.DIM_V <= 128 and not MASKED)
+    OVERLAPPED: gl.constexpr = p.VARIED or p.PING_PONG or (p.SHAPE.QUERIES == 2 * HALF and p.SHAPE.DIM_V <= 128 and not MASKED)
     dtype: gl.constexpr = p.q_tensor.dtype
     for number in range(begin, end):
         entry = begin + (end - 1 - number) if MASKED and p.scheduler.DOWN else number
         before = step
         step += 1
-        q = pieces_of(p.q, turn, HALF_INDEX * p.PIECES + fresh_zero(step), p.PIECES)
-        keys = pieces_of(p.k, step, 0, p.PIECES)
+        q = pieces_of(p.q, turn, HALF_INDEX * p.SHAPE.PIECES + fresh_zero(step), p.SHAPE.PIECES)
+        keys = pieces_of(p.k, step, 0, p.SHAPE.PIECES)
         values = p.v.stage(before)
         if MASKED:
             words = _mask_words(p, tile, entry, HALF_INDEX, score_layout)
@@ -256,24 +276,27 @@ def _walk(p, tile, state, turn, step, begin, end, stream, place, zeros, HALF_IND
         p.k.wait(step)
         if p.PING_PONG:
             p.ping_pong.take(before - turn, HALF_INDEX)
-        started_scores = pieces_times_transposed(q, keys, zeros, p.USED)
+        # (1) S = Q K^T
+        started_scores = pieces_times_transposed(q, keys, zeros, p.SHAPE.USED)
         p.v.wait(before)
+        # (2) O += P V of the previous step
         started_values = times(from_pairs(kept, dtype, operand_layout), values, sums)
         if p.PING_PONG:
             p.ping_pong.pass_on(HALF_INDEX)
         scores = warpgroup_mma_wait(PRODUCTS, deps=(started_scores,))
         p.k.release(step)
-        if p.WIDE:
+        if p.SHAPE.WIDE:
             # Full blocks are last. If the tile has none, the last partial block is.
             is_last = number + 1 == end
             p.q.release(turn, pred=is_last & (tile.begin == tile.runs) if MASKED else is_last)
         if p.scoring.SCORED:
-            scores = p.scoring.scored(scores, place, tile.first + HALF_INDEX * HALF, position)
+            scores = p.scoring.scored(scores, terms, tile.first + HALF_INDEX * HALF, position)
         if MASKED:
             scores = where_bits(scores, words, LOWEST)
         if not OVERLAPPED:
             sums = finished(started_values, 0)
             p.v.release(before)
+        # P = exp2(S - maximum)
         if p.VARIED:
             weights, rescale, running_max, running_sum = followed(scores, running_max, running_sum, p.scoring.factor())
             if p.dropout.ENABLED:
@@ -294,10 +317,10 @@ def _walk(p, tile, state, turn, step, begin, end, stream, place, zeros, HALF_IND
 @gluon.jit
 def _compute(p, HALF_INDEX: gl.constexpr):
     """Runs a computing warp group, which has 64 queries of each tile."""
-    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.KEYS, 16])
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.SHAPE.KEYS, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
-    zeros = gl.zeros([HALF, p.KEYS], gl.float32, layout=score_layout)
-    no_sums = zero_sums(HALF, p.DIM_V, p.USED_V)
+    zeros = gl.zeros([HALF, p.SHAPE.KEYS], gl.float32, layout=score_layout)
+    no_sums = zero_sums(HALF, p.SHAPE.DIM_V, p.SHAPE.USED_V)
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, no_sums[0].type.layout, 2)
     dtype: gl.constexpr = p.q_tensor.dtype
 
@@ -306,23 +329,23 @@ def _compute(p, HALF_INDEX: gl.constexpr):
     tile = p.scheduler.tile(0)
     p.q.wait(0)
     p.k.wait(0)
-    q, keys = pieces_of(p.q, 0, HALF_INDEX * p.PIECES, p.PIECES), pieces_of(p.k, 0, 0, p.PIECES)
-    started_scores = pieces_times_transposed(q, keys, zeros, p.USED)
+    q, keys = pieces_of(p.q, 0, HALF_INDEX * p.SHAPE.PIECES, p.SHAPE.PIECES), pieces_of(p.k, 0, 0, p.SHAPE.PIECES)
+    started_scores = pieces_times_transposed(q, keys, zeros, p.SHAPE.USED)
     scores = warpgroup_mma_wait(0, deps=(started_scores,))
     p.k.release(0)
     while tile.first >= 0:
-        if p.WIDE:
+        if p.SHAPE.WIDE:
             p.q.release(turn, pred=tile.end - tile.begin <= 1)
-        stream = p.dropout.stream(tile.line)
-        place = p.scoring.place(p.heads, tile.line)
+        stream = p.dropout.stream(tile.batch_head)
+        terms = p.scoring.of_head(p.heads, tile.batch_head)
         first_query = tile.first + HALF_INDEX * HALF
         if p.scoring.SCORED:
-            scores = p.scoring.scored(scores, place, first_query, tile.position)
+            scores = p.scoring.scored(scores, terms, first_query, tile.position)
         if tile.end > tile.runs:
             entry = p.scheduler.first_step(tile.first, tile.begin, tile.runs, tile.end)
             scores = where_bits(scores, _mask_words(p, tile, entry, HALF_INDEX, score_layout), LOWEST)
         elif tile.begin == tile.end:
-            scores = gl.full([HALF, p.KEYS], -float("inf"), gl.float32, layout=score_layout)
+            scores = gl.full([HALF, p.SHAPE.KEYS], -float("inf"), gl.float32, layout=score_layout)
         if p.VARIED:
             running_max, running_sum = nothing_yet(scores)
             weights, _, running_max, running_sum = followed(scores, running_max, running_sum, p.scoring.factor())
@@ -331,7 +354,7 @@ def _compute(p, HALF_INDEX: gl.constexpr):
             kept = in_pairs(weights, dtype)
         else:
             kept, running_max, running_sum = first_folded(scores, p.scoring.factor(), dtype)
-        if not p.WIDE:
+        if not p.SHAPE.WIDE:
             if turn > 0:
                 # The previous tile's output, in the stage of its queries, has probably been read by now, so this wait is short.
                 store_wait(0)
@@ -340,24 +363,24 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         # The first step, which is done above, has a partial block if the row has any.
         if p.table.SPARSE or p.lengths.variant.kv_starts is not None:
             begin, end = p.scheduler.rest_of_partial(tile)
-            state, step = _walk(p, tile, state, turn, step, begin, end, stream, place, zeros, HALF_INDEX, True)
+            state, step = _fold_steps(p, tile, state, turn, step, begin, end, stream, terms, zeros, HALF_INDEX, True)
         first = tile.begin + (tile.end == tile.runs).to(gl.int32)
-        state, step = _walk(p, tile, state, turn, step, first, tile.runs, stream, place, zeros, HALF_INDEX, False)
+        state, step = _fold_steps(p, tile, state, turn, step, first, tile.runs, stream, terms, zeros, HALF_INDEX, False)
         sums, kept, running_max, running_sum = state
-        if p.WIDE:
+        if p.SHAPE.WIDE:
             p.scheduler.slots.release(turn)
 
-        # The last values of this tile overlap the first scores of the next.
+        # (2) O += P V of the last step overlaps (1) S = Q K^T of the next tile's first.
         values = p.v.stage(step)
         p.v.wait(step)
         started_values = times(from_pairs(kept, dtype, operand_layout), values, sums)
         upcoming = p.scheduler.tile(turn + 1)
         p.q.wait(turn + 1)
         p.k.wait(step + 1)
-        q = pieces_of(p.q, turn + 1, HALF_INDEX * p.PIECES, p.PIECES)
-        keys = pieces_of(p.k, step + 1, 0, p.PIECES)
-        started_scores = pieces_times_transposed(q, keys, zeros, p.USED)
-        sums = finished(started_values, 2 if p.USED == 96 else p.PIECES)
+        q = pieces_of(p.q, turn + 1, HALF_INDEX * p.SHAPE.PIECES, p.SHAPE.PIECES)
+        keys = pieces_of(p.k, step + 1, 0, p.SHAPE.PIECES)
+        started_scores = pieces_times_transposed(q, keys, zeros, p.SHAPE.USED)
+        sums = finished(started_values, 2 if p.SHAPE.USED == 96 else p.SHAPE.PIECES)
         p.v.release(step)
 
         if not p.VARIED:
@@ -370,7 +393,7 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         total = gl.where(keeps_nothing, 1.0, running_sum)
         divisor = total
         if p.dropout.ENABLED:
-            divisor *= 1.0 - p.dropout.p
+            divisor *= p.dropout.share()
         lse = gl.where(keeps_nothing, -float("inf"), (running_max + gl.log2(total)) * LN_2)
         result = scaled(sums, 1.0 / divisor)
         if p.lengths.Q_CUT:
@@ -382,53 +405,39 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         turn += 1
         p.k.release(step)
         tile = upcoming
-    if not p.WIDE:
+    if not p.SHAPE.WIDE:
         store_wait(0)
 
 
 @gluon.jit
 def _store(p, tile, turn, result, lse, HALF_INDEX: gl.constexpr):
     """Stores a tile's lse and output. Without WIDE, the output is copied through the stage of the tile's queries, and the copy need
-    not have ended on return. A split's results go to ``p.splits``. result: in the form of ``zero_sums``."""
+    not have ended on return. A split's results go to ``p.outputs``. result: in the form of ``zero_sums``."""
     rows = gl.arange(0, HALF, layout=lse.type.layout)
     first_row = tile.first + HALF_INDEX * HALF
-    if p.splits.ANY:
+    if p.SHAPE.SPLIT:
         # A branch here, with a product in flight, would make the compiler serialize all products. So a split also stores to out, at
         # rows past the end, which are dropped.
-        line = (tile.line * p.splits.tiles + tile.split - 1).to(gl.int64) * p.QUERIES + HALF_INDEX * HALF
+        row = (tile.batch_head * p.split_tiles + tile.split - 1).to(gl.int64) * p.SHAPE.QUERIES + HALF_INDEX * HALF
         is_split = tile.split > 0
-        place = p.splits.out + line * p.DIM_V
-        write_columns(place, p.DIM_V, result, is_split)
-        gl.store(p.splits.lse + line + rows, lse, mask=is_split & (rows >= 0))
+        pointer = p.outputs.out_of_splits + row * p.SHAPE.DIM_V
+        write_columns(pointer, p.SHAPE.DIM_V, result, is_split)
+        gl.store(p.outputs.lse_of_splits + row + rows, lse, mask=is_split & (rows >= 0))
         first_row = gl.where(is_split, p.q_len, first_row)
-    if p.WIDE or p.table.OWN_STARTS:
+    if p.SHAPE.WIDE or p.SHAPE.OWN_STARTS:
         # Stored from registers, so that rows beyond a document's end, which belong to the next document, can be left out.
-        batch, head = p.heads.of_line(tile.line)
-        stop = tile.stop if p.table.OWN_STARTS else p.out_tensor.shape[2]
-        write_rows(p.out_tensor, p.out_base[0], batch, head, first_row, stop, result)
+        batch, head = p.heads.of(tile.batch_head)
+        stop = tile.stop if p.SHAPE.OWN_STARTS else p.out_tensor.shape[2]
+        write_rows(p.out_tensor, p.outputs.out, batch, head, first_row, stop, result)
     else:
         out = p.q.stage(turn, HALF_INDEX)
         store_columns(out, result)
         fence_async_shared()
-        batch, head = p.heads.of_line(tile.line)
+        batch, head = p.heads.of(tile.batch_head)
         async_store(p.out_tensor, [batch, head, first_row, 0], of_tensor(out, p.out_tensor))
     query = first_row + rows
-    gl.store(p.lse_ptr + tile.line.to(gl.int64) * p.q_len + query, lse, mask=query < (tile.stop if p.table.OWN_STARTS else p.q_len))
-
-
-@gluon.jit
-def _compute_first(p):
-    _compute(p, 0)
-
-
-@gluon.jit
-def _compute_second(p):
-    _compute(p, 1)
-
-
-@gluon.jit
-def _compute_third(p):
-    _compute(p, 2)
+    stop = tile.stop if p.SHAPE.OWN_STARTS else p.q_len
+    gl.store(p.outputs.lse + tile.batch_head.to(gl.int64) * p.q_len + query, lse, mask=query < stop)
 
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -437,17 +446,9 @@ def attention_forward_kernel(
     k_tensor,
     v_tensor,
     out_tensor,
-    out_ptr,
-    lse_ptr,
-    split_out,
-    split_lse,
-    splits,
-    mask_index,
-    work,
-    col_idx,
-    tile_idx,
-    tile_runs,
-    tile_bits,
+    outputs,
+    table,
+    counters,
     mask_batch_stride,
     mask_head_stride,
     heads,
@@ -455,69 +456,41 @@ def attention_forward_kernel(
     q_len,
     kv_len,
     items,
-    tiles,
+    work_tiles,
     heads_together,
-    queue,
+    split_tiles,
     score_scale,
-    seed,
-    dropout_p,
     variant,
-    DIM: gl.constexpr,
-    USED: gl.constexpr,
-    DIM_V: gl.constexpr,
-    USED_V: gl.constexpr,
-    PIECES: gl.constexpr,
-    WIDE: gl.constexpr,
-    GROUPS: gl.constexpr,
-    KEYS: gl.constexpr,
-    STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr,
-    TABLE_BLOCK: gl.constexpr,
-    SPARSE: gl.constexpr,
-    OWN_STARTS: gl.constexpr,
-    SPLIT: gl.constexpr,
-    DROPOUT: gl.constexpr,
-    SCORED: gl.constexpr,
-    REACH: gl.constexpr,
+    SHAPE: gl.constexpr,
     SCORE: gl.constexpr,
     DERIVATIVE: gl.constexpr,
 ):
     # Tiles have two dimensions, as products need. Triton 3.9 tracks each byte of every view, so views inside the loops would cost
     # seconds of compilation.
-    flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    TURNS: gl.constexpr = 1 if WIDE else 2
-    WIDTH: gl.constexpr = DIM // PIECES
-    q_tiles = gl.allocate_shared_memory(q_tensor.dtype, [TURNS * GROUPS * PIECES, HALF, WIDTH], flat)
-    q = ring_of(q_tiles, TURNS, PIECES=GROUPS * PIECES, CONSUMERS=GROUPS)
-    k_tiles = gl.allocate_shared_memory(k_tensor.dtype, [STAGES * PIECES, KEYS, WIDTH], flat)
-    k = ring_of(k_tiles, STAGES, PIECES=PIECES, CONSUMERS=GROUPS)
-    v = ring_of(gl.allocate_shared_memory(v_tensor.dtype, [STAGES, KEYS, DIM_V], flat), STAGES, CONSUMERS=GROUPS)
-    index = mask_index, mask_batch_stride, mask_head_stride
-    table = TableArguments(*index, work, col_idx, tile_idx, tile_runs, tile_bits, TABLE_BLOCK, SPARSE, OWN_STARTS)
+    dtype: gl.constexpr = q_tensor.dtype
+    STAGES: gl.constexpr = SHAPE.STAGES
+    PIECES: gl.constexpr = SHAPE.PIECES
+    GROUPS: gl.constexpr = SHAPE.GROUPS
+    TURNS: gl.constexpr = 1 if SHAPE.WIDE else 2
+    WIDTH: gl.constexpr = SHAPE.DIM // PIECES
+    q = ring_of(tiles(dtype, TURNS * GROUPS * PIECES, HALF, WIDTH), TURNS, PIECES=GROUPS * PIECES, CONSUMERS=GROUPS)
+    k = ring_of(tiles(dtype, STAGES * PIECES, SHAPE.KEYS, WIDTH), STAGES, PIECES=PIECES, CONSUMERS=GROUPS)
+    v = ring_of(tiles(dtype, STAGES, SHAPE.KEYS, SHAPE.DIM_V), STAGES, CONSUMERS=GROUPS)
+    strides = mask_batch_stride, mask_head_stride
+    table = TableArguments(*table, *strides, SHAPE.BLOCK, SHAPE.SPARSE, SHAPE.OWN_STARTS)
     heads_of = Heads(heads, group)
-    QUERIES: gl.constexpr = HALF * GROUPS
     lengths = new_lengths(variant, q_len, kv_len)
+    queue = Queue(counters, items, work_tiles, heads_together)
     scheduler = new_scheduler(
-        q,
-        table,
-        heads_of,
-        heads_together,
-        items,
-        tiles,
-        queue,
-        kv_len,
-        lengths,
-        QUERIES,
-        STEP=KEYS,
-        BY_KEY=False,
-        SPLIT=SPLIT,
-        CONSUMERS=GROUPS,
+        q, table, heads_of, queue, kv_len, lengths, SHAPE.QUERIES, SHAPE.KEYS, BY_KEY=False, SPLIT=SHAPE.SPLIT, CONSUMERS=GROUPS
     )
     arrived = q.full
     if lengths.KV_CUT:
         arrived = own_barrier()
+    dropout = new_dropout(variant)
+    VARIED: gl.constexpr = dropout.ENABLED or SHAPE.SCORED
     # With narrow heads, two groups without this drift into computing at the same time.
-    PING_PONG: gl.constexpr = GROUPS == 2 and USED_V <= 96 and not (WIDE or DROPOUT or SCORED)
+    PING_PONG: gl.constexpr = GROUPS == 2 and SHAPE.USED_V <= 96 and not (SHAPE.WIDE or VARIED)
     ping_pong = PingPong(q.full, q.full)
     if PING_PONG:
         ping_pong = new_ping_pong()
@@ -528,46 +501,40 @@ def attention_forward_kernel(
         k_tensor=k_tensor,
         v_tensor=v_tensor,
         out_tensor=out_tensor,
-        out_base=(out_ptr,) if WIDE or OWN_STARTS else (),
-        lse_ptr=lse_ptr,
-        splits=SplitOutputs(split_out, split_lse, splits, SPLIT),
+        outputs=outputs,
+        split_tiles=split_tiles,
         table=table,
         heads=heads_of,
         q_len=q_len,
         kv_len=kv_len,
-        scoring=new_terms(variant, score_scale, q_len, kv_len, SCORED, REACH, SCORE, DERIVATIVE, BY_KEY=False, SIGNED=False),
+        scoring=new_terms(
+            variant, score_scale, q_len, kv_len, SHAPE.SCORED, SHAPE.REACH, SCORE, DERIVATIVE, BY_KEY=False, SIGNED=False
+        ),
         lengths=lengths,
         arrived=arrived,
-        dropout=Dropout(seed, dropout_p, DROPOUT),
+        dropout=dropout,
         scheduler=scheduler,
         q=q,
         k=k,
         v=v,
         ping_pong=ping_pong,
-        DIM=DIM,
-        USED=USED,
-        DIM_V=DIM_V,
-        USED_V=USED_V,
-        PIECES=PIECES,
-        WIDE=WIDE,
-        VARIED=DROPOUT or SCORED,
+        SHAPE=SHAPE,
+        VARIED=VARIED,
         PING_PONG=PING_PONG,
-        QUERIES=QUERIES,
-        KEYS=KEYS,
     )
     if GROUPS == 1:
-        gl.warp_specialize([(_compute_first, (p,)), (_load, (p,)), (schedule, (scheduler,))], [1, 1], [24, 24])
+        gl.warp_specialize([(_compute, (p, 0)), (_load, (p,)), (schedule, (scheduler,))], [1, 1], [24, 24])
     elif GROUPS == 2:
         gl.warp_specialize(
-            [(_compute_first, (p,)), (_compute_second, (p,)), (_load, (p,)), (schedule, (scheduler,))],
+            [(_compute, (p, 0)), (_compute, (p, 1)), (_load, (p,)), (schedule, (scheduler,))],
             [4, 1, 1],
-            [REGISTERS, 24, 24],
+            [SHAPE.REGISTERS, 24, 24],
         )
     else:
         gl.warp_specialize(
-            [(_compute_first, (p,)), (_compute_second, (p,)), (_compute_third, (p,)), (_load, (p,)), (schedule, (scheduler,))],
+            [(_compute, (p, 0)), (_compute, (p, 1)), (_compute, (p, 2)), (_load, (p,)), (schedule, (scheduler,))],
             [4, 4, 1, 1],
-            [REGISTERS, REGISTERS, 24, 24],
+            [SHAPE.REGISTERS, SHAPE.REGISTERS, 24, 24],
         )
 
 
@@ -627,8 +594,7 @@ def attention_forward(q, k, v, mask, scale, variant=None, config=None, beside=No
     q, k, v: float16 or bfloat16. mask: table blocks of 64 to 256. beside: see ``launch``.
     """
     of_variant = hopper_variant(variant)
-    dropped = of_variant.dropout_p is not None
-    inputs = q, k, v, *((variant.seed,) if dropped else ()), *of_variant.given.tensors()
+    inputs = q, k, v, *of_variant.given.tensors()
     key = scale, config, of_variant.key
     run = partial(_run, q, k, v, mask, scale, variant, of_variant, config, beside)
     return tuple(launch_or_repeat(attention_forward_kernel, mask, key, inputs, run)[:2])
@@ -649,8 +615,7 @@ def _run(q, k, v, mask, scale, variant, of_variant: HopperVariant, config, besid
         split_lse = recording.fresh(torch.empty(lines, dtype=torch.float32, device=q.device))
         split_out = recording.fresh(torch.empty((lines, dim_v), dtype=torch.float32, device=q.device))
     queue = recording.each_time(partial(tile_queue, q.device))
-    seed = lse if of_variant.dropout_p is None else variant.seed
-    tensors = q, k, v, out, lse, split_out, split_lse, queue, seed
+    tensors = q, k, v, out, lse, split_out, split_lse, queue
     recording.launch(
         attention_forward_kernel, _forward_launch(*tensors, walked, scale, split_rows, of_variant, config), of_variant.kinds, beside
     )
@@ -665,6 +630,15 @@ def columns_of(head_dim: int, v_head_dim: int) -> dict[str, int]:
     # Keys of 192 columns, as in DeepSeek's models, are not padded, so that more of them fit shared memory.
     dim, dim_v, pieces = used if used == 192 else padded_head_dim(used), padded_head_dim(used_v), 3 if used == 192 else 1
     return {"DIM": dim, "USED": used, "DIM_V": dim_v, "USED_V": used_v, "PIECES": pieces, "WIDE": dim != dim_v or dim > 128}
+
+
+@cache
+def forward_shape(config, head_dim: int, v_head_dim: int, block_size: int | None, *switches) -> ForwardShape:
+    """block_size: the table's, or None. switches: the fields of ``ForwardShape`` after SPARSE."""
+    of_table = block_size or config.queries, block_size is not None
+    groups = config.queries // HALF.value
+    columns = columns_of(head_dim, v_head_dim).values()
+    return ForwardShape(*columns, groups, config.keys, config.stages, config.registers, *of_table, *switches)
 
 
 def _split_rows(mask) -> int:
@@ -709,32 +683,25 @@ def _items_and_tiles(q, walked, queries: int) -> tuple[int, int]:
     return items, items * (walked.row_queries // queries if walked else 1) * q.shape[0] * q.shape[1]
 
 
-def _forward_launch(q, k, v, out, lse, split_out, split_lse, queue, seed, mask, scale, split_rows, of_variant, config):
+def _forward_launch(q, k, v, out, lse, split_out, split_lse, queue, mask, scale, split_rows, of_variant, config):
     """Returns (grid, arguments, constants, options)."""
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     group, lines = heads // kv_heads, batch * heads
-    columns = columns_of(head_dim, v.shape[3])
-    dim, dim_v, width = columns["DIM"], columns["DIM_V"], columns["DIM"] // columns["PIECES"]
-    block_size = mask.block_size if mask else config.queries
+    switches = of_variant.switches
+    starts, scored = mask is not None and mask.starts is not None, (switches["SCORED"], switches["REACH"])
+    shape = forward_shape(config, head_dim, v.shape[3], mask and mask.block_size, starts, split_rows > 0, *scored)
+    dim, dim_v, width = shape.DIM, shape.DIM_V, shape.DIM // shape.PIECES
     items, tiles = _items_and_tiles(q, mask, config.queries)
-    index, _, _, _, col_idx, tile_idx, tile_runs, tile_bits, *strides = table_arguments(mask, mask and mask.by_query, lse)
+    pointers, strides = table_pointers(mask, mask and mask.by_query, mask.by_query.work if mask else lse, lse)
     arguments = [
         described(q, [1, 1, HALF.value, width]),
         described(k, [1, 1, config.keys, width]),
         described(v, [1, 1, config.keys, dim_v]),
         described(out, [1, 1, HALF.value, dim_v]),
-        out,
-        lse,
-        split_out,
-        split_lse,
-        split_rows // config.queries,
-        index,
-        mask.by_query.work if mask else lse,
-        col_idx,
-        tile_idx,
-        tile_runs,
-        tile_bits,
+        Outputs(out, lse, split_out, split_lse),
+        pointers,
+        queue,
         *strides,
         heads,
         group,
@@ -743,17 +710,11 @@ def _forward_launch(q, k, v, out, lse, split_out, split_lse, queue, seed, mask, 
         items,
         tiles,
         heads_in_queue(dim + dim_v, kv_len, mask, lines, group),
-        queue,
+        split_rows // config.queries,
         scale * LOG2_E.value,
-        seed,
-        of_variant.dropout_p or 0.0,
         of_variant.given,
     ]
-    constants = columns | {"GROUPS": config.queries // HALF.value, "KEYS": config.keys}
-    constants |= {"STAGES": config.stages, "REGISTERS": config.registers}
-    constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None}
-    constants |= {"OWN_STARTS": mask is not None and mask.starts is not None, "SPLIT": split_rows > 0}
-    constants |= {"DROPOUT": of_variant.dropout_p is not None} | of_variant.switches
+    constants = {"SHAPE": Constants(shape), "SCORE": switches["SCORE"], "DERIVATIVE": switches["DERIVATIVE"]}
     return (min(tiles, config.programs * multiprocessors(q.device)), 1), arguments, constants, config.options
 
 

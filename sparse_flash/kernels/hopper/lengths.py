@@ -1,10 +1,11 @@
-"""Token existence: which steps of a tile's walk have existing tokens, which of them also have others, and zeros in place of those.
+"""Lengths of sequences: which steps of a tile have existing tokens, and zeros instead of tokens that do not exist.
 
-A walk's steps are numbered without gaps: whole steps of full blocks, then those with some nonexistent keys, at the upper and at the
-lower end, then runs, then bits. Where a part begins elsewhere in the table, ``Cuts`` has the difference.
+A tile's steps are numbered without gaps. First come whole steps of full blocks, then steps of full blocks with some nonexistent
+keys, at the upper and at the lower end, then runs, then bits. ``Cuts`` has the difference between a step's number and its position
+in the table.
 
-Nonexistent tokens may hold anything, and a weight of 0 times that is not always 0. The loading warp waits for the few tiles that
-have some, and clears them: to the computing warps they are tiles like others.
+Nonexistent tokens may hold anything, and 0 times infinity is not 0. Few tiles have such tokens. The loading warp waits for these
+tiles and clears the tokens, so the computing warps need not know.
 """
 
 from triton.experimental import gluon
@@ -19,7 +20,7 @@ _ROWS, _COLUMNS = gl.constexpr(8), gl.constexpr(64)  # that the loading warp cle
 
 @record
 class ExistingTokens:
-    """Tokens first .. last - 1 of an axis exist."""
+    """Says that tokens first .. last - 1 of an axis exist."""
 
     first: gl.tensor
     last: gl.tensor
@@ -27,33 +28,32 @@ class ExistingTokens:
 
 @record
 class Cuts:
-    """What lengths make of a tile's walk; anything without them. Steps from ``low`` on have nonexistent keys at their lower end,
-    and from ``own`` on mask tiles. shift_*: from a step's number to its place in the table. walked, own: tokens that exist."""
+    """Holds a tile's steps and tokens as lengths leave them. Without lengths, the fields are arbitrary."""
 
-    low: gl.tensor
-    own: gl.tensor
-    shift_low: gl.tensor
+    low: gl.tensor  # the first step with nonexistent keys at its lower end
+    own: gl.tensor  # the first step with a mask tile
+    shift_low: gl.tensor  # from the number of such a step to its position in the table
     shift_runs: gl.tensor
     shift_bits: gl.tensor
-    walked_first: gl.tensor
-    walked_last: gl.tensor
-    own_first: gl.tensor
+    other_first: gl.tensor  # tokens other_first .. other_last - 1 exist on the axis along which steps go
+    other_last: gl.tensor
+    own_first: gl.tensor  # tokens own_first .. own_last - 1 exist on the tile's own axis
     own_last: gl.tensor
 
     @gluon.jit
     def shift(self, step, bits):
-        """From a step's number to its place in the table. bits: the tile's first step of bits."""
+        """Returns what to add to a step's number for its position in the table. bits: the tile's first step of bits."""
         partial = gl.where(step < bits, self.shift_runs, self.shift_bits)
         return gl.where(step < self.low, 0, gl.where(step < self.own, self.shift_low, partial))
 
     @gluon.jit
     def is_cut(self, position, length, STEP: gl.constexpr):
-        """Whether STEP tokens of the walked axis have nonexistent ones, other than past its length, where TMA reads zeros."""
-        return _is_cut(position, self.walked_first, self.walked_last, length, STEP)
+        """Whether some of a step's STEP tokens do not exist. Those past the axis do not count, as TMA reads zeros there."""
+        return _is_cut(position, self.other_first, self.other_last, length, STEP)
 
     @gluon.jit
     def is_own_cut(self, position, length, TILE: gl.constexpr):
-        """Likewise of the tile's axis."""
+        """Whether some of the tile's own TILE tokens do not exist, in the same sense."""
         return _is_cut(position, self.own_first, self.own_last, length, TILE)
 
 
@@ -82,7 +82,7 @@ class TokenLengths:
 
 @gluon.jit
 def _valid(starts, lens, batch, length):
-    # Triton 3.6 fails where it knows that a walk's first token is 0.
+    # Triton 3.6 fails if it knows that the first token is 0.
     first, last = fresh_zero(length), length
     if starts is not None:
         first = gl.minimum(gl.maximum(gl.load(starts + batch), 0), length)
@@ -100,8 +100,8 @@ def new_lengths(variant, q_len, kv_len):
 
 @gluon.jit
 def _entries_below(entries, begin, end, block):
-    """How many of entries begin .. end - 1, which are ascending, lie in blocks before ``block``. Counts rather than searches, as
-    each search step would wait for memory."""
+    """Returns how many of entries begin .. end - 1, which are ascending, lie in blocks before ``block``. Counts instead of
+    searching, as each step of a search would wait for memory."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     count = begin * 0
     for start in range(begin, end, _CHUNK):
@@ -113,7 +113,7 @@ def _entries_below(entries, begin, end, block):
 
 @gluon.jit
 def _existing(table, begin, end, valid, length):
-    """(low, high): the entries of begin .. end - 1 with existing tokens."""
+    """Returns (low, high): entries low .. high - 1, of begin .. end - 1, have existing tokens."""
     low, high = begin, end
     if valid.first > 0:
         low = begin + _entries_below(table.entries, begin, end, valid.first // table.BLOCK)
@@ -124,18 +124,18 @@ def _existing(table, begin, end, valid, length):
 
 
 @gluon.jit
-def cut_walk(lengths, table, batch, first, bounds, TILE: gl.constexpr, STEP: gl.constexpr, BY_KEY: gl.constexpr):
-    """(begin, runs, bits, end, ``Cuts``) of a tile's walk, from the bounds of its row's entries, in steps of the walk. A dense walk
-    has no entries but steps."""
+def cut_steps(lengths, table, batch, first, bounds, TILE: gl.constexpr, STEP: gl.constexpr, BY_KEY: gl.constexpr):
+    """Returns (begin, runs, bits, end, ``Cuts``) of a tile, in steps. bounds: the first four, in entries of the table, or in steps
+    without one."""
     STEPS: gl.constexpr = table.BLOCK // STEP if table.SPARSE else 1
     begin, runs, bits, end = bounds
     queries, keys = lengths.queries(batch), lengths.keys(batch)
     if BY_KEY:
-        own, walked, length = keys, queries, lengths.q_len
+        own, other, length = keys, queries, lengths.q_len
     else:
-        own, walked, length = queries, keys, lengths.kv_len
+        own, other, length = queries, keys, lengths.kv_len
     has_own = (first < own.last) & (first + TILE > own.first)
-    valid = ExistingTokens(walked.first, gl.where(has_own, walked.last, walked.first))
+    valid = ExistingTokens(other.first, gl.where(has_own, other.last, other.first))
     if table.SPARSE:
         low, high = _existing(table, begin, runs, valid, length)
         runs_low, runs_high = _existing(table, runs, bits, valid, length)
@@ -160,7 +160,7 @@ def cut_walk(lengths, table, batch, first, bounds, TILE: gl.constexpr, STEP: gl.
     bits_begin = own_begin + (runs_high - runs_low)
     stop = bits_begin + (bits_high - bits_low)
     if BY_KEY and not table.SPARSE:
-        # Its only walk takes one step even if there is nothing: then all weights are 0.
+        # A tile takes one step even if it keeps nothing: then all weights are 0.
         whole_low = gl.where(low < high, low, 0)
         whole_high = gl.where(low < high, high, 1)
         bits_begin, stop = whole_high, whole_high
@@ -170,8 +170,8 @@ def cut_walk(lengths, table, batch, first, bounds, TILE: gl.constexpr, STEP: gl.
         shift_low=(low - high) * STEPS,
         shift_runs=(runs_low - own_begin) * STEPS,
         shift_bits=(bits_low - bits_begin) * STEPS,
-        walked_first=walked.first,
-        walked_last=walked.last,
+        other_first=other.first,
+        other_last=other.last,
         own_first=own.first,
         own_last=own.last,
     )
@@ -180,8 +180,8 @@ def cut_walk(lengths, table, batch, first, bounds, TILE: gl.constexpr, STEP: gl.
 
 @gluon.jit
 def load_existing(ring, n, tensor, source, arrived, turn, first, last):
-    """Fills the stage of n with a tile, with zeros in rows outside first .. last - 1, without marking it full. arrived: a barrier
-    of the loading warp's own. turn: how often it was used before. Returns turn + 1."""
+    """Fills the stage of n with a tile, with zeros in rows outside first .. last - 1, without marking it full. arrived: the loading
+    warp's own barrier. turn: how often this barrier was used before. Returns turn + 1."""
     tile = ring.stage(n)
     ROWS: gl.constexpr = tile.shape[0]
     COLUMNS: gl.constexpr = tile.shape[1]
@@ -204,7 +204,7 @@ def load_existing(ring, n, tensor, source, arrived, turn, first, last):
 
 @gluon.jit
 def own_barrier():
-    """A barrier for ``load_existing``."""
+    """Returns a barrier for ``load_existing``."""
     arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(arrived, count=1)
     return arrived

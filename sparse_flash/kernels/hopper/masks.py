@@ -1,20 +1,21 @@
 """Element masks of partial blocks, applied to a tile of scores in place, in the registers of a wgmma accumulator.
 
 Each selection between a score and its replacement is one piece of inline assembly. Comparisons written in Gluon do not wait for the
-scores: all of a tile's are made before the product is ready, and 64 predicates per thread are packed and unpacked again.
+scores: the compiler makes all of them before the product is ready, and packs and unpacks 64 predicates per thread.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-# The values of pairs that a mask drops: -inf and 0, in PTX notation.
+# Scores and weights of pairs that a mask drops: -inf and 0, in PTX notation.
 LOWEST = gl.constexpr("0fFF800000")
 ZERO = gl.constexpr("0f00000000")
 
 
 @gluon.jit
 def where_run(scores, first, stop, position, otherwise: gl.constexpr):
-    """scores where first <= position < stop, otherwise ``otherwise``: three int32 tensors, broadcast against scores."""
+    """Returns scores where first <= position < stop, and ``otherwise`` elsewhere. first, stop, position: int32 tensors, broadcast
+    against scores."""
     # One comparison instead of two: below first, the difference wraps to a large unsigned number.
     choose: gl.constexpr = "{ .reg .pred p; setp.lt.u32 p, $2, $3; selp.f32 $0, $1, " + otherwise + ", p; }"
     return gl.inline_asm_elementwise(
@@ -32,7 +33,7 @@ def _where_bit(scores, words, bit, otherwise: gl.constexpr):
 
 @gluon.jit
 def _word_layout(ROWS: gl.constexpr, COLS: gl.constexpr, layout: gl.constexpr):
-    """Row and column indices of a tile's 32-bit words, for the threads that hold its scores in ``layout``."""
+    """Returns row and column indices of a tile's 32-bit words, for the threads that hold its scores in ``layout``."""
     parts = gl.zeros([ROWS, COLS], gl.int32, layout=layout).reshape([ROWS, COLS // 32, 32])
     of_words: gl.constexpr = gl.SliceLayout(2, parts.type.layout)
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, of_words))
@@ -42,14 +43,15 @@ def _word_layout(ROWS: gl.constexpr, COLS: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def row_bits(words, ROWS: gl.constexpr, COLS: gl.constexpr, STRIDE: gl.constexpr, layout: gl.constexpr):
-    """words[r * STRIDE + c // 32] for ``where_bits``."""
+    """Returns words[r * STRIDE + c // 32], for ``where_bits``."""
     rows, columns = _word_layout(ROWS, COLS, layout)
     return gl.load(words + rows[:, None] * STRIDE + columns[None, :])
 
 
 @gluon.jit
 def row_run(runs, position, ROWS: gl.constexpr, COLS: gl.constexpr, layout: gl.constexpr):
-    """The same words from runs[r], its first key in the low half and its end in the high half; position: of column 0."""
+    """Returns words for ``where_bits`` from runs[r], which holds a run's first key in the low half and its end in the high half.
+    position: of column 0."""
     rows, columns = _word_layout(ROWS, COLS, layout)
     run = gl.load(runs + rows)
     return _run_bits((run & 0xFFFF)[:, None], (run >> 16)[:, None], columns[None, :] * 32 + position)
@@ -57,14 +59,14 @@ def row_run(runs, position, ROWS: gl.constexpr, COLS: gl.constexpr, layout: gl.c
 
 @gluon.jit
 def all_below(stop, ROWS: gl.constexpr, COLS: gl.constexpr, layout: gl.constexpr):
-    """The same words if all rows keep columns 0 .. stop - 1."""
+    """Returns words for ``where_bits`` that keep columns 0 .. stop - 1 of all rows."""
     rows, columns = _word_layout(ROWS, COLS, layout)
     return _run_bits((rows * 0)[:, None], (rows * 0 + stop)[:, None], columns[None, :] * 32)
 
 
 @gluon.jit
 def all_within(first, stop, ROWS: gl.constexpr, COLS: gl.constexpr, layout: gl.constexpr):
-    """The same words if all rows keep columns first .. stop - 1."""
+    """Returns words for ``where_bits`` that keep columns first .. stop - 1 of all rows."""
     rows, columns = _word_layout(ROWS, COLS, layout)
     return _run_bits((rows * 0 + first)[:, None], (rows * 0 + stop)[:, None], columns[None, :] * 32)
 
@@ -80,7 +82,7 @@ def _run_bits(first, stop, position):
 
 @gluon.jit
 def where_bits(scores, words, otherwise: gl.constexpr):
-    """(rows, columns) scores: kept where bit c % 32 of words[r, c // 32] is set."""
+    """Returns (rows, columns) scores where bit c % 32 of words[r, c // 32] is set, and ``otherwise`` elsewhere."""
     ROWS: gl.constexpr = scores.shape[0]
     COLS: gl.constexpr = scores.shape[1]
     parts = scores.reshape([ROWS, COLS // 32, 32])
@@ -93,7 +95,7 @@ def where_bits(scores, words, otherwise: gl.constexpr):
 
 @gluon.jit
 def column_bits(words, ROWS: gl.constexpr, COLS: gl.constexpr, STRIDE: gl.constexpr, layout: gl.constexpr):
-    """words[c * STRIDE + r // 32], of shape (ROWS // 32, COLS), for ``where_column_bits``."""
+    """Returns words[c * STRIDE + r // 32], (ROWS // 32, COLS), for ``where_column_bits``."""
     parts = gl.zeros([ROWS, COLS], gl.int32, layout=layout).reshape([ROWS // 32, 32, COLS])
     of_words: gl.constexpr = gl.SliceLayout(1, parts.type.layout)
     rows = gl.arange(0, ROWS // 32, layout=gl.SliceLayout(1, of_words))
@@ -103,7 +105,8 @@ def column_bits(words, ROWS: gl.constexpr, COLS: gl.constexpr, STRIDE: gl.conste
 
 @gluon.jit
 def where_column_bits(scores, words, otherwise: gl.constexpr):
-    """(rows, columns) scores, queries along columns: kept where bit r % 32 of words[r // 32, c] is set."""
+    """Returns (rows, columns) scores, with queries along columns, where bit r % 32 of words[r // 32, c] is set, and ``otherwise``
+    elsewhere."""
     ROWS: gl.constexpr = scores.shape[0]
     COLS: gl.constexpr = scores.shape[1]
     parts = scores.reshape([ROWS // 32, 32, COLS])
@@ -114,13 +117,13 @@ def where_column_bits(scores, words, otherwise: gl.constexpr):
 
 @gluon.jit
 def row_words(first, stop, ROWS: gl.constexpr, layout: gl.constexpr):
-    """All bits for rows first .. stop - 1, none for others: for ``where_rows``, of tensors of this layout."""
+    """Returns words for ``where_rows`` with all bits set in rows first .. stop - 1, and none in others."""
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     return gl.where((rows >= first) & (rows < stop), -1, 0)
 
 
 @gluon.jit
 def where_rows(numbers, words):
-    """fp32 numbers in rows that exist, 0 in others, whatever they hold. words: from ``row_words``."""
+    """Returns fp32 numbers in rows that exist, and 0 in others, even if these hold NaN. words: from ``row_words``."""
     keep: gl.constexpr = "and.b32 $0, $1, $2;"
     return gl.inline_asm_elementwise(keep, "=f,f,r", [numbers, words[:, None]], dtype=gl.float32, is_pure=True, pack=1)

@@ -1,5 +1,5 @@
-"""Whether Gluon compiles a user's score function. It takes Triton's, unless they make tensors of their own (``tl.arange``,
-``tl.zeros``): in Gluon these need a layout. Nor may results be of another shape or dtype than the scores."""
+"""Whether Gluon compiles a user's score function. Gluon compiles functions of Triton, unless they make tensors of their own
+(``tl.arange``, ``tl.zeros``), which need a layout in Gluon. Results must have the shape and the dtype of the scores."""
 
 from functools import cache
 
@@ -27,7 +27,7 @@ def own_scores_kernel(scores, batch, head, params, SCORE: gl.constexpr, DERIVATI
     score = gl.load(place)
     scored = SCORE(score, batch, head, row, column, params)
     gradient = score * DERIVATIVE(score, batch, head, row, column, params)
-    # The kernels go on with what comes out in the registers of what went in.
+    # The kernels expect results in the layout of the scores.
     gl.static_assert(scored.type == score.type, "its results are not a float32 tile like its scores")
     gl.static_assert(gradient.type == score.type, "its derivative is not in float32")
     gl.store(place, scored + gradient)
@@ -35,7 +35,8 @@ def own_scores_kernel(scores, batch, head, params, SCORE: gl.constexpr, DERIVATI
 
 @cache
 def refusal(score_mod, dtypes: tuple[torch.dtype, ...]) -> str | None:
-    """Why Hopper's kernels cannot take a ``ScoreFunction`` with params of these dtypes; or None. Compiles a small kernel, once."""
+    """Returns why Hopper's kernels cannot take a ``ScoreFunction`` with params of these dtypes, or None. Compiles a small kernel,
+    once."""
     if unknown := [dtype for dtype in dtypes if dtype not in _TYPES]:
         return f"it does not read score_params of {unknown[0]}"
     pointers = tuple(f"*{_TYPES[dtype]}" for dtype in dtypes)

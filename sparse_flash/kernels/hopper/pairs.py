@@ -1,6 +1,6 @@
 """Tiles in 16 bits as pairs of columns, an int32 each: (rows, columns // 2).
 
-As single numbers, the compiler would unpack and repack them where they cross a loop, and hold each in a register of its own.
+Where single 16-bit numbers cross a loop, the compiler unpacks and repacks them, and holds each in a register of its own.
 """
 
 from triton.experimental import gluon
@@ -9,20 +9,20 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def split_columns(tile):
-    """Even and odd columns."""
+    """Returns even and odd columns."""
     return tile.reshape([tile.shape[0], tile.shape[1] // 2, 2]).split()
 
 
 @gluon.jit
 def in_pairs(tile, dtype: gl.constexpr):
-    """A tile in float32 as pairs."""
+    """Returns a float32 tile as pairs."""
     low, high = split_columns(tile)
     return gl.inline_asm_elementwise(_round_pair(dtype), "=r,r,r", [low, high], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def from_pairs(pairs, dtype: gl.constexpr, layout: gl.constexpr):
-    """Pairs as a tile in 16 bits."""
+    """Returns pairs as a tile in 16 bits."""
     low, high = gl.inline_asm_elementwise(
         "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
     )
@@ -32,7 +32,7 @@ def from_pairs(pairs, dtype: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def times_pairs(pairs, tile, dtype: gl.constexpr):
-    """Pairs times a tile in float32, as pairs."""
+    """Returns pairs times a float32 tile, as pairs."""
     low, high = split_columns(tile)
     multiply: gl.constexpr = _multiply_pair(dtype)
     return gl.inline_asm_elementwise(multiply, "=r,r,f,f", [pairs, low, high], dtype=gl.int32, is_pure=True, pack=1)
@@ -40,8 +40,8 @@ def times_pairs(pairs, tile, dtype: gl.constexpr):
 
 @gluon.jit
 def minus_after(numbers, pairs, layout: gl.constexpr):
-    """Minus numbers by column, for each row of finite nonnegative pairs: as a tile in float32 that the compiler computes after the
-    pairs. It cannot know that these times 0 are 0."""
+    """Returns minus ``numbers`` in each row, as a float32 tile with twice the columns of ``pairs``. The compiler computes it after
+    ``pairs``, which are finite and nonnegative, as it cannot know that pairs times 0 are 0."""
     low, high = split_columns(numbers[None, :] + gl.zeros([pairs.shape[0], numbers.shape[0]], gl.float32, layout=layout))
     after: gl.constexpr = "{ .reg .f32 x, y; mov.b32 x, $2; neg.f32 y, $3; fma.rn.f32 $0, x, 0f00000000, y; neg.f32 $1, $4; }"
     low, high = gl.inline_asm_elementwise(

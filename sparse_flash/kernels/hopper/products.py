@@ -158,30 +158,30 @@ def store_columns(tile, sums):
 
 
 @gluon.jit
-def write_columns(place, STRIDE: gl.constexpr, sums, exists):
-    """Stores sums in global memory, from ``place`` on, in rows of STRIDE elements, if the tile exists."""
-    _write(place, STRIDE, sums[0], exists)
+def write_columns(pointer, STRIDE: gl.constexpr, sums, exists):
+    """Stores sums in global memory, from ``pointer`` on, in rows of STRIDE elements, if the tile exists."""
+    _write(pointer, STRIDE, sums[0], exists)
     if len(sums) > 1:
-        _write(place + sums[0].shape[1], STRIDE, sums[1], exists)
+        _write(pointer + sums[0].shape[1], STRIDE, sums[1], exists)
 
 
 @gluon.jit
-def _write(place, STRIDE: gl.constexpr, numbers, exists):
+def _write(pointer, STRIDE: gl.constexpr, numbers, exists):
     layout: gl.constexpr = numbers.type.layout
     down = gl.arange(0, numbers.shape[0], layout=gl.SliceLayout(1, layout))[:, None]
     across = gl.arange(0, numbers.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
-    gl.store(place + (down * STRIDE + across), numbers, mask=exists & (down + across >= 0))
+    gl.store(pointer + (down * STRIDE + across), numbers, mask=exists & (down + across >= 0))
 
 
 @gluon.jit
 def write_rows(tensor, base, batch, head, first, stop, sums):
     """Stores sums in rows first .. stop - 1 of a (batch, heads, tokens, head_dim) tensor; further sums are dropped. tensor: its
     descriptor. base: its address. The address and the strides are multiples of 16 bytes."""
-    place, stride = _place_of_rows(tensor, base, batch, head, first)
+    pointer, stride = _pointer_to_rows(tensor, base, batch, head, first)
     rows, columns = stop - first, tensor.shape[3] // 8 * 8
-    _write_part(place, stride, rows, columns, sums[0], 0)
+    _write_part(pointer, stride, rows, columns, sums[0], 0)
     if len(sums) > 1:
-        _write_part(place, stride, rows, columns, sums[1], sums[0].shape[1])
+        _write_part(pointer, stride, rows, columns, sums[1], sums[0].shape[1])
 
 
 @gluon.jit
@@ -189,12 +189,12 @@ def copy_rows(tensor, base, batch, head, first, stop, tile):
     """Copies a tile in shared memory as ``write_rows`` stores sums. All threads of the calling role must have written the tile."""
     WIDTH: gl.constexpr = tile.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [gl.num_warps(), 1], [1, 0])
-    place, stride = _place_of_rows(tensor, base, batch, head, first)
-    _store_existing(place, stride, stop - first, tensor.shape[3] // 8 * 8, tile.load(layout), 0, layout)
+    pointer, stride = _pointer_to_rows(tensor, base, batch, head, first)
+    _store_existing(pointer, stride, stop - first, tensor.shape[3] // 8 * 8, tile.load(layout), 0, layout)
 
 
 @gluon.jit
-def _place_of_rows(tensor, base, batch, head, first):
+def _pointer_to_rows(tensor, base, batch, head, first):
     """Returns (the address of row ``first`` of a head, the stride of rows)."""
     batch_stride, head_stride, stride = _in_units(tensor.strides[0]), _in_units(tensor.strides[1]), _in_units(tensor.strides[2])
     return base + (batch * batch_stride + head * head_stride + first * stride), stride
@@ -207,21 +207,21 @@ def _in_units(stride):
 
 
 @gluon.jit
-def _write_part(place, stride, rows, columns, numbers, FIRST: gl.constexpr):
+def _write_part(pointer, stride, rows, columns, numbers, FIRST: gl.constexpr):
     # Threads that share a row exchange pairs of numbers, so that each stores 16 bytes.
     WIDTH: gl.constexpr = numbers.shape[1]
     REGISTERS: gl.constexpr = [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64], [0, 128]]
     LANES: gl.constexpr = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
     WARPS: gl.constexpr = [[16, 0], [32, 0]]
     layout: gl.constexpr = gl.DistributedLinearLayout(REGISTERS[: 4 + WIDTH // 64], LANES, WARPS, [], [numbers.shape[0], WIDTH])
-    _store_existing(place, stride, rows, columns, numbers, FIRST, layout)
+    _store_existing(pointer, stride, rows, columns, numbers, FIRST, layout)
 
 
 @gluon.jit
-def _store_existing(place, stride, rows, columns, numbers, FIRST: gl.constexpr, layout: gl.constexpr):
+def _store_existing(pointer, stride, rows, columns, numbers, FIRST: gl.constexpr, layout: gl.constexpr):
     """Stores the rows and columns that exist, in a layout with 16 bytes a thread. FIRST: the column of the first number."""
     down = gl.arange(0, numbers.shape[0], layout=gl.SliceLayout(1, layout))
     across = FIRST + gl.arange(0, numbers.shape[1], layout=gl.SliceLayout(0, layout))
     exist = (down < rows)[:, None] & (across < columns)[None, :]
-    kept = gl.convert_layout(numbers.to(place.dtype.element_ty), layout)
-    gl.store(place + (down.to(gl.int64) * stride)[:, None] + across[None, :], kept, mask=exist)
+    kept = gl.convert_layout(numbers.to(pointer.dtype.element_ty), layout)
+    gl.store(pointer + (down.to(gl.int64) * stride)[:, None] + across[None, :], kept, mask=exist)

@@ -108,6 +108,13 @@ def new_ping_pong():
 
 
 @gluon.jit
+def tiles(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Returns shared memory for tiles that TMA loads and products read."""
+    flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return gl.allocate_shared_memory(dtype, [COUNT, ROWS, COLUMNS], flat)
+
+
+@gluon.jit
 def ring_of(data, STAGES: gl.constexpr, PIECES: gl.constexpr = 1, CONSUMERS: gl.constexpr = 1, FILLS: gl.constexpr = 1):
     """Returns a ring over data of shape (STAGES * PIECES, ...). CONSUMERS: how many must release a stage. FILLS: how many commit
     it: 1, or the number of threads that copy elements."""

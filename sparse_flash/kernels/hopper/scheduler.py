@@ -14,11 +14,13 @@ If shared memory holds the queries, or keys, of one tile only, the slots have th
 ring also releases the slot.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..common.gluon import record
-from .lengths import Cuts, TokenLengths, cut_walk
+from .lengths import Cuts, TokenLengths, cut_steps
 from .ring import Ring, ring_beside, ring_of
 
 TILE = gl.constexpr(128)  # queries (forward), or keys (backward) unless blocks are smaller
@@ -32,23 +34,34 @@ class Heads:
     group: gl.tensor  # how many of them share a key head
 
     @gluon.jit
-    def of_line(self, line):
+    def of(self, batch_head):
         """Returns (batch, head) of a batch-head of queries."""
-        return line // self.queries, line % self.queries
+        return batch_head // self.queries, batch_head % self.queries
+
+
+class TablePointers(NamedTuple):
+    """The lookup table as a launch passes it, by query or by key. Without a table, the pointers are not read."""
+
+    mask_index: Any
+    work: Any
+    entries: Any  # the blocks of each row, or column
+    tile_idx: Any
+    tile_runs: Any
+    tile_bits: Any
 
 
 @record
 class TableArguments:
-    """Holds the lookup table, by query or by key. Without a table (SPARSE false), a tile takes every step."""
+    """Holds the lookup table, whose first fields are ``TablePointers``. Without a table (SPARSE false), a tile takes every step."""
 
     mask_index: gl.tensor
-    mask_batch_stride: gl.tensor
-    mask_head_stride: gl.tensor
     work: gl.tensor
-    entries: gl.tensor  # the blocks of each row, or column
+    entries: gl.tensor
     tile_idx: gl.tensor
     tile_runs: gl.tensor
     tile_bits: gl.tensor
+    mask_batch_stride: gl.tensor
+    mask_head_stride: gl.tensor
     BLOCK: gl.constexpr
     SPARSE: gl.constexpr
     OWN_STARTS: gl.constexpr  # whether blocks start at any token: see ``DocumentBlocks``
@@ -76,11 +89,21 @@ class TableArguments:
 
 
 @record
+class Queue:
+    """Holds the tiles that the programs of a launch share."""
+
+    counters: gl.tensor  # (2,) int32, both 0 at the start: tiles taken, programs that have left
+    items: gl.tensor  # work items of a mask
+    tiles: gl.tensor  # of all items
+    heads_together: gl.tensor  # batch-heads that are computed together: see ``Scheduler.lookup``
+
+
+@record
 class TileInfo:
     """Describes a tile to the other warps. Steps are counted from the table's start."""
 
     first: gl.tensor  # query (forward) or key (backward); -1 after the last tile
-    line: gl.tensor  # the batch-head of queries; with TOGETHER, the first of the tile's
+    batch_head: gl.tensor  # of queries; with TOGETHER, the first of the head group
     begin: gl.tensor  # start of its full steps
     runs: gl.tensor  # start of its run steps
     bits: gl.tensor  # start of its bit steps
@@ -90,14 +113,14 @@ class TileInfo:
     cuts: Cuts
     # Only with OWN_STARTS, otherwise undefined:
     stop: gl.tensor  # the end of its tokens
-    to_place: gl.tensor  # added to a token's position, gives its position on the axis of whole blocks
+    to_padded: gl.tensor  # added to a token's position, gives its position on the axis of whole blocks
 
     @gluon.jit
     def from_row(self, row):
         """Returns the part of a tile from a row on."""
-        cuts, stop, to_place = self.cuts, self.stop, self.to_place
+        cuts, stop, to_padded = self.cuts, self.stop, self.to_padded
         bounds = self.begin, self.runs, self.bits, self.end
-        return TileInfo(self.first + row, self.line, *bounds, self.position, self.split, cuts, stop, to_place)
+        return TileInfo(self.first + row, self.batch_head, *bounds, self.position, self.split, cuts, stop, to_padded)
 
 
 # Numbers of fields of a TileInfo in shared memory: with lengths, with blocks of documents, with splits, and with none of these.
@@ -112,10 +135,7 @@ class Scheduler:
     slots: Ring  # of ``TileInfo``, a piece per field
     table: TableArguments
     heads: Heads
-    heads_together: gl.tensor
-    items: gl.tensor  # work items of a mask
-    tiles: gl.tensor  # of all items
-    queue: gl.tensor  # (2,) int32, both 0 at the start
+    queue: Queue
     length: gl.tensor  # of the axis along which steps go
     lengths: TokenLengths
     TILE: gl.constexpr  # tokens of a tile
@@ -146,17 +166,17 @@ class Scheduler:
                 shift_low=self._read(turn, 10),
                 shift_runs=self._read(turn, 11),
                 shift_bits=self._read(turn, 12),
-                walked_first=self._read(turn, 13),
-                walked_last=self._read(turn, 14),
+                other_first=self._read(turn, 13),
+                other_last=self._read(turn, 14),
                 own_first=self._read(turn, 15),
                 own_last=self._read(turn, 16),
             )
-        stop, to_place = first, first
+        stop, to_padded = first, first
         if self.table.OWN_STARTS:
-            stop, to_place = self._read(turn, 8), self._read(turn, 9)
+            stop, to_padded = self._read(turn, 8), self._read(turn, 9)
         return TileInfo(
             first=first,
-            line=self._read(turn, 1),
+            batch_head=self._read(turn, 1),
             begin=self._read(turn, 2),
             runs=self._read(turn, 3),
             bits=self._read(turn, 4),
@@ -165,7 +185,7 @@ class Scheduler:
             split=split,
             cuts=cuts,
             stop=stop,
-            to_place=to_place,
+            to_padded=to_padded,
         )
 
     @gluon.jit
@@ -178,13 +198,13 @@ class Scheduler:
         """Passes a tile to the other warps. number: its index in the queue. items, tiles: from ``in_use``."""
         tile = self.lookup(number, items, tiles)
         cuts = tile.cuts
-        plain = tile.first, tile.line, tile.begin, tile.runs, tile.bits, tile.end, tile.position, tile.split
+        plain = tile.first, tile.batch_head, tile.begin, tile.runs, tile.bits, tile.end, tile.position, tile.split
         if self.table.OWN_STARTS:
-            own = tile.stop, tile.to_place
+            own = tile.stop, tile.to_padded
             self._write(turn, plain + own)
         else:
             shifts = cuts.low, cuts.own, cuts.shift_low, cuts.shift_runs, cuts.shift_bits
-            self._write(turn, plain + shifts + (cuts.walked_first, cuts.walked_last, cuts.own_first, cuts.own_last))
+            self._write(turn, plain + shifts + (cuts.other_first, cuts.other_last, cuts.own_first, cuts.own_last))
 
     @gluon.jit
     def hand_over_end(self, turn):
@@ -243,36 +263,36 @@ class Scheduler:
     def in_use(self):
         """Returns the numbers of items and of tiles to compute. A table made on the device has space for splits, or for blocks of
         documents, and the host does not know how many are in use. The others never enter the queue."""
-        items, tiles = self.items, self.tiles
+        items, tiles = self.queue.items, self.queue.tiles
         if self.SPLIT or self.table.OWN_STARTS:
             items = gl.load(self.table.work + (5 if self.table.OWN_STARTS else 6))
-            tiles = tiles // self.items * items
+            tiles = tiles // self.queue.items * items
         return items, tiles
 
     @gluon.jit
     def lookup(self, number, items, tiles):
         """Returns the TileInfo of a number in the queue. ``heads_together`` batch-heads, whose keys and values fit the L2 cache,
         are computed together: items follow each other, each with all of these batch-heads."""
-        table = self.table
+        table, heads_together = self.table, self.queue.heads_together
         # Tokens of a row of the table. A tile may be taller than a block, but not taller than a row.
         ROW: gl.constexpr = self.TILE if self.TILE > table.BLOCK else table.BLOCK
         TILES: gl.constexpr = ROW // self.TILE
         STEPS: gl.constexpr = table.BLOCK // self.STEP if table.SPARSE else 1
         slots = items * TILES
-        group = number // (slots * self.heads_together)
-        rest = number - group * slots * self.heads_together
-        together = gl.minimum(self.heads_together, tiles // slots - group * self.heads_together)
-        slot, line = rest // together, group * self.heads_together + rest % together
+        group = number // (slots * heads_together)
+        rest = number - group * slots * heads_together
+        together = gl.minimum(heads_together, tiles // slots - group * heads_together)
+        slot, batch_head = rest // together, group * heads_together + rest % together
         if self.TOGETHER:
-            line *= self.heads.group  # the first query head of the head group
+            batch_head *= self.heads.group  # the first query head of the head group
         split = slot * 0
-        stop, to_place = slot, slot
+        stop, to_padded = slot, slot
         if table.SPARSE:
-            batch, head = self.heads.of_line(line)
-            item = table.work + (table.mask_of(batch, head) * self.items + slot // TILES) * WORK_FIELDS
+            batch, head = self.heads.of(batch_head)
+            item = table.work + (table.mask_of(batch, head) * self.queue.items + slot // TILES) * WORK_FIELDS
             if table.OWN_STARTS:
                 gl.static_assert(TILES == 1)
-                first, to_place, stop = gl.load(item), gl.load(item + 6), gl.load(item + 7)
+                first, to_padded, stop = gl.load(item), gl.load(item + 6), gl.load(item + 7)
             else:
                 first = gl.load(item) * ROW + slot % TILES * self.TILE
                 split = gl.load(item + 5)
@@ -287,16 +307,16 @@ class Scheduler:
             bits = end
         cuts = Cuts(first, first, first, first, first, first, first, first, first)
         if self.lengths.ANY:
-            batch, head = self.heads.of_line(line)
+            batch, head = self.heads.of(batch_head)
             bounds = begin, runs, bits, end
-            begin, runs, bits, end, cuts = cut_walk(
+            begin, runs, bits, end, cuts = cut_steps(
                 self.lengths, table, batch, first, bounds, TILE=self.TILE, STEP=self.STEP, BY_KEY=self.BY_KEY
             )
         else:
             begin, runs, bits, end = begin * STEPS, runs * STEPS, bits * STEPS, end * STEPS
-        tile = TileInfo(first, line, begin, runs, bits, end, first, split, cuts, stop, to_place)
+        tile = TileInfo(first, batch_head, begin, runs, bits, end, first, split, cuts, stop, to_padded)
         position = self.position(tile, self.first_step(first, begin, runs, end), end)
-        return TileInfo(first, line, begin, runs, bits, end, position, split, cuts, stop, to_place)
+        return TileInfo(first, batch_head, begin, runs, bits, end, position, split, cuts, stop, to_padded)
 
 
 @gluon.jit
@@ -304,9 +324,6 @@ def new_scheduler(
     released_with,
     table,
     heads,
-    heads_together,
-    items,
-    tiles,
     queue,
     length,
     lengths,
@@ -329,10 +346,7 @@ def new_scheduler(
         slots = ring_of(data, 2, FIELDS, CONSUMERS)
     # In tiles taller than a block, some queries keep nothing of the last block: see ``first_step``.
     DOWN: gl.constexpr = not BY_KEY and TILE <= table.BLOCK
-    # fmt: off
-    return Scheduler(slots, table, heads, heads_together, items, tiles, queue, length, lengths, TILE, STEP, BY_KEY, DOWN, SPLIT,
-                     TOGETHER)
-    # fmt: on
+    return Scheduler(slots, table, heads, queue, length, lengths, TILE, STEP, BY_KEY, DOWN, SPLIT, TOGETHER)
 
 
 @gluon.jit
@@ -346,9 +360,9 @@ def schedule(scheduler):
         turn += 1
         # A new tile is taken only after the last but one is released, so no tile waits here while other programs are idle.
         scheduler.slots.acquire(turn)
-        number = gl.num_programs(0) + gl.atomic_add(scheduler.queue, 1, sem="relaxed")
+        number = gl.num_programs(0) + gl.atomic_add(scheduler.queue.counters, 1, sem="relaxed")
     scheduler.hand_over_end(turn)
     # The last program to leave the queue resets it for the next launch.
-    if gl.atomic_add(scheduler.queue + 1, 1, sem="acq_rel") == gl.num_programs(0) - 1:
-        gl.store(scheduler.queue, 0)
-        gl.store(scheduler.queue + 1, 0)
+    if gl.atomic_add(scheduler.queue.counters + 1, 1, sem="acq_rel") == gl.num_programs(0) - 1:
+        gl.store(scheduler.queue.counters, 0)
+        gl.store(scheduler.queue.counters + 1, 0)

@@ -1,8 +1,8 @@
-"""From products to scores, and back: what a variant does to a tile in the registers of a wgmma accumulator. As ``portable/scores``;
-without a variant, kernels disable all of this at compile time.
+"""Changes of scores by a variant, and their derivatives, on a tile in the registers of a wgmma accumulator: see
+``portable/scores``. Without a variant, kernels disable all of this at compile time.
 
-A tile's scores wait for their product. What is one piece of assembly here waits with them: the compiler would compute its parts
-before, and keep them in registers.
+Scores wait for their product. In Gluon, the compiler would compute all that does not depend on them before the product ends, and
+keep it in registers. One piece of inline assembly waits as a whole.
 """
 
 from triton.experimental import gluon
@@ -13,22 +13,21 @@ from ..common.tiles import LOG2_E
 
 
 @record
-class ScoredLine:
-    """The query head that a tile belongs to."""
+class ScoredHead:
+    """Holds what scores of a tile need of its query head."""
 
     batch: gl.tensor
     head: gl.tensor
-    slope: gl.tensor  # of ALiBi, in base 2; anything without it
+    slope: gl.tensor  # of ALiBi, in units of ``_unit``; arbitrary without ALiBi
 
 
 @record
 class ScoreTerms:
-    """How products become scores: see ``common.variant``. scale: times log2(e). offset: of the last query from the last key. last:
-    the last key's position, if there is a user's function."""
+    """Says how products become scores: see ``common.variant``."""
 
-    scale: gl.tensor
-    offset: gl.tensor
-    last: gl.tuple
+    scale: gl.tensor  # times log2(e)
+    offset: gl.tensor  # from the last query to the last key
+    last: gl.tuple  # the last key's position, with a user's function
     variant: gl.tuple
     SCORED: gl.constexpr
     REACH: gl.constexpr
@@ -38,17 +37,17 @@ class ScoreTerms:
     SIGNED: gl.constexpr  # whether signs of weights say what dropout dropped, and the derivative may change them
 
     @gluon.jit
-    def place(self, heads, line):
-        """The ``ScoredLine`` of a line, batch * heads + head."""
-        batch, head = heads.of_line(line)
+    def of_head(self, heads, batch_head):
+        """Returns the ``ScoredHead`` of a batch-head of queries."""
+        batch, head = heads.of(batch_head)
         slope = self.scale
         if self.variant.alibi_slopes is not None:
-            slope = gl.load(self.variant.alibi_slopes + line) * self._unit()
-        return ScoredLine(batch, head, slope)
+            slope = gl.load(self.variant.alibi_slopes + batch_head) * self._unit()
+        return ScoredHead(batch, head, slope)
 
     @gluon.jit
     def factor(self):
-        """From what ``scored`` returns to base 2."""
+        """Returns the factor that brings results of ``scored`` to base 2."""
         if not self.SCORED:
             factor = self.scale
         elif self.SCORE is None:
@@ -58,27 +57,28 @@ class ScoreTerms:
         return factor
 
     @gluon.jit
-    def scored(self, products, place, first_query, first_key):
-        """Scores in base 2, or natural ones if the user's function makes them."""
-        scores = self._before_function(products, place, first_query, first_key)
+    def scored(self, products, terms, first_query, first_key):
+        """Returns scores in base 2, or natural ones if there is a user's function."""
+        scores = self._before_function(products, terms, first_query, first_key)
         if self.SCORE is not None:
-            scores = self._of_function(self.SCORE, scores, place, first_query, first_key)
+            scores = self._of_function(self.SCORE, scores, terms, first_query, first_key)
         return scores
 
     @gluon.jit
-    def times_derivative(self, values, products, place, first_query, first_key):
-        """values times the derivative of scores by scaled products."""
+    def times_derivative(self, values, products, terms, first_query, first_key):
+        """Returns values times the derivative of scores by scaled products."""
         if self.variant.softcap is not None:
             tanh = self._tanh(products)
             values *= 1.0 - tanh * tanh
         if self.DERIVATIVE is not None:
-            before = self._before_function(products, place, first_query, first_key)
-            values *= self._of_function(self.DERIVATIVE, before, place, first_query, first_key)
+            before = self._before_function(products, terms, first_query, first_key)
+            values *= self._of_function(self.DERIVATIVE, before, terms, first_query, first_key)
         return values
 
     @gluon.jit
     def _unit(self):
-        """Of scores before the user's function: base 2, or natural if there is one."""
+        """Returns the unit of scores before the user's function: log2(e) for base 2, or 1 for natural ones if there is a
+        function."""
         if self.SCORE is None:
             unit = LOG2_E
         else:
@@ -87,19 +87,19 @@ class ScoreTerms:
 
     @gluon.jit
     def _tanh(self, products):
-        """tanh of products * scale / softcap, from an exponential that may overflow: 1 - 2 / inf is 1. Off by up to about 2^-22,
-        near 0 too, which a large cap multiplies: the back end refuses one."""
+        """Returns tanh of products * scale / softcap, from an exponential that may overflow: 1 - 2 / inf is 1. Its error is up to
+        about 2^-22, near 0 too. A large cap multiplies this error, so the back end refuses it."""
         grow: gl.constexpr = (
             "{ .reg .f32 a; mul.f32 a, $1, $2; ex2.approx.ftz.f32 a, a; add.f32 a, a, 0f3F800000; rcp.approx.ftz.f32 a, a; "
             "fma.rn.f32 $0, a, 0fC0000000, 0f3F800000; }"
         )
-        # The exponent of e^2x in base 2. scale is in base 2 already.
+        # From a product to the exponent of e^2x in base 2; scale is in base 2 already.
         steepness = self.scale * (2.0 / self.variant.softcap)
         return gl.inline_asm_elementwise(grow, "=f,f,f", [products, steepness], dtype=gl.float32, is_pure=True, pack=1)
 
     @gluon.jit
-    def _before_function(self, products, place, first_query, first_key):
-        """Capped and biased scores, in units of ``_unit``."""
+    def _before_function(self, products, terms, first_query, first_key):
+        """Returns capped and biased scores, in units of ``_unit``."""
         if self.variant.softcap is not None:
             scores = self._tanh(products) * (self.variant.softcap * self._unit())
         else:
@@ -112,7 +112,7 @@ class ScoreTerms:
             else:
                 near, far = row, column + (first_key - first_query - self.offset)
             apart = far.to(gl.float32) - near.to(gl.float32)
-            scores -= gl.abs(apart) * place.slope
+            scores -= gl.abs(apart) * terms.slope
         if self.variant.rel_bias is not None:
             row, column = self._indices(scores)
             REACH: gl.constexpr = self.REACH
@@ -120,12 +120,12 @@ class ScoreTerms:
                 apart = row + (first_key - first_query - self.offset) - column
             else:
                 apart = column + (first_key - first_query - self.offset) - row
-            biases = self.variant.rel_bias + place.head * (2 * REACH + 1) + REACH
+            biases = self.variant.rel_bias + terms.head * (2 * REACH + 1) + REACH
             scores += gl.load(biases + gl.minimum(gl.maximum(apart, -REACH), REACH)) * self._unit()
         return scores
 
     @gluon.jit
-    def _of_function(self, FUNCTION: gl.constexpr, scores, place, first_query, first_key):
+    def _of_function(self, FUNCTION: gl.constexpr, scores, terms, first_query, first_key):
         """Evaluates the user's score function, or its derivative, on a step. Past the last token it gets the last token's position,
         as it may read a table there."""
         row, column = self._indices(scores)
@@ -134,7 +134,7 @@ class ScoreTerms:
         else:
             q_pos, k_pos = row + (first_query + self.offset), column + first_key
         q_pos, k_pos = gl.minimum(q_pos, self.last[0]), gl.minimum(k_pos, self.last[0])
-        return FUNCTION(scores, place.batch, place.head, q_pos, k_pos, self.variant.params)
+        return FUNCTION(scores, terms.batch, terms.head, q_pos, k_pos, self.variant.params)
 
     @gluon.jit
     def _indices(self, scores):

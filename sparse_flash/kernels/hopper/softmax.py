@@ -1,9 +1,9 @@
 """The running softmax of a warp group's 64 rows of scores.
 
-Weights are exp2(score - maximum). Any reference will do for a row's maximum, as long as nothing overflows. So a step takes the one
-that it has; only if weights turn out large, the warp finds the highest scores of its 16 rows and computes the weights again
-(``folded``). Most steps then have no comparisons, no exchange between threads, for which all weights would wait, and no sums of
-values to scale. FlashAttention-4 lets the maximum lag behind, too, but looks for the highest score in each step.
+Weights are exp2(score - maximum). Instead of a row's maximum, any number serves as long as nothing overflows. So a step takes the
+number of the step before. Only if weights turn out large does the warp find the highest scores of its 16 rows and compute the
+weights again (``folded``). Most steps then have no comparisons, no exchange between threads, for which all weights would wait, and
+no sums of values to scale. FlashAttention-4 lets the maximum lag behind, too, but looks for the highest score in each step.
 """
 
 from triton.experimental import gluon
@@ -12,14 +12,14 @@ from triton.experimental.gluon import language as gl
 from ..common.tiles import FLOOR
 from .pairs import in_pairs, split_columns
 
-# What the weights of a thread in one row of a step may add up to; it has 16 or 32 of them. Sums of values are float32, in which
-# 2^40 leaves room for a million tokens with values up to 2^68. In PTX notation.
+# The largest sum of a thread's 16 or 32 weights in one row of a step, in PTX notation. Sums of values are float32, in which 2^40
+# suffices for a million tokens with values up to 2^68.
 LARGE = {"bf16": "0f53800000", "f16": "0f46800000"}  # 2^40; 2^14, as float16 ends at 65,504
 
 
 @gluon.jit
 def followed(scores, running_max, running_sum, factor):
-    """(weights, the factor for sums of values, maximum, sum), the last three (64,), with the maximum of all scores.
+    """Returns (weights, the factor for sums of values, maximum, sum), the last three (64,), by the maximum of all scores.
 
     scores: (64, keys), to be multiplied by ``factor``."""
     new_max = gl.maximum(running_max, gl.max(scores, 1) * factor)
@@ -30,15 +30,15 @@ def followed(scores, running_max, running_sum, factor):
 
 @gluon.jit
 def nothing_yet(scores):
-    """The maximum and the sum of rows that have kept nothing, (64,)."""
+    """Returns the maximum and the sum of rows that have kept nothing, (64,)."""
     floor = gl.full([scores.shape[0]], FLOOR, gl.float32, layout=gl.SliceLayout(1, scores.type.layout))
     return floor, gl.zeros_like(floor)
 
 
 @gluon.jit
 def first_folded(scores, factor, dtype: gl.constexpr):
-    """(weights as from ``in_pairs``, maximum, sum) of a tile's first step, with the maximum of its scores; the last two (64, 4): a
-    number for each of the four threads that share a row, equal maxima, and sums of what the thread has seen."""
+    """Returns (weights as from ``in_pairs``, maximum, sum) of a tile's first step, by the maximum of its scores. The last two are
+    (64, 4), a number for each of the four threads that share a row: equal maxima, and sums of each thread's own weights."""
     floor, none = nothing_yet(scores)
     weights, _, maximum, _ = followed(scores, floor, none, factor)
     pairs = in_pairs(weights, dtype)
@@ -51,14 +51,14 @@ def first_folded(scores, factor, dtype: gl.constexpr):
 
 @gluon.jit
 def by_row(maximum, total, layout: gl.constexpr):
-    """(64,) maxima and sums, of those by thread."""
+    """Returns (64,) maxima and sums, from maxima and sums by thread."""
     return gl.convert_layout(gl.max(maximum, 1), layout), gl.convert_layout(gl.sum(total, 1), layout)
 
 
 @gluon.jit
 def folded(scores, running_max, running_sum, factor, dtype: gl.constexpr):
-    """(weights as from ``in_pairs``, the factor for sums of values, maximum, sum), the last three by thread: with the maximum so
-    far, or where that gives large weights, with that of the scores too. A warp's numbers alternate between two rows."""
+    """Returns (weights as from ``in_pairs``, the factor for sums of values, maximum, sum), the last three by thread. Takes the
+    maximum so far; if that gives large weights, also the maximum of these scores. A warp's numbers alternate between two rows."""
     low, high = split_columns(scores)
     COUNT: gl.constexpr = low.shape[0] * low.shape[1] // (32 * gl.num_warps())
     code: gl.constexpr = _folding(COUNT, dtype)
@@ -77,8 +77,8 @@ def folded(scores, running_max, running_sum, factor, dtype: gl.constexpr):
 
 @gluon.jit
 def rescaled(sums, factors):
-    """Sums of values, times the factors of ``folded``: which warps leave out whose rows all have the factor 1. No product may be in
-    flight: the compiler would serialize all of them."""
+    """Returns sums of values times the factors of ``folded``. A warp whose rows all have the factor 1 skips the multiplication. No
+    product may be in flight, because the compiler would serialize all products."""
     first = _rescaled(sums[0], factors)
     if len(sums) == 1:
         result = (first,)
@@ -99,7 +99,7 @@ def _rescaled(sums, factors):
 
 @gluon.jit
 def _threads(pairs):
-    """(64, 4): the first of each thread's numbers in a row, of (64, keys // 2)."""
+    """Returns the first of each thread's numbers in a row, (64, 4), from (64, keys // 2)."""
     return gl.reduce(pairs.reshape([pairs.shape[0], pairs.shape[1] // 4, 4]), 1, _first)
 
 
@@ -110,7 +110,7 @@ def _first(left, right):
 
 @gluon.jit
 def _for_pairs(numbers, pairs):
-    """(64, 4) numbers, for each of (64, keys // 2)."""
+    """Returns (64, 4) numbers for each of (64, keys // 2) pairs."""
     parts = pairs.reshape([pairs.shape[0], pairs.shape[1] // 4, 4])
     given = gl.convert_layout(numbers, gl.SliceLayout(1, parts.type.layout))[:, None, :]
     whole = (given + gl.zeros_like(parts)).reshape([pairs.shape[0], pairs.shape[1]])
@@ -119,13 +119,13 @@ def _for_pairs(numbers, pairs):
 
 @gluon.constexpr_function
 def _folding(count, dtype):
-    """(assembly, constraints) of ``folded`` for ``count`` pairs of each thread, alternately of two rows."""
+    """Returns (assembly, constraints) of ``folded`` for ``count`` pairs of each thread, alternately of two rows."""
     name = "bf16" if dtype == gl.bfloat16 else "f16"
     low, high, maximum, factor = ([f"${group * count + number}" for number in range(count)] for group in (3, 4, 5, 6))
     lines = [".reg .f32 m<2>, n<2>, s<2>, x, y, t; .reg .pred p, q;"]
     lines += [f"mov.f32 m{row}, {maximum[row]};" for row in (0, 1)]
-    # Weights are computed again by the same code: programs twice as long miss the instruction cache. With equal maxima it ends,
-    # so whatever scores are, that happens once.
+    # Weights are computed again by the same code, as programs twice as long miss the instruction cache. The loop ends when maxima
+    # are equal, so it repeats at most once, whatever the scores are.
     lines += ["AGAIN:"]
     lines += [f"neg.f32 n{row}, m{row}; mov.f32 s{row}, 0f00000000;" for row in (0, 1)]
     for number in range(count):
@@ -149,7 +149,7 @@ def _folding(count, dtype):
 
 @gluon.constexpr_function
 def _rescaling(count):
-    """(assembly, constraints) of ``rescaled`` for ``count`` numbers of each thread, two by two of two rows."""
+    """Returns (assembly, constraints) of ``rescaled`` for ``count`` numbers of each thread, alternately two of each of two rows."""
     factor = [f"${2 * count + number}" for number in range(count)]
     products = " ".join(f"mul.f32 ${number}, ${number}, {factor[number]};" for number in range(count))
     assembly = (

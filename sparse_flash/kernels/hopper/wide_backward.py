@@ -1,9 +1,9 @@
 """The backward pass for Hopper at head_dim 129 to 256: two warp groups with different roles, tiles of 64 keys, 64 queries a step.
 
-The first warp group computes weights, and sums dV. The second computes gradients of scores, and sums dK. Each holds the left
-operand of its sum in registers, and reads only the right operand from shared memory. Weights pass from the first group to the
-second, in the order in which threads hold them. Gradients of scores pass back as an operand of dQ, whose columns the two groups
-divide. While one group waits, or computes exponentials, the products of the other keep the tensor cores busy.
+The first warp group computes weights, dQ, and sums of dV. The second computes gradients of scores, and sums of dK. Each holds the
+left operand of its sums in registers, and reads only the right operand from shared memory. Weights pass from the first group to the
+second, in the order in which threads hold them. Gradients of scores pass back as an operand of dQ. While one group waits, or
+computes exponentials, the products of the other keep the tensor cores busy. ``backward_arguments`` numbers a step's products.
 
 dQ goes through shared memory in pieces. A sending warp adds them to global memory by TMA, so computing warps wait for no store
 (docs/performance/kernels.md has the figures).
@@ -11,85 +11,35 @@ dQ goes through shared memory in pieces. A sending warp adds them to global memo
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from ..common.gluon import async_add, async_store, fresh_zero, of_tensor, record, store_wait, view
 from ..common.tiles import BITS, FULL, RUNS
 from .backward_steps import (
-    NOT_SPECIALIZED,
-    BackwardInputs,
     dscores_of,
     existing_keys,
-    existing_tokens,
-    first_line,
     first_query,
+    first_row,
     in_register_order,
     kept_weights,
     load_tiles,
     mask_words,
     rounded,
+    row_of_sums,
     weights_of,
 )
-from .dropout import Dropout
-from .lengths import TokenLengths, own_barrier
 from .products import finished, scaled_by, store_columns, times, times_transposed, zero_sums
-from .ring import Ring, ring_beside, ring_of
-from .scheduler import Heads, Scheduler, TableArguments, new_scheduler, schedule
-from .scores import ScoreTerms, new_terms
+from .ring import Ring, ring_beside, ring_of, tiles
+from .scheduler import schedule
 
 
 @record
-class WideGradients:
-    """Holds the outputs of the kernel. Rows of dQ hold sums in register order; with ADDED or SPLIT, rows of dK and dV do too."""
-
-    dq_rows: tma.tensor_descriptor
-    dk: tma.tensor_descriptor
-    dv: tma.tensor_descriptor
-    kv_sums: gl.tensor  # a pointer to sums of dK, and after them of dV
-    padded_q_len: gl.tensor
-    padded_kv_len: gl.tensor
-    kv_lines: gl.tensor
-    splits: gl.tensor  # tiles of splits per head
-    ADDED: gl.constexpr  # whether query heads share dK and dV
-    SPLIT: gl.constexpr  # whether columns may be split; not with ADDED, which adds splits up too
-    FIXED: gl.constexpr  # whether gradients are independent of the order in which tiles are added
-
-
-@record
-class WideArguments:
-    """Holds what the warps share. Names without a comment mean the same as in ``BackwardArguments``."""
-
-    inputs: BackwardInputs
-    grads: WideGradients
-    table: TableArguments
-    heads: Heads
-    scale: gl.tensor
-    scoring: ScoreTerms
-    lengths: TokenLengths
-    arrived: gl.shared_memory_descriptor
-    dropout: Dropout
-    scheduler: Scheduler
-    k: Ring
-    v: Ring
-    q: Ring  # released by both warp groups
-    dout: Ring
-    lse: gl.shared_memory_descriptor
-    unit: gl.shared_memory_descriptor
-    delta: gl.shared_memory_descriptor
+class WideBuffers:
     weights: Ring  # a fill for each step, and one without data at the end of each tile, after the first group's last read of k
     dscores: Ring
     dq: Ring  # halves of pieces of dQ, for the sending warp
     dk: Ring  # without data; full: dK is in the buffer of k, or has been added
     dv: Ring  # without data; full: dV is in the buffer of v, or has been added
-    DIM: gl.constexpr
-    USED: gl.constexpr
-    DIM_V: gl.constexpr
-    USED_V: gl.constexpr
-    KEYS: gl.constexpr
-    QUERIES: gl.constexpr
-    RAGGED: gl.constexpr
-    ACROSS: gl.constexpr
-    PIECES: gl.constexpr  # of dQ, of 64 columns
 
 
 @gluon.jit
@@ -107,7 +57,7 @@ def _from_thread_order(tile):
 
 
 @gluon.jit
-def _places(place, numbers, FIRST: gl.constexpr, WIDTH: gl.constexpr):
+def _pointers(pointer, numbers, FIRST: gl.constexpr, WIDTH: gl.constexpr):
     """Returns (columns in register order, their addresses), for the columns from FIRST on of a tile of 64 rows and WIDTH
     columns."""
     ALONG: gl.constexpr = numbers.shape[1] // 16
@@ -121,44 +71,44 @@ def _places(place, numbers, FIRST: gl.constexpr, WIDTH: gl.constexpr):
     row = gl.arange(0, 2 * ALONG, layout=gl.SliceLayout(1, layout))
     column = gl.arange(0, 512, layout=gl.SliceLayout(0, layout))
     row = row // ALONG * (WIDTH // 16) + (FIRST // 16 + row % ALONG)
-    return gl.convert_layout(rows, layout), place + ((row * 512)[:, None] + column[None, :])
+    return gl.convert_layout(rows, layout), pointer + ((row * 512)[:, None] + column[None, :])
 
 
 @gluon.jit
-def _queries_product(p, step, turn, sums, PIECE: gl.constexpr):
+def _queries_product(p, own, step, turn, sums, PIECE: gl.constexpr):
     """Starts the product of a piece of a step's dQ, in the registers of ``sums``."""
     keys = p.k.stage(turn, fresh_zero(step)).slice(PIECE * 64, 64, dim=1)
-    return warpgroup_mma(p.dscores.stage(step).permute((1, 0)), keys, sums, use_acc=False, is_async=True)
+    return warpgroup_mma(own.dscores.stage(step).permute((1, 0)), keys, sums, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _hand_over_queries(p, dq, step, PIECE: gl.constexpr):
+def _hand_over_queries(p, own, dq, step, PIECE: gl.constexpr):
     """Hands a piece of a step's dQ to the sending warp, in halves."""
     numbers = dq
-    if p.grads.FIXED:
+    if p.SHAPE.FIXED:
         unit = p.unit.index(p.q.place(step)).load(gl.SliceLayout(1, dq.type.layout))
         numbers = rounded(dq * unit[:, None])
     rows = in_register_order(numbers, 4)
     halves = rows.reshape([2, rows.shape[0] // 2, 256]).permute((1, 2, 0)).split()
     for half in gl.static_range(2):
-        sent = (step * p.PIECES + PIECE) * 2 + half
-        p.dq.acquire(sent)
-        view(p.dq.stage(sent), numbers.dtype, halves[half].shape, p.grads.dq_rows.layout).store(halves[half])
+        sent = (step * p.SHAPE.PIECES + PIECE) * 2 + half
+        own.dq.acquire(sent)
+        view(own.dq.stage(sent), numbers.dtype, halves[half].shape, p.grads.dq_rows.layout).store(halves[half])
         fence_async_shared()
-        p.dq.commit(sent)
+        own.dq.commit(sent)
 
 
 @gluon.jit
-def _walk_weights(p, tile, state, step, last, turn, begin, end, exists, stream, place, zeros, KIND: gl.constexpr):
+def _add_weights(p, own, tile, state, step, last, turn, begin, end, exists, stream, terms, zeros, KIND: gl.constexpr):
     """Adds steps begin .. end - 1, all of one kind, to dV and dQ. state: dV, and the scores of the step, (keys, queries). last: the
     tile's last step. The scores that it computes are not used."""
     dv, scores = state
     dtype: gl.constexpr = p.q.data.dtype
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, dv[0].type.layout, 2)
-    PRODUCTS: gl.constexpr = 1 if p.USED == p.DIM else 2
+    PRODUCTS: gl.constexpr = 1 if p.SHAPE.USED == p.SHAPE.DIM else 2
     score_layout: gl.constexpr = zeros.type.layout
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    dq_zeros = gl.zeros([p.QUERIES, 64], gl.float32, layout=dq_layout)
+    dq_zeros = gl.zeros([p.SHAPE.QUERIES, 64], gl.float32, layout=dq_layout)
     existing = existing_keys(p, tile, score_layout)
     for entry in range(begin, end):
         dout = p.dout.stage(step)
@@ -168,44 +118,48 @@ def _walk_weights(p, tile, state, step, last, turn, begin, end, exists, stream, 
         position = entry
         if p.dropout.ENABLED or p.scoring.SCORED:
             position = first_query(p, tile, entry, end, exists)
-        weights = weights_of(p, tile, scores, step, words, existing, stream, place, position, KIND)
+        # P = exp2(S - lse), where the previous step has computed (1) S = Q K^T
+        weights = weights_of(p, tile, scores, step, words, existing, stream, terms, position, KIND)
         operand = gl.convert_layout(kept_weights(p, weights), operand_layout)
         if p.scoring.SIGNED:
-            ones = gl.full([p.KEYS, p.QUERIES], 1.0, gl.float32, layout=score_layout)
-            derivative = p.scoring.times_derivative(ones, scores, place, position, tile.first)
-            p.weights.stage(0, 1).store(_in_thread_order(derivative.to(dtype)))
+            ones = gl.full([p.SHAPE.KEYS, p.SHAPE.QUERIES], 1.0, gl.float32, layout=score_layout)
+            derivative = p.scoring.times_derivative(ones, scores, terms, position, tile.first)
+            own.weights.stage(0, 1).store(_in_thread_order(derivative.to(dtype)))
         elif p.scoring.SCORED:
-            weights = p.scoring.times_derivative(weights, scores, place, position, tile.first)
-        p.weights.stage(0).store(_in_thread_order(weights.to(dtype)))
-        p.weights.commit(step + turn)
+            weights = p.scoring.times_derivative(weights, scores, terms, position, tile.first)
+        own.weights.stage(0).store(_in_thread_order(weights.to(dtype)))
+        own.weights.commit(step + turn)
         p.dout.wait(step)
+        # (3) dV += P^T dO
         started_dv = times(operand, dout, dv)
-        p.dscores.wait(step)
-        started = _queries_product(p, step, turn, dq_zeros, 0)
+        # (5) dQ += dS K
+        own.dscores.wait(step)
+        started = _queries_product(p, own, step, turn, dq_zeros, 0)
         dv = finished(started_dv, 1)
-        if not p.grads.FIXED:
+        if not p.SHAPE.FIXED:
             p.q.release(step)
-        for piece in gl.static_range(p.PIECES - 1):
+        for piece in gl.static_range(p.SHAPE.PIECES - 1):
             dq = warpgroup_mma_wait(0, deps=(started,))
-            _hand_over_queries(p, dq, step, piece)
-            started = _queries_product(p, step, turn, dq, piece + 1)
-        # After the last step there is no wait: the next tile's first scores are computed when its keys have arrived.
+            _hand_over_queries(p, own, dq, step, piece)
+            started = _queries_product(p, own, step, turn, dq, piece + 1)
+        # (1) S = Q K^T of the next step. After the last step there is no wait: the next tile's first scores are computed when its
+        # keys have arrived.
         p.q.wait(step + 1, pred=step != last)
-        started_scores = times_transposed(p.k.stage(turn, fresh_zero(step)), p.q.stage(step + 1), zeros, p.USED)
+        started_scores = times_transposed(p.k.stage(turn, fresh_zero(step)), p.q.stage(step + 1), zeros, p.SHAPE.USED)
         dq = warpgroup_mma_wait(PRODUCTS, deps=(started,))
-        _hand_over_queries(p, dq, step, p.PIECES - 1)
+        _hand_over_queries(p, own, dq, step, p.SHAPE.PIECES - 1)
         scores = warpgroup_mma_wait(0, deps=(started_scores,))
-        if p.grads.FIXED:  # units of dQ lie beside q
+        if p.SHAPE.FIXED:  # units of dQ lie beside q
             p.q.release(step)
         step += 1
     return (dv, scores), step
 
 
 @gluon.jit
-def _compute_weights(p):
+def _compute_weights(p, own):
     """Runs the warp group that computes weights and sums dV."""
-    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.QUERIES, 16])
-    zeros = gl.zeros([p.KEYS, p.QUERIES], gl.float32, layout=score_layout)
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.SHAPE.QUERIES, 16])
+    zeros = gl.zeros([p.SHAPE.KEYS, p.SHAPE.QUERIES], gl.float32, layout=score_layout)
     step = 0
     turn = 0
     tile = p.scheduler.tile(turn)
@@ -213,34 +167,34 @@ def _compute_weights(p):
         last = step + gl.maximum(tile.end - tile.begin, 1) - 1
         p.k.wait(turn)
         p.q.wait(step)
-        started = times_transposed(p.k.stage(turn), p.q.stage(step), zeros, p.USED)
-        state = (zero_sums(p.KEYS, p.DIM_V, p.USED_V), warpgroup_mma_wait(0, deps=(started,)))
-        stream = p.dropout.stream(tile.line)
-        place = p.scoring.place(p.heads, tile.line)
+        started = times_transposed(p.k.stage(turn), p.q.stage(step), zeros, p.SHAPE.USED)
+        state = (zero_sums(p.SHAPE.KEYS, p.SHAPE.DIM_V, p.SHAPE.USED_V), warpgroup_mma_wait(0, deps=(started,)))
+        stream = p.dropout.stream(tile.batch_head)
+        terms = p.scoring.of_head(p.heads, tile.batch_head)
         if p.table.SPARSE:
             # A column that keeps nothing takes one empty step.
             exists = tile.end > tile.begin
             stop = gl.where(exists, tile.bits, tile.runs + 1)
-            state, step = _walk_weights(p, tile, state, step, last, turn, tile.runs, stop, exists, stream, place, zeros, RUNS)
-            state, step = _walk_weights(p, tile, state, step, last, turn, tile.bits, tile.end, True, stream, place, zeros, BITS)
-        state, step = _walk_weights(p, tile, state, step, last, turn, tile.begin, tile.runs, True, stream, place, zeros, FULL)
+            state, step = _add_weights(p, own, tile, state, step, last, turn, tile.runs, stop, exists, stream, terms, zeros, RUNS)
+            state, step = _add_weights(p, own, tile, state, step, last, turn, tile.bits, tile.end, True, stream, terms, zeros, BITS)
+        state, step = _add_weights(p, own, tile, state, step, last, turn, tile.begin, tile.runs, True, stream, terms, zeros, FULL)
         # Tells the other group that this one has read the tile's keys. The other group has read all weights, so this fill needs no
         # acquire.
-        p.weights.commit(step + turn)
+        own.weights.commit(step + turn)
         dv, _ = state
-        _hand_over(p, tile, dv, p.v.stage(turn), p.dv, turn, 1)
+        _hand_over(p, tile, dv, p.v.stage(turn), own.dv, turn, 1)
         turn += 1
         tile = p.scheduler.tile(turn)
 
 
 @gluon.jit
-def _compute_gradients(p):
+def _compute_gradients(p, own):
     """Runs the warp group that computes gradients of scores and sums dK."""
     dtype: gl.constexpr = p.q.data.dtype
-    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.QUERIES, 16])
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.SHAPE.QUERIES, 16])
     column: gl.constexpr = gl.SliceLayout(0, score_layout)
-    PRODUCTS: gl.constexpr = 1 if p.USED_V == p.DIM_V else 2
-    zeros = gl.zeros([p.KEYS, p.QUERIES], gl.float32, layout=score_layout)
+    PRODUCTS: gl.constexpr = 1 if p.SHAPE.USED_V == p.SHAPE.DIM_V else 2
+    zeros = gl.zeros([p.SHAPE.KEYS, p.SHAPE.QUERIES], gl.float32, layout=score_layout)
     thread_order: gl.constexpr = _in_thread_order(zeros.to(dtype)).type.layout
     step = 0
     turn = 0
@@ -249,279 +203,162 @@ def _compute_gradients(p):
         last = step + gl.maximum(tile.end - tile.begin, 1) - 1
         p.v.wait(turn)
         p.dout.wait(step)
-        started = times_transposed(p.v.stage(turn), p.dout.stage(step), zeros, p.USED_V)
-        dk = zero_sums(p.KEYS, p.DIM, p.USED)
+        started = times_transposed(p.v.stage(turn), p.dout.stage(step), zeros, p.SHAPE.USED_V)
+        dk = zero_sums(p.SHAPE.KEYS, p.SHAPE.DIM, p.SHAPE.USED)
         operand_layout: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
         dweights = warpgroup_mma_wait(0, deps=(started,))
         p.k.wait(turn)
         for _ in range(gl.maximum(tile.end - tile.begin, 1)):
             q = p.q.stage(step)
             delta = p.delta.index(p.dout.place(step) + fresh_zero(step)).load(column)[None, :]
-            p.weights.wait(step + turn)
-            passed = p.weights.stage(fresh_zero(step)).load(thread_order)
+            own.weights.wait(step + turn)
+            passed = own.weights.stage(fresh_zero(step)).load(thread_order)
             weights = gl.convert_layout(_from_thread_order(passed), score_layout).to(gl.float32)
+            # dS = P (dP - delta), where the previous step has computed (2) dP = dO V^T
             dscores = dscores_of(p, weights, dweights, delta)
             if p.scoring.SIGNED:
-                passed = p.weights.stage(fresh_zero(step), 1).load(thread_order)
+                passed = own.weights.stage(fresh_zero(step), 1).load(thread_order)
                 dscores *= gl.convert_layout(_from_thread_order(passed), score_layout).to(gl.float32)
             rounded = dscores.to(dtype)
-            p.dscores.stage(0).store(rounded)
+            own.dscores.stage(0).store(rounded)
             fence_async_shared()
-            p.dscores.commit(step)
+            own.dscores.commit(step)
             p.q.wait(step)
+            # (4) dK += dS^T Q
             started_dk = times(gl.convert_layout(rounded, operand_layout), q, dk)
+            # (2) dP = dO V^T of the next step
             p.dout.wait(step + 1, pred=step != last)
-            started = times_transposed(p.v.stage(turn, fresh_zero(step)), p.dout.stage(step + 1), zeros, p.USED_V)
+            started = times_transposed(p.v.stage(turn, fresh_zero(step)), p.dout.stage(step + 1), zeros, p.SHAPE.USED_V)
             dk = finished(started_dk, PRODUCTS)
             p.q.release(step)
             dweights = warpgroup_mma_wait(0, deps=(started,))
             step += 1
         # dK is stored to the buffer of the keys, which the other group's dQ must have read.
-        p.weights.wait(step + turn)
-        _hand_over(p, tile, dk, p.k.stage(turn), p.dk, turn, 0)
+        own.weights.wait(step + turn)
+        _hand_over(p, tile, dk, p.k.stage(turn), own.dk, turn, 0)
         turn += 1
         tile = p.scheduler.tile(turn)
 
 
 @gluon.jit
-def _hand_over(p, tile, grad, place, ring, turn, WHICH: gl.constexpr):
+def _hand_over(p, tile, grad, buffer, ring, turn, WHICH: gl.constexpr):
     """Hands over dK or dV of a tile: sums to global memory, results to the sending warp. WHICH: 0 for dK, 1 for dV."""
-    if p.grads.ADDED:
-        # With FIXED, finish_kernel sums them later over query heads.
-        batch, head = p.heads.of_line(tile.line)
-        kv_head = head // p.heads.group
-        head_line = tile.line if p.grads.FIXED else batch * (p.heads.queries // p.heads.group) + kv_head
-        # An unused item, which only another mask uses, names the column past the last.
-        exists = tile.first < p.grads.padded_kv_len
-        add_sums(p, grad, head_line * p.grads.padded_kv_len + tile.first, WHICH, exists)
-    elif p.grads.SPLIT:
-        if tile.split > 0:
-            add_sums(p, grad, (tile.line * p.grads.splits + tile.split - 1) * p.KEYS, WHICH, True)
-        else:
-            _store_results(p, grad, place, WHICH)
+    if p.SHAPE.ADDED or (p.SHAPE.SPLIT_SUMS and tile.split > 0):
+        add_sums(p, tile, grad, WHICH)
     else:
-        _store_results(p, grad, place, WHICH)
+        _store_results(p, grad, buffer, WHICH)
     fence_async_shared()
     ring.commit(turn)
 
 
 @gluon.jit
-def _store_results(p, grad, place, WHICH: gl.constexpr):
+def _store_results(p, grad, buffer, WHICH: gl.constexpr):
     if WHICH == 0:
         grad = scaled_by(grad, p.scale)
     elif p.dropout.ENABLED:
-        grad = scaled_by(grad, 1.0 / (1.0 - p.dropout.p))
-    store_columns(place, grad)
+        grad = scaled_by(grad, 1.0 / p.dropout.share())
+    store_columns(buffer, grad)
 
 
 @gluon.jit
-def add_sums(p, grad, line, WHICH: gl.constexpr, exists):
-    """Adds dK or dV of a tile to sums in global memory. With FIXED or SPLIT no other tile has these sums, so they are stored. line:
-    the row of the first key. grad: a tuple of tensors, all as wide as the first, except possibly the last."""
-    WIDTH: gl.constexpr = p.DIM_V if WHICH == 1 else p.DIM
-    ALONE: gl.constexpr = p.grads.FIXED or p.grads.SPLIT
-    place = p.grads.kv_sums + line.to(gl.int64) * WIDTH
+def add_sums(p, tile, grad, WHICH: gl.constexpr, PART: gl.constexpr = 0):
+    """Adds dK or dV of a tile, or of its part PART, to sums in global memory, or stores it there. tile: from the part's first key
+    on. grad: a tuple of tensors, all as wide as the first, except possibly the last."""
+    WIDTH: gl.constexpr = p.SHAPE.DIM_V if WHICH == 1 else p.SHAPE.DIM
+    row = row_of_sums(p, tile, PART)
+    exists = True
+    if p.SHAPE.ADDED:
+        # False past the last key, and for an unused item, which only another mask uses: it names the column past the last.
+        exists = tile.first < p.grads.padded_kv_len
+    pointer = p.grads.pointers.kv_sums + row.to(gl.int64) * WIDTH
     if WHICH == 1:
-        place += p.grads.kv_lines.to(gl.int64) * p.DIM
+        pointer += p.grads.kv_rows.to(gl.int64) * p.SHAPE.DIM
     for part in gl.static_range(len(grad)):
-        _add_or_store(place, grad[part], part * grad[0].shape[1], WIDTH, ALONE, exists)
+        _add_or_store(pointer, grad[part], part * grad[0].shape[1], WIDTH, p.SHAPE.ALONE, exists)
 
 
 @gluon.jit
-def _add_or_store(place, grad, FIRST: gl.constexpr, WIDTH: gl.constexpr, ALONE: gl.constexpr, exists):
-    numbers, places = _places(place, grad, FIRST, WIDTH)
+def _add_or_store(pointer, grad, FIRST: gl.constexpr, WIDTH: gl.constexpr, ALONE: gl.constexpr, exists):
+    numbers, pointers = _pointers(pointer, grad, FIRST, WIDTH)
     layout: gl.constexpr = numbers.type.layout
     kept = exists & (gl.arange(0, 512, layout=gl.SliceLayout(0, layout)) >= 0)[None, :]
     if ALONE:
-        gl.store(places, numbers, mask=kept)
+        gl.store(pointers, numbers, mask=kept)
     else:
-        gl.atomic_add(places, numbers, mask=kept, sem="relaxed")
+        gl.atomic_add(pointers, numbers, mask=kept, sem="relaxed")
 
 
 @gluon.jit
-def _send(p):
+def _send(p, own):
     """Runs the sending warp: adds dQ to global memory, stores dK and dV, and releases their buffers."""
-    ROWS: gl.constexpr = p.dq.data.shape[1]
-    ALL_HALVES: gl.constexpr = p.DIM // 32
+    ROWS: gl.constexpr = own.dq.data.shape[1]
+    ALL_HALVES: gl.constexpr = 2 * p.SHAPE.ALL_PIECES
     step = 0
     turn = 0
     tile = p.scheduler.tile(turn)
     while tile.first >= 0:
-        line = first_line(p, tile)
+        row = first_row(p, tile)
         entry = p.scheduler.first_step(tile.first, tile.begin, tile.runs, tile.end)
         for _ in range(gl.maximum(tile.end - tile.begin, 1)):
-            row = (line + p.scheduler.position(tile, entry, tile.end)) // p.QUERIES * (ALL_HALVES * ROWS)
-            for half in gl.static_range(2 * p.PIECES):
-                sent = step * (2 * p.PIECES) + half
-                p.dq.wait(sent)
-                rows = view(p.dq.stage(sent), p.grads.dq_rows.dtype, [ROWS, 256], p.grads.dq_rows.layout)
-                async_add(p.grads.dq_rows, [row + half * ROWS, 0], rows)
+            sum_row = (row + p.scheduler.position(tile, entry, tile.end)) // p.SHAPE.QUERIES * (ALL_HALVES * ROWS)
+            for half in gl.static_range(2 * p.SHAPE.PIECES):
+                sent = step * (2 * p.SHAPE.PIECES) + half
+                own.dq.wait(sent)
+                rows = view(own.dq.stage(sent), p.grads.dq_rows.dtype, [ROWS, 256], p.grads.dq_rows.layout)
+                async_add(p.grads.dq_rows, [sum_row + half * ROWS, 0], rows)
                 # TMA may still read all buffers except one.
-                store_wait(p.dq.STAGES - 1)
-                if half >= p.dq.STAGES - 1:
-                    p.dq.release(sent - (p.dq.STAGES - 1))
-            if p.dq.STAGES > 1:
+                store_wait(own.dq.STAGES - 1)
+                if half >= own.dq.STAGES - 1:
+                    own.dq.release(sent - (own.dq.STAGES - 1))
+            if own.dq.STAGES > 1:
                 store_wait(0)
-                p.dq.release(step * (2 * p.PIECES) + 2 * p.PIECES - 1)
+                own.dq.release(step * (2 * p.SHAPE.PIECES) + 2 * p.SHAPE.PIECES - 1)
             entry = p.scheduler.next_step(tile, entry)
             step += 1
-        batch, head = p.heads.of_line(tile.line)
-        place = [batch, head // p.heads.group, tile.first, 0]
-        p.dv.wait(turn)
-        whole = True
-        if p.grads.SPLIT:
-            whole = tile.split == 0
-        if not p.grads.ADDED:
-            if whole:
-                async_store(p.grads.dv, place, of_tensor(p.v.stage(turn), p.grads.dv))
-                store_wait(0)
+        batch, head = p.heads.of(tile.batch_head)
+        position = [batch, head // p.heads.group, tile.first, 0]
+        own.dv.wait(turn)
+        if not (p.SHAPE.ADDED or (p.SHAPE.SPLIT_SUMS and tile.split > 0)):
+            async_store(p.grads.dv, position, of_tensor(p.v.stage(turn), p.grads.dv))
+            store_wait(0)
         p.v.release(turn)
-        p.dk.wait(turn)
-        if not p.grads.ADDED:
-            if whole:
-                async_store(p.grads.dk, place, of_tensor(p.k.stage(turn), p.grads.dk))
-                store_wait(0)
+        own.dk.wait(turn)
+        if not (p.SHAPE.ADDED or (p.SHAPE.SPLIT_SUMS and tile.split > 0)):
+            async_store(p.grads.dk, position, of_tensor(p.k.stage(turn), p.grads.dk))
+            store_wait(0)
         p.k.release(turn)
         p.scheduler.slots.release(turn)
         turn += 1
         tile = p.scheduler.tile(turn)
 
 
-@gluon.jit(do_not_specialize=NOT_SPECIALIZED)
-def wide_backward_kernel(
-    q_tensor,
-    k_tensor,
-    v_tensor,
-    dout_tensor,
-    dq_rows,
-    dk_tensor,
-    dv_tensor,
-    kv_sums,
-    lse_rows,
-    delta_rows,
-    unit_rows,
-    mask_index,
-    work,
-    row_idx,
-    tile_idx,
-    tile_runs,
-    tile_bits,
-    mask_batch_stride,
-    mask_head_stride,
-    heads,
-    group,
-    q_len,
-    padded_q_len,
-    padded_kv_len,
-    kv_lines,
-    splits,
-    items,
-    tiles,
-    heads_together,
-    queue,
-    scale,
-    score_scale,
-    seed,
-    dropout_p,
-    variant,
-    DIM: gl.constexpr,
-    USED: gl.constexpr,
-    DIM_V: gl.constexpr,
-    USED_V: gl.constexpr,
-    KEYS: gl.constexpr,
-    QUERIES: gl.constexpr,
-    Q_STAGES: gl.constexpr,
-    DOUT_STAGES: gl.constexpr,
-    TABLE_BLOCK: gl.constexpr,
-    SPARSE: gl.constexpr,
-    ADDED: gl.constexpr,
-    SPLIT: gl.constexpr,
-    FIXED: gl.constexpr,
-    DROPOUT: gl.constexpr,
-    RAGGED: gl.constexpr,
-    SCORED: gl.constexpr,
-    REACH: gl.constexpr,
-    SCORE: gl.constexpr,
-    DERIVATIVE: gl.constexpr,
-):
-    dtype: gl.constexpr = q_tensor.dtype
-    flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    k = ring_of(gl.allocate_shared_memory(dtype, [1, KEYS, DIM], flat), 1)
-    v = ring_of(gl.allocate_shared_memory(dtype, [1, KEYS, DIM_V], flat), 1)
-    q = ring_of(gl.allocate_shared_memory(dtype, [Q_STAGES, QUERIES, DIM], flat), Q_STAGES, CONSUMERS=2)
-    dout = ring_beside(q, gl.allocate_shared_memory(dtype, [DOUT_STAGES, QUERIES, DIM_V], flat), DOUT_STAGES)
-    lse = gl.allocate_shared_memory(gl.float32, [Q_STAGES, QUERIES], lse_rows.layout)
-    delta = gl.allocate_shared_memory(gl.float32, [DOUT_STAGES, QUERIES], delta_rows.layout)
-    unit = lse
-    if FIXED:
-        unit = gl.allocate_shared_memory(gl.float32, [Q_STAGES, QUERIES], unit_rows.layout)
-    SIGNED: gl.constexpr = DROPOUT and DERIVATIVE is not None
+@gluon.jit
+def wide_backward(p):
+    """Runs the roles."""
+    dtype: gl.constexpr = p.inputs.q.dtype
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    PASSED: gl.constexpr = 2 if SIGNED else 1
-    weights = ring_of(gl.allocate_shared_memory(dtype, [PASSED, 4, KEYS * QUERIES // 4], plain), 1, PIECES=PASSED)
-    dscores = ring_of(gl.allocate_shared_memory(dtype, [1, KEYS, QUERIES], flat), 1)
+    PASSED: gl.constexpr = 2 if p.scoring.SIGNED else 1
+    weights = gl.allocate_shared_memory(dtype, [PASSED, 4, p.SHAPE.KEYS * p.SHAPE.QUERIES // 4], plain)
+    dscores = tiles(dtype, 1, p.SHAPE.KEYS, p.SHAPE.QUERIES)
     DQ_STAGES: gl.constexpr = 3 - PASSED
-    dq = ring_of(gl.allocate_shared_memory(gl.float32, [DQ_STAGES, QUERIES * 64 // 512, 256], dq_rows.layout), DQ_STAGES)
-    index = mask_index, mask_batch_stride, mask_head_stride
-    table = TableArguments(*index, work, row_idx, tile_idx, tile_runs, tile_bits, TABLE_BLOCK, SPARSE, False)
-    heads_of = Heads(heads, group)
-    lengths, kv_len = existing_tokens(variant, q_len, k_tensor, SCORED)
-    arrived = k.full
-    if lengths.ANY:
-        arrived = own_barrier()
-    scheduler = new_scheduler(
-        k, table, heads_of, heads_together, items, tiles, queue, q_len, lengths, KEYS, STEP=QUERIES, BY_KEY=True, SPLIT=SPLIT
+    dq = gl.allocate_shared_memory(gl.float32, [DQ_STAGES, p.SHAPE.QUERIES * 64 // 512, 256], p.grads.dq_rows.layout)
+    own = WideBuffers(
+        weights=ring_of(weights, 1, PIECES=PASSED),
+        dscores=ring_of(dscores, 1),
+        dq=ring_of(dq, DQ_STAGES),
+        dk=ring_beside(p.k, p.k.data, 1),
+        dv=ring_beside(p.v, p.v.data, 1),
     )
-    dk, dv = ring_beside(k, k.data, 1), ring_beside(v, v.data, 1)
     # TMA signals the barriers, so it must see that they are initialized.
     fence_async_shared()
-    p = WideArguments(
-        inputs=BackwardInputs(q_tensor, k_tensor, v_tensor, dout_tensor, lse_rows, delta_rows, unit_rows),
-        grads=WideGradients(
-            dq_rows=dq_rows,
-            dk=dk_tensor,
-            dv=dv_tensor,
-            kv_sums=kv_sums,
-            padded_q_len=padded_q_len,
-            padded_kv_len=padded_kv_len,
-            kv_lines=kv_lines,
-            splits=splits,
-            ADDED=ADDED,
-            SPLIT=SPLIT and not ADDED,
-            FIXED=FIXED,
-        ),
-        table=table,
-        heads=heads_of,
-        scale=scale,
-        scoring=new_terms(variant, score_scale, q_len, kv_len, SCORED, REACH, SCORE, DERIVATIVE, BY_KEY=True, SIGNED=SIGNED),
-        lengths=lengths,
-        arrived=arrived,
-        dropout=Dropout(seed, dropout_p, DROPOUT),
-        scheduler=scheduler,
-        k=k,
-        v=v,
-        q=q,
-        dout=dout,
-        lse=lse,
-        unit=unit,
-        delta=delta,
-        weights=weights,
-        dscores=dscores,
-        dq=dq,
-        dk=dk,
-        dv=dv,
-        DIM=DIM,
-        USED=USED,
-        DIM_V=DIM_V,
-        USED_V=USED_V,
-        KEYS=KEYS,
-        QUERIES=QUERIES,
-        RAGGED=RAGGED,
-        ACROSS=1,
-        PIECES=USED // 64,
-    )
     gl.warp_specialize(
-        [(_compute_weights, (p,)), (_compute_gradients, (p,)), (load_tiles, (p,)), (_send, (p,)), (schedule, (scheduler,))],
+        [
+            (_compute_weights, (p, own)),
+            (_compute_gradients, (p, own)),
+            (load_tiles, (p,)),
+            (_send, (p, own)),
+            (schedule, (p.scheduler,)),
+        ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],
     )

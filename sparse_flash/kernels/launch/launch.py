@@ -203,8 +203,9 @@ def _described(kernel, constants: dict) -> str:
     """A description such as "attention forward for Hopper, head_dim 128"."""
     name = kernel.fn.__name__.removesuffix("_kernel").replace("_", " ")
     family = " for Hopper" if ".hopper" in kernel.fn.__module__ else ""
-    dim = constants.get("DIM", getattr(constants.get("C"), "DIM", None))
-    return f"{name}{family}{f', head_dim {dim}' if dim else ''}"
+    shape = constants.get("SHAPE") or constants.get("C")
+    dim = constants.get("DIM", getattr(shape, "DIM", None))
+    return f"{name}{family}{f', head_dim {int(dim)}' if dim else ''}"
 
 
 class Recording:
