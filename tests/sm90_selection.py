@@ -73,7 +73,7 @@ def report(case: tuple, known: set, kernel, grid, arguments, constants, options,
 
 def report_decoding(case: tuple, known: set, kernel, mask, key, inputs, run):
     """In place of ``launch_or_repeat``."""
-    recording = Recording(mask, key, ())
+    recording = Recording()
     recording.launch = lambda kernel, prepared: report(case, known, kernel, *prepared)
     return run(recording)
 

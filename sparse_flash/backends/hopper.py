@@ -116,12 +116,7 @@ def forward(q, k, v, mask, scale, deterministic, variant):
 def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant):
     if not has_backward(q.shape[3], v.shape[3]):
         return triton_backend.backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant)
-    if done := _kernels().repeated_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant, deterministic):
-        return done
-    dout, out, *ready = (triton_backend.addressable(t) for t in (dout, out, q, k, v))
-    with triton_backend.current_device(q.device):
-        grads = _kernels().attention_backward(dout, dlse, *ready, out, lse, mask, scale, variant, deterministic)
-    return tuple(map(triton_backend.restored, grads, ready, (q, k, v)))
+    return _kernels().attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant, deterministic)
 
 
 def backward_of_parts(dout, dlse, q, out, lse, parts, scale):
@@ -138,7 +133,6 @@ def backward_of_parts(dout, dlse, q, out, lse, parts, scale):
 class _Kernels(NamedTuple):
     attention_forward: Callable
     attention_backward: Callable
-    repeated_backward: Callable
     backward_of_parts: Callable
     sum_alike: Callable
 
@@ -146,10 +140,10 @@ class _Kernels(NamedTuple):
 @cache
 def _kernels() -> _Kernels:
     """Imported on demand, as they import triton."""
-    from ..kernels.hopper.backward import BackwardOfParts, attention_backward, repeated_backward, sum_alike
+    from ..kernels.hopper.backward import BackwardOfParts, attention_backward, sum_alike
     from ..kernels.hopper.forward import attention_forward
 
-    return _Kernels(attention_forward, attention_backward, repeated_backward, BackwardOfParts, sum_alike)
+    return _Kernels(attention_forward, attention_backward, BackwardOfParts, sum_alike)
 
 
 decode = triton_backend.decode

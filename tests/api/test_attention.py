@@ -417,7 +417,7 @@ def test_what_is_compiled_ahead_is_the_backward_pass_of_this_call(monkeypatch, d
     hopper, seen = backends.backend("hopper"), []
     q, k, v = accepted("torch", 16, requires_grad=True)
     lse = torch.zeros(q.shape[:3], device=DEVICE)
-    kernels = SimpleNamespace(repeated_forward=lambda *_: None, attention_forward=lambda *_, beside: (beside(), (q, lse))[1])
+    kernels = SimpleNamespace(attention_forward=lambda *_, beside: (beside(), (q, lse))[1])
     monkeypatch.setattr(hopper, "_kernels", lambda: kernels)
     monkeypatch.setattr(hopper, "backward", lambda *call: seen.append(call[9]))
     hopper.forward(q, k, v, None, 0.25, deterministic, None)

@@ -97,8 +97,8 @@ def inputs():
     return (q, lse, seed), [described(q, 64, 16), lse, 2, 1, 0.5, KernelVariant(seed), 16]
 
 
-def call(kernel, arguments, tensors, rooms=()):
-    return replay.ReplayedCall([(kernel, (3, 2), arguments)], tensors, rooms)
+def call(kernel, arguments, inputs, *made):
+    return replay.ReplayedCall([(kernel, (3, 2), arguments)], inputs, made, [])
 
 
 @pytest.fixture
@@ -223,7 +223,7 @@ def test_parts_of_a_room_move_with_it(driver):
     (q, _, seed), _ = inputs()
     room, other = torch.zeros(400), torch.zeros(400)
     arguments = [described(q, 64, 16), room[200:], 2, 1, 0.5, KernelVariant(seed), 16]
-    call(compiled(), arguments, (q, room, seed), (room,)).again((q, other, seed))
+    call(compiled(), arguments, (q, seed), room).again((q, seed, other))
     assert int.from_bytes(driver.launches[-1][3][9], "little") == other.data_ptr() + 800
 
 

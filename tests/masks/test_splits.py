@@ -207,7 +207,7 @@ def test_the_forward_results_of_splits_are_combined_by_their_softmax_sums(split_
     logs = torch.randn(2, table.shape[1], 128, device=DEVICE, generator=generator)
     out, lse = torch.full((1, 2, 300, 64), 7.0, device=DEVICE, dtype=torch.float16), torch.full((1, 2, 300), 7.0, device=DEVICE)
     launch = forward._combine_launch(out, lse, splits.view(-1, 128, 64), logs.view(-1, 128), split_mask)
-    Recording(split_mask, (), ()).launch(forward.combine_kernel, launch)
+    Recording().launch(forward.combine_kernel, launch)
     row, first, count, _ = table[0, 0].tolist()
     assert row == 1 and count > 1
     chosen = slice(first, first + count)
@@ -228,7 +228,7 @@ def test_the_gradients_of_the_splits_of_a_column_are_added(split_mask):
     stored = sums.view(2, 2, -1, 8, 2, 8, 1, 4, 2, 4, 2).permute(0, 1, 2, 4, 7, 6, 3, 5, 9, 8, 10).contiguous()
     grads = [torch.full((1, 2, 500, 64), 7.0, device=DEVICE, dtype=torch.float16) for _ in range(2)]
     launch = backward.combine_columns_launch(*grads, stored.flatten(), split_mask, 128, (2.0, 0.5))
-    Recording(split_mask, (), ()).launch(backward.combine_columns_kernel, launch)
+    Recording().launch(backward.combine_columns_kernel, launch)
     column, first, count, _ = table[0, 0].tolist()
     assert column == 2 and count > 1
     for grad, each, factor in zip(grads, sums, (2.0, 0.5), strict=True):

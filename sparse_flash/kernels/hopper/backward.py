@@ -9,7 +9,7 @@ are added as integers, in units of a power of two per query: see ``bound_kernel`
 """
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -19,12 +19,11 @@ from triton.experimental.gluon import language as gl
 
 from ..common.config import padded_head_dim
 from ..common.gluon import Constants
+from ..common.layout import addressable, is_addressable, restored
 from ..common.tiles import LOG2_E
-from ..launch import tuned
-from ..launch.launch import Recording, multiprocessors, rows_of, table_arguments
+from ..launch.launch import Recording, launch_or_repeat, multiprocessors, rows_of, table_arguments
 from ..launch.launch import described as described_for_triton
 from ..launch.order import heads_in_queue
-from ..launch.replay import known_call
 from .backward_arguments import (
     BackwardArguments,
     BackwardInputs,
@@ -172,19 +171,27 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant=None,
     """Returns dq, dk, dv like q, k, v. Unless ``deterministic``, tiles are added to dQ in an order that differs from run to run,
     and also to dK and dV if query heads share keys.
 
-    dlse: (batch, heads, q_len) float32, or None. Other tensors: float16 or bfloat16, contiguous rows, base and strides multiples of
-    16 bytes. head_dim: 33 to 256; v's is the same, or 65 to 128 if that of q and k is 129 or more. mask: table blocks of 64 to 256.
+    dlse: (batch, heads, q_len) float32, or None. Other tensors: float16 or bfloat16. head_dim: 33 to 256; v's is the same, or 65 to
+    128 if that of q and k is 129 or more. mask: table blocks of 64 to 256.
     """
     of_variant = hopper_variant(variant)
+    dlse = None if dlse is None else dlse.contiguous()
+    inputs = dout, q, k, v, out, lse, *(() if dlse is None else (dlse,)), *of_variant.given.tensors()
+    key = scale, config, dlse is None, deterministic, of_variant.key
+    run = partial(_run, dout, dlse, q, k, v, out, lse, mask, scale, variant, of_variant, deterministic, config)
+    return tuple(launch_or_repeat(attention_backward_kernel, mask, key, inputs, run)[:3])
+
+
+def _run(dout, dlse, q, k, v, out, lse, mask, scale, variant, of_variant: HopperVariant, deterministic, config, recording):
+    if not all(map(is_addressable, (dout, out, q, k, v))):
+        dout, out, *ready = (addressable(t) for t in (dout, out, q, k, v))
+        gradients = attention_backward(dout, dlse, *ready, out, lse, mask, scale, variant, deterministic, config)
+        return tuple(map(restored, gradients, ready, (q, k, v)))
     by_document = blocks_by_document(q, v, mask, of_variant is PLAIN)
     table = mask if by_document is None else by_document
     space = _workspace(q, k, v, table, deterministic, of_variant)
-    dlse = None if dlse is None else dlse.contiguous()
-    tensors = _tensors(dout, dlse, q, k, v, out, lse, deterministic, space)
-    key = _key(dout, dlse, q, k, v, out, scale, of_variant, deterministic, config)
-    recording = Recording(mask, key, (*tensors, *of_variant.given.tensors()), (tensors.workspace, tensors.kv_sums), space)
+    tensors = _tensors(recording, dout, dlse, q, k, v, out, lse, deterministic, space)
     _launch(recording, tensors, space, table, scale, dlse is not None, deterministic, of_variant, config)
-    recording.finish()
     return tensors.gradients
 
 
@@ -201,11 +208,10 @@ class BackwardOfParts:
         """Returns dk and dv like k and v. into: the two tensors that receive them, or None for new ones."""
         (dout, dlse, out, lse), space = self.results, _workspace(self.q, k, v, mask, False, PLAIN)
         gradients = self.dq, *(into or (torch.empty_like(k), torch.empty_like(v)))
-        tensors = _tensors(dout, dlse, self.q, k, v, out, lse, False, space, gradients, self.workspace)
+        recording = Recording()  # never replayed, as a replayed call has one mask
+        tensors = _tensors(recording, dout, dlse, self.q, k, v, out, lse, False, space, gradients, self.workspace)
         config = _config(self.q, v, mask, PLAIN)
         launches = BackwardLaunches(tensors, space, mask, self.scale, dlse is not None, False, PLAIN, config)
-        # These launches are never replayed, as a replayed call has one mask. The sums of dK and dV end with this method.
-        recording = Recording(None, (), ())
         if self.workspace is None:
             recording.launch(prepare_kernel, launches.prepare())
         recording.launch(attention_backward_kernel, launches.add_tiles(), PLAIN.kinds)
@@ -215,7 +221,7 @@ class BackwardOfParts:
 
     def of_queries(self):
         """Returns dq, after the last call."""
-        Recording(None, (), ()).launch(finish_kernel, self.finish)
+        Recording().launch(finish_kernel, self.finish)
         return self.dq
 
 
@@ -228,25 +234,8 @@ def sum_alike(q, v, masks) -> bool:
     return len(layouts) == 1 and not any(mask is not None and mask.starts is not None for mask in masks)
 
 
-def repeated_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant=None, deterministic=False):
-    """Returns ``attention_backward`` by replayed launches, or None if there are none. Takes any tensors."""
-    of_variant = hopper_variant(variant)
-    known = known_call(mask, _key(dout, dlse, q, k, v, out, scale, of_variant, deterministic))
-    if known is None:
-        return None
-    dlse = None if dlse is None else dlse.contiguous()
-    tensors = _tensors(dout, dlse, q, k, v, out, lse, deterministic, known.facts)
-    return tensors.gradients if known.again((*tensors, *of_variant.given.tensors())) else None
-
-
-def _key(dout, dlse, q, k, v, out, scale, of_variant: HopperVariant, deterministic: bool, config=None) -> tuple:
-    layout = q.shape, q.stride(), k.shape, k.stride(), v.stride(), out.stride(), dout.stride(), q.dtype, q.device
-    more = scale, config, dlse is None, deterministic, of_variant.key
-    return attention_backward_kernel.fn, tuned.times_read(), *layout, *more
-
-
 class BackwardTensors(NamedTuple):
-    """The tensors of a call, without its variant's. A replayed launch identifies each tensor by its position."""
+    """The tensors of a call, without its variant's."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -269,6 +258,7 @@ class BackwardTensors(NamedTuple):
 
 
 def _tensors(
+    recording: Recording,
     dout,
     dlse,
     q,
@@ -282,17 +272,18 @@ def _tensors(
     workspace: torch.Tensor | None = None,
 ) -> BackwardTensors:
     """gradients, workspace: the tensors to use, or None for new ones."""
-    device = q.device
-    gradients = gradients or (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
+    kind = {"dtype": torch.float32, "device": q.device}
+    gradients = gradients or [recording.fresh(torch.empty_like(t)) for t in (q, k, v)]
     if workspace is None:
-        workspace = torch.empty(space.dq_sums + space.rows, dtype=torch.float32, device=device)
+        workspace = recording.fresh(torch.empty(space.dq_sums + space.rows, **kind))
     kv_sums = workspace
     if space.kv_sums:
         fill = torch.zeros if space.added and not deterministic else torch.empty
-        kv_sums = fill(space.kv_sums, dtype=torch.float32, device=device)
-    bounds = torch.zeros((2, k.shape[0] * k.shape[1]), dtype=torch.float32, device=device) if deterministic else lse
+        kv_sums = recording.each_time(partial(fill, space.kv_sums, **kind))
+    bounds = recording.each_time(partial(torch.zeros, (2, k.shape[0] * k.shape[1]), **kind)) if deterministic else lse
+    queue = recording.each_time(partial(tile_queue, q.device))
     dlse = lse if dlse is None else dlse
-    return BackwardTensors(q, k, v, dout, out, lse, dlse, *gradients, workspace, kv_sums, bounds, tile_queue(device))
+    return BackwardTensors(q, k, v, dout, out, lse, dlse, *gradients, workspace, kv_sums, bounds, queue)
 
 
 class _Workspace(NamedTuple):

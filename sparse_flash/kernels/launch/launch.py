@@ -15,8 +15,8 @@ from ..common.streams import current_device, raw_stream
 from ..common.tiles import Rows, TableTensors
 from ..common.variant import NO_VARIANT
 from .first_calls import compile_only, compiles_only, first_call, load, together
-from .memory import launched, make_room_for_graphs, within_memory, zeros_of_a_graph, zeros_of_stream
-from .replay import enter_context, known_call, remember
+from .memory import launched, launches_of, make_room_for_graphs, within_memory, zeros_of_a_graph, zeros_of_stream
+from .replay import enter_context, remember
 from .tuned import times_read
 
 # Triton specializes on integers that are 1 or multiples of 16. Few benefit, and a new number of heads or keys should not wait for a
@@ -209,16 +209,12 @@ def _described(kernel, constants: dict) -> str:
 
 
 class Recording:
-    """Makes the launches of one call, and remembers the launches when the call is made the second time: many masks are used only
-    once. ``known_call`` with the same key then returns the launches.
+    """Makes the launches of one call, and notes what a replay needs: the launches, (compiled, grid, all arguments including
+    compile-time ones) of each, and the tensors besides the call's inputs, with what makes them."""
 
-    tensors: all that differ between calls, including the bases of all descriptors. workspaces: the tensors that descriptors and
-    pointers reference in part. facts: anything that the caller needs next time.
-    """
-
-    def __init__(self, mask, key: tuple, tensors: tuple[torch.Tensor, ...], workspaces: tuple[torch.Tensor, ...] = (), facts=None):
-        self.mask, self.key, self.tensors, self.workspaces, self.facts = mask, key, tensors, workspaces, facts
-        self.launches: list = []
+    def __init__(self):
+        self.launches: list[tuple] = []
+        self.tensors: list[torch.Tensor] = []
         self.makers: list[Callable[[], torch.Tensor]] = []
 
     def launch(self, kernel, prepared, specialized: tuple = (), beside: Callable | None = None) -> None:
@@ -228,23 +224,17 @@ class Recording:
         self.launches.append((compiled, grid, [*arguments, *constants.values()]))
 
     def fresh(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Registers an uninitialized tensor that this call allocated. A replay allocates another one with its layout."""
+        """Notes an uninitialized tensor that this call allocated. A replay allocates another one with its layout."""
+        self.tensors.append(tensor)
         kind = {"dtype": tensor.dtype, "device": tensor.device}
-        return self._registered(tensor, partial(torch.empty_strided, tensor.shape, tensor.stride(), **kind))
-
-    def each_time(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Returns and registers ``make()``, which a replay calls too. make: refers to no tensor, which would then live on."""
-        return self._registered(make(), make)
-
-    def _registered(self, tensor: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        self.tensors = *self.tensors, tensor
-        self.workspaces = *self.workspaces, tensor
-        self.makers.append(make)
+        self.makers.append(partial(torch.empty_strided, tensor.shape, tensor.stride(), **kind))
         return tensor
 
-    def finish(self) -> None:
-        if not compiles_only() and self.launches:
-            remember(self)
+    def each_time(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Returns and notes ``make()``, which a replay calls too. make: refers to no tensor, which would then live on."""
+        self.tensors.append(make())
+        self.makers.append(make)
+        return self.tensors[-1]
 
 
 def launch_or_repeat(kernel, mask, key: tuple | None, inputs: tuple[torch.Tensor, ...], run: Callable[[Recording], Any]):
@@ -258,15 +248,14 @@ def launch_or_repeat(kernel, mask, key: tuple | None, inputs: tuple[torch.Tensor
     device = inputs[0].device
     if key is not None:
         key = kernel.fn, times_read(), device, *key, *[(t.dtype, t.shape, t.stride()) for t in inputs]
-        known = known_call(mask, key)
+        known = None if compiles_only() else launches_of(mask).get(key)
         if known is not None:
-            made = [make() for make in known.facts]
+            made = [make() for make in known.makers]
             if known.again((*inputs, *made)):
                 return made
     with current_device(device):
-        recording = Recording(mask, key, inputs)
-        recording.facts = recording.makers
+        recording = Recording()
         result = run(recording)
-        if key is not None:
-            recording.finish()
+    if key is not None and recording.launches and not compiles_only():
+        remember(mask, key, inputs, recording)
     return result

@@ -21,29 +21,23 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 
 from ..common.streams import current_gpu, raw_stream
-from .first_calls import compiles_only
 from .memory import keep_launch, launches_of
 
 
-def known_call(mask, key: tuple) -> "ReplayedCall | None":
-    """The launches remembered for this mask under this key."""
-    return None if compiles_only() else launches_of(mask).get(key)
-
-
-def remember(recording) -> None:
-    """Remembers the launches of a ``Recording``, if a call like it was made before and they can be replayed."""
-    launches = recording.launches
-    if recording.key not in launches_of(recording.mask):
-        keep_launch(recording.mask, recording.key, None)
+def remember(mask, key: tuple, inputs: tuple, recording) -> None:
+    """Keeps the launches of a ``Recording`` when the call is made the second time, as many masks are used only once, and if they
+    can be replayed."""
+    if key not in launches_of(mask):
+        keep_launch(mask, key, None)
         return
-    if _hooked() or any(t.data_ptr() % 16 for t in recording.tensors) or any(compiled is None for compiled, *_ in launches):
+    compiled = [launch[0] for launch in recording.launches]
+    if _hooked() or None in compiled or any(t.data_ptr() % 16 for t in (*inputs, *recording.tensors)):
         return
-    for compiled, *_ in launches:
-        if reason := refusal(compiled):
+    for reason in map(refusal, compiled):
+        if reason:
             _say(reason)
             return
-    known = ReplayedCall(launches, recording.tensors, recording.workspaces, recording.facts)
-    launches_of(recording.mask)[recording.key] = known
+    launches_of(mask)[key] = ReplayedCall(recording.launches, inputs, recording.tensors, recording.makers)
 
 
 @cache
@@ -150,14 +144,12 @@ class _Launch(NamedTuple):
 
 class ReplayedCall:
     """The launches of one call, replayed on other tensors by ``again``. Threads may share it. It stores addresses, never tensors: a
-    remembered launch outlives the call that it was made for.
-
-    launches: (compiled, grid, all arguments including compile-time ones) of each kernel. tensors, workspaces, facts: see
-    ``Recording``.
+    remembered launch outlives the call that it was made for. launches, made, makers: see ``Recording``.
     """
 
-    def __init__(self, launches: list, tensors: tuple, workspaces: tuple = (), facts=None):
-        self.facts = facts
+    def __init__(self, launches: list, inputs: tuple, made: list, makers: list):
+        self.makers = makers
+        tensors = *inputs, *made
         self.device = tensors[0].device.index
         self.pointers = [t.data_ptr() for t in tensors]
         # Parameters are found by tensor. If one tensor came twice, such as q as keys too, its parameters cannot be distinguished.
@@ -165,12 +157,12 @@ class ReplayedCall:
         self.same = [(first[id(t)], i) for i, t in enumerate(tensors) if first[id(t)] != i]
         # For each tensor (launch, parameter, its tensor map or None, byte offset from the tensor). A mask's tables never move.
         self.positions: list[list] = [[] for _ in tensors]
-        self.launches = [self._prepared(*launch, tensors, workspaces) for launch in launches]
+        self.launches = [self._prepared(*launch, tensors, len(inputs)) for launch in launches]
         self.enter = _driver().cuLaunchKernelEx
         self.stream: int | None = None
         self.lock = threading.Lock()
 
-    def _prepared(self, compiled: CompiledKernel, grid, arguments: list, tensors: tuple, workspaces: tuple) -> _Launch:
+    def _prepared(self, compiled: CompiledKernel, grid, arguments: list, tensors: tuple, inputs: int) -> _Launch:
         meta = compiled.metadata
         values = list(_values(compiled.src.signature.values(), arguments, iter(meta.tensordesc_meta or ())))
         values += [None] * len(_SCRATCH)
@@ -183,7 +175,7 @@ class ReplayedCall:
         for index, (kind, value) in enumerate(zip(types, values, strict=True)):
             if isinstance(value, torch.Tensor) or kind == "map":
                 base, tensor_map = value if kind == "map" else (value, None)
-                for number, offset in _found(base, tensors, workspaces):
+                for number, offset in _found(base, tensors, inputs):
                     self.positions[number].append((launch, index, tensor_map, offset))
                 launch.point(index, tensor_map, base.data_ptr())
             elif value is not None:
@@ -222,12 +214,12 @@ class ReplayedCall:
         return True
 
 
-def _found(base: torch.Tensor, tensors: tuple, workspaces: tuple) -> Iterator[tuple[int, int]]:
-    """The tensors that this one is, or the workspaces that it is a part of, and the byte offset from their start."""
+def _found(base: torch.Tensor, tensors: tuple, inputs: int) -> Iterator[tuple[int, int]]:
+    """The tensors that this one is, or that it is a part of if they are behind the inputs, and the byte offset from their start."""
     for number, tensor in enumerate(tensors):
         if tensor is base:
             yield number, 0
-        elif any(tensor is workspace for workspace in workspaces):
+        elif number >= inputs:
             offset = base.data_ptr() - tensor.data_ptr()
             if 0 <= offset < tensor.nbytes:
                 yield number, offset
