@@ -67,6 +67,8 @@ class Constants:
     of: Any
 
     def __getattr__(self, name: str) -> gl.constexpr:
+        if name.startswith("_"):  # asked for by copy and pickle before ``of`` is set
+            raise AttributeError(name)
         return gl.constexpr(getattr(self.of, name))
 
 
