@@ -13,7 +13,7 @@ import torch
 
 from ..backends import hopper, triton
 from ..kernels.common.config import padded_head_dim
-from ..kernels.hopper.configs import backward_keys
+from ..kernels.hopper.configs import backward_config
 from ..masks.block_mask import BlockMask
 from ..masks.block_selection import BlockSelection
 from ..masks.grid import BlockGrid
@@ -346,7 +346,7 @@ def _hopper_work(
 ) -> tuple[int, int]:
     """dim, dim_v: head_dim of q and k, and of v, as the kernels pad them."""
     dense = mask.keeps_all
-    block = backward_keys(dim, None) if dense else mask.block_size
+    block = backward_config(dim, None).keys if dense else mask.block_size
     # The results and lse of the splits of heavy rows, and dK and dV of those of heavy columns.
     split_rows, split_columns = (t.splits.shape[1] * block if not dense and t.is_split else 0 for t in (mask.by_query, mask.by_key))
     forward = 4 * batch * heads * split_rows * (dim_v + 1)

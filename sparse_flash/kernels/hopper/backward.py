@@ -22,7 +22,7 @@ from ..launch.launch import described as described_for_triton
 from ..launch.order import heads_in_queue
 from ..launch.replay import known_call
 from .backward_rows import bound_kernel, combine_columns_kernel, finish_kernel, prepare_kernel
-from .configs import PAIRED_BACKWARD, BackwardConfig, backward_config, backward_keys, backward_of_variant
+from .configs import PAIRED_BACKWARD, BackwardConfig, backward_config, backward_of_variant
 from .descriptors import FLOAT_LAYOUT, ROW_LAYOUT, blocks_by_document, described, tile_queue
 from .narrow_backward import attention_backward_kernel
 from .paired_backward import paired_backward_kernel
@@ -185,7 +185,7 @@ def _room(q, k, v, mask, deterministic: bool, of_variant: HopperVariant) -> _Roo
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     dim, dim_v = padded_head_dim(head_dim), padded_head_dim(v.shape[3])
-    keys = backward_keys(dim, mask and mask.block_size)
+    keys = backward_config(dim, mask and mask.block_size).keys
     block_size = mask.block_size if mask else keys
     padded_q, padded_kv = (triton.cdiv(length, block_size) * block_size for length in (q_len, kv_len))
     if mask and mask.starts is not None:
@@ -252,7 +252,7 @@ def _config(q, v, mask, of_variant: HopperVariant) -> BackwardConfig:
     if of_variant is PLAIN:
         if used_columns(q.shape[3]) == 192 and padded_head_dim(v.shape[3]) == 128 and block_size != 64:
             return PAIRED_BACKWARD
-        return backward_config(q.dtype, dim, block_size, q.device, padded_head_dim(v.shape[3]))
+        return backward_config(dim, block_size)
     return backward_of_variant(dim, block_size, of_variant.switches["SCORED"])
 
 

@@ -1,11 +1,8 @@
-"""Shapes of the Hopper kernels' rings: static data, separate from the code that uses it."""
+"""Tile sizes and stages of the Hopper kernels: static data, separate from the code that uses it. The figures behind each choice are
+in docs/performance/kernels.md, and for blocks chosen by query in docs/performance/selection.md."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
-
-from ..launch.tuned import choose, key_of, remembered
 
 
 @dataclass(frozen=True)
@@ -21,14 +18,15 @@ class ForwardConfig:
 
     @property
     def options(self) -> dict[str, int]:
-        return {"num_warps": 4} | _registers(self.programs)  # of the first partition; Gluon adds those of the others
+        """Returns the options of a launch. num_warps is that of the first role; Gluon adds the warps of the others."""
+        return {"num_warps": 4} | _registers(self.programs)
 
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """queries: per step, 64 or 128. dout_stages: tiles of their gradients in shared memory, 1 to 4. more: tiles of queries beyond
-    these, as scores are computed a step ahead; 0 or 1, and two tiles at least. keys: of a tile, 64 or 128. pieces: of the columns
-    of a tile of dQ, 1, 2 or 4. programs: that share a multiprocessor. partitions: of warps among which keys are divided."""
+    """queries: of a step, 64 or 128. dout_stages: tiles of dOut in shared memory, 1 to 4. more: tiles of queries beyond
+    dout_stages, as scores are computed a step ahead; 0 or 1, and two tiles at least. keys: of a tile, 64 or 128. pieces: of the
+    columns of a tile of dQ, 1, 2 or 4. programs: that share a multiprocessor. partitions: warp groups that divide the keys."""
 
     queries: int
     dout_stages: int
@@ -44,7 +42,7 @@ class BackwardConfig:
 
     @property
     def keys_together(self) -> int:
-        """Of a partition."""
+        """Returns how many keys a warp group has."""
         return self.keys // self.partitions
 
     @property
@@ -53,22 +51,22 @@ class BackwardConfig:
 
 
 def _registers(programs: int) -> dict[str, int]:
-    """The option that leaves room for other programs: each has one computing warp group, and one of the other warps."""
+    """Returns the option that leaves registers for other programs. Each has a warp group that computes, and one of other warps."""
     return {"maxnreg": 65536 // (256 * programs) // 8 * 8} if programs > 1 else {}  # registers come in eights
 
 
-# By padded head_dim. docs/performance/kernels.md has the figures behind each choice.
+# Tables by padded head_dim.
 FORWARD = {64: ForwardConfig(3), 128: ForwardConfig(2)}
-# 256: two warp groups with a role each (``wide_backward``), which take less time than two that divide all columns.
+# 256: two warp groups with a role each (``wide_backward``).
 BACKWARD = {64: BackwardConfig(128, 2), 128: BackwardConfig(64, 2), 256: BackwardConfig(64, 2, 64, 4, more=0)}
-# q and k of 129 to 192, v of 65 to 128: ``paired_backward``, which takes less time there than ``wide_backward``.
+# q and k of 129 to 192, v of 65 to 128: ``paired_backward``.
 PAIRED_BACKWARD = BackwardConfig(64, 2, 128, 4, more=0, partitions=2)
 # Three warp groups share the keys and values of each step. Their registers suffice at 64 only. A table of blocks of 128 needs rows
 # of 192 queries for it (``BlockMask.tall``).
 FORWARD_OF_192 = {64: ForwardConfig(3, 160, 192)}
 TIME_OF_192 = 1.34  # of a tile of 192 queries, in tiles of 128
-# A short call has at most SHORT_TILES tiles of 64 queries for each multiprocessor, by padded head_dim. Two programs of 64 queries
-# then share a multiprocessor; at 128 two are no faster than one of 128 queries.
+# A short call has at most SHORT_TILES tiles of 64 queries for each multiprocessor. Two programs of 64 queries then share a
+# multiprocessor; at 128 two are no faster than one of 128 queries.
 SHORT_TILES = {64: 2, 128: 1, 256: 1}
 SHORT_FORWARD = {64: ForwardConfig(1, 0, 64, 128, 2), 128: ForwardConfig(2, 0, 64, 64, 2)}
 SHORT_FORWARD_OF_TABLES = {dim: ForwardConfig(1, 0, 64, 128, 2) for dim in (64, 128)}
@@ -77,67 +75,44 @@ FORWARD_OF_64 = {64: ForwardConfig(4, 0, 64, 64, 2), 128: ForwardConfig(2, 0, 64
 BACKWARD_OF_64 = {64: BackwardConfig(64, 2, 64, 1, 2), 128: BackwardConfig(64, 1, 64, 2, 2), 256: BACKWARD[256]}
 # Dropout's draws, and what else a variant adds, need the registers that steps of 128 queries would take.
 BACKWARD_OF_DROPOUT = {64: BackwardConfig(64, 3), 128: BACKWARD[128], 256: BACKWARD[256]}
-# As BACKWARD_OF_64, with the registers of two programs, without which the assembler would let products wait for each other.
+# BACKWARD_OF_64 with the registers of two programs. With fewer, the assembler lets products wait for each other.
 BACKWARD_OF_64_ALONE = {64: BACKWARD_OF_64[64], 128: BackwardConfig(64, 1, 64, 2), 256: BACKWARD[256]}
 
-# Other configs that fit in shared memory, for ``sparse-flash tune``; at 128, and for blocks of 64, there are none.
-_OTHER_FORWARD = {64: (ForwardConfig(2), ForwardConfig(3), ForwardConfig(4), ForwardConfig(3, 0, 64, 64, 3))}
-_OTHER_BACKWARD = {
-    64: (BackwardConfig(128, 2), BackwardConfig(64, 2), BackwardConfig(64, 3), BackwardConfig(64, 4)),
-}
 
+def forward_of_call(dim: int, block_size: int | None, tiles: Callable[[int], int], multiprocessors: int) -> ForwardConfig:
+    """Returns the config for a call without a variant. dim: padded. block_size: the table's, or None for dense attention. tiles:
+    queries of a tile -> the call's number of such tiles, 0 if its table has no such rows.
 
-def candidates(kernel: str, dim: int, block_size: int | None) -> tuple[ForwardConfig, ...] | tuple[BackwardConfig, ...]:
-    """Configs worth measuring, all distinct, the built-in one first. kernel: "forward" or "backward". dim: padded. block_size: the
-    table's, or None for dense attention."""
-    if block_size == 64:
-        return ((FORWARD_OF_64 if kernel == "forward" else BACKWARD_OF_64)[dim],)
-    builtin, others = (FORWARD, _OTHER_FORWARD) if kernel == "forward" else (BACKWARD, _OTHER_BACKWARD)
-    first = FORWARD_OF_192.get(dim) if kernel == "forward" and block_size in (None, 128) else None
-    return tuple(dict.fromkeys((*filter(None, (first,)), builtin[dim], *others.get(dim, ()))))
-
-
-@remembered
-def forward_config(dtype: torch.dtype, dim: int, block_size: int | None, device: torch.device) -> ForwardConfig:
-    """The built-in config, or the one that ``sparse-flash tune`` chose for this GPU. Arguments as for ``candidates``."""
-    return choose(candidates("forward", dim, block_size), key_of("hopper", "forward", dtype, dim, block_size, device))
-
-
-def forward_of_call(
-    dtype: torch.dtype, dim: int, block_size: int | None, tiles: Callable[[int], int], device: torch.device, multiprocessors: int
-) -> ForwardConfig:
-    """The config for a call, whose tiles of so many queries ``tiles`` counts, 0 if its table has no such rows. A short call takes
-    smaller tiles; others take what ``forward_config`` says, or two warp groups where a third fills the last round of a grid worse
-    than it saves."""
+    A short call takes smaller tiles. Three warp groups run unless a third fills the last round of a grid worse than it saves."""
 
     def rounds(queries: int) -> int:
         return -(-tiles(queries) // multiprocessors)
 
     if block_size != 64 and tiles(64) <= SHORT_TILES[dim] * multiprocessors:
         return SHORT_FORWARD_OF_TABLES[dim] if block_size else SHORT_FORWARD[dim]
-    config = forward_config(dtype, dim, block_size, device)
-    if config.queries == 192 and (not tiles(192) or rounds(128) < TIME_OF_192 * rounds(192)):
-        return FORWARD[dim]
-    return config
+    taller = FORWARD_OF_192.get(dim) if block_size in (None, 128) else None
+    if taller and tiles(192) and rounds(128) >= TIME_OF_192 * rounds(192):
+        return taller
+    return forward_of_variant(dim, block_size)
 
 
-def forward_of_variant(dtype: torch.dtype, dim: int, block_size: int | None, device: torch.device) -> ForwardConfig:
-    """For a call with a variant, which needs the registers that a third warp group, or a second program, would take."""
-    config = forward_config(dtype, dim, block_size, device)
-    return config if block_size == 64 or config.queries == 128 else FORWARD[dim]
+def forward_of_variant(dim: int, block_size: int | None) -> ForwardConfig:
+    """Returns the config for a call with a variant, which needs the registers that a third warp group, or a second program, would
+    take. Arguments as for ``forward_of_call``."""
+    return (FORWARD_OF_64 if block_size == 64 else FORWARD)[dim]
 
 
 def wide_forward(
     dim: int, dim_v: int, block_size: int | None, short_tiles: int, multiprocessors: int, plain: bool
 ) -> ForwardConfig:
-    """The config for calls whose head dimensions exceed 128 or differ: steps of as many keys as registers hold beside sums of dim_v
-    columns, and shared memory holds twice. dim, dim_v: columns of q and k, and of v, in shared memory. short_tiles: how many tiles
-    of 64 queries there are. plain: whether the call has no variant."""
+    """Returns the config for calls whose head dimensions exceed 128 or differ: steps of as many keys as registers hold beside sums
+    of dim_v columns, and shared memory holds twice. dim, dim_v: columns of q and k, and of v, in shared memory. short_tiles: how
+    many tiles of 64 queries there are. plain: whether the call has no variant."""
 
     def fitting(queries: int, keys: int, programs: int) -> int:
         # Of 228 KiB, each program reserves one. Per warp group, barriers and the turning of results take up to 2.5.
-        room = (228 << 10) // programs - 1024 - queries // 64 * 2560
-        return (room - 2 * queries * dim) // (2 * keys * (dim + dim_v))
+        free = (228 << 10) // programs - 1024 - queries // 64 * 2560
+        return (free - 2 * queries * dim) // (2 * keys * (dim + dim_v))
 
     short = short_tiles <= SHORT_TILES[256 if max(dim, dim_v) > 128 else 128] * multiprocessors
     if block_size == 64 or (plain and short):
@@ -147,21 +122,14 @@ def wide_forward(
     return ForwardConfig(min(3, fitting(128, keys, 1)), keys=keys)
 
 
-@remembered
-def backward_config(
-    dtype: torch.dtype, dim: int, block_size: int | None, device: torch.device, dim_v: int | None = None
-) -> BackwardConfig:
-    """For the backward pass. dim_v: of v, padded; dim by default."""
-    return choose(candidates("backward", dim, block_size), key_of("hopper", "backward", dtype, dim, block_size, device, dim_v))
-
-
-def backward_keys(dim: int, block_size: int | None) -> int:
-    """Keys of a tile. Arguments as for ``candidates``, which all have as many."""
-    return (BACKWARD_OF_64 if block_size == 64 else BACKWARD)[dim].keys
+def backward_config(dim: int, block_size: int | None) -> BackwardConfig:
+    """Returns the config for a call without a variant. Arguments as for ``forward_of_call``."""
+    return (BACKWARD_OF_64 if block_size == 64 else BACKWARD)[dim]
 
 
 def backward_of_variant(dim: int, block_size: int | None, scored: bool) -> BackwardConfig:
-    """For the backward pass of a call with a variant. dim: padded. scored: whether scores are more than scaled products."""
+    """Returns the config for a call with a variant. dim, block_size: as for ``backward_config``. scored: whether scores are more
+    than scaled products."""
     if block_size != 64:
         return BACKWARD_OF_DROPOUT[dim]
     return (BACKWARD_OF_64_ALONE if scored else BACKWARD_OF_64)[dim]
@@ -269,15 +237,13 @@ class PickedGradsConfig:
     stages: int
 
 
-# By padded head_dim and keys of a step. H200, 2026-11-23, 65,536 tokens, 32/8 heads of 128, 16 picks, independent: 401 TFLOP/s at
-# blocks of 128 (399 with 3 or 4 stages, 369 with one of keys), 251 at 64 (4 to 8 stages; 237 with one of keys).
+# By padded head_dim and keys of a step. Other numbers of stages are level or slower.
 PICKED_PARTS = {
     (64, 64): PickedPartsConfig(8, 2),
     (64, 128): PickedPartsConfig(8, 2),
     (128, 64): PickedPartsConfig(8, 2),
     (128, 128): PickedPartsConfig(5, 2),
 }
-# The same run: 464 TFLOP/s (2 to 4 stages) and 365 at blocks of 64 (339 with 2 stages).
 PICKED_GRADS = {
     (64, 64): PickedGradsConfig(6),
     (64, 128): PickedGradsConfig(6),

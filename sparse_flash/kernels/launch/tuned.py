@@ -54,7 +54,6 @@ def gpu_name(device: torch.device) -> str | None:
 
 
 def key_of(
-    backend: str,
     kernel: str,
     dtype: torch.dtype,
     head_dim: int,
@@ -62,7 +61,8 @@ def key_of(
     device: torch.device,
     v_head_dim: int | None = None,
 ) -> Key | None:
-    """The key of a launch on this device; None without a GPU. head_dim, v_head_dim: padded; v_head_dim defaults to head_dim."""
+    """Returns the key of a launch on this device, or None without a GPU. head_dim, v_head_dim: padded; v_head_dim defaults to
+    head_dim."""
     gpu = gpu_name(device)
     if gpu is None:
         return None
@@ -70,7 +70,7 @@ def key_of(
 
     name = str(dtype).removeprefix("torch.")
     versions = str(torch.__version__), triton.__version__
-    return Key(gpu, *versions, backend, kernel, name, head_dim, block_size, v_head_dim or head_dim)
+    return Key(gpu, *versions, "triton", kernel, name, head_dim, block_size, v_head_dim or head_dim)
 
 
 def choose(candidates: Sequence[ANY], key: Key | None) -> ANY:

@@ -331,7 +331,7 @@ def takes_one_launch(tokens: int, multiprocessors: int) -> bool:
 def _chosen(
     kernel: str, dtype: torch.dtype, head_dim: int, block_size: int | None, device: torch.device, v_head_dim: int | None
 ) -> Config:
-    key = key_of("triton", kernel, dtype, padded_head_dim(head_dim), block_size, device, padded_head_dim(v_head_dim or head_dim))
+    key = key_of(kernel, dtype, padded_head_dim(head_dim), block_size, device, padded_head_dim(v_head_dim or head_dim))
     return choose(candidates(kernel, dtype, head_dim, block_size, v_head_dim, family_of(device)), key)
 
 
