@@ -47,8 +47,7 @@ class BlockMask:
     coarse: the same mask in blocks of 128, which ``attention`` passes to GPU kernels instead; None where they are faster on these
     blocks, and for masks made at run time.
     from_host: whether the table was made on the host, once, so that others may be derived from it.
-    narrow: whether each key block's query blocks are consecutive, and few, as under a window; known for tables made on the host.
-    grouped: whether the rows of a table are walked group by group, as those of a document are; known likewise.
+    grouped: whether the rows of a table are walked group by group, as those of a document are; known for tables made on the host.
 
     A full block lies entirely inside the lengths, so kernels need no bounds check there; a block cut off by the end of the queries
     or keys has a tile, even if it keeps all its pairs. Five lines decode the whole format::
@@ -71,7 +70,6 @@ class BlockMask:
     tile_bits: torch.Tensor
     coarse: BlockMask | None = None
     from_host: bool = False
-    narrow: bool = False
     grouped: bool = False
 
     def __post_init__(self) -> None:
@@ -325,7 +323,7 @@ class BlockMask:
             return self
         moved = BlockMask.from_tensors(*self.sizes, [t.to(device) for t in self.tensors()], self.keeps_all)
         coarse = self.coarse and self.coarse.to(device)
-        return replace(moved, coarse=coarse, from_host=self.from_host, narrow=self.narrow, grouped=self.grouped)
+        return replace(moved, coarse=coarse, from_host=self.from_host, grouped=self.grouped)
 
     def walked(self, on_gpu: bool) -> BlockMask | None:
         """What a back end receives: on a GPU the coarse mask, if there is one; None if every pair is kept."""

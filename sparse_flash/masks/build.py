@@ -49,7 +49,6 @@ def from_entries(grid: BlockGrid, entries: Entries, pool: TilePool, full: FullBl
         tile_runs=stacks[0],
         tile_bits=stacks[1],
         from_host=True,
-        narrow=by_key.is_narrow(),
         grouped=by_query.is_grouped() and by_key.is_grouped(),
     )
 
@@ -311,7 +310,6 @@ def _stacked(masks: list[BlockMask]) -> BlockMask:
         by_key=tables[1],
         tile_runs=pools[0],
         tile_bits=pools[1],
-        narrow=all(m.narrow for m in masks),
         grouped=all(m.grouped for m in masks),
     )
 
