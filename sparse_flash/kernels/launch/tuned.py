@@ -85,7 +85,7 @@ _remembering: list[Callable] = []
 
 
 def remembered(function: Callable[..., ANY]) -> Callable[..., ANY]:
-    """lru_cache of 256 results, emptied when the file is written or reread: launchers ask in every call, and get a plain lookup."""
+    """Returns an lru_cache of 256 results, which is emptied when the file is written or read again, and by ``clear_caches``."""
     cached = lru_cache(maxsize=256)(function)
     _remembering.append(cached)
     return cached

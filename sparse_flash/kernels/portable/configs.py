@@ -5,7 +5,7 @@ docs/chips.csv lists what the kernels compile to for each chip: shared memory, r
 """
 
 from dataclasses import astuple, dataclass, replace
-from functools import cache, lru_cache
+from functools import cache
 from itertools import product
 from math import log2
 
@@ -286,7 +286,7 @@ def _distance(one: Config, other: Config) -> float:
     return sum(abs(log2(a / b)) for a, b in sizes) + abs(stages[0] - stages[1])
 
 
-@lru_cache(maxsize=256)
+@remembered
 def decode_config(
     dtype: torch.dtype,
     head_dim: int,
@@ -381,7 +381,7 @@ _LITTLE_SHARED, _KEYS_OF_LITTLE_SHARED = 160 * 1024, 32
 _KEYS_OF_FLOAT32 = {16: 64, 32: 64, 64: 32, 128: 16, 256: 16}
 
 
-@lru_cache(maxsize=256)
+@remembered
 def selection_config(kernel: str, dtype: torch.dtype, dim: int, block_size: int, device: torch.device) -> Config:
     """For key blocks chosen by query. kernel: one of _SELECTION. dim: padded, the larger of q's and v's. block_size: the most keys
     of a step."""

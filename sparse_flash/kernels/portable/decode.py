@@ -8,7 +8,6 @@ splits in a fixed order: one launch, and bitwise repeatable.
 Source: arXiv:2307.08691, Alg. 1 (softmax and the log of its sum); https://pytorch.org/blog/flash-decoding (the splits).
 """
 
-from functools import lru_cache
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -33,6 +32,7 @@ from ..common.tiles import (
     step_position,
 )
 from ..launch.launch import arrival_counters, launch_or_repeat, multiprocessors, table_arguments
+from ..launch.tuned import remembered
 from .configs import decode_config, family_of
 
 
@@ -490,7 +490,7 @@ class DecodePlan(NamedTuple):
     options: dict
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def _plan(
     device,
     dtype,
