@@ -177,12 +177,6 @@ class BlockRuns:
         row, col = coo.coords
         return cls.from_row_runs(coo.shape, row, col.astype(np.int64), col.astype(np.int64) + 1, state)
 
-    def to_sparse(self) -> scipy.sparse.csr_array:
-        """(q_blocks, kv_blocks) int8 scipy.sparse matrix of states."""
-        chunks = list(self.blocks())
-        rows, cols, states = (np.concatenate([c[k] for c in chunks]) for k in range(3))
-        return scipy.sparse.csr_array((states, (rows, cols)), shape=self.shape)
-
     def _merged(self) -> BlockRuns:
         change = np.append(True, self.states[1:] != self.states[:-1])
         return BlockRuns(self.shape, self.starts[change], self.states[change])

@@ -104,12 +104,12 @@ def _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, same, device) ->
 
 
 class _LongRuns:
-    """The runs of a document of ``k_blocks`` key blocks, with ``before`` blocks of queries before the first key.
+    """The runs of a long document, with ``before`` blocks of queries before the first key.
 
     constants: first and stop of each query, (2, queries) int32; mask_index and tile_bits of a mask without bit tiles.
     """
 
-    def __init__(self, first: np.ndarray, stop: np.ndarray, k_blocks: int, before: int, device):
+    def __init__(self, first: np.ndarray, stop: np.ndarray, before: int, device):
         self.before = before
         self._square = before == 0
         # The most keys spanned by BLOCK consecutive queries that start in a given block; they lie in it and the next.
@@ -161,7 +161,7 @@ def _runs_of(pattern, q_longest: int, k_longest: int, same: bool, device) -> _Lo
 def _long_runs(pattern, k_blocks, before, device) -> _LongRuns | None:
     def make() -> _LongRuns | None:
         runs = single_runs(long_document(pattern, k_blocks, before, device).mask)
-        return runs and _LongRuns(*runs, k_blocks, before, device)
+        return runs and _LongRuns(*runs, before, device)
 
     return made_apart(make)
 
