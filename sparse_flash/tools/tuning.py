@@ -49,7 +49,7 @@ class TuningProblem:
 
     @property
     def head_dims(self) -> tuple[int, int]:
-        """Those of q and k, and of v."""
+        """Returns head_dim of q and k, and of v."""
         return self.head_dim, self.v_head_dim or self.head_dim
 
 

@@ -25,7 +25,7 @@ _PATIENCE = 1.0  # seconds; anything faster came from Triton's cache on disk, an
 
 
 class Ahead(NamedTuple):
-    """What a compile-only thread has requested: kernels by name, as returned by Triton's ``warmup``."""
+    """Holds what a compile-only thread has requested: kernels by name, as returned by Triton's ``warmup``."""
 
     kernels: list[tuple[str, object]]
 
@@ -110,8 +110,8 @@ class _Forking:
 
 
 def _forked(call) -> int:
-    """Forks a process that makes the call and exits. It takes no locks of other threads except those that handle forks; if it hangs
-    anyway, ``_after`` kills it."""
+    """Forks a process that makes the call and exits. Of the locks of other threads it takes only the ones that handle forks; if it
+    hangs anyway, ``_after`` kills it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # about forking a multithreaded program
         child = os.fork()

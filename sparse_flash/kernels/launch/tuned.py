@@ -26,8 +26,8 @@ ANY = TypeVar("ANY")
 
 
 class Key(NamedTuple):
-    """What a choice applies to. dtype: without "torch.". head_dim: of q and k, v_head_dim: of v, padded. block_size: the table's;
-    None for dense."""
+    """Says what a choice applies to. dtype: without "torch.". head_dim: of q and k, v_head_dim: of v, padded. block_size: the
+    table's; None for dense."""
 
     gpu: str
     torch: str
