@@ -110,7 +110,7 @@ def wide_forward(
     many tiles of 64 queries there are. plain: whether the call has no variant."""
 
     def fitting(queries: int, keys: int, programs: int) -> int:
-        # Of 228 KiB, each program reserves one. Per warp group, barriers and the turning of results take up to 2.5.
+        # Each program reserves one of 228 KiB. Per warp group, barriers and the turning of results take up to 2.5.
         free = (228 << 10) // programs - 1024 - queries // 64 * 2560
         return (free - 2 * queries * dim) // (2 * keys * (dim + dim_v))
 
@@ -136,94 +136,8 @@ def backward_of_variant(dim: int, block_size: int | None, scored: bool) -> Backw
 
 
 @dataclass(frozen=True)
-class Footprint:
-    """Bytes of shared memory per program, and of stack per thread, into which registers spill: the maximum over dense and
-    table-driven kernels of bf16 on triton 3.6 to 3.9. Tests enforce these limits."""
-
-    shared: int
-    stack: int
-
-
-# By pass and padded head_dim, or the columns in use. Without dropout, all spills lie outside the loop over full blocks; but on
-# triton 3.9 each backward step at 192 with 128 for v reads some twenty words back.
-FOOTPRINT = {
-    ("forward", 64): Footprint(131712, 0),
-    ("forward", 96): Footprint(197184, 16),
-    ("forward", 128): Footprint(197144, 0),
-    ("backward", 64): Footprint(201404, 144),
-    ("backward", 96): Footprint(232124, 0),
-    ("backward", 128): Footprint(232124, 48),
-    ("forward_of_192", 64): Footprint(147980, 32),
-    ("forward_of_tall", 64): Footprint(148028, 64),
-    ("forward_of_documents", 64): Footprint(135556, 0),
-    ("backward_of_documents", 64): Footprint(201420, 160),
-    ("forward_of_documents", 128): Footprint(200964, 0),
-    ("backward_of_documents", 128): Footprint(232140, 48),
-    ("backward_of_heads_together", 128): Footprint(231340, 48),
-    # Two of these share a multiprocessor's 227 KiB.
-    ("forward_of_short", 64): Footprint(49580, 0),
-    ("forward_of_short", 128): Footprint(98740, 0),
-    ("forward_of_64", 64): Footprint(82436, 0),
-    ("forward_of_64", 128): Footprint(98756, 0),
-    ("backward_of_64", 64): Footprint(84700, 0),
-    ("backward_of_64", 128): Footprint(108524, 264),
-    ("forward_of_dropout", 64): Footprint(131608, 0),
-    ("forward_of_dropout", 128): Footprint(197080, 0),
-    ("backward_of_dropout", 64): Footprint(142780, 0),
-    ("backward_of_dropout", 128): Footprint(232108, 0),
-    ("forward_of_softcap", 64): Footprint(131656, 0),
-    ("backward_of_softcap", 64): Footprint(141756, 0),
-    ("forward_of_softcap", 128): Footprint(197128, 0),
-    ("backward_of_softcap", 128): Footprint(231340, 128),
-    ("forward_of_softcap_of_64", 128): Footprint(98756, 0),
-    ("backward_of_softcap_of_64_alone", 128): Footprint(108012, 144),
-    ("forward_of_alibi", 64): Footprint(131656, 0),
-    ("backward_of_alibi", 64): Footprint(141756, 0),
-    ("forward_of_alibi", 128): Footprint(197128, 0),
-    ("backward_of_alibi", 128): Footprint(231340, 168),
-    ("forward_of_alibi_of_64", 128): Footprint(98756, 0),
-    ("backward_of_alibi_of_64_alone", 128): Footprint(108012, 168),
-    ("forward_of_own", 64): Footprint(131656, 0),
-    ("backward_of_own", 64): Footprint(141756, 0),
-    ("forward_of_own", 128): Footprint(197128, 0),
-    ("backward_of_own", 128): Footprint(231340, 48),
-    ("forward_of_own_of_64", 128): Footprint(98756, 0),
-    ("backward_of_own_of_64_alone", 128): Footprint(108012, 104),
-    ("forward_of_lengths", 64): Footprint(131840, 112),
-    ("backward_of_lengths", 64): Footprint(141900, 120),
-    ("forward_of_lengths", 128): Footprint(197248, 184),
-    ("backward_of_lengths", 128): Footprint(231484, 240),
-    ("forward_of_lengths_of_64", 128): Footprint(98908, 72),
-    ("backward_of_lengths_of_64", 128): Footprint(108108, 288),
-    ("forward", 256): Footprint(200964, 112),
-    ("forward_of_64_alone", 256): Footprint(231684, 32),
-    ("forward_of_dropout", 256): Footprint(200964, 136),
-    ("forward_of_alibi", 256): Footprint(200964, 168),
-    ("forward_of_lengths", 256): Footprint(201092, 200),
-    ("forward", 192): Footprint(225540, 8),
-    ("forward_of_64_alone", 192): Footprint(198916, 0),
-    ("forward_of_dropout", 192): Footprint(225540, 0),
-    ("forward_of_192_and_128", 192): Footprint(217348, 72),
-    ("forward_of_192_and_128_of_64", 192): Footprint(108804, 0),
-    ("forward_of_192_and_128_of_dropout", 192): Footprint(217348, 48),
-    ("forward_of_192_and_128_of_alibi", 192): Footprint(217348, 120),
-    ("forward_of_192_and_128_of_lengths", 192): Footprint(217476, 192),
-    ("backward", 192): Footprint(231856, 0),
-    ("backward_of_192_and_128", 192): Footprint(232032, 224),
-    ("backward_of_192_and_128_of_64_alone", 192): Footprint(182192, 0),
-    ("backward", 256): Footprint(231856, 24),
-    ("backward_of_64_alone", 256): Footprint(231344, 40),
-    ("backward_of_dropout", 256): Footprint(231344, 40),
-    ("backward_of_softcap", 256): Footprint(231344, 16),
-    ("backward_of_alibi", 256): Footprint(231344, 56),
-    ("backward_of_own", 256): Footprint(231344, 24),
-    ("backward_of_lengths", 256): Footprint(231440, 152),
-}
-
-
-@dataclass(frozen=True)
 class PickedPartsConfig:
-    """Of key blocks chosen by query, forward. stages: tiles of gathered queries in shared memory. key_stages: blocks of keys, and
+    """For key blocks chosen by query, forward. stages: tiles of gathered queries in shared memory. key_stages: blocks of keys, and
     of their values."""
 
     stages: int
