@@ -6,7 +6,7 @@
 # make docs    builds the documentation site into site/; ARGS=serve shows it while you write
 # make kernels the tests that compile kernels for a Hopper GPU, which need not be there
 # make chips   compiles changed kernels for other GPUs and updates docs/chips.csv
-# make record  compiles the kernels of the tests and more, and records their registers, stack and shared memory
+# make record  writes down what the compiled kernels of the tests spill: tests/kernels/spills.json
 # make matrix  runs the tests on the oldest and the newest versions that pyproject.toml allows, and on those between whose Triton
 #              neither has; PAIR=oldest, 2.12, 2.14 or newest for one
 #
@@ -85,7 +85,7 @@ docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(or $(ARGS),build --strict)
 
 record: $(READY)
-	$(BIN)/python tests/sm90.py --record > /dev/null
+	$(BIN)/python tests/outcomes.py
 
 chips: $(READY)
 	$(BIN)/python tests/chips.py $(ARGS)

@@ -38,7 +38,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import sparse_flash as sf
 from sparse_flash.parallel.costs import FLOP_RATE
-from sparse_flash.parallel.peer_memory import held_bytes
+from sparse_flash.parallel.peer_memory import peer_memory
 
 from .baselines.context import PATIENCE, WAYS, Divided, Planned, Sequence, Way, barrier, failed_alone, of_all_ranks
 from .context_scaling import masks
@@ -346,7 +346,8 @@ def main(arguments: list[str] | None = None) -> int:
         shown.add_column(heading)
 
     def write(found: dict) -> None:
-        data["shared_bytes"] = held_bytes(mesh.get_group())  # 0 where the group moves messages itself
+        memory = peer_memory(mesh.get_group(), device)
+        data["shared_bytes"] = 0 if memory is None else memory.size  # which PyTorch's allocator does not count
         if dist.get_rank() == 0:
             options.out.mkdir(parents=True, exist_ok=True)
             (options.out / "context.json").write_text(json.dumps({**data, "cases": [*data["cases"], found]}, indent=1) + "\n")

@@ -187,7 +187,7 @@ def write(rows: list[Row]) -> None:
 def compiled(case: Case, chip: str) -> Row:
     """Runs in a separate process, because kernels defined under TRITON_INTERPRET cannot be compiled."""
     import triton
-    from sm90 import KERNELS, backward, compiled, compiled_for_decoding
+    from sm90 import KERNELS, backward, compiled, compiled_for_decoding, decode
     from triton.backends.compiler import GPUTarget
 
     (backend, arch, threads), _, _, descriptors = CHIPS[chip]
@@ -196,7 +196,7 @@ def compiled(case: Case, chip: str) -> Row:
     if case.kernel == "packed":
         result = _compiled_packed(case.variant, target)
     elif case.kernel == "decode":
-        details = config, dim, block > 0, 32, 16, case.page
+        details = decode.decode_kernel, config, dim, block > 0, 32, 16, case.page
         result = compiled_for_decoding(*details, dtype=case.dtype, target=target)
     else:
         kernel = backward.grad_qkv_kernel if case.kernel == "grad_qkv" else KERNELS[case.kernel][0]

@@ -1,10 +1,7 @@
 """Compiles the kernels for sm_90 without a GPU and prints the outcome of each, one JSON object per line.
 
-    python tests/sm90.py             the kernels that the tests compile
-    python tests/sm90.py --record    these, float16 and head_dim 256, with this Triton; writes tests/kernels/recorded.json, and says
-                                     which differ from what it held
-
-Run it as a separate process: kernels defined under TRITON_INTERPRET cannot be compiled.
+Compare its lines before and after a change that should not affect the compiled code. Run it as a separate process: kernels defined
+under TRITON_INTERPRET cannot be compiled.
 """
 
 import contextlib
@@ -13,12 +10,10 @@ import json
 import multiprocessing
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 import triton
@@ -45,6 +40,7 @@ KERNELS = {
     "grad_q": (backward.grad_q_kernel, configs._GRAD_Q),
     "grad_kv": (backward.grad_kv_kernel, configs._GRAD_KV),
 }
+FORWARD, BACKWARD = hopper_forward.attention_forward_kernel, hopper_backward.attention_backward_kernel
 OF_QUERIES = {"q_tensor", "out_tensor", "dout_tensor", "dq_tensor"}
 OF_VALUES = {"v_tensor", "out_tensor", "dout_tensor", "dv_tensor"}
 FLOATS = {"scale", "score_scale", "dropout_p"}
@@ -53,7 +49,6 @@ INT_POINTERS = {"mask_index", "row_ptr", "row_split", "row_order", "col_ptr", "c
 INT_POINTERS |= {"tile_idx", "col_tile_idx", "tile_runs", "tile_bits", "work", "counters", "arrived", "kv_lens", "block_table"}
 HALF_POINTERS = {"q_ptr", "k_ptr", "v_ptr", "out_ptr"}
 TARGET = GPUTarget("cuda", 90, 32)
-FORWARD, BACKWARD = hopper_forward.attention_forward_kernel, hopper_backward.attention_backward_kernel
 
 
 @triton.jit
@@ -169,16 +164,17 @@ def compiled_for_hopper(
     return triton.compile(source, target=TARGET, options=config.options | FUSED)
 
 
-def compiled_columns(dim: int, dim_v: int, keys: int):
-    """The kernel that combines splits of columns in dK and dV of unequal widths."""
-    kernel, constants = hopper_backward.combine_columns_kernel, {"DIM": dim, "DIM_V": dim_v, "TILE": keys, "TABLE_BLOCK": 128}
-    tensors = {f"d{name}_tensor": f"tensordesc<bf16[1,1,{keys},{width}]>" for name, width in (("k", dim), ("v", dim_v))}
+def compiled_columns(kernel, config, dim: int, sparse: bool, dim_v: int):
+    """Compiles the kernel that combines splits of columns in dK and dV of unequal widths."""
+    constants = {"DIM": dim, "DIM_V": dim_v, "TILE": config.keys, "TABLE_BLOCK": 128}
+    tensors = {f"d{name}_tensor": f"tensordesc<bf16[1,1,{config.keys},{width}]>" for name, width in (("k", dim), ("v", dim_v))}
     types = tensors | {"sums_ptr": "*fp32", "split_columns": "*i32", "dk_factor": "fp32", "dv_factor": "fp32"}
     source = ASTSource(kernel, *arguments(kernel, types, constants))
     return triton.compile(source, target=TARGET, options={"num_warps": 8} | FUSED)
 
 
 def compiled_for_decoding(
+    kernel,
     config,
     dim: int,
     sparse: bool,
@@ -197,7 +193,7 @@ def compiled_for_decoding(
     constants |= {"TABLE_BLOCK": 128 if sparse else config.tile_n, "CAUSAL": q_len > 1 and not sparse, "SEVERAL": q_len > 1}
     constants |= {"AT_END": True, "HAS_LENS": True, "PAGE": page}
     constants["VECTOR"] = 4 if dtype == "fp32" else 8
-    source = ASTSource(decode.decode_kernel, *arguments(decode.decode_kernel, dict.fromkeys(HALF_POINTERS, f"*{dtype}"), constants))
+    source = ASTSource(kernel, *arguments(kernel, dict.fromkeys(HALF_POINTERS, f"*{dtype}"), constants))
     return triton.compile(source, target=target, options=config.options | FUSED)
 
 
@@ -231,20 +227,43 @@ def arguments(kernel, types: dict[str, str | tuple], constants: dict) -> tuple[d
     return signature, constants, attributes
 
 
-def resources(binary: bytes) -> dict[str, int]:
+def dumped(binary: bytes, option: str) -> str:
+    """Returns what cuobjdump prints about a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        command = [knobs.nvidia.cuobjdump.path, option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def resources(binary: bytes) -> dict[str, int]:
+    """Returns registers per thread ("reg") and bytes of stack per thread ("stack")."""
+    text = dumped(binary, "--dump-resource-usage")
     return {name.lower(): int(value) for name, value in re.findall(r"\b(REG|STACK):(\d+)", text)}
 
 
-def report(name: str, dim: int, sparse: bool, compile_kernel, *details, **options) -> dict:
+def spills_in_full_blocks(binary: bytes) -> int:
+    """Returns how many instructions access the stack in the loop over full blocks. It is the innermost loop with products that
+    loads least from global memory, as the others load masks."""
+    code = [(int(address, 16), text) for address, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", dumped(binary, "-sass"))]
+    jumps = ((re.match(r"@\S+ BRA\S*.*?0x([0-9a-f]+)", text), end) for end, text in code)
+    loops = [(int(to[1], 16), end) for to, end in jumps if to and int(to[1], 16) <= end]
+
+    def count(loop: tuple[int, int], names: str) -> int:
+        begin, end = loop
+        return sum(begin <= address <= end and re.search(rf"\b({names})\b", text) is not None for address, text in code)
+
+    loops = [loop for loop in loops if count(loop, "HGMMA")]
+    innermost = [(a, b) for a, b in loops if not any((a, b) != (c, d) and a <= c and d <= b for c, d in loops)]
+    loads = [count(loop, "LDG|LDGSTS") for loop in innermost]
+    return max((count(loop, "LDL|STL") for loop, n in zip(innermost, loads, strict=True) if n == min(loads)), default=0)
+
+
+def report(name: str, compile_kernel, kernel, config, dim: int, sparse: bool, *details, **options) -> dict:
     # ptxas reports C7510 to C7518 if it has to serialize products; Triton drops its log on success.
     with knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as log:
         knobs.nvidia.dump_ptxas_log = True
-        result = compile_kernel(*details, **options)
+        result = compile_kernel(kernel, config, dim, sparse, *details, **options)
     ptx = result.asm["ptx"]
     row = {"kernel": name, "dim": dim, "sparse": sparse, "shared": result.metadata.shared}
     row |= {"wgmma": ptx.count("wgmma.mma_async"), "tma": ptx.count("cp.async.bulk.tensor")}
@@ -253,109 +272,108 @@ def report(name: str, dim: int, sparse: bool, compile_kernel, *details, **option
     types = parameter_types(result.src.signature, parameter_sizes(ptx))
     row |= {"repeatable": types is not None and types.count("map") == len(result.metadata.tensordesc_meta or ())}
     row |= {"serialized": sorted(set(re.findall(r"C75\d\d", log.getvalue()))), "log": len(log.getvalue())}
-    return row | resources(result.asm["cubin"])
+    row |= resources(result.asm["cubin"])
+    return row | {"in_full_blocks": spills_in_full_blocks(result.asm["cubin"]) if row["stack"] else 0}
 
 
 DECODING = ((False, 4, 1, 0), (True, 4, 1, 0), (True, 4, 1, 16), (True, 32, 16, 128))  # sparse, rows, q_len, page
 
 
-def of_the_tests():
-    """Calls of ``report``, one for each kernel that the tests compile."""
+def _of_portable(name: str, *details, **options) -> Callable[[], dict]:
+    return partial(report, name, compiled, *details, **options)
+
+
+def _of_hopper(name: str, *details, **options) -> Callable[[], dict]:
+    """details: kernel, config, dim, sparse. options: as of ``compiled_for_hopper``."""
+    return partial(report, f"hopper_{name}", compiled_for_hopper, *details, **options)
+
+
+def of_the_tests() -> Iterator[Callable[[], dict]]:
+    """Yields calls of ``report``, one for each kernel that the tests compile."""
     for dim in (64, 128):
-        for sparse, rows, q_len, page in DECODING:
-            config = configs.decode_config(torch.bfloat16, dim, 128, rows)
-            yield partial(report, "decode", dim, sparse, compiled_for_decoding, config, dim, sparse, rows, q_len, page)
-        for sparse in (False, True):
-            for name, (kernel, table) in KERNELS.items():
-                yield partial(report, name, dim, sparse, compiled, kernel, table[dim], dim, sparse)
-            for split in (False, True):
-                details = FORWARD, hopper_configs.FORWARD[dim], dim, sparse, 128, split
-                yield partial(report, "hopper_forward", dim, sparse, compiled_for_hopper, *details)
-            details = BACKWARD, hopper_configs.BACKWARD[dim], dim, sparse, 128
-            for added, fixed in ((False, False), (True, False), (False, True)):
-                yield partial(report, "hopper_backward", dim, sparse, compiled_for_hopper, *details, False, added, fixed)
-            if sparse and dim == 128:
-                yield partial(
-                    report, "hopper_backward_of_heads_together", dim, sparse, compiled_for_hopper, *details, together=True
-                )
-            # Splits of heavy columns; a last tile with fewer keys.
-            more = {"split": True} if sparse else {"ragged": True}
-            yield partial(report, "hopper_backward", dim, sparse, compiled_for_hopper, *details, **more)
-    for dim in (64, 128):
-        details = FORWARD, hopper_configs.FORWARD[dim], dim, False, 128, False, False, False, True
-        yield partial(report, "hopper_forward_of_dropout", dim, False, compiled_for_hopper, *details)
-        details = BACKWARD, hopper_configs.BACKWARD_OF_DROPOUT[dim], dim, False, 128
-        for fixed, ragged in ((False, False), (True, False), (False, True)):
-            yield partial(
-                report, "hopper_backward_of_dropout", dim, False, compiled_for_hopper, *details, False, False, fixed, True, ragged
-            )
-        details = backward.grad_qkv_kernel, configs._GRAD_KV[dim], dim, True
-        yield partial(report, "grad_qkv", dim, True, compiled, *details)
-    for dim in (64, 128):
-        details = FORWARD, hopper_configs.FORWARD_OF_64[dim], dim, True, 64, True
-        yield partial(report, "hopper_forward_of_64", dim, True, compiled_for_hopper, *details)
-        for name, table, sparse in (
-            ("192", hopper_configs.FORWARD_OF_192, False),
-            ("tall", hopper_configs.FORWARD_OF_192, True),
-            ("short", hopper_configs.SHORT_FORWARD, False),
-            ("short", hopper_configs.SHORT_FORWARD_OF_TABLES, True),
-        ):
-            if dim in table:
-                details = FORWARD, table[dim], dim, sparse
-                yield partial(report, f"hopper_forward_of_{name}", dim, sparse, compiled_for_hopper, *details)
-        details = BACKWARD, hopper_configs.BACKWARD_OF_64[dim], dim, True, 64
-        for option in ("split", "added", "fixed"):
-            yield partial(report, "hopper_backward_of_64", dim, True, compiled_for_hopper, *details, **{option: True})
-        details = FORWARD, hopper_configs.FORWARD[dim], dim, True
-        yield partial(report, "hopper_forward_of_documents", dim, True, compiled_for_hopper, *details, own_starts=True)
-        details = BACKWARD, hopper_configs.BACKWARD[dim], dim, True
-        for option in ("sparse", "added", "fixed"):
-            options = {option: True, "own_starts": True} if option != "sparse" else {"own_starts": True}
-            yield partial(report, "hopper_backward_of_documents", dim, True, compiled_for_hopper, *details, **options)
+        yield from of_portable(dim)
+        yield from of_hopper(dim)
+    # 192 columns of q and k, padded, and 128 of v, as in DeepSeek's models.
+    for name, (kernel, table) in KERNELS.items():
+        yield _of_portable(f"{name}_of_192_and_128", kernel, table[256], 256, True, dim_v=128)
+        yield _of_portable(f"{name}_of_dropout", kernel, table[64], 64, False, variant=DROPOUT)
+        yield _of_portable(f"{name}_of_terms", kernel, table[64], 64, False, variant=EVERY_TERM, switches=EVERY_SWITCH)
+    details = backward.grad_qkv_kernel, configs._GRAD_KV[64], 64, True
+    yield _of_portable("grad_qkv_of_terms", *details, variant=EVERY_TERM, switches=EVERY_SWITCH)
     # Products over 96 of 128 columns.
-    details = FORWARD, hopper_configs.FORWARD[128], 96
-    for sparse, split in ((False, False), (True, True)):
-        yield partial(report, "hopper_forward", 96, sparse, compiled_for_hopper, *details, sparse, split=split)
-    details = BACKWARD, hopper_configs.BACKWARD[128], 96, True
+    for sparse in (False, True):
+        yield _of_hopper("forward", FORWARD, hopper_configs.FORWARD[128], 96, sparse, split=sparse)
     for option in ("added", "split", "fixed"):
-        yield partial(report, "hopper_backward", 96, True, compiled_for_hopper, *details, **{option: True})
-    for name, (kernel, table) in KERNELS.items():  # DeepSeek's: 192, padded, and 128 for v
-        yield partial(
-            report, f"{name}_of_192_and_128", 256, True, compiled, kernel, table[256], 256, True, 128, NO_VARIANT, NO_SWITCHES, 128
-        )
-        yield partial(report, f"{name}_of_dropout", 64, False, compiled, kernel, table[64], 64, False, 128, DROPOUT)
-        yield partial(report, f"{name}_of_terms", 64, False, compiled, kernel, table[64], 64, False, 128, EVERY_TERM, EVERY_SWITCH)
-    details = backward.grad_qkv_kernel, configs._GRAD_KV[64], 64, True, 128, EVERY_TERM, EVERY_SWITCH
-    yield partial(report, "grad_qkv_of_terms", 64, True, compiled, *details)
-    for name, (given, switches) in OF_VARIANTS.items():
-        for dim, block in ((64, 128), (128, 128), (128, 64)):
-            forward_configs = hopper_configs.FORWARD_OF_64 if block == 64 else hopper_configs.FORWARD
-            backward_config = hopper_configs.backward_of_variant(dim, block, switches["SCORED"])
-            for kernel, pass_, config in (
-                (FORWARD, "forward", forward_configs[dim]),
-                (BACKWARD, "backward", backward_config),
-            ):
-                details = kernel, config, dim, True, block
-                row = f"hopper_{pass_}_of_{name}" + ("" if block > 64 else "_of_64" if config.programs > 1 else "_of_64_alone")
-                options = {"variant": given, "switches": switches}
-                yield partial(report, row, dim, True, compiled_for_hopper, *details, **options)
+        yield _of_hopper("backward", BACKWARD, hopper_configs.BACKWARD[128], 96, True, **{option: True})
     yield from of_wide_forward()
     yield from of_wide_backward()
 
 
-def of_wide_forward():
-    """Compiles Hopper's forward kernel for head dimensions above 128, and for v with its own head_dim."""
+def of_portable(dim: int) -> Iterator[Callable[[], dict]]:
+    for sparse, rows, q_len, page in DECODING:
+        config = configs.decode_config(torch.bfloat16, dim, 128, rows)
+        yield partial(report, "decode", compiled_for_decoding, decode.decode_kernel, config, dim, sparse, rows, q_len, page)
+    for sparse in (False, True):
+        for name, (kernel, table) in KERNELS.items():
+            yield _of_portable(name, kernel, table[dim], dim, sparse)
+    yield _of_portable("grad_qkv", backward.grad_qkv_kernel, configs._GRAD_KV[dim], dim, True)
+
+
+def of_hopper(dim: int) -> Iterator[Callable[[], dict]]:
+    forward = FORWARD, hopper_configs.FORWARD[dim], dim
+    backward = BACKWARD, hopper_configs.BACKWARD[dim], dim
+    for sparse in (False, True):
+        for split in (False, True):
+            yield _of_hopper("forward", *forward, sparse, split=split)
+        # Splits of heavy columns; a last tile with fewer keys.
+        for options in ({}, {"added": True}, {"fixed": True}, {"split": True} if sparse else {"ragged": True}):
+            yield _of_hopper("backward", *backward, sparse, **options)
+    if dim == 128:
+        yield _of_hopper("backward_of_heads_together", *backward, True, together=True)
+    yield _of_hopper("forward_of_documents", *forward, True, own_starts=True)
+    for options in ({}, {"added": True}, {"fixed": True}):
+        yield _of_hopper("backward_of_documents", *backward, True, own_starts=True, **options)
+    yield _of_hopper("forward_of_dropout", *forward, False, dropout=True)
+    for options in ({}, {"fixed": True}, {"ragged": True}):
+        details = BACKWARD, hopper_configs.BACKWARD_OF_DROPOUT[dim], dim, False
+        yield _of_hopper("backward_of_dropout", *details, dropout=True, **options)
+    for name, table, sparse in (
+        ("192", hopper_configs.FORWARD_OF_192, False),
+        ("tall", hopper_configs.FORWARD_OF_192, True),
+        ("short", hopper_configs.SHORT_FORWARD, False),
+        ("short", hopper_configs.SHORT_FORWARD_OF_TABLES, True),
+    ):
+        if dim in table:
+            yield _of_hopper(f"forward_of_{name}", FORWARD, table[dim], dim, sparse)
+    yield _of_hopper("forward_of_64", FORWARD, hopper_configs.FORWARD_OF_64[dim], dim, True, block=64, split=True)
+    for option in ("split", "added", "fixed"):
+        details = BACKWARD, hopper_configs.BACKWARD_OF_64[dim], dim, True
+        yield _of_hopper("backward_of_64", *details, block=64, **{option: True})
+    for name, (variant, switches) in OF_VARIANTS.items():
+        for block in (128, 64) if dim == 128 else (128,):
+            for pass_, kernel, config in (
+                ("forward", FORWARD, hopper_configs.forward_of_variant(dim, block)),
+                ("backward", BACKWARD, hopper_configs.backward_of_variant(dim, block, switches["SCORED"])),
+            ):
+                row = f"{pass_}_of_{name}{_of_blocks(block, config)}"
+                yield _of_hopper(row, kernel, config, dim, True, block=block, variant=variant, switches=switches)
+
+
+def _of_blocks(block: int, config) -> str:
+    return "" if block > 64 else "_of_64" if config.programs > 1 else "_of_64_alone"
+
+
+def of_wide_forward() -> Iterator[Callable[[], dict]]:
+    """Yields Hopper's forward kernels for head dimensions above 128, and for v of another head_dim."""
     for dim, dim_v in ((256, 256), (192, 192), (192, 128)):
-        row = "hopper_forward" if dim == dim_v else f"hopper_forward_of_{dim}_and_{dim_v}"
+        row = "forward" if dim == dim_v else f"forward_of_{dim}_and_{dim_v}"
         columns = hopper_forward.columns_of(dim, dim_v)
 
         def compiles(row, sparse, block, variant=None, plain=True, dim=dim, dim_v=dim_v, columns=columns, **options):
             config = hopper_configs.wide_forward(columns["DIM"], columns["DIM_V"], sparse and block, 1, 0, plain)
             given, switches = OF_VARIANTS[variant] if variant else (NO_VARIANT, NO_SWITCHES)
-            options |= {"dim_v": dim_v, "variant": given, "switches": switches}
-            details = FORWARD, config, dim, sparse, block
-            row += "" if block > 64 else "_of_64" if config.programs > 1 else "_of_64_alone"
-            return partial(report, row, dim, sparse, compiled_for_hopper, *details, **options)
+            options |= {"dim_v": dim_v, "variant": given, "switches": switches, "block": block}
+            return _of_hopper(row + _of_blocks(block, config), FORWARD, config, dim, sparse, **options)
 
         yield compiles(row, False, 128)
         yield compiles(row, True, 128, split=True)
@@ -365,68 +383,25 @@ def of_wide_forward():
             yield compiles(f"{row}_of_{variant}", True, 128, variant, plain=False)
 
 
-def of_wide_backward():
-    """The backward kernel of wide heads: head_dim 256 and 192, and 192 with 128 for v."""
-    kernel, config = BACKWARD, hopper_configs.BACKWARD[256]
+def of_wide_backward() -> Iterator[Callable[[], dict]]:
+    """Yields the backward kernels of wide heads: head_dim 256 and 192, and 192 with 128 for v."""
+    wide = BACKWARD, hopper_configs.BACKWARD[256]
     paired = BACKWARD, hopper_configs.PAIRED_BACKWARD
     for dim, dim_v in ((256, 256), (192, 192), (192, 128)):
-        name = "hopper_backward" if dim_v == dim else f"hopper_backward_of_{dim}_and_{dim_v}"
+        name, details = ("backward", wide) if dim_v == dim else (f"backward_of_{dim}_and_{dim_v}", paired)
         for sparse, option in ((False, "ragged"), (True, "split"), (True, "added"), (True, "fixed")):
-            details = *((kernel, config) if dim_v == dim else paired), dim, sparse
-            yield partial(report, name, dim, sparse, compiled_for_hopper, *details, dim_v=dim_v, **{option: True})
-    details = kernel, hopper_configs.BACKWARD_OF_64[256], 192, True, 64
-    yield partial(report, "hopper_backward_of_192_and_128_of_64_alone", 192, True, compiled_for_hopper, *details, dim_v=128)
-    yield partial(report, "combine_columns_of_192_and_128", 256, True, compiled_columns, 256, 128, config.keys)
-    details = kernel, hopper_configs.BACKWARD_OF_64[256], 256, True, 64
-    yield partial(report, "hopper_backward_of_64_alone", 256, True, compiled_for_hopper, *details, split=True)
-    details = kernel, hopper_configs.BACKWARD_OF_DROPOUT[256], 256, True
-    yield partial(report, "hopper_backward_of_dropout", 256, True, compiled_for_hopper, *details, dropout=True)
-    for name, (given, switches) in OF_VARIANTS.items():
-        config = hopper_configs.backward_of_variant(256, 128, switches["SCORED"])
-        options = {"variant": given, "switches": switches}
-        yield partial(report, f"hopper_backward_of_{name}", 256, True, compiled_for_hopper, kernel, config, 256, True, **options)
-
-
-def of_the_record():
-    """Compiles the kernels of the tests, and more that take long."""
-    yield from of_the_tests()
-    for name, (kernel, table) in KERNELS.items():
-        for dim in (64, 128):
-            yield partial(report, f"{name}_of_fp16", dim, True, compiled, kernel, table[dim], dim, True, dtype="fp16")
-        for sparse in (False, True):
-            yield partial(report, name, 256, sparse, compiled, kernel, table[256], 256, sparse)
-    for dim in (64, 128):
-        for name, kernel, table in (
-            ("hopper_forward", FORWARD, hopper_configs.FORWARD),
-            ("hopper_backward", BACKWARD, hopper_configs.BACKWARD),
-        ):
-            yield partial(report, f"{name}_of_fp16", dim, True, compiled_for_hopper, kernel, table[dim], dim, True, dtype="fp16")
-    for dim, width, table, block in (
-        (64, 64, hopper_configs.BACKWARD, 128),
-        (96, 128, hopper_configs.BACKWARD, 128),
-        (64, 64, hopper_configs.BACKWARD_OF_64, 64),
-        (128, 128, hopper_configs.BACKWARD_OF_64, 64),
-    ):
-        details = BACKWARD, table[width], dim, True, block
-        name = "hopper_backward_of_heads_together" + "_of_64" * (block == 64)
-        yield partial(report, name, dim, True, compiled_for_hopper, *details, together=True)
-    yield partial(
-        report,
-        "decode",
-        256,
-        True,
-        compiled_for_decoding,
-        configs.decode_config(torch.bfloat16, 256, 128, 32),
-        256,
-        True,
-        32,
-        16,
-        128,
-    )
+            yield _of_hopper(name, *details, dim, sparse, dim_v=dim_v, **{option: True})
+    yield _of_hopper("backward_of_192_and_128_of_64_alone", *wide, 192, True, block=64, dim_v=128)
+    yield _of_hopper("backward_of_64_alone", *wide, 256, True, block=64, split=True)
+    yield _of_hopper("backward_of_dropout", *wide, 256, True, dropout=True)
+    for name, (variant, switches) in OF_VARIANTS.items():
+        yield _of_hopper(f"backward_of_{name}", *wide, 256, True, variant=variant, switches=switches)
+    details = hopper_backward.combine_columns_kernel, hopper_configs.BACKWARD[256], 256, True, 128
+    yield partial(report, "combine_columns_of_192_and_128", compiled_columns, *details)
 
 
 def outcomes(reports: Iterable[Callable[[], dict]]) -> Iterator[dict]:
-    """Returns the results of the calls, in order. As many processes run them as there are cores."""
+    """Yields what the calls return, in their order; as many processes run them as there are cores."""
     global _reports
     _reports = list(reports)  # before the processes are forked
     with multiprocessing.get_context("fork").Pool() as pool:
@@ -437,25 +412,7 @@ def _outcome(number: int) -> dict:
     return _reports[number]()
 
 
-RECORD = Path(__file__).with_name("kernels") / "recorded.json"
-RECORDED = ("kernel", "dim", "sparse", "reg", "stack", "shared")
-
-
-def write_record(rows: list[dict]) -> int:
-    """Returns 1 if anything differs from the record for this Triton, which is then rewritten, else 0."""
-    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    before, now = record.get(triton.__version__, []), [[row[name] for name in RECORDED] for row in rows]
-    differing = [(old, new) for old, new in zip(before, now, strict=False) if old != new]
-    print(f"{len(now)} kernels, {len(before)} before; {len(differing)} differ", *differing, sep="\n", file=sys.stderr)
-    record[triton.__version__] = now
-    lines = [f"{json.dumps(version)}: [\n" + ",\n".join(map(json.dumps, record[version])) + "\n]" for version in sorted(record)]
-    RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    return int(before != now)
-
-
 if __name__ == "__main__":
     knobs.compilation.always_compile = True  # a result from Triton's cache has no log
-    if sys.argv[1:] == ["--record"]:
-        sys.exit(write_record(list(outcomes(of_the_record()))))
     for row in outcomes(of_the_tests()):
         print(json.dumps(row), flush=True)

@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 import triton
-from sm90 import TARGET, resources
+from sm90 import TARGET, resources, spills_in_full_blocks
 from triton import knobs
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
@@ -62,13 +62,16 @@ def report(case: tuple, known: set, kernel, grid, arguments, constants, options,
     row = {
         "kernel": name,
         "case": case,
+        "dim": case[2],
         "tile_n": constants["C"].TILE_N if "C" in constants else constants.get("TILE_N"),
         **options,
         "shared": result.metadata.shared,
     }
     row |= {"wgmma": ptx.count("wgmma.mma_async"), "mma": ptx.count("mma.sync"), "async": ptx.count("cp.async.cg.shared.global")}
     row |= {"tma": ptx.count("cp.async.bulk.tensor"), "serialized": sorted(set(re.findall(r"C75\d\d", log.getvalue())))}
-    print(json.dumps(row | resources(result.asm["cubin"])), flush=True)
+    row |= resources(result.asm["cubin"])
+    row["in_full_blocks"] = spills_in_full_blocks(result.asm["cubin"]) if row["stack"] else 0
+    print(json.dumps(row), flush=True)
 
 
 def report_decoding(case: tuple, known: set, kernel, mask, key, inputs, run):

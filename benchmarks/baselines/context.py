@@ -19,8 +19,10 @@ from sparse_flash.compat.pytorch import private
 from sparse_flash.masks.block_mask import BlockMask
 from sparse_flash.masks.pattern import And, Pattern
 from sparse_flash.parallel.costs import ELEMENT_BYTES, HEAD_DIM, LINK_RATE, SequenceSizes
+from sparse_flash.parallel.exchange import exchange_blocks
 from sparse_flash.parallel.explanation import STRATEGIES, explained
-from sparse_flash.parallel.plan import exchange_alone
+from sparse_flash.parallel.heads import own_tokens_of_all_heads, some_heads_of_all_tokens
+from sparse_flash.parallel.plan import ContextPlan
 
 from .flash import Asked, FlashAttention4
 from .flex import mask_function
@@ -112,8 +114,18 @@ class Planned(Way):
         # fmt: on
         q, k, v = (plan.shard(t, 2).requires_grad_() for t in (sequence.q, sequence.k, sequence.v))
         received = sequence.bytes_of(plan.explain().costs[plan.strategy].received.max())
-        exchange = partial(exchange_alone, plan, q, k, v) if plan.strategy in ("blocks", "heads") else None
+        exchange = partial(_exchange_alone, plan, q, k, v) if plan.strategy in ("blocks", "heads") else None
         yield Divided((q, k, v), lambda: plan.attention(q, k, v), lambda t: plan.unshard(t, 2), received, exchange)
+
+
+@torch.no_grad()
+def _exchange_alone(plan: ContextPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Makes the exchanges of a forward pass under the strategy "blocks" or "heads", and computes nothing. v: with q's head_dim."""
+    if plan._peers is not None and plan.strategy == "heads":
+        q, *_ = some_heads_of_all_tokens([q, k, v], plan._sharing, plan._peers)
+        own_tokens_of_all_heads(q, plan._sharing, plan._peers)  # q has the size of out
+    elif plan._route is not None and plan.strategy == "blocks":
+        exchange_blocks(k, v, plan._route)
 
 
 class _Pieces(Way):

@@ -142,7 +142,7 @@ def explain(
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Memory for gradients that repeat bit for bit.")] = False,
 ) -> None:
-    """What a mask costs, what it saves, and what it can see."""
+    """Prints what a mask costs, what it saves, and what it can see."""
     from sparse_flash.tools.explain import explain as numbers_of
     from sparse_flash.tools.figures import size_text
 

@@ -38,7 +38,7 @@ def with_imports(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(*arguments, imports: list[Path] | None, **options):
-        import sparse_flash.names  # noqa: F401  (the built-in patterns, before those of the user's)
+        import sparse_flash.names  # noqa: F401  (the built-in patterns, before the user's own)
 
         with user_errors():
             for path in imports or ():

@@ -12,7 +12,10 @@ from rich.text import Text
 from .console import errors, output, user_errors
 from .options import BlockSize, dtype_of
 
-_OTHER_KERNELS = "--backend triton tunes the portable ones, which run where --backend or deterministic gradients ask for them."
+_NOTHING = (
+    "Nothing to choose: the Hopper kernels run this call, and they have one measured config for each shape. --backend triton tunes "
+    "the portable kernels."
+)
 
 
 def tune(
@@ -42,7 +45,7 @@ def tune(
         try:
             tasks = tuning.tasks(problem, torch.device("cuda", torch.cuda.current_device()), backend)
             if not tasks:
-                console.print(f"Nothing to choose: the kernels that run this call have one config. {_OTHER_KERNELS}")
+                console.print(_NOTHING)
                 return
             results, lost = _run(tuning, tasks, limit, console)
         except torch.OutOfMemoryError:

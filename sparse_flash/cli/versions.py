@@ -27,8 +27,8 @@ class Tested:
         return f"torch {self.torch} with triton {self.triton} on Python {self.python}, {self.device} ({self.what})"
 
 
-# The CPU rows are those of constraints-oldest.txt, constraints.txt (CI), constraints-newest.txt and, between them, the Makefile's
-# BETWEEN, which `make matrix` and `.ci/run` repeat; docs/versions.md has the same rows. Tests compare all of them, and the range in
+# The CPU rows follow constraints-oldest.txt, constraints.txt (CI), constraints-newest.txt and, in between, the Makefile's BETWEEN,
+# which `make matrix` and `.ci/run` repeat; docs/versions.md has the same rows. Tests compare all of them, and the range in
 # pyproject.toml.
 TESTED = (
     Tested("3.11", "2.11.0", "3.6.0", "CPU", "all tests, with the lower bound of every dependency"),

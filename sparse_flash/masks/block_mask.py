@@ -45,8 +45,7 @@ class BlockMask:
     coarse: the same mask in blocks of 128, which ``attention`` passes to GPU kernels instead; None where they are faster on these
     blocks, and for masks made at run time.
     from_host: whether the table was made on the host, once, so that others may be derived from it.
-    narrow: whether each key block's query blocks are consecutive, and few, as under a window; known for tables made on the host.
-    document_order: whether the rows of both tables are in order of documents (``groups_of``); known likewise.
+    document_order: whether the rows of both tables are in order of documents (``groups_of``); known for tables made on the host.
 
     A full block lies entirely inside the lengths, so kernels need no bounds check there; a block cut off by the end of the queries
     or keys has a tile, even if it keeps all its pairs. Five lines decode the whole format::
@@ -69,7 +68,6 @@ class BlockMask:
     tile_bits: torch.Tensor
     coarse: BlockMask | None = None
     from_host: bool = False
-    narrow: bool = False
     document_order: bool = False
 
     if TYPE_CHECKING:  # ``methods`` defines what makes masks, above this module and the compiler, and attaches it
@@ -219,7 +217,7 @@ class BlockMask:
             return self
         moved = BlockMask.from_tensors(*self.sizes, [t.to(device) for t in self.tensors()], self.keeps_all)
         coarse = self.coarse and self.coarse.to(device)
-        return replace(moved, coarse=coarse, from_host=self.from_host, narrow=self.narrow, document_order=self.document_order)
+        return replace(moved, coarse=coarse, from_host=self.from_host, document_order=self.document_order)
 
     def kernel_table(self, on_gpu: bool) -> BlockMask | None:
         """Returns what a back end iterates over: on a GPU the coarse mask, if there is one; None if every pair is kept."""

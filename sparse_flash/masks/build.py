@@ -35,7 +35,6 @@ def from_entries(grid: BlockGrid, entries: Entries, pool: TilePool, full: FullBl
         tile_runs=stacks[0],
         tile_bits=stacks[1],
         from_host=True,
-        narrow=by_key.is_narrow(),
         document_order=by_query.in_document_order() and by_key.in_document_order(),
     )
 
@@ -138,7 +137,6 @@ def _stacked(masks: list[BlockMask]) -> BlockMask:
         by_key=tables[1],
         tile_runs=pools[0],
         tile_bits=pools[1],
-        narrow=all(m.narrow for m in masks),
         document_order=all(m.document_order for m in masks),
     )
 

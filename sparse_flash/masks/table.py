@@ -23,8 +23,6 @@ _HEAVY_BLOCKS, _HEAVY_RATIO, _HEAVY_SHARE = 64, 4, 1 / 32
 _ROWS_OF_A_GROUP = 8
 # Rows within a quarter of the heaviest are alike, if three quarters of the rows are.
 _ALIKE = 3 / 4
-# Entries of a narrow row, on average at most. Measured with windows of 8 and 64 blocks: docs/performance/kernels.md.
-_NARROW = 16
 _SPLIT_BLOCKS, _SPLIT_RATIO = 32, 2
 # A table made on a device has room for this many splits, as the host does not know its rows: see ``with_splits``.
 _SPLITS = 64
@@ -75,22 +73,9 @@ class Table(NamedTuple):
         """Whether rows may be split: whether there is room for splits."""
         return self.work.shape[1] > self.row_order.shape[1]
 
-    def is_narrow(self) -> bool:
-        """Whether one mask's table on the host has few entries in a row on average, and consecutive ones."""
-        ptr, split, col = self._of_one_mask()
-        count = np.diff(ptr)
-        rows = np.count_nonzero(count)
-        if not rows or count.sum() > _NARROW * rows:
-            return False
-        first, last = ends_of(ptr, split, col)
-        return bool(((last - first + 1 == count) | (count == 0)).all())
-
     def in_document_order(self) -> bool:
         """Whether one mask's table on the host has its rows in order of documents: see ``groups_of``."""
-        return bool(groups_of(*self._of_one_mask()).any())
-
-    def _of_one_mask(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        return self.row_ptr[0].numpy(), self.row_split[0].numpy(), self.col_idx.numpy()
+        return bool(groups_of(self.row_ptr[0].numpy(), self.row_split[0].numpy(), self.col_idx.numpy()).any())
 
 
 class FullBlocks(NamedTuple):

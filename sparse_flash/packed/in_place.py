@@ -104,7 +104,7 @@ def _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, same, device) ->
 
 
 class _LongRuns:
-    """The runs of one long document, with ``before`` blocks of queries before the first key.
+    """The runs of a long document, with ``before`` blocks of queries before the first key.
 
     constants: first and stop of each query, (2, queries) int32; mask_index and tile_bits of a mask without bit tiles.
     """

@@ -113,12 +113,6 @@ def peer_memory(group: dist.ProcessGroup, device: torch.device) -> PeerMemory | 
     return _known[group]
 
 
-def held_bytes(group: dist.ProcessGroup) -> int:
-    """Returns the bytes that this rank shares with a group. PyTorch's allocator does not count them."""
-    memory = _known.get(group)
-    return 0 if memory is None else memory.size
-
-
 def _made(group: dist.ProcessGroup, device: torch.device) -> PeerMemory | None:
     if device.type != "cuda" or torch.version.cuda is None or dist.get_world_size(group) == 1:
         return None

@@ -35,7 +35,7 @@ from ..variant.variant import Variant, checked_variant
 from .agreement import check_agreement
 from .calls import for_back_end
 from .costs import LINK_RATE, Node
-from .exchange import attention_of_blocks, exchange_blocks, seed_of_first_rank
+from .exchange import attention_of_blocks, seed_of_first_rank
 from .explanation import ContextExplanation, Strategy, explained
 from .heads import own_tokens_of_all_heads, some_heads_of_all_tokens
 from .meshes import device_of, group_of, ranks_of_node_of
@@ -373,25 +373,6 @@ class ContextPlan(TokenShards):
         owners = self._owners if ranks == self.ranks else None
         rate, near = self._rates
         return explained(self.mask, self._sizes, ranks, rate, self._knows_heads, owners, Node(of_node, near))
-
-
-@torch.no_grad()
-def exchange_alone(plan: ContextPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Makes the exchanges of a forward pass of ``plan.attention`` and computes nothing, so that they can be timed. v: with q's
-    head_dim.
-
-    A collective call. Raises ValueError under strategies other than "blocks" and "heads".
-    """
-    if plan._peers is not None and plan.strategy == "heads":
-        q, *_ = some_heads_of_all_tokens([q, k, v], plan._sharing, plan._peers)
-        own_tokens_of_all_heads(q, plan._sharing, plan._peers)  # q has the size of out
-    elif plan._route is not None and plan.strategy == "blocks":
-        exchange_blocks(k, v, plan._route)
-    elif plan.ranks > 1:
-        raise ValueError(
-            f"plan must have strategy 'blocks' or 'heads'; got {plan.strategy!r}, which exchanges between its calls; time "
-            "plan.attention"
-        )
 
 
 class ContextPlans(TokenShards, Sequence[ContextPlan]):

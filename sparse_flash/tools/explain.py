@@ -1,4 +1,4 @@
-"""What a mask costs and what it can see, as numbers from its lookup table.
+"""Computes what a mask costs and what it can see, as numbers from its lookup table.
 
 Nothing here prints, times or uses a device other than the table's; tables of a million tokens are fine.
 """
@@ -13,7 +13,7 @@ import torch
 
 from ..backends import hopper, triton
 from ..kernels.common.config import padded_head_dim
-from ..kernels.hopper.configs import backward_keys
+from ..kernels.hopper.configs import backward_config
 from ..masks.block_mask import BlockMask
 from ..masks.grid import BlockGrid
 from ..masks.pattern import Pattern
@@ -22,7 +22,7 @@ from ..masks.tiles import unpack_bits, unpack_runs
 from ..selection.block_selection import BlockSelection
 from ..variant.variant import check_counts
 from .explain_selection import SelectionExplanation, explain_selection
-from .figures import flops_text, share_text, size_text, times
+from .figures import explanation_text, flops_text, share_text, size_text, times
 from .subject import subject
 
 # Reachability multiplies boolean matrices of at most this many units per side; longer masks are reduced to coarser units.
@@ -106,7 +106,7 @@ class Memory:
 
     @property
     def held(self) -> tuple[int, int]:
-        """What tensors and table take during the call and during its backward pass, on any back end."""
+        """Returns the bytes of tensors and table during the call and during its backward pass, on any back end."""
         during_call = self.inputs + self.outputs + self.table
         return during_call, during_call + self.out + self.gradients
 
@@ -126,8 +126,8 @@ class Explanation:
     pattern: its spec text, "" for a table. call: lengths, heads and dtype in words.
     causal: no query sees a later key. Then the dense call in the mask's place is causal attention, with half of the blocks; else it
     is attention of all pairs. rival_blocks: the blocks of that call.
-    flops, dense_flops, visited_flops: of one forward pass over batch and heads: 4 x pairs x head_dim (2 x pairs x
-    (head_dim + v_head_dim)) for the pairs kept, those of the dense call, and those of the visited blocks.
+    flops, dense_flops, visited_flops: of one forward pass over batch and heads, 2 x pairs x (head_dim + v_head_dim): for the pairs
+    kept, the pairs of the dense call, and the pairs of the visited blocks.
     bytes_moved, dense_bytes_moved: keys and values read once per visited block, queries read and outputs and lse written once
     (arXiv:2205.14135, Prop. 4: N d + N^2 d^2 s / M, where a block of queries is what fits in fast memory).
     memory: see ``Memory``.
@@ -208,9 +208,8 @@ class Explanation:
         return dict(_lines(self))
 
     def __str__(self):
-        width = max(map(len, self.lines()))
-        table = [f"{name:<{width}}  {line}" for name, line in self.lines().items()]
-        return "\n".join([*([self.pattern] if self.pattern else []), self.call, "", *table, *(f"hint: {h}" for h in self.hints)])
+        head = [self.pattern, self.call] if self.pattern else [self.call]
+        return explanation_text(head, self.lines(), self.hints)
 
 
 def explain(
@@ -227,11 +226,12 @@ def explain(
     kv_len: int | None = None,
     block_size: int | None = None,
 ) -> Explanation | SelectionExplanation:
-    """What a mask costs, what it saves, and what it can see; ``print`` it, or read its fields.
+    """Returns what a mask costs, what it saves, and what it can see; ``print`` it, or read its fields.
 
     mask: a BlockMask of one mask (``mask.select(head)`` of several), a Pattern or its spec text. Or a BlockSelection, of any heads,
-    which has other figures: how much is picked, and how alike neighbouring queries pick; heads is a multiple of those that pick.
-    q_len, kv_len, block_size: lengths for compiling a pattern, in tokens; 65,536, q_len and 128 by default. Others have their own.
+    which has other figures: how much is picked, and how alike neighbouring queries pick; heads is a multiple of its heads.
+    q_len, kv_len, block_size: lengths for compiling a pattern, in tokens; 65,536, q_len and 128 by default. A BlockMask and a
+    BlockSelection have their own.
     heads: query heads that share the mask. head_dim: elements. dtype: of q, k and v. kv_heads: heads of keys and values, None for
     as many as query heads. v_head_dim: of v and out, None for head_dim. deterministic: bitwise repeatable gradients, which take
     more memory on Hopper. Raises ValueError for a mask or pattern that differs over batch or heads.
@@ -346,8 +346,8 @@ def _hopper_work(
 ) -> tuple[int, int]:
     """dim, dim_v: head_dim of q and k, and of v, as the kernels pad them."""
     dense = mask.keeps_all
-    block = backward_keys(dim, None) if dense else mask.block_size
-    # The results and lse of the splits of heavy rows, and dK and dV of those of heavy columns.
+    block = backward_config(dim, None).keys if dense else mask.block_size
+    # The results and lse of the splits of heavy rows, and dK and dV of the splits of heavy columns.
     split_rows, split_columns = (t.splits.shape[1] * block if not dense and t.is_split else 0 for t in (mask.by_query, mask.by_key))
     forward = 4 * batch * heads * split_rows * (dim_v + 1)
     # dQ is summed in global memory; next to it are lse, delta and, if deterministic, the integer unit of each query.
@@ -521,7 +521,7 @@ def _lines(e: Explanation) -> Iterator[tuple[str, str]]:
     else:
         yield ("predicted speed-up", "not defined, as no block is visited")
     if not e.kept_blocks:
-        yield ("causal pairs in reach", "none, but for each token's own by the residual connection")
+        yield ("causal pairs in reach", "none, except each token's own by the residual connection")
     elif e.reach:
         shares = ", ".join(f"{layers}: {share_text(share)}" for layers, share in e.reach.shares.items())
         exact = "exact" if e.reach.unit == 1 else f"seen in units of {e.reach.unit} tokens, so at most"
@@ -538,7 +538,7 @@ def _memory_lines(m: Memory):
         (("memory of a call", m.forward, parts), ("of its backward pass", m.backward, grads))
     ):
         work = _by_backend({name: work[number] for name, work in m.work.items() if work[number]})
-        # Of head_dims and dtypes that no kernel of a GPU takes, such as float64.
+        # Without an entry, no kernel of a GPU takes such head_dims or dtypes, such as float64.
         total = (
             _by_backend({b: most(b) for b in m.work}) if m.work else f"{size_text(m.held[number])} and chunks of scores on torch"
         )

@@ -1,4 +1,4 @@
-"""Numbers from the picks of a selection: what it costs, and how alike its queries choose."""
+"""Computes what a selection costs and how alike its queries choose, as numbers from its picks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..selection.block_selection import BlockSelection
-from .figures import flops_text, size_text, times
+from .figures import explanation_text, flops_text, size_text, times
 
 TILES = (4, 16, 64)  # queries
 MOSTLY = 0.95  # of picks that are alike
@@ -51,7 +51,9 @@ class SelectionExplanation:
         """Suggestions, as sentences."""
         if self.every > 1 or self.alike < MOSTLY:
             return []
-        return [f"{self.alike:.0%} of the picks are those of the query before: a choice for several queries (every=) runs faster."]
+        return [
+            f"{self.alike:.0%} of the picks were picked by the query before: a choice for several queries (every=) runs faster."
+        ]
 
     def lines(self) -> dict[str, str]:
         """The numbers as sentences, by name."""
@@ -69,15 +71,7 @@ class SelectionExplanation:
         }
 
     def __str__(self):
-        width = max(map(len, self.lines()))
-        return "\n".join(
-            [
-                self.call,
-                "",
-                *(f"{name:<{width}}  {line}" for name, line in self.lines().items()),
-                *(f"hint: {h}" for h in self.hints),
-            ]
-        )
+        return explanation_text([self.call], self.lines(), self.hints)
 
 
 def explain_selection(

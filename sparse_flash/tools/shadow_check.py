@@ -149,7 +149,7 @@ class _Hook:
 def check(target: Callable, *, every: int = 100, rows: int = 4, bound: float | None = None, seed: int = 0) -> Check:
     """Checks attention while a model trains, by recomputing some rows of the results in float64 from time to time.
 
-    target: a module, whose calls are checked from now on, except those of its copies; or a function, such as one training step:
+    target: a module, whose calls are checked from now on, except calls of its copies; or a function, such as one training step:
     call the returned object in its place. every: the first call and each ``every``-th one after it are checked, with all their
     calls of ``attention``. rows: queries sampled per call of ``attention``, and as many keys. bound: the largest relative error
     allowed; None uses 0.05 for bfloat16, 0.01 for float16, 0.001 for float32. seed: of the sample.
@@ -308,7 +308,7 @@ class _Keeps:
         return self._by_rule(h, np.arange(self.grid.q_len), np.array([j]))[:, 0]
 
     def contradiction(self, queries: list[int], keys: list[int]) -> str | None:
-        """What is wrong with a pattern whose table does not keep what its token rule keeps of these tokens; None if it does."""
+        """Returns how the table of a pattern contradicts its token rule at these tokens, or None."""
         if not isinstance(self.mask, Pattern):
             return None
         table = as_block_mask(self.mask, q_len=self.grid.q_len, kv_len=self.grid.kv_len, block_size=self.grid.block_size)

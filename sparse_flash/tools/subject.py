@@ -32,7 +32,8 @@ def subject(
     if isinstance(mask, BlockMask) and mask.masks == 1 < mask.mask_index.numel():  # one mask, of several heads
         mask = with_coarse(mask.select())
     if given:
-        raise ValueError(f"{', '.join(given)} is of a pattern to compile; the mask given has {mask.q_len} x {mask.kv_len} tokens")
+        sizes = f"{mask.q_len} x {mask.kv_len}"
+        raise ValueError(f"{', '.join(given)} must come with a pattern to compile; got a mask of {sizes} tokens; leave them out")
     return mask, ""
 
 

@@ -1,4 +1,4 @@
-"""Measures candidate configs of the kernels for one GPU and one class of shapes, and stores the faster choices.
+"""Measures candidate configs of the portable kernels for one GPU and one class of shapes, and stores the faster choices.
 
 The built-in configs need no tuning; this is for GPUs and shapes on which they were not measured. A candidate is chosen if it agrees
 with the built-in config's result and is at least LEAST_GAIN faster in a second, alternating measurement. Candidates of a backward
@@ -49,7 +49,7 @@ class TuningProblem:
 
     @property
     def head_dims(self) -> tuple[int, int]:
-        """Those of q and k, and of v."""
+        """Returns head_dim of q and k, and of v."""
         return self.head_dim, self.v_head_dim or self.head_dim
 
 
@@ -122,9 +122,9 @@ def cache_state() -> str | None:
 
 
 def tasks(problem: TuningProblem, device: torch.device, backend: str = "auto") -> list[Task]:
-    """The tasks: the kernels of the back end that ``attention`` would use, under the pattern and dense.
+    """Returns a task for each portable kernel that ``attention`` would use with this back end, under the pattern and dense.
 
-    Kernels with a single candidate are left out. Raises ValueError for shapes that no kernel runs.
+    Hopper's kernels have no tasks. Kernels with a single candidate are left out. Raises ValueError for shapes that no kernel runs.
     """
     generator = torch.Generator(device).manual_seed(0)
     of_keys, of_values = problem.head_dims
@@ -134,33 +134,29 @@ def tasks(problem: TuningProblem, device: torch.device, backend: str = "auto") -
         for width in (of_keys, of_keys, of_values, of_values)
     )
     inputs = [triton_backend.addressable(t) for t in (q, k, v, dout)]
+    dim, dim_v = map(configs.padded_head_dim, problem.head_dims)
+    shared = configs.family_of(device).shared
     found = []
     for name, mask in ((problem.pattern, sparse), ("dense", None)):
         if mask is not None and mask.keeps_all:
             continue  # attention runs it dense
-        call = backends.Call.of(q, k, v, None if mask is None else mask.block_size)
-        chosen = backends.choose_backend(backend, call)
-        if chosen not in _RUNS:
-            raise ValueError(f"back end {chosen!r}, which runs this call, has no configs to tune; tune 'triton' or 'hopper'")
-        for kernel, (owner, candidates, run) in _RUNS[chosen](problem, call.block_size, mask, *inputs).items():
-            dim, dim_v = map(configs.padded_head_dim, problem.head_dims)
-            key = tuned.key_of(owner, kernel, problem.dtype, dim, call.block_size, device, dim_v)
-            fitting = tuple(config for config in candidates if _may_fit(config, kernel, problem, device))
+        block_size = None if mask is None else mask.block_size
+        chosen = backends.choose_backend(backend, backends.Call.of(q, k, v, block_size))
+        if chosen not in ("triton", "hopper"):
+            raise ValueError(f"back end {chosen!r}, which runs this call, has no configs to tune; tune 'triton'")
+        for kernel, run in _runs(problem, mask, *inputs).items():
+            if chosen == "hopper" and (kernel == "forward" or hopper.has_backward(*problem.head_dims)):
+                continue  # Hopper's kernels have one config for each shape
+            key = tuned.key_of(kernel, problem.dtype, dim, block_size, device, dim_v)
+            candidates = configs.candidates(kernel, problem.dtype, of_keys, block_size, of_values, configs.family_of(device))
+            fitting = tuple(c for c in candidates if not configs.cannot_fit(c, kernel, problem.dtype, (dim, dim_v), shared))
             if key is not None and len(fitting) > 1:  # None without a GPU to tune for
                 found.append(Task(key, problem, name, fitting, run, len(candidates) - len(fitting)))
     return found
 
 
-def _may_fit(config, kernel: str, problem: TuningProblem, device: torch.device) -> bool:
-    """Whether a candidate is worth compiling. Hopper's candidates were already chosen to fit."""
-    if not isinstance(config, configs.Config):
-        return True
-    shared = configs.family_of(device).shared
-    dim, dim_v = map(configs.padded_head_dim, problem.head_dims)
-    return not configs.cannot_fit(config, kernel, problem.dtype, (dim, dim_v), shared)
-
-
-def _portable_runs(problem, block_size, mask, q, k, v, dout) -> dict:
+def _runs(problem, mask, q, k, v, dout) -> dict[str, Callable[[object], dict[str, torch.Tensor]]]:
+    """Returns ``Task.run`` of each kernel, by name."""
     from ..kernels.portable.backward import attention_backward
     from ..kernels.portable.forward import attention_forward
 
@@ -170,42 +166,11 @@ def _portable_runs(problem, block_size, mask, q, k, v, dout) -> dict:
     def backward(**chosen):
         return _named("dq dk dv", attention_backward(dout, None, q, k, v, *forward(), mask, scale, **chosen))
 
-    runs = {
+    return {
         "forward": lambda config: _named("out lse", attention_forward(q, k, v, mask, scale, config=config)),
         "grad_q": lambda config: backward(q_config=config),
         "grad_kv": lambda config: backward(kv_config=config),
     }
-    of_keys, of_values = problem.head_dims
-    family = configs.family_of(q.device)
-    return {
-        name: ("triton", configs.candidates(name, problem.dtype, of_keys, block_size, of_values, family), run)
-        for name, run in runs.items()
-    }
-
-
-def _hopper_runs(problem, block_size, mask, q, k, v, dout) -> dict:
-    """Those of Hopper's kernels of which there are several configs, and of the portable ones that take the backward pass of head
-    dimensions for which Hopper has none."""
-    from ..kernels.hopper.backward import attention_backward
-    from ..kernels.hopper.configs import candidates
-    from ..kernels.hopper.forward import attention_forward, columns_of
-
-    if not hopper.has_backward(*problem.head_dims):
-        of_both = _portable_runs(problem, block_size, mask, q, k, v, dout)
-        return {name: run for name, run in of_both.items() if name != "forward"}
-    scale, dim = problem.head_dim**-0.5, configs.padded_head_dim(problem.head_dim)
-    forward = cache(lambda: attention_forward(q, k, v, mask, scale))
-
-    def backward(config):
-        return _named("dq dk dv", attention_backward(dout, None, q, k, v, *forward(), mask, scale, config=config))
-
-    runs = {"backward": backward}
-    if not columns_of(*problem.head_dims)["WIDE"]:
-        runs = {"forward": lambda config: _named("out lse", attention_forward(q, k, v, mask, scale, config=config))} | runs
-    return {name: ("hopper", candidates(name, dim, block_size), run) for name, run in runs.items()}
-
-
-_RUNS = {"triton": _portable_runs, "hopper": _hopper_runs}
 
 
 def _named(names: str, values) -> dict[str, torch.Tensor]:

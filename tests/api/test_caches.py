@@ -1,5 +1,6 @@
 """Calls remember tables and choices, and release them on request."""
 
+import functools
 import gc
 import subprocess
 import sys
@@ -38,6 +39,21 @@ def test_clearing_empties_every_memory_of_calls():
     assert not arguments._chosen_backends
     sizes = [clear.__self__.cache_info().currsize for clear in memory._ways_to_clear if hasattr(clear.__self__, "cache_info")]
     assert len(sizes) >= 7 and not any(sizes)
+
+
+def test_clearing_empties_every_bounded_cache_of_the_package():
+    pytest.importorskip("triton")
+    from sparse_flash.kernels.hopper import own_scores
+    from sparse_flash.kernels.portable.configs import decode_config
+
+    decode_config(torch.float16, 64, 128, 1)
+    own_scores.refusal(None, (torch.complex64,))  # else every score function would stay for good
+    modules = [module for name, module in sys.modules.items() if name.startswith("sparse_flash.")]
+    found = {value for module in modules for value in vars(module).values() if isinstance(value, functools._lru_cache_wrapper)}
+    bounded = {value for value in found if value.cache_parameters()["maxsize"] is not None}
+    assert bounded >= {decode_config, own_scores.refusal} and decode_config.cache_info().currsize
+    sf.clear_caches()
+    assert [value for value in bounded if value.cache_info().currsize] == []
 
 
 def test_masks_that_nobody_holds_are_freed():

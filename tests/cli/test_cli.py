@@ -270,7 +270,7 @@ def test_explain_says_what_is_kept_and_reached():
 def test_explain_of_a_mask_that_keeps_nothing_predicts_nothing():
     out = invoke("explain", "causal & ~causal", "-n", "100").output
     assert "inf" not in out and "not defined, as no block is visited" in out and "This mask keeps nothing" in out
-    assert "none, but for each token's own" in out and "after layers" not in out
+    assert "none, except each token's own" in out and "after layers" not in out
 
 
 def test_long_work_is_shown_on_a_terminal_alone():

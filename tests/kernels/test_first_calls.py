@@ -4,6 +4,7 @@ import importlib
 import multiprocessing
 import os
 import sys
+import threading
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -117,6 +118,30 @@ def test_a_cache_that_cannot_be_locked_is_no_obstacle(tmp_path, monkeypatch):
     with first_calls.first_call("a kernel", ("kernel",)):
         ran.append(True)
     assert ran
+
+
+def test_a_first_call_compiles_side_by_side_in_threads_of_this_process(monkeypatch):
+    from triton.runtime import _async_compile
+
+    def forbidden():
+        raise AssertionError("a process that may have threads and CUDA was forked")
+
+    monkeypatch.setattr(os, "fork", forbidden, raising=False)
+    monkeypatch.setattr(first_calls, "_workers", lambda: 2)
+    both, makers = threading.Barrier(2), []
+
+    def compile_one():
+        both.wait(30)
+        makers.append(threading.get_ident())
+
+    def launch(number: int):
+        assert first_calls.compiles_only()
+        mode = _async_compile.active_mode.get()
+        first_calls.compile_only("a kernel", mode.submit(number, compile_one, lambda kernel: None, lambda kernel: None))
+
+    asked = first_calls.together(lambda: launch(0), lambda: launch(1))
+    assert len(asked.kernels) == len(set(makers)) == 2 and threading.get_ident() not in makers
+    assert not first_calls.compiles_only()
 
 
 @forks

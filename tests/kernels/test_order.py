@@ -31,9 +31,7 @@ def _share_of_time_that_is_idle(tokens: int, lines: int, together: int, programs
 
 
 def test_heads_follow_each_other_where_the_cache_holds_both_or_documents_keep_to_their_own_keys():
-    by_document, scattered = (
-        SimpleNamespace(starts=None, from_host=False, narrow=False, document_order=ordered) for ordered in (True, False)
-    )
+    by_document, scattered = (SimpleNamespace(starts=None, from_host=False, document_order=ordered) for ordered in (True, False))
     of_tokens = {
         tokens: [heads_in_queue(256, tokens, mask, 8) for mask in (None, scattered, by_document)] for tokens in (4096, 32768, 65536)
     }
@@ -49,23 +47,6 @@ def test_more_heads_follow_each_other_only_where_rows_keep_much(spec, together):
     mask = sf.compile_mask(spec, 16384)
     assert heads_in_queue(256, 16384, mask, 16) == together
     assert heads_in_queue(256, 16384, BlockMask.from_tensors(*mask.sizes, mask.tensors()), 16) == 2  # may have room for more
-
-
-@pytest.mark.parametrize(
-    "spec, together",
-    [
-        ("causal & local(1024)", 2),
-        ("local(600)", 2),
-        ("causal & local(8192)", 1),
-        ("butterfly", 1),
-        ("causal & (local(1024) | strided(4096, block=1))", 1),
-    ],
-)
-def test_two_heads_follow_each_other_backward_under_windows_of_long_sequences(spec, together):
-    mask = sf.compile_mask(spec, 1 << 16)
-    assert heads_in_queue(512, 1 << 16, mask, 8, by_key=True) == together
-    assert heads_in_queue(512, 1 << 16, mask.to("meta"), 8, by_key=True) == together
-    assert heads_in_queue(512, 1 << 16, mask, 8) == 1
 
 
 @pytest.mark.parametrize("by_key", [False, True])

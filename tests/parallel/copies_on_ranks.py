@@ -103,7 +103,7 @@ def exchanged(rounds: int, seed: int) -> tuple[bool, list[int]]:
                 mine = message(theirs, traffic, *shape, route=route).copy_(sent)
                 arrived.append(started(theirs, mine, traffic, route).arrived())
             equal &= torch.equal(*arrived)
-            held.append(peer_memory.held_bytes(dist.group.WORLD))
+            held.append(memory.size)
     return equal, held
 
 

@@ -268,7 +268,7 @@ def test_a_drawing_is_text_where_it_is_printed_and_an_image_in_a_notebook(tmp_pa
 def test_what_cannot_be_drawn_is_refused_with_the_way_out(tmp_path):
     with pytest.raises(ValueError, match=r"\.png or \.svg"):
         sf.draw("causal", tmp_path / "mask.gif")
-    with pytest.raises(ValueError, match=r"q_len is of a pattern to compile; the mask given has 64 x 64"):
+    with pytest.raises(ValueError, match="q_len must come with a pattern to compile; got a mask of 64 x 64 tokens; leave them out"):
         sf.draw(sf.compile_mask("causal", 64), q_len=128)
     with pytest.raises(ValueError, match=r"one by one, as mask.select\(head\)"):
         sf.draw(sf.BlockMask.per_head(["causal", "full"], q_len=64))
@@ -418,5 +418,5 @@ def test_an_explanation_reads_as_sentences_and_has_them_as_fields():
     )
     assert e.kept_blocks == 4572 and "visited blocks" in text and "4,572 of 262,144" in text and "predicted speed-up" in text
     assert "hint: " in str(sf.explain(sf.compile_mask("causal", 256)))
-    with pytest.raises(ValueError, match="the mask given has 256 x 256 tokens"):
+    with pytest.raises(ValueError, match="got a mask of 256 x 256 tokens"):
         sf.explain(sf.compile_mask("causal", 256), q_len=512)

@@ -16,7 +16,6 @@ from triton.runtime.errors import OutOfResources
 
 from sparse_flash.cli import doctor
 from sparse_flash.cli.app import app
-from sparse_flash.kernels.hopper import configs as hopper_configs
 from sparse_flash.kernels.launch import tuned
 from sparse_flash.kernels.portable import backward, configs, forward
 from sparse_flash.tools import tuning
@@ -37,7 +36,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def key(kernel="forward", block_size=BLOCK, **changed) -> tuned.Key:
-    return tuned.key_of("triton", kernel, torch.float16, DIM, block_size, CPU)._replace(**changed)
+    return tuned.key_of(kernel, torch.float16, DIM, block_size, CPU)._replace(**changed)
 
 
 def keep(kernel="forward", number=-1, block_size=BLOCK, **changed) -> configs.Config:
@@ -172,16 +171,6 @@ def test_the_launchers_use_the_choices(monkeypatch):
         assert config != builtin(kernel, None)
 
 
-@pytest.mark.parametrize("kernel", ["forward", "backward"])
-def test_the_hopper_kernels_have_choices_of_their_own(kernel):
-    ask = {"forward": hopper_configs.forward_config, "backward": hopper_configs.backward_config}[kernel]
-    candidates = hopper_configs.candidates(kernel, 64, 128)
-    assert ask(torch.bfloat16, 64, 128, CPU) == candidates[0]
-    tuned.store(tuned.key_of("hopper", kernel, torch.bfloat16, 64, 128, CPU), candidates[-1], candidates[0], {})
-    assert ask(torch.bfloat16, 64, 128, CPU) == candidates[-1] != candidates[0]
-    assert ask(torch.bfloat16, 64, None, CPU) == hopper_configs.candidates(kernel, 64, None)[0]
-
-
 @pytest.mark.parametrize("block_size", [None, 16, 32, 64, 128, 256])
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -196,29 +185,11 @@ def test_candidates_are_few_distinct_and_start_with_the_built_in_config(kernel, 
         assert config.num_warps in (1, 2, 4, 8) and 2 <= config.num_stages <= 4
 
 
-@pytest.mark.parametrize("block_size", [None, 64, 128, 256])
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("kernel", ["forward", "backward"])
-def test_hopper_candidates_start_with_the_built_in_config_and_are_distinct(kernel, dim, block_size):
-    found = hopper_configs.candidates(kernel, dim, block_size)
-    of = f"{kernel.upper()}_OF_64" if block_size == 64 else kernel.upper()
-    of_192 = hopper_configs.FORWARD_OF_192 if kernel == "forward" and block_size in (None, 128) else {}
-    assert found[0] == of_192.get(dim, getattr(hopper_configs, of)[dim])
-    assert len(set(found)) == len(found) <= configs.MOST_CANDIDATES
-
-
-@pytest.mark.parametrize(
-    "head_dim, v_head_dim, expected",
-    [
-        (128, 128, {"forward": "hopper", "backward": "hopper"}),
-        (192, 128, {"backward": "hopper"}),  # the forward pass of such dimensions has one config
-        (128, 64, {"grad_q": "triton", "grad_kv": "triton"}),
-    ],
-)
-def test_a_backward_pass_without_a_hopper_kernel_is_tuned_as_the_portable_one(head_dim, v_head_dim, expected):
-    q, v = torch.zeros(1, 1, 64, head_dim), torch.zeros(1, 1, 64, v_head_dim)
-    problem = tuning.TuningProblem(head_dim=head_dim, v_head_dim=v_head_dim)
-    assert {kernel: owner for kernel, (owner, *_) in tuning._hopper_runs(problem, 128, None, q, q, v, v).items()} == expected
+@pytest.mark.parametrize("head_dim, v_head_dim, expected", [(64, 64, []), (192, 128, []), (128, 64, ["grad_q", "grad_kv"] * 2)])
+def test_of_a_call_for_hopper_only_a_portable_backward_pass_is_tuned(monkeypatch, head_dim, v_head_dim, expected):
+    monkeypatch.setattr(tuning.backends, "choose", lambda *_: "hopper")
+    problem = tuning.TuningProblem("causal", 128, heads=1, head_dim=head_dim, v_head_dim=v_head_dim)
+    assert [task.key.kernel for task in tuning.tasks(problem, CPU)] == expected
 
 
 class FakeClock:

@@ -34,7 +34,7 @@ from .backward_arguments import (
 )
 from .backward_rows import bound_kernel, combine_columns_kernel, finish_kernel, prepare_kernel
 from .backward_to_128 import backward_to_128
-from .configs import PAIRED_BACKWARD, BackwardConfig, backward_config, backward_keys, backward_of_variant
+from .configs import PAIRED_BACKWARD, BackwardConfig, backward_config, backward_of_variant
 from .descriptors import FLOAT_LAYOUT, ROW_LAYOUT, blocks_by_document, described, table_pointers, tile_queue
 from .dropout import new_dropout
 from .lengths import own_barrier
@@ -303,7 +303,7 @@ def _workspace(q, k, v, mask, deterministic: bool, of_variant: HopperVariant) ->
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     dim, dim_v = padded_head_dim(head_dim), padded_head_dim(v.shape[3])
-    keys = backward_keys(dim, mask and mask.block_size)
+    keys = backward_config(dim, mask and mask.block_size).keys
     block_size = mask.block_size if mask else keys
     padded_q, padded_kv = (triton.cdiv(length, block_size) * block_size for length in (q_len, kv_len))
     if mask and mask.starts is not None:
@@ -372,7 +372,7 @@ def _config(q, v, mask, of_variant: HopperVariant) -> BackwardConfig:
     if of_variant is PLAIN:
         if used_columns(q.shape[3]) == 192 and padded_head_dim(v.shape[3]) == 128 and block_size != 64:
             return PAIRED_BACKWARD
-        return backward_config(q.dtype, dim, block_size, q.device, padded_head_dim(v.shape[3]))
+        return backward_config(dim, block_size)
     return backward_of_variant(dim, block_size, of_variant.switches["SCORED"])
 
 

@@ -661,9 +661,9 @@ def _config_and_walked(q, v, mask, of_variant: HopperVariant, config=None):
     if config is None and wide:
         config = wide_forward(dim, dim_v, block_size, tiles_of(64), multiprocessors(q.device), of_variant is PLAIN)
     elif config is None and of_variant is PLAIN:
-        config = forward_of_call(q.dtype, dim, block_size, tiles_of, q.device, multiprocessors(q.device))
+        config = forward_of_call(dim, block_size, tiles_of, multiprocessors(q.device))
     elif config is None:
-        config = forward_of_variant(q.dtype, dim, block_size, q.device)
+        config = forward_of_variant(dim, block_size)
     if by_document is not None and not config.queries == config.keys == by_document.block_size:
         by_document = None
     walked = _walked(mask, by_document, config.queries)

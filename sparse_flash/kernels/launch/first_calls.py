@@ -1,5 +1,5 @@
 """Handles kernel compilation: announces it on a terminal, does it once per machine however many processes need it, and compiles
-kernels that will be needed together in parallel."""
+kernels that will be needed together in parallel: in threads for a first call, in forked processes for ``sparse-flash warm``."""
 
 import gc
 import hashlib
@@ -25,7 +25,7 @@ _PATIENCE = 1.0  # seconds; anything faster came from Triton's cache on disk, an
 
 
 class Ahead(NamedTuple):
-    """What a compile-only thread has requested: kernels by name, as returned by Triton's ``warmup``."""
+    """Holds what a compile-only thread has requested: kernels by name, as returned by Triton's ``warmup``."""
 
     kernels: list[tuple[str, object]]
 
@@ -49,27 +49,38 @@ def compile_only(name: str, kernel) -> None:
 
 @contextmanager
 def compiling_ahead(device: torch.device, workers: int | None = None) -> Iterator[Ahead]:
-    """Inside, launches of this thread only compile their kernels; all are compiled and loaded when the block ends. Yields what was
-    requested. workers: kernels compiled at a time; by default the number of cores, at most 8. Raises what the compiler raises."""
-    asked = Ahead([])
-    with _compiling(asked, workers or _workers()):
-        yield asked
+    """Inside, launches of this thread only compile their kernels, in forked processes; all are compiled and loaded when the block
+    ends. For programs that do nothing else, as a process with threads should not fork. Yields what was requested. workers: kernels
+    compiled at a time; by default the number of cores, at most 8. Raises what the compiler raises."""
+    asked, workers = Ahead([]), workers or _workers()
+    with ThreadPoolExecutor(workers) as pool:
+        compilers = _Forking(pool, workers)
+        with _compiling(asked, compilers):
+            yield asked
+        for future in compilers.futures:
+            future.result()
     load(asked, device)
 
 
+def together(*calls: Callable[[], object]) -> Ahead:
+    """Compiles what these calls launch, in threads. Compilation errors surface later, at the real call."""
+    asked = Ahead([])
+    with suppress(Exception), ThreadPoolExecutor(_workers()) as pool, _compiling(asked, pool):
+        for call in calls:
+            call()
+    return asked
+
+
 @contextmanager
-def _compiling(asked: Ahead, workers: int) -> Iterator[None]:
-    """``compiling_ahead`` without loading. asked: gets what is requested."""
-    with ThreadPoolExecutor(workers) as pool:
-        compilers = _Forking(pool, workers)
-        with AsyncCompileMode(compilers, ignore_errors=True):  # else Triton 3.6 leaves the mode active after an error
-            token = _ahead.set(asked)
-            try:
-                yield
-            finally:
-                _ahead.reset(token)
-        for future in compilers.futures:
-            future.result()
+def _compiling(asked: Ahead, compilers) -> Iterator[None]:
+    """Inside, launches of this thread only compile their kernels. asked: gets what is requested. compilers: an executor, which has
+    compiled all of them, or failed to, at the end."""
+    with AsyncCompileMode(compilers, ignore_errors=True):  # else Triton 3.6 leaves the mode active after an error
+        token = _ahead.set(asked)
+        try:
+            yield
+        finally:
+            _ahead.reset(token)
 
 
 def load(asked: Ahead, device: torch.device) -> None:
@@ -83,7 +94,7 @@ def _workers() -> int:
 
 
 class _Forking:
-    """Runs Triton's compilations in forked processes, as most of a compilation holds the GIL; a thread of this process then reads
+    """Runs Triton's compilations in forked processes, as most of a compilation holds the GIL. A thread of this process then reads
     the results from Triton's cache on disk."""
 
     def __init__(self, pool: ThreadPoolExecutor, workers: int):
@@ -99,8 +110,8 @@ class _Forking:
 
 
 def _forked(call) -> int:
-    """Forks a process that makes the call and exits. It takes no locks of other threads except those that handle forks; if it hangs
-    anyway, ``_after`` kills it."""
+    """Forks a process that makes the call and exits. Of the locks of other threads it takes only the ones that handle forks; if it
+    hangs anyway, ``_after`` kills it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # about forking a multithreaded program
         child = os.fork()
@@ -134,15 +145,6 @@ def _load(kernel, device: torch.device) -> None:
     # A kernel that needs too much shared memory is replaced at run time: see ``run_within_memory``.
     with torch.cuda.device(device), suppress(OutOfResources):
         kernel.run  # noqa: B018 (a property that loads)
-
-
-def together(*calls: Callable[[], object]) -> Ahead:
-    """Compiles what these calls launch, in parallel. Compilation errors surface later, at the real call."""
-    asked = Ahead([])
-    with suppress(Exception), _compiling(asked, _workers()):
-        for call in calls:
-            call()
-    return asked
 
 
 @contextmanager

@@ -21,16 +21,14 @@ def heads_in_queue(row_bytes: int, rows: int, mask, lines: int, group: int = 1, 
     cache with their walked operands, two tensors of ``rows`` rows each, or half as many, if that leaves no few of them over. group:
     query heads of a key head.
 
-    Two key heads at least under documents, and backward (by_key) if one just fits, or under a narrow window. Where rows
+    Two key heads at least under documents, and backward (by_key) if one just fits. Where rows
     keep much of what they could, as causal ones do, two to eight lines: few heads have too few long rows to keep all programs busy
     while the last of them are computed (up to 24 %: docs/performance/kernels.md). Not for scattered blocks, where heads evict each
     other's.
     """
     of_head = 2 * rows * row_bytes
     fitting, units = L2_BYTES // of_head, lines // group
-    two = by_key and fitting == 1
-    if mask is not None:
-        two |= mask.document_order or (by_key and mask.narrow)
+    two = (by_key and fitting == 1) or (mask is not None and mask.document_order)
     most = max(2 if two else 1, fitting)
     if units <= most:
         return lines

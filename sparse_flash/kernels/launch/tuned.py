@@ -26,8 +26,8 @@ ANY = TypeVar("ANY")
 
 
 class Key(NamedTuple):
-    """The launches that a choice applies to. dtype: without "torch.". head_dim: of q and k, v_head_dim: of v, padded. block_size:
-    the table's; None for dense."""
+    """Says what a choice applies to. dtype: without "torch.". head_dim: of q and k, v_head_dim: of v, padded. block_size: the
+    table's; None for dense."""
 
     gpu: str
     torch: str
@@ -54,7 +54,6 @@ def gpu_name(device: torch.device) -> str | None:
 
 
 def key_of(
-    backend: str,
     kernel: str,
     dtype: torch.dtype,
     head_dim: int,
@@ -62,7 +61,8 @@ def key_of(
     device: torch.device,
     v_head_dim: int | None = None,
 ) -> Key | None:
-    """The key of a launch on this device; None without a GPU. head_dim, v_head_dim: padded; v_head_dim defaults to head_dim."""
+    """Returns the key of a launch on this device, or None without a GPU. head_dim, v_head_dim: padded; v_head_dim defaults to
+    head_dim."""
     gpu = gpu_name(device)
     if gpu is None:
         return None
@@ -70,7 +70,7 @@ def key_of(
 
     name = str(dtype).removeprefix("torch.")
     versions = str(torch.__version__), triton.__version__
-    return Key(gpu, *versions, backend, kernel, name, head_dim, block_size, v_head_dim or head_dim)
+    return Key(gpu, *versions, "triton", kernel, name, head_dim, block_size, v_head_dim or head_dim)
 
 
 def choose(candidates: Sequence[ANY], key: Key | None) -> ANY:
@@ -85,7 +85,7 @@ _remembering: list[Callable] = []
 
 
 def remembered(function: Callable[..., ANY]) -> Callable[..., ANY]:
-    """lru_cache of 256 results, emptied when the file is written or reread: launchers ask in every call, and get a plain lookup."""
+    """Returns an lru_cache of 256 results, which is emptied when the file is written or read again, and by ``clear_caches``."""
     cached = lru_cache(maxsize=256)(function)
     _remembering.append(cached)
     return cached

@@ -5,7 +5,7 @@ docs/chips.csv lists what the kernels compile to for each chip: shared memory, r
 """
 
 from dataclasses import astuple, dataclass, replace
-from functools import cache, lru_cache
+from functools import cache
 from itertools import product
 from math import log2
 
@@ -279,7 +279,7 @@ def _distance(one: Config, other: Config) -> float:
     return sum(abs(log2(a / b)) for a, b in sizes) + abs(stages[0] - stages[1])
 
 
-@lru_cache(maxsize=256)
+@remembered
 def decode_config(
     dtype: torch.dtype,
     head_dim: int,
@@ -322,5 +322,5 @@ def config_for(
 ) -> Config:
     """The built-in config of a kernel, or the one that ``sparse-flash tune`` chose for this GPU. kernel: one of KERNELS.
     block_size: the table's, or None for dense attention. v_head_dim: defaults to that of q and k."""
-    key = key_of("triton", kernel, dtype, padded_head_dim(head_dim), block_size, device, padded_head_dim(v_head_dim or head_dim))
+    key = key_of(kernel, dtype, padded_head_dim(head_dim), block_size, device, padded_head_dim(v_head_dim or head_dim))
     return choose(candidates(kernel, dtype, head_dim, block_size, v_head_dim, family_of(device)), key)

@@ -8,7 +8,7 @@ in a fixed order: one launch, and bitwise repeatable.
 Sources: arXiv:2307.08691, Alg. 1 (softmax and the log of its sum); https://pytorch.org/blog/flash-decoding (the splits).
 """
 
-from functools import lru_cache, partial
+from functools import partial
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ from ..common.tiles import (
     step_position,
 )
 from ..launch.launch import arrival_counters, launch_or_repeat, multiprocessors, table_arguments
+from ..launch.tuned import remembered
 from .configs import decode_config, family_of
 
 
@@ -488,7 +489,7 @@ class DecodePlan(NamedTuple):
         return results, recording.each_time(partial(arrival_counters, self.grid[0], device))
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def _plan(
     device,
     dtype,

@@ -1,11 +1,11 @@
 """Tile sizes of the kernels of picked blocks that run on any GPU. A tile always has ROWS rows."""
 
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 
 from ..common.config import Config
+from ..launch.tuned import remembered
 from ..portable.configs import family_of
 
 # By keys of a block, at least. A key block of one step stays in shared memory. docs/performance/selection.md, "Tile sizes", has the
@@ -26,7 +26,7 @@ _LITTLE_SHARED, _KEYS_OF_LITTLE_SHARED = 160 * 1024, 32
 _KEYS_OF_FLOAT32 = {16: 64, 32: 64, 64: 32, 128: 16, 256: 16}
 
 
-@lru_cache(maxsize=256)
+@remembered
 def selection_config(kernel: str, dtype: torch.dtype, dim: int, block_size: int, device: torch.device) -> Config:
     """Returns the config of a kernel, one of ``_CONFIGS``. dim: padded, the larger of q's and v's. block_size: the most keys of a
     step."""

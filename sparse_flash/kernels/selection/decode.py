@@ -6,7 +6,6 @@ launch, and bitwise repeatable. A tile has the query heads that share a choice a
 Source: arXiv:2307.08691, Alg. 1 (softmax and the log of its sum); https://pytorch.org/blog/flash-decoding (the splits).
 """
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from ..common.config import padded_head_dim
 from ..common.layout import empty_out
 from ..common.tiles import FLOOR, LN_2, LOG2_E
 from ..launch.launch import launch_or_repeat, multiprocessors
+from ..launch.tuned import remembered
 from ..portable.configs import decode_config, family_of
 from ..portable.decode import (
     Cache,
@@ -197,7 +197,7 @@ def selection_decode(
     return tuple(launch_or_repeat(selection_decode_kernel, None, key, inputs, run)[:2])
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def _plan(
     device, dtype, q_shape, q_strides, k_shape, k_strides, v_head_dim, v_strides, picks_shape, block_size, every, pages, has_lens,
     config, splits,

@@ -4,14 +4,13 @@ Sequences have lengths of their own, on the device. Programs share the blocks of
 one to arrive picks among what all of them kept. One launch, and bitwise repeatable.
 """
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 
 from ..common.config import padded_head_dim
 from ..launch.launch import launch_or_repeat
+from ..launch.tuned import remembered
 from ..portable.decode import Cache, DecodePlan, page_of_step, rows_of_cache, strides_in_vectors
 
 _NONE = tl.constexpr(1 << 30)  # instead of a block
@@ -184,7 +183,7 @@ def choose_newest(
     return launch_or_repeat(choose_newest_kernel, None, sizes, inputs, run)[0]
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def _choice_plan(q_shape, q_strides, means_shape, means_strides, length, keep, block_size, heads, has_lens) -> DecodePlan:
     batch, q_heads, q_len, head_dim = q_shape
     slots = max(2, triton.next_power_of_2(keep))
@@ -227,7 +226,7 @@ def update_means(
     launch_or_repeat(update_means_kernel, None, (*sizes, kv_lens is None), inputs, run)
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def _means_plan(dtype, k_shape, k_strides, batch, means_strides, blocks, touched, block_size, pages, has_lens) -> DecodePlan:
     """pages: the shape of the block table, or None."""
     heads, head_dim = k_shape[1], k_shape[3]
