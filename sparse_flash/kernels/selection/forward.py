@@ -278,7 +278,7 @@ def walk_picks_kernel(
 ):  # fmt: skip
     """out and lse of a tile of queries of the heads that share a choice. walk_counts, walk_blocks, walk_bits: see
     ``selection_walks_kernel``. listed: (batch, kv_heads * PICKERS, choices) int32, how many partial results a choice has, if
-    JOINS. ALWAYS: as in ``Constants``."""
+    JOINS. ALWAYS: as in ``PickedShape``."""
     _compute_tile(
         out_rows, lse_ptr, Walks(walk_counts, walk_blocks, walk_bits), _Parts(listed, part_ptr, part_lse, JOINS),
         PickedCall(q_rows, k_tensor, v_tensor, None, None, None, picks,

@@ -74,7 +74,7 @@ class Lists:
     key_blocks: gl.tensor
     KEYS: gl.constexpr  # of an item
     PARTS: gl.constexpr  # of a block, each an item of its own
-    EVERY: gl.constexpr  # this and the rest: see ``tiles.Constants``
+    EVERY: gl.constexpr  # this and the rest: see ``tiles.PickedShape``
     MEMBERS: gl.constexpr
     PICKERS: gl.constexpr
     SLOTS: gl.constexpr

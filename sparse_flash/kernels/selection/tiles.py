@@ -44,7 +44,7 @@ class Round(NamedTuple):
     stride: int
 
 
-class Constants(NamedTuple):
+class PickedShape(NamedTuple):
     """Holds the constants that a kernel is compiled for.
 
     EVERY: queries that share a choice. MEMBERS: query heads that do. PICKERS: choices of a key head, by query. SLOTS: picks of a
@@ -125,10 +125,10 @@ class SelectionSizes(NamedTuple):
         """The most keys of a step that is within one block of both tables."""
         return self.block if always is None else min(self.block, always.block_size)
 
-    def constants(self, *widths: int, always=None, walked: int = 0, masses: bool = False) -> Constants:
+    def constants(self, *widths: int, always=None, walked: int = 0, masses: bool = False) -> PickedShape:
         """widths: DIM, DIM_V, TILE_N. always: None or a BlockMask. walked: WIDTH."""
         shared = self.every, self.members, self.pickers, self.slots, padded(self.slots), *self.tiled, self.block
-        return Constants(*shared, *widths, always.block_size if always else 0, walked, masses)
+        return PickedShape(*shared, *widths, always.block_size if always else 0, walked, masses)
 
 
 class SelectionOperands(NamedTuple):
@@ -164,7 +164,7 @@ class PickedCall(NamedTuple):
 
     q, dout: ``Rows``. k, v: descriptors or ``Rows``. dout, log2_sum, delta: see ``SelectionOperands``. picks: (batch, kv_heads *
     PICKERS, choices, SLOTS) int32. always: ``Always``. score_scale: scale * log2(e). first_head, first_choice: the round's first.
-    stride: see ``Round``. offset: position of the first query. choices: of a batch-head, in the whole call. C: ``Constants``, last:
+    stride: see ``Round``. offset: position of the first query. choices: of a batch-head, in the whole call. C: ``PickedShape``, last:
     otherwise Triton 3.6 forgets the constants of records within the record, such as a stride of 1.
     """
 
