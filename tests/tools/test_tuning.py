@@ -187,7 +187,7 @@ def test_candidates_are_few_distinct_and_start_with_the_built_in_config(kernel, 
 
 @pytest.mark.parametrize("head_dim, v_head_dim, expected", [(64, 64, []), (192, 128, []), (128, 64, ["grad_q", "grad_kv"] * 2)])
 def test_of_a_call_for_hopper_only_a_portable_backward_pass_is_tuned(monkeypatch, head_dim, v_head_dim, expected):
-    monkeypatch.setattr(tuning.backends, "choose", lambda *_: "hopper")
+    monkeypatch.setattr(tuning.backends, "choose_backend", lambda *_: "hopper")
     problem = tuning.TuningProblem("causal", 128, heads=1, head_dim=head_dim, v_head_dim=v_head_dim)
     assert [task.key.kernel for task in tuning.tasks(problem, CPU)] == expected
 
