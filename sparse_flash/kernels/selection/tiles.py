@@ -164,8 +164,8 @@ class PickedCall(NamedTuple):
 
     q, dout: ``Rows``. k, v: descriptors or ``Rows``. dout, log2_sum, delta: see ``SelectionOperands``. picks: (batch, kv_heads *
     PICKERS, choices, SLOTS) int32. always: ``Always``. score_scale: scale * log2(e). first_head, first_choice: the round's first.
-    stride: see ``Round``. offset: position of the first query. choices: of a batch-head, in the whole call. C: ``PickedShape``, last:
-    otherwise Triton 3.6 forgets the constants of records within the record, such as a stride of 1.
+    stride: see ``Round``. offset: position of the first query. choices: of a batch-head, in the whole call. C: ``PickedShape``,
+    last: otherwise Triton 3.6 forgets the constants of records within the record, such as a stride of 1.
     """
 
     q: Any
