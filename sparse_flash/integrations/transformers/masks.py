@@ -359,7 +359,7 @@ PACKED = (
 
 
 def _may_be_packed(arguments) -> bool:
-    """Whether the mask function separates sequences where position_ids say so; they may still be those of one."""
+    """Whether the mask function separates sequences by position_ids. The position_ids may still belong to one sequence."""
     q_length, size = arguments["q_length"], arguments.get("local_size")
     if arguments["mask_function"].__name__ != "and_mask" or q_length != arguments["kv_length"] or q_length < 2:
         return False
@@ -377,7 +377,7 @@ def _sees_previous(arguments) -> torch.Tensor:
 
 
 def bounds_of(starts: torch.Tensor) -> torch.Tensor:
-    """Where packed sequences start in all tokens of the batch, and where the last ends: (sequences + 1,) int32.
+    """Returns the first token of each packed sequence among all tokens of the batch, then their end: (sequences + 1,) int32.
 
     starts: (batch, q_length) bool, whether a sequence starts with this token. In compiled code, which cannot read how many there
     are, (tokens + 1,): the sequences past the last are empty.
