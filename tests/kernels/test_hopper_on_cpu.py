@@ -160,13 +160,13 @@ def test_other_calls_with_a_table_walk_the_masks_own_rows(tall_tiles, options):
 
 
 @pytest.mark.parametrize("block_size", [128, 256])
-def test_tiles_that_do_not_divide_a_row_of_the_table_are_not_taken(block_size):
+def test_tiles_that_do_not_divide_a_row_of_the_table_are_not_taken(monkeypatch, block_size):
     from sparse_flash.kernels.hopper import configs, forward
 
     mask, q = sf.compile_mask("butterfly", 4096, 4096, block_size), torch.zeros(1, 1, 4096, 64, dtype=torch.float16)
     assert mask.tall is None
-    asked = forward._config_and_walked(q, q, mask, forward.PLAIN, configs.FORWARD_OF_192[64])
-    assert asked == (configs.FORWARD[64], mask)
+    monkeypatch.setattr(forward, "forward_of_call", lambda *_: configs.FORWARD_OF_192[64])
+    assert forward._config_and_walked(q, q, mask, forward.PLAIN) == (configs.FORWARD[64], mask)
 
 
 OF_DOCUMENTS = {

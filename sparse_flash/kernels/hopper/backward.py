@@ -167,7 +167,7 @@ def attention_backward_kernel(
         paired_backward(p)
 
 
-def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant=None, deterministic=False, config=None):
+def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant=None, deterministic=False):
     """Returns dq, dk, dv like q, k, v. Unless ``deterministic``, tiles are added to dQ in an order that differs from run to run,
     and also to dK and dV if query heads share keys.
 
@@ -177,21 +177,21 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant=None,
     of_variant = hopper_variant(variant)
     dlse = None if dlse is None else dlse.contiguous()
     inputs = dout, q, k, v, out, lse, *(() if dlse is None else (dlse,)), *of_variant.given.tensors()
-    key = scale, config, dlse is None, deterministic, of_variant.key
-    run = partial(_run, dout, dlse, q, k, v, out, lse, mask, scale, variant, of_variant, deterministic, config)
+    key = scale, dlse is None, deterministic, of_variant.key
+    run = partial(_run, dout, dlse, q, k, v, out, lse, mask, scale, variant, of_variant, deterministic)
     return tuple(launch_or_repeat(attention_backward_kernel, mask, key, inputs, run)[:3])
 
 
-def _run(dout, dlse, q, k, v, out, lse, mask, scale, variant, of_variant: HopperVariant, deterministic, config, recording):
+def _run(dout, dlse, q, k, v, out, lse, mask, scale, variant, of_variant: HopperVariant, deterministic, recording):
     if not all(map(is_addressable, (dout, out, q, k, v))):
         dout, out, *ready = (addressable(t) for t in (dout, out, q, k, v))
-        gradients = attention_backward(dout, dlse, *ready, out, lse, mask, scale, variant, deterministic, config)
+        gradients = attention_backward(dout, dlse, *ready, out, lse, mask, scale, variant, deterministic)
         return tuple(map(restored, gradients, ready, (q, k, v)))
     by_document = blocks_by_document(q, v, mask, of_variant is PLAIN)
     table = mask if by_document is None else by_document
     space = _workspace(q, k, v, table, deterministic, of_variant)
     tensors = _tensors(recording, dout, dlse, q, k, v, out, lse, deterministic, space)
-    _launch(recording, tensors, space, table, scale, dlse is not None, deterministic, of_variant, config)
+    _launch(recording, tensors, space, table, scale, dlse is not None, deterministic, of_variant)
     return tensors.gradients
 
 
@@ -347,8 +347,8 @@ def _short_columns(kv_batch_heads: int, columns: int, blocks: int, block_size: i
     return balanced and blocks * block_size <= _SHORT_COLUMN * columns
 
 
-def _launch(recording, tensors, space: _Workspace, mask, scale, has_dlse: bool, deterministic: bool, of_variant, config) -> None:
-    config = config or _config(tensors.q, tensors.v, mask, of_variant)
+def _launch(recording, tensors, space: _Workspace, mask, scale, has_dlse: bool, deterministic: bool, of_variant) -> None:
+    config = _config(tensors.q, tensors.v, mask, of_variant)
     launches = BackwardLaunches(tensors, space, mask, scale, has_dlse, deterministic, of_variant, config)
     if deterministic:
         recording.launch(bound_kernel, launches.bound(), of_variant.kinds)

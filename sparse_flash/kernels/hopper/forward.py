@@ -588,24 +588,24 @@ def combine_kernel(
         tl.store(lse_ptr + batch_head.to(tl.int64) * q_len + query, lse, mask=query < q_len)
 
 
-def attention_forward(q, k, v, mask, scale, variant=None, config=None, beside=None):
+def attention_forward(q, k, v, mask, scale, variant=None, beside=None):
     """Returns out (batch, heads, q_len, v's head_dim), in q's memory order, and lse (batch, heads, q_len) float32.
 
     q, k, v: float16 or bfloat16. mask: table blocks of 64 to 256. beside: see ``launch``.
     """
     of_variant = hopper_variant(variant)
     inputs = q, k, v, *of_variant.given.tensors()
-    key = scale, config, of_variant.key
-    run = partial(_run, q, k, v, mask, scale, variant, of_variant, config, beside)
+    key = scale, of_variant.key
+    run = partial(_run, q, k, v, mask, scale, variant, of_variant, beside)
     return tuple(launch_or_repeat(attention_forward_kernel, mask, key, inputs, run)[:2])
 
 
-def _run(q, k, v, mask, scale, variant, of_variant: HopperVariant, config, beside, recording):
+def _run(q, k, v, mask, scale, variant, of_variant: HopperVariant, beside, recording):
     if not all(map(is_addressable, (q, k, v))):
         ready = [addressable(t) for t in (q, k, v)]
-        out, lse = attention_forward(*ready, mask, scale, variant, config, beside)
+        out, lse = attention_forward(*ready, mask, scale, variant, beside)
         return restored_out(out, ready[0], q, v), lse
-    config, walked = _config_and_walked(q, v, mask, of_variant, config)
+    config, walked = _config_and_walked(q, v, mask, of_variant)
     split_rows = _split_rows(walked)
     out = recording.fresh(empty_out(q, v.shape[3]))
     lse = recording.fresh(torch.empty(q.shape[:3], dtype=torch.float32, device=q.device))
@@ -647,7 +647,7 @@ def _split_rows(mask) -> int:
     return mask.by_query.splits.shape[1] * mask.row_queries if split else 0
 
 
-def _config_and_walked(q, v, mask, of_variant: HopperVariant, config=None):
+def _config_and_walked(q, v, mask, of_variant: HopperVariant):
     """Returns (config, the table that the kernel iterates over: the mask, its tall rows, its blocks by document, or None)."""
     columns, block_size = columns_of(q.shape[3], v.shape[3]), mask and mask.block_size
     dim, dim_v, wide = (columns[name] for name in ("DIM", "DIM_V", "WIDE"))
@@ -658,11 +658,11 @@ def _config_and_walked(q, v, mask, of_variant: HopperVariant, config=None):
         walked = _walked(mask, by_document, queries)
         return 0 if mask and walked is None else _items_and_tiles(q, walked, queries)[1]
 
-    if config is None and wide:
+    if wide:
         config = wide_forward(dim, dim_v, block_size, tiles_of(64), multiprocessors(q.device), of_variant is PLAIN)
-    elif config is None and of_variant is PLAIN:
+    elif of_variant is PLAIN:
         config = forward_of_call(dim, block_size, tiles_of, multiprocessors(q.device))
-    elif config is None:
+    else:
         config = forward_of_variant(dim, block_size)
     if by_document is not None and not config.queries == config.keys == by_document.block_size:
         by_document = None
