@@ -93,7 +93,7 @@ class OfTypes(ast.NodeTransformer):
 def test_modules_import_each_other_in_no_circle_also_within_functions():
     running = {name: OfTypes().visit(ast.parse(path.read_text())) for name, path in modules().items()}
     waiting = {name: imports(name, path, running[name]) & modules().keys() - {name} for name, path in modules().items()}
-    # What is loaded at its first use: sf.bench and sf.context_parallel.
+    # sf.bench and sf.context_parallel are loaded at their first use.
     waiting.pop("sparse_flash")
     while free := [name for name in waiting if not waiting[name] & waiting.keys()]:
         for name in free:

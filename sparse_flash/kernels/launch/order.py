@@ -10,21 +10,21 @@ from ..common.grid import SECOND_AXIS
 
 # Bytes of keys and values that stay in the L2 cache while programs iterate over them; the rest is for other data.
 L2_BYTES = 16 << 20
-# Where rows keep at least this share of the blocks, the programs of a head read the same operands at about the same time, if the
-# head has about sixteen programs. Then more bytes of operands may be in use.
+# If rows keep at least this share of the blocks and a head has about sixteen programs, these read the same operands at about the
+# same time. Then more bytes of operands may be in use.
 MOSTLY_KEPT = 0.25
 BYTES_IN_STEP, HEADS_IN_STEP = 4 * L2_BYTES, 8
 
 
 def heads_in_queue(row_bytes: int, rows: int, mask, lines: int, group: int = 1, by_key: bool = False) -> int:
-    """How many of the ``lines`` of query heads follow each other together in a queue: those of as many key heads as fit the L2
-    cache with their walked operands, two tensors of ``rows`` rows each, or half as many, if that leaves no few of them over. group:
-    query heads of a key head.
+    """Returns how many batch-heads follow each other together in a queue: as many as have operands that fit the L2 cache together,
+    or fewer, to half as many, if the last group is then fuller.
 
-    Two key heads at least under documents, and backward (by_key) if one just fits. Where rows
-    keep much of what they could, as causal ones do, two to eight lines: few heads have too few long rows to keep all programs busy
-    while the last of them are computed (up to 24 %: docs/performance/kernels.md). Not for scattered blocks, where heads evict each
-    other's.
+    row_bytes: of a row, the mean of both operands of the loop. rows: of an operand. lines: batch-heads. group: query heads of a key
+    head. At least two key heads come together under documents, and in the backward pass (by_key) if the operands of one just fit.
+    If rows keep much of what they could, as causal rows do, two to eight batch-heads come together: fewer have too few long rows to
+    keep all programs busy while the last rows are computed (up to 24 %: docs/performance/kernels.md). Scattered blocks keep to the
+    cache, because heads would evict each other's operands.
     """
     of_head = 2 * rows * row_bytes
     fitting, units = L2_BYTES // of_head, lines // group

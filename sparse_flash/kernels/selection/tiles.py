@@ -252,7 +252,7 @@ def queries_of_tile(tile, call):
 
 @triton.jit
 def table_of_tile(tile, picker, call):
-    """Returns (the index of a tile's table among those of ``TileWalks``, the number of each row's choice in it)."""
+    """Returns (the index of a tile's table in ``TileWalks``, the number of each row's choice in the tile)."""
     clusters = (call.choices + call.C.CHOICES - 1) // call.C.CHOICES
     row = (call.first_head * call.C.PICKERS + picker).to(tl.int64)
     number, _, _, _ = _filled(call.C)
