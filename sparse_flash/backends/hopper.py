@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ..compat.dynamo import constant_in_graphs
+from ..kernels.common.layout import is_addressable
 from ..variant.variant import LEARNED, LENGTHS, ScoreFunction
 from . import Call, lacking
 from . import triton as triton_backend
@@ -123,7 +124,7 @@ def backward_of_parts(dout, dlse, q, out, lse, parts, scale):
     """A ``kernels.hopper.backward.BackwardOfParts``, or None where the parts have to be separate calls. parts: (k, v, mask) of
     each; no call has a variant or is deterministic."""
     tensors = [dout, q, out, *(t for part in parts for t in part[:2])]
-    if not has_backward(q.shape[3], parts[0][1].shape[3]) or not all(map(triton_backend.is_addressable, tensors)):
+    if not has_backward(q.shape[3], parts[0][1].shape[3]) or not all(map(is_addressable, tensors)):
         return None
     if not _kernels().sum_alike(q, parts[0][1], [part[2] for part in parts]):
         return None

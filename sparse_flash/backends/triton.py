@@ -10,11 +10,7 @@ import numpy
 import torch
 
 from ..compat.dynamo import constant_in_graphs
-from ..kernels.common.layout import addressable as addressable
-from ..kernels.common.layout import is_addressable as is_addressable
-from ..kernels.common.layout import restored as restored
 from ..kernels.common.layout import restored_out, unbroken
-from ..kernels.common.streams import current_device as current_device
 from ..variant.variant import LEARNED
 from . import Call
 

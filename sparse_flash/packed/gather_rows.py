@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ..backends import triton as triton_backend
 from ..backends.triton import by_kernels as by_kernels
 from ..compat.pytorch import is_plain_eager
 from ..dispatch.operators import refuse_batched
+from ..kernels.common.streams import current_device
 
 
 def take_rows(x: torch.Tensor, index: torch.Tensor, reverse: torch.Tensor, fill: float, heads_first: bool) -> torch.Tensor:
@@ -24,7 +24,7 @@ def _take_rows(x, index, fill, heads_first) -> torch.Tensor:
         from ..kernels.packed.repack import take_rows as by_kernel
 
         target = _empty_rows(x, len(index), heads_first)
-        with triton_backend.current_device(x.device):
+        with current_device(x.device):
             by_kernel(x, index, fill, target)
         return target
     taken = x.index_select(0, index.clamp(min=0)).masked_fill_((index < 0)[:, None, None], fill)

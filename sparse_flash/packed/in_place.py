@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..backends import triton as triton_backend
 from ..compat.dynamo import constant_in_graphs
 from ..compat.pytorch import is_plain_eager
+from ..kernels.common.streams import current_device
 from ..masks.block_mask import BlockMask
 from ..masks.build import from_entries
 from ..masks.cache import as_operations_take_them, keep_if_captured, made_apart
@@ -204,7 +204,7 @@ class _MaskOfDocuments(BlockMask):
 
         runs, mask_index, tile_bits = self._runs.constants
         blocks, tokens = most_blocks(self.q_len, self._layout.shape[1] - 1), self.q_len
-        with triton_backend.current_device(self.device):
+        with current_device(self.device):
             tables = fill_document_blocks(self._layout, runs, blocks, tokens, *self._room(blocks), BLOCK)
         rows, columns, tile_runs, starts = tables
         no_splits = tile_bits[:1, :2, :SPLIT_FIELDS]
@@ -243,7 +243,7 @@ def _(constants, q_starts, k_starts, plan):
 def _layout(q_starts: torch.Tensor, k_starts: torch.Tensor, plan: InPlacePlan) -> torch.Tensor:
     from ..kernels.packed.repack import lay_out
 
-    with triton_backend.current_device(q_starts.device):
+    with current_device(q_starts.device):
         return lay_out(q_starts, k_starts, plan.q_tokens, plan.k_tokens, plan.q_longest, plan.k_longest, BLOCK, bool(plan.same))
 
 
@@ -253,7 +253,7 @@ def _on_device(constants, layout: torch.Tensor, plan: InPlacePlan) -> list[torch
 
     runs, mask_index, tile_bits = constants
     rows, k_rows = -(-plan.q_tokens // BLOCK), -(-plan.k_tokens // BLOCK)
-    with triton_backend.current_device(layout.device):
+    with current_device(layout.device):
         by_query, by_key, tile_runs = fill_spans(layout, runs, rows, k_rows, plan.before, plan.entries, plan.tiles, BLOCK)
         work = work_of(by_query[:3], by_key[:3], k_rows, rows)
     return [mask_index, *by_query, *work[0], *by_key, *work[1], tile_runs, tile_bits]

@@ -22,9 +22,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..backends import triton as triton_backend
 from ..compat.dynamo import constant_in_graphs
 from ..compat.pytorch import DynamicShapeError, is_plain_eager
+from ..kernels.common.streams import current_device
 from ..masks.block_mask import BlockMask
 from ..masks.build import from_entries
 from ..masks.cache import as_operations_take_them, keep_if_captured, made_apart
@@ -285,7 +285,7 @@ def _on_device(tables, q_starts, k_starts, borders, plan: RepackPlan) -> list[to
     shared = SharedBlocks(borders, first_tile, plan.shared)
     roomy = [_with_room(tiles[0], plan.q_blocks), _with_room(tiles[1], plan.q_blocks) if plan.has_bits else tiles[1]]
     before, same = plan.before, bool(plan.same)
-    with triton_backend.current_device(q_starts.device):
+    with current_device(q_starts.device):
         layout = lay_out(q_starts, k_starts, plan.q_tokens, plan.k_tokens, plan.q_longest, plan.k_longest, BLOCK, same)
         axes: list[Axis] = []
         filled = []

@@ -11,6 +11,7 @@ import torch
 from .. import backends
 from ..backends import hopper
 from ..backends import triton as triton_backend
+from ..kernels.common.streams import current_device
 from ..masks.block_mask import BlockMask
 from ..variant.variant import Variant
 from .routes import LocalMask, TwoCalls
@@ -120,16 +121,16 @@ class JointCalls(NamedTuple):
     far_mask: BlockMask | None
 
     def near(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        with triton_backend.current_device(k.device):
+        with current_device(k.device):
             return self.joint.of_keys(k, v, self.near_mask)
 
     def far(self, fetched: torch.Tensor, gradients: torch.Tensor) -> None:
         head_dim = self.joint.q.shape[3]
-        with triton_backend.current_device(fetched.device):
+        with current_device(fetched.device):
             self.joint.of_keys(*unpacked(fetched, head_dim), self.far_mask, unpacked(gradients, head_dim))
 
     def queries(self) -> torch.Tensor:
-        with triton_backend.current_device(self.joint.q.device):
+        with current_device(self.joint.q.device):
             return self.joint.of_queries()
 
 
@@ -149,7 +150,7 @@ def join(
     if triton_backend.by_kernels(out.device):
         from ..kernels.portable.join import join_rows
 
-        with triton_backend.current_device(out.device):
+        with current_device(out.device):
             join_rows(out, lse, part_out, part_lse, rows, block_size)
         return
     mine = of_blocks(lse, rows, block_size)
@@ -169,7 +170,7 @@ def add(whole: torch.Tensor, part: torch.Tensor, rows: torch.Tensor | None, bloc
     if triton_backend.by_kernels(whole.device):
         from ..kernels.portable.join import add_rows
 
-        with triton_backend.current_device(whole.device):
+        with current_device(whole.device):
             add_rows(whole, part, rows, block_size, places)
     elif rows is None:
         whole.add_(part)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from ..backends import triton as triton_backend
 from ..compat.pytorch import idle
+from ..kernels.common.streams import current_device
 from . import peer_memory
 from .peer_memory import PeerMemory
 from .routes import Route
@@ -103,7 +104,7 @@ def pack(k: torch.Tensor, v: torch.Tensor, packed: torch.Tensor, blocks: torch.T
         if triton_backend.by_kernels(k.device):
             from ..kernels.portable.join import copy_rows
 
-            with triton_backend.current_device(k.device):
+            with current_device(k.device):
                 copy_rows(tensor, by_head(half), blocks, block_size)
         else:
             mine = by_block(tensor, block_size)

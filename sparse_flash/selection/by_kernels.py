@@ -15,9 +15,9 @@ import torch
 
 from ..backends import Call
 from ..backends import triton as of_masks
-from ..backends.triton import addressable, current_device, restored, restored_out
 from ..kernels.common.config import padded_head_dim
-from ..kernels.common.layout import empty_out
+from ..kernels.common.layout import addressable, empty_out, restored, restored_out
+from ..kernels.common.streams import current_device
 from ..masks.block_mask import BlockMask
 from .block_selection import BlockSelection
 

@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from ..backends import triton as of_masks
+from ..backends import triton as triton_backend
 from ..backends.torch import own_precision
+from ..kernels.common.layout import unbroken
+from ..kernels.common.streams import current_device
 from .block_selection import group_positions, normalized, own_width
 
 SCORES = ("mean", "max")  # by queries and keys
@@ -52,8 +54,8 @@ class _Choice(NamedTuple):
         from ..kernels.selection.choose_blocks import choose_blocks as by_kernel
 
         sizes = self.keep - 1, self.own, self.every, self.block_size, self.heads, self.q_len, self.kv_len
-        with of_masks.current_device(source.device):
-            return by_kernel(of_masks.unbroken(source), keys, kind, *sizes, bounds=self.bounds, compression=compression)
+        with current_device(source.device):
+            return by_kernel(unbroken(source), keys, kind, *sizes, bounds=self.bounds, compression=compression)
 
     def by_operations(
         self, scored: Callable[[int, int], torch.Tensor], groups: int, numbers: int, device: torch.device
@@ -97,7 +99,7 @@ def choose_blocks(
     choice = _Choice(k.shape[1] if share_group else q.shape[1], keep, every, block_size, q_len, kv_len, bounds)
     means = block_means(k[:, :, : kv_len // block_size * block_size], block_size) if score == "mean" else None
     if kernel_chooses(q, choice.heads, keep) and q.shape[3] * q.element_size() <= _MOST_BYTES:
-        return choice.by_kernel(q, of_masks.unbroken(k) if means is None else means, score)
+        return choice.by_kernel(q, unbroken(k) if means is None else means, score)
     exact = torch.promote_types(q.dtype, torch.float32)
     rows, whole = q[:, :, ::every].unflatten(1, (k.shape[1], -1)), kv_len // block_size
 
@@ -166,7 +168,7 @@ def choose_by_compressed(
     if keys.shape[2] and kernel_chooses(q, choice.heads, keep) and q.shape[3] * q.element_size() <= _MOST_BYTES:
         from ..kernels.selection.choose_blocks import Compressed
 
-        return choice.by_kernel(q, of_masks.unbroken(keys), COMPRESSED, Compressed(length, stride, lse))
+        return choice.by_kernel(q, unbroken(keys), COMPRESSED, Compressed(length, stride, lse))
     rows = q[:, :, ::every].unflatten(1, (keys.shape[1], -1))
     position = group_positions(rows.shape[3], every, q.shape[2], kv_len, q.device)[0]
     blocks = kv_len // block_size
@@ -217,8 +219,8 @@ def _(
 
 def kernel_chooses(x: torch.Tensor, heads: int, keep: int) -> bool:
     """Whether the kernel chooses. Elsewhere PyTorch operations do, which do not synchronize either."""
-    fits = x.dtype in of_masks.DTYPES and x.shape[0] * heads > 0 and keep <= _MOST_KEPT
-    return fits and of_masks.by_kernels(x.device)
+    fits = x.dtype in triton_backend.DTYPES and x.shape[0] * heads > 0 and keep <= _MOST_KEPT
+    return fits and triton_backend.by_kernels(x.device)
 
 
 def ranked(scores: torch.Tensor, before: torch.Tensor, chosen: int, least: torch.Tensor | None = None) -> torch.Tensor:

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from ..backends import Call, cache_capacity, check_read_pages, empty_out, hopper
-from ..backends import triton as portable
+from ..backends import triton as triton_backend
 from ..backends.torch import own_precision
 from ..compat.pytorch import is_plain_eager
+from ..kernels.common.layout import restored_out, unbroken
+from ..kernels.common.streams import current_device
 from .block_selection import BlockSelection
 
 CHUNK = 1 << 27  # numbers of keys and values read at a time
@@ -22,7 +24,7 @@ def supports(name: str, call: Call) -> str | None:
         return None
     if name == "reference":
         return "over picked blocks it does not decode"
-    return (hopper.available() if name == "hopper" else None) or portable.supports(call)
+    return (hopper.available() if name == "hopper" else None) or triton_backend.supports(call)
 
 
 def decode(
@@ -59,10 +61,10 @@ def _by_kernel(
     from ..kernels.selection.decode import selection_decode
 
     kv_lens, block_table = (t if t is None else t.contiguous() for t in (kv_lens, block_table))
-    ready, others = portable.unbroken(q), (portable.unbroken(k), portable.unbroken(v), picks.contiguous())
-    with portable.current_device(q.device):
+    ready, others = unbroken(q), (unbroken(k), unbroken(v), picks.contiguous())
+    with current_device(q.device):
         out, lse = selection_decode(ready, *others, block_size, every, scale, kv_lens=kv_lens, block_table=block_table)
-    return portable.restored_out(out, ready, q, v), lse
+    return restored_out(out, ready, q, v), lse
 
 
 # torch.compile does not look inside.

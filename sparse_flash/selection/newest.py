@@ -8,9 +8,11 @@ from __future__ import annotations
 import torch
 
 from ..backends import cache_capacity
-from ..backends import triton as portable
+from ..backends import triton as triton_backend
 from ..backends.torch import own_precision
 from ..compat.pytorch import is_plain_eager
+from ..kernels.common.layout import unbroken
+from ..kernels.common.streams import current_device
 from . import decode
 from .choice import kernel_chooses, ranked, with_own
 from .decode import lengths_of, positions, taken
@@ -41,8 +43,8 @@ def _choose_by_kernel(
 ) -> torch.Tensor:
     from ..kernels.selection.newest_blocks import choose_newest as by_kernel
 
-    with portable.current_device(q.device):
-        return by_kernel(portable.unbroken(q), means, _contiguous(kv_lens), length, keep, block_size, heads)
+    with current_device(q.device):
+        return by_kernel(unbroken(q), means, _contiguous(kv_lens), length, keep, block_size, heads)
 
 
 # torch.compile does not look inside.
@@ -70,7 +72,7 @@ def update_means(
     """
     batch, heads, blocks = means.shape[0], means.shape[1], means.shape[2] - 1
     touched = (tokens + block_size - 2) // block_size + 1
-    if means.dtype == torch.float32 and k.dtype in portable.DTYPES and portable.by_kernels(k.device):
+    if means.dtype == torch.float32 and k.dtype in triton_backend.DTYPES and triton_backend.by_kernels(k.device):
         call = means, k, blocks, touched, block_size, kv_lens, block_table
         (_update_by_kernel if is_plain_eager(k) else _update_operator)(*call)
         return
@@ -98,8 +100,8 @@ def _update_by_kernel(
     from ..kernels.selection.newest_blocks import update_means as by_kernel
 
     if means.shape[0]:
-        with portable.current_device(k.device):
-            by_kernel(means, portable.unbroken(k), blocks, touched, block_size, _contiguous(kv_lens), _contiguous(block_table))
+        with current_device(k.device):
+            by_kernel(means, unbroken(k), blocks, touched, block_size, _contiguous(kv_lens), _contiguous(block_table))
 
 
 _update_operator = torch.library.custom_op("sparse_flash::update_means", _update_by_kernel, mutates_args=("means",))

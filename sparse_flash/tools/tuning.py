@@ -19,6 +19,7 @@ import torch
 from .. import backends
 from ..backends import hopper
 from ..backends import triton as triton_backend
+from ..kernels.common.layout import addressable
 from ..kernels.launch import tuned
 from ..kernels.portable import configs
 from ..masks.compiler import compile_mask
@@ -133,7 +134,7 @@ def tasks(problem: TuningProblem, device: torch.device, backend: str = "auto") -
         torch.randn((1, problem.heads, problem.tokens, width), generator=generator, device=device).to(problem.dtype)
         for width in (of_keys, of_keys, of_values, of_values)
     )
-    inputs = [triton_backend.addressable(t) for t in (q, k, v, dout)]
+    inputs = [addressable(t) for t in (q, k, v, dout)]
     dim, dim_v = map(configs.padded_head_dim, problem.head_dims)
     shared = configs.family_of(device).shared
     found = []
