@@ -2,6 +2,7 @@
 
 from .api.attention import attention
 from .api.caches import clear_caches
+from .api.choose import choose_blocks
 from .api.decode import attention_decode
 from .api.layer import KeyValueCache, SparseAttention
 from .api.means import BlockMeans
@@ -9,6 +10,7 @@ from .api.topk import topk_blocks
 from .api.varlen import attention_varlen
 from .integrations import masks_of
 from .masks.block_mask import BlockMask
+from .masks.chooser import Chooser, list_choosers, register_chooser
 from .masks.compiler import compile_mask
 from .masks.fields import positive_int
 from .masks.pattern import DerivedPattern, Pattern, list_patterns, parse, register_pattern
@@ -29,6 +31,7 @@ __all__ = [
     "BlockMeans",
     "BlockSelection",
     "CheckError",
+    "Chooser",
     "DerivedPattern",
     "DistancePattern",
     "KeyValueCache",
@@ -42,16 +45,19 @@ __all__ = [
     "attention_decode",
     "attention_varlen",
     "check",
+    "choose_blocks",
     "clear_caches",
     "compile_mask",
     "draw",
     "explain",
     "keep_picks",
+    "list_choosers",
     "list_patterns",
     "masks_of",
     "parse",
     "per_head",
     "positive_int",
+    "register_chooser",
     "register_pattern",
     "topk_blocks",
     *_patterns,

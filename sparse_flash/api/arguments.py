@@ -12,11 +12,13 @@ import numpy as np
 import torch
 
 from .. import backends
+from ..choosers.choose import chosen_mask
 from ..compat.pytorch import is_distributed
 from ..dispatch import operators
 from ..dispatch.call import AttentionCall, backend_for
 from ..masks.block_mask import BlockMask, check_batch_and_heads
 from ..masks.cache import compiled_once, is_recorded, of_another_library, traceable
+from ..masks.chooser import is_chosen
 from ..masks.memory import cleared_by
 from ..masks.pattern import Pattern, check_known_end, text_of
 from ..packed.repack import Side
@@ -64,6 +66,11 @@ def checked(
     deterministic = checked_deterministic(deterministic)
     backends.check_name(backend)
     q, k, v = autocast(q, k, v)
+    if isinstance(mask, (Pattern, str)):
+        spec = traceable(mask) if torch.compiler.is_compiling() else mask
+        if is_chosen(spec) and 0 not in q.shape and 0 not in k.shape:
+            check_tensors(q, k, v)
+            mask = chosen_mask(spec, q, k, checked_scale(scale, q.shape[3]), None, kv_starts)
     has_lengths_or_bias = not (kv_lens is q_lens is kv_starts is q_starts is alibi_slopes is rel_bias is None)
     others: dict[str, Any] = {}
     if has_lengths_or_bias or not _is_plain(dropout_p, softcap, score_mod, score_params):

@@ -19,6 +19,7 @@ import numpy as np
 from ..compat.dynamo import outside_graphs
 from .block_mask import BlockMask, Device
 from .build import check_blocks, from_entries, of_heads, with_coarse
+from .chooser import Chooser
 from .fields import BEYOND
 from .grid import BLOCK_SIZES, EMPTY, FULL, PARTIAL, BlockGrid, BlockRuns
 from .pattern import And, DerivedPattern, Not, Or, Pattern, PerHead, Runs, check_fit, parse, shortened
@@ -81,6 +82,9 @@ def compile_up_to(pattern: Pattern | str, q_len: int, kv_len: int, block_size: i
 
 
 def _compiled(pattern: Pattern, grid: BlockGrid, progress: bool | None) -> BlockMask:
+    for leaf in pattern.leaves():
+        if isinstance(leaf, Chooser):
+            raise leaf.needs_content()
     heads, made = tuple(one.with_leaves(_expanded) for one in by_head(pattern)), {}
     for one in dict.fromkeys(heads):
         try:

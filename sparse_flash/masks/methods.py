@@ -21,7 +21,7 @@ from .from_flex import FlexMask, from_flex, from_mask_mod
 from .grid import BlockGrid
 from .memory import remembered
 from .pattern import Pattern
-from .select_blocks import Listing, chosen, counted, listing_of, table_of_all
+from .select_blocks import Listing, by_kernel, chosen, chosen_by_kernel, counted, listing_of, table_of_all
 from .tall import TallRows, tall_rows
 
 DERIVED = TypeVar("DERIVED")
@@ -72,26 +72,42 @@ def from_blocks(
             f"blocks is a map of {q_blocks} x {kv_blocks} blocks, but {grid.q_len} x {grid.kv_len} tokens in blocks of "
             f"{block_size} are {grid.q_blocks} x {grid.kv_blocks}"
         )
-    if within is None:
-        keep_it = q_blocks * kv_blocks <= _MOST_KEPT_BLOCKS and not is_recorded(blocks.device)
-        within = (_kept_of_all_blocks if keep_it else _of_all_blocks)(grid, blocks.device)
-    else:
-        within = one_mask("within", within, grid, blocks.device)
-    listing = _listing(within)
-    batch, heads = blocks.shape[:2]
-    if batch * heads * listing.block.numel() >= 2**31:  # counting both tables
+    return of_maps(blocks, grid, limit_of(within, grid, blocks.device))
+
+
+def limit_of(within: MaskLike | None, grid: BlockGrid, device: torch.device) -> BlockMask:
+    """The BlockMask of one mask, of all pairs for None."""
+    if within is not None:
+        return one_mask("within", within, grid, device)
+    keep_it = grid.q_blocks * grid.kv_blocks <= _MOST_KEPT_BLOCKS and not is_recorded(device)
+    return (_kept_of_all_blocks if keep_it else _of_all_blocks)(grid, device)
+
+
+def of_maps(maps: torch.Tensor, grid: BlockGrid, within: BlockMask, room: int | None = None) -> BlockMask:
+    """The blocks of ``within``, one mask, that each map keeps.
+
+    maps: (batch, heads, q_blocks, kv_blocks) bool, or on GPUs also int32 of bits, 32 blocks each. room: the most blocks that all of
+    them keep; None: all that ``within`` keeps."""
+    batch, heads = maps.shape[:2]
+    listed = len(within.by_query.col_idx)
+    room = batch * heads * listed if room is None else min(room, batch * heads * listed)
+    if max(room, batch * heads * max(grid.shape)) >= 2**31 or (maps.dtype == torch.bool and not by_kernel(maps) and room >= 2**30):
         raise ValueError(
-            f"{batch} x {heads} maps of {q_blocks} x {kv_blocks} blocks are more than 2^30 - 1; use a larger block_size"
+            f"{batch} x {heads} maps of {grid.q_blocks} x {grid.kv_blocks} blocks may keep {room:,} blocks, more than tables can "
+            "number; use a larger block_size, or a rule that keeps fewer"
         )
-    by_query, by_key = chosen(blocks.reshape(batch * heads, -1), listing)
+    if by_kernel(maps):
+        tables = chosen_by_kernel(maps.flatten(0, 1).contiguous(), within.by_query, within.by_key, grid.shape, room)
+    else:
+        tables = chosen(maps.reshape(batch * heads, -1), _listing(within))
     return BlockMask(
         q_len=grid.q_len,
         kv_len=grid.kv_len,
         block_size=grid.block_size,
         keeps_all=False,
-        mask_index=torch.arange(batch * heads, dtype=torch.int32, device=blocks.device).view(batch, heads),
-        by_query=by_query,
-        by_key=by_key,
+        mask_index=torch.arange(batch * heads, dtype=torch.int32, device=maps.device).view(batch, heads),
+        by_query=tables[0],
+        by_key=tables[1],
         tile_runs=within.tile_runs,
         tile_bits=within.tile_bits,
     )

@@ -55,6 +55,7 @@ class Pattern:
     name: ClassVar[str | None] = None
     shift_invariant: ClassVar[bool] = False
     is_part: ClassVar[bool] = False  # about some tokens alone, as others are in the care of other patterns
+    chooses: ClassVar[bool] = False  # whether it is a chooser, which keeps blocks by the content of q and k
     # Subclasses are dataclasses and have this.
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
@@ -222,10 +223,10 @@ class Pattern:
 
 @constant_in_graphs
 def _fields_of(cls: type[Pattern]) -> tuple[tuple[str, bool, bool], ...]:
-    """(name, whether it has no default, whether its default is None) of each field."""
+    """(name, whether it has no default, whether its default is None) of each field, those without defaults first."""
     missing = dataclasses.MISSING
-    fields = dataclasses.fields(cls)
-    return tuple((f.name, f.default is missing and f.default_factory is missing, f.default is None) for f in fields)
+    fields = [(f.name, f.default is missing and f.default_factory is missing, f.default is None) for f in dataclasses.fields(cls)]
+    return tuple(sorted(fields, key=lambda field: not field[1]))
 
 
 @constant_in_graphs
@@ -611,7 +612,7 @@ def _read_entry_points() -> None:
 def list_patterns() -> list[str]:
     """The registered names, sorted: built-in patterns, the user's patterns and patterns of installed packages."""
     _read_entry_points()
-    return sorted(_registry)
+    return sorted(name for name, cls in _registry.items() if not cls.chooses)
 
 
 def pattern_class(name: str) -> type[Pattern]:

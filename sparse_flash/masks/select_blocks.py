@@ -97,6 +97,16 @@ def chosen(maps: torch.Tensor, listing: Listing) -> list[Table]:
     return [Table(*lines[side], col_tile[0, 1 - side], col_tile[1, 1 - side], *work[side]) for side in range(2)]
 
 
+def chosen_by_kernel(maps: torch.Tensor, by_query: Table, by_key: Table, shape: tuple[int, int], room: int) -> list[Table]:
+    """``chosen``, by kernels, from one mask's tables themselves. maps: (masks, q_blocks, kv_blocks) bool, or int32 of bits, 32
+    blocks each. shape: of the grid. room: the most blocks that all maps may keep."""
+    from ..kernels.packed.select import select_entries
+
+    sides = [select_entries(maps, table, by_key is table, shape, room) for table in (by_query, by_key)]
+    work = work_of(sides[0][:3], sides[1][:3], shape[1], shape[0])
+    return [Table(*side, *own) for side, own in zip(sides, work, strict=True)]
+
+
 Lines: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -105,14 +115,14 @@ def work_of(by_query: Lines, by_key: Lines, longest: int, k_longest: int) -> lis
 
     by_query, by_key: (row_ptr, row_split, row_order). longest, k_longest: the most blocks that a row of each may have.
     """
-    if not _by_kernel(by_query[0]):
+    if not by_kernel(by_query[0]):
         return [with_splits(*by_query, longest), with_splits(*by_key, k_longest)]
     from ..kernels.packed.splits import split_rows
 
     return split_rows(by_query, by_key, most_splits(longest), most_splits(k_longest), *split_limits())
 
 
-def _by_kernel(tensor: torch.Tensor) -> bool:
+def by_kernel(tensor: torch.Tensor) -> bool:
     """Whether a kernel may be launched on this tensor: on the current GPU, with nothing that has to see operations."""
     device = tensor.device
     if device.type != "cuda" or not is_plain_eager(tensor):

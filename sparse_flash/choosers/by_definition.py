@@ -1,0 +1,135 @@
+"""Scores and rules in PyTorch operations: the definition of what ``by_kernels`` streams, and the way on chips without kernels.
+
+Shapes do not depend on values, so graphs may capture all of it. Logits are held for a range of rows at a time.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ..masks.chooser import LastQueries
+from ..masks.grid import BlockGrid
+from .features import Features
+
+_ROUNDING = 1e-6  # 0.07 * 100 is 7.000000000000001, and must not become 8
+
+
+def shares(features: Features, grid: BlockGrid, low: int, high: int, starts: torch.Tensor | None, reduce: str) -> torch.Tensor:
+    """Scores of the blocks of queries low .. high - 1: (batch, heads, high - low, kv_blocks), float32 or wider.
+
+    starts: (batch,) the first existing key of each sequence, or None.
+    """
+    per_q, per_kv, span = features.per_q_block, features.per_kv_block, features.span
+    rows, until = slice(low * per_q, min(high * per_q, features.row_count)), features.until
+    exact = torch.promote_types(features.rows.dtype, torch.float32)
+    queries = _in_spans(features.rows.to(exact), span).flip(3)[:, :, rows].flatten(3)
+    keys = _in_spans(features.columns.to(exact), span).flatten(3)
+    group = queries.shape[1] // keys.shape[1]
+    logits = (queries.unflatten(1, (keys.shape[1], group)) @ keys[:, :, None].mT).flatten(1, 2) * features.factor
+    column = torch.arange(features.column_count, device=logits.device)
+    hidden = column >= until[rows, None]
+    if starts is not None:
+        hidden = hidden | (column < starts.view(-1, 1, 1, 1).div(grid.block_size // per_kv, rounding_mode="floor"))
+    logits = logits.masked_fill(hidden, -math.inf)
+    log_sum = logits.logsumexp(-1, keepdim=True)
+    weights = (logits - log_sum.masked_fill(log_sum == -math.inf, math.inf)).exp()
+    weights = torch.nn.functional.pad(weights, (0, grid.kv_blocks * per_kv - weights.shape[3]))
+    weights = weights.unflatten(3, (grid.kv_blocks, per_kv)).sum(4)
+    there = weights.shape[2]
+    weights = torch.nn.functional.pad(weights, (0, 0, 0, (high - low) * per_q - there)).unflatten(2, (high - low, per_q))
+    if reduce == "max":
+        return weights.amax(3)
+    count = (there - torch.arange(high - low, device=weights.device) * per_q).clamp(1, per_q)
+    return weights.sum(3) / count[:, None]
+
+
+def _in_spans(x: torch.Tensor, span: int) -> torch.Tensor:
+    """(batch, heads, ceil(tokens / span), span, head_dim), with zeros past the end."""
+    return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % span)).unflatten(2, (-1, span))
+
+
+def columns_and_slashes(
+    chooser: LastQueries, q: torch.Tensor, k: torch.Tensor, grid: BlockGrid, scale: float, starts: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean weight of the last queries by block of keys, and by distance in blocks, (batch, heads, kv_blocks) each. A range of
+    keys at a time."""
+    size, count = grid.block_size, min(chooser.count, grid.q_len)
+    exact = torch.promote_types(q.dtype, torch.float32)
+    group = q.shape[1] // k.shape[1]
+    last = q[:, :, -count:].to(exact).unflatten(1, (k.shape[1], group))
+    position = torch.arange(grid.kv_len - count, grid.kv_len, device=q.device)[:, None]
+    step = max(1, (1 << 15) // size) * size
+
+    def logits(first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        key = torch.arange(first, min(first + step, grid.kv_len), device=q.device)
+        made = (last @ k[:, :, None, first : first + step].to(exact).mT).flatten(1, 2) * scale
+        hidden = key > position
+        if starts is not None:
+            hidden = hidden | (key < starts.view(-1, 1, 1, 1))
+        return key, made.masked_fill(hidden, -math.inf)
+
+    log_sum = torch.stack([logits(first)[1].logsumexp(-1) for first in range(0, grid.kv_len, step)]).logsumexp(0)[..., None]
+    log_sum = log_sum.masked_fill(log_sum == -math.inf, math.inf)
+    columns = last.new_zeros(*q.shape[:2], grid.kv_blocks)
+    slashes = torch.zeros_like(columns)
+    for first in range(0, grid.kv_len, step):
+        key, scores = logits(first)
+        weights = (scores - log_sum).exp()
+        columns.index_add_(2, key // size, weights.sum(2) / count)
+        # Keys past a query have weight 0, so their distance does not matter.
+        distance = ((position - key).clamp(min=0) // size).flatten()
+        slashes.index_add_(2, distance, weights.flatten(2) / count)
+    return columns, slashes
+
+
+def of_columns_and_slashes(parts: tuple[torch.Tensor, torch.Tensor], grid: BlockGrid, low: int, high: int) -> torch.Tensor:
+    """Scores as ``shares`` returns them, from ``columns_and_slashes``; 0 for blocks with no key up to the row's last query."""
+    columns, slashes = parts
+    last = (torch.arange(low + 1, high + 1, device=columns.device) * grid.block_size).clamp(max=grid.q_len) - 1 + grid.offset
+    row = last.div(grid.block_size, rounding_mode="floor")
+    distance = row[:, None] - torch.arange(grid.kv_blocks, device=columns.device)
+    scores = columns[:, :, None] + slashes[:, :, distance.clamp(0, grid.kv_blocks - 1)]
+    scores = scores.masked_fill(distance < 0, 0)
+    return scores / scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
+
+
+def kept(
+    scores: torch.Tensor, allowed: torch.Tensor, forced: torch.Tensor, rule: str, number: int | float, heads: int = 1
+) -> torch.Tensor:
+    """The blocks that a rule keeps, bool of the shape of scores, (batch, heads, rows, kv_blocks).
+
+    allowed, forced: (rows, kv_blocks) bool, what may be kept and what is kept in any case; the second within the first. heads: of a
+    budget, how many have it in common. Of equal scores the first are kept, by head and then by block.
+    """
+    possible = allowed & ~scores.isnan() & (scores > -math.inf)
+    scores = scores.masked_fill(~possible, -math.inf)
+    if rule == "floor":
+        return (possible & (scores >= number)) | forced
+    if rule == "relative":
+        return (possible & (scores >= number * scores.amax(-1, keepdim=True))) | forced
+    if rule == "mass":
+        weights, order = scores.clamp(min=0).sort(dim=-1, descending=True, stable=True)
+        before = weights.cumsum(-1) - weights
+        enough = before < number * weights.sum(-1, keepdim=True)
+        return (torch.zeros_like(possible).scatter(-1, order, enough) & possible) | forced
+    among = scores.masked_fill(forced, math.inf)
+    if rule == "budget":
+        among = among.transpose(1, 2).flatten(2)
+    order = among.argsort(dim=-1, descending=True, stable=True)
+    best = torch.arange(order.shape[-1], device=scores.device) < counted(rule, number, allowed.sum(-1), heads)[:, None]
+    taken = torch.zeros_like(among, dtype=torch.bool).scatter(-1, order, best.expand_as(order))
+    if rule == "budget":
+        taken = taken.unflatten(2, (heads, -1)).transpose(1, 2)
+    return (taken & possible) | forced
+
+
+def counted(rule: str, number: int | float, allowed: torch.Tensor, heads: int) -> torch.Tensor:
+    """How many blocks "keep" and "budget" keep of each row, int64 of the shape of ``allowed``, the blocks that may be kept; of all
+    heads together for "budget". 0 for other rules."""
+    if rule not in ("keep", "budget"):
+        return torch.zeros_like(allowed)
+    if isinstance(number, int):
+        return torch.full_like(allowed, number)
+    return torch.ceil(number * (allowed * (heads if rule == "budget" else 1)).double() - _ROUNDING).long()

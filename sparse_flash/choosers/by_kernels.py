@@ -1,0 +1,61 @@
+"""The choice on GPUs, as bits: scores of a range of rows at a time, then the rule. No tensor of queries x keys is made."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..kernels.common.layout import unbroken
+from ..kernels.common.streams import current_device
+from ..masks.grid import BlockGrid
+from .features import Features
+
+_MOST_BYTES = 1 << 28  # of log-sums and scores held at a time
+
+
+class BitLimits(NamedTuple):
+    """allowed, forced: (q_blocks, ceil(kv_blocks / 32)) int32, ``Limits`` as bits. most: (q_blocks,) int64, how many blocks of a
+    row may be kept."""
+
+    allowed: torch.Tensor
+    forced: torch.Tensor
+    most: torch.Tensor
+
+
+def packed(blocks: torch.Tensor) -> torch.Tensor:
+    """(..., ceil(n / 32)) int32 of (..., n) bool: block c is bit c % 32 of word c // 32."""
+    words = torch.nn.functional.pad(blocks, (0, -blocks.shape[-1] % 32)).unflatten(-1, (-1, 32))
+    return (words.long() << torch.arange(32, device=blocks.device)).sum(-1).to(torch.int32)
+
+
+def step_of(features: Features | None, batch_heads: int, grid: BlockGrid) -> int:
+    """How many blocks of queries are scored at a time."""
+    of_row = 4 + (0 if features is None else 2 * features.per_q_block)
+    return max(1, _MOST_BYTES // (batch_heads * grid.kv_blocks * of_row))
+
+
+def scores(
+    features: Features, grid: BlockGrid, low: int, high: int, starts: torch.Tensor | None, reduce: str, shared: bool
+) -> torch.Tensor:
+    """As ``by_definition.shares``, of the largest of a group's heads if ``shared``."""
+    from ..kernels.choosers.log_sums import scores_of_blocks
+
+    if starts is not None:
+        starts = starts.div(grid.block_size // features.per_kv_block, rounding_mode="floor").to(torch.int32)
+    rows, columns, until = unbroken(features.rows), unbroken(features.columns), features.until.to(torch.int32)
+    numbers = features.span, features.factor, features.per_q_block, features.per_kv_block, grid.kv_blocks, low, high
+    with current_device(rows.device):
+        return scores_of_blocks(rows, columns, until, starts, *numbers, reduce == "mean", shared)
+
+
+def keep(
+    scores: torch.Tensor, limits: BitLimits, bits: torch.Tensor, first: int, rule: str, number: int | float, counts: torch.Tensor
+) -> None:
+    """Adds the blocks that a rule keeps to bits, (batch, heads, q_blocks, words) int32. scores: (batch, heads | kv_heads, rows,
+    kv_blocks) float32, of the rows from ``first`` on. counts: (rows,) int32, how many blocks "keep" and "budget" keep of each."""
+    from ..kernels.choosers.rules import keep_bits
+
+    some = slice(first, first + scores.shape[2])
+    with current_device(scores.device):
+        keep_bits(scores.contiguous(), limits.allowed[some], limits.forced[some], counts, bits, first, rule, float(number))

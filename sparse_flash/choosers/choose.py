@@ -1,0 +1,257 @@
+"""Makes the mask of an expression with choosers for given queries and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from ..backends import triton as triton_backend
+from ..backends.torch import own_precision
+from ..compat.dynamo import constant_in_graphs, outside_inference
+from ..masks.block_mask import BlockMask
+from ..masks.cache import is_recorded, one_mask
+from ..masks.chooser import Chooser, HeadChoice, LastQueries, Scored, choices_of, is_causal, size_of
+from ..masks.grid import BlockGrid
+from ..masks.memory import remembered
+from ..masks.methods import limit_of, of_maps
+from ..masks.pattern import Pattern, text_of
+from ..masks.select_blocks import by_kernel
+from . import by_definition, by_kernels
+from .features import features_of
+
+_HELD = 1 << 26  # logits that PyTorch operations hold at a time
+
+
+class Limits(NamedTuple):
+    """The part of a choice that does not depend on queries and keys, (q_blocks, kv_blocks) bool: which blocks may be kept, and
+    which are in any case."""
+
+    allowed: torch.Tensor
+    forced: torch.Tensor
+
+
+class _Content(NamedTuple):
+    """given: scores of a caller's own, or None. starts: (batch,) int, the first existing key of each sequence, or None."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    grid: BlockGrid
+    causal: bool
+    scale: float
+    given: torch.Tensor | None
+    starts: torch.Tensor | None
+
+    def of_heads(self, heads: list[int]) -> _Content:
+        if len(heads) == self.q.shape[1]:
+            return self
+        group = self.q.shape[1] // self.k.shape[1]
+        given = self.given if self.given is None or self.given.shape[1] == 1 else self.given[:, heads]
+        return self._replace(q=self.q[:, heads], k=self.k[:, [head // group for head in heads]], given=given)
+
+
+@torch.no_grad()
+def chosen_mask(
+    spec: Pattern | str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    scale: float | None = None,
+    scores: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+) -> BlockMask:
+    """See ``choose_blocks``. starts: (batch,) int, the first existing key of each sequence, or None."""
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    if not torch.compiler.is_compiling():
+        return _choose(spec, q, k, scale, scores, starts)
+    text, within, size = _as_text(spec)
+    blocks = -(-k.shape[2] // size)
+    words = chosen_bits(q, k, text, scale, scores, starts)
+    maps = ((words[..., None] >> torch.arange(32, device=q.device)) & 1).flatten(3)[..., :blocks].bool()
+    return BlockMask.from_blocks(maps, size, q.shape[2], k.shape[2], within=within)
+
+
+@constant_in_graphs
+def _as_text(spec: Pattern | str) -> tuple[str, str | None, int]:
+    """(the expression, what limits it, its block size), for operators, which take text."""
+    if (text := text_of(spec)) is None:
+        raise TypeError(
+            f"torch.compile takes choosers that have spec text; register those of {spec}, or call choose_blocks outside"
+        )
+    choice = choices_of(text)[0]
+    return text, None if choice.within is None else choice.within.to_spec(), size_of(text)
+
+
+@torch.library.custom_op("sparse_flash::chosen_bits", mutates_args=())
+def chosen_bits(
+    q: torch.Tensor, k: torch.Tensor, spec: str, scale: float, scores: torch.Tensor | None, starts: torch.Tensor | None
+) -> torch.Tensor:
+    """The blocks that an expression keeps, for compiled graphs: (batch, heads, q_blocks, ceil(kv_blocks / 32)) int32 of bits."""
+    choices = choices_of(spec)
+    content = _content_of(choices, q, k, size_of(spec), scale, scores, starts)
+    return _by_head(_bits, choices, content) if _streams(q) else by_kernels.packed(_by_head(_maps, choices, content))
+
+
+@chosen_bits.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, spec: str, *_: object) -> torch.Tensor:
+    size = size_of(spec)
+    return q.new_empty((*q.shape[:2], -(-q.shape[2] // size), -(-k.shape[2] // (32 * size))), dtype=torch.int32)
+
+
+@outside_inference
+def _choose(
+    spec: Pattern | str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    scale: float,
+    scores: torch.Tensor | None,
+    starts: torch.Tensor | None,
+) -> BlockMask:
+    choices = choices_of(spec)
+    content = _content_of(choices, q, k, size_of(spec), scale, scores, starts)
+    maps = _by_head(_bits if _streams(q) else _maps, choices, content)
+    return of_maps(maps, content.grid, limit_of(choices[0].within, content.grid, q.device), _room(choices, content))
+
+
+def _content_of(
+    choices: tuple[HeadChoice, ...],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    size: int,
+    scale: float,
+    scores: torch.Tensor | None,
+    starts: torch.Tensor | None,
+) -> _Content:
+    return _Content(q, k, BlockGrid(q.shape[2], k.shape[2], size), is_causal(choices[0].within), scale, scores, starts)
+
+
+def _streams(q: torch.Tensor) -> bool:
+    """Whether kernels choose."""
+    return by_kernel(q) and q.dtype in triton_backend.DTYPES
+
+
+def _by_head(
+    make: Callable[[HeadChoice, _Content], torch.Tensor], choices: tuple[HeadChoice, ...], content: _Content
+) -> torch.Tensor:
+    """Maps of all heads, from one choice for all or from one for each."""
+    if len(choices) == 1:
+        return make(choices[0], content)
+    parts, order = [], []
+    for choice in dict.fromkeys(choices):
+        heads = [head for head, other in enumerate(choices) if other == choice]
+        parts.append(make(choice, content.of_heads(heads)))
+        order += heads
+    place = torch.tensor(sorted(range(len(order)), key=order.__getitem__), device=content.q.device)
+    return torch.cat(parts, 1).index_select(1, place)
+
+
+def _room(choices: tuple[HeadChoice, ...], content: _Content) -> int | None:
+    """The most blocks that a choice keeps, as far as its rule alone tells."""
+    return None
+
+
+def limits_of(within: Pattern | None, always: Pattern | None, grid: BlockGrid, device: torch.device) -> Limits:
+    """See ``Limits``. A row's own blocks are kept: those in which the positions of its queries fall."""
+    first = torch.arange(grid.q_blocks, device=device)[:, None] * grid.block_size + grid.offset
+    last = (first + grid.block_size - 1).clamp(max=grid.kv_len - 1)
+    col = torch.arange(grid.kv_blocks, device=device)
+    # Positions before the first key round down, to blocks that do not exist.
+    own = [position.div(grid.block_size, rounding_mode="floor") for position in (first, last)]
+    forced = (col >= own[0]) & (col <= own[1])
+    if always is not None:
+        forced = forced | one_mask("always", always, grid, device).kept_blocks()
+    allowed = torch.ones_like(forced) if within is None else one_mask("within", within, grid, device).kept_blocks()
+    return Limits(allowed, forced & allowed)
+
+
+def _bit_limits_of(within: Pattern | None, always: Pattern | None, grid: BlockGrid, device: torch.device) -> by_kernels.BitLimits:
+    allowed, forced = limits_of(within, always, grid, device)
+    return by_kernels.BitLimits(by_kernels.packed(allowed), by_kernels.packed(forced), allowed.sum(1))
+
+
+_lasting_limits = remembered(maxsize=64)(limits_of)
+_lasting_bit_limits = remembered(maxsize=64)(_bit_limits_of)
+
+
+def _maps(choice: HeadChoice, content: _Content) -> torch.Tensor:
+    """(batch, heads, q_blocks, kv_blocks) bool."""
+    q, grid = content.q, content.grid
+    limits = (limits_of if is_recorded(q.device) else _lasting_limits)(choice.within, choice.always, grid, q.device)
+    kept = limits.forced.expand(q.shape[0], q.shape[1], -1, -1)
+    for chooser in choice.choosers:
+        rule, number = chooser.rule
+        parts = []
+        for low, high, scores in _scored(chooser, content, False):
+            allowed, forced = limits.allowed[low:high], limits.forced[low:high]
+            parts.append(by_definition.kept(scores, allowed, forced, rule, number, scores.shape[1]))
+        mine = torch.cat(parts, 2)
+        kept = kept | mine.repeat_interleave(q.shape[1] // mine.shape[1], 1)
+    return kept
+
+
+def _bits(choice: HeadChoice, content: _Content) -> torch.Tensor:
+    """(batch, heads, q_blocks, ceil(kv_blocks / 32)) int32: see ``by_kernels.packed``."""
+    q, grid = content.q, content.grid
+    make = _bit_limits_of if is_recorded(q.device) else _lasting_bit_limits
+    limits = make(choice.within, choice.always, grid, q.device)
+    bits = limits.forced.repeat(q.shape[0], q.shape[1], 1, 1)
+    for chooser in choice.choosers:
+        rule, number = chooser.rule
+        for low, high, scores in _scored(chooser, content, True):
+            counts = by_definition.counted(rule, number, limits.most[low:high], scores.shape[1]).to(torch.int32)
+            by_kernels.keep(scores, limits, bits, low, rule, number, counts)
+    return bits
+
+
+def _scored(chooser: Chooser, content: _Content, by_kernel: bool) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """(low, high, scores of the blocks of queries low .. high - 1), range by range; of key heads if they share the choice.
+    by_kernel: whether kernels score."""
+    q, k, grid, causal, scale, _, starts = content
+    group = q.shape[1] // k.shape[1]
+    features = features_of(chooser, q, k, grid, causal, scale)
+    shared = bool(chooser.share_group) and group > 1
+
+    def of_group(scores: torch.Tensor) -> torch.Tensor:
+        return scores.unflatten(1, (-1, group)).amax(2) if shared else scores
+
+    if features is not None and by_kernel:
+        step = by_kernels.step_of(features, q.shape[0] * q.shape[1], grid)
+        for low in range(0, grid.q_blocks, step):
+            high = min(low + step, grid.q_blocks)
+            yield low, high, by_kernels.scores(features, grid, low, high, starts, chooser.reduction, shared)
+    elif features is not None:
+        held = q.shape[0] * q.shape[1] * features.per_q_block * features.column_count
+        step = max(1, _HELD // held)
+        for low in range(0, grid.q_blocks, step):
+            high = min(low + step, grid.q_blocks)
+            with own_precision(q):
+                yield low, high, of_group(by_definition.shares(features, grid, low, high, starts, chooser.reduction))
+    elif isinstance(chooser, LastQueries):
+        with own_precision(q):
+            parts = by_definition.columns_and_slashes(chooser, q, k, grid, scale, starts)
+        step = by_kernels.step_of(None, q.shape[0] * q.shape[1], grid)
+        for low in range(0, grid.q_blocks, step):
+            high = min(low + step, grid.q_blocks)
+            yield low, high, of_group(by_definition.of_columns_and_slashes(parts, grid, low, high).float())
+    else:
+        scores = _own_scores(chooser, content)
+        yield 0, grid.q_blocks, of_group(scores)
+
+
+def _own_scores(chooser: Chooser, content: _Content) -> torch.Tensor:
+    """The scores of a chooser that a user wrote, or that a caller computed, in float32."""
+    if isinstance(chooser, Scored):
+        if content.given is None:
+            raise ValueError("scored needs the scores; call choose_blocks(spec, q, k, scores=...)")
+        scores, name = content.given, "scores"
+    else:
+        scores, name = chooser.scores(content.q, content.k, content.grid), f"the scores of {chooser}"
+    wanted = (*content.q.shape[:2], *content.grid.shape)
+    if not isinstance(scores, torch.Tensor) or not scores.is_floating_point() or scores.shape != wanted:
+        found = f"{scores.dtype} of {tuple(scores.shape)}" if isinstance(scores, torch.Tensor) else type(scores).__name__
+        raise ValueError(
+            f"{name} must be a floating-point tensor of shape {wanted}, (batch, heads, q_blocks, kv_blocks); got {found}"
+        )
+    if scores.device != content.q.device:
+        raise ValueError(f"{name} must be on {content.q.device}, as q is; got {scores.device}; use .to(q.device)")
+    return scores.float()

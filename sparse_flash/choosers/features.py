@@ -1,0 +1,108 @@
+"""What built-in choosers compare: rows and columns, whose products are the logits of a softmax.
+
+Each chooser makes rows of queries and columns of keys. A row's logits are its products with the columns that it sees; a block's
+share of the row is the softmax weight of the block's columns; a block's score for a block of queries follows from the shares of
+its rows, by the maximum or the mean.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from ..masks.chooser import Antidiagonal, Chooser, Pooled, PooledKeys, Sampled, SubBlocks
+from ..masks.grid import BlockGrid
+
+
+@dataclass(frozen=True)
+class Features:
+    """Rows and columns of one chooser.
+
+    rows: (batch, heads, tokens, head_dim). columns: (batch, kv_heads, tokens, head_dim). A row or a column is ``span`` tokens in
+    turn, the row's in descending order: its logit is the sum of their products, times ``factor``. Tokens past the end are 0.
+    per_q_block, per_kv_block: rows and columns of a whole block. until: (rows,) int64, how many columns each row sees, the first
+    ones.
+    """
+
+    rows: torch.Tensor
+    columns: torch.Tensor
+    span: int
+    factor: float
+    per_q_block: int
+    per_kv_block: int
+    until: torch.Tensor
+
+    @cached_property
+    def row_count(self) -> int:
+        return -(-self.rows.shape[2] // self.span)
+
+    @cached_property
+    def column_count(self) -> int:
+        return -(-self.columns.shape[2] // self.span)
+
+
+def features_of(chooser: Chooser, q: torch.Tensor, k: torch.Tensor, grid: BlockGrid, causal: bool, scale: float) -> Features | None:
+    """The rows and columns of a built-in chooser; None for one that scores in another way."""
+    size = grid.block_size
+    if isinstance(chooser, Pooled):
+        return _of_means(q, k, grid, size, size, causal, scale)
+    if isinstance(chooser, PooledKeys):
+        return _of_means(q, k, grid, 1, size, causal, scale)
+    if isinstance(chooser, SubBlocks):
+        return _of_means(q, k, grid, chooser.size, chooser.size, causal, scale)
+    if isinstance(chooser, Antidiagonal):
+        stride = chooser.stride
+        last = _last_of_groups(grid.q_len, stride, q.device)
+        until = _seen(last + grid.offset, stride, grid.kv_len, causal)
+        return Features(q, k, stride, scale / stride, size // stride, size // stride, until)
+    if isinstance(chooser, Sampled):
+        row = sampled_rows(grid, chooser.queries, q.device)
+        until = _seen(row + grid.offset, 1, grid.kv_len, causal)
+        return Features(q.index_select(2, row), k, 1, scale, chooser.queries, size, until)
+    return None
+
+
+def sampled_rows(grid: BlockGrid, count: int, device: torch.device) -> torch.Tensor:
+    """(q_blocks * count,) int64: the queries that stand for each block, evenly spaced, its last one included."""
+    first = torch.arange(grid.q_blocks, device=device)[:, None] * grid.block_size
+    there = (grid.q_len - first).clamp(max=grid.block_size)
+    number = torch.arange(1, count + 1, device=device)
+    return (first + (number * there + count - 1).div(count, rounding_mode="floor") - 1).flatten()
+
+
+def _of_means(q: torch.Tensor, k: torch.Tensor, grid: BlockGrid, queries: int, keys: int, causal: bool, scale: float) -> Features:
+    """Means of ``queries`` queries against means of ``keys`` keys. Single queries see all keys that precede the end of their block,
+    because the mean of a block of keys has no part for each query."""
+    last = _last_of_groups(grid.q_len, grid.block_size if queries == 1 else queries, q.device)
+    if queries == 1:
+        last = last.repeat_interleave(grid.block_size)[: grid.q_len]
+    until = _seen(last + grid.offset, keys, grid.kv_len, causal)
+    rows = q if queries == 1 else means(q, queries)
+    return Features(rows, means(k, keys), 1, scale, grid.block_size // queries, grid.block_size // keys, until)
+
+
+def _last_of_groups(tokens: int, size: int, device: torch.device) -> torch.Tensor:
+    """(groups,) int64: the last existing token of each group of ``size``."""
+    return (torch.arange(size - 1, tokens + size - 1, size, device=device)).clamp(max=tokens - 1)
+
+
+def _seen(position: torch.Tensor, width: int, kv_len: int, causal: bool) -> torch.Tensor:
+    """How many columns of ``width`` keys have none after these positions."""
+    columns = -(-kv_len // width)
+    if not causal:
+        return torch.full_like(position, columns)
+    whole = (position + 1).clamp(min=0).div(width, rounding_mode="floor")
+    return torch.where(position >= kv_len - 1, columns, whole)
+
+
+def means(x: torch.Tensor, size: int) -> torch.Tensor:
+    """(batch, heads, ceil(tokens / size), head_dim): the mean of each group of tokens, summed in float32, in x's dtype."""
+    whole = x.shape[2] // size
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    made = x[:, :, : whole * size].unflatten(2, (whole, size)).mean(3, dtype=dtype)
+    rest = x[:, :, whole * size :]
+    if rest.shape[2]:
+        made = torch.cat([made, rest.mean(2, keepdim=True, dtype=dtype)], 2)
+    return made.to(x.dtype)

@@ -1,0 +1,195 @@
+"""Log-sums of logits by block of keys, in one pass over the products of rows and columns; no logit is stored.
+
+For each row, and each block of columns, the base-2 logarithm of the sum of exp2(logit) over the block's columns that the row sees.
+A block's share of the row is then exp2(log-sum - the row's log-sum).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..common.config import Config, padded_head_dim
+from ..common.tiles import LOG2_E
+from ..launch.launch import integers_specialized, launch
+
+# Log-sums are 16-bit fixed-point numbers, in steps of 1 / STEPS, from the row's largest over its first tile: a share is off by at
+# most 0.14 %, wherever it lies within 2^128 of that. NONE says that the row sees no column of the block.
+STEPS = tl.constexpr(256)
+NONE = tl.constexpr(-32768)
+_LEAST = tl.constexpr(-1.0e30)  # below every logit, and finite
+
+
+@triton.jit
+def _tile_of(base, first, tokens, token_stride, step, dim, head_dim, SPAN: tl.constexpr, TILE: tl.constexpr):
+    """(TILE, DIM) tile: token ``step`` of each of TILE spans of SPAN tokens, from span ``first`` on; zeros past the end."""
+    token = (first + tl.arange(0, TILE)) * SPAN + step
+    pointers = base + token.to(tl.int64)[:, None] * token_stride + dim[None, :]
+    return tl.load(pointers, mask=(token < tokens)[:, None] & (dim < head_dim)[None, :], other=0.0)
+
+
+@triton.jit
+def _by_block(logits, TILE_M: tl.constexpr, BLOCKS: tl.constexpr, PER_BLOCK: tl.constexpr):
+    """(TILE_M, BLOCKS) log-sums of (TILE_M, BLOCKS * PER_BLOCK) logits in base 2."""
+    if PER_BLOCK == 1:
+        sums = logits
+    else:
+        of_blocks = tl.reshape(logits, (TILE_M, BLOCKS, PER_BLOCK))
+        most = tl.max(of_blocks, 2)
+        sums = most + tl.math.log2(tl.sum(tl.math.exp2(of_blocks - most[:, :, None]), 2))
+    return sums
+
+
+@triton.jit(do_not_specialize=["heads", "group", "first_row", "row_end", "rows_tokens", "cols_tokens", "blocks"])
+def log_sums_kernel(
+    rows, cols, until, starts, sums, totals,
+    heads, group, first_row, row_end, rows_tokens, cols_tokens, blocks, factor,
+    head_dim, q_batch, q_head, q_token, k_batch, k_head, k_token,
+    SPAN: tl.constexpr, PER_ROW: tl.constexpr, PER_BLOCK: tl.constexpr, STARTS: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr, DIM: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A program has TILE_M rows of one head.
+
+    rows: (batch, heads, rows_tokens, head_dim), cols: (batch, heads / group, cols_tokens, head_dim): see ``Features``, also for
+    SPAN and factor, here in base 2. until: (rows,) int32, how many columns each row sees. starts: (batch,) int32, the first column
+    that exists. first_row, row_end: the rows of this launch; first_row begins a block. sums: (batch, heads, row blocks, blocks,
+    PER_ROW) int16, for the rows of a block of queries together. totals: (batch, heads, row_end - first_row) float32, the rows'
+    log-sums from the same origin. PER_ROW, PER_BLOCK: rows of a block of queries, columns of a block of keys.
+    """
+    BLOCKS: tl.constexpr = TILE_N // PER_BLOCK
+    count = row_end - first_row
+    tiles = tl.cdiv(count, TILE_M)
+    # Under causal masks, the last rows see most columns, and begin first.
+    tile, line = tiles - 1 - tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    batch, head = (line // heads).to(tl.int64), (line % heads).to(tl.int64)
+    row = first_row + tile * TILE_M + tl.arange(0, TILE_M)
+    exists = row < row_end
+    dim = tl.arange(0, DIM)
+    rows += batch * q_batch + head * q_head
+    cols += batch * k_batch + head // group * k_head
+    sees = tl.load(until + row, mask=exists, other=0)
+    start = 0
+    if STARTS:
+        start = tl.load(starts + batch)
+    most = tl.max(sees, 0)
+    if SPAN == 1:
+        query = _tile_of(rows, first_row + tile * TILE_M, rows_tokens, q_token, 0, dim, head_dim, 1, TILE_M)
+    origin = tl.zeros((TILE_M,), tl.float32)
+    running_max = tl.full((TILE_M,), _LEAST, tl.float32)
+    running_sum = tl.zeros((TILE_M,), tl.float32)
+    inside = tile * TILE_M + tl.arange(0, TILE_M)
+    row_block = line.to(tl.int64) * tl.cdiv(count, PER_ROW) + inside // PER_ROW
+    line_sums = sums + (row_block * blocks * PER_ROW + inside % PER_ROW)[:, None]
+    block = tl.arange(0, BLOCKS)
+    for first in range(start // TILE_N * TILE_N, most, TILE_N):
+        if SPAN == 1:
+            key = _tile_of(cols, first, cols_tokens, k_token, 0, dim, head_dim, 1, TILE_N)
+            logits = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+        else:
+            logits = tl.zeros((TILE_M, TILE_N), tl.float32)
+            for step in range(SPAN):
+                back = SPAN - 1 - step
+                part = _tile_of(rows, first_row + tile * TILE_M, rows_tokens, q_token, back, dim, head_dim, SPAN, TILE_M)
+                key = _tile_of(cols, first, cols_tokens, k_token, step, dim, head_dim, SPAN, TILE_N)
+                logits = tl.dot(part, tl.trans(key), logits, input_precision=PRECISION)
+        column = first + tl.arange(0, TILE_N)
+        seen = (column[None, :] < sees[:, None]) & (column >= start)[None, :]
+        logits = tl.where(seen, logits * factor, _LEAST)
+        of_blocks = _by_block(logits, TILE_M, BLOCKS, PER_BLOCK)
+        new_max = tl.maximum(running_max, tl.max(of_blocks, 1))
+        running_sum = running_sum * tl.math.exp2(running_max - new_max)
+        running_sum += tl.sum(tl.math.exp2(of_blocks - new_max[:, None]), 1)
+        origin = tl.where(running_max == _LEAST, new_max, origin)
+        running_max = new_max
+        steps = tl.minimum(tl.maximum((of_blocks - origin[:, None]) * STEPS, -32767.0), 32767.0)
+        whole = tl.where(of_blocks > 0.5 * _LEAST, tl.floor(steps + 0.5), NONE).to(tl.int16)
+        number = first // PER_BLOCK + block
+        tl.store(line_sums + number[None, :] * PER_ROW, whole, mask=exists[:, None] & (number < blocks)[None, :])
+    total = running_max - origin + tl.math.log2(tl.maximum(running_sum, 1.0e-30))
+    tl.store(totals + line.to(tl.int64) * count + row - first_row, total, mask=exists)
+
+
+@triton.jit(do_not_specialize=["blocks", "row_blocks", "count", "group", "first_row"])
+def shares_kernel(
+    sums, totals, until, starts, scores, blocks, row_blocks, count, heads, group, first_row,
+    PER_ROW: tl.constexpr, PER_ROW_PAD: tl.constexpr, PER_BLOCK: tl.constexpr, STARTS: tl.constexpr, MEAN: tl.constexpr,
+    SHARED: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """A program makes the scores of BLOCKS blocks of keys for one block of queries, of a head or, with SHARED, of the largest of a
+    group of heads. sums, totals, until, starts: see ``log_sums_kernel``. scores: (batch, heads | heads / group, row_blocks, blocks)
+    float32. count: rows of a head. PER_ROW: rows of a block of queries."""
+    chunks = tl.cdiv(blocks, BLOCKS)
+    chunk, place = tl.program_id(0) % chunks, tl.program_id(0) // chunks
+    row_block, line = place % row_blocks, place // row_blocks
+    batch = line // (heads // group if SHARED else heads)
+    row = row_block * PER_ROW + tl.arange(0, PER_ROW_PAD)
+    exists = (tl.arange(0, PER_ROW_PAD) < PER_ROW) & (row < count)
+    number = chunk * BLOCKS + tl.arange(0, BLOCKS)
+    sees = tl.load(until + first_row + row, mask=exists, other=0)
+    start = 0
+    if STARTS:
+        start = tl.load(starts + batch)
+    # Other blocks were not written.
+    written = (number[None, :] * PER_BLOCK < sees[:, None]) & ((number[None, :] + 1) * PER_BLOCK > start)
+    best = tl.zeros((BLOCKS,), tl.float32)
+    for member in range(group if SHARED else 1):
+        head = (line * group + member if SHARED else line).to(tl.int64)
+        total = tl.load(totals + head * count + row, mask=exists, other=0.0)
+        load = written & exists[:, None] & (number < blocks)[None, :]
+        first = sums + (head * row_blocks + row_block) * blocks * PER_ROW
+        steps = tl.load(first + number[None, :] * PER_ROW + tl.arange(0, PER_ROW_PAD)[:, None], mask=load, other=NONE)
+        weights = tl.where(steps > NONE, tl.math.exp2(steps.to(tl.float32) / STEPS - total[:, None]), 0.0)
+        there = tl.maximum(tl.sum(exists.to(tl.float32), 0), 1.0)
+        score = tl.sum(weights, 0) / there if MEAN else tl.max(weights, 0)
+        best = tl.maximum(best, score)
+    tl.store(scores + place.to(tl.int64) * blocks + number, best, mask=number < blocks)
+
+
+# By whether a row is one token; measured: docs/performance/kernels.md.
+CONFIGS = {True: Config(128, 128, 8, 3), False: Config(128, 128, 8, 3)}
+
+
+def scores_of_blocks(
+    rows: torch.Tensor,
+    columns: torch.Tensor,
+    until: torch.Tensor,
+    starts: torch.Tensor | None,
+    span: int,
+    factor: float,
+    per_q_block: int,
+    per_kv_block: int,
+    kv_blocks: int,
+    low: int,
+    high: int,
+    mean: bool,
+    shared: bool,
+    config: Config | None = None,
+) -> torch.Tensor:
+    """(batch, heads, high - low, kv_blocks) float32, heads / group of them if ``shared``: the scores of blocks of queries low ..
+    high - 1. The rest as ``choosers.features.Features`` has it, until in int32; starts: (batch,) int32 in columns. Last dimensions
+    are contiguous."""
+    config = config or CONFIGS[span == 1]
+    batch, heads, tokens, head_dim = rows.shape
+    group, row_count = heads // columns.shape[1], triton.cdiv(tokens, span)
+    first, end = low * per_q_block, min(high * per_q_block, row_count)
+    count = end - first
+    sums = torch.empty((batch, heads, high - low, kv_blocks, per_q_block), dtype=torch.int16, device=rows.device)
+    totals = torch.empty((batch, heads, count), dtype=torch.float32, device=rows.device)
+    sizes = head_dim, *rows.stride()[:3], *columns.stride()[:3]
+    arguments = [rows, columns, until, until if starts is None else starts, sums, totals]
+    arguments += [heads, group, first, end, tokens, columns.shape[2], kv_blocks, factor * LOG2_E.value, *sizes]
+    tile_n = max(config.tile_n, per_kv_block)
+    constants = {"SPAN": span, "PER_ROW": per_q_block, "PER_BLOCK": per_kv_block, "STARTS": starts is not None}
+    constants |= {"TILE_M": config.tile_m, "TILE_N": tile_n, "DIM": padded_head_dim(head_dim)}
+    constants |= {"PRECISION": "ieee" if rows.dtype == torch.float32 else "tf32"}
+    grid = triton.cdiv(count, config.tile_m) * batch * heads, 1
+    launch(log_sums_kernel, grid, arguments, constants, config.options, integers_specialized(sizes))
+    of_heads = heads // group if shared else heads
+    scores = torch.empty((batch, of_heads, high - low, kv_blocks), dtype=torch.float32, device=rows.device)
+    wide = min(1024 // max(1, per_q_block // 8), triton.next_power_of_2(kv_blocks))
+    arguments = [sums, totals, until, until if starts is None else starts, scores]
+    arguments += [kv_blocks, high - low, count, heads, group, first]
+    constants = {"PER_ROW": per_q_block, "PER_ROW_PAD": triton.next_power_of_2(per_q_block), "PER_BLOCK": per_kv_block}
+    constants |= {"STARTS": starts is not None, "MEAN": mean, "SHARED": shared, "BLOCKS": max(16, wide)}
+    grid = triton.cdiv(kv_blocks, constants["BLOCKS"]) * (high - low) * batch * of_heads, 1
+    launch(shares_kernel, grid, arguments, constants, {"num_warps": 4})
+    return scores

@@ -1,0 +1,313 @@
+"""Choosers: immutable values that say how blocks of keys are chosen from q and k, beside patterns, which say it by position.
+
+A chooser scores the blocks of keys for each block of queries, and its rule keeps some of them. It stands in expressions and in spec
+text like a pattern: ``causal & (sampled(8, floor=0.01) | sinks(64) | local(256))``. ``choices_of`` takes an expression apart.
+This module only declares; room ``choosers`` computes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Real
+from typing import Annotated, Any, ClassVar, NamedTuple, NoReturn, TypeAlias, TypeVar
+
+import numpy as np
+
+from ..compat.dynamo import constant_in_graphs
+from .fields import Positive, Range, Share, settle
+from .grid import BlockGrid
+from .memory import remembered
+from .pattern import And, Or, Pattern, PerHead, _registry, parse, register_pattern, shortened
+
+CHOOSER = TypeVar("CHOOSER", bound="Chooser")
+RULES = ("keep", "mass", "floor", "relative", "budget")
+BLOCK_SIZES = (64, 128)
+DEFAULT_BLOCK = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chooser(Pattern):
+    """Base class of choosers. Subclass it as a frozen dataclass and define ``scores``.
+
+        @sparse_flash.register_chooser("mine")
+        @dataclass(frozen=True)
+        class Mine(sparse_flash.Chooser):
+            def scores(self, q, k, grid):
+                ...  # (batch, heads, q_blocks, kv_blocks)
+
+    Exactly one rule says which blocks of a row, a block of queries of one head, are kept:
+
+    keep: the best so many (an int), or this share of the row's blocks, rounded up (a float).
+    mass: the fewest blocks that have this share of the row's scores together.
+    floor: the blocks with at least this score.
+    relative: the blocks with at least this part of the row's largest score.
+    budget: the best blocks of all heads together, this share of the blocks of their rows, so that heads compete.
+
+    A row's blocks are those in which the expression's other operands of ``&``, such as causal, keep a pair. The row's own blocks
+    and those of patterns joined by ``|`` are kept in any case. Under ``keep`` and ``budget`` these count first.
+
+    reduce: "max" or "mean", how a block's score follows from the scores of its queries; None: as the chooser's docstring says.
+    share_group: choose once for the query heads that share keys, by the largest of their scores.
+    block: tokens on a side of a block, 64 or 128; None: 128.
+    """
+
+    keep: int | float | None = None
+    mass: Share | None = None
+    floor: Share | None = None
+    relative: Share | None = None
+    budget: Share | None = None
+    reduce: str | None = None
+    share_group: bool | None = None
+    block: Positive | None = None
+
+    chooses: ClassVar[bool] = True
+    default_reduce: ClassVar[str] = "mean"
+    looks_ahead: ClassVar[bool] = False  # whether later queries influence what a block keeps
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name = type(self).name or type(self).__qualname__
+        given = [rule for rule in RULES if getattr(self, rule) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"{name} must have one rule of {', '.join(f'{rule}=' for rule in RULES)}; got "
+                f"{' and '.join(f'{rule}={getattr(self, rule)}' for rule in given) or 'none'}; pass one, such as {name}(floor=0.01)"
+            )
+        if self.keep is not None:
+            settle(self, keep=_checked_keep(name, self.keep))
+        if self.reduce not in (None, "max", "mean"):
+            raise ValueError(f"{name}: reduce must be 'max' or 'mean'; got {self.reduce!r}")
+        if self.share_group not in (None, True, False):
+            raise ValueError(f"{name}: share_group must be True or False; got {self.share_group!r}")
+        if self.block is not None and self.block not in BLOCK_SIZES:
+            raise ValueError(f"{name}: block must be one of {', '.join(map(str, BLOCK_SIZES))}; got {self.block}")
+
+    @property
+    def rule(self) -> tuple[str, int | float]:
+        """The name and the number of the rule."""
+        return next((rule, value) for rule in RULES if (value := getattr(self, rule)) is not None)
+
+    @property
+    def reduction(self) -> str:
+        return self.reduce or self.default_reduce
+
+    @property
+    def block_size(self) -> int:
+        return self.block or DEFAULT_BLOCK
+
+    def scores(self, q: Any, k: Any, grid: BlockGrid) -> Any:
+        """Scores of the blocks of keys for each block of queries, higher for those that matter more.
+
+        q: (batch, heads, q_len, head_dim). k: (batch, kv_heads, kv_len, head_dim). grid: lengths and blocks; the last query has the
+        position of the last key. Returns (batch, heads, q_blocks, kv_blocks), floating-point. The rules ``mass`` and ``floor`` take
+        them for shares of a row; -inf and NaN are never kept. Use operations of fixed shapes, without host synchronization.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no scores")
+
+    def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
+        raise self.needs_content()
+
+    def needs_content(self) -> ValueError:
+        """The error for uses that have no q and k."""
+        return ValueError(
+            f"{shortened(self)} chooses blocks from q and k, and has no table without them; pass the expression to attention, or "
+            "make a mask by choose_blocks(spec, q, k)"
+        )
+
+    def __invert__(self) -> NoReturn:
+        raise ValueError(f"~{shortened(self)}: what a chooser leaves out is no mask; write the expression without ~")
+
+
+def _checked_keep(name: str, keep: object) -> int | float:
+    if isinstance(keep, (bool, np.bool_)) or not isinstance(keep, (Real, np.integer, np.floating)):
+        raise ValueError(f"{name}: keep must be an int, blocks a row, or a float, a share of them; got {keep!r}")
+    if isinstance(keep, (int, np.integer)):
+        if keep < 1:
+            raise ValueError(f"{name}: keep must be at least one block a row; got {keep}")
+        return int(keep)
+    share = float(keep)  # type: ignore[arg-type]  # a Real has __float__
+    if not 0 < share <= 1:
+        raise ValueError(f"{name}: keep as a share must be in (0, 1]; got {keep}; pass an int for a number of blocks")
+    return share
+
+
+def register_chooser(name: str) -> Callable[[type[CHOOSER]], type[CHOOSER]]:
+    """Class decorator: makes a chooser available to spec text under ``name``; as ``register_pattern``, which shares its names."""
+
+    def decorate(cls: type[CHOOSER]) -> type[CHOOSER]:
+        if not (isinstance(cls, type) and issubclass(cls, Chooser)):
+            raise TypeError(f"@register_chooser({name!r}) must decorate a subclass of sparse_flash.Chooser; got {cls!r}")
+        return register_pattern(name)(cls)
+
+    return decorate
+
+
+def list_choosers() -> list[str]:
+    """The registered names of choosers, sorted."""
+    return sorted(name for name, cls in _registry.items() if issubclass(cls, Chooser))
+
+
+OfBlock: TypeAlias = Annotated[int, Range(1, 64)]  # at most the smallest block
+
+
+def _check_divides(chooser: Chooser, field: str) -> None:
+    value = getattr(chooser, field)
+    if value > 64 or 64 % value:
+        raise ValueError(f"{chooser.name}: {field} must divide blocks of 64, as 8 and 16 do; got {value}")
+
+
+@register_chooser("pooled")
+@dataclass(frozen=True)
+class Pooled(Chooser):
+    """Mean queries against mean keys: the softmax weights of a block's mean query over the mean keys of blocks.
+
+    The cheapest, and the worst at finding single tokens. Source: arXiv:2407.02490 (block-sparse heads).
+    """
+
+
+@register_chooser("pooled_keys")
+@dataclass(frozen=True)
+class PooledKeys(Chooser):
+    """Each query against the mean keys of blocks. reduce: "mean" by default.
+
+    A query sees the mean of its own block of keys too, which has later keys of that block. Source: arXiv:2603.06199.
+    """
+
+
+@register_chooser("sub_blocks")
+@dataclass(frozen=True)
+class SubBlocks(Chooser):
+    """Mean queries against mean keys of ``size`` tokens each, summed over the means of a block of keys. reduce: "mean" by default.
+
+    size: tokens of a mean; it divides 64.
+    """
+
+    size: Positive
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_divides(self, "size")
+
+
+@register_chooser("antidiagonal")
+@dataclass(frozen=True)
+class Antidiagonal(Chooser):
+    """Sums of scores along antidiagonals: of each ``stride`` x ``stride`` square of scores, the mean over its antidiagonal,
+    softmax over the squares of a row, summed over a block of keys. reduce: "mean" by default.
+
+    stride: tokens of a square's side; it divides 64. Source: arXiv:2503.16428 (XAttention).
+    """
+
+    stride: Positive
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_divides(self, "stride")
+
+
+@register_chooser("sampled")
+@dataclass(frozen=True)
+class Sampled(Chooser):
+    """Some queries of each block, exactly: their softmax weights, summed over each block of keys. reduce: "max" by default, a
+    block's largest weight for any of them.
+
+    queries: how many of each block, at most 64: evenly spaced, the block's last included.
+    """
+
+    queries: OfBlock
+
+    default_reduce: ClassVar[str] = "max"
+
+
+@register_chooser("last_queries")
+@dataclass(frozen=True)
+class LastQueries(Chooser):
+    """Columns and slashes: the last queries' softmax weights by key and by distance, each summed over a block; a block of keys has
+    the weight of its columns and of its distance from the block of queries.
+
+    count: how many of the last queries. For prompts alone: what a block keeps depends on later queries, so training refuses it.
+    Source: arXiv:2407.02490 (vertical-slash heads).
+    """
+
+    count: Positive
+
+    looks_ahead: ClassVar[bool] = True
+
+
+@register_chooser("scored")
+@dataclass(frozen=True)
+class Scored(Chooser):
+    """Scores that a caller computes: ``choose_blocks(spec, q, k, scores=...)``."""
+
+
+class HeadChoice(NamedTuple):
+    """An expression with choosers, of one head or of all. within: the pairs that may be kept, None for all. choosers: any number.
+    always: what is kept within that in any case, or None."""
+
+    within: Pattern | None
+    choosers: tuple[Chooser, ...]
+    always: Pattern | None
+
+
+@constant_in_graphs
+def is_chosen(spec: object) -> bool:
+    """Whether a mask is an expression with choosers, or spec text of one."""
+    return isinstance(spec, (Pattern, str)) and _is_chosen(spec)
+
+
+@remembered(maxsize=1024)
+def _is_chosen(spec: Pattern | str) -> bool:
+    return any(leaf.chooses for leaf in (parse(spec) if isinstance(spec, str) else spec).leaves())
+
+
+@remembered(maxsize=256)
+def choices_of(spec: Pattern | str) -> tuple[HeadChoice, ...]:
+    """The choice of all heads, or of each head for ``per_head``. Raises ValueError for expressions that mix patterns and choosers
+    in another way than ``within & (chooser | always)``, or choosers of different blocks."""
+    pattern = parse(spec) if isinstance(spec, str) else spec
+    choices = tuple(map(_choice_of, pattern.patterns if isinstance(pattern, PerHead) else (pattern,)))
+    choosers = [chooser for choice in choices for chooser in choice.choosers]
+    if not choosers:
+        raise ValueError(f"{shortened(pattern)} has no chooser; known: {', '.join(list_choosers())}; compile_mask takes patterns")
+    if len({chooser.block_size for chooser in choosers}) > 1:
+        raise ValueError(f"all choosers of {shortened(pattern)} must have one block; pass the same block= to each")
+    if len({choice.within for choice in choices}) > 1:
+        raise ValueError(
+            f"all heads of {shortened(pattern)} must have the same pattern before their chooser, such as causal; write "
+            "per_head([causal & (... | ...), causal & (... | ...)])"
+        )
+    if len(set(choices)) > 1 and any(chooser.budget is not None for chooser in choosers):
+        raise ValueError(f"heads of {shortened(pattern)} compete for a budget, so all must have one chooser; use keep= by head")
+    return choices
+
+
+def size_of(spec: Pattern | str) -> int:
+    """The block size of an expression's choosers."""
+    return next(chooser.block_size for choice in choices_of(spec) for chooser in choice.choosers)
+
+
+def _choice_of(pattern: Pattern) -> HeadChoice:
+    operands = pattern.operands if isinstance(pattern, And) else (pattern,)
+    patterns = [one for one in operands if not _is_chosen(one)]
+    chosen = [one for one in operands if _is_chosen(one)]
+    if not chosen:  # of one head among others: only what is kept in any case
+        causal = [one for one in patterns if str(one) == "causal"]
+        others = [one for one in patterns if str(one) != "causal"]
+        return HeadChoice(_joined(And, causal), (), _joined(And, others or causal))
+    way_out = f"write it as within & (chooser | always); got {shortened(pattern, 120)}"
+    if len(chosen) > 1:
+        raise ValueError(f"choosers are joined by |, not by &; {way_out}")
+    inner = chosen[0].operands if isinstance(chosen[0], Or) else (chosen[0],)
+    choosers = tuple(one for one in inner if isinstance(one, Chooser))
+    always = [one for one in inner if not _is_chosen(one)]
+    if len(choosers) + len(always) < len(inner) or not choosers:
+        raise ValueError(f"a chooser must stand alone or beside patterns joined by |; {way_out}")
+    return HeadChoice(_joined(And, patterns), choosers, _joined(Or, always))
+
+
+def _joined(kind: Any, patterns: list[Pattern]) -> Pattern | None:
+    return kind.of(*patterns) if patterns else None
+
+
+def is_causal(within: Pattern | None) -> bool:
+    """Whether an expression's pairs are limited to keys up to each query, as its text says."""
+    return within is not None and "causal" in map(str, within.operands if isinstance(within, And) else (within,))
