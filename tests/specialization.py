@@ -22,11 +22,13 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import sparse_flash as sf
+from sparse_flash.choosers import features
+from sparse_flash.kernels.choosers import log_sums, rules
 from sparse_flash.kernels.hopper import backward as hopper_backward
 from sparse_flash.kernels.hopper import descriptors
 from sparse_flash.kernels.hopper import forward as hopper_forward
 from sparse_flash.kernels.launch import launch
-from sparse_flash.kernels.packed import document_blocks, repack, spans, splits
+from sparse_flash.kernels.packed import document_blocks, repack, select, spans, splits
 from sparse_flash.kernels.portable import backward, decode, forward
 from sparse_flash.kernels.selection import backward as selection_backward
 from sparse_flash.kernels.selection import choose_blocks, lists, newest_blocks
@@ -34,6 +36,8 @@ from sparse_flash.kernels.selection import decode as selection_decode
 from sparse_flash.kernels.selection import forward as selection_forward
 from sparse_flash.kernels.selection import hopper_backward as selection_hopper_backward
 from sparse_flash.kernels.selection import hopper_forward as selection_hopper_forward
+from sparse_flash.masks.chooser import Antidiagonal, PooledKeys, Sampled
+from sparse_flash.masks.grid import BlockGrid
 from sparse_flash.selection import by_kernels
 from sparse_flash.variant.variant import Variant
 
@@ -47,7 +51,8 @@ SELECTION = (
     selection_decode,
     newest_blocks,
 )
-MODULES = (forward, backward, decode, repack, spans, document_blocks, splits, hopper_forward, hopper_backward, *SELECTION)
+PACKED = (repack, spans, document_blocks, splits, select)
+MODULES = (forward, backward, decode, hopper_forward, hopper_backward, log_sums, rules, *PACKED, *SELECTION)
 LENGTHS = (1, 16, 33)
 HEADS = ((1, 1), (2, 1), (16, 1), (16, 16), (3, 3))
 TARGET = GPUTarget("cuda", 90, 32)
@@ -172,6 +177,27 @@ def choice_calls() -> None:
             choose_blocks.choose_blocks(q, keys, "softmax", 3, 1, 1, 16, heads, q_len, kv_len, compression=compression)
 
 
+def chooser_calls() -> None:
+    for batch, (heads, kv_heads), q_len, kv_len, causal in product((1, 2), HEADS, (1, 16, 2049), (1, 16, 2049), (False, True)):
+        q, k, *_ = tensors(batch, heads, kv_heads, q_len, kv_len, torch.bfloat16)
+        grid = BlockGrid(q_len, kv_len, 64)
+        starts = torch.zeros(batch, dtype=torch.int32) if causal else None
+        for chooser in (Sampled(8, floor=0.1), Antidiagonal(8, floor=0.1), PooledKeys(floor=0.1)):
+            of = features.features_of(chooser, q, k, grid, causal, 1.0)
+            until = of.until.to(torch.int32)
+            numbers = of.span, of.factor, of.per_q_block, of.per_kv_block, grid.kv_blocks
+            for low in {0, grid.q_blocks - 1}:
+                options = low, grid.q_blocks, causal, heads > kv_heads
+                scores = log_sums.scores_of_blocks(of.rows, of.columns, until, starts, *numbers, *options)
+        words, counts = torch.zeros(grid.q_blocks, -(-grid.kv_blocks // 32), dtype=torch.int32), torch.zeros(grid.q_blocks).int()
+        bits = torch.zeros(batch, heads, *words.shape, dtype=torch.int32)
+        for rule in ("keep", "mass", "floor", "relative", "budget"):
+            rules.keep_bits(scores, words, words, counts, bits, 0, rule, 0.5)
+        table = sf.compile_mask("causal", q_len, kv_len, 64)
+        for maps, by_key in product((bits.flatten(0, 1), torch.zeros(batch * heads, *grid.shape, dtype=torch.bool)), (False, True)):
+            select.select_entries(maps, table.by_key if by_key else table.by_query, by_key, grid.shape, 2048)
+
+
 def selection_calls() -> None:
     always = {(q_len, kv_len): sf.compile_mask("sinks(4)", q_len, kv_len, 32) for q_len, kv_len in product(LENGTHS, LENGTHS)}
     # Many turns, each with launches of its own.
@@ -216,6 +242,7 @@ def main() -> None:
             hopper_calls()
         packed_calls()
         choice_calls()
+        chooser_calls()
         selection_calls()
         picked_decoding_calls()
         with mock.patch.object(launch, "addresses_tiles", lambda device: False):

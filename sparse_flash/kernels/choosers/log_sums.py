@@ -108,7 +108,7 @@ def log_sums_kernel(
     tl.store(totals + line.to(tl.int64) * count + row - first_row, total, mask=exists)
 
 
-@triton.jit(do_not_specialize=["blocks", "row_blocks", "count", "group", "first_row"])
+@triton.jit(do_not_specialize=["blocks", "row_blocks", "count", "heads", "group", "first_row"])
 def shares_kernel(
     sums, totals, until, starts, scores, blocks, row_blocks, count, heads, group, first_row,
     PER_ROW: tl.constexpr, PER_ROW_PAD: tl.constexpr, PER_BLOCK: tl.constexpr, STARTS: tl.constexpr, MEAN: tl.constexpr,
