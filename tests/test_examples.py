@@ -247,8 +247,9 @@ def rows(page: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("page", MIGRATIONS)
 def test_what_you_wrote_and_what_you_write_give_the_same(page, run, monkeypatch):
-    # Provides the other library's calls under their names, so it need not be installed.
-    monkeypatch.setitem(sys.modules, "flash_attn", importlib.import_module("sparse_flash.integrations.flash_attn"))
+    # Provides the other libraries' calls under their names, so they need not be installed.
+    for name in ("flash_attn", "block_sparse_attn"):
+        monkeypatch.setitem(sys.modules, name, importlib.import_module(f"sparse_flash.integrations.{name}"))
     names = run(page)
     assert len(rows(page)) == (ROOT / page).read_text().count("\n| `") > 10
     for row in rows(page):
