@@ -16,7 +16,7 @@ from ..compat.dynamo import constant_in_graphs
 from .fields import Positive, Range, Share, settle
 from .grid import BlockGrid
 from .memory import remembered
-from .pattern import And, Or, Pattern, PerHead, _registry, parse, register_pattern, shortened
+from .pattern import And, Or, Pattern, PerHead, parse, register_pattern, registered, shortened
 
 CHOOSER = TypeVar("CHOOSER", bound="Chooser")
 RULES = ("keep", "mass", "floor", "relative", "budget")
@@ -124,7 +124,7 @@ def _checked_keep(name: str, keep: object) -> int | float:
         if keep < 1:
             raise ValueError(f"{name}: keep must be at least one block a row; got {keep}")
         return int(keep)
-    share = float(keep)  # type: ignore[arg-type]  # a Real has __float__
+    share = float(keep)
     if not 0 < share <= 1:
         raise ValueError(f"{name}: keep as a share must be in (0, 1]; got {keep}; pass an int for a number of blocks")
     return share
@@ -142,8 +142,8 @@ def register_chooser(name: str) -> Callable[[type[CHOOSER]], type[CHOOSER]]:
 
 
 def list_choosers() -> list[str]:
-    """The registered names of choosers, sorted."""
-    return sorted(name for name, cls in _registry.items() if issubclass(cls, Chooser))
+    """The registered names of choosers, sorted: built-in ones, the user's and those of installed packages."""
+    return registered(chooses=True)
 
 
 OfBlock: TypeAlias = Annotated[int, Range(1, 64)]  # at most the smallest block
