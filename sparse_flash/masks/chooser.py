@@ -76,7 +76,7 @@ class Chooser(Pattern):
             settle(self, keep=_checked_keep(name, self.keep))
         if self.reduce not in (None, "max", "mean"):
             raise ValueError(f"{name}: reduce must be 'max' or 'mean'; got {self.reduce!r}")
-        if self.share_group not in (None, True, False):
+        if not (self.share_group is None or isinstance(self.share_group, bool)):  # 1 would be written as another text
             raise ValueError(f"{name}: share_group must be True or False; got {self.share_group!r}")
         if self.block is not None and self.block not in BLOCK_SIZES:
             raise ValueError(f"{name}: block must be one of {', '.join(map(str, BLOCK_SIZES))}; got {self.block}")
@@ -264,13 +264,18 @@ def choices_of(spec: Pattern | str) -> tuple[HeadChoice, ...]:
     """The choice of all heads, or of each head for ``per_head``. Raises ValueError for expressions that mix patterns and choosers
     in another way than ``within & (chooser | always)``, or choosers of different blocks."""
     pattern = parse(spec) if isinstance(spec, str) else spec
-    choices = tuple(map(_choice_of, pattern.patterns if isinstance(pattern, PerHead) else (pattern,)))
-    choosers = [chooser for choice in choices for chooser in choice.choosers]
+    heads = pattern.patterns if isinstance(pattern, PerHead) else (pattern,)
+    chosen = {head: _choice_of(head) for head in heads if _is_chosen(head)}
+    choosers = [chooser for choice in chosen.values() for chooser in choice.choosers]
     if not choosers:
         raise ValueError(f"{shortened(pattern)} has no chooser; known: {', '.join(list_choosers())}; compile_mask takes patterns")
     if len({chooser.block_size for chooser in choosers}) > 1:
         raise ValueError(f"all choosers of {shortened(pattern)} must have one block; pass the same block= to each")
-    if len({choice.within for choice in choices}) > 1:
+    limits = {choice.within for choice in chosen.values()}
+    within = next(iter(limits))
+    made = [chosen[head] if head in chosen else _kept_alone(head, within) for head in heads]
+    choices = tuple(choice for choice in made if choice is not None)
+    if len(limits) > 1 or len(choices) < len(heads):
         raise ValueError(
             f"all heads of {shortened(pattern)} must have the same pattern before their chooser, such as causal; write "
             "per_head([causal & (... | ...), causal & (... | ...)])"
@@ -289,10 +294,6 @@ def _choice_of(pattern: Pattern) -> HeadChoice:
     operands = pattern.operands if isinstance(pattern, And) else (pattern,)
     patterns = [one for one in operands if not _is_chosen(one)]
     chosen = [one for one in operands if _is_chosen(one)]
-    if not chosen:  # of one head among others: only what is kept in any case
-        causal = [one for one in patterns if str(one) == "causal"]
-        others = [one for one in patterns if str(one) != "causal"]
-        return HeadChoice(_joined(And, causal), (), _joined(And, others or causal))
     way_out = f"write it as within & (chooser | always); got {shortened(pattern, 120)}"
     if len(chosen) > 1:
         raise ValueError(f"choosers are joined by |, not by &; {way_out}")
@@ -302,6 +303,16 @@ def _choice_of(pattern: Pattern) -> HeadChoice:
     if len(choosers) + len(always) < len(inner) or not choosers:
         raise ValueError(f"a chooser must stand alone or beside patterns joined by |; {way_out}")
     return HeadChoice(_joined(And, patterns), choosers, _joined(Or, always))
+
+
+def _kept_alone(pattern: Pattern, within: Pattern | None) -> HeadChoice | None:
+    """The choice of a head without choosers beside others whose expressions begin with ``within``; None if its own does not."""
+    operands = pattern.operands if isinstance(pattern, And) else (pattern,)
+    limits = () if within is None else within.operands if isinstance(within, And) else (within,)
+    others = [one for one in operands if one not in limits]
+    if len(others) + len(limits) > len(operands) or is_causal(_joined(And, others)):
+        return None
+    return HeadChoice(within, (), _joined(And, others) if others else within)
 
 
 def _joined(kind: Any, patterns: list[Pattern]) -> Pattern | None:
