@@ -11,7 +11,7 @@ import torch
 
 from ..compat.captured import state_of
 from ..compat.dynamo import constant_in_graphs
-from ..compat.pytorch import WeakIdKeyDictionary, active_modes, fake_mode, plain_tensors
+from ..compat.pytorch import WeakIdKeyDictionary, fake_mode, is_recorded, plain_tensors
 from . import from_flex
 from .block_mask import BlockMask, Device, MaskLike
 from .compiler import compile_mask
@@ -191,11 +191,3 @@ def one_mask(name: str, mask: MaskLike, grid: BlockGrid, device: torch.device) -
 
 def _lengths(grid: BlockGrid) -> tuple[int, int, int]:
     return grid.q_len, grid.kv_len, grid.block_size
-
-
-def is_recorded(device: torch.device) -> bool:
-    """Whether operations are only recorded now, by a CUDA graph or torch.compile, or pass through a mode that may substitute other
-    tensors: then their results must not be kept."""
-    if torch.compiler.is_compiling() or active_modes():
-        return True
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
