@@ -18,7 +18,7 @@ from .build import from_dense, in_blocks_of, of_heads, select, transpose
 from .cache import as_block_mask, from_flex_once, made_apart, one_mask
 from .document_blocks import DocumentBlocks, document_blocks
 from .from_flex import FlexMask, from_flex, from_mask_mod
-from .from_maps import of_all_blocks, of_maps
+from .from_maps import check_integers, map_of_lists, map_of_rows, of_all_blocks, of_maps
 from .grid import BlockGrid
 from .pattern import Pattern
 from .tall import TallRows, tall_rows
@@ -66,6 +66,63 @@ def from_blocks(
         )
     limit = of_all_blocks(grid, blocks.device) if within is None else one_mask("within", within, grid, blocks.device)
     return of_maps(blocks, grid, limit)
+
+
+@outside_inference
+def from_lists(
+    kv_indices: torch.Tensor,
+    kv_counts: torch.Tensor,
+    block_size: int,
+    q_len: int | None = None,
+    kv_len: int | None = None,
+    within: MaskLike | None = None,
+) -> BlockMask:
+    """A mask from lists of the blocks of keys that each block of queries keeps, on the device of the lists.
+
+    kv_indices: (batch | 1, heads | 1, q_blocks, n) or (q_blocks, n) int32 or int64. Row r keeps the blocks of keys
+    kv_indices[..., r, : kv_counts[..., r]], in any order; entries past the count may hold anything.
+    kv_counts: (batch | 1, heads | 1, q_blocks) or (q_blocks,) int32 or int64, 0 to n. The queries of a count of 0 return 0.
+    block_size: tokens on a side of a block. q_len: tokens; whole blocks by default. kv_len: tokens; q_len by default.
+    within: which pairs of those blocks to keep, as for ``from_blocks``.
+
+    Like ``from_blocks``, it needs no host synchronization and is safe under CUDA graphs. Raises ValueError for CPU tensors with a
+    block beyond the keys or a count beyond n. Values on a GPU are not checked: blocks beyond the keys are left out.
+    """
+    check_integers(("kv_indices", "kv_counts"), kv_indices, kv_counts)
+    grid = _grid_of_rows(kv_indices.shape[-2] if kv_indices.dim() > 1 else 1, block_size, q_len, kv_len)
+    return from_blocks(map_of_lists(kv_indices, kv_counts, grid.shape), block_size, grid.q_len, grid.kv_len, within)
+
+
+@outside_inference
+def from_bsr(
+    crow_indices: torch.Tensor,
+    col_indices: torch.Tensor,
+    block_size: int,
+    q_len: int | None = None,
+    kv_len: int | None = None,
+    within: MaskLike | None = None,
+) -> BlockMask:
+    """A mask from compressed rows of kept blocks (BSR), on the device of these tensors.
+
+    For a torch.sparse_bsr tensor t, pass ``t.crow_indices()`` and ``t.col_indices()``; every stored block is kept, whatever its
+    values. FlashInfer calls the two indptr and indices.
+    crow_indices: (q_blocks + 1,) or (batch | 1, heads | 1, q_blocks + 1) int32 or int64. Row r keeps the blocks of keys
+    col_indices[..., crow_indices[..., r] : crow_indices[..., r + 1]], in any order.
+    col_indices: (nnz,) or (batch | 1, heads | 1, nnz) int32 or int64; entries past the last row's may hold anything.
+    block_size, q_len, kv_len, within: as for ``from_lists``. So are the errors, and it needs no host synchronization either.
+    """
+    check_integers(("crow_indices", "col_indices"), crow_indices, col_indices)
+    grid = _grid_of_rows(crow_indices.shape[-1] - 1 if crow_indices.dim() else 1, block_size, q_len, kv_len)
+    return from_blocks(map_of_rows(crow_indices, col_indices, grid.shape), block_size, grid.q_len, grid.kv_len, within)
+
+
+def _grid_of_rows(rows: int, block_size: int, q_len: int | None, kv_len: int | None) -> BlockGrid:
+    """The grid for lists of this many blocks of queries. Raises ValueError if q_len has another number of blocks."""
+    q_len = rows * block_size if q_len is None else q_len
+    grid = BlockGrid(q_len, q_len if kv_len is None else kv_len, block_size)
+    if grid.q_blocks != rows:
+        raise ValueError(f"q_len must have {rows} blocks of {block_size} queries, as many as there are rows; got {q_len}")
+    return grid
 
 
 @outside_graphs
@@ -128,8 +185,10 @@ def _derived(mask: BlockMask, name: str, make: Callable[[BlockMask], DERIVED]) -
 
 
 BlockMask.from_blocks = staticmethod(from_blocks)
+BlockMask.from_bsr = staticmethod(from_bsr)
 BlockMask.from_dense = staticmethod(from_dense)
 BlockMask.from_flex = staticmethod(from_flex)
+BlockMask.from_lists = staticmethod(from_lists)
 BlockMask.from_mask_mod = staticmethod(from_mask_mod)
 BlockMask.per_head = staticmethod(per_head)
 BlockMask.select = select
