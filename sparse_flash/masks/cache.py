@@ -66,14 +66,17 @@ def _way_out(mask: object) -> str:
 
 
 def from_flex_once(mask: FlexMask) -> BlockMask:
-    """``BlockMask.from_flex``, once per mask: again only if its function or tables were replaced, or data of its function
-    changed."""
+    """``BlockMask.from_flex``, once per mask: again only if its function or tables were replaced, or its tables or data of its
+    function changed. Where operations are recorded, a mask without a token rule is converted at each call, and by each replay."""
+    if from_flex.keeps_listed_blocks(mask) and is_recorded(mask.kv_indices.device):
+        return from_flex.from_flex(mask)
     if torch.compiler.is_compiling():
         raise TypeError(
-            "torch.compile cannot look into a FlexAttention mask; make mask = BlockMask.from_flex(mask) outside of the compiled "
-            "function and pass that"
+            "torch.compile cannot look into a FlexAttention mask that has a mask_mod; make mask = BlockMask.from_flex(mask) "
+            "outside of the compiled function and pass that"
         )
-    made_of, state = from_flex.parts_of(mask), state_of(mask.mask_mod)
+    made_of = from_flex.parts_of(mask)
+    state = state_of(made_of)
     known = _of_flex.get(mask)
     if known is not None and known[1] == state and all(a is b for a, b in zip(known[0], made_of, strict=True)):
         keep_if_captured(known[2], known[2].device)
