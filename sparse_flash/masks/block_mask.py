@@ -72,8 +72,10 @@ class BlockMask:
 
     if TYPE_CHECKING:  # ``methods`` defines what makes masks, above this module and the compiler, and attaches it
         from_blocks = staticmethod(methods.from_blocks)
+        from_bsr = staticmethod(methods.from_bsr)
         from_dense = staticmethod(methods.from_dense)
         from_flex = staticmethod(methods.from_flex)
+        from_lists = staticmethod(methods.from_lists)
         from_mask_mod = staticmethod(methods.from_mask_mod)
         per_head = staticmethod(methods.per_head)
         select = methods.select

@@ -124,7 +124,7 @@ def _checked_keep(name: str, keep: object) -> int | float:
         if keep < 1:
             raise ValueError(f"{name}: keep must be at least one block a row; got {keep}")
         return int(keep)
-    share = float(keep)  # type: ignore[arg-type]  # a Real has __float__
+    share = float(keep)
     if not 0 < share <= 1:
         raise ValueError(f"{name}: keep as a share must be in (0, 1]; got {keep}; pass an int for a number of blocks")
     return share
