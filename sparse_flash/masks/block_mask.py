@@ -320,9 +320,10 @@ class BlockMask:
         ends = self.by_query.row_ptr[:, 1:].flatten().contiguous()
         cols = self.by_query.col_idx
         row = torch.searchsorted(ends, counted(len(cols), self.device), right=True)
-        # Entries beyond row_ptr's last go to the row past the last.
+        # Entries beyond row_ptr's last may hold anything, and go to the row past the last.
         kept = torch.zeros(len(ends) + 1, self.grid.kv_blocks, dtype=torch.bool, device=self.device)
-        kept.view(-1).scatter_(0, row * self.grid.kv_blocks + cols, True)  # kept[row, cols] = True would copy from the host
+        place = row * self.grid.kv_blocks + torch.where(row < len(ends), cols, 0)
+        kept.view(-1).scatter_(0, place, True)  # kept[row, cols] = True would copy from the host
         return self._per_head(kept[:-1].view(self.masks, *self.grid.shape))
 
     def kept_keys(self, query: int, batch: int = 0, head: int = 0) -> torch.Tensor:
