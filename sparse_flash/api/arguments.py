@@ -13,11 +13,11 @@ import torch
 
 from .. import backends
 from ..choosers.choose import chosen_mask
-from ..compat.pytorch import is_distributed
+from ..compat.pytorch import is_distributed, is_recorded
 from ..dispatch import operators
 from ..dispatch.call import AttentionCall, backend_for
 from ..masks.block_mask import BlockMask, check_batch_and_heads
-from ..masks.cache import compiled_once, is_recorded, of_another_library, traceable
+from ..masks.cache import compiled_once, of_another_library, traceable
 from ..masks.chooser import is_chosen
 from ..masks.memory import cleared_by
 from ..masks.pattern import Pattern, check_known_end, text_of

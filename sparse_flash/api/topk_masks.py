@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 
 from ..backends.torch import own_precision
+from ..compat.pytorch import is_recorded
 from ..masks.block_mask import BlockMask
-from ..masks.cache import as_block_mask, is_recorded, one_mask
+from ..masks.cache import as_block_mask, one_mask
 from ..masks.grid import BlockGrid
 from ..masks.memory import remembered
 from ..masks.pattern import Pattern

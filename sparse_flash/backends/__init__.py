@@ -29,8 +29,8 @@ from types import ModuleType
 
 import torch
 
+from ..compat.pytorch import is_recorded
 from ..kernels.common.layout import empty_out as empty_out
-from ..masks.cache import is_recorded
 from ..variant.variant import LEARNED, ScoreFunction, Variant
 
 # Fastest first: ``auto`` takes the first that supports the call. ``reference`` builds the whole attention matrix, so it only runs

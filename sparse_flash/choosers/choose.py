@@ -10,12 +10,14 @@ import torch
 from ..backends import triton as triton_backend
 from ..backends.torch import own_precision
 from ..compat.dynamo import constant_in_graphs, outside_inference
+from ..compat.pytorch import is_recorded
 from ..masks.block_mask import BlockMask
-from ..masks.cache import is_recorded, one_mask
+from ..masks.cache import one_mask
 from ..masks.chooser import Chooser, HeadChoice, LastQueries, Scored, choices_of, is_causal, size_of
+from ..masks.from_maps import of_maps
 from ..masks.grid import BlockGrid
 from ..masks.memory import remembered
-from ..masks.methods import limit_of, of_maps
+from ..masks.methods import limit_of
 from ..masks.pattern import Pattern, text_of
 from ..masks.select_blocks import by_kernel
 from . import by_definition, by_kernels

@@ -95,6 +95,14 @@ def is_plain_eager(*tensors: torch.Tensor) -> bool:
     )
 
 
+def is_recorded(device: torch.device) -> bool:
+    """Whether operations are only recorded now, by a CUDA graph or torch.compile, or pass through a mode that may substitute other
+    tensors: then their results must not be kept."""
+    if torch.compiler.is_compiling() or active_modes():
+        return True
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def has_forward_derivative(*tensors: torch.Tensor) -> bool:
     """Whether forward mode is active and one of these tensors carries a tangent."""
     return in_forward_mode() and any(_forward_ad.unpack_dual(t).tangent is not None for t in tensors)

@@ -26,8 +26,8 @@ from ..api.attention import attention
 from ..api.decode import MAX_QUERIES, attention_decode
 from ..api.varlen import attention_varlen
 from ..backends import check_read_pages
+from ..compat.pytorch import is_recorded
 from ..masks.block_mask import BlockMask
-from ..masks.cache import is_recorded
 from ..masks.memory import remembered
 from ..masks.pattern import And, DerivedPattern, Not, Or, Pattern, parse, text_of
 from ..packed.gather_rows import take_rows

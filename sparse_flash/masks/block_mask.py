@@ -72,8 +72,10 @@ class BlockMask:
 
     if TYPE_CHECKING:  # ``methods`` defines what makes masks, above this module and the compiler, and attaches it
         from_blocks = staticmethod(methods.from_blocks)
+        from_bsr = staticmethod(methods.from_bsr)
         from_dense = staticmethod(methods.from_dense)
         from_flex = staticmethod(methods.from_flex)
+        from_lists = staticmethod(methods.from_lists)
         from_mask_mod = staticmethod(methods.from_mask_mod)
         per_head = staticmethod(methods.per_head)
         select = methods.select
@@ -318,9 +320,10 @@ class BlockMask:
         ends = self.by_query.row_ptr[:, 1:].flatten().contiguous()
         cols = self.by_query.col_idx
         row = torch.searchsorted(ends, counted(len(cols), self.device), right=True)
-        # Entries beyond row_ptr's last go to the row past the last.
+        # Entries beyond row_ptr's last may hold anything, and go to the row past the last.
         kept = torch.zeros(len(ends) + 1, self.grid.kv_blocks, dtype=torch.bool, device=self.device)
-        kept.view(-1).scatter_(0, row * self.grid.kv_blocks + cols, True)  # kept[row, cols] = True would copy from the host
+        place = row * self.grid.kv_blocks + torch.where(row < len(ends), cols, 0)
+        kept.view(-1).scatter_(0, place, True)  # kept[row, cols] = True would copy from the host
         return self._per_head(kept[:-1].view(self.masks, *self.grid.shape))
 
     def kept_keys(self, query: int, batch: int = 0, head: int = 0) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 
 from ..compat.captured import state_of
 from ..compat.dynamo import constant_in_graphs
-from ..compat.pytorch import WeakIdKeyDictionary, active_modes, fake_mode, plain_tensors
+from ..compat.pytorch import WeakIdKeyDictionary, fake_mode, is_recorded, plain_tensors
 from . import from_flex
 from .block_mask import BlockMask, Device, MaskLike
 from .compiler import compile_mask
@@ -66,14 +66,17 @@ def _way_out(mask: object) -> str:
 
 
 def from_flex_once(mask: FlexMask) -> BlockMask:
-    """``BlockMask.from_flex``, once per mask: again only if its function or tables were replaced, or data of its function
-    changed."""
+    """``BlockMask.from_flex``, once per mask: again only if its function or tables were replaced, or its tables or data of its
+    function changed. Where operations are recorded, a mask without a token rule is converted at each call, and by each replay."""
+    if from_flex.keeps_listed_blocks(mask) and is_recorded(mask.kv_indices.device):
+        return from_flex.from_flex(mask)
     if torch.compiler.is_compiling():
         raise TypeError(
-            "torch.compile cannot look into a FlexAttention mask; make mask = BlockMask.from_flex(mask) outside of the compiled "
-            "function and pass that"
+            "torch.compile cannot look into a FlexAttention mask that has a mask_mod; make mask = BlockMask.from_flex(mask) "
+            "outside of the compiled function and pass that"
         )
-    made_of, state = from_flex.parts_of(mask), state_of(mask.mask_mod)
+    made_of = from_flex.parts_of(mask)
+    state = state_of(made_of)
     known = _of_flex.get(mask)
     if known is not None and known[1] == state and all(a is b for a, b in zip(known[0], made_of, strict=True)):
         keep_if_captured(known[2], known[2].device)
@@ -191,11 +194,3 @@ def one_mask(name: str, mask: MaskLike, grid: BlockGrid, device: torch.device) -
 
 def _lengths(grid: BlockGrid) -> tuple[int, int, int]:
     return grid.q_len, grid.kv_len, grid.block_size
-
-
-def is_recorded(device: torch.device) -> bool:
-    """Whether operations are only recorded now, by a CUDA graph or torch.compile, or pass through a mode that may substitute other
-    tensors: then their results must not be kept."""
-    if torch.compiler.is_compiling() or active_modes():
-        return True
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -11,12 +11,14 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 import torch
 from torch.nn.attention.flex_attention import BlockMask as FlexMask
+from torch.nn.attention.flex_attention import noop_mask
 
 from ..compat.dynamo import outside_graphs, outside_inference
 from ..compat.pytorch import leaves_of, without_subclasses
 from .block_mask import BlockMask, Device
 from .build import from_entries, of_heads
-from .grid import BlockGrid
+from .from_maps import map_of_lists, of_all_blocks, of_maps
+from .grid import BLOCK_SIZES, BlockGrid
 from .pattern import check_parameters
 from .progress import Progress
 from .table import Entries
@@ -33,7 +35,13 @@ def from_flex(mask: FlexMask) -> BlockMask:
     mask: ``torch.nn.attention.flex_attention.BlockMask`` with square blocks. Its token rule is evaluated once, on the blocks
     that it lists as partial. A flex_attention rule counts queries from 0, and so does this mask, whatever the lengths:
     alignment at the end belongs to patterns, not to tables. A ``score_mod`` is not part of a mask.
+
+    A mask without a token rule has None or PyTorch's ``noop_mask`` as its ``mask_mod``. It is converted like the lists of
+    ``from_lists``: without host synchronization, also in CUDA graphs and compiled code. The sides of its blocks may be any
+    multiples of 16, as its blocks are divided into square ones that tables support.
     """
+    if keeps_listed_blocks(mask):
+        return _of_listed_blocks(mask)
     grid = grid_of(mask)
     pool = TilePool(grid.block_size)
     masks = [from_entries(grid, Entries(*entries), pool) for entries in entries_of(mask, pool)]
@@ -84,6 +92,31 @@ def from_mask_mod(
         for b, h in served:
             masks[b, h] = mask
     return of_heads([masks[b, h] for b in range(shape[0]) for h in range(shape[1])], *shape).to(device)
+
+
+def keeps_listed_blocks(mask: FlexMask) -> bool:
+    """Whether this is a FlexAttention mask without a token rule. It keeps every pair of the blocks that it lists."""
+    return isinstance(mask, FlexMask) and (mask.mask_mod is None or mask.mask_mod is noop_mask)
+
+
+def _of_listed_blocks(mask: FlexMask) -> BlockMask:
+    """``from_flex`` of a mask without a token rule. Raises ValueError for sides that are not multiples of 16."""
+    lengths, sides = mask.seq_lengths, mask.BLOCK_SIZE
+    fitting = [size for size in BLOCK_SIZES if sides[0] % size == sides[1] % size == 0]
+    if not fitting:
+        raise ValueError(f"from_flex needs BLOCK_SIZE to be multiples of {BLOCK_SIZES[0]} tokens; got {sides}; use 64 or 128")
+    # Blocks of the table's sizes stay. Others become blocks of 128 at most, over which kernels are fastest.
+    size = fitting[-1] if sides[0] == sides[1] == fitting[-1] else min(fitting[-1], 128)
+    shape = -(-lengths[0] // sides[0]), -(-lengths[1] // sides[1])
+    blocks = map_of_lists(mask.kv_indices, mask.kv_num_blocks, shape, ("kv_indices", "kv_num_blocks"))
+    if mask.full_kv_indices is not None and mask.full_kv_num_blocks is not None:
+        names = "full_kv_indices", "full_kv_num_blocks"
+        blocks = blocks | map_of_lists(mask.full_kv_indices, mask.full_kv_num_blocks, shape, names)
+    grid = BlockGrid(*lengths, size)
+    for axis in range(2):
+        if sides[axis] != size:
+            blocks = blocks.repeat_interleave(sides[axis] // size, axis + 2).narrow(axis + 2, 0, grid.shape[axis])
+    return of_maps(blocks, grid, of_all_blocks(grid, blocks.device))
 
 
 def grid_of(mask: FlexMask) -> BlockGrid:

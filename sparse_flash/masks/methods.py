@@ -12,21 +12,18 @@ from typing import TypeVar, cast
 import torch
 
 from ..compat.dynamo import outside_graphs, outside_inference
-from ..compat.pytorch import in_differentiating_transform
+from ..compat.pytorch import is_recorded
 from .block_mask import BlockMask, Device, MaskLike
 from .build import from_dense, in_blocks_of, of_heads, select, transpose
-from .cache import as_block_mask, from_flex_once, is_recorded, made_apart, one_mask
+from .cache import as_block_mask, from_flex_once, made_apart, one_mask
 from .document_blocks import DocumentBlocks, document_blocks
 from .from_flex import FlexMask, from_flex, from_mask_mod
+from .from_maps import check_integers, map_of_lists, map_of_rows, of_all_blocks, of_maps
 from .grid import BlockGrid
-from .memory import remembered
 from .pattern import Pattern
-from .select_blocks import Listing, by_kernel, chosen, chosen_by_kernel, counted, listing_of, table_of_all
 from .tall import TallRows, tall_rows
 
 DERIVED = TypeVar("DERIVED")
-
-_MOST_KEPT_BLOCKS = 1 << 20  # of a mask that keeps every block; some 60 bytes each
 
 
 @outside_inference
@@ -55,11 +52,6 @@ def from_blocks(
         )
     if 0 in blocks.shape:
         raise ValueError(f"blocks must not be empty; got shape {tuple(blocks.shape)}")
-    if not torch.compiler.is_compiling() and in_differentiating_transform():
-        raise NotImplementedError(
-            "masks of blocks are not made under vmap or torch.func's transforms; make the mask before, or put what vmap would map "
-            "over into the batch"
-        )
     blocks = blocks if blocks.dim() == 4 else blocks[None, None]
     q_blocks, kv_blocks = blocks.shape[2:]
     if q_blocks == kv_blocks:  # of self-attention: one length is both
@@ -76,79 +68,65 @@ def from_blocks(
 
 
 def limit_of(within: MaskLike | None, grid: BlockGrid, device: torch.device) -> BlockMask:
-    """The BlockMask of one mask, of all pairs for None."""
-    if within is not None:
-        return one_mask("within", within, grid, device)
-    keep_it = grid.q_blocks * grid.kv_blocks <= _MOST_KEPT_BLOCKS and not is_recorded(device)
-    return (_kept_of_all_blocks if keep_it else _of_all_blocks)(grid, device)
+    """The BlockMask of one mask; of all pairs for None."""
+    return of_all_blocks(grid, device) if within is None else one_mask("within", within, grid, device)
 
 
-def of_maps(maps: torch.Tensor, grid: BlockGrid, within: BlockMask, room: int | None = None) -> BlockMask:
-    """The blocks of ``within``, one mask, that each map keeps.
+@outside_inference
+def from_lists(
+    kv_indices: torch.Tensor,
+    kv_counts: torch.Tensor,
+    block_size: int,
+    q_len: int | None = None,
+    kv_len: int | None = None,
+    within: MaskLike | None = None,
+) -> BlockMask:
+    """A mask from lists of the blocks of keys that each block of queries keeps, on the device of the lists.
 
-    maps: (batch, heads, q_blocks, kv_blocks) bool, or on GPUs also int32 of bits, 32 blocks each. room: the most blocks that all of
-    them keep; None: all that ``within`` keeps."""
-    batch, heads = maps.shape[:2]
-    listed = len(within.by_query.col_idx)
-    room = batch * heads * listed if room is None else min(room, batch * heads * listed)
-    if max(room, batch * heads * max(grid.shape)) >= 2**31 or (maps.dtype == torch.bool and not by_kernel(maps) and room >= 2**30):
-        raise ValueError(
-            f"{batch} x {heads} maps of {grid.q_blocks} x {grid.kv_blocks} blocks may keep {room:,} blocks, more than tables can "
-            "number; use a larger block_size, or a rule that keeps fewer"
-        )
-    if by_kernel(maps):
-        tables = chosen_by_kernel(maps.flatten(0, 1).contiguous(), within.by_query, within.by_key, grid.shape, room)
-    else:
-        tables = chosen(maps.reshape(batch * heads, -1), _listing(within))
-    return BlockMask(
-        q_len=grid.q_len,
-        kv_len=grid.kv_len,
-        block_size=grid.block_size,
-        keeps_all=False,
-        mask_index=torch.arange(batch * heads, dtype=torch.int32, device=maps.device).view(batch, heads),
-        by_query=tables[0],
-        by_key=tables[1],
-        tile_runs=within.tile_runs,
-        tile_bits=within.tile_bits,
-    )
+    kv_indices: (batch | 1, heads | 1, q_blocks, n) or (q_blocks, n) int32 or int64. Row r keeps the blocks of keys
+    kv_indices[..., r, : kv_counts[..., r]], in any order; entries past the count may hold anything.
+    kv_counts: (batch | 1, heads | 1, q_blocks) or (q_blocks,) int32 or int64, 0 to n. The queries of a count of 0 return 0.
+    block_size: tokens on a side of a block. q_len: tokens; whole blocks by default. kv_len: tokens; q_len by default.
+    within: which pairs of those blocks to keep, as for ``from_blocks``.
+
+    Like ``from_blocks``, it needs no host synchronization and is safe under CUDA graphs. Raises ValueError for CPU tensors with a
+    block beyond the keys or a count beyond n. Values on a GPU are not checked: blocks beyond the keys are left out.
+    """
+    check_integers(("kv_indices", "kv_counts"), kv_indices, kv_counts)
+    grid = _grid_of_rows(kv_indices.shape[-2] if kv_indices.dim() > 1 else 1, block_size, q_len, kv_len)
+    return from_blocks(map_of_lists(kv_indices, kv_counts, grid.shape), block_size, grid.q_len, grid.kv_len, within)
 
 
-def _of_all_blocks(grid: BlockGrid, device: torch.device) -> BlockMask:
-    """The mask that keeps every pair, made on the device: a copy from the host would repeat in each replay of a graph."""
-    size, cut_row, cut_col = grid.block_size, grid.q_len % grid.block_size, grid.kv_len % grid.block_size
-    # The tile that says where a cut block ends: 0 in the last column, 1 in the last row, 2 in the corner.
-    tile = torch.zeros(grid.shape, dtype=torch.int32, device=device)
-    if cut_row:
-        tile[-1] = 1
-        tile[-1, -1:] += cut_col > 0
-    heights = [size, cut_row or size, cut_row or size]
-    widths = [cut_col or size, size, cut_col or size]
-    token = counted(size, device)
-    runs = [(token < h).to(torch.int32) * (w << 16) for h, w in zip(heights, widths, strict=True)]
-    return BlockMask(
-        q_len=grid.q_len,
-        kv_len=grid.kv_len,
-        block_size=size,
-        keeps_all=True,
-        mask_index=torch.zeros((1, 1), dtype=torch.int32, device=device),
-        by_query=table_of_all(tile, cut_row > 0, cut_col > 0),
-        by_key=table_of_all(tile.T, cut_col > 0, cut_row > 0),
-        tile_runs=torch.stack(runs),
-        tile_bits=torch.zeros((2, size, -(-size // 32)), dtype=torch.int32, device=device),
-    )
+@outside_inference
+def from_bsr(
+    crow_indices: torch.Tensor,
+    col_indices: torch.Tensor,
+    block_size: int,
+    q_len: int | None = None,
+    kv_len: int | None = None,
+    within: MaskLike | None = None,
+) -> BlockMask:
+    """A mask from compressed rows of kept blocks (BSR), on the device of these tensors.
+
+    For a torch.sparse_bsr tensor t, pass ``t.crow_indices()`` and ``t.col_indices()``; every stored block is kept, whatever its
+    values. FlashInfer calls the two indptr and indices.
+    crow_indices: (q_blocks + 1,) or (batch | 1, heads | 1, q_blocks + 1) int32 or int64. Row r keeps the blocks of keys
+    col_indices[..., crow_indices[..., r] : crow_indices[..., r + 1]], in any order.
+    col_indices: (nnz,) or (batch | 1, heads | 1, nnz) int32 or int64; entries past the last row's may hold anything.
+    block_size, q_len, kv_len, within: as for ``from_lists``. So are the errors, and it needs no host synchronization either.
+    """
+    check_integers(("crow_indices", "col_indices"), crow_indices, col_indices)
+    grid = _grid_of_rows(crow_indices.shape[-1] - 1 if crow_indices.dim() else 1, block_size, q_len, kv_len)
+    return from_blocks(map_of_rows(crow_indices, col_indices, grid.shape), block_size, grid.q_len, grid.kv_len, within)
 
 
-_kept_of_all_blocks = remembered(maxsize=16)(_of_all_blocks)
-
-
-def _listing(mask: BlockMask) -> Listing:
-    """The entries of one mask to choose from, made once per mask and kept as long as it lives."""
-    known = mask.__dict__.get("_listed")
-    if known is None:
-        known = listing_of(mask.by_query, mask.by_key)
-        if not is_recorded(mask.device):
-            mask.__dict__["_listed"] = known
-    return known
+def _grid_of_rows(rows: int, block_size: int, q_len: int | None, kv_len: int | None) -> BlockGrid:
+    """The grid for lists of this many blocks of queries. Raises ValueError if q_len has another number of blocks."""
+    q_len = rows * block_size if q_len is None else q_len
+    grid = BlockGrid(q_len, q_len if kv_len is None else kv_len, block_size)
+    if grid.q_blocks != rows:
+        raise ValueError(f"q_len must have {rows} blocks of {block_size} queries, as many as there are rows; got {q_len}")
+    return grid
 
 
 @outside_graphs
@@ -211,8 +189,10 @@ def _derived(mask: BlockMask, name: str, make: Callable[[BlockMask], DERIVED]) -
 
 
 BlockMask.from_blocks = staticmethod(from_blocks)
+BlockMask.from_bsr = staticmethod(from_bsr)
 BlockMask.from_dense = staticmethod(from_dense)
 BlockMask.from_flex = staticmethod(from_flex)
+BlockMask.from_lists = staticmethod(from_lists)
 BlockMask.from_mask_mod = staticmethod(from_mask_mod)
 BlockMask.per_head = staticmethod(per_head)
 BlockMask.select = select

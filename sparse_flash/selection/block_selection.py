@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from ..compat.dynamo import outside_inference
-from ..compat.pytorch import assert_in_graph
+from ..compat.pytorch import assert_in_graph, is_recorded
 from ..masks.block_mask import BlockMask, Device, MaskLike
-from ..masks.cache import is_recorded, one_mask
+from ..masks.cache import one_mask
 from ..masks.grid import BlockGrid, checked_index
 from ..masks.pattern import Pattern, parse, text_of
 

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from oracle import LAYOUTS, check, heavy_rows_split
+from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
 import sparse_flash as sf
 from sparse_flash.masks import document_blocks, tall
@@ -140,6 +141,54 @@ def test_block_maps_are_built_without_a_host_synchronization_and_under_a_graph()
     blocks.copy_(~blocks)
     graph.replay()
     assert torch.equal(out, sf.attention(q, k, v, sf.BlockMask.from_blocks(blocks, 128)))
+
+
+def lists_of(blocks):
+    return blocks.byte().argsort(dim=-1, descending=True).int(), blocks.sum(-1, dtype=torch.int32)
+
+
+def rows_of(blocks):
+    crow = torch.nn.functional.pad(blocks[0, 0].sum(-1).cumsum(0), (1, 0))
+    return crow, blocks[0, 0].flatten().byte().argsort(descending=True, stable=True) % blocks.shape[3]
+
+
+def flex_mask(index, count):
+    return FlexMask.from_kv_blocks(torch.zeros_like(count), index, count, index, BLOCK_SIZE=(128, 256), compute_q_blocks=False)
+
+
+# How many blocks of keys, the tensors of a map, and the mask of these tensors.
+LISTED = {
+    "lists": (8, lists_of, lambda *tensors: sf.BlockMask.from_lists(*tensors, 128)),
+    "rows": (8, rows_of, lambda *tensors: sf.BlockMask.from_bsr(*tensors, 128)),
+    "FlexAttention": (4, lists_of, flex_mask),
+}
+
+
+@parametrize("listed", LISTED)
+def test_listed_blocks_are_taken_without_a_host_synchronization_and_anew_by_each_replay_of_a_graph(listed):
+    columns, tensors_of, mask_of = LISTED[listed]
+    q, k, v = (torch.randn(1, 2, 1024, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    blocks = torch.rand(1, 1, 8, columns, device="cuda") < 0.5
+    tensors = tensors_of(blocks)
+    first = mask_of(*tensors)
+    sf.attention(q, k, v, first)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sf.attention(q, k, v, mask_of(*tensors))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = sf.attention(q, k, v, first if isinstance(first, FlexMask) else mask_of(*tensors))
+    for kept in (blocks, ~blocks, torch.zeros_like(blocks)):
+        for ours, theirs in zip(tensors, tensors_of(kept), strict=True):
+            ours.copy_(theirs)
+        graph.replay()
+        spread = kept.repeat_interleave(128, 2).repeat_interleave(1024 // columns, 3)
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, spread).nan_to_num()
+        expected *= spread.any(-1, keepdim=True)  # on GPUs PyTorch returns other numbers for queries without keys
+        torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
 
 
 @parametrize("backend", BACKENDS)

@@ -8,11 +8,13 @@ import weakref
 import mask_mods
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import BlockMask as FlexMask
-from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention, noop_mask
 
 import sparse_flash as sf
 from sparse_flash.masks import cache
+from sparse_flash.masks.from_flex import parts_of
 
 DOCUMENT = torch.tensor([0] * 100 + [1] * 33 + [2] * 260 + [3] * 7)
 
@@ -79,6 +81,84 @@ def test_a_mask_of_whole_blocks_alone_needs_no_rule():
     assert torch.equal(sf.BlockMask.from_flex(flex).to_dense(), expected.to_dense())
 
 
+def of_blocks(kept, lengths=None, size=64, lists="full"):
+    """A FlexAttention mask without a token rule, as Kandinsky 5 makes them. lists: which list holds the blocks of a map."""
+    count, index = kept.sum(-1, dtype=torch.int32), kept.byte().argsort(dim=-1, descending=True).int()
+    if lists == "partial":
+        return FlexMask.from_kv_blocks(count, index, BLOCK_SIZE=size, seq_lengths=lengths)
+    first = (count + 1) // 2 if lists == "both" else torch.zeros_like(count)
+    backwards = (count[..., None] - 1 - torch.arange(index.shape[-1])).clamp(min=0)  # from the last kept block of each row
+    return FlexMask.from_kv_blocks(first, index, count - first, index.gather(-1, backwards), BLOCK_SIZE=size, seq_lengths=lengths)
+
+
+SIDES = [(64, 64), (256, 256), (128, 64), (32, 96), (48, 48), (512, 512), (16, 1024)]
+
+
+@pytest.mark.parametrize("sides", SIDES, ids=str)
+@pytest.mark.parametrize("lists", ["full", "partial", "both"])
+@pytest.mark.parametrize("rule", [None, noop_mask])
+def test_a_mask_without_a_rule_keeps_the_blocks_that_it_lists(rule, lists, sides):
+    kept = torch.rand(2, 3, 4, 5) < 0.5
+    lengths = tuple(n * side - cut for n, side, cut in zip((4, 5), sides, (0, 13), strict=True))
+    flex = of_blocks(kept, lengths, sides, lists)
+    flex.mask_mod = rule
+    expected = kept.repeat_interleave(sides[0], 2).repeat_interleave(sides[1], 3)[:, :, : lengths[0], : lengths[1]]
+    assert torch.equal(sf.BlockMask.from_flex(flex).to_dense(), expected)
+
+
+def test_a_mask_without_a_rule_is_converted_without_reading_values():
+    kept = torch.rand(2, 3, 5, 5) < 0.5
+    flex = of_blocks(kept, (300, 300))
+    with FakeTensorMode() as mode:  # raises where a shape or the host depends on a value
+        lists = (mode.from_tensor(t) for t in parts_of(flex)[1:])
+        q = torch.randn(2, 3, 300, 16)
+        assert sf.attention(q, q, q, FlexMask.from_kv_blocks(*lists, BLOCK_SIZE=64, seq_lengths=(300, 300))).shape == q.shape
+
+
+def dense_attention(q, kept, size=64):
+    kept = kept.repeat_interleave(size, -2).repeat_interleave(size, -1)[..., : q.shape[2], : q.shape[2]]
+    return torch.nn.functional.scaled_dot_product_attention(q, q, q, kept).nan_to_num()
+
+
+@pytest.mark.parametrize("way", ["attention", "from_flex"])
+def test_a_mask_without_a_rule_may_be_new_in_each_step_in_and_outside_of_one_compiled_graph(way):
+    torch._dynamo.reset()
+    read = sf.BlockMask.from_flex if way == "from_flex" else lambda mask: mask
+
+    def attend(q, kept):
+        return sf.attention(q, q, q, read(of_blocks(kept, (300, 300))))
+
+    compiled, q = torch.compile(attend, backend="aot_eager", fullgraph=True), torch.randn(2, 3, 300, 16)
+    known = len(cache._of_flex)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(3):
+            kept = torch.rand(2, 3, 5, 5) < 0.5
+            for call in (attend, compiled):
+                torch.testing.assert_close(call(q, kept), dense_attention(q, kept), atol=1e-5, rtol=1e-4)
+    assert len(cache._of_flex) == known
+
+
+def test_a_mask_without_a_rule_is_converted_once_until_its_lists_change_and_anew_where_operations_are_recorded(monkeypatch):
+    q, kept = torch.randn(1, 1, 300, 16), torch.rand(1, 1, 5, 5) < 0.5
+    flex, other = of_blocks(kept, (300, 300)), of_blocks(~kept, (300, 300))
+    made = cache.from_flex_once(flex)
+    assert cache.from_flex_once(flex) is made
+    flex.full_kv_num_blocks.copy_(other.full_kv_num_blocks)
+    flex.full_kv_indices.copy_(other.full_kv_indices)
+    torch.testing.assert_close(sf.attention(q, q, q, flex), dense_attention(q, ~kept), atol=1e-5, rtol=1e-4)
+    made = cache.from_flex_once(flex)
+    monkeypatch.setattr(cache, "is_recorded", lambda device: True)
+    assert cache.from_flex_once(flex) is not made  # a replay reads the lists again
+
+
+def test_a_mask_of_a_rule_is_read_again_when_its_lists_change():
+    flex = create_block_mask(window, None, None, 300, 300, device="cpu")
+    made = cache.from_flex_once(flex)
+    flex.kv_num_blocks.zero_()
+    flex.full_kv_num_blocks.zero_()
+    assert not cache.from_flex_once(flex).to_dense().any() and made.to_dense().any()
+
+
 def test_the_table_is_that_of_the_same_pattern():
     flex = create_block_mask(window, None, None, 400, 400, device="cpu")
     assert sf.BlockMask.from_flex(flex).equal(sf.compile_mask("causal & local(70)", 400))
@@ -92,6 +172,13 @@ def test_what_cannot_be_read_is_refused_with_the_way_out():
         sf.BlockMask.from_flex(flex)
     with pytest.raises(ValueError, match="512"):
         sf.BlockMask.from_flex(create_block_mask(causal, None, None, 1024, 1024, device="cpu", BLOCK_SIZE=512))
+    kept = torch.ones(1, 1, 3, 3, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"multiples of 16 tokens; got \(48, 24\); use 64 or 128"):
+        sf.BlockMask.from_flex(of_blocks(kept, size=(48, 24)))
+    with pytest.raises(ValueError, match="full_kv_indices must be blocks of keys, 0 to 1; got 2"):
+        sf.BlockMask.from_flex(of_blocks(kept, (192, 128)))
+    with pytest.raises(ValueError, match=r"kv_indices must have shape \(batch \| 1, heads \| 1, 4, n\)"):
+        sf.BlockMask.from_flex(of_blocks(kept, (193, 192)))
 
 
 @pytest.mark.parametrize("name", mask_mods.MODS)

@@ -107,6 +107,7 @@ def log_sums_kernel(
         number = first // PER_BLOCK + block
         tl.store(line_sums + number[None, :] * PER_ROW, whole, mask=exists[:, None] & (number < blocks)[None, :])
     total = tl.minimum(running_max - origin + tl.math.log2(tl.maximum(running_sum, 1.0e-30)), 32767.0 / STEPS)
+    total = tl.where(running_max == _LEAST, 0.0, total)  # of rows that see nothing
     tl.store(totals + line.to(tl.int64) * count + row - first_row, total, mask=exists)
 
 

@@ -1,0 +1,162 @@
+"""Makes BlockMasks of block maps computed at run time, and block maps of lists of blocks, on their device."""
+
+from __future__ import annotations
+
+import torch
+
+from ..compat.pytorch import in_differentiating_transform, in_function_transform, is_recorded
+from .block_mask import BlockMask
+from .grid import BlockGrid
+from .memory import remembered
+from .select_blocks import Listing, by_kernel, chosen, chosen_by_kernel, counted, listing_of, table_of_all
+
+_MOST_KEPT_BLOCKS = 1 << 20  # of a mask that keeps every block; some 60 bytes each
+
+
+def of_maps(maps: torch.Tensor, grid: BlockGrid, within: BlockMask, room: int | None = None) -> BlockMask:
+    """The blocks of ``within``, one mask, that each map keeps.
+
+    maps: (batch, heads, q_blocks, kv_blocks) bool; where kernels run also (batch, heads, q_blocks, ceil(kv_blocks / 32)) int32 of
+    bits. room: the most blocks that all of them keep; None: all that ``within`` keeps, for each.
+    """
+    if not torch.compiler.is_compiling() and in_differentiating_transform():
+        raise NotImplementedError(
+            "masks of blocks are not made under vmap or torch.func's transforms; make the mask before, or put what vmap would map "
+            "over into the batch"
+        )
+    batch, heads = maps.shape[:2]
+    streams, most = by_kernel(maps), batch * heads * len(within.by_query.col_idx)
+    most = most if room is None else min(room, most)
+    # Without kernels, both tables are counted together, and with padding.
+    if max(most, batch * heads * (max(grid.shape) + 1)) >= (2**31 if streams else 2**30 - 2**26):
+        raise ValueError(
+            f"{batch} x {heads} maps of {grid.q_blocks} x {grid.kv_blocks} blocks may keep {most:,} blocks, more than a table can "
+            "number; use a larger block_size, or fewer heads at a time"
+        )
+    if streams:
+        by_query, by_key = chosen_by_kernel(maps.flatten(0, 1).contiguous(), within.by_query, within.by_key, grid.shape, most)
+    else:
+        by_query, by_key = chosen(maps.reshape(batch * heads, -1), _listing(within))
+    return BlockMask(
+        q_len=grid.q_len,
+        kv_len=grid.kv_len,
+        block_size=grid.block_size,
+        keeps_all=False,
+        mask_index=torch.arange(batch * heads, dtype=torch.int32, device=maps.device).view(batch, heads),
+        by_query=by_query,
+        by_key=by_key,
+        tile_runs=within.tile_runs,
+        tile_bits=within.tile_bits,
+    )
+
+
+def of_all_blocks(grid: BlockGrid, device: torch.device) -> BlockMask:
+    """The mask that keeps every pair, remembered if it is small."""
+    keep_it = grid.q_blocks * grid.kv_blocks <= _MOST_KEPT_BLOCKS and not is_recorded(device)
+    return (_kept_of_all_blocks if keep_it else _of_all_blocks)(grid, device)
+
+
+def _of_all_blocks(grid: BlockGrid, device: torch.device) -> BlockMask:
+    """The mask that keeps every pair, made on the device: a copy from the host would repeat in each replay of a graph."""
+    size, cut_row, cut_col = grid.block_size, grid.q_len % grid.block_size, grid.kv_len % grid.block_size
+    # The tile that says where a cut block ends: 0 in the last column, 1 in the last row, 2 in the corner.
+    tile = torch.zeros(grid.shape, dtype=torch.int32, device=device)
+    if cut_row:
+        tile[-1] = 1
+        tile[-1, -1:] += cut_col > 0
+    heights = [size, cut_row or size, cut_row or size]
+    widths = [cut_col or size, size, cut_col or size]
+    token = counted(size, device)
+    runs = [(token < h).to(torch.int32) * (w << 16) for h, w in zip(heights, widths, strict=True)]
+    return BlockMask(
+        q_len=grid.q_len,
+        kv_len=grid.kv_len,
+        block_size=size,
+        keeps_all=True,
+        mask_index=torch.zeros((1, 1), dtype=torch.int32, device=device),
+        by_query=table_of_all(tile, cut_row > 0, cut_col > 0),
+        by_key=table_of_all(tile.T, cut_col > 0, cut_row > 0),
+        tile_runs=torch.stack(runs),
+        tile_bits=torch.zeros((2, size, -(-size // 32)), dtype=torch.int32, device=device),
+    )
+
+
+_kept_of_all_blocks = remembered(maxsize=16)(_of_all_blocks)
+
+
+def _listing(mask: BlockMask) -> Listing:
+    """The entries of one mask to choose from, made once per mask and kept as long as it lives."""
+    known = mask.__dict__.get("_listed")
+    if known is None:
+        known = listing_of(mask.by_query, mask.by_key)
+        if not is_recorded(mask.device):
+            mask.__dict__["_listed"] = known
+    return known
+
+
+def map_of_lists(
+    indices: torch.Tensor, counts: torch.Tensor, shape: tuple[int, int], names: tuple[str, str] = ("kv_indices", "kv_counts")
+) -> torch.Tensor:
+    """The block map of lists, (batch | 1, heads | 1, *shape) bool; see ``from_lists``. shape: (q_blocks, kv_blocks). names: what
+    errors call the two tensors."""
+    check_integers(names, indices, counts)
+    if indices.dim() not in (2, 4) or counts.shape != indices.shape[:-1] or counts.shape[-1] != shape[0]:
+        raise ValueError(
+            f"{names[0]} must have shape (batch | 1, heads | 1, {shape[0]}, n) or ({shape[0]}, n), a row for each block of "
+            f"queries, and {names[1]} the same without n; got {tuple(indices.shape)} and {tuple(counts.shape)}"
+        )
+    if indices.dim() == 2:
+        indices, counts = indices[None, None], counts[None, None]
+    entry, row = (torch.arange(n, device=indices.device) for n in (indices.shape[3], shape[0]))
+    if _host_reads(counts.device) and bool(((counts < 0) | (counts > len(entry))).any()):
+        raise ValueError(f"{names[1]} must be 0 to {len(entry)}, the length of lists; got {counts.min()} to {counts.max()}")
+    return _map_of_places(row[:, None], indices, entry < counts[..., None], shape, names[0])
+
+
+def map_of_rows(crow: torch.Tensor, col: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """The block map of compressed rows, (batch | 1, heads | 1, *shape) bool; see ``from_bsr``. shape: (q_blocks, kv_blocks)."""
+    if crow.dim() not in (1, 3) or col.dim() != crow.dim() or col.shape[:-1] != crow.shape[:-1]:
+        raise ValueError(
+            "crow_indices must have shape (q_blocks + 1,) or (batch | 1, heads | 1, q_blocks + 1), and col_indices the same with "
+            f"nnz as its last number; got {tuple(crow.shape)} and {tuple(col.shape)}"
+        )
+    if crow.dim() == 1:
+        crow, col = crow[None, None], col[None, None]
+    stop, entry = crow[..., 1:].contiguous(), torch.arange(col.shape[2], dtype=crow.dtype, device=col.device)
+    if _host_reads(crow.device) and bool(((crow[..., :1] != 0) | (crow.diff() < 0) | (stop > len(entry))).any()):
+        raise ValueError(
+            f"crow_indices must start with 0, not decrease, and end with at most {len(entry)}, the number of col_indices; got "
+            f"{crow.min()} to {crow.max()}"
+        )
+    row = torch.searchsorted(stop, entry.repeat(*crow.shape[:2], 1), right=True)
+    return _map_of_places(row, col, row < shape[0], shape, "col_indices")
+
+
+def _map_of_places(row: torch.Tensor, col: torch.Tensor, listed: torch.Tensor, shape: tuple[int, int], name: str) -> torch.Tensor:
+    """A block map that is True at (row, col) of each listed entry, made by operations of fixed shapes. row, col, listed:
+    broadcast to (batch | 1, heads | 1, ...). Returns (batch | 1, heads | 1, *shape) bool."""
+    q_blocks, kv_blocks = shape
+    exists = (col >= 0) & (col < kv_blocks)
+    if _host_reads(col.device) and bool((listed & ~exists).any()):
+        beyond = col[listed & ~exists][0]
+        raise ValueError(f"{name} must be blocks of keys, 0 to {kv_blocks - 1}; got {beyond}; pass the kv_len of these blocks")
+    # Other entries go to one element past the map.
+    place = torch.where(listed & exists, row * kv_blocks + col, q_blocks * kv_blocks)
+    kept = torch.zeros((*place.shape[:2], q_blocks * kv_blocks + 1), dtype=torch.bool, device=col.device)
+    return kept.scatter_(2, place.flatten(2), True)[..., :-1].unflatten(2, shape)
+
+
+def check_integers(names: tuple[str, str], *tensors: torch.Tensor) -> None:
+    """Raises TypeError or ValueError unless these are int32 or int64 tensors on one device. names: what errors call them."""
+    for name, tensor in zip(names, tensors, strict=True):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be an integer tensor; got {type(tensor).__name__}; use torch.tensor(...)")
+        if tensor.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{name} must be int32 or int64; got {tensor.dtype}; use .to(torch.int32)")
+        if tensor.device != tensors[0].device:
+            raise ValueError(f"{name} must be on {tensors[0].device}, as {names[0]} is; got one on {tensor.device}; use .to(...)")
+
+
+def _host_reads(device: torch.device) -> bool:
+    """Whether the host may read values: of CPU tensors, in eager calls."""
+    return device.type == "cpu" and not (is_recorded(device) or in_function_transform())

@@ -1,0 +1,178 @@
+"""Masks from lists of blocks and from compressed rows keep the blocks that are listed, made without looking at the values."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import sparse_flash as sf
+from sparse_flash.masks import from_maps
+
+KEPT = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]], dtype=torch.bool)
+
+
+def listed(kept, dtype=torch.int32, extra=0, seed=0):
+    """(kv_indices, kv_counts) of a block map, in any order. The entries past the counts are no blocks."""
+    random = np.random.default_rng(seed)
+    indices = random.choice([-7, 10**6], (*kept.shape[:-1], kept.shape[-1] + extra))
+    for row in np.ndindex(*kept.shape[:-1]):
+        cols = random.permutation(np.flatnonzero(kept[row].numpy()))
+        indices[row][: len(cols)] = cols
+    return torch.from_numpy(indices).to(dtype), kept.sum(-1).to(dtype)
+
+
+def compressed(kept, dtype=torch.int32, extra=0):
+    """(crow_indices, col_indices) of a block map whose heads keep equally many blocks."""
+    rows = kept.sum(-1).cumsum(-1)
+    cols = kept.nonzero()[:, -1].view(*kept.shape[:-2], -1)
+    crow, col = torch.nn.functional.pad(rows, (1, 0)), torch.nn.functional.pad(cols, (0, extra), value=-7)
+    return crow.to(dtype), col.to(dtype)
+
+
+def some_map(batch, heads, rows, cols, density, seed):
+    """Equally many blocks in each head."""
+    random = np.random.default_rng(seed)
+    one = np.arange(rows * cols) < density * rows * cols
+    return torch.from_numpy(random.permuted(np.tile(one, (batch, heads, 1)), axis=-1).reshape(batch, heads, rows, cols))
+
+
+maps = st.builds(
+    some_map, st.integers(1, 2), st.integers(1, 3), st.integers(1, 6), st.integers(1, 6), st.floats(0, 1), st.integers(0, 999)
+)
+MAKE = {
+    "lists": lambda kept, *options: (sf.BlockMask.from_lists, listed(kept, *options)),
+    "rows": lambda kept, *options: (sf.BlockMask.from_bsr, compressed(kept, *options)),
+}
+
+
+@settings(max_examples=60)
+@given(
+    make=st.sampled_from(sorted(MAKE)),
+    kept=maps,
+    block_size=st.sampled_from([16, 64]),
+    cut=st.tuples(st.integers(0, 15), st.integers(0, 15)),
+    dtype=st.sampled_from([torch.int32, torch.int64]),
+    extra=st.integers(0, 3),
+    within=st.sampled_from([None, "causal"]),
+    heads=st.booleans(),
+)
+def test_every_listed_block_is_kept_and_no_other(make, kept, block_size, cut, dtype, extra, within, heads):
+    q_len, kv_len = kept.shape[2] * block_size - cut[0], kept.shape[3] * block_size - cut[1]
+    kept = kept if heads else kept[0, 0]
+    from_these, tensors = MAKE[make](kept, dtype, extra)
+    mask = from_these(*tensors, block_size, q_len, kv_len, within)
+    dense = kept.repeat_interleave(block_size, -2).repeat_interleave(block_size, -1)[..., :q_len, :kv_len]
+    if within is not None:
+        dense = dense & sf.compile_mask(within, q_len, kv_len).to_dense()
+    assert torch.equal(mask.to_dense().view(dense.shape), dense)
+    assert mask.equal(sf.BlockMask.from_blocks(kept, block_size, q_len, kv_len, within))
+
+
+def test_lengths_default_to_whole_blocks_and_as_many_keys_as_queries():
+    square = KEPT[:, :3]
+    for make in MAKE.values():
+        from_these, tensors = make(square)
+        assert from_these(*tensors, 32).sizes == (96, 96, 32) and from_these(*tensors, 32, 70).sizes == (70, 70, 32)
+        assert from_these(*tensors, 32, kv_len=200).sizes == (96, 200, 32)
+
+
+def test_the_indices_of_a_sparse_bsr_tensor_are_its_mask():
+    dense = KEPT.repeat_interleave(16, 0).repeat_interleave(16, 1)
+    sparse = dense.float().to_sparse_bsr(16)
+    mask = sf.BlockMask.from_bsr(sparse.crow_indices(), sparse.col_indices(), 16, *sparse.shape)
+    assert torch.equal(mask.to_dense(), dense)
+
+
+@pytest.mark.parametrize("make", MAKE)
+@pytest.mark.parametrize("kept", [KEPT, torch.zeros_like(KEPT)], ids=["some", "none"])
+def test_queries_of_an_empty_list_get_0_and_no_gradient(make, kept):
+    from_these, tensors = MAKE[make](kept)
+    q, k = torch.randn(1, 2, 45, 16, requires_grad=True), torch.randn(1, 2, 64, 16)
+    out, lse = sf.attention(q, k, k, from_these(*tensors, 16, 45, 64), return_lse=True)
+    (dq,) = torch.autograd.grad(out.square().sum(), q)
+    empty = (~kept.any(1)).repeat_interleave(16)[:45]
+    assert not out[:, :, empty].any() and not dq[:, :, empty].any() and (lse[:, :, empty] == -torch.inf).all()
+    assert out[:, :, ~empty].all() and torch.isfinite(dq).all()
+
+
+@pytest.mark.parametrize("within", [None, "causal"])
+@pytest.mark.parametrize("make", MAKE)
+def test_values_are_not_read(make, within):
+    from_these, tensors = MAKE[make](KEPT.expand(2, 3, 3, 4))
+    with FakeTensorMode() as mode:  # raises where a shape or the host depends on a value
+        mask = from_these(*map(mode.from_tensor, tensors), 16, 48, 64, within)
+        q, k = torch.randn(2, 3, 48, 16), torch.randn(2, 3, 64, 16)
+        assert sf.attention(q, k, k, mask).shape == q.shape
+
+
+@pytest.mark.parametrize("make", MAKE)
+def test_one_compiled_graph_serves_all_values(make):
+    torch._dynamo.reset()
+    q, k = torch.randn(1, 2, 48, 16), torch.randn(1, 2, 64, 16)
+    from_these = MAKE[make](KEPT)[0]
+    compiled = torch.compile(
+        lambda *tensors: sf.attention(q, k, k, from_these(*tensors, 16, 48, 64)), backend="aot_eager", fullgraph=True
+    )
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for kept in (KEPT, KEPT.flip(0), KEPT.flip(1)):
+            tensors = MAKE[make](kept)[1]
+            torch.testing.assert_close(compiled(*tensors), sf.attention(q, k, k, from_these(*tensors, 16, 48, 64)))
+
+
+def test_where_values_are_not_read_blocks_beyond_the_keys_are_left_out(monkeypatch):
+    monkeypatch.setattr(from_maps, "_host_reads", lambda device: False)  # as of tensors on a GPU
+    lists = torch.tensor([[0, 4, -1], [2**31 - 1, 1, 2]], dtype=torch.int32)
+    mask = sf.BlockMask.from_lists(lists, torch.tensor([7, 2], dtype=torch.int32), 16, kv_len=64)
+    assert mask.kept_blocks().tolist() == [[True, False, False, False], [False, True, False, False]]
+    rows = torch.tensor([3, 1, 9]), torch.tensor([0, 4, -1, 2])
+    mask = sf.BlockMask.from_bsr(*rows, 16, kv_len=64)
+    assert mask.to_dense().shape == (32, 64)  # nonsense, but within bounds
+
+
+def integers(*rows):
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+LISTS, COUNTS = listed(KEPT[:, :3])
+CROW, COL = compressed(KEPT[:, :3])
+
+
+@pytest.mark.parametrize(
+    "tensors, arguments, error, message",
+    [
+        (([[0]], COUNTS), {}, TypeError, "kv_indices must be an integer tensor; got list"),
+        ((LISTS, COUNTS.float()), {}, ValueError, r"kv_counts must be int32 or int64; got torch.float32"),
+        ((LISTS, COUNTS.to("meta")), {}, ValueError, "kv_counts must be on cpu, as kv_indices is; got one on meta"),
+        ((LISTS, COUNTS[:2]), {}, ValueError, r"shape .*3, n\) .* got \(3, 3\) and \(2,\)"),
+        ((LISTS[0], COUNTS[0]), {}, ValueError, r"kv_indices must have shape"),
+        ((LISTS, COUNTS), {"q_len": 65}, ValueError, "q_len must have 3 blocks of 16 queries, .* got 65"),
+        ((LISTS, COUNTS), {"block_size": 48}, ValueError, "power of two in 16..256"),
+        ((LISTS, COUNTS), {"kv_len": 32}, ValueError, "kv_indices must be blocks of keys, 0 to 1; got 2; pass the kv_len"),
+        ((LISTS, COUNTS + 1), {}, ValueError, "kv_counts must be 0 to 3, .* got 1 to 4"),
+        ((LISTS, COUNTS), {"within": "casual"}, ValueError, "did you mean 'causal'"),
+    ],
+)
+def test_lists_that_do_not_fit_are_refused(tensors, arguments, error, message):
+    with pytest.raises(error, match=message):
+        sf.BlockMask.from_lists(*tensors, **{"block_size": 16, **arguments})
+
+
+@pytest.mark.parametrize(
+    "tensors, arguments, message",
+    [
+        ((CROW, COL[None, None]), {}, r"crow_indices must have shape \(q_blocks \+ 1,\) or .* got \(4,\) and \(1, 1, 5\)"),
+        ((CROW[0], COL), {}, "crow_indices must have shape"),
+        ((CROW[:1], COL), {}, "q_len must be a positive integer"),
+        ((CROW.double(), COL), {}, "crow_indices must be int32 or int64"),
+        ((CROW, COL), {"q_len": 32}, "q_len must have 3 blocks of 16 queries, .* got 32"),
+        ((CROW, COL), {"kv_len": 32}, "col_indices must be blocks of keys, 0 to 1; got 2"),
+        ((CROW, COL[:-1]), {}, "crow_indices must start with 0, not decrease, and end with at most 4"),
+        ((CROW + 1, COL), {}, "must start with 0"),
+        ((integers(0, 3, 2, 5).view(4), COL), {}, "not decrease"),
+    ],
+)
+def test_compressed_rows_that_do_not_fit_are_refused(tensors, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        sf.BlockMask.from_bsr(*tensors, **{"block_size": 16, **arguments})
