@@ -45,12 +45,27 @@ class _Content(NamedTuple):
     given: torch.Tensor | None
     starts: torch.Tensor | None
 
+    @property
+    def group(self) -> int:
+        """How many query heads share keys."""
+        return self.q.shape[1] // self.k.shape[1]
+
     def of_heads(self, heads: list[int]) -> _Content:
-        if len(heads) == self.q.shape[1]:
-            return self
-        group = self.q.shape[1] // self.k.shape[1]
-        given = self.given if self.given is None or self.given.shape[1] == 1 else self.given[:, heads]
-        return self._replace(q=self.q[:, heads], k=self.k[:, [head // group for head in heads]], given=given)
+        keys = [head // self.group for head in heads]
+        if _in_whole_groups(heads, self.group):
+            keys = keys[:: self.group]
+        given = None if self.given is None else _taken(self.given, heads)
+        return self._replace(q=_taken(self.q, heads), k=_taken(self.k, keys), given=given)
+
+
+def _in_whole_groups(heads: list[int], group: int) -> bool:
+    """Whether these are all of the heads that share keys with some of them."""
+    return len({head // group for head in heads}) * group == len(heads)
+
+
+def _taken(x: torch.Tensor, heads: list[int]) -> torch.Tensor:
+    """These heads of x, (batch, heads, ...). By slices: a tensor of their numbers would be copied from the host."""
+    return torch.cat([x[:, head : head + 1] for head in heads], 1)
 
 
 @torch.no_grad()
@@ -124,7 +139,14 @@ def _content_of(
     scores: torch.Tensor | None,
     starts: torch.Tensor | None,
 ) -> _Content:
-    return _Content(q, k, BlockGrid(q.shape[2], k.shape[2], size), is_causal(choices[0].within), scale, scores, starts)
+    if len(choices) not in (1, q.shape[1]):
+        raise ValueError(f"per_head must have an expression for each of q's {q.shape[1]} heads, or one for all; got {len(choices)}")
+    content = _Content(q, k, BlockGrid(q.shape[2], k.shape[2], size), is_causal(choices[0].within), scale, scores, starts)
+    if scores is not None:
+        if not any(isinstance(chooser, Scored) for choice in choices for chooser in choice.choosers):
+            raise ValueError("scores are for the chooser scored, which is not in the expression; write scored(keep=8), or leave them out")
+        _check_scores(scores, "scores", content)
+    return content
 
 
 def _streams(q: torch.Tensor) -> bool:
@@ -136,15 +158,18 @@ def _by_head(
     make: Callable[[HeadChoice, _Content], torch.Tensor], choices: tuple[HeadChoice, ...], content: _Content
 ) -> torch.Tensor:
     """Maps of all heads, from one choice for all or from one for each."""
-    if len(choices) == 1:
+    if len(set(choices)) == 1:
         return make(choices[0], content)
-    parts, order = [], []
+    made: dict[int, torch.Tensor] = {}
     for choice in dict.fromkeys(choices):
         heads = [head for head, other in enumerate(choices) if other == choice]
-        parts.append(make(choice, content.of_heads(heads)))
-        order += heads
-    place = torch.tensor(sorted(range(len(order)), key=order.__getitem__), device=content.q.device)
-    return torch.cat(parts, 1).index_select(1, place)
+        if any(chooser.share_group for chooser in choice.choosers) and not _in_whole_groups(heads, content.group):
+            raise ValueError(
+                f"under share_group=True, the {content.group} query heads that share keys must have one chooser; it is of heads "
+                f"{heads} alone; write it for all heads of a group, or leave share_group out"
+            )
+        made |= zip(heads, make(choice, content.of_heads(heads)).split(1, 1), strict=True)
+    return torch.cat([made[head] for head in range(len(choices))], 1)
 
 
 def _room(choices: tuple[HeadChoice, ...], content: _Content) -> int | None:
@@ -208,8 +233,7 @@ def _bits(choice: HeadChoice, content: _Content) -> torch.Tensor:
 def _scored(chooser: Chooser, content: _Content, by_kernel: bool) -> Iterator[tuple[int, int, torch.Tensor]]:
     """(low, high, scores of the blocks of queries low .. high - 1), range by range; of key heads if they share the choice.
     by_kernel: whether kernels score."""
-    q, k, grid, causal, scale, _, starts = content
-    group = q.shape[1] // k.shape[1]
+    (q, k, grid, causal, scale, _, starts), group = content, content.group
     features = features_of(chooser, q, k, grid, causal, scale)
     shared = bool(chooser.share_group) and group > 1
 
@@ -245,9 +269,14 @@ def _own_scores(chooser: Chooser, content: _Content) -> torch.Tensor:
     if isinstance(chooser, Scored):
         if content.given is None:
             raise ValueError("scored needs the scores; call choose_blocks(spec, q, k, scores=...)")
-        scores, name = content.given, "scores"
-    else:
-        scores, name = chooser.scores(content.q, content.k, content.grid), f"the scores of {chooser}"
+        return content.given.float()
+    scores = chooser.scores(content.q, content.k, content.grid)
+    _check_scores(scores, f"the scores of {chooser}", content)
+    return scores.float()
+
+
+def _check_scores(scores: object, name: str, content: _Content) -> None:
+    """Raises ValueError for scores that do not fit."""
     wanted = (*content.q.shape[:2], *content.grid.shape)
     if not isinstance(scores, torch.Tensor) or not scores.is_floating_point() or scores.shape != wanted:
         found = f"{scores.dtype} of {tuple(scores.shape)}" if isinstance(scores, torch.Tensor) else type(scores).__name__
@@ -256,4 +285,3 @@ def _own_scores(chooser: Chooser, content: _Content) -> torch.Tensor:
         )
     if scores.device != content.q.device:
         raise ValueError(f"{name} must be on {content.q.device}, as q is; got {scores.device}; use .to(q.device)")
-    return scores.float()
