@@ -51,6 +51,7 @@ def choose_blocks(
     check_types(q, k, k)
     q, k, _ = autocast(q, k, k)
     if q.shape[:1] == k.shape[:1] == (0,):  # no sequence: a mask of batch 1 fits that, and tables hold one at least
-        q, k, scores = (x if x is None else x.new_zeros(1, *x.shape[1:]) for x in (q, k, scores))
+        q, k = (x.new_zeros(1, *x.shape[1:]) for x in (q, k))
+        scores = None if scores is None else scores.new_zeros(1, *scores.shape[1:])
     check_tensors(q, k, k)
     return chosen_mask(spec, q, k, checked_scale(scale, q.shape[3]), scores)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from ..masks.memory import remembered
 from ..masks.methods import limit_of
 from ..masks.pattern import Pattern, text_of
 from ..masks.select_blocks import by_kernel
+from ..variant.variant import Variant
 from . import by_definition, by_kernels
 from .features import features_of
 
@@ -35,7 +37,8 @@ class Limits(NamedTuple):
 
 
 class _Content(NamedTuple):
-    """given: scores of a caller's own, or None. starts: (batch,) int, the first existing key of each sequence, or None."""
+    """given: scores of a caller's own, or None. starts, ends: (batch,) int, the first existing key of each sequence, and the first
+    past them, or None."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -44,6 +47,7 @@ class _Content(NamedTuple):
     scale: float
     given: torch.Tensor | None
     starts: torch.Tensor | None
+    ends: torch.Tensor | None
 
     @property
     def group(self) -> int:
@@ -75,17 +79,31 @@ def chosen_mask(
     k: torch.Tensor,
     scale: float | None = None,
     scores: torch.Tensor | None = None,
-    starts: torch.Tensor | None = None,
+    lengths: Variant | None = None,
 ) -> BlockMask:
-    """See ``choose_blocks``. starts: (batch,) int, the first existing key of each sequence, or None."""
+    """See ``choose_blocks``. lengths: which tokens exist; the others count as zeros, and blocks of them alone are not chosen."""
     scale = q.shape[3] ** -0.5 if scale is None else scale
+    starts = ends = None
+    if lengths is not None:
+        starts, ends = lengths.kv_starts, lengths.kv_lens
+        q, k = _existing(q, lengths.q_starts, lengths.q_lens), _existing(k, starts, ends)
     if not torch.compiler.is_compiling():
-        return _choose(spec, q, k, scale, scores, starts)
+        return _choose(spec, q, k, scale, scores, starts, ends)
     text, within, size = _as_text(spec)
     blocks = -(-k.shape[2] // size)
-    words = chosen_bits(q, k, text, scale, scores, starts)
+    words = chosen_bits(q, k, text, scale, scores, starts, ends)
     maps = ((words[..., None] >> torch.arange(32, device=q.device)) & 1).flatten(3)[..., :blocks].bool()
     return BlockMask.from_blocks(maps, size, q.shape[2], k.shape[2], within=within)
+
+
+def _existing(x: torch.Tensor, starts: torch.Tensor | None, ends: torch.Tensor | None) -> torch.Tensor:
+    """x with zeros for the tokens that do not exist, whatever they hold."""
+    token = torch.arange(x.shape[2], device=x.device)
+    if starts is not None:
+        x = x.masked_fill((token < starts[:, None])[:, None, :, None], 0)
+    if ends is not None:
+        x = x.masked_fill((token >= ends[:, None])[:, None, :, None], 0)
+    return x
 
 
 @constant_in_graphs
@@ -101,11 +119,17 @@ def _as_text(spec: Pattern | str) -> tuple[str, str | None, int]:
 
 @torch.library.custom_op("sparse_flash::chosen_bits", mutates_args=())
 def chosen_bits(
-    q: torch.Tensor, k: torch.Tensor, spec: str, scale: float, scores: torch.Tensor | None, starts: torch.Tensor | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    spec: str,
+    scale: float,
+    scores: torch.Tensor | None,
+    starts: torch.Tensor | None,
+    ends: torch.Tensor | None,
 ) -> torch.Tensor:
     """The blocks that an expression keeps, for compiled graphs: (batch, heads, q_blocks, ceil(kv_blocks / 32)) int32 of bits."""
     choices = choices_of(spec)
-    content = _content_of(choices, q, k, size_of(spec), scale, scores, starts)
+    content = _content_of(choices, q, k, size_of(spec), scale, scores, starts, ends)
     return _by_head(_bits, choices, content) if _streams(q) else by_kernels.packed(_by_head(_maps, choices, content))
 
 
@@ -123,9 +147,10 @@ def _choose(
     scale: float,
     scores: torch.Tensor | None,
     starts: torch.Tensor | None,
+    ends: torch.Tensor | None,
 ) -> BlockMask:
     choices = choices_of(spec)
-    content = _content_of(choices, q, k, size_of(spec), scale, scores, starts)
+    content = _content_of(choices, q, k, size_of(spec), scale, scores, starts, ends)
     maps = _by_head(_bits if _streams(q) else _maps, choices, content)
     return of_maps(maps, content.grid, limit_of(choices[0].within, content.grid, q.device), _room(choices, content))
 
@@ -138,13 +163,16 @@ def _content_of(
     scale: float,
     scores: torch.Tensor | None,
     starts: torch.Tensor | None,
+    ends: torch.Tensor | None,
 ) -> _Content:
     if len(choices) not in (1, q.shape[1]):
         raise ValueError(f"per_head must have an expression for each of q's {q.shape[1]} heads, or one for all; got {len(choices)}")
-    content = _Content(q, k, BlockGrid(q.shape[2], k.shape[2], size), is_causal(choices[0].within), scale, scores, starts)
+    content = _Content(q, k, BlockGrid(q.shape[2], k.shape[2], size), is_causal(choices[0].within), scale, scores, starts, ends)
     if scores is not None:
         if not any(isinstance(chooser, Scored) for choice in choices for chooser in choice.choosers):
-            raise ValueError("scores are for the chooser scored, which is not in the expression; write scored(keep=8), or leave them out")
+            raise ValueError(
+                "scores are for the chooser scored, which is not in the expression; write scored(keep=8), or leave them out"
+            )
         _check_scores(scores, "scores", content)
     return content
 
@@ -210,6 +238,7 @@ def _maps(choice: HeadChoice, content: _Content) -> torch.Tensor:
         parts = []
         for low, high, scores in _scored(chooser, content, False):
             allowed, forced = limits.allowed[low:high], limits.forced[low:high]
+            scores = _of_existing(scores, content)
             parts.append(by_definition.kept(scores, allowed, forced, rule, number, scores.shape[1]))
         mine = torch.cat(parts, 2)
         kept = kept | mine.repeat_interleave(q.shape[1] // mine.shape[1], 1)
@@ -226,6 +255,7 @@ def _bits(choice: HeadChoice, content: _Content) -> torch.Tensor:
         rule, number = chooser.rule
         for low, high, scores in _scored(chooser, content, True):
             counts = by_definition.counted(rule, number, limits.most[low:high], scores.shape[1]).to(torch.int32)
+            scores = _of_existing(scores, content)
             by_kernels.keep(scores, limits, bits, low, rule, number, counts)
     return bits
 
@@ -233,7 +263,7 @@ def _bits(choice: HeadChoice, content: _Content) -> torch.Tensor:
 def _scored(chooser: Chooser, content: _Content, by_kernel: bool) -> Iterator[tuple[int, int, torch.Tensor]]:
     """(low, high, scores of the blocks of queries low .. high - 1), range by range; of key heads if they share the choice.
     by_kernel: whether kernels score."""
-    (q, k, grid, causal, scale, _, starts), group = content, content.group
+    (q, k, grid, causal, scale, _, starts, _), group = content, content.group
     features = features_of(chooser, q, k, grid, causal, scale)
     shared = bool(chooser.share_group) and group > 1
 
@@ -262,6 +292,17 @@ def _scored(chooser: Chooser, content: _Content, by_kernel: bool) -> Iterator[tu
     else:
         scores = _own_scores(chooser, content)
         yield 0, grid.q_blocks, of_group(scores)
+
+
+def _of_existing(scores: torch.Tensor, content: _Content) -> torch.Tensor:
+    """Scores, -inf of the blocks that have no existing key."""
+    size = content.grid.block_size
+    first = torch.arange(content.grid.kv_blocks, device=scores.device) * size
+    if content.starts is not None:
+        scores = scores.masked_fill(first + size <= content.starts.view(-1, 1, 1, 1), -math.inf)
+    if content.ends is not None:
+        scores = scores.masked_fill(first >= content.ends.view(-1, 1, 1, 1), -math.inf)
+    return scores
 
 
 def _own_scores(chooser: Chooser, content: _Content) -> torch.Tensor:

@@ -20,7 +20,7 @@ runs = pytest.mark.skipif(backends.backend("triton").available() is not None, re
 EXACT = [0.0, 0.125, 0.25, 0.5, 0.75, 1.0]
 OTHERS = [-0.0, -1.0, -3.0, float("-inf"), float("nan")]
 NUMBERS = {"keep": [1, 2, 5, 99, 0.1, 0.5, 1.0], "budget": [0.07, 0.3, 0.5, 1.0]}
-NUMBERS |= dict.fromkeys(("mass", "floor", "relative"), [0.125, 0.25, 0.5, 1.0])
+NUMBERS |= {rule: [0.125, 0.25, 0.5, 1.0] for rule in ("mass", "floor", "relative")}
 
 
 @st.composite
@@ -100,8 +100,7 @@ def test_the_kernel_keeps_what_the_words_say(rows, rule):
 @settings(max_examples=6)
 @given(rows=rows(most=2), rule=rules(), first=st.integers(0, 2), seed=st.integers(0, 9))
 def test_the_kernel_adds_to_the_rows_that_it_is_given_for_all_heads_of_a_group(rows, rule, first, seed):
-    scores, allowed, forced = rows
-    batch, heads, count, blocks = scores.shape
+    batch, heads, count, blocks = rows[0].shape
     before = np.random.default_rng(seed).random((batch, heads * 2, first + count, blocks)) < 0.2
     found = by_kernel(*rows, *rule, copies=2, before=before, first=first)
     wanted = before.copy()

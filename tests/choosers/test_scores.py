@@ -35,7 +35,7 @@ STARTS = st.none() | st.lists(st.integers(0, 300), min_size=2, max_size=2)
 def content_of(chooser, q, k, causal=True, scale=None, starts=None, given=None):
     grid = BlockGrid(q.shape[2], k.shape[2], chooser.block_size)
     starts = None if starts is None else torch.tensor(starts, device=DEVICE)
-    return choose._Content(q, k, grid, causal, q.shape[3] ** -0.5 if scale is None else scale, given, starts)
+    return choose._Content(q, k, grid, causal, q.shape[3] ** -0.5 if scale is None else scale, given, starts, None)
 
 
 def scores(chooser, content, by_kernel=False):
