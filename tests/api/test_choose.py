@@ -21,6 +21,7 @@ from sparse_flash import backends
 from sparse_flash.choosers import choose
 from sparse_flash.masks import chooser as choosers
 from sparse_flash.masks.chooser import choices_of, is_causal, size_of
+from sparse_flash.parallel import planning
 
 parametrize = pytest.mark.parametrize
 runs = pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")
@@ -29,14 +30,15 @@ LENGTHS = st.tuples(st.integers(1, 300), st.integers(1, 300)) | st.integers(1, 3
 clear = st.tuples(st.just("keep"), st.integers(1, 4)) | st.tuples(st.sampled_from(choosers.RULES), st.sampled_from([0.1, 0.3, 0.6]))
 limits = st.none() | st.just(sf.causal()) | strategies.expressions
 SPEC = "causal & (sampled(4, keep=2, block=64) | sinks(4))"
-EVERY = [
-    SPEC,
-    "causal & (pooled(mass=0.5, block=64) | local(70))",
-    "pooled_keys(relative=0.5, block=64, share_group=True)",
-    "causal & (sub_blocks(16, budget=0.4, block=64) | antidiagonal(8, floor=0.2, block=64))",
-    "causal & (last_queries(20, mass=0.6, block=64) | sinks(4))",
-    "causal & per_head([pooled(keep=1, block=64), pooled(keep=2, block=64), sinks(3), pooled(keep=1, block=64)])",
-]
+EVERY = {
+    "sampled": SPEC,
+    "pooled": "causal & (pooled(mass=0.5, block=64) | local(70))",
+    "shared": "pooled_keys(relative=0.5, block=64, share_group=True)",
+    "two": "causal & (sub_blocks(16, budget=0.4, block=64) | antidiagonal(8, floor=0.2, block=64))",
+    "last": "causal & (last_queries(20, mass=0.6, block=64) | sinks(4))",
+    "by head": "causal & per_head([pooled(keep=1, block=64), pooled(keep=2, block=64), sinks(3), pooled(keep=1, block=64)])",
+}
+every = parametrize("spec", EVERY.values(), ids=EVERY)
 
 
 EXAMPLE = {name: f"{name}(8, keep=1)" for name in ("antidiagonal", "last_queries", "sampled", "sub_blocks")}
@@ -205,7 +207,7 @@ def test_attention_under_a_chosen_mask_is_right(backend):
     check(backend, mask, q.shape[2], k.shape[2], batch=2, heads=4, kv_heads=2, usual={"head_dim": 16})
 
 
-@parametrize("spec", EVERY)
+@every
 def test_attention_under_an_expression_is_attention_under_its_mask(spec):
     q, k, v = inputs(170, 200)
     mask = sf.choose_blocks(spec, q, k)
@@ -217,7 +219,7 @@ def test_attention_under_an_expression_is_attention_under_its_mask(spec):
     assert torch.equal(scaled, sf.attention(q, k, v, sf.choose_blocks(spec, q, k, scale=0.7), scale=0.7, backend="reference"))
 
 
-@parametrize("spec", EVERY)
+@every
 def test_gradients_are_those_of_dense_attention_under_the_mask_as_it_is(spec):
     q, k, v = inputs(150, 170, batch=1)
     mask = sf.choose_blocks(spec, q.requires_grad_(), k)
@@ -242,7 +244,7 @@ def test_a_scale_decides_as_it_does_in_attention():
 def test_every_dtype_and_memory_order_chooses(dtype):
     q, k, v = inputs(200, 200, dtype=dtype)
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k)]
-    for spec in EVERY:
+    for spec in EVERY.values():
         mask = sf.choose_blocks(spec, q, k)
         assert torch.equal(mask.kept_blocks(), sf.choose_blocks(spec, *turned).kept_blocks())
         assert sf.attention(q, k, v, spec).isfinite().all()
@@ -251,7 +253,7 @@ def test_every_dtype_and_memory_order_chooses(dtype):
 def test_autocast_chooses_by_the_cast_tensors_and_rounds_no_product():
     q, k, v = inputs(64 * 5, 64 * 5, head_dim=64)
     rounded = [x.to(torch.bfloat16) for x in (q, k, v)]
-    for spec in EVERY:
+    for spec in EVERY.values():
         wanted = sf.choose_blocks(spec, *rounded[:2]).kept_blocks()
         with torch.autocast(DEVICE, torch.bfloat16):
             for pair in ((q, k), (q, rounded[1]), rounded[:2]):
@@ -263,18 +265,18 @@ def test_masks_of_inference_mode_are_ordinary_and_train():
     sf.clear_caches()
     q, k, v = inputs()
     with torch.inference_mode():
-        masks = [sf.choose_blocks(spec, q + 0, k + 0) for spec in EVERY]
-        for spec in EVERY:
+        masks = [sf.choose_blocks(spec, q + 0, k + 0) for spec in EVERY.values()]
+        for spec in EVERY.values():
             sf.attention(q + 0, k, v, spec)
     q.requires_grad_()
-    for spec, mask in zip(EVERY, masks, strict=True):
+    for spec, mask in zip(EVERY.values(), masks, strict=True):
         assert not any(tensor.is_inference() for tensor in mask.tensors())
         (one,) = torch.autograd.grad(sf.attention(q, k, v, mask).square().sum(), q)
         (other,) = torch.autograd.grad(sf.attention(q, k, v, spec).square().sum(), q)
         assert torch.equal(one, other)
 
 
-@parametrize("spec", EVERY)
+@every
 def test_a_batch_of_no_sequences_gets_a_mask_that_attention_takes(spec):
     q, k, v = (x[:0] for x in inputs())
     mask = sf.choose_blocks(spec, q, k)
@@ -292,7 +294,7 @@ def loss(call, tensors):
     return out, *torch.autograd.grad(out.square().sum(), leaves)
 
 
-@parametrize("spec", [EVERY[2], EVERY[5]])
+@parametrize("spec", [EVERY["shared"], EVERY["by head"]], ids=["shared", "by head"])
 def test_choice_and_attention_compile_into_one_graph(spec):
     call = compiled(spec)
     for tokens in (200, 230):
@@ -337,7 +339,7 @@ class NothingFromTheHost(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@parametrize("spec", EVERY)
+@every
 def test_the_choice_reads_nothing_on_the_host(spec):
     q, k, _ = inputs()
     wanted = sf.choose_blocks(spec, q, k)
@@ -350,7 +352,7 @@ def test_the_choice_reads_nothing_on_the_host(spec):
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-@parametrize("spec", [spec.replace("64", "128") for spec in EVERY])
+@parametrize("spec", [spec.replace("64", "128") for spec in EVERY.values()], ids=EVERY)
 def test_the_choice_needs_no_host_synchronization_and_replays_in_a_graph(spec):
     q, k, v = (x.bfloat16() for x in inputs(2048, 2048, head_dim=64))
     sf.attention(q, k, v, spec)
@@ -392,7 +394,7 @@ def padded(tokens=64 * 4 - 10):
     return q, k, v, {"q_starts": starts, "kv_starts": starts, "q_lens": ends, "kv_lens": ends}
 
 
-@parametrize("spec", EVERY)
+@every
 @parametrize("held", [math.nan, 1e4])
 def test_tokens_that_do_not_exist_decide_nothing(spec, held):
     q, k, v, lengths = padded()
@@ -418,7 +420,7 @@ def test_blocks_without_existing_keys_are_not_chosen(causal):
 def test_a_padded_sequence_keeps_the_blocks_that_it_keeps_alone():
     q, k, v = inputs(64 * 6, 64 * 6, batch=2)
     starts = torch.tensor([0, 64 * 2], device=DEVICE)
-    for spec in EVERY[:4]:
+    for spec in list(EVERY.values())[:4]:
         together = sf.attention(q, k, v, spec, kv_starts=starts, q_starts=starts)
         for sequence, start in enumerate(starts.tolist()):
             alone = sf.attention(*(x[sequence : sequence + 1, :, start:] for x in (q, k, v)), spec)
@@ -620,6 +622,7 @@ def _layer_with_cache(spec):
         lambda spec: sf.topk_blocks(Q, Q, 2, always=spec),
         lambda spec: sf.topk_blocks(Q, Q, 2, every=1, always=spec),
         lambda spec: sf.BlockMask.from_blocks(torch.ones(1, 1, dtype=torch.bool), 128, 100, 100, within=spec),
+        lambda spec: planning.square(spec, 100, 128),
         lambda spec: sf.BlockMask.per_head([spec, "causal"], 100),
         lambda spec: sf.attention(Q, Q, Q, sf.shifted(spec, 3, allow_uncovered=True)),
         lambda spec: sf.shifted(spec, 3).token_rule(np.arange(100)[:, None], np.arange(100)),
