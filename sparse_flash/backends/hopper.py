@@ -44,6 +44,11 @@ def _available() -> str | None:
     return None
 
 
+def runs_on(device: torch.device) -> bool:
+    """Whether kernels for these chips run on a device."""
+    return available() is None and _is_hopper(device)
+
+
 def _is_hopper(device: torch.device) -> bool:
     # ROCm reports 9.0 for some of its chips.
     return torch.version.hip is None and _capability(device) == (9, 0)

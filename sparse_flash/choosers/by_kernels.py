@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..backends import hopper
 from ..kernels.common.layout import unbroken
 from ..kernels.common.streams import current_device
 from ..masks.grid import BlockGrid
@@ -45,8 +46,13 @@ def scores(
         starts = starts.clamp(min=0).div(grid.block_size // features.per_kv_block, rounding_mode="floor").to(torch.int32)
     rows, columns, until = unbroken(features.rows), unbroken(features.columns), features.until.to(torch.int32)
     numbers = features.span, features.factor, features.per_q_block, features.per_kv_block, grid.kv_blocks, low, high
+    by = None
+    if hopper.runs_on(rows.device):
+        from ..kernels.choosers import hopper_log_sums
+
+        by = hopper_log_sums.log_sums if hopper_log_sums.supports(rows, features.per_kv_block) else None
     with current_device(rows.device):
-        return scores_of_blocks(rows, columns, until, starts, *numbers, reduce == "mean", shared)
+        return scores_of_blocks(rows, columns, until, starts, *numbers, reduce == "mean", shared, by)
 
 
 def keep(

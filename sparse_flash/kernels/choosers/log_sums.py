@@ -4,6 +4,8 @@ For each row, and each block of columns, the base-2 logarithm of the sum of exp2
 A block's share of the row is then exp2(log-sum - the row's log-sum).
 """
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +20,8 @@ from ..launch.launch import integers_specialized, launch
 STEPS = tl.constexpr(128)
 ABOVE = tl.constexpr(192.0)
 NONE = tl.constexpr(-32768)
-_LEAST = tl.constexpr(-1.0e30)  # below every logit, and finite
+_LEAST = tl.constexpr(-1.0e30)  # of products that a row does not see, finite
+_UNSEEN = tl.constexpr(-1.0e20)  # log-sums below this are of columns that the row does not see
 
 
 @triton.jit
@@ -30,15 +33,33 @@ def _tile_of(base, first, tokens, token_stride, step, dim, head_dim, SPAN: tl.co
 
 
 @triton.jit
-def _by_block(logits, TILE_M: tl.constexpr, BLOCKS: tl.constexpr, PER_BLOCK: tl.constexpr):
-    """(TILE_M, BLOCKS) log-sums of (TILE_M, BLOCKS * PER_BLOCK) logits in base 2."""
+def _by_block(products, factor, TILE_M: tl.constexpr, BLOCKS: tl.constexpr, PER_BLOCK: tl.constexpr):
+    """(TILE_M, BLOCKS) log-sums of (TILE_M, BLOCKS * PER_BLOCK) products, times ``factor`` in base 2."""
     if PER_BLOCK == 1:
-        sums = logits
+        sums = products * factor
     else:
-        of_blocks = tl.reshape(logits, (TILE_M, BLOCKS, PER_BLOCK))
-        most = tl.max(of_blocks, 2)
-        sums = most + tl.math.log2(tl.sum(tl.math.exp2(of_blocks - most[:, :, None]), 2))
+        of_blocks = tl.reshape(products, (TILE_M, BLOCKS, PER_BLOCK))
+        most = tl.max(of_blocks, 2) * factor
+        sums = most + tl.math.log2(tl.sum(tl.math.exp2(of_blocks * factor - most[:, :, None]), 2))
     return sums
+
+
+@triton.jit
+def _folded(products, factor, state, target, blocks, first, exists, PER_ROW: tl.constexpr, PER_BLOCK: tl.constexpr):
+    """Stores a tile's log-sums, and returns the rows' (origin, maximum, sum) with them. target: the rows of the first block."""
+    TILE_M: tl.constexpr = products.shape[0]
+    BLOCKS: tl.constexpr = products.shape[1] // PER_BLOCK
+    origin, running_max, running_sum = state
+    of_blocks = _by_block(products, factor, TILE_M, BLOCKS, PER_BLOCK)
+    new_max = tl.maximum(running_max, tl.max(of_blocks, 1))
+    running_sum = running_sum * tl.math.exp2(running_max - new_max)
+    running_sum += tl.sum(tl.math.exp2(of_blocks - new_max[:, None]), 1)
+    origin = tl.where(running_max < _UNSEEN, new_max + ABOVE, origin)
+    steps = tl.minimum(tl.maximum((of_blocks - origin[:, None]) * STEPS, -32767.0), 32767.0)
+    whole = tl.where(of_blocks > _UNSEEN, tl.floor(steps + 0.5), NONE).to(tl.int16)
+    number = first // PER_BLOCK + tl.arange(0, BLOCKS)
+    tl.store(target + number[None, :] * PER_ROW, whole, mask=exists[:, None] & (number < blocks)[None, :])
+    return origin, new_max, running_sum
 
 
 @triton.jit(do_not_specialize=["heads", "group", "first_row", "row_end", "rows_tokens", "cols_tokens", "blocks"])
@@ -57,7 +78,6 @@ def log_sums_kernel(
     PER_ROW) int16, for the rows of a block of queries together. totals: (batch, heads, row_end - first_row) float32, the rows'
     log-sums from the same origin. PER_ROW, PER_BLOCK: rows of a block of queries, columns of a block of keys.
     """
-    BLOCKS: tl.constexpr = TILE_N // PER_BLOCK
     count = row_end - first_row
     tiles = tl.cdiv(count, TILE_M)
     # Under causal masks, the last rows see most columns, and begin first.
@@ -75,39 +95,36 @@ def log_sums_kernel(
     most = tl.max(sees, 0)
     if SPAN == 1:
         query = _tile_of(rows, first_row + tile * TILE_M, rows_tokens, q_token, 0, dim, head_dim, 1, TILE_M)
-    origin = tl.zeros((TILE_M,), tl.float32)
-    running_max = tl.full((TILE_M,), _LEAST, tl.float32)
-    running_sum = tl.zeros((TILE_M,), tl.float32)
+    state = tl.zeros((TILE_M,), tl.float32), tl.full((TILE_M,), _LEAST, tl.float32), tl.zeros((TILE_M,), tl.float32)
     inside = tile * TILE_M + tl.arange(0, TILE_M)
     row_block = line.to(tl.int64) * tl.cdiv(count, PER_ROW) + inside // PER_ROW
-    line_sums = sums + (row_block * blocks * PER_ROW + inside % PER_ROW)[:, None]
-    block = tl.arange(0, BLOCKS)
-    for first in range(start // TILE_N * TILE_N, most, TILE_N):
-        if SPAN == 1:
-            key = _tile_of(cols, first, cols_tokens, k_token, 0, dim, head_dim, 1, TILE_N)
-            logits = tl.dot(query, tl.trans(key), input_precision=PRECISION)
-        else:
-            logits = tl.zeros((TILE_M, TILE_N), tl.float32)
-            for step in range(SPAN):
-                back = SPAN - 1 - step
-                part = _tile_of(rows, first_row + tile * TILE_M, rows_tokens, q_token, back, dim, head_dim, SPAN, TILE_M)
-                key = _tile_of(cols, first, cols_tokens, k_token, step, dim, head_dim, SPAN, TILE_N)
-                logits = tl.dot(part, tl.trans(key), logits, input_precision=PRECISION)
-        column = first + tl.arange(0, TILE_N)
-        seen = (column[None, :] < sees[:, None]) & (column >= start)[None, :]
-        logits = tl.where(seen, logits * factor, _LEAST)
-        of_blocks = _by_block(logits, TILE_M, BLOCKS, PER_BLOCK)
-        new_max = tl.maximum(running_max, tl.max(of_blocks, 1))
-        running_sum = running_sum * tl.math.exp2(running_max - new_max)
-        running_sum += tl.sum(tl.math.exp2(of_blocks - new_max[:, None]), 1)
-        origin = tl.where(running_max == _LEAST, new_max + ABOVE, origin)
-        running_max = new_max
-        steps = tl.minimum(tl.maximum((of_blocks - origin[:, None]) * STEPS, -32767.0), 32767.0)
-        whole = tl.where(of_blocks > 0.5 * _LEAST, tl.floor(steps + 0.5), NONE).to(tl.int16)
-        number = first // PER_BLOCK + block
-        tl.store(line_sums + number[None, :] * PER_ROW, whole, mask=exists[:, None] & (number < blocks)[None, :])
+    target = sums + (row_block * blocks * PER_ROW + inside % PER_ROW)[:, None]
+    # Columns that all rows see, in whole tiles; then those that some see.
+    begin = start // TILE_N * TILE_N
+    whole = tl.min(tl.where(exists, sees, 2147483647), 0) // TILE_N * TILE_N
+    if STARTS:
+        whole = tl.where(start % TILE_N > 0, begin, whole)
+    whole = tl.maximum(whole, begin)
+    for MASKED in tl.static_range(2):
+        for first in range(whole if MASKED else begin, most if MASKED else whole, TILE_N):
+            if SPAN == 1:
+                key = _tile_of(cols, first, cols_tokens, k_token, 0, dim, head_dim, 1, TILE_N)
+                products = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+            else:
+                products = tl.zeros((TILE_M, TILE_N), tl.float32)
+                for step in range(SPAN):
+                    back = SPAN - 1 - step
+                    part = _tile_of(rows, first_row + tile * TILE_M, rows_tokens, q_token, back, dim, head_dim, SPAN, TILE_M)
+                    key = _tile_of(cols, first, cols_tokens, k_token, step, dim, head_dim, SPAN, TILE_N)
+                    products = tl.dot(part, tl.trans(key), products, input_precision=PRECISION)
+            if MASKED:
+                column = first + tl.arange(0, TILE_N)
+                seen = (column[None, :] < sees[:, None]) & (column >= start)[None, :]
+                products = tl.where(seen, products, _LEAST)
+            state = _folded(products, factor, state, target, blocks, first, exists, PER_ROW, PER_BLOCK)
+    origin, running_max, running_sum = state
     total = tl.minimum(running_max - origin + tl.math.log2(tl.maximum(running_sum, 1.0e-30)), 32767.0 / STEPS)
-    total = tl.where(running_max == _LEAST, 0.0, total)  # of rows that see nothing
+    total = tl.where(running_max < _UNSEEN, 0.0, total)  # of rows that see nothing
     tl.store(totals + line.to(tl.int64) * count + row - first_row, total, mask=exists)
 
 
@@ -148,7 +165,35 @@ def shares_kernel(
 
 
 # By whether a row is one token; measured: docs/performance/kernels.md.
-CONFIGS = {True: Config(128, 128, 8, 3), False: Config(128, 128, 8, 3)}
+CONFIGS = {True: Config(128, 128, 8, 2), False: Config(128, 128, 8, 3)}
+
+
+def log_sums(
+    rows: torch.Tensor,
+    columns: torch.Tensor,
+    until: torch.Tensor,
+    starts: torch.Tensor | None,
+    sums: torch.Tensor,
+    totals: torch.Tensor,
+    span: int,
+    factor: float,
+    per_q_block: int,
+    per_kv_block: int,
+    first: int,
+    count: int,
+    config: Config | None = None,
+) -> None:
+    """Writes sums and totals of rows first .. first + count - 1: see ``log_sums_kernel``, and ``scores_of_blocks``."""
+    config = config or CONFIGS[span == 1]
+    batch, heads, tokens, head_dim = rows.shape
+    sizes = head_dim, *rows.stride()[:3], *columns.stride()[:3]
+    arguments = [rows, columns, until, until if starts is None else starts, sums, totals, heads, heads // columns.shape[1]]
+    arguments += [first, first + count, tokens, columns.shape[2], sums.shape[3], factor * LOG2_E.value, *sizes]
+    constants = {"SPAN": span, "PER_ROW": per_q_block, "PER_BLOCK": per_kv_block, "STARTS": starts is not None}
+    constants |= {"TILE_M": config.tile_m, "TILE_N": max(config.tile_n, per_kv_block), "DIM": padded_head_dim(head_dim)}
+    constants |= {"PRECISION": "ieee" if rows.dtype == torch.float32 else "tf32"}
+    grid = triton.cdiv(count, config.tile_m) * batch * heads, 1
+    launch(log_sums_kernel, grid, arguments, constants, config.options, integers_specialized(sizes))
 
 
 def scores_of_blocks(
@@ -165,27 +210,19 @@ def scores_of_blocks(
     high: int,
     mean: bool,
     shared: bool,
-    config: Config | None = None,
+    by: Callable[..., None] | None = None,
 ) -> torch.Tensor:
     """(batch, heads, high - low, kv_blocks) float32, heads / group of them if ``shared``: the scores of blocks of queries low ..
     high - 1. The rest as ``choosers.features.Features`` has it, until in int32; starts: (batch,) int32 in columns. Last dimensions
-    are contiguous."""
-    config = config or CONFIGS[span == 1]
-    batch, heads, tokens, head_dim = rows.shape
+    are contiguous. by: ``log_sums``, or what replaces it on a chip."""
+    batch, heads, tokens, _ = rows.shape
     group, row_count = heads // columns.shape[1], triton.cdiv(tokens, span)
     first, end = low * per_q_block, min(high * per_q_block, row_count)
     count = end - first
     sums = torch.empty((batch, heads, high - low, kv_blocks, per_q_block), dtype=torch.int16, device=rows.device)
     totals = torch.empty((batch, heads, count), dtype=torch.float32, device=rows.device)
-    sizes = head_dim, *rows.stride()[:3], *columns.stride()[:3]
-    arguments = [rows, columns, until, until if starts is None else starts, sums, totals]
-    arguments += [heads, group, first, end, tokens, columns.shape[2], kv_blocks, factor * LOG2_E.value, *sizes]
-    tile_n = max(config.tile_n, per_kv_block)
-    constants = {"SPAN": span, "PER_ROW": per_q_block, "PER_BLOCK": per_kv_block, "STARTS": starts is not None}
-    constants |= {"TILE_M": config.tile_m, "TILE_N": tile_n, "DIM": padded_head_dim(head_dim)}
-    constants |= {"PRECISION": "ieee" if rows.dtype == torch.float32 else "tf32"}
-    grid = triton.cdiv(count, config.tile_m) * batch * heads, 1
-    launch(log_sums_kernel, grid, arguments, constants, config.options, integers_specialized(sizes))
+    tensors = rows, columns, until, starts, sums, totals
+    (by or log_sums)(*tensors, span, factor, per_q_block, per_kv_block, first, count)
     of_heads = heads // group if shared else heads
     scores = torch.empty((batch, of_heads, high - low, kv_blocks), dtype=torch.float32, device=rows.device)
     rows_at_once = triton.next_power_of_2(per_q_block)

@@ -94,9 +94,8 @@ def select_entries(
     grid, options = (masks * lines, 1), {"num_warps": 4}
     launch(count_entries_kernel, grid, [maps, *table[:2], table.col_idx, counts, *shape, lines], constants, options)
     total = counts.sum(2, dtype=torch.int32)
-    end = total.view(-1).cumsum(0, dtype=torch.int32).view(masks, lines)
-    row_ptr = torch.nn.functional.pad(end, (1, 0))
-    row_ptr[1:, 0] = end[:-1, -1]
+    row_ptr = torch.nn.functional.pad(total.cumsum(1, dtype=torch.int32), (1, 0))
+    row_ptr[1:] += row_ptr[:-1, -1:].cumsum(0, dtype=torch.int32)
     row_split = row_ptr[:, :-1, None] + counts[..., :2].cumsum(2, dtype=torch.int32)
     row_order = torch.argsort(total, dim=1, descending=True, stable=True).to(torch.int32)
     index, tiles = torch.empty((2, max(2, room)), dtype=torch.int32, device=maps.device)
