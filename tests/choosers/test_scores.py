@@ -226,3 +226,31 @@ def test_kernels_find_the_block_whose_logits_are_far_above_the_first_ones(rise):
     weight = (1 + 63 * math.exp(-rise)) / (1 + 511 * math.exp(-rise))
     assert found.argmax(3).eq(5).all()
     torch.testing.assert_close(found[..., 5], torch.full_like(found[..., 5], weight), rtol=3e-3, atol=0)
+
+
+@runs
+def test_wide_heads_take_the_tiles_that_fit_a_chips_memory(monkeypatch):
+    from triton.runtime.errors import OutOfResources
+
+    from sparse_flash.kernels.choosers import log_sums
+    from sparse_flash.kernels.launch import launch as launches
+
+    launch, tried = log_sums.launch, []
+
+    def launch_within(kernel, grid, arguments, constants, options, *rest):
+        if "TILE_M" in constants:
+            tried.append((constants["TILE_M"], constants["TILE_N"], options["num_stages"]))
+            if constants["TILE_M"] > 32:
+                raise OutOfResources(300_000, 200_000, "shared memory")
+        launch(kernel, grid, arguments, constants, options, *rest)
+
+    monkeypatch.setattr(log_sums, "launch", launch_within)
+    monkeypatch.setattr(launches, "within_memory", {})
+    chooser = sf.parse("antidiagonal(8, keep=1, block=64)")
+    q, k = chosen.tensors(150, 170, head_dim=256)
+    content = content_of(chooser, q, k)
+    torch.testing.assert_close(scores(chooser, content, True)[0], scores(chooser, content)[0], rtol=3e-3, atol=1e-6)
+    assert len(tried) > 2 and tried[-1][0] == 32
+    again = len(tried)
+    scores(chooser, content, True)
+    assert tried[again:] == tried[-1:]

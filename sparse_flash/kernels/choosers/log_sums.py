@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ..common.config import Config, padded_head_dim
 from ..common.tiles import LOG2_E
-from ..launch.launch import integers_specialized, launch
+from ..launch.launch import integers_specialized, launch, run_within_memory
 
 # Log-sums are 16-bit fixed-point numbers, in steps of 1 / STEPS, from ABOVE over the row's largest of its first tile. A share is
 # off by at most 0.27 % if its log-sum is -64 to 448 from that one; higher log-sums count as equal, and as the row's. NONE says that
@@ -184,16 +184,23 @@ def log_sums(
     config: Config | None = None,
 ) -> None:
     """Writes sums and totals of rows first .. first + count - 1: see ``log_sums_kernel``, and ``scores_of_blocks``."""
-    config = config or CONFIGS[span == 1]
     batch, heads, tokens, head_dim = rows.shape
     sizes = head_dim, *rows.stride()[:3], *columns.stride()[:3]
     arguments = [rows, columns, until, until if starts is None else starts, sums, totals, heads, heads // columns.shape[1]]
     arguments += [first, first + count, tokens, columns.shape[2], sums.shape[3], factor * LOG2_E.value, *sizes]
     constants = {"SPAN": span, "PER_ROW": per_q_block, "PER_BLOCK": per_kv_block, "STARTS": starts is not None}
-    constants |= {"TILE_M": config.tile_m, "TILE_N": max(config.tile_n, per_kv_block), "DIM": padded_head_dim(head_dim)}
-    constants |= {"PRECISION": "ieee" if rows.dtype == torch.float32 else "tf32"}
-    grid = triton.cdiv(count, config.tile_m) * batch * heads, 1
-    launch(log_sums_kernel, grid, arguments, constants, config.options, integers_specialized(sizes))
+    constants |= {"DIM": padded_head_dim(head_dim), "PRECISION": "ieee" if rows.dtype == torch.float32 else "tf32"}
+
+    def run(config: Config) -> None:
+        tiles = {"TILE_M": config.tile_m, "TILE_N": max(config.tile_n, per_kv_block)}
+        grid = triton.cdiv(count, config.tile_m) * batch * heads, 1
+        launch(log_sums_kernel, grid, arguments, constants | tiles, config.options, integers_specialized(sizes))
+
+    if config is not None:
+        run(config)
+        return
+    # Wide heads take more shared memory than some chips have.
+    run_within_memory(run, CONFIGS[span == 1], lambda: ("log_sums", rows.device, rows.dtype, *constants.values()))
 
 
 def scores_of_blocks(
