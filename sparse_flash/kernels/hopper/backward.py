@@ -21,8 +21,7 @@ from ..common.config import padded_head_dim
 from ..common.gluon import Constants
 from ..common.layout import addressable, is_addressable, restored
 from ..common.tiles import LOG2_E
-from ..launch.launch import Recording, launch_or_repeat, multiprocessors, rows_of, table_arguments
-from ..launch.launch import described as described_for_triton
+from ..launch.launch import Recording, descriptor_or_rows, launch_or_repeat, multiprocessors, rows_of, table_arguments
 from ..launch.order import heads_in_queue
 from .backward_arguments import (
     BackwardArguments,
@@ -35,7 +34,7 @@ from .backward_arguments import (
 from .backward_rows import bound_kernel, combine_columns_kernel, finish_kernel, prepare_kernel
 from .backward_to_128 import backward_to_128
 from .configs import PAIRED_BACKWARD, BackwardConfig, backward_config, backward_of_variant
-from .descriptors import FLOAT_LAYOUT, ROW_LAYOUT, blocks_by_document, described, table_pointers, tile_queue
+from .descriptors import FLOAT_LAYOUT, ROW_LAYOUT, blocks_by_document, gluon_descriptor, table_pointers, tile_queue
 from .dropout import new_dropout
 from .lengths import own_barrier
 from .paired_backward import paired_backward
@@ -449,7 +448,7 @@ class BackwardLaunches(NamedTuple):
     def bound(self):
         k, v = self.tensors.k, self.tensors.v
         batch, kv_heads, kv_len = k.shape[:3]
-        arguments = [described_for_triton(k, ROWS, self.dim), described_for_triton(v, ROWS, self.dim_v)]
+        arguments = [descriptor_or_rows(k, ROWS, self.dim), descriptor_or_rows(v, ROWS, self.dim_v)]
         arguments += [self.tensors.bounds, kv_heads, kv_len, self.variant.given]
         constants = {"DIM": self.dim, "DIM_V": self.dim_v, "TILE": ROWS}
         return (triton.cdiv(kv_len, ROWS) * batch * kv_heads, 1), arguments, constants, self.options_of_rows
@@ -458,8 +457,8 @@ class BackwardLaunches(NamedTuple):
         tensors, given = self.tensors, self.variant.given
         batch, heads, q_len, _ = tensors.q.shape
         arguments = [
-            described_for_triton(tensors.out, ROWS, self.dim_v),
-            described_for_triton(tensors.dout, ROWS, self.dim_v),
+            descriptor_or_rows(tensors.out, ROWS, self.dim_v),
+            descriptor_or_rows(tensors.dout, ROWS, self.dim_v),
             tensors.lse,
             tensors.dlse,
             self.sums,
@@ -493,18 +492,18 @@ class BackwardLaunches(NamedTuple):
         dkv_rows = None
         if dim <= 128:
             kv_rows = tensors.kv_sums[: space.kv_sums or space.dq_sums].view(-1, 256)
-            dkv_rows = described(kv_rows, [keys * dim // 512, 256], FLOAT_LAYOUT)
+            dkv_rows = gluon_descriptor(kv_rows, [keys * dim // 512, 256], FLOAT_LAYOUT)
         grads = (None, None) if self.starts is None else (tensors.dk, tensors.dv)
         pointers, strides = table_pointers(mask, mask and mask.by_key, work, tensors.lse)
         arguments = [
-            described(q, [1, 1, config.queries, width]),
-            described(k, [1, 1, keys, width]),
-            described(v, [1, 1, keys, dim_v]),
-            described(tensors.dout, [1, 1, config.queries, dim_v]),
-            *(described(rows[row], [config.queries], ROW_LAYOUT) for row in (0, 1, 2 if self.deterministic else 0)),
-            described(self.sums, [rows_sent(shape), 256], FLOAT_LAYOUT),
-            described(tensors.dk, [1, 1, keys, width]),
-            described(tensors.dv, [1, 1, keys, dim_v]),
+            gluon_descriptor(q, [1, 1, config.queries, width]),
+            gluon_descriptor(k, [1, 1, keys, width]),
+            gluon_descriptor(v, [1, 1, keys, dim_v]),
+            gluon_descriptor(tensors.dout, [1, 1, config.queries, dim_v]),
+            *(gluon_descriptor(rows[row], [config.queries], ROW_LAYOUT) for row in (0, 1, 2 if self.deterministic else 0)),
+            gluon_descriptor(self.sums, [rows_sent(shape), 256], FLOAT_LAYOUT),
+            gluon_descriptor(tensors.dk, [1, 1, keys, width]),
+            gluon_descriptor(tensors.dv, [1, 1, keys, dim_v]),
             dkv_rows,
             BackwardPointers(tensors.kv_sums, *grads, tensors.queue),
             pointers,
@@ -554,7 +553,7 @@ class BackwardLaunches(NamedTuple):
 
     def _finish(self, grad, sums, members: int, length: int, factor: float, tile: int, dim: int, across: int = 1, pieces: int = 1):
         batch, heads = grad.shape[:2]
-        target = described_for_triton(grad, tile, dim) if self.starts is None else rows_of(grad, dim)
+        target = descriptor_or_rows(grad, tile, dim) if self.starts is None else rows_of(grad, dim)
         arguments = [target, sums, self.rows[2 if self.deterministic else 0], self.starts, heads, members, length, factor]
         constants = {"DIM": dim, "TILE": tile, "ACROSS": across, "PIECES": pieces, "FIXED": sums.dtype == torch.int32}
         constants["TABLE_BLOCK"] = self.block_of_starts
@@ -566,7 +565,7 @@ def combine_columns_launch(dk, dv, kv_sums, mask, keys: int, factors: tuple[floa
     batch, heads = dk.shape[:2]
     dims, table = [padded_head_dim(grad.shape[3]) for grad in (dk, dv)], mask.by_key.splits
     index, *_, mask_batch_stride, mask_head_stride = table_arguments(mask, mask.by_key, kv_sums)
-    arguments = [described_for_triton(grad, keys, dim) for grad, dim in zip((dk, dv), dims, strict=True)]
+    arguments = [descriptor_or_rows(grad, keys, dim) for grad, dim in zip((dk, dv), dims, strict=True)]
     arguments += [kv_sums, table, index, mask_batch_stride, mask_head_stride, heads, table.shape[1], *factors]
     # A split column has at least two splits, so at most half of the entries are in use.
     grid = (2 * (table.shape[1] // 2) * (mask.block_size // keys) * batch * heads, 1)

@@ -35,11 +35,10 @@ from ..common.gluon import Constants, async_store, fresh_zero, of_tensor, record
 from ..common.grid import tile_and_batch_head
 from ..common.layout import addressable, empty_out, is_addressable, restored_out
 from ..common.tiles import FLOOR, LN_2, LOG2_E, store_tile
-from ..launch.launch import described as described_for_triton
-from ..launch.launch import launch_or_repeat, multiprocessors, table_arguments
+from ..launch.launch import descriptor_or_rows, launch_or_repeat, multiprocessors, table_arguments
 from ..launch.order import heads_in_queue
 from .configs import FORWARD, forward_of_call, forward_of_variant, wide_forward
-from .descriptors import blocks_by_document, described, table_pointers, tile_queue
+from .descriptors import blocks_by_document, gluon_descriptor, table_pointers, tile_queue
 from .dropout import Dropout, new_dropout
 from .lengths import TokenLengths, load_existing, new_lengths, own_barrier
 from .masks import LOWEST, all_below, all_within, row_bits, row_run, where_bits
@@ -695,10 +694,10 @@ def _forward_launch(q, k, v, out, lse, split_out, split_lse, queue, mask, scale,
     items, tiles = _items_and_tiles(q, mask, config.queries)
     pointers, strides = table_pointers(mask, mask and mask.by_query, mask.by_query.work if mask else lse, lse)
     arguments = [
-        described(q, [1, 1, HALF.value, width]),
-        described(k, [1, 1, config.keys, width]),
-        described(v, [1, 1, config.keys, dim_v]),
-        described(out, [1, 1, HALF.value, dim_v]),
+        gluon_descriptor(q, [1, 1, HALF.value, width]),
+        gluon_descriptor(k, [1, 1, config.keys, width]),
+        gluon_descriptor(v, [1, 1, config.keys, dim_v]),
+        gluon_descriptor(out, [1, 1, HALF.value, dim_v]),
         Outputs(out, lse, split_out, split_lse),
         pointers,
         queue,
@@ -724,7 +723,7 @@ def _combine_launch(out, lse, split_out, split_lse, mask):
     dim = split_out.shape[-1]
     table = mask.by_query.splits
     index, *_, mask_batch_stride, mask_head_stride = table_arguments(mask, mask.by_query, lse)
-    arguments = [described_for_triton(out, COMBINED.value, dim), lse, split_out, split_lse, table, index]
+    arguments = [descriptor_or_rows(out, COMBINED.value, dim), lse, split_out, split_lse, table, index]
     arguments += [mask_batch_stride, mask_head_stride, heads, q_len, table.shape[1]]
     # A split row has at least two splits, so at most half of the entries are in use.
     grid = (table.shape[1] // 2 * (mask.row_queries // COMBINED.value) * batch * heads, 1)

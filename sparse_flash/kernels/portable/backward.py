@@ -47,7 +47,7 @@ from ..common.variant import kernel_variant, launch_options
 from ..launch.launch import (
     NOT_SPECIALIZED,
     Recording,
-    described,
+    descriptor_or_rows,
     launch_or_repeat,
     length_specialized,
     multiprocessors,
@@ -635,7 +635,7 @@ class _Passes(NamedTuple):
     def _tiles(self, config: Config, names: str) -> list:
         dim, dim_v = self.tensors.dims
         shapes = {"q": (config.tile_m, dim), "k": (config.tile_n, dim), "v": (config.tile_n, dim_v), "out": (config.tile_m, dim_v)}
-        return [described(getattr(self.tensors, name), *shapes[name.removeprefix("d")]) for name in names.split()]
+        return [descriptor_or_rows(getattr(self.tensors, name), *shapes[name.removeprefix("d")]) for name in names.split()]
 
     def _query_tiles(self, config: Config) -> int:
         mask = self.mask

@@ -29,7 +29,7 @@ from ..common.tiles import (
 from ..common.variant import kernel_variant, launch_options
 from ..launch.launch import (
     NOT_SPECIALIZED,
-    described,
+    descriptor_or_rows,
     launch_or_repeat,
     length_specialized,
     row_count,
@@ -205,10 +205,10 @@ def _run(q, k, v, mask, scale, variant, config, beside, recording):
     def launch(config):
         m, n = config.tile_m, config.tile_n
         arguments = [
-            described(q, m, dim),
-            described(k, n, dim),
-            described(v, n, dim_v),
-            described(out, m, dim_v),
+            descriptor_or_rows(q, m, dim),
+            descriptor_or_rows(k, n, dim),
+            descriptor_or_rows(v, n, dim_v),
+            descriptor_or_rows(out, m, dim_v),
             lse,
             *walk_arguments(mask, table, q, k, lse),
             scale * LOG2_E.value,

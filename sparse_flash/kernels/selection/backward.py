@@ -19,7 +19,7 @@ import triton.language as tl
 from ..common.config import padded_head_dim
 from ..common.grid import tile_and_batch_head
 from ..common.tiles import LOG2_E, WalkedTable, load_tile, store_tile
-from ..launch.launch import described, launch, rows_of
+from ..launch.launch import descriptor_or_rows, launch, rows_of
 from .configs import selection_config
 from .tiles import (
     INTEGERS,
@@ -214,7 +214,7 @@ def _arguments(operands: SelectionOperands, tile_n: int) -> tuple[list, tuple[in
     """Returns (the kernels' arguments q_rows .. delta_ptr, the constants DIM, DIM_V and TILE_N)."""
     q, k, v, dout, log2_sum, delta = operands
     dim, dim_v = padded_head_dim(q.shape[3]), padded_head_dim(v.shape[3])
-    rows = rows_of(q, dim), described(k, tile_n, dim), described(v, tile_n, dim_v), rows_of(dout, dim_v)
+    rows = rows_of(q, dim), descriptor_or_rows(k, tile_n, dim), descriptor_or_rows(v, tile_n, dim_v), rows_of(dout, dim_v)
     return [*rows, log2_sum, delta], (dim, dim_v, tile_n)
 
 

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from ..common.config import padded_head_dim
 from ..common.tiles import FLOOR, LN_2, LOG2_E, WalkedTable, load_tile
-from ..launch.launch import described, launch, rows_of
+from ..launch.launch import descriptor_or_rows, launch, rows_of
 from .configs import selection_config
 from .tiles import (
     INTEGERS,
@@ -161,8 +161,8 @@ def _parts(operands, lists, parts, part_lse, sizes, round, scale, masses):
     dim, dim_v = padded_head_dim(q.shape[3]), padded_head_dim(v.shape[3])
     config = selection_config("parts", q.dtype, max(dim, dim_v), sizes.block, q.device)
     n, count = config.tile_n, lists.items.shape[1]
-    arguments = [rows_of(q, dim), described(k, n, dim), described(v, n, dim_v), parts, part_lse, lists.entries, lists.items]
-    arguments += [round.number * count, *sizes.integers(round), scale * LOG2_E.value]
+    arguments = [rows_of(q, dim), descriptor_or_rows(k, n, dim), descriptor_or_rows(v, n, dim_v), parts, part_lse]
+    arguments += [lists.entries, lists.items, round.number * count, *sizes.integers(round), scale * LOG2_E.value]
     constants = {"C": sizes.constants(dim, dim_v, n, masses=masses)}
     launch(picked_parts_kernel, (count, 1), arguments, constants, config.options)
 
@@ -296,7 +296,7 @@ def walk_picks(
     dim, dim_v = padded_head_dim(q.shape[3]), padded_head_dim(v.shape[3])
     config = selection_config("walk", q.dtype, max(dim, dim_v), sizes.smallest_block(always), q.device)
     n, joins = config.tile_n, listed is not None
-    arguments = [rows_of(q, dim), described(k, n, dim), described(v, n, dim_v), rows_of(out, dim_v), lse, picks]
+    arguments = [rows_of(q, dim), descriptor_or_rows(k, n, dim), descriptor_or_rows(v, n, dim_v), rows_of(out, dim_v), lse, picks]
     arguments += [walks.counts, walks.blocks, walks.bits, *((listed, parts, part_lse) if joins else (lse, lse, lse))]
     arguments += [*always_arguments(always, False, lse), *sizes.integers(round), scale * LOG2_E.value]
     C = sizes.constants(dim, dim_v, n, always=always, walked=walks.blocks.shape[3])

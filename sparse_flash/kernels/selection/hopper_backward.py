@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ..common.config import padded_head_dim
 from ..common.gluon import barrier, copy_elements, fresh_zero, record
 from ..common.tiles import LOG2_E
-from ..hopper.descriptors import described
+from ..hopper.descriptors import gluon_descriptor
 from ..hopper.products import times_transposed
 from ..hopper.ring import Ring, ring_beside, ring_of
 from ..launch.launch import launch, multiprocessors
@@ -440,7 +440,7 @@ def picked_grads(operands, lists, parts, dk_sums, dv_sums, sizes, round, scale: 
     q, k, v, dout, log2_sum, delta = operands
     dim, keys = padded_head_dim(q.shape[3]), keys_at_a_time(sizes.block)
     block = [1, 1, keys, dim]
-    arguments = [q, described(k, block), described(v, block), dout, log2_sum, delta, q if parts is None else parts]
+    arguments = [q, gluon_descriptor(k, block), gluon_descriptor(v, block), dout, log2_sum, delta, q if parts is None else parts]
     arguments += [dk_sums, dv_sums, *list_arguments(lists, round), *row_arguments(q), *row_arguments(dout)]
     arguments += [*sizes.integers(round), scale, scale * LOG2_E.value]
     constants = {"STAGES": STAGES[dim, keys], "WITH_QUERIES": parts is not None, "C": sizes.constants(dim, dim, keys)}

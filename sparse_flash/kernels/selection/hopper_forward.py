@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ..common.config import padded_head_dim
 from ..common.gluon import record
 from ..common.tiles import FLOOR, LOG2_E
-from ..hopper.descriptors import described
+from ..hopper.descriptors import gluon_descriptor
 from ..hopper.products import times_transposed
 from ..hopper.ring import Ring, ring_beside, ring_of
 from ..launch.launch import launch, multiprocessors
@@ -255,7 +255,7 @@ def picked_parts(operands, lists, parts, part_lse, sizes, round, scale: float) -
     dim, keys = padded_head_dim(q.shape[3]), keys_at_a_time(sizes.block)
     stages, key_stages = STAGES[dim, keys]
     block = [1, 1, keys, dim]
-    arguments = [q, described(k, block), described(v, block), parts, part_lse, *list_arguments(lists, round)]
+    arguments = [q, gluon_descriptor(k, block), gluon_descriptor(v, block), parts, part_lse, *list_arguments(lists, round)]
     arguments += [*row_arguments(q), *sizes.integers(round), scale * LOG2_E.value]
     constants = {"STAGES": stages, "KEY_STAGES": key_stages, "C": sizes.constants(dim, dim, keys)}
     grid = min(lists.items.shape[1], multiprocessors(q.device)), 1
