@@ -244,7 +244,7 @@ def test_rows_are_gathered_for_blocks_of_others_where_less_than_a_quarter_visits
 
 
 @pytest.mark.parametrize("reach", [100, 200])
-def test_rows_that_visit_no_blocks_of_others_keep_their_results_whether_they_are_walked_or_not(reach):
+def test_rows_that_visit_no_blocks_of_others_keep_their_results_whether_they_are_computed_or_not(reach):
     exchange, columns = exchange_of(f"causal & local({reach})", 2048, 1)
     one, _ = exchange_of(f"causal & local({reach})", 2048, 1, overlap=False)
     own, tokens, run = 1024, columns * 64, PartialAttention(0.2, True, "torch")
