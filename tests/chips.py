@@ -39,8 +39,8 @@ CHIPS = {
     "12.0": (("cuda", 120, 32), (12, 0), 101376, False),
     "gfx942": (("hip", "gfx942", 64), "gfx942", 65536, False),
 }
-WALKS = ("portable/walks", "portable/lengths", "portable/scores", "portable/dropout")
-COMMON = (*WALKS, "common/tiles", "common/philox", "common/variant")
+LOOP = ("portable/row_loop", "portable/lengths", "portable/scores", "portable/dropout")
+COMMON = (*LOOP, "common/tiles", "common/philox", "common/variant")
 SOURCES = {
     "forward": ("portable/forward", *COMMON),
     "grad_q": ("portable/backward", *COMMON),
@@ -203,9 +203,9 @@ def compiled(case: Case, chip: str) -> Row:
         variant, switches = _variant(case)
         if chip == "gfx942":
             variant = variant._replace(seed=None, dropout_p=None)
-        walked = config.tile_m if case.kernel == "grad_kv" else config.tile_n
+        step = config.tile_m if case.kernel == "grad_kv" else config.tile_n
         details = {"dtype": case.dtype, "target": target, "descriptors": descriptors and case.dtype != "fp32"}
-        result = compiled(kernel, config, dim, block > 0, block or walked, variant, switches, **details)
+        result = compiled(kernel, config, dim, block > 0, block or step, variant, switches, **details)
     hashed = hash_of(case.kernel)
     return Row(*known_fields(case, chip), str(result.metadata.shared), *_resources(result, backend), triton.__version__, hashed)
 

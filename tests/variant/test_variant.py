@@ -398,12 +398,12 @@ def test_a_padded_batch_is_each_of_its_sequences_alone(backend):
 
 
 if triton:
-    from sparse_flash.kernels.common.tiles import WalkedTable
+    from sparse_flash.kernels.common.tiles import TableEntries
     from sparse_flash.kernels.portable.lengths import Valid, valid_of_kind
 
     @triton.jit
     def entries_kernel(index, found, begin, end, first, last, length, BLOCK: tl.constexpr, SPARSE: tl.constexpr):
-        entries = valid_of_kind(WalkedTable(index, None, None, None, BLOCK, SPARSE), begin, end, Valid(first, last), length, BLOCK)
+        entries = valid_of_kind(TableEntries(index, None, None, None, BLOCK, SPARSE), begin, end, Valid(first, last), length, BLOCK)
         low, whole_begin, whole_end, high = entries
         tl.store(found, low)
         tl.store(found + 1, whole_begin)

@@ -74,7 +74,7 @@ def table_arguments(mask, table, placeholder: torch.Tensor) -> tuple:
     return (index, *table[:5], *mask.tiles, *strides)
 
 
-def walk_arguments(mask, table, q: torch.Tensor, k: torch.Tensor, placeholder: torch.Tensor) -> tuple:
+def loop_arguments(mask, table, q: torch.Tensor, k: torch.Tensor, placeholder: torch.Tensor) -> tuple:
     """The table and shape arguments of every portable kernel. table: the mask's, or None if the mask is."""
     (heads, q_len), (kv_heads, kv_len) = q.shape[1:3], k.shape[1:3]
     rows = 0 if table is None else table.row_order.shape[1]

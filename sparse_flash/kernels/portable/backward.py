@@ -31,8 +31,8 @@ from ..common.tiles import (
     CUT,
     FULL,
     LOG2_E,
+    TableEntries,
     TableRows,
-    WalkedTable,
     dense_bounds,
     kept_pairs,
     load_tile,
@@ -50,17 +50,16 @@ from ..launch.launch import (
     descriptor_or_rows,
     launch_or_repeat,
     length_specialized,
+    loop_arguments,
     multiprocessors,
     row_count,
     run_within_memory,
-    walk_arguments,
 )
 from ..launch.order import heads_in_grid
 from .configs import config_for, family_of, for_variant, takes_one_launch
 from .dropout import dropout_stream, kept_by_dropout
 from .lengths import is_cut, is_valid
-from .scores import add_bias_gradient, scored, store_bias_gradient, times_derivative_of_cap, times_derivative_of_function
-from .walks import (
+from .row_loop import (
     Scoring,
     Sizes,
     Tile,
@@ -72,6 +71,7 @@ from .walks import (
     tiles_of,
     valid_of_axes,
 )
+from .scores import add_bias_gradient, scored, store_bias_gradient, times_derivative_of_cap, times_derivative_of_function
 
 
 class _Tensors(NamedTuple):
@@ -244,7 +244,7 @@ def grad_q_kernel(
         _Tensors(q_tensor, k_tensor, v_tensor, dout_tensor, out_tensor, lse_ptr, delta_ptr, dlse_ptr if HAS_DLSE else None),
         dq_tensor, scale,
         TableRows(table, mask_batch_stride, mask_head_stride, q_blocks),
-        WalkedTable(table.index, table.tile_idx, table.tile_runs, table.tile_bits, TABLE_BLOCK, SPARSE),
+        TableEntries(table.index, table.tile_idx, table.tile_runs, table.tile_bits, TABLE_BLOCK, SPARSE),
         Sizes(heads, group, q_len, kv_len, DIM, DIM_V, TILE_M, TILE_N, False),
         Scoring(score_scale, variant, SCORED, REACH, SCORE, DERIVATIVE),
     )
@@ -434,7 +434,7 @@ def grad_kv_kernel(
         _Tensors(q_tensor, k_tensor, v_tensor, dout_tensor, None, lse_ptr, delta_ptr, None),
         dk_tensor, dv_tensor, scale,
         TableRows(table, mask_batch_stride, mask_head_stride, kv_blocks),
-        WalkedTable(table.index, table.tile_idx, table.tile_runs, table.tile_bits, TABLE_BLOCK, SPARSE),
+        TableEntries(table.index, table.tile_idx, table.tile_runs, table.tile_bits, TABLE_BLOCK, SPARSE),
         Sizes(heads, group, q_len, kv_len, DIM, DIM_V, TILE_M, TILE_N, True),
         Scoring(score_scale, variant, SCORED, REACH, SCORE, DERIVATIVE),
     )
@@ -494,7 +494,7 @@ def grad_qkv_kernel(
             dv_tensor,
             scale,
             TableRows(columns, mask_batch_stride, mask_head_stride, kv_blocks),
-            WalkedTable(columns.index, columns.tile_idx, columns.tile_runs, columns.tile_bits, TABLE_BLOCK, SPARSE),
+            TableEntries(columns.index, columns.tile_idx, columns.tile_runs, columns.tile_bits, TABLE_BLOCK, SPARSE),
             Sizes(heads, group, q_len, kv_len, DIM, DIM_V, TILE_M, TILE_N, True),
             Scoring(score_scale, variant, SCORED, REACH, SCORE, DERIVATIVE),  # in a variable, its constants would become tensors
         )
@@ -506,7 +506,7 @@ def grad_qkv_kernel(
             dq_tensor,
             scale,
             TableRows(rows, mask_batch_stride, mask_head_stride, q_blocks),
-            WalkedTable(rows.index, rows.tile_idx, rows.tile_runs, rows.tile_bits, TABLE_BLOCK, SPARSE),
+            TableEntries(rows.index, rows.tile_idx, rows.tile_runs, rows.tile_bits, TABLE_BLOCK, SPARSE),
             Sizes(heads, group, q_len, kv_len, DIM, DIM_V, TILE_M, TILE_N, False),
             Scoring(score_scale, variant, SCORED, REACH, SCORE, DERIVATIVE),
         )
@@ -605,20 +605,20 @@ class _Passes(NamedTuple):
     def grad_q(self, config: Config, of_variant: tuple) -> None:
         t, table = self.tensors, self.mask and self.mask.by_query
         arguments = [*self._tiles(config, "q k v out dout dq"), t.lse, t.dlse, t.delta]
-        arguments += walk_arguments(self.mask, table, t.q, t.k, t.lse)
+        arguments += loop_arguments(self.mask, table, t.q, t.k, t.lse)
         grid = self._grid(self._query_tiles(config), t.q, t.k)
         self._launch(grad_q_kernel, config, of_variant, grid, arguments, config.tile_m, config.tile_n, HAS_DLSE=self.has_dlse)
 
     def grad_kv(self, config: Config, of_variant: tuple) -> None:
         t, table = self.tensors, self.mask and self.mask.by_key
-        arguments = [*self._tiles(config, "q k v dout dk dv"), t.lse, t.delta, *walk_arguments(self.mask, table, t.q, t.k, t.lse)]
+        arguments = [*self._tiles(config, "q k v dout dk dv"), t.lse, t.delta, *loop_arguments(self.mask, table, t.q, t.k, t.lse)]
         grid = self._grid(self._key_tiles(config), t.k, t.q)
         self._launch(grad_kv_kernel, config, of_variant, grid, arguments, config.tile_n, config.tile_m)
 
     def grad_qkv(self, config: Config, of_variant: tuple) -> None:
         t, mask = self.tensors, self.mask
-        columns, *_, kv_blocks = walk_arguments(mask, mask and mask.by_key, t.q, t.k, t.lse)
-        rows = walk_arguments(mask, mask and mask.by_query, t.q, t.k, t.lse)
+        columns, *_, kv_blocks = loop_arguments(mask, mask and mask.by_key, t.q, t.k, t.lse)
+        rows = loop_arguments(mask, mask and mask.by_query, t.q, t.k, t.lse)
         arguments = [*self._tiles(config, "q k v out dout dq dk dv"), t.lse, t.dlse, columns, kv_blocks, *rows]
         group = t.q.shape[1] // t.k.shape[1]
         grid = self._grid(self._key_tiles(config) + group * self._query_tiles(config), t.k, t.q)

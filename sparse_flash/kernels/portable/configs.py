@@ -267,10 +267,10 @@ def candidates(
 
 
 def cannot_fit(config: Config, kernel: str, dtype: torch.dtype, dims: tuple[int, int], shared: int) -> bool:
-    """Whether the tiles that a step walks exceed shared memory, however Triton lays out the rest. dims: padded, of q and k and of
+    """Whether the tiles that a step loads exceed shared memory, however Triton lays out the rest. dims: padded, of q and k and of
     v. All stages but one are in shared memory at the same time."""
-    walked = config.tile_m if kernel == "grad_kv" else config.tile_n
-    return (config.num_stages - 1) * walked * sum(dims) * dtype.itemsize > shared
+    rows = config.tile_m if kernel == "grad_kv" else config.tile_n
+    return (config.num_stages - 1) * rows * sum(dims) * dtype.itemsize > shared
 
 
 def _distance(one: Config, other: Config) -> float:

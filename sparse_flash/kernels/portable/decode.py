@@ -25,9 +25,9 @@ from ..common.tiles import (
     LOG2_E,
     RUNS,
     InBlock,
+    TableEntries,
     TableRows,
     TableTensors,
-    WalkedTable,
     kept_pairs,
     mask_of,
     row_bounds,
@@ -430,7 +430,7 @@ def decode_kernel(
                block_table, table_stride, length, HEAD_DIM, DIM, HEAD_DIM_V, DIM_V, TILE_N, PAGE, VECTOR),
         Splits(tile, number, tiles, count, split_results, arrived, SPLIT, ROWS, COMBINED),
         TableRows(table, mask_batch_stride, mask_head_stride, q_blocks),
-        WalkedTable(table.index, table.tile_idx, table.tile_runs, table.tile_bits, TABLE_BLOCK, SPARSE),
+        TableEntries(table.index, table.tile_idx, table.tile_runs, table.tile_bits, TABLE_BLOCK, SPARSE),
         _Output(out_ptr, lse_ptr, out_batch_stride, out_head_stride, out_token_stride, HEAD_DIM_V, DIM_V),
     )
     # fmt: on

@@ -18,8 +18,8 @@ from ..common.tiles import (
     FULL,
     LN_2,
     LOG2_E,
+    TableEntries,
     TableRows,
-    WalkedTable,
     kept_pairs,
     load_tile,
     of_kept_pairs,
@@ -32,16 +32,16 @@ from ..launch.launch import (
     descriptor_or_rows,
     launch_or_repeat,
     length_specialized,
+    loop_arguments,
     row_count,
     run_within_memory,
-    walk_arguments,
 )
 from ..launch.order import heads_in_grid
 from .configs import config_for, family_of, for_variant
 from .dropout import dropout_stream, kept_by_dropout
 from .lengths import is_cut, is_valid
+from .row_loop import Scoring, Sizes, add_row, in_block, place_of_step, query_tile, slot_and_line, tiles_of, valid_of_axes
 from .scores import scored
-from .walks import Scoring, Sizes, add_row, in_block, place_of_step, query_tile, slot_and_line, tiles_of, valid_of_axes
 
 
 class _Operands(NamedTuple):
@@ -174,7 +174,7 @@ def attention_forward_kernel(
     _compute_tile(
         q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr,
         TableRows(table, mask_batch_stride, mask_head_stride, q_blocks),
-        WalkedTable(table.index, table.tile_idx, table.tile_runs, table.tile_bits, TABLE_BLOCK, SPARSE),
+        TableEntries(table.index, table.tile_idx, table.tile_runs, table.tile_bits, TABLE_BLOCK, SPARSE),
         Sizes(heads, group, q_len, kv_len, DIM, DIM_V, TILE_M, TILE_N, False),
         Scoring(score_scale, variant, SCORED, REACH, SCORE, DERIVATIVE),
     )
@@ -210,7 +210,7 @@ def _run(q, k, v, mask, scale, variant, config, beside, recording):
             descriptor_or_rows(v, n, dim_v),
             descriptor_or_rows(out, m, dim_v),
             lse,
-            *walk_arguments(mask, table, q, k, lse),
+            *loop_arguments(mask, table, q, k, lse),
             scale * LOG2_E.value,
             given,
         ]

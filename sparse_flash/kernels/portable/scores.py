@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from ..common.tiles import CUT, LN_2, LOG2_E
-from .walks import column
+from .row_loop import column
 
 
 @triton.jit

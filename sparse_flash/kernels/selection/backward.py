@@ -18,7 +18,7 @@ import triton.language as tl
 
 from ..common.config import padded_head_dim
 from ..common.grid import tile_and_batch_head
-from ..common.tiles import LOG2_E, WalkedTable, load_tile, store_tile
+from ..common.tiles import LOG2_E, TableEntries, load_tile, store_tile
 from ..launch.launch import descriptor_or_rows, launch, rows_of
 from .configs import selection_config
 from .tiles import (
@@ -283,7 +283,7 @@ def always_grads_kernel(
     _compute_always_piece(
         dk_ptr, dv_ptr, items,
         PickedCall(q_rows, k_tensor, v_tensor, dout_rows, log2_sum_ptr, delta_ptr, picks,
-                   Always(row_ptr, row_split, WalkedTable(row_idx, tile_idx, tile_runs, tile_bits, ALWAYS, True)),
+                   Always(row_ptr, row_split, TableEntries(row_idx, tile_idx, tile_runs, tile_bits, ALWAYS, True)),
                    scale, score_scale, first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks, C),
         QUERIES,
     )  # fmt: skip
@@ -457,7 +457,7 @@ def sum_query_grads_kernel(
         dq_rows, part_ptr, listed, Walks(walk_counts, walk_blocks, walk_bits),
         PickedCall(q_rows, k_tensor, v_tensor, dout_rows, log2_sum_ptr, delta_ptr, picks,
                    Always(always_row_ptr, always_row_split,
-                          WalkedTable(always_col_idx, always_tile_idx, always_tile_runs, always_tile_bits, ALWAYS, True)),
+                          TableEntries(always_col_idx, always_tile_idx, always_tile_runs, always_tile_bits, ALWAYS, True)),
                    scale, score_scale, first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks, C),
         PARTS,
     )  # fmt: skip

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from ..common.config import padded_head_dim
-from ..common.tiles import FLOOR, LN_2, LOG2_E, WalkedTable, load_tile
+from ..common.tiles import FLOOR, LN_2, LOG2_E, TableEntries, load_tile
 from ..launch.launch import descriptor_or_rows, launch, rows_of
 from .configs import selection_config
 from .tiles import (
@@ -283,7 +283,7 @@ def walk_picks_kernel(
         out_rows, lse_ptr, Walks(walk_counts, walk_blocks, walk_bits), _Parts(listed, part_ptr, part_lse, JOINS),
         PickedCall(q_rows, k_tensor, v_tensor, None, None, None, picks,
                    Always(always_row_ptr, always_row_split,
-                          WalkedTable(always_col_idx, always_tile_idx, always_tile_runs, always_tile_bits, ALWAYS, True)),
+                          TableEntries(always_col_idx, always_tile_idx, always_tile_runs, always_tile_bits, ALWAYS, True)),
                    None, score_scale, first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks, C),
     )  # fmt: skip
 

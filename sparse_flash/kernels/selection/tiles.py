@@ -211,7 +211,7 @@ class RowsOfTile(NamedTuple):
 
 
 class Always(NamedTuple):
-    """The pairs that are kept whatever was picked, by query or by key. table: a ``WalkedTable``; BLOCK is 0 if there are none."""
+    """The pairs that are kept whatever was picked, by query or by key. table: ``TableEntries``; BLOCK is 0 if there are none."""
 
     row_ptr: Any
     row_split: Any

@@ -102,11 +102,11 @@ def valid_of_axes(first, batch, sizes, variant):
     """``Valid`` of the axis of the tile that begins at ``first``, and of the other axis: empty if the tile has no valid token."""
     queries = valid_tokens(variant.q_starts, variant.q_lens, batch, sizes.q_len)
     keys = valid_tokens(variant.kv_starts, variant.kv_lens, batch, sizes.kv_len)
-    own, walked = (keys, queries) if sizes.BY_KEY else (queries, keys)
+    own, others = (keys, queries) if sizes.BY_KEY else (queries, keys)
     if is_cut(variant.kv_starts, variant.kv_lens) if sizes.BY_KEY else is_cut(variant.q_starts, variant.q_lens):
         some = (first < own.last) & (first + (sizes.TILE_N if sizes.BY_KEY else sizes.TILE_M) > own.first)
-        walked = Valid(walked.first, tl.where(some, walked.last, walked.first))
-    return own, walked
+        others = Valid(others.first, tl.where(some, others.last, others.first))
+    return own, others
 
 
 @triton.jit
