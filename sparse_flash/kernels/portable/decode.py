@@ -508,7 +508,7 @@ def _plan(
     config,
     splits,
 ) -> DecodePlan:
-    """table: (block_size, masks, rows, entries) of a mask, or None. apart: whether heads of a group walk separately. pages: the
+    """table: (block_size, masks, rows, entries) of a mask, or None. apart: whether heads of a group loop separately. pages: the
     shape of the block table, or None."""
     batch, heads, q_len, head_dim = q_shape
     group = heads // k_shape[1]

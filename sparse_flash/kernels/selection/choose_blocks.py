@@ -1,6 +1,6 @@
 """The choice of key blocks for each group of queries: streams the scores of blocks and keeps the best in registers.
 
-A program has the groups of one tile and one head that picks. It walks the blocks that end before the own block of its last group,
+A program has the groups of one tile and one head that picks. It visits the blocks that end before the own block of its last group,
 some columns at a time, so no tensor holds all scores. What it keeps of each row is a set of the best scores so far, unordered. A
 column enters where it beats the lowest of the set, and the loop over a tile ends when no row has such a column; so most tiles cost
 one maximum. Of equal scores the first block stays: a later one does not beat it, and of several lowest ones the last leaves.

@@ -158,7 +158,7 @@ def _store_keys(p, pointer, grad, item):
 
 
 @gluon.jit
-def _walk_together(p, state, begin, end, block, tiles, last, zeros, dq_zeros, CUT: gl.constexpr):
+def _add_together(p, state, begin, end, block, tiles, last, zeros, dq_zeros, CUT: gl.constexpr):
     """Adds entries begin .. end - 1 to dK and dV. state: dK, dV and the scores of the next tile, (keys, rows). tiles: gathered
     before. last: the item's last tile, during which scores are computed that nobody reads."""
     dk, dv, scores = state
@@ -235,8 +235,8 @@ def _compute_together(p):
         fence_async_shared()
         started = times_transposed(p.k.stage(0), p.q.stage(tiles), zeros, p.DIM)
         state = (key_zeros, key_zeros, warpgroup_mma_wait(0, deps=(started,)))
-        state, tiles = _walk_together(p, state, item.begin, item.whole, block, tiles, last, zeros, dq_zeros, True)
-        state, tiles = _walk_together(p, state, item.whole, item.end, block, tiles, last, zeros, dq_zeros, False)
+        state, tiles = _add_together(p, state, item.begin, item.whole, block, tiles, last, zeros, dq_zeros, True)
+        state, tiles = _add_together(p, state, item.whole, item.end, block, tiles, last, zeros, dq_zeros, False)
         dk, dv, _ = state
         p.k.release(turn)
         # The next keys and values arrive while these gradients are stored.
@@ -248,7 +248,7 @@ def _compute_together(p):
 
 
 @gluon.jit
-def _walk_apart(p, dk, dv, begin, end, block, tiles, zeros, dq_zeros, GROUP: gl.constexpr, CUT: gl.constexpr):
+def _add_apart(p, dk, dv, begin, end, block, tiles, zeros, dq_zeros, GROUP: gl.constexpr, CUT: gl.constexpr):
     """(dK, dV, the number of tiles) after a warp group's tiles of entries begin .. end - 1."""
     dtype: gl.constexpr = p.q.data.dtype
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
@@ -325,8 +325,8 @@ def _compute_apart(p, GROUP: gl.constexpr):
         p.k.wait(turn)
         p.v.wait(turn)
         dk, dv = key_zeros, key_zeros
-        dk, dv, tiles = _walk_apart(p, dk, dv, item.begin, item.whole, block, tiles, zeros, dq_zeros, GROUP, True)
-        dk, dv, tiles = _walk_apart(p, dk, dv, item.whole, item.end, block, tiles, zeros, dq_zeros, GROUP, False)
+        dk, dv, tiles = _add_apart(p, dk, dv, item.begin, item.whole, block, tiles, zeros, dq_zeros, GROUP, True)
+        dk, dv, tiles = _add_apart(p, dk, dv, item.whole, item.end, block, tiles, zeros, dq_zeros, GROUP, False)
         p.k.release(turn)
         if GROUP == 0:
             _load_keys(p, turn + 1, upcoming)

@@ -3,9 +3,9 @@
 Persistent programs: warps that gather queries, a warp that loads keys and values, and two warp groups that compute, each a tile of
 64 gathered rows at a time.
 
-- A block of 64 or 128 keys stays in shared memory while its list is walked, and the next item's arrives meanwhile. It is one step,
-  so there is no running softmax.
-- Larger blocks are walked in steps of 128 keys, by both warp groups together, each with a tile of its own.
+- A block of 64 or 128 keys stays in shared memory during the loop over its list, and the next item's arrives meanwhile. It is one
+  step, so there is no running softmax.
+- Larger blocks are visited in steps of 128 keys, by both warp groups together, each with a tile of its own.
 
 Sources: arXiv:2511.11571 and arXiv:2508.18224 (queries gathered by key block); arXiv:2407.08608, sec. 3 (warp roles).
 """
@@ -62,7 +62,7 @@ class PartsArguments:
 
     @gluon.jit
     def tiles_of(self, item):
-        """How many tiles an item takes: whole pairs where both warp groups walk the same keys. The last one may have no rows."""
+        """How many tiles an item takes: whole pairs where both warp groups visit the same keys. The last one may have no rows."""
         tiles = self.lists.steps(item.whole, item.end)
         if self.STEPS > 1:
             tiles = (tiles + 1) // 2 * 2
