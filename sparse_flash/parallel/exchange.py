@@ -15,8 +15,8 @@ import torch.distributed as dist
 from .. import backends
 from ..dispatch.operators import refuse_second_derivatives, upstream
 from ..variant.variant import Variant
-from .calls import PartialAttention, RowResults, add, join
-from .queries import attended_queries, differentiated_queries, join_parts, sent_queries, sent_results, write_query_gradients
+from .calls import PartialAttention, RowResults, add, merge
+from .queries import attended_queries, differentiated_queries, merge_shared_rows, sent_queries, sent_results, write_query_gradients
 from .routes import OneCall, Peers, Route, TwoCalls
 from .transfer import (
     Arriving,
@@ -95,9 +95,9 @@ def _attention_of_blocks(
         out, lse = run.forward(q, *gathered(k, v, fetched, every), calls.mask)
     elif calls.far is not None:
         part = run.forward(of_blocks(q, calls.rows, block_size), *unpacked(fetched, k.shape[3]), calls.far)
-        join(out, lse, part, calls.rows, block_size)
+        merge(out, lse, part, calls.rows, block_size)
     if shared and parts:
-        join_parts(out, lse, parts, shared)
+        merge_shared_rows(out, lse, parts, shared)
     return out, lse, buffer if keep_fetched else buffer.new_empty(0)
 
 

@@ -8,7 +8,7 @@ from on_ranks import CASES, mask_of
 import sparse_flash as sf
 from sparse_flash.masks.build import part_of
 from sparse_flash.parallel.assignment import Assignment, Visits, candidates, chunk_blocks, exchanged
-from sparse_flash.parallel.calls import PartialAttention, join
+from sparse_flash.parallel.calls import PartialAttention, merge
 from sparse_flash.parallel.costs import LINK_RATE, Node, SequenceSizes, call_times
 from sparse_flash.parallel.explanation import chosen, explained
 from sparse_flash.parallel.planning import PlanOptions, planned
@@ -196,14 +196,14 @@ def test_the_exchange_hides_behind_own_columns_where_that_is_estimated_to_be_fas
         return tuple(of.overlaps for of in call_times(near, far, visiting, own, received, sizes, link_rate))
 
     # Ranks of runs on two GPUs, and what was faster there, or as fast: docs/performance/several-gpus.md.
-    assert overlaps(32, 786_432, 65_536, 2048, 2048) == (False, True)  # a butterfly: results are joined, gradients have one sum
-    assert overlaps(8, 188_416, 24_576, 1536, 1536) == (True, True)  # with 8 heads less is joined
+    assert overlaps(32, 786_432, 65_536, 2048, 2048) == (False, True)  # a butterfly: results are merged, gradients have one sum
+    assert overlaps(8, 188_416, 24_576, 1536, 1536) == (True, True)  # with 8 heads less is merged
     assert overlaps(32, 2_145_792, 16_896, 32, 32) == (True, True)  # a window: own keys are not copied
     assert overlaps(32, 4_484_384, 1_030_976, 600, 450) == (False, False)  # documents: two calls take longer than the exchange
     assert overlaps(8, 1_050_624, 1_048_576, 512, 512, own=512) == (True, False)  # causal: two backward calls do
     # Estimates alone.
     assert overlaps(8, 188_416, 24_576, 1536, 600) == (True, True)
-    assert overlaps(8, 188_416, 24_576, 1536, 400) == (False, True)  # less travels than is joined
+    assert overlaps(8, 188_416, 24_576, 1536, 400) == (False, True)  # less travels than is merged
     assert overlaps(32, 4_484_384, 1_030_976, 600, 450, link_rate=1e10) == (True, True)  # not less over slow links
     assert overlaps(32, 2e6, 0, 0, 0) == (False, False)  # nothing travels
 
@@ -253,7 +253,7 @@ def test_rows_that_visit_no_blocks_of_others_keep_their_results_whether_they_are
     calls, far_q = exchange.forward, of_blocks(q, exchange.forward.rows, 64)
     out, lse = run.forward(q, k[:, :, :own], v[:, :, :own], calls.near)
     before = out.clone(), lse.clone()
-    join(out, lse, run.forward(far_q, k[:, :, own:], v[:, :, own:], calls.far), calls.rows, 64)
+    merge(out, lse, run.forward(far_q, k[:, :, own:], v[:, :, own:], calls.far), calls.rows, 64)
     wanted = run.forward(q, k, v, one.forward.mask)
     for now, old, whole in zip((out, lse), before, wanted, strict=True):
         torch.testing.assert_close(now, whole, rtol=1e-5, atol=1e-6)

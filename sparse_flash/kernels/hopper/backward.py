@@ -193,7 +193,7 @@ def _run(dout, dlse, q, k, v, out, lse, mask, scale, variant, of_variant: Hopper
     return tensors.gradients
 
 
-class BackwardOfParts:
+class JointBackward:
     """The backward passes of several calls that share queries, and each have keys of their own. out, lse: over the keys of all
     calls. Rows are prepared once. dQ is summed over all calls, and rounded once. The masks of the calls must pass ``sum_alike``.
     See ``attention_backward`` for other arguments."""

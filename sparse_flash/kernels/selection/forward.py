@@ -216,16 +216,16 @@ def _add_always(state, q, rows, first_query, last_query, call):
 
 
 class _Parts(NamedTuple):
-    """listed: how many partial results each choice has. JOINS: whether there are any."""
+    """listed: how many partial results each choice has. MERGES: whether there are any."""
 
     listed: Any
     part: Any
     lse: Any
-    JOINS: Any
+    MERGES: Any
 
 
 @triton.jit
-def _join_parts(state, rows, parts, call):
+def _merge_parts(state, rows, parts, call):
     """Adds the partial results of the rows' listed picks."""
     C: tl.constexpr = call.C
     accumulator, running_max, running_sum = state
@@ -260,8 +260,8 @@ def _compute_tile(out_rows, lse_ptr, visited, parts, call):
     if C.ALWAYS != 0:
         first, last = queries_of_tile(tile, call)
         state = _add_always(state, q, rows, first, last, call)
-    if parts.JOINS:
-        state = _join_parts(state, rows, parts, call)
+    if parts.MERGES:
+        state = _merge_parts(state, rows, parts, call)
     accumulator, running_max, running_sum = state
     total, lse = _lse(running_max, running_sum)
     store_rows(out_rows, accumulator / total[:, None], rows, C.DIM_V)
@@ -274,12 +274,12 @@ def visit_blocks_kernel(
     always_row_ptr, always_row_split, always_col_idx, always_tile_idx, always_tile_runs, always_tile_bits,
     first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks,
     score_scale,
-    ALWAYS: tl.constexpr, JOINS: tl.constexpr, C: tl.constexpr,
+    ALWAYS: tl.constexpr, MERGES: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """out and lse of a tile of queries of the heads that share a choice. counts, blocks, bits: see ``VisitedBlocks``. listed:
-    (batch, kv_heads * PICKERS, choices) int32, how many partial results a choice has, if JOINS. ALWAYS: as in ``PickedShape``."""
+    (batch, kv_heads * PICKERS, choices) int32, how many partial results a choice has, if MERGES. ALWAYS: as in ``PickedShape``."""
     _compute_tile(
-        out_rows, lse_ptr, VisitedBlocks(counts, blocks, bits), _Parts(listed, part_ptr, part_lse, JOINS),
+        out_rows, lse_ptr, VisitedBlocks(counts, blocks, bits), _Parts(listed, part_ptr, part_lse, MERGES),
         PickedCall(q_rows, k_tensor, v_tensor, None, None, None, picks,
                    Always(always_row_ptr, always_row_split,
                           TableEntries(always_col_idx, always_tile_idx, always_tile_runs, always_tile_bits, ALWAYS, True)),
@@ -295,9 +295,9 @@ def visit_blocks(
     q, k, v = operands[:3]
     dim, dim_v = padded_head_dim(q.shape[3]), padded_head_dim(v.shape[3])
     config = selection_config("visit", q.dtype, max(dim, dim_v), sizes.smallest_block(always), q.device)
-    n, joins = config.tile_n, listed is not None
+    n, merges = config.tile_n, listed is not None
     arguments = [rows_of(q, dim), descriptor_or_rows(k, n, dim), descriptor_or_rows(v, n, dim_v), rows_of(out, dim_v), lse, picks]
-    arguments += [visited.counts, visited.blocks, visited.bits, *((listed, parts, part_lse) if joins else (lse, lse, lse))]
+    arguments += [visited.counts, visited.blocks, visited.bits, *((listed, parts, part_lse) if merges else (lse, lse, lse))]
     arguments += [*always_arguments(always, False, lse), *sizes.integers(round), scale * LOG2_E.value]
     C = sizes.constants(dim, dim_v, n, always=always, visited=visited.blocks.shape[3])
-    launch(visit_blocks_kernel, sizes.tiles_of(round), arguments, {"ALWAYS": C.ALWAYS, "JOINS": joins, "C": C}, config.options)
+    launch(visit_blocks_kernel, sizes.tiles_of(round), arguments, {"ALWAYS": C.ALWAYS, "MERGES": merges, "C": C}, config.options)
