@@ -39,7 +39,7 @@ class RowResults(NamedTuple):
 
 class PartialAttention(NamedTuple):
     """Attends some of a rank's rows to some columns, by a back end. dropout: a variant with a seed, and with the batch-heads
-    (``lines``) if the rank has only some heads; None for no dropout."""
+    (``batch_heads``) if the rank has only some heads; None for no dropout."""
 
     scale: float
     deterministic: bool
@@ -139,7 +139,7 @@ def for_back_end(mask: LocalMask, dropout: Variant | None, on_gpu: bool) -> tupl
     if dropout is None:
         return mask.mask.kernel_table(on_gpu), None
     # Only the mask's own blocks are contiguous in the sequence, so neither coarser blocks nor a dense call are used.
-    return mask.mask, replace(dropout, q_places=mask.q_places, kv_places=mask.kv_places)
+    return mask.mask, replace(dropout, q_positions=mask.q_positions, kv_positions=mask.kv_positions)
 
 
 def merge(

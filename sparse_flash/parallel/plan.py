@@ -307,18 +307,18 @@ class ContextPlan(TokenShards):
         return (out, own_tokens_of_all_heads(lse[..., None], ranks, handle)[..., 0]) if return_lse else out
 
     def _dropout(self, q: torch.Tensor, k: torch.Tensor, dropout_p: float) -> Variant | None:
-        """Returns the seed of all ranks and, if this rank has only some heads, their batch-heads (``lines``). q, k: with all
+        """Returns the seed of all ranks and, if this rank has only some heads, their batch-heads (``batch_heads``). q, k: with all
         heads."""
         drawn = checked_variant(q, k, dropout_p=dropout_p)
         if drawn is None:  # dropout_p rounds to 0
             return None
         assert drawn.seed is not None
-        lines = None
+        batch_heads = None
         if self._sharing > 1:
             batch, heads = q.shape[:2]
             every = torch.arange(batch * heads, dtype=torch.int32, device=q.device).view(batch, self._sharing, -1)
-            lines = every[:, self.rank % self._sharing].contiguous()
-        return replace(drawn, seed=seed_of_first_rank(drawn.seed, self._everyone), lines=lines)
+            batch_heads = every[:, self.rank % self._sharing].contiguous()
+        return replace(drawn, seed=seed_of_first_rank(drawn.seed, self._everyone), batch_heads=batch_heads)
 
     def _between(
         self, call: AttentionCall, select: BlockChoice | BlockSelection | BlockMask | None

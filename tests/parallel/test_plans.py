@@ -64,7 +64,7 @@ def test_every_kept_pair_is_attended_by_exactly_one_rank(name):
 def attended_by(part: LocalMask, shape: torch.Size) -> np.ndarray:
     """(heads, q_len, kv_len) int: how often a table keeps each pair of the whole sequence."""
     counts = np.zeros(shape, int)
-    of_queries, of_keys = ((places.numpy()[:, None] + np.arange(16)).ravel() for places in (part.q_places, part.kv_places))
+    of_queries, of_keys = ((places.numpy()[:, None] + np.arange(16)).ravel() for places in (part.q_positions, part.kv_positions))
     for head, kept in enumerate(of_all_heads(part.mask).expand(shape[0], -1, -1).numpy()):
         query, key = np.nonzero(kept)
         np.add.at(counts[head], (of_queries[query], of_keys[key]), 1)

@@ -306,7 +306,7 @@ def _workspace(q, k, v, tables, deterministic: bool, of_variant: HopperVariant) 
     padded_q, padded_kv = (triton.cdiv(length, block_size) * block_size for length in (q_len, kv_len))
     if tables and tables.starts is not None:
         padded_q = padded_kv = (len(tables.starts) - 1) * block_size
-    lines = batch * heads * padded_q
+    q_rows = batch * heads * padded_q
     together = not deterministic and _heads_together(q, k, tables, of_variant)
     # Tiles of several query heads add to dK and dV in order of arrival. With integer sums, each query head has its own, which
     # ``finish_kernel`` adds. Splits of columns are then added like other tiles.
@@ -315,7 +315,7 @@ def _workspace(q, k, v, tables, deterministic: bool, of_variant: HopperVariant) 
     splits = tables.by_key.splits.shape[1] * (block_size // keys) if split else 0
     kv_rows = batch * (heads if deterministic else kv_heads) * (padded_kv if added else splits * keys)
     return _Workspace(
-        padded_q, padded_kv, lines * dim, (3 if deterministic else 2) * lines, kv_rows * (dim + dim_v), added, splits, together
+        padded_q, padded_kv, q_rows * dim, (3 if deterministic else 2) * q_rows, kv_rows * (dim + dim_v), added, splits, together
     )
 
 

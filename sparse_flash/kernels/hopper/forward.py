@@ -610,9 +610,9 @@ def _run(q, k, v, mask, scale, variant, of_variant: HopperVariant, beside, recor
     lse = recording.fresh(torch.empty(q.shape[:3], dtype=torch.float32, device=q.device))
     split_out = split_lse = lse
     if split_rows:
-        lines, dim_v = q.shape[0] * q.shape[1] * split_rows, padded_head_dim(v.shape[3])
-        split_lse = recording.fresh(torch.empty(lines, dtype=torch.float32, device=q.device))
-        split_out = recording.fresh(torch.empty((lines, dim_v), dtype=torch.float32, device=q.device))
+        rows, dim_v = q.shape[0] * q.shape[1] * split_rows, padded_head_dim(v.shape[3])
+        split_lse = recording.fresh(torch.empty(rows, dtype=torch.float32, device=q.device))
+        split_out = recording.fresh(torch.empty((rows, dim_v), dtype=torch.float32, device=q.device))
     queue = recording.each_time(partial(tile_queue, q.device))
     tensors = q, k, v, out, lse, split_out, split_lse, queue
     recording.launch(
@@ -686,7 +686,7 @@ def _forward_launch(q, k, v, out, lse, split_out, split_lse, queue, tables, scal
     """Returns (grid, arguments, constants, options)."""
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
-    group, lines = heads // kv_heads, batch * heads
+    group, batch_heads = heads // kv_heads, batch * heads
     switches = of_variant.switches
     starts, scored = tables is not None and tables.starts is not None, (switches["SCORED"], switches["REACH"])
     shape = forward_shape(config, head_dim, v.shape[3], tables and tables.block_size, starts, split_rows > 0, *scored)
@@ -708,7 +708,7 @@ def _forward_launch(q, k, v, out, lse, split_out, split_lse, queue, tables, scal
         kv_len,
         items,
         tiles,
-        heads_in_queue(dim + dim_v, kv_len, tables, lines, group),
+        heads_in_queue(dim + dim_v, kv_len, tables, batch_heads, group),
         split_rows // config.queries,
         scale * LOG2_E.value,
         of_variant.given,

@@ -246,8 +246,8 @@ def _store(state, output, queries, ROWS: tl.constexpr):
     dim = tl.arange(0, output.DIM_V)[None, :]
     place = output.out + row[:, None] + dim
     tl.store(place, values.to(output.out.dtype.element_ty), mask=exists[:, None] & (dim < output.HEAD_DIM_V))
-    line = queries.batch.to(tl.int64) * queries.heads + queries.head + member
-    tl.store(output.lse + line * queries.q_len + query, log * LN_2, mask=exists)
+    batch_head = queries.batch.to(tl.int64) * queries.heads + queries.head + member
+    tl.store(output.lse + batch_head * queries.q_len + query, log * LN_2, mask=exists)
 
 
 @triton.jit

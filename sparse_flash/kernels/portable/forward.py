@@ -40,7 +40,7 @@ from ..launch.order import heads_in_grid
 from .configs import config_for, family_of, for_variant
 from .dropout import dropout_stream, kept_by_dropout
 from .lengths import is_cut, is_valid
-from .row_loop import Scoring, Sizes, add_row, in_block, place_of_step, query_tile, slot_and_line, tiles_of, valid_of_axes
+from .row_loop import Scoring, Sizes, add_row, in_block, place_of_step, query_tile, slot_and_batch_head, tiles_of, valid_of_axes
 from .scores import scored
 
 
@@ -114,8 +114,8 @@ def _compute_tile(q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr, rows, table
     """out and lse of this program's tile of queries."""
     variant = scoring.variant
     TILE_M: tl.constexpr = sizes.TILE_M
-    slot, line = slot_and_line(tiles_of(rows.count, sizes.q_len, TILE_M, table.BLOCK, table.SPARSE))
-    tile, bounds = query_tile(slot, line, rows, table, sizes)
+    slot, batch_head = slot_and_batch_head(tiles_of(rows.count, sizes.q_len, TILE_M, table.BLOCK, table.SPARSE))
+    tile, bounds = query_tile(slot, batch_head, rows, table, sizes)
     q = load_tile(q_tensor, tile.batch, tile.head, tile.first, TILE_M, sizes.DIM)
     state = (
         tl.zeros([TILE_M, sizes.DIM_V], tl.float32),
@@ -137,7 +137,7 @@ def _compute_tile(q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr, rows, table
         divisor *= 1.0 - variant.dropout_p
     store_tile(out_tensor, accumulator / divisor[:, None], tile.batch, tile.head, tile.first, TILE_M, sizes.DIM_V)
     lse = tl.where(keeps_nothing, -float("inf"), (running_max + tl.math.log2(total)) * LN_2)
-    tl.store(lse_ptr + tile.line.to(tl.int64) * sizes.q_len + query, lse, mask=query < sizes.q_len)
+    tl.store(lse_ptr + tile.batch_head.to(tl.int64) * sizes.q_len + query, lse, mask=query < sizes.q_len)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)

@@ -40,12 +40,12 @@ class Scoring(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A program's tile. line: batch * heads + head. first: its first query or key."""
+    """A program's tile. batch_head: batch * heads + head. first: its first query or key."""
 
     batch: Any
     head: Any
     kv_head: Any
-    line: Any
+    batch_head: Any
     first: Any
 
 
@@ -68,7 +68,7 @@ class Place(NamedTuple):
 
 
 @triton.jit
-def slot_and_line(tiles):
+def slot_and_batch_head(tiles):
     """(the number of a program's tile among a batch-head's ``tiles``, its batch-head). Along the grid's first axis, a few
     batch-heads take turns."""
     together = tl.num_programs(0) // tiles
@@ -82,10 +82,10 @@ def tiles_of(blocks, length, TILE: tl.constexpr, BLOCK: tl.constexpr, SPARSE: tl
 
 
 @triton.jit
-def query_tile(slot, line, rows, table, sizes):
+def query_tile(slot, batch_head, rows, table, sizes):
     """(the ``Tile`` of a slot, the bounds of its row's entries). Slots are counted in the order of rows."""
-    batch = line // sizes.heads
-    head = line % sizes.heads
+    batch = batch_head // sizes.heads
+    head = batch_head % sizes.heads
     kv_head = head // sizes.group
     if table.SPARSE:
         mask = mask_of(rows, batch, head)
@@ -94,7 +94,7 @@ def query_tile(slot, line, rows, table, sizes):
     else:
         first = slot * sizes.TILE_M
         bounds = dense_bounds(sizes.kv_len, sizes.TILE_N)
-    return Tile(batch, head, kv_head, line, first), bounds
+    return Tile(batch, head, kv_head, batch_head, first), bounds
 
 
 @triton.jit

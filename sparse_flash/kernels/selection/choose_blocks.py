@@ -105,8 +105,8 @@ def choose_blocks_kernel(
     (batch, heads, groups, CHOSEN + OWN) int32. heads: that pick. width: how many of them share a key head. bounds: if BOUNDED,
     (groups, 2) int32: the first column that a group may choose, and its own; then EVERY is 1. logs, compressed, log_head, factor:
     of WEIGHTS, see ``_weights_of_blocks``; key i is of LENGTH tokens from i * STRIDE on."""
-    tile, line = tile_and_batch_head(tl.cdiv(groups, TILE))
-    batch, head = (line // heads).to(tl.int64), (line % heads).to(tl.int64)
+    tile, batch_head = tile_and_batch_head(tl.cdiv(groups, TILE))
+    batch, head = (batch_head // heads).to(tl.int64), (batch_head % heads).to(tl.int64)
     group = tile * TILE + tl.arange(0, TILE)
     exists = group < groups
     if BOUNDED:
@@ -154,9 +154,9 @@ def choose_blocks_kernel(
                 )
                 scores = tl.dot(query, tl.trans(means), input_precision=PRECISION)
             elif KIND == WEIGHTS:
-                line_logs = logs + (batch * heads + head) * SHARED * log_head + tl.minimum(group, groups - 1)
+                head_logs = logs + (batch * heads + head) * SHARED * log_head + tl.minimum(group, groups - 1)
                 scores = _weights_of_blocks(
-                    rows, keys, line_logs, first, column, some, dim, head_dim, compressed, q_head, k_token, log_head, factor,
+                    rows, keys, head_logs, first, column, some, dim, head_dim, compressed, q_head, k_token, log_head, factor,
                     SHARED, BLOCK, LENGTH, STRIDE, PRECISION,
                 )  # fmt: skip
             else:
@@ -184,7 +184,7 @@ def choose_blocks_kernel(
     mine = own[:, None] + slot - CHOSEN
     is_own = (slot >= CHOSEN) & (slot < CHOSEN + OWN) & (mine * BLOCK <= last[:, None])
     block = tl.sort(tl.where(is_own, mine, tl.where(room, block, _NONE)), 1)
-    place = picks + (line.to(tl.int64) * groups + group)[:, None] * (CHOSEN + OWN) + slot
+    place = picks + (batch_head.to(tl.int64) * groups + group)[:, None] * (CHOSEN + OWN) + slot
     tl.store(place, tl.where(block < _NONE, block, -1), mask=exists[:, None] & (slot < CHOSEN + OWN))
 
 
@@ -198,8 +198,8 @@ def compressed_lse_kernel(
 ):  # fmt: skip
     """logs: (batch, heads, groups) float32, of the softmax sums of each group's first query over the compressed keys that have no
     token after it. The rest as for ``choose_blocks_kernel``."""
-    tile, line = tile_and_batch_head(tl.cdiv(groups, TILE))
-    batch, head = (line // heads).to(tl.int64), (line % heads).to(tl.int64)
+    tile, batch_head = tile_and_batch_head(tl.cdiv(groups, TILE))
+    batch, head = (batch_head // heads).to(tl.int64), (batch_head % heads).to(tl.int64)
     group = tile * TILE + tl.arange(0, TILE)
     exists = group < groups
     position = group * EVERY + offset
@@ -223,7 +223,7 @@ def compressed_lse_kernel(
         running_max = new_max
     total = tl.where(read == 0, 1.0, running_sum)
     result = tl.where(read == 0, -float("inf"), (running_max + tl.math.log2(total)) * LN_2)
-    tl.store(logs + line.to(tl.int64) * groups + group, result, mask=exists)
+    tl.store(logs + batch_head.to(tl.int64) * groups + group, result, mask=exists)
 
 
 class Compressed(NamedTuple):

@@ -100,13 +100,13 @@ def _gather_list(p, begin, end, block, tiles):
         # Read a tile ahead, so no copy waits for it.
         entry, exists = p.lists.entries_of(begin, end, step + 1, layout)
         p.rows.tell(rows)
-        line = p.lists.index_of(rows, block)
+        index = p.lists.index_of(rows, block)
         p.q.acquire(tiles)
         p.queries.copy(p.q.stage(tiles), p.rows, block.batch, TOGETHER)
-        copy_elements(p.log2_sum.index(p.q.place(tiles)), p.log2_sum_ptr + line, mask=rows.exists)
+        copy_elements(p.log2_sum.index(p.q.place(tiles)), p.log2_sum_ptr + index, mask=rows.exists)
         p.q.commit_copies(tiles)
         p.douts.copy(p.dout.stage(tiles), p.rows, block.batch, TOGETHER)
-        copy_elements(p.delta.index(p.q.place(tiles)), p.delta_ptr + line, mask=rows.exists)
+        copy_elements(p.delta.index(p.q.place(tiles)), p.delta_ptr + index, mask=rows.exists)
         p.dout.commit_copies(tiles)
         tiles += 1
     return tiles

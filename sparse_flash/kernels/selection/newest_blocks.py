@@ -141,8 +141,8 @@ def update_means_kernel(
 
     means: (batch, heads, blocks or more, HEAD_DIM) float32. The rest as for ``decode_kernel``.
     """
-    line = tl.program_id(0)
-    batch, head = (line // heads).to(tl.int64), (line % heads).to(tl.int64)
+    batch_head = tl.program_id(0)
+    batch, head = (batch_head // heads).to(tl.int64), (batch_head % heads).to(tl.int64)
     tokens = tl.minimum(tl.load(kv_lens + batch), capacity) if HAS_LENS else capacity
     whole = tl.maximum(tokens, 0) // BLOCK
     block = whole - tl.num_programs(1) + tl.program_id(1)

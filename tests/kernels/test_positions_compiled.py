@@ -8,7 +8,7 @@ pytestmark = pytest.mark.compiles
 
 
 def test_a_thread_draws_once_for_four_pairs_also_where_tokens_stand_elsewhere():
-    found = outcomes_of("sm90_places.py")
+    found = outcomes_of("sm90_positions.py")
     assert [k["kernel"] for k in found] == ["forward", "grad_kv"]
     for k in found:
         # Seven products per draw in each of three loops, plus one draw per program; twice as many if pairs drew by two.
