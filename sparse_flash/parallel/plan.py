@@ -159,8 +159,8 @@ def plans_of(
 ) -> ContextPlans:
     """Makes a plan for each layer. layers: for each layer, the number of its mask among the planned masks. whole: returns a mask by
     its number, on the CPU. cu_seqlens: the documents' bounds; one document by default."""
-    places = numbers.owners.places(numbers.sizes.q_len, numbers.sizes.block_size)
-    shards = TokenShards(numbers.sizes.q_len, places, cu_seqlens, group_of(mesh), device_of(mesh))
+    positions = numbers.owners.positions(numbers.sizes.q_len, numbers.sizes.block_size)
+    shards = TokenShards(numbers.sizes.q_len, positions, cu_seqlens, group_of(mesh), device_of(mesh))
     plans = [ContextPlan(shards, numbers, number, options, partial(whole, number), mesh) for number in range(len(numbers.parts))]
     return ContextPlans(shards, [plans[number] for number in layers])
 
@@ -206,7 +206,7 @@ class ContextPlan(TokenShards):
         # The mask of the call between exchanges, if the rank then has all tokens.
         self._gathered = part.to(self.device) if isinstance(part, LocalMask) else None
         # The index of each token of the sequence among the tokens of all ranks, rank after rank; None if both orders are the same.
-        in_order = self.ranks == 1 or np.array_equal(self.places.ravel(), np.arange(self.q_len))
+        in_order = self.ranks == 1 or np.array_equal(self.all_positions.ravel(), np.arange(self.q_len))
         self._order = None if in_order or self.strategy != "heads" else shards._inverse
         across = mesh.get_group(0) if self.strategy == "nodes" else self.group
         self._route = Route.on(part, across, self.device) if isinstance(part, BlockExchange) else None

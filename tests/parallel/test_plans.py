@@ -48,23 +48,23 @@ def test_every_kept_pair_is_attended_by_exactly_one_rank(name):
     wanted = of_all_heads(mask).int()
     for assignment in found:
         attended = torch.zeros_like(wanted)
-        places = assignment.places(mask.q_len, mask.block_size)
+        tokens = assignment.positions(mask.q_len, mask.block_size)
         for rank in range(ranks):
             blocks = np.concatenate([assignment.blocks[rank], *sent_to(assignment, rank)])
             part = of_all_heads(part_of(mask, assignment.blocks[rank], blocks))
             columns = blocks[:, None] * mask.block_size + np.arange(mask.block_size)
             columns[blocks < 0] = -1
-            row, column = np.flatnonzero(places[rank] >= 0), np.flatnonzero((columns.ravel() >= 0) & (columns.ravel() < mask.q_len))
+            row, column = np.flatnonzero(tokens[rank] >= 0), np.flatnonzero((columns.ravel() >= 0) & (columns.ravel() < mask.q_len))
             kept = part[:, row][:, :, column].int()
             assert kept.sum() == part.sum(), "a pair with padding is kept"
-            attended[:, places[rank][row][:, None], columns.ravel()[column]] += kept
+            attended[:, tokens[rank][row][:, None], columns.ravel()[column]] += kept
         assert torch.equal(attended, wanted), assignment.name
 
 
 def attended_by(part: LocalMask, shape: torch.Size) -> np.ndarray:
     """(heads, q_len, kv_len) int: how often a table keeps each pair of the whole sequence."""
     counts = np.zeros(shape, int)
-    of_queries, of_keys = ((places.numpy()[:, None] + np.arange(16)).ravel() for places in (part.q_positions, part.kv_positions))
+    of_queries, of_keys = ((first.numpy()[:, None] + np.arange(16)).ravel() for first in (part.q_positions, part.kv_positions))
     for head, kept in enumerate(of_all_heads(part.mask).expand(shape[0], -1, -1).numpy()):
         query, key = np.nonzero(kept)
         np.add.at(counts[head], (of_queries[query], of_keys[key]), 1)
@@ -111,16 +111,16 @@ def test_a_rank_gets_the_blocks_that_it_visits_and_lacks_and_no_others(name, ran
 def test_every_token_is_on_one_rank_in_order_and_all_ranks_hold_equally_many(name, ranks):
     mask, found = options(name, ranks)
     for assignment in found:
-        places = assignment.places(mask.q_len, mask.block_size)
-        held = places[places >= 0]
+        positions = assignment.positions(mask.q_len, mask.block_size)
+        held = positions[positions >= 0]
         assert np.array_equal(np.sort(held), np.arange(mask.q_len))
-        assert all((np.diff(own[own >= 0]) > 0).all() for own in places)
-        assert places.shape[1] % mask.block_size == 0 or ranks == 1
+        assert all((np.diff(own[own >= 0]) > 0).all() for own in positions)
+        assert positions.shape[1] % mask.block_size == 0 or ranks == 1
 
 
 def test_a_plan_of_one_rank_has_no_padding():
     mask, found = options("1537 tokens", 1)
-    assert all(one.places(mask.q_len, mask.block_size).shape == (1, 1537) for one in found)
+    assert all(one.positions(mask.q_len, mask.block_size).shape == (1, 1537) for one in found)
 
 
 def test_the_work_of_ranks_is_the_visited_blocks_of_the_mask():
