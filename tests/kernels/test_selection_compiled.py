@@ -23,7 +23,7 @@ def test_they_fit_shared_memory(kernels):
         "sum_key_grads",
         "rows_of_softmax",
         "selection_decode",
-        "choose_newest",
+        "pick_newest",
         "update_means",
     }
     assert [k for k in kernels if k["shared"] > 232448] == []

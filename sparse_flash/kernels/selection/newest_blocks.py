@@ -71,7 +71,7 @@ _CHOICE_NUMBERS += ["q_batch_stride", "q_head_stride", "q_token_stride", "mean_b
 
 
 @triton.jit(do_not_specialize=_CHOICE_NUMBERS)
-def choose_newest_kernel(
+def pick_newest_kernel(
     q, means, picks, candidates, arrived, kv_lens,
     q_batch_stride: tl.int64, q_head_stride: tl.int64, q_token_stride: tl.int64,
     mean_batch_stride: tl.int64, mean_head_stride: tl.int64,
@@ -161,7 +161,7 @@ def update_means_kernel(
         tl.store(means + dim, mean, mask=dim < HEAD_DIM)
 
 
-def choose_newest(
+def pick_newest(
     q: torch.Tensor, means: torch.Tensor, kv_lens: torch.Tensor | None, length: int, keep: int, block_size: int, heads: int
 ) -> torch.Tensor:
     """(batch, heads, q_len, keep) int32, ascending, then -1: a query's own block and the best of the blocks that end before it.
@@ -177,10 +177,10 @@ def choose_newest(
         plan = _choice_plan(tuple(q.shape), q.stride(), tuple(means.shape), means.stride(), *sizes)
         picks = recording.fresh(torch.empty((q.shape[0], heads, q.shape[2], keep), dtype=torch.int32, device=q.device))
         arguments = [q, means, picks, *plan.workspace(recording, picks, torch.int64), picks if kv_lens is None else kv_lens]
-        recording.launch(choose_newest_kernel, (plan.grid, [*arguments, *plan.numbers], plan.constants, plan.options))
+        recording.launch(pick_newest_kernel, (plan.grid, [*arguments, *plan.numbers], plan.constants, plan.options))
         return (picks,)
 
-    return launch_or_repeat(choose_newest_kernel, None, sizes, inputs, run)[0]
+    return launch_or_repeat(pick_newest_kernel, None, sizes, inputs, run)[0]
 
 
 @remembered

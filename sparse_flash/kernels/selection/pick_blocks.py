@@ -92,7 +92,7 @@ def _weights_of_blocks(
 
 
 @triton.jit(do_not_specialize=["heads", "groups", "kv_len", "offset", "width", "compressed", "log_head"])
-def choose_blocks_kernel(
+def pick_blocks_kernel(
     source, keys, picks, bounds, logs,
     heads, groups, kv_len, offset, width, compressed, log_head, factor,
     head_dim, q_batch, q_head, q_token, k_batch, k_head, k_token,
@@ -197,7 +197,7 @@ def compressed_lse_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """logs: (batch, heads, groups) float32, of the softmax sums of each group's first query over the compressed keys that have no
-    token after it. The rest as for ``choose_blocks_kernel``."""
+    token after it. The rest as for ``pick_blocks_kernel``."""
     tile, batch_head = tile_and_batch_head(tl.cdiv(groups, TILE))
     batch, head = (batch_head // heads).to(tl.int64), (batch_head % heads).to(tl.int64)
     group = tile * TILE + tl.arange(0, TILE)
@@ -236,7 +236,7 @@ class Compressed(NamedTuple):
 
 
 def compressed_lse(q: torch.Tensor, keys: torch.Tensor, compression: Compressed, every: int, kv_len: int) -> torch.Tensor:
-    """(batch, heads, groups) float32, see ``compressed_lse_kernel``. q, keys: as for ``choose_blocks``."""
+    """(batch, heads, groups) float32, see ``compressed_lse_kernel``. q, keys: as for ``pick_blocks``."""
     config, (batch, heads, q_len, head_dim) = _CONFIGS["softmax"], q.shape
     groups = triton.cdiv(q_len, every)
     logs = torch.empty((batch, heads, groups), dtype=torch.float32, device=q.device)
@@ -250,7 +250,7 @@ def compressed_lse(q: torch.Tensor, keys: torch.Tensor, compression: Compressed,
     return logs
 
 
-def choose_blocks(
+def pick_blocks(
     source: torch.Tensor,
     keys: torch.Tensor | None,
     kind: str,
@@ -292,7 +292,7 @@ def choose_blocks(
     constants |= {"DIM": 16 if given else padded_head_dim(source.shape[3]), "PRECISION": _precision(source)}
     grid = triton.cdiv(groups, config.tile_m) * source.shape[0] * heads, 1
     specialized = keys.dtype, *integers_specialized(sizes)
-    launch(choose_blocks_kernel, grid, arguments, constants, config.options, specialized)
+    launch(pick_blocks_kernel, grid, arguments, constants, config.options, specialized)
     return picks
 
 
