@@ -288,6 +288,8 @@ def _masked(
         own = assumed(module, query, key, sliding_window, is_causal)
     elif not isinstance(own, ModelMask):
         own = given(own, query, key)
+    elif own.end is None and not torch.compiler.is_compiling():
+        own = own.with_end_read()
     if settings.plan is not None:
         unsupported = {"a soft cap": softcap, "a 4-D attention_mask": own.dense, "padding": own.starts}
         unsupported["a choice of blocks"] = block_indices
