@@ -14,13 +14,15 @@ sequence's first token. Restrictions that are not patterns (a 4-D attention_mask
 are kept pair by pair, which takes a scan of all pairs on the host. Position biases, attention weights, and keywords that are
 neither supported nor in ``_WITHOUT_EFFECT`` are refused.
 
+A mask with choosers, ``causal & (sampled(8, floor=0.01) | sinks(64))``, chooses blocks of keys for prompts: see ``by_content``.
+
 Source: https://huggingface.co/docs/transformers/attention_interface (transformers 5).
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -39,6 +41,8 @@ from ...masks.block_mask import BlockMask
 from ...masks.pattern import Pattern
 from ...selection.block_selection import BlockSelection
 from ...variant.definition import with_sinks
+from .by_content import PromptChoice, choices_by_layer
+from .by_content import attended as attended_by_content
 from .choice import OWN, by_layer, check_future, check_heads, future_error, is_decoder
 from .layers import others_of, pretrained, self_attention, tower
 from .masks import PACKED, ModelMask, assumed, bounds_of, depends_on_position, given, model_mask
@@ -76,7 +80,8 @@ _WITHOUT_EFFECT = {
 
 class _Settings(NamedTuple):
     """Holds the settings of one attention layer: see ``use_sparse_flash``. moves: whether the mask depends on more than distances.
-    ahead: whether it looks ahead and may not. plan: replaces the mask if several ranks share the sequence."""
+    ahead: whether it looks ahead and may not. plan: replaces the mask if several ranks share the sequence. choice: of a mask with
+    choosers, and dense: the settings of its other calls."""
 
     mask: Pattern | str | BlockMask
     backend: str = "auto"
@@ -85,6 +90,8 @@ class _Settings(NamedTuple):
     packed: bool = False
     ahead: bool = False
     plan: SharedSequence | None = None
+    choice: PromptChoice | None = None
+    dense: _Settings | None = None
 
 
 def use_sparse_flash(
@@ -96,6 +103,9 @@ def use_sparse_flash(
     backend: str = "auto",
     deterministic: bool | None = None,
     packed: bool = False,
+    dense_below: int | None = None,
+    dense_layers: Iterable[int] | None = None,
+    dense_last: int | None = None,
 ) -> torch.nn.Module:
     """Switches a model's self-attention to ``sparse_flash.attention`` under ``mask``; returns the model.
 
@@ -114,6 +124,14 @@ def use_sparse_flash(
     so, "causal & ...", because its tokens are trained to predict the later ones.
     backend, deterministic: as for ``sparse_flash.attention``.
 
+    dense_below, dense_layers, dense_last: for masks with a chooser, such as ``causal & (sampled(8, floor=0.01) | sinks(64))``.
+    Prompts choose: calls of more than 64 queries. All other calls are dense: they keep all pairs of the pattern before the chooser,
+    such as causal. Each sequence of a padded batch chooses for itself.
+    dense_below: a prompt is dense if its length, or the layer's own window, is fewer keys than this. 4096 by default.
+    dense_layers: the numbers of layers that keep the model's own mask; none by default.
+    dense_last: so many queries at the end of a prompt, and of each chunk of one, see all keys; 64 by default. ``last_tokens`` is
+    joined to the chooser for them. It does nothing in a spec that does not say causal.
+
     packed: tells compiled code to expect packed sequences, whose position_ids restart with each sequence. Compiled code cannot
     read them, and separating sequences costs time. Other code reads position_ids. Sequences given by cu_seq_lens_q are separated
     in both.
@@ -131,7 +149,7 @@ def use_sparse_flash(
     wrapped, model = model, pretrained(model)
     part = tower(model)
     layers = self_attention(part)
-    masks = by_layer(mask, per_layer, sorted(layers))
+    masks, choices = choices_by_layer(by_layer(mask, per_layer, sorted(layers)), dense_below, dense_layers, dense_last)
     check_heads(masks, layers)
     ahead = check_future(masks, [number for number, layer in layers.items() if is_decoder(layer)], bidirectional)
     plan = shared_by(masks, others_of(model, layers.values()))
@@ -143,6 +161,9 @@ def use_sparse_flash(
         else:
             moves = one != OWN and depends_on_position(one)
             settings = _Settings(one, backend, deterministic, moves, packed, ahead[number] and not bidirectional)
+            if (choice := choices.get(number)) is not None:
+                dense = settings._replace(mask=choice.dense, moves=depends_on_position(choice.dense))
+                settings = settings._replace(moves=choice.moves, choice=choice, dense=dense)
         setattr(layer, _SETTINGS, settings)
         layer.extra_repr = partial(_shown, layer)  # type: ignore[method-assign]  # print(model) shows it
     if not hasattr(part, _WATCHED):
@@ -174,7 +195,8 @@ def _shown(layer) -> str:
     if _implementation(layer) != NAME:
         return own
     settings = getattr(layer, _SETTINGS)
-    return "\n".join(filter(None, (own, f"sparse_flash mask: {settings.plan or settings.mask}")))
+    dense = "" if settings.choice is None else f"; dense_below={settings.choice.below}, dense_last={settings.choice.last}"
+    return "\n".join(filter(None, (own, f"sparse_flash mask: {settings.plan or settings.mask}{dense}")))
 
 
 def _shard_inputs(module, args, kwargs) -> tuple[tuple[()], dict[str, object]] | None:
@@ -228,6 +250,8 @@ def _attention(module, query, key, value, attention_mask, **kwargs):
     settings = getattr(module, _SETTINGS, None)
     if settings is None:
         return _as_before(module, query, key, value, attention_mask, **kwargs)
+    if settings.choice is not None and not settings.choice.serves(attention_mask, query, key):
+        settings = settings.dense
     if torch.compiler.is_compiling() and not _traceable(settings, attention_mask, query, key, **kwargs):
         return _outside_of_graphs(settings, module, query, key, value, attention_mask, **kwargs)
     return _masked(settings, module, query, key, value, attention_mask, **kwargs)
@@ -238,6 +262,8 @@ def _traceable(settings, own, query, key, sliding_window=None, dropout=0.0, soft
     if own is None or settings.plan is not None:
         return True
     if not isinstance(own, ModelMask) or own.dense is not None or any(len(limit) > 1 for limit in own.limits):
+        return False
+    if settings.choice is not None and (own.starts is not None or own.end is None):
         return False
     # Reading kv_offset specializes the graph on its value.
     if _moves(settings, own) and own.kv_offset:
@@ -311,6 +337,11 @@ def _masked(
     mask: Pattern | str | BlockMask | None = settings.mask
     if settings.ahead and own.base == "causal":  # a causal layer that does not say so
         raise ValueError(future_error(f"the mask of {type(module).__name__}", mask))
+    if settings.choice is not None:
+        options = {"scale": scaling, "dropout_p": dropout, "softcap": softcap, "sinks": s_aux}
+        options |= {"deterministic": settings.deterministic, "backend": settings.backend}
+        packed = cu_seqlens is not None
+        return attended_by_content(module, settings.choice, own, query, key, value, packed=packed, **options), None
     if isinstance(mask, str) and mask == OWN:
         mask = None if own.base == "full" else own.base
     if cu_seqlens is not None:
