@@ -295,7 +295,7 @@ def test_what_patterns_cannot_say_is_kept_pair_by_pair():
         torch.testing.assert_close(model(x, attention_mask=given).logits, expected, atol=1e-5, rtol=1e-4)
     shared = some[:1, :1]
     expected = dense(x, attention_mask=shared).logits
-    torch.testing.assert_close(use_sparse_flash(model)(x, attention_mask=shared).logits, expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(use_sparse_flash(model, "own")(x, attention_mask=shared).logits, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_a_mask_of_pairs_made_in_inference_mode_is_taken_and_not_remembered_past_a_write_to_it():

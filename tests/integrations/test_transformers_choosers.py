@@ -1,6 +1,8 @@
 """Models under specs with choosers: prompts equal dense attention to the pairs that choose_blocks keeps, and all else is dense."""
 
 import copy
+import json
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -11,9 +13,10 @@ transformers = pytest.importorskip("transformers")
 from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
 from transformers.masking_utils import eager_mask  # noqa: E402
 
-from sparse_flash.integrations.transformers import use_sparse_flash  # noqa: E402
+from sparse_flash.integrations.transformers import use_sparse_flash, write_masks  # noqa: E402
 from sparse_flash.integrations.transformers.by_content import placed  # noqa: E402
 from sparse_flash.masks.chooser import choices_of  # noqa: E402
+from sparse_flash.masks.pattern import _registry  # noqa: E402
 
 TOKENS, WORDS = 300, 97
 SIZES = {"vocab_size": WORDS, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
@@ -208,6 +211,98 @@ def test_a_compiled_model_takes_padding_outside_of_its_graphs():
     torch.testing.assert_close(found[exist.bool()], outputs(model, words(tokens=200), **given)[exist.bool()], **CLOSE)
 
 
+def test_a_saved_model_keeps_its_masks_and_a_call_without_a_mask_restores_them(tmp_path):
+    specs, settings = [SPEC, "causal & local(90)"], {"dense_below": 100, "dense_last": 32}
+    model = use_sparse_flash(made("llama"), per_layer=specs, **settings)
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["sparse_flash"] == {
+        "format": 1,
+        "layers": {str(number): sf.parse(spec).to_spec() for number, spec in enumerate(specs)},
+        **settings,
+    }
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    with pytest.raises(ValueError, match=r"which runs 'sdpa'; call use_sparse_flash\(model\), for the masks in its config"):
+        sf.masks_of(loaded)
+    torch.testing.assert_close(outputs(use_sparse_flash(loaded), words()), outputs(model, words()), **CLOSE)
+    assert "dense_below=100, dense_last=32" in str(loaded) and sf.masks_of(loaded) == sf.masks_of(model)
+    assert loaded.config.sparse_flash == model.config.sparse_flash
+    torch.testing.assert_close(outputs(use_sparse_flash(loaded, "own"), words()), outputs(made("llama"), words()), **CLOSE)
+    assert not hasattr(loaded.config, "sparse_flash")
+    use_sparse_flash(model, {0: SPEC, 1: sf.compile_mask("causal", TOKENS)})  # tables have no text
+    assert not hasattr(model.config, "sparse_flash")
+
+
+def test_masks_that_look_ahead_are_restored_as_they_were_asked_for():
+    model = use_sparse_flash(made("llama"), "local(9)", bidirectional=True)
+    assert model.config.sparse_flash["bidirectional"] is True
+    assert sf.masks_of(use_sparse_flash(model)) == {0: "local(9)", 1: "local(9)"}
+
+
+def test_a_file_of_masks_serves_a_model_of_the_same_layers(tmp_path):
+    wanted = use_sparse_flash(made("llama"), {0: HEADS, 1: "causal & local(90)"}, dense_below=80, dense_last=0)
+    file = tmp_path / "masks.json"
+    write_masks(file, sf.masks_of(wanted), dense_below=80, dense_last=0, made_by={"program": "by hand"})
+    assert json.loads(file.read_text())["made_by"] == {"program": "by hand"}
+    for name in (file, str(file)):
+        model = use_sparse_flash(made("llama"), name)
+        assert model.config.sparse_flash == wanted.config.sparse_flash
+        torch.testing.assert_close(outputs(model, words()), outputs(wanted, words()))
+    use_sparse_flash(model, file, dense_below=0, dense_layers=[0])
+    assert model.config.sparse_flash["layers"]["0"] == "own"
+    with pytest.raises(ValueError, match="masks must be patterns that have spec text"):
+        write_masks(file, {0: sf.compile_mask("causal", TOKENS)})
+
+
+LAYERS = {"0": SPEC, "1": SPEC}
+
+
+@pytest.mark.parametrize(
+    "record, message",
+    [
+        ("causal", "must be a JSON file of masks, as write_masks makes them"),
+        ([1], "got list; write it by write_masks"),
+        ({"format": 2, "layers": LAYERS}, "got format 2; .* install the release"),
+        ({"format": 1, "layers": LAYERS, "dense_under": 3}, "no fields but .*; got dense_under"),
+        ({"format": 1, "layers": {"0": SPEC}}, r"layers of the model, 0 to 1; missing: \[1\]; not in the model: \[\]"),
+        ({"format": 1, "layers": {**LAYERS, "2": SPEC}}, r"missing: \[\]; not in the model: \[2\]"),
+        ({"format": 1, "layers": {**LAYERS, "1": "causal & windmill(4)"}}, "(?s)layer '1' .*unknown pattern 'windmill'.*import or"),
+        ({"format": 1, "layers": {"first": SPEC}}, "layer 'first' must have a number"),
+        ({"format": 1, "layers": {"0": 3}}, "layer '0' must have a number and a spec; got 3"),
+        ({"format": 1, "layers": LAYERS, "dense_below": "4k"}, "dense_below must be a number of tokens, 0 or more; got '4k'"),
+        (
+            {"format": 1, "layers": {"0": "causal", "1": "own"}, "dense_last": 3},
+            "dense_last must come with a mask that has a chooser",
+        ),
+    ],
+)
+def test_files_and_configs_that_do_not_fit_say_what_is_wrong(tmp_path, record, message):
+    file, model = tmp_path / "masks.json", made("llama")
+    file.write_text(record if isinstance(record, str) else json.dumps(record))
+    with pytest.raises(ValueError, match=message):
+        use_sparse_flash(model, file)
+    if isinstance(record, dict):
+        model.config.sparse_flash = record
+        with pytest.raises(ValueError, match=message):
+            use_sparse_flash(model)
+    assert model.config._attn_implementation == "dense_reference"
+
+
+def test_choosers_of_other_packages_are_saved_and_restored_where_they_are_registered():
+    @sf.register_chooser("first_blocks_for_models")
+    @dataclass(frozen=True)
+    class FirstBlocks(sf.Chooser):
+        def scores(self, q, k, grid):
+            return -torch.arange(grid.kv_blocks, device=q.device).float().expand(*q.shape[:2], *grid.shape)
+
+    record = use_sparse_flash(made("llama"), sf.causal() & FirstBlocks(keep=2, block=64)).config.sparse_flash
+    model = made("llama", sparse_flash=record)
+    assert sf.masks_of(use_sparse_flash(model))[0] == "causal & first_blocks_for_models(keep=2, block=64)"
+    del _registry["first_blocks_for_models"]
+    sf.clear_caches()
+    with pytest.raises(ValueError, match="unknown pattern 'first_blocks_for_models'"):
+        use_sparse_flash(made("llama", sparse_flash=record))
+
+
 @pytest.mark.parametrize(
     "mask, settings, message",
     [
@@ -226,7 +321,7 @@ def test_what_a_model_cannot_follow_is_refused_before_it_is_changed(mask, settin
     model = made("llama")
     with pytest.raises(ValueError, match=message):
         use_sparse_flash(model, mask, **settings)
-    assert model.config._attn_implementation == "dense_reference"
+    assert model.config._attn_implementation == "dense_reference" and not hasattr(model.config, "sparse_flash")
 
 
 class Plan:

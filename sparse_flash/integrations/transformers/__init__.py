@@ -24,6 +24,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from os import PathLike
 from typing import NamedTuple, cast
 
 import torch
@@ -46,6 +47,8 @@ from .by_content import attended as attended_by_content
 from .choice import OWN, by_layer, check_future, check_heads, future_error, is_decoder
 from .layers import others_of, pretrained, self_attention, tower
 from .masks import PACKED, ModelMask, assumed, bounds_of, depends_on_position, given, model_mask
+from .saved import KEY, keep_in_config, saved_for
+from .saved import write_masks as write_masks
 from .sharing import attended, sharded, shared_by
 
 if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 8):
@@ -96,7 +99,7 @@ class _Settings(NamedTuple):
 
 def use_sparse_flash(
     model: torch.nn.Module,
-    mask: Pattern | str | BlockMask | SharedSequence | Sequence[SharedSequence] | Mapping | None = None,
+    mask: Pattern | str | PathLike[str] | BlockMask | SharedSequence | Sequence[SharedSequence] | Mapping | None = None,
     *,
     per_layer: Sequence | None = None,
     bidirectional: bool = False,
@@ -112,9 +115,10 @@ def use_sparse_flash(
     model: a ``PreTrainedModel`` whose attention goes through Transformers' attention interface, or a module that holds one:
     DataParallel, DDP, FSDP, a compiled or a PEFT model. If it has several parts (encoder and decoder; text and images), only the
     self-attention of its text decoder is switched.
-    mask: a Pattern or its spec text, compiled and cached for each new length; a BlockMask, for one length; None or "own" for the
-    model's own mask: causal for a decoder, all pairs for an encoder, within its own windows. A mapping from layer numbers gives
-    masks for some layers; the others keep the model's own.
+    mask: a Pattern or its spec text, compiled and cached for each new length; a BlockMask, for one length; "own" for the model's
+    own mask: causal for a decoder, all pairs for an encoder, within its own windows. A mapping from layer numbers gives masks for
+    some layers; the others keep the model's own. The name of a JSON file that ``write_masks`` wrote gives the masks of all layers
+    and their settings. None: the masks in the model's config if it holds some, as for a saved model, otherwise the model's own.
     Or a ``ContextPlan``, or ``ContextPlans`` with one for each layer: several ranks then share the sequence. Call the model on each
     with all tokens and labels, and without attention_mask. It runs on the rank's tokens, at their positions in the sequence, and
     returns their logits. Its loss is the sum over the rank's labels, divided by the valid labels of all ranks: the sum over ranks
@@ -140,15 +144,21 @@ def use_sparse_flash(
     fails at run time (on a GPU as a device-side assertion) for zeros between ones in attention_mask, and without ``packed`` for
     position_ids of packed sequences. In layers with chunks, compiled code treats packed sequences as single ones.
 
-    The choice is stored on the model's layers, where ``masks_of`` reads it, and is not saved with it. Raises ValueError for a model
-    without such layers, and for masks that do not fit them, TypeError for a list that does not say per_layer; the model is then
-    unchanged.
+    The masks are stored on the model's layers, where ``masks_of`` reads them. If all have spec text, ``model.config.sparse_flash``
+    holds them too, ``save_pretrained`` saves them with the model, and ``use_sparse_flash(model)`` restores them after loading.
+    Raises ValueError for a model without such layers, and for masks that do not fit them, TypeError for a list that does not say
+    per_layer; the model is then unchanged.
     """
     checked_deterministic(deterministic)
     check_name(backend)
     wrapped, model = model, pretrained(model)
     part = tower(model)
     layers = self_attention(part)
+    saved = saved_for(model, mask, sorted(layers)) if per_layer is None else None
+    if saved is not None:
+        mask, bidirectional = saved.layers, bidirectional or saved.bidirectional
+        dense_below = saved.dense_below if dense_below is None else dense_below
+        dense_last = saved.dense_last if dense_last is None else dense_last
     masks, choices = choices_by_layer(by_layer(mask, per_layer, sorted(layers)), dense_below, dense_layers, dense_last)
     check_heads(masks, layers)
     ahead = check_future(masks, [number for number, layer in layers.items() if is_decoder(layer)], bidirectional)
@@ -173,6 +183,7 @@ def use_sparse_flash(
         model.register_forward_pre_hook(_shard_inputs, with_kwargs=True)
     if plan is not None or hasattr(model, _PLAN):
         setattr(model, _PLAN, plan)
+    keep_in_config(model.config, masks, choices, bidirectional)
     return wrapped
 
 
@@ -182,9 +193,10 @@ def masks_of(model: torch.nn.Module) -> dict[int, Pattern | str | BlockMask | Sh
     part = tower(model)
     settings = {number: getattr(layer, _SETTINGS, None) for number, layer in self_attention(part).items()}
     if _implementation(part) != NAME:
+        way_out = "), for the masks in its config" if hasattr(model.config, KEY) else ", mask)"
         raise ValueError(
             f"model must be one that use_sparse_flash switched; got {type(model).__name__}, which runs {_implementation(part)!r}; "
-            "call use_sparse_flash(model, mask)"
+            f"call use_sparse_flash(model{way_out}"
         )
     return {number: one.plan or one.mask for number, one in settings.items() if one is not None}
 
