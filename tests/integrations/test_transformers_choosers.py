@@ -325,7 +325,7 @@ def test_what_a_model_cannot_follow_is_refused_before_it_is_changed(mask, settin
 
 
 class Plan:
-    """What a model reads of a plan of context parallelism."""
+    """Stands for a plan of context parallelism."""
 
     q_len = tokens = TOKENS
     positions = torch.arange(TOKENS)

@@ -192,8 +192,8 @@ def _of_sequence(
 
 @constant_in_graphs
 def placed(mask: Pattern | str, limits: tuple[str | Pattern, ...], start: int, position: int) -> Pattern | str:
-    """Returns the mask within the model's restrictions, for keys from a position on. start: what the first key's position is for
-    the mask, which counts from a sequence's first token. position: what it is for the limits."""
+    """Returns the mask within the model's restrictions, for keys from a position on. start: the first key's position counted from
+    the sequence's first token, as masks count. position: the same counted from the row's first token, as limits count."""
     return _placed(mask, limits, start, position)
 
 
