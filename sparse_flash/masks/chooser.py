@@ -264,7 +264,10 @@ def choices_of(spec: Pattern | str) -> tuple[HeadChoice, ...]:
     """The choice of all heads, or of each head for ``per_head``. Raises ValueError for expressions that mix patterns and choosers
     in another way than ``within & (chooser | always)``, or choosers of different blocks."""
     pattern = parse(spec) if isinstance(spec, str) else spec
-    choices = tuple(map(_choice_of, pattern.patterns if isinstance(pattern, PerHead) else (pattern,)))
+    heads = pattern.patterns if isinstance(pattern, PerHead) else (pattern,)
+    choices = tuple(map(_choice_of, heads))
+    within = next((choice.within for choice in choices if choice.choosers), None)
+    choices = tuple(one if one.choosers else _of_patterns(head, within) for one, head in zip(choices, heads, strict=True))
     choosers = [chooser for choice in choices for chooser in choice.choosers]
     if not choosers:
         raise ValueError(f"{shortened(pattern)} has no chooser; known: {', '.join(list_choosers())}; compile_mask takes patterns")
@@ -286,13 +289,11 @@ def size_of(spec: Pattern | str) -> int:
 
 
 def _choice_of(pattern: Pattern) -> HeadChoice:
-    operands = pattern.operands if isinstance(pattern, And) else (pattern,)
+    operands = _operands_of(pattern)
     patterns = [one for one in operands if not _is_chosen(one)]
     chosen = [one for one in operands if _is_chosen(one)]
-    if not chosen:  # of one head among others: only what is kept in any case
-        causal = [one for one in patterns if str(one) == "causal"]
-        others = [one for one in patterns if str(one) != "causal"]
-        return HeadChoice(_joined(And, causal), (), _joined(And, others or causal))
+    if not chosen:
+        return _of_patterns(pattern, None)
     way_out = f"write it as within & (chooser | always); got {shortened(pattern, 120)}"
     if len(chosen) > 1:
         raise ValueError(f"choosers are joined by |, not by &; {way_out}")
@@ -304,10 +305,22 @@ def _choice_of(pattern: Pattern) -> HeadChoice:
     return HeadChoice(_joined(And, patterns), choosers, _joined(Or, always))
 
 
+def _of_patterns(pattern: Pattern, within: Pattern | None) -> HeadChoice:
+    """The choice of a head that has patterns alone, beside heads within ``within``: only what is kept in any case."""
+    limits = ("causal", *map(str, _operands_of(within)))
+    inside = [one for one in _operands_of(pattern) if str(one) in limits]
+    others = [one for one in _operands_of(pattern) if str(one) not in limits]
+    return HeadChoice(_joined(And, inside), (), _joined(And, others or inside))
+
+
+def _operands_of(pattern: Pattern | None) -> tuple[Pattern, ...]:
+    return pattern.operands if isinstance(pattern, And) else (pattern,) if pattern is not None else ()
+
+
 def _joined(kind: Any, patterns: list[Pattern]) -> Pattern | None:
     return kind.of(*patterns) if patterns else None
 
 
 def is_causal(within: Pattern | None) -> bool:
     """Whether an expression's pairs are limited to keys up to each query, as its text says."""
-    return within is not None and "causal" in map(str, within.operands if isinstance(within, And) else (within,))
+    return "causal" in map(str, _operands_of(within))

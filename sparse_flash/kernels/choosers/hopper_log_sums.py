@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ..common.gluon import Constants, record
 from ..common.layout import addressable
 from ..common.tiles import LOG2_E
-from ..hopper.descriptors import described
+from ..hopper.descriptors import gluon_descriptor
 from ..hopper.products import pieces_of, pieces_times_transposed
 from ..hopper.ring import Ring, ring_beside, ring_of, tiles
 from ..launch.launch import launch
@@ -269,7 +269,7 @@ def log_sums(rows, columns, until, starts, sums, totals, span, factor, per_q_blo
     rows, columns = (addressable(_in_spans(x, span) if span > 1 else x) for x in (rows, columns))
     keys = max(per_kv_block, 128 if span == 1 else 256)
     shape = LogSumShape(dim, span, per_q_block, per_kv_block, starts is not None, keys, (4 if span == 1 else 2) * 128 // dim)
-    arguments = [described(rows, [1, 1, HALF.value, WIDTH.value]), described(columns, [1, 1, keys, WIDTH.value])]
+    arguments = [gluon_descriptor(rows, [1, 1, HALF.value, WIDTH.value]), gluon_descriptor(columns, [1, 1, keys, WIDTH.value])]
     arguments += [until, until if starts is None else starts, sums, totals, batch * heads, heads, heads // columns.shape[1]]
     arguments += [first, count, sums.shape[3], factor * LOG2_E.value]
     grid = triton.cdiv(count, 2 * HALF.value) * batch * heads, 1
