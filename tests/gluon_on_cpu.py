@@ -32,6 +32,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITCallable
 
 from sparse_flash.backends import Call, hopper
+from sparse_flash.kernels.choosers import hopper_log_sums
 from sparse_flash.kernels.common.gluon import Constants
 from sparse_flash.kernels.common.tiles import Rows
 from sparse_flash.kernels.hopper import backward, forward
@@ -97,6 +98,9 @@ class Tensor(NDArrayOperatorsMixin):
 
     def permute(self, *order):
         return Tensor(self.array.transpose(*order))
+
+    def expand_dims(self, axis):
+        return Tensor(np.expand_dims(self.array, axis))
 
     def split(self):
         return Tensor(self.array[..., 0]), Tensor(self.array[..., 1])
@@ -336,8 +340,9 @@ def warpgroup_mma_wait(pending, deps):
     products = here().products
     while len(products) > pending:
         products.pop(0).finish()
-    assert all(product.done is not None for product in deps), "the wait leaves a product that is used under way"
-    return deps[0].done if len(deps) == 1 else tuple(product.done for product in deps)
+    # A product that is still under way can be what the next one adds to, and nothing else: it is no tensor.
+    results = tuple(product if product.done is None else product.done for product in deps)
+    return results[0] if len(deps) == 1 else results
 
 
 def async_load(tensor, corner, barrier, target):
@@ -579,6 +584,9 @@ LANGUAGE = Language(
     maximum=_of(_maximum),
     minimum=_of(_minimum),
     max=_of(lambda x, axis: np.max(x, axis)),
+    min=_of(lambda x, axis: np.min(x, axis)),
+    floor=_of(np.floor),
+    cdiv=lambda number, size: (number + size - 1) // size,
     sum=_of(lambda x, axis: np.sum(x, axis)),
     abs=_of(np.abs),
     sqrt_rn=_of(np.sqrt),
@@ -732,7 +740,7 @@ def gluon_on_cpu(seed: int = 0):
         patch.setattr(Recording, "launch", _launch)
         for module in (forward, backward):
             patch.setattr(module, "tile_queue", lambda device: torch.zeros(2, dtype=torch.int32))
-        for module in (selection_forward, selection_backward):
+        for module in (selection_forward, selection_backward, hopper_log_sums):
             patch.setattr(module, "launch", run_partitioned)
         patch.setattr(hopper, "available", lambda: None)
         patch.setattr(hopper, "_is_hopper", lambda device: True)

@@ -70,7 +70,10 @@ def checked(
         spec = traceable(mask) if torch.compiler.is_compiling() else mask
         if is_chosen(spec) and 0 not in q.shape and 0 not in k.shape:
             check_tensors(q, k, v)
-            mask = chosen_mask(spec, q, k, checked_scale(scale, q.shape[3]), None, kv_starts)
+            if not (kv_lens is q_lens is None):
+                check_known_end(spec)
+            lengths = checked_variant(q, k, kv_lens=kv_lens, q_lens=q_lens, kv_starts=kv_starts, q_starts=q_starts)
+            mask = chosen_mask(spec, q, k, checked_scale(scale, q.shape[3]), None, lengths)
     has_lengths_or_bias = not (kv_lens is q_lens is kv_starts is q_starts is alibi_slopes is rel_bias is None)
     others: dict[str, Any] = {}
     if has_lengths_or_bias or not _is_plain(dropout_p, softcap, score_mod, score_params):

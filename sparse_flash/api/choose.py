@@ -8,7 +8,7 @@ from ..choosers.choose import chosen_mask
 from ..masks.block_mask import BlockMask
 from ..masks.chooser import is_chosen
 from ..masks.pattern import Pattern
-from .arguments import autocast, check_tensors
+from .arguments import autocast, check_tensors, check_types, checked_scale
 
 
 def choose_blocks(
@@ -42,10 +42,16 @@ def choose_blocks(
 
     Raises ValueError for expressions and arguments that do not fit together, TypeError for wrong types.
     """
+    if not isinstance(spec, (Pattern, str)):
+        raise TypeError(f"spec must be an expression with choosers, a Pattern or its text; got {type(spec).__name__}")
     if not is_chosen(spec):
         raise ValueError(
             f"spec must have a chooser, such as causal & sampled(8, floor=0.01); got {spec}; compile_mask takes patterns"
         )
+    check_types(q, k, k)
     q, k, _ = autocast(q, k, k)
+    if q.shape[:1] == k.shape[:1] == (0,):  # no sequence: a mask of batch 1 fits that, and tables hold one at least
+        q, k = (x.new_zeros(1, *x.shape[1:]) for x in (q, k))
+        scores = None if scores is None else scores.new_zeros(1, *scores.shape[1:])
     check_tensors(q, k, k)
-    return chosen_mask(spec, q, k, scale, scores)
+    return chosen_mask(spec, q, k, checked_scale(scale, q.shape[3]), scores)

@@ -108,13 +108,13 @@ def kept(
     if rule == "floor":
         return (possible & (scores >= number)) | forced
     if rule == "relative":
-        return (possible & (scores >= number * scores.amax(-1, keepdim=True))) | forced
+        return (possible & (scores >= number * scores.amax(-1, keepdim=True).clamp(min=0))) | forced
     if rule == "mass":
         weights, order = scores.clamp(min=0).sort(dim=-1, descending=True, stable=True)
-        before = weights.cumsum(-1) - weights
+        before = torch.nn.functional.pad(weights.cumsum(-1)[..., :-1], (1, 0))
         enough = before < number * weights.sum(-1, keepdim=True)
         return (torch.zeros_like(possible).scatter(-1, order, enough) & possible) | forced
-    among = scores.masked_fill(forced, math.inf)
+    among = scores.clamp(max=torch.finfo(scores.dtype).max).masked_fill(forced, math.inf)
     if rule == "budget":
         among = among.transpose(1, 2).flatten(2)
     order = among.argsort(dim=-1, descending=True, stable=True)

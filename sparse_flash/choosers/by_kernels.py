@@ -43,7 +43,7 @@ def scores(
     from ..kernels.choosers.log_sums import scores_of_blocks
 
     if starts is not None:
-        starts = starts.div(grid.block_size // features.per_kv_block, rounding_mode="floor").to(torch.int32)
+        starts = starts.clamp(min=0).div(grid.block_size // features.per_kv_block, rounding_mode="floor").to(torch.int32)
     rows, columns, until = unbroken(features.rows), unbroken(features.columns), features.until.to(torch.int32)
     numbers = features.span, features.factor, features.per_q_block, features.per_kv_block, grid.kv_blocks, low, high
     by = None

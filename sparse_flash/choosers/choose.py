@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from ..masks.memory import remembered
 from ..masks.methods import limit_of
 from ..masks.pattern import Pattern, text_of
 from ..masks.select_blocks import by_kernel
+from ..variant.variant import Variant
 from . import by_definition, by_kernels
 from .features import features_of
 
@@ -35,7 +37,8 @@ class Limits(NamedTuple):
 
 
 class _Content(NamedTuple):
-    """given: scores of a caller's own, or None. starts: (batch,) int, the first existing key of each sequence, or None."""
+    """given: scores of a caller's own, or None. starts, ends: (batch,) int, the first existing key of each sequence, and the first
+    past them, or None."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -44,13 +47,29 @@ class _Content(NamedTuple):
     scale: float
     given: torch.Tensor | None
     starts: torch.Tensor | None
+    ends: torch.Tensor | None
+
+    @property
+    def group(self) -> int:
+        """How many query heads share keys."""
+        return self.q.shape[1] // self.k.shape[1]
 
     def of_heads(self, heads: list[int]) -> _Content:
-        if len(heads) == self.q.shape[1]:
-            return self
-        group = self.q.shape[1] // self.k.shape[1]
-        given = self.given if self.given is None or self.given.shape[1] == 1 else self.given[:, heads]
-        return self._replace(q=self.q[:, heads], k=self.k[:, [head // group for head in heads]], given=given)
+        keys = [head // self.group for head in heads]
+        if _in_whole_groups(heads, self.group):
+            keys = keys[:: self.group]
+        given = None if self.given is None else _taken(self.given, heads)
+        return self._replace(q=_taken(self.q, heads), k=_taken(self.k, keys), given=given)
+
+
+def _in_whole_groups(heads: list[int], group: int) -> bool:
+    """Whether these are all of the heads that share keys with some of them."""
+    return len({head // group for head in heads}) * group == len(heads)
+
+
+def _taken(x: torch.Tensor, heads: list[int]) -> torch.Tensor:
+    """These heads of x, (batch, heads, ...). By slices: a tensor of their numbers would be copied from the host."""
+    return torch.cat([x[:, head : head + 1] for head in heads], 1)
 
 
 @torch.no_grad()
@@ -60,17 +79,31 @@ def chosen_mask(
     k: torch.Tensor,
     scale: float | None = None,
     scores: torch.Tensor | None = None,
-    starts: torch.Tensor | None = None,
+    lengths: Variant | None = None,
 ) -> BlockMask:
-    """See ``choose_blocks``. starts: (batch,) int, the first existing key of each sequence, or None."""
+    """See ``choose_blocks``. lengths: which tokens exist; the others count as zeros, and blocks of them alone are not chosen."""
     scale = q.shape[3] ** -0.5 if scale is None else scale
+    starts = ends = None
+    if lengths is not None:
+        starts, ends = lengths.kv_starts, lengths.kv_lens
+        q, k = _existing(q, lengths.q_starts, lengths.q_lens), _existing(k, starts, ends)
     if not torch.compiler.is_compiling():
-        return _choose(spec, q, k, scale, scores, starts)
+        return _choose(spec, q, k, scale, scores, starts, ends)
     text, within, size = _as_text(spec)
     blocks = -(-k.shape[2] // size)
-    words = chosen_bits(q, k, text, scale, scores, starts)
+    words = chosen_bits(q, k, text, scale, scores, starts, ends)
     maps = ((words[..., None] >> torch.arange(32, device=q.device)) & 1).flatten(3)[..., :blocks].bool()
     return BlockMask.from_blocks(maps, size, q.shape[2], k.shape[2], within=within)
+
+
+def _existing(x: torch.Tensor, starts: torch.Tensor | None, ends: torch.Tensor | None) -> torch.Tensor:
+    """x with zeros for the tokens that do not exist, whatever they hold."""
+    token = torch.arange(x.shape[2], device=x.device)
+    if starts is not None:
+        x = x.masked_fill((token < starts[:, None])[:, None, :, None], 0)
+    if ends is not None:
+        x = x.masked_fill((token >= ends[:, None])[:, None, :, None], 0)
+    return x
 
 
 @constant_in_graphs
@@ -86,11 +119,17 @@ def _as_text(spec: Pattern | str) -> tuple[str, str | None, int]:
 
 @torch.library.custom_op("sparse_flash::chosen_bits", mutates_args=())
 def chosen_bits(
-    q: torch.Tensor, k: torch.Tensor, spec: str, scale: float, scores: torch.Tensor | None, starts: torch.Tensor | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    spec: str,
+    scale: float,
+    scores: torch.Tensor | None,
+    starts: torch.Tensor | None,
+    ends: torch.Tensor | None,
 ) -> torch.Tensor:
     """The blocks that an expression keeps, for compiled graphs: (batch, heads, q_blocks, ceil(kv_blocks / 32)) int32 of bits."""
     choices = choices_of(spec)
-    content = _content_of(choices, q, k, size_of(spec), scale, scores, starts)
+    content = _content_of(choices, q, k, size_of(spec), scale, scores, starts, ends)
     return _by_head(_bits, choices, content) if _streams(q) else by_kernels.packed(_by_head(_maps, choices, content))
 
 
@@ -108,9 +147,10 @@ def _choose(
     scale: float,
     scores: torch.Tensor | None,
     starts: torch.Tensor | None,
+    ends: torch.Tensor | None,
 ) -> BlockMask:
     choices = choices_of(spec)
-    content = _content_of(choices, q, k, size_of(spec), scale, scores, starts)
+    content = _content_of(choices, q, k, size_of(spec), scale, scores, starts, ends)
     maps = _by_head(_bits if _streams(q) else _maps, choices, content)
     return of_maps(maps, content.grid, limit_of(choices[0].within, content.grid, q.device), _room(choices, content))
 
@@ -123,8 +163,18 @@ def _content_of(
     scale: float,
     scores: torch.Tensor | None,
     starts: torch.Tensor | None,
+    ends: torch.Tensor | None,
 ) -> _Content:
-    return _Content(q, k, BlockGrid(q.shape[2], k.shape[2], size), is_causal(choices[0].within), scale, scores, starts)
+    if len(choices) not in (1, q.shape[1]):
+        raise ValueError(f"per_head must have an expression for each of q's {q.shape[1]} heads, or one for all; got {len(choices)}")
+    content = _Content(q, k, BlockGrid(q.shape[2], k.shape[2], size), is_causal(choices[0].within), scale, scores, starts, ends)
+    if scores is not None:
+        if not any(isinstance(chooser, Scored) for choice in choices for chooser in choice.choosers):
+            raise ValueError(
+                "scores are for the chooser scored, which is not in the expression; write scored(keep=8), or leave them out"
+            )
+        _check_scores(scores, "scores", content)
+    return content
 
 
 def _streams(q: torch.Tensor) -> bool:
@@ -136,15 +186,18 @@ def _by_head(
     make: Callable[[HeadChoice, _Content], torch.Tensor], choices: tuple[HeadChoice, ...], content: _Content
 ) -> torch.Tensor:
     """Maps of all heads, from one choice for all or from one for each."""
-    if len(choices) == 1:
+    if len(set(choices)) == 1:
         return make(choices[0], content)
-    parts, order = [], []
+    made: dict[int, torch.Tensor] = {}
     for choice in dict.fromkeys(choices):
         heads = [head for head, other in enumerate(choices) if other == choice]
-        parts.append(make(choice, content.of_heads(heads)))
-        order += heads
-    place = torch.tensor(sorted(range(len(order)), key=order.__getitem__), device=content.q.device)
-    return torch.cat(parts, 1).index_select(1, place)
+        if any(chooser.share_group for chooser in choice.choosers) and not _in_whole_groups(heads, content.group):
+            raise ValueError(
+                f"under share_group=True, the {content.group} query heads that share keys must have one chooser; it is of heads "
+                f"{heads} alone; write it for all heads of a group, or leave share_group out"
+            )
+        made |= zip(heads, make(choice, content.of_heads(heads)).split(1, 1), strict=True)
+    return torch.cat([made[head] for head in range(len(choices))], 1)
 
 
 def _room(choices: tuple[HeadChoice, ...], content: _Content) -> int | None:
@@ -185,6 +238,7 @@ def _maps(choice: HeadChoice, content: _Content) -> torch.Tensor:
         parts = []
         for low, high, scores in _scored(chooser, content, False):
             allowed, forced = limits.allowed[low:high], limits.forced[low:high]
+            scores = _of_existing(scores, content)
             parts.append(by_definition.kept(scores, allowed, forced, rule, number, scores.shape[1]))
         mine = torch.cat(parts, 2)
         kept = kept | mine.repeat_interleave(q.shape[1] // mine.shape[1], 1)
@@ -201,6 +255,7 @@ def _bits(choice: HeadChoice, content: _Content) -> torch.Tensor:
         rule, number = chooser.rule
         for low, high, scores in _scored(chooser, content, True):
             counts = by_definition.counted(rule, number, limits.most[low:high], scores.shape[1]).to(torch.int32)
+            scores = _of_existing(scores, content)
             by_kernels.keep(scores, limits, bits, low, rule, number, counts)
     return bits
 
@@ -208,8 +263,7 @@ def _bits(choice: HeadChoice, content: _Content) -> torch.Tensor:
 def _scored(chooser: Chooser, content: _Content, by_kernel: bool) -> Iterator[tuple[int, int, torch.Tensor]]:
     """(low, high, scores of the blocks of queries low .. high - 1), range by range; of key heads if they share the choice.
     by_kernel: whether kernels score."""
-    q, k, grid, causal, scale, _, starts = content
-    group = q.shape[1] // k.shape[1]
+    (q, k, grid, causal, scale, _, starts, _), group = content, content.group
     features = features_of(chooser, q, k, grid, causal, scale)
     shared = bool(chooser.share_group) and group > 1
 
@@ -240,14 +294,30 @@ def _scored(chooser: Chooser, content: _Content, by_kernel: bool) -> Iterator[tu
         yield 0, grid.q_blocks, of_group(scores)
 
 
+def _of_existing(scores: torch.Tensor, content: _Content) -> torch.Tensor:
+    """Scores, -inf of the blocks that have no existing key."""
+    size = content.grid.block_size
+    first = torch.arange(content.grid.kv_blocks, device=scores.device) * size
+    if content.starts is not None:
+        scores = scores.masked_fill(first + size <= content.starts.view(-1, 1, 1, 1), -math.inf)
+    if content.ends is not None:
+        scores = scores.masked_fill(first >= content.ends.view(-1, 1, 1, 1), -math.inf)
+    return scores
+
+
 def _own_scores(chooser: Chooser, content: _Content) -> torch.Tensor:
     """The scores of a chooser that a user wrote, or that a caller computed, in float32."""
     if isinstance(chooser, Scored):
         if content.given is None:
             raise ValueError("scored needs the scores; call choose_blocks(spec, q, k, scores=...)")
-        scores, name = content.given, "scores"
-    else:
-        scores, name = chooser.scores(content.q, content.k, content.grid), f"the scores of {chooser}"
+        return content.given.float()
+    scores = chooser.scores(content.q, content.k, content.grid)
+    _check_scores(scores, f"the scores of {chooser}", content)
+    return scores.float()
+
+
+def _check_scores(scores: object, name: str, content: _Content) -> None:
+    """Raises ValueError for scores that do not fit."""
     wanted = (*content.q.shape[:2], *content.grid.shape)
     if not isinstance(scores, torch.Tensor) or not scores.is_floating_point() or scores.shape != wanted:
         found = f"{scores.dtype} of {tuple(scores.shape)}" if isinstance(scores, torch.Tensor) else type(scores).__name__
@@ -256,4 +326,3 @@ def _own_scores(chooser: Chooser, content: _Content) -> torch.Tensor:
         )
     if scores.device != content.q.device:
         raise ValueError(f"{name} must be on {content.q.device}, as q is; got {scores.device}; use .to(q.device)")
-    return scores.float()

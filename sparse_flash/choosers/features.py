@@ -48,8 +48,8 @@ def features_of(chooser: Chooser, q: torch.Tensor, k: torch.Tensor, grid: BlockG
     size = grid.block_size
     if isinstance(chooser, Pooled):
         return _of_means(q, k, grid, size, size, causal, scale)
-    if isinstance(chooser, PooledKeys):
-        return _of_means(q, k, grid, 1, size, causal, scale)
+    if isinstance(chooser, PooledKeys):  # the mean of a block of keys has no part for each query
+        return _of_means(q, k, grid, 1, size, causal, scale, sees=size)
     if isinstance(chooser, SubBlocks):
         return _of_means(q, k, grid, chooser.size, chooser.size, causal, scale)
     if isinstance(chooser, Antidiagonal):
@@ -72,15 +72,18 @@ def sampled_rows(grid: BlockGrid, count: int, device: torch.device) -> torch.Ten
     return (first + (number * there + count - 1).div(count, rounding_mode="floor") - 1).flatten()
 
 
-def _of_means(q: torch.Tensor, k: torch.Tensor, grid: BlockGrid, queries: int, keys: int, causal: bool, scale: float) -> Features:
-    """Means of ``queries`` queries against means of ``keys`` keys. Single queries see all keys that precede the end of their block,
-    because the mean of a block of keys has no part for each query."""
-    last = _last_of_groups(grid.q_len, grid.block_size if queries == 1 else queries, q.device)
-    if queries == 1:
-        last = last.repeat_interleave(grid.block_size)[: grid.q_len]
+def _of_means(
+    q: torch.Tensor, k: torch.Tensor, grid: BlockGrid, queries: int, keys: int, causal: bool, scale: float, sees: int | None = None
+) -> Features:
+    """Means of ``queries`` queries against means of ``keys`` keys. sees: rows see what precedes the end of their group of so many
+    queries; their own by default."""
+    last = _last_of_groups(grid.q_len, queries if sees is None else sees, q.device)
+    if sees is not None:
+        last = last.repeat_interleave(sees // queries)[: -(-grid.q_len // queries)]
     until = _seen(last + grid.offset, keys, grid.kv_len, causal)
     rows = q if queries == 1 else means(q, queries)
-    return Features(rows, means(k, keys), 1, scale, grid.block_size // queries, grid.block_size // keys, until)
+    columns = k if keys == 1 else means(k, keys)
+    return Features(rows, columns, 1, scale, grid.block_size // queries, grid.block_size // keys, until)
 
 
 def _last_of_groups(tokens: int, size: int, device: torch.device) -> torch.Tensor:

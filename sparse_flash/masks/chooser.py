@@ -16,7 +16,7 @@ from ..compat.dynamo import constant_in_graphs
 from .fields import Positive, Range, Share, settle
 from .grid import BlockGrid
 from .memory import remembered
-from .pattern import And, Or, Pattern, PerHead, _registry, parse, register_pattern, shortened
+from .pattern import And, Or, Pattern, PerHead, parse, register_pattern, registered, shortened
 
 CHOOSER = TypeVar("CHOOSER", bound="Chooser")
 RULES = ("keep", "mass", "floor", "relative", "budget")
@@ -76,7 +76,7 @@ class Chooser(Pattern):
             settle(self, keep=_checked_keep(name, self.keep))
         if self.reduce not in (None, "max", "mean"):
             raise ValueError(f"{name}: reduce must be 'max' or 'mean'; got {self.reduce!r}")
-        if self.share_group not in (None, True, False):
+        if not (self.share_group is None or isinstance(self.share_group, bool)):  # 1 would be written as another text
             raise ValueError(f"{name}: share_group must be True or False; got {self.share_group!r}")
         if self.block is not None and self.block not in BLOCK_SIZES:
             raise ValueError(f"{name}: block must be one of {', '.join(map(str, BLOCK_SIZES))}; got {self.block}")
@@ -142,8 +142,8 @@ def register_chooser(name: str) -> Callable[[type[CHOOSER]], type[CHOOSER]]:
 
 
 def list_choosers() -> list[str]:
-    """The registered names of choosers, sorted."""
-    return sorted(name for name, cls in _registry.items() if issubclass(cls, Chooser))
+    """The registered names of choosers, sorted: built-in ones, the user's and those of installed packages."""
+    return registered(chooses=True)
 
 
 OfBlock: TypeAlias = Annotated[int, Range(1, 64)]  # at most the smallest block
@@ -265,15 +265,17 @@ def choices_of(spec: Pattern | str) -> tuple[HeadChoice, ...]:
     in another way than ``within & (chooser | always)``, or choosers of different blocks."""
     pattern = parse(spec) if isinstance(spec, str) else spec
     heads = pattern.patterns if isinstance(pattern, PerHead) else (pattern,)
-    choices = tuple(map(_choice_of, heads))
-    within = next((choice.within for choice in choices if choice.choosers), None)
-    choices = tuple(one if one.choosers else _of_patterns(head, within) for one, head in zip(choices, heads, strict=True))
-    choosers = [chooser for choice in choices for chooser in choice.choosers]
+    chosen = {head: _choice_of(head) for head in heads if _is_chosen(head)}
+    choosers = [chooser for choice in chosen.values() for chooser in choice.choosers]
     if not choosers:
         raise ValueError(f"{shortened(pattern)} has no chooser; known: {', '.join(list_choosers())}; compile_mask takes patterns")
     if len({chooser.block_size for chooser in choosers}) > 1:
         raise ValueError(f"all choosers of {shortened(pattern)} must have one block; pass the same block= to each")
-    if len({choice.within for choice in choices}) > 1:
+    limits = {choice.within for choice in chosen.values()}
+    within = next(iter(limits))
+    made = [chosen[head] if head in chosen else _kept_alone(head, within) for head in heads]
+    choices = tuple(choice for choice in made if choice is not None)
+    if len(limits) > 1 or len(choices) < len(heads):
         raise ValueError(
             f"all heads of {shortened(pattern)} must have the same pattern before their chooser, such as causal; write "
             "per_head([causal & (... | ...), causal & (... | ...)])"
@@ -289,11 +291,9 @@ def size_of(spec: Pattern | str) -> int:
 
 
 def _choice_of(pattern: Pattern) -> HeadChoice:
-    operands = _operands_of(pattern)
+    operands = pattern.operands if isinstance(pattern, And) else (pattern,)
     patterns = [one for one in operands if not _is_chosen(one)]
     chosen = [one for one in operands if _is_chosen(one)]
-    if not chosen:
-        return _of_patterns(pattern, None)
     way_out = f"write it as within & (chooser | always); got {shortened(pattern, 120)}"
     if len(chosen) > 1:
         raise ValueError(f"choosers are joined by |, not by &; {way_out}")
@@ -305,16 +305,14 @@ def _choice_of(pattern: Pattern) -> HeadChoice:
     return HeadChoice(_joined(And, patterns), choosers, _joined(Or, always))
 
 
-def _of_patterns(pattern: Pattern, within: Pattern | None) -> HeadChoice:
-    """The choice of a head that has patterns alone, beside heads within ``within``: only what is kept in any case."""
-    limits = ("causal", *map(str, _operands_of(within)))
-    inside = [one for one in _operands_of(pattern) if str(one) in limits]
-    others = [one for one in _operands_of(pattern) if str(one) not in limits]
-    return HeadChoice(_joined(And, inside), (), _joined(And, others or inside))
-
-
-def _operands_of(pattern: Pattern | None) -> tuple[Pattern, ...]:
-    return pattern.operands if isinstance(pattern, And) else (pattern,) if pattern is not None else ()
+def _kept_alone(pattern: Pattern, within: Pattern | None) -> HeadChoice | None:
+    """The choice of a head without choosers beside others whose expressions begin with ``within``; None if its own does not."""
+    operands = pattern.operands if isinstance(pattern, And) else (pattern,)
+    limits = () if within is None else within.operands if isinstance(within, And) else (within,)
+    others = [one for one in operands if one not in limits]
+    if len(others) + len(limits) > len(operands) or is_causal(_joined(And, others)):
+        return None
+    return HeadChoice(within, (), _joined(And, others) if others else within)
 
 
 def _joined(kind: Any, patterns: list[Pattern]) -> Pattern | None:
@@ -323,4 +321,4 @@ def _joined(kind: Any, patterns: list[Pattern]) -> Pattern | None:
 
 def is_causal(within: Pattern | None) -> bool:
     """Whether an expression's pairs are limited to keys up to each query, as its text says."""
-    return "causal" in map(str, _operands_of(within))
+    return within is not None and "causal" in map(str, within.operands if isinstance(within, And) else (within,))

@@ -108,8 +108,9 @@ def _checked(pattern: str, value: object, limit: Limit) -> Any:
         return share
     if limit.form == "integers":
         return _integers(pattern, limit, value)
-    if limit.optional and isinstance(value, int) and value > limit.most:
-        raise ValueError(f"{pattern}: {limit.field} must be at most {limit.most}; got {value}; None is no limit")
+    if (limit.optional or limit.most < BEYOND) and isinstance(value, (int, np.integer)) and value > limit.most:
+        way_out = "; None is no limit" if limit.optional else ""
+        raise ValueError(f"{pattern}: {limit.field} must be at most {limit.most}; got {value}{way_out}")
     return positive_int(pattern, limit.field, value, limit.least)
 
 

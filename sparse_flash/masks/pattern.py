@@ -611,8 +611,13 @@ def _read_entry_points() -> None:
 
 def list_patterns() -> list[str]:
     """The registered names, sorted: built-in patterns, the user's patterns and patterns of installed packages."""
+    return registered(chooses=False)
+
+
+def registered(chooses: bool) -> list[str]:
+    """The registered names of choosers or of other patterns, sorted."""
     _read_entry_points()
-    return sorted(name for name, cls in _registry.items() if not cls.chooses)
+    return sorted(name for name, cls in _registry.items() if cls.chooses == chooses)
 
 
 def pattern_class(name: str) -> type[Pattern]:
@@ -621,7 +626,7 @@ def pattern_class(name: str) -> type[Pattern]:
     if name == "topk_blocks":
         raise ValueError("topk_blocks is no pattern: it chooses blocks from q and k; pass mask=topk_blocks(q, k, keep=...)")
     if name not in _registry:
-        raise ValueError(f"unknown pattern {name!r}; {_nearest(name, list_patterns())}")
+        raise ValueError(f"unknown pattern {name!r}; {_nearest(name, sorted(_registry))}")
     return _registry[name]
 
 

@@ -19,7 +19,7 @@ from ..hopper.descriptors import gluon_descriptor
 from ..hopper.products import pieces_of, pieces_times_transposed
 from ..hopper.ring import Ring, ring_beside, ring_of, tiles
 from ..launch.launch import launch
-from .log_sums import NONE, STEPS
+from .log_sums import ABOVE, NONE, STEPS
 
 HALF = gl.constexpr(64)  # rows of a warp group
 WIDTH = gl.constexpr(64)  # columns of a tile in shared memory
@@ -129,7 +129,7 @@ def _folded(p, products, state, first, inside, sees, MASKED: gl.constexpr):
     new_max = gl.maximum(running_max, most)
     shifted = gl.exp2(sums - gl.convert_layout(new_max, gl.SliceLayout(1, block_layout))[:, None])
     running_sum = running_sum * gl.exp2(running_max - new_max) + gl.convert_layout(gl.sum(shifted, 1), row_layout)
-    origin = gl.where(running_max < _UNSEEN, new_max, origin)
+    origin = gl.where(running_max < _UNSEEN, new_max + ABOVE, origin)
     from_origin = (sums - gl.convert_layout(origin, gl.SliceLayout(1, block_layout))[:, None]) * STEPS
     steps = gl.minimum(gl.maximum(from_origin, -32767.0), 32767.0)
     whole = gl.where(sums > _UNSEEN, gl.floor(steps + 0.5), NONE).to(gl.int16)
@@ -198,7 +198,7 @@ def _compute(p, GROUP: gl.constexpr):
                 p.right.release(n - 1)
                 state = _folded(p, products, state, first, inside, sees, MASKED)
     origin, running_max, running_sum = state
-    total = running_max - origin + gl.log2(gl.maximum(running_sum, 1.0e-30))
+    total = gl.minimum(running_max - origin + gl.log2(gl.maximum(running_sum, 1.0e-30)), 32767.0 / STEPS)
     total = gl.where(running_max < _UNSEEN, 0.0, total)  # of rows that see nothing
     gl.store(p.totals + p.line.to(gl.int64) * p.count + inside, total, mask=exists)
 
@@ -249,7 +249,7 @@ def hopper_log_sums_kernel(
         blocks=blocks,
         factor=factor,
         start=start,
-        begin=start // SHAPE.KEYS * SHAPE.KEYS,
+        begin=gl.minimum(start // SHAPE.KEYS * SHAPE.KEYS, end),  # rows before all existing columns wait for one tile too
         end=end,
         left=left,
         right=right,

@@ -14,9 +14,11 @@ from ..common.config import Config, padded_head_dim
 from ..common.tiles import LOG2_E
 from ..launch.launch import integers_specialized, launch
 
-# Log-sums are 16-bit fixed-point numbers, in steps of 1 / STEPS, from the row's largest over its first tile: a share is off by at
-# most 0.14 %, wherever it lies within 2^128 of that. NONE says that the row sees no column of the block.
-STEPS = tl.constexpr(256)
+# Log-sums are 16-bit fixed-point numbers, in steps of 1 / STEPS, from ABOVE over the row's largest of its first tile. A share is
+# off by at most 0.27 % if its log-sum is -64 to 448 from that one; higher log-sums count as equal, and as the row's. NONE says that
+# the row sees no column of the block.
+STEPS = tl.constexpr(128)
+ABOVE = tl.constexpr(192.0)
 NONE = tl.constexpr(-32768)
 _LEAST = tl.constexpr(-1.0e30)  # of products that a row does not see, finite
 _UNSEEN = tl.constexpr(-1.0e20)  # log-sums below this are of columns that the row does not see
@@ -52,7 +54,7 @@ def _folded(products, factor, state, target, blocks, first, exists, PER_ROW: tl.
     new_max = tl.maximum(running_max, tl.max(of_blocks, 1))
     running_sum = running_sum * tl.math.exp2(running_max - new_max)
     running_sum += tl.sum(tl.math.exp2(of_blocks - new_max[:, None]), 1)
-    origin = tl.where(running_max < _UNSEEN, new_max, origin)
+    origin = tl.where(running_max < _UNSEEN, new_max + ABOVE, origin)
     steps = tl.minimum(tl.maximum((of_blocks - origin[:, None]) * STEPS, -32767.0), 32767.0)
     whole = tl.where(of_blocks > _UNSEEN, tl.floor(steps + 0.5), NONE).to(tl.int16)
     number = first // PER_BLOCK + tl.arange(0, BLOCKS)
@@ -121,7 +123,7 @@ def log_sums_kernel(
                 products = tl.where(seen, products, _LEAST)
             state = _folded(products, factor, state, target, blocks, first, exists, PER_ROW, PER_BLOCK)
     origin, running_max, running_sum = state
-    total = running_max - origin + tl.math.log2(tl.maximum(running_sum, 1.0e-30))
+    total = tl.minimum(running_max - origin + tl.math.log2(tl.maximum(running_sum, 1.0e-30)), 32767.0 / STEPS)
     total = tl.where(running_max < _UNSEEN, 0.0, total)  # of rows that see nothing
     tl.store(totals + line.to(tl.int64) * count + row - first_row, total, mask=exists)
 
@@ -223,10 +225,11 @@ def scores_of_blocks(
     (by or log_sums)(*tensors, span, factor, per_q_block, per_kv_block, first, count)
     of_heads = heads // group if shared else heads
     scores = torch.empty((batch, of_heads, high - low, kv_blocks), dtype=torch.float32, device=rows.device)
-    wide = min(1024 // max(1, per_q_block // 8), triton.next_power_of_2(kv_blocks))
+    rows_at_once = triton.next_power_of_2(per_q_block)
+    wide = min(8192 // max(8, rows_at_once), triton.next_power_of_2(kv_blocks))
     arguments = [sums, totals, until, until if starts is None else starts, scores]
     arguments += [kv_blocks, high - low, count, heads, group, first]
-    constants = {"PER_ROW": per_q_block, "PER_ROW_PAD": triton.next_power_of_2(per_q_block), "PER_BLOCK": per_kv_block}
+    constants = {"PER_ROW": per_q_block, "PER_ROW_PAD": rows_at_once, "PER_BLOCK": per_kv_block}
     constants |= {"STARTS": starts is not None, "MEAN": mean, "SHARED": shared, "BLOCKS": max(16, wide)}
     grid = triton.cdiv(kv_blocks, constants["BLOCKS"]) * (high - low) * batch * of_heads, 1
     launch(shares_kernel, grid, arguments, constants, {"num_warps": 4})

@@ -1,0 +1,645 @@
+"""choose_blocks keeps what an expression's words say; attention under an expression is attention under that mask."""
+
+import copy
+import math
+from dataclasses import dataclass, replace
+
+import chosen
+import numpy as np
+import pytest
+import strategies
+import torch
+from accepted import fitted
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import BACKENDS, DEVICE, check, dense_attention, gradients
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import sparse_flash as sf
+from sparse_flash import backends
+from sparse_flash.choosers import choose
+from sparse_flash.masks import chooser as choosers
+from sparse_flash.masks.chooser import choices_of, is_causal, size_of
+from sparse_flash.parallel import planning
+
+parametrize = pytest.mark.parametrize
+runs = pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")
+LENGTHS = st.tuples(st.integers(1, 300), st.integers(1, 300)) | st.integers(1, 300).map(lambda n: (n, n))
+# Where rounding decides nothing: mass and relative of 1 keep all that is not 0, or what equals the largest.
+clear = st.tuples(st.just("keep"), st.integers(1, 4)) | st.tuples(st.sampled_from(choosers.RULES), st.sampled_from([0.1, 0.3, 0.6]))
+limits = st.none() | st.just(sf.causal()) | strategies.expressions
+SPEC = "causal & (sampled(4, keep=2, block=64) | sinks(4))"
+EVERY = {
+    "sampled": SPEC,
+    "pooled": "causal & (pooled(mass=0.5, block=64) | local(70))",
+    "shared": "pooled_keys(relative=0.5, block=64, share_group=True)",
+    "two": "causal & (sub_blocks(16, budget=0.4, block=64) | antidiagonal(8, floor=0.2, block=64))",
+    "last": "causal & (last_queries(20, mass=0.6, block=64) | sinks(4))",
+    "by head": "causal & per_head([pooled(keep=1, block=64), pooled(keep=2, block=64), sinks(3), pooled(keep=1, block=64)])",
+}
+every = parametrize("spec", EVERY.values(), ids=EVERY)
+
+
+EXAMPLE = {name: f"{name}(8, keep=1)" for name in ("antidiagonal", "last_queries", "sampled", "sub_blocks")}
+EXAMPLE |= {name: f"{name}(keep=1)" for name in ("pooled", "pooled_keys", "scored")}
+
+
+@pytest.fixture(autouse=True)
+def forget_compiled_code():
+    torch._dynamo.reset()
+
+
+def inputs(q_len=200, kv_len=200, *, batch=2, heads=4, kv_heads=2, head_dim=16, seed=0, **options):
+    q, k = chosen.tensors(q_len, kv_len, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim, seed=seed, **options)
+    return q, k, chosen.tensors(1, kv_len, batch=batch, heads=1, kv_heads=kv_heads, head_dim=head_dim, seed=seed + 1, **options)[1]
+
+
+def pairs(pattern, q_len, kv_len):
+    return np.ones((q_len, kv_len), bool) if pattern is None else strategies.dense(pattern, q_len, kv_len)
+
+
+def blocks_of(kept, size):
+    """Which blocks have a pair, (q_blocks, kv_blocks) of (q_len, kv_len) bool."""
+    rows, columns = (chosen.groups_of(n, size) for n in kept.shape)
+    return np.array([[kept[row, column].any() for column in columns] for row in rows])
+
+
+def definition(spec, q, k, scores=None):
+    """The kept pairs, (batch, heads, q_len, kv_len)."""
+    (choice,), size = choices_of(spec), size_of(spec)
+    q_len, kv_len, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    within = pairs(choice.within, q_len, kv_len)
+    allowed = blocks_of(within, size)
+    own = blocks_of(np.arange(q_len)[:, None] + kv_len - q_len == np.arange(kv_len), size)
+    # The blocks in which positions of a row's queries fall, up to the last.
+    first = np.array([rows.start + kv_len - q_len for rows in chosen.groups_of(q_len, size)]) // size
+    last = np.array([rows.stop - 1 + kv_len - q_len for rows in chosen.groups_of(q_len, size)]) // size
+    column = np.arange(allowed.shape[1])
+    forced = (column >= first[:, None]) & (column <= last[:, None])
+    assert (forced | ~own).all()
+    if choice.always is not None:
+        forced |= blocks_of(pairs(choice.always, q_len, kv_len), size)
+    kept = np.broadcast_to(forced & allowed, (*q.shape[:2], *allowed.shape)).copy()
+    for chooser in choice.choosers:
+        found = scores if chooser.name == "scored" else chosen.scores_of(chooser, q, k, causal=is_causal(choice.within))
+        if chooser.name == "scored" and chooser.share_group:
+            found = found.reshape(len(q), -1, group, *allowed.shape).max(2)
+        mine = np.array([chosen.kept_by(*chooser.rule, of_sequence, allowed, forced & allowed) for of_sequence in found])
+        kept |= mine.repeat(kept.shape[1] // mine.shape[1], 1)
+    return kept.repeat(size, 2).repeat(size, 3)[:, :, :q_len, :kv_len] & within
+
+
+def dense(mask, q):
+    return mask.to_dense().cpu().expand(*q.shape[:2], -1, -1).numpy()
+
+
+def random_scores(q, k, size, seed, dtype=torch.float32):
+    generator = np.random.default_rng(seed)
+    shape = (*q.shape[:2], -(-q.shape[2] // size), -(-k.shape[2] // size))
+    values = np.array([0.0, 0.25, 0.5, 1.0, -1.0, -np.inf, np.nan], np.float32)
+    return torch.from_numpy(generator.choice(values, shape)).to(DEVICE, dtype)
+
+
+@settings(max_examples=80)
+@given(
+    chooser=chosen.drawn(chosen.SCORING, rule=clear),
+    other=st.none() | chosen.drawn(chosen.SCORING, rule=clear),
+    within=limits,
+    always=st.none() | strategies.expressions,
+    lengths=LENGTHS,
+    heads=st.sampled_from([(1, 1), (4, 2), (3, 1)]),
+    as_text=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_what_is_kept_is_what_the_words_say(chooser, other, within, always, lengths, heads, as_text, seed):
+    spec = chooser
+    for one in (None if other is None else replace(other, block=chooser.block), always):
+        spec = spec if one is None else spec | one
+    spec = spec if within is None else within & spec
+    q, k = chosen.tensors(*lengths, batch=2, heads=heads[0], kv_heads=heads[1], dtype=torch.float64, seed=seed)
+    mask = sf.choose_blocks(spec.to_spec() if as_text else spec, q, k)
+    assert tuple(mask.mask_index.shape) == (2, heads[0]) and mask.block_size == chooser.block_size
+    assert (mask.q_len, mask.kv_len, mask.device) == (*lengths, q.device)
+    expected = definition(spec, q, k)
+    np.testing.assert_array_equal(dense(mask, q), expected)
+    np.testing.assert_array_equal(mask.transpose().to_dense().cpu().expand(*q.shape[:2], -1, -1), expected.swapaxes(2, 3))
+
+
+@settings(max_examples=40)
+@given(
+    chooser=chosen.drawn(["scored"]),
+    within=limits,
+    always=st.none() | strategies.expressions,
+    lengths=LENGTHS,
+    heads=st.sampled_from([(1, 1), (4, 2)]),
+    seed=st.integers(0, 99),
+)
+def test_given_scores_are_taken_and_none_nan_or_minus_infinity_is_kept(chooser, within, always, lengths, heads, seed):
+    spec = chooser if always is None else chooser | always
+    spec = spec if within is None else within & spec
+    q, k = chosen.tensors(*lengths, batch=2, heads=heads[0], kv_heads=heads[1], seed=seed)
+    scores = random_scores(q, k, chooser.block_size, seed)
+    if chooser.share_group and heads[0] > heads[1]:
+        scores = scores.nan_to_num(0.5, neginf=0.25)  # the largest of NaN and a number is no number, or the other
+    mask = sf.choose_blocks(spec, q, k, scores=scores)
+    np.testing.assert_array_equal(dense(mask, q), definition(spec, q, k, scores.cpu().numpy()))
+
+
+@runs
+@settings(max_examples=8)
+@given(
+    some=st.lists(chosen.drawn(["scored"], block=st.just(64)), min_size=1, max_size=2),
+    within=limits,
+    always=st.none() | strategies.expressions,
+    lengths=LENGTHS,
+    seed=st.integers(0, 99),
+)
+def test_bits_by_kernels_are_the_maps_by_operations(some, within, always, lengths, seed):
+    spec = some[0]
+    for one in (*some[1:], *([] if always is None else [always])):
+        spec = spec | one
+    spec = spec if within is None else within & spec
+    q, k = chosen.tensors(*lengths, batch=2, heads=4, kv_heads=2, seed=seed)
+    scores = random_scores(q, k, 64, seed).nan_to_num(0.5, neginf=0.25)
+    content = choose._content_of(choices_of(spec), q, k, 64, 1.0, scores, None, None)
+    maps = choose._by_head(choose._maps, choices_of(spec), content)
+    bits = choose._by_head(choose._bits, choices_of(spec), content)
+    found = (bits[..., None] >> torch.arange(32, device=DEVICE) & 1).flatten(3)[..., : maps.shape[3]].bool()
+    assert torch.equal(found, maps) and bits.dtype == torch.int32
+
+
+@settings(max_examples=60)
+@given(
+    chooser=chosen.drawn(sorted(set(chosen.SCORING) - {"last_queries"})),
+    always=st.none() | strategies.expressions,
+    lengths=LENGTHS,
+    block=st.integers(0, 4),
+    seed=st.integers(0, 99),
+)
+def test_no_key_or_query_after_a_block_of_queries_decides_what_it_keeps(chooser, always, lengths, block, seed):
+    spec = sf.causal() & (chooser if always is None else chooser | always)
+    q, k = chosen.tensors(*lengths, heads=4, kv_heads=2, seed=seed)
+    end = min((block + 1) * chooser.block_size, lengths[0])
+    later_q, later_k = q.clone(), k.clone()
+    later_q[:, :, end:] = 100 * later_q[:, :, end:].flip(2) + 7
+    later_k[:, :, max(0, end + lengths[1] - lengths[0]) :] = 50
+    before, after = (sf.choose_blocks(spec, *pair).kept_blocks() for pair in ((q, k), (later_q, later_k)))
+    assert torch.equal(before[:, :, : block + 1], after[:, :, : block + 1])
+
+
+def test_the_last_queries_decide_what_all_blocks_keep():
+    q, k = chosen.tensors(64 * 6, 64 * 6)
+    later = q.clone()
+    later[:, :, -8:] = -10 * later[:, :, -8:]
+    kept = [sf.choose_blocks("causal & last_queries(8, keep=2, block=64)", x, k).kept_blocks() for x in (q, later)]
+    assert not torch.equal(kept[0][:, :, :5], kept[1][:, :, :5])
+    assert [name for name in chosen.BUILT_IN if sf.parse(EXAMPLE[name]).looks_ahead] == ["last_queries"]
+
+
+@parametrize("backend", BACKENDS)
+def test_attention_under_a_chosen_mask_is_right(backend):
+    size = fitted(backend, {"dtype": torch.float32, "head_dim": 16, "block_size": 64})["block_size"]
+    if size not in (64, 128):
+        pytest.skip(f"blocks of choosers are 64 and 128; {backend} takes {size}")
+    q, k = chosen.tensors(3 * size - 20, 3 * size - 7, batch=2, heads=4, kv_heads=2)
+    mask = sf.choose_blocks(f"causal & (sampled(4, keep=2, block={size}) | sinks(3))", q, k)
+    check(backend, mask, q.shape[2], k.shape[2], batch=2, heads=4, kv_heads=2, usual={"head_dim": 16})
+
+
+@every
+def test_attention_under_an_expression_is_attention_under_its_mask(spec):
+    q, k, v = inputs(170, 200)
+    mask = sf.choose_blocks(spec, q, k)
+    for way in (spec, sf.parse(spec)):
+        out, lse = sf.attention(q, k, v, way, return_lse=True)
+        wanted = sf.attention(q, k, v, mask, return_lse=True)
+        assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1])
+    scaled = sf.attention(q, k, v, spec, scale=0.7, backend="reference")
+    assert torch.equal(scaled, sf.attention(q, k, v, sf.choose_blocks(spec, q, k, scale=0.7), scale=0.7, backend="reference"))
+
+
+@every
+def test_gradients_are_those_of_dense_attention_under_the_mask_as_it_is(spec):
+    q, k, v = inputs(150, 170, batch=1)
+    mask = sf.choose_blocks(spec, q.requires_grad_(), k)
+    assert not any(t.requires_grad for t in mask.tensors())
+    dout, dlse = torch.randn_like(q), torch.randn(q.shape[:3], device=DEVICE)
+    ours = gradients(lambda *x: sf.attention(*x, spec, return_lse=True), (q, k, v), dout, dlse)
+    kept = mask.to_dense()
+    exact = [x.detach().double() for x in (q, k, v)]
+    wanted = gradients(lambda *x: dense_attention(*x, kept, q.shape[3] ** -0.5), exact, dout.double(), dlse.double())
+    for found, right in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(found.double(), right, rtol=2e-3, atol=2e-4)
+
+
+def test_a_scale_decides_as_it_does_in_attention():
+    q, k, _ = inputs(64 * 4, 64 * 4)
+    spec = "causal & sampled(4, floor=0.3, block=64)"
+    default, same, steep = (sf.choose_blocks(spec, q, k, scale=scale).kept_blocks() for scale in (None, 0.25, 4.0))
+    assert torch.equal(default, same) and not torch.equal(default, steep)
+
+
+@parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_every_dtype_and_memory_order_chooses(dtype):
+    q, k, v = inputs(200, 200, dtype=dtype)
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k)]
+    for spec in EVERY.values():
+        mask = sf.choose_blocks(spec, q, k)
+        assert torch.equal(mask.kept_blocks(), sf.choose_blocks(spec, *turned).kept_blocks())
+        assert sf.attention(q, k, v, spec).isfinite().all()
+
+
+def test_autocast_chooses_by_the_cast_tensors_and_rounds_no_product():
+    q, k, v = inputs(64 * 5, 64 * 5, head_dim=64)
+    rounded = [x.to(torch.bfloat16) for x in (q, k, v)]
+    for spec in EVERY.values():
+        wanted = sf.choose_blocks(spec, *rounded[:2]).kept_blocks()
+        with torch.autocast(DEVICE, torch.bfloat16):
+            for pair in ((q, k), (q, rounded[1]), rounded[:2]):
+                assert torch.equal(sf.choose_blocks(spec, *pair).kept_blocks(), wanted)
+            assert torch.equal(sf.attention(q, k, v, spec), sf.attention(*rounded, spec))
+
+
+def test_masks_of_inference_mode_are_ordinary_and_train():
+    sf.clear_caches()
+    q, k, v = inputs()
+    with torch.inference_mode():
+        masks = [sf.choose_blocks(spec, q + 0, k + 0) for spec in EVERY.values()]
+        for spec in EVERY.values():
+            sf.attention(q + 0, k, v, spec)
+    q.requires_grad_()
+    for spec, mask in zip(EVERY.values(), masks, strict=True):
+        assert not any(tensor.is_inference() for tensor in mask.tensors())
+        (one,) = torch.autograd.grad(sf.attention(q, k, v, mask).square().sum(), q)
+        (other,) = torch.autograd.grad(sf.attention(q, k, v, spec).square().sum(), q)
+        assert torch.equal(one, other)
+
+
+@every
+def test_a_batch_of_no_sequences_gets_a_mask_that_attention_takes(spec):
+    q, k, v = (x[:0] for x in inputs())
+    mask = sf.choose_blocks(spec, q, k)
+    assert mask.mask_index.shape == (1, 4)
+    assert sf.attention(q, k, v, mask).shape == sf.attention(q, k, v, spec).shape == q.shape
+
+
+def compiled(spec):
+    return torch.compile(lambda q, k, v: sf.attention(q, k, v, spec), backend="aot_eager", fullgraph=True)
+
+
+def loss(call, tensors):
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    out = call(*leaves)
+    return out, *torch.autograd.grad(out.square().sum(), leaves)
+
+
+@parametrize("spec", [EVERY["shared"], EVERY["by head"]], ids=["shared", "by head"])
+def test_choice_and_attention_compile_into_one_graph(spec):
+    call = compiled(spec)
+    for tokens in (200, 230):
+        tensors = inputs(tokens, tokens, seed=tokens)
+        for found, wanted in zip(loss(call, tensors), loss(lambda *x: sf.attention(*x, spec), tensors), strict=True):
+            torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="PyTorch before 2.13 traces no Pattern objects")
+def test_compiled_code_takes_expressions_as_values():
+    tensors, outside = inputs(), sf.parse(SPEC)
+    torch.testing.assert_close(compiled(outside)(*tensors), sf.attention(*tensors, SPEC))
+
+
+def test_masks_are_chosen_within_compiled_code_from_scores_too():
+    def chosen_and_attended(q, k, v):
+        scores = q.mean(3).sum(2)[..., None, None].expand(-1, -1, 4, 4).cumsum(3)
+        mask = sf.choose_blocks("causal & scored(keep=2, block=64)", q, k, scores=scores)
+        return sf.attention(q, k, v, mask)
+
+    tensors = inputs(200, 200)
+    call = torch.compile(chosen_and_attended, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(call(*tensors), chosen_and_attended(*tensors))
+
+
+def test_the_operator_of_compiled_code_passes_opcheck():
+    q, k, _ = inputs(150, 170)
+    arguments = (q, k, "causal & sampled(4, keep=2, block=64)", 0.25, None, None, None)
+    torch.library.opcheck(choose.chosen_bits, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+class NothingFromTheHost(TorchDispatchMode):
+    """Raises where an operation reads values on the host, makes a shape of values, or copies a list of numbers from the host."""
+
+    FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique", "bincount")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().split("::")[-1].split(".")[0]
+        booleans = name in ("index", "index_put_") and any(x is not None and x.dtype == torch.bool for x in args[1])
+        from_list = name == "lift_fresh" and args[0].dim() > 0
+        assert not (booleans or from_list or name.startswith(self.FORBIDDEN)), func.name()
+        return func(*args, **(kwargs or {}))
+
+
+@every
+def test_the_choice_reads_nothing_on_the_host(spec):
+    q, k, _ = inputs()
+    wanted = sf.choose_blocks(spec, q, k)
+    with NothingFromTheHost():
+        found = sf.choose_blocks(spec, q, k)
+    assert torch.equal(found.to_dense(), wanted.to_dense())
+    with FakeTensorMode() as mode:
+        fake = sf.choose_blocks(spec, *(mode.from_tensor(x) for x in (q, k)))
+    assert fake.sizes == wanted.sizes and fake.mask_index.shape == wanted.mask_index.shape
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@parametrize("spec", [spec.replace("64", "128") for spec in EVERY.values()], ids=EVERY)
+def test_the_choice_needs_no_host_synchronization_and_replays_in_a_graph(spec):
+    q, k, v = (x.bfloat16() for x in inputs(2048, 2048, head_dim=64))
+    sf.attention(q, k, v, spec)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        before = sf.choose_blocks(spec, q, k)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    before = before.kept_blocks()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = sf.choose_blocks(spec, q, k)
+        out = sf.attention(q, k, v, captured)
+    for tensor, other in zip((q, k), inputs(2048, 2048, head_dim=64, seed=1), strict=False):
+        tensor.copy_(other)
+    graph.replay()
+    assert torch.equal(captured.kept_blocks(), sf.choose_blocks(spec, q, k).kept_blocks())
+    assert not torch.equal(captured.kept_blocks(), before)
+    assert torch.equal(out, sf.attention(q, k, v, spec))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@parametrize("name", sorted(set(chosen.SCORING) - {"last_queries"}))
+def test_a_gpu_makes_no_tensor_of_queries_by_keys(name):
+    spec = sf.causal() & sf.parse(EXAMPLE[name].replace("keep=1", "keep=8"))
+    q, k = chosen.tensors(1 << 16, 1 << 16, heads=4, kv_heads=1, head_dim=64, dtype=torch.bfloat16)
+    sf.choose_blocks(spec, q, k)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    sf.choose_blocks(spec, q, k)
+    assert torch.cuda.max_memory_allocated() - before < 1 << 30  # one head's scores in float32 are 16 times as much
+
+
+def padded(tokens=64 * 4 - 10):
+    """(q, k, v, lengths), padded on both sides, differently in each sequence."""
+    q, k, v = inputs(tokens, tokens)
+    starts, ends = torch.tensor([0, 70], device=DEVICE), torch.tensor([tokens - 80, tokens - 3], device=DEVICE)
+    return q, k, v, {"q_starts": starts, "kv_starts": starts, "q_lens": ends, "kv_lens": ends}
+
+
+@every
+@parametrize("held", [math.nan, 1e4])
+def test_tokens_that_do_not_exist_decide_nothing(spec, held):
+    q, k, v, lengths = padded()
+    wanted = sf.attention(q, k, v, spec, **lengths)
+    token = torch.arange(q.shape[2], device=DEVICE)
+    gone = (token < lengths["kv_starts"][:, None]) | (token >= lengths["kv_lens"][:, None])
+    others = [x.masked_fill(gone[:, None, :, None], held) for x in (q, k, v)]
+    assert torch.equal(sf.attention(*others, spec, **lengths), wanted)
+
+
+@parametrize("causal", [True, False])
+def test_blocks_without_existing_keys_are_not_chosen(causal):
+    q, k, v = inputs(64 * 6, 64 * 6, batch=1, heads=2, kv_heads=1)
+    spec, ends = "pooled(keep=3, block=64)", torch.tensor([64 * 3 - 5], device=DEVICE)
+    spec = f"causal & {spec}" if causal else spec
+    existing = slice(0, int(ends))
+    padded_out = sf.attention(q, k, v, spec, q_lens=ends, kv_lens=ends)[:, :, existing]
+    # All three blocks of keys that exist are kept, though the product with others may be larger.
+    alone = sf.attention(*(x[:, :, existing] for x in (q, k, v)), "causal" if causal else None)
+    torch.testing.assert_close(padded_out, alone)
+
+
+def test_a_padded_sequence_keeps_the_blocks_that_it_keeps_alone():
+    q, k, v = inputs(64 * 6, 64 * 6, batch=2)
+    starts = torch.tensor([0, 64 * 2], device=DEVICE)
+    for spec in list(EVERY.values())[:4]:
+        together = sf.attention(q, k, v, spec, kv_starts=starts, q_starts=starts)
+        for sequence, start in enumerate(starts.tolist()):
+            alone = sf.attention(*(x[sequence : sequence + 1, :, start:] for x in (q, k, v)), spec)
+            if "sinks" not in spec or not start:
+                torch.testing.assert_close(together[sequence : sequence + 1, :, start:], alone)
+
+
+@parametrize(
+    "lengths, error, message",
+    [
+        ({"kv_starts": [1, 2]}, TypeError, "kv_starts must be a tensor"),
+        ({"kv_starts": torch.tensor([1])}, ValueError, r"kv_starts must be int32 or int64 of shape \(batch,\), here \(2,\)"),
+        ({"kv_lens": torch.tensor([1.0, 2.0])}, ValueError, "kv_lens must be int32 or int64"),
+    ],
+)
+def test_lengths_that_do_not_fit_are_refused(lengths, error, message):
+    with pytest.raises(error, match=message):
+        sf.attention(*inputs(), SPEC, **lengths)
+    with pytest.raises(ValueError, match="counts from the end of the sequence"):
+        sf.attention(*inputs(), "causal & (pooled(keep=1) | last_tokens(4))", kv_lens=torch.tensor([100, 200], device=DEVICE))
+
+
+HEADS = ["pooled(keep=1, block=64)", "sampled(4, mass=0.5, block=64) | sinks(4)", "local(70)", "full"]
+
+
+@settings(max_examples=40)
+@given(
+    picks=st.lists(st.sampled_from(HEADS), min_size=4, max_size=4).filter(
+        lambda picks: any("(keep" in p or "mass" in p for p in picks)
+    ),
+    causal=st.booleans(),
+    lengths=LENGTHS,
+)
+def test_each_head_keeps_what_its_own_expression_keeps(picks, causal, lengths):
+    within = "causal & " if causal else ""
+    q, k = chosen.tensors(*lengths, batch=2, heads=4, kv_heads=2)
+    mask = sf.choose_blocks(f"per_head([{', '.join(f'{within}({pick})' for pick in picks)}])", q, k)
+    kept = mask.kept_blocks().expand(2, 4, -1, -1)
+    for head, pick in enumerate(picks):
+        if "block" in pick:
+            wanted = sf.choose_blocks(f"{within}({pick})", q[:, head : head + 1], k[:, head // 2 : head // 2 + 1]).kept_blocks()[
+                :, 0
+            ]
+        else:
+            wanted = blocks_of(pairs(sf.parse(f"{within}({pick})"), *lengths), 64)
+            own = sf.choose_blocks(f"{within}scored(keep=1, block=64)", q, k, scores=-math.inf + random_scores(q, k, 64, 0))
+            wanted = torch.from_numpy(wanted).to(DEVICE) | own.kept_blocks()[0, 0]
+        assert torch.equal(kept[:, head], wanted.expand_as(kept[:, head]))
+
+
+def test_a_head_of_patterns_alone_keeps_whole_blocks_within():
+    q, k, _ = inputs(256, 256)
+    mask = sf.choose_blocks("causal & per_head([pooled(keep=1, block=64), local(10), sinks(3), pooled(keep=1, block=64)])", q, k)
+    found, token = mask.to_dense()[0], torch.arange(256, device=DEVICE)
+    causal, block = token[:, None] >= token, token // 64
+    assert torch.equal(found[1], causal & (block[:, None] - block <= 1))
+    assert torch.equal(found[2], causal & ((block == 0) | (block[:, None] == block)))
+
+
+def test_heads_of_a_group_choose_once_by_the_largest_of_their_scores():
+    q, k, _ = inputs(64 * 6, 64 * 6)
+    text = "causal & sampled(4, keep=2, block=64, share_group={})"
+    shared, apart = (sf.choose_blocks(text.format(value), q, k).kept_blocks() for value in (True, False))
+    assert torch.equal(shared[:, 0], shared[:, 1]) and torch.equal(shared[:, 2], shared[:, 3])
+    assert not torch.equal(apart[:, 0], apart[:, 1])
+    # Also where another expression has the other group's heads.
+    by_head = [text.format(True)] * 2 + ["causal & local(5)"] * 2
+    assert torch.equal(sf.choose_blocks(sf.per_head(by_head), q, k).kept_blocks()[:, :2], shared[:, :2])
+    with pytest.raises(ValueError, match=r"under share_group=True, the 2 query heads that share keys must have one chooser"):
+        sf.choose_blocks(sf.per_head(by_head[1:] + by_head[:1]), q, k)
+
+
+@parametrize("count", [2, 3, 5])
+def test_as_many_expressions_as_query_heads_are_needed(count):
+    for heads in (["causal & pooled(keep=1)"] * count, ["causal & pooled(keep=1)"] * (count - 1) + ["causal"]):
+        with pytest.raises(
+            ValueError, match=f"per_head must have an expression for each of q's 4 heads, or one for all; got {count}"
+        ):
+            sf.choose_blocks(sf.per_head(heads), *inputs()[:2])
+    one = sf.choose_blocks("per_head([causal & pooled(keep=1)])", *inputs()[:2])
+    assert torch.equal(one.to_dense(), sf.choose_blocks("causal & pooled(keep=1)", *inputs()[:2]).to_dense())
+
+
+@dataclass(frozen=True)
+class Nearest(sf.Chooser):
+    """Scores fall with the distance."""
+
+    far: bool = False
+
+    def scores(self, q, k, grid):
+        row = torch.arange(grid.q_blocks, device=q.device)[:, None]
+        distance = (row - torch.arange(grid.kv_blocks, device=q.device)).abs().to(q.dtype)
+        return (distance if self.far else -distance).expand(*q.shape[:2], -1, -1)
+
+
+def test_a_users_own_chooser_goes_wherever_expressions_go():
+    q, k, v = inputs(64 * 6, 64 * 6)
+    spec = sf.causal() & (Nearest(keep=3, block=64) | sf.sinks(2))
+    kept = sf.choose_blocks(spec, q, k).kept_blocks()
+    block = torch.arange(6, device=DEVICE)
+    distance = block[:, None] - block
+    assert torch.equal(kept, ((distance >= 0) & ((distance < 2) | (block == 0))).expand_as(kept))  # a sink counts first
+    assert torch.equal(sf.attention(q, k, v, spec), sf.attention(q, k, v, sf.choose_blocks(spec, q, k)))
+    assert copy.deepcopy(spec) == spec
+    with pytest.raises(Exception, match="takes choosers that have spec text"):
+        compiled(spec)(q, k, v)
+
+
+@parametrize(
+    "scores, message",
+    [
+        (lambda q, k, grid: torch.zeros(grid.shape), r"must be a floating-point tensor of shape \(2, 4, 2, 2\)"),
+        (lambda q, k, grid: torch.zeros(2, 4, *grid.shape, dtype=torch.int64), r"got torch.int64 of \(2, 4, 2, 2\)"),
+        (lambda q, k, grid: None, "got NoneType"),
+        (lambda q, k, grid: torch.zeros(2, 4, *grid.shape, device="meta"), "must be on .*; got meta"),
+    ],
+)
+def test_wrong_scores_of_a_users_own_chooser_are_named(scores, message):
+    @dataclass(frozen=True)
+    class Wrong(sf.Chooser):
+        def scores(self, q, k, grid):
+            return scores(q, k, grid)
+
+    with pytest.raises(ValueError, match=rf"the scores of .*Wrong\(keep=1.*{message}"):
+        sf.choose_blocks(Wrong(keep=1), *inputs()[:2])
+
+
+Q = torch.zeros(1, 4, 100, 8)
+SCORES = torch.zeros(1, 4, 1, 1)
+
+
+@parametrize(
+    "changes, error, message",
+    [
+        ({"spec": "causal"}, ValueError, "spec must have a chooser, such as .*; got causal; compile_mask takes patterns"),
+        ({"spec": sf.causal() & sf.local(3)}, ValueError, "spec must have a chooser"),
+        ({"spec": None}, TypeError, "spec must be an expression with choosers, a Pattern or its text; got NoneType"),
+        ({"spec": sf.compile_mask("causal", 100)}, TypeError, "got BlockMask"),
+        ({"spec": "causal & poled(keep=1)"}, ValueError, "did you mean 'pooled'"),
+        ({"spec": "causal & scored(keep=1)"}, ValueError, r"scored needs the scores; call choose_blocks\(spec, q, k, scores=...\)"),
+        ({"scores": SCORES}, ValueError, "scores are for the chooser scored, which is not in the expression"),
+        ({"spec": "scored(keep=1)", "scores": SCORES[:, :2]}, ValueError, r"scores must be .* of shape \(1, 4, 1, 1\)"),
+        ({"spec": "scored(keep=1)", "scores": SCORES.int()}, ValueError, r"got torch.int32 of \(1, 4, 1, 1\)"),
+        ({"spec": "scored(keep=1)", "scores": [1.0]}, ValueError, "got list"),
+        ({"spec": "scored(keep=1)", "scores": SCORES.to("meta")}, ValueError, "scores must be on cpu, as q is; got meta"),
+        ({"spec": "per_head([scored(keep=1), scored(keep=2), full, full])", "scores": SCORES[:, :1]}, ValueError, "of shape"),
+        ({"spec": "pooled(keep=1) & pooled_keys(keep=1)"}, ValueError, r"choosers are joined by \|"),
+        ({"q": [1.0]}, TypeError, "q must be a tensor"),
+        ({"q": Q[0]}, ValueError, r"q must have shape .* got \(4, 100, 8\)"),
+        ({"q": Q.int()}, ValueError, "floating-point"),
+        ({"k": Q.half()}, ValueError, "must have one dtype"),
+        ({"k": Q[:, :3]}, ValueError, "key heads must divide"),
+        ({"k": Q[..., :4]}, ValueError, "agree in batch and head_dim"),
+        ({"q": Q[:, :, :0]}, ValueError, "q must not be empty"),
+        ({"scale": -1.0}, ValueError, "scale must be positive and finite"),
+        ({"scale": "1"}, TypeError, "scale must be a number"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes, error, message):
+    arguments = {"spec": "causal & pooled(keep=1)", "q": Q, "k": Q, **changes}
+    with pytest.raises(error, match=message):
+        sf.choose_blocks(**arguments)
+
+
+def test_transforms_of_functions_are_refused():
+    q, k, v = inputs()
+    for call in (lambda q: sf.choose_blocks(SPEC, q, k).mask_index, lambda q: sf.attention(q, k, v, SPEC)):
+        with pytest.raises(NotImplementedError, match=r"vmap|torch.func"):
+            torch.func.vmap(call)(q[None])
+    with pytest.raises(NotImplementedError, match=r"vmap|torch.func"):
+        torch.func.grad(lambda q: sf.attention(q, k, v, SPEC).sum())(q)
+
+
+def _varlen(spec):
+    x = torch.zeros(100, 4, 8)
+    return sf.attention_varlen(x, x, x, torch.tensor([0, 100]), torch.tensor([0, 100]), mask=spec)
+
+
+def _layer_with_cache(spec):
+    layer = sf.SparseAttention(32, 4, spec)
+    cache = layer.new_cache(1, 200)
+    with torch.no_grad():
+        layer(torch.zeros(1, 100, 32), cache)
+        layer(torch.zeros(1, 1, 32), cache)
+
+
+@parametrize("as_text", [False, True])
+@parametrize(
+    "call",
+    [
+        lambda spec: sf.compile_mask(spec, 100),
+        lambda spec: sf.explain(spec, 100),
+        lambda spec: sf.draw(spec, q_len=100),
+        lambda spec: sf.attention_decode(Q[:, :, :1], Q, Q, spec),
+        lambda spec: sf.attention_decode(Q[:, :, :1], Q, Q, spec, kv_lens=torch.tensor([50])),
+        _varlen,
+        _layer_with_cache,
+        lambda spec: sf.topk_blocks(Q, Q, 2, within=spec),
+        lambda spec: sf.topk_blocks(Q, Q, 2, always=spec),
+        lambda spec: sf.topk_blocks(Q, Q, 2, every=1, always=spec),
+        lambda spec: sf.BlockMask.from_blocks(torch.ones(1, 1, dtype=torch.bool), 128, 100, 100, within=spec),
+        lambda spec: planning.square(spec, 100, 128),
+        lambda spec: sf.BlockMask.per_head([spec, "causal"], 100),
+        lambda spec: sf.attention(Q, Q, Q, sf.shifted(spec, 3, allow_uncovered=True)),
+        lambda spec: sf.shifted(spec, 3).token_rule(np.arange(100)[:, None], np.arange(100)),
+    ],
+)
+def test_calls_without_queries_and_keys_say_where_choosers_go(call, as_text):
+    spec = "causal & (pooled(keep=1) | sinks(2))"
+    with pytest.raises(ValueError, match=r"chooses blocks from q and k.*choose_blocks\(spec, q, k\)"):
+        call(spec if as_text else sf.parse(spec))
+
+
+def test_a_layer_takes_an_expression_for_whole_sequences():
+    torch.manual_seed(0)
+    layer = sf.SparseAttention(64, 4, SPEC, kv_heads=2, rotary_base=None).to(DEVICE)
+    x = torch.randn(2, 200, 64, device=DEVICE)
+    q, k, v = (p(x).unflatten(2, (-1, 16)).transpose(1, 2) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+    wanted = layer.out_proj(sf.attention(q, k, v, sf.choose_blocks(SPEC, q, k)).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(layer(x), wanted)
+    assert "sampled(4, keep=2, block=64)" in repr(layer)
+    torch.testing.assert_close(torch.compile(layer, backend="aot_eager", fullgraph=True)(x), wanted)

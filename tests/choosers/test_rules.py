@@ -1,0 +1,199 @@
+"""Rules keep what their words say, of any scores, by operations and by kernels."""
+
+from fractions import Fraction
+
+import chosen
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from oracle import DEVICE
+
+from sparse_flash import backends
+from sparse_flash.choosers import by_definition, by_kernels
+from sparse_flash.masks import chooser as choosers
+
+parametrize = pytest.mark.parametrize
+runs = pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")
+# Sums of these are exact, so that equal sums are equal everywhere.
+EXACT = [0.0, 0.125, 0.25, 0.5, 0.75, 1.0]
+OTHERS = [-0.0, -1.0, -3.0, float("-inf"), float("nan")]
+NUMBERS = {"keep": [1, 2, 5, 99, 0.1, 0.5, 1.0], "budget": [0.07, 0.3, 0.5, 1.0]}
+NUMBERS |= {rule: [0.125, 0.25, 0.5, 1.0] for rule in ("mass", "floor", "relative")}
+
+
+@st.composite
+def rows(draw, most=3):
+    """(scores (batch, heads, rows, blocks) float32, allowed, forced (rows, blocks) bool)"""
+    batch, heads, count = draw(st.integers(1, 2)), draw(st.integers(1, most)), draw(st.integers(1, most))
+    blocks = draw(st.sampled_from([1, 2, 5, 31, 32, 33, 70]))
+    among = draw(st.sampled_from([EXACT, [0.0, 0.5], [0.0], [0.25], [*EXACT, *OTHERS], OTHERS, [0.5, float("inf"), -1.0]]))
+    generator = np.random.default_rng(draw(st.integers(0, 999)))
+    scores = generator.choice(np.array(among, np.float32), (batch, heads, count, blocks))
+    if draw(st.booleans()):
+        scores[:] = scores[:1, :1, :1]  # equal rows
+    # Which of several infinite scores have some share of their sum, no words say.
+    scores[np.isposinf(scores) & (np.isposinf(scores).cumsum(3) > 1)] = 0.5
+    allowed = generator.random((count, blocks)) < draw(st.sampled_from([0.0, 0.4, 0.9, 1.0]))
+    forced = allowed & (generator.random((count, blocks)) < draw(st.sampled_from([0.0, 0.0, 0.1, 1.0])))
+    return scores, allowed, forced
+
+
+@st.composite
+def rules(draw):
+    rule = draw(st.sampled_from(choosers.RULES))
+    return rule, draw(st.sampled_from(NUMBERS[rule]))
+
+
+def on_device(*arrays):
+    return [torch.from_numpy(array).to(DEVICE) for array in arrays]
+
+
+def by_operations(scores, allowed, forced, rule, number):
+    found = by_definition.kept(*on_device(scores, allowed, forced), rule, number, scores.shape[1])
+    return found.cpu().numpy()
+
+
+def unpacked(words, blocks):
+    bits = (words.cpu()[..., None] >> torch.arange(32)) & 1
+    return bits.flatten(-2)[..., :blocks].bool().numpy()
+
+
+def by_kernel(scores, allowed, forced, rule, number, copies=1, before=None, first=0):
+    """before: bits that are set already, of the rows of all ranges; rows from ``first`` on are added."""
+    scores, allowed, forced = on_device(scores, allowed, forced)
+    batch, heads, count, blocks = scores.shape
+    pad = (0, 0, first, 0)
+    limits = by_kernels.BitLimits(
+        *(torch.nn.functional.pad(by_kernels.packed(x), pad) for x in (allowed, forced)),
+        torch.nn.functional.pad(allowed.sum(1), (first, 0)),
+    )
+    bits = torch.zeros(batch, heads * copies, first + count, -(-blocks // 32), dtype=torch.int32, device=DEVICE)
+    if before is not None:
+        bits |= by_kernels.packed(torch.from_numpy(before).to(DEVICE))
+    counts = by_definition.counted(rule, number, limits.most[first:], heads).to(torch.int32)
+    by_kernels.keep(scores, limits, bits, first, rule, number, counts)
+    return unpacked(bits, blocks)
+
+
+@settings(max_examples=400)
+@given(rows=rows(), rule=rules())
+def test_a_rule_keeps_what_its_words_say(rows, rule):
+    scores, allowed, forced = rows
+    found = by_operations(*rows, *rule)
+    for batch, mine in enumerate(scores):
+        np.testing.assert_array_equal(found[batch], chosen.kept_by(*rule, mine, allowed, forced))
+
+
+@runs
+@settings(max_examples=40)
+@given(rows=rows(most=2), rule=rules())
+def test_the_kernel_keeps_what_the_words_say(rows, rule):
+    scores, allowed, forced = rows
+    found = by_kernel(*rows, *rule)
+    for batch, mine in enumerate(scores):
+        np.testing.assert_array_equal(found[batch], chosen.kept_by(*rule, mine, allowed, forced))
+
+
+@runs
+@settings(max_examples=6)
+@given(rows=rows(most=2), rule=rules(), first=st.integers(0, 2), seed=st.integers(0, 9))
+def test_the_kernel_adds_to_the_rows_that_it_is_given_for_all_heads_of_a_group(rows, rule, first, seed):
+    batch, heads, count, blocks = rows[0].shape
+    before = np.random.default_rng(seed).random((batch, heads * 2, first + count, blocks)) < 0.2
+    found = by_kernel(*rows, *rule, copies=2, before=before, first=first)
+    wanted = before.copy()
+    wanted[:, :, first:] |= by_kernel(*rows, *rule).repeat(2, 1)
+    np.testing.assert_array_equal(found, wanted)
+
+
+@runs
+@parametrize("rule, number", [("keep", 70), ("budget", 0.4), ("mass", 0.5), ("floor", 0.5), ("relative", 0.5)])
+def test_the_kernel_reads_long_rows_in_chunks(rule, number, monkeypatch):
+    from sparse_flash.kernels.choosers import rules
+
+    monkeypatch.setattr(rules, "_TOGETHER", 64)
+    generator = np.random.default_rng(0)
+    scores = generator.choice(np.array(EXACT, np.float32), (1, 2, 1, 200))
+    allowed, forced = generator.random((1, 200)) < 0.8, np.zeros((1, 200), bool)
+    np.testing.assert_array_equal(
+        by_kernel(scores, allowed, forced, rule, number)[0], chosen.kept_by(rule, number, scores[0], allowed, forced)
+    )
+
+
+numbers = st.floats(0, 1, width=32) | st.sampled_from([0.0, 1e-30, 1.0])
+
+
+@parametrize("by", [by_operations, pytest.param(by_kernel, marks=runs)])
+@settings(max_examples=40)
+@given(scores=st.lists(numbers, min_size=1, max_size=40), mass=st.floats(0.01, 1))
+@example(scores=[0.3, 0.0, 0.0], mass=1.0)
+@example(scores=[1e-30] * 3, mass=0.5)
+def test_mass_keeps_the_fewest_blocks_that_have_it(by, scores, mass):
+    row = np.array(scores, np.float32)[None, None, None]
+    every = np.ones((1, len(scores)), bool)
+    kept = by(row, every, ~every, "mass", mass)[0, 0, 0]
+    exact = [Fraction(float(score)) for score in row[0, 0, 0]]
+    has, total = sum(score for score, one in zip(exact, kept) if one), sum(exact)
+    rounding = total * Fraction(1, 1 << 20)
+    assert has >= Fraction(mass) * total - rounding
+    if kept.any():
+        smallest = min(score for score, one in zip(exact, kept) if one)
+        assert has - smallest < Fraction(mass) * total + rounding
+        assert all(score <= smallest for score, one in zip(exact, kept) if not one)
+    assert kept.any() == (total > 0)
+
+
+@settings(max_examples=100)
+@given(rows=rows(), rule=rules())
+def test_forced_blocks_are_kept_and_others_only_where_they_may_be(rows, rule):
+    scores, allowed, forced = rows
+    found = by_operations(*rows, *rule)
+    assert not (found & ~allowed).any() and found[..., forced].all()
+    never = np.isnan(scores) | np.isneginf(scores)
+    assert not (found & never & ~forced).any()
+
+
+@settings(max_examples=100)
+@given(rows=rows(), number=st.integers(1, 80) | st.floats(0.001, 1))
+def test_keep_and_budget_keep_as_many_as_they_are_told_where_scores_allow(rows, number):
+    scores, allowed, forced = rows
+    scores = np.where(np.isfinite(scores), scores, np.float32(0))
+    most = allowed.sum(1)
+    kept = by_operations(scores, allowed, forced, "keep", number).sum(3)
+    wanted = np.array([min(n, max(chosen.count_of(number, int(n)), m)) for n, m in zip(most, forced.sum(1))])
+    assert (kept == wanted).all()
+    if isinstance(number, float):
+        heads = scores.shape[1]
+        together = by_operations(scores, allowed, forced, "budget", number).sum((1, 3))
+        wanted = np.array([max(chosen.count_of(number, int(n) * heads), m * heads) for n, m in zip(most, forced.sum(1))])
+        assert (together == wanted).all()
+
+
+@parametrize("by", [by_operations, pytest.param(by_kernel, marks=runs)])
+def test_heads_compete_for_a_budget(by):
+    scores = np.zeros((1, 3, 1, 8), np.float32)
+    scores[0, 1] = 0.9
+    every = np.ones((1, 8), bool)
+    kept = by(scores, every, ~every, "budget", 1 / 3)[0, :, 0]
+    assert kept.sum(1).tolist() == [0, 8, 0]
+    own = np.arange(8)[None] == 7
+    kept = by(scores, every, own, "budget", 1 / 3)[0, :, 0]
+    assert kept.sum(1).tolist() == [1, 6, 1] and kept[:, 7].all()
+
+
+@parametrize("share", [0.07, 0.1, 0.29, 0.58, 1 / 3])
+def test_a_share_is_rounded_up_but_not_for_the_rounding_of_its_product(share):
+    blocks = torch.arange(1, 2000)
+    found = by_definition.counted("keep", share, blocks, 1)
+    exact = Fraction(share).limit_denominator(1000)
+    assert found.tolist() == [-(-n * exact.numerator // exact.denominator) for n in blocks.tolist()]
+
+
+@given(rows=rows())
+def test_packed_bits_are_the_blocks(rows):
+    _, allowed, _ = rows
+    words = by_kernels.packed(torch.from_numpy(allowed))
+    assert words.dtype == torch.int32 and words.shape == (len(allowed), -(-allowed.shape[1] // 32))
+    np.testing.assert_array_equal(unpacked(words, allowed.shape[1]), allowed)

@@ -1,0 +1,228 @@
+"""Scores are what the docstrings of choosers say, by operations and by kernels, at once and range by range."""
+
+import math
+from dataclasses import dataclass
+
+import chosen
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import DEVICE
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import sparse_flash as sf
+from sparse_flash import backends
+from sparse_flash.choosers import by_kernels, choose
+from sparse_flash.masks.grid import BlockGrid
+
+parametrize = pytest.mark.parametrize
+runs = pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")
+LENGTHS = st.tuples(st.integers(1, 300), st.integers(1, 300)) | st.integers(1, 300).map(lambda n: (n, n))
+HEADS = st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1)])
+EXAMPLES = {
+    "antidiagonal": "antidiagonal(8, keep=1, block=64)",
+    "last_queries": "last_queries(40, keep=1, block=64)",
+    "pooled": "pooled(keep=1, block=64)",
+    "pooled_keys": "pooled_keys(keep=1, block=64)",
+    "sampled": "sampled(6, keep=1, block=64)",
+    "sub_blocks": "sub_blocks(16, keep=1, block=64)",
+}
+STARTS = st.none() | st.lists(st.integers(0, 300), min_size=2, max_size=2)
+
+
+def content_of(chooser, q, k, causal=True, scale=None, starts=None, given=None):
+    grid = BlockGrid(q.shape[2], k.shape[2], chooser.block_size)
+    starts = None if starts is None else torch.tensor(starts, device=DEVICE)
+    return choose._Content(q, k, grid, causal, q.shape[3] ** -0.5 if scale is None else scale, given, starts, None)
+
+
+def scores(chooser, content, by_kernel=False):
+    """(scores, how many ranges they came in)"""
+    with torch.no_grad():
+        ranges = list(choose._scored(chooser, content, by_kernel))
+    assert [low for low, *_ in ranges] == [0, *(high for _, high, _ in ranges)][:-1] and ranges[-1][1] == content.grid.q_blocks
+    return torch.cat([part for *_, part in ranges], 2), len(ranges)
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers of a tensor that an operation made."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for one in made if isinstance(made, (tuple, list)) else [made]:
+            if isinstance(one, torch.Tensor):
+                self.numbers = max(self.numbers, one.untyped_storage().nbytes() // one.element_size())
+        return made
+
+
+@settings(max_examples=150)
+@given(
+    chooser=chosen.drawn(chosen.SCORING),
+    lengths=LENGTHS,
+    heads=HEADS,
+    causal=st.booleans(),
+    scale=st.none() | st.floats(0.05, 2),
+    starts=STARTS,
+    seed=st.integers(0, 99),
+)
+def test_scores_are_those_of_the_docstring(chooser, lengths, heads, causal, scale, starts, seed):
+    q, k = chosen.tensors(*lengths, batch=2, heads=heads[0], kv_heads=heads[1], seed=seed)
+    starts = starts and [min(start, lengths[1] - 1) for start in starts]
+    found, _ = scores(chooser, content_of(chooser, q, k, causal, scale, starts))
+    wanted = chosen.scores_of(chooser, q, k, causal=causal, scale=scale, starts=starts)
+    np.testing.assert_allclose(found.cpu(), wanted, rtol=1e-4, atol=2e-5)
+
+
+@given(
+    chooser=chosen.drawn(chosen.SCORING, reduce=st.just("mean"), share_group=st.just(False)),
+    lengths=LENGTHS,
+    causal=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_mean_scores_of_a_row_are_shares_of_what_it_sees(chooser, lengths, causal, seed):
+    q, k = chosen.tensors(*lengths, seed=seed)
+    found, _ = scores(chooser, content_of(chooser, q, k, causal))
+    total = found.double().sum(-1).cpu()
+    assert (found >= 0).all() and (total <= 1.00001).all()
+    if not causal and chooser.name != "last_queries":
+        np.testing.assert_allclose(total, 1, atol=1e-5)
+
+
+@parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_scores_of_every_dtype_are_close_to_those_of_float64(dtype):
+    for name in chosen.SCORING:
+        chooser = sf.parse(EXAMPLES[name])
+        q, k = chosen.tensors(200, 250, heads=4, kv_heads=2, head_dim=32, dtype=dtype)
+        found, _ = scores(chooser, content_of(chooser, q, k))
+        assert found.dtype in (torch.float32, torch.float64)
+        tolerance = {torch.float64: 1e-6, torch.float32: 1e-5}.get(dtype, 30 * torch.finfo(dtype).eps)
+        np.testing.assert_allclose(found.cpu(), chosen.scores_of(chooser, q, k), rtol=tolerance, atol=tolerance)
+
+
+@settings(max_examples=40)
+@given(
+    chooser=chosen.drawn(chosen.SCORING, block=st.just(64)), lengths=LENGTHS, held=st.integers(1, 20_000), seed=st.integers(0, 99)
+)
+def test_scores_do_not_depend_on_how_many_logits_are_held(chooser, lengths, held, seed):
+    q, k = chosen.tensors(*lengths, heads=4, kv_heads=2, seed=seed)
+    content = content_of(chooser, q, k)
+    wanted, _ = scores(chooser, content)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choose, "_HELD", held)
+        patch.setattr(by_kernels, "_MOST_BYTES", held)
+        found, _ = scores(chooser, content)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+@parametrize("name", sorted(set(chosen.SCORING) - {"last_queries"}))
+def test_operations_hold_no_more_logits_than_they_may(name, monkeypatch):
+    chooser = sf.parse(EXAMPLES[name])
+    q, k = chosen.tensors(64 * 9, 64 * 9, heads=2)
+    content = content_of(chooser, q, k)
+    features = choose.features_of(chooser, q, k, content.grid, True, 1.0)
+    row = 2 * features.per_q_block * features.column_count
+    monkeypatch.setattr(choose, "_HELD", 2 * row)
+    ranges = []
+    with torch.no_grad(), Largest() as largest:
+        for low, high, _ in choose._scored(chooser, content, False):
+            ranges.append((low, high))
+    assert ranges == [(low, min(low + 2, 9)) for low in range(0, 9, 2)]
+    inputs = q.numel() + 64 * 9 * 8  # and their copies
+    assert largest.numbers <= max(2 * row, inputs)
+
+
+@parametrize("reduce", ["max", "mean"])
+def test_repeated_and_missing_queries_of_the_last_block_do_not_dilute_it(reduce):
+    q, k = chosen.tensors(64 + 3, 64 + 3)
+    for name in ("sampled(3", "pooled_keys("):
+        chooser = sf.parse(f"{name}{', ' if '3' in name else ''}keep=1, block=64, reduce='{reduce}')")
+        last, _ = scores(chooser, content_of(chooser, q, k))
+        alone, _ = scores(chooser, content_of(chooser, q[:, :, 64:], k))
+        torch.testing.assert_close(last[:, :, -1:], alone)
+
+
+@dataclass(frozen=True)
+class Mine(sf.Chooser):
+    """Scores by distance, whose result is not contiguous and not in float32."""
+
+    def scores(self, q, k, grid):
+        assert q.shape[2:] == (grid.q_len, q.shape[3]) and k.shape[2] == grid.kv_len
+        distance = torch.arange(grid.q_blocks, device=q.device)[:, None] - torch.arange(grid.kv_blocks, device=q.device)
+        of_heads = torch.arange(1, q.shape[1] + 1, device=q.device)
+        return (distance[..., None] * of_heads).double().permute(2, 0, 1).expand(len(q), -1, -1, -1)
+
+
+def test_scores_of_a_users_own_chooser_are_taken_as_they_are_and_shared_by_the_largest():
+    q, k = chosen.tensors(300, 300, batch=2, heads=4, kv_heads=2)
+    found, _ = scores(Mine(keep=1, block=64), content_of(Mine(keep=1, block=64), q, k))
+    distance = torch.arange(5.0)[:, None] - torch.arange(5.0)
+    wanted = torch.stack([distance * n for n in (1, 2, 3, 4)]).expand(2, -1, -1, -1)
+    assert found.dtype == torch.float32 and torch.equal(found.cpu(), wanted)
+    shared = Mine(keep=1, block=64, share_group=True)
+    found, _ = scores(shared, content_of(shared, q, k))
+    assert torch.equal(found.cpu(), wanted.unflatten(1, (2, 2)).amax(2))
+
+
+@runs
+@settings(max_examples=25)
+@given(
+    chooser=chosen.drawn(sorted(set(chosen.SCORING) - {"last_queries"})),
+    lengths=LENGTHS,
+    heads=HEADS,
+    causal=st.booleans(),
+    starts=STARTS,
+    dtype=st.sampled_from([torch.float16, torch.float32]),
+    head_dim=st.sampled_from([8, 40, 64, 96]),
+    held=st.sampled_from([1, 30_000, 1 << 28]),
+    seed=st.integers(0, 99),
+)
+def test_kernels_score_as_operations_do(chooser, lengths, heads, causal, starts, dtype, head_dim, held, seed):
+    q, k = chosen.tensors(*lengths, batch=2, heads=heads[0], kv_heads=heads[1], head_dim=head_dim, dtype=dtype, seed=seed)
+    starts = starts and [min(start, lengths[1] - 1) for start in starts]
+    content = content_of(chooser, q, k, causal, starts=starts)
+    wanted, _ = scores(chooser, content)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(by_kernels, "_MOST_BYTES", held)
+        found, ranges = scores(chooser, content, True)
+    assert ranges == content.grid.q_blocks or held > 1
+    assert found.dtype == torch.float32 and found.shape == wanted.shape
+    torch.testing.assert_close(found, wanted.float(), rtol=3e-3, atol=1e-5)
+
+
+@runs
+@parametrize("name", sorted(set(chosen.SCORING) - {"last_queries"}))
+@parametrize("layout", ["tokens first", "head_dim first"])
+def test_kernels_take_every_memory_order(name, layout, poison):
+    chooser = sf.parse(EXAMPLES[name])
+    q, k = chosen.tensors(150, 130, heads=2, kv_heads=2, head_dim=24)
+    dims = (1, 2) if layout == "tokens first" else (2, 3)
+    turned = [x.transpose(*dims).contiguous().transpose(*dims) for x in (q, k)]
+    found, _ = scores(chooser, content_of(chooser, *turned), True)
+    assert torch.equal(found, scores(chooser, content_of(chooser, q, k), True)[0])
+
+
+@runs
+@parametrize("queries", [24, 40, 64])
+def test_kernels_score_many_blocks_for_any_number_of_queries(queries):
+    chooser = sf.parse(f"sampled({queries}, keep=1, block=64)")
+    q, k = chosen.tensors(64, 64 * 530, heads=1)
+    content = content_of(chooser, q, k)
+    torch.testing.assert_close(scores(chooser, content, True)[0], scores(chooser, content)[0], rtol=3e-3, atol=1e-6)
+
+
+@runs
+@parametrize("rise", [10.0, 100.0, 1000.0])
+def test_kernels_find_the_block_whose_logits_are_far_above_the_first_ones(rise):
+    chooser = sf.parse("sampled(4, keep=1, block=64)")
+    q, k = torch.ones(1, 1, 64, 16, device=DEVICE), torch.zeros(1, 1, 64 * 8, 16, device=DEVICE)
+    k[:, :, 64 * 5 + 7] = rise / 16
+    found, _ = scores(chooser, content_of(chooser, q, k, scale=1.0), True)
+    weight = (1 + 63 * math.exp(-rise)) / (1 + 511 * math.exp(-rise))
+    assert found.argmax(3).eq(5).all()
+    torch.testing.assert_close(found[..., 5], torch.full_like(found[..., 5], weight), rtol=3e-3, atol=0)

@@ -1,0 +1,184 @@
+"""Draws of choosers and rules, and their meaning in float64 and plain Python, from their docstrings."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from oracle import DEVICE
+
+from sparse_flash.masks import chooser as choosers
+from sparse_flash.masks.pattern import pattern_class
+
+_POWERS = st.sampled_from([1, 2, 4, 8, 16, 32, 64])
+# The fields of each class that have no default.
+_FIELDS = {"sub_blocks": {"size": _POWERS}, "antidiagonal": {"stride": _POWERS}, "sampled": {"queries": st.integers(1, 64)}}
+_FIELDS |= {"last_queries": {"count": st.integers(1, 200)}}
+BUILT_IN = ("antidiagonal", "last_queries", "pooled", "pooled_keys", "sampled", "scored", "sub_blocks")
+SCORING = tuple(name for name in BUILT_IN if name != "scored")  # by themselves
+
+shares = st.sampled_from([0.01, 0.07, 0.25, 0.5, 0.9, 1.0]) | st.floats(0.001, 1)
+rules = st.one_of(
+    st.integers(1, 9).map(lambda number: ("keep", number)),
+    *(shares.map(lambda number, rule=rule: (rule, number)) for rule in choosers.RULES),
+)
+blocks = st.sampled_from([64, 128])
+
+
+def of_name(name: str, *, rule=rules, block=None, reduce=None, share_group=None):
+    """Draws of one class of choosers. block, reduce, share_group: draws; drawn from all values, None among them, by default."""
+    options = {
+        "block": st.none() | blocks if block is None else block,
+        "reduce": st.sampled_from([None, "max", "mean"]) if reduce is None else reduce,
+        "share_group": st.sampled_from([None, False, True]) if share_group is None else share_group,
+    }
+    made = st.fixed_dictionaries({**_FIELDS.get(name, {}), **options})
+    return st.tuples(made, rule).map(lambda drawn: pattern_class(name)(**drawn[0], **dict([drawn[1]])))
+
+
+def drawn(names=BUILT_IN, **options):
+    return st.one_of(*(of_name(name, **options) for name in names))
+
+
+def tensors(q_len, kv_len, *, batch=1, heads=2, kv_heads=1, head_dim=8, dtype=torch.float32, seed=0, spread=2.0):
+    """q and k. spread: the standard deviation of q's numbers, so that weights differ."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (batch, heads, q_len, head_dim), (batch, kv_heads, kv_len, head_dim)
+    q, k = (torch.randn(shape, generator=generator) for shape in shapes)
+    return (q * spread).to(DEVICE, dtype), k.to(DEVICE, dtype)
+
+
+def groups_of(tokens: int, size: int) -> list[slice]:
+    return [slice(first, min(first + size, tokens)) for first in range(0, tokens, size)]
+
+
+def scores_of(chooser, q, k, *, causal=True, scale=None, starts=None) -> np.ndarray:
+    """The scores of a built-in chooser by its docstring, (batch, heads, q_blocks, kv_blocks) float64; of kv_heads where a group
+    shares the choice. starts: the first existing key of each sequence."""
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    q, k = (x.double().cpu().numpy() for x in (q, k))
+    group = q.shape[1] // k.shape[1]
+    starts = np.zeros(len(q), int) if starts is None else starts
+    places = [(b, h) for b in range(len(q)) for h in range(q.shape[1])]
+    each = [_of_head(chooser, q[b, h], k[b, h // group], causal, scale, int(starts[b])) for b, h in places]
+    found = np.array(each).reshape(*q.shape[:2], *each[0].shape)
+    if chooser.share_group and group > 1:
+        found = found.reshape(len(q), k.shape[1], group, *found.shape[2:]).max(2)
+    return found
+
+
+def _of_head(chooser, q, k, causal, scale, start):
+    size, offset = chooser.block_size, len(k) - len(q)
+    q_blocks, kv_blocks = groups_of(len(q), size), groups_of(len(k), size)
+    if isinstance(chooser, choosers.LastQueries):
+        return _by_columns_and_slashes(chooser.count, q, k, q_blocks, kv_blocks, scale, start)
+    # A row is of some block of queries, and sees what ends by the last of its tokens; a column is some keys.
+    match chooser:
+        case choosers.Pooled():
+            rows, keys = q_blocks, size
+        case choosers.PooledKeys():
+            rows, keys = groups_of(len(q), 1), size
+        case choosers.SubBlocks(size=keys) | choosers.Antidiagonal(stride=keys):
+            rows = groups_of(len(q), keys)
+        case choosers.Sampled(queries=count):
+            picks = [(b, math.ceil(i * (b.stop - b.start) / count)) for b in q_blocks for i in range(1, count + 1)]
+            rows, keys = [slice(b.start + n - 1, b.start + n) for b, n in picks], 1
+    columns = groups_of(len(k), keys)
+    until = [row.stop - 1 for row in rows]
+    if isinstance(chooser, choosers.PooledKeys):  # the mean of a query's own block of keys too
+        until = [q_blocks[row.start // size].stop - 1 for row in rows]
+    if isinstance(chooser, choosers.Antidiagonal):
+        logits = _along_antidiagonals(q, k, keys)
+    else:
+        logits = np.array([q[row].mean(0) for row in rows]) @ np.array([k[column].mean(0) for column in columns]).T
+    last = np.array([column.stop - 1 for column in columns])
+    seen = np.array([last <= position + offset if causal else last >= 0 for position in until])
+    seen &= (np.arange(len(columns)) + 1) * keys > start
+    weights = _softmax(logits * scale, seen)
+    of_block = [[column.start // size == c for column in columns] for c in range(len(kv_blocks))]
+    shares = weights @ np.array(of_block, float).T
+    mine = np.array([row.start // size for row in rows])
+    reduced = (lambda x: x.max(0)) if chooser.reduction == "max" else (lambda x: x.mean(0))
+    return np.array([reduced(shares[mine == block]) for block in range(len(q_blocks))])
+
+
+def _along_antidiagonals(q, k, stride):
+    """The mean of the products on the antidiagonal of each square; pairs past the end count as 0."""
+    products = q @ k.T
+    squares = np.zeros((-(-len(q) // stride), -(-len(k) // stride)))
+    for i in range(len(q)):
+        j = np.arange(stride - 1 - i % stride, len(k), stride)
+        squares[i // stride, j // stride] += products[i, j] / stride
+    return squares
+
+
+def _softmax(logits, seen):
+    """The softmax over the seen columns of each row; 0 for a row that sees none."""
+    weights = np.exp(np.where(seen, logits - np.where(seen, logits, -np.inf).max(1, initial=-1e300, keepdims=True), -np.inf))
+    return weights / np.maximum(weights.sum(1, keepdims=True), 1e-300)
+
+
+def _by_columns_and_slashes(count, q, k, q_blocks, kv_blocks, scale, start):
+    size, offset = kv_blocks[0].stop, len(k) - len(q)
+    size = max(size, q_blocks[0].stop)
+    i, j = np.arange(max(0, len(q) - count), len(q))[:, None] + offset, np.arange(len(k))[None]
+    weights = _softmax(q[-count:] @ k.T * scale, (j <= i) & (j >= start)) / len(i)
+    columns = [weights[:, block].sum() for block in kv_blocks]
+    slashes = [weights[((i - j) >= 0) & ((i - j) // size == distance)].sum() for distance in range(len(kv_blocks))]
+    found = np.zeros((len(q_blocks), len(kv_blocks)))
+    for row, block in enumerate(q_blocks):
+        own = (block.stop - 1 + offset) // size
+        for column in range(own + 1):
+            found[row, column] = columns[column] + slashes[own - column]
+    return found / np.maximum(found.sum(1, keepdims=True), 1e-300)
+
+
+def count_of(number: int | float, blocks: int) -> int:
+    """How many of these blocks a number, or a share, of them is."""
+    return number if isinstance(number, int) else math.ceil(Fraction(str(number)) * blocks)
+
+
+def kept_by(rule: str, number: int | float, scores: np.ndarray, allowed: np.ndarray, forced: np.ndarray) -> np.ndarray:
+    """The blocks that a rule keeps of scores (heads, rows, blocks) float32, bool of the same shape."""
+    heads, rows, _ = scores.shape
+    kept = np.zeros(scores.shape, bool)
+    for row in range(rows):
+        here, must = np.nonzero(allowed[row])[0], np.nonzero(forced[row])[0]
+        kept[:, row, must] = True
+        found = {(h, b): scores[h, row, b] for h in range(heads) for b in here}
+        possible = {place: score for place, score in found.items() if score > -math.inf}  # which NaN is not
+        if rule == "budget":
+            count = count_of(number, heads * len(here)) - heads * len(must)
+            _keep_best(kept[:, row], {p: s for p, s in possible.items() if p[1] not in must}, count)
+            continue
+        for head in range(heads):
+            mine = {place: score for place, score in possible.items() if place[0] == head}
+            most = max([0, *mine.values()])
+            if rule == "keep":
+                count = count_of(number, len(here)) - len(must)
+                _keep_best(kept[:, row], {p: s for p, s in mine.items() if p[1] not in must}, count)
+            elif rule == "mass":
+                weights = {place: max(0.0, float(score)) for place, score in mine.items()}
+                before, wanted = 0.0, number * sum(weights.values())
+                for place in _best(weights):
+                    if before < wanted:
+                        kept[place[0], row, place[1]] = True
+                    before += weights[place]
+            else:
+                least = np.float32(number) * (np.float32(most) if rule == "relative" else 1)
+                for (h, b), score in mine.items():
+                    kept[h, row, b] |= bool(score >= least)
+    return kept
+
+
+def _best(scores: dict) -> list:
+    """The places of scores, the best first; of equal ones the first."""
+    return sorted(scores, key=lambda place: (-scores[place], place))
+
+
+def _keep_best(kept: np.ndarray, scores: dict, count: int) -> None:
+    for head, block in _best(scores)[: max(0, count)]:
+        kept[head, block] = True

@@ -1,0 +1,59 @@
+"""Hopper's kernel of choosers scores as operations do, in any order of events, on a CPU."""
+
+import chosen
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("a CPU runs these; a GPU runs tests/choosers with its own kernels", allow_module_level=True)
+
+from gluon_on_cpu import gluon_on_cpu
+
+import sparse_flash as sf
+from sparse_flash.choosers import choose
+from sparse_flash.kernels.choosers import hopper_log_sums
+from sparse_flash.masks.grid import BlockGrid
+
+
+def scores(chooser, q, k, causal, starts, by_kernel):
+    starts = None if starts is None else torch.tensor(starts)
+    content = choose._Content(q, k, BlockGrid(q.shape[2], k.shape[2], chooser.block_size), causal, 0.1, None, starts, None)
+    with torch.no_grad():
+        return torch.cat([part for *_, part in choose._scored(chooser, content, by_kernel)], 2)
+
+
+STREAMED = sorted(set(chosen.SCORING) - {"last_queries"})
+
+
+@settings(max_examples=12)
+@given(
+    chooser=chosen.drawn(STREAMED),
+    lengths=st.tuples(st.integers(1, 300), st.integers(1, 300)) | st.integers(1, 300).map(lambda n: (n, n)),
+    heads=st.sampled_from([(1, 1), (2, 1)]),
+    causal=st.booleans(),
+    starts=st.none() | st.lists(st.integers(0, 300), min_size=2, max_size=2),
+    head_dim=st.sampled_from([64, 128]),
+    seed=st.integers(0, 999),
+)
+# Rows that precede all existing columns by more than a step read none, and end.
+@example(sf.parse("sampled(64, keep=1, block=64)"), (500, 500), (1, 1), True, [0, 499], 64, 0)
+@example(sf.parse("antidiagonal(8, keep=1, block=64)"), (300, 300), (2, 1), True, None, 128, 0)
+def test_hoppers_log_sums_are_right_in_a_drawn_order_of_events(chooser, lengths, heads, causal, starts, head_dim, seed):
+    options = {"batch": 2, "heads": heads[0], "kv_heads": heads[1], "head_dim": head_dim, "dtype": torch.float16, "seed": seed}
+    q, k = chosen.tensors(*lengths, **options)
+    starts = starts and [min(start, lengths[1] - 1) for start in starts]
+    wanted = scores(chooser, q, k, causal, starts, False)
+    with gluon_on_cpu(seed):
+        found = scores(chooser, q, k, causal, starts, True)
+    torch.testing.assert_close(found, wanted, rtol=3e-3, atol=1e-5)
+
+
+def test_it_takes_what_it_is_said_to_take():
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        for head_dim in (32, 64, 96, 128, 256):
+            takes = hopper_log_sums.supports(torch.empty(1, 1, 1, head_dim, dtype=dtype), 8)
+            assert takes == (dtype != torch.float32 and head_dim in (64, 128))
+    assert not hopper_log_sums.supports(torch.empty(1, 1, 1, 64, dtype=torch.float16), 2)

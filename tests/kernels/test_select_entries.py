@@ -1,0 +1,74 @@
+"""Tables selected by kernels, from maps and from bits, are those that operations select."""
+
+import pytest
+import strategies
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import DEVICE, heavy_rows_split
+
+import sparse_flash as sf
+from sparse_flash import backends
+from sparse_flash.choosers.by_kernels import packed
+from sparse_flash.masks.grid import BlockGrid
+from sparse_flash.masks.methods import limit_of, of_maps
+from sparse_flash.masks.select_blocks import chosen, chosen_by_kernel, listing_of
+
+runs = pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")
+
+
+def maps_of(masks, grid, density, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.rand(masks, *grid.shape, generator=generator) < density).to(DEVICE)
+
+
+@runs
+@settings(max_examples=30)
+@given(
+    within=st.none() | st.just(sf.causal()) | strategies.expressions,
+    lengths=strategies.lengths,
+    size=st.sampled_from([16, 32, 64]),
+    masks=st.integers(1, 3),
+    density=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+    bits=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_kernels_select_the_entries_that_operations_select(within, lengths, size, masks, density, bits, seed):
+    grid = BlockGrid(*lengths, size)
+    limit = limit_of(within, grid, torch.device(DEVICE))
+    maps = maps_of(masks, grid, density, seed)
+    room = masks * len(limit.by_query.col_idx)
+    with heavy_rows_split():
+        wanted = chosen(maps.flatten(1), listing_of(limit.by_query, limit.by_key))
+        found = chosen_by_kernel(packed(maps) if bits else maps, limit.by_query, limit.by_key, grid.shape, room)
+    for ours, theirs in zip(found, wanted, strict=True):
+        count = int(theirs.row_ptr[-1, -1])
+        for name in ("col_idx", "tile_idx"):
+            assert torch.equal(getattr(ours, name)[:count], getattr(theirs, name)[:count]), name
+        for name in ("row_ptr", "row_split", "row_order", "work", "splits"):
+            assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+            assert getattr(ours, name).dtype == torch.int32 and getattr(ours, name).is_contiguous()
+
+
+@runs
+@pytest.mark.parametrize("within", [None, "causal"])
+def test_rows_longer_than_a_programs_step_are_selected_step_by_step(within, monkeypatch):
+    from sparse_flash.kernels.packed import select
+
+    monkeypatch.setattr(select, "_ENTRIES", 16)
+    grid = BlockGrid(16 * 5, 16 * 50, 16)
+    limit = limit_of(within, grid, torch.device(DEVICE))
+    maps = maps_of(2, grid, 0.5, 0)
+    wanted = of_maps(maps[None], grid, limit)
+    tables = chosen_by_kernel(packed(maps), limit.by_query, limit.by_key, grid.shape, int(maps.sum()))
+    for ours, theirs in zip(tables, (wanted.by_query, wanted.by_key), strict=True):
+        count = int(theirs.row_ptr[-1, -1])
+        assert count and torch.equal(ours.col_idx[:count], theirs.col_idx[:count]) and torch.equal(ours.row_ptr, theirs.row_ptr)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_masks_of_maps_and_of_their_bits_are_equal():
+    grid = BlockGrid(700, 900, 64)
+    limit = limit_of("causal", grid, torch.device(DEVICE))
+    maps = maps_of(6, grid, 0.4, 1).unflatten(0, (2, 3))
+    assert torch.equal(of_maps(maps, grid, limit).to_dense(), of_maps(packed(maps), grid, limit).to_dense())

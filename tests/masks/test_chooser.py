@@ -1,0 +1,336 @@
+"""Choosers as values: their text, order and copies; what they refuse; expressions taken apart; the registry of names."""
+
+import copy
+import operator
+import pickle
+from dataclasses import FrozenInstanceError, dataclass, replace
+
+import chosen
+import numpy as np
+import pytest
+import strategies
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import sparse_flash as sf
+from sparse_flash.masks import chooser as choosers
+from sparse_flash.masks import pattern as pattern_module
+from sparse_flash.masks.chooser import HeadChoice, choices_of, is_chosen, size_of
+from sparse_flash.masks.spec import SpecError
+
+parametrize = pytest.mark.parametrize
+POOLED = sf.parse("pooled(keep=2)")
+RULE_64 = {**dict.fromkeys(choosers.RULES), "floor": 0.5, "block": 64}
+limits = st.none() | st.just(sf.causal()) | strategies.expressions
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """A registry that a test may add to."""
+    monkeypatch.setattr(pattern_module, "_registry", dict(pattern_module._registry))
+    return pattern_module._registry
+
+
+def joined(within, some, always):
+    """``within & (some | always)``."""
+    inner = some[0]
+    for one in (*some[1:], *([] if always is None else [always])):
+        inner = inner | one
+    return inner if within is None else within & inner
+
+
+def same_block(some):
+    return [replace(one, block=some[0].block) for one in some]
+
+
+several = st.lists(chosen.drawn(), min_size=1, max_size=3).map(same_block)
+
+
+@settings(max_examples=100)
+@given(within=limits, some=several, always=st.none() | strategies.expressions)
+def test_text_reads_back_as_an_equal_expression_in_any_order(within, some, always):
+    expression = joined(within, some, always)
+    text = expression.to_spec()
+    again = sf.parse(text)
+    assert again == expression and hash(again) == hash(expression) and again.to_spec() == text == str(expression)
+    assert joined(within, some[::-1] * 2, always) == expression
+    assert {type(leaf) for leaf in some} <= {type(leaf) for leaf in again.leaves()}
+
+
+@given(chooser=chosen.drawn())
+def test_text_has_the_rule_and_what_differs_from_the_defaults_alone(chooser):
+    text = chooser.to_spec()
+    assert sf.parse(text) == chooser and text.startswith(chooser.name)
+    rule, number = chooser.rule
+    assert f"{rule}={number!r}" in text and "None" not in text
+    assert [name for name in choosers.RULES if f"{name}=" in text] == [rule]
+    for field in ("reduce", "share_group", "block"):
+        assert (f"{field}=" in text) == (getattr(chooser, field) is not None)
+
+
+@given(one=chosen.drawn(), other=chosen.drawn())
+def test_equal_choosers_have_equal_text_and_others_another(one, other):
+    assert (one == other) == (one.to_spec() == other.to_spec())
+    assert one == replace(one) and hash(one) == hash(replace(one))
+
+
+def test_a_number_of_blocks_and_a_share_of_them_differ():
+    one, all_of_them = sf.parse("pooled(keep=1)"), sf.parse("pooled(keep=1.0)")
+    assert one != all_of_them and one.rule == ("keep", 1) and all_of_them.rule == ("keep", 1.0)
+    assert type(one.keep) is int and type(all_of_them.keep) is float
+    assert len({one, all_of_them, sf.parse("causal & pooled(keep=1)")}) == 3
+    assert sf.parse("pooled(budget=1)") == sf.parse("pooled(budget=1.0)")
+
+
+@given(expression=st.builds(joined, limits, several, st.none() | strategies.expressions))
+def test_copies_are_equal(expression):
+    assert copy.deepcopy(expression) == expression == copy.copy(expression)
+    again = pickle.loads(pickle.dumps(expression))
+    assert again == expression and again.to_spec() == expression.to_spec() and choices_of(again) == choices_of(expression)
+
+
+def test_choosers_are_frozen():
+    with pytest.raises(FrozenInstanceError):
+        POOLED.keep = 3
+
+
+@settings(max_examples=100)
+@given(within=limits, some=several, always=st.none() | strategies.expressions, as_text=st.booleans())
+def test_an_expression_is_taken_apart_into_what_it_was_made_of(within, some, always, as_text):
+    expression = joined(within, some, always)
+    found = choices_of(expression.to_spec() if as_text else expression)
+    assert len(found) == 1 and found[0].within == within and found[0].always == always
+    assert set(found[0].choosers) == set(some) and is_chosen(expression)
+    assert size_of(expression) == (some[0].block or 128)
+    assert within is None or not is_chosen(within)
+
+
+@given(within=limits, heads=st.lists(st.none() | several, min_size=1, max_size=4).filter(any), always=strategies.expressions)
+def test_expressions_by_head_are_taken_apart_head_by_head(within, heads, always):
+    assume(choosers.is_causal(within) or not choosers.is_causal(always))
+    heads = [some and [replace(one, **RULE_64) for one in some] for some in heads]
+    alone = always if within is None else within & always
+    found = choices_of(sf.per_head([joined(within, some, always) if some else alone for some in heads]))
+    assert len(found) == len(heads)
+    for one, some in zip(found, heads, strict=True):
+        assert one.within == within and set(one.choosers) == set(some or ())
+        assert one.always == always if some else (always if within is None else within & one.always) == alone
+
+
+def test_a_head_of_patterns_alone_must_have_the_limits_of_the_others():
+    text = "causal & documents([0, 50, 99]) & per_head([pooled(keep=2), local(9), full, sinks(3) & local(9)])"
+    within = sf.causal() & sf.documents([0, 50, 99])
+    always = [None, sf.local(9), sf.full(), sf.sinks(3) & sf.local(9)]
+    assert [(one.within, one.always) for one in choices_of(text)] == [(within, one) for one in always]
+    for other in ("causal", "local(9)", "causal & local(9)"):
+        with pytest.raises(ValueError, match="must have the same pattern before their chooser"):
+            choices_of(sf.per_head([within & POOLED, other]))
+    with pytest.raises(ValueError, match="must have the same pattern before their chooser"):
+        choices_of("per_head([pooled(keep=2), causal & local(9)])")  # whose blocks would not be causal
+
+
+def test_a_head_of_patterns_alone_keeps_their_blocks():
+    text = "per_head([causal & (pooled(keep=2) | sinks(4)), causal & local(100), causal, causal & (local(9) | sinks(2))])"
+    chooser, local, causal, either = choices_of(text)
+    assert chooser == HeadChoice(sf.causal(), (POOLED,), sf.sinks(4))
+    assert local == HeadChoice(sf.causal(), (), sf.local(100))
+    assert causal == HeadChoice(sf.causal(), (), sf.causal())
+    assert either == HeadChoice(sf.causal(), (), sf.local(9) | sf.sinks(2))
+
+
+@parametrize("name", chosen.BUILT_IN)
+@parametrize(
+    "options, error, message",
+    [
+        ({}, ValueError, "{name} must have one rule of keep=, mass=, floor=, relative=, budget=; got none; pass one"),
+        ({"keep": 2, "mass": 0.5}, ValueError, "must have one rule .*; got keep=2 and mass=0.5; pass one"),
+        ({"floor": 0.1, "relative": 0.2, "budget": 0.3}, ValueError, "got floor=0.1 and relative=0.2 and budget=0.3"),
+        ({"keep": 0}, ValueError, "{name}: keep must be at least one block a row; got 0"),
+        ({"keep": -3}, ValueError, "keep must be at least one block a row; got -3"),
+        ({"keep": 0.0}, ValueError, r"keep as a share must be in \(0, 1\]; got 0.0; pass an int"),
+        ({"keep": 1.5}, ValueError, r"keep as a share must be in \(0, 1\]; got 1.5; pass an int"),
+        ({"keep": float("nan")}, ValueError, "keep as a share must be in"),
+        ({"keep": True}, ValueError, "keep must be an int, blocks a row, or a float, a share of them; got True"),
+        ({"keep": "2"}, ValueError, "keep must be an int, blocks a row, or a float, a share of them; got '2'"),
+        ({"mass": 0}, ValueError, "{name}: mass must be a number, 0 < mass <= 1; got 0"),
+        ({"floor": 1.1}, ValueError, "floor must be a number, 0 < floor <= 1; got 1.1"),
+        ({"relative": -0.5}, ValueError, "relative must be a number, 0 < relative <= 1; got -0.5"),
+        ({"budget": float("nan")}, ValueError, "budget must be a number, 0 < budget <= 1; got nan"),
+        ({"budget": "all"}, ValueError, "budget must be a number, 0 < budget <= 1; got 'all'"),
+        ({"keep": 2, "reduce": "sum"}, ValueError, "{name}: reduce must be 'max' or 'mean'; got 'sum'"),
+        ({"keep": 2, "share_group": "yes"}, ValueError, "{name}: share_group must be True or False; got 'yes'"),
+        ({"keep": 2, "share_group": 1}, ValueError, "share_group must be True or False; got 1"),
+        ({"keep": 2, "block": 32}, ValueError, "{name}: block must be one of 64, 128; got 32"),
+        ({"keep": 2, "block": 0}, ValueError, "block must be an integer of at least 1; got 0"),
+        ({"keep": 2, "block": 64.0}, ValueError, "block must be an integer of at least 1; got 64.0"),
+    ],
+)  # fmt: skip
+def test_fields_out_of_range_are_refused(name, options, error, message):
+    own = {"sub_blocks": {"size": 8}, "antidiagonal": {"stride": 8}, "sampled": {"queries": 8}, "last_queries": {"count": 8}}
+    with pytest.raises(error, match=message.format(name=name)):
+        pattern_module.pattern_class(name)(**own.get(name, {}), **options)
+
+
+@given(size=st.integers(-2, 200))
+@parametrize("name", ["sub_blocks", "antidiagonal"])
+def test_sizes_that_do_not_divide_a_block_are_refused(name, size):
+    if size > 0 and 64 % size == 0:
+        assert sf.parse(f"{name}({size}, keep=1)").to_spec() == f"{name}({size}, keep=1)"
+    else:
+        with pytest.raises(SpecError, match=f"{name}: .* got {size}"):
+            sf.parse(f"{name}({size}, keep=1)")
+
+
+@given(count=st.integers(-2, 200))
+def test_more_sampled_queries_than_the_smallest_block_has_are_refused(count):
+    if 1 <= count <= 64:
+        assert sf.parse(f"sampled({count}, keep=1)").queries == count
+    else:
+        with pytest.raises(SpecError, match=f"sampled: queries must be .* got {count}"):
+            sf.parse(f"sampled({count}, keep=1)")
+
+
+def test_numpys_numbers_become_pythons():
+    one = type(POOLED)(keep=np.int64(3), block=np.int32(64))
+    assert type(one.keep) is int and one.to_spec() == "pooled(keep=3, block=64)"
+    share = type(POOLED)(keep=np.float32(0.5))
+    assert type(share.keep) is float and share.to_spec() == "pooled(keep=0.5)"
+
+
+@given(chooser=chosen.drawn(), pattern=strategies.expressions)
+def test_what_a_chooser_leaves_out_is_no_mask(chooser, pattern):
+    with pytest.raises(ValueError, match="what a chooser leaves out is no mask; write the expression without ~"):
+        operator.invert(chooser)
+    with pytest.raises(ValueError, match="what a chooser leaves out is no mask"):
+        sf.parse(f"causal & ~{chooser}")
+    with pytest.raises(ValueError, match=r"a chooser must stand alone or beside patterns joined by \|"):
+        choices_of(~(pattern & chooser))
+
+
+@parametrize(
+    "text, message",
+    [
+        ("causal & pooled(keep=1) & pooled_keys(keep=2)", r"choosers are joined by \|, not by &; write it as within & \(chooser"),
+        ("pooled(keep=1) & pooled(keep=2)", r"choosers are joined by \|, not by &"),
+        ("causal & (pooled(keep=1) | sinks(4)) & (pooled(keep=2) | sinks(9))", r"choosers are joined by \|, not by &"),
+        ("(causal & pooled(keep=1)) | sinks(4)", r"a chooser must stand alone or beside patterns joined by \|; write it as within"),
+        ("causal & (sinks(4) | (local(9) & pooled(keep=1)))", "a chooser must stand alone"),
+        ("pooled(keep=1, block=64) | pooled(keep=1)", "all choosers of .* must have one block; pass the same block="),
+        ("per_head([pooled(keep=1, block=64), pooled(keep=2)])", "must have one block"),
+        ("per_head([causal & pooled(keep=1), pooled(keep=2)])", "all heads of .* must have the same pattern before their chooser"),
+        ("per_head([causal & pooled(keep=1), sinks(2)])", "all heads of .* must have the same pattern before their chooser"),
+        ("per_head([pooled(keep=1), pooled(budget=0.5)])", "compete for a budget, so all must have one chooser; use keep="),
+        ("causal & local(9)", r"causal & local\(9\) has no chooser; known: antidiagonal, .*; compile_mask takes patterns"),
+        ("per_head([causal, full])", "has no chooser"),
+    ],
+)  # fmt: skip
+def test_expressions_of_another_form_are_refused_with_the_way_out(text, message):
+    for spec in (text, sf.parse(text)):
+        with pytest.raises(ValueError, match=message):
+            choices_of(spec)
+
+
+def test_heads_may_compete_for_one_budget():
+    assert len(choices_of("per_head([causal & pooled(budget=0.5), causal & pooled(budget=0.5)])")) == 2
+
+
+def test_an_equal_block_may_be_written_or_left_out():
+    assert size_of("pooled(keep=1, block=128) | pooled(keep=2)") == 128
+
+
+@parametrize(
+    "text, column, message",
+    [
+        ("causal & samped(8, keep=1)", 9, "unknown pattern 'samped'; did you mean 'sampled'"),
+        ("causal & sampled(8, flor=0.1)", 9, "unknown argument 'flor'; did you mean 'floor'"),
+        ("causal & sampled(floor=0.1)", 9, "missing a required argument: 'queries'"),
+        ("pooled(3)", 0, "too many positional arguments"),
+        ("causal & pooled(keep=2, keep=3)", 24, "given twice"),
+        ("causal & pooled()", 9, "pooled must have one rule"),
+        ("causal & pooled", 9, "pooled must have one rule"),
+        ("causal & chooser(keep=1)", 9, "unknown pattern 'chooser'"),
+    ],
+)
+def test_errors_of_text_point_at_the_column(text, column, message):
+    with pytest.raises(SpecError, match=message) as error:
+        sf.parse(text)
+    assert error.value.column == column
+
+
+@given(chooser=chosen.drawn(), within=limits, always=st.none() | strategies.expressions)
+def test_no_table_is_compiled_of_a_chooser(chooser, within, always):
+    expression = joined(within, [chooser], always)
+    for spec in (expression, expression.to_spec()):
+        with pytest.raises(ValueError, match=r"chooses blocks from q and k, and has no table without them; pass .* choose_blocks"):
+            sf.compile_mask(spec, 100)
+    with pytest.raises(ValueError, match="chooses blocks from q and k"):
+        chooser.token_rule(np.arange(3), np.arange(3))
+    with pytest.raises(ValueError, match="chooses blocks from q and k"):
+        sf.BlockMask.per_head([expression, "causal"], 100)
+
+
+def test_choosers_and_patterns_are_listed_apart():
+    assert set(chosen.BUILT_IN) <= set(sf.list_choosers())
+    assert sf.list_choosers() == sorted(sf.list_choosers())
+    assert not set(sf.list_choosers()) & set(sf.list_patterns())
+    for name in sf.list_choosers():
+        assert issubclass(pattern_module.pattern_class(name), sf.Chooser)
+
+
+def test_a_registered_chooser_has_text_and_is_listed(registry):
+    @sf.register_chooser("mine")
+    @dataclass(frozen=True)
+    class Mine(sf.Chooser):
+        near: int
+        far: bool = False
+
+    mine = sf.parse("mine(3, keep=2)")
+    assert mine == Mine(3, keep=2) and mine.to_spec() == "mine(3, keep=2, far=False)" and "mine" in sf.list_choosers()
+    assert "mine" not in sf.list_patterns() and Mine(3, True, floor=0.5).to_spec() == "mine(3, floor=0.5, far=True)"
+    assert sf.parse(Mine(3, True, floor=0.5).to_spec()) == Mine(3, True, floor=0.5)
+    assert mine.reduction == "mean" and mine.block_size == 128 and not mine.looks_ahead
+    with pytest.raises(ValueError, match="mine must have one rule"):
+        Mine(3)
+    with pytest.raises(NotImplementedError, match="Mine defines no scores"):
+        mine.scores(None, None, None)
+
+
+def test_a_chooser_without_a_name_works_and_has_no_text():
+    @dataclass(frozen=True)
+    class Nameless(sf.Chooser):
+        pass
+
+    nameless = Nameless(keep=2)
+    assert "Nameless(keep=2" in str(nameless) and choices_of(sf.causal() & nameless)[0].choosers == (nameless,)
+    with pytest.raises(ValueError, match="Nameless has no spec text: register it"):
+        nameless.to_spec()
+    with pytest.raises(ValueError, match="Nameless must have one rule"):
+        Nameless()
+
+
+def test_what_is_no_chooser_is_not_registered_as_one(registry):
+    before = dict(registry)
+
+    @dataclass(frozen=True)
+    class OnlyPattern(sf.Pattern):
+        pass
+
+    @dataclass(frozen=True)
+    class Mine(sf.Chooser):
+        pass
+
+    class Thawed(Mine):
+        pass
+
+    for wrong in (OnlyPattern, Mine(keep=1), len, int, None):
+        with pytest.raises(TypeError, match=r"@register_chooser\('other'\) must decorate a subclass of sparse_flash.Chooser; got"):
+            sf.register_chooser("other")(wrong)
+    with pytest.raises(TypeError, match="Thawed must be a frozen dataclass"):
+        sf.register_chooser("other")(Thawed)
+    for taken in ("pooled", "causal", "per_head"):
+        with pytest.raises(ValueError, match=f"pattern '{taken}' of .* is already registered by"):
+            sf.register_chooser(taken)(Mine)
+    for name in ("two words", "", "inf", 3, "a-b"):
+        with pytest.raises(ValueError, match="name must be an identifier"):
+            sf.register_chooser(name)(Mine)
+    assert registry == before
