@@ -39,8 +39,8 @@ CHIPS = {
     "12.0": (("cuda", 120, 32), (12, 0), 101376, False),
     "gfx942": (("hip", "gfx942", 64), "gfx942", 65536, False),
 }
-WALKS = ("portable/walks", "portable/lengths", "portable/scores", "portable/dropout")
-COMMON = (*WALKS, "common/tiles", "common/philox", "common/variant")
+LOOP = ("portable/row_loop", "portable/lengths", "portable/scores", "portable/dropout")
+COMMON = (*LOOP, "common/tiles", "common/philox", "common/variant")
 SOURCES = {
     "forward": ("portable/forward", *COMMON),
     "grad_q": ("portable/backward", *COMMON),
@@ -154,7 +154,7 @@ def _update(digest, node) -> None:
         digest.update(repr(node).encode())
 
 
-def described(case: Case, chip: str) -> list[str]:
+def known_fields(case: Case, chip: str) -> list[str]:
     """The fields of a row that are known before compiling: all before ``shared``."""
     config = config_of(case, chip)
     tile = config.tile_m, config.tile_n, config.num_warps, config.num_stages
@@ -166,7 +166,7 @@ def wanted(only: list[Case] | None = None) -> dict[tuple[str, ...], tuple[Case, 
     hashes = {kernel: hash_of(kernel) for kernel in SOURCES}
     jobs = [(case, chip) for chip in CHIPS for case in dict.fromkeys(only or cases())]
     jobs = [(case, chip) for case, chip in jobs if not (case.variant == "dropout" and chip == "gfx942")]  # see refusal
-    return {(*described(case, chip), hashes[case.kernel]): (case, chip) for case, chip in jobs}
+    return {(*known_fields(case, chip), hashes[case.kernel]): (case, chip) for case, chip in jobs}
 
 
 def read() -> list[Row]:
@@ -203,11 +203,11 @@ def compiled(case: Case, chip: str) -> Row:
         variant, switches = _variant(case)
         if chip == "gfx942":
             variant = variant._replace(seed=None, dropout_p=None)
-        walked = config.tile_m if case.kernel == "grad_kv" else config.tile_n
+        step = config.tile_m if case.kernel == "grad_kv" else config.tile_n
         details = {"dtype": case.dtype, "target": target, "descriptors": descriptors and case.dtype != "fp32"}
-        result = compiled(kernel, config, dim, block > 0, block or walked, variant, switches, **details)
+        result = compiled(kernel, config, dim, block > 0, block or step, variant, switches, **details)
     hashed = hash_of(case.kernel)
-    return Row(*described(case, chip), str(result.metadata.shared), *_resources(result, backend), triton.__version__, hashed)
+    return Row(*known_fields(case, chip), str(result.metadata.shared), *_resources(result, backend), triton.__version__, hashed)
 
 
 def _variant(case: Case):

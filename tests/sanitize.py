@@ -2,7 +2,7 @@
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/sanitize.py --backend hopper
 
-Between them they walk full, run and bit tiles, empty and full rows, cut blocks and grouped heads. Results are only checked for NaN;
+Between them they have full, run and bit tiles, empty and full rows, cut blocks and grouped heads. Results are only checked for NaN;
 the tests check whether they are right.
 """
 

@@ -7,7 +7,7 @@ from sm90 import TARGET, resources
 from triton.compiler import ASTSource
 
 from sparse_flash.kernels.launch.launch import FUSED
-from sparse_flash.kernels.selection import choose_blocks
+from sparse_flash.kernels.selection import pick_blocks
 
 ALIGNED = {"head_dim", "q_batch", "q_head", "q_token", "k_batch", "k_head", "k_token"}
 
@@ -17,10 +17,10 @@ LENGTH, STRIDE = 32, 16  # of compressed keys
 
 def compiled(kind: str, shared: int, block: int, slots: int = 16, target=TARGET, bounded: bool = False):
     """shared: query heads that share a choice. slots: blocks of a choice. bounded: of packed documents."""
-    kernel, config = choose_blocks.choose_blocks_kernel, choose_blocks._CONFIGS[kind]
+    kernel, config = pick_blocks.pick_blocks_kernel, pick_blocks._CONFIGS[kind]
     constants = {"EVERY": 1, "BLOCK": block, "CHOSEN": slots - 1, "OWN": 1, "SLOTS": slots, "SHARED": shared}
     constants |= {
-        "KIND": choose_blocks._KINDS[kind].value,
+        "KIND": pick_blocks._KINDS[kind].value,
         "BOUNDED": bounded,
         "TILE": config.tile_m,
         "COLUMNS": config.tile_n,
@@ -44,7 +44,7 @@ def compiled_lse(target=TARGET):
     """The kernel that sums the softmax over compressed keys."""
     constants = {"EVERY": 1, "LENGTH": LENGTH, "STRIDE": STRIDE, "TILE": 64, "KEYS": 64, "DIM": 128, "PRECISION": "tf32"}
     types = {"q": "*bf16", "keys": "*bf16", "logs": "*fp32", "factor": "fp32"}
-    return _of_kernel(choose_blocks.compressed_lse_kernel, choose_blocks._CONFIGS["softmax"], constants, types, target)
+    return _of_kernel(pick_blocks.compressed_lse_kernel, pick_blocks._CONFIGS["softmax"], constants, types, target)
 
 
 def _of_kernel(kernel, config, constants: dict, types: dict, target):

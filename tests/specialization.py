@@ -31,18 +31,18 @@ from sparse_flash.kernels.launch import launch
 from sparse_flash.kernels.packed import document_blocks, repack, select, spans, splits
 from sparse_flash.kernels.portable import backward, decode, forward
 from sparse_flash.kernels.selection import backward as selection_backward
-from sparse_flash.kernels.selection import choose_blocks, lists, newest_blocks
 from sparse_flash.kernels.selection import decode as selection_decode
 from sparse_flash.kernels.selection import forward as selection_forward
 from sparse_flash.kernels.selection import hopper_backward as selection_hopper_backward
 from sparse_flash.kernels.selection import hopper_forward as selection_hopper_forward
+from sparse_flash.kernels.selection import lists, newest_blocks, pick_blocks
 from sparse_flash.masks.chooser import Antidiagonal, PooledKeys, Sampled
 from sparse_flash.masks.grid import BlockGrid
 from sparse_flash.selection import by_kernels
 from sparse_flash.variant.variant import Variant
 
 SELECTION = (
-    choose_blocks,
+    pick_blocks,
     lists,
     selection_forward,
     selection_backward,
@@ -159,7 +159,7 @@ def packed_calls() -> None:
         repack.fill_rows(layout, records, table, tiles, tiles, shared, 64, tokens, 128, True)
         for dim in LENGTHS:
             source = torch.zeros(rows, heads, dim)
-            repack.take_rows(source, numbers[:rows], 0.0, torch.zeros_like(source))
+            repack.take_rows_into(source, numbers[:rows], 0.0, torch.zeros_like(source))
         splits.split_rows(table[:3], table[:3], 0, 0, 64, 16 * tokens)
         runs = torch.zeros(2, tokens, dtype=torch.int32)
         spans.fill_spans(layout, runs, rows, tokens, tokens, 64, 64, 128)
@@ -171,10 +171,10 @@ def choice_calls() -> None:
         q, k, *_ = tensors(batch, heads, kv_heads, q_len, kv_len, torch.bfloat16)
         means, scores = torch.zeros(batch, kv_heads, kv_len // 16, 64), torch.zeros(batch, heads, q_len, -(-kv_len // 16))
         for source, keys, kind in ((q, means, "mean"), (q, k, "max"), (scores, None, "given")):
-            choose_blocks.choose_blocks(source, keys, kind, 3, 1, 1, 16, heads, q_len, kv_len)
+            pick_blocks.pick_blocks(source, keys, kind, 3, 1, 1, 16, heads, q_len, kv_len)
         for compressed in (1, 16, 33):
-            keys, compression = torch.zeros(batch, kv_heads, compressed, 64, dtype=q.dtype), choose_blocks.Compressed(16, 16, None)
-            choose_blocks.choose_blocks(q, keys, "softmax", 3, 1, 1, 16, heads, q_len, kv_len, compression=compression)
+            keys, compression = torch.zeros(batch, kv_heads, compressed, 64, dtype=q.dtype), pick_blocks.Compressed(16, 16, None)
+            pick_blocks.pick_blocks(q, keys, "softmax", 3, 1, 1, 16, heads, q_len, kv_len, compression=compression)
 
 
 def chooser_calls() -> None:
@@ -223,7 +223,7 @@ def picked_decoding_calls() -> None:
         blocks = 3 * kv_len
         means = torch.zeros(batch, kv_heads, blocks + 1, 64)
         newest_blocks.update_means(means, k, blocks, 2, 16, lens, options.get("block_table"))
-        newest_blocks.choose_newest(q, means[:, :, :-1], lens, 16 * blocks, 3, 16, kv_heads)
+        newest_blocks.pick_newest(q, means[:, :, :-1], lens, 16 * blocks, 3, 16, kv_heads)
 
 
 def main() -> None:

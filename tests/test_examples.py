@@ -133,7 +133,7 @@ def test_who_follows_contributing_to_the_letter_passes_the_tests(tmp_path):
     }
 
 
-EXPERIMENTS = [f"experiments.{name}" for name in ("equal_time", "recall", "long_range", "selection_layers")]
+EXPERIMENTS = [f"experiments.{name}" for name in ("equal_time", "recall", "long_range", "selection_layers", "choosers")]
 
 
 @pytest.mark.parametrize("name", ["examples.train_lm", *EXPERIMENTS])
@@ -196,12 +196,14 @@ def test_getting_started_begins_with_the_code_of_the_readme():
 
 
 @pytest.fixture
-def run(first_of_readme, own_registry, monkeypatch):
-    """Runs all blocks of a page in order, as a module; returns its names."""
+def run(first_of_readme, own_registry, monkeypatch, tmp_path):
+    """Runs all blocks of a page in order, as a module, in a folder that its files may go to; returns its names."""
 
     def run(page: str) -> dict:
         torch.manual_seed(0)
         blocks = codes(page)
+        monkeypatch.syspath_prepend(ROOT)
+        monkeypatch.chdir(tmp_path)
         # torch.compile imports the module of the code that it traces.
         monkeypatch.setitem(sys.modules, "page", module := types.ModuleType("page"))
         if not blocks[0].startswith("import torch\n"):

@@ -210,7 +210,7 @@ def climb(
         images = batch or default_batch(stage.task)
         return checked(
             Settings(
-                task=data.described(stage.task),
+                task=data.fields_of(stage.task),
                 shape=shape,
                 attention=first if stage.name == stages[0][0].name else attention,
                 order=order,

@@ -33,14 +33,14 @@ TASKS: dict[str, type[Task]] = {task.name: task for task in (Pathfinder, ListOps
 SPLITS = ("train", "held_out")
 
 
-def described(task: Task) -> dict:
+def fields_of(task: Task) -> dict:
     """A task as a manifest has it: its name and its fields."""
     return {"name": task.name, **asdict(task)}
 
 
-def task_of(description: dict) -> Task:
-    """The reverse of ``described``."""
-    fields = dict(description)
+def task_of(fields: dict) -> Task:
+    """The reverse of ``fields_of``."""
+    fields = dict(fields)
     return TASKS[fields.pop("name")](**fields)
 
 
@@ -51,7 +51,7 @@ def prepare(folder: Path, task: Task, train: int, held_out: int, seed: int = 0, 
     """
     if min(train, held_out, workers) < 1:
         raise ValueError(f"train, held_out and workers must be at least 1; got {train}, {held_out} and {workers}")
-    request = {"task": described(task), "train": train, "held_out": held_out, "seed": seed}
+    request = {"task": fields_of(task), "train": train, "held_out": held_out, "seed": seed}
     finished, begun = folder / "manifest.json", folder / "request.json"
     for there in filter(Path.exists, (finished, begun)):
         manifest = json.loads(there.read_text())

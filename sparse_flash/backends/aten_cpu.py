@@ -59,7 +59,7 @@ def loop_forward(q, k, v, loop, scale: float):
             if call.bias is not None:
                 log = log.masked_fill(call.empty, float("-inf"))
             if call.again:
-                here, log = _joined(out[units, call.rows], lse[units, call.rows], here, log)
+                here, log = _merged(out[units, call.rows], lse[units, call.rows], here, log)
             out[units, call.rows], lse[units, call.rows] = here, log
     return out, lse[..., None]
 
@@ -84,7 +84,7 @@ def loop_backward(dout, q, k, v, out, lse, loop, scale: float):
     return parts[0] if len(parts) == 1 else [torch.cat(grads) for grads in zip(*parts, strict=True)]
 
 
-def _joined(out, lse, more, log):
+def _merged(out, lse, more, log):
     """(out, lse) over two sets of keys, merged."""
     total = torch.logaddexp(lse, log)
     base = total.masked_fill(total == float("-inf"), 0.0)

@@ -125,31 +125,31 @@ def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant)
     return _kernels().attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant, deterministic)
 
 
-def backward_of_parts(dout, dlse, q, out, lse, parts, scale):
-    """A ``kernels.hopper.backward.BackwardOfParts``, or None where the parts have to be separate calls. parts: (k, v, mask) of
-    each; no call has a variant or is deterministic."""
-    tensors = [dout, q, out, *(t for part in parts for t in part[:2])]
-    if not has_backward(q.shape[3], parts[0][1].shape[3]) or not all(map(is_addressable, tensors)):
+def joint_backward(dout, dlse, q, out, lse, calls, scale):
+    """A ``kernels.hopper.backward.JointBackward``, or None if calls must be separate. calls: (k, v, mask) of each; no call has a
+    variant or is deterministic."""
+    tensors = [dout, q, out, *(t for call in calls for t in call[:2])]
+    if not has_backward(q.shape[3], calls[0][1].shape[3]) or not all(map(is_addressable, tensors)):
         return None
-    if not _kernels().sum_alike(q, parts[0][1], [part[2] for part in parts]):
+    if not _kernels().sum_alike(q, calls[0][1], [mask for *_, mask in calls]):
         return None
-    return _kernels().backward_of_parts(dout, dlse, q, out, lse, scale)
+    return _kernels().joint_backward(dout, dlse, q, out, lse, scale)
 
 
 class _Kernels(NamedTuple):
     attention_forward: Callable
     attention_backward: Callable
-    backward_of_parts: Callable
+    joint_backward: Callable
     sum_alike: Callable
 
 
 @cache
 def _kernels() -> _Kernels:
     """Imported on demand, as they import triton."""
-    from ..kernels.hopper.backward import BackwardOfParts, attention_backward, sum_alike
+    from ..kernels.hopper.backward import JointBackward, attention_backward, sum_alike
     from ..kernels.hopper.forward import attention_forward
 
-    return _Kernels(attention_forward, attention_backward, BackwardOfParts, sum_alike)
+    return _Kernels(attention_forward, attention_backward, JointBackward, sum_alike)
 
 
 decode = triton_backend.decode

@@ -220,7 +220,7 @@ class _Scores:
     def __init__(self, part, q, k, scale: float, variant):
         self.part, self.scale, self.variant = part, scale, variant
         self.heads, self.q_len, self.kv_len = q.shape[1], q.shape[2], k.shape[2]
-        self.lines = None if variant is None else part.lines(q)
+        self.batch_heads = None if variant is None else part.batch_heads(q)
         self.scored = variant is not None and variant.scored
         self.own = variant is not None and variant.score_mod is not None
         self.dropped = variant is not None and variant.seed is not None
@@ -232,17 +232,17 @@ class _Scores:
     def pairs(self, units: slice, rows, cols) -> Pairs | None:
         """Pairs of shape (units, rows, members, queries, entries, keys), as in ``view``. Padding has the last token's number, as a
         user's function may read a table there."""
-        if self.lines is None:
+        if self.batch_heads is None:
             return None
-        block, device = self.part.loop.block, self.lines.device
-        lines = self.lines[units][:, None, :, None, None, None]
+        block, device = self.part.loop.block, self.batch_heads.device
+        batch_heads = self.batch_heads[units][:, None, :, None, None, None]
         tokens = torch.arange(block, device=device)
         rows, cols = (torch.arange(i.start, i.stop, device=device) if isinstance(i, slice) else i for i in (rows, cols))
         queries = rows[:, None] * block + tokens
         keys = cols.view(len(rows), -1, 1) * block + tokens
         return Pairs(
-            lines // self.heads,
-            lines % self.heads,
+            batch_heads // self.heads,
+            batch_heads % self.heads,
             queries.clamp_(max=self.q_len - 1)[None, :, None, :, None, None],
             keys.clamp_(max=self.kv_len - 1)[None, :, None, None],
             self.heads,
@@ -424,10 +424,10 @@ class _Part:
     def __init__(self, loop: _Loop, units, members: slice, kv_heads: int):
         self.loop, self.units, self.members, self.kv_heads = loop, units, members, kv_heads
 
-    def lines(self, q):
+    def batch_heads(self, q):
         """(units, members) int64: batch * heads + head of the query heads of each unit."""
-        lines = torch.arange(q.shape[0] * q.shape[1], device=q.device).view(-1, q.shape[1] // self.kv_heads)
-        return lines[:, self.members][self.units]
+        batch_heads = torch.arange(q.shape[0] * q.shape[1], device=q.device).view(-1, q.shape[1] // self.kv_heads)
+        return batch_heads[:, self.members][self.units]
 
     def pack_queries(self, x):
         """(batch, heads, q_len, d) -> (units, q_blocks, members * block, d) in the computation dtype."""

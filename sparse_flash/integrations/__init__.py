@@ -16,7 +16,8 @@ def masks_of(model: torch.nn.Module) -> dict[int, Pattern | str | BlockMask | Sh
     """Returns the mask of each attention layer that ``use_sparse_flash`` switched, by the layer's number: the canonical spec text
     of a pattern, the pattern itself if it has none, a BlockMask, a plan, or "own" for the model's own mask.
 
-    ``use_sparse_flash(other, masks_of(model))`` gives another model the same masks. ``print(model)`` shows them too.
+    ``use_sparse_flash(other, masks_of(model))`` gives another model the same masks; ``dense_below`` and ``dense_last`` are passed
+    again. ``print(model)`` shows all of it.
 
     model: as for ``use_sparse_flash``. Raises ValueError for a model that was not switched, or was switched back.
     """

@@ -21,11 +21,11 @@ def take_rows(x: torch.Tensor, index: torch.Tensor, reverse: torch.Tensor, fill:
 
 def _take_rows(x, index, fill, heads_first) -> torch.Tensor:
     if by_kernels(x.device):
-        from ..kernels.packed.repack import take_rows as by_kernel
+        from ..kernels.packed.repack import take_rows_into
 
         target = _empty_rows(x, len(index), heads_first)
         with current_device(x.device):
-            by_kernel(x, index, fill, target)
+            take_rows_into(x, index, fill, target)
         return target
     taken = x.index_select(0, index.clamp(min=0)).masked_fill_((index < 0)[:, None, None], fill)
     return taken.transpose(0, 1).contiguous().transpose(0, 1) if heads_first else taken

@@ -138,13 +138,13 @@ class Owners:
         """Returns the blocks that each node owns: its ranks' blocks, rank after rank. ranks: the number of a node's ranks."""
         return Owners(self.name, self.owner // ranks, self.per, self.blocks.reshape(self.ranks // ranks, -1))
 
-    def places(self, q_len: int, block_size: int) -> np.ndarray:
+    def positions(self, q_len: int, block_size: int) -> np.ndarray:
         """Returns (ranks, tokens of a rank) int64: each token's position in the whole sequence, -1 for padding. One rank alone has
         no padding."""
-        places = self.blocks[:, :, None] * block_size + np.arange(block_size)
-        places[(self.blocks < 0)[:, :, None] | (places >= q_len)] = -1
-        places = places.reshape(self.ranks, -1)
-        return places[:, :q_len] if self.ranks == 1 else places
+        positions = self.blocks[:, :, None] * block_size + np.arange(block_size)
+        positions[(self.blocks < 0)[:, :, None] | (positions >= q_len)] = -1
+        positions = positions.reshape(self.ranks, -1)
+        return positions[:, :q_len] if self.ranks == 1 else positions
 
     def under(self, visits: Visits) -> Assignment:
         return Assignment(self.name, self.owner, self.per, self.blocks, visits)

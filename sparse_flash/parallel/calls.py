@@ -18,9 +18,9 @@ from .routes import LocalMask, TwoCalls
 from .transfer import of_blocks, pack, unpacked
 
 if TYPE_CHECKING:
-    from ..kernels.hopper.backward import BackwardOfParts
+    from ..kernels.hopper.backward import JointBackward
 
-Places = tuple[torch.Tensor, torch.Tensor]
+Addends = tuple[torch.Tensor, torch.Tensor]
 
 
 class RowResults(NamedTuple):
@@ -39,7 +39,7 @@ class RowResults(NamedTuple):
 
 class PartialAttention(NamedTuple):
     """Attends some of a rank's rows to some columns, by a back end. dropout: a variant with a seed, and with the batch-heads
-    (``lines``) if the rank has only some heads; None for no dropout."""
+    (``batch_heads``) if the rank has only some heads; None for no dropout."""
 
     scale: float
     deterministic: bool
@@ -72,7 +72,7 @@ class PartialAttention(NamedTuple):
         if not near[0] is far[0] is hopper:
             return separate
         dout, dlse, out, lse = results
-        joint = hopper.backward_of_parts(dout, dlse, q, out, lse, [(k, v, near[1]), (*theirs, far[1])], self.scale)
+        joint = hopper.joint_backward(dout, dlse, q, out, lse, [(k, v, near[1]), (*theirs, far[1])], self.scale)
         return separate if joint is None else JointCalls(joint, near[1], far[1])
 
     def _prepared(
@@ -116,7 +116,7 @@ class JointCalls(NamedTuple):
     """Replaces ``SeparateCalls`` on Hopper if all rows take part in both calls. Both calls accumulate into one dq, and write
     gradients of fetched blocks straight to the message."""
 
-    joint: BackwardOfParts
+    joint: JointBackward
     near_mask: BlockMask | None
     far_mask: BlockMask | None
 
@@ -139,44 +139,46 @@ def for_back_end(mask: LocalMask, dropout: Variant | None, on_gpu: bool) -> tupl
     if dropout is None:
         return mask.mask.kernel_table(on_gpu), None
     # Only the mask's own blocks are contiguous in the sequence, so neither coarser blocks nor a dense call are used.
-    return mask.mask, replace(dropout, q_places=mask.q_places, kv_places=mask.kv_places)
+    return mask.mask, replace(dropout, q_positions=mask.q_positions, kv_positions=mask.kv_positions)
 
 
-def join(
+def merge(
     out: torch.Tensor, lse: torch.Tensor, part: tuple[torch.Tensor, torch.Tensor], rows: torch.Tensor | None, block_size: int
 ) -> None:
     """Merges partial results of some block rows, over other keys, into out and lse, in place. rows: as for ``of_blocks``."""
     part_out, part_lse = part
     if triton_backend.by_kernels(out.device):
-        from ..kernels.portable.join import join_rows
+        from ..kernels.portable.merge import merge_rows
 
         with current_device(out.device):
-            join_rows(out, lse, part_out, part_lse, rows, block_size)
+            merge_rows(out, lse, part_out, part_lse, rows, block_size)
         return
     mine = of_blocks(lse, rows, block_size)
     total = torch.logaddexp(mine, part_lse)
     # A query that keeps nothing has lse -inf in both results and in total: its weights are 0, not NaN.
     of_mine, of_part = ((x - total).exp().masked_fill(x == float("-inf"), 0)[..., None] for x in (mine, part_lse))
-    joined = of_blocks(out, rows, block_size).mul_(of_mine).addcmul_(part_out, of_part)
+    merged = of_blocks(out, rows, block_size).mul_(of_mine).addcmul_(part_out, of_part)
     if rows is None:
         lse.copy_(total)
         return
-    for tensor, of_rows in ((out, joined), (lse, total)):
+    for tensor, of_rows in ((out, merged), (lse, total)):
         tensor.unflatten(2, (-1, block_size)).index_copy_(2, rows, of_rows.unflatten(2, (-1, block_size)))
 
 
-def add(whole: torch.Tensor, part: torch.Tensor, rows: torch.Tensor | None, block_size: int, places: Places | None = None) -> None:
-    """Adds gradients of some blocks to ``whole``, in place, and rounds once. Arguments: as for ``join.add_rows``."""
+def add(
+    whole: torch.Tensor, part: torch.Tensor, rows: torch.Tensor | None, block_size: int, addends: Addends | None = None
+) -> None:
+    """Adds gradients of some blocks to ``whole``, in place, and rounds once. Arguments: as for ``merge.add_rows``."""
     if triton_backend.by_kernels(whole.device):
-        from ..kernels.portable.join import add_rows
+        from ..kernels.portable.merge import add_rows
 
         with current_device(whole.device):
-            add_rows(whole, part, rows, block_size, places)
+            add_rows(whole, part, rows, block_size, addends)
     elif rows is None:
         whole.add_(part)
     else:
         of_whole, of_part = (t.unflatten(2, (-1, block_size)) for t in (whole, part))
-        first, blocks = places or (torch.arange(len(rows) + 1, device=rows.device), torch.arange(len(rows), device=rows.device))
+        first, blocks = addends or (torch.arange(len(rows) + 1, device=rows.device), torch.arange(len(rows), device=rows.device))
         total = of_whole.index_select(2, rows).to(torch.promote_types(whole.dtype, torch.float32))
         for number in range(int(first.diff().amax()) if len(rows) else 0):
             some = (first.diff() > number).nonzero()[:, 0]

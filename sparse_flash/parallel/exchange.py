@@ -15,8 +15,8 @@ import torch.distributed as dist
 from .. import backends
 from ..dispatch.operators import refuse_second_derivatives, upstream
 from ..variant.variant import Variant
-from .calls import PartialAttention, RowResults, add, join
-from .queries import attended_queries, differentiated_queries, join_parts, sent_queries, sent_results, write_query_gradients
+from .calls import PartialAttention, RowResults, add, merge
+from .queries import attended_queries, differentiated_queries, merge_shared_rows, sent_queries, sent_results, write_query_gradients
 from .routes import OneCall, Peers, Route, TwoCalls
 from .transfer import (
     Arriving,
@@ -54,9 +54,9 @@ def attention_of_blocks(
     least two. Its length tells the compiler their number as a dynamic shape. handle: of a Route of block_size. keep_fetched:
     whether fetched blocks are saved for the backward pass. dropout: as in ``PartialAttention``.
     """
-    seed, lines, dropout_p = (None, None, 0.0) if dropout is None else (dropout.seed, dropout.lines, dropout.dropout_p)
+    seed, batch_heads, dropout_p = (None, None, 0.0) if dropout is None else (dropout.seed, dropout.batch_heads, dropout.dropout_p)
     options = block_size, keep_fetched, scale, deterministic, backend, dropout_p
-    return _attention_of_blocks(q, k, v, columns, handle, seed, lines, *options)[:2]
+    return _attention_of_blocks(q, k, v, columns, handle, seed, batch_heads, *options)[:2]
 
 
 @torch.library.custom_op("sparse_flash::context_attention", mutates_args=())
@@ -67,7 +67,7 @@ def _attention_of_blocks(
     columns: torch.Tensor,
     handle: torch.Tensor,
     seed: torch.Tensor | None,
-    lines: torch.Tensor | None,
+    batch_heads: torch.Tensor | None,
     block_size: int,
     keep_fetched: bool,
     scale: float | None,
@@ -78,7 +78,7 @@ def _attention_of_blocks(
     """Returns (out, lse, the fetched blocks). The third is empty if they are not kept."""
     route = Route.behind(handle)
     calls, shared = route.forward, route.shared
-    run = PartialAttention(_scale_of(q, scale), deterministic, backend, _dropout(seed, lines, dropout_p))
+    run = PartialAttention(_scale_of(q, scale), deterministic, backend, _dropout(seed, batch_heads, dropout_p))
     buffer = empty_blocks(k, v, len(columns), block_size)
     # All ranks start their exchanges in this order, whatever they compute in between.
     queries = sent_queries(q, shared, route) if shared else None
@@ -95,9 +95,9 @@ def _attention_of_blocks(
         out, lse = run.forward(q, *gathered(k, v, fetched, every), calls.mask)
     elif calls.far is not None:
         part = run.forward(of_blocks(q, calls.rows, block_size), *unpacked(fetched, k.shape[3]), calls.far)
-        join(out, lse, part, calls.rows, block_size)
+        merge(out, lse, part, calls.rows, block_size)
     if shared and parts:
-        join_parts(out, lse, parts, shared)
+        merge_shared_rows(out, lse, parts, shared)
     return out, lse, buffer if keep_fetched else buffer.new_empty(0)
 
 
@@ -109,7 +109,7 @@ def _(
     columns: torch.Tensor,
     handle: torch.Tensor,
     seed: torch.Tensor | None,
-    lines: torch.Tensor | None,
+    batch_heads: torch.Tensor | None,
     block_size: int,
     keep_fetched: bool,
     scale: float | None,
@@ -134,7 +134,7 @@ def _backward(
     lse: torch.Tensor,
     handle: torch.Tensor,
     seed: torch.Tensor | None,
-    lines: torch.Tensor | None,
+    batch_heads: torch.Tensor | None,
     block_size: int,
     keep_fetched: bool,
     scale: float | None,
@@ -145,7 +145,7 @@ def _backward(
     """Returns (dq, dk, dv) of the rank's tokens."""
     route = Route.behind(handle)
     calls, shared = route.backward, route.shared
-    run = PartialAttention(_scale_of(q, scale), deterministic, backend, _dropout(seed, lines, dropout_p))
+    run = PartialAttention(_scale_of(q, scale), deterministic, backend, _dropout(seed, batch_heads, dropout_p))
     results = RowResults(dout, dlse, out, lse)
     sent = sent_results(q, results, shared, route) if shared else None
     fetching = None
@@ -194,9 +194,9 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, _, handle, seed, lines, *ctx.options = inputs
+    q, k, v, _, handle, seed, batch_heads, *ctx.options = inputs
     out, lse, buffer = output
-    ctx.save_for_backward(q, k, v, buffer, out, lse, handle, seed, lines)
+    ctx.save_for_backward(q, k, v, buffer, out, lse, handle, seed, batch_heads)
     ctx.set_materialize_grads(False)
 
 
@@ -284,5 +284,5 @@ def _scale_of(q: torch.Tensor, scale: float | None) -> float:
     return q.shape[3] ** -0.5 if scale is None else scale
 
 
-def _dropout(seed: torch.Tensor | None, lines: torch.Tensor | None, dropout_p: float) -> Variant | None:
-    return None if seed is None else Variant(seed=seed, lines=lines, dropout_p=dropout_p)
+def _dropout(seed: torch.Tensor | None, batch_heads: torch.Tensor | None, dropout_p: float) -> Variant | None:
+    return None if seed is None else Variant(seed=seed, batch_heads=batch_heads, dropout_p=dropout_p)

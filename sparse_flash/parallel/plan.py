@@ -159,8 +159,8 @@ def plans_of(
 ) -> ContextPlans:
     """Makes a plan for each layer. layers: for each layer, the number of its mask among the planned masks. whole: returns a mask by
     its number, on the CPU. cu_seqlens: the documents' bounds; one document by default."""
-    places = numbers.owners.places(numbers.sizes.q_len, numbers.sizes.block_size)
-    shards = TokenShards(numbers.sizes.q_len, places, cu_seqlens, group_of(mesh), device_of(mesh))
+    positions = numbers.owners.positions(numbers.sizes.q_len, numbers.sizes.block_size)
+    shards = TokenShards(numbers.sizes.q_len, positions, cu_seqlens, group_of(mesh), device_of(mesh))
     plans = [ContextPlan(shards, numbers, number, options, partial(whole, number), mesh) for number in range(len(numbers.parts))]
     return ContextPlans(shards, [plans[number] for number in layers])
 
@@ -206,7 +206,7 @@ class ContextPlan(TokenShards):
         # The mask of the call between exchanges, if the rank then has all tokens.
         self._gathered = part.to(self.device) if isinstance(part, LocalMask) else None
         # The index of each token of the sequence among the tokens of all ranks, rank after rank; None if both orders are the same.
-        in_order = self.ranks == 1 or np.array_equal(self.places.ravel(), np.arange(self.q_len))
+        in_order = self.ranks == 1 or np.array_equal(self.all_positions.ravel(), np.arange(self.q_len))
         self._order = None if in_order or self.strategy != "heads" else shards._inverse
         across = mesh.get_group(0) if self.strategy == "nodes" else self.group
         self._route = Route.on(part, across, self.device) if isinstance(part, BlockExchange) else None
@@ -307,18 +307,18 @@ class ContextPlan(TokenShards):
         return (out, own_tokens_of_all_heads(lse[..., None], ranks, handle)[..., 0]) if return_lse else out
 
     def _dropout(self, q: torch.Tensor, k: torch.Tensor, dropout_p: float) -> Variant | None:
-        """Returns the seed of all ranks and, if this rank has only some heads, their batch-heads (``lines``). q, k: with all
+        """Returns the seed of all ranks and, if this rank has only some heads, their batch-heads (``batch_heads``). q, k: with all
         heads."""
         drawn = checked_variant(q, k, dropout_p=dropout_p)
         if drawn is None:  # dropout_p rounds to 0
             return None
         assert drawn.seed is not None
-        lines = None
+        batch_heads = None
         if self._sharing > 1:
             batch, heads = q.shape[:2]
             every = torch.arange(batch * heads, dtype=torch.int32, device=q.device).view(batch, self._sharing, -1)
-            lines = every[:, self.rank % self._sharing].contiguous()
-        return replace(drawn, seed=seed_of_first_rank(drawn.seed, self._everyone), lines=lines)
+            batch_heads = every[:, self.rank % self._sharing].contiguous()
+        return replace(drawn, seed=seed_of_first_rank(drawn.seed, self._everyone), batch_heads=batch_heads)
 
     def _between(
         self, call: AttentionCall, select: BlockChoice | BlockSelection | BlockMask | None

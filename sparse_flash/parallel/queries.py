@@ -24,7 +24,7 @@ def attended_queries(
     return _returned(out, shared, route), _returned(lse[..., None], shared, route)
 
 
-def join_parts(out: torch.Tensor, lse: torch.Tensor, parts: tuple[Arriving, Arriving], shared: SharedRows) -> None:
+def merge_shared_rows(out: torch.Tensor, lse: torch.Tensor, parts: tuple[Arriving, Arriving], shared: SharedRows) -> None:
     """Merges the partial results of the rank's shared rows, and writes them to out and lse."""
     outs, logs = (part.arrived() for part in parts)
     total = logs.logsumexp(0)

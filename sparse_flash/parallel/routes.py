@@ -51,22 +51,22 @@ class Peers:
 
 @dataclass(frozen=True, eq=False)
 class LocalMask:
-    """Holds the mask of some block rows and columns of a sequence, and their positions in it. q_places, kv_places: as in
+    """Holds the mask of some block rows and columns of a sequence, and their positions in it. q_positions, kv_positions: as in
     ``Variant``; 0 for blocks that keep nothing."""
 
     mask: BlockMask
-    q_places: torch.Tensor
-    kv_places: torch.Tensor
+    q_positions: torch.Tensor
+    kv_positions: torch.Tensor
 
     @classmethod
     def of(cls, mask: BlockMask, rows: np.ndarray, cols: np.ndarray) -> LocalMask:
         """rows, cols: as for ``part_of``."""
         size = mask.block_size
-        places = [np.maximum(blocks, 0)[:, None] * size + np.arange(0, size, 16) for blocks in (rows, cols)]
-        return cls(part_of(mask, rows, cols), *(torch.from_numpy(of.ravel().astype(np.int32)) for of in places))
+        positions = [np.maximum(blocks, 0)[:, None] * size + np.arange(0, size, 16) for blocks in (rows, cols)]
+        return cls(part_of(mask, rows, cols), *(torch.from_numpy(of.ravel().astype(np.int32)) for of in positions))
 
     def to(self, device: torch.device) -> LocalMask:
-        return LocalMask(self.mask.to(device), self.q_places.to(device), self.kv_places.to(device))
+        return LocalMask(self.mask.to(device), self.q_positions.to(device), self.kv_positions.to(device))
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,20 +15,20 @@ import torch.distributed as dist
 class TokenShards:
     """Holds one rank's tokens of a sequence. Every rank has equally many; some have padding at their end.
 
-    q_len: tokens of the sequence. places: (ranks, tokens) int64 on the host, each token's position in the sequence, -1 for padding.
+    q_len: tokens of the sequence. all_positions: (ranks, tokens) int64 on the host, of the tokens in the sequence, -1 for padding.
     cu_seqlens: where documents start. group: the ranks. device: of the tensors.
     """
 
     q_len: int
-    places: np.ndarray
+    all_positions: np.ndarray
     cu_seqlens: tuple[int, ...]
     group: dist.ProcessGroup
     device: torch.device
 
     def __post_init__(self) -> None:
-        self.rank, self.ranks = dist.get_rank(self.group), len(self.places)
-        self.tokens = self.places.shape[1]
-        own = torch.from_numpy(self.places[self.rank])
+        self.rank, self.ranks = dist.get_rank(self.group), len(self.all_positions)
+        self.tokens = self.all_positions.shape[1]
+        own = torch.from_numpy(self.all_positions[self.rank])
         self.exists = (own >= 0).to(self.device)
         self.positions = own.clamp(min=0).to(self.device)
 
@@ -55,7 +55,7 @@ class TokenShards:
     @cached_property
     def _inverse(self) -> torch.Tensor:
         """Returns (q_len,) int64: each token's index among the tokens of all ranks, rank after rank."""
-        flat = self.places.ravel()
+        flat = self.all_positions.ravel()
         inverse = np.empty(self.q_len, np.int64)
         inverse[flat[flat >= 0]] = np.flatnonzero(flat >= 0)
         return torch.from_numpy(inverse).to(self.device)

@@ -102,7 +102,7 @@ def pack(k: torch.Tensor, v: torch.Tensor, packed: torch.Tensor, blocks: torch.T
     block_size = packed.shape[1]
     for tensor, half in zip((k, v), halves(packed, k.shape[3]), strict=True):
         if triton_backend.by_kernels(k.device):
-            from ..kernels.portable.join import copy_rows
+            from ..kernels.portable.merge import copy_rows
 
             with current_device(k.device):
                 copy_rows(tensor, by_head(half), blocks, block_size)

@@ -68,28 +68,28 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out, lse), out in q's memory order. parts_kernel: instead of ``picked_parts``."""
     from ..kernels.selection import lists
-    from ..kernels.selection.forward import picked_parts, walk_picks
+    from ..kernels.selection.forward import picked_parts, visit_blocks
     from ..kernels.selection.tiles import SelectionOperands
 
     picks, always, sizes = selection.picks, selection.always, _sizes(q, k, selection)
     ready = [addressable(t) for t in (q, k, v)]
     operands = SelectionOperands(*ready)
     rows, dim_v = sizes.rows_of_choice, padded_head_dim(ready[2].shape[3])
-    alone = lists.walks_alone(sizes)
-    rounds = lists.rounds_of(sizes, 0 if alone else rows * (dim_v * q.element_size() + 4), 0, WORKSPACE)
+    visits_all = lists.visits_all(sizes)
+    rounds = lists.rounds_of(sizes, 0 if visits_all else rows * (dim_v * q.element_size() + 4), 0, WORKSPACE)
     out = empty_out(ready[0], ready[2].shape[3])
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     with current_device(q.device):
-        walks = lists.tile_walks(picks, sizes, lists.least_walked(sizes))
+        visited = lists.visited_blocks(picks, sizes, lists.least_choices(sizes))
         listed = parts = part_lse = None
-        if not alone:
-            columns = lists.column_lists(picks, walks, sizes, rounds, lists.forward_most(sizes))
+        if not visits_all:
+            columns = lists.column_lists(picks, visited, sizes, rounds, lists.forward_most(sizes))
             entries = rounds.heads * sizes.pickers * rounds.choices * sizes.slots
             listed, parts, part_lse = columns.counts, q.new_empty(entries, rows, dim_v), lse.new_empty(entries, rows)
         for each in rounds.all:
-            if not alone:
+            if not visits_all:
                 (parts_kernel or picked_parts)(operands, columns, parts, part_lse, sizes, each, scale)
-            walk_picks(operands, picks, walks, listed, parts, part_lse, always, out, lse, sizes, each, scale)
+            visit_blocks(operands, picks, visited, listed, parts, part_lse, always, out, lse, sizes, each, scale)
     return restored_out(out, ready[0], q, v), lse
 
 
@@ -116,12 +116,12 @@ def backward(
     dq, dk, dv = (torch.empty_like(t) for t in ready)
     log2_sum, delta = torch.empty_like(lse), torch.empty_like(lse)
     operands = SelectionOperands(ready[0], ready[1], ready[2], dout, log2_sum, delta)
-    alone = lists.walks_alone(sizes)
+    visits_all = lists.visits_all(sizes)
     gathering = gathering or kernels
-    space = _backward_workspace(ready, sizes, always, not alone, gathering)
+    space = _backward_workspace(ready, sizes, always, not visits_all, gathering)
     with current_device(q.device):
         kernels.rows_of_softmax(out, dout, lse, None if dlse is None else dlse.contiguous(), log2_sum, delta)
-        walks = lists.tile_walks(picks, sizes, 1) if alone else None
+        visited = lists.visited_blocks(picks, sizes, 1) if visits_all else None
         columns = lists.column_lists(picks, None, sizes, space.rounds, space.most)
         for each in space.rounds.all:
             gathering.picked_grads(operands, columns, space.parts, space.k_sums.pieces, space.v_sums.pieces, sizes, each, scale)
@@ -130,7 +130,7 @@ def backward(
                 kernels.always_grads(operands, picks, always, *of_always, sizes, each, scale)
             kernels.sum_key_grads(dk, space.k_sums, columns, space.always, always, sizes, each, scale)
             kernels.sum_key_grads(dv, space.v_sums, columns, space.always, always, sizes, each, 1.0)
-            kernels.sum_query_grads(operands, picks, walks, columns, space.parts, always, dq, sizes, each, scale)
+            kernels.sum_query_grads(operands, picks, visited, columns, space.parts, always, dq, sizes, each, scale)
     return restored(dq, ready[0], q), restored(dk, ready[1], k), restored(dv, ready[2], v)
 
 

@@ -1,7 +1,7 @@
-"""Attention over picked blocks in PyTorch operations, on any device: walks the groups of queries in chunks of bounded size.
+"""Attention over picked blocks in PyTorch operations, on any device, in chunks of groups of queries that memory bounds.
 
 A chunk lists its picks by block of keys, as pieces of equal size: so a block's keys meet all queries that picked it in one product,
-and queries are gathered, not keys. Each pick gives a part of a result, and parts are joined by their lse. The keys that ``always``
+and queries are gathered, not keys. Each pick gives a partial result, and these are merged by their lse. The keys that ``always``
 keeps are taken once for a chunk. The backward pass recomputes the probabilities from lse (arXiv:2307.08691, Alg. 2), so memory is
 linear in tokens. float16 and bfloat16 are computed in float32. Gradients repeat bit for bit.
 """
@@ -32,7 +32,7 @@ def forward(
     """(out, lse)."""
     out, lse = empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=_exact(q))
     with own_precision(q):
-        for chunk in _GroupWalk(q, k, v, selection, scale):
+        for chunk in _ChunkedCall(q, k, v, selection, scale):
             scores = chunk.scores()
             logs = scores.logsumexp(-1, keepdim=True)
             parts = chunk.spread(_shares(scores, logs) @ chunk.values, 0.0)
@@ -62,9 +62,9 @@ def backward(
     """(dq, dk, dv)."""
     dq, dout = torch.empty_like(q), of_queries_with_keys(dout, lse)
     with own_precision(q):
-        walk = _GroupWalk(q, k, v, selection, scale)
-        dk, dv = _KeyGradient(k, walk), _KeyGradient(v, walk)
-        for chunk in walk:
+        call = _ChunkedCall(q, k, v, selection, scale)
+        dk, dv = _KeyGradient(k, call), _KeyGradient(v, call)
+        for chunk in call:
             logs, upstream = chunk.pack(lse[..., None]), chunk.pack(dout)
             delta = (upstream * chunk.pack(out)).sum(-1, keepdim=True)
             delta = delta if dlse is None else delta - chunk.pack(dlse[..., None])
@@ -89,7 +89,7 @@ def block_lse(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection, scale
     """(batch, heads, q_len, n): see ``operators``."""
     result = q.new_empty(*q.shape[:3], selection.picks.shape[3], dtype=_exact(q))
     with own_precision(q):
-        for chunk in _GroupWalk(q, k, None, selection, scale):
+        for chunk in _ChunkedCall(q, k, None, selection, scale):
             logs = chunk.spread(chunk.scores().logsumexp(-1, keepdim=True), float("-inf"))
             chunk.unpack(logs[..., 0].mT, result)
     return result
@@ -101,9 +101,9 @@ def block_lse_backward(
     """(dq, dk)."""
     dq = torch.empty_like(q)
     with own_precision(q):
-        walk = _GroupWalk(q, k, None, selection, scale)
-        dk = _KeyGradient(k, walk)
-        for chunk in walk:
+        call = _ChunkedCall(q, k, None, selection, scale)
+        dk = _KeyGradient(k, call)
+        for chunk in call:
             logs, incoming = (chunk.of_picks(t) for t in (block_lse, dblock_lse))
             dscores = _shares(chunk.scores(), logs) * incoming
             dk.add_blocks(chunk.block, scale * dscores.mT @ chunk.rows(chunk.queries))
@@ -126,7 +126,7 @@ def _by_head(rows: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return (rows.flatten(2, 3) @ right).unflatten(2, rows.shape[2:4])
 
 
-class _GroupWalk:
+class _ChunkedCall:
     """The chunks of a call, each of whole groups. v: None where only scores are asked for; then ``always`` has no part."""
 
     def __init__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, selection: BlockSelection, scale: float):
@@ -167,19 +167,19 @@ class _GroupChunk:
     always: the part of the keys that are always kept, or None.
     """
 
-    def __init__(self, walk: _GroupWalk, low: int, high: int):
-        self.walk, self.groups, selection = walk, high - low, walk.selection
-        self.first, self.stop = low * walk.every, min(high * walk.every, selection.q_len)
+    def __init__(self, call: _ChunkedCall, low: int, high: int):
+        self.call, self.groups, selection = call, high - low, call.selection
+        self.first, self.stop = low * call.every, min(high * call.every, selection.q_len)
         picks = selection.picks[:, :, low:high].long()
         self.slots, device = picks.shape[3], picks.device
-        batch_heads = torch.arange(len(picks), device=device)[:, None] * walk.tensors[0].shape[1] + walk.key_head
+        batch_heads = torch.arange(len(picks), device=device)[:, None] * call.tensors[0].shape[1] + call.key_head
         block = torch.where(picks < 0, -1, batch_heads[:, :, None, None] * selection.kv_blocks + picks).flatten()
-        position = torch.arange(low * walk.every, high * walk.every, device=device)
-        self.position = torch.where(position < selection.q_len, position + selection.offset, -1).view(self.groups, walk.every)
-        self.queries = self.pack(walk.q)
-        self._cut(block, len(walk.blocks[0]))
-        self.keys, self.values = (walk.blocks[which][self.block].to(_exact(walk.q)) for which in (0, -1))
-        self.always = None if walk.always is None else _AlwaysPart(self, walk.always, picks)
+        position = torch.arange(low * call.every, high * call.every, device=device)
+        self.position = torch.where(position < selection.q_len, position + selection.offset, -1).view(self.groups, call.every)
+        self.queries = self.pack(call.q)
+        self._cut(block, len(call.blocks[0]))
+        self.keys, self.values = (call.blocks[which][self.block].to(_exact(call.q)) for which in (0, -1))
+        self.always = None if call.always is None else _AlwaysPart(self, call.always, picks)
 
     def _cut(self, block: torch.Tensor, blocks: int) -> None:
         """Sets entry, valid and block from the block of each entry, -1 for none: lists by block, cut into pieces of equal size."""
@@ -197,13 +197,13 @@ class _GroupChunk:
     def pack(self, x: torch.Tensor) -> torch.Tensor:
         """(batch, heads, q_len, width) -> rows of the chunk's queries; zeros past the last query."""
         x = x[:, :, self.first : self.stop].to(_exact(x))
-        x = torch.nn.functional.pad(x, (0, 0, 0, self.groups * self.walk.every - x.shape[2]))
-        x = x.reshape(x.shape[0], self.walk.heads, self.walk.shared, self.groups, self.walk.every, x.shape[3])
+        x = torch.nn.functional.pad(x, (0, 0, 0, self.groups * self.call.every - x.shape[2]))
+        x = x.reshape(x.shape[0], self.call.heads, self.call.shared, self.groups, self.call.every, x.shape[3])
         return x.transpose(2, 3).flatten(3, 4)
 
     def unpack(self, rows: torch.Tensor, result: torch.Tensor) -> None:
         """The reverse, of ``flat`` rows, into the chunk's queries of ``result``."""
-        rows = rows.reshape(len(result), self.walk.heads, self.groups, self.walk.shared, self.walk.every, -1).transpose(2, 3)
+        rows = rows.reshape(len(result), self.call.heads, self.groups, self.call.shared, self.call.every, -1).transpose(2, 3)
         rows = rows.reshape(len(result), result.shape[1], -1, result.shape[3])
         result[:, :, self.first : self.stop] = rows[:, :, : self.stop - self.first].to(result.dtype)
 
@@ -231,13 +231,13 @@ class _GroupChunk:
 
     def scores(self) -> torch.Tensor:
         """(pieces, entries * rows, block_size): scores of each piece's rows with its keys, -inf for pairs that are not kept."""
-        walk = self.walk
-        scores = self.rows(self.queries) @ self.keys.mT * walk.scale
-        first = self.block % walk.selection.kv_blocks * walk.size
-        key = first[:, None] + torch.arange(walk.size, device=first.device)
+        call = self.call
+        scores = self.rows(self.queries) @ self.keys.mT * call.scale
+        first = self.block % call.selection.kv_blocks * call.size
+        key = first[:, None] + torch.arange(call.size, device=first.device)
         position = torch.where(self.valid[..., None], self.position[self.entry // self.slots % self.groups], -1)
         kept = key[:, None, None] <= position[..., None]
-        by_query = scores.view(*self.entry.shape, walk.shared, walk.every, walk.size)
+        by_query = scores.view(*self.entry.shape, call.shared, call.every, call.size)
         return by_query.masked_fill_(~kept[:, :, None], float("-inf")).view_as(scores)
 
 
@@ -248,28 +248,28 @@ class _AlwaysPart:
     """
 
     def __init__(self, chunk: _GroupChunk, always: _KeysOfAlways, picks: torch.Tensor):
-        walk = self.walk = chunk.walk
+        call = self.call = chunk.call
         self.queries = chunk.queries
-        self.tokens, kept = always.keys_of(chunk.first, chunk.stop, chunk.groups * walk.every, picks.device)
-        block, of_token = (self.tokens // walk.size).unique(return_inverse=True)
+        self.tokens, kept = always.keys_of(chunk.first, chunk.stop, chunk.groups * call.every, picks.device)
+        block, of_token = (self.tokens // call.size).unique(return_inverse=True)
         picked = (picks[..., None] == block).any(3)[..., of_token]
-        self.kept = kept.view(chunk.groups, walk.every, -1) & ~picked[:, :, :, None]
-        taken = [t[:, :, self.tokens][:, walk.key_head].to(_exact(t)) for t in walk.tensors]
+        self.kept = kept.view(chunk.groups, call.every, -1) & ~picked[:, :, :, None]
+        taken = [t[:, :, self.tokens][:, call.key_head].to(_exact(t)) for t in call.tensors]
         self.keys, self.values = taken[0], taken[-1]
 
     def scores(self) -> torch.Tensor:
         """(batch, heads that pick, groups, rows, n), -inf for pairs that are not kept."""
-        scores = _by_head(self.queries, self.keys.mT) * self.walk.scale
-        by_query = scores.unflatten(3, (self.walk.shared, self.walk.every))
+        scores = _by_head(self.queries, self.keys.mT) * self.call.scale
+        by_query = scores.unflatten(3, (self.call.shared, self.call.every))
         return by_query.masked_fill_(~self.kept[:, :, :, None], float("-inf")).flatten(3, 4)
 
 
 class _KeyGradient:
     """A gradient of keys or values, summed over chunks in order."""
 
-    def __init__(self, like: torch.Tensor, walk: _GroupWalk):
+    def __init__(self, like: torch.Tensor, call: _ChunkedCall):
         self.like = like
-        self.sums = like.new_zeros(len(walk.blocks[0]), walk.size, like.shape[3], dtype=_exact(like))
+        self.sums = like.new_zeros(len(call.blocks[0]), call.size, like.shape[3], dtype=_exact(like))
 
     def by_token(self) -> torch.Tensor:
         return self.sums.view(*self.like.shape[:2], -1, self.like.shape[3])

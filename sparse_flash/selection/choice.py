@@ -2,7 +2,7 @@
 
 A group's first query chooses for it, and the blocks that it chooses from end before its own begins. So no pick depends on a later
 token. Each kind of choice is an operator: torch.compile does not look inside, and activation checkpointing can keep its result. On
-a GPU a kernel chooses (``kernels/selection/choose_blocks``), elsewhere PyTorch operations on some groups at a time. Neither holds
+a GPU a kernel chooses (``kernels/selection/pick_blocks``), elsewhere PyTorch operations on some groups at a time. Neither holds
 the scores of all groups.
 """
 
@@ -50,12 +50,12 @@ class _Choice(NamedTuple):
         return like.new_empty(shape, dtype=torch.int32)
 
     def by_kernel(self, source: torch.Tensor, keys: torch.Tensor | None, kind: str, compression: Any = None) -> torch.Tensor:
-        """See ``kernels/selection/choose_blocks``."""
-        from ..kernels.selection.choose_blocks import choose_blocks as by_kernel
+        """See ``kernels/selection/pick_blocks``."""
+        from ..kernels.selection.pick_blocks import pick_blocks
 
         sizes = self.keep - 1, self.own, self.every, self.block_size, self.heads, self.q_len, self.kv_len
         with current_device(source.device):
-            return by_kernel(unbroken(source), keys, kind, *sizes, bounds=self.bounds, compression=compression)
+            return pick_blocks(unbroken(source), keys, kind, *sizes, bounds=self.bounds, compression=compression)
 
     def by_operations(
         self, scored: Callable[[int, int], torch.Tensor], groups: int, numbers: int, device: torch.device
@@ -166,7 +166,7 @@ def choose_by_compressed(
     choice = _Choice(keys.shape[1] if share_group else q.shape[1], keep, every, block_size, q.shape[2], kv_len)
     lse = None if lse is None else lse.to(torch.promote_types(q.dtype, torch.float32)).contiguous()
     if keys.shape[2] and kernel_chooses(q, choice.heads, keep) and q.shape[3] * q.element_size() <= _MOST_BYTES:
-        from ..kernels.selection.choose_blocks import Compressed
+        from ..kernels.selection.pick_blocks import Compressed
 
         return choice.by_kernel(q, unbroken(keys), COMPRESSED, Compressed(length, stride, lse))
     rows = q[:, :, ::every].unflatten(1, (keys.shape[1], -1))

@@ -41,10 +41,10 @@ def choose_newest(
 def _choose_by_kernel(
     q: torch.Tensor, means: torch.Tensor, kv_lens: torch.Tensor | None, length: int, keep: int, block_size: int, heads: int
 ) -> torch.Tensor:
-    from ..kernels.selection.newest_blocks import choose_newest as by_kernel
+    from ..kernels.selection.newest_blocks import pick_newest
 
     with current_device(q.device):
-        return by_kernel(unbroken(q), means, _contiguous(kv_lens), length, keep, block_size, heads)
+        return pick_newest(unbroken(q), means, _contiguous(kv_lens), length, keep, block_size, heads)
 
 
 # torch.compile does not look inside.

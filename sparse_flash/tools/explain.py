@@ -81,7 +81,7 @@ class Memory:
     """Bytes of one call and of its backward pass, over batch and heads.
 
     inputs: q, k and v. outputs: out, and lse in float32. table: of the mask (and, for small blocks, the coarser one that GPUs
-    walk), once for all calls that share it. gradients: of q, k and v. A call holds inputs, outputs and table; they stay until the
+    run), once for all calls that share it. gradients: of q, k and v. A call holds inputs, outputs and table; they stay until the
     backward pass, which also holds the gradient of out and the gradients.
     work: {back end: (forward, backward)}, what its kernels additionally hold while they run: sums in float32, and values per query.
     Back ends that do not run such calls are left out; torch holds chunks of scores of bounded size. Tensors that the kernels cannot
@@ -319,7 +319,7 @@ def memory(
     """See ``Memory``; arguments as in ``explain``."""
     queries, keys = batch * heads * mask.q_len, batch * kv_heads * mask.kv_len
     exact = 8 if dtype == torch.float64 else 4
-    given = mask.coarse or mask  # in the blocks that kernels walk
+    given = mask.coarse or mask  # in the blocks that kernels run
     work = {}
     if dtype in triton.DTYPES and max(head_dim, v_head_dim) <= triton.MAX_HEAD_DIM:
         work["triton"] = 0, 4 * queries  # the backward pass: rowsum(dout x out) per query

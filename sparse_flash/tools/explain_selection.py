@@ -21,7 +21,7 @@ class SelectionExplanation:
     ones.
     picks: blocks of a group of queries, on average.
     alike: the share of a group's picks that the group before picked too.
-    unions: queries of a tile -> how many different blocks they picked, on average over tiles. A tile that walks its union does
+    unions: queries of a tile -> how many different blocks they picked, on average over tiles. A tile that visits its union does
     union / picks times the kept work.
     most_picked, mean_picked: how many groups of one head picked the most picked block, and a block on average.
     flops, dense_flops: of one forward pass over batch and heads, 2 x pairs x (head_dim + v_head_dim), for the kept pairs and for

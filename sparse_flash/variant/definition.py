@@ -132,10 +132,11 @@ def kept_by_dropout(variant: Variant, pairs: Pairs, q_axis: int = -2) -> torch.T
     of NVIDIA's tensor cores, and in its transpose, one thread holds these four pairs.
     """
     seed = cast(torch.Tensor, variant.seed)[0]
-    line = pairs.batch * pairs.heads + pairs.head if variant.lines is None else variant.lines[pairs.batch, pairs.head].long()
-    zero = torch.zeros_like(line)
-    key, q_mask, k_mask, _ = philox_4x32((line, zero, zero, zero), (seed & _WORD, (seed >> 32) & _WORD))
-    counter = _groups(pairs.query, variant.q_places, q_axis) ^ q_mask, _groups(pairs.key, variant.kv_places, -1) ^ k_mask
+    counted = variant.batch_heads
+    batch_head = pairs.batch * pairs.heads + pairs.head if counted is None else counted[pairs.batch, pairs.head].long()
+    zero = torch.zeros_like(batch_head)
+    key, q_mask, k_mask, _ = philox_4x32((batch_head, zero, zero, zero), (seed & _WORD, (seed >> 32) & _WORD))
+    counter = _groups(pairs.query, variant.q_positions, q_axis) ^ q_mask, _groups(pairs.key, variant.kv_positions, -1) ^ k_mask
     words = torch.broadcast_tensors(*philox_2x32(counter, key))
     threshold = round(variant.dropout_p * 2**16)
     kept = torch.stack([torch.stack([half >= threshold for half in (word & 0xFFFF, word >> 16)]) for word in words])
@@ -145,11 +146,11 @@ def kept_by_dropout(variant: Variant, pairs: Pairs, q_axis: int = -2) -> torch.T
     return kept.narrow(q_axis, 0, pairs.query.shape[q_axis]).narrow(-1, 0, pairs.key.shape[-1])
 
 
-def _groups(token: torch.Tensor, places: torch.Tensor | None, axis: int) -> torch.Tensor:
+def _groups(token: torch.Tensor, positions: torch.Tensor | None, axis: int) -> torch.Tensor:
     """token // 16 * 8 + token % 8, once for the two tokens that share it."""
     first = token.movedim(axis, -1)[..., ::16, None]
-    if places is not None:
-        first = places[first // 16].long()
+    if positions is not None:
+        first = positions[first // 16].long()
     return (first // 2 + torch.arange(8, device=token.device)).flatten(-2).movedim(-1, axis)
 
 

@@ -22,8 +22,8 @@ from ..compat.pytorch import is_plain_eager
 LENGTHS = ("q_starts", "q_lens", "kv_starts", "kv_lens")
 # In the order in which they cross an operator's boundary.
 _NAMED = (*LENGTHS, "alibi_slopes", "rel_bias")  # as arguments of ``attention``
-_PLACES = ("q_places", "kv_places", "lines")
-_TENSORS = ("seed", *_NAMED, *_PLACES)
+_OF_A_PART = ("q_positions", "kv_positions", "batch_heads")
+_TENSORS = ("seed", *_NAMED, *_OF_A_PART)
 _ONE_NUMBER = "a number, the same for all heads"
 _DROPOUT_STEPS = 1 << 16  # the resolution of a 16-bit draw
 # (score, batch, head, q_pos, k_pos, params) -> score
@@ -124,9 +124,9 @@ def _of_functions(in_torch: _OfTensors, *places: tuple[str, str] | None) -> Scor
 class Variant:
     """Holds the rest of a call beside its mask. ``checked_variant`` creates it and checks its values.
 
-    seed: (1,) int64, for dropout; dropout_p: a multiple of 2^-16, 0 without dropout. q_places, kv_places: (tokens / 16,) int32, for
-    dropout of a part of a sequence: where the first of each 16 tokens, which stay together, stands in the whole, a multiple of 16;
-    None: tokens stand where the call has them. Both or neither; then all blocks are whole. lines: (batch, heads) int32, the batch *
+    seed: (1,) int64, for dropout; dropout_p: a multiple of 2^-16, 0 without dropout. q_positions, kv_positions: (tokens / 16,)
+    int32, for dropout of a part of a sequence: the position in the whole of the first of each 16 tokens, which stay together, a
+    multiple of 16; None: the call's. Both or neither; then all blocks are whole. batch_heads: (batch, heads) int32, the batch *
     heads + head that dropout counts for each head; None: the call's.
     q_starts, q_lens, kv_starts, kv_lens: (batch,) int32; a token exists at or after its start and before its length.
     alibi_slopes: (batch, heads), rel_bias: (heads, 2 * max_distance + 1), both float32, or float64 for float64 inputs.
@@ -146,9 +146,9 @@ class Variant:
     dropout_p: float = 0.0
     softcap: float = 0.0
     learned: bool = False
-    q_places: torch.Tensor | None = None
-    kv_places: torch.Tensor | None = None
-    lines: torch.Tensor | None = None
+    q_positions: torch.Tensor | None = None
+    kv_positions: torch.Tensor | None = None
+    batch_heads: torch.Tensor | None = None
 
     @property
     def lengths(self) -> bool:
@@ -164,7 +164,7 @@ class Variant:
         """The arguments of ``attention`` that a back end must support for this call."""
         used = [name for name in _NAMED if getattr(self, name) is not None]
         used += ["dropout_p"] if self.seed is not None else []
-        used += [OF_A_PART] if any(getattr(self, name) is not None for name in _PLACES) else []
+        used += [OF_A_PART] if any(getattr(self, name) is not None for name in _OF_A_PART) else []
         used += ["softcap"] if self.softcap else []
         used += ["score_mod"] if self.score_mod is not None else []
         return (*used, LEARNED) if self.learned else tuple(used)

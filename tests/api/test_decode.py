@@ -222,7 +222,7 @@ def test_every_memory_order_is_right(backend, layout):
 
 @parametrize("block_size", [16, 64, 256])
 @parametrize("backend", ["torch", "triton"])
-def test_masks_of_heads_and_of_other_blocks_are_walked_head_by_head(backend, block_size):
+def test_masks_of_heads_and_of_other_blocks_are_visited_head_by_head(backend, block_size):
     names = ["causal", "window and sinks", "bits", "nothing"]
     mask = sf.BlockMask.per_head([sf.compile_mask(PATTERNS[n], 320, block_size=block_size) for n in names]).to(DEVICE)
     compare(backend, mask, 20, lengths=(290, 129))

@@ -147,7 +147,7 @@ def test_blocks_are_right_where_each_head_has_a_mask_or_some_share_one():
             check("torch", mask, 200, batch=2, heads=4, kv_heads=kv_heads, lse_gradient=False, device="cpu")
 
 
-def test_a_window_is_walked_in_few_calls_whatever_its_length(monkeypatch):
+def test_a_window_is_computed_in_few_calls_whatever_its_length(monkeypatch):
     monkeypatch.setattr(aten_cpu, "_GATHERED", 1 << 30)
     calls, kernel = [], aten_cpu.forward
     monkeypatch.setattr(aten_cpu, "forward", lambda *args, **kwargs: calls.append(args[0].shape[0]) or kernel(*args, **kwargs))
@@ -172,7 +172,7 @@ def test_tables_kept_with_a_mask_serve_every_dtype_and_group_and_end_with_it():
 
 
 @parametrize("mask", ["causal & local(50)", "causal & (local(30) | strided(9))"])
-def test_gradients_of_a_walk_repeat_bit_for_bit_with_several_threads(mask):
+def test_gradients_of_a_loop_repeat_bit_for_bit_with_several_threads(mask):
     assert repeats(mask)
 
 

@@ -233,6 +233,16 @@ def test_the_whole_padded_model_compiles_as_one_graph(name, checkpointed):
     torch.testing.assert_close(gradient(torch.compile(model, backend="aot_eager", fullgraph=True)), expected)
 
 
+def test_a_compiled_model_takes_many_tokens_beside_a_static_cache():
+    torch._dynamo.reset()
+    model = use_sparse_flash(twins("llama")[0].eval(), "causal & local(100)")
+    compiled, x = torch.compile(model, backend="eager"), words()
+    cache = transformers.StaticCache(model.config, max_cache_len=TOKENS + 30)
+    with torch.no_grad():
+        found = [compiled(part, past_key_values=cache).logits for part in x.split(75, 1)]
+        torch.testing.assert_close(torch.cat(found, 1), model(x).logits, atol=1e-5, rtol=1e-4)
+
+
 def test_a_compiled_model_generates_from_a_static_cache_in_one_graph_for_the_prompt_and_one_for_each_step():
     model, _ = twins("llama")
     use_sparse_flash(model, PATTERN).eval()
@@ -285,7 +295,7 @@ def test_what_patterns_cannot_say_is_kept_pair_by_pair():
         torch.testing.assert_close(model(x, attention_mask=given).logits, expected, atol=1e-5, rtol=1e-4)
     shared = some[:1, :1]
     expected = dense(x, attention_mask=shared).logits
-    torch.testing.assert_close(use_sparse_flash(model)(x, attention_mask=shared).logits, expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(use_sparse_flash(model, "own")(x, attention_mask=shared).logits, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_a_mask_of_pairs_made_in_inference_mode_is_taken_and_not_remembered_past_a_write_to_it():

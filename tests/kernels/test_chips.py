@@ -35,7 +35,7 @@ def pointers(monkeypatch, poison):
 
 @parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_float32_is_loaded_by_pointers_where_other_types_have_descriptors(dtype):
-    assert isinstance(launch.described(torch.empty(1, 1, 16, 16, dtype=dtype), 16, 16), Rows) == (dtype == torch.float32)
+    assert isinstance(launch.descriptor_or_rows(torch.empty(1, 1, 16, 16, dtype=dtype), 16, 16), Rows) == (dtype == torch.float32)
 
 
 @parametrize("layout", LAYOUTS)

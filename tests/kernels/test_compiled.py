@@ -45,7 +45,7 @@ def test_a_thread_draws_once_for_the_four_pairs_of_dropout_that_it_holds(kernels
             for kernel in (name, f"{name}_of_dropout")
         )
         draws = table[64].tile_m * table[64].tile_n // (32 * dropped["warps"]) // 4
-        # Seven products per draw in both walks of a dense kernel, plus one draw per program.
+        # Seven products per draw in both loops of a dense kernel, plus one draw per program.
         assert 2 * 6 * draws <= dropped["products"] - plain["products"] <= 2 * 7 * draws + 40, dropped
         assert dropped["shared"] == plain["shared"], dropped
 

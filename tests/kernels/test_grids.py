@@ -14,7 +14,7 @@ if reason := backends.backend("triton").available():
 from sparse_flash.kernels.common import grid as grids
 from sparse_flash.kernels.launch import order
 from sparse_flash.kernels.portable import configs
-from sparse_flash.kernels.selection import choose_blocks
+from sparse_flash.kernels.selection import pick_blocks
 
 BATCH, TOKENS, BLOCK = 70_001, 32, 16  # a prime number of batches
 
@@ -59,9 +59,9 @@ def selection(every, always=None):
 def choice(kind):
     def run(_):
         q, k, _ = inputs()
-        compression = choose_blocks.Compressed(BLOCK, BLOCK, None) if kind == "softmax" else None
+        compression = pick_blocks.Compressed(BLOCK, BLOCK, None) if kind == "softmax" else None
         keys = k if kind == "max" else k[:, :, :2].float() if kind == "mean" else k[:, :, :2]
-        choose_blocks.choose_blocks(q, keys, kind, 1, 1, 1, BLOCK, 1, TOKENS, TOKENS, compression=compression)
+        pick_blocks.pick_blocks(q, keys, kind, 1, 1, 1, BLOCK, 1, TOKENS, TOKENS, compression=compression)
 
     return run
 

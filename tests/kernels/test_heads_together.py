@@ -101,7 +101,7 @@ PROGRAMS = 132
         ("causal & local(1024)", 262_144, 128, 1, False),  # a column may be a thirty-second of one head's work
     ],
 )
-def test_short_columns_of_many_tiles_are_walked_together(spec, tokens, block_size, kv_heads, short):
+def test_short_columns_of_many_tiles_are_computed_together(spec, tokens, block_size, kv_heads, short):
     table = sf.compile_mask(spec, tokens, block_size=block_size, progress=False).by_key
     columns, blocks = table.row_order.shape[1], table.col_idx.numel()
     assert backward._short_columns(kv_heads, columns, blocks, block_size, PROGRAMS) == short

@@ -106,7 +106,7 @@ def test_splits_of_heavy_rows_are_combined(head_dim, v_head_dim):
         check("hopper", mask, 512, 512, block_size=128, dtype=torch.float16, **shape)
 
 
-_OF_MASK = 8  # among the arguments of forward._forward_launch
+_TABLES = 8  # among the arguments of forward._forward_launch
 OF_TALL_ROWS = {
     "causal": ("causal", 700, 640, {"kv_heads": 1}),
     "rows of one block": ("causal & documents((0, 33, 40, 200, 385))", 385, 385, {}),
@@ -118,19 +118,19 @@ OF_TALL_ROWS = {
 
 @pytest.fixture
 def tall_tiles(monkeypatch):
-    """Tiles of 192 queries wherever a mask may have rows for them; a list of the rows that kernels walk."""
+    """Tiles of 192 queries wherever a mask may have rows for them; a list of the rows that kernels visit."""
     from sparse_flash.kernels.hopper import configs, forward
 
     monkeypatch.setattr(configs, "SHORT_TILES", {64: 0, 128: 0})
     monkeypatch.setattr(configs, "TIME_OF_192", 0)
     monkeypatch.setattr(tall, "_MOST_TIME", 1 << 30)
     rows, launch = [], forward._forward_launch
-    monkeypatch.setattr(forward, "_forward_launch", lambda *call: rows.append(call[_OF_MASK].row_queries) or launch(*call))
+    monkeypatch.setattr(forward, "_forward_launch", lambda *call: rows.append(call[_TABLES].row_queries) or launch(*call))
     return rows
 
 
 @pytest.mark.parametrize("name", OF_TALL_ROWS)
-def test_tiles_of_192_queries_walk_rows_of_their_own(tall_tiles, name):
+def test_tiles_of_192_queries_have_rows_of_their_own(tall_tiles, name):
     spec, q_len, kv_len, changed = OF_TALL_ROWS[name]
     options = {"block_size": 128, "dtype": torch.float16, "head_dim": 64, "heads": 2} | changed
     with emulated.gluon_on_cpu(seed=len(name)):
@@ -148,7 +148,7 @@ def test_splits_of_heavy_tall_rows_are_combined(tall_tiles):
 
 
 @pytest.mark.parametrize("options", [{"head_dim": 80}, {"block_size": 256}, {"heads": 3, "per_head": True}, {"dropout_p": 0.2}])
-def test_other_calls_with_a_table_walk_the_masks_own_rows(tall_tiles, options):
+def test_other_calls_with_a_table_visit_the_masks_own_rows(tall_tiles, options):
     options = {"head_dim": 64, "block_size": 128, "heads": 2, "dropout_p": 0.0, "per_head": False} | options
     mask = sf.compile_mask("causal & local(300)", 700, 700, options["block_size"])
     if options["per_head"]:
@@ -166,7 +166,7 @@ def test_tiles_that_do_not_divide_a_row_of_the_table_are_not_taken(monkeypatch, 
     mask, q = sf.compile_mask("butterfly", 4096, 4096, block_size), torch.zeros(1, 1, 4096, 64, dtype=torch.float16)
     assert mask.tall is None
     monkeypatch.setattr(forward, "forward_of_call", lambda *_: configs.FORWARD_OF_192[64])
-    assert forward._config_and_walked(q, q, mask, forward.PLAIN) == (configs.FORWARD[64], mask)
+    assert forward._config_and_tables(q, q, mask, forward.PLAIN) == (configs.FORWARD[64], mask)
 
 
 OF_DOCUMENTS = {
@@ -179,16 +179,16 @@ OF_DOCUMENTS = {
 
 @pytest.fixture
 def blocks_by_document(monkeypatch):
-    """Blocks that start where documents start wherever a mask may have them; a list of whether kernels walk them."""
+    """Blocks that start where documents start wherever a mask may have them; a list of whether kernels run them."""
     from sparse_flash.kernels.hopper import backward, configs, forward
 
     monkeypatch.setattr(configs, "SHORT_TILES", {64: 0, 128: 0})
     monkeypatch.setattr(configs, "TIME_OF_192", 1 << 30)
     monkeypatch.setattr(document_blocks, "_LEAST_GAIN", 0)
-    walked, launch, launch_backward = [], forward._forward_launch, backward._launch
-    monkeypatch.setattr(forward, "_forward_launch", lambda *call: walked.append(call[_OF_MASK].starts is not None) or launch(*call))
-    monkeypatch.setattr(backward, "_launch", lambda *call: walked.append(call[3].starts is not None) or launch_backward(*call))
-    return walked
+    found, launch, launch_backward = [], forward._forward_launch, backward._launch
+    monkeypatch.setattr(forward, "_forward_launch", lambda *call: found.append(call[_TABLES].starts is not None) or launch(*call))
+    monkeypatch.setattr(backward, "_launch", lambda *call: found.append(call[3].starts is not None) or launch_backward(*call))
+    return found
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

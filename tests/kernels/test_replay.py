@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from sparse_flash.kernels.common.variant import KernelVariant
 from sparse_flash.kernels.launch import launch, replay
-from sparse_flash.kernels.launch.launch import described
+from sparse_flash.kernels.launch.launch import descriptor_or_rows
 
 PTX = """
 .visible .entry some_kernel(
@@ -94,7 +94,7 @@ def compiled(ptx: str = PTX, signature: dict = SIGNATURE, **changed):
 
 def inputs():
     q, lse, seed = torch.zeros(1, 2, 100, 16, dtype=torch.float16), torch.zeros(200), torch.zeros(1, dtype=torch.int64)
-    return (q, lse, seed), [described(q, 64, 16), lse, 2, 1, 0.5, KernelVariant(seed), 16]
+    return (q, lse, seed), [descriptor_or_rows(q, 64, 16), lse, 2, 1, 0.5, KernelVariant(seed), 16]
 
 
 def call(kernel, arguments, inputs, *made):
@@ -138,7 +138,7 @@ def test_the_third_call_of_a_kind_is_replayed_with_results_of_its_own(driver, mo
     def called(q, key=(0.5,)):
         def run(recording):
             results, counter = recording.fresh(torch.zeros(400)), recording.each_time(counters.pop)
-            arguments = [described(q, 64, 16), results[200:], 2, 1, 0.5, KernelVariant(counter)]
+            arguments = [descriptor_or_rows(q, 64, 16), results[200:], 2, 1, 0.5, KernelVariant(counter)]
             recording.launch(kernel, ((3, 2), arguments, {"DIM": 16}, {}))
             return results, counter
 
@@ -222,7 +222,7 @@ def test_a_remembered_launch_keeps_no_tensor(driver):
 def test_parts_of_a_room_move_with_it(driver):
     (q, _, seed), _ = inputs()
     room, other = torch.zeros(400), torch.zeros(400)
-    arguments = [described(q, 64, 16), room[200:], 2, 1, 0.5, KernelVariant(seed), 16]
+    arguments = [descriptor_or_rows(q, 64, 16), room[200:], 2, 1, 0.5, KernelVariant(seed), 16]
     call(compiled(), arguments, (q, seed), room).again((q, seed, other))
     assert int.from_bytes(driver.launches[-1][3][9], "little") == other.data_ptr() + 800
 

@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.compiles
 
 OF_HOPPER = {"hopper_picked_parts", "hopper_picked_grads"}
-WITH_PRODUCTS = {"picked_parts", "walk_picks", "picked_grads", "always_grads", *OF_HOPPER}
+WITH_PRODUCTS = {"picked_parts", "visit_blocks", "picked_grads", "always_grads", *OF_HOPPER}
 
 
 @pytest.fixture(scope="module")
@@ -18,12 +18,12 @@ def kernels():
 def test_they_fit_shared_memory(kernels):
     assert {k["kernel"] for k in kernels} >= {
         *WITH_PRODUCTS,
-        "selection_walks",
+        "visited_blocks",
         "selection_keys",
         "sum_key_grads",
         "rows_of_softmax",
         "selection_decode",
-        "choose_newest",
+        "pick_newest",
         "update_means",
     }
     assert [k for k in kernels if k["shared"] > 232448] == []
@@ -45,7 +45,7 @@ def test_products_run_on_tensor_cores_and_gathered_rows_are_copied_asynchronousl
 
 def test_two_programs_of_four_warps_share_a_multiprocessor(kernels):
     # 228 KiB per multiprocessor, of which each program reserves 1 KiB; 65,536 registers, four warps per program.
-    forward = [k for k in kernels if k["kernel"] in ("picked_parts", "walk_picks")]
+    forward = [k for k in kernels if k["kernel"] in ("picked_parts", "visit_blocks")]
     assert forward and all(2 * (k["shared"] + 1024) <= 228 * 1024 and 2 * 128 * k["reg"] <= 65536 for k in forward), forward
 
 

@@ -73,7 +73,7 @@ def heaviest_first(weights: torch.Tensor) -> bool:
 
 @settings(max_examples=80)
 @given(pattern=strategies.expressions, lengths=strategies.lengths, block_size=strategies.block_sizes)
-def test_rows_are_walked_heaviest_first_and_columns_ascend_within_each_kind(pattern, lengths, block_size):
+def test_rows_are_visited_heaviest_first_and_columns_ascend_within_each_kind(pattern, lengths, block_size):
     mask = sf.compile_mask(pattern, *lengths, block_size)
     for table in (mask.by_query, mask.by_key):
         assert all(t.dtype == torch.int32 and t.is_contiguous() for t in table)
@@ -458,7 +458,7 @@ def test_work_items_cover_every_entry_of_every_row_once_and_the_heaviest_comes_f
 
 @pytest.mark.parametrize("spec", ["causal", "full"])
 @pytest.mark.parametrize("side", ["by_query", "by_key"])
-def test_rows_of_a_document_are_walked_together_the_longest_document_first_each_from_its_heaviest_row(spec, side):
+def test_rows_of_a_document_are_visited_together_the_longest_document_first_each_from_its_heaviest_row(spec, side):
     ends = 0, 4000, 30_000, 31_000, 50_000, 65_536
     mask = sf.compile_mask(f"{spec} & documents({ends})", ends[-1])
     table = getattr(mask, side)
@@ -478,7 +478,7 @@ def test_rows_of_a_document_are_walked_together_the_longest_document_first_each_
     "spec",
     ["causal", "full", "causal & local(1024)", "butterfly", "bigbird", "causal & random(0.1)", "causal & block_diagonal(512)"],
 )
-def test_rows_are_walked_by_weight_alone_without_documents_of_many_blocks(spec):
+def test_rows_are_visited_by_weight_alone_without_documents_of_many_blocks(spec):
     mask = sf.compile_mask(spec, 16384)
     assert not mask.document_order
     for table in (mask.by_query, mask.by_key):
@@ -487,7 +487,7 @@ def test_rows_are_walked_by_weight_alone_without_documents_of_many_blocks(spec):
 
 @pytest.mark.parametrize("spec", ["causal & (local(1024) | power_of_two)", "causal & strided(64)"])
 @pytest.mark.parametrize("side", ["by_query", "by_key"])
-def test_rows_about_as_heavy_as_the_heaviest_are_walked_by_position_if_most_are(spec, side):
+def test_rows_about_as_heavy_as_the_heaviest_are_visited_by_position_if_most_are(spec, side):
     table = getattr(sf.compile_mask(spec, 65536), side)
     count, rows = table.row_ptr[0].diff(), table.work[0, :, 0].long()
     near = count >= 0.75 * count.max()
@@ -531,7 +531,7 @@ def test_a_mask_in_larger_blocks_is_the_mask_compiled_in_them(pattern, lengths, 
 
 @settings(max_examples=60)
 @given(heads=st.lists(strategies.expressions, min_size=1, max_size=3), lengths=strategies.lengths, size=st.sampled_from([16, 64]))
-def test_kernels_walk_larger_blocks_where_their_pairs_cost_less(heads, lengths, size):
+def test_kernels_visit_larger_blocks_where_their_pairs_cost_less(heads, lengths, size):
     """Judged over the blocks one by one."""
     masks = sf.BlockMask.per_head(heads, *lengths, size)
     rows, cols, *_ = masks.entries()
@@ -584,7 +584,7 @@ def test_masks_of_several_heads_in_larger_blocks_are_those_of_each_head():
     assert joined.equal(sf.BlockMask.per_head(patterns, q_len=300, block_size=128))
 
 
-def test_small_blocks_are_walked_as_large_ones_where_those_hold_little_more():
+def test_small_blocks_are_visited_as_large_ones_where_those_hold_little_more():
     wide, narrow = (sf.compile_mask(spec, 4096, block_size=64) for spec in ("causal", "butterfly(block=64)"))
     assert wide.coarse.equal(sf.compile_mask("causal", 4096)) and wide.to("meta").coarse.device.type == "meta"
     assert narrow.coarse is None and sf.compile_mask("causal", 4096).coarse is None

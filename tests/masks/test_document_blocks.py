@@ -185,7 +185,7 @@ def test_kernels_lay_packed_documents_out_by_document(by_kernels, name, table):
 
 @pytest.mark.parametrize("table", ["by_query", "by_key"])
 @pytest.mark.parametrize("pattern", ["causal", "causal & local(300)"])
-def test_blocks_of_a_packed_document_are_walked_together_the_longest_document_first(by_kernels, pattern, table):
+def test_blocks_of_a_packed_document_are_visited_together_the_longest_document_first(by_kernels, pattern, table):
     ends = 0, 100, 500, 1500, 1900, 2600
     side = Side(torch.tensor(ends, device=DEVICE), ends[-1] + 300, 1000)
     work = getattr(in_place.mask_in_place(pattern, side, None).by_document, table).work[0].cpu().numpy()

@@ -8,7 +8,7 @@ from on_ranks import CASES, mask_of
 import sparse_flash as sf
 from sparse_flash.masks.build import part_of
 from sparse_flash.parallel.assignment import Assignment, Visits, candidates, chunk_blocks, exchanged
-from sparse_flash.parallel.calls import PartialAttention, join
+from sparse_flash.parallel.calls import PartialAttention, merge
 from sparse_flash.parallel.costs import LINK_RATE, Node, SequenceSizes, call_times
 from sparse_flash.parallel.explanation import chosen, explained
 from sparse_flash.parallel.planning import PlanOptions, planned
@@ -48,23 +48,23 @@ def test_every_kept_pair_is_attended_by_exactly_one_rank(name):
     wanted = of_all_heads(mask).int()
     for assignment in found:
         attended = torch.zeros_like(wanted)
-        places = assignment.places(mask.q_len, mask.block_size)
+        tokens = assignment.positions(mask.q_len, mask.block_size)
         for rank in range(ranks):
             blocks = np.concatenate([assignment.blocks[rank], *sent_to(assignment, rank)])
             part = of_all_heads(part_of(mask, assignment.blocks[rank], blocks))
             columns = blocks[:, None] * mask.block_size + np.arange(mask.block_size)
             columns[blocks < 0] = -1
-            row, column = np.flatnonzero(places[rank] >= 0), np.flatnonzero((columns.ravel() >= 0) & (columns.ravel() < mask.q_len))
+            row, column = np.flatnonzero(tokens[rank] >= 0), np.flatnonzero((columns.ravel() >= 0) & (columns.ravel() < mask.q_len))
             kept = part[:, row][:, :, column].int()
             assert kept.sum() == part.sum(), "a pair with padding is kept"
-            attended[:, places[rank][row][:, None], columns.ravel()[column]] += kept
+            attended[:, tokens[rank][row][:, None], columns.ravel()[column]] += kept
         assert torch.equal(attended, wanted), assignment.name
 
 
 def attended_by(part: LocalMask, shape: torch.Size) -> np.ndarray:
     """(heads, q_len, kv_len) int: how often a table keeps each pair of the whole sequence."""
     counts = np.zeros(shape, int)
-    of_queries, of_keys = ((places.numpy()[:, None] + np.arange(16)).ravel() for places in (part.q_places, part.kv_places))
+    of_queries, of_keys = ((first.numpy()[:, None] + np.arange(16)).ravel() for first in (part.q_positions, part.kv_positions))
     for head, kept in enumerate(of_all_heads(part.mask).expand(shape[0], -1, -1).numpy()):
         query, key = np.nonzero(kept)
         np.add.at(counts[head], (of_queries[query], of_keys[key]), 1)
@@ -111,16 +111,16 @@ def test_a_rank_gets_the_blocks_that_it_visits_and_lacks_and_no_others(name, ran
 def test_every_token_is_on_one_rank_in_order_and_all_ranks_hold_equally_many(name, ranks):
     mask, found = options(name, ranks)
     for assignment in found:
-        places = assignment.places(mask.q_len, mask.block_size)
-        held = places[places >= 0]
+        positions = assignment.positions(mask.q_len, mask.block_size)
+        held = positions[positions >= 0]
         assert np.array_equal(np.sort(held), np.arange(mask.q_len))
-        assert all((np.diff(own[own >= 0]) > 0).all() for own in places)
-        assert places.shape[1] % mask.block_size == 0 or ranks == 1
+        assert all((np.diff(own[own >= 0]) > 0).all() for own in positions)
+        assert positions.shape[1] % mask.block_size == 0 or ranks == 1
 
 
 def test_a_plan_of_one_rank_has_no_padding():
     mask, found = options("1537 tokens", 1)
-    assert all(one.places(mask.q_len, mask.block_size).shape == (1, 1537) for one in found)
+    assert all(one.positions(mask.q_len, mask.block_size).shape == (1, 1537) for one in found)
 
 
 def test_the_work_of_ranks_is_the_visited_blocks_of_the_mask():
@@ -196,14 +196,14 @@ def test_the_exchange_hides_behind_own_columns_where_that_is_estimated_to_be_fas
         return tuple(of.overlaps for of in call_times(near, far, visiting, own, received, sizes, link_rate))
 
     # Ranks of runs on two GPUs, and what was faster there, or as fast: docs/performance/several-gpus.md.
-    assert overlaps(32, 786_432, 65_536, 2048, 2048) == (False, True)  # a butterfly: results are joined, gradients have one sum
-    assert overlaps(8, 188_416, 24_576, 1536, 1536) == (True, True)  # with 8 heads less is joined
+    assert overlaps(32, 786_432, 65_536, 2048, 2048) == (False, True)  # a butterfly: results are merged, gradients have one sum
+    assert overlaps(8, 188_416, 24_576, 1536, 1536) == (True, True)  # with 8 heads less is merged
     assert overlaps(32, 2_145_792, 16_896, 32, 32) == (True, True)  # a window: own keys are not copied
     assert overlaps(32, 4_484_384, 1_030_976, 600, 450) == (False, False)  # documents: two calls take longer than the exchange
     assert overlaps(8, 1_050_624, 1_048_576, 512, 512, own=512) == (True, False)  # causal: two backward calls do
     # Estimates alone.
     assert overlaps(8, 188_416, 24_576, 1536, 600) == (True, True)
-    assert overlaps(8, 188_416, 24_576, 1536, 400) == (False, True)  # less travels than is joined
+    assert overlaps(8, 188_416, 24_576, 1536, 400) == (False, True)  # less travels than is merged
     assert overlaps(32, 4_484_384, 1_030_976, 600, 450, link_rate=1e10) == (True, True)  # not less over slow links
     assert overlaps(32, 2e6, 0, 0, 0) == (False, False)  # nothing travels
 
@@ -244,7 +244,7 @@ def test_rows_are_gathered_for_blocks_of_others_where_less_than_a_quarter_visits
 
 
 @pytest.mark.parametrize("reach", [100, 200])
-def test_rows_that_visit_no_blocks_of_others_keep_their_results_whether_they_are_walked_or_not(reach):
+def test_rows_that_visit_no_blocks_of_others_keep_their_results_whether_they_are_computed_or_not(reach):
     exchange, columns = exchange_of(f"causal & local({reach})", 2048, 1)
     one, _ = exchange_of(f"causal & local({reach})", 2048, 1, overlap=False)
     own, tokens, run = 1024, columns * 64, PartialAttention(0.2, True, "torch")
@@ -253,7 +253,7 @@ def test_rows_that_visit_no_blocks_of_others_keep_their_results_whether_they_are
     calls, far_q = exchange.forward, of_blocks(q, exchange.forward.rows, 64)
     out, lse = run.forward(q, k[:, :, :own], v[:, :, :own], calls.near)
     before = out.clone(), lse.clone()
-    join(out, lse, run.forward(far_q, k[:, :, own:], v[:, :, own:], calls.far), calls.rows, 64)
+    merge(out, lse, run.forward(far_q, k[:, :, own:], v[:, :, own:], calls.far), calls.rows, 64)
     wanted = run.forward(q, k, v, one.forward.mask)
     for now, old, whole in zip((out, lse), before, wanted, strict=True):
         torch.testing.assert_close(now, whole, rtol=1e-5, atol=1e-6)

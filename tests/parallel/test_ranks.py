@@ -112,7 +112,7 @@ def test_nodes_with_slow_links_between_them_exchange_heads_and_meshes_that_are_n
         {"strategy": "nodes", "overlap": True, "in_nodes": True},
     ],
 )
-def test_parts_are_joined_with_hardly_more_error_than_one_process_has(pools, dtype, options):
+def test_partial_results_are_merged_with_hardly_more_error_than_one_process_has(pools, dtype, options):
     for error, of_one in pools(4).run(on_ranks.of_dtype, "global tokens", dtype, **options):
         assert error < 2 * of_one + 1e-12
 

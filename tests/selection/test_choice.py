@@ -240,7 +240,7 @@ def test_an_earlier_token_decides():
 )
 def test_the_kernel_picks_what_pytorch_picks(kind, every, q_len, kv_len, keep, heads, poison):
     from sparse_flash.kernels.common.config import Config
-    from sparse_flash.kernels.selection.choose_blocks import choose_blocks
+    from sparse_flash.kernels.selection.pick_blocks import pick_blocks
     from sparse_flash.selection.block_selection import own_width
 
     batch = 2 if every > 1 else 1
@@ -251,12 +251,12 @@ def test_the_kernel_picks_what_pytorch_picks(kind, every, q_len, kv_len, keep, h
         scores = whole_numbers(batch, 2, -(-q_len // every), -(-kv_len // 16))
         scores[0, 0, :, 0], scores[0, 1, :, 0] = float("-inf"), float("nan")
         wanted = choice.choose_by_scores(scores, keep, every, 16, q_len, kv_len)
-        assert torch.equal(choose_blocks(scores, None, kind, *sizes, 2, q_len, kv_len, config), wanted)
+        assert torch.equal(pick_blocks(scores, None, kind, *sizes, 2, q_len, kv_len, config), wanted)
         return
     keys = choice.block_means(k[:, :, : kv_len // 16 * 16], 16) if kind == "mean" else k
     for share_group in (False, True):
         wanted = choice.choose_blocks(q, k, keep, every, 16, share_group, kind)
-        assert torch.equal(choose_blocks(q, keys, kind, *sizes, wanted.shape[1], q_len, kv_len, config), wanted)
+        assert torch.equal(pick_blocks(q, keys, kind, *sizes, wanted.shape[1], q_len, kv_len, config), wanted)
 
 
 @runs
@@ -264,7 +264,7 @@ def test_the_kernel_picks_what_pytorch_picks(kind, every, q_len, kv_len, keep, h
 @parametrize("every, q_len, kv_len, keep, heads", [(1, 50, 130, 3, (4, 2)), (3, 60, 100, 1, (2, 1)), (1, 60, 40, 4, (3, 1))])
 def test_the_kernel_picks_what_pytorch_picks_by_compressed_keys(every, q_len, kv_len, keep, heads, length, stride, block, poison):
     from sparse_flash.kernels.common.config import Config
-    from sparse_flash.kernels.selection.choose_blocks import Compressed, choose_blocks
+    from sparse_flash.kernels.selection.pick_blocks import Compressed, pick_blocks
     from sparse_flash.selection.block_selection import own_width
 
     generator = torch.Generator().manual_seed(length + q_len)
@@ -277,13 +277,13 @@ def test_the_kernel_picks_what_pytorch_picks_by_compressed_keys(every, q_len, kv
                                              None if known is None else known.cpu())  # fmt: skip
         compression = Compressed(length, stride, known)
         for config in (Config(16, 16, 1, 1), None) if share_group and known is None else (None,):
-            found = choose_blocks(q, keys, "softmax", *sizes, wanted.shape[1], q_len, kv_len, config, compression=compression)
+            found = pick_blocks(q, keys, "softmax", *sizes, wanted.shape[1], q_len, kv_len, config, compression=compression)
             assert torch.equal(found.cpu(), wanted)
 
 
 @runs
 def test_the_kernel_sums_the_softmax_of_what_each_query_reads(poison):
-    from sparse_flash.kernels.selection.choose_blocks import Compressed, compressed_lse
+    from sparse_flash.kernels.selection.pick_blocks import Compressed, compressed_lse
 
     q, keys = whole_numbers(2, 4, 90, 24, largest=9), whole_numbers(2, 2, 74, 24, largest=9)
     found = compressed_lse(q, keys, Compressed(8, 1, None), 3, 81)

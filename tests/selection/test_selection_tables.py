@@ -32,11 +32,11 @@ def kept(picks, sizes) -> set[tuple[int, int, int]]:
     return {(picker, choice, int(picks[picker, choice, slot])) for picker, choice, slot in some.nonzero().tolist()}
 
 
-def walked(walks, picks, sizes, least) -> set[tuple[int, int, int]]:
+def visited_picks(visited, picks, sizes, least) -> set[tuple[int, int, int]]:
     """Returns what the tiles' tables say; asserts that they follow their definition."""
     found = set()
     together, block = sizes.tiled.choices, sizes.block
-    counts, blocks, bits = (t.cpu().flatten(0, 1) for t in walks[1:])
+    counts, blocks, bits = (t.cpu().flatten(0, 1) for t in visited[:3])
     of_choice = {}
     for picker, choice, pick in kept(picks, sizes):
         of_choice.setdefault((picker, choice // together, pick), []).append(choice)
@@ -78,15 +78,15 @@ def listed(lists, sizes, rounds) -> list[tuple[int, int, int]]:
 
 @parametrize("sizes", SIZES.values(), ids=SIZES)
 @parametrize("workspace", [1 << 20, 1500], ids=["one round", "rounds"])
-def test_every_pick_is_walked_or_listed_once(sizes, workspace):
+def test_every_pick_is_visited_or_listed_once(sizes, workspace):
     pickers = sizes.kv_heads * sizes.pickers
     picks = drawn_picks((sizes.batch, pickers, sizes.choices, sizes.slots), sizes.every, sizes.block, sizes.q_len, sizes.kv_len)
     rounds = lists.rounds_of(sizes, 10, 0, workspace)
     assert (len(rounds.all) == 1) == (workspace > 1500 or sizes.every == 64)
     least = max(2, sizes.tiled.choices // 2)
-    walks = lists.tile_walks(picks, sizes, least)
-    some = lists.column_lists(picks, walks, sizes, rounds, 8)
-    by_tiles, by_columns = walked(walks, picks, sizes, least), listed(some, sizes, rounds)
+    visited = lists.visited_blocks(picks, sizes, least)
+    some = lists.column_lists(picks, visited, sizes, rounds, 8)
+    by_tiles, by_columns = visited_picks(visited, picks, sizes, least), listed(some, sizes, rounds)
     assert len(by_columns) == len(set(by_columns)) == int(some.counts.sum())
     assert by_tiles.isdisjoint(by_columns) and by_tiles | set(by_columns) == kept(picks, sizes)
     all_listed = lists.column_lists(picks, None, sizes, rounds, 8)

@@ -135,7 +135,7 @@ def test_the_choice_and_attention_of_documents_compile_into_one_graph():
 @parametrize("kind", ["mean", "max", "given"])
 def test_the_kernel_picks_for_documents_what_pytorch_picks(kind):
     from sparse_flash.kernels.common.config import Config
-    from sparse_flash.kernels.selection.choose_blocks import choose_blocks
+    from sparse_flash.kernels.selection.pick_blocks import pick_blocks
     from sparse_flash.selection import choice
 
     generator = torch.Generator().manual_seed(0)
@@ -149,11 +149,11 @@ def test_the_kernel_picks_for_documents_what_pytorch_picks(kind):
     q, k, scores = whole_numbers(1, 4, 120, 8), whole_numbers(1, 2, 160, 8), whole_numbers(1, 2, 120, 10)
     if kind == "given":
         wanted = choice.choose_by_scores(scores, KEEP, 1, 16, 120, 160, bounds)
-        found = choose_blocks(scores, None, kind, KEEP - 1, 1, 1, 16, 2, 120, 160, config, bounds)
+        found = pick_blocks(scores, None, kind, KEEP - 1, 1, 1, 16, 2, 120, 160, config, bounds)
     else:
         wanted = choice.choose_blocks(q, k, KEEP, 1, 16, True, kind, bounds)
         keys = choice.block_means(k, 16) if kind == "mean" else k
-        found = choose_blocks(q, keys, kind, KEEP - 1, 1, 1, 16, 2, 120, 160, config, bounds)
+        found = pick_blocks(q, keys, kind, KEEP - 1, 1, 1, 16, 2, 120, 160, config, bounds)
     assert torch.equal(found, wanted) and (found[0, :, 70:, 0] >= 6).all() and (found[0, :, 30:70, 0] >= 2).all()
 
 

@@ -398,12 +398,12 @@ def test_a_padded_batch_is_each_of_its_sequences_alone(backend):
 
 
 if triton:
-    from sparse_flash.kernels.common.tiles import WalkedTable
+    from sparse_flash.kernels.common.tiles import TableEntries
     from sparse_flash.kernels.portable.lengths import Valid, valid_of_kind
 
     @triton.jit
     def entries_kernel(index, found, begin, end, first, last, length, BLOCK: tl.constexpr, SPARSE: tl.constexpr):
-        entries = valid_of_kind(WalkedTable(index, None, None, None, BLOCK, SPARSE), begin, end, Valid(first, last), length, BLOCK)
+        entries = valid_of_kind(TableEntries(index, None, None, None, BLOCK, SPARSE), begin, end, Valid(first, last), length, BLOCK)
         low, whole_begin, whole_end, high = entries
         tl.store(found, low)
         tl.store(found + 1, whole_begin)
@@ -601,8 +601,8 @@ def test_a_part_of_a_sequence_drops_what_the_whole_drops(backend, block):
     part = LocalMask.of(whole, rows, cols).to(torch.device(DEVICE))
     torch.manual_seed(3)
     given = checked_variant(q, k, dropout_p=0.3)
-    lines = torch.tensor([[1, 0], [3, 2]], dtype=torch.int32, device=DEVICE)  # with its two heads the other way round
-    given = dataclasses.replace(given, q_places=part.q_places, kv_places=part.kv_places, lines=lines)
+    batch_heads = torch.tensor([[1, 0], [3, 2]], dtype=torch.int32, device=DEVICE)  # with its two heads the other way round
+    given = dataclasses.replace(given, q_positions=part.q_positions, kv_positions=part.kv_positions, batch_heads=batch_heads)
     if backend == "hopper":
         refusal = backends.backend(backend).supports(make_call(q, k, part.mask, variant=given))
         assert refusal == "it does not support dropout of a part of a sequence"

@@ -19,7 +19,7 @@ from examples.train_lm.train import NotFinite
 from experiments.long_range import checkpoint, train
 from experiments.long_range import data as data_module
 from experiments.long_range.cli import app
-from experiments.long_range.data import Examples, described, prepare, task_of
+from experiments.long_range.data import Examples, fields_of, prepare, task_of
 from experiments.long_range.listops import ListOps
 from experiments.long_range.train import evaluated, turned
 
@@ -183,7 +183,7 @@ def test_exported_parameters_are_a_third_of_a_checkpoint_start_a_run_and_resume_
 
 def test_examples_of_another_task_or_too_few_are_errors(run):
     with pytest.raises(ValueError, match=r"holds .*listops.*the run is of .*'depth': 3"):
-        run(task=described(replace(SHORT, depth=3)))
+        run(task=fields_of(replace(SHORT, depth=3)))
     with pytest.raises(ValueError, match="has 2,000 examples, fewer than a batch of 4000; pass a smaller --batch"):
         run(batch=4000, micro_batch=4000)
 

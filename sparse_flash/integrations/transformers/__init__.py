@@ -14,14 +14,17 @@ sequence's first token. Restrictions that are not patterns (a 4-D attention_mask
 are kept pair by pair, which takes a scan of all pairs on the host. Position biases, attention weights, and keywords that are
 neither supported nor in ``_WITHOUT_EFFECT`` are refused.
 
+A mask with choosers, ``causal & (sampled(8, floor=0.01) | sinks(64))``, chooses blocks of keys for prompts: see ``by_content``.
+
 Source: https://huggingface.co/docs/transformers/attention_interface (transformers 5).
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from os import PathLike
 from typing import NamedTuple, cast
 
 import torch
@@ -39,9 +42,13 @@ from ...masks.block_mask import BlockMask
 from ...masks.pattern import Pattern
 from ...selection.block_selection import BlockSelection
 from ...variant.definition import with_sinks
+from .by_content import PromptChoice, choices_by_layer
+from .by_content import attended as attended_by_content
 from .choice import OWN, by_layer, check_future, check_heads, future_error, is_decoder
 from .layers import others_of, pretrained, self_attention, tower
 from .masks import PACKED, ModelMask, assumed, bounds_of, depends_on_position, given, model_mask
+from .saved import KEY, keep_in_config, saved_for
+from .saved import write_masks as write_masks
 from .sharing import attended, sharded, shared_by
 
 if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 8):
@@ -76,7 +83,8 @@ _WITHOUT_EFFECT = {
 
 class _Settings(NamedTuple):
     """Holds the settings of one attention layer: see ``use_sparse_flash``. moves: whether the mask depends on more than distances.
-    ahead: whether it looks ahead and may not. plan: replaces the mask if several ranks share the sequence."""
+    ahead: whether it looks ahead and may not. plan: replaces the mask if several ranks share the sequence. choice: of a mask with
+    choosers, and dense: the settings of its other calls."""
 
     mask: Pattern | str | BlockMask
     backend: str = "auto"
@@ -85,26 +93,32 @@ class _Settings(NamedTuple):
     packed: bool = False
     ahead: bool = False
     plan: SharedSequence | None = None
+    choice: PromptChoice | None = None
+    dense: _Settings | None = None
 
 
 def use_sparse_flash(
     model: torch.nn.Module,
-    mask: Pattern | str | BlockMask | SharedSequence | Sequence[SharedSequence] | Mapping | None = None,
+    mask: Pattern | str | PathLike[str] | BlockMask | SharedSequence | Sequence[SharedSequence] | Mapping | None = None,
     *,
     per_layer: Sequence | None = None,
     bidirectional: bool = False,
     backend: str = "auto",
     deterministic: bool | None = None,
     packed: bool = False,
+    dense_below: int | None = None,
+    dense_layers: Iterable[int] | None = None,
+    dense_last: int | None = None,
 ) -> torch.nn.Module:
     """Switches a model's self-attention to ``sparse_flash.attention`` under ``mask``; returns the model.
 
     model: a ``PreTrainedModel`` whose attention goes through Transformers' attention interface, or a module that holds one:
     DataParallel, DDP, FSDP, a compiled or a PEFT model. If it has several parts (encoder and decoder; text and images), only the
     self-attention of its text decoder is switched.
-    mask: a Pattern or its spec text, compiled and cached for each new length; a BlockMask, for one length; None or "own" for the
-    model's own mask: causal for a decoder, all pairs for an encoder, within its own windows. A mapping from layer numbers gives
-    masks for some layers; the others keep the model's own.
+    mask: a Pattern or its spec text, compiled and cached for each new length; a BlockMask, for one length; "own" for the model's
+    own mask: causal for a decoder, all pairs for an encoder, within its own windows. A mapping from layer numbers gives masks for
+    some layers; the others keep the model's own. The name of a JSON file that ``write_masks`` wrote gives the masks of all layers
+    and their settings. None: the masks in the model's config if it holds some, as for a saved model, otherwise the model's own.
     Or a ``ContextPlan``, or ``ContextPlans`` with one for each layer: several ranks then share the sequence. Call the model on each
     with all tokens and labels, and without attention_mask. It runs on the rank's tokens, at their positions in the sequence, and
     returns their logits. Its loss is the sum over the rank's labels, divided by the valid labels of all ranks: the sum over ranks
@@ -114,6 +128,14 @@ def use_sparse_flash(
     so, "causal & ...", because its tokens are trained to predict the later ones.
     backend, deterministic: as for ``sparse_flash.attention``.
 
+    dense_below, dense_layers, dense_last: for masks with a chooser, such as ``causal & (sampled(8, floor=0.01) | sinks(64))``.
+    Prompts choose: calls of more than 64 queries. All other calls are dense: they keep all pairs of the pattern before the chooser,
+    such as causal. Each sequence of a padded batch chooses for itself.
+    dense_below: a prompt is dense if its length, or the layer's own window, is fewer keys than this. 4096 by default.
+    dense_layers: the numbers of layers that keep the model's own mask; none by default.
+    dense_last: so many queries at the end of a prompt, and of each chunk of one, see all keys; 64 by default. ``last_tokens`` is
+    joined to the chooser for them. It does nothing in a spec that does not say causal.
+
     packed: tells compiled code to expect packed sequences, whose position_ids restart with each sequence. Compiled code cannot
     read them, and separating sequences costs time. Other code reads position_ids. Sequences given by cu_seq_lens_q are separated
     in both.
@@ -122,16 +144,22 @@ def use_sparse_flash(
     fails at run time (on a GPU as a device-side assertion) for zeros between ones in attention_mask, and without ``packed`` for
     position_ids of packed sequences. In layers with chunks, compiled code treats packed sequences as single ones.
 
-    The choice is stored on the model's layers, where ``masks_of`` reads it, and is not saved with it. Raises ValueError for a model
-    without such layers, and for masks that do not fit them, TypeError for a list that does not say per_layer; the model is then
-    unchanged.
+    The masks are stored on the model's layers, where ``masks_of`` reads them. If all have spec text, ``model.config.sparse_flash``
+    holds them too, ``save_pretrained`` saves them with the model, and ``use_sparse_flash(model)`` restores them after loading.
+    Raises ValueError for a model without such layers, and for masks that do not fit them, TypeError for a list that does not say
+    per_layer; the model is then unchanged.
     """
     checked_deterministic(deterministic)
     check_name(backend)
     wrapped, model = model, pretrained(model)
     part = tower(model)
     layers = self_attention(part)
-    masks = by_layer(mask, per_layer, sorted(layers))
+    saved = saved_for(model, mask, sorted(layers)) if per_layer is None else None
+    if saved is not None:
+        mask, bidirectional = saved.layers, bidirectional or saved.bidirectional
+        dense_below = saved.dense_below if dense_below is None else dense_below
+        dense_last = saved.dense_last if dense_last is None else dense_last
+    masks, choices = choices_by_layer(by_layer(mask, per_layer, sorted(layers)), dense_below, dense_layers, dense_last)
     check_heads(masks, layers)
     ahead = check_future(masks, [number for number, layer in layers.items() if is_decoder(layer)], bidirectional)
     plan = shared_by(masks, others_of(model, layers.values()))
@@ -143,6 +171,9 @@ def use_sparse_flash(
         else:
             moves = one != OWN and depends_on_position(one)
             settings = _Settings(one, backend, deterministic, moves, packed, ahead[number] and not bidirectional)
+            if (choice := choices.get(number)) is not None:
+                dense = settings._replace(mask=choice.dense, moves=depends_on_position(choice.dense))
+                settings = settings._replace(moves=choice.moves, choice=choice, dense=dense)
         setattr(layer, _SETTINGS, settings)
         layer.extra_repr = partial(_shown, layer)  # type: ignore[method-assign]  # print(model) shows it
     if not hasattr(part, _WATCHED):
@@ -152,6 +183,7 @@ def use_sparse_flash(
         model.register_forward_pre_hook(_shard_inputs, with_kwargs=True)
     if plan is not None or hasattr(model, _PLAN):
         setattr(model, _PLAN, plan)
+    keep_in_config(model.config, masks, choices, bidirectional)
     return wrapped
 
 
@@ -161,9 +193,10 @@ def masks_of(model: torch.nn.Module) -> dict[int, Pattern | str | BlockMask | Sh
     part = tower(model)
     settings = {number: getattr(layer, _SETTINGS, None) for number, layer in self_attention(part).items()}
     if _implementation(part) != NAME:
+        way_out = "), for the masks in its config" if hasattr(model.config, KEY) else ", mask)"
         raise ValueError(
             f"model must be one that use_sparse_flash switched; got {type(model).__name__}, which runs {_implementation(part)!r}; "
-            "call use_sparse_flash(model, mask)"
+            f"call use_sparse_flash(model{way_out}"
         )
     return {number: one.plan or one.mask for number, one in settings.items() if one is not None}
 
@@ -174,7 +207,8 @@ def _shown(layer) -> str:
     if _implementation(layer) != NAME:
         return own
     settings = getattr(layer, _SETTINGS)
-    return "\n".join(filter(None, (own, f"sparse_flash mask: {settings.plan or settings.mask}")))
+    dense = "" if settings.choice is None else f"; dense_below={settings.choice.below}, dense_last={settings.choice.last}"
+    return "\n".join(filter(None, (own, f"sparse_flash mask: {settings.plan or settings.mask}{dense}")))
 
 
 def _shard_inputs(module, args, kwargs) -> tuple[tuple[()], dict[str, object]] | None:
@@ -228,6 +262,8 @@ def _attention(module, query, key, value, attention_mask, **kwargs):
     settings = getattr(module, _SETTINGS, None)
     if settings is None:
         return _as_before(module, query, key, value, attention_mask, **kwargs)
+    if settings.choice is not None and not settings.choice.serves(attention_mask, query, key):
+        settings = settings.dense
     if torch.compiler.is_compiling() and not _traceable(settings, attention_mask, query, key, **kwargs):
         return _outside_of_graphs(settings, module, query, key, value, attention_mask, **kwargs)
     return _masked(settings, module, query, key, value, attention_mask, **kwargs)
@@ -238,6 +274,8 @@ def _traceable(settings, own, query, key, sliding_window=None, dropout=0.0, soft
     if own is None or settings.plan is not None:
         return True
     if not isinstance(own, ModelMask) or own.dense is not None or any(len(limit) > 1 for limit in own.limits):
+        return False
+    if settings.choice is not None and (own.starts is not None or own.end is None):
         return False
     # Reading kv_offset specializes the graph on its value.
     if _moves(settings, own) and own.kv_offset:
@@ -288,6 +326,8 @@ def _masked(
         own = assumed(module, query, key, sliding_window, is_causal)
     elif not isinstance(own, ModelMask):
         own = given(own, query, key)
+    elif own.end is None and not torch.compiler.is_compiling():
+        own = own.with_end_read()
     if settings.plan is not None:
         unsupported = {"a soft cap": softcap, "a 4-D attention_mask": own.dense, "padding": own.starts}
         unsupported["a choice of blocks"] = block_indices
@@ -309,6 +349,11 @@ def _masked(
     mask: Pattern | str | BlockMask | None = settings.mask
     if settings.ahead and own.base == "causal":  # a causal layer that does not say so
         raise ValueError(future_error(f"the mask of {type(module).__name__}", mask))
+    if settings.choice is not None:
+        options = {"scale": scaling, "dropout_p": dropout, "softcap": softcap, "sinks": s_aux}
+        options |= {"deterministic": settings.deterministic, "backend": settings.backend}
+        packed = cu_seqlens is not None
+        return attended_by_content(module, settings.choice, own, query, key, value, packed=packed, **options), None
     if isinstance(mask, str) and mask == OWN:
         mask = None if own.base == "full" else own.base
     if cu_seqlens is not None:

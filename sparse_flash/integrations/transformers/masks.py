@@ -111,6 +111,12 @@ class ModelMask(FlexBlockMask):
             self._made[implementation] = made
         return self._made[implementation]
 
+    def with_end_read(self) -> ModelMask:
+        """This mask, made in compiled code, for code outside of it, which can read ``end_tensor``."""
+        one = copy(self)
+        one._made, one.end = {}, int(self.end_tensor)
+        return one
+
     def packed(self, sequences: torch.Tensor) -> ModelMask:
         """This mask for packed sequences: see ``sequences``."""
         if self.end != self.q_length or self.kv_offset:

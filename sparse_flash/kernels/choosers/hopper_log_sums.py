@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ..common.gluon import Constants, record
 from ..common.layout import addressable
 from ..common.tiles import LOG2_E
-from ..hopper.descriptors import described
+from ..hopper.descriptors import gluon_descriptor
 from ..hopper.products import pieces_of, pieces_times_transposed
 from ..hopper.ring import Ring, ring_beside, ring_of, tiles
 from ..launch.launch import launch
@@ -84,14 +84,17 @@ def _load_rows(p, n, step):
 
 @gluon.jit
 def _load(p):
-    """Runs the loading warp. If rows are resident, it loads a tile more than is summed."""
+    """Runs the loading warp. If rows are resident, it loads pairs of tiles, and one tile more."""
     BYTES: gl.constexpr = p.SHAPE.KEYS * p.SHAPE.DIM * 2
     ROW_BYTES: gl.constexpr = 2 * HALF * p.SHAPE.DIM * 2
     n = 0
     if p.SHAPE.RESIDENT:
         p.left.expect(0, ROW_BYTES)
         _load_rows(p, 0, 0)
-    for first in range(p.begin, p.end + (p.SHAPE.KEYS if p.SHAPE.RESIDENT else 0), p.SHAPE.KEYS):
+    end = p.end
+    if p.SHAPE.RESIDENT:
+        end = p.begin + gl.cdiv(gl.maximum(p.end - p.begin, 0), 2 * p.SHAPE.KEYS) * (2 * p.SHAPE.KEYS) + 1
+    for first in range(p.begin, end, p.SHAPE.KEYS):
         for step in range(p.SHAPE.SPAN):
             p.right.acquire(n)
             p.right.expect(n, BYTES)
@@ -112,16 +115,14 @@ def _summed(products, factor, PER_BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def _folded(p, products, state, first, inside, sees, seen_by_all):
+def _folded(p, products, state, first, inside, sees, MASKED: gl.constexpr):
     """Stores a tile's log-sums, and returns the rows' (origin, maximum, sum) with them; all by row of ``products``."""
     origin, running_max, running_sum = state
     row_layout: gl.constexpr = gl.SliceLayout(1, products.type.layout)
-    column = first + gl.arange(0, p.SHAPE.KEYS, layout=gl.SliceLayout(0, products.type.layout))
-    if first + p.SHAPE.KEYS > seen_by_all:
-        products = gl.where(column[None, :] < sees[:, None], products, _LEAST)
-    if p.SHAPE.STARTS:  # noqa: SIM102  (the first is known when the kernel is compiled)
-        if first < p.start:
-            products = gl.where((column >= p.start)[None, :], products, _LEAST)
+    if MASKED:
+        column = first + gl.arange(0, p.SHAPE.KEYS, layout=gl.SliceLayout(0, products.type.layout))
+        seen = (column[None, :] < sees[:, None]) & (column >= p.start)[None, :]
+        products = gl.where(seen, products, _LEAST)
     sums = _summed(products, p.factor, p.SHAPE.PER_BLOCK)
     block_layout: gl.constexpr = sums.type.layout
     most = gl.convert_layout(gl.max(sums, 1), row_layout)
@@ -150,7 +151,12 @@ def _compute(p, GROUP: gl.constexpr):
     inside = p.tile * (2 * HALF) + GROUP * HALF + gl.arange(0, HALF, layout=row_layout)
     exists = inside < p.count
     sees = gl.load(p.until + p.first_row + inside, mask=exists, other=2147483647)
-    seen_by_all = gl.min(sees, 0)
+    # Columns that all rows see, in whole tiles; then those that some see.
+    STEP: gl.constexpr = p.SHAPE.KEYS * (2 if p.SHAPE.RESIDENT else 1)
+    seen_by_all = gl.minimum(gl.min(sees, 0), p.end)
+    if p.SHAPE.STARTS:
+        seen_by_all = gl.where(p.start > p.begin, p.begin, seen_by_all)
+    whole = p.begin + gl.maximum(seen_by_all - p.begin, 0) // STEP * STEP
     floor = gl.full([HALF], _LEAST, gl.float32, layout=row_layout)
     state = gl.zeros([HALF], gl.float32, layout=row_layout), floor, gl.zeros([HALF], gl.float32, layout=row_layout)
     n = 0
@@ -159,30 +165,38 @@ def _compute(p, GROUP: gl.constexpr):
         rows = pieces_of(p.left, 0, GROUP * PIECES, PIECES)
         p.right.wait(0)
         started = pieces_times_transposed(rows, pieces_of(p.right, 0, 0, PIECES), zeros, WIDTH)
-        for first in range(p.begin, p.end, p.SHAPE.KEYS):
-            products = warpgroup_mma_wait(0, deps=(started,))
-            p.right.release(n)
-            n += 1
-            p.right.wait(n)
-            started = pieces_times_transposed(rows, pieces_of(p.right, n, 0, PIECES), zeros, WIDTH)
-            state = _folded(p, products, state, first, inside, sees, seen_by_all)
+        # Two tiles at a time: the products in flight then have registers of their own, without moves.
+        for MASKED in gl.static_range(2):
+            for first in range(whole if MASKED else p.begin, p.end if MASKED else whole, 2 * p.SHAPE.KEYS):
+                products = warpgroup_mma_wait(0, deps=(started,))
+                p.right.release(n)
+                p.right.wait(n + 1)
+                other = pieces_times_transposed(rows, pieces_of(p.right, n + 1, 0, PIECES), zeros, WIDTH)
+                state = _folded(p, products, state, first, inside, sees, MASKED)
+                products = warpgroup_mma_wait(0, deps=(other,))
+                p.right.release(n + 1)
+                n += 2
+                p.right.wait(n)
+                started = pieces_times_transposed(rows, pieces_of(p.right, n, 0, PIECES), zeros, WIDTH)
+                state = _folded(p, products, state, first + p.SHAPE.KEYS, inside, sees, MASKED)
         warpgroup_mma_wait(0, deps=(started,))
         p.right.release(n)
     else:
-        for first in range(p.begin, p.end, p.SHAPE.KEYS):
-            products = zeros
-            for step in range(p.SHAPE.SPAN):
-                p.left.wait(n)
-                p.right.wait(n)
-                for piece in gl.static_range(PIECES):
-                    left, right = p.left.stage(n, GROUP * PIECES + piece), p.right.stage(n, piece)
-                    products = warpgroup_mma(left, right.permute((1, 0)), products, is_async=True)
-                products = warpgroup_mma_wait(PIECES, deps=(products,))
-                p.right.release(n - 1, pred=step > 0)
-                n += 1
-            products = warpgroup_mma_wait(0, deps=(products,))
-            p.right.release(n - 1)
-            state = _folded(p, products, state, first, inside, sees, seen_by_all)
+        for MASKED in gl.static_range(2):
+            for first in range(whole if MASKED else p.begin, p.end if MASKED else whole, p.SHAPE.KEYS):
+                products = zeros
+                for step in range(p.SHAPE.SPAN):
+                    p.left.wait(n)
+                    p.right.wait(n)
+                    for piece in gl.static_range(PIECES):
+                        left, right = p.left.stage(n, GROUP * PIECES + piece), p.right.stage(n, piece)
+                        products = warpgroup_mma(left, right.permute((1, 0)), products, is_async=True)
+                    products = warpgroup_mma_wait(PIECES, deps=(products,))
+                    p.right.release(n - 1, pred=step > 0)
+                    n += 1
+                products = warpgroup_mma_wait(0, deps=(products,))
+                p.right.release(n - 1)
+                state = _folded(p, products, state, first, inside, sees, MASKED)
     origin, running_max, running_sum = state
     total = gl.minimum(running_max - origin + gl.log2(gl.maximum(running_sum, 1.0e-30)), 32767.0 / STEPS)
     total = gl.where(running_max < _UNSEEN, 0.0, total)  # of rows that see nothing
@@ -245,8 +259,8 @@ def hopper_log_sums_kernel(
 
 
 def supports(rows: torch.Tensor, per_kv_block: int) -> bool:
-    """Whether the kernel takes such rows."""
-    return rows.dtype in (torch.float16, torch.bfloat16) and rows.shape[3] in (64, 128) and per_kv_block >= 4
+    """Whether the kernel takes such rows. At head_dim 64 its results were wrong on an H200, for a reason that is not known yet."""
+    return rows.dtype in (torch.float16, torch.bfloat16) and rows.shape[3] == 128 and per_kv_block >= 4
 
 
 def log_sums(rows, columns, until, starts, sums, totals, span, factor, per_q_block, per_kv_block, first, count) -> None:
@@ -255,7 +269,7 @@ def log_sums(rows, columns, until, starts, sums, totals, span, factor, per_q_blo
     rows, columns = (addressable(_in_spans(x, span) if span > 1 else x) for x in (rows, columns))
     keys = max(per_kv_block, 128 if span == 1 else 256)
     shape = LogSumShape(dim, span, per_q_block, per_kv_block, starts is not None, keys, (4 if span == 1 else 2) * 128 // dim)
-    arguments = [described(rows, [1, 1, HALF.value, WIDTH.value]), described(columns, [1, 1, keys, WIDTH.value])]
+    arguments = [gluon_descriptor(rows, [1, 1, HALF.value, WIDTH.value]), gluon_descriptor(columns, [1, 1, keys, WIDTH.value])]
     arguments += [until, until if starts is None else starts, sums, totals, batch * heads, heads, heads // columns.shape[1]]
     arguments += [first, count, sums.shape[3], factor * LOG2_E.value]
     grid = triton.cdiv(count, 2 * HALF.value) * batch * heads, 1

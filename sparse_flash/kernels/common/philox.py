@@ -6,9 +6,9 @@ import triton.language as tl
 
 
 @triton.jit
-def stream_of_line(seed, line):
-    """Three scalars that distinguish a line's draws from others'. line: batch * heads + head. seed: pointer."""
-    word = line.to(tl.uint32)
+def stream_of_batch_head(seed, batch_head):
+    """Three scalars that distinguish a batch-head's draws from others'. batch_head: batch * heads + head. seed: pointer."""
+    word = batch_head.to(tl.uint32)
     key, q_mask, k_mask, _ = _philox_4x32(tl.load(seed).to(tl.uint64), word, word * 0, word * 0, word * 0)
     return key, q_mask, k_mask
 

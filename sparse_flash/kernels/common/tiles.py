@@ -25,7 +25,7 @@ BITS = tl.constexpr(2)
 CUT = tl.constexpr(3)
 
 
-class WalkedTable(NamedTuple):
+class TableEntries(NamedTuple):
     """The entries that a kernel iterates over, row after row. A dense loop (SPARSE False) has none: its entries are its steps.
 
     index: the block of each entry along the axis of the loop. tile_idx, tile_runs, tile_bits: its mask tile. BLOCK: pairs on either

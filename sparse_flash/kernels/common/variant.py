@@ -12,8 +12,8 @@ class KernelVariant(NamedTuple):
     """Which fields are None is fixed at compile time.
 
     seed: int64, used with dropout_p, a float. q_starts .. kv_lens: (batch,) int32. alibi_slopes: (batch, heads) float32. softcap: a
-    float. rel_bias and rel_bias_gradient: (heads, 2 * REACH + 1) float32. params: pointers for SCORE. q_places, kv_places: (tokens
-    / 16,) int32, lines: (batch, heads) int32, for dropout: see ``Variant``.
+    float. rel_bias and rel_bias_gradient: (heads, 2 * REACH + 1) float32. params: pointers for SCORE. q_positions, kv_positions:
+    (tokens / 16,) int32, batch_heads: (batch, heads) int32, for dropout: see ``Variant``.
     """
 
     seed: Any = None
@@ -27,9 +27,9 @@ class KernelVariant(NamedTuple):
     rel_bias: Any = None
     rel_bias_gradient: Any = None
     params: Any = None
-    q_places: Any = None
-    kv_places: Any = None
-    lines: Any = None
+    q_positions: Any = None
+    kv_positions: Any = None
+    batch_heads: Any = None
 
     def tensors(self) -> list[torch.Tensor]:
         return [] if self is NO_VARIANT else [t for t in (*self, *(self.params or ())) if isinstance(t, torch.Tensor)]
@@ -57,9 +57,9 @@ def kernel_variant(variant, rel_bias_gradient: torch.Tensor | None = None) -> tu
         variant.rel_bias,
         rel_bias_gradient,
         variant.score_params or None,
-        variant.q_places,
-        variant.kv_places,
-        variant.lines,
+        variant.q_positions,
+        variant.kv_positions,
+        variant.batch_heads,
     )
     switches = {
         "SCORED": variant.scored,

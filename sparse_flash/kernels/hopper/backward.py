@@ -21,8 +21,7 @@ from ..common.config import padded_head_dim
 from ..common.gluon import Constants
 from ..common.layout import addressable, is_addressable, restored
 from ..common.tiles import LOG2_E
-from ..launch.launch import Recording, launch_or_repeat, multiprocessors, rows_of, table_arguments
-from ..launch.launch import described as described_for_triton
+from ..launch.launch import Recording, descriptor_or_rows, launch_or_repeat, multiprocessors, rows_of, table_arguments
 from ..launch.order import heads_in_queue
 from .backward_arguments import (
     BackwardArguments,
@@ -35,7 +34,7 @@ from .backward_arguments import (
 from .backward_rows import bound_kernel, combine_columns_kernel, finish_kernel, prepare_kernel
 from .backward_to_128 import backward_to_128
 from .configs import PAIRED_BACKWARD, BackwardConfig, backward_config, backward_of_variant
-from .descriptors import FLOAT_LAYOUT, ROW_LAYOUT, blocks_by_document, described, table_pointers, tile_queue
+from .descriptors import FLOAT_LAYOUT, ROW_LAYOUT, blocks_by_document, gluon_descriptor, table_pointers, tile_queue
 from .dropout import new_dropout
 from .lengths import own_barrier
 from .paired_backward import paired_backward
@@ -187,15 +186,14 @@ def _run(dout, dlse, q, k, v, out, lse, mask, scale, variant, of_variant: Hopper
         dout, out, *ready = (addressable(t) for t in (dout, out, q, k, v))
         gradients = attention_backward(dout, dlse, *ready, out, lse, mask, scale, variant, deterministic)
         return tuple(map(restored, gradients, ready, (q, k, v)))
-    by_document = blocks_by_document(q, v, mask, of_variant is PLAIN)
-    table = mask if by_document is None else by_document
-    space = _workspace(q, k, v, table, deterministic, of_variant)
+    tables = blocks_by_document(q, v, mask, of_variant is PLAIN) or mask
+    space = _workspace(q, k, v, tables, deterministic, of_variant)
     tensors = _tensors(recording, dout, dlse, q, k, v, out, lse, deterministic, space)
-    _launch(recording, tensors, space, table, scale, dlse is not None, deterministic, of_variant)
+    _launch(recording, tensors, space, tables, scale, dlse is not None, deterministic, of_variant)
     return tensors.gradients
 
 
-class BackwardOfParts:
+class JointBackward:
     """The backward passes of several calls that share queries, and each have keys of their own. out, lse: over the keys of all
     calls. Rows are prepared once. dQ is summed over all calls, and rounded once. The masks of the calls must pass ``sum_alike``.
     See ``attention_backward`` for other arguments."""
@@ -299,42 +297,42 @@ class _Workspace(NamedTuple):
     together: bool  # whether a tile computes all query heads that share a key head
 
 
-def _workspace(q, k, v, mask, deterministic: bool, of_variant: HopperVariant) -> _Workspace:
+def _workspace(q, k, v, tables, deterministic: bool, of_variant: HopperVariant) -> _Workspace:
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     dim, dim_v = padded_head_dim(head_dim), padded_head_dim(v.shape[3])
-    keys = backward_config(dim, mask and mask.block_size).keys
-    block_size = mask.block_size if mask else keys
+    keys = backward_config(dim, tables and tables.block_size).keys
+    block_size = tables.block_size if tables else keys
     padded_q, padded_kv = (triton.cdiv(length, block_size) * block_size for length in (q_len, kv_len))
-    if mask and mask.starts is not None:
-        padded_q = padded_kv = (len(mask.starts) - 1) * block_size
-    lines = batch * heads * padded_q
-    together = not deterministic and _heads_together(q, k, mask, of_variant)
+    if tables and tables.starts is not None:
+        padded_q = padded_kv = (len(tables.starts) - 1) * block_size
+    q_rows = batch * heads * padded_q
+    together = not deterministic and _heads_together(q, k, tables, of_variant)
     # Tiles of several query heads add to dK and dV in order of arrival. With integer sums, each query head has its own, which
     # ``finish_kernel`` adds. Splits of columns are then added like other tiles.
     added = heads > kv_heads and not together
-    split = mask is not None and mask.by_key.is_split and not deterministic
-    splits = mask.by_key.splits.shape[1] * (block_size // keys) if split else 0
+    split = tables is not None and tables.by_key.is_split and not deterministic
+    splits = tables.by_key.splits.shape[1] * (block_size // keys) if split else 0
     kv_rows = batch * (heads if deterministic else kv_heads) * (padded_kv if added else splits * keys)
     return _Workspace(
-        padded_q, padded_kv, lines * dim, (3 if deterministic else 2) * lines, kv_rows * (dim + dim_v), added, splits, together
+        padded_q, padded_kv, q_rows * dim, (3 if deterministic else 2) * q_rows, kv_rows * (dim + dim_v), added, splits, together
     )
 
 
-def _heads_together(q, k, mask, of_variant: HopperVariant) -> bool:
+def _heads_together(q, k, tables, of_variant: HopperVariant) -> bool:
     """Whether a tile computes all query heads that share a key head, instead of one of them. This saves the sums of dK and dV, and
     pays if columns are short. With long ones too few programs compute a head at a time (docs/performance/kernels.md has the
     figures)."""
     heads, kv_heads = q.shape[1], k.shape[1]
     if heads == kv_heads or padded_head_dim(q.shape[3]) > 128 or of_variant is not PLAIN:
         return False
-    if mask is None or mask.starts is not None or mask.by_key.is_split:
+    if tables is None or tables.starts is not None or tables.by_key.is_split:
         return False
-    masks, columns = mask.by_key.row_order.shape
-    kv_batch_heads, blocks = k.shape[0] * kv_heads, mask.by_key.col_idx.numel()
-    if masks > 1 or mask.mask_index.shape[1] > 1:
+    masks, columns = tables.by_key.row_order.shape
+    kv_batch_heads, blocks = k.shape[0] * kv_heads, tables.by_key.col_idx.numel()
+    if masks > 1 or tables.mask_index.shape[1] > 1:
         return False
-    return _short_columns(kv_batch_heads, columns, blocks, mask.block_size, multiprocessors(q.device))
+    return _short_columns(kv_batch_heads, columns, blocks, tables.block_size, multiprocessors(q.device))
 
 
 def _short_columns(kv_batch_heads: int, columns: int, blocks: int, block_size: int, programs: int) -> bool:
@@ -347,9 +345,9 @@ def _short_columns(kv_batch_heads: int, columns: int, blocks: int, block_size: i
     return balanced and blocks * block_size <= _SHORT_COLUMN * columns
 
 
-def _launch(recording, tensors, space: _Workspace, mask, scale, has_dlse: bool, deterministic: bool, of_variant) -> None:
-    config = _config(tensors.q, tensors.v, mask, of_variant)
-    launches = BackwardLaunches(tensors, space, mask, scale, has_dlse, deterministic, of_variant, config)
+def _launch(recording, tensors, space: _Workspace, tables, scale, has_dlse: bool, deterministic: bool, of_variant) -> None:
+    config = _config(tensors.q, tensors.v, tables, of_variant)
+    launches = BackwardLaunches(tensors, space, tables, scale, has_dlse, deterministic, of_variant, config)
     if deterministic:
         recording.launch(bound_kernel, launches.bound(), of_variant.kinds)
     recording.launch(prepare_kernel, launches.prepare())
@@ -363,12 +361,12 @@ def _finish_keys(recording, launches: "BackwardLaunches") -> None:
         recording.launch(finish_kernel, finish)
     if launches.space.splits and not launches.space.added:
         tensors, keys = launches.tensors, launches.config.keys_together
-        combine = combine_columns_launch(tensors.dk, tensors.dv, tensors.kv_sums, launches.mask, keys, launches.factors)
+        combine = combine_columns_launch(tensors.dk, tensors.dv, tensors.kv_sums, launches.tables, keys, launches.factors)
         recording.launch(combine_columns_kernel, combine)
 
 
-def _config(q, v, mask, of_variant: HopperVariant) -> BackwardConfig:
-    dim, block_size = padded_head_dim(q.shape[3]), mask and mask.block_size
+def _config(q, v, tables, of_variant: HopperVariant) -> BackwardConfig:
+    dim, block_size = padded_head_dim(q.shape[3]), tables and tables.block_size
     if of_variant is PLAIN:
         if used_columns(q.shape[3]) == 192 and padded_head_dim(v.shape[3]) == 128 and block_size != 64:
             return PAIRED_BACKWARD
@@ -396,7 +394,7 @@ class BackwardLaunches(NamedTuple):
 
     tensors: BackwardTensors
     space: _Workspace
-    mask: object  # or blocks by document, or None
+    tables: object  # the mask, its blocks by document, or None
     scale: float
     has_dlse: bool
     deterministic: bool
@@ -413,7 +411,7 @@ class BackwardLaunches(NamedTuple):
 
     @property
     def starts(self) -> torch.Tensor | None:
-        return self.mask.starts if self.mask else None
+        return self.tables.starts if self.tables else None
 
     @property
     def share(self) -> float:
@@ -444,12 +442,12 @@ class BackwardLaunches(NamedTuple):
 
     @property
     def block_of_starts(self) -> int:
-        return 0 if self.starts is None else self.mask.block_size
+        return 0 if self.starts is None else self.tables.block_size
 
     def bound(self):
         k, v = self.tensors.k, self.tensors.v
         batch, kv_heads, kv_len = k.shape[:3]
-        arguments = [described_for_triton(k, ROWS, self.dim), described_for_triton(v, ROWS, self.dim_v)]
+        arguments = [descriptor_or_rows(k, ROWS, self.dim), descriptor_or_rows(v, ROWS, self.dim_v)]
         arguments += [self.tensors.bounds, kv_heads, kv_len, self.variant.given]
         constants = {"DIM": self.dim, "DIM_V": self.dim_v, "TILE": ROWS}
         return (triton.cdiv(kv_len, ROWS) * batch * kv_heads, 1), arguments, constants, self.options_of_rows
@@ -458,8 +456,8 @@ class BackwardLaunches(NamedTuple):
         tensors, given = self.tensors, self.variant.given
         batch, heads, q_len, _ = tensors.q.shape
         arguments = [
-            described_for_triton(tensors.out, ROWS, self.dim_v),
-            described_for_triton(tensors.dout, ROWS, self.dim_v),
+            descriptor_or_rows(tensors.out, ROWS, self.dim_v),
+            descriptor_or_rows(tensors.dout, ROWS, self.dim_v),
             tensors.lse,
             tensors.dlse,
             self.sums,
@@ -479,13 +477,13 @@ class BackwardLaunches(NamedTuple):
         return (self.space.padded_q // ROWS * batch * heads, 1), arguments, constants, self.options_of_rows
 
     def add_tiles(self):
-        tensors, space, mask, config, dim, dim_v = self.tensors, self.space, self.mask, self.config, self.dim, self.dim_v
+        tensors, space, tables, config, dim, dim_v = self.tensors, self.space, self.tables, self.config, self.dim, self.dim_v
         q, k, v = tensors[:3]
         batch, heads, q_len, _ = q.shape
         kv_heads, kv_len = k.shape[1:3]
-        block_size = mask.block_size if mask else config.keys
-        work = (mask.whole_columns if self.deterministic else mask.by_key.work) if mask else tensors.lse
-        items = work.shape[1] if mask else triton.cdiv(kv_len, config.keys)
+        block_size = tables.block_size if tables else config.keys
+        work = (tables.whole_columns if self.deterministic else tables.by_key.work) if tables else tensors.lse
+        items = work.shape[1] if tables else triton.cdiv(kv_len, config.keys)
         batch_heads = batch * (kv_heads if space.together else heads)
         tiles = items * (block_size // config.keys) * batch_heads
         shape = self.shape
@@ -493,18 +491,18 @@ class BackwardLaunches(NamedTuple):
         dkv_rows = None
         if dim <= 128:
             kv_rows = tensors.kv_sums[: space.kv_sums or space.dq_sums].view(-1, 256)
-            dkv_rows = described(kv_rows, [keys * dim // 512, 256], FLOAT_LAYOUT)
+            dkv_rows = gluon_descriptor(kv_rows, [keys * dim // 512, 256], FLOAT_LAYOUT)
         grads = (None, None) if self.starts is None else (tensors.dk, tensors.dv)
-        pointers, strides = table_pointers(mask, mask and mask.by_key, work, tensors.lse)
+        pointers, strides = table_pointers(tables, tables and tables.by_key, work, tensors.lse)
         arguments = [
-            described(q, [1, 1, config.queries, width]),
-            described(k, [1, 1, keys, width]),
-            described(v, [1, 1, keys, dim_v]),
-            described(tensors.dout, [1, 1, config.queries, dim_v]),
-            *(described(rows[row], [config.queries], ROW_LAYOUT) for row in (0, 1, 2 if self.deterministic else 0)),
-            described(self.sums, [rows_sent(shape), 256], FLOAT_LAYOUT),
-            described(tensors.dk, [1, 1, keys, width]),
-            described(tensors.dv, [1, 1, keys, dim_v]),
+            gluon_descriptor(q, [1, 1, config.queries, width]),
+            gluon_descriptor(k, [1, 1, keys, width]),
+            gluon_descriptor(v, [1, 1, keys, dim_v]),
+            gluon_descriptor(tensors.dout, [1, 1, config.queries, dim_v]),
+            *(gluon_descriptor(rows[row], [config.queries], ROW_LAYOUT) for row in (0, 1, 2 if self.deterministic else 0)),
+            gluon_descriptor(self.sums, [rows_sent(shape), 256], FLOAT_LAYOUT),
+            gluon_descriptor(tensors.dk, [1, 1, keys, width]),
+            gluon_descriptor(tensors.dv, [1, 1, keys, dim_v]),
             dkv_rows,
             BackwardPointers(tensors.kv_sums, *grads, tensors.queue),
             pointers,
@@ -519,7 +517,7 @@ class BackwardLaunches(NamedTuple):
             space.splits,
             items,
             tiles,
-            heads_in_queue(2 * (dim + dim_v), q_len, mask, batch_heads, by_key=True),
+            heads_in_queue(2 * (dim + dim_v), q_len, tables, batch_heads, by_key=True),
             self.factors[0],
             self.scale * LOG2_E.value,
             self.variant.given,
@@ -530,11 +528,11 @@ class BackwardLaunches(NamedTuple):
 
     @property
     def shape(self) -> BackwardShape:
-        tensors, config, mask, space, switches = self.tensors, self.config, self.mask, self.space, self.variant.switches
-        ragged = mask is None and tensors.k.shape[2] % config.keys > 0
+        tensors, config, tables, space, switches = self.tensors, self.config, self.tables, self.space, self.variant.switches
+        ragged = tables is None and tensors.k.shape[2] % config.keys > 0
         sums = self.starts is not None, space.together, space.added, space.splits > 0, self.deterministic
         of_heads = tensors.q.shape[3], tensors.v.shape[3]
-        return backward_shape(config, *of_heads, mask and mask.block_size, *sums, ragged, switches["SCORED"], switches["REACH"])
+        return backward_shape(config, *of_heads, tables and tables.block_size, *sums, ragged, switches["SCORED"], switches["REACH"])
 
     def finish_queries(self):
         config, factor = self.config, self.factors[0]
@@ -554,21 +552,21 @@ class BackwardLaunches(NamedTuple):
 
     def _finish(self, grad, sums, members: int, length: int, factor: float, tile: int, dim: int, across: int = 1, pieces: int = 1):
         batch, heads = grad.shape[:2]
-        target = described_for_triton(grad, tile, dim) if self.starts is None else rows_of(grad, dim)
+        target = descriptor_or_rows(grad, tile, dim) if self.starts is None else rows_of(grad, dim)
         arguments = [target, sums, self.rows[2 if self.deterministic else 0], self.starts, heads, members, length, factor]
         constants = {"DIM": dim, "TILE": tile, "ACROSS": across, "PIECES": pieces, "FIXED": sums.dtype == torch.int32}
         constants["TABLE_BLOCK"] = self.block_of_starts
         return (length // tile * batch * heads, 1), arguments, constants, self.options_of_rows
 
 
-def combine_columns_launch(dk, dv, kv_sums, mask, keys: int, factors: tuple[float, float]):
+def combine_columns_launch(dk, dv, kv_sums, tables, keys: int, factors: tuple[float, float]):
     """Returns (grid, arguments, constants, options). keys: in a tile of the sums. factors: of dK and of dV."""
     batch, heads = dk.shape[:2]
-    dims, table = [padded_head_dim(grad.shape[3]) for grad in (dk, dv)], mask.by_key.splits
-    index, *_, mask_batch_stride, mask_head_stride = table_arguments(mask, mask.by_key, kv_sums)
-    arguments = [described_for_triton(grad, keys, dim) for grad, dim in zip((dk, dv), dims, strict=True)]
-    arguments += [kv_sums, table, index, mask_batch_stride, mask_head_stride, heads, table.shape[1], *factors]
+    dims, splits = [padded_head_dim(grad.shape[3]) for grad in (dk, dv)], tables.by_key.splits
+    index, *_, mask_batch_stride, mask_head_stride = table_arguments(tables, tables.by_key, kv_sums)
+    arguments = [descriptor_or_rows(grad, keys, dim) for grad, dim in zip((dk, dv), dims, strict=True)]
+    arguments += [kv_sums, splits, index, mask_batch_stride, mask_head_stride, heads, splits.shape[1], *factors]
     # A split column has at least two splits, so at most half of the entries are in use.
-    grid = (2 * (table.shape[1] // 2) * (mask.block_size // keys) * batch * heads, 1)
-    constants = {"DIM": dims[0], "DIM_V": dims[1], "TILE": keys, "TABLE_BLOCK": mask.block_size}
+    grid = (2 * (splits.shape[1] // 2) * (tables.block_size // keys) * batch * heads, 1)
+    constants = {"DIM": dims[0], "DIM_V": dims[1], "TILE": keys, "TABLE_BLOCK": tables.block_size}
     return grid, arguments, constants, {"num_warps": 8}

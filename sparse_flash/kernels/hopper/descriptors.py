@@ -15,8 +15,8 @@ FLOAT_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, r
 ROW_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 
-def described(tensor: torch.Tensor, block_shape: list[int], layout=TILE_LAYOUT) -> TensorDescriptor:
-    """Returns a descriptor for tiles of ``block_shape``."""
+def gluon_descriptor(tensor: torch.Tensor, block_shape: list[int], layout=TILE_LAYOUT) -> TensorDescriptor:
+    """Returns Gluon's descriptor for tiles of ``block_shape``."""
     # Bypasses the constructor, whose checks the back end has already made.
     descriptor = object.__new__(TensorDescriptor)
     descriptor.base = tensor

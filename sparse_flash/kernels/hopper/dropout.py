@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..common.gluon import record
-from ..common.philox import stream_of_line, words_of_pairs
+from ..common.philox import stream_of_batch_head, words_of_pairs
 
 # $1: a number, $2: the word of its pair, $3: the shift that moves the pair's half to the top, $4: the threshold to reach.
 _IS_DROPPED = gl.constexpr("{ .reg .pred p; .reg .b32 t; shl.b32 t, $2, $3; setp.lt.u32 p, t, $4; ")
@@ -24,7 +24,7 @@ class Dropout:
         """Returns three scalars that make the draws of each batch-head different. Without dropout, they are arbitrary."""
         stream = (batch_head, batch_head, batch_head)
         if self.ENABLED:
-            stream = stream_of_line(self.variant.seed, batch_head)
+            stream = stream_of_batch_head(self.variant.seed, batch_head)
         return stream
 
     @gluon.jit

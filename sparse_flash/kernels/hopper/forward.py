@@ -35,11 +35,10 @@ from ..common.gluon import Constants, async_store, fresh_zero, of_tensor, record
 from ..common.grid import tile_and_batch_head
 from ..common.layout import addressable, empty_out, is_addressable, restored_out
 from ..common.tiles import FLOOR, LN_2, LOG2_E, store_tile
-from ..launch.launch import described as described_for_triton
-from ..launch.launch import launch_or_repeat, multiprocessors, table_arguments
+from ..launch.launch import descriptor_or_rows, launch_or_repeat, multiprocessors, table_arguments
 from ..launch.order import heads_in_queue
 from .configs import FORWARD, forward_of_call, forward_of_variant, wide_forward
-from .descriptors import blocks_by_document, described, table_pointers, tile_queue
+from .descriptors import blocks_by_document, gluon_descriptor, table_pointers, tile_queue
 from .dropout import Dropout, new_dropout
 from .lengths import TokenLengths, load_existing, new_lengths, own_barrier
 from .masks import LOWEST, all_below, all_within, row_bits, row_run, where_bits
@@ -605,22 +604,22 @@ def _run(q, k, v, mask, scale, variant, of_variant: HopperVariant, beside, recor
         ready = [addressable(t) for t in (q, k, v)]
         out, lse = attention_forward(*ready, mask, scale, variant, beside)
         return restored_out(out, ready[0], q, v), lse
-    config, walked = _config_and_walked(q, v, mask, of_variant)
-    split_rows = _split_rows(walked)
+    config, tables = _config_and_tables(q, v, mask, of_variant)
+    split_rows = _split_rows(tables)
     out = recording.fresh(empty_out(q, v.shape[3]))
     lse = recording.fresh(torch.empty(q.shape[:3], dtype=torch.float32, device=q.device))
     split_out = split_lse = lse
     if split_rows:
-        lines, dim_v = q.shape[0] * q.shape[1] * split_rows, padded_head_dim(v.shape[3])
-        split_lse = recording.fresh(torch.empty(lines, dtype=torch.float32, device=q.device))
-        split_out = recording.fresh(torch.empty((lines, dim_v), dtype=torch.float32, device=q.device))
+        rows, dim_v = q.shape[0] * q.shape[1] * split_rows, padded_head_dim(v.shape[3])
+        split_lse = recording.fresh(torch.empty(rows, dtype=torch.float32, device=q.device))
+        split_out = recording.fresh(torch.empty((rows, dim_v), dtype=torch.float32, device=q.device))
     queue = recording.each_time(partial(tile_queue, q.device))
     tensors = q, k, v, out, lse, split_out, split_lse, queue
     recording.launch(
-        attention_forward_kernel, _forward_launch(*tensors, walked, scale, split_rows, of_variant, config), of_variant.kinds, beside
+        attention_forward_kernel, _forward_launch(*tensors, tables, scale, split_rows, of_variant, config), of_variant.kinds, beside
     )
     if split_rows:
-        recording.launch(combine_kernel, _combine_launch(out, lse, split_out, split_lse, walked))
+        recording.launch(combine_kernel, _combine_launch(out, lse, split_out, split_lse, tables))
     return out, lse
 
 
@@ -641,22 +640,22 @@ def forward_shape(config, head_dim: int, v_head_dim: int, block_size: int | None
     return ForwardShape(*columns, groups, config.keys, config.stages, config.registers, *of_table, *switches)
 
 
-def _split_rows(mask) -> int:
+def _split_rows(tables) -> int:
     """Returns how many rows of queries per head the splits of the table's rows have."""
-    split = mask is not None and mask.by_query.is_split
-    return mask.by_query.splits.shape[1] * mask.row_queries if split else 0
+    split = tables is not None and tables.by_query.is_split
+    return tables.by_query.splits.shape[1] * tables.row_queries if split else 0
 
 
-def _config_and_walked(q, v, mask, of_variant: HopperVariant):
-    """Returns (config, the table that the kernel iterates over: the mask, its tall rows, its blocks by document, or None)."""
+def _config_and_tables(q, v, mask, of_variant: HopperVariant):
+    """Returns (config, the tables that the kernel runs: the mask, its tall rows, its blocks by document, or None)."""
     columns, block_size = columns_of(q.shape[3], v.shape[3]), mask and mask.block_size
     dim, dim_v, wide = (columns[name] for name in ("DIM", "DIM_V", "WIDE"))
     # Made even if this pass does not take them, because they cannot always be made where the backward pass is compiled.
     by_document = blocks_by_document(q, v, mask, of_variant is PLAIN)
 
     def tiles_of(queries: int) -> int:
-        walked = _walked(mask, by_document, queries)
-        return 0 if mask and walked is None else _items_and_tiles(q, walked, queries)[1]
+        tables = _tables_for(mask, by_document, queries)
+        return 0 if mask and tables is None else _items_and_tiles(q, tables, queries)[1]
 
     if wide:
         config = wide_forward(dim, dim_v, block_size, tiles_of(64), multiprocessors(q.device), of_variant is PLAIN)
@@ -666,39 +665,39 @@ def _config_and_walked(q, v, mask, of_variant: HopperVariant):
         config = forward_of_variant(dim, block_size)
     if by_document is not None and not config.queries == config.keys == by_document.block_size:
         by_document = None
-    walked = _walked(mask, by_document, config.queries)
-    return (FORWARD[dim], mask) if mask and walked is None else (config, walked)
+    tables = _tables_for(mask, by_document, config.queries)
+    return (FORWARD[dim], mask) if mask and tables is None else (config, tables)
 
 
-def _walked(mask, by_document, queries: int):
-    """Returns the table for tiles of so many queries: the mask, its blocks by document, or its tall rows, which may be None."""
+def _tables_for(mask, by_document, queries: int):
+    """Returns the tables for tiles of so many queries: the mask, its blocks by document, or its tall rows, which may be None."""
     if mask and mask.block_size % queries:
         return mask.tall
     return by_document or mask
 
 
-def _items_and_tiles(q, walked, queries: int) -> tuple[int, int]:
+def _items_and_tiles(q, tables, queries: int) -> tuple[int, int]:
     """Returns (work items of a mask, tiles of all heads)."""
-    items = walked.by_query.work.shape[1] if walked else triton.cdiv(q.shape[2], queries)
-    return items, items * (walked.row_queries // queries if walked else 1) * q.shape[0] * q.shape[1]
+    items = tables.by_query.work.shape[1] if tables else triton.cdiv(q.shape[2], queries)
+    return items, items * (tables.row_queries // queries if tables else 1) * q.shape[0] * q.shape[1]
 
 
-def _forward_launch(q, k, v, out, lse, split_out, split_lse, queue, mask, scale, split_rows, of_variant, config):
+def _forward_launch(q, k, v, out, lse, split_out, split_lse, queue, tables, scale, split_rows, of_variant, config):
     """Returns (grid, arguments, constants, options)."""
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
-    group, lines = heads // kv_heads, batch * heads
+    group, batch_heads = heads // kv_heads, batch * heads
     switches = of_variant.switches
-    starts, scored = mask is not None and mask.starts is not None, (switches["SCORED"], switches["REACH"])
-    shape = forward_shape(config, head_dim, v.shape[3], mask and mask.block_size, starts, split_rows > 0, *scored)
+    starts, scored = tables is not None and tables.starts is not None, (switches["SCORED"], switches["REACH"])
+    shape = forward_shape(config, head_dim, v.shape[3], tables and tables.block_size, starts, split_rows > 0, *scored)
     dim, dim_v, width = shape.DIM, shape.DIM_V, shape.DIM // shape.PIECES
-    items, tiles = _items_and_tiles(q, mask, config.queries)
-    pointers, strides = table_pointers(mask, mask and mask.by_query, mask.by_query.work if mask else lse, lse)
+    items, tiles = _items_and_tiles(q, tables, config.queries)
+    pointers, strides = table_pointers(tables, tables and tables.by_query, tables.by_query.work if tables else lse, lse)
     arguments = [
-        described(q, [1, 1, HALF.value, width]),
-        described(k, [1, 1, config.keys, width]),
-        described(v, [1, 1, config.keys, dim_v]),
-        described(out, [1, 1, HALF.value, dim_v]),
+        gluon_descriptor(q, [1, 1, HALF.value, width]),
+        gluon_descriptor(k, [1, 1, config.keys, width]),
+        gluon_descriptor(v, [1, 1, config.keys, dim_v]),
+        gluon_descriptor(out, [1, 1, HALF.value, dim_v]),
         Outputs(out, lse, split_out, split_lse),
         pointers,
         queue,
@@ -709,7 +708,7 @@ def _forward_launch(q, k, v, out, lse, split_out, split_lse, queue, mask, scale,
         kv_len,
         items,
         tiles,
-        heads_in_queue(dim + dim_v, kv_len, mask, lines, group),
+        heads_in_queue(dim + dim_v, kv_len, tables, batch_heads, group),
         split_rows // config.queries,
         scale * LOG2_E.value,
         of_variant.given,
@@ -718,14 +717,14 @@ def _forward_launch(q, k, v, out, lse, split_out, split_lse, queue, mask, scale,
     return (min(tiles, config.programs * multiprocessors(q.device)), 1), arguments, constants, config.options
 
 
-def _combine_launch(out, lse, split_out, split_lse, mask):
+def _combine_launch(out, lse, split_out, split_lse, tables):
     """Returns (grid, arguments, constants, options)."""
     batch, heads, q_len = lse.shape
     dim = split_out.shape[-1]
-    table = mask.by_query.splits
-    index, *_, mask_batch_stride, mask_head_stride = table_arguments(mask, mask.by_query, lse)
-    arguments = [described_for_triton(out, COMBINED.value, dim), lse, split_out, split_lse, table, index]
-    arguments += [mask_batch_stride, mask_head_stride, heads, q_len, table.shape[1]]
+    splits = tables.by_query.splits
+    index, *_, mask_batch_stride, mask_head_stride = table_arguments(tables, tables.by_query, lse)
+    arguments = [descriptor_or_rows(out, COMBINED.value, dim), lse, split_out, split_lse, splits, index]
+    arguments += [mask_batch_stride, mask_head_stride, heads, q_len, splits.shape[1]]
     # A split row has at least two splits, so at most half of the entries are in use.
-    grid = (table.shape[1] // 2 * (mask.row_queries // COMBINED.value) * batch * heads, 1)
-    return grid, arguments, {"DIM": dim, "TABLE_ROW": mask.row_queries}, {"num_warps": 4}
+    grid = (splits.shape[1] // 2 * (tables.row_queries // COMBINED.value) * batch * heads, 1)
+    return grid, arguments, {"DIM": dim, "TABLE_ROW": tables.row_queries}, {"num_warps": 4}

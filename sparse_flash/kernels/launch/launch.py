@@ -36,8 +36,8 @@ def addresses_tiles(device: torch.device) -> bool:
     return torch.version.hip is None and (9, 0) <= torch.cuda.get_device_capability(device) < (12, 0)
 
 
-def described(tensor: torch.Tensor, rows: int, dim: int) -> TensorDescriptor | Rows:
-    """A descriptor of a (batch, heads, tokens, head_dim) tensor for tiles of (rows, dim), or its substitute ``Rows``."""
+def descriptor_or_rows(tensor: torch.Tensor, rows: int, dim: int) -> TensorDescriptor | Rows:
+    """Returns Triton's descriptor of a (batch, heads, tokens, head_dim) tensor for tiles of (rows, dim), or ``Rows`` instead."""
     # Products of float32 take their operands from registers, and Triton's code for tiles that the hardware placed spills: at
     # head_dim 64 and 128, for compute capability 9.0, 400 to 8,100 bytes a thread, where pointers spill 0 to 1,800.
     if tensor.dtype == torch.float32 or not addresses_tiles(tensor.device):
@@ -74,7 +74,7 @@ def table_arguments(mask, table, placeholder: torch.Tensor) -> tuple:
     return (index, *table[:5], *mask.tiles, *strides)
 
 
-def walk_arguments(mask, table, q: torch.Tensor, k: torch.Tensor, placeholder: torch.Tensor) -> tuple:
+def loop_arguments(mask, table, q: torch.Tensor, k: torch.Tensor, placeholder: torch.Tensor) -> tuple:
     """The table and shape arguments of every portable kernel. table: the mask's, or None if the mask is."""
     (heads, q_len), (kv_heads, kv_len) = q.shape[1:3], k.shape[1:3]
     rows = 0 if table is None else table.row_order.shape[1]
@@ -149,9 +149,9 @@ def launch(
         kernel[grid](*arguments, **constants, **options)
         return None
     if compiles_only():
-        compile_only(_described(kernel, constants), kernel.warmup(*arguments, grid=grid, **constants, **options))
+        compile_only(_description(kernel, constants), kernel.warmup(*arguments, grid=grid, **constants, **options))
         return None
-    with first_call(_described(kernel, constants), (kernel.fn.__qualname__, kernel.fn.__module__, *map(str, key[2:]))):
+    with first_call(_description(kernel, constants), (kernel.fn.__qualname__, kernel.fn.__module__, *map(str, key[2:]))):
         ahead = None
         if beside is not None:
             ahead = together(lambda: launch(kernel, grid, arguments, constants, options, specialized), beside)
@@ -199,7 +199,7 @@ def run_within_memory(run: Callable[[Config], None], config: Config, key: Callab
             return
 
 
-def _described(kernel, constants: dict) -> str:
+def _description(kernel, constants: dict) -> str:
     """A description such as "attention forward for Hopper, head_dim 128"."""
     name = kernel.fn.__name__.removesuffix("_kernel").replace("_", " ")
     family = " for Hopper" if ".hopper" in kernel.fn.__module__ else ""

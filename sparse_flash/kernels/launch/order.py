@@ -16,22 +16,22 @@ MOSTLY_KEPT = 0.25
 BYTES_IN_STEP, HEADS_IN_STEP = 4 * L2_BYTES, 8
 
 
-def heads_in_queue(row_bytes: int, rows: int, mask, lines: int, group: int = 1, by_key: bool = False) -> int:
+def heads_in_queue(row_bytes: int, rows: int, mask, batch_heads: int, group: int = 1, by_key: bool = False) -> int:
     """Returns how many batch-heads follow each other together in a queue: as many as have operands that fit the L2 cache together,
     or fewer, to half as many, if the last group is then fuller.
 
-    row_bytes: of a row, the mean of both operands of the loop. rows: of an operand. lines: batch-heads. group: query heads of a key
-    head. At least two key heads come together under documents, and in the backward pass (by_key) if the operands of one just fit.
+    row_bytes: of a row, the mean of both operands of the loop. rows: of an operand. group: query heads of a key head.
+    At least two key heads come together under documents, and in the backward pass (by_key) if the operands of one just fit.
     If rows keep much of what they could, as causal rows do, two to eight batch-heads come together: fewer have too few long rows to
     keep all programs busy while the last rows are computed (up to 24 %: docs/performance/kernels.md). Scattered blocks keep to the
     cache, because heads would evict each other's operands.
     """
     of_head = 2 * rows * row_bytes
-    fitting, units = L2_BYTES // of_head, lines // group
+    fitting, units = L2_BYTES // of_head, batch_heads // group
     two = (by_key and fitting == 1) or (mask is not None and mask.document_order)
     most = max(2 if two else 1, fitting)
     if units <= most:
-        return lines
+        return batch_heads
     if _mostly_kept(mask, rows, by_key):
         most = max(most, -(-2 // group), min(-(-HEADS_IN_STEP // group), BYTES_IN_STEP // of_head))
         return -(-units // max(1, units // most)) * group
@@ -39,22 +39,22 @@ def heads_in_queue(row_bytes: int, rows: int, mask, lines: int, group: int = 1, 
     return max(range(-(-most // 2), most + 1), key=lambda number: (((units - 1) % number + 1) / number, number)) * group
 
 
-def heads_in_grid(of_line: int, rows: int, mask, lines: int, by_key: bool = False) -> int:
-    """How many batch-heads take turns in a grid. Where rows keep much of what they could: the divisor of ``lines`` nearest to eight
-    whose operands, ``of_line`` bytes each, are not too many. Otherwise one, or more if the second axis of the grid must be shorter.
-    rows: tokens that a program may iterate over."""
-    least = _least_divisor(lines)
+def heads_in_grid(bytes_of_head: int, rows: int, mask, batch_heads: int, by_key: bool = False) -> int:
+    """How many batch-heads take turns in a grid. If rows keep much of what they could: the divisor of ``batch_heads`` nearest to
+    eight whose operands, ``bytes_of_head`` each, are not too many. Otherwise one, or more if the second axis of the grid must be
+    shorter. rows: tokens that a program may iterate over."""
+    least = _least_divisor(batch_heads)
     if not _mostly_kept(mask, rows, by_key):
         return least
-    most = max(least, min(lines, 2 * HEADS_IN_STEP, BYTES_IN_STEP // of_line))
-    divisors = [number for number in range(least, most + 1) if lines % number == 0]
+    most = max(least, min(batch_heads, 2 * HEADS_IN_STEP, BYTES_IN_STEP // bytes_of_head))
+    divisors = [number for number in range(least, most + 1) if batch_heads % number == 0]
     return min(divisors, key=lambda number: abs(math.log(number / HEADS_IN_STEP)))
 
 
 @cache
-def _least_divisor(lines: int) -> int:
+def _least_divisor(batch_heads: int) -> int:
     """The smallest divisor that leaves as many programs on the second axis of a grid as fit."""
-    return next(lines // number for number in range(min(lines, SECOND_AXIS), 0, -1) if lines % number == 0)
+    return next(batch_heads // number for number in range(min(batch_heads, SECOND_AXIS), 0, -1) if batch_heads % number == 0)
 
 
 def _mostly_kept(mask, rows: int, by_key: bool) -> bool:

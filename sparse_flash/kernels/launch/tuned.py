@@ -73,7 +73,7 @@ def key_of(
     return Key(gpu, *versions, "triton", kernel, name, head_dim, block_size, v_head_dim or head_dim)
 
 
-def choose(candidates: Sequence[ANY], key: Key | None) -> ANY:
+def tuned_config(candidates: Sequence[ANY], key: Key | None) -> ANY:
     """The candidate chosen for this key, otherwise the first: the built-in config."""
     choice = None if key is None else _choices(cache_file()).get(key)
     if choice is None or choice["instead_of"] != asdict(candidates[0]):
@@ -139,7 +139,7 @@ def _read(path: Path) -> dict[Key, dict]:
 
 
 def count(path: Path) -> int:
-    """The number of choices in a file. Raises OSError, ValueError, KeyError or TypeError where ``choose`` would warn."""
+    """The number of choices in a file. Raises OSError, ValueError, KeyError or TypeError where ``tuned_config`` would warn."""
     return len(_read(path))
 
 

@@ -502,7 +502,7 @@ def fill_rows(layout, records, table, tiles, new_tiles, shared: SharedBlocks, en
     return row_ptr, row_split, row_order, col_idx, tile_idx
 
 
-def take_rows(source: torch.Tensor, index: torch.Tensor, fill: float, target: torch.Tensor) -> None:
+def take_rows_into(source: torch.Tensor, index: torch.Tensor, fill: float, target: torch.Tensor) -> None:
     """target[r] = source[index[r]], or ``fill`` where the index is -1. source, target: (rows, heads, head_dim); the target's last
     dimension is contiguous. index: int32."""
     rows, heads, dim = target.shape

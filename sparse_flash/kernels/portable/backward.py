@@ -31,8 +31,8 @@ from ..common.tiles import (
     CUT,
     FULL,
     LOG2_E,
+    TableEntries,
     TableRows,
-    WalkedTable,
     dense_bounds,
     kept_pairs,
     load_tile,
@@ -47,20 +47,19 @@ from ..common.variant import kernel_variant, launch_options
 from ..launch.launch import (
     NOT_SPECIALIZED,
     Recording,
-    described,
+    descriptor_or_rows,
     launch_or_repeat,
     length_specialized,
+    loop_arguments,
     multiprocessors,
     row_count,
     run_within_memory,
-    walk_arguments,
 )
 from ..launch.order import heads_in_grid
 from .configs import config_for, family_of, for_variant, takes_one_launch
 from .dropout import dropout_stream, kept_by_dropout
 from .lengths import is_cut, is_valid
-from .scores import add_bias_gradient, scored, store_bias_gradient, times_derivative_of_cap, times_derivative_of_function
-from .walks import (
+from .row_loop import (
     Scoring,
     Sizes,
     Tile,
@@ -68,10 +67,11 @@ from .walks import (
     in_block,
     place_of_step,
     query_tile,
-    slot_and_line,
+    slot_and_batch_head,
     tiles_of,
     valid_of_axes,
 )
+from .scores import add_bias_gradient, scored, store_bias_gradient, times_derivative_of_cap, times_derivative_of_function
 
 
 class _Tensors(NamedTuple):
@@ -166,18 +166,18 @@ def _delta(out_tensor, dlse, dout, tile, query, first_query, sizes):
 
 
 @triton.jit
-def _compute_grad_q(slot, line, tensors, dq_tensor, scale, rows, table, sizes, scoring):
+def _compute_grad_q(slot, batch_head, tensors, dq_tensor, scale, rows, table, sizes, scoring):
     """dQ and delta of a tile of queries."""
     variant = scoring.variant
     TILE_M: tl.constexpr = sizes.TILE_M
-    tile, bounds = query_tile(slot, line, rows, table, sizes)
+    tile, bounds = query_tile(slot, batch_head, rows, table, sizes)
     q = load_tile(tensors.q, tile.batch, tile.head, tile.first, TILE_M, sizes.DIM)
     dout = load_tile(tensors.dout, tile.batch, tile.head, tile.first, TILE_M, sizes.DIM_V)
     query = tile.first + tl.arange(0, TILE_M)
-    row_line = tile.line.to(tl.int64) * sizes.q_len
+    first_row = tile.batch_head.to(tl.int64) * sizes.q_len
     # +inf past the last query: whatever its scores, it adds nothing to the gradient of rel_bias.
-    lse = tl.load(tensors.lse + row_line + query, mask=query < sizes.q_len, other=float("inf")) * LOG2_E
-    dlse = None if tensors.dlse is None else tensors.dlse + row_line
+    lse = tl.load(tensors.lse + first_row + query, mask=query < sizes.q_len, other=float("inf")) * LOG2_E
+    dlse = None if tensors.dlse is None else tensors.dlse + first_row
     delta = _delta(tensors.out, dlse, dout, tile, query, tile.first, sizes)
     valid, valid_keys = valid_of_axes(tile.first, tile.batch, sizes, variant)
     Q_CUT: tl.constexpr = is_cut(variant.q_starts, variant.q_lens)
@@ -187,7 +187,7 @@ def _compute_grad_q(slot, line, tensors, dq_tensor, scale, rows, table, sizes, s
     if Q_CUT or is_cut(variant.kv_starts, variant.kv_lens) or scoring.SCORED:
         lse = tl.where(lse == -float("inf"), float("inf"), lse)  # zero weights, not NaN, for a query that keeps nothing
     if tensors.delta is not None:
-        tl.store(tensors.delta + row_line + query, delta, mask=query < sizes.q_len)
+        tl.store(tensors.delta + first_row + query, delta, mask=query < sizes.q_len)
     dq = tl.zeros([TILE_M, sizes.DIM], tl.float32)
     operands = _QueryOperands(q, dout, lse, delta, tensors.k, tensors.v, dropout_stream(variant, tile, sizes))
     beyond = ()
@@ -237,14 +237,14 @@ def grad_q_kernel(
 ):
     """dQ, and delta = rowsum(dOut * Out) - dLse for the next pass: one program per query tile and head. DIM: padded head_dim of q,
     k and dQ. DIM_V: padded head_dim of v, out and dOut."""
-    slot, line = slot_and_line(tiles_of(q_blocks, q_len, TILE_M, TABLE_BLOCK, SPARSE))
+    slot, batch_head = slot_and_batch_head(tiles_of(q_blocks, q_len, TILE_M, TABLE_BLOCK, SPARSE))
     # fmt: off
     _compute_grad_q(
-        slot, line,
+        slot, batch_head,
         _Tensors(q_tensor, k_tensor, v_tensor, dout_tensor, out_tensor, lse_ptr, delta_ptr, dlse_ptr if HAS_DLSE else None),
         dq_tensor, scale,
         TableRows(table, mask_batch_stride, mask_head_stride, q_blocks),
-        WalkedTable(table.index, table.tile_idx, table.tile_runs, table.tile_bits, TABLE_BLOCK, SPARSE),
+        TableEntries(table.index, table.tile_idx, table.tile_runs, table.tile_bits, TABLE_BLOCK, SPARSE),
         Sizes(heads, group, q_len, kv_len, DIM, DIM_V, TILE_M, TILE_N, False),
         Scoring(score_scale, variant, SCORED, REACH, SCORE, DERIVATIVE),
     )
@@ -354,13 +354,13 @@ def _add_queries(state, operands, tile, entries, table, sizes, scoring, KIND: tl
 
 
 @triton.jit
-def _compute_grad_kv(slot, line, tensors, dk_tensor, dv_tensor, scale, rows, table, sizes, scoring):
-    """dK and dV of a key tile. line: key head, numbered across the batch."""
+def _compute_grad_kv(slot, batch_head, tensors, dk_tensor, dv_tensor, scale, rows, table, sizes, scoring):
+    """dK and dV of a key tile. batch_head: key head, numbered across the batch."""
     variant = scoring.variant
     TILE_N: tl.constexpr = sizes.TILE_N
     kv_heads = sizes.heads // sizes.group
-    batch = line // kv_heads
-    kv_head = line % kv_heads
+    batch = batch_head // kv_heads
+    kv_head = batch_head % kv_heads
     first = slot * TILE_N
     if table.SPARSE:
         # Masks of a group's heads may have different orders; any one order visits every key block once.
@@ -375,14 +375,14 @@ def _compute_grad_kv(slot, line, tensors, dk_tensor, dv_tensor, scale, rows, tab
         head = kv_head * sizes.group + member
         tile = Tile(batch, head, kv_head, batch * sizes.heads + head, first)
         stream = dropout_stream(variant, tile, sizes)
-        row_line = tile.line.to(tl.int64) * sizes.q_len
+        first_row = tile.batch_head.to(tl.int64) * sizes.q_len
         if table.SPARSE:
             bounds = row_bounds(rows, mask_of(rows, batch, head), first // table.BLOCK)
         else:
             bounds = dense_bounds(sizes.q_len, sizes.TILE_M)
-        delta = None if tensors.delta is None else tensors.delta + row_line
-        dlse = None if tensors.dlse is None else tensors.dlse + row_line
-        operands = _KeyOperands(k, v, tensors.q, tensors.dout, tensors.out, tensors.lse + row_line, delta, dlse, stream)
+        delta = None if tensors.delta is None else tensors.delta + first_row
+        dlse = None if tensors.dlse is None else tensors.dlse + first_row
+        operands = _KeyOperands(k, v, tensors.q, tensors.dout, tensors.out, tensors.lse + first_row, delta, dlse, stream)
         dk, dv = add_row(_add_queries, (dk, dv), operands, tile, bounds, valid_queries, table, sizes, scoring)
     if is_cut(variant.kv_starts, variant.kv_lens):
         exists = is_valid(valid, first + tl.arange(0, TILE_N))
@@ -427,14 +427,14 @@ def grad_kv_kernel(
 ):
     """dK and dV: one program per key tile and key head, over the ``group`` query heads that share it. DIM, DIM_V: see
     ``grad_q_kernel``."""
-    slot, line = slot_and_line(tiles_of(kv_blocks, kv_len, TILE_N, TABLE_BLOCK, SPARSE))
+    slot, batch_head = slot_and_batch_head(tiles_of(kv_blocks, kv_len, TILE_N, TABLE_BLOCK, SPARSE))
     # fmt: off
     _compute_grad_kv(
-        slot, line,
+        slot, batch_head,
         _Tensors(q_tensor, k_tensor, v_tensor, dout_tensor, None, lse_ptr, delta_ptr, None),
         dk_tensor, dv_tensor, scale,
         TableRows(table, mask_batch_stride, mask_head_stride, kv_blocks),
-        WalkedTable(table.index, table.tile_idx, table.tile_runs, table.tile_bits, TABLE_BLOCK, SPARSE),
+        TableEntries(table.index, table.tile_idx, table.tile_runs, table.tile_bits, TABLE_BLOCK, SPARSE),
         Sizes(heads, group, q_len, kv_len, DIM, DIM_V, TILE_M, TILE_N, True),
         Scoring(score_scale, variant, SCORED, REACH, SCORE, DERIVATIVE),
     )
@@ -484,29 +484,29 @@ def grad_qkv_kernel(
     tensors = _Tensors(q_tensor, k_tensor, v_tensor, dout_tensor, out_tensor, lse_ptr, None, dlse_ptr if HAS_DLSE else None)
     key_tiles = tiles_of(kv_blocks, kv_len, TILE_N, TABLE_BLOCK, SPARSE)
     query_tiles = tiles_of(q_blocks, q_len, TILE_M, TABLE_BLOCK, SPARSE)
-    slot, line = slot_and_line(key_tiles + group * query_tiles)
+    slot, batch_head = slot_and_batch_head(key_tiles + group * query_tiles)
     if slot < key_tiles:
         _compute_grad_kv(
             slot,
-            line,
+            batch_head,
             tensors,
             dk_tensor,
             dv_tensor,
             scale,
             TableRows(columns, mask_batch_stride, mask_head_stride, kv_blocks),
-            WalkedTable(columns.index, columns.tile_idx, columns.tile_runs, columns.tile_bits, TABLE_BLOCK, SPARSE),
+            TableEntries(columns.index, columns.tile_idx, columns.tile_runs, columns.tile_bits, TABLE_BLOCK, SPARSE),
             Sizes(heads, group, q_len, kv_len, DIM, DIM_V, TILE_M, TILE_N, True),
             Scoring(score_scale, variant, SCORED, REACH, SCORE, DERIVATIVE),  # in a variable, its constants would become tensors
         )
     else:
         _compute_grad_q(
             (slot - key_tiles) % query_tiles,
-            line * group + (slot - key_tiles) // query_tiles,
+            batch_head * group + (slot - key_tiles) // query_tiles,
             tensors,
             dq_tensor,
             scale,
             TableRows(rows, mask_batch_stride, mask_head_stride, q_blocks),
-            WalkedTable(rows.index, rows.tile_idx, rows.tile_runs, rows.tile_bits, TABLE_BLOCK, SPARSE),
+            TableEntries(rows.index, rows.tile_idx, rows.tile_runs, rows.tile_bits, TABLE_BLOCK, SPARSE),
             Sizes(heads, group, q_len, kv_len, DIM, DIM_V, TILE_M, TILE_N, False),
             Scoring(score_scale, variant, SCORED, REACH, SCORE, DERIVATIVE),
         )
@@ -605,20 +605,20 @@ class _Passes(NamedTuple):
     def grad_q(self, config: Config, of_variant: tuple) -> None:
         t, table = self.tensors, self.mask and self.mask.by_query
         arguments = [*self._tiles(config, "q k v out dout dq"), t.lse, t.dlse, t.delta]
-        arguments += walk_arguments(self.mask, table, t.q, t.k, t.lse)
+        arguments += loop_arguments(self.mask, table, t.q, t.k, t.lse)
         grid = self._grid(self._query_tiles(config), t.q, t.k)
         self._launch(grad_q_kernel, config, of_variant, grid, arguments, config.tile_m, config.tile_n, HAS_DLSE=self.has_dlse)
 
     def grad_kv(self, config: Config, of_variant: tuple) -> None:
         t, table = self.tensors, self.mask and self.mask.by_key
-        arguments = [*self._tiles(config, "q k v dout dk dv"), t.lse, t.delta, *walk_arguments(self.mask, table, t.q, t.k, t.lse)]
+        arguments = [*self._tiles(config, "q k v dout dk dv"), t.lse, t.delta, *loop_arguments(self.mask, table, t.q, t.k, t.lse)]
         grid = self._grid(self._key_tiles(config), t.k, t.q)
         self._launch(grad_kv_kernel, config, of_variant, grid, arguments, config.tile_n, config.tile_m)
 
     def grad_qkv(self, config: Config, of_variant: tuple) -> None:
         t, mask = self.tensors, self.mask
-        columns, *_, kv_blocks = walk_arguments(mask, mask and mask.by_key, t.q, t.k, t.lse)
-        rows = walk_arguments(mask, mask and mask.by_query, t.q, t.k, t.lse)
+        columns, *_, kv_blocks = loop_arguments(mask, mask and mask.by_key, t.q, t.k, t.lse)
+        rows = loop_arguments(mask, mask and mask.by_query, t.q, t.k, t.lse)
         arguments = [*self._tiles(config, "q k v out dout dq dk dv"), t.lse, t.dlse, columns, kv_blocks, *rows]
         group = t.q.shape[1] // t.k.shape[1]
         grid = self._grid(self._key_tiles(config) + group * self._query_tiles(config), t.k, t.q)
@@ -635,7 +635,7 @@ class _Passes(NamedTuple):
     def _tiles(self, config: Config, names: str) -> list:
         dim, dim_v = self.tensors.dims
         shapes = {"q": (config.tile_m, dim), "k": (config.tile_n, dim), "v": (config.tile_n, dim_v), "out": (config.tile_m, dim_v)}
-        return [described(getattr(self.tensors, name), *shapes[name.removeprefix("d")]) for name in names.split()]
+        return [descriptor_or_rows(getattr(self.tensors, name), *shapes[name.removeprefix("d")]) for name in names.split()]
 
     def _query_tiles(self, config: Config) -> int:
         mask = self.mask

@@ -13,7 +13,7 @@ import torch
 
 from ..common.config import Config, padded_head_dim
 from ..common.variant import KernelVariant
-from ..launch.tuned import choose, key_of, remembered
+from ..launch.tuned import key_of, remembered, tuned_config
 
 # By padded head_dim. Measured on an H200: docs/performance/kernels.md, "Portable tile sizes". Entries for 16, 32 and 256 were not
 # measured, but chosen by register and spill counts when compiled for sm_90. Two programs of four warps share a multiprocessor, and
@@ -267,10 +267,10 @@ def candidates(
 
 
 def cannot_fit(config: Config, kernel: str, dtype: torch.dtype, dims: tuple[int, int], shared: int) -> bool:
-    """Whether the tiles that a step walks exceed shared memory, however Triton lays out the rest. dims: padded, of q and k and of
+    """Whether the tiles that a step loads exceed shared memory, however Triton lays out the rest. dims: padded, of q and k and of
     v. All stages but one are in shared memory at the same time."""
-    walked = config.tile_m if kernel == "grad_kv" else config.tile_n
-    return (config.num_stages - 1) * walked * sum(dims) * dtype.itemsize > shared
+    rows = config.tile_m if kernel == "grad_kv" else config.tile_n
+    return (config.num_stages - 1) * rows * sum(dims) * dtype.itemsize > shared
 
 
 def _distance(one: Config, other: Config) -> float:
@@ -323,4 +323,4 @@ def config_for(
     """The built-in config of a kernel, or the one that ``sparse-flash tune`` chose for this GPU. kernel: one of KERNELS.
     block_size: the table's, or None for dense attention. v_head_dim: defaults to that of q and k."""
     key = key_of(kernel, dtype, padded_head_dim(head_dim), block_size, device, padded_head_dim(v_head_dim or head_dim))
-    return choose(candidates(kernel, dtype, head_dim, block_size, v_head_dim, family_of(device)), key)
+    return tuned_config(candidates(kernel, dtype, head_dim, block_size, v_head_dim, family_of(device)), key)

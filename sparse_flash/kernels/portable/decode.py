@@ -25,9 +25,9 @@ from ..common.tiles import (
     LOG2_E,
     RUNS,
     InBlock,
+    TableEntries,
     TableRows,
     TableTensors,
-    WalkedTable,
     kept_pairs,
     mask_of,
     row_bounds,
@@ -246,8 +246,8 @@ def _store(state, output, queries, ROWS: tl.constexpr):
     dim = tl.arange(0, output.DIM_V)[None, :]
     place = output.out + row[:, None] + dim
     tl.store(place, values.to(output.out.dtype.element_ty), mask=exists[:, None] & (dim < output.HEAD_DIM_V))
-    line = queries.batch.to(tl.int64) * queries.heads + queries.head + member
-    tl.store(output.lse + line * queries.q_len + query, log * LN_2, mask=exists)
+    batch_head = queries.batch.to(tl.int64) * queries.heads + queries.head + member
+    tl.store(output.lse + batch_head * queries.q_len + query, log * LN_2, mask=exists)
 
 
 @triton.jit
@@ -430,7 +430,7 @@ def decode_kernel(
                block_table, table_stride, length, HEAD_DIM, DIM, HEAD_DIM_V, DIM_V, TILE_N, PAGE, VECTOR),
         Splits(tile, number, tiles, count, split_results, arrived, SPLIT, ROWS, COMBINED),
         TableRows(table, mask_batch_stride, mask_head_stride, q_blocks),
-        WalkedTable(table.index, table.tile_idx, table.tile_runs, table.tile_bits, TABLE_BLOCK, SPARSE),
+        TableEntries(table.index, table.tile_idx, table.tile_runs, table.tile_bits, TABLE_BLOCK, SPARSE),
         _Output(out_ptr, lse_ptr, out_batch_stride, out_head_stride, out_token_stride, HEAD_DIM_V, DIM_V),
     )
     # fmt: on
@@ -508,7 +508,7 @@ def _plan(
     config,
     splits,
 ) -> DecodePlan:
-    """table: (block_size, masks, rows, entries) of a mask, or None. apart: whether heads of a group walk separately. pages: the
+    """table: (block_size, masks, rows, entries) of a mask, or None. apart: whether heads of a group loop separately. pages: the
     shape of the block table, or None."""
     batch, heads, q_len, head_dim = q_shape
     group = heads // k_shape[1]

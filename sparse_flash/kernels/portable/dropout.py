@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..common.philox import stream_of_line, words_of_pairs
+from ..common.philox import stream_of_batch_head, words_of_pairs
 
 
 @triton.jit
@@ -11,9 +11,9 @@ def dropout_stream(variant, tile, sizes):
     """(three scalars that distinguish the draws of batch-heads, the tile's first token in the sequence); () without dropout."""
     stream = ()
     if variant.seed is not None:
-        line = tile.line if variant.lines is None else tl.load(variant.lines + tile.line)
-        own = _in_sequence(variant.kv_places if sizes.BY_KEY else variant.q_places, tile.first)
-        stream = stream_of_line(variant.seed, line), own
+        batch_head = tile.batch_head if variant.batch_heads is None else tl.load(variant.batch_heads + tile.batch_head)
+        own = _in_sequence(variant.kv_positions if sizes.BY_KEY else variant.q_positions, tile.first)
+        stream = stream_of_batch_head(variant.seed, batch_head), own
     return stream
 
 
@@ -21,22 +21,22 @@ def dropout_stream(variant, tile, sizes):
 def kept_by_dropout(variant, stream, place, sizes):
     """The pairs of a step that dropout keeps, in the shape of its scores. stream: from ``dropout_stream``. The step's first query
     and key are multiples of the tile's sides, which are powers of two, at least 16."""
-    of_line, own = stream
+    of_batch_head, own = stream
     threshold = tl.full([1, 1], variant.dropout_p * 4294967296.0, tl.float32).to(tl.uint32)
     query, token = tl.arange(0, sizes.TILE_M).to(tl.uint32), tl.arange(0, sizes.TILE_N).to(tl.uint32)
     if sizes.BY_KEY:
         query, token = query[None, :], token[:, None]
-        first_query, first_key = _in_sequence(variant.q_places, place.first_query), own
+        first_query, first_key = _in_sequence(variant.q_positions, place.first_query), own
     else:
         query, token = query[:, None], token[None, :]
-        first_query, first_key = own, _in_sequence(variant.kv_places, place.first_key)
-    word = words_of_pairs(of_line, query, token, first_query, first_key)
+        first_query, first_key = own, _in_sequence(variant.kv_positions, place.first_key)
+    word = words_of_pairs(of_batch_head, query, token, first_query, first_key)
     return tl.where(query // 8 % 2 == 0, word << 16, word) >= threshold
 
 
 @triton.jit
-def _in_sequence(places, first):
+def _in_sequence(positions, first):
     """The position of a tile's first token in the whole sequence. The others follow it, as tiles divide the blocks of a table."""
-    if places is not None:
-        first = tl.load(places + first // 16)
+    if positions is not None:
+        first = tl.load(positions + first // 16)
     return first

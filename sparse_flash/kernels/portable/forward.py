@@ -18,8 +18,8 @@ from ..common.tiles import (
     FULL,
     LN_2,
     LOG2_E,
+    TableEntries,
     TableRows,
-    WalkedTable,
     kept_pairs,
     load_tile,
     of_kept_pairs,
@@ -29,19 +29,19 @@ from ..common.tiles import (
 from ..common.variant import kernel_variant, launch_options
 from ..launch.launch import (
     NOT_SPECIALIZED,
-    described,
+    descriptor_or_rows,
     launch_or_repeat,
     length_specialized,
+    loop_arguments,
     row_count,
     run_within_memory,
-    walk_arguments,
 )
 from ..launch.order import heads_in_grid
 from .configs import config_for, family_of, for_variant
 from .dropout import dropout_stream, kept_by_dropout
 from .lengths import is_cut, is_valid
+from .row_loop import Scoring, Sizes, add_row, in_block, place_of_step, query_tile, slot_and_batch_head, tiles_of, valid_of_axes
 from .scores import scored
-from .walks import Scoring, Sizes, add_row, in_block, place_of_step, query_tile, slot_and_line, tiles_of, valid_of_axes
 
 
 class _Operands(NamedTuple):
@@ -114,8 +114,8 @@ def _compute_tile(q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr, rows, table
     """out and lse of this program's tile of queries."""
     variant = scoring.variant
     TILE_M: tl.constexpr = sizes.TILE_M
-    slot, line = slot_and_line(tiles_of(rows.count, sizes.q_len, TILE_M, table.BLOCK, table.SPARSE))
-    tile, bounds = query_tile(slot, line, rows, table, sizes)
+    slot, batch_head = slot_and_batch_head(tiles_of(rows.count, sizes.q_len, TILE_M, table.BLOCK, table.SPARSE))
+    tile, bounds = query_tile(slot, batch_head, rows, table, sizes)
     q = load_tile(q_tensor, tile.batch, tile.head, tile.first, TILE_M, sizes.DIM)
     state = (
         tl.zeros([TILE_M, sizes.DIM_V], tl.float32),
@@ -137,7 +137,7 @@ def _compute_tile(q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr, rows, table
         divisor *= 1.0 - variant.dropout_p
     store_tile(out_tensor, accumulator / divisor[:, None], tile.batch, tile.head, tile.first, TILE_M, sizes.DIM_V)
     lse = tl.where(keeps_nothing, -float("inf"), (running_max + tl.math.log2(total)) * LN_2)
-    tl.store(lse_ptr + tile.line.to(tl.int64) * sizes.q_len + query, lse, mask=query < sizes.q_len)
+    tl.store(lse_ptr + tile.batch_head.to(tl.int64) * sizes.q_len + query, lse, mask=query < sizes.q_len)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -174,7 +174,7 @@ def attention_forward_kernel(
     _compute_tile(
         q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr,
         TableRows(table, mask_batch_stride, mask_head_stride, q_blocks),
-        WalkedTable(table.index, table.tile_idx, table.tile_runs, table.tile_bits, TABLE_BLOCK, SPARSE),
+        TableEntries(table.index, table.tile_idx, table.tile_runs, table.tile_bits, TABLE_BLOCK, SPARSE),
         Sizes(heads, group, q_len, kv_len, DIM, DIM_V, TILE_M, TILE_N, False),
         Scoring(score_scale, variant, SCORED, REACH, SCORE, DERIVATIVE),
     )
@@ -205,12 +205,12 @@ def _run(q, k, v, mask, scale, variant, config, beside, recording):
     def launch(config):
         m, n = config.tile_m, config.tile_n
         arguments = [
-            described(q, m, dim),
-            described(k, n, dim),
-            described(v, n, dim_v),
-            described(out, m, dim_v),
+            descriptor_or_rows(q, m, dim),
+            descriptor_or_rows(k, n, dim),
+            descriptor_or_rows(v, n, dim_v),
+            descriptor_or_rows(out, m, dim_v),
             lse,
-            *walk_arguments(mask, table, q, k, lse),
+            *loop_arguments(mask, table, q, k, lse),
             scale * LOG2_E.value,
             given,
         ]

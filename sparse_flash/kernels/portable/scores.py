@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from ..common.tiles import CUT, LN_2, LOG2_E
-from .walks import column
+from .row_loop import column
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def _biased(scores, place, sizes, scoring, UNIT: tl.constexpr, KIND: tl.constexp
         # Converting each distance would take as long as its exponential: convert rows and columns, then add.
         keys = column(first_distance, TILE_N, BY_KEY).to(tl.float32)
         distance = keys - column(0, TILE_M, not BY_KEY).to(tl.float32)
-        scores -= (tl.load(variant.alibi_slopes + place.tile.line) * UNIT) * tl.abs(distance)
+        scores -= (tl.load(variant.alibi_slopes + place.tile.batch_head) * UNIT) * tl.abs(distance)
     if variant.rel_bias is not None:
         biases = variant.rel_bias + place.tile.head * (2 * REACH + 1) + REACH
         if KIND == CUT or UNIT == 1.0:

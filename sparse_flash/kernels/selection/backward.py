@@ -18,8 +18,8 @@ import triton.language as tl
 
 from ..common.config import padded_head_dim
 from ..common.grid import tile_and_batch_head
-from ..common.tiles import LOG2_E, WalkedTable, load_tile, store_tile
-from ..launch.launch import described, launch, rows_of
+from ..common.tiles import LOG2_E, TableEntries, load_tile, store_tile
+from ..launch.launch import descriptor_or_rows, launch, rows_of
 from .configs import selection_config
 from .tiles import (
     INTEGERS,
@@ -30,7 +30,7 @@ from .tiles import (
     RowsOfTile,
     SelectionOperands,
     SelectionSizes,
-    Walks,
+    VisitedBlocks,
     always_arguments,
     choices_of_rows,
     columns_of_piece,
@@ -214,7 +214,7 @@ def _arguments(operands: SelectionOperands, tile_n: int) -> tuple[list, tuple[in
     """Returns (the kernels' arguments q_rows .. delta_ptr, the constants DIM, DIM_V and TILE_N)."""
     q, k, v, dout, log2_sum, delta = operands
     dim, dim_v = padded_head_dim(q.shape[3]), padded_head_dim(v.shape[3])
-    rows = rows_of(q, dim), described(k, tile_n, dim), described(v, tile_n, dim_v), rows_of(dout, dim_v)
+    rows = rows_of(q, dim), descriptor_or_rows(k, tile_n, dim), descriptor_or_rows(v, tile_n, dim_v), rows_of(dout, dim_v)
     return [*rows, log2_sum, delta], (dim, dim_v, tile_n)
 
 
@@ -283,7 +283,7 @@ def always_grads_kernel(
     _compute_always_piece(
         dk_ptr, dv_ptr, items,
         PickedCall(q_rows, k_tensor, v_tensor, dout_rows, log2_sum_ptr, delta_ptr, picks,
-                   Always(row_ptr, row_split, WalkedTable(row_idx, tile_idx, tile_runs, tile_bits, ALWAYS, True)),
+                   Always(row_ptr, row_split, TableEntries(row_idx, tile_idx, tile_runs, tile_bits, ALWAYS, True)),
                    scale, score_scale, first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks, C),
         QUERIES,
     )  # fmt: skip
@@ -385,12 +385,12 @@ def _grad_of_step(dq, tile, rows, position, kept, call):
 
 
 @triton.jit
-def _walk_picks(dq, tile, rows, table, number, walks, call):
+def _add_picks(dq, tile, rows, table, number, visited, call):
     """Adds what a tile's picks give to dq."""
     C: tl.constexpr = call.C
     STEPS: tl.constexpr = C.BLOCK // C.TILE_N
-    blocks, bits = walks.blocks + table * C.WIDTH, walks.bits + table * C.WIDTH
-    last = tl.load(walks.counts + table * 2 + 1) * STEPS
+    blocks, bits = visited.blocks + table * C.WIDTH, visited.bits + table * C.WIDTH
+    last = tl.load(visited.counts + table * 2 + 1) * STEPS
     block = tl.load(blocks, mask=last > 0, other=0)
     for step in tl.range(0, last):
         position = (block * STEPS + step % STEPS) * C.TILE_N
@@ -404,7 +404,7 @@ def _walk_picks(dq, tile, rows, table, number, walks, call):
 
 
 @triton.jit
-def _walk_always(dq, tile, rows, first_query, last_query, call):
+def _add_always(dq, tile, rows, first_query, last_query, call):
     """Adds what is always kept and in no picked block."""
     choice = choices_of_rows(rows, call)
     for row in tl.range(first_query // call.C.ALWAYS, last_query // call.C.ALWAYS + 1):
@@ -416,7 +416,7 @@ def _walk_always(dq, tile, rows, first_query, last_query, call):
 
 
 @triton.jit
-def _compute_query_grads(dq_rows, part_ptr, listed, walks, call, PARTS: tl.constexpr):
+def _compute_query_grads(dq_rows, part_ptr, listed, visited, call, PARTS: tl.constexpr):
     C: tl.constexpr = call.C
     DIM: tl.constexpr = C.DIM
     tile, picker = tl.program_id(0), tl.program_id(1)
@@ -429,10 +429,10 @@ def _compute_query_grads(dq_rows, part_ptr, listed, walks, call, PARTS: tl.const
         own = _Rows(q, dout, log2_sum, tl.load(call.delta + at, mask=rows.exists, other=0.0))
         if PARTS == 0:
             table, number = table_of_tile(tile, picker, call)
-            dq = _walk_picks(dq, own, rows, table, number, walks, call)
+            dq = _add_picks(dq, own, rows, table, number, visited, call)
         if C.ALWAYS != 0:
             first, last = queries_of_tile(tile, call)
-            dq = _walk_always(dq, own, rows, first, last, call)
+            dq = _add_always(dq, own, rows, first, last, call)
     dq *= call.scale
     if PARTS != 0:
         count = tl.load(listed + choices_of_rows(rows, call), mask=rows.exists, other=0) * PARTS
@@ -445,34 +445,34 @@ def _compute_query_grads(dq_rows, part_ptr, listed, walks, call, PARTS: tl.const
 
 @triton.jit(do_not_specialize=INTEGERS)
 def sum_query_grads_kernel(
-    q_rows, k_tensor, v_tensor, dout_rows, log2_sum_ptr, delta_ptr, dq_rows, picks, walk_counts, walk_blocks, walk_bits, listed,
-    part_ptr, always_row_ptr, always_row_split, always_col_idx, always_tile_idx, always_tile_runs, always_tile_bits,
+    q_rows, k_tensor, v_tensor, dout_rows, log2_sum_ptr, delta_ptr, dq_rows, picks, counts, blocks, bits, listed, part_ptr,
+    always_row_ptr, always_row_split, always_col_idx, always_tile_idx, always_tile_runs, always_tile_bits,
     first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks,
     scale, score_scale,
     PARTS: tl.constexpr, ALWAYS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """dQ of a tile of queries of the heads that share a choice. PARTS: how many parts a pick has; if 0, the tile visits its picks.
-    Other arguments: see ``walk_picks_kernel``."""
+    Other arguments: see ``visit_blocks_kernel``."""
     _compute_query_grads(
-        dq_rows, part_ptr, listed, Walks(walk_counts, walk_blocks, walk_bits),
+        dq_rows, part_ptr, listed, VisitedBlocks(counts, blocks, bits),
         PickedCall(q_rows, k_tensor, v_tensor, dout_rows, log2_sum_ptr, delta_ptr, picks,
                    Always(always_row_ptr, always_row_split,
-                          WalkedTable(always_col_idx, always_tile_idx, always_tile_runs, always_tile_bits, ALWAYS, True)),
+                          TableEntries(always_col_idx, always_tile_idx, always_tile_runs, always_tile_bits, ALWAYS, True)),
                    scale, score_scale, first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks, C),
         PARTS,
     )  # fmt: skip
 
 
 def sum_query_grads(
-    operands: SelectionOperands, picks, walks, lists, parts, always, dq, sizes: SelectionSizes, round: Round, scale: float
+    operands: SelectionOperands, picks, visited, lists, parts, always, dq, sizes: SelectionSizes, round: Round, scale: float
 ):  # fmt: skip
-    """Writes dq of one round. walks: ``lists.TileWalks`` of all picks, or None: then every pick has parts."""
+    """Writes dq of one round. visited: ``VisitedBlocks`` of all picks, or None: then every pick has parts."""
     q, dim = operands.q, max(padded_head_dim(t.shape[3]) for t in (operands.q, operands.v))
     config = selection_config("grad_q", q.dtype, dim, sizes.smallest_block(always), q.device)
     operands, widths = _arguments(operands._replace(dout=q) if operands.dout is None else operands, config.tile_n)
-    tables = (picks, picks, picks) if walks is None else (walks.counts, walks.blocks, walks.bits)
-    arguments = [*operands, rows_of(dq, widths[0]), picks, *tables, lists.counts, parts if walks is None else q]
+    tables = (picks, picks, picks) if visited is None else (visited.counts, visited.blocks, visited.bits)
+    arguments = [*operands, rows_of(dq, widths[0]), picks, *tables, lists.counts, parts if visited is None else q]
     arguments += [*always_arguments(always, False, operands[-1]), *sizes.integers(round), scale, scale * LOG2_E.value]
-    C = sizes.constants(*widths, always=always, walked=0 if walks is None else walks.blocks.shape[3])
-    constants = {"PARTS": parts.shape[1] if walks is None else 0, "ALWAYS": C.ALWAYS, "C": C}
+    C = sizes.constants(*widths, always=always, visited=0 if visited is None else visited.blocks.shape[3])
+    constants = {"PARTS": parts.shape[1] if visited is None else 0, "ALWAYS": C.ALWAYS, "C": C}
     launch(sum_query_grads_kernel, sizes.tiles_of(round), arguments, constants, config.options)

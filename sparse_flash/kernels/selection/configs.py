@@ -12,13 +12,13 @@ from ..portable.configs import family_of
 # figures.
 _CONFIGS = {
     "parts": {64: Config(64, 64, 4, 1), 128: Config(64, 128, 4, 2), 256: Config(64, 64, 4, 3)},
-    "walk": {64: Config(64, 64, 4, 3)},
+    "visit": {64: Config(64, 64, 4, 3)},
     "grad_kv": {64: Config(64, 64, 4, 2), 128: Config(64, 128, 8, 2)},
     "grad_q": {64: Config(64, 64, 4, 2)},
 }
 _CONFIGS_256 = {  # above head_dim 128
     "parts": {64: Config(64, 64, 8, 1)},
-    "walk": {64: Config(64, 64, 8, 2)},
+    "visit": {64: Config(64, 64, 8, 2)},
     "grad_kv": {64: Config(64, 64, 8, 1)},
     "grad_q": {64: Config(64, 64, 8, 1)},
 }

@@ -1,4 +1,4 @@
-"""The portable kernel for few queries that each picked blocks of keys: walks the picked blocks of a cache and no others.
+"""The portable kernel for few queries that each picked blocks of keys: visits the picked blocks of a cache and no others.
 
 As in ``decode``, programs share a query's keys, and the last one of a tile to arrive combines their results in a fixed order: one
 launch, and bitwise repeatable. A tile has the query heads that share a choice as its rows.
@@ -41,7 +41,7 @@ def _position_of_step(picks, step, end, BLOCK: tl.constexpr, TILE_N: tl.constexp
 
 
 @triton.jit
-def _walk(q, position, k, v, pages, cache, picks, begin, end, score_scale, BLOCK: tl.constexpr, TILE_M: tl.constexpr):
+def _state_of_steps(q, position, k, v, pages, cache, picks, begin, end, score_scale, BLOCK: tl.constexpr, TILE_M: tl.constexpr):
     """The softmax state of steps begin .. end - 1 over the picks of a query at this position."""
     accumulator = tl.zeros([TILE_M, cache.DIM_V], tl.float32)
     running_max = tl.full([TILE_M], FLOOR, tl.float32)
@@ -106,7 +106,7 @@ def _compute(rows, position, k, v, pages, cache, picks, steps, splits, score_sca
     load = (member < rows.members)[:, None] & (dim < cache.HEAD_DIM)
     q = tl.load(rows.q + (member * rows.q_stride * cache.VECTOR)[:, None] + dim, mask=load, other=0.0)
     begin, end = (steps * splits.number) // splits.count, (steps * (splits.number + 1)) // splits.count
-    state = _walk(q, position, k, v, pages, cache, picks, begin, end, score_scale, BLOCK, rows.TILE_M)
+    state = _state_of_steps(q, position, k, v, pages, cache, picks, begin, end, score_scale, BLOCK, rows.TILE_M)
     if splits.SPLIT:
         results, logs, last = stored_split(state, splits, rows.TILE_M, cache.DIM_V)
         if last:

@@ -1,7 +1,7 @@
 """Attention over key blocks that each query picked: the forward kernels.
 
     1. picked_parts  a key block and the queries that picked it, gathered: a partial result and lse for each query, pick and head
-    2. walk_picks    a tile of queries visits the blocks that most of it picked, the blocks that the causal limit cuts, and what
+    2. visit_blocks  a tile of queries visits the blocks that most of it picked, the blocks that the causal limit cuts, and what
                      is always kept, and merges the partial results of its other picks in their order
 
 ``picked_masses`` is the first without results.
@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from ..common.config import padded_head_dim
-from ..common.tiles import FLOOR, LN_2, LOG2_E, WalkedTable, load_tile
-from ..launch.launch import described, launch, rows_of
+from ..common.tiles import FLOOR, LN_2, LOG2_E, TableEntries, load_tile
+from ..launch.launch import descriptor_or_rows, launch, rows_of
 from .configs import selection_config
 from .tiles import (
     INTEGERS,
@@ -26,7 +26,7 @@ from .tiles import (
     Round,
     SelectionOperands,
     SelectionSizes,
-    Walks,
+    VisitedBlocks,
     always_arguments,
     choices_of_rows,
     columns_of_piece,
@@ -161,14 +161,14 @@ def _parts(operands, lists, parts, part_lse, sizes, round, scale, masses):
     dim, dim_v = padded_head_dim(q.shape[3]), padded_head_dim(v.shape[3])
     config = selection_config("parts", q.dtype, max(dim, dim_v), sizes.block, q.device)
     n, count = config.tile_n, lists.items.shape[1]
-    arguments = [rows_of(q, dim), described(k, n, dim), described(v, n, dim_v), parts, part_lse, lists.entries, lists.items]
-    arguments += [round.number * count, *sizes.integers(round), scale * LOG2_E.value]
+    arguments = [rows_of(q, dim), descriptor_or_rows(k, n, dim), descriptor_or_rows(v, n, dim_v), parts, part_lse]
+    arguments += [lists.entries, lists.items, round.number * count, *sizes.integers(round), scale * LOG2_E.value]
     constants = {"C": sizes.constants(dim, dim_v, n, masses=masses)}
     launch(picked_parts_kernel, (count, 1), arguments, constants, config.options)
 
 
 @triton.jit
-def _walk_blocks(state, q, rows, number, blocks, bits, first, last, call, CUT: tl.constexpr):
+def _add_blocks(state, q, rows, number, blocks, bits, first, last, call, CUT: tl.constexpr):
     """Adds the blocks first .. last - 1 of a tile's table to its state. number: of each row's choice in the tile."""
     C: tl.constexpr = call.C
     accumulator, running_max, running_sum = state
@@ -197,7 +197,7 @@ def _walk_blocks(state, q, rows, number, blocks, bits, first, last, call, CUT: t
 
 
 @triton.jit
-def _walk_always(state, q, rows, first_query, last_query, call):
+def _add_always(state, q, rows, first_query, last_query, call):
     """Adds what is always kept and in no picked block."""
     C: tl.constexpr = call.C
     accumulator, running_max, running_sum = state
@@ -216,16 +216,16 @@ def _walk_always(state, q, rows, first_query, last_query, call):
 
 
 class _Parts(NamedTuple):
-    """listed: how many partial results each choice has. JOINS: whether there are any."""
+    """listed: how many partial results each choice has. MERGES: whether there are any."""
 
     listed: Any
     part: Any
     lse: Any
-    JOINS: Any
+    MERGES: Any
 
 
 @triton.jit
-def _join_parts(state, rows, parts, call):
+def _merge_parts(state, rows, parts, call):
     """Adds the partial results of the rows' listed picks."""
     C: tl.constexpr = call.C
     accumulator, running_max, running_sum = state
@@ -244,7 +244,7 @@ def _join_parts(state, rows, parts, call):
 
 
 @triton.jit
-def _compute_tile(out_rows, lse_ptr, walks, parts, call):
+def _compute_tile(out_rows, lse_ptr, visited, parts, call):
     C: tl.constexpr = call.C
     DIM_V: tl.constexpr = C.DIM_V
     tile, picker = tl.program_id(0), tl.program_id(1)
@@ -252,16 +252,16 @@ def _compute_tile(out_rows, lse_ptr, walks, parts, call):
     q = load_rows(call.q, rows, C.DIM)
     state = tl.zeros([ROWS, DIM_V], tl.float32), tl.full([ROWS], FLOOR, tl.float32), tl.zeros([ROWS], tl.float32)
     table, number = table_of_tile(tile, picker, call)
-    blocks, bits = walks.blocks + table * C.WIDTH, walks.bits + table * C.WIDTH
-    whole, end = tl.load(walks.counts + table * 2), tl.load(walks.counts + table * 2 + 1)
+    blocks, bits = visited.blocks + table * C.WIDTH, visited.bits + table * C.WIDTH
+    whole, end = tl.load(visited.counts + table * 2), tl.load(visited.counts + table * 2 + 1)
     if whole > 0:  # even an empty loop fills and drains a pipeline
-        state = _walk_blocks(state, q, rows, number, blocks, bits, 0, whole, call, False)
-    state = _walk_blocks(state, q, rows, number, blocks, bits, whole, end, call, True)
+        state = _add_blocks(state, q, rows, number, blocks, bits, 0, whole, call, False)
+    state = _add_blocks(state, q, rows, number, blocks, bits, whole, end, call, True)
     if C.ALWAYS != 0:
         first, last = queries_of_tile(tile, call)
-        state = _walk_always(state, q, rows, first, last, call)
-    if parts.JOINS:
-        state = _join_parts(state, rows, parts, call)
+        state = _add_always(state, q, rows, first, last, call)
+    if parts.MERGES:
+        state = _merge_parts(state, rows, parts, call)
     accumulator, running_max, running_sum = state
     total, lse = _lse(running_max, running_sum)
     store_rows(out_rows, accumulator / total[:, None], rows, C.DIM_V)
@@ -269,35 +269,35 @@ def _compute_tile(out_rows, lse_ptr, walks, parts, call):
 
 
 @triton.jit(do_not_specialize=INTEGERS)
-def walk_picks_kernel(
-    q_rows, k_tensor, v_tensor, out_rows, lse_ptr, picks, walk_counts, walk_blocks, walk_bits, listed, part_ptr, part_lse,
+def visit_blocks_kernel(
+    q_rows, k_tensor, v_tensor, out_rows, lse_ptr, picks, counts, blocks, bits, listed, part_ptr, part_lse,
     always_row_ptr, always_row_split, always_col_idx, always_tile_idx, always_tile_runs, always_tile_bits,
     first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks,
     score_scale,
-    ALWAYS: tl.constexpr, JOINS: tl.constexpr, C: tl.constexpr,
+    ALWAYS: tl.constexpr, MERGES: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of a tile of queries of the heads that share a choice. walk_counts, walk_blocks, walk_bits: see
-    ``selection_walks_kernel``. listed: (batch, kv_heads * PICKERS, choices) int32, how many partial results a choice has, if
-    JOINS. ALWAYS: as in ``PickedShape``."""
+    """out and lse of a tile of queries of the heads that share a choice. counts, blocks, bits: see ``VisitedBlocks``. listed:
+    (batch, kv_heads * PICKERS, choices) int32, how many partial results a choice has, if MERGES. ALWAYS: as in ``PickedShape``."""
     _compute_tile(
-        out_rows, lse_ptr, Walks(walk_counts, walk_blocks, walk_bits), _Parts(listed, part_ptr, part_lse, JOINS),
+        out_rows, lse_ptr, VisitedBlocks(counts, blocks, bits), _Parts(listed, part_ptr, part_lse, MERGES),
         PickedCall(q_rows, k_tensor, v_tensor, None, None, None, picks,
                    Always(always_row_ptr, always_row_split,
-                          WalkedTable(always_col_idx, always_tile_idx, always_tile_runs, always_tile_bits, ALWAYS, True)),
+                          TableEntries(always_col_idx, always_tile_idx, always_tile_runs, always_tile_bits, ALWAYS, True)),
                    None, score_scale, first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks, C),
     )  # fmt: skip
 
 
-def walk_picks(
-    operands: SelectionOperands, picks, walks, listed, parts, part_lse, always, out, lse, sizes: SelectionSizes, round: Round, scale
-) -> None:
-    """Writes out and lse of one round. walks: ``lists.TileWalks``. listed: None if there are no partial results."""
+def visit_blocks(
+    operands: SelectionOperands, picks, visited, listed, parts, part_lse, always, out, lse,
+    sizes: SelectionSizes, round: Round, scale: float,
+) -> None:  # fmt: skip
+    """Writes out and lse of one round. visited: ``VisitedBlocks``. listed: None if there are no partial results."""
     q, k, v = operands[:3]
     dim, dim_v = padded_head_dim(q.shape[3]), padded_head_dim(v.shape[3])
-    config = selection_config("walk", q.dtype, max(dim, dim_v), sizes.smallest_block(always), q.device)
-    n, joins = config.tile_n, listed is not None
-    arguments = [rows_of(q, dim), described(k, n, dim), described(v, n, dim_v), rows_of(out, dim_v), lse, picks]
-    arguments += [walks.counts, walks.blocks, walks.bits, *((listed, parts, part_lse) if joins else (lse, lse, lse))]
+    config = selection_config("visit", q.dtype, max(dim, dim_v), sizes.smallest_block(always), q.device)
+    n, merges = config.tile_n, listed is not None
+    arguments = [rows_of(q, dim), descriptor_or_rows(k, n, dim), descriptor_or_rows(v, n, dim_v), rows_of(out, dim_v), lse, picks]
+    arguments += [visited.counts, visited.blocks, visited.bits, *((listed, parts, part_lse) if merges else (lse, lse, lse))]
     arguments += [*always_arguments(always, False, lse), *sizes.integers(round), scale * LOG2_E.value]
-    C = sizes.constants(dim, dim_v, n, always=always, walked=walks.blocks.shape[3])
-    launch(walk_picks_kernel, sizes.tiles_of(round), arguments, {"ALWAYS": C.ALWAYS, "JOINS": joins, "C": C}, config.options)
+    C = sizes.constants(dim, dim_v, n, always=always, visited=visited.blocks.shape[3])
+    launch(visit_blocks_kernel, sizes.tiles_of(round), arguments, {"ALWAYS": C.ALWAYS, "MERGES": merges, "C": C}, config.options)

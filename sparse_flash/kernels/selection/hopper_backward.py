@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ..common.config import padded_head_dim
 from ..common.gluon import barrier, copy_elements, fresh_zero, record
 from ..common.tiles import LOG2_E
-from ..hopper.descriptors import described
+from ..hopper.descriptors import gluon_descriptor
 from ..hopper.products import times_transposed
 from ..hopper.ring import Ring, ring_beside, ring_of
 from ..launch.launch import launch, multiprocessors
@@ -100,13 +100,13 @@ def _gather_list(p, begin, end, block, tiles):
         # Read a tile ahead, so no copy waits for it.
         entry, exists = p.lists.entries_of(begin, end, step + 1, layout)
         p.rows.tell(rows)
-        line = p.lists.index_of(rows, block)
+        index = p.lists.index_of(rows, block)
         p.q.acquire(tiles)
         p.queries.copy(p.q.stage(tiles), p.rows, block.batch, TOGETHER)
-        copy_elements(p.log2_sum.index(p.q.place(tiles)), p.log2_sum_ptr + line, mask=rows.exists)
+        copy_elements(p.log2_sum.index(p.q.place(tiles)), p.log2_sum_ptr + index, mask=rows.exists)
         p.q.commit_copies(tiles)
         p.douts.copy(p.dout.stage(tiles), p.rows, block.batch, TOGETHER)
-        copy_elements(p.delta.index(p.q.place(tiles)), p.delta_ptr + line, mask=rows.exists)
+        copy_elements(p.delta.index(p.q.place(tiles)), p.delta_ptr + index, mask=rows.exists)
         p.dout.commit_copies(tiles)
         tiles += 1
     return tiles
@@ -158,7 +158,7 @@ def _store_keys(p, pointer, grad, item):
 
 
 @gluon.jit
-def _walk_together(p, state, begin, end, block, tiles, last, zeros, dq_zeros, CUT: gl.constexpr):
+def _add_together(p, state, begin, end, block, tiles, last, zeros, dq_zeros, CUT: gl.constexpr):
     """Adds entries begin .. end - 1 to dK and dV. state: dK, dV and the scores of the next tile, (keys, rows). tiles: gathered
     before. last: the item's last tile, during which scores are computed that nobody reads."""
     dk, dv, scores = state
@@ -235,8 +235,8 @@ def _compute_together(p):
         fence_async_shared()
         started = times_transposed(p.k.stage(0), p.q.stage(tiles), zeros, p.DIM)
         state = (key_zeros, key_zeros, warpgroup_mma_wait(0, deps=(started,)))
-        state, tiles = _walk_together(p, state, item.begin, item.whole, block, tiles, last, zeros, dq_zeros, True)
-        state, tiles = _walk_together(p, state, item.whole, item.end, block, tiles, last, zeros, dq_zeros, False)
+        state, tiles = _add_together(p, state, item.begin, item.whole, block, tiles, last, zeros, dq_zeros, True)
+        state, tiles = _add_together(p, state, item.whole, item.end, block, tiles, last, zeros, dq_zeros, False)
         dk, dv, _ = state
         p.k.release(turn)
         # The next keys and values arrive while these gradients are stored.
@@ -248,7 +248,7 @@ def _compute_together(p):
 
 
 @gluon.jit
-def _walk_apart(p, dk, dv, begin, end, block, tiles, zeros, dq_zeros, GROUP: gl.constexpr, CUT: gl.constexpr):
+def _add_apart(p, dk, dv, begin, end, block, tiles, zeros, dq_zeros, GROUP: gl.constexpr, CUT: gl.constexpr):
     """(dK, dV, the number of tiles) after a warp group's tiles of entries begin .. end - 1."""
     dtype: gl.constexpr = p.q.data.dtype
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
@@ -325,8 +325,8 @@ def _compute_apart(p, GROUP: gl.constexpr):
         p.k.wait(turn)
         p.v.wait(turn)
         dk, dv = key_zeros, key_zeros
-        dk, dv, tiles = _walk_apart(p, dk, dv, item.begin, item.whole, block, tiles, zeros, dq_zeros, GROUP, True)
-        dk, dv, tiles = _walk_apart(p, dk, dv, item.whole, item.end, block, tiles, zeros, dq_zeros, GROUP, False)
+        dk, dv, tiles = _add_apart(p, dk, dv, item.begin, item.whole, block, tiles, zeros, dq_zeros, GROUP, True)
+        dk, dv, tiles = _add_apart(p, dk, dv, item.whole, item.end, block, tiles, zeros, dq_zeros, GROUP, False)
         p.k.release(turn)
         if GROUP == 0:
             _load_keys(p, turn + 1, upcoming)
@@ -440,7 +440,7 @@ def picked_grads(operands, lists, parts, dk_sums, dv_sums, sizes, round, scale: 
     q, k, v, dout, log2_sum, delta = operands
     dim, keys = padded_head_dim(q.shape[3]), keys_at_a_time(sizes.block)
     block = [1, 1, keys, dim]
-    arguments = [q, described(k, block), described(v, block), dout, log2_sum, delta, q if parts is None else parts]
+    arguments = [q, gluon_descriptor(k, block), gluon_descriptor(v, block), dout, log2_sum, delta, q if parts is None else parts]
     arguments += [dk_sums, dv_sums, *list_arguments(lists, round), *row_arguments(q), *row_arguments(dout)]
     arguments += [*sizes.integers(round), scale, scale * LOG2_E.value]
     constants = {"STAGES": STAGES[dim, keys], "WITH_QUERIES": parts is not None, "C": sizes.constants(dim, dim, keys)}

@@ -3,9 +3,9 @@
 Persistent programs: warps that gather queries, a warp that loads keys and values, and two warp groups that compute, each a tile of
 64 gathered rows at a time.
 
-- A block of 64 or 128 keys stays in shared memory while its list is walked, and the next item's arrives meanwhile. It is one step,
-  so there is no running softmax.
-- Larger blocks are walked in steps of 128 keys, by both warp groups together, each with a tile of its own.
+- A block of 64 or 128 keys stays in shared memory during the loop over its list, and the next item's arrives meanwhile. It is one
+  step, so there is no running softmax.
+- Larger blocks are visited in steps of 128 keys, by both warp groups together, each with a tile of its own.
 
 Sources: arXiv:2511.11571 and arXiv:2508.18224 (queries gathered by key block); arXiv:2407.08608, sec. 3 (warp roles).
 """
@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ..common.config import padded_head_dim
 from ..common.gluon import record
 from ..common.tiles import FLOOR, LOG2_E
-from ..hopper.descriptors import described
+from ..hopper.descriptors import gluon_descriptor
 from ..hopper.products import times_transposed
 from ..hopper.ring import Ring, ring_beside, ring_of
 from ..launch.launch import launch, multiprocessors
@@ -62,7 +62,7 @@ class PartsArguments:
 
     @gluon.jit
     def tiles_of(self, item):
-        """How many tiles an item takes: whole pairs where both warp groups walk the same keys. The last one may have no rows."""
+        """How many tiles an item takes: whole pairs where both warp groups visit the same keys. The last one may have no rows."""
         tiles = self.lists.steps(item.whole, item.end)
         if self.STEPS > 1:
             tiles = (tiles + 1) // 2 * 2
@@ -255,7 +255,7 @@ def picked_parts(operands, lists, parts, part_lse, sizes, round, scale: float) -
     dim, keys = padded_head_dim(q.shape[3]), keys_at_a_time(sizes.block)
     stages, key_stages = STAGES[dim, keys]
     block = [1, 1, keys, dim]
-    arguments = [q, described(k, block), described(v, block), parts, part_lse, *list_arguments(lists, round)]
+    arguments = [q, gluon_descriptor(k, block), gluon_descriptor(v, block), parts, part_lse, *list_arguments(lists, round)]
     arguments += [*row_arguments(q), *sizes.integers(round), scale * LOG2_E.value]
     constants = {"STAGES": stages, "KEY_STAGES": key_stages, "C": sizes.constants(dim, dim, keys)}
     grid = min(lists.items.shape[1], multiprocessors(q.device)), 1

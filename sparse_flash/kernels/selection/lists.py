@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ..common.grid import SECOND_AXIS, tile_and_batch_head
 from ..launch.launch import launch
-from .tiles import Round, SelectionSizes, padded
+from .tiles import Round, SelectionSizes, VisitedBlocks, padded
 
 _UNKNOWN = tl.constexpr(0x7FFFFFFF)  # above every key of a sort
 _CUT = tl.constexpr(1 << 30)
@@ -22,7 +22,7 @@ _CHOICES_TOGETHER = 32  # that one program of ``selection_keys_kernel`` reads
 _SMALL_BLOCK = 64
 # A tile visits a block that this share of its choices picked. docs/performance/selection.md, "Tile sizes", has the figures of other
 # shares.
-_WALKED_SHARE = 3, 4
+_VISITED_SHARE = 3, 4
 _FORWARD_ROWS = 1024  # of a piece of a list: enough to hide the load of the key block
 # A piece of the backward pass has this many times the mean list of a key block, so few blocks are divided.
 _BACKWARD_MEANS = 2
@@ -35,21 +35,6 @@ class Rounds(NamedTuple):
     heads: int
     choices: int
     all: tuple[Round, ...]
-
-
-class TileWalks(NamedTuple):
-    """The blocks that tiles of queries visit: for each cluster of choices whose queries fill a tile.
-
-    walked: (batch, pickers, choices, slots) int8, 1 for picks that the tile visits; arbitrary for picks that keep nothing.
-    counts: (batch, pickers, clusters, 2) int32: how many blocks keep every pair, and how many there are.
-    blocks: (batch, pickers, clusters, width) int32: blocks that keep every pair, ascending, then blocks that the causal limit cuts.
-    bits: like blocks, int32, or int64 for more than 32 choices: bit c is set if choice c of the cluster picked the block.
-    """
-
-    walked: torch.Tensor
-    counts: torch.Tensor
-    blocks: torch.Tensor
-    bits: torch.Tensor
 
 
 class Pieces(NamedTuple):
@@ -77,15 +62,15 @@ class ColumnLists(NamedTuple):
     counts: torch.Tensor
 
 
-def walks_alone(sizes: SelectionSizes) -> bool:
+def visits_all(sizes: SelectionSizes) -> bool:
     """Whether tiles visit all picks, and none is listed: their rows share a choice, or blocks are small."""
     return sizes.tiled.choices == 1 or sizes.block < _SMALL_BLOCK
 
 
-def least_walked(sizes: SelectionSizes) -> int:
+def least_choices(sizes: SelectionSizes) -> int:
     """How many of a tile's choices must pick a block for the tile to visit it."""
-    of, share = sizes.tiled.choices, _WALKED_SHARE
-    return 1 if walks_alone(sizes) else max(2, -(-of * share[0] // share[1]))
+    of, share = sizes.tiled.choices, _VISITED_SHARE
+    return 1 if visits_all(sizes) else max(2, -(-of * share[0] // share[1]))
 
 
 def rounds_of(sizes: SelectionSizes, bytes_of_entry: int, bytes_of_head: int, workspace: int) -> Rounds:
@@ -120,15 +105,15 @@ def _prefix_of_run(key_a, bits_a, count_a, key_b, bits_b, count_b):
 
 
 @triton.jit(do_not_specialize=["choices", "q_len", "offset"])
-def selection_walks_kernel(
-    picks, walked, counts, blocks, bits, choices, q_len, offset,
+def visited_blocks_kernel(
+    picks, visited, counts, blocks, bits, choices, q_len, offset,
     LEAST: tl.constexpr, WIDTH: tl.constexpr, EVERY: tl.constexpr, SLOTS: tl.constexpr, CHOICES: tl.constexpr,
     PADDED: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The blocks that the tiles of CHOICES choices visit: blocks that at least LEAST of the choices picked, and blocks that the
     causal limit cuts for their first query.
 
-    picks: (pickers, choices, SLOTS) int32. walked: like picks, int8. counts: (pickers, clusters, 2) int32, how many blocks are
+    picks: (pickers, choices, SLOTS) int32. visited: like picks, int8. counts: (pickers, clusters, 2) int32, how many blocks are
     whole, and how many there are. blocks: (pickers, clusters, WIDTH) int32, ascending within whole and cut ones. bits: like blocks,
     int64 if WIDE, otherwise int32; bit c: choice c of the cluster picked the block. offset: position of the first query.
     """
@@ -151,19 +136,19 @@ def selection_walks_kernel(
     one = kept.to(tl.int32)
     _, together, before = tl.associative_scan((key // PADDED, bit, one), 0, _prefix_of_run)
     _, _, after = tl.associative_scan((key // PADDED, bit, one), 0, _prefix_of_run, reverse=True)
-    walks = kept & (cut | (before + after > LEAST))
-    entry = walks & (after == 1)
+    visits = kept & (cut | (before + after > LEAST))
+    entry = visits & (after == 1)
     place = tl.cumsum(entry.to(tl.int32), 0) - 1
     fits = entry & (place < WIDTH)
     tl.store(blocks + table * WIDTH + place, (key & (_CUT - 1)) // PADDED, mask=fits)
     tl.store(bits + table * WIDTH + place, together, mask=fits)
     tl.store(counts + table * 2, tl.sum((entry & (cut == 0)).to(tl.int32), 0))
     tl.store(counts + table * 2 + 1, tl.sum(entry.to(tl.int32), 0))
-    tl.store(walked + first_pick + number, walks.to(tl.int8), mask=kept)
+    tl.store(visited + first_pick + number, visits.to(tl.int8), mask=kept)
 
 
-def tile_walks(picks: torch.Tensor, sizes: SelectionSizes, least: int) -> TileWalks:
-    """picks: (batch, kv_heads * pickers, choices, slots) int32, contiguous. least: see ``least_walked``."""
+def visited_blocks(picks: torch.Tensor, sizes: SelectionSizes, least: int) -> VisitedBlocks:
+    """picks: (batch, kv_heads * pickers, choices, slots) int32, contiguous. least: see ``least_choices``."""
     together, slots, choices = sizes.tiled.choices, sizes.slots, sizes.choices
     clusters, picked = triton.cdiv(choices, together), together * slots
     # Blocks that ``least`` choices picked, and blocks that the causal limit cuts.
@@ -173,29 +158,29 @@ def tile_walks(picks: torch.Tensor, sizes: SelectionSizes, least: int) -> TileWa
     def empty(*shape, dtype=torch.int32):
         return torch.empty((*picks.shape[:2], *shape), dtype=dtype, device=picks.device)
 
-    walked = empty(choices, slots, dtype=torch.int8)
+    visited = empty(choices, slots, dtype=torch.int8)
     counts, blocks = empty(clusters, 2), empty(clusters, width)
     bits = empty(clusters, width, dtype=torch.int64 if wide else torch.int32)
-    arguments = [picks, walked, counts, blocks, bits, choices, sizes.q_len, sizes.kv_len - sizes.q_len]
+    arguments = [picks, visited, counts, blocks, bits, choices, sizes.q_len, sizes.kv_len - sizes.q_len]
     constants = {"LEAST": least, "WIDTH": width, "EVERY": sizes.every, "SLOTS": slots, "CHOICES": together}
     constants |= {"PADDED": padded(picked), "BLOCK": sizes.block, "WIDE": wide}
     options = {"num_warps": max(1, min(8, padded(picked) // 256))}
-    launch(selection_walks_kernel, (clusters * picks.shape[0] * picks.shape[1], 1), arguments, constants, options)
-    return TileWalks(walked, counts, blocks, bits)
+    launch(visited_blocks_kernel, (clusters * picks.shape[0] * picks.shape[1], 1), arguments, constants, options)
+    return VisitedBlocks(counts, blocks, bits, visited)
 
 
 @triton.jit(
     do_not_specialize=["batch_heads", "choices", "q_len", "offset", "key_blocks", "heads_together", "choices_together", "dropped"]
 )
 def selection_keys_kernel(
-    picks, walked, keys, entries, counts,
+    picks, visited, keys, entries, counts,
     batch_heads, choices, q_len, offset, key_blocks, heads_together, choices_together, dropped,
     EVERY: tl.constexpr, SLOTS: tl.constexpr, PADDED: tl.constexpr, PICKERS: tl.constexpr, BLOCK: tl.constexpr,
-    WALKED: tl.constexpr, TOGETHER: tl.constexpr,
+    VISITED: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Writes one number for each pick, to sort by: its round, its column in the lists by key block, and whether it is whole.
 
-    picks: (batch_heads * PICKERS, choices, SLOTS) int32. walked: like picks, int8, which picks are in no list; used if WALKED.
+    picks: (batch_heads * PICKERS, choices, SLOTS) int32. visited: like picks, int8, which picks are in no list; used if VISITED.
     keys: like picks; int16 keys are less 32,768. entries: like picks, int32, choice * SLOTS + number among the listed picks of the
     choice, within the round. counts: (batch_heads * PICKERS, choices) int32, how many picks are listed. dropped: the key of
     unlisted picks. heads_together, choices_together: batch-heads and choices of a round.
@@ -210,8 +195,8 @@ def selection_keys_kernel(
     choice = (unit % choices).to(tl.int32)
     last = tl.minimum((choice + 1) * EVERY, q_len) - 1 + offset
     listed = some & (pick >= 0) & (pick <= (last // BLOCK)[:, None]) & (last >= 0)[:, None]
-    if WALKED:
-        listed = listed & (tl.load(walked + at, mask=listed, other=1) == 0)
+    if VISITED:
+        listed = listed & (tl.load(visited + at, mask=listed, other=1) == 0)
     whole = (pick + 1) * BLOCK - 1 <= (choice * EVERY + offset)[:, None]
     batch_head = picker // PICKERS
     ranges = (choices + choices_together - 1) // choices_together
@@ -227,17 +212,19 @@ def selection_keys_kernel(
     tl.store(counts + unit, tl.sum(listed.to(tl.int32), 1), mask=exists)
 
 
-def column_lists(picks: torch.Tensor, walks: TileWalks | None, sizes: SelectionSizes, rounds: Rounds, most: int) -> ColumnLists:
-    """Returns the lists of all picks, or of the picks that ``walks`` leaves. picks: see ``tile_walks``. most: entries of a
+def column_lists(
+    picks: torch.Tensor, visited: VisitedBlocks | None, sizes: SelectionSizes, rounds: Rounds, most: int
+) -> ColumnLists:
+    """Returns the lists of all picks, or of the picks that ``visited`` leaves. picks: see ``visited_blocks``. most: entries of a
     piece."""
     columns = rounds.heads * sizes.key_blocks
     keys = len(rounds.all) * columns * 2
     key = torch.empty_like(picks, dtype=torch.int16 if keys < 1 << 16 else torch.int32)
     entries, counts = torch.empty_like(picks), torch.empty(picks.shape[:3], dtype=torch.int32, device=picks.device)
-    arguments = [picks, picks if walks is None else walks.walked, key, entries, counts, sizes.batch_heads, sizes.choices]
+    arguments = [picks, picks if visited is None else visited.picks, key, entries, counts, sizes.batch_heads, sizes.choices]
     arguments += [sizes.q_len, sizes.kv_len - sizes.q_len, sizes.key_blocks, rounds.heads, rounds.choices, keys]
     constants = {"EVERY": sizes.every, "SLOTS": sizes.slots, "PADDED": padded(sizes.slots), "PICKERS": sizes.pickers}
-    constants |= {"BLOCK": sizes.block, "WALKED": walks is not None, "TOGETHER": _CHOICES_TOGETHER}
+    constants |= {"BLOCK": sizes.block, "VISITED": visited is not None, "TOGETHER": _CHOICES_TOGETHER}
     programs = triton.cdiv(counts.numel(), _CHOICES_TOGETHER)
     launch(selection_keys_kernel, (programs, 1), arguments, constants, {"num_warps": 4}, (key.dtype,))
     key, order = key.view(-1).sort(stable=True)

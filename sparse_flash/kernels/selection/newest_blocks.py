@@ -71,7 +71,7 @@ _CHOICE_NUMBERS += ["q_batch_stride", "q_head_stride", "q_token_stride", "mean_b
 
 
 @triton.jit(do_not_specialize=_CHOICE_NUMBERS)
-def choose_newest_kernel(
+def pick_newest_kernel(
     q, means, picks, candidates, arrived, kv_lens,
     q_batch_stride: tl.int64, q_head_stride: tl.int64, q_token_stride: tl.int64,
     mean_batch_stride: tl.int64, mean_head_stride: tl.int64,
@@ -141,8 +141,8 @@ def update_means_kernel(
 
     means: (batch, heads, blocks or more, HEAD_DIM) float32. The rest as for ``decode_kernel``.
     """
-    line = tl.program_id(0)
-    batch, head = (line // heads).to(tl.int64), (line % heads).to(tl.int64)
+    batch_head = tl.program_id(0)
+    batch, head = (batch_head // heads).to(tl.int64), (batch_head % heads).to(tl.int64)
     tokens = tl.minimum(tl.load(kv_lens + batch), capacity) if HAS_LENS else capacity
     whole = tl.maximum(tokens, 0) // BLOCK
     block = whole - tl.num_programs(1) + tl.program_id(1)
@@ -161,7 +161,7 @@ def update_means_kernel(
         tl.store(means + dim, mean, mask=dim < HEAD_DIM)
 
 
-def choose_newest(
+def pick_newest(
     q: torch.Tensor, means: torch.Tensor, kv_lens: torch.Tensor | None, length: int, keep: int, block_size: int, heads: int
 ) -> torch.Tensor:
     """(batch, heads, q_len, keep) int32, ascending, then -1: a query's own block and the best of the blocks that end before it.
@@ -177,10 +177,10 @@ def choose_newest(
         plan = _choice_plan(tuple(q.shape), q.stride(), tuple(means.shape), means.stride(), *sizes)
         picks = recording.fresh(torch.empty((q.shape[0], heads, q.shape[2], keep), dtype=torch.int32, device=q.device))
         arguments = [q, means, picks, *plan.workspace(recording, picks, torch.int64), picks if kv_lens is None else kv_lens]
-        recording.launch(choose_newest_kernel, (plan.grid, [*arguments, *plan.numbers], plan.constants, plan.options))
+        recording.launch(pick_newest_kernel, (plan.grid, [*arguments, *plan.numbers], plan.constants, plan.options))
         return (picks,)
 
-    return launch_or_repeat(choose_newest_kernel, None, sizes, inputs, run)[0]
+    return launch_or_repeat(pick_newest_kernel, None, sizes, inputs, run)[0]
 
 
 @remembered

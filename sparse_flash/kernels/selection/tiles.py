@@ -50,7 +50,7 @@ class PickedShape(NamedTuple):
     EVERY: queries that share a choice. MEMBERS: query heads that do. PICKERS: choices of a key head, by query. SLOTS: picks of a
     choice; PADDED: as a power of two. CHOICES, TOKENS, TILES: see ``Tiling``. BLOCK: keys of a picked block. DIM, DIM_V: padded
     head dims. TILE_N: keys of a step. ALWAYS: the block size of what is always kept, 0 if there is none. WIDTH: of a row of
-    ``Walks``. MASSES: whether masses of picked blocks are computed.
+    ``VisitedBlocks``. MASSES: whether masses of picked blocks are computed.
 
     Triton 3.6 takes a field in the list of a shape only by a constant of the function: ``DIM: tl.constexpr = C.DIM``.
     """
@@ -125,10 +125,10 @@ class SelectionSizes(NamedTuple):
         """The most keys of a step that is within one block of both tables."""
         return self.block if always is None else min(self.block, always.block_size)
 
-    def constants(self, *widths: int, always=None, walked: int = 0, masses: bool = False) -> PickedShape:
-        """widths: DIM, DIM_V, TILE_N. always: None or a BlockMask. walked: WIDTH."""
+    def constants(self, *widths: int, always=None, visited: int = 0, masses: bool = False) -> PickedShape:
+        """widths: DIM, DIM_V, TILE_N. always: None or a BlockMask. visited: WIDTH."""
         shared = self.every, self.members, self.pickers, self.slots, padded(self.slots), *self.tiled, self.block
-        return PickedShape(*shared, *widths, always.block_size if always else 0, walked, masses)
+        return PickedShape(*shared, *widths, always.block_size if always else 0, visited, masses)
 
 
 class SelectionOperands(NamedTuple):
@@ -189,12 +189,19 @@ class PickedCall(NamedTuple):
     C: Any
 
 
-class Walks(NamedTuple):
-    """See ``selection_walks_kernel``."""
+class VisitedBlocks(NamedTuple):
+    """The blocks that tiles of queries visit: for each cluster of choices whose queries fill a tile.
+
+    counts: (batch, pickers, clusters, 2) int32: how many blocks keep every pair, and how many there are.
+    blocks: (batch, pickers, clusters, width) int32: blocks that keep every pair, ascending, then blocks that the causal limit cuts.
+    bits: like blocks, int32, or int64 for more than 32 choices: bit c is set if choice c of the cluster picked the block.
+    picks: (batch, pickers, choices, slots) int8, 1 for picks that the tile visits; arbitrary for picks that keep nothing.
+    """
 
     counts: Any
     blocks: Any
     bits: Any
+    picks: Any = None
 
 
 class RowsOfTile(NamedTuple):
@@ -211,7 +218,7 @@ class RowsOfTile(NamedTuple):
 
 
 class Always(NamedTuple):
-    """The pairs that are kept whatever was picked, by query or by key. table: a ``WalkedTable``; BLOCK is 0 if there are none."""
+    """The pairs that are kept whatever was picked, by query or by key. table: ``TableEntries``; BLOCK is 0 if there are none."""
 
     row_ptr: Any
     row_split: Any
@@ -252,7 +259,7 @@ def queries_of_tile(tile, call):
 
 @triton.jit
 def table_of_tile(tile, picker, call):
-    """Returns (the index of a tile's table in ``TileWalks``, the number of each row's choice in the tile)."""
+    """Returns (the index of a tile's table in ``VisitedBlocks``, the number of each row's choice in the tile)."""
     clusters = (call.choices + call.C.CHOICES - 1) // call.C.CHOICES
     row = (call.first_head * call.C.PICKERS + picker).to(tl.int64)
     number, _, _, _ = _filled(call.C)

@@ -1,6 +1,6 @@
 """The choice of key blocks for each group of queries: streams the scores of blocks and keeps the best in registers.
 
-A program has the groups of one tile and one head that picks. It walks the blocks that end before the own block of its last group,
+A program has the groups of one tile and one head that picks. It visits the blocks that end before the own block of its last group,
 some columns at a time, so no tensor holds all scores. What it keeps of each row is a set of the best scores so far, unordered. A
 column enters where it beats the lowest of the set, and the loop over a tile ends when no row has such a column; so most tiles cost
 one maximum. Of equal scores the first block stays: a later one does not beat it, and of several lowest ones the last leaves.
@@ -92,7 +92,7 @@ def _weights_of_blocks(
 
 
 @triton.jit(do_not_specialize=["heads", "groups", "kv_len", "offset", "width", "compressed", "log_head"])
-def choose_blocks_kernel(
+def pick_blocks_kernel(
     source, keys, picks, bounds, logs,
     heads, groups, kv_len, offset, width, compressed, log_head, factor,
     head_dim, q_batch, q_head, q_token, k_batch, k_head, k_token,
@@ -105,8 +105,8 @@ def choose_blocks_kernel(
     (batch, heads, groups, CHOSEN + OWN) int32. heads: that pick. width: how many of them share a key head. bounds: if BOUNDED,
     (groups, 2) int32: the first column that a group may choose, and its own; then EVERY is 1. logs, compressed, log_head, factor:
     of WEIGHTS, see ``_weights_of_blocks``; key i is of LENGTH tokens from i * STRIDE on."""
-    tile, line = tile_and_batch_head(tl.cdiv(groups, TILE))
-    batch, head = (line // heads).to(tl.int64), (line % heads).to(tl.int64)
+    tile, batch_head = tile_and_batch_head(tl.cdiv(groups, TILE))
+    batch, head = (batch_head // heads).to(tl.int64), (batch_head % heads).to(tl.int64)
     group = tile * TILE + tl.arange(0, TILE)
     exists = group < groups
     if BOUNDED:
@@ -154,9 +154,9 @@ def choose_blocks_kernel(
                 )
                 scores = tl.dot(query, tl.trans(means), input_precision=PRECISION)
             elif KIND == WEIGHTS:
-                line_logs = logs + (batch * heads + head) * SHARED * log_head + tl.minimum(group, groups - 1)
+                head_logs = logs + (batch * heads + head) * SHARED * log_head + tl.minimum(group, groups - 1)
                 scores = _weights_of_blocks(
-                    rows, keys, line_logs, first, column, some, dim, head_dim, compressed, q_head, k_token, log_head, factor,
+                    rows, keys, head_logs, first, column, some, dim, head_dim, compressed, q_head, k_token, log_head, factor,
                     SHARED, BLOCK, LENGTH, STRIDE, PRECISION,
                 )  # fmt: skip
             else:
@@ -184,7 +184,7 @@ def choose_blocks_kernel(
     mine = own[:, None] + slot - CHOSEN
     is_own = (slot >= CHOSEN) & (slot < CHOSEN + OWN) & (mine * BLOCK <= last[:, None])
     block = tl.sort(tl.where(is_own, mine, tl.where(room, block, _NONE)), 1)
-    place = picks + (line.to(tl.int64) * groups + group)[:, None] * (CHOSEN + OWN) + slot
+    place = picks + (batch_head.to(tl.int64) * groups + group)[:, None] * (CHOSEN + OWN) + slot
     tl.store(place, tl.where(block < _NONE, block, -1), mask=exists[:, None] & (slot < CHOSEN + OWN))
 
 
@@ -197,9 +197,9 @@ def compressed_lse_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """logs: (batch, heads, groups) float32, of the softmax sums of each group's first query over the compressed keys that have no
-    token after it. The rest as for ``choose_blocks_kernel``."""
-    tile, line = tile_and_batch_head(tl.cdiv(groups, TILE))
-    batch, head = (line // heads).to(tl.int64), (line % heads).to(tl.int64)
+    token after it. The rest as for ``pick_blocks_kernel``."""
+    tile, batch_head = tile_and_batch_head(tl.cdiv(groups, TILE))
+    batch, head = (batch_head // heads).to(tl.int64), (batch_head % heads).to(tl.int64)
     group = tile * TILE + tl.arange(0, TILE)
     exists = group < groups
     position = group * EVERY + offset
@@ -223,7 +223,7 @@ def compressed_lse_kernel(
         running_max = new_max
     total = tl.where(read == 0, 1.0, running_sum)
     result = tl.where(read == 0, -float("inf"), (running_max + tl.math.log2(total)) * LN_2)
-    tl.store(logs + line.to(tl.int64) * groups + group, result, mask=exists)
+    tl.store(logs + batch_head.to(tl.int64) * groups + group, result, mask=exists)
 
 
 class Compressed(NamedTuple):
@@ -236,7 +236,7 @@ class Compressed(NamedTuple):
 
 
 def compressed_lse(q: torch.Tensor, keys: torch.Tensor, compression: Compressed, every: int, kv_len: int) -> torch.Tensor:
-    """(batch, heads, groups) float32, see ``compressed_lse_kernel``. q, keys: as for ``choose_blocks``."""
+    """(batch, heads, groups) float32, see ``compressed_lse_kernel``. q, keys: as for ``pick_blocks``."""
     config, (batch, heads, q_len, head_dim) = _CONFIGS["softmax"], q.shape
     groups = triton.cdiv(q_len, every)
     logs = torch.empty((batch, heads, groups), dtype=torch.float32, device=q.device)
@@ -250,7 +250,7 @@ def compressed_lse(q: torch.Tensor, keys: torch.Tensor, compression: Compressed,
     return logs
 
 
-def choose_blocks(
+def pick_blocks(
     source: torch.Tensor,
     keys: torch.Tensor | None,
     kind: str,
@@ -292,7 +292,7 @@ def choose_blocks(
     constants |= {"DIM": 16 if given else padded_head_dim(source.shape[3]), "PRECISION": _precision(source)}
     grid = triton.cdiv(groups, config.tile_m) * source.shape[0] * heads, 1
     specialized = keys.dtype, *integers_specialized(sizes)
-    launch(choose_blocks_kernel, grid, arguments, constants, config.options, specialized)
+    launch(pick_blocks_kernel, grid, arguments, constants, config.options, specialized)
     return picks
 
 

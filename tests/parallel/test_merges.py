@@ -12,8 +12,8 @@ NOTHING = float("-inf")
 
 
 @pytest.fixture(params=["kernels", "operations"])
-def joiner(request, monkeypatch):
-    """Has either of them join."""
+def merger(request, monkeypatch):
+    """Has either of them merge."""
     kernels = request.param == "kernels"
     if kernels and (reason := calls.triton_backend.available()):
         pytest.skip(reason)
@@ -55,7 +55,7 @@ CASES += [("head_dim first", torch.float32, 33), ("tokens first", torch.float64,
 
 @parametrize("layout, dtype, head_dim", CASES, ids=str)
 @parametrize("rows", [None, LISTED], ids=["all rows", "listed rows"])
-def test_two_parts_join_to_what_softmax_over_both_gives(joiner, layout, dtype, head_dim, rows):
+def test_two_partial_results_merge_to_what_softmax_over_both_gives(merger, layout, dtype, head_dim, rows):
     torch.manual_seed(0)
     # 10 to 19: nothing in the part. 25 to 29: nothing in either. 30 to 34: nothing before.
     out, lse = results(BLOCKS, dtype, layout, head_dim, slice(25, 35))
@@ -64,49 +64,49 @@ def test_two_parts_join_to_what_softmax_over_both_gives(joiner, layout, dtype, h
     part[0][:, :, (of_part >= 25) & (of_part < 30)], part[1][:, :, (of_part >= 25) & (of_part < 30)] = 0, NOTHING
     wanted, wanted_lse = exact(out, lse, part, of_part)
     strides = out.stride()
-    calls.join(out, lse, part, listed(rows), BLOCK)
+    calls.merge(out, lse, part, listed(rows), BLOCK)
     assert out.stride() == strides and out.dtype == dtype
     rounding = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 2e-6, torch.float64: 1e-13}[dtype]
     torch.testing.assert_close(out.double(), wanted, rtol=rounding, atol=rounding)
     torch.testing.assert_close(lse.double(), wanted_lse, rtol=min(rounding, 2e-6), atol=min(rounding, 2e-6))
 
 
-def test_rows_of_many_programs_join_by_one_weight_each(joiner):
+def test_rows_of_many_programs_merge_by_one_weight_each(merger):
     """Many, as warps that change the lse which others still read differ in a few rows of thousands."""
     tokens = 1 << 16 if DEVICE == "cuda" else 64
     out, part = torch.zeros(2, 1, 8, tokens, 128, dtype=torch.bfloat16, device=DEVICE)
     part += 1
     lse, part_lse = (8 * torch.randn(1, 8, tokens, device=DEVICE) for _ in range(2))
     wanted = torch.sigmoid(part_lse - lse)
-    calls.join(out, lse, (part, part_lse), None, BLOCK)
+    calls.merge(out, lse, (part, part_lse), None, BLOCK)
     # Triton's interpreter cuts float32 off to bfloat16.
     torch.testing.assert_close(out.float(), wanted[..., None].expand_as(out), rtol=2**-7, atol=1e-6)
 
 
 @parametrize("rows", [None, LISTED], ids=["all rows", "listed rows"])
-def test_queries_that_keep_nothing_in_a_part_and_those_of_other_blocks_stay_as_they_are(joiner, rows):
+def test_queries_that_keep_nothing_in_a_part_and_those_of_other_blocks_stay_as_they_are(merger, rows):
     torch.manual_seed(1)
     out, lse = results(BLOCKS, torch.float16, "heads first", 24, slice(0, 3))
     part = results(BLOCKS if rows is None else len(rows), torch.float16, "heads first", 24, slice(None, None, 2))
     changed = torch.zeros(BLOCKS * BLOCK, dtype=torch.bool, device=DEVICE)
     changed[tokens_of(rows)[1::2]] = True
     before = out.clone(), lse.clone()
-    calls.join(out, lse, part, listed(rows), BLOCK)
+    calls.merge(out, lse, part, listed(rows), BLOCK)
     for now, old in zip((out, lse), before, strict=True):
         assert torch.equal(now[:, :, ~changed], old[:, :, ~changed]) and not torch.equal(now[:, :, changed], old[:, :, changed])
 
 
-def test_a_nan_in_either_part_stays_visible(joiner):
+def test_a_nan_in_either_part_stays_visible(merger):
     out, lse = results(BLOCKS, torch.float32, "heads first", 16, slice(0))
     part = results(BLOCKS, torch.float32, "heads first", 16, slice(0))
     lse[0, 0, 7], part[1][0, 0, 9] = float("nan"), float("nan")
-    calls.join(out, lse, part, None, BLOCK)
+    calls.merge(out, lse, part, None, BLOCK)
     assert out.isnan().all(-1).sum() == lse.isnan().sum() == 2
 
 
 @parametrize("layout, dtype, head_dim", CASES, ids=str)
 @parametrize("rows", [None, LISTED], ids=["all rows", "listed rows"])
-def test_gradients_are_added_to_the_listed_blocks_and_rounded_once(joiner, layout, dtype, head_dim, rows):
+def test_gradients_are_added_to_the_listed_blocks_and_rounded_once(merger, layout, dtype, head_dim, rows):
     torch.manual_seed(2)
     whole, part = (tensor((2, 3, n * BLOCK, head_dim), layout, dtype=dtype) for n in (BLOCKS, len(rows or range(BLOCKS))))
     wanted = whole.double()
@@ -117,7 +117,7 @@ def test_gradients_are_added_to_the_listed_blocks_and_rounded_once(joiner, layou
 
 
 @parametrize("layout, dtype, head_dim", CASES, ids=str)
-def test_several_blocks_are_added_to_a_row_in_their_order_and_rounded_once(joiner, layout, dtype, head_dim):
+def test_several_blocks_are_added_to_a_row_in_their_order_and_rounded_once(merger, layout, dtype, head_dim):
     torch.manual_seed(3)
     whole, part = (tensor((2, 3, n * BLOCK, head_dim), layout, dtype=dtype) for n in (BLOCKS, 6))
     places = [[3], [], [5, 0, 2]]  # blocks 1 and 4 go nowhere
@@ -131,7 +131,7 @@ def test_several_blocks_are_added_to_a_row_in_their_order_and_rounded_once(joine
 
 
 @parametrize("blocks", [None, [4, 0, 1, 0]], ids=["all blocks", "listed blocks"])
-def test_keys_and_values_of_different_widths_are_packed_block_by_block(joiner, blocks):
+def test_keys_and_values_of_different_widths_are_packed_block_by_block(merger, blocks):
     k, v = (tensor((2, 3, BLOCKS * BLOCK, dim), "tokens first", dtype=torch.float16) for dim in (40, 24))
     chosen = torch.tensor(range(BLOCKS) if blocks is None else blocks, device=DEVICE)
     packed = transfer.empty_blocks(k, v, len(chosen), BLOCK)

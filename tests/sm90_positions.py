@@ -10,7 +10,7 @@ from sparse_flash.kernels.portable import backward, configs, forward
 DIM = 128
 
 if __name__ == "__main__":
-    placed = DROPOUT._replace(q_places="*i32", kv_places="*i32", lines="*i32")
+    placed = DROPOUT._replace(q_positions="*i32", kv_positions="*i32", batch_heads="*i32")
     for name, kernel, table in (
         ("forward", forward.attention_forward_kernel, configs._FORWARD),
         ("grad_kv", backward.grad_kv_kernel, configs._GRAD_KV),

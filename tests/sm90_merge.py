@@ -1,4 +1,4 @@
-"""Compiles the kernels that join results for sm_90 without a GPU and prints the outcome of each, like ``sm90.py``."""
+"""Compiles the kernels that merge results for sm_90 without a GPU and prints the outcome of each, like ``sm90.py``."""
 
 import json
 from unittest import mock
@@ -7,7 +7,7 @@ import torch
 from sm90 import resources
 from sm90_selection import compiled
 
-from sparse_flash.kernels.portable import join
+from sparse_flash.kernels.portable import merge
 
 CASES = ((torch.bfloat16, 128), (torch.float16, 64), (torch.float32, 256), (torch.bfloat16, 40), (torch.float16, 32))
 
@@ -25,14 +25,14 @@ def report(kernel, grid, arguments, constants, options, specialized) -> None:
 
 if __name__ == "__main__":
     rows = torch.arange(2)
-    with mock.patch.object(join, "launch", report):
+    with mock.patch.object(merge, "launch", report):
         for dtype, dim in CASES:
             out = torch.empty(1, 4, 256, dim, dtype=dtype)
             lse = torch.empty(1, 4, 256)
-            join.join_rows(out, lse, out, lse, None, 128)
-            join.join_rows(out, lse, out, lse, rows, 128)
-            join.add_rows(out, out, rows, 128)
-            join.add_rows(out, out, rows, 128, (torch.arange(3), rows))
-            join.copy_rows(out, out, rows, 128)
+            merge.merge_rows(out, lse, out, lse, None, 128)
+            merge.merge_rows(out, lse, out, lse, rows, 128)
+            merge.add_rows(out, out, rows, 128)
+            merge.add_rows(out, out, rows, 128, (torch.arange(3), rows))
+            merge.copy_rows(out, out, rows, 128)
         out, lse = torch.empty(1, 4, 256, 128, dtype=torch.float64), torch.empty(1, 4, 256, dtype=torch.float64)
-        join.join_rows(out, lse, out, lse, rows, 128)
+        merge.merge_rows(out, lse, out, lse, rows, 128)

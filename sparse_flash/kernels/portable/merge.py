@@ -1,4 +1,4 @@
-"""Block rows of tensors, in one pass each: results of the same queries over different keys joined in place, gradients added in
+"""Block rows of tensors, in one pass each: results of the same queries over different keys merged in place, gradients added in
 place, rows taken."""
 
 import torch
@@ -12,27 +12,27 @@ _MOST_TOKENS = 1024
 
 
 @triton.jit
-def _places(rows, tokens, lines, heads, LISTED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
+def _tile_tokens(rows, tokens, batch_heads, heads, LISTED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
     """(batch, head, tokens of the part, the same in the whole, which exist) of a program's tile. The programs of all heads for the
     same tokens are adjacent."""
-    line = tl.program_id(0) % lines
-    of_part = (tl.program_id(0) // lines).to(tl.int64) * TILE + tl.arange(0, TILE)
+    batch_head = tl.program_id(0) % batch_heads
+    of_part = (tl.program_id(0) // batch_heads).to(tl.int64) * TILE + tl.arange(0, TILE)
     exists = of_part < tokens
     of_whole = of_part
     if LISTED:
         of_whole = tl.load(rows + of_part // BLOCK, mask=exists, other=0) * BLOCK + of_part % BLOCK
-    return (line // heads).to(tl.int64), (line % heads).to(tl.int64), of_part, of_whole, exists
+    return (batch_head // heads).to(tl.int64), (batch_head % heads).to(tl.int64), of_part, of_whole, exists
 
 
-@triton.jit(do_not_specialize=["tokens", "lines", "heads"])
-def join_kernel(
+@triton.jit(do_not_specialize=["tokens", "batch_heads", "heads"])
+def merge_kernel(
     out,
     part_out,
     lse,
     part_lse,
     rows,
     tokens,
-    lines,
+    batch_heads,
     heads,
     dim,
     out_batch,
@@ -54,22 +54,22 @@ def join_kernel(
     TILE: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    batch, head, of_part, of_whole, exists = _places(rows, tokens, lines, heads, LISTED, BLOCK, TILE)
+    batch, head, of_part, of_whole, exists = _tile_tokens(rows, tokens, batch_heads, heads, LISTED, BLOCK, TILE)
     place = part_lse + batch * part_lse_batch + head * part_lse_head + of_part * part_lse_token
     theirs = tl.load(place, mask=exists, other=-float("inf"))
     # Queries that keep nothing in the part stay as they are, and none of their elements is read.
-    joins = theirs > -float("inf")
-    joins |= theirs != theirs  # NaN stays visible
+    merges = theirs > -float("inf")
+    merges |= theirs != theirs  # NaN stays visible
     lse_place = lse + batch * lse_batch + head * lse_head + of_whole * lse_token
-    mine = tl.load(lse_place, mask=joins, other=0)
+    mine = tl.load(lse_place, mask=merges, other=0)
     largest = tl.maximum(mine, theirs)
     weight, their_weight = tl.exp(mine - largest), tl.exp(theirs - largest)
     total = weight + their_weight
     # Several warps read the same lse, for different columns of a row: all must have read it before one writes it.
     tl.debug_barrier()
-    tl.store(lse_place, largest + tl.log(total), mask=joins)
+    tl.store(lse_place, largest + tl.log(total), mask=merges)
     column = tl.arange(0, DIM).to(tl.int64)[None, :]
-    moved = joins[:, None] & (column < dim)
+    moved = merges[:, None] & (column < dim)
     out_place = out + batch * out_batch + head * out_head + of_whole[:, None] * out_token + column * out_dim
     part_place = part_out + batch * part_out_batch + head * part_out_head + of_part[:, None] * part_out_token
     values = tl.load(out_place, mask=moved, other=0).to(total.dtype) * (weight / total)[:, None]
@@ -78,15 +78,15 @@ def join_kernel(
     tl.store(out_place, values.to(out.dtype.element_ty), mask=moved)
 
 
-@triton.jit(do_not_specialize=["tokens", "lines", "heads"])
+@triton.jit(do_not_specialize=["tokens", "batch_heads", "heads"])
 def move_kernel(
     whole,
     part,
     rows,
     first,
-    places,
+    addends,
     tokens,
-    lines,
+    batch_heads,
     heads,
     dim,
     whole_batch,
@@ -105,7 +105,7 @@ def move_kernel(
     DIM: tl.constexpr,
 ):
     """Adds part to the listed rows of whole, or copies these to part (TAKES)."""
-    batch, head, listed, of_whole, exists = _places(rows, tokens, lines, heads, LISTED, BLOCK, TILE)
+    batch, head, listed, of_whole, exists = _tile_tokens(rows, tokens, batch_heads, heads, LISTED, BLOCK, TILE)
     column = tl.arange(0, DIM).to(tl.int64)[None, :]
     moved = exists[:, None] & (column < dim)
     place = whole + batch * whole_batch + head * whole_head + of_whole[:, None] * whole_token + column * whole_dim
@@ -116,16 +116,16 @@ def move_kernel(
         wide: tl.constexpr = tl.float64 if whole.dtype.element_ty == tl.float64 else tl.float32
         total = tl.load(place, mask=moved, other=0).to(wide)
         if SEVERAL:
-            row = tl.program_id(0) // lines * TILE // BLOCK
+            row = tl.program_id(0) // batch_heads * TILE // BLOCK
             for number in range(tl.load(first + row), tl.load(first + row + 1)):
-                of_part = tl.load(places + number) * BLOCK + listed % BLOCK
+                of_part = tl.load(addends + number) * BLOCK + listed % BLOCK
                 total += tl.load(parts + of_part[:, None] * part_token, mask=moved, other=0).to(wide)
         else:
             total += tl.load(parts + listed[:, None] * part_token, mask=moved, other=0).to(wide)
         tl.store(place, total.to(whole.dtype.element_ty), mask=moved)
 
 
-def join_rows(
+def merge_rows(
     out: torch.Tensor,
     lse: torch.Tensor,
     part_out: torch.Tensor,
@@ -133,12 +133,12 @@ def join_rows(
     rows: torch.Tensor | None,
     block_size: int,
 ) -> None:
-    """Joins the results of some block rows over other keys to out and lse, in place. A query whose part_lse is -inf keeps its bits.
+    """Merges results of some block rows over other keys into out and lse, in place. A query whose part_lse is -inf keeps its bits.
 
     out: (batch, heads, tokens, head_dim). lse: (batch, heads, tokens), float64 beside float64, else float32. part_out, part_lse:
     the same of the tokens of ``rows``. rows: (blocks,) int64, without repetition, in blocks of block_size tokens; None: all.
     """
-    _launch(join_kernel, [out, part_out, lse, part_lse], rows, block_size, part_out.shape[2])
+    _launch(merge_kernel, [out, part_out, lse, part_lse], rows, block_size, part_out.shape[2])
 
 
 def add_rows(
@@ -146,17 +146,17 @@ def add_rows(
     part: torch.Tensor,
     rows: torch.Tensor | None,
     block_size: int,
-    places: tuple[torch.Tensor, torch.Tensor] | None = None,
+    addends: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Adds part to some block rows of whole, in place, and rounds once.
 
-    whole: (batch, heads, tokens, head_dim). part: the same of the tokens of ``rows``. rows: as for ``join_rows``. places: (first,
+    whole: (batch, heads, tokens, head_dim). part: the same of the tokens of ``rows``. rows: as for ``merge_rows``. addends: (first,
     blocks) where several of part's blocks are added to one of the rows, one after the other: to row i those of the numbers
     blocks[first[i]] to blocks[first[i + 1] - 1]. int64.
     """
-    several = places is not None
+    several = addends is not None
     tokens = len(rows) * block_size if several else part.shape[2]
-    _launch(move_kernel, [whole, part], rows, block_size, tokens, places or (whole, whole), TAKES=False, SEVERAL=several)
+    _launch(move_kernel, [whole, part], rows, block_size, tokens, addends or (whole, whole), TAKES=False, SEVERAL=several)
 
 
 def copy_rows(whole: torch.Tensor, part: torch.Tensor, rows: torch.Tensor | None, block_size: int) -> None:

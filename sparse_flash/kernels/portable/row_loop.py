@@ -40,12 +40,12 @@ class Scoring(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A program's tile. line: batch * heads + head. first: its first query or key."""
+    """A program's tile. batch_head: batch * heads + head. first: its first query or key."""
 
     batch: Any
     head: Any
     kv_head: Any
-    line: Any
+    batch_head: Any
     first: Any
 
 
@@ -68,7 +68,7 @@ class Place(NamedTuple):
 
 
 @triton.jit
-def slot_and_line(tiles):
+def slot_and_batch_head(tiles):
     """(the number of a program's tile among a batch-head's ``tiles``, its batch-head). Along the grid's first axis, a few
     batch-heads take turns."""
     together = tl.num_programs(0) // tiles
@@ -82,10 +82,10 @@ def tiles_of(blocks, length, TILE: tl.constexpr, BLOCK: tl.constexpr, SPARSE: tl
 
 
 @triton.jit
-def query_tile(slot, line, rows, table, sizes):
+def query_tile(slot, batch_head, rows, table, sizes):
     """(the ``Tile`` of a slot, the bounds of its row's entries). Slots are counted in the order of rows."""
-    batch = line // sizes.heads
-    head = line % sizes.heads
+    batch = batch_head // sizes.heads
+    head = batch_head % sizes.heads
     kv_head = head // sizes.group
     if table.SPARSE:
         mask = mask_of(rows, batch, head)
@@ -94,7 +94,7 @@ def query_tile(slot, line, rows, table, sizes):
     else:
         first = slot * sizes.TILE_M
         bounds = dense_bounds(sizes.kv_len, sizes.TILE_N)
-    return Tile(batch, head, kv_head, line, first), bounds
+    return Tile(batch, head, kv_head, batch_head, first), bounds
 
 
 @triton.jit
@@ -102,11 +102,11 @@ def valid_of_axes(first, batch, sizes, variant):
     """``Valid`` of the axis of the tile that begins at ``first``, and of the other axis: empty if the tile has no valid token."""
     queries = valid_tokens(variant.q_starts, variant.q_lens, batch, sizes.q_len)
     keys = valid_tokens(variant.kv_starts, variant.kv_lens, batch, sizes.kv_len)
-    own, walked = (keys, queries) if sizes.BY_KEY else (queries, keys)
+    own, others = (keys, queries) if sizes.BY_KEY else (queries, keys)
     if is_cut(variant.kv_starts, variant.kv_lens) if sizes.BY_KEY else is_cut(variant.q_starts, variant.q_lens):
         some = (first < own.last) & (first + (sizes.TILE_N if sizes.BY_KEY else sizes.TILE_M) > own.first)
-        walked = Valid(walked.first, tl.where(some, walked.last, walked.first))
-    return own, walked
+        others = Valid(others.first, tl.where(some, others.last, others.first))
+    return own, others
 
 
 @triton.jit

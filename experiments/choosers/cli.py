@@ -1,0 +1,113 @@
+"""Blocks chosen from content, in a pretrained model: loss and retrieval against density.
+
+\b
+python -m experiments.choosers measure MODEL --rows dense --rows "sampled(8) floor"
+python -m experiments.choosers draw runs/choosers.json
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from . import report
+from .measure import Measuring
+from .model import load
+from .rows import chosen
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, rich_markup_mode=None)
+console = Console(highlight=False)
+
+Rows = Annotated[list[str] | None, typer.Option(help="Names, or their first words; * stands for anything. [all]")]
+Model = Annotated[Path, typer.Argument(help="A folder with a GGUF file, or one that convert wrote.")]
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Ends the program with the sentence of an error of input."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
+        raise typer.Exit(2) from error
+
+
+@app.command()
+def convert(model: Model, folder: Annotated[Path, typer.Argument(help="Where the plain model goes.")]) -> None:
+    """Write a GGUF model as safetensors in bfloat16, with its tokenizer. Other machines then need no package gguf."""
+    with user_errors():
+        plain, tokenizer = load(model, torch.device("cpu"), torch.bfloat16)
+        plain.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+@app.command("rows")
+def list_rows(rows: Rows = None) -> None:
+    """List the names of rows."""
+    with user_errors():
+        for name in chosen(rows or []):
+            console.print(name, markup=False, soft_wrap=True)
+
+
+@app.command()
+def measure(
+    model: Model,
+    out: Annotated[Path, typer.Option(help="Results; rows that are there are not measured again.")] = Path("runs/choosers.json"),
+    rows: Rows = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Begin no row that would end later, if it takes as long as the last.")
+    ] = None,
+    length: Annotated[list[int] | None, typer.Option(help="Tokens of a window. [2048, 4096, 8192]")] = None,
+    windows: Annotated[int, typer.Option(min=1, help="Of each kind of text, of the greatest length.")] = 6,
+    needles: Annotated[int, typer.Option(min=1, help="Numbers asked for, at each length.")] = 200,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.")] = "auto",
+) -> None:
+    """Measure rows, one after the other, and write each down."""
+    begin = time.monotonic()
+    with user_errors():
+        on = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+        wanted = chosen(rows or [])
+        loaded = load(model, on, torch.bfloat16 if on.type == "cuda" else torch.float32)
+        measuring = Measuring(*loaded, length or [2048, 4096, 8192], windows, needles)
+        setup = measuring.setup()
+        done = report.read(out) if out.exists() else {"setup": setup, "rows": []}
+        if done["setup"] != setup:
+            raise ValueError(f"{out} was measured on {done['setup']}, and this would be {setup}; pass another --out")
+        missing = [row for name, row in wanted.items() if name not in [one["row"] for one in done["rows"]]]
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        with Progress(*columns, console=console) as progress:
+            task = progress.add_task("", total=len(missing))
+            seconds = 0.0
+            for row in missing:
+                if minutes is not None and (time.monotonic() - begin + seconds) / 60 > minutes:
+                    break
+                progress.update(task, description=row.name)
+                result = measuring.row(row)
+                seconds = result["seconds"]
+                done["rows"].append(result)
+                report.write(out, done)
+                console.print(report.line(result), markup=False, soft_wrap=True)
+                progress.advance(task)
+        left = len(missing) - int(progress.tasks[0].completed)
+        console.print(f"{out}: {len(done['rows'])} rows, {left} of those asked for are missing", markup=False, soft_wrap=True)
+
+
+@app.command()
+def draw(
+    results: Annotated[Path, typer.Argument(help="A file that measure wrote.")],
+    rows: Rows = None,
+    target: Annotated[Path, typer.Option(help="The picture.")] = Path("choosers.png"),
+) -> None:
+    """Print rows as a table in Markdown, and draw loss and retrieval against density, a line for each chooser and rule."""
+    with user_errors():
+        found = report.read(results)
+        console.print(report.table(found, list(chosen(rows or []))), markup=False, soft_wrap=True)
+        console.print(f"{report.draw(found, target)}", markup=False, soft_wrap=True)

@@ -1,0 +1,171 @@
+"""Measures rows: the rule's number, what layers keep, loss, and retrieval."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import platform
+import time
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import torch
+import transformers
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
+
+import sparse_flash as sf
+
+from . import oracle  # noqa: F401  (registers its choosers)
+from .model import DENSE, Layers, density, mask_of
+from .rows import Row
+from .texts import Needles, needles_in, texts, windows_of
+
+_STEPS, _LOW, _HIGH = 11, math.log(1e-6), math.log(999)  # bisection over numbers from 1e-6 to 0.999, by the logarithm of their odds
+_NEAR = 0.01  # a density is near enough to the wanted one
+
+
+class Measuring:
+    """A model with its texts.
+
+    lengths: tokens of windows. windows: of each kind of text, at the greatest length; shorter ones are parts of them. needles: of
+    each length. Raises ValueError for lengths that do not fit together.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, lengths: list[int], windows: int, needles: int):
+        self.lengths = sorted(set(lengths))
+        for length in self.lengths:
+            if length < 128 or length % 128 or self.lengths[-1] % length:
+                raise ValueError(f"--length must be a multiple of 128 that divides the greatest; got {length}")
+        self.model, self.device, self.head = model, model.device, model.get_output_embeddings()
+        self.layers, self.batch_tokens = Layers(model), 65_536 if model.device.type == "cuda" else 8192
+        found = texts(tokenizer)
+        self.windows = {kind: windows_of(text.test, self.lengths[-1], windows) for kind, text in found.items()}
+        self.tuning = torch.cat([windows_of(text.tuning, self.lengths[-1], 1) for text in found.values()])
+        self.needles = {length: needles_in(tokenizer, found["english"].test, length, needles) for length in self.lengths}
+
+    def setup(self) -> dict:
+        """Returns what all rows of a file must have in common."""
+        digest = hashlib.sha256(b"".join(ids.numpy().tobytes() for ids in (*self.windows.values(), self.tuning))).hexdigest()
+        counts = {kind: len(ids) for kind, ids in self.windows.items()}
+        size = sum(parameter.numel() for parameter in self.model.parameters())
+        needles = len(self.needles[self.lengths[0]].tokens)
+        return {"parameters": size, "lengths": self.lengths, "windows": counts, "needles": needles, "texts": digest[:16]}
+
+    @torch.no_grad()
+    def row(self, row: Row) -> dict:
+        """A row's result as plain data. by_head: at the greatest length, lists by layer and head. shares: likewise, what the heads
+        of a row by head keep."""
+        begin = time.perf_counter()
+        number, shares = self._settled(row) if row.rule else (1.0, None)
+        sparse = [row.spec_by_head(of_layer) for of_layer in shares] if shares else [row.spec(number)] * len(self.layers.specs)
+        self.layers.specs = [DENSE] * row.dense + sparse[row.dense :]
+        lengths, by_head = {}, {}
+        for length in self.lengths:
+            self.layers.note = seen = Seen(len(sparse), row.block)
+            loss = {kind: _rounded(self._losses(ids.view(-1, length))) for kind, ids in self.windows.items()}
+            self.layers.note = None
+            by_head, means = seen.found()
+            lengths[str(length)] = {**means, "loss": loss, **self._retrieved(self.needles[length])}
+        return {
+            "row": row.name,
+            "spec": row.spec(number),
+            "lengths": lengths,
+            "shares": shares,
+            "by_head": {name: _rounded(values, 3) for name, values in by_head.items()} if row.rule else None,
+            "seconds": round(time.perf_counter() - begin, 1),
+            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
+            "versions": {one.__name__: one.__version__ for one in (torch, transformers, sf)}
+            | {"python": platform.python_version()},
+        }
+
+    @cached_property
+    def _contents(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Queries and keys of each layer for the tuning texts, under dense attention: (windows, heads, tokens, head_dim)."""
+        found: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in self.layers.specs]
+
+        def note(layer, spec, q, k, v):
+            found[layer].append((q, k))
+            return sf.attention(q, k, v, DENSE)
+
+        self.layers.note = note
+        for _ in self._hidden(self.tuning):
+            pass
+        self.layers.note = None
+        return [tuple(torch.cat(parts) for parts in zip(*of_layer, strict=True)) for of_layer in found]
+
+    def _settled(self, row: Row) -> tuple[float, list[list[float]] | None]:
+        """The number with which the sparse layers keep the row's share of the tuning texts on average, or the nearest to that; for
+        rows by head, which share each head then keeps."""
+        low, high = _LOW, _HIGH
+        for _ in range(_STEPS):
+            middle = (low + high) / 2
+            number = row.number(1 / (1 + math.exp(-middle)), self.tuning.shape[1])
+            masks = (mask_of(row.spec(number), q, k, row.block) for q, k in self._contents)
+            by_head = torch.stack([density(mask, q.shape) for mask, (q, _) in zip(masks, self._contents, strict=True)])
+            kept = by_head[row.dense :].mean().item()
+            if abs(kept - row.share) < _NEAR * row.share:
+                break
+            less = (kept > row.share) == (row.rule not in ("floor", "relative"))
+            low, high = (low, middle) if less else (middle, high)
+        return number, _rounded(by_head.clamp(0.001, 0.999), 3) if row.by_head else None
+
+    def _hidden(self, ids: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The last layer's output beside the tokens, some windows at a time: (windows, tokens, width) and (windows, tokens)."""
+        for batch in ids.to(self.device).split(max(1, self.batch_tokens // ids.shape[1])):
+            yield self.model.base_model(input_ids=batch, use_cache=False).last_hidden_state, batch
+
+    def _losses(self, ids: torch.Tensor) -> torch.Tensor:
+        """(windows,): nats a token over the second half of each."""
+        half, found = ids.shape[1] // 2, []
+        for batch in self._hidden(ids):
+            for hidden, window in zip(*batch, strict=True):
+                found.append(cross_entropy(self.head(hidden[half - 1 : -1]).float(), window[half:]))
+        return torch.stack(found)
+
+    def _retrieved(self, asked: Needles) -> dict[str, float]:
+        """digits: the share of digits that are right after the right ones before. needles: the share of answers that are right in
+        all digits."""
+        last = slice(-asked.digits.shape[1], None)
+        right = [
+            self.head(hidden[:, last.start - 1 : -1]).argmax(-1) == batch[:, last] for hidden, batch in self._hidden(asked.tokens)
+        ]
+        hits = torch.cat(right).cpu()
+        whole = (hits | ~asked.digits).all(1)
+        return {"digits": _rounded(hits[asked.digits].float().mean()), "needles": _rounded(whole.float().mean())}
+
+
+class Seen:
+    """Notes what layers keep, beside dense attention to the same queries, keys and values: density; recall, the softmax mass of the
+    kept keys, mean over queries; error, the relative L2 distance of the outputs."""
+
+    def __init__(self, layers: int, block: int):
+        self.block, self.windows = block, 0
+        self.sums: list[Any] = [0.0] * layers  # (4, heads) each
+
+    def __call__(self, layer: int, spec: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        self.windows += len(q) if layer == 0 else 0
+        dense, whole = sf.attention(q, k, v, DENSE, return_lse=True)
+        out, kept, recall = dense, *torch.ones(2, q.shape[1], device=q.device)
+        if spec != DENSE:
+            mask = mask_of(spec, q, k, self.block)
+            out, lse = sf.attention(q, k, v, mask, return_lse=True)
+            kept, recall = density(mask, q.shape), (lse - whole).exp().mean((0, 2))
+        apart, norm = (one.square().sum((0, 2, 3)) for one in (out.float() - dense.float(), dense.float()))
+        self.sums[layer] += torch.stack([kept * len(q), recall * len(q), apart, norm])
+        return out
+
+    def found(self) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        """By layer and head, (layers, heads) each; and means over both, of errors over layers."""
+        kept, recall, apart, norm = torch.stack(self.sums).unbind(1)
+        by_head = {"density": kept / self.windows, "recall": recall / self.windows, "error": (apart / norm).sqrt()}
+        means = by_head | {"error": (apart.sum(1) / norm.sum(1)).sqrt()}
+        return by_head, {name: _rounded(one.mean()) for name, one in means.items()}
+
+
+def _rounded(values: torch.Tensor, digits: int = 4) -> Any:
+    def of(value: Any) -> Any:
+        return [of(one) for one in value] if isinstance(value, list) else round(value, digits)
+
+    return of(values.tolist())

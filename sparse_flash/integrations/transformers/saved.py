@@ -1,0 +1,109 @@
+"""The masks of a model as a plain record: in its config, which is saved with it, and in JSON files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...masks.pattern import Pattern, parse, text_of
+from .by_content import PromptChoice
+from .choice import OWN
+
+KEY = "sparse_flash"  # in a model's config
+_FORMAT = 1
+_FIELDS = ("format", "layers", "dense_below", "dense_last", "bidirectional", "made_by")
+
+
+class SavedMasks(NamedTuple):
+    """The masks of a record and their settings: see ``use_sparse_flash``."""
+
+    layers: dict[int, str]
+    dense_below: int | None
+    dense_last: int | None
+    bidirectional: bool
+
+
+def saved_for(model: Any, mask: object, numbers: list[int]) -> SavedMasks | None:
+    """Returns what a call without a mask or with a file's name asks for; None for any other mask. numbers: of the layers."""
+    if mask is None and (record := getattr(model.config, KEY, None)) is not None:
+        return _read(record, f"config.{KEY}", numbers)
+    if not (isinstance(mask, PathLike) or (isinstance(mask, str) and mask.endswith(".json"))):
+        return None
+    try:
+        record = json.loads(Path(mask).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{mask} must be a JSON file of masks, as write_masks makes them; got other text: {error}") from None
+    return _read(record, str(mask), numbers)
+
+
+def _read(record: object, name: str, numbers: list[int]) -> SavedMasks:
+    if not isinstance(record, dict) or record.get("format") != _FORMAT or not isinstance(record.get("layers"), dict):
+        found = f"format {record.get('format')!r}" if isinstance(record, dict) else type(record).__name__
+        raise ValueError(
+            f'{name} must be {{"format": {_FORMAT}, "layers": {{"0": spec, ...}}}}; got {found}; write it by write_masks, or '
+            "install the release of sparse_flash that wrote it"
+        )
+    if unknown := sorted(set(record) - set(_FIELDS)):
+        raise ValueError(f"{name} must have no fields but {', '.join(_FIELDS)}; got {', '.join(unknown)}")
+    layers = {}
+    for number, text in record["layers"].items():
+        try:
+            layers[int(number)] = text if text == OWN else parse(text).to_spec()
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ValueError(
+                f"{name}: layer {number!r} must have a number and a spec; got {text!r}: {error}; if a package of your own "
+                "registers the pattern, import or install it first"
+            ) from None
+    if set(layers) != set(numbers):
+        missing, others = sorted(set(numbers) - set(layers)), sorted(set(layers) - set(numbers))
+        raise ValueError(
+            f"{name} must have the layers of the model, {numbers[0]} to {numbers[-1]}; missing: {missing}; not in the model: "
+            f"{others}; take the masks of this model, or pass a mapping for some of its layers"
+        )
+    return SavedMasks(layers, record.get("dense_below"), record.get("dense_last"), bool(record.get("bidirectional")))
+
+
+def write_masks(
+    path: str | PathLike[str],
+    masks: Mapping[int, Pattern | str | None],
+    *,
+    dense_below: int | None = None,
+    dense_last: int | None = None,
+    bidirectional: bool = False,
+    made_by: object = None,
+) -> None:
+    """Writes the masks of a model's layers to a JSON file, for ``use_sparse_flash(model, path)``.
+
+    masks: by layer, as ``masks_of`` gives them; "own" or None for the model's own. dense_below, dense_last, bidirectional: as for
+    ``use_sparse_flash``. made_by: what made the masks, anything that JSON holds; it is not read. Raises ValueError for masks
+    without spec text.
+    """
+    record = _record_of(masks, {"dense_below": dense_below, "dense_last": dense_last, "bidirectional": bidirectional or None})
+    if record is None:
+        raise ValueError(f"masks must be patterns that have spec text, by layer; got {masks}; register their patterns")
+    text = json.dumps(record if made_by is None else {**record, "made_by": made_by}, indent=1)
+    Path(path).write_text(f"{text}\n", encoding="utf-8")
+
+
+def keep_in_config(config: Any, masks: Mapping[int, Any], choices: Mapping[int, PromptChoice], bidirectional: bool) -> None:
+    """Keeps the masks in a model's config, or nothing if they have no text, or are all the model's own."""
+    one = next(iter(choices.values()), None)
+    settings = {} if one is None else {"dense_below": one.below, "dense_last": one.last}
+    record = _record_of(masks, {**settings, "bidirectional": bidirectional or None})
+    if record is not None and set(record["layers"].values()) != {OWN}:
+        setattr(config, KEY, record)
+    elif hasattr(config, KEY):
+        delattr(config, KEY)
+
+
+def _record_of(masks: Mapping[int, Any], settings: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the record of masks; None if one of them has no text."""
+    given = {str(number): OWN if mask is None else mask for number, mask in masks.items()}
+    if not all(isinstance(mask, (str, Pattern)) for mask in given.values()):
+        return None
+    layers = {number: mask if mask == OWN else text_of(mask) for number, mask in given.items()}
+    settings = {name: value for name, value in settings.items() if value is not None}
+    return None if None in layers.values() else {"format": _FORMAT, "layers": layers, **settings}

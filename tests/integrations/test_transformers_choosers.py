@@ -1,0 +1,361 @@
+"""Models under specs with choosers: prompts equal dense attention to the pairs that choose_blocks keeps, and all else is dense."""
+
+import copy
+import json
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import sparse_flash as sf
+
+transformers = pytest.importorskip("transformers")
+from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
+from transformers.masking_utils import eager_mask  # noqa: E402
+
+from sparse_flash.integrations.transformers import use_sparse_flash, write_masks  # noqa: E402
+from sparse_flash.integrations.transformers.by_content import placed  # noqa: E402
+from sparse_flash.masks.chooser import choices_of  # noqa: E402
+from sparse_flash.masks.pattern import _registry  # noqa: E402
+
+TOKENS, WORDS = 300, 97
+SIZES = {"vocab_size": WORDS, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+KINDS = ["sliding_attention", "full_attention"]
+CONFIGS = {
+    "llama": transformers.LlamaConfig(**SIZES, num_key_value_heads=2),
+    "mistral": transformers.MistralConfig(**SIZES, num_key_value_heads=1, sliding_window=150),
+    "gemma2": transformers.Gemma2Config(
+        **SIZES, num_key_value_heads=2, head_dim=16, sliding_window=150, layer_types=KINDS, attn_logit_softcapping=5.0
+    ),
+    "bert": transformers.BertConfig(**SIZES | {"eos_token_id": 2}, is_decoder=False),
+}
+SPEC = "causal & (sampled(8, keep=2, block=64) | sinks(4))"
+SHARES = "causal & (sampled(4, floor=0.3, block=64) | last_queries(32, keep=1, block=64))"
+HEADS = "per_head([causal & (pooled(keep=1, block=64) | sinks(4)), causal & local(90), causal & pooled(keep=2, block=64), causal])"
+SPARSE = {"dense_below": 0, "dense_last": 0}
+CLOSE = {"atol": 1e-4, "rtol": 1e-4}
+
+
+def dense_reference(module, query, key, value, attention_mask, scaling=None, softcap=None, sliding_window=None, **_):
+    """Dense attention; of prompts only to the pairs that the module's ``spec`` keeps."""
+    scores = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).mT * scaling
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = scores if attention_mask is None else scores + attention_mask
+    if query.shape[2] > 64 and (spec := getattr(module, "spec", None)):
+        pattern = sf.parse(spec) & f"local({sliding_window})" if sliding_window else sf.parse(spec)
+        scores = scores.masked_fill(~sf.choose_blocks(pattern, query, key, scale=scaling).to_dense(), -torch.inf)
+    value = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+    return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("dense_reference", dense_reference)
+AttentionMaskInterface.register("dense_reference", eager_mask)
+
+
+def made(name: str, specs: list = (), **changes):
+    """A model with random weights, far from their first values. specs: of the reference's layers."""
+    torch.manual_seed(0)
+    config = copy.deepcopy(CONFIGS[name])
+    for key, value in changes.items():
+        setattr(config, key, value)
+    kind = transformers.AutoModel if name == "bert" else transformers.AutoModelForCausalLM
+    model = kind.from_config(config, attn_implementation="dense_reference").eval()
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn(parameter.shape)
+    layers = [module for module in model.modules() if "ALL_ATTENTION_FUNCTIONS" in type(module).forward.__code__.co_names]
+    for layer, spec in zip(layers, specs, strict=False):
+        layer.spec = spec
+    return model
+
+
+def words(batch: int = 2, tokens: int = TOKENS) -> torch.Tensor:
+    return torch.randint(3, WORDS, (batch, tokens), generator=torch.Generator().manual_seed(1))
+
+
+def outputs(model, *args, **options) -> torch.Tensor:
+    with torch.no_grad():
+        return model(*args, **options)[0]
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("specs", [[SPEC, SPEC], [SHARES, SPEC], [HEADS, HEADS]], ids=["one", "by layer", "by head"])
+def test_prompts_are_dense_attention_to_the_chosen_pairs_within_the_models_windows(name, specs):
+    wanted = outputs(made(name, specs), words())
+    model = use_sparse_flash(made(name), per_layer=specs, **SPARSE)
+    torch.testing.assert_close(outputs(model, words()), wanted, **CLOSE)
+    assert not torch.allclose(wanted, outputs(made(name), words()), **CLOSE)  # dense
+    assert sf.masks_of(model) == {number: sf.parse(spec).to_spec() for number, spec in enumerate(specs)}
+
+
+def test_gradients_are_those_of_dense_attention_to_the_chosen_pairs():
+    model, reference = use_sparse_flash(made("llama"), SPEC, **SPARSE).train(), made("llama", [SPEC, SPEC]).train()
+    for one in (model, reference):
+        one(words(), labels=words()).loss.backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_choice_of_all_blocks_is_dense_attention(name):
+    model = use_sparse_flash(made(name), "causal & sampled(8, keep=1.0)", **SPARSE)
+    torch.testing.assert_close(outputs(model, words()), outputs(made(name), words()), **CLOSE)
+
+
+def test_encoders_choose_among_all_blocks():
+    spec = "sampled(8, keep=2, block=64) | sinks(4)"
+    model = use_sparse_flash(made("bert"), spec, dense_below=0)  # dense_last is for causal specs
+    torch.testing.assert_close(outputs(model, words()), outputs(made("bert", [spec, spec]), words()), **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_prompts_are_dense_unless_their_queries_see_enough_keys(name):
+    dense, sees = outputs(made(name), words()), {"llama": TOKENS, "mistral": 150}[name]
+    for below, is_dense in ((sees + 1, True), (sees, False), (None, True)):
+        model = use_sparse_flash(made(name), SPEC, dense_below=below, dense_last=0)
+        assert torch.allclose(outputs(model, words()), dense, **CLOSE) == is_dense
+
+
+def test_layers_and_last_queries_may_stay_dense():
+    use_sparse_flash(model := made("llama"), SPEC, dense_layers=[0], **SPARSE)
+    torch.testing.assert_close(outputs(model, words()), outputs(made("llama", [None, SPEC]), words()), **CLOSE)
+    assert sf.masks_of(model)[0] == "own"
+    one, dense = made("llama", num_hidden_layers=1), outputs(made("llama", num_hidden_layers=1), words())
+    chosen = outputs(use_sparse_flash(one, SPEC, dense_below=0), words())  # dense_last=64: the blocks of the last 64 queries
+    torch.testing.assert_close(chosen[:, -64:], dense[:, -64:], **CLOSE)
+    assert not torch.allclose(chosen[:, :-108], dense[:, :-108], **CLOSE)
+
+
+@pytest.mark.parametrize("name, cache", [("llama", None), ("llama", "static"), ("mistral", None), ("gemma2", None)])
+def test_generation_chooses_for_the_prompt_and_steps_are_dense(name, cache):
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    wanted = made(name, [SPEC, SPEC]).generate(words(), **options)
+    model = use_sparse_flash(made(name), SPEC, **SPARSE)
+    assert torch.equal(model.generate(words(), cache_implementation=cache, **options), wanted)
+    tokens, kept = words(), transformers.DynamicCache(config=model.config)
+    for step in range(6):
+        logits = outputs(model, tokens if step == 0 else tokens[:, -1:], past_key_values=kept, use_cache=True)
+        logits = logits[0] if isinstance(logits, tuple) else logits
+        tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], 1)
+    assert torch.equal(tokens, wanted)
+
+
+@pytest.mark.parametrize(
+    "name, spec", [("llama", SPEC), ("llama", HEADS), ("mistral", "causal & block_diagonal(block=96) & pooled(keep=1.0, block=64)")]
+)
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_prompt_in_chunks_of_whole_blocks_is_the_prompt_at_once(name, spec, cache):
+    model = use_sparse_flash(made(name), spec, dense_below=0, dense_last=16 * (name == "mistral"))
+    kept = transformers.StaticCache(model.config, max_cache_len=320) if cache == "static" else None
+    kept = kept or transformers.DynamicCache(config=model.config)
+    found = [outputs(model, part, past_key_values=kept, use_cache=True) for part in words().split(192, 1)]
+    torch.testing.assert_close(torch.cat(found, 1), outputs(model, words()), **CLOSE)
+
+
+def test_patterns_keep_their_positions_where_a_cache_has_dropped_keys():
+    spec = "causal & (pooled(keep=1) | sinks(50) | block_diagonal(block=32) | last_tokens(5))"
+    (choice,) = choices_of(placed(spec, ("local(100)",), 43, 43))
+    assert str(choice.within) == "causal & local(100)" and [str(one) for one in choice.choosers] == ["pooled(keep=1)"]
+    whole = sf.compile_mask("sinks(50) | block_diagonal(block=32) | last_tokens(5)", 300).to_dense()
+    assert torch.equal(sf.compile_mask(choice.always, 120, 300 - 43).to_dense(), whole[..., -120:, 43:])
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("spec", [SPEC, "causal & (sampled(8, budget=0.5, block=64) | sinks(4) | last_tokens(9))"])
+def test_sequences_of_a_padded_batch_are_what_each_is_alone(name, spec):
+    model, lengths = use_sparse_flash(made(name), spec, dense_below=150, dense_last=16), (300, 237, 170, 100, 30)
+    if name == "llama":  # 230 keys are too few to choose
+        model, lengths = use_sparse_flash(model, spec, dense_below=235, dense_last=16), (300, 237, 230, 100, 30)
+    x, token = words(len(lengths)), torch.arange(TOKENS)
+    alone = [outputs(model, x[row : row + 1, :length]) for row, length in enumerate(lengths)]
+    for left in (True, False):
+        padded, exist = torch.zeros_like(x), torch.zeros_like(x)
+        for row, length in enumerate(lengths):
+            place = token >= TOKENS - length if left else token < length
+            padded[row, place], exist[row, place] = x[row, :length], 1
+        found = outputs(model, padded, attention_mask=exist, position_ids=(exist.cumsum(1) - 1).clamp(min=0))
+        for row, wanted in enumerate(alone):
+            torch.testing.assert_close(found[row, exist[row].bool()], wanted[0], **CLOSE)
+        assert found.isfinite().all()
+
+
+def test_a_padded_prompt_in_chunks_is_what_each_sequence_is_alone():
+    model = use_sparse_flash(made("mistral"), "causal & block_diagonal(block=96) & pooled(keep=1.0, block=64)", **SPARSE)
+    exist = torch.ones(2, TOKENS, dtype=torch.long)
+    exist[1, :140] = 0
+    kept, places, found = transformers.DynamicCache(config=model.config), (exist.cumsum(1) - 1).clamp(min=0), []
+    for low, high in ((0, 230), (230, TOKENS)):
+        given = {"attention_mask": exist[:, :high], "position_ids": places[:, low:high], "past_key_values": kept}
+        found.append(outputs(model, words()[:, low:high], use_cache=True, **given))
+    found = torch.cat(found, 1)
+    torch.testing.assert_close(found[1:, 140:], outputs(model, words()[1:, 140:]), **CLOSE)
+    torch.testing.assert_close(found[:1], outputs(model, words()[:1]), **CLOSE)
+
+
+def test_a_compiled_model_chooses_in_one_graph():
+    torch._dynamo.reset()
+    model = use_sparse_flash(made("mistral"), per_layer=[SPEC, HEADS], dense_below=128)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for tokens in (200, 100):
+        wanted = outputs(model, words(tokens=tokens), use_cache=False)
+        torch.testing.assert_close(outputs(compiled, words(tokens=tokens), use_cache=False), wanted, **CLOSE)
+
+
+def test_a_compiled_model_takes_padding_outside_of_its_graphs():
+    torch._dynamo.reset()
+    model = use_sparse_flash(made("llama", num_hidden_layers=1), SPEC, **SPARSE)
+    exist = torch.ones(2, 200, dtype=torch.long)
+    exist[1, :50] = 0
+    given = {"attention_mask": exist, "use_cache": False}
+    found = outputs(torch.compile(model, backend="eager"), words(tokens=200), **given)
+    torch.testing.assert_close(found[exist.bool()], outputs(model, words(tokens=200), **given)[exist.bool()], **CLOSE)
+
+
+def test_a_saved_model_keeps_its_masks_and_a_call_without_a_mask_restores_them(tmp_path):
+    specs, settings = [SPEC, "causal & local(90)"], {"dense_below": 100, "dense_last": 32}
+    model = use_sparse_flash(made("llama"), per_layer=specs, **settings)
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["sparse_flash"] == {
+        "format": 1,
+        "layers": {str(number): sf.parse(spec).to_spec() for number, spec in enumerate(specs)},
+        **settings,
+    }
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    with pytest.raises(ValueError, match=r"which runs 'sdpa'; call use_sparse_flash\(model\), for the masks in its config"):
+        sf.masks_of(loaded)
+    torch.testing.assert_close(outputs(use_sparse_flash(loaded), words()), outputs(model, words()), **CLOSE)
+    assert "dense_below=100, dense_last=32" in str(loaded) and sf.masks_of(loaded) == sf.masks_of(model)
+    assert loaded.config.sparse_flash == model.config.sparse_flash
+    torch.testing.assert_close(outputs(use_sparse_flash(loaded, "own"), words()), outputs(made("llama"), words()), **CLOSE)
+    assert not hasattr(loaded.config, "sparse_flash")
+    use_sparse_flash(model, {0: SPEC, 1: sf.compile_mask("causal", TOKENS)})  # tables have no text
+    assert not hasattr(model.config, "sparse_flash")
+
+
+def test_masks_that_look_ahead_are_restored_as_they_were_asked_for():
+    model = use_sparse_flash(made("llama"), "local(9)", bidirectional=True)
+    assert model.config.sparse_flash["bidirectional"] is True
+    assert sf.masks_of(use_sparse_flash(model)) == {0: "local(9)", 1: "local(9)"}
+
+
+def test_a_file_of_masks_serves_a_model_of_the_same_layers(tmp_path):
+    wanted = use_sparse_flash(made("llama"), {0: HEADS, 1: "causal & local(90)"}, dense_below=80, dense_last=0)
+    file = tmp_path / "masks.json"
+    write_masks(file, sf.masks_of(wanted), dense_below=80, dense_last=0, made_by={"program": "by hand"})
+    assert json.loads(file.read_text())["made_by"] == {"program": "by hand"}
+    for name in (file, str(file)):
+        model = use_sparse_flash(made("llama"), name)
+        assert model.config.sparse_flash == wanted.config.sparse_flash
+        torch.testing.assert_close(outputs(model, words()), outputs(wanted, words()))
+    use_sparse_flash(model, file, dense_below=0, dense_layers=[0])
+    assert model.config.sparse_flash["layers"]["0"] == "own"
+    with pytest.raises(ValueError, match="masks must be patterns that have spec text"):
+        write_masks(file, {0: sf.compile_mask("causal", TOKENS)})
+
+
+LAYERS = {"0": SPEC, "1": SPEC}
+
+
+@pytest.mark.parametrize(
+    "record, message",
+    [
+        ("causal", "must be a JSON file of masks, as write_masks makes them"),
+        ([1], "got list; write it by write_masks"),
+        ({"format": 2, "layers": LAYERS}, "got format 2; .* install the release"),
+        ({"format": 1, "layers": LAYERS, "dense_under": 3}, "no fields but .*; got dense_under"),
+        ({"format": 1, "layers": {"0": SPEC}}, r"layers of the model, 0 to 1; missing: \[1\]; not in the model: \[\]"),
+        ({"format": 1, "layers": {**LAYERS, "2": SPEC}}, r"missing: \[\]; not in the model: \[2\]"),
+        ({"format": 1, "layers": {**LAYERS, "1": "causal & windmill(4)"}}, "(?s)layer '1' .*unknown pattern 'windmill'.*import or"),
+        ({"format": 1, "layers": {"first": SPEC}}, "layer 'first' must have a number"),
+        ({"format": 1, "layers": {"0": 3}}, "layer '0' must have a number and a spec; got 3"),
+        ({"format": 1, "layers": LAYERS, "dense_below": "4k"}, "dense_below must be a number of tokens, 0 or more; got '4k'"),
+        (
+            {"format": 1, "layers": {"0": "causal", "1": "own"}, "dense_last": 3},
+            "dense_last must come with a mask that has a chooser",
+        ),
+    ],
+)
+def test_files_and_configs_that_do_not_fit_say_what_is_wrong(tmp_path, record, message):
+    file, model = tmp_path / "masks.json", made("llama")
+    file.write_text(record if isinstance(record, str) else json.dumps(record))
+    with pytest.raises(ValueError, match=message):
+        use_sparse_flash(model, file)
+    if isinstance(record, dict):
+        model.config.sparse_flash = record
+        with pytest.raises(ValueError, match=message):
+            use_sparse_flash(model)
+    assert model.config._attn_implementation == "dense_reference"
+
+
+def test_choosers_of_other_packages_are_saved_and_restored_where_they_are_registered():
+    @sf.register_chooser("first_blocks_for_models")
+    @dataclass(frozen=True)
+    class FirstBlocks(sf.Chooser):
+        def scores(self, q, k, grid):
+            return -torch.arange(grid.kv_blocks, device=q.device).float().expand(*q.shape[:2], *grid.shape)
+
+    record = use_sparse_flash(made("llama"), sf.causal() & FirstBlocks(keep=2, block=64)).config.sparse_flash
+    model = made("llama", sparse_flash=record)
+    assert sf.masks_of(use_sparse_flash(model))[0] == "causal & first_blocks_for_models(keep=2, block=64)"
+    del _registry["first_blocks_for_models"]
+    sf.clear_caches()
+    with pytest.raises(ValueError, match="unknown pattern 'first_blocks_for_models'"):
+        use_sparse_flash(made("llama", sparse_flash=record))
+
+
+@pytest.mark.parametrize(
+    "mask, settings, message",
+    [
+        ("causal & local(9)", {"dense_below": 3}, "dense_below must come with a mask that has a chooser"),
+        (None, {"dense_layers": [0], "dense_last": 4}, "dense_last, dense_layers must come with a mask that has a chooser"),
+        ({0: SPEC}, {"dense_layers": [1]}, r"dense_layers must name layers whose mask has a chooser, which are \[0\]; got \[1\]"),
+        (SPEC, {"dense_below": -1}, "dense_below must be a number of tokens, 0 or more; got -1"),
+        (SPEC, {"dense_last": True}, "dense_last must be a number of tokens, 0 or more; got True"),
+        ("sampled(8, keep=2)", {}, "must be within causal and say so"),
+        ("causal & scored(keep=2)", {}, "must choose by itself, as no model passes scores"),
+        ("causal & sampled(8, keep=2) & pooled(keep=1)", {}, "choosers are joined by |"),
+        ("per_head([causal & pooled(keep=1), causal & pooled(keep=2), causal])", {}, "must be of its 4 heads"),
+    ],
+)
+def test_what_a_model_cannot_follow_is_refused_before_it_is_changed(mask, settings, message):
+    model = made("llama")
+    with pytest.raises(ValueError, match=message):
+        use_sparse_flash(model, mask, **settings)
+    assert model.config._attn_implementation == "dense_reference" and not hasattr(model.config, "sparse_flash")
+
+
+class Plan:
+    """Stands for a plan of context parallelism."""
+
+    q_len = tokens = TOKENS
+    positions = torch.arange(TOKENS)
+
+    def shard(self): ...
+
+    def attention(self): ...
+
+
+def test_a_plan_beside_a_chooser_is_refused():
+    with pytest.raises(ValueError, match=r"a ContextPlan must be the plan of all layers; got a chooser in layers \[1\]"):
+        use_sparse_flash(made("llama"), {0: Plan(), 1: SPEC})
+
+
+def test_calls_that_cannot_choose_say_the_way_out():
+    model = use_sparse_flash(made("llama"), SHARES, **SPARSE)
+    restarting = torch.arange(TOKENS)[None] % 150
+    bounds = torch.tensor([0, 150, TOKENS, 2 * TOKENS], dtype=torch.int32)
+    holes = torch.ones(2, TOKENS, dtype=torch.long)
+    holes[0, 9] = 0
+    for given, message in (
+        ({"position_ids": restarting}, "got packed sequences; pad each sequence in a row of its own"),
+        ({"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}, "got packed sequences; pad each sequence in a row of its own"),
+        ({"attention_mask": holes}, "got one of pairs, or one with zeros"),
+        ({"attention_mask": torch.ones(2, 1, TOKENS, TOKENS, dtype=torch.bool).tril()}, "got one of pairs"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            outputs(model, words(), use_cache=False, **given)
+        outputs(use_sparse_flash(made("llama"), SHARES), words(), use_cache=False, **given)  # dense
+    with pytest.raises(ValueError, match=r"last_queries\(32, .*must not be trained with.*call model.eval\(\)"):
+        model.train()(words())
+    outputs(model, words())
+    assert use_sparse_flash(made("llama"), SPEC, **SPARSE).train()(words()).logits.requires_grad
