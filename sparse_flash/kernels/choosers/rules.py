@@ -39,7 +39,7 @@ def _weights_of(ordered):
     return tl.where(ordered > 0, ordered, 0).to(tl.float32, bitcast=True)
 
 
-class Row(NamedTuple):
+class ScoreRow(NamedTuple):
     """A row of scores, of one head or of several together: element i is block i % BLOCKS of head i // BLOCKS.
 
     scores, allowed, forced: see ``keep_bits_kernel``. line: the first batch-head. heads: how many.
@@ -108,7 +108,7 @@ def keep_bits_kernel(
     """
     row, line = tl.program_id(0) % rows, tl.program_id(0) // rows
     together = heads if TOGETHER else 1
-    of = Row(scores, allowed, forced, line * together, together, row, rows, blocks, width)
+    of = ScoreRow(scores, allowed, forced, line * together, together, row, rows, blocks, width)
     pieces = tl.cdiv(together * BLOCKS, SIZE)
     first, _ = _ordered_at(of, 0, KIND, SIZE, BLOCKS)
     # Of COUNT and MASS, the largest score with enough at or above it, then how many that equal it are kept.
