@@ -178,7 +178,7 @@ def test_scores_of_a_users_own_chooser_are_taken_as_they_are_and_shared_by_the_l
     causal=st.booleans(),
     starts=STARTS,
     dtype=st.sampled_from([torch.float16, torch.float32]),
-    head_dim=st.sampled_from([8, 40, 64, 96]),
+    head_dim=st.sampled_from([8, 40, 64, 96, 128]),
     held=st.sampled_from([1, 30_000, 1 << 28]),
     seed=st.integers(0, 99),
 )
