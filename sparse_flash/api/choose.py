@@ -6,6 +6,7 @@ import torch
 
 from ..choosers.choose import chosen_mask
 from ..masks.block_mask import BlockMask
+from ..masks.cache import traceable
 from ..masks.chooser import is_chosen
 from ..masks.pattern import Pattern
 from .arguments import autocast, check_tensors, check_types, checked_scale
@@ -44,6 +45,7 @@ def choose_blocks(
     """
     if not isinstance(spec, (Pattern, str)):
         raise TypeError(f"spec must be an expression with choosers, a Pattern or its text; got {type(spec).__name__}")
+    spec = traceable(spec) if torch.compiler.is_compiling() else spec
     if not is_chosen(spec):
         raise ValueError(
             f"spec must have a chooser, such as causal & sampled(8, floor=0.01); got {spec}; compile_mask takes patterns"

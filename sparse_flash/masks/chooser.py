@@ -16,7 +16,7 @@ from ..compat.dynamo import constant_in_graphs
 from .fields import Positive, Range, Share, settle
 from .grid import BlockGrid
 from .memory import remembered
-from .pattern import And, Or, Pattern, PerHead, parse, register_pattern, registered, shortened
+from .pattern import And, DerivedPattern, Or, Pattern, PerHead, parse, register_pattern, registered, shortened
 
 CHOOSER = TypeVar("CHOOSER", bound="Chooser")
 RULES = ("keep", "mass", "floor", "relative", "budget")
@@ -263,7 +263,7 @@ def _is_chosen(spec: Pattern | str) -> bool:
 def choices_of(spec: Pattern | str) -> tuple[HeadChoice, ...]:
     """The choice of all heads, or of each head for ``per_head``. Raises ValueError for expressions that mix patterns and choosers
     in another way than ``within & (chooser | always)``, or choosers of different blocks."""
-    pattern = parse(spec) if isinstance(spec, str) else spec
+    pattern = _expanded(parse(spec) if isinstance(spec, str) else spec)
     heads = pattern.patterns if isinstance(pattern, PerHead) else (pattern,)
     chosen = {head: _choice_of(head) for head in heads if _is_chosen(head)}
     choosers = [chooser for choice in chosen.values() for chooser in choice.choosers]
@@ -288,6 +288,15 @@ def choices_of(spec: Pattern | str) -> tuple[HeadChoice, ...]:
 def size_of(spec: Pattern | str) -> int:
     """The block size of an expression's choosers."""
     return next(chooser.block_size for choice in choices_of(spec) for chooser in choice.choosers)
+
+
+def _expanded(pattern: Pattern) -> Pattern:
+    """The expression with those that a user named, and that have choosers, written out."""
+    if isinstance(pattern, DerivedPattern) and _is_chosen(pattern):
+        return _expanded(pattern.expanded())
+    if isinstance(pattern, PerHead):
+        return PerHead(tuple(map(_expanded, pattern.patterns)))
+    return type(pattern).of(*map(_expanded, pattern.operands)) if isinstance(pattern, (And, Or)) else pattern
 
 
 def _choice_of(pattern: Pattern) -> HeadChoice:

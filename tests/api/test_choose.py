@@ -306,7 +306,15 @@ def test_choice_and_attention_compile_into_one_graph(spec):
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="PyTorch before 2.13 traces no Pattern objects")
 def test_compiled_code_takes_expressions_as_values():
     tensors, outside = inputs(), sf.parse(SPEC)
-    torch.testing.assert_close(compiled(outside)(*tensors), sf.attention(*tensors, SPEC))
+    wanted = sf.attention(*tensors, SPEC)
+    torch.testing.assert_close(compiled(outside)(*tensors), wanted)
+
+    def inside(q, k, v):
+        spec = sf.causal() & (choosers.Sampled(4, keep=2, block=64) | sf.sinks(4))
+        return sf.attention(q, k, v, sf.choose_blocks(spec, q, k)), sf.attention(q, k, v, spec)
+
+    for out in torch.compile(inside, backend="eager", fullgraph=True)(*tensors):
+        torch.testing.assert_close(out, wanted)
 
 
 def test_masks_are_chosen_within_compiled_code_from_scores_too():

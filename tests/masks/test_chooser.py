@@ -230,6 +230,29 @@ def test_expressions_of_another_form_are_refused_with_the_way_out(text, message)
             choices_of(spec)
 
 
+def test_an_expression_with_a_name_of_its_own_is_taken_apart_like_what_it_stands_for(registry):
+    @sf.register_pattern("ours")
+    @dataclass(frozen=True)
+    class Ours(sf.DerivedPattern):
+        keep: int
+
+        @property
+        def expression(self):
+            return sf.causal() & (type(POOLED)(keep=self.keep) | sf.sinks(4))
+
+    @sf.register_pattern("more")
+    @dataclass(frozen=True)
+    class More(sf.DerivedPattern):
+        expression = "sampled(4, keep=2) | local(100)"
+
+    written = "causal & (pooled(keep=3) | sinks(4))"
+    assert choices_of(Ours(3)) == choices_of("ours(3)") == choices_of(written) and size_of("ours(3)") == 128
+    documents = "documents([0, 50, 100])"
+    assert choices_of(f"ours(3) & {documents}") == choices_of(f"{written} & {documents}")
+    assert choices_of(sf.causal() & More()) == choices_of("causal & (sampled(4, keep=2) | local(100))")
+    assert choices_of("per_head([ours(3), ours(4), causal & more])")[2] == choices_of("causal & more")[0]
+
+
 def test_heads_may_compete_for_one_budget():
     assert len(choices_of("per_head([causal & pooled(budget=0.5), causal & pooled(budget=0.5)])")) == 2
 
