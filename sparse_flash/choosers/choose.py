@@ -21,6 +21,7 @@ from ..masks.memory import remembered
 from ..masks.methods import limit_of
 from ..masks.pattern import Pattern, text_of
 from ..masks.select_blocks import by_kernel
+from ..variant.definition import cleared
 from ..variant.variant import Variant
 from . import by_definition, by_kernels
 from .features import features_of
@@ -86,7 +87,7 @@ def chosen_mask(
     starts = ends = None
     if lengths is not None:
         starts, ends = lengths.kv_starts, lengths.kv_lens
-        q, k = _existing(q, lengths.q_starts, lengths.q_lens), _existing(k, starts, ends)
+        q, k = cleared(q, lengths.q_starts, lengths.q_lens), cleared(k, starts, ends)
     if not torch.compiler.is_compiling():
         return _choose(spec, q, k, scale, scores, starts, ends)
     text, within, size = _as_text(spec)
@@ -94,16 +95,6 @@ def chosen_mask(
     words = chosen_bits(q, k, text, scale, scores, starts, ends)
     maps = ((words[..., None] >> torch.arange(32, device=q.device)) & 1).flatten(3)[..., :blocks].bool()
     return BlockMask.from_blocks(maps, size, q.shape[2], k.shape[2], within=within)
-
-
-def _existing(x: torch.Tensor, starts: torch.Tensor | None, ends: torch.Tensor | None) -> torch.Tensor:
-    """x with zeros for the tokens that do not exist, whatever they hold."""
-    token = torch.arange(x.shape[2], device=x.device)
-    if starts is not None:
-        x = x.masked_fill((token < starts[:, None])[:, None, :, None], 0)
-    if ends is not None:
-        x = x.masked_fill((token >= ends[:, None])[:, None, :, None], 0)
-    return x
 
 
 @constant_in_graphs

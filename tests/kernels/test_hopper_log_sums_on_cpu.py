@@ -6,16 +6,19 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("triton")
-if torch.cuda.is_available():
-    pytest.skip("a CPU runs these; a GPU runs tests/choosers with its own kernels", allow_module_level=True)
-
-from gluon_on_cpu import gluon_on_cpu
-
 import sparse_flash as sf
 from sparse_flash.choosers import choose
-from sparse_flash.kernels.choosers import hopper_log_sums
 from sparse_flash.masks.grid import BlockGrid
+
+pytest.importorskip("triton.experimental.gluon")
+from gluon_on_cpu import gluon_on_cpu
+
+from sparse_flash.kernels.choosers import hopper_log_sums
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/choosers runs the compiled kernels on this GPU"),
+    pytest.mark.usefixtures("poison"),
+]
 
 
 def scores(chooser, q, k, causal, starts, by_kernel):
