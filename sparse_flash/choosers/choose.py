@@ -143,7 +143,7 @@ def _choose(
     choices = choices_of(spec)
     content = _content_of(choices, q, k, size_of(spec), scale, scores, starts, ends)
     maps = _by_head(_bits if _streams(q) else _maps, choices, content)
-    return of_maps(maps, content.grid, limit_of(choices[0].within, content.grid, q.device), _room(choices, content))
+    return of_maps(maps, content.grid, limit_of(choices[0].within, content.grid, q.device))
 
 
 def _content_of(
@@ -189,11 +189,6 @@ def _by_head(
             )
         made |= zip(heads, make(choice, content.of_heads(heads)).split(1, 1), strict=True)
     return torch.cat([made[head] for head in range(len(choices))], 1)
-
-
-def _room(choices: tuple[HeadChoice, ...], content: _Content) -> int | None:
-    """The most blocks that a choice keeps, as far as its rule alone tells."""
-    return None
 
 
 def limits_of(within: Pattern | None, always: Pattern | None, grid: BlockGrid, device: torch.device) -> Limits:

@@ -13,11 +13,11 @@ from .select_blocks import Listing, by_kernel, chosen, chosen_by_kernel, counted
 _MOST_KEPT_BLOCKS = 1 << 20  # of a mask that keeps every block; some 60 bytes each
 
 
-def of_maps(maps: torch.Tensor, grid: BlockGrid, within: BlockMask, room: int | None = None) -> BlockMask:
+def of_maps(maps: torch.Tensor, grid: BlockGrid, within: BlockMask) -> BlockMask:
     """The blocks of ``within``, one mask, that each map keeps.
 
     maps: (batch, heads, q_blocks, kv_blocks) bool; where kernels run also (batch, heads, q_blocks, ceil(kv_blocks / 32)) int32 of
-    bits. room: the most blocks that all of them keep; None: all that ``within`` keeps, for each.
+    bits. The table has room for all that ``within`` keeps, for each map.
     """
     if not torch.compiler.is_compiling() and in_differentiating_transform():
         raise NotImplementedError(
@@ -26,7 +26,6 @@ def of_maps(maps: torch.Tensor, grid: BlockGrid, within: BlockMask, room: int | 
         )
     batch, heads = maps.shape[:2]
     streams, most = by_kernel(maps), batch * heads * len(within.by_query.col_idx)
-    most = most if room is None else min(room, most)
     # Without kernels, both tables are counted together, and with padding.
     if max(most, batch * heads * (max(grid.shape) + 1)) >= (2**31 if streams else 2**30 - 2**26):
         raise ValueError(

@@ -111,6 +111,7 @@ def _summed(products, factor, PER_BLOCK: gl.constexpr):
     """(64, blocks) log-sums in base 2."""
     of_blocks = products.reshape([HALF, products.shape[1] // PER_BLOCK, PER_BLOCK])
     most = gl.max(of_blocks, 2) * factor
+    most = gl.where(most < _UNSEEN, 0.0, most)  # see ``log_sums._by_block``
     return most + gl.log2(gl.sum(gl.exp2(of_blocks * factor - most.expand_dims(2)), 2))
 
 
@@ -259,8 +260,8 @@ def hopper_log_sums_kernel(
 
 
 def supports(rows: torch.Tensor, per_kv_block: int) -> bool:
-    """Whether the kernel takes such rows. At head_dim 64 its results were wrong on an H200, for a reason that is not known yet."""
-    return rows.dtype in (torch.float16, torch.bfloat16) and rows.shape[3] == 128 and per_kv_block >= 4
+    """Whether the kernel takes such rows."""
+    return rows.dtype in (torch.float16, torch.bfloat16) and rows.shape[3] in (64, 128) and per_kv_block >= 4
 
 
 def log_sums(rows, columns, until, starts, sums, totals, span, factor, per_q_block, per_kv_block, first, count) -> None:

@@ -40,6 +40,8 @@ def _by_block(products, factor, TILE_M: tl.constexpr, BLOCKS: tl.constexpr, PER_
     else:
         of_blocks = tl.reshape(products, (TILE_M, BLOCKS, PER_BLOCK))
         most = tl.max(of_blocks, 2) * factor
+        # Fused, _LEAST * factor - most is not 0 but the rounding of the product, a large number of either sign.
+        most = tl.where(most < _UNSEEN, 0.0, most)
         sums = most + tl.math.log2(tl.sum(tl.math.exp2(of_blocks * factor - most[:, :, None]), 2))
     return sums
 
