@@ -69,8 +69,8 @@ def log_sums_kernel(
     rows, cols, until, starts, sums, totals,
     heads, group, first_row, row_end, rows_tokens, cols_tokens, blocks, factor,
     head_dim, q_batch, q_head, q_token, k_batch, k_head, k_token,
-    SPAN: tl.constexpr, PER_ROW: tl.constexpr, PER_BLOCK: tl.constexpr, STARTS: tl.constexpr, TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr, DIM: tl.constexpr, PRECISION: tl.constexpr,
+    SPAN: tl.constexpr, PER_ROW: tl.constexpr, PER_BLOCK: tl.constexpr, STARTS: tl.constexpr, DIM: tl.constexpr,
+    PRECISION: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """A program has TILE_M rows of one head.
 
