@@ -32,6 +32,8 @@ MASKS = {
     "heads": sf.BlockMask.per_head(["causal", "causal & local(9)"] * 2, q_len=150),
     "pattern of each head": sf.per_head(["causal"] * 3 + ["causal & local(9)"]),
     "pattern of each head in a derived one": HeadsDerived(),
+    "chooser": "causal & (sampled(4, keep=1, block=64) | sinks(4))",
+    "choosers of heads": sf.per_head([f"causal & pooled(keep={n}, block=64)" for n in (1, 2, 1)] + ["causal & local(9)"]),
     "block map": sf.BlockMask.from_blocks(torch.rand(2, 4, 5, 5, generator=torch.Generator().manual_seed(0)) < 0.5, 32, 150, 150),
 }
 
@@ -79,7 +81,7 @@ TERMS["own function"]["score_params"] = (torch.tensor([1.5]),)
 TERMS["all"] = {name: value for variant in TERMS.values() for name, value in variant.items()}
 
 
-@pytest.mark.parametrize("mask", ["text", "heads"])
+@pytest.mark.parametrize("mask", ["text", "heads", "chooser"])
 @pytest.mark.parametrize("name", TERMS)
 def test_terms_are_computed_again_as_well(name, mask):
     def run(*qkv):
