@@ -181,6 +181,18 @@ def test_every_so_many_calls_of_a_module_are_looked_at_until_it_is_removed():
     assert checked.calls == 7 and not observers.observers
 
 
+def test_a_layer_with_a_chooser_is_checked_over_the_blocks_that_it_chose(monkeypatch):
+    layer = sf.SparseAttention(32, 4, MASKS["chooser"])
+    x = torch.randn(1, 200, 32)
+    checked = sf.check(layer, every=1, rows=16)
+    layer(x).sum().backward()
+    assert len(checked.reports) == 2
+    other = sf.compile_mask("causal", 200, block_size=64)
+    monkeypatch.setattr(arguments.BlockMask, "kernel_table", lambda *args: other)  # which keeps more
+    with pytest.raises(sf.CheckError, match=r"\bout \d\.\d+"):
+        layer(x)
+
+
 def test_a_module_that_is_checked_is_saved_and_copied_and_its_copies_are_not_checked():
     layer, x = sf.SparseAttention(32, 4, "causal & local(20)"), torch.randn(1, 60, 32)
     checked = sf.check(layer, every=1)
