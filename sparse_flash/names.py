@@ -8,6 +8,7 @@ from .api.layer import KeyValueCache, SparseAttention
 from .api.means import BlockMeans
 from .api.topk import topk_blocks
 from .api.varlen import attention_varlen
+from .choosers.report import ChoiceReport
 from .integrations import masks_of
 from .masks.block_mask import BlockMask
 from .masks.chooser import Chooser, list_choosers, register_chooser
@@ -31,6 +32,7 @@ __all__ = [
     "BlockMeans",
     "BlockSelection",
     "CheckError",
+    "ChoiceReport",
     "Chooser",
     "DerivedPattern",
     "DistancePattern",

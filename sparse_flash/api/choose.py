@@ -2,14 +2,43 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 
 from ..choosers.choose import chosen_mask
+from ..choosers.report import ChoiceReport, report_of
 from ..masks.block_mask import BlockMask
 from ..masks.cache import traceable
 from ..masks.chooser import is_chosen
 from ..masks.pattern import Pattern
 from .arguments import autocast, check_tensors, check_types, checked_scale
+
+
+@overload
+def choose_blocks(
+    spec: Pattern | str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    scale: float | None = None,
+    scores: torch.Tensor | None = None,
+    report: Literal[False] = False,
+    v: None = None,
+) -> BlockMask: ...
+
+
+@overload
+def choose_blocks(
+    spec: Pattern | str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    scale: float | None = None,
+    scores: torch.Tensor | None = None,
+    report: Literal[True],
+    v: torch.Tensor | None = None,
+) -> tuple[BlockMask, ChoiceReport]: ...
 
 
 def choose_blocks(
@@ -19,7 +48,9 @@ def choose_blocks(
     *,
     scale: float | None = None,
     scores: torch.Tensor | None = None,
-) -> BlockMask:
+    report: bool = False,
+    v: torch.Tensor | None = None,
+) -> BlockMask | tuple[BlockMask, ChoiceReport]:
     """The mask that an expression with choosers keeps for these queries and keys, head by head.
 
         mask = sf.choose_blocks("causal & (sampled(8, floor=0.01) | sinks(64) | local(256))", q, k)
@@ -33,13 +64,20 @@ def choose_blocks(
     keys, the last query is aligned with the last key.
     scale: of the logits; 1 / sqrt(head_dim) by default.
     scores: for the chooser ``scored``, (batch, heads, q_blocks, kv_blocks), floating-point.
+    report: return (mask, ``ChoiceReport``), which says what the choice loses here against attention under ``within``:
+
+        mask, report = sf.choose_blocks(spec, q, k, v=v, report=True)
+        print(report)  # density, recall and error: the mean over heads, and the worst head
+
+    v: for the report's error, (batch, kv_heads, kv_len, v_head_dim).
 
     Scores are softmax weights over the keys up to each query if ``within`` says causal, and over all keys otherwise. Under causal,
     no key and no query after a block of queries changes what the block keeps, except for ``last_queries``.
 
     Returns a BlockMask of (batch, heads) on q's device, in blocks of the choosers' ``block``. The choice is not differentiated;
     attention under it is. No host synchronization. On a GPU, scores stream through kernels: memory does not grow with queries x
-    keys, but for a bit a block and head. Patterns must have been compiled for these lengths before a CUDA graph is captured.
+    keys, but for a bit a block and head. Patterns must have been compiled for these lengths before a CUDA graph is captured. A
+    report multiplies 251 queries with all keys. It evaluates ``within`` on the host, so it is made outside of graphs.
 
     Raises ValueError for expressions and arguments that do not fit together, TypeError for wrong types.
     """
@@ -50,10 +88,16 @@ def choose_blocks(
         raise ValueError(
             f"spec must have a chooser, such as causal & sampled(8, floor=0.01); got {spec}; compile_mask takes patterns"
         )
-    check_types(q, k, k)
-    q, k, _ = autocast(q, k, k)
+    if v is not None and not report:
+        raise ValueError("v is for the report, which was not asked for; pass report=True, or leave v out")
+    check_types(q, k, k if v is None else v)
+    q, k, value = autocast(q, k, k if v is None else v)
+    if report and q.shape[:1] == (0,):
+        raise ValueError("q must have a sequence to report on; got a batch of 0; leave report out")
     if q.shape[:1] == k.shape[:1] == (0,):  # no sequence: a mask of batch 1 fits that, and tables hold one at least
         q, k = (x.new_zeros(1, *x.shape[1:]) for x in (q, k))
         scores = None if scores is None else scores.new_zeros(1, *scores.shape[1:])
-    check_tensors(q, k, k)
-    return chosen_mask(spec, q, k, checked_scale(scale, q.shape[3]), scores)
+    check_tensors(q, k, value if report else k)
+    scale = checked_scale(scale, q.shape[3])
+    mask = chosen_mask(spec, q, k, scale, scores)
+    return (mask, report_of(spec, mask, q, k, None if v is None else value, scale)) if report else mask

@@ -155,7 +155,8 @@ def check(target: Callable, *, every: int = 100, rows: int = 4, bound: float | N
     allowed; None uses 0.05 for bfloat16, 0.01 for float16, 0.001 for float32. seed: of the sample.
 
     Sampled queries give out, lse and dq; sampled keys give dk and dv, from lse. A pattern itself says which pairs it keeps, so this
-    also checks its table; a BlockMask has only its table, a BlockSelection its picks. Errors are logged (logger
+    also checks its table; a BlockMask has only its table, a BlockSelection its picks. For an expression with choosers, attention
+    over the blocks that it chose is checked; ``choose_blocks(report=True)`` says what the choice loses. Errors are logged (logger
     "sparse_flash.check", level INFO) and kept in ``reports``. Raises CheckError beyond the bound: from the call for results, from
     ``backward()`` for gradients.
 

@@ -32,6 +32,8 @@ MASKS = {
     "heads": sf.BlockMask.per_head(["causal", "causal & local(9)"] * 2, q_len=150),
     "pattern of each head": sf.per_head(["causal"] * 3 + ["causal & local(9)"]),
     "pattern of each head in a derived one": HeadsDerived(),
+    "chooser": "causal & (sampled(4, keep=1, block=64) | sinks(4))",
+    "choosers of heads": sf.per_head([f"causal & pooled(keep={n}, block=64)" for n in (1, 2, 1)] + ["causal & local(9)"]),
     "block map": sf.BlockMask.from_blocks(torch.rand(2, 4, 5, 5, generator=torch.Generator().manual_seed(0)) < 0.5, 32, 150, 150),
 }
 
@@ -79,7 +81,7 @@ TERMS["own function"]["score_params"] = (torch.tensor([1.5]),)
 TERMS["all"] = {name: value for variant in TERMS.values() for name, value in variant.items()}
 
 
-@pytest.mark.parametrize("mask", ["text", "heads"])
+@pytest.mark.parametrize("mask", ["text", "heads", "chooser"])
 @pytest.mark.parametrize("name", TERMS)
 def test_terms_are_computed_again_as_well(name, mask):
     def run(*qkv):
@@ -177,6 +179,18 @@ def test_every_so_many_calls_of_a_module_are_looked_at_until_it_is_removed():
     checked.remove()
     layer(x)
     assert checked.calls == 7 and not observers.observers
+
+
+def test_a_layer_with_a_chooser_is_checked_over_the_blocks_that_it_chose(monkeypatch):
+    layer = sf.SparseAttention(32, 4, MASKS["chooser"])
+    x = torch.randn(1, 200, 32)
+    checked = sf.check(layer, every=1, rows=16)
+    layer(x).sum().backward()
+    assert len(checked.reports) == 2
+    other = sf.compile_mask("causal", 200, block_size=64)
+    monkeypatch.setattr(arguments.BlockMask, "kernel_table", lambda *args: other)  # which keeps more
+    with pytest.raises(sf.CheckError, match=r"\bout \d\.\d+"):
+        layer(x)
 
 
 def test_a_module_that_is_checked_is_saved_and_copied_and_its_copies_are_not_checked():

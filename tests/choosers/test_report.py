@@ -1,0 +1,198 @@
+"""A report says what a choice loses: its density, recall and error are what dense attention in float64 says."""
+
+import math
+from unittest import mock
+
+import chosen
+import numpy as np
+import pytest
+import strategies
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import DEVICE
+
+import sparse_flash as sf
+from sparse_flash.choosers import report as reports
+from sparse_flash.masks.chooser import choices_of
+
+LENGTHS = st.tuples(st.integers(1, 300), st.integers(1, 300)) | st.integers(1, 600).map(lambda n: (n, n))
+SPEC = "causal & (sampled(4, keep=1, block=64) | sinks(4))"
+
+
+def inputs(q_len=300, kv_len=300, *, batch=2, heads=4, kv_heads=2, v_dim=8, dtype=torch.float32, seed=0):
+    q, k = chosen.tensors(q_len, kv_len, batch=batch, heads=heads, kv_heads=kv_heads, dtype=dtype, seed=seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    return q, k, torch.randn(batch, kv_heads, kv_len, v_dim, generator=generator).to(DEVICE, dtype)
+
+
+def within_of(spec, q_len, kv_len):
+    within = choices_of(spec)[0].within
+    return np.ones((q_len, kv_len), bool) if within is None else strategies.dense(within, q_len, kv_len)
+
+
+def weights_under(kept, logits):
+    """(exp of the logits of kept pairs, less the largest of the row, 0 elsewhere)."""
+    return np.where(kept, np.exp(logits - logits.max(-1, keepdims=True)), 0)
+
+
+def definition(spec, mask, q, k, v, scale=None):
+    """(density, recall, error), (batch, heads) float64 each, from the whole matrix."""
+    (batch, heads, q_len, dim), kv_len, size = q.shape, k.shape[2], mask.block_size
+    q, k, v = (x.double().cpu().numpy() for x in (q, k, v))
+    k, v = (x.repeat(heads // x.shape[1], 1) for x in (k, v))
+    within = within_of(spec, q_len, kv_len)
+    kept = mask.to_dense().cpu().expand(batch, heads, -1, -1).numpy()
+    rows, columns = chosen.groups_of(q_len, size), chosen.groups_of(kv_len, size)
+    visited = sum(kept[:, :, r, c].any((2, 3)) for r in rows for c in columns)
+    density = visited / max(1, sum(within[r, c].any() for r in rows for c in columns))
+    count = min(q_len, 251)
+    picks = [int((n + 0.5) * q_len / count) for n in range(count)]
+    logits = (q @ k.swapaxes(2, 3) * (dim**-0.5 if scale is None else scale))[:, :, picks]
+    dense, kept = weights_under(within[picks], logits), weights_under(kept[:, :, picks], logits)
+    with np.errstate(invalid="ignore"):
+        recall = np.where(dense.sum(-1) > 0, kept.sum(-1) / dense.sum(-1), 1).mean(-1)
+        outs = [np.nan_to_num(w / w.sum(-1, keepdims=True)) @ v for w in (dense, kept)]
+    size = np.linalg.norm(outs[0], axis=(2, 3))
+    return density, recall, np.linalg.norm(outs[1] - outs[0], axis=(2, 3)) / np.maximum(size, 1e-300)
+
+
+@settings(max_examples=60)
+@given(
+    chooser=chosen.drawn(chosen.SCORING),
+    within=st.none() | st.just(sf.causal()) | strategies.expressions,
+    always=st.none() | strategies.expressions,
+    lengths=LENGTHS,
+    heads=st.sampled_from([(1, 1), (4, 2), (3, 1)]),
+    scale=st.sampled_from([None, 0.2, 1.0]),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+    held=st.sampled_from([1, 1 << 17, 1 << 24]),
+    seed=st.integers(0, 99),
+)
+def test_a_report_is_what_dense_attention_says(chooser, within, always, lengths, heads, scale, dtype, held, seed):
+    spec = chooser if always is None else chooser | always
+    spec = spec if within is None else within & spec
+    q, k, v = inputs(*lengths, heads=heads[0], kv_heads=heads[1], v_dim=12, dtype=dtype, seed=seed)
+    with mock.patch.object(reports, "_HELD", held):
+        mask, report = sf.choose_blocks(spec, q, k, v=v, scale=scale, report=True)
+    assert mask.equal(sf.choose_blocks(spec, q, k, scale=scale))
+    near = {"rtol": 1e-9, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 2e-5}
+    for found, wanted in zip((report.density, report.recall, report.error), definition(spec, mask, q, k, v, scale), strict=True):
+        assert found.dtype == torch.promote_types(dtype, torch.float32) and found.device == q.device
+        np.testing.assert_allclose(found.cpu(), wanted, **near)
+
+
+@pytest.mark.parametrize("spec", ["causal & pooled(keep=1.0, block=64)", "sampled(8, mass=1.0, block=64)"])
+def test_a_choice_of_everything_loses_nothing(spec):
+    q, k, v = inputs()
+    _, report = sf.choose_blocks(spec, q, k, v=v, report=True)
+    ones = torch.ones(2, 4, device=DEVICE)
+    torch.testing.assert_close(report.density, ones)
+    torch.testing.assert_close(report.recall, ones)
+    assert report.error.max() < 1e-6
+
+
+def test_the_error_is_that_of_attention_itself_where_all_queries_are_sampled():
+    q, k, v = inputs(200, 250)
+    mask, report = sf.choose_blocks(SPEC, q, k, v=v, report=True)
+    out, dense = sf.attention(q, k, v, mask), sf.attention(q, k, v, "causal")
+    torch.testing.assert_close(report.error, (out - dense).norm(dim=(2, 3)) / dense.norm(dim=(2, 3)), rtol=1e-4, atol=1e-5)
+
+
+def test_mass_far_below_the_largest_weight_is_not_lost():
+    q, k, v = inputs(64, 256, batch=1, heads=1, kv_heads=1)
+    q, k = torch.ones_like(q), torch.zeros_like(k)
+    k[:, :, :64] = 40  # logits of 113: the kept keys have e ** -113 of the mass
+    mask, report = sf.choose_blocks("scored(keep=1, block=64)", q, k, scores=q.new_zeros(1, 1, 1, 4), v=v, report=True)
+    kept = mask.to_dense()
+    assert kept[:, 192:].all() and not kept[:, :192].any()
+    dense, own = v[:, :, :64].mean(2), v[:, :, 192:].mean(2)
+    torch.testing.assert_close(report.error, (own - dense).norm(dim=2) / dense.norm(dim=2))
+    assert report.recall < 1e-30
+
+
+@pytest.mark.parametrize("q_len", [1, 250, 251, 252, 32768])
+def test_sampled_queries_are_all_or_evenly_spaced_and_differ_in_their_blocks(q_len):
+    found = reports.sampled_queries(q_len)
+    assert len(found) == min(q_len, 251) and found[0] >= 0 and found[-1] < q_len
+    assert q_len == 1 or np.ptp(np.diff(found)) <= 1
+    if q_len > 1000:
+        assert len(set(found // 128)) > 240 and len(set(found % 128)) > 100
+
+
+def test_the_text_names_the_mean_and_the_worst_head():
+    numbers = torch.tensor([[0.25, 0.5, 0.1, 0.2], [0.3, 0.25, 0.2, 0.2]])
+    text = str(sf.ChoiceReport(numbers, 1 - numbers, numbers / 10))
+    assert text.splitlines() == [
+        "         mean    worst head",
+        "density  0.2500  0.5000 (batch 0, head 1)",
+        "recall   0.7500  0.5000 (batch 0, head 1)",
+        "error    0.0250  0.0500 (batch 0, head 1)",
+    ]
+    assert "error" not in str(sf.ChoiceReport(numbers, numbers, None))
+
+
+def test_without_values_there_is_no_error():
+    q, k, v = inputs()
+    report = sf.choose_blocks(SPEC, q, k, report=True)[1]
+    with_error = sf.choose_blocks(SPEC, q, k, v=v, report=True)[1]
+    assert report.error is None and torch.equal(report.recall, with_error.recall)
+    assert not with_error.error.requires_grad
+
+
+def test_under_autocast_the_report_is_of_the_tensors_as_attention_casts_them():
+    q, k, v = inputs()
+    with torch.autocast(DEVICE, torch.bfloat16):
+        _, report = sf.choose_blocks(SPEC, q, k, v=v, report=True)
+    _, wanted = sf.choose_blocks(SPEC, *(x.bfloat16() for x in (q, k)), v=v.bfloat16(), report=True)
+    assert torch.equal(report.recall, wanted.recall) and torch.equal(report.error, wanted.error)
+
+
+def test_compiled_code_leaves_a_report_to_python():
+    q, k, v = inputs()
+
+    def call(q, k, v):
+        return sf.choose_blocks(SPEC, q * 1, k, v=v, report=True)[1]
+
+    torch._dynamo.reset()
+    found, wanted = torch.compile(call, backend="eager")(q, k, v), call(q, k, v)
+    assert torch.equal(found.recall, wanted.recall) and torch.equal(found.error, wanted.error)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="report_of works on the host and cannot be part of a graph"):
+        torch.compile(call, backend="eager", fullgraph=True)(q, k, v)
+
+
+def test_no_tensor_of_all_queries_and_keys_is_made():
+    seen = []
+    q, k, v = inputs(2048, 2048, batch=1, heads=2, kv_heads=1)
+    with_keys = reports._Attended.with_keys
+    with (
+        mock.patch.object(reports, "_HELD", 2 * 251 * 256),
+        mock.patch.object(reports._Attended, "with_keys", lambda self, x, y: seen.append(x.shape) or with_keys(self, x, y)),
+    ):
+        sf.choose_blocks("causal & pooled(keep=2)", q, k, v=v, report=True)
+    assert seen == [(1, 2, 251, 256)] * 16
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"v": torch.zeros(2, 2, 300, 8, device=DEVICE)}, "v is for the report, .*; pass report=True"),
+        ({"v": torch.zeros(2, 2, 299, 8, device=DEVICE), "report": True}, "k and v must agree in batch, heads and tokens"),
+        ({"v": torch.zeros(2, 4, 300, 8, device=DEVICE), "report": True}, "k and v must agree"),
+    ],
+)
+def test_values_that_do_not_fit_are_refused(options, message):
+    q, k, _ = inputs()
+    with pytest.raises(ValueError, match=message):
+        sf.choose_blocks(SPEC, q, k, **options)
+    with pytest.raises(ValueError, match="q must have a sequence to report on; got a batch of 0"):
+        sf.choose_blocks(SPEC, q[:0], k[:0], report=True)
+    with pytest.raises(TypeError, match="v must be a tensor"):
+        sf.choose_blocks(SPEC, q, k, v=[1.0], report=True)
+
+
+def test_queries_without_keys_lose_nothing():
+    q, k, v = inputs(300, 100)  # causal: the first 200 queries see no key
+    _, report = sf.choose_blocks("causal & pooled(keep=1, block=64)", q, k, v=v, report=True)
+    assert (report.recall > 2 / 3 - 0.01).all() and report.error.isfinite().all() and not math.isnan(report.density.sum())
