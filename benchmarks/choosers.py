@@ -1,4 +1,4 @@
-"""What it costs to choose blocks, beside the attention that follows, and both beside dense attention.
+"""The cost of choosing blocks beside the attention that follows, and of both beside dense attention.
 
     python -m sparse_flash.benchmarks.choosers --out runs/choosers
     python -m sparse_flash.benchmarks.choosers --drawn --tokens 65536 --block 128 --parts
@@ -42,9 +42,10 @@ from .measure.accuracy import eagerly, is_right, sampled_errors
 from .measure.noise import MARK, doubts
 from .measure.throughput import DTYPES, failure_text, timed_ms
 from .results import environment
-from .workload.cases import OURS
+from .workload.cases import OURS, Case, Shape
+from .workload.masks import CAUSAL
 from .workload.planted import planted
-from .workload.problem import Problem
+from .workload.problem import Problem, problem_of
 from .workload.suites import DENSE_PEERS
 
 TOKENS = (32_768, 65_536, 131_072)
@@ -56,7 +57,6 @@ CHECKED = 4_000  # tokens; the last block is not whole
 MOST_DIFFERING = 0.01  # bf16 rounds scores, and blocks whose scores are nearly the same change places
 _PARTS, _PROFILED = 10, 3  # kernels shown, and calls that they are the mean of
 _CPU_SECONDS = 0.3
-Leaves = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,7 @@ class ChooserCase:
 
     chooser: str
     block: int
-    tokens: int
-    heads: int
-    kv_heads: int
-    head_dim: int
+    shape: Shape
     drawn: bool
 
     @property
@@ -79,33 +76,26 @@ class ChooserCase:
         return f"causal & ({replace(chooser, block=self.block)} | sinks(64))"
 
     @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        return self.tokens, self.heads, self.kv_heads, self.head_dim
-
-    @property
     def name(self) -> str:
-        return f"{self.chooser}, blocks of {self.block}, {self.tokens:,} tokens, D{self.head_dim}"
+        return f"{self.chooser}, blocks of {self.block}, {self.shape}"
 
     @property
     def causal_blocks(self) -> int:
-        """Of each head."""
-        rows = -(-self.tokens // self.block)
+        """How many blocks causal attention of a head visits."""
+        rows = -(-self.shape.tokens // self.block)
         return rows * (rows + 1) // 2
 
-    def inputs(self, device: torch.device, dtype: torch.dtype) -> Leaves:
-        if self.drawn:
-            return planted(*self.sizes, device, dtype)
-        generator = torch.Generator(device).manual_seed(0)
-        q, k, v = (
-            torch.randn(1, heads, self.tokens, self.head_dim, generator=generator, device=device, dtype=dtype)
-            for heads in (self.heads, self.kv_heads, self.kv_heads)
-        )
-        return q, k, v
+    def dense(self, device: torch.device, dtype: torch.dtype) -> Problem:
+        """Dense causal attention for the case's inputs."""
+        problem = problem_of(Case(self.shape, CAUSAL, OURS), device, dtype, gradients=False)
+        if not self.drawn:
+            return problem
+        q, k = planted(self.shape, device, dtype)
+        return replace(problem, q=q, k=k)
 
 
-def dense_calls(leaves: Leaves, device: torch.device) -> dict[str, dict]:
-    """{peer: {"forward_ms", "forward_ms_spread", "errors", "correct"}, or why there are no figures} of causal attention."""
-    problem = Problem((sf.parse("causal"),), sf.compile_mask("causal", leaves[0].shape[2], device=device), *leaves)
+def dense_calls(problem: Problem, device: torch.device) -> dict[str, dict]:
+    """{peer: {"forward_ms", "forward_ms_spread", "errors", "correct"}, or why there are no figures}; each peer's forward pass."""
     found: dict[str, dict] = {}
     for name in (OURS, *DENSE_PEERS[device.type], *(("fa3", "fa4") if device.type == "cuda" else ())):
         try:
@@ -127,23 +117,23 @@ def _dense(problem: Problem, rival: Peer, device: torch.device) -> dict:
 
 
 def fastest(dense: dict[str, dict]) -> tuple[str, float] | None:
-    """The peer and its milliseconds, of those whose result is right."""
+    """The fastest peer whose result is right, and its milliseconds; None if there is none."""
     right = [(result["forward_ms"], name) for name, result in dense.items() if result.get("correct")]
     return min(right)[::-1] if right else None
 
 
 @cache
 def differing(case: ChooserCase, device: torch.device, dtype: torch.dtype) -> float:
-    """The share of causal blocks in which the choice differs from that on a CPU, which is the definition's."""
-    q, k, _ = case.inputs(device, dtype)
+    """The share of causal blocks in which the choice on the device differs from the definition's, which a CPU makes."""
+    q, k, _ = case.dense(device, dtype).leaves
     ours, exact = (sf.choose_blocks(case.spec, *both).kept_blocks().cpu() for both in ((q, k), (q.cpu(), k.cpu())))
-    return int((ours != exact).sum()) / (case.heads * case.causal_blocks)
+    return int((ours != exact).sum()) / (case.shape.heads * case.causal_blocks)
 
 
 def densities(case: ChooserCase, mask: BlockMask) -> np.ndarray:
     """(heads,) the share of causal blocks that each head keeps."""
     visited = np.diff(mask.mask_bounds(), prepend=0)[mask.mask_index.cpu().numpy()[0]]
-    return np.broadcast_to(visited / case.causal_blocks, case.heads)
+    return np.broadcast_to(visited / case.causal_blocks, case.shape.heads)
 
 
 def parts(spec: str, q: torch.Tensor, k: torch.Tensor) -> list[dict]:
@@ -161,9 +151,9 @@ def parts(spec: str, q: torch.Tensor, k: torch.Tensor) -> list[dict]:
     ]
 
 
-def measured(case: ChooserCase, leaves: Leaves, device: torch.device, with_parts: bool) -> dict:
-    """{"choose_ms", "attend_ms", "both_ms", "density", "density_of_heads", "parts"}"""
-    q, k, v = leaves
+def measured(case: ChooserCase, problem: Problem, device: torch.device, with_parts: bool) -> dict:
+    """{"choose_ms", "attend_ms", "both_ms", each with its spread; "density", "density_of_heads", and "parts" if asked}"""
+    q, k, v = problem.leaves
     spec = sf.parse(case.spec)
     mask = sf.choose_blocks(spec, q, k)
     calls = {
@@ -179,17 +169,17 @@ def measured(case: ChooserCase, leaves: Leaves, device: torch.device, with_parts
     return found | ({"parts": parts(case.spec, q, k)} if with_parts else {})
 
 
-def run(case: ChooserCase, leaves: Leaves, dense: dict[str, dict], device: torch.device, with_parts: bool = False) -> dict:
+def run(case: ChooserCase, problem: Problem, dense: dict[str, dict], device: torch.device, with_parts: bool = False) -> dict:
     """A case as plain data: {"case", "spec", "checked_tokens", "differing", "dense", "speedup"} and what ``measured`` returns, or
-    {"failed": why}. leaves: its inputs. dense: of ``dense_calls`` for them."""
-    short = replace(case, tokens=min(case.tokens, CHECKED))
-    found: dict = {"case": asdict(case), "spec": case.spec, "dense": dense, "checked_tokens": short.tokens}
+    {"failed": why}. problem: of ``case.dense``. dense: of ``dense_calls`` for it."""
+    short = replace(case, shape=replace(case.shape, tokens=min(case.shape.tokens, CHECKED)))
+    found: dict = {"case": asdict(case), "spec": case.spec, "dense": dense, "checked_tokens": short.shape.tokens}
     try:
         with torch.no_grad():
-            share = found["differing"] = differing(short, device, leaves[0].dtype)
+            share = found["differing"] = differing(short, device, problem.q.dtype)
             if share > MOST_DIFFERING:
                 return found | {"failed": f"{share:.2%} of blocks differ from the definition's, at most {MOST_DIFFERING:.0%} may"}
-            found |= measured(case, leaves, device, with_parts)
+            found |= measured(case, problem, device, with_parts)
     except Exception as error:  # a case that fails is a result
         return found | {"failed": failure_text(error)}
     best = fastest(dense)
@@ -226,8 +216,9 @@ def main(arguments: list[str] | None = None) -> int:
     if options.parts and options.device == "cpu":
         parser.error("--parts records the kernels of GPUs; leave it out on a CPU")
     until, device, dtype = time.monotonic() + options.limit, torch.empty(0, device=options.device).device, DTYPES[options.device]
+    heads, kv_heads = options.heads
     cases = [
-        ChooserCase(chooser, block, tokens, *options.heads, head_dim, options.drawn)
+        ChooserCase(chooser, block, Shape(1, heads, tokens, head_dim, kv_heads), options.drawn)
         for head_dim, tokens, block, chooser in product(options.head_dim, options.tokens, options.block, options.spec or CHOOSERS)
     ]
     try:
@@ -239,17 +230,16 @@ def main(arguments: list[str] | None = None) -> int:
     headings = ("choose", "attend", "both", "choose / attend", "density (of heads)", "dense", "speed-up", "differing")
     table = Table("case", *headings, title="ms, forward" + ", planted inputs" * options.drawn)
     options.out.mkdir(parents=True, exist_ok=True)
-    leaves: Leaves | None = None
+    problem: Problem | None = None
     dense: dict[str, dict] = {}
     for number, case in enumerate(cases):
         if time.monotonic() > until:
             print(f"the time was up: {len(cases) - number} cases were not begun", flush=True)
             break
-        if leaves is None or case.sizes != cases[number - 1].sizes:
-            leaves = None  # before the next are made
-            leaves = case.inputs(device, dtype)
-            dense = dense_calls(leaves, device)
-        found = run(case, leaves, dense, device, options.parts)
+        if problem is None or case.shape != cases[number - 1].shape:
+            problem = case.dense(device, dtype)
+            dense = dense_calls(problem, device)
+        found = run(case, problem, dense, device, options.parts)
         data["cases"].append(found)
         (options.out / "choosers.json").write_text(json.dumps(data, indent=1) + "\n")
         table.add_row(case.name, *cells(found))
