@@ -1,0 +1,256 @@
+"""The cost of choosing blocks beside the attention that follows, and of both beside dense attention.
+
+    python -m sparse_flash.benchmarks.choosers --out runs/choosers
+    python -m sparse_flash.benchmarks.choosers --drawn --tokens 65536 --block 128 --parts
+    python -m sparse_flash.benchmarks.choosers --spec "sampled(8, floor=0.02)" --spec "antidiagonal(16, mass=0.9)"
+
+Each chooser is measured as ``causal & (CHOOSER | sinks(64))``, forward. ``choose_ms`` is ``choose_blocks``, ``attend_ms`` attention
+under its mask, ``both_ms`` attention under the expression. The speed-up is that of both over the fastest dense causal call whose
+result is right. Density is the share of causal blocks that are kept; tables add the lowest and the highest of a head. Inputs are
+random, or planted (``--drawn``): see ``workload.planted``.
+
+A case is first checked at a short length: a CPU chooses by the definition for the same inputs, and blocks that differ are counted.
+If their share of causal blocks is over 1 %, the case is not timed, and the command exits with 1. Writes choosers.json after each
+case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+import sparse_flash as sf
+from sparse_flash.masks.block_mask import BlockMask
+from sparse_flash.masks.chooser import Chooser
+
+from .baselines.base import Peer
+from .baselines.registry import peer
+from .measure.accuracy import eagerly, is_right, sampled_errors
+from .measure.noise import MARK, doubts
+from .measure.throughput import DTYPES, failure_text, timed_ms
+from .results import environment
+from .workload.cases import OURS, Case, Shape
+from .workload.masks import CAUSAL
+from .workload.planted import planted
+from .workload.problem import Problem, problem_of
+from .workload.suites import DENSE_PEERS
+
+TOKENS = (32_768, 65_536, 131_072)
+BLOCKS = (128, 64)
+HEAD_DIMS = (128, 64)
+BY_SCORE = ("sampled(8, keep=0.15)", "antidiagonal(8, keep=0.15)", "antidiagonal(16, keep=0.15)", "pooled(keep=0.15)")
+CHOOSERS = (*BY_SCORE, "sampled(8, budget=0.15)", "sampled(8, floor=0.01)", "sampled(8, mass=0.2)")
+CHECKED = 4_000  # tokens; the last block is not whole
+MOST_DIFFERING = 0.01  # bf16 rounds scores, and blocks whose scores are nearly the same change places
+_PARTS, _PROFILED = 10, 3  # kernels shown, and calls that they are the mean of
+_CPU_SECONDS = 0.3
+
+
+@dataclass(frozen=True)
+class ChooserCase:
+    """chooser: its spec text, to which block is added. drawn: whether inputs are planted."""
+
+    chooser: str
+    block: int
+    shape: Shape
+    drawn: bool
+
+    @property
+    def spec(self) -> str:
+        chooser = sf.parse(self.chooser)
+        if not isinstance(chooser, Chooser):
+            raise ValueError(f"--spec must be one chooser, such as {CHOOSERS[0]!r}; got {self.chooser!r}")
+        return f"causal & ({replace(chooser, block=self.block)} | sinks(64))"
+
+    @property
+    def name(self) -> str:
+        return f"{self.chooser}, blocks of {self.block}, {self.shape}"
+
+    @property
+    def causal_blocks(self) -> int:
+        """How many blocks causal attention of a head visits."""
+        rows = -(-self.shape.tokens // self.block)
+        return rows * (rows + 1) // 2
+
+    def dense(self, device: torch.device, dtype: torch.dtype) -> Problem:
+        """Dense causal attention for the case's inputs."""
+        problem = problem_of(Case(self.shape, CAUSAL, OURS), device, dtype, gradients=False)
+        if not self.drawn:
+            return problem
+        q, k = planted(self.shape, device, dtype)
+        return replace(problem, q=q, k=k)
+
+
+def dense_calls(problem: Problem, device: torch.device) -> dict[str, dict]:
+    """{peer: {"forward_ms", "forward_ms_spread", "errors", "correct"}, or why there are no figures}; each peer's forward pass."""
+    found: dict[str, dict] = {}
+    for name in (OURS, *DENSE_PEERS[device.type], *(("fa3", "fa4") if device.type == "cuda" else ())):
+        try:
+            found[name] = _dense(problem, peer(name), device)
+        except Exception as error:  # the others still can
+            found[name] = {"failed": failure_text(error)}
+    return found
+
+
+def _dense(problem: Problem, rival: Peer, device: torch.device) -> dict:
+    problem = problem.memory_order(rival.order)
+    if reason := rival.refuses(problem):
+        return {"refused": reason}
+    with rival.settings():
+        fn = rival.prepare(problem)
+        errors = sampled_errors(problem, eagerly(problem.leaves, fn), backward=False)
+        timing = timed_ms(fn, device, _CPU_SECONDS)
+    return {**timing.named("forward_ms"), "errors": errors, "correct": is_right(errors, problem.q.dtype)}
+
+
+def fastest(dense: dict[str, dict]) -> tuple[str, float] | None:
+    """The fastest peer whose result is right, and its milliseconds; None if there is none."""
+    right = [(result["forward_ms"], name) for name, result in dense.items() if result.get("correct")]
+    return min(right)[::-1] if right else None
+
+
+@cache
+def differing(case: ChooserCase, device: torch.device, dtype: torch.dtype) -> float:
+    """The share of causal blocks in which the choice on the device differs from the definition's, which a CPU makes."""
+    q, k, _ = case.dense(device, dtype).leaves
+    ours, exact = (sf.choose_blocks(case.spec, *both).kept_blocks().cpu() for both in ((q, k), (q.cpu(), k.cpu())))
+    return int((ours != exact).sum()) / (case.shape.heads * case.causal_blocks)
+
+
+def densities(case: ChooserCase, mask: BlockMask) -> np.ndarray:
+    """(heads,) the share of causal blocks that each head keeps."""
+    visited = np.diff(mask.mask_bounds(), prepend=0)[mask.mask_index.cpu().numpy()[0]]
+    return np.broadcast_to(visited / case.causal_blocks, case.shape.heads)
+
+
+def parts(spec: str, q: torch.Tensor, k: torch.Tensor) -> list[dict]:
+    """The kernels of a choice that take longest: {"kernel", "us": of all of its launches, "calls"}."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(_PROFILED):
+            sf.choose_blocks(spec, q, k)
+        torch.cuda.synchronize()
+    events = [event for event in seen.key_averages() if event.device_type == DeviceType.CUDA]
+    events.sort(key=lambda event: -event.self_device_time_total)
+    return [
+        {"kernel": e.key[:80], "us": round(e.self_device_time_total / _PROFILED, 1), "calls": e.count / _PROFILED}
+        for e in events[:_PARTS]
+    ]
+
+
+def measured(case: ChooserCase, problem: Problem, device: torch.device, with_parts: bool) -> dict:
+    """{"choose_ms", "attend_ms", "both_ms", each with its spread; "density", "density_of_heads", and "parts" if asked}"""
+    q, k, v = problem.leaves
+    spec = sf.parse(case.spec)
+    mask = sf.choose_blocks(spec, q, k)
+    calls = {
+        "choose_ms": lambda: sf.choose_blocks(spec, q, k),
+        "attend_ms": lambda: sf.attention(q, k, v, mask),
+        "both_ms": lambda: sf.attention(q, k, v, spec),
+    }
+    of_heads = densities(case, mask)
+    found: dict = {"density": float(of_heads.mean()), "density_of_heads": of_heads.tolist()}
+    for name, call in calls.items():
+        call()
+        found |= timed_ms(call, device, _CPU_SECONDS).named(name)
+    return found | ({"parts": parts(case.spec, q, k)} if with_parts else {})
+
+
+def run(case: ChooserCase, problem: Problem, dense: dict[str, dict], device: torch.device, with_parts: bool = False) -> dict:
+    """A case as plain data: {"case", "spec", "checked_tokens", "differing", "dense", "speedup"} and what ``measured`` returns, or
+    {"failed": why}. problem: of ``case.dense``. dense: of ``dense_calls`` for it."""
+    short = replace(case, shape=replace(case.shape, tokens=min(case.shape.tokens, CHECKED)))
+    found: dict = {"case": asdict(case), "spec": case.spec, "dense": dense, "checked_tokens": short.shape.tokens}
+    try:
+        with torch.no_grad():
+            share = found["differing"] = differing(short, device, problem.q.dtype)
+            if share > MOST_DIFFERING:
+                return found | {"failed": f"{share:.2%} of blocks differ from the definition's, at most {MOST_DIFFERING:.0%} may"}
+            found |= measured(case, problem, device, with_parts)
+    except Exception as error:  # a case that fails is a result
+        return found | {"failed": failure_text(error)}
+    best = fastest(dense)
+    return found | ({"speedup": best[1] / found["both_ms"]} if best else {})
+
+
+def cells(found: dict) -> list[str]:
+    """Returns the columns of a case: ms of the choice, of attention, of both; choice / attention; density; dense ms; speed-up;
+    share of differing blocks."""
+    differ = f"{found['differing']:.3%}" if "differing" in found else ""
+    if "failed" in found:
+        return ["failed", *[""] * 6, differ]
+    choose, attend, both = (found[f"{name}_ms"] for name in ("choose", "attend", "both"))
+    low, high = min(found["density_of_heads"]), max(found["density_of_heads"])
+    best, mark = fastest(found["dense"]), f" {MARK}" * bool(doubts(found))
+    texts = [f"{choose:.2f}", f"{attend:.2f}", f"{both:.2f}{mark}", f"{choose / attend:.2f}"]
+    texts += [f"{found['density']:.1%} ({low:.1%} to {high:.1%})", f"{best[1]:.2f} {best[0]}" if best else ""]
+    return [*texts, f"{found['speedup']:.2f}" if best else "", differ]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], prog="python -m sparse_flash.benchmarks.choosers")
+    parser.add_argument("--out", type=Path, default=Path("runs/choosers"), help="folder (default %(default)s)")
+    parser.add_argument("--spec", action="append", help="a chooser, without block= (default: seven of them)")
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="(default 32768 65536 131072)")
+    parser.add_argument("--block", type=int, nargs="+", default=BLOCKS, help="(default 128 64)")
+    parser.add_argument("--heads", type=int, nargs=2, default=(32, 8), metavar=("HEADS", "KV_HEADS"), help="(default 32 8)")
+    parser.add_argument("--head-dim", type=int, nargs="+", default=HEAD_DIMS, help="(default 128 64)")
+    parser.add_argument("--drawn", action="store_true", help="planted inputs, see above")
+    parser.add_argument("--parts", action="store_true", help="also the kernels of each choice")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no more is begun (default: none)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args(arguments)
+    if options.parts and options.device == "cpu":
+        parser.error("--parts records the kernels of GPUs; leave it out on a CPU")
+    until, device, dtype = time.monotonic() + options.limit, torch.empty(0, device=options.device).device, DTYPES[options.device]
+    heads, kv_heads = options.heads
+    cases = [
+        ChooserCase(chooser, block, Shape(1, heads, tokens, head_dim, kv_heads), options.drawn)
+        for head_dim, tokens, block, chooser in product(options.head_dim, options.tokens, options.block, options.spec or CHOOSERS)
+    ]
+    try:
+        for case in cases:
+            sf.parse(case.spec)
+    except ValueError as error:
+        parser.error(str(error))
+    data: dict = {"format": 1, "environment": environment(device), "dtype": str(dtype).removeprefix("torch."), "cases": []}
+    headings = ("choose", "attend", "both", "choose / attend", "density (of heads)", "dense", "speed-up", "differing")
+    table = Table("case", *headings, title="ms, forward" + ", planted inputs" * options.drawn)
+    options.out.mkdir(parents=True, exist_ok=True)
+    problem: Problem | None = None
+    dense: dict[str, dict] = {}
+    for number, case in enumerate(cases):
+        if time.monotonic() > until:
+            print(f"the time was up: {len(cases) - number} cases were not begun", flush=True)
+            break
+        if problem is None or case.shape != cases[number - 1].shape:
+            problem = case.dense(device, dtype)
+            dense = dense_calls(problem, device)
+        found = run(case, problem, dense, device, options.parts)
+        data["cases"].append(found)
+        (options.out / "choosers.json").write_text(json.dumps(data, indent=1) + "\n")
+        table.add_row(case.name, *cells(found))
+        said = [f"{heading} {cell}" for heading, cell in zip(headings, cells(found), strict=True) if cell]
+        print(case.name, *said, found.get("failed", ""), sep="; ", flush=True)
+        for part in found.get("parts", ()):
+            print(f"  {part['us']:9.1f} us {part['calls']:6.1f} calls  {part['kernel']}", flush=True)
+    Console(width=200 if not sys.stdout.isatty() else None).print(table)
+    print(options.out)
+    return int(any("failed" in found for found in data["cases"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
