@@ -52,11 +52,12 @@ def fit(
             raise ValueError(f"device must be one that PyTorch finds here; got {device!r}; pass cpu")
         out.parent.mkdir(parents=True, exist_ok=True)
         loaded, tokenizer = fitting.load(model, device)
-        most = getattr(loaded.config, "max_position_embeddings", None)
+        config = loaded.config.get_text_config()
+        most = getattr(config, "max_position_embeddings", None)
         ids = fitting.windows_of(tokenizer, content, tokens, windows, block, most)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=errors(), transient=True, disable=not sys.stderr.isatty()) as progress:
-            bar = progress.add_task("measuring layers", total=len(ids) * loaded.config.get_text_config().num_hidden_layers)
+            bar = progress.add_task("measuring layers", total=len(ids) * config.num_hidden_layers)
             fitted = fitting.fit(loaded, ids, budget, block, lambda: progress.advance(bar))
         made_by = {"model": model, "budget": budget, "block": block, "windows": len(ids)}
         fitting.write_fit(out, fitted, ids.shape[1], content, **made_by)
