@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from . import bench, doctor, masks, tune, warm
+from . import bench, doctor, fit, masks, tune, warm
 from .options import with_imports
 
 app = typer.Typer(
@@ -16,7 +16,8 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (masks.patterns, masks.show, masks.gallery, masks.explain, bench.bench, tune.tune, warm.warm, doctor.doctor):
+_COMMANDS = (masks.patterns, masks.show, masks.gallery, masks.explain, fit.fit, bench.bench, tune.tune, warm.warm, doctor.doctor)
+for _command in _COMMANDS:
     app.command(_command.__name__)(with_imports(_command))
 
 
