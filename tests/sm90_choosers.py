@@ -1,5 +1,5 @@
-"""Compiles the kernels that score blocks for choosers for sm_90, without a GPU and without running them. Prints the outcome of each,
-like ``sm90.py``."""
+"""Compiles the kernels that score blocks for choosers for sm_90, without a GPU and without running them. Prints the outcome of
+each, like ``sm90.py``."""
 
 import contextlib
 import io

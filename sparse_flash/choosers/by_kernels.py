@@ -39,7 +39,7 @@ def step_of(features: Features | None, batch_heads: int, grid: BlockGrid) -> int
 def scores(
     features: Features, grid: BlockGrid, low: int, high: int, starts: torch.Tensor | None, reduce: str, shared: bool
 ) -> torch.Tensor:
-    """As ``by_definition.shares``, of the largest of a group's heads if ``shared``."""
+    """Returns what ``by_definition.shares`` returns; if ``shared``, the largest over the heads of each group."""
     from ..kernels.choosers.log_sums import scores_of_blocks
 
     if starts is not None:

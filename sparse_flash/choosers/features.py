@@ -1,4 +1,4 @@
-"""What built-in choosers compare: rows and columns, whose products are the logits of a softmax.
+"""Makes the rows and columns that built-in choosers compare. Their products are the logits of a softmax.
 
 Each chooser makes rows of queries and columns of keys. A row's logits are its products with the columns that it sees; a block's
 share of the row is the softmax weight of the block's columns; a block's score for a block of queries follows from the shares of

@@ -1,7 +1,7 @@
 """Choosers: immutable values that say how blocks of keys are chosen from q and k, beside patterns, which say it by position.
 
-A chooser scores the blocks of keys for each block of queries, and its rule keeps some of them. It stands in expressions and in spec
-text like a pattern: ``causal & (sampled(8, floor=0.01) | sinks(64) | local(256))``. ``choices_of`` takes an expression apart.
+A chooser scores the blocks of keys for each block of queries, and its rule keeps some blocks. A chooser stands in expressions and in
+spec text like a pattern: ``causal & (sampled(8, floor=0.01) | sinks(64) | local(256))``. ``choices_of`` takes an expression apart.
 This module only declares; room ``choosers`` computes.
 """
 
@@ -43,7 +43,7 @@ class Chooser(Pattern):
     budget: the best blocks of all heads together, this share of the blocks of their rows, so that heads compete.
 
     A row's blocks are those in which the expression's other operands of ``&``, such as causal, keep a pair. The row's own blocks
-    and those of patterns joined by ``|`` are kept in any case. Under ``keep`` and ``budget`` these count first.
+    and the blocks of patterns joined by ``|`` are kept in any case, and count first under ``keep`` and ``budget``.
 
     reduce: "max" or "mean", how a block's score follows from the scores of its queries; None: as the chooser's docstring says.
     share_group: choose once for the query heads that share keys, by the largest of their scores.
@@ -95,7 +95,7 @@ class Chooser(Pattern):
         return self.block or DEFAULT_BLOCK
 
     def scores(self, q: Any, k: Any, grid: BlockGrid) -> Any:
-        """Scores of the blocks of keys for each block of queries, higher for those that matter more.
+        """Returns scores of the blocks of keys for each block of queries, higher for blocks that matter more.
 
         q: (batch, heads, q_len, head_dim). k: (batch, kv_heads, kv_len, head_dim). grid: lengths and blocks; the last query has the
         position of the last key. Returns (batch, heads, q_blocks, kv_blocks), floating-point. The rules ``mass`` and ``floor`` take
@@ -142,7 +142,7 @@ def register_chooser(name: str) -> Callable[[type[CHOOSER]], type[CHOOSER]]:
 
 
 def list_choosers() -> list[str]:
-    """The registered names of choosers, sorted: built-in ones, the user's and those of installed packages."""
+    """Returns the registered names of choosers, sorted: built-in choosers, the user's, and choosers of installed packages."""
     return registered(chooses=True)
 
 
@@ -291,7 +291,7 @@ def size_of(spec: Pattern | str) -> int:
 
 
 def _expanded(pattern: Pattern) -> Pattern:
-    """The expression with those that a user named, and that have choosers, written out."""
+    """Returns the expression in which each pattern that a user named, and that has choosers, is written out."""
     if isinstance(pattern, DerivedPattern) and _is_chosen(pattern):
         return _expanded(pattern.expanded())
     if isinstance(pattern, PerHead):

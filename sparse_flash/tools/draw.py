@@ -265,7 +265,7 @@ def gallery(patterns: list[tuple[str, BlockMask]], path: str | Path, columns: in
 
 
 def choices(kinds: Sequence[Sequence[str]], errors: Mapping[str, Sequence[float | None]], path: str | Path) -> Path:
-    """What each head of a model got, beside errors by layer, in one .png or .svg file.
+    """Draws what each head of a model got, beside errors by layer, in one .png or .svg file.
 
     kinds: names by layer and head. errors: by name of the line and layer; None for layers without one.
     """

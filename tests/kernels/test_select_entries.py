@@ -1,4 +1,4 @@
-"""Tables selected by kernels, from maps and from bits, are those that operations select."""
+"""Kernels select the same tables as operations do, from maps and from bits."""
 
 import pytest
 import strategies

@@ -194,7 +194,7 @@ def _relative(distance: torch.Tensor, norm: torch.Tensor) -> float:
 
 
 def mean_errors(fitted: dict[int, FittedLayer]) -> dict[str, float]:
-    """Returns the layers' mean errors, over those that were measured: of each candidate in all heads, by kind, and "fit"."""
+    """Returns mean errors over the measured layers: of each candidate in all heads, by kind, and of "fit"."""
     layers = [layer for layer in fitted.values() if layer.alone]
     errors = {kind: sum(layer.alone[kind] for layer in layers) / len(layers) for kind in layers[0].alone}
     return errors | {"fit": sum(layer.error for layer in layers) / len(layers)}

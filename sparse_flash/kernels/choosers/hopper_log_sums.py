@@ -152,7 +152,7 @@ def _compute(p, GROUP: gl.constexpr):
     inside = p.tile * (2 * HALF) + GROUP * HALF + gl.arange(0, HALF, layout=row_layout)
     exists = inside < p.count
     sees = gl.load(p.until + p.first_row + inside, mask=exists, other=2147483647)
-    # Columns that all rows see, in whole tiles; then those that some see.
+    # First the columns that all rows see, in whole tiles; then the columns that some rows see.
     STEP: gl.constexpr = p.SHAPE.KEYS * (2 if p.SHAPE.RESIDENT else 1)
     seen_by_all = gl.minimum(gl.min(sees, 0), p.end)
     if p.SHAPE.STARTS:

@@ -101,7 +101,7 @@ def log_sums_kernel(
     inside = tile * TILE_M + tl.arange(0, TILE_M)
     row_block = line.to(tl.int64) * tl.cdiv(count, PER_ROW) + inside // PER_ROW
     target = sums + (row_block * blocks * PER_ROW + inside % PER_ROW)[:, None]
-    # Columns that all rows see, in whole tiles; then those that some see.
+    # First the columns that all rows see, in whole tiles; then the columns that some rows see.
     begin = start // TILE_N * TILE_N
     whole = tl.min(tl.where(exists, sees, 2147483647), 0) // TILE_N * TILE_N
     if STARTS:

@@ -111,7 +111,7 @@ def keep_bits_kernel(
     of = ScoreRow(scores, allowed, forced, line * together, together, row, rows, blocks, width)
     pieces = tl.cdiv(together * BLOCKS, SIZE)
     first, _ = _ordered_at(of, 0, KIND, SIZE, BLOCKS)
-    # Of COUNT and MASS, the largest score with enough at or above it, then how many that equal it are kept.
+    # COUNT and MASS need the largest score with enough at or above it, and how many scores that equal it are kept.
     spare = tl.full((), 0, tl.int32)
     if KIND == FLOOR_RULE:
         least = (tl.full((), 0, tl.float32) + threshold).to(tl.int32, bitcast=True)
