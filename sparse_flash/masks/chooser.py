@@ -1,8 +1,8 @@
 """Choosers: immutable values that say how blocks of keys are chosen from q and k, beside patterns, which say it by position.
 
 A chooser scores the blocks of keys for each block of queries, and its rule keeps some blocks. A chooser stands in expressions and
-in spec text like a pattern: ``causal & (sampled(8, floor=0.01) | sinks(64) | local(256))``. ``choices_of`` takes an expression apart.
-This module only declares; room ``choosers`` computes.
+in spec text like a pattern: ``causal & (sampled(8, floor=0.01) | sinks(64) | local(256))``. ``choices_of`` takes an expression
+apart. This module only declares; room ``choosers`` computes.
 """
 
 from collections.abc import Callable
