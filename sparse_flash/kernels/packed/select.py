@@ -88,6 +88,7 @@ def select_entries(
     maps: as ``count_entries_kernel`` takes them, contiguous. table: of one mask, its rows blocks of keys if ``by_key``. shape: rows
     and columns of the maps. room: the most entries that may be kept in all.
     """
+    maps = maps if maps.dtype == torch.int32 else maps.view(torch.uint8)
     masks, lines = maps.shape[0], table.row_ptr.shape[1] - 1
     counts = torch.empty((masks, lines, 3), dtype=torch.int32, device=maps.device)
     constants = {"BY_KEY": by_key, "BITS": maps.dtype == torch.int32, "ENTRIES": _ENTRIES}
