@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 
 from ..backends.torch import own_precision
+from ..choosers.choose import limits_of
 from ..compat.pytorch import is_recorded
 from ..masks.block_mask import BlockMask
-from ..masks.cache import as_block_mask, one_mask
+from ..masks.cache import as_block_mask
 from ..masks.grid import BlockGrid
 from ..masks.memory import remembered
 from ..masks.pattern import Pattern
@@ -67,15 +68,7 @@ class _Limits(NamedTuple):
 def _limits(
     within: Pattern | str | BlockMask | None, always: Pattern | str | BlockMask | None, grid: BlockGrid, device: torch.device
 ) -> _Limits:
-    row = torch.arange(grid.q_blocks, device=device)[:, None] * grid.block_size
-    col = torch.arange(grid.kv_blocks, device=device)
-    first, last = row + grid.offset, (row + grid.block_size - 1).clamp(max=grid.q_len - 1) + grid.offset
-    # Positions before the first key also round down, to blocks that do not exist.
-    forced = (col >= first.div(grid.block_size, rounding_mode="floor")) & (col <= last.div(grid.block_size, rounding_mode="floor"))
-    if always is not None:
-        forced = forced | one_mask("always", always, grid, device).kept_blocks()
-    allowed = torch.ones_like(forced) if within is None else one_mask("within", within, grid, device).kept_blocks()
-    forced = forced & allowed
+    allowed, forced = limits_of(within, always, grid, device)
     bias = torch.zeros(grid.shape, device=device).masked_fill(~allowed, -math.inf).masked_fill(forced, math.inf)
     return _Limits(forced, bias, allowed.sum(1, keepdim=True, dtype=torch.float64))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from ..backends import triton as triton_backend
 from ..backends.torch import own_precision
 from ..compat.dynamo import constant_in_graphs, outside_inference
 from ..compat.pytorch import is_recorded
-from ..masks.block_mask import BlockMask
+from ..masks.block_mask import BlockMask, MaskLike
 from ..masks.cache import one_mask
 from ..masks.chooser import Chooser, HeadChoice, LastQueries, Scored, choices_of, is_causal, size_of
 from ..masks.from_maps import of_maps
@@ -119,9 +120,8 @@ def chosen_bits(
     ends: torch.Tensor | None,
 ) -> torch.Tensor:
     """The blocks that an expression keeps, for compiled graphs: (batch, heads, q_blocks, ceil(kv_blocks / 32)) int32 of bits."""
-    choices = choices_of(spec)
-    content = _content_of(choices, q, k, size_of(spec), scale, scores, starts, ends)
-    return _by_head(_bits, choices, content) if _streams(q) else by_kernels.packed(_by_head(_maps, choices, content))
+    maps = _chosen(spec, q, k, scale, scores, starts, ends)
+    return by_kernels.packed(maps) if maps.dtype == torch.bool else maps
 
 
 @chosen_bits.register_fake
@@ -140,32 +140,32 @@ def _choose(
     starts: torch.Tensor | None,
     ends: torch.Tensor | None,
 ) -> BlockMask:
-    choices = choices_of(spec)
-    content = _content_of(choices, q, k, size_of(spec), scale, scores, starts, ends)
-    maps = _by_head(_bits if _streams(q) else _maps, choices, content)
-    return of_maps(maps, content.grid, limit_of(choices[0].within, content.grid, q.device))
+    maps = _chosen(spec, q, k, scale, scores, starts, ends)
+    grid = BlockGrid(q.shape[2], k.shape[2], size_of(spec))
+    return of_maps(maps, grid, limit_of(choices_of(spec)[0].within, grid, q.device))
 
 
-def _content_of(
-    choices: tuple[HeadChoice, ...],
+def _chosen(
+    spec: Pattern | str,
     q: torch.Tensor,
     k: torch.Tensor,
-    size: int,
     scale: float,
     scores: torch.Tensor | None,
     starts: torch.Tensor | None,
     ends: torch.Tensor | None,
-) -> _Content:
+) -> torch.Tensor:
+    """The maps of the kept blocks as ``of_maps`` takes them: bits where kernels choose, else bool."""
+    choices, grid = choices_of(spec), BlockGrid(q.shape[2], k.shape[2], size_of(spec))
     if len(choices) not in (1, q.shape[1]):
         raise ValueError(f"per_head must have an expression for each of q's {q.shape[1]} heads, or one for all; got {len(choices)}")
-    content = _Content(q, k, BlockGrid(q.shape[2], k.shape[2], size), is_causal(choices[0].within), scale, scores, starts, ends)
+    content = _Content(q, k, grid, is_causal(choices[0].within), scale, scores, starts, ends)
     if scores is not None:
         if not any(isinstance(chooser, Scored) for choice in choices for chooser in choice.choosers):
             raise ValueError(
                 "scores are for the chooser scored, which is not in the expression; write scored(keep=8), or leave them out"
             )
         _check_scores(scores, "scores", content)
-    return content
+    return _by_head(_bits if _streams(q) else _maps, choices, content)
 
 
 def _streams(q: torch.Tensor) -> bool:
@@ -191,7 +191,7 @@ def _by_head(
     return torch.cat([made[head] for head in range(len(choices))], 1)
 
 
-def limits_of(within: Pattern | None, always: Pattern | None, grid: BlockGrid, device: torch.device) -> Limits:
+def limits_of(within: MaskLike | None, always: MaskLike | None, grid: BlockGrid, device: torch.device) -> Limits:
     """See ``Limits``. A row's own blocks are kept: those in which the positions of its queries fall."""
     first = torch.arange(grid.q_blocks, device=device)[:, None] * grid.block_size + grid.offset
     last = (first + grid.block_size - 1).clamp(max=grid.kv_len - 1)
@@ -250,34 +250,35 @@ def _scored(chooser: Chooser, content: _Content, by_kernel: bool) -> Iterator[tu
     """(low, high, scores of the blocks of queries low .. high - 1), range by range; of key heads if they share the choice.
     by_kernel: whether kernels score."""
     (q, k, grid, causal, scale, _, starts, _), group = content, content.group
-    features = features_of(chooser, q, k, grid, causal, scale)
+    features, batch_heads = features_of(chooser, q, k, grid, causal, scale), q.shape[0] * q.shape[1]
     shared = bool(chooser.share_group) and group > 1
-
-    def of_group(scores: torch.Tensor) -> torch.Tensor:
-        return scores.unflatten(1, (-1, group)).amax(2) if shared else scores
-
+    score: Callable[[int, int], torch.Tensor]
     if features is not None and by_kernel:
-        step = by_kernels.step_of(features, q.shape[0] * q.shape[1], grid)
-        for low in range(0, grid.q_blocks, step):
-            high = min(low + step, grid.q_blocks)
-            yield low, high, by_kernels.scores(features, grid, low, high, starts, chooser.reduction, shared)
+        step = by_kernels.step_of(features, batch_heads, grid)
+        score = partial(by_kernels.scores, features, grid, starts=starts, reduce=chooser.reduction, shared=shared)
+        shared = False  # kernels have taken the largest of a group's heads
     elif features is not None:
-        held = q.shape[0] * q.shape[1] * features.per_q_block * features.column_count
-        step = max(1, _HELD // held)
-        for low in range(0, grid.q_blocks, step):
-            high = min(low + step, grid.q_blocks)
-            with own_precision(q):
-                yield low, high, of_group(by_definition.shares(features, grid, low, high, starts, chooser.reduction))
+        step = max(1, _HELD // (batch_heads * features.per_q_block * features.column_count))
+        score = partial(by_definition.shares, features, grid, starts=starts, reduce=chooser.reduction)
     elif isinstance(chooser, LastQueries):
+        step = by_kernels.step_of(None, batch_heads, grid)
         with own_precision(q):
             parts = by_definition.columns_and_slashes(chooser, q, k, grid, scale, starts)
-        step = by_kernels.step_of(None, q.shape[0] * q.shape[1], grid)
-        for low in range(0, grid.q_blocks, step):
-            high = min(low + step, grid.q_blocks)
-            yield low, high, of_group(by_definition.of_columns_and_slashes(parts, grid, low, high).float())
+
+        def score(low: int, high: int) -> torch.Tensor:
+            return by_definition.of_columns_and_slashes(parts, grid, low, high).float()
+
     else:
-        scores = _own_scores(chooser, content)
-        yield 0, grid.q_blocks, of_group(scores)
+        step, own = grid.q_blocks, _own_scores(chooser, content)
+
+        def score(low: int, high: int) -> torch.Tensor:
+            return own
+
+    for low in range(0, grid.q_blocks, step):
+        high = min(low + step, grid.q_blocks)
+        with own_precision(q):
+            scores = score(low, high)
+        yield low, high, scores.unflatten(1, (-1, group)).amax(2) if shared else scores
 
 
 def _of_existing(scores: torch.Tensor, content: _Content) -> torch.Tensor:

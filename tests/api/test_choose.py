@@ -3,6 +3,7 @@
 import copy
 import math
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import chosen
 import numpy as np
@@ -162,9 +163,10 @@ def test_bits_by_kernels_are_the_maps_by_operations(some, within, always, length
     spec = spec if within is None else within & spec
     q, k = chosen.tensors(*lengths, batch=2, heads=4, kv_heads=2, seed=seed)
     scores = random_scores(q, k, 64, seed).nan_to_num(0.5, neginf=0.25)
-    content = choose._content_of(choices_of(spec), q, k, 64, 1.0, scores, None, None)
-    maps = choose._by_head(choose._maps, choices_of(spec), content)
-    bits = choose._by_head(choose._bits, choices_of(spec), content)
+    with mock.patch.object(choose, "_streams", lambda q: False):
+        maps = choose._chosen(spec, q, k, 1.0, scores, None, None)
+    with mock.patch.object(choose, "_streams", lambda q: True):
+        bits = choose._chosen(spec, q, k, 1.0, scores, None, None)
     found = (bits[..., None] >> torch.arange(32, device=DEVICE) & 1).flatten(3)[..., : maps.shape[3]].bool()
     assert torch.equal(found, maps) and bits.dtype == torch.int32
 

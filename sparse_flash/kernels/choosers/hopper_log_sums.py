@@ -19,12 +19,10 @@ from ..hopper.descriptors import gluon_descriptor
 from ..hopper.products import pieces_of, pieces_times_transposed
 from ..hopper.ring import Ring, ring_beside, ring_of, tiles
 from ..launch.launch import launch
-from .log_sums import ABOVE, NONE, STEPS
+from .log_sums import ABOVE, LEAST, NONE, STEPS, UNSEEN
 
 HALF = gl.constexpr(64)  # rows of a warp group
 WIDTH = gl.constexpr(64)  # columns of a tile in shared memory
-_LEAST = gl.constexpr(-1.0e30)
-_UNSEEN = gl.constexpr(-1.0e20)
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,7 @@ def _summed(products, factor, PER_BLOCK: gl.constexpr):
     """(64, blocks) log-sums in base 2."""
     of_blocks = products.reshape([HALF, products.shape[1] // PER_BLOCK, PER_BLOCK])
     most = gl.max(of_blocks, 2) * factor
-    most = gl.where(most < _UNSEEN, 0.0, most)  # see ``log_sums._by_block``
+    most = gl.where(most < UNSEEN, 0.0, most)  # see ``log_sums._by_block``
     return most + gl.log2(gl.sum(gl.exp2(of_blocks * factor - most.expand_dims(2)), 2))
 
 
@@ -123,17 +121,17 @@ def _folded(p, products, state, first, inside, sees, MASKED: gl.constexpr):
     if MASKED:
         column = first + gl.arange(0, p.SHAPE.KEYS, layout=gl.SliceLayout(0, products.type.layout))
         seen = (column[None, :] < sees[:, None]) & (column >= p.start)[None, :]
-        products = gl.where(seen, products, _LEAST)
+        products = gl.where(seen, products, LEAST)
     sums = _summed(products, p.factor, p.SHAPE.PER_BLOCK)
     block_layout: gl.constexpr = sums.type.layout
     most = gl.convert_layout(gl.max(sums, 1), row_layout)
     new_max = gl.maximum(running_max, most)
     shifted = gl.exp2(sums - gl.convert_layout(new_max, gl.SliceLayout(1, block_layout))[:, None])
     running_sum = running_sum * gl.exp2(running_max - new_max) + gl.convert_layout(gl.sum(shifted, 1), row_layout)
-    origin = gl.where(running_max < _UNSEEN, new_max + ABOVE, origin)
+    origin = gl.where(running_max < UNSEEN, new_max + ABOVE, origin)
     from_origin = (sums - gl.convert_layout(origin, gl.SliceLayout(1, block_layout))[:, None]) * STEPS
     steps = gl.minimum(gl.maximum(from_origin, -32767.0), 32767.0)
-    whole = gl.where(sums > _UNSEEN, gl.floor(steps + 0.5), NONE).to(gl.int16)
+    whole = gl.where(sums > UNSEEN, gl.floor(steps + 0.5), NONE).to(gl.int16)
     number = first // p.SHAPE.PER_BLOCK + gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, block_layout))
     row = gl.convert_layout(inside, gl.SliceLayout(1, block_layout))
     row_block = p.line.to(gl.int64) * gl.cdiv(p.count, p.SHAPE.PER_ROW) + row // p.SHAPE.PER_ROW
@@ -158,7 +156,7 @@ def _compute(p, GROUP: gl.constexpr):
     if p.SHAPE.STARTS:
         seen_by_all = gl.where(p.start > p.begin, p.begin, seen_by_all)
     whole = p.begin + gl.maximum(seen_by_all - p.begin, 0) // STEP * STEP
-    floor = gl.full([HALF], _LEAST, gl.float32, layout=row_layout)
+    floor = gl.full([HALF], LEAST, gl.float32, layout=row_layout)
     state = gl.zeros([HALF], gl.float32, layout=row_layout), floor, gl.zeros([HALF], gl.float32, layout=row_layout)
     n = 0
     if p.SHAPE.RESIDENT:
@@ -200,7 +198,7 @@ def _compute(p, GROUP: gl.constexpr):
                 state = _folded(p, products, state, first, inside, sees, MASKED)
     origin, running_max, running_sum = state
     total = gl.minimum(running_max - origin + gl.log2(gl.maximum(running_sum, 1.0e-30)), 32767.0 / STEPS)
-    total = gl.where(running_max < _UNSEEN, 0.0, total)  # of rows that see nothing
+    total = gl.where(running_max < UNSEEN, 0.0, total)  # of rows that see nothing
     gl.store(p.totals + p.line.to(gl.int64) * p.count + inside, total, mask=exists)
 
 

@@ -20,8 +20,8 @@ from ..launch.launch import integers_specialized, launch, run_within_memory
 STEPS = tl.constexpr(128)
 ABOVE = tl.constexpr(192.0)
 NONE = tl.constexpr(-32768)
-_LEAST = tl.constexpr(-1.0e30)  # of products that a row does not see, finite
-_UNSEEN = tl.constexpr(-1.0e20)  # log-sums below this are of columns that the row does not see
+LEAST = tl.constexpr(-1.0e30)  # of products that a row does not see, finite
+UNSEEN = tl.constexpr(-1.0e20)  # log-sums below this are of columns that the row does not see
 
 
 @triton.jit
@@ -40,8 +40,8 @@ def _by_block(products, factor, TILE_M: tl.constexpr, BLOCKS: tl.constexpr, PER_
     else:
         of_blocks = tl.reshape(products, (TILE_M, BLOCKS, PER_BLOCK))
         most = tl.max(of_blocks, 2) * factor
-        # Fused, _LEAST * factor - most is not 0 but the rounding of the product, a large number of either sign.
-        most = tl.where(most < _UNSEEN, 0.0, most)
+        # Fused, LEAST * factor - most is not 0 but the rounding of the product, a large number of either sign.
+        most = tl.where(most < UNSEEN, 0.0, most)
         sums = most + tl.math.log2(tl.sum(tl.math.exp2(of_blocks * factor - most[:, :, None]), 2))
     return sums
 
@@ -56,9 +56,9 @@ def _folded(products, factor, state, target, blocks, first, exists, PER_ROW: tl.
     new_max = tl.maximum(running_max, tl.max(of_blocks, 1))
     running_sum = running_sum * tl.math.exp2(running_max - new_max)
     running_sum += tl.sum(tl.math.exp2(of_blocks - new_max[:, None]), 1)
-    origin = tl.where(running_max < _UNSEEN, new_max + ABOVE, origin)
+    origin = tl.where(running_max < UNSEEN, new_max + ABOVE, origin)
     steps = tl.minimum(tl.maximum((of_blocks - origin[:, None]) * STEPS, -32767.0), 32767.0)
-    whole = tl.where(of_blocks > _UNSEEN, tl.floor(steps + 0.5), NONE).to(tl.int16)
+    whole = tl.where(of_blocks > UNSEEN, tl.floor(steps + 0.5), NONE).to(tl.int16)
     number = first // PER_BLOCK + tl.arange(0, BLOCKS)
     tl.store(target + number[None, :] * PER_ROW, whole, mask=exists[:, None] & (number < blocks)[None, :])
     return origin, new_max, running_sum
@@ -97,7 +97,7 @@ def log_sums_kernel(
     most = tl.max(sees, 0)
     if SPAN == 1:
         query = _tile_of(rows, first_row + tile * TILE_M, rows_tokens, q_token, 0, dim, head_dim, 1, TILE_M)
-    state = tl.zeros((TILE_M,), tl.float32), tl.full((TILE_M,), _LEAST, tl.float32), tl.zeros((TILE_M,), tl.float32)
+    state = tl.zeros((TILE_M,), tl.float32), tl.full((TILE_M,), LEAST, tl.float32), tl.zeros((TILE_M,), tl.float32)
     inside = tile * TILE_M + tl.arange(0, TILE_M)
     row_block = line.to(tl.int64) * tl.cdiv(count, PER_ROW) + inside // PER_ROW
     target = sums + (row_block * blocks * PER_ROW + inside % PER_ROW)[:, None]
@@ -122,11 +122,11 @@ def log_sums_kernel(
             if MASKED:
                 column = first + tl.arange(0, TILE_N)
                 seen = (column[None, :] < sees[:, None]) & (column >= start)[None, :]
-                products = tl.where(seen, products, _LEAST)
+                products = tl.where(seen, products, LEAST)
             state = _folded(products, factor, state, target, blocks, first, exists, PER_ROW, PER_BLOCK)
     origin, running_max, running_sum = state
     total = tl.minimum(running_max - origin + tl.math.log2(tl.maximum(running_sum, 1.0e-30)), 32767.0 / STEPS)
-    total = tl.where(running_max < _UNSEEN, 0.0, total)  # of rows that see nothing
+    total = tl.where(running_max < UNSEEN, 0.0, total)  # of rows that see nothing
     tl.store(totals + line.to(tl.int64) * count + row - first_row, total, mask=exists)
 
 
