@@ -12,7 +12,7 @@ from ..kernels.common.streams import current_device
 from ..masks.grid import BlockGrid
 from .features import Features
 
-_MOST_BYTES = 1 << 28  # of log-sums and scores held at a time
+_MOST_BYTES = 1 << 29  # of log-sums and scores held at a time
 
 
 class BitLimits(NamedTuple):
@@ -32,7 +32,7 @@ def packed(blocks: torch.Tensor) -> torch.Tensor:
 
 def step_of(features: Features | None, batch_heads: int, grid: BlockGrid) -> int:
     """How many blocks of queries are scored at a time."""
-    of_row = 4 + (0 if features is None else 2 * features.per_q_block)
+    of_row = 4 + (0 if features is None else 4 * features.per_q_block)
     return max(1, _MOST_BYTES // (batch_heads * grid.kv_blocks * of_row))
 
 

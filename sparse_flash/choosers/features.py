@@ -60,7 +60,10 @@ def features_of(chooser: Chooser, q: torch.Tensor, k: torch.Tensor, grid: BlockG
     if isinstance(chooser, Sampled):
         row = sampled_rows(grid, chooser.queries, q.device)
         until = _seen(row + grid.offset, 1, grid.kv_len, causal)
-        return Features(q.index_select(2, row), k, 1, scale, chooser.queries, size, until)
+        step = size // chooser.queries
+        evenly = size % chooser.queries == 0 and grid.q_len % size == 0  # then without a copy
+        rows = q[:, :, step - 1 :: step] if evenly else q.index_select(2, row)
+        return Features(rows, k, 1, scale, chooser.queries, size, until)
     return None
 
 

@@ -14,14 +14,8 @@ from ..common.config import Config, padded_head_dim
 from ..common.tiles import LOG2_E
 from ..launch.launch import integers_specialized, launch, run_within_memory
 
-# Log-sums are 16-bit fixed-point numbers, in steps of 1 / STEPS, from ABOVE over the row's largest of its first tile. A share is
-# off by at most 0.27 % if its log-sum is -64 to 448 from that one; higher log-sums count as equal, and as the row's. NONE says that
-# the row sees no column of the block.
-STEPS = tl.constexpr(128)
-ABOVE = tl.constexpr(192.0)
-NONE = tl.constexpr(-32768)
 LEAST = tl.constexpr(-1.0e30)  # of products that a row does not see, finite
-UNSEEN = tl.constexpr(-1.0e20)  # log-sums below this are of columns that the row does not see
+UNSEEN = tl.constexpr(-1.0e20)  # logits below this are of columns that the row does not see
 
 
 @triton.jit
@@ -34,7 +28,7 @@ def _tile_of(base, first, tokens, token_stride, step, dim, head_dim, SPAN: tl.co
 
 @triton.jit
 def _by_block(products, factor, TILE_M: tl.constexpr, BLOCKS: tl.constexpr, PER_BLOCK: tl.constexpr):
-    """(TILE_M, BLOCKS) log-sums of (TILE_M, BLOCKS * PER_BLOCK) products, times ``factor`` in base 2."""
+    """(TILE_M, BLOCKS) log-sums of (TILE_M, BLOCKS * PER_BLOCK) products, times ``factor`` in base 2; -inf of unseen blocks."""
     if PER_BLOCK == 1:
         sums = products * factor
     else:
@@ -46,27 +40,9 @@ def _by_block(products, factor, TILE_M: tl.constexpr, BLOCKS: tl.constexpr, PER_
     return sums
 
 
-@triton.jit
-def _folded(products, factor, state, target, blocks, first, exists, PER_ROW: tl.constexpr, PER_BLOCK: tl.constexpr):
-    """Stores a tile's log-sums, and returns the rows' (origin, maximum, sum) with them. target: the rows of the first block."""
-    TILE_M: tl.constexpr = products.shape[0]
-    BLOCKS: tl.constexpr = products.shape[1] // PER_BLOCK
-    origin, running_max, running_sum = state
-    of_blocks = _by_block(products, factor, TILE_M, BLOCKS, PER_BLOCK)
-    new_max = tl.maximum(running_max, tl.max(of_blocks, 1))
-    running_sum = running_sum * tl.math.exp2(running_max - new_max)
-    running_sum += tl.sum(tl.math.exp2(of_blocks - new_max[:, None]), 1)
-    origin = tl.where(running_max < UNSEEN, new_max + ABOVE, origin)
-    steps = tl.minimum(tl.maximum((of_blocks - origin[:, None]) * STEPS, -32767.0), 32767.0)
-    whole = tl.where(of_blocks > UNSEEN, tl.floor(steps + 0.5), NONE).to(tl.int16)
-    number = first // PER_BLOCK + tl.arange(0, BLOCKS)
-    tl.store(target + number[None, :] * PER_ROW, whole, mask=exists[:, None] & (number < blocks)[None, :])
-    return origin, new_max, running_sum
-
-
 @triton.jit(do_not_specialize=["heads", "group", "first_row", "row_end", "rows_tokens", "cols_tokens", "blocks"])
 def log_sums_kernel(
-    rows, cols, until, starts, sums, totals,
+    rows, cols, until, starts, sums,
     heads, group, first_row, row_end, rows_tokens, cols_tokens, blocks, factor,
     head_dim, q_batch, q_head, q_token, k_batch, k_head, k_token,
     SPAN: tl.constexpr, PER_ROW: tl.constexpr, PER_BLOCK: tl.constexpr, STARTS: tl.constexpr, DIM: tl.constexpr,
@@ -77,8 +53,8 @@ def log_sums_kernel(
     rows: (batch, heads, rows_tokens, head_dim), cols: (batch, heads / group, cols_tokens, head_dim): see ``Features``, also for
     SPAN and factor, here in base 2. until: (rows,) int32, how many columns each row sees. starts: (batch,) int32, the first column
     that exists. first_row, row_end: the rows of this launch; first_row begins a block. sums: (batch, heads, row blocks, blocks,
-    PER_ROW) int16, for the rows of a block of queries together. totals: (batch, heads, row_end - first_row) float32, the rows'
-    log-sums from the same origin. PER_ROW, PER_BLOCK: rows of a block of queries, columns of a block of keys.
+    PER_ROW) float32, for the rows of a block of queries together; not written where no row of a program sees a column. PER_ROW,
+    PER_BLOCK: rows of a block of queries, columns of a block of keys.
     """
     count = row_end - first_row
     tiles = tl.cdiv(count, TILE_M)
@@ -97,7 +73,6 @@ def log_sums_kernel(
     most = tl.max(sees, 0)
     if SPAN == 1:
         query = _tile_of(rows, first_row + tile * TILE_M, rows_tokens, q_token, 0, dim, head_dim, 1, TILE_M)
-    state = tl.zeros((TILE_M,), tl.float32), tl.full((TILE_M,), LEAST, tl.float32), tl.zeros((TILE_M,), tl.float32)
     inside = tile * TILE_M + tl.arange(0, TILE_M)
     row_block = line.to(tl.int64) * tl.cdiv(count, PER_ROW) + inside // PER_ROW
     target = sums + (row_block * blocks * PER_ROW + inside % PER_ROW)[:, None]
@@ -123,47 +98,63 @@ def log_sums_kernel(
                 column = first + tl.arange(0, TILE_N)
                 seen = (column[None, :] < sees[:, None]) & (column >= start)[None, :]
                 products = tl.where(seen, products, LEAST)
-            state = _folded(products, factor, state, target, blocks, first, exists, PER_ROW, PER_BLOCK)
-    origin, running_max, running_sum = state
-    total = tl.minimum(running_max - origin + tl.math.log2(tl.maximum(running_sum, 1.0e-30)), 32767.0 / STEPS)
-    total = tl.where(running_max < UNSEEN, 0.0, total)  # of rows that see nothing
-    tl.store(totals + line.to(tl.int64) * count + row - first_row, total, mask=exists)
+            number = first // PER_BLOCK + tl.arange(0, TILE_N // PER_BLOCK)
+            of_blocks = _by_block(products, factor, TILE_M, TILE_N // PER_BLOCK, PER_BLOCK)
+            tl.store(target + number[None, :] * PER_ROW, of_blocks, mask=exists[:, None] & (number < blocks)[None, :])
+
+
+@triton.jit
+def _sums_of(sums, place, blocks, start, sees, exists, first, PER_ROW: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    """(rows, BLOCKS) log-sums of the blocks from ``first`` on, -inf of those that were not written."""
+    number = first + tl.arange(0, BLOCKS)
+    written = (number[None, :] * PER_BLOCK < sees[:, None]) & ((number[None, :] + 1) * PER_BLOCK > start)
+    load = written & exists[:, None] & (number < blocks)[None, :]
+    row = tl.arange(0, exists.shape[0])
+    return tl.load(sums + (place * blocks + number[None, :]) * PER_ROW + row[:, None], mask=load, other=float("-inf"))
 
 
 @triton.jit(do_not_specialize=["blocks", "row_blocks", "count", "heads", "group", "first_row"])
 def shares_kernel(
-    sums, totals, until, starts, scores, blocks, row_blocks, count, heads, group, first_row,
+    sums, until, starts, scores, blocks, row_blocks, count, heads, group, first_row,
     PER_ROW: tl.constexpr, PER_ROW_PAD: tl.constexpr, PER_BLOCK: tl.constexpr, STARTS: tl.constexpr, MEAN: tl.constexpr,
     SHARED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """A program makes the scores of BLOCKS blocks of keys for one block of queries, of a head or, with SHARED, of the largest of a
-    group of heads. sums, totals, until, starts: see ``log_sums_kernel``. scores: (batch, heads | heads / group, row_blocks, blocks)
-    float32. count: rows of a head. PER_ROW: rows of a block of queries."""
-    chunks = tl.cdiv(blocks, BLOCKS)
-    chunk, place = tl.program_id(0) % chunks, tl.program_id(0) // chunks
-    row_block, line = place % row_blocks, place // row_blocks
+    """A program makes the scores of all blocks of keys, BLOCKS at a time, for one block of queries, of a head or, with SHARED, of
+    the largest of a group of heads. sums, until, starts: see ``log_sums_kernel``. scores: (batch, heads | heads / group,
+    row_blocks, blocks) float32. count: rows of a head. PER_ROW: rows of a block of queries."""
+    row_block, line = tl.program_id(0) % row_blocks, tl.program_id(0) // row_blocks
     batch = line // (heads // group if SHARED else heads)
     row = row_block * PER_ROW + tl.arange(0, PER_ROW_PAD)
     exists = (tl.arange(0, PER_ROW_PAD) < PER_ROW) & (row < count)
-    number = chunk * BLOCKS + tl.arange(0, BLOCKS)
+    there = tl.maximum(tl.sum(exists.to(tl.float32), 0), 1.0)
     sees = tl.load(until + first_row + row, mask=exists, other=0)
     start = 0
     if STARTS:
         start = tl.load(starts + batch)
-    # Other blocks were not written.
-    written = (number[None, :] * PER_BLOCK < sees[:, None]) & ((number[None, :] + 1) * PER_BLOCK > start)
-    best = tl.zeros((BLOCKS,), tl.float32)
+    seen = tl.minimum(tl.cdiv(tl.max(sees, 0), PER_BLOCK), blocks)
+    target = scores + tl.program_id(0).to(tl.int64) * blocks
     for member in range(group if SHARED else 1):
-        head = (line * group + member if SHARED else line).to(tl.int64)
-        total = tl.load(totals + head * count + row, mask=exists, other=0.0)
-        load = written & exists[:, None] & (number < blocks)[None, :]
-        first = sums + (head * row_blocks + row_block) * blocks * PER_ROW
-        steps = tl.load(first + number[None, :] * PER_ROW + tl.arange(0, PER_ROW_PAD)[:, None], mask=load, other=NONE)
-        weights = tl.where(steps > NONE, tl.math.exp2(steps.to(tl.float32) / STEPS - total[:, None]), 0.0)
-        there = tl.maximum(tl.sum(exists.to(tl.float32), 0), 1.0)
-        score = tl.sum(weights, 0) / there if MEAN else tl.max(weights, 0)
-        best = tl.maximum(best, score)
-    tl.store(scores + place.to(tl.int64) * blocks + number, best, mask=number < blocks)
+        place = (line * group + member if SHARED else line).to(tl.int64) * row_blocks + row_block
+        found = _sums_of(sums, place, blocks, start, sees, exists, 0, PER_ROW, PER_BLOCK, BLOCKS)
+        most = tl.maximum(tl.max(found, 1), LEAST)
+        total = tl.sum(tl.math.exp2(found - most[:, None]), 1)
+        for first in range(BLOCKS, seen, BLOCKS):
+            more = _sums_of(sums, place, blocks, start, sees, exists, first, PER_ROW, PER_BLOCK, BLOCKS)
+            new = tl.maximum(most, tl.max(more, 1))
+            total = total * tl.math.exp2(most - new) + tl.sum(tl.math.exp2(more - new[:, None]), 1)
+            most = new
+        whole = most + tl.math.log2(tl.maximum(total, 1.0e-30))
+        for first in range(0, blocks, BLOCKS):
+            if first > 0:
+                found = _sums_of(sums, place, blocks, start, sees, exists, first, PER_ROW, PER_BLOCK, BLOCKS)
+            weights = tl.math.exp2(found - whole[:, None])
+            score = tl.sum(weights, 0) / there if MEAN else tl.max(weights, 0)
+            number = first + tl.arange(0, BLOCKS)
+            if SHARED:
+                score = tl.maximum(score, tl.load(target + number, mask=(number < blocks) & (member > 0), other=0.0))
+            tl.store(target + number, score, mask=number < blocks)
+        if SHARED:
+            tl.debug_barrier()  # the next head reads what other threads have stored
 
 
 # By whether a row is one token; measured: docs/performance/kernels.md.
@@ -176,7 +167,6 @@ def log_sums(
     until: torch.Tensor,
     starts: torch.Tensor | None,
     sums: torch.Tensor,
-    totals: torch.Tensor,
     span: int,
     factor: float,
     per_q_block: int,
@@ -185,10 +175,10 @@ def log_sums(
     count: int,
     config: Config | None = None,
 ) -> None:
-    """Writes sums and totals of rows first .. first + count - 1: see ``log_sums_kernel``, and ``scores_of_blocks``."""
+    """Writes sums of rows first .. first + count - 1: see ``log_sums_kernel``, and ``scores_of_blocks``."""
     batch, heads, tokens, head_dim = rows.shape
     sizes = head_dim, *rows.stride()[:3], *columns.stride()[:3]
-    arguments = [rows, columns, until, until if starts is None else starts, sums, totals, heads, heads // columns.shape[1]]
+    arguments = [rows, columns, until, until if starts is None else starts, sums, heads, heads // columns.shape[1]]
     arguments += [first, first + count, tokens, columns.shape[2], sums.shape[3], factor * LOG2_E.value, *sizes]
     constants = {"SPAN": span, "PER_ROW": per_q_block, "PER_BLOCK": per_kv_block, "STARTS": starts is not None}
     constants |= {"DIM": padded_head_dim(head_dim), "PRECISION": "ieee" if rows.dtype == torch.float32 else "tf32"}
@@ -228,18 +218,15 @@ def scores_of_blocks(
     group, row_count = heads // columns.shape[1], triton.cdiv(tokens, span)
     first, end = low * per_q_block, min(high * per_q_block, row_count)
     count = end - first
-    sums = torch.empty((batch, heads, high - low, kv_blocks, per_q_block), dtype=torch.int16, device=rows.device)
-    totals = torch.empty((batch, heads, count), dtype=torch.float32, device=rows.device)
-    tensors = rows, columns, until, starts, sums, totals
-    (by or log_sums)(*tensors, span, factor, per_q_block, per_kv_block, first, count)
+    sums = torch.empty((batch, heads, high - low, kv_blocks, per_q_block), dtype=torch.float32, device=rows.device)
+    (by or log_sums)(rows, columns, until, starts, sums, span, factor, per_q_block, per_kv_block, first, count)
     of_heads = heads // group if shared else heads
     scores = torch.empty((batch, of_heads, high - low, kv_blocks), dtype=torch.float32, device=rows.device)
     rows_at_once = triton.next_power_of_2(per_q_block)
     wide = min(8192 // max(8, rows_at_once), triton.next_power_of_2(kv_blocks))
-    arguments = [sums, totals, until, until if starts is None else starts, scores]
+    arguments = [sums, until, until if starts is None else starts, scores]
     arguments += [kv_blocks, high - low, count, heads, group, first]
     constants = {"PER_ROW": per_q_block, "PER_ROW_PAD": rows_at_once, "PER_BLOCK": per_kv_block}
     constants |= {"STARTS": starts is not None, "MEAN": mean, "SHARED": shared, "BLOCKS": max(16, wide)}
-    grid = triton.cdiv(kv_blocks, constants["BLOCKS"]) * (high - low) * batch * of_heads, 1
-    launch(shares_kernel, grid, arguments, constants, {"num_warps": 4})
+    launch(shares_kernel, ((high - low) * batch * of_heads, 1), arguments, constants, {"num_warps": 4})
     return scores

@@ -15,7 +15,7 @@ FLOOR_RULE, RELATIVE, MASS, COUNT = tl.constexpr(0), tl.constexpr(1), tl.constex
 _KINDS = {"floor": FLOOR_RULE, "relative": RELATIVE, "mass": MASS, "keep": COUNT, "budget": COUNT}
 _NEVER = tl.constexpr(-2147483648)  # of blocks that may not be kept
 _ALWAYS = tl.constexpr(2147483647)  # of blocks that are kept in any case, under COUNT
-_TOGETHER = 1 << 14  # scores that a program holds in registers
+_TOGETHER = 1 << 15  # scores that a program holds in registers
 
 
 @triton.jit

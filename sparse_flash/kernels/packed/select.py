@@ -41,23 +41,23 @@ def count_entries_kernel(
     maps, row_ptr, row_split, index, counts, rows, cols, lines,
     BY_KEY: tl.constexpr, BITS: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """A program counts a row's kept entries of each kind. maps: (masks, rows, cols) bool, or (masks, rows, ceil(cols / 32)) int32
+    """A program counts a row's kept entries: full blocks, these and run tiles, all. maps: (masks, rows, cols) bool, or (masks, rows, ceil(cols / 32)) int32
     of bits. row_ptr, row_split, index: of the table to select from, whose rows are ``lines`` blocks of queries, or of keys with
-    BY_KEY. counts: (masks, lines, 3) int32, full blocks, run tiles and bit tiles."""
+    BY_KEY. counts: (masks, lines, 3) int32."""
     line, mask = tl.program_id(0) % lines, tl.program_id(0) // lines
     begin, end = tl.load(row_ptr + line), tl.load(row_ptr + line + 1)
     runs, bits = tl.load(row_split + line * 2), tl.load(row_split + line * 2 + 1)
-    full, run, bit = begin * 0, begin * 0, begin * 0
+    full, no_bits, total = begin * 0, begin * 0, begin * 0
     for first in range(begin, end, ENTRIES):
         entry = first + tl.arange(0, ENTRIES)
         _, kept = _kept_entries(maps, index, mask, line, entry, end, rows, cols, BY_KEY, BITS)
         full += tl.sum(tl.where(entry < runs, kept, 0))
-        bit += tl.sum(tl.where(entry >= bits, kept, 0))
-        run += tl.sum(kept)
+        no_bits += tl.sum(tl.where(entry < bits, kept, 0))
+        total += tl.sum(kept)
     place = counts + (mask * lines + line).to(tl.int64) * 3
     tl.store(place, full)
-    tl.store(place + 1, run - full - bit)
-    tl.store(place + 2, bit)
+    tl.store(place + 1, no_bits)
+    tl.store(place + 2, total)
 
 
 @triton.jit(do_not_specialize=["rows", "cols", "lines"])
@@ -94,10 +94,10 @@ def select_entries(
     constants = {"BY_KEY": by_key, "BITS": maps.dtype == torch.int32, "ENTRIES": _ENTRIES}
     grid, options = (masks * lines, 1), {"num_warps": 4}
     launch(count_entries_kernel, grid, [maps, *table[:2], table.col_idx, counts, *shape, lines], constants, options)
-    total = counts.sum(2, dtype=torch.int32)
+    total = counts[..., 2]
     row_ptr = torch.nn.functional.pad(total.cumsum(1, dtype=torch.int32), (1, 0))
     row_ptr[1:] += row_ptr[:-1, -1:].cumsum(0, dtype=torch.int32)
-    row_split = row_ptr[:, :-1, None] + counts[..., :2].cumsum(2, dtype=torch.int32)
+    row_split = row_ptr[:, :-1, None] + counts[..., :2]
     row_order = torch.argsort(total, dim=1, descending=True, stable=True).to(torch.int32)
     index, tiles = torch.empty((2, max(2, room)), dtype=torch.int32, device=maps.device)
     arguments = [maps, table.row_ptr, table.col_idx, table.tile_idx, row_ptr, index, tiles, *shape, lines]
