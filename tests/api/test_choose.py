@@ -337,9 +337,11 @@ def test_the_operator_of_compiled_code_passes_opcheck():
 
 
 class NothingFromTheHost(TorchDispatchMode):
-    """Raises where an operation reads values on the host, makes a shape of values, or copies a list of numbers from the host."""
+    """Raises where an operation reads values on the host, makes a shape of values, copies a list of numbers from the host, or on
+    GPUs adds in no fixed order."""
 
     FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique", "bincount")
+    FORBIDDEN += ("index_add", "scatter_add", "scatter_reduce")
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.name().split("::")[-1].split(".")[0]
