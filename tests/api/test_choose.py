@@ -543,7 +543,8 @@ def test_a_users_own_chooser_goes_wherever_expressions_go():
     assert torch.equal(kept, ((distance >= 0) & ((distance < 2) | (block == 0))).expand_as(kept))  # a sink counts first
     assert torch.equal(sf.attention(q, k, v, spec), sf.attention(q, k, v, sf.choose_blocks(spec, q, k)))
     assert copy.deepcopy(spec) == spec
-    with pytest.raises(Exception, match="takes choosers that have spec text"):
+    refusal = "takes choosers that have spec text" if torch.__version__ >= "2.13" else "does not trace Pattern objects"
+    with pytest.raises(Exception, match=refusal):
         compiled(spec)(q, k, v)
 
 
