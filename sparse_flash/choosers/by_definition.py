@@ -58,29 +58,33 @@ def columns_and_slashes(
     size, count = grid.block_size, min(chooser.count, grid.q_len)
     exact = torch.promote_types(q.dtype, torch.float32)
     group = q.shape[1] // k.shape[1]
-    last = q[:, :, -count:].to(exact).unflatten(1, (k.shape[1], group))
-    position = torch.arange(grid.kv_len - count, grid.kv_len, device=q.device)[:, None]
+    # From the last query to the first: distances fall from key to key and from query to query.
+    last = q[:, :, -count:].flip(2).to(exact).unflatten(1, (k.shape[1], group))
+    position = torch.arange(grid.kv_len - 1, grid.kv_len - count - 1, -1, device=q.device)[:, None]
     step = max(1, (1 << 15) // size) * size
 
-    def logits(first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def logits(first: int) -> torch.Tensor:
         key = torch.arange(first, min(first + step, grid.kv_len), device=q.device)
         made = (last @ k[:, :, None, first : first + step].to(exact).mT).flatten(1, 2) * scale
         hidden = key > position
         if starts is not None:
             hidden = hidden | (key < starts.view(-1, 1, 1, 1))
-        return key, made.masked_fill(hidden, -math.inf)
+        return made.masked_fill(hidden, -math.inf)
 
-    log_sum = torch.stack([logits(first)[1].logsumexp(-1) for first in range(0, grid.kv_len, step)]).logsumexp(0)[..., None]
+    log_sum = torch.stack([logits(first).logsumexp(-1) for first in range(0, grid.kv_len, step)]).logsumexp(0)[..., None]
     log_sum = log_sum.masked_fill(log_sum == -math.inf, math.inf)
-    columns = last.new_zeros(*q.shape[:2], grid.kv_blocks)
+    columns = last.new_zeros(*q.shape[:2], grid.kv_blocks * size)
     slashes = torch.zeros_like(columns)
+    # All sums have a fixed order, unlike index_add_ on GPUs: the same inputs choose the same blocks.
     for first in range(0, grid.kv_len, step):
-        key, scores = logits(first)
-        weights = (scores - log_sum).exp()
-        columns.index_add_(2, key // size, weights.sum(2) / count)
-        # Keys past a query have weight 0, so their distance does not matter.
-        distance = ((position - key).clamp(min=0) // size).flatten()
-        slashes.index_add_(2, distance, weights.flatten(2) / count)
+        weights = (logits(first) - log_sum).exp()
+        keys = weights.shape[3]
+        columns[:, :, first : first + keys] = weights.sum(2)
+        # Read in rows that are one number shorter, each query's weights begin one column further right: a column has one distance.
+        skewed = torch.nn.functional.pad(weights, (0, count)).flatten(2)[..., :-count].unflatten(2, (count, -1)).sum(2)
+        far = grid.kv_len - first  # distances fall from far - 1; below 0 are keys past a query, whose weight is 0
+        slashes[:, :, max(0, far - keys - count + 1) : far] += skewed[..., :far].flip(2)
+    columns, slashes = (of_tokens.unflatten(2, (-1, size)).sum(3) / count for of_tokens in (columns, slashes))
     return columns, slashes
 
 

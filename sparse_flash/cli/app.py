@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+import sparse_flash
+
 from . import bench, doctor, fit, masks, tune, warm
 from .options import with_imports
 
@@ -23,9 +25,7 @@ for _command in _COMMANDS:
 
 def _version(asked: bool) -> None:
     if asked:
-        from importlib.metadata import version
-
-        typer.echo(f"sparse-flash {version('sparse-flash')}")
+        typer.echo(f"sparse-flash {sparse_flash.__version__}")
         raise typer.Exit
 
 

@@ -11,6 +11,8 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+import sparse_flash
+
 from .console import errors, output, user_errors
 
 
@@ -60,7 +62,7 @@ def fit(
             bar = progress.add_task("measuring layers", total=len(ids) * config.num_hidden_layers)
             fitted = fitting.fit(loaded, ids, budget, block, lambda: progress.advance(bar))
         made_by = {"model": model, "budget": budget, "block": block, "windows": len(ids)}
-        fitting.write_fit(out, fitted, ids.shape[1], content, **made_by)
+        fitting.write_fit(out, fitted, ids.shape[1], content, sparse_flash.__version__, **made_by)
         if picture:
             lines = {"fit": [layer.error if layer.alone else None for layer in fitted.values()]}
             for kind in (fitting.BUDGET, fitting.WINDOW):

@@ -141,7 +141,7 @@ class BlockMask:
     def digest(self) -> bytes:
         """Equal for equal masks on the CPU, as compiled tables are canonical. All else follows from the table by query."""
         digest = hashlib.sha256(repr(self.sizes).encode())
-        for tensor in (self.mask_index, *self.by_query[:5], *self.tiles):
+        for tensor in (self.mask_index, *self.by_query.in_use()[:5], *self.tiles):
             digest.update(repr(tuple(tensor.shape)).encode())
             digest.update(np.ascontiguousarray(tensor.numpy()).data)
         return digest.digest()
@@ -369,7 +369,7 @@ class BlockMask:
 
     def equal(self, other: BlockMask) -> bool:
         """Whether both keep the same pairs in the same table (compiled tables are canonical)."""
-        mine, theirs = self.tensors(), other.tensors()
+        mine, theirs = ([m.mask_index, *m.by_query.in_use(), *m.by_key.in_use(), *m.tiles] for m in (self, other))
         return self.sizes == other.sizes and all(torch.equal(a, b.to(a.device)) for a, b in zip(mine, theirs, strict=True))
 
     def __getstate__(self) -> dict[str, Any]:

@@ -73,6 +73,11 @@ class Table(NamedTuple):
         """Whether rows may be split: whether there is room for splits."""
         return self.work.shape[1] > self.row_order.shape[1]
 
+    def in_use(self) -> Table:
+        """Without what ``col_idx`` and ``tile_idx`` hold past the last row's entries, which may be anything. Reads row_ptr."""
+        count = int(self.row_ptr[-1, -1])
+        return self._replace(col_idx=self.col_idx[:count], tile_idx=self.tile_idx[:count])
+
     def in_document_order(self) -> bool:
         """Whether one mask's table on the host has its rows in order of documents: see ``groups_of``."""
         return bool(groups_of(self.row_ptr[0].numpy(), self.row_split[0].numpy(), self.col_idx.numpy()).any())

@@ -30,11 +30,11 @@ LENGTHS = st.tuples(st.integers(1, 300), st.integers(1, 300)) | st.integers(1, 3
 # Where rounding decides nothing: mass and relative of 1 keep all that is not 0, or what equals the largest.
 clear = st.tuples(st.just("keep"), st.integers(1, 4)) | st.tuples(st.sampled_from(choosers.RULES), st.sampled_from([0.1, 0.3, 0.6]))
 limits = st.none() | st.just(sf.causal()) | strategies.expressions
-SPEC = "causal & (sampled(4, keep=2, block=64) | sinks(4))"
+SPEC = "causal & (sampled(4, keep=3, block=64) | sinks(4))"
 EVERY = {
     "sampled": SPEC,
     "pooled": "causal & (pooled(mass=0.5, block=64) | local(70))",
-    "shared": "pooled_keys(relative=0.5, block=64, share_group=True)",
+    "shared": "pooled_keys(relative=0.97, block=64, share_group=True)",
     "two": "causal & (sub_blocks(16, budget=0.4, block=64) | antidiagonal(8, floor=0.2, block=64))",
     "last": "causal & (last_queries(20, mass=0.6, block=64) | sinks(4))",
     "by head": "causal & per_head([pooled(keep=1, block=64), pooled(keep=2, block=64), sinks(3), pooled(keep=1, block=64)])",
@@ -210,6 +210,12 @@ def test_attention_under_a_chosen_mask_is_right(backend):
 
 
 @every
+def test_other_queries_and_keys_choose_other_blocks(spec):
+    one, other = (sf.choose_blocks(spec, *inputs(seed=seed)[:2]).kept_blocks() for seed in (0, 1))
+    assert not torch.equal(one, other)
+
+
+@every
 def test_attention_under_an_expression_is_attention_under_its_mask(spec):
     q, k, v = inputs(170, 200)
     mask = sf.choose_blocks(spec, q, k)
@@ -312,7 +318,7 @@ def test_compiled_code_takes_expressions_as_values():
     torch.testing.assert_close(compiled(outside)(*tensors), wanted)
 
     def inside(q, k, v):
-        spec = sf.causal() & (choosers.Sampled(4, keep=2, block=64) | sf.sinks(4))
+        spec = sf.causal() & (choosers.Sampled(4, keep=3, block=64) | sf.sinks(4))
         return sf.attention(q, k, v, sf.choose_blocks(spec, q, k)), sf.attention(q, k, v, spec)
 
     for out in torch.compile(inside, backend="eager", fullgraph=True)(*tensors):
@@ -337,9 +343,11 @@ def test_the_operator_of_compiled_code_passes_opcheck():
 
 
 class NothingFromTheHost(TorchDispatchMode):
-    """Raises where an operation reads values on the host, makes a shape of values, or copies a list of numbers from the host."""
+    """Raises where an operation reads values on the host, makes a shape of values, copies a list of numbers from the host, or on
+    GPUs adds in no fixed order."""
 
     FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique", "bincount")
+    FORBIDDEN += ("index_add", "scatter_add", "scatter_reduce")
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.name().split("::")[-1].split(".")[0]
@@ -535,7 +543,8 @@ def test_a_users_own_chooser_goes_wherever_expressions_go():
     assert torch.equal(kept, ((distance >= 0) & ((distance < 2) | (block == 0))).expand_as(kept))  # a sink counts first
     assert torch.equal(sf.attention(q, k, v, spec), sf.attention(q, k, v, sf.choose_blocks(spec, q, k)))
     assert copy.deepcopy(spec) == spec
-    with pytest.raises(Exception, match="takes choosers that have spec text"):
+    refusal = "takes choosers that have spec text" if torch.__version__ >= "2.13" else "does not trace Pattern objects"
+    with pytest.raises(Exception, match=refusal):
         compiled(spec)(q, k, v)
 
 
@@ -651,5 +660,5 @@ def test_a_layer_takes_an_expression_for_whole_sequences():
     q, k, v = (p(x).unflatten(2, (-1, 16)).transpose(1, 2) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
     wanted = layer.out_proj(sf.attention(q, k, v, sf.choose_blocks(SPEC, q, k)).transpose(1, 2).flatten(2))
     torch.testing.assert_close(layer(x), wanted)
-    assert "sampled(4, keep=2, block=64)" in repr(layer)
+    assert "sampled(4, keep=3, block=64)" in repr(layer)
     torch.testing.assert_close(torch.compile(layer, backend="aot_eager", fullgraph=True)(x), wanted)

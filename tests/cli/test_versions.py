@@ -172,7 +172,7 @@ def test_an_older_transformers_is_refused_with_the_way_out():
 
 def test_the_command_line_says_its_version():
     result = CliRunner().invoke(app, ["--version"])
-    assert result.exit_code == 0 and result.output == f"sparse-flash {importlib.metadata.version('sparse-flash')}\n"
+    assert result.exit_code == 0 and result.output == f"sparse-flash {sparse_flash.__version__}\n"
     assert PROJECT["version"] == sparse_flash.__version__
 
 

@@ -189,6 +189,7 @@ def test_the_masks_of_a_model_are_those_of_its_layers_and_make_another_model_ali
     table = sf.compile_mask("causal & local(9)", TOKENS)
     use_sparse_flash(model, {1: table})
     assert sf.masks_of(torch.nn.DataParallel(model)) == {0: "own", 1: table}
+    model.cpu()  # DataParallel moved it to a GPU, if there is one
     use_sparse_flash(model, per_layer=[sf.sinks(2) & "causal", None])
     assert sf.masks_of(model) == {0: "causal & sinks(2)", 1: "own"}
     x = words()

@@ -137,6 +137,7 @@ def test_the_command_writes_a_file_that_use_sparse_flash_reads(folder, tmp_path)
     assert f"wrote {path}\n" in said and picture.stat().st_size > 1000
     record = json.loads(path.read_text())
     assert record["made_by"]["tokens"] == TOKENS and record["made_by"]["text"].startswith("sha256:")
+    assert record["made_by"]["versions"]["sparse-flash"] == sf.__version__
     assert record["dense_below"] == TOKENS  # otherwise prompts of this length would be dense
     model = use_sparse_flash(made(), path)
     assert {str(layer): spec for layer, spec in sf.masks_of(model).items()} == record["layers"]

@@ -2,16 +2,20 @@
 
 import inspect
 import math
+from unittest import mock
 
 import pytest
 import torch
 from accepted import DEVICE
 
 import sparse_flash as sf
+from sparse_flash.integrations import xattn
 from sparse_flash.integrations.xattn import Xattention_prefill
 
 # Kernels have no float64, which the definition is computed in.
 DTYPE, TOLERANCE = (torch.float64, 1e-9) if DEVICE == "cpu" else (torch.float16, 4e-3)
+# Blocks this near to the threshold may be kept or not: weights by kernels are off by up to 0.27 % (kernels/choosers/log_sums.py).
+NEAR = 1e-9 if DEVICE == "cpu" else 6e-3
 HEADS = 4
 
 
@@ -52,6 +56,11 @@ def with_mass(scores, mass, first):
     return first | torch.zeros_like(first).scatter(-1, order, before < mass * scores.sum(-1, keepdim=True))
 
 
+def above(scores, margin):
+    """The sum of the scores of a row that exceed each score by more than this part of it."""
+    return ((scores[..., None, :] > scores[..., None] * (1 + margin)) * scores[..., None, :]).sum(-1)
+
+
 CASES = {
     "the defaults": ((1024, 1024), {"stride": 16}),
     "cut blocks": ((500, 500), {"stride": 8, "threshold": 0.5}),
@@ -73,21 +82,28 @@ def test_the_call_is_the_definition(lengths, options):
     block, causal = options.get("block_size", 128), options.get("causal", True)
     with torch.no_grad():
         scores = shares(q, k, options["stride"], options.get("norm", 1), block, causal)
+        scores /= scores.sum(-1, keepdim=True)
     offset = lengths[1] - lengths[0]
     row = (torch.arange(scores.shape[2]) * block + offset)[:, None] // block
     col = torch.arange(scores.shape[3])
     forced = (col == row) | ((col == 0) & (causal or options.get("keep_sink", False)))
     mass = torch.as_tensor(options.get("threshold", 0.8)).double().reshape(-1, 1, 1)
-    chosen = with_mass(scores, mass, torch.zeros_like(scores, dtype=torch.bool)) | forced
-    possible = ((col <= row) | (not causal)).expand_as(chosen)
-    assert (chosen & possible).sum() < possible.sum()
+    possible = ((col <= row) | (not causal)).expand_as(scores)
+    # A block is kept if the larger ones lack the mass.
+    surely = (above(scores, -NEAR) - scores < mass - NEAR) | forced
+    perhaps = (above(scores, NEAR) < mass + NEAR) | forced
+    assert (perhaps & ~surely & possible).sum() < 0.1 * possible.sum()
 
+    with mock.patch.object(xattn, "attention", wraps=xattn.attention) as attention:
+        out = Xattention_prefill(*mine, **options)
+    chosen = attention.call_args.args[3].kept_blocks().cpu()
+    assert not (surely & possible & ~chosen).any() and not (chosen & ~(perhaps & possible)).any()
+    assert chosen.sum() < possible.sum()
     i, j = torch.arange(lengths[0])[:, None], torch.arange(lengths[1])
     kept = chosen[:, :, i // block, j // block] & ((j <= i + offset) | (not causal))
     wide_k, wide_v = (x.repeat_interleave(HEADS // x.shape[1], 1) for x in (k, v))
     logits = (q @ wide_k.mT / math.sqrt(q.shape[3])).masked_fill(~kept, -math.inf)
     right = logits.softmax(-1) @ wide_v
-    out = Xattention_prefill(*mine, **options)
     assert out.dtype == DTYPE
     torch.testing.assert_close(out.double().cpu(), right, atol=TOLERANCE, rtol=TOLERANCE)
     wanted = torch.autograd.grad(right.sum(), (q, k, v))
@@ -101,7 +117,7 @@ def test_the_blocks_that_the_package_keeps_are_kept(threshold):
     mask = sf.choose_blocks(f"causal & (antidiagonal(16, mass={threshold}) | sinks(128))", q, k)
     scores = shares(q.cpu().double(), k.cpu().double(), 16, 1, 128, True)
     col = torch.arange(8)
-    theirs = with_mass(scores, threshold, ((col == 0) | (col == col[:, None])).expand(scores.shape))
+    theirs = with_mass(scores, threshold - NEAR, ((col == 0) | (col == col[:, None])).expand(scores.shape))
     assert not (theirs.tril() & ~mask.kept_blocks().cpu()).any()
 
 

@@ -35,8 +35,8 @@ def maps_of(masks, grid, density, seed):
 )
 def test_kernels_select_the_entries_that_operations_select(within, lengths, size, masks, density, bits, seed):
     grid = BlockGrid(*lengths, size)
-    limit = limit_of(within, grid, torch.device(DEVICE))
     maps = maps_of(masks, grid, density, seed)
+    limit = limit_of(within, grid, maps.device)
     room = masks * len(limit.by_query.col_idx)
     with heavy_rows_split():
         wanted = chosen(maps.flatten(1), listing_of(limit.by_query, limit.by_key))
@@ -57,8 +57,8 @@ def test_rows_longer_than_a_programs_step_are_selected_step_by_step(within, monk
 
     monkeypatch.setattr(select, "_ENTRIES", 16)
     grid = BlockGrid(16 * 5, 16 * 50, 16)
-    limit = limit_of(within, grid, torch.device(DEVICE))
     maps = maps_of(2, grid, 0.5, 0)
+    limit = limit_of(within, grid, maps.device)
     wanted = of_maps(maps[None], grid, limit)
     tables = chosen_by_kernel(packed(maps), limit.by_query, limit.by_key, grid.shape, int(maps.sum()))
     for ours, theirs in zip(tables, (wanted.by_query, wanted.by_key), strict=True):
@@ -69,6 +69,6 @@ def test_rows_longer_than_a_programs_step_are_selected_step_by_step(within, monk
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def test_masks_of_maps_and_of_their_bits_are_equal():
     grid = BlockGrid(700, 900, 64)
-    limit = limit_of("causal", grid, torch.device(DEVICE))
     maps = maps_of(6, grid, 0.4, 1).unflatten(0, (2, 3))
+    limit = limit_of("causal", grid, maps.device)
     assert torch.equal(of_maps(maps, grid, limit).to_dense(), of_maps(packed(maps), grid, limit).to_dense())

@@ -2,6 +2,7 @@
 
 import pickle
 import re
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -416,6 +417,17 @@ def test_equality_is_of_lengths_blocks_and_contents():
     assert mask.equal(sf.compile_mask("causal", 256, block_size=64))
     others = [("causal", 255, 64), ("causal", 256, 32), ("causal & local(255)", 256, 64), ("causal & local(100)", 256, 64)]
     assert not any(mask.equal(sf.compile_mask(text, n, block_size=size)) for text, n, size in others)
+
+
+def test_what_tables_hold_past_their_last_entries_does_not_count():
+    mask = sf.compile_mask("causal", 256, block_size=64)
+    spare = torch.tensor([7, 8], dtype=torch.int32)
+    by_query, by_key = (
+        table._replace(col_idx=torch.cat([table.col_idx, spare]), tile_idx=torch.cat([table.tile_idx, spare]))
+        for table in (mask.by_query, mask.by_key)
+    )
+    other = replace(mask, by_query=by_query, by_key=by_key)
+    assert mask.equal(other) and other.equal(mask) and mask.digest == other.digest
 
 
 @pytest.mark.parametrize("side", ["by_query", "by_key"])

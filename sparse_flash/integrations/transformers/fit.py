@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from importlib.metadata import version
 from os import PathLike
 from typing import Any, NamedTuple, cast
 
 import torch
+import transformers
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ...api.attention import attention
@@ -200,13 +200,15 @@ def mean_errors(fitted: dict[int, FittedLayer]) -> dict[str, float]:
     return errors | {"fit": sum(layer.error for layer in layers) / len(layers)}
 
 
-def write_fit(path: str | PathLike[str], fitted: dict[int, FittedLayer], tokens: int, text: str, **made_by: object) -> None:
+def write_fit(
+    path: str | PathLike[str], fitted: dict[int, FittedLayer], tokens: int, text: str, version: str, **made_by: object
+) -> None:
     """Writes the masks for ``use_sparse_flash(model, path)``. Prompts as long as the text choose, also if it is shorter than the
-    default of ``dense_below``. made_by: what else the file says of its making."""
+    default of ``dense_below``. version: of this package. made_by: what else the file says of its making."""
     chosen = any(kind not in (OWN, WINDOW) for layer in fitted.values() for kind in layer.kinds)
     said: dict[str, object] = {"command": "sparse-flash fit", **made_by, "tokens": tokens}
     said["text"] = f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
     said["errors"] = {kind: round(error, 5) for kind, error in mean_errors(fitted).items()}
-    said["versions"] = {name: version(name) for name in ("sparse-flash", "torch", "transformers")}
+    said["versions"] = {"sparse-flash": version, "torch": str(torch.__version__), "transformers": transformers.__version__}
     below = tokens if chosen and tokens < DENSE_BELOW else None
     write_masks(path, {number: layer.spec for number, layer in fitted.items()}, dense_below=below, made_by=said)
