@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from . import report
+from . import picture, report, tables
 from .measure import Measuring
 from .model import load
 from .rows import chosen
@@ -78,7 +78,7 @@ def measure(
         loaded = load(model, on, torch.bfloat16 if on.type == "cuda" else torch.float32)
         measuring = Measuring(*loaded, length or [2048, 4096, 8192], windows, needles)
         setup = measuring.setup()
-        done = report.read(out) if out.exists() else {"setup": setup, "rows": []}
+        done = report.read([out]) if out.exists() else {"setup": setup, "rows": []}
         if done["setup"] != setup:
             raise ValueError(f"{out} was measured on {done['setup']}, and this would be {setup}; pass another --out")
         missing = [row for name, row in wanted.items() if name not in [one["row"] for one in done["rows"]]]
@@ -102,12 +102,19 @@ def measure(
 
 @app.command()
 def draw(
-    results: Annotated[Path, typer.Argument(help="A file that measure wrote.")],
+    results: Annotated[list[Path], typer.Argument(help="Files that measure wrote, of one setup. The last that has a row counts.")],
     rows: Rows = None,
     target: Annotated[Path, typer.Option(help="The picture.")] = Path("choosers.png"),
+    keep: Annotated[Path | None, typer.Option(help="A file for all results without lists by head, to commit.")] = None,
+    guide: Annotated[Path | None, typer.Option(help="A page whose tables of these results are written anew.")] = None,
 ) -> None:
-    """Print rows as a table in Markdown, and draw loss and retrieval against density, a line for each chooser and rule."""
+    """Print rows as a table in Markdown, and draw loss and retrieval against density."""
     with user_errors():
         found = report.read(results)
-        console.print(report.table(found, list(chosen(rows or []))), markup=False, soft_wrap=True)
-        console.print(f"{report.draw(found, target)}", markup=False, soft_wrap=True)
+        page = tables.replaced(guide.read_text(), tables.guide(found)) if guide else ""
+        console.print(tables.everything(found, chosen(rows or [])), markup=False, soft_wrap=True)
+        console.print(f"{picture.draw(found, target)}", markup=False, soft_wrap=True)
+        if keep:
+            report.write(keep, report.short(found))
+        if guide:
+            guide.write_text(page)

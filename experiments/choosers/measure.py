@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 import sparse_flash as sf
 
-from . import oracle  # noqa: F401  (registers its choosers)
+from . import oracle  # noqa: F401  (registers its chooser)
 from .model import DENSE, Layers, density, mask_of
 from .rows import Row
 from .texts import Needles, needles_in, texts, windows_of

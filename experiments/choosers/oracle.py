@@ -1,4 +1,4 @@
-"""Choosers that read the exact softmax mass: what choosers could do at best, at the price of dense attention."""
+"""A chooser that reads the exact softmax mass: what choosers could do at best, at the price of dense attention."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 import sparse_flash as sf
-from sparse_flash.masks.fields import Share
 from sparse_flash.masks.grid import BlockGrid
 
 _HELD = 1 << 27  # logits held at a time
@@ -39,19 +38,3 @@ class TrueMass(sf.Chooser):
             reduced = by_block.amax(3) if self.reduction == "max" else by_block.mean(3)
             made[:, :, first // size : stop // size, : stop // size] = reduced
         return made
-
-
-@sf.register_chooser("two_stages")
-@dataclass(frozen=True)
-class TwoStages(TrueMass):
-    """The true mass of candidates alone.
-
-    candidates: the share of a row's blocks that ``sub_blocks(16)`` passes on.
-    """
-
-    candidates: Share
-
-    def scores(self, q: torch.Tensor, k: torch.Tensor, grid: BlockGrid) -> torch.Tensor:
-        first = f"causal & sub_blocks(16, keep={float(self.candidates)}, block={grid.block_size})"
-        passed = sf.choose_blocks(first, q, k).kept_blocks()
-        return super().scores(q, k, grid).masked_fill(~passed, -math.inf)

@@ -55,7 +55,7 @@ def weights(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.smoke
 def test_rows_are_measured_once_and_drawn(folder, short_texts, tmp_path):
-    wanted = ["dense", "window local 0.25", "sampled(8) floor 0.25", "true_mass budget 0.25", "two_stages(0.4* floor 0.15"]
+    wanted = ["dense", "window local 0.25", "sampled(8) floor 0.15", "true_mass budget 0.15"]
     out, options = tmp_path / "results.json", ["--length", "128", "--length", str(TOKENS), "--windows", "1", "--needles", "4"]
 
     def run(command, *arguments):
@@ -73,17 +73,16 @@ def test_rows_are_measured_once_and_drawn(folder, short_texts, tmp_path):
     assert measure(*wanted[:2]).count("nats") == 0 and out.read_text() == before  # nothing is measured again
     assert "missing" in measure(*wanted)
     dense, window, *chosen = json.loads(out.read_text())["rows"]
-    assert [row["row"] for row in chosen] == [
-        *("sampled(8) floor 0.25", "true_mass budget 0.25", "sampled(8) floor 0.25, by head"),
-        "two_stages(0.4, reduce='max') floor 0.15",
-    ]
+    assert [row["row"] for row in chosen] == ["sampled(8) floor 0.15", "true_mass budget 0.15", "sampled(8) floor 0.15, by head"]
     longest = [row["lengths"][str(TOKENS)] for row in (dense, window, *chosen)]
     assert (longest[0]["density"], longest[0]["recall"], longest[0]["error"]) == (1, 1, 0)
     assert all(0.3 < found["density"] <= 1 and 0 < found["recall"] <= 1.0001 and found["error"] >= 0 for found in longest[1:])
     assert all(set(found["loss"]) == {"english", "python", "c++", "docstrings"} and found["digits"] <= 1 for found in longest)
     assert chosen[2]["spec"].startswith("causal & (sampled(8, floor=") and len(chosen[2]["shares"][0]) == 4
-    said = run("draw", out, "--target", tmp_path / "picture.png")
-    assert said.count("| two_stages") == 1 and (tmp_path / "picture.png").exists()
+    said = run("draw", out, "--target", tmp_path / "picture.png", "--keep", tmp_path / "kept.json")
+    assert said.count("| true_mass") == 1 and (tmp_path / "picture.png").exists()
+    kept = json.loads((tmp_path / "kept.json").read_text())["rows"]
+    assert [row["row"] for row in kept] == [row["row"] for row in (dense, window, *chosen)] and "by_head" not in kept[-1]
 
 
 def test_true_mass_is_the_sum_of_softmax_weights_over_a_block():
@@ -92,13 +91,6 @@ def test_true_mass_is_the_sum_of_softmax_weights_over_a_block():
     for reduce, wanted in (("mean", mass.mean(3)), ("max", mass.amax(3))):
         chooser = sf.parse(f"true_mass(floor=0.1, reduce='{reduce}', block={BLOCK})")
         torch.testing.assert_close(chooser.scores(q, k, sf.compile_mask("causal", TOKENS, block_size=BLOCK).grid), wanted)
-
-
-def test_two_stages_keep_nothing_that_the_first_leaves_out():
-    q, k, _ = content()
-    passed = sf.choose_blocks(f"causal & sub_blocks(16, keep=0.3, block={BLOCK})", q, k).kept_blocks()
-    kept = sf.choose_blocks(f"causal & two_stages(0.3, keep=1.0, block={BLOCK})", q, k).kept_blocks()
-    assert torch.equal(kept, passed) and not passed.all()
 
 
 def test_density_recall_and_error_are_what_their_names_say():

@@ -1,0 +1,115 @@
+"""The picture: loss and retrieval against the blocks that are kept."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .report import above, dense_of, longest
+from .rows import SHARES, Row
+from .tables import TEXTS
+
+_LEAST, _APART = 0.001, 0.052  # the smallest loss that is drawn, in nats; labels are apart by this part of a panel's height
+
+
+class Line(NamedTuple):
+    chooser: str
+    rule: str
+    said: str
+    color: str
+    style: str
+
+
+# A color for each chooser, and a style for each rule. Okabe and Ito chose the colors so that people of all color vision tell them
+# apart. Some are darker here, so that text in them can be read.
+LINES = (
+    Line("true_mass(reduce='max')", "budget", "true mass (bound)", "black", "*-"),
+    Line("sampled(16)", "budget", "sampled(16) budget", "#0B3C7D", "o-"),
+    Line("sampled(8)", "budget", "sampled(8) budget", "#2F8FD0", "s-"),
+    Line("sampled(8)", "floor", "sampled(8) floor", "#2F8FD0", "s:"),
+    Line("antidiagonal(8)", "budget", "antidiagonal(8) budget", "#D55E00", "^-"),
+    Line("antidiagonal(8)", "mass", "antidiagonal(8) mass", "#D55E00", "^--"),
+    Line("sub_blocks(16)", "budget", "sub_blocks(16) budget", "#B87800", "v-"),
+    Line("pooled", "keep", "pooled keep", "#BF5F95", "D-."),
+    Line("last_queries(64)", "mass", "last_queries(64) mass", "#008560", "P--"),
+    Line("window", "local", "window", "#6A6A6A", "X-."),
+)
+
+
+def draw(results: dict, target: Path) -> Path:
+    """Draws loss above dense attention's, and needles found, against density at the greatest length. Lines without results are left
+    out. A loss below 0.001 is drawn at 0.001."""
+    from matplotlib import pyplot as plt
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
+
+    dense, by_name = dense_of(results), {result["row"]: result for result in results["rows"]}
+    length, questions = max(map(int, dense["lengths"])), results["setup"]["needles"]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5.2))
+    ends: tuple[list, list] = ([], [])
+    for line in LINES:
+        names = [Row(line.chooser, line.rule, share).name for share in SHARES]
+        if found := [by_name[name] for name in names if name in by_name]:
+            kept = [longest(one)["density"] for one in found]
+            lost = [max(_LEAST, above(one, dense, TEXTS)[0]) for one in found]
+            needles = [longest(one)["needles"] for one in found]
+            for axis, heights, ended in zip((left, right), (lost, needles), ends, strict=True):
+                axis.plot(kept, heights, line.style, color=line.color, markersize=6, linewidth=1.6)
+                ended.append((kept[-1], heights[-1], line))
+    whole = longest(dense)["needles"]
+    error = math.sqrt(whole * (1 - whole) / questions)
+    right.axhspan(whole - error, whole + error, color="black", alpha=0.08, linewidth=0)
+    right.axhline(whole, color="black", linewidth=1)
+    right.text(0.095, whole + error + 0.01, "dense attention ± its standard error", fontsize=9, va="bottom")
+    left.set_yscale("log")
+    left.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
+    left.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    left.yaxis.set_minor_formatter(NullFormatter())
+    left.set_title("Nats a token above dense attention", loc="left", fontsize=11)
+    right.set_ylim(0, max(0.9, whole + 0.1))
+    right.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    right.set_title(f"Needles found in {length:,} tokens", loc="left", fontsize=11)
+    for axis in (left, right):
+        axis.set_xlim(0.09, 0.26)
+        axis.set_xticks(SHARES)
+        axis.set_xlabel("blocks kept, of the causal ones")
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.subplots_adjust(left=0.055, right=0.835, top=0.93, bottom=0.1, wspace=0.72)
+    for axis, ended in zip((left, right), ends, strict=True):
+        _label(axis, ended)
+    figure.savefig(target, dpi=130)
+    plt.close(figure)
+    return target
+
+
+def _label(axis: Any, ended: list[tuple[float, float, Line]]) -> None:
+    """Writes the name of each line at the right of the panel, and joins it to the line's last point. Names keep apart."""
+    to_axes = axis.transData + axis.transAxes.inverted()
+    ended = sorted(ended, key=lambda end: end[1])
+    wanted = [to_axes.transform((kept, height))[1] for kept, height, _ in ended]
+    for (kept, height, line), at in zip(ended, _apart(wanted), strict=True):
+        axis.annotate(
+            line.said,
+            xy=(kept, height),
+            xytext=(1.06, at),
+            textcoords="axes fraction",
+            color=line.color,
+            fontsize=9,
+            va="center",
+            arrowprops={"arrowstyle": "-", "color": line.color, "alpha": 0.5, "linewidth": 0.8, "shrinkA": 1, "shrinkB": 5},
+        )
+
+
+def _apart(wanted: list[float]) -> list[float]:
+    """Rising heights, moved as little as keeps each _APART above the one below: neighbours that would overlap share their mean."""
+    groups: list[list[float]] = []
+    for height in wanted:
+        groups.append([height])
+        while len(groups) > 1 and _first(groups[-1]) < _first(groups[-2]) + _APART * len(groups[-2]):
+            groups[-2:] = [groups[-2] + groups[-1]]
+    return [_first(group) + _APART * number for group in groups for number in range(len(group))]
+
+
+def _first(group: list[float]) -> float:
+    return sum(group) / len(group) - _APART * (len(group) - 1) / 2

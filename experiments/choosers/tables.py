@@ -1,0 +1,137 @@
+"""Tables in Markdown: one of all rows, and the tables of docs/guides/choosers.md."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from statistics import mean
+
+from .report import above, dense_of, longest
+from .rows import SHARES, Row
+
+TEXTS = "english", "python"  # the guide's losses
+
+_CHOOSERS = {
+    "sampled(32)": ["budget"],
+    "sampled(16)": ["budget", "mass", "floor"],
+    "sampled(8)": ["budget", "mass", "floor", "keep"],
+    "sampled(4)": ["budget"],
+    "antidiagonal(8)": ["budget", "mass"],
+    "sub_blocks(16)": ["budget"],
+    "pooled_keys": ["budget"],
+    "pooled": ["budget", "mass", "keep"],
+    "last_queries(64)": ["mass"],
+    "window": ["local"],
+    "true_mass(reduce='max')": ["budget"],
+}
+_BY_LENGTH = (
+    *(Row("sampled(16)", "budget", share) for share in SHARES),
+    *(Row("sampled(8)", "budget", share) for share in SHARES[:2]),
+    *(Row(chooser, rule, 0.15) for rule in ("mass", "floor") for chooser in ("sampled(16)", "sampled(8)")),
+)
+_BESIDE = {
+    "`sampled(8, budget=…, block=64)` beside `sinks(64)` and `local(64)`": Row("sampled(8)", "budget", 0.15),
+    "beside `sinks(64)` alone": Row("sampled(8)", "budget", 0.15, beside="sinks(64)"),
+    "beside `sinks(64)` and `local(256)`": Row("sampled(8)", "budget", 0.15, beside="sinks(64) | local(256)"),
+    "beside nothing": Row("sampled(8)", "budget", 0.15, beside=""),
+    "blocks of 128": Row("sampled(8)", "budget", 0.15, block=128),
+    "blocks of 128, `sampled(16)`": Row("sampled(16)", "budget", 0.15, block=128),
+    "the first two layers dense": Row("sampled(8)", "budget", 0.15, dense=2),
+    "`share_group=True`": Row("sampled(8, share_group=True)", "budget", 0.15),
+    '`reduce="mean"`': Row("sampled(8, reduce='mean')", "budget", 0.15),
+    "a fixed share for each head": Row("sampled(8)", "floor", 0.15, by_head=True),
+}
+_MISLED = (
+    *(Row("sampled(8)", rule, 0.15) for rule in ("budget", "floor")),
+    *(Row("last_queries(64)", "mass", 0.25), Row("window", "local", 0.25)),
+)
+
+
+def everything(results: dict, names: Iterable[str]) -> str:
+    """Needles by length, all else at the greatest length. Dense attention has its loss, other rows how far they are above it, with
+    the standard error over windows of all kinds."""
+    dense, names = dense_of(results), set(names)
+    kinds, lengths = list(longest(dense)["loss"]), _lengths(dense)
+    made = [["row", "density", "recall", "error", *kinds, "all", "digits", *(f"needles {int(length):,}" for length in lengths)]]
+    for result in (one for one in results["rows"] if one["row"] in names):
+        found = longest(result)
+        losses = [*(f"{mean(found['loss'][kind]):.3f}" for kind in kinds), ""]
+        if result is not dense:
+            of_all = "{:+.3f} ± {:.3f}".format(*above(result, dense, kinds))
+            losses = [*(f"{above(result, dense, [kind])[0]:+.3f}" for kind in kinds), of_all]
+        kept = [f"{found[name]:.3f}" for name in ("density", "recall", "error")]
+        needles = [f"{result['lengths'][length]['needles']:.1%}" for length in lengths]
+        made.append([result["row"].replace("|", "\\|"), *kept, *losses, f"{found['digits']:.1%}", *needles])
+    return _markdown(made)
+
+
+def guide(results: dict) -> list[str]:
+    """The guide's tables: choosers and rules, lengths, settings, and what recall and error say. Rows without results are left out;
+    single cells are empty."""
+    dense, by_name = dense_of(results), {result["row"]: result for result in results["rows"]}
+    lengths, questions = _lengths(dense), results["setup"]["needles"]
+
+    def result_of(row: Row) -> dict | None:
+        return by_name.get(row.name)
+
+    def loss(result: dict | None, length: str | None = None, digits: int = 3) -> str:
+        return f"{above(result, dense, TEXTS, length)[0]:+.{digits}f}" if result else ""
+
+    def needles(result: dict | None, length: str) -> str:
+        if result is None:
+            return ""
+        found = result["lengths"][length]["needles"]
+        return f"{100 * found:.1f} ± {100 * math.sqrt(found * (1 - found) / questions):.1f}"
+
+    choosers = [["chooser", "rule", *(f"loss at {share:.2f}" for share in SHARES), *(f"needles, {int(one):,}" for one in lengths)]]
+    choosers.append(["dense", "", *["0"] * len(SHARES), *(needles(dense, length) for length in lengths)])
+    for chooser, rule in ((chooser, rule) for chooser, rules in _CHOOSERS.items() for rule in rules):
+        of_shares = [result_of(Row(chooser, rule, share)) for share in SHARES]
+        if any(of_shares):
+            middle = of_shares[SHARES.index(0.15)]
+            name, of_window = ("a window", "") if chooser == "window" else (f"`{chooser}`", rule)
+            choosers.append([name, of_window, *map(loss, of_shares), *(needles(middle, length) for length in lengths)])
+
+    by_length = [["rule", *(f"{int(length):,} tokens" for length in lengths)]]
+    for row in _BY_LENGTH:
+        if result := result_of(row):
+            cells = [f"{loss(result, one)}, {result['lengths'][one]['needles']:.1%}" for one in lengths]
+            kept = [f"{result['lengths'][one]['density']:.2f}: {cell}" for one, cell in zip(lengths, cells, strict=True)]
+            by_length.append([f"`{row.chooser}`, {row.rule} for {row.share:.2f}", *kept])
+
+    settings = [["setting", "kept", "loss", "needles"]]
+    settings += [
+        [said, f"{longest(result)['density']:.2f}", loss(result), needles(result, lengths[-1])]
+        for said, row in _BESIDE.items()
+        if (result := result_of(row))
+    ]
+
+    misled = [["row", "kept", "recall", "error", "loss", "needles"]]
+    for row in _MISLED:
+        if result := result_of(row):
+            found = longest(result)
+            name = "a window" if row.chooser == "window" else f"`{row.chooser}`, {row.rule}"
+            kept = [f"{found[key]:.{digits}f}" for key, digits in (("density", 2), ("recall", 3), ("error", 3))]
+            misled.append([name, *kept, loss(result), needles(result, lengths[-1])])
+    return [_markdown(made) for made in (choosers, by_length, settings, misled)]
+
+
+def replaced(page: str, tables: Iterable[str]) -> str:
+    """The page with each table instead of the one that has the same headings. Raises ValueError if the page has none."""
+    lines = page.split("\n")
+    for table in tables:
+        new = table.split("\n")
+        if new[0] not in lines:
+            raise ValueError(f"the page must have a table with the headings {new[0]!r}; it has none")
+        first = lines.index(new[0])
+        last = next(number for number in range(first, len(lines) + 1) if not lines[number : number + 1] or lines[number][:1] != "|")
+        lines[first:last] = new
+    return "\n".join(lines)
+
+
+def _lengths(dense: dict) -> list[str]:
+    return sorted(dense["lengths"], key=int)
+
+
+def _markdown(rows: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (rows[0], ["---"] * len(rows[0]), *rows[1:]))
