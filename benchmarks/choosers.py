@@ -3,27 +3,38 @@
     python -m sparse_flash.benchmarks.choosers --out runs/choosers
     python -m sparse_flash.benchmarks.choosers --drawn --tokens 65536 --block 128 --parts
     python -m sparse_flash.benchmarks.choosers --spec "sampled(8, floor=0.02)" --spec "antidiagonal(16, mass=0.9)"
+    python -m sparse_flash.benchmarks.choosers --head-dim 128 --block 128 --peer flashprefill --peer minference
 
 Each chooser is measured as ``causal & (CHOOSER | sinks(64))``, forward. ``choose_ms`` is ``choose_blocks``, ``attend_ms`` attention
 under its mask, ``both_ms`` attention under the expression. The speed-up is that of both over the fastest dense causal call whose
 result is right. Density is the share of causal blocks that are kept; tables add the lowest and the highest of a head. Inputs are
-random, or planted (``--drawn``): see ``workload.planted``.
+random, or planted (``--drawn``): see ``workload.planted``. ``loss`` is the relative L2 error of the output against dense causal
+attention, at sampled queries.
+
+``--peer`` also times another package that chooses (``baselines.choosing``; ``all``: each), on the same inputs. Its knob is set so
+that the package keeps the share ``--density`` of causal blocks. ``dense_error`` is its error for a short prompt with everything
+kept: it tells a wrong kernel from a choice that loses much. Random inputs leave little to choose from: compare losses on planted
+ones.
 
 A case is first checked at a short length: a CPU chooses by the definition for the same inputs, and blocks that differ are counted.
-If their share of causal blocks is over 1 %, the case is not timed, and the command exits with 1. Writes choosers.json after each
-case.
+If their share of causal blocks is over 1 %, the case is not timed, and the command exits with 1; also if a package is missing or
+fails. Writes choosers.json after each case.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,6 +48,7 @@ from sparse_flash.masks.block_mask import BlockMask
 from sparse_flash.masks.chooser import Chooser
 
 from .baselines.base import Peer
+from .baselines.choosing import PACKAGES, reach
 from .baselines.registry import peer
 from .measure.accuracy import eagerly, is_right, sampled_errors
 from .measure.noise import MARK, doubts
@@ -54,6 +66,7 @@ HEAD_DIMS = (128, 64)
 BY_SCORE = ("sampled(8, keep=0.15)", "antidiagonal(8, keep=0.15)", "antidiagonal(16, keep=0.15)", "pooled(keep=0.15)")
 CHOOSERS = (*BY_SCORE, "sampled(8, budget=0.15)", "sampled(8, floor=0.01)", "sampled(8, mass=0.2)")
 CHECKED = 4_000  # tokens; the last block is not whole
+CHECKED_OF_PACKAGES = 4_096  # tokens; packages want whole blocks
 MOST_DIFFERING = 0.01  # bf16 rounds scores, and blocks whose scores are nearly the same change places
 _PARTS, _PROFILED = 10, 3  # kernels shown, and calls that they are the mean of
 _CPU_SECONDS = 0.3
@@ -151,8 +164,62 @@ def parts(spec: str, q: torch.Tensor, k: torch.Tensor) -> list[dict]:
     ]
 
 
+def loss(problem: Problem, fn: Callable[[], Any]) -> float:
+    """The relative L2 error of what ``fn`` returns against dense causal attention, at sampled queries."""
+    return sampled_errors(problem, eagerly(problem.leaves, fn), backward=False)["out"]
+
+
+def run_package(name: str, problem: Problem, short: Problem, density: float, device: torch.device) -> dict:
+    """A package's case as plain data: {"peer", "source", "version", "settings", "knob", "wanted", "density", "choose_ms",
+    "attend_ms", "both_ms", "loss", "dense_error", "dense_density"}, or {"missing" or "failed": why} with what was found before.
+    problem, short: dense causal attention for its inputs, and for a short prompt."""
+    package = PACKAGES[name]
+    facts = {"source": package.source, "version": package.version, "settings": package.settings}
+    found: dict = {"peer": name, **facts, "wanted": density}
+    try:
+        with torch.no_grad():
+            brief = package.calls(short)
+            with torch.compiler.set_stance("force_eager"):
+                everything = brief.choose(package.densest)
+                found |= {"dense_density": brief.density(everything), "dense_error": loss(short, lambda: brief.attend(everything))}
+            calls = package.calls(problem)
+            knob, found["density"] = reach(package, calls, density)
+            found["knob"] = {package.knob: knob}
+            torch.compiler.reset()  # what a package compiles is compiled for these shapes alone
+            for _ in range(3):  # it may compile or record what it launches
+                choice = calls.choose(knob)
+            # Attention first: the next choice may overwrite the memory of this one.
+            for key, call in (
+                ("attend_ms", lambda: calls.attend(choice)),
+                ("choose_ms", lambda: calls.choose(knob)),
+                ("both_ms", lambda: calls.both(knob)),
+            ):
+                call()
+                found |= timed_ms(call, device, _CPU_SECONDS).named(key)
+            found["loss"] = loss(problem, lambda: calls.both(knob))
+            if not math.isfinite(found["loss"] + found["dense_error"]):
+                found["failed"] = "its output has values that are not finite"
+    except ImportError as error:
+        found["missing"] = f"{name} cannot be imported: {failure_text(error)}"
+    except Exception as error:  # a package that fails is a result
+        found["failed"] = failure_text(error)
+    finally:
+        with suppress(RuntimeError):  # after a fault on the GPU; it is in the result
+            torch.cuda.empty_cache()
+    return found
+
+
+def said_of(found: dict) -> list[str]:
+    """The figures of a package's case as texts, or why there are none."""
+    if reason := found.get("missing") or found.get("failed"):
+        return [reason]
+    texts = [f"{name} {found[f'{name}_ms']:.2f} ms" for name in ("choose", "attend", "both")]
+    shares = [f"density {found['density']:.1%}, wanted {found['wanted']:.1%}", f"loss {found['loss']:.4f}"]
+    return [*texts, *shares, f"with everything kept {found['dense_error']:.4f}", str(found["knob"])]
+
+
 def measured(case: ChooserCase, problem: Problem, device: torch.device, with_parts: bool) -> dict:
-    """{"choose_ms", "attend_ms", "both_ms", each with its spread; "density", "density_of_heads", and "parts" if asked}"""
+    """{"choose_ms", "attend_ms", "both_ms", each with its spread; "density", "density_of_heads", "loss", and "parts" if asked}"""
     q, k, v = problem.leaves
     spec = sf.parse(case.spec)
     mask = sf.choose_blocks(spec, q, k)
@@ -166,6 +233,7 @@ def measured(case: ChooserCase, problem: Problem, device: torch.device, with_par
     for name, call in calls.items():
         call()
         found |= timed_ms(call, device, _CPU_SECONDS).named(name)
+    found["loss"] = loss(problem, calls["both_ms"])
     return found | ({"parts": parts(case.spec, q, k)} if with_parts else {})
 
 
@@ -188,16 +256,16 @@ def run(case: ChooserCase, problem: Problem, dense: dict[str, dict], device: tor
 
 def cells(found: dict) -> list[str]:
     """Returns the columns of a case: ms of the choice, of attention, of both; choice / attention; density; dense ms; speed-up;
-    share of differing blocks."""
+    loss; share of differing blocks."""
     differ = f"{found['differing']:.3%}" if "differing" in found else ""
     if "failed" in found:
-        return ["failed", *[""] * 6, differ]
+        return ["failed", *[""] * 7, differ]
     choose, attend, both = (found[f"{name}_ms"] for name in ("choose", "attend", "both"))
     low, high = min(found["density_of_heads"]), max(found["density_of_heads"])
     best, mark = fastest(found["dense"]), f" {MARK}" * bool(doubts(found))
     texts = [f"{choose:.2f}", f"{attend:.2f}", f"{both:.2f}{mark}", f"{choose / attend:.2f}"]
     texts += [f"{found['density']:.1%} ({low:.1%} to {high:.1%})", f"{best[1]:.2f} {best[0]}" if best else ""]
-    return [*texts, f"{found['speedup']:.2f}" if best else "", differ]
+    return [*texts, f"{found['speedup']:.2f}" if best else "", f"{found['loss']:.4f}", differ]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -209,6 +277,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--heads", type=int, nargs=2, default=(32, 8), metavar=("HEADS", "KV_HEADS"), help="(default 32 8)")
     parser.add_argument("--head-dim", type=int, nargs="+", default=HEAD_DIMS, help="(default 128 64)")
     parser.add_argument("--drawn", action="store_true", help="planted inputs, see above")
+    parser.add_argument("--peer", action="append", default=[], choices=(*PACKAGES, "all"), help="another package; may be repeated")
+    parser.add_argument("--density", type=float, default=0.15, help="share of causal blocks for packages (default %(default)s)")
     parser.add_argument("--parts", action="store_true", help="also the kernels of each choice")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no more is begun (default: none)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -226,8 +296,10 @@ def main(arguments: list[str] | None = None) -> int:
             sf.parse(case.spec)
     except ValueError as error:
         parser.error(str(error))
-    data: dict = {"format": 1, "environment": environment(device), "dtype": str(dtype).removeprefix("torch."), "cases": []}
-    headings = ("choose", "attend", "both", "choose / attend", "density (of heads)", "dense", "speed-up", "differing")
+    data: dict = {"format": 1, "environment": environment(device), "dtype": str(dtype).removeprefix("torch.")}
+    data |= {"cases": [], "peers": []}
+    packages = list(PACKAGES) if "all" in options.peer else list(dict.fromkeys(options.peer))
+    headings = ("choose", "attend", "both", "choose / attend", "density (of heads)", "dense", "speed-up", "loss", "differing")
     table = Table("case", *headings, title="ms, forward" + ", planted inputs" * options.drawn)
     options.out.mkdir(parents=True, exist_ok=True)
     problem: Problem | None = None
@@ -247,9 +319,23 @@ def main(arguments: list[str] | None = None) -> int:
         print(case.name, *said, found.get("failed", ""), sep="; ", flush=True)
         for part in found.get("parts", ()):
             print(f"  {part['us']:9.1f} us {part['calls']:6.1f} calls  {part['kernel']}", flush=True)
+        if number + 1 < len(cases) and cases[number + 1].shape == case.shape:
+            continue
+        for name in packages:
+            if time.monotonic() > until:
+                print(f"the time was up: {name} was not begun", flush=True)
+                continue
+            short = replace(case, shape=replace(case.shape, tokens=min(case.shape.tokens, CHECKED_OF_PACKAGES)))
+            found = run_package(name, problem, short.dense(device, dtype), options.density, device)
+            best = fastest(dense)
+            if best and "both_ms" in found:
+                found["speedup"] = best[1] / found["both_ms"]
+            data["peers"].append({"shape": asdict(case.shape), "drawn": case.drawn, **found})
+            (options.out / "choosers.json").write_text(json.dumps(data, indent=1) + "\n")
+            print(name, str(case.shape), *said_of(found), sep="; ", flush=True)
     Console(width=200 if not sys.stdout.isatty() else None).print(table)
     print(options.out)
-    return int(any("failed" in found for found in data["cases"]))
+    return int(any("failed" in found or "missing" in found for found in data["cases"] + data["peers"]))
 
 
 if __name__ == "__main__":

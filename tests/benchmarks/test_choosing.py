@@ -1,0 +1,117 @@
+"""Other packages that choose blocks, beside ours: what their functions are given, and what is said if they are missing or fail."""
+
+import json
+import math
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+import sparse_flash as sf
+from sparse_flash.benchmarks import choosers
+from sparse_flash.benchmarks.baselines import choosing
+from sparse_flash.benchmarks.choosers import ChooserCase
+from sparse_flash.benchmarks.workload.cases import Shape
+
+CPU = torch.device("cpu")
+PROBLEM = ChooserCase("pooled(keep=2)", 128, Shape(1, 4, 2048, 16, kv_heads=2), True).dense(CPU, torch.float32)
+SIZES = ["--tokens", "2048", "--heads", "4", "2", "--head-dim", "16", "--block", "128"]
+COMMAND = [*SIZES, "--spec", "pooled(keep=2)", "--device", "cpu"]
+
+
+def masked(q, k, v, blocks):
+    return sf.attention(q, k, v, sf.BlockMask.from_blocks(blocks, 128, within="causal"))
+
+
+def nearest(q, share):
+    """The nearest blocks, a share of all."""
+    rows = torch.arange(q.shape[2] // 128)
+    return (rows[:, None] - rows < max(1, round(share * len(rows)))).tril().expand(1, q.shape[1], -1, -1)
+
+
+@pytest.fixture
+def fakes(monkeypatch):
+    """fakes(name, **functions): a module of that name."""
+
+    def put(name, **functions):
+        parts = name.split(".")
+        for depth in range(1, len(parts)):
+            monkeypatch.setitem(sys.modules, ".".join(parts[:depth]), ModuleType(parts[depth - 1]))
+        module = ModuleType(name)
+        module.__dict__.update(functions)
+        monkeypatch.setitem(sys.modules, name, module)
+        return module
+
+    return put
+
+
+def fake_prism(fakes):
+    def estimate(q, k, block_size, low_freq_threshold, high_freq_threshold):
+        assert q.shape == k.shape and block_size == 128 and low_freq_threshold == high_freq_threshold
+        return nearest(q, low_freq_threshold)
+
+    fakes("prism.prism", prism_block_estimate=estimate, block_sparse_attention=lambda q, k, v, kept, **_: masked(q, k, v, kept))
+
+
+def test_packages_are_timed_beside_ours_at_the_wanted_density_and_missing_ones_are_named(fakes, tmp_path, capsys):
+    fake_prism(fakes)
+    peers = ["--peer", "prism", "--peer", "minference", "--density", "0.4"]
+    assert choosers.main([*COMMAND, *peers, "--drawn", "--out", str(tmp_path)]) == 1  # one is missing
+    data = json.loads((tmp_path / "choosers.json").read_text())
+    prism, missing = data["peers"]
+    assert prism["source"].startswith("xinghaow99/prism@") and prism["shape"]["tokens"] == 2048 and prism["drawn"]
+    assert prism["density"] == pytest.approx(0.4, abs=0.05) and 0 < prism["knob"]["threshold"] < 1
+    assert min(prism[name] for name in ("choose_ms", "attend_ms", "both_ms", "speedup")) > 0
+    assert prism["dense_density"] == 1 and prism["dense_error"] < 1e-5 < prism["loss"] < 1.5
+    assert 0 < data["cases"][0]["loss"] < 1.5
+    assert "minference cannot be imported" in missing["missing"] and "both_ms" not in missing
+    said = capsys.readouterr().out
+    assert "prism; B1 H4/2 N2048 D16; choose" in said and missing["missing"] in said
+
+
+def test_a_package_that_fails_or_returns_nan_is_a_result(fakes, monkeypatch):
+    fake_prism(fakes)
+    monkeypatch.setattr(sys.modules["prism.prism"], "block_sparse_attention", lambda q, *_, **__: q * math.nan)
+    assert "not finite" in choosers.run_package("prism", PROBLEM, PROBLEM, 0.3, CPU)["failed"]
+    monkeypatch.setattr(sys.modules["prism.prism"], "prism_block_estimate", lambda *_, **__: 1 / 0)
+    found = choosers.run_package("prism", PROBLEM, PROBLEM, 0.3, CPU)
+    assert "ZeroDivisionError" in found["failed"] and found["settings"]["block"] == 128
+
+
+def test_flashprefill_is_split_at_its_last_launch(fakes):
+    launches = []
+
+    def prefill(q, k, v, out, block, sinks, window, alpha, last, budget):
+        assert (block, sinks, window, last, budget) == (128, 2, 4, 2, 0) and q.is_contiguous() and q.shape[2] == 4
+        native._flash_forward["grid"](q, k, v, out, None, torch.full((1, 16, 4), 3), alpha, HEADS=4)
+
+    def launch(q, k, v, out, _, counts, alpha, HEADS):
+        launches.append(alpha)
+        out.fill_(alpha)
+
+    native = fakes("ops.flashprefill_native_forward", flash_prefill=prefill, _flash_forward={"grid": launch})
+    calls = choosing.flashprefill(PROBLEM)
+    choice = calls.choose(0.5)
+    assert not launches and calls.density(choice) == 3 * 16 / (16 * 17 / 2)
+    assert torch.equal(calls.attend(choice), calls.both(0.5)) and calls.both(0.5).shape == PROBLEM.q.shape and len(launches) == 3
+
+
+def test_xattention_attends_with_sparse_flash_and_minference_gets_padded_inputs(fakes):
+    def estimate(q, k, block_size, stride, threshold, chunk_size):
+        assert q.shape == k.shape and (block_size, stride, chunk_size) == (128, 16, 2048)
+        return None, nearest(q, threshold)
+
+    fakes("xattn.src.Xattention", xattn_estimate=estimate)
+    calls = choosing.xattention(PROBLEM, 16)
+    assert torch.equal(calls.both(0.5), masked(*PROBLEM.leaves, nearest(PROBLEM.q, 0.5)))
+
+    index = torch.arange(33)[None, :].clamp(max=7)[:, :8].expand(1, 4, 33, 8)  # the first 8 blocks of 64, for 33 rows
+
+    def build(q, k, top_k, block_m, block_n):
+        assert q.shape == k.shape == (1, 4, 2112, 16) and (top_k, block_m, block_n) == (8, 64, 64)
+        return index
+
+    fakes("minference.ops.block_sparse_flash_attention", _build_block_index=build)
+    calls = choosing.minference(PROBLEM)
+    assert calls.density(calls.choose(0.25)) == (sum(range(1, 9)) + 24 * 8) / (32 * 33 / 2)
