@@ -1,5 +1,5 @@
-"""The log-sums of ``log_sums`` for Hopper: a loading warp, and computing warp groups of 64 rows each, which take turns by chance: one
-sums while the products of others run.
+"""The log-sums of ``log_sums`` for Hopper: a loading warp, and computing warp groups of 64 rows each. One group sums while the
+products of others run.
 
 Where a row is one token, there are three groups, and rows stay in shared memory. Where a row spans several tokens, there are two;
 products add up token by token, and rows are loaded with the columns.

@@ -41,9 +41,10 @@ def count_entries_kernel(
     maps, row_ptr, row_split, index, counts, rows, cols, lines,
     BY_KEY: tl.constexpr, BITS: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """A program counts a row's kept entries: full blocks, these and run tiles, all. maps: (masks, rows, cols) bool, or (masks, rows, ceil(cols / 32)) int32
-    of bits. row_ptr, row_split, index: of the table to select from, whose rows are ``lines`` blocks of queries, or of keys with
-    BY_KEY. counts: (masks, lines, 3) int32."""
+    """A program counts a row's kept entries: full blocks; these and run tiles; all.
+
+    maps: (masks, rows, cols) bool, or (masks, rows, ceil(cols / 32)) int32 of bits. row_ptr, row_split, index: of the table to
+    select from, whose rows are ``lines`` blocks of queries, or of keys with BY_KEY. counts: (masks, lines, 3) int32."""
     line, mask = tl.program_id(0) % lines, tl.program_id(0) // lines
     begin, end = tl.load(row_ptr + line), tl.load(row_ptr + line + 1)
     runs, bits = tl.load(row_split + line * 2), tl.load(row_split + line * 2 + 1)
