@@ -44,7 +44,7 @@ def scores(
 
     if starts is not None:
         starts = starts.clamp(min=0).div(grid.block_size // features.per_kv_block, rounding_mode="floor").to(torch.int32)
-    rows, columns, until = unbroken(features.rows), unbroken(features.columns), features.until.to(torch.int32)
+    rows, columns, until = unbroken(features.rows), unbroken(features.columns), features.until
     numbers = features.span, features.factor, features.per_q_block, features.per_kv_block, grid.kv_blocks, low, high
     by = None
     if hopper.runs_on(rows.device):

@@ -12,8 +12,10 @@ from functools import cached_property
 
 import torch
 
+from ..compat.pytorch import is_recorded
 from ..masks.chooser import Antidiagonal, Chooser, Pooled, PooledKeys, Sampled, SubBlocks
 from ..masks.grid import BlockGrid
+from ..masks.memory import remembered
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Features:
 
     rows: (batch, heads, tokens, head_dim). columns: (batch, kv_heads, tokens, head_dim). A row or a column is ``span`` tokens in
     turn, the row's in descending order: its logit is the sum of their products, times ``factor``. Tokens past the end are 0.
-    per_q_block, per_kv_block: rows and columns of a whole block. until: (rows,) int64, how many columns each row sees, the first
+    per_q_block, per_kv_block: rows and columns of a whole block. until: (rows,) int32, how many columns each row sees, the first
     ones.
     """
 
@@ -45,26 +47,29 @@ class Features:
 
 def features_of(chooser: Chooser, q: torch.Tensor, k: torch.Tensor, grid: BlockGrid, causal: bool, scale: float) -> Features | None:
     """The rows and columns of a built-in chooser; None for one that scores in another way."""
-    size = grid.block_size
-    if isinstance(chooser, Pooled):
-        return _of_means(q, k, grid, size, size, causal, scale)
-    if isinstance(chooser, PooledKeys):  # the mean of a block of keys has no part for each query
-        return _of_means(q, k, grid, 1, size, causal, scale, sees=size)
-    if isinstance(chooser, SubBlocks):
-        return _of_means(q, k, grid, chooser.size, chooser.size, causal, scale)
+    size, device = grid.block_size, q.device
     if isinstance(chooser, Antidiagonal):
         stride = chooser.stride
-        last = _last_of_groups(grid.q_len, stride, q.device)
-        until = _seen(last + grid.offset, stride, grid.kv_len, causal)
-        return Features(q, k, stride, scale / stride, size // stride, size // stride, until)
+        return Features(q, k, stride, scale / stride, size // stride, size // stride, _seen(stride, None, stride, grid, causal, device))
     if isinstance(chooser, Sampled):
-        row = sampled_rows(grid, chooser.queries, q.device)
-        until = _seen(row + grid.offset, 1, grid.kv_len, causal)
-        step = size // chooser.queries
-        evenly = size % chooser.queries == 0 and grid.q_len % size == 0  # then without a copy
-        rows = q[:, :, step - 1 :: step] if evenly else q.index_select(2, row)
-        return Features(rows, k, 1, scale, chooser.queries, size, until)
-    return None
+        count = chooser.queries
+        step = size // count
+        evenly = size % count == 0 and grid.q_len % size == 0  # then without a copy
+        rows = q[:, :, step - 1 :: step] if evenly else q.index_select(2, sampled_rows(grid, count, device))
+        return Features(rows, k, 1, scale, count, size, _seen(1, count, 1, grid, causal, device))
+    if isinstance(chooser, Pooled):
+        queries, keys, seeing = size, size, size
+    elif isinstance(chooser, PooledKeys):  # the mean of a block of keys has no part for each query
+        queries, keys, seeing = 1, size, size
+    elif isinstance(chooser, SubBlocks):
+        queries, keys, seeing = chooser.size, chooser.size, chooser.size
+    else:
+        return None
+    rows, columns = (x if n == 1 else means(x, n) for x, n in ((q, queries), (k, keys)))
+    until = _seen(seeing, None, keys, grid, causal, device)
+    if queries < seeing:
+        until = until.repeat_interleave(seeing // queries)[: grid.q_len]
+    return Features(rows, columns, 1, scale, size // queries, size // keys, until)
 
 
 def sampled_rows(grid: BlockGrid, count: int, device: torch.device) -> torch.Tensor:
@@ -75,32 +80,30 @@ def sampled_rows(grid: BlockGrid, count: int, device: torch.device) -> torch.Ten
     return (first + (number * there + count - 1).div(count, rounding_mode="floor") - 1).flatten()
 
 
-def _of_means(
-    q: torch.Tensor, k: torch.Tensor, grid: BlockGrid, queries: int, keys: int, causal: bool, scale: float, sees: int | None = None
-) -> Features:
-    """Means of ``queries`` queries against means of ``keys`` keys. sees: rows see what precedes the end of their group of so many
-    queries; their own by default."""
-    last = _last_of_groups(grid.q_len, queries if sees is None else sees, q.device)
-    if sees is not None:
-        last = last.repeat_interleave(sees // queries)[: -(-grid.q_len // queries)]
-    until = _seen(last + grid.offset, keys, grid.kv_len, causal)
-    rows = q if queries == 1 else means(q, queries)
-    columns = k if keys == 1 else means(k, keys)
-    return Features(rows, columns, 1, scale, grid.block_size // queries, grid.block_size // keys, until)
+def _seen(
+    tokens: int, sampled: int | None, width: int, grid: BlockGrid, causal: bool, device: torch.device
+) -> torch.Tensor:
+    """(rows,) int32: how many columns of ``width`` keys a row sees. tokens: of a row. sampled: how many queries stand for a block of
+    queries, or None."""
+    return (_columns_seen if is_recorded(device) else _lasting_columns_seen)(tokens, sampled, width, grid, causal, device)
 
 
-def _last_of_groups(tokens: int, size: int, device: torch.device) -> torch.Tensor:
-    """(groups,) int64: the last existing token of each group of ``size``."""
-    return (torch.arange(size - 1, tokens + size - 1, size, device=device)).clamp(max=tokens - 1)
-
-
-def _seen(position: torch.Tensor, width: int, kv_len: int, causal: bool) -> torch.Tensor:
-    """How many columns of ``width`` keys have none after these positions."""
-    columns = -(-kv_len // width)
+def _columns_seen(
+    tokens: int, sampled: int | None, width: int, grid: BlockGrid, causal: bool, device: torch.device
+) -> torch.Tensor:
+    if sampled is not None:
+        last = sampled_rows(grid, sampled, device)
+    else:  # the last existing token of each group
+        last = torch.arange(tokens - 1, grid.q_len + tokens - 1, tokens, device=device).clamp(max=grid.q_len - 1)
+    columns = -(-grid.kv_len // width)
     if not causal:
-        return torch.full_like(position, columns)
+        return torch.full_like(last, columns, dtype=torch.int32)
+    position = last + grid.offset
     whole = (position + 1).clamp(min=0).div(width, rounding_mode="floor")
-    return torch.where(position >= kv_len - 1, columns, whole)
+    return torch.where(position >= grid.kv_len - 1, columns, whole).to(torch.int32)
+
+
+_lasting_columns_seen = remembered(maxsize=64)(_columns_seen)
 
 
 def means(x: torch.Tensor, size: int) -> torch.Tensor:
