@@ -177,9 +177,11 @@ def _compute(p, GROUP: gl.constexpr):
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
     zeros = gl.zeros([GROUP_ROWS, p.SHAPE.KEYS], gl.float32, layout=layout)
     inside = p.tile * p.SHAPE.ROWS + GROUP * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=row_layout)
-    # Rows past the end see all, so that they make no tile partial.
-    sees = gl.load(p.until + p.first_row + inside, mask=inside < p.count, other=2147483647)
-    seen_by_all = gl.minimum(gl.min(sees, 0), p.end)
+    exists = inside < p.count
+    sees = gl.load(p.until + p.first_row + inside, mask=exists, other=0)
+    end = gl.minimum(gl.max(sees, 0), p.end)
+    sees = gl.where(exists, sees, 2147483647)  # rows past the end make no tile partial
+    seen_by_all = gl.minimum(gl.min(sees, 0), end)
     if p.SHAPE.STARTS:
         seen_by_all = gl.where(p.start > p.begin, p.begin, seen_by_all)
     whole = p.begin + gl.maximum(seen_by_all - p.begin, 0) // p.SHAPE.KEYS * p.SHAPE.KEYS
@@ -190,9 +192,13 @@ def _compute(p, GROUP: gl.constexpr):
     n = 0
     # First the columns that all rows see, in whole tiles; then the columns that some rows see.
     for MASKED in gl.static_range(2):
-        for first in range(whole if MASKED else p.begin, p.end if MASKED else whole, p.SHAPE.KEYS):
+        for first in range(whole if MASKED else p.begin, end if MASKED else whole, p.SHAPE.KEYS):
             products, n = _products(p, n, zeros, GROUP)
             state = _folded(p, products, state, first, inside, sees, MASKED)
+    # Other groups see more.
+    for n in range(n, gl.cdiv(p.end - p.begin, p.SHAPE.KEYS) * p.SHAPE.SPAN):
+        p.right.wait(n)
+        p.right.release(n)
 
 
 @gluon.jit
