@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import torch
 
-from ..backends.torch import own_precision
+from ..backends.torch import block_means, own_precision
 from ..choosers.choose import mask_by_scores
 from ..masks.block_mask import BlockMask
 from ..masks.grid import BlockGrid
 from ..masks.pattern import Pattern
-from ..selection.choice import block_means
 from .arguments import check_tensors, of_some_batch
 
 

@@ -12,6 +12,7 @@ from functools import cached_property
 
 import torch
 
+from ..backends.torch import block_means
 from ..masks.chooser import Antidiagonal, Chooser, Pooled, PooledKeys, Sampled, SubBlocks
 from ..masks.grid import BlockGrid
 
@@ -81,8 +82,8 @@ def _of_means(
     if sees is not None:
         last = last.repeat_interleave(sees // queries)[: -(-grid.q_len // queries)]
     until = _seen(last + grid.offset, keys, grid.kv_len, causal)
-    rows = q if queries == 1 else means(q, queries)
-    columns = k if keys == 1 else means(k, keys)
+    rows = q if queries == 1 else block_means(q, queries).to(q.dtype)
+    columns = k if keys == 1 else block_means(k, keys).to(k.dtype)
     return Features(rows, columns, 1, scale, grid.block_size // queries, grid.block_size // keys, until)
 
 
@@ -98,14 +99,3 @@ def _seen(position: torch.Tensor, width: int, kv_len: int, causal: bool) -> torc
         return torch.full_like(position, columns)
     whole = (position + 1).clamp(min=0).div(width, rounding_mode="floor")
     return torch.where(position >= kv_len - 1, columns, whole)
-
-
-def means(x: torch.Tensor, size: int) -> torch.Tensor:
-    """(batch, heads, ceil(tokens / size), head_dim): the mean of each group of tokens, summed in float32, in x's dtype."""
-    whole = x.shape[2] // size
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    made = x[:, :, : whole * size].unflatten(2, (whole, size)).mean(3, dtype=dtype)
-    rest = x[:, :, whole * size :]
-    if rest.shape[2]:
-        made = torch.cat([made, rest.mean(2, keepdim=True, dtype=dtype)], 2)
-    return made.to(x.dtype)
