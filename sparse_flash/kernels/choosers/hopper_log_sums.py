@@ -202,16 +202,6 @@ def _compute(p, GROUP: gl.constexpr):
     gl.store(p.totals + p.line.to(gl.int64) * p.count + inside, total, mask=exists)
 
 
-@gluon.jit
-def _compute_first(p):
-    _compute(p, 0)
-
-
-@gluon.jit
-def _compute_second(p):
-    _compute(p, 1)
-
-
 @gluon.jit(do_not_specialize=["lines", "heads", "group", "first_row", "count", "blocks"])
 def hopper_log_sums_kernel(
     rows, cols, until, starts, sums, totals, lines, heads, group, first_row, count, blocks, factor, SHAPE: gl.constexpr
@@ -254,7 +244,7 @@ def hopper_log_sums_kernel(
         right=right,
         SHAPE=SHAPE,
     )
-    gl.warp_specialize([(_compute_first, (p,)), (_compute_second, (p,)), (_load, (p,))], [4, 1], [240, 24])
+    gl.warp_specialize([(_compute, (p, 0)), (_compute, (p, 1)), (_load, (p,))], [4, 1], [240, 24])
 
 
 def supports(rows: torch.Tensor, per_kv_block: int) -> bool:
