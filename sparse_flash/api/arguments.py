@@ -266,10 +266,10 @@ def _warn_of_transposed(q: torch.Tensor, k: torch.Tensor) -> None:
 
 
 def of_some_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the tensors; if all have a batch of 0, stand-ins with a batch of 1, whose other sizes ``check_tensors`` can check."""
+    """Returns the tensors; if all have a batch of 0, zeros with a batch of 1, whose other sizes ``check_tensors`` can check."""
     if any(tensor.shape[:1] != (0,) for tensor in (q, k, v)):
         return q, k, v
-    one, other, last = (tensor.new_empty(1).expand(1, *tensor.shape[1:]) for tensor in (q, k, v))
+    one, other, last = (tensor.new_zeros(1).expand(1, *tensor.shape[1:]) for tensor in (q, k, v))
     return one, other, last
 
 

@@ -113,7 +113,7 @@ def topk_blocks(
     ``keep`` blocks of keys whose means score highest are kept, and in them the pairs that ``within`` keeps. Some blocks are
     always kept, even beyond ``keep``, and count first: the queries' own block (when the numbers of queries and keys differ, the two
     blocks that the queries' positions fall in), and each block in which ``always`` keeps a pair; both only where ``within`` keeps a
-    pair. So a query that ``within`` lets see itself always does.
+    pair. So a query that ``within`` lets see itself always does. Of equal scores the first block is kept.
 
     With an int, groups of that many queries choose, and the result is a BlockSelection, which is causal:
 

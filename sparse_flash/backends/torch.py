@@ -201,6 +201,15 @@ def own_precision(q):
     return nullcontext() if q.is_meta else torch.autocast(q.device.type, enabled=False)  # torch.autocast raises for "meta"
 
 
+def block_means(x: torch.Tensor, block_size: int) -> torch.Tensor:
+    """(batch, heads, blocks, head_dim) means over the tokens of each block, in float32 or x's dtype if that is wider."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    whole = x.shape[2] // block_size
+    means = x[:, :, : whole * block_size].unflatten(2, (whole, block_size)).mean(3, dtype=dtype)
+    rest = x[:, :, whole * block_size :]
+    return torch.cat([means, rest.mean(2, keepdim=True, dtype=dtype)], 2) if rest.shape[2] else means
+
+
 def _like(x, values):
     """values, of any head_dim, in x's dtype and memory order; unchanged if already so."""
     fits = values.dtype == x.dtype and values.stride() == empty_out(x, values.shape[3], "meta").stride()

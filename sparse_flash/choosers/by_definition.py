@@ -6,6 +6,7 @@ Shapes do not depend on values, so graphs may capture all of it. Logits are held
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -14,6 +15,18 @@ from ..masks.grid import BlockGrid
 from .features import Features
 
 _ROUNDING = 1e-6  # 0.07 * 100 is 7.000000000000001, and must not become 8
+
+
+class Limits(NamedTuple):
+    """The part of a choice that does not depend on queries and keys.
+
+    allowed, forced: (q_blocks, kv_blocks) bool, which blocks may be kept, and which are in any case; for kernels as bits, see
+    ``by_kernels.packed``. most: (q_blocks,) int64, how many blocks of a row may be kept.
+    """
+
+    allowed: torch.Tensor
+    forced: torch.Tensor
+    most: torch.Tensor
 
 
 def shares(features: Features, grid: BlockGrid, low: int, high: int, starts: torch.Tensor | None, reduce: str) -> torch.Tensor:
@@ -99,16 +112,14 @@ def of_columns_and_slashes(parts: tuple[torch.Tensor, torch.Tensor], grid: Block
     return scores / scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
 
 
-def kept(
-    scores: torch.Tensor, allowed: torch.Tensor, forced: torch.Tensor, rule: str, number: int | float, heads: int = 1
-) -> torch.Tensor:
+def kept(scores: torch.Tensor, allowed: torch.Tensor, forced: torch.Tensor, rule: str, number: int | float) -> torch.Tensor:
     """The blocks that a rule keeps, bool of the shape of scores, (batch, heads, rows, kv_blocks).
 
-    allowed, forced: (rows, kv_blocks) bool, what may be kept and what is kept in any case; the second within the first. heads: of a
-    budget, how many have it in common. Of equal scores the first are kept, by head and then by block.
+    allowed, forced: (rows, kv_blocks) bool, what may be kept and what is kept in any case; the second within the first. All heads
+    have a budget in common. Of equal scores the first are kept, by head and then by block.
     """
-    possible = allowed & ~scores.isnan() & (scores > -math.inf)
-    scores = scores.masked_fill(~possible, -math.inf)
+    possible = allowed & (scores > -math.inf)  # NaN is not
+    scores = torch.where(possible, scores, -math.inf)
     if rule == "floor":
         return (possible & (scores >= number)) | forced
     if rule == "relative":
@@ -118,14 +129,17 @@ def kept(
         before = torch.nn.functional.pad(weights.cumsum(-1)[..., :-1], (1, 0))
         enough = before < number * weights.sum(-1, keepdim=True)
         return (torch.zeros_like(possible).scatter(-1, order, enough) & possible) | forced
-    among = scores.clamp(max=torch.finfo(scores.dtype).max).masked_fill(forced, math.inf)
+    among = torch.where(forced, math.inf, scores.clamp(max=torch.finfo(scores.dtype).max))
     if rule == "budget":
         among = among.transpose(1, 2).flatten(2)
-    order = among.argsort(dim=-1, descending=True, stable=True)
-    best = torch.arange(order.shape[-1], device=scores.device) < counted(rule, number, allowed.sum(-1), heads)[:, None]
-    taken = torch.zeros_like(among, dtype=torch.bool).scatter(-1, order, best.expand_as(order))
+    count, width = counted(rule, number, allowed.sum(-1), scores.shape[1])[:, None], among.shape[-1]
+    # topk does not say which of equal scores it takes, so it only finds the least one that is kept.
+    best = among.topk(min(number if isinstance(number, int) else int(number * width) + 1, width)).values
+    least = best.gather(-1, (count - 1).clamp(0, best.shape[-1] - 1).expand(*best.shape[:-1], 1))
+    spare, equal = count - (best > least).sum(-1, keepdim=True), among == least
+    taken = (among > least) | (equal & (equal.cumsum(-1, dtype=torch.int32) <= spare))
     if rule == "budget":
-        taken = taken.unflatten(2, (heads, -1)).transpose(1, 2)
+        taken = taken.unflatten(2, (scores.shape[1], -1)).transpose(1, 2)
     return (taken & possible) | forced
 
 
@@ -135,5 +149,5 @@ def counted(rule: str, number: int | float, allowed: torch.Tensor, heads: int) -
     if rule not in ("keep", "budget"):
         return torch.zeros_like(allowed)
     if isinstance(number, int):
-        return torch.full_like(allowed, number)
+        return torch.full_like(allowed, min(number, 1 << 30))  # kernels count in int32
     return torch.ceil(number * (allowed * (heads if rule == "budget" else 1)).double() - _ROUNDING).long()

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from ..backends import hopper
 from ..kernels.common.layout import unbroken
 from ..kernels.common.streams import current_device
 from ..masks.grid import BlockGrid
+from .by_definition import Limits, counted
 from .features import Features
 
 _MOST_BYTES = 1 << 29  # of log-sums and scores held at a time
-
-
-class BitLimits(NamedTuple):
-    """allowed, forced: (q_blocks, ceil(kv_blocks / 32)) int32, ``Limits`` as bits. most: (q_blocks,) int64, how many blocks of a
-    row may be kept."""
-
-    allowed: torch.Tensor
-    forced: torch.Tensor
-    most: torch.Tensor
 
 
 def packed(blocks: torch.Tensor) -> torch.Tensor:
@@ -55,13 +45,12 @@ def scores(
         return scores_of_blocks(rows, columns, until, starts, *numbers, reduce == "mean", shared, by)
 
 
-def keep(
-    scores: torch.Tensor, limits: BitLimits, bits: torch.Tensor, first: int, rule: str, number: int | float, counts: torch.Tensor
-) -> None:
+def keep(scores: torch.Tensor, limits: Limits, bits: torch.Tensor, first: int, rule: str, number: int | float) -> None:
     """Adds the blocks that a rule keeps to bits, (batch, heads, q_blocks, words) int32. scores: (batch, heads | kv_heads, rows,
-    kv_blocks) float32, of the rows from ``first`` on. counts: (rows,) int32, how many blocks "keep" and "budget" keep of each."""
+    kv_blocks) float32, of the rows from ``first`` on."""
     from ..kernels.choosers.rules import keep_bits
 
     some = slice(first, first + scores.shape[2])
+    counts = counted(rule, number, limits.most[some], scores.shape[1]).to(torch.int32)
     with current_device(scores.device):
         keep_bits(scores.contiguous(), limits.allowed[some], limits.forced[some], counts, bits, first, rule, float(number))

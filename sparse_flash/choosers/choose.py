@@ -25,17 +25,10 @@ from ..masks.select_blocks import by_kernel
 from ..variant.definition import cleared
 from ..variant.variant import Variant
 from . import by_definition, by_kernels
+from .by_definition import Limits
 from .features import features_of
 
 _HELD = 1 << 26  # logits that PyTorch operations hold at a time
-
-
-class Limits(NamedTuple):
-    """The part of a choice that does not depend on queries and keys, (q_blocks, kv_blocks) bool: which blocks may be kept, and
-    which are in any case."""
-
-    allowed: torch.Tensor
-    forced: torch.Tensor
 
 
 class _Content(NamedTuple):
@@ -165,20 +158,18 @@ def _chosen(
                 "scores are for the chooser scored, which is not in the expression; write scored(keep=8), or leave them out"
             )
         _check_scores(scores, "scores", content)
-    return _by_head(_bits if _streams(q) else _maps, choices, content)
+    return _by_head(choices, content)
 
 
-def _streams(q: torch.Tensor) -> bool:
-    """Whether kernels choose."""
-    return by_kernel(q) and q.dtype in triton_backend.DTYPES
+def _streams(x: torch.Tensor) -> bool:
+    """Whether kernels choose. x: queries or scores."""
+    return by_kernel(x) and x.dtype in triton_backend.DTYPES
 
 
-def _by_head(
-    make: Callable[[HeadChoice, _Content], torch.Tensor], choices: tuple[HeadChoice, ...], content: _Content
-) -> torch.Tensor:
+def _by_head(choices: tuple[HeadChoice, ...], content: _Content) -> torch.Tensor:
     """Maps of all heads, from one choice for all or from one for each."""
     if len(set(choices)) == 1:
-        return make(choices[0], content)
+        return _maps(choices[0], content)
     made: dict[int, torch.Tensor] = {}
     for choice in dict.fromkeys(choices):
         heads = [head for head, other in enumerate(choices) if other == choice]
@@ -187,11 +178,42 @@ def _by_head(
                 f"under share_group=True, the {content.group} query heads that share keys must have one chooser; it is of heads "
                 f"{heads} alone; write it for all heads of a group, or leave share_group out"
             )
-        made |= zip(heads, make(choice, content.of_heads(heads)).split(1, 1), strict=True)
+        made |= zip(heads, _maps(choice, content.of_heads(heads)).split(1, 1), strict=True)
     return torch.cat([made[head] for head in range(len(choices))], 1)
 
 
-def limits_of(within: MaskLike | None, always: MaskLike | None, grid: BlockGrid, device: torch.device) -> Limits:
+@outside_inference
+def mask_by_scores(
+    scores: torch.Tensor, grid: BlockGrid, within: MaskLike | None, always: MaskLike | None, keep: int | float
+) -> BlockMask:
+    """The mask of ``within & (scored(keep) | always)``, for any block size. scores: (batch, heads, q_blocks, kv_blocks), float32
+    or wider."""
+    kept, limits = _limited(scores, within, always, grid)
+    _keep(kept, scores, limits, 0, "keep", keep)
+    return of_maps(kept, grid, limit_of(within, grid, scores.device))
+
+
+def _maps(choice: HeadChoice, content: _Content) -> torch.Tensor:
+    """The blocks that a choice keeps, as ``_limited`` returns them."""
+    kept, limits = _limited(content.q, choice.within, choice.always, content.grid)
+    for chooser in choice.choosers:
+        for low, _, scores in _scored(chooser, content, kept.dtype != torch.bool):
+            _keep(kept, _of_existing(scores, content), limits, low, *chooser.rule)
+    return kept
+
+
+def _limited(like: torch.Tensor, within: MaskLike | None, always: MaskLike | None, grid: BlockGrid) -> tuple[torch.Tensor, Limits]:
+    """(the blocks that are kept in any case, limits): (batch, heads, q_blocks, kv_blocks) bool, or bits if kernels choose, see
+    ``by_kernels.packed``. like: (batch, heads, ...)."""
+    # The limits of patterns are computed once; a BlockMask may differ on each call.
+    lasts = all(mask is None or isinstance(mask, (Pattern, str)) for mask in (within, always)) and not is_recorded(like.device)
+    limits = (_lasting_limits if lasts else _limits_of)(within, always, grid, like.device, _streams(like))
+    # Made of ``like``, so that under vmap maps have its dimensions too.
+    kept = like.new_zeros((*like.shape[:2], *limits.forced.shape), dtype=limits.forced.dtype)
+    return kept.bitwise_or_(limits.forced), limits
+
+
+def _limits_of(within: MaskLike | None, always: MaskLike | None, grid: BlockGrid, device: torch.device, as_bits: bool) -> Limits:
     """See ``Limits``. A row's own blocks are kept: those in which the positions of its queries fall."""
     first = torch.arange(grid.q_blocks, device=device)[:, None] * grid.block_size + grid.offset
     last = (first + grid.block_size - 1).clamp(max=grid.kv_len - 1)
@@ -202,48 +224,21 @@ def limits_of(within: MaskLike | None, always: MaskLike | None, grid: BlockGrid,
     if always is not None:
         forced = forced | one_mask("always", always, grid, device).kept_blocks()
     allowed = torch.ones_like(forced) if within is None else one_mask("within", within, grid, device).kept_blocks()
-    return Limits(allowed, forced & allowed)
+    forced, most = forced & allowed, allowed.sum(1)
+    return Limits(by_kernels.packed(allowed), by_kernels.packed(forced), most) if as_bits else Limits(allowed, forced, most)
 
 
-def _bit_limits_of(within: Pattern | None, always: Pattern | None, grid: BlockGrid, device: torch.device) -> by_kernels.BitLimits:
-    allowed, forced = limits_of(within, always, grid, device)
-    return by_kernels.BitLimits(by_kernels.packed(allowed), by_kernels.packed(forced), allowed.sum(1))
+_lasting_limits = remembered(maxsize=64)(_limits_of)
 
 
-_lasting_limits = remembered(maxsize=64)(limits_of)
-_lasting_bit_limits = remembered(maxsize=64)(_bit_limits_of)
-
-
-def _maps(choice: HeadChoice, content: _Content) -> torch.Tensor:
-    """(batch, heads, q_blocks, kv_blocks) bool."""
-    q, grid = content.q, content.grid
-    limits = (limits_of if is_recorded(q.device) else _lasting_limits)(choice.within, choice.always, grid, q.device)
-    kept = limits.forced.expand(q.shape[0], q.shape[1], -1, -1)
-    for chooser in choice.choosers:
-        rule, number = chooser.rule
-        parts = []
-        for low, high, scores in _scored(chooser, content, False):
-            allowed, forced = limits.allowed[low:high], limits.forced[low:high]
-            scores = _of_existing(scores, content)
-            parts.append(by_definition.kept(scores, allowed, forced, rule, number, scores.shape[1]))
-        mine = torch.cat(parts, 2)
-        kept = kept | mine.repeat_interleave(q.shape[1] // mine.shape[1], 1)
-    return kept
-
-
-def _bits(choice: HeadChoice, content: _Content) -> torch.Tensor:
-    """(batch, heads, q_blocks, ceil(kv_blocks / 32)) int32: see ``by_kernels.packed``."""
-    q, grid = content.q, content.grid
-    make = _bit_limits_of if is_recorded(q.device) else _lasting_bit_limits
-    limits = make(choice.within, choice.always, grid, q.device)
-    bits = limits.forced.repeat(q.shape[0], q.shape[1], 1, 1)
-    for chooser in choice.choosers:
-        rule, number = chooser.rule
-        for low, high, scores in _scored(chooser, content, True):
-            counts = by_definition.counted(rule, number, limits.most[low:high], scores.shape[1]).to(torch.int32)
-            scores = _of_existing(scores, content)
-            by_kernels.keep(scores, limits, bits, low, rule, number, counts)
-    return bits
+def _keep(kept: torch.Tensor, scores: torch.Tensor, limits: Limits, first: int, rule: str, number: int | float) -> None:
+    """Adds the blocks that a rule keeps to ``kept``. scores: of the rows from ``first`` on, of heads or of key heads."""
+    if kept.dtype == torch.bool:
+        some = slice(first, first + scores.shape[2])
+        mine = by_definition.kept(scores, limits.allowed[some], limits.forced[some], rule, number)
+        kept.unflatten(1, (mine.shape[1], -1))[:, :, :, some] |= mine[:, :, None]
+    else:
+        by_kernels.keep(scores, limits, kept, first, rule, number)
 
 
 def _scored(chooser: Chooser, content: _Content, by_kernel: bool) -> Iterator[tuple[int, int, torch.Tensor]]:

@@ -12,6 +12,7 @@ from functools import cached_property
 
 import torch
 
+from ..backends.torch import block_means
 from ..compat.pytorch import is_recorded
 from ..masks.chooser import Antidiagonal, Chooser, Pooled, PooledKeys, Sampled, SubBlocks
 from ..masks.grid import BlockGrid
@@ -50,7 +51,9 @@ def features_of(chooser: Chooser, q: torch.Tensor, k: torch.Tensor, grid: BlockG
     size, device = grid.block_size, q.device
     if isinstance(chooser, Antidiagonal):
         stride = chooser.stride
-        return Features(q, k, stride, scale / stride, size // stride, size // stride, _seen(stride, None, stride, grid, causal, device))
+        return Features(
+            q, k, stride, scale / stride, size // stride, size // stride, _seen(stride, None, stride, grid, causal, device)
+        )
     if isinstance(chooser, Sampled):
         count = chooser.queries
         step = size // count
@@ -65,7 +68,7 @@ def features_of(chooser: Chooser, q: torch.Tensor, k: torch.Tensor, grid: BlockG
         queries, keys, seeing = chooser.size, chooser.size, chooser.size
     else:
         return None
-    rows, columns = (x if n == 1 else means(x, n) for x, n in ((q, queries), (k, keys)))
+    rows, columns = (x if n == 1 else block_means(x, n).to(x.dtype) for x, n in ((q, queries), (k, keys)))
     until = _seen(seeing, None, keys, grid, causal, device)
     if queries < seeing:
         until = until.repeat_interleave(seeing // queries)[: grid.q_len]
@@ -80,10 +83,8 @@ def sampled_rows(grid: BlockGrid, count: int, device: torch.device) -> torch.Ten
     return (first + (number * there + count - 1).div(count, rounding_mode="floor") - 1).flatten()
 
 
-def _seen(
-    tokens: int, sampled: int | None, width: int, grid: BlockGrid, causal: bool, device: torch.device
-) -> torch.Tensor:
-    """(rows,) int32: how many columns of ``width`` keys a row sees. tokens: of a row. sampled: how many queries stand for a block of
+def _seen(tokens: int, sampled: int | None, width: int, grid: BlockGrid, causal: bool, device: torch.device) -> torch.Tensor:
+    """(rows,) int32: how many columns of ``width`` keys a row of ``tokens`` sees. sampled: how many queries stand for a block of
     queries, or None."""
     return (_columns_seen if is_recorded(device) else _lasting_columns_seen)(tokens, sampled, width, grid, causal, device)
 
@@ -104,14 +105,3 @@ def _columns_seen(
 
 
 _lasting_columns_seen = remembered(maxsize=64)(_columns_seen)
-
-
-def means(x: torch.Tensor, size: int) -> torch.Tensor:
-    """(batch, heads, ceil(tokens / size), head_dim): the mean of each group of tokens, summed in float32, in x's dtype."""
-    whole = x.shape[2] // size
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    made = x[:, :, : whole * size].unflatten(2, (whole, size)).mean(3, dtype=dtype)
-    rest = x[:, :, whole * size :]
-    if rest.shape[2]:
-        made = torch.cat([made, rest.mean(2, keepdim=True, dtype=dtype)], 2)
-    return made.to(x.dtype)

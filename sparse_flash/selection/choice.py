@@ -17,7 +17,7 @@ import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ..backends import triton as triton_backend
-from ..backends.torch import own_precision
+from ..backends.torch import block_means, own_precision
 from ..kernels.common.layout import unbroken
 from ..kernels.common.streams import current_device
 from .block_selection import group_positions, normalized, own_width
@@ -241,15 +241,6 @@ def with_own(best: torch.Tensor, own: torch.Tensor, none: int) -> torch.Tensor:
     picks = torch.cat([best, own.expand(*best.shape[:3], 1)], 3)
     picks = torch.where(picks < 0, none, picks).sort(3).values
     return torch.where(picks == none, -1, picks).to(torch.int32)
-
-
-def block_means(x: torch.Tensor, block_size: int) -> torch.Tensor:
-    """(batch, heads, blocks, head_dim) means over the tokens of each block, in float32 or x's dtype if that is wider."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    whole = x.shape[2] // block_size
-    means = x[:, :, : whole * block_size].unflatten(2, (whole, block_size)).mean(3, dtype=dtype)
-    rest = x[:, :, whole * block_size :]
-    return torch.cat([means, rest.mean(2, keepdim=True, dtype=dtype)], 2) if rest.shape[2] else means
 
 
 def keep_picks() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:

@@ -19,7 +19,7 @@ runs = pytest.mark.skipif(backends.backend("triton").available() is not None, re
 # Sums of these are exact, so that equal sums are equal everywhere.
 EXACT = [0.0, 0.125, 0.25, 0.5, 0.75, 1.0]
 OTHERS = [-0.0, -1.0, -3.0, float("-inf"), float("nan")]
-NUMBERS = {"keep": [1, 2, 5, 99, 0.1, 0.5, 1.0], "budget": [0.07, 0.3, 0.5, 1.0]}
+NUMBERS = {"keep": [1, 2, 5, 99, 10**12, 0.1, 0.5, 1.0], "budget": [0.07, 0.3, 0.5, 1.0]}
 NUMBERS |= {rule: [0.125, 0.25, 0.5, 1.0] for rule in ("mass", "floor", "relative")}
 
 
@@ -51,8 +51,7 @@ def on_device(*arrays):
 
 
 def by_operations(scores, allowed, forced, rule, number):
-    found = by_definition.kept(*on_device(scores, allowed, forced), rule, number, scores.shape[1])
-    return found.cpu().numpy()
+    return by_definition.kept(*on_device(scores, allowed, forced), rule, number).cpu().numpy()
 
 
 def unpacked(words, blocks):
@@ -65,15 +64,14 @@ def by_kernel(scores, allowed, forced, rule, number, copies=1, before=None, firs
     scores, allowed, forced = on_device(scores, allowed, forced)
     batch, heads, count, blocks = scores.shape
     pad = (0, 0, first, 0)
-    limits = by_kernels.BitLimits(
+    limits = by_definition.Limits(
         *(torch.nn.functional.pad(by_kernels.packed(x), pad) for x in (allowed, forced)),
         torch.nn.functional.pad(allowed.sum(1), (first, 0)),
     )
     bits = torch.zeros(batch, heads * copies, first + count, -(-blocks // 32), dtype=torch.int32, device=DEVICE)
     if before is not None:
         bits |= by_kernels.packed(torch.from_numpy(before).to(DEVICE))
-    counts = by_definition.counted(rule, number, limits.most[first:], heads).to(torch.int32)
-    by_kernels.keep(scores, limits, bits, first, rule, number, counts)
+    by_kernels.keep(scores, limits, bits, first, rule, number)
     return unpacked(bits, blocks)
 
 

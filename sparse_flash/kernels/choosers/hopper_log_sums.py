@@ -195,25 +195,10 @@ def _compute(p, GROUP: gl.constexpr):
         for first in range(whole if MASKED else p.begin, end if MASKED else whole, p.SHAPE.KEYS):
             products, n = _products(p, n, zeros, GROUP)
             state = _folded(p, products, state, first, inside, sees, MASKED)
-    # Other groups see more.
-    for n in range(n, gl.cdiv(p.end - p.begin, p.SHAPE.KEYS) * p.SHAPE.SPAN):
-        p.right.wait(n)
-        p.right.release(n)
-
-
-@gluon.jit
-def _compute_first(p):
-    _compute(p, 0)
-
-
-@gluon.jit
-def _compute_second(p):
-    _compute(p, 1)
-
-
-@gluon.jit
-def _compute_third(p):
-    _compute(p, 2)
+    # What other groups see, and this one does not.
+    for other in range(n, gl.cdiv(p.end - p.begin, p.SHAPE.KEYS) * p.SHAPE.SPAN):
+        p.right.wait(other)
+        p.right.release(other)
 
 
 @gluon.jit(do_not_specialize=["lines", "heads", "group", "first_row", "count", "blocks", "chunk"])
@@ -272,10 +257,10 @@ def hopper_log_sums_kernel(
         )
         if SHAPE.GROUPS == 3:
             gl.warp_specialize(
-                [(_compute_first, (p,)), (_compute_second, (p,)), (_compute_third, (p,)), (_load, (p,))], [4, 4, 1], [160, 160, 24]
+                [(_compute, (p, 0)), (_compute, (p, 1)), (_compute, (p, 2)), (_load, (p,))], [4, 4, 1], [160, 160, 24]
             )
         else:
-            gl.warp_specialize([(_compute_first, (p,)), (_compute_second, (p,)), (_load, (p,))], [4, 1], [240, 24])
+            gl.warp_specialize([(_compute, (p, 0)), (_compute, (p, 1)), (_load, (p,))], [4, 1], [240, 24])
 
 
 def supports(rows: torch.Tensor, per_kv_block: int) -> bool:

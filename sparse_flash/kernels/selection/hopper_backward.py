@@ -349,16 +349,6 @@ def _compute_apart(p, GROUP: gl.constexpr):
         item = upcoming
 
 
-@gluon.jit
-def _compute_first(p):
-    _compute_apart(p, 0)
-
-
-@gluon.jit
-def _compute_second(p):
-    _compute_apart(p, 1)
-
-
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
 def picked_grads_kernel(
     q_ptr, k_tensor, v_tensor, dout_ptr, log2_sum_ptr, delta_ptr, part_ptr, dk_ptr, dv_ptr, entries, items, item, item_count,
@@ -426,7 +416,7 @@ def picked_grads_kernel(
     if GROUPS == 1:
         gl.warp_specialize([(_compute_together, (p,)), (_gather, (p,))], [GATHERING_WARPS], [40])
     else:
-        gl.warp_specialize([(_compute_first, (p,)), (_compute_second, (p,)), (_gather, (p,))], [4, GATHERING_WARPS], [232, 40])
+        gl.warp_specialize([(_compute_apart, (p, 0)), (_compute_apart, (p, 1)), (_gather, (p,))], [4, GATHERING_WARPS], [232, 40])
 
 
 def keys_of_part(q, v, sizes) -> int:

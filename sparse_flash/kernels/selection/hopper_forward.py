@@ -193,16 +193,6 @@ def _compute(p, GROUP: gl.constexpr):
         item = upcoming
 
 
-@gluon.jit
-def _compute_first(p):
-    _compute(p, 0)
-
-
-@gluon.jit
-def _compute_second(p):
-    _compute(p, 1)
-
-
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
 def picked_parts_kernel(
     q_ptr, k_tensor, v_tensor, part_ptr, lse_ptr, entries, items, item, item_count,
@@ -243,9 +233,7 @@ def picked_parts_kernel(
     )
     # Running sums of larger blocks take more, and so the gathering warps hold fewer addresses at once.
     REGISTERS: gl.constexpr = [200, 80, 24] if C.BLOCK == KEYS else [224, 40, 24]
-    gl.warp_specialize(
-        [(_compute_first, (p,)), (_compute_second, (p,)), (_gather, (p,)), (_load, (p,))], [4, GATHERING_WARPS, 1], REGISTERS
-    )
+    gl.warp_specialize([(_compute, (p, 0)), (_compute, (p, 1)), (_gather, (p,)), (_load, (p,))], [4, GATHERING_WARPS, 1], REGISTERS)
 
 
 def picked_parts(operands, lists, parts, part_lse, sizes, round, scale: float) -> None:
