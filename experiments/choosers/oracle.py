@@ -1,4 +1,4 @@
-"""A chooser that reads the exact softmax mass: what choosers could do at best, at the price of dense attention."""
+"""A chooser that reads the exact softmax mass, at the price of dense attention: what an exact choice loses."""
 
 from __future__ import annotations
 

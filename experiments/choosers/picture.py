@@ -10,7 +10,9 @@ from .report import above, dense_of, longest
 from .rows import SHARES, Row
 from .tables import TEXTS
 
-_LEAST, _APART = 0.001, 0.052  # the smallest loss that is drawn, in nats; labels are apart by this part of a panel's height
+_APART = 0.052  # labels are apart by this part of a panel's height
+_LINEAR, _LOSSES = 0.01, (-0.01, 0, 0.01, 0.03, 0.1, 0.3)  # the axis of losses is linear up to this, in nats; its ticks
+_JOIN = {"arrowstyle": "-", "relpos": (0, 0.5), "alpha": 0.5, "linewidth": 0.8, "shrinkA": 1, "shrinkB": 5}  # a label and its line
 
 
 class Line(NamedTuple):
@@ -24,13 +26,13 @@ class Line(NamedTuple):
 # A color for each chooser, and a style for each rule. Okabe and Ito chose the colors so that people of all color vision tell them
 # apart. Some are darker here, so that text in them can be read.
 LINES = (
-    Line("true_mass(reduce='max')", "budget", "true mass (bound)", "black", "*-"),
+    Line("true_mass(reduce='max')", "budget", "true mass budget", "black", "*-"),
+    Line("sampled(32)", "budget", "sampled(32) budget", "#7A4FBF", "p-"),
+    Line("sampled(16)", "mass", "sampled(16) mass", "#0B3C7D", "o--"),
     Line("sampled(16)", "budget", "sampled(16) budget", "#0B3C7D", "o-"),
     Line("sampled(8)", "budget", "sampled(8) budget", "#2F8FD0", "s-"),
-    Line("sampled(8)", "floor", "sampled(8) floor", "#2F8FD0", "s:"),
     Line("antidiagonal(8)", "budget", "antidiagonal(8) budget", "#D55E00", "^-"),
     Line("antidiagonal(8)", "mass", "antidiagonal(8) mass", "#D55E00", "^--"),
-    Line("sub_blocks(16)", "budget", "sub_blocks(16) budget", "#B87800", "v-"),
     Line("pooled", "keep", "pooled keep", "#BF5F95", "D-."),
     Line("last_queries(64)", "mass", "last_queries(64) mass", "#008560", "P--"),
     Line("window", "local", "window", "#6A6A6A", "X-."),
@@ -39,9 +41,9 @@ LINES = (
 
 def draw(results: dict, target: Path) -> Path:
     """Draws loss above dense attention's, and needles found, against density at the greatest length. Lines without results are left
-    out. A loss below 0.001 is drawn at 0.001."""
+    out. The axis of losses is logarithmic above 0.01 nats and linear below, as a loss may be 0 or less."""
     from matplotlib import pyplot as plt
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
+    from matplotlib.ticker import FuncFormatter, PercentFormatter
 
     dense, by_name = dense_of(results), {result["row"]: result for result in results["rows"]}
     length, questions = max(map(int, dense["lengths"])), results["setup"]["needles"]
@@ -51,7 +53,7 @@ def draw(results: dict, target: Path) -> Path:
         names = [Row(line.chooser, line.rule, share).name for share in SHARES]
         if found := [by_name[name] for name in names if name in by_name]:
             kept = [longest(one)["density"] for one in found]
-            lost = [max(_LEAST, above(one, dense, TEXTS)[0]) for one in found]
+            lost = [above(one, dense, TEXTS)[0] for one in found]
             needles = [longest(one)["needles"] for one in found]
             for axis, heights, ended in zip((left, right), (lost, needles), ends, strict=True):
                 axis.plot(kept, heights, line.style, color=line.color, markersize=6, linewidth=1.6)
@@ -61,10 +63,11 @@ def draw(results: dict, target: Path) -> Path:
     right.axhspan(whole - error, whole + error, color="black", alpha=0.08, linewidth=0)
     right.axhline(whole, color="black", linewidth=1)
     right.text(0.095, whole + error + 0.01, "dense attention ± its standard error", fontsize=9, va="bottom")
-    left.set_yscale("log")
-    left.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
+    left.axhline(0, color="black", linewidth=1)
+    left.set_yscale("symlog", linthresh=_LINEAR, linscale=0.6)
+    left.set_ylim(min(_LOSSES[0], left.dataLim.y0), 1.2 * max(_LOSSES[-1], left.dataLim.y1))
+    left.set_yticks(_LOSSES)
     left.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    left.yaxis.set_minor_formatter(NullFormatter())
     left.set_title("Nats a token above dense attention", loc="left", fontsize=11)
     right.set_ylim(0, max(0.9, whole + 0.1))
     right.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
@@ -97,7 +100,7 @@ def _label(axis: Any, ended: list[tuple[float, float, Line]]) -> None:
             color=line.color,
             fontsize=9,
             va="center",
-            arrowprops={"arrowstyle": "-", "color": line.color, "alpha": 0.5, "linewidth": 0.8, "shrinkA": 1, "shrinkB": 5},
+            arrowprops={"color": line.color, **_JOIN},
         )
 
 

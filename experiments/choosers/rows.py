@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-# The choosers that are compared under each rule. true_mass says what choosers could do at best. Few rows have it, because they take
+# The choosers that are compared under each rule. true_mass says what an exact choice loses. Few rows have it, because they take
 # eight times as long as others.
 COMPARED = {
     "budget": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from statistics import mean
 
@@ -13,8 +14,8 @@ TEXTS = "english", "python"  # the guide's losses
 
 _CHOOSERS = {
     "sampled(32)": ["budget"],
-    "sampled(16)": ["budget", "mass", "floor"],
-    "sampled(8)": ["budget", "mass", "floor", "keep"],
+    "sampled(16)": ["mass", "budget", "floor"],
+    "sampled(8)": ["mass", "budget"],
     "sampled(4)": ["budget"],
     "antidiagonal(8)": ["budget", "mass"],
     "sub_blocks(16)": ["budget"],
@@ -25,9 +26,8 @@ _CHOOSERS = {
     "true_mass(reduce='max')": ["budget"],
 }
 _BY_LENGTH = (
-    *(Row("sampled(16)", "budget", share) for share in SHARES),
-    *(Row("sampled(8)", "budget", share) for share in SHARES[:2]),
-    *(Row(chooser, rule, 0.15) for rule in ("mass", "floor") for chooser in ("sampled(16)", "sampled(8)")),
+    *(Row("sampled(16)", rule, share) for rule in ("mass", "budget") for share in SHARES),
+    Row("sampled(16)", "floor", 0.15),
 )
 _BESIDE = {
     "`sampled(8, budget=…, block=64)` beside `sinks(64)` and `local(64)`": Row("sampled(8)", "budget", 0.15),
@@ -36,13 +36,14 @@ _BESIDE = {
     "beside nothing": Row("sampled(8)", "budget", 0.15, beside=""),
     "blocks of 128": Row("sampled(8)", "budget", 0.15, block=128),
     "blocks of 128, `sampled(16)`": Row("sampled(16)", "budget", 0.15, block=128),
+    "blocks of 128, `sampled(16)`, budget for 0.25": Row("sampled(16)", "budget", 0.25, block=128),
     "the first two layers dense": Row("sampled(8)", "budget", 0.15, dense=2),
     "`share_group=True`": Row("sampled(8, share_group=True)", "budget", 0.15),
     '`reduce="mean"`': Row("sampled(8, reduce='mean')", "budget", 0.15),
     "a fixed share for each head": Row("sampled(8)", "floor", 0.15, by_head=True),
 }
 _MISLED = (
-    *(Row("sampled(8)", rule, 0.15) for rule in ("budget", "floor")),
+    *(Row("sampled(16)", rule, 0.15) for rule in ("mass", "budget", "floor")),
     *(Row("last_queries(64)", "mass", 0.25), Row("window", "local", 0.25)),
 )
 
@@ -97,7 +98,8 @@ def guide(results: dict) -> list[str]:
         if result := result_of(row):
             cells = [f"{loss(result, one)}, {result['lengths'][one]['needles']:.1%}" for one in lengths]
             kept = [f"{result['lengths'][one]['density']:.2f}: {cell}" for one, cell in zip(lengths, cells, strict=True)]
-            by_length.append([f"`{row.chooser}`, {row.rule} for {row.share:.2f}", *kept])
+            number = next(map(float, re.findall(rf"\b{row.rule}=([\d.e-]+)", result["spec"])))
+            by_length.append([f"`{row.chooser[:-1]}, {row.rule}={number:.3g})`", *kept])
 
     settings = [["setting", "kept", "loss", "needles"]]
     settings += [
