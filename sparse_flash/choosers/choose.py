@@ -67,13 +67,14 @@ def _taken(x: torch.Tensor, heads: list[int]) -> torch.Tensor:
     return torch.cat([x[:, head : head + 1] for head in heads], 1)
 
 
+@outside_inference
 @torch.no_grad()
 def chosen_mask(
     spec: Pattern | str,
     q: torch.Tensor,
     k: torch.Tensor,
-    scale: float | None = None,
-    scores: torch.Tensor | None = None,
+    scale: float | None,
+    scores: torch.Tensor | None,
     lengths: Variant | None = None,
 ) -> BlockMask:
     """See ``choose_blocks``. lengths: which tokens exist; the others count as zeros, and blocks of them alone are not chosen."""
@@ -83,7 +84,8 @@ def chosen_mask(
         starts, ends = lengths.kv_starts, lengths.kv_lens
         q, k = cleared(q, lengths.q_starts, lengths.q_lens), cleared(k, starts, ends)
     if not torch.compiler.is_compiling():
-        return _choose(spec, q, k, scale, scores, starts, ends)
+        maps, grid = _chosen(spec, q, k, scale, scores, starts, ends), BlockGrid(q.shape[2], k.shape[2], size_of(spec))
+        return of_maps(maps, grid, limit_of(choices_of(spec)[0].within, grid, q.device))
     text, within, size = _as_text(spec)
     blocks = -(-k.shape[2] // size)
     words = chosen_bits(q, k, text, scale, scores, starts, ends)
@@ -121,21 +123,6 @@ def chosen_bits(
 def _(q: torch.Tensor, k: torch.Tensor, spec: str, *_: object) -> torch.Tensor:
     size = size_of(spec)
     return q.new_empty((*q.shape[:2], -(-q.shape[2] // size), -(-k.shape[2] // (32 * size))), dtype=torch.int32)
-
-
-@outside_inference
-def _choose(
-    spec: Pattern | str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    scale: float,
-    scores: torch.Tensor | None,
-    starts: torch.Tensor | None,
-    ends: torch.Tensor | None,
-) -> BlockMask:
-    maps = _chosen(spec, q, k, scale, scores, starts, ends)
-    grid = BlockGrid(q.shape[2], k.shape[2], size_of(spec))
-    return of_maps(maps, grid, limit_of(choices_of(spec)[0].within, grid, q.device))
 
 
 def _chosen(

@@ -151,7 +151,7 @@ OfBlock: TypeAlias = Annotated[int, Range(1, 64)]  # at most the smallest block
 
 def _check_divides(chooser: Chooser, field: str) -> None:
     value = getattr(chooser, field)
-    if value > 64 or 64 % value:
+    if 64 % value:
         raise ValueError(f"{chooser.name}: {field} must divide blocks of 64, as 8 and 16 do; got {value}")
 
 

@@ -46,7 +46,7 @@ from .by_content import PromptChoice, choices_by_layer
 from .by_content import attended as attended_by_content
 from .choice import OWN, by_layer, check_future, check_heads, future_error, is_decoder
 from .layers import others_of, pretrained, self_attention, tower
-from .masks import PACKED, ModelMask, assumed, bounds_of, depends_on_position, given, model_mask
+from .masks import PACKED, ModelMask, assumed, bounds_of, depends_on_position, given, is_window, model_mask
 from .saved import KEY, keep_in_config, saved_for
 from .saved import write_masks as write_masks
 from .sharing import attended, sharded, shared_by
@@ -293,7 +293,7 @@ def _is_prompt(own) -> bool:
 
 def _moves(settings, own) -> bool:
     """Whether the combined mask depends on more than the distance of query and key."""
-    return settings.moves or any(not isinstance(one, str) or not one.startswith("local(") for limit in own.limits for one in limit)
+    return settings.moves or not all(is_window(one) for limit in own.limits for one in limit)
 
 
 def _masked(
@@ -408,11 +408,7 @@ def _of_batch(settings, own, mask, query, key, value, scaling, dropout, softcap,
         }
     aligned = not (own.kv_offset and _moves(settings, own))
     if kv_lens is not None or (aligned and not dropout and not lengths and softcap is None and decodes(query, key, mask)):
-        out, lse = attention_decode(
-            query, key, value, mask, kv_lens=kv_lens, scale=scaling, return_lse=True, backend=settings.backend
-        )
-        if sinks is not None:
-            out, _ = with_sinks(out, lse, sinks, None)
+        out = _decoded(settings, query, key, value, mask, kv_lens, scaling, sinks)
     else:
         out = attention(
             query,
@@ -429,6 +425,13 @@ def _of_batch(settings, own, mask, query, key, value, scaling, dropout, softcap,
         )
         out = out if shifts is None else _rolled(out, -shifts)
     return out.transpose(1, 2).contiguous()
+
+
+def _decoded(settings, query, key, value, mask, kv_lens, scaling, sinks):
+    """Attends the newest tokens to a cache. Returns (batch, heads, tokens, head_dim)."""
+    options = {"kv_lens": kv_lens, "scale": scaling, "backend": settings.backend}
+    out, lse = attention_decode(query, key, value, mask, return_lse=True, **options)
+    return out if sinks is None else with_sinks(out, lse, sinks, None)[0]
 
 
 def _until_end(own, query, key, value):
@@ -470,13 +473,11 @@ def _of_chosen_blocks(
     size = module.config.index_block_size
     options = {"q_len": query.shape[2], "kv_len": key.shape[2], "own": False, "check": False}
     selection = BlockSelection.from_picks(block_indices, size, **options)
-    call = {"scale": scaling, "backend": settings.backend}
     if kv_lens is not None or (takes(query, key) and not torch.compiler.is_compiling()):
-        out, lse = attention_decode(query, key, value, selection, kv_lens=kv_lens, return_lse=True, **call)
-        if s_aux is not None:
-            out, _ = with_sinks(out, lse, s_aux, None)
+        out = _decoded(settings, query, key, value, selection, kv_lens, scaling, s_aux)
     else:
-        out = attention(query, key, value, selection, sinks=s_aux, deterministic=settings.deterministic, **call)
+        call = {"scale": scaling, "deterministic": settings.deterministic, "backend": settings.backend}
+        out = attention(query, key, value, selection, sinks=s_aux, **call)
     return out.transpose(1, 2).contiguous(), None
 
 

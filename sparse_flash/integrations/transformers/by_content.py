@@ -18,7 +18,7 @@ from ...masks.pattern import And, Or, Pattern, PerHead, parse, text_of
 from ...masks.rules import moved
 from ...patterns import full, last_tokens
 from .choice import OWN
-from .masks import ModelMask, depends_on_position, keeps_all
+from .masks import ModelMask, depends_on_position, is_window, keeps_all
 
 DENSE_BELOW = 4096  # attention to fewer keys is a small part of a prompt's time, and 128 of them are a large part of the keys
 DENSE_LAST = 64  # an answer starts from these queries, and they cost one or two rows of blocks
@@ -45,12 +45,8 @@ class PromptChoice(NamedTuple):
         keys, limits = key.shape[2], _NO_LIMITS
         if isinstance(own, ModelMask):
             keys, limits = keys if own.end is None else own.end, own.limits
-        short = any(_is_window(one) and not keeps_all(one, self.below) for limit in limits for one in limit)
+        short = any(is_window(one) and not keeps_all(one, self.below) for limit in limits for one in limit)
         return query.shape[2] > MAX_QUERIES and keys >= self.below and not short
-
-
-def _is_window(limit: str | Pattern) -> bool:
-    return isinstance(limit, str) and limit.startswith("local(")
 
 
 def choices_by_layer(
@@ -185,7 +181,7 @@ def _of_sequence(
     """Attends one sequence, or several of one length. position: of the first key, in the row. first: that of the first token."""
     limits = tuple(limit for limit in limits if not keeps_all(limit, key.shape[2]))
     mask = choice.spec if choice.serves(None, query, key) else choice.dense
-    if torch.compiler.is_compiling() and not choice.moves and all(map(_is_window, limits)):
+    if torch.compiler.is_compiling() and not choice.moves and all(map(is_window, limits)):
         position = first = 0  # so that graphs do not depend on them
     return cast(torch.Tensor, attention(query, key, value, placed(mask, limits, position - first, position), **options))
 

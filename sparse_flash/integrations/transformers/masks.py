@@ -210,7 +210,7 @@ class ModelMask(FlexBlockMask):
 
     def in_line(self) -> bool:
         """Whether moving each sequence's tokens to position 0 says the same: its own limits are windows, and no key was dropped."""
-        windows = all(isinstance(one, str) and one.startswith("local(") for limit in self.limits for one in limit)
+        windows = all(is_window(one) for limit in self.limits for one in limit)
         return windows and self.dense is None and not self.kv_offset
 
     def counted(self, mask) -> ModelMask:
@@ -525,9 +525,13 @@ def depends_on_position(mask) -> bool:
     return mask is not None and (isinstance(mask, BlockMask) or moved(mask, 1) != mask)
 
 
+def is_window(limit: str | Pattern) -> bool:
+    return isinstance(limit, str) and limit.startswith("local(")
+
+
 def keeps_all(limit: str | Pattern, kv_length: int) -> bool:
     """Whether the limit is a window that covers all keys."""
-    return isinstance(limit, str) and limit.startswith("local(") and int(limit[6:-1]) >= kv_length
+    return is_window(limit) and int(str(limit)[6:-1]) >= kv_length
 
 
 def joined(mask, limits: tuple, offset: int = 0):

@@ -173,7 +173,6 @@ def log_sums(
     per_kv_block: int,
     first: int,
     count: int,
-    config: Config | None = None,
 ) -> None:
     """Writes sums of rows first .. first + count - 1: see ``log_sums_kernel``, and ``scores_of_blocks``."""
     batch, heads, tokens, head_dim = rows.shape
@@ -188,9 +187,6 @@ def log_sums(
         grid = triton.cdiv(count, config.tile_m) * batch * heads, 1
         launch(log_sums_kernel, grid, arguments, constants | tiles, config.options, integers_specialized(sizes))
 
-    if config is not None:
-        run(config)
-        return
     # Wide heads take more shared memory than some chips have.
     run_within_memory(run, CONFIGS[span == 1], lambda: ("log_sums", rows.device, rows.dtype, *constants.values()))
 
