@@ -678,24 +678,27 @@ def _build(tree: spec.Tree, text: str) -> Pattern:
         cls = pattern_class(tree.name)
     except ValueError as error:
         raise spec.SpecError(str(error), text, tree.column) from None
-    signature = inspect.signature(cls).replace(return_annotation=inspect.Signature.empty)
-    named = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    for name in tree.keyword:
-        if not (takes_any or name in named):
-            raise spec.SpecError(
-                f"{_written(tree.name, signature)}: unknown argument {name!r}; {_nearest(name, named)}", text, tree.column
-            )
-    try:
-        signature.bind(*tree.positional, **tree.keyword)
-    except TypeError as error:
-        raise spec.SpecError(f"{_written(tree.name, signature)}: {error}", text, tree.column) from None
     positional = [_built(value, text) for value in tree.positional]
     keyword = {name: _built(value, text) for name, value in tree.keyword.items()}
     try:
         return cls(*positional, **keyword)
     except (TypeError, ValueError) as error:
-        raise spec.SpecError(str(error), text, tree.column) from error
+        raise spec.SpecError(_misfit(cls, tree) or str(error), text, tree.column) from error
+
+
+def _misfit(cls: type[Pattern], tree: spec.PatternCall) -> str | None:
+    """What is wrong with the arguments' names or number, or None."""
+    signature = inspect.signature(cls).replace(return_annotation=inspect.Signature.empty)
+    named = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    for name in tree.keyword:
+        if not (takes_any or name in named):
+            return f"{_written(tree.name, signature)}: unknown argument {name!r}; {_nearest(name, named)}"
+    try:
+        signature.bind(*tree.positional, **tree.keyword)
+    except TypeError as error:
+        return f"{_written(tree.name, signature)}: {error}"
+    return None
 
 
 def _written(name: str, signature: inspect.Signature) -> str:
