@@ -4,6 +4,7 @@
     python -m sparse_flash.benchmarks.choosers --drawn --tokens 65536 --block 128 --parts
     python -m sparse_flash.benchmarks.choosers --spec "sampled(8, floor=0.02)" --spec "antidiagonal(16, mass=0.9)"
     python -m sparse_flash.benchmarks.choosers --head-dim 128 --block 128 --peer flashprefill --peer minference
+    python -m sparse_flash.benchmarks.choosers --drawn --spec "sampled(8, mass=?)" --density 0.1 --peer all
 
 Each chooser is measured as ``causal & (CHOOSER | sinks(64))``, forward. ``choose_ms`` is ``choose_blocks``, ``attend_ms`` attention
 under its mask, ``both_ms`` attention under the expression. The speed-up is that of both over the fastest dense causal call whose
@@ -12,9 +13,10 @@ random, or planted (``--drawn``): see ``workload.planted``. ``loss`` is the rela
 attention, at sampled queries.
 
 ``--peer`` also times another package that chooses (``baselines.choosing``; ``all``: each), on the same inputs. Its knob is set so
-that the package keeps the share ``--density`` of causal blocks. ``dense_error`` is its error for a short prompt with everything
-kept: it tells a wrong kernel from a choice that loses much. Random inputs leave little to choose from: compare losses on planted
-ones.
+that the package keeps the share ``--density`` of causal blocks, and so is the number of a ``--spec`` that has ``?`` for one: to
+compare them, take such specs. ``dense_error`` is a package's error for a short prompt with everything kept: it tells a wrong kernel
+from a choice that loses much. Random inputs leave little to choose from: compare losses on planted ones. A table for each shape
+sorts ours and theirs by the time of both.
 
 A case is first checked at a short length: a CPU chooses by the definition for the same inputs, and blocks that differ are counted.
 If their share of causal blocks is over 1 %, the case is not timed, and the command exits with 1; also if a package is missing or
@@ -48,9 +50,10 @@ from sparse_flash.masks.block_mask import BlockMask
 from sparse_flash.masks.chooser import Chooser
 
 from .baselines.base import Peer
-from .baselines.choosing import PACKAGES, reach
+from .baselines.choosing import PACKAGES
 from .baselines.registry import peer
 from .measure.accuracy import eagerly, is_right, sampled_errors
+from .measure.density import reach
 from .measure.noise import MARK, doubts
 from .measure.throughput import DTYPES, failure_text, timed_ms
 from .results import environment
@@ -74,19 +77,28 @@ _CPU_SECONDS = 0.3
 
 @dataclass(frozen=True)
 class ChooserCase:
-    """chooser: its spec text, to which block is added. drawn: whether inputs are planted."""
+    """chooser: its spec text, to which block is added; ``?`` in place of a rule's number: see ``numbered``. drawn: whether inputs
+    are planted."""
 
     chooser: str
     block: int
     shape: Shape
     drawn: bool
 
+    def numbered(self, number: float) -> ChooserCase:
+        """The case with a number in place of ``?``."""
+        return replace(self, chooser=self.chooser.replace("?", f"{number:.5g}"))
+
     @property
-    def spec(self) -> str:
+    def parsed(self) -> Chooser:
         chooser = sf.parse(self.chooser)
         if not isinstance(chooser, Chooser):
             raise ValueError(f"--spec must be one chooser, such as {CHOOSERS[0]!r}; got {self.chooser!r}")
-        return f"causal & ({replace(chooser, block=self.block)} | sinks(64))"
+        return replace(chooser, block=self.block)
+
+    @property
+    def spec(self) -> str:
+        return f"causal & ({self.parsed} | sinks(64))"
 
     @property
     def name(self) -> str:
@@ -149,6 +161,20 @@ def densities(case: ChooserCase, mask: BlockMask) -> np.ndarray:
     return np.broadcast_to(visited / case.causal_blocks, case.shape.heads)
 
 
+def at_density(case: ChooserCase, problem: Problem, density: float) -> ChooserCase:
+    """The case with the number in place of ``?`` whose choice has the density most nearly."""
+    if "?" not in case.chooser:
+        return case
+    q, k, _ = problem.leaves
+    rules = case.numbered(0.5).parsed
+    by_threshold = rules.floor is not None or rules.relative is not None
+
+    def density_at(number: float) -> float:
+        return float(densities(case, sf.choose_blocks(case.numbered(number).spec, q, k)).mean())
+
+    return case.numbered(reach(density_at, (1.0, 0.0) if by_threshold else (0.0, 1.0), density))
+
+
 def parts(spec: str, q: torch.Tensor, k: torch.Tensor) -> list[dict]:
     """The kernels of a choice that take longest: {"kernel", "us": of all of its launches, "calls"}."""
     torch.cuda.synchronize()
@@ -183,11 +209,12 @@ def run_package(name: str, problem: Problem, short: Problem, density: float, dev
                 everything = brief.choose(package.densest)
                 found |= {"dense_density": brief.density(everything), "dense_error": loss(short, lambda: brief.attend(everything))}
             calls = package.calls(problem)
-            knob, found["density"] = reach(package, calls, density)
+            knob = reach(lambda knob: calls.density(calls.choose(knob)), (package.sparsest, package.densest), density)
             found["knob"] = {package.knob: knob}
             torch.compiler.reset()  # what a package compiles is compiled for these shapes alone
             for _ in range(3):  # it may compile or record what it launches
                 choice = calls.choose(knob)
+            found["density"] = calls.density(choice)
             # Attention first: the next choice may overwrite the memory of this one.
             for key, call in (
                 ("attend_ms", lambda: calls.attend(choice)),
@@ -237,13 +264,18 @@ def measured(case: ChooserCase, problem: Problem, device: torch.device, with_par
     return found | ({"parts": parts(case.spec, q, k)} if with_parts else {})
 
 
-def run(case: ChooserCase, problem: Problem, dense: dict[str, dict], device: torch.device, with_parts: bool = False) -> dict:
+def run(
+    case: ChooserCase, problem: Problem, dense: dict[str, dict], device: torch.device, density: float, with_parts: bool = False
+) -> dict:
     """A case as plain data: {"case", "spec", "checked_tokens", "differing", "dense", "speedup"} and what ``measured`` returns, or
-    {"failed": why}. problem: of ``case.dense``. dense: of ``dense_calls`` for it."""
-    short = replace(case, shape=replace(case.shape, tokens=min(case.shape.tokens, CHECKED)))
-    found: dict = {"case": asdict(case), "spec": case.spec, "dense": dense, "checked_tokens": short.shape.tokens}
+    {"failed": why}. problem: of ``case.dense``. dense: of ``dense_calls`` for it. density: the wanted one, of a case
+    with ``?``, in whose place the returned case has a number."""
+    found: dict = {"case": asdict(case), "dense": dense} | ({"wanted": density} if "?" in case.chooser else {})
     try:
         with torch.no_grad():
+            case = at_density(case, problem, density)
+            short = replace(case, shape=replace(case.shape, tokens=min(case.shape.tokens, CHECKED)))
+            found |= {"case": asdict(case), "spec": case.spec, "checked_tokens": short.shape.tokens}
             share = found["differing"] = differing(short, device, problem.q.dtype)
             if share > MOST_DIFFERING:
                 return found | {"failed": f"{share:.2%} of blocks differ from the definition's, at most {MOST_DIFFERING:.0%} may"}
@@ -268,17 +300,28 @@ def cells(found: dict) -> list[str]:
     return [*texts, f"{found['speedup']:.2f}" if best else "", f"{found['loss']:.4f}", differ]
 
 
+def ranking(results: list[dict], shape: Shape) -> Table:
+    """Ours and packages' of one shape, sorted by the time of both."""
+    table = Table(f"{shape}, by time", "both, ms", "density", "loss", "speed-up")
+    timed = [found for found in results if "both_ms" in found and "failed" not in found]
+    for found in sorted(timed, key=lambda found: found["both_ms"]):
+        name = found.get("peer") or "{chooser}, blocks of {block}".format(**found["case"])
+        mark, faster = f" {MARK}" * bool(doubts(found)), f"{found['speedup']:.2f}" if "speedup" in found else ""
+        table.add_row(name, f"{found['both_ms']:.2f}{mark}", f"{found['density']:.1%}", f"{found['loss']:.4f}", faster)
+    return table
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], prog="python -m sparse_flash.benchmarks.choosers")
     parser.add_argument("--out", type=Path, default=Path("runs/choosers"), help="folder (default %(default)s)")
-    parser.add_argument("--spec", action="append", help="a chooser, without block= (default: seven of them)")
+    parser.add_argument("--spec", action="append", help="a chooser, without block=; ? for a number: see --density (default: seven)")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="(default 32768 65536 131072)")
     parser.add_argument("--block", type=int, nargs="+", default=BLOCKS, help="(default 128 64)")
     parser.add_argument("--heads", type=int, nargs=2, default=(32, 8), metavar=("HEADS", "KV_HEADS"), help="(default 32 8)")
     parser.add_argument("--head-dim", type=int, nargs="+", default=HEAD_DIMS, help="(default 128 64)")
     parser.add_argument("--drawn", action="store_true", help="planted inputs, see above")
     parser.add_argument("--peer", action="append", default=[], choices=(*PACKAGES, "all"), help="another package; may be repeated")
-    parser.add_argument("--density", type=float, default=0.15, help="share of causal blocks for packages (default %(default)s)")
+    parser.add_argument("--density", type=float, default=0.15, help="share of blocks, for packages and ? (default %(default)s)")
     parser.add_argument("--parts", action="store_true", help="also the kernels of each choice")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no more is begun (default: none)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -293,7 +336,7 @@ def main(arguments: list[str] | None = None) -> int:
     ]
     try:
         for case in cases:
-            sf.parse(case.spec)
+            sf.parse(case.numbered(0.5).spec)
     except ValueError as error:
         parser.error(str(error))
     data: dict = {"format": 1, "environment": environment(device), "dtype": str(dtype).removeprefix("torch.")}
@@ -301,7 +344,9 @@ def main(arguments: list[str] | None = None) -> int:
     packages = list(PACKAGES) if "all" in options.peer else list(dict.fromkeys(options.peer))
     headings = ("choose", "attend", "both", "choose / attend", "density (of heads)", "dense", "speed-up", "loss", "differing")
     table = Table("case", *headings, title="ms, forward" + ", planted inputs" * options.drawn)
+    console = Console(width=200 if not sys.stdout.isatty() else None)
     options.out.mkdir(parents=True, exist_ok=True)
+    of_shape: list[dict] = []
     problem: Problem | None = None
     dense: dict[str, dict] = {}
     for number, case in enumerate(cases):
@@ -310,13 +355,15 @@ def main(arguments: list[str] | None = None) -> int:
             break
         if problem is None or case.shape != cases[number - 1].shape:
             problem = case.dense(device, dtype)
-            dense = dense_calls(problem, device)
-        found = run(case, problem, dense, device, options.parts)
+            dense, of_shape = dense_calls(problem, device), []
+        found = run(case, problem, dense, device, options.density, options.parts)
         data["cases"].append(found)
+        of_shape.append(found)
         (options.out / "choosers.json").write_text(json.dumps(data, indent=1) + "\n")
-        table.add_row(case.name, *cells(found))
+        name = replace(case, chooser=found["case"]["chooser"]).name
+        table.add_row(name, *cells(found))
         said = [f"{heading} {cell}" for heading, cell in zip(headings, cells(found), strict=True) if cell]
-        print(case.name, *said, found.get("failed", ""), sep="; ", flush=True)
+        print(name, *said, found.get("failed", ""), sep="; ", flush=True)
         for part in found.get("parts", ()):
             print(f"  {part['us']:9.1f} us {part['calls']:6.1f} calls  {part['kernel']}", flush=True)
         if number + 1 < len(cases) and cases[number + 1].shape == case.shape:
@@ -330,10 +377,14 @@ def main(arguments: list[str] | None = None) -> int:
             best = fastest(dense)
             if best and "both_ms" in found:
                 found["speedup"] = best[1] / found["both_ms"]
+            of_shape.append(found)
             data["peers"].append({"shape": asdict(case.shape), "drawn": case.drawn, **found})
             (options.out / "choosers.json").write_text(json.dumps(data, indent=1) + "\n")
             print(name, str(case.shape), *said_of(found), sep="; ", flush=True)
-    Console(width=200 if not sys.stdout.isatty() else None).print(table)
+        if packages:
+            console.print(ranking(of_shape, case.shape))
+            sys.stdout.flush()
+    console.print(table)
     print(options.out)
     return int(any("failed" in found or "missing" in found for found in data["cases"] + data["peers"]))
 

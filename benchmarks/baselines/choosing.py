@@ -15,17 +15,15 @@ with block_sparse_attn_func = None lets xattn be imported, and sparse_flash atte
 triton_kernel_example.py must lie in spas_sage_attn. MInference's vertical-slash heads need a compiled extension and are left out.
 Prism, FlexPrefill and FlashPrefill do not run with triton 3.9, which has no block pointers and checks the keys of autotuners.
 
-The knob is the setting by which a package keeps more or less; ``reach`` sets it. Packages that want as many heads of keys as of
-queries get repeated ones, made before anything is timed.
+The knob is the setting by which a package keeps more or less. Packages that want as many heads of keys as of queries get repeated
+ones, made before anything is timed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module, metadata
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -36,7 +34,6 @@ import sparse_flash
 from ..workload.problem import Problem
 
 BLOCK = 128
-_STEPS, _NEAR = 14, 0.02  # of the search for a density, and how near the density must come, relative
 
 
 @dataclass(frozen=True)
@@ -77,21 +74,6 @@ class Package:
             return metadata.version(self.distribution) if self.distribution else None
         except metadata.PackageNotFoundError:
             return None
-
-
-def reach(package: Package, calls: Calls, density: float) -> tuple[float, float]:
-    """(the knob's value whose choice has the density most nearly, the density it has), by bisection. Nothing is compiled by
-    torch.compile meanwhile: it would compile anew for some values, then give up."""
-    low, high = package.sparsest, package.densest
-    tried: list[tuple[float, float]] = []
-    with torch.compiler.set_stance("force_eager"):
-        for _ in range(_STEPS):
-            knob = (low + high) / 2
-            tried.append((knob, calls.density(calls.choose(knob))))
-            if abs(tried[-1][1] - density) <= _NEAR * density:
-                break
-            low, high = (knob, high) if tried[-1][1] < density else (low, knob)
-    return min(tried, key=lambda pair: abs(pair[1] - density))
 
 
 def flashprefill(problem: Problem) -> Calls:
@@ -151,14 +133,20 @@ def minference(problem: Problem) -> Calls:
 
 
 def flexprefill(problem: Problem) -> Calls:
-    """On an H200 it gets the launch options that it has for an H100: it knows no H200."""
+    """On an H200 it gets the launch options that it has for an H100: it knows no H200. For gamma = 1 it lists blocks of the future
+    too, which its attention refuses, so they are left out."""
     ops: Any = import_module("flex_prefill.ops.flex_prefill_attention")
     if "h200" in (ops.GPU_NAME or ""):
         ops.GPU_NAME = "nvidia h100"
     q, k, v = _tokens_first(problem)
-    tau, budget = FLEXPREFILL
+    (tau, budget), rows = FLEXPREFILL, q.shape[1] // BLOCK
+
+    def choose(gamma: float) -> list[list[torch.Tensor]]:
+        index = ops.get_active_blocks(q, k, v, BLOCK, gamma, budget // BLOCK, rows, tau)
+        return index if gamma < 1 else [[of_head[of_head // rows >= of_head % rows] for of_head in index[0]]]
+
     return Calls(
-        lambda gamma: ops.get_active_blocks(q, k, v, BLOCK, gamma, budget // BLOCK, q.shape[1] // BLOCK, tau),
+        choose,
         lambda index: ops.triton_block_wise_attention(q, k, v, index, BLOCK).transpose(1, 2),
         lambda gamma: ops.flex_prefill_attention(q, k, v, gamma, tau, min_budget=budget, block_size=BLOCK).transpose(1, 2),
         lambda index: sum(of_head.numel() for of_head in index[0]),
@@ -167,17 +155,16 @@ def flexprefill(problem: Problem) -> Calls:
 
 
 def xattention(problem: Problem, stride: int) -> Calls:
-    """Its Triton kernels run only where the GPU's name has a 100 in it, so an H200 is called one here."""
+    """Its Triton kernels run only where the GPU's name has a 100 in it, so here each GPU is called H100."""
     estimate = import_module("xattn.src.Xattention").xattn_estimate
     q, k, _ = _repeated(problem)
     tokens = q.shape[2]
     power = 1 << (tokens - 1).bit_length()
     chunk = max(min(power, 2**28 // power), 2048)  # as its Xattention_prefill sets it, for more than 2048 tokens
-    on_h200 = q.is_cuda and "100" not in torch.cuda.get_device_properties(q.device).name
+    of_device = torch.cuda.get_device_properties
 
     def choose(threshold: float) -> torch.Tensor:
-        named = patch.object(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(name="H100"))
-        with named if on_h200 else nullcontext():
+        with patch.object(torch.cuda, "get_device_properties", lambda *args, **options: _NamedH100(of_device(*args, **options))):
             _, kept = estimate(q, k, block_size=BLOCK, stride=stride, threshold=threshold, chunk_size=chunk)
         return kept[:, :, : tokens // BLOCK, : tokens // BLOCK]
 
@@ -186,6 +173,18 @@ def xattention(problem: Problem, stride: int) -> Calls:
         return sparse_flash.attention(*problem.leaves, mask)  # type: ignore[return-value]  # no return_lse
 
     return Calls(choose, attend, lambda threshold: attend(choose(threshold)), lambda kept: kept.sum(), _causal_blocks(problem))
+
+
+class _NamedH100:
+    """A GPU's properties, under another name. Triton and PyTorch read others meanwhile."""
+
+    name = "H100"
+
+    def __init__(self, properties: Any):
+        self._properties = properties
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._properties, name)
 
 
 def spargeattn(problem: Problem) -> Calls:

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -80,8 +81,11 @@ def run(case: Case | CompileCase, device: torch.device, limit: int | None = None
 
 
 def failure_text(error: Exception) -> str:
-    """An error in one line of a result."""
-    return f"{type(error).__name__}: {error}".strip().replace("\n", " ")[:400]
+    """An error in one line of a result. Assertions often have no text, so theirs says where they stand."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, AssertionError) and (frames := traceback.extract_tb(error.__traceback__)):
+        text += f" ({frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})"
+    return text.strip().replace("\n", " ")[:400]
 
 
 def _threads(case: Case | CompileCase, device: torch.device) -> int:

@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -70,6 +70,19 @@ def test_packages_are_timed_beside_ours_at_the_wanted_density_and_missing_ones_a
     assert "prism; B1 H4/2 N2048 D16; choose" in said and missing["missing"] in said
 
 
+def test_ours_are_brought_to_the_density_of_packages_and_ranked_among_them(fakes, tmp_path, capsys):
+    fake_prism(fakes)
+    specs = [part for rule in ("mass", "relative", "budget") for part in ("--spec", f"sampled(8, {rule}=?)")]
+    sizes = [*SIZES, "--device", "cpu", "--drawn", "--density", "0.4", "--peer", "prism", "--out", str(tmp_path)]
+    assert choosers.main([*specs, *sizes]) == 0
+    data = json.loads((tmp_path / "choosers.json").read_text())
+    for found in data["cases"]:
+        assert found["density"] == pytest.approx(0.4, abs=0.02) and "?" not in found["spec"] + found["case"]["chooser"]
+    _, _, ranking = capsys.readouterr().out.partition("by time")
+    times = {found.get("peer") or found["case"]["chooser"]: found["both_ms"] for found in data["cases"] + data["peers"]}
+    assert sorted(times, key=ranking.index) == sorted(times, key=times.__getitem__)
+
+
 def test_a_package_that_fails_or_returns_nan_is_a_result(fakes, monkeypatch):
     fake_prism(fakes)
     monkeypatch.setattr(sys.modules["prism.prism"], "block_sparse_attention", lambda q, *_, **__: q * math.nan)
@@ -77,6 +90,13 @@ def test_a_package_that_fails_or_returns_nan_is_a_result(fakes, monkeypatch):
     monkeypatch.setattr(sys.modules["prism.prism"], "prism_block_estimate", lambda *_, **__: 1 / 0)
     found = choosers.run_package("prism", PROBLEM, PROBLEM, 0.3, CPU)
     assert "ZeroDivisionError" in found["failed"] and found["settings"]["block"] == 128
+
+    def asserting(*_, **__):
+        assert PROBLEM is None
+
+    monkeypatch.setattr(sys.modules["prism.prism"], "prism_block_estimate", asserting)
+    said = choosers.run_package("prism", PROBLEM, PROBLEM, 0.3, CPU)["failed"]
+    assert "test_choosing.py:" in said and "assert PROBLEM is None" in said
 
 
 def test_flashprefill_is_split_at_its_last_launch(fakes):
@@ -97,14 +117,30 @@ def test_flashprefill_is_split_at_its_last_launch(fakes):
     assert torch.equal(calls.attend(choice), calls.both(0.5)) and calls.both(0.5).shape == PROBLEM.q.shape and len(launches) == 3
 
 
-def test_xattention_attends_with_sparse_flash_and_minference_gets_padded_inputs(fakes):
+def test_flexprefill_keeps_no_future_block_when_everything_is_kept(fakes):
+    def active(q, k, v, block, gamma, min_budget, max_budget, tau):
+        assert (block, min_budget, max_budget, tau) == (128, 8, 16, 0.1) and q.shape[2] == 4
+        return [[torch.arange(256 if gamma == 1 else 1)] * 4]
+
+    ops = fakes("flex_prefill.ops.flex_prefill_attention", get_active_blocks=active, GPU_NAME="nvidia h200")
+    calls = choosing.flexprefill(PROBLEM)
+    assert ops.GPU_NAME == "nvidia h100" and calls.density(calls.choose(0.5)) == 1 / (16 * 17 / 2)
+    assert calls.density(calls.choose(1.0)) == 1
+
+
+def test_xattention_attends_with_sparse_flash_and_minference_gets_padded_inputs(fakes, monkeypatch):
+    of_device = lambda _: SimpleNamespace(name="NVIDIA H200", major=9)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "get_device_properties", of_device)
+
     def estimate(q, k, block_size, stride, threshold, chunk_size):
+        assert "100" in torch.cuda.get_device_properties(0).name and torch.cuda.get_device_properties(0).major == 9
         assert q.shape == k.shape and (block_size, stride, chunk_size) == (128, 16, 2048)
         return None, nearest(q, threshold)
 
     fakes("xattn.src.Xattention", xattn_estimate=estimate)
     calls = choosing.xattention(PROBLEM, 16)
     assert torch.equal(calls.both(0.5), masked(*PROBLEM.leaves, nearest(PROBLEM.q, 0.5)))
+    assert torch.cuda.get_device_properties is of_device
 
     index = torch.arange(33)[None, :].clamp(max=7)[:, :8].expand(1, 4, 33, 8)  # the first 8 blocks of 64, for 33 rows
 
