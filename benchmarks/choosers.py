@@ -77,7 +77,7 @@ _CPU_SECONDS = 0.3
 
 @dataclass(frozen=True)
 class ChooserCase:
-    """chooser: its spec text, to which block is added; ``?`` in place of a rule's number: see ``numbered``. drawn: whether inputs
+    """chooser: its spec text, to which block is added; ``?`` stands for a rule's number: see ``numbered``. drawn: whether inputs
     are planted."""
 
     chooser: str
@@ -86,7 +86,7 @@ class ChooserCase:
     drawn: bool
 
     def numbered(self, number: float) -> ChooserCase:
-        """The case with a number in place of ``?``."""
+        """The case with a number for ``?``."""
         return replace(self, chooser=self.chooser.replace("?", f"{number:.5g}"))
 
     @property
@@ -162,7 +162,7 @@ def densities(case: ChooserCase, mask: BlockMask) -> np.ndarray:
 
 
 def at_density(case: ChooserCase, problem: Problem, density: float) -> ChooserCase:
-    """The case with the number in place of ``?`` whose choice has the density most nearly."""
+    """The case with the number for ``?`` whose choice has the density most nearly."""
     if "?" not in case.chooser:
         return case
     q, k, _ = problem.leaves

@@ -687,7 +687,7 @@ def _build(tree: spec.Tree, text: str) -> Pattern:
 
 
 def _misfit(cls: type[Pattern], tree: spec.PatternCall) -> str | None:
-    """What is wrong with the arguments' names or number, or None."""
+    """Says what is wrong with the arguments' names or number; None if nothing is."""
     signature = inspect.signature(cls).replace(return_annotation=inspect.Signature.empty)
     named = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())

@@ -29,7 +29,7 @@ from .log_sums import LEAST, UNSEEN
 GROUP_ROWS = gl.constexpr(64)
 WIDTH = gl.constexpr(64)  # columns of a tile in shared memory
 CHUNK = 16_384  # tokens of the columns of a program
-# Of a sum of exponentials: it is finite if a tile's log-sums are more than 120 above all before, and count as 120 then.
+# The largest sum of exponentials: log-sums that are more than 120 above those of all tiles before count as 120 above.
 MOST = gl.constexpr(1.0e36)
 
 
@@ -59,7 +59,7 @@ class LogSumShape:
 
     @property
     def ROWS(self) -> int:
-        """Of a program."""
+        """Returns the rows of a program."""
         return self.GROUPS * GROUP_ROWS.value
 
 
@@ -195,7 +195,7 @@ def _compute(p, GROUP: gl.constexpr):
         for first in range(whole if MASKED else p.begin, end if MASKED else whole, p.SHAPE.KEYS):
             products, n = _products(p, n, zeros, GROUP)
             state = _folded(p, products, state, first, inside, sees, MASKED)
-    # What other groups see, and this one does not.
+    # Other groups may see more columns.
     for other in range(n, gl.cdiv(p.end - p.begin, p.SHAPE.KEYS) * p.SHAPE.SPAN):
         p.right.wait(other)
         p.right.release(other)

@@ -105,7 +105,7 @@ def log_sums_kernel(
 
 @triton.jit
 def _sums_of(sums, place, blocks, start, sees, exists, first, PER_ROW: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    """(rows, BLOCKS) log-sums of the blocks from ``first`` on, -inf of those that were not written."""
+    """(rows, BLOCKS) log-sums of the blocks from ``first`` on, -inf of blocks that were not written."""
     number = first + tl.arange(0, BLOCKS)
     written = (number[None, :] * PER_BLOCK < sees[:, None]) & ((number[None, :] + 1) * PER_BLOCK > start)
     load = written & exists[:, None] & (number < blocks)[None, :]
