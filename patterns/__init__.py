@@ -21,6 +21,7 @@ from .random import Random as random
 from .shifted import Shifted as shifted
 from .sinks import Sinks as sinks
 from .strided import Strided as strided
+from .video_layout import VideoLayout as video_layout
 from .window import Window as window
 
 __all__ = [
@@ -45,5 +46,6 @@ __all__ = [
     "shifted",
     "sinks",
     "strided",
+    "video_layout",
     "window",
 ]

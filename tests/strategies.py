@@ -51,11 +51,18 @@ def _made(cls, fields):
         return None
 
 
+def _layout(extents, powers, prefix, suffix):
+    return sf.video_layout(*extents, [2**power for power in powers], prefix, suffix)
+
+
+extents, sides = st.tuples(*[st.integers(1, 7)] * 3), st.tuples(*[st.integers(0, 3)] * 3).filter(lambda powers: sum(powers) <= 8)
+layouts = st.builds(_layout, extents, sides, st.integers(0, 40), st.integers(0, 40))
 # Lists of numbers that depend on each other, arrays and other patterns.
 of_lists = {
     "documents": st.builds(_documents, st.lists(st.integers(0, 200), min_size=1, max_size=6).filter(any)),
     "from_blocks": st.builds(_from_blocks, st.integers(1, 9), st.integers(1, 9), st.integers(0, 99), units),
     "neighborhood": st.builds(_neighborhood, st.lists(st.tuples(st.integers(1, 12), st.integers(1, 6)), min_size=1, max_size=3)),
+    "video_layout": layouts,
 }
 _others = {"last_tokens", "shifted", "from_mask_fn", *of_lists}
 by_name = of_lists | {name: _by_its_fields(getattr(patterns, name)) for name in patterns.__all__ if name not in _others}

@@ -7,8 +7,8 @@ import pickle
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError, dataclass
-from functools import partial
-from itertools import pairwise
+from functools import lru_cache, partial
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -58,6 +58,22 @@ def in_window_of(p, q, kv):
     return True
 
 
+@lru_cache
+def in_tile_order(layout):
+    """What each position holds: (frame, row, column), "beside" the video, or None for padding, tile by tile and cell by cell."""
+    held = []
+    for start in product(*(range(0, extent, side) for extent, side in zip(layout.grid, layout.tile, strict=True))):
+        inside = (range(s, min(s + side, extent)) for s, side, extent in zip(start, layout.tile, layout.grid, strict=True))
+        cells = list(product(*inside))
+        held += cells + [None] * (int(np.prod(layout.tile)) - len(cells))
+    return held + ["beside"] * (layout.prefix + layout.suffix)
+
+
+def held_by(layout, *positions):
+    held = in_tile_order(layout)
+    return [held[position] if 0 <= position < len(held) else None for position in positions]
+
+
 def block_is_set(p, i, j):
     rows = p.blocks.split("/")
     row = i - (len(rows[0]) - len(rows))
@@ -69,6 +85,7 @@ IN_WORDS = {
     "from_blocks": lambda p, q, kv: block_is_set(p, q // p.block, kv // p.block),
     "neighborhood": in_window_of,
     "random": lambda p, q, kv: is_drawn(p, q // p.block, kv // p.block),
+    "video_layout": lambda p, q, kv: all(held_by(p, q, kv)),
 }
 POWERS = [2**k for k in range(16)]
 BUILT_IN = [name for name in sf.list_patterns() if pattern_class(name).__module__.startswith("sparse_flash.patterns.")]
@@ -366,6 +383,11 @@ def test_parameters_of_one_meaning_make_equal_patterns_with_equal_text(one, othe
         (lambda: sf.neighborhood((4, 4), (3,)), "one number for each axis"),
         (lambda: sf.neighborhood((2, 2, 2, 2), 1), "1 to 3 axes"),
         (lambda: sf.neighborhood(64, 7), "shape must be a sequence"),
+        (lambda: sf.video_layout(0, 2, 2), "frames must be an integer of at least 1; got 0"),
+        (lambda: sf.video_layout(1, 2, 2, (4, 4)), r"tile must be \(frames, height, width\); got \(4, 4\)"),
+        (lambda: sf.video_layout(9, 9, 9, (3, 4, 8)), r"power of two of tokens, at most 256.*got \(3, 4, 8\), 96 tokens; Vid.*of"),
+        (lambda: sf.video_layout(9, 9, 9, (8, 8, 8)), "got .* 512 tokens"),
+        (lambda: sf.VideoLayout.of(9, 9, 9, block_size=32), "block_size must be 64 or 128.*got 32"),
         (lambda: sf.from_blocks("110/01"), "one length"),
         (lambda: sf.from_blocks("120"), "rows of 0 and 1"),
         (lambda: sf.from_blocks([[1, 2]]), "zeros and ones"),
