@@ -2,7 +2,7 @@
 
 use: videos and images of diffusion models, with text or audio before and after them; the patterns of tiles have it as a field
 formula: q and kv are no padding: the tokens of a tile come first in it, and those beside the video after all tiles
-source: arXiv:2502.04507, sec. 3.1 (tokens of a tile are consecutive)
+source: arXiv:2502.04507 (tokens of a tile are consecutive)
 specimen: video_layout(7, 15, 31)
 
     ######..#
@@ -16,16 +16,16 @@ specimen: video_layout(7, 15, 31)
     ######..#
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from math import prod
 
 import numpy as np
 
-from sparse_flash.masks.fields import Natural, Positive
+from sparse_flash.masks.fields import Natural, Positive, settle
 from sparse_flash.masks.grid import BLOCK_SIZES, FULL, BlockRuns
-from sparse_flash.masks.pattern import register_pattern
+from sparse_flash.masks.pattern import parse, register_pattern
 from sparse_flash.masks.reorder import gathered
 from sparse_flash.masks.rules import UnitPattern
 from sparse_flash.masks.tiles import unique_rows
@@ -242,6 +242,34 @@ class VideoLayout(OverTiles):
 
     def tile_rule(self, q, kv):
         return np.True_
+
+
+@dataclass(frozen=True)
+class TilePattern(OverTiles):
+    """Base class of the patterns of tiles. layout: a VideoLayout or its text. keep_beside: see ``tile_window``."""
+
+    layout: VideoLayout
+    keep_beside: bool = field(default=True, kw_only=True)
+
+    def __post_init__(self):
+        settle(self, layout=parse(self.layout) if isinstance(self.layout, str) else self.layout)
+        if not isinstance(self.layout, VideoLayout):
+            raise TypeError(f"{self.name}: layout must be a VideoLayout or its text; got {self.layout!r}")
+        if not isinstance(self.keep_beside, bool):
+            raise TypeError(f"{self.name}: keep_beside must be True or False; got {self.keep_beside!r}")
+        super().__post_init__()
+
+    def checked_window(self, window, tiles):
+        if len(window) != len(tiles) or any(w > n for w, n in zip(window, tiles)):
+            raise ValueError(
+                f"{self.name}: window must have a number for each axis of the {tiles} tiles, none larger than it; got {window}"
+            )
+
+
+def in_window(q, kv, window, tiles):
+    """Whether kv is in q's window on an axis of so many tiles. At the borders the window shifts inward."""
+    start = np.clip(q - window // 2, 0, tiles - window)
+    return (kv >= start) & (kv < start + window)
 
 
 def _split(index, extents):

@@ -459,6 +459,12 @@ def _neighborhood(rng: random.Random) -> sf.Pattern:
     return sf.shifted(grid, 0, allow_uncovered=True)
 
 
+def _tile_window(rng: random.Random) -> sf.Pattern:
+    layout = sf.VideoLayout(rng.randint(1, 3), rng.randint(1, 12), rng.randint(1, 12), (1, 4, 4), rng.randint(0, 40))
+    window = [rng.randint(1, tiles) for tiles in layout.tile_grid]
+    return sf.shifted(sf.tile_window(layout, window), 0, allow_uncovered=True)
+
+
 LEAVES: tuple[Callable[[random.Random], sf.Pattern], ...] = (
     lambda rng: sf.full(),
     lambda rng: sf.causal(),
@@ -478,4 +484,5 @@ LEAVES: tuple[Callable[[random.Random], sf.Pattern], ...] = (
     _documents,
     _fixed,
     _neighborhood,
+    _tile_window,
 )

@@ -48,12 +48,7 @@ def in_window_of(p, q, kv):
     for axis, (extent, window) in enumerate(zip(p.shape, p.window, strict=True)):
         after = int(np.prod(p.shape[axis + 1 :]))
         at, key = q // after % extent, kv // after % extent
-        seen = list(range(at - window // 2, at - window // 2 + window))
-        while seen[0] < 0:
-            seen = [s + 1 for s in seen]
-        while seen[-1] >= extent:
-            seen = [s - 1 for s in seen]
-        if key not in seen:
+        if key not in moved_inward(at, window, extent):
             return False
     return True
 
@@ -74,6 +69,44 @@ def held_by(layout, *positions):
     return [held[position] if 0 <= position < len(held) else None for position in positions]
 
 
+def by_tiles(rule):
+    """The function of a pattern of tiles, from ``rule(p, layout, tile of q, tile of kv)``, tiles as (layer, row, column)."""
+
+    def keeps_pair(p, q, kv):
+        cells = held_by(p.layout, q, kv)
+        if None in cells or "beside" in cells:
+            return None not in cells and p.keep_beside
+        return rule(p, p.layout, *(tuple(c // side for c, side in zip(cell, p.layout.tile, strict=True)) for cell in cells))
+
+    return keeps_pair
+
+
+def moved_inward(at, window, tiles):
+    """The cells of a window about ``at``, moved step by step until all are on the axis."""
+    seen = list(range(at - window // 2, at - window // 2 + window))
+    while seen[0] < 0:
+        seen = [s + 1 for s in seen]
+    while seen[-1] >= tiles:
+        seen = [s - 1 for s in seen]
+    return seen
+
+
+def in_tile_window(p, layout, q, kv):
+    return all(k in moved_inward(*axis) for k, *axis in zip(kv, q, p.window, layout.tile_grid, strict=True))
+
+
+def in_frame_window(p, layout, q, kv):
+    return kv[0] < p.anchors or kv[0] in moved_inward(q[0], p.window, layout.tile_grid[0])
+
+
+def is_radial(p, layout, q, kv):
+    _, rows, columns = layout.tile_grid
+    s, k, l, apart = rows * columns, q[1] * columns + q[2], kv[1] * columns + kv[2], abs(q[0] - kv[0])  # noqa: E741
+    width = 2 ** math.floor(math.log2(max(apart * layout.tile[0], 1)))
+    near = width <= s and abs(k - l) + 1 <= s / width
+    return kv[0] < p.anchors or near or (k == l and apart % math.ceil(width / s) == 0)
+
+
 def block_is_set(p, i, j):
     rows = p.blocks.split("/")
     row = i - (len(rows[0]) - len(rows))
@@ -82,9 +115,12 @@ def block_is_set(p, i, j):
 
 # Formulas in the docstrings that are not Python.
 IN_WORDS = {
+    "frame_window": by_tiles(in_frame_window),
     "from_blocks": lambda p, q, kv: block_is_set(p, q // p.block, kv // p.block),
     "neighborhood": in_window_of,
+    "radial": by_tiles(is_radial),
     "random": lambda p, q, kv: is_drawn(p, q // p.block, kv // p.block),
+    "tile_window": by_tiles(in_tile_window),
     "video_layout": lambda p, q, kv: all(held_by(p, q, kv)),
 }
 POWERS = [2**k for k in range(16)]
@@ -388,6 +424,13 @@ def test_parameters_of_one_meaning_make_equal_patterns_with_equal_text(one, othe
         (lambda: sf.video_layout(9, 9, 9, (3, 4, 8)), r"power of two of tokens, at most 256.*got \(3, 4, 8\), 96 tokens; Vid.*of"),
         (lambda: sf.video_layout(9, 9, 9, (8, 8, 8)), "got .* 512 tokens"),
         (lambda: sf.VideoLayout.of(9, 9, 9, block_size=32), "block_size must be 64 or 128.*got 32"),
+        (
+            lambda: sf.tile_window("video_layout(8, 8, 8)", (3, 2, 1)),
+            r"each axis of the \(2, 2, 1\) tiles, none larger.*got \(3, 2, 1\)",
+        ),
+        (lambda: sf.tile_window("video_layout(8, 8, 8)", (2, 2)), r"tile_window: window must have a number for each axis"),
+        (lambda: sf.frame_window("video_layout(8, 8, 8)", 3), r"frame_window: window must have .*\(2,\) tiles.*got \(3,\)"),
+        (lambda: sf.radial("video_layout(8, 8, 8)", -1), "radial: anchors must be an integer of at least 0"),
         (lambda: sf.from_blocks("110/01"), "one length"),
         (lambda: sf.from_blocks("120"), "rows of 0 and 1"),
         (lambda: sf.from_blocks([[1, 2]]), "zeros and ones"),
