@@ -17,8 +17,17 @@ def _documents(lengths):
     return sf.documents([0, *np.cumsum(lengths).tolist()])
 
 
-def _neighborhood(cells):
-    return sf.neighborhood([extent for extent, _ in cells], [min(window, extent) for extent, window in cells])
+def _neighborhood(axes, plain):
+    shape, window, stride, dilation, causal = zip(*axes, strict=True)
+    return sf.neighborhood(shape, window) if plain else sf.neighborhood(shape, window, stride, dilation, causal)
+
+
+@st.composite
+def _axes(draw):
+    """Of one axis: extent, window, stride, dilation, whether it is causal."""
+    extent = draw(st.integers(1, 12))
+    window = draw(st.integers(1, min(extent, 6)))
+    return extent, window, draw(st.integers(1, window)), draw(st.integers(1, extent // window)), draw(st.booleans())
 
 
 def _from_blocks(rows, cols, seed, block):
@@ -69,7 +78,7 @@ def _over_tiles(made, fields):
 of_lists = {
     "documents": st.builds(_documents, st.lists(st.integers(0, 200), min_size=1, max_size=6).filter(any)),
     "from_blocks": st.builds(_from_blocks, st.integers(1, 9), st.integers(1, 9), st.integers(0, 99), units),
-    "neighborhood": st.builds(_neighborhood, st.lists(st.tuples(st.integers(1, 12), st.integers(1, 6)), min_size=1, max_size=3)),
+    "neighborhood": st.builds(_neighborhood, st.lists(_axes(), min_size=1, max_size=3), st.booleans()),
     "video_layout": layouts,
     "frame_window": _over_tiles(sf.frame_window, lambda layout: [st.integers(1, layout.tile_grid[0]), st.integers(0, 3)]),
     "radial": _over_tiles(sf.radial, lambda layout: [st.integers(0, 3)]),

@@ -41,14 +41,24 @@ def is_drawn(p, i, j):
 
 
 def in_window_of(p, q, kv):
-    """``neighborhood``: cell by cell, with the window moved inward step by step until it fits on the grid."""
-    cells = int(np.prod(p.shape))
+    """``neighborhood``: cell by cell, as lists of the cells of one remainder, of those that share a window, and of the window."""
+    cells, ones = int(np.prod(p.shape)), (1,) * len(p.shape)
     if not (0 <= q < cells and 0 <= kv < cells):
         return False
-    for axis, (extent, window) in enumerate(zip(p.shape, p.window, strict=True)):
+    options = (p.stride or ones, p.dilation or ones, p.causal or [False] * len(ones))
+    for axis, (extent, window, stride, dilation, causal) in enumerate(zip(p.shape, p.window, *options, strict=True)):
         after = int(np.prod(p.shape[axis + 1 :]))
         at, key = q // after % extent, kv // after % extent
-        if key not in moved_inward(at, window, extent):
+        alike = list(range(at % dilation, extent, dilation))
+        strides = [alike[low : low + stride] for low in range(0, len(alike), stride)]
+        (own,) = (cells for cells in strides if at in cells)
+        if causal:
+            last = alike.index(own[-1])
+            seen = [cell for cell in alike[max(0, last - window + 1) : last + 1] if cell <= at]
+        else:
+            leader = alike.index(own[min(stride // 2, len(own) - 1)])
+            seen = [alike[number] for number in moved_inward(leader, window, len(alike))]
+        if key not in seen:
             return False
     return True
 
@@ -384,6 +394,9 @@ def test_pattern_pickled_under_another_hash_seed_is_found_in_a_dict_here():
         (lambda: sf.random(np.float64(0.5)), lambda: sf.random(0.5)),
         (lambda: sf.random(1), lambda: sf.random(1.0)),
         (lambda: sf.neighborhood([64, 64], 7), lambda: sf.neighborhood(np.array([64, 64]), (7, 7))),
+        (lambda: sf.neighborhood((9, 9), 3, 1, (1, 1), False), lambda: sf.neighborhood((9, 9), 3)),
+        (lambda: sf.neighborhood((9, 9), 3, causal=[True, False]), lambda: sf.neighborhood((9, 9), 3, causal=(True, False))),
+        (lambda: sf.neighborhood((9, 9), 3, torch.tensor([2, 1]), np.int64(3)), lambda: sf.neighborhood((9, 9), 3, (2, 1), (3, 3))),
         (lambda: sf.neighborhood((9,), torch.tensor(3)), lambda: sf.neighborhood((9,), [3])),
         (lambda: sf.bigbird(block=np.int64(32)), lambda: sf.bigbird(block=32)),
     ],
@@ -419,6 +432,11 @@ def test_parameters_of_one_meaning_make_equal_patterns_with_equal_text(one, othe
         (lambda: sf.neighborhood((4, 4), (3,)), "one number for each axis"),
         (lambda: sf.neighborhood((2, 2, 2, 2), 1), "1 to 3 axes"),
         (lambda: sf.neighborhood(64, 7), "shape must be a sequence"),
+        (lambda: sf.neighborhood((9, 9), 3, stride=4), r"stride must have one number .* at most \(3, 3\); got \(4, 4\)"),
+        (lambda: sf.neighborhood((9, 9), (3, 5), dilation=2), r"dilation must have .* at most \(3, 1\); got \(2, 2\)"),
+        (lambda: sf.neighborhood((9, 9), 3, stride=(1, 1, 1)), "stride must have one number for each axis"),
+        (lambda: sf.neighborhood((9, 9), 3, causal=(True,)), "causal must have one number for each axis"),
+        (lambda: sf.neighborhood((9, 9), 3, causal=1), r"causal must be True or False.*got \(1, 1\)"),
         (lambda: sf.video_layout(0, 2, 2), "frames must be an integer of at least 1; got 0"),
         (lambda: sf.video_layout(1, 2, 2, (4, 4)), r"tile must be \(frames, height, width\); got \(4, 4\)"),
         (lambda: sf.video_layout(9, 9, 9, (3, 4, 8)), r"power of two of tokens, at most 256.*got \(3, 4, 8\), 96 tokens; Vid.*of"),
