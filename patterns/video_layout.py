@@ -24,7 +24,7 @@ from math import prod
 import numpy as np
 
 from sparse_flash.masks.fields import Natural, Positive, settle
-from sparse_flash.masks.grid import BLOCK_SIZES, FULL, BlockRuns
+from sparse_flash.masks.grid import BLOCK_SIZES, FULL, BlockRuns, cells_of
 from sparse_flash.masks.pattern import parse, register_pattern
 from sparse_flash.masks.reorder import gathered
 from sparse_flash.masks.rules import UnitPattern
@@ -188,7 +188,7 @@ class VideoLayout(OverTiles):
         position = np.arange(self.length)
         token, grid = self.token_at - self.prefix, np.full((self.length, 3), -1)
         some = self.exists(position) & (position < self.tiled)
-        grid[some] = np.column_stack(_split(token[some], self.grid))
+        grid[some] = np.column_stack(cells_of(token[some], self.grid))
         return grid
 
     def to_tiles(self, x, dim):
@@ -210,7 +210,7 @@ class VideoLayout(OverTiles):
         """(length,) int64: which of the user's tokens each position of the tile order holds."""
         tile, place = np.divmod(np.arange(self.tiled), self.block)
         cells, (_, height, width) = self.cells(tile), (sizes := self._sizes(tile))
-        inner = _split(place % prod(sizes), (None, height, width))
+        inner = cells_of(place % prod(sizes), (None, height, width))
         axes = (cell * side + step for cell, side, step in zip(cells, self.tile, inner))
         frame, row, column = axes
         video = self.prefix + (frame * self.height + row) * self.width + column
@@ -228,7 +228,7 @@ class VideoLayout(OverTiles):
 
     def cells(self, tile):
         """The cell of each tile on each axis of ``tile_grid``."""
-        return _split(tile, self.tile_grid)
+        return cells_of(tile, self.tile_grid)
 
     def _sizes(self, tile):
         """How many tokens of each axis these tiles have."""
@@ -270,12 +270,3 @@ def in_window(q, kv, window, tiles):
     """Whether kv is in q's window on an axis of so many tiles. At the borders the window shifts inward."""
     start = np.clip(q - window // 2, 0, tiles - window)
     return (kv >= start) & (kv < start + window)
-
-
-def _split(index, extents):
-    """The cells on each axis of row-major indices. (numpy 2.4's unravel_index is wrong for some arrays of over 8,192 numbers.)"""
-    cells = []
-    for extent in extents[:0:-1]:
-        index, cell = np.divmod(index, extent)
-        cells.insert(0, cell)
-    return [index, *cells]

@@ -11,7 +11,7 @@ from .pattern import Pattern, parse
 
 
 def gathered(x: torch.Tensor, dim: int, layout: Pattern, name: str) -> torch.Tensor:
-    """Returns x with other tokens along ``dim``: those of the layout's int64 array ``name``, a constant within torch.compile."""
+    """Gathers x along ``dim`` by the layout's int64 array ``name``. Within torch.compile that array is a constant."""
     if torch.compiler.is_compiling():
         (index,) = _constant_index(traceable(layout), name, x.device)
         return x.index_select(dim, index.detach())  # an operation's result keeps its length with dynamic=True, a constant does not
