@@ -27,4 +27,6 @@ def _constant_index(layout: Pattern | str, name: str, device: torch.device) -> l
 
 @remembered(maxsize=64)
 def _index(layout: Pattern, name: str, device: torch.device) -> torch.Tensor:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"the order of {layout} cannot be made while a CUDA graph is captured; reorder a tensor before")
     return made_apart(lambda: torch.from_numpy(getattr(layout, name)).to(device))
