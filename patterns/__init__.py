@@ -7,6 +7,7 @@ from .causal import Causal as causal
 from .dilated import Dilated as dilated
 from .documents import Documents as documents
 from .fixed import Fixed as fixed
+from .frame_window import FrameWindow as frame_window
 from .from_blocks import FromBlocks as from_blocks
 from .from_mask_fn import FromMaskFn as from_mask_fn
 from .full import Full as full
@@ -17,10 +18,13 @@ from .longformer import Longformer as longformer
 from .neighborhood import Neighborhood as neighborhood
 from .power_of_two import PowerOfTwo as power_of_two
 from .prefix import Prefix as prefix
+from .radial import Radial as radial
 from .random import Random as random
 from .shifted import Shifted as shifted
 from .sinks import Sinks as sinks
 from .strided import Strided as strided
+from .tile_window import TileWindow as tile_window
+from .video_layout import VideoLayout as video_layout
 from .window import Window as window
 
 __all__ = [
@@ -31,6 +35,7 @@ __all__ = [
     "dilated",
     "documents",
     "fixed",
+    "frame_window",
     "from_blocks",
     "from_mask_fn",
     "full",
@@ -41,9 +46,12 @@ __all__ = [
     "neighborhood",
     "power_of_two",
     "prefix",
+    "radial",
     "random",
     "shifted",
     "sinks",
     "strided",
+    "tile_window",
+    "video_layout",
     "window",
 ]

@@ -2,7 +2,7 @@
 
 use: images, video and volumes: each patch sees the patches around it
 formula: start <= kv < start + window on each axis, with start = clip(q - window // 2, 0, extent - window)
-source: arXiv:2204.07143, sec. 3
+source: arXiv:2204.07143, sec. 3; stride, dilation and causal as NATTEN defines them (arXiv:2209.15001, arXiv:2504.16922)
 specimen: neighborhood((64, 64), 13)
 
     ##.##....
@@ -23,6 +23,7 @@ from math import prod
 import numpy as np
 
 from sparse_flash.masks.fields import Positive, settle
+from sparse_flash.masks.grid import cells_of
 from sparse_flash.masks.pattern import register_pattern
 from sparse_flash.masks.rules import RunPattern
 
@@ -36,15 +37,29 @@ class Neighborhood(RunPattern):
     window: cells on each axis, or one number for all of them; at most shape. An even window has one cell more before the
     query than after it. The grid must hold all tokens of the sequence; ``shifted`` places one that has other tokens
     beside it, such as text, which keep nothing and are seen by nothing.
+    stride, dilation: cells on each axis, or one number for all; None is 1. So many neighbours have one window, that of the middle
+    one, of the later one of two. A window has every so many cells, those with the query's remainder. window * dilation is at most
+    shape, stride at most window. causal: whether an axis is causal, or True or False for all; None is False. There the window ends
+    at the query, begins where that of the last of its stride begins, and is cut off at the border.
     """
 
     shape: tuple[Positive, ...]
     window: tuple[Positive, ...]
+    stride: tuple[Positive, ...] | None = None
+    dilation: tuple[Positive, ...] | None = None
+    causal: tuple[bool, ...] | None = None
 
     def __post_init__(self):
-        shape, window = (given.tolist() if hasattr(given, "tolist") else given for given in (self.shape, self.window))
-        if isinstance(shape, (tuple, list)) and not isinstance(window, (tuple, list)):
-            settle(self, window=(window,) * len(shape))
+        given = {name: getattr(self, name) for name in ("shape", "window", "stride", "dilation", "causal")}
+        given = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in given.items()}
+        if isinstance(shape := given["shape"], (tuple, list)):
+            for name, value in given.items():
+                if value is not None and not isinstance(value, (tuple, list)):
+                    settle(self, **{name: (value,) * len(shape)})
+        if self.causal is not None:
+            if not isinstance(self.causal, (tuple, list)) or not all(isinstance(one, bool) for one in self.causal):
+                raise ValueError(f"neighborhood: causal must be True or False, or one of them for each axis; got {self.causal!r}")
+            settle(self, causal=tuple(self.causal))
         super().__post_init__()
         shape, window = self.shape, self.window
         if not 1 <= len(shape) <= 3:
@@ -53,21 +68,37 @@ class Neighborhood(RunPattern):
             raise ValueError(
                 f"neighborhood: window must have one number for each axis of shape={shape}, none larger than the axis; got {window}"
             )
+        for name, limits in (
+            ("stride", window),
+            ("dilation", [s // w for s, w in zip(shape, window, strict=True)]),
+            ("causal", window),
+        ):
+            value, most = getattr(self, name), tuple(limits)
+            if value is not None and (len(value) != len(shape) or any(one > limit for one, limit in zip(value, most, strict=True))):
+                raise ValueError(f"neighborhood: {name} must have one number for each axis, at most {most}; got {value}")
+            if value is not None and not any(one > (name != "causal") for one in value):
+                settle(self, **{name: None})  # so that patterns of one meaning are equal
 
     def named_tokens(self):
         return (prod(self.shape),) * 2
 
-    def _cells(self, position):
-        """The cell of each position on each axis. (numpy 2.4's unravel_index is wrong for some arrays of over 8,192 numbers.)"""
-        cells = []
-        for extent in self.shape[:0:-1]:
-            position, cell = np.divmod(position, extent)
-            cells.insert(0, cell)
-        return [position, *cells]
-
-    def _starts(self, q):
-        """On each axis, the first cell of each query's window."""
-        return [np.clip(c - w // 2, 0, s - w) for c, w, s in zip(self._cells(q), self.window, self.shape, strict=True)]
+    def _windows(self, q):
+        """On each axis (dilation, remainder, first, stop): a query keeps cells remainder + dilation * c, first <= c < stop."""
+        ones = (1,) * len(self.shape)
+        axes = zip(
+            cells_of(q, self.shape),
+            self.shape,
+            self.window,
+            self.stride or ones,
+            self.dilation or ones,
+            self.causal or (0,) * len(ones),
+        )
+        for cell, extent, window, stride, dilation, causal in axes:
+            own, remainder = np.divmod(cell, dilation) if dilation > 1 else (cell, 0)
+            last = (extent - 1 - remainder) // dilation
+            leader = np.minimum(own // stride * stride + (stride - 1 if causal else stride // 2), last) if stride > 1 else own
+            first = np.maximum(leader - window + 1, 0) if causal else np.clip(leader - window // 2, 0, last + 1 - window)
+            yield dilation, remainder, first, own + 1 if causal else first + window
 
     def _within(self, position):
         return (position >= 0) & (position < prod(self.shape))
@@ -76,17 +107,23 @@ class Neighborhood(RunPattern):
         # Axis by axis takes fewer comparisons than run by run: a window of three axes has many runs.
         q, kv = np.asarray(q), np.asarray(kv)
         kept = self._within(q) & self._within(kv)
-        for start, cell, window in zip(self._starts(q), self._cells(kv), self.window, strict=True):
-            kept = kept & (cell >= start) & (cell < start + window)
+        for (dilation, remainder, first, stop), cell in zip(self._windows(q), cells_of(kv, self.shape), strict=True):
+            kept = kept & (cell % dilation == remainder) if dilation > 1 else kept
+            cell = cell // dilation if dilation > 1 else cell
+            kept = kept & (cell >= first) & (cell < stop)
         return kept
 
     def row_runs(self, q):
-        *outer, last = self._starts(q)
-        first = []
-        for steps in product(*map(range, self.window[:-1])):
-            line = np.zeros_like(last)
-            for start, step, extent in zip(outer, steps, self.shape[:-1], strict=True):
-                line = line * extent + start + step
-            first.append(line * self.shape[-1] + last)
-        first = np.stack(first, axis=-1)
-        return first, np.where(self._within(q)[..., None], first + self.window[-1], first)
+        axes = list(self._windows(q))
+        *_, (dilated, _, _, _) = axes
+        firsts, stops = [], []
+        # A run is a line's cells on the last axis, or one cell where these lie apart.
+        for steps in product(*map(range, self.window[:-1]), range(self.window[-1]) if dilated > 1 else (0,)):
+            line, kept = 0, self._within(q)
+            for step, extent, (dilation, remainder, first, stop) in zip(steps, self.shape, axes, strict=True):
+                line = line * extent + remainder + dilation * (first + step)
+                kept = kept & (first + step < stop) if self.causal else kept
+            length = 1 if dilated > 1 else stop - first
+            firsts.append(line)
+            stops.append(np.where(kept, line + length, line))
+        return np.stack(firsts, axis=-1), np.stack(stops, axis=-1)

@@ -19,6 +19,7 @@ from .masks.pattern import PerHead as per_head
 from .masks.rules import DistancePattern, RunPattern, UnitPattern
 from .patterns import *  # noqa: F403  (the built-in patterns, by the names in patterns/__init__.py)
 from .patterns import __all__ as _patterns
+from .patterns import video_layout as VideoLayout
 from .selection.block_selection import BlockSelection
 from .selection.choice import keep_picks
 from .selection.packed_selection import PackedSelection
@@ -43,6 +44,7 @@ __all__ = [
     "ScoreFunction",
     "SparseAttention",
     "UnitPattern",
+    "VideoLayout",
     "attention",
     "attention_decode",
     "attention_varlen",

@@ -455,8 +455,16 @@ def _fixed(rng: random.Random) -> sf.Pattern:
 
 def _neighborhood(rng: random.Random) -> sf.Pattern:
     extents = [rng.randint(1, 12) for _ in range(rng.randint(1, 3))]
-    grid = sf.neighborhood(extents, [rng.randint(1, min(extent, 6)) for extent in extents])
+    window = [rng.randint(1, min(extent, 6)) for extent in extents]
+    stride, dilation = [rng.randint(1, w) for w in window], [rng.randint(1, s // w) for s, w in zip(extents, window, strict=True)]
+    grid = sf.neighborhood(extents, window, *rng.choice([(), (stride, dilation, [rng.random() < 0.5 for _ in extents])]))
     return sf.shifted(grid, 0, allow_uncovered=True)
+
+
+def _tile_window(rng: random.Random) -> sf.Pattern:
+    layout = sf.VideoLayout(rng.randint(1, 3), rng.randint(1, 12), rng.randint(1, 12), (1, 4, 4), rng.randint(0, 40))
+    window = [rng.randint(1, tiles) for tiles in layout.tile_grid]
+    return sf.shifted(sf.tile_window(layout, window), 0, allow_uncovered=True)
 
 
 LEAVES: tuple[Callable[[random.Random], sf.Pattern], ...] = (
@@ -478,4 +486,5 @@ LEAVES: tuple[Callable[[random.Random], sf.Pattern], ...] = (
     _documents,
     _fixed,
     _neighborhood,
+    _tile_window,
 )

@@ -17,8 +17,17 @@ def _documents(lengths):
     return sf.documents([0, *np.cumsum(lengths).tolist()])
 
 
-def _neighborhood(cells):
-    return sf.neighborhood([extent for extent, _ in cells], [min(window, extent) for extent, window in cells])
+def _neighborhood(axes, plain):
+    shape, window, stride, dilation, causal = zip(*axes, strict=True)
+    return sf.neighborhood(shape, window) if plain else sf.neighborhood(shape, window, stride, dilation, causal)
+
+
+@st.composite
+def _axes(draw):
+    """Of one axis: extent, window, stride, dilation, whether it is causal."""
+    extent = draw(st.integers(1, 12))
+    window = draw(st.integers(1, min(extent, 6)))
+    return extent, window, draw(st.integers(1, window)), draw(st.integers(1, extent // window)), draw(st.booleans())
 
 
 def _from_blocks(rows, cols, seed, block):
@@ -51,11 +60,29 @@ def _made(cls, fields):
         return None
 
 
+def _layout(extents, powers, prefix, suffix):
+    return sf.video_layout(*extents, [2**power for power in powers], prefix, suffix)
+
+
+extents, sides = st.tuples(*[st.integers(1, 7)] * 3), st.tuples(*[st.integers(0, 3)] * 3).filter(lambda powers: sum(powers) <= 8)
+layouts = st.builds(_layout, extents, sides, st.integers(0, 40), st.integers(0, 40))
+
+
+def _over_tiles(made, fields):
+    """Patterns of tiles. fields: draws of the fields after the layout, by the layout."""
+    drawn = layouts.flatmap(lambda layout: st.tuples(st.just(layout), *fields(layout)))
+    return st.builds(lambda given, keep_beside: made(*given, keep_beside=keep_beside), drawn, st.booleans())
+
+
 # Lists of numbers that depend on each other, arrays and other patterns.
 of_lists = {
     "documents": st.builds(_documents, st.lists(st.integers(0, 200), min_size=1, max_size=6).filter(any)),
     "from_blocks": st.builds(_from_blocks, st.integers(1, 9), st.integers(1, 9), st.integers(0, 99), units),
-    "neighborhood": st.builds(_neighborhood, st.lists(st.tuples(st.integers(1, 12), st.integers(1, 6)), min_size=1, max_size=3)),
+    "neighborhood": st.builds(_neighborhood, st.lists(_axes(), min_size=1, max_size=3), st.booleans()),
+    "video_layout": layouts,
+    "frame_window": _over_tiles(sf.frame_window, lambda layout: [st.integers(1, layout.tile_grid[0]), st.integers(0, 3)]),
+    "radial": _over_tiles(sf.radial, lambda layout: [st.integers(0, 3)]),
+    "tile_window": _over_tiles(sf.tile_window, lambda layout: [st.tuples(*(st.integers(1, tiles) for tiles in layout.tile_grid))]),
 }
 _others = {"last_tokens", "shifted", "from_mask_fn", *of_lists}
 by_name = of_lists | {name: _by_its_fields(getattr(patterns, name)) for name in patterns.__all__ if name not in _others}

@@ -3,7 +3,7 @@
 1. Each leaf of the expression gives its blocks' states as runs; ``& | ~`` combine them by three-valued logic.
 2. Blocks that are still partial are decided by their tokens. In each block only the leaves that are partial *there* matter, so the
    expression is simplified for each combination of leaf states. Blocks that must be alike are found before any pair is evaluated:
-   on one diagonal for distance rules, by equal runs for rules made of runs.
+   on one diagonal for distance rules, by equal runs for rules made of runs, by keys that a rule gives (``alike``).
 3. A block found empty is dropped and one found full is promoted, so the table depends only on the mask's meaning.
 """
 
@@ -188,7 +188,10 @@ class _Compilation:
     def decide_each(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
         """``decide`` without a look at diagonals."""
         if len(rows) == 0 or _row_runs(rule, self.grid.q_positions(rows[:1])) is None:
-            return self.from_tokens(rule, rows, cols)
+            if (keys := _keys(rule, self.grid, rows, cols)) is None:
+                return self.from_tokens(rule, rows, cols)
+            some, alike = unique_rows(np.column_stack([keys, self.grid.heights(rows), self.grid.widths(cols)]))
+            return self.from_tokens(rule, rows[some], cols[some])[alike]
         if _has_ordered_runs(rule):
             some, alike = self.unlike(rule, rows, cols)
             return self.from_runs(rule, rows[some], cols[some])[alike]
@@ -322,6 +325,15 @@ def alike_on_diagonals(pattern: Pattern, block_size: int) -> bool:
     if isinstance(pattern, Not):
         return alike_on_diagonals(pattern.operand, block_size)
     return pattern.shift_period is not None and block_size % pattern.shift_period == 0
+
+
+def _keys(pattern: Pattern, grid: BlockGrid, rows: np.ndarray, cols: np.ndarray) -> np.ndarray | None:
+    """``alike`` of an expression, None if some pattern in it has none."""
+    if isinstance(pattern, (And, Or)):
+        keys = [_keys(p, grid, rows, cols) for p in pattern.operands]
+        known = [one for one in keys if one is not None]
+        return np.column_stack(known) if len(known) == len(keys) else None
+    return _keys(pattern.operand, grid, rows, cols) if isinstance(pattern, Not) else pattern.alike(grid, rows, cols)
 
 
 def _has_ordered_runs(pattern: Pattern) -> bool:

@@ -99,6 +99,11 @@ class Pattern:
         """
         return None
 
+    def alike(self, grid: BlockGrid, rows: np.ndarray, cols: np.ndarray) -> np.ndarray | None:
+        """Keys of these blocks, (blocks, numbers) integers, or None: of the blocks with one key, which keep the same pairs, one is
+        evaluated."""
+        return None
+
     def row_runs(self, q: np.ndarray) -> Runs | None:
         """The keys that each query keeps, as runs [first, stop) of positions, or None if that is not a natural form.
 

@@ -32,6 +32,7 @@ PATTERNS = {
     "bigbird": "bigbird(block=32)",
     "longformer": "longformer(40, 3)",
     "neighborhood": "shifted(neighborhood((19, 20), (5, 7)), 0, allow_uncovered=True)",
+    "tile_window": "shifted(tile_window(video_layout(3, 9, 11, tile=(1, 4, 4), prefix=9), (1, 2, 2)), 0, allow_uncovered=True)",
     "from_blocks": 'shifted(from_blocks("110/011/101", block=128), 0, allow_uncovered=True)',
     "complement": "~local(50)",
 }

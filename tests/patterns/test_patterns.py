@@ -7,8 +7,8 @@ import pickle
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError, dataclass
-from functools import partial
-from itertools import pairwise
+from functools import lru_cache, partial
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -41,21 +41,83 @@ def is_drawn(p, i, j):
 
 
 def in_window_of(p, q, kv):
-    """``neighborhood``: cell by cell, with the window moved inward step by step until it fits on the grid."""
-    cells = int(np.prod(p.shape))
+    """``neighborhood``: cell by cell, as lists of the cells of one remainder, of those that share a window, and of the window."""
+    cells, ones = int(np.prod(p.shape)), (1,) * len(p.shape)
     if not (0 <= q < cells and 0 <= kv < cells):
         return False
-    for axis, (extent, window) in enumerate(zip(p.shape, p.window, strict=True)):
+    options = (p.stride or ones, p.dilation or ones, p.causal or [False] * len(ones))
+    for axis, (extent, window, stride, dilation, causal) in enumerate(zip(p.shape, p.window, *options, strict=True)):
         after = int(np.prod(p.shape[axis + 1 :]))
         at, key = q // after % extent, kv // after % extent
-        seen = list(range(at - window // 2, at - window // 2 + window))
-        while seen[0] < 0:
-            seen = [s + 1 for s in seen]
-        while seen[-1] >= extent:
-            seen = [s - 1 for s in seen]
+        alike = list(range(at % dilation, extent, dilation))
+        strides = [alike[low : low + stride] for low in range(0, len(alike), stride)]
+        (own,) = (cells for cells in strides if at in cells)
+        if causal:
+            last = alike.index(own[-1])
+            seen = [cell for cell in alike[max(0, last - window + 1) : last + 1] if cell <= at]
+        else:
+            leader = alike.index(own[min(stride // 2, len(own) - 1)])
+            seen = [alike[number] for number in moved_inward(leader, window, len(alike))]
         if key not in seen:
             return False
     return True
+
+
+@lru_cache
+def in_tile_order(layout):
+    """What each position holds: (frame, row, column), "beside" the video, or None for padding, tile by tile and cell by cell."""
+    held = []
+    for start in product(*(range(0, extent, side) for extent, side in zip(layout.grid, layout.tile, strict=True))):
+        inside = (range(s, min(s + side, extent)) for s, side, extent in zip(start, layout.tile, layout.grid, strict=True))
+        cells = list(product(*inside))
+        held += cells + [None] * (int(np.prod(layout.tile)) - len(cells))
+    return held + ["beside"] * (layout.prefix + layout.suffix)
+
+
+def held_by(layout, q, kv):
+    """What the query and the key hold. Padding of a tile asks as the tile's first token does, and is seen by nothing."""
+    held, size = in_tile_order(layout), int(np.prod(layout.tile))
+    if not (0 <= q < len(held) and 0 <= kv < len(held)):
+        return None, None
+    return held[q] or held[q // size * size], held[kv]
+
+
+def by_tiles(rule):
+    """The function of a pattern of tiles, from ``rule(p, layout, tile of q, tile of kv)``, tiles as (layer, row, column)."""
+
+    def keeps_pair(p, q, kv):
+        cells = held_by(p.layout, q, kv)
+        if None in cells or "beside" in cells:
+            return None not in cells and p.keep_beside
+        return rule(p, p.layout, *(tuple(c // side for c, side in zip(cell, p.layout.tile, strict=True)) for cell in cells))
+
+    return keeps_pair
+
+
+def moved_inward(at, window, tiles):
+    """The cells of a window about ``at``, moved step by step until all are on the axis."""
+    seen = list(range(at - window // 2, at - window // 2 + window))
+    while seen[0] < 0:
+        seen = [s + 1 for s in seen]
+    while seen[-1] >= tiles:
+        seen = [s - 1 for s in seen]
+    return seen
+
+
+def in_tile_window(p, layout, q, kv):
+    return all(k in moved_inward(*axis) for k, *axis in zip(kv, q, p.window, layout.tile_grid, strict=True))
+
+
+def in_frame_window(p, layout, q, kv):
+    return kv[0] < p.anchors or kv[0] in moved_inward(q[0], p.window, layout.tile_grid[0])
+
+
+def is_radial(p, layout, q, kv):
+    _, rows, columns = layout.tile_grid
+    s, k, l, apart = rows * columns, q[1] * columns + q[2], kv[1] * columns + kv[2], abs(q[0] - kv[0])  # noqa: E741
+    width = 2 ** math.floor(math.log2(max(apart * layout.tile[0], 1)))
+    near = width <= s and abs(k - l) + 1 <= s / width
+    return kv[0] < p.anchors or near or (k == l and apart % math.ceil(width / s) == 0)
 
 
 def block_is_set(p, i, j):
@@ -66,9 +128,13 @@ def block_is_set(p, i, j):
 
 # Formulas in the docstrings that are not Python.
 IN_WORDS = {
+    "frame_window": by_tiles(in_frame_window),
     "from_blocks": lambda p, q, kv: block_is_set(p, q // p.block, kv // p.block),
     "neighborhood": in_window_of,
+    "radial": by_tiles(is_radial),
     "random": lambda p, q, kv: is_drawn(p, q // p.block, kv // p.block),
+    "tile_window": by_tiles(in_tile_window),
+    "video_layout": lambda p, q, kv: all(held_by(p, q, kv)),
 }
 POWERS = [2**k for k in range(16)]
 BUILT_IN = [name for name in sf.list_patterns() if pattern_class(name).__module__.startswith("sparse_flash.patterns.")]
@@ -331,6 +397,9 @@ def test_pattern_pickled_under_another_hash_seed_is_found_in_a_dict_here():
         (lambda: sf.random(np.float64(0.5)), lambda: sf.random(0.5)),
         (lambda: sf.random(1), lambda: sf.random(1.0)),
         (lambda: sf.neighborhood([64, 64], 7), lambda: sf.neighborhood(np.array([64, 64]), (7, 7))),
+        (lambda: sf.neighborhood((9, 9), 3, 1, (1, 1), False), lambda: sf.neighborhood((9, 9), 3)),
+        (lambda: sf.neighborhood((9, 9), 3, causal=[True, False]), lambda: sf.neighborhood((9, 9), 3, causal=(True, False))),
+        (lambda: sf.neighborhood((9, 9), 3, torch.tensor([2, 1]), np.int64(3)), lambda: sf.neighborhood((9, 9), 3, (2, 1), (3, 3))),
         (lambda: sf.neighborhood((9,), torch.tensor(3)), lambda: sf.neighborhood((9,), [3])),
         (lambda: sf.bigbird(block=np.int64(32)), lambda: sf.bigbird(block=32)),
     ],
@@ -366,6 +435,23 @@ def test_parameters_of_one_meaning_make_equal_patterns_with_equal_text(one, othe
         (lambda: sf.neighborhood((4, 4), (3,)), "one number for each axis"),
         (lambda: sf.neighborhood((2, 2, 2, 2), 1), "1 to 3 axes"),
         (lambda: sf.neighborhood(64, 7), "shape must be a sequence"),
+        (lambda: sf.neighborhood((9, 9), 3, stride=4), r"stride must have one number .* at most \(3, 3\); got \(4, 4\)"),
+        (lambda: sf.neighborhood((9, 9), (3, 5), dilation=2), r"dilation must have .* at most \(3, 1\); got \(2, 2\)"),
+        (lambda: sf.neighborhood((9, 9), 3, stride=(1, 1, 1)), "stride must have one number for each axis"),
+        (lambda: sf.neighborhood((9, 9), 3, causal=(True,)), "causal must have one number for each axis"),
+        (lambda: sf.neighborhood((9, 9), 3, causal=1), r"causal must be True or False.*got \(1, 1\)"),
+        (lambda: sf.video_layout(0, 2, 2), "frames must be an integer of at least 1; got 0"),
+        (lambda: sf.video_layout(1, 2, 2, (4, 4)), r"tile must be \(frames, height, width\); got \(4, 4\)"),
+        (lambda: sf.video_layout(9, 9, 9, (3, 4, 8)), r"power of two of tokens, at most 256.*got \(3, 4, 8\), 96 tokens; Vid.*of"),
+        (lambda: sf.video_layout(9, 9, 9, (8, 8, 8)), "got .* 512 tokens"),
+        (lambda: sf.VideoLayout.of(9, 9, 9, block_size=32), "block_size must be 64 or 128.*got 32"),
+        (
+            lambda: sf.tile_window("video_layout(8, 8, 8)", (3, 2, 1)),
+            r"each axis of the \(2, 2, 1\) tiles, none larger.*got \(3, 2, 1\)",
+        ),
+        (lambda: sf.tile_window("video_layout(8, 8, 8)", (2, 2)), r"tile_window: window must have a number for each axis"),
+        (lambda: sf.frame_window("video_layout(8, 8, 8)", 3), r"frame_window: window must have .*\(2,\) tiles.*got \(3,\)"),
+        (lambda: sf.radial("video_layout(8, 8, 8)", -1), "radial: anchors must be an integer of at least 0"),
         (lambda: sf.from_blocks("110/01"), "one length"),
         (lambda: sf.from_blocks("120"), "rows of 0 and 1"),
         (lambda: sf.from_blocks([[1, 2]]), "zeros and ones"),

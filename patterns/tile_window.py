@@ -1,0 +1,47 @@
+"""tile_window: windows over the tiles of a video; they move by whole tiles, so all blocks are full except at ragged edges.
+
+use: video diffusion, without retraining: each tile sees the tiles around it
+formula: on each axis, start <= tile of kv < start + window, with start = clip(tile of q - window // 2, 0, tiles - window)
+source: arXiv:2502.04507 (sliding tile attention)
+specimen: tile_window(video_layout(8, 16, 32), (1, 3, 3))
+
+    ##..##..#
+    ##..##..#        tile_window(video_layout(1, 2, 3, (1, 1, 2), 1), (1, 2, 1))
+    ..#...#.#
+    ..#...#.#
+    ##..##..#
+    ##..##..#
+    ..#...#.#
+    ..#...#.#
+    ###.###.#
+"""
+
+from dataclasses import dataclass
+
+from sparse_flash.masks.fields import Positive, settle
+from sparse_flash.masks.pattern import register_pattern
+
+from .video_layout import TilePattern, in_window
+
+
+@register_pattern("tile_window")
+@dataclass(frozen=True)
+class TileWindow(TilePattern):
+    """The window about each tile. At the borders it shifts inward, so every query keeps exactly the window's tiles.
+
+    layout: a VideoLayout or its text; q, k and v are in its order. window: tiles on each axis, (frames, height, width), or one
+    number for all of them; at most ``layout.tile_grid``. keep_beside: whether the tokens beside the video, prefix and suffix, see
+    and are seen by all. If False, they keep nothing and are seen by nothing, and another pattern must say what they keep.
+    """
+
+    window: tuple[Positive, ...]
+
+    def __post_init__(self):
+        window = self.window.tolist() if hasattr(self.window, "tolist") else self.window
+        settle(self, window=window if isinstance(window, (tuple, list)) else (window,) * 3)
+        super().__post_init__()
+        self.checked_window(self.window, self.layout.tile_grid)
+
+    def tile_rule(self, q, kv):
+        frames, rows, columns = map(in_window, q, kv, self.window, self.layout.tile_grid)
+        return frames & rows & columns

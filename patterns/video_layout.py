@@ -1,0 +1,276 @@
+"""video_layout: the order of a video's tokens by tiles, as a pattern: all see every token, and nothing sees padding.
+
+use: videos and images of diffusion models, with text or audio before and after them; the patterns of tiles have it as a field
+formula: kv is no padding: the tokens of a tile come first in it, and those beside the video after all tiles
+source: arXiv:2502.04507 (tokens of a tile are consecutive)
+specimen: video_layout(7, 15, 31)
+
+    ######..#
+    ######..#        video_layout(1, 2, 3, tile=(1, 2, 2), prefix=1)
+    ######..#
+    ######..#
+    ######..#
+    ######..#
+    ######..#
+    ######..#
+    ######..#
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from math import prod
+
+import numpy as np
+
+from sparse_flash.masks.fields import Natural, Positive, settle
+from sparse_flash.masks.grid import BLOCK_SIZES, FULL, BlockRuns, cells_of
+from sparse_flash.masks.pattern import parse, register_pattern
+from sparse_flash.masks.reorder import gathered
+from sparse_flash.masks.rules import UnitPattern
+from sparse_flash.masks.tiles import unique_rows
+
+
+class OverTiles(UnitPattern):
+    """The rule applies to tiles of a ``layout``: define ``tile_rule``. The units are its tiles, and after them what is beside."""
+
+    keep_beside = True
+
+    @property
+    def block(self):
+        return prod(self.layout.tile)
+
+    @property
+    def is_part(self):
+        return not self.keep_beside
+
+    def named_tokens(self):
+        return (self.layout.length,) * 2
+
+    def named_queries(self, q, kv_len):
+        named = self.layout.length if self.keep_beside else self.layout.tiled
+        return q < named
+
+    def misfit(self, q_len, kv_len, first=None):
+        found, layout = super().misfit(q_len, kv_len, first), self.layout
+        if found and kv_len == layout.tokens:
+            return f"{found}; tensors must be in tile order, as layout.to_tiles(q, dim) returns them, with {layout.length} tokens"
+        return found
+
+    def tile_rule(self, q, kv):
+        """Which tiles see which. q, kv: the cells of tiles on each axis, three arrays each. Returns bool, broadcast over both."""
+        raise NotImplementedError(f"{type(self).__name__} defines no tile_rule")
+
+    def unit_rule(self, i, j):
+        tiles = self.layout.tiled // self.block
+        cells = (self.layout.cells(np.clip(unit, 0, tiles - 1)) for unit in (i, j))
+        return np.where((i >= tiles) | (j >= tiles), self.keep_beside, self.tile_rule(*cells))
+
+    def token_rule(self, q, kv):
+        return super().token_rule(q, kv) & self.layout.has(q) & self.layout.exists(kv)
+
+    def token_tiles(self, q, kv):
+        kept = super().token_tiles(q, kv)  # it may look at the first token of each tile alone
+        return kept & self.layout.has(q)[:, :, None] & self.layout.exists(kv)[:, None, :]
+
+    def alike(self, grid, rows, cols):
+        if grid.offset % self.block:  # else a block is whole tiles, or within one
+            return None
+        q, kv = grid.q_positions(np.arange(grid.q_blocks)), grid.kv_positions(np.arange(grid.kv_blocks))
+        there = [unique_rows(one)[1][of] for one, of in ((self.layout.has(q), rows), (self.layout.exists(kv), cols))]
+        i, j = (one[of, :: self.block] // self.block for one, of in ((q, rows), (kv, cols)))
+        return np.column_stack([*there, self.unit_rule(i[:, :, None], j[:, None, :]).reshape(len(rows), -1)])
+
+    def block_rule(self, grid):
+        states = super().block_rule(grid)
+        if states is None:
+            return None
+        q, kv = (of(np.arange(n)) for of, n in zip((grid.q_positions, grid.kv_positions), grid.shape))
+        row, col = (there.any(1).astype(np.int8) + there.all(1) for there in (self.layout.has(q), self.layout.exists(kv)))
+        if min(row.min(), col.min()) == FULL:
+            return states
+        blocks = [(r, c, np.minimum(s, np.minimum(row[r], col[c]))) for r, c, s in states.blocks()]
+        rows, cols, states = map(np.concatenate, zip(*blocks, strict=True))
+        return BlockRuns.from_row_runs(grid.shape, rows, cols, cols + 1, states)
+
+
+@register_pattern("video_layout")
+@dataclass(frozen=True)
+class VideoLayout(OverTiles):
+    """The order of tokens by tiles, for sequences of [prefix | video | suffix].
+
+    frames, height, width: of the video's grid of tokens; an image is one frame. tile: the same three numbers of a tile. A tile has
+    a power of two of tokens, at most 256, so that blocks of a table hold whole tiles. prefix, suffix: tokens before and after the
+    video, such as text, condition frames and audio.
+
+    In tile order the tiles come first, row by row, then prefix and suffix. Every tile has as many positions; one at the edge that
+    has fewer tokens has them first. The other positions are padding and hold copies of the tile's own tokens. Nothing sees such a
+    key. Such a query keeps what its token keeps, so a model's layers leave it a copy. Tensors of the user have no padding.
+
+    Its text, ``layout.to_spec()``, goes into configs, and ``parse`` reads it back. Before a chooser it keeps padding out:
+    ``video_layout(21, 30, 52, prefix=512) & (sampled(16, budget=0.1) | last_tokens(512))``.
+    """
+
+    frames: Positive
+    height: Positive
+    width: Positive
+    tile: tuple[Positive, ...] = (4, 4, 8)
+    prefix: Natural = 0
+    suffix: Natural = 0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if len(self.tile) != 3:
+            raise ValueError(f"video_layout: tile must be (frames, height, width); got {self.tile}")
+        if self.block & (self.block - 1) or self.block > max(BLOCK_SIZES):
+            raise ValueError(
+                f"video_layout: tile must have a power of two of tokens, at most {max(BLOCK_SIZES)}, as blocks of a table hold "
+                f"whole tiles; got {self.tile}, {self.block} tokens; VideoLayout.of(frames, height, width) proposes one"
+            )
+
+    @classmethod
+    def of(cls, frames, height, width, *, block_size=128, prefix=0, suffix=0):
+        """The layout whose tile has ``block_size`` tokens, 64 or 128, with the least padding.
+
+        No side of the tile is more than four times another, except on axes of one cell, where it is 1. Of equal padding the tile
+        with the least sum of sides is taken.
+        """
+        if block_size not in (64, 128):
+            raise ValueError(f"block_size must be 64 or 128 tokens of a tile; got {block_size!r}; pass tile= for others")
+        grid = cls(frames, height, width, (1, 1, 1), prefix, suffix).grid
+        sides = [[1] if extent == 1 else [2**k for k in range(8)] for extent in grid]
+        tiles = [tile for tile in product(*sides) if prod(tile) == block_size] or [(1, 1, block_size)]
+
+        def cost(tile):
+            long = [side for side, extent in zip(tile, grid) if extent > 1] or [1]
+            return max(long) > 4 * min(long), cls(*grid, tile).tiled, sum(tile)
+
+        return cls(*grid, min(tiles, key=cost), prefix, suffix)
+
+    @property
+    def layout(self):
+        return self
+
+    @property
+    def grid(self):
+        """(frames, height, width)."""
+        return self.frames, self.height, self.width
+
+    @property
+    def tile_grid(self):
+        """Tiles on each axis."""
+        return tuple(-(-extent // side) for extent, side in zip(self.grid, self.tile))
+
+    @property
+    def block_size(self):
+        """The least block of a table that holds whole tiles: the tokens of a tile, or 16."""
+        return max(self.block, min(BLOCK_SIZES))
+
+    @property
+    def tokens(self):
+        """Tokens of the user's order: prefix, video and suffix."""
+        return self.prefix + prod(self.grid) + self.suffix
+
+    @property
+    def length(self):
+        """Tokens in tile order, padding included."""
+        return self.tiled + self.prefix + self.suffix
+
+    @property
+    def tiled(self):
+        """The first position in tile order that is beside the video."""
+        return prod(self.tile_grid) * self.block
+
+    @property
+    def positions(self):
+        """(length, 3) int64 array: frame, row and column of each token in tile order, for rotary embeddings; -1 for padding and
+        for tokens beside the video."""
+        position = np.arange(self.length)
+        token, grid = self.token_at - self.prefix, np.full((self.length, 3), -1)
+        some = self.exists(position) & (position < self.tiled)
+        grid[some] = np.column_stack(cells_of(token[some], self.grid))
+        return grid
+
+    def to_tiles(self, x, dim):
+        """A tensor in tile order. x: any dtype, with ``tokens`` tokens in dimension ``dim``; then ``length``. Differentiable."""
+        return self._reordered(x, dim, self.tokens, "token_at")
+
+    def to_raster(self, x, dim):
+        """The reverse of ``to_tiles``: padding is left out, so its values do not matter."""
+        return self._reordered(x, dim, self.length, "position_of")
+
+    def _reordered(self, x, dim, tokens, order):
+        if x.shape[dim] != tokens:
+            order = {"token_at": "before it is in tile order", "position_of": "in tile order"}[order]
+            raise ValueError(f"x must have {tokens} tokens in dimension {dim} {order}, of {self}; got shape {tuple(x.shape)}")
+        return gathered(x, dim, self, order)
+
+    @cached_property
+    def token_at(self):
+        """(length,) int64: which of the user's tokens each position of the tile order holds."""
+        tile, place = np.divmod(np.arange(self.tiled), self.block)
+        cells, (_, height, width) = self.cells(tile), (sizes := self._sizes(tile))
+        inner = cells_of(place % prod(sizes), (None, height, width))
+        axes = (cell * side + step for cell, side, step in zip(cells, self.tile, inner))
+        frame, row, column = axes
+        video = self.prefix + (frame * self.height + row) * self.width + column
+        beside = np.r_[: self.prefix, self.tokens - self.suffix : self.tokens]
+        return np.concatenate([video, beside])
+
+    @cached_property
+    def position_of(self):
+        """(tokens,) int64: where in the tile order each of the user's tokens is."""
+        position = np.arange(self.length)
+        exist = position[self.exists(position)]
+        found = np.empty(self.tokens, np.int64)
+        found[self.token_at[exist]] = exist
+        return found
+
+    def cells(self, tile):
+        """The cell of each tile on each axis of ``tile_grid``."""
+        return cells_of(tile, self.tile_grid)
+
+    def _sizes(self, tile):
+        """How many tokens of each axis these tiles have."""
+        return [np.minimum(side, extent - cell * side) for cell, side, extent in zip(self.cells(tile), self.tile, self.grid)]
+
+    def exists(self, position):
+        """Which positions of the tile order hold a token, and no padding."""
+        tile, place = np.divmod(position, self.block)
+        whole = place < prod(self._sizes(np.clip(tile, 0, self.tiled // self.block - 1)))
+        return self.has(position) & (whole | (position >= self.tiled))
+
+    def has(self, position):
+        """Which positions the tile order has, padding included."""
+        return (position >= 0) & (position < self.length)
+
+    def tile_rule(self, q, kv):
+        return np.True_
+
+
+@dataclass(frozen=True)
+class TilePattern(OverTiles):
+    """Base class of the patterns of tiles. layout: a VideoLayout or its text. keep_beside: see ``tile_window``."""
+
+    layout: VideoLayout
+    keep_beside: bool = field(default=True, kw_only=True)
+
+    def __post_init__(self):
+        settle(self, layout=parse(self.layout) if isinstance(self.layout, str) else self.layout)
+        if not isinstance(self.layout, VideoLayout):
+            raise TypeError(f"{self.name}: layout must be a VideoLayout or its text; got {self.layout!r}")
+        if not isinstance(self.keep_beside, bool):
+            raise TypeError(f"{self.name}: keep_beside must be True or False; got {self.keep_beside!r}")
+        super().__post_init__()
+
+    def checked_window(self, window, tiles):
+        if len(window) != len(tiles) or any(w > n for w, n in zip(window, tiles)):
+            raise ValueError(
+                f"{self.name}: window must have a number for each axis of the {tiles} tiles, none larger than it; got {window}"
+            )
+
+
+def in_window(q, kv, window, tiles):
+    """Whether kv is in q's window on an axis of so many tiles. At the borders the window shifts inward."""
+    start = np.clip(q - window // 2, 0, tiles - window)
+    return (kv >= start) & (kv < start + window)

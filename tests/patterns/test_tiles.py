@@ -1,0 +1,86 @@
+"""Patterns over the tiles of a video: whole blocks, what is beside the video, and choosers beside them."""
+
+import numpy as np
+import pytest
+import strategies
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sparse_flash as sf
+
+WHOLE = sf.VideoLayout(8, 8, 16)
+RAGGED = sf.VideoLayout(5, 9, 11, (2, 4, 4), prefix=20, suffix=30)
+MADE = [sf.tile_window(WHOLE, (1, 1, 2)), sf.frame_window(WHOLE, 1), sf.radial(WHOLE)]
+
+
+@pytest.mark.parametrize("pattern", MADE, ids=str)
+def test_tiles_that_divide_the_grid_leave_no_block_partial(pattern):
+    mask = sf.compile_mask(pattern, WHOLE.length, block_size=WHOLE.block_size)
+    assert set(mask.block_states().unique().tolist()) <= {0, 2} and 0 < mask.density == mask.block_density <= 1
+
+
+@pytest.mark.parametrize(
+    "over", [lambda layout: sf.tile_window(layout, 1), lambda layout: sf.frame_window(layout, 2, 0), sf.radial]
+)
+def test_tokens_beside_the_video_see_and_are_seen_by_all_unless_said_otherwise(over):
+    pattern = over(RAGGED)
+    kept = sf.compile_mask(pattern, RAGGED.length, block_size=32).to_dense()
+    there = torch.from_numpy(RAGGED.exists(np.arange(RAGGED.length)))
+    assert torch.equal(kept[RAGGED.tiled :], there.expand(50, -1)) and kept[:, RAGGED.tiled :].all()
+    alone = type(pattern)(*(getattr(pattern, name) for name in pattern.__match_args__ if name != "keep_beside"), keep_beside=False)
+    with pytest.raises(ValueError, match=rf"must say what each query keeps; it does not for 50 of {RAGGED.length}"):
+        sf.compile_mask(alone, RAGGED.length)
+    again = sf.compile_mask(RAGGED & (alone | sf.last_tokens(50)), RAGGED.length, block_size=32)
+    assert again.equal(sf.compile_mask(pattern, RAGGED.length, block_size=32))
+
+
+def test_layout_may_be_given_as_text_and_another_pattern_is_refused():
+    assert sf.radial(str(RAGGED)) == sf.radial(RAGGED) == sf.parse(sf.radial(RAGGED).to_spec())
+    assert sf.tile_window(WHOLE, 1).to_spec() == f"tile_window({WHOLE}, (1, 1, 1), keep_beside=True)"
+    with pytest.raises(TypeError, match=r"radial: layout must be a VideoLayout or its text; got Causal"):
+        sf.radial("causal")
+    with pytest.raises(TypeError, match="keep_beside must be True or False; got 1"):
+        sf.radial(WHOLE, keep_beside=1)
+
+
+@settings(max_examples=60)
+@given(data=st.data(), name=st.sampled_from(["tile_window", "frame_window", "radial", "video_layout"]), size=strategies.block_sizes)
+def test_table_is_that_of_the_tokens_at_the_layouts_own_length(data, name, size):
+    pattern = data.draw(strategies.by_name[name])
+    n = pattern.layout.length
+    if pattern.is_part:
+        pattern = pattern | sf.last_tokens(pattern.layout.prefix + pattern.layout.suffix + 1)
+    q_len = data.draw(st.sampled_from([n, max(1, n - 7)]))
+    mask = sf.compile_mask(pattern, q_len, n, size)
+    np.testing.assert_array_equal(mask.to_dense().numpy(), strategies.dense(pattern, q_len, n))
+
+
+@pytest.mark.parametrize("layout", [sf.VideoLayout.of(33, 45, 80, prefix=256), sf.VideoLayout(33, 45, 80, suffix=100)], ids=str)
+def test_of_a_hundred_thousand_tokens_few_blocks_are_evaluated(layout, monkeypatch):
+    evaluated, base = [], type(layout).__mro__[1]
+    token_tiles = base.token_tiles
+    monkeypatch.setattr(base, "token_tiles", lambda *given: evaluated.append(len(given[1])) or token_tiles(*given))
+    mask = sf.compile_mask(sf.tile_window(layout, 3), layout.length, block_size=layout.block_size)
+    assert 0 < sum(evaluated) < 100 < mask.block_states().count_nonzero()
+    assert 0.02 < mask.density < mask.block_density < 0.04
+
+
+@pytest.mark.parametrize("chooser", ["sampled(8, budget=0.4, block=64)", "pooled(keep=2, block=64)", "pooled(mass=0.5, block=64)"])
+def test_choosers_keep_whole_tiles_of_tokens_and_what_is_beside_the_video_in_any_case(chooser):
+    layout = sf.VideoLayout(3, 11, 15, (1, 8, 8), prefix=20, suffix=30)
+    q, k, v = (layout.to_tiles(torch.randn(1, 2, layout.tokens, 16), 2) for _ in range(3))
+    spec = f"{layout} & ({chooser} | last_tokens(50))"
+    mask = sf.choose_blocks(spec, q, k)
+    kept, there = mask.to_dense(), torch.from_numpy(layout.exists(np.arange(layout.length)))
+    allowed = there.expand(layout.length, -1)
+    assert (
+        not (kept & ~allowed).any()
+        and (kept == allowed)[..., layout.tiled :].all()
+        and (kept == allowed)[..., layout.tiled :, :].all()
+    )
+    tiles = kept[..., : layout.tiled, : layout.tiled].unflatten(-1, (-1, 64)).unflatten(-3, (-1, 64))
+    of_tiles = allowed[: layout.tiled, : layout.tiled].unflatten(-1, (-1, 64)).unflatten(-3, (-1, 64))
+    share = tiles.sum((-3, -1)) / of_tiles.sum((-3, -1))
+    assert set(share.unique().tolist()) == {0.0, 1.0}  # whole tiles, and not all
+    torch.testing.assert_close(sf.attention(q, k, v, spec), sf.attention(q, k, v, mask))

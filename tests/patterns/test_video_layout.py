@@ -1,0 +1,117 @@
+"""The order of a video's tokens by tiles: there and back, and attention in it."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+import strategies
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_patterns import in_tile_order
+
+import sparse_flash as sf
+
+DTYPES = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.float8_e4m3fn]
+RAGGED = sf.VideoLayout(3, 5, 7, (2, 4, 4), prefix=6, suffix=3)
+
+
+@settings(max_examples=60)
+@given(layout=strategies.layouts, dim=st.integers(-3, 2), dtype=st.sampled_from(DTYPES))
+def test_raster_order_comes_back_for_any_dtype_and_dimension(layout, dim, dtype):
+    shape = [2, 3, 2]
+    shape[dim] = layout.tokens
+    x = torch.randint(0, 100, shape).to(dtype)
+    tiled = layout.to_tiles(x, dim)
+    assert tiled.shape[dim] == layout.length and tiled.dtype == dtype
+    assert torch.equal(layout.to_raster(tiled, dim).view(torch.uint8), x.view(torch.uint8))
+
+
+@settings(max_examples=60)
+@given(layout=strategies.layouts)
+def test_tiles_come_first_with_their_tokens_before_copies_of_them_then_prefix_and_suffix(layout):
+    frame, row, column = layout.positions.T
+    raster = layout.prefix + (frame * layout.height + row) * layout.width + column
+    held = in_tile_order(layout)
+    beside = [*range(layout.prefix), *range(layout.tokens - layout.suffix, layout.tokens)]
+    token = layout.to_tiles(torch.arange(layout.tokens), 0).numpy()
+    size = int(np.prod(layout.tile))
+    assert len(held) == layout.length and token[layout.length - len(beside) :].tolist() == beside
+    for position, cell in enumerate(held):
+        first = position // size * size
+        if cell == "beside" or cell is None:
+            assert layout.positions[position].tolist() == [-1, -1, -1]
+        else:
+            assert layout.positions[position].tolist() == list(cell) and token[position] == raster[position]
+        if cell is None:
+            assert token[position] in token[first : first + sum(one is not None for one in held[first : first + size])]
+
+
+@settings(max_examples=20)
+@given(layout=strategies.layouts)
+def test_gradients_are_those_of_the_permutation(layout):
+    x = torch.randn(layout.tokens, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(layout.length, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: layout.to_tiles(x, 0), x)
+    (dx,) = torch.autograd.grad((layout.to_raster(layout.to_tiles(x, 0), 0) ** 2).sum(), x)
+    torch.testing.assert_close(dx, 2 * x)
+    (padded,) = torch.autograd.grad(layout.to_raster(weight, 0).sum(), weight)
+    assert torch.equal(padded == 1, torch.from_numpy(layout.exists(np.arange(layout.length))))
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="PyTorch before 2.13 traces no Pattern objects")
+@pytest.mark.parametrize("dynamic", [False, None, True])
+@pytest.mark.parametrize("made_inside", [False, True])
+def test_compiled_code_reorders_several_tensors_in_one_graph(made_inside, dynamic):
+    def attend(q, k, v):
+        layout = sf.VideoLayout(3, 5, 7, (2, 4, 4), prefix=6, suffix=3) if made_inside else RAGGED
+        q, k, v = (layout.to_tiles(x, 2) for x in (q, k, v))
+        return layout.to_raster(sf.attention(q, k, v, layout), 2)
+
+    q, k, v = torch.randn(3, 1, 2, RAGGED.tokens, 16)
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    torch.testing.assert_close(compiled(q, k, v), attend(q, k, v))
+
+
+def test_fake_tensors_are_reordered():
+    with torch._subclasses.FakeTensorMode():
+        x = torch.empty(2, RAGGED.tokens)
+        assert RAGGED.to_raster(RAGGED.to_tiles(x, 1), 1).shape == x.shape
+
+
+def test_attention_in_tile_order_is_dense_attention_in_the_users_order():
+    q, k, v, dout = torch.randn(4, 1, 2, RAGGED.tokens, 16, dtype=torch.float64)
+    results = []
+    for tiled in (False, True):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        if tiled:
+            out = sf.attention(*(RAGGED.to_tiles(x, 2) for x in leaves), RAGGED)
+            copies, out = out, RAGGED.to_raster(out, 2)
+            torch.testing.assert_close(copies, RAGGED.to_tiles(out, 2))  # padding stays copies
+        else:
+            out = torch.nn.functional.scaled_dot_product_attention(*leaves)
+        results.append((out, *torch.autograd.grad(out, leaves, dout)))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@settings(max_examples=40)
+@given(grid=st.tuples(*[st.integers(1, 40)] * 3), block_size=st.sampled_from([64, 128]))
+def test_proposed_tile_has_the_least_padding_of_tiles_that_are_nearly_cubic(grid, block_size):
+    layout = sf.VideoLayout.of(*grid, block_size=block_size, prefix=5, suffix=4)
+    assert (layout.block_size, layout.grid, layout.prefix, layout.suffix) == (block_size, grid, 5, 4)
+    axes = [axis for axis in range(3) if grid[axis] > 1]
+    for tile in product([1, 2, 4, 8, 16, 32], repeat=3):
+        long = [tile[axis] for axis in axes]
+        flat = all(tile[axis] == 1 for axis in range(3) if axis not in axes)
+        if flat and np.prod(tile) == block_size and max(long) <= 4 * min(long):
+            assert layout.tiled <= sf.VideoLayout(*grid, tile).tiled
+
+
+def test_tensors_of_other_lengths_are_refused_and_masks_say_that_tile_order_is_meant():
+    with pytest.raises(ValueError, match=r"x must have 114 tokens in dimension 1 before .* tile order.*got shape \(2, 192\)"):
+        RAGGED.to_tiles(torch.zeros(2, 192), 1)
+    with pytest.raises(ValueError, match=rf"x must have {RAGGED.length} tokens in dimension 0 in tile order"):
+        RAGGED.to_raster(torch.zeros(114), 0)
+    with pytest.raises(ValueError, match=rf"must name the 114 tokens .*layout.to_tiles\(q, dim\) .* {RAGGED.length} tokens"):
+        sf.compile_mask(RAGGED, 114)
