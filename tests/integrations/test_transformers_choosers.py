@@ -179,17 +179,21 @@ def test_sequences_of_a_padded_batch_are_what_each_is_alone(name, spec):
         assert found.isfinite().all()
 
 
-def test_a_padded_prompt_in_chunks_is_what_each_sequence_is_alone():
-    model = use_sparse_flash(made("mistral"), "causal & block_diagonal(block=96) & pooled(keep=1.0, block=64)", **SPARSE)
-    exist = torch.ones(2, TOKENS, dtype=torch.long)
-    exist[1, :140] = 0
-    kept, places, found = transformers.DynamicCache(config=model.config), (exist.cumsum(1) - 1).clamp(min=0), []
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_padded_prompt_in_chunks_is_what_each_sequence_is_alone(name, cache):
+    model = use_sparse_flash(made(name), "causal & block_diagonal(block=96) & pooled(keep=1.0, block=64)", **SPARSE)
+    exist = torch.ones(3, TOKENS, dtype=torch.long)
+    exist[1, :140], exist[2, :235] = 0, 0
+    kept = transformers.StaticCache(model.config, max_cache_len=320) if cache == "static" else None
+    kept = kept or transformers.DynamicCache(config=model.config)
+    places, found = (exist.cumsum(1) - 1).clamp(min=0), []
     for low, high in ((0, 230), (230, TOKENS)):
         given = {"attention_mask": exist[:, :high], "position_ids": places[:, low:high], "past_key_values": kept}
-        found.append(outputs(model, words()[:, low:high], use_cache=True, **given))
+        found.append(outputs(model, words(3)[:, low:high], use_cache=True, **given))
     found = torch.cat(found, 1)
-    torch.testing.assert_close(found[1:, 140:], outputs(model, words()[1:, 140:]), **CLOSE)
-    torch.testing.assert_close(found[:1], outputs(model, words()[:1]), **CLOSE)
+    for row, one in enumerate(exist):
+        torch.testing.assert_close(found[row, one.bool()], outputs(model, words(3)[row, None, one.bool()])[0], **CLOSE)
 
 
 def test_a_compiled_model_chooses_in_one_graph():
