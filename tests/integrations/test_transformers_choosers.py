@@ -236,6 +236,25 @@ def test_a_saved_model_keeps_its_masks_and_a_call_without_a_mask_restores_them(t
     assert not hasattr(model.config, "sparse_flash")
 
 
+def test_a_model_saved_under_the_name_cannot_run_dense_by_accident(tmp_path, monkeypatch):
+    config = transformers.BartConfig(vocab_size=WORDS, d_model=64, encoder_layers=1, decoder_layers=2, decoder_attention_heads=4)
+    model = use_sparse_flash(transformers.BartForConditionalGeneration(config).eval(), SPEC, **SPARSE)
+    model.config.attn_implementation = "block_sparse"
+    for one in ("first", "second"):
+        model.save_pretrained(tmp_path / one)
+        with monkeypatch.context() as patch:  # as in a program that does not import this library
+            patch.delitem(AttentionInterface._global_mapping, "block_sparse")
+            with pytest.raises(ValueError, match=r"block_sparse.* is not supported"):
+                type(model).from_pretrained(tmp_path / one)
+            type(model).from_pretrained(tmp_path / one, attn_implementation="sdpa")
+        loaded = type(model).from_pretrained(tmp_path / one).eval()
+        with pytest.raises(ValueError, match=r"without a mask; call use_sparse_flash\(model\) to switch it"):
+            outputs(loaded, words())
+        torch.testing.assert_close(outputs(use_sparse_flash(loaded), words()), outputs(model, words()))
+        model = loaded
+    assert "attn_implementation" not in use_sparse_flash(model, "own").config.to_dict()
+
+
 def test_masks_that_look_ahead_are_restored_as_they_were_asked_for():
     model = use_sparse_flash(made("llama"), "local(9)", bidirectional=True)
     assert model.config.sparse_flash["bidirectional"] is True
