@@ -72,6 +72,7 @@ def scores_of(chooser, q, k, *, causal=True, scale=None, starts=None) -> np.ndar
 
 def _of_head(chooser, q, k, causal, scale, start):
     size, offset = chooser.block_size, len(k) - len(q)
+    k = np.where(np.arange(len(k))[:, None] < start, 0, k)
     q_blocks, kv_blocks = groups_of(len(q), size), groups_of(len(k), size)
     if isinstance(chooser, choosers.LastQueries):
         return _by_columns_and_slashes(chooser.count, q, k, q_blocks, kv_blocks, scale, start)
@@ -93,7 +94,10 @@ def _of_head(chooser, q, k, causal, scale, start):
     if isinstance(chooser, choosers.Antidiagonal):
         logits = _along_antidiagonals(q, k, keys)
     else:
-        logits = np.array([q[row].mean(0) for row in rows]) @ np.array([k[column].mean(0) for column in columns]).T
+        logits = (
+            np.array([q[row].mean(0) for row in rows])
+            @ np.array([_mean_of_existing(k[column], column.start, start) for column in columns]).T
+        )
     last = np.array([column.stop - 1 for column in columns])
     seen = np.array([last <= position + offset if causal else last >= 0 for position in until])
     seen &= (np.arange(len(columns)) + 1) * keys > start
@@ -103,6 +107,10 @@ def _of_head(chooser, q, k, causal, scale, start):
     mine = np.array([row.start // size for row in rows])
     reduced = (lambda x: x.max(0)) if chooser.reduction == "max" else (lambda x: x.mean(0))
     return np.array([reduced(shares[mine == block]) for block in range(len(q_blocks))])
+
+
+def _mean_of_existing(x, first, start):
+    return x.sum(0) / max(1, len(x) - max(0, start - first))
 
 
 def _along_antidiagonals(q, k, stride):

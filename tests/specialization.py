@@ -181,14 +181,14 @@ def chooser_calls() -> None:
     for batch, (heads, kv_heads), q_len, kv_len, causal in product((1, 2), HEADS, (1, 16, 2049), (1, 16, 2049), (False, True)):
         q, k, *_ = tensors(batch, heads, kv_heads, q_len, kv_len, torch.bfloat16)
         grid = BlockGrid(q_len, kv_len, 64)
-        starts = torch.zeros(batch, dtype=torch.int32) if causal else None
+        bounds = torch.zeros(batch, 3, dtype=torch.int32) if causal else None
         for chooser in (Sampled(8, floor=0.1), Antidiagonal(8, floor=0.1), PooledKeys(floor=0.1)):
             of = features.features_of(chooser, q, k, grid, causal, 1.0)
             until = of.until.to(torch.int32)
             numbers = of.span, of.factor, of.per_q_block, of.per_kv_block, grid.kv_blocks
             for low in {0, grid.q_blocks - 1}:
                 options = low, grid.q_blocks, causal, heads > kv_heads
-                scores = log_sums.scores_of_blocks(of.rows, of.columns, until, starts, *numbers, *options)
+                scores = log_sums.scores_of_blocks(of.rows, of.columns, until, bounds, *numbers, *options)
         words, counts = torch.zeros(grid.q_blocks, -(-grid.kv_blocks // 32), dtype=torch.int32), torch.zeros(grid.q_blocks).int()
         bits = torch.zeros(batch, heads, *words.shape, dtype=torch.int32)
         for rule in ("keep", "mass", "floor", "relative", "budget"):

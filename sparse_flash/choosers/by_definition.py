@@ -29,11 +29,8 @@ class Limits(NamedTuple):
     most: torch.Tensor
 
 
-def shares(features: Features, grid: BlockGrid, low: int, high: int, starts: torch.Tensor | None, reduce: str) -> torch.Tensor:
-    """Scores of the blocks of queries low .. high - 1: (batch, heads, high - low, kv_blocks), float32 or wider.
-
-    starts: (batch,) the first existing key of each sequence, or None.
-    """
+def shares(features: Features, grid: BlockGrid, low: int, high: int, reduce: str) -> torch.Tensor:
+    """Scores of the blocks of queries low .. high - 1: (batch, heads, high - low, kv_blocks), float32 or wider."""
     per_q, per_kv, span = features.per_q_block, features.per_kv_block, features.span
     rows, until = slice(low * per_q, min(high * per_q, features.row_count)), features.until
     exact = torch.promote_types(features.rows.dtype, torch.float32)
@@ -42,9 +39,11 @@ def shares(features: Features, grid: BlockGrid, low: int, high: int, starts: tor
     group = queries.shape[1] // keys.shape[1]
     logits = (queries.unflatten(1, (keys.shape[1], group)) @ keys[:, :, None].mT).flatten(1, 2) * features.factor
     column = torch.arange(features.column_count, device=logits.device)
-    hidden = column >= until[rows, None]
-    if starts is not None:
-        hidden = hidden | (column < starts.view(-1, 1, 1, 1).div(grid.block_size // per_kv, rounding_mode="floor"))
+    hidden, existing = column >= until[rows, None], torch.full((1, 1, 1), features.row_count, device=column.device)
+    if features.bounds is not None:
+        first, stop, row_stop = features.bounds.view(-1, 3, 1, 1, 1).unbind(1)
+        row = torch.arange(rows.start, rows.stop, device=column.device)[:, None]
+        hidden, existing = hidden | (column < first) | (column >= stop) | (row >= row_stop), row_stop[:, 0]
     logits = logits.masked_fill(hidden, -math.inf)
     log_sum = logits.logsumexp(-1, keepdim=True)
     weights = (logits - log_sum.masked_fill(log_sum == -math.inf, math.inf)).exp()
@@ -54,8 +53,8 @@ def shares(features: Features, grid: BlockGrid, low: int, high: int, starts: tor
     weights = torch.nn.functional.pad(weights, (0, 0, 0, (high - low) * per_q - there)).unflatten(2, (high - low, per_q))
     if reduce == "max":
         return weights.amax(3)
-    count = (there - torch.arange(high - low, device=weights.device) * per_q).clamp(1, per_q)
-    return weights.sum(3) / count[:, None]
+    of_block = torch.arange(low, high, device=weights.device)[:, None] * per_q
+    return weights.sum(3) / (existing.clamp(max=features.row_count)[:, None] - of_block).clamp(1, per_q)
 
 
 def _in_spans(x: torch.Tensor, span: int) -> torch.Tensor:
@@ -64,24 +63,39 @@ def _in_spans(x: torch.Tensor, span: int) -> torch.Tensor:
 
 
 def columns_and_slashes(
-    chooser: LastQueries, q: torch.Tensor, k: torch.Tensor, grid: BlockGrid, scale: float, starts: torch.Tensor | None
+    chooser: LastQueries,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    grid: BlockGrid,
+    scale: float,
+    starts: torch.Tensor | None = None,
+    ends: torch.Tensor | None = None,
+    q_ends: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The mean weight of the last queries by block of keys, and by distance in blocks, (batch, heads, kv_blocks) each. A range of
-    keys at a time."""
+    keys at a time. starts, ends, q_ends: see ``features_of``."""
     size, count = grid.block_size, min(chooser.count, grid.q_len)
     exact = torch.promote_types(q.dtype, torch.float32)
     group = q.shape[1] // k.shape[1]
     # From the last query to the first: distances fall from key to key and from query to query.
-    last = q[:, :, -count:].flip(2).to(exact).unflatten(1, (k.shape[1], group))
-    position = torch.arange(grid.kv_len - 1, grid.kv_len - count - 1, -1, device=q.device)[:, None]
+    position, past = torch.arange(grid.kv_len - 1, grid.kv_len - count - 1, -1, device=q.device)[:, None], None
+    if q_ends is None:
+        last = q[:, :, -count:].flip(2)
+    else:
+        past = grid.q_len - q_ends.clamp(0, grid.q_len).view(-1, 1, 1)
+        position = position - past[..., None]
+        last = q.take_along_dim((position - grid.offset).clamp(min=0), 2)
+    last = last.to(exact).unflatten(1, (k.shape[1], group))
     step = max(1, (1 << 15) // size) * size
 
     def logits(first: int) -> torch.Tensor:
         key = torch.arange(first, min(first + step, grid.kv_len), device=q.device)
         made = (last @ k[:, :, None, first : first + step].to(exact).mT).flatten(1, 2) * scale
-        hidden = key > position
+        hidden = (key > position) | (position < grid.offset)
         if starts is not None:
             hidden = hidden | (key < starts.view(-1, 1, 1, 1))
+        if ends is not None:
+            hidden = hidden | (key >= ends.view(-1, 1, 1, 1))
         return made.masked_fill(hidden, -math.inf)
 
     log_sum = torch.stack([logits(first).logsumexp(-1) for first in range(0, grid.kv_len, step)]).logsumexp(0)[..., None]
@@ -97,6 +111,9 @@ def columns_and_slashes(
         skewed = torch.nn.functional.pad(weights, (0, count)).flatten(2)[..., :-count].unflatten(2, (count, -1)).sum(2)
         far = grid.kv_len - first  # distances fall from far - 1; below 0 are keys past a query, whose weight is 0
         slashes[:, :, max(0, far - keys - count + 1) : far] += skewed[..., :far].flip(2)
+    if past is not None:  # distances were counted from the last position, and are of the last existing query
+        distance = torch.arange(slashes.shape[2], device=q.device) + past
+        slashes = torch.nn.functional.pad(slashes, (0, 1)).take_along_dim(distance.clamp(max=slashes.shape[2]), 2)
     columns, slashes = (of_tokens.unflatten(2, (-1, size)).sum(3) / count for of_tokens in (columns, slashes))
     return columns, slashes
 

@@ -26,14 +26,10 @@ def step_of(features: Features | None, batch_heads: int, grid: BlockGrid) -> int
     return max(1, _MOST_BYTES // (batch_heads * grid.kv_blocks * of_row))
 
 
-def scores(
-    features: Features, grid: BlockGrid, low: int, high: int, starts: torch.Tensor | None, reduce: str, shared: bool
-) -> torch.Tensor:
+def scores(features: Features, grid: BlockGrid, low: int, high: int, reduce: str, shared: bool) -> torch.Tensor:
     """Returns what ``by_definition.shares`` returns; if ``shared``, the largest over the heads of each group."""
     from ..kernels.choosers.log_sums import scores_of_blocks
 
-    if starts is not None:
-        starts = starts.clamp(min=0).div(grid.block_size // features.per_kv_block, rounding_mode="floor").to(torch.int32)
     rows, columns, until = unbroken(features.rows), unbroken(features.columns), features.until
     numbers = features.span, features.factor, features.per_q_block, features.per_kv_block, grid.kv_blocks, low, high
     by = None
@@ -42,7 +38,7 @@ def scores(
 
         by = hopper_log_sums.log_sums if hopper_log_sums.supports(rows, features.per_kv_block) else None
     with current_device(rows.device):
-        return scores_of_blocks(rows, columns, until, starts, *numbers, reduce == "mean", shared, by)
+        return scores_of_blocks(rows, columns, until, features.bounds, *numbers, reduce == "mean", shared, by)
 
 
 def keep(scores: torch.Tensor, limits: Limits, bits: torch.Tensor, first: int, rule: str, number: int | float) -> None:

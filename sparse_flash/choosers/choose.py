@@ -32,8 +32,7 @@ _HELD = 1 << 26  # logits that PyTorch operations hold at a time
 
 
 class _Content(NamedTuple):
-    """given: scores of a caller's own, or None. starts, ends: (batch,) int, the first existing key of each sequence, and the first
-    past them, or None."""
+    """given: scores of a caller's own, or None. starts, ends, q_ends: see ``features_of``."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -43,6 +42,7 @@ class _Content(NamedTuple):
     given: torch.Tensor | None
     starts: torch.Tensor | None
     ends: torch.Tensor | None
+    q_ends: torch.Tensor | None = None
 
     @property
     def group(self) -> int:
@@ -77,18 +77,19 @@ def chosen_mask(
     scores: torch.Tensor | None,
     lengths: Variant | None = None,
 ) -> BlockMask:
-    """See ``choose_blocks``. lengths: which tokens exist; the others count as zeros, and blocks of them alone are not chosen."""
+    """See ``choose_blocks``. lengths: which tokens exist; the others decide nothing, and blocks of them alone are not chosen."""
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    starts = ends = None
+    starts = ends = q_ends = None
     if lengths is not None:
-        starts, ends = lengths.kv_starts, lengths.kv_lens
+        starts, ends, q_ends = lengths.kv_starts, lengths.kv_lens, lengths.q_lens
         q, k = cleared(q, lengths.q_starts, lengths.q_lens), cleared(k, starts, ends)
     if not torch.compiler.is_compiling():
-        maps, grid = _chosen(spec, q, k, scale, scores, starts, ends), BlockGrid(q.shape[2], k.shape[2], size_of(spec))
+        grid = BlockGrid(q.shape[2], k.shape[2], size_of(spec))
+        maps = _chosen(spec, q, k, scale, scores, starts, ends, q_ends)
         return of_maps(maps, grid, limit_of(choices_of(spec)[0].within, grid, q.device))
     text, within, size = _as_text(spec)
     blocks = -(-k.shape[2] // size)
-    words = chosen_bits(q, k, text, scale, scores, starts, ends)
+    words = chosen_bits(q, k, text, scale, scores, starts, ends, q_ends)
     maps = ((words[..., None] >> torch.arange(32, device=q.device)) & 1).flatten(3)[..., :blocks].bool()
     return BlockMask.from_blocks(maps, size, q.shape[2], k.shape[2], within=within)
 
@@ -113,9 +114,10 @@ def chosen_bits(
     scores: torch.Tensor | None,
     starts: torch.Tensor | None,
     ends: torch.Tensor | None,
+    q_ends: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The blocks that an expression keeps, for compiled graphs: (batch, heads, q_blocks, ceil(kv_blocks / 32)) int32 of bits."""
-    maps = _chosen(spec, q, k, scale, scores, starts, ends)
+    maps = _chosen(spec, q, k, scale, scores, starts, ends, q_ends)
     return by_kernels.packed(maps) if maps.dtype == torch.bool else maps
 
 
@@ -133,12 +135,13 @@ def _chosen(
     scores: torch.Tensor | None,
     starts: torch.Tensor | None,
     ends: torch.Tensor | None,
+    q_ends: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The maps of the kept blocks as ``of_maps`` takes them: bits where kernels choose, else bool."""
     choices, grid = choices_of(spec), BlockGrid(q.shape[2], k.shape[2], size_of(spec))
     if len(choices) not in (1, q.shape[1]):
         raise ValueError(f"per_head must have an expression for each of q's {q.shape[1]} heads, or one for all; got {len(choices)}")
-    content = _Content(q, k, grid, is_causal(choices[0].within), scale, scores, starts, ends)
+    content = _Content(q, k, grid, is_causal(choices[0].within), scale, scores, starts, ends, q_ends)
     if scores is not None:
         if not any(isinstance(chooser, Scored) for choice in choices for chooser in choice.choosers):
             raise ValueError(
@@ -231,21 +234,22 @@ def _keep(kept: torch.Tensor, scores: torch.Tensor, limits: Limits, first: int, 
 def _scored(chooser: Chooser, content: _Content, by_kernel: bool) -> Iterator[tuple[int, int, torch.Tensor]]:
     """(low, high, scores of the blocks of queries low .. high - 1), range by range; of key heads if they share the choice.
     by_kernel: whether kernels score."""
-    (q, k, grid, causal, scale, _, starts, _), group = content, content.group
-    features, batch_heads = features_of(chooser, q, k, grid, causal, scale), q.shape[0] * q.shape[1]
+    (q, k, grid, causal, scale, _, starts, ends, q_ends), group = content, content.group
+    features = features_of(chooser, q, k, grid, causal, scale, starts, ends, q_ends)
+    batch_heads = q.shape[0] * q.shape[1]
     shared = bool(chooser.share_group) and group > 1
     score: Callable[[int, int], torch.Tensor]
     if features is not None and by_kernel:
         step = by_kernels.step_of(features, batch_heads, grid)
-        score = partial(by_kernels.scores, features, grid, starts=starts, reduce=chooser.reduction, shared=shared)
+        score = partial(by_kernels.scores, features, grid, reduce=chooser.reduction, shared=shared)
         shared = False  # kernels have taken the largest of a group's heads
     elif features is not None:
         step = max(1, _HELD // (batch_heads * features.per_q_block * features.column_count))
-        score = partial(by_definition.shares, features, grid, starts=starts, reduce=chooser.reduction)
+        score = partial(by_definition.shares, features, grid, reduce=chooser.reduction)
     elif isinstance(chooser, LastQueries):
         step = by_kernels.step_of(None, batch_heads, grid)
         with own_precision(q):
-            parts = by_definition.columns_and_slashes(chooser, q, k, grid, scale, starts)
+            parts = by_definition.columns_and_slashes(chooser, q, k, grid, scale, starts, ends, q_ends)
 
         def score(low: int, high: int) -> torch.Tensor:
             return by_definition.of_columns_and_slashes(parts, grid, low, high).float()

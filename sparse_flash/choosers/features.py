@@ -26,7 +26,8 @@ class Features:
     rows: (batch, heads, tokens, head_dim). columns: (batch, kv_heads, tokens, head_dim). A row or a column is ``span`` tokens in
     turn, the row's in descending order: its logit is the sum of their products, times ``factor``. Tokens past the end are 0.
     per_q_block, per_kv_block: rows and columns of a whole block. until: (rows,) int32, how many columns each row sees, the first
-    ones.
+    ones. bounds: (batch, 3) int32, the first column that exists, the first past them, and the first row past the existing; None if
+    all exist.
     """
 
     rows: torch.Tensor
@@ -36,6 +37,7 @@ class Features:
     per_q_block: int
     per_kv_block: int
     until: torch.Tensor
+    bounds: torch.Tensor | None = None
 
     @cached_property
     def row_count(self) -> int:
@@ -46,20 +48,38 @@ class Features:
         return -(-self.columns.shape[2] // self.span)
 
 
-def features_of(chooser: Chooser, q: torch.Tensor, k: torch.Tensor, grid: BlockGrid, causal: bool, scale: float) -> Features | None:
-    """The rows and columns of a built-in chooser; None for one that scores in another way."""
+def features_of(
+    chooser: Chooser,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    grid: BlockGrid,
+    causal: bool,
+    scale: float,
+    starts: torch.Tensor | None = None,
+    ends: torch.Tensor | None = None,
+    q_ends: torch.Tensor | None = None,
+) -> Features | None:
+    """The rows and columns of a built-in chooser; None for one that scores in another way.
+
+    starts, ends, q_ends: (batch,) int, the first existing key of each sequence, the first past them, and the first query past the
+    existing; None if all exist. Nonexistent tokens of q and k are 0.
+    """
     size, device = grid.block_size, q.device
     if isinstance(chooser, Antidiagonal):
         stride = chooser.stride
-        return Features(
-            q, k, stride, scale / stride, size // stride, size // stride, _seen(stride, None, stride, grid, causal, device)
-        )
+        until, bounds = _seen(stride, None, stride, grid, causal, device), _bounds(starts, ends, q_ends, stride, stride, grid)
+        return Features(q, k, stride, scale / stride, size // stride, size // stride, until, bounds)
     if isinstance(chooser, Sampled):
         count = chooser.queries
         step = size // count
-        evenly = size % count == 0 and grid.q_len % size == 0  # then without a copy
-        rows = q[:, :, step - 1 :: step] if evenly else q.index_select(2, sampled_rows(grid, count, device))
-        return Features(rows, k, 1, scale, count, size, _seen(1, count, 1, grid, causal, device))
+        if q_ends is not None:
+            rows = q.take_along_dim(sampled_rows(grid, count, device, q_ends)[:, None, :, None], 2)
+        elif size % count == 0 and grid.q_len % size == 0:  # then without a copy
+            rows = q[:, :, step - 1 :: step]
+        else:
+            rows = q.index_select(2, sampled_rows(grid, count, device))
+        until = _seen(1, count, 1, grid, causal, device)
+        return Features(rows, k, 1, scale, count, size, until, _bounds(starts, ends, None, 1, 1, grid))
     if isinstance(chooser, Pooled):
         queries, keys, seeing = size, size, size
     elif isinstance(chooser, PooledKeys):  # the mean of a block of keys has no part for each query
@@ -68,19 +88,50 @@ def features_of(chooser: Chooser, q: torch.Tensor, k: torch.Tensor, grid: BlockG
         queries, keys, seeing = chooser.size, chooser.size, chooser.size
     else:
         return None
-    rows, columns = (x if n == 1 else block_means(x, n).to(x.dtype) for x, n in ((q, queries), (k, keys)))
+    rows, columns = _means(q, queries, None, q_ends), _means(k, keys, starts, ends)
     until = _seen(seeing, None, keys, grid, causal, device)
     if queries < seeing:
         until = until.repeat_interleave(seeing // queries)[: grid.q_len]
-    return Features(rows, columns, 1, scale, size // queries, size // keys, until)
+    bounds = _bounds(starts, ends, q_ends, keys, queries, grid)
+    return Features(rows, columns, 1, scale, size // queries, size // keys, until, bounds)
 
 
-def sampled_rows(grid: BlockGrid, count: int, device: torch.device) -> torch.Tensor:
-    """(q_blocks * count,) int64: the queries that stand for each block, evenly spaced, its last one included."""
+def _means(x: torch.Tensor, size: int, starts: torch.Tensor | None, ends: torch.Tensor | None) -> torch.Tensor:
+    """The means of ``size`` tokens each, of those that exist."""
+    if size == 1:
+        return x
+    means = block_means(x, size)
+    if starts is not None or ends is not None:
+        first = torch.arange(0, x.shape[2], size, device=x.device)
+        last = (first + size).clamp(max=x.shape[2])
+        from_here = first if starts is None else first.maximum(starts[:, None])
+        to_there = last if ends is None else last.minimum(ends[:, None])
+        means = means * ((last - first) / (to_there - from_here).clamp(min=1)).view(-1, 1, len(first), 1)
+    return means.to(x.dtype)
+
+
+def _bounds(
+    starts: torch.Tensor | None, ends: torch.Tensor | None, q_ends: torch.Tensor | None, width: int, height: int, grid: BlockGrid
+) -> torch.Tensor | None:
+    """See ``Features``. width, height: tokens of a column and of a row. Without q_ends all rows exist."""
+    given = next((one for one in (starts, ends, q_ends) if one is not None), None)
+    if given is None:
+        return None
+    first = torch.zeros_like(given) if starts is None else starts.clamp(0, grid.kv_len).div(width, rounding_mode="floor")
+    stop = torch.full_like(given, grid.kv_len) if ends is None else ends.clamp(0, grid.kv_len)
+    row_stop = torch.full_like(given, 2**31 - height) if q_ends is None else q_ends.clamp(0, grid.q_len)
+    return torch.stack([first, -(-stop // width), -(-row_stop // height)], 1).to(torch.int32)
+
+
+def sampled_rows(grid: BlockGrid, count: int, device: torch.device, q_ends: torch.Tensor | None = None) -> torch.Tensor:
+    """(q_blocks * count,) int64: the queries that stand for each block, evenly spaced, its last one included. (batch, q_blocks *
+    count) if q_ends says up to where each sequence has queries."""
     first = torch.arange(grid.q_blocks, device=device)[:, None] * grid.block_size
     there = (grid.q_len - first).clamp(max=grid.block_size)
+    if q_ends is not None:
+        there = (q_ends.view(-1, 1, 1) - first).clamp(min=1).minimum(there)
     number = torch.arange(1, count + 1, device=device)
-    return (first + (number * there + count - 1).div(count, rounding_mode="floor") - 1).flatten()
+    return (first + (number * there + count - 1).div(count, rounding_mode="floor") - 1).flatten(-2)
 
 
 def _seen(tokens: int, sampled: int | None, width: int, grid: BlockGrid, causal: bool, device: torch.device) -> torch.Tensor:

@@ -22,7 +22,8 @@ documents of other lengths are one call each. With exact_streaming, streaming he
 own, and q, k and v are copied.
 
 Source: https://github.com/mit-han-lab/Block-Sparse-Attention, commit 49d6c39e4dc0303442cda3bb758b3925d4399c49, BSD 3-Clause: its
-README, block_sparse_attn_interface.py, and the reference of its tests.
+README, block_sparse_attn_interface.py, and the reference of its tests. Drawn cases of both files of its correctness tests, without
+dropout, passed with this module on a CPU.
 """
 
 from __future__ import annotations

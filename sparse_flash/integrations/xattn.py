@@ -8,12 +8,16 @@ the share ``threshold`` of its scores, the first block of keys, and its own.
 
 Differences: the call has gradients in q, k and v, though not through the choice, and takes the batches, lengths, head_dims, dtypes
 and devices of ``attention``. ``kv_heads`` may divide ``heads``. The first block and a row's own blocks come beside the blocks that
-have the mass; that package counts these two first, and so keeps as many blocks or fewer. Without ``causal`` a row's own blocks are
-kept too. ``keep_sink`` keeps the first block of keys; that package fills the first row of its map instead, the first block of
-queries.
+have the mass. That package counts these two first, and so keeps as many blocks or fewer. Only in the first chunk of queries it
+counts the own block alone, and keeps one block more than the mass needs. Without ``causal`` a row's own blocks are kept too.
+``keep_sink`` keeps the first block of keys; that package fills the first row of its map instead, the first block of queries.
 
 Source: https://github.com/mit-han-lab/x-attention, commit e37988770b9d1bebd489eba011d615f35587ba08: Xattention.py and utils.py in
 xattn/src, for the meaning of arguments alone, as the repository names no licence of its own. arXiv:2503.16428.
+Its PyTorch path ran in float32 on a CPU, with chunks of 2,048, lengths up to 5,001, strides of 4, 8 and 16, and blocks of 64 and
+128. Causal scores are those of ``antidiagonal`` to 1.8e-7, and its maps follow from them by the rule above. Padding makes others:
+without ``causal``, padding takes part in its softmax; a length of several whole chunks loses all chunks but the row's own; and if
+queries are fewer than keys by less than a chunk, it aligns both at the start.
 """
 
 from __future__ import annotations

@@ -160,7 +160,8 @@ def _check_divides(chooser: Chooser, field: str) -> None:
 class Pooled(Chooser):
     """Mean queries against mean keys: the softmax weights of a block's mean query over the mean keys of blocks.
 
-    The cheapest, and the worst at finding single tokens. Source: arXiv:2407.02490 (block-sparse heads).
+    The cheapest, and the worst at finding single tokens. Source: arXiv:2407.02490 (block-sparse heads). The scores are
+    the softmax of the logits in ``_build_block_index`` of microsoft/MInference (commit fb56c91, MIT), to 6e-8.
     """
 
 
@@ -169,7 +170,9 @@ class Pooled(Chooser):
 class PooledKeys(Chooser):
     """Each query against the mean keys of blocks. reduce: "mean" by default.
 
-    A query sees the mean of its own block of keys too, which has later keys of that block. Source: arXiv:2603.06199.
+    A query sees the mean of its own block of keys too, which has later keys of that block. Source: arXiv:2603.06199. The kernel of
+    qhfan/FlashPrefill (commit 74e42f3, no licence named) has other scores, up to 0.5 apart on random inputs: there, the queries of
+    a block share one softmax, and only the last query of a block sees the mean of its own block.
     """
 
 
@@ -225,7 +228,9 @@ class LastQueries(Chooser):
     the weight of its columns and of its distance from the block of queries.
 
     count: how many of the last queries. For prompts alone: what a block keeps depends on later queries, so training refuses it.
-    Source: arXiv:2407.02490 (vertical-slash heads).
+    Source: arXiv:2407.02490 (vertical-slash heads). The sums by key and by distance are those of microsoft/MInference (commit
+    fb56c91, MIT), to 6e-8; MInference then keeps the best single columns and slashes. Its copy of FlexPrefill has the same sums by
+    block if blocks divide the length; otherwise FlexPrefill starts the blocks of distances elsewhere.
     """
 
     count: Positive

@@ -32,10 +32,12 @@ EXAMPLES = {
 STARTS = st.none() | st.lists(st.integers(0, 300), min_size=2, max_size=2)
 
 
-def content_of(chooser, q, k, causal=True, scale=None, starts=None, given=None):
+def content_of(chooser, q, k, causal=True, scale=None, starts=None, ends=None, q_ends=None):
+    """starts, ends, q_ends: lists, which tokens exist; the others become 0."""
     grid = BlockGrid(q.shape[2], k.shape[2], chooser.block_size)
-    starts = None if starts is None else torch.tensor(starts, device=DEVICE)
-    return choose._Content(q, k, grid, causal, q.shape[3] ** -0.5 if scale is None else scale, given, starts, None)
+    starts, ends, q_ends = (None if one is None else torch.tensor(one, device=DEVICE) for one in (starts, ends, q_ends))
+    q, k = choose.cleared(q, None, q_ends), choose.cleared(k, starts, ends)
+    return choose._Content(q, k, grid, causal, q.shape[3] ** -0.5 if scale is None else scale, None, starts, ends, q_ends)
 
 
 def scores(chooser, content, by_kernel=False):
@@ -77,6 +79,30 @@ def test_scores_are_those_of_the_docstring(chooser, lengths, heads, causal, scal
     found, _ = scores(chooser, content_of(chooser, q, k, causal, scale, starts))
     wanted = chosen.scores_of(chooser, q, k, causal=causal, scale=scale, starts=starts)
     np.testing.assert_allclose(found.cpu(), wanted, rtol=1e-4, atol=2e-5)
+
+
+@settings(max_examples=100)
+@given(
+    chooser=chosen.drawn(chosen.SCORING),
+    lengths=LENGTHS,
+    padding=st.tuples(st.integers(0, 200), st.integers(0, 200)),
+    causal=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_scores_of_a_sequence_do_not_depend_on_tokens_past_its_end(chooser, lengths, padding, causal, seed):
+    if aligned := causal or chooser.name == "last_queries":  # the last existing query is at the last existing key
+        lengths = lengths[0], lengths[0] + lengths[1] // 128 * 128
+    q, k = chosen.tensors(*lengths, batch=2, heads=2, kv_heads=1, seed=seed)
+    least = lengths[0] if aligned else max(lengths)
+    q_ends, ends = ([max(1, length - min(one, least - 1)) for one in padding] for length in lengths)
+    found, _ = scores(chooser, content_of(chooser, q, k, causal, ends=ends, q_ends=q_ends))
+    for row, (end, q_end) in enumerate(zip(ends, q_ends, strict=True)):
+        wanted = chosen.scores_of(chooser, q[row, None, :, :q_end], k[row, None, :, :end], causal=causal)
+        alone = found[row, None, :, : wanted.shape[2], : wanted.shape[3]].cpu()
+        if chooser.name == "sampled" and causal:  # queries of the last block see more keys of that block
+            wanted, alone = wanted[:, :, :-1], alone[:, :, :-1]
+        np.testing.assert_allclose(alone, wanted, rtol=1e-4, atol=2e-5)
+        assert (found[row, :, : wanted.shape[2], -(-end // chooser.block_size) :] == 0).all()
 
 
 @given(
@@ -177,15 +203,17 @@ def test_scores_of_a_users_own_chooser_are_taken_as_they_are_and_shared_by_the_l
     heads=HEADS,
     causal=st.booleans(),
     starts=STARTS,
+    ends=STARTS,
+    q_ends=STARTS,
     dtype=st.sampled_from([torch.float16, torch.float32]),
     head_dim=st.sampled_from([8, 40, 64, 96, 128]),
     held=st.sampled_from([1, 30_000, 1 << 28]),
     seed=st.integers(0, 99),
 )
-def test_kernels_score_as_operations_do(chooser, lengths, heads, causal, starts, dtype, head_dim, held, seed):
+def test_kernels_score_as_operations_do(chooser, lengths, heads, causal, starts, ends, q_ends, dtype, head_dim, held, seed):
     q, k = chosen.tensors(*lengths, batch=2, heads=heads[0], kv_heads=heads[1], head_dim=head_dim, dtype=dtype, seed=seed)
     starts = starts and [min(start, lengths[1] - 1) for start in starts]
-    content = content_of(chooser, q, k, causal, starts=starts)
+    content = content_of(chooser, q, k, causal, starts=starts, ends=ends, q_ends=q_ends)
     wanted, _ = scores(chooser, content)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(by_kernels, "_MOST_BYTES", held)

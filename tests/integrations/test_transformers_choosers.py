@@ -179,17 +179,21 @@ def test_sequences_of_a_padded_batch_are_what_each_is_alone(name, spec):
         assert found.isfinite().all()
 
 
-def test_a_padded_prompt_in_chunks_is_what_each_sequence_is_alone():
-    model = use_sparse_flash(made("mistral"), "causal & block_diagonal(block=96) & pooled(keep=1.0, block=64)", **SPARSE)
-    exist = torch.ones(2, TOKENS, dtype=torch.long)
-    exist[1, :140] = 0
-    kept, places, found = transformers.DynamicCache(config=model.config), (exist.cumsum(1) - 1).clamp(min=0), []
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_padded_prompt_in_chunks_is_what_each_sequence_is_alone(name, cache):
+    model = use_sparse_flash(made(name), "causal & block_diagonal(block=96) & pooled(keep=1.0, block=64)", **SPARSE)
+    exist = torch.ones(3, TOKENS, dtype=torch.long)
+    exist[1, :140], exist[2, :235] = 0, 0
+    kept = transformers.StaticCache(model.config, max_cache_len=320) if cache == "static" else None
+    kept = kept or transformers.DynamicCache(config=model.config)
+    places, found = (exist.cumsum(1) - 1).clamp(min=0), []
     for low, high in ((0, 230), (230, TOKENS)):
         given = {"attention_mask": exist[:, :high], "position_ids": places[:, low:high], "past_key_values": kept}
-        found.append(outputs(model, words()[:, low:high], use_cache=True, **given))
+        found.append(outputs(model, words(3)[:, low:high], use_cache=True, **given))
     found = torch.cat(found, 1)
-    torch.testing.assert_close(found[1:, 140:], outputs(model, words()[1:, 140:]), **CLOSE)
-    torch.testing.assert_close(found[:1], outputs(model, words()[:1]), **CLOSE)
+    for row, one in enumerate(exist):
+        torch.testing.assert_close(found[row, one.bool()], outputs(model, words(3)[row, None, one.bool()])[0], **CLOSE)
 
 
 def test_a_compiled_model_chooses_in_one_graph():
@@ -230,6 +234,25 @@ def test_a_saved_model_keeps_its_masks_and_a_call_without_a_mask_restores_them(t
     assert not hasattr(loaded.config, "sparse_flash")
     use_sparse_flash(model, {0: SPEC, 1: sf.compile_mask("causal", TOKENS)})  # tables have no text
     assert not hasattr(model.config, "sparse_flash")
+
+
+def test_a_model_saved_under_the_name_cannot_run_dense_by_accident(tmp_path, monkeypatch):
+    config = transformers.BartConfig(vocab_size=WORDS, d_model=64, encoder_layers=1, decoder_layers=2, decoder_attention_heads=4)
+    model = use_sparse_flash(transformers.BartForConditionalGeneration(config).eval(), SPEC, **SPARSE)
+    model.config.attn_implementation = "block_sparse"
+    for one in ("first", "second"):
+        model.save_pretrained(tmp_path / one)
+        with monkeypatch.context() as patch:  # as in a program that does not import this library
+            patch.delitem(AttentionInterface._global_mapping, "block_sparse")
+            with pytest.raises(ValueError, match=r"block_sparse.* is not supported"):
+                type(model).from_pretrained(tmp_path / one)
+            type(model).from_pretrained(tmp_path / one, attn_implementation="sdpa")
+        loaded = type(model).from_pretrained(tmp_path / one).eval()
+        with pytest.raises(ValueError, match=r"without a mask; call use_sparse_flash\(model\) to switch it"):
+            outputs(loaded, words())
+        torch.testing.assert_close(outputs(use_sparse_flash(loaded), words()), outputs(model, words()))
+        model = loaded
+    assert "attn_implementation" not in use_sparse_flash(model, "own").config.to_dict()
 
 
 def test_masks_that_look_ahead_are_restored_as_they_were_asked_for():

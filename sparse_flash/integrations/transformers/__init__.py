@@ -229,6 +229,9 @@ def _refuse_weights(module, args, kwargs) -> None:
 
 def _switch(model, part, layers) -> None:
     """Makes the modules read the implementation's name from their configs, and leaves all other modules unchanged."""
+    if _implementation(part) == NAME and not any(hasattr(layer, _SETTINGS) for layer in layers):
+        model.set_attn_implementation(None)  # all parts were loaded under the name in the config, where it stays for saving
+        model.config.attn_implementation = NAME
     switched = part if hasattr(part, "set_attn_implementation") else model
     before = _implementation(switched)
     others = [(module, _implementation(module)) for module in others_of(model, layers)]
@@ -535,8 +538,9 @@ def _as_before(module, query, key, value, attention_mask, **kwargs):
     """Attends as before, for a module that was left unchanged."""
     before = getattr(module, _BEFORE, None)
     if before is None:
+        mask = "model" if hasattr(module.config, KEY) else "model, mask"
         raise ValueError(
-            f"{type(module).__name__} was switched to {NAME!r} without a mask; call use_sparse_flash(model, mask) to switch it. If "
+            f"{type(module).__name__} was switched to {NAME!r} without a mask; call use_sparse_flash({mask}) to switch it. If "
             "another model was switched, the two were made of one config, where the choice is kept: copy.deepcopy(config) for each"
         )
     if isinstance(attention_mask, ModelMask):

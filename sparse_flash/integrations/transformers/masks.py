@@ -279,6 +279,8 @@ class ModelMask(FlexBlockMask):
 def model_mask(**arguments) -> ModelMask:
     """The function that Transformers calls to create a mask."""
     q_length, kv_length, kv_offset = (arguments[name] for name in ("q_length", "kv_length", "kv_offset"))
+    if isinstance(arguments["q_offset"], torch.Tensor):  # of a static cache, which adds to it before a layer attends
+        arguments["q_offset"] = arguments["q_offset"].clone()
     mask = ModelMask(q_length, kv_length, kv_offset=kv_offset, arguments=arguments)
     _set_end(mask, arguments["q_offset"])
     if torch.compiler.is_compiling():

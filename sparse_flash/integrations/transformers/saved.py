@@ -13,6 +13,7 @@ from .by_content import PromptChoice
 from .choice import OWN
 
 KEY = "sparse_flash"  # in a model's config
+_IMPLEMENTATION = "attn_implementation"  # beside it, if a user set it: Transformers then loads the model under that name
 _FORMAT = 1
 _FIELDS = ("format", "layers", "dense_below", "dense_last", "bidirectional", "made_by")
 
@@ -95,8 +96,9 @@ def keep_in_config(config: Any, masks: Mapping[int, Any], choices: Mapping[int, 
     record = _record_of(masks, {**settings, "bidirectional": bidirectional or None})
     if record is not None and set(record["layers"].values()) != {OWN}:
         setattr(config, KEY, record)
-    elif hasattr(config, KEY):
-        delattr(config, KEY)
+    else:
+        for name in {KEY, _IMPLEMENTATION} & set(vars(config)):
+            delattr(config, name)
 
 
 def _record_of(masks: Mapping[int, Any], settings: dict[str, Any]) -> dict[str, Any] | None:

@@ -35,13 +35,13 @@ MOST = gl.constexpr(1.0e36)
 
 @dataclass(frozen=True)
 class LogSumShape:
-    """The constants of the kernel: see ``log_sums_kernel`` for SPAN, PER_ROW, PER_BLOCK and STARTS."""
+    """The constants of the kernel: see ``log_sums_kernel`` for SPAN, PER_ROW, PER_BLOCK and BOUNDED."""
 
     DIM: int
     SPAN: int
     PER_ROW: int
     PER_BLOCK: int
-    STARTS: bool
+    BOUNDED: bool
     KEYS: int  # columns of a step
     STAGES: int
 
@@ -81,6 +81,8 @@ class LogSumArguments:
     blocks: gl.tensor
     factor: gl.tensor
     start: gl.tensor  # the first column that exists
+    stop: gl.tensor  # the first past them
+    row_stop: gl.tensor  # the first row past those that exist
     begin: gl.tensor  # the program's columns: begin .. end - 1, in whole tiles
     end: gl.tensor
     left: Ring
@@ -179,10 +181,12 @@ def _compute(p, GROUP: gl.constexpr):
     inside = p.tile * p.SHAPE.ROWS + GROUP * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=row_layout)
     exists = inside < p.count
     sees = gl.load(p.until + p.first_row + inside, mask=exists, other=0)
+    if p.SHAPE.BOUNDED:
+        sees = gl.where(p.first_row + inside < p.row_stop, gl.minimum(sees, p.stop), 0)
     end = gl.minimum(gl.max(sees, 0), p.end)
     sees = gl.where(exists, sees, 2147483647)  # rows past the end make no tile partial
     seen_by_all = gl.minimum(gl.min(sees, 0), end)
-    if p.SHAPE.STARTS:
+    if p.SHAPE.BOUNDED:
         seen_by_all = gl.where(p.start > p.begin, p.begin, seen_by_all)
     whole = p.begin + gl.maximum(seen_by_all - p.begin, 0) // p.SHAPE.KEYS * p.SHAPE.KEYS
     if p.SHAPE.RESIDENT:
@@ -203,7 +207,7 @@ def _compute(p, GROUP: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["lines", "heads", "group", "first_row", "count", "blocks", "chunk"])
 def hopper_log_sums_kernel(
-    rows, cols, until, starts, sums, lines, heads, group, first_row, count, blocks, chunk, factor, SHAPE: gl.constexpr
+    rows, cols, until, bounds, sums, lines, heads, group, first_row, count, blocks, chunk, factor, SHAPE: gl.constexpr
 ):
     """A program has some rows of one head, and ``chunk`` columns: see ``log_sums_kernel``. rows, cols: descriptors of (batch,
     heads, rows, SPAN * DIM)."""
@@ -222,9 +226,12 @@ def hopper_log_sums_kernel(
     begin = part * chunk
     end = gl.minimum(gl.max(gl.load(until + first_row + inside, mask=exists, other=0), 0), begin + chunk)
     start = first_row * 0
-    if SHAPE.STARTS:
-        start = gl.load(starts + batch)
+    stop, row_stop = start, start
+    if SHAPE.BOUNDED:
+        start = gl.load(bounds + 3 * batch)
+        stop, row_stop = gl.load(bounds + 3 * batch + 1), gl.load(bounds + 3 * batch + 2)
         begin = gl.maximum(begin, start // SHAPE.KEYS * SHAPE.KEYS)
+        end = gl.minimum(end, stop)
     if begin < end:
         STAGES: gl.constexpr = SHAPE.STAGES
         PIECES: gl.constexpr = SHAPE.PIECES
@@ -249,6 +256,8 @@ def hopper_log_sums_kernel(
             blocks=blocks,
             factor=factor,
             start=start,
+            stop=stop,
+            row_stop=row_stop,
             begin=begin,
             end=end,
             left=left,
@@ -268,18 +277,18 @@ def supports(rows: torch.Tensor, per_kv_block: int) -> bool:
     return rows.dtype in (torch.float16, torch.bfloat16) and rows.shape[3] in (64, 128) and per_kv_block >= 4
 
 
-def log_sums(rows, columns, until, starts, sums, span, factor, per_q_block, per_kv_block, first, count) -> None:
+def log_sums(rows, columns, until, bounds, sums, span, factor, per_q_block, per_kv_block, first, count) -> None:
     """Writes sums: see ``log_sums_kernel``. The rest as for ``scores_of_blocks``."""
     batch, heads, _, dim = rows.shape
     rows, columns = (addressable(_in_spans(x, span) if span > 1 else x) for x in (rows, columns))
     keys = max(per_kv_block, 128 if span == 1 else 256)
-    shape = LogSumShape(dim, span, per_q_block, per_kv_block, starts is not None, keys, (4 if span == 1 else 2) * 128 // dim)
+    shape = LogSumShape(dim, span, per_q_block, per_kv_block, bounds is not None, keys, (4 if span == 1 else 2) * 128 // dim)
     arguments = [
         gluon_descriptor(rows, [1, 1, GROUP_ROWS.value, WIDTH.value]),
         gluon_descriptor(columns, [1, 1, keys, WIDTH.value]),
     ]
     chunk = max(CHUNK // span, 2 * keys)
-    arguments += [until, until if starts is None else starts, sums, batch * heads, heads, heads // columns.shape[1]]
+    arguments += [until, until if bounds is None else bounds, sums, batch * heads, heads, heads // columns.shape[1]]
     arguments += [first, count, sums.shape[3], chunk, factor * LOG2_E.value]
     grid = triton.cdiv(count, shape.ROWS) * batch * heads * triton.cdiv(columns.shape[2], chunk), 1
     launch(hopper_log_sums_kernel, grid, arguments, {"SHAPE": Constants(shape)}, {"num_warps": 4})

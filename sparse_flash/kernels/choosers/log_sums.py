@@ -40,21 +40,28 @@ def _by_block(products, factor, TILE_M: tl.constexpr, BLOCKS: tl.constexpr, PER_
     return sums
 
 
+@triton.jit
+def _within(sees, row, bounds):
+    """How many columns rows see of those that exist; 0 for rows that do not. bounds: of the batch entry."""
+    return tl.where(row < tl.load(bounds + 2), tl.minimum(sees, tl.load(bounds + 1)), 0)
+
+
 @triton.jit(do_not_specialize=["heads", "group", "first_row", "row_end", "rows_tokens", "cols_tokens", "blocks"])
 def log_sums_kernel(
-    rows, cols, until, starts, sums,
+    rows, cols, until, bounds, sums,
     heads, group, first_row, row_end, rows_tokens, cols_tokens, blocks, factor,
     head_dim, q_batch, q_head, q_token, k_batch, k_head, k_token,
-    SPAN: tl.constexpr, PER_ROW: tl.constexpr, PER_BLOCK: tl.constexpr, STARTS: tl.constexpr, DIM: tl.constexpr,
+    SPAN: tl.constexpr, PER_ROW: tl.constexpr, PER_BLOCK: tl.constexpr, BOUNDED: tl.constexpr, DIM: tl.constexpr,
     PRECISION: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """A program has TILE_M rows of one head.
 
     rows: (batch, heads, rows_tokens, head_dim), cols: (batch, heads / group, cols_tokens, head_dim): see ``Features``, also for
-    SPAN and factor, here in base 2. until: (rows,) int32, how many columns each row sees. starts: (batch,) int32, the first column
-    that exists. first_row, row_end: the rows of this launch; first_row begins a block. sums: (batch, heads, row blocks, blocks,
-    PER_ROW) float32, for the rows of a block of queries together; not written where no row of a program sees a column. PER_ROW,
-    PER_BLOCK: rows of a block of queries, columns of a block of keys.
+    SPAN and factor, here in base 2. until: (rows,) int32, how many columns each row sees. bounds: (batch, 3) int32, the first
+    column that exists, the first past them, and the first row past the existing. first_row, row_end: the rows of this launch;
+    first_row begins a block. sums: (batch, heads, row blocks, blocks, PER_ROW) float32, for the rows of a block of queries
+    together; not written where no row of a program sees a column. PER_ROW, PER_BLOCK: rows of a block of queries, columns of a
+    block of keys.
     """
     count = row_end - first_row
     tiles = tl.cdiv(count, TILE_M)
@@ -68,8 +75,9 @@ def log_sums_kernel(
     cols += batch * k_batch + head // group * k_head
     sees = tl.load(until + row, mask=exists, other=0)
     start = 0
-    if STARTS:
-        start = tl.load(starts + batch)
+    if BOUNDED:
+        start = tl.load(bounds + 3 * batch)
+        sees = _within(sees, row, bounds + 3 * batch)
     most = tl.max(sees, 0)
     if SPAN == 1:
         query = _tile_of(rows, first_row + tile * TILE_M, rows_tokens, q_token, 0, dim, head_dim, 1, TILE_M)
@@ -79,7 +87,7 @@ def log_sums_kernel(
     # First the columns that all rows see, in whole tiles; then the columns that some rows see.
     begin = start // TILE_N * TILE_N
     whole = tl.min(tl.where(exists, sees, 2147483647), 0) // TILE_N * TILE_N
-    if STARTS:
+    if BOUNDED:
         whole = tl.where(start % TILE_N > 0, begin, whole)
     whole = tl.maximum(whole, begin)
     for MASKED in tl.static_range(2):
@@ -115,22 +123,24 @@ def _sums_of(sums, place, blocks, start, sees, exists, first, PER_ROW: tl.conste
 
 @triton.jit(do_not_specialize=["blocks", "row_blocks", "count", "heads", "group", "first_row"])
 def shares_kernel(
-    sums, until, starts, scores, blocks, row_blocks, count, heads, group, first_row,
-    PER_ROW: tl.constexpr, PER_ROW_PAD: tl.constexpr, PER_BLOCK: tl.constexpr, STARTS: tl.constexpr, MEAN: tl.constexpr,
+    sums, until, bounds, scores, blocks, row_blocks, count, heads, group, first_row,
+    PER_ROW: tl.constexpr, PER_ROW_PAD: tl.constexpr, PER_BLOCK: tl.constexpr, BOUNDED: tl.constexpr, MEAN: tl.constexpr,
     SHARED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """A program makes the scores of all blocks of keys, BLOCKS at a time, for one block of queries, of a head or, with SHARED, of
-    the largest of a group of heads. sums, until, starts: see ``log_sums_kernel``. scores: (batch, heads | heads / group,
+    the largest of a group of heads. sums, until, bounds: see ``log_sums_kernel``. scores: (batch, heads | heads / group,
     row_blocks, blocks) float32. count: rows of a head. PER_ROW: rows of a block of queries."""
     row_block, line = tl.program_id(0) % row_blocks, tl.program_id(0) // row_blocks
     batch = line // (heads // group if SHARED else heads)
     row = row_block * PER_ROW + tl.arange(0, PER_ROW_PAD)
     exists = (tl.arange(0, PER_ROW_PAD) < PER_ROW) & (row < count)
-    there = tl.maximum(tl.sum(exists.to(tl.float32), 0), 1.0)
     sees = tl.load(until + first_row + row, mask=exists, other=0)
     start = 0
-    if STARTS:
-        start = tl.load(starts + batch)
+    if BOUNDED:
+        start = tl.load(bounds + 3 * batch)
+        sees = _within(sees, first_row + row, bounds + 3 * batch)
+        exists = exists & (first_row + row < tl.load(bounds + 3 * batch + 2))
+    there = tl.maximum(tl.sum(exists.to(tl.float32), 0), 1.0)
     seen = tl.minimum(tl.cdiv(tl.max(sees, 0), PER_BLOCK), blocks)
     target = scores + tl.program_id(0).to(tl.int64) * blocks
     for member in range(group if SHARED else 1):
@@ -165,7 +175,7 @@ def log_sums(
     rows: torch.Tensor,
     columns: torch.Tensor,
     until: torch.Tensor,
-    starts: torch.Tensor | None,
+    bounds: torch.Tensor | None,
     sums: torch.Tensor,
     span: int,
     factor: float,
@@ -177,9 +187,9 @@ def log_sums(
     """Writes sums of rows first .. first + count - 1: see ``log_sums_kernel``, and ``scores_of_blocks``."""
     batch, heads, tokens, head_dim = rows.shape
     sizes = head_dim, *rows.stride()[:3], *columns.stride()[:3]
-    arguments = [rows, columns, until, until if starts is None else starts, sums, heads, heads // columns.shape[1]]
+    arguments = [rows, columns, until, until if bounds is None else bounds, sums, heads, heads // columns.shape[1]]
     arguments += [first, first + count, tokens, columns.shape[2], sums.shape[3], factor * LOG2_E.value, *sizes]
-    constants = {"SPAN": span, "PER_ROW": per_q_block, "PER_BLOCK": per_kv_block, "STARTS": starts is not None}
+    constants = {"SPAN": span, "PER_ROW": per_q_block, "PER_BLOCK": per_kv_block, "BOUNDED": bounds is not None}
     constants |= {"DIM": padded_head_dim(head_dim), "PRECISION": "ieee" if rows.dtype == torch.float32 else "tf32"}
 
     def run(config: Config) -> None:
@@ -195,7 +205,7 @@ def scores_of_blocks(
     rows: torch.Tensor,
     columns: torch.Tensor,
     until: torch.Tensor,
-    starts: torch.Tensor | None,
+    bounds: torch.Tensor | None,
     span: int,
     factor: float,
     per_q_block: int,
@@ -208,21 +218,21 @@ def scores_of_blocks(
     by: Callable[..., None] | None = None,
 ) -> torch.Tensor:
     """(batch, heads, high - low, kv_blocks) float32, heads / group of them if ``shared``: the scores of blocks of queries low ..
-    high - 1. The rest as ``choosers.features.Features`` has it, until in int32; starts: (batch,) int32 in columns. Last dimensions
-    are contiguous. by: ``log_sums``, or what replaces it on a chip."""
+    high - 1. The rest as ``choosers.features.Features`` has it, until in int32; bounds: (batch, 3) int32, contiguous, or
+    None: see ``log_sums_kernel``. Last dimensions are contiguous. by: ``log_sums``, or what replaces it on a chip."""
     batch, heads, tokens, _ = rows.shape
     group, row_count = heads // columns.shape[1], triton.cdiv(tokens, span)
     first, end = low * per_q_block, min(high * per_q_block, row_count)
     count = end - first
     sums = torch.empty((batch, heads, high - low, kv_blocks, per_q_block), dtype=torch.float32, device=rows.device)
-    (by or log_sums)(rows, columns, until, starts, sums, span, factor, per_q_block, per_kv_block, first, count)
+    (by or log_sums)(rows, columns, until, bounds, sums, span, factor, per_q_block, per_kv_block, first, count)
     of_heads = heads // group if shared else heads
     scores = torch.empty((batch, of_heads, high - low, kv_blocks), dtype=torch.float32, device=rows.device)
     rows_at_once = triton.next_power_of_2(per_q_block)
     wide = min(8192 // max(8, rows_at_once), triton.next_power_of_2(kv_blocks))
-    arguments = [sums, until, until if starts is None else starts, scores]
+    arguments = [sums, until, until if bounds is None else bounds, scores]
     arguments += [kv_blocks, high - low, count, heads, group, first]
     constants = {"PER_ROW": per_q_block, "PER_ROW_PAD": rows_at_once, "PER_BLOCK": per_kv_block}
-    constants |= {"STARTS": starts is not None, "MEAN": mean, "SHARED": shared, "BLOCKS": max(16, wide)}
+    constants |= {"BOUNDED": bounds is not None, "MEAN": mean, "SHARED": shared, "BLOCKS": max(16, wide)}
     launch(shares_kernel, ((high - low) * batch * of_heads, 1), arguments, constants, {"num_warps": 4})
     return scores
