@@ -23,6 +23,7 @@ from math import prod
 import numpy as np
 
 from sparse_flash.masks.fields import Positive, settle
+from sparse_flash.masks.grid import cells_of
 from sparse_flash.masks.pattern import register_pattern
 from sparse_flash.masks.rules import RunPattern
 
@@ -81,19 +82,16 @@ class Neighborhood(RunPattern):
     def named_tokens(self):
         return (prod(self.shape),) * 2
 
-    def _cells(self, position):
-        """The cell of each position on each axis. (numpy 2.4's unravel_index is wrong for some arrays of over 8,192 numbers.)"""
-        cells = []
-        for extent in self.shape[:0:-1]:
-            position, cell = np.divmod(position, extent)
-            cells.insert(0, cell)
-        return [position, *cells]
-
     def _windows(self, q):
         """On each axis (dilation, remainder, first, stop): a query keeps cells remainder + dilation * c, first <= c < stop."""
         ones = (1,) * len(self.shape)
         axes = zip(
-            self._cells(q), self.shape, self.window, self.stride or ones, self.dilation or ones, self.causal or (0,) * len(ones)
+            cells_of(q, self.shape),
+            self.shape,
+            self.window,
+            self.stride or ones,
+            self.dilation or ones,
+            self.causal or (0,) * len(ones),
         )
         for cell, extent, window, stride, dilation, causal in axes:
             own, remainder = np.divmod(cell, dilation) if dilation > 1 else (cell, 0)
@@ -109,7 +107,7 @@ class Neighborhood(RunPattern):
         # Axis by axis takes fewer comparisons than run by run: a window of three axes has many runs.
         q, kv = np.asarray(q), np.asarray(kv)
         kept = self._within(q) & self._within(kv)
-        for (dilation, remainder, first, stop), cell in zip(self._windows(q), self._cells(kv), strict=True):
+        for (dilation, remainder, first, stop), cell in zip(self._windows(q), cells_of(kv, self.shape), strict=True):
             kept = kept & (cell % dilation == remainder) if dilation > 1 else kept
             cell = cell // dilation if dilation > 1 else cell
             kept = kept & (cell >= first) & (cell < stop)

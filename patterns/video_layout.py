@@ -1,7 +1,7 @@
-"""video_layout: the order of a video's tokens by tiles, as a pattern: every token sees every token, and padding nothing.
+"""video_layout: the order of a video's tokens by tiles, as a pattern: all see every token, and nothing sees padding.
 
 use: videos and images of diffusion models, with text or audio before and after them; the patterns of tiles have it as a field
-formula: q and kv are no padding: the tokens of a tile come first in it, and those beside the video after all tiles
+formula: kv is no padding: the tokens of a tile come first in it, and those beside the video after all tiles
 source: arXiv:2502.04507 (tokens of a tile are consecutive)
 specimen: video_layout(7, 15, 31)
 
@@ -11,8 +11,8 @@ specimen: video_layout(7, 15, 31)
     ######..#
     ######..#
     ######..#
-    .........
-    .........
+    ######..#
+    ######..#
     ######..#
 """
 
@@ -24,7 +24,7 @@ from math import prod
 import numpy as np
 
 from sparse_flash.masks.fields import Natural, Positive, settle
-from sparse_flash.masks.grid import BLOCK_SIZES, FULL, BlockRuns
+from sparse_flash.masks.grid import BLOCK_SIZES, FULL, BlockRuns, cells_of
 from sparse_flash.masks.pattern import parse, register_pattern
 from sparse_flash.masks.reorder import gathered
 from sparse_flash.masks.rules import UnitPattern
@@ -67,26 +67,26 @@ class OverTiles(UnitPattern):
         return np.where((i >= tiles) | (j >= tiles), self.keep_beside, self.tile_rule(*cells))
 
     def token_rule(self, q, kv):
-        return super().token_rule(q, kv) & self.layout.exists(q) & self.layout.exists(kv)
+        return super().token_rule(q, kv) & self.layout.has(q) & self.layout.exists(kv)
 
     def token_tiles(self, q, kv):
         kept = super().token_tiles(q, kv)  # it may look at the first token of each tile alone
-        return kept & self.layout.exists(q)[:, :, None] & self.layout.exists(kv)[:, None, :]
+        return kept & self.layout.has(q)[:, :, None] & self.layout.exists(kv)[:, None, :]
 
     def alike(self, grid, rows, cols):
         if grid.offset % self.block:  # else a block is whole tiles, or within one
             return None
         q, kv = grid.q_positions(np.arange(grid.q_blocks)), grid.kv_positions(np.arange(grid.kv_blocks))
-        exist = [unique_rows(self.layout.exists(one))[1][of] for one, of in ((q, rows), (kv, cols))]
+        there = [unique_rows(one)[1][of] for one, of in ((self.layout.has(q), rows), (self.layout.exists(kv), cols))]
         i, j = (one[of, :: self.block] // self.block for one, of in ((q, rows), (kv, cols)))
-        return np.column_stack([*exist, self.unit_rule(i[:, :, None], j[:, None, :]).reshape(len(rows), -1)])
+        return np.column_stack([*there, self.unit_rule(i[:, :, None], j[:, None, :]).reshape(len(rows), -1)])
 
     def block_rule(self, grid):
         states = super().block_rule(grid)
         if states is None:
             return None
-        exist = [self.layout.exists(of(np.arange(n))) for of, n in zip((grid.q_positions, grid.kv_positions), grid.shape)]
-        row, col = (one.any(1).astype(np.int8) + one.all(1) for one in exist)
+        q, kv = (of(np.arange(n)) for of, n in zip((grid.q_positions, grid.kv_positions), grid.shape))
+        row, col = (there.any(1).astype(np.int8) + there.all(1) for there in (self.layout.has(q), self.layout.exists(kv)))
         if min(row.min(), col.min()) == FULL:
             return states
         blocks = [(r, c, np.minimum(s, np.minimum(row[r], col[c]))) for r, c, s in states.blocks()]
@@ -104,11 +104,11 @@ class VideoLayout(OverTiles):
     video, such as text, condition frames and audio.
 
     In tile order the tiles come first, row by row, then prefix and suffix. Every tile has as many positions; one at the edge that
-    has fewer tokens has them first. The other positions are padding, which holds copies of the tile's own tokens, and which the
-    patterns mask: such a query keeps nothing, such a key is seen by nothing. So tensors of the user have no padding.
+    has fewer tokens has them first. The other positions are padding and hold copies of the tile's own tokens. Nothing sees such a
+    key. Such a query keeps what its token keeps, so a model's layers leave it a copy. Tensors of the user have no padding.
 
-    Its text, ``layout.to_spec()``, goes into configs, and ``parse`` reads it back. In an expression with a chooser it stands for
-    the pairs that exist: ``video_layout(21, 30, 52) & (sampled(16, budget=0.1) | last_tokens(512))``.
+    Its text, ``layout.to_spec()``, goes into configs, and ``parse`` reads it back. Before a chooser it keeps padding out:
+    ``video_layout(21, 30, 52, prefix=512) & (sampled(16, budget=0.1) | last_tokens(512))``.
     """
 
     frames: Positive
@@ -188,7 +188,7 @@ class VideoLayout(OverTiles):
         position = np.arange(self.length)
         token, grid = self.token_at - self.prefix, np.full((self.length, 3), -1)
         some = self.exists(position) & (position < self.tiled)
-        grid[some] = np.column_stack(_split(token[some], self.grid))
+        grid[some] = np.column_stack(cells_of(token[some], self.grid))
         return grid
 
     def to_tiles(self, x, dim):
@@ -210,7 +210,7 @@ class VideoLayout(OverTiles):
         """(length,) int64: which of the user's tokens each position of the tile order holds."""
         tile, place = np.divmod(np.arange(self.tiled), self.block)
         cells, (_, height, width) = self.cells(tile), (sizes := self._sizes(tile))
-        inner = _split(place % prod(sizes), (None, height, width))
+        inner = cells_of(place % prod(sizes), (None, height, width))
         axes = (cell * side + step for cell, side, step in zip(cells, self.tile, inner))
         frame, row, column = axes
         video = self.prefix + (frame * self.height + row) * self.width + column
@@ -228,7 +228,7 @@ class VideoLayout(OverTiles):
 
     def cells(self, tile):
         """The cell of each tile on each axis of ``tile_grid``."""
-        return _split(tile, self.tile_grid)
+        return cells_of(tile, self.tile_grid)
 
     def _sizes(self, tile):
         """How many tokens of each axis these tiles have."""
@@ -238,7 +238,11 @@ class VideoLayout(OverTiles):
         """Which positions of the tile order hold a token, and no padding."""
         tile, place = np.divmod(position, self.block)
         whole = place < prod(self._sizes(np.clip(tile, 0, self.tiled // self.block - 1)))
-        return (position >= 0) & (position < self.length) & (whole | (position >= self.tiled))
+        return self.has(position) & (whole | (position >= self.tiled))
+
+    def has(self, position):
+        """Which positions the tile order has, padding included."""
+        return (position >= 0) & (position < self.length)
 
     def tile_rule(self, q, kv):
         return np.True_
@@ -270,12 +274,3 @@ def in_window(q, kv, window, tiles):
     """Whether kv is in q's window on an axis of so many tiles. At the borders the window shifts inward."""
     start = np.clip(q - window // 2, 0, tiles - window)
     return (kv >= start) & (kv < start + window)
-
-
-def _split(index, extents):
-    """The cells on each axis of row-major indices. (numpy 2.4's unravel_index is wrong for some arrays of over 8,192 numbers.)"""
-    cells = []
-    for extent in extents[:0:-1]:
-        index, cell = np.divmod(index, extent)
-        cells.insert(0, cell)
-    return [index, *cells]

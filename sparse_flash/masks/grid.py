@@ -92,6 +92,15 @@ class BlockGrid:
         return np.minimum(index, self.kv_len - 1)
 
 
+def cells_of(index: np.ndarray, shape: Sequence[int]) -> list[np.ndarray]:
+    """The cell on each axis of row-major indices. (numpy 2.4's unravel_index is wrong for some arrays of over 8,192 numbers.)"""
+    cells: list[np.ndarray] = []
+    for extent in shape[:0:-1]:
+        index, cell = np.divmod(index, extent)
+        cells.insert(0, cell)
+    return [index, *cells]
+
+
 def union(ascending: Sequence[np.ndarray]) -> np.ndarray:
     """The distinct numbers of some ascending arrays, ascending. Merging is several times as fast as np.unique, which hashes."""
     numbers = np.sort(np.concatenate(ascending), kind="stable")

@@ -11,7 +11,7 @@ from .pattern import Pattern, parse
 
 
 def gathered(x: torch.Tensor, dim: int, layout: Pattern, name: str) -> torch.Tensor:
-    """Returns x with other tokens along ``dim``: those of the layout's int64 array ``name``, a constant within torch.compile."""
+    """Gathers x along ``dim`` by the layout's int64 array ``name``. Within torch.compile that array is a constant."""
     if torch.compiler.is_compiling():
         (index,) = _constant_index(traceable(layout), name, x.device)
         return x.index_select(dim, index.detach())  # an operation's result keeps its length with dynamic=True, a constant does not
@@ -27,4 +27,6 @@ def _constant_index(layout: Pattern | str, name: str, device: torch.device) -> l
 
 @remembered(maxsize=64)
 def _index(layout: Pattern, name: str, device: torch.device) -> torch.Tensor:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"the order of {layout} cannot be made while a CUDA graph is captured; reorder a tensor before")
     return made_apart(lambda: torch.from_numpy(getattr(layout, name)).to(device))

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..masks.block_mask import BlockMask
+from ..masks.grid import checked_index
 from ..selection.block_selection import BlockSelection
 from .subject import subject
 
@@ -296,6 +297,39 @@ def choices(kinds: Sequence[Sequence[str]], errors: Mapping[str, Sequence[float 
     left.xaxis.get_major_locator().set_params(integer=True)
     patches = [Patch(facecolor=colours[name], label=name) for name in names]
     figure.legend(handles=patches, loc="outside lower left", ncols=len(names), frameon=False, fontsize=8)
+    return _write(figure, path)
+
+
+def frames(mask, layout, query: tuple[int, int, int], path: str | Path, columns: int = 7) -> Path:
+    """Draws which tokens of a video one query sees, frame by frame, in one .png or .svg file.
+
+    mask: as in ``draw``, in the layout's order. layout: the VideoLayout, whose tiles are outlined. query: (frame, row, column).
+    """
+    path = checked_path(path)
+    from matplotlib.figure import Figure
+
+    for name, cell, extent in zip(("frame", "row", "column"), query, layout.grid, strict=True):
+        checked_index(f"{name} of query", cell, extent)
+    mask, title = subject(mask, None, None, None, layout.length)
+    if not mask.q_len == mask.kv_len == layout.length:
+        raise ValueError(f"mask must be of the layout's {layout.length} tokens; got {mask.q_len} x {mask.kv_len}")
+    video = layout.position_of[layout.prefix : layout.tokens - layout.suffix].reshape(layout.grid)
+    rgb = _rgb(mask.kept_keys(int(video[tuple(query)])).numpy()[video.ravel()]).reshape(*layout.grid, 3)
+    rows = -(-layout.frames // columns)
+    head = [*_wrapped(title, 16 * columns, _TITLE_LINES), f"what frame {query[0]}, row {query[1]}, column {query[2]} (orange) sees"]
+    height = 0.3 + 1.5 * layout.height / layout.width
+    figure = Figure(figsize=(1.5 * columns, height * rows + 0.3 * len(head)), dpi=160, layout="constrained")
+    for frame, axes in enumerate(figure.subplots(rows, columns, squeeze=False).ravel()):
+        axes.set_axis_off()
+        if frame < layout.frames:
+            axes.imshow(rgb[frame], interpolation="nearest")
+            axes.set_title(f"frame {frame}", fontsize=8)
+            if frame == query[0]:
+                axes.plot(query[2], query[1], "o", color=np.array(_MOST) / 255, markersize=4)
+            for draw_line, extent, side in zip((axes.axhline, axes.axvline), layout.grid[1:], layout.tile[1:], strict=True):
+                for place in range(side, extent, side):
+                    draw_line(place - 0.5, color="white", linewidth=0.5)
+    figure.suptitle("\n".join(head), x=0.02, ha="left", fontsize=9, family="monospace", parse_math=False)
     return _write(figure, path)
 
 

@@ -74,9 +74,12 @@ def in_tile_order(layout):
     return held + ["beside"] * (layout.prefix + layout.suffix)
 
 
-def held_by(layout, *positions):
-    held = in_tile_order(layout)
-    return [held[position] if 0 <= position < len(held) else None for position in positions]
+def held_by(layout, q, kv):
+    """What the query and the key hold. Padding of a tile asks as the tile's first token does, and is seen by nothing."""
+    held, size = in_tile_order(layout), int(np.prod(layout.tile))
+    if not (0 <= q < len(held) and 0 <= kv < len(held)):
+        return None, None
+    return held[q] or held[q // size * size], held[kv]
 
 
 def by_tiles(rule):

@@ -27,7 +27,7 @@ def test_tokens_beside_the_video_see_and_are_seen_by_all_unless_said_otherwise(o
     pattern = over(RAGGED)
     kept = sf.compile_mask(pattern, RAGGED.length, block_size=32).to_dense()
     there = torch.from_numpy(RAGGED.exists(np.arange(RAGGED.length)))
-    assert torch.equal(kept[RAGGED.tiled :], there.expand(50, -1)) and torch.equal(kept[:, RAGGED.tiled :].T, there.expand(50, -1))
+    assert torch.equal(kept[RAGGED.tiled :], there.expand(50, -1)) and kept[:, RAGGED.tiled :].all()
     alone = type(pattern)(*(getattr(pattern, name) for name in pattern.__match_args__ if name != "keep_beside"), keep_beside=False)
     with pytest.raises(ValueError, match=rf"must say what each query keeps; it does not for 50 of {RAGGED.length}"):
         sf.compile_mask(alone, RAGGED.length)
@@ -63,8 +63,7 @@ def test_of_a_hundred_thousand_tokens_few_blocks_are_evaluated(layout, monkeypat
     monkeypatch.setattr(base, "token_tiles", lambda *given: evaluated.append(len(given[1])) or token_tiles(*given))
     mask = sf.compile_mask(sf.tile_window(layout, 3), layout.length, block_size=layout.block_size)
     assert 0 < sum(evaluated) < 100 < mask.block_states().count_nonzero()
-    video = mask.kept_pairs().item() - layout.tokens**2 + (33 * 45 * 80) ** 2
-    assert 0.005 < video / (33 * 45 * 80) ** 2 < 0.05
+    assert 0.02 < mask.density < mask.block_density < 0.04
 
 
 @pytest.mark.parametrize("chooser", ["sampled(8, budget=0.4, block=64)", "pooled(keep=2, block=64)", "pooled(mass=0.5, block=64)"])
@@ -74,7 +73,7 @@ def test_choosers_keep_whole_tiles_of_tokens_and_what_is_beside_the_video_in_any
     spec = f"{layout} & ({chooser} | last_tokens(50))"
     mask = sf.choose_blocks(spec, q, k)
     kept, there = mask.to_dense(), torch.from_numpy(layout.exists(np.arange(layout.length)))
-    allowed = there[:, None] & there
+    allowed = there.expand(layout.length, -1)
     assert (
         not (kept & ~allowed).any()
         and (kept == allowed)[..., layout.tiled :].all()

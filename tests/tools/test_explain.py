@@ -420,3 +420,21 @@ def test_an_explanation_reads_as_sentences_and_has_them_as_fields():
     assert "hint: " in str(sf.explain(sf.compile_mask("causal", 256)))
     with pytest.raises(ValueError, match="got a mask of 256 x 256 tokens"):
         sf.explain(sf.compile_mask("causal", 256), q_len=512)
+
+
+def test_frames_show_what_one_query_of_a_video_sees_and_where_it_is(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(draw, "_write", lambda figure, path: figures.append(figure))
+    layout = sf.VideoLayout(3, 5, 9, (2, 4, 4), prefix=6, suffix=2)
+    pattern = sf.tile_window(layout, (1, 1, 2))
+    for mask in (pattern, sf.compile_mask(pattern, layout.length, block_size=32)):
+        draw.frames(mask, layout, (2, 1, 5), tmp_path / "frames.png", columns=2)
+        shown = np.array([axes.images[0].get_array() for axes in figures.pop().axes if axes.images])
+        blue = (shown == shown.min((0, 1, 2))).all(-1)
+        expected = np.zeros((3, 5, 9), bool)
+        expected[2:, :4, :8] = True
+        np.testing.assert_array_equal(blue, expected)
+    with pytest.raises(IndexError, match="row of query must be 0 to 4; got 5"):
+        draw.frames(pattern, layout, (0, 5, 0), tmp_path / "frames.png")
+    with pytest.raises(ValueError, match=rf"mask must be of the layout's {layout.length} tokens; got 143 x 143"):
+        draw.frames(sf.compile_mask("full", layout.tokens), layout, (0, 0, 0), tmp_path / "frames.png")
