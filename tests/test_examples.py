@@ -217,8 +217,9 @@ def run(first_of_readme, own_registry, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_code_of_a_page_runs_as_it_stands(page, run):
-    if "transformers" in "".join(codes(page)):
-        pytest.importorskip("transformers")
+    for library in ("transformers", "diffusers"):
+        if library in "".join(codes(page)):
+            pytest.importorskip(library)
     run(page)
 
 

@@ -28,7 +28,10 @@ def pins(name: str) -> dict[str, str]:
 def bounds() -> dict[str, tuple[str, str | None]]:
     """For each dependency, the first version that pyproject.toml allows and the first that it does not."""
     found = {}
-    for requirement in [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["transformers"]]:
+    for requirement in [
+        *PROJECT["dependencies"],
+        *(one for extra in ("transformers", "diffusers") for one in PROJECT["optional-dependencies"][extra]),
+    ]:
         name, first, stop = re.fullmatch(r"(\w+)(?:\[\w+\])?>=([\d.]+)(?:,<([\d.]+))?(?:;.*)?", requirement).groups()
         found[name] = first, stop
     return found
@@ -156,18 +159,20 @@ def test_the_extra_for_transformers_brings_what_its_trainer_needs():
     assert requirement.startswith("transformers[torch]")
     brought = importlib.metadata.requires("transformers")
     assert any(re.match(r"accelerate\b.*extra == ['\"]torch['\"]", line) for line in brought)
-    assert "sparse-flash[transformers,train]" in PROJECT["optional-dependencies"]["dev"]
+    assert "sparse-flash[transformers,train,diffusers]" in PROJECT["optional-dependencies"]["dev"]
     assert all("accelerate" in pinned for pinned in (OLDEST, CI, NEWEST))
 
 
-def test_an_older_transformers_is_refused_with_the_way_out():
+@pytest.mark.parametrize("library, extra, older", [("transformers", "[torch]", "5.7.1"), ("diffusers", "", "0.41.0")])
+def test_an_older_library_is_refused_with_the_way_out(library, extra, older):
+    pytest.importorskip(library)
     program = (
-        "import transformers; transformers.__version__ = '5.7.1'\n"
-        "try: import sparse_flash.integrations.transformers\n"
+        f"import {library}; {library}.__version__ = '{older}'\n"
+        f"try: import sparse_flash.integrations.{library}\n"
         "except ImportError as error: print(error)"
     )
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert f"pip install 'transformers[torch]>={bounds()['transformers'][0]}'" in said and "got 5.7.1" in said
+    assert f"pip install '{library}{extra}>={bounds()[library][0]}'" in said and f"got {older}" in said
 
 
 def test_the_command_line_says_its_version():

@@ -1,0 +1,398 @@
+"""Hugging Face Diffusers: runs the self-attention of video transformers under a mask, with their tokens in the order of tiles.
+
+    from sparse_flash.integrations.diffusers import use_sparse_flash
+
+    use_sparse_flash(pipe.transformer, "tile_window(layout, (3, 3, 3))")
+
+A model keeps its own attention processors, with their projections, norms and rotary embeddings. The processor of each layer is
+replaced by one that runs the model's own and computes the ``scaled_dot_product_attention`` in it here. Hooks on the modules before
+and after the blocks put the video's tokens, their rotary embeddings and the conditions of single tokens in tile order and back,
+once for all layers. In CogVideoX and in HunyuanVideo with ``token_replace`` each layer reorders queries, keys and values instead:
+the first puts text before video, the second treats the tokens of the first frame apart, by their positions.
+
+Cross-attention is unchanged, as are parameters and their names.
+
+Source: https://huggingface.co/docs/diffusers/api/attnprocessor (diffusers 0.42).
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import diffusers
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ..api.attention import attention
+from ..compat.dynamo import constant_in_graphs, outside_graphs
+from ..masks.memory import remembered
+from ..masks.pattern import And, Or, Pattern, parse
+from ..patterns import video_layout as VideoLayout
+
+if tuple(map(int, diffusers.__version__.split(".")[:2])) < (0, 42):
+    raise ImportError(f"diffusers 0.42.1 or newer is needed; got {diffusers.__version__}: pip install 'diffusers>=0.42.1'")
+
+_WORD = re.compile(r"(?<![\w.])layout(?![\w.])(?!\s*[=(])")
+_RUN = "_sparse_flash_run"
+_PROBE = (2**12,) * 3  # a grid that no window is too large for
+
+
+class _Model(NamedTuple):
+    """Says where a model keeps what. cells: (frames, height, width) of its video, in tokens, from its arguments by name. layers:
+    the attention of each block, in lists. embed: the module that returns the video's tokens, rotary: the dimension of tokens in
+    what ``rope`` returns. conditions: the module that returns conditions, and a function that reorders conditions of single tokens.
+    text_first: whether text comes before video in attention. reads_values: whether the length of text in attention depends on a
+    mask's values. in_layers: whether each layer must reorder tokens by itself."""
+
+    cells: Callable[[Any, dict[str, Any]], tuple[int, int, int]]
+    layers: tuple[tuple[str, str], ...]
+    embed: str = ""
+    rotary: int = 0
+    conditions: tuple[str, Callable] | None = None
+    text_first: bool = False
+    reads_values: bool = False
+    in_layers: Callable[[Any], bool] = lambda config: False
+
+
+def _by_patches(frames: int, rows: int, *patch: str) -> Callable[[Any, dict[str, Any]], tuple[int, int, int]]:
+    """Returns ``cells`` of a model that gets latents with frames in dimension ``frames``, height in ``rows`` and width last. patch:
+    the config's names of the sides of a patch."""
+
+    def cells(config, given):
+        latents = given["hidden_states"]
+        sides = config.patch_size if not patch else [(getattr(config, name) if name else None) or 1 for name in patch]
+        return tuple(latents.shape[dim] // side for dim, side in zip((frames, rows, 4), sides, strict=True))
+
+    return cells
+
+
+def _cells_of_ltx(config, given) -> tuple[int, int, int]:
+    sizes, tokens = tuple(given.get(name) for name in ("num_frames", "height", "width")), given["hidden_states"].shape[1]
+    if None in sizes:
+        raise ValueError(f"num_frames, height and width must be passed to LTXVideoTransformer3DModel; got {sizes}")
+    if sizes[0] * sizes[1] * sizes[2] != tokens:
+        raise ValueError(
+            f"hidden_states must be the tokens of {' x '.join(map(str, sizes))} (num_frames, height, width); got {tokens} tokens; "
+            "tokens of conditions after the video are not supported: call restore(transformer) for such a video"
+        )
+    return sizes
+
+
+def _conditions_of_wan(layout, batch: int, out):
+    timestep, projected, *rest = out
+    return timestep, layout.to_tiles(projected, 1) if projected.dim() == 3 else projected, *rest
+
+
+def _conditions_of_ltx(layout, batch: int, out):
+    projected, *rest = out
+    single = projected.shape[0] == batch  # one for each entry of the batch, otherwise one for each token
+    return projected if single else layout.to_tiles(projected.unflatten(0, (batch, -1)), 1).flatten(0, 1), *rest
+
+
+_MODELS = {
+    "WanTransformer3DModel": _Model(
+        _by_patches(2, 3), (("blocks", "attn1"),), "patch_embedding", 1, ("condition_embedder", _conditions_of_wan)
+    ),
+    "HunyuanVideoTransformer3DModel": _Model(
+        _by_patches(2, 3, "patch_size_t", "patch_size", "patch_size"),
+        (("transformer_blocks", "attn"), ("single_transformer_blocks", "attn")),
+        "x_embedder",
+        in_layers=lambda config: config.image_condition_type == "token_replace",
+    ),
+    "LTXVideoTransformer3DModel": _Model(
+        _cells_of_ltx, (("transformer_blocks", "attn1"),), "proj_in", 1, ("time_embed", _conditions_of_ltx)
+    ),
+    "MochiTransformer3DModel": _Model(
+        _by_patches(2, 3, "", "patch_size", "patch_size"),
+        (("transformer_blocks", "attn1"),),
+        "patch_embed",
+        reads_values=True,
+    ),
+    "CogVideoXTransformer3DModel": _Model(
+        _by_patches(1, 3, "patch_size_t", "patch_size", "patch_size"),
+        (("transformer_blocks", "attn1"),),
+        text_first=True,
+        in_layers=lambda config: True,
+    ),
+}
+
+
+def use_sparse_flash(
+    transformer: torch.nn.Module,
+    spec: str | Callable[[Any], Pattern | str],
+    layout: str | tuple[int, int, int] | Callable[[int, int, int], Any] = "auto",
+    dense_steps: int | Iterable[int] = (),
+    dense_layers: Iterable[int] = (),
+) -> torch.nn.Module:
+    """Switches a video transformer's self-attention to ``sparse_flash.attention`` under ``spec``; returns the transformer.
+
+    transformer: a Wan, HunyuanVideo, LTX-Video, Mochi or CogVideoX transformer of diffusers, such as ``pipe.transformer``, or a
+    module that holds one, such as a compiled one.
+    spec: spec text in which the word ``layout`` stands for the ``VideoLayout`` of the inputs, as in
+    ``"tile_window(layout, (3, 3, 3))"`` and ``"layout & (sampled(16, budget=0.1, block=64))"``; ``"layout"`` keeps all pairs. Or a
+    function from the layout to a pattern or its text. The layout has the model's text, if it is in the same attention, as prefix
+    (CogVideoX) or suffix. No spec makes padding of tiles seen.
+    layout: "auto" takes the tile that ``VideoLayout.of`` proposes for the grid of the inputs. Or a tile, (frames, height, width) in
+    tokens, or a function from the grid to a VideoLayout.
+    dense_steps: the numbers of the steps of a sampling loop in which the model runs unchanged, or how many of the first ones. A
+    step is a run of calls with one timestep, so guidance with two calls a step counts one. Counting starts again when the
+    timestep is the loop's first one, or changes in the other direction. Each transformer counts its own calls. The
+    timestep is read, which waits for the GPU. Training refuses dense_steps.
+    dense_layers: the numbers of layers that keep all pairs; HunyuanVideo counts its single blocks after the others.
+
+    Masks for padded text (HunyuanVideo) become ``kv_lens``; other masks of attention are refused. Gradient checkpointing works;
+    call backward before the next forward call. Raises ValueError for models that are not known and arguments that do not fit.
+    """
+    model, known = _known(transformer)
+    layers = [getattr(block, attn) for blocks, attn in known.layers for block in getattr(model, blocks)]
+    steps = _numbers("dense_steps", range(dense_steps) if type(dense_steps) is int and dense_steps >= 0 else dense_steps)
+    dense = _numbers("dense_layers", dense_layers)
+    if wrong := sorted(number for number in dense if number >= len(layers)):
+        raise ValueError(f"dense_layers must name layers of {type(model).__name__}, 0 to {len(layers) - 1}; got {wrong}")
+    run = _Run(model, known, _checked(spec), _checked_layout(layout), steps)
+    restore(model)
+    for number, layer in enumerate(layers):
+        _set(layer, _Processor(layer.processor, run, number in dense))
+    run.layers = layers
+    run.hooks = [model.register_forward_pre_hook(run.begin, with_kwargs=True)]
+    if not run.in_layers:
+        run.hooks.append(getattr(model, known.embed).register_forward_hook(run.embedded))
+        run.hooks.append(model.rope.register_forward_hook(run.rotated))
+        run.hooks.append(model.norm_out.register_forward_pre_hook(run.back))
+        if known.conditions is not None:
+            run.hooks.append(getattr(model, known.conditions[0]).register_forward_hook(run.conditioned))
+    setattr(model, _RUN, run)
+    return transformer
+
+
+def restore(transformer: torch.nn.Module) -> torch.nn.Module:
+    """Gives a transformer its own attention back, and removes the hooks; returns the transformer.
+
+    transformer: as for ``use_sparse_flash``. One that was not switched stays as it is.
+    """
+    model, _ = _known(transformer)
+    run = getattr(model, _RUN, None)
+    if run is not None:
+        for hook in run.hooks:
+            hook.remove()
+        for layer in run.layers:
+            if isinstance(layer.processor, _Processor):  # otherwise somebody has set another one since
+                _set(layer, layer.processor.own)
+        delattr(model, _RUN)
+    return transformer
+
+
+def _set(layer: Any, processor: Any) -> None:
+    if hasattr(layer, "set_processor"):
+        layer.set_processor(processor)
+    else:  # Mochi's
+        layer.processor = processor
+
+
+def _known(transformer) -> tuple[Any, _Model]:
+    """Returns the module that is a known model, and what is known of it."""
+    if not isinstance(transformer, torch.nn.Module):
+        raise TypeError(f"transformer must be a module, such as pipe.transformer; got {type(transformer).__name__}")
+    for module in transformer.modules():
+        for cls in type(module).__mro__:
+            if cls.__name__.startswith("Kandinsky5"):
+                raise ValueError(
+                    f"{cls.__name__} reorders its tokens and masks its attention by itself; set attention_type in its config"
+                )
+            if cls.__name__ in _MODELS:
+                return module, _MODELS[cls.__name__]
+    raise ValueError(
+        f"transformer must be one of {', '.join(_MODELS)}; got {type(transformer).__name__}; for others set attention processors "
+        "that call layout.to_tiles(x, dim) for q, k and v, sparse_flash.attention under a pattern of the layout, and "
+        "layout.to_raster(out, dim)"
+    )
+
+
+def _numbers(name: str, numbers: Any) -> frozenset[int]:
+    numbers = tuple(numbers) if isinstance(numbers, Iterable) else (numbers,)
+    if wrong := [one for one in numbers if isinstance(one, bool) or not isinstance(one, int) or one < 0]:
+        raise ValueError(f"{name} must be numbers counted from 0; got {wrong}")
+    return frozenset(numbers)
+
+
+def _checked(spec: Any) -> Any:
+    """Returns what ``_mask`` takes: a function, or text in pieces, between which the layout's text goes."""
+    if callable(spec):
+        return spec
+    if not isinstance(spec, str):
+        raise TypeError(f"spec must be text or a function from a layout to a pattern; got {type(spec).__name__}")
+    pieces = tuple(_WORD.split(spec))
+    if len(pieces) == 1:
+        raise ValueError(
+            f"spec must say where the layout of the inputs goes, as 'tile_window(layout, (3, 3, 3))' does; got {spec!r}"
+        )
+    pattern = parse(VideoLayout(*_PROBE).to_spec().join(pieces))
+    return pieces if _masks_padding(pattern) else ("", " & (" + pieces[0], *pieces[1:-1], pieces[-1] + ")")
+
+
+def _masks_padding(pattern: Pattern) -> bool:
+    if isinstance(pattern, And):
+        return any(map(_masks_padding, pattern.operands))
+    return all(map(_masks_padding, pattern.operands)) if isinstance(pattern, Or) else hasattr(pattern, "layout")
+
+
+def _checked_layout(layout: Any) -> Any:
+    if layout == "auto":
+        return VideoLayout.of
+    if callable(layout):
+        return layout
+    if not isinstance(layout, (tuple, list)) or len(layout) != 3:
+        raise ValueError(f"layout must be 'auto', a tile of three numbers or a function from a grid; got {layout!r}")
+    VideoLayout(*_PROBE, tuple(layout))
+    return partial(VideoLayout, tile=tuple(layout))
+
+
+@constant_in_graphs
+def _layout_of(make: Callable, cells: tuple[int, int, int]) -> VideoLayout:
+    return _made(make, cells)
+
+
+@remembered(maxsize=256)  # torch.compile compiles anew for another object
+def _made(make: Callable, cells: tuple[int, int, int]) -> VideoLayout:
+    layout = make(*cells)
+    if not isinstance(layout, VideoLayout) or layout.grid != cells or layout.prefix or layout.suffix:
+        raise ValueError(f"layout must return a VideoLayout of the grid {cells}, without prefix and suffix; got {layout!r}")
+    return layout
+
+
+class _Run:
+    """Holds the settings of a switched model, and the layout of its present call: that of the video alone, or None where the model
+    runs unchanged. The layout stays until the next call, as gradient checkpointing runs layers again."""
+
+    def __init__(self, model: Any, known: _Model, spec: Any, make: Callable, dense_steps: frozenset[int]):
+        self.config, self.known, self.spec, self.make, self.dense_steps = model.config, known, spec, make, dense_steps
+        self.in_layers = known.in_layers(model.config)
+        self.names = tuple(inspect.signature(type(model).forward).parameters)[1:]
+        self.layers: list[Any] = []
+        self.hooks: list[Any] = []
+        self.layout: Any = None
+        self.batch = 0
+        self.step = 0
+        self.first: float | None = None
+        self.last: float | None = None
+        self.upward: bool | None = None
+
+    def begin(self, model, args, kwargs) -> None:
+        if not all(isinstance(layer.processor, _Processor) for layer in self.layers):
+            raise ValueError("the model's attention processors were replaced; call use_sparse_flash again")
+        given = {**dict(zip(self.names, args)), **kwargs}
+        self.batch = given["hidden_states"].shape[0]
+        if self.dense_steps:
+            if model.training and torch.is_grad_enabled():
+                raise ValueError("dense_steps count the steps of sampling; call use_sparse_flash without them for training")
+            if self._step(given["timestep"]) in self.dense_steps:
+                self.layout = None
+                return
+        self.layout = _layout_of(self.make, self.known.cells(self.config, given))
+
+    @outside_graphs
+    def _step(self, timestep) -> int:
+        now = float(torch.as_tensor(timestep).max())
+        if now != self.last:
+            upward = self.last is not None and now > self.last
+            if self.last is None or now == self.first or self.upward not in (None, upward):
+                self.step, self.first, self.upward = 0, now, None
+            else:
+                self.step, self.upward = self.step + 1, upward
+            self.last = now
+        return self.step
+
+    def embedded(self, module, args, out):
+        if self.layout is None:
+            return None
+        if out.dim() == 5:  # (batch, channels, frames, height, width), which the model flattens
+            return self.layout.to_tiles(out.flatten(2), 2)[..., None, None]
+        return self.layout.to_tiles(out.reshape(self.batch, -1, out.shape[-1]), 1)
+
+    def rotated(self, module, args, out):
+        return None if self.layout is None else tuple(self.layout.to_tiles(one, self.known.rotary) for one in out)
+
+    def conditioned(self, module, args, out):
+        return None if self.layout is None else self.known.conditions[1](self.layout, self.batch, out)
+
+    def back(self, module, args):
+        return None if self.layout is None else (self.layout.to_raster(args[0], 1), *args[1:])
+
+    def attend(self, dense, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+        """Takes the place of scaled_dot_product_attention, whose arguments these are. dense: whether to keep all pairs."""
+        video = self.layout
+        text = query.shape[2] - (video.tokens if self.in_layers else video.length)
+        beside = (text, 0) if self.known.text_first else (0, text)
+        layout = VideoLayout(*video.grid, video.tile, *beside)
+        kv_lens = None
+        if attn_mask is not None:
+            if attn_mask.dtype != torch.bool or tuple(attn_mask.shape[1:3]) != (1, 1) or not text:
+                raise ValueError(
+                    f"the attention mask must be of padded text, (batch, 1, 1, tokens) bool; got {tuple(attn_mask.shape)} "
+                    f"{attn_mask.dtype}; leave it out, or call restore(transformer)"
+                )
+            kv_lens = layout.length - text + attn_mask[:, 0, 0, -text:].sum(-1)
+        if self.in_layers:
+            query, key, value = (layout.to_tiles(one, 2) for one in (query, key, value))
+        mask = layout if dense else self._mask(layout)
+        out = attention(query, key, value, mask, scale=scale, dropout_p=dropout_p, kv_lens=kv_lens)
+        return layout.to_raster(out, 2) if self.in_layers else out
+
+    def _mask(self, layout) -> Pattern | str:
+        if not callable(self.spec):
+            return layout.to_spec().join(self.spec)
+        mask = self.spec(layout)
+        mask = parse(mask) if isinstance(mask, str) else mask
+        return mask if _masks_padding(mask) else layout & mask
+
+
+class _Processor:
+    """Runs a layer's own attention processor, with its attention computed by ``_Run.attend``."""
+
+    def __init__(self, own: Any, run: _Run, dense: bool):
+        self.own, self.run, self.dense = own, run, dense
+        self.native = copy.copy(own)
+        if hasattr(own, "_attention_backend"):
+            self.native._attention_backend = "native"  # which calls scaled_dot_product_attention
+
+    # Parameters have the names that attention modules of diffusers look for before they pass keywords on.
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None):
+        given = (attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
+        if self.run.layout is None:
+            return self.own(*given)
+        return outside_graphs(self.switched)(*given) if self.run.known.reads_values else self.switched(*given)
+
+    def switched(self, *given):
+        calls = _Attention(self.run, self.dense)
+        with calls:
+            out = self.native(*given)
+        if not calls.count:
+            raise ValueError(f"{type(self.own).__name__} did not call scaled_dot_product_attention; call restore(transformer)")
+        return out
+
+    @property
+    def _attention_backend(self):
+        return self.own._attention_backend
+
+    @_attention_backend.setter
+    def _attention_backend(self, backend):
+        self.own._attention_backend = backend  # of dense steps
+
+
+class _Attention(TorchFunctionMode):
+    def __init__(self, run: _Run, dense: bool):
+        super().__init__()
+        self.run, self.dense, self.count = run, dense, 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            self.count += 1
+            return self.run.attend(self.dense, *args, **(kwargs or {}))
+        if func is torch.Tensor.unflatten:  # written in Python, and torch.compile cannot trace it within a mode
+            func = torch.unflatten
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,369 @@
+"""Video transformers of diffusers under a mask equal their own attention with the mask's pairs, their tokens in raster order."""
+
+import copy
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.overrides import TorchFunctionMode
+
+import sparse_flash as sf
+
+diffusers = pytest.importorskip(
+    "diffusers", minversion="0.42", reason="diffusers is not installed: pip install 'diffusers>=0.42.1'"
+)
+
+from sparse_flash.integrations.diffusers import restore, use_sparse_flash  # noqa: E402
+
+CELLS, TEXT, VALID = (3, 5, 7), 7, (7, 4)  # VALID: of the text's tokens, in each entry of the batch
+TILE = (2, 2, 4)  # all axes of CELLS are ragged
+WINDOW = "tile_window(layout, (1, 2, 1))"
+SMALL = {"num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4}
+BY_PATCHES = (2, 4, CELLS[0], 2 * CELLS[1], 2 * CELLS[2])
+
+
+def wan(**options):
+    model = diffusers.WanTransformer3DModel(**SMALL, text_dim=8, freq_dim=16, ffn_dim=32, num_layers=2)
+    return model, {"hidden_states": torch.randn(BY_PATCHES), "encoder_hidden_states": torch.randn(2, TEXT, 8)}
+
+
+def wan_with_a_timestep_for_each_token():
+    model, inputs = wan()
+    return model, inputs | {"timestep": torch.rand(2, np.prod(CELLS)) * 1000}
+
+
+def hunyuan(kind=None):
+    sizes = {"num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1, "text_embed_dim": 8, "pooled_projection_dim": 8}
+    kinds = {"rope_axes_dim": (4, 6, 6), "guidance_embeds": False, "image_condition_type": kind}
+    inputs = {"hidden_states": torch.randn(BY_PATCHES), "encoder_hidden_states": torch.randn(2, TEXT, 8)}
+    inputs |= {"encoder_attention_mask": valid_text().long(), "pooled_projections": torch.randn(2, 8)}
+    return diffusers.HunyuanVideoTransformer3DModel(**SMALL, **sizes, **kinds), inputs
+
+
+def hunyuan_with_token_replace():
+    return hunyuan("token_replace")
+
+
+def ltx():
+    model = diffusers.LTXVideoTransformer3DModel(**SMALL, cross_attention_dim=32, num_layers=2, caption_channels=8)
+    inputs = {"hidden_states": torch.randn(2, np.prod(CELLS), 4), "encoder_hidden_states": torch.randn(2, TEXT, 8)}
+    return model, inputs | {"encoder_attention_mask": valid_text().long(), **dict(zip(("num_frames", "height", "width"), CELLS))}
+
+
+def ltx_with_a_timestep_for_each_token():
+    model, inputs = ltx()
+    return model, inputs | {"timestep": torch.rand(2, np.prod(CELLS)) * 1000}
+
+
+def mochi():
+    sizes = {"num_layers": 2, "pooled_projection_dim": 16, "text_embed_dim": 8, "time_embed_dim": 16, "max_sequence_length": 16}
+    model = diffusers.MochiTransformer3DModel(**SMALL, **sizes)
+    torch.nn.init.normal_(model.pos_frequencies)  # zeros otherwise
+    inputs = {"hidden_states": torch.randn(BY_PATCHES), "encoder_hidden_states": torch.randn(2, TEXT, 8)}
+    return model, inputs | {"encoder_attention_mask": valid_text()}
+
+
+def cogvideox():
+    sizes = {"num_layers": 2, "time_embed_dim": 8, "text_embed_dim": 8, "max_text_seq_length": TEXT, "sample_frames": 9}
+    model = diffusers.CogVideoXTransformer3DModel(
+        **SMALL, **sizes, sample_height=10, sample_width=14, use_rotary_positional_embeddings=True
+    )
+    angles = torch.randn(np.prod(CELLS), 16)
+    inputs = {"hidden_states": torch.randn(BY_PATCHES).transpose(1, 2), "encoder_hidden_states": torch.randn(2, TEXT, 8)}
+    return model, inputs | {"image_rotary_emb": (angles.cos(), angles.sin())}
+
+
+def valid_text():
+    return torch.arange(TEXT) < torch.tensor(VALID)[:, None]
+
+
+MODELS = [
+    wan,
+    wan_with_a_timestep_for_each_token,
+    hunyuan,
+    hunyuan_with_token_replace,
+    ltx,
+    ltx_with_a_timestep_for_each_token,
+    mochi,
+    cogvideox,
+]
+each_model = pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
+
+
+def made(make):
+    torch.manual_seed(0)
+    model, inputs = make()
+    return model.eval(), {"timestep": torch.tensor([500, 500]), **inputs, "return_dict": False}
+
+
+def run(model, inputs, **changed):
+    with torch.no_grad():
+        return model(**inputs | changed)[0]
+
+
+class RasterPairs(TorchFunctionMode):
+    """Masks all self-attention to which the video belongs, token by token in the model's own order."""
+
+    def __init__(self, spec, text_first=False, dense_layers=()):
+        super().__init__()
+        self.spec, self.text_first, self.dense_layers, self.layer = spec, text_first, dense_layers, itertools.count()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is not torch.nn.functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        q, k, v = [*args, *(kwargs[name] for name in ("query", "key", "value") if name in kwargs)]
+        tokens, text = q.shape[2], q.shape[2] - int(np.prod(CELLS))
+        own = kwargs.get("attn_mask")
+        if text >= 0 and tokens == k.shape[2] and next(self.layer) not in self.dense_layers:
+            layout = sf.VideoLayout(*CELLS, TILE, **{"prefix" if self.text_first else "suffix": text})
+            place = layout.position_of
+            pattern = sf.parse(self.spec.replace("layout", layout.to_spec()))
+            kept = torch.from_numpy(pattern.token_rule(place[:, None], place[None, :]))
+            assert 0 < kept.sum() < tokens**2
+            own = kept if own is None else own & kept
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=own)
+
+
+def expected(model, inputs, spec=WINDOW, **options):
+    with RasterPairs(spec, "CogVideoX" in type(model).__name__, **options):
+        return run(model, inputs)
+
+
+def close(got, want):
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@each_model
+def test_a_layout_alone_is_the_models_own_attention(make):
+    model, inputs = made(make)
+    own = run(model, inputs)
+    for layout in ("auto", TILE, lambda *cells: sf.VideoLayout(*cells, (1, 8, 8))):
+        assert use_sparse_flash(model, "layout", layout) is model
+        close(run(model, inputs), own)
+
+
+@each_model
+def test_a_window_is_dense_attention_under_its_pairs(make):
+    model, inputs = made(make)
+    want = expected(model, inputs)
+    use_sparse_flash(model, WINDOW, TILE)
+    close(run(model, inputs), want)
+    use_sparse_flash(model, lambda layout: sf.parse(f"tile_window({layout}, (1, 2, 1))"), TILE)
+    close(run(model, inputs), want)
+    assert (run(model, inputs) - run(restore(model), inputs)).abs().max() > 1e-2
+
+
+@each_model
+def test_entries_of_a_guidance_batch_are_what_calls_of_their_own_give(make):
+    model, inputs = made(make)
+    use_sparse_flash(model, WINDOW, TILE)
+    both = run(model, inputs)
+    for entry in (slice(0, 1), slice(1, 2)):
+        one = {name: x[entry] if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+        close(run(model, one), both[entry])
+
+
+@each_model
+def test_restore_gives_the_old_output_bit_by_bit(make):
+    model, inputs = made(make)
+    own, processors = run(model, inputs), [m.processor for m in model.modules() if hasattr(m, "processor")]
+    saved = {name: x.clone() for name, x in model.state_dict().items()}
+    use_sparse_flash(use_sparse_flash(model, "layout", TILE), WINDOW, TILE)
+    assert model.state_dict().keys() == saved.keys() and all(torch.equal(x, saved[name]) for name, x in model.state_dict().items())
+    assert not torch.equal(run(model, inputs), own)
+    assert restore(model) is model and torch.equal(run(restore(model), inputs), own)
+    assert processors == [m.processor for m in model.modules() if hasattr(m, "processor")]
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@each_model
+def test_dense_layers_keep_all_pairs(make):
+    model, inputs = made(make)
+    want = expected(model, inputs, dense_layers=range(2) if make is mochi else [0])  # Mochi calls attention for each entry
+    use_sparse_flash(model, WINDOW, TILE, dense_layers=[0])
+    close(run(model, inputs), want)
+
+
+def test_padding_is_not_seen_under_patterns_that_do_not_know_it():
+    model, inputs = made(wan)
+    want = expected(model, inputs, "layout & (local(24) | sinks(3))")
+    for spec in ("layout & (local(24) | sinks(3))", "local(24) | sinks(3) | (layout & local(1))"):
+        use_sparse_flash(model, spec, TILE)
+        close(run(model, inputs), want)
+    use_sparse_flash(model, lambda layout: "local(24) | sinks(3)", TILE)
+    close(run(model, inputs), want)
+
+
+@pytest.mark.parametrize("make", [wan, hunyuan, cogvideox], ids=lambda make: make.__name__)
+def test_choosers_choose_among_tiles(make):
+    model, inputs = made(make)
+    own = run(model, inputs)
+    for budget, same in ((1.0, True), (0.3, False)):
+        use_sparse_flash(model, f"layout & sampled(16, budget={budget}, block=64)", (4, 4, 4))
+        got = run(model, inputs)
+        assert got.isfinite().all() and torch.allclose(got, own, rtol=1e-4, atol=1e-4) == same
+
+
+@pytest.mark.parametrize("times", [(999, 750, 500, 250), (0, 250, 500, 750)], ids=["downward", "upward"])
+@pytest.mark.parametrize("dense_steps", [2, range(2), [0, 3]], ids=str)
+def test_dense_steps_are_counted_by_timestep(times, dense_steps):
+    model, inputs = made(wan)
+    own = [run(model, inputs, timestep=torch.tensor([time, time])) for time in times]
+    use_sparse_flash(model, WINDOW, TILE, dense_steps=dense_steps)
+    dense = range(dense_steps) if isinstance(dense_steps, int) else dense_steps
+    for times_seen in (4, 4, 3, 4):  # loops one after another, one of them shorter
+        for step, time in enumerate(times[:times_seen]):
+            for _guided in range(2):
+                got = run(model, inputs, timestep=torch.tensor([time, time]))
+                assert torch.equal(got, own[step]) == (step in dense)
+
+
+def test_the_layout_follows_the_inputs():
+    model, inputs = made(wan)
+    use_sparse_flash(model, "layout")
+    for shape in ((1, 4, 3, 10, 14), (2, 4, 1, 16, 32), (1, 4, 5, 6, 4)):
+        changed = {"hidden_states": torch.randn(shape), "encoder_hidden_states": torch.randn(shape[0], TEXT, 8)}
+        changed["timestep"] = torch.full(shape[:1], 500)
+        close(run(model, inputs, **changed), run(restore(copy.deepcopy(model)), inputs, **changed))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize("make", [wan, hunyuan, ltx, mochi, cogvideox], ids=lambda make: make.__name__)
+def test_gradients_are_those_of_dense_attention_under_the_windows_pairs(make, checkpointing):
+    model, inputs = made(make)
+    other = copy.deepcopy(model)
+    if checkpointing:
+        model.enable_gradient_checkpointing()
+    use_sparse_flash(model.train(), WINDOW, TILE)
+    model(**inputs)[0].square().sum().backward()
+    with RasterPairs(WINDOW, make is cogvideox):
+        other(**inputs)[0].square().sum().backward()
+    grads = [(one.grad, two.grad) for one, two in zip(model.parameters(), other.parameters()) if two.grad is not None]
+    assert len(grads) > 20
+    for one, two in grads:
+        torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-3 * float(two.abs().max()) + 1e-4)
+
+
+needs_patterns_in_graphs = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), reason="torch.compile takes patterns from PyTorch 2.13"
+)
+
+
+IN_ONE_GRAPH = [(make, WINDOW) for make in (wan, hunyuan, hunyuan_with_token_replace, ltx, cogvideox)]
+IN_ONE_GRAPH.append((wan, "layout & sampled(16, budget=0.3, block=64)"))
+
+
+@needs_patterns_in_graphs
+@pytest.mark.parametrize("make, spec", IN_ONE_GRAPH, ids=[f"{make.__name__}-{spec}" for make, spec in IN_ONE_GRAPH])
+def test_one_graph_holds_the_whole_model(make, spec):
+    torch._dynamo.reset()
+    model, inputs = made(make)
+    want = run(use_sparse_flash(model, spec, TILE), inputs)
+    close(run(torch.compile(model, backend="aot_eager", fullgraph=True), inputs), want)
+
+
+@needs_patterns_in_graphs
+@pytest.mark.parametrize("make, dense_steps", [(wan, 1), (mochi, 0)], ids=["wan, dense steps", "mochi"])
+def test_what_reads_values_breaks_the_graph(make, dense_steps):
+    torch._dynamo.reset()
+    model, inputs = made(make)
+    first = {"timestep": torch.tensor([999, 999])}
+    own, want = run(model, inputs, **first), run(use_sparse_flash(model, WINDOW, TILE), inputs)
+    compiled = torch.compile(model, backend=(counter := CompileCounterWithBackend("eager")))
+    use_sparse_flash(compiled, WINDOW, TILE, dense_steps=dense_steps)
+    if dense_steps:
+        close(run(compiled, inputs, **first), own)
+    close(run(compiled, inputs), want)
+    graphs = counter.frame_count
+    for time in (400, 300, 999, 500):
+        run(compiled, inputs, timestep=torch.tensor([time, time]))
+    assert counter.frame_count == graphs
+
+
+@needs_patterns_in_graphs
+def test_blocks_compile_one_by_one():
+    torch._dynamo.reset()
+    model, inputs = made(wan)
+    want = run(use_sparse_flash(model, WINDOW, TILE), inputs)
+    model.compile_repeated_blocks(backend="eager", fullgraph=True)
+    close(run(model, inputs), want)
+
+
+def test_fused_projections_stay_fused():
+    for make in (wan, cogvideox):
+        model, inputs = made(make)
+        want = run(use_sparse_flash(model, WINDOW, TILE), inputs)
+        restore(model).fuse_qkv_projections()
+        close(run(use_sparse_flash(model, WINDOW, TILE), inputs), want)
+
+
+def test_another_attention_back_end_runs_the_dense_steps():
+    model, inputs = made(wan)
+    first = {"timestep": torch.tensor([999, 999])}
+    own, want = run(model, inputs, **first), run(use_sparse_flash(model, WINDOW, TILE), inputs)
+    use_sparse_flash(model, WINDOW, TILE, dense_steps=1)
+    model.set_attention_backend("_native_math")
+    close(run(model, inputs, **first), own)
+    close(run(model, inputs), want)
+    assert restore(model).blocks[0].attn1.processor._attention_backend.value == "_native_math"
+
+
+class Kandinsky5Transformer3DModel(torch.nn.Module):
+    pass
+
+
+BAD = {
+    "a pipeline": (lambda model: use_sparse_flash(object(), "layout"), TypeError, "such as pipe.transformer"),
+    "unknown": (lambda model: use_sparse_flash(torch.nn.Linear(1, 1), "layout"), ValueError, "must be one of Wan.*to_tiles"),
+    "kandinsky": (lambda model: use_sparse_flash(Kandinsky5Transformer3DModel(), "layout"), ValueError, "by itself"),
+    "no layout": (lambda model: use_sparse_flash(model, "local(64)"), ValueError, "where the layout of the inputs goes"),
+    "a misspelt pattern": (lambda model: use_sparse_flash(model, "tile_windo(layout, 3)"), ValueError, "tile_window"),
+    "no spec": (lambda model: use_sparse_flash(model, None), TypeError, "spec must be text or a function"),
+    "a wrong tile": (lambda model: use_sparse_flash(model, "layout", (3, 3, 3)), ValueError, "power of two"),
+    "a flat tile": (lambda model: use_sparse_flash(model, "layout", (4, 4)), ValueError, "three numbers"),
+    "a wrong word": (lambda model: use_sparse_flash(model, "layout", "raster"), ValueError, "'auto', a tile"),
+    "a layout of one grid": (lambda model: use_sparse_flash(model, "layout", sf.VideoLayout(*CELLS)), ValueError, "'auto', a tile"),
+    "a wrong layer": (lambda model: use_sparse_flash(model, "layout", dense_layers=[2]), ValueError, "0 to 1; got \\[2\\]"),
+    "a wrong step": (lambda model: use_sparse_flash(model, "layout", dense_steps=[-1]), ValueError, "counted from 0"),
+    "a negative count": (lambda model: use_sparse_flash(model, "layout", dense_steps=-1), ValueError, "counted from 0"),
+    "steps as words": (lambda model: use_sparse_flash(model, "layout", dense_steps=True), ValueError, "counted from 0"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments_are_errors_that_leave_the_model_as_it_is(case):
+    call, error, message = BAD[case]
+    model, inputs = made(wan)
+    own = run(model, inputs)
+    with pytest.raises(error, match=message):
+        call(model)
+    assert torch.equal(run(model, inputs), own)
+
+
+def test_inputs_that_do_not_fit_are_errors():
+    model, inputs = made(ltx)
+    use_sparse_flash(model, WINDOW, TILE)
+    with pytest.raises(ValueError, match="got 105 tokens; tokens of conditions"):
+        run(model, inputs, height=4)
+    with pytest.raises(ValueError, match="num_frames, height and width must be passed"):
+        run(model, inputs, num_frames=None, video_coords=torch.rand(2, 3, 105))
+    model, inputs = made(wan)
+    use_sparse_flash(model, "tile_window(layout, 4)", TILE)
+    with pytest.raises(ValueError, match="tile_window"):
+        run(model, inputs)
+    use_sparse_flash(model, WINDOW, lambda *cells: sf.VideoLayout(*cells, TILE, prefix=1))
+    with pytest.raises(ValueError, match="without prefix and suffix"):
+        run(model, inputs)
+    use_sparse_flash(model, WINDOW, TILE, dense_steps=1)
+    with pytest.raises(ValueError, match="steps of sampling"):
+        model.train()(**inputs)
+    model.set_attn_processor(type(model.blocks[0].attn2.processor)())
+    with pytest.raises(ValueError, match="were replaced"):
+        run(model, inputs)
+    model, inputs = made(cogvideox)
+    use_sparse_flash(model, WINDOW, TILE)
+    with pytest.raises(ValueError, match="must be of padded text"):
+        run(model, inputs, attention_kwargs={"attention_mask": torch.zeros(4, 1, 112)})
