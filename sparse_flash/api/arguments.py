@@ -18,7 +18,7 @@ from ..dispatch import operators
 from ..dispatch.call import AttentionCall, backend_for
 from ..masks.block_mask import BlockMask, check_batch_and_heads
 from ..masks.cache import compiled_once, of_another_library, traceable
-from ..masks.chooser import is_chosen
+from ..masks.chooser import is_chosen, looking_ahead
 from ..masks.memory import cleared_by
 from ..masks.pattern import Pattern, check_known_end, text_of
 from ..packed.repack import Side
@@ -70,6 +70,8 @@ def checked(
         spec = traceable(mask) if torch.compiler.is_compiling() else mask
         if is_chosen(spec) and 0 not in q.shape and 0 not in k.shape:
             check_tensors(q, k, v)
+            if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+                _refuse_looking_ahead(spec)
             if not (kv_lens is q_lens is None):
                 check_known_end(spec)
             lengths = checked_variant(q, k, kv_lens=kv_lens, q_lens=q_lens, kv_starts=kv_starts, q_starts=q_starts)
@@ -142,6 +144,14 @@ def _is_plain(dropout_p: object, softcap: float | None, score_mod: ScoreFunction
     no_dropout = isinstance(dropout_p, float) and dropout_p == 0.0
     no_params = isinstance(score_params, tuple) and len(score_params) == 0  # Dynamo traces no "not" of a tuple
     return no_dropout and no_params and softcap is None and score_mod is None
+
+
+def _refuse_looking_ahead(spec: Pattern | str) -> None:
+    if (chooser := looking_ahead(spec)) is not None:
+        raise ValueError(
+            f"{chooser} must not be trained with, as later queries change what a block keeps; use torch.no_grad() for prompts, "
+            "or another chooser for training; choose_blocks makes a mask that has gradients"
+        )
 
 
 def _refuse_beside_selection(others: dict[str, Any]) -> None:

@@ -70,7 +70,8 @@ class Chooser(Pattern):
         if len(given) != 1:
             raise ValueError(
                 f"{name} must have one rule of {', '.join(f'{rule}=' for rule in RULES)}; got "
-                f"{' and '.join(f'{rule}={getattr(self, rule)}' for rule in given) or 'none'}; pass one, such as {name}(floor=0.01)"
+                f"{' and '.join(f'{rule}={getattr(self, rule)}' for rule in given) or 'none'}; pass one beside "
+                "its other arguments, such as floor=0.01"
             )
         if self.keep is not None:
             settle(self, keep=_checked_keep(name, self.keep))
@@ -227,7 +228,7 @@ class LastQueries(Chooser):
     """Columns and slashes: the last queries' softmax weights by key and by distance, each summed over a block; a block of keys has
     the weight of its columns and of its distance from the block of queries.
 
-    count: how many of the last queries. For prompts alone: what a block keeps depends on later queries, so training refuses it.
+    count: how many of the last queries. For prompts alone: what a block keeps depends on later queries, so ``attention`` refuses it where gradients are asked for.
     Source: arXiv:2407.02490 (vertical-slash heads). The sums by key and by distance are those of microsoft/MInference (commit
     fb56c91, MIT), to 6e-8; MInference then keeps the best single columns and slashes. Its copy of FlexPrefill has the same sums by
     block if blocks divide the length; otherwise FlexPrefill starts the blocks of distances elsewhere.
@@ -288,6 +289,13 @@ def choices_of(spec: Pattern | str) -> tuple[HeadChoice, ...]:
     if len(set(choices)) > 1 and any(chooser.budget is not None for chooser in choosers):
         raise ValueError(f"heads of {shortened(pattern)} compete for a budget, so all must have one chooser; use keep= by head")
     return choices
+
+
+@constant_in_graphs
+def looking_ahead(spec: Pattern | str) -> str | None:
+    """The text of an expression's chooser that later queries influence; None if it has none."""
+    choosers = (chooser for choice in choices_of(spec) for chooser in choice.choosers)
+    return next((str(chooser) for chooser in choosers if chooser.looks_ahead), None)
 
 
 def size_of(spec: Pattern | str) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -12,7 +12,7 @@ from ...api.attention import attention
 from ...api.decode import MAX_QUERIES
 from ...api.shared import SharedSequence
 from ...compat.dynamo import constant_in_graphs
-from ...masks.chooser import HeadChoice, Scored, choices_of, is_causal, is_chosen
+from ...masks.chooser import HeadChoice, Scored, choices_of, is_causal, is_chosen, looking_ahead
 from ...masks.memory import remembered
 from ...masks.pattern import And, Or, Pattern, PerHead, parse, text_of
 from ...masks.rules import moved
@@ -62,6 +62,8 @@ def choices_by_layer(
     for name, value in counts.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
             raise ValueError(f"{name} must be a number of tokens, 0 or more; got {value!r}")
+    if not (dense_layers is None or isinstance(dense_layers, Iterable)):
+        raise ValueError(f"dense_layers must be numbers of layers, such as [0, 1]; got {dense_layers!r}")
     dense = () if dense_layers is None else tuple(dense_layers)
     if wrong := [number for number in dense if number not in chosen]:
         raise ValueError(f"dense_layers must name layers whose mask has a chooser, which are {chosen}; got {wrong}")
@@ -89,7 +91,7 @@ def prompt_choice(mask: Pattern | str, below: int, last: int) -> PromptChoice:
         _of_heads([_without_choosers(choice) for choice in choices]),
         below,
         last,
-        next((str(chooser) for chooser in choosers if chooser.looks_ahead), None),
+        looking_ahead(mask),
         any(map(depends_on_position, patterns)),
     )
 
@@ -152,7 +154,8 @@ def _check(module: torch.nn.Module, choice: PromptChoice, own: ModelMask, packed
     if own.dense is not None:
         raise ValueError(
             "attention_mask must be 2-D with one run of ones in each row if a layer's mask has a chooser; got one of pairs, or one "
-            "with zeros between ones; pad at the ends of rows, or use a mask without choosers"
+            "with zeros between ones; pad at the ends of rows, or use a mask without choosers. generate() makes a mask of its "
+            "own where tokens equal pad_token_id"
         )
     if choice.ahead is not None and module.training and torch.is_grad_enabled():
         raise ValueError(
