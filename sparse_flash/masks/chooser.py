@@ -228,10 +228,11 @@ class LastQueries(Chooser):
     """Columns and slashes: the last queries' softmax weights by key and by distance, each summed over a block; a block of keys has
     the weight of its columns and of its distance from the block of queries.
 
-    count: how many of the last queries. For prompts alone: what a block keeps depends on later queries, so ``attention`` refuses it where gradients are asked for.
-    Source: arXiv:2407.02490 (vertical-slash heads). The sums by key and by distance are those of microsoft/MInference (commit
-    fb56c91, MIT), to 6e-8; MInference then keeps the best single columns and slashes. Its copy of FlexPrefill has the same sums by
-    block if blocks divide the length; otherwise FlexPrefill starts the blocks of distances elsewhere.
+    count: how many of the last queries. For prompts alone: what a block keeps depends on later queries, so ``attention``
+    refuses it where gradients are asked for. Source: arXiv:2407.02490 (vertical-slash heads). The sums by key and by distance
+    are those of microsoft/MInference (commit fb56c91, MIT), to 6e-8; MInference then keeps the best single columns and slashes.
+    Its copy of FlexPrefill has the same sums by block if blocks divide the length; otherwise FlexPrefill starts the blocks of
+    distances elsewhere.
     """
 
     count: Positive
