@@ -15,7 +15,7 @@ from sparse_flash.cli.app import app  # noqa: E402
 from sparse_flash.integrations.transformers import fit as fitting  # noqa: E402
 from sparse_flash.integrations.transformers import use_sparse_flash  # noqa: E402
 
-TOKENS, BLOCK, BUDGET = 768, 64, 0.4
+TOKENS, BLOCK, BUDGET = 768, 64, 0.5
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES |= {"vocab_size": 97, "pad_token_id": 0, "max_position_embeddings": 1024}
 
@@ -89,7 +89,12 @@ def test_no_candidate_in_all_heads_is_better(fitted):
     assert any(len(set(layer.kinds)) > 1 for layer in fitted.values())  # some heads differ, or this shows nothing
 
 
-@pytest.mark.parametrize("budget", [0.01, BUDGET, 1.0])
+def test_a_budget_below_what_is_always_kept_is_an_error():
+    with pytest.raises(ValueError, match=r"^budget must be at least 0.423 for 768 tokens in blocks of 64"):
+        fitting.candidates(TOKENS, 0.4, BLOCK)
+
+
+@pytest.mark.parametrize("budget", [0.43, BUDGET, 1.0])
 def test_candidates_keep_the_budget_and_the_blocks_that_are_always_kept(budget):
     q, k = caught(made(), words())[1][:2]
     blocks = TOKENS // BLOCK

@@ -46,9 +46,16 @@ class FittedLayer(NamedTuple):
 
 def candidates(tokens: int, budget: float, block: int) -> dict[str, str]:
     """Returns spec texts by kind, of masks that keep this share of the causal blocks, and the first, the nearest and the own block
-    in any case. The window is as long as the budget allows at this number of tokens."""
+    in any case. The window is as long as the budget allows at this number of tokens. Raises ValueError for a budget below what is
+    kept in any case."""
     blocks = -(-tokens // block)
     rows = range(1, blocks + 1)
+    least = sum(min(row, 3) for row in rows) / sum(rows)
+    if budget < least:
+        raise ValueError(
+            f"budget must be at least {least:.3f} for {tokens} tokens in blocks of {block}, as the first, the nearest and the own "
+            f"block are kept in any case; got {budget}; pass more tokens, or a smaller block"
+        )
     fitting = [width for width in rows if sum(min(row, width + 2) for row in rows) <= budget * sum(rows)]
     made = {WINDOW: f"causal & (sinks(64) | local({block * max([1, *fitting])}))"}
     for name, fields in _CHOOSERS.items():
