@@ -111,7 +111,7 @@ def columns_and_slashes(
         skewed = torch.nn.functional.pad(weights, (0, count)).flatten(2)[..., :-count].unflatten(2, (count, -1)).sum(2)
         far = grid.kv_len - first  # distances fall from far - 1; below 0 are keys past a query, whose weight is 0
         slashes[:, :, max(0, far - keys - count + 1) : far] += skewed[..., :far].flip(2)
-    if past is not None:  # distances were counted from the last position, and are of the last existing query
+    if past is not None:  # distances so far count from the last position; from here on, from the last existing query
         distance = torch.arange(slashes.shape[2], device=q.device) + past
         slashes = torch.nn.functional.pad(slashes, (0, 1)).take_along_dim(distance.clamp(max=slashes.shape[2]), 2)
     columns, slashes = (of_tokens.unflatten(2, (-1, size)).sum(3) / count for of_tokens in (columns, slashes))

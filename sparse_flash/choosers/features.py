@@ -97,7 +97,7 @@ def features_of(
 
 
 def _means(x: torch.Tensor, size: int, starts: torch.Tensor | None, ends: torch.Tensor | None) -> torch.Tensor:
-    """The means of ``size`` tokens each, of those that exist."""
+    """The means of ``size`` tokens each. Tokens that do not exist are left out."""
     if size == 1:
         return x
     means = block_means(x, size)

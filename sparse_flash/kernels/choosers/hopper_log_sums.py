@@ -29,7 +29,7 @@ from .log_sums import LEAST, UNSEEN
 GROUP_ROWS = gl.constexpr(64)
 WIDTH = gl.constexpr(64)  # columns of a tile in shared memory
 CHUNK = 16_384  # tokens of the columns of a program
-# The largest sum of exponentials: log-sums that are more than 120 above those of all tiles before count as 120 above.
+# The largest sum of exponentials. A log-sum that is more than 120 above the log-sums of all earlier tiles counts as 120 above.
 MOST = gl.constexpr(1.0e36)
 
 
@@ -82,7 +82,7 @@ class LogSumArguments:
     factor: gl.tensor
     start: gl.tensor  # the first column that exists
     stop: gl.tensor  # the first past them
-    row_stop: gl.tensor  # the first row past those that exist
+    row_stop: gl.tensor  # the first row past the existing rows
     begin: gl.tensor  # the program's columns: begin .. end - 1, in whole tiles
     end: gl.tensor
     left: Ring

@@ -42,7 +42,7 @@ def _by_block(products, factor, TILE_M: tl.constexpr, BLOCKS: tl.constexpr, PER_
 
 @triton.jit
 def _within(sees, row, bounds):
-    """How many columns rows see of those that exist; 0 for rows that do not. bounds: of the batch entry."""
+    """Returns how many existing columns each row sees; 0 for rows that do not exist. bounds: of the batch entry."""
     return tl.where(row < tl.load(bounds + 2), tl.minimum(sees, tl.load(bounds + 1)), 0)
 
 
