@@ -15,7 +15,7 @@ counts the own block alone, and keeps one block more than the mass needs. Withou
 Source: https://github.com/mit-han-lab/x-attention, commit e37988770b9d1bebd489eba011d615f35587ba08: Xattention.py and utils.py in
 xattn/src, for the meaning of arguments alone, as the repository names no licence of its own. arXiv:2503.16428.
 Its PyTorch path ran in float32 on a CPU, with chunks of 2,048, lengths up to 5,001, strides of 4, 8 and 16, and blocks of 64 and
-128. Causal scores are those of ``antidiagonal`` to 1.8e-7, and its maps follow from them by the rule above. Padding makes others:
+128. Causal scores equal ``antidiagonal`` to 1.8e-7, and the maps follow from the scores by the rule above. Padding makes others:
 without ``causal``, padding takes part in its softmax; a length of several whole chunks loses all chunks but the row's own; and if
 queries are fewer than keys by less than a chunk, it aligns both at the start.
 """

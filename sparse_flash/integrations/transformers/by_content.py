@@ -159,8 +159,8 @@ def _check(module: torch.nn.Module, choice: PromptChoice, own: ModelMask, packed
         )
     if choice.ahead is not None and module.training and torch.is_grad_enabled():
         raise ValueError(
-            f"{choice.ahead} must not be trained with, as later queries change what its blocks keep; call model.eval() or use "
-            "torch.no_grad() for prompts, or another chooser for training"
+            f"{choice.ahead} must not be trained with, as later queries change what its blocks keep; call model.eval() "
+            "under torch.no_grad() for prompts, or another chooser for training"
         )
 
 
