@@ -45,7 +45,7 @@ PYENV := $(or $(PYENV_ROOT),$(HOME)/.pyenv)
 first_python = $(firstword $(foreach v,$(1),$(shell for python in python$(v) $(wildcard $(PYENV)/versions/$(v).*/bin/python); \
   do $$python -c "" 2>/dev/null && echo $$python && break; done)))
 
-.PHONY: quick bench train test experiments kernels ranks lint docs chips record wheel matrix clean
+.PHONY: quick bench train test experiments kernels ranks linked lint docs chips record wheel matrix clean
 
 # tests/quick.txt lists the sample: a line for each file, test or case.
 quick: lint
@@ -71,17 +71,20 @@ kernels: $(READY)
 ranks: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ranks $(ARGS)
 
-# mypy does not know pyproject.toml's package-dir, so it checks a folder in which links make one package of the three.
-lint: $(READY)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+# mypy and griffe, which reads docstrings for the reference, do not know pyproject.toml's package-dir. So they read a folder in which
+# links make one package of the three.
+linked: $(READY)
 	rm -rf .venv/typed && mkdir -p .venv/typed/sparse_flash
 	ln -s $(CURDIR)/sparse_flash/* .venv/typed/sparse_flash
 	ln -sfn $(CURDIR)/patterns $(CURDIR)/benchmarks .venv/typed/sparse_flash
+
+lint: $(READY) linked
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	cd .venv/typed && ../bin/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache
 
 # Warnings are errors: broken links and anchors, pages missing from the navigation.
-docs: $(READY)
+docs: $(READY) linked
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(or $(ARGS),build --strict)
 
 record: $(READY)
