@@ -23,7 +23,7 @@ def load(folder: Path, device: torch.device, dtype: torch.dtype) -> tuple[PreTra
     logging.disable_progress_bar()
     if not folder.is_dir():
         raise ValueError(f"the model must be a folder; got {folder}")
-    source: dict[str, Any] = {"local_files_only": True}
+    source: dict[str, Any] = {"local_files_only": True, "trust_remote_code": True}  # a folder of train_lm brings its own file
     options: dict[str, Any] = {"dtype": dtype}
     if files := sorted(folder.glob("*.gguf")):
         from transformers import GgufConfig
