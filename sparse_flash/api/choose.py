@@ -89,7 +89,8 @@ def choose_blocks(
     Raises ValueError for expressions and arguments that do not fit together, TypeError for wrong types.
     """
     if not isinstance(spec, (Pattern, str)):
-        raise TypeError(f"spec must be an expression with choosers, a Pattern or its text; got {type(spec).__name__}")
+        way_out = "; use per_head for an expression of each head" * isinstance(spec, (list, tuple))
+        raise TypeError(f"spec must be an expression with choosers, a Pattern or its text; got {type(spec).__name__}{way_out}")
     spec = traceable(spec) if torch.compiler.is_compiling() else spec
     if not is_chosen(spec):
         raise ValueError(

@@ -75,6 +75,7 @@ def fit(
     console.print(f"\n{measured}; kept: of the causal blocks at this length; errors are relative L2, means over layers")
     for path in filter(None, (out, picture)):
         console.print(f"wrote {path}", markup=False, soft_wrap=True)
+    console.print(f'use_sparse_flash(model, "{out}") reads the masks', markup=False, highlight=False, soft_wrap=True)
 
 
 def _fitting():

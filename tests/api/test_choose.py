@@ -641,6 +641,7 @@ SCORES = torch.zeros(1, 4, 1, 1)
         ({"spec": "causal"}, ValueError, "spec must have a chooser, such as .*; got causal; compile_mask takes patterns"),
         ({"spec": sf.causal() & sf.local(3)}, ValueError, "spec must have a chooser"),
         ({"spec": None}, TypeError, "spec must be an expression with choosers, a Pattern or its text; got NoneType"),
+        ({"spec": [SPEC]}, TypeError, "got list; use per_head for an expression of each head"),
         ({"spec": sf.compile_mask("causal", 100)}, TypeError, "got BlockMask"),
         ({"spec": "causal & poled(keep=1)"}, ValueError, "did you mean 'pooled'"),
         ({"spec": "causal & scored(keep=1)"}, ValueError, r"scored needs the scores; call choose_blocks\(spec, q, k, scores=...\)"),

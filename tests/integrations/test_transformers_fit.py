@@ -156,6 +156,7 @@ def test_the_command_writes_a_file_that_use_sparse_flash_reads(folder, tmp_path)
     assert sum(counts.values()) == 2 * counts["fit"] == 2 * 8
     for kind, share in fitting.kept_shares(TOKENS, BUDGET, BLOCK).items():
         assert lines[kind][len(kind) :].split()[1:3] == [f"{counts[kind] / 8:.0%}", f"{share:.1%}"]
+    assert f'use_sparse_flash(model, "{path}") reads the masks\n' in said
     assert f"wrote {path}\n" in said and picture.stat().st_size > 1000
     record = json.loads(path.read_text())
     assert record["made_by"]["tokens"] == TOKENS and record["made_by"]["text"].startswith("sha256:")
