@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from oracle import DEVICE
 
 from sparse_flash.masks import chooser as choosers
-from sparse_flash.masks.pattern import pattern_class
+from sparse_flash.masks.pattern import And, Or, pattern_class
 
 _POWERS = st.sampled_from([1, 2, 4, 8, 16, 32, 64])
 # The fields of each class that have no default.
@@ -41,6 +41,18 @@ def of_name(name: str, *, rule=rules, block=None, reduce=None, share_group=None)
 
 def drawn(names=BUILT_IN, **options):
     return st.one_of(*(of_name(name, **options) for name in names))
+
+
+def says_causal(pattern, everywhere=False) -> bool:
+    """Whether an expression has the word, outside of ``~``. everywhere: as an operand of its outermost &, so that it limits all."""
+    if isinstance(pattern, And) or (isinstance(pattern, Or) and not everywhere):
+        return any(says_causal(one, everywhere) for one in pattern.operands)
+    return str(pattern) == "causal"
+
+
+def fit(within, always) -> bool:
+    """Whether ``within & (chooser | always)`` is legal: causal beside a chooser alone is not."""
+    return says_causal(within, True) or not says_causal(always)
 
 
 def tensors(q_len, kv_len, *, batch=1, heads=2, kv_heads=1, head_dim=8, dtype=torch.float32, seed=0, spread=2.0):

@@ -13,6 +13,7 @@ from ..masks.cache import traceable
 from ..masks.chooser import is_chosen
 from ..masks.pattern import Pattern
 from .arguments import autocast, check_tensors, check_types, checked_scale
+from .keywords import answers_unknown_keywords, unexpected_beside_choosers
 
 
 @overload
@@ -41,6 +42,7 @@ def choose_blocks(
 ) -> tuple[BlockMask, ChoiceReport]: ...
 
 
+@answers_unknown_keywords(unexpected_beside_choosers)
 def choose_blocks(
     spec: Pattern | str,
     q: torch.Tensor,
@@ -71,8 +73,13 @@ def choose_blocks(
 
     v: for the report's error, (batch, kv_heads, kv_len, v_head_dim).
 
-    Scores are softmax weights over the keys up to each query if ``within`` says causal, and over all keys otherwise. Under causal,
-    no key and no query after a block of queries changes what the block keeps, except for ``last_queries``.
+    Scores are softmax weights over the keys up to each query if ``within`` says causal, and over all keys otherwise. Other patterns
+    of ``within``, such as documents, do not limit these keys. Under causal, no key and no query after a block of queries changes
+    what the block keeps, except for ``last_queries``.
+
+    q and k should be finite, as a choice hides NaN. On CPUs, a row with queries that see a NaN key keeps only what is kept in any
+    case; under ``last_queries``, all rows of the head do. On GPUs such a row may keep other blocks. So attention under the choice
+    may be finite where attention under ``within`` alone has NaN.
 
     Returns a BlockMask of (batch, heads) on q's device, in blocks of the choosers' ``block``. The choice is not differentiated;
     attention under it is. No host synchronization. On a GPU, scores stream through kernels: memory does not grow with queries x
@@ -82,7 +89,8 @@ def choose_blocks(
     Raises ValueError for expressions and arguments that do not fit together, TypeError for wrong types.
     """
     if not isinstance(spec, (Pattern, str)):
-        raise TypeError(f"spec must be an expression with choosers, a Pattern or its text; got {type(spec).__name__}")
+        way_out = "; use per_head for an expression of each head" * isinstance(spec, (list, tuple))
+        raise TypeError(f"spec must be an expression with choosers, a Pattern or its text; got {type(spec).__name__}{way_out}")
     spec = traceable(spec) if torch.compiler.is_compiling() else spec
     if not is_chosen(spec):
         raise ValueError(

@@ -20,6 +20,7 @@ _PADDING = "pass kv_lens= and q_lens= (kv_starts= and q_starts= for padding on t
 _SCALE = "pass scale="
 _PROBABILITIES = "the matrix of weights is never formed; return_lse=True returns the logarithm of each query's softmax sum"
 _GROUPED = "leave it out: k and v may have fewer heads than q, a number that divides q's"
+_BLOCK = "a chooser has its own, as in sampled(8, keep=0.1, block=64)"
 _SPLITS = "leave it out: the kernel chooses how many programs share the keys of a sequence"
 
 _WRITE_INSTEAD = {
@@ -30,7 +31,8 @@ _WRITE_INSTEAD = {
     "attention_mask": _BOOL_MASK + "; for padding, kv_lens and q_lens",
     "bias": _BOOL_MASK,
     "block_mask": "pass it as mask=: masks of FlexAttention are taken as they are",
-    "block_size": "pass a table with such blocks, mask=compile_mask(pattern, q_len, kv_len, block_size=...)",
+    "block_size": f"pass a table with such blocks, mask=compile_mask(pattern, q_len, kv_len, block_size=...); {_BLOCK}",
+    "block": _BLOCK,
     "mask_mod": "pass mask=BlockMask.from_mask_mod(mask_mod, batch, heads, q_len, kv_len), made once, outside of the loop",
     "enable_gqa": _GROUPED,
     "window_size": (
@@ -91,3 +93,9 @@ def unexpected(function: str, known: list[str], unknown: list[str]) -> TypeError
         else:
             parts.append(f"{name}: it takes {', '.join(known)}")
     return TypeError("; ".join(parts))
+
+
+def unexpected_beside_choosers(function: str, known: list[str], unknown: list[str]) -> TypeError:
+    """The error of functions whose expressions have choosers: blocks are the choosers' own, and other keywords have no advice."""
+    way_out = _BLOCK if unknown[0] in ("block", "block_size") else f"it takes {', '.join(known)}"
+    return TypeError(f"{function}() got an unexpected keyword argument {unknown[0]!r}; {way_out}")

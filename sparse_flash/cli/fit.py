@@ -69,10 +69,13 @@ def fit(
                 lines[kind] = [layer.alone.get(kind) for layer in fitted.values()]
             draw.choices([layer.kinds for layer in fitted.values()], lines, picture)
     console = output()
-    console.print(_table(fitted, fitting.mean_errors(fitted)))
-    console.print(f"\nmeasured on {len(ids)} x {ids.shape[1]} tokens; errors are relative L2, means over layers")
+    kept = fitting.kept_shares(ids.shape[1], budget, block)
+    console.print(_table(fitted, fitting.mean_errors(fitted), kept))
+    measured = f"measured on {len(ids)} x {ids.shape[1]} tokens"
+    console.print(f"\n{measured}; kept: of the causal blocks at this length; errors are relative L2, means over layers")
     for path in filter(None, (out, picture)):
         console.print(f"wrote {path}", markup=False, soft_wrap=True)
+    console.print(f'use_sparse_flash(model, "{out}") reads the masks', markup=False, highlight=False, soft_wrap=True)
 
 
 def _fitting():
@@ -83,16 +86,20 @@ def _fitting():
     return fit
 
 
-def _table(fitted, mean: dict[str, float]) -> Table:
+def _table(fitted, mean: dict[str, float], kept: dict[str, float]) -> Table:
     heads = Counter(kind for layer in fitted.values() for kind in layer.kinds)
     best = min((kind for kind in mean if kind != "fit"), key=mean.__getitem__)
+    total = sum(heads.values())
+    chosen = [kind for kind in kept if heads[kind]]
+    of_all = sum(kept[kind] * heads[kind] for kind in chosen) / sum(heads[kind] for kind in chosen)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("kind", "heads", "error if in all heads", ""):
+    for name in ("kind", "heads", "share", "kept", "error if in all heads", ""):
         table.add_column(name, justify="left" if name in ("kind", "") else "right", no_wrap=True)
     for kind, error in mean.items():
         if kind != "fit":
-            table.add_row(kind, str(heads[kind]), f"{error:.4f}", "best of one kind" if kind == best else "")
+            count = str(heads[kind]), f"{heads[kind] / total:.0%}"
+            table.add_row(kind, *count, f"{kept[kind]:.1%}", f"{error:.4f}", "best of one kind" if kind == best else "")
     if heads["own"]:
-        table.add_row("own", str(heads["own"]), "", "not measured: the model's own windows")
-    table.add_row("fit", str(sum(heads.values())), f"{mean['fit']:.4f}", "as written", style="bold")
+        table.add_row("own", str(heads["own"]), f"{heads['own'] / total:.0%}", "", "", "not measured: the model's own windows")
+    table.add_row("fit", str(total), "100%", f"{of_all:.1%}", f"{mean['fit']:.4f}", "as written", style="bold")
     return table

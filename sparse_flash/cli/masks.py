@@ -17,6 +17,7 @@ from .options import BlockSize, KvLen, Spec, dtype_of
 
 def patterns() -> None:
     """Lists the patterns that a spec may name."""
+    from sparse_flash.masks.chooser import list_choosers
     from sparse_flash.masks.pattern import list_patterns, pattern_class, said_of
 
     rows = []
@@ -33,6 +34,8 @@ def patterns() -> None:
         table.add_row(*map(Text, row[: len(headings)]))
     output().print(table)
     output().print("\nCombine them with & | ~ and parentheses. Lengths are tokens; block= is the unit of a pattern in tokens.")
+    choosers = ", ".join(list_choosers())
+    output().print(f"Choosers keep blocks by content, as in causal & sampled(8, keep=0.1): {choosers}.", highlight=False)
 
 
 def _first_sentence(cls: type) -> str:

@@ -102,7 +102,10 @@ class Chooser(Pattern):
         position of the last key. Returns (batch, heads, q_blocks, kv_blocks), floating-point. The rules ``mass`` and ``floor`` take
         them for shares of a row; -inf and NaN are never kept. Use operations of fixed shapes, without host synchronization.
         """
-        raise NotImplementedError(f"{type(self).__name__} defines no scores")
+        raise NotImplementedError(
+            f"{type(self).__name__} defines no scores; define scores(self, q, k, grid), which returns a tensor of (batch, heads, "
+            "q_blocks, kv_blocks)"
+        )
 
     def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
         raise self.needs_content()
@@ -111,7 +114,7 @@ class Chooser(Pattern):
         """The error for uses that have no q and k."""
         return ValueError(
             f"{shortened(self)} chooses blocks from q and k, and has no table without them; pass the expression to attention, or "
-            "make a mask by choose_blocks(spec, q, k)"
+            "make a mask by choose_blocks(spec, q, k); block= in the chooser says the size of blocks"
         )
 
     def __invert__(self) -> NoReturn:
@@ -133,11 +136,12 @@ def _checked_keep(name: str, keep: object) -> int | float:
 
 def register_chooser(name: str) -> Callable[[type[CHOOSER]], type[CHOOSER]]:
     """Class decorator: makes a chooser available to spec text under ``name``; as ``register_pattern``, which shares its names."""
+    register = register_pattern(name)
 
     def decorate(cls: type[CHOOSER]) -> type[CHOOSER]:
         if not (isinstance(cls, type) and issubclass(cls, Chooser)):
             raise TypeError(f"@register_chooser({name!r}) must decorate a subclass of sparse_flash.Chooser; got {cls!r}")
-        return register_pattern(name)(cls)
+        return register(cls)
 
     return decorate
 
@@ -269,7 +273,7 @@ def _is_chosen(spec: Pattern | str) -> bool:
 @remembered(maxsize=256)
 def choices_of(spec: Pattern | str) -> tuple[HeadChoice, ...]:
     """The choice of all heads, or of each head for ``per_head``. Raises ValueError for expressions that mix patterns and choosers
-    in another way than ``within & (chooser | always)``, or choosers of different blocks."""
+    in another way than ``within & (chooser | always)``, choosers of different blocks, and causal beside a chooser alone."""
     pattern = _expanded(parse(spec) if isinstance(spec, str) else spec)
     heads = pattern.patterns if isinstance(pattern, PerHead) else (pattern,)
     chosen = {head: _choice_of(head) for head in heads if _is_chosen(head)}
@@ -325,7 +329,17 @@ def _choice_of(pattern: Pattern) -> HeadChoice:
     always = [one for one in inner if not _is_chosen(one)]
     if len(choosers) + len(always) < len(inner) or not choosers:
         raise ValueError(f"a chooser must stand alone or beside patterns joined by |; {way_out}")
-    return HeadChoice(_joined(And, patterns), choosers, _joined(Or, always))
+    choice = HeadChoice(_joined(And, patterns), choosers, _joined(Or, always))
+    if any(map(_says_causal, always)) and not is_causal(choice.within):
+        raise ValueError(
+            f"causal must stand before choosers: joined by |, it does not keep them from later keys; got {shortened(pattern, 120)}"
+            f"; write causal & ({' | '.join(map(str, choosers))} | ...)"
+        )
+    return choice
+
+
+def _says_causal(pattern: Pattern) -> bool:
+    return any(map(_says_causal, pattern.operands)) if isinstance(pattern, (And, Or)) else is_causal(pattern)
 
 
 def _kept_alone(pattern: Pattern, within: Pattern | None) -> HeadChoice | None:

@@ -572,8 +572,8 @@ def register_pattern(name: str) -> Callable[[type[PATTERN]], type[PATTERN]]:
         params = vars(cls).get("__dataclass_params__")
         if params is None or not params.frozen:
             raise TypeError(
-                f"pattern {name!r}: {cls.__qualname__} must be a frozen dataclass; "
-                "put @dataclass(frozen=True) under @register_pattern"
+                f"{name!r}: {cls.__qualname__} must be a frozen dataclass; put @dataclass(frozen=True) under "
+                f"{'@register_chooser' if cls.chooses else '@register_pattern'}"
             )
         owner = _registry.get(name)
         if owner is not None and not (_owner(owner) == _owner(cls) and cls.__module__ == "__main__"):

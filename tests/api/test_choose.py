@@ -11,7 +11,7 @@ import pytest
 import strategies
 import torch
 from accepted import fitted
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from oracle import BACKENDS, DEVICE, check, dense_attention, gradients
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -115,6 +115,7 @@ def random_scores(q, k, size, seed, dtype=torch.float32):
     seed=st.integers(0, 99),
 )
 def test_what_is_kept_is_what_the_words_say(chooser, other, within, always, lengths, heads, as_text, seed):
+    assume(chosen.fit(within, always))
     spec = chooser
     for one in (None if other is None else replace(other, block=chooser.block), always):
         spec = spec if one is None else spec | one
@@ -138,6 +139,7 @@ def test_what_is_kept_is_what_the_words_say(chooser, other, within, always, leng
     seed=st.integers(0, 99),
 )
 def test_given_scores_are_taken_and_none_nan_or_minus_infinity_is_kept(chooser, within, always, lengths, heads, seed):
+    assume(chosen.fit(within, always))
     spec = chooser if always is None else chooser | always
     spec = spec if within is None else within & spec
     q, k = chosen.tensors(*lengths, batch=2, heads=heads[0], kv_heads=heads[1], seed=seed)
@@ -158,6 +160,7 @@ def test_given_scores_are_taken_and_none_nan_or_minus_infinity_is_kept(chooser, 
     seed=st.integers(0, 99),
 )
 def test_bits_by_kernels_are_the_maps_by_operations(some, within, always, lengths, seed):
+    assume(chosen.fit(within, always))
     spec = some[0]
     for one in (*some[1:], *([] if always is None else [always])):
         spec = spec | one
@@ -638,6 +641,7 @@ SCORES = torch.zeros(1, 4, 1, 1)
         ({"spec": "causal"}, ValueError, "spec must have a chooser, such as .*; got causal; compile_mask takes patterns"),
         ({"spec": sf.causal() & sf.local(3)}, ValueError, "spec must have a chooser"),
         ({"spec": None}, TypeError, "spec must be an expression with choosers, a Pattern or its text; got NoneType"),
+        ({"spec": [SPEC]}, TypeError, "got list; use per_head for an expression of each head"),
         ({"spec": sf.compile_mask("causal", 100)}, TypeError, "got BlockMask"),
         ({"spec": "causal & poled(keep=1)"}, ValueError, "did you mean 'pooled'"),
         ({"spec": "causal & scored(keep=1)"}, ValueError, r"scored needs the scores; call choose_blocks\(spec, q, k, scores=...\)"),

@@ -34,7 +34,8 @@ CALLS = {
         ("return_attn_probs", "return_lse=True"),
         ("backened", "did you mean 'backend'?"),
         ("causl", "did you mean 'causal'?; pass mask=\"causal\""),
-        ("block_size", "block_size=...)"),
+        ("block_size", "block_size=...); a chooser has its own, as in sampled(8, keep=0.1, block=64)"),
+        ("block", "a chooser has its own"),
         ("zzz", "it takes q, k, v,"),
     ],
 )
@@ -42,6 +43,14 @@ def test_a_keyword_of_another_library_gets_an_error_that_names_what_to_write(nam
     call, arguments = CALLS[name]
     with pytest.raises(TypeError, match=rf"{name}\(\) got an unexpected keyword argument '{keyword}'.*{re.escape(instead)}"):
         call(*arguments, **{keyword: None})
+
+
+@pytest.mark.parametrize("keyword, instead", [("block_size", "as in sampled(8, keep=0.1, block=64)"), ("kep", "it takes spec, q")])
+def test_blocks_beside_a_chooser_are_an_error_that_says_where_they_go(keyword, instead):
+    with pytest.raises(TypeError, match=rf"choose_blocks\(\) got an unexpected .* '{keyword}'; .*{re.escape(instead)}"):
+        sf.choose_blocks("causal & sampled(8, keep=0.1)", Q, Q, **{keyword: 64})
+    with pytest.raises(ValueError, match="block= in the chooser says the size of blocks"):
+        sf.compile_mask("causal & sampled(8, keep=0.1)", 640, block_size=64)
 
 
 def test_torch_compile_says_what_to_write_too():

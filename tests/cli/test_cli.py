@@ -38,6 +38,7 @@ def test_patterns_lists_every_name_with_its_use_and_arguments():
         assert f"\n{name} " in out
         assert said_of(pattern_class(name), "use")[:20] in out
     assert "window" in out and "``" not in out
+    assert ", ".join(sparse_flash.list_choosers()) in out
 
 
 @pytest.mark.parametrize("command", ["patterns", "doctor"])

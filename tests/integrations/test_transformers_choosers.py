@@ -272,8 +272,33 @@ def test_a_file_of_masks_serves_a_model_of_the_same_layers(tmp_path):
         torch.testing.assert_close(outputs(model, words()), outputs(wanted, words()))
     use_sparse_flash(model, file, dense_below=0, dense_layers=[0])
     assert model.config.sparse_flash["layers"]["0"] == "own"
+    for wrong in (made("llama"), use_sparse_flash(made("llama"), "own")):
+        with pytest.raises(ValueError, match=r"got .* without them; call use_sparse_flash\(model, mask\)"):
+            write_masks(file, wrong)
+    with pytest.raises(TypeError, match=r"masks must be a model, or masks by layer such as masks_of\(model\); got list"):
+        write_masks(file, [SPEC])
+    with pytest.raises(ValueError, match="dense_last must be a number of tokens"):
+        write_masks(file, {0: SPEC}, dense_last=-1)
     with pytest.raises(ValueError, match="masks must be patterns that have spec text"):
         write_masks(file, {0: sf.compile_mask("causal", TOKENS)})
+
+
+@pytest.mark.parametrize("settings", [{"dense_below": 80, "dense_last": 7}, {"bidirectional": True}])
+def test_a_file_made_of_a_model_has_its_settings(tmp_path, settings):
+    mask = "local(90)" if "bidirectional" in settings else SPEC
+    wanted, file = use_sparse_flash(made("llama"), mask, **settings), tmp_path / "masks.json"
+    write_masks(file, wanted)
+    assert use_sparse_flash(made("llama"), file).config.sparse_flash == wanted.config.sparse_flash
+    assert {name: json.loads(file.read_text())[name] for name in settings} == settings
+    if "dense_last" in settings:
+        write_masks(file, wanted, dense_last=3)
+        assert json.loads(file.read_text()) == wanted.config.sparse_flash | {"dense_last": 3}
+
+
+def test_a_missing_file_is_an_error_that_says_how_to_make_it(tmp_path):
+    for name in (tmp_path / "masks.json", str(tmp_path / "masks.json")):
+        with pytest.raises(FileNotFoundError, match=r"masks.json, which does not exist; run `sparse-flash fit .*--out .*masks"):
+            use_sparse_flash(made("llama"), name)
 
 
 LAYERS = {"0": SPEC, "1": SPEC}
@@ -282,8 +307,10 @@ LAYERS = {"0": SPEC, "1": SPEC}
 @pytest.mark.parametrize(
     "record, message",
     [
-        ("causal", "must be a JSON file of masks, as write_masks makes them"),
-        ([1], "got list; write it by write_masks"),
+        ("causal", "must be a JSON file of masks, as sparse-flash fit and write_masks make them"),
+        ('{"format": 1, "layers": {"0"', "other text, or a part of one: Expecting ':' delimiter"),
+        ([1], "got list; make it by sparse-flash fit or write_masks"),
+        ({"format": 1, "layers": dict.fromkeys(LAYERS, HEADS.replace("]", ", causal]"))}, "layer 0 in .* must be of its 4 heads"),
         ({"format": 2, "layers": LAYERS}, "got format 2; .* install the release"),
         ({"format": 1, "layers": LAYERS, "dense_under": 3}, "no fields but .*; got dense_under"),
         ({"format": 1, "layers": {"0": SPEC}}, r"layers of the model, 0 to 1; missing: \[1\]; not in the model: \[\]"),
@@ -332,6 +359,9 @@ def test_choosers_of_other_packages_are_saved_and_restored_where_they_are_regist
         ("causal & local(9)", {"dense_below": 3}, "dense_below must come with a mask that has a chooser"),
         (None, {"dense_layers": [0], "dense_last": 4}, "dense_last, dense_layers must come with a mask that has a chooser"),
         ({0: SPEC}, {"dense_layers": [1]}, r"dense_layers must name layers whose mask has a chooser, which are \[0\]; got \[1\]"),
+        (SPEC, {"dense_layers": [True]}, r"dense_layers must name layers .*; got \[True\]"),
+        ({True: SPEC}, {}, r"mask must name layers of the model, 0 to 1; got layers \[True\]"),
+        ("causal | sampled(8, keep=2)", {}, r"causal must stand before choosers: .*; write causal & \(sampled\(8, keep=2\)"),
         (SPEC, {"dense_below": -1}, "dense_below must be a number of tokens, 0 or more; got -1"),
         (SPEC, {"dense_last": True}, "dense_last must be a number of tokens, 0 or more; got True"),
         ("sampled(8, keep=2)", {}, "must be within causal and say so"),

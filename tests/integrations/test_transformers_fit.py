@@ -106,6 +106,18 @@ def test_candidates_keep_the_budget_and_the_blocks_that_are_always_kept(budget):
         assert always <= kept + 1e-6 and kept <= allowed + 1e-6, kind
 
 
+@pytest.mark.parametrize("tokens, block, budget", [(TOKENS, BLOCK, 0.43), (TOKENS, BLOCK, 1.0), (1100, 128, 0.6), (700, 64, 0.5)])
+def test_kept_shares_are_those_of_the_masks(tokens, block, budget):
+    heads, blocks = 3, -(-tokens // block)
+    q, k = (torch.randn(1, heads, tokens, 8, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    shares = fitting.kept_shares(tokens, budget, block)
+    for kind, spec in fitting.candidates(tokens, budget, block).items():
+        mask = sf.compile_mask(spec, tokens, tokens, block) if kind == fitting.WINDOW else sf.choose_blocks(spec, q, k)
+        kept = mask.block_density * 2 * blocks / (blocks + 1)
+        rounding = 2 / (heads * (blocks + 1)) if kind == fitting.BUDGET else 1e-6  # less than one block of a row of all heads
+        assert shares[kind] <= kept + 1e-6 and kept <= shares[kind] + rounding, kind
+
+
 def test_windows_of_the_models_own_stay(fitted):
     changes = {"sliding_window": 150, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 16}
     layers = fitting.fit(made("Gemma2", **changes, attn_logit_softcapping=5.0), words(), BUDGET, BLOCK)
@@ -139,6 +151,12 @@ def test_the_command_writes_a_file_that_use_sparse_flash_reads(folder, tmp_path)
     options = ["--text", folder / "text.txt", "--budget", BUDGET, "--block", BLOCK, "-n", TOKENS, "--device", "cpu"]
     said = invoke(folder, *options, "--out", path, "--picture", picture).output
     assert all(kind in said for kind in fitting.candidates(TOKENS, BUDGET, BLOCK)) and "best of one kind" in said
+    lines = {line.split("  ")[0]: line for line in said.splitlines()}
+    counts = {kind: int(lines[kind][len(kind) :].split()[0]) for kind in (*fitting.candidates(TOKENS, BUDGET, BLOCK), "fit")}
+    assert sum(counts.values()) == 2 * counts["fit"] == 2 * 8
+    for kind, share in fitting.kept_shares(TOKENS, BUDGET, BLOCK).items():
+        assert lines[kind][len(kind) :].split()[1:3] == [f"{counts[kind] / 8:.0%}", f"{share:.1%}"]
+    assert f'use_sparse_flash(model, "{path}") reads the masks\n' in said
     assert f"wrote {path}\n" in said and picture.stat().st_size > 1000
     record = json.loads(path.read_text())
     assert record["made_by"]["tokens"] == TOKENS and record["made_by"]["text"].startswith("sha256:")

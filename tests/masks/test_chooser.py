@@ -82,8 +82,10 @@ def test_a_number_of_blocks_and_a_share_of_them_differ():
     assert sf.parse("pooled(budget=1)") == sf.parse("pooled(budget=1.0)")
 
 
-@given(expression=st.builds(joined, limits, several, st.none() | strategies.expressions))
-def test_copies_are_equal(expression):
+@given(within=limits, some=several, always=st.none() | strategies.expressions)
+def test_copies_are_equal(within, some, always):
+    assume(chosen.fit(within, always))
+    expression = joined(within, some, always)
     assert copy.deepcopy(expression) == expression == copy.copy(expression)
     again = pickle.loads(pickle.dumps(expression))
     assert again == expression and again.to_spec() == expression.to_spec() and choices_of(again) == choices_of(expression)
@@ -97,6 +99,7 @@ def test_choosers_are_frozen():
 @settings(max_examples=100)
 @given(within=limits, some=several, always=st.none() | strategies.expressions, as_text=st.booleans())
 def test_an_expression_is_taken_apart_into_what_it_was_made_of(within, some, always, as_text):
+    assume(chosen.fit(within, always))
     expression = joined(within, some, always)
     found = choices_of(expression.to_spec() if as_text else expression)
     assert len(found) == 1 and found[0].within == within and found[0].always == always
@@ -107,7 +110,7 @@ def test_an_expression_is_taken_apart_into_what_it_was_made_of(within, some, alw
 
 @given(within=limits, heads=st.lists(st.none() | several, min_size=1, max_size=4).filter(any), always=strategies.expressions)
 def test_expressions_by_head_are_taken_apart_head_by_head(within, heads, always):
-    assume(choosers.is_causal(within) or not choosers.is_causal(always))
+    assume(chosen.fit(within, always))
     heads = [some and [replace(one, **RULE_64) for one in some] for some in heads]
     alone = always if within is None else within & always
     found = choices_of(sf.per_head([joined(within, some, always) if some else alone for some in heads]))
@@ -230,6 +233,20 @@ def test_expressions_of_another_form_are_refused_with_the_way_out(text, message)
             choices_of(spec)
 
 
+@given(within=limits, some=several, always=strategies.expressions, others=st.lists(strategies.expressions, max_size=2))
+def test_causal_beside_a_chooser_and_not_before_it_is_an_error(within, some, always, others):
+    for beside in (sf.causal(), sf.causal() & always):
+        for one in others:
+            beside = beside | one
+        for expression in (joined(within, some, beside), joined(within, some, beside).to_spec()):
+            if chosen.says_causal(within, True):
+                assert choices_of(expression)[0].within == within
+            elif chosen.says_causal(beside):  # causal & ~causal says something else
+                with pytest.raises(ValueError, match=r"causal must stand before choosers: .*; write causal & \(.* \| \.\.\.\)$"):
+                    choices_of(expression)
+    assert choices_of(sf.parse("pooled(keep=1) | ~causal"))[0].always == ~sf.causal()
+
+
 def test_an_expression_with_a_name_of_its_own_is_taken_apart_like_what_it_stands_for(registry):
     @sf.register_pattern("ours")
     @dataclass(frozen=True)
@@ -314,7 +331,7 @@ def test_a_registered_chooser_has_text_and_is_listed(registry):
     assert mine.reduction == "mean" and mine.block_size == 128 and not mine.looks_ahead
     with pytest.raises(ValueError, match="mine must have one rule"):
         Mine(3)
-    with pytest.raises(NotImplementedError, match="Mine defines no scores"):
+    with pytest.raises(NotImplementedError, match=r"Mine defines no scores; define scores\(self, q, k, grid\)"):
         mine.scores(None, None, None)
 
 
@@ -345,10 +362,12 @@ def test_what_is_no_chooser_is_not_registered_as_one(registry):
     class Thawed(Mine):
         pass
 
+    with pytest.raises(ValueError, match="name must be an identifier"):
+        sf.register_chooser(Mine)  # without a name the class would become a function
     for wrong in (OnlyPattern, Mine(keep=1), len, int, None):
         with pytest.raises(TypeError, match=r"@register_chooser\('other'\) must decorate a subclass of sparse_flash.Chooser; got"):
             sf.register_chooser("other")(wrong)
-    with pytest.raises(TypeError, match="Thawed must be a frozen dataclass"):
+    with pytest.raises(TypeError, match=r"Thawed must be a frozen dataclass; put .* under @register_chooser$"):
         sf.register_chooser("other")(Thawed)
     for taken in ("pooled", "causal", "per_head"):
         with pytest.raises(ValueError, match=f"pattern '{taken}' of .* is already registered by"):

@@ -34,6 +34,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ...api.arguments import checked_deterministic
 from ...api.attention import attention
 from ...api.decode import MAX_QUERIES, attention_decode, decodes, takes
+from ...api.keywords import answers_unknown_keywords, unexpected_beside_choosers
 from ...api.shared import SharedSequence
 from ...api.varlen import attention_varlen
 from ...backends import check_name
@@ -97,6 +98,7 @@ class _Settings(NamedTuple):
     dense: _Settings | None = None
 
 
+@answers_unknown_keywords(unexpected_beside_choosers)
 def use_sparse_flash(
     model: torch.nn.Module,
     mask: Pattern | str | PathLike[str] | BlockMask | SharedSequence | Sequence[SharedSequence] | Mapping | None = None,
@@ -117,8 +119,9 @@ def use_sparse_flash(
     self-attention of its text decoder is switched.
     mask: a Pattern or its spec text, compiled and cached for each new length; a BlockMask, for one length; "own" for the model's
     own mask: causal for a decoder, all pairs for an encoder, within its own windows. A mapping from layer numbers gives masks for
-    some layers; the others keep the model's own. The name of a JSON file that ``write_masks`` wrote gives the masks of all layers
-    and their settings. None: the masks in the model's config if it holds some, as for a saved model, otherwise the model's own.
+    some layers; the others keep the model's own. The name of a JSON file that ``sparse-flash fit`` or ``write_masks`` wrote gives
+    the masks of all layers and their settings. None: the masks in the model's config if it holds some, as for a saved model,
+    otherwise the model's own.
     Or a ``ContextPlan``, or ``ContextPlans`` with one for each layer: several ranks then share the sequence. Call the model on each
     with all tokens and labels, and without attention_mask. It runs on the rank's tokens, at their positions in the sequence, and
     returns their logits. Its loss is the sum over the rank's labels, divided by the valid labels of all ranks: the sum over ranks
@@ -160,7 +163,7 @@ def use_sparse_flash(
         dense_below = saved.dense_below if dense_below is None else dense_below
         dense_last = saved.dense_last if dense_last is None else dense_last
     masks, choices = choices_by_layer(by_layer(mask, per_layer, sorted(layers)), dense_below, dense_layers, dense_last)
-    check_heads(masks, layers)
+    check_heads(masks, layers, "" if saved is None else f" in {saved.name}")
     ahead = check_future(masks, [number for number, layer in layers.items() if is_decoder(layer)], bidirectional)
     plan = shared_by(masks, others_of(model, layers.values()))
     _switch(model, part, layers.values())

@@ -59,13 +59,11 @@ def choices_by_layer(
     given = [name for name, value in {**counts, "dense_layers": dense_layers}.items() if value is not None]
     if given and not chosen:
         raise ValueError(f"{', '.join(given)} must come with a mask that has a chooser; got none; leave out {', '.join(given)}")
-    for name, value in counts.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-            raise ValueError(f"{name} must be a number of tokens, 0 or more; got {value!r}")
+    check_counts(**counts)
     if not (dense_layers is None or isinstance(dense_layers, Iterable)):
         raise ValueError(f"dense_layers must be numbers of layers, such as [0, 1]; got {dense_layers!r}")
     dense = () if dense_layers is None else tuple(dense_layers)
-    if wrong := [number for number in dense if number not in chosen]:
+    if wrong := [number for number in dense if isinstance(number, bool) or number not in chosen]:
         raise ValueError(f"dense_layers must name layers whose mask has a chooser, which are {chosen}; got {wrong}")
     if chosen and any(isinstance(mask, SharedSequence) for mask in masks.values()):
         raise ValueError(
@@ -76,6 +74,13 @@ def choices_by_layer(
     last = DENSE_LAST if dense_last is None else dense_last
     choices = {number: prompt_choice(masks[number], below, last) for number in chosen if number not in dense}
     return {number: OWN if number in dense else mask for number, mask in masks.items()}, choices
+
+
+def check_counts(**counts: object) -> None:
+    """Raises ValueError for numbers of tokens that are none. None passes."""
+    for name, value in counts.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            raise ValueError(f"{name} must be a number of tokens, 0 or more; got {value!r}")
 
 
 @remembered(maxsize=256)

@@ -28,7 +28,7 @@ def by_layer(mask: object, per_layer: object, numbers: list[int]) -> dict[int, A
             raise ValueError(f"per_layer must have {len(numbers)} masks, one for each attention layer; got {len(per_layer)}")
         given = dict(zip(numbers, per_layer, strict=True))
     elif isinstance(mask, Mapping):
-        if unknown := sorted(set(mask) - set(numbers), key=str):
+        if unknown := [number for number in mask if isinstance(number, bool) or number not in numbers]:
             raise ValueError(f"mask must name layers of the model, {numbers[0]} to {numbers[-1]}; got layers {unknown}")
         given = {number: mask.get(number) for number in numbers}
     elif isinstance(mask, Sequence) and not isinstance(mask, str):
@@ -55,8 +55,9 @@ def _checked(mask: object) -> object:
     return of_another_library(mask)
 
 
-def check_heads(masks: Mapping[int, object], layers: Mapping[int, torch.nn.Module]) -> None:
-    """Raises ValueError if a mask has another number of heads than its layer, as far as the layer or its config says it."""
+def check_heads(masks: Mapping[int, object], layers: Mapping[int, torch.nn.Module], source: str = "") -> None:
+    """Raises ValueError if a mask has another number of heads than its layer, as far as the layer or its config says it. source:
+    where the masks are from, for the error."""
     for number, given in masks.items():
         mask = parse(given) if isinstance(given, str) and given != OWN else given
         heads = len(mask.patterns) if isinstance(mask, PerHead) else mask.mask_index.shape[1] if isinstance(mask, BlockMask) else 1
@@ -64,8 +65,8 @@ def check_heads(masks: Mapping[int, object], layers: Mapping[int, torch.nn.Modul
         wanted = getattr(layer, "num_heads", None) or getattr(getattr(layer, "config", None), "num_attention_heads", heads)
         if heads not in (1, wanted):
             raise ValueError(
-                f"the mask of layer {number} must be of its {wanted} heads, or one for all; got one of {heads} heads; make it for "
-                f"{wanted}"
+                f"the mask of layer {number}{source} must be of its {wanted} heads, or one for all; got one of {heads} heads; "
+                f"make it for {wanted}"
             )
 
 

@@ -6,6 +6,7 @@ May know the rest of this integration and the calls that users make; prints noth
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable
 from os import PathLike
 from typing import Any, NamedTuple, cast
@@ -56,12 +57,26 @@ def candidates(tokens: int, budget: float, block: int) -> dict[str, str]:
             f"budget must be at least {least:.3f} for {tokens} tokens in blocks of {block}, as the first, the nearest and the own "
             f"block are kept in any case; got {budget}; pass more tokens, or a smaller block"
         )
-    fitting = [width for width in rows if sum(min(row, width + 2) for row in rows) <= budget * sum(rows)]
-    made = {WINDOW: f"causal & (sinks(64) | local({block * max([1, *fitting])}))"}
+    made = {WINDOW: f"causal & (sinks(64) | local({block * _width(rows, budget)}))"}
     for name, fields in _CHOOSERS.items():
         made[name] = f"causal & ({name}({fields}keep={float(budget)!r}, block={block}) | {_EVERY_TIME})"
     made[BUDGET] = f"causal & (sampled(8, budget={float(budget)!r}, block={block}) | {_EVERY_TIME})"
     return {kind: parse(spec).to_spec() for kind, spec in made.items()}
+
+
+def _width(rows: range, budget: float) -> int:
+    """Returns the blocks of the window: the most that the budget allows."""
+    return max([1, *(width for width in rows if sum(min(row, width + 2) for row in rows) <= budget * sum(rows))])
+
+
+def kept_shares(tokens: int, budget: float, block: int) -> dict[str, float]:
+    """Returns the share of the causal blocks that each of ``candidates`` keeps at this number of tokens, by kind. It does not
+    depend on q and k. Under the budget for which heads compete, it is the share of all heads together, up to rounding."""
+    rows = range(1, -(-tokens // block) + 1)
+    width, each = _width(rows, budget), [max(min(row, 3), math.ceil(budget * row - 1e-6)) for row in rows]
+    kept = {WINDOW: sum(min(row, width + 2) for row in rows)} | dict.fromkeys(_CHOOSERS, sum(each))
+    together = sum(max(min(row, 3), budget * row) for row in rows)
+    return {kind: count / sum(rows) for kind, count in {**kept, BUDGET: together}.items()}
 
 
 def check_budget(budget: float, block: int) -> None:

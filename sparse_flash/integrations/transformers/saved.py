@@ -8,9 +8,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from ...masks.pattern import Pattern, parse, text_of
-from .by_content import PromptChoice
+from .by_content import PromptChoice, check_counts
 from .choice import OWN
+from .layers import pretrained
 
 KEY = "sparse_flash"  # in a model's config
 _IMPLEMENTATION = "attn_implementation"  # beside it, if a user set it: Transformers then loads the model under that name
@@ -19,8 +22,9 @@ _FIELDS = ("format", "layers", "dense_below", "dense_last", "bidirectional", "ma
 
 
 class SavedMasks(NamedTuple):
-    """The masks of a record and their settings: see ``use_sparse_flash``."""
+    """The masks of a record and their settings: see ``use_sparse_flash``. name: of the file, or of the config."""
 
+    name: str
     layers: dict[int, str]
     dense_below: int | None
     dense_last: int | None
@@ -35,8 +39,16 @@ def saved_for(model: Any, mask: object, numbers: list[int]) -> SavedMasks | None
         return None
     try:
         record = json.loads(Path(mask).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"mask must be a spec or a JSON file of masks; got {mask}, which does not exist; run `sparse-flash fit MODEL --text "
+            f"TEXT --out {mask}` to make it, or call write_masks"
+        ) from None
     except ValueError as error:
-        raise ValueError(f"{mask} must be a JSON file of masks, as write_masks makes them; got other text: {error}") from None
+        raise ValueError(
+            f"{mask} must be a JSON file of masks, as sparse-flash fit and write_masks make them; got other text, or a part of "
+            f"one: {error}"
+        ) from None
     return _read(record, str(mask), numbers)
 
 
@@ -44,8 +56,8 @@ def _read(record: object, name: str, numbers: list[int]) -> SavedMasks:
     if not isinstance(record, dict) or record.get("format") != _FORMAT or not isinstance(record.get("layers"), dict):
         found = f"format {record.get('format')!r}" if isinstance(record, dict) else type(record).__name__
         raise ValueError(
-            f'{name} must be {{"format": {_FORMAT}, "layers": {{"0": spec, ...}}}}; got {found}; write it by write_masks, or '
-            "install the release of sparse_flash that wrote it"
+            f'{name} must be {{"format": {_FORMAT}, "layers": {{"0": spec, ...}}}}; got {found}; make it by sparse-flash '
+            "fit or write_masks, or install the release of sparse_flash that wrote it"
         )
     if unknown := sorted(set(record) - set(_FIELDS)):
         raise ValueError(f"{name} must have no fields but {', '.join(_FIELDS)}; got {', '.join(unknown)}")
@@ -62,14 +74,14 @@ def _read(record: object, name: str, numbers: list[int]) -> SavedMasks:
         missing, others = sorted(set(numbers) - set(layers)), sorted(set(layers) - set(numbers))
         raise ValueError(
             f"{name} must have the layers of the model, {numbers[0]} to {numbers[-1]}; missing: {missing}; not in the model: "
-            f"{others}; take the masks of this model, or pass a mapping for some of its layers"
+            f"{others}; make a file for this model by sparse-flash fit, or pass a mapping for some of its layers"
         )
-    return SavedMasks(layers, record.get("dense_below"), record.get("dense_last"), bool(record.get("bidirectional")))
+    return SavedMasks(name, layers, record.get("dense_below"), record.get("dense_last"), bool(record.get("bidirectional")))
 
 
 def write_masks(
     path: str | PathLike[str],
-    masks: Mapping[int, Pattern | str | None],
+    masks: Mapping[int, Pattern | str | None] | torch.nn.Module,
     *,
     dense_below: int | None = None,
     dense_last: int | None = None,
@@ -78,14 +90,24 @@ def write_masks(
 ) -> None:
     """Writes the masks of a model's layers to a JSON file, for ``use_sparse_flash(model, path)``.
 
-    masks: by layer, as ``masks_of`` gives them; "own" or None for the model's own. dense_below, dense_last, bidirectional: as for
-    ``use_sparse_flash``. made_by: what made the masks, anything that JSON holds; it is not read. Raises ValueError for masks
-    without spec text.
+    masks: a model that ``use_sparse_flash`` switched, for its masks and their settings. Or masks by layer, as ``masks_of`` gives
+    them, which have no settings; "own" or None for the model's own. dense_below, dense_last, bidirectional: as for
+    ``use_sparse_flash``; instead of the model's. made_by: what made the masks, anything that JSON holds; it is not read. Raises
+    ValueError for masks without spec text, TypeError for what is neither a model nor a mapping.
     """
-    record = _record_of(masks, {"dense_below": dense_below, "dense_last": dense_last, "bidirectional": bidirectional or None})
+    check_counts(dense_below=dense_below, dense_last=dense_last)
+    given = {"dense_below": dense_below, "dense_last": dense_last, "bidirectional": bidirectional or None, "made_by": made_by}
+    if isinstance(masks, torch.nn.Module):
+        record = getattr(pretrained(masks).config, KEY, None)
+    elif isinstance(masks, Mapping):
+        record = _record_of(masks, {})
+    else:
+        raise TypeError(f"masks must be a model, or masks by layer such as masks_of(model); got {type(masks).__name__}")
     if record is None:
-        raise ValueError(f"masks must be patterns that have spec text, by layer; got {masks}; register their patterns")
-    text = json.dumps(record if made_by is None else {**record, "made_by": made_by}, indent=1)
+        found = f"{type(masks).__name__} without them; call use_sparse_flash(model, mask)"
+        found = found if isinstance(masks, torch.nn.Module) else f"{masks}; register their patterns"
+        raise ValueError(f"masks must be patterns that have spec text, by layer; got {found}")
+    text = json.dumps(record | {name: value for name, value in given.items() if value is not None}, indent=1)
     Path(path).write_text(f"{text}\n", encoding="utf-8")
 
 
