@@ -42,6 +42,10 @@ class TileWindow(TilePattern):
         super().__post_init__()
         self.checked_window(self.window, self.layout.tile_grid)
 
+    @property
+    def window_in_tiles(self):
+        return self.window
+
     def tile_rule(self, q, kv):
         frames, rows, columns = map(in_window, q, kv, self.window, self.layout.tile_grid)
         return frames & rows & columns

@@ -25,7 +25,7 @@ import numpy as np
 
 from sparse_flash.masks.fields import Natural, Positive, settle
 from sparse_flash.masks.grid import BLOCK_SIZES, FULL, BlockRuns, cells_of
-from sparse_flash.masks.pattern import parse, register_pattern
+from sparse_flash.masks.pattern import parse, register_pattern, shortened
 from sparse_flash.masks.reorder import gathered
 from sparse_flash.masks.rules import UnitPattern
 from sparse_flash.masks.tiles import unique_rows
@@ -35,6 +35,7 @@ class OverTiles(UnitPattern):
     """The rule applies to tiles of a ``layout``: define ``tile_rule``. The units are its tiles, and after them what is beside."""
 
     keep_beside = True
+    window_in_tiles = None  # (frames, height, width) in tiles, of a pattern whose windows all have one size
 
     @property
     def block(self):
@@ -54,7 +55,10 @@ class OverTiles(UnitPattern):
     def misfit(self, q_len, kv_len, first=None):
         found, layout = super().misfit(q_len, kv_len, first), self.layout
         if found and kv_len == layout.tokens:
-            return f"{found}; tensors must be in tile order, as layout.to_tiles(q, dim) returns them, with {layout.length} tokens"
+            return (
+                f"tensors under {shortened(self)} must be in tile order, with {layout.length} tokens; got {kv_len}, as many as "
+                "before it; pass layout.to_tiles(q, dim), and k and v alike"
+            )
         return found
 
     def tile_rule(self, q, kv):
