@@ -109,7 +109,8 @@ class VideoLayout(OverTiles):
 
     In tile order the tiles come first, row by row, then prefix and suffix. Every tile has as many positions; one at the edge that
     has fewer tokens has them first. The other positions are padding and hold copies of the tile's own tokens. Nothing sees such a
-    key. Such a query keeps what its token keeps, so a model's layers leave it a copy. Tensors of the user have no padding.
+    key. Such a query keeps what its token keeps, so a model's layers leave it a copy. Tensors of the user have no padding. VSA
+    (arXiv:2505.13389) has the same order, with zeros as padding.
 
     Its text, ``layout.to_spec()``, goes into configs, and ``parse`` reads it back. Before a chooser it keeps padding out:
     ``video_layout(21, 30, 52, prefix=512) & (sampled(16, budget=0.1) | last_tokens(512))``.

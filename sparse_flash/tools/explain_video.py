@@ -1,4 +1,4 @@
-"""Computes what a mask over a VideoLayout is for its video: padding, pairs of the video's tokens, windows in tokens."""
+"""Computes figures of a mask over a VideoLayout: padding, pairs of the video's tokens, windows in tokens."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _over_tiles(pattern: Pattern) -> list[Any]:
 
 
 def explain_video(pattern: Pattern, mask: BlockMask) -> VideoExplanation | None:
-    """The figures of a pattern's mask, if the pattern has one layout and the mask is of its length; otherwise None."""
+    """The figures of a pattern's mask, if the pattern has one layout and the mask has its length; otherwise None."""
     layout = layout_of(pattern)
     if layout is None or not mask.q_len == mask.kv_len == layout.length:
         return None
@@ -94,7 +94,7 @@ def _pairs(mask: BlockMask, tokens: np.ndarray, positions: np.ndarray) -> tuple[
     before = np.column_stack([np.zeros(2, np.int64), counts.cumsum(1)])
     kept, visited = (counts[:, full.rows] * (before[:, full.stop] - before[:, full.first])).sum(1)
     visited += (counts[1, partial.rows] * counts[1, partial.cols]).sum()
-    # Of partial blocks with one tile whose queries and keys are tokens at the same places, one is looked at.
+    # Partial blocks with the same tile, and tokens at the same positions of their rows and columns, are counted once.
     _, like = unique_rows(blocks[0])
     some, alike = unique_rows(np.column_stack([partial.kinds, partial.tiles, like[partial.rows], like[partial.cols]]))
     times = np.bincount(alike, minlength=len(some))

@@ -295,12 +295,17 @@ def test_blocks_compile_one_by_one():
     close(run(model, inputs), want)
 
 
-def test_fused_projections_stay_fused():
-    for make in (wan, cogvideox):
-        model, inputs = made(make)
-        want = run(use_sparse_flash(model, WINDOW, TILE), inputs)
+@pytest.mark.parametrize("make, fused_last", [(wan, True), (ltx, True), (wan, False), (ltx, False), (cogvideox, False)])
+def test_fused_projections_stay_fused(make, fused_last):
+    model, inputs = made(make)
+    want = run(use_sparse_flash(model, WINDOW, TILE), inputs)
+    if fused_last:
+        model.fuse_qkv_projections()
+    else:
         restore(model).fuse_qkv_projections()
-        close(run(use_sparse_flash(model, WINDOW, TILE), inputs), want)
+        use_sparse_flash(model, WINDOW, TILE)
+    assert any(name.endswith("to_qkv") for name, _ in model.named_modules())
+    close(run(model, inputs), want)
 
 
 def test_another_attention_back_end_runs_the_dense_steps():
