@@ -36,7 +36,7 @@ class Neighborhood(RunPattern):
     shape: cells on each axis, 1 to 3 axes, the last one varying fastest: (height, width) of an image.
     window: cells on each axis, or one number for all of them; at most shape. An even window has one cell more before the
     query than after it. The grid must hold all tokens of the sequence; ``shifted`` places one that has other tokens
-    beside it, such as text, which keep nothing and are seen by nothing.
+    beside it, such as text, which keep nothing and are seen by nothing. A VideoLayout has them as prefix and suffix.
     stride, dilation: cells on each axis, or one number for all; None is 1. So many neighbours have one window, that of the middle
     one, of the later one of two. A window has every so many cells, those with the query's remainder. window * dilation is at most
     shape, stride at most window. causal: whether an axis is causal, or True or False for all; None is False. There the window ends
@@ -81,6 +81,12 @@ class Neighborhood(RunPattern):
 
     def named_tokens(self):
         return (prod(self.shape),) * 2
+
+    def misfit(self, q_len, kv_len, first=None):
+        found = super().misfit(q_len, kv_len, first)
+        if found and first is None and len(self.shape) > 1 and kv_len > prod(self.shape):
+            return f"{found}; for text beside a video or an image, tile_window over a VideoLayout with prefix= and suffix= has both"
+        return found
 
     def _windows(self, q):
         """On each axis (dilation, remainder, first, stop): a query keeps cells remainder + dilation * c, first <= c < stop."""

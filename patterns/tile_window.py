@@ -32,6 +32,9 @@ class TileWindow(TilePattern):
     layout: a VideoLayout or its text; q, k and v are in its order. window: tiles on each axis, (frames, height, width), or one
     number for all of them; at most ``layout.tile_grid``. keep_beside: whether the tokens beside the video, prefix and suffix, see
     and are seen by all. If False, they keep nothing and are seen by nothing, and another pattern must say what they keep.
+
+    For odd windows on grids that tiles divide, the mask is that of the authors' code (FastVideo), text included. There an even
+    window reaches half of it to both sides, so it has one tile more; here it has one tile more before the query than after it.
     """
 
     window: tuple[Positive, ...]
@@ -41,6 +44,10 @@ class TileWindow(TilePattern):
         settle(self, window=window if isinstance(window, (tuple, list)) else (window,) * 3)
         super().__post_init__()
         self.checked_window(self.window, self.layout.tile_grid)
+
+    @property
+    def window_in_tiles(self):
+        return self.window
 
     def tile_rule(self, q, kv):
         frames, rows, columns = map(in_window, q, kv, self.window, self.layout.tile_grid)

@@ -25,7 +25,7 @@ import numpy as np
 
 from sparse_flash.masks.fields import Natural, Positive, settle
 from sparse_flash.masks.grid import BLOCK_SIZES, FULL, BlockRuns, cells_of
-from sparse_flash.masks.pattern import parse, register_pattern
+from sparse_flash.masks.pattern import parse, register_pattern, shortened
 from sparse_flash.masks.reorder import gathered
 from sparse_flash.masks.rules import UnitPattern
 from sparse_flash.masks.tiles import unique_rows
@@ -35,6 +35,7 @@ class OverTiles(UnitPattern):
     """The rule applies to tiles of a ``layout``: define ``tile_rule``. The units are its tiles, and after them what is beside."""
 
     keep_beside = True
+    window_in_tiles = None  # (frames, height, width) in tiles, of a pattern whose windows all have one size
 
     @property
     def block(self):
@@ -54,7 +55,10 @@ class OverTiles(UnitPattern):
     def misfit(self, q_len, kv_len, first=None):
         found, layout = super().misfit(q_len, kv_len, first), self.layout
         if found and kv_len == layout.tokens:
-            return f"{found}; tensors must be in tile order, as layout.to_tiles(q, dim) returns them, with {layout.length} tokens"
+            return (
+                f"tensors under {shortened(self)} must be in tile order, with {layout.length} tokens; got {kv_len}, as many as "
+                "before it; pass layout.to_tiles(q, dim), and k and v alike"
+            )
         return found
 
     def tile_rule(self, q, kv):
@@ -105,7 +109,8 @@ class VideoLayout(OverTiles):
 
     In tile order the tiles come first, row by row, then prefix and suffix. Every tile has as many positions; one at the edge that
     has fewer tokens has them first. The other positions are padding and hold copies of the tile's own tokens. Nothing sees such a
-    key. Such a query keeps what its token keeps, so a model's layers leave it a copy. Tensors of the user have no padding.
+    key. Such a query keeps what its token keeps, so a model's layers leave it a copy. Tensors of the user have no padding. VSA
+    (arXiv:2505.13389) has the same order, with zeros as padding.
 
     Its text, ``layout.to_spec()``, goes into configs, and ``parse`` reads it back. Before a chooser it keeps padding out:
     ``video_layout(21, 30, 52, prefix=512) & (sampled(16, budget=0.1) | last_tokens(512))``.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -13,6 +13,11 @@ from rich.text import Text
 
 from .console import output, stages, user_errors
 from .options import BlockSize, KvLen, Spec, dtype_of
+
+
+def _q_len(default: int) -> Any:
+    """The option ``--q-len``. default: the tokens where neither it nor the pattern names any."""
+    return typer.Option("--q-len", "-n", help=f"Queries, in tokens; as many as the pattern names, otherwise {default:,}.")
 
 
 def patterns() -> None:
@@ -47,12 +52,13 @@ def _argument(parameter: inspect.Parameter) -> str:
     return parameter.name if parameter.default is parameter.empty else f"{parameter.name}={parameter.default!r}"
 
 
-def _compiled(spec: str, q_len: int, kv_len: int | None, block_size: int):
+def _compiled(spec: str, q_len: int | None, kv_len: int | None, block_size: int, default_len: int):
     """(pattern, mask, seconds)."""
     import sparse_flash
-    from sparse_flash.tools.subject import of_one_head
+    from sparse_flash.tools.subject import named_len, of_one_head
 
     pattern = of_one_head(sparse_flash.parse(spec))
+    q_len = named_len(pattern, default_len) if q_len is None else q_len
     begin = time.perf_counter()
     # Without the compiler's own bar, which cannot be shown inside that of the stages.
     mask = sparse_flash.compile_mask(pattern, q_len, kv_len, block_size, progress=False)
@@ -61,18 +67,25 @@ def _compiled(spec: str, q_len: int, kv_len: int | None, block_size: int):
 
 def show(
     spec: Spec,
-    q_len: Annotated[int, typer.Option("--q-len", "-n", help="Queries, in tokens.")] = 4096,
+    q_len: Annotated[int | None, _q_len(4096)] = None,
     kv_len: KvLen = None,
     block_size: BlockSize = 128,
     level: Annotated[str, typer.Option(help="tokens, blocks, or auto: tokens where they all fit the picture.")] = "auto",
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write a .png or .svg file as well.")] = None,
+    query: Annotated[
+        tuple[int, int, int] | None,
+        typer.Option(metavar="FRAME ROW COLUMN", help="Of a video_layout: the file shows its frames, and what this token sees."),
+    ] = None,
 ) -> None:
     """Draws a mask: queries downwards, keys to the right."""
     from sparse_flash.tools import draw
+    from sparse_flash.tools.explain_video import layout_of
 
-    if out:
-        with user_errors():
+    with user_errors():
+        if out:
             draw.checked_path(out)
+        if query and not out:
+            raise ValueError("--query must come with --out, the file that shows the frames; add --out frames.png")
     console = output()
     unicode = draw.can_draw("▀█▓▒░·")
     # 16 colours cannot show the shares. NO_COLOR drops the colours but leaves the console its color_system.
@@ -84,7 +97,9 @@ def show(
     side = min(width, height) if console.is_terminal else width
     with user_errors(), stages("compiling", "counting") as begin:
         begin()
-        pattern, mask, _ = _compiled(spec, q_len, kv_len, block_size)
+        pattern, mask, _ = _compiled(spec, q_len, kv_len, block_size, draw.DEFAULT_LEN)
+        if query and (layout := layout_of(pattern)) is None:
+            raise ValueError(f"--query must come with a pattern over one video_layout; got {pattern}; leave it out")
         begin()
         picture = draw.cells(mask, side, side if mask.q_len == mask.kv_len else width, level)
         density, block_density = mask.density, mask.block_density
@@ -95,7 +110,13 @@ def show(
     console.print(f"keeps {density:.3%} of the pairs, visits {block_density:.3%} of the blocks of {block_size}")
     if out:
         with user_errors():
-            draw.save(mask, out, str(pattern), level)
+            if query:
+                try:
+                    draw.frames(mask, layout, query, out, title=str(pattern))
+                except IndexError as error:
+                    raise ValueError(f"--query: {error}") from None
+            else:
+                draw.save(mask, out, str(pattern), level)
         console.print(f"wrote {out}", markup=False, soft_wrap=True)
 
 
@@ -115,7 +136,7 @@ _GALLERY = (
 def gallery(
     specs: Annotated[list[str] | None, typer.Argument(metavar="[SPEC]...", help="Eight kinds of masks by default.")] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="A .png or .svg file.")] = Path("patterns.png"),
-    q_len: Annotated[int, typer.Option("--q-len", "-n", help="Queries and keys, in tokens.")] = 4096,
+    q_len: Annotated[int | None, _q_len(4096)] = None,
     block_size: BlockSize = 128,
 ) -> None:
     """Draws the blocks of several masks side by side in one file."""
@@ -126,7 +147,7 @@ def gallery(
         draw.checked_path(out)
         for spec in chosen:
             begin()
-            compiled.append((spec, _compiled(spec, q_len, None, block_size)[1]))
+            compiled.append((spec, _compiled(spec, q_len, None, block_size, draw.DEFAULT_LEN)[1]))
         begin()
         draw.gallery(compiled, out)
     output().print(f"wrote {out}", markup=False, soft_wrap=True)
@@ -134,7 +155,7 @@ def gallery(
 
 def explain(
     spec: Spec,
-    q_len: Annotated[int, typer.Option("--q-len", "-n", help="Queries, in tokens.")] = 65536,
+    q_len: Annotated[int | None, _q_len(65536)] = None,
     kv_len: KvLen = None,
     block_size: BlockSize = 128,
     heads: Annotated[int, typer.Option(help="Query heads that share the mask.")] = 8,
@@ -146,13 +167,15 @@ def explain(
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Memory for gradients that repeat bit for bit.")] = False,
 ) -> None:
     """Prints what a mask costs, what it saves, and what it can see."""
+    from sparse_flash.tools.explain import DEFAULT_LEN
     from sparse_flash.tools.explain import explain as numbers_of
+    from sparse_flash.tools.explain_video import explain_video
     from sparse_flash.tools.figures import size_text
 
     with user_errors(), stages("compiling", "counting") as begin:
         named = dtype_of(dtype)
         begin()
-        pattern, mask, seconds = _compiled(spec, q_len, kv_len, block_size)
+        pattern, mask, seconds = _compiled(spec, q_len, kv_len, block_size, DEFAULT_LEN)
         begin()
         e = numbers_of(
             mask,
@@ -164,14 +187,17 @@ def explain(
             v_head_dim=v_head_dim,
             deterministic=deterministic,
         )
+        video = explain_video(pattern, mask)
     console = output()
     console.print(Text(str(pattern), "bold"), soft_wrap=True)
     console.print(f"{e.call}\n")
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, line in (e.lines() | {"table": f"{size_text(e.table_bytes)}, compiled in {seconds:.3f} s"}).items():
+    for name, line in (
+        (video.lines() if video else {}) | e.lines() | {"table": f"{size_text(e.table_bytes)}, compiled in {seconds:.3f} s"}
+    ).items():
         table.add_row(name, line)
     console.print(table)
-    for hint in e.hints:
+    for hint in e.hints + (video.hints if video else []):
         console.print(Text("hint: ", "bold yellow") + Text(hint, "default"))

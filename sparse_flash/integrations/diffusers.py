@@ -26,12 +26,16 @@ from typing import Any, NamedTuple
 
 import diffusers
 import torch
+from diffusers.hooks import HookRegistry
 from torch.overrides import TorchFunctionMode
 
 from ..api.attention import attention
 from ..compat.dynamo import constant_in_graphs, outside_graphs
+from ..masks.block_mask import BlockMask
+from ..masks.cache import compiled_once, traceable
+from ..masks.chooser import is_chosen
 from ..masks.memory import remembered
-from ..masks.pattern import And, Or, Pattern, parse
+from ..masks.pattern import And, Or, Pattern, check_known_end, parse
 from ..patterns import video_layout as VideoLayout
 
 if tuple(map(int, diffusers.__version__.split(".")[:2])) < (0, 42):
@@ -40,6 +44,7 @@ if tuple(map(int, diffusers.__version__.split(".")[:2])) < (0, 42):
 _WORD = re.compile(r"(?<![\w.])layout(?![\w.])(?!\s*[=(])")
 _RUN = "_sparse_flash_run"
 _PROBE = (2**12,) * 3  # a grid that no window is too large for
+_LEAST_BLOCK = 64  # tokens of a table's block: Hopper's kernels take no smaller ones
 
 
 class _Model(NamedTuple):
@@ -145,8 +150,10 @@ def use_sparse_flash(
     timestep is read, which waits for the GPU. Training refuses dense_steps.
     dense_layers: the numbers of layers that keep all pairs; HunyuanVideo counts its single blocks after the others.
 
-    Masks for padded text (HunyuanVideo) become ``kv_lens``; other masks of attention are refused. Gradient checkpointing works;
-    call backward before the next forward call. Raises ValueError for models that are not known and arguments that do not fit.
+    Tables have blocks of one tile, and of 64 tokens for smaller tiles; a chooser has its own ``block``. Masks for padded text
+    (HunyuanVideo) become ``kv_lens``; other masks of attention are refused. Gradient checkpointing works; call backward before the
+    next forward call. If a cache of diffusers is enabled, dense steps keep all pairs in the order of tiles, because caches hold
+    tokens in one order. Raises ValueError for models that are not known, for context parallelism and for arguments that do not fit.
     """
     model, known = _known(transformer)
     layers = [getattr(block, attn) for blocks, attn in known.layers for block in getattr(model, blocks)]
@@ -156,6 +163,7 @@ def use_sparse_flash(
         raise ValueError(f"dense_layers must name layers of {type(model).__name__}, 0 to {len(layers) - 1}; got {wrong}")
     run = _Run(model, known, _checked(spec), _checked_layout(layout), steps)
     restore(model)
+    _forget(model)
     for number, layer in enumerate(layers):
         _set(layer, _Processor(layer.processor, run, number in dense))
     run.layers = layers
@@ -184,7 +192,20 @@ def restore(transformer: torch.nn.Module) -> torch.nn.Module:
             if isinstance(layer.processor, _Processor):  # otherwise somebody has set another one since
                 _set(layer, layer.processor.own)
         delattr(model, _RUN)
+        _forget(model)
     return transformer
+
+
+def _is_cached(model) -> bool:
+    """Whether a cache of diffusers keeps what layers of the model returned, by ``enable_cache`` or by its own function."""
+    registries = (getattr(module, "_diffusers_hook", None) for module in model.modules())
+    return any(hook._is_stateful for registry in registries if registry is not None for hook in registry.hooks.values())
+
+
+def _forget(model) -> None:
+    """Empties the caches of diffusers, which hold tokens in the order in which the model has run until now."""
+    if _is_cached(model):
+        HookRegistry.check_if_exists_or_initialize(model).reset_stateful_hooks(recurse=True)
 
 
 def _set(layer: Any, processor: Any) -> None:
@@ -267,7 +288,8 @@ def _made(make: Callable, cells: tuple[int, int, int]) -> VideoLayout:
 
 class _Run:
     """Holds the settings of a switched model, and the layout of its present call: that of the video alone, or None where the model
-    runs unchanged. The layout stays until the next call, as gradient checkpointing runs layers again."""
+    runs unchanged. The layout stays until the next call, as gradient checkpointing runs layers again. keeps_all: whether the
+    present call is a dense step that runs in the order of tiles, as caches hold tokens in one order."""
 
     def __init__(self, model: Any, known: _Model, spec: Any, make: Callable, dense_steps: frozenset[int]):
         self.config, self.known, self.spec, self.make, self.dense_steps = model.config, known, spec, make, dense_steps
@@ -276,6 +298,7 @@ class _Run:
         self.layers: list[Any] = []
         self.hooks: list[Any] = []
         self.layout: Any = None
+        self.keeps_all = False
         self.batch = 0
         self.step = 0
         self.first: float | None = None
@@ -285,14 +308,21 @@ class _Run:
     def begin(self, model, args, kwargs) -> None:
         if not all(isinstance(layer.processor, _Processor) for layer in self.layers):
             raise ValueError("the model's attention processors were replaced; call use_sparse_flash again")
+        if getattr(getattr(model, "_parallel_config", None), "context_parallel_config", None) is not None:
+            raise ValueError(
+                "the model must not be under context parallelism, which divides its tokens and computes attention by itself; leave "
+                "enable_parallelism out, or call restore(transformer)"
+            )
         given = {**dict(zip(self.names, args)), **kwargs}
-        self.batch = given["hidden_states"].shape[0]
+        self.keeps_all = False
         if self.dense_steps:
             if model.training and torch.is_grad_enabled():
                 raise ValueError("dense_steps count the steps of sampling; call use_sparse_flash without them for training")
             if self._step(given["timestep"]) in self.dense_steps:
-                self.layout = None
-                return
+                self.keeps_all = not self.in_layers and outside_graphs(_is_cached)(model)
+                if not self.keeps_all:
+                    self.layout = None
+                    return
         self.layout = _layout_of(self.make, self.known.cells(self.config, given))
 
     @outside_graphs
@@ -312,7 +342,9 @@ class _Run:
             return None
         if out.dim() == 5:  # (batch, channels, frames, height, width), which the model flattens
             return self.layout.to_tiles(out.flatten(2), 2)[..., None, None]
-        return self.layout.to_tiles(out.reshape(self.batch, -1, out.shape[-1]), 1)
+        out = out.reshape(-1, self.layout.tokens, out.shape[-1])  # Mochi's has frames in the batch
+        self.batch = out.shape[0]  # caches may call the model with half of the entries that it was given
+        return self.layout.to_tiles(out, 1)
 
     def rotated(self, module, args, out):
         return None if self.layout is None else tuple(self.layout.to_tiles(one, self.known.rotary) for one in out)
@@ -339,9 +371,18 @@ class _Run:
             kv_lens = layout.length - text + attn_mask[:, 0, 0, -text:].sum(-1)
         if self.in_layers:
             query, key, value = (layout.to_tiles(one, 2) for one in (query, key, value))
-        mask = layout if dense else self._mask(layout)
+        mask = self._table(layout if dense or self.keeps_all else self._mask(layout), layout, kv_lens, query.device)
         out = attention(query, key, value, mask, scale=scale, dropout_p=dropout_p, kv_lens=kv_lens)
         return layout.to_raster(out, 2) if self.in_layers else out
+
+    def _table(self, mask, layout, kv_lens, device) -> BlockMask | Pattern | str:
+        """The mask in blocks of one tile; a chooser has its own blocks."""
+        mask = traceable(mask) if torch.compiler.is_compiling() else mask
+        if is_chosen(mask):
+            return mask
+        if kv_lens is not None:
+            check_known_end(mask)
+        return compiled_once(mask, layout.length, layout.length, max(layout.block_size, _LEAST_BLOCK), device)
 
     def _mask(self, layout) -> Pattern | str:
         if not callable(self.spec):

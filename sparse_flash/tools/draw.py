@@ -75,7 +75,8 @@ def draw(
 
     mask: a BlockMask of one mask or a BlockSelection of one head (``mask.select(head)`` of several), a Pattern or its spec text.
     path: a .png or .svg file to write.
-    q_len, kv_len, block_size: lengths for compiling a pattern, in tokens; 4096, q_len and 128 by default. A BlockMask has its own.
+    q_len, kv_len, block_size: lengths for compiling a pattern, in tokens; as many as the pattern names or 4096, q_len and 128 by
+    default. A BlockMask has its own.
     level: "tokens" or "blocks", the finest cell size; "auto" uses tokens if they all fit the picture.
     title: the pattern's spec text by default.
 
@@ -300,17 +301,19 @@ def choices(kinds: Sequence[Sequence[str]], errors: Mapping[str, Sequence[float 
     return _write(figure, path)
 
 
-def frames(mask, layout, query: tuple[int, int, int], path: str | Path, columns: int = 7) -> Path:
+def frames(mask, layout, query: tuple[int, int, int], path: str | Path, columns: int = 7, *, title: str | None = None) -> Path:
     """Draws which tokens of a video one query sees, frame by frame, in one .png or .svg file.
 
     mask: as in ``draw``, in the layout's order. layout: the VideoLayout, whose tiles are outlined. query: (frame, row, column).
+    title: the pattern's spec text by default.
     """
     path = checked_path(path)
     from matplotlib.figure import Figure
 
     for name, cell, extent in zip(("frame", "row", "column"), query, layout.grid, strict=True):
         checked_index(f"{name} of query", cell, extent)
-    mask, title = subject(mask, None, None, None, layout.length)
+    mask, text = subject(mask, None, None, None, layout.length)
+    title = text if title is None else title
     if not mask.q_len == mask.kv_len == layout.length:
         raise ValueError(f"mask must be of the layout's {layout.length} tokens; got {mask.q_len} x {mask.kv_len}")
     video = layout.position_of[layout.prefix : layout.tokens - layout.suffix].reshape(layout.grid)

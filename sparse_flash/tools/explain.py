@@ -16,12 +16,13 @@ from ..kernels.common.config import padded_head_dim
 from ..kernels.hopper.configs import backward_config
 from ..masks.block_mask import BlockMask
 from ..masks.grid import BlockGrid
-from ..masks.pattern import Pattern
+from ..masks.pattern import Pattern, parse
 from ..masks.table import FullBlocks, PartialBlocks
-from ..masks.tiles import unpack_bits, unpack_runs
+from ..masks.tiles import decoded
 from ..selection.block_selection import BlockSelection
 from ..variant.variant import check_counts
 from .explain_selection import SelectionExplanation, explain_selection
+from .explain_video import VideoExplanation, explain_video
 from .figures import explanation_text, flops_text, share_text, size_text, times
 from .subject import subject
 
@@ -130,7 +131,7 @@ class Explanation:
     kept, the pairs of the dense call, and the pairs of the visited blocks.
     bytes_moved, dense_bytes_moved: keys and values read once per visited block, queries read and outputs and lse written once
     (arXiv:2205.14135, Prop. 4: N d + N^2 d^2 s / M, where a block of queries is what fits in fast memory).
-    memory: see ``Memory``.
+    memory: see ``Memory``. video: for a pattern over a VideoLayout, see ``VideoExplanation``; None for others and for tables.
     """
 
     pattern: str
@@ -161,6 +162,7 @@ class Explanation:
     dense_bytes_moved: int
     rival_blocks: int
     memory: Memory
+    video: VideoExplanation | None = None
 
     @property
     def partial_share(self) -> float:
@@ -201,11 +203,11 @@ class Explanation:
             hints.append(f"At any depth, only {self.reach.limit:.1%} of the causal pairs are within reach.")
         if self.empty_queries:
             hints.append(f"{self.empty_queries:,} queries keep nothing: their outputs are 0.")
-        return hints
+        return hints + (self.video.hints if self.video else [])
 
     def lines(self) -> dict[str, str]:
         """The numbers as sentences, by name."""
-        return dict(_lines(self))
+        return (self.video.lines() if self.video else {}) | dict(_lines(self))
 
     def __str__(self):
         head = [self.pattern, self.call] if self.pattern else [self.call]
@@ -230,12 +232,13 @@ def explain(
 
     mask: a BlockMask of one mask (``mask.select(head)`` of several), a Pattern or its spec text. Or a BlockSelection, of any heads,
     which has other figures: how much is picked, and how alike neighbouring queries pick; heads is a multiple of its heads.
-    q_len, kv_len, block_size: lengths for compiling a pattern, in tokens; 65,536, q_len and 128 by default. A BlockMask and a
-    BlockSelection have their own.
+    q_len, kv_len, block_size: lengths for compiling a pattern, in tokens; as many as the pattern names or 65,536, q_len and 128 by
+    default. A BlockMask and a BlockSelection have their own.
     heads: query heads that share the mask. head_dim: elements. dtype: of q, k and v. kv_heads: heads of keys and values, None for
     as many as query heads. v_head_dim: of v and out, None for head_dim. deterministic: bitwise repeatable gradients, which take
     more memory on Hopper. Raises ValueError for a mask or pattern that differs over batch or heads.
     """
+    given = parse(mask) if isinstance(mask, str) else mask
     mask, pattern = subject(mask, q_len, kv_len, block_size, DEFAULT_LEN)
     kv_heads = heads if kv_heads is None else kv_heads
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
@@ -283,6 +286,7 @@ def explain(
         dense_bytes_moved=_bytes(mask, rival_blocks, *sizes),
         rival_blocks=rival_blocks,
         memory=memory(mask, batch, heads, kv_heads, head_dim, v_head_dim, dtype, deterministic),
+        video=explain_video(given, mask) if isinstance(given, Pattern) else None,
     )
 
 
@@ -437,7 +441,7 @@ def _is_causal(mask: BlockMask, full: FullBlocks, partial: PartialBlocks) -> boo
 def _last_kept(tiles: np.ndarray, kind: int, size: int) -> np.ndarray:
     """(tiles, block): the last key that each row of a tile keeps, before any key if it keeps none."""
     last = np.empty(tiles.shape[:2], np.int64)
-    for part, kept in _decoded(tiles, kind, size):
+    for part, kept in decoded(tiles, kind, size):
         last[part] = np.where(kept.any(2), size - 1 - kept[:, :, ::-1].argmax(2), -2 * size)
     return last
 
@@ -465,21 +469,9 @@ def _empty_tokens(mask: BlockMask, full: FullBlocks, partial: PartialBlocks) -> 
 def _alive(tiles: np.ndarray, kind: int, size: int) -> tuple[np.ndarray, np.ndarray]:
     """(tiles, block) bool: which rows and which columns of each tile keep something."""
     rows, cols = np.zeros((2, len(tiles), size), bool)
-    for part, kept in _decoded(tiles, kind, size):
+    for part, kept in decoded(tiles, kind, size):
         rows[part], cols[part] = kept.any(2), kept.any(1)
     return rows, cols
-
-
-def _decoded(tiles: np.ndarray, kind: int, size: int, batch: int = 512):
-    """Yields (slice, (n, block, block) bool) over run tiles (kind 1) or bit tiles (kind 2), some at a time."""
-    column = np.arange(size)
-    for low in range(0, len(tiles), batch):
-        part = slice(low, low + batch)
-        if kind == 1:
-            first, stop = unpack_runs(tiles[part])
-            yield part, (column >= first[:, :, None]) & (column < stop[:, :, None])
-        else:
-            yield part, unpack_bits(tiles[part], size)
 
 
 def _dense(e: Explanation) -> str:

@@ -20,11 +20,8 @@ def subject(
     given = {name: value for name, value in lengths.items() if value is not None}
     if isinstance(mask, (Pattern, str)):
         pattern = of_one_head(parse(mask) if isinstance(mask, str) else mask)
-        named = [leaf.named_tokens() for leaf in pattern.leaves()]
-        default_len = max((most for _, most in filter(None, named)), default=default_len)
-        compiled = as_block_mask(
-            pattern, default_len if q_len is None else q_len, kv_len, 128 if block_size is None else block_size
-        )
+        q_len = named_len(pattern, default_len) if q_len is None else q_len
+        compiled = as_block_mask(pattern, q_len, kv_len, 128 if block_size is None else block_size)
         return compiled, str(mask).strip()
     mask = mask if isinstance(mask, BlockSelection) else as_block_mask(mask)
     if mask.device.type == "meta":
@@ -43,3 +40,9 @@ def of_one_head(pattern: Pattern) -> Pattern:
     if others:
         raise ValueError(f"the pattern must be that of one head; got {1 + len(others)} different ones; pass one, such as '{first}'")
     return first
+
+
+def named_len(pattern: Pattern, default: int) -> int:
+    """As many tokens as the pattern names, as one over a VideoLayout does; ``default`` if it names none."""
+    named = filter(None, (leaf.named_tokens() for leaf in pattern.leaves()))
+    return max((most for _, most in named), default=default)

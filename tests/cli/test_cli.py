@@ -268,6 +268,37 @@ def test_explain_says_what_is_kept_and_reached():
     assert "not defined" in invoke("explain", "causal", "-n", "256", "--kv-len", "512").output
 
 
+VIDEO = "tile_window(video_layout(4, 16, 16, tile=(2, 8, 4), prefix=7), 1)"
+
+
+def test_patterns_that_name_their_tokens_need_no_length(tmp_path):
+    explained = invoke("explain", VIDEO).output
+    assert "1,031 queries x 1,031 keys" in explained and "in 2 x 2 x 4 tiles of 2 x 8 x 4; prefix 7, suffix 0" in explained
+    assert "block_size=64 visits less" in explained
+    assert "1,031 x 1,031 tokens" in invoke("show", VIDEO).output
+    assert "65,536 queries" in invoke("explain", "local(9)").output and "4,096 x 4,096 tokens" in invoke("show", "local(9)").output
+    assert "wrote" in invoke("gallery", VIDEO, "local(9)", "--out", str(tmp_path / "masks.png")).output
+
+
+def test_show_draws_the_frames_that_a_query_sees(tmp_path, monkeypatch):
+    import sparse_flash.tools.draw
+
+    drawn = []
+    monkeypatch.setattr(sparse_flash.tools.draw, "_write", lambda figure, path: drawn.append(figure))
+    invoke("show", VIDEO, "--out", str(tmp_path / "frames.png"), "--query", "2", "12", "1")
+    (figure,) = drawn
+    assert (
+        "what frame 2, row 12, column 1 (orange) sees" in figure._suptitle.get_text()
+        and "tile_window" in figure._suptitle.get_text()
+    )
+    for command, message in (
+        (("show", VIDEO, "--query", "0", "0", "0"), "--query must come with --out"),
+        (("show", "causal", "--query", "0", "0", "0", "--out", str(tmp_path / "frames.png")), "a pattern over one video_layout"),
+        (("show", VIDEO, "--query", "4", "0", "0", "--out", str(tmp_path / "frames.png")), "frame of query must be 0 to 3; got 4"),
+    ):
+        assert message in invoke(*command, code=2).stderr
+
+
 def test_explain_of_a_mask_that_keeps_nothing_predicts_nothing():
     out = invoke("explain", "causal & ~causal", "-n", "100").output
     assert "inf" not in out and "not defined, as no block is visited" in out and "This mask keeps nothing" in out

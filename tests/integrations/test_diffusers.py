@@ -15,6 +15,9 @@ diffusers = pytest.importorskip(
     "diffusers", minversion="0.42", reason="diffusers is not installed: pip install 'diffusers>=0.42.1'"
 )
 
+from diffusers import hooks  # noqa: E402
+
+from sparse_flash.integrations import diffusers as integration  # noqa: E402
 from sparse_flash.integrations.diffusers import restore, use_sparse_flash  # noqa: E402
 
 CELLS, TEXT, VALID = (3, 5, 7), 7, (7, 4)  # VALID: of the text's tokens, in each entry of the batch
@@ -292,12 +295,17 @@ def test_blocks_compile_one_by_one():
     close(run(model, inputs), want)
 
 
-def test_fused_projections_stay_fused():
-    for make in (wan, cogvideox):
-        model, inputs = made(make)
-        want = run(use_sparse_flash(model, WINDOW, TILE), inputs)
+@pytest.mark.parametrize("make, fused_last", [(wan, True), (ltx, True), (wan, False), (ltx, False), (cogvideox, False)])
+def test_fused_projections_stay_fused(make, fused_last):
+    model, inputs = made(make)
+    want = run(use_sparse_flash(model, WINDOW, TILE), inputs)
+    if fused_last:
+        model.fuse_qkv_projections()
+    else:
         restore(model).fuse_qkv_projections()
-        close(run(use_sparse_flash(model, WINDOW, TILE), inputs), want)
+        use_sparse_flash(model, WINDOW, TILE)
+    assert any(name.endswith("to_qkv") for name, _ in model.named_modules())
+    close(run(model, inputs), want)
 
 
 def test_another_attention_back_end_runs_the_dense_steps():
@@ -309,6 +317,149 @@ def test_another_attention_back_end_runs_the_dense_steps():
     close(run(model, inputs, **first), own)
     close(run(model, inputs), want)
     assert restore(model).blocks[0].attn1.processor._attention_backend.value == "_native_math"
+
+
+@pytest.mark.parametrize("make", [wan, hunyuan, cogvideox], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("tile, block", [(TILE, 64), ((2, 4, 8), 64), ((2, 8, 8), 128), ((4, 8, 8), 256)], ids=str)
+def test_a_block_of_a_table_is_a_tile_and_at_least_64_tokens(monkeypatch, make, tile, block):
+    sizes, attention = [], integration.attention
+    monkeypatch.setattr(integration, "attention", lambda *args, **given: sizes.append(args[3]) or attention(*args, **given))
+    model, inputs = made(make)
+    own = run(model, inputs)
+    close(run(use_sparse_flash(model, "layout", tile), inputs), own)
+    assert sizes and all(mask.block_size == block for mask in sizes)
+
+
+def test_patterns_that_count_from_an_unknown_end_are_refused_whatever_the_tile():
+    for tile in (TILE, (2, 8, 8)):
+        model, inputs = made(hunyuan)
+        use_sparse_flash(model, "layout & (local(9) | last_tokens(3))", tile)
+        with pytest.raises(ValueError, match="counts from the end"):
+            run(model, inputs)
+
+
+TIMES = (900, 800, 700, 600, 500, 400)
+NOW = [0]  # of the loop, which caches ask for
+ALWAYS = {"spatial_attention_timestep_skip_range": (-1, 1001), "current_timestep_callback": lambda: NOW[0]}
+CACHES = {
+    "pyramid": lambda: hooks.PyramidAttentionBroadcastConfig(spatial_attention_block_skip_range=2, **ALWAYS),
+    "first block": lambda: hooks.FirstBlockCacheConfig(threshold=0.5),
+    "faster": lambda: hooks.FasterCacheConfig(
+        unconditional_batch_skip_range=2,
+        unconditional_batch_timestep_skip_range=(-1, 1001),
+        attention_weight_callback=lambda _: 0.3,
+        **ALWAYS,
+    ),
+    "mag": lambda: hooks.MagCacheConfig(num_inference_steps=6, mag_ratios=[1.0] * 6, retention_ratio=0.1, threshold=0.3),
+}
+# FasterCache itself takes no tokens without frames (LTX) and halves no pooled_projections (HunyuanVideo).
+CACHED = [(make, kind) for make in (wan, hunyuan, ltx, mochi, cogvideox) for kind in CACHES]
+CACHED = [(make, kind) for make, kind in CACHED if (make, kind) not in ((ltx, "faster"), (hunyuan, "faster"))]
+
+
+def sampled(model, inputs, times=TIMES):
+    outputs = []
+    for NOW[0] in times:
+        with model.cache_context("cond"):
+            outputs.append(run(model, inputs, timestep=torch.tensor([NOW[0]] * 2)))
+    return outputs
+
+
+@pytest.mark.parametrize("order", ["switched first", "cached first", "cached by its function"])
+@pytest.mark.parametrize("make, kind", CACHED, ids=[f"{make.__name__}-{kind}" for make, kind in CACHED])
+def test_caches_hold_tokens_in_one_order_in_sparse_and_dense_steps(make, kind, order):
+    model, inputs = made(make)
+    plain, own = sampled(copy.deepcopy(model), inputs), copy.deepcopy(model)
+    own.enable_cache(CACHES[kind]())
+    want = sampled(own, inputs)
+    assert any(not torch.allclose(one, two, atol=1e-3) for one, two in zip(want, plain))  # some steps come from the cache
+    if order == "cached first":
+        model.enable_cache(CACHES[kind]())
+    use_sparse_flash(model, "layout", TILE, dense_steps=[0, 3])
+    if order == "switched first":
+        model.enable_cache(CACHES[kind]())
+    elif order == "cached by its function":
+        apply = {"pyramid": "pyramid_attention_broadcast", "first block": "first_block_cache"}.get(kind, f"{kind}_cache")
+        getattr(hooks, f"apply_{apply}")(model, CACHES[kind]())
+    for got, one in zip(sampled(model, inputs), want):
+        close(got, one)
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_switching_and_restoring_empty_the_caches(kind):
+    model, inputs = made(wan)
+    own = copy.deepcopy(model)
+    own.enable_cache(CACHES[kind]())
+    want = sampled(own, inputs, TIMES[1:3])
+    model.enable_cache(CACHES[kind]())
+    for switch in (lambda: use_sparse_flash(model, "layout", TILE), lambda: restore(model)):
+        sampled(model, inputs, TIMES[:1])
+        switch()
+        for got, one in zip(sampled(model, inputs, TIMES[1:3]), want):
+            close(got, one)
+
+
+def offloaded_by_group(model, **options):
+    model.enable_group_offload(onload_device=torch.device("cpu"), offload_device=torch.device("cpu"), **options)
+
+
+def offloaded_by_accelerate(model):
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed; the extra transformers brings it")
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+
+
+def with_lora(model):
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    torch.manual_seed(1)
+    names = ["to_q", "to_k", "to_v", "to_out.0"]
+    model.add_adapter(peft.LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, target_modules=names))
+
+
+def with_fused_lora(model):
+    with_lora(model)
+    model.fuse_lora()
+
+
+CHANGES = {
+    "groups of blocks": lambda model: offloaded_by_group(model, offload_type="block_level", num_blocks_per_group=1),
+    "groups of leaves": lambda model: offloaded_by_group(model, offload_type="leaf_level"),
+    "accelerate": offloaded_by_accelerate,
+    "bfloat16 weights": lambda model: model.enable_layerwise_casting(torch.bfloat16, torch.float32),
+    "lora": with_lora,
+    "fused lora": with_fused_lora,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("make", [wan, hunyuan, ltx, mochi, cogvideox], ids=lambda make: make.__name__)
+def test_what_changes_modules_works_before_and_after_the_switch(make, change):
+    model, inputs = made(make)
+    after, own = copy.deepcopy(model), copy.deepcopy(model)
+    CHANGES[change](own)
+    want = expected(own, inputs)
+    CHANGES[change](model)
+    close(run(use_sparse_flash(model, WINDOW, TILE), inputs), want)
+    use_sparse_flash(after, WINDOW, TILE)
+    CHANGES[change](after)
+    close(run(after, inputs), want)
+
+
+@each_model
+def test_a_saved_model_is_the_models_own(make, tmp_path):
+    model, inputs = made(make)
+    own = run(model, inputs)
+    use_sparse_flash(model, WINDOW, TILE).save_pretrained(tmp_path)
+    assert torch.equal(run(type(model).from_pretrained(tmp_path).eval(), inputs), own)
+
+
+def test_context_parallelism_is_refused_in_either_order():
+    parallel = diffusers.ParallelConfig(context_parallel_config=diffusers.ContextParallelConfig(ulysses_degree=2))
+    model, inputs = made(wan)
+    use_sparse_flash(model, WINDOW, TILE)._parallel_config = parallel  # as enable_parallelism sets it
+    for switch in (lambda: None, lambda: use_sparse_flash(model, WINDOW, TILE)):
+        switch()
+        with pytest.raises(ValueError, match=r"must not be under context parallelism.*leave enable_parallelism out"):
+            run(model, inputs)
 
 
 class Kandinsky5Transformer3DModel(torch.nn.Module):

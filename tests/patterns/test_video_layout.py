@@ -113,5 +113,18 @@ def test_tensors_of_other_lengths_are_refused_and_masks_say_that_tile_order_is_m
         RAGGED.to_tiles(torch.zeros(2, 192), 1)
     with pytest.raises(ValueError, match=rf"x must have {RAGGED.length} tokens in dimension 0 in tile order"):
         RAGGED.to_raster(torch.zeros(114), 0)
-    with pytest.raises(ValueError, match=rf"must name the 114 tokens .*layout.to_tiles\(q, dim\) .* {RAGGED.length} tokens"):
+    with pytest.raises(ValueError, match=rf"must be in tile order, with {RAGGED.length} tokens; got 114.*pass layout.to_tiles"):
         sf.compile_mask(RAGGED, 114)
+
+
+@pytest.mark.parametrize("spec", ["neighborhood((4, 8, 8), 3)", "neighborhood((4, 8, 8), 3) | last_tokens(77)"])
+def test_a_grid_beside_text_is_refused_and_a_layout_holds_both(spec):
+    with pytest.raises(
+        ValueError, match=r"must name the 333 tokens .* it names 256; .*shifted.*VideoLayout with prefix= and suffix="
+    ):
+        sf.compile_mask(spec, 256 + 77)
+    with pytest.raises(ValueError, match="must say what each query keeps; it does not for 77 of 333, from 0 to 76"):
+        sf.compile_mask("shifted(neighborhood((4, 8, 8), 3), 77)", 77 + 256)
+    layout = sf.VideoLayout(4, 8, 8, prefix=77)
+    kept = sf.compile_mask(sf.tile_window(layout, (1, 1, 1)), layout.length).to_dense().numpy()
+    assert kept.any(1).all() and kept[:, layout.tiled :].all() and kept[layout.tiled :].all()

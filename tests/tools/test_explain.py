@@ -1,12 +1,16 @@
 """The numbers of ``explain`` and the pictures of ``draw``, against the dense mask."""
 
+import dataclasses
 import importlib
 import tracemalloc
 from contextlib import nullcontext
 
 import numpy as np
 import pytest
+import strategies
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from oracle import heavy_rows_split
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -438,3 +442,46 @@ def test_frames_show_what_one_query_of_a_video_sees_and_where_it_is(tmp_path, mo
         draw.frames(pattern, layout, (0, 5, 0), tmp_path / "frames.png")
     with pytest.raises(ValueError, match=rf"mask must be of the layout's {layout.length} tokens; got 143 x 143"):
         draw.frames(sf.compile_mask("full", layout.tokens), layout, (0, 0, 0), tmp_path / "frames.png")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    pattern=strategies.by_name["tile_window"] | strategies.by_name["frame_window"] | strategies.by_name["radial"], data=st.data()
+)
+def test_figures_of_a_video_are_those_of_its_own_tokens(pattern, data):
+    layout, block = pattern.layout, data.draw(st.sampled_from([16, 64]))
+    pattern = dataclasses.replace(pattern, keep_beside=True)
+    pattern = data.draw(st.sampled_from([pattern, layout & (pattern | sf.local(20)), pattern & layout & ~sf.local(2)]))
+    mask = sf.compile_mask(pattern, layout.length, block_size=block)
+    video, dense = explain(pattern, block_size=block).video, mask.to_dense().numpy()
+    exists = (layout.positions >= 0).all(1)
+    assert exists.sum() == np.prod(layout.grid)
+    assert video.kept == pytest.approx(dense[exists][:, exists].sum() / exists.sum() ** 2)
+    visited = (mask.block_states().numpy() > 0).repeat(block, 0).repeat(block, 1)[: layout.tiled, : layout.tiled]
+    assert video.visited == pytest.approx(visited.sum() / exists.sum() ** 2)
+    assert video.padding == layout.length - layout.tokens
+
+
+def test_explain_of_a_video_says_its_grid_padding_and_window_in_tokens():
+    spec = "tile_window(video_layout(9, 30, 52, tile=(2, 8, 4), prefix=77, suffix=3), (5, 3, 4))"
+    e = explain(spec)
+    assert e.q_len == e.kv_len == e.video.layout.length
+    said = e.lines()
+    assert said["video"] == "9 x 30 x 52 tokens in 5 x 4 x 13 tiles of 2 x 8 x 4; prefix 77, suffix 3"
+    assert said["padding"] == "2,600 positions, 18.5% of the video's tokens; no query sees them"
+    assert said["tile order"].startswith("q, k and v have 16,720 tokens") and said["tile order"].endswith("before it 14,120")
+    assert said["window"] == "9 x 24 x 16 tokens (frames x rows x columns)"  # the window has all frames, of which there are 9
+    assert e.hints == ["A block of 128 tokens holds 2 tiles; block_size=64 visits less."]
+    finer = explain(spec, block_size=64)
+    assert finer.video.visited < e.video.visited and finer.video.kept == e.video.kept and finer.hints == []
+    assert all(text in str(e) for text in said.values())
+    with pytest.raises(ValueError, match="must be in tile order, with 16720 tokens; got 14120"):
+        explain(spec, q_len=14120)
+
+
+def test_figures_of_a_video_are_left_out_where_there_is_not_one_layout_of_that_length():
+    one, other = sf.VideoLayout(2, 4, 8, (1, 4, 4)), sf.VideoLayout(2, 8, 4, (1, 4, 4))
+    assert one.length == other.length
+    assert explain(sf.tile_window(one, 1) | sf.tile_window(other, 1)).video is None
+    assert explain(sf.compile_mask(one, one.length)).video is None and explain("causal", q_len=64).video is None
+    assert explain(one, q_len=16, kv_len=one.length).video is None
