@@ -6,6 +6,7 @@ import inspect
 import math
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import types
 from pathlib import Path
 
 import pytest
+import serving
 import torch
 from typer.testing import CliRunner
 
@@ -215,10 +217,13 @@ def run(first_of_readme, own_registry, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_code_of_a_page_runs_as_it_stands(page, run):
+def test_every_code_of_a_page_runs_as_it_stands(page, run, monkeypatch, tmp_path):
     for library in ("transformers", "diffusers"):
         if library in "".join(codes(page)):
             pytest.importorskip(library)
+    if page == "docs/guides/serving.md":
+        serving.provide(monkeypatch)
+        runpy.run_path(str(ROOT / ".ci" / "hub.py"))["build"](tmp_path / "build")
     run(page)
 
 
@@ -248,7 +253,7 @@ def rows(page: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("page", MIGRATIONS)
-def test_what_you_wrote_and_what_you_write_give_the_same(page, run, monkeypatch):
+def test_what_you_wrote_and_what_you_write_give_the_same(page, run, monkeypatch, tmp_path):
     # Provides the other libraries' calls under their names, so they need not be installed.
     for name in ("flash_attn", "block_sparse_attn"):
         monkeypatch.setitem(sys.modules, name, importlib.import_module(f"sparse_flash.integrations.{name}"))
