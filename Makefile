@@ -6,6 +6,7 @@
 # make docs    builds the documentation site into site/; ARGS=serve shows it while you write
 # make kernels the tests that compile kernels for a Hopper GPU, which need not be there
 # make chips   compiles changed kernels for other GPUs and updates docs/chips.csv
+# make hub     writes build/torch-universal, which Hugging Face's kernels library loads the package from (docs/guides/serving.md)
 # make record  writes down what the compiled kernels of the tests spill: tests/kernels/spills.json
 # make matrix  runs the tests on the oldest and the newest versions that pyproject.toml allows, and on those between whose Triton
 #              neither has; PAIR=oldest, 2.12, 2.14 or newest for one
@@ -45,7 +46,7 @@ PYENV := $(or $(PYENV_ROOT),$(HOME)/.pyenv)
 first_python = $(firstword $(foreach v,$(1),$(shell for python in python$(v) $(wildcard $(PYENV)/versions/$(v).*/bin/python); \
   do $$python -c "" 2>/dev/null && echo $$python && break; done)))
 
-.PHONY: quick bench train test experiments kernels ranks linked lint docs chips record wheel matrix clean
+.PHONY: quick bench train test experiments kernels ranks linked lint docs chips record wheel hub matrix clean
 
 # tests/quick.txt lists the sample: a line for each file, test or case.
 quick: lint
@@ -112,6 +113,9 @@ wheel: $(READY)
 	cd "$$directory" && \
 	venv/bin/python -c 'import sparse_flash.patterns, sparse_flash.benchmarks; print(sparse_flash.patterns.__file__)' && \
 	venv/bin/sparse-flash doctor
+
+hub: $(READY)
+	$(BIN)/python .ci/hub.py $(ARGS)
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \

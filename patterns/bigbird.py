@@ -17,9 +17,8 @@ specimen: bigbird(density=0.06)
 
 from dataclasses import dataclass
 
-from sparse_flash.masks.fields import Natural, Positive, Share
-from sparse_flash.masks.pattern import DerivedPattern, register_pattern
-
+from ..masks.fields import Natural, Positive, Share
+from ..masks.pattern import DerivedPattern, register_pattern
 from .dilated import Dilated
 from .global_tokens import GlobalTokens
 from .random import Random

@@ -13,9 +13,9 @@ specimen: block_diagonal(512)
 
 from dataclasses import dataclass
 
-from sparse_flash.masks.fields import Positive
-from sparse_flash.masks.pattern import register_pattern
-from sparse_flash.masks.rules import RunPattern
+from ..masks.fields import Positive
+from ..masks.pattern import register_pattern
+from ..masks.rules import RunPattern
 
 
 @register_pattern("block_diagonal")

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparse_flash.masks.fields import Factors, Positive
-from sparse_flash.masks.pattern import register_pattern
-from sparse_flash.masks.rules import UnitPattern
+from ..masks.fields import Factors, Positive
+from ..masks.pattern import register_pattern
+from ..masks.rules import UnitPattern
 
 
 @register_pattern("butterfly")

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparse_flash.masks.pattern import register_pattern
-from sparse_flash.masks.rules import RunPattern
+from ..masks.pattern import register_pattern
+from ..masks.rules import RunPattern
 
 
 @register_pattern("causal")

@@ -16,9 +16,9 @@ from functools import cached_property
 
 import numpy as np
 
-from sparse_flash.masks.fields import Natural, settle
-from sparse_flash.masks.pattern import register_pattern
-from sparse_flash.masks.rules import RunPattern
+from ..masks.fields import Natural, settle
+from ..masks.pattern import register_pattern
+from ..masks.rules import RunPattern
 
 
 @register_pattern("documents")

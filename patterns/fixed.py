@@ -18,9 +18,9 @@ specimen: fixed(6)
 
 from dataclasses import dataclass
 
-from sparse_flash.masks.fields import Positive
-from sparse_flash.masks.pattern import register_pattern
-from sparse_flash.masks.rules import UnitPattern
+from ..masks.fields import Positive
+from ..masks.pattern import register_pattern
+from ..masks.rules import UnitPattern
 
 
 @register_pattern("fixed")

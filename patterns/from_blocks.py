@@ -15,9 +15,9 @@ from functools import cached_property
 
 import numpy as np
 
-from sparse_flash.masks.fields import Positive, settle
-from sparse_flash.masks.pattern import register_pattern
-from sparse_flash.masks.rules import UnitPattern
+from ..masks.fields import Positive, settle
+from ..masks.pattern import register_pattern
+from ..masks.rules import UnitPattern
 
 
 @register_pattern("from_blocks")

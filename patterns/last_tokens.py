@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparse_flash.masks.fields import BEYOND, Positive
-from sparse_flash.masks.pattern import Pattern, register_pattern, unknown_end
-from sparse_flash.masks.rules import RunPattern
+from ..masks.fields import BEYOND, Positive
+from ..masks.pattern import Pattern, register_pattern, unknown_end
+from ..masks.rules import RunPattern
 
 
 @register_pattern("last_tokens")

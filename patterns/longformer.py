@@ -15,9 +15,8 @@ specimen: longformer(384, tokens=128)
 
 from dataclasses import dataclass
 
-from sparse_flash.masks.fields import Positive
-from sparse_flash.masks.pattern import DerivedPattern, register_pattern
-
+from ..masks.fields import Positive
+from ..masks.pattern import DerivedPattern, register_pattern
 from .global_tokens import GlobalTokens
 from .local import Local
 

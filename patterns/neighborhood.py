@@ -22,10 +22,10 @@ from math import prod
 
 import numpy as np
 
-from sparse_flash.masks.fields import Positive, settle
-from sparse_flash.masks.grid import cells_of
-from sparse_flash.masks.pattern import register_pattern
-from sparse_flash.masks.rules import RunPattern
+from ..masks.fields import Positive, settle
+from ..masks.grid import cells_of
+from ..masks.pattern import register_pattern
+from ..masks.rules import RunPattern
 
 
 @register_pattern("neighborhood")

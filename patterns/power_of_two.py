@@ -17,9 +17,9 @@ specimen: power_of_two()
 
 from dataclasses import dataclass
 
-from sparse_flash.masks.fields import Factors, Positive
-from sparse_flash.masks.pattern import register_pattern
-from sparse_flash.masks.rules import DistancePattern
+from ..masks.fields import Factors, Positive
+from ..masks.pattern import register_pattern
+from ..masks.rules import DistancePattern
 
 
 @register_pattern("power_of_two")

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparse_flash.masks.fields import Positive
-from sparse_flash.masks.pattern import register_pattern
-from sparse_flash.masks.rules import RunPattern
+from ..masks.fields import Positive
+from ..masks.pattern import register_pattern
+from ..masks.rules import RunPattern
 
 
 @register_pattern("prefix")

@@ -20,9 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparse_flash.masks.fields import Natural
-from sparse_flash.masks.pattern import register_pattern
-
+from ..masks.fields import Natural
+from ..masks.pattern import register_pattern
 from .video_layout import TilePattern
 
 

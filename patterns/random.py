@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparse_flash.masks.fields import Natural, Positive, Share
-from sparse_flash.masks.pattern import register_pattern
-from sparse_flash.masks.rules import UnitPattern
+from ..masks.fields import Natural, Positive, Share
+from ..masks.pattern import register_pattern
+from ..masks.rules import UnitPattern
 
 _GOLDEN = 0x9E3779B97F4A7C15
 

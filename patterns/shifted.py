@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparse_flash.masks.fields import BEYOND, Natural, settle
-from sparse_flash.masks.pattern import DerivedPattern, Pattern, parse, register_pattern
-from sparse_flash.masks.rules import RunPattern, moved
+from ..masks.fields import BEYOND, Natural, settle
+from ..masks.pattern import DerivedPattern, Pattern, parse, register_pattern
+from ..masks.rules import RunPattern, moved
 
 
 @register_pattern("shifted")

@@ -17,9 +17,9 @@ specimen: strided(6)
 
 from dataclasses import dataclass
 
-from sparse_flash.masks.fields import Positive
-from sparse_flash.masks.pattern import register_pattern
-from sparse_flash.masks.rules import DistancePattern
+from ..masks.fields import Positive
+from ..masks.pattern import register_pattern
+from ..masks.rules import DistancePattern
 
 
 @register_pattern("strided")

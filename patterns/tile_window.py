@@ -18,9 +18,8 @@ specimen: tile_window(video_layout(8, 16, 32), (1, 3, 3))
 
 from dataclasses import dataclass
 
-from sparse_flash.masks.fields import Positive, settle
-from sparse_flash.masks.pattern import register_pattern
-
+from ..masks.fields import Positive, settle
+from ..masks.pattern import register_pattern
 from .video_layout import TilePattern, in_window
 
 

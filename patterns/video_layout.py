@@ -23,12 +23,12 @@ from math import prod
 
 import numpy as np
 
-from sparse_flash.masks.fields import Natural, Positive, settle
-from sparse_flash.masks.grid import BLOCK_SIZES, FULL, BlockRuns, cells_of
-from sparse_flash.masks.pattern import parse, register_pattern, shortened
-from sparse_flash.masks.reorder import gathered
-from sparse_flash.masks.rules import UnitPattern
-from sparse_flash.masks.tiles import unique_rows
+from ..masks.fields import Natural, Positive, settle
+from ..masks.grid import BLOCK_SIZES, FULL, BlockRuns, cells_of
+from ..masks.pattern import parse, register_pattern, shortened
+from ..masks.reorder import gathered
+from ..masks.rules import UnitPattern
+from ..masks.tiles import unique_rows
 
 
 class OverTiles(UnitPattern):

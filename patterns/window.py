@@ -13,9 +13,9 @@ specimen: window(1024, 256)
 
 from dataclasses import dataclass
 
-from sparse_flash.masks.fields import BEYOND, Natural
-from sparse_flash.masks.pattern import register_pattern
-from sparse_flash.masks.rules import RunPattern
+from ..masks.fields import BEYOND, Natural
+from ..masks.pattern import register_pattern
+from ..masks.rules import RunPattern
 
 
 @register_pattern("window")

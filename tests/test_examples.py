@@ -6,6 +6,7 @@ import inspect
 import math
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import types
 from pathlib import Path
 
 import pytest
+import serving
 import torch
 from typer.testing import CliRunner
 
@@ -89,8 +91,7 @@ def test_the_pattern_in_contributing_works():
     code = re.search(r"```python\n(.*?@register_pattern.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S).group(1)
     module, *_ = ast.parse(code).body
     assert len([line for line in code.splitlines()[module.end_lineno :] if line.strip()]) <= 20
-    sys.modules.pop("contributed", None)
-    namespace = {"__name__": "contributed"}
+    namespace = {"__name__": "sparse_flash.patterns.contributed"}
     exec(compile(code, "CONTRIBUTING.md", "exec"), namespace)
     mask = sf.compile_mask("causal & lookback(16)", 64, block_size=16)
     rows, cols = torch.meshgrid(torch.arange(64), torch.arange(64), indexing="ij")
@@ -216,10 +217,13 @@ def run(first_of_readme, own_registry, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_code_of_a_page_runs_as_it_stands(page, run):
+def test_every_code_of_a_page_runs_as_it_stands(page, run, monkeypatch, tmp_path):
     for library in ("transformers", "diffusers"):
         if library in "".join(codes(page)):
             pytest.importorskip(library)
+    if page == "docs/guides/serving.md":
+        serving.provide(monkeypatch)
+        runpy.run_path(str(ROOT / ".ci" / "hub.py"))["build"](tmp_path / "build")
     run(page)
 
 
@@ -249,7 +253,7 @@ def rows(page: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("page", MIGRATIONS)
-def test_what_you_wrote_and_what_you_write_give_the_same(page, run, monkeypatch):
+def test_what_you_wrote_and_what_you_write_give_the_same(page, run, monkeypatch, tmp_path):
     # Provides the other libraries' calls under their names, so they need not be installed.
     for name in ("flash_attn", "block_sparse_attn"):
         monkeypatch.setitem(sys.modules, name, importlib.import_module(f"sparse_flash.integrations.{name}"))

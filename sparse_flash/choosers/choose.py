@@ -12,6 +12,7 @@ import torch
 from ..backends import triton as triton_backend
 from ..backends.torch import own_precision
 from ..compat.dynamo import constant_in_graphs, outside_inference
+from ..compat.names import operator_name
 from ..compat.pytorch import is_recorded
 from ..masks.block_mask import BlockMask, MaskLike
 from ..masks.cache import one_mask
@@ -105,7 +106,7 @@ def _as_text(spec: Pattern | str) -> tuple[str, str | None, int]:
     return text, None if choice.within is None else choice.within.to_spec(), size_of(text)
 
 
-@torch.library.custom_op("sparse_flash::chosen_bits", mutates_args=())
+@torch.library.custom_op(operator_name("chosen_bits"), mutates_args=())
 def chosen_bits(
     q: torch.Tensor,
     k: torch.Tensor,

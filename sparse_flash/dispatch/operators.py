@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from .. import backends
+from ..compat.names import operator_name
 from ..compat.pytorch import (
     active_modes,
     apply_directly,
@@ -206,7 +207,7 @@ def _mask_of(q_len: int, kv_len: int, block_size: int, tables: list[torch.Tensor
     return mask
 
 
-@torch.library.custom_op("sparse_flash::attention", mutates_args=())
+@torch.library.custom_op(operator_name("attention"), mutates_args=())
 def _forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -233,7 +234,7 @@ def _(q, k, v, *call):
     return backends.empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=lse_dtype)
 
 
-@torch.library.custom_op("sparse_flash::attention_decode", mutates_args=())
+@torch.library.custom_op(operator_name("attention_decode"), mutates_args=())
 def _decode(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -258,7 +259,7 @@ def _(q, k, v, tables, tokens, block_size, kv_lens, block_table, causal, scale, 
     return backends.empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=lse_dtype)
 
 
-@torch.library.custom_op("sparse_flash::attention_backward", mutates_args=())
+@torch.library.custom_op(operator_name("attention_backward"), mutates_args=())
 def _backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -310,5 +311,5 @@ def _gradients(ctx, dout, dlse):
     return (*grads[:3], [None] * len(tables), *(None for _ in ctx.options), of_variant, None, None, None)
 
 
-torch.library.register_autograd("sparse_flash::attention", _gradients, setup_context=_setup_context)
-torch.library.register_autograd("sparse_flash::attention_backward", refuse_second_derivatives)
+torch.library.register_autograd(operator_name("attention"), _gradients, setup_context=_setup_context)
+torch.library.register_autograd(operator_name("attention_backward"), refuse_second_derivatives)

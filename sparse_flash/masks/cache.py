@@ -11,6 +11,7 @@ import torch
 
 from ..compat.captured import state_of
 from ..compat.dynamo import constant_in_graphs
+from ..compat.names import PACKAGE
 from ..compat.pytorch import WeakIdKeyDictionary, fake_mode, is_recorded, plain_tensors
 from . import from_flex
 from .block_mask import BlockMask, Device, MaskLike
@@ -50,6 +51,8 @@ def as_block_mask(
 
 def _way_out(mask: object) -> str:
     """How to make a mask of another type; empty if there is no advice."""
+    if any(base.__module__.endswith((".masks.pattern", ".masks.block_mask")) for base in type(mask).__mro__):
+        return f" of {type(mask).__module__}, another copy of the package than {PACKAGE}; pass spec text, or make the mask here"
     if isinstance(mask, torch.Tensor):
         return "; use BlockMask.from_dense for a bool tensor of pairs, from_blocks for one of blocks"
     if type(mask).__name__ == "BlockSelection":  # its module imports this one

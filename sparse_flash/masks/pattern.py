@@ -22,12 +22,13 @@ from typing import Any, ClassVar, NoReturn, TypeAlias, TypeVar
 import numpy as np
 
 from ..compat.dynamo import constant_in_graphs
+from ..compat.names import PACKAGE
 from . import spec
 from .fields import check_limits, settle
 from .grid import BlockGrid, BlockRuns, SparseMatrix
 from .memory import clear, remembered
 
-ENTRY_POINT_GROUP = "sparse_flash.patterns"
+ENTRY_POINT_GROUP = f"{PACKAGE}.patterns"  # other packages offer patterns to the installed package, not to a copy of it
 PATTERN = TypeVar("PATTERN", bound="Pattern")
 # The starts and the ends of runs of keys.
 Runs: TypeAlias = tuple[np.ndarray, np.ndarray]

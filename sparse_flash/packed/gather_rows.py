@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..backends.triton import by_kernels as by_kernels
+from ..compat.names import operator_name
 from ..compat.pytorch import is_plain_eager
 from ..dispatch.operators import refuse_batched
 from ..kernels.common.streams import current_device
@@ -52,7 +53,7 @@ class _TakeRows(torch.autograd.Function):
         return take_rows(grad, reverse, index, 0.0, not ctx.heads_first), None, None, None, None
 
 
-@torch.library.custom_op("sparse_flash::take_rows", mutates_args=())
+@torch.library.custom_op(operator_name("take_rows"), mutates_args=())
 def _take_rows_operator(
     x: torch.Tensor, index: torch.Tensor, reverse: torch.Tensor, fill: float, heads_first: bool
 ) -> torch.Tensor:
@@ -75,4 +76,4 @@ def _gradient_of_rows(ctx, grad):
     return _take_rows_operator(grad, reverse, index, 0.0, not ctx.heads_first), None, None, None, None
 
 
-torch.library.register_autograd("sparse_flash::take_rows", _gradient_of_rows, setup_context=_keep_indices)
+torch.library.register_autograd(operator_name("take_rows"), _gradient_of_rows, setup_context=_keep_indices)

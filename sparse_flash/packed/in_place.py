@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from ..compat.dynamo import constant_in_graphs
+from ..compat.names import operator_name
 from ..compat.pytorch import is_plain_eager
 from ..kernels.common.streams import current_device
 from ..masks.block_mask import BlockMask
@@ -223,7 +224,7 @@ def _assemble(constants: list[torch.Tensor], q_starts: torch.Tensor, k_starts: t
     return _on_device(constants, _layout(q_starts, k_starts, whole), whole)
 
 
-@torch.library.custom_op("sparse_flash::assemble_runs", mutates_args=())
+@torch.library.custom_op(operator_name("assemble_runs"), mutates_args=())
 def _assemble_operator(
     constants: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]
 ) -> list[torch.Tensor]:

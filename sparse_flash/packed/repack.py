@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from ..compat.dynamo import constant_in_graphs
+from ..compat.names import operator_name
 from ..compat.pytorch import DynamicShapeError, is_plain_eager
 from ..kernels.common.streams import current_device
 from ..masks.block_mask import BlockMask
@@ -221,7 +222,7 @@ def _shared_starts(cu_seqlens: torch.Tensor, tokens: int) -> tuple[torch.Tensor,
     return borders, starts.flip(0).cummin(0).values.flip(0)
 
 
-@torch.library.custom_op("sparse_flash::pack_documents", mutates_args=())
+@torch.library.custom_op(operator_name("pack_documents"), mutates_args=())
 def _pack_operator(
     tables: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]
 ) -> list[torch.Tensor]:

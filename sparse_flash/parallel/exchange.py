@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from .. import backends
+from ..compat.names import operator_name
 from ..dispatch.operators import refuse_second_derivatives, upstream
 from ..variant.variant import Variant
 from .calls import PartialAttention, RowResults, add, merge
@@ -59,7 +60,7 @@ def attention_of_blocks(
     return _attention_of_blocks(q, k, v, columns, handle, seed, batch_heads, *options)[:2]
 
 
-@torch.library.custom_op("sparse_flash::context_attention", mutates_args=())
+@torch.library.custom_op(operator_name("context_attention"), mutates_args=())
 def _attention_of_blocks(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -122,7 +123,7 @@ def _(
     return backends.empty_out(q, v.shape[3]), lse, buffer
 
 
-@torch.library.custom_op("sparse_flash::context_attention_backward", mutates_args=())
+@torch.library.custom_op(operator_name("context_attention_backward"), mutates_args=())
 def _backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -210,7 +211,7 @@ _attention_of_blocks.register_autograd(_gradients, setup_context=_keep)
 _backward.register_autograd(refuse_second_derivatives)
 
 
-@torch.library.custom_op("sparse_flash::seed_of_first_rank", mutates_args=())
+@torch.library.custom_op(operator_name("seed_of_first_rank"), mutates_args=())
 def seed_of_first_rank(seed: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
     """Returns the first rank's seed on every rank. It is an operator of its own, so checkpointing keeps or recomputes the seed as
     it does on one rank."""
@@ -224,7 +225,7 @@ def _(seed: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(seed)
 
 
-@torch.library.custom_op("sparse_flash::all_to_all", mutates_args=())
+@torch.library.custom_op(operator_name("all_to_all"), mutates_args=())
 def all_to_all(parts: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
     """Exchanges parts: part i of rank j becomes part j of rank i. The operator is its own gradient. parts: (ranks, ...), of one
     shape on all ranks."""

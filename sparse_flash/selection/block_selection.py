@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ..compat.dynamo import outside_inference
+from ..compat.names import operator_name
 from ..compat.pytorch import assert_in_graph, is_recorded
 from ..masks.block_mask import BlockMask, Device, MaskLike
 from ..masks.cache import one_mask
@@ -296,7 +297,7 @@ def group_positions(groups: int, every: int, q_len: int, kv_len: int, device: to
 
 
 # An operator, so that activation checkpointing can keep its result.
-@torch.library.custom_op("sparse_flash::normalized_picks", mutates_args=())
+@torch.library.custom_op(operator_name("normalized_picks"), mutates_args=())
 def normalized(picks: torch.Tensor, every: int, block_size: int, q_len: int, kv_len: int, own: bool) -> torch.Tensor:
     """Picks in the format of ``BlockSelection``: int32, ascending, each once, with each group's own blocks if ``own``; what is
     beyond the keys or after the group's last query is dropped. Tensor operations of fixed shapes.

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ..backends import triton as triton_backend
 from ..backends.torch import block_means, own_precision
+from ..compat.names import NAMESPACE, operator_name
 from ..kernels.common.layout import unbroken
 from ..kernels.common.streams import current_device
 from .block_selection import group_positions, normalized, own_width
@@ -78,7 +79,7 @@ class _Choice(NamedTuple):
         return normalized(best, self.every, self.block_size, self.q_len, self.kv_len, True)
 
 
-@torch.library.custom_op("sparse_flash::choose_blocks", mutates_args=())
+@torch.library.custom_op(operator_name("choose_blocks"), mutates_args=())
 def choose_blocks(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -125,7 +126,7 @@ def _(q: torch.Tensor, k: torch.Tensor, keep: int, every: int, block_size: int, 
     return _Choice(heads, keep, every, block_size, q.shape[2], k.shape[2]).fake(q)
 
 
-@torch.library.custom_op("sparse_flash::choose_by_scores", mutates_args=())
+@torch.library.custom_op(operator_name("choose_by_scores"), mutates_args=())
 def choose_by_scores(
     scores: torch.Tensor, keep: int, every: int, block_size: int, q_len: int, kv_len: int, bounds: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -143,7 +144,7 @@ def _(scores: torch.Tensor, keep: int, every: int, block_size: int, q_len: int, 
     return _Choice(scores.shape[1], keep, every, block_size, q_len, kv_len).fake(scores)
 
 
-@torch.library.custom_op("sparse_flash::choose_by_compressed", mutates_args=())
+@torch.library.custom_op(operator_name("choose_by_compressed"), mutates_args=())
 def choose_by_compressed(
     q: torch.Tensor,
     keys: torch.Tensor,
@@ -250,6 +251,6 @@ def keep_picks() -> tuple[AbstractContextManager[object], AbstractContextManager
     Works in eager and in compiled code, under autocast too. Without it the choice is made again, from queries and keys that must
     then be recomputed to the same bits, else gradients are of other blocks than the results.
     """
-    operators = torch.ops.sparse_flash
+    operators = getattr(torch.ops, NAMESPACE)
     kept = ("choose_blocks", "choose_by_scores", "choose_by_compressed", "normalized_picks")
     return create_selective_checkpoint_contexts([getattr(operators, name).default for name in kept])

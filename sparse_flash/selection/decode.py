@@ -10,6 +10,7 @@ import torch
 from ..backends import Call, cache_capacity, check_read_pages, empty_out, hopper
 from ..backends import triton as triton_backend
 from ..backends.torch import own_precision
+from ..compat.names import operator_name
 from ..compat.pytorch import is_plain_eager
 from ..kernels.common.layout import restored_out, unbroken
 from ..kernels.common.streams import current_device
@@ -68,7 +69,7 @@ def _by_kernel(
 
 
 # torch.compile does not look inside.
-_operator = torch.library.custom_op("sparse_flash::selected_attention_decode", _by_kernel, mutates_args=())
+_operator = torch.library.custom_op(operator_name("selected_attention_decode"), _by_kernel, mutates_args=())
 
 
 @_operator.register_fake

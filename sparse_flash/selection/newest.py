@@ -10,6 +10,7 @@ import torch
 from ..backends import cache_capacity
 from ..backends import triton as triton_backend
 from ..backends.torch import own_precision
+from ..compat.names import operator_name
 from ..compat.pytorch import is_plain_eager
 from ..kernels.common.layout import unbroken
 from ..kernels.common.streams import current_device
@@ -48,7 +49,7 @@ def _choose_by_kernel(
 
 
 # torch.compile does not look inside.
-_choose_operator = torch.library.custom_op("sparse_flash::choose_newest", _choose_by_kernel, mutates_args=())
+_choose_operator = torch.library.custom_op(operator_name("choose_newest"), _choose_by_kernel, mutates_args=())
 
 
 @_choose_operator.register_fake
@@ -104,7 +105,7 @@ def _update_by_kernel(
             by_kernel(means, unbroken(k), blocks, touched, block_size, _contiguous(kv_lens), _contiguous(block_table))
 
 
-_update_operator = torch.library.custom_op("sparse_flash::update_means", _update_by_kernel, mutates_args=("means",))
+_update_operator = torch.library.custom_op(operator_name("update_means"), _update_by_kernel, mutates_args=("means",))
 
 
 def _contiguous(x: torch.Tensor | None) -> torch.Tensor | None:

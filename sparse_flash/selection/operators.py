@@ -24,6 +24,7 @@ import torch
 from torch.library import CustomOpDef
 
 from .. import backends
+from ..compat.names import operator_name
 from ..dispatch import observers
 from ..dispatch.operators import of_nothing, refuse_batched, refuse_second_derivatives, refuse_transforms, upstream
 from ..masks.block_mask import BlockMask
@@ -81,7 +82,7 @@ _CALL = "Tensor picks, Tensor[] tables, SymInt tables_block, SymInt block_size, 
 def _operator(name: str, tensors: str, results: str) -> Callable[[Callable[..., object]], CustomOpDef]:
     """Makes a function of ``tensors`` and ``_CALL`` a PyTorch operator."""
     schema = f"({tensors}, {_CALL}) -> {results}"
-    return torch.library.custom_op(f"sparse_flash::{name}", mutates_args=(), schema=schema)
+    return torch.library.custom_op(operator_name(name), mutates_args=(), schema=schema)
 
 
 def _prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: *_Call) -> tuple[ModuleType, BlockSelection, float]:
@@ -192,7 +193,7 @@ def _gradients_of_block_lse(ctx: Any, dblock_lse: torch.Tensor | None) -> tuple[
     return *_block_lse_backward(dblock_lse, q, k, result, picks, tables, *ctx.options), *none
 
 
-torch.library.register_autograd("sparse_flash::selected_attention", _gradients, setup_context=_keep_call)
-torch.library.register_autograd("sparse_flash::selected_attention_backward", refuse_second_derivatives)
-torch.library.register_autograd("sparse_flash::picked_block_lse", _gradients_of_block_lse, setup_context=_keep_block_lse)
-torch.library.register_autograd("sparse_flash::picked_block_lse_backward", refuse_second_derivatives)
+torch.library.register_autograd(operator_name("selected_attention"), _gradients, setup_context=_keep_call)
+torch.library.register_autograd(operator_name("selected_attention_backward"), refuse_second_derivatives)
+torch.library.register_autograd(operator_name("picked_block_lse"), _gradients_of_block_lse, setup_context=_keep_block_lse)
+torch.library.register_autograd(operator_name("picked_block_lse_backward"), refuse_second_derivatives)

@@ -38,6 +38,7 @@ from ...api.keywords import answers_unknown_keywords, unexpected_beside_choosers
 from ...api.shared import SharedSequence
 from ...api.varlen import attention_varlen
 from ...backends import check_name
+from ...compat.names import NAMESPACE
 from ...compat.pytorch import assert_in_graph
 from ...masks.block_mask import BlockMask
 from ...masks.pattern import Pattern
@@ -57,7 +58,8 @@ if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 8):
         f"transformers 5.8 or newer is needed; got {transformers.__version__}: pip install 'transformers[torch]>=5.8'"
     )
 
-NAME = "block_sparse"  # not "sparse_flash": if a name contains "flash", Transformers looks for a FlashAttention kernel
+# "block_sparse", or a name of a copy's own. If a name contains "flash", Transformers looks for a FlashAttention kernel.
+NAME = NAMESPACE.replace("sparse_flash", "block_sparse").replace("flash", "")
 _SETTINGS = "_sparse_flash_settings"
 _BEFORE = "_sparse_flash_before"
 _WATCHED = "_sparse_flash_watched"
