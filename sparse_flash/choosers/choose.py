@@ -89,10 +89,8 @@ def chosen_mask(
         maps = _chosen(spec, q, k, scale, scores, starts, ends, q_ends)
         return of_maps(maps, grid, limit_of(choices_of(spec)[0].within, grid, q.device))
     text, within, size = _as_text(spec)
-    blocks = -(-k.shape[2] // size)
-    words = chosen_bits(q, k, text, scale, scores, starts, ends, q_ends)
-    maps = ((words[..., None] >> torch.arange(32, device=q.device)) & 1).flatten(3)[..., :blocks].bool()
-    return BlockMask.from_blocks(maps, size, q.shape[2], k.shape[2], within=within)
+    grid = BlockGrid(q.shape[2], k.shape[2], size)
+    return of_maps(chosen_bits(q, k, text, scale, scores, starts, ends, q_ends), grid, limit_of(within, grid, q.device))
 
 
 @constant_in_graphs

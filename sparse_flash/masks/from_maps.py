@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from ..compat.names import operator_name
 from ..compat.pytorch import in_differentiating_transform, in_function_transform, is_recorded
 from .block_mask import BlockMask
 from .grid import BlockGrid
 from .memory import remembered
 from .select_blocks import Listing, by_kernel, chosen, chosen_by_kernel, counted, listing_of, table_of_all
+from .table import SPLIT_FIELDS, WORK_FIELDS, Table, most_splits
 
 _MOST_KEPT_BLOCKS = 1 << 20  # of a mask that keeps every block; some 60 bytes each
 
@@ -16,8 +18,8 @@ _MOST_KEPT_BLOCKS = 1 << 20  # of a mask that keeps every block; some 60 bytes e
 def of_maps(maps: torch.Tensor, grid: BlockGrid, within: BlockMask) -> BlockMask:
     """The blocks of ``within``, one mask, that each map keeps.
 
-    maps: (batch, heads, q_blocks, kv_blocks) bool; where kernels run also (batch, heads, q_blocks, ceil(kv_blocks / 32)) int32 of
-    bits. The table has room for all that ``within`` keeps, for each map.
+    maps: (batch, heads, q_blocks, kv_blocks) bool; where kernels run and in compiled graphs also
+    (batch, heads, q_blocks, ceil(kv_blocks / 32)) int32 of bits. The table has room for all that ``within`` keeps, for each map.
     """
     if not torch.compiler.is_compiling() and in_differentiating_transform():
         raise NotImplementedError(
@@ -32,7 +34,10 @@ def of_maps(maps: torch.Tensor, grid: BlockGrid, within: BlockMask) -> BlockMask
             f"{batch} x {heads} maps of {grid.q_blocks} x {grid.kv_blocks} blocks may keep {most:,} blocks, more than a table can "
             "number; use a larger block_size, or fewer heads at a time"
         )
-    if streams:
+    if torch.compiler.is_compiling():
+        both = select_tables(maps.flatten(0, 1), [*within.by_query, *within.by_key], grid.kv_blocks)
+        by_query, by_key = Table(*both[: len(both) // 2]), Table(*both[len(both) // 2 :])
+    elif streams:
         by_query, by_key = chosen_by_kernel(maps.flatten(0, 1).contiguous(), within.by_query, within.by_key, grid.shape, most)
     else:
         by_query, by_key = chosen(maps.reshape(batch * heads, -1), _listing(within))
@@ -47,6 +52,45 @@ def of_maps(maps: torch.Tensor, grid: BlockGrid, within: BlockMask) -> BlockMask
         tile_runs=within.tile_runs,
         tile_bits=within.tile_bits,
     )
+
+
+@torch.library.custom_op(operator_name("select_tables"), mutates_args=())
+def select_tables(maps: torch.Tensor, within: list[torch.Tensor], kv_blocks: int) -> list[torch.Tensor]:
+    """The tensors of both tables of the entries that each map keeps, for compiled graphs. One operator, so that a graph computes
+    what an eager call does, instead of thirty operations that a compiler fuses anew.
+
+    maps: (masks, q_blocks, kv_blocks) bool, or int32 of bits. within: the tensors of one mask's two tables, which list all of its
+    entries.
+    """
+    by_query, by_key = Table(*within[: len(within) // 2]), Table(*within[len(within) // 2 :])
+    shape, room = (maps.shape[1], kv_blocks), _room(maps, by_query)
+    if by_kernel(maps):
+        tables = chosen_by_kernel(maps.contiguous(), by_query, by_key, shape, room)
+    else:
+        if maps.dtype != torch.bool:
+            maps = ((maps[..., None] >> counted(32, maps.device)) & 1).flatten(2)[..., :kv_blocks].bool()
+        tables = chosen(maps.flatten(1), listing_of(by_query, by_key))
+        tables = [table._replace(col_idx=table.col_idx[:room], tile_idx=table.tile_idx[:room]) for table in tables]
+    tensors = [tensor for table in tables for tensor in table]
+    memory = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+    # The results of an operator must not share memory.
+    return [tensor.clone() if memory.count(at) > 1 else tensor for tensor, at in zip(tensors, memory, strict=True)]
+
+
+@select_tables.register_fake
+def _(maps: torch.Tensor, within: list[torch.Tensor], kv_blocks: int) -> list[torch.Tensor]:
+    by_query, masks, q_blocks = Table(*within[: len(within) // 2]), maps.shape[0], maps.shape[1]
+    shapes: list[tuple[int, ...]] = []
+    for rows, longest in ((q_blocks, kv_blocks), (kv_blocks, q_blocks)):
+        room, splits = _room(maps, by_query), most_splits(longest)
+        shapes += [(masks, rows + 1), (masks, rows, 2), (masks, rows), (room,), (room,)]
+        shapes += [(masks, rows + splits, WORK_FIELDS), (masks, max(2, splits), SPLIT_FIELDS)]
+    return [maps.new_empty(shape, dtype=torch.int32) for shape in shapes]
+
+
+def _room(maps: torch.Tensor, within: Table) -> int:
+    """How many entries all maps may keep. maps: one of each mask. within: a table that lists the entries of one mask."""
+    return max(2, maps.shape[0] * len(within.col_idx))
 
 
 def of_all_blocks(grid: BlockGrid, device: torch.device) -> BlockMask:
