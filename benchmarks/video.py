@@ -16,7 +16,7 @@ Random weights say nothing of quality. ``difference`` is the relative L2 distanc
 ``all pairs in tiles`` must be rounding, as between dense ways; the others' tell how much such weights let a mask change.
 
 ``kernels``: a window of tiles in tile order, forward and backward, checked at sampled queries; grids are rounded up to whole tiles,
-as some peers take full blocks alone. ``ragged`` rows are for the model's own grid. Ours is timed before and after its peers. Dense
+as some peers take full blocks alone. ``ragged`` rows have the model's own grid. Ours is timed before and after its peers. Dense
 attention has the tokens of the model's own grid. ``permutation``: to_tiles and to_raster beside a copy; GB/s read and written.
 
 A way that is missing or fails is a row with the reason. Writes video.json after each row. Exits with 1 if a result is wrong.
@@ -132,7 +132,7 @@ def part_of(kernel: str) -> str:
 
 
 def parts(fn: Callable, step_ms: float) -> dict:
-    """{"parts": ms of kernels by part, and idle; "kernels": those that take longest}, from one step."""
+    """{"parts": ms of kernels by part, and idle; "kernels": the longest of them}, from one step."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         fn()
@@ -302,7 +302,7 @@ def permutation_cells(found: dict) -> list[str]:
 
 
 def is_wrong(found: dict, steps: list[dict], dtype: torch.dtype) -> bool:
-    """Whether a row's result is not what it must be: all pairs in tiles may differ from dense twice as much as dense ways differ."""
+    """Whether a result is wrong: all pairs in tiles may differ from dense twice as much as dense ways differ."""
     if found.get("name") != ALL_PAIRS:
         return found.get("correct") is False
     dense = [row.get("difference", 0.0) for row in steps if row["model"] == found["model"] and row["spec"] is None]

@@ -99,8 +99,8 @@ def built(model: Model, device: torch.device, dtype: torch.dtype, share: float) 
 
 @dataclass(frozen=True)
 class Way:
-    """What computes self-attention. spec: as ``use_sparse_flash`` takes it, for tiles of ``tile``; None: dense, in the usual
-    order."""
+    """Names what computes self-attention. spec: as ``use_sparse_flash`` takes it, for tiles of ``tile``; None: dense, in the
+    usual order."""
 
     name: str
     spec: str | None = None
@@ -120,14 +120,14 @@ def window_of(layout: VideoLayout, share: float) -> tuple[int, ...]:
 
 def ways(model: Model, how: str, device: torch.device) -> list[Way]:
     """The rows of a model, in their order. how: "eager", "compiled" or "both"."""
-    windows = [
+    tenth, other, fifth = (
         Way(f"window {share:.0%}", f"tile_window(layout, {window_of(model.layout(tile), share)})", tile)
         for share, tile in ((0.1, "auto"), (0.1, model.tile), (0.2, "auto"))
-    ]
+    )
     chosen = Way("chosen 10%", "layout & sampled(16, budget=0.1, block=128)")
-    first = [Way("sdpa-cudnn"), Way("fa4"), *windows[:2], chosen]
-    first = first if device.type == "cuda" else [Way("sdpa"), *windows[:2], chosen]
-    others = [Way(ALL_PAIRS, "layout"), Way(OURS), windows[2], Way("radial", "radial(layout)"), Way("diffusers")]
+    first = [Way("sdpa-cudnn"), Way("fa4"), tenth, other, chosen]
+    first = first if device.type == "cuda" else [Way("sdpa"), tenth, other, chosen]
+    others = [Way(ALL_PAIRS, "layout"), Way(OURS), fifth, Way("radial", "radial(layout)"), Way("diffusers")]
     others += [Way("fa3"), Way("sdpa-flash")] if device.type == "cuda" else []
     return [
         *([] if how == "compiled" else first),
@@ -159,7 +159,7 @@ WHOLE = (  # (grid, tile, window in tiles, heads)
 
 def windows(names: list[str], whole: bool) -> Iterator[tuple[str, VideoLayout, tuple[int, ...], int, int]]:
     """(label, layout, window, heads, tokens without padding) of windows that keep a tenth on the models' grids, in tiles of 128 and
-    of 64, each first rounded up to whole tiles, then ragged. whole: whether those of ``WHOLE`` come first."""
+    of 64, each first rounded up to whole tiles, then ragged. whole: whether the rows of ``WHOLE`` come first."""
     for grid, tile, window, heads in WHOLE if whole else ():
         yield "grid of whole tiles", VideoLayout(*grid, tile), window, heads, math.prod(grid)
     for name in names:
