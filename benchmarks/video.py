@@ -1,25 +1,25 @@
 """A denoising step of a video transformer, dense and under masks over tiles; the kernels beside their peers; the permutation.
 
     python -m sparse_flash.benchmarks.video --out runs/video
-    python -m sparse_flash.benchmarks.video --part steps --model wan-480p --how compiled --ways "sdpa-cudnn|fa4|window"
+    python -m sparse_flash.benchmarks.video --part steps --model wan-480p --how compiled --only "sdpa-cudnn|fa4|window"
     python -m sparse_flash.benchmarks.video --part steps --model hunyuan-video --layers 0.25
-    python -m sparse_flash.benchmarks.video --part kernels --ways "sparse_flash|cudnn"
+    python -m sparse_flash.benchmarks.video --part kernels --only "sparse_flash|cudnn"
     python -m sparse_flash.benchmarks.video --part permutation
 
-``steps``: one forward pass of a transformer of diffusers (batch 1, random weights, real shapes), without gradients. A way is what
-computes its self-attention. Dense ways: ``diffusers`` as it comes; PyTorch's kernels, FlashAttention-3 and -4 and ours called for
-q, k and v in the usual order, without the mask of padded text, which HunyuanVideo passes although it keeps everything here. Ways of
-ours in tile order go through ``use_sparse_flash``. ``compiled``: ``compile_repeated_blocks`` compiled the blocks. The speed-up is
-over the fastest dense way that was compiled alike. ``share`` is kept pairs over all pairs of tokens, ``visited`` counts padding
-too; a chooser's are its budget. ``parts`` are ms of kernels by name, from one profiled step; ``idle`` is what no kernel fills.
-Random weights say nothing of quality. ``difference`` is the relative L2 distance of the output from the first dense way's: that of
-``all pairs in tiles`` must be rounding, as between dense ways; the others' tell how much such weights let a mask change.
+``steps``: one forward pass of a transformer of diffusers (batch 1, random weights, real shapes), without gradients. A case
+names what computes its self-attention. Dense ones: ``diffusers`` as it comes; PyTorch's kernels, FlashAttention-3 and -4 and ours,
+called for q, k and v in the usual order, without HunyuanVideo's mask of padded text, which keeps all here. Ours in tile order
+goes through ``use_sparse_flash``. ``compiled``: each block is one graph, by ``compile_repeated_blocks``. The speed-up is over the
+fastest dense case that was compiled alike. ``share`` is kept pairs over all pairs of tokens, ``visited`` counts padding too; a
+chooser's are its budget. ``parts`` are ms of kernels by name, from one profiled step; ``idle`` is what no kernel fills.
+Random weights say nothing of quality. ``difference`` is the relative L2 distance of the output from the first dense case's: that of
+``all pairs in tiles`` must be rounding, as between dense cases; the others' tell how much such weights let a mask change.
 
 ``kernels``: a window of tiles in tile order, forward and backward, checked at sampled queries; grids are rounded up to whole tiles,
 as some peers take full blocks alone. ``ragged`` rows have the model's own grid. Ours is timed before and after its peers. Dense
 attention has the tokens of the model's own grid. ``permutation``: to_tiles and to_raster beside a copy; GB/s read and written.
 
-A way that is missing or fails is a row with the reason. Writes video.json after each row. Exits with 1 if a result is wrong.
+A case that is missing or fails is a row with the reason. Writes video.json after each row. Exits with 1 if a result is wrong.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from .measure.throughput import run as run_case
 from .results import environment, finished, why_not
 from .workload.cases import OURS, Case, Mask, Shape
 from .workload.masks import FULL
-from .workload.video import ALL_PAIRS, MODELS, Model, Way, built, shares, ways, windows
+from .workload.video import ALL_PAIRS, MODELS, Model, StepCase, built, shares, step_cases, windows
 
 PARTS = {  # the first that is found in a kernel's name; names that torch.compile makes are lists of operations
     "rest": r"^triton_",
@@ -74,7 +74,7 @@ _LEAST_STEPS, _KERNELS_SHOWN, _HEARD_S = 3, 16, 15
     "sparse_flash_benchmarks::dense", mutates_args=(), schema="(Tensor q, Tensor k, Tensor v, str peer) -> Tensor"
 )
 def _by_peer(q, k, v, peer):
-    return PEERS[peer].attend(q, k, v, Asked(False))  # type: ignore[attr-defined]
+    return PEERS[peer].attend(q, k, v, Asked(False))
 
 
 @_by_peer.register_fake
@@ -89,34 +89,34 @@ def _dense_call(name: str) -> Callable[..., torch.Tensor]:
         if reason := peer.missing():
             raise ImportError(reason)
         return lambda q, k, v: _by_peer(q, k, v, name)
-    attend = sf.attention if name == OURS else torch.nn.functional.scaled_dot_product_attention
+    attend: Callable = sf.attention if name == OURS else torch.nn.functional.scaled_dot_product_attention
     return lambda q, k, v: attend(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
 
 
 @contextmanager
-def switched(transformer: Any, model: Model, way: Way) -> Iterator[None]:
-    """The transformer computes its self-attention the given way, and is compiled if it says so."""
+def switched(transformer: Any, model: Model, case: StepCase) -> Iterator[None]:
+    """The transformer computes its self-attention as the case says, compiled or not."""
     from sparse_flash.integrations.diffusers import restore, use_sparse_flash
 
     module = sys.modules[type(transformer).__module__]
     own = module.dispatch_attention_fn
     with ExitStack() as stack:
-        if way.spec is not None:
-            use_sparse_flash(transformer, way.spec, way.tile)
+        if case.spec is not None:
+            use_sparse_flash(transformer, case.spec, case.tile)
             stack.callback(restore, transformer)
-        elif way.name != "diffusers":
-            dense = _dense_call(way.name)
+        elif case.name != "diffusers":
+            dense = _dense_call(case.name)
 
             def dispatched(query, key, value, **options):
                 both = query.shape[1] == key.shape[1] == model.tokens
                 return dense(query, key, value) if both else own(query, key, value, **options)
 
             stack.enter_context(patch.object(module, "dispatch_attention_fn", dispatched))
-            if way.name in _PREFERRED:
-                stack.enter_context(sdpa_kernel([_PREFERRED[way.name], *_OTHERS], set_priority=True))
-        if way.compiled:
+            if case.name in _PREFERRED:
+                stack.enter_context(sdpa_kernel([_PREFERRED[case.name], *_OTHERS], set_priority=True))
+        if case.compiled:
             torch.compiler.reset()
-            transformer.compile_repeated_blocks()
+            transformer.compile_repeated_blocks(fullgraph=True)
             stack.callback(_uncompile, transformer)
         yield
 
@@ -149,13 +149,12 @@ def parts(fn: Callable, step_ms: float) -> dict:
     return {"parts": found, "kernels": shown}
 
 
-def step(transformer: Any, inputs: dict, model: Model, way: Way, seconds: float, reference: list[torch.Tensor]) -> dict:
-    """A row's figures. reference: the output of the first dense way, or empty; a dense way puts its own there."""
+def step(transformer: Any, inputs: dict, model: Model, case: StepCase, seconds: float, reference: list[torch.Tensor]) -> dict:
+    """A row's figures. reference: the output of the first dense case, or empty; a dense case puts its own there."""
     device = inputs["timestep"].device
     cuda = device.type == "cuda"
-    found: dict = {} if way.spec is None else shares(way, model.layout(way.tile))
-    torch._dynamo.utils.counters.clear()
-    with torch.no_grad(), switched(transformer, model, way):
+    found: dict = {} if case.spec is None else shares(case, model.layout(case.tile))
+    with torch.no_grad(), switched(transformer, model, case):
         begin = time.perf_counter()
         out = transformer(**inputs).sample
         if cuda:
@@ -163,7 +162,7 @@ def step(transformer: Any, inputs: dict, model: Model, way: Way, seconds: float,
         found["first_s"] = time.perf_counter() - begin
         if not torch.isfinite(out).all():
             return found | {"failed": "its output has values that are not finite"}
-        if way.spec is None:
+        if case.spec is None:
             reference[:] = reference or [out]
         if reference:
             found["difference"] = float((out.double() - reference[0].double()).norm() / reference[0].double().norm())
@@ -178,8 +177,6 @@ def step(transformer: Any, inputs: dict, model: Model, way: Way, seconds: float,
             torch.cuda.synchronize() if cuda else None
             times.append(time.perf_counter() - begin)
         found |= Timing.of(times).scaled(1e3).named("step_ms") | {"steps": len(times)}
-        if way.compiled:
-            found["graph_breaks"] = sum(torch._dynamo.utils.counters["graph_break"].values())
         if cuda:
             found["peak_bytes"] = torch.cuda.max_memory_allocated()
             found |= parts(lambda: transformer(**inputs), found["step_ms"])
@@ -197,7 +194,7 @@ def kernels(options: argparse.Namespace, names: list[str], device: torch.device)
         cases = [Case(shape, mask, peer) for peer in (OURS, *peers, OURS)] + [Case(replace(shape, tokens=tokens), FULL, dense)]
         facts = {"label": label, "tile": layout.tile, "window": window}
         for case in cases:
-            if not re.search(options.ways, case.peer) or (case.peer == dense and case.key in done):
+            if not re.search(options.only, case.peer) or (case.peer == dense and case.key in done):
                 continue
             done.add(case.key)
             with heard(f"{label}, {case.peer}"):
@@ -247,20 +244,20 @@ def run_steps(model_name: str, options: argparse.Namespace, device: torch.device
         transformer, inputs = built(model, device, DTYPES[device.type], options.layers)
     facts = {"model": model_name, "grid": model.grid, "tokens": model.tokens, "layers": options.layers}
     reference: list[torch.Tensor] = []
-    for way in ways(model, options.how, device):
-        if not re.search(options.ways, way.name):
+    for case in step_cases(model, options.how, device):
+        if not re.search(options.only, case.name):
             continue
         if over():
             return
-        found = facts | asdict(way) | ({"tile": model.layout(way.tile).tile} if way.spec else {})
+        found = facts | asdict(case) | ({"tile": model.layout(case.tile).tile} if case.spec else {})
         try:
-            with heard(f"{model_name}, {way.name}"), time_limit(options.row_limit):
-                found |= step(transformer, inputs, model, way, options.seconds, reference)
+            with heard(f"{model_name}, {case.name}"), time_limit(options.row_limit):
+                found |= step(transformer, inputs, model, case, options.seconds, reference)
         except OverLimit:
             found["over_limit"] = options.row_limit
         except ImportError as error:
             found["refused"] = failure_text(error)
-        except Exception as error:  # a way that fails is a result
+        except Exception as error:  # a case that fails is a result
             found["failed"] = failure_text(error)
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -268,7 +265,7 @@ def run_steps(model_name: str, options: argparse.Namespace, device: torch.device
 
 
 def add_speedups(rows: list[dict]) -> None:
-    """Puts "speedup" into each row of ours, and "over": the fastest dense way so far of its model that was compiled alike."""
+    """Puts "speedup" into each row of ours, and "over": the fastest dense case so far of its model that was compiled alike."""
     timed = [row for row in rows if finished(row)]
     for row in timed:
         alike = [one for one in timed if (one["model"], one["compiled"], one["spec"]) == (row["model"], row["compiled"], None)]
@@ -302,7 +299,7 @@ def permutation_cells(found: dict) -> list[str]:
 
 
 def is_wrong(found: dict, steps: list[dict], dtype: torch.dtype) -> bool:
-    """Whether a result is wrong: all pairs in tiles may differ from dense twice as much as dense ways differ."""
+    """Whether a result is wrong: all pairs in tiles may differ from dense twice as much as dense cases differ."""
     if found.get("name") != ALL_PAIRS:
         return found.get("correct") is False
     dense = [row.get("difference", 0.0) for row in steps if row["model"] == found["model"] and row["spec"] is None]
@@ -310,7 +307,7 @@ def is_wrong(found: dict, steps: list[dict], dtype: torch.dtype) -> bool:
 
 
 COLUMNS = {
-    "steps": (step_cells, ("model", "way", "share, visited", "ms", "parts", "speed-up", "GiB")),
+    "steps": (step_cells, ("model", "case", "share, visited", "ms", "parts", "speed-up", "GiB")),
     "kernels": (kernel_cells, ("grid", "tile, window", "shape", "peer", "ms forward / backward", "")),
     "permutation": (permutation_cells, ("what", "shape", "forward", "backward")),
 }
@@ -324,7 +321,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--model", action="append", choices=tuple(MODELS), help="may be repeated (default: all but toy; toy on a CPU)"
     )
     parser.add_argument("--how", choices=("eager", "compiled", "both"), default="both", help="(default %(default)s)")
-    parser.add_argument("--ways", default="", help="a regular expression for names of ways and peers (default: all)")
+    parser.add_argument("--only", default="", help="a regular expression for names of cases and peers (default: all)")
     parser.add_argument("--layers", type=float, default=1.0, help="share of a model's layers (default %(default)s)")
     parser.add_argument("--seconds", type=float, default=3.0, help="how long a step is repeated (default %(default)s)")
     parser.add_argument("--row-limit", type=int, default=120, help="seconds for a row (default %(default)s)")

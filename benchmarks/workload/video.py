@@ -48,7 +48,7 @@ class Model:
         return math.prod(self.grid) + self.beside
 
     def layout(self, tile: str | tuple[int, int, int]) -> VideoLayout:
-        layout = VideoLayout.of(*self.grid) if tile == "auto" else VideoLayout(*self.grid, tile)
+        layout = VideoLayout.of(*self.grid) if isinstance(tile, str) else VideoLayout(*self.grid, tile)
         return replace(layout, suffix=self.beside)
 
 
@@ -98,7 +98,7 @@ def built(model: Model, device: torch.device, dtype: torch.dtype, share: float) 
 
 
 @dataclass(frozen=True)
-class Way:
+class StepCase:
     """Names what computes self-attention. spec: as ``use_sparse_flash`` takes it, for tiles of ``tile``; None: dense, in the
     usual order."""
 
@@ -118,27 +118,27 @@ def window_of(layout: VideoLayout, share: float) -> tuple[int, ...]:
     return min(itertools.product(*(range(1, tiles + 1) for tiles in layout.tile_grid)), key=cost)
 
 
-def ways(model: Model, how: str, device: torch.device) -> list[Way]:
+def step_cases(model: Model, how: str, device: torch.device) -> list[StepCase]:
     """The rows of a model, in their order. how: "eager", "compiled" or "both"."""
     tenth, other, fifth = (
-        Way(f"window {share:.0%}", f"tile_window(layout, {window_of(model.layout(tile), share)})", tile)
+        StepCase(f"window {share:.0%}", f"tile_window(layout, {window_of(model.layout(tile), share)})", tile)
         for share, tile in ((0.1, "auto"), (0.1, model.tile), (0.2, "auto"))
     )
-    chosen = Way("chosen 10%", "layout & sampled(16, budget=0.1, block=128)")
-    first = [Way("sdpa-cudnn"), Way("fa4"), tenth, other, chosen]
-    first = first if device.type == "cuda" else [Way("sdpa"), tenth, other, chosen]
-    others = [Way(ALL_PAIRS, "layout"), Way(OURS), fifth, Way("radial", "radial(layout)"), Way("diffusers")]
-    others += [Way("fa3"), Way("sdpa-flash")] if device.type == "cuda" else []
+    chosen = StepCase("chosen 10%", "layout & sampled(16, budget=0.1, block=128)")
+    first = [StepCase("sdpa-cudnn"), StepCase("fa4"), tenth, other, chosen]
+    first = first if device.type == "cuda" else [StepCase("sdpa"), tenth, other, chosen]
+    others = [StepCase(ALL_PAIRS, "layout"), StepCase(OURS), fifth, StepCase("radial", "radial(layout)"), StepCase("diffusers")]
+    others += [StepCase("fa3"), StepCase("sdpa-flash")] if device.type == "cuda" else []
     return [
         *([] if how == "compiled" else first),
-        *([] if how == "eager" else [replace(way, compiled=True) for way in first]),
+        *([] if how == "eager" else [replace(case, compiled=True) for case in first]),
         *([] if how == "compiled" else others),
     ]
 
 
-def shares(way: Way, layout: VideoLayout) -> dict:
-    """{"padding": as a share of the tokens; "share", "visited": as shares of all pairs of tokens} of a way in tile order."""
-    spec, stretched = str(way.spec), layout.length / layout.tokens
+def shares(case: StepCase, layout: VideoLayout) -> dict:
+    """{"padding": as a share of the tokens; "share", "visited": as shares of all pairs of tokens} of a case in tile order."""
+    spec, stretched = str(case.spec), layout.length / layout.tokens
     if budget := re.search(r"budget=([\d.]+)", spec):
         return {"padding": stretched - 1, "share": float(budget[1]), "visited": float(budget[1]) * stretched**2}
     mask = sf.compile_mask(re.sub(r"\blayout\b", str(layout), spec), layout.length, block_size=layout.block_size)
@@ -166,7 +166,7 @@ def windows(names: list[str], whole: bool) -> Iterator[tuple[str, VideoLayout, t
         model = MODELS[name]
         for block_size in (128, 64):
             ragged = VideoLayout.of(*model.grid, block_size=block_size)
-            rounded = VideoLayout(*(tiles * side for tiles, side in zip(ragged.tile_grid, ragged.tile)), ragged.tile)
-            window = window_of(ragged, 0.1)
-            yield name, rounded, window, model.heads, ragged.tokens
-            yield f"{name}, ragged", ragged, window, model.heads, ragged.tokens
+            frames, height, width = (tiles * side for tiles, side in zip(ragged.tile_grid, ragged.tile))
+            kept = window_of(ragged, 0.1)
+            yield name, VideoLayout(frames, height, width, ragged.tile), kept, model.heads, ragged.tokens
+            yield f"{name}, ragged", ragged, kept, model.heads, ragged.tokens

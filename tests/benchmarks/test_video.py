@@ -1,4 +1,4 @@
-"""Steps of video transformers: each way is checked and timed, or says why not; windows and shares are what they are called."""
+"""Steps of video transformers: each case is checked and timed, or says why not; windows and shares are what they are called."""
 
 import json
 
@@ -8,7 +8,7 @@ import torch
 
 import sparse_flash as sf
 from sparse_flash.benchmarks import video
-from sparse_flash.benchmarks.workload.video import ALL_PAIRS, MODELS, Way, shares, window_of
+from sparse_flash.benchmarks.workload.video import ALL_PAIRS, MODELS, StepCase, shares, window_of
 
 TOY = ["--device", "cpu", "--seconds", "0"]
 
@@ -34,17 +34,17 @@ def test_a_step_is_timed_each_way_and_all_pairs_in_tiles_equal_dense(tmp_path, c
 
 def test_ways_that_are_missing_fail_or_differ_are_rows_and_only_a_difference_is_an_error(tmp_path, monkeypatch):
     pytest.importorskip("diffusers", minversion="0.42", reason="diffusers is not installed: pip install 'diffusers>=0.42.1'")
-    found = [Way("sdpa"), Way("fa4"), Way("window", "tile_window(layout, (9, 9, 9))"), Way(ALL_PAIRS, "layout")]
-    monkeypatch.setattr(video, "ways", lambda *_: found)
+    found = [StepCase("sdpa"), StepCase("fa4"), StepCase("window", "tile_window(layout, (9, 9, 9))"), StepCase(ALL_PAIRS, "layout")]
+    monkeypatch.setattr(video, "step_cases", lambda *_: found)
     code, data = run(tmp_path, "--part", "steps")
     assert code == 0 and "not installed" in data["steps"][1]["refused"] and "none larger" in data["steps"][2]["failed"]
-    found[3] = Way(ALL_PAIRS, "tile_window(layout, 1)")
+    found[3] = StepCase(ALL_PAIRS, "tile_window(layout, 1)")
     code, data = run(tmp_path, "--part", "steps")
     assert code == 1 and data["steps"][3]["difference"] > 1e-3
 
 
 def test_windows_are_checked_beside_dense_and_no_part_begins_after_the_limit(tmp_path, capsys):
-    code, data = run(tmp_path, "--part", "kernels", "--ways", "sparse_flash")
+    code, data = run(tmp_path, "--part", "kernels", "--only", "sparse_flash")
     assert code == 0 and all(found["correct"] and found["backward_ms"] > 0 for found in data["kernels"])
     labels = [found["label"] for found in data["kernels"]]
     assert labels == ["toy", "toy", "toy, ragged", "toy, ragged"] * 2
@@ -66,7 +66,7 @@ def test_the_permutation_is_timed_beside_a_copy_in_bytes_read_and_written(tmp_pa
 def test_shares_are_those_of_pairs_of_tokens_without_padding(tile):
     layout = sf.VideoLayout.of(5, 5, 11, block_size=64, suffix=7) if tile == "auto" else sf.VideoLayout(5, 5, 11, tile, suffix=7)
     window = (2, 1, 1)
-    found = shares(Way("window", f"tile_window(layout, {window})"), layout)
+    found = shares(StepCase("window", f"tile_window(layout, {window})"), layout)
     there = layout.exists(np.arange(layout.length))
     kept = sf.compile_mask(sf.tile_window(layout, window), layout.length, block_size=16).to_dense()[..., there, :][..., there]
     assert found["share"] == pytest.approx(float(kept.float().mean())) and found["visited"] >= found["share"]
