@@ -14,9 +14,9 @@ from sparse_flash import backends
 from ..workload.cases import OURS
 from ..workload.problem import Problem
 from .base import Peer
-from .cudnn_blocks import CudnnBlocks
 from .flash import FlashAttention3, FlashAttention4
 from .flex import Flex
+from .full_blocks import CudnnBlocks, FastVideoBlocks
 
 
 @dataclass(frozen=True)
@@ -118,4 +118,5 @@ PEERS = {
     "fa4": FlashAttention4(),
     "fa4-deterministic": FlashAttention4(deterministic=True),
     "cudnn-blocks": CudnnBlocks(),
+    "fastvideo-blocks": FastVideoBlocks(),
 }

@@ -1,0 +1,377 @@
+"""A denoising step of a video transformer, dense and under masks over tiles; the kernels beside their peers; the permutation.
+
+    python -m sparse_flash.benchmarks.video --out runs/video
+    python -m sparse_flash.benchmarks.video --part steps --model wan-480p --how compiled --only "sdpa-cudnn|fa4|window"
+    python -m sparse_flash.benchmarks.video --part steps --model hunyuan-video --layers 0.25
+    python -m sparse_flash.benchmarks.video --part kernels --only "sparse_flash|cudnn"
+    python -m sparse_flash.benchmarks.video --part permutation
+
+``steps``: one forward pass of a transformer of diffusers (batch 1, random weights, real shapes), without gradients. A case
+names what computes its self-attention. Dense ones: ``diffusers`` as it comes; PyTorch's kernels, FlashAttention-3 and -4 and ours,
+called for q, k and v in the usual order, without HunyuanVideo's mask of padded text, which keeps all here. Ours in tile order
+goes through ``use_sparse_flash``. ``compiled``: each block is one graph, by ``compile_repeated_blocks``. The speed-up is over the
+fastest dense case that was compiled alike. ``share`` is kept pairs over all pairs of tokens, ``visited`` counts padding too; a
+chooser's are its budget. ``parts`` are ms of kernels by name, from one profiled step; ``idle`` is what no kernel fills.
+Random weights say nothing of quality. ``difference`` is the relative L2 distance of the output from the first dense case's: that of
+``all pairs in tiles`` must be rounding, as between dense cases; the others' tell how much such weights let a mask change.
+
+``kernels``: a window of tiles in tile order, forward and backward, checked at sampled queries; grids are rounded up to whole tiles,
+as some peers take full blocks alone. ``ragged`` rows have the model's own grid. Ours is timed before and after its peers. Dense
+attention has the tokens of the model's own grid. ``permutation``: to_tiles and to_raster beside a copy; GB/s read and written.
+
+A case that is missing or fails is a row with the reason. Writes video.json after each row. Exits with 1 if a result is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.autograd import DeviceType
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
+
+import sparse_flash as sf
+
+from .baselines.flash import Asked, FlashAttention
+from .baselines.registry import PEERS
+from .measure.accuracy import TOLERANCE
+from .measure.noise import Timing
+from .measure.throughput import DTYPES, OverLimit, failure_text, passes, time_limit
+from .measure.throughput import run as run_case
+from .results import environment, finished, why_not
+from .workload.cases import OURS, Case, Mask, Shape
+from .workload.masks import FULL
+from .workload.video import ALL_PAIRS, MODELS, Model, StepCase, built, shares, step_cases, windows
+
+PARTS = {  # the first that is found in a kernel's name; names that torch.compile makes are lists of operations
+    "rest": r"^triton_",
+    "choice": r"log_sums|shares_kernel|keep_bits|[sS]ort|scan",
+    "attention": r"attention_|flash|fmha|sdpa|combine_kernel",
+    "permutation": r"index_?[sS]elect|gather|index_elementwise",
+    "products": r"gemm|nvjet|cutlass|xmma|cublas|conv|wgmma",
+}
+_PREFERRED = {"sdpa-cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-flash": SDPBackend.FLASH_ATTENTION}
+_OTHERS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_LEAST_STEPS, _KERNELS_SHOWN, _HEARD_S = 3, 16, 15
+
+
+@torch.library.custom_op(
+    "sparse_flash_benchmarks::dense", mutates_args=(), schema="(Tensor q, Tensor k, Tensor v, str peer) -> Tensor"
+)
+def _by_peer(q, k, v, peer):
+    return PEERS[peer].attend(q, k, v, Asked(False))
+
+
+@_by_peer.register_fake
+def _(q, k, v, peer):
+    return q.new_empty(q.shape)
+
+
+def _dense_call(name: str) -> Callable[..., torch.Tensor]:
+    """Attention of all pairs by a peer, for q, k and v (batch, tokens, heads, head_dim). Raises ImportError if it is missing."""
+    peer = PEERS.get(name)
+    if isinstance(peer, FlashAttention):
+        if reason := peer.missing():
+            raise ImportError(reason)
+        return lambda q, k, v: _by_peer(q, k, v, name)
+    attend: Callable = sf.attention if name == OURS else torch.nn.functional.scaled_dot_product_attention
+    return lambda q, k, v: attend(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+
+
+@contextmanager
+def switched(transformer: Any, model: Model, case: StepCase) -> Iterator[None]:
+    """The transformer computes its self-attention as the case says, compiled or not."""
+    from sparse_flash.integrations.diffusers import restore, use_sparse_flash
+
+    module = sys.modules[type(transformer).__module__]
+    own = module.dispatch_attention_fn
+    with ExitStack() as stack:
+        if case.spec is not None:
+            use_sparse_flash(transformer, case.spec, case.tile)
+            stack.callback(restore, transformer)
+        elif case.name != "diffusers":
+            dense = _dense_call(case.name)
+
+            def dispatched(query, key, value, **options):
+                both = query.shape[1] == key.shape[1] == model.tokens
+                return dense(query, key, value) if both else own(query, key, value, **options)
+
+            stack.enter_context(patch.object(module, "dispatch_attention_fn", dispatched))
+            if case.name in _PREFERRED:
+                stack.enter_context(sdpa_kernel([_PREFERRED[case.name], *_OTHERS], set_priority=True))
+        if case.compiled:
+            torch.compiler.reset()
+            transformer.compile_repeated_blocks(fullgraph=True)
+            stack.callback(_uncompile, transformer)
+        yield
+
+
+def _uncompile(transformer: torch.nn.Module) -> None:
+    for module in transformer.modules():
+        module._compiled_call_impl = None
+    torch.compiler.reset()
+
+
+def part_of(kernel: str) -> str:
+    return next((part for part, names in PARTS.items() if re.search(names, kernel)), "rest")
+
+
+def parts(fn: Callable, step_ms: float) -> dict:
+    """{"parts": ms of kernels by part, and idle; "kernels": the longest of them}, from one step."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        fn()
+        torch.cuda.synchronize()
+    events = [event for event in seen.key_averages() if event.device_type == DeviceType.CUDA]
+    found = dict.fromkeys(("attention", "products", "permutation", "choice", "rest"), 0.0)
+    for event in events:
+        found[part_of(event.key)] += event.self_device_time_total / 1e3
+    found["idle"] = step_ms - sum(found.values())
+    longest = sorted(events, key=lambda event: -event.self_device_time_total)[:_KERNELS_SHOWN]
+    shown = [
+        {"kernel": e.key[:120], "ms": e.self_device_time_total / 1e3, "calls": e.count, "part": part_of(e.key)} for e in longest
+    ]
+    return {"parts": found, "kernels": shown}
+
+
+def step(transformer: Any, inputs: dict, model: Model, case: StepCase, seconds: float, reference: list[torch.Tensor]) -> dict:
+    """A row's figures. reference: the output of the first dense case, or empty; a dense case puts its own there."""
+    device = inputs["timestep"].device
+    cuda = device.type == "cuda"
+    found: dict = {} if case.spec is None else shares(case, model.layout(case.tile))
+    with torch.no_grad(), switched(transformer, model, case):
+        begin = time.perf_counter()
+        out = transformer(**inputs).sample
+        if cuda:
+            torch.cuda.synchronize()
+        found["first_s"] = time.perf_counter() - begin
+        if not torch.isfinite(out).all():
+            return found | {"failed": "its output has values that are not finite"}
+        if case.spec is None:
+            reference[:] = reference or [out]
+        if reference:
+            found["difference"] = float((out.double() - reference[0].double()).norm() / reference[0].double().norm())
+        transformer(**inputs)
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        times: list[float] = []
+        while len(times) < _LEAST_STEPS or sum(times) < seconds:
+            torch.cuda.synchronize() if cuda else None
+            begin = time.perf_counter()
+            transformer(**inputs)
+            torch.cuda.synchronize() if cuda else None
+            times.append(time.perf_counter() - begin)
+        found |= Timing.of(times).scaled(1e3).named("step_ms") | {"steps": len(times)}
+        if cuda:
+            found["peak_bytes"] = torch.cuda.max_memory_allocated()
+            found |= parts(lambda: transformer(**inputs), found["step_ms"])
+    return found
+
+
+def kernels(options: argparse.Namespace, names: list[str], device: torch.device) -> Iterator[dict]:
+    """A row for each peer of each window, as plain data."""
+    peers = ("cudnn-blocks", "fastvideo-blocks", "flex-fa4") if device.type == "cuda" else ()
+    dense = "sdpa-cudnn" if device.type == "cuda" else "sdpa-math"
+    done = set()
+    for label, layout, window, heads, tokens in windows(names, whole=options.model is None and device.type == "cuda"):
+        shape = Shape(1, heads, layout.length, 16 if names == ["toy"] else 128)
+        mask = Mask(f"window of {window} tiles", f"tile_window({layout}, {window})", layout.block_size)
+        cases = [Case(shape, mask, peer) for peer in (OURS, *peers, OURS)] + [Case(replace(shape, tokens=tokens), FULL, dense)]
+        facts = {"label": label, "tile": layout.tile, "window": window}
+        for case in cases:
+            if not re.search(options.only, case.peer) or (case.peer == dense and case.key in done):
+                continue
+            done.add(case.key)
+            with heard(f"{label}, {case.peer}"):
+                yield case.as_data() | facts | run_case(case, device, options.row_limit)
+
+
+def permutation(model: Model, device: torch.device, dtype: torch.dtype) -> Iterator[dict]:
+    """to_tiles, to_raster and a copy, forward and backward, of what a model reorders: its tokens, or q."""
+    layout, heads, dim = model.layout("auto"), model.heads, model.config.get("attention_head_dim", 128)
+    for shape, axis in (((1, layout.tokens, heads * dim), 1), ((1, heads, layout.tokens, dim), 2)):
+        x = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+        tiled = layout.to_tiles(x.detach(), axis).requires_grad_()
+        for name, source, fn in (
+            ("copy", x, torch.clone),
+            ("to_tiles", x, partial(layout.to_tiles, dim=axis)),
+            ("to_raster", tiled, partial(layout.to_raster, dim=axis)),
+        ):
+            moved = (source.numel() + fn(source).numel()) * source.element_size()
+            found: dict = {"what": name, "shape": list(shape), "tile": layout.tile, "bytes": moved}
+            for key, timing in passes((source,), partial(fn, source), device, 0.1, backward=True):
+                found |= timing.named(key) | {key.replace("_ms", "_gb_s"): moved / timing.median / 1e6}
+            yield found
+
+
+@contextmanager
+def heard(what: str) -> Iterator[None]:
+    """Prints a line from time to time while the body runs, for those who watch."""
+    done, begin = threading.Event(), time.monotonic()
+
+    def say():
+        while not done.wait(_HEARD_S):
+            print(f"  {what}: {time.monotonic() - begin:.0f} s", flush=True)
+
+    thread = threading.Thread(target=say, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def run_steps(model_name: str, options: argparse.Namespace, device: torch.device, over: Callable[[], bool]) -> Iterator[dict]:
+    """The rows of a model."""
+    model = MODELS[model_name]
+    with heard(f"building {model_name}"):
+        transformer, inputs = built(model, device, DTYPES[device.type], options.layers)
+    facts = {"model": model_name, "grid": model.grid, "tokens": model.tokens, "layers": options.layers}
+    reference: list[torch.Tensor] = []
+    for case in step_cases(model, options.how, device):
+        if not re.search(options.only, case.name):
+            continue
+        if over():
+            return
+        found = facts | asdict(case) | ({"tile": model.layout(case.tile).tile} if case.spec else {})
+        try:
+            with heard(f"{model_name}, {case.name}"), time_limit(options.row_limit):
+                found |= step(transformer, inputs, model, case, options.seconds, reference)
+        except OverLimit:
+            found["over_limit"] = options.row_limit
+        except ImportError as error:
+            found["refused"] = failure_text(error)
+        except Exception as error:  # a case that fails is a result
+            found["failed"] = failure_text(error)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        yield found
+
+
+def add_speedups(rows: list[dict]) -> None:
+    """Puts "speedup" into each row of ours, and "over": the fastest dense case so far of its model that was compiled alike."""
+    timed = [row for row in rows if finished(row)]
+    for row in timed:
+        alike = [one for one in timed if (one["model"], one["compiled"], one["spec"]) == (row["model"], row["compiled"], None)]
+        if row["spec"] and alike:
+            best = min(alike, key=lambda one: one["step_ms"])
+            row |= {"over": best["name"], "speedup": best["step_ms"] / row["step_ms"]}
+
+
+def step_cells(found: dict) -> list[str]:
+    name = f"{found['name']}{', compiled' * found['compiled']}" + (f", tile {tuple(found['tile'])}" if found["spec"] else "")
+    if not finished(found):
+        return [found["model"], name, "", "", why_not(found)]
+    share = f"{found['share']:.1%}, {found['visited']:.1%}" if "share" in found else ""
+    texts = [f"{found['speedup']:.2f}" if "speedup" in found else "", f"{found.get('peak_bytes', 0) / 2**30:.1f}"]
+    said = [f"{part} {ms:.1f}" for part, ms in found.get("parts", {}).items() if ms > 0.05]
+    said += [f"difference {found['difference']:.1e}"] if "difference" in found else []
+    return [found["model"], name, share, f"{found['step_ms']:.1f}", ", ".join(said), *texts]
+
+
+def kernel_cells(found: dict) -> list[str]:
+    where = [found["label"], f"{tuple(found['tile'])}, {tuple(found['window'])}", str(Shape(**found["shape"])), found["peer"]]
+    if not finished(found):
+        return [*where, why_not(found)]
+    times = [f"{found[key]:.3f}" if key in found else "" for key in ("forward_ms", "backward_ms")]
+    return [*where, " / ".join(times), "" if found["correct"] else "WRONG"]
+
+
+def permutation_cells(found: dict) -> list[str]:
+    times = [f"{found[f'{key}_ms']:.3f} ms, {found[f'{key}_gb_s']:.0f} GB/s" for key in ("forward", "backward")]
+    return [found["what"], str(tuple(found["shape"])), *times]
+
+
+def is_wrong(found: dict, steps: list[dict], dtype: torch.dtype) -> bool:
+    """Whether a result is wrong: all pairs in tiles may differ from dense twice as much as dense cases differ."""
+    if found.get("name") != ALL_PAIRS:
+        return found.get("correct") is False
+    dense = [row.get("difference", 0.0) for row in steps if row["model"] == found["model"] and row["spec"] is None]
+    return found.get("difference", 0.0) > max(2 * max(dense, default=0.0), TOLERANCE[dtype] / 10)
+
+
+COLUMNS = {
+    "steps": (step_cells, ("model", "case", "share, visited", "ms", "parts", "speed-up", "GiB")),
+    "kernels": (kernel_cells, ("grid", "tile, window", "shape", "peer", "ms forward / backward", "")),
+    "permutation": (permutation_cells, ("what", "shape", "forward", "backward")),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], prog="python -m sparse_flash.benchmarks.video")
+    parser.add_argument("--out", type=Path, default=Path("runs/video"), help="folder (default %(default)s)")
+    parser.add_argument("--part", action="append", choices=tuple(COLUMNS), help="may be repeated (default: all)")
+    parser.add_argument(
+        "--model", action="append", choices=tuple(MODELS), help="may be repeated (default: all but toy; toy on a CPU)"
+    )
+    parser.add_argument("--how", choices=("eager", "compiled", "both"), default="both", help="(default %(default)s)")
+    parser.add_argument("--only", default="", help="a regular expression for names of cases and peers (default: all)")
+    parser.add_argument("--layers", type=float, default=1.0, help="share of a model's layers (default %(default)s)")
+    parser.add_argument("--seconds", type=float, default=3.0, help="how long a step is repeated (default %(default)s)")
+    parser.add_argument("--row-limit", type=int, default=120, help="seconds for a row (default %(default)s)")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no more is begun (default: none)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args(arguments)
+    device = torch.empty(0, device=options.device).device
+    until, dtype = time.monotonic() + options.limit, DTYPES[device.type]
+    names = options.model or (["toy"] if device.type == "cpu" else [name for name in MODELS if name != "toy"])
+    data: dict = {"format": 1, "environment": environment(device), "dtype": str(dtype).removeprefix("torch.")}
+    data |= {part: [] for part in COLUMNS}
+    options.out.mkdir(parents=True, exist_ok=True)
+
+    def over() -> bool:
+        return time.monotonic() > until
+
+    def save() -> None:
+        add_speedups(data["steps"])
+        (options.out / "video.json").write_text(json.dumps(data, indent=1) + "\n")
+
+    def rows(part: str) -> Iterator[dict]:
+        if part == "kernels":
+            yield from kernels(options, names, device)
+        for name in names:
+            if part == "steps":
+                yield from run_steps(name, options, device, over)
+            elif part == "permutation":
+                yield from permutation(MODELS[name], device, dtype)
+
+    save()
+    for part in options.part or COLUMNS:
+        cells, _ = COLUMNS[part]
+        for found in () if over() else rows(part):
+            data[part].append(found)
+            save()
+            print(part, *filter(None, cells(found)), sep="; ", flush=True)
+            if over():
+                break
+    if over():
+        print("the time was up: the rest was not begun", flush=True)
+    console = Console(width=200 if not sys.stdout.isatty() else None)
+    for part in options.part or COLUMNS:
+        cells, headings = COLUMNS[part]
+        table = Table(*headings, title=part)
+        for found in data[part]:
+            table.add_row(*cells(found))
+        console.print(table)
+    print(options.out)
+    return int(any(is_wrong(found, data["steps"], dtype) for part in COLUMNS for found in data[part]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""Steps of video transformers: each case is checked and timed, or says why not; windows and shares are what they are called."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import sparse_flash as sf
+from sparse_flash.benchmarks import video
+from sparse_flash.benchmarks.workload.video import ALL_PAIRS, MODELS, StepCase, shares, window_of
+
+TOY = ["--device", "cpu", "--seconds", "0"]
+
+
+def run(folder, *arguments):
+    code = video.main([*TOY, *arguments, "--out", str(folder)])
+    return code, json.loads((folder / "video.json").read_text())
+
+
+def test_a_step_is_timed_each_way_and_all_pairs_in_tiles_equal_dense(tmp_path, capsys):
+    pytest.importorskip("diffusers", minversion="0.42", reason="diffusers is not installed: pip install 'diffusers>=0.42.1'")
+    code, data = run(tmp_path, "--part", "steps", "--how", "eager")
+    rows = {found["name"]: found for found in data["steps"]}
+    assert code == 0 and data["environment"]["source"] and not data["kernels"]
+    assert rows[ALL_PAIRS]["difference"] < 1e-5 and {"sdpa", "diffusers", "sparse_flash", "radial", "chosen 10%"} < set(rows)
+    dense = min(found["step_ms"] for found in data["steps"] if found["spec"] is None)
+    for found in data["steps"]:
+        assert found["step_ms"] > 0 and found["steps"] >= 3
+        if found["spec"]:
+            assert found["speedup"] == pytest.approx(dense / found["step_ms"])
+    assert "window 20%, tile (8, 2, 8)" in capsys.readouterr().out
+
+
+def test_ways_that_are_missing_fail_or_differ_are_rows_and_only_a_difference_is_an_error(tmp_path, monkeypatch):
+    pytest.importorskip("diffusers", minversion="0.42", reason="diffusers is not installed: pip install 'diffusers>=0.42.1'")
+    found = [StepCase("sdpa"), StepCase("fa4"), StepCase("window", "tile_window(layout, (9, 9, 9))"), StepCase(ALL_PAIRS, "layout")]
+    monkeypatch.setattr(video, "step_cases", lambda *_: found)
+    code, data = run(tmp_path, "--part", "steps")
+    assert code == 0 and "not installed" in data["steps"][1]["refused"] and "none larger" in data["steps"][2]["failed"]
+    found[3] = StepCase(ALL_PAIRS, "tile_window(layout, 1)")
+    code, data = run(tmp_path, "--part", "steps")
+    assert code == 1 and data["steps"][3]["difference"] > 1e-3
+
+
+def test_windows_are_checked_beside_dense_and_no_part_begins_after_the_limit(tmp_path, capsys):
+    code, data = run(tmp_path, "--part", "kernels", "--only", "sparse_flash")
+    assert code == 0 and all(found["correct"] and found["backward_ms"] > 0 for found in data["kernels"])
+    labels = [found["label"] for found in data["kernels"]]
+    assert labels == ["toy", "toy", "toy, ragged", "toy, ragged"] * 2
+    code, data = run(tmp_path, "--limit", "-1")
+    assert code == 0 and not data["steps"] + data["kernels"] + data["permutation"]
+    assert "the rest was not begun" in capsys.readouterr().out
+
+
+def test_the_permutation_is_timed_beside_a_copy_in_bytes_read_and_written(tmp_path):
+    _, data = run(tmp_path, "--part", "permutation")
+    layout = MODELS["toy"].layout("auto")
+    assert [found["what"] for found in data["permutation"]] == ["copy", "to_tiles", "to_raster"] * 2
+    for found in data["permutation"]:
+        rows = 2 * layout.tokens if found["what"] == "copy" else layout.tokens + layout.length
+        assert found["bytes"] == rows * 32 * 4 and min(found["forward_gb_s"], found["backward_gb_s"]) > 0
+
+
+@pytest.mark.parametrize("tile", ["auto", (1, 2, 8)])
+def test_shares_are_those_of_pairs_of_tokens_without_padding(tile):
+    layout = sf.VideoLayout.of(5, 5, 11, block_size=64, suffix=7) if tile == "auto" else sf.VideoLayout(5, 5, 11, tile, suffix=7)
+    window = (2, 1, 1)
+    found = shares(StepCase("window", f"tile_window(layout, {window})"), layout)
+    there = layout.exists(np.arange(layout.length))
+    kept = sf.compile_mask(sf.tile_window(layout, window), layout.length, block_size=16).to_dense()[..., there, :][..., there]
+    assert found["share"] == pytest.approx(float(kept.float().mean())) and found["visited"] >= found["share"]
+
+
+def test_a_proposed_window_keeps_nearly_the_share_of_tiles_and_is_even():
+    layout = MODELS["wan-720p"].layout("auto")
+    window = window_of(layout, 0.1)
+    sides = np.divide(window, layout.tile_grid)
+    assert 0.09 < np.prod(sides) < 0.11 and sides.max() < 2 * sides.min()
+    assert torch.Size(window_of(layout, 1.0)) == torch.Size(layout.tile_grid)
+
+
+@pytest.mark.parametrize(
+    "kernel, part",
+    [
+        ("attention_forward_kernel", "attention"),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob", "attention"),
+        ("kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90", "attention"),
+        ("triton_poi_fused__scaled_dot_product_flash_attention_permute_3", "rest"),
+        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_bias_TNT", "products"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", "products"),
+        ("void at::native::(anonymous namespace)::indexSelectLargeIndex<c10::BFloat16>", "permutation"),
+        ("void at::native::vectorized_gather_kernel<16, long>", "permutation"),
+        ("hopper_log_sums_kernel", "choice"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", "rest"),
+    ],
+)
+def test_kernels_are_parts_of_a_step_by_their_names(kernel, part):
+    assert video.part_of(kernel) == part
