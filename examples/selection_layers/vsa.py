@@ -1,14 +1,14 @@
-"""VSA, Video Sparse Attention (arXiv:2505.13389): tiles of a video attend to tiles, that attention chooses tiles, and tokens attend to
-the tokens of the chosen tiles.
+"""VSA, Video Sparse Attention (arXiv:2505.13389): tiles of a video attend to tiles, this attention chooses tiles, and tokens attend
+to the tokens of the chosen tiles.
 
 As in the paper: the mean query, key and value of each tile, after rotary positions; softmax attention among the tiles, without
-parameters, whose result each token of a tile gets (the coarse branch); each head and each tile of queries keeps the tiles with the
-largest weights of that attention (the fine branch); the layer's result is coarse * gate + fine * gate, gates being linear in what the
-layer reads, without a sigmoid, one number for each channel. The choice has no gradient: the coarse branch trains it.
-Gates begin at 0 for the coarse branch and 1 for the fine one, so a layer that keeps all tiles begins as dense attention, and weights
-of a dense model can be loaded. The paper does so where it adapts a model, and leaves the second gate out there.
-Not as in the paper: a tile's own tile is always kept, and counts among ``keep``. A tile at a ragged edge has fewer tokens, and its mean
-is that of its tokens alone. Tokens beside the video, such as text, are refused: the paper's models have them in layers of their own.
+parameters, whose result all tokens of a tile get (the coarse branch); each head and each tile of queries keeps the tiles with the
+largest weights of this attention (the fine branch); a gate of each branch, token and channel, linear in what the layer reads. The
+choice has no gradient: the coarse branch trains the means that choose.
+Gates begin at 0 for the coarse branch and 1 for the fine one, so a layer that keeps all tiles begins as dense attention, and may
+begin with a dense model's weights. The paper does so where it adapts a model, and has no second gate there.
+Not as in the paper: a tile's own tile is always kept, and counts among ``keep``. Of a tile at a ragged edge, the mean is over its
+own tokens. Tokens beside the video, such as text, are refused.
 """
 
 from __future__ import annotations

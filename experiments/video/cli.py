@@ -105,7 +105,9 @@ def train(
 @app.command()
 def measure(
     models: Annotated[Path, typer.Option(help="The folder of models that train wrote.")] = FOLDER,
-    out: Annotated[Path | None, typer.Option(help="Results; rows that are there are not measured again. [results.json in models]")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Results; rows that are there are not measured again. [results.json in models]")
+    ] = None,
     rows: Rows = None,
     part: Annotated[str, typer.Option(help="2/4 is the second fourth of the rows, for one of four GPUs.")] = "1/1",
     minutes: Annotated[float | None, typer.Option(help="Begin no row that would end later.")] = None,

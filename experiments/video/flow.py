@@ -1,4 +1,4 @@
-"""Rectified flow (arXiv:2209.03003): a straight line from a video at time 0 to noise at time 1, and Euler steps back along velocities.
+"""Rectified flow (arXiv:2209.03003): straight lines from videos at time 0 to noise at time 1, and Euler steps back.
 
 The first ``given`` frames are the condition: they are never noised, and their velocity counts for nothing.
 """

@@ -1,4 +1,4 @@
-"""What the layers of the model attend under, by the name of a mask and the share of tiles that it keeps."""
+"""Masks of the model's layers, by a name and the share of tiles that the mask keeps."""
 
 from __future__ import annotations
 

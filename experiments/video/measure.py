@@ -28,8 +28,7 @@ COLUMNS = 8  # frames of a strip
 
 
 class Measuring:
-    """A folder of models, and held-out scenes. Raises ValueError if the folder has no dense model, FileNotFoundError for a model of a
-    row that is not there."""
+    """A folder of models, and held-out scenes. Raises ValueError if the folder has no dense model."""
 
     def __init__(self, models: Path, scenes_: int, steps: int, device: torch.device):
         self.models, self.number, self.steps, self.device = models, scenes_, steps, device
@@ -42,7 +41,7 @@ class Measuring:
         self.noise = torch.randn(self.truth.shape, generator=torch.Generator().manual_seed(SEED)).to(device)
 
     def file(self, row: Row) -> Path:
-        """Of the row's model. Rows of still videos need the dense one."""
+        """The file of the row's model. Still videos have the dense model's sizes."""
         return self.models / f"{(row.arm or DENSE).name}.pt"
 
     def loaded(self, row: Row) -> tuple[Transformer, dict]:
@@ -52,7 +51,7 @@ class Measuring:
         return self._loaded[1]
 
     def setup(self) -> dict:
-        """What all rows of a file must have in common."""
+        """Returns what all rows of a file must have in common."""
         return {"sizes": asdict(self.sizes), "scenes": self.number, "steps": self.steps, "seed": SEED}
 
     @cached_property
@@ -62,8 +61,8 @@ class Measuring:
 
     @torch.no_grad()
     def row(self, row: Row) -> dict:
-        """A row's result as plain data. Lists are by scene, of mean squared errors in pixels of -1 .. 1 over the frames that are not
-        given, or of flow losses. by_frame: means over scenes. strips: PNG in base64."""
+        """A row's result as plain data. truth, dense: lists by scene, mean squared errors in pixels of -1 .. 1 over the frames that
+        are not given. flow: losses by scene. by_frame: means over scenes. strips: PNG in base64."""
         begin = time.perf_counter()
         dense = self.dense
         video = self.sampled(row)

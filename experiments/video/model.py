@@ -14,7 +14,7 @@ from examples.selection_layers.vsa import VSA
 
 from .masks import Mask
 
-_PAIRS = (12, 10, 10)  # of the 32 pairs of a head's channels: those that the frame, the row and the column rotate
+_PAIRS = (12, 10, 10)  # pairs of a head's channels that the frame, the row and the column rotate
 _BASE = 100.0  # of rotary positions: axes are short
 
 

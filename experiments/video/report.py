@@ -60,7 +60,8 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 def line(result: dict) -> str:
     """Says in one line what a row is like."""
     truth, dense = (mean(decibels(result[name])) for name in ("truth", "dense"))
-    return f"{result['row']}: density {result['density']:.3f}, truth {truth:.2f} dB, dense {dense:.2f} dB, {result['seconds']:.0f} s"
+    like = f"like the truth {truth:.2f} dB, like dense {dense:.2f} dB"
+    return f"{result['row']}: density {result['density']:.3f}, {like}, {result['seconds']:.0f} s"
 
 
 def table(results: dict, names: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""What is trained, and what is compared."""
+"""The models that are trained, and the rows that are compared."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def named(mask: str, share: float) -> str:
 
 @dataclass(frozen=True)
 class Arm:
-    """A training. mask, share: as masks_of takes them. seed: of the first weights, the scenes and the noise. tuned: whether it begins
-    with the weights of the dense model of seed 0."""
+    """A training. mask, share: as masks_of takes them. seed: of the first weights, the scenes and the noise. tuned: whether it
+    begins with the weights of the dense model of seed 0."""
 
     mask: str
     share: float = TRAINED
@@ -27,7 +27,7 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """Of the file, too, with .pt."""
+        """Its file is this with .pt."""
         return "-".join([*named(self.mask, self.share).split(), "tuned" if self.tuned else str(self.seed)])
 
 
@@ -50,12 +50,13 @@ class Row:
             return "still"
         parts = [named(self.mask, self.share)]
         parts += [f"seed {self.arm.seed}"] * bool(self.arm.seed) + ["tuned"] * self.arm.tuned
-        parts += ["trained"] * (self.arm.mask != "dense" and not self.arm.tuned) + [f"first {self.first:.0%} dense"] * bool(self.first)
+        parts += ["trained"] * (self.arm.mask != "dense" and not self.arm.tuned)
+        parts += [f"first {self.first:.0%} dense"] * bool(self.first)
         return ", ".join(parts)
 
 
 def rows() -> dict[str, Row]:
-    """All rows by name. Every sparse mask by the weights of dense training first, then those that were trained under it."""
+    """All rows by name. Sparse sampling with the dense model's weights comes first, then with weights that were trained sparse."""
     made = [Row(DENSE), Row(Arm("dense", seed=1)), Row(Arm("dense", tuned=True)), Row(None)]
     made += [Row(DENSE, mask, share) for mask in ("window", "sampled", "pooled", "random") for share in SHARES]
     made += [Row(DENSE, "frames"), Row(DENSE, "radial")]

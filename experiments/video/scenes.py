@@ -1,4 +1,4 @@
-"""Scenes: discs, squares and triangles that move, bounce off the borders, collide with those of their depth and hide what is behind.
+"""Scenes: discs, squares and triangles that move, bounce off the borders, collide within their depth and hide what is behind.
 
 Lengths are in sides of the picture, times in frames.
 """

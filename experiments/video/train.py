@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 
@@ -49,8 +50,8 @@ def load(path: Path, device: torch.device) -> tuple[Transformer, dict]:
     try:
         found = torch.load(path, map_location=device, weights_only=True)
         arm, sizes = Arm(**found["arm"]), Sizes(**found["sizes"])
-    except (KeyError, TypeError, RuntimeError) as error:
-        raise ValueError(f"{path} must be a file that train wrote; got {type(error).__name__}: {error}") from error
+    except (KeyError, TypeError, RuntimeError, UnpicklingError) as error:
+        raise ValueError(f"{path} must be a file that train wrote; reading it gave a {type(error).__name__}") from error
     model = model_of(arm, sizes, device)
     model.load_state_dict(found["weights"])
     return model.eval(), found
@@ -105,8 +106,8 @@ def train(training: Training, device: torch.device, out: Path, start: Path | Non
         step_done(losses[-1] if losses else None)
         if seconds >= training.seconds:
             break
-    seconds = round(time.monotonic() - begin, 1)
-    log = {"steps": step + 1, "seconds": seconds, "batch": training.batch, "learning_rate": training.learning_rate, "losses": losses}
+    log = {"steps": step + 1, "seconds": round(time.monotonic() - begin, 1), "batch": training.batch}
+    log |= {"learning_rate": training.learning_rate, "losses": losses}
     weights = {name: mean for (name, _), mean in zip(model.named_parameters(), means, strict=True)}
     out.parent.mkdir(parents=True, exist_ok=True)
     torch.save({"arm": asdict(arm), "sizes": asdict(sizes), "weights": weights, "training": log}, new := out.with_suffix(".new"))
