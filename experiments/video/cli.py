@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from . import picture, report
+from .flow import LONGEST
 from .masks import BY_SHARE, SHARES, VSA
 from .measure import Measuring
 from .model import PRESETS
@@ -112,7 +113,7 @@ def measure(
     part: Annotated[str, typer.Option(help="2/4 is the second fourth of the rows, for one of four GPUs.")] = "1/1",
     minutes: Annotated[float | None, typer.Option(help="Begin no row that would end later.")] = None,
     scenes: Annotated[int, typer.Option(min=1, help="Held-out scenes.")] = 128,
-    steps: Annotated[int, typer.Option(min=1, help="Of sampling.")] = 25,
+    steps: Annotated[int, typer.Option(min=1, max=LONGEST, help="Of sampling.")] = 25,
     device: Device = "auto",
 ) -> None:
     """Measure rows, one after the other, and write each down. Rows whose model is not there are left out."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+LONGEST = 50  # steps of sampling
 Velocity = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]  # (x, time, number of the step) -> the shape of x
 
 
@@ -16,6 +17,11 @@ def between(video: torch.Tensor, noise: torch.Tensor, time: torch.Tensor, given:
     """The points at ``time``, (batch,) in 0 .. 1, of the lines. video, noise: (batch, frames, ...)."""
     time = time.view(-1, *[1] * (video.dim() - 1))
     return torch.cat([video[:, :given], torch.lerp(video, noise, time)[:, given:]], 1)
+
+
+def velocity(predicted: torch.Tensor, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+    """The velocity at the points ``x`` by a prediction of the video (arXiv:2511.13720), for times of at most LONGEST steps."""
+    return (x - predicted) / time.clamp(min=1 / LONGEST).view(-1, *[1] * (x.dim() - 1))
 
 
 def loss(velocity: torch.Tensor, video: torch.Tensor, noise: torch.Tensor, given: int) -> torch.Tensor:

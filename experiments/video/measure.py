@@ -91,7 +91,8 @@ class Measuring:
 
         def velocity(x: torch.Tensor, at: torch.Tensor, step: int) -> torch.Tensor:
             with autocast(self.device):
-                return model(x, at, dense if step < row.first * self.steps else masks)
+                predicted = model(x, at, dense if step < row.first * self.steps else masks)
+            return flow.velocity(predicted, x, at)
 
         return torch.cat(
             [flow.sampled(velocity, self.truth[part], self.noise[part], self.sizes.given, self.steps) for part in self.batches()]
@@ -103,9 +104,10 @@ class Measuring:
         times, losses = (torch.arange(self.number, device=self.device) + 0.5) / self.number, []
         for part in self.batches():
             video, noise, at = self.truth[part], self.noise[part], times[part]
+            x = flow.between(video, noise, at, self.sizes.given)
             with autocast(self.device):
-                velocity = model(flow.between(video, noise, at, self.sizes.given), at, masks)
-            losses.append(flow.loss(velocity, video, noise, self.sizes.given))
+                predicted = model(x, at, masks)
+            losses.append(flow.loss(flow.velocity(predicted, x, at), video, noise, self.sizes.given))
         return torch.cat(losses)
 
     def batches(self) -> Iterator[slice]:

@@ -87,9 +87,10 @@ def normed(x, shift, scale):
 
 
 class Transformer(nn.Module):
-    """The velocity of a video at a time: (batch, frames, 3, side, side), (batch,), a mask for each layer -> the first's shape.
+    """Predicts a video from a point between it and noise: (batch, frames, 3, side, side), times (batch,) -> the first's shape.
 
-    keep: tiles that VSA's layers keep; None for layers under masks. Raises ValueError for sizes that do not fit together."""
+    masks: one for each layer. keep: tiles that VSA's layers keep; None for layers under masks. Raises ValueError for sizes that do
+    not fit together."""
 
     def __init__(self, sizes: Sizes, keep: int | None = None):
         super().__init__()

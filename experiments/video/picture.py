@@ -35,7 +35,8 @@ def draw(results: dict, target: Path, scene: int) -> Path:
     for row in shown:
         like = f"{mean(decibels(row['truth'])):.1f} dB"
         strips[f"{row['row']}\nkeeps {row['density']:.0%}: {like}"] = row["strips"][scene]
-    figure, axes = plt.subplots(len(strips), 1, figsize=(COLUMNS * 1.05 + 2, len(strips) * 1.05), squeeze=False)
+    width, height = COLUMNS + 2.2, len(strips) * 1.04 + 0.25  # the names take 2.1 inches, the numbers of the frames 0.25
+    figure, axes = plt.subplots(len(strips), 1, figsize=(width, height), squeeze=False)
     for axis, (said, one) in zip(axes[:, 0], strips.items(), strict=True):
         axis.imshow(plt.imread(io.BytesIO(base64.b64decode(one))), interpolation="nearest")
         axis.set_ylabel(said, rotation=0, ha="right", va="center", fontsize=9)
@@ -47,7 +48,7 @@ def draw(results: dict, target: Path, scene: int) -> Path:
     axes[0, 0].set_xticks(axes[0, 0].get_xticks(), [f"frame {number + 1}" for number in picked], fontsize=8)
     axes[0, 0].xaxis.set_ticks_position("top")
     axes[0, 0].tick_params(length=0)
-    figure.tight_layout(pad=0.4, h_pad=0.3)
+    figure.subplots_adjust(left=2.1 / width, right=0.995, top=1 - 0.25 / height, bottom=0.005, hspace=0.04)
     figure.savefig(target, dpi=110)
     plt.close(figure)
     return target

@@ -85,10 +85,11 @@ def train(training: Training, device: torch.device, out: Path, start: Path | Non
         for group in optimizer.param_groups:
             group["lr"] = rate
         video = pool[step % POOL :: POOL]
-        noise, at = torch.randn_like(video), torch.rand(len(video), device=device)
+        noise, at = torch.randn_like(video), torch.rand(len(video), device=device).sqrt()  # more of the hard, late times
+        x = flow.between(video, noise, at, sizes.given)
         with autocast(device):
-            velocity = model(flow.between(video, noise, at, sizes.given), at, masks)
-        loss = flow.loss(velocity, video, noise, sizes.given).mean()
+            predicted = model(x, at, masks)
+        loss = flow.loss(flow.velocity(predicted, x, at), video, noise, sizes.given).mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()

@@ -85,6 +85,8 @@ def test_exact_velocities_lead_from_noise_to_the_video_in_any_number_of_steps():
         # The velocity at a point, and that of the line: both lead there.
         for velocity in (lambda x, time, _: (x - video) / time.double().view(-1, 1, 1, 1, 1), lambda *_: noise - video):
             torch.testing.assert_close(flow.sampled(velocity, video, noise, 1, steps), video)
+    predicted = flow.sampled(lambda x, time, _: flow.velocity(video, x, time.double()), video, noise, 1, flow.LONGEST)
+    torch.testing.assert_close(predicted, video, rtol=1e-5, atol=1e-6)
     assert flow.loss(noise - video, video, noise, 1).abs().max() == 0
     time = torch.tensor([0.0, 1.0], dtype=torch.float64)
     point = flow.between(video, noise, time, 1)
