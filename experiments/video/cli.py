@@ -9,6 +9,7 @@ python -m experiments.video draw runs/video/results.json
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,6 +51,14 @@ def user_errors() -> Iterator[None]:
 
 def device_of(name: str) -> torch.device:
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+
+
+def part_of(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    number, parts = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= number <= parts:
+        raise ValueError(f"part must be such as 2/4, the second of four; got {text!r}")
+    return number, parts
 
 
 def progress() -> Progress:
@@ -120,9 +129,7 @@ def measure(
     begin = time.monotonic()
     with user_errors():
         wanted = list(chosen(rows or []).values())
-        number, parts = map(int, part.split("/")) if part.replace("/", "", 1).isdecimal() and "/" in part else (0, 0)
-        if not 1 <= number <= parts:
-            raise ValueError(f"part must be such as 2/4, the second of four; got {part!r}")
+        number, parts = part_of(part)
         out = out or models / "results.json"
         measuring = Measuring(models, scenes, steps, device_of(device))
         done = report.read([out]) if out.exists() else {"setup": measuring.setup(), "rows": []}
