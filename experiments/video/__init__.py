@@ -5,5 +5,5 @@ scenes   moving, colliding, occluding shapes             model    the transforme
 flow     noise to video, and back                        masks    what its layers attend under
 train    one model                                       rows     what is trained and what is compared
 measure  one row                                         report   files of rows, and the table
-picture  a strip of frames                               cli      the commands
+picture  frames of rows, and likeness by share           cli      the commands
 """

@@ -161,18 +161,20 @@ def measure(
 def draw(
     results: Annotated[list[Path], typer.Argument(help="Files that measure wrote, of one setup. The last that has a row counts.")],
     rows: Rows = None,
-    target: Annotated[Path, typer.Option(help="The picture.")] = Path("video-frames.png"),
+    target: Annotated[Path, typer.Option(help="The picture of frames.")] = Path("video-frames.png"),
+    shares: Annotated[Path, typer.Option(help="The picture of shares.")] = Path("video-shares.png"),
     scene: Annotated[int, typer.Option(min=0, help="Whose frames are drawn.")] = 0,
     keep: Annotated[Path | None, typer.Option(help="A file for all results without frames, to commit.")] = None,
     page: Annotated[Path | None, typer.Option(help="A page whose table is written anew.")] = None,
 ) -> None:
-    """Print rows as a table in Markdown, and draw frames of one scene."""
+    """Print rows as a table in Markdown, and draw frames of one scene, and likeness against the share that is kept."""
     with user_errors():
         found = report.read(results)
         table = report.table(found, chosen(rows or []))
         text = report.replaced(page.read_text(), table) if page else ""
         console.print(table, markup=False, soft_wrap=True)
-        console.print(f"{picture.draw(found, target, scene)}", markup=False, soft_wrap=True)
+        for drawn in (picture.draw(found, target, scene), picture.draw_shares(found, shares)):
+            console.print(f"{drawn}", markup=False, soft_wrap=True)
         if keep:
             report.write(keep, report.short(found))
         if page:

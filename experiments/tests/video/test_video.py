@@ -167,13 +167,14 @@ def test_models_are_trained_once_and_rows_measured_once_and_drawn(tmp_path, monk
 
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- table: written by draw --page -->\nold\n<!-- end of the table -->\nafter")
-    kept, drawing = tmp_path / "kept.json", ["draw", *files, "--target", tmp_path / "picture.png"]
+    kept, pictures = tmp_path / "kept.json", [tmp_path / "frames.png", tmp_path / "shares.png"]
+    drawing = ["draw", *files, "--target", pictures[0], "--shares", pictures[1]]
     said = run(*drawing, "--keep", kept, "--page", page)
     found = json.loads(kept.read_text())["rows"]
     assert [row["row"] for row in found] == [*wanted[:2], "window 0.125", *wanted[3:5]] and "strips" not in found[0]
     assert max(found[0]["dense"]) == 0 < min(found[0]["truth"]) and found[0]["density"] == 1
     assert found[3]["density"] == pytest.approx(0.2 + 0.8 * 0.125) and found[4]["training"]["steps"] == 2
-    assert (tmp_path / "picture.png").exists() and "| vsa 0.125, tuned | 12.5% |" in said
+    assert all(one.exists() for one in pictures) and "| vsa 0.125, tuned | 12.5% |" in said
     assert page.read_text().startswith("before") and "old" not in page.read_text() and "| still |" in page.read_text()
 
 
