@@ -6,7 +6,8 @@ parameters, whose result all tokens of a tile get (the coarse branch); each head
 largest weights of this attention (the fine branch); a gate of each branch, token and channel, linear in what the layer reads. The
 choice has no gradient: the coarse branch trains the means that choose.
 Gates begin at 0 for the coarse branch and 1 for the fine one, so a layer that keeps all tiles begins as dense attention, and may
-begin with a dense model's weights. The paper does so where it adapts a model, and has no second gate there.
+begin with a dense model's weights. In the authors' code, hao-ai-lab/FastVideo, the coarse gate begins at 0, too, and the fine
+branch has none.
 Not as in the paper: a tile's own tile is always kept, and counts among ``keep``. Of a tile at a ragged edge, the mean is over its
 own tokens. Tokens beside the video, such as text, are refused.
 """
