@@ -86,11 +86,14 @@ def draw_shares(results: dict, target: Path) -> Path:
         for kept, likeness, _ in zip(*found([Row(DENSE, mask)]), strict=True):
             axis.annotate(mask, (kept, likeness), xytext=(4, 4), textcoords="offset points", fontsize=9)
             axis.plot(kept, likeness, "k.")
-    for arm, said in ((Arm("dense", seed=1), "dense, another seed"), (Arm("dense", tuned=True), "dense, tuned")):
+    for arm, said, side in (
+        (Arm("dense", seed=1), "dense, another seed", "bottom"),
+        (Arm("dense", tuned=True), "dense, tuned", "top"),
+    ):
         for _, likeness, error in zip(*found([Row(arm)]), strict=True):
             axis.axhspan(likeness - error, likeness + error, color="black", alpha=0.12, linewidth=0)
             axis.axhline(likeness, color="black", linewidth=0.8)
-            axis.text(0.995, likeness, f"{said} ", transform=axis.get_yaxis_transform(), ha="right", va="bottom", fontsize=9)
+            axis.text(0.995, likeness, f"{said} ", transform=axis.get_yaxis_transform(), ha="right", va=side, fontsize=9)
     axis.set_xticks(SHARES)
     axis.set_xlabel("share of the pairs of tiles that is kept")
     axis.set_title("PSNR against dense attention's videos from the same noise, dB", loc="left", fontsize=11)
