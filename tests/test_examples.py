@@ -134,7 +134,7 @@ def test_who_follows_contributing_to_the_letter_passes_the_tests(tmp_path):
     }
 
 
-EXPERIMENTS = [f"experiments.{name}" for name in ("equal_time", "recall", "long_range", "selection_layers", "choosers")]
+EXPERIMENTS = [f"experiments.{name}" for name in ("equal_time", "recall", "long_range", "selection_layers", "choosers", "video")]
 
 
 @pytest.mark.parametrize("name", ["examples.train_lm", *EXPERIMENTS])

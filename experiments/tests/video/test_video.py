@@ -1,0 +1,204 @@
+"""The video experiment: scenes that follow the rules of motion, the arithmetic of flow, masks and their shares, the commands."""
+
+import json
+import math
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import sparse_flash as sf
+from experiments.video import flow, report
+from experiments.video.cli import app
+from experiments.video.masks import BY_SHARE, NAMES, SHARES, VSA, masks_of, window
+from experiments.video.model import PRESETS, Sizes, Transformer
+from experiments.video.rows import rows
+from experiments.video.scenes import FRONT, SHAPES, State, drawn, rendered, scenes, simulated
+
+CPU = torch.device("cpu")
+TINY = Sizes(side=32, dim=64, heads=1, layers=2)
+
+
+def state(place, speed, radius=0.1) -> State:
+    """One scene. Shapes that are not named stay in the first corner, at depths of their own colors."""
+    places, speeds = torch.full((1, SHAPES, 2), 0.2), torch.zeros(1, SHAPES, 2)
+    radii, kind = torch.full((1, SHAPES), 1e-3), torch.zeros(1, SHAPES, dtype=torch.long)
+    places[0, :, 0] += 0.01 * torch.arange(SHAPES)
+    for shape, (at, by) in enumerate(zip(place, speed, strict=True), start=SHAPES - len(place)):
+        places[0, shape], speeds[0, shape], radii[0, shape] = torch.tensor(at), torch.tensor(by), radius
+    return State(places, speeds, radii, kind, torch.eye(3)[torch.arange(SHAPES) % 3][None], torch.zeros(1, 3))
+
+
+def test_scenes_follow_from_their_seed_and_differ_by_it():
+    first, again, other = (scenes(3, seed, 4, 16, CPU) for seed in (1, 1, 2))
+    assert torch.equal(first, again) and not torch.equal(first, other) and not torch.equal(first[0], first[1])
+    assert first.shape == (3, 4, 3, 16, 16) and first.abs().max() <= 1
+    assert torch.equal(scenes(3, 1, 9, 16, CPU)[:, :4], first)  # more frames are the same video, and on
+
+
+def test_shapes_stay_inside_and_their_speed_changes_only_where_they_touch():
+    start, frames = drawn(50, 0), 40
+    places = simulated(start, frames)
+    step = 0.05 / 4 * 3  # a collision may speed a shape up
+    assert (places > start.radius[:, None, :, None] - step).all() and (places < 1 - start.radius[:, None, :, None] + step).all()
+    speeds = places.diff(dim=1)
+    changed = (speeds.diff(dim=1).abs() > 1e-5).any(-1)
+    apart = (places[:, :, :, None] - places[:, :, None]).norm(dim=-1)
+    reach = start.radius[:, None, :, None] + start.radius[:, None, None] + 0.3
+    others = ~torch.eye(SHAPES, dtype=torch.bool)
+    near_other = ((apart < reach) & others).any(-1)[:, 1:-1]
+    border = torch.minimum(places, 1 - places).amin(-1)[:, 1:-1] < start.radius[:, None] + 0.15
+    assert changed.any() and not changed.all() and (near_other | border)[changed].all()
+
+
+def test_shapes_bounce_off_borders_and_swap_speeds_with_equals_of_their_depth():
+    bounced = simulated(state([(0.85, 0.5)], [(0.04, 0.01)]), 5)[0, :, -1]
+    torch.testing.assert_close(bounced[-1] - bounced[-2], torch.tensor([-0.04, 0.01]))
+    collided = simulated(state([(0.4, 0.5), (0.7, 0.5)], [(0.03, 0.0), (-0.01, 0.0)]), 8)[0, :, -2:]
+    torch.testing.assert_close(collided[-1] - collided[-2], torch.tensor([[-0.01, 0.0], [0.03, 0.0]]), rtol=1e-4, atol=1e-6)
+    # The first of FRONT + 1 shapes is behind the others, and passes them.
+    there = [(0.4, 0.5), (0.7, 0.5), (0.2, 0.8), (0.8, 0.8)]
+    passed = simulated(state(there, [(0.03, 0.0), *[(0.0, 0.0)] * FRONT]), 8)[0, :, -FRONT - 1]
+    torch.testing.assert_close(passed[-1] - passed[-2], torch.tensor([0.03, 0.0]))
+
+
+def test_energy_and_momentum_are_those_of_the_first_frame_after_a_collision_of_two():
+    moved = state([(0.3, 0.45), (0.65, 0.5)], [(0.04, 0.0), (-0.02, 0.01)])
+    moved.radius[0, -1] = 0.14
+    mass = moved.radius[..., None] ** 2
+    speeds = simulated(moved, 8).diff(dim=1)
+    before, after = speeds[:, 0], speeds[:, -1]
+    assert (before - after).abs().max() > 0.01
+    torch.testing.assert_close((mass * after).sum(1), (mass * before).sum(1), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close((mass * after**2).sum(), (mass * before**2).sum(), rtol=1e-4, atol=1e-7)
+
+
+def test_the_shape_in_front_hides_those_behind():
+    seen = state([(0.5, 0.5), (0.5, 0.5)], [(0.0, 0.0)] * 2)
+    middle = rendered(seen, simulated(seen, 1), 32)[0, 0, :, 16, 16]
+    assert torch.equal(middle, seen.color[0, -1] * 2 - 1) and not torch.equal(middle, seen.color[0, -2] * 2 - 1)
+
+
+def test_exact_velocities_lead_from_noise_to_the_video_in_any_number_of_steps():
+    video, noise = scenes(2, 0, 4, 8, CPU).double(), torch.randn(2, 4, 3, 8, 8, dtype=torch.float64)
+    for steps in (1, 7):
+        # The velocity at a point, and that of the line: both lead there.
+        for velocity in (lambda x, time, _: (x - video) / time.double().view(-1, 1, 1, 1, 1), lambda *_: noise - video):
+            torch.testing.assert_close(flow.sampled(velocity, video, noise, 1, steps), video)
+    predicted = flow.sampled(lambda x, time, _: flow.velocity(video, x, time.double()), video, noise, 1, flow.LONGEST)
+    torch.testing.assert_close(predicted, video, rtol=1e-5, atol=1e-6)
+    assert flow.loss(noise - video, video, noise, 1).abs().max() == 0
+    time = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    point = flow.between(video, noise, time, 1)
+    assert torch.equal(point[0], video[0]) and torch.equal(point[1, 1:], noise[1, 1:]) and torch.equal(point[1, :1], video[1, :1])
+
+
+def test_sampling_reads_no_frame_that_is_not_given():
+    video, noise = scenes(1, 0, 4, 8, CPU), torch.randn(1, 4, 3, 8, 8)
+    changed = video.clone()
+    changed[:, 2:] += 1
+    sampled = [flow.sampled(lambda x, *_: x + x[:, :1], one, noise, 2, 3) for one in (video, changed)]
+    assert torch.equal(*sampled) and torch.equal(sampled[0][:, :2], video[:, :2])
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("dense", VSA)])
+@pytest.mark.parametrize("share", SHARES)
+def test_masks_keep_their_share_and_each_tile_itself(name, share):
+    layout, q = PRESETS["full"].layout, torch.randn(1, 2, 4096, 16)
+    first, *_, last = masks_of(name, share, layout, 3, CPU)
+    mask = sf.choose_blocks(first, q, q) if isinstance(first, str) else first
+    assert mask.kept_blocks().diagonal(dim1=-2, dim2=-1).all()
+    assert mask.block_density == pytest.approx(share, abs=0.01) or name not in BY_SHARE
+    assert mask.block_density < 0.5
+    if name == "random":  # each layer has its own
+        assert not torch.equal(first.kept_blocks(), last.kept_blocks())
+
+
+def test_windows_of_the_video_are_half_of_it_all_frames_and_three_quarters():
+    assert [window(PRESETS["full"].layout, share) for share in SHARES] == [(2, 2, 2), (4, 2, 2), (3, 3, 3)]
+
+
+def test_a_mask_that_keeps_everything_is_dense_attention_and_patches_are_the_video():
+    torch.manual_seed(0)
+    model = Transformer(TINY)
+    for parameter in model.parameters():  # from zero, nothing would pass the blocks
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    video, time = scenes(2, 0, TINY.frames, TINY.side, CPU), torch.rand(2)
+    assert torch.equal(model.video(model.patches(video)), video)
+    dense, windows = model(video, time, [None] * 2), [sf.tile_window(model.layout, model.layout.tile_grid)] * 2
+    torch.testing.assert_close(model(video, time, windows), dense, rtol=1e-4, atol=1e-5)
+    sparse = model(video, time, masks_of("window", 0.125, model.layout, 2, CPU))
+    assert dense.shape == video.shape and (sparse - dense).abs().max() > 1e-3
+
+
+def test_vsa_that_keeps_all_tiles_begins_as_the_dense_model():
+    torch.manual_seed(0)
+    dense, vsa = Transformer(TINY), Transformer(TINY, keep=16)
+    for parameter in dense.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    missing, unexpected = vsa.load_state_dict(dense.state_dict(), strict=False)
+    assert missing and all(".vsa.gates." in name for name in missing) and not unexpected
+    video, time = scenes(1, 0, TINY.frames, TINY.side, CPU), torch.rand(1)
+    torch.testing.assert_close(vsa(video, time, [None] * 2), dense(video, time, [None] * 2), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.smoke
+def test_models_are_trained_once_and_rows_measured_once_and_drawn(tmp_path, monkeypatch):
+    monkeypatch.setitem(PRESETS, "tiny", TINY)
+    models, files = ["--models", tmp_path, "--device", "cpu"], [tmp_path / "first.json", tmp_path / "second.json"]
+
+    def run(*arguments):
+        result = CliRunner().invoke(app, [str(one) for one in arguments], env={"COLUMNS": "200"})
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    training = ["--preset", "tiny", "--batch", "1", "--steps", "2", *models]
+    assert "2 steps" in run("train", "dense", *training)
+    before = (tmp_path / "dense-0.pt").read_bytes()
+    assert "is there" in run("train", "dense", *training) and (tmp_path / "dense-0.pt").read_bytes() == before
+    run("train", VSA, "--start", tmp_path / "dense-0.pt", *training)
+
+    wanted = ["dense", "still", "window 0.125", "sampled 0.125, first 20% dense", "vsa 0.125, tuned", "random 0.125, trained"]
+    measuring = ["measure", *models, "--scenes", "2", "--steps", "5", *(text for name in wanted for text in ("--rows", name))]
+    assert "random-0.125-0.pt is missing" in run(*measuring, "--out", files[0], "--part", "2/2")
+    run(*measuring, "--out", files[1], "--part", "1/2")
+    written = files[1].read_text()
+    assert run(*measuring, "--out", files[1], "--part", "1/2").count("dB") == 0 and files[1].read_text() == written
+
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- table: written by draw --page -->\nold\n<!-- end of the table -->\nafter")
+    kept, pictures = tmp_path / "kept.json", [tmp_path / "frames.png", tmp_path / "shares.png"]
+    drawing = ["draw", *files, "--target", pictures[0], "--shares", pictures[1]]
+    said = run(*drawing, "--keep", kept, "--page", page)
+    found = json.loads(kept.read_text())["rows"]
+    assert [row["row"] for row in found] == [*wanted[:2], "window 0.125", *wanted[3:5]] and "strips" not in found[0]
+    assert max(found[0]["dense"]) == 0 < min(found[0]["truth"]) and found[0]["density"] == 1
+    assert found[3]["density"] == pytest.approx(0.2 + 0.8 * 0.125) and found[4]["training"]["steps"] == 2
+    assert all(one.exists() for one in pictures) and "| vsa 0.125, tuned | 12.5% |" in said
+    assert page.read_text().startswith("before") and "old" not in page.read_text() and "| still |" in page.read_text()
+
+
+def test_psnr_is_of_pixels_that_span_two():
+    assert report.decibels([4.0, 0.04, 0.0]) == pytest.approx([0, 20, math.inf])
+
+
+def test_every_row_has_a_name_of_its_own_and_a_mask():
+    assert len(set(rows().values())) == len(rows())
+    assert all(row.mask in NAMES and (row.share in SHARES) for row in rows().values())
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (["train", "nothing"], "mask must be one of dense, window, sampled, random, vsa; got 'nothing'"),
+        (["train", "window", "--share", "0.3"], "share must be one of 0.125, 0.25, 0.42; got 0.3"),
+        (["train", "dense", "--start", __file__, "--device", "cpu"], "must be a file that train wrote"),
+        (["measure", "--models", "nowhere"], "models must be a folder with dense-0.pt; got nowhere"),
+        (["measure", "--part", "3/2"], "part must be such as 2/4, the second of four; got '3/2'"),
+        (["measure", "--rows", "nothing"], "--rows must be names that the command rows prints"),
+        (["draw", __file__], "is no result of measure"),
+    ],
+)
+def test_input_that_cannot_work_is_one_sentence(given, message):
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == 2 and message in " ".join(result.output.split()) and "Traceback" not in result.output

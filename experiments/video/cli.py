@@ -1,0 +1,181 @@
+"""Does a video model still make video if its attention is sparse? Trained on generated scenes, in minutes of one GPU.
+
+\b
+python -m experiments.video train dense
+python -m experiments.video train window --start runs/video/dense-0.pt
+python -m experiments.video measure --rows dense --rows "window*"
+python -m experiments.video draw runs/video/results.json
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from . import picture, report
+from .flow import LONGEST
+from .masks import BY_SHARE, SHARES, VSA
+from .measure import Measuring
+from .model import PRESETS
+from .rows import TRAINED, Arm, chosen
+from .train import Training
+from .train import train as train_arm
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, rich_markup_mode=None)
+console = Console(highlight=False)
+
+FOLDER = Path("runs/video")
+TRAINABLE = ("dense", "window", "sampled", "random", VSA)
+Rows = Annotated[list[str] | None, typer.Option(help="Names; * stands for anything. [all]")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.")]
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Ends the program with the sentence of an error of input."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
+        raise typer.Exit(2) from error
+
+
+def device_of(name: str) -> torch.device:
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+
+
+def part_of(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    number, parts = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= number <= parts:
+        raise ValueError(f"part must be such as 2/4, the second of four; got {text!r}")
+    return number, parts
+
+
+def progress() -> Progress:
+    return Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console)
+
+
+@app.command("rows")
+def list_rows(rows: Rows = None) -> None:
+    """List the names of rows, and the models that they need."""
+    with user_errors():
+        for name, row in chosen(rows or []).items():
+            console.print(f"{name}  ({row.arm.name}.pt)" if row.arm else name, markup=False, soft_wrap=True)
+
+
+@app.command()
+def train(
+    mask: Annotated[str, typer.Argument(help=", ".join(TRAINABLE))],
+    share: Annotated[float, typer.Option(help=f"Of the tiles that sparse masks keep: {', '.join(map(str, SHARES))}.")] = TRAINED,
+    seed: Annotated[int, typer.Option(min=0, help="Of first weights, scenes and noise.")] = 0,
+    start: Annotated[Path | None, typer.Option(help="A dense model of which training goes on.")] = None,
+    models: Annotated[Path, typer.Option(help="The folder for models. One that is there is not trained again.")] = FOLDER,
+    steps: Annotated[int | None, typer.Option(min=1, help="[2000, with --start 500]")] = None,
+    seconds: Annotated[float, typer.Option(help="End the schedule by then; compiling is not counted.")] = 600,
+    batch: Annotated[int, typer.Option(min=1, help="Videos in a step.")] = 16,
+    learning_rate: Annotated[float | None, typer.Option(help="[0.0006, with --start 0.0003]")] = None,
+    preset: Annotated[str, typer.Option(help=", ".join(PRESETS))] = "full",
+    compiled: Annotated[bool | None, typer.Option("--compile/--no-compile", help="[on a GPU]")] = None,
+    device: Device = "auto",
+) -> None:
+    """Train one model."""
+    with user_errors():
+        for name, given, options in (("mask", mask, TRAINABLE), ("preset", preset, PRESETS), ("share", share, SHARES)):
+            if given not in options:
+                raise ValueError(f"{name} must be one of {', '.join(map(str, options))}; got {given!r}")
+        arm = Arm(mask, share if mask in BY_SHARE else TRAINED, seed, start is not None)
+        out, on = models / f"{arm.name}.pt", device_of(device)
+        if out.exists():
+            console.print(f"{out} is there; remove it to train it again", markup=False, soft_wrap=True)
+            return
+        rate = learning_rate or (0.0003 if start else 0.0006)
+        training = Training(arm, PRESETS[preset], steps or (500 if start else 2000), seconds, batch, rate)
+        with progress() as bar:
+            task = bar.add_task(arm.name, total=training.steps)
+
+            def step_done(loss: float | None) -> None:
+                said = arm.name if loss is None else f"{arm.name} {loss:.4f}"
+                bar.update(task, advance=1, description=said)
+
+            log = train_arm(training, on, out, start, on.type == "cuda" if compiled is None else compiled, step_done)
+        losses = ", ".join(f"{loss:.4f}" for loss in log["losses"][-3:])
+        console.print(f"{out}: {log['steps']} steps, {log['seconds']} s, losses {losses}", markup=False, soft_wrap=True)
+
+
+@app.command()
+def measure(
+    models: Annotated[Path, typer.Option(help="The folder of models that train wrote.")] = FOLDER,
+    out: Annotated[
+        Path | None, typer.Option(help="Results; rows that are there are not measured again. [results.json in models]")
+    ] = None,
+    rows: Rows = None,
+    part: Annotated[str, typer.Option(help="2/4 is the second fourth of the rows, for one of four GPUs.")] = "1/1",
+    minutes: Annotated[float | None, typer.Option(help="Begin no row that would end later.")] = None,
+    scenes: Annotated[int, typer.Option(min=1, help="Held-out scenes.")] = 128,
+    steps: Annotated[int, typer.Option(min=1, max=LONGEST, help="Of sampling.")] = 25,
+    device: Device = "auto",
+) -> None:
+    """Measure rows, one after the other, and write each down. Rows whose model is not there are left out."""
+    begin = time.monotonic()
+    with user_errors():
+        wanted = list(chosen(rows or []).values())
+        number, parts = part_of(part)
+        out = out or models / "results.json"
+        measuring = Measuring(models, scenes, steps, device_of(device))
+        done = report.read([out]) if out.exists() else {"setup": measuring.setup(), "rows": []}
+        if done["setup"] != measuring.setup():
+            raise ValueError(f"{out} was measured on {done['setup']}, and this would be {measuring.setup()}; pass another --out")
+        there = {one["row"] for one in done["rows"]}
+        missing = [row for row in wanted[number - 1 :: parts] if row.name not in there]
+        seconds = 0.0
+        with progress() as bar:
+            task = bar.add_task("", total=len(missing))
+            for row in missing:
+                if minutes is not None and (time.monotonic() - begin + seconds) / 60 > minutes:
+                    break
+                if not measuring.file(row).exists():
+                    console.print(f"{row.name}: {measuring.file(row)} is missing", markup=False, soft_wrap=True)
+                    continue
+                bar.update(task, description=row.name)
+                result = measuring.row(row)
+                seconds = result["seconds"]
+                done["rows"].append(result)
+                report.write(out, done)
+                console.print(report.line(result), markup=False, soft_wrap=True)
+                bar.advance(task)
+        left = len(missing) - int(bar.tasks[0].completed)
+        console.print(f"{out}: {len(done['rows'])} rows, {left} of those asked for are missing", markup=False, soft_wrap=True)
+
+
+@app.command()
+def draw(
+    results: Annotated[list[Path], typer.Argument(help="Files that measure wrote, of one setup. The last that has a row counts.")],
+    rows: Rows = None,
+    target: Annotated[Path, typer.Option(help="The picture of frames.")] = Path("video-frames.png"),
+    shares: Annotated[Path, typer.Option(help="The picture of shares.")] = Path("video-shares.png"),
+    scene: Annotated[int, typer.Option(min=0, help="Whose frames are drawn.")] = 0,
+    keep: Annotated[Path | None, typer.Option(help="A file for all results without frames, to commit.")] = None,
+    page: Annotated[Path | None, typer.Option(help="A page whose table is written anew.")] = None,
+) -> None:
+    """Print rows as a table in Markdown, and draw frames of one scene, and likeness against the share that is kept."""
+    with user_errors():
+        found = report.read(results)
+        table = report.table(found, chosen(rows or []))
+        text = report.replaced(page.read_text(), table) if page else ""
+        console.print(table, markup=False, soft_wrap=True)
+        for drawn in (picture.draw(found, target, scene), picture.draw_shares(found, shares)):
+            console.print(f"{drawn}", markup=False, soft_wrap=True)
+        if keep:
+            report.write(keep, report.short(found))
+        if page:
+            page.write_text(text)
