@@ -1,5 +1,6 @@
 """Settings for all tests. Property tests draw new inputs each time; a failure prints the lines that repeat it."""
 
+import gc
 import os
 import sys
 from collections import Counter
@@ -37,6 +38,16 @@ FLOORS = {
 
 def pytest_configure(config):
     config.pluginmanager.register(Compared(config))
+
+
+def pytest_collection_finish():
+    """Leaves what is imported out of later collections of garbage, each of which would search a million such objects."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # else nanobind takes Triton's functions for leaked
 
 
 class Compared:

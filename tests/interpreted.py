@@ -3,7 +3,7 @@
 For each launch it replaces what ``triton.language`` has, and searches the language for that again with every call of a jit'd
 function, which takes some 40 % of its time. Within a launch, once is enough. For each operation it makes a table of all dtypes to
 find one in, a tenth of the rest; they never change. And it computes whether integers overflow, a quarter, which nobody reads
-without ``debug``.
+without ``debug``. Half of what then remains describes the type and shape of each result anew; all tensors of a type share these.
 """
 
 from __future__ import annotations
@@ -73,6 +73,51 @@ def find_dtypes_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(interpreter, "_get_np_dtype", found)
 
 
+def describe_types_once(patch: pytest.MonkeyPatch) -> None:
+    from triton.language import core
+
+    describe_block, describe_tensor = core.block_type.__init__, core.tensor.__init__
+
+    def block(self, element_ty, shape):
+        blocks = vars(element_ty).setdefault("blocks", {})
+        lengths = tuple([getattr(length, "value", length) for length in shape])
+        if lengths not in blocks:
+            describe_block(self, element_ty, shape)
+            blocks[lengths] = vars(self) | {"described": {}}
+        vars(self).update(blocks[lengths])
+
+    def tensor(self, handle, type):
+        described = vars(type).setdefault("described", {})
+        if not described:
+            describe_tensor(self, handle, type)
+            described.update({name: value for name, value in vars(self).items() if name not in ("handle", "type")})
+        vars(self).update(described, handle=handle, type=type)
+
+    patch.setattr(core.block_type, "__init__", block)
+    patch.setattr(core.tensor, "__init__", tensor)
+
+
+def compare_types_that_differ(patch: pytest.MonkeyPatch) -> None:
+    from triton.language import core
+    from triton.language.semantic import TritonSemantic
+
+    equal, promote, broadcast = core.dtype.__eq__, TritonSemantic.computation_type_impl, TritonSemantic.broadcast_impl_value
+
+    def broadcast_others(self, lhs, rhs):
+        alike = lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape.values == rhs.type.shape.values
+        return (lhs, rhs) if alike else broadcast(self, lhs, rhs)
+
+    patch.setattr(core.dtype, "__eq__", lambda self, other: self is other or equal(self, other))
+    patch.setattr(TritonSemantic, "computation_type_impl", cache(promote))
+    patch.setattr(TritonSemantic, "broadcast_impl_value", broadcast_others)
+
+
 def hasten(patch: pytest.MonkeyPatch) -> None:
-    for change in (search_once_a_launch, check_overflows_to_read_them, find_dtypes_once):
+    for change in (
+        search_once_a_launch,
+        check_overflows_to_read_them,
+        find_dtypes_once,
+        describe_types_once,
+        compare_types_that_differ,
+    ):
         change(patch)

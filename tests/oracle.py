@@ -102,6 +102,17 @@ def poisoned_memory():
         torch._dynamo.trace_rules.clear_lru_cache()
 
 
+@contextmanager
+def no_host_synchronization():
+    """Within it, whatever waits for the GPU raises."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def kept_pairs(pattern, mask, q_len: int, kv_len: int) -> torch.Tensor:
     """The mask by definition if there is a pattern, else from the table: bool, broadcastable to the scores."""
     if pattern is None and mask is None:

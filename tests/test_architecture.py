@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ def floors() -> dict[str, int]:
 FLOORS = floors()
 
 
+@cache
 def modules() -> dict[str, Path]:
     """Every module of the package by its dotted name."""
     found = {}
@@ -38,11 +40,16 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imports(name: str, path: Path, tree: ast.AST | None = None) -> set[str]:
-    """The modules that a file, or its tree, imports anywhere, by dotted name; for ``from a import b``, a.b if that is a module."""
-    package = name if path.stem == "__init__" else name.rpartition(".")[0]
+@cache
+def trees() -> dict[str, ast.Module]:
+    return {name: ast.parse(path.read_text()) for name, path in modules().items()}
+
+
+def imports(name: str, tree: ast.AST) -> set[str]:
+    """The modules that a module's tree imports anywhere, by dotted name; for ``from a import b``, a.b if that is a module."""
+    package = name if modules()[name].stem == "__init__" else name.rpartition(".")[0]
     found = set()
-    for node in ast.walk(tree or ast.parse(path.read_text())):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -65,7 +72,7 @@ def room(name: str) -> str | None:
     return "/".join(inner[:2]) if inner[:1] == ["kernels"] and len(inner) > 1 else inner[0] if inner else root
 
 
-IMPORTS = {name: imports(name, path) for name, path in modules().items()}
+IMPORTS = {name: imports(name, tree) for name, tree in trees().items()}
 
 
 def test_the_table_names_every_room_and_no_other():
@@ -92,7 +99,7 @@ class OfTypes(ast.NodeTransformer):
 
 def test_modules_import_each_other_in_no_circle_also_within_functions():
     running = {name: OfTypes().visit(ast.parse(path.read_text())) for name, path in modules().items()}
-    waiting = {name: imports(name, path, running[name]) & modules().keys() - {name} for name, path in modules().items()}
+    waiting = {name: imports(name, tree) & modules().keys() - {name} for name, tree in running.items()}
     # sf.bench and sf.context_parallel are loaded at their first use.
     waiting.pop("sparse_flash")
     while free := [name for name in waiting if not waiting[name] & waiting.keys()]:
@@ -104,12 +111,11 @@ def test_modules_import_each_other_in_no_circle_also_within_functions():
 def test_every_room_says_what_lives_there():
     for name in FLOORS:
         module = "sparse_flash" if name == "sparse_flash" else f"sparse_flash.{name.replace('/', '.')}"
-        assert ast.get_docstring(ast.parse(modules()[module].read_text())), f"{module} has no docstring"
+        assert ast.get_docstring(trees()[module]), f"{module} has no docstring"
 
 
 def test_no_two_classes_have_one_name():
-    trees = {name: ast.parse(path.read_text()) for name, path in modules().items()}
-    named = [(node.name, name) for name, tree in trees.items() for node in tree.body if isinstance(node, ast.ClassDef)]
+    named = [(node.name, name) for name, tree in trees().items() for node in tree.body if isinstance(node, ast.ClassDef)]
     count = Counter(cls for cls, _ in named)
     assert count and {cls: [name for other, name in named if other == cls] for cls in count if count[cls] > 1} == {}
 
@@ -138,8 +144,8 @@ PRIVATE_OF_TORCH = re.compile(r"\btorch\.(\w+\.)*_[A-Za-z]\w*|\b_dynamo_\w+|ops\
 def test_private_names_of_pytorch_are_in_one_place():
     """And in ``streams``, because kernels import nothing from the package. (``compat.pytorch`` names them in strings.)"""
     found = set()
-    for name, path in modules().items():
-        for node in ast.walk(ast.parse(path.read_text())):
+    for name, tree in trees().items():
+        for node in ast.walk(tree):
             dotted = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
             of_import = [node.module or "", *(a.name for a in node.names)] if isinstance(node, ast.ImportFrom) else []
             private = PRIVATE_OF_TORCH.search(dotted.replace("__version__", "").replace("torch.__", ""))
@@ -150,8 +156,8 @@ def test_private_names_of_pytorch_are_in_one_place():
 
 def test_private_names_of_triton_are_imported_in_two_modules():
     found = set()
-    for name, path in modules().items():
-        for node in ast.walk(ast.parse(path.read_text())):
+    for name, tree in trees().items():
+        for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("triton"):
                 private = re.search(r"(^|[. ])_[a-zA-Z]", " ".join([node.module, *(alias.name for alias in node.names)]))
                 found |= {name} if private else set()
@@ -191,8 +197,7 @@ LACKING_ON_WINDOWS = {"fcntl", "grp", "pty", "pwd", "resource", "syslog", "termi
 
 
 def test_what_windows_lacks_is_imported_only_where_its_absence_is_caught():
-    for path in modules().values():
-        tree = ast.parse(path.read_text())
+    for name, tree in trees().items():
         guards = [
             node
             for node in ast.walk(tree)
@@ -202,7 +207,7 @@ def test_what_windows_lacks_is_imported_only_where_its_absence_is_caught():
         caught = {id(node) for guard in guards for node in guard.body}
         for node in ast.walk(tree):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None)]
-            assert id(node) in caught or LACKING_ON_WINDOWS.isdisjoint(names), f"{path.name}, line {getattr(node, 'lineno', 0)}"
+            assert id(node) in caught or LACKING_ON_WINDOWS.isdisjoint(names), f"{name}, line {getattr(node, 'lineno', 0)}"
 
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -25,7 +25,8 @@ from sparse_flash.kernels.common.layout import addressable
 pytestmark = pytest.mark.usefixtures("poison")
 parametrize = pytest.mark.parametrize
 every_backend = parametrize("backend", BACKENDS)
-LOCAL = sf.causal() & sf.local(90)
+LOCAL = sf.causal() & sf.local(50)
+TOKENS = 150 if DEVICE == "cuda" else 80  # some whole tiles and a part of one; the interpreter takes long
 
 
 def inputs(q_len=100, kv_len=None, *, batch=1, heads=2, kv_heads=2, head_dim=16, seed=0, **kwargs):
@@ -92,7 +93,7 @@ def test_drawn_patterns_shapes_and_layouts_are_right(backend):
 @every_backend
 @parametrize("head_dim", [16, 40, 64, 80, 96, 128, 256])
 def test_every_head_dim_is_right(backend, head_dim):
-    check(backend, LOCAL, 130, usual={"block_size": 32}, head_dim=head_dim, heads=1)
+    check(backend, LOCAL, TOKENS, usual={"block_size": 32}, head_dim=head_dim, heads=1)
 
 
 V_HEAD_DIMS = [(192, 128), (64, 128), (40, 72), (16, 256)]
@@ -170,7 +171,7 @@ def test_every_dtype_is_right(backend, dtype, pattern):
 @every_backend
 @parametrize("block_size", [16, 32, 64, 128, 256])
 def test_every_block_size_is_right(backend, block_size):
-    check(backend, sf.causal() & (sf.local(50) | sf.strided(7)), 300, block_size=block_size, heads=1)
+    check(backend, sf.causal() & (sf.local(50) | sf.strided(7)), block_size + 44, block_size=block_size, heads=1)
 
 
 @every_backend
@@ -184,14 +185,14 @@ def test_queries_and_keys_may_differ_in_number(backend, q_len, kv_len, pattern):
 @parametrize("heads, kv_heads", [(4, 2), (6, 1), (3, 3)])
 @parametrize("pattern", [None, LOCAL], ids=["dense", "local"])
 def test_query_heads_may_share_keys(backend, heads, kv_heads, pattern):
-    check(backend, pattern, 150, batch=2, heads=heads, kv_heads=kv_heads, usual={"head_dim": 16})
+    check(backend, pattern, TOKENS, batch=2, heads=heads, kv_heads=kv_heads, usual={"head_dim": 16})
 
 
 @every_backend
 @parametrize("layout", LAYOUTS)
 @parametrize("kv_heads", [1, 2])
 def test_every_memory_order_is_right_and_kept(backend, layout, kv_heads):
-    for length in (128, 150):
+    for length in (128 if DEVICE == "cuda" else 64, TOKENS):
         check(backend, LOCAL, length, batch=2, heads=2, kv_heads=kv_heads, usual={"head_dim": 16}, layout=layout)
 
 
@@ -243,8 +244,8 @@ def test_a_mask_that_keeps_nothing_gives_zero(backend):
 @parametrize("heads, kv_heads", [(4, 4), (4, 2), (4, 1)])
 def test_each_head_may_have_its_own_mask(backend, heads, kv_heads):
     patterns = ["causal", LOCAL, "causal", sf.causal() & sf.strided(5)]
-    mask = sf.BlockMask.per_head(patterns, q_len=150, block_size=block_size_near(backend, 32))
-    check(backend, mask, 150, batch=2, heads=heads, kv_heads=kv_heads, usual={"head_dim": 16})
+    mask = sf.BlockMask.per_head(patterns, q_len=TOKENS, block_size=block_size_near(backend, 32))
+    check(backend, mask, TOKENS, batch=2, heads=heads, kv_heads=kv_heads, usual={"head_dim": 16})
 
 
 @every_backend
@@ -257,9 +258,9 @@ def test_heads_that_share_keys_and_a_mask_may_differ_from_other_heads(backend):
 @parametrize("batch, heads", [(1, 1), (2, 1), (1, 4), (2, 4)])
 @parametrize("q_missing, kv_missing", [(0, 0), (28, 8)])
 def test_block_maps_made_at_run_time_are_right(backend, batch, heads, q_missing, kv_missing):
-    blocks = torch.rand(batch, heads, 4, 4, generator=torch.Generator().manual_seed(batch + heads)) < 0.4
+    blocks = torch.rand(batch, heads, 3, 3, generator=torch.Generator().manual_seed(batch + heads)) < 0.4
     block_size = block_size_near(backend, 32)
-    q_len, kv_len = 4 * block_size - q_missing, 4 * block_size - kv_missing
+    q_len, kv_len = 3 * block_size - q_missing, 3 * block_size - kv_missing
     mask = sf.BlockMask.from_blocks(blocks, block_size, q_len, kv_len)
     check(backend, mask, q_len, kv_len, batch=2, heads=4, kv_heads=2, usual={"head_dim": 16})
 

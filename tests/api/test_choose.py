@@ -13,7 +13,7 @@ import torch
 from accepted import fitted
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from oracle import BACKENDS, DEVICE, check, dense_attention, gradients
+from oracle import BACKENDS, DEVICE, check, dense_attention, gradients, no_host_synchronization
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -391,12 +391,8 @@ def test_the_choice_reads_nothing_on_the_host(spec):
 def test_the_choice_needs_no_host_synchronization_and_replays_in_a_graph(spec):
     q, k, v = (x.bfloat16() for x in inputs(2048, 2048, head_dim=64))
     sf.attention(q, k, v, spec)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_synchronization():
         before = sf.choose_blocks(spec, q, k)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     before = before.kept_blocks()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 from accepted import fitted
-from oracle import BACKENDS, DEVICE, check, compared, dense_attention, require, tensor
+from oracle import BACKENDS, DEVICE, check, compared, dense_attention, no_host_synchronization, require, tensor
 
 import sparse_flash as sf
 from sparse_flash import backends
@@ -296,12 +296,8 @@ def test_a_graph_replays_with_new_lengths_and_no_call_waits_for_the_device():
         return sf.attention_decode(q, k, k, "causal & (local(500) | sinks(4))", kv_lens=lens)
 
     step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_synchronization():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = [step() for _ in range(3)]

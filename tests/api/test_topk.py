@@ -10,7 +10,7 @@ import torch
 from accepted import fitted
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import BACKENDS, DEVICE, check
+from oracle import BACKENDS, DEVICE, check, no_host_synchronization
 
 import sparse_flash as sf
 
@@ -189,12 +189,8 @@ def test_choice_needs_no_host_synchronization_and_replays_in_a_graph(within):
     q, k = (t.bfloat16() for t in inputs(2048, 2048, heads=4, head_dim=64))
     mask = chosen()
     sf.attention(q, k, k, mask)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_synchronization():
         chosen()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = chosen()

@@ -10,7 +10,7 @@ import strategies
 import torch
 from accepted import fitted
 from hypothesis import given, settings
-from oracle import BACKENDS, DEVICE, kept_pairs, make_call, measure, require, tensor
+from oracle import BACKENDS, DEVICE, kept_pairs, make_call, measure, no_host_synchronization, require, tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -474,12 +474,8 @@ def test_nothing_waits_for_the_device_and_lengths_change_under_a_graph(mask):
         return [out, lse, *torch.autograd.grad(out.float().square().sum() + lse.sum(), (q, k, v))]
 
     step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_synchronization():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         step()

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from oracle import LAYOUTS, check, heavy_rows_split
+from oracle import LAYOUTS, check, heavy_rows_split, no_host_synchronization
 from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
 import sparse_flash as sf
@@ -130,12 +130,8 @@ def test_block_maps_are_built_without_a_host_synchronization_and_under_a_graph()
     blocks = torch.rand(1, 2, 64, 64, device="cuda") < 0.1
     blocks[:, :, 5] = True
     sf.attention(q, k, v, sf.BlockMask.from_blocks(blocks, 128))
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_synchronization():
         sf.BlockMask.from_blocks(blocks, 128)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = sf.attention(q, k, v, sf.BlockMask.from_blocks(blocks, 128))
@@ -173,12 +169,8 @@ def test_listed_blocks_are_taken_without_a_host_synchronization_and_anew_by_each
     tensors = tensors_of(blocks)
     first = mask_of(*tensors)
     sf.attention(q, k, v, first)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_synchronization():
         sf.attention(q, k, v, mask_of(*tensors))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = sf.attention(q, k, v, first if isinstance(first, FlexMask) else mask_of(*tensors))

@@ -6,7 +6,7 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import MagicMock
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -228,7 +228,7 @@ def test_a_graph_whose_replay_writes_nothing_is_wrong(monkeypatch):
     p = problem("causal")
     attend = check.eagerly(p.leaves, registry.SparseFlash("torch").prepare(p))
     for name in ("Stream", "current_stream", "stream", "graph", "CUDAGraph"):
-        monkeypatch.setattr(torch.cuda, name, MagicMock())
+        monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
     replay = latency.captured(attend, torch.randn_like(p.q))
     errors = check.sampled_errors(p, replay)
     assert set(errors) == {"out", "dq", "dk", "dv"} and not any(check.is_right({n: e}, torch.float32) for n, e in errors.items())
@@ -280,10 +280,17 @@ def test_an_error_of_a_peer_is_a_result(monkeypatch):
     assert result["failed"].startswith("ZeroDivisionError") and not finished(result)
 
 
+@pytest.fixture
+def unreported(monkeypatch):
+    """Draws no pictures, which takes as long as to measure."""
+    monkeypatch.setattr(page, "write", lambda results: None)
+
+
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
-    return run(Options(out=folder, quick=True, device="cpu", only=("N1024", "N512", "N256", "N4096 | causal")), QUIET)
+    with mock.patch.object(page, "write"):  # for which a test asks by itself
+        return run(Options(out=folder, quick=True, device="cpu", only=("N1024", "N512", "N256", "N4096 | causal")), QUIET)
 
 
 def test_the_paper_suite_has_every_length_variant_and_back_end():
@@ -360,6 +367,7 @@ def test_lack_of_memory_is_a_result(monkeypatch):
     assert "128.00 GiB" in result["out_of_memory"] and not finished(result) and "128.00 GiB" in why_not(result)
 
 
+@pytest.mark.usefixtures("unreported")
 @pytest.mark.parametrize("end, said", [({"over_limit": 90}, "too long"), ({"out_of_memory": "of 128 GiB"}, "out of memory")])
 def test_who_ran_out_of_time_or_memory_is_not_asked_for_more_tokens(tmp_path, monkeypatch, end, said):
     measured = []
@@ -391,6 +399,7 @@ def test_flops_count_kept_pairs_only(quick):
     assert result["backward_tflops"] == pytest.approx(2.5 * flops / result["backward_ms"] / 1e9)
 
 
+@pytest.mark.usefixtures("unreported")
 def test_resuming_measures_only_what_is_missing(quick, tmp_path, monkeypatch):
     data = json.loads(quick.path.read_text())
     gone = "B1 H2 N1024 D64 | butterfly | sparse_flash"
@@ -402,6 +411,7 @@ def test_resuming_measures_only_what_is_missing(quick, tmp_path, monkeypatch):
     assert measured == [gone] and len(again.data["cases"]) == len(quick.data["cases"])
 
 
+@pytest.mark.usefixtures("unreported")
 def test_results_of_another_environment_are_set_aside(quick, tmp_path, monkeypatch):
     data = json.loads(quick.path.read_text())
     data["environment"]["torch"] = "1.0"

@@ -40,11 +40,13 @@ CONFIGS = {
 PATTERN = "causal & (local(20) | sinks(2))"
 
 
-def twins(name: str):
-    """Two models with the same weights, the second with PyTorch's attention."""
+def twins(name: str, layers: int = 2):
+    """Two models with the same weights, the second with PyTorch's attention. Each layer adds a second to a compilation."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name]))
-    dense = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name]), attn_implementation="sdpa")
+    config = copy.deepcopy(CONFIGS[name])
+    config.num_hidden_layers = layers
+    model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    dense = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     dense.load_state_dict(model.state_dict())
     return model, dense
 
@@ -236,7 +238,7 @@ def test_the_whole_padded_model_compiles_as_one_graph(name, checkpointed):
 
 def test_a_compiled_model_takes_many_tokens_beside_a_static_cache():
     torch._dynamo.reset()
-    model = use_sparse_flash(twins("llama")[0].eval(), "causal & local(100)")
+    model = use_sparse_flash(twins("llama", layers=1)[0].eval(), "causal & local(100)")
     compiled, x = torch.compile(model, backend="eager"), words()
     cache = transformers.StaticCache(model.config, max_cache_len=TOKENS + 30)
     with torch.no_grad():
@@ -364,7 +366,7 @@ OF_PACKED = [*product(["llama", "mistral, window"], STARTS, ["position_ids", "cu
 @pytest.mark.parametrize("name, starts, given, compiled", OF_PACKED)
 def test_packed_sequences_are_what_each_is_alone(name, starts, given, compiled):
     torch._dynamo.reset()
-    model, _ = twins(name)
+    model, _ = twins(name, layers=1 if compiled else 2)
     use_sparse_flash(model, PATTERN, packed=given == "position_ids")
     x, positions, ends, places = packed_words(STARTS[starts])
     options = {"position_ids": positions, "use_cache": False}
@@ -488,7 +490,7 @@ OF_POSITIONS = [
 @torch.no_grad()
 @pytest.mark.parametrize("mask", OF_POSITIONS)
 def test_positions_count_from_each_sequences_first_token_wherever_padding_stands(mask):
-    model, _ = twins("llama")
+    model, _ = twins("llama", layers=1)
     use_sparse_flash(model, mask).eval()
     x = words(3, 90)
     places = [slice(20, 90), slice(0, 77), slice(7, 80)]
@@ -745,7 +747,7 @@ def test_trainer_trains_a_switched_model_as_the_models_own_attention(tmp_path):
 @pytest.mark.parametrize("checkpointing, padded", [(False, True), (True, False)], ids=["attention_mask", "checkpointing"])
 def test_a_compiled_model_trains_on_any_length_in_one_graph(checkpointing, padded):
     torch._dynamo.reset()
-    model, _ = twins("llama")
+    model, _ = twins("llama", layers=1)
     use_sparse_flash(model, PATTERN).train()
     if checkpointing:
         model.gradient_checkpointing_enable()
@@ -766,7 +768,7 @@ def test_a_compiled_model_trains_on_any_length_in_one_graph(checkpointing, padde
 
 def test_a_compiled_model_fails_where_it_would_have_to_look_at_values():
     torch._dynamo.reset()
-    model, _ = twins("mistral, window")
+    model, _ = twins("mistral, window", layers=1)
     compiled = torch.compile(use_sparse_flash(model, PATTERN).eval(), fullgraph=True, backend="eager")
     x = words(tokens=60)
     padded, holes = torch.ones_like(x), torch.ones_like(x)

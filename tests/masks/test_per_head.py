@@ -18,7 +18,7 @@ def inputs(tokens=70, heads=4, kv_heads=2, **options):
     return (torch.randn(1, h, tokens, 16, **options) for h in (heads, kv_heads, kv_heads))
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     heads=st.lists(strategies.expressions, min_size=1, max_size=4),
     other=strategies.expressions,

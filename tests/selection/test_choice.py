@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import DEVICE, tensor
+from oracle import DEVICE, no_host_synchronization, tensor
 from torch.utils.checkpoint import checkpoint
 
 import sparse_flash as sf
@@ -371,12 +371,8 @@ def test_the_choice_needs_no_host_synchronization_and_replays_in_a_graph(score):
 
     q, k = tensor((1, 4, 2048, 64), dtype=torch.bfloat16), tensor((1, 2, 2048, 64), dtype=torch.bfloat16)
     before = picked()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_synchronization():
         picked()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = picked()
