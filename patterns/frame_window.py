@@ -29,15 +29,12 @@ class FrameWindow(TilePattern):
     """Layers of tiles near in time. A layer is as many frames as a tile has, ``layout.tile[0]``.
 
     layout: a VideoLayout or its text; q, k and v are in its order. window: layers, that of the query included; at the borders it
-    shifts inward. anchors: the first so many layers are seen by all tiles. keep_beside: as in ``tile_window``.
+    shifts inward, and a larger one has all layers. anchors: the first so many layers are seen by all tiles. keep_beside: as in
+    ``tile_window``.
     """
 
     window: Positive
     anchors: Natural = 1
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.checked_window((self.window,), self.layout.tile_grid[:1])
 
     @property
     def window_in_tiles(self):

@@ -137,8 +137,8 @@ class VideoLayout(OverTiles):
     def of(cls, frames, height, width, *, block_size=128, prefix=0, suffix=0):
         """The layout whose tile has ``block_size`` tokens, 64 or 128, with the least padding.
 
-        No side of the tile is more than four times another, except on axes of one cell, where it is 1. Of equal padding the tile
-        with the least sum of sides is taken.
+        A tile's height and width differ by at most four times, and it has no more frames than rows or columns. Axes of one cell
+        do not count; there the side is 1. Of equal padding the tile with the least sum of sides is taken.
         """
         if block_size not in (64, 128):
             raise ValueError(f"block_size must be 64 or 128 tokens of a tile; got {block_size!r}; pass tile= for others")
@@ -147,8 +147,8 @@ class VideoLayout(OverTiles):
         tiles = [tile for tile in product(*sides) if prod(tile) == block_size] or [(1, 1, block_size)]
 
         def cost(tile):
-            long = [side for side, extent in zip(tile, grid) if extent > 1] or [1]
-            return max(long) > 4 * min(long), cls(*grid, tile).tiled, sum(tile)
+            plane = [side for side, extent in zip(tile[1:], grid[1:]) if extent > 1] or [block_size]
+            return max(plane) > 4 * min(plane) or tile[0] > min(plane), cls(*grid, tile).tiled, sum(tile)
 
         return cls(*grid, min(tiles, key=cost), prefix, suffix)
 
@@ -268,14 +268,9 @@ class TilePattern(OverTiles):
             raise TypeError(f"{self.name}: keep_beside must be True or False; got {self.keep_beside!r}")
         super().__post_init__()
 
-    def checked_window(self, window, tiles):
-        if len(window) != len(tiles) or any(w > n for w, n in zip(window, tiles)):
-            raise ValueError(
-                f"{self.name}: window must have a number for each axis of the {tiles} tiles, none larger than it; got {window}"
-            )
-
 
 def in_window(q, kv, window, tiles):
-    """Whether kv is in q's window on an axis of so many tiles. At the borders the window shifts inward."""
+    """Whether kv is in q's window on an axis of so many tiles. At the borders the window shifts inward; a larger one has all."""
+    window = min(window, tiles)
     start = np.clip(q - window // 2, 0, tiles - window)
     return (kv >= start) & (kv < start + window)

@@ -55,10 +55,10 @@ class Model:
 _WAN = {"attention_head_dim": 128, "ffn_dim": 8960, "text_dim": 4096}
 _TOY = {"attention_head_dim": 16, "text_dim": 8, "freq_dim": 16, "ffn_dim": 32}
 MODELS = {
-    "wan-480p": Model("WanTransformer3DModel", (21, 60, 104), (2, 16, 4), 12, {"num_layers": 30}, 512, _WAN),
-    "wan-720p": Model("WanTransformer3DModel", (21, 90, 160), (1, 8, 16), 12, {"num_layers": 30}, 512, _WAN),
+    "wan-480p": Model("WanTransformer3DModel", (21, 60, 104), (2, 8, 8), 12, {"num_layers": 30}, 512, _WAN),
+    "wan-720p": Model("WanTransformer3DModel", (21, 90, 160), (2, 8, 8), 12, {"num_layers": 30}, 512, _WAN),
     "hunyuan-video": Model(
-        "HunyuanVideoTransformer3DModel", (33, 90, 160), (1, 8, 16), 24, {"num_layers": 20, "num_single_layers": 40}, 256, {}
+        "HunyuanVideoTransformer3DModel", (33, 90, 160), (2, 8, 8), 24, {"num_layers": 20, "num_single_layers": 40}, 256, {}
     ),
     "toy": Model("WanTransformer3DModel", (5, 20, 48), (1, 8, 16), 2, {"num_layers": 2}, 8, _TOY),
 }

@@ -29,15 +29,15 @@ def test_a_step_is_timed_each_way_and_all_pairs_in_tiles_equal_dense(tmp_path, c
         assert found["step_ms"] > 0 and found["steps"] >= 3
         if found["spec"]:
             assert found["speedup"] == pytest.approx(dense / found["step_ms"])
-    assert "window 20%, tile (8, 2, 8)" in capsys.readouterr().out
+    assert "window 20%, tile (1, 16, 8)" in capsys.readouterr().out
 
 
 def test_ways_that_are_missing_fail_or_differ_are_rows_and_only_a_difference_is_an_error(tmp_path, monkeypatch):
     pytest.importorskip("diffusers", minversion="0.42", reason="diffusers is not installed: pip install 'diffusers>=0.42.1'")
-    found = [StepCase("sdpa"), StepCase("fa4"), StepCase("window", "tile_window(layout, (9, 9, 9))"), StepCase(ALL_PAIRS, "layout")]
+    found = [StepCase("sdpa"), StepCase("fa4"), StepCase("window", "tile_window(layout, (9, 9))"), StepCase(ALL_PAIRS, "layout")]
     monkeypatch.setattr(video, "step_cases", lambda *_: found)
     code, data = run(tmp_path, "--part", "steps")
-    assert code == 0 and "not installed" in data["steps"][1]["refused"] and "none larger" in data["steps"][2]["failed"]
+    assert code == 0 and "not installed" in data["steps"][1]["refused"] and "window must be" in data["steps"][2]["failed"]
     found[3] = StepCase(ALL_PAIRS, "tile_window(layout, 1)")
     code, data = run(tmp_path, "--part", "steps")
     assert code == 1 and data["steps"][3]["difference"] > 1e-3

@@ -35,6 +35,12 @@ def test_tokens_beside_the_video_see_and_are_seen_by_all_unless_said_otherwise(o
     assert again.equal(sf.compile_mask(pattern, RAGGED.length, block_size=32))
 
 
+@pytest.mark.parametrize("pattern", [sf.tile_window(RAGGED, 9), sf.tile_window(RAGGED, (3, 7, 3)), sf.frame_window(RAGGED, 9)])
+def test_a_window_larger_than_the_video_keeps_all_of_it(pattern):
+    masks = [sf.compile_mask(one, RAGGED.length, block_size=32) for one in (pattern, RAGGED)]
+    assert masks[0].equal(masks[1])
+
+
 def test_layout_may_be_given_as_text_and_another_pattern_is_refused():
     assert sf.radial(str(RAGGED)) == sf.radial(RAGGED) == sf.parse(sf.radial(RAGGED).to_spec())
     assert sf.tile_window(WHOLE, 1).to_spec() == f"tile_window({WHOLE}, (1, 1, 1), keep_beside=True)"

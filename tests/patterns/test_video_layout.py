@@ -97,14 +97,14 @@ def test_attention_in_tile_order_is_dense_attention_in_the_users_order():
 
 @settings(max_examples=40)
 @given(grid=st.tuples(*[st.integers(1, 40)] * 3), block_size=st.sampled_from([64, 128]))
-def test_proposed_tile_has_the_least_padding_of_tiles_that_are_nearly_cubic(grid, block_size):
+def test_proposed_tile_has_the_least_padding_of_tiles_that_are_nearly_square(grid, block_size):
     layout = sf.VideoLayout.of(*grid, block_size=block_size, prefix=5, suffix=4)
     assert (layout.block_size, layout.grid, layout.prefix, layout.suffix) == (block_size, grid, 5, 4)
     axes = [axis for axis in range(3) if grid[axis] > 1]
     for tile in product([1, 2, 4, 8, 16, 32], repeat=3):
-        long = [tile[axis] for axis in axes]
+        plane = [tile[axis] for axis in axes if axis] or [block_size]
         flat = all(tile[axis] == 1 for axis in range(3) if axis not in axes)
-        if flat and np.prod(tile) == block_size and max(long) <= 4 * min(long):
+        if flat and np.prod(tile) == block_size and max(plane) <= 4 * min(plane) and tile[0] <= min(plane):
             assert layout.tiled <= sf.VideoLayout(*grid, tile).tiled
 
 
