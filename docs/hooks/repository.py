@@ -27,7 +27,9 @@ def on_files(files, config):
             code = f"---\nsearch:\n  exclude: true\n---\n\n# {path.name}\n\n```{CODE[path.suffix]}\n{path.read_text()}```\n"
             files.append(File.generated(config, place, content=code, inclusion=InclusionLevel.NOT_IN_NAV))
         else:
-            files.append(File.generated(config, place, abs_src_path=str(path)))
+            named = path in {root / name for name in PAGES}
+            level = InclusionLevel.INCLUDED if named else InclusionLevel.NOT_IN_NAV
+            files.append(File.generated(config, place, abs_src_path=str(path), inclusion=level))
     return files
 
 
