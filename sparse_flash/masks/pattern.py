@@ -11,7 +11,7 @@ import inspect
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, reduce
@@ -78,6 +78,15 @@ class Pattern:
                 f"{type(self).__qualname__} must be hashable, as tables are looked up by their pattern; make it a frozen "
                 "dataclass: @dataclass(frozen=True)"
             ) from None
+
+    @classmethod
+    def design_ranges(cls, q_len: int, block: int) -> Mapping[str, Sequence[Any]] | None:
+        """Values of fields that ``sparse_flash.design`` tries, by field; fields that are not named have their defaults. None: the
+        class takes no part in designs.
+
+        q_len: tokens of the sequence. block: tokens of a block of the table; units of whole blocks leave few blocks partial.
+        """
+        return None
 
     @property
     def shift_period(self) -> int | None:
