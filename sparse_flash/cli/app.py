@@ -18,7 +18,18 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_COMMANDS = (masks.patterns, masks.show, masks.gallery, masks.explain, fit.fit, bench.bench, tune.tune, warm.warm, doctor.doctor)
+_COMMANDS = (
+    masks.patterns,
+    masks.show,
+    masks.gallery,
+    masks.explain,
+    masks.design,
+    fit.fit,
+    bench.bench,
+    tune.tune,
+    warm.warm,
+    doctor.doctor,
+)
 for _command in _COMMANDS:
     app.command(_command.__name__)(with_imports(_command))
 

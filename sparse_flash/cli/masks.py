@@ -1,18 +1,26 @@
-"""``patterns``, ``show`` and ``explain``: inspect masks before running them."""
+"""``patterns``, ``show``, ``explain`` and ``design``: inspect and find masks before running them."""
 
 from __future__ import annotations
 
 import inspect
+import json as json_text
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.columns import Columns
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from .console import output, stages, user_errors
 from .options import BlockSize, KvLen, Spec, dtype_of
+
+if TYPE_CHECKING:
+    from sparse_flash.tools.design import Design
 
 
 def _q_len(default: int) -> Any:
@@ -87,9 +95,7 @@ def show(
         if query and not out:
             raise ValueError("--query must come with --out, the file that shows the frames; add --out frames.png")
     console = output()
-    unicode = draw.can_draw("▀█▓▒░·")
-    # 16 colours cannot show the shares. NO_COLOR drops the colours but leaves the console its color_system.
-    colour = console.color_system in ("256", "truecolor") and not console.no_color
+    colour, unicode = _symbols(console)
     columns, lines = draw.picture_size()
     half_blocks = colour and unicode
     width, height = (columns, 2 * lines) if half_blocks else (columns // 2, lines)
@@ -118,6 +124,14 @@ def show(
             else:
                 draw.save(mask, out, str(pattern), level)
         console.print(f"wrote {out}", markup=False, soft_wrap=True)
+
+
+def _symbols(console: Console) -> tuple[bool, bool]:
+    """(whether pictures are coloured, whether they are made of block characters)"""
+    from sparse_flash.tools import draw
+
+    # 16 colours cannot show the shares. NO_COLOR drops the colours but leaves the console its color_system.
+    return console.color_system in ("256", "truecolor") and not console.no_color, draw.can_draw("▀█▓▒░·")
 
 
 # The picture in the README: kinds of masks, each at a size that shows its form.
@@ -201,3 +215,75 @@ def explain(
     console.print(table)
     for hint in e.hints + (video.hints if video else []):
         console.print(Text("hint: ", "bold yellow") + Text(hint, "default"))
+
+
+def design(
+    q_len: Annotated[int, typer.Option("--q-len", "-n", help="Tokens of the sequence.")] = 65536,
+    budget: Annotated[str, typer.Option(help="The share of the causal pairs that a mask may keep, such as 10%.")] = "10%",
+    connected_in: Annotated[
+        int | None,
+        typer.Option("--connected-in", help="Layers after which every query must have received from every earlier token."),
+    ] = None,
+    heads: Annotated[int | None, typer.Option(help="Query heads of the model, which may then differ.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Layers of the model, of which the first may then be dense.")] = None,
+    keep: Annotated[str | None, typer.Option(metavar="SPEC", help="What every head keeps, such as 'local(512)'.")] = None,
+    causal: Annotated[bool, typer.Option("--causal/--all-pairs", help="Whether queries see earlier tokens alone.")] = True,
+    block_size: BlockSize = 128,
+    count: Annotated[int, typer.Option(help="How many designs at most.")] = 5,
+    json: Annotated[bool, typer.Option("--json", help="Print the designs as JSON, with the spec text of each layer.")] = False,
+) -> None:
+    """Finds masks within a budget of pairs that connect all tokens in few layers."""
+    from sparse_flash.tools.design import design as designs_of
+    from sparse_flash.tools.figures import share_text
+
+    with user_errors():
+        found = designs_of(
+            q_len,
+            budget,
+            connected_in=connected_in,
+            heads=heads,
+            layers=layers,
+            keep=keep,
+            causal=causal,
+            block_size=block_size,
+            count=count,
+            progress=sys.stderr.isatty(),
+        )
+    console = output()
+    if json:
+        fields = ("layers", "kept_pairs", "density", "connected_in", "reach", "unit", "q_len", "block_size")
+        print(json_text.dumps([{name: getattr(one, name) for name in fields} for one in found], indent=2))
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("", "keeps", "connected in", "reach by layer", "mask"):
+        table.add_column(heading, justify="left" if heading == "mask" else "right", overflow="fold")
+    for number, one in enumerate(found, 1):
+        reach = " ".join(map(share_text, one.reach[:_MOST_SHARES])) + " ..." * (len(one.reach) > _MOST_SHARES)
+        connected = f"{one.connected_in} layer{'s' * (one.connected_in > 1)}" if one.connected_in else "not seen"
+        table.add_row(str(number), f"{one.density:.2%}", connected, reach, Text(one.summary))
+    console.print(table)
+    of = "causal pairs" if causal else "pairs"
+    at_least = f", in units of {one.unit} tokens, so at least" if one.unit > 1 else ""
+    console.print(f"\n{q_len:,} tokens; shares are of the {of}, means over heads and layers; reach is by positions{at_least}")
+    _print_pictures(console, found)
+
+
+_MOST_SHARES = 6  # of a design's reach by layer, in a table
+_SMALL = 16  # lines of a small picture, at most
+
+
+def _print_pictures(console: Console, found: Sequence[Design]) -> None:
+    """A small picture of each pattern of each design."""
+    import sparse_flash
+    from sparse_flash.tools import draw
+
+    colour, unicode = _symbols(console)
+    side = 2 * _SMALL if colour and unicode else _SMALL
+    for number, one in enumerate(found, 1):
+        pictures = []
+        for head in dict.fromkeys(head for layer in one.patterns for head in getattr(layer, "patterns", (layer,))):
+            mask = sparse_flash.compile_mask(head, one.q_len, block_size=one.block_size, progress=False)
+            pictures.append(draw.terminal(draw.cells(mask, side, side).shares, colour, unicode).append(str(head)))
+        console.print(Text(f"\n{number}", "bold"))
+        console.print(Columns(pictures, padding=(0, 3)))
+    console.print(draw.legend(colour, unicode))
