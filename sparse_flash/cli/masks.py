@@ -262,9 +262,9 @@ def design(
         connected = f"{one.connected_in} layer{'s' * (one.connected_in > 1)}" if one.connected_in else "not seen"
         table.add_row(str(number), f"{one.density:.2%}", connected, reach, Text(one.summary))
     console.print(table)
-    of = "causal pairs" if causal else "pairs"
+    pairs = "causal pairs" if causal else "pairs"
     at_least = f", in units of {one.unit} tokens, so at least" if one.unit > 1 else ""
-    console.print(f"\n{q_len:,} tokens; shares are of the {of}, means over heads and layers; reach is by positions{at_least}")
+    console.print(f"\n{q_len:,} tokens; shares: of the {pairs}, mean over heads and layers; reach: by positions{at_least}")
     _print_pictures(console, found)
 
 

@@ -40,7 +40,8 @@ _ROWS = 4  # rows of units that bound the layers of a candidate
 
 @dataclass(frozen=True, eq=False)
 class Design:
-    """A mask that ``design`` found. ``print`` it, or pass ``pattern`` to a call and ``layers`` to ``use_sparse_flash(per_layer=)``.
+    """A mask that ``design`` found: ``print`` it. ``pattern`` goes to calls and models; ``layers``, if they differ, to
+    ``use_sparse_flash(model, per_layer=)``.
 
     patterns: one for all layers, or one for each layer of the model, in their order. A pattern may differ between heads.
     kept_pairs: pairs of a head, mean over heads and layers. density: their share of the causal pairs, or of all pairs.
@@ -114,8 +115,8 @@ def design(
     keeps, a Pattern or its spec text. block_size: as for ``compile_mask``. count: how many designs at most. progress: shows a bar.
 
     A design is a union of keep and of up to three registered patterns that name ranges (``Pattern.design_ranges``), your own
-    included. Of each set of patterns (local, local with sinks, ...) the best values are listed, and no design whose patterns
-    include all those of a better one. Equal calls return equal designs. Not every union of three is tried, and no value outside the
+    included. Of each set of patterns (local, local with sinks, ...) the best values are listed. A design is left out if it adds
+    patterns to a better one. Equal calls return equal designs. Not every union of three is tried, and no value outside the
     ranges. The search knows positions only: neither content, nor what training makes of a mask, nor time on a GPU.
 
     Raises ValueError for arguments out of range, and if no mask that the search knows meets them; the error names the nearest.
@@ -252,7 +253,7 @@ class _DesignSearch:
         self.collect(budget)
         numbers = range(len(self.patterns))
         found = [one for number in numbers for one in self.of_parts((number,), budget)]
-        # Beside dense heads or layers, the others need not reach far: they keep as little as can be.
+        # Other heads and layers than the dense ones need not reach far. They keep as little as can be, and each token's own block.
         own = [number for number in numbers if np.array_equal(self.pairs[number].diagonal(), self.possible.diagonal())]
         rest = len(numbers) - 1 if self.keep else min(own, key=self.costs.__getitem__, default=None)
         for kind, parts in (("dense head", self.heads), ("dense layer", self.layers)):
@@ -312,7 +313,7 @@ class _DesignSearch:
         return result
 
     def best(self, candidates: Sequence[_Candidate], budget: float, count: int, most: int) -> list[Design]:
-        """The first ``count`` designs of at most ``most`` layers, in order, without those that repeat a better one's patterns."""
+        """The first ``count`` designs of at most ``most`` layers, in order, but none that adds patterns to a better one."""
         left, found = sorted(candidates), list[Design]()
         made, listed = dict[tuple, Design](), list[tuple[str, set]]()
         while left and len(found) < count:
@@ -333,7 +334,7 @@ class _DesignSearch:
                     continue
             found.append(made[one[3:]])
             listed.append((one.kind, names))
-        return found
+        return sorted(found, key=lambda one: (one.connected_in or _UNCONNECTED, -one.reach[-1], _cost(one)))
 
     def made(self, one: _Candidate) -> Design:
         """The design of a candidate, compiled and counted."""
@@ -405,12 +406,12 @@ def _all_parts(grid: BlockGrid) -> Iterator[Pattern]:
 
 
 def _total(pairs: np.ndarray) -> float:
-    """The sum of (units, units) pairs; those of a row are exact in float32."""
+    """The sum of (units, units) pairs; the sum of a row is exact in float32."""
     return float(pairs.sum(axis=1).sum(dtype=np.float64))
 
 
 def _cost(one: Design) -> float:
-    """What a budget limits."""
+    """Returns what a budget limits: the share of the pairs."""
     return one.density
 
 
