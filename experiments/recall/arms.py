@@ -39,12 +39,15 @@ def arms(window: int, block: int, length: int) -> dict[str, Arm]:
     """By name. window: tokens that each query sees next to it, itself included, under every mask. block: tokens of a unit of the
     coarser patterns, and of a chosen block. length: tokens of a sequence."""
     near = f"local({window})"
+    stride = 1 << (length // block).bit_length() // 2
     powers_past_window = (length // block - 1).bit_length() - (window // block).bit_length()
     return {
         "dense": Arm((SDPA,)),
         "window": Arm((f"causal & {near}",)),
         "powers": Arm((f"causal & ({near} | power_of_two(block={block}))",)),
         "butterfly": Arm((f"causal & ({near} | butterfly(block={block}))",)),
+        # What ``sf.design`` finds first among masks of all layers and heads that connect in two hops.
+        "fixed": Arm((f"causal & ({near} | fixed({stride}, block={block}))",)),
         # As many blocks as the longest rows of powers have.
         "chosen": Arm((f"causal & {near}",), keep=window // block + 1 + powers_past_window),
         "chosen-max": Arm((f"causal & {near}",), keep=1 + powers_past_window, by_query=True),

@@ -81,7 +81,10 @@ def _percent(share: float) -> str:
 @app.command()
 def train(
     arm: Annotated[
-        str, typer.Argument(help="dense, window, powers, butterfly, chosen, chosen-max, mixed, mixed-second, mixed-last: see arms.")
+        str,
+        typer.Argument(
+            help="dense, window, powers, butterfly, fixed, chosen, chosen-max, mixed, mixed-second, mixed-last: see arms."
+        ),
     ],
     preset: Preset = "64K",
     length: Length = None,

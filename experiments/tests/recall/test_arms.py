@@ -38,6 +38,15 @@ def test_hops_count_what_explain_calls_within_reach(name):
         assert (least <= layers).sum() / pairs == pytest.approx(shares[layers])
 
 
+def test_designs_of_one_and_of_two_hops_are_the_arms_mixed_and_fixed():
+    length, found = 512, sf.design(512, "40%", layers=4, keep=f"local({WINDOW})", block_size=BLOCK, count=2)
+    for one, name, most in zip(found, ("mixed", "fixed"), (1, 2), strict=True):
+        arm = arms(WINDOW, BLOCK, length)[name]
+        assert one.patterns == tuple(sf.parse(arm.readable(layer)) for layer in range(len(one.patterns)))
+        least, _ = hops(arm, LAYERS, length, BLOCK)
+        assert one.connected_in == most == least[least <= LAYERS].max() and (least.tril() <= LAYERS).all()
+
+
 def test_stops_are_questions_of_the_same_key_alone():
     least, unit = hops(ARMS["window"], LAYERS, LENGTH, BLOCK)  # 31 tokens back in a layer
     places = {0: (10, [41, 70, 100, 140, 141]), 1: (12, [60, 80])}

@@ -169,7 +169,8 @@ def test_commands_list_arms_train_and_draw(tmp_path):
 BAD = {
     "arm": (
         ["nothing", "--steps", "1"],
-        "arm must be one of dense, window, powers, butterfly, chosen, chosen-max, mixed, mixed-second, mixed-last; got 'nothing'",
+        "arm must be one of dense, window, powers, butterfly, fixed, chosen, chosen-max, mixed, mixed-second, mixed-last; "
+        "got 'nothing'",
     ),
     "preset": (["dense", "--steps", "1", "--preset", "1M"], "preset must be one of tiny, 64K; got '1M'"),
     "no budget": (["dense"], "pass either --steps or --seconds, positive; got 0 and 0.0"),
