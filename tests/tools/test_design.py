@@ -127,6 +127,34 @@ def test_a_pattern_of_the_user_is_found_at_its_best_value(planted, whole_blocks)
     assert best.pattern == sf.causal() & Segments(min(costs, key=costs.get), BLOCK)
 
 
+@dataclass(frozen=True)
+class Halves(sf.Pattern):
+    """Half of what connects all in two layers, and every other key of the first 64, so that blocks are partial."""
+
+    side: int
+
+    @classmethod
+    def design_ranges(cls, q_len, block):
+        return {"side": (0, 1)}
+
+    def token_rule(self, q, kv):
+        segment, summary = q // 64 == kv // 64, kv // BLOCK % 4 == 3
+        return (summary if self.side else segment) | ((kv < 64) & (kv % 2 == self.side))
+
+
+def test_a_union_whose_parts_share_blocks_is_counted_by_its_pairs(monkeypatch, whole_blocks):
+    """Before it is compiled, a block that both parts keep in part counts as one of them does."""
+    monkeypatch.setattr(registry, "_registry", dict(registry._registry))
+    sf.register_pattern("halves")(Halves)
+    both = sf.causal() & (Halves(0) | Halves(1))
+    kept, keys = (sf.compile_mask(pattern, LENGTH, block_size=BLOCK).density for pattern in (both, sf.causal()))
+    found = sf.design(LENGTH, kept / keys + 1e-9, block_size=BLOCK, count=50)
+    assert both in [one.pattern for one in found]
+    found = sf.design(LENGTH, kept / keys - 1e-3, block_size=BLOCK, count=50)
+    assert found and all(one.density <= kept / keys - 1e-3 for one in found)
+    registry.clear()
+
+
 def test_designs_do_not_depend_on_the_order_of_registration(monkeypatch, whole_blocks):
     arguments = {"heads": 4, "keep": "local(32)", "block_size": BLOCK}
     found = [one.layers for one in sf.design(LENGTH, 0.4, **arguments)]
