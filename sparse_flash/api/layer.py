@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, cast
+from dataclasses import replace
+from typing import Any, Self, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -100,9 +101,9 @@ class SparseAttention(nn.Module):
     dim: width of the model. heads: query heads. kv_heads: key and value heads, dividing heads; heads by default.
     head_dim: dim // heads by default; even if positions are rotary. v_head_dim: of the values; head_dim by default.
     mask: a Pattern or its spec text, compiled and cached for each length; a BlockMask, for one length, or with a cache square and
-    at least as long as the cache; None for dense attention. Causal by default. A pattern that must not look ahead has to say so:
-    "causal & local(1024)". ``layer.mask = ...`` changes it, also in compiled code. Or a ``ContextPlan``, for one sequence over
-    several ranks: x then holds the rank's tokens, at the plan's positions.
+    at least as long as the cache, which follows the layer to another device; None for dense attention. Causal by default. A pattern
+    that must not look ahead has to say so: "causal & local(1024)". ``layer.mask = ...`` changes it, also in compiled code. Or a
+    ``ContextPlan``, for one sequence over several ranks: x then holds the rank's tokens, at the plan's positions.
     select: instead of a mask, the arguments of ``topk_blocks`` by which queries choose their blocks in each forward pass:
     ``{"keep": 16, "block_size": 64, "share_group": True}``; every is 1 by default. Or a function of (q, k), queries and keys by
     head, after rotation, that returns a BlockSelection. With a cache, new queries choose among all keys, each for itself (every=1):
@@ -192,6 +193,15 @@ class SparseAttention(nn.Module):
         if not (mask is None or isinstance(mask, (Pattern, BlockMask))):
             mask = of_another_library(mask)
         self._mask, self._written = mask, _written(mask)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Moves a BlockMask with the parameters: ``to``, ``cuda``, ``half`` and the like call this."""
+        super()._apply(fn, recurse)
+        if isinstance(self._mask, BlockMask):
+            self.mask = _moved(self._mask, fn)
+        if isinstance(self.select, QueryChoice) and isinstance(self.select.always, BlockMask):
+            self.select = replace(self.select, always=_moved(self.select.always, fn))
+        return self
 
     def forward(self, x: torch.Tensor, cache: KeyValueCache | None = None) -> torch.Tensor:
         """x: (batch, tokens, dim); returns the same shape. With a cache, x holds the tokens after the cached ones; they attend to
@@ -296,6 +306,11 @@ class SparseAttention(nn.Module):
         sizes = f"dim={self.dim}, heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}"
         of_dropout = f", dropout_p={self.dropout_p}" if self.dropout_p else ""
         return f"{sizes}, {of_values}{what}{of_dropout}"
+
+
+def _moved(mask: BlockMask, fn: Callable[[torch.Tensor], torch.Tensor]) -> BlockMask:
+    """The mask where ``fn``, which may also cast, puts tensors."""
+    return mask.to(fn(torch.empty(0, dtype=torch.int32, device=mask.device)).device)
 
 
 def _by_head(x: torch.Tensor, head_dim: int) -> torch.Tensor:

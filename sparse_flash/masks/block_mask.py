@@ -14,6 +14,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
 from ..compat.dynamo import length_may_vary, outside_graphs, outside_inference, with_fixed_lengths
+from ..compat.pytorch import is_recorded
 from .grid import EMPTY, FULL, PARTIAL, BlockGrid, checked_index
 from .pattern import Pattern
 from .select_blocks import counted
@@ -214,9 +215,23 @@ class BlockMask:
 
     @outside_inference
     def to(self, device: Device) -> BlockMask:
-        """The same mask on another device (itself if already there)."""
-        if torch.empty(0, device=device).device == self.device:  # resolves "cuda" to the current GPU
+        """The same mask on another device (itself if already there). Returns the same copy as long as that is held anywhere, so
+        modules that share a mask share one after each was moved."""
+        device = torch.empty(0, device=device).device  # resolves "cuda" to the current GPU
+        if device == self.device:
             return self
+        if is_recorded(device):
+            return self._copied_to(device)
+        moved = self._copies.get(device)
+        if moved is None:
+            moved = self._copies[device] = self._copied_to(device)
+        return moved
+
+    @cached_property
+    def _copies(self) -> WeakValueDictionary[torch.device, BlockMask]:
+        return WeakValueDictionary()
+
+    def _copied_to(self, device: torch.device) -> BlockMask:
         moved = BlockMask.from_tensors(*self.sizes, [t.to(device) for t in self.tensors()], self.keeps_all)
         coarse = self.coarse and self.coarse.to(device)
         return replace(moved, coarse=coarse, from_host=self.from_host, document_order=self.document_order)
