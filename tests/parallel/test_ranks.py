@@ -26,8 +26,14 @@ def test_blocks_fetched_give_what_one_process_gives_and_the_same_bits_twice(pool
         assert error < 1e-5 and same
 
 
-@pytest.mark.parametrize("strategy, overlap", [("blocks", True), ("blocks", False), ("queries", None), ("heads", None)])
-@pytest.mark.parametrize("name", ["causal", "per head, grouped", "global tokens"])
+@pytest.mark.parametrize(
+    "name, strategy, overlap",
+    [
+        *[(name, "blocks", overlap) for name in ("causal", "per head, grouped", "global tokens") for overlap in (True, False)],
+        *[(name, "queries", None) for name in ("bigbird", "global tokens")],
+        *[(name, "heads", None) for name in ("causal", "per head, grouped")],
+    ],
+)
 def test_pytorchs_counter_counts_each_kept_pair_on_one_rank(pools, name, strategy, overlap):
     whole, (_, _, _, batch, heads, _) = on_ranks.whole_of(name), CASES[name]
     pairs = int(whole.to_dense().expand(batch, heads, -1, -1).sum())
