@@ -47,14 +47,18 @@ class _AtImport(MetaPathFinder):
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname != _MODULE:
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
+        sys.meta_path.remove(self)  # to ask the others
+        try:
+            spec = find_spec(fullname)
+        finally:
+            sys.meta_path.insert(0, self)  # who asks need not import
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
             def run_and_register(module: ModuleType) -> None:
                 run(module)
                 _register(module)
+                sys.meta_path.remove(self)
 
             spec.loader.exec_module = run_and_register  # type: ignore[method-assign]
         return spec

@@ -180,5 +180,7 @@ def test_a_partitioner_that_counts_symbolic_lengths_does_not_fix_them():
 
 @parametrize("first, then", [("sparse_flash", "torch.utils.flop_counter"), ("torch.utils.flop_counter", "sparse_flash")])
 def test_formulas_are_there_whichever_is_imported_first(first, then):
-    program = f"import {first}, {then}, torch; assert torch.ops.sparse_flash.attention in torch.utils.flop_counter.flop_registry"
+    probe = "import importlib.util; importlib.util.find_spec('torch.utils.flop_counter')"
+    check = "assert torch.ops.sparse_flash.attention in torch.utils.flop_counter.flop_registry"
+    program = f"import {first}; {probe}; import {then}, torch; {check}"
     subprocess.run([sys.executable, "-c", program], check=True)
