@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from itertools import chain
-from typing import Any, TypeAlias, cast
+from typing import Any, Self, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -103,9 +104,9 @@ class SparseAttention(nn.Module):
     dim: width of the model. heads: query heads. kv_heads: key and value heads, dividing heads; heads by default.
     head_dim: dim // heads by default; even if positions are rotary. v_head_dim: of the values; head_dim by default.
     mask: a Pattern or its spec text, compiled and cached for each length; a BlockMask, for one length, or with a cache square and
-    at least as long as the cache; None for dense attention. Causal by default. A pattern that must not look ahead has to say so:
-    "causal & local(1024)". ``layer.mask = ...`` changes it, also in compiled code. Or a ``ContextPlan``, for one sequence over
-    several ranks: x then holds the rank's tokens, at the plan's positions.
+    at least as long as the cache, which follows the layer to another device; None for dense attention. Causal by default. A pattern
+    that must not look ahead has to say so: "causal & local(1024)". ``layer.mask = ...`` changes it, also in compiled code. Or a
+    ``ContextPlan``, for one sequence over several ranks: x then holds the rank's tokens, at the plan's positions.
     select: instead of a mask, the arguments of ``topk_blocks`` by which queries choose their blocks in each forward pass:
     ``{"keep": 16, "block_size": 64, "share_group": True}``; every is 1 by default. Or a function of (q, k), queries and keys by
     head, after rotation, that returns a BlockSelection. With a cache, new queries choose among all keys, each for itself (every=1):
@@ -233,6 +234,15 @@ class SparseAttention(nn.Module):
         # The projections load after this, and may then be the state dict's own tensors.
         self.mask_spec = self._spec(state_dict.values() if metadata.get("assign_to_params_buffers") else ())
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Moves a BlockMask with the parameters: ``to``, ``cuda``, ``half`` and the like call this."""
+        super()._apply(fn, recurse)
+        if isinstance(self._mask, BlockMask):
+            self.mask = _moved(self._mask, fn)
+        if isinstance(self.select, QueryChoice) and isinstance(self.select.always, BlockMask):
+            self.select = replace(self.select, always=_moved(self.select.always, fn))
+        return self
+
     def forward(self, x: torch.Tensor, cache: KeyValueCache | None = None) -> torch.Tensor:
         """x: (batch, tokens, dim); returns the same shape. With a cache, x holds the tokens after the cached ones; they attend to
         both and are appended. Raises ValueError for shapes that do not fit, and for a cache of a layer whose mask is a plan, or
@@ -336,6 +346,11 @@ class SparseAttention(nn.Module):
         sizes = f"dim={self.dim}, heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}"
         of_dropout = f", dropout_p={self.dropout_p}" if self.dropout_p else ""
         return f"{sizes}, {of_values}{what}{of_dropout}"
+
+
+def _moved(mask: BlockMask, fn: Callable[[torch.Tensor], torch.Tensor]) -> BlockMask:
+    """The mask where ``fn``, which may also cast, puts tensors."""
+    return mask.to(fn(torch.empty(0, dtype=torch.int32, device=mask.device)).device)
 
 
 def _by_head(x: torch.Tensor, head_dim: int) -> torch.Tensor:

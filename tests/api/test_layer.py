@@ -335,3 +335,33 @@ def test_inputs_and_caches_that_do_not_fit_are_refused():
     for sizes, message in (((1, 0), "length .*; got 0"), ((1.5, 9), r"batch .*; got 1\.5"), (("1", 9), "batch .*; got '1'")):
         with pytest.raises(ValueError, match=message.replace(".*", "must be an integer of at least 1")):
             attn.new_cache(*sizes)
+
+
+def test_a_layers_tables_follow_it_to_a_device_and_are_never_cast():
+    mask = sf.compile_mask("causal & local(20)", TOKENS, block_size=32)
+    attn, other = (layer(mask=mask) for _ in range(2))
+    choosing = sf.SparseAttention(
+        DIM, 4, select={"keep": 2, "block_size": 16, "always": sf.compile_mask("sinks(4)", TOKENS, block_size=16)}
+    )
+    before = attn(inputs())
+    for cast in (attn.half, attn.bfloat16, attn.float, attn.cpu, lambda: attn.to("cpu", torch.float32)):
+        cast()
+        assert attn.mask is mask
+    assert all(name.endswith("_proj.weight") for name in attn.state_dict())
+    twin = copy.deepcopy(attn)
+    assert twin.mask.equal(mask) and not twin.mask.mask_index.is_meta
+    torch.testing.assert_close(twin(inputs()), before, rtol=1e-2, atol=1e-2)
+    for module in (attn, other, choosing):
+        module.to("meta")
+    assert {t.device.type for t in (*attn.mask.tensors(), *choosing.select.always.tensors())} == {"meta"}
+    assert [t.dtype for t in attn.mask.tensors()] == [t.dtype for t in mask.tensors()]
+    assert attn.mask is other.mask, "layers that share a table share its copy"
+    assert attn(inputs().to("meta")).shape == before.shape and not mask.mask_index.is_meta
+
+
+def test_a_layer_made_without_memory_takes_its_tables_along():
+    with torch.device("meta"):
+        attn = sf.SparseAttention(DIM, 4)
+    attn.mask = sf.compile_mask("causal", TOKENS)
+    attn.to_empty(device="cpu").load_state_dict(layer().state_dict())
+    torch.testing.assert_close(attn(inputs()), layer(mask="causal")(inputs()))
