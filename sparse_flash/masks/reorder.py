@@ -107,12 +107,12 @@ class _Mapped(torch.autograd.Function):
     """The operator's autograd without its dispatch: see ``dispatch/operators``."""
 
     @staticmethod
-    def forward(ctx, x, *options):
+    def forward(ctx: Any, x: torch.Tensor, *options: Any) -> torch.Tensor:
         ctx.options = options
         return _map(x, *options)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         dim, order, to, transposed = ctx.options
         return _mapped(grad, dim, order, to, not transposed), None, None, None, None
 
@@ -123,16 +123,16 @@ def _operator(x: torch.Tensor, dim: int, order: list[torch.Tensor], to: str, tra
 
 
 @_operator.register_fake
-def _(x, dim, order, to, transposed):
+def _(x: torch.Tensor, dim: int, order: list[torch.Tensor], to: str, transposed: bool) -> torch.Tensor:
     return _empty(x, dim, _rows(order, to, transposed)[0])
 
 
-def _keep_options(ctx, inputs, output):
+def _keep_options(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     _, ctx.dim, order, ctx.to, ctx.transposed = inputs
     ctx.save_for_backward(*order)
 
 
-def _gradient(ctx, grad):
+def _gradient(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     order = list(ctx.saved_tensors)
     return _operator(grad, ctx.dim, order, ctx.to, not ctx.transposed), None, [None] * len(order), None, None
 

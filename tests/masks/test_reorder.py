@@ -109,6 +109,8 @@ def test_function_transforms_and_batched_gradients_see_operations():
     tiled = RAGGED.to_tiles(x, 1)
     assert torch.equal(torch.func.vmap(lambda x: RAGGED.to_tiles(x, 0))(x), tiled)
     assert torch.equal(torch.func.jvp(lambda x: RAGGED.to_tiles(x, 1), (x,), (2 * x,))[1], 2 * tiled)
+    held = torch.from_numpy(RAGGED.copies_of[0]).to(DEVICE)[:, None]
+    torch.testing.assert_close(torch.func.grad(lambda x: (RAGGED.to_tiles(x, 1) ** 2).sum())(x), 2 * held * x)
     leaf = x.clone().requires_grad_()
     out = RAGGED.to_tiles(leaf, 1)
     gradients = torch.randn(2, *out.shape, device=DEVICE)
