@@ -131,9 +131,7 @@ def draw(
     title = text if title is None else title
     if interactive:
         if isinstance(mask, BlockSelection):
-            raise ValueError(
-                "an interactive picture must be of a BlockMask; got a BlockSelection; leave out interactive"
-            )
+            raise ValueError("an interactive picture must be of a BlockMask; got a BlockSelection; leave out interactive")
         page = page_of(mask, title, heads, batch)
         if path is not None:
             page.save(path)

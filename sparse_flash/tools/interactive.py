@@ -101,25 +101,21 @@ def _runs(mask: BlockMask, number: int, room: int) -> tuple[np.ndarray, np.ndarr
 
     room: how many numbers the page can still hold.
     """
-    rows, first, stop, tiles, cols = [], [], [], [], mask.grid.kv_blocks
-    offsets = np.array([0, 1, 1 + len(mask.tile_runs)])
+    parts, offsets = [], np.array([0, 1, 1 + len(mask.tile_runs)])
     for full, partial in mask.bands(number):
-        of_rows = np.concatenate([full.rows, partial.rows.astype(np.int64)])
-        begin, end = np.concatenate([full.first, partial.cols]), np.concatenate([full.stop, partial.cols + 1])
-        tile = np.concatenate([np.zeros(len(full.rows), np.int64), offsets[partial.kinds] + partial.tiles])
-        order = np.argsort(of_rows * cols + begin)
-        of_rows, begin, end, tile = of_rows[order], begin[order], end[order], tile[order]
-        new = np.ones(len(order) + 1, bool)
-        new[1:-1] = (of_rows[1:] != of_rows[:-1]) | (begin[1:] != end[:-1]) | (tile[1:] != tile[:-1])
-        starts, ends = np.flatnonzero(new[:-1]), np.flatnonzero(new[1:])
-        for axis, values in ((rows, of_rows[starts]), (first, begin[starts]), (stop, end[ends]), (tiles, tile[starts])):
-            axis.append(values)
-        room -= 3 * len(starts)
+        of_full = np.stack([full.rows, full.first, full.stop, np.zeros_like(full.rows)])
+        of_partial = np.stack([partial.rows, partial.cols, partial.cols + 1, offsets[partial.kinds] + partial.tiles])
+        runs = np.concatenate([of_full, of_partial], axis=1)
+        rows, first, stop, tile = runs = runs[:, np.argsort(runs[0] * mask.grid.kv_blocks + runs[1])]
+        new = np.ones(len(rows) + 1, bool)
+        new[1:-1] = (rows[1:] != rows[:-1]) | (first[1:] != stop[:-1]) | (tile[1:] != tile[:-1])
+        begins, ends = new[:-1], new[1:]
+        parts.append(np.stack([rows[begins], first[begins], stop[ends], tile[begins]]))
+        room -= 3 * parts[-1].shape[1]
         _check_room(room)
-    of_rows, begin, end = (np.concatenate(axis) for axis in (rows, first, stop))
-    before = np.append(0, end[:-1])
-    before[np.append(True, of_rows[1:] != of_rows[:-1])[: len(before)]] = 0
-    return np.bincount(of_rows, minlength=mask.grid.q_blocks), begin - before[: len(begin)], end - begin, np.concatenate(tiles)
+    rows, first, stop, tile = np.concatenate(parts, axis=1)
+    before = np.where(np.diff(rows, prepend=-1) > 0, 0, np.roll(stop, 1))
+    return np.bincount(rows, minlength=mask.grid.q_blocks), first - before, stop - first, tile
 
 
 def _with_tiles(mask: BlockMask, tables: list[list[np.ndarray]], room: int) -> tuple[np.ndarray, dict[str, int]]:
