@@ -277,21 +277,35 @@ def test_the_browser_says_what_a_block_and_a_pair_are(browse, spec, q_len, kv_le
 
 @pytest.mark.browser
 @pytest.mark.parametrize(
-    "spec", ["causal & local(70)", "butterfly(block=64)", "causal & (sinks(3) | strided(3))", "local(20) & ~local(2)"]
+    "spec, tokens, block",
+    [
+        ("causal & local(70)", 500, 64),
+        ("butterfly(block=16)", 256, 16),
+        ("causal & (sinks(3) | strided(7, block=1))", 300, 32),
+        ("local(20) & ~local(2)", 333, 128),
+        ("causal & documents([0, 100, 130, 290])", 290, 64),
+        ("random(0.01, block=1)", 400, 16),
+    ],
 )
-def test_the_browser_reaches_what_layers_reach(browse, spec):
-    mask = sf.compile_mask(spec, 1500, block_size=32)  # more than explain's most_units: its units are blocks
-    found = browse(sf.draw(mask, interactive=True), "return [...Array(ROWS).keys()].map((row) => [...reach(panels[0], row)]);")
-    first, (connected, seen) = np.array(found), [mask.block_states().numpy() > 0] * 2
-    step = connected | np.eye(len(connected), dtype=bool)
-    seen = np.eye(len(step), dtype=bool)
-    for depth in range(first.max() + 2):
-        assert np.array_equal((first >= 0) & (first <= depth), seen)
+def test_the_browser_reaches_what_layers_reach(browse, spec, tokens, block):
+    mask = sf.compile_mask(spec, tokens, block_size=block)
+    script = "return [...Array(Q).keys()].map((query) => [...reach(panels[0], query)]);"
+    first = np.array(browse(sf.draw(mask, interactive=True), script))
+    seen = np.eye(tokens, dtype=bool)
+    step = seen | mask.to_dense().numpy()
+    for depth in range(8):
+        assert np.array_equal(first <= depth, seen)
         seen = seen @ step
-    sizes = np.minimum(1500 - 32 * np.arange(47), 32)
-    pairs = np.tril(np.outer(sizes, sizes).astype(float), -1) + np.diag(sizes * (sizes + 1) / 2)
     for layers, share in reachability(mask).shares.items():
-        assert pairs[(first >= 0) & (first <= layers)].sum() / pairs.sum() == pytest.approx(share)
+        assert np.tril(first <= layers).sum() / np.tri(tokens).sum() == pytest.approx(share)
+
+
+@pytest.mark.browser
+def test_reach_ends_where_the_page_counts_no_more_layers(browse):
+    page = sf.draw("causal & local(2)", q_len=1000, interactive=True)
+    layers, said = browse(page, "setMark(900); return [[...mark.layers[0]], byId('reach').textContent];")
+    assert layers == [900 - token if 900 - 128 <= token <= 900 else 255 for token in range(1000)]
+    assert "no more than 128" in said
 
 
 # The pixel in the middle of the cell of a token.
@@ -370,7 +384,10 @@ def test_mouse_and_keys_do_what_the_page_says(browse):
     assert found["cursor"] == [0, 0] and found["here"].startswith("headhead 1pairquery ")
     assert found["dragged"] == [pytest.approx(20), pytest.approx(30), None]
     assert found["marked"] == 0 and found["cleared"] is None
-    assert found["depth"][:2] == [2, 2] and f"after 2 of {found['most']} layers" in found["depth"][2]
+    assert (
+        found["depth"][:2] == [2, 2]
+        and f"after 2 layers with residual connections (nothing is added after {found['most']})" in found["depth"][2]
+    )
     unit = found["keyboard"].pop()
     assert found["keyboard"] == [2000 + unit, 1000 + unit, 2000 + unit]
     assert found["tokens"] == [40, True]
