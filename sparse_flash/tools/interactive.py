@@ -88,7 +88,7 @@ def _stored(mask: BlockMask, heads: Sequence[int] | None, batch: int) -> dict[in
 
 
 def _named(heads: list[int]) -> str:
-    """What to call a panel: "heads 0, 2-5"; "" for a mask that has one head."""
+    """Returns the name of a panel: "heads 0, 2-5"; "" for a mask that has one head."""
     number = np.array(heads, np.int64)
     _, first, stop = runs_of(np.zeros_like(number), np.sort(number))
     parts = [f"{low}" if low + 1 == high else f"{low}-{high - 1}" for low, high in zip(first, stop, strict=True)]
@@ -119,7 +119,7 @@ def _runs(mask: BlockMask, number: int, room: int) -> tuple[np.ndarray, np.ndarr
 
 
 def _with_tiles(mask: BlockMask, tables: list[list[np.ndarray]], room: int) -> tuple[np.ndarray, dict[str, int]]:
-    """All numbers of a page, and how many tiles of each kind there are: those that the tables use, numbered anew from 1."""
+    """All numbers of a page, and how many tiles of each kind it has: only tiles that the tables use, numbered anew from 1."""
     used = np.unique(np.concatenate([tiles for *_, tiles in tables]))
     used = used[used > 0]
     is_run = used <= len(mask.tile_runs)

@@ -103,7 +103,7 @@ def test_a_page_without_room_is_refused_with_the_way_out(monkeypatch):
 
 
 def numbers_of(spec):
-    """The runs, three numbers each, and tiles of a mask of 256 tokens in blocks of 16: those that a page counts."""
+    """The runs, three numbers each, and tiles of a mask of 256 tokens in blocks of 16, as a page counts them."""
     mask = sf.compile_mask(spec, 256, block_size=16)
     rows, cols, kind, tile = mask.entries()
     order = np.lexsort((cols, rows))
@@ -333,6 +333,34 @@ def test_the_picture_shows_the_cells_in_their_colours(browse, scale, unit):
         shares = shares_of(mask.select(head).to_dense().numpy(), unit, unit)[tuple(np.array(place).T // unit)]
         assert np.abs(np.array(colours) - draw._rgb(shares)).max() <= 1
         assert len(np.unique(shares)) > 1
+
+
+@pytest.mark.browser
+def test_the_picture_of_reach_shows_the_first_layer_of_each_key(browse):
+    tokens, query, spec = 400, 350, "causal & (local(4) | local(30) & ~local(29))"
+    dense = sf.compile_mask(spec, tokens).to_dense().numpy()
+    first, seen = np.full(tokens, 255), np.eye(tokens, dtype=bool)[query]
+    for depth in range(40):
+        first[seen & (first == 255)] = depth
+        seen = seen | dense[seen].any(0)
+    known, keys = first[first < 255], list(range(318, 353))
+    found = browse(
+        sf.draw(spec, q_len=tokens, interactive=True),
+        DRAWN
+        + """
+        show({ x: 315, y: 200, sx: 12, sy: 12 }); setMark(QUERY); setDepth(2); await drawn();
+        const at = (x, y) => panels[0].context.getImageData(x, y, 1, 1).data.slice(0, 3).join();
+        const strip = KEYS.map((key) => at(LEFT + (key - 315) * 12 + 6, TOP - 9));
+        const dropped = KEYS.map((key) => at(LEFT + (key - 315) * 12 + 6, TOP + 6)); // query 200, which drops all of these keys
+        return [mark.most, strip, dropped, [1, 2].map((depth) => depthColour(depth, mark.most)), byId("seen").textContent];
+        """.replace("QUERY", str(query)).replace("KEYS", str(keys)),
+    )
+    assert found[0] == known.max() > 2
+    colours, unseen = ["28,36,48", *(colour[4:-1] for colour in found[3])], "233,236,241"
+    assert found[1] == [colours[first[key]] if first[key] <= 2 else unseen for key in keys]
+    assert len(set(found[1])) == 4
+    assert [shown != unseen for shown in found[2]] == [bool(first[key] > 2) for key in keys]
+    assert found[4] == f"sees{(first <= 2).sum()} tokens, {(first <= 2).mean() * 100:#.3g}\u00a0%"
 
 
 @pytest.mark.browser
