@@ -281,7 +281,7 @@ def test_the_browser_says_what_a_block_and_a_pair_are(browse, spec, q_len, kv_le
     [
         ("causal & local(70)", 500, 64),
         ("butterfly(block=16)", 256, 16),
-        ("causal & (sinks(3) | strided(7, block=1))", 300, 32),
+        ("causal & (sinks(3) | strided(8, block=1))", 300, 32),
         ("local(20) & ~local(2)", 333, 128),
         ("causal & documents([0, 100, 130, 290])", 290, 64),
         ("random(0.01, block=1)", 400, 16),
@@ -391,6 +391,8 @@ def test_mouse_and_keys_do_what_the_page_says(browse):
         found.most = mark.most;
         key("]"); key("]"); key("[");
         found.depth = [mark.depth, Number(byId("layers").value), byId("reach").textContent];
+        setMark(mark.query - 1);
+        found.kept = mark.depth;
         key("Escape");
         found.cleared = mark;
         key("0");
@@ -411,6 +413,7 @@ def test_mouse_and_keys_do_what_the_page_says(browse):
     assert found["wheel"]["scale"] == pytest.approx(32) and found["wheel"]["moved"] == pytest.approx([0, 0], abs=1e-6)
     assert found["cursor"] == [0, 0] and found["here"].startswith("headhead 1pairquery ")
     assert found["dragged"] == [pytest.approx(20), pytest.approx(30), None]
+    assert found["kept"] == 2  # another query, as many layers
     assert found["marked"] == 0 and found["cleared"] is None
     assert (
         found["depth"][:2] == [2, 2]
