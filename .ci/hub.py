@@ -28,8 +28,9 @@ def build(folder: Path) -> Path:
         if not name.startswith(LEFT_OUT):
             target = variant / name.replace(".", "/")
             target.mkdir(parents=True)
-            for file in (ROOT / installed["package-dir"].get(name, name.replace(".", "/"))).glob("*.py"):
-                shutil.copy(file, target)
+            for kind in ["*.py", *installed["package-data"].get(name, [])]:
+                for file in (ROOT / installed["package-dir"].get(name, name.replace(".", "/"))).glob(kind):
+                    shutil.copy(file, target)
     (variant / "sparse_flash" / "__main__.py").unlink()  # the command line
     shutil.copy(ROOT / "LICENSE", variant / "sparse_flash")
 

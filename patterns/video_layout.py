@@ -26,7 +26,7 @@ import numpy as np
 from ..masks.fields import Natural, Positive, settle
 from ..masks.grid import BLOCK_SIZES, FULL, BlockRuns, cells_of
 from ..masks.pattern import parse, register_pattern, shortened
-from ..masks.reorder import gathered
+from ..masks.reorder import reordered
 from ..masks.rules import UnitPattern
 from ..masks.tiles import unique_rows
 
@@ -198,17 +198,17 @@ class VideoLayout(OverTiles):
 
     def to_tiles(self, x, dim):
         """A tensor in tile order. x: any dtype, with ``tokens`` tokens in dimension ``dim``; then ``length``. Differentiable."""
-        return self._reordered(x, dim, self.tokens, "token_at")
+        return self._reordered(x, dim, self.tokens, "to_tiles")
 
     def to_raster(self, x, dim):
         """The reverse of ``to_tiles``: padding is left out, so its values do not matter."""
-        return self._reordered(x, dim, self.length, "position_of")
+        return self._reordered(x, dim, self.length, "to_raster")
 
-    def _reordered(self, x, dim, tokens, order):
+    def _reordered(self, x, dim, tokens, to):
         if x.shape[dim] != tokens:
-            order = {"token_at": "before it is in tile order", "position_of": "in tile order"}[order]
+            order = {"to_tiles": "before it is in tile order", "to_raster": "in tile order"}[to]
             raise ValueError(f"x must have {tokens} tokens in dimension {dim} {order}, of {self}; got shape {tuple(x.shape)}")
-        return gathered(x, dim, self, order)
+        return reordered(x, dim, self, to)
 
     @cached_property
     def token_at(self):
@@ -230,6 +230,14 @@ class VideoLayout(OverTiles):
         found = np.empty(self.tokens, np.int64)
         found[self.token_at[exist]] = exist
         return found
+
+    @cached_property
+    def copies_of(self):
+        """(2, tokens) int64: how many positions hold each of the user's tokens, and how far apart they are. The first one is in
+        ``position_of``."""
+        tile, place = np.divmod(self.position_of, self.block)
+        size = prod(self._sizes(np.minimum(tile, self.tiled // self.block - 1)))
+        return np.stack([np.where(self.position_of < self.tiled, -(-(self.block - place) // size), 1), size])
 
     def cells(self, tile):
         """The cell of each tile on each axis of ``tile_grid``."""

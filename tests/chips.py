@@ -47,7 +47,7 @@ SOURCES = {
     "grad_kv": ("portable/backward", *COMMON),
     "grad_qkv": ("portable/backward", *COMMON),
     "decode": ("portable/decode", "common/tiles"),
-    "packed": ("packed/repack", "packed/spans"),
+    "packed": ("packed/repack", "packed/rows", "packed/spans"),
 }
 
 
@@ -228,13 +228,14 @@ def _variant(case: Case):
 def _compiled_packed(name: str, target):
     from sm90_packed import ON_GRID, compiled
 
-    from sparse_flash.kernels.packed import repack, spans
+    from sparse_flash.kernels.packed import repack, rows, spans
 
     if name == "fill_rows_kernel":
         return compiled(repack.fill_rows_kernel, 1, target, BLOCK=128, CHUNK=128, ROWS=512, QUERIES=True, SHARED=True)
     if name == "fill_spans_kernel":
         return compiled(spans.fill_spans_kernel, 4, target, BLOCK=128, TILES=16, ROWS=512, **ON_GRID)
-    return compiled(repack.take_rows_kernel, 4, target, ROWS=32, DIM=128, FILL=0.0, source_dim=1)
+    constants = {"FILL": 0.0, "SUMS": False, "STRIDED": False, "PIECE": 8, "ROWS": 32, "COLUMNS": 128}
+    return compiled(rows.take_rows_kernel, 4, target, **constants)
 
 
 def _resources(result, backend: str) -> tuple[str, str, str]:

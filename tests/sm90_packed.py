@@ -1,16 +1,18 @@
 """Compiles the kernels of packed documents for sm_90 without a GPU and prints the outcome of each, like ``sm90.py``."""
 
 import json
+from unittest import mock
 
+import sm90_selection
+import torch
 import triton
 from sm90 import TARGET, resources
 from triton.compiler import ASTSource
 
 from sparse_flash.kernels.launch.launch import FUSED
-from sparse_flash.kernels.packed import document_blocks, repack, spans, splits
+from sparse_flash.kernels.packed import document_blocks, repack, rows, spans, splits
 
-ALIGNED = {"dim", "source_row", "source_head", "target_row", "target_head"}
-SCALARS = {"documents", "rows", "before", "run_tiles", "bit_tiles", "heads", *ALIGNED}
+SCALARS = {"documents", "rows", "before", "run_tiles", "bit_tiles", *rows.INTEGERS}
 SCALARS |= {"k_rows", "masks", "least", "lines", "tokens", "q_tokens", "k_tokens", "q_longest", "k_longest", "longest"}
 # Of fill_spans_kernel, where blocks start at multiples of their size.
 ON_GRID = {"starts": None, "work": None, "k_work": None}
@@ -20,8 +22,9 @@ def compiled(kernel, warps: int, target=TARGET, **constants):
     signature, attributes = {}, {}
     for position, name in enumerate(kernel.arg_names):
         pointer = name not in SCALARS
-        signature[name] = ("*bf16" if name in ("source", "target") else "*i32") if pointer else "i32"
-        if pointer or name in ALIGNED:
+        kind = "*bf16" if name in ("source", "target") else "*i32"
+        signature[name] = kind if pointer else kernel.params[position].annotation_type or "i32"
+        if pointer:
             attributes[(position,)] = [["tt.divisibility", 16]]
     signature |= dict.fromkeys(constants, "constexpr")
     attributes = {place: what for place, what in attributes.items() if kernel.arg_names[place[0]] not in constants}
@@ -34,6 +37,33 @@ def report(kernel, warps: int, **constants) -> None:
     print(json.dumps(row), flush=True)
 
 
+# (dtype, shape, dim, whether rows are summed): tokens; heads, in two orders; 80 bytes a row; lse; 10 bytes a row.
+MOVES = [
+    (torch.bfloat16, shape, dim, sums)
+    for shape, dim in (((1, 64, 3072), 1), ((1, 4, 64, 128), 2), ((2, 64, 4, 128), 1), ((1, 4, 64, 40), 2))
+    for sums in (False, True)
+]
+MOVES += [
+    (torch.float32, (1, 4, 64, 128), 2, True),
+    (torch.float32, (64, 4, 1), 0, False),
+    (torch.bfloat16, (1, 4, 64, 5), 2, False),
+]
+
+
+def take_rows(dtype, shape: tuple, dim: int, sums: bool) -> None:
+    source, index = torch.empty(shape, dtype=dtype), torch.empty(shape[dim], dtype=torch.int32)
+    copies = index.expand(2, -1).contiguous() if sums else None
+    rows.take_rows_into(source, index, float("-inf") if shape[-1] == 1 else 0.0, torch.empty_like(source), dim, copies)
+
+
+def report_rows(kernel, grid, arguments, constants, options) -> None:
+    result = sm90_selection.compiled(kernel, arguments, constants, options)
+    source, ptx = arguments[0], result.asm["ptx"]
+    row = {"kernel": kernel.fn.__name__, "shape": list(source.shape), "bits": 8 * source.element_size(), "sums": constants["SUMS"]}
+    wide = {"wide": ptx.count("ld.global.v4"), "wide_stores": ptx.count("st.global.v4")}
+    print(json.dumps(row | wide | resources(result.asm["cubin"])), flush=True)
+
+
 if __name__ == "__main__":
     for same in (True, False):
         report(repack.lay_out_kernel, 4, BLOCK=128, CHUNK=32, SAME=same)
@@ -42,8 +72,9 @@ if __name__ == "__main__":
     for queries in (True, False):
         for shared in (True, False):
             report(repack.fill_rows_kernel, 1, BLOCK=128, CHUNK=128, ROWS=512, QUERIES=queries, SHARED=shared)
-    report(repack.take_rows_kernel, 4, ROWS=32, DIM=128, FILL=0.0, source_dim=1)
-    report(repack.take_rows_kernel, 4, ROWS=1024, DIM=1, FILL=float("-inf"), source_dim=1)
+    with mock.patch.object(rows, "launch", report_rows):
+        for case in MOVES:
+            take_rows(*case)
     report(spans.find_spans_kernel, 4, BLOCK=128)
     report(spans.count_spans_kernel, 4, ROWS=512)
     for given in (ON_GRID, {}):

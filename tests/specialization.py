@@ -29,6 +29,7 @@ from sparse_flash.kernels.hopper import descriptors
 from sparse_flash.kernels.hopper import forward as hopper_forward
 from sparse_flash.kernels.launch import launch
 from sparse_flash.kernels.packed import document_blocks, repack, select, spans, splits
+from sparse_flash.kernels.packed import rows as moved_rows
 from sparse_flash.kernels.portable import backward, decode, forward
 from sparse_flash.kernels.selection import backward as selection_backward
 from sparse_flash.kernels.selection import decode as selection_decode
@@ -51,7 +52,7 @@ SELECTION = (
     selection_decode,
     newest_blocks,
 )
-PACKED = (repack, spans, document_blocks, splits, select)
+PACKED = (repack, moved_rows, spans, document_blocks, splits, select)
 MODULES = (forward, backward, decode, hopper_forward, hopper_backward, log_sums, rules, *PACKED, *SELECTION)
 LENGTHS = (1, 16, 33)
 HEADS = ((1, 1), (2, 1), (16, 1), (16, 16), (3, 3))
@@ -164,7 +165,8 @@ def packed_calls() -> None:
         repack.fill_rows(layout, records, table, tiles, tiles, shared, 64, tokens, 128, True)
         for dim in LENGTHS:
             source = torch.zeros(rows, heads, dim)
-            repack.take_rows_into(source, numbers[:rows], 0.0, torch.zeros_like(source))
+            for copies in (None, torch.zeros(2, rows, dtype=torch.int32)):
+                moved_rows.take_rows_into(source, numbers[:rows], 0.0, torch.zeros_like(source), 0, copies)
         splits.split_rows(table[:3], table[:3], 0, 0, 64, 16 * tokens)
         runs = torch.zeros(2, tokens, dtype=torch.int32)
         spans.fill_spans(layout, runs, rows, tokens, tokens, 64, 64, 128)

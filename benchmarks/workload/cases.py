@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import asdict, dataclass, field, replace
 
+from sparse_flash.dispatch.flops import backward_flops, forward_flops
 from sparse_flash.masks.pattern import Pattern
 from sparse_flash.variant.variant import check_counts
 
@@ -33,7 +34,7 @@ class Shape:
     def flops(self) -> tuple[int, int]:
         """Operations for a pair of a query and a key, in the forward pass (two products) and in the backward pass (five)."""
         qk, v = self.head_dim, self.v_head_dim or self.head_dim
-        return 2 * (qk + v), 2 * (3 * qk + 2 * v)
+        return forward_flops(qk, v), backward_flops(qk, v)
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, cast
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from itertools import chain
+from typing import Any, Self, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +16,8 @@ from torch import nn
 from .. import backends
 from ..masks.block_mask import BlockMask
 from ..masks.cache import of_another_library
-from ..masks.pattern import Pattern, parse, text_of
+from ..masks.meaning import changed, digest_of
+from ..masks.pattern import Pattern, parse, shortened, text_of
 from ..selection.block_selection import BlockSelection
 from ..variant.variant import check_counts, check_dropout
 from .arguments import checked_deterministic
@@ -100,9 +104,9 @@ class SparseAttention(nn.Module):
     dim: width of the model. heads: query heads. kv_heads: key and value heads, dividing heads; heads by default.
     head_dim: dim // heads by default; even if positions are rotary. v_head_dim: of the values; head_dim by default.
     mask: a Pattern or its spec text, compiled and cached for each length; a BlockMask, for one length, or with a cache square and
-    at least as long as the cache; None for dense attention. Causal by default. A pattern that must not look ahead has to say so:
-    "causal & local(1024)". ``layer.mask = ...`` changes it, also in compiled code. Or a ``ContextPlan``, for one sequence over
-    several ranks: x then holds the rank's tokens, at the plan's positions.
+    at least as long as the cache, which follows the layer to another device; None for dense attention. Causal by default. A pattern
+    that must not look ahead has to say so: "causal & local(1024)". ``layer.mask = ...`` changes it, also in compiled code. Or a
+    ``ContextPlan``, for one sequence over several ranks: x then holds the rank's tokens, at the plan's positions.
     select: instead of a mask, the arguments of ``topk_blocks`` by which queries choose their blocks in each forward pass:
     ``{"keep": 16, "block_size": 64, "share_group": True}``; every is 1 by default. Or a function of (q, k), queries and keys by
     head, after rotation, that returns a BlockSelection. With a cache, new queries choose among all keys, each for itself (every=1):
@@ -113,7 +117,11 @@ class SparseAttention(nn.Module):
     bias: of the four projections. dropout_p: as for ``attention``, in training mode only; not with select or a cache. backend,
     deterministic: as for ``attention``.
 
-    Parameters: q_proj, k_proj, v_proj, out_proj, each an nn.Linear. Sources: arXiv:1706.03762 (multi-head attention),
+    Parameters: q_proj, k_proj, v_proj, out_proj, each an nn.Linear. Buffer: mask_spec, uint8, the mask's spec text and a digest of
+    what it keeps, so that checkpoints hold the mask. It is None with select, and for a mask without text: a function, a BlockMask,
+    a plan. ``load_state_dict`` raises RuntimeError if a checkpoint's mask is another one, or means something else in this version.
+    Dense attention is the mask "full". Checkpoints without mask_spec load. Programs that write buffers themselves, such as
+    Transformers' ``from_pretrained``, check nothing. Sources: arXiv:1706.03762 (multi-head attention),
     arXiv:2305.13245 (grouped queries), arXiv:2104.09864 (rotary embedding).
     """
 
@@ -166,7 +174,6 @@ class SparseAttention(nn.Module):
                     "rotary_base=None turns them off"
                 )
         self.dim, self.heads, self.kv_heads, self.head_dim, self.v_head_dim = dim, heads, kv_heads, head_dim, v_head_dim
-        self.mask = mask
         self.select: Select | None = select
         self.rotary_base, self.dropout_p = rotary_base, dropout_p
         self.backend, self.deterministic = backend, deterministic
@@ -178,6 +185,7 @@ class SparseAttention(nn.Module):
         self.k_proj = linear(dim, kv_heads * head_dim)
         self.v_proj = linear(dim, kv_heads * v_head_dim)
         self.out_proj = linear(heads * v_head_dim, dim)
+        self.mask = mask
 
     @property
     def mask(self) -> Pattern | BlockMask | SharedSequence | None:
@@ -192,6 +200,48 @@ class SparseAttention(nn.Module):
         if not (mask is None or isinstance(mask, (Pattern, BlockMask))):
             mask = of_another_library(mask)
         self._mask, self._written = mask, _written(mask)
+        self.register_buffer("mask_spec", self._spec())
+
+    @property
+    def _text(self) -> str | None:
+        """The spec text of what the layer attends to; None if it has none."""
+        if self._plan is not None or self.select is not None or isinstance(self._mask, BlockMask):
+            return None
+        return "full" if self._mask is None else text_of(self._mask)
+
+    def _spec(self, beside: Iterable[torch.Tensor] = ()) -> torch.Tensor | None:
+        """Makes the buffer mask_spec, where ``beside`` or the parameters are, as loaders of sharded models want one device."""
+        if (text := self._text) is None:
+            return None
+        data = list(f"{text}\n{digest_of(text) or ''}".encode())
+        return torch.tensor(data, dtype=torch.uint8, device=next((t.device for t in chain(beside, self.parameters())), None))
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination.pop(f"{prefix}mask_spec", None)  # the buffer's bytes may be lost, as after to_empty
+        if (spec := self._spec()) is not None:
+            destination[f"{prefix}mask_spec"] = spec
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *options: Any) -> None:
+        name = f"{prefix}mask_spec"
+        saved, own, errors = state_dict.pop(name, None), self._text, options[-1]
+        if saved is not None and own is not None and not saved.is_meta:
+            text, _, digest = bytes(saved.to(torch.uint8).tolist()).decode(errors="replace").partition("\n")
+            if (problem := _difference(own, text, digest)) is not None:
+                errors.append(f"{name}: {problem}; or remove {name!r} from the state dict that is loaded")
+        self.mask_spec = None  # so that it is neither missing nor unexpected
+        super()._load_from_state_dict(state_dict, prefix, metadata, *options)
+        # The projections load after this, and may then be the state dict's own tensors.
+        self.mask_spec = self._spec(state_dict.values() if metadata.get("assign_to_params_buffers") else ())
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Moves a BlockMask with the parameters: ``to``, ``cuda``, ``half`` and the like call this."""
+        super()._apply(fn, recurse)
+        if isinstance(self._mask, BlockMask):
+            self.mask = _moved(self._mask, fn)
+        if isinstance(self.select, QueryChoice) and isinstance(self.select.always, BlockMask):
+            self.select = replace(self.select, always=_moved(self.select.always, fn))
+        return self
 
     def forward(self, x: torch.Tensor, cache: KeyValueCache | None = None) -> torch.Tensor:
         """x: (batch, tokens, dim); returns the same shape. With a cache, x holds the tokens after the cached ones; they attend to
@@ -298,6 +348,11 @@ class SparseAttention(nn.Module):
         return f"{sizes}, {of_values}{what}{of_dropout}"
 
 
+def _moved(mask: BlockMask, fn: Callable[[torch.Tensor], torch.Tensor]) -> BlockMask:
+    """The mask where ``fn``, which may also cast, puts tensors."""
+    return mask.to(fn(torch.empty(0, dtype=torch.int32, device=mask.device)).device)
+
+
 def _by_head(x: torch.Tensor, head_dim: int) -> torch.Tensor:
     return x.unflatten(2, (-1, head_dim)).transpose(1, 2)
 
@@ -305,6 +360,18 @@ def _by_head(x: torch.Tensor, head_dim: int) -> torch.Tensor:
 def _written(mask: BlockMask | Pattern | None) -> BlockMask | Pattern | str | None:
     """Returns the mask as torch.compile takes it: PyTorch before 2.13 accepts spec text but not Pattern objects."""
     return text_of(mask) or mask if isinstance(mask, Pattern) else mask
+
+
+def _difference(own: str, saved: str, digest: str) -> str | None:
+    """Says how a layer's mask differs from a saved one, and what to do; None if it does not. digest: "" if it had none."""
+    with suppress(ValueError):  # some of its patterns may not be registered here
+        saved = text_of(saved) or saved
+    if saved == own:
+        return changed(own, digest) if digest else None
+    return (
+        f"the layer's mask must be the one of the checkpoint, {shortened(saved, 200)!r}; got {shortened(own, 200)!r}; make the "
+        "layer with the checkpoint's mask, and set layer.mask after loading"
+    )
 
 
 def _counts(tokens: int, q: torch.Tensor) -> torch.Tensor:

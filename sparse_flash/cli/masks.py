@@ -79,19 +79,20 @@ def show(
     kv_len: KvLen = None,
     block_size: BlockSize = 128,
     level: Annotated[str, typer.Option(help="tokens, blocks, or auto: tokens where they all fit the picture.")] = "auto",
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write a .png or .svg file as well.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write a .png or .svg file too, or a .html page to zoom.")] = None,
     query: Annotated[
         tuple[int, int, int] | None,
         typer.Option(metavar="FRAME ROW COLUMN", help="Of a video_layout: the file shows its frames, and what this token sees."),
     ] = None,
 ) -> None:
     """Draws a mask: queries downwards, keys to the right."""
-    from sparse_flash.tools import draw
+    from sparse_flash.tools import draw, interactive
     from sparse_flash.tools.explain_video import layout_of
+    from sparse_flash.tools.paths import FORMATS, PAGE, checked_path
 
     with user_errors():
         if out:
-            draw.checked_path(out)
+            checked_path(out, FORMATS if query else (*FORMATS, PAGE))
         if query and not out:
             raise ValueError("--query must come with --out, the file that shows the frames; add --out frames.png")
     console = output()
@@ -121,6 +122,8 @@ def show(
                     draw.frames(mask, layout, query, out, title=str(pattern))
                 except IndexError as error:
                     raise ValueError(f"--query: {error}") from None
+            elif out.suffix.lower() == PAGE:
+                interactive.page_of(mask, str(pattern)).save(out)
             else:
                 draw.save(mask, out, str(pattern), level)
         console.print(f"wrote {out}", markup=False, soft_wrap=True)

@@ -8,9 +8,11 @@ all lengths. Instead of an empty list comes one of q alone, which nobody reads: 
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from .. import backends
+from ..compat.flop_counter import flop_formula
 from ..compat.names import operator_name
 from ..compat.pytorch import (
     active_modes,
@@ -26,6 +28,7 @@ from ..variant.definition import with_sinks
 from ..variant.variant import NO_VARIANT, Variant
 from . import observers
 from .call import AttentionCall
+from .flops import backward_flops, forward_flops, have_values, kept_pairs, pairs_of_heads, pairs_within
 
 PATTERN_BLOCK_SIZE = 128  # tokens, in the tables of patterns
 NOTHING = "nothing"  # the back end of calls with nothing to compute
@@ -63,13 +66,15 @@ def _computed(call: AttentionCall):
             return _direct(q, k, v, (table, scale, deterministic, backend), variant, *more)
         return backends.backend(backend).forward(q, k, v, table, scale, deterministic, variant)
     refuse_transforms(q, k, v, *more)
-    tables, block_size, pattern = [q], 0, ""
-    if isinstance(table, BlockMask):
-        tables, block_size = table.tensors(), table.block_size
-    elif isinstance(table, str):
-        block_size, pattern = PATTERN_BLOCK_SIZE, table
     tensors, *packed = NO_VARIANT if variant is None else variant.packed()
-    return _forward(q, k, v, tables, block_size, pattern, scale, deterministic, backend, tensors or [q], *packed)
+    return _forward(q, k, v, *_crossing(table, q), scale, deterministic, backend, tensors or [q], *packed)
+
+
+def _crossing(table: BlockMask | str | None, q: torch.Tensor) -> tuple[list[torch.Tensor], int, str]:
+    """(tables, block size, pattern): a mask as an operator takes it."""
+    if isinstance(table, str):
+        return [q], PATTERN_BLOCK_SIZE, table
+    return ([q], 0, "") if table is None else (table.tensors(), table.block_size, "")
 
 
 def attention_decode(q, k, v, mask: BlockMask | None, kv_lens, block_table, causal: bool, scale: float | None, backend: str):
@@ -136,8 +141,12 @@ class _Direct(torch.autograd.Function):
         if dout is None and dlse is None:
             return (None,) * (5 + len(more))
         variant = None if ctx.packed is None else Variant.unpacked(more, *ctx.packed)
-        dout, dlse = upstream(dout, dlse, out, lse)
-        grads = backends.backend(backend).backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant)
+        results = *upstream(dout, dlse, out, lse), q, k, v, out, lse
+        if is_seen():  # since the forward pass
+            packed = ctx.packed or NO_VARIANT[1:]
+            grads = _backward(*results, *_crossing(mask, q), scale, deterministic, backend, more or [q], *packed)
+        else:
+            grads = backends.backend(backend).backward(*results, mask, scale, deterministic, variant)
         of_variant = [] if variant is None else variant.gradients(*grads[3:])
         return (*grads[:3], None, None, *of_variant)
 
@@ -309,6 +318,42 @@ def _gradients(ctx, dout, dlse):
         grads = _backward(dout, dlse, q, k, v, out, lse, tables, *ctx.options, variant_tensors, *ctx.packed)
     of_variant = (variant and variant.gradients(*grads[3:])) or [None] * len(variant_tensors)
     return (*grads[:3], [None] * len(tables), *(None for _ in ctx.options), of_variant, None, None, None)
+
+
+def _pairs(q, k, tables: list[torch.Tensor], block_size: int, pattern: str, *call) -> int:
+    mask, lengths = None, (q.shape[2], k.shape[2])
+    if pattern and all(type(length) is int for length in lengths):  # the table for symbolic lengths is unknown
+        mask = compiled_once(pattern, *lengths, block_size, q.device if have_values(q) else torch.device("cpu"))
+    elif block_size and not pattern:
+        mask = BlockMask.from_tensors(*lengths, block_size, tables)
+    return kept_pairs(q, k, mask, Variant.unpacked(*call[3:]))
+
+
+@flop_formula("attention")
+def _(q, k, v, *call, **_) -> int:
+    return forward_flops(q.shape[3], v.shape[3]) * _pairs(q, k, *call)
+
+
+@flop_formula("attention_backward")
+def _(dout, dlse, q, k, v, out, lse, *call, **_) -> int:
+    return backward_flops(q.shape[3], v.shape[3]) * _pairs(q, k, *call)
+
+
+@flop_formula("attention_decode")
+def _(q, k, v, tables, tokens, block_size, kv_lens, block_table, causal, *_, **__) -> int:
+    batch, heads, q_len, _ = q.shape
+    capacity = backends.cache_capacity(k, block_table)
+    if not have_values(q, kv_lens):
+        pairs = batch * heads * q_len * capacity
+        if block_size:
+            pairs = pairs_of_heads(BlockMask.from_tensors(tokens, tokens, block_size, tables), batch, heads) * q_len // tokens
+        return forward_flops(q.shape[3], v.shape[3]) * pairs
+    lens = np.full(batch, capacity) if kv_lens is None else kv_lens.cpu().numpy().astype(np.int64).clip(0, capacity)
+    first = np.maximum(0, lens - q_len)
+    mask = BlockMask.from_tensors(tokens, tokens, block_size, tables) if block_size else None
+    pairs = pairs_within(mask, np.column_stack([first, lens]), np.column_stack([np.zeros_like(lens), lens]), heads)
+    later = int(((lens - first) * (lens - first - 1) // 2).sum()) * heads if causal else 0
+    return forward_flops(q.shape[3], v.shape[3]) * (pairs - later)
 
 
 torch.library.register_autograd(operator_name("attention"), _gradients, setup_context=_setup_context)

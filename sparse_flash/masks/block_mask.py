@@ -14,6 +14,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
 from ..compat.dynamo import length_may_vary, outside_graphs, outside_inference, with_fixed_lengths
+from ..compat.pytorch import is_recorded
 from .grid import EMPTY, FULL, PARTIAL, BlockGrid, checked_index
 from .pattern import Pattern
 from .select_blocks import counted
@@ -214,9 +215,23 @@ class BlockMask:
 
     @outside_inference
     def to(self, device: Device) -> BlockMask:
-        """The same mask on another device (itself if already there)."""
-        if torch.empty(0, device=device).device == self.device:  # resolves "cuda" to the current GPU
+        """The same mask on another device (itself if already there). Returns the same copy as long as that is held anywhere, so
+        modules that share a mask share one after each was moved."""
+        device = torch.empty(0, device=device).device  # resolves "cuda" to the current GPU
+        if device == self.device:
             return self
+        if is_recorded(device):
+            return self._copied_to(device)
+        moved = self._copies.get(device)
+        if moved is None:
+            moved = self._copies[device] = self._copied_to(device)
+        return moved
+
+    @cached_property
+    def _copies(self) -> WeakValueDictionary[torch.device, BlockMask]:
+        return WeakValueDictionary()
+
+    def _copied_to(self, device: torch.device) -> BlockMask:
         moved = BlockMask.from_tensors(*self.sizes, [t.to(device) for t in self.tensors()], self.keeps_all)
         coarse = self.coarse and self.coarse.to(device)
         return replace(moved, coarse=coarse, from_host=self.from_host, document_order=self.document_order)
@@ -268,6 +283,28 @@ class BlockMask:
         for number in range(self.masks):
             for full, partial in self.bands(number):
                 kept[number] += full.blocks * self.block_size**2 + self.pairs_of(partial.kinds, partial.tiles).sum()
+        return kept
+
+    def pairs_between(self, number: int, queries: tuple[int, int], keys: tuple[int, int]) -> int:
+        """How many pairs a stored mask keeps of these queries and keys, first .. stop - 1."""
+        size, kept = self.block_size, 0
+
+        def overlap(first: np.ndarray, stop: np.ndarray, span: tuple[int, int]) -> np.ndarray:
+            return np.maximum(0, np.minimum(stop * size, span[1]) - np.maximum(first * size, span[0]))
+
+        for full, partial in self.bands(number):
+            kept += int((overlap(full.rows, full.rows + 1, queries) * overlap(full.first, full.stop, keys)).sum())
+            rows, cols, kinds, tiles = (numbers.astype(np.int64) for numbers in partial)
+            heights, widths = overlap(rows, rows + 1, queries), overlap(cols, cols + 1, keys)
+            whole = (heights == size) & (widths == size)
+            kept += int(self.pairs_of(kinds[whole], tiles[whole]).sum())
+            cut = np.flatnonzero(~whole & (heights > 0) & (widths > 0))
+            token = np.arange(size)
+            for low in range(0, len(cut), max(1, DENSE_CHUNK // size**2)):
+                part = cut[low : low + max(1, DENSE_CHUNK // size**2)]
+                query, key = rows[part, None] * size + token, cols[part, None] * size + token
+                exists = ((query >= queries[0]) & (query < queries[1]))[:, :, None] & ((key >= keys[0]) & (key < keys[1]))[:, None]
+                kept += int((self.tile_pairs(kinds[part], tiles[part]) & exists).sum())
         return kept
 
     @cached_property

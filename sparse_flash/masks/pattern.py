@@ -263,8 +263,8 @@ def on_arrays(pattern: Pattern, rule: str) -> Iterator[None]:
         ) from error
 
 
-def shortened(pattern: Pattern, most: int = 60) -> str:
-    """The pattern as messages name it, in up to ``most`` characters."""
+def shortened(pattern: Pattern | str, most: int = 60) -> str:
+    """The pattern, or its text, as messages name it, in up to ``most`` characters."""
     text = str(pattern)
     return text if len(text) <= most else f"{text[: most - 3]}..."
 

@@ -1,32 +1,140 @@
-"""Gathers tokens of tensors into another order, by indices that are kept on each device."""
+"""Reorders the tokens of tensors by a VideoLayout: two linear maps and their transposes, which are their gradients.
+
+    to_tiles                y[p] = x[token_at[p]]
+    to_tiles transposed     x[t] = the sum of y at all positions of token t
+    to_raster               x[t] = y[position_of[t]]
+    to_raster transposed    y[p] = x[token_at[p]], 0 at padding
+
+Nothing is scattered: the positions of a token lie at equal distances, so each map reads rows and writes each of its rows once.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
 
 from ..compat.dynamo import constant_in_graphs
+from ..compat.names import operator_name
+from ..compat.pytorch import active_modes, is_plain_eager
 from .cache import as_operations_take_them, keep_if_captured, made_apart, traceable
 from .memory import remembered
-from .pattern import Pattern, parse
+from .pattern import parse
+from .select_blocks import by_kernel
+
+_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # what sums of a dtype are made in
 
 
-def gathered(x: torch.Tensor, dim: int, layout: Pattern, name: str) -> torch.Tensor:
-    """Gathers x along ``dim`` by the layout's int64 array ``name``. Within torch.compile that array is a constant."""
+def reordered(x: torch.Tensor, dim: int, layout: Any, to: str) -> torch.Tensor:
+    """x in another order along ``dim``. layout: a VideoLayout. to: "to_tiles" or "to_raster"."""
     if torch.compiler.is_compiling():
-        (index,) = _constant_index(traceable(layout), name, x.device)
-        return x.index_select(dim, index.detach())  # an operation's result keeps its length with dynamic=True, a constant does not
-    index = _index(layout, name, x.device)
-    keep_if_captured(index, x.device)
-    return x.index_select(dim, *as_operations_take_them([index]))
+        # An operation's result keeps its length with dynamic=True, a constant does not.
+        order = [index.detach() for index in _constant_order(traceable(layout), x.device)]
+    else:
+        order = _order(layout, x.device)
+        keep_if_captured(order, x.device)
+        order = as_operations_take_them(order)
+    return _mapped(x, dim % x.dim(), order, to, False)
 
 
 @constant_in_graphs
-def _constant_index(layout: Pattern | str, name: str, device: torch.device) -> list[torch.Tensor]:
-    return [_index(parse(layout) if isinstance(layout, str) else layout, name, device)]
+def _constant_order(layout: Any, device: torch.device) -> list[torch.Tensor]:
+    return _order(parse(layout) if isinstance(layout, str) else layout, device)
 
 
 @remembered(maxsize=64)
-def _index(layout: Pattern, name: str, device: torch.device) -> torch.Tensor:
+def _order(layout: Any, device: torch.device) -> list[torch.Tensor]:
+    """[token_at, the same with -1 at padding, position_of, copies_of], int32."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f"the order of {layout} cannot be made while a CUDA graph is captured; reorder a tensor before")
-    return made_apart(lambda: torch.from_numpy(getattr(layout, name)).to(device))
+    kept = np.where(layout.exists(np.arange(layout.length)), layout.token_at, -1)
+    arrays = layout.token_at, kept, layout.position_of, layout.copies_of
+    return made_apart(lambda: [torch.from_numpy(array.astype(np.int32)).to(device) for array in arrays])
+
+
+def _mapped(x: torch.Tensor, dim: int, order: list[torch.Tensor], to: str, transposed: bool) -> torch.Tensor:
+    """One of the four maps. Differentiable."""
+    if torch.compiler.is_compiling() or active_modes() or x.is_meta:
+        return _operator(x, dim, order, to, transposed)
+    if is_plain_eager(x):
+        return _Mapped.apply(x, dim, order, to, transposed)
+    return _by_operations(x, dim, *_rows(order, to, transposed))  # function transforms and subclasses of tensors see operations
+
+
+def _rows(order: list[torch.Tensor], to: str, transposed: bool) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
+    """(index, counts and distances if the map adds up rows, whether some of the index are -1)."""
+    token_at, kept, position_of, copies = order
+    padded = len(token_at) > len(position_of)
+    if (to == "to_tiles") == transposed:
+        return position_of, copies if transposed and padded else None, False
+    return (kept, None, padded) if transposed else (token_at, None, False)
+
+
+def _map(x: torch.Tensor, dim: int, order: list[torch.Tensor], to: str, transposed: bool) -> torch.Tensor:
+    index, copies, some = _rows(order, to, transposed)
+    if by_kernel(x):
+        from ..kernels.packed.rows import SUMMED, take_rows_into
+
+        if x.element_size() <= 8 and (copies is None or x.dtype in SUMMED):
+            target = _empty(x, dim, index)
+            take_rows_into(x.resolve_conj().resolve_neg(), index, 0.0, target, dim, copies)
+            return target
+    return _by_operations(x, dim, index, copies, some)
+
+
+def _empty(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((*x.shape[:dim], index.shape[0], *x.shape[dim + 1 :]))
+
+
+def _by_operations(x: torch.Tensor, dim: int, index: torch.Tensor, copies: torch.Tensor | None, some: bool) -> torch.Tensor:
+    """The definition, in PyTorch operations."""
+    if some:
+        nothing = (index < 0).view(-1, *[1] * (x.dim() - dim - 1))
+        return x.index_select(dim, index.clamp(min=0)).masked_fill(nothing, 0)
+    taken = x.index_select(dim, index)
+    if copies is None:
+        return taken
+    total, number = taken.to(_WIDE.get(x.dtype, x.dtype)), 1
+    while len(rows := (copies[0] > number).nonzero()[:, 0]):  # few tokens have copies, and fewer have several
+        copy = x.index_select(dim, index[rows] + number * copies[1, rows])
+        total.index_add_(dim, rows, copy.to(total.dtype))
+        number += 1
+    return total.to(x.dtype)
+
+
+class _Mapped(torch.autograd.Function):
+    """The operator's autograd without its dispatch: see ``dispatch/operators``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *options: Any) -> torch.Tensor:
+        ctx.options = options
+        return _map(x, *options)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        dim, order, to, transposed = ctx.options
+        return _mapped(grad, dim, order, to, not transposed), None, None, None, None
+
+
+@torch.library.custom_op(operator_name("reorder_tokens"), mutates_args=())
+def _operator(x: torch.Tensor, dim: int, order: list[torch.Tensor], to: str, transposed: bool) -> torch.Tensor:
+    return _map(x, dim, order, to, transposed)
+
+
+@_operator.register_fake
+def _(x: torch.Tensor, dim: int, order: list[torch.Tensor], to: str, transposed: bool) -> torch.Tensor:
+    return _empty(x, dim, _rows(order, to, transposed)[0])
+
+
+def _keep_options(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, ctx.dim, order, ctx.to, ctx.transposed = inputs
+    ctx.save_for_backward(*order)
+
+
+def _gradient(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    order = list(ctx.saved_tensors)
+    return _operator(grad, ctx.dim, order, ctx.to, not ctx.transposed), None, [None] * len(order), None, None
+
+
+torch.library.register_autograd(operator_name("reorder_tokens"), _gradient, setup_context=_keep_options)

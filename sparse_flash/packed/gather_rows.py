@@ -22,7 +22,7 @@ def take_rows(x: torch.Tensor, index: torch.Tensor, reverse: torch.Tensor, fill:
 
 def _take_rows(x, index, fill, heads_first) -> torch.Tensor:
     if by_kernels(x.device):
-        from ..kernels.packed.repack import take_rows_into
+        from ..kernels.packed.rows import take_rows_into
 
         target = _empty_rows(x, len(index), heads_first)
         with current_device(x.device):

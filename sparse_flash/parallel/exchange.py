@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 
 from .. import backends
+from ..compat.flop_counter import flop_formula
 from ..compat.names import operator_name
+from ..dispatch.flops import backward_flops, forward_flops, have_values, kept_pairs, pairs_of_heads
 from ..dispatch.operators import refuse_second_derivatives, upstream
 from ..variant.variant import Variant
 from .calls import PartialAttention, RowResults, add, merge
@@ -205,6 +207,27 @@ def _gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _
     q, k, v, *saved = ctx.saved_tensors
     _, out, lse, *_ = saved
     return *_backward(*upstream(dout, dlse, out, lse), q, k, v, *saved, *ctx.options), *(None,) * (4 + len(ctx.options))
+
+
+def _pairs(q: torch.Tensor, k: torch.Tensor, handle: torch.Tensor, forward: bool) -> int:
+    """How many pairs a pass attends on this rank."""
+    if not have_values(handle):
+        return kept_pairs(q, k, None)
+    route = Route.behind(handle)
+    calls = route.forward if forward else route.backward
+    parts = [calls.mask] if isinstance(calls, OneCall) else [calls.near, calls.far]
+    shared = None if route.shared is None else route.shared.mask
+    return sum(pairs_of_heads(part.mask, q.shape[0], q.shape[1]) for part in (*parts, shared) if part is not None)
+
+
+@flop_formula("context_attention")
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, columns: torch.Tensor, handle: torch.Tensor, *_: Any, **__: Any) -> int:
+    return forward_flops(q.shape[3], v.shape[3]) * _pairs(q, k, handle, forward=True)
+
+
+@flop_formula("context_attention_backward")
+def _(dout: object, dlse: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *saved: Any, **_: Any) -> int:
+    return backward_flops(q.shape[3], v.shape[3]) * _pairs(q, k, saved[3], forward=False)  # after buffer, out and lse
 
 
 _attention_of_blocks.register_autograd(_gradients, setup_context=_keep)

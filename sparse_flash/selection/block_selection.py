@@ -161,8 +161,7 @@ class BlockSelection:
     @property
     def density(self) -> float:
         """Kept pairs / all pairs, averaged over batch and heads; 0 of no sequence."""
-        kept = sum(int(self.kept_pairs(head, batch).sum()) for batch in range(self.batch) for head in range(self.heads))
-        return kept / (max(1, self.batch) * self.heads * self.q_len * self.kv_len)
+        return pairs_of_heads(self, self.heads) / (max(1, self.batch) * self.heads * self.q_len * self.kv_len)
 
     def to(self, device: Device) -> BlockSelection:
         """The same selection on another device (itself if already there)."""
@@ -264,6 +263,13 @@ class BlockSelection:
             f"BlockSelection(q_len={self.q_len}, kv_len={self.kv_len}, block_size={self.block_size}, every={self.every}, "
             f"own={self.own}, {always}picks={tuple(self.picks.shape)}, device={str(self.device)!r})"
         )
+
+
+def pairs_of_heads(selection: BlockSelection, heads: int) -> int:
+    """How many pairs a selection keeps, over batch and query heads."""
+    entries, picking = range(selection.batch), range(selection.heads)
+    kept = sum(int(selection.kept_pairs(head, batch).sum()) for batch in entries for head in picking)
+    return kept * (heads // selection.heads)
 
 
 def checked_sharing(every: object) -> int:

@@ -10,8 +10,10 @@ import torch
 from ..backends import Call, cache_capacity, check_read_pages, empty_out, hopper
 from ..backends import triton as triton_backend
 from ..backends.torch import own_precision
+from ..compat.flop_counter import flop_formula
 from ..compat.names import operator_name
 from ..compat.pytorch import is_plain_eager
+from ..dispatch.flops import forward_flops, have_values
 from ..kernels.common.layout import restored_out, unbroken
 from ..kernels.common.streams import current_device
 from .block_selection import BlockSelection
@@ -40,15 +42,13 @@ def decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of a back end that supports the call, see ``backends``. selection: without ``always``."""
     picks, every = selection.picks, selection.every
-    if backend != "torch":
-        call = q, k, v, picks, selection.block_size, every, kv_lens, block_table, scale
-        return _by_kernel(*call) if is_plain_eager(q, k, v) else _operator(*call)
-    if every > 1:
-        picks = picks.repeat_interleave(every, 2)[:, :, : selection.q_len]
-    return by_operations(q, k, v, picks, selection.block_size, kv_lens, block_table, scale)
+    by_kernel = backend != "torch"
+    # torch.compile looks into operations, but not into a kernel.
+    whole = not is_plain_eager(q, k, v) and (by_kernel or not torch.compiler.is_compiling())
+    return (_operator if whole else _decoded)(q, k, v, picks, selection.block_size, every, kv_lens, block_table, scale, by_kernel)
 
 
-def _by_kernel(
+def _decoded(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -58,7 +58,10 @@ def _by_kernel(
     kv_lens: torch.Tensor | None,
     block_table: torch.Tensor | None,
     scale: float,
+    by_kernel: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if not by_kernel:
+        return by_operations(q, k, v, _of_queries(picks, every, q.shape[2]), block_size, kv_lens, block_table, scale)
     from ..kernels.selection.decode import selection_decode
 
     kv_lens, block_table = (t if t is None else t.contiguous() for t in (kv_lens, block_table))
@@ -68,13 +71,37 @@ def _by_kernel(
     return restored_out(out, ready, q, v), lse
 
 
-# torch.compile does not look inside.
-_operator = torch.library.custom_op(operator_name("selected_attention_decode"), _by_kernel, mutates_args=())
+_operator = torch.library.custom_op(operator_name("selected_attention_decode"), _decoded, mutates_args=())
 
 
 @_operator.register_fake
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+@flop_formula("selected_attention_decode")
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    picks: torch.Tensor,
+    block_size: int,
+    every: int,
+    kv_lens: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    *_: object,
+    **__: object,
+) -> int:
+    picks, group = _of_queries(picks, every, q.shape[2]), q.shape[1] // picks.shape[1]
+    if not have_values(picks, kv_lens):
+        return forward_flops(q.shape[3], v.shape[3]) * picks.numel() * block_size * group
+    before = positions(q, cache_capacity(k, block_table), kv_lens)[:, None, :, None] + 1 - picks.long() * block_size
+    pairs = before.clamp(0, block_size).masked_fill(picks < 0, 0).sum()
+    return forward_flops(q.shape[3], v.shape[3]) * int(pairs) * group
+
+
+def _of_queries(picks: torch.Tensor, every: int, q_len: int) -> torch.Tensor:
+    return picks if every == 1 else picks.repeat_interleave(every, 2)[:, :, :q_len]
 
 
 def by_operations(

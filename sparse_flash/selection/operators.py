@@ -24,12 +24,14 @@ import torch
 from torch.library import CustomOpDef
 
 from .. import backends
+from ..compat.flop_counter import flop_formula
 from ..compat.names import operator_name
 from ..dispatch import observers
+from ..dispatch.flops import backward_flops, forward_flops, have_values
 from ..dispatch.operators import of_nothing, refuse_batched, refuse_second_derivatives, refuse_transforms, upstream
 from ..masks.block_mask import BlockMask
 from . import by_definition, by_hopper_kernels, by_kernels, by_operations
-from .block_selection import BlockSelection
+from .block_selection import BlockSelection, pairs_of_heads
 
 _Packed: TypeAlias = tuple[torch.Tensor, list[torch.Tensor], int, int, int, bool]
 _Call: TypeAlias = tuple[torch.Tensor, list[torch.Tensor], int, int, int, bool, float | None, str]
@@ -87,16 +89,21 @@ def _operator(name: str, tensors: str, results: str) -> Callable[[Callable[..., 
 
 def _prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: *_Call) -> tuple[ModuleType, BlockSelection, float]:
     """(back end, selection, scale) of a call; the same for both passes."""
-    picks, tables, tables_block, block_size, every, own, scale, backend = call
-    q_len, kv_len = q.shape[2], k.shape[2]
-    always = BlockMask.from_tensors(q_len, kv_len, tables_block, tables) if tables_block else None
-    selection = BlockSelection(picks, q_len, kv_len, block_size, every, own, always)
+    *_, scale, backend = call
+    selection = _selection(q, k, *call)
 
     def supports(name: str, call: backends.Call) -> str | None:
         return BACKENDS[name].supports(call, selection) if name in BACKENDS else "it does not take a BlockSelection"
 
     name = backends.choose_backend(backend, backends.Call.of(q, k, v, selection.block_size), supports)
     return BACKENDS[name], selection, q.shape[3] ** -0.5 if scale is None else scale
+
+
+def _selection(q: torch.Tensor, k: torch.Tensor, *call: *_Call) -> BlockSelection:
+    picks, tables, tables_block, block_size, every, own, _, _ = call
+    q_len, kv_len = q.shape[2], k.shape[2]
+    always = BlockMask.from_tensors(q_len, kv_len, tables_block, tables) if tables_block else None
+    return BlockSelection(picks, q_len, kv_len, block_size, every, own, always)
 
 
 @_operator("selected_attention", "Tensor q, Tensor k, Tensor v", "(Tensor, Tensor)")
@@ -191,6 +198,33 @@ def _gradients_of_block_lse(ctx: Any, dblock_lse: torch.Tensor | None) -> tuple[
         return None, None, *none
     refuse_batched(dblock_lse)
     return *_block_lse_backward(dblock_lse, q, k, result, picks, tables, *ctx.options), *none
+
+
+def _pairs(q: torch.Tensor, k: torch.Tensor, *call: *_Call) -> int:
+    picks, _, _, block_size, every, *_ = call
+    if not have_values(picks):
+        return q.shape[1] // picks.shape[1] * picks.numel() * every * block_size
+    return pairs_of_heads(_selection(q, k, *call), q.shape[1])
+
+
+@flop_formula("selected_attention")
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: *_Call, **_: object) -> int:
+    return forward_flops(q.shape[3], v.shape[3]) * _pairs(q, k, *call)
+
+
+@flop_formula("selected_attention_backward")
+def _(dout: object, dlse: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any, **_: object) -> int:
+    return backward_flops(q.shape[3], v.shape[3]) * _pairs(q, k, *call[2:])  # after out and lse
+
+
+@flop_formula("picked_block_lse")
+def _(q: torch.Tensor, k: torch.Tensor, *call: *_Call, **_: object) -> int:
+    return 2 * q.shape[3] * _pairs(q, k, *call)  # scores
+
+
+@flop_formula("picked_block_lse_backward")
+def _(dblock_lse: object, q: torch.Tensor, k: torch.Tensor, block_lse: object, *call: Any, **_: object) -> int:
+    return 6 * q.shape[3] * _pairs(q, k, *call)  # scores again, dq, dk
 
 
 torch.library.register_autograd(operator_name("selected_attention"), _gradients, setup_context=_keep_call)

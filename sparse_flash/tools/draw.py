@@ -7,23 +7,23 @@ Cells come from the lookup table, so a picture of a million tokens costs no more
 from __future__ import annotations
 
 import io
-import os
 import shutil
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import numpy as np
 
 from ..masks.block_mask import BlockMask
 from ..masks.grid import checked_index
 from ..selection.block_selection import BlockSelection
+from .interactive import Page, page_of
+from .paths import FORMATS, PAGE, checked_path
 from .subject import subject
 
-FORMATS = (".png", ".svg")
 _MOST_DENSE_PAIRS = 1 << 24  # masks of up to this many pairs are drawn from their tokens
 _SHADES = {True: "·░▒▓█", False: ".-+*#"}  # empty, up to a third, two thirds, all but all, all
 _TITLE_WIDTH, _SMALL_TITLE_WIDTH, _TITLE_LINES = 76, 44, 4  # characters of a line that fits its picture, and lines
@@ -61,6 +61,7 @@ class Drawing:
         return image.getvalue()
 
 
+@overload
 def draw(
     mask,
     path: str | Path | None = None,
@@ -70,23 +71,72 @@ def draw(
     block_size: int | None = None,
     level: str = "auto",
     title: str | None = None,
-) -> Drawing:
+    interactive: Literal[False] = False,
+) -> Drawing: ...
+
+
+@overload
+def draw(
+    mask,
+    path: str | Path | None = None,
+    *,
+    q_len: int | None = None,
+    kv_len: int | None = None,
+    block_size: int | None = None,
+    title: str | None = None,
+    interactive: Literal[True],
+    heads: Sequence[int] | None = None,
+    batch: int = 0,
+) -> Page: ...
+
+
+def draw(
+    mask,
+    path: str | Path | None = None,
+    *,
+    q_len: int | None = None,
+    kv_len: int | None = None,
+    block_size: int | None = None,
+    level: str = "auto",
+    title: str | None = None,
+    interactive: bool = False,
+    heads: Sequence[int] | None = None,
+    batch: int = 0,
+) -> Drawing | Page:
     """A picture of a mask, queries downwards and keys to the right; ``print`` it, or view it in a notebook.
 
     mask: a BlockMask of one mask or a BlockSelection of one head (``mask.select(head)`` of several), a Pattern or its spec text.
-    path: a .png or .svg file to write.
+    path: a .png or .svg file to write; a .html file if interactive.
     q_len, kv_len, block_size: lengths for compiling a pattern, in tokens; as many as the pattern names or 4096, q_len and 128 by
     default. A BlockMask has its own.
     level: "tokens" or "blocks", the finest cell size; "auto" uses tokens if they all fit the picture.
     title: the pattern's spec text by default.
+    interactive: return a ``Page`` instead, which zooms from the whole mask to single tokens and needs no server. It takes a
+    BlockMask or pattern of several heads and shows them side by side. heads, batch: which of them; all heads of the first batch
+    entry by default.
 
-    Raises ValueError for another file type, for masks or patterns that differ between heads, and for more tokens
-    than can be drawn one by one.
+    Raises ValueError for another file type, for masks or patterns that differ between heads unless interactive, and for more tokens
+    than can be drawn one by one. If interactive, ValueError for a BlockSelection and for a mask that is too large for a page, and
+    IndexError for heads or a batch entry that do not exist.
     """
     if path is not None:
-        checked_path(path)
-    mask, text = subject(mask, q_len, kv_len, block_size, DEFAULT_LEN)
-    drawing = Drawing(mask, text if title is None else title, level)
+        path = checked_path(path, [PAGE] if interactive else (*FORMATS, PAGE))
+        if path.suffix.lower() == PAGE and not interactive:
+            raise ValueError(f"a {PAGE} file must come with interactive=True; got {str(path)!r}; add it, or name a .png file")
+    if not interactive and (heads is not None or batch != 0):
+        raise ValueError("heads and batch must come with interactive=True; a picture shows one mask; pass mask.select(head, batch)")
+    if interactive and level != "auto":
+        raise ValueError(f"level must be 'auto' for an interactive picture, which shows all levels; got {level!r}; leave it out")
+    mask, text = subject(mask, q_len, kv_len, block_size, DEFAULT_LEN, one_head=not interactive)
+    title = text if title is None else title
+    if interactive:
+        if isinstance(mask, BlockSelection):
+            raise ValueError("an interactive picture must be of a BlockMask; got a BlockSelection; leave out interactive")
+        page = page_of(mask, title, heads, batch)
+        if path is not None:
+            page.save(path)
+        return page
+    drawing = Drawing(mask, title, level)
     cells(mask, 1, 1, level)  # raises now if something is wrong
     if path is not None:
         drawing.save(path)
@@ -343,18 +393,6 @@ def thumbnail(mask: BlockMask, most_cells: int = 64) -> bytes:
     image = io.BytesIO()
     imsave(image, _rgb(cells(mask, most_cells, most_cells).shares), format="png")
     return image.getvalue()
-
-
-def checked_path(path: str | Path) -> Path:
-    """The path, if files with its extension can be written. Raises TypeError or ValueError otherwise."""
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"path must be the name of a picture to write; got {path!r}; lengths are q_len= and kv_len=")
-    path = Path(path)
-    if path.suffix.lower() not in FORMATS:
-        raise ValueError(
-            f"a picture must be a {' or '.join(FORMATS)} file; got {str(path)!r}; try {str(path.with_suffix('.png'))!r}"
-        )
-    return path
 
 
 def _wrapped(title: str, width: int, most: int) -> list[str]:

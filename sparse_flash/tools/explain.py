@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ..backends import hopper, triton
+from ..dispatch.flops import forward_flops
 from ..kernels.common.config import padded_head_dim
 from ..kernels.hopper.configs import backward_config
 from ..masks.block_mask import BlockMask
@@ -256,7 +257,7 @@ def explain(
     rival_blocks = _causal_blocks(grid) if causal else blocks
     empty_queries, empty_keys = _empty_tokens(mask, full, partial)
     sizes = batch * heads, head_dim + v_head_dim, dtype.itemsize
-    flops = 2 * batch * heads * (head_dim + v_head_dim)  # of a pair
+    flops = batch * heads * forward_flops(head_dim, v_head_dim)  # of a pair
     return Explanation(
         pattern=pattern,
         call=_in_words(grid, dtype, batch, heads, kv_heads, head_dim, v_head_dim),

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..selection.block_selection import BlockSelection
+from ..dispatch.flops import forward_flops
+from ..selection.block_selection import BlockSelection, pairs_of_heads
 from .figures import explanation_text, flops_text, size_text, times
 
 TILES = (4, 16, 64)  # queries
@@ -91,8 +92,7 @@ def explain_selection(
     counts = torch.stack([torch.bincount(line[line >= 0], minlength=selection.kv_blocks) for line in lines])
     position = torch.arange(selection.q_len, device="cpu") + selection.offset
     causal = int((position + 1).clamp(min=0).sum())
-    density = selection.density
-    flops = 2 * batch * heads * (head_dim + v_head_dim)
+    density, flops = selection.density, forward_flops(head_dim, v_head_dim)
     shared = "" if selection.every == 1 else f" for {selection.every} queries"
     lengths = f"{selection.q_len:,} queries x {selection.kv_len:,} keys, blocks of {selection.block_size} picked{shared}"
     return SelectionExplanation(
@@ -106,8 +106,8 @@ def explain_selection(
         unions={tile: _union(lines, tile // selection.every) for tile in TILES if 2 <= tile // selection.every <= groups},
         most_picked=int(counts.max()),
         mean_picked=float(counts.double().mean()),
-        flops=int(flops * density * selection.q_len * selection.kv_len),
-        dense_flops=flops * causal,
+        flops=flops * pairs_of_heads(selection, heads),
+        dense_flops=flops * batch * heads * causal,
         table_bytes=selection.nbytes,
     )
 

@@ -2,13 +2,16 @@
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
 import torch.nn.functional as F
+from changed import other_sinks
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparse_flash as sf
+from sparse_flash.masks.meaning import digest_of
 
 TOKENS, DIM = 150, 48
 
@@ -160,12 +163,114 @@ def test_a_mask_of_a_wrong_type_is_refused_when_it_is_set():
 
 
 def test_a_layer_survives_saving_and_moves_between_dtypes():
-    attn, other = layer(), layer(mask="causal")
+    attn, other = layer(), layer()
+    torch.nn.init.normal_(other.q_proj.weight)
     other.load_state_dict(attn.state_dict())
-    other.mask = attn.mask
     assert torch.equal(attn(inputs()), other(inputs()))
     assert attn.to(torch.bfloat16)(inputs().bfloat16()).dtype == torch.bfloat16
     assert attn.new_cache(1, 4).keys.dtype == torch.bfloat16
+
+
+SPEC = "causal & (sinks(2) | local(20))"
+TEXTLESS = {
+    "a function": {"mask": sf.causal() & sf.from_mask_fn(lambda q, kv: (q - kv) % 3 == 0)},
+    "a table": {"mask": sf.compile_mask("causal & local(3)", TOKENS)},
+    "a selection": {"mask": "causal", "select": {"keep": 2, "block_size": 16}},
+}
+
+
+def test_a_saved_mask_is_its_text_and_a_digest_and_goes_through_safetensors():
+    save, load = (getattr(pytest.importorskip("safetensors.torch"), name) for name in ("save", "load"))
+    model = torch.nn.Sequential(layer(), layer(mask=None), *(layer(**options) for options in TEXTLESS.values()))
+    state = load(save(model.half().state_dict()))
+    specs = {name: bytes(value.tolist()).decode() for name, value in state.items() if name.endswith("mask_spec")}
+    assert specs == {"0.mask_spec": f"{SPEC}\n{digest_of(SPEC)}", "1.mask_spec": f"full\n{digest_of('full')}"}
+    for saved in (state, {name: value.bfloat16() for name, value in state.items()}):
+        assert str(model.load_state_dict(saved)) == "<All keys matched successfully>"
+
+
+def test_a_mask_that_means_something_else_than_when_it_was_saved_is_an_error_at_loading():
+    model = torch.nn.Sequential(layer(), layer(mask="causal"))
+    state = model.state_dict()
+    with other_sinks():
+        said = (
+            r"0.mask_spec: the mask '.*sinks\(2\).*' means something else than when it was saved: .*; or remove '0.mask_spec' from"
+        )
+        with pytest.raises(RuntimeError, match=said) as raised:
+            model.load_state_dict(state)
+        assert "1.mask_spec" not in str(raised.value)
+        del state["0.mask_spec"]
+        model.load_state_dict(state)
+        assert model.state_dict()["0.mask_spec"].tolist()[-12:] == list(digest_of(SPEC).encode())
+
+
+@pytest.mark.parametrize("here, there", [(SPEC, "causal"), (None, SPEC), ("causal", None), (SPEC, "causal & windmill(3)")])
+def test_a_layer_under_another_mask_than_the_saved_one_is_an_error_that_names_both(here, there):
+    attn, state = layer(mask=here), layer().state_dict()
+    state["mask_spec"] = torch.tensor(list(f"{there or 'full'}\n123".encode()), dtype=torch.uint8)
+    said = f"mask_spec: the layer's mask must be the one of the checkpoint, '{there or 'full'}'; got '{here or 'full'}'; make the"
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match=re.escape(said)):
+            attn.load_state_dict(state, strict=strict)
+    del state["mask_spec"]
+    assert str(attn.load_state_dict(state)) == "<All keys matched successfully>"
+
+
+@pytest.mark.parametrize("name", TEXTLESS)
+def test_a_mask_without_text_is_neither_saved_nor_compared(name):
+    attn = layer(**TEXTLESS[name])
+    assert "mask_spec" not in attn.state_dict()
+    attn.load_state_dict(layer().state_dict())
+    layer().load_state_dict(attn.state_dict())
+
+
+def test_text_in_another_order_and_a_rule_without_a_digest_load():
+    attn, state = layer(), layer().state_dict()
+    state["mask_spec"] = torch.tensor(list(b"(local(20) | sinks(2)) & causal\n"), dtype=torch.uint8)
+    attn.load_state_dict(state)
+
+
+def test_a_layer_made_without_memory_saves_its_mask_and_loads():
+    saved = layer().state_dict()
+    with torch.device("meta"):
+        one, *others = layer(), layer(), layer()
+    one.to_empty(device="cpu").mask_spec.zero_()
+    assert torch.equal(one.state_dict()["mask_spec"], saved["mask_spec"])
+    for other, state in zip(others, (saved, {name: x for name, x in saved.items() if name != "mask_spec"}), strict=True):
+        other.load_state_dict(state, assign=True)
+        assert torch.equal(other.to("cpu").mask_spec, saved["mask_spec"])
+        assert torch.equal(other(inputs()), layer()(inputs()))
+
+
+@pytest.fixture
+def one_rank():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"full_state_dict": True}, {"full_state_dict": True, "broadcast_from_rank0": True}], ids=str
+)
+def test_sharded_layers_keep_their_mask_and_check_it(options, one_rank, tmp_path):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict as states
+    from torch.distributed.fsdp import fully_shard
+
+    def made():
+        return fully_shard(torch.nn.Sequential(fully_shard(layer(), mesh=one_rank)), mesh=one_rank)
+
+    one, other, options = made(), made(), states.StateDictOptions(**options)
+    with torch.no_grad():
+        one[0].q_proj.weight.mul_(2)
+    dcp.save(states.get_model_state_dict(one, options=options), checkpoint_id=tmp_path)
+    state = states.get_model_state_dict(other, options=options)
+    state["0.mask_spec"].zero_()
+    dcp.load(state, checkpoint_id=tmp_path)
+    states.set_model_state_dict(other, dict(state), options=options)
+    assert torch.equal(one(inputs()), other(inputs())) and state["0.mask_spec"].dtype == torch.uint8
+    with other_sinks(), pytest.raises(RuntimeError, match="means something else than when it was saved"):
+        states.set_model_state_dict(other, dict(state), options=options)
 
 
 def test_weights_are_dropped_out_in_training_alone():
@@ -230,3 +335,33 @@ def test_inputs_and_caches_that_do_not_fit_are_refused():
     for sizes, message in (((1, 0), "length .*; got 0"), ((1.5, 9), r"batch .*; got 1\.5"), (("1", 9), "batch .*; got '1'")):
         with pytest.raises(ValueError, match=message.replace(".*", "must be an integer of at least 1")):
             attn.new_cache(*sizes)
+
+
+def test_a_layers_tables_follow_it_to_a_device_and_are_never_cast():
+    mask = sf.compile_mask("causal & local(20)", TOKENS, block_size=32)
+    attn, other = (layer(mask=mask) for _ in range(2))
+    choosing = sf.SparseAttention(
+        DIM, 4, select={"keep": 2, "block_size": 16, "always": sf.compile_mask("sinks(4)", TOKENS, block_size=16)}
+    )
+    before = attn(inputs())
+    for cast in (attn.half, attn.bfloat16, attn.float, attn.cpu, lambda: attn.to("cpu", torch.float32)):
+        cast()
+        assert attn.mask is mask
+    assert all(name.endswith("_proj.weight") for name in attn.state_dict())
+    twin = copy.deepcopy(attn)
+    assert twin.mask.equal(mask) and not twin.mask.mask_index.is_meta
+    torch.testing.assert_close(twin(inputs()), before, rtol=1e-2, atol=1e-2)
+    for module in (attn, other, choosing):
+        module.to("meta")
+    assert {t.device.type for t in (*attn.mask.tensors(), *choosing.select.always.tensors())} == {"meta"}
+    assert [t.dtype for t in attn.mask.tensors()] == [t.dtype for t in mask.tensors()]
+    assert attn.mask is other.mask, "layers that share a table share its copy"
+    assert attn(inputs().to("meta")).shape == before.shape and not mask.mask_index.is_meta
+
+
+def test_a_layer_made_without_memory_takes_its_tables_along():
+    with torch.device("meta"):
+        attn = sf.SparseAttention(DIM, 4)
+    attn.mask = sf.compile_mask("causal", TOKENS)
+    attn.to_empty(device="cpu").load_state_dict(layer().state_dict())
+    torch.testing.assert_close(attn(inputs()), layer(mask="causal")(inputs()))

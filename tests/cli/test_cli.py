@@ -64,7 +64,7 @@ def test_a_bad_spec_is_one_message_with_a_caret(command):
     "arguments, message",
     [
         (("show", "causal", "--block-size", "100"), "block_size"),
-        (("show", "causal", "--out", "mask.gif"), ".png or .svg"),
+        (("show", "causal", "--out", "mask.gif"), ".png, .svg or .html"),
         (("show", "causal", "--level", "rows"), "level must be"),
         (("show", "local(9)", "--level", "tokens", "-n", "100000"), "too many to draw"),
         (("explain", "causal", "--q-len", "0"), "q_len"),

@@ -16,6 +16,7 @@ from pool import DEVICE
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 import sparse_flash as sf
 from sparse_flash.parallel import assignment, exchange, explanation, routes
@@ -109,6 +110,19 @@ def of_a_plan(plan, name: str, attend=None, dtype: torch.dtype = torch.float32, 
     found = results(attend, *mine)
     assert not any(found[which][:, :, ~plan.exists].any() for which in (0, 2, 3, 4)), "padding has results"
     return [plan.unshard(t, 2) for t in found]
+
+
+def counted(name: str, strategy: str, **options) -> tuple[int, int]:
+    """What FlopCounterMode counts of a plan's passes, over all ranks."""
+    plan = plan_of(name, strategy, **options)
+    q, k, v = (plan.shard(t, 2).requires_grad_() for t in inputs(name)[:3])
+    with FlopCounterMode(display=False) as forward:
+        out = plan.attention(q, k, v)
+    with FlopCounterMode(display=False) as backward:
+        out.sum().backward()
+    totals = torch.tensor([forward.get_total_flops(), backward.get_total_flops()], device=DEVICE)
+    dist.all_reduce(totals)
+    return tuple(totals.tolist())
 
 
 def difference(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:

@@ -270,7 +270,7 @@ def test_a_drawing_is_text_where_it_is_printed_and_an_image_in_a_notebook(tmp_pa
 
 
 def test_what_cannot_be_drawn_is_refused_with_the_way_out(tmp_path):
-    with pytest.raises(ValueError, match=r"\.png or \.svg"):
+    with pytest.raises(ValueError, match=r"\.png, \.svg or \.html"):
         sf.draw("causal", tmp_path / "mask.gif")
     with pytest.raises(ValueError, match="q_len must come with a pattern to compile; got a mask of 64 x 64 tokens; leave them out"):
         sf.draw(sf.compile_mask("causal", 64), q_len=128)

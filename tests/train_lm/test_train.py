@@ -16,7 +16,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from changed import other_sinks
 from tiny_lm import ON_CPU, SETTINGS, SHAPE
+from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 from examples.train_lm import checkpoint, data, memory
@@ -25,8 +27,9 @@ from examples.train_lm.cost import at
 from examples.train_lm.data import Tokens
 from examples.train_lm.evaluate import by_position, loaded, losses
 from examples.train_lm.export import export
-from examples.train_lm.settings import PRESETS, Settings, checked, every_nth_dense
+from examples.train_lm.settings import PRESETS, SDPA, Settings, checked, every_nth_dense
 from examples.train_lm.train import NotFinite
+from sparse_flash.masks.meaning import digest_of
 from sparse_flash.tools.shadow_check import CheckError
 
 ROOT = Path(__file__).parents[2]
@@ -172,6 +175,22 @@ def test_a_checkpoint_of_another_run_is_refused_and_says_what_differs(run):
     (one.folder / "step-0000001" / "run.json").write_text("{}")
     with pytest.raises(ValueError, match="is no checkpoint of this program"):
         run()
+
+
+def test_a_checkpoint_whose_mask_means_something_else_now_is_refused_wherever_it_is_read(run):
+    one = run(masks=(*SETTINGS.masks, SDPA, "topk_blocks(2, block=16) | sinks(2)"))
+    one.step()
+    path = one.save()
+    record = json.loads((path / "run.json").read_text())
+    assert record["digests"] == {mask: digest_of(mask) for mask in SETTINGS.masks}
+    with other_sinks():
+        said = r"step-0000001: the mask '.*sinks\(4\).*' means something else than when it was saved: .*; or remove its digest from"
+        for read in (lambda: run(masks=one.settings.masks), lambda: run("other", start=path), lambda: loaded(path, ON_CPU.device)):
+            with pytest.raises(ValueError, match=said):
+                read()
+        del record["digests"]  # as those of earlier versions
+        (path / "run.json").write_text(json.dumps(record))
+        assert run(masks=one.settings.masks).progress.step == 1 and loaded(path, ON_CPU.device)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_says_where(run):
@@ -412,6 +431,21 @@ def test_utilization_counts_products_of_parameters_and_of_kept_pairs():
     from examples.train_lm.model import Decoder
 
     assert sum(p.numel() for p in Decoder(one).parameters()) == one.shape.parameters
+
+
+@pytest.mark.parametrize("masks", [("causal", "causal & local(16)"), SETTINGS.masks])
+def test_pytorchs_counter_counts_the_attention_of_a_step_that_utilization_counts_and_scores_again(masks):
+    from examples.train_lm.model import Decoder
+
+    one = Settings(SHAPE, masks=masks, length=64, step_tokens=128, micro_tokens=128, chunk=64, compiled=False)
+    tokens = torch.randint(300, (2, 64), generator=torch.Generator().manual_seed(0))
+    with FlopCounterMode(display=False) as counter:
+        Decoder(one)(tokens, tokens).backward()
+    counts = {str(name): count for name, count in counter.get_flop_counts()["Global"].items()}
+    attention = counts.pop("sparse_flash.attention") + counts.pop("sparse_flash.attention_backward")
+    of_parameters = 6 * (SHAPE.parameters - SHAPE.vocabulary * SHAPE.dim) * 128
+    # Of seven products of a pair, utilization leaves out the scores that the backward pass computes again.
+    assert 6 / 7 * attention == pytest.approx(memory.step_flop(one, 64) - of_parameters)
 
 
 def test_every_nth_layer_is_dense():

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...masks.meaning import changed, digest_of
 from ...masks.pattern import Pattern, parse, text_of
 from .by_content import PromptChoice, check_counts
 from .choice import OWN
@@ -18,7 +19,7 @@ from .layers import pretrained
 KEY = "sparse_flash"  # in a model's config
 _IMPLEMENTATION = "attn_implementation"  # beside it, if a user set it: Transformers then loads the model under that name
 _FORMAT = 1
-_FIELDS = ("format", "layers", "dense_below", "dense_last", "bidirectional", "made_by")
+_FIELDS = ("format", "layers", "dense_below", "dense_last", "bidirectional", "digests", "made_by")
 
 
 class SavedMasks(NamedTuple):
@@ -61,7 +62,9 @@ def _read(record: object, name: str, numbers: list[int]) -> SavedMasks:
         )
     if unknown := sorted(set(record) - set(_FIELDS)):
         raise ValueError(f"{name} must have no fields but {', '.join(_FIELDS)}; got {', '.join(unknown)}")
-    layers = {}
+    layers, digests = {}, record.get("digests", {})
+    if not isinstance(digests, dict):
+        raise ValueError(f"{name}: digests must be by spec text, as write_masks makes them; got {digests!r}; remove them")
     for number, text in record["layers"].items():
         try:
             layers[int(number)] = text if text == OWN else parse(text).to_spec()
@@ -70,6 +73,8 @@ def _read(record: object, name: str, numbers: list[int]) -> SavedMasks:
                 f"{name}: layer {number!r} must have a number and a spec; got {text!r}: {error}; if a package of your own "
                 "registers the pattern, import or install it first"
             ) from None
+        if text in digests and (problem := changed(text, digests[text])) is not None:
+            raise ValueError(f"{name}: layer {number!r}: {problem}; or remove its digest, to take the text for what it means now")
     if set(layers) != set(numbers):
         missing, others = sorted(set(numbers) - set(layers)), sorted(set(layers) - set(numbers))
         raise ValueError(
@@ -129,5 +134,8 @@ def _record_of(masks: Mapping[int, Any], settings: dict[str, Any]) -> dict[str, 
     if not all(isinstance(mask, (str, Pattern)) for mask in given.values()):
         return None
     layers = {number: mask if mask == OWN else text_of(mask) for number, mask in given.items()}
-    settings = {name: value for name, value in settings.items() if value is not None}
-    return None if None in layers.values() else {"format": _FORMAT, "layers": layers, **settings}
+    if None in layers.values():
+        return None
+    digests = {text: digest for text in layers.values() if text and text != OWN and (digest := digest_of(text))}
+    settings = {name: value for name, value in (*settings.items(), ("digests", digests or None)) if value is not None}
+    return {"format": _FORMAT, "layers": layers, **settings}

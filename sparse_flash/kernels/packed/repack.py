@@ -1,5 +1,4 @@
-"""Packed documents: row moves between the packed axis and an axis of whole blocks, and the table of the latter, assembled from the
-table of one long document.
+"""Packed documents on an axis of whole blocks: where their rows are moved, and the table, assembled from that of one long document.
 
     1. lay_out      where each document starts and ends on both axes                        one program
     2. find_rows    which entries of the long document's table each block row keeps         one program per block row
@@ -17,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch.launch import integers_specialized, launch
+from ..launch.launch import launch
 
 # Fields of a document: first token and length of its queries and keys, and the first block of each. A last column holds the ends.
 Q_START = tl.constexpr(0)
@@ -430,38 +429,6 @@ def fill_rows_kernel(
                 )
 
 
-@triton.jit(do_not_specialize=["rows", "heads"])
-def take_rows_kernel(
-    source,
-    target,
-    index,
-    rows,
-    heads,
-    dim,
-    source_row,
-    source_head,
-    source_dim,
-    target_row,
-    target_head,
-    ROWS: tl.constexpr,
-    DIM: tl.constexpr,
-    FILL: tl.constexpr,
-):
-    """One program for ROWS rows of a head; the programs of all heads for the same rows are adjacent."""
-    head = tl.program_id(0) % heads
-    row = tl.program_id(0) // heads * ROWS + tl.arange(0, ROWS)
-    taken = tl.load(index + row, mask=row < rows, other=-1)
-    column = tl.arange(0, DIM)[None, :]
-    head = head.to(tl.int64)
-    values = tl.load(
-        source + head * source_head + taken.to(tl.int64)[:, None] * source_row + column * source_dim,
-        mask=(taken >= 0)[:, None] & (column < dim),
-        other=FILL,
-    )
-    place = target + head * target_head + row.to(tl.int64)[:, None] * target_row + column
-    tl.store(place, values, mask=(row < rows)[:, None] & (column < dim))
-
-
 def lay_out(q_cu_seqlens, k_cu_seqlens, q_tokens: int, k_tokens: int, q_longest: int, k_longest: int, block: int, same: bool):
     """(DOCUMENT_FIELDS, documents + 1) int32: see the top of this module."""
     documents = len(q_cu_seqlens) - 1
@@ -500,16 +467,3 @@ def fill_rows(layout, records, table, tiles, new_tiles, shared: SharedBlocks, en
     constants = {"BLOCK": block, "CHUNK": 128, "ROWS": ROWS_TOGETHER, "QUERIES": queries, "SHARED": shared.longest > 0}
     launch(fill_rows_kernel, (rows, 1), arguments, constants, {"num_warps": 1})
     return row_ptr, row_split, row_order, col_idx, tile_idx
-
-
-def take_rows_into(source: torch.Tensor, index: torch.Tensor, fill: float, target: torch.Tensor) -> None:
-    """target[r] = source[index[r]], or ``fill`` where the index is -1. source, target: (rows, heads, head_dim); the target's last
-    dimension is contiguous. index: int32."""
-    rows, heads, dim = target.shape
-    strides = (*source.stride(), *target.stride()[:2])
-    arguments = [source, target, index, rows, heads, dim, *strides]
-    padded = triton.next_power_of_2(dim)
-    together = max(32, min(1024, 4096 // padded))
-    constants = {"ROWS": together, "DIM": padded, "FILL": fill}
-    grid = triton.cdiv(rows, together) * heads, 1
-    launch(take_rows_kernel, grid, arguments, constants, {"num_warps": 4}, integers_specialized((dim, *strides)))
