@@ -17,13 +17,16 @@ from ..masks.block_mask import BlockMask
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted time of a call. device: the GPU's name. estimated: whether the GPU was not measured, and its constants follow
-    from what it reports. backward: None where the portable kernels run it."""
+    """The predicted time of a call. device: the GPU's name. backward: None where the portable kernels run it."""
 
     device: str
-    estimated: bool
     forward: model.Pass
     backward: model.Pass | None
+
+    @property
+    def estimated(self) -> bool:
+        """Whether some kernels were not measured on the GPU, so that constants follow from others or from what it reports."""
+        return not all(one.measured for one in (self.forward, self.backward) if one)
 
     @property
     def forward_us(self) -> float:
@@ -134,4 +137,4 @@ def predict(
     backward = None
     if hopper.has_backward(sizes.head_dim, sizes.v_head_dim):
         backward = model.predicted(model.backward(sizes, table, chip), chip)
-    return Prediction(chip.name, chip.estimated, forward, backward)
+    return Prediction(chip.name, forward, backward)

@@ -95,6 +95,10 @@ class Chip:
         of_nearest = zip(guess, self.times(nearest), self._guess(nearest), strict=True)
         return Times(*(time * measured / guessed for time, measured, guessed in of_nearest))
 
+    def has_measured(self, family: KernelFamily) -> bool:
+        """Whether the family's constants are measurements of this chip."""
+        return not self.estimated and family in self.measured
+
     def _guess(self, family: KernelFamily) -> Times:
         """Returns constants from the peak rate alone."""
         step = family.step_flops * family.programs / self.flops_per_us / self.shares[family.backward]

@@ -68,7 +68,8 @@ class Pass(NamedTuple):
     """A predicted pass.
 
     us: microseconds on the GPU. host_us: that the host takes to launch it, call by call; CUDA graphs take none. parts: microseconds
-    by name, whose sum is ``us``. beside: microseconds beside the queue's kernel. last: the program that finishes last.
+    by name, whose sum is ``us``. beside: microseconds beside the queue's kernel. last: the program that finishes last. measured:
+    whether constants of these kernels were measured on the chip.
     """
 
     us: float
@@ -76,6 +77,7 @@ class Pass(NamedTuple):
     parts: dict[str, float]
     beside: float
     last: Last
+    measured: bool
 
     @property
     def eager_us(self) -> float:
@@ -108,7 +110,7 @@ def predicted(launch: Launch, chip: Chip) -> Pass:
         "launches": launch.launches * chip.launch_us,
     }
     parts = {name: float(us) for name, us in (parts | beside).items() if us}
-    return Pass(sum(parts.values()), chip.host_us[backward], parts, sum(beside.values()), last)
+    return Pass(sum(parts.values()), chip.host_us[backward], parts, sum(beside.values()), last, chip.has_measured(launch.family))
 
 
 def forward(sizes: AttentionSizes, mask, chip: Chip) -> Launch:
@@ -125,12 +127,12 @@ def forward(sizes: AttentionSizes, mask, chip: Chip) -> Launch:
     else:
         of_row, steps = tables.row_queries // config.queries, tables.block_size // config.keys
         blocks = chip.cached_bytes / (tables.block_size * 2 * width)  # of keys and values
-        tiles = _of_table(tables.by_query, of_row, steps, programs, together, blocks * group)
-    split = tables.by_query.splits.shape[1] * tables.row_queries if tables is not None and tables.by_query.is_split else 0
+        tiles = _of_table(tables, "by_query", of_row, steps, programs, together, blocks * group)
+    split = _splits(tables, "by_query") * (tables.row_queries if tables else 0)
     merged = 4 * batch_heads * split * (columns["DIM_V"] + 1) * 2  # written and read
     family = KernelFamily(False, columns["USED"], columns["USED_V"], config.queries, config.keys, config.programs)
     mask_of = _mask_of(tables, sizes.batch, sizes.heads)
-    return Launch(family, programs, tiles, mask_of, together, merged, 1 + (split > 0), sizes.tensor_bytes)
+    return Launch(family, programs, tiles, mask_of, together, merged, 1 + bool(split), sizes.tensor_bytes)
 
 
 def backward(sizes: AttentionSizes, mask, chip: Chip) -> Launch:
@@ -148,14 +150,14 @@ def backward(sizes: AttentionSizes, mask, chip: Chip) -> Launch:
     else:
         of_row, steps = tables.block_size // config.keys, tables.block_size // config.queries
         blocks = chip.cached_bytes / (tables.block_size * (2 * (dim + dim_v) + 4 * dim))  # of queries, dOut, and sums of dQ
-        tiles = _of_table(tables.by_key, of_row, steps, programs, together, blocks) * np.array([1, joined, joined, joined])
+        tiles = _of_table(tables, "by_key", of_row, steps, programs, together, blocks) * np.array([1, joined, joined, joined])
     queries, keys = sizes.batch * sizes.heads * sizes.q_len, sizes.batch * sizes.kv_heads * sizes.kv_len
     # Before: out and dout are read, zeros written. After: sums are read, dQ is written.
     row_bytes, launches = queries * (2 * 2 * dim_v + 4 * dim + 4 * dim + 2 * dim), 3
     if group > joined:  # dK and dV: zeros are written, sums read, gradients written
         row_bytes, launches = row_bytes + keys * (dim + dim_v) * (4 + 4 + 2), launches + 3
-    elif tables is not None and tables.by_key.is_split:
-        row_bytes += sizes.batch * sizes.heads * tables.by_key.splits.shape[1] * tables.block_size * (dim + dim_v) * 4 * 2
+    elif splits := _splits(tables, "by_key"):  # results of splits are written and read
+        row_bytes += sizes.batch * sizes.heads * splits * tables.block_size * (dim + dim_v) * 4 * 2
         launches += 1
     columns = used_columns(sizes.head_dim), used_columns(sizes.v_head_dim)
     family = KernelFamily(True, *columns, config.queries, config.keys, config.programs)
@@ -166,9 +168,18 @@ def _dense(items: int, full: int, partial: bool) -> np.ndarray:
     return np.broadcast_to(np.array([1.0, full, partial, 0.0]), (1, items, KINDS))
 
 
-def _of_table(table, tiles: int, steps: int, programs: int, together: int, blocks: float) -> np.ndarray:
-    """Returns ``Launch.tiles`` of a table. tiles: of a row. steps: of a block. blocks: of one head, that the L2 cache holds."""
+def _splits(tables, which: str) -> float:
+    """Returns how many splits the heavy rows of a mask have, on average over stored masks."""
+    return float(getattr(tables, which).splits[..., 2].sum(-1).float().mean()) if tables is not None else 0.0
+
+
+def _of_table(tables, which: str, tiles: int, steps: int, programs: int, together: int, blocks: float) -> np.ndarray:
+    """Returns ``Launch.tiles`` of a table, ``which`` of the tables. tiles: of a row. steps: of a block. blocks: of one head, that
+    the L2 cache holds."""
+    table = getattr(tables, which)
     work, cols = table.work.numpy(), table.col_idx.numpy()
+    if table.is_split or tables.starts is not None:  # there may be room for items that are not in use
+        work = work[:, : work[0, 0, 6 if tables.starts is None else 5]]
     begin, runs, _, end = work[..., 1:5].astype(float).transpose(2, 0, 1)
     heads = max(together, programs // (work.shape[1] * tiles))  # at work at the same time
     reach = programs // (heads * tiles), max(1, int(blocks / heads))
