@@ -11,9 +11,9 @@ import torch
 from sparse_flash.kernels.cost import chips
 from sparse_flash.kernels.cost.chips import Chip
 from sparse_flash.kernels.cost.fit import Sample, fit
-from sparse_flash.tools.cost import samples_of
 
 from .baselines.registry import peer
+from .fit_cost import samples_of_call
 from .measure.throughput import CPU_SECONDS, DTYPES, passes, timed_ms
 from .workload.cases import OURS, Case, Mask, Shape
 from .workload.problem import compiled, problem_of
@@ -74,8 +74,13 @@ def samples(
     for case in cases(head_dims):
         if time.monotonic() > until:
             return
-        mask = compiled(case.mask, case.tokens, torch.device("cpu"))[1]
-        yield from samples_of(mask, case.shape, chip, measure(case), case.key)
+        yield from samples_of_case(case, chip, measure(case))
+
+
+def samples_of_case(case: Case, chip: Chip, us: Sequence[float]) -> Iterator[Sample]:
+    """Returns the passes of a case that took these microseconds, forward and backward."""
+    mask = compiled(case.mask, case.tokens, torch.device("cpu"))[1]
+    return samples_of_call(mask, case.shape, chip, us, case.key)
 
 
 def calibrated(chip: Chip, found: Sequence[Sample], bytes_per_us: float) -> Chip:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -23,6 +23,7 @@ import torch
 from sparse_flash.kernels.cost import chips
 from sparse_flash.kernels.cost.chips import Chip
 from sparse_flash.kernels.cost.fit import Errors, Sample, fit
+from sparse_flash.masks.block_mask import BlockMask
 from sparse_flash.tools.cost import samples_of
 
 from .workload.cases import Mask, Shape
@@ -53,8 +54,13 @@ def samples(path: Path) -> Iterator[tuple[str, Sample]]:
         mask = _mask(_spec(case.get("label", ""), spec, shape.tokens), shape.tokens, block_size)
         name = f"{shape}, {case.get('label') or str(spec)[:60]}, blocks of {block_size}"
         passes = [row[which] and 1e3 * row[which] if which in row else None for which in ("forward_ms", "backward_ms")]
-        for sample in samples_of(mask, shape, H100, passes, name):
+        for sample in samples_of_call(mask, shape, H100, passes, name):
             yield gpu, sample
+
+
+def samples_of_call(mask: BlockMask, s: Shape, chip: Chip, us: Sequence[float | None], name: str) -> Iterator[Sample]:
+    """Returns the passes of a call that took these microseconds, forward and backward."""
+    return samples_of(mask, s.heads, s.head_dim, chip, us, name, batch=s.batch, kv_heads=s.kv_heads, v_head_dim=s.v_head_dim)
 
 
 def _rows(data: object, gpu: str) -> Iterator[tuple[dict, dict, str]]:
@@ -82,7 +88,7 @@ def _spec(label: str, spec: str | list[str], tokens: int) -> str | tuple[str, ..
 
 @cache
 def _maps(tokens: int) -> dict[str, str]:
-    return {mask.label: mask.spec for mask in skewed_and_even(tokens)}
+    return {mask.label: str(mask.spec) for mask in skewed_and_even(tokens)}
 
 
 @cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -90,19 +89,21 @@ def refusal(mask: BlockMask, dtype: torch.dtype, head_dim: int, v_head_dim: int)
     return None
 
 
-class CallShape(Protocol):
-    """The sizes of a call, as benchmarks name them; None: as many as heads, or as head_dim."""
-
-    batch: int
-    heads: int
-    head_dim: int
-    kv_heads: int | None
-    v_head_dim: int | None
-
-
-def samples_of(mask: BlockMask, shape: CallShape, chip: Chip, us: Sequence[float | None], name: str = "") -> Iterator[Sample]:
-    """Returns the measured passes of a call, to fit constants to. us: of the forward and the backward pass; None: not measured."""
-    sizes, table = _sizes_and_table(mask, shape.batch, shape.heads, shape.kv_heads, shape.head_dim, shape.v_head_dim)
+def samples_of(
+    mask: BlockMask,
+    heads: int,
+    head_dim: int,
+    chip: Chip,
+    us: Sequence[float | None],
+    name: str = "",
+    *,
+    batch: int = 1,
+    kv_heads: int | None = None,
+    v_head_dim: int | None = None,
+) -> Iterator[Sample]:
+    """Returns the measured passes of a call, to fit constants to. us: microseconds of the forward and of the backward pass; None:
+    not measured. Other arguments as for ``predict``."""
+    sizes, table = _sizes_and_table(mask, batch, heads, kv_heads, head_dim, v_head_dim)
     for launched, time in zip((model.forward, model.backward), us, strict=True):
         if time is not None:
             yield Sample(launched(sizes, table, chip), time, name)

@@ -266,8 +266,6 @@ def explain(
     empty_queries, empty_keys = _empty_tokens(mask, full, partial)
     sizes = batch * heads, head_dim + v_head_dim, dtype.itemsize
     flops = 2 * batch * heads * (head_dim + v_head_dim)  # of a pair
-    chip, time = chip_named(device), refusal(mask, dtype, head_dim, v_head_dim)
-    call = {"batch": batch, "kv_heads": kv_heads, "v_head_dim": v_head_dim, "dtype": dtype}
     return Explanation(
         pattern=pattern,
         call=_in_words(grid, dtype, batch, heads, kv_heads, head_dim, v_head_dim),
@@ -298,8 +296,27 @@ def explain(
         rival_blocks=rival_blocks,
         memory=memory(mask, batch, heads, kv_heads, head_dim, v_head_dim, dtype, deterministic),
         video=explain_video(given, mask) if isinstance(given, Pattern) else None,
-        time=chip and (time or predict(mask, heads, head_dim, chip, **call)),
+        time=_time(mask, device, dtype, batch, heads, kv_heads, head_dim, v_head_dim),
     )
+
+
+def _time(
+    mask: BlockMask,
+    device: str | torch.device | None,
+    dtype: torch.dtype,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    v_head_dim: int,
+) -> Prediction | str | None:
+    """See ``Explanation.time``."""
+    chip = chip_named(device)
+    if chip is None:
+        return None
+    if reason := refusal(mask, dtype, head_dim, v_head_dim):
+        return reason
+    return predict(mask, heads, head_dim, chip, batch=batch, kv_heads=kv_heads, v_head_dim=v_head_dim, dtype=dtype)
 
 
 def _check_call(

@@ -15,7 +15,7 @@ from sparse_flash.cli.app import app
 from sparse_flash.kernels.cost import chips
 from sparse_flash.kernels.cost.chips import Chip, Times
 from sparse_flash.kernels.cost.hopper import predicted
-from sparse_flash.tools.cost import chip_named, predict, samples_of
+from sparse_flash.tools.cost import chip_named, predict
 
 
 def test_a_seed_draws_the_same_cases_and_another_draws_others():
@@ -88,8 +88,7 @@ FACTORS = 0.8, 1.4, 1.3, 1.1
 
 def simulated(case):
     """The microseconds of a call on a GPU that differs from BEFORE by FACTORS."""
-    mask = compiled(case.mask, case.tokens, torch.device("cpu"))[1]
-    launches = [sample.launch for sample in samples_of(mask, case.shape, BEFORE, (1.0, 1.0))]
+    launches = [sample.launch for sample in calibrate.samples_of_case(case, BEFORE, (1.0, 1.0))]
     truth = {f: Times(*(a * b for a, b in zip(BEFORE.times(f), FACTORS, strict=True))) for f in (x.family for x in launches)}
     return [predicted(launch, replace(BEFORE, measured=truth)).us for launch in launches]
 
@@ -106,8 +105,7 @@ def test_the_calibration_predicts_calls_that_it_did_not_measure(cache):
     assert chips.known_chips()["Test GPU"] == Chip.of_data(made.as_data()) and cache.exists()
     for case in cases(11, 40):
         if case.shape.head_dim in (64, 128) and isinstance(case.mask.spec, str) and case.mask.block_size >= 64:
-            mask = compiled(case.mask, case.tokens, torch.device("cpu"))[1]
-            for sample in samples_of(mask, case.shape, BEFORE, simulated(case)):
+            for sample in calibrate.samples_of_case(case, BEFORE, simulated(case)):
                 assert sample.us < 100 or abs(sample.error(made)) < 0.15, case
 
 
