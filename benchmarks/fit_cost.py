@@ -4,8 +4,9 @@
     python -m sparse_flash.benchmarks.fit_cost --hold-out             # errors of each fifth of the cases by a fit to the others
     python -m sparse_flash.benchmarks.fit_cost --write                # fits all, writes kernels/cost/chips.json
     python -m sparse_flash.benchmarks.fit_cost runs/drawn/drawn.json  # rows of other files
+    python -m sparse_flash.benchmarks.fit_cost --plot runs/cost       # also a picture
 
-Rows are those of this package's Hopper kernels, without dropout or padding. All rows of a case are in one part when held out.
+Only rows of this package's Hopper kernels count, without dropout or padding. Held out, all rows of a case are in one part.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from sparse_flash.kernels.cost.fit import Errors, Sample, fit
 from sparse_flash.masks.block_mask import BlockMask
 from sparse_flash.tools.cost import samples_of
 
+from .report.plots import draw_predicted
 from .workload.cases import Mask, Shape
 from .workload.masks import skewed_and_even
 from .workload.problem import compiled
@@ -102,14 +104,14 @@ def fold_of(sample: Sample) -> int:
 
 
 def fitted(found: dict[str, list[Sample]]) -> list[Chip]:
-    """Returns the H100 fitted to its samples, then the H200, which starts with the constants of the H100."""
+    """Returns the H100 fitted to its samples, then the H200, which inherits the constants of the H100."""
     h100 = fit(H100, found.get(H100.name, []))
-    return [h100, fit(replace(H200, measured=h100.measured), found.get(H200.name, []))]
+    return [h100, fit(replace(H200, inherited=h100.measured), found.get(H200.name, []))]
 
 
 def errors_by_gpu(found: dict[str, list[Sample]], held_out: bool, made: list[Chip]) -> dict[str, list[tuple[float, Sample]]]:
     """Returns the signed errors of all samples. held_out: by constants that were fitted to the other parts of the cases; otherwise
-    by those of ``made``."""
+    by ``made``."""
     errors: dict[str, list[tuple[float, Sample]]] = {}
     for fold in range(_FOLDS):
         rest = {gpu: [s for s in measured if fold_of(s) != fold] for gpu, measured in found.items()}
@@ -132,10 +134,22 @@ def report(gpu: str, errors: list[tuple[float, Sample]]) -> None:
         print(f"{gpu}: {len(short)} shorter passes, off by at most {most:.0f} us: {sample.name}")
 
 
+def _points(errors: dict[str, list[tuple[float, Sample]]]) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """Returns {pass: {GPU: [(measured ms, signed relative error)]}} of the passes over 100 us."""
+    return {
+        name: {
+            gpu: [(s.us / 1e3, e) for e, s in of_gpu if s.launch.family.backward == backward and s.us >= _LEAST_US]
+            for gpu, of_gpu in errors.items()
+        }
+        for name, backward in (("forward", False), ("backward", True))
+    }
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], prog="python -m sparse_flash.benchmarks.fit_cost")
     parser.add_argument("files", nargs="*", type=Path, default=[RESULTS / name for name in FILES], help="results files")
     parser.add_argument("--hold-out", action="store_true", help="report each case by a fit to the others")
+    parser.add_argument("--plot", type=Path, help="folder for a picture of the errors")
     parser.add_argument("--write", action="store_true", help="fit all, and write the constants that come with the package")
     options = parser.parse_args(arguments)
     found: dict[str, list[Sample]] = {}
@@ -143,8 +157,12 @@ def main(arguments: list[str] | None = None) -> int:
         for gpu, sample in samples(path):
             found.setdefault(gpu, []).append(sample)
     made = fitted(found) if options.write else list(chips.read(chips.SHIPPED))
-    for gpu, errors in errors_by_gpu(found, options.hold_out, made).items():
-        report(gpu, errors)
+    errors = errors_by_gpu(found, options.hold_out, made)
+    for gpu, of_gpu in errors.items():
+        report(gpu, of_gpu)
+    if options.plot:
+        options.plot.mkdir(parents=True, exist_ok=True)
+        print(draw_predicted(_points(errors), options.plot)["light"])
     if options.write:
         chips.write(chips.SHIPPED, made)
         print(chips.SHIPPED)

@@ -154,7 +154,8 @@ def test_the_fit_reads_drawn_rows_and_reports_errors(tmp_path, capsys, monkeypat
     path.write_text(json.dumps({"environment": {"device": "NVIDIA H200"}, "rows": rows}))
     found = list(fit_cost.samples(path))
     assert [(gpu, sample.us) for gpu, sample in found] == [("NVIDIA H200", us) for us in (500, 1600, 300, 1000, 90, 300)]
-    assert fit_cost.main([str(path)]) == 0
+    assert fit_cost.main([str(path), "--plot", str(tmp_path / "plots")]) == 0
+    assert {one.name for one in (tmp_path / "plots").iterdir()} == {"predicted.png", "predicted-dark.png"}
     said = capsys.readouterr().out
     assert "NVIDIA H200, forward: 2 passes" in said and "backward: 3 passes" in said and "1 shorter passes" in said
     monkeypatch.setattr(chips, "SHIPPED", tmp_path / "chips.json")

@@ -1,4 +1,4 @@
-"""What the model knows of a GPU: constants that were measured on it, or estimates from what it reports.
+"""Describes GPUs to the model: by constants that were measured on them, or by estimates from what they report.
 
 ``chips.json`` holds the constants that come with the package. ``sparse-flash tune --calibrate`` writes a file of the same form for
 the GPU of a machine.
@@ -22,6 +22,7 @@ _HOPPER_SHARES, _PORTABLE_SHARES = (0.75, 0.6), (0.55, 0.36)
 # Operations of a multiprocessor in a cycle, 16-bit with sums of 32 bits, by compute capability.
 _FLOPS_OF_CYCLE = {(8, 0): 2048, (9, 0): 4096, (10, 0): 8192, (10, 3): 8192}
 _FLOPS_OF_OTHERS = 1024
+_TABLES = "measured", "inherited"  # fields of ``Chip``
 _MEMORY_SHARE = 0.8  # of a memory's nominal rate, that kernels reach
 
 
@@ -67,8 +68,8 @@ class Chip:
 
     flops_per_us: of a multiprocessor, at its peak. bytes_per_us: that copies reach. cached_bytes: of operands that the L2 cache
     holds while programs on all multiprocessors read them. launch_us: of one kernel. host_us: of an eager call's host, forward and
-    backward. shares: of the peak that steps reach, a guess. measured: constants by family; others are estimated from them.
-    estimated: whether nothing was measured on the chip.
+    backward. shares: of the peak that steps reach, a guess. measured: constants by family. inherited: constants that were measured
+    on a GPU with the same multiprocessors. Others are estimated from these. estimated: whether nothing was measured on the chip.
     """
 
     name: str
@@ -80,15 +81,16 @@ class Chip:
     host_us: tuple[float, float] = (26.0, 155.0)
     shares: tuple[float, float] = _HOPPER_SHARES
     measured: Mapping[KernelFamily, Times] = field(default_factory=dict)
+    inherited: Mapping[KernelFamily, Times] = field(default_factory=dict)
     estimated: bool = False
 
     def times(self, family: KernelFamily) -> Times:
         """Returns the family's constants. Without a measurement: a guess, times what the guess misses for the most alike family."""
-        guess = self._guess(family)
-        if family in self.measured:
+        guess, known_times = self._guess(family), {**self.inherited, **self.measured}
+        if family in known_times:
             # A constant that measurements could not tell from 0 is a tenth of its guess.
-            return Times(*(max(time, least / 10) for time, least in zip(self.measured[family], guess, strict=True)))
-        alike = [known for known in self.measured if known.backward == family.backward]
+            return Times(*(max(time, least / 10) for time, least in zip(known_times[family], guess, strict=True)))
+        alike = [known for known in known_times if known.backward == family.backward]
         if not alike:
             return guess
         nearest = min(alike, key=lambda known: (known.programs != family.programs, abs(known.step_flops - family.step_flops)))
@@ -108,15 +110,18 @@ class Chip:
 
     def as_data(self) -> dict:
         """Returns the chip as plain data."""
-        families = {str(family): [round(time, 4) for time in times] for family, times in sorted(self.measured.items())}
-        return asdict(replace(self, measured={})) | {"measured": families}
+        tables = {
+            name: {str(family): [round(time, 4) for time in times] for family, times in sorted(getattr(self, name).items())}
+            for name in _TABLES
+        }
+        return asdict(replace(self, measured={}, inherited={})) | tables
 
     @classmethod
     def of_data(cls, data: dict) -> Chip:
         """The reverse of ``as_data``."""
-        families = {KernelFamily.parse(name): Times(*times) for name, times in data["measured"].items()}
+        tables = {name: {KernelFamily.parse(text): Times(*times) for text, times in data[name].items()} for name in _TABLES}
         pairs = {name: tuple(data[name]) for name in ("host_us", "shares")}
-        return cls(**data | pairs | {"measured": families})
+        return cls(**data | pairs | tables)
 
 
 def calibrated_file() -> Path:
@@ -125,7 +130,7 @@ def calibrated_file() -> Path:
 
 
 def known_chips() -> dict[str, Chip]:
-    """Returns the chips with measured constants by name; those of this machine replace those that come with the package."""
+    """Returns the chips with measured constants by name. Chips of this machine replace the ones that come with the package."""
     return {chip.name: chip for path in (SHIPPED, calibrated_file()) if path.exists() for chip in read(path)}
 
 
@@ -135,7 +140,7 @@ def read(path: Path) -> Iterator[Chip]:
 
 
 def write(path: Path, chips: list[Chip]) -> None:
-    """Writes the chips, in place of what the file held of theirs."""
+    """Writes the chips. Others that the file holds stay."""
     kept = {chip.name: chip for chip in read(path)} if path.exists() else {}
     kept |= {chip.name: chip for chip in chips}
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -35,8 +35,8 @@ def fit(chip: Chip, samples: Sequence[Sample]) -> Chip:
     """Returns the chip with constants for the families of the samples, by non-negative least squares of relative errors.
 
     The time of the program that finishes last is linear in the constants, but which program that is depends on them. So constants
-    are fitted to the programs that would finish last, in rounds, and those of the best round are returned. Samples that the host
-    bounds say nothing of the GPU, and are left out. Without others the chip stays as it is.
+    are fitted to the programs that would finish last, in rounds, and the constants of the best round are returned. Samples that the
+    host bounds say nothing of the GPU, and are left out. Without others the chip stays as it is.
     """
     from scipy.optimize import nnls
 
