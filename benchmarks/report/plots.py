@@ -55,6 +55,37 @@ def draw_context_scaling(data: dict, folder: str | Path) -> dict[str, Path]:
     return {theme.name: _save(_context_scaling(data, theme), Path(folder), "context-scaling", theme) for theme in THEMES}
 
 
+def draw_predicted(errors: dict[str, dict[str, list[tuple[float, float]]]], folder: str | Path) -> dict[str, Path]:
+    """Writes the plot of predicted times beside measured ones; returns {theme: path}. errors: {pass: {GPU: [(measured ms, signed
+    relative error)]}}."""
+    return {theme.name: _save(_predicted(errors, theme), Path(folder), "predicted", theme) for theme in THEMES}
+
+
+def _predicted(errors: dict[str, dict[str, list[tuple[float, float]]]], theme: Theme):
+    """Predicted / measured against the measured time: a panel for each pass, a marker for each GPU, and a band of 15 %."""
+    figure, axes = _figure(10, 4.2, len(errors), theme, sharey=True)
+    for ax, (name, by_gpu) in zip(axes, errors.items(), strict=True):
+        ax.axhspan(0.85, 1.15, color=theme.grid, alpha=0.6, linewidth=0)
+        handles = [
+            ax.plot(
+                [measured for measured, _ in points],
+                [1 + error for _, error in points],
+                linestyle="",
+                marker=_MARKERS[number],
+                markersize=4.5,
+                alpha=0.75,
+                color=_COLOURS[number],
+                label=gpu,
+            )[0]
+            for number, (gpu, points) in enumerate(by_gpu.items())
+        ]
+        ax.set_xscale("log")
+        _label(ax, theme, f"{name.capitalize()} pass", "measured ms; band: 15 %", "predicted / measured")
+    axes[0].set_ylim(0.65, 1.35)
+    _legend(figure, theme, handles, len(handles))
+    return figure
+
+
 def _context_scaling(data: dict, theme: Theme):
     """How far each mask is from linear, and how long it takes, against the number of ranks."""
     figure, (of_linear, took) = _figure(10, 4.4, 2, theme)

@@ -67,7 +67,7 @@ def problem_of(case: Case, device: torch.device, dtype: torch.dtype, gradients: 
     dropout_p, padded = (case.dropout_p, case.padded) if isinstance(case, PaperCase) else (0.0, False)
     kv_lens = padded_lengths(case.shape).to(device) if padded else None
     s = case.shape
-    patterns, mask = _compiled(case.mask, s.tokens, device)
+    patterns, mask = compiled(case.mask, s.tokens, device)
     generator = torch.Generator(device).manual_seed(0)
     kv_heads = s.kv_heads or s.heads
     shapes = (s.heads, s.head_dim), (kv_heads, s.head_dim), (kv_heads, s.v_head_dim or s.head_dim)
@@ -78,7 +78,7 @@ def problem_of(case: Case, device: torch.device, dtype: torch.dtype, gradients: 
     return Problem(patterns, mask, q, k, v, dropout_p, kv_lens)
 
 
-def _compiled(mask: Mask, tokens: int, device: torch.device) -> tuple[tuple[Pattern, ...], BlockMask]:
+def compiled(mask: Mask, tokens: int, device: torch.device) -> tuple[tuple[Pattern, ...], BlockMask]:
     specs = mask.spec if isinstance(mask.spec, tuple) else (mask.spec,)
     patterns = tuple(sparse_flash.parse(spec) if isinstance(spec, str) else spec for spec in specs)
     if len(patterns) == 1:
@@ -93,7 +93,7 @@ def check_fits(mask: Mask, cases: Iterable[Case | CompileCase]) -> None:
     refusal = None
     for case in cases:
         try:
-            entries = _compiled(mask, case.tokens, torch.device("cpu"))[1].mask_index.shape
+            entries = compiled(mask, case.tokens, torch.device("cpu"))[1].mask_index.shape
             if isinstance(case, Case):
                 check_batch_and_heads(entries, case.shape.batch, case.shape.heads)
             return
@@ -107,7 +107,7 @@ def check_fits(mask: Mask, cases: Iterable[Case | CompileCase]) -> None:
 def is_causal(mask: Mask, tokens: int) -> bool:
     """Whether no query sees a later key, so a user without the mask would run causal attention."""
     try:
-        return explain.is_causal(_compiled(mask, tokens, torch.device("cpu"))[1])
+        return explain.is_causal(compiled(mask, tokens, torch.device("cpu"))[1])
     except ValueError:  # a mask of other lengths: its cases fail, and say so
         return False
 

@@ -182,6 +182,9 @@ def explain(
     v_head_dim: Annotated[int | None, typer.Option("--v-head-dim", help="Of v and the result; --head-dim by default.")] = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Memory for gradients that repeat bit for bit.")] = False,
+    device: Annotated[
+        str | None, typer.Option(help="The GPU whose time is predicted, such as h100 or h200; the current one by default.")
+    ] = None,
 ) -> None:
     """Prints what a mask costs, what it saves, and what it can see."""
     from sparse_flash.tools.explain import DEFAULT_LEN
@@ -203,6 +206,7 @@ def explain(
             kv_heads=kv_heads,
             v_head_dim=v_head_dim,
             deterministic=deterministic,
+            device=device,
         )
         video = explain_video(pattern, mask)
     console = output()

@@ -22,6 +22,7 @@ from ..masks.table import FullBlocks, PartialBlocks
 from ..masks.tiles import decoded
 from ..selection.block_selection import BlockSelection
 from ..variant.variant import check_counts
+from .cost import Prediction, chip_named, predict, refusal
 from .explain_selection import SelectionExplanation, explain_selection
 from .explain_video import VideoExplanation, explain_video
 from .figures import explanation_text, flops_text, share_text, size_text, times
@@ -132,6 +133,7 @@ class Explanation:
     kept, the pairs of the dense call, and the pairs of the visited blocks.
     bytes_moved, dense_bytes_moved: keys and values read once per visited block, queries read and outputs and lse written once
     (arXiv:2205.14135, Prop. 4: N d + N^2 d^2 s / M, where a block of queries is what fits in fast memory).
+    time: on a GPU, see ``Prediction``; without a GPU, None, and for calls whose time is not predicted, the reason.
     memory: see ``Memory``. video: for a pattern over a VideoLayout, see ``VideoExplanation``; None for others and for tables.
     """
 
@@ -164,6 +166,7 @@ class Explanation:
     rival_blocks: int
     memory: Memory
     video: VideoExplanation | None = None
+    time: Prediction | str | None = None
 
     @property
     def partial_share(self) -> float:
@@ -228,6 +231,7 @@ def explain(
     q_len: int | None = None,
     kv_len: int | None = None,
     block_size: int | None = None,
+    device: str | torch.device | None = None,
 ) -> Explanation | SelectionExplanation:
     """Returns what a mask costs, what it saves, and what it can see; ``print`` it, or read its fields.
 
@@ -237,7 +241,8 @@ def explain(
     default. A BlockMask and a BlockSelection have their own.
     heads: query heads that share the mask. head_dim: elements. dtype: of q, k and v. kv_heads: heads of keys and values, None for
     as many as query heads. v_head_dim: of v and out, None for head_dim. deterministic: bitwise repeatable gradients, which take
-    more memory on Hopper. Raises ValueError for a mask or pattern that differs over batch or heads.
+    more memory on Hopper. device: the GPU whose time is predicted: one of this machine, or the name of one that was measured, such
+    as "h200"; None for the current GPU, if there is one. Raises ValueError for a mask or pattern that differs over batch or heads.
     """
     given = parse(mask) if isinstance(mask, str) else mask
     mask, pattern = subject(mask, q_len, kv_len, block_size, DEFAULT_LEN)
@@ -245,6 +250,10 @@ def explain(
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
     _check_call(mask, dtype, batch, heads, kv_heads, head_dim, v_head_dim)
     if isinstance(mask, BlockSelection):
+        if device is not None:
+            raise ValueError(
+                f"device must come with a mask, as the time of a selection is not predicted; got {device}; leave it out"
+            )
         return explain_selection(mask, heads, kv_heads, head_dim, v_head_dim, dtype)
     grid, (full, partial) = mask.grid, mask.kept()
     blocks, kept_blocks = grid.q_blocks * grid.kv_blocks, full.blocks + len(partial.rows)
@@ -288,7 +297,27 @@ def explain(
         rival_blocks=rival_blocks,
         memory=memory(mask, batch, heads, kv_heads, head_dim, v_head_dim, dtype, deterministic),
         video=explain_video(given, mask) if isinstance(given, Pattern) else None,
+        time=_time(mask, device, dtype, batch, heads, kv_heads, head_dim, v_head_dim),
     )
+
+
+def _time(
+    mask: BlockMask,
+    device: str | torch.device | None,
+    dtype: torch.dtype,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    v_head_dim: int,
+) -> Prediction | str | None:
+    """See ``Explanation.time``."""
+    chip = chip_named(device)
+    if chip is None:
+        return None
+    if reason := refusal(mask, dtype, head_dim, v_head_dim):
+        return reason
+    return predict(mask, heads, head_dim, chip, batch=batch, kv_heads=kv_heads, v_head_dim=v_head_dim, dtype=dtype)
 
 
 def _check_call(
@@ -508,6 +537,10 @@ def _lines(e: Explanation) -> Iterator[tuple[str, str]]:
     )
     for name, line in _memory_lines(e.memory):
         yield (name, line)
+    if isinstance(e.time, Prediction):
+        yield from e.time.lines().items()
+    elif e.time:
+        yield ("time", f"not predicted: {e.time}")
     if e.kept_blocks:
         said = f"{times(e.speedup)} over {_dense(e)} by visited blocks; {times(e.bytes_speedup)} by traffic"
         yield ("predicted speed-up", said)

@@ -11,7 +11,7 @@ from sparse_flash import backends
 if reason := backends.backend("triton").available():
     pytest.skip(reason, allow_module_level=True)
 
-from sparse_flash.kernels.common import grid as grids
+from sparse_flash.kernels.common import config as grids
 from sparse_flash.kernels.launch import order
 from sparse_flash.kernels.portable import configs
 from sparse_flash.kernels.selection import pick_blocks

@@ -61,11 +61,11 @@ OF_LENGTHS += [("causal & local(90) | sinks(70)", *row) for row in ((700, 40, 12
 
 @pytest.mark.parametrize("spec, q_len, head_dim, queries", OF_LENGTHS)
 def test_calls_are_right_in_tiles_that_suit_their_length(monkeypatch, spec, q_len, head_dim, queries):
-    from sparse_flash.kernels.hopper import configs, forward
+    from sparse_flash.kernels.hopper import configs, division
 
-    chosen, choose = [], forward.forward_of_call
+    chosen, choose = [], division.forward_of_call
     monkeypatch.setattr(configs, "SHORT_TILES", {64: 2, 128: 2})
-    monkeypatch.setattr(forward, "forward_of_call", lambda *call: chosen.append(choose(*call)) or chosen[-1])
+    monkeypatch.setattr(division, "forward_of_call", lambda *call: chosen.append(choose(*call)) or chosen[-1])
     with emulated.gluon_on_cpu(seed=5):
         check("hopper", spec, q_len, 300, block_size=128, dtype=torch.float16, head_dim=head_dim, heads=2, kv_heads=1)
     assert {config.queries for config in chosen} == {queries}
@@ -161,11 +161,11 @@ def test_other_calls_with_a_table_visit_the_masks_own_rows(tall_tiles, options):
 
 @pytest.mark.parametrize("block_size", [128, 256])
 def test_tiles_that_do_not_divide_a_row_of_the_table_are_not_taken(monkeypatch, block_size):
-    from sparse_flash.kernels.hopper import configs, forward
+    from sparse_flash.kernels.hopper import configs, division, forward
 
     mask, q = sf.compile_mask("butterfly", 4096, 4096, block_size), torch.zeros(1, 1, 4096, 64, dtype=torch.float16)
     assert mask.tall is None
-    monkeypatch.setattr(forward, "forward_of_call", lambda *_: configs.FORWARD_OF_192[64])
+    monkeypatch.setattr(division, "forward_of_call", lambda *_: configs.FORWARD_OF_192[64])
     assert forward._config_and_tables(q, q, mask, forward.PLAIN) == (configs.FORWARD[64], mask)
 
 

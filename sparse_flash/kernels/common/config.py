@@ -1,6 +1,8 @@
-"""A kernel's tile and launch options, and how head dimensions are padded."""
+"""A kernel's tile and launch options, how head dimensions are padded, and the limits of a grid."""
 
 from dataclasses import dataclass, replace
+
+SECOND_AXIS = 65535  # programs that CUDA allows along the second axis of a grid; along the first, 2^31 - 1
 
 
 @dataclass(frozen=True)
@@ -31,3 +33,8 @@ def smaller(config: Config) -> Config | None:
 def padded_head_dim(head_dim: int) -> int:
     """The power of two, at least 16, to which kernels pad a head dimension."""
     return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def used_columns(head_dim: int) -> int:
+    """Returns how many columns the products of Hopper kernels cover."""
+    return next(columns for columns in (64, 96, 128, 192, 256) if head_dim <= columns)

@@ -1,8 +1,8 @@
 """The backward pass for Hopper: its kernel, what else runs in which order, and on which memory.
 
 ``prepare_kernel`` comes first. ``attention_backward_kernel`` then adds dQ to fp32 sums, and ``finish_kernel`` rounds them. If query
-heads share keys, dK and dV are summed in the same way, unless one tile computes all of these heads: see ``_heads_together``. If
-heavy columns are split, ``combine_columns_kernel`` adds their splits.
+heads share keys, dK and dV are summed in the same way, unless one tile computes all of these heads: see
+``division.heads_together``. If heavy columns are split, ``combine_columns_kernel`` adds their splits.
 
 Tiles are added to dQ in order of arrival, and a floating-point sum depends on its order. For bitwise repeatable gradients, tiles
 are added as integers, in units of a power of two per query: see ``bound_kernel``.
@@ -17,7 +17,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..common.config import padded_head_dim
+from ..common.config import padded_head_dim, used_columns
 from ..common.gluon import Constants
 from ..common.layout import addressable, is_addressable, restored
 from ..common.tiles import LOG2_E
@@ -33,12 +33,12 @@ from .backward_arguments import (
 )
 from .backward_rows import bound_kernel, combine_columns_kernel, finish_kernel, prepare_kernel
 from .backward_to_128 import backward_to_128
-from .configs import PAIRED_BACKWARD, BackwardConfig, backward_config, backward_of_variant
-from .descriptors import FLOAT_LAYOUT, ROW_LAYOUT, blocks_by_document, gluon_descriptor, table_pointers, tile_queue
+from .configs import BackwardConfig, backward_config, backward_of_variant
+from .descriptors import FLOAT_LAYOUT, ROW_LAYOUT, gluon_descriptor, table_pointers, tile_queue
+from .division import backward_of_call, blocks_by_document, heads_together
 from .dropout import new_dropout
 from .lengths import own_barrier
 from .paired_backward import paired_backward
-from .products import used_columns
 from .ring import ring_beside, ring_of, tiles
 from .scheduler import Heads, Queue, TableArguments, new_scheduler
 from .scores import new_terms
@@ -61,7 +61,6 @@ NOT_SPECIALIZED = [
     "heads_together",
 ]
 ROWS = 64  # tokens per program of bound_kernel and prepare_kernel
-_SHORT_COLUMN = 3072  # queries in a column's blocks, on average
 
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -186,7 +185,7 @@ def _run(dout, dlse, q, k, v, out, lse, mask, scale, variant, of_variant: Hopper
         dout, out, *ready = (addressable(t) for t in (dout, out, q, k, v))
         gradients = attention_backward(dout, dlse, *ready, out, lse, mask, scale, variant, deterministic)
         return tuple(map(restored, gradients, ready, (q, k, v)))
-    tables = blocks_by_document(q, v, mask, of_variant is PLAIN) or mask
+    tables = blocks_by_document(q.shape[3], v.shape[3], mask, of_variant is PLAIN) or mask
     space = _workspace(q, k, v, tables, deterministic, of_variant)
     tensors = _tensors(recording, dout, dlse, q, k, v, out, lse, deterministic, space)
     _launch(recording, tensors, space, tables, scale, dlse is not None, deterministic, of_variant)
@@ -307,7 +306,7 @@ def _workspace(q, k, v, tables, deterministic: bool, of_variant: HopperVariant) 
     if tables and tables.starts is not None:
         padded_q = padded_kv = (len(tables.starts) - 1) * block_size
     q_rows = batch * heads * padded_q
-    together = not deterministic and _heads_together(q, k, tables, of_variant)
+    together = not deterministic and heads_together(q.shape, kv_heads, tables, of_variant is PLAIN, multiprocessors(q.device))
     # Tiles of several query heads add to dK and dV in order of arrival. With integer sums, each query head has its own, which
     # ``finish_kernel`` adds. Splits of columns are then added like other tiles.
     added = heads > kv_heads and not together
@@ -317,32 +316,6 @@ def _workspace(q, k, v, tables, deterministic: bool, of_variant: HopperVariant) 
     return _Workspace(
         padded_q, padded_kv, q_rows * dim, (3 if deterministic else 2) * q_rows, kv_rows * (dim + dim_v), added, splits, together
     )
-
-
-def _heads_together(q, k, tables, of_variant: HopperVariant) -> bool:
-    """Whether a tile computes all query heads that share a key head, instead of one of them. This saves the sums of dK and dV, and
-    pays if columns are short. With long ones too few programs compute a head at a time (docs/performance/kernels.md has the
-    figures)."""
-    heads, kv_heads = q.shape[1], k.shape[1]
-    if heads == kv_heads or padded_head_dim(q.shape[3]) > 128 or of_variant is not PLAIN:
-        return False
-    if tables is None or tables.starts is not None or tables.by_key.is_split:
-        return False
-    masks, columns = tables.by_key.row_order.shape
-    kv_batch_heads, blocks = k.shape[0] * kv_heads, tables.by_key.col_idx.numel()
-    if masks > 1 or tables.mask_index.shape[1] > 1:
-        return False
-    return _short_columns(kv_batch_heads, columns, blocks, tables.block_size, multiprocessors(q.device))
-
-
-def _short_columns(kv_batch_heads: int, columns: int, blocks: int, block_size: int, programs: int) -> bool:
-    """Whether columns are short, and there are enough for programs to finish together. A head group makes a heavy column heavier by
-    its number of heads; an unsplit column has at most 64 blocks, four times the mean, or a thirty-second of all. kv_batch_heads:
-    batch times key heads. blocks: of the table, or as many as a table made on the device has memory for."""
-    balanced = (
-        kv_batch_heads * columns >= 8 * programs and kv_batch_heads * blocks >= 64 * programs and 36 * kv_batch_heads >= programs
-    )
-    return balanced and blocks * block_size <= _SHORT_COLUMN * columns
 
 
 def _launch(recording, tensors, space: _Workspace, tables, scale, has_dlse: bool, deterministic: bool, of_variant) -> None:
@@ -368,9 +341,7 @@ def _finish_keys(recording, launches: "BackwardLaunches") -> None:
 def _config(q, v, tables, of_variant: HopperVariant) -> BackwardConfig:
     dim, block_size = padded_head_dim(q.shape[3]), tables and tables.block_size
     if of_variant is PLAIN:
-        if used_columns(q.shape[3]) == 192 and padded_head_dim(v.shape[3]) == 128 and block_size != 64:
-            return PAIRED_BACKWARD
-        return backward_config(dim, block_size)
+        return backward_of_call(q.shape[3], v.shape[3], block_size)
     return backward_of_variant(dim, block_size, of_variant.switches["SCORED"])
 
 

@@ -4,11 +4,10 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..common.config import padded_head_dim
 from ..common.streams import raw_stream
 from ..launch.launch import table_arguments
 from ..launch.memory import zeros_of_stream
-from .scheduler import TILE, TablePointers
+from .scheduler import TablePointers
 
 TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 FLOAT_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -27,15 +26,6 @@ def gluon_descriptor(tensor: torch.Tensor, block_shape: list[int], layout=TILE_L
     descriptor.padding = "zero"
     descriptor.round_f32_to_tf32 = False
     return descriptor
-
-
-def blocks_by_document(q: torch.Tensor, v: torch.Tensor, mask, plain: bool):
-    """Returns the blocks by document of a call's mask, or None if it has none or a pass does not take them. Both passes take them
-    up to head_dim 128, where tiles are whole blocks, and without a variant, which would need the position of each block. plain:
-    whether the call has no variant."""
-    if mask is None or not plain or mask.block_size != TILE.value:
-        return None
-    return mask.by_document if {padded_head_dim(t.shape[3]) for t in (q, v)} in ({64}, {128}) else None
 
 
 def table_pointers(mask, table, work: torch.Tensor, placeholder: torch.Tensor) -> tuple[TablePointers, list[int]]:

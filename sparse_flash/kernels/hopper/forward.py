@@ -37,8 +37,8 @@ from ..common.layout import addressable, empty_out, is_addressable, restored_out
 from ..common.tiles import FLOOR, LN_2, LOG2_E, store_tile
 from ..launch.launch import descriptor_or_rows, launch_or_repeat, multiprocessors, table_arguments
 from ..launch.order import heads_in_queue
-from .configs import FORWARD, forward_of_call, forward_of_variant, wide_forward
-from .descriptors import blocks_by_document, gluon_descriptor, table_pointers, tile_queue
+from .descriptors import gluon_descriptor, table_pointers, tile_queue
+from .division import columns_of, forward_division, items_and_tiles
 from .dropout import Dropout, new_dropout
 from .lengths import TokenLengths, load_existing, new_lengths, own_barrier
 from .masks import LOWEST, all_below, all_within, row_bits, row_run, where_bits
@@ -51,7 +51,6 @@ from .products import (
     scaled,
     store_columns,
     times,
-    used_columns,
     write_columns,
     write_rows,
     zero_sums,
@@ -623,14 +622,6 @@ def _run(q, k, v, mask, scale, variant, of_variant: HopperVariant, beside, recor
     return out, lse
 
 
-def columns_of(head_dim: int, v_head_dim: int) -> dict[str, int]:
-    """Returns the kernel's constants for the columns of q and k, and of v: see ``ForwardArguments``."""
-    used, used_v = used_columns(head_dim), used_columns(v_head_dim)
-    # Keys of 192 columns, as in DeepSeek's models, are not padded, so that more of them fit shared memory.
-    dim, dim_v, pieces = used if used == 192 else padded_head_dim(used), padded_head_dim(used_v), 3 if used == 192 else 1
-    return {"DIM": dim, "USED": used, "DIM_V": dim_v, "USED_V": used_v, "PIECES": pieces, "WIDE": dim != dim_v or dim > 128}
-
-
 @cache
 def forward_shape(config, head_dim: int, v_head_dim: int, block_size: int | None, *switches) -> ForwardShape:
     """block_size: the table's, or None. switches: the fields of ``ForwardShape`` after SPARSE."""
@@ -647,39 +638,7 @@ def _split_rows(tables) -> int:
 
 
 def _config_and_tables(q, v, mask, of_variant: HopperVariant):
-    """Returns (config, the tables that the kernel runs: the mask, its tall rows, its blocks by document, or None)."""
-    columns, block_size = columns_of(q.shape[3], v.shape[3]), mask and mask.block_size
-    dim, dim_v, wide = (columns[name] for name in ("DIM", "DIM_V", "WIDE"))
-    # Made even if this pass does not take them, because they cannot always be made where the backward pass is compiled.
-    by_document = blocks_by_document(q, v, mask, of_variant is PLAIN)
-
-    def tiles_of(queries: int) -> int:
-        tables = _tables_for(mask, by_document, queries)
-        return 0 if mask and tables is None else _items_and_tiles(q, tables, queries)[1]
-
-    if wide:
-        config = wide_forward(dim, dim_v, block_size, tiles_of(64), multiprocessors(q.device), of_variant is PLAIN)
-    elif of_variant is PLAIN:
-        config = forward_of_call(dim, block_size, tiles_of, multiprocessors(q.device))
-    else:
-        config = forward_of_variant(dim, block_size)
-    if by_document is not None and not config.queries == config.keys == by_document.block_size:
-        by_document = None
-    tables = _tables_for(mask, by_document, config.queries)
-    return (FORWARD[dim], mask) if mask and tables is None else (config, tables)
-
-
-def _tables_for(mask, by_document, queries: int):
-    """Returns the tables for tiles of so many queries: the mask, its blocks by document, or its tall rows, which may be None."""
-    if mask and mask.block_size % queries:
-        return mask.tall
-    return by_document or mask
-
-
-def _items_and_tiles(q, tables, queries: int) -> tuple[int, int]:
-    """Returns (work items of a mask, tiles of all heads)."""
-    items = tables.by_query.work.shape[1] if tables else triton.cdiv(q.shape[2], queries)
-    return items, items * (tables.row_queries // queries if tables else 1) * q.shape[0] * q.shape[1]
+    return forward_division(q.shape, v.shape[3], mask, of_variant is PLAIN, multiprocessors(q.device))
 
 
 def _forward_launch(q, k, v, out, lse, split_out, split_lse, queue, tables, scale, split_rows, of_variant, config):
@@ -691,7 +650,7 @@ def _forward_launch(q, k, v, out, lse, split_out, split_lse, queue, tables, scal
     starts, scored = tables is not None and tables.starts is not None, (switches["SCORED"], switches["REACH"])
     shape = forward_shape(config, head_dim, v.shape[3], tables and tables.block_size, starts, split_rows > 0, *scored)
     dim, dim_v, width = shape.DIM, shape.DIM_V, shape.DIM // shape.PIECES
-    items, tiles = _items_and_tiles(q, tables, config.queries)
+    items, tiles = items_and_tiles(q.shape, tables, config.queries)
     pointers, strides = table_pointers(tables, tables and tables.by_query, tables.by_query.work if tables else lse, lse)
     arguments = [
         gluon_descriptor(q, [1, 1, HALF.value, width]),

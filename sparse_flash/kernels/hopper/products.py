@@ -13,11 +13,6 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from .masks import where_rows
 
 
-def used_columns(head_dim: int) -> int:
-    """Returns how many columns products cover."""
-    return next(columns for columns in (64, 96, 128, 192, 256) if head_dim <= columns)
-
-
 @gluon.jit
 def times_transposed(left, right, zeros, USED: gl.constexpr):
     """Starts left times right transposed, summed over the columns in use. left, right: in shared memory."""

@@ -6,7 +6,7 @@ The operands of few heads stay in the L2 cache. More heads leave fewer programs 
 import math
 from functools import cache
 
-from ..common.grid import SECOND_AXIS
+from ..common.config import SECOND_AXIS
 
 # Bytes of keys and values that stay in the L2 cache while programs iterate over them; the rest is for other data.
 L2_BYTES = 16 << 20

@@ -21,6 +21,8 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from .folders import cache_folder
+
 FORMAT = 1
 ANY = TypeVar("ANY")
 
@@ -41,11 +43,8 @@ class Key(NamedTuple):
 
 
 def cache_file() -> Path:
-    """tuned.json in the folder named by SPARSE_FLASH_CACHE, otherwise in sparse_flash in the user's cache folder."""
-    folder = os.environ.get("SPARSE_FLASH_CACHE")
-    if not folder:
-        folder = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache"), "sparse_flash")
-    return Path(os.path.expanduser(folder), "tuned.json")
+    """tuned.json in the ``cache_folder``."""
+    return cache_folder() / "tuned.json"
 
 
 def gpu_name(device: torch.device) -> str | None:

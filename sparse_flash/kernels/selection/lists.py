@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.grid import SECOND_AXIS, tile_and_batch_head
+from ..common.config import SECOND_AXIS
+from ..common.grid import tile_and_batch_head
 from ..launch.launch import launch
 from .tiles import Round, SelectionSizes, VisitedBlocks, padded
 

@@ -1,0 +1,173 @@
+"""Fits the constants of predicted times to measured rows, and says how far predictions are from them.
+
+    python -m sparse_flash.benchmarks.fit_cost                        # errors of the shipped constants
+    python -m sparse_flash.benchmarks.fit_cost --hold-out             # errors of each fifth of the cases by a fit to the others
+    python -m sparse_flash.benchmarks.fit_cost --write                # fits all, writes kernels/cost/chips.json
+    python -m sparse_flash.benchmarks.fit_cost runs/drawn/drawn.json  # rows of other files
+    python -m sparse_flash.benchmarks.fit_cost --plot runs/cost       # also a picture
+
+Only rows of this package's Hopper kernels count, without dropout or padding. Held out, all rows of a case are in one part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from sparse_flash.kernels.cost import chips
+from sparse_flash.kernels.cost.chips import Chip
+from sparse_flash.kernels.cost.fit import Errors, Sample, fit
+from sparse_flash.masks.block_mask import BlockMask
+from sparse_flash.tools.cost import samples_of
+
+from .report.plots import draw_predicted
+from .workload.cases import Mask, Shape
+from .workload.masks import skewed_and_even
+from .workload.problem import compiled
+
+RESULTS = Path(__file__).parent / "results"
+FILES = (
+    *(f"h100-2026-11-25-peers/{name}.json" for name in ("results", "sparse", "four-rows")),
+    "h100-2026-11-26-speedup/results.json",
+    "video/h200-2026-11-27-steps.json",
+)
+# Rates of copies: of an H100 as in parallel/costs, of an H200 from video/h200-2026-11-27-steps.json. Peaks at sustained clocks.
+_MULTIPROCESSORS, _FLOPS_PER_US = 132, 4096 * 1755
+H100 = Chip("NVIDIA H100 80GB HBM3", _MULTIPROCESSORS, _FLOPS_PER_US, 2.7e6)
+H200 = Chip("NVIDIA H200", _MULTIPROCESSORS, _FLOPS_PER_US, 3.87e6)
+_LEAST_US = 100
+_FOLDS = 5
+
+
+def samples(path: Path) -> Iterator[tuple[str, Sample]]:
+    """Returns (the GPU's name, a measured pass) of a results file."""
+    for case, row, gpu in _rows(json.loads(path.read_text()), ""):
+        if row.get("backend") != "hopper" or case.get("dropout_p") or case.get("padded") or "forward_ms" not in row:
+            continue
+        sizes = {name: case["shape"].get(name) for name in Shape.__dataclass_fields__}
+        shape, spec, block_size = Shape(**sizes), case["spec"], case.get("block_size", 128)
+        mask = _mask(_spec(case.get("label", ""), spec, shape.tokens), shape.tokens, block_size)
+        name = f"{shape}, {case.get('label') or str(spec)[:60]}, blocks of {block_size}"
+        passes = [row[which] and 1e3 * row[which] if which in row else None for which in ("forward_ms", "backward_ms")]
+        for sample in samples_of_call(mask, shape, H100, passes, name):
+            yield gpu, sample
+
+
+def samples_of_call(mask: BlockMask, s: Shape, chip: Chip, us: Sequence[float | None], name: str) -> Iterator[Sample]:
+    """Returns the passes of a call that took these microseconds, forward and backward."""
+    return samples_of(mask, s.heads, s.head_dim, chip, us, name, batch=s.batch, kv_heads=s.kv_heads, v_head_dim=s.v_head_dim)
+
+
+def _rows(data: object, gpu: str) -> Iterator[tuple[dict, dict, str]]:
+    """Returns (case, result, the GPU's name) of every measured row."""
+    if isinstance(data, dict):
+        gpu = (data.get("environment") or {}).get("device", gpu)
+        if "case" in data and "result" in data:
+            yield data["case"], data["result"], gpu
+        elif "shape" in data and "spec" in data:
+            yield data, data, gpu
+        else:
+            for value in data.values():
+                yield from _rows(value, gpu)
+    elif isinstance(data, list):
+        for value in data:
+            yield from _rows(value, gpu)
+
+
+def _spec(label: str, spec: str | list[str], tokens: int) -> str | tuple[str, ...]:
+    """Returns the spec of a row. A file has only a digest of maps of blocks, which are made again by their label."""
+    if isinstance(spec, list):
+        return tuple(spec)
+    return _maps(tokens)[label] if spec.startswith("from_blocks(") else spec
+
+
+@cache
+def _maps(tokens: int) -> dict[str, str]:
+    return {mask.label: str(mask.spec) for mask in skewed_and_even(tokens)}
+
+
+@cache
+def _mask(spec: str | tuple[str, ...], tokens: int, block_size: int):
+    return compiled(Mask("", spec, block_size), tokens, torch.device("cpu"))[1]
+
+
+def fold_of(sample: Sample) -> int:
+    """Returns which of the parts a sample's case belongs to."""
+    return zlib.crc32(sample.name.encode()) % _FOLDS
+
+
+def fitted(found: dict[str, list[Sample]]) -> list[Chip]:
+    """Returns the H100 fitted to its samples, then the H200, which inherits the constants of the H100."""
+    h100 = fit(H100, found.get(H100.name, []))
+    return [h100, fit(replace(H200, inherited=h100.measured), found.get(H200.name, []))]
+
+
+def errors_by_gpu(found: dict[str, list[Sample]], held_out: bool, made: list[Chip]) -> dict[str, list[tuple[float, Sample]]]:
+    """Returns the signed errors of all samples. held_out: by constants that were fitted to the other parts of the cases; otherwise
+    by ``made``."""
+    errors: dict[str, list[tuple[float, Sample]]] = {}
+    for fold in range(_FOLDS):
+        rest = {gpu: [s for s in measured if fold_of(s) != fold] for gpu, measured in found.items()}
+        for chip in fitted(rest) if held_out else made:
+            these = [s for s in found.get(chip.name, []) if fold_of(s) == fold]
+            errors.setdefault(chip.name, []).extend((s.error(chip), s) for s in these)
+    return errors
+
+
+def report(gpu: str, errors: list[tuple[float, Sample]]) -> None:
+    """Prints the errors of the passes over 100 us, and of shorter ones in microseconds."""
+    for name, backward in (("forward", False), ("backward", True)):
+        if long := [(e, s) for e, s in errors if s.launch.family.backward == backward and s.us >= _LEAST_US]:
+            found = Errors.of(long)
+            print(f"{gpu}, {name}: {found}")
+            for error, sample in found.worst:
+                print(f"    {error:+.1%} of {sample.us / 1e3:.3f} ms: {sample.name}")
+    if short := [(abs(e * s.us), s) for e, s in errors if s.us < _LEAST_US]:
+        most, sample = max(short, key=lambda pair: pair[0])
+        print(f"{gpu}: {len(short)} shorter passes, off by at most {most:.0f} us: {sample.name}")
+
+
+def _points(errors: dict[str, list[tuple[float, Sample]]]) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """Returns {pass: {GPU: [(measured ms, signed relative error)]}} of the passes over 100 us."""
+    return {
+        name: {
+            gpu: [(s.us / 1e3, e) for e, s in of_gpu if s.launch.family.backward == backward and s.us >= _LEAST_US]
+            for gpu, of_gpu in errors.items()
+        }
+        for name, backward in (("forward", False), ("backward", True))
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], prog="python -m sparse_flash.benchmarks.fit_cost")
+    parser.add_argument("files", nargs="*", type=Path, default=[RESULTS / name for name in FILES], help="results files")
+    parser.add_argument("--hold-out", action="store_true", help="report each case by a fit to the others")
+    parser.add_argument("--plot", type=Path, help="folder for a picture of the errors")
+    parser.add_argument("--write", action="store_true", help="fit all, and write the constants that come with the package")
+    options = parser.parse_args(arguments)
+    found: dict[str, list[Sample]] = {}
+    for path in options.files:
+        for gpu, sample in samples(path):
+            found.setdefault(gpu, []).append(sample)
+    made = fitted(found) if options.write else list(chips.read(chips.SHIPPED))
+    errors = errors_by_gpu(found, options.hold_out, made)
+    for gpu, of_gpu in errors.items():
+        report(gpu, of_gpu)
+    if options.plot:
+        options.plot.mkdir(parents=True, exist_ok=True)
+        print(draw_predicted(_points(errors), options.plot)["light"])
+    if options.write:
+        chips.write(chips.SHIPPED, made)
+        print(chips.SHIPPED)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

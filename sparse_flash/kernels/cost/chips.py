@@ -1,0 +1,166 @@
+"""Describes GPUs to the model: by constants that were measured on them, or by estimates from what they report.
+
+``chips.json`` holds the constants that come with the package. ``sparse-flash tune --calibrate`` writes a file of the same form for
+the GPU of a machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from ..launch.folders import cache_folder
+
+SHIPPED = Path(__file__).with_name("chips.json")
+# The share of the peak that steps reach, forward and backward, where none was measured: Hopper's kernels, and the portable ones.
+_HOPPER_SHARES, _PORTABLE_SHARES = (0.75, 0.6), (0.55, 0.36)
+# Operations of a multiprocessor in a cycle, 16-bit with sums of 32 bits, by compute capability.
+_FLOPS_OF_CYCLE = {(8, 0): 2048, (9, 0): 4096, (10, 0): 8192, (10, 3): 8192}
+_FLOPS_OF_OTHERS = 1024
+_TABLES = "measured", "inherited"  # fields of ``Chip``
+_MEMORY_SHARE = 0.8  # of a memory's nominal rate, that kernels reach
+
+
+class KernelFamily(NamedTuple):
+    """Kernels that share constants. used, used_v: columns of q and k, and of v, that products cover. queries, keys: of a tile and a
+    step. programs: that share a multiprocessor."""
+
+    backward: bool
+    used: int
+    used_v: int
+    queries: int
+    keys: int
+    programs: int
+
+    @property
+    def step_flops(self) -> int:
+        qk, v = (3 * self.used, 2 * self.used_v) if self.backward else (self.used, self.used_v)
+        return 2 * self.queries * self.keys * (qk + v)
+
+    def __str__(self) -> str:
+        name = "backward" if self.backward else "forward"
+        return f"{name} {self.used}/{self.used_v}, {self.queries} x {self.keys}, {self.programs}"
+
+    @classmethod
+    def parse(cls, text: str) -> KernelFamily:
+        """The reverse of ``str``."""
+        return cls(text.startswith("backward"), *map(int, re.findall(r"\d+", text)))
+
+
+class Times(NamedTuple):
+    """Microseconds of a program: a row's start and end; a step in a full block, and in a partial block; and what is added to a step
+    whose operands have left the L2 cache."""
+
+    row: float
+    full: float
+    partial: float
+    reload: float
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A GPU as the model sees it.
+
+    flops_per_us: of a multiprocessor, at its peak. bytes_per_us: that copies reach. cached_bytes: of operands that the L2 cache
+    holds while programs on all multiprocessors read them. launch_us: of one kernel. host_us: of an eager call's host, forward and
+    backward. shares: of the peak that steps reach, a guess. measured: constants by family. inherited: constants that were measured
+    on a GPU with the same multiprocessors. Others are estimated from these. estimated: whether nothing was measured on the chip.
+    """
+
+    name: str
+    multiprocessors: int
+    flops_per_us: float
+    bytes_per_us: float
+    cached_bytes: float = 25e6
+    launch_us: float = 2.5
+    host_us: tuple[float, float] = (26.0, 155.0)
+    shares: tuple[float, float] = _HOPPER_SHARES
+    measured: Mapping[KernelFamily, Times] = field(default_factory=dict)
+    inherited: Mapping[KernelFamily, Times] = field(default_factory=dict)
+    estimated: bool = False
+
+    def times(self, family: KernelFamily) -> Times:
+        """Returns the family's constants. Without a measurement: a guess, times what the guess misses for the most alike family."""
+        guess, known_times = self._guess(family), {**self.inherited, **self.measured}
+        if family in known_times:
+            # A constant that measurements could not tell from 0 is a tenth of its guess.
+            return Times(*(max(time, least / 10) for time, least in zip(known_times[family], guess, strict=True)))
+        alike = [known for known in known_times if known.backward == family.backward]
+        if not alike:
+            return guess
+        nearest = min(alike, key=lambda known: (known.programs != family.programs, abs(known.step_flops - family.step_flops)))
+        of_nearest = zip(guess, self.times(nearest), self._guess(nearest), strict=True)
+        return Times(*(time * measured / guessed for time, measured, guessed in of_nearest))
+
+    def has_measured(self, family: KernelFamily) -> bool:
+        """Whether the family's constants are measurements of this chip."""
+        return not self.estimated and family in self.measured
+
+    def _guess(self, family: KernelFamily) -> Times:
+        """Returns constants from the peak rate alone."""
+        step = family.step_flops * family.programs / self.flops_per_us / self.shares[family.backward]
+        # A row starts with the operands of its tile, ends with its results, and is partly hidden by other rows.
+        row = 2.0 * step * 128 / family.queries if family.backward else 1.5 * step * 128 / family.keys
+        return Times(row, step, 1.15 * step, 0.2 * step)
+
+    def as_data(self) -> dict:
+        """Returns the chip as plain data."""
+        tables = {
+            name: {str(family): [round(time, 4) for time in times] for family, times in sorted(getattr(self, name).items())}
+            for name in _TABLES
+        }
+        return asdict(replace(self, measured={}, inherited={})) | tables
+
+    @classmethod
+    def of_data(cls, data: dict) -> Chip:
+        """The reverse of ``as_data``."""
+        tables = {name: {KernelFamily.parse(text): Times(*times) for text, times in data[name].items()} for name in _TABLES}
+        pairs = {name: tuple(data[name]) for name in ("host_us", "shares")}
+        return cls(**data | pairs | tables)
+
+
+def calibrated_file() -> Path:
+    """Returns the path of the constants that were measured on this machine: calibrated.json, beside the tuned configs."""
+    return cache_folder() / "calibrated.json"
+
+
+def known_chips() -> dict[str, Chip]:
+    """Returns the chips with measured constants by name. Chips of this machine replace the ones that come with the package."""
+    return {chip.name: chip for path in (SHIPPED, calibrated_file()) if path.exists() for chip in read(path)}
+
+
+def read(path: Path) -> Iterator[Chip]:
+    """Returns the chips of a file."""
+    return map(Chip.of_data, json.loads(path.read_text()))
+
+
+def write(path: Path, chips: list[Chip]) -> None:
+    """Writes the chips. Others that the file holds stay."""
+    kept = {chip.name: chip for chip in read(path)} if path.exists() else {}
+    kept |= {chip.name: chip for chip in chips}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps([chip.as_data() for chip in kept.values()], indent=1) + "\n")
+    partial.replace(path)
+
+
+def chip_of_gpu(name: str, index: int, capability: tuple[int, int]) -> Chip:
+    """Returns a GPU of this machine: with measured constants if there are any for its name, otherwise estimated from what its
+    driver reports."""
+    return known_chips().get(name) or _reported(name, index, capability)
+
+
+def _reported(name: str, index: int, capability: tuple[int, int]) -> Chip:
+    from triton.runtime import driver
+
+    found = driver.active.utils.get_device_properties(index)
+    flops = _FLOPS_OF_CYCLE.get(capability, _FLOPS_OF_OTHERS) * found["sm_clock_rate"] / 1e3
+    # Bytes in a cycle of a memory's clock, at two transfers; kHz to MHz.
+    rate = _MEMORY_SHARE * 2 * found["mem_bus_width"] / 8 * found["mem_clock_rate"] / 1e3
+    shares = _HOPPER_SHARES if capability == (9, 0) else _PORTABLE_SHARES
+    return Chip(name, found["multiprocessor_count"], flops, rate, shares=shares, estimated=True)

@@ -1,0 +1,84 @@
+"""Fits a chip's constants to measured passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from .chips import Chip, Times
+from .hopper import KINDS, Launch, predicted
+
+_ROUNDS = 10
+# The weight of a constant's value before the fit, of a sample's. It decides what samples do not tell apart.
+_PRIOR = 0.03
+# By how much the host is ahead when a timing begins: benchmarks clear the cache before each call, which takes the GPU this long.
+_AHEAD_US = 55
+
+
+class Sample(NamedTuple):
+    """A measured pass. us: its microseconds. name: of what was measured."""
+
+    launch: Launch
+    us: float
+    name: str = ""
+
+    def error(self, chip: Chip) -> float:
+        """Returns by how much the prediction for a timed call exceeds the measurement, as a share of it."""
+        found = predicted(self.launch, chip)
+        return max(found.us, found.host_us - _AHEAD_US) / self.us - 1
+
+
+def fit(chip: Chip, samples: Sequence[Sample]) -> Chip:
+    """Returns the chip with constants for the families of the samples, by non-negative least squares of relative errors.
+
+    The time of the program that finishes last is linear in the constants, but which program that is depends on them. So constants
+    are fitted to the programs that would finish last, in rounds, and the constants of the best round are returned. Samples that the
+    host bounds say nothing of the GPU, and are left out. Without others the chip stays as it is.
+    """
+    from scipy.optimize import nnls
+
+    samples = [sample for sample in samples if predicted(sample.launch, chip).bound != "the host"]
+    if not samples:
+        return chip
+    families = list(dict.fromkeys(sample.launch.family for sample in samples))
+    before = np.array([chip.times(family) for family in families]).ravel()
+    best, least = chip, np.inf
+    for _ in range(_ROUNDS):
+        found = [predicted(sample.launch, chip) for sample in samples]
+        spread = sum((one.us / sample.us - 1) ** 2 for one, sample in zip(found, samples, strict=True))
+        if spread < least:
+            best, least = chip, spread
+        rows, targets = [_PRIOR * np.eye(len(before))], [np.full(len(before), _PRIOR)]
+        for one, (launch, us, _) in zip(found, samples, strict=True):
+            own = KINDS * families.index(launch.family)
+            row = np.zeros(len(before))
+            row[own : own + KINDS] = one.last.amounts * before[own : own + KINDS]
+            rows.append(row[None] / us)
+            targets.append(np.array([(us - one.beside) / us]))
+        constants = nnls(np.concatenate(rows), np.concatenate(targets))[0] * before
+        measured = {family: Times(*times) for family, times in zip(families, constants.reshape(-1, KINDS).tolist(), strict=True)}
+        chip = replace(chip, measured=dict(chip.measured) | measured, estimated=False)
+    return best
+
+
+class Errors(NamedTuple):
+    """Relative errors of predictions, without sign: the median, the bound of 90 %, and the largest. worst: the largest, signed."""
+
+    count: int
+    median: float
+    most: float
+    largest: float
+    worst: list[tuple[float, Sample]]
+
+    @classmethod
+    def of(cls, errors: Sequence[tuple[float, Sample]], worst: int = 5) -> Errors:
+        """errors: signed, at least one, each with its sample."""
+        found = sorted(errors, key=lambda pair: -abs(pair[0]))
+        sizes = np.abs([error for error, _ in found])
+        return cls(len(found), float(np.median(sizes)), float(np.quantile(sizes, 0.9)), float(sizes.max()), found[:worst])
+
+    def __str__(self) -> str:
+        return f"{self.count} passes: median {self.median:.1%}, 90 % within {self.most:.1%}, at most {self.largest:.1%}"

@@ -1,0 +1,105 @@
+"""How a call's work is divided: which tiles run, over which tables. These rules of the launchers need no Triton, so the time of a
+call can be predicted where none is installed."""
+
+from ..common.config import padded_head_dim, used_columns
+from .configs import (
+    FORWARD,
+    PAIRED_BACKWARD,
+    BackwardConfig,
+    ForwardConfig,
+    backward_config,
+    forward_of_call,
+    forward_of_variant,
+    wide_forward,
+)
+
+_DOCUMENT_BLOCK = 128  # tiles by document are whole blocks
+_SHORT_COLUMN = 3072  # queries in a column's blocks, on average
+
+
+def columns_of(head_dim: int, v_head_dim: int) -> dict[str, int]:
+    """Returns the kernel's constants for the columns of q and k, and of v: see ``ForwardArguments``."""
+    used, used_v = used_columns(head_dim), used_columns(v_head_dim)
+    # Keys of 192 columns, as in DeepSeek's models, are not padded, so that more of them fit shared memory.
+    dim, dim_v, pieces = used if used == 192 else padded_head_dim(used), padded_head_dim(used_v), 3 if used == 192 else 1
+    return {"DIM": dim, "USED": used, "DIM_V": dim_v, "USED_V": used_v, "PIECES": pieces, "WIDE": dim != dim_v or dim > 128}
+
+
+def blocks_by_document(head_dim: int, v_head_dim: int, mask, plain: bool):
+    """Returns the blocks by document of a call's mask, or None if it has none or a pass does not take them. Both passes take them
+    up to head_dim 128, where tiles are whole blocks, and without a variant, which would need the position of each block. plain:
+    whether the call has no variant."""
+    if mask is None or not plain or mask.block_size != _DOCUMENT_BLOCK:
+        return None
+    return mask.by_document if {padded_head_dim(dim) for dim in (head_dim, v_head_dim)} in ({64}, {128}) else None
+
+
+def forward_division(
+    q_shape: tuple[int, ...], v_head_dim: int, mask, plain: bool, multiprocessors: int
+) -> tuple[ForwardConfig, object]:
+    """Returns (config, the tables that the kernel runs: the mask, its tall rows, its blocks by document, or None). q_shape: (batch,
+    heads, q_len, head_dim). plain: whether the call has no variant."""
+    columns, block_size = columns_of(q_shape[3], v_head_dim), mask and mask.block_size
+    dim, dim_v, wide = (columns[name] for name in ("DIM", "DIM_V", "WIDE"))
+    # Made even if this pass does not take them, because they cannot always be made where the backward pass is compiled.
+    by_document = blocks_by_document(q_shape[3], v_head_dim, mask, plain)
+
+    def tiles_of(queries: int) -> int:
+        tables = _tables_for(mask, by_document, queries)
+        return 0 if mask and tables is None else items_and_tiles(q_shape, tables, queries)[1]
+
+    if wide:
+        config = wide_forward(dim, dim_v, block_size, tiles_of(64), multiprocessors, plain)
+    elif plain:
+        config = forward_of_call(dim, block_size, tiles_of, multiprocessors)
+    else:
+        config = forward_of_variant(dim, block_size)
+    if by_document is not None and not config.queries == config.keys == by_document.block_size:
+        by_document = None
+    tables = _tables_for(mask, by_document, config.queries)
+    return (FORWARD[dim], mask) if mask and tables is None else (config, tables)
+
+
+def _tables_for(mask, by_document, queries: int):
+    """Returns the tables for tiles of so many queries: the mask, its blocks by document, or its tall rows, which may be None."""
+    if mask and mask.block_size % queries:
+        return mask.tall
+    return by_document or mask
+
+
+def items_and_tiles(q_shape: tuple[int, ...], tables, queries: int) -> tuple[int, int]:
+    """Returns (work items of a mask, tiles of all heads)."""
+    items = tables.by_query.work.shape[1] if tables else -(-q_shape[2] // queries)
+    return items, items * (tables.row_queries // queries if tables else 1) * q_shape[0] * q_shape[1]
+
+
+def backward_of_call(head_dim: int, v_head_dim: int, block_size: int | None) -> BackwardConfig:
+    """Returns the config of the backward pass of a call without a variant. block_size: the table's, or None."""
+    if used_columns(head_dim) == 192 and padded_head_dim(v_head_dim) == 128 and block_size != 64:
+        return PAIRED_BACKWARD
+    return backward_config(padded_head_dim(head_dim), block_size)
+
+
+def heads_together(q_shape: tuple[int, ...], kv_heads: int, tables, plain: bool, multiprocessors: int) -> bool:
+    """Whether a backward tile computes all query heads that share a key head, instead of one of them. This saves the sums of dK and
+    dV, and pays if columns are short. With long ones too few programs compute a head at a time (docs/performance/kernels.md has the
+    figures)."""
+    batch, heads, _, head_dim = q_shape
+    if heads == kv_heads or padded_head_dim(head_dim) > 128 or not plain:
+        return False
+    if tables is None or tables.starts is not None or tables.by_key.is_split:
+        return False
+    masks, columns = tables.by_key.row_order.shape
+    if masks > 1 or tables.mask_index.shape[1] > 1:
+        return False
+    return short_columns(batch * kv_heads, columns, tables.by_key.col_idx.numel(), tables.block_size, multiprocessors)
+
+
+def short_columns(kv_batch_heads: int, columns: int, blocks: int, block_size: int, programs: int) -> bool:
+    """Whether columns are short, and there are enough for programs to finish together. A head group makes a heavy column heavier by
+    its number of heads; an unsplit column has at most 64 blocks, four times the mean, or a thirty-second of all. kv_batch_heads:
+    batch times key heads. blocks: of the table, or as many as a table made on the device has memory for."""
+    balanced = (
+        kv_batch_heads * columns >= 8 * programs and kv_batch_heads * blocks >= 64 * programs and 36 * kv_batch_heads >= programs
+    )
+    return balanced and blocks * block_size <= _SHORT_COLUMN * columns

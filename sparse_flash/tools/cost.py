@@ -1,0 +1,141 @@
+"""Predicts how long calls take on a GPU: which kernels run them, and the model of ``kernels/cost``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..backends import hopper, triton
+from ..kernels.cost import hopper as model
+from ..kernels.cost.chips import Chip, chip_of_gpu, known_chips
+from ..kernels.cost.fit import Sample
+from ..masks.block_mask import BlockMask
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The predicted time of a call. device: the GPU's name. backward: None where the portable kernels run it."""
+
+    device: str
+    forward: model.Pass
+    backward: model.Pass | None
+
+    @property
+    def estimated(self) -> bool:
+        """Whether some kernels were not measured on the GPU, so that constants follow from others or from what it reports."""
+        return not all(one.measured for one in (self.forward, self.backward) if one)
+
+    @property
+    def forward_us(self) -> float:
+        """Returns microseconds on the GPU."""
+        return self.forward.us
+
+    @property
+    def backward_us(self) -> float | None:
+        """Returns microseconds on the GPU, or None."""
+        return self.backward and self.backward.us
+
+    def lines(self) -> dict[str, str]:
+        """Returns the passes as sentences, by name."""
+        where = f"{'estimated for' if self.estimated else 'predicted on'} {self.device}"
+        forward = f"{_in_words(self.forward)} ({where})"
+        backward = _in_words(self.backward) if self.backward else "not predicted, as portable kernels run it"
+        return {"forward time": forward, "backward time": backward}
+
+
+def _in_words(one: model.Pass) -> str:
+    parts = sorted(one.parts.items(), key=lambda part: -part[1])
+    shares = ", ".join(f"{name} {us / one.us:.0%}" for name, us in parts if us >= 0.005 * one.us)
+    host = f"; call by call, the host takes {one.host_us:.0f} us" if one.bound == "the host" else ""
+    return f"{_time(one.us)}: {shares}{host}"
+
+
+def _time(us: float) -> str:
+    return f"{us / 1e3:.3f} ms" if us >= 1e3 else f"{us:.0f} us"
+
+
+def chip_named(device: str | torch.device | None) -> Chip | None:
+    """Returns a GPU as the model sees it, or None without a GPU and a name. device: a GPU of this machine, None for the current
+    one, or a part of the name of one with measured constants, such as "h200". Raises ValueError for other devices."""
+    if device is None and not torch.cuda.is_available():
+        return None
+    name = "cuda" if device is None else str(device)
+    if not name.startswith("cuda"):
+        chips = known_chips()
+        found = [chip for known, chip in chips.items() if name.lower() in known.lower()]
+        if len(found) != 1:
+            raise ValueError(f"device must be a GPU of this machine, or one of {', '.join(sorted(chips))}; got {name!r}")
+        return found[0]
+    if not torch.cuda.is_available():
+        raise ValueError(f"device must be a GPU that is there; got {name!r} without any; name one, such as 'h200'")
+    index = torch.device(name).index
+    index = torch.cuda.current_device() if index is None else index
+    return chip_of_gpu(torch.cuda.get_device_name(index), index, torch.cuda.get_device_capability(index))
+
+
+def refusal(mask: BlockMask, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
+    """Returns why the time of such calls is not predicted, or None."""
+    table = mask.kernel_table(True)
+    if mask.q_len <= triton.FEW_QUERIES:
+        return f"calls of more than {triton.FEW_QUERIES} queries are; got {mask.q_len}"
+    if dtype not in hopper.DTYPES:
+        return f"calls of float16 and bfloat16 are; got {str(dtype).removeprefix('torch.')}"
+    if {head_dim, v_head_dim} - {*hopper.HEAD_DIMS}:
+        return f"calls of head_dim {hopper.HEAD_DIMS[0]} to {hopper.HEAD_DIMS[-1]} are; got {head_dim}, v of {v_head_dim}"
+    if (table and table.block_size) not in hopper.BLOCK_SIZES:
+        return f"masks of block_size {hopper.BLOCK_SIZES[1]} to {hopper.BLOCK_SIZES[-1]} are; got {mask.block_size}"
+    return None
+
+
+def samples_of(
+    mask: BlockMask,
+    heads: int,
+    head_dim: int,
+    chip: Chip,
+    us: Sequence[float | None],
+    name: str = "",
+    *,
+    batch: int = 1,
+    kv_heads: int | None = None,
+    v_head_dim: int | None = None,
+) -> Iterator[Sample]:
+    """Returns the measured passes of a call, to fit constants to. us: microseconds of the forward and of the backward pass; None:
+    not measured. Other arguments as for ``predict``."""
+    sizes, table = _sizes_and_table(mask, batch, heads, kv_heads, head_dim, v_head_dim)
+    for launched, time in zip((model.forward, model.backward), us, strict=True):
+        if time is not None:
+            yield Sample(launched(sizes, table, chip), time, name)
+
+
+def _sizes_and_table(mask: BlockMask, batch: int, heads: int, kv_heads: int | None, head_dim: int, v_head_dim: int | None):
+    sizes = model.AttentionSizes(batch, heads, kv_heads or heads, mask.q_len, mask.kv_len, head_dim, v_head_dim or head_dim)
+    table = mask.kernel_table(True)
+    return sizes, table and table.to("cpu")
+
+
+def predict(
+    mask: BlockMask,
+    heads: int,
+    head_dim: int,
+    chip: Chip,
+    *,
+    batch: int = 1,
+    kv_heads: int | None = None,
+    v_head_dim: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Prediction:
+    """Returns the predicted time of ``attention`` under a mask, of one head or of several, and of its backward pass.
+
+    heads, kv_heads: of queries, and of keys and values. chip: see ``chip_named``. Raises ValueError for calls whose time is not
+    predicted. Reads the table.
+    """
+    if reason := refusal(mask, dtype, head_dim, v_head_dim or head_dim):
+        raise ValueError(f"the time of this call is not predicted: {reason}")
+    sizes, table = _sizes_and_table(mask, batch, heads, kv_heads, head_dim, v_head_dim)
+    forward = model.predicted(model.forward(sizes, table, chip), chip)
+    backward = None
+    if hopper.has_backward(sizes.head_dim, sizes.v_head_dim):
+        backward = model.predicted(model.backward(sizes, table, chip), chip)
+    return Prediction(chip.name, forward, backward)
