@@ -178,10 +178,11 @@ def test_every_line_of_code_in_a_table_of_the_readme_runs(first_of_readme):
         "cache_k": q.detach(),
         "cache_v": q.detach(),
         "lens": torch.tensor([3000], dtype=torch.int32, device=q.device),
-        # These two take a model and ranks, which their guides' code has.
-        "use_sparse_flash": lambda model, mask: sf.parse(mask),
+        # These take models and ranks, which their guides' code has.
+        "use_sparse_flash": lambda model, mask: sf.parse(mask.replace("layout", str(sf.VideoLayout(21, 45, 80, (1, 8, 16))))),
         "mesh": None,
         "model": None,
+        "transformer": None,
     }
     for cell in cells:
         if "mesh=" in cell:

@@ -502,9 +502,6 @@ def test_inputs_that_do_not_fit_are_errors():
     with pytest.raises(ValueError, match="num_frames, height and width must be passed"):
         run(model, inputs, num_frames=None, video_coords=torch.rand(2, 3, 105))
     model, inputs = made(wan)
-    use_sparse_flash(model, "tile_window(layout, 4)", TILE)
-    with pytest.raises(ValueError, match="tile_window"):
-        run(model, inputs)
     use_sparse_flash(model, WINDOW, lambda *cells: sf.VideoLayout(*cells, TILE, prefix=1))
     with pytest.raises(ValueError, match="without prefix and suffix"):
         run(model, inputs)
