@@ -1,4 +1,4 @@
-"""Where files live that hold what was measured on a machine."""
+"""Names the folders of files that hold what was measured on a machine."""
 
 import os
 from pathlib import Path
