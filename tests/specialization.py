@@ -114,13 +114,8 @@ def masks_of(heads: int, q_len: int, kv_len: int, block_size: int):
     return None, mask, sf.BlockMask.per_head([mask if head % 2 else other for head in range(heads)])
 
 
-def pairwise(*values) -> list[tuple]:
-    """Every fourth of all combinations. With two or three values on the outside and odd numbers of values within, each two meet."""
-    return list(product(*values))[::4]
-
-
 def portable_calls() -> None:
-    for batch, (heads, kv_heads), q_len, kv_len in pairwise((1, 2), HEADS, LENGTHS, LENGTHS):
+    for batch, (heads, kv_heads), q_len, kv_len in product((1, 2), HEADS, LENGTHS, LENGTHS):
         q, k, v, lse = tensors(batch, heads, kv_heads, q_len, kv_len, torch.float32)
         for mask, variant in product(masks_of(heads, q_len, kv_len, 64), checked_variant(batch, heads)):
             forward.attention_forward(q, k, v, mask, 1.0, variant)
@@ -137,7 +132,7 @@ def portable_calls() -> None:
 
 
 def hopper_calls() -> None:
-    for batch, (heads, kv_heads), q_len, kv_len in pairwise((1, 2, 3), HEADS, (1, 16, 385), (1, 16, 385)):
+    for batch, (heads, kv_heads), q_len, kv_len in product((1, 2, 3), HEADS, (1, 16, 385), (1, 16, 385)):
         q, k, v, lse = tensors(batch, heads, kv_heads, q_len, kv_len, torch.bfloat16)
         _, variant = checked_variant(batch, heads)
         hopper_forward.attention_forward(q, k, v, None, 1.0, variant)
