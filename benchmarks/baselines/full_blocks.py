@@ -42,8 +42,8 @@ class FullBlockPeer(Peer):
         return self.attend(problem, index, count)
 
     def attend(self, problem: Problem, index: torch.Tensor, count: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """As ``prepare``. index: (batch, heads, q_blocks, most blocks of a row) int32, kept blocks first. count: (batch, heads,
-        q_blocks) int32."""
+        """Returns what ``prepare`` does. index: (batch, heads, q_blocks, most blocks of a row) int32, kept blocks first.
+        count: (batch, heads, q_blocks) int32."""
         raise NotImplementedError
 
 

@@ -46,7 +46,7 @@ def arms(window: int, block: int, length: int) -> dict[str, Arm]:
         "window": Arm((f"causal & {near}",)),
         "powers": Arm((f"causal & ({near} | power_of_two(block={block}))",)),
         "butterfly": Arm((f"causal & ({near} | butterfly(block={block}))",)),
-        # What ``sf.design`` finds first among masks of all layers and heads that connect in two hops.
+        # The mask that ``sf.design`` finds first among masks of all layers and heads that connect in two hops.
         "fixed": Arm((f"causal & ({near} | fixed({stride}, block={block}))",)),
         # As many blocks as the longest rows of powers have.
         "chosen": Arm((f"causal & {near}",), keep=window // block + 1 + powers_past_window),

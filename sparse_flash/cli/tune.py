@@ -83,7 +83,7 @@ def _calibrate(console) -> None:
     from sparse_flash.tools.cost import chip_named
 
     if reason := hopper.available():
-        raise ValueError(f"nothing to calibrate: predicted times are those of the Hopper kernels, and {reason}")
+        raise ValueError(f"nothing to calibrate: times are predicted for the Hopper kernels, and {reason}")
     chip = chip_named("cuda")
     assert chip is not None  # a name was given
     found = []

@@ -45,6 +45,6 @@ def of_one_head(pattern: Pattern) -> Pattern:
 
 
 def named_len(pattern: Pattern, default: int) -> int:
-    """As many tokens as the pattern names, as one over a VideoLayout does; ``default`` if it names none."""
+    """Returns how many tokens the pattern names, as one over a VideoLayout does; ``default`` if it names none."""
     named = filter(None, (leaf.named_tokens() for leaf in pattern.leaves()))
     return max((most for _, most in named), default=default)

@@ -113,7 +113,7 @@ def of_a_plan(plan, name: str, attend=None, dtype: torch.dtype = torch.float32, 
 
 
 def counted(name: str, strategy: str, **options) -> tuple[int, int]:
-    """What FlopCounterMode counts of a plan's passes, over all ranks."""
+    """Returns what FlopCounterMode counts of a plan's passes, over all ranks."""
     plan = plan_of(name, strategy, **options)
     q, k, v = (plan.shard(t, 2).requires_grad_() for t in inputs(name)[:3])
     with FlopCounterMode(display=False) as forward:

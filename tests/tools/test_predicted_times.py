@@ -105,7 +105,7 @@ def test_the_command_prints_predicted_times():
 
 
 def test_shipped_constants_predict_kept_results():
-    """Of passes over 100 us: half within 3 %, nine in ten within 8 %, all within 20 %. These results were fitted to."""
+    """Half of the passes over 100 us are within 3 %, nine in ten within 8 %, all within 20 %. The constants were fitted to them."""
     known, errors = chips.known_chips(), []
     for name in fit_cost.FILES:
         errors += [s.error(known[gpu]) for gpu, s in fit_cost.samples(fit_cost.RESULTS / name) if s.us >= 100]

@@ -188,7 +188,7 @@ def test_a_checkpoint_whose_mask_means_something_else_now_is_refused_wherever_it
         for read in (lambda: run(masks=one.settings.masks), lambda: run("other", start=path), lambda: loaded(path, ON_CPU.device)):
             with pytest.raises(ValueError, match=said):
                 read()
-        del record["digests"]  # as those of earlier versions
+        del record["digests"]  # earlier versions wrote none
         (path / "run.json").write_text(json.dumps(record))
         assert run(masks=one.settings.masks).progress.step == 1 and loaded(path, ON_CPU.device)
 
