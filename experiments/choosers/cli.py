@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from .. import row_files
 from . import picture, report, tables
 from .measure import Measuring
 from .model import load
@@ -78,7 +79,7 @@ def measure(
         loaded = load(model, on, torch.bfloat16 if on.type == "cuda" else torch.float32)
         measuring = Measuring(*loaded, length or [2048, 4096, 8192], windows, needles)
         setup = measuring.setup()
-        done = report.read([out]) if out.exists() else {"setup": setup, "rows": []}
+        done = row_files.read([out]) if out.exists() else {"setup": setup, "rows": []}
         if done["setup"] != setup:
             raise ValueError(f"{out} was measured on {done['setup']}, and this would be {setup}; pass another --out")
         missing = [row for name, row in wanted.items() if name not in [one["row"] for one in done["rows"]]]
@@ -93,7 +94,7 @@ def measure(
                 result = measuring.row(row)
                 seconds = result["seconds"]
                 done["rows"].append(result)
-                report.write(out, done)
+                row_files.write(out, done)
                 console.print(report.line(result), markup=False, soft_wrap=True)
                 progress.advance(task)
         left = len(missing) - int(progress.tasks[0].completed)
@@ -110,11 +111,11 @@ def draw(
 ) -> None:
     """Print rows as a table in Markdown, and draw loss and retrieval against density."""
     with user_errors():
-        found = report.read(results)
+        found = row_files.read(results)
         page = tables.replaced(guide.read_text(), tables.guide(found)) if guide else ""
         console.print(tables.everything(found, chosen(rows or [])), markup=False, soft_wrap=True)
         console.print(f"{picture.draw(found, target)}", markup=False, soft_wrap=True)
         if keep:
-            report.write(keep, report.short(found))
+            row_files.write(keep, report.short(found))
         if guide:
             guide.write_text(page)

@@ -21,6 +21,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from .. import row_files
 from . import picture, report
 from .flow import LONGEST
 from .masks import BY_SHARE, SHARES, VSA
@@ -150,7 +151,7 @@ def measure(
                 result = measuring.row(row)
                 seconds = result["seconds"]
                 done["rows"].append(result)
-                report.write(out, done)
+                row_files.write(out, done)
                 console.print(report.line(result), markup=False, soft_wrap=True)
                 bar.advance(task)
         left = len(missing) - int(bar.tasks[0].completed)
@@ -176,6 +177,6 @@ def draw(
         for drawn in (picture.draw(found, target, scene), picture.draw_shares(found, shares)):
             console.print(f"{drawn}", markup=False, soft_wrap=True)
         if keep:
-            report.write(keep, report.short(found))
+            row_files.write(keep, report.short(found))
         if page:
             page.write_text(text)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from experiments import row_files
 from experiments.choosers import report, tables
 from experiments.choosers.cli import app
 from experiments.choosers.picture import _APART, _apart
@@ -21,14 +22,14 @@ def written(path: Path, needles: float, *names: str, texts: str = "a") -> Path:
     length["loss"] = {kind: [2.0 - needles, 1.0] for kind in tables.TEXTS}
     result = {"lengths": {"128": length}, "by_head": {"density": [[0.1]]}, "shares": None, "seconds": 1}
     made = [{"row": name, **result} for name in names]
-    report.write(path, {"setup": {"texts": texts, "needles": 4}, "rows": made})
+    row_files.write(path, {"setup": {"texts": texts, "needles": 4}, "rows": made})
     return path
 
 
 def test_the_last_file_that_has_a_row_counts(tmp_path):
     first = written(tmp_path / "first.json", 0.75, "own(3) budget 0.15", "sampled(8) budget 0.15", "dense")
     last = written(tmp_path / "last.json", 0.25, "sampled(8) budget 0.15", "sampled(8) budget 0.1")
-    found = report.read([first, last])
+    found = row_files.read([first, last])
     needles = {row["row"]: row["lengths"]["128"]["needles"] for row in found["rows"]}
     assert needles == {"own(3) budget 0.15": 0.75, "sampled(8) budget 0.15": 0.25, "dense": 0.75, "sampled(8) budget 0.1": 0.25}
     short = report.short(found)["rows"]
@@ -52,7 +53,7 @@ def test_tables_of_a_page_are_written_anew_and_the_rest_stays():
 
 
 def test_the_guide_has_the_tables_of_the_kept_results():
-    found, page = report.read([KEPT]), GUIDE.read_text()
+    found, page = row_files.read([KEPT]), GUIDE.read_text()
     assert json.loads(KEPT.read_text()) == report.short(found)
     assert all(row["row"] in rows() for row in found["rows"])
     assert tables.replaced(page, tables.guide(found)) == page
