@@ -63,7 +63,8 @@ def _argument(parameter: inspect.Parameter) -> str:
 def _compiled(spec: str, q_len: int | None, kv_len: int | None, block_size: int, default_len: int):
     """(pattern, mask, seconds)."""
     import sparse_flash
-    from sparse_flash.tools.subject import named_len, of_one_head
+    from sparse_flash.masks.pattern import named_len
+    from sparse_flash.tools.subject import of_one_head
 
     pattern = of_one_head(sparse_flash.parse(spec))
     q_len = named_len(pattern, default_len) if q_len is None else q_len

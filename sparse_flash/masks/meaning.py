@@ -11,7 +11,7 @@ import numpy as np
 from ..compat.names import PACKAGE
 from .chooser import choices_of, is_chosen
 from .memory import remembered
-from .pattern import Pattern, PerHead, parse, shortened
+from .pattern import Pattern, PerHead, named_len, parse, shortened
 
 _TOKENS = 1 << 17  # of the sequence that is sampled, if the mask names no number of tokens
 _QUERIES = 256
@@ -58,7 +58,7 @@ def _parts_of(pattern: Pattern) -> Iterator[Pattern | str]:
 
 def _sampled(pattern: Pattern) -> bytes:
     """Whether each pair of the sample is kept, as bits."""
-    tokens = max((leaf.named_tokens() or (0, 0))[1] for leaf in pattern.leaves()) or _TOKENS
+    tokens = named_len(pattern, _TOKENS)
     near = _distances(tokens, 1, _QUERIES)[0]
     q = np.concatenate([near[:128] - 1, tokens - near[128:]])[:, None] % tokens
     back, ahead, first, last = np.split(_distances(tokens, _QUERIES, 1024), [512, 640, 896], axis=1)

@@ -293,6 +293,12 @@ def check_fit(pattern: Pattern, q_len: int, kv_len: int) -> None:
             )
 
 
+def named_len(pattern: Pattern, default: int) -> int:
+    """Returns how many tokens the pattern names, as one over a VideoLayout does; ``default`` if it names none."""
+    named = filter(None, (leaf.named_tokens() for leaf in pattern.leaves()))
+    return max((most for _, most in named), default=default)
+
+
 @constant_in_graphs
 def check_known_end(pattern: Pattern | str) -> None:
     """Raises ValueError for a pattern that counts tokens from the end, beside lengths in tensors."""

@@ -6,7 +6,7 @@ from ..masks.block_mask import BlockMask
 from ..masks.build import with_coarse
 from ..masks.cache import as_block_mask
 from ..masks.compiler import by_head
-from ..masks.pattern import Pattern, parse
+from ..masks.pattern import Pattern, named_len, parse
 from ..selection.block_selection import BlockSelection
 
 
@@ -42,9 +42,3 @@ def of_one_head(pattern: Pattern) -> Pattern:
     if others:
         raise ValueError(f"the pattern must be that of one head; got {1 + len(others)} different ones; pass one, such as '{first}'")
     return first
-
-
-def named_len(pattern: Pattern, default: int) -> int:
-    """Returns how many tokens the pattern names, as one over a VideoLayout does; ``default`` if it names none."""
-    named = filter(None, (leaf.named_tokens() for leaf in pattern.leaves()))
-    return max((most for _, most in named), default=default)
