@@ -67,6 +67,7 @@ def rows() -> dict[str, Row]:
     made = [Row("dense"), *(Row("window", "local", share) for share in SHARES)]
     made += [Row(chooser, rule, share) for rule, choosers in COMPARED.items() for chooser in choosers for share in SHARES]
     made += [Row(f"sampled({queries})", "budget", share, block=128) for queries in (8, 16) for share in SHARES]
+    made += [Row("sampled(16)", "mass", share, block=128) for share in SHARES[:2]]
     made += [Row("sampled(8)", "budget", 0.15, beside=one) for one in ("", "sinks(64)", "sinks(64) | local(256)")]
     others = "sampled(8, reduce='mean')", "sampled(8, share_group=True)", "antidiagonal(8, reduce='max')", "true_mass"
     made += [Row(chooser, "budget", 0.15) for chooser in others]
