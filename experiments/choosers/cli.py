@@ -69,6 +69,9 @@ def measure(
     length: Annotated[list[int] | None, typer.Option(help="Tokens of a window. [2048, 4096, 8192]")] = None,
     windows: Annotated[int, typer.Option(min=1, help="Of each kind of text, of the greatest length.")] = 6,
     needles: Annotated[int, typer.Option(min=1, help="Numbers asked for, at each length.")] = 200,
+    text: Annotated[
+        list[Path] | None, typer.Option(help="A text to measure on; its last quarter is for tuning. [texts that are installed]")
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.")] = "auto",
 ) -> None:
     """Measure rows, one after the other, and write each down."""
@@ -77,7 +80,7 @@ def measure(
         on = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
         wanted = chosen(rows or [])
         loaded = load(model, on, torch.bfloat16 if on.type == "cuda" else torch.float32)
-        measuring = Measuring(*loaded, length or [2048, 4096, 8192], windows, needles)
+        measuring = Measuring(*loaded, length or [2048, 4096, 8192], windows, needles, text or [])
         setup = measuring.setup()
         done = row_files.read([out]) if out.exists() else {"setup": setup, "rows": []}
         if done["setup"] != setup:

@@ -8,6 +8,7 @@ import platform
 import time
 from collections.abc import Iterator
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,20 +31,21 @@ class Measuring:
     """A model with its texts.
 
     lengths: tokens of windows. windows: of each kind of text, at the greatest length; shorter ones are parts of them. needles: of
-    each length. Raises ValueError for lengths that do not fit together.
+    each length, in the first kind of text. files: texts instead of
+    those that are installed. Raises ValueError for lengths that do not fit together.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, lengths: list[int], windows: int, needles: int):
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, lengths: list[int], windows: int, needles: int, files: list[Path]):
         self.lengths = sorted(set(lengths))
         for length in self.lengths:
             if length < 128 or length % 128 or self.lengths[-1] % length:
                 raise ValueError(f"--length must be a multiple of 128 that divides the greatest; got {length}")
         self.model, self.device, self.head = model, model.device, model.get_output_embeddings()
         self.layers, self.batch_tokens = Layers(model), 65_536 if model.device.type == "cuda" else 8192
-        found = texts(tokenizer)
+        found = texts(tokenizer, files)
         self.windows = {kind: windows_of(text.test, self.lengths[-1], windows) for kind, text in found.items()}
         self.tuning = torch.cat([windows_of(text.tuning, self.lengths[-1], 1) for text in found.values()])
-        self.needles = {length: needles_in(tokenizer, found["english"].test, length, needles) for length in self.lengths}
+        self.needles = {length: needles_in(tokenizer, next(iter(found.values())).test, length, needles) for length in self.lengths}
 
     def setup(self) -> dict:
         """Returns what all rows of a file must have in common."""

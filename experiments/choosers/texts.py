@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 import random
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, NamedTuple
@@ -29,12 +29,15 @@ class Text(NamedTuple):
     tuning: torch.Tensor
 
 
-def texts(tokenizer: Any) -> dict[str, Text]:
-    """Texts by kind.
+def texts(tokenizer: Any, files: Sequence[Path] = ()) -> dict[str, Text]:
+    """Returns texts by kind. files: each is a kind with the file's name, and its last quarter is for tuning. Without files:
 
     english: pydoc's topics in alphabetical order; each fourth is for tuning. python: modules of the standard library. c++: headers
     of PyTorch. docstrings: of torch.nn, and for tuning of torch.optim.
     """
+    if files:
+        read = [(path.stem, _ids(tokenizer, path.read_text())) for path in files]
+        return {name: Text(ids[: -(len(ids) // 4)], ids[-(len(ids) // 4) :]) for name, ids in read}
     ordered = [text for _, text in sorted(topics.items())]
     headers = [[_TORCH / "include" / name for name in names] for names in _HEADERS]
     parts = {
@@ -60,7 +63,7 @@ def windows_of(ids: torch.Tensor, length: int, count: int) -> torch.Tensor:
     """(windows, length): at most ``count`` windows, evenly spaced, without overlap."""
     count = min(count, len(ids) // length)
     if not count:
-        raise ValueError(f"--length must be at most the {len(ids):,} tokens of a text; got {length:,}")
+        raise ValueError(f"--length must be at most the {len(ids):,} tokens of a text; got {length:,}. --text takes longer ones")
     firsts = [number * (len(ids) - length) // max(1, count - 1) for number in range(count)]
     return torch.stack([ids[first : first + length] for first in firsts])
 

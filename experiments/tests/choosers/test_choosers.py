@@ -132,6 +132,15 @@ def test_needles_stand_once_in_each_text_at_rising_depths(folder, short_texts):
     assert depths == sorted(depths) and depths[0] < depths[-1]
 
 
+def test_the_last_quarter_of_a_file_is_for_tuning(folder, tmp_path):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    file = tmp_path / "long.txt"
+    file.write_text(" ".join(str(number) for number in range(1000)))
+    text = texts(tokenizer, [file])["long"]
+    assert "".join(tokenizer.batch_decode(text)).replace(" ", "") == file.read_text().replace(" ", "")
+    assert len(text.tuning) == (len(text.test) + len(text.tuning)) // 4
+
+
 @pytest.mark.parametrize(
     "given, message",
     [
