@@ -14,34 +14,27 @@ from .meshes import device_of, group_of
 _WARM, _RUNS = 2, 5
 
 
-def measured_link_rate(mesh: DeviceMesh, size: int = 1 << 28) -> float | tuple[float, float]:
+def measured_link_rate(mesh: DeviceMesh, size: int = 1 << 28) -> float:
     """Measures the bytes per second that a rank receives if all ranks of a mesh exchange with each other: ``link_rate=`` of plans.
 
     mesh: as for ``context_parallel``. size: bytes that each rank gets from all ranks together, itself included.
 
-    Returns the rate of the slowest rank, the same on all ranks. For a mesh of two dimensions it returns two rates: between nodes,
-    measured while all ranks of a node exchange with their counterparts at once; and within nodes. Each rate is the median of five
-    exchanges. On fast links this takes about 100 ms, and memory of twice ``size``. Rates differ a little from run to run, and may
-    change the chosen strategy: for bits that repeat, pass plans the same number. A collective call. Raises ValueError for a mesh of
-    one rank.
+    Returns the rate of the slowest rank, the median of five exchanges, the same on all ranks. On fast links this takes about 100
+    ms, and memory of twice ``size``. Rates differ a little from run to run, and may change the chosen strategy: for bits that
+    repeat, pass plans the same number. A collective call. Raises ValueError for a mesh of one rank.
     """
     group = group_of(mesh)
     ranks, device = dist.get_world_size(group), device_of(mesh)
     if ranks == 1:
         raise ValueError("mesh must have at least two ranks to measure a link; got one; leave link_rate= out")
-    groups = [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
-    mine = [_rate(size, one, device) for one in groups]
-    every: list[list[float]] = [mine] * ranks
-    dist.all_gather_object(every, mine, group=group)
-    slowest = [min(of_dimension) for of_dimension in zip(*every, strict=True)]
-    return slowest[0] if len(slowest) == 1 else (slowest[0], slowest[1])
+    rates = [0.0] * ranks
+    dist.all_gather_object(rates, _rate(size, group, device), group=group)
+    return min(rates)
 
 
 def _rate(size: int, group: dist.ProcessGroup, device: torch.device) -> float:
-    """Returns this rank's rate; infinity if it is alone."""
+    """Returns this rank's rate."""
     ranks = dist.get_world_size(group)
-    if ranks == 1:
-        return float("inf")
     each = max(1, size // ranks)
     mine = torch.zeros(ranks * each, dtype=torch.uint8, device=device)
     theirs = torch.empty_like(mine)
