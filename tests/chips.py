@@ -28,12 +28,12 @@ from sparse_flash.kernels.portable import configs
 ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "docs" / "chips.csv"
 CHIPS = {
-    "8.0": configs.Chip((8, 0), 166912),
-    "8.6": configs.Chip((8, 6), 101376),
-    "8.9": configs.Chip((8, 9), 101376),
-    "9.0": configs.Chip((9, 0), 232448),
-    "10.0": configs.Chip((10, 0), 232448),
-    "12.0": configs.Chip((12, 0), 101376),
+    "8.0": configs.Gpu((8, 0), 166912),
+    "8.6": configs.Gpu((8, 6), 101376),
+    "8.9": configs.Gpu((8, 9), 101376),
+    "9.0": configs.Gpu((9, 0), 232448),
+    "10.0": configs.Gpu((10, 0), 232448),
+    "12.0": configs.Gpu((12, 0), 101376),
 }
 LOOP = ("portable/row_loop", "portable/lengths", "portable/scores", "portable/dropout")
 COMMON = (*LOOP, "common/tiles", "common/philox", "common/variant")

@@ -86,7 +86,7 @@ def test_lengths_get_eight_warps_where_products_hold_their_operands(chip):
 
 @parametrize("capability, kib, like", [((11, 0), 227, "9.0"), ((13, 0), 200, "8.0"), ((13, 0), 128, "8.6")])
 def test_a_chip_that_is_not_compiled_for_gets_the_tiles_of_one_that_is(capability, kib, like):
-    chip = configs.Chip(capability, kib * 1024)
+    chip = configs.Gpu(capability, kib * 1024)
     for kernel, dim in product(("forward", "grad_q", "grad_kv", "decode"), (16, 32, 64, 128, 256)):
         assert chip.config(kernel, torch.bfloat16, dim) == chips.CHIPS[like].config(kernel, torch.bfloat16, dim)
     assert f"{kib} KiB of shared memory; not measured" in configs.provenance(chip)
@@ -100,7 +100,7 @@ def test_a_chip_that_is_not_compiled_for_gets_the_tiles_of_one_that_is(capabilit
     ],
 )
 def test_a_chip_that_no_tiles_fit_is_refused_by_name(monkeypatch, chip, kib, reason):
-    monkeypatch.setattr(configs, "chip_of", lambda device: configs.Chip(chip, kib * 1024))
+    monkeypatch.setattr(configs, "chip_of", lambda device: configs.Gpu(chip, kib * 1024))
     monkeypatch.setattr(triton_backend, "_available", lambda: None)
     monkeypatch.setattr(triton_backend, "interpreted", lambda: False)
     call = backends.Call(torch.device("cuda", 0), torch.bfloat16, 1, 1, 1, 64, 64, 64, 64, None)

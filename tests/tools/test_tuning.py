@@ -374,7 +374,7 @@ def test_doctor_says_whose_tile_sizes_a_gpu_has_and_whether_they_were_measured_o
         ((9, 0), 232448, "measured on an H200"),
         ((7, 5), 65536, "none: Triton needs compute capability 8.0 or newer; this GPU has 7.5"),
     ):
-        monkeypatch.setattr(configs, "chip_of", lambda device, chip=chip, shared=shared: configs.Chip(chip, shared))
+        monkeypatch.setattr(configs, "chip_of", lambda device, chip=chip, shared=shared: configs.Gpu(chip, shared))
         output = " ".join(CliRunner().invoke(app, ["doctor"]).output.split())
         assert f"tile sizes {said}" in output, output
 

@@ -74,7 +74,7 @@ _LEAST_KIB = 99  # what the smallest of these tiles take
 OLDEST = (8, 0)  # the oldest compute capability that Triton supports
 
 
-class Chip(NamedTuple):
+class Gpu(NamedTuple):
     """A GPU. capability: its compute capability. shared: bytes of shared memory available to a program."""
 
     capability: tuple[int, int]
@@ -93,11 +93,11 @@ class Chip(NamedTuple):
         return replace(config, num_stages=min(2, config.num_stages)) if few else config
 
 
-HOPPER = Chip((9, 0), 232448)
+HOPPER = Gpu((9, 0), 232448)
 
 
 @cache
-def chip_of(device: torch.device) -> Chip:
+def chip_of(device: torch.device) -> Gpu:
     """A GPU as its driver reports it; HOPPER for the interpreter, on a CPU."""
     if device.type != "cuda":
         return HOPPER
@@ -106,7 +106,7 @@ def chip_of(device: torch.device) -> Chip:
     properties = torch.cuda.get_device_properties(device)
     index = torch.cuda.current_device() if device.index is None else device.index
     shared = driver.active.utils.get_device_properties(index)["max_shared_mem"]
-    return Chip((properties.major, properties.minor), shared)
+    return Gpu((properties.major, properties.minor), shared)
 
 
 def refusal(device: torch.device) -> str | None:
@@ -119,7 +119,7 @@ def refusal(device: torch.device) -> str | None:
     return None
 
 
-def provenance(chip: Chip) -> str:
+def provenance(chip: Gpu) -> str:
     """In words: where a chip's tile sizes come from."""
     if chip == HOPPER:
         return "measured on an H200, torch 2.11, triton 3.6, 2026-11-20"
@@ -127,7 +127,7 @@ def provenance(chip: Chip) -> str:
 
 
 def fitted(
-    chip: Chip, kernel: str, dtype: torch.dtype, head_dim: int, block_size: int | None, v_head_dim: int | None = None
+    chip: Gpu, kernel: str, dtype: torch.dtype, head_dim: int, block_size: int | None, v_head_dim: int | None = None
 ) -> Config:
     """The built-in config for a table's block. kernel: one of KERNELS."""
     config = chip.config(kernel, dtype, padded_head_dim(max(head_dim, v_head_dim or 0)))
@@ -141,7 +141,7 @@ def fitted(
     return replace(config, tile_m=tile_m, tile_n=tile_n, num_warps=warps)
 
 
-def for_variant(config: Config, kernel: str, chip: Chip, given: KernelVariant, switches: dict, dim: int) -> Config:
+def for_variant(config: Config, kernel: str, chip: Gpu, given: KernelVariant, switches: dict, dim: int) -> Config:
     """The config for a variant of a kernel. kernel: one of KERNELS. dim: padded.
 
     dQ: a bias with a user's function takes 262 KB for 128 queries at head_dim 128, more than any chip has. Half the queries take
@@ -167,7 +167,7 @@ def candidates(
     head_dim: int,
     block_size: int | None,
     v_head_dim: int | None = None,
-    chip: Chip = HOPPER,
+    chip: Gpu = HOPPER,
 ) -> tuple[Config, ...]:
     """Configs worth measuring, distinct and at most MOST_CANDIDATES: the built-in config, then its neighbours, nearest first: a
     tile halved or doubled, warps halved or doubled, one stage more or less; at most two such changes.
@@ -211,7 +211,7 @@ def decode_config(
     block_size: int | None,
     rows: int,
     v_head_dim: int | None = None,
-    chip: Chip = HOPPER,
+    chip: Gpu = HOPPER,
 ) -> Config:
     """For few queries and many keys. rows: of stacked queries, from several heads, so tile_m may exceed the table's block."""
     config = chip.config("decode", dtype, padded_head_dim(max(head_dim, v_head_dim or 0)))
