@@ -4,6 +4,7 @@ by key block are written for these chips."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,14 +35,14 @@ def forward(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Does what ``by_kernels.forward`` does."""
     from ..kernels.selection.hopper_forward import picked_parts
 
-    return by_kernels.forward(*call, picked_parts)
+    return partial(by_kernels.forward, parts_kernel=picked_parts)(*call)
 
 
 def backward(*call: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Does what ``by_kernels.backward`` does."""
     from ..kernels.selection import hopper_backward
 
-    return by_kernels.backward(*call, hopper_backward)
+    return partial(by_kernels.backward, gathering=hopper_backward)(*call)
 
 
 # The masses of picked blocks are a single product, and are not often asked for.
