@@ -184,7 +184,7 @@ def topk_blocks(
     elif scores is None and every is None:
         given = {"score": score != "mean", "q_len": q_len is not None, "kv_len": kv_len is not None}
         if any(given.values()):
-            raise ValueError(f"{', '.join(name for name in given if given[name])} is of a selection by query; pass every=1 as well")
+            raise ValueError(f"{', '.join(name for name in given if given[name])} needs a choice for each query; pass every=1")
         return _mask(*both(q, k), keep, block_size, within, always, share_group)
     numbers = checked_choice(keep, 1 if every is None else every, block_size, score)
     how = QueryChoice(*numbers, always, share_group, score)
@@ -204,7 +204,7 @@ def topk_blocks(
     if cu_seqlens_q is not None:
         return by_query_of_documents(q, k, how, cu_seqlens_q, max_seqlen_q)
     if q_len is not None or (kv_len is not None and score != COMPRESSED):
-        raise ValueError("q_len and kv_len are those of q and k; pass them with scores= alone")
+        raise ValueError("q_len and kv_len follow from q and k; pass them only with scores=")
     if score == COMPRESSED:
         return by_compressed(q, k, how, kv_len, compression, lse)
     return by_query(q, k, how)

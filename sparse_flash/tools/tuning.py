@@ -103,7 +103,7 @@ def unavailable() -> str | None:
 
 
 def tile_sizes(device: torch.device) -> str:
-    """Where the tile sizes of the portable kernels on this GPU come from."""
+    """Says how the tile sizes of the portable kernels on this GPU were chosen."""
     if reason := triton_backend.available() or configs.refusal(device):
         return f"none: {reason}"
     return configs.provenance(configs.chip_of(device))

@@ -138,8 +138,8 @@ def add_rows(
     """Adds part to some block rows of whole, in place, and rounds once.
 
     whole: (batch, heads, tokens, head_dim). rows: (blocks,) int64, without repetition, in blocks of block_size tokens. part: as
-    whole, of the tokens of ``rows``. addends: (first, blocks) where several of part's blocks are added to one of the rows, one
-    after the other: to row i those of the numbers blocks[first[i]] to blocks[first[i + 1] - 1]. int64.
+    whole, of the tokens of ``rows``. addends: (first, blocks), int64, if several of part's blocks are added to a row, one after the
+    other. Row i gets part's blocks with the numbers blocks[first[i]] to blocks[first[i + 1] - 1].
     """
     _move(whole, part, rows, block_size, len(rows) * block_size, addends)
 
