@@ -90,7 +90,7 @@ class Compared:
     def machine() -> str:
         if not torch.cuda.is_available():
             return "cpu"
-        return "hopper" if torch.version.hip is None and torch.cuda.get_device_capability() == (9, 0) else "gpu"
+        return "hopper" if torch.cuda.get_device_capability() == (9, 0) else "gpu"
 
 
 @pytest.fixture(autouse=True)

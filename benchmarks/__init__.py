@@ -2,10 +2,8 @@
 
 rows                          sf.bench: figures of a user's masks, as values
 run                           the loop over cases
-traffic, selection,           programs of their own: memory traffic; key blocks chosen by query, and their memory; what
-selection_memory, choosers,   choosing blocks costs; steps of video models; one sequence over several GPUs, measured and
-video, context,               simulated
-context_scaling
+traffic, selection, choosers, programs of their own: memory traffic; key blocks chosen by query; what choosing blocks costs; steps
+video, context                of video models; one sequence over several GPUs
 report                        rows, tables, plots and one HTML page, from the JSON alone
 measure                       throughput, latency, accuracy, drift of baselines, noise
 baselines                     the peers: their interface, their registry, a module for each that needs more than a few lines

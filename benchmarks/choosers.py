@@ -30,7 +30,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -73,6 +73,7 @@ CHECKED_OF_PACKAGES = 4_096  # tokens; packages want whole blocks
 MOST_DIFFERING = 0.01  # bf16 rounds scores, and blocks whose scores are nearly the same change places
 _PARTS, _PROFILED = 10, 3  # kernels shown, and calls that they are the mean of
 _CPU_SECONDS = 0.3
+HEADINGS = ("choose", "attend", "both", "choose / attend", "density (of heads)", "dense", "speed-up", "loss", "differing")
 
 
 @dataclass(frozen=True)
@@ -311,7 +312,8 @@ def ranking(results: list[dict], shape: Shape) -> Table:
     return table
 
 
-def main(arguments: list[str] | None = None) -> int:
+def asked(arguments: list[str] | None) -> tuple[argparse.Namespace, list[ChooserCase]]:
+    """Returns the command's options and cases. Ends the program if they do not fit."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], prog="python -m sparse_flash.benchmarks.choosers")
     parser.add_argument("--out", type=Path, default=Path("runs/choosers"), help="folder (default %(default)s)")
     parser.add_argument("--spec", action="append", help="a chooser, without block=; ? for a number: see --density (default: seven)")
@@ -328,7 +330,6 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.parts and options.device == "cpu":
         parser.error("--parts records the kernels of GPUs; leave it out on a CPU")
-    until, device, dtype = time.monotonic() + options.limit, torch.empty(0, device=options.device).device, DTYPES[options.device]
     heads, kv_heads = options.heads
     cases = [
         ChooserCase(chooser, block, Shape(1, heads, tokens, head_dim, kv_heads), options.drawn)
@@ -339,49 +340,56 @@ def main(arguments: list[str] | None = None) -> int:
             sf.parse(case.numbered(0.5).spec)
     except ValueError as error:
         parser.error(str(error))
+    return options, cases
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options, cases = asked(arguments)
+    until, device, dtype = time.monotonic() + options.limit, torch.empty(0, device=options.device).device, DTYPES[options.device]
+    packages = list(PACKAGES) if "all" in options.peer else list(dict.fromkeys(options.peer))
     data: dict = {"format": 1, "environment": environment(device), "dtype": str(dtype).removeprefix("torch.")}
     data |= {"cases": [], "peers": []}
-    packages = list(PACKAGES) if "all" in options.peer else list(dict.fromkeys(options.peer))
-    headings = ("choose", "attend", "both", "choose / attend", "density (of heads)", "dense", "speed-up", "loss", "differing")
-    table = Table("case", *headings, title="ms, forward" + ", planted inputs" * options.drawn)
+    table = Table("case", *HEADINGS, title="ms, forward" + ", planted inputs" * options.drawn)
     console = Console(width=200 if not sys.stdout.isatty() else None)
     options.out.mkdir(parents=True, exist_ok=True)
-    of_shape: list[dict] = []
-    problem: Problem | None = None
-    dense: dict[str, dict] = {}
+
+    def is_over(rest: str) -> bool:
+        if over := time.monotonic() > until:
+            print(f"the time was up: {rest} not begun", flush=True)
+        return over
+
+    def keep(kind: str, found: dict, *texts: str) -> None:
+        data[kind].append(found)
+        (options.out / "choosers.json").write_text(json.dumps(data, indent=1) + "\n")
+        print(*texts, sep="; ", flush=True)
+
+    def compared(case: ChooserCase, problem: Problem, best: tuple[str, float] | None) -> Iterator[dict]:
+        """The packages' results for a case's inputs."""
+        short = replace(case, shape=replace(case.shape, tokens=min(case.shape.tokens, CHECKED_OF_PACKAGES)))
+        for name in packages:
+            if is_over(f"{name} was"):
+                continue
+            found = run_package(name, problem, short.dense(device, dtype), options.density, device)
+            found |= {"speedup": best[1] / found["both_ms"]} if best and "both_ms" in found else {}
+            keep("peers", {"shape": asdict(case.shape), "drawn": case.drawn, **found}, name, str(case.shape), *said_of(found))
+            yield found
+
     for number, case in enumerate(cases):
-        if time.monotonic() > until:
-            print(f"the time was up: {len(cases) - number} cases were not begun", flush=True)
+        if is_over(f"{len(cases) - number} cases were"):
             break
-        if problem is None or case.shape != cases[number - 1].shape:
+        if number == 0 or case.shape != cases[number - 1].shape:
             problem = case.dense(device, dtype)
             dense, of_shape = dense_calls(problem, device), []
         found = run(case, problem, dense, device, options.density, options.parts)
-        data["cases"].append(found)
         of_shape.append(found)
-        (options.out / "choosers.json").write_text(json.dumps(data, indent=1) + "\n")
-        name = replace(case, chooser=found["case"]["chooser"]).name
-        table.add_row(name, *cells(found))
-        said = [f"{heading} {cell}" for heading, cell in zip(headings, cells(found), strict=True) if cell]
-        print(name, *said, found.get("failed", ""), sep="; ", flush=True)
+        name, texts = replace(case, chooser=found["case"]["chooser"]).name, cells(found)
+        table.add_row(name, *texts)
+        said = [f"{heading} {text}" for heading, text in zip(HEADINGS, texts, strict=True) if text]
+        keep("cases", found, name, *said, found.get("failed", ""))
         for part in found.get("parts", ()):
             print(f"  {part['us']:9.1f} us {part['calls']:6.1f} calls  {part['kernel']}", flush=True)
-        if number + 1 < len(cases) and cases[number + 1].shape == case.shape:
-            continue
-        for name in packages:
-            if time.monotonic() > until:
-                print(f"the time was up: {name} was not begun", flush=True)
-                continue
-            short = replace(case, shape=replace(case.shape, tokens=min(case.shape.tokens, CHECKED_OF_PACKAGES)))
-            found = run_package(name, problem, short.dense(device, dtype), options.density, device)
-            best = fastest(dense)
-            if best and "both_ms" in found:
-                found["speedup"] = best[1] / found["both_ms"]
-            of_shape.append(found)
-            data["peers"].append({"shape": asdict(case.shape), "drawn": case.drawn, **found})
-            (options.out / "choosers.json").write_text(json.dumps(data, indent=1) + "\n")
-            print(name, str(case.shape), *said_of(found), sep="; ", flush=True)
-        if packages:
+        if packages and case.shape not in (later.shape for later in cases[number + 1 : number + 2]):
+            of_shape += compared(case, problem, fastest(dense))
             console.print(ranking(of_shape, case.shape))
             sys.stdout.flush()
     console.print(table)

@@ -28,6 +28,7 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -41,7 +42,6 @@ from sparse_flash.parallel.costs import FLOP_RATE
 from sparse_flash.parallel.peer_memory import peer_memory
 
 from .baselines.context import PATIENCE, WAYS, Divided, Planned, Sequence, Way, barrier, failed_alone, of_all_ranks
-from .context_scaling import masks
 from .measure.throughput import failure_text, peak_bytes
 from .report.plots import draw_context
 from .results import environment
@@ -84,6 +84,15 @@ class ContextCase:
     @property
     def name(self) -> str:
         return f"{self.label}, {self.tokens:,} tokens, {self.heads}/{self.kv_heads} heads"
+
+
+def masks(tokens: int) -> dict[str, sf.Pattern]:
+    """Returns the masks of a sequence. Documents have lengths of a log-normal distribution, median 4,096 tokens, sigma 1.3."""
+    drawn = np.random.default_rng(0).lognormal(np.log(4096), 1.3, max(16, tokens // 1024)).astype(int).clip(16)
+    ends = np.cumsum(drawn)
+    apart = sf.documents((0, *ends[ends < tokens].tolist(), tokens))
+    texts = ("causal", "causal & local(4096)", "causal & (local(1024) | power_of_two)", "butterfly", "bigbird")
+    return {text: sf.parse(text) for text in texts} | {"causal & documents": sf.causal() & apart}
 
 
 def sequence_of(case: ContextCase, device: torch.device, dtype: torch.dtype, ranks: int) -> Sequence:

@@ -27,17 +27,17 @@ def sequence(text: list[int], encode, length: int, seed: int) -> tuple[torch.Ten
     """(tokens, which of them are text, where the answers are). encode: text -> tokens."""
     chosen = random.Random(seed)
     numbers = {city: str(chosen.randrange(10000, 100000)) for city in CITIES}
-    told = [encode(f"\n\nThe special number of {city} is {numbers[city]}. Remember it.\n\n") for city in CITIES]
+    facts = [encode(f"\n\nThe special number of {city} is {numbers[city]}. Remember it.\n\n") for city in CITIES]
     question = "\n\nQuestion: What is the special number of {0}?\nAnswer: The special number of {0} is"
     asked = [(encode(question.format(city)), encode(f" {numbers[city]}")) for city in chosen.sample(CITIES, len(CITIES))]
-    left = length - sum(map(len, told)) - sum(len(question) + len(answer) for question, answer in asked)
+    left = length - sum(map(len, facts)) - sum(len(question) + len(answer) for question, answer in asked)
     if left < len(CITIES) or len(text) < left:
         raise ValueError(
             f"length must leave room for text, of which there are {len(text)} tokens; got {length}, {left} of them text"
         )
     edges = [left * part // len(CITIES) for part in range(len(CITIES) + 1)]
     tokens, plain, answers = [], [], []
-    for part, fact in enumerate(told):
+    for part, fact in enumerate(facts):
         piece = text[edges[part] : edges[part + 1]]
         half = len(piece) // 2
         tokens += piece[:half] + fact + piece[half:]
@@ -62,7 +62,7 @@ def measure(model, sequences) -> tuple[float, int]:
 
 
 def arms(layers: int, window: int) -> dict[str, dict[int, str]]:
-    """What is measured: the masks of some layers, by name; the others keep the model's own."""
+    """The masks to measure, by name: a mask for each of some layers. Other layers keep the model's own."""
     near, kept = f"causal & local({window})", f"causal & (local({window}) | sinks(4))"
     edges = [layers * part // 3 for part in range(4)]
     return {

@@ -1,11 +1,22 @@
-"""Files of rows that were measured on one setup: {"setup": what all have in common, "rows": dicts, each with its name, "row"}."""
+"""Files of rows that were measured on one setup: {"setup": what all have in common, "rows": dicts, each with its name, "row"};
+and what the commands that measure rows share."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+console = Console(highlight=False)
 
 
 def read(paths: Sequence[Path]) -> dict:
@@ -34,3 +45,54 @@ def write(path: Path, results: dict) -> None:
     lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in results["rows"])
     (new := path.with_suffix(".new")).write_text(f'{{"setup": {json.dumps(results["setup"])},\n"rows": [\n{lines}\n]}}\n')
     os.replace(new, path)
+
+
+def say(text: object) -> None:
+    console.print(f"{text}", markup=False, soft_wrap=True)
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Ends the program with the sentence of an error of input."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
+        raise typer.Exit(2) from error
+
+
+def device_of(name: str) -> torch.device:
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+
+
+def progress() -> Progress:
+    return Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console)
+
+
+def measure(out: Path, measuring: Any, rows: Sequence[Any], until: float | None, line: Callable[[dict], str]) -> None:
+    """Measures the rows that a file lacks, and writes each down. measuring: has ``setup()``, ``row(row)`` and ``missing(row)``, why
+    a row cannot be measured, or None. until: by time.monotonic; no row begins that would end later if it took as long as the one
+    before. line: a result in words."""
+    setup = measuring.setup()
+    done = read([out]) if out.exists() else {"setup": setup, "rows": []}
+    if done["setup"] != setup:
+        raise ValueError(f"{out} was measured on {done['setup']}, and this would be {setup}; pass another --out")
+    there, seconds = {one["row"] for one in done["rows"]}, 0.0
+    missing = [row for row in rows if row.name not in there]
+    with progress() as bar:
+        task = bar.add_task("", total=len(missing))
+        for row in missing:
+            if until is not None and time.monotonic() + seconds > until:
+                break
+            if reason := measuring.missing(row):
+                say(f"{row.name}: {reason}")
+                continue
+            bar.update(task, description=row.name)
+            result = measuring.row(row)
+            seconds = result["seconds"]
+            done["rows"].append(result)
+            write(out, done)
+            say(line(result))
+            bar.advance(task)
+    left = len(missing) - int(bar.tasks[0].completed)
+    say(f"{out}: {len(done['rows'])} rows, {left} of those asked for are missing")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import product
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from strategies import HEAD_DIMS, V_HEAD_DIMS
 
 from sparse_flash import backends
+from sparse_flash.backends import hopper, triton
 from sparse_flash.masks.grid import BLOCK_SIZES
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -22,6 +25,16 @@ DRAWN = {
     "head_dim": HEAD_DIMS,
     "v_head_dim": V_HEAD_DIMS,
 }
+
+
+def an_h100(patch: pytest.MonkeyPatch) -> None:
+    """Makes all back ends answer as on an H100, about calls on "cuda"."""
+    for module in (hopper, triton):
+        patch.setattr(module, "_available", lambda: None)
+    patch.setattr(triton, "_interpreted", lambda: False)
+    patch.setattr(triton, "_refusal", lambda device: None)
+    patch.setattr(hopper, "_capability", lambda device: (9, 0))
+    patch.setattr(sys.modules[__name__], "DEVICE", "cuda")
 
 
 def refusal(backend: str, **fields) -> str | None:

@@ -12,7 +12,6 @@ import csv
 import hashlib
 import multiprocessing
 import os
-import re
 import sys
 import tempfile
 import threading
@@ -28,16 +27,13 @@ from sparse_flash.kernels.portable import configs
 
 ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "docs" / "chips.csv"
-# By name: Triton's name, threads per warp, bytes of shared memory that a program may take, whether it gets descriptors of 16-bit
-# types.
 CHIPS = {
-    "8.0": (("cuda", 80, 32), (8, 0), 166912, False),
-    "8.6": (("cuda", 86, 32), (8, 6), 101376, False),
-    "8.9": (("cuda", 89, 32), (8, 9), 101376, False),
-    "9.0": (("cuda", 90, 32), (9, 0), 232448, True),
-    "10.0": (("cuda", 100, 32), (10, 0), 232448, True),
-    "12.0": (("cuda", 120, 32), (12, 0), 101376, False),
-    "gfx942": (("hip", "gfx942", 64), "gfx942", 65536, False),
+    "8.0": configs.Gpu((8, 0), 166912),
+    "8.6": configs.Gpu((8, 6), 101376),
+    "8.9": configs.Gpu((8, 9), 101376),
+    "9.0": configs.Gpu((9, 0), 232448),
+    "10.0": configs.Gpu((10, 0), 232448),
+    "12.0": configs.Gpu((12, 0), 101376),
 }
 LOOP = ("portable/row_loop", "portable/lengths", "portable/scores", "portable/dropout")
 COMMON = (*LOOP, "common/tiles", "common/philox", "common/variant")
@@ -110,16 +106,16 @@ def cases() -> list[Case]:
 
 
 def config_of(case: Case, chip: str) -> configs.Config:
-    family = configs.family_of_chip(*CHIPS[chip][1:3])
+    of = CHIPS[chip]
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[case.dtype]
     if case.kernel == "decode":
-        return configs.decode_config(dtype, case.dim, case.block or None, 32, None, family, True)
+        return configs.decode_config(dtype, case.dim, case.block or None, 32, None, of)
     if case.kernel == "packed":
         return configs.Config(0, 0, 1 if case.variant == "fill_rows_kernel" else 4, 0)
     name = "grad_kv" if case.kernel == "grad_qkv" else case.kernel  # both passes take its tiles
-    config = configs.fitted(family, name, dtype, case.dim, case.block or None)
+    config = configs.fitted(of, name, dtype, case.dim, case.block or None)
     of_variant = "grad_q" if case.kernel == "grad_qkv" else case.kernel
-    return configs.for_variant(config, of_variant, family, *_variant(case), case.dim)
+    return configs.for_variant(config, of_variant, of, *_variant(case), case.dim)
 
 
 def hash_of(kernel: str) -> str:
@@ -165,7 +161,6 @@ def wanted(only: list[Case] | None = None) -> dict[tuple[str, ...], tuple[Case, 
     """What the file should hold, by row key."""
     hashes = {kernel: hash_of(kernel) for kernel in SOURCES}
     jobs = [(case, chip) for chip in CHIPS for case in dict.fromkeys(only or cases())]
-    jobs = [(case, chip) for case, chip in jobs if not (case.variant == "dropout" and chip == "gfx942")]  # see refusal
     return {(*known_fields(case, chip), hashes[case.kernel]): (case, chip) for case, chip in jobs}
 
 
@@ -190,8 +185,8 @@ def compiled(case: Case, chip: str) -> Row:
     from sm90 import KERNELS, backward, compiled, compiled_for_decoding, decode
     from triton.backends.compiler import GPUTarget
 
-    (backend, arch, threads), _, _, descriptors = CHIPS[chip]
-    target, config = GPUTarget(backend, arch, threads), config_of(case, chip)
+    major, minor = CHIPS[chip].capability
+    target, config, addresses_tiles = GPUTarget("cuda", 10 * major + minor, 32), config_of(case, chip), major in (9, 10)
     dim, block = case.dim, case.block
     if case.kernel == "packed":
         result = _compiled_packed(case.variant, target)
@@ -201,13 +196,11 @@ def compiled(case: Case, chip: str) -> Row:
     else:
         kernel = backward.grad_qkv_kernel if case.kernel == "grad_qkv" else KERNELS[case.kernel][0]
         variant, switches = _variant(case)
-        if chip == "gfx942":
-            variant = variant._replace(seed=None, dropout_p=None)
         step = config.tile_m if case.kernel == "grad_kv" else config.tile_n
-        details = {"dtype": case.dtype, "target": target, "descriptors": descriptors and case.dtype != "fp32"}
+        details = {"dtype": case.dtype, "target": target, "descriptors": addresses_tiles and case.dtype != "fp32"}
         result = compiled(kernel, config, dim, block > 0, block or step, variant, switches, **details)
     hashed = hash_of(case.kernel)
-    return Row(*known_fields(case, chip), str(result.metadata.shared), *_resources(result, backend), triton.__version__, hashed)
+    return Row(*known_fields(case, chip), str(result.metadata.shared), *_resources(result), triton.__version__, hashed)
 
 
 def _variant(case: Case):
@@ -238,20 +231,13 @@ def _compiled_packed(name: str, target):
     return compiled(rows.take_rows_kernel, 4, target, **constants)
 
 
-def _resources(result, backend: str) -> tuple[str, str, str]:
+def _resources(result) -> tuple[str, str, str]:
     """(registers per thread, bytes of stack per thread, instructions of the products)."""
-    if backend == "hip":
-        text = result.asm["amdgcn"]
-        numbers = {name: re.search(rf"\.{name}:\s+(\d+)", text) for name in ("vgpr_count", "private_segment_fixed_size")}
-        numbers = [found.group(1) for found in numbers.values()]
-    else:
-        from sm90 import resources
+    from sm90 import resources
 
-        text = result.asm["ptx"]
-        said = resources(result.asm["cubin"])
-        numbers = [str(said["reg"]), str(said["stack"])]
-    kinds = ("tcgen05.mma", "wgmma.mma_async", "mma.sync", "v_mfma", "fma.rn.f32", "v_fma")
-    return *numbers, next((kind for kind in kinds if kind in text), "")
+    said = resources(result.asm["cubin"])
+    kinds = ("tcgen05.mma", "wgmma.mma_async", "mma.sync", "fma.rn.f32")
+    return str(said["reg"]), str(said["stack"]), next((kind for kind in kinds if kind in result.asm["ptx"]), "")
 
 
 def main() -> int:
@@ -279,9 +265,9 @@ def main() -> int:
     if not arguments.representatives:
         write(rows)
     failed += [
-        f"{_words(Case(*row[1:7]), row.chip)}: {row.shared} bytes of shared memory, {CHIPS[row.chip][2]} are there"
+        f"{_words(Case(*row[1:7]), row.chip)}: {row.shared} bytes of shared memory, {CHIPS[row.chip].shared} are there"
         for row in rows
-        if int(row.shared) > CHIPS[row.chip][2]
+        if int(row.shared) > CHIPS[row.chip].shared
     ]
     print(f"{len(missing)} compiled, {len(jobs) - len(missing)} known; {len(failed)} failed or do not fit", *failed, sep="\n")
     return 1 if failed else 0

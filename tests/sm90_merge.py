@@ -15,7 +15,7 @@ CASES = ((torch.bfloat16, 128), (torch.float16, 64), (torch.float32, 256), (torc
 def report(kernel, grid, arguments, constants, options, specialized) -> None:
     result = compiled(kernel, arguments, constants, options)
     dtype = str(arguments[0].dtype).removeprefix("torch.")
-    row = {"kernel": kernel.fn.__name__, "dtype": dtype, "dim": arguments[1].shape[3], "listed": constants["LISTED"]}
+    row = {"kernel": kernel.fn.__name__, "dtype": dtype, "dim": arguments[1].shape[3]}
     row["copies"] = constants.get("TAKES", False)
     ptx = result.asm["ptx"]
     row |= {"wide": ptx.count("ld.global.v4"), "shared": result.metadata.shared}
@@ -29,10 +29,9 @@ if __name__ == "__main__":
         for dtype, dim in CASES:
             out = torch.empty(1, 4, 256, dim, dtype=dtype)
             lse = torch.empty(1, 4, 256)
-            merge.merge_rows(out, lse, out, lse, None, 128)
-            merge.merge_rows(out, lse, out, lse, rows, 128)
+            merge.merge_results(out, lse, out, lse)
             merge.add_rows(out, out, rows, 128)
             merge.add_rows(out, out, rows, 128, (torch.arange(3), rows))
             merge.copy_rows(out, out, rows, 128)
         out, lse = torch.empty(1, 4, 256, 128, dtype=torch.float64), torch.empty(1, 4, 256, dtype=torch.float64)
-        merge.merge_rows(out, lse, out, lse, rows, 128)
+        merge.merge_results(out, lse, out, lse)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numerics
 import pytest
-import simulated
 import torch
 import torch.nn.functional as F
+from accepted import an_h100
 from oracle import require
 
 import sparse_flash as sf
@@ -35,7 +35,7 @@ def test_the_table_of_errors_is_what_the_script_finds():
 def test_the_table_of_a_back_end_has_the_dtypes_that_it_accepts_and_no_other(monkeypatch):
     zeros = dict.fromkeys(numerics.NAMES, (0.0, 0.0))
     monkeypatch.setattr(numerics, "errors", lambda spec, dtype, backend: zeros)
-    simulated.an_h100(monkeypatch)
+    an_h100(monkeypatch)
     for backend, dtypes in (("auto", numerics.DTYPES), ("triton", numerics.DTYPES), ("hopper", (torch.float16, torch.bfloat16))):
         told = [line.replace("\\|", "").split("|")[2].strip() for line in numerics.table(backend)[2:]]
         assert told == 2 * [str(dtype).removeprefix("torch.") for dtype in dtypes]
@@ -106,14 +106,3 @@ def test_a_nan_reaches_no_query_whose_blocks_do_not_hold_it(backend):
     require(backend, sf.backends.Call.of(q, k, v, 16))
     out = sf.attention(q, k, v, sf.compile_mask("block_diagonal(32)", 64, block_size=16).to(q.device), backend=backend)
     assert torch.isfinite(out[:, :, 32:]).all() and out[:, :, :32].isnan().all()
-
-
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_results_and_gradients_repeat_bit_for_bit_on_a_cpu(backend):
-    q, k, v = (torch.randn(1, 2, 48, 16, requires_grad=True) for _ in range(3))
-    if numerics.DEVICE != "cpu":
-        pytest.skip("tests/backends/test_gpu.py has this of a GPU")
-    require(backend, sf.backends.Call.of(q, k, v, 16))
-    mask = sf.compile_mask("causal & local(20)", 48, block_size=16)
-    runs = [(out := sf.attention(q, k, v, mask, backend=backend), *torch.autograd.grad(out.sum(), (q, k, v))) for _ in range(2)]
-    assert all(map(torch.equal, *runs))

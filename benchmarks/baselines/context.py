@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as differentiable
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import sparse_flash as sf
 from sparse_flash.compat.pytorch import private
@@ -87,16 +87,12 @@ class Way:
 
 @dataclass(frozen=True)
 class Planned(Way):
-    """sf.context_parallel. strategy, overlap: as it takes them. node: the ranks of a node, in a mesh of two dimensions."""
+    """sf.context_parallel. strategy, overlap: as it takes them."""
 
     strategy: str = "auto"
     overlap: bool | None = None
-    node: int = 1
 
     def refuses(self, sequence):
-        if self.node > 1:
-            fits = sequence.ranks > self.node and sequence.ranks % self.node == 0 and sequence.heads[1] % self.node == 0
-            return None if fits else f"nodes of {self.node} ranks need more ranks, a multiple of {self.node}, as are the key heads"
         if self.strategy in ("auto", *sequence.received):
             return None
         return f"the mask, {sequence.ranks} ranks and {sequence.heads[1]} key heads do not allow it"
@@ -104,13 +100,9 @@ class Planned(Way):
     @contextmanager
     def divided(self, sequence, mesh):
         heads, kv_heads = sequence.heads
-        rate: float | tuple[float, float] = LINK_RATE
-        if self.node > 1:  # of one host, so both dimensions have the same link
-            shape = (mesh.size() // self.node, self.node)
-            mesh, rate = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("node", "cp")), (LINK_RATE, LINK_RATE)
         # fmt: off
         plan = sf.context_parallel(sequence.pattern, sequence.mask.q_len, mesh, heads=heads, kv_heads=kv_heads,
-                                   strategy=self.strategy, overlap=self.overlap, link_rate=rate)
+                                   strategy=self.strategy, overlap=self.overlap)
         # fmt: on
         q, k, v = (plan.shard(t, 2).requires_grad_() for t in (sequence.q, sequence.k, sequence.v))
         received = sequence.bytes_of(plan.explain().costs[plan.strategy].received.max())
@@ -121,9 +113,9 @@ class Planned(Way):
 @torch.no_grad()
 def _exchange_alone(plan: ContextPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Makes the exchanges of a forward pass under the strategy "blocks" or "heads", and computes nothing. v: with q's head_dim."""
-    if plan._peers is not None and plan.strategy == "heads":
-        q, *_ = some_heads_of_all_tokens([q, k, v], plan._sharing, plan._peers)
-        own_tokens_of_all_heads(q, plan._sharing, plan._peers)  # q has the size of out
+    if plan.strategy == "heads" and plan.ranks > 1:
+        q, *_ = some_heads_of_all_tokens([q, k, v], plan.ranks, plan._peers)
+        own_tokens_of_all_heads(q, plan.ranks, plan._peers)  # q has the size of out
     elif plan._route is not None and plan.strategy == "blocks":
         exchange_blocks(k, v, plan._route)
 
@@ -287,8 +279,6 @@ WAYS: dict[str, Way] = {
     "blocks, one call": Planned("blocks", False),
     "queries": Planned("queries"),
     "heads": Planned("heads"),
-    "nodes of two": Planned("nodes", node=2),
-    "nodes of four": Planned("nodes", node=4),
     "auto": Planned(),
     "all-gather and FlexAttention": GatheredKeys(),
     "heads around FlashAttention-4": ExchangedHeads(),

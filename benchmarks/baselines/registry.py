@@ -16,7 +16,7 @@ from ..workload.problem import Problem
 from .base import Peer
 from .flash import FlashAttention3, FlashAttention4
 from .flex import Flex
-from .full_blocks import CudnnBlocks, FastVideoBlocks
+from .full_blocks import CudnnBlocks
 
 
 @dataclass(frozen=True)
@@ -118,5 +118,4 @@ PEERS = {
     "fa4": FlashAttention4(),
     "fa4-deterministic": FlashAttention4(deterministic=True),
     "cudnn-blocks": CudnnBlocks(),
-    "fastvideo-blocks": FastVideoBlocks(),
 }

@@ -50,11 +50,6 @@ def draw_traffic(data: dict, folder: str | Path) -> dict[str, Path]:
     return {theme.name: _save(_traffic(data, theme), Path(folder), "traffic", theme) for theme in THEMES}
 
 
-def draw_context_scaling(data: dict, folder: str | Path) -> dict[str, Path]:
-    """Writes the plot of ``context_scaling``; returns {theme: path}."""
-    return {theme.name: _save(_context_scaling(data, theme), Path(folder), "context-scaling", theme) for theme in THEMES}
-
-
 def draw_predicted(errors: dict[str, dict[str, list[tuple[float, float]]]], folder: str | Path) -> dict[str, Path]:
     """Writes the plot of predicted times beside measured ones; returns {theme: path}. errors: {pass: {GPU: [(measured ms, signed
     relative error)]}}."""
@@ -83,40 +78,6 @@ def _predicted(errors: dict[str, dict[str, list[tuple[float, float]]]], theme: T
         _label(ax, theme, f"{name.capitalize()} pass", "measured ms; band: 15 %", "predicted / measured")
     axes[0].set_ylim(0.65, 1.35)
     _legend(figure, theme, handles, len(handles))
-    return figure
-
-
-def _context_scaling(data: dict, theme: Theme):
-    """How far each mask is from linear, and how long it takes, against the number of ranks."""
-    figure, (of_linear, took) = _figure(10, 4.4, 2, theme)
-    of_linear.axvline(data["node"], color=theme.faint, linewidth=0.8, linestyle=":")
-    took.axvline(data["node"], color=theme.faint, linewidth=0.8, linestyle=":")
-    handles = []
-    for number, (name, points) in enumerate(data["masks"].items()):
-        style = {
-            "color": _COLOURS[number % len(_COLOURS)],
-            "marker": _MARKERS[number % len(_MARKERS)],
-            "markersize": 4,
-            "label": name,
-        }
-        ranks = [point["ranks"] for point in points]
-        of_linear.plot(ranks, [point["scaling"] for point in points], **style)
-        handles += took.plot(ranks, [point["seconds"] * 1e3 for point in points], **style)
-    for ax in (of_linear, took):
-        ax.set_xscale("log", base=2)
-        ax.set_xticks(ranks, [f"{count:,}" for count in ranks], rotation=45)
-    of_linear.set_ylim(0, 1.1)
-    took.set_yscale("log")
-    size = f"{data['tokens']:,} tokens, simulated"
-    _label(
-        of_linear,
-        theme,
-        f"Of linear scaling: {size}",
-        f"ranks; dotted: a node of {data['node']}",
-        "time of one rank / (ranks x time)",
-    )
-    _label(took, theme, f"Forward pass of a layer: {size}", f"ranks; dotted: a node of {data['node']}", "ms")
-    _legend(figure, theme, handles, 3)
     return figure
 
 

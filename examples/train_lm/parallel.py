@@ -106,7 +106,7 @@ def world(device: str, context: int = 1):
 
 def among_peers(device: torch.device, size: int, context: int) -> World:
     """The World of a process in the default group, or in one that this makes. Parameters are sharded, and gradients averaged, over
-    all ranks, also over those that share a sequence: each has the gradients of its own tokens."""
+    all ranks, also over ranks that share a sequence: each has the gradients of its own tokens."""
     mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("ranks",))
     both = init_device_mesh(device.type, (size // context, context), mesh_dim_names=("dp", "cp"))
     return World(device, dist.get_rank(), size, mesh, both["cp"] if context > 1 else None)

@@ -8,37 +8,23 @@ python -m experiments.choosers draw runs/choosers.json
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from .. import row_files
+from ..row_files import device_of, say, user_errors
 from . import picture, report, tables
 from .measure import Measuring
 from .model import load
 from .rows import chosen
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, rich_markup_mode=None)
-console = Console(highlight=False)
 
 Rows = Annotated[list[str] | None, typer.Option(help="Names, or their first words; * stands for anything. [all]")]
 Model = Annotated[Path, typer.Argument(help="A folder with a GGUF file, or one that convert wrote.")]
-
-
-@contextmanager
-def user_errors() -> Iterator[None]:
-    """Ends the program with the sentence of an error of input."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
-        raise typer.Exit(2) from error
 
 
 @app.command()
@@ -55,7 +41,7 @@ def list_rows(rows: Rows = None) -> None:
     """List the names of rows."""
     with user_errors():
         for name in chosen(rows or []):
-            console.print(name, markup=False, soft_wrap=True)
+            say(name)
 
 
 @app.command()
@@ -77,31 +63,12 @@ def measure(
     """Measure rows, one after the other, and write each down."""
     begin = time.monotonic()
     with user_errors():
-        on = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+        on = device_of(device)
         wanted = chosen(rows or [])
         loaded = load(model, on, torch.bfloat16 if on.type == "cuda" else torch.float32)
         measuring = Measuring(*loaded, length or [2048, 4096, 8192], windows, needles, text or [])
-        setup = measuring.setup()
-        done = row_files.read([out]) if out.exists() else {"setup": setup, "rows": []}
-        if done["setup"] != setup:
-            raise ValueError(f"{out} was measured on {done['setup']}, and this would be {setup}; pass another --out")
-        missing = [row for name, row in wanted.items() if name not in [one["row"] for one in done["rows"]]]
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-        with Progress(*columns, console=console) as progress:
-            task = progress.add_task("", total=len(missing))
-            seconds = 0.0
-            for row in missing:
-                if minutes is not None and (time.monotonic() - begin + seconds) / 60 > minutes:
-                    break
-                progress.update(task, description=row.name)
-                result = measuring.row(row)
-                seconds = result["seconds"]
-                done["rows"].append(result)
-                row_files.write(out, done)
-                console.print(report.line(result), markup=False, soft_wrap=True)
-                progress.advance(task)
-        left = len(missing) - int(progress.tasks[0].completed)
-        console.print(f"{out}: {len(done['rows'])} rows, {left} of those asked for are missing", markup=False, soft_wrap=True)
+        until = None if minutes is None else begin + 60 * minutes
+        row_files.measure(out, measuring, list(wanted.values()), until, report.line)
 
 
 @app.command()
@@ -116,8 +83,8 @@ def draw(
     with user_errors():
         found = row_files.read(results)
         page = tables.replaced(guide.read_text(), tables.guide(found)) if guide else ""
-        console.print(tables.everything(found, chosen(rows or [])), markup=False, soft_wrap=True)
-        console.print(f"{picture.draw(found, target)}", markup=False, soft_wrap=True)
+        say(tables.everything(found, chosen(rows or [])))
+        say(picture.draw(found, target))
         if keep:
             row_files.write(keep, report.short(found))
         if guide:

@@ -55,6 +55,9 @@ class Measuring:
         needles = len(self.needles[self.lengths[0]].tokens)
         return {"parameters": size, "lengths": self.lengths, "windows": counts, "needles": needles, "texts": digest[:16]}
 
+    def missing(self, row: Row) -> None:
+        """Every row can be measured."""
+
     @torch.no_grad()
     def row(self, row: Row) -> dict:
         """A row's result as plain data. by_head: at the greatest length, lists by layer and head. shares: likewise, what the heads

@@ -1,4 +1,4 @@
-"""What is compared."""
+"""The arms of the comparison, their seeds and their tuned settings."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ARMS = {
     "dense": Arm((SDPA,)),
     "dense-8k": Arm((SDPA,), length=SHORT),
     "dense-8k-then-64k": Arm((SDPA,), length=SHORT, extend_after=0.85),
-    # As many pairs as power-of-two keeps, to 0.1 %.
+    # It keeps as many pairs as power-of-two, to 0.1 %.
     "window": Arm(("causal & local(1616)",)),
     "window-dense4": Arm(every_nth_dense("causal & local(1024)", 4)),
     "power-of-two": Arm(("causal & (local(1024) | power_of_two(block=128))",)),
@@ -43,7 +43,7 @@ ARMS = {
     "window-far4": Arm(("causal & local(1024)",) * 3 + ("causal & (local(8192) | power_of_two(block=128))",)),
 }
 LEARNING_RATES = (2.5e-4, 5e-4, 1e-3)
-# Of the reported runs, by preset. 30M: three of dense attention, of the window, and of what came out best; one of the others.
+# Seeds of the reported runs, by preset. 30M: three for dense attention, the window, and the best arm; one for other arms.
 SEEDS = {
     "30M": {name: (1, 2, 3) if name in ("dense", "dense-8k", "window", "window-far4") else (1,) for name in ARMS},
     "150M": dict.fromkeys(("dense", "dense-8k", "window-far4"), (1,)),
@@ -59,15 +59,15 @@ def arm_of(name: str) -> Arm:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What tuning chose for an arm, on a seed that is not reported."""
+    """The settings that tuning chose for an arm, on a seed that is not reported."""
 
     learning_rate: float
     log_length: bool
 
 
 def chosen(preset: str, name: str, learning_rate: float | None = None, log_length: bool | None = None) -> Chosen:
-    """What is given, and of the rest what tuning chose. Without either, scores are not scaled. Raises ValueError where neither says
-    the learning rate."""
+    """The given settings, completed by the tuned ones. By default scores are not scaled. Raises ValueError if the learning rate is
+    neither given nor tuned."""
     table = json.loads(CHOSEN.read_text())["chosen"] if CHOSEN.exists() else {}
     tuned = table.get(preset, {}).get(name, {"log_length": False})
     given = {"learning_rate": learning_rate, "log_length": log_length}

@@ -1,4 +1,4 @@
-"""What sparse attention buys in equal training time.
+"""Compares masks in equal training time.
 
 \b
 python -m experiments.equal_time prepare --packages corpus
@@ -94,7 +94,7 @@ def run_missing(
     seconds: Seconds = 300.0,
     within: Annotated[float, typer.Option(help="Seconds after which no further run is begun. 0: none.")] = 0.0,
     folder: Data = FOLDER,
-    out: Annotated[Path, typer.Option(help="A folder for the results, ARM-SEED.json; those that it has are not run again.")] = Path(
+    out: Annotated[Path, typer.Option(help="A folder for results, ARM-SEED.json; finished runs are not repeated.")] = Path(
         "runs/equal_time"
     ),
     device: Device = "auto",
@@ -223,7 +223,7 @@ def report(
 
 
 def _for_json(value: object) -> object:
-    """What JSON has: null where a number is infinite."""
+    """Returns a value that JSON can hold: null for an infinite number."""
     if isinstance(value, results.Difference):
         return asdict(value)
     return None if isinstance(value, float) and math.isinf(value) else value

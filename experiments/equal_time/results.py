@@ -1,4 +1,4 @@
-"""What the runs say together: differences with their errors, times to a loss, a table and pictures."""
+"""Combines the results of runs: differences with their errors, times to a loss, a table and pictures."""
 
 from __future__ import annotations
 
@@ -109,10 +109,10 @@ def load(paths: list[Path]) -> dict[str, Result]:
     everything = [run for some in runs.values() for run in some]
     for name in ("preset", "budget", "device"):
         if len(found := {run[name] for run in everything}) > 1:
-            raise ValueError(f"these runs differ in their {name}: {', '.join(map(str, sorted(found)))}; compare those that agree")
+            raise ValueError(f"these runs differ in their {name}: {', '.join(map(str, sorted(found)))}; compare equal ones")
     packages = {tuple(next(iter(run["evaluations"].values()))["packages"]) for run in everything}
     if len(packages) > 1:
-        raise ValueError("these runs were evaluated on different windows; evaluate all on those of one folder")
+        raise ValueError("these runs were evaluated on different windows; evaluate all on the windows of one folder")
     return {arm: Result(arm, sorted(some, key=lambda run: run["seed"])) for arm, some in runs.items()}
 
 

@@ -27,7 +27,7 @@ _LOGGED = 200  # training losses in a result, each a mean
 
 
 def settings_of(arm: Arm, shape: Shape, how: Chosen, seed: int, step_tokens: int) -> Settings:
-    """Of a run whose number of steps is not known yet."""
+    """Settings of a run whose number of steps is not known yet."""
     return Settings(
         shape,
         masks=arm.masks,

@@ -44,7 +44,7 @@ class Windows:
         return Windows(self.starts[keep], [self.packages[i] for i in keep], self.far[keep])
 
     def part(self, name: Part) -> Windows:
-        """Those of every fourth package, for tuning; the others are reported."""
+        """Returns the windows of a part. Every fourth package is for tuning; the others are reported."""
         order = {package: number for number, package in enumerate(dict.fromkeys(self.packages))}
         tuning = np.array([order[package] % 4 == 0 for package in self.packages])
         return self._of(np.flatnonzero(tuning if name == "tuning" else ~tuning))

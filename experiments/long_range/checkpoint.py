@@ -55,8 +55,8 @@ def _written(state: dict, target: Path) -> Path:
 
 
 def read(path: Path) -> tuple[Settings, Progress, dict]:
-    """What was run, how far, and the states of "model" and, if it is not exported, "optimizer". Raises ValueError where this is no
-    checkpoint."""
+    """Returns a run's settings, its progress, and the states of "model" and, if it is not exported, "optimizer". Raises ValueError
+    if this is no checkpoint."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         return Settings.from_dict(state["settings"]), Progress(**state["progress"]), state

@@ -45,7 +45,7 @@ def task_of(fields: dict) -> Task:
 
 
 def prepare(folder: Path, task: Task, train: int, held_out: int, seed: int = 0, workers: int = 1) -> dict:
-    """Makes the examples, or takes those that are there if the same were asked for; returns the manifest.
+    """Makes the examples, unless the folder has these already. Returns the manifest.
 
     workers: processes. Raises ValueError where there is nothing to make, or the folder holds other examples.
     """

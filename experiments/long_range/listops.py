@@ -1,8 +1,8 @@
 """ListOps: the value of a nested expression such as [MAX 4 [MIN 2 9 ] [SM 7 8 1 ] ]. (arXiv:1804.06028; arXiv:2011.04006, 2.2.1)
 
-The grammar and its chances are those of lra_benchmarks/data/listops.py: an expression is a digit, or with a chance of a quarter an
-operator on two or more expressions; those of a wrong length are dropped. MED of an even number of digits is the mean of the middle
-two, rounded down; SM is the sum modulo 10.
+The grammar and its chances are from lra_benchmarks/data/listops.py: an expression is a digit, or with a chance of a quarter an
+operator on two or more expressions. Expressions of a wrong length are dropped. MED of an even number of digits is the mean of the
+middle two, rounded down; SM is the sum modulo 10.
 """
 
 from __future__ import annotations

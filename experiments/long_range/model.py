@@ -92,8 +92,8 @@ class Classifier(nn.Module):
         return torch.einsum("bth,btd->bhd", scores.softmax(1).to(x.dtype), x).flatten(1)
 
     def start_from(self, state: dict[str, torch.Tensor], source: str) -> None:
-        """Takes parameters of a model of the same shape. Positions of a smaller one are repeated, those of an image gridwise
-        (arXiv:2205.14135, app. E.3). Raises ValueError where parameters do not fit; source: its name in the message."""
+        """Takes parameters of a model of the same shape. Positions of a smaller model are repeated, gridwise for
+        images (arXiv:2205.14135, app. E.3). Raises ValueError where parameters do not fit; source: its name in the message."""
         own, fitting = self.state_dict(), {}
         for name, value in own.items():
             given = state.get(name)

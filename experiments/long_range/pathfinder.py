@@ -4,9 +4,9 @@ A scene has two long paths that start near each other, and short ones beside the
 Two dots mark the first end of a long path, and the last end of the same one in a positive image, of the other one in a negative.
 
 All scenes come from one distribution: a label says which ends are marked, and nothing else. But ends of one path are at other
-distances than ends of two, and of ends at the same distance those of one path leave in other directions: a small network that is
-told places and directions alone is right for four of five images. So positive and negative scenes are matched in pairs whose dots
-are in nearly the same places and whose paths leave them in nearly the same directions, after turning and mirroring, and the pairs
+distances than ends of two. At the same distance, ends of one path leave in other directions than ends of two. A small network that
+sees only positions and directions is right for four of five images. So positive and negative scenes are matched in pairs whose dots
+are at nearly the same positions and whose paths leave them in nearly the same directions, after turning and mirroring. The pairs
 that match worst are dropped.
 """
 
@@ -62,7 +62,7 @@ class Pathfinder:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of an example."""
+        """Pixels of an example, (rows, columns)."""
         return self.size, self.size
 
     @property
@@ -80,7 +80,7 @@ class Pathfinder:
 class Scenes:
     """Before they are drawn. Positions are (row, column) in pixels, float32; the middle of the first pixel is (0, 0).
 
-    steps: (scenes, steps, 2, 2), where each step of a path starts and ends; NaN for those of a short path that found no room.
+    steps: (scenes, steps, 2, 2), where each step of a path starts and ends; NaN for steps of a short path that did not fit.
     dots: (scenes, 2, 2). labels: (scenes,) uint8, 1 where the dots are on one path.
     """
 

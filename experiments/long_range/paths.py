@@ -168,5 +168,5 @@ def _direction(heading: np.ndarray) -> np.ndarray:
 
 
 def square(vectors: np.ndarray) -> np.ndarray:
-    """Of the lengths of (..., 2)."""
+    """Squared lengths of vectors, (..., 2)."""
     return vectors[..., 0] ** 2 + vectors[..., 1] ** 2

@@ -1,4 +1,4 @@
-"""What runs show: a progress bar, CSV files, plots, tables, sheets of examples."""
+"""Output of runs: a progress bar, CSV files, plots, tables, sheets of examples."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SAME_TIME = 1.02  # a run that ends so much later than another ends at the same
 
 
 class Log:
-    """Of one run: steps.csv and evaluations.csv in its folder, and a bar."""
+    """The log of one run: steps.csv and evaluations.csv in its folder, and a progress bar."""
 
     def __init__(self, folder: Path, name: str, done: RunProgress):
         self.files = {kind: folder / f"{kind}.csv" for kind in FIELDS}

@@ -1,4 +1,4 @@
-"""What a run is, its attention by name, and what cannot work."""
+"""Settings of a run, with its attention by name, and their checks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from examples.train_lm.settings import Shape
 from .data import Task, task_of
 
 Order = Literal["tiles", "raster"]
-DENSE = "dense"  # in place of a mask
+DENSE = "dense"  # instead of a mask
 
 # By name: the spec text for a number of tokens. A window keeps about as many pairs as the butterfly.
 ATTENTIONS: dict[str, Callable[[int], str]] = {

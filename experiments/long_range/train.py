@@ -172,7 +172,7 @@ def turned(images: torch.Tensor, how: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def evaluated(model: Classifier, examples: Examples, batch: int, world: World) -> Score:
-    """Of all examples of a split, ``batch`` at a time."""
+    """The score on all examples of a split, ``batch`` at a time."""
     total, losses, hits = len(examples), [], []
     for first in range(0, total, batch):
         inputs, labels = loaded(examples, np.arange(first, first + batch) % total, world)  # full batches: one shape, compiled once

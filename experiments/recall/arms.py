@@ -26,11 +26,11 @@ class Arm:
     by_query: bool = False
 
     def choice(self, mask: str, block: int) -> dict[str, Any]:
-        """What ``sf.topk_blocks`` takes besides queries and keys."""
+        """Arguments of ``sf.topk_blocks`` besides queries and keys."""
         return {"keep": self.keep, "block_size": block, "always": mask} | ({"every": 1, "score": "max"} if self.by_query else {})
 
     def readable(self, layer: int) -> str:
-        """What a layer may read, as spec text: any earlier block may be chosen."""
+        """Spec text of the mask of all tokens that a layer may read: any earlier block may be chosen."""
         mask = self.masks[layer % len(self.masks)]
         return "causal" if self.keep or mask == SDPA else mask
 
@@ -48,7 +48,7 @@ def arms(window: int, block: int, length: int) -> dict[str, Arm]:
         "butterfly": Arm((f"causal & ({near} | butterfly(block={block}))",)),
         # The mask that ``sf.design`` finds first among masks of all layers and heads that connect in two hops.
         "fixed": Arm((f"causal & ({near} | fixed({stride}, block={block}))",)),
-        # As many blocks as the longest rows of powers have.
+        # It keeps as many blocks as the longest rows of powers.
         "chosen": Arm((f"causal & {near}",), keep=window // block + 1 + powers_past_window),
         "chosen-max": Arm((f"causal & {near}",), keep=1 + powers_past_window, by_query=True),
         "mixed": Arm((SDPA, *[f"causal & {near}"] * 3)),

@@ -37,7 +37,7 @@ Block = Annotated[int | None, typer.Option(help="Tokens of a unit of powers and 
 
 
 def trial_of(preset: str, sizes: dict[str, int | None], **rest) -> Trial:
-    """A preset's trial, with the sizes that were given in place of its own. sizes: by name, as in Trial, its task and its shape."""
+    """A preset's trial, with the given sizes instead of its own. sizes: by name, as in Trial, its task and its shape."""
     base = preset_of(preset)
     given = {name: size for name, size in sizes.items() if size is not None}
 
@@ -55,7 +55,7 @@ def arms(
     window: Window = None,
     block: Block = None,
 ) -> None:
-    """What is compared: masks, what they keep, and how far explain says that they reach."""
+    """Prints the compared masks, what they keep, and how far they reach according to explain."""
     with user_errors():
         base = trial_of(preset, {"length": length, "layers": layers, "window": window, "block": block})
         depth = base.shape.layers

@@ -17,9 +17,9 @@ from .settings import Trial
 
 @dataclass(frozen=True)
 class Answers:
-    """Of held-out questions, one for each: right: bool. distance: tokens. hops: through how many layers' attention, at least, the
-    answer can come; layers + 1 where it cannot. stops: the same where it stops at questions of its own key alone, which know that
-    they must hold it."""
+    """Results of held-out questions, an element for each. right: bool. distance: tokens. hops: the least number of layers through
+    whose attention the answer can come; layers + 1 if it cannot. stops: the same, if it stops only at questions of its own key,
+    which know that they must hold it."""
 
     right: torch.Tensor
     distance: torch.Tensor
@@ -28,8 +28,8 @@ class Answers:
     layers: int
 
     def share(self, chosen: torch.Tensor) -> dict:
-        """Of the chosen ones. error: the standard error, questions taken as independent. within_reach: the share of questions whose
-        answer the mask lets through."""
+        """Shares of the chosen questions. error: the standard error, with independent questions. within_reach: the share of
+        questions whose answer the mask lets through."""
         questions = int(chosen.sum())
         right = self.right[chosen].double().mean().item()
         error = math.sqrt(right * (1 - right) / questions)
@@ -56,7 +56,7 @@ class Answers:
 
 @torch.no_grad()
 def answers(model: Decoder, trial: Trial, questions: int, device: torch.device) -> Answers:
-    """To at least so many questions, less those that fell onto one place or did not fit in; in held-out sequences of the seed."""
+    """Answers at least this many questions, minus colliding ones and ones that did not fit, in held-out sequences of the seed."""
     task, arm = trial.task, trial.masks
     least, unit = hops(arm, trial.shape.layers, task.length, trial.block)
     least = least.to(device)

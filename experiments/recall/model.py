@@ -17,7 +17,7 @@ from .settings import Trial
 
 
 class PairEmbedding(nn.Embedding):
-    """What a token tells of itself, and of the token before it, from two tables. (batch, tokens) int64 -> (batch, tokens, dim).
+    """Embeds a token and the token before it, from two tables. (batch, tokens) int64 -> (batch, tokens, dim).
 
     So a value's token knows its key, as after a shift (arXiv:2212.14052, sec. 3), and a question finds it in one layer. Otherwise
     one layer must learn to move keys by a token and the next to match them, and neither helps before the other does
@@ -45,8 +45,8 @@ class ChosenBlocks(Attention):
 
 
 def decoder(trial: Trial, device: torch.device, attention: Callable[[], Attention] | None = None) -> Decoder:
-    """A new model of an arm. One seed gives the same first weights to all arms. attention: makes each block's in place of the
-    arm's."""
+    """A new model of an arm. One seed gives the same first weights to all arms. attention: makes each block's attention
+    instead of the arm's."""
     shape, arm = trial.shape, trial.masks
     with device:
         model = Decoder(trial.of_train_lm())

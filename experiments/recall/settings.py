@@ -1,4 +1,4 @@
-"""What a trial is, its presets, its curriculum, and what cannot work."""
+"""Settings of a trial, their presets and checks, and its curriculum."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Trial:
 
     @property
     def lengths(self) -> list[int]:
-        """Of the curriculum's sequences, stage by stage, in tokens: each a quarter of the next."""
+        """Tokens of the curriculum's sequences, stage by stage: each a quarter of the next."""
         shorter = [self.task.length]
         while shorter[-1] // _SHORTER >= self.shortest:
             shorter.append(shorter[-1] // _SHORTER)
@@ -82,7 +82,7 @@ class Trial:
         return between[passed] if passed < len(between) else last
 
     def of_train_lm(self) -> lm.Settings:
-        """As train_lm's decoder and optimizer take it."""
+        """Settings for train_lm's decoder and optimizer."""
         return lm.Settings(
             self.shape,
             self.masks.masks,

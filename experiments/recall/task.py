@@ -88,8 +88,8 @@ class Task:
         value = self.fillers + torch.randint(self.values, shape, **drawn)
         tokens = torch.randint(self.fillers, (sequences, self.length + 1), **drawn)
 
-        # Of the pairs that want a slot, the first has it. A pair stays if it has its own and that of its first question. What finds
-        # no place is written to one column more: shapes must not depend on what was drawn.
+        # A slot goes to the first pair that wants it. A pair stays if it has its own slot and the slot of its first question. Pairs
+        # without a slot are written to an extra column: shapes must not depend on what was drawn.
         wanted = torch.cat([stated[..., None], asked], 2).clamp(max=slots)
         rank = torch.arange(self.pairs, device=device)[:, None].expand(wanted.shape)
         first = torch.full((sequences, slots + 1), self.pairs, device=device)

@@ -11,17 +11,13 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from .. import row_files
+from ..row_files import device_of, progress, say, user_errors
 from . import picture, report
 from .flow import LONGEST
 from .masks import BY_SHARE, SHARES, VSA
@@ -32,26 +28,11 @@ from .train import Training
 from .train import train as train_arm
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, rich_markup_mode=None)
-console = Console(highlight=False)
 
 FOLDER = Path("runs/video")
 TRAINABLE = ("dense", "window", "sampled", "random", VSA)
 Rows = Annotated[list[str] | None, typer.Option(help="Names; * stands for anything. [all]")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.")]
-
-
-@contextmanager
-def user_errors() -> Iterator[None]:
-    """Ends the program with the sentence of an error of input."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
-        raise typer.Exit(2) from error
-
-
-def device_of(name: str) -> torch.device:
-    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
 
 
 def part_of(text: str) -> tuple[int, int]:
@@ -62,16 +43,12 @@ def part_of(text: str) -> tuple[int, int]:
     return number, parts
 
 
-def progress() -> Progress:
-    return Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console)
-
-
 @app.command("rows")
 def list_rows(rows: Rows = None) -> None:
     """List the names of rows, and the models that they need."""
     with user_errors():
         for name, row in chosen(rows or []).items():
-            console.print(f"{name}  ({row.arm.name}.pt)" if row.arm else name, markup=False, soft_wrap=True)
+            say(f"{name}  ({row.arm.name}.pt)" if row.arm else name)
 
 
 @app.command()
@@ -97,7 +74,7 @@ def train(
         arm = Arm(mask, share if mask in BY_SHARE else TRAINED, seed, start is not None)
         out, on = models / f"{arm.name}.pt", device_of(device)
         if out.exists():
-            console.print(f"{out} is there; remove it to train it again", markup=False, soft_wrap=True)
+            say(f"{out} is there; remove it to train it again")
             return
         rate = learning_rate or (0.0003 if start else 0.0006)
         training = Training(arm, PRESETS[preset], steps or (500 if start else 2000), seconds, batch, rate)
@@ -110,7 +87,7 @@ def train(
 
             log = train_arm(training, on, out, start, on.type == "cuda" if compiled is None else compiled, step_done)
         losses = ", ".join(f"{loss:.4f}" for loss in log["losses"][-3:])
-        console.print(f"{out}: {log['steps']} steps, {log['seconds']} s, losses {losses}", markup=False, soft_wrap=True)
+        say(f"{out}: {log['steps']} steps, {log['seconds']} s, losses {losses}")
 
 
 @app.command()
@@ -133,29 +110,8 @@ def measure(
         number, parts = part_of(part)
         out = out or models / "results.json"
         measuring = Measuring(models, scenes, steps, device_of(device))
-        done = report.read([out]) if out.exists() else {"setup": measuring.setup(), "rows": []}
-        if done["setup"] != measuring.setup():
-            raise ValueError(f"{out} was measured on {done['setup']}, and this would be {measuring.setup()}; pass another --out")
-        there = {one["row"] for one in done["rows"]}
-        missing = [row for row in wanted[number - 1 :: parts] if row.name not in there]
-        seconds = 0.0
-        with progress() as bar:
-            task = bar.add_task("", total=len(missing))
-            for row in missing:
-                if minutes is not None and (time.monotonic() - begin + seconds) / 60 > minutes:
-                    break
-                if not measuring.file(row).exists():
-                    console.print(f"{row.name}: {measuring.file(row)} is missing", markup=False, soft_wrap=True)
-                    continue
-                bar.update(task, description=row.name)
-                result = measuring.row(row)
-                seconds = result["seconds"]
-                done["rows"].append(result)
-                row_files.write(out, done)
-                console.print(report.line(result), markup=False, soft_wrap=True)
-                bar.advance(task)
-        left = len(missing) - int(bar.tasks[0].completed)
-        console.print(f"{out}: {len(done['rows'])} rows, {left} of those asked for are missing", markup=False, soft_wrap=True)
+        until = None if minutes is None else begin + 60 * minutes
+        row_files.measure(out, measuring, wanted[number - 1 :: parts], until, report.line)
 
 
 @app.command()
@@ -173,9 +129,9 @@ def draw(
         found = report.read(results)
         table = report.table(found, chosen(rows or []))
         text = report.replaced(page.read_text(), table) if page else ""
-        console.print(table, markup=False, soft_wrap=True)
+        say(table)
         for drawn in (picture.draw(found, target, scene), picture.draw_shares(found, shares)):
-            console.print(f"{drawn}", markup=False, soft_wrap=True)
+            say(drawn)
         if keep:
             row_files.write(keep, report.short(found))
         if page:

@@ -54,6 +54,10 @@ class Measuring:
         """Returns what all rows of a file must have in common."""
         return {"sizes": asdict(self.sizes), "scenes": self.number, "steps": self.steps, "seed": SEED}
 
+    def missing(self, row: Row) -> str | None:
+        """Why a row cannot be measured, or None."""
+        return None if self.file(row).exists() else f"{self.file(row)} is missing"
+
     @cached_property
     def dense(self) -> torch.Tensor:
         """Videos that the dense model of seed 0 samples."""

@@ -97,7 +97,7 @@ def choose_blocks(
             f"spec must have a chooser, such as causal & sampled(8, floor=0.01); got {spec}; compile_mask takes patterns"
         )
     if v is not None and not report:
-        raise ValueError("v is for the report, which was not asked for; pass report=True, or leave v out")
+        raise ValueError("v serves the report alone, and report is False; pass report=True, or leave v out")
     check_types(q, k, k if v is None else v)
     q, k, value = autocast(q, k, k if v is None else v)
     if report and q.shape[:1] == (0,):

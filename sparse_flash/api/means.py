@@ -66,8 +66,8 @@ class BlockMeans:
         capacity = cache_capacity(k, block_table)
         if capacity < self.length:
             raise ValueError(
-                f"these means are of a cache of {self.length} tokens; got one of {capacity}; pass the whole cache, and in "
-                "kv_lens= how many of its tokens exist"
+                f"the cache must have at least the {self.length} tokens of these means; got {capacity}; pass the whole cache, and "
+                "how many of its tokens exist as kv_lens="
             )
         update_means(self._room, k, tokens, self.block_size, kv_lens, block_table)
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, overload
 
 import torch
 
+from ..backends.torch import block_means, own_precision
+from ..choosers.choose import mask_by_scores
 from ..masks.block_mask import BlockMask
+from ..masks.grid import BlockGrid
 from ..masks.pattern import Pattern
 from ..selection.block_selection import BlockSelection
 from ..selection.choice import COMPRESSED
 from ..selection.packed_selection import PackedSelection
-from .arguments import DEFAULT_BLOCK_SIZE, checked_choice, checked_keep
-from .topk_masks import choose_mask
+from .arguments import DEFAULT_BLOCK_SIZE, check_tensors, checked_choice, checked_keep, of_some_batch
 from .topk_selections import (
     QueryChoice,
     both,
@@ -181,8 +184,8 @@ def topk_blocks(
     elif scores is None and every is None:
         given = {"score": score != "mean", "q_len": q_len is not None, "kv_len": kv_len is not None}
         if any(given.values()):
-            raise ValueError(f"{', '.join(name for name in given if given[name])} is of a selection by query; pass every=1 as well")
-        return choose_mask(*both(q, k), keep, block_size, within, always, share_group)
+            raise ValueError(f"{', '.join(name for name in given if given[name])} needs a choice for each query; pass every=1")
+        return _mask(*both(q, k), keep, block_size, within, always, share_group)
     numbers = checked_choice(keep, 1 if every is None else every, block_size, score)
     how = QueryChoice(*numbers, always, share_group, score)
     if cu_seqlens_q is not None and how.every != 1:
@@ -201,7 +204,28 @@ def topk_blocks(
     if cu_seqlens_q is not None:
         return by_query_of_documents(q, k, how, cu_seqlens_q, max_seqlen_q)
     if q_len is not None or (kv_len is not None and score != COMPRESSED):
-        raise ValueError("q_len and kv_len are those of q and k; pass them with scores= alone")
+        raise ValueError("q_len and kv_len follow from q and k; pass them only with scores=")
     if score == COMPRESSED:
         return by_compressed(q, k, how, kv_len, compression, lse)
     return by_query(q, k, how)
+
+
+def _mask(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    keep: int | float,
+    block_size: int,
+    within: Pattern | str | BlockMask | None,
+    always: Pattern | str | BlockMask | None,
+    share_group: bool,
+) -> BlockMask:
+    """Returns the mask of the blocks that blocks of queries choose: see ``topk_blocks``."""
+    q, k, _ = of_some_batch(q, k, k)
+    check_tensors(q, k, k)
+    grid, group = BlockGrid(q.shape[2], k.shape[2], block_size), q.shape[1] // k.shape[1]
+    queries = block_means(q, block_size).unflatten(1, (-1, group))
+    queries = queries.mean(2, keepdim=True) if share_group else queries
+    with own_precision(q):
+        scores = queries.flatten(2, 3) @ block_means(k, block_size).mT
+    mask = mask_by_scores(scores.unflatten(2, queries.shape[2:4]).flatten(1, 2), grid, within, always, keep)
+    return replace(mask, mask_index=mask.mask_index.repeat_interleave(group, 1)) if share_group else mask

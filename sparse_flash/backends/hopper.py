@@ -33,7 +33,7 @@ def available() -> str | None:
 def _available() -> str | None:
     if triton_backend.interpreted():
         return "Triton's interpreter does not run Gluon kernels; backend='triton' is what it runs"
-    if torch.version.hip is not None:
+    if torch.version.hip is not None:  # ROCm reports 9.0 for some of its chips
         return "it needs an NVIDIA GPU of compute capability 9.0 (H100, H200); this torch is built for AMD's"
     if not any(_is_hopper(torch.device("cuda", index)) for index in range(torch.cuda.device_count())):
         return "it needs a GPU of compute capability 9.0 (H100, H200)"
@@ -50,8 +50,7 @@ def runs_on(device: torch.device) -> bool:
 
 
 def _is_hopper(device: torch.device) -> bool:
-    # ROCm reports 9.0 for some of its chips.
-    return torch.version.hip is None and _capability(device) == (9, 0)
+    return _capability(device) == (9, 0)
 
 
 def _own_scores(score_mod: ScoreFunction, dtypes: tuple[torch.dtype, ...]) -> str | None:

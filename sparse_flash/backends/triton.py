@@ -29,6 +29,8 @@ def _available() -> str | None:
         import triton
     except ImportError as error:
         return f"triton is not installed ({error})"
+    if torch.version.hip is not None and not interpreted():
+        return "it needs an NVIDIA GPU; this torch is built for AMD's, on which its tiles were never run"
     if not torch.cuda.is_available() and not interpreted():
         return "there is no GPU (set TRITON_INTERPRET=1 before the first import to run the kernels on the CPU, slowly)"
     return _interpreter_fails(triton.__version__, numpy.__version__) if interpreted() else None
@@ -55,11 +57,11 @@ def interpreted() -> bool:
     return _interpreted()
 
 
-def _refusal(device: torch.device, dropout: bool) -> str | None:
-    """Why there is no table of tile sizes for this GPU, or for dropout on it; None if there is one."""
+def _refusal(device: torch.device) -> str | None:
+    """Why there are no tile sizes for this GPU; None if there are."""
     from ..kernels.portable.configs import refusal
 
-    return refusal(device, dropout)
+    return refusal(device)
 
 
 # torch.compile cannot trace their imports. (Plain functions, as it looks through functools.cache wrappers.)
@@ -90,7 +92,7 @@ def supports(call: Call) -> str | None:
         return f"it runs head_dim up to {MAX_HEAD_DIM}; got {widest}"
     if call.device.type != "cuda" and not interpreted():
         return f"it runs on a GPU; q is on {call.device}"
-    if not interpreted() and (reason := _refusal(call.device, "dropout_p" in call.features)):
+    if not interpreted() and (reason := _refusal(call.device)):
         return reason
     if interpreted() and call.dtype == torch.bfloat16:
         return "Triton's interpreter computes bfloat16 products wrongly; use float16 or float32"

@@ -144,7 +144,7 @@ def _chosen(
     if scores is not None:
         if not any(isinstance(chooser, Scored) for choice in choices for chooser in choice.choosers):
             raise ValueError(
-                "scores are for the chooser scored, which is not in the expression; write scored(keep=8), or leave them out"
+                "scores= needs the chooser scored, which is not in the expression; write scored(keep=8), or leave scores= out"
             )
         _check_scores(scores, "scores", content)
     return _by_head(choices, content)

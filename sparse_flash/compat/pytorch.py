@@ -120,11 +120,6 @@ def is_distributed(tensor: torch.Tensor) -> bool:
     return distributed is not None and isinstance(tensor, distributed.DTensor)
 
 
-def flattened(mesh):
-    """A DeviceMesh of one dimension, of all ranks of a mesh of several, which have names. PyTorch makes its group once."""
-    return mesh._flatten()
-
-
 def fake_mode():
     """The FakeTensorMode that is active, or None."""
     return _active_mode(_FAKE) if active_modes() else None

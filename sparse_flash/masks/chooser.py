@@ -1,7 +1,7 @@
 """Choosers: immutable values that say how blocks of keys are chosen from q and k, beside patterns, which say it by position.
 
-A chooser scores the blocks of keys for each block of queries, and its rule keeps some blocks. A chooser stands in expressions and
-in spec text like a pattern: ``causal & (sampled(8, floor=0.01) | sinks(64) | local(256))``. ``choices_of`` takes an expression
+A chooser scores the blocks of keys for each block of queries, and its rule keeps some blocks. Expressions and spec text take a
+chooser like a pattern: ``causal & (sampled(8, floor=0.01) | sinks(64) | local(256))``. ``choices_of`` takes an expression
 apart. This module only declares; room ``choosers`` computes.
 """
 
@@ -234,9 +234,9 @@ class LastQueries(Chooser):
 
     count: how many of the last queries. For prompts alone: what a block keeps depends on later queries, so ``attention``
     refuses it where gradients are asked for. Source: arXiv:2407.02490 (vertical-slash heads). The sums by key and by distance
-    are those of microsoft/MInference (commit fb56c91, MIT), to 6e-8; MInference then keeps the best single columns and slashes.
-    Its copy of FlexPrefill has the same sums by block if blocks divide the length; otherwise FlexPrefill starts the blocks of
-    distances elsewhere.
+    equal the sums of microsoft/MInference (commit fb56c91, MIT), to 6e-8; MInference then keeps the best single columns and
+    slashes. Its copy of FlexPrefill has the same sums by block if blocks divide the length; otherwise FlexPrefill starts the
+    blocks of distances elsewhere.
     """
 
     count: Positive

@@ -213,8 +213,8 @@ def _pack(tables: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Te
 
 
 def _shared_starts(cu_seqlens: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two (documents + 1,) int32: cu_seqlens, ascending and within the tokens; and of the documents as they are laid out, where the
-    first of those that share a block has the tokens of all, and the others none."""
+    """Two (documents + 1,) int32: cu_seqlens, ascending and within the tokens; and the starts of the documents as they are laid
+    out. Of documents that share a block, the first has the tokens of all, and the others none."""
     borders = cu_seqlens.clamp(0, tokens).to(torch.int32).cummax(0).values
     short, window = borders.diff() <= _SHORT, borders[:-1] // _SHORT
     joins = short[1:] & short[:-1] & (window[1:] == window[:-1])

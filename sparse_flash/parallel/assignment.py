@@ -134,10 +134,6 @@ class Owners:
     def ranks(self) -> int:
         return len(self.blocks)
 
-    def of_nodes(self, ranks: int) -> Owners:
-        """Returns the blocks that each node owns: its ranks' blocks, rank after rank. ranks: the number of a node's ranks."""
-        return Owners(self.name, self.owner // ranks, self.per, self.blocks.reshape(self.ranks // ranks, -1))
-
     def positions(self, q_len: int, block_size: int) -> np.ndarray:
         """Returns (ranks, tokens of a rank) int64: each token's position in the whole sequence, -1 for padding. One rank alone has
         no padding."""

@@ -15,7 +15,7 @@ from ..kernels.common.streams import current_device
 from ..masks.block_mask import BlockMask
 from ..variant.variant import Variant
 from .routes import LocalMask, TwoCalls
-from .transfer import of_blocks, pack, unpacked
+from .transfer import pack, unpacked
 
 if TYPE_CHECKING:
     from ..kernels.hopper.backward import JointBackward
@@ -30,11 +30,6 @@ class RowResults(NamedTuple):
     dlse: torch.Tensor | None
     out: torch.Tensor
     lse: torch.Tensor
-
-    def of_blocks(self, rows: torch.Tensor | None, block_size: int) -> RowResults:
-        dlse = None if self.dlse is None else of_blocks(self.dlse, rows, block_size)
-        dout, out, lse = (of_blocks(t, rows, block_size) for t in (self.dout, self.out, self.lse))
-        return RowResults(dout, dlse, out, lse)
 
 
 class PartialAttention(NamedTuple):
@@ -64,8 +59,8 @@ class PartialAttention(NamedTuple):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fetched: torch.Tensor, results: RowResults, calls: TwoCalls
     ) -> SeparateCalls | JointCalls:
         """Returns the backward pass in two calls, not started. fetched: blocks, which need not have arrived yet."""
-        separate = SeparateCalls(self, q, results, calls, fetched.shape[1])
-        if calls.far is None or calls.rows is not None or self.dropout is not None or self.deterministic:
+        separate = SeparateCalls(self, q, results, calls)
+        if calls.far is None or self.dropout is not None or self.deterministic:
             return separate
         theirs = unpacked(fetched, k.shape[3])
         near, far = self._prepared(q, k, v, calls.near), self._prepared(q, *theirs, calls.far)
@@ -87,8 +82,8 @@ class PartialAttention(NamedTuple):
 class SeparateCalls:
     """Runs a backward pass in two calls of a back end, in either order. ``queries`` adds their dq at the end."""
 
-    def __init__(self, run: PartialAttention, q: torch.Tensor, results: RowResults, calls: TwoCalls, block_size: int) -> None:
-        self._run, self._q, self._results, self._calls, self._block_size = run, q, results, calls, block_size
+    def __init__(self, run: PartialAttention, q: torch.Tensor, results: RowResults, calls: TwoCalls) -> None:
+        self._run, self._q, self._results, self._calls = run, q, results, calls
         self._dq_far: torch.Tensor | None = None
 
     def near(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,22 +93,19 @@ class SeparateCalls:
 
     def far(self, fetched: torch.Tensor, gradients: torch.Tensor) -> None:
         """Writes the gradients of fetched blocks to ``gradients``."""
-        calls = self._calls
-        if calls.far is None:
+        if self._calls.far is None:
             return
-        q, results = of_blocks(self._q, calls.rows, self._block_size), self._results.of_blocks(calls.rows, self._block_size)
-        self._dq_far, dk, dv = self._run.backward(q, *unpacked(fetched, q.shape[3]), results, calls.far)
+        theirs = unpacked(fetched, self._q.shape[3])
+        self._dq_far, dk, dv = self._run.backward(self._q, *theirs, self._results, self._calls.far)
         pack(dk, dv, gradients)
 
     def queries(self) -> torch.Tensor:
         """Returns dq of both calls."""
-        if self._dq_far is not None:
-            add(self._dq, self._dq_far, self._calls.rows, self._block_size)
-        return self._dq
+        return self._dq if self._dq_far is None else self._dq.add_(self._dq_far)
 
 
 class JointCalls(NamedTuple):
-    """Replaces ``SeparateCalls`` on Hopper if all rows take part in both calls. Both calls accumulate into one dq, and write
+    """Replaces ``SeparateCalls`` on Hopper. Both calls accumulate into one dq, and write
     gradients of fetched blocks straight to the message."""
 
     joint: JointBackward
@@ -142,40 +134,29 @@ def for_back_end(mask: LocalMask, dropout: Variant | None, on_gpu: bool) -> tupl
     return mask.mask, replace(dropout, q_positions=mask.q_positions, kv_positions=mask.kv_positions)
 
 
-def merge(
-    out: torch.Tensor, lse: torch.Tensor, part: tuple[torch.Tensor, torch.Tensor], rows: torch.Tensor | None, block_size: int
-) -> None:
-    """Merges partial results of some block rows, over other keys, into out and lse, in place. rows: as for ``of_blocks``."""
+def merge(out: torch.Tensor, lse: torch.Tensor, part: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Merges results of the same rows over other keys into out and lse, in place."""
     part_out, part_lse = part
     if triton_backend.by_kernels(out.device):
-        from ..kernels.portable.merge import merge_rows
+        from ..kernels.portable.merge import merge_results
 
         with current_device(out.device):
-            merge_rows(out, lse, part_out, part_lse, rows, block_size)
+            merge_results(out, lse, part_out, part_lse)
         return
-    mine = of_blocks(lse, rows, block_size)
-    total = torch.logaddexp(mine, part_lse)
+    total = torch.logaddexp(lse, part_lse)
     # A query that keeps nothing has lse -inf in both results and in total: its weights are 0, not NaN.
-    of_mine, of_part = ((x - total).exp().masked_fill(x == float("-inf"), 0)[..., None] for x in (mine, part_lse))
-    merged = of_blocks(out, rows, block_size).mul_(of_mine).addcmul_(part_out, of_part)
-    if rows is None:
-        lse.copy_(total)
-        return
-    for tensor, of_rows in ((out, merged), (lse, total)):
-        tensor.unflatten(2, (-1, block_size)).index_copy_(2, rows, of_rows.unflatten(2, (-1, block_size)))
+    mine, theirs = ((x - total).exp().masked_fill(x == float("-inf"), 0)[..., None] for x in (lse, part_lse))
+    out.mul_(mine).addcmul_(part_out, theirs)
+    lse.copy_(total)
 
 
-def add(
-    whole: torch.Tensor, part: torch.Tensor, rows: torch.Tensor | None, block_size: int, addends: Addends | None = None
-) -> None:
+def add(whole: torch.Tensor, part: torch.Tensor, rows: torch.Tensor, block_size: int, addends: Addends | None = None) -> None:
     """Adds gradients of some blocks to ``whole``, in place, and rounds once. Arguments: as for ``merge.add_rows``."""
     if triton_backend.by_kernels(whole.device):
         from ..kernels.portable.merge import add_rows
 
         with current_device(whole.device):
             add_rows(whole, part, rows, block_size, addends)
-    elif rows is None:
-        whole.add_(part)
     else:
         of_whole, of_part = (t.unflatten(2, (-1, block_size)) for t in (whole, part))
         first, blocks = addends or (torch.arange(len(rows) + 1, device=rows.device), torch.arange(len(rows), device=rows.device))

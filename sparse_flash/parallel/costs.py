@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 # A plan does not know the head_dim of its calls. Work and bytes are both proportional to it, so no choice depends on it.
@@ -14,25 +14,19 @@ LSE_BYTES = 4  # float32
 # The constants below were fitted to runs on two H100. docs/performance/several-gpus.md, "The rates behind the estimates", has the
 # measured ranges and the results files.
 
-# Links between nodes are slower: link_rate= gives their rate.
+# Other links may be slower: link_rate= gives their rate.
 LINK_RATE = 255e9  # bytes per second that a rank receives
 FLOP_RATE = 680e12  # per second, of a forward pass on one GPU, over the pairs of visited blocks
 _MEMORY_RATE = 2.4e12  # bytes per second, of copies, merges and calls on few keys
-_GATHER_RATE = 0.67e12  # bytes per second, of rows gathered by index_select
 # An exchange slows the call beside it. The cost is a share of the time in which both run.
 _COST_OF_HIDING = 0.25
 # Time of a backward pass, in forward passes: it has five products instead of two, at a lower rate.
 _BACKWARD = 3.1
 # Blocks of others take longer in a backward call of their own than in one call on all blocks, by this factor.
 _FAR_BACKWARD = 1.2
-# Bytes that kernels read and write for each element of a row in 16 bits: in a call on blocks of others, and in the merge after it.
-_CALL, _CALL_BACK = 4, 10  # forward: reads q, writes out; backward: reads q once, out and dout twice in all, writes dq
-_MERGE = 6  # reads both results, writes one
-_GATHER, _GATHER_BACK = 4, 12  # forward: reads and writes q; backward: also dout and out
-# Rows are gathered for the call on blocks of others if a smaller share of the rows visits such blocks. By the numbers above,
-# gathering pays below 0.22 in a forward pass and below 0.27 in a backward pass of separate calls. Both passes use one table, so
-# they share one limit.
-_GATHERED_SHARE = 0.25
+# Bytes that kernels read and write in a forward pass for each element of a row in 16 bits.
+_CALL = 4  # a call on blocks of others: reads q, writes out
+_MERGE = 6  # the merge after it: reads both results, writes one
 
 
 @dataclass(frozen=True)
@@ -48,21 +42,6 @@ class SequenceSizes:
     def block_bytes(self) -> int:
         """Returns the bytes of the keys and values of one block."""
         return self.block_size * self.kv_heads * 2 * HEAD_DIM * ELEMENT_BYTES
-
-    def of_share(self, ranks: int) -> SequenceSizes:
-        """Returns the sizes on one rank if so many ranks divide the heads equally."""
-        return replace(self, heads=self.heads // ranks, kv_heads=self.kv_heads // ranks)
-
-
-class Node(NamedTuple):
-    """Describes a rank's node: the second dimension of a mesh with two. ranks: of a node; 1 in a mesh with one dimension.
-    link_rate: bytes per second that a rank receives from other ranks of its node."""
-
-    ranks: int = 1
-    link_rate: float = LINK_RATE
-
-
-ALONE = Node()  # in a mesh with one dimension
 
 
 def seconds(blocks: float, received: float, sizes: SequenceSizes, link_rate: float) -> float:
@@ -99,11 +78,6 @@ def slowest(times: Iterable[CallTimes]) -> CallTimes:
     return CallTimes(*(max(of_all) for of_all in zip(*times, strict=True)))
 
 
-def gathers_rows(visiting: float, own: float) -> bool:
-    """Whether a call on blocks of others gathers the rows that visit them. If not, it takes all rows of the rank."""
-    return visiting < _GATHERED_SHARE * own
-
-
 def call_times(
     near: float, far: float, visiting: float, own: int, received: float, sizes: SequenceSizes, link_rate: float
 ) -> tuple[CallTimes, CallTimes]:
@@ -120,19 +94,15 @@ def call_times(
     # pass the exchange hides the copy of own blocks. Two calls copy only the gradients of fetched blocks.
     copied_own = copied(own * sizes.block_bytes) if received else 0.0
     sent_back = copied(received * sizes.block_bytes)
-    gathers = gathers_rows(visiting, own)
-    attended = visiting if gathers else own
     row = sizes.heads * sizes.block_size * HEAD_DIM  # elements
-    merged = (_CALL * attended + _MERGE * visiting) * row / _MEMORY_RATE
-    added = 0.0  # two backward calls on all rows accumulate into one dQ (``calls.JointCalls``)
-    if gathers:
-        merged += _GATHER * attended * row / _GATHER_RATE
-        added = ((_CALL_BACK + _MERGE) / _MEMORY_RATE + _GATHER_BACK / _GATHER_RATE) * attended * row
+    # Queries that visit no block of others are read, and their zeros written, but not merged. Backward calls accumulate into one dQ
+    # (``calls.JointCalls``).
+    merged = (_CALL * own * bool(visiting) + _MERGE * visiting) * row / _MEMORY_RATE
     forward = CallTimes(on_all + max(travel, copied_own) + sent_back, _both(on_near, travel) + on_far + merged)
     near_back, far_back = _BACKWARD * on_near, _BACKWARD * on_far
     backward = CallTimes(
         _BACKWARD * on_all + travel + 2 * (copied_own + sent_back),
-        _FAR_BACKWARD * far_back + _both(near_back, travel) + sent_back + added,
+        _FAR_BACKWARD * far_back + _both(near_back, travel) + sent_back,
     )
     return forward, backward
 

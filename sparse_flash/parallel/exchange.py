@@ -30,7 +30,6 @@ from .transfer import (
     halves,
     memory_for,
     message,
-    of_blocks,
     pack,
     started,
     unpacked,
@@ -97,8 +96,7 @@ def _attention_of_blocks(
     if isinstance(calls, OneCall):
         out, lse = run.forward(q, *gathered(k, v, fetched, every), calls.mask)
     elif calls.far is not None:
-        part = run.forward(of_blocks(q, calls.rows, block_size), *unpacked(fetched, k.shape[3]), calls.far)
-        merge(out, lse, part, calls.rows, block_size)
+        merge(out, lse, run.forward(q, *unpacked(fetched, k.shape[3]), calls.far))
     if shared and parts:
         merge_shared_rows(out, lse, parts, shared)
     return out, lse, buffer if keep_fetched else buffer.new_empty(0)

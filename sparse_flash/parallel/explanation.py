@@ -11,10 +11,10 @@ import numpy as np
 from ..masks.block_mask import BlockMask
 from ..tools.figures import size_text
 from .assignment import Assignment, Owners, Visits, candidates, chunk_blocks, exchanged
-from .costs import ALONE, ELEMENT_BYTES, HEAD_DIM, LSE_BYTES, CallTimes, Node, SequenceSizes, copied, seconds, slowest
+from .costs import ELEMENT_BYTES, HEAD_DIM, LSE_BYTES, CallTimes, SequenceSizes, copied, seconds, slowest
 
-Strategy = Literal["blocks", "queries", "heads", "nodes"]
-STRATEGIES: tuple[Strategy, ...] = "blocks", "queries", "heads", "nodes"
+Strategy = Literal["blocks", "queries", "heads"]
+STRATEGIES: tuple[Strategy, ...] = "blocks", "queries", "heads"
 
 # Chunks are exchanged if the time falls below this share of the best regular assignment's: smaller gains are within the
 # estimate's error.
@@ -43,8 +43,8 @@ class ContextExplanation:
     """Holds the costs of each strategy that a plan can use, and of two that it does not offer. Prints as a table.
 
     The strategies are "blocks"; "queries" if a few rows visit most columns; "heads" if the plan knows its heads and the number of
-    ranks divides them; "nodes" if the ranks of a node divide them. The other two are "ring", in which all keys and values pass
-    every rank (arXiv:2310.01889), and "all-gather", in which every rank gets all of them, then attends.
+    ranks divides them. The other two are "ring", in which all keys and values pass every rank (arXiv:2310.01889), and "all-gather",
+    in which every rank gets all of them, then attends.
 
     sizes: of the sequence. ranks: their number. costs: by name. choice: the strategy of this library that is estimated to be
     fastest. assignments: which rank owns which blocks, by strategy of this library.
@@ -79,13 +79,10 @@ class Choice:
     strategies: tuple[Strategy, ...]
 
 
-def possible_strategies(sizes: SequenceSizes, ranks: int, knows_heads: bool, node: Node) -> tuple[Strategy, ...]:
+def possible_strategies(sizes: SequenceSizes, ranks: int, knows_heads: bool) -> tuple[Strategy, ...]:
     """Returns the strategies that a plan can use. knows_heads: whether ``sizes`` has the heads of the calls; if not, heads are not
     exchanged."""
-    divided: dict[Strategy, int] = {"heads": ranks}
-    if 1 < node.ranks < ranks:
-        divided["nodes"] = node.ranks
-    return "blocks", "queries", *(name for name, of in divided.items() if knows_heads and sizes.kv_heads % of == 0)
+    return STRATEGIES if knows_heads and sizes.kv_heads % ranks == 0 else STRATEGIES[:2]
 
 
 def chosen(
@@ -95,14 +92,13 @@ def chosen(
     ranks: int,
     link_rate: float,
     allowed: Sequence[Strategy],
-    node: Node = ALONE,
 ) -> Choice:
     """Chooses owners of the tokens and a strategy for each mask, to minimize the time of all layers. Ranks meet in the exchange of
     each layer, so a layer takes the time of its slowest rank.
 
     visits: of the masks. layers: how many layers have each mask. allowed: the strategies to choose from.
     """
-    estimates = _Estimates(sizes, ranks, link_rate, node)
+    estimates = _Estimates(sizes, ranks, link_rate)
     of_heads = [estimates.of_heads(one.mask).seconds for one in visits] if "heads" in allowed else []
     # For each strategy that fetches blocks, the visits of each mask that decide which; None if the strategy does not suit a mask.
     fetching: dict[Strategy, list[Visits | None]] = {}
@@ -121,8 +117,6 @@ def chosen(
             }
             if "heads" in allowed:
                 times["heads"] = of_heads[number]
-            if "nodes" in allowed:
-                times["nodes"] = estimates.of_nodes(owners, visits[number]).seconds
             best = min(times, key=times.__getitem__)
             total += count * times[best]
             strategies.append(best)
@@ -141,17 +135,6 @@ def chosen(
     return choice
 
 
-def visits_of_nodes(
-    owners: Owners, visits: Visits, sizes: SequenceSizes, ranks: int, link_rate: float, node: Node
-) -> tuple[Visits, StrategyCosts]:
-    """Returns (the visits that decide which blocks travel between nodes, the costs of one rank of each node between the exchanges
-    of heads). The visits leave shared rows out if that is estimated to be faster."""
-    across = _Estimates(sizes.of_share(node.ranks), ranks // node.ranks, link_rate, ALONE)
-    of_nodes = owners.of_nodes(node.ranks)
-    options = [one for one in (visits, visits.without_shared_rows(sizes)) if one is not None]
-    return min(((one, across.of_blocks(of_nodes.under(one))) for one in options), key=lambda pair: pair[1].seconds)
-
-
 def explained(
     mask: BlockMask,
     sizes: SequenceSizes,
@@ -159,11 +142,10 @@ def explained(
     link_rate: float,
     knows_heads: bool,
     owners: Owners | None = None,
-    node: Node = ALONE,
 ) -> ContextExplanation:
     """Returns the costs of a mask, which is on the CPU. owners: of the tokens, if a plan has settled them; None to choose them."""
     visits = Visits.of(mask, chunk_blocks(mask.grid.q_blocks, sizes.block_size, ranks))
-    estimates, possible = _Estimates(sizes, ranks, link_rate, node), possible_strategies(sizes, ranks, knows_heads, node)
+    estimates = _Estimates(sizes, ranks, link_rate)
     options = [option.under(visits) for option in candidates([visits], [1], ranks)]
 
     def fastest(of: Callable[[Assignment], StrategyCosts]) -> StrategyCosts:
@@ -176,11 +158,8 @@ def explained(
         of_light = owners or chosen([visits], [1], sizes, ranks, link_rate, ["queries"]).owners
         assignments["queries"] = of_light.under(light)
         table["queries"] = estimates.of_blocks(assignments["queries"])
-    if "heads" in possible:
+    if "heads" in possible_strategies(sizes, ranks, knows_heads):
         table["heads"], assignments["heads"] = estimates.of_heads(mask), best if owners else options[0]
-    if "nodes" in possible:
-        of_nodes = owners or chosen([visits], [1], sizes, ranks, link_rate, ["nodes"], node).owners
-        table["nodes"], assignments["nodes"] = estimates.of_nodes(of_nodes, visits), of_nodes.under(visits)
     choice: Strategy = min(assignments, key=lambda name: table[name].seconds)
     table["ring"], table["all-gather"] = fastest(estimates.of_a_ring), fastest(estimates.of_an_all_gather)
     return ContextExplanation(sizes, ranks, table, choice, assignments)
@@ -193,7 +172,6 @@ class _Estimates:
     sizes: SequenceSizes
     ranks: int
     link_rate: float
-    node: Node
 
     @property
     def own(self) -> int:
@@ -235,15 +213,6 @@ class _Estimates:
         received = self._exchanged_by_heads * (self.ranks - 1) / self.ranks
         work = _work_by_head(mask, self.sizes.heads).reshape(self.ranks, -1).sum(1)
         return self._even(work, work.max(), received, self.own, copied(self._exchanged_by_heads))
-
-    def of_nodes(self, owners: Owners, visits: Visits) -> StrategyCosts:
-        """Returns the costs of "nodes". If heads have masks of their own, each rank is taken to have the mean of them."""
-        ranks = self.node.ranks
-        _, costs = visits_of_nodes(owners, visits, self.sizes, self.ranks, self.link_rate, self.node)
-        within = self._exchanged_by_heads * (ranks - 1) / ranks
-        received = np.repeat(costs.received, ranks) + within
-        took = costs.seconds + within / self.node.link_rate + copied(self._exchanged_by_heads)
-        return StrategyCosts(np.repeat(costs.work, ranks), costs.waited, received, costs.held, took)
 
     @property
     def _exchanged_by_heads(self) -> float:

@@ -34,11 +34,11 @@ from ..variant.definition import with_sinks
 from ..variant.variant import Variant, checked_variant
 from .agreement import check_agreement
 from .calls import for_back_end
-from .costs import LINK_RATE, Node
+from .costs import LINK_RATE
 from .exchange import attention_of_blocks, seed_of_first_rank
 from .explanation import ContextExplanation, Strategy, explained
 from .heads import own_tokens_of_all_heads, some_heads_of_all_tokens
-from .meshes import device_of, group_of, ranks_of_node_of
+from .meshes import device_of, group_of
 from .planning import PlannedSequence, PlanOptions, facts_to_agree_on, planned, square
 from .routes import BlockExchange, LocalMask, Overlap, Peers, Route
 from .sharding import TokenShards
@@ -57,7 +57,7 @@ def context_parallel(
     kv_heads: int | None = None,
     block_size: int = 128,
     strategy: Strategy | Literal["auto"] = "auto",
-    link_rate: float | tuple[float, float] = LINK_RATE,
+    link_rate: float = LINK_RATE,
     overlap: bool | None = None,
     keep_fetched: bool = True,
 ) -> ContextPlan: ...
@@ -73,7 +73,7 @@ def context_parallel(
     kv_heads: int | None = None,
     block_size: int = 128,
     strategy: Strategy | Literal["auto"] = "auto",
-    link_rate: float | tuple[float, float] = LINK_RATE,
+    link_rate: float = LINK_RATE,
     overlap: bool | None = None,
     keep_fetched: bool = True,
 ) -> ContextPlans: ...
@@ -88,7 +88,7 @@ def context_parallel(
     kv_heads: int | None = None,
     block_size: int = 128,
     strategy: Strategy | Literal["auto"] = "auto",
-    link_rate: float | tuple[float, float] = LINK_RATE,
+    link_rate: float = LINK_RATE,
     overlap: bool | None = None,
     keep_fetched: bool = True,
 ) -> ContextPlan | ContextPlans:
@@ -99,13 +99,12 @@ def context_parallel(
     head. A BlockMask is read on the host. A list gives a mask to each layer and returns ``ContextPlans``. One assignment of tokens
     then serves all layers and balances their total work. Equal masks are planned and stored once.
     q_len: tokens of the whole sequence.
-    mesh: a DeviceMesh, all of whose ranks share the sequence. It has one dimension, as ``mesh["cp"]`` of a larger one does; or two
-    with names, ``mesh["node", "cp"]``: the nodes, and the ranks of each node.
+    mesh: a DeviceMesh of one dimension, such as ``mesh["cp"]`` of a larger one. All of its ranks share the sequence.
     heads, kv_heads: of the attention calls; kv_heads defaults to heads. A plan that may exchange heads needs them.
     block_size: tokens on a side of a pattern's blocks, the unit that ranks own and exchange. A BlockMask has its own.
-    strategy: "blocks", "queries", "heads", "nodes" or "auto", as listed below.
+    strategy: "blocks", "queries", "heads" or "auto", as listed below.
     link_rate: bytes per second that a rank receives from others. The default was measured between two GPUs that NVLink joins;
-    ``measured_link_rate`` measures other links. A mesh of two dimensions needs two rates: (from other nodes, within a node).
+    ``measured_link_rate`` measures other links.
     overlap: True makes two calls, one on the rank's own columns while fetched blocks or their gradients travel, and one on fetched
     columns. False makes one call on all columns. None takes what is estimated to be faster, for each pass, the same on all ranks.
     keep_fetched: True keeps fetched blocks for the backward pass. False fetches them again, so they take no memory in between.
@@ -117,8 +116,6 @@ def context_parallel(
       their queries travel to all ranks instead. Each rank attends them to its own columns, and their owner merges the results.
     - "heads": ranks exchange tokens for heads before the call, and back after it. Between the exchanges, each rank has all tokens
       of some heads (arXiv:2309.14509). The number of ranks must divide kv_heads.
-    - "nodes", for a mesh of two dimensions: the ranks of a node exchange tokens for heads. For its heads, each rank fetches blocks
-      from other nodes, or sends queries as above if that is estimated to be faster. The ranks of a node must divide kv_heads.
     - "auto": for each mask, the strategy whose slowest rank is estimated to take least time. Without heads=, heads are not
       exchanged.
 
@@ -129,16 +126,16 @@ def context_parallel(
     A collective call: all ranks of the mesh make it together, and compare their arguments on the host. Raises ValueError on every
     rank if arguments differ, or if one rank raises for an argument; TypeError for a BlockSelection.
     """
-    group, ranks_of_node = group_of(mesh), ranks_of_node_of(mesh)
+    group = group_of(mesh)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     options = PlanOptions(heads, kv_heads, block_size, strategy, link_rate, overlap, keep_fetched)
     given = list(mask) if isinstance(mask, (list, tuple)) else [mask]
     try:
-        options.check(ranks, ranks_of_node, mesh.ndim)
+        options.check(ranks)
         if not given:
             raise ValueError("mask must name at least one mask, or be one; got an empty list")
         masks, layers = _distinct([square(one, q_len, block_size) for one in given])
-        numbers = planned(masks, [layers.count(number) for number in range(len(masks))], rank, ranks, options, ranks_of_node)
+        numbers = planned(masks, [layers.count(number) for number in range(len(masks))], rank, ranks, options)
     except (TypeError, ValueError) as error:
         check_agreement(error, group)
         raise
@@ -182,7 +179,7 @@ class ContextPlan(TokenShards):
     document_positions: (tokens,) int64 on the plan's device, each token's position in its document, for a plan of
     ``ContextParallel``.
     exists: (tokens,) bool on the plan's device, False for padding.
-    strategy: "blocks", "queries", "heads" or "nodes". rank: this rank. ranks: their number. device: of the plan's tensors.
+    strategy: "blocks", "queries" or "heads". rank: this rank. ranks: their number. device: of the plan's tensors.
     overlap: (forward, backward), whether a pass makes two calls, one of which overlaps the exchange. keep_fetched: as given.
     """
 
@@ -199,8 +196,7 @@ class ContextPlan(TokenShards):
         vars(self).update(vars(shards))  # the same tensors under all masks
         self.strategy, self.keep_fetched = numbers.strategies[number], options.keep_fetched
         self._sizes, self._owners, self._fits = numbers.sizes, numbers.owners, numbers.fits[number]
-        self._knows_heads, self._rates, self._whole = options.heads is not None, options.rates, whole
-        self._ranks_of_node = ranks_of_node_of(mesh)
+        self._knows_heads, self._link_rate, self._whole = options.heads is not None, options.link_rate, whole
         part = numbers.parts[number]
         self._one_rank = part.to(self.device) if isinstance(part, BlockMask) else None
         # The mask of the call between exchanges, if the rank then has all tokens.
@@ -208,16 +204,9 @@ class ContextPlan(TokenShards):
         # The index of each token of the sequence among the tokens of all ranks, rank after rank; None if both orders are the same.
         in_order = self.ranks == 1 or np.array_equal(self.all_positions.ravel(), np.arange(self.q_len))
         self._order = None if in_order or self.strategy != "heads" else shards._inverse
-        across = mesh.get_group(0) if self.strategy == "nodes" else self.group
-        self._route = Route.on(part, across, self.device) if isinstance(part, BlockExchange) else None
+        self._route = Route.on(part, self.group, self.device) if isinstance(part, BlockExchange) else None
         self._route_handle = None if self._route is None else self._route.handle()
-        # The ranks that exchange tokens for heads: their number, and the handle of their group.
-        self._sharing, self._peers = 1, None
-        if self.strategy == "heads" and self.ranks > 1:
-            self._sharing, self._peers = self.ranks, Peers(self.group).handle()
-        elif self.strategy == "nodes":
-            self._sharing, self._peers = self._ranks_of_node, Peers(mesh.get_group(1)).handle()
-        self._everyone = Peers(self.group).handle()
+        self._peers = Peers(self.group).handle()
         self.overlap = self._route.overlap if self._route else Overlap(False, False)
         # The compiler reads only its length. Lengths below two would be constants to it.
         self._columns = torch.zeros(max(2, self._route.received if self._route else 0), dtype=torch.int8, device=self.device)
@@ -295,12 +284,12 @@ class ContextPlan(TokenShards):
         scale, deterministic = checked_scale(scale, q.shape[3]), checked_deterministic(deterministic)
         dropout = self._dropout(q, k, dropout_p) if dropout_p else None
         call = AttentionCall(q, k, v, None, None, scale, deterministic, backend, dropout, sinks)
-        if self._peers is None:
+        if self.strategy != "heads":
             out, lse = self._between(call, None)
             return (out, lse) if return_lse else out
-        ranks, handle = self._sharing, self._peers
+        ranks, handle = self.ranks, self._peers
         if sinks is not None:
-            sinks = sinks.unflatten(0, (ranks, -1))[self.rank % ranks]
+            sinks = sinks.unflatten(0, (ranks, -1))[self.rank]
         q, k, v = some_heads_of_all_tokens([q, k, v], ranks, handle)
         out, lse = self._between(call._replace(q=q, k=k, v=v, sinks=sinks), select)
         out = own_tokens_of_all_heads(out, ranks, handle)
@@ -314,11 +303,11 @@ class ContextPlan(TokenShards):
             return None
         assert drawn.seed is not None
         batch_heads = None
-        if self._sharing > 1:
+        if self.strategy == "heads":
             batch, heads = q.shape[:2]
-            every = torch.arange(batch * heads, dtype=torch.int32, device=q.device).view(batch, self._sharing, -1)
-            batch_heads = every[:, self.rank % self._sharing].contiguous()
-        return replace(drawn, seed=seed_of_first_rank(drawn.seed, self._everyone), batch_heads=batch_heads)
+            every = torch.arange(batch * heads, dtype=torch.int32, device=q.device).view(batch, self.ranks, -1)
+            batch_heads = every[:, self.rank].contiguous()
+        return replace(drawn, seed=seed_of_first_rank(drawn.seed, self._peers), batch_heads=batch_heads)
 
     def _between(
         self, call: AttentionCall, select: BlockChoice | BlockSelection | BlockMask | None
@@ -356,23 +345,18 @@ class ContextPlan(TokenShards):
             )
         check_batch_and_heads(self._fits, *q.shape[:2])
 
-    def explain(self, ranks: int | None = None, ranks_of_node: int | None = None) -> ContextExplanation:
+    def explain(self, ranks: int | None = None) -> ContextExplanation:
         """Returns estimates of what a forward pass costs each rank under each strategy, a ring, and an all-gather of all keys and
         values. The result prints as a table. Nothing runs.
 
-        ranks: the plan's by default. Another number shows that many ranks, with this mask in all layers. ranks_of_node: the size of
-        the mesh's second dimension; the plan's by default, 1 for a mesh with one dimension. Heads are the heads that the plan was
-        given, else the mask's. Raises ValueError for numbers below 1, and if ranks_of_node does not divide ranks.
+        ranks: the plan's by default. Another number shows that many ranks, with this mask in all layers. Heads are the heads that
+        the plan was given, else the mask's. Raises ValueError for numbers below 1.
         """
         ranks = self.ranks if ranks is None else operator.index(ranks)
-        of_node = self._ranks_of_node if ranks_of_node is None else operator.index(ranks_of_node)
         if ranks < 1:
             raise ValueError(f"ranks must be at least 1; got {ranks}")
-        if of_node < 1 or ranks % of_node:
-            raise ValueError(f"ranks_of_node must divide the {ranks} ranks; got {of_node}")
         owners = self._owners if ranks == self.ranks else None
-        rate, near = self._rates
-        return explained(self.mask, self._sizes, ranks, rate, self._knows_heads, owners, Node(of_node, near))
+        return explained(self.mask, self._sizes, ranks, self._link_rate, self._knows_heads, owners)
 
 
 class ContextPlans(TokenShards, Sequence[ContextPlan]):

@@ -27,7 +27,7 @@ from ..patterns import documents, shifted
 from .agreement import Agreement, check_agreement
 from .costs import LINK_RATE
 from .explanation import Strategy
-from .meshes import group_of, ranks_of_node_of
+from .meshes import group_of
 from .plan import ContextPlan, ContextPlans, plans_of
 from .planning import PlannedSequence, PlanOptions, planned, short_digest
 
@@ -44,7 +44,6 @@ class _Task:
     q_len: int
     rank: int
     ranks: int
-    ranks_of_node: int
     options: PlanOptions
 
     def mask(self, number: int, cu_seqlens: tuple[int, ...]) -> BlockMask:
@@ -54,7 +53,7 @@ class _Task:
     def planned(self, cu_seqlens: tuple[int, ...]) -> PlannedSequence:
         masks = [self.mask(number, cu_seqlens) for number in range(len(self.patterns))]
         layers = [self.layers.count(number) for number in range(len(masks))]
-        return planned(masks, layers, self.rank, self.ranks, self.options, self.ranks_of_node)
+        return planned(masks, layers, self.rank, self.ranks, self.options)
 
 
 class ContextParallel:
@@ -86,7 +85,7 @@ class ContextParallel:
         kv_heads: int | None = None,
         block_size: int = 128,
         strategy: Strategy | Literal["auto"] = "auto",
-        link_rate: float | tuple[float, float] = LINK_RATE,
+        link_rate: float = LINK_RATE,
         overlap: bool | None = None,
         keep_fetched: bool = True,
         timeout: timedelta | None = None,
@@ -98,14 +97,14 @@ class ContextParallel:
         self._group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
         options = PlanOptions(heads, kv_heads, block_size, strategy, link_rate, overlap, keep_fetched)
         try:
-            options.check(len(ranks), ranks_of_node_of(mesh), mesh.ndim)
+            options.check(len(ranks))
             by_layer = [_pattern(one) for one in (mask if isinstance(mask, (list, tuple)) else [mask])]
             if not by_layer:
                 raise ValueError("mask must name at least one mask, or be one; got an empty list")
             BlockGrid(q_len, q_len, block_size)  # raises for invalid lengths
             patterns = tuple(dict.fromkeys(by_layer))
             layers = tuple(patterns.index(one) for one in by_layer)
-            self._task = _Task(patterns, layers, q_len, dist.get_rank(group), len(ranks), ranks_of_node_of(mesh), options)
+            self._task = _Task(patterns, layers, q_len, dist.get_rank(group), len(ranks), options)
             # Raises what every plan would. Short documents make this quick.
             self._task.planned((*range(0, q_len, _SHORT), q_len))
         except (TypeError, ValueError) as error:

@@ -12,8 +12,8 @@ from ..masks.cache import as_block_mask
 from ..selection.block_selection import BlockSelection
 from ..selection.packed_selection import PackedSelection
 from .assignment import Owners, Visits, chunk_blocks
-from .costs import Node, SequenceSizes
-from .explanation import STRATEGIES, Strategy, chosen, possible_strategies, visits_of_nodes
+from .costs import SequenceSizes
+from .explanation import STRATEGIES, Strategy, chosen, possible_strategies
 from .routes import BlockExchange, LocalMask
 
 
@@ -25,17 +25,12 @@ class PlanOptions:
     kv_heads: int | None
     block_size: int
     strategy: Strategy | Literal["auto"]
-    link_rate: float | tuple[float, float]
+    link_rate: float
     overlap: bool | None
     keep_fetched: bool
 
-    @property
-    def rates(self) -> tuple[float, float]:
-        """Returns bytes per second that a rank receives: (from other nodes, from ranks of its node)."""
-        return self.link_rate if isinstance(self.link_rate, tuple) else (self.link_rate, self.link_rate)
-
-    def check(self, ranks: int, ranks_of_node: int, dimensions: int) -> None:
-        """Raises ValueError for options that are not valid. dimensions: of the mesh."""
+    def check(self, ranks: int) -> None:
+        """Raises ValueError for options that are not valid."""
         if self.overlap is not None and not isinstance(self.overlap, bool):
             raise ValueError(
                 f"overlap must be True, False or None; got {self.overlap!r}; None takes what is estimated to be faster"
@@ -53,35 +48,23 @@ class PlanOptions:
             )
         if self.strategy not in ("auto", *STRATEGIES):
             raise ValueError(
-                f"strategy must be 'auto', 'blocks', 'queries', 'heads' or 'nodes'; got {self.strategy!r}; 'auto' takes what is "
-                "estimated to be fastest"
+                f"strategy must be 'auto', 'blocks', 'queries' or 'heads'; got {self.strategy!r}; 'auto' takes what is estimated "
+                "to be fastest"
             )
-        if len(self.rates) != 2 or not all(isinstance(rate, (int, float)) and rate > 0 for rate in self.rates):
+        if not isinstance(self.link_rate, (int, float)) or self.link_rate <= 0:
             raise ValueError(
-                "link_rate must be a positive number of bytes per second, or two, between nodes and within; got "
-                f"{self.link_rate!r}; pass what measured_link_rate(mesh) returns"
-            )
-        if dimensions == 2 and not isinstance(self.link_rate, tuple):
-            raise ValueError(
-                "link_rate must be two rates, (between nodes, within), for a mesh of two dimensions, which are nodes and the ranks "
-                f"of each; got {self.link_rate!r}; if the mesh has data and context ranks, pass mesh['cp'], as all ranks of mesh "
-                "share one sequence"
+                f"link_rate must be a positive number of bytes per second; got {self.link_rate!r}; pass what "
+                "measured_link_rate(mesh) returns"
             )
         kv_heads = self.kv_heads or self.heads
-        if self.strategy == "nodes" and not 1 < ranks_of_node < ranks:
-            raise ValueError(
-                "strategy 'nodes' needs a mesh of two dimensions, nodes and the ranks of each, with at least two of both; got "
-                f"{ranks // ranks_of_node} x {ranks_of_node}; pass strategy='heads' or 'blocks'"
-            )
-        if self.strategy not in ("heads", "nodes"):
+        if self.strategy != "heads":
             return
-        dividing = ranks if self.strategy == "heads" else ranks_of_node
         if kv_heads is None:
-            raise ValueError(f"strategy {self.strategy!r} needs heads=; got None; pass heads= and kv_heads= of the attention calls")
-        if kv_heads % dividing:
+            raise ValueError("strategy 'heads' needs heads=; got None; pass heads= and kv_heads= of the attention calls")
+        if kv_heads % ranks:
             raise ValueError(
-                f"strategy {self.strategy!r} needs a number of ranks that divides kv_heads; got {dividing} ranks and {kv_heads} "
-                "kv_heads; pass strategy='blocks', or a mesh with a smaller dimension"
+                f"strategy 'heads' needs a number of ranks that divides kv_heads; got {ranks} ranks and {kv_heads} kv_heads; pass "
+                "strategy='blocks', or a smaller mesh"
             )
 
     def sizes(self, masks: Sequence[BlockMask]) -> SequenceSizes:
@@ -109,17 +92,14 @@ class PlannedSequence:
     parts: tuple[BlockMask | LocalMask | BlockExchange, ...]
 
 
-def planned(
-    masks: Sequence[BlockMask], layers: Sequence[int], rank: int, ranks: int, options: PlanOptions, ranks_of_node: int = 1
-) -> PlannedSequence:
+def planned(masks: Sequence[BlockMask], layers: Sequence[int], rank: int, ranks: int, options: PlanOptions) -> PlannedSequence:
     """Plans one rank's part of a sequence.
 
-    masks: different masks, on the CPU, of one length and block size. layers: how many layers have each mask. ranks_of_node: 1 in a
-    mesh of one dimension. Raises ValueError for options that do not fit the masks.
+    masks: different masks, on the CPU, of one length and block size. layers: how many layers have each mask. Raises
+    ValueError for options that do not fit the masks.
     """
     sizes = options.sizes(masks)
-    link_rate, node = options.rates[0], Node(ranks_of_node, options.rates[1])
-    possible = possible_strategies(sizes, ranks, options.heads is not None, node)
+    possible = possible_strategies(sizes, ranks, options.heads is not None)
     allowed = possible if options.strategy == "auto" else (options.strategy,)
     per = chunk_blocks(masks[0].grid.q_blocks, sizes.block_size, ranks)
     visits = [Visits.of(mask, per) for mask in masks]
@@ -128,22 +108,18 @@ def planned(
             "strategy 'queries' needs masks in which a few block rows visit more than half of all columns, as global tokens do; "
             "got a mask in which none do, or too many; pass strategy='blocks'"
         )
-    choice = chosen(visits, layers, sizes, ranks, link_rate, allowed, node)
+    choice = chosen(visits, layers, sizes, ranks, options.link_rate, allowed)
 
     def part(one: Visits, strategy: Strategy) -> BlockMask | LocalMask | BlockExchange:
         if ranks == 1:
             return one.mask
         if strategy == "heads":
             order = choice.owners.blocks.flatten()
-            return LocalMask.of(_heads_of(one.mask, rank, ranks), order, order)
-        if strategy == "nodes":
-            number, within = divmod(rank, ranks_of_node)
-            mask, owners = _heads_of(one.mask, within, ranks_of_node), choice.owners.of_nodes(ranks_of_node)
-            fetched_by, _ = visits_of_nodes(choice.owners, one, sizes, ranks, link_rate, node)
-            share = sizes.of_share(ranks_of_node)
-            return BlockExchange.of(mask, owners.under(fetched_by), number, options.overlap, share, link_rate)
+            index = one.mask.mask_index
+            mask = one.mask if index.shape[1] == 1 else replace(one.mask, mask_index=index.chunk(ranks, 1)[rank])
+            return LocalMask.of(mask, order, order)
         travelling = one.without_shared_rows(sizes) if strategy == "queries" else None
-        return BlockExchange.of(one.mask, choice.owners.under(travelling or one), rank, options.overlap, sizes, link_rate)
+        return BlockExchange.of(one.mask, choice.owners.under(travelling or one), rank, options.overlap, sizes, options.link_rate)
 
     parts = tuple(part(*both) for both in zip(visits, choice.strategies, strict=True))
     return PlannedSequence(sizes, choice.owners, choice.strategies, tuple(tuple(mask.mask_index.shape) for mask in masks), parts)
@@ -164,12 +140,6 @@ def square(mask: MaskLike, q_len: int, block_size: int) -> BlockMask:
             f"for {q_len}, or pass the pattern itself"
         )
     return whole
-
-
-def _heads_of(mask: BlockMask, rank: int, ranks: int) -> BlockMask:
-    """Returns the mask of a rank's heads, for ranks that exchange tokens for heads."""
-    index = mask.mask_index
-    return mask if index.shape[1] == 1 else replace(mask, mask_index=index.chunk(ranks, 1)[rank])
 
 
 def facts_to_agree_on(masks: str, q_len: int, block_size: int, options: PlanOptions, numbers: PlannedSequence) -> dict[str, str]:

@@ -18,9 +18,8 @@ import torch.distributed as dist
 
 from ..masks.block_mask import BlockMask
 from ..masks.build import part_of
-from ..masks.grid import ranges
 from .assignment import Assignment
-from .costs import SequenceSizes, gathers_rows, slowest
+from .costs import SequenceSizes, slowest
 from .peer_memory import PeerMemory, peer_memory
 from .traffic import Traffic
 
@@ -84,18 +83,15 @@ class OneCall:
 class TwoCalls:
     """Describes a pass in two calls, one of which overlaps the exchange.
 
-    near: the mask of the rank's block rows and its own block columns. far: the mask of ``rows`` and the blocks that the rank gets;
-    None if no row visits any of these. rows: (rows of far,) int64, the block rows that visit blocks of others in at least one head,
-    as indices of the rank's blocks; None for all block rows, if the visiting ones are not few.
+    near: the mask of the rank's block rows and its own block columns. far: the mask of these rows and the blocks that the rank
+    gets; None if it gets none.
     """
 
     near: LocalMask
     far: LocalMask | None
-    rows: torch.Tensor | None
 
     def to(self, device: torch.device) -> TwoCalls:
-        far = None if self.far is None else self.far.to(device)
-        return TwoCalls(self.near.to(device), far, None if self.rows is None else self.rows.to(device))
+        return TwoCalls(self.near.to(device), None if self.far is None else self.far.to(device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,7 +181,8 @@ class BlockExchange:
         if False in chosen:
             calls[False] = OneCall(LocalMask.of(mask, rows, np.concatenate([own, fetched])))
         if True in chosen:
-            calls[True] = _two_calls(mask, rows, own, fetched)
+            far = LocalMask.of(mask, rows, fetched) if len(fetched) else None
+            calls[True] = TwoCalls(LocalMask.of(mask, rows, own), far)
         place = np.full(mask.grid.kv_blocks, -1)
         place[own[own >= 0]] = np.flatnonzero(own >= 0)
         send = place[np.concatenate([sent[of_rank] for of_rank in wanted])]
@@ -221,25 +218,3 @@ class Route(BlockExchange, Peers):
         shared = exchange.shared and exchange.shared.to(device)
         moved |= {"forward": forward, "backward": backward, "shared": shared, "answers": answers}
         return cls(group=group, memory=peer_memory(group, device), **{**vars(exchange), **moved})
-
-
-def _two_calls(mask: BlockMask, rows: np.ndarray, own: np.ndarray, fetched: np.ndarray) -> TwoCalls:
-    """rows: ``own``, with -1 for rows that other calls attend."""
-    near, visiting = LocalMask.of(mask, rows, own), _visits(mask, rows, fetched)
-    some = visiting.any()
-    if not some or not gathers_rows(visiting.sum(), len(own)):
-        return TwoCalls(near, LocalMask.of(mask, rows, fetched) if some else None, None)
-    gathered = np.flatnonzero(visiting)
-    return TwoCalls(near, LocalMask.of(mask, rows[gathered], fetched), torch.from_numpy(gathered))
-
-
-def _visits(mask: BlockMask, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
-    """Returns (rows,) bool: whether a block row visits one of the block columns, in at least one head. Row -1 visits none."""
-    wanted = np.zeros(mask.grid.kv_blocks, bool)
-    wanted[cols] = True
-    visits, present = np.zeros(len(rows), bool), np.flatnonzero(rows >= 0)
-    for ptr in mask.by_query.row_ptr.numpy():
-        counts = np.diff(ptr)[rows[present]]
-        found = wanted[mask.by_query.col_idx.numpy()[ranges(ptr[rows[present]], counts)]]
-        visits[np.repeat(present, counts)[found]] = True
-    return visits

@@ -134,8 +134,3 @@ def gathered(
         every = with_room(k, v, len(fetched), fetched.shape[1])
     every[len(every) - len(fetched) :] = fetched
     return unpacked(every, k.shape[3])
-
-
-def of_blocks(x: torch.Tensor, rows: torch.Tensor | None, block_size: int) -> torch.Tensor:
-    """Returns the block rows ``rows`` of x, (batch, heads, tokens, ...); x itself if rows is None."""
-    return x if rows is None else x.unflatten(2, (-1, block_size)).index_select(2, rows).flatten(2, 3)

@@ -4,6 +4,8 @@ by key block are written for these chips."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -29,30 +31,18 @@ def supports(call: Call, selection: BlockSelection) -> str | None:
     return of_masks.supports(replace(call, block_size=BLOCK_SIZES[0])) or by_kernels.supports(call, selection)
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, selection: BlockSelection, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (out, lse), out in q's memory order."""
+def forward(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Does what ``by_kernels.forward`` does."""
     from ..kernels.selection.hopper_forward import picked_parts
 
-    return by_kernels.forward(q, k, v, selection, scale, picked_parts)
+    return partial(by_kernels.forward, parts_kernel=picked_parts)(*call)
 
 
-def backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    selection: BlockSelection,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns (dq, dk, dv), which repeat bit for bit."""
+def backward(*call: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Does what ``by_kernels.backward`` does."""
     from ..kernels.selection import hopper_backward
 
-    return by_kernels.backward(dout, dlse, q, k, v, out, lse, selection, scale, hopper_backward)
+    return partial(by_kernels.backward, gathering=hopper_backward)(*call)
 
 
 # The masses of picked blocks are a single product, and are not often asked for.

@@ -103,11 +103,10 @@ def unavailable() -> str | None:
 
 
 def tile_sizes(device: torch.device) -> str:
-    """Which table of the portable kernels this GPU uses, and whether it was measured on this GPU."""
+    """Says how the tile sizes of the portable kernels on this GPU were chosen."""
     if reason := triton_backend.available() or configs.refusal(device):
         return f"none: {reason}"
-    chip, _ = configs.chip_of(device)
-    return configs.provenance(chip, configs.family_of(device))
+    return configs.provenance(configs.chip_of(device))
 
 
 def cache_state() -> str | None:
@@ -136,7 +135,7 @@ def tasks(problem: TuningProblem, device: torch.device, backend: str = "auto") -
     )
     inputs = [addressable(t) for t in (q, k, v, dout)]
     dim, dim_v = map(configs.padded_head_dim, problem.head_dims)
-    shared = configs.family_of(device).shared
+    shared = configs.chip_of(device).shared
     found = []
     for name, mask in ((problem.pattern, sparse), ("dense", None)):
         if mask is not None and mask.keeps_all:
@@ -149,7 +148,7 @@ def tasks(problem: TuningProblem, device: torch.device, backend: str = "auto") -
             if chosen == "hopper" and (kernel == "forward" or hopper.has_backward(*problem.head_dims)):
                 continue  # Hopper's kernels have one config for each shape
             key = tuned.key_of(kernel, problem.dtype, dim, block_size, device, dim_v)
-            candidates = configs.candidates(kernel, problem.dtype, of_keys, block_size, of_values, configs.family_of(device))
+            candidates = configs.candidates(kernel, problem.dtype, of_keys, block_size, of_values, configs.chip_of(device))
             fitting = tuple(c for c in candidates if not configs.cannot_fit(c, kernel, problem.dtype, (dim, dim_v), shared))
             if key is not None and len(fitting) > 1:  # None without a GPU to tune for
                 found.append(Task(key, problem, name, fitting, run, len(candidates) - len(fitting)))

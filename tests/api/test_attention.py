@@ -117,12 +117,6 @@ def test_v_may_have_a_head_dim_of_its_own(backend, head_dim, v_head_dim, dtype):
     )
 
 
-@every_backend
-@parametrize("head_dim, v_head_dim", [(192, 128), (40, 72)])
-def test_dense_attention_takes_v_of_another_head_dim(backend, head_dim, v_head_dim):
-    check(backend, None, 40, 50, heads=1, head_dim=head_dim, v_head_dim=v_head_dim)
-
-
 def test_out_of_another_head_dim_lies_in_memory_as_q_does():
     (q, k, _), v = inputs(), inputs(head_dim=24)[2]
     tokens_first = sf.attention(q.transpose(1, 2).contiguous().transpose(1, 2), k, v, LOCAL)
@@ -246,12 +240,6 @@ def test_each_head_may_have_its_own_mask(backend, heads, kv_heads):
     patterns = ["causal", LOCAL, "causal", sf.causal() & sf.strided(5)]
     mask = sf.BlockMask.per_head(patterns, q_len=TOKENS, block_size=block_size_near(backend, 32))
     check(backend, mask, TOKENS, batch=2, heads=heads, kv_heads=kv_heads, usual={"head_dim": 16})
-
-
-@every_backend
-def test_heads_that_share_keys_and_a_mask_may_differ_from_other_heads(backend):
-    mask = sf.BlockMask.per_head(["causal", "causal", LOCAL, LOCAL], q_len=100, block_size=block_size_near(backend, 32))
-    check(backend, mask, 100, batch=2, heads=4, kv_heads=2, usual={"head_dim": 16})
 
 
 @every_backend

@@ -641,7 +641,7 @@ SCORES = torch.zeros(1, 4, 1, 1)
         ({"spec": sf.compile_mask("causal", 100)}, TypeError, "got BlockMask"),
         ({"spec": "causal & poled(keep=1)"}, ValueError, "did you mean 'pooled'"),
         ({"spec": "causal & scored(keep=1)"}, ValueError, r"scored needs the scores; call choose_blocks\(spec, q, k, scores=...\)"),
-        ({"scores": SCORES}, ValueError, "scores are for the chooser scored, which is not in the expression"),
+        ({"scores": SCORES}, ValueError, "scores= needs the chooser scored, which is not in the expression"),
         ({"spec": "scored(keep=1)", "scores": SCORES[:, :2]}, ValueError, r"scores must be .* of shape \(1, 4, 1, 1\)"),
         ({"spec": "scored(keep=1)", "scores": SCORES.int()}, ValueError, r"got torch.int32 of \(1, 4, 1, 1\)"),
         ({"spec": "scored(keep=1)", "scores": [1.0]}, ValueError, "got list"),

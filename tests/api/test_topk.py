@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import strategies
 import torch
-from accepted import fitted
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import BACKENDS, DEVICE, check, no_host_synchronization
+from oracle import DEVICE
 
 import sparse_flash as sf
 
@@ -147,26 +146,6 @@ def test_blocks_kept_in_any_case_count_first_and_go_beyond():
     assert torch.equal(window, compiled.kept_blocks().expand(window.shape))
 
 
-@parametrize("backend", BACKENDS)
-@parametrize("q_missing, kv_missing", [(0, 0), (28, 8)])
-def test_attention_under_a_chosen_mask_is_right(backend, q_missing, kv_missing):
-    block_size = fitted(backend, {"dtype": torch.float32, "head_dim": 16, "block_size": 32})["block_size"]
-    q_len, kv_len = 4 * block_size - q_missing, 4 * block_size - kv_missing
-    q, k = inputs(q_len, kv_len, batch=2, heads=4)
-    mask = sf.topk_blocks(q, k, 2, block_size=block_size, always="sinks(3)")
-    check(backend, mask, q_len, kv_len, batch=2, heads=4, kv_heads=2, usual={"head_dim": 16})
-
-
-def test_gradients_are_those_of_attention_under_the_mask_as_it_is():
-    q, k = (t.requires_grad_() for t in inputs(200, 200, heads=4, head_dim=16))
-    v = torch.randn_like(k).requires_grad_()
-    mask = sf.topk_blocks(q, k, 2, block_size=32)
-    assert not any(t.requires_grad for t in mask.tensors())
-    grads = [torch.autograd.grad(sf.attention(q, k, v, mask, backend=b).square().sum(), (q, k, v)) for b in ("auto", "reference")]
-    for ours, wanted in zip(*grads, strict=True):
-        torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-5)
-
-
 @parametrize("within, always", [("causal", None), (None, "sinks(4)")])
 def test_choice_and_attention_compile_into_one_graph(within, always):
     def chosen(q, k):
@@ -178,28 +157,6 @@ def test_choice_and_attention_compile_into_one_graph(within, always):
     for seed in (0, 1):
         q, k = inputs(200, 230, heads=4, head_dim=16, seed=seed)
         torch.testing.assert_close(compiled(q, k), chosen(q, k))
-
-
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-@parametrize("within", ["causal", None])
-def test_choice_needs_no_host_synchronization_and_replays_in_a_graph(within):
-    def chosen():
-        return sf.topk_blocks(q, k, 3, within=within, always="sinks(4)")
-
-    q, k = (t.bfloat16() for t in inputs(2048, 2048, heads=4, head_dim=64))
-    mask = chosen()
-    sf.attention(q, k, k, mask)
-    with no_host_synchronization():
-        chosen()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = chosen()
-        out = sf.attention(q, k, k, captured)
-    for tensor, other in zip((q, k), inputs(2048, 2048, heads=4, head_dim=64, seed=1), strict=True):
-        tensor.copy_(other)
-    graph.replay()
-    assert torch.equal(captured.to_dense(), chosen().to_dense()) and not torch.equal(chosen().to_dense(), mask.to_dense())
-    assert torch.equal(out, sf.attention(q, k, k, chosen()))
 
 
 @parametrize(

@@ -127,7 +127,7 @@ def test_flash_attention_3_is_looked_for_in_both_places(monkeypatch, tmp_path):
 
 @pytest.fixture
 def full_blocks(monkeypatch):
-    """Stand-ins for cuDNN's frontend and FastVideo's kernels, in PyTorch's operations."""
+    """Stands in for cuDNN's frontend, in PyTorch's operations."""
 
     def attend(q, k, v, index, q2k_block_nums, sparse_block_size):
         assert index.dtype == q2k_block_nums.dtype == torch.int32 and index.shape[:2] == q2k_block_nums.shape[:2] == q.shape[:2]
@@ -146,11 +146,6 @@ def full_blocks(monkeypatch):
             found = torch.autograd.grad(again["o_tensor"], leaves, dout)
         return dict(zip(("dq_tensor", "dk_tensor", "dv_tensor"), found, strict=True))
 
-    def of_fastvideo(q, k, v, index, count, sizes):
-        assert sizes.dtype == torch.int32 and sizes.tolist() == [64] * (k.shape[2] // 64)
-        return tuple(attend(q, k, v, index, count, 64).values())
-
-    monkeypatch.setitem(sys.modules, "fastvideo_kernel", types.SimpleNamespace(block_sparse_attn_from_indices=of_fastvideo))
     module = types.ModuleType("cudnn.block_sparse_attention")
     module.BSA = types.SimpleNamespace(block_sparse_attention_forward=attend, block_sparse_attention_backward=grads)
     monkeypatch.setitem(sys.modules, "cudnn", types.ModuleType("cudnn"))
@@ -166,15 +161,13 @@ def full_blocks(monkeypatch):
     ],
     ids=["butterfly", "a batch", "heads that differ"],
 )
-@pytest.mark.parametrize("peer", ["cudnn-blocks", "fastvideo-blocks"])
-def test_peers_of_full_blocks_compute_what_they_are_asked(full_blocks, peer, spec, shape):
-    p = problem(spec, tokens=512, block_size=64, **shape)
-    assert registry.peer(peer).refuses(p) is None
-    assert max(errors_of(registry.peer(peer), p).values()) < 1e-4
+def test_cudnns_blocks_compute_what_they_are_asked(full_blocks, spec, shape):
+    p, peer = problem(spec, tokens=512, block_size=64, **shape), registry.peer("cudnn-blocks")
+    assert peer.refuses(p) is None
+    assert max(errors_of(peer, p).values()) < 1e-4
 
 
-def test_peers_of_full_blocks_refuse_what_is_not_of_whole_blocks(full_blocks):
-    assert "have 64 tokens" in registry.peer("fastvideo-blocks").refuses(problem("butterfly", tokens=512, block_size=128))
+def test_cudnns_blocks_refuse_what_is_not_of_whole_blocks(full_blocks):
     peer = registry.peer("cudnn-blocks")
     assert "full blocks" in peer.refuses(problem("causal", block_size=64))
     assert "full blocks" in peer.refuses(problem("full", block_size=64))

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import sparse_flash as sf
-from sparse_flash.benchmarks import selection, selection_memory
+from sparse_flash.benchmarks import selection
 from sparse_flash.benchmarks.baselines import selection as peers
 from sparse_flash.benchmarks.selection import PicksCase
-from sparse_flash.selection import by_kernels
 
 CPU = torch.device("cpu")
 CASE = PicksCase(tokens=320, heads=4, kv_heads=2, head_dim=16, block_size=32, picks=4, alike=0.5)
@@ -124,26 +123,3 @@ def test_picks_of_a_trained_model_are_rows_beside_the_drawn_ones_spread_over_its
         with pytest.raises(SystemExit):
             selection.main(["--trained", str(file), "--no-drawn", "--out", str(tmp_path)])
         assert message in capsys.readouterr().err
-
-
-def test_memory_is_measured_against_length_and_drawn(tmp_path):
-    sizes = ["--heads", "4", "2", "--head-dim", "16", "--block", "32", "--picks", "3", "--workspace", "1", "--device", "cpu"]
-    assert selection_memory.main([*sizes, "--tokens", "192", "--tokens", "384", "--out", str(tmp_path)]) == 0
-    short, long = json.loads((tmp_path / "selection_memory.json").read_text())["rows"]
-    for row, tokens in ((short, 192), (long, 384)):
-        assert row["input_bytes"] == 8 * 16 * 4 * tokens and row["result_bytes"]["forward"] == 4 * 16 * 4 * tokens
-        assert all(row["extra_bytes"][name] >= row["result_bytes"][name] for name in ("forward", "both"))
-    assert long["extra_bytes"]["both"] > 1.5 * short["extra_bytes"]["both"]
-    assert (tmp_path / "selection_memory.png").stat().st_size > 10_000
-
-
-def test_a_workspace_is_that_of_calls_within_alone_and_a_length_that_fails_is_a_result(monkeypatch):
-    before = by_kernels.WORKSPACE
-    with selection_memory.workspace(3):
-        assert by_kernels.WORKSPACE == 3 << 20
-    assert before == by_kernels.WORKSPACE
-    monkeypatch.setattr(selection_memory, "leaves_of", lambda *_: 1 / 0)
-    found = selection_memory.measured(CASE, CPU, torch.float32)
-    assert found == {"failed": "ZeroDivisionError: division by zero"}
-    with pytest.raises(ValueError, match="nothing was measured"):
-        selection_memory.plot([found], None)

@@ -178,7 +178,7 @@ def test_no_tensor_of_all_queries_and_keys_is_made():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"v": torch.zeros(2, 2, 300, 8, device=DEVICE)}, "v is for the report, .*; pass report=True"),
+        ({"v": torch.zeros(2, 2, 300, 8, device=DEVICE)}, "v serves the report alone, .*; pass report=True"),
         ({"v": torch.zeros(2, 2, 299, 8, device=DEVICE), "report": True}, "k and v must agree in batch, heads and tokens"),
         ({"v": torch.zeros(2, 4, 300, 8, device=DEVICE), "report": True}, "k and v must agree"),
     ],

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from itertools import product
 
 import pytest
 import torch
@@ -63,52 +64,32 @@ def test_launches_by_pointers_are_known_again_by_all_that_triton_compiles_them_f
     assert len({case(2, 4, 160, 64), *(case(*shape) for shape in others)}) == 5
 
 
-FAMILIES = {family.name: family for family in configs.FAMILIES}
-
-
-@parametrize("family", FAMILIES.values(), ids=FAMILIES)
+@parametrize("chip", chips.CHIPS.values(), ids=chips.CHIPS)
 @parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_table_whose_blocks_hold_the_tiles_changes_nothing(family, dtype):
+def test_a_table_whose_blocks_hold_the_tiles_changes_nothing(chip, dtype):
     for kernel in configs.KERNELS:
         for dim in (16, 64, 128, 256):
-            assert configs.fitted(family, kernel, dtype, dim, 128) == configs.fitted(family, kernel, dtype, dim, None)
-            small = configs.fitted(family, kernel, dtype, dim, 16)
+            assert configs.fitted(chip, kernel, dtype, dim, 128) == configs.fitted(chip, kernel, dtype, dim, None)
+            small = configs.fitted(chip, kernel, dtype, dim, 16)
             assert (small.tile_m, small.tile_n) == (16, 16)
 
 
-@parametrize("family", FAMILIES.values(), ids=FAMILIES)
-def test_lengths_get_eight_warps_where_products_hold_their_operands(family):
+@parametrize("chip", chips.CHIPS.values(), ids=chips.CHIPS)
+def test_lengths_get_eight_warps_where_products_hold_their_operands(chip):
     given, none = NO_VARIANT._replace(q_lens="*i32"), {"SCORE": None}
     for kernel in configs.KERNELS:
-        config = configs.fitted(family, kernel, torch.bfloat16, 128, 128)
-        assert configs.for_variant(config, kernel, family, NO_VARIANT, none, 128) == config
-        warps = configs.for_variant(config, kernel, family, given, none, 128).num_warps
-        assert warps == (8 if family.chips[0] in ((8, 0), (8, 6)) else config.num_warps)
+        config = configs.fitted(chip, kernel, torch.bfloat16, 128, 128)
+        assert configs.for_variant(config, kernel, chip, NO_VARIANT, none, 128) == config
+        warps = configs.for_variant(config, kernel, chip, given, none, 128).num_warps
+        assert warps == (8 if chip.capability in ((8, 0), (8, 6), (8, 9), (12, 0)) else config.num_warps)
 
 
-@parametrize("chip", chips.CHIPS)
-def test_every_chip_that_is_compiled_for_has_tables_that_name_it(chip):
-    _, name, shared, _ = chips.CHIPS[chip]
-    family = configs.family_of_chip(name, shared)
-    assert name in family.chips and family.shared <= shared
-    assert (family.measured is not None) == (chip == "9.0")
-    assert set(family.tables) == {*configs.KERNELS, "decode"}
-    assert all(set(table) == {16, 32, 64, 128, 256} for table in (*family.tables.values(), *family.float32.values()))
-
-
-@parametrize(
-    "chip, kib, name",
-    [
-        ((11, 0), 227, "compute capability 9.0"),
-        ((13, 0), 200, "compute capability 8.0"),
-        ((13, 0), 128, "compute capability 8.6, 8.9, 12.x"),
-        ("gfx950", 160, "gfx942"),
-        ("gfx1100", 64, "gfx942"),
-    ],
-)
-def test_a_chip_that_no_table_names_gets_the_largest_tiles_that_its_shared_memory_holds(chip, kib, name):
-    assert configs.family_of_chip(chip, kib * 1024).name == name
-    assert "neither compiled for this chip nor measured" in configs.provenance(chip, FAMILIES[name])
+@parametrize("capability, kib, like", [((11, 0), 227, "9.0"), ((13, 0), 200, "8.0"), ((13, 0), 128, "8.6")])
+def test_a_chip_that_is_not_compiled_for_gets_the_tiles_of_one_that_is(capability, kib, like):
+    chip = configs.Gpu(capability, kib * 1024)
+    for kernel, dim in product(("forward", "grad_q", "grad_kv", "decode"), (16, 32, 64, 128, 256)):
+        assert chip.config(kernel, torch.bfloat16, dim) == chips.CHIPS[like].config(kernel, torch.bfloat16, dim)
+    assert f"{kib} KiB of shared memory; not measured" in configs.provenance(chip)
 
 
 @parametrize(
@@ -116,11 +97,10 @@ def test_a_chip_that_no_table_names_gets_the_largest_tiles_that_its_shared_memor
     [
         ((7, 5), 64, "Triton needs compute capability 8.0 or newer; this GPU has 7.5"),
         ((13, 0), 48, "its tiles need 99 KiB of shared memory a program; this GPU has 48"),
-        ("gfx000", 32, "its tiles need 64 KiB of shared memory a program; this GPU has 32"),
     ],
 )
 def test_a_chip_that_no_tiles_fit_is_refused_by_name(monkeypatch, chip, kib, reason):
-    monkeypatch.setattr(configs, "chip_of", lambda device: (chip, kib * 1024))
+    monkeypatch.setattr(configs, "chip_of", lambda device: configs.Gpu(chip, kib * 1024))
     monkeypatch.setattr(triton_backend, "_available", lambda: None)
     monkeypatch.setattr(triton_backend, "interpreted", lambda: False)
     call = backends.Call(torch.device("cuda", 0), torch.bfloat16, 1, 1, 1, 64, 64, 64, 64, None)
@@ -131,39 +111,18 @@ def test_a_chip_that_no_tiles_fit_is_refused_by_name(monkeypatch, chip, kib, rea
 def test_torch_compile_asks_what_a_chip_refuses_and_does_not_trace_how_it_is_found_out(monkeypatch):
     def look(device):
         os.getpid()  # like the driver's calls, it cannot be traced
-        return (9, 0), 232448
+        return configs.HOPPER
 
     monkeypatch.setattr(configs, "chip_of", look)
-    asked = lambda x: x + (triton_backend._refusal(torch.device("cuda", 0), False) is None)  # noqa: E731
+    asked = lambda x: x + (triton_backend._refusal(torch.device("cuda", 0)) is None)  # noqa: E731
     assert torch.compile(asked, fullgraph=True, backend="eager")(torch.zeros(1)) == 1
 
 
-def test_dropout_is_refused_where_the_compiler_does_not_survive_it(monkeypatch):
-    monkeypatch.setattr(triton_backend, "_available", lambda: None)
-    monkeypatch.setattr(triton_backend, "interpreted", lambda: False)
-    call = backends.Call(torch.device("cuda", 0), torch.bfloat16, 1, 1, 1, 64, 64, 64, 64, features=("dropout_p",))
-    for chip, shared, refused in (("gfx942", 65536, True), ((8, 6), 101376, False)):
-        monkeypatch.setattr(configs, "chip_of", lambda device, chip=chip, shared=shared: (chip, shared))
-        reason = triton_backend.supports(call)
-        assert ("forward kernel with dropout" in reason) if refused else reason is None
-        assert triton_backend.supports(dataclasses.replace(call, features=())) is None
-
-
-def test_hoppers_kernels_ask_for_cuda_first_as_rocm_says_9_0_of_some_chips(monkeypatch):
+def test_amds_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(triton_backend, "interpreted", lambda: False)
-    hopper._available.cache_clear()
-    hopper._capability.cache_clear()
-    try:
-        assert "NVIDIA" in hopper.available() and not hopper._is_hopper(torch.device("cuda", 0))
-        assert not launch.addresses_tiles.__wrapped__(torch.device("cuda", 0))
-        monkeypatch.setattr(torch.version, "hip", None)
-        assert launch.addresses_tiles.__wrapped__(torch.device("cuda", 0))
-    finally:
-        hopper._available.cache_clear()
-        hopper._capability.cache_clear()
+    for module in (hopper, triton_backend):
+        assert "needs an NVIDIA GPU" in module._available.__wrapped__()
 
 
 @pytest.fixture
@@ -218,12 +177,12 @@ def test_the_table_of_chips_is_of_these_kernels_and_configs_and_has_each_kernel_
 
 def test_every_compiled_kernel_fits_its_chip(table):
     assert {row.chip for row in table} == set(chips.CHIPS)
-    assert [row for row in table if int(row.shared) > chips.CHIPS[row.chip][2]] == []
+    assert [row for row in table if int(row.shared) > chips.CHIPS[row.chip].shared] == []
 
 
 def test_products_run_on_the_matrix_units_of_each_chip(table):
     units = {"8.0": "mma.sync", "8.6": "mma.sync", "8.9": "mma.sync", "9.0": "wgmma.mma_async", "10.0": "tcgen05.mma"}
-    units |= {"12.0": "mma.sync", "gfx942": "v_mfma"}
+    units["12.0"] = "mma.sync"
     rows = [row for row in table if row.kernel in configs.KERNELS and row.dtype == "bf16" and row.table_block != "16"]
     assert {row.chip for row in rows} == units.keys()
     assert [row for row in rows if row.products != units[row.chip]] == []

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from oracle import poisoned_memory
 from pool import DEVICE
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -98,8 +98,6 @@ def of_one_process(name: str, dropout_p: float = 0.0, dtype: torch.dtype = torch
 def plan_of(name: str, strategy: str = "blocks", on=None, **more):
     _, tokens, block, _, heads, kv_heads = CASES[name]
     options = {"heads": heads, "kv_heads": kv_heads, "block_size": block, "strategy": strategy}
-    if on is not None:
-        options["link_rate"] = RATES
     return sf.context_parallel(mask_of(name), tokens, on or mesh(), **options | more)
 
 
@@ -135,15 +133,7 @@ def difference(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
     return worst
 
 
-RATES = 50e9, 163e9  # between nodes, within
-
-
-def nodes():
-    """2 x 2 ranks"""
-    return init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("node", "cp"))
-
-
-def of_dtype(name: str, dtype: torch.dtype, in_nodes: bool = False, **options) -> tuple[float, float]:
+def of_dtype(name: str, dtype: torch.dtype, **options) -> tuple[float, float]:
     """(the worst of out, lse, dq, dk and dv, that of one process), as the relative L2 distance from one process in float64"""
     whole = whole_of(name)
     given = [t.to(dtype) for t in inputs(name)[:4]] + inputs(name)[4:]
@@ -153,7 +143,7 @@ def of_dtype(name: str, dtype: torch.dtype, in_nodes: bool = False, **options) -
         )
         for dtypes in ([torch.float64] * 5, [dtype] * 4 + [torch.promote_types(dtype, torch.float32)])
     )
-    plan = plan_of(name, on=nodes() if in_nodes else None, **options)
+    plan = plan_of(name, **options)
     given[4] = given[4].to(torch.promote_types(dtype, torch.float32))
     mine = [plan.shard(t, 2) for t in given]
     got = [plan.unshard(t, 2) for t in results(lambda *qkv: plan.attention(*qkv, return_lse=True), *mine)]
@@ -162,9 +152,9 @@ def of_dtype(name: str, dtype: torch.dtype, in_nodes: bool = False, **options) -
     return max(distances[0]), max(distances[1])
 
 
-def compared(name: str, strategy: str, in_nodes: bool = False, **options) -> tuple[float, bool]:
+def compared(name: str, strategy: str, **options) -> tuple[float, bool]:
     """(the difference from one process, whether a second run gives the same bits)"""
-    plan = plan_of(name, strategy, nodes() if in_nodes else None, **options)
+    plan = plan_of(name, strategy, **options)
     with poisoned_memory():
         once, again = (of_a_plan(plan, name, deterministic=True) for _ in range(2))
     same = all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
@@ -175,16 +165,9 @@ def compared(name: str, strategy: str, in_nodes: bool = False, **options) -> tup
 DROPPED = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 
 
-def shared_in_nodes(name: str, overlap: bool) -> tuple[float, bool, bool]:
-    """Does as ``compared``, with slow links between nodes; returns also whether rows are shared across nodes."""
-    options = {"overlap": overlap, "link_rate": (1e8, 163e9)}
-    plan = plan_of(name, "nodes", nodes(), **options)
-    return *compared(name, "nodes", True, **options), plan._route.shared is not None
-
-
-def dropped(name: str, strategy: str, in_nodes: bool = False, dtype: torch.dtype = DROPPED, **options) -> tuple[float, bool]:
+def dropped(name: str, strategy: str, dtype: torch.dtype = DROPPED, **options) -> tuple[float, bool]:
     """Does as ``compared``, with dropout; the generators of the other ranks are in another state than the first's."""
-    plan, found = plan_of(name, strategy, nodes() if in_nodes else None, **options), []
+    plan, found = plan_of(name, strategy, **options), []
     for _ in range(2):
         torch.manual_seed(SEED + 100 * dist.get_rank())
         with poisoned_memory():
@@ -193,11 +176,11 @@ def dropped(name: str, strategy: str, in_nodes: bool = False, dtype: torch.dtype
     return difference(found[0], of_one_process(name, 0.2, dtype)), same
 
 
-def varied(strategy: str, in_nodes: bool = False) -> tuple[float, float]:
+def varied(strategy: str) -> tuple[float, float]:
     """With another size of values, a scale and sinks, and a loss of the first 100 tokens alone: (the difference of out, lse, dq,
     dk and dv, that of the sinks' gradient)."""
     name = "per head, grouped"
-    plan, whole = plan_of(name, strategy, nodes() if in_nodes else None), whole_of(name)
+    plan, whole = plan_of(name, strategy), whole_of(name)
     q, k, v, dout, dlse = inputs(name, V_HEAD_DIM)
     dout[:, :, 100:], dlse[:, :, 100:] = 0, 0
     given, sinks = (q, k, v, dout, dlse), [torch.linspace(-1, 1, 4).requires_grad_() for _ in range(2)]
@@ -253,7 +236,7 @@ def dying(rank: int) -> None:
         plan.attention(q, q, q)
 
 
-def outlived(name: str, strategy: str, compiled: bool, in_nodes: bool = False) -> tuple[float, list[int]]:
+def outlived(name: str, strategy: str, compiled: bool) -> tuple[float, list[int]]:
     """(the difference from one process where a plan is gone before its backward pass; how many handles' owners there were before,
     between the passes and after both)"""
     torch._dynamo.reset()
@@ -261,7 +244,7 @@ def outlived(name: str, strategy: str, compiled: bool, in_nodes: bool = False) -
     counts = [len(routes._known)]
 
     def forward(q, k, v):
-        plan = plan_of(name, strategy, nodes() if in_nodes else None)
+        plan = plan_of(name, strategy)
         leaves = [plan.shard(t, 2).requires_grad_() for t in (q, k, v)]
 
         def attend(q, k, v):
@@ -281,7 +264,7 @@ def outlived(name: str, strategy: str, compiled: bool, in_nodes: bool = False) -
     gradients = [leaf.grad for leaf in leaves]
     del out
     counts.append(len(routes._known))
-    back = plan_of(name, strategy, nodes() if in_nodes else None)
+    back = plan_of(name, strategy)
     given[4].zero_()
     torch.manual_seed(SEED)
     whole = whole_of(name)
@@ -357,7 +340,7 @@ def copied() -> bool:
     return of_plans and all(one.mask is plan for one, plan in zip(copies, plans, strict=True))
 
 
-def compiled(plans: int, in_nodes: bool = False, **options) -> tuple[float, int]:
+def compiled(plans: int, **options) -> tuple[float, int]:
     """(the worst difference from calls that are not compiled, how many graphs were compiled) over plans of one shape, in a model
     that computes before and after the call."""
     torch._dynamo.reset()
@@ -373,8 +356,7 @@ def compiled(plans: int, in_nodes: bool = False, **options) -> tuple[float, int]
     worst = 0.0
     for number in range(plans):
         pattern = sf.local(4 + 3 * number) | sf.global_tokens(1 + number)
-        on = {"mesh": nodes(), "link_rate": RATES} if in_nodes else {"mesh": mesh()}
-        plan = sf.context_parallel(pattern, 350, heads=4, kv_heads=4, block_size=16, **on, **options)
+        plan = sf.context_parallel(pattern, 350, mesh(), heads=4, kv_heads=4, block_size=16, **options)
         given = [plan.shard(t[:1, :, :350], 2) for t in inputs("per head")]
         eager, got = (results(lambda q, k, v, run=run, plan=plan: run(q, k, v, plan), *given) for run in (attend, graph))
         worst = max(worst, difference(got, eager))
@@ -432,36 +414,24 @@ def refused(by_rank: dict[int, dict[str, object]]) -> str:
     return ""
 
 
-def of_meshes() -> tuple[dict[str, str], str, list[str]]:
-    """(what is said of meshes that cannot be, by what they lack; the strategy that is chosen for 2 x 2 ranks whose links between
-    nodes are slow; the strategies of its explanation)"""
-    given = {
-        "names": lambda: init_device_mesh(DEVICE, (2, 2)),
-        "two": lambda: init_device_mesh(DEVICE, (2, 2, 1), mesh_dim_names=("dp", "node", "cp")),
-        "rates": nodes,
-        "order": lambda: DeviceMesh(DEVICE, [[3, 2], [1, 0]], mesh_dim_names=("node", "cp")),
-    }
-    said = {}
-    for name, make in given.items():
-        try:
-            sf.context_parallel("causal", 1000, make())
-        except ValueError as error:
-            said[name] = str(error)
-    plan = sf.context_parallel("causal", 4096, nodes(), heads=8, kv_heads=2, block_size=64, link_rate=(1e9, 163e9))
-    return said, plan.strategy, list(plan.explain().costs)
+def of_two_dimensions() -> str:
+    """The error of a plan for a mesh of two dimensions."""
+    try:
+        sf.context_parallel("causal", 1000, init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "cp")))
+    except ValueError as error:
+        return str(error)
 
 
-def rates() -> tuple[object, object, str]:
-    """(the rate of a mesh of all ranks, of nodes; what is said of a mesh of one)"""
-    both = nodes()
+def rates() -> tuple[float, str]:
+    """(the rate of a mesh of all ranks, what is said of a mesh of one)"""
     alone = init_device_mesh(DEVICE, (4, 1), mesh_dim_names=("dp", "cp"))["cp"]
     try:
         sf.measured_link_rate(alone)
     except ValueError as error:
         said = str(error)
-    found = sf.measured_link_rate(mesh(), size=1 << 20), sf.measured_link_rate(both, size=1 << 20)
-    sf.context_parallel("causal", 1000, both, link_rate=found[1])
-    return *found, said
+    found = sf.measured_link_rate(mesh(), size=1 << 20)
+    sf.context_parallel("causal", 1000, mesh(), link_rate=found)
+    return found, said
 
 
 def refused_calls() -> dict[str, str]:
@@ -487,7 +457,6 @@ def refused_calls() -> dict[str, str]:
         "as a mask": lambda: sf.attention(q, k, v, plan),
         "unshard": lambda: plan.unshard(q[:, :, 1:], 2),
         "ranks": lambda: plan.explain(ranks=0),
-        "nodes": lambda: plan.explain(ranks=8, ranks_of_node=3),
         "layer": lambda: layer(torch.zeros(1, 9, 16)),
         "cache": lambda: layer(torch.zeros(1, plan.tokens, 16), layer.new_cache(1, 16)),
     }

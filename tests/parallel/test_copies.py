@@ -166,7 +166,6 @@ def test_pieces_of_any_size_arrive_as_a_process_group_moves_them_and_memory_only
         (3, "ranks that get nothing", "blocks", {"overlap": True}),
         (3, "bigbird", "queries", {"overlap": True}),
         (2, "global tokens", "queries", {"overlap": False, "keep_fetched": False}),
-        (4, "per head, grouped", "nodes", {"in_nodes": True, "overlap": True}),
     ],
 )
 def test_plans_give_what_one_process_gives(pools, ranks, name, strategy, options):

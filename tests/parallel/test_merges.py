@@ -30,23 +30,17 @@ def results(blocks: int, dtype: torch.dtype, layout: str, head_dim: int, nothing
     return out, lse
 
 
-def exact(out, lse, part, of_part) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the merged results in float64. of_part: the tokens of the partial result."""
+def exact(out, lse, part) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the merged results in float64."""
     out, lse, part_out, part_lse = (t.double() for t in (out, lse, *part))
-    both = torch.stack([lse[:, :, of_part], part_lse])
+    both = torch.stack([lse, part_lse])
     weights = (both - both.amax(0).clamp(min=-1e300)).exp()
     weights = weights / weights.sum(0).clamp(min=1e-300)
-    out[:, :, of_part] = weights[0, ..., None] * out[:, :, of_part] + weights[1, ..., None] * part_out
-    lse[:, :, of_part] = both.logsumexp(0)
-    return out, lse
+    return weights[0, ..., None] * out + weights[1, ..., None] * part_out, both.logsumexp(0)
 
 
-def tokens_of(rows: list[int] | None) -> torch.Tensor:
-    return (torch.tensor(range(BLOCKS) if rows is None else rows)[:, None] * BLOCK + torch.arange(BLOCK)).flatten().to(DEVICE)
-
-
-def listed(rows: list[int] | None) -> torch.Tensor | None:
-    return None if rows is None else torch.tensor(rows, device=DEVICE)
+def tokens_of(rows: list[int]) -> torch.Tensor:
+    return (torch.tensor(rows)[:, None] * BLOCK + torch.arange(BLOCK)).flatten().to(DEVICE)
 
 
 CASES = [("heads first", torch.float16, 32), ("tokens first", torch.float32, 20), ("sliced", torch.float16, 7)]
@@ -54,17 +48,15 @@ CASES += [("head_dim first", torch.float32, 33), ("tokens first", torch.float64,
 
 
 @parametrize("layout, dtype, head_dim", CASES, ids=str)
-@parametrize("rows", [None, LISTED], ids=["all rows", "listed rows"])
-def test_two_partial_results_merge_to_what_softmax_over_both_gives(merger, layout, dtype, head_dim, rows):
+def test_two_partial_results_merge_to_what_softmax_over_both_gives(merger, layout, dtype, head_dim):
     torch.manual_seed(0)
     # 10 to 19: nothing in the part. 25 to 29: nothing in either. 30 to 34: nothing before.
     out, lse = results(BLOCKS, dtype, layout, head_dim, slice(25, 35))
-    part = results(BLOCKS if rows is None else len(rows), dtype, "tokens first", head_dim, slice(10, 20))
-    of_part = tokens_of(rows)
-    part[0][:, :, (of_part >= 25) & (of_part < 30)], part[1][:, :, (of_part >= 25) & (of_part < 30)] = 0, NOTHING
-    wanted, wanted_lse = exact(out, lse, part, of_part)
+    part = results(BLOCKS, dtype, "tokens first", head_dim, slice(10, 20))
+    part[0][:, :, 25:30], part[1][:, :, 25:30] = 0, NOTHING
+    wanted, wanted_lse = exact(out, lse, part)
     strides = out.stride()
-    calls.merge(out, lse, part, listed(rows), BLOCK)
+    calls.merge(out, lse, part)
     assert out.stride() == strides and out.dtype == dtype
     rounding = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 2e-6, torch.float64: 1e-13}[dtype]
     torch.testing.assert_close(out.double(), wanted, rtol=rounding, atol=rounding)
@@ -78,40 +70,36 @@ def test_rows_of_many_programs_merge_by_one_weight_each(merger):
     part += 1
     lse, part_lse = (8 * torch.randn(1, 8, tokens, device=DEVICE) for _ in range(2))
     wanted = torch.sigmoid(part_lse - lse)
-    calls.merge(out, lse, (part, part_lse), None, BLOCK)
+    calls.merge(out, lse, (part, part_lse))
     # Triton's interpreter cuts float32 off to bfloat16.
     torch.testing.assert_close(out.float(), wanted[..., None].expand_as(out), rtol=2**-7, atol=1e-6)
 
 
-@parametrize("rows", [None, LISTED], ids=["all rows", "listed rows"])
-def test_queries_that_keep_nothing_in_a_part_and_those_of_other_blocks_stay_as_they_are(merger, rows):
+def test_queries_that_keep_nothing_in_a_part_stay_as_they_are(merger):
     torch.manual_seed(1)
     out, lse = results(BLOCKS, torch.float16, "heads first", 24, slice(0, 3))
-    part = results(BLOCKS if rows is None else len(rows), torch.float16, "heads first", 24, slice(None, None, 2))
-    changed = torch.zeros(BLOCKS * BLOCK, dtype=torch.bool, device=DEVICE)
-    changed[tokens_of(rows)[1::2]] = True
+    part = results(BLOCKS, torch.float16, "heads first", 24, slice(None, None, 2))
     before = out.clone(), lse.clone()
-    calls.merge(out, lse, part, listed(rows), BLOCK)
+    calls.merge(out, lse, part)
     for now, old in zip((out, lse), before, strict=True):
-        assert torch.equal(now[:, :, ~changed], old[:, :, ~changed]) and not torch.equal(now[:, :, changed], old[:, :, changed])
+        assert torch.equal(now[:, :, ::2], old[:, :, ::2]) and not torch.equal(now[:, :, 1::2], old[:, :, 1::2])
 
 
 def test_a_nan_in_either_part_stays_visible(merger):
     out, lse = results(BLOCKS, torch.float32, "heads first", 16, slice(0))
     part = results(BLOCKS, torch.float32, "heads first", 16, slice(0))
     lse[0, 0, 7], part[1][0, 0, 9] = float("nan"), float("nan")
-    calls.merge(out, lse, part, None, BLOCK)
+    calls.merge(out, lse, part)
     assert out.isnan().all(-1).sum() == lse.isnan().sum() == 2
 
 
 @parametrize("layout, dtype, head_dim", CASES, ids=str)
-@parametrize("rows", [None, LISTED], ids=["all rows", "listed rows"])
-def test_gradients_are_added_to_the_listed_blocks_and_rounded_once(merger, layout, dtype, head_dim, rows):
+def test_gradients_are_added_to_the_listed_blocks_and_rounded_once(merger, layout, dtype, head_dim):
     torch.manual_seed(2)
-    whole, part = (tensor((2, 3, n * BLOCK, head_dim), layout, dtype=dtype) for n in (BLOCKS, len(rows or range(BLOCKS))))
+    whole, part = (tensor((2, 3, n * BLOCK, head_dim), layout, dtype=dtype) for n in (BLOCKS, len(LISTED)))
     wanted = whole.double()
-    wanted[:, :, tokens_of(rows)] += part.double()
-    calls.add(whole, part, listed(rows), BLOCK)
+    wanted[:, :, tokens_of(LISTED)] += part.double()
+    calls.add(whole, part, torch.tensor(LISTED, device=DEVICE), BLOCK)
     # Triton's interpreter cuts float32 off to bfloat16.
     torch.testing.assert_close(whole, wanted.to(dtype), rtol=2**-7 if dtype == torch.bfloat16 else 0, atol=0)
 
@@ -126,7 +114,7 @@ def test_several_blocks_are_added_to_a_row_in_their_order_and_rounded_once(merge
         for block in blocks:
             wanted[:, :, row * BLOCK : (row + 1) * BLOCK] += part[:, :, block * BLOCK : (block + 1) * BLOCK]
     first, blocks = (torch.tensor(x, device=DEVICE) for x in ([0, 1, 1, 4], [3, 5, 0, 2]))
-    calls.add(whole, part, listed(LISTED), BLOCK, (first, blocks))
+    calls.add(whole, part, torch.tensor(LISTED, device=DEVICE), BLOCK, (first, blocks))
     torch.testing.assert_close(whole, wanted.to(dtype), rtol=2**-7 if dtype == torch.bfloat16 else 0, atol=0)
 
 
@@ -136,6 +124,6 @@ def test_keys_and_values_of_different_widths_are_packed_block_by_block(merger, b
     chosen = torch.tensor(range(BLOCKS) if blocks is None else blocks, device=DEVICE)
     packed = transfer.empty_blocks(k, v, len(chosen), BLOCK)
     transfer.pack(k, v, packed, None if blocks is None else chosen)
-    tokens = tokens_of(blocks)
+    tokens = tokens_of(chosen.tolist())
     for x, of_packed in zip((k, v), transfer.unpacked(packed, 40), strict=True):
         assert torch.equal(of_packed, x[:, :, tokens])

@@ -9,11 +9,10 @@ import sparse_flash as sf
 from sparse_flash.masks.build import part_of
 from sparse_flash.parallel.assignment import Assignment, Visits, candidates, chunk_blocks, exchanged
 from sparse_flash.parallel.calls import PartialAttention, merge
-from sparse_flash.parallel.costs import LINK_RATE, Node, SequenceSizes, call_times
+from sparse_flash.parallel.costs import LINK_RATE, SequenceSizes, call_times
 from sparse_flash.parallel.explanation import chosen, explained
 from sparse_flash.parallel.planning import PlanOptions, planned
 from sparse_flash.parallel.routes import BlockExchange, LocalMask
-from sparse_flash.parallel.transfer import of_blocks
 
 
 def whole(name: str) -> sf.BlockMask:
@@ -198,10 +197,10 @@ def test_the_exchange_hides_behind_own_columns_where_that_is_estimated_to_be_fas
     # Ranks of runs on two GPUs, and what was faster there, or as fast: docs/performance/several-gpus.md.
     assert overlaps(32, 786_432, 65_536, 2048, 2048) == (False, True)  # a butterfly: results are merged, gradients have one sum
     assert overlaps(8, 188_416, 24_576, 1536, 1536) == (True, True)  # with 8 heads less is merged
-    assert overlaps(32, 2_145_792, 16_896, 32, 32) == (True, True)  # a window: own keys are not copied
     assert overlaps(32, 4_484_384, 1_030_976, 600, 450) == (False, False)  # documents: two calls take longer than the exchange
     assert overlaps(8, 1_050_624, 1_048_576, 512, 512, own=512) == (True, False)  # causal: two backward calls do
     # Estimates alone.
+    assert overlaps(32, 2_145_792, 16_896, 32, 32) == (False, True)  # a window: own keys are copied sooner than all queries read
     assert overlaps(8, 188_416, 24_576, 1536, 600) == (True, True)
     assert overlaps(8, 188_416, 24_576, 1536, 400) == (False, True)  # less travels than is merged
     assert overlaps(32, 4_484_384, 1_030_976, 600, 450, link_rate=1e10) == (True, True)  # not less over slow links
@@ -234,52 +233,20 @@ def exchange_of(text: str, tokens: int, rank: int, overlap: bool = True) -> tupl
     return exchange, assignment.blocks.shape[1] + exchange.received
 
 
-def test_rows_are_gathered_for_blocks_of_others_where_less_than_a_quarter_visits_any():
-    window = exchange_of("causal & local(100)", 2048, 1)[0].forward  # 2 of 16 rows
-    assert window.rows.tolist() == [0, 1] and window.far.mask.q_len == 2 * 64
-    wide = exchange_of("causal & local(200)", 2048, 1)[0].forward  # 4 of 16, a quarter
-    assert wide.rows is None and wide.far.mask.q_len == 16 * 64
-    nothing = exchange_of("causal & local(200)", 2048, 0)[0].forward
-    assert nothing.rows is None and nothing.far is None
-
-
-@pytest.mark.parametrize("reach", [100, 200])
-def test_rows_that_visit_no_blocks_of_others_keep_their_results_whether_they_are_computed_or_not(reach):
-    exchange, columns = exchange_of(f"causal & local({reach})", 2048, 1)
-    one, _ = exchange_of(f"causal & local({reach})", 2048, 1, overlap=False)
-    own, tokens, run = 1024, columns * 64, PartialAttention(0.2, True, "torch")
+def test_rows_that_visit_no_blocks_of_others_keep_their_results():
+    exchange, columns = exchange_of("causal & local(200)", 2048, 1)
+    one, _ = exchange_of("causal & local(200)", 2048, 1, overlap=False)
+    assert exchange_of("causal & local(200)", 2048, 0)[0].forward.far is None
+    own, tokens, run, calls = 1024, columns * 64, PartialAttention(0.2, True, "torch"), exchange.forward
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 2, own, 16), torch.randn(1, 2, tokens, 16), torch.randn(1, 2, tokens, 16)
-    calls, far_q = exchange.forward, of_blocks(q, exchange.forward.rows, 64)
     out, lse = run.forward(q, k[:, :, :own], v[:, :, :own], calls.near)
     before = out.clone(), lse.clone()
-    merge(out, lse, run.forward(far_q, k[:, :, own:], v[:, :, own:], calls.far), calls.rows, 64)
+    merge(out, lse, run.forward(q, k[:, :, own:], v[:, :, own:], calls.far))
     wanted = run.forward(q, k, v, one.forward.mask)
     for now, old, whole in zip((out, lse), before, wanted, strict=True):
         torch.testing.assert_close(now, whole, rtol=1e-5, atol=1e-6)
-        assert torch.equal(now[:, :, reach:], old[:, :, reach:]) and not torch.equal(now, old)
-
-
-def test_across_slow_links_between_nodes_heads_are_exchanged_within_them():
-    sizes = SequenceSizes(1 << 17, 128, 32, 8)
-    for text in ("causal", "butterfly"):
-        mask = sf.compile_mask(text, sizes.q_len)
-        found = explained(mask, sizes, 64, 25e9, True, node=Node(8, LINK_RATE))
-        assert found.choice == "nodes" and "heads" not in found.costs
-        assert found.costs["nodes"].work.sum() == pytest.approx(found.costs["blocks"].work.sum())
-        assert "nodes" not in explained(mask, sizes, 8, 25e9, True, node=Node(8, LINK_RATE)).costs  # one node alone
-    received = explained(sf.compile_mask("causal", 1 << 17), sizes, 64, 25e9, True, node=Node(8)).costs["nodes"].received
-    # MiB: an eighth of the heads of the keys and values of seven other nodes; q, k, v and out, 16, 4, 4 and 16, of seven ranks.
-    assert received.max() == (7 / 8 * 512 / 8 + 7 / 8 * 40) * 2**20
-
-
-def test_across_slow_links_rows_of_global_tokens_travel_between_nodes():
-    sizes, text = SequenceSizes(1 << 17, 128, 32, 8), "local(1024) | global_tokens(128)"
-    mask = sf.compile_mask(text, sizes.q_len)
-    found = explained(mask, sizes, 64, 25e9, True, node=Node(8, LINK_RATE)).costs["nodes"]
-    assert found.work.sum() == pytest.approx(explained(mask, sizes, 64, 25e9, True).costs["blocks"].work.sum())
-    # Without sharing, a rank needs nearly all keys and values of other nodes, as under causal: 56 MiB.
-    assert found.received.max() < (7 / 8 * 40 + 10) * 2**20
+        assert torch.equal(now[:, :, 200:], old[:, :, 200:]) and not torch.equal(now, old)
 
 
 def test_exchanging_heads_waits_for_the_rank_with_the_heaviest_ones():

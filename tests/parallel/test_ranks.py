@@ -15,7 +15,6 @@ import sparse_flash as sf
 
 pytestmark = pytest.mark.ranks
 OF_QUERIES = ["bigbird", *(name for name in CASES if name.startswith("global tokens"))]
-OF_NODES = ["causal", "ragged documents", "full, cut block", "per head, grouped", "ranks that get nothing", "grouped 8:2"]
 OF_HEADS = [(name, ranks) for name, case in CASES.items() for ranks in (2, 3, 4) if case[5] % ranks == 0]
 
 
@@ -77,20 +76,6 @@ def test_blocks_chosen_by_queries_where_heads_are_exchanged_are_what_one_process
         assert error < 1e-5 and same
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("name", OF_NODES)
-def test_heads_exchanged_in_a_node_and_blocks_fetched_across_give_what_one_process_gives(pools, name, overlap):
-    for error, same in pools(4).run(on_ranks.compared, name, "nodes", in_nodes=True, overlap=overlap):
-        assert error < 1e-5 and same
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("name", ["bigbird", "global tokens", "global tokens at the end"])
-def test_queries_travel_across_nodes_between_exchanges_of_heads_where_links_are_slow(pools, name, overlap):
-    for error, same, shared in pools(4).run(on_ranks.shared_in_nodes, name, overlap):
-        assert error < 1e-5 and same and shared
-
-
 @pytest.mark.parametrize(
     "ranks, name, strategy, options",
     [
@@ -99,8 +84,6 @@ def test_queries_travel_across_nodes_between_exchanges_of_heads_where_links_are_
         (2, "butterfly", "heads", {}),
         (2, "per head, grouped", "heads", {}),
         (2, "global tokens", "queries", {"overlap": True}),
-        (4, "ranks that get nothing", "nodes", {"in_nodes": True}),
-        (4, "global tokens", "nodes", {"in_nodes": True, "link_rate": (1e8, 163e9)}),  # queries travel between nodes
         (1, "grouped 6:3", "blocks", {}),
     ],
 )
@@ -111,11 +94,10 @@ def test_all_ranks_drop_what_one_process_drops_with_the_first_ranks_seed(pools, 
         assert error < rounding and same
 
 
-def test_nodes_with_slow_links_between_them_exchange_heads_and_meshes_that_are_none_are_refused(pools):
-    for said, strategy, explained in pools(4).run(on_ranks.of_meshes):
-        assert strategy == "nodes" and explained == ["blocks", "nodes", "ring", "all-gather"]
-        assert "or two with names; got 2 (no names)" in said["names"] and "got 3 ('dp', 'node', 'cp')" in said["two"]
-        assert "must ascend; got [[3, 2], [1, 0]]" in said["order"] and "pass mesh['cp']" in said["rates"]
+def test_a_mesh_of_several_dimensions_is_refused(pools):
+    assert all(
+        "one dimension" in said and "got 2 ('dp', 'cp'); name one" in said for said in pools(4).run(on_ranks.of_two_dimensions)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -124,7 +106,6 @@ def test_nodes_with_slow_links_between_them_exchange_heads_and_meshes_that_are_n
     [
         {"strategy": "blocks", "overlap": True},
         {"strategy": "queries", "overlap": False},
-        {"strategy": "nodes", "overlap": True, "in_nodes": True},
     ],
 )
 def test_partial_results_are_merged_with_hardly_more_error_than_one_process_has(pools, dtype, options):
@@ -132,22 +113,11 @@ def test_partial_results_are_merged_with_hardly_more_error_than_one_process_has(
         assert error < 2 * of_one + 1e-12
 
 
-def test_a_mesh_of_two_dimensions_takes_the_strategies_of_one(pools):
-    for strategy in ("blocks", "heads"):
-        for error, same in pools(4).run(on_ranks.compared, "ranks that get nothing", strategy, in_nodes=True):
-            assert error < 1e-5 and same
-
-
 def test_all_ranks_measure_the_same_rates_and_plans_take_them(pools):
     first, *others = pools(4).run(on_ranks.rates)
     assert all(other == first for other in others)
-    rate, (between, within), said = first
-    assert all(1e5 < one < 1e12 for one in (rate, between, within)) and "at least two ranks to measure a link; got one" in said
-
-
-def test_sinks_a_scale_and_other_values_give_the_same_in_nodes(pools):
-    for error, of_sinks in pools(4).run(on_ranks.varied, "nodes", in_nodes=True):
-        assert error < 1e-5 and of_sinks < 1e-5
+    rate, said = first
+    assert 1e5 < rate < 1e12 and "at least two ranks to measure a link; got one" in said
 
 
 @pytest.mark.parametrize("strategy", ["blocks", "heads"])
@@ -209,9 +179,9 @@ def test_torchrun_ends_the_others_and_names_the_rank_that_died():
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("strategy, in_nodes", [("blocks", False), ("heads", False), ("nodes", True)])
-def test_a_plan_may_be_gone_before_its_backward_pass_and_is_freed_with_it(pools, strategy, in_nodes, compiled):
-    for error, counts in pools(4 if in_nodes else 2).run(on_ranks.outlived, "grouped 8:2", strategy, compiled, in_nodes):
+@pytest.mark.parametrize("strategy", ["blocks", "heads"])
+def test_a_plan_may_be_gone_before_its_backward_pass_and_is_freed_with_it(pools, strategy, compiled):
+    for error, counts in pools(2).run(on_ranks.outlived, "grouped 8:2", strategy, compiled):
         before, between, after = counts
         assert error < 1e-5 and between > before
         assert compiled or after == before
@@ -225,7 +195,6 @@ def test_second_derivatives_are_refused(pools):
     "plans, options",
     [
         (20, {"strategy": "blocks", "overlap": True}),
-        (4, {"strategy": "nodes", "in_nodes": True}),
         (4, {"strategy": "blocks", "overlap": False}),
         (4, {"strategy": "blocks", "overlap": None, "keep_fetched": False}),
         (4, {"strategy": "queries"}),
@@ -233,7 +202,7 @@ def test_second_derivatives_are_refused(pools):
     ],
 )
 def test_plans_of_one_shape_are_one_compiled_graph(pools, plans, options):
-    for error, graphs in pools(4 if "in_nodes" in options else 2).run(on_ranks.compiled, plans, **options):
+    for error, graphs in pools(2).run(on_ranks.compiled, plans, **options):
         assert error < 1e-6 and graphs == 1
 
 
@@ -282,14 +251,12 @@ def test_an_error_of_one_rank_is_an_error_on_every_rank(pools):
     [
         ({"strategy": "heads", "heads": 4, "kv_heads": 3}, "kv_heads must divide heads; got 3 and 4"),
         ({"strategy": "heads", "heads": 3}, "got 2 ranks and 3 kv_heads"),
-        ({"strategy": "ring"}, "strategy must be 'auto', 'blocks', 'queries', 'heads' or 'nodes'; got 'ring'"),
+        ({"strategy": "ring"}, "strategy must be 'auto', 'blocks', 'queries' or 'heads'; got 'ring'"),
         ({"strategy": "queries", "mask": "local(64)"}, "in which a few block rows visit more than half"),
         ({"kv_heads": 2}, "kv_heads must come with heads=; got kv_heads=2 alone"),
         ({"heads": 0}, "heads must be a positive integer; got 0"),
         ({"link_rate": 0}, "link_rate must be a positive number"),
-        ({"link_rate": "fast"}, "link_rate must be a positive number of bytes per second, or two"),
-        ({"link_rate": (1e9, 0)}, "or two, between nodes and within; got (1000000000.0, 0)"),
-        ({"strategy": "nodes", "heads": 2}, "needs a mesh of two dimensions, nodes and the ranks of each"),
+        ({"link_rate": "fast"}, "link_rate must be a positive number of bytes per second; got 'fast'"),
         ({"mask": []}, "mask must name at least one mask"),
         ({"mask": [sf.compile_mask("causal", 1000, block_size=32), "causal"]}, "one block_size, the unit that ranks own; got 32"),
         (
@@ -323,7 +290,6 @@ def test_calls_that_do_not_fit_a_plan_are_refused_by_name(pools):
         assert "x must hold the 512 tokens of this rank; got 9" in said["layer"]
         assert "takes no cache" in said["cache"]
         assert said["ranks"] == "ranks must be at least 1; got 0"
-        assert said["nodes"] == "ranks_of_node must divide the 8 ranks; got 3"
 
 
 def test_documents_that_change_are_planned_beside_and_compile_once(pools):

@@ -32,7 +32,7 @@ class Rank:
     """What one of two ranks has of a sequence of four blocks, two of which are its own. wanted: dq, dk and dv of its queries over
     own keys and then the others', in float64."""
 
-    def __init__(self, spec, head_dim, v_head_dim, heads, kv_heads, rows=None, lse_gradient=True):
+    def __init__(self, spec, head_dim, v_head_dim, heads, kv_heads, lse_gradient=True):
         generator = torch.Generator().manual_seed(0)
         sizes = (heads, head_dim), (kv_heads, head_dim), (kv_heads, v_head_dim), (heads, v_head_dim)
         lengths = 2 * BLOCK, 4 * BLOCK, 4 * BLOCK, 2 * BLOCK
@@ -48,9 +48,7 @@ class Rank:
         self.k, self.v = k[:, :, : 2 * BLOCK].clone(), v[:, :, : 2 * BLOCK].clone()
         self.fetched = transfer.empty_blocks(k, v, 2, BLOCK)
         transfer.pack(k[:, :, 2 * BLOCK :], v[:, :, 2 * BLOCK :], self.fetched)
-        far = LocalMask.of(mask, OWN if rows is None else OWN[rows], OTHERS)
-        listed = None if rows is None else torch.tensor(rows)
-        self.calls = TwoCalls(LocalMask.of(mask, OWN, OWN), far, listed).to(torch.device(DEVICE))
+        self.calls = TwoCalls(LocalMask.of(mask, OWN, OWN), LocalMask.of(mask, OWN, OTHERS)).to(torch.device(DEVICE))
 
     def backward(self, deterministic=False, near_first=False):
         """(the kind of calls, what is off by too much)"""
@@ -86,11 +84,10 @@ def test_two_calls_that_share_all_rows_have_one_sum_of_dq(spec, head_dim, v_head
     assert rank.backward(near_first=near_first) == (calls.JointCalls, {})
 
 
-@parametrize("rows, deterministic", [([1], False), (None, True)], ids=["listed rows", "deterministic"])
-def test_calls_are_separate_where_one_sum_would_not_do(rows, deterministic):
-    rank = Rank("causal & local(200)", 64, 64, 2, 1, rows)
-    assert rank.backward(deterministic) == (calls.SeparateCalls, {})
-    assert rank.backward(deterministic, near_first=True) == (calls.SeparateCalls, {})
+def test_deterministic_calls_are_separate():
+    rank = Rank("causal & local(200)", 64, 64, 2, 1)
+    assert rank.backward(deterministic=True) == (calls.SeparateCalls, {})
+    assert rank.backward(deterministic=True, near_first=True) == (calls.SeparateCalls, {})
 
 
 def test_calls_are_separate_where_tma_cannot_address_a_tensor():

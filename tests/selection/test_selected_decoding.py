@@ -218,7 +218,7 @@ def test_means_refuse_a_cache_of_fewer_tokens_than_they_were_made_for():
     table = torch.zeros(3, 2, dtype=torch.int32, device=DEVICE)
     for k, options in [(K[:, :, :48], {}), (K[:, :, :16], {"block_table": table})]:
         held = k.shape[2] * (2 if options else 1)
-        with pytest.raises(ValueError, match=f"of a cache of 64 tokens; got one of {held}; pass the whole cache, and in kv_lens="):
+        with pytest.raises(ValueError, match=f"must have at least the 64 tokens of these means; got {held}; pass the whole cache"):
             means.update(k, 1, **options)
     means.update(K.repeat(1, 1, 2, 1), 1)  # pages have room for more than there are tokens
 

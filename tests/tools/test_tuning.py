@@ -370,16 +370,12 @@ def test_doctor_says_whose_tile_sizes_a_gpu_has_and_whether_they_were_measured_o
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties())
     monkeypatch.setattr(doctor, "_back_ends", lambda torch: "")
     for chip, shared, said in (
-        ((8, 9), 101376, "of compute capability 8.6, 8.9, 12.x: compiled for it only, not measured on such a chip"),
-        ((9, 0), 232448, "of compute capability 9.0: measured on an H200"),
+        ((8, 9), 101376, "by a rule, for 99 KiB of shared memory; not measured on such a chip"),
+        ((9, 0), 232448, "measured on an H200"),
         ((7, 5), 65536, "none: Triton needs compute capability 8.0 or newer; this GPU has 7.5"),
     ):
-        monkeypatch.setattr(configs, "chip_of", lambda device, chip=chip, shared=shared: (chip, shared))
-        configs.family_of.cache_clear()
-        try:
-            output = " ".join(CliRunner().invoke(app, ["doctor"]).output.split())
-        finally:
-            configs.family_of.cache_clear()
+        monkeypatch.setattr(configs, "chip_of", lambda device, chip=chip, shared=shared: configs.Gpu(chip, shared))
+        output = " ".join(CliRunner().invoke(app, ["doctor"]).output.split())
         assert f"tile sizes {said}" in output, output
 
 

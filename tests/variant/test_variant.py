@@ -856,7 +856,7 @@ def test_functions_of_one_name_are_kept_apart_under_compile():
 OF_AUTO = [(name, "auto") for name in ("lengths", "dropout", "softcap", "bias", "own", "sinks", "all")]
 
 
-@parametrize("name, named", [*OF_AUTO, ("own", "reference")])  # not "backend": simulated.py asks nothing of these, which all run
+@parametrize("name, named", [*OF_AUTO, ("own", "reference")])
 def test_a_compiled_function_computes_terms_in_one_graph(name, named):
     from torch._dynamo.testing import CompileCounterWithBackend
 

@@ -35,7 +35,7 @@ SAME_PAIRS = "window", "power-of-two", "chosen-blocks"
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    """Tokens of twelve packages, and windows of SHORT tokens in those that are held out."""
+    """Tokens of twelve packages, and windows of SHORT tokens in the packages held out."""
     folder = tmp_path_factory.mktemp("equal_time")
     generator = np.random.default_rng(0)
     for number in range(12):
@@ -250,7 +250,7 @@ def test_what_tuning_found_is_what_runs_read(files, tmp_path, monkeypatch):
     assert arms.chosen("tiny", "dense") == Chosen(1e-2, False)
     assert arms.chosen("30M", "dense") == arms.chosen("tiny", "dense-8k") == Chosen(0.5, True)
     assert len(json.loads(target.read_text())["tried"]["tiny"]["dense"]) == 2
-    # What is given takes the place of one thing that tuning chose, and of that alone.
+    # A given setting replaces the tuned one, and no other.
     assert arms.chosen("30M", "dense", log_length=False) == Chosen(0.5, False)
     assert arms.chosen("30M", "dense", learning_rate=0.1) == Chosen(0.1, True)
     assert arms.chosen("tiny", "window", learning_rate=0.1) == Chosen(0.1, False)

@@ -1,4 +1,4 @@
-"""Going up from easy images to large ones, on a few tiny images with a model that is told what it knows."""
+"""Going up from easy images to large ones, on a few tiny images with a model whose accuracy is set."""
 
 import csv
 
@@ -15,13 +15,13 @@ SMALL = ["--to", 32, "--minutes", 0.05, "--train", 8, "--held-out", 4, "--batch"
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    """Where they are made once."""
+    """The folder of images, which are made once."""
     return tmp_path_factory.mktemp("images")
 
 
 @pytest.fixture
 def accuracies(monkeypatch):
-    """What evaluations find, in turn by the runs in the order in which they begin; 0.9 for those that are not listed."""
+    """Sets the accuracies that evaluations find, in the order in which runs begin; 0.9 for unlisted ones."""
     listed, seen = {}, []
 
     def evaluated(model, *_):

@@ -19,7 +19,7 @@ def made() -> dict[int, Scenes]:
 
 
 def steps_of(made: Scenes, scene: int) -> np.ndarray:
-    """(steps, 2, 2): those that found room."""
+    """The steps that fit, (steps, 2, 2)."""
     steps = made.steps[scene]
     return steps[~np.isnan(steps[:, 0, 0])]
 
@@ -112,7 +112,7 @@ def test_directions_in_which_paths_leave_the_dots_do_not_tell_the_label(made):
     to_other /= np.linalg.norm(to_other, axis=-1, keepdims=True)
     cosine = (inwards[np.arange(len(nearest))[:, None], nearest] * to_other).sum(-1).mean(1)
     labels = these.labels.astype(bool)
-    # Where places alone are matched, the difference is 0.33; 0.06 is its standard error.
+    # The difference is 0.33 if only positions are matched; its standard error is 0.06.
     assert abs(cosine[labels].mean() - cosine[~labels].mean()) < 0.16
 
 

@@ -1,4 +1,4 @@
-"""What each mask lets through, and what a model of each arm computes."""
+"""Which answers each mask lets through, and results of a model of each arm."""
 
 from dataclasses import replace
 
@@ -51,7 +51,7 @@ def test_stops_are_questions_of_the_same_key_alone():
     least, unit = hops(ARMS["window"], LAYERS, LENGTH, BLOCK)  # 31 tokens back in a layer
     places = {0: (10, [41, 70, 100, 140, 141]), 1: (12, [60, 80])}
     rows = [(pair, place, stated) for pair, (stated, asked) in places.items() for place in asked]
-    rows.sort(key=lambda row: row[1])  # as questions stand in a sequence: those of one pair are not next to each other
+    rows.sort(key=lambda row: row[1])  # the order in a sequence: questions of one pair are not next to each other
     pair, question, stated = torch.tensor(rows).T
     found = stops(least, unit, pair, question, stated, LAYERS)
     by_pair = {number: found[pair == number].tolist() for number in places}

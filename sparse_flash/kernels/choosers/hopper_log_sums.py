@@ -74,7 +74,7 @@ class LogSumArguments:
     batch: gl.tensor
     head: gl.tensor
     kv_head: gl.tensor
-    line: gl.tensor
+    batch_head: gl.tensor
     first_row: gl.tensor  # of the launch
     count: gl.tensor  # rows of the launch
     tile: gl.tensor
@@ -140,7 +140,7 @@ def _folded(p, products, state, first, inside, sees, MASKED: gl.constexpr):
     sums = gl.log2(gl.minimum(total, MOST)) + gl.convert_layout(origin, gl.SliceLayout(1, block_layout))[:, None]
     number = first // p.SHAPE.PER_BLOCK + gl.arange(0, BLOCKS, layout=gl.SliceLayout(0, block_layout))
     row = gl.convert_layout(inside, gl.SliceLayout(1, block_layout))
-    row_block = p.line.to(gl.int64) * gl.cdiv(p.count, p.SHAPE.PER_ROW) + row // p.SHAPE.PER_ROW
+    row_block = p.batch_head.to(gl.int64) * gl.cdiv(p.count, p.SHAPE.PER_ROW) + row // p.SHAPE.PER_ROW
     target = (row_block * p.blocks * p.SHAPE.PER_ROW + row % p.SHAPE.PER_ROW)[:, None] + (number * p.SHAPE.PER_ROW)[None, :]
     gl.store(p.sums + target, sums, mask=(row < p.count)[:, None] & (number < p.blocks)[None, :])
     return gl.maximum(origin, last), gl.convert_layout(gl.max(sums, 1), row_layout)
@@ -205,20 +205,20 @@ def _compute(p, GROUP: gl.constexpr):
         p.right.release(other)
 
 
-@gluon.jit(do_not_specialize=["lines", "heads", "group", "first_row", "count", "blocks", "chunk"])
+@gluon.jit(do_not_specialize=["batch_heads", "heads", "group", "first_row", "count", "blocks", "chunk"])
 def hopper_log_sums_kernel(
-    rows, cols, until, bounds, sums, lines, heads, group, first_row, count, blocks, chunk, factor, SHAPE: gl.constexpr
+    rows, cols, until, bounds, sums, batch_heads, heads, group, first_row, count, blocks, chunk, factor, SHAPE: gl.constexpr
 ):
     """A program has some rows of one head, and ``chunk`` columns: see ``log_sums_kernel``. rows, cols: descriptors of (batch,
     heads, rows, SPAN * DIM)."""
     # Under causal masks, the last rows see most columns, and begin first.
     tiles, program = gl.cdiv(count, SHAPE.ROWS), gl.program_id(0)
     if SHAPE.RESIDENT:
-        tile, line, part = tiles - 1 - program // lines % tiles, program % lines, program // lines // tiles
+        tile, batch_head, part = tiles - 1 - program // batch_heads % tiles, program % batch_heads, program // batch_heads // tiles
     else:  # programs that run together share rows and columns in L2
-        parts = gl.num_programs(0) // lines // tiles
-        tile, line, part = tiles - 1 - program % tiles, program // tiles // parts, program // tiles % parts
-    batch, head = line // heads, line % heads
+        parts = gl.num_programs(0) // batch_heads // tiles
+        tile, batch_head, part = tiles - 1 - program % tiles, program // tiles // parts, program // tiles % parts
+    batch, head = batch_head // heads, batch_head % heads
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     place = gl.arange(0, 256, layout=layout)
     inside = tile * SHAPE.ROWS + place
@@ -249,7 +249,7 @@ def hopper_log_sums_kernel(
             batch=batch,
             head=head,
             kv_head=head // group,
-            line=line,
+            batch_head=batch_head,
             first_row=first_row,
             count=count,
             tile=tile,

@@ -66,8 +66,8 @@ def log_sums_kernel(
     count = row_end - first_row
     tiles = tl.cdiv(count, TILE_M)
     # Under causal masks, the last rows see most columns, and begin first.
-    tile, line = tiles - 1 - tl.program_id(0) % tiles, tl.program_id(0) // tiles
-    batch, head = (line // heads).to(tl.int64), (line % heads).to(tl.int64)
+    tile, batch_head = tiles - 1 - tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    batch, head = (batch_head // heads).to(tl.int64), (batch_head % heads).to(tl.int64)
     row = first_row + tile * TILE_M + tl.arange(0, TILE_M)
     exists = row < row_end
     dim = tl.arange(0, DIM)
@@ -82,7 +82,7 @@ def log_sums_kernel(
     if SPAN == 1:
         query = _tile_of(rows, first_row + tile * TILE_M, rows_tokens, q_token, 0, dim, head_dim, 1, TILE_M)
     inside = tile * TILE_M + tl.arange(0, TILE_M)
-    row_block = line.to(tl.int64) * tl.cdiv(count, PER_ROW) + inside // PER_ROW
+    row_block = batch_head.to(tl.int64) * tl.cdiv(count, PER_ROW) + inside // PER_ROW
     target = sums + (row_block * blocks * PER_ROW + inside % PER_ROW)[:, None]
     # First the columns that all rows see, in whole tiles; then the columns that some rows see.
     begin = start // TILE_N * TILE_N
@@ -130,8 +130,8 @@ def shares_kernel(
     """A program makes the scores of all blocks of keys, BLOCKS at a time, for one block of queries, of a head or, with SHARED, of
     the largest of a group of heads. sums, until, bounds: see ``log_sums_kernel``. scores: (batch, heads | heads / group,
     row_blocks, blocks) float32. count: rows of a head. PER_ROW: rows of a block of queries."""
-    row_block, line = tl.program_id(0) % row_blocks, tl.program_id(0) // row_blocks
-    batch = line // (heads // group if SHARED else heads)
+    row_block, batch_head = tl.program_id(0) % row_blocks, tl.program_id(0) // row_blocks
+    batch = batch_head // (heads // group if SHARED else heads)
     row = row_block * PER_ROW + tl.arange(0, PER_ROW_PAD)
     exists = (tl.arange(0, PER_ROW_PAD) < PER_ROW) & (row < count)
     sees = tl.load(until + first_row + row, mask=exists, other=0)
@@ -144,7 +144,7 @@ def shares_kernel(
     seen = tl.minimum(tl.cdiv(tl.max(sees, 0), PER_BLOCK), blocks)
     target = scores + tl.program_id(0).to(tl.int64) * blocks
     for member in range(group if SHARED else 1):
-        place = (line * group + member if SHARED else line).to(tl.int64) * row_blocks + row_block
+        place = (batch_head * group + member if SHARED else batch_head).to(tl.int64) * row_blocks + row_block
         found = _sums_of(sums, place, blocks, start, sees, exists, 0, PER_ROW, PER_BLOCK, BLOCKS)
         most = tl.maximum(tl.max(found, 1), LEAST)
         total = tl.sum(tl.math.exp2(found - most[:, None]), 1)

@@ -42,13 +42,13 @@ def _weights_of(ordered):
 class ScoreRow(NamedTuple):
     """A row of scores, of one head or of several together: element i is block i % BLOCKS of head i // BLOCKS.
 
-    scores, allowed, forced: see ``keep_bits_kernel``. line: the first batch-head. heads: how many.
+    scores, allowed, forced: see ``keep_bits_kernel``. batch_head: the first one. heads: how many.
     """
 
     scores: Any
     allowed: Any
     forced: Any
-    line: Any
+    batch_head: Any
     heads: Any
     row: Any
     rows: Any
@@ -65,7 +65,7 @@ def _ordered_at(of, piece, KIND: tl.constexpr, SIZE: tl.constexpr, BLOCKS: tl.co
     exists = (number < of.blocks) & (head < of.heads)
     possible = _bits_of(of.allowed, of.row, number, of.width, exists) != 0
     is_forced = _bits_of(of.forced, of.row, number, of.width, exists)
-    place = ((of.line + head).to(tl.int64) * of.rows + of.row) * of.blocks + number
+    place = ((of.batch_head + head).to(tl.int64) * of.rows + of.row) * of.blocks + number
     values = tl.load(of.scores + place, mask=exists, other=-float("inf"))
     ordered = _ordered(values, possible & exists)
     if KIND == COUNT:
@@ -106,9 +106,9 @@ def keep_bits_kernel(
     heads * COPIES, all_rows, width) int32, to which the kept blocks are added; ``first_row`` is the first that is written. SIZE:
     elements held in registers. BLOCKS: of a row, padded to a power of two, at least 32. WHOLE: whether one piece has all.
     """
-    row, line = tl.program_id(0) % rows, tl.program_id(0) // rows
+    row, batch_head = tl.program_id(0) % rows, tl.program_id(0) // rows
     together = heads if TOGETHER else 1
-    of = ScoreRow(scores, allowed, forced, line * together, together, row, rows, blocks, width)
+    of = ScoreRow(scores, allowed, forced, batch_head * together, together, row, rows, blocks, width)
     pieces = tl.cdiv(together * BLOCKS, SIZE)
     first, _ = _ordered_at(of, 0, KIND, SIZE, BLOCKS)
     # COUNT and MASS need the largest score with enough at or above it, and how many scores that equal it are kept.
@@ -157,7 +157,7 @@ def keep_bits_kernel(
         place, head = word % (BLOCKS // 32), word // (BLOCKS // 32)
         exists = (place < width) & (head < together)
         for copy in tl.static_range(COPIES):
-            of_head = ((of.line + head) * COPIES + copy).to(tl.int64)
+            of_head = ((of.batch_head + head) * COPIES + copy).to(tl.int64)
             target = bits + (of_head * all_rows + first_row + row) * width + place
             before = tl.load(target, mask=exists, other=0)
             tl.store(target, before | words, mask=exists)

@@ -33,7 +33,7 @@ def addresses_tiles(device: torch.device) -> bool:
     """
     if device.type != "cuda":
         return True
-    return torch.version.hip is None and (9, 0) <= torch.cuda.get_device_capability(device) < (12, 0)
+    return (9, 0) <= torch.cuda.get_device_capability(device) < (12, 0)
 
 
 def descriptor_or_rows(tensor: torch.Tensor, rows: int, dim: int) -> TensorDescriptor | Rows:

@@ -49,8 +49,6 @@ def _say(reason: str) -> None:
 def refusal(compiled: CompiledKernel) -> str | None:
     """Why this kernel's launches cannot be replayed below Triton's launcher, or None."""
     meta = compiled.metadata
-    if "ptx" not in compiled.asm:
-        return f"the kernel was compiled for {meta.target.backend}, and only launches through CUDA's driver are repeated"
     if meta.num_ctas != 1 or meta.launch_cooperative_grid or meta.launch_pdl:
         return "the kernel asks for clusters, a cooperative grid or a programmatic launch"
     if meta.global_scratch_size or meta.profile_scratch_size:
@@ -288,7 +286,7 @@ def _driver_version() -> int:
 def enter_context(device: int | None) -> None:
     """Gives a thread that has not used the GPU yet, such as autograd's, PyTorch's context: Triton encodes tensor maps before it
     sets one. device: its index; None for a CPU, which has no context."""
-    if device is None or torch.version.hip or hasattr(_this_thread, "entered") or not _driver():
+    if device is None or hasattr(_this_thread, "entered") or not _driver():
         return
     context = ctypes.c_void_p()
     _check(_driver().cuCtxGetCurrent(ctypes.byref(context)))

@@ -56,7 +56,7 @@ from ..launch.launch import (
     run_within_memory,
 )
 from ..launch.order import heads_in_grid
-from .configs import config_for, family_of, for_variant, takes_one_launch
+from .configs import chip_of, config_for, for_variant, takes_one_launch
 from .dropout import dropout_stream, kept_by_dropout
 from .lengths import is_cut, is_valid
 from .row_loop import (
@@ -598,7 +598,7 @@ class _Passes(NamedTuple):
         block_size, dims = self.mask and self.mask.block_size, self.tensors.dims
         # Both passes in one launch take the tiles of dK and dV.
         config = config_for("grad_q" if name == "grad_q" else "grad_kv", q.dtype, q.shape[3], block_size, q.device, v.shape[3])
-        config = for_variant(config, "grad_kv" if name == "grad_kv" else "grad_q", family_of(q.device), given, switches, max(dims))
+        config = for_variant(config, "grad_kv" if name == "grad_kv" else "grad_q", chip_of(q.device), given, switches, max(dims))
         facts = q.device, q.dtype, *dims, block_size, kinds, *switches.values(), self.has_dlse, given.rel_bias_gradient is not None
         run_within_memory(lambda config: launch(config, of_variant), config, lambda: (name, *facts))
 

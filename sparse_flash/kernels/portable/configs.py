@@ -1,13 +1,13 @@
-"""Tile sizes of the portable kernels: static data by chip family, separate from the code that uses it.
+"""Tile sizes of the portable kernels: those measured on Hopper, and a rule for other chips, from what a chip reports.
 
-A chip in no family uses the tables of the same maker's family with the most shared memory that does not exceed the chip's.
 docs/chips.csv lists what the kernels compile to for each chip: shared memory, registers and spills.
 """
 
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 from functools import cache
 from itertools import product
 from math import log2
+from typing import NamedTuple
 
 import torch
 
@@ -58,154 +58,79 @@ _FLOAT32 = {
 }
 # With four warps dK and dV would spill 880 to 1,800 bytes a thread.
 _GRAD_KV_FLOAT32 = _FLOAT32 | {64: Config(32, 32, 8, 2), 128: Config(32, 32, 8, 2)}
+# For products that read their operands from registers (mma.sync). Not measured: chosen by registers and spills when compiled.
+_FORWARD_SYNC = {16: Config(128, 64, 4, 3), 32: Config(128, 64, 4, 3), 64: Config(128, 64, 4, 3), 128: Config(64, 64, 4, 3)}
+_FORWARD_SYNC |= {256: Config(64, 32, 4, 3)}
+_GRAD_Q_SYNC = {16: Config(128, 64, 4, 3), 32: Config(128, 64, 4, 3), 64: Config(64, 64, 4, 3), 128: Config(64, 64, 4, 2)}
+_GRAD_Q_SYNC |= {256: Config(32, 32, 4, 2)}
+_GRAD_KV_SYNC = {16: Config(64, 64, 4, 3), 32: Config(64, 64, 4, 3), 64: Config(64, 64, 4, 3), 128: Config(32, 64, 4, 3)}
+_GRAD_KV_SYNC |= {256: Config(32, 32, 4, 2)}
+
+_TABLES = {"forward": _FORWARD, "grad_q": _GRAD_Q, "grad_kv": _GRAD_KV, "decode": _DECODE}
+_TABLES_SYNC = {"forward": _FORWARD_SYNC, "grad_q": _GRAD_Q_SYNC, "grad_kv": _GRAD_KV_SYNC, "decode": _DECODE}
+_TABLES_FLOAT32 = dict.fromkeys(_TABLES, _FLOAT32) | {"grad_kv": _GRAD_KV_FLOAT32}
+_KIB_OF_THREE_STAGES = 160
+_LEAST_KIB = 99  # what the smallest of these tiles take
+OLDEST = (8, 0)  # the oldest compute capability that Triton supports
 
 
-# Compute capability 8.0. mma.sync products read operands from registers, so tiles are 64 x 64; three stages fit.
-_FORWARD_80 = {16: Config(128, 64, 4, 3), 32: Config(128, 64, 4, 3), 64: Config(128, 64, 4, 3), 128: Config(64, 64, 4, 3)}
-_FORWARD_80 |= {256: Config(64, 32, 4, 3)}
-_GRAD_Q_80 = {16: Config(128, 64, 4, 3), 32: Config(128, 64, 4, 3), 64: Config(64, 64, 4, 3), 128: Config(64, 64, 4, 2)}
-_GRAD_Q_80 |= {256: Config(32, 32, 4, 2)}
-_GRAD_KV_80 = {16: Config(64, 64, 4, 3), 32: Config(64, 64, 4, 3), 64: Config(64, 64, 4, 3), 128: Config(32, 64, 4, 3)}
-_GRAD_KV_80 |= {256: Config(32, 32, 4, 2)}
+class Gpu(NamedTuple):
+    """A GPU. capability: its compute capability. shared: bytes of shared memory available to a program."""
 
-# 99 KiB (compute capability 8.6, 8.9, 12.0): as for 8.0, with two stages.
-_FORWARD_99 = {16: Config(128, 64, 4, 3), 32: Config(128, 64, 4, 3), 64: Config(128, 64, 4, 2), 128: Config(64, 64, 4, 2)}
-_FORWARD_99 |= {256: Config(64, 32, 4, 2)}
-_GRAD_Q_99 = {16: Config(128, 64, 4, 2), 32: Config(128, 64, 4, 2), 64: Config(64, 64, 4, 2), 128: Config(64, 32, 4, 2)}
-_GRAD_Q_99 |= {256: Config(32, 32, 4, 2)}
-_GRAD_KV_99 = {16: Config(64, 64, 4, 2), 32: Config(64, 64, 4, 2), 64: Config(64, 64, 4, 2), 128: Config(32, 64, 4, 2)}
-_GRAD_KV_99 |= {256: Config(32, 32, 4, 2)}
-_DECODE_99 = {16: Config(64, 64, 8, 3), 32: Config(64, 64, 8, 3), 64: Config(64, 64, 8, 3), 128: Config(32, 64, 8, 2)}
-_DECODE_99 |= {256: Config(16, 32, 4, 2)}
-
-# gfx942: four warps are 256 threads; with two stages, one tile is in shared memory while the next waits in registers.
-_FORWARD_64 = {16: Config(128, 64, 4, 2), 32: Config(128, 64, 4, 2), 64: Config(128, 64, 4, 2), 128: Config(128, 64, 4, 2)}
-_FORWARD_64 |= {256: Config(64, 32, 4, 2)}
-_GRAD_Q_64 = {16: Config(64, 64, 4, 2), 32: Config(64, 64, 4, 2), 64: Config(64, 64, 4, 2), 128: Config(64, 64, 4, 2)}
-_GRAD_Q_64 |= {256: Config(32, 32, 4, 2)}
-_GRAD_KV_64 = {16: Config(64, 64, 4, 2), 32: Config(64, 64, 4, 2), 64: Config(64, 64, 4, 2), 128: Config(32, 64, 4, 2)}
-_GRAD_KV_64 |= {256: Config(32, 32, 4, 2)}
-_DECODE_64 = {16: Config(64, 64, 4, 2), 32: Config(64, 64, 4, 2), 64: Config(64, 64, 4, 2), 128: Config(32, 64, 4, 2)}
-_DECODE_64 |= {256: Config(16, 32, 4, 2)}
-_FLOAT32_64 = {16: Config(64, 32, 4, 2), 32: Config(64, 32, 4, 2), 64: Config(32, 32, 4, 2), 128: Config(32, 16, 4, 2)}
-_FLOAT32_64 |= {256: Config(16, 16, 4, 1)}
-
-
-@dataclass(frozen=True)
-class Family:
-    """Chips that share tables. chips: compute capabilities, or AMD's names. shared: bytes of shared memory available to a program.
-    measured: on which chip, where and when, or None: only compiled. tables: for 16-bit types, by kernel. float32: the same for
-    float32."""
-
-    name: str
-    chips: tuple[tuple[int, int] | str, ...]
+    capability: tuple[int, int]
     shared: int
-    measured: str | None
-    tables: dict[str, dict[int, Config]]
-    float32: dict[str, dict[int, Config]]
-
-    def __hash__(self) -> int:
-        return hash(self.name)
-
-    @property
-    def amd(self) -> bool:
-        return isinstance(self.chips[0], str)
 
     @property
     def holds_operands(self) -> bool:
         """Whether the tensor cores take operands from registers alone (mma.sync)."""
-        return not self.amd and self.chips[0][0] not in (9, 10)
+        return self.capability[0] not in (9, 10, 11)
 
     def config(self, kernel: str, dtype: torch.dtype, dim: int) -> Config:
         """The config before it is fitted to a table's block. dim: padded."""
-        return (self.float32 if dtype == torch.float32 else self.tables)[kernel][dim]
+        tables = _TABLES_FLOAT32 if dtype == torch.float32 else _TABLES_SYNC if self.holds_operands else _TABLES
+        config = tables[kernel][dim]
+        few = self.shared < _KIB_OF_THREE_STAGES * 1024
+        return replace(config, num_stages=min(2, config.num_stages)) if few else config
 
 
-def _tables(forward, grad_q, grad_kv, decode) -> dict[str, dict[int, Config]]:
-    return {"forward": forward, "grad_q": grad_q, "grad_kv": grad_kv, "decode": decode}
-
-
-_HOPPER_TABLES = _tables(_FORWARD, _GRAD_Q, _GRAD_KV, _DECODE)
-_TABLES_80 = _tables(_FORWARD_80, _GRAD_Q_80, _GRAD_KV_80, _DECODE)
-_TABLES_99 = _tables(_FORWARD_99, _GRAD_Q_99, _GRAD_KV_99, _DECODE_99)
-_TABLES_64 = _tables(_FORWARD_64, _GRAD_Q_64, _GRAD_KV_64, _DECODE_64)
-_FLOAT32_TABLES = _tables(_FLOAT32, _FLOAT32, _GRAD_KV_FLOAT32, _FLOAT32)
-_FLOAT32_TABLES_64 = _tables(*[_FLOAT32_64] * 4)
-HOPPER = Family(
-    "compute capability 9.0", ((9, 0),), 232448, "an H200, torch 2.11, triton 3.6, 2026-11-20", _HOPPER_TABLES, _FLOAT32_TABLES
-)
-FAMILIES = (
-    HOPPER,
-    # tcgen05 products: two thirds of the registers of 9.0, and no spills.
-    Family("compute capability 10.x", ((10, 0), (10, 3)), 232448, None, _HOPPER_TABLES, _FLOAT32_TABLES),
-    Family("compute capability 8.0", ((8, 0), (8, 7)), 166912, None, _TABLES_80, _FLOAT32_TABLES),
-    Family("compute capability 8.6, 8.9, 12.x", ((8, 6), (8, 9), (12, 0), (12, 1)), 101376, None, _TABLES_99, _FLOAT32_TABLES),
-    Family("gfx942", ("gfx942",), 65536, None, _TABLES_64, _FLOAT32_TABLES_64),
-)
-OLDEST = (8, 0)  # the oldest compute capability that Triton supports
-
-
-def family_of_chip(chip: tuple[int, int] | str, shared: int) -> Family | None:
-    """The family that names the chip; otherwise the one of its maker with the most shared memory that the chip also has; None if
-    the chip has less than all families, or is older than OLDEST. shared: bytes available to a program, as reported by the
-    driver."""
-    amd = isinstance(chip, str)
-    if not amd and chip < OLDEST:
-        return None
-    fits = [family for family in FAMILIES if family.amd == amd and family.shared <= shared]
-    return next((family for family in fits if chip in family.chips), max(fits, key=lambda family: family.shared, default=None))
+HOPPER = Gpu((9, 0), 232448)
 
 
 @cache
-def chip_of(device: torch.device) -> tuple[tuple[int, int] | str, int]:
-    """(compute capability, or AMD's name; bytes of shared memory available to a program) of a GPU."""
+def chip_of(device: torch.device) -> Gpu:
+    """A GPU as its driver reports it; HOPPER for the interpreter, on a CPU."""
+    if device.type != "cuda":
+        return HOPPER
     from triton.runtime import driver
 
     properties = torch.cuda.get_device_properties(device)
     index = torch.cuda.current_device() if device.index is None else device.index
     shared = driver.active.utils.get_device_properties(index)["max_shared_mem"]
-    return (properties.gcnArchName.split(":")[0] if torch.version.hip else (properties.major, properties.minor)), shared
+    return Gpu((properties.major, properties.minor), shared)
 
 
-@cache
-def family_of(device: torch.device) -> Family:
-    """A GPU's family; Hopper's for the interpreter, on a CPU. Raises ValueError for a GPU that ``refusal`` refuses."""
-    if device.type != "cuda":
-        return HOPPER
-    family = family_of_chip(*chip_of(device))
-    if family is None:
-        raise ValueError(refusal(device))
-    return family
+def refusal(device: torch.device) -> str | None:
+    """Why the kernels do not run on this GPU, or None."""
+    (major, minor), shared = chip = chip_of(device)
+    if chip.capability < OLDEST:
+        return f"Triton needs compute capability {OLDEST[0]}.{OLDEST[1]} or newer; this GPU has {major}.{minor}"
+    if shared < _LEAST_KIB * 1024:
+        return f"its tiles need {_LEAST_KIB} KiB of shared memory a program; this GPU has {shared // 1024}"
+    return None
 
 
-def refusal(device: torch.device, dropout: bool = False) -> str | None:
-    """Why the kernels do not run on this GPU, or None. dropout: whether they must support it."""
-    chip, shared = chip_of(device)
-    if family_of_chip(chip, shared) is not None:
-        if dropout and isinstance(chip, str):
-            # An assertion of GCNRewritePartialRegUses, in tiles of 64 x 64 and of 128 x 64.
-            return "the AMD compiler of Triton 3.9 ends the process on the forward kernel with dropout"
-        return None
-    if not isinstance(chip, str) and chip < OLDEST:
-        return f"Triton needs compute capability {OLDEST[0]}.{OLDEST[1]} or newer; this GPU has {chip[0]}.{chip[1]}"
-    least = min(family.shared for family in FAMILIES if family.amd == isinstance(chip, str))
-    return f"its tiles need {least // 1024} KiB of shared memory a program; this GPU has {shared // 1024}"
-
-
-def provenance(chip: tuple[int, int] | str, family: Family) -> str:
-    """In words: the family whose tables a chip uses, and whether they were measured on such a chip."""
-    if chip not in family.chips:
-        return f"those of {family.name}, by shared memory; neither compiled for this chip nor measured on it"
-    if family.measured is None:
-        return f"of {family.name}: compiled for it only, not measured on such a chip ('sparse-flash tune' measures)"
-    return f"of {family.name}: measured on {family.measured}"
+def provenance(chip: Gpu) -> str:
+    """In words: where a chip's tile sizes come from."""
+    if chip == HOPPER:
+        return "measured on an H200, torch 2.11, triton 3.6, 2026-11-20"
+    return f"by a rule, for {chip.shared // 1024} KiB of shared memory; not measured on such a chip ('sparse-flash tune' measures)"
 
 
 def fitted(
-    family: Family, kernel: str, dtype: torch.dtype, head_dim: int, block_size: int | None, v_head_dim: int | None = None
+    chip: Gpu, kernel: str, dtype: torch.dtype, head_dim: int, block_size: int | None, v_head_dim: int | None = None
 ) -> Config:
     """The built-in config for a table's block. kernel: one of KERNELS."""
-    config = family.config(kernel, dtype, padded_head_dim(max(head_dim, v_head_dim or 0)))
+    config = chip.config(kernel, dtype, padded_head_dim(max(head_dim, v_head_dim or 0)))
     if block_size is None:
         return config
     tile_m, tile_n = min(config.tile_m, block_size), min(config.tile_n, block_size)
@@ -216,7 +141,7 @@ def fitted(
     return replace(config, tile_m=tile_m, tile_n=tile_n, num_warps=warps)
 
 
-def for_variant(config: Config, kernel: str, family: Family, given: KernelVariant, switches: dict, dim: int) -> Config:
+def for_variant(config: Config, kernel: str, chip: Gpu, given: KernelVariant, switches: dict, dim: int) -> Config:
     """The config for a variant of a kernel. kernel: one of KERNELS. dim: padded.
 
     dQ: a bias with a user's function takes 262 KB for 128 queries at head_dim 128, more than any chip has. Half the queries take
@@ -226,7 +151,7 @@ def for_variant(config: Config, kernel: str, family: Family, given: KernelVarian
     biased = given.rel_bias is not None and switches["SCORE"] is not None
     if kernel == "grad_q" and biased and dim >= 128 and config.tile_m * config.tile_n > 64 * 64:
         config = replace(config, tile_m=config.tile_m // 2)
-    if given.q_lens is not None and family.holds_operands and dim >= 128 and config.tile_m * config.tile_n >= 32 * 64:
+    if given.q_lens is not None and chip.holds_operands and dim >= 128 and config.tile_m * config.tile_n >= 32 * 64:
         config = replace(config, num_warps=max(8, config.num_warps))
     return config
 
@@ -242,14 +167,14 @@ def candidates(
     head_dim: int,
     block_size: int | None,
     v_head_dim: int | None = None,
-    family: Family = HOPPER,
+    chip: Gpu = HOPPER,
 ) -> tuple[Config, ...]:
     """Configs worth measuring, distinct and at most MOST_CANDIDATES: the built-in config, then its neighbours, nearest first: a
     tile halved or doubled, warps halved or doubled, one stage more or less; at most two such changes.
 
     kernel: one of KERNELS. v_head_dim: defaults to that of q and k. Tiles are powers of two that divide the table's block.
     """
-    builtin = fitted(family, kernel, dtype, head_dim, block_size, v_head_dim)
+    builtin = fitted(chip, kernel, dtype, head_dim, block_size, v_head_dim)
     largest = min(_LARGEST_TILE, block_size or _LARGEST_TILE)
     found = []
     for changes in product((0, 1, -1), repeat=4):
@@ -286,16 +211,11 @@ def decode_config(
     block_size: int | None,
     rows: int,
     v_head_dim: int | None = None,
-    family: Family = HOPPER,
-    several: bool = False,
+    chip: Gpu = HOPPER,
 ) -> Config:
-    """For few queries and many keys. rows: of stacked queries, from several heads, so tile_m may exceed the table's block. several:
-    more than one query per head."""
-    config = family.config("decode", dtype, padded_head_dim(max(head_dim, v_head_dim or 0)))
+    """For few queries and many keys. rows: of stacked queries, from several heads, so tile_m may exceed the table's block."""
+    config = chip.config("decode", dtype, padded_head_dim(max(head_dim, v_head_dim or 0)))
     tile_m = min(config.tile_m, max(16, 1 << (rows - 1).bit_length()))
-    if family.amd and several and block_size is not None:
-        # Triton 3.9 cannot compile masks that branches modify in a pipelined loop, if they differ between queries.
-        config = replace(config, num_stages=1)
     return replace(
         config,
         tile_m=tile_m,
@@ -323,4 +243,4 @@ def config_for(
     """The built-in config of a kernel, or the one that ``sparse-flash tune`` chose for this GPU. kernel: one of KERNELS.
     block_size: the table's, or None for dense attention. v_head_dim: defaults to that of q and k."""
     key = key_of(kernel, dtype, padded_head_dim(head_dim), block_size, device, padded_head_dim(v_head_dim or head_dim))
-    return tuned_config(candidates(kernel, dtype, head_dim, block_size, v_head_dim, family_of(device)), key)
+    return tuned_config(candidates(kernel, dtype, head_dim, block_size, v_head_dim, chip_of(device)), key)

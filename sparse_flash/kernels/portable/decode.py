@@ -35,7 +35,7 @@ from ..common.tiles import (
 )
 from ..launch.launch import arrival_counters, launch_or_repeat, multiprocessors, table_arguments
 from ..launch.tuned import remembered
-from .configs import decode_config, family_of
+from .configs import chip_of, decode_config
 
 
 class Cache(NamedTuple):
@@ -514,7 +514,7 @@ def _plan(
     group = heads // k_shape[1]
     members = 1 if apart else group
     rows = members * q_len
-    config = config or decode_config(dtype, head_dim, table and table[0], rows, v_head_dim, family_of(device), q_len > 1)
+    config = config or decode_config(dtype, head_dim, table and table[0], rows, v_head_dim, chip_of(device))
     tile_m, tile_n, dim_v = config.tile_m, config.tile_n, padded_head_dim(v_head_dim)
     row_tiles = -(-rows // tile_m)
     tiles = batch * (heads // members) * row_tiles

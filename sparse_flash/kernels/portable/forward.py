@@ -37,7 +37,7 @@ from ..launch.launch import (
     run_within_memory,
 )
 from ..launch.order import heads_in_grid
-from .configs import config_for, family_of, for_variant
+from .configs import chip_of, config_for, for_variant
 from .dropout import dropout_stream, kept_by_dropout
 from .lengths import is_cut, is_valid
 from .row_loop import Scoring, Sizes, add_row, in_block, place_of_step, query_tile, slot_and_batch_head, tiles_of, valid_of_axes
@@ -224,6 +224,6 @@ def _run(q, k, v, mask, scale, variant, config, beside, recording):
         launch(config)
         return out, lse
     config = config_for("forward", q.dtype, head_dim, block_size, q.device, v_head_dim)
-    config = for_variant(config, "forward", family_of(q.device), given, switches, max(dim, dim_v))
+    config = for_variant(config, "forward", chip_of(q.device), given, switches, max(dim, dim_v))
     run_within_memory(launch, config, lambda: ("forward", q.device, q.dtype, dim, dim_v, block_size, kinds, *switches.values()))
     return out, lse

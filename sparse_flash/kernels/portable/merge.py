@@ -12,16 +12,11 @@ _MOST_TOKENS = 1024
 
 
 @triton.jit
-def _tile_tokens(rows, tokens, batch_heads, heads, LISTED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """(batch, head, tokens of the part, the same in the whole, which exist) of a program's tile. The programs of all heads for the
-    same tokens are adjacent."""
+def _tile_tokens(batch_heads, heads, TILE: tl.constexpr):
+    """(batch, head, tokens) of a program's tile. The programs of all heads for the same tokens are adjacent."""
     batch_head = tl.program_id(0) % batch_heads
-    of_part = (tl.program_id(0) // batch_heads).to(tl.int64) * TILE + tl.arange(0, TILE)
-    exists = of_part < tokens
-    of_whole = of_part
-    if LISTED:
-        of_whole = tl.load(rows + of_part // BLOCK, mask=exists, other=0) * BLOCK + of_part % BLOCK
-    return (batch_head // heads).to(tl.int64), (batch_head % heads).to(tl.int64), of_part, of_whole, exists
+    token = (tl.program_id(0) // batch_heads).to(tl.int64) * TILE + tl.arange(0, TILE)
+    return (batch_head // heads).to(tl.int64), (batch_head % heads).to(tl.int64), token
 
 
 @triton.jit(do_not_specialize=["tokens", "batch_heads", "heads"])
@@ -30,7 +25,6 @@ def merge_kernel(
     part_out,
     lse,
     part_lse,
-    rows,
     tokens,
     batch_heads,
     heads,
@@ -49,18 +43,16 @@ def merge_kernel(
     part_lse_batch,
     part_lse_head,
     part_lse_token,
-    LISTED: tl.constexpr,
-    BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    batch, head, of_part, of_whole, exists = _tile_tokens(rows, tokens, batch_heads, heads, LISTED, BLOCK, TILE)
-    place = part_lse + batch * part_lse_batch + head * part_lse_head + of_part * part_lse_token
-    theirs = tl.load(place, mask=exists, other=-float("inf"))
+    batch, head, token = _tile_tokens(batch_heads, heads, TILE)
+    place = part_lse + batch * part_lse_batch + head * part_lse_head + token * part_lse_token
+    theirs = tl.load(place, mask=token < tokens, other=-float("inf"))
     # Queries that keep nothing in the part stay as they are, and none of their elements is read.
     merges = theirs > -float("inf")
     merges |= theirs != theirs  # NaN stays visible
-    lse_place = lse + batch * lse_batch + head * lse_head + of_whole * lse_token
+    lse_place = lse + batch * lse_batch + head * lse_head + token * lse_token
     mine = tl.load(lse_place, mask=merges, other=0)
     largest = tl.maximum(mine, theirs)
     weight, their_weight = tl.exp(mine - largest), tl.exp(theirs - largest)
@@ -70,8 +62,8 @@ def merge_kernel(
     tl.store(lse_place, largest + tl.log(total), mask=merges)
     column = tl.arange(0, DIM).to(tl.int64)[None, :]
     moved = merges[:, None] & (column < dim)
-    out_place = out + batch * out_batch + head * out_head + of_whole[:, None] * out_token + column * out_dim
-    part_place = part_out + batch * part_out_batch + head * part_out_head + of_part[:, None] * part_out_token
+    out_place = out + batch * out_batch + head * out_head + token[:, None] * out_token + column * out_dim
+    part_place = part_out + batch * part_out_batch + head * part_out_head + token[:, None] * part_out_token
     values = tl.load(out_place, mask=moved, other=0).to(total.dtype) * (weight / total)[:, None]
     part_values = tl.load(part_place + column * part_out_dim, mask=moved, other=0).to(total.dtype)
     values += part_values * (their_weight / total)[:, None]
@@ -105,7 +97,10 @@ def move_kernel(
     DIM: tl.constexpr,
 ):
     """Adds part to the listed rows of whole, or copies these to part (TAKES)."""
-    batch, head, listed, of_whole, exists = _tile_tokens(rows, tokens, batch_heads, heads, LISTED, BLOCK, TILE)
+    batch, head, listed = _tile_tokens(batch_heads, heads, TILE)
+    exists, of_whole = listed < tokens, listed
+    if LISTED:
+        of_whole = tl.load(rows + listed // BLOCK, mask=exists, other=0) * BLOCK + listed % BLOCK
     column = tl.arange(0, DIM).to(tl.int64)[None, :]
     moved = exists[:, None] & (column < dim)
     place = whole + batch * whole_batch + head * whole_head + of_whole[:, None] * whole_token + column * whole_dim
@@ -125,63 +120,53 @@ def move_kernel(
         tl.store(place, total.to(whole.dtype.element_ty), mask=moved)
 
 
-def merge_rows(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    part_out: torch.Tensor,
-    part_lse: torch.Tensor,
-    rows: torch.Tensor | None,
-    block_size: int,
-) -> None:
-    """Merges results of some block rows over other keys into out and lse, in place. A query whose part_lse is -inf keeps its bits.
+def merge_results(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:
+    """Merges results of the same queries over other keys into out and lse, in place. A query whose part_lse is -inf keeps its bits.
 
-    out: (batch, heads, tokens, head_dim). lse: (batch, heads, tokens), float64 beside float64, else float32. part_out, part_lse:
-    the same of the tokens of ``rows``. rows: (blocks,) int64, without repetition, in blocks of block_size tokens; None: all.
+    out, part_out: (batch, heads, tokens, head_dim). lse, part_lse: (batch, heads, tokens), float64 beside float64, else float32.
     """
-    _launch(merge_kernel, [out, part_out, lse, part_lse], rows, block_size, part_out.shape[2])
+    _launch(merge_kernel, [out, part_out, lse, part_lse], out.shape[2], _MOST_TOKENS, [])
 
 
 def add_rows(
     whole: torch.Tensor,
     part: torch.Tensor,
-    rows: torch.Tensor | None,
+    rows: torch.Tensor,
     block_size: int,
     addends: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Adds part to some block rows of whole, in place, and rounds once.
 
-    whole: (batch, heads, tokens, head_dim). part: the same of the tokens of ``rows``. rows: as for ``merge_rows``. addends: (first,
-    blocks) where several of part's blocks are added to one of the rows, one after the other: to row i those of the numbers
-    blocks[first[i]] to blocks[first[i + 1] - 1]. int64.
+    whole: (batch, heads, tokens, head_dim). rows: (blocks,) int64, without repetition, in blocks of block_size tokens. part: as
+    whole, of the tokens of ``rows``. addends: (first, blocks), int64, if several of part's blocks are added to a row, one after the
+    other. Row i gets part's blocks with the numbers blocks[first[i]] to blocks[first[i + 1] - 1].
     """
-    several = addends is not None
-    tokens = len(rows) * block_size if several else part.shape[2]
-    _launch(move_kernel, [whole, part], rows, block_size, tokens, addends or (whole, whole), TAKES=False, SEVERAL=several)
+    _move(whole, part, rows, block_size, len(rows) * block_size, addends)
 
 
 def copy_rows(whole: torch.Tensor, part: torch.Tensor, rows: torch.Tensor | None, block_size: int) -> None:
-    """Copies some block rows of whole to part. Shapes and rows as for ``add_rows``; rows may repeat."""
-    _launch(move_kernel, [whole, part], rows, block_size, part.shape[2], (whole, whole), TAKES=True, SEVERAL=False)
+    """Copies some block rows of whole to part. Shapes and rows as for ``add_rows``; rows may repeat; None: all."""
+    _move(whole, part, rows, block_size, part.shape[2], None, takes=True)
 
 
-def _launch(
-    kernel,
-    tensors: list[torch.Tensor],
-    rows: torch.Tensor | None,
-    block_size: int,
-    tokens: int,
-    more: tuple[torch.Tensor, ...] = (),
-    **switches: bool,
-) -> None:
-    """tokens: of all listed rows. more: what the kernel takes after rows. switches: compile-time ones, in its order."""
+def _move(whole, part, rows, block_size: int, tokens: int, addends, takes: bool = False) -> None:
+    """tokens: of all listed rows."""
+    first, blocks = addends or (whole, whole)
+    arguments = [whole if rows is None else rows, first, blocks]
+    most = block_size if addends else _MOST_TOKENS  # of one row
+    switches = {"LISTED": rows is not None, "TAKES": takes, "SEVERAL": addends is not None, "BLOCK": block_size}
+    _launch(move_kernel, [whole, part], tokens, most, arguments, **switches)
+
+
+def _launch(kernel, tensors: list[torch.Tensor], tokens: int, most: int, more: list[torch.Tensor], **switches: int) -> None:
+    """most: tokens of a tile. more: what the kernel takes after the tensors. switches: compile-time ones, in its order."""
     if not tokens:
         return
     batch, heads, _, dim = tensors[1].shape
     padded = triton.next_power_of_2(dim)
-    most = block_size if switches.get("SEVERAL") else _MOST_TOKENS  # of one row
     tile = min(most, max(1, _BYTES // (padded * tensors[0].element_size())))
     numbers = [dim, *(stride for tensor in tensors for stride in tensor.stride())]
-    arguments = [*tensors, tensors[0] if rows is None else rows, *more, tokens, batch * heads, heads, *numbers]
-    constants = {"LISTED": rows is not None, **switches, "BLOCK": block_size, "TILE": tile, "DIM": padded}
+    arguments = [*tensors, *more, tokens, batch * heads, heads, *numbers]
+    constants = {**switches, "TILE": tile, "DIM": padded}
     grid = triton.cdiv(tokens, tile) * batch * heads, 1
     launch(kernel, grid, arguments, constants, {"num_warps": 4}, integers_specialized(numbers))

@@ -6,7 +6,7 @@ import torch
 
 from ..common.config import Config
 from ..launch.tuned import remembered
-from ..portable.configs import family_of
+from ..portable.configs import chip_of
 
 # By keys of a block, at least. A key block of one step stays in shared memory. docs/performance/selection.md, "Tile sizes", has the
 # figures.
@@ -33,7 +33,7 @@ def selection_config(kernel: str, dtype: torch.dtype, dim: int, block_size: int,
     table = (_CONFIGS_256 if dim > 128 else _CONFIGS)[kernel]
     config = table[min(max(table), max(64, block_size))]
     keys = min(config.tile_n, block_size)
-    if family_of(device).shared <= _LITTLE_SHARED:
+    if chip_of(device).shared <= _LITTLE_SHARED:
         keys = min(keys, _KEYS_OF_LITTLE_SHARED)
     if dtype == torch.float32:
         return replace(config, tile_n=min(keys, _KEYS_OF_FLOAT32[dim]), num_warps=8, num_stages=1)

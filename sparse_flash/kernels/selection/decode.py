@@ -17,7 +17,7 @@ from ..common.layout import empty_out
 from ..common.tiles import FLOOR, LN_2, LOG2_E
 from ..launch.launch import launch_or_repeat, multiprocessors
 from ..launch.tuned import remembered
-from ..portable.configs import decode_config, family_of
+from ..portable.configs import chip_of, decode_config
 from ..portable.decode import (
     Cache,
     DecodePlan,
@@ -206,7 +206,7 @@ def _plan(
     batch, heads, q_len, head_dim = q_shape
     pickers, groups, slots = picks_shape[1:]
     members = heads // pickers
-    config = config or decode_config(dtype, head_dim, block_size, members, v_head_dim, family_of(device))
+    config = config or decode_config(dtype, head_dim, block_size, members, v_head_dim, chip_of(device))
     tile_m, tile_n, dim_v = config.tile_m, config.tile_n, padded_head_dim(v_head_dim)
     row_tiles = -(-members // tile_m)
     tiles = batch * pickers * q_len * row_tiles

@@ -299,6 +299,6 @@ def pick_blocks(
 def _precision(source: torch.Tensor) -> str:
     """Returns the precision of products of float32. Sums and means of 16-bit numbers lose less in tf32 than these numbers had lost;
     float32 takes three such products. On chips without tf32, products are exact and slow."""
-    if not source.is_cuda or torch.version.hip is not None or torch.cuda.get_device_capability(source.device) < (8, 0):
+    if not source.is_cuda or torch.cuda.get_device_capability(source.device) < (8, 0):
         return "ieee"
     return "tf32x3" if source.dtype == torch.float32 else "tf32"
