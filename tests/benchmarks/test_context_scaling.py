@@ -28,10 +28,11 @@ def test_slower_links_slow_the_ranks_that_they_join():
     assert between[1]["seconds"] == plain[1]["seconds"] and between[2]["seconds"] > plain[2]["seconds"]
 
 
-def test_one_rank_takes_as_long_as_its_products_at_their_rate():
+def test_one_rank_takes_as_long_as_its_rows_and_products_at_their_rate():
     mask = sf.compile_mask("causal", 1 << 15)
     visited = int(mask.by_query.row_ptr[0, -1])
-    assert rows("causal")[0]["seconds"] == pytest.approx(visited * 128**2 * 4 * 128 * 8 / 5e14)
+    products = visited * 128**2 * 4 * 128 * 8 / 5e14
+    assert products < rows("causal")[0]["seconds"] < 1.05 * products
     assert rows("causal", flop_rate=1e15)[0]["seconds"] == pytest.approx(rows("causal")[0]["seconds"] / 2)
 
 

@@ -15,6 +15,8 @@ from .chips import Chip, KernelFamily, Times
 from .reuse import share_reloaded
 from .schedule import Last, last_to_finish
 
+# The kernels along rows, by whether they are portable, forward and backward.
+_BESIDE = {False: ("merging split rows", "sums of dQ"), True: ("", "sums of out * dOut")}
 KINDS = len(Times._fields)  # what a tile has of each: rows (1), full steps, partial steps, reloaded steps
 
 
@@ -69,7 +71,7 @@ class Pass(NamedTuple):
 
     us: microseconds on the GPU. host_us: that the host takes to launch it, call by call; CUDA graphs take none. parts: microseconds
     by name, whose sum is ``us``. beside: microseconds beside the queue's kernel. last: the program that finishes last. measured:
-    whether constants of these kernels were measured on the chip.
+    whether constants of these kernels were measured on the chip. portable: whether they are the portable ones.
     """
 
     us: float
@@ -78,6 +80,7 @@ class Pass(NamedTuple):
     beside: float
     last: Last
     measured: bool
+    portable: bool
 
     @property
     def eager_us(self) -> float:
@@ -106,11 +109,12 @@ def predicted(launch: Launch, chip: Chip) -> Pass:
     if of_memory > last.time:
         parts = {"memory, once for each element": of_memory}
     beside = {
-        "sums of dQ" if backward else "merging split rows": launch.row_bytes / chip.bytes_per_us,
+        _BESIDE[launch.family.portable][backward]: launch.row_bytes / chip.bytes_per_us,
         "launches": launch.launches * chip.launch_us,
     }
     parts = {name: float(us) for name, us in (parts | beside).items() if us}
-    return Pass(sum(parts.values()), chip.host_us[backward], parts, sum(beside.values()), last, chip.has_measured(launch.family))
+    measured, us = chip.has_measured(launch.family), sum(parts.values())
+    return Pass(us, chip.host_us[backward], parts, sum(beside.values()), last, measured, launch.family.portable)
 
 
 def forward(sizes: AttentionSizes, mask, chip: Chip) -> Launch:
@@ -123,7 +127,7 @@ def forward(sizes: AttentionSizes, mask, chip: Chip) -> Launch:
     together = heads_in_queue(width, sizes.kv_len, tables, batch_heads, group)
     if tables is None:
         items, _ = items_and_tiles(sizes.q_shape, None, config.queries)
-        tiles = _dense(items, sizes.kv_len // config.keys, bool(sizes.kv_len % config.keys))
+        tiles = dense_tiles(items, sizes.kv_len // config.keys, bool(sizes.kv_len % config.keys))
     else:
         of_row, steps = tables.row_queries // config.queries, tables.block_size // config.keys
         blocks = chip.cached_bytes / (tables.block_size * 2 * width)  # of keys and values
@@ -131,7 +135,7 @@ def forward(sizes: AttentionSizes, mask, chip: Chip) -> Launch:
     split = _splits(tables, "by_query") * (tables.row_queries if tables else 0)
     merged = 4 * batch_heads * split * (columns["DIM_V"] + 1) * 2  # written and read
     family = KernelFamily(False, columns["USED"], columns["USED_V"], config.queries, config.keys, config.programs)
-    mask_of = _mask_of(tables, sizes.batch, sizes.heads)
+    mask_of = mask_of_heads(tables, sizes.batch, sizes.heads)
     return Launch(family, programs, tiles, mask_of, together, merged, 1 + bool(split), sizes.tensor_bytes)
 
 
@@ -143,17 +147,16 @@ def backward(sizes: AttentionSizes, mask, chip: Chip) -> Launch:
     dim, dim_v = padded_head_dim(sizes.head_dim), padded_head_dim(sizes.v_head_dim)
     group = sizes.heads // sizes.kv_heads
     joined = group if heads_together(sizes.q_shape, sizes.kv_heads, tables, True, chip.multiprocessors) else 1
-    mask_of = _mask_of(tables, sizes.batch, sizes.heads)[::joined]
+    mask_of = mask_of_heads(tables, sizes.batch, sizes.heads)[::joined]
     together = heads_in_queue(2 * (dim + dim_v), sizes.q_len, tables, len(mask_of), by_key=True)
     if tables is None:
-        tiles = _dense(-(-sizes.kv_len // config.keys), -(-sizes.q_len // config.queries), False)
+        tiles = dense_tiles(-(-sizes.kv_len // config.keys), -(-sizes.q_len // config.queries), False)
     else:
         of_row, steps = tables.block_size // config.keys, tables.block_size // config.queries
         blocks = chip.cached_bytes / (tables.block_size * (2 * (dim + dim_v) + 4 * dim))  # of queries, dOut, and sums of dQ
         tiles = _of_table(tables, "by_key", of_row, steps, programs, together, blocks) * np.array([1, joined, joined, joined])
     queries, keys = sizes.batch * sizes.heads * sizes.q_len, sizes.batch * sizes.kv_heads * sizes.kv_len
-    # Before: out and dout are read, zeros written. After: sums are read, dQ is written.
-    row_bytes, launches = queries * (2 * 2 * dim_v + 4 * dim + 4 * dim + 2 * dim), 3
+    row_bytes, launches = queries * backward_row_bytes(dim, dim_v), 3
     if group > joined:  # dK and dV: zeros are written, sums read, gradients written
         row_bytes, launches = row_bytes + keys * (dim + dim_v) * (4 + 4 + 2), launches + 3
     elif splits := _splits(tables, "by_key"):  # results of splits are written and read
@@ -164,7 +167,13 @@ def backward(sizes: AttentionSizes, mask, chip: Chip) -> Launch:
     return Launch(family, programs, tiles, mask_of, together, row_bytes, launches, 2 * sizes.tensor_bytes)
 
 
-def _dense(items: int, full: int, partial: bool) -> np.ndarray:
+def backward_row_bytes(dim: int, dim_v: int) -> int:
+    """Returns the bytes of a query in the kernels along rows. Before the main kernel: out and dout are read, zeros written. After
+    it: sums are read, dQ is written."""
+    return 2 * 2 * dim_v + 4 * dim + 4 * dim + 2 * dim
+
+
+def dense_tiles(items: int, full: int, partial: bool) -> np.ndarray:
     return np.broadcast_to(np.array([1.0, full, partial, 0.0]), (1, items, KINDS))
 
 
@@ -184,11 +193,17 @@ def _of_table(tables, which: str, tiles: int, steps: int, programs: int, togethe
     heads = max(together, programs // (work.shape[1] * tiles))  # at work at the same time
     reach = programs // (heads * tiles), max(1, int(blocks / heads))
     reloaded = np.array([[share_reloaded(items[:, [1, 4]], cols, *reach)] for items in work])
-    kinds = np.stack([np.ones_like(begin), (runs - begin) * steps, (end - runs) * steps, (end - begin) * steps * reloaded], -1)
-    return kinds.repeat(tiles, 1)
+    return kinds_of(begin, runs, end, steps, reloaded).repeat(tiles, 1)
 
 
-def _mask_of(tables, batch: int, heads: int) -> np.ndarray:
+def kinds_of(begin, runs, end, steps: int, reloaded=0.0) -> np.ndarray:
+    """Returns (masks, items, KINDS): what a tile of each item has. begin, runs, end: (masks, items), where entries begin, full ones
+    end, and all end. steps: of a block. reloaded: a share of all steps."""
+    amounts = np.ones(begin.shape), (runs - begin) * steps, (end - runs) * steps, (end - begin) * steps * reloaded
+    return np.stack(amounts, -1).astype(float)
+
+
+def mask_of_heads(tables, batch: int, heads: int) -> np.ndarray:
     if tables is None:
         return np.zeros(batch * heads, np.int64)
     return np.broadcast_to(tables.mask_index.numpy(), (batch, heads)).reshape(-1)
