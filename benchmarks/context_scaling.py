@@ -19,7 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 import sparse_flash as sf
-from sparse_flash.parallel.costs import ALONE, FLOP_RATE, LINK_RATE, Node, SequenceSizes
+from sparse_flash.kernels.cost.choices import DENSE_BLOCK, HEAD_DIM, block_times
+from sparse_flash.parallel.costs import ALONE, LINK_RATE, Node, SequenceSizes
 from sparse_flash.parallel.explanation import explained
 
 from .report.plots import draw_context_scaling
@@ -29,6 +30,7 @@ SCALES = 0.5  # of linear: below it a mask has stopped scaling
 _BLOCK = 128
 # ConnectX-7 at 400 Gb/s, one for each GPU, by its data sheet.
 _BETWEEN_RATE = 50e9
+_FLOP_RATE = 4 * HEAD_DIM * DENSE_BLOCK**2 / (1e-6 * block_times(DENSE_BLOCK, False).full)  # of full blocks, forward
 
 
 def masks(tokens: int) -> dict[str, sf.Pattern]:
@@ -54,8 +56,8 @@ def simulated(
     would take. scaling: of linear, by the first row. received: the most bytes that a
     rank gets. balance: the most work of a rank / the mean."""
     sizes = SequenceSizes(mask.q_len, mask.block_size, heads, kv_heads)
-    # Estimates are for FLOP_RATE; another rate changes all of a pass but what travels.
-    slower = FLOP_RATE / flop_rate
+    # Estimates are for _FLOP_RATE; another rate changes all of a pass but what travels.
+    slower = _FLOP_RATE / flop_rate
     rows: list[dict] = []
     for count in ranks:
         near = Node(node, link_rate * slower) if count > node else ALONE
@@ -125,7 +127,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--node", type=int, default=8, help="ranks of a node")
     parser.add_argument("--link-rate", type=float, default=LINK_RATE, help="bytes per second that a rank gets within a node")
     parser.add_argument("--between-rate", type=float, default=_BETWEEN_RATE, help="the same, of more ranks than a node has")
-    parser.add_argument("--flop-rate", type=float, default=FLOP_RATE, help="FLOP per second, over the pairs of visited blocks")
+    parser.add_argument("--flop-rate", type=float, default=_FLOP_RATE, help="FLOP per second, over the pairs of visited blocks")
     parser.add_argument("--mask", nargs="+", help="spec texts instead of its own masks")
     given = vars(parser.parse_args(arguments))
     out, names = given.pop("out"), given.pop("mask")
