@@ -23,10 +23,11 @@ import torch
 
 from sparse_flash.kernels.cost import chips
 from sparse_flash.kernels.cost.chips import Chip
-from sparse_flash.kernels.cost.fit import Errors, Sample, fit
+from sparse_flash.kernels.cost.model import AttentionSizes
 from sparse_flash.masks.block_mask import BlockMask
-from sparse_flash.tools.cost import samples_of
+from sparse_flash.tools.cost import launch_of
 
+from .fit import Errors, Sample, fit
 from .report.plots import draw_predicted
 from .workload.cases import Mask, Shape
 from .workload.masks import skewed_and_even
@@ -81,9 +82,13 @@ def _block_before(mask: BlockMask) -> int:
 def samples_of_call(
     mask: BlockMask, s: Shape, chip: Chip, us: Sequence[float | None], name: str, backend: str = "hopper"
 ) -> Iterator[Sample]:
-    """Returns the passes of a call that took these microseconds, forward and backward. backend: "hopper" or "triton"."""
-    sizes = {"batch": s.batch, "kv_heads": s.kv_heads, "v_head_dim": s.v_head_dim}
-    return samples_of(mask, s.heads, s.head_dim, chip, us, name, portable=backend == "triton", **sizes)
+    """Returns the passes of a call that took these microseconds, forward and backward; None: not measured. backend: "hopper" or
+    "triton"."""
+    kv_heads, v_head_dim = s.kv_heads or s.heads, s.v_head_dim or s.head_dim
+    sizes = AttentionSizes(s.batch, s.heads, kv_heads, mask.q_len, mask.kv_len, s.head_dim, v_head_dim)
+    for backward, time in zip((False, True), us, strict=True):
+        if time is not None:
+            yield Sample(launch_of(backward, backend == "triton", sizes, mask.kernel_table(True), chip), time, name)
 
 
 def _rows(data: object, gpu: str) -> Iterator[tuple[dict, dict, str]]:

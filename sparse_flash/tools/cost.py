@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..backends import hopper, triton
-from ..kernels.cost import hopper as model
-from ..kernels.cost import portable as portable_model
+from ..kernels.cost import hopper as hopper_kernels
+from ..kernels.cost import portable as portable_kernels
 from ..kernels.cost.chips import Chip, chip_of_gpu, known_chips
-from ..kernels.cost.fit import Sample
+from ..kernels.cost.model import AttentionSizes, Launch, Pass, predicted
 from ..masks.block_mask import BlockMask
 
 
@@ -20,8 +19,8 @@ class Prediction:
     """The predicted time of a call. device: the GPU's name."""
 
     device: str
-    forward: model.Pass
-    backward: model.Pass
+    forward: Pass
+    backward: Pass
 
     @property
     def estimated(self) -> bool:
@@ -45,7 +44,7 @@ class Prediction:
         return {"forward time": forward, "backward time": _in_words(self.backward)}
 
 
-def _in_words(one: model.Pass) -> str:
+def _in_words(one: Pass) -> str:
     parts = sorted(one.parts.items(), key=lambda part: -part[1])
     shares = ", ".join(f"{name} {us / one.us:.0%}" for name, us in parts if us >= 0.005 * one.us)
     host = f"; call by call, the host takes {one.host_us:.0f} us" if one.bound == "the host" else ""
@@ -87,36 +86,12 @@ def refusal(mask: BlockMask, dtype: torch.dtype, head_dim: int, v_head_dim: int)
     return None
 
 
-def samples_of(
-    mask: BlockMask,
-    heads: int,
-    head_dim: int,
-    chip: Chip,
-    us: Sequence[float | None],
-    name: str = "",
-    *,
-    batch: int = 1,
-    kv_heads: int | None = None,
-    v_head_dim: int | None = None,
-    portable: bool = False,
-) -> Iterator[Sample]:
-    """Returns the measured passes of a call, to fit constants to. us: microseconds of the forward and of the backward pass; None:
-    not measured. portable: by the portable kernels, over the mask's own blocks. Other arguments as for ``predict``."""
-    sizes = model.AttentionSizes(batch, heads, kv_heads or heads, mask.q_len, mask.kv_len, head_dim, v_head_dim or head_dim)
-    table = _on_host(mask.kernel_table(not portable))
-    for backward, time in zip((False, True), us, strict=True):
-        if time is not None:
-            yield Sample(_launch(backward, portable, sizes, table, chip), time, name)
-
-
-def _on_host(table: BlockMask | None) -> BlockMask | None:
-    return table and table.to("cpu")
-
-
-def _launch(backward: bool, portable: bool, sizes: model.AttentionSizes, table: BlockMask | None, chip: Chip) -> model.Launch:
+def launch_of(backward: bool, portable: bool, sizes: AttentionSizes, table: BlockMask | None, chip: Chip) -> Launch:
+    """Returns the launches of a pass. table: what kernels iterate over."""
+    table = table and table.to("cpu")
     if portable:
-        return portable_model.launch(backward, sizes, table, chip)
-    return (model.backward if backward else model.forward)(sizes, table, chip)
+        return portable_kernels.launch(backward, sizes, table, chip)
+    return (hopper_kernels.backward if backward else hopper_kernels.forward)(sizes, table, chip)
 
 
 def predict(
@@ -135,15 +110,15 @@ def predict(
     heads, kv_heads: of queries, and of keys and values. chip: see ``chip_named``. Raises ValueError for calls whose time is not
     predicted. Reads the table.
     """
-    sizes = model.AttentionSizes(batch, heads, kv_heads or heads, mask.q_len, mask.kv_len, head_dim, v_head_dim or head_dim)
+    sizes = AttentionSizes(batch, heads, kv_heads or heads, mask.q_len, mask.kv_len, head_dim, v_head_dim or head_dim)
     if reason := refusal(mask, dtype, head_dim, sizes.v_head_dim):
         raise ValueError(f"the time of this call is not predicted: {reason}")
-    table = _on_host(mask.kernel_table(True))
+    table = mask.kernel_table(True)
     in_place = {sizes.head_dim, sizes.v_head_dim} <= {*hopper.HEAD_DIMS} and (table and table.block_size) in hopper.BLOCK_SIZES
-    portable = not (chip.is_hopper and in_place)
+    portable = not (chip.hopper and in_place)
     by_hopper = not portable and hopper.has_backward(sizes.head_dim, sizes.v_head_dim)
     forward, backward = (
-        model.predicted(_launch(back, by_portable, sizes, table, chip), chip)
+        predicted(launch_of(back, by_portable, sizes, table, chip), chip)
         for back, by_portable in ((False, portable), (True, not by_hopper))
     )
     return Prediction(chip.name, forward, backward)

@@ -15,7 +15,7 @@ from sparse_flash.benchmarks.workload.problem import compiled
 from sparse_flash.cli.app import app
 from sparse_flash.kernels.cost import chips
 from sparse_flash.kernels.cost.chips import Chip, Times
-from sparse_flash.kernels.cost.hopper import predicted
+from sparse_flash.kernels.cost.model import predicted
 from sparse_flash.tools.cost import chip_named, predict
 
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 import sparse_flash as sf
 from sparse_flash.kernels.cost import choices
-from sparse_flash.kernels.cost.hopper import AttentionSizes, backward, forward, predicted
+from sparse_flash.kernels.cost.hopper import backward, forward
+from sparse_flash.kernels.cost.model import AttentionSizes, predicted
 from sparse_flash.masks import memory
 
 HEADS = 64  # enough that programs rarely idle

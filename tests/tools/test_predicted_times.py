@@ -101,10 +101,10 @@ def test_a_gpu_that_was_not_measured_is_estimated_from_what_its_driver_reports(m
 
     monkeypatch.setattr(type(driver), "active", Active)
     chip = chips.chip_of_gpu("NVIDIA A100-SXM4-40GB", 0, (8, 0))
-    assert chip.estimated and chip.multiprocessors * chip.flops_per_us == pytest.approx(312e6, rel=0.01)
+    assert not chip.measured and not chip.hopper and chip.multiprocessors * chip.flops_per_us == pytest.approx(312e6, rel=0.01)
     assert chip.bytes_per_us == pytest.approx(0.8 * 1.555e6, rel=0.01)
     assert "estimated for NVIDIA A100" in cost.predict(sf.compile_mask("causal", 4096), 8, 128, chip).lines()["forward time"]
-    assert not chips.chip_of_gpu("NVIDIA H200", 0, (9, 0)).estimated
+    assert chips.chip_of_gpu("NVIDIA H200", 0, (9, 0)).measured
 
 
 def test_the_command_prints_predicted_times():

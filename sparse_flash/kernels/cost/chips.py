@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -67,23 +67,18 @@ class Times(NamedTuple):
 class Chip:
     """A GPU as the model sees it.
 
-    flops_per_us: of a multiprocessor, at its peak. bytes_per_us: that copies reach. cached_bytes: of operands that the L2 cache
-    holds while programs on all multiprocessors read them. launch_us: of one kernel. host_us: of an eager call's host, forward and
-    backward. shares: of the peak that steps reach, a guess. measured: constants by family. inherited: constants that were measured
-    on GPUs with the same multiprocessors. Others are estimated from these. estimated: whether nothing was measured on the chip.
+    flops_per_us: of a multiprocessor, at its peak. bytes_per_us: that copies reach. hopper: whether Hopper's kernels run on it.
+    measured: constants by family. inherited: constants that were measured on GPUs with the same multiprocessors. Others are
+    estimated from these.
     """
 
     name: str
     multiprocessors: int
     flops_per_us: float
     bytes_per_us: float
-    cached_bytes: float = 25e6
-    launch_us: float = 2.5
-    host_us: tuple[float, float] = (26.0, 155.0)
-    shares: tuple[float, float] = _HOPPER_SHARES
+    hopper: bool = True
     measured: Mapping[KernelFamily, Times] = field(default_factory=dict)
     inherited: Mapping[KernelFamily, Times] = field(default_factory=dict)
-    estimated: bool = False
 
     def times(self, family: KernelFamily) -> Times:
         """Returns the family's constants. Without a measurement: a guess, times what the guess misses for the most alike family."""
@@ -98,18 +93,9 @@ class Chip:
         of_nearest = zip(guess, self.times(nearest), self._guess(nearest), strict=True)
         return Times(*(time * measured / guessed for time, measured, guessed in of_nearest))
 
-    @property
-    def is_hopper(self) -> bool:
-        """Whether Hopper's kernels run on it: whether its multiprocessors are those of an H100."""
-        return self.shares == _HOPPER_SHARES
-
-    def has_measured(self, family: KernelFamily) -> bool:
-        """Whether the family's constants are measurements of this chip."""
-        return not self.estimated and family in self.measured
-
     def _guess(self, family: KernelFamily) -> Times:
         """Returns constants from the peak rate alone."""
-        shares = _PORTABLE_SHARES if family.portable else self.shares
+        shares = _PORTABLE_SHARES if family.portable else _HOPPER_SHARES
         step = family.step_flops * family.programs / self.flops_per_us / shares[family.backward]
         # A row starts with the operands of its tile, ends with its results, and is partly hidden by other rows.
         row = 2.0 * step * 128 / family.queries if family.backward else 1.5 * step * 128 / family.keys
@@ -119,16 +105,13 @@ class Chip:
         """Returns the chip as plain data."""
         families = sorted(self.measured, key=lambda family: (family.portable, family))
         measured = {str(family): [round(time, 4) for time in self.measured[family]] for family in families}
-        data = asdict(replace(self, measured={}, inherited={})) | {"measured": measured}
-        del data["inherited"]  # of other chips
-        return data
+        own = {name: getattr(self, name) for name in ("name", "multiprocessors", "flops_per_us", "bytes_per_us", "hopper")}
+        return own | {"measured": measured}
 
     @classmethod
     def of_data(cls, data: dict) -> Chip:
         """The reverse of ``as_data``."""
-        measured = {KernelFamily.parse(text): Times(*times) for text, times in data["measured"].items()}
-        pairs = {name: tuple(data[name]) for name in ("host_us", "shares")}
-        return cls(**data | pairs | {"measured": measured})
+        return cls(**data | {"measured": {KernelFamily.parse(text): Times(*times) for text, times in data["measured"].items()}})
 
     def inheriting(self, others: Iterable[Chip]) -> Chip:
         """Returns the chip with the constants of chips that have the same multiprocessors."""
@@ -183,5 +166,4 @@ def _reported(name: str, index: int, capability: tuple[int, int]) -> Chip:
     flops = _FLOPS_OF_CYCLE.get(capability, _FLOPS_OF_OTHERS) * found["sm_clock_rate"] / 1e3
     # Bytes in a cycle of a memory's clock, at two transfers; kHz to MHz.
     rate = _MEMORY_SHARE * 2 * found["mem_bus_width"] / 8 * found["mem_clock_rate"] / 1e3
-    shares = _HOPPER_SHARES if capability == (9, 0) else _PORTABLE_SHARES
-    return Chip(name, found["multiprocessor_count"], flops, rate, shares=shares, estimated=True)
+    return Chip(name, found["multiprocessor_count"], flops, rate, hopper=capability == (9, 0))

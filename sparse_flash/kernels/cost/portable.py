@@ -7,7 +7,7 @@ import torch
 from ..common.config import padded_head_dim
 from ..portable.configs import HOPPER, fitted
 from .chips import Chip, KernelFamily
-from .hopper import AttentionSizes, Launch, dense_tiles, kinds_of, mask_of_heads
+from .model import AttentionSizes, Launch, dense_tiles, kinds_of, mask_of_heads
 
 PORTABLE_ROW_BYTES = 4  # of a column of v, for a query in a backward pass: out and dout are read
 _WARPS = 8  # of programs that share a multiprocessor

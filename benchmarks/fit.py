@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .chips import Chip, KernelFamily, Times
-from .hopper import KINDS, Launch, predicted
+from sparse_flash.kernels.cost.chips import Chip, KernelFamily, Times
+from sparse_flash.kernels.cost.model import KINDS, Launch, predicted
 
 _ROUNDS = 10
 # The weight of a constant's value before the fit, of a sample's. It decides what samples do not tell apart.
@@ -43,7 +43,7 @@ def fit(chip: Chip, samples: Sequence[Sample]) -> Chip:
     if not by_family:
         return chip
     measured = {family: _fitted(chip, family, found) for family, found in by_family.items()}
-    return replace(chip, measured={**chip.measured, **measured}, estimated=False)
+    return replace(chip, measured={**chip.measured, **measured})
 
 
 def _fitted(chip: Chip, family: KernelFamily, samples: Sequence[Sample]) -> Times:
