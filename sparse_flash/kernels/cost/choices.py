@@ -66,9 +66,14 @@ def gain(mask) -> float:
     first_query = np.arange(ptr.shape[1] - 1) * size
     causal = (last * size <= first_query + size - 1 + offset).all() and ((last[0] + 1) * size <= first_query + offset + 1).all()
     counts = shares @ (ends - begins).sum(-1)[0], shares @ (ptr[:, -1] - ptr[:, 0])  # full blocks, all blocks
-    rows = np.arange(-(-mask.q_len // DENSE_BLOCK)) * DENSE_BLOCK + offset  # the last key of each row's first query
-    keys = -(-mask.kv_len // DENSE_BLOCK)
-    full = np.full(len(rows), keys) if not causal else np.clip((rows + 1) // DENSE_BLOCK, 0, keys)
-    visited = full if not causal else np.clip((rows + DENSE_BLOCK - 1) // DENSE_BLOCK + 1, 0, keys)
-    dense = both_passes(DENSE_BLOCK, len(rows), full.sum(), visited.sum() - full.sum())
+    dense = dense_passes(mask.q_len, mask.kv_len, bool(causal))
     return float(dense / both_passes(size, len(first_query), counts[0], counts[1] - counts[0]))
+
+
+def dense_passes(q_len: int, kv_len: int, causal: bool) -> float:
+    """Returns the microseconds of a forward and a backward pass of dense attention, or of causal attention, of one head."""
+    rows = np.arange(-(-q_len // DENSE_BLOCK)) * DENSE_BLOCK + kv_len - q_len  # the last key of each row's first query
+    keys = -(-kv_len // DENSE_BLOCK)
+    full = np.clip((rows + 1) // DENSE_BLOCK, 0, keys) if causal else np.full(len(rows), keys)
+    visited = np.clip((rows + DENSE_BLOCK - 1) // DENSE_BLOCK + 1, 0, keys) if causal else full
+    return both_passes(DENSE_BLOCK, len(rows), full.sum(), visited.sum() - full.sum())
