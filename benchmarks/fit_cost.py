@@ -59,7 +59,12 @@ _FOLDS = 5
 
 def samples(path: Path) -> Iterator[tuple[str, Sample]]:
     """Returns (the GPU's name, a measured pass) of a results file."""
-    for case, row, gpu in _rows(json.loads(path.read_text()), ""):
+    return samples_of_data(json.loads(path.read_text()))
+
+
+def samples_of_data(data: object) -> Iterator[tuple[str, Sample]]:
+    """Returns ``samples`` of what a results file holds."""
+    for case, row, gpu in _rows(data, ""):
         if row.get("backend") not in ("hopper", "triton") or case.get("dropout_p") or case.get("padded") or "forward_ms" not in row:
             continue
         sizes = {name: case["shape"].get(name) for name in Shape.__dataclass_fields__}
@@ -184,7 +189,16 @@ def report(gpu: str, errors: list[tuple[float, Sample]]) -> None:
         print(f"{gpu}: {len(short)} shorter passes, off by at most {most:.0f} us: {sample.name}")
 
 
-def _points(errors: dict[str, list[tuple[float, Sample]]]) -> dict[str, dict[str, list[tuple[float, float]]]]:
+def known_errors(data: object) -> dict[str, list[tuple[float, Sample]]]:
+    """Returns the signed errors of the measured passes in ``data``, by GPU, for GPUs whose constants are known."""
+    known, errors = chips.known_chips(), dict[str, list[tuple[float, Sample]]]()
+    for gpu, sample in samples_of_data(data):
+        if gpu in known:
+            errors.setdefault(gpu, []).append((sample.error(known[gpu]), sample))
+    return errors
+
+
+def points(errors: dict[str, list[tuple[float, Sample]]]) -> dict[str, dict[str, list[tuple[float, float]]]]:
     """Returns {pass: {GPU: [(measured ms, signed relative error)]}} of the passes over 100 us."""
     return {
         name: {
@@ -212,7 +226,7 @@ def main(arguments: list[str] | None = None) -> int:
         report(gpu, of_gpu)
     if options.plot:
         options.plot.mkdir(parents=True, exist_ok=True)
-        print(draw_predicted(_points(errors), options.plot)["light"])
+        print(draw_predicted(points(errors), options.plot)["light"])
     if options.write:
         chips.write(chips.SHIPPED, made)
         print(chips.SHIPPED)
