@@ -10,22 +10,22 @@ from ..backends import hopper, triton
 from ..kernels.cost import hopper as hopper_kernels
 from ..kernels.cost import portable as portable_kernels
 from ..kernels.cost.chips import Chip, chip_of_gpu, known_chips
-from ..kernels.cost.model import AttentionSizes, Launch, Pass, predicted
+from ..kernels.cost.model import AttentionSizes, Launch, Pass, predicted, reading
 from ..masks.block_mask import BlockMask
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted time of a call. device: the GPU's name."""
+    """The predicted time of a call. device: the GPU's name. backward: None for calls of few queries."""
 
     device: str
     forward: Pass
-    backward: Pass
+    backward: Pass | None
 
     @property
     def estimated(self) -> bool:
         """Whether some kernels were not measured on the GPU, so that constants follow from others or from what it reports."""
-        return not (self.forward.measured and self.backward.measured)
+        return not (self.forward.measured and (self.backward is None or self.backward.measured))
 
     @property
     def forward_us(self) -> float:
@@ -33,15 +33,15 @@ class Prediction:
         return self.forward.us
 
     @property
-    def backward_us(self) -> float:
-        """Returns microseconds on the GPU."""
-        return self.backward.us
+    def backward_us(self) -> float | None:
+        """Returns microseconds on the GPU, or None."""
+        return self.backward and self.backward.us
 
     def lines(self) -> dict[str, str]:
         """Returns the passes as sentences, by name."""
         where = f"{'estimated for' if self.estimated else 'predicted on'} {self.device}"
         forward = f"{_in_words(self.forward)} ({where})"
-        return {"forward time": forward, "backward time": _in_words(self.backward)}
+        return {"forward time": forward} | ({"backward time": _in_words(self.backward)} if self.backward else {})
 
 
 def _in_words(one: Pass) -> str:
@@ -77,8 +77,6 @@ def chip_named(device: str | torch.device | None) -> Chip | None:
 
 def refusal(mask: BlockMask, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
     """Returns why the time of such calls is not predicted, or None."""
-    if mask.q_len <= triton.FEW_QUERIES:
-        return f"calls of more than {triton.FEW_QUERIES} queries are; got {mask.q_len}"
     if dtype not in hopper.DTYPES:
         return f"calls of float16 and bfloat16 are; got {str(dtype).removeprefix('torch.')}"
     if (widest := max(head_dim, v_head_dim)) > triton.MAX_HEAD_DIM:
@@ -114,6 +112,10 @@ def predict(
     if reason := refusal(mask, dtype, head_dim, sizes.v_head_dim):
         raise ValueError(f"the time of this call is not predicted: {reason}")
     table = mask.kernel_table(True)
+    if mask.q_len <= triton.FEW_QUERIES:
+        keys = sizes.kv_len * (1.0 if table is None else table.block_density * table.grid.q_blocks)
+        read = 2 * sizes.batch * sizes.kv_heads * keys * (sizes.head_dim + sizes.v_head_dim)
+        return Prediction(chip.name, reading(read, chip), None)
     in_place = {sizes.head_dim, sizes.v_head_dim} <= {*hopper.HEAD_DIMS} and (table and table.block_size) in hopper.BLOCK_SIZES
     portable = not (chip.hopper and in_place)
     by_hopper = not portable and hopper.has_backward(sizes.head_dim, sizes.v_head_dim)

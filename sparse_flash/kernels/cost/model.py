@@ -13,6 +13,9 @@ from .chips import Chip, KernelFamily, Times
 
 # Microseconds: of one launch, and of the host of an eager call, forward and backward.
 _LAUNCH_US, _HOST_US = 2.5, (26.0, 155.0)
+# Of a call of few queries, beside its reads; and how much faster these are than copies. Fitted to six calls on an H200
+# (benchmarks/results/features/h200-2026-11-21.json, "decode").
+_FEW_US, _READS = 8.0, 1.18
 # Tiles that are simulated one by one. What comes before them keeps all programs busy, up to the length of a tile.
 MOST_SIMULATED = 2048
 # The kernels along rows, by whether they are portable, forward and backward.
@@ -141,6 +144,13 @@ def last_to_finish(times: np.ndarray, programs: int, amounts: np.ndarray) -> Las
         heapq.heapreplace(free, (now + time, program))
     end, last = max(free)
     return Last(end, float(times.sum()) / programs, counted + amounts[begin:][taken_by == last].sum(0))
+
+
+def reading(read_bytes: float, chip: Chip) -> Pass:
+    """Returns a call of few queries, which takes the time in which keys and values are read, and a constant."""
+    parts = {"keys and values": read_bytes / (_READS * chip.bytes_per_us), "launch and merge": _FEW_US}
+    none = Last(0.0, 0.0, np.zeros(KINDS))
+    return Pass(sum(parts.values()), _HOST_US[0], parts, 0.0, none, bool(chip.measured), True)
 
 
 def dense_tiles(items: int, full: int, partial: bool) -> np.ndarray:
