@@ -25,11 +25,11 @@ from pathlib import Path
 import torch
 
 import sparse_flash
-from sparse_flash.kernels.cost.choices import LEAST_GAIN, gain
+from sparse_flash.kernels.cost.choices import LEAST_GAIN, gain, reference
 from sparse_flash.masks.block_mask import BlockMask
 from sparse_flash.masks.coarsen import KERNEL_BLOCK, SMALL_BLOCKS
 from sparse_flash.masks.document_blocks import document_blocks
-from sparse_flash.tools.cost import chip_named, predict
+from sparse_flash.tools.cost import predict
 from sparse_flash.tools.explain import is_causal
 
 from .baselines.registry import peer
@@ -103,18 +103,18 @@ def options_of(mask: BlockMask) -> dict[str, BlockMask]:
     return {chosen: found.pop(chosen)} | found
 
 
-def predicted_us(case: Case, mask: BlockMask, device: str) -> float:
-    """Returns the predicted microseconds of both passes."""
+def predicted_us(case: Case, mask: BlockMask) -> float:
+    """Returns the predicted microseconds of both passes, by the constants that choices are made by."""
     s = case.shape
-    time = predict(mask, s.heads, s.head_dim, chip_named(device), batch=s.batch, kv_heads=s.kv_heads, v_head_dim=s.v_head_dim)
-    return time.forward_us + time.backward_us
+    time = predict(mask, s.heads, s.head_dim, reference(), batch=s.batch, kv_heads=s.kv_heads, v_head_dim=s.v_head_dim)
+    return time.forward_us + (time.backward_us or 0.0)
 
 
 def close_choices(seed: int) -> Iterator[Case]:
     """Yields drawn cases that have several options, whose predicted times differ by at most _CLOSE."""
     for case in drawn(seed, sys.maxsize):
         options = options_of(compiled(case.mask, case.tokens, torch.device("cpu"))[1])
-        times = [predicted_us(case, mask, "h100") for mask in options.values()]
+        times = [predicted_us(case, mask) for mask in options.values()]
         if min(times) < max(times) < _CLOSE * min(times):
             yield case
 
@@ -124,7 +124,7 @@ def choice_row(case: Case, device: torch.device) -> dict:
     mask = compiled(case.mask, case.tokens, torch.device("cpu"))[1]
     options, row = options_of(mask), {}
     for name, one in options.items():
-        row[name] = {"predicted_ms": round(predicted_us(case, one, "h100") / 1e3, 4)}
+        row[name] = {"predicted_ms": round(predicted_us(case, one) / 1e3, 4)}
     if device.type == "cuda":
         problem = problem_of(case, device, DTYPES[device.type])
         for name, one in options_of(problem.mask).items():

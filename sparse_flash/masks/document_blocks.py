@@ -104,7 +104,7 @@ def _by_starts(table: Table, starts: torch.Tensor) -> Table:
 
 
 def _time(is_partial: np.ndarray, rows: int) -> float:
-    partial = np.count_nonzero(is_partial)
+    partial = int(np.count_nonzero(is_partial))
     return both_passes(BLOCK, rows, len(is_partial) - partial, partial)
 
 

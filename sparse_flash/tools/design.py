@@ -210,8 +210,8 @@ class _DesignSearch:
         if self.unit == 1:
             pairs = np.pad(pairs, [(0, -length % size) for length in pairs.shape])
             pairs = pairs.reshape(len(pairs) // size, size, -1, size).sum((1, 3))
-        full = np.count_nonzero(pairs == size**2)
-        return both_passes(size, len(pairs), full, np.count_nonzero(pairs) - full)
+        full, visited = int(np.count_nonzero(pairs == size**2)), int(np.count_nonzero(pairs))
+        return both_passes(size, len(pairs), full, visited - full)
 
     def whole(self, pairs: np.ndarray) -> np.ndarray:
         """Which units see all that they may of which, bool. A token has its own by the residual connection."""
