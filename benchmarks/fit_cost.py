@@ -41,6 +41,7 @@ FILES = (
     "kernels/h200-2026-11-20-portable-peers.json",
     "features/h200-2026-11-21.json",
     "short-calls/h200-2026-11-23-tiles.json",
+    "cost/h200-2026-11-27-calibration.json",
 )
 # Of short-calls/h200-2026-11-23-tiles.json: (spec, tokens, heads).
 _OF_64 = "blocks of 64, by triton.testing.do_bench, eager, ms forward and backward"
