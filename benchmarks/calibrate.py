@@ -10,9 +10,9 @@ import torch
 
 from sparse_flash.kernels.cost import chips
 from sparse_flash.kernels.cost.chips import Chip
-from sparse_flash.kernels.cost.fit import Sample, fit
 
 from .baselines.registry import peer
+from .fit import Sample, fit
 from .fit_cost import samples_of_call
 from .measure.throughput import CPU_SECONDS, DTYPES, passes, timed_ms
 from .workload.cases import OURS, Case, Mask, Shape

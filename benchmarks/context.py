@@ -38,7 +38,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 import sparse_flash as sf
-from sparse_flash.parallel.costs import FLOP_RATE
+from sparse_flash.kernels.cost.choices import DENSE_BLOCK, HEAD_DIM, both_passes
 from sparse_flash.parallel.peer_memory import peer_memory
 
 from .baselines.context import PATIENCE, WAYS, Divided, Planned, Sequence, Way, barrier, failed_alone, of_all_ranks
@@ -244,7 +244,7 @@ def link_ms(received: float, device: torch.device, ranks: int, seconds: float) -
 def warmed(case: ContextCase, density: float, names: list[str], mesh: DeviceMesh) -> bool:
     """Whether all calls of a case that takes long on one GPU were made at a short length."""
     pairs = density * case.tokens**2 * case.heads
-    on_one = 14 * pairs * case.head_dim / FLOP_RATE  # forward and backward: 4 and 10 for a pair
+    on_one = 1e-6 * both_passes(DENSE_BLOCK, 0, pairs / DENSE_BLOCK**2) * case.head_dim / HEAD_DIM
     if mesh.device_type != "cuda" or on_one < _LONG:
         return False
     known = masks(_SHORT)

@@ -1,9 +1,13 @@
 """Times rows that are drawn at random, to hold predictions of time against.
 
     python -m sparse_flash.benchmarks.drawn --seed 1 --count 200 --out runs/drawn
+    python -m sparse_flash.benchmarks.drawn --choices --count 40 --out runs/choices
 
 Writes drawn.json after each row: the case, forward and backward milliseconds with their spread, and the back end that ran. The same
 seed draws the same rows (``workload.drawn``).
+
+With --choices, rows are those in which ``auto`` chooses between tables or kernels of nearly equal predicted times. Each of them is
+timed; on a CPU they are only listed. A row has what was chosen, and for each option predicted and measured times.
 """
 
 from __future__ import annotations
@@ -12,16 +16,31 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import torch
 
+import sparse_flash
+from sparse_flash.kernels.cost.choices import LEAST_GAIN, gain, reference
+from sparse_flash.masks.block_mask import BlockMask
+from sparse_flash.masks.coarsen import KERNEL_BLOCK, SMALL_BLOCKS
+from sparse_flash.masks.document_blocks import document_blocks
+from sparse_flash.tools.cost import predict
+from sparse_flash.tools.explain import is_causal
+
 from .baselines.registry import peer
 from .measure.throughput import CPU_SECONDS, DTYPES, failure_text, passes
 from .results import environment
+from .workload.cases import Case
 from .workload.drawn import drawn
-from .workload.problem import problem_of
+from .workload.problem import compiled, problem_of
+
+_CASE = "shape", "spec", "block_size"  # of a row
+_CLOSE = 1.5  # the most between predicted times of options that are called close
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,6 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=200, help="rows (default %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("runs/drawn"), help="folder (default %(default)s)")
+    parser.add_argument("--choices", action="store_true", help="rows with close choices, and each option's time")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no more is begun (default: none)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(arguments)
@@ -37,25 +57,81 @@ def main(arguments: list[str] | None = None) -> int:
     data = {"format": 1, "seed": options.seed, "environment": environment(device), "rows": rows}
     options.out.mkdir(parents=True, exist_ok=True)
     _write(options.out, data)
-    for number, case in enumerate(drawn(options.seed, options.count)):
+    cases = close_choices(options.seed) if options.choices else drawn(options.seed, options.count)
+    for number, case in enumerate(islice(cases, options.count)):
         if time.monotonic() > until:
             print(f"the time was up: {options.count - number} rows were not begun", flush=True)
             break
         row: dict = {"shape": asdict(case.shape), "spec": case.mask.spec, "block_size": case.mask.block_size}
         try:
-            problem, rival = problem_of(case, device, DTYPES[device.type]), peer(case.peer)
-            row["backend"] = rival.runs_on(problem)
-            for name, timing in passes(problem.leaves, rival.prepare(problem), device, CPU_SECONDS, backward=True):
-                row |= timing.named(name)
-            del problem
+            row |= (choice_row if options.choices else measured_row)(case, device)
         except Exception as error:  # the others still can
             row["failed"] = failure_text(error)
         rows.append(row)
         _write(options.out, data)
-        said = row.get("failed") or f"{row['forward_ms']:.3f} ms forward, {row['backward_ms']:.3f} backward"
+        said = row.get("failed") or ", ".join(f"{name} {value}" for name, value in row.items() if name not in _CASE)
         print(f"{number + 1} of {options.count}: {case.shape}; {case.label[:80]}; {said}", flush=True)
     print(options.out)
     return int(any("failed" in row for row in rows))
+
+
+def measured_row(case: Case, device: torch.device) -> dict:
+    """Returns the back end that ran a case, the block size of the table that it ran, and milliseconds."""
+    problem, rival = problem_of(case, device, DTYPES[device.type]), peer(case.peer)
+    row: dict = {"backend": rival.runs_on(problem), "kernel_block": (problem.mask.coarse or problem.mask).block_size}
+    for name, timing in passes(problem.leaves, rival.prepare(problem), device, CPU_SECONDS, backward=True):
+        row |= timing.named(name)
+    return row
+
+
+def options_of(mask: BlockMask) -> dict[str, BlockMask]:
+    """Returns what ``auto`` chooses from, by name; what it takes comes first. "dense" is what it says may be as fast."""
+    found = {"own": replace(mask, coarse=None)}
+    if mask.block_size in SMALL_BLOCKS:
+        found["blocks of 128"] = replace(mask, coarse=mask.in_blocks_of(KERNEL_BLOCK))
+        chosen = "own" if mask.coarse is None else "blocks of 128"
+    elif by_document := document_blocks(mask, least_gain=0):
+        chosen = "own" if mask.by_document is None else "by document"
+        found["by document"] = replace(mask)
+        for name, one in found.items():
+            vars(one)["_by_document"] = by_document if name == "by document" else None
+    else:
+        chosen = "own"
+        if not mask.keeps_all and gain(mask.to("cpu")) < LEAST_GAIN:
+            dense = "causal" if is_causal(mask) else "full"
+            found["dense"] = sparse_flash.compile_mask(dense, mask.q_len, mask.kv_len, device=mask.device)
+    return {chosen: found.pop(chosen)} | found
+
+
+def predicted_us(case: Case, mask: BlockMask) -> float:
+    """Returns the predicted microseconds of both passes, by the constants that choices are made by."""
+    s = case.shape
+    time = predict(mask, s.heads, s.head_dim, reference(), batch=s.batch, kv_heads=s.kv_heads, v_head_dim=s.v_head_dim)
+    return time.forward_us + (time.backward_us or 0.0)
+
+
+def close_choices(seed: int) -> Iterator[Case]:
+    """Yields drawn cases that have several options, whose predicted times differ by at most _CLOSE."""
+    for case in drawn(seed, sys.maxsize):
+        options = options_of(compiled(case.mask, case.tokens, torch.device("cpu"))[1])
+        times = [predicted_us(case, mask) for mask in options.values()]
+        if min(times) < max(times) < _CLOSE * min(times):
+            yield case
+
+
+def choice_row(case: Case, device: torch.device) -> dict:
+    """Returns what ``auto`` chooses for a case, and for each option its predicted and, on a GPU, its measured milliseconds."""
+    mask = compiled(case.mask, case.tokens, torch.device("cpu"))[1]
+    options, row = options_of(mask), {}
+    for name, one in options.items():
+        row[name] = {"predicted_ms": round(predicted_us(case, one) / 1e3, 4)}
+    if device.type == "cuda":
+        problem = problem_of(case, device, DTYPES[device.type])
+        for name, one in options_of(problem.mask).items():
+            attend = partial(sparse_flash.attention, *problem.leaves, one)
+            for which, timing in passes(problem.leaves, attend, device, CPU_SECONDS, backward=True):
+                row[name] |= timing.named(which)
+    return {"chosen": next(iter(options)), "options": row}
 
 
 def _write(folder: Path, data: dict) -> None:

@@ -23,10 +23,11 @@ import torch
 
 from sparse_flash.kernels.cost import chips
 from sparse_flash.kernels.cost.chips import Chip
-from sparse_flash.kernels.cost.fit import Errors, Sample, fit
+from sparse_flash.kernels.cost.model import AttentionSizes
 from sparse_flash.masks.block_mask import BlockMask
-from sparse_flash.tools.cost import samples_of
+from sparse_flash.tools.cost import launch_of
 
+from .fit import Errors, Sample, fit
 from .report.plots import draw_predicted
 from .workload.cases import Mask, Shape
 from .workload.masks import skewed_and_even
@@ -37,7 +38,18 @@ FILES = (
     *(f"h100-2026-11-25-peers/{name}.json" for name in ("results", "sparse", "four-rows")),
     "h100-2026-11-26-speedup/results.json",
     "video/h200-2026-11-27-steps.json",
+    "kernels/h200-2026-11-20-portable-peers.json",
+    "features/h200-2026-11-21.json",
+    "short-calls/h200-2026-11-23-tiles.json",
+    "cost/h200-2026-11-27-calibration.json",
 )
+# Of short-calls/h200-2026-11-23-tiles.json: (spec, tokens, heads).
+_OF_64 = "blocks of 64, by triton.testing.do_bench, eager, ms forward and backward"
+_CASES_OF_64 = {
+    "random 8%": ("random(0.08, block=64)", 32768, 16),
+    "random 10%": ("random(0.1, block=64)", 40768, 12),
+    "butterfly": ("butterfly(block=64)", 16384, 16),
+}
 # Rates of copies: of an H100 as in parallel/costs, of an H200 from video/h200-2026-11-27-steps.json. Peaks at sustained clocks.
 _MULTIPROCESSORS, _FLOPS_PER_US = 132, 4096 * 1755
 H100 = Chip("NVIDIA H100 80GB HBM3", _MULTIPROCESSORS, _FLOPS_PER_US, 2.7e6)
@@ -48,26 +60,57 @@ _FOLDS = 5
 
 def samples(path: Path) -> Iterator[tuple[str, Sample]]:
     """Returns (the GPU's name, a measured pass) of a results file."""
-    for case, row, gpu in _rows(json.loads(path.read_text()), ""):
-        if row.get("backend") != "hopper" or case.get("dropout_p") or case.get("padded") or "forward_ms" not in row:
+    return samples_of_data(json.loads(path.read_text()))
+
+
+def samples_of_data(data: object) -> Iterator[tuple[str, Sample]]:
+    """Returns ``samples`` of what a results file holds."""
+    for case, row, gpu in _rows(data, ""):
+        if row.get("backend") not in ("hopper", "triton") or case.get("dropout_p") or case.get("padded") or "forward_ms" not in row:
             continue
         sizes = {name: case["shape"].get(name) for name in Shape.__dataclass_fields__}
         shape, spec, block_size = Shape(**sizes), case["spec"], case.get("block_size", 128)
         mask = _mask(_spec(case.get("label", ""), spec, shape.tokens), shape.tokens, block_size)
+        ran = row.get("kernel_block") or (_block_before(mask) if row["backend"] == "hopper" else block_size or 128)
+        mask = replace(mask, coarse=None if ran == mask.block_size else mask.in_blocks_of(ran))
         name = f"{shape}, {case.get('label') or str(spec)[:60]}, blocks of {block_size}"
         passes = [row[which] and 1e3 * row[which] if which in row else None for which in ("forward_ms", "backward_ms")]
-        for sample in samples_of_call(mask, shape, H100, passes, name):
+        for sample in samples_of_call(mask, shape, H100, passes, name, row["backend"]):
             yield gpu, sample
 
 
-def samples_of_call(mask: BlockMask, s: Shape, chip: Chip, us: Sequence[float | None], name: str) -> Iterator[Sample]:
-    """Returns the passes of a call that took these microseconds, forward and backward."""
-    return samples_of(mask, s.heads, s.head_dim, chip, us, name, batch=s.batch, kv_heads=s.kv_heads, v_head_dim=s.v_head_dim)
+def _block_before(mask: BlockMask) -> int:
+    """Returns the blocks in which kernels ran a mask before rows said so: 128 where these held at most 1.3 times the pairs."""
+    wide = mask.in_blocks_of(max(128, mask.block_size))
+    return wide.block_size if wide.block_density <= 1.3 * mask.block_density else mask.block_size
+
+
+def samples_of_call(
+    mask: BlockMask, s: Shape, chip: Chip, us: Sequence[float | None], name: str, backend: str = "hopper"
+) -> Iterator[Sample]:
+    """Returns the passes of a call that took these microseconds, forward and backward; None: not measured. backend: "hopper" or
+    "triton"."""
+    kv_heads, v_head_dim = s.kv_heads or s.heads, s.v_head_dim or s.head_dim
+    sizes = AttentionSizes(s.batch, s.heads, kv_heads, mask.q_len, mask.kv_len, s.head_dim, v_head_dim)
+    for backward, time in zip((False, True), us, strict=True):
+        if time is not None:
+            yield Sample(launch_of(backward, backend == "triton", sizes, mask.kernel_table(True), chip), time, name)
 
 
 def _rows(data: object, gpu: str) -> Iterator[tuple[dict, dict, str]]:
     """Returns (case, result, the GPU's name) of every measured row."""
     if isinstance(data, dict):
+        for name, rates in data.get("small blocks", {}).items():
+            yield from _of_rates(name, rates, gpu or data["environment"]["device"]) if name != "what" else ()
+        for name, times in data.get(_OF_64, {}).items():
+            spec, tokens, heads = _CASES_OF_64[name.rpartition(" ")[0]]
+            case = {
+                "shape": {"batch": 1, "heads": heads, "tokens": tokens, "head_dim": int(name.rpartition(" D")[2])},
+                "spec": spec,
+            }
+            for backend in ("hopper", "triton"):
+                result = dict(zip(("forward_ms", "backward_ms"), times[backend], strict=True)) | {"backend": backend}
+                yield case | {"block_size": 64}, result, data["gpu"]
         gpu = (data.get("environment") or {}).get("device", gpu)
         if "case" in data and "result" in data:
             yield data["case"], data["result"], gpu
@@ -79,6 +122,18 @@ def _rows(data: object, gpu: str) -> Iterator[tuple[dict, dict, str]]:
     elif isinstance(data, list):
         for value in data:
             yield from _rows(value, gpu)
+
+
+def _of_rates(name: str, rates: dict, gpu: str) -> Iterator[tuple[dict, dict, str]]:
+    """Returns ``_rows`` of portable kernels in a part of features/h200-2026-11-21.json. rates: {kernels and block size: TFLOP/s of
+    kept pairs, forward and backward}."""
+    head_dim, spec = name.removeprefix("D").split()
+    case = {"shape": {"batch": 1, "heads": 16, "tokens": 16384, "head_dim": int(head_dim)}, "spec": spec}
+    flops = 2 * 16 * 16384**2 * int(head_dim)  # of the forward pass under a causal mask
+    for kernels, (forward, backward) in rates.items():
+        if kernels.startswith("portable"):
+            times = {"forward_ms": flops / forward / 1e9, "backward_ms": 2.5 * flops / backward / 1e9}
+            yield case | {"block_size": int(kernels.split()[1])}, times | {"backend": "triton"}, gpu
 
 
 def _spec(label: str, spec: str | list[str], tokens: int) -> str | tuple[str, ...]:
@@ -104,9 +159,10 @@ def fold_of(sample: Sample) -> int:
 
 
 def fitted(found: dict[str, list[Sample]]) -> list[Chip]:
-    """Returns the H100 fitted to its samples, then the H200, which inherits the constants of the H100."""
-    h100 = fit(H100, found.get(H100.name, []))
-    return [h100, fit(replace(H200, inherited=h100.measured), found.get(H200.name, []))]
+    """Returns the H100 and the H200 fitted to their samples. Where samples of one do not tell, constants are those of the other."""
+    h200 = fit(H200, found.get(H200.name, []))
+    h100 = fit(H100.inheriting([h200]), found.get(H100.name, []))
+    return [h100, fit(H200.inheriting([h100]), found.get(H200.name, []))]
 
 
 def errors_by_gpu(found: dict[str, list[Sample]], held_out: bool, made: list[Chip]) -> dict[str, list[tuple[float, Sample]]]:
@@ -134,7 +190,16 @@ def report(gpu: str, errors: list[tuple[float, Sample]]) -> None:
         print(f"{gpu}: {len(short)} shorter passes, off by at most {most:.0f} us: {sample.name}")
 
 
-def _points(errors: dict[str, list[tuple[float, Sample]]]) -> dict[str, dict[str, list[tuple[float, float]]]]:
+def known_errors(data: object) -> dict[str, list[tuple[float, Sample]]]:
+    """Returns the signed errors of the measured passes in ``data``, by GPU, for GPUs whose constants are known."""
+    known, errors = chips.known_chips(), dict[str, list[tuple[float, Sample]]]()
+    for gpu, sample in samples_of_data(data):
+        if gpu in known:
+            errors.setdefault(gpu, []).append((sample.error(known[gpu]), sample))
+    return errors
+
+
+def points(errors: dict[str, list[tuple[float, Sample]]]) -> dict[str, dict[str, list[tuple[float, float]]]]:
     """Returns {pass: {GPU: [(measured ms, signed relative error)]}} of the passes over 100 us."""
     return {
         name: {
@@ -156,13 +221,13 @@ def main(arguments: list[str] | None = None) -> int:
     for path in options.files:
         for gpu, sample in samples(path):
             found.setdefault(gpu, []).append(sample)
-    made = fitted(found) if options.write else list(chips.read(chips.SHIPPED))
+    made = fitted(found) if options.write else list(chips.shipped().values())
     errors = errors_by_gpu(found, options.hold_out, made)
     for gpu, of_gpu in errors.items():
         report(gpu, of_gpu)
     if options.plot:
         options.plot.mkdir(parents=True, exist_ok=True)
-        print(draw_predicted(_points(errors), options.plot)["light"])
+        print(draw_predicted(points(errors), options.plot)["light"])
     if options.write:
         chips.write(chips.SHIPPED, made)
         print(chips.SHIPPED)

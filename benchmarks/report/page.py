@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from pathlib import Path
 
+from ..fit_cost import known_errors, points
 from ..measure.noise import MARK, MOST_SPREAD, doubts
 from ..results import Results, finished
 from . import plots
@@ -42,6 +43,8 @@ _CAPTIONS = {
     "length": "Time and memory against length. A mask of fixed row length costs time in proportion to the tokens; dense attention, "
     "to their square.",
     "paper": "Time and memory of a batch of 16 (on a CPU, fewer) against length: the plain variant of arXiv:2205.14135, App. E.6.",
+    "predicted": "Predicted over measured time of this package's kernels, in passes of over 100 microseconds, by the constants for "
+    "this GPU: docs/performance/predicted.md says what is predicted.",
     "peers": "Beside the peers in the same run: TFLOP/s over the kept pairs only, or on a CPU milliseconds.",
 }
 
@@ -52,6 +55,8 @@ def write(results: Results) -> Path:
     from markupsafe import Markup
 
     drawn = plots.draw(results.data, results.folder)
+    if errors := known_errors(results.data):
+        drawn["predicted"] = plots.draw_predicted(points(errors), results.folder)
     embedded = {name: {theme: _data_uri(path) for theme, path in themes.items()} for name, themes in drawn.items()}
     templates = Environment(
         loader=PackageLoader(__package__, "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True

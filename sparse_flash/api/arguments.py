@@ -19,7 +19,7 @@ from ..dispatch.call import AttentionCall, backend_for
 from ..masks.block_mask import BlockMask, check_batch_and_heads
 from ..masks.cache import compiled_once, of_another_library, traceable
 from ..masks.chooser import is_chosen, looking_ahead
-from ..masks.memory import cleared_by
+from ..masks.memory import cleared_by, remembered
 from ..masks.pattern import Pattern, check_known_end, text_of
 from ..packed.repack import Side
 from ..selection.block_selection import BlockSelection, checked_selection_block, checked_sharing
@@ -124,12 +124,23 @@ def checked(
     if isinstance(table, BlockMask):
         check_mask(table, q, k)
     scale = checked_scale(scale, q_shape[3])
+    if backend == "auto" and not torch.compiler.is_compiling() and isinstance(table, BlockMask) and table.slow:
+        _say_that_dense_is_as_fast()
     backend = backend_for(q, k, v, kernel_table, variant, deterministic, backend)
     if key is not None and backend != "auto":  # which stays if a graph breaks within this function
         if len(_chosen_backends) >= _MOST_CHOSEN:
             _chosen_backends.clear()
         _chosen_backends[key] = backend
     return AttentionCall(q, k, v, mask, kernel_table, scale, deterministic, backend, variant, sinks)
+
+
+@remembered(1)
+def _say_that_dense_is_as_fast() -> None:
+    warnings.warn(
+        "this mask is predicted to take as long as attention without a mask, or as mask='causal' if no query sees a later key; "
+        "sf.explain(mask) says what it visits (said of one mask only)",
+        stacklevel=5,
+    )
 
 
 def _of_another_library(mask: object) -> BlockMask:

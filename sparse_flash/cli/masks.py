@@ -227,7 +227,12 @@ def explain(
 
 def design(
     q_len: Annotated[int, typer.Option("--q-len", "-n", help="Tokens of the sequence.")] = 65536,
-    budget: Annotated[str, typer.Option(help="The share of the causal pairs that a mask may keep, such as 10%.")] = "10%",
+    budget: Annotated[
+        str, typer.Option(help="The share of the causal pairs that a mask may keep, or of the time, such as 10%.")
+    ] = "10%",
+    of: Annotated[
+        str, typer.Option(help="What the budget is a share of: pairs, or time, dense attention's as predicted.")
+    ] = "pairs",
     connected_in: Annotated[
         int | None,
         typer.Option("--connected-in", help="Layers after which every query must have received from every earlier token."),
@@ -240,7 +245,7 @@ def design(
     count: Annotated[int, typer.Option(help="How many designs at most.")] = 5,
     json: Annotated[bool, typer.Option("--json", help="Print the designs as JSON, with the spec text of each layer.")] = False,
 ) -> None:
-    """Finds masks within a budget of pairs that connect all tokens in few layers."""
+    """Finds masks within a budget of pairs, or of time, that connect all tokens in few layers."""
     from sparse_flash.tools.design import design as designs_of
     from sparse_flash.tools.figures import share_text
 
@@ -248,6 +253,7 @@ def design(
         found = designs_of(
             q_len,
             budget,
+            of=of,
             connected_in=connected_in,
             heads=heads,
             layers=layers,
@@ -259,20 +265,21 @@ def design(
         )
     console = output()
     if json:
-        fields = ("layers", "kept_pairs", "density", "connected_in", "reach", "unit", "q_len", "block_size")
+        fields = ("layers", "kept_pairs", "density", "time", "connected_in", "reach", "unit", "q_len", "block_size")
         print(json_text.dumps([{name: getattr(one, name) for name in fields} for one in found], indent=2))
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("", "keeps", "connected in", "reach by layer", "mask"):
+    for heading in ("", "keeps", "takes", "connected in", "reach by layer", "mask"):
         table.add_column(heading, justify="left" if heading == "mask" else "right", overflow="fold")
     for number, one in enumerate(found, 1):
         reach = " ".join(map(share_text, one.reach[:_MOST_SHARES])) + " ..." * (len(one.reach) > _MOST_SHARES)
         connected = f"{one.connected_in} layer{'s' * (one.connected_in > 1)}" if one.connected_in else "not seen"
-        table.add_row(str(number), f"{one.density:.2%}", connected, reach, Text(one.summary))
+        table.add_row(str(number), f"{one.density:.2%}", f"{one.time:.1%}", connected, reach, Text(one.summary))
     console.print(table)
     pairs = "causal pairs" if causal else "pairs"
     at_least = f", in units of {one.unit} tokens, so at least" if one.unit > 1 else ""
-    console.print(f"\n{q_len:,} tokens; shares: of the {pairs}, mean over heads and layers; reach: by positions{at_least}")
+    of_what = f"of the {pairs} and of dense attention's predicted time, mean over heads and layers"
+    console.print(f"\n{q_len:,} tokens; shares: {of_what}; reach: by positions{at_least}")
     _print_pictures(console, found)
 
 

@@ -78,8 +78,8 @@ def tune(
 def _calibrate(console) -> None:
     from sparse_flash.backends import hopper
     from sparse_flash.benchmarks import calibrate
+    from sparse_flash.benchmarks.fit import Errors
     from sparse_flash.kernels.cost.chips import calibrated_file
-    from sparse_flash.kernels.cost.fit import Errors
     from sparse_flash.tools.cost import chip_named
 
     if reason := hopper.available():

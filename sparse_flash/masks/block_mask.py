@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
 from ..compat.dynamo import length_may_vary, outside_graphs, outside_inference, with_fixed_lengths
 from ..compat.pytorch import is_recorded
+from ..kernels.cost.choices import LEAST_GAIN, gain
 from .grid import EMPTY, FULL, PARTIAL, BlockGrid, checked_index
 from .pattern import Pattern
 from .select_blocks import counted
@@ -47,6 +48,8 @@ class BlockMask:
     blocks, and for masks made at run time.
     from_host: whether the table was made on the host, once, so that others may be derived from it.
     document_order: whether the rows of both tables are in order of documents (``groups_of``); known for tables made on the host.
+    slow: whether dense attention, or causal attention if no query sees a later key, is predicted to be as fast; known of copies on
+    GPUs of masks made on the host.
 
     A full block lies entirely inside the lengths, so kernels need no bounds check there; a block cut off by the end of the queries
     or keys has a tile, even if it keeps all its pairs. Five lines decode the whole format::
@@ -70,6 +73,7 @@ class BlockMask:
     coarse: BlockMask | None = None
     from_host: bool = False
     document_order: bool = False
+    slow: bool = False
 
     if TYPE_CHECKING:  # ``methods`` defines what makes masks, above this module and the compiler, and attaches it
         from_blocks = staticmethod(methods.from_blocks)
@@ -117,8 +121,8 @@ class BlockMask:
 
     @cached_property
     def fits(self) -> tuple[int | torch.device, ...]:
-        """Everything that decides which q and k the mask fits."""
-        return *self.sizes, *self.mask_index.shape, self.device
+        """Everything that decides which q and k the mask fits, and whether there is something to say of it."""
+        return *self.sizes, *self.mask_index.shape, self.device, self.slow
 
     @cached_property
     def keeps_causal(self) -> bool:
@@ -233,8 +237,10 @@ class BlockMask:
 
     def _copied_to(self, device: torch.device) -> BlockMask:
         moved = BlockMask.from_tensors(*self.sizes, [t.to(device) for t in self.tensors()], self.keeps_all)
-        coarse = self.coarse and self.coarse.to(device)
-        return replace(moved, coarse=coarse, from_host=self.from_host, document_order=self.document_order)
+        coarse, slow = self.coarse and self.coarse.to(device), self.slow
+        if self.from_host and self.device.type == "cpu" and (table := self.kernel_table(True)):
+            slow = gain(table) < LEAST_GAIN and not table.keeps_causal
+        return replace(moved, coarse=coarse, from_host=self.from_host, document_order=self.document_order, slow=slow)
 
     def kernel_table(self, on_gpu: bool) -> BlockMask | None:
         """Returns what a back end iterates over: on a GPU the coarse mask, if there is one; None if every pair is kept."""

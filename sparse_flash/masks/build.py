@@ -253,10 +253,10 @@ def _cut_tiles(mask: BlockMask, tiles: torch.Tensor) -> tuple[torch.Tensor, int]
 
 
 def with_coarse(mask: BlockMask) -> BlockMask:
-    """The mask, plus its coarse form if kernels are faster on that."""
+    """The mask, plus its coarse form if kernels are predicted to be faster on that."""
     if mask.block_size not in coarsen.SMALL_BLOCKS:
         return mask
     step = coarsen.KERNEL_BLOCK // mask.block_size
-    if not coarsen.pays(mask.grid, (band for number in range(mask.masks) for band in mask.bands(number, step))):
+    if not coarsen.pays(mask.grid, mask.masks, (band for number in range(mask.masks) for band in mask.bands(number, step))):
         return mask
     return replace(mask, coarse=in_blocks_of(mask, coarsen.KERNEL_BLOCK))

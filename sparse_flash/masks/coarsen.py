@@ -7,23 +7,19 @@ from functools import reduce
 
 import numpy as np
 
+from ..kernels.cost.choices import both_passes
 from .grid import FULL, BlockGrid, BlockRuns, ranges
 from .table import Entries, FullBlocks, PartialBlocks
 from .tiles import TilePool, dense_batches, tile_content, unique_rows
 
 KERNEL_BLOCK = 128  # the block size that keeps tensor cores busiest
 
-# Time per visited pair, relative to blocks of KERNEL_BLOCK: forward and backward, causal and causal & local(1024) of 16,384 tokens,
-# bf16, H200, torch 2.11, triton 3.6, 2026-11-21. Portable kernels at both sizes: 1.35 to 1.4, 2.0 to 2.6, 2.1 to 2.7. Where the
-# Hopper kernels can run instead, which do not support blocks of 32 and 16: 2.1 to 3.4, 2.8 to 3.6; of 64, which they support,
-# random blocks, 2026-11-22: 1.28.
-_COST = {64: 1.3, 32: 2.4, 16: 2.6}
-SMALL_BLOCKS = tuple(_COST)
+SMALL_BLOCKS = 64, 32, 16
 
 
-def pays(grid: BlockGrid, bands: Iterable[tuple[FullBlocks, PartialBlocks]]) -> bool:
-    """Whether kernels are faster over the blocks of KERNEL_BLOCK that contain a mask's blocks, of one of SMALL_BLOCKS. bands: of
-    its tables, each of whole rows of the larger blocks."""
+def pays(grid: BlockGrid, tables: int, bands: Iterable[tuple[FullBlocks, PartialBlocks]]) -> bool:
+    """Whether both passes are predicted to take less time over the blocks of KERNEL_BLOCK that contain a mask's blocks, of one of
+    SMALL_BLOCKS. All blocks count as full. bands: of its ``tables``, each of whole rows of the larger blocks."""
     wide, factor = BlockGrid(grid.q_len, grid.kv_len, KERNEL_BLOCK), KERNEL_BLOCK // grid.block_size
     blocks = visited = 0
     for full, partial in bands:
@@ -34,7 +30,8 @@ def pays(grid: BlockGrid, bands: Iterable[tuple[FullBlocks, PartialBlocks]]) -> 
             [row * wide.kv_blocks + col, partial.rows.astype(np.int64) // factor * wide.kv_blocks + partial.cols // factor]
         )
         blocks, visited = blocks + full.blocks + len(partial.rows), visited + _distinct(parents)
-    return bool(blocks) and visited * KERNEL_BLOCK**2 <= _COST[grid.block_size] * blocks * grid.block_size**2
+    wide_us = both_passes(KERNEL_BLOCK, wide.q_blocks * tables, visited)
+    return bool(blocks) and wide_us < both_passes(grid.block_size, grid.q_blocks * tables, blocks)
 
 
 def _distinct(numbers: np.ndarray) -> int:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ..kernels.cost.choices import both_passes
 from .block_mask import BlockMask
 from .grid import ranges
 from .single_runs import single_runs
@@ -19,10 +20,7 @@ from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches, pack_runs
 
 BLOCK = 128
 
-# In steps of a whole block, by the backward pass on H200, which gains less: a masked one, and what a row or column takes beside its
-# steps (docs/performance.md).
-_TIME_OF_PARTIAL, _TIME_OF_ROW = 1.1, 3.0
-_LEAST_GAIN = 1.01
+_LEAST_GAIN = 1.01  # of predicted time
 # Beyond, making them takes seconds on the host.
 _MOST_ENTRIES = 1 << 22
 
@@ -64,8 +62,8 @@ class DocumentBlocks(NamedTuple):
         return self.tile_runs, self.tile_bits
 
 
-def document_blocks(mask: BlockMask) -> DocumentBlocks | None:
-    """The ``DocumentBlocks`` of one mask, on its device; None where kernels are as fast on its own blocks. Reads the table."""
+def document_blocks(mask: BlockMask, least_gain: float | None = None) -> DocumentBlocks | None:
+    """The ``DocumentBlocks`` of one mask, on its device; None where kernels are predicted to gain less. Reads the table."""
     many = mask.by_query.col_idx.numel() > _MOST_ENTRIES
     if mask.block_size != BLOCK or mask.masks > 1 or mask.q_len != mask.kv_len or many:
         return None
@@ -83,7 +81,8 @@ def document_blocks(mask: BlockMask) -> DocumentBlocks | None:
     starts = np.append(first_token[document] + ranges(np.zeros_like(blocks), blocks) * BLOCK, here.q_len)
     entries, pool = _entries(*runs, starts, first_token[document], first_block[document])
     _, _, kinds, _ = here.entries()
-    if _LEAST_GAIN * _time(entries.tiles != FULL_TILE, len(document)) > _time(kinds > 0, here.grid.q_blocks):
+    least_gain = _LEAST_GAIN if least_gain is None else least_gain
+    if least_gain * _time(entries.tiles != FULL_TILE, len(document)) > _time(kinds > 0, here.grid.q_blocks):
         return None
     full, others, (run_tiles, bit_tiles) = in_table_order(entries, (len(document), len(document)), pool)
     by_query, by_key = table_of(full, others), table_of(full.transposed(), others.transposed())
@@ -105,7 +104,8 @@ def _by_starts(table: Table, starts: torch.Tensor) -> Table:
 
 
 def _time(is_partial: np.ndarray, rows: int) -> float:
-    return len(is_partial) + (_TIME_OF_PARTIAL - 1) * np.count_nonzero(is_partial) + _TIME_OF_ROW * rows
+    partial = int(np.count_nonzero(is_partial))
+    return both_passes(BLOCK, rows, len(is_partial) - partial, partial)
 
 
 def _may_have_documents(by_query: Table) -> bool:

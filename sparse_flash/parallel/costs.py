@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
-# A plan does not know the head_dim of its calls. Work and bytes are both proportional to it, so no choice depends on it.
-HEAD_DIM = 128
+from ..kernels.cost.choices import DENSE_BLOCK, HEAD_DIM, block_times, reference
+
 ELEMENT_BYTES = 2  # float16, bfloat16
 LSE_BYTES = 4  # float32
 
-# The constants below were fitted to runs on two H100. docs/performance/several-gpus.md, "The rates behind the estimates", has the
-# measured ranges and the results files.
+# Times of calls are those of ``kernels/cost``, on one chip for all ranks. What it does not know was fitted to runs on two H100:
+# docs/performance/several-gpus.md, "The rates behind the estimates", has the measured ranges and the results files.
 
 # Other links may be slower: link_rate= gives their rate.
 LINK_RATE = 255e9  # bytes per second that a rank receives
-FLOP_RATE = 680e12  # per second, of a forward pass on one GPU, over the pairs of visited blocks
-_MEMORY_RATE = 2.4e12  # bytes per second, of copies, merges and calls on few keys
 # An exchange slows the call beside it. The cost is a share of the time in which both run.
 _COST_OF_HIDING = 0.25
-# Time of a backward pass, in forward passes: it has five products instead of two, at a lower rate.
-_BACKWARD = 3.1
 # Blocks of others take longer in a backward call of their own than in one call on all blocks, by this factor.
 _FAR_BACKWARD = 1.2
 # Bytes that kernels read and write in a forward pass for each element of a row in 16 bits.
@@ -44,17 +41,29 @@ class SequenceSizes:
         return self.block_size * self.kv_heads * 2 * HEAD_DIM * ELEMENT_BYTES
 
 
-def seconds(blocks: float, received: float, sizes: SequenceSizes, link_rate: float) -> float:
+def seconds(rows: float, blocks: float, received: float, sizes: SequenceSizes, link_rate: float) -> float:
     """Returns the seconds of a rank's forward pass that first computes, then receives, with no overlap.
 
-    blocks: visited blocks, summed over heads. received: bytes. link_rate: bytes per second.
+    rows, blocks: block rows and visited blocks, summed over heads. received: bytes. link_rate: bytes per second.
     """
-    return blocks * sizes.block_size**2 * 4 * HEAD_DIM / FLOP_RATE + received / link_rate
+    return _call(False, rows, blocks, sizes) + received / link_rate
+
+
+def _call(backward: bool, rows: float, blocks: float, sizes: SequenceSizes) -> float:
+    """Returns the seconds of a pass of a call. All blocks count as full."""
+    size = sizes.block_size / DENSE_BLOCK  # kernels rarely run smaller ones (``masks/coarsen``)
+    return 1e-6 * block_times(DENSE_BLOCK, backward).of(rows * size, blocks * size**2)
 
 
 def copied(size: float) -> float:
     """Returns the seconds that copying ``size`` bytes takes."""
-    return 2 * size / _MEMORY_RATE
+    return 2 * size / _memory_rate()
+
+
+@cache
+def _memory_rate() -> float:
+    """Returns the bytes per second of copies, merges and calls on few keys."""
+    return 1e6 * reference().bytes_per_us
 
 
 class CallTimes(NamedTuple):
@@ -86,22 +95,25 @@ def call_times(
     near, far: visited blocks in the rank's own columns and in the columns of others, summed over heads. visiting: how many of the
     rank's block rows visit blocks of others. own: blocks that the rank holds, padding included. received: blocks that it gets.
     """
-    # near and far are summed before the conversion, so that assignments with equal sums tie to the last bit.
-    on_near, on_far, on_all = (seconds(blocks, 0, sizes, link_rate) for blocks in (near, far, near + far))
     # In the backward pass gradients travel instead of blocks. The estimate assumes that a rank sends as many blocks as it gets.
-    travel = seconds(0, received * sizes.block_bytes, sizes, link_rate)
+    travel = received * sizes.block_bytes / link_rate
     # One call needs all blocks in one tensor, so own and fetched blocks are copied into it, and gradients out of it. In a forward
     # pass the exchange hides the copy of own blocks. Two calls copy only the gradients of fetched blocks.
     copied_own = copied(own * sizes.block_bytes) if received else 0.0
     sent_back = copied(received * sizes.block_bytes)
-    row = sizes.heads * sizes.block_size * HEAD_DIM  # elements
+    row = sizes.heads * sizes.block_size * HEAD_DIM / _memory_rate()  # seconds of a byte for each element
     # Queries that visit no block of others are read, and their zeros written, but not merged. Backward calls accumulate into one dQ
     # (``calls.JointCalls``).
-    merged = (_CALL * own * bool(visiting) + _MERGE * visiting) * row / _MEMORY_RATE
+    merged = (_CALL * own * bool(visiting) + _MERGE * visiting) * row
+    # near and far are summed before the conversion, so that assignments with equal sums tie to the last bit.
+    rows = own * sizes.heads
+    on_near, on_all, near_back, all_back = (
+        _call(backward, rows, blocks, sizes) for backward in (False, True) for blocks in (near, near + far)
+    )
+    on_far, far_back = (_call(backward, 0, far, sizes) for backward in (False, True))
     forward = CallTimes(on_all + max(travel, copied_own) + sent_back, _both(on_near, travel) + on_far + merged)
-    near_back, far_back = _BACKWARD * on_near, _BACKWARD * on_far
     backward = CallTimes(
-        _BACKWARD * on_all + travel + 2 * (copied_own + sent_back),
+        all_back + travel + 2 * (copied_own + sent_back),
         _FAR_BACKWARD * far_back + _both(near_back, travel) + sent_back,
     )
     return forward, backward

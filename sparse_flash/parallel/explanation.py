@@ -174,19 +174,22 @@ class _Estimates:
     link_rate: float
 
     @property
-    def own(self) -> int:
-        """Returns the bytes of the keys and values of a rank's tokens, padding included."""
+    def own_blocks(self) -> int:
+        """Returns how many blocks a rank holds, padding included."""
         blocks = -(-self.sizes.q_len // self.sizes.block_size)
         per = chunk_blocks(blocks, self.sizes.block_size, self.ranks)
         chunks = -(-blocks // per)
-        return min(blocks, -(-chunks // self.ranks) * per) * self.sizes.block_bytes
+        return min(blocks, -(-chunks // self.ranks) * per)
+
+    @property
+    def own(self) -> int:
+        """Returns the bytes of the keys and values of a rank's tokens, padding included."""
+        return self.own_blocks * self.sizes.block_bytes
 
     @property
     def block_in_visits(self) -> float:
         """Returns how many blocks a rank visits, the mean over heads, in the time in which it gets one."""
-        return seconds(0, self.sizes.block_bytes, self.sizes, self.link_rate) / seconds(
-            self.sizes.heads, 0, self.sizes, self.link_rate
-        )
+        return self.sizes.block_bytes / self.link_rate / seconds(0, self.sizes.heads, 0, self.sizes, self.link_rate)
 
     def of_blocks(self, option: Assignment) -> StrategyCosts:
         """Returns the costs of fetching blocks. If the option's visits leave shared rows out, their queries are included here."""
@@ -197,7 +200,7 @@ class _Estimates:
         )
         # The slowest rank need be neither the rank with the most work nor the rank that gets most, so each rank is estimated.
         forward = (of_rank for of_rank, _ in option.call_times(sizes, self.link_rate))
-        waits = (seconds(0, queries, sizes, self.link_rate) for queries in travelling)
+        waits = travelling / self.link_rate
         took = min(slowest(CallTimes(*(call + wait for call in calls)) for calls, wait in zip(forward, waits, strict=True)))
         fetched = option.received * float(sizes.block_bytes)
         return StrategyCosts(work, work.max(), fetched + travelling, self.own + fetched.max(), took)
@@ -223,16 +226,20 @@ class _Estimates:
     def of_a_ring(self, option: Assignment) -> StrategyCosts:
         rank, step = np.indices((self.ranks, self.ranks))
         by_step = option.work[rank, (rank - step) % self.ranks] * self.sizes.heads
-        return self._even(by_step.sum(1), by_step.max(0).sum(), (self.ranks - 1) * self.own, min(2, self.ranks) * self.own)
+        received, held = (self.ranks - 1) * self.own, min(2, self.ranks) * self.own
+        return self._even(by_step.sum(1), by_step.max(0).sum(), received, held, calls=self.ranks)
 
     def of_an_all_gather(self, option: Assignment) -> StrategyCosts:
         work = option.load * self.sizes.heads
         return self._even(work, work.max(), (self.ranks - 1) * self.own, self.ranks * self.own)
 
-    def _even(self, work: np.ndarray, waited: float, received: float, held: float, more: float = 0.0) -> StrategyCosts:
-        """Returns the costs if all ranks get equally many bytes. more: seconds to add."""
-        every = np.full(self.ranks, float(received))
-        return StrategyCosts(work, waited, every, held, seconds(waited, received, self.sizes, self.link_rate) + more)
+    def _even(
+        self, work: np.ndarray, waited: float, received: float, held: float, more: float = 0.0, calls: int = 1
+    ) -> StrategyCosts:
+        """Returns the costs if all ranks get equally many bytes. more: seconds to add. calls: of all rows."""
+        every, rows = np.full(self.ranks, float(received)), calls * self.own_blocks * self.sizes.heads
+        took = seconds(rows, waited, received, self.sizes, self.link_rate) + more
+        return StrategyCosts(work, waited, every, held, took)
 
 
 def _work_by_head(mask: BlockMask, heads: int) -> np.ndarray:

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..backends import hopper, triton
-from ..kernels.cost import hopper as model
+from ..kernels.cost import hopper as hopper_kernels
+from ..kernels.cost import portable as portable_kernels
 from ..kernels.cost.chips import Chip, chip_of_gpu, known_chips
-from ..kernels.cost.fit import Sample
+from ..kernels.cost.model import AttentionSizes, Launch, Pass, predicted, reading
 from ..masks.block_mask import BlockMask
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted time of a call. device: the GPU's name. backward: None where the portable kernels run it."""
+    """The predicted time of a call. device: the GPU's name. backward: None for calls of few queries."""
 
     device: str
-    forward: model.Pass
-    backward: model.Pass | None
+    forward: Pass
+    backward: Pass | None
 
     @property
     def estimated(self) -> bool:
         """Whether some kernels were not measured on the GPU, so that constants follow from others or from what it reports."""
-        return not all(one.measured for one in (self.forward, self.backward) if one)
+        return not (self.forward.measured and (self.backward is None or self.backward.measured))
 
     @property
     def forward_us(self) -> float:
@@ -41,15 +41,15 @@ class Prediction:
         """Returns the passes as sentences, by name."""
         where = f"{'estimated for' if self.estimated else 'predicted on'} {self.device}"
         forward = f"{_in_words(self.forward)} ({where})"
-        backward = _in_words(self.backward) if self.backward else "not predicted, as portable kernels run it"
-        return {"forward time": forward, "backward time": backward}
+        return {"forward time": forward} | ({"backward time": _in_words(self.backward)} if self.backward else {})
 
 
-def _in_words(one: model.Pass) -> str:
+def _in_words(one: Pass) -> str:
     parts = sorted(one.parts.items(), key=lambda part: -part[1])
     shares = ", ".join(f"{name} {us / one.us:.0%}" for name, us in parts if us >= 0.005 * one.us)
     host = f"; call by call, the host takes {one.host_us:.0f} us" if one.bound == "the host" else ""
-    return f"{_time(one.us)}: {shares}{host}"
+    kernels = " by the portable kernels" if one.portable else ""
+    return f"{_time(one.us)}{kernels}: {shares}{host}"
 
 
 def _time(us: float) -> str:
@@ -77,42 +77,19 @@ def chip_named(device: str | torch.device | None) -> Chip | None:
 
 def refusal(mask: BlockMask, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
     """Returns why the time of such calls is not predicted, or None."""
-    table = mask.kernel_table(True)
-    if mask.q_len <= triton.FEW_QUERIES:
-        return f"calls of more than {triton.FEW_QUERIES} queries are; got {mask.q_len}"
     if dtype not in hopper.DTYPES:
         return f"calls of float16 and bfloat16 are; got {str(dtype).removeprefix('torch.')}"
-    if {head_dim, v_head_dim} - {*hopper.HEAD_DIMS}:
-        return f"calls of head_dim {hopper.HEAD_DIMS[0]} to {hopper.HEAD_DIMS[-1]} are; got {head_dim}, v of {v_head_dim}"
-    if (table and table.block_size) not in hopper.BLOCK_SIZES:
-        return f"masks of block_size {hopper.BLOCK_SIZES[1]} to {hopper.BLOCK_SIZES[-1]} are; got {mask.block_size}"
+    if (widest := max(head_dim, v_head_dim)) > triton.MAX_HEAD_DIM:
+        return f"calls of head_dim up to {triton.MAX_HEAD_DIM} are; got {widest}"
     return None
 
 
-def samples_of(
-    mask: BlockMask,
-    heads: int,
-    head_dim: int,
-    chip: Chip,
-    us: Sequence[float | None],
-    name: str = "",
-    *,
-    batch: int = 1,
-    kv_heads: int | None = None,
-    v_head_dim: int | None = None,
-) -> Iterator[Sample]:
-    """Returns the measured passes of a call, to fit constants to. us: microseconds of the forward and of the backward pass; None:
-    not measured. Other arguments as for ``predict``."""
-    sizes, table = _sizes_and_table(mask, batch, heads, kv_heads, head_dim, v_head_dim)
-    for launched, time in zip((model.forward, model.backward), us, strict=True):
-        if time is not None:
-            yield Sample(launched(sizes, table, chip), time, name)
-
-
-def _sizes_and_table(mask: BlockMask, batch: int, heads: int, kv_heads: int | None, head_dim: int, v_head_dim: int | None):
-    sizes = model.AttentionSizes(batch, heads, kv_heads or heads, mask.q_len, mask.kv_len, head_dim, v_head_dim or head_dim)
-    table = mask.kernel_table(True)
-    return sizes, table and table.to("cpu")
+def launch_of(backward: bool, portable: bool, sizes: AttentionSizes, table: BlockMask | None, chip: Chip) -> Launch:
+    """Returns the launches of a pass. table: what kernels iterate over."""
+    table = table and table.to("cpu")
+    if portable:
+        return portable_kernels.launch(backward, sizes, table, chip)
+    return (hopper_kernels.backward if backward else hopper_kernels.forward)(sizes, table, chip)
 
 
 def predict(
@@ -131,11 +108,19 @@ def predict(
     heads, kv_heads: of queries, and of keys and values. chip: see ``chip_named``. Raises ValueError for calls whose time is not
     predicted. Reads the table.
     """
-    if reason := refusal(mask, dtype, head_dim, v_head_dim or head_dim):
+    sizes = AttentionSizes(batch, heads, kv_heads or heads, mask.q_len, mask.kv_len, head_dim, v_head_dim or head_dim)
+    if reason := refusal(mask, dtype, head_dim, sizes.v_head_dim):
         raise ValueError(f"the time of this call is not predicted: {reason}")
-    sizes, table = _sizes_and_table(mask, batch, heads, kv_heads, head_dim, v_head_dim)
-    forward = model.predicted(model.forward(sizes, table, chip), chip)
-    backward = None
-    if hopper.has_backward(sizes.head_dim, sizes.v_head_dim):
-        backward = model.predicted(model.backward(sizes, table, chip), chip)
+    table = mask.kernel_table(True)
+    if mask.q_len <= triton.FEW_QUERIES:
+        keys = sizes.kv_len * (1.0 if table is None else table.block_density * table.grid.q_blocks)
+        read = 2 * sizes.batch * sizes.kv_heads * keys * (sizes.head_dim + sizes.v_head_dim)
+        return Prediction(chip.name, reading(read, chip), None)
+    in_place = {sizes.head_dim, sizes.v_head_dim} <= {*hopper.HEAD_DIMS} and (table and table.block_size) in hopper.BLOCK_SIZES
+    portable = not (chip.hopper and in_place)
+    by_hopper = not portable and hopper.has_backward(sizes.head_dim, sizes.v_head_dim)
+    forward, backward = (
+        predicted(launch_of(back, by_portable, sizes, table, chip), chip)
+        for back, by_portable in ((False, portable), (True, not by_hopper))
+    )
     return Prediction(chip.name, forward, backward)

@@ -1,4 +1,4 @@
-"""Searches for masks within a budget of pairs that connect all tokens in few layers.
+"""Searches for masks within a budget of pairs, or of time, that connect all tokens in few layers.
 
 A unit is a token in short sequences, and a block of the table in others. One unit reaches another if *every* pair between them is
 kept, so what is counted as reached is reached by each of its tokens. ``explain`` counts units with any pair, so it says at most
@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..kernels.cost.choices import both_passes, dense_passes
 from ..masks.block_mask import BlockMask
 from ..masks.compiler import by_head, compile_mask
 from ..masks.grid import BlockGrid
@@ -44,7 +45,8 @@ class Design:
     ``use_sparse_flash(model, per_layer=)``.
 
     patterns: one for all layers, or one for each layer of the model, in their order. A pattern may differ between heads.
-    kept_pairs: pairs of a head, mean over heads and layers. density: their share of the causal pairs, or of all pairs.
+    kept_pairs: pairs of a head, mean over heads and layers. density: their share of the causal pairs, or of all pairs. time: the
+    predicted share of dense attention's time, forward and backward, of many heads; mean over heads and layers.
     reach: the share of the pairs (i, j), j <= i if causal, such that token i has received from token j after 1, 2, ... layers, by
     kept pairs and residual connections. It ends when all are, or when a further layer adds nothing. unit: tokens on a side of a
     unit; with 1 the shares are exact, else at least these.
@@ -55,6 +57,7 @@ class Design:
     block_size: int
     kept_pairs: float
     density: float
+    time: float
     reach: tuple[float, ...]
     unit: int
 
@@ -90,13 +93,14 @@ class Design:
         connected = f"connected in {self.connected_in}" if self.connected_in else "not connected"
         shares = ", ".join(f"{layer}: {share_text(share)}" for layer, share in enumerate(self.reach, 1))
         bound = "" if self.unit == 1 else f" (at least, in units of {self.unit} tokens)"
-        return f"{self.summary}\n  keeps {self.density:.2%}; {connected}; reach after layers {shares}{bound}"
+        return f"{self.summary}\n  keeps {self.density:.2%}, takes {self.time:.1%}; {connected}; reach after layers {shares}{bound}"
 
 
 def design(
     q_len: int,
     budget: float | str,
     *,
+    of: str = "pairs",
     connected_in: int | None = None,
     heads: int | None = None,
     layers: int | None = None,
@@ -106,10 +110,11 @@ def design(
     count: int = 5,
     progress: bool = False,
 ) -> list[Design]:
-    """Returns masks within a budget that connect all tokens in few layers: fewest layers first, then fewest pairs.
+    """Returns masks within a budget that connect all tokens in few layers: fewest layers first, then least cost.
 
     q_len: tokens of the sequence, at most 1,024 blocks. budget: the share of the causal pairs (of all pairs if not causal) that a
-    design keeps, mean over heads and layers: 0.1 or "10%". connected_in: the most layers, up to 64, after which every query must
+    design keeps, mean over heads and layers: 0.1 or "10%". of: what the budget is a share of: "pairs", or "time", which is that of
+    dense attention, as predicted for H100 and many heads. connected_in: the most layers, up to 64, after which every query must
     have received from every earlier token (from every token if not causal). heads: of the model; they may then differ, in two or
     three even groups or by one dense head. layers: of the model; the first may then be dense. keep: what every head of every layer
     keeps, a Pattern or its spec text. block_size: as for ``compile_mask``. count: how many designs at most. progress: shows a bar.
@@ -117,11 +122,13 @@ def design(
     A design is a union of keep and of up to three registered patterns that name ranges (``Pattern.design_ranges``), your own
     included. Of each set of patterns (local, local with sinks, ...) the best values are listed. A design is left out if it adds
     patterns to a better one. Equal calls return equal designs. Not every union of three is tried, and no value outside the
-    ranges. The search knows positions only: neither content, nor what training makes of a mask, nor time on a GPU.
+    ranges. The search knows positions only: neither content, nor what training makes of a mask.
 
     Raises ValueError for arguments out of range, and if no mask that the search knows meets them; the error names the nearest.
     """
     check_counts(q_len=q_len, count=count)
+    if of not in ("pairs", "time"):
+        raise ValueError(f"of must be 'pairs' or 'time'; got {of!r}")
     given = {"connected_in": connected_in, "heads": heads, "layers": layers}
     check_counts(**{name: number for name, number in given.items() if number is not None})
     if connected_in and layers and connected_in > layers:
@@ -134,7 +141,7 @@ def design(
         way_out = "pass block_size=256, or design for a shorter sequence and scale the lengths in the spec"
         raise ValueError(f"q_len must be at most {most}; got {q_len:,}; {way_out}")
     kept = () if keep is None else (of_one_head(parse(keep) if isinstance(keep, str) else keep),)
-    search = _DesignSearch(grid, kept, causal, heads or 1, layers or 1, progress)
+    search = _DesignSearch(grid, kept, causal, heads or 1, layers or 1, progress, of == "time")
     candidates = search.candidates(share)
     found = search.best(candidates, share, count, connected_in or _UNCONNECTED)
     if connected_in and not found:
@@ -149,12 +156,12 @@ def checked_budget(budget: float | str) -> float:
     except (TypeError, ValueError):
         share = math.nan
     if isinstance(budget, bool) or not 0 < share <= 1:
-        raise ValueError(f"budget must be a share of the pairs, 0 < budget <= 1, or text such as '10%'; got {budget!r}")
+        raise ValueError(f"budget must be a share, 0 < budget <= 1, or text such as '10%'; got {budget!r}")
     return share
 
 
 class _Candidate(NamedTuple):
-    """Ordered as designs are. layers, unreached (a share of the pairs): bounds from few rows, or exact. cost: the share of pairs.
+    """Ordered as designs are. layers, unreached (a share of the pairs): bounds from few rows, or exact. cost: what budgets limit.
     kind: "alike", "by head", "dense head" or "dense layer". parts: numbers of patterns."""
 
     layers: int
@@ -168,12 +175,16 @@ class _Candidate(NamedTuple):
 class _DesignSearch:
     """Designs of one sequence. Arrays of pairs are (units, units) float32: how many pairs of two units are kept."""
 
-    def __init__(self, grid: BlockGrid, keep: tuple[Pattern, ...], causal: bool, heads: int, layers: int, progress: bool):
+    def __init__(
+        self, grid: BlockGrid, keep: tuple[Pattern, ...], causal: bool, heads: int, layers: int, progress: bool, timed: bool = False
+    ):
         self.grid, self.keep, self.causal, self.heads, self.layers, self.progress = grid, keep, causal, heads, layers, progress
+        self.timed = timed
         self.dense = parse("causal" if causal else "full")
         self.unit = 1 if grid.q_len <= MOST_UNITS else grid.block_size
         self.possible = self.pairs_of(self.dense)
         self.visible, self.total = self.possible > 0, _total(self.possible)
+        self.dense_us = dense_passes(grid.q_len, grid.kv_len, causal)
         self.rows = np.unique(np.linspace(len(self.possible) // _ROWS, len(self.possible) - 1, _ROWS).astype(int))
         self.patterns: list[Pattern] = []
         self.pairs: list[np.ndarray] = []
@@ -190,7 +201,17 @@ class _DesignSearch:
         return kept
 
     def cost_of(self, pairs: np.ndarray) -> float:
-        return _total(pairs) / self.total
+        """What the budget limits: the share of the pairs, or of the time."""
+        return self.microseconds(pairs) / self.dense_us if self.timed else _total(pairs) / self.total
+
+    def microseconds(self, pairs: np.ndarray) -> float:
+        """The predicted time of both passes of a head."""
+        size = self.grid.block_size
+        if self.unit == 1:
+            pairs = np.pad(pairs, [(0, -length % size) for length in pairs.shape])
+            pairs = pairs.reshape(len(pairs) // size, size, -1, size).sum((1, 3))
+        full, visited = int(np.count_nonzero(pairs == size**2)), int(np.count_nonzero(pairs))
+        return both_passes(size, len(pairs), full, visited - full)
 
     def whole(self, pairs: np.ndarray) -> np.ndarray:
         """Which units see all that they may of which, bool. A token has its own by the residual connection."""
@@ -325,7 +346,7 @@ class _DesignSearch:
                 continue
             if one[3:] not in made:
                 made[one[3:]] = result = self.made(one)
-                cost = _cost(result)
+                cost = self.budgeted(result)
                 exact = one._replace(layers=result.connected_in or _UNCONNECTED, unreached=1 - result.reach[-1], cost=cost)
                 if cost > budget:
                     continue
@@ -334,7 +355,10 @@ class _DesignSearch:
                     continue
             found.append(made[one[3:]])
             listed.append((one.kind, names))
-        return sorted(found, key=lambda one: (one.connected_in or _UNCONNECTED, -one.reach[-1], _cost(one)))
+        return sorted(found, key=lambda one: (one.connected_in or _UNCONNECTED, -one.reach[-1], self.budgeted(one)))
+
+    def budgeted(self, one: Design) -> float:
+        return one.time if self.timed else one.density
 
     def made(self, one: _Candidate) -> Design:
         """The design of a candidate, compiled and counted."""
@@ -348,15 +372,17 @@ class _DesignSearch:
             layers = (self.dense, *rest * (self.layers - 1))
         else:
             layers = (self.joined(*(self.patterns[part] for part in one.parts)) if one.parts else self.dense,)
-        pairs, steps = {}, {}
+        pairs, times, steps = {}, {}, {}
         for layer in dict.fromkeys(layers):
             by_heads = by_head(layer)
             alone = {head: self.pairs_of(head) for head in dict.fromkeys(by_heads)}
             pairs[layer] = sum(_total(alone[head]) for head in by_heads) / len(by_heads)
+            times[layer] = sum(self.microseconds(alone[head]) for head in by_heads) / len(by_heads)
             steps[layer] = self.whole(reduce(np.maximum, alone.values()))
         kept = sum(pairs[layer] for layer in layers) / len(layers)
+        time = sum(times[layer] for layer in layers) / len(layers) / self.dense_us
         reach = self.reach([steps[layer] for layer in layers])
-        return Design(layers, self.grid.q_len, self.grid.block_size, kept, kept / self.total, reach, self.unit)
+        return Design(layers, self.grid.q_len, self.grid.block_size, kept, kept / self.total, time, reach, self.unit)
 
     def reach(self, steps: Sequence[np.ndarray]) -> tuple[float, ...]:
         """``Design.reach`` of layers that see these units whole; one stands for all layers."""
@@ -376,10 +402,10 @@ class _DesignSearch:
     def unmet(self, candidates: Sequence[_Candidate], budget: float, connected_in: int) -> ValueError:
         """The error for a budget at which nothing connects in so few layers: it names the nearest that do."""
         nearest = self.best(candidates, budget, 1, _UNCONNECTED)[0]
-        wide = _DesignSearch(self.grid, self.keep, self.causal, self.heads, self.layers, self.progress)
+        wide = _DesignSearch(self.grid, self.keep, self.causal, self.heads, self.layers, self.progress, self.timed)
         within = sorted((one for one in wide.simple(1.0) if one.layers <= connected_in), key=lambda one: one.cost)
         enough = next(one for one in map(wide.made, within) if (one.connected_in or _UNCONNECTED) <= connected_in)  # dense, at last
-        got = f"got connected_in={connected_in}; pass budget='{_at_least(_cost(enough))}' for {enough.summary}"
+        got = f"got connected_in={connected_in}; pass budget='{_at_least(self.budgeted(enough))}' for {enough.summary}"
         known = "that the search knows"
         if nearest.connected_in is None:
             reached = f"the best {known} reaches {share_text(nearest.reach[-1])} after {len(nearest.reach)} layers"
@@ -408,11 +434,6 @@ def _all_parts(grid: BlockGrid) -> Iterator[Pattern]:
 def _total(pairs: np.ndarray) -> float:
     """The sum of (units, units) pairs; the sum of a row is exact in float32."""
     return float(pairs.sum(axis=1).sum(dtype=np.float64))
-
-
-def _cost(one: Design) -> float:
-    """Returns what a budget limits: the share of the pairs."""
-    return one.density
 
 
 def _in_percent(share: float) -> str:

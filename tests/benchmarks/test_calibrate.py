@@ -7,6 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import sparse_flash as sf
 from sparse_flash.benchmarks import calibrate, drawn, fit_cost
 from sparse_flash.benchmarks.measure.noise import Timing
 from sparse_flash.benchmarks.workload.drawn import drawn as cases
@@ -14,7 +15,7 @@ from sparse_flash.benchmarks.workload.problem import compiled
 from sparse_flash.cli.app import app
 from sparse_flash.kernels.cost import chips
 from sparse_flash.kernels.cost.chips import Chip, Times
-from sparse_flash.kernels.cost.hopper import predicted
+from sparse_flash.kernels.cost.model import predicted
 from sparse_flash.tools.cost import chip_named, predict
 
 
@@ -59,6 +60,35 @@ def test_drawn_rows_are_measured_and_written_with_their_seed(small, tmp_path, ca
     assert data["seed"] == 5 and len(data["rows"]) == 2 and data["environment"]["torch"]
     assert all(row["forward_ms"] > 0 and row["backward_ms"] > 0 and row["backend"] == "torch" for row in data["rows"])
     assert "2 of 2" in capsys.readouterr().out
+
+
+def test_close_choices_are_listed_with_what_auto_takes_first_and_predicted_times(tmp_path, capsys):
+    assert drawn.main(["--choices", "--seed", "2", "--count", "6", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "drawn.json").read_text())["rows"]
+    assert len(rows) == 6 and "6 of 6" in capsys.readouterr().out
+    for row in rows:
+        assert row["chosen"] == next(iter(row["options"])) and len(row["options"]) == 2
+        first, second = (option["predicted_ms"] for option in row["options"].values())
+        assert 1 / 1.5 < first / second < 1.5
+
+
+@pytest.mark.parametrize(
+    "spec, block_size, options",
+    [
+        ("causal & local(512)", 64, {"blocks of 128", "own"}),
+        (f"causal & documents({tuple(range(0, 9000, 1000))})", 128, {"by document", "own"}),
+        ("causal & random(0.97, block=128)", 128, {"own", "dense"}),
+        ("causal & local(512)", 128, {"own"}),
+    ],
+)
+def test_options_are_tables_of_the_same_pairs(spec, block_size, options):
+    mask = sf.compile_mask(spec, 8000, block_size=block_size)
+    found = drawn.options_of(mask)
+    assert set(found) == options
+    for name, one in found.items():
+        assert name == "dense" or one.equal(mask)
+        assert (one.coarse is not None) == (name == "blocks of 128")
+        assert (one.by_document is not None) == (name == "by document")
 
 
 def test_a_row_that_fails_says_why_and_the_others_still_run(small, tmp_path, monkeypatch):
@@ -147,17 +177,18 @@ def test_the_fit_reads_drawn_rows_and_reports_errors(tmp_path, capsys, monkeypat
         row | {"spec": "causal", "forward_ms": 0.5, "backward_ms": 1.6},
         row | {"spec": ["causal", "local(256)"] * 8, "forward_ms": 0.3, "backward_ms": 1.0},
         row | {"spec": "causal & local(64)", "forward_ms": 0.09, "backward_ms": 0.3},
-        row | {"spec": "causal", "backend": "triton", "forward_ms": 9.0, "backward_ms": 9.0},
+        row | {"spec": "causal", "backend": "triton", "forward_ms": 0.65, "backward_ms": 1.9},
         row | {"spec": "causal", "failed": "no memory"},
     ]
     path = tmp_path / "drawn.json"
     path.write_text(json.dumps({"environment": {"device": "NVIDIA H200"}, "rows": rows}))
     found = list(fit_cost.samples(path))
-    assert [(gpu, sample.us) for gpu, sample in found] == [("NVIDIA H200", us) for us in (500, 1600, 300, 1000, 90, 300)]
+    assert [(gpu, sample.us) for gpu, sample in found] == [("NVIDIA H200", us) for us in (500, 1600, 300, 1000, 90, 300, 650, 1900)]
+    assert [sample.launch.family.portable for _, sample in found] == [False] * 6 + [True] * 2
     assert fit_cost.main([str(path), "--plot", str(tmp_path / "plots")]) == 0
     assert {one.name for one in (tmp_path / "plots").iterdir()} == {"predicted.png", "predicted-dark.png"}
     said = capsys.readouterr().out
-    assert "NVIDIA H200, forward: 2 passes" in said and "backward: 3 passes" in said and "1 shorter passes" in said
+    assert "NVIDIA H200, forward: 3 passes" in said and "backward: 4 passes" in said and "1 shorter passes" in said
     monkeypatch.setattr(chips, "SHIPPED", tmp_path / "chips.json")
     assert fit_cost.main([str(path), "--write"]) == 0
     made = {chip.name: chip for chip in chips.read(tmp_path / "chips.json")}

@@ -71,7 +71,7 @@ def test_a_bad_spec_is_one_message_with_a_caret(command):
         (("explain", "per_head([causal, full])"), "must be that of one head; got 2 different ones; pass one, such as 'causal'"),
         (("show", "per_head([causal, full])"), "must be that of one head; got 2 different ones; pass one, such as 'causal'"),
         (("explain", "causal", "--heads", "0"), "heads"),
-        (("design", "--budget", "x"), "budget must be a share of the pairs, 0 < budget <= 1, or text such as '10%'; got 'x'"),
+        (("design", "--budget", "x"), "budget must be a share, 0 < budget <= 1, or text such as '10%'; got 'x'"),
         (("design", "-n", "256", "--budget", "1%", "--keep", "local(99)"), "what keep=local(99) takes; got 1%; raise it, or keep"),
         (("design", "-n", "2048", "--connected-in", "1"), "got connected_in=1; pass budget='100%' for causal"),
         (("explain", "causal", "--dtype", "int8"), "dtype must be one of bf16, fp16, fp32; got 'int8'"),
@@ -282,7 +282,7 @@ def test_design_prints_what_the_call_returns(own_file):
     ]
     table = " ".join(invoke(*arguments).output.split())
     for one in found:
-        assert f"{one.density:.2%} {one.connected_in} layer" in table and one.summary in table
+        assert f"{one.density:.2%} {one.time:.1%} {one.connected_in} layer" in table and one.summary in table
     assert "in units of 128 tokens, so at least" in table and "█ full" in table
     drawn = sum(len({*getattr(layer, "patterns", (layer,))}) for one in found for layer in dict.fromkeys(one.patterns))
     lines = invoke(*arguments).output.splitlines()

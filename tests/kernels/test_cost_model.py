@@ -10,12 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparse_flash as sf
-from sparse_flash.kernels.cost import chips, schedule
+from sparse_flash.benchmarks.fit import Sample, fit
+from sparse_flash.kernels.cost import chips, model
 from sparse_flash.kernels.cost.chips import Chip, KernelFamily
-from sparse_flash.kernels.cost.fit import Sample, fit
-from sparse_flash.kernels.cost.hopper import AttentionSizes, backward, forward, predicted
-from sparse_flash.kernels.cost.reuse import share_reloaded
-from sparse_flash.kernels.cost.schedule import last_to_finish
+from sparse_flash.kernels.cost.hopper import backward, forward, share_reloaded
+from sparse_flash.kernels.cost.model import AttentionSizes, last_to_finish, predicted
 
 CHIP = Chip("test", 132, 7.2e6, 2.7e6)
 PASSES = pytest.mark.parametrize("launched", [forward, backward])
@@ -54,7 +53,7 @@ def test_the_queue_ends_when_programs_that_take_its_tiles_one_by_one_end(times, 
 @settings(deadline=None, max_examples=20)
 @given(st.integers(0, 1 << 30))
 def test_a_long_queue_ends_within_a_tile_of_one_that_is_simulated_in_full(seed):
-    times = np.random.default_rng(seed).integers(1, 9, 3 * schedule.MOST_SIMULATED).astype(float)
+    times = np.random.default_rng(seed).integers(1, 9, 3 * model.MOST_SIMULATED).astype(float)
     found = last_to_finish(times, 5, np.ones((len(times), 1)))
     assert abs(found.time - finished(times.tolist(), 5)[0]) <= times.max()
 
@@ -159,4 +158,4 @@ def test_a_family_that_was_not_measured_is_scaled_like_the_most_alike_one():
     known, other = KernelFamily(False, 128, 128, 128, 128, 1), KernelFamily(False, 96, 96, 128, 128, 1)
     chip = replace(CHIP, measured={known: chips.Times(*(2 * time for time in CHIP.times(known)))})
     assert chip.times(other) == pytest.approx([2 * time for time in CHIP.times(other)])
-    assert chip.has_measured(known) and not chip.has_measured(other)
+    assert known in chip.measured and other not in chip.measured

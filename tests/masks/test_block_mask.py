@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from oracle import heavy_rows_split
 
 import sparse_flash as sf
+from sparse_flash.kernels.cost.choices import both_passes
 from sparse_flash.masks import build, coarsen
 from sparse_flash.masks import table as tables
 
@@ -543,13 +544,15 @@ def test_a_mask_in_larger_blocks_is_the_mask_compiled_in_them(pattern, lengths, 
 
 @settings(max_examples=60)
 @given(heads=st.lists(strategies.expressions, min_size=1, max_size=3), lengths=strategies.lengths, size=st.sampled_from([16, 64]))
-def test_kernels_visit_larger_blocks_where_their_pairs_cost_less(heads, lengths, size):
+def test_kernels_visit_larger_blocks_where_that_is_predicted_to_take_less_time(heads, lengths, size):
     """Judged over the blocks one by one."""
     masks = sf.BlockMask.per_head(heads, *lengths, size)
     rows, cols, *_ = masks.entries()
     factor = coarsen.KERNEL_BLOCK // size
     visited = len(set(zip(masks.entry_masks.tolist(), (rows // factor).tolist(), (cols // factor).tolist(), strict=True)))
-    pays = 0 < visited * coarsen.KERNEL_BLOCK**2 <= coarsen._COST[size] * len(rows) * size**2
+    wide = masks.masks * -(-masks.q_len // coarsen.KERNEL_BLOCK)
+    here, there = (size, masks.masks * masks.grid.q_blocks, len(rows)), (coarsen.KERNEL_BLOCK, wide, visited)
+    pays = visited > 0 and both_passes(*there) < both_passes(*here)
     for blocks_at_a_time in (1 << 20, 7):
         with mock.patch.object(tables, "_BAND", blocks_at_a_time):
             assert (build.with_coarse(masks).coarse is not None) == pays

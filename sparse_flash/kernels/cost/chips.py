@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,13 +23,12 @@ _HOPPER_SHARES, _PORTABLE_SHARES = (0.75, 0.6), (0.55, 0.36)
 # Operations of a multiprocessor in a cycle, 16-bit with sums of 32 bits, by compute capability.
 _FLOPS_OF_CYCLE = {(8, 0): 2048, (9, 0): 4096, (10, 0): 8192, (10, 3): 8192}
 _FLOPS_OF_OTHERS = 1024
-_TABLES = "measured", "inherited"  # fields of ``Chip``
 _MEMORY_SHARE = 0.8  # of a memory's nominal rate, that kernels reach
 
 
 class KernelFamily(NamedTuple):
     """Kernels that share constants. used, used_v: columns of q and k, and of v, that products cover. queries, keys: of a tile and a
-    step. programs: that share a multiprocessor."""
+    step. programs: that share a multiprocessor. portable: not of Hopper's kernels."""
 
     backward: bool
     used: int
@@ -36,6 +36,7 @@ class KernelFamily(NamedTuple):
     queries: int
     keys: int
     programs: int
+    portable: bool = False
 
     @property
     def step_flops(self) -> int:
@@ -43,13 +44,13 @@ class KernelFamily(NamedTuple):
         return 2 * self.queries * self.keys * (qk + v)
 
     def __str__(self) -> str:
-        name = "backward" if self.backward else "forward"
+        name = "portable " * self.portable + ("backward" if self.backward else "forward")
         return f"{name} {self.used}/{self.used_v}, {self.queries} x {self.keys}, {self.programs}"
 
     @classmethod
     def parse(cls, text: str) -> KernelFamily:
         """The reverse of ``str``."""
-        return cls(text.startswith("backward"), *map(int, re.findall(r"\d+", text)))
+        return cls("backward" in text, *map(int, re.findall(r"\d+", text)), portable="portable" in text)
 
 
 class Times(NamedTuple):
@@ -66,23 +67,18 @@ class Times(NamedTuple):
 class Chip:
     """A GPU as the model sees it.
 
-    flops_per_us: of a multiprocessor, at its peak. bytes_per_us: that copies reach. cached_bytes: of operands that the L2 cache
-    holds while programs on all multiprocessors read them. launch_us: of one kernel. host_us: of an eager call's host, forward and
-    backward. shares: of the peak that steps reach, a guess. measured: constants by family. inherited: constants that were measured
-    on a GPU with the same multiprocessors. Others are estimated from these. estimated: whether nothing was measured on the chip.
+    flops_per_us: of a multiprocessor, at its peak. bytes_per_us: that copies reach. hopper: whether Hopper's kernels run on it.
+    measured: constants by family. inherited: constants that were measured on GPUs with the same multiprocessors. Others are
+    estimated from these.
     """
 
     name: str
     multiprocessors: int
     flops_per_us: float
     bytes_per_us: float
-    cached_bytes: float = 25e6
-    launch_us: float = 2.5
-    host_us: tuple[float, float] = (26.0, 155.0)
-    shares: tuple[float, float] = _HOPPER_SHARES
+    hopper: bool = True
     measured: Mapping[KernelFamily, Times] = field(default_factory=dict)
     inherited: Mapping[KernelFamily, Times] = field(default_factory=dict)
-    estimated: bool = False
 
     def times(self, family: KernelFamily) -> Times:
         """Returns the family's constants. Without a measurement: a guess, times what the guess misses for the most alike family."""
@@ -90,38 +86,37 @@ class Chip:
         if family in known_times:
             # A constant that measurements could not tell from 0 is a tenth of its guess.
             return Times(*(max(time, least / 10) for time, least in zip(known_times[family], guess, strict=True)))
-        alike = [known for known in known_times if known.backward == family.backward]
+        alike = [known for known in known_times if (known.backward, known.portable) == (family.backward, family.portable)]
         if not alike:
             return guess
         nearest = min(alike, key=lambda known: (known.programs != family.programs, abs(known.step_flops - family.step_flops)))
         of_nearest = zip(guess, self.times(nearest), self._guess(nearest), strict=True)
         return Times(*(time * measured / guessed for time, measured, guessed in of_nearest))
 
-    def has_measured(self, family: KernelFamily) -> bool:
-        """Whether the family's constants are measurements of this chip."""
-        return not self.estimated and family in self.measured
-
     def _guess(self, family: KernelFamily) -> Times:
         """Returns constants from the peak rate alone."""
-        step = family.step_flops * family.programs / self.flops_per_us / self.shares[family.backward]
+        shares = _PORTABLE_SHARES if family.portable else _HOPPER_SHARES
+        step = family.step_flops * family.programs / self.flops_per_us / shares[family.backward]
         # A row starts with the operands of its tile, ends with its results, and is partly hidden by other rows.
         row = 2.0 * step * 128 / family.queries if family.backward else 1.5 * step * 128 / family.keys
         return Times(row, step, 1.15 * step, 0.2 * step)
 
     def as_data(self) -> dict:
         """Returns the chip as plain data."""
-        tables = {
-            name: {str(family): [round(time, 4) for time in times] for family, times in sorted(getattr(self, name).items())}
-            for name in _TABLES
-        }
-        return asdict(replace(self, measured={}, inherited={})) | tables
+        families = sorted(self.measured, key=lambda family: (family.portable, family))
+        measured = {str(family): [round(time, 4) for time in self.measured[family]] for family in families}
+        own = {name: getattr(self, name) for name in ("name", "multiprocessors", "flops_per_us", "bytes_per_us", "hopper")}
+        return own | {"measured": measured}
 
     @classmethod
     def of_data(cls, data: dict) -> Chip:
         """The reverse of ``as_data``."""
-        tables = {name: {KernelFamily.parse(text): Times(*times) for text, times in data[name].items()} for name in _TABLES}
-        pairs = {name: tuple(data[name]) for name in ("host_us", "shares")}
-        return cls(**data | pairs | tables)
+        return cls(**data | {"measured": {KernelFamily.parse(text): Times(*times) for text, times in data["measured"].items()}})
+
+    def inheriting(self, others: Iterable[Chip]) -> Chip:
+        """Returns the chip with the constants of chips that have the same multiprocessors."""
+        alike = [chip for chip in others if (chip.multiprocessors, chip.flops_per_us) == (self.multiprocessors, self.flops_per_us)]
+        return replace(self, inherited={family: times for chip in alike for family, times in chip.measured.items()})
 
 
 def calibrated_file() -> Path:
@@ -129,9 +124,17 @@ def calibrated_file() -> Path:
     return cache_folder() / "calibrated.json"
 
 
+@cache
+def shipped() -> dict[str, Chip]:
+    """Returns the chips that come with the package by name."""
+    chips = list(read(SHIPPED))
+    return {chip.name: chip.inheriting(chips) for chip in chips}
+
+
 def known_chips() -> dict[str, Chip]:
     """Returns the chips with measured constants by name. Chips of this machine replace the ones that come with the package."""
-    return {chip.name: chip for path in (SHIPPED, calibrated_file()) if path.exists() for chip in read(path)}
+    own = read(calibrated_file()) if calibrated_file().exists() else ()
+    return shipped() | {chip.name: chip.inheriting(shipped().values()) for chip in own}
 
 
 def read(path: Path) -> Iterator[Chip]:
@@ -145,7 +148,8 @@ def write(path: Path, chips: list[Chip]) -> None:
     kept |= {chip.name: chip for chip in chips}
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps([chip.as_data() for chip in kept.values()], indent=1) + "\n")
+    text = json.dumps([chip.as_data() for chip in kept.values()], indent=1)
+    partial.write_text(re.sub(r"\[\s+([^][{}]+?)\s+\]", lambda numbers: f"[{' '.join(numbers[1].split())}]", text) + "\n")
     partial.replace(path)
 
 
@@ -162,5 +166,4 @@ def _reported(name: str, index: int, capability: tuple[int, int]) -> Chip:
     flops = _FLOPS_OF_CYCLE.get(capability, _FLOPS_OF_OTHERS) * found["sm_clock_rate"] / 1e3
     # Bytes in a cycle of a memory's clock, at two transfers; kHz to MHz.
     rate = _MEMORY_SHARE * 2 * found["mem_bus_width"] / 8 * found["mem_clock_rate"] / 1e3
-    shares = _HOPPER_SHARES if capability == (9, 0) else _PORTABLE_SHARES
-    return Chip(name, found["multiprocessor_count"], flops, rate, shares=shares, estimated=True)
+    return Chip(name, found["multiprocessor_count"], flops, rate, hopper=capability == (9, 0))

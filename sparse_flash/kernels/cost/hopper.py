@@ -1,116 +1,16 @@
-"""Predicts the time of a call of the Hopper kernels: what their launchers would launch, and how long it takes.
-
-A launch is a queue of tiles. A tile takes the time of its row's start, of its steps in full blocks, and of those in partial blocks.
-Kernels along whole rows take the time of their bytes.
-"""
-
-from typing import NamedTuple
+"""The launches of the Hopper kernels: the tiles that their launchers would launch, and the steps whose operands have left the L2
+cache, in masks of scattered blocks over operands larger than it."""
 
 import numpy as np
 
 from ..common.config import padded_head_dim, used_columns
 from ..hopper.division import backward_of_call, blocks_by_document, columns_of, forward_division, heads_together, items_and_tiles
 from ..launch.order import heads_in_queue
-from .chips import Chip, KernelFamily, Times
-from .reuse import share_reloaded
-from .schedule import Last, last_to_finish
+from .chips import Chip, KernelFamily
+from .model import AttentionSizes, Launch, dense_tiles, kinds_of, mask_of_heads
 
-KINDS = len(Times._fields)  # what a tile has of each: rows (1), full steps, partial steps, reloaded steps
-
-
-class AttentionSizes(NamedTuple):
-    """The sizes of a call. q_len, kv_len: tokens. Elements have two bytes."""
-
-    batch: int
-    heads: int
-    kv_heads: int
-    q_len: int
-    kv_len: int
-    head_dim: int
-    v_head_dim: int
-
-    @property
-    def q_shape(self) -> tuple[int, int, int, int]:
-        return self.batch, self.heads, self.q_len, self.head_dim
-
-    @property
-    def tensor_bytes(self) -> int:
-        """Returns the bytes of q, k, v and out."""
-        dims = self.head_dim + self.v_head_dim
-        return 2 * self.batch * dims * (self.heads * self.q_len + self.kv_heads * self.kv_len)
-
-
-class Launch(NamedTuple):
-    """Describes the launches of a pass. Bytes are read or written.
-
-    tiles: (stored masks, tiles of a head, KINDS), in the queue's order. mask_of: (batch-heads,) integers, the stored mask of each.
-    together: batch-heads that follow each other together. row_bytes: of the kernels along whole rows. launches: how many kernels
-    there are. least_bytes: of the queue's kernel, if it touches each element once.
-    """
-
-    family: KernelFamily
-    programs: int
-    tiles: np.ndarray
-    mask_of: np.ndarray
-    together: int
-    row_bytes: float
-    launches: int
-    least_bytes: float
-
-    def amounts(self) -> np.ndarray:
-        """Returns (tiles of all heads, KINDS) in the queue's order: groups of heads, and within a group the tiles of all heads in
-        turn."""
-        groups = [self.mask_of[first : first + self.together] for first in range(0, len(self.mask_of), self.together)]
-        return np.concatenate([self.tiles[group].swapaxes(0, 1).reshape(-1, KINDS) for group in groups])
-
-
-class Pass(NamedTuple):
-    """A predicted pass.
-
-    us: microseconds on the GPU. host_us: that the host takes to launch it, call by call; CUDA graphs take none. parts: microseconds
-    by name, whose sum is ``us``. beside: microseconds beside the queue's kernel. last: the program that finishes last. measured:
-    whether constants of these kernels were measured on the chip.
-    """
-
-    us: float
-    host_us: float
-    parts: dict[str, float]
-    beside: float
-    last: Last
-    measured: bool
-
-    @property
-    def eager_us(self) -> float:
-        """Returns the microseconds of an eager call, if no other work hides its host's time."""
-        return max(self.us, self.host_us)
-
-    @property
-    def bound(self) -> str:
-        """Returns what bounds an eager call: the host, or the part that takes the most time."""
-        return "the host" if self.host_us > self.us else max(self.parts, key=self.parts.__getitem__)
-
-
-def predicted(launch: Launch, chip: Chip) -> Pass:
-    """Returns a pass on a chip."""
-    times, backward = np.array(chip.times(launch.family)), launch.family.backward
-    amounts = launch.amounts()
-    last = last_to_finish(amounts @ times, min(launch.programs, len(amounts)), amounts)
-    rows, full, partial, reloaded = amounts.sum(0) * times / launch.programs
-    of_memory = launch.least_bytes / chip.bytes_per_us
-    parts = {
-        "products": full + partial,
-        "row starts": rows,
-        "loads past the L2 cache": reloaded,
-        "idle programs": last.time - rows - full - partial - reloaded,
-    }
-    if of_memory > last.time:
-        parts = {"memory, once for each element": of_memory}
-    beside = {
-        "sums of dQ" if backward else "merging split rows": launch.row_bytes / chip.bytes_per_us,
-        "launches": launch.launches * chip.launch_us,
-    }
-    parts = {name: float(us) for name, us in (parts | beside).items() if us}
-    return Pass(sum(parts.values()), chip.host_us[backward], parts, sum(beside.values()), last, chip.has_measured(launch.family))
+_CACHED_BYTES = 25e6  # of operands that the L2 cache holds while programs on all multiprocessors read them
+_WAVES = 4  # of programs at work at the same time, that are counted; evenly spaced in the queue
 
 
 def forward(sizes: AttentionSizes, mask, chip: Chip) -> Launch:
@@ -123,15 +23,15 @@ def forward(sizes: AttentionSizes, mask, chip: Chip) -> Launch:
     together = heads_in_queue(width, sizes.kv_len, tables, batch_heads, group)
     if tables is None:
         items, _ = items_and_tiles(sizes.q_shape, None, config.queries)
-        tiles = _dense(items, sizes.kv_len // config.keys, bool(sizes.kv_len % config.keys))
+        tiles = dense_tiles(items, sizes.kv_len // config.keys, bool(sizes.kv_len % config.keys))
     else:
         of_row, steps = tables.row_queries // config.queries, tables.block_size // config.keys
-        blocks = chip.cached_bytes / (tables.block_size * 2 * width)  # of keys and values
+        blocks = _CACHED_BYTES / (tables.block_size * 2 * width)  # of keys and values
         tiles = _of_table(tables, "by_query", of_row, steps, programs, together, blocks * group)
     split = _splits(tables, "by_query") * (tables.row_queries if tables else 0)
     merged = 4 * batch_heads * split * (columns["DIM_V"] + 1) * 2  # written and read
     family = KernelFamily(False, columns["USED"], columns["USED_V"], config.queries, config.keys, config.programs)
-    mask_of = _mask_of(tables, sizes.batch, sizes.heads)
+    mask_of = mask_of_heads(tables, sizes.batch, sizes.heads)
     return Launch(family, programs, tiles, mask_of, together, merged, 1 + bool(split), sizes.tensor_bytes)
 
 
@@ -143,17 +43,16 @@ def backward(sizes: AttentionSizes, mask, chip: Chip) -> Launch:
     dim, dim_v = padded_head_dim(sizes.head_dim), padded_head_dim(sizes.v_head_dim)
     group = sizes.heads // sizes.kv_heads
     joined = group if heads_together(sizes.q_shape, sizes.kv_heads, tables, True, chip.multiprocessors) else 1
-    mask_of = _mask_of(tables, sizes.batch, sizes.heads)[::joined]
+    mask_of = mask_of_heads(tables, sizes.batch, sizes.heads)[::joined]
     together = heads_in_queue(2 * (dim + dim_v), sizes.q_len, tables, len(mask_of), by_key=True)
     if tables is None:
-        tiles = _dense(-(-sizes.kv_len // config.keys), -(-sizes.q_len // config.queries), False)
+        tiles = dense_tiles(-(-sizes.kv_len // config.keys), -(-sizes.q_len // config.queries), False)
     else:
         of_row, steps = tables.block_size // config.keys, tables.block_size // config.queries
-        blocks = chip.cached_bytes / (tables.block_size * (2 * (dim + dim_v) + 4 * dim))  # of queries, dOut, and sums of dQ
+        blocks = _CACHED_BYTES / (tables.block_size * (2 * (dim + dim_v) + 4 * dim))  # of queries, dOut, and sums of dQ
         tiles = _of_table(tables, "by_key", of_row, steps, programs, together, blocks) * np.array([1, joined, joined, joined])
     queries, keys = sizes.batch * sizes.heads * sizes.q_len, sizes.batch * sizes.kv_heads * sizes.kv_len
-    # Before: out and dout are read, zeros written. After: sums are read, dQ is written.
-    row_bytes, launches = queries * (2 * 2 * dim_v + 4 * dim + 4 * dim + 2 * dim), 3
+    row_bytes, launches = queries * backward_row_bytes(dim, dim_v), 3
     if group > joined:  # dK and dV: zeros are written, sums read, gradients written
         row_bytes, launches = row_bytes + keys * (dim + dim_v) * (4 + 4 + 2), launches + 3
     elif splits := _splits(tables, "by_key"):  # results of splits are written and read
@@ -164,8 +63,10 @@ def backward(sizes: AttentionSizes, mask, chip: Chip) -> Launch:
     return Launch(family, programs, tiles, mask_of, together, row_bytes, launches, 2 * sizes.tensor_bytes)
 
 
-def _dense(items: int, full: int, partial: bool) -> np.ndarray:
-    return np.broadcast_to(np.array([1.0, full, partial, 0.0]), (1, items, KINDS))
+def backward_row_bytes(dim: int, dim_v: int) -> int:
+    """Returns the bytes of a query in the kernels along rows. Before the main kernel: out and dout are read, zeros written. After
+    it: sums are read, dQ is written."""
+    return 2 * 2 * dim_v + 4 * dim + 4 * dim + 2 * dim
 
 
 def _splits(tables, which: str) -> float:
@@ -184,11 +85,45 @@ def _of_table(tables, which: str, tiles: int, steps: int, programs: int, togethe
     heads = max(together, programs // (work.shape[1] * tiles))  # at work at the same time
     reach = programs // (heads * tiles), max(1, int(blocks / heads))
     reloaded = np.array([[share_reloaded(items[:, [1, 4]], cols, *reach)] for items in work])
-    kinds = np.stack([np.ones_like(begin), (runs - begin) * steps, (end - runs) * steps, (end - begin) * steps * reloaded], -1)
-    return kinds.repeat(tiles, 1)
+    return kinds_of(begin, runs, end, steps, reloaded).repeat(tiles, 1)
 
 
-def _mask_of(tables, batch: int, heads: int) -> np.ndarray:
-    if tables is None:
-        return np.zeros(batch * heads, np.int64)
-    return np.broadcast_to(tables.mask_index.numpy(), (batch, heads)).reshape(-1)
+def share_reloaded(bounds: np.ndarray, col_idx: np.ndarray, rows: int, capacity: int) -> float:
+    """Returns which share of the visited blocks the cache must load again, or for the first time, between 0 and 1.
+
+    Programs at work together take ``rows`` rows, one block of each at a time. A block is loaded once in each stretch of time whose
+    blocks the cache holds. If it holds all that these rows visit, nothing counts as reloaded, because the next rows visit the same.
+    bounds: (items, 2), where each item's entries in col_idx begin and end, in the queue's order. capacity: blocks that the cache
+    holds.
+    """
+    rows, visits, loads = max(1, min(rows, len(bounds))), 0, 0
+    for first in np.unique(np.linspace(0, len(bounds) - rows, _WAVES).astype(np.int64)):
+        begin, end = bounds[first : first + rows].T
+        steps = int((end - begin).max(initial=0))
+        place = begin[:, None] + np.arange(steps)
+        exists = place < end[:, None]
+        columns = np.where(exists, col_idx[np.minimum(place, len(col_idx) - 1)], -1)
+        visits += int(exists.sum())
+        loads += _loads(columns, capacity)
+    return loads / visits if visits else 0.0
+
+
+def _loads(columns: np.ndarray, capacity: int) -> int:
+    """Returns how often a block is loaded: once in each stretch of steps whose blocks the cache holds; 0 if it holds all.
+    columns: (rows, steps) blocks, or -1."""
+    steps = columns.shape[1]
+    total, begin, length, distinct = 0, 0, steps, _distinct(columns)
+    if distinct <= capacity:
+        return 0
+    while begin < steps:
+        # The longest stretch, to a factor of two, whose blocks fit.
+        while length > 1 and _distinct(columns[:, begin : begin + length]) > capacity:
+            length //= 2
+        total += _distinct(columns[:, begin : begin + length])
+        begin += length
+        length *= 2
+    return total
+
+
+def _distinct(columns: np.ndarray) -> int:
+    return int(np.count_nonzero(np.bincount(columns.ravel() + 1)[1:]))

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .chips import Chip, Times
-from .hopper import KINDS, Launch, predicted
+from sparse_flash.kernels.cost.chips import Chip, KernelFamily, Times
+from sparse_flash.kernels.cost.model import KINDS, Launch, predicted
 
 _ROUNDS = 10
 # The weight of a constant's value before the fit, of a sample's. It decides what samples do not tell apart.
@@ -34,33 +34,38 @@ class Sample(NamedTuple):
 def fit(chip: Chip, samples: Sequence[Sample]) -> Chip:
     """Returns the chip with constants for the families of the samples, by non-negative least squares of relative errors.
 
-    The time of the program that finishes last is linear in the constants, but which program that is depends on them. So constants
-    are fitted to the programs that would finish last, in rounds, and the constants of the best round are returned. Samples that the
-    host bounds say nothing of the GPU, and are left out. Without others the chip stays as it is.
+    Samples that the host bounds say nothing of the GPU, and are left out. Without others the chip stays as it is.
     """
+    by_family: dict[KernelFamily, list[Sample]] = {}
+    for sample in samples:
+        if predicted(sample.launch, chip).bound != "the host":
+            by_family.setdefault(sample.launch.family, []).append(sample)
+    if not by_family:
+        return chip
+    measured = {family: _fitted(chip, family, found) for family, found in by_family.items()}
+    return replace(chip, measured={**chip.measured, **measured})
+
+
+def _fitted(chip: Chip, family: KernelFamily, samples: Sequence[Sample]) -> Times:
+    """Returns the constants of one family. The time of the program that finishes last is linear in them, but which program that is
+    depends on them. So they are fitted to the programs that would finish last, in rounds, and those of the best round are
+    returned."""
     from scipy.optimize import nnls
 
-    samples = [sample for sample in samples if predicted(sample.launch, chip).bound != "the host"]
-    if not samples:
-        return chip
-    families = list(dict.fromkeys(sample.launch.family for sample in samples))
-    before = np.array([chip.times(family) for family in families]).ravel()
-    best, least = chip, np.inf
+    before = np.array(chip.times(family))
+    times, best, least = chip.times(family), chip.times(family), np.inf
     for _ in range(_ROUNDS):
+        chip = replace(chip, measured={**chip.measured, family: times})
         found = [predicted(sample.launch, chip) for sample in samples]
         spread = sum((one.us / sample.us - 1) ** 2 for one, sample in zip(found, samples, strict=True))
         if spread < least:
-            best, least = chip, spread
-        rows, targets = [_PRIOR * np.eye(len(before))], [np.full(len(before), _PRIOR)]
-        for one, (launch, us, _) in zip(found, samples, strict=True):
-            own = KINDS * families.index(launch.family)
-            row = np.zeros(len(before))
-            row[own : own + KINDS] = one.last.amounts * before[own : own + KINDS]
-            rows.append(row[None] / us)
-            targets.append(np.array([(us - one.beside) / us]))
-        constants = nnls(np.concatenate(rows), np.concatenate(targets))[0] * before
-        measured = {family: Times(*times) for family, times in zip(families, constants.reshape(-1, KINDS).tolist(), strict=True)}
-        chip = replace(chip, measured=dict(chip.measured) | measured, estimated=False)
+            best, least = times, spread
+        us = np.array([sample.us for sample in samples])
+        rows = np.array([one.last.amounts for one in found]) * before / us[:, None]
+        targets = 1 - np.array([one.beside for one in found]) / us
+        kept = _PRIOR * np.eye(KINDS), np.full(KINDS, _PRIOR)
+        shares = nnls(np.concatenate([kept[0], rows]), np.concatenate([kept[1], targets]))[0]
+        times = Times(*(shares * before).tolist())
     return best
 
 
