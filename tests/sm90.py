@@ -29,7 +29,7 @@ from sparse_flash.kernels.hopper import backward as hopper_backward
 from sparse_flash.kernels.hopper import configs as hopper_configs
 from sparse_flash.kernels.hopper import forward as hopper_forward
 from sparse_flash.kernels.hopper.backward_arguments import BackwardPointers
-from sparse_flash.kernels.hopper.descriptors import FLOAT_LAYOUT, ROW_LAYOUT, TILE_LAYOUT
+from sparse_flash.kernels.hopper.descriptors import EIGHT_BIT_LAYOUTS, FLOAT_LAYOUT, ROW_LAYOUT, TILE_LAYOUT
 from sparse_flash.kernels.hopper.scheduler import TablePointers
 from sparse_flash.kernels.launch.launch import FUSED
 from sparse_flash.kernels.launch.replay import parameter_sizes, parameter_types
@@ -142,7 +142,8 @@ def compiled_for_hopper(
     if kernel is FORWARD:
         shape = replace(hopper_forward.forward_shape(config, dim, dim_v, block, own_starts, split, *scored), SPARSE=sparse)
         rows, keys, width = 64, shape.KEYS, shape.DIM // shape.PIECES
-        types["outputs"] = hopper_forward.Outputs(f"*{dtype}", *["*fp32"] * 3)
+        types["outputs"] = hopper_forward.Outputs("*bf16", *["*fp32"] * 3)
+        types["scales"] = hopper_forward.Scales(*["*fp32"] * 4) if shape.EIGHT else hopper_forward.NO_SCALES
     else:
         flags = own_starts, together, added, split, fixed, ragged
         shape = replace(hopper_backward.backward_shape(config, dim, dim_v, block, *flags, *scored), SPARSE=sparse)
@@ -156,7 +157,11 @@ def compiled_for_hopper(
     for name in kernel.arg_names:
         if name.endswith("_tensor"):
             tile = rows if name in OF_QUERIES else keys, shape.DIM_V if name in OF_VALUES else width
-            types[name] = f"tensordesc<{dtype}[1,1,{tile[0]},{tile[1]}],{TILE_LAYOUT!r}>"
+            kind, layout = dtype, TILE_LAYOUT
+            if kernel is FORWARD and shape.EIGHT and name != "out_tensor":
+                tile = tile[::-1] if name == "v_tensor" else tile
+                kind, layout = "fp8e4nv", EIGHT_BIT_LAYOUTS[tile[1]]
+            types[name] = f"tensordesc<{kind}[1,1,{tile[0]},{tile[1]}],{layout!r}>"
     constants = {"SHAPE": Constants(shape), "SCORE": switches["SCORE"], "DERIVATIVE": switches["DERIVATIVE"]}
     if "dkv_rows" in types and shape.DIM > 128:
         constants["dkv_rows"] = None
