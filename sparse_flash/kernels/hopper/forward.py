@@ -32,14 +32,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..common.config import padded_head_dim
+from ..common.eight_bits import KEYS
 from ..common.gluon import Constants, async_store, fresh_zero, of_tensor, record, store_wait
 from ..common.grid import tile_and_batch_head
 from ..common.layout import addressable, empty_out, is_addressable, restored_out
 from ..common.tiles import FLOOR, LN_2, LOG2_E, store_tile
 from ..launch.launch import descriptor_or_rows, launch_or_repeat, multiprocessors, table_arguments
 from ..launch.order import heads_in_queue
-from .configs import EightBitConfig
-from .descriptors import gluon_descriptor, table_pointers, tile_queue
+from .configs import EightBitConfig, forward_of_eight_bits
+from .descriptors import EIGHT_BIT_LAYOUTS, TILE_LAYOUT, gluon_descriptor, table_pointers, tile_queue
 from .division import columns_of, forward_division, items_and_tiles
 from .dropout import Dropout, new_dropout
 from .lengths import TokenLengths, load_existing, new_lengths, own_barrier
@@ -58,14 +59,15 @@ from .products import (
     zero_sums,
 )
 from .quads import from_quads, promoted
+from .quantization import Operands, quantized
 from .ring import PingPong, Ring, new_ping_pong, ring_of, tiles
 from .scheduler import Heads, Queue, Scheduler, TableArguments, new_scheduler, schedule
 from .scores import ScoreTerms, new_terms
 from .softmax import by_row, first_folded, folded, followed, nothing_yet, rescaled
 from .variant import PLAIN, HopperVariant, hopper_variant
 
-HALF = gl.constexpr(64)  # queries per warp group, which share a scale in e4m3
-SCALED_KEYS = gl.constexpr(128)  # keys, and values, that share a scale in e4m3
+HALF = gl.constexpr(64)  # queries per warp group
+SCALED_KEYS = gl.constexpr(KEYS)
 COMBINED = tl.constexpr(32)  # queries per program that combines splits
 
 # New lengths, heads or masks never recompile.
@@ -729,6 +731,45 @@ def _run(q, k, v, mask, scale, variant, of_variant: HopperVariant, beside, recor
     return out, lse
 
 
+def attention_forward_of_eight_bits(q, k, v, mask, scale, config=None):
+    """Returns out and lse as ``attention_forward`` does, computed in e4m3: see ``variant.eight_bits``. config: an
+    ``EightBitConfig``; the one for these shapes by default."""
+    run = partial(_run_of_eight_bits, q, k, v, mask, scale, config)
+    return tuple(launch_or_repeat(attention_forward_kernel, mask, (scale, "e4m3", config), (q, k, v), run)[:2])
+
+
+def _run_of_eight_bits(q, k, v, mask, scale, config, recording):
+    if not all(map(is_addressable, (q, k, v))):
+        ready = [addressable(t) for t in (q, k, v)]
+        out, lse = attention_forward_of_eight_bits(*ready, mask, scale, config)
+        return restored_out(out, ready[0], q, v), lse
+    out = recording.fresh(empty_out(q, v.shape[3]))
+    lse = recording.fresh(torch.empty(q.shape[:3], dtype=torch.float32, device=q.device))
+    operands = quantized(q, k, v, scale, recording)
+    attend_to_operands(operands, out, lse, mask, scale, config, recording)
+    return out, lse
+
+
+def attend_to_operands(operands: Operands, out, lse, mask, scale, config, recording) -> None:
+    """Launches the forward kernel on operands in e4m3. out, lse: what it fills. Other arguments as for
+    ``attention_forward_of_eight_bits``."""
+    q, k, v = operands[:3]
+    dim = q.shape[3]
+    config = config or forward_of_eight_bits(dim, mask and mask.block_size)
+    split_rows = _split_rows(mask)
+    split_out = split_lse = lse
+    if split_rows:
+        rows = q.shape[0] * q.shape[1] * split_rows
+        split_lse = recording.fresh(torch.empty(rows, dtype=torch.float32, device=q.device))
+        split_out = recording.fresh(torch.empty((rows, dim), dtype=torch.float32, device=q.device))
+    queue = recording.each_time(partial(tile_queue, q.device))
+    tensors = q, k, v, out, lse, split_out, split_lse, queue
+    prepared = _forward_launch(*tensors, mask, scale, split_rows, PLAIN, config, Scales(*operands[3:]))
+    recording.launch(attention_forward_kernel, prepared, (out.dtype,))
+    if split_rows:
+        recording.launch(combine_kernel, _combine_launch(out, lse, split_out, split_lse, mask))
+
+
 @cache
 def forward_shape(config, head_dim: int, v_head_dim: int, block_size: int | None, *switches) -> ForwardShape:
     """block_size: the table's, or None. switches: the fields of ``ForwardShape`` after SPARSE."""
@@ -749,21 +790,26 @@ def _config_and_tables(q, v, mask, of_variant: HopperVariant):
     return forward_division(q.shape, v.shape[3], mask, of_variant is PLAIN, multiprocessors(q.device))
 
 
-def _forward_launch(q, k, v, out, lse, split_out, split_lse, queue, tables, scale, split_rows, of_variant, config):
-    """Returns (grid, arguments, constants, options)."""
+def _forward_launch(
+    q, k, v, out, lse, split_out, split_lse, queue, tables, scale, split_rows, of_variant, config, scales=NO_SCALES
+):
+    """Returns (grid, arguments, constants, options). v: transposed if there are scales."""
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     group, batch_heads = heads // kv_heads, batch * heads
     switches = of_variant.switches
     starts, scored = tables is not None and tables.starts is not None, (switches["SCORED"], switches["REACH"])
-    shape = forward_shape(config, head_dim, v.shape[3], tables and tables.block_size, starts, split_rows > 0, *scored)
+    shape = forward_shape(config, head_dim, v.shape[3] if scales is NO_SCALES else head_dim, tables and tables.block_size, starts, split_rows > 0, *scored)
     dim, dim_v, width = shape.DIM, shape.DIM_V, shape.DIM // shape.PIECES
     items, tiles = items_and_tiles(q.shape, tables, config.queries)
     pointers, strides = table_pointers(tables, tables and tables.by_query, tables.by_query.work if tables else lse, lse)
+    layout, of_values, layout_v = TILE_LAYOUT, [config.keys, dim_v], TILE_LAYOUT
+    if shape.EIGHT:
+        layout, of_values, layout_v = EIGHT_BIT_LAYOUTS[width], [dim_v, config.keys], EIGHT_BIT_LAYOUTS[config.keys]
     arguments = [
-        gluon_descriptor(q, [1, 1, HALF.value, width]),
-        gluon_descriptor(k, [1, 1, config.keys, width]),
-        gluon_descriptor(v, [1, 1, config.keys, dim_v]),
+        gluon_descriptor(q, [1, 1, HALF.value, width], layout),
+        gluon_descriptor(k, [1, 1, config.keys, width], layout),
+        gluon_descriptor(v, [1, 1, *of_values], layout_v),
         gluon_descriptor(out, [1, 1, HALF.value, dim_v]),
         Outputs(out, lse, split_out, split_lse),
         pointers,
@@ -779,7 +825,7 @@ def _forward_launch(q, k, v, out, lse, split_out, split_lse, queue, tables, scal
         split_rows // config.queries,
         scale * LOG2_E.value,
         of_variant.given,
-        NO_SCALES,
+        scales,
     ]
     constants = {"SHAPE": Constants(shape), "SCORE": switches["SCORE"], "DERIVATIVE": switches["DERIVATIVE"]}
     return (min(tiles, config.programs * multiprocessors(q.device)), 1), arguments, constants, config.options

@@ -2,7 +2,7 @@
 
 A thread's four numbers of 16 columns are one quad. In a product's operand, a quad is four adjacent columns; in its result, two
 adjacent columns and the two eight to their right. So a result becomes an operand with its columns permuted within each 16, and
-without an exchange between threads. What the operand is multiplied by has its rows in that order (``quantization.KEY_ORDER``).
+without an exchange between threads. What the operand is multiplied by has its rows in that order (``quantization``).
 """
 
 from triton.experimental import gluon
@@ -36,7 +36,7 @@ def in_quads(tile):
 
 @gluon.jit
 def from_quads(quads, dtype: gl.constexpr, layout: gl.constexpr):
-    """Returns quads as an operand in e4m3, (rows, columns), columns in ``quantization.KEY_ORDER``."""
+    """Returns quads as an operand in e4m3, (rows, columns), columns in that order."""
     # Four copies of a quad are one register, which the assembly returns as four numbers.
     copies = gl.join(gl.join(quads, quads), gl.join(quads, quads))
     numbers = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [copies], dtype=gl.int8, is_pure=True, pack=4)

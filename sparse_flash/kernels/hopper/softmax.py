@@ -9,6 +9,7 @@ no sums of values to scale. FlashAttention-4 lets the maximum lag behind, too, b
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..common.eight_bits import TOP
 from ..common.tiles import FLOOR
 from .pairs import in_pairs, split_columns
 from .quads import in_quads, split_quads
@@ -17,9 +18,7 @@ from .quads import in_quads, split_quads
 # suffices for a million tokens with values up to 2^68.
 LARGE = {"bf16": "0f53800000", "f16": "0f46800000"}  # 2^40; 2^14, as float16 ends at 65,504
 LARGE["e4m3"] = "0f43E00000"  # 448, at which e4m3 ends
-# In e4m3, the weight of a maximum's power of two: later scores may exceed the maximum 7 times before weights are computed again.
-# A power of two, and maxima that are integers, so that rounding does not depend on which maximum a step takes.
-TOP = gl.constexpr(6.0)
+_TOP = gl.constexpr(TOP)
 _MINUS_TOP = "0fC0C00000"
 
 
@@ -47,7 +46,7 @@ def first_folded(scores, factor, dtype: gl.constexpr):
     (64, 4), a number for each of the four threads that share a row: equal maxima, and sums of each thread's own weights."""
     floor, none = nothing_yet(scores)
     if dtype == gl.float8e4nv:
-        maximum = gl.maximum(floor, gl.ceil(gl.max(scores, 1) * factor) - TOP)
+        maximum = gl.maximum(floor, gl.ceil(gl.max(scores, 1) * factor) - _TOP)
         weights = gl.exp2(scores * factor - maximum[:, None])
         words = in_quads(weights)
     else:
