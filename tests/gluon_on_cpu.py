@@ -563,7 +563,7 @@ ASSEMBLY = {
     "mul.f32 b, b, $3": lambda pairs, low, high: _halves(_in_halves(pairs) * np.stack([low, high], -1)),
     "fma.rn.f32 $0, x": lambda pairs, low, high: (pairs.view(np.float32) * np.float32(0) - low, -high),
     "e4m3x2": lambda *given: (_folded_quads if len(given) == 6 else _quads)(*given),
-    "mov.b32 $0, $1;": lambda copies: np.stack([(copies[..., 0, 0] >> 8 * n).astype(np.int8) for n in range(4)], -1),
+    "mov.b32 {a, b}, $1;": lambda copies: np.stack([(copies[..., 0, 0] >> 8 * n).astype(np.int8) for n in range(4)], -1),
     "shfl.sync.bfly": partial(_folded, largest=np.float32(2**14)),
     "bra.uni KEPT": lambda x, factors: x * factors,
     "mov.b32 $0, 0;": lambda x: np.int32(0),
