@@ -142,8 +142,12 @@ def _check_precision(precision: object, q: torch.Tensor, k: torch.Tensor, v: tor
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be None or one of {', '.join(map(repr, PRECISIONS))}; got {precision!r}")
     if isinstance(mask, BlockSelection):
-        raise ValueError(f"precision={precision!r} does not take a BlockSelection as mask; pass a BlockMask, or leave precision out")
-    trained = [name for name, t in (("q", q), ("k", k), ("v", v), ("sinks", sinks)) if isinstance(t, torch.Tensor) and t.requires_grad]
+        raise ValueError(
+            f"precision={precision!r} does not take a BlockSelection as mask; pass a BlockMask, or leave precision out"
+        )
+    trained = [
+        name for name, t in (("q", q), ("k", k), ("v", v), ("sinks", sinks)) if isinstance(t, torch.Tensor) and t.requires_grad
+    ]
     if trained and torch.is_grad_enabled():
         raise ValueError(
             f"precision={precision!r} gives no gradients, and {trained[0]} requires one; leave precision out, or call it under "

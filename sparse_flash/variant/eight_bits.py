@@ -41,7 +41,7 @@ def attention_in_eight_bits(
     scores = q8 @ k8.mT * (of_q * of_k.mT) * (scale / math.log(2))  # in base 2
     if kept is not None:
         scores = scores.masked_fill(~kept, float("-inf"))
-    # A row's largest weight is in (2^5, 2^6], where e4m3 is most exact, and the same whatever maximum was known when it was rounded.
+    # A row's largest weight is in (2^5, 2^6]. Weights round alike whatever maximum was known, as maxima are integers.
     maximum = scores.amax(-1, keepdim=True).ceil() - TOP
     weights = (scores - torch.where(maximum.isinf(), 0.0, maximum)).exp2()
     total = weights.sum(-1, keepdim=True)

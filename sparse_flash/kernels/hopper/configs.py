@@ -25,6 +25,7 @@ class EightBitConfig(ForwardConfig):
     """The tiles of the forward kernel for operands in e4m3."""
 
     alternating: bool = False  # whether two warp groups alternate in starting their products
+    polynomials: int = 0  # how many of eight exponentials are polynomials, for which other units have time
     overlapped: bool = True  # whether weighted values overlap the warp group's own next weights, which takes more registers
 
 

@@ -107,6 +107,7 @@ class ForwardShape:
     REACH: int
     EIGHT: bool = False  # whether operands are e4m3: see ``eight_bits``
     ALTERNATING: bool = False  # with EIGHT, whether two warp groups alternate in starting their products
+    POLYNOMIALS: int = 0  # with EIGHT, how many of eight exponentials are polynomials
     OVERLAPPED: bool = False  # with EIGHT, whether weighted values overlap the warp group's own next weights
 
     @property
@@ -320,7 +321,20 @@ def _finished_values(p, started, kept, sums, PENDING: gl.constexpr):
 
 @gluon.jit
 def _fold_steps(
-    p, tile, state, turn, step, begin, end, stream, terms, scaled_tile, zeros, no_sums, HALF_INDEX: gl.constexpr, MASKED: gl.constexpr
+    p,
+    tile,
+    state,
+    turn,
+    step,
+    begin,
+    end,
+    stream,
+    terms,
+    scaled_tile,
+    zeros,
+    no_sums,
+    HALF_INDEX: gl.constexpr,
+    MASKED: gl.constexpr,
 ):
     """Folds steps begin .. end - 1, all of full or all of partial blocks, into the softmax state of a tile. Each iteration starts
     the scores of its own step and the weighted values of the previous step. Runs and bits share one loop, as each copy of the loop
@@ -381,7 +395,7 @@ def _fold_steps(
                 weights = p.dropout.zero_dropped(weights, stream, tile.first + HALF_INDEX * HALF, position)
             kept = in_pairs(weights, dtype)
         elif p.SHAPE.EIGHT:
-            words, rescale, running_max, running_sum = folded(scores, running_max, running_sum, factor, dtype)
+            words, rescale, running_max, running_sum = folded(scores, running_max, running_sum, factor, dtype, p.SHAPE.POLYNOMIALS)
             kept = (words, value_scale)
         else:
             kept, rescale, running_max, running_sum = folded(scores, running_max, running_sum, p.scoring.factor(), dtype)
@@ -776,7 +790,9 @@ def forward_shape(config, head_dim: int, v_head_dim: int, block_size: int | None
     of_table = block_size or config.queries, block_size is not None
     groups = config.queries // HALF.value
     columns = columns_of(head_dim, v_head_dim).values()
-    of_eight = (True, config.alternating, config.overlapped) if isinstance(config, EightBitConfig) else ()
+    of_eight = ()
+    if isinstance(config, EightBitConfig):
+        of_eight = True, config.alternating, config.polynomials, config.overlapped
     return ForwardShape(*columns, groups, config.keys, config.stages, config.registers, *of_table, *switches, *of_eight)
 
 
@@ -799,7 +815,8 @@ def _forward_launch(
     group, batch_heads = heads // kv_heads, batch * heads
     switches = of_variant.switches
     starts, scored = tables is not None and tables.starts is not None, (switches["SCORED"], switches["REACH"])
-    shape = forward_shape(config, head_dim, v.shape[3] if scales is NO_SCALES else head_dim, tables and tables.block_size, starts, split_rows > 0, *scored)
+    v_head_dim = v.shape[3] if scales is NO_SCALES else head_dim
+    shape = forward_shape(config, head_dim, v_head_dim, tables and tables.block_size, starts, split_rows > 0, *scored)
     dim, dim_v, width = shape.DIM, shape.DIM_V, shape.DIM // shape.PIECES
     items, tiles = items_and_tiles(q.shape, tables, config.queries)
     pointers, strides = table_pointers(tables, tables and tables.by_query, tables.by_query.work if tables else lse, lse)

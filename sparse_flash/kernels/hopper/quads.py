@@ -29,9 +29,7 @@ def in_quads(tile):
     code: gl.constexpr = (
         "{ .reg .b16 h<2>; cvt.rn.satfinite.e4m3x2.f32 h0, $2, $1; cvt.rn.satfinite.e4m3x2.f32 h1, $4, $3; mov.b32 $0, {h0, h1}; }"
     )
-    return gl.inline_asm_elementwise(
-        code, "=r,f,f,f,f", [first, second, third, fourth], dtype=gl.int32, is_pure=True, pack=1
-    )
+    return gl.inline_asm_elementwise(code, "=r,f,f,f,f", [first, second, third, fourth], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit

@@ -99,9 +99,7 @@ def quantize_queries_kernel(
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
-def quantize_keys_kernel(
-    k_tensor, eight_tensor, scale_ptr, mean_ptr, heads, tokens, blocks, DIM: tl.constexpr, TILE: tl.constexpr
-):
+def quantize_keys_kernel(k_tensor, eight_tensor, scale_ptr, mean_ptr, heads, tokens, blocks, DIM: tl.constexpr, TILE: tl.constexpr):
     """Rounds a block of keys, without their mean."""
     block, batch_head = tile_and_batch_head(blocks)
     batch, head = batch_head // heads, batch_head % heads
@@ -161,7 +159,17 @@ def quantized(q, k, v, scale: float, recording) -> Operands:
     launch(key_mean_kernel, batch * kv_heads, sums, mean, chunks, kv_len, DIM=dim)
     tail = heads // kv_heads, q_len, q_blocks, scale
     launch(
-        quantize_queries_kernel, batch * heads * q_blocks, queries, to_q, operands.of_q, mean, operands.lse, heads, *tail, DIM=dim, TILE=QUERIES
+        quantize_queries_kernel,
+        batch * heads * q_blocks,
+        queries,
+        to_q,
+        operands.of_q,
+        mean,
+        operands.lse,
+        heads,
+        *tail,
+        DIM=dim,
+        TILE=QUERIES,
     )
     launch(quantize_keys_kernel, kv_programs, keys, to_k, operands.of_k, mean, kv_heads, kv_len, kv_blocks, DIM=dim, TILE=KEYS)
     launch(quantize_values_kernel, kv_programs, values, to_v, operands.of_v, kv_heads, kv_blocks, DIM=dim, TILE=KEYS)
