@@ -54,7 +54,7 @@ ROWS_CHECKED, KEYS_CHECKED = 64, 65_536
 
 
 @dataclass(frozen=True)
-class Row:
+class PrecisionRow:
     """density: of random blocks; None: ``spec``."""
 
     name: str
@@ -76,16 +76,16 @@ class Row:
 
 
 ROWS = [
-    Row("dense 16K", None, None, 128, 16_384, 16, 16),
-    Row("causal 16K", "causal", None, 128, 16_384, 16, 16),
-    Row("dense 64K", None, None, 128, 65_536, 8, 8),
-    Row("causal 64K, 32/8", "causal", None, 128, 65_536, 32, 8),
-    Row("random 8%, blocks of 128, 64K, 32/8", None, 0.08, 128, 65_536, 32, 8),
-    Row("random 20%, blocks of 128, 64K, 32/8", None, 0.20, 128, 65_536, 32, 8),
-    Row("random 8%, blocks of 64, 32K", None, 0.08, 64, 32_768, 16, 16),
-    Row("window 4096, 64K, 32/8", "causal & local(4096)", None, 128, 65_536, 32, 8),
-    Row("dense 16K, head_dim 64", None, None, 128, 16_384, 32, 32, 64),
-    Row("causal 16K, head_dim 64", "causal", None, 128, 16_384, 32, 32, 64),
+    PrecisionRow("dense 16K", None, None, 128, 16_384, 16, 16),
+    PrecisionRow("causal 16K", "causal", None, 128, 16_384, 16, 16),
+    PrecisionRow("dense 64K", None, None, 128, 65_536, 8, 8),
+    PrecisionRow("causal 64K, 32/8", "causal", None, 128, 65_536, 32, 8),
+    PrecisionRow("random 8%, blocks of 128, 64K, 32/8", None, 0.08, 128, 65_536, 32, 8),
+    PrecisionRow("random 20%, blocks of 128, 64K, 32/8", None, 0.20, 128, 65_536, 32, 8),
+    PrecisionRow("random 8%, blocks of 64, 32K", None, 0.08, 64, 32_768, 16, 16),
+    PrecisionRow("window 4096, 64K, 32/8", "causal & local(4096)", None, 128, 65_536, 32, 8),
+    PrecisionRow("dense 16K, head_dim 64", None, None, 128, 16_384, 32, 32, 64),
+    PrecisionRow("causal 16K, head_dim 64", "causal", None, 128, 16_384, 32, 32, 64),
 ]
 
 
@@ -212,7 +212,7 @@ def cudnn_in_eight_bits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causa
     return attend
 
 
-def ours(row: Row, q, k, v, mask, changes: list[dict]) -> Iterator[tuple[str, Callable[[], Any]]]:
+def ours(row: PrecisionRow, q, k, v, mask, changes: list[dict]) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yields (name, call): both precisions, and the parts of the second."""
     from sparse_flash.kernels.hopper import configs, forward, quantization
     from sparse_flash.kernels.launch.launch import Recording
@@ -236,7 +236,7 @@ def ours(row: Row, q, k, v, mask, changes: list[dict]) -> Iterator[tuple[str, Ca
         yield name, attend
 
 
-def measured(row: Row, changes: list[dict], peers: bool, limit: int) -> dict:
+def measured(row: PrecisionRow, changes: list[dict], peers: bool, limit: int) -> dict:
     """Times in ms and TFLOP/s of a row's contestants, and the relative difference of their results from bfloat16's."""
     generator = torch.Generator("cuda").manual_seed(0)
     shapes = ((1, heads, row.tokens, row.head_dim) for heads in (row.heads, row.kv_heads, row.kv_heads))

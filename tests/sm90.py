@@ -258,7 +258,7 @@ def spills_in_full_blocks(binary: bytes) -> int:
         begin, end = loop
         return sum(begin <= address <= end and re.search(rf"\b({names})\b", text) is not None for address, text in code)
 
-    loops = [loop for loop in loops if count(loop, "HGMMA")]
+    loops = [loop for loop in loops if count(loop, "HGMMA|QGMMA")]
     innermost = [(a, b) for a, b in loops if not any((a, b) != (c, d) and a <= c and d <= b for c, d in loops)]
     loads = [count(loop, "LDG|LDGSTS") for loop in innermost]
     return max((count(loop, "LDL|STL") for loop, n in zip(innermost, loads, strict=True) if n == min(loads)), default=0)
@@ -271,7 +271,8 @@ def report(name: str, compile_kernel, kernel, config, dim: int, sparse: bool, *d
         result = compile_kernel(kernel, config, dim, sparse, *details, **options)
     ptx = result.asm["ptx"]
     row = {"kernel": name, "dim": dim, "sparse": sparse, "shared": result.metadata.shared}
-    row |= {"wgmma": ptx.count("wgmma.mma_async"), "tma": ptx.count("cp.async.bulk.tensor")}
+    row |= {"wgmma": ptx.count("wgmma.mma_async"), "e4m3": len(re.findall(r"wgmma\.mma_async\S*\.e4m3\.e4m3", ptx))}
+    row |= {"tma": ptx.count("cp.async.bulk.tensor")}
     row |= {"warps": result.metadata.num_warps, "products": len(re.findall(r"\bmul\.(?:wide|hi)\.u32", ptx))}
     row |= {"async": ptx.count("cp.async.cg.shared.global"), "mma": len(re.findall(r"\bmma\.sync", ptx))}
     types = parameter_types(result.src.signature, parameter_sizes(ptx))
@@ -350,6 +351,9 @@ def of_hopper(dim: int) -> Iterator[Callable[[], dict]]:
     ):
         if dim in table:
             yield _of_hopper(f"forward_of_{name}", FORWARD, table[dim], dim, sparse)
+    yield _of_hopper("forward_of_eight_bits_of_64", FORWARD, hopper_configs.EIGHT_BITS_OF_64[dim], dim, True, block=64)
+    for sparse in (False, True):
+        yield _of_hopper("forward_of_eight_bits", FORWARD, hopper_configs.EIGHT_BITS[dim], dim, sparse, split=sparse)
     yield _of_hopper("forward_of_64", FORWARD, hopper_configs.FORWARD_OF_64[dim], dim, True, block=64, split=True)
     for option in ("split", "added", "fixed"):
         details = BACKWARD, hopper_configs.BACKWARD_OF_64[dim], dim, True

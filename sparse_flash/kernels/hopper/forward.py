@@ -395,7 +395,9 @@ def _fold_steps(
                 weights = p.dropout.zero_dropped(weights, stream, tile.first + HALF_INDEX * HALF, position)
             kept = in_pairs(weights, dtype)
         elif p.SHAPE.EIGHT:
-            words, rescale, running_max, running_sum = folded(scores, running_max, running_sum, factor, dtype, p.SHAPE.POLYNOMIALS)
+            words, rescale, running_max, running_sum = folded(
+                scores, running_max, running_sum, factor, dtype, 0 if MASKED else p.SHAPE.POLYNOMIALS
+            )
             kept = (words, value_scale)
         else:
             kept, rescale, running_max, running_sum = folded(scores, running_max, running_sum, p.scoring.factor(), dtype)

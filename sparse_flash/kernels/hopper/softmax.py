@@ -70,7 +70,7 @@ def by_row(maximum, total, layout: gl.constexpr):
 def folded(scores, running_max, running_sum, factor, dtype: gl.constexpr, POLYNOMIALS: gl.constexpr = 0):
     """Returns (weights as ``first_folded`` does, the factor for sums of values, maximum, sum), the last three by thread. Takes the
     maximum so far; if that gives large weights, also the maximum of these scores. A warp's numbers alternate between two rows.
-    POLYNOMIALS: how many of eight exponentials are polynomials, with e4m3."""
+    POLYNOMIALS: how many of eight exponentials are polynomials, with e4m3; 0 if a mask has dropped any of the scores."""
     if dtype == gl.float8e4nv:
         low, high, more, most = split_quads(scores)
         inputs = [low, high, more, most, _for_words(running_max, low), factor]
