@@ -24,7 +24,7 @@ import torch
 import sparse_flash as sf
 from sparse_flash.variant.eight_bits import attention_in_eight_bits
 
-from .baselines.flash import _flash_attention_3
+from .baselines.flash import FlashAttention3
 from .measure.throughput import OverLimit, failure_text, time_limit, timed_ms
 from .results import environment
 
@@ -150,7 +150,7 @@ def errors(kind: str) -> dict:
         "bf16": lambda: sf.attention(q, k, v),
         "fp8": lambda: sf.attention(q, k, v, precision="fp8"),
     }
-    if _flash_attention_3() is None:
+    if without_fa3() is None:
         contestants["FlashAttention-3 fp8"] = lambda: fa3_in_eight_bits(q, k, v, False)()
     for name, attend in contestants.items():
         try:
@@ -159,6 +159,11 @@ def errors(kind: str) -> dict:
         except Exception as error:
             found[name] = failure_text(error)
     return {"statistics": kind} | found
+
+
+def without_fa3() -> str | None:
+    """Why FlashAttention-3 cannot be called, or None."""
+    return None if hasattr(torch.ops.flash_attn_3, "fwd") else FlashAttention3().missing()
 
 
 def by_head(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -248,7 +253,7 @@ def measured(row: PrecisionRow, changes: list[dict], peers: bool, limit: int) ->
     contestants = list(ours(row, q, k, v, mask, changes))
     if peers and row.spec in (None, "causal") and row.density is None:
         causal = row.spec == "causal"
-        if (missing := _flash_attention_3()) is None:
+        if (missing := without_fa3()) is None:
             contestants.append(("FlashAttention-3 fp8", lambda: fa3_in_eight_bits(q, k, v, causal)))
         else:
             results["FlashAttention-3 fp8"] = {"failed": missing}
@@ -318,6 +323,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--no-checks", action="store_true", help="leave errors out")
     parser.add_argument("--no-times", action="store_true", help="leave times out")
     parser.add_argument("--no-peers", action="store_true", help="leave other libraries out")
+    parser.add_argument("--fa3", metavar="FILE", help="FlashAttention-3's library, where no package brings it")
     parser.add_argument("--limit", type=int, default=60, help="seconds for a contestant of a row (default %(default)s)")
     options = parser.parse_args(arguments)
     try:
@@ -327,6 +333,8 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("it measures on a Hopper GPU; backend='reference' runs the definition anywhere", file=sys.stderr)
         return 1
+    if options.fa3:
+        torch.ops.load_library(options.fa3)
     data: dict = {"format": 1, "environment": environment(torch.device("cuda")), "checks": [], "errors": [], "rows": []}
     options.out.mkdir(parents=True, exist_ok=True)
 
@@ -346,7 +354,10 @@ def main(arguments: list[str] | None = None) -> int:
     for row in () if options.no_times else ROWS:
         if options.row and not any(text in row.name for text in options.row):
             continue
-        found = measured(row, changes, not options.no_peers, options.limit)
+        try:
+            found = measured(row, changes, not options.no_peers, options.limit)
+        except Exception as error:  # the other rows may still run
+            found = {"row": asdict(row), "results": {"all": {"failed": failure_text(error)}}}
         keep("rows", found)
         print(row.name, flush=True)
         for name, result in found["results"].items():
