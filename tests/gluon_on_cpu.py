@@ -41,8 +41,11 @@ from sparse_flash.kernels.selection import hopper_backward as selection_backward
 from sparse_flash.kernels.selection import hopper_forward as selection_forward
 
 NUMPY = {"fp16": np.float16, "fp32": np.float32, "int1": np.bool_, "int16": np.int16, "int32": np.int32, "int64": np.int64}
-NUMPY |= {"uint32": np.uint32, "uint64": np.uint64}
-TRITON = {np.dtype(kind): getattr(tl, {"fp16": "float16", "fp32": "float32"}.get(name, name)) for name, kind in NUMPY.items()}
+NUMPY |= {"uint32": np.uint32, "uint64": np.uint64, "int8": np.int8}
+NUMPY["fp8e4nv"] = np.uint8  # its bits: NumPy has no numbers of 8 bits
+_NAMES = {"fp16": "float16", "fp32": "float32", "fp8e4nv": "float8e4nv"}
+TRITON = {np.dtype(kind): getattr(tl, _NAMES.get(name, name)) for name, kind in NUMPY.items()}
+EIGHT = np.dtype(np.uint8)
 
 
 class Deadlock(AssertionError):
@@ -50,7 +53,22 @@ class Deadlock(AssertionError):
 
 
 def undefined(kind: np.dtype):
+    if kind == EIGHT:
+        return 0x7F  # NaN
     return np.nan if kind.kind == "f" else np.iinfo(kind).min // 2 if kind.kind == "i" else 0
+
+
+def as_numbers(array: np.ndarray) -> np.ndarray:
+    """Bits of e4m3 as the numbers that they are; other arrays as they are."""
+    if array.dtype != EIGHT:
+        return array
+    return torch.from_numpy(np.ascontiguousarray(array)).view(torch.float8_e4m3fn).float().numpy()
+
+
+def in_eight_bits(array: np.ndarray) -> np.ndarray:
+    """The bits of numbers rounded to e4m3, those beyond its largest to that."""
+    numbers = torch.from_numpy(np.ascontiguousarray(array, np.float32)).clamp(-448, 448)
+    return numbers.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
 
 class Tensor(NDArrayOperatorsMixin):
@@ -90,8 +108,10 @@ class Tensor(NDArrayOperatorsMixin):
 
     def to(self, kind, bitcast=False):
         kind = NUMPY[kind.name]
+        if np.dtype(kind) == EIGHT and not bitcast:
+            return Tensor(in_eight_bits(self.array))
         with np.errstate(all="ignore"):
-            return Tensor(self.array.view(kind) if bitcast else self.array.astype(kind))
+            return Tensor(self.array.view(kind) if bitcast else as_numbers(self.array).astype(kind))
 
     def reshape(self, *shape):
         return Tensor(self.array.reshape(*shape))
@@ -108,6 +128,10 @@ class Tensor(NDArrayOperatorsMixin):
 
 def plain(value):
     return value.array if isinstance(value, Tensor) else value
+
+
+def in_numpy(tensor: torch.Tensor) -> np.ndarray:
+    return (tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor).numpy()
 
 
 class Pointer:
@@ -131,14 +155,14 @@ class Pointer:
     @classmethod
     def to(cls, tensor: torch.Tensor) -> Pointer:
         whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
-        return cls(whole.numpy(), np.int64(tensor.storage_offset()))
+        return cls(in_numpy(whole), np.int64(tensor.storage_offset()))
 
 
 class Descriptor:
     """Tiles of a tensor in global memory."""
 
     def __init__(self, tensor: torch.Tensor, block: list[int]):
-        self.array, self.block, self.layout, self.shape = tensor.numpy(), block, None, tensor.shape
+        self.array, self.block, self.layout, self.shape = in_numpy(tensor), block, None, tensor.shape
         self.dtype = TRITON[self.array.dtype]
         self.strides = [Tensor(np.int64(stride)) for stride in tensor.stride()]
 
@@ -310,7 +334,7 @@ class Product:
         self.before = self._read()
 
     def _read(self):
-        return [operand.array.astype(np.float32) for operand in self.operands]
+        return [as_numbers(operand.array).astype(np.float32) for operand in self.operands]
 
     def finish(self):
         if self.done is None:
@@ -347,7 +371,7 @@ def warpgroup_mma_wait(pending, deps):
 
 def async_load(tensor, corner, barrier, target):
     assert target.shape[-2:] == tuple(tensor.block[-2:]) or target.shape == tuple(tensor.block), (target.shape, tensor.block)
-    target.array[...] = np.nan
+    target.array[...] = undefined(target.array.dtype)
     tile = tensor.read(corner)
 
     def arrive():
@@ -385,7 +409,7 @@ def _leave(tensor, corner, source, add: bool):
     before = source.array.copy()
 
     def leave():
-        same = np.array_equal(before, source.array, equal_nan=source.dtype.is_floating())
+        same = np.array_equal(before, source.array, equal_nan=source.array.dtype.kind == "f")
         tensor.write(corner, source.array if same else np.full_like(before, undefined(before.dtype)), add)
 
     here().copies.append(leave)
@@ -503,6 +527,28 @@ def _folded(low, high, maximum, factor, largest):
     return _halves(of_pairs), maximum, np.tile(sums, (1, pairs // 4))
 
 
+def _folded_quads(first, second, third, fourth, maximum, factor):
+    """``_folded`` of scores in quads of columns."""
+    rows, quads = first.shape
+    scores = np.stack([first, second, third, fourth], -1)
+
+    def weights():
+        of_quads = np.exp2(scores * factor - maximum[..., None]).astype(np.float32)
+        return of_quads, of_quads.reshape(rows, quads // 4, 4, 4).sum((1, 3), dtype=np.float32)
+
+    _, sums = weights()
+    again = np.repeat((sums > 448).reshape(-1, 16 * 4).any(1), 16)
+    highest = np.fmax(maximum[:, 0], np.ceil(np.fmax.reduce(scores.reshape(rows, -1), 1) * factor) - np.float32(6))
+    maximum = np.where(again, highest, maximum[:, 0])[:, None] + np.zeros((rows, quads), np.float32)
+    of_quads, sums = weights()
+    return _quads(*np.moveaxis(of_quads, -1, 0)), maximum, np.tile(sums, (1, quads // 4))
+
+
+def _quads(*numbers):
+    """Quads of numbers in e4m3."""
+    return in_eight_bits(np.stack(numbers, -1)).view(np.int32)[..., 0]
+
+
 def _halves(numbers):
     """Pairs of numbers in 16 bits."""
     return numbers.astype(np.float16).view(np.int32)[..., 0]
@@ -516,6 +562,8 @@ def _in_halves(pairs):
 ASSEMBLY = {
     "mul.f32 b, b, $3": lambda pairs, low, high: _halves(_in_halves(pairs) * np.stack([low, high], -1)),
     "fma.rn.f32 $0, x": lambda pairs, low, high: (pairs.view(np.float32) * np.float32(0) - low, -high),
+    "e4m3x2": lambda *given: (_folded_quads if len(given) == 6 else _quads)(*given),
+    "mov.b32 {a, b}, $1;": lambda copies: np.stack([(copies[..., 0, 0] >> 8 * n).astype(np.int8) for n in range(4)], -1),
     "shfl.sync.bfly": partial(_folded, largest=np.float32(2**14)),
     "bra.uni KEPT": lambda x, factors: x * factors,
     "mov.b32 $0, 0;": lambda x: np.int32(0),
@@ -589,6 +637,8 @@ LANGUAGE = Language(
     cdiv=lambda number, size: (number + size - 1) // size,
     sum=_of(lambda x, axis: np.sum(x, axis)),
     abs=_of(np.abs),
+    ceil=_of(np.ceil),
+    permute=lambda x, order: x.permute(*order),
     sqrt_rn=_of(np.sqrt),
     exp=_of(np.exp),
     exp2=_of(np.exp2),

@@ -29,7 +29,7 @@ from sparse_flash.kernels.hopper import backward as hopper_backward
 from sparse_flash.kernels.hopper import configs as hopper_configs
 from sparse_flash.kernels.hopper import forward as hopper_forward
 from sparse_flash.kernels.hopper.backward_arguments import BackwardPointers
-from sparse_flash.kernels.hopper.descriptors import FLOAT_LAYOUT, ROW_LAYOUT, TILE_LAYOUT
+from sparse_flash.kernels.hopper.descriptors import EIGHT_BIT_LAYOUTS, FLOAT_LAYOUT, ROW_LAYOUT, TILE_LAYOUT
 from sparse_flash.kernels.hopper.scheduler import TablePointers
 from sparse_flash.kernels.launch.launch import FUSED
 from sparse_flash.kernels.launch.replay import parameter_sizes, parameter_types
@@ -142,7 +142,8 @@ def compiled_for_hopper(
     if kernel is FORWARD:
         shape = replace(hopper_forward.forward_shape(config, dim, dim_v, block, own_starts, split, *scored), SPARSE=sparse)
         rows, keys, width = 64, shape.KEYS, shape.DIM // shape.PIECES
-        types["outputs"] = hopper_forward.Outputs(f"*{dtype}", *["*fp32"] * 3)
+        types["outputs"] = hopper_forward.Outputs("*bf16", *["*fp32"] * 3)
+        types["scales"] = hopper_forward.Scales(*["*fp32"] * 4) if shape.EIGHT else hopper_forward.NO_SCALES
     else:
         flags = own_starts, together, added, split, fixed, ragged
         shape = replace(hopper_backward.backward_shape(config, dim, dim_v, block, *flags, *scored), SPARSE=sparse)
@@ -156,7 +157,11 @@ def compiled_for_hopper(
     for name in kernel.arg_names:
         if name.endswith("_tensor"):
             tile = rows if name in OF_QUERIES else keys, shape.DIM_V if name in OF_VALUES else width
-            types[name] = f"tensordesc<{dtype}[1,1,{tile[0]},{tile[1]}],{TILE_LAYOUT!r}>"
+            kind, layout = dtype, TILE_LAYOUT
+            if kernel is FORWARD and shape.EIGHT and name != "out_tensor":
+                tile = tile[::-1] if name == "v_tensor" else tile
+                kind, layout = "fp8e4nv", EIGHT_BIT_LAYOUTS[tile[1]]
+            types[name] = f"tensordesc<{kind}[1,1,{tile[0]},{tile[1]}],{layout!r}>"
     constants = {"SHAPE": Constants(shape), "SCORE": switches["SCORE"], "DERIVATIVE": switches["DERIVATIVE"]}
     if "dkv_rows" in types and shape.DIM > 128:
         constants["dkv_rows"] = None
@@ -253,7 +258,7 @@ def spills_in_full_blocks(binary: bytes) -> int:
         begin, end = loop
         return sum(begin <= address <= end and re.search(rf"\b({names})\b", text) is not None for address, text in code)
 
-    loops = [loop for loop in loops if count(loop, "HGMMA")]
+    loops = [loop for loop in loops if count(loop, "HGMMA|QGMMA")]
     innermost = [(a, b) for a, b in loops if not any((a, b) != (c, d) and a <= c and d <= b for c, d in loops)]
     loads = [count(loop, "LDG|LDGSTS") for loop in innermost]
     return max((count(loop, "LDL|STL") for loop, n in zip(innermost, loads, strict=True) if n == min(loads)), default=0)
@@ -266,7 +271,8 @@ def report(name: str, compile_kernel, kernel, config, dim: int, sparse: bool, *d
         result = compile_kernel(kernel, config, dim, sparse, *details, **options)
     ptx = result.asm["ptx"]
     row = {"kernel": name, "dim": dim, "sparse": sparse, "shared": result.metadata.shared}
-    row |= {"wgmma": ptx.count("wgmma.mma_async"), "tma": ptx.count("cp.async.bulk.tensor")}
+    row |= {"wgmma": ptx.count("wgmma.mma_async"), "e4m3": len(re.findall(r"wgmma\.mma_async\S*\.e4m3\.e4m3", ptx))}
+    row |= {"tma": ptx.count("cp.async.bulk.tensor")}
     row |= {"warps": result.metadata.num_warps, "products": len(re.findall(r"\bmul\.(?:wide|hi)\.u32", ptx))}
     row |= {"async": ptx.count("cp.async.cg.shared.global"), "mma": len(re.findall(r"\bmma\.sync", ptx))}
     types = parameter_types(result.src.signature, parameter_sizes(ptx))
@@ -345,6 +351,9 @@ def of_hopper(dim: int) -> Iterator[Callable[[], dict]]:
     ):
         if dim in table:
             yield _of_hopper(f"forward_of_{name}", FORWARD, table[dim], dim, sparse)
+    yield _of_hopper("forward_of_eight_bits_of_64", FORWARD, hopper_configs.EIGHT_BITS_OF_64[dim], dim, True, block=64)
+    for sparse in (False, True):
+        yield _of_hopper("forward_of_eight_bits", FORWARD, hopper_configs.EIGHT_BITS[dim], dim, sparse, split=sparse)
     yield _of_hopper("forward_of_64", FORWARD, hopper_configs.FORWARD_OF_64[dim], dim, True, block=64, split=True)
     for option in ("split", "added", "fixed"):
         details = BACKWARD, hopper_configs.BACKWARD_OF_64[dim], dim, True

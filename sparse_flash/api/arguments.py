@@ -24,6 +24,7 @@ from ..masks.pattern import Pattern, check_known_end, text_of
 from ..packed.repack import Side
 from ..selection.block_selection import BlockSelection, checked_selection_block, checked_sharing
 from ..selection.choice import COMPRESSED, SCORES
+from ..variant.eight_bits import PRECISIONS
 from ..variant.variant import ScoreFunction, check_counts, check_number, check_same_device, checked_variant, int32_lengths
 from .shared import SharedSequence
 
@@ -59,6 +60,7 @@ def checked(
     sinks: torch.Tensor | None,
     deterministic: bool | None,
     backend: str,
+    precision: str | None = None,
 ) -> AttentionCall:
     """The arguments of ``sf.attention`` as one call, with its table and back end. Raises ValueError for arguments that do not fit
     together, TypeError for wrong types. A plain call like an earlier one is not checked again."""
@@ -66,6 +68,8 @@ def checked(
     deterministic = checked_deterministic(deterministic)
     backends.check_name(backend)
     q, k, v = autocast(q, k, v)
+    if precision is not None:
+        _check_precision(precision, q, k, v, mask, sinks)
     if isinstance(mask, (Pattern, str)):
         spec = traceable(mask) if torch.compiler.is_compiling() else mask
         if is_chosen(spec) and 0 not in q.shape and 0 not in k.shape:
@@ -106,7 +110,7 @@ def checked(
         if isinstance(mask, str):
             text_of(mask)  # raises SpecError for text that cannot be read
         scale = checked_scale(scale, q_shape[3])
-        return AttentionCall(q, k, v, mask, None, scale, deterministic, operators.NOTHING, variant, sinks)
+        return AttentionCall(q, k, v, mask, None, scale, deterministic, operators.NOTHING, variant, sinks, precision)
     table = None if pattern is None else _table_or_text(pattern, q_shape[2], k_shape[2], device)
     if isinstance(mask, BlockMask):
         table = mask
@@ -115,10 +119,11 @@ def checked(
     if not (variant is not None or isinstance(table, str) or torch.compiler.is_compiling()):
         types = q.dtype, k.dtype, v.dtype, device, k.device, v.device
         fits = None if table is None else (table.fits, isinstance(kernel_table, BlockMask) and kernel_table.block_size)
-        key = q_shape, k_shape, v.shape, types, fits, deterministic, backend
+        key = q_shape, k_shape, v.shape, types, fits, deterministic, backend, precision
         known = _chosen_backends.get(key)
     if known is not None:
-        return AttentionCall(q, k, v, mask, kernel_table, checked_scale(scale, q_shape[3]), deterministic, known, None, sinks)
+        scale = checked_scale(scale, q_shape[3])
+        return AttentionCall(q, k, v, mask, kernel_table, scale, deterministic, known, None, sinks, precision)
     if not shapes_are_read:
         check_tensors(q, k, v)
     if isinstance(table, BlockMask):
@@ -126,12 +131,32 @@ def checked(
     scale = checked_scale(scale, q_shape[3])
     if backend == "auto" and not torch.compiler.is_compiling() and isinstance(table, BlockMask) and table.slow:
         _say_that_dense_is_as_fast()
-    backend = backend_for(q, k, v, kernel_table, variant, deterministic, backend)
+    backend = backend_for(q, k, v, kernel_table, variant, deterministic, backend, precision)
     if key is not None and backend != "auto":  # which stays if a graph breaks within this function
         if len(_chosen_backends) >= _MOST_CHOSEN:
             _chosen_backends.clear()
         _chosen_backends[key] = backend
-    return AttentionCall(q, k, v, mask, kernel_table, scale, deterministic, backend, variant, sinks)
+    return AttentionCall(q, k, v, mask, kernel_table, scale, deterministic, backend, variant, sinks, precision)
+
+
+def _check_precision(precision: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object, sinks: object) -> None:
+    """Raises ValueError for a precision that does not exist, or that does not apply to these arguments."""
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be None or one of {', '.join(map(repr, PRECISIONS))}; got {precision!r}")
+    if isinstance(mask, BlockSelection):
+        raise ValueError(
+            f"precision={precision!r} does not take a BlockSelection as mask; pass a BlockMask, or leave precision out"
+        )
+    trained = [
+        name for name, t in (("q", q), ("k", k), ("v", v), ("sinks", sinks)) if isinstance(t, torch.Tensor) and t.requires_grad
+    ]
+    if trained and torch.is_grad_enabled():
+        raise ValueError(
+            f"precision={precision!r} gives no gradients, and {trained[0]} requires one; leave precision out, or call it under "
+            "torch.no_grad()"
+        )
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"with precision={precision!r}, q, k and v must be float16 or bfloat16; got {q.dtype}; cast them")
 
 
 @remembered(1)

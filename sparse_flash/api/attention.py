@@ -38,6 +38,7 @@ def attention(
     return_lse: bool = False,
     return_block_lse: bool = False,
     deterministic: bool | None = None,
+    precision: str | None = None,
     backend: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """softmax(scale * q k^T) v over the pairs that the mask keeps, at a cost proportional to the kept pairs. Lengths, score
@@ -81,6 +82,10 @@ def attention(
     it: (batch, heads, q_len, picks) in lse's dtype, in the order of its picks, -inf for none. Differentiable. exp(block_lse - lse)
     is the block's share of the weights.
     deterministic: bitwise repeatable gradients; None follows torch.are_deterministic_algorithms_enabled().
+    precision: "fp8" computes in e4m3, on Hopper GPUs: forward only, float16 or bfloat16 inputs, head_dim up to 128, sinks but no
+    other change of scores, lengths or dropout. q is rounded in blocks of 64 tokens, k, less its mean over a head's tokens, and v in
+    blocks of 128; each block has a scale. Softmax weights are rounded with a fixed scale, and sums are float32. backend="reference"
+    runs this definition on any device. (arXiv:2407.08608, Sec. 3.3; arXiv:2411.10958.)
     backend: "auto", "hopper", "triton", "torch" or "reference". A named back end runs or raises; "auto" picks the fastest that
     supports the call, and never turns a sparse mask into a dense one.
 
@@ -96,7 +101,7 @@ def attention(
     """
     # fmt: off
     call = checked(q, k, v, mask, scale, dropout_p, kv_lens, q_lens, kv_starts, q_starts, softcap, alibi_slopes, rel_bias,
-                   score_mod, score_params, sinks, deterministic, backend)
+                   score_mod, score_params, sinks, deterministic, backend, precision)
     # fmt: on
     if isinstance(call.mask, BlockSelection):
         return _over_picks(call, call.mask, return_lse, return_block_lse)

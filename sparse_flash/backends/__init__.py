@@ -18,6 +18,10 @@ decode: the queries are the last of each sequence; mask is square and covers the
 number of existing keys of each sequence, or None for all. block_table: (batch, pages of a sequence) int32 into k and v of shape
 (pages, kv_heads, page_size, head_dim), or None. causal: without a mask, no query sees a key later than its own.
 ``attention_decode`` in ``decode.py`` documents the rest.
+
+A back end that supports ``EIGHT_BITS``, which no other feature accompanies, has a sixth:
+
+    forward_in_eight_bits(q, k, v, mask, scale) -> (out, lse)         see ``variant.eight_bits``
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ import torch
 
 from ..compat.pytorch import is_recorded
 from ..kernels.common.layout import empty_out as empty_out
+from ..variant.eight_bits import EIGHT_BITS
 from ..variant.variant import LEARNED, ScoreFunction, Variant
 
 # Fastest first: ``auto`` takes the first that supports the call. ``reference`` builds the whole attention matrix, so it only runs
@@ -59,7 +64,7 @@ class Call:
     head_dim: int
     block_size: int | None  # None: dense
     deterministic: bool = False
-    features: tuple[str, ...] = ()  # ``Variant.features()``
+    features: tuple[str, ...] = ()  # ``Variant.features()``, and ``EIGHT_BITS``
     score_mod: ScoreFunction | None = None
     v_head_dim: int = 0  # 0: head_dim, the one of q and k
     score_params: tuple[torch.dtype, ...] = ()
@@ -77,11 +82,13 @@ class Call:
         block_size: int | None,
         variant: Variant | None = None,
         deterministic: bool = False,
+        precision: str | None = None,
     ) -> Call:
         """The call on these tensors."""
         batch, heads, q_len, head_dim = q.shape
         kv_heads, kv_len = k.shape[1:3]
         features, score_mod = ((), None) if variant is None else (variant.features(), variant.score_mod)
+        features += () if precision is None else (EIGHT_BITS,)
         params, softcap = ((), 0.0) if variant is None else (tuple(t.dtype for t in variant.score_params), variant.softcap)
         sizes = batch, heads, kv_heads, q_len, kv_len, head_dim
         return cls(q.device, q.dtype, *sizes, block_size, deterministic, features, score_mod, v.shape[3], params, softcap)
@@ -131,6 +138,12 @@ def lacking(call: Call, carried: tuple[str, ...]) -> str | None:
     """The refusal of a back end that supports only these features."""
     features = [name for name in call.features if name not in (*carried, LEARNED)]
     return f"it does not support {' and '.join(features)}" if features else None
+
+
+def lacking_in_eight_bits(call: Call) -> str | None:
+    """The refusal of a call in e4m3 with other features."""
+    features = [name for name in call.features if name != EIGHT_BITS]
+    return f"in {EIGHT_BITS} it does not support {' and '.join(features)}" if features else None
 
 
 def choose_backend(name: str, call: Call, supports: Callable[[str, Call], str | None] | None = None) -> str:

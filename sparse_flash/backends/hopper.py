@@ -10,13 +10,15 @@ import torch
 
 from ..compat.dynamo import constant_in_graphs
 from ..kernels.common.layout import is_addressable
+from ..variant.eight_bits import EIGHT_BITS
 from ..variant.variant import LEARNED, LENGTHS, ScoreFunction
-from . import Call, lacking
+from . import Call, lacking, lacking_in_eight_bits
 from . import triton as triton_backend
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = range(33, 257)  # of q and k, and of v
 WIDE_HEAD_DIMS, NARROWER_HEAD_DIMS = range(129, 257), range(65, 129)  # of q and k, and of v, for which there is a backward kernel
+MAX_HEAD_DIM_OF_EIGHT_BITS = 128
 BLOCK_SIZES = (None, 64, 128, 256)
 FEATURES = ("dropout_p", *LENGTHS, "alibi_slopes", "softcap", "rel_bias", "score_mod")
 # A score is off by up to about the cap times 2^-22 (``kernels/hopper/scores``). This one's 2^-14 is an eighth of what rounding to
@@ -89,7 +91,9 @@ def has_backward(head_dim: int, v_head_dim: int) -> bool:
 
 
 def supports(call: Call) -> str | None:
-    reason = lacking(call, FEATURES) or _lacking_of_terms(call) or available()
+    eight = EIGHT_BITS in call.features
+    reason = lacking_in_eight_bits(call) if eight else lacking(call, FEATURES) or _lacking_of_terms(call)
+    reason = reason or available()
     if reason:
         return reason
     if call.device.type != "cuda" or not _is_hopper(call.device):
@@ -99,6 +103,9 @@ def supports(call: Call) -> str | None:
     for head_dim, of_v in ((call.head_dim, ""), (call.v_head_dim, " of v")):
         if head_dim not in HEAD_DIMS:
             return f"it runs head_dim {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}{of_v}; got {head_dim}"
+    if eight and max(call.head_dim, call.v_head_dim) > MAX_HEAD_DIM_OF_EIGHT_BITS:
+        widest = max(call.head_dim, call.v_head_dim)
+        return f"in {EIGHT_BITS} it runs head_dim up to {MAX_HEAD_DIM_OF_EIGHT_BITS}; got {widest}"
     if call.block_size not in BLOCK_SIZES:
         return f"it runs masks of block_size {BLOCK_SIZES[1]} to {BLOCK_SIZES[-1]}; got {call.block_size}"
     if call.block_size == 64 and "dropout_p" in call.features and call.head_dim > 64:
@@ -116,6 +123,10 @@ def forward(q, k, v, mask, scale, deterministic, variant):
     trains = q.requires_grad or k.requires_grad or v.requires_grad
     beside = partial(triton_backend.compile_backward, backward, q, k, v, mask, scale, deterministic, variant) if trains else None
     return _kernels().attention_forward(q, k, v, mask, scale, variant, beside=beside)
+
+
+def forward_in_eight_bits(q, k, v, mask, scale):
+    return _kernels().attention_forward_of_eight_bits(q, k, v, mask, scale)
 
 
 def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant):
@@ -137,6 +148,7 @@ def joint_backward(dout, dlse, q, out, lse, calls, scale):
 
 class _Kernels(NamedTuple):
     attention_forward: Callable
+    attention_forward_of_eight_bits: Callable
     attention_backward: Callable
     joint_backward: Callable
     sum_alike: Callable
@@ -146,9 +158,9 @@ class _Kernels(NamedTuple):
 def _kernels() -> _Kernels:
     """Imported on demand, as they import triton."""
     from ..kernels.hopper.backward import JointBackward, attention_backward, sum_alike
-    from ..kernels.hopper.forward import attention_forward
+    from ..kernels.hopper.forward import attention_forward, attention_forward_of_eight_bits
 
-    return _Kernels(attention_forward, attention_backward, JointBackward, sum_alike)
+    return _Kernels(attention_forward, attention_forward_of_eight_bits, attention_backward, JointBackward, sum_alike)
 
 
 decode = triton_backend.decode

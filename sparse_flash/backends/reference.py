@@ -10,10 +10,13 @@ import torch
 
 from ..kernels.common.layout import empty_out
 from ..variant.definition import Pairs, add_bias_gradient, cleared, differentiated, existing_pairs, kept_by_dropout, scored
-from . import check_pages, of_queries_with_keys
+from ..variant.eight_bits import EIGHT_BITS, attention_in_eight_bits
+from . import check_pages, lacking_in_eight_bits, of_queries_with_keys
 
 
 def supports(call) -> str | None:
+    if EIGHT_BITS in call.features and (reason := lacking_in_eight_bits(call)):
+        return reason
     return "it computes in float64, which devices of type mps do not have" if call.device.type == "mps" else None
 
 
@@ -26,6 +29,12 @@ def forward(q, k, v, mask, scale, deterministic, variant):
     matrix = _Matrix(q, k, v, mask, scale, variant, differentiate=False)
     out = empty_out(q, v.shape[3]).copy_(matrix.weights @ matrix.values)
     return out, matrix.lse.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+def forward_in_eight_bits(q, k, v, mask, scale):
+    """(out, lse) by the definition. See the package's docstring."""
+    out, lse = attention_in_eight_bits(q, k, v, None if mask is None else mask.to_dense(), scale)
+    return empty_out(q, v.shape[3]).copy_(out), lse.float()
 
 
 def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant):

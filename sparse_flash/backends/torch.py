@@ -21,6 +21,7 @@ from ..masks.block_mask import BlockMask
 from ..masks.memory import cleared_by
 from ..masks.tiles import pack_runs
 from ..variant.definition import Pairs, add_bias_gradient, cleared, differentiated, existing_pairs, kept_by_dropout, scored
+from ..variant.eight_bits import EIGHT_BITS
 from . import aten_cpu, cache_capacity, check_pages, of_queries_with_keys
 
 # Scores computed at a time. On a CPU this is per thread and should fit its cache: each score is touched about five times. Half as
@@ -38,7 +39,7 @@ cleared_by(_known_tables.clear)
 
 
 def supports(call) -> str | None:
-    return None
+    return f"it does not support {EIGHT_BITS}" if EIGHT_BITS in call.features else None
 
 
 def available() -> str | None:

@@ -11,6 +11,7 @@ import torch
 
 from ..compat.dynamo import constant_in_graphs
 from ..kernels.common.layout import restored_out, unbroken
+from ..variant.eight_bits import EIGHT_BITS
 from ..variant.variant import LEARNED
 from . import Call
 
@@ -86,6 +87,8 @@ def supports(call: Call) -> str | None:
     reason = available()
     if reason:
         return reason
+    if EIGHT_BITS in call.features:
+        return f"it does not support {EIGHT_BITS}"
     if call.dtype not in DTYPES:
         return f"it runs float16, bfloat16 and float32; got {call.dtype}"
     if (widest := max(call.head_dim, call.v_head_dim)) > MAX_HEAD_DIM:

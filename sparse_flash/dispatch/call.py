@@ -19,7 +19,7 @@ class AttentionCall(NamedTuple):
     mask: as the caller passed it, or as read from another library's mask. table: what a back end reads, None for dense attention
     and for a selection of blocks; spec text if the operator looks up the table. scale: None within torch.compile, for
     1 / sqrt(head_dim). deterministic: True or False, never None. backend: the one that runs the call; "auto" if the operator
-    chooses. sinks: (heads,) or None.
+    chooses. sinks: (heads,) or None. precision: "fp8" or None.
     """
 
     q: torch.Tensor
@@ -32,6 +32,7 @@ class AttentionCall(NamedTuple):
     backend: str
     variant: Variant | None = None
     sinks: torch.Tensor | None = None
+    precision: str | None = None
 
 
 def backend_for(
@@ -42,10 +43,11 @@ def backend_for(
     variant: Variant | None,
     deterministic: bool,
     backend: str,
+    precision: str | None = None,
 ) -> str:
     """The back end that runs a call: the one asked for, or for "auto" the fastest that supports it. Raises ValueError if there is
     none. Unchanged if the operator chooses: a choice that depends on a length would make torch.compile recompile."""
     if isinstance(table, str) or torch.compiler.is_compiling():
         return backend
     block_size = None if table is None else table.block_size
-    return backends.choose_backend(backend, backends.Call.of(q, k, v, block_size, variant, deterministic))
+    return backends.choose_backend(backend, backends.Call.of(q, k, v, block_size, variant, deterministic, precision))

@@ -58,7 +58,9 @@ def of_nothing(q, k, v, variant: Variant | None):
 
 
 def _computed(call: AttentionCall):
-    q, k, v, _, table, scale, deterministic, backend, variant, _ = call
+    q, k, v, _, table, scale, deterministic, backend, variant, _, precision = call
+    if precision is not None:
+        return _in_eight_bits(q, k, v, table, scale, backend)
     more = () if variant is None else variant.tensors()
     if is_plain_eager(q, k, v, *more):
         learned = variant is not None and variant.learned
@@ -68,6 +70,14 @@ def _computed(call: AttentionCall):
     refuse_transforms(q, k, v, *more)
     tensors, *packed = NO_VARIANT if variant is None else variant.packed()
     return _forward(q, k, v, *_crossing(table, q), scale, deterministic, backend, tensors or [q], *packed)
+
+
+def _in_eight_bits(q, k, v, table: BlockMask | str | None, scale: float | None, backend: str):
+    """(out, lse), not differentiable."""
+    if is_plain_eager(q, k, v):
+        return backends.backend(backend).forward_in_eight_bits(q, k, v, table, scale)
+    refuse_transforms(q, k, v)
+    return _forward_in_eight_bits(q, k, v, *_crossing(table, q), scale, backend)
 
 
 def _crossing(table: BlockMask | str | None, q: torch.Tensor) -> tuple[list[torch.Tensor], int, str]:
@@ -194,7 +204,17 @@ def upstream(
 
 
 def _prepared(
-    q, k, v, tables: list[torch.Tensor], block_size: int, pattern: str, scale, deterministic: bool, backend: str, variant
+    q,
+    k,
+    v,
+    tables: list[torch.Tensor],
+    block_size: int,
+    pattern: str,
+    scale,
+    deterministic: bool,
+    backend: str,
+    variant,
+    precision: str | None = None,
 ):
     """(back end, mask, scale) of a call; the same for both passes."""
     mask = None
@@ -204,7 +224,7 @@ def _prepared(
         mask = table.kernel_table(q.is_cuda)
     elif block_size:
         mask = _mask_of(q.shape[2], k.shape[2], block_size, tables)
-    call = backends.Call.of(q, k, v, None if mask is None else mask.block_size, variant, deterministic=deterministic)
+    call = backends.Call.of(q, k, v, None if mask is None else mask.block_size, variant, deterministic, precision)
     name = backends.choose_backend(backend, call)
     return backends.backend(name), mask, q.shape[3] ** -0.5 if scale is None else scale
 
@@ -241,6 +261,26 @@ def _forward(
 def _(q, k, v, *call):
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return backends.empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=lse_dtype)
+
+
+@torch.library.custom_op(operator_name("attention_in_eight_bits"), mutates_args=())
+def _forward_in_eight_bits(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tables: list[torch.Tensor],
+    block_size: int,
+    pattern: str,
+    scale: float | None,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    chosen, mask, scale = _prepared(q, k, v, tables, block_size, pattern, scale, False, backend, None, "fp8")
+    return chosen.forward_in_eight_bits(q, k, v, mask, scale)
+
+
+@_forward_in_eight_bits.register_fake
+def _(q, k, v, *call):
+    return backends.empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op(operator_name("attention_decode"), mutates_args=())

@@ -69,6 +69,13 @@ def test_the_assembler_runs_no_hopper_product_alone(kernels):
     assert {(k["kernel"], k["dim"]) for k in kernels if k["serialized"] and k["kernel"].startswith("hopper")} == known
 
 
+def test_every_product_of_attention_in_eight_bits_is_of_e4m3(kernels):
+    found = [k for k in kernels if "eight_bits" in k["kernel"]]
+    assert {(k["kernel"], k["dim"]) for k in found} >= {("hopper_forward_of_eight_bits", dim) for dim in (64, 128)}
+    for k in kernels:
+        assert k["e4m3"] == (k["wgmma"] if k in found else 0), k
+
+
 def test_two_programs_of_four_warps_share_a_multiprocessor(kernels):
     # 228 KiB per multiprocessor, of which each program reserves 1 KiB; 65,536 registers, four warps per program.
     of_four = [k for k in kernels if k["kernel"] in ("forward", "decode") and k["warps"] == 4]

@@ -21,6 +21,15 @@ class ForwardConfig:
 
 
 @dataclass(frozen=True)
+class EightBitConfig(ForwardConfig):
+    """The tiles of the forward kernel for operands in e4m3."""
+
+    alternating: bool = False  # whether two warp groups alternate in starting their products
+    polynomials: int = 0  # how many of eight exponentials are polynomials, for which other units have time
+    overlapped: bool = True  # whether weighted values overlap the warp group's own next weights, which takes more registers
+
+
+@dataclass(frozen=True)
 class BackwardConfig:
     """The tiles of the backward kernel."""
 
@@ -69,6 +78,9 @@ SHORT_FORWARD_OF_TABLES = {dim: ForwardConfig(1, 0, 64, 128, 2) for dim in (64, 
 # For tables of blocks of 64, each a step. Two programs share a multiprocessor: while one waits for a barrier, the other computes.
 FORWARD_OF_64 = {64: ForwardConfig(4, 0, 64, 64, 2), 128: ForwardConfig(2, 0, 64, 64, 2)}
 BACKWARD_OF_64 = {64: BackwardConfig(64, 2, 64, 1, 2), 128: BackwardConfig(64, 1, 64, 2, 2), 256: BACKWARD[256]}
+# Of operands in e4m3.
+EIGHT_BITS = {64: EightBitConfig(4), 128: EightBitConfig(4)}
+EIGHT_BITS_OF_64 = {64: EightBitConfig(4, 0, 64, 64, 2), 128: EightBitConfig(4, 0, 64, 64, 2)}
 # Dropout's draws, and what else a variant adds, need the registers that steps of 128 queries would take.
 BACKWARD_OF_DROPOUT = {64: BackwardConfig(64, 3), 128: BACKWARD[128], 256: BACKWARD[256]}
 # One program has the registers of two. With fewer, the assembler would serialize products.
@@ -96,6 +108,11 @@ def forward_of_variant(dim: int, block_size: int | None) -> ForwardConfig:
     """Returns the config for a call with a variant, which needs the registers that a third warp group, or a second program, would
     take. Arguments as for ``forward_of_call``."""
     return (FORWARD_OF_64 if block_size == 64 else FORWARD)[dim]
+
+
+def forward_of_eight_bits(dim: int, block_size: int | None) -> EightBitConfig:
+    """Returns the config for operands in e4m3. Arguments as for ``forward_of_call``."""
+    return (EIGHT_BITS_OF_64 if block_size == 64 else EIGHT_BITS)[dim]
 
 
 def wide_forward(

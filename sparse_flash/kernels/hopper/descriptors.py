@@ -10,6 +10,8 @@ from ..launch.memory import zeros_of_stream
 from .scheduler import TablePointers
 
 TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+# Tiles of operands in e4m3, by the bytes of a row, 64 or 128.
+EIGHT_BIT_LAYOUTS = {width: gl.NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=8, rank=4) for width in (64, 128)}
 FLOAT_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 ROW_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 

@@ -27,17 +27,20 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     tma,
+    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from ..common.config import padded_head_dim
+from ..common.eight_bits import KEYS
 from ..common.gluon import Constants, async_store, fresh_zero, of_tensor, record, store_wait
 from ..common.grid import tile_and_batch_head
 from ..common.layout import addressable, empty_out, is_addressable, restored_out
 from ..common.tiles import FLOOR, LN_2, LOG2_E, store_tile
 from ..launch.launch import descriptor_or_rows, launch_or_repeat, multiprocessors, table_arguments
 from ..launch.order import heads_in_queue
-from .descriptors import gluon_descriptor, table_pointers, tile_queue
+from .configs import EightBitConfig, forward_of_eight_bits
+from .descriptors import EIGHT_BIT_LAYOUTS, TILE_LAYOUT, gluon_descriptor, table_pointers, tile_queue
 from .division import columns_of, forward_division, items_and_tiles
 from .dropout import Dropout, new_dropout
 from .lengths import TokenLengths, load_existing, new_lengths, own_barrier
@@ -55,6 +58,8 @@ from .products import (
     write_rows,
     zero_sums,
 )
+from .quads import from_quads, promoted
+from .quantization import Operands, quantized
 from .ring import PingPong, Ring, new_ping_pong, ring_of, tiles
 from .scheduler import Heads, Queue, Scheduler, TableArguments, new_scheduler, schedule
 from .scores import ScoreTerms, new_terms
@@ -62,6 +67,7 @@ from .softmax import by_row, first_folded, folded, followed, nothing_yet, rescal
 from .variant import PLAIN, HopperVariant, hopper_variant
 
 HALF = gl.constexpr(64)  # queries per warp group
+SCALED_KEYS = gl.constexpr(KEYS)
 COMBINED = tl.constexpr(32)  # queries per program that combines splits
 
 # New lengths, heads or masks never recompile.
@@ -99,6 +105,10 @@ class ForwardShape:
     SPLIT: bool  # whether rows may be split
     SCORED: bool  # as REACH: see ``common.variant``
     REACH: int
+    EIGHT: bool = False  # whether operands are e4m3: see ``eight_bits``
+    ALTERNATING: bool = False  # with EIGHT, whether two warp groups alternate in starting their products
+    POLYNOMIALS: int = 0  # with EIGHT, how many of eight exponentials are polynomials
+    OVERLAPPED: bool = False  # with EIGHT, whether weighted values overlap the warp group's own next weights
 
     @property
     def QUERIES(self) -> int:
@@ -113,6 +123,28 @@ class Outputs(NamedTuple):
     lse: Any
     out_of_splits: Any  # partial results of each split of a tile, until ``combine_kernel`` merges them
     lse_of_splits: Any
+
+
+class Scales(NamedTuple):
+    """Pointers to float32, with operands in e4m3; otherwise None."""
+
+    q: Any = None  # (batch, heads, blocks of 64 queries)
+    k: Any = None  # (batch, kv_heads, blocks of 128 keys)
+    v: Any = None  # as k
+    lse: Any = None  # (batch, heads, q_len): to add to lse
+
+
+NO_SCALES = Scales()
+
+
+@record
+class ScaledTile:
+    """Holds scales of a tile's queries and keys, with operands in e4m3; otherwise arbitrary numbers."""
+
+    factor: gl.tensor  # of scores of the warp group's queries, beside their keys' scale
+    blocks: gl.tensor  # the index of the first scale of the tile's keys
+    first_factor: gl.tensor  # of scores of the first step
+    first_values: gl.tensor  # of its values
 
 
 @record
@@ -139,6 +171,8 @@ class ForwardArguments:
     k: Ring  # one stage per step
     v: Ring
     ping_pong: PingPong  # of the warp groups, if PING_PONG
+    scales: gl.tuple  # ``Scales``
+    staging: gl.shared_memory_descriptor  # of results, a tile for each warp group, with EIGHT
     SHAPE: gl.constexpr  # ``ForwardShape``
     VARIED: gl.constexpr  # whether scores are more than scaled products, or weights are dropped
     PING_PONG: gl.constexpr  # whether two warp groups alternate in starting their products
@@ -147,7 +181,7 @@ class ForwardArguments:
 @gluon.jit
 def _load_queries(p, turn, batch, head, first_query):
     p.q.acquire(turn)
-    p.q.expect(turn, p.SHAPE.QUERIES * p.SHAPE.DIM * 2)
+    p.q.expect(turn, p.SHAPE.QUERIES * p.SHAPE.DIM * (p.q.data.dtype.primitive_bitwidth // 8))
     WIDTH: gl.constexpr = p.SHAPE.DIM // p.SHAPE.PIECES
     for half in gl.static_range(p.SHAPE.QUERIES // HALF):
         for piece in gl.static_range(p.SHAPE.PIECES):
@@ -155,13 +189,16 @@ def _load_queries(p, turn, batch, head, first_query):
 
 
 @gluon.jit
-def _load_step(ring, step, tensor, batch, kv_head, position):
-    """Loads keys or values of a step."""
+def _load_step(ring, step, tensor, batch, kv_head, position, TRANSPOSED: gl.constexpr = False):
+    """Loads keys or values of a step. TRANSPOSED: whether tokens are along the last dimension."""
     ring.acquire(step)
     WIDTH: gl.constexpr = ring.data.shape[2]
-    ring.expect(step, ring.PIECES * ring.data.shape[1] * WIDTH * 2)
+    ring.expect(step, ring.PIECES * ring.data.shape[1] * WIDTH * (ring.data.dtype.primitive_bitwidth // 8))
     for piece in gl.static_range(ring.PIECES):
-        ring.load(step, tensor, [batch, kv_head, position, piece * WIDTH], piece)
+        if TRANSPOSED:
+            ring.load(step, tensor, [batch, kv_head, 0, position], piece)
+        else:
+            ring.load(step, tensor, [batch, kv_head, position, piece * WIDTH], piece)
 
 
 @gluon.jit
@@ -196,7 +233,7 @@ def _load(p):
             if p.lengths.KV_CUT and tile.cuts.is_cut(position, p.kv_len, p.SHAPE.KEYS):
                 cuts = _load_cut_values(p, tile, step, cuts, batch, kv_head, position)
             else:
-                _load_step(p.v, step, p.v_tensor, batch, kv_head, position)
+                _load_step(p.v, step, p.v_tensor, batch, kv_head, position, p.SHAPE.EIGHT)
             position = upcoming
             step += 1
         turn += 1
@@ -248,17 +285,70 @@ def _own_words(p, tile, step, HALF_INDEX: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _fold_steps(p, tile, state, turn, step, begin, end, stream, terms, zeros, HALF_INDEX: gl.constexpr, MASKED: gl.constexpr):
+def _scaled_tile(p, tile, HALF_INDEX: gl.constexpr):
+    """Returns the ``ScaledTile`` of a tile's queries of this warp group."""
+    scaled_tile = ScaledTile(p.scoring.scale, tile.first, p.scoring.scale, p.scoring.scale)
+    if p.SHAPE.EIGHT:
+        query = tile.first + HALF_INDEX * HALF
+        block = tile.batch_head * ((p.q_len + (HALF - 1)) // HALF) + query // HALF
+        factor = p.scoring.factor() * gl.load(p.scales.q + block, mask=(query >= 0) & (query < p.q_len), other=1.0)
+        blocks = tile.batch_head // p.heads.group * ((p.kv_len + (SCALED_KEYS - 1)) // SCALED_KEYS)
+        first = blocks + tile.position // SCALED_KEYS
+        scaled_tile = ScaledTile(factor, blocks, factor * gl.load(p.scales.k + first), gl.load(p.scales.v + first))
+    return scaled_tile
+
+
+@gluon.jit
+def _start_values(p, kept, values, sums, no_sums):
+    """Starts the weighted values of a step: added to sums, or with EIGHT to nothing."""
+    dtype: gl.constexpr = p.q_tensor.dtype
+    if p.SHAPE.EIGHT:
+        weights = from_quads(kept[0], dtype, gl.DotOperandLayout(0, sums[0].type.layout, 4))
+        started = (warpgroup_mma(weights, values.permute((1, 0)), no_sums[0], use_acc=False, is_async=True),)
+    else:
+        started = times(from_pairs(kept, dtype, gl.DotOperandLayout(0, sums[0].type.layout, 2)), values, sums)
+    return started
+
+
+@gluon.jit
+def _finished_values(p, started, kept, sums, PENDING: gl.constexpr):
+    """Returns the sums of values, with those that ``_start_values`` started."""
+    finished_values = finished(started, PENDING)
+    if p.SHAPE.EIGHT:
+        finished_values = promoted(sums, finished_values, kept[1])
+    return finished_values
+
+
+@gluon.jit
+def _fold_steps(
+    p,
+    tile,
+    state,
+    turn,
+    step,
+    begin,
+    end,
+    stream,
+    terms,
+    scaled_tile,
+    zeros,
+    no_sums,
+    HALF_INDEX: gl.constexpr,
+    MASKED: gl.constexpr,
+):
     """Folds steps begin .. end - 1, all of full or all of partial blocks, into the softmax state of a tile. Each iteration starts
     the scores of its own step and the weighted values of the previous step. Runs and bits share one loop, as each copy of the loop
     costs a second of compilation."""
     sums, kept, running_max, running_sum = state
     score_layout: gl.constexpr = zeros.type.layout
-    operand_layout: gl.constexpr = gl.DotOperandLayout(0, sums[0].type.layout, 2)
     PRODUCTS: gl.constexpr = len(sums)
     # Whether weighted values also overlap the warp group's own next weights. It does not pay for rows of few steps, nor with three
     # groups, which lack the registers (docs/performance/kernels.md has the figures).
-    OVERLAPPED: gl.constexpr = p.VARIED or p.PING_PONG or (p.SHAPE.QUERIES == 2 * HALF and p.SHAPE.DIM_V <= 128 and not MASKED)
+    OVERLAPPED: gl.constexpr = (
+        p.SHAPE.OVERLAPPED and not MASKED
+        if p.SHAPE.EIGHT
+        else p.VARIED or p.PING_PONG or (p.SHAPE.QUERIES == 2 * HALF and p.SHAPE.DIM_V <= 128 and not MASKED)
+    )
     dtype: gl.constexpr = p.q_tensor.dtype
     for number in range(begin, end):
         entry = begin + (end - 1 - number) if MASKED and p.scheduler.DOWN else number
@@ -269,8 +359,11 @@ def _fold_steps(p, tile, state, turn, step, begin, end, stream, terms, zeros, HA
         values = p.v.stage(before)
         if MASKED:
             words = _mask_words(p, tile, entry, HALF_INDEX, score_layout)
-        if p.dropout.ENABLED or p.scoring.SCORED:
+        if p.dropout.ENABLED or p.scoring.SCORED or p.SHAPE.EIGHT:
             position = p.scheduler.position(tile, entry, end)
+        if p.SHAPE.EIGHT:
+            block = scaled_tile.blocks + position // SCALED_KEYS
+            factor, value_scale = scaled_tile.factor * gl.load(p.scales.k + block), gl.load(p.scales.v + block)
         p.k.wait(step)
         if p.PING_PONG:
             p.ping_pong.take(before - turn, HALF_INDEX)
@@ -278,7 +371,7 @@ def _fold_steps(p, tile, state, turn, step, begin, end, stream, terms, zeros, HA
         started_scores = pieces_times_transposed(q, keys, zeros, p.SHAPE.USED)
         p.v.wait(before)
         # (2) O += P V of the previous step
-        started_values = times(from_pairs(kept, dtype, operand_layout), values, sums)
+        started_values = _start_values(p, kept, values, sums, no_sums)
         if p.PING_PONG:
             p.ping_pong.pass_on(HALF_INDEX)
         scores = warpgroup_mma_wait(PRODUCTS, deps=(started_scores,))
@@ -292,18 +385,24 @@ def _fold_steps(p, tile, state, turn, step, begin, end, stream, terms, zeros, HA
         if MASKED:
             scores = where_bits(scores, words, LOWEST)
         if not OVERLAPPED:
-            sums = finished(started_values, 0)
+            sums = _finished_values(p, started_values, kept, sums, 0)
             p.v.release(before)
+        previous = kept
         # P = exp2(S - maximum)
         if p.VARIED:
             weights, rescale, running_max, running_sum = followed(scores, running_max, running_sum, p.scoring.factor())
             if p.dropout.ENABLED:
                 weights = p.dropout.zero_dropped(weights, stream, tile.first + HALF_INDEX * HALF, position)
             kept = in_pairs(weights, dtype)
+        elif p.SHAPE.EIGHT:
+            words, rescale, running_max, running_sum = folded(
+                scores, running_max, running_sum, factor, dtype, 0 if MASKED else p.SHAPE.POLYNOMIALS
+            )
+            kept = (words, value_scale)
         else:
             kept, rescale, running_max, running_sum = folded(scores, running_max, running_sum, p.scoring.factor(), dtype)
         if OVERLAPPED:
-            sums = finished(started_values, 0)
+            sums = _finished_values(p, started_values, previous, sums, 0)
             p.v.release(before)
         if p.VARIED:
             sums = scaled(sums, rescale)
@@ -315,16 +414,17 @@ def _fold_steps(p, tile, state, turn, step, begin, end, stream, terms, zeros, HA
 @gluon.jit
 def _compute(p, HALF_INDEX: gl.constexpr):
     """Runs a computing warp group, which has 64 queries of each tile."""
-    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.SHAPE.KEYS, 16])
+    DEPTH: gl.constexpr = 256 // p.q_tensor.dtype.primitive_bitwidth
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.SHAPE.KEYS, DEPTH])
     row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
     zeros = gl.zeros([HALF, p.SHAPE.KEYS], gl.float32, layout=score_layout)
-    no_sums = zero_sums(HALF, p.SHAPE.DIM_V, p.SHAPE.USED_V)
-    operand_layout: gl.constexpr = gl.DotOperandLayout(0, no_sums[0].type.layout, 2)
+    no_sums = zero_sums(HALF, p.SHAPE.DIM_V, p.SHAPE.USED_V, DEPTH)
     dtype: gl.constexpr = p.q_tensor.dtype
 
     step = 0
     turn = 0
     tile = p.scheduler.tile(0)
+    scaled_tile = _scaled_tile(p, tile, HALF_INDEX)
     p.q.wait(0)
     p.k.wait(0)
     q, keys = pieces_of(p.q, 0, HALF_INDEX * p.SHAPE.PIECES, p.SHAPE.PIECES), pieces_of(p.k, 0, 0, p.SHAPE.PIECES)
@@ -350,6 +450,9 @@ def _compute(p, HALF_INDEX: gl.constexpr):
             if p.dropout.ENABLED:
                 weights = p.dropout.zero_dropped(weights, stream, first_query, tile.position)
             kept = in_pairs(weights, dtype)
+        elif p.SHAPE.EIGHT:
+            words, running_max, running_sum = first_folded(scores, scaled_tile.first_factor, dtype)
+            kept = (words, scaled_tile.first_values)
         else:
             kept, running_max, running_sum = first_folded(scores, p.scoring.factor(), dtype)
         if not p.SHAPE.WIDE:
@@ -361,9 +464,13 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         # The first step, which is done above, has a partial block if the row has any.
         if p.table.SPARSE or p.lengths.variant.kv_starts is not None:
             begin, end = p.scheduler.rest_of_partial(tile)
-            state, step = _fold_steps(p, tile, state, turn, step, begin, end, stream, terms, zeros, HALF_INDEX, True)
+            state, step = _fold_steps(
+                p, tile, state, turn, step, begin, end, stream, terms, scaled_tile, zeros, no_sums, HALF_INDEX, True
+            )
         first = tile.begin + (tile.end == tile.runs).to(gl.int32)
-        state, step = _fold_steps(p, tile, state, turn, step, first, tile.runs, stream, terms, zeros, HALF_INDEX, False)
+        state, step = _fold_steps(
+            p, tile, state, turn, step, first, tile.runs, stream, terms, scaled_tile, zeros, no_sums, HALF_INDEX, False
+        )
         sums, kept, running_max, running_sum = state
         if p.SHAPE.WIDE:
             p.scheduler.slots.release(turn)
@@ -371,14 +478,15 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         # (2) O += P V of the last step overlaps (1) S = Q K^T of the next tile's first.
         values = p.v.stage(step)
         p.v.wait(step)
-        started_values = times(from_pairs(kept, dtype, operand_layout), values, sums)
+        started_values = _start_values(p, kept, values, sums, no_sums)
         upcoming = p.scheduler.tile(turn + 1)
+        scaled_tile = _scaled_tile(p, upcoming, HALF_INDEX)
         p.q.wait(turn + 1)
         p.k.wait(step + 1)
         q = pieces_of(p.q, turn + 1, HALF_INDEX * p.SHAPE.PIECES, p.SHAPE.PIECES)
         keys = pieces_of(p.k, step + 1, 0, p.SHAPE.PIECES)
         started_scores = pieces_times_transposed(q, keys, zeros, p.SHAPE.USED)
-        sums = finished(started_values, 2 if p.SHAPE.USED == 96 else p.SHAPE.PIECES)
+        sums = _finished_values(p, started_values, kept, sums, 2 if p.SHAPE.USED == 96 else p.SHAPE.PIECES)
         p.v.release(step)
 
         if not p.VARIED:
@@ -393,6 +501,10 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         if p.dropout.ENABLED:
             divisor *= p.dropout.share()
         lse = gl.where(keeps_nothing, -float("inf"), (running_max + gl.log2(total)) * LN_2)
+        if p.SHAPE.EIGHT:
+            query = first_query + gl.arange(0, HALF, layout=row_layout)
+            shift = p.scales.lse + tile.batch_head.to(gl.int64) * p.q_len + query
+            lse += gl.load(shift, mask=query < p.q_len, other=0.0)
         result = scaled(sums, 1.0 / divisor)
         if p.lengths.Q_CUT:
             result = only_rows(result, gl.where(keeps_nothing, 0, -1))
@@ -428,7 +540,10 @@ def _store(p, tile, turn, result, lse, HALF_INDEX: gl.constexpr):
         stop = tile.stop if p.SHAPE.OWN_STARTS else p.out_tensor.shape[2]
         write_rows(p.out_tensor, p.outputs.out, batch, head, first_row, stop, result)
     else:
-        out = p.q.stage(turn, HALF_INDEX)
+        if p.SHAPE.EIGHT:
+            out = p.staging.index(HALF_INDEX)
+        else:
+            out = p.q.stage(turn, HALF_INDEX)
         store_columns(out, result)
         fence_async_shared()
         batch, head = p.heads.of(tile.batch_head)
@@ -459,6 +574,7 @@ def attention_forward_kernel(
     split_tiles,
     score_scale,
     variant,
+    scales,
     SHAPE: gl.constexpr,
     SCORE: gl.constexpr,
     DERIVATIVE: gl.constexpr,
@@ -473,7 +589,12 @@ def attention_forward_kernel(
     WIDTH: gl.constexpr = SHAPE.DIM // PIECES
     q = ring_of(tiles(dtype, TURNS * GROUPS * PIECES, HALF, WIDTH), TURNS, PIECES=GROUPS * PIECES, CONSUMERS=GROUPS)
     k = ring_of(tiles(dtype, STAGES * PIECES, SHAPE.KEYS, WIDTH), STAGES, PIECES=PIECES, CONSUMERS=GROUPS)
-    v = ring_of(tiles(dtype, STAGES, SHAPE.KEYS, SHAPE.DIM_V), STAGES, CONSUMERS=GROUPS)
+    staging = q.data
+    if SHAPE.EIGHT:
+        v = ring_of(tiles(dtype, STAGES, SHAPE.DIM_V, SHAPE.KEYS), STAGES, CONSUMERS=GROUPS)
+        staging = tiles(out_tensor.dtype, GROUPS, HALF, SHAPE.DIM_V)
+    else:
+        v = ring_of(tiles(dtype, STAGES, SHAPE.KEYS, SHAPE.DIM_V), STAGES, CONSUMERS=GROUPS)
     strides = mask_batch_stride, mask_head_stride
     table = TableArguments(*table, *strides, SHAPE.BLOCK, SHAPE.SPARSE, SHAPE.OWN_STARTS)
     heads_of = Heads(heads, group)
@@ -488,7 +609,9 @@ def attention_forward_kernel(
     dropout = new_dropout(variant)
     VARIED: gl.constexpr = dropout.ENABLED or SHAPE.SCORED
     # With narrow heads, two groups without this drift into computing at the same time.
-    PING_PONG: gl.constexpr = GROUPS == 2 and SHAPE.USED_V <= 96 and not (SHAPE.WIDE or VARIED)
+    PING_PONG: gl.constexpr = (
+        SHAPE.ALTERNATING if SHAPE.EIGHT else GROUPS == 2 and SHAPE.USED_V <= 96 and not (SHAPE.WIDE or VARIED)
+    )
     ping_pong = PingPong(q.full, q.full)
     if PING_PONG:
         ping_pong = new_ping_pong()
@@ -516,6 +639,8 @@ def attention_forward_kernel(
         k=k,
         v=v,
         ping_pong=ping_pong,
+        scales=scales,
+        staging=staging,
         SHAPE=SHAPE,
         VARIED=VARIED,
         PING_PONG=PING_PONG,
@@ -622,13 +747,55 @@ def _run(q, k, v, mask, scale, variant, of_variant: HopperVariant, beside, recor
     return out, lse
 
 
+def attention_forward_of_eight_bits(q, k, v, mask, scale, config=None):
+    """Returns out and lse as ``attention_forward`` does, computed in e4m3: see ``variant.eight_bits``. config: an
+    ``EightBitConfig``; the one for these shapes by default."""
+    run = partial(_run_of_eight_bits, q, k, v, mask, scale, config)
+    return tuple(launch_or_repeat(attention_forward_kernel, mask, (scale, "e4m3", config), (q, k, v), run)[:2])
+
+
+def _run_of_eight_bits(q, k, v, mask, scale, config, recording):
+    if not all(map(is_addressable, (q, k, v))):
+        ready = [addressable(t) for t in (q, k, v)]
+        out, lse = attention_forward_of_eight_bits(*ready, mask, scale, config)
+        return restored_out(out, ready[0], q, v), lse
+    out = recording.fresh(empty_out(q, v.shape[3]))
+    lse = recording.fresh(torch.empty(q.shape[:3], dtype=torch.float32, device=q.device))
+    operands = quantized(q, k, v, scale, recording)
+    attend_to_operands(operands, out, lse, mask, scale, config, recording)
+    return out, lse
+
+
+def attend_to_operands(operands: Operands, out, lse, mask, scale, config, recording) -> None:
+    """Launches the forward kernel on operands in e4m3. out, lse: what it fills. Other arguments as for
+    ``attention_forward_of_eight_bits``."""
+    q, k, v = operands[:3]
+    dim = q.shape[3]
+    config = config or forward_of_eight_bits(dim, mask and mask.block_size)
+    split_rows = _split_rows(mask)
+    split_out = split_lse = lse
+    if split_rows:
+        rows = q.shape[0] * q.shape[1] * split_rows
+        split_lse = recording.fresh(torch.empty(rows, dtype=torch.float32, device=q.device))
+        split_out = recording.fresh(torch.empty((rows, dim), dtype=torch.float32, device=q.device))
+    queue = recording.each_time(partial(tile_queue, q.device))
+    tensors = q, k, v, out, lse, split_out, split_lse, queue
+    prepared = _forward_launch(*tensors, mask, scale, split_rows, PLAIN, config, Scales(*operands[3:]))
+    recording.launch(attention_forward_kernel, prepared, (out.dtype,))
+    if split_rows:
+        recording.launch(combine_kernel, _combine_launch(out, lse, split_out, split_lse, mask))
+
+
 @cache
 def forward_shape(config, head_dim: int, v_head_dim: int, block_size: int | None, *switches) -> ForwardShape:
     """block_size: the table's, or None. switches: the fields of ``ForwardShape`` after SPARSE."""
     of_table = block_size or config.queries, block_size is not None
     groups = config.queries // HALF.value
     columns = columns_of(head_dim, v_head_dim).values()
-    return ForwardShape(*columns, groups, config.keys, config.stages, config.registers, *of_table, *switches)
+    of_eight = ()
+    if isinstance(config, EightBitConfig):
+        of_eight = True, config.alternating, config.polynomials, config.overlapped
+    return ForwardShape(*columns, groups, config.keys, config.stages, config.registers, *of_table, *switches, *of_eight)
 
 
 def _split_rows(tables) -> int:
@@ -641,21 +808,27 @@ def _config_and_tables(q, v, mask, of_variant: HopperVariant):
     return forward_division(q.shape, v.shape[3], mask, of_variant is PLAIN, multiprocessors(q.device))
 
 
-def _forward_launch(q, k, v, out, lse, split_out, split_lse, queue, tables, scale, split_rows, of_variant, config):
-    """Returns (grid, arguments, constants, options)."""
+def _forward_launch(
+    q, k, v, out, lse, split_out, split_lse, queue, tables, scale, split_rows, of_variant, config, scales=NO_SCALES
+):
+    """Returns (grid, arguments, constants, options). v: transposed if there are scales."""
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     group, batch_heads = heads // kv_heads, batch * heads
     switches = of_variant.switches
     starts, scored = tables is not None and tables.starts is not None, (switches["SCORED"], switches["REACH"])
-    shape = forward_shape(config, head_dim, v.shape[3], tables and tables.block_size, starts, split_rows > 0, *scored)
+    v_head_dim = v.shape[3] if scales is NO_SCALES else head_dim
+    shape = forward_shape(config, head_dim, v_head_dim, tables and tables.block_size, starts, split_rows > 0, *scored)
     dim, dim_v, width = shape.DIM, shape.DIM_V, shape.DIM // shape.PIECES
     items, tiles = items_and_tiles(q.shape, tables, config.queries)
     pointers, strides = table_pointers(tables, tables and tables.by_query, tables.by_query.work if tables else lse, lse)
+    layout, of_values, layout_v = TILE_LAYOUT, [config.keys, dim_v], TILE_LAYOUT
+    if shape.EIGHT:
+        layout, of_values, layout_v = EIGHT_BIT_LAYOUTS[width], [dim_v, config.keys], EIGHT_BIT_LAYOUTS[config.keys]
     arguments = [
-        gluon_descriptor(q, [1, 1, HALF.value, width]),
-        gluon_descriptor(k, [1, 1, config.keys, width]),
-        gluon_descriptor(v, [1, 1, config.keys, dim_v]),
+        gluon_descriptor(q, [1, 1, HALF.value, width], layout),
+        gluon_descriptor(k, [1, 1, config.keys, width], layout),
+        gluon_descriptor(v, [1, 1, *of_values], layout_v),
         gluon_descriptor(out, [1, 1, HALF.value, dim_v]),
         Outputs(out, lse, split_out, split_lse),
         pointers,
@@ -671,6 +844,7 @@ def _forward_launch(q, k, v, out, lse, split_out, split_lse, queue, tables, scal
         split_rows // config.queries,
         scale * LOG2_E.value,
         of_variant.given,
+        scales,
     ]
     constants = {"SHAPE": Constants(shape), "SCORE": switches["SCORE"], "DERIVATIVE": switches["DERIVATIVE"]}
     return (min(tiles, config.programs * multiprocessors(q.device)), 1), arguments, constants, config.options

@@ -50,20 +50,21 @@ def pieces_times_transposed(left, right, zeros, USED: gl.constexpr):
 
 
 @gluon.jit
-def zero_sums(ROWS: gl.constexpr, DIM: gl.constexpr, USED: gl.constexpr):
+def zero_sums(ROWS: gl.constexpr, DIM: gl.constexpr, USED: gl.constexpr, DEPTH: gl.constexpr = 16):
     """Returns zeros, (ROWS, columns in use), fp32, as a tuple of one or two tensors, to which ``times`` adds. Each warp holds 16
-    rows. If there are more warps than that, several share the columns of the same rows."""
+    rows. If there are more warps than that, several share the columns of the same rows. DEPTH: of one instruction's product, 256
+    bits of an operand."""
     WARPS: gl.constexpr = gl.num_warps()
     DOWN: gl.constexpr = ROWS // 16 if ROWS // 16 < WARPS else WARPS
     ACROSS: gl.constexpr = WARPS // DOWN
     if USED == DIM:
-        whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [DOWN, ACROSS], [16, DIM // ACROSS, 16])
+        whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [DOWN, ACROSS], [16, DIM // ACROSS, DEPTH])
         sums = (gl.zeros([ROWS, DIM], gl.float32, layout=whole),)
     else:
         FIRST: gl.constexpr = DIM // 2
         REST: gl.constexpr = USED - FIRST
-        first: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [DOWN, ACROSS], [16, FIRST // ACROSS, 16])
-        rest: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [DOWN, ACROSS], [16, REST // ACROSS, 16])
+        first: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [DOWN, ACROSS], [16, FIRST // ACROSS, DEPTH])
+        rest: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [DOWN, ACROSS], [16, REST // ACROSS, DEPTH])
         sums = (gl.zeros([ROWS, FIRST], gl.float32, layout=first), gl.zeros([ROWS, REST], gl.float32, layout=rest))
     return sums
 

@@ -110,7 +110,9 @@ def new_ping_pong():
 @gluon.jit
 def tiles(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """Returns shared memory for tiles that TMA loads and products read."""
-    flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    BITS: gl.constexpr = dtype.primitive_bitwidth
+    SWIZZLE: gl.constexpr = 128 if COLUMNS * BITS >= 1024 else COLUMNS * BITS // 8
+    flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=SWIZZLE, element_bitwidth=BITS, rank=2)
     return gl.allocate_shared_memory(dtype, [COUNT, ROWS, COLUMNS], flat)
 
 

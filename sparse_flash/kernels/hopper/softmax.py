@@ -9,12 +9,17 @@ no sums of values to scale. FlashAttention-4 lets the maximum lag behind, too, b
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..common.eight_bits import TOP
 from ..common.tiles import FLOOR
 from .pairs import in_pairs, split_columns
+from .quads import in_quads, split_quads
 
 # The largest sum of a thread's 16 or 32 weights in one row of a step, in PTX notation. Sums of values are float32, in which 2^40
 # suffices for a million tokens with values up to 2^68.
 LARGE = {"bf16": "0f53800000", "f16": "0f46800000"}  # 2^40; 2^14, as float16 ends at 65,504
+LARGE["e4m3"] = "0f43E00000"  # 448, at which e4m3 ends
+_TOP = gl.constexpr(TOP)
+_MINUS_TOP = "0fC0C00000"
 
 
 @gluon.jit
@@ -37,16 +42,22 @@ def nothing_yet(scores):
 
 @gluon.jit
 def first_folded(scores, factor, dtype: gl.constexpr):
-    """Returns (weights as from ``in_pairs``, maximum, sum) of a tile's first step, by the maximum of its scores. The last two are
-    (64, 4), a number for each of the four threads that share a row: equal maxima, and sums of each thread's own weights."""
+    """Returns (weights as from ``in_pairs`` or ``in_quads``, maximum, sum) of a tile's first step, by the maximum of its scores.
+    The last two are (64, 4), a number for each of the four threads that share a row: equal maxima, and sums of each thread's own
+    weights."""
     floor, none = nothing_yet(scores)
-    weights, _, maximum, _ = followed(scores, floor, none, factor)
-    pairs = in_pairs(weights, dtype)
-    layout: gl.constexpr = _threads(pairs).type.layout
+    if dtype == gl.float8e4nv:
+        maximum = gl.maximum(floor, gl.ceil(gl.max(scores, 1) * factor) - _TOP)
+        weights = gl.exp2(scores * factor - maximum[:, None])
+        words = in_quads(weights)
+    else:
+        weights, _, maximum, _ = followed(scores, floor, none, factor)
+        words = in_pairs(weights, dtype)
+    layout: gl.constexpr = _threads(words).type.layout
     sums = gl.sum(gl.sum(weights.reshape([weights.shape[0], weights.shape[1] // 8, 4, 2]), 3), 1)
     zeros = gl.zeros([maximum.shape[0], 4], gl.float32, layout=layout)
     maxima = gl.convert_layout(maximum, gl.SliceLayout(1, layout))[:, None] + zeros
-    return pairs, maxima, gl.convert_layout(sums, layout)
+    return words, maxima, gl.convert_layout(sums, layout)
 
 
 @gluon.jit
@@ -56,23 +67,29 @@ def by_row(maximum, total, layout: gl.constexpr):
 
 
 @gluon.jit
-def folded(scores, running_max, running_sum, factor, dtype: gl.constexpr):
-    """Returns (weights as from ``in_pairs``, the factor for sums of values, maximum, sum), the last three by thread. Takes the
-    maximum so far; if that gives large weights, also the maximum of these scores. A warp's numbers alternate between two rows."""
-    low, high = split_columns(scores)
+def folded(scores, running_max, running_sum, factor, dtype: gl.constexpr, POLYNOMIALS: gl.constexpr = 0):
+    """Returns (weights as ``first_folded`` does, the factor for sums of values, maximum, sum), the last three by thread. Takes the
+    maximum so far; if that gives large weights, also the maximum of these scores. A warp's numbers alternate between two rows.
+    POLYNOMIALS: how many of eight exponentials are polynomials, with e4m3; 0 if a mask has dropped any of the scores."""
+    if dtype == gl.float8e4nv:
+        low, high, more, most = split_quads(scores)
+        inputs = [low, high, more, most, _for_words(running_max, low), factor]
+    else:
+        low, high = split_columns(scores)
+        inputs = [low, high, _for_words(running_max, low), factor]
     COUNT: gl.constexpr = low.shape[0] * low.shape[1] // (32 * gl.num_warps())
-    code: gl.constexpr = _folding(COUNT, dtype)
-    pairs, maxima, sums = gl.inline_asm_elementwise(
+    code: gl.constexpr = _folding(COUNT, dtype, POLYNOMIALS)
+    words, maxima, sums = gl.inline_asm_elementwise(
         code[0],
         code[1],
-        [low, high, _for_pairs(running_max, low), factor],
+        inputs,
         dtype=(gl.int32, gl.float32, gl.float32),
         is_pure=True,
         pack=COUNT,
     )
     new_max = _threads(maxima)
     rescale = gl.exp2(running_max - new_max)
-    return pairs, rescale, new_max, running_sum * rescale + _threads(sums)
+    return words, rescale, new_max, running_sum * rescale + _threads(sums)
 
 
 @gluon.jit
@@ -98,9 +115,9 @@ def _rescaled(sums, factors):
 
 
 @gluon.jit
-def _threads(pairs):
-    """Returns the first of each thread's numbers in a row, (64, 4), from (64, keys // 2)."""
-    return gl.reduce(pairs.reshape([pairs.shape[0], pairs.shape[1] // 4, 4]), 1, _first)
+def _threads(words):
+    """Returns the first of each thread's numbers in a row, (64, 4), from (64, keys // 2), or (64, keys // 4)."""
+    return gl.reduce(words.reshape([words.shape[0], words.shape[1] // 4, 4]), 1, _first)
 
 
 @gluon.jit
@@ -109,41 +126,59 @@ def _first(left, right):
 
 
 @gluon.jit
-def _for_pairs(numbers, pairs):
-    """Returns (64, 4) numbers for each of (64, keys // 2) pairs."""
-    parts = pairs.reshape([pairs.shape[0], pairs.shape[1] // 4, 4])
+def _for_words(numbers, words):
+    """Returns (64, 4) numbers for each of (64, keys // 2) pairs, or of (64, keys // 4) quads."""
+    parts = words.reshape([words.shape[0], words.shape[1] // 4, 4])
     given = gl.convert_layout(numbers, gl.SliceLayout(1, parts.type.layout))[:, None, :]
-    whole = (given + gl.zeros_like(parts)).reshape([pairs.shape[0], pairs.shape[1]])
-    return gl.convert_layout(whole, pairs.type.layout)
+    whole = (given + gl.zeros_like(parts)).reshape([words.shape[0], words.shape[1]])
+    return gl.convert_layout(whole, words.type.layout)
+
+
+_EXPONENTIAL = "ex2.approx.ftz.f32 w, w;"
+# 2^w on other units, for w within -120 .. 127: of the nearest integer, by its bits, times a polynomial of the rest, off by 8e-5.
+_POLYNOMIAL = (
+    "max.f32 w, w, 0fC2F00000; min.f32 w, w, 0f42FE0000; add.f32 r, w, 0f4B400000; mov.b32 e, r; "
+    "sub.f32 r, r, 0f4B400000; sub.f32 w, w, r; fma.rn.f32 r, w, 0f3D61FBB0, 0f3E786F0F; fma.rn.f32 r, r, w, 0f3F31798D; "
+    "fma.rn.f32 r, r, w, 0f3F7FFB49; shl.b32 e, e, 23; mov.b32 g, r; add.u32 e, e, g; mov.b32 w, e;"
+)
 
 
 @gluon.constexpr_function
-def _folding(count, dtype):
-    """Returns (assembly, constraints) of ``folded`` for ``count`` pairs of each thread, alternately of two rows."""
-    name = "bf16" if dtype == gl.bfloat16 else "f16"
-    low, high, maximum, factor = ([f"${group * count + number}" for number in range(count)] for group in (3, 4, 5, 6))
+def _folding(count, dtype, polynomials):
+    """Returns (assembly, constraints) of ``folded`` for ``count`` pairs, or quads, of each thread, alternately of two rows."""
+    name = {"bf16": "bf16", "fp8e4nv": "e4m3"}.get(dtype.name, "f16")
+    halves = 2 if name == "e4m3" else 1  # of a word: pairs
+    groups = [[f"${group * count + number}" for number in range(count)] for group in range(3, 5 + 2 * halves)]
+    *columns, maximum, factor = groups
     lines = [".reg .f32 m<2>, n<2>, s<2>, x, y, t; .reg .pred p, q;"]
+    lines += [".reg .b16 h<2>; .reg .f32 r; .reg .b32 e, g;"] if halves == 2 else []
     lines += [f"mov.f32 m{row}, {maximum[row]};" for row in (0, 1)]
     # Weights are computed again by the same code, as programs twice as long miss the instruction cache. The loop ends when maxima
     # are equal, so it repeats at most once, whatever the scores are.
     lines += ["AGAIN:"]
     lines += [f"neg.f32 n{row}, m{row}; mov.f32 s{row}, 0f00000000;" for row in (0, 1)]
     for number in range(count):
-        for score, weight in ((low[number], "x"), (high[number], "y")):
-            lines += [f"fma.rn.f32 {weight}, {score}, {factor[0]}, n{number % 2}; ex2.approx.ftz.f32 {weight}, {weight};"]
-            lines += [f"add.f32 s{number % 2}, s{number % 2}, {weight};"]
-        lines += [f"cvt.rn.{name}x2.f32 ${number}, y, x;"]
+        for half in range(halves):
+            for place, scores, weight in zip((0, 1), columns[2 * half : 2 * half + 2], "xy", strict=True):
+                lines += [f"fma.rn.f32 {weight}, {scores[number]}, {factor[0]}, n{number % 2};"]
+                by_polynomial = (number // 2 * 4 + 2 * half + place) * 3 % 8 < polynomials
+                lines += [(_POLYNOMIAL if by_polynomial else _EXPONENTIAL).replace("w", weight)]
+                lines += [f"add.f32 s{number % 2}, s{number % 2}, {weight};"]
+            lines += [f"cvt.rn.satfinite.e4m3x2.f32 h{half}, y, x;" if halves == 2 else f"cvt.rn.{name}x2.f32 ${number}, y, x;"]
+        lines += [f"mov.b32 ${number}, {{h0, h1}};"] if halves == 2 else []
     lines += [f"setp.gt.f32 p, s0, {LARGE[name]}; setp.gt.f32 q, s1, {LARGE[name]}; or.pred p, p, q;"]
     lines += ["vote.sync.any.pred p, p, 0xffffffff; @!p bra.uni DONE;"]
     for row in (0, 1):
-        lines += [f"mov.f32 x, {low[row]};"]
-        lines += [f"max.f32 x, x, {score};" for scores in (low, high) for score in scores[row::2]]
+        lines += [f"mov.f32 x, {columns[0][row]};"]
+        lines += [f"max.f32 x, x, {score};" for scores in columns for score in scores[row::2]]
         lines += [f"shfl.sync.bfly.b32 t, x, {lane}, 31, 0xffffffff; max.f32 x, x, t;" for lane in (1, 2)]
-        lines += [f"mul.f32 x, x, {factor[0]}; max.f32 n{row}, m{row}, x;"]
+        lines += [f"mul.f32 x, x, {factor[0]};"]
+        lines += [f"cvt.rpi.f32.f32 x, x; add.f32 x, x, {_MINUS_TOP};"] if halves == 2 else []
+        lines += [f"max.f32 n{row}, m{row}, x;"]
     lines += ["setp.neu.f32 p, n0, m0; setp.neu.f32 q, n1, m1; or.pred p, p, q; vote.sync.any.pred p, p, 0xffffffff;"]
     lines += ["mov.f32 m0, n0; mov.f32 m1, n1; @p bra.uni AGAIN;", "DONE:"]
     lines += [f"mov.f32 ${count + number}, m{number % 2}; mov.f32 ${2 * count + number}, s{number % 2};" for number in range(count)]
-    constraints = ["=&r"] * count + ["=&f"] * (2 * count) + ["f"] * (4 * count)
+    constraints = ["=&r"] * count + ["=&f"] * (2 * count) + ["f"] * (len(groups) * count)
     return "{ " + " ".join(lines) + " }", ",".join(constraints)
 
 

@@ -1,0 +1,50 @@
+"""The definition of attention in e4m3 (``precision="fp8"``), in a few lines of PyTorch: the arithmetic of Hopper's kernels, with
+exact sums instead of theirs.
+
+Sources: arXiv:2407.08608, Sec. 3.3 (blocks with a scale each); arXiv:2411.10958 (the mean of keys, sums in fp32).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ..kernels.common.eight_bits import KEYS, LARGEST, LEAST, QUERIES, TOP
+
+PRECISIONS = ("fp8",)
+EIGHT_BITS = "precision='fp8'"  # among the features of a call
+
+
+def quantized(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (numbers rounded to e4m3, scales by token) of x, (batch, heads, tokens, head_dim) float32: each block of tokens is
+    scaled so that its largest number is 448. Both are float64; scales have a last dimension of 1."""
+    tokens = x.shape[2]
+    blocks = torch.nn.functional.pad(x, (0, 0, 0, -tokens % block)).unflatten(2, (-1, block))
+    largest = blocks.abs().amax((-2, -1), keepdim=True).clamp(min=LEAST)
+    rounded = (blocks * (LARGEST / largest)).to(torch.float8_e4m3fn)
+    scales = (largest * (1 / LARGEST)).expand(*blocks.shape[:-1], 1)
+    return rounded.double().flatten(2, 3)[:, :, :tokens], scales.double().flatten(2, 3)[:, :, :tokens]
+
+
+def attention_in_eight_bits(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (out, lse) in float64. q: (batch, heads, q_len, head_dim). k, v: as q, with kv_heads. kept: bool, broadcastable to
+    (batch, heads, q_len, kv_len), or None."""
+    q, k, v = q.float(), k.float(), v.float()
+    mean = k.mean(2, keepdim=True)
+    group = q.shape[1] // k.shape[1]
+    # A scale for each block of 64 queries, and of 128 keys and values.
+    q8, of_q = quantized(q, QUERIES)
+    k8, of_k, v8, of_v = (t.repeat_interleave(group, 1) for t in (*quantized(k - mean, KEYS), *quantized(v, KEYS)))
+    scores = q8 @ k8.mT * (of_q * of_k.mT) * (scale / math.log(2))  # in base 2
+    if kept is not None:
+        scores = scores.masked_fill(~kept, float("-inf"))
+    # A row's largest weight is in (2^5, 2^6]. Weights round alike whatever maximum was known, as maxima are integers.
+    maximum = scores.amax(-1, keepdim=True).ceil() - TOP
+    weights = (scores - torch.where(maximum.isinf(), 0.0, maximum)).exp2()
+    total = weights.sum(-1, keepdim=True)
+    out = (weights.to(torch.float8_e4m3fn).double() * of_v.mT) @ v8 / torch.where(total == 0, 1.0, total)
+    lse = (maximum + total.log2())[..., 0] * math.log(2)
+    return out, lse + (q @ mean.repeat_interleave(group, 1).mT)[..., 0] * scale

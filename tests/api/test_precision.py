@@ -1,0 +1,200 @@
+"""``precision="fp8"``: its definition, what it refuses, and Hopper's kernels against the definition, on a CPU."""
+
+import pytest
+import torch
+from oracle import heavy_rows_split, poisoned_memory, rising
+
+import sparse_flash as sf
+from sparse_flash.kernels.common.eight_bits import KEYS, QUERIES
+from sparse_flash.variant.eight_bits import attention_in_eight_bits, quantized
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def inputs(q_len, kv_len, heads, kv_heads, head_dim, v_head_dim=None, batch=1):
+    q = normal(batch, heads, q_len, head_dim, seed=1)
+    k = normal(batch, kv_heads, kv_len, head_dim, seed=2) + 1
+    v = normal(batch, kv_heads, kv_len, v_head_dim or head_dim, seed=3) + 0.5
+    return [t.half() for t in (q, k, v)]
+
+
+def error(found, wanted):
+    return ((found.double() - wanted).norm() / wanted.norm()).item()
+
+
+# Relative errors against float64 of dense attention with 4,096 keys, rounded up.
+STATISTICS = {
+    "normal": (lambda q, k, v: (q, k, v), 0.06),
+    "a mean": (lambda q, k, v: (q, k + 3 * normal(64), v + 1), 0.005),
+    "outlier channels": (lambda q, k, v: (q, k * (1 + 9 * (torch.arange(64) % 32 == 0)), v), 0.15),
+    "uniform values": (lambda q, k, v: (q, k, v.sigmoid() + 0.5), 0.003),
+}
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+def test_the_definitions_error_is_what_is_stated_for_the_statistics_of_inputs(name):
+    change, most = STATISTICS[name]
+    q, k, v = change(*(normal(1, 2, tokens, 64, seed=seed) for seed, tokens in enumerate((64, 4096, 4096))))
+    exact = torch.softmax(q.double() @ k.double().mT / 8, -1) @ v.double()
+    out, lse = attention_in_eight_bits(q, k, v, None, 1 / 8)
+    assert most / 4 < error(out, exact) < most
+    assert (lse - (q.double() @ k.double().mT / 8).logsumexp(-1)).abs().max() < 10 * most
+
+
+def test_a_constant_added_to_all_keys_changes_lse_alone():
+    q, k, v = inputs(100, 300, 2, 1, 64)
+    constant = 4 * normal(64)
+    out, lse = attention_in_eight_bits(q, k, v, None, 1 / 8)
+    shifted, shifted_lse = attention_in_eight_bits(q, k.float() + constant, v, None, 1 / 8)
+    assert error(shifted, out) < 5e-3
+    assert (shifted_lse - lse - (q.float() @ constant) / 8).abs().max() < 1e-2
+
+
+def test_the_reference_runs_the_definition_under_masks_and_within_torch_compile():
+    q, k, v = inputs(200, 200, 4, 2, 64)
+    mask = sf.compile_mask("causal & local(70)", 200)
+    wanted, wanted_lse = attention_in_eight_bits(q, k, v, mask.to_dense(), 1 / 8)
+    out, lse = sf.attention(q, k, v, mask, precision="fp8", backend="reference", return_lse=True)
+    assert torch.equal(out, wanted.half()) and torch.equal(lse, wanted_lse.float())
+    compiled = torch.compile(lambda q, k, v: sf.attention(q, k, v, mask, precision="fp8", backend="reference"), backend="eager")
+    assert torch.equal(compiled(q, k, v), out)
+
+
+REFUSED = {
+    "softcap": {"softcap": 2.0},
+    "dropout_p": {"dropout_p": 0.5},
+    "alibi_slopes": {"alibi_slopes": torch.ones(2)},
+    "kv_lens": {"kv_lens": torch.tensor([30])},
+    "rel_bias": {"rel_bias": torch.ones(2, 9)},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_what_does_not_apply_is_refused_by_name(name, backend):
+    q, k, v = inputs(40, 40, 2, 2, 64)
+    with pytest.raises(ValueError, match=rf"in precision='fp8' it does not support {name}"):
+        sf.attention(q, k, v, precision="fp8", backend=backend, **REFUSED[name])
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_other_back_ends_refuse_it_by_name(backend):
+    q, k, v = inputs(40, 40, 2, 2, 64)
+    with pytest.raises(ValueError, match=f"backend {backend!r} cannot run this call: .*precision='fp8'"):
+        sf.attention(q, k, v, precision="fp8", backend=backend)
+
+
+def test_gradients_other_precisions_types_and_selections_are_refused():
+    q, k, v = inputs(128, 128, 1, 1, 64)
+    with pytest.raises(ValueError, match="gives no gradients, and k requires one"):
+        sf.attention(q, k.requires_grad_(), v, precision="fp8", backend="reference")
+    with torch.no_grad():
+        assert sf.attention(q, k, v, precision="fp8", backend="reference").isfinite().all()
+    k = k.detach()
+    with pytest.raises(ValueError, match="precision must be None or one of 'fp8'; got 'fp4'"):
+        sf.attention(q, k, v, precision="fp4")
+    with pytest.raises(ValueError, match="must be float16 or bfloat16; got torch"):
+        sf.attention(q.float(), k.float(), v.float(), precision="fp8")
+    selection = sf.BlockSelection.from_picks(torch.zeros(1, 1, 128, 1, dtype=torch.int32), 64)
+    with pytest.raises(ValueError, match="does not take a BlockSelection"):
+        sf.attention(q, k, v, selection, precision="fp8")
+
+
+def test_sinks_join_the_softmax():
+    q, k, v = inputs(40, 40, 2, 2, 64)
+    sinks = torch.tensor([0.5, -1.0])
+    out, lse = sf.attention(q, k, v, precision="fp8", backend="reference", return_lse=True)
+    with_sinks, lse_with_sinks = sf.attention(q, k, v, precision="fp8", backend="reference", sinks=sinks, return_lse=True)
+    assert (lse_with_sinks - torch.logaddexp(lse, sinks[:, None].expand_as(lse))).abs().max() < 1e-5
+    assert error(with_sinks, out.double() * (lse - lse_with_sinks).exp()[..., None]) < 1e-3
+
+
+emulated = pytest.importorskip("gluon_on_cpu")
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the compiled kernels run on this GPU")
+
+CALLS = {  # mask, q_len, kv_len, heads, kv_heads, head_dim, and what differs from the defaults of ``inputs`` and blocks of 128
+    "dense, ragged": (None, 200, 190, 2, 2, 64, {}),
+    "causal": ("causal", 300, 300, 2, 1, 128, {"batch": 2}),
+    "one document": ("causal & documents((0, 33, 40, 200, 385))", 385, 385, 1, 1, 96, {}),
+    "bits": ("causal & (local(70) | strided(7, block=1))", 300, 300, 2, 2, 40, {}),
+    "whole blocks": ("butterfly(block=128)", 512, 512, 2, 1, 64, {}),
+    "blocks of 64": ("local(90)", 300, 300, 1, 1, 128, {"block": 64}),
+    "blocks of 256": ("causal & local(200)", 400, 400, 1, 1, 64, {"block": 256}),
+    "empty rows": ("prefix(70) & ~causal", 400, 300, 2, 2, 64, {}),
+    "64 and 128": ("causal", 200, 260, 1, 1, 64, {"v_head_dim": 128}),
+}
+
+
+def on_hopper(q, k, v, mask, seed=0):
+    with emulated.gluon_on_cpu(seed), poisoned_memory():
+        return sf.attention(q, k, v, mask, precision="fp8", backend="hopper", return_lse=True)
+
+
+def assert_as_defined(found, q, k, v, mask):
+    kept = None if mask is None else mask.to_dense()
+    out, lse = attention_in_eight_bits(q, k, v, kept, q.shape[3] ** -0.5)
+    some = ~lse.isneginf()
+    assert torch.equal(found[1].isneginf(), ~some) and not found[0][~some].any()
+    assert error(found[0], out) < 4e-3 and (found[1] - lse)[some].abs().max() < 2e-2
+
+
+@on_cpu
+@pytest.mark.parametrize("name", CALLS)
+def test_hopper_kernels_compute_the_definition(name):
+    spec, q_len, kv_len, *sizes, changed = CALLS[name]
+    options = {"block": 128} | changed
+    block = options.pop("block")
+    q, k, v = inputs(q_len, kv_len, *sizes, **options)
+    mask = None if spec is None else sf.compile_mask(spec, q_len, kv_len, block)
+    assert_as_defined(on_hopper(q, k, v, mask, len(name)), q, k, v, mask)
+
+
+@on_cpu
+def test_hopper_kernels_combine_splits_and_run_a_mask_for_each_head():
+    with heavy_rows_split():
+        mask = sf.compile_mask("causal | sinks(130)", 512, 512, 128)
+    assert mask.by_query.is_split
+    for of_heads in (mask, sf.BlockMask.per_head([sf.compile_mask("causal", 512), sf.compile_mask("local(100)", 512)])):
+        q, k, v = inputs(512, 512, 2, 1, 64)
+        assert_as_defined(on_hopper(q, k, v, of_heads), q, k, v, of_heads)
+
+
+@on_cpu
+@pytest.mark.parametrize("spec, head_dim", [(None, 64), ("causal", 128)])
+def test_scores_that_rise_far_from_key_to_key_are_right(spec, head_dim):
+    q, k, v = inputs(500, 500, 1, 1, head_dim)
+    rising(q, k, None, 100.0)
+    mask = None if spec is None else sf.compile_mask(spec, 500)
+    assert_as_defined(on_hopper(q, k, v, mask), q, k, v, mask)
+
+
+@on_cpu
+@pytest.mark.parametrize("head_dim, q_len, kv_len", [(64, 200, 190), (72, 65, 257)])
+def test_operands_are_the_definitions_with_keys_in_the_products_order(head_dim, q_len, kv_len):
+    from sparse_flash.kernels.hopper import quantization
+    from sparse_flash.kernels.launch.launch import Recording
+
+    q, k, v = inputs(q_len, kv_len, 2, 1, head_dim)
+    with emulated.gluon_on_cpu(), poisoned_memory():
+        found = quantization.quantized(q, k, v, 0.125, Recording())
+    mean = k.float().mean(2, keepdim=True)
+    for eight, scales, x, block in (
+        (found.q, found.of_q, q.float(), QUERIES),
+        (found.k, found.of_k, k.float() - mean, KEYS),
+        (_in_order(found.v)[:, :, :kv_len], found.of_v, v.float(), KEYS),
+    ):
+        wanted, wanted_scales = quantized(x, block)
+        own = eight.float()[..., :head_dim]
+        assert (own != wanted).float().mean() < 1e-3  # the sums of keys may round otherwise
+        assert not eight.float()[..., head_dim:].any()
+        assert torch.allclose(scales, wanted_scales[:, :, ::block, 0].float(), rtol=1e-5)
+    assert not _in_order(found.v).float()[:, :, kv_len:].any()
+    assert (found.lse - (q.float() @ mean.mT)[..., 0] * 0.125).abs().max() < 1e-4
+
+
+def _in_order(values):
+    """(batch, heads, head_dim, keys) in the order of ``quads`` as (batch, heads, keys, head_dim)."""
+    quads = values.view(torch.uint8).unflatten(3, (-1, 4, 2, 2))  # keys 8a + 2b + c of 16 are at 4b + 2a + c
+    return quads.transpose(4, 5).flatten(3).mT.view(torch.float8_e4m3fn)
