@@ -178,9 +178,12 @@ def family_of(device: torch.device) -> Family:
     return family
 
 
-def refusal(device: torch.device, dropout: bool = False) -> str | None:
-    """Why the kernels do not run on this GPU, or None. dropout: whether they must support it."""
+def refusal(device: torch.device, dropout: bool = False, e4m3: bool = False) -> str | None:
+    """Why the kernels do not run on this GPU, or None. dropout, e4m3: whether they must support dropout, or e4m3 caches."""
     chip, shared = chip_of(device)
+    if e4m3 and (isinstance(chip, str) or chip < (8, 9)):
+        here = chip if isinstance(chip, str) else f"{chip[0]}.{chip[1]}"
+        return f"it reads e4m3 caches on NVIDIA GPUs of compute capability 8.9 or newer; this GPU is {here}"
     if family_of_chip(chip, shared) is not None:
         if dropout and isinstance(chip, str):
             # An assertion of GCNRewritePartialRegUses, in tiles of 64 x 64 and of 128 x 64.
