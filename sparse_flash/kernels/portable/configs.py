@@ -291,20 +291,19 @@ def decode_config(
     v_head_dim: int | None = None,
     family: Family = HOPPER,
     several: bool = False,
+    e4m3: bool = False,
 ) -> Config:
     """For few queries and many keys. rows: of stacked queries, from several heads, so tile_m may exceed the table's block. several:
-    more than one query per head."""
+    more than one query per head. e4m3: whether the cache is."""
     config = family.config("decode", dtype, padded_head_dim(max(head_dim, v_head_dim or 0)))
     tile_m = min(config.tile_m, max(16, 1 << (rows - 1).bit_length()))
     if family.amd and several and block_size is not None:
         # Triton 3.9 cannot compile masks that branches modify in a pipelined loop, if they differ between queries.
         config = replace(config, num_stages=1)
-    return replace(
-        config,
-        tile_m=tile_m,
-        tile_n=min(config.tile_n, block_size or config.tile_n),
-        num_warps=4 if tile_m == 16 else config.num_warps,
-    )
+    warps = 4 if tile_m == 16 else config.num_warps
+    if e4m3 and 16 < tile_m >= padded_head_dim(v_head_dim or head_dim) // 2:
+        warps = tile_m // 16  # Triton divides such products by rows, and each further warp would repeat the work of another
+    return replace(config, tile_m=tile_m, tile_n=min(config.tile_n, block_size or config.tile_n), num_warps=warps)
 
 
 # Tokens of queries and keys of all heads, for each multiprocessor, up to which both backward passes share a launch. That saves a

@@ -665,14 +665,15 @@ def _plan(
     group = heads // k_shape[1]
     members = 1 if apart else group
     rows = members * q_len
-    config = config or decode_config(dtype, head_dim, table and table[0], rows, v_head_dim, family_of(device), q_len > 1)
+    scaled = scale_strides is not None
+    config = config or decode_config(dtype, head_dim, table and table[0], rows, v_head_dim, family_of(device), q_len > 1, scaled)
     tile_m, tile_n, dim_v = config.tile_m, config.tile_n, padded_head_dim(v_head_dim)
     row_tiles = -(-rows // tile_m)
     tiles = batch * (heads // members) * row_tiles
     stored = min(tile_m, 1 << (rows - 1).bit_length())
     tokens = k_shape[2] if pages is None else k_shape[2] * pages[1]
     splits = splits or _splits(tiles, tokens, table, tile_n, device)
-    vector, strides = strides_in_vectors(dtype, q_strides, k_strides, v_strides, scaled=scale_strides is not None)
+    vector, strides = strides_in_vectors(dtype, q_strides, k_strides, v_strides, scaled=scaled)
     like_q = torch.empty_strided(q_shape, q_strides, dtype=dtype, device="meta")
     constants = {
         "HEAD_DIM": head_dim,

@@ -212,14 +212,15 @@ def _plan(
     batch, heads, q_len, head_dim = q_shape
     pickers, groups, slots = picks_shape[1:]
     members = heads // pickers
-    config = config or decode_config(dtype, head_dim, block_size, members, v_head_dim, family_of(device))
+    scaled = scale_strides is not None
+    config = config or decode_config(dtype, head_dim, block_size, members, v_head_dim, family_of(device), e4m3=scaled)
     tile_m, tile_n, dim_v = config.tile_m, config.tile_n, padded_head_dim(v_head_dim)
     row_tiles = -(-members // tile_m)
     tiles = batch * pickers * q_len * row_tiles
     stored = min(tile_m, 1 << (members - 1).bit_length())
     # Two programs per multiprocessor, but none without a step.
     splits = splits or max(1, min(2 * multiprocessors(device) // tiles, slots * (block_size // tile_n)))
-    vector, strides = strides_in_vectors(dtype, q_strides, k_strides, v_strides, scaled=scale_strides is not None)
+    vector, strides = strides_in_vectors(dtype, q_strides, k_strides, v_strides, scaled=scaled)
     like_q = torch.empty_strided(q_shape, q_strides, dtype=dtype, device="meta")
     constants = {"HEAD_DIM": head_dim, "DIM": padded_head_dim(head_dim), "HEAD_DIM_V": v_head_dim, "DIM_V": dim_v}
     constants |= {"TILE_M": tile_m, "TILE_N": tile_n, "ROWS": stored, "COMBINED": combined_at_a_time(stored, dim_v)}
