@@ -234,18 +234,22 @@ def operands(q, score_scale, cache):
     return q, score_scale
 
 
+@triton.constexpr_function
+def one_factor(BY_TOKEN, PAGE, TILE_N):
+    """Whether all tokens of a step have the same scale."""
+    return not BY_TOKEN and (PAGE == 0 or PAGE >= TILE_N)
+
+
 @triton.jit
 def factors_of_step(scales, cache, page, first):
-    """The factors of a step's keys and of its values, (TILE_N,), or one of all; not used unless SCALED."""
+    """The factors of a step's keys and of its values, (TILE_N,), or one of all, 0 where no token exists; not used unless SCALED."""
     if cache.SCALED:
         offset = page.to(tl.int64) * scales.page_stride if cache.PAGE > 0 else 0
+        token = first if one_factor(cache.BY_TOKEN, cache.PAGE, cache.TILE_N) else first + tl.arange(0, cache.TILE_N)
+        exists = token < cache.tokens
         if cache.BY_TOKEN:
-            token = first + tl.arange(0, cache.TILE_N)
-            exists = token < cache.tokens
             offset += token % cache.PAGE if cache.PAGE > 0 else token
-            factors = tl.load(scales.k + offset, mask=exists, other=0.0), tl.load(scales.v + offset, mask=exists, other=0.0)
-        else:
-            factors = tl.load(scales.k + offset), tl.load(scales.v + offset)
+        factors = tl.load(scales.k + offset, mask=exists, other=0.0), tl.load(scales.v + offset, mask=exists, other=0.0)
     else:
         factors = first, first
     return factors
@@ -279,7 +283,7 @@ def add_products(state, q, keys, values, kept, score_scale, factors, cache):
     """
     accumulators, running_max, running_sum = state
     scores = tl.dot(q, keys.to(q.dtype).T, input_precision="ieee")  # (1)
-    ALIKE: tl.constexpr = not (cache.BY_TOKEN or 0 < cache.PAGE < cache.TILE_N)  # one factor of all
+    ALIKE: tl.constexpr = one_factor(cache.BY_TOKEN, cache.PAGE, cache.TILE_N)
     if cache.SCALED:
         factor = (score_scale * factors[0])[:, None] if ALIKE else score_scale[:, None] * factors[0][None, :]
         scores = tl.where(kept, scores * factor, -float("inf"))
