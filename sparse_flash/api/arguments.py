@@ -379,8 +379,8 @@ def checked_cache_scales(
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if not isinstance(scale, torch.Tensor):
             raise TypeError(
-                f"{name} of an e4m3 cache must be a float32 tensor of shape {shape}; got {type(scale).__name__}; a value is what is "
-                "stored times its scale; pass torch.ones for values stored as they are"
+                f"{name} of an e4m3 cache must be a float32 tensor of shape {shape}; got {type(scale).__name__}; pass what stored "
+                "numbers are to be multiplied by, torch.ones if by nothing"
             )
         check_same_device(name, scale, q, "detach it")
         fits = scale.dim() in (2, 3) and all(size in (1, whole) for size, whole in zip(scale.shape, k.shape, strict=False))

@@ -62,10 +62,11 @@ def attention_decode(
     block_table: (batch, pages of a sequence) int32 or int64 on the device of q: token t of sequence b is in page
     ``block_table[b, t // page_size]``. The capacity is page_size times the pages of a sequence; entries past a length are not
     read. (Kernels read int32: int64 is cast in each call.)
-    k_scale, v_scale: if k and v are of torch.float8_e4m3fn, and only then: float32 on the device of q, of shape (batch, kv_heads), or
-    with pages (pages, kv_heads); or with a third dimension, the cache's, for a scale of each token. A size of 1 serves all. A key is
-    what k holds times its scale, likewise for values. (These are the names of vLLM and FlashInfer; FlashAttention-3 says
-    k_descale.) q stays in its dtype, and products are taken in float16, which holds e4m3 exactly, or in float32 if q is.
+    k_scale, v_scale: given if and only if k and v are of torch.float8_e4m3fn. A key is what k holds times its scale, a value what v
+    holds times its own. float32 on the device of q, of shape (batch, kv_heads), or with pages (pages, kv_heads); a third dimension,
+    that of the cache, gives each token a scale. A size of 1 serves all. The names are those of vLLM and FlashInfer;
+    FlashAttention-3 says k_descale and v_descale. q is of another dtype, as ever; products are in float32 if q is, otherwise in
+    float16, which holds e4m3 exactly.
     mask: a Pattern or its spec text, which must fit a sequence of the capacity if kv_lens is None, and on a CPU the lengths in
     kv_lens; None for dense attention, in which all queries see all keys; or a BlockMask, square as for
     training, covering at least the capacity; or a BlockSelection, the blocks of the cache that these queries picked, by

@@ -35,9 +35,9 @@ class KeyValueCache:
     """The keys and values of the tokens seen so far, for one layer. Allocates room for ``length`` tokens at once.
 
     keys, values: (batch, kv_heads, tokens seen, head_dim), views of that room. room: both, (batch, kv_heads, length, head_dim).
-    dtype: of the room. With torch.float8_e4m3fn, half the memory of bfloat16, each token of a head has a scale of its own: tokens that
-    are yet to come may be larger than all so far, and no token is clipped or stored anew. scales: of keys and of values, (batch,
-    kv_heads, length) float32, or None. Each access then computes keys and values anew, in float32.
+    dtype: of the room. torch.float8_e4m3fn takes half the memory of bfloat16. Each token of a head then has a scale of its own, so
+    later tokens may be larger than all so far, and none is clipped or stored anew. Each access computes ``keys`` and ``values``
+    anew, in float32. scales: of keys and of values, (batch, kv_heads, length) float32; None for other dtypes.
     v_head_dim: head_dim of the values; that of the keys by default.
     block_size: if not None, ``means`` are the ``BlockMeans`` of the keys in blocks of this size, up to date; None otherwise.
     """

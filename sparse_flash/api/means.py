@@ -55,7 +55,8 @@ class BlockMeans:
     ) -> None:
         """Takes in the last ``tokens`` of each sequence, whose keys are in the cache already; reads the blocks that they end.
 
-        k, kv_lens, block_table, k_scale: the cache and the lengths with these tokens, as for ``attention_decode``. Does not synchronize.
+        k, kv_lens, block_table, k_scale: the cache and the lengths with these tokens, as for ``attention_decode``. Does not
+        synchronize.
         Raises ValueError for a cache of other sizes, TypeError for wrong types.
         """
         self._check_tensor("k", k)

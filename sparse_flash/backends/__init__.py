@@ -88,7 +88,9 @@ class Call:
         features, score_mod = ((), None) if variant is None else (variant.features(), variant.score_mod)
         params, softcap = ((), 0.0) if variant is None else (tuple(t.dtype for t in variant.score_params), variant.softcap)
         sizes = batch, heads, kv_heads, q_len, kv_len, head_dim
-        return cls(q.device, q.dtype, *sizes, block_size, deterministic, features, score_mod, v.shape[3], params, softcap, k.dtype == E4M3)
+        return cls(
+            q.device, q.dtype, *sizes, block_size, deterministic, features, score_mod, v.shape[3], params, softcap, k.dtype == E4M3
+        )
 
 
 def cache_capacity(k: torch.Tensor, block_table: torch.Tensor | None) -> int:

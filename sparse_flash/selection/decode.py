@@ -42,7 +42,8 @@ def decode(
     backend: str,
     scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of a back end that supports the call, see ``backends``. selection: without ``always``. scales: of e4m3 keys and values."""
+    """(out, lse) of a back end that supports the call, see ``backends``. selection: without ``always``. scales: of e4m3 keys and of
+    e4m3 values."""
     picks, every = selection.picks, selection.every
     by_kernel = backend != "torch"
     # torch.compile looks into operations, but not into a kernel.
@@ -164,8 +165,9 @@ def lengths_of(batch: int, capacity: int, kv_lens: torch.Tensor | None, device: 
 
 
 def taken(x: torch.Tensor, token: torch.Tensor, read: torch.Tensor, heads: int, block_table: torch.Tensor | None) -> torch.Tensor:
-    """(batch, heads, n, head_dim): tokens of a cache, or (batch, heads, n) their scales, for so many heads, as many for each of its own. token: (batch, heads | 1, n),
-    int64. read: like token, bool; what is taken for others is not used. Raises as ``check_pages`` does."""
+    """(batch, heads, n, head_dim): tokens of a cache, for so many heads, as many for each of its own; or (batch, heads, n) their
+    scales. token: (batch, heads | 1, n), int64. read: like token, bool; what is taken for others is not used. Raises as
+    ``check_pages`` does."""
     head = (torch.arange(heads, device=x.device) * x.shape[1] // heads)[:, None]
     sequence = torch.arange(len(token), device=x.device)[:, None, None]
     if block_table is None:

@@ -21,8 +21,8 @@ NAMES = ("dense", "causal", "window and sinks", "two-sided window", "bits", "not
 
 
 def stored(x: torch.Tensor, unit: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """x, (batch, kv_heads, tokens, head_dim), in e4m3, and a scale of each token, (batch, kv_heads, tokens), the same for ``unit`` of
-    them. Scales of neighbours differ by up to 2^8."""
+    """x, (batch, kv_heads, tokens, head_dim), in e4m3, and a scale of each token, (batch, kv_heads, tokens), the same for ``unit``
+    tokens. Scales of neighbours differ by up to 2^8."""
     whole = x.double().unflatten(2, (-1, unit))
     shrunk = 2.0 ** -(8 * torch.rand((*whole.shape[:3], 1, 1), generator=generator).to(x.device))
     scale = (whole * shrunk).abs().amax((3, 4), keepdim=True) / 448
@@ -210,7 +210,7 @@ def test_what_does_not_fit_is_refused():
         with pytest.raises(error, match=message):
             sf.attention_decode(*tensors, **options)
 
-    refused(TypeError, r"k_scale of an e4m3 cache must be a float32 tensor of shape \(batch, kv_heads\); got NoneType.*ones", q, k, v)
+    refused(TypeError, r"k_scale of an e4m3 cache must be a float32 tensor of shape \(batch, kv_heads\); got NoneType", q, k, v)
     refused(TypeError, "v_scale of an e4m3 cache .* got float", q, k, v, k_scale=scales["k_scale"], v_scale=1.0)
     table = torch.zeros(2, 1, dtype=torch.int32, device=DEVICE)
     refused(TypeError, r"of shape \(pages, kv_heads\)", q, k, v, block_table=table)
@@ -224,12 +224,12 @@ def test_what_does_not_fit_is_refused():
     refused(ValueError, "must have one shape", q, k, v, **scales | {"v_scale": scales["v_scale"][:1]})
     refused(ValueError, "gradient, and has none; detach it", q, k, v, **scales | {"v_scale": scales["v_scale"].requires_grad_()})
     scales["v_scale"].requires_grad_(False)
-    refused(ValueError, "are of a cache of torch.float8_e4m3fn; got k of torch.float32; leave them out", q, *[k.float()] * 2, **scales)
+    refused(ValueError, "of a cache of torch.float8_e4m3fn; got k of torch.float32; leave", q, *[k.float()] * 2, **scales)
     refused(ValueError, "q, k and v must have one dtype|k must be a floating-point tensor", q, k, v.float(), **scales)
     refused(ValueError, "q must be a floating-point tensor.*got torch.float8_e4m3fn", k, k, v, **scales)
     refused(ValueError, "gives no gradients", q.clone().requires_grad_(), k, v, **scales)
     for call in (sf.attention, sf.topk_blocks):
-        with pytest.raises(ValueError, match="got torch.float8_e4m3fn"):
+        with pytest.raises(ValueError, match=r"got torch\.float8_e4m3fn"):
             call(k, k, v if call is sf.attention else 2)
 
 

@@ -41,8 +41,8 @@ from .configs import decode_config, family_of
 
 class Cache(NamedTuple):
     """Keys and values of all sequences. Strides are in units of VECTOR elements; without pages (PAGE 0) page strides are batch
-    strides. tokens: of the program's sequence. HEAD_DIM, DIM: actual and padded. SCALED: whether keys and values are e4m3, with ``Scales``:
-    BY_TOKEN one for each token, otherwise one for a page, or for all tokens."""
+    strides. tokens: of the program's sequence. HEAD_DIM, DIM: actual and padded. SCALED: whether keys and values are e4m3, with
+    ``Scales``: BY_TOKEN one for each token, otherwise one for a page, or for all tokens."""
 
     k: Any
     v: Any
@@ -98,7 +98,8 @@ class _Queries(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """A tile of q and its score_scale (see ``operands``), the position of each row, and the keys, values, pages and ``Scales`` of its head."""
+    """A tile of q and its score_scale (see ``operands``), the position of each row, and the keys, values, pages and ``Scales`` of
+    its head."""
 
     q: Any
     score_scale: Any
@@ -185,8 +186,8 @@ def keys_of_step(k, cache, page, token, exists):
 
 @triton.jit
 def values_of_step(v, cache, page, token, exists):
-    """(TILE_N, DIM_V) values of a step, like keys. SCALED: (TILE_N, DIM_V / 2) int16, two neighbours in each: products want pairs of
-    tokens, and shared memory transposes 16 bits at a time, but not 8."""
+    """(TILE_N, DIM_V) values of a step, like keys. SCALED: (TILE_N, DIM_V / 2) int16, each two neighbours: products take pairs of
+    tokens, and the GPU transposes 16 bits at a time in shared memory, not 8."""
     IN_ONE: tl.constexpr = 2 if cache.SCALED else 1
     row = _offsets(cache, page, token, cache.v_page_stride, cache.v_token_stride) * (cache.VECTOR // IN_ONE)
     dim = tl.arange(0, cache.DIM_V // IN_ONE)[None, :]
@@ -259,7 +260,7 @@ if os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
 
     @triton.jit
     def _halves(pairs):
-        """Even and odd columns in float16 of int16 pairs of e4m3 numbers. Two tokens of a column come in a register, as in pairs."""
+        """Even and odd columns in float16 of int16 pairs of e4m3 numbers. A register holds two tokens, before and after."""
         return tl.inline_asm_elementwise(
             "{ .reg .b32 both; .reg .b16 even, odd; prmt.b32 both, $2, 0, 0x3120; mov.b32 {even, odd}, both;"
             " cvt.rn.f16x2.e4m3x2 $0, even; cvt.rn.f16x2.e4m3x2 $1, odd; }",
@@ -278,8 +279,8 @@ else:  # which runs no assembly
 def add_products(state, q, keys, values, kept, score_scale, factors, cache):
     """Folds a step's keys and values into the softmax state. Products are numbered as in ``forward``.
 
-    SCALED: factors multiply scores, weights and products in float32. So that float16 loses no small weight, the largest is 2^15, and
-    a step's factors multiply them relative to the largest factor.
+    SCALED: factors multiply scores, weights and products in float32. So that float16 loses no small weight, the largest is 2^15,
+    and a step's factors multiply weights relative to the largest factor.
     """
     accumulators, running_max, running_sum = state
     scores = tl.dot(q, keys.to(q.dtype).T, input_precision="ieee")  # (1)
@@ -305,7 +306,8 @@ def add_products(state, q, keys, values, kept, score_scale, factors, cache):
             accumulators[1] * rescale[:, None] + tl.dot(weights, odd.to(q.dtype), input_precision="ieee") * largest,
         )
     else:
-        accumulators = (tl.dot(weights.to(values.dtype), values, accumulators[0] * rescale[:, None], input_precision="ieee"),)  # (2)
+        product = tl.dot(weights.to(values.dtype), values, accumulators[0] * rescale[:, None], input_precision="ieee")  # (2)
+        accumulators = (product,)
     return accumulators, new_max, running_sum
 
 
@@ -663,8 +665,8 @@ def _plan(
     config,
     splits,
 ) -> DecodePlan:
-    """scale_strides: of scales, or None. table: (block_size, masks, rows, entries) of a mask, or None. apart: whether heads of a group loop separately. pages: the
-    shape of the block table, or None."""
+    """scale_strides: of scales, or None. table: (block_size, masks, rows, entries) of a mask, or None. apart: whether heads of a
+    group loop separately. pages: the shape of the block table, or None."""
     batch, heads, q_len, head_dim = q_shape
     group = heads // k_shape[1]
     members = 1 if apart else group
@@ -727,8 +729,8 @@ def scale_constants(strides: tuple[int, ...] | None) -> dict[str, bool]:
 
 
 def strides_in_vectors(dtype: torch.dtype, *strides: tuple[int, ...], scaled: bool = False) -> tuple[int, tuple[int, ...]]:
-    """(VECTOR, strides of batch, head and token of each tensor in units of it): 16 bytes, if all are multiples. scaled: the cache is
-    e4m3, and all are even."""
+    """(VECTOR, strides of batch, head and token of each tensor in units of it): 16 bytes, if all are multiples. scaled: whether the
+    cache is e4m3; then all are even."""
     some = [stride for of_tensor in strides for stride in of_tensor[:3]]
     vector = 16 if scaled else 16 // dtype.itemsize
     vector = vector if gcd(vector, *some) == vector else 1 + scaled

@@ -176,13 +176,14 @@ def selection_decode_kernel(
 
 
 def selection_decode(
-    q, k, v, picks, block_size, every, scale, *, kv_lens=None, block_table=None, k_scale=None, v_scale=None, config=None, splits=None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, v, picks, block_size, every, scale, *, kv_lens=None, block_table=None, k_scale=None, v_scale=None, config=None,
+    splits=None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """out (batch, heads, q_len, v's head_dim) in q's memory order, lse (batch, heads, q_len) float32.
 
-    q, k, v, kv_lens, block_table, k_scale, v_scale: as for ``attention_decode`` in ``decode``. picks: (batch, heads that pick, groups, n) int32,
-    contiguous, of blocks of block_size keys, ascending, each once, then -1; every: queries of a group. splits: programs that share
-    a query's blocks; by default enough to fill the GPU.
+    q, k, v, kv_lens, block_table, k_scale, v_scale: as for ``attention_decode`` in ``decode``. picks: (batch, heads that pick,
+    groups, n) int32, contiguous, of blocks of block_size keys, ascending, each once, then -1; every: queries of a group. splits:
+    programs that share a query's blocks; by default enough to fill the GPU.
     """
     inputs = [t for t in (q, k, v, picks, kv_lens, block_table, k_scale, v_scale) if t is not None]
 
@@ -205,8 +206,8 @@ def selection_decode(
 
 @remembered
 def _plan(
-    device, dtype, q_shape, q_strides, k_shape, k_strides, v_head_dim, v_strides, picks_shape, scale_strides, block_size, every, pages,
-    has_lens, config, splits,
+    device, dtype, q_shape, q_strides, k_shape, k_strides, v_head_dim, v_strides, picks_shape, scale_strides, block_size, every,
+    pages, has_lens, config, splits,
 ) -> DecodePlan:  # fmt: skip
     """scale_strides: of scales, or None. pages: the shape of the block table, or None."""
     batch, heads, q_len, head_dim = q_shape
@@ -227,8 +228,8 @@ def _plan(
     constants |= {"BLOCK": block_size, "SLOTS": slots, "PADDED": padded(slots), "EVERY": every}
     constants |= {"HAS_LENS": has_lens, "SPLIT": splits > 1, "PAGE": 0 if pages is None else k_shape[2], "VECTOR": vector}
     constants |= scale_constants(scale_strides)
-    numbers = *strides, *empty_out(like_q, v_head_dim).stride()[:3], *(scale_strides or (0, 0))[:2], 0 if pages is None else pages[1]
+    numbers = *strides, *empty_out(like_q, v_head_dim).stride()[:3], *(scale_strides or (0, 0))[:2]
     kv_len = k_shape[2] if pages is None else k_shape[2] * pages[1]
-    numbers = *numbers, pickers, groups, heads // k_shape[1], members, row_tiles, q_len, kv_len
+    numbers = *numbers, 0 if pages is None else pages[1], pickers, groups, heads // k_shape[1], members, row_tiles, q_len, kv_len
     split_numbers = tiles * splits * stored * (dim_v + 1) if splits > 1 else 0
     return DecodePlan((tiles, splits), split_numbers, numbers, constants, config.options)
