@@ -95,7 +95,7 @@ def drawn(batch: int, kv_heads: int, tokens: int, head_dim: int, page: int, devi
 
 
 def masks(what: str, batch: int, kv_heads: int, tokens: int, device: torch.device) -> Any:
-    """What a call gets as its mask, and for each sequence what a call on it alone gets."""
+    """The mask of a call, and a function of a sequence's number that returns the mask of a call on that sequence alone."""
     if what != "picks":
         mask = None if what == "dense" else f"causal & local({_WINDOW})"
         return mask, lambda _: mask
@@ -184,7 +184,7 @@ def rows_of(
     sequences = sorted({0, batch - 1})
 
     def exact(held: Held) -> torch.Tensor:
-        """Of the checked sequences."""
+        """Returns the results of the checked sequences."""
         parts = [
             sf.attention_decode(q[n : n + 1].double(), *held.sequence(n), mask_of(n), backend="torch")
             for n in sequences

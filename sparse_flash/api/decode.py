@@ -63,8 +63,8 @@ def attention_decode(
     ``block_table[b, t // page_size]``. The capacity is page_size times the pages of a sequence; entries past a length are not
     read. (Kernels read int32: int64 is cast in each call.)
     k_scale, v_scale: given if and only if k and v are of torch.float8_e4m3fn. A key is what k holds times its scale, a value what v
-    holds times its own. float32 on the device of q, of shape (batch, kv_heads), or with pages (pages, kv_heads); a third dimension,
-    that of the cache, gives each token a scale. A size of 1 serves all. The names are those of vLLM and FlashInfer;
+    holds times its own. float32 on the device of q, of shape (batch, kv_heads), or with pages (pages, kv_heads); with the
+    cache's third dimension as well, each token has a scale. A size of 1 serves all. The names are those of vLLM and FlashInfer;
     FlashAttention-3 says k_descale and v_descale. q is of another dtype, as ever; products are in float32 if q is, otherwise in
     float16, which holds e4m3 exactly.
     mask: a Pattern or its spec text, which must fit a sequence of the capacity if kv_lens is None, and on a CPU the lengths in

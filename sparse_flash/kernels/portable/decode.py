@@ -67,7 +67,7 @@ class Cache(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """What e4m3 keys and values of a head are multiplied by, float32. page_stride: not used without pages."""
+    """Factors of a head's e4m3 keys and values, float32. page_stride: not used without pages."""
 
     k: Any
     v: Any
@@ -724,7 +724,7 @@ def strides_of(scale: torch.Tensor | None) -> tuple[int, ...] | None:
 
 
 def scale_constants(strides: tuple[int, ...] | None) -> dict[str, bool]:
-    """What kernels know of scales with these strides."""
+    """The constants of kernels for scales with these strides."""
     return {"SCALED": strides is not None, "BY_TOKEN": strides is not None and strides[2] != 0}
 
 
