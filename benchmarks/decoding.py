@@ -21,7 +21,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from rich.console import Console
@@ -160,12 +160,16 @@ def microseconds(step: Callable[[], torch.Tensor], device: torch.device) -> floa
             step()
     graph.replay()
     events = [[torch.cuda.Event(enable_timing=True) for _ in "ab"] for _ in range(_REPLAYS)]
-    for begin, end in events:
-        begin.record()
+    for start, stop in events:
+        start.record()
         graph.replay()
-        end.record()
+        stop.record()
     torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in events) * 1e3 / _STEPS
+    return statistics.median(start.elapsed_time(stop) for start, stop in events) * 1e3 / _STEPS
+
+
+def decoded(*tensors: Any, **options: Any) -> torch.Tensor:
+    return cast(torch.Tensor, sf.attention_decode(*tensors, **options))
 
 
 def relative(out: torch.Tensor, exact: torch.Tensor) -> float:
@@ -185,18 +189,14 @@ def rows_of(
 
     def exact(held: Held) -> torch.Tensor:
         """Returns the results of the checked sequences."""
-        parts = [
-            sf.attention_decode(q[n : n + 1].double(), *held.sequence(n), mask_of(n), backend="torch")
-            for n in sequences
-        ]  # fmt: skip
-        return torch.cat(parts)
+        return torch.cat([decoded(q[n : n + 1].double(), *held.sequence(n), mask_of(n), backend="torch") for n in sequences])
 
     original = exact(cache)
     plain = str(dtype).removeprefix("torch.")
     caches = {plain: cache, "e4m3": in_e4m3(cache, False), "e4m3 by token": in_e4m3(cache, True)}
     peers: dict[str, tuple[Held, Callable[[], Callable[[], torch.Tensor]]]] = {}
     for name, held in caches.items():
-        peers[name] = held, partial(lambda held: partial(sf.attention_decode, q, held.k, held.v, mask, **held.options), held)
+        peers[name] = held, partial(partial, decoded, q, held.k, held.v, mask, **held.options)
     if what == "dense":
         for text in configs:
             peers[f"e4m3 {text}"] = caches["e4m3"], partial(of_config, q, caches["e4m3"], text)

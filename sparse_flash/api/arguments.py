@@ -375,7 +375,7 @@ def checked_cache_scales(
         if k_scale is None and v_scale is None:
             return None, None
         raise ValueError(f"k_scale and v_scale are of a cache of torch.float8_e4m3fn; got k of {k.dtype}; leave them out")
-    found = []
+    found: list[torch.Tensor] = []
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if not isinstance(scale, torch.Tensor):
             raise TypeError(
@@ -391,7 +391,7 @@ def checked_cache_scales(
             )
         found.append(scale[..., None] if scale.dim() == 2 else scale)
     if found[0].shape != found[1].shape:
-        raise ValueError(f"k_scale and v_scale must have one shape; got {tuple(k_scale.shape)} and {tuple(v_scale.shape)}")
+        raise ValueError(f"k_scale and v_scale must have one shape; got {tuple(found[0].shape)} and {tuple(found[1].shape)}")
     if found[0].stride() != found[1].stride() or found[0].stride(2) != 1:
         found = [scale.contiguous() for scale in found]
     return found[0].expand(k.shape[:3]), found[1].expand(k.shape[:3])

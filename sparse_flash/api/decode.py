@@ -96,7 +96,7 @@ def attention_decode(
     capacity = backends.cache_capacity(k, block_table)
     if 0 in q.shape or capacity == 0:
         _check_beside_nothing(mask, capacity, q, backend)
-        out, lse = operators.of_nothing(q, *(t[:0].to(q.dtype) for t in (k, v)), None)
+        out, lse = operators.of_nothing(q, k[:0].to(q.dtype), v[:0].to(q.dtype), None)
     elif isinstance(mask, BlockSelection):
         out, lse = _over_picks(q, k, v, mask, capacity, kv_lens, block_table, scale, backend, (k_scale, v_scale))
     else:

@@ -81,11 +81,11 @@ class KeyValueCache:
         stored = self.room[which][:, :, : self.tokens]
         return stored if self.scales is None else backends.dequantized(stored, self.scales[which][:, :, : self.tokens], dtype)
 
-    def held(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    def held(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """Keys and values of the room's first tokens as they are stored, and their scales as ``attention_decode`` takes them."""
         k, v = (room[:, :, :tokens] for room in self.room)
-        scales = {} if self.scales is None else {"k_scale": self.scales[0][:, :, :tokens], "v_scale": self.scales[1][:, :, :tokens]}
-        return k, v, scales
+        scales = () if self.scales is None else (scale[:, :, :tokens] for scale in self.scales)
+        return k, v, dict(zip(("k_scale", "v_scale"), scales, strict=False))
 
     def append(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Does ``store``, and returns ``keys`` and ``values``, in k's dtype if they are e4m3."""
