@@ -44,7 +44,7 @@ FORWARD, BACKWARD = hopper_forward.attention_forward_kernel, hopper_backward.att
 OF_QUERIES = {"q_tensor", "out_tensor", "dout_tensor", "dq_tensor"}
 OF_VALUES = {"v_tensor", "out_tensor", "dout_tensor", "dv_tensor"}
 FLOATS = {"scale", "score_scale", "dropout_p"}
-FLOAT_POINTERS = {"lse_ptr", "dlse_ptr", "delta_ptr", "split_out", "split_lse", "split_results"}
+FLOAT_POINTERS = {"lse_ptr", "dlse_ptr", "delta_ptr", "split_out", "split_lse", "split_results", "k_scale", "v_scale"}
 INT_POINTERS = {"mask_index", "row_ptr", "row_split", "row_order", "col_ptr", "col_split", "col_order", "col_idx", "row_idx"}
 INT_POINTERS |= {"tile_idx", "col_tile_idx", "tile_runs", "tile_bits", "work", "counters", "arrived", "kv_lens", "block_table"}
 HALF_POINTERS = {"q_ptr", "k_ptr", "v_ptr", "out_ptr"}
@@ -189,16 +189,20 @@ def compiled_for_decoding(
     dim_v: int | None = None,
     dtype: str = "bf16",
     target: GPUTarget = TARGET,
+    scales: str | None = None,
 ):
-    """rows: of stacked queries. page: tokens per page, 0 for none. dim_v: of v; dim by default."""
+    """rows: of stacked queries. page: tokens per page, 0 for none. dim_v: of v; dim by default. scales: "of heads" or
+    "of tokens", of an e4m3 cache."""
     dim_v = dim_v or dim
     constants = {"HEAD_DIM": dim, "DIM": dim, "HEAD_DIM_V": dim_v, "DIM_V": dim_v}
     constants |= {"TILE_M": config.tile_m, "TILE_N": config.tile_n, "ROWS": rows}
     constants |= {"COMBINED": decode.combined_at_a_time(rows, dim_v), "SPLIT": True, "SPARSE": sparse}
     constants |= {"TABLE_BLOCK": 128 if sparse else config.tile_n, "CAUSAL": q_len > 1 and not sparse, "SEVERAL": q_len > 1}
     constants |= {"AT_END": True, "HAS_LENS": True, "PAGE": page}
-    constants["VECTOR"] = 4 if dtype == "fp32" else 8
-    source = ASTSource(kernel, *arguments(kernel, dict.fromkeys(HALF_POINTERS, f"*{dtype}"), constants))
+    constants["VECTOR"] = 16 if scales else 4 if dtype == "fp32" else 8
+    constants |= {"SCALED": scales is not None, "BY_TOKEN": scales == "of tokens"}
+    types = dict.fromkeys(HALF_POINTERS, f"*{dtype}") | (dict.fromkeys(("k_ptr", "v_ptr"), "*fp8e4nv") if scales else {})
+    source = ASTSource(kernel, *arguments(kernel, types, constants))
     return triton.compile(source, target=target, options=config.options | FUSED)
 
 
@@ -274,7 +278,11 @@ def report(name: str, compile_kernel, kernel, config, dim: int, sparse: bool, *d
     row |= {"wgmma": ptx.count("wgmma.mma_async"), "e4m3": len(re.findall(r"wgmma\.mma_async\S*\.e4m3\.e4m3", ptx))}
     row |= {"tma": ptx.count("cp.async.bulk.tensor")}
     row |= {"warps": result.metadata.num_warps, "products": len(re.findall(r"\bmul\.(?:wide|hi)\.u32", ptx))}
-    row |= {"async": ptx.count("cp.async.cg.shared.global"), "mma": len(re.findall(r"\bmma\.sync", ptx))}
+    row |= {
+        "e4m3": ptx.count("cvt.rn.f16x2.e4m3x2"),
+        "async": ptx.count("cp.async.cg.shared.global"),
+        "mma": len(re.findall(r"\bmma\.sync", ptx)),
+    }
     types = parameter_types(result.src.signature, parameter_sizes(ptx))
     row |= {"repeatable": types is not None and types.count("map") == len(result.metadata.tensordesc_meta or ())}
     row |= {"serialized": sorted(set(re.findall(r"C75\d\d", log.getvalue()))), "log": len(log.getvalue())}
@@ -319,6 +327,10 @@ def of_portable(dim: int) -> Iterator[Callable[[], dict]]:
     for sparse, rows, q_len, page in DECODING:
         config = configs.decode_config(torch.bfloat16, dim, 128, rows)
         yield partial(report, "decode", compiled_for_decoding, decode.decode_kernel, config, dim, sparse, rows, q_len, page)
+        config = configs.decode_config(torch.bfloat16, dim, 128, rows, e4m3=True)
+        details = decode.decode_kernel, config, dim, sparse, rows, q_len, page
+        for scales in ("of heads", "of tokens"):
+            yield partial(report, "decode_e4m3", compiled_for_decoding, *details, scales=scales)
     for sparse in (False, True):
         for name, (kernel, table) in KERNELS.items():
             yield _of_portable(name, kernel, table[dim], dim, sparse)

@@ -220,8 +220,11 @@ def picked_decoding_calls() -> None:
         options = {"kv_lens": lens, "block_table": torch.zeros(batch, 3, dtype=torch.int32)} if paged else {}
         if paged:
             k, v = (torch.zeros(kv_len, kv_heads, 16, 64, dtype=q.dtype) for _ in range(2))
+        eighths = torch.zeros_like(k, dtype=torch.float8_e4m3fn)
+        scales = dict.fromkeys(("k_scale", "v_scale"), torch.zeros(*k.shape[:2], 1).expand(k.shape[:3]))
         for programs in (1, 2):
             selection_decode.selection_decode(q, k, v, picks, 64, 1, 1.0, splits=programs, **options)
+            selection_decode.selection_decode(q, eighths, eighths, picks, 64, 1, 1.0, splits=programs, **options, **scales)
         blocks = 3 * kv_len
         means = torch.zeros(batch, kv_heads, blocks + 1, 64)
         newest_blocks.update_means(means, k, blocks, 2, 16, lens, options.get("block_table"))

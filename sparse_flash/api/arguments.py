@@ -376,7 +376,12 @@ def check_decoding_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bl
             raise ValueError(f"{name} must have shape {shape}, head_dim not 0; got {tuple(tensor.shape)}")
     if block_table is not None and 0 in k.shape[::2]:
         raise ValueError(f"k must have at least one page of one token, {order}; got {tuple(k.shape)}")
-    check_alike(q, k, v, cast="cast q with .to({1})")
+    if k.dtype == v.dtype == backends.E4M3:
+        check_dtype("q", q)
+        check_same_device("k", k, q)
+        check_same_device("v", v, q)
+    else:
+        check_alike(q, k, v, cast="cast q with .to({1})")
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise ValueError(
             "attention_decode gives no gradients, and q, k or v requires one; use sparse_flash.attention, or call it under "
@@ -394,6 +399,38 @@ def check_decoding_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bl
             f"attention_decode takes up to {MAX_QUERIES} queries of a sequence; got {q.shape[2]}; use sparse_flash.attention for "
             "more"
         )
+
+
+def checked_cache_scales(
+    q: torch.Tensor, k: torch.Tensor, k_scale: object, v_scale: object, block_table: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(k_scale, v_scale) of ``attention_decode`` as back ends take them: see ``backends``."""
+    first, tokens = ("batch", "capacity") if block_table is None else ("pages", "page_size")
+    shape = f"({first}, kv_heads)"
+    if k.dtype != backends.E4M3:
+        if k_scale is None and v_scale is None:
+            return None, None
+        raise ValueError(f"k_scale and v_scale are of a cache of torch.float8_e4m3fn; got k of {k.dtype}; leave them out")
+    found: list[torch.Tensor] = []
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if not isinstance(scale, torch.Tensor):
+            raise TypeError(
+                f"{name} of an e4m3 cache must be a float32 tensor of shape {shape}; got {type(scale).__name__}; pass what stored "
+                "numbers are to be multiplied by, torch.ones if by nothing"
+            )
+        check_same_device(name, scale, q, "detach it")
+        fits = scale.dim() in (2, 3) and all(size in (1, whole) for size, whole in zip(scale.shape, k.shape, strict=False))
+        if scale.dtype != torch.float32 or not fits:
+            raise ValueError(
+                f"{name} must be float32 of shape {shape}, or {shape[:-1]}, {tokens}) for a scale of each token, and a size of 1 "
+                f"serves all; got {scale.dtype} of shape {tuple(scale.shape)} for k of shape {tuple(k.shape)}"
+            )
+        found.append(scale[..., None] if scale.dim() == 2 else scale)
+    if found[0].shape != found[1].shape:
+        raise ValueError(f"k_scale and v_scale must have one shape; got {tuple(found[0].shape)} and {tuple(found[1].shape)}")
+    if found[0].stride() != found[1].stride() or found[0].stride(2) != 1:
+        found = [scale.contiguous() for scale in found]
+    return found[0].expand(k.shape[:3]), found[1].expand(k.shape[:3])
 
 
 def checked_cache_lengths(

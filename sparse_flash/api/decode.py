@@ -27,6 +27,7 @@ from .arguments import (
     check_selected_heads,
     check_types,
     checked_cache_lengths,
+    checked_cache_scales,
     checked_scale,
 )
 from .keywords import answers_unknown_keywords, unexpected
@@ -41,6 +42,8 @@ def attention_decode(
     *,
     kv_lens: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     backend: str = "auto",
@@ -59,6 +62,11 @@ def attention_decode(
     block_table: (batch, pages of a sequence) int32 or int64 on the device of q: token t of sequence b is in page
     ``block_table[b, t // page_size]``. The capacity is page_size times the pages of a sequence; entries past a length are not
     read. (Kernels read int32: int64 is cast in each call.)
+    k_scale, v_scale: given if and only if k and v are of torch.float8_e4m3fn. A key is what k holds times its scale, a value what v
+    holds times its own. float32 on the device of q, of shape (batch, kv_heads), or with pages (pages, kv_heads); with the
+    cache's third dimension as well, each token has a scale. A size of 1 serves all. The names are those of vLLM and FlashInfer;
+    FlashAttention-3 says k_descale and v_descale. q is of another dtype, as ever; products are in float32 if q is, otherwise in
+    float16, which holds e4m3 exactly.
     mask: a Pattern or its spec text, which must fit a sequence of the capacity if kv_lens is None, and on a CPU the lengths in
     kv_lens; None for dense attention, in which all queries see all keys; or a BlockMask, square as for
     training, covering at least the capacity; or a BlockSelection, the blocks of the cache that these queries picked, by
@@ -70,7 +78,8 @@ def attention_decode(
 
     Returns out, like q but with v's head_dim, or (out, lse). A query that keeps nothing has out 0 and lse -inf. The batch, the
     queries and the cache may be empty. Raises ValueError for arguments that do not fit together and for tensors that require a
-    gradient, TypeError for wrong types. There is no autocast: the caller casts q to the cache's dtype.
+    gradient, TypeError for wrong types. There is no autocast: the caller casts q to the dtype of a
+    cache that is not e4m3.
 
     A pattern is compiled once, to the square table of the capacity rounded up by at most an eighth; each call reads the rows of its
     queries, so a cache that grows within its capacity compiles nothing. No call synchronizes with the device, and a CUDA graph may
@@ -82,17 +91,19 @@ def attention_decode(
     check_types(q, k, v)
     check_decoding_tensors(q, k, v, block_table)
     kv_lens, block_table = checked_cache_lengths(q, k.shape[2], kv_lens, block_table)
+    k_scale, v_scale = checked_cache_scales(q, k, k_scale, v_scale, block_table)
     scale = checked_scale(scale, q.shape[3])
     capacity = backends.cache_capacity(k, block_table)
     if 0 in q.shape or capacity == 0:
         _check_beside_nothing(mask, capacity, q, backend)
-        out, lse = operators.of_nothing(q, k, v, None)
+        out, lse = operators.of_nothing(q, k[:0].to(q.dtype), v[:0].to(q.dtype), None)
     elif isinstance(mask, BlockSelection):
-        out, lse = _over_picks(q, k, v, mask, capacity, kv_lens, block_table, scale, backend)
+        out, lse = _over_picks(q, k, v, mask, capacity, kv_lens, block_table, scale, backend, (k_scale, v_scale))
     else:
         mask, is_causal = _resolved(mask, capacity, q, kv_lens)
         name = backends.choose_backend(backend, backends.Call.of(q, k, v, None if mask is None else mask.block_size))
-        out, lse = operators.attention_decode(q, k, v, mask, kv_lens, block_table, is_causal, scale, name)
+        call = q, k, v, mask, kv_lens, block_table, is_causal, scale, name
+        out, lse = operators.attention_decode(*call, k_scale, v_scale)
     return (out, lse) if return_lse else out
 
 
@@ -117,6 +128,7 @@ def _over_picks(
     block_table: torch.Tensor | None,
     scale: float | None,
     backend: str,
+    scales: tuple[torch.Tensor | None, torch.Tensor | None],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) over picked blocks. Raises ValueError where the selection does not fit."""
     if selection.always is not None:
@@ -131,7 +143,7 @@ def _over_picks(
         )
     name = backends.choose_backend(backend, backends.Call.of(q, k, v, selection.block_size), supports)
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    return decode(q, k, v, selection, kv_lens, block_table, scale, name)
+    return decode(q, k, v, selection, kv_lens, block_table, scale, name, scales)
 
 
 def decodes(q: torch.Tensor, k: torch.Tensor, mask: object) -> bool:

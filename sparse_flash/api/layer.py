@@ -35,6 +35,9 @@ class KeyValueCache:
     """The keys and values of the tokens seen so far, for one layer. Allocates room for ``length`` tokens at once.
 
     keys, values: (batch, kv_heads, tokens seen, head_dim), views of that room. room: both, (batch, kv_heads, length, head_dim).
+    dtype: of the room. torch.float8_e4m3fn takes half the memory of bfloat16. Each token of a head then has a scale of its own, so
+    later tokens may be larger than all so far, and none is clipped or stored anew. Each access computes ``keys`` and ``values``
+    anew, in float32. scales: of keys and of values, (batch, kv_heads, length) float32; None for other dtypes.
     v_head_dim: head_dim of the values; that of the keys by default.
     block_size: if not None, ``means`` are the ``BlockMeans`` of the keys in blocks of this size, up to date; None otherwise.
     """
@@ -54,7 +57,10 @@ class KeyValueCache:
         widths = {"head_dim": head_dim, "v_head_dim": head_dim if v_head_dim is None else v_head_dim}
         check_counts(batch=batch, kv_heads=kv_heads, length=length, **widths)
         self.room = tuple(torch.zeros(batch, kv_heads, length, width, dtype=dtype, device=device) for width in widths.values())
-        self.tokens = 0
+        self.tokens, self.scales = 0, None
+        if dtype == backends.E4M3:
+            self.scales = tuple(torch.zeros(batch, kv_heads, length, device=device, dtype=torch.float32) for _ in "kv")
+            dtype = None  # of means
         sizes = batch, kv_heads, length, head_dim
         self.means = None if block_size is None else BlockMeans(*sizes, block_size, dtype=dtype, device=device)
 
@@ -64,14 +70,30 @@ class KeyValueCache:
 
     @property
     def keys(self) -> torch.Tensor:
-        return self.room[0][:, :, : self.tokens]
+        return self._seen(0, torch.float32)
 
     @property
     def values(self) -> torch.Tensor:
-        return self.room[1][:, :, : self.tokens]
+        return self._seen(1, torch.float32)
+
+    def _seen(self, which: int, dtype: torch.dtype) -> torch.Tensor:
+        """The room of the tokens seen so far; e4m3 ones in this dtype."""
+        stored = self.room[which][:, :, : self.tokens]
+        return stored if self.scales is None else backends.dequantized(stored, self.scales[which][:, :, : self.tokens], dtype)
+
+    def held(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """Keys and values of the room's first tokens as they are stored, and their scales as ``attention_decode`` takes them."""
+        k, v = (room[:, :, :tokens] for room in self.room)
+        scales = () if self.scales is None else (scale[:, :, :tokens] for scale in self.scales)
+        return k, v, dict(zip(("k_scale", "v_scale"), scales, strict=False))
 
     def append(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keeps k and v, (batch, kv_heads, tokens, head_dim), without their gradients; returns ``keys`` and ``values``.
+        """Does ``store``, and returns ``keys`` and ``values``, in k's dtype if they are e4m3."""
+        self.store(k, v)
+        return self._seen(0, k.dtype), self._seen(1, k.dtype)
+
+    def store(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Keeps k and v, (batch, kv_heads, tokens, head_dim), without their gradients.
         Raises ValueError if they do not fit, TypeError for wrong types."""
         for name, tensor in (("k", k), ("v", v)):
             if not isinstance(tensor, torch.Tensor):
@@ -86,12 +108,18 @@ class KeyValueCache:
         stop = self.tokens + k.shape[2]
         if stop > self.length:
             raise ValueError(f"the cache has room for {self.length} tokens and holds {self.tokens}; {k.shape[2]} more do not fit")
-        for room, new in zip(self.room, (k, v), strict=True):
-            room[:, :, self.tokens : stop] = new.detach()
+        for which, new in enumerate((k.detach(), v.detach())):
+            if self.scales is not None:
+                new = new.float()
+                # The largest number of a token is stored as the largest of e4m3; a token of zeros as zeros.
+                scale = torch.linalg.vector_norm(new, torch.inf, -1).div_(448.0).clamp_(min=2.0**-126)
+                self.scales[which][:, :, self.tokens : stop] = scale
+                new = new / scale[..., None]
+            self.room[which][:, :, self.tokens : stop] = new
         self.tokens = stop
         if self.means is not None and k.shape[2]:
-            self.means.update(self.room[0], k.shape[2], kv_lens=_counts(stop, k))
-        return self.keys, self.values
+            keys, _, scales = self.held(self.length)
+            self.means.update(keys, k.shape[2], kv_lens=_counts(stop, k), k_scale=scales.get("k_scale"))
 
     def reset(self) -> None:
         """Forgets all tokens; the room stays."""
@@ -281,12 +309,14 @@ class SparseAttention(nn.Module):
 
     def _attended_to_picks(self, cache: KeyValueCache | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if cache is not None:
-            k, v = cache.append(k, v)
+            cache.store(k, v)
             if self._chooses_by_means(cache) and takes(q, k) and self.backend in ("auto", "torch"):
                 choice, lens = cast(QueryChoice, self.select), _counts(cache.tokens, q)
                 by_means = cast(BlockMeans, cache.means).choose(q, choice.keep, share_group=choice.share_group, kv_lens=lens)
-                keys, values = cache.room
-                return cast(torch.Tensor, attention_decode(q, keys, values, by_means, kv_lens=lens, backend=self.backend))
+                keys, values, scales = cache.held(cache.length)
+                out = attention_decode(q, keys, values, by_means, kv_lens=lens, **scales, backend=self.backend)
+                return cast(torch.Tensor, out)
+            k, v = cache._seen(0, k.dtype), cache._seen(1, k.dtype)
         selection = cast(Select, self.select)(q, k)
         if not isinstance(selection, BlockSelection):
             raise TypeError(f"select must return a BlockSelection; got {type(selection).__name__}; pass every=1 to topk_blocks")
@@ -317,12 +347,13 @@ class SparseAttention(nn.Module):
                 f"a layer's BlockMask must be square and cover the cache's room of {cache.length} tokens; got "
                 f"q_len={square.q_len}, kv_len={square.kv_len}; compile it for {cache.length}, or pass the pattern itself"
             )
-        k, v = cache.append(k, v)
+        cache.store(k, v)
         if takes(q, k) and (square is not None or not isinstance(mask, BlockMask)):
-            if not torch.compiler.is_compiling():
-                return cast(torch.Tensor, attention_decode(q, k, v, mask, backend=self.backend))
-            out = attention_decode(q, cache.room[0], cache.room[1], mask, kv_lens=_counts(stop, q), backend=self.backend)
-            return cast(torch.Tensor, out)
+            compiling = torch.compiler.is_compiling()
+            keys, values, options = cache.held(cache.length if compiling else stop)
+            options |= {"kv_lens": _counts(stop, q)} if compiling else {}
+            return cast(torch.Tensor, attention_decode(q, keys, values, mask, **options, backend=self.backend))
+        k, v = cache._seen(0, k.dtype), cache._seen(1, k.dtype)
         if square is None:
             return self._attended(q, k, v, mask)
         # Tokens sit at their positions in the whole mask; blocks without tokens are skipped.
@@ -331,12 +362,13 @@ class SparseAttention(nn.Module):
         q, k, v = F.pad(q, (0, 0, first, beyond)), F.pad(k, (0, 0, 0, beyond)), F.pad(v, (0, 0, 0, beyond))
         return self._attended(q, k, v, mask, **lengths)[:, :, first:stop]
 
-    def new_cache(self, batch: int, length: int) -> KeyValueCache:
-        """An empty cache for this layer, with room for ``length`` tokens in each of ``batch`` sequences."""
+    def new_cache(self, batch: int, length: int, dtype: torch.dtype | None = None) -> KeyValueCache:
+        """An empty cache for this layer, with room for ``length`` tokens in each of ``batch`` sequences. dtype: of the room, the
+        layer's by default, or torch.float8_e4m3fn."""
         weight = self.k_proj.weight
         sizes = batch, self.kv_heads, length, self.head_dim
         block_size = self.select.block_size if isinstance(self.select, QueryChoice) and self.select.is_by_means else None
-        options: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
+        options: dict[str, Any] = {"dtype": dtype or weight.dtype, "device": weight.device}
         return KeyValueCache(*sizes, v_head_dim=self.v_head_dim, block_size=block_size, **options)
 
     def extra_repr(self) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ..backends import cache_capacity
+from ..backends import E4M3, cache_capacity
 from ..selection.block_selection import BlockSelection, checked_selection_block
 from ..selection.newest import choose_newest, update_means
 from ..variant.variant import check_counts
-from .arguments import MAX_QUERIES, check_dtype, checked_cache_lengths, checked_keep
+from .arguments import MAX_QUERIES, check_dtype, checked_cache_lengths, checked_cache_scales, checked_keep
 
 
 class BlockMeans:
@@ -45,11 +45,18 @@ class BlockMeans:
 
     @torch.no_grad()
     def update(
-        self, k: torch.Tensor, tokens: int, *, kv_lens: torch.Tensor | None = None, block_table: torch.Tensor | None = None
+        self,
+        k: torch.Tensor,
+        tokens: int,
+        *,
+        kv_lens: torch.Tensor | None = None,
+        block_table: torch.Tensor | None = None,
+        k_scale: torch.Tensor | None = None,
     ) -> None:
         """Takes in the last ``tokens`` of each sequence, whose keys are in the cache already; reads the blocks that they end.
 
-        k, kv_lens, block_table: the cache and the lengths with these tokens, as for ``attention_decode``. Does not synchronize.
+        k, kv_lens, block_table, k_scale: the cache and the lengths with these tokens, as for ``attention_decode``. Does not
+        synchronize.
         Raises ValueError for a cache of other sizes, TypeError for wrong types.
         """
         self._check_tensor("k", k)
@@ -63,13 +70,14 @@ class BlockMeans:
         if isinstance(tokens, bool) or not isinstance(tokens, int) or not 1 <= tokens <= self.length:
             raise ValueError(f"tokens must be how many were appended, 1 to the {self.length} of the cache; got {tokens!r}")
         kv_lens, block_table = checked_cache_lengths(self._room, k.shape[2], kv_lens, block_table)
+        k_scale, _ = checked_cache_scales(self._room, k, k_scale, k_scale, block_table)
         capacity = cache_capacity(k, block_table)
         if capacity < self.length:
             raise ValueError(
                 f"the cache must have at least the {self.length} tokens of these means; got {capacity}; pass the whole cache, and "
                 "how many of its tokens exist as kv_lens="
             )
-        update_means(self._room, k, tokens, self.block_size, kv_lens, block_table)
+        update_means(self._room, k, tokens, self.block_size, kv_lens, block_table, k_scale)
 
     @torch.no_grad()
     def choose(
@@ -104,7 +112,8 @@ class BlockMeans:
     def _check_tensor(self, name: str, x: torch.Tensor) -> None:
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a tensor; got {type(x).__name__}")
-        check_dtype(name, x)
+        if name != "k" or x.dtype != E4M3:
+            check_dtype(name, x)
         if x.device != self._room.device:
             here = str(x.device)
             raise ValueError(f"{name} is on {here} and the means on {self._room.device}; make the means with device={here!r}")

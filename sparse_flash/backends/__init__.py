@@ -6,7 +6,7 @@ A back end is a module of this package with five functions:
     available() -> str | None             why it cannot run anything on this machine, or None
     forward(q, k, v, mask, scale, deterministic, variant) -> (out, lse)
     backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant) -> (dq, dk, dv)
-    decode(q, k, v, mask, kv_lens, block_table, causal, scale) -> (out, lse)
+    decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale) -> (out, lse)
 
 q: (batch, heads, q_len, head_dim). k: (batch, kv_heads, kv_len, head_dim), kv_heads dividing heads. v: like k, but may have its own
 head_dim. mask: a BlockMask, or None for dense attention. variant: a ``Variant``, or None. out: (batch, heads, q_len, v's head_dim),
@@ -16,7 +16,9 @@ is learned, its gradient follows as a fourth. Arguments are checked before a bac
 
 decode: the queries are the last of each sequence; mask is square and covers the cache's capacity. kv_lens: (batch,) int32, the
 number of existing keys of each sequence, or None for all. block_table: (batch, pages of a sequence) int32 into k and v of shape
-(pages, kv_heads, page_size, head_dim), or None. causal: without a mask, no query sees a key later than its own.
+(pages, kv_heads, page_size, head_dim), or None. causal: without a mask, no query sees a key later than its own. k_scale, v_scale:
+if k and v are e4m3, what their tokens are multiplied by, float32 of the shape of k without head_dim, with the same strides: 1 for
+tokens, or 0 if one scale serves all tokens of a head and page or batch entry; otherwise None.
 ``attention_decode`` in ``decode.py`` documents the rest.
 
 A back end that supports ``EIGHT_BITS``, which no other feature accompanies, has a sixth:
@@ -42,6 +44,7 @@ from ..variant.variant import LEARNED, ScoreFunction, Variant
 # on request.
 AUTOMATIC = ("hopper", "triton", "torch")
 NAMES = (*AUTOMATIC, "reference")
+E4M3 = torch.float8_e4m3fn  # of caches
 
 
 def of_queries_with_keys(x: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
@@ -69,6 +72,7 @@ class Call:
     v_head_dim: int = 0  # 0: head_dim, the one of q and k
     score_params: tuple[torch.dtype, ...] = ()
     softcap: float = 0.0  # 0: none
+    e4m3: bool = False  # whether k and v are
 
     def __post_init__(self):
         object.__setattr__(self, "v_head_dim", self.v_head_dim or self.head_dim)
@@ -91,7 +95,9 @@ class Call:
         features += () if precision is None else (EIGHT_BITS,)
         params, softcap = ((), 0.0) if variant is None else (tuple(t.dtype for t in variant.score_params), variant.softcap)
         sizes = batch, heads, kv_heads, q_len, kv_len, head_dim
-        return cls(q.device, q.dtype, *sizes, block_size, deterministic, features, score_mod, v.shape[3], params, softcap)
+        return cls(
+            q.device, q.dtype, *sizes, block_size, deterministic, features, score_mod, v.shape[3], params, softcap, k.dtype == E4M3
+        )
 
 
 def cache_capacity(k: torch.Tensor, block_table: torch.Tensor | None) -> int:
@@ -101,6 +107,17 @@ def cache_capacity(k: torch.Tensor, block_table: torch.Tensor | None) -> int:
     head_dim).
     """
     return k.shape[2] if block_table is None else k.shape[2] * block_table.shape[1]
+
+
+def dequantized(
+    stored: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype, read: Callable[..., torch.Tensor] = lambda x: x
+) -> torch.Tensor:
+    """Keys or values of a cache in this dtype. scale: of e4m3 ones, float32 of their shape without head_dim, or None. read: what
+    takes some tokens of either; all by default."""
+    if scale is None:
+        return read(stored).to(dtype)
+    exact = max(dtype, scale.dtype, key=lambda each: each.itemsize)
+    return (read(stored).to(exact) * read(scale)[..., None].to(exact)).to(dtype)
 
 
 def check_pages(pages: torch.Tensor, count: int, sequence: int) -> None:

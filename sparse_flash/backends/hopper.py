@@ -112,6 +112,8 @@ def supports(call: Call) -> str | None:
         return f"with dropout it runs masks of block_size 64 up to head_dim 64; got {call.head_dim}; block_size=128 runs"
     if call.score_mod is not None and (reason := _own_scores(call.score_mod, call.score_params)):
         return reason
+    if call.e4m3 and (reason := triton_backend.supports(call)):
+        return reason
     if call.batch * call.heads * (call.q_len + 128) > MAX_ROWS:
         return f"it runs up to {MAX_ROWS:,} queries over batch and heads; got {call.batch} x {call.heads} x {call.q_len}"
     return None

@@ -11,7 +11,7 @@ import torch
 from ..kernels.common.layout import empty_out
 from ..variant.definition import Pairs, add_bias_gradient, cleared, differentiated, existing_pairs, kept_by_dropout, scored
 from ..variant.eight_bits import EIGHT_BITS, attention_in_eight_bits
-from . import check_pages, lacking_in_eight_bits, of_queries_with_keys
+from . import check_pages, dequantized, lacking_in_eight_bits, of_queries_with_keys
 
 
 def supports(call) -> str | None:
@@ -100,14 +100,15 @@ class _Matrix:
         self.weights = self.probabilities * self.dropout
 
 
-def decode(q, k, v, mask, kv_lens, block_table, causal, scale):
+def decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale):
     """(out, lse), one query of one head at a time, over the keys that the mask's definition keeps for it."""
     batch, heads, q_len, _ = q.shape
     group = heads // k.shape[1]
     out = empty_out(q, v.shape[3]).zero_()
     lse = q.new_full((batch, heads, q_len), float("-inf"), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    k, v = dequantized(k, k_scale, torch.float64), dequantized(v, v_scale, torch.float64)
     for sequence in range(batch):
-        keys, values = (_sequence(t, block_table, sequence).double() for t in (k, v))
+        keys, values = (_sequence(t, block_table, sequence) for t in (k, v))
         length = keys.shape[1] if kv_lens is None else min(max(int(kv_lens[sequence]), 0), keys.shape[1])
         for head in range(heads):
             for query in range(max(0, q_len - length), q_len):

@@ -10,6 +10,7 @@ own kernel: ``aten_cpu``.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -22,7 +23,7 @@ from ..masks.memory import cleared_by
 from ..masks.tiles import pack_runs
 from ..variant.definition import Pairs, add_bias_gradient, cleared, differentiated, existing_pairs, kept_by_dropout, scored
 from ..variant.eight_bits import EIGHT_BITS
-from . import aten_cpu, cache_capacity, check_pages, of_queries_with_keys
+from . import aten_cpu, cache_capacity, check_pages, dequantized, of_queries_with_keys
 
 # Scores computed at a time. On a CPU this is per thread and should fit its cache: each score is touched about five times. Half as
 # many take a fifth longer on two cores, as every operation waits for its slowest thread.
@@ -124,7 +125,7 @@ def _by_pytorchs(q, v, variant) -> bool:
     return q.device.type == "cpu" and variant is None and q.shape[3] == v.shape[3]
 
 
-def decode(q, k, v, mask, kv_lens, block_table, causal, scale):
+def decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale):
     """(out, lse). Reads only the keys that some query keeps. See the package's docstring."""
     batch, heads, q_len, _ = q.shape
     capacity = cache_capacity(k, block_table)
@@ -133,7 +134,8 @@ def decode(q, k, v, mask, kv_lens, block_table, causal, scale):
     for sequence, length in enumerate(lengths):
         for group_heads, key_heads, number in _heads_by_mask(mask, sequence, heads, k.shape[1]):
             tokens, kept = _kept_tokens(mask, number, q_len, length, causal, q.device)
-            keys, values = (_cached(t[:, key_heads], block_table, sequence, tokens).to(lse.dtype) for t in (k, v))
+            read = partial(_cached, key_heads=key_heads, block_table=block_table, sequence=sequence, tokens=tokens)
+            keys, values = (dequantized(x, of_x, lse.dtype, read) for x, of_x in ((k, k_scale), (v, v_scale)))
             queries = q[sequence, group_heads].to(lse.dtype).reshape(len(keys), -1, q.shape[3])
             with own_precision(q):
                 scores = (queries @ keys.mT * scale).unflatten(1, (-1, q_len)).masked_fill_(~kept, float("-inf"))
@@ -185,8 +187,9 @@ def _kept_tokens(mask, number: int, q_len: int, length: int, causal: bool, devic
     return tokens, kept[:, tokens]
 
 
-def _cached(cache, block_table, sequence: int, tokens):
-    """(kv_heads, n, head_dim): the given tokens of a sequence."""
+def _cached(cache, key_heads: slice, block_table, sequence: int, tokens):
+    """(kv_heads, n, head_dim): the given tokens of a sequence. Or their scales, without head_dim."""
+    cache = cache[:, key_heads]
     if block_table is None:
         return cache[sequence, :, tokens]
     page_size = cache.shape[2]

@@ -13,7 +13,7 @@ from ..compat.dynamo import constant_in_graphs
 from ..kernels.common.layout import restored_out, unbroken
 from ..variant.eight_bits import EIGHT_BITS
 from ..variant.variant import LEARNED
-from . import Call
+from . import E4M3, Call
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
@@ -58,11 +58,11 @@ def interpreted() -> bool:
     return _interpreted()
 
 
-def _refusal(device: torch.device) -> str | None:
-    """Why there are no tile sizes for this GPU; None if there are."""
+def _refusal(device: torch.device, e4m3: bool) -> str | None:
+    """Why there are no tile sizes for this GPU, or none for e4m3 caches on it; None if there are."""
     from ..kernels.portable.configs import refusal
 
-    return refusal(device)
+    return refusal(device, e4m3)
 
 
 # torch.compile cannot trace their imports. (Plain functions, as it looks through functools.cache wrappers.)
@@ -95,9 +95,11 @@ def supports(call: Call) -> str | None:
         return f"it runs head_dim up to {MAX_HEAD_DIM}; got {widest}"
     if call.device.type != "cuda" and not interpreted():
         return f"it runs on a GPU; q is on {call.device}"
-    if not interpreted() and (reason := _refusal(call.device)):
+    if not interpreted() and (reason := _refusal(call.device, call.e4m3)):
         return reason
-    if interpreted() and call.dtype == torch.bfloat16:
+    if call.e4m3 and (call.head_dim % 2 or call.v_head_dim % 2):
+        return f"it reads e4m3 caches of an even head_dim; got {call.head_dim} and {call.v_head_dim} of v"
+    if interpreted() and call.dtype == torch.bfloat16 and not call.e4m3:
         return "Triton's interpreter computes bfloat16 products wrongly; use float16 or float32"
     if call.score_mod is not None and call.score_mod.triton is None:
         return f"it does not support the score_mod {call.score_mod.name}, which has no triton function"
@@ -133,15 +135,16 @@ def compile_backward(backward, q, k, v, mask, scale, deterministic, variant) -> 
     backward(dout, None, q, k, v, out, lse, mask, scale, deterministic, variant)
 
 
-def decode(q, k, v, mask, kv_lens, block_table, causal, scale):
+def decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale):
     kv_lens, block_table = (t if t is None else t.contiguous() for t in (kv_lens, block_table))
-    return _decode(q, k, v, mask, scale, kv_lens=kv_lens, block_table=block_table, causal=causal)
+    options = {"kv_lens": kv_lens, "block_table": block_table, "k_scale": k_scale, "v_scale": v_scale}
+    return _decode(q, k, v, mask, scale, **options, causal=causal)
 
 
 def _decode(q, k, v, mask, scale, **options):
     from ..kernels.portable.decode import attention_decode
 
-    ready = [unbroken(t) for t in (q, k, v)]
+    ready = [unbroken(t, in_pairs=k.dtype == E4M3) for t in (q, k, v)]
     out, lse = attention_decode(*ready, mask, scale, **options)
     return restored_out(out, ready[0], q, v), lse
 

@@ -87,13 +87,15 @@ def _crossing(table: BlockMask | str | None, q: torch.Tensor) -> tuple[list[torc
     return ([q], 0, "") if table is None else (table.tensors(), table.block_size, "")
 
 
-def attention_decode(q, k, v, mask: BlockMask | None, kv_lens, block_table, causal: bool, scale: float | None, backend: str):
+def attention_decode(
+    q, k, v, mask: BlockMask | None, kv_lens, block_table, causal: bool, scale: float | None, backend: str, k_scale, v_scale
+):
     """(out, lse) of a back end that supports the call, for queries against a cache; not differentiable."""
     if is_plain_eager(q, k, v):
-        return backends.backend(backend).decode(q, k, v, mask, kv_lens, block_table, causal, scale)
+        return backends.backend(backend).decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale)
     refuse_transforms(q, k, v)
     tables, tokens, block_size = ([q], 0, 0) if mask is None else (mask.tensors(), mask.q_len, mask.block_size)
-    return _decode(q, k, v, tables, tokens, block_size, kv_lens, block_table, causal, scale, backend)
+    return _decode(q, k, v, tables, tokens, block_size, kv_lens, block_table, causal, scale, backend, k_scale, v_scale)
 
 
 def refuse_transforms(*tensors) -> None:
@@ -296,14 +298,16 @@ def _decode(
     causal: bool,
     scale: float | None,
     backend: str,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     mask = _mask_of(tokens, tokens, block_size, tables) if block_size else None
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    return backends.backend(backend).decode(q, k, v, mask, kv_lens, block_table, causal, scale)
+    return backends.backend(backend).decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale)
 
 
 @_decode.register_fake
-def _(q, k, v, tables, tokens, block_size, kv_lens, block_table, causal, scale, backend):
+def _(q, k, v, *call):
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return backends.empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=lse_dtype)
 

@@ -3,11 +3,12 @@ newest queries picked and no others."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
-from ..backends import Call, cache_capacity, check_read_pages, empty_out, hopper
+from ..backends import E4M3, Call, cache_capacity, check_read_pages, dequantized, empty_out, hopper
 from ..backends import triton as triton_backend
 from ..backends.torch import own_precision
 from ..compat.flop_counter import flop_formula
@@ -39,13 +40,16 @@ def decode(
     block_table: torch.Tensor | None,
     scale: float,
     backend: str,
+    scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of a back end that supports the call, see ``backends``. selection: without ``always``."""
+    """(out, lse) of a back end that supports the call, see ``backends``. selection: without ``always``. scales: of e4m3 keys and of
+    e4m3 values."""
     picks, every = selection.picks, selection.every
     by_kernel = backend != "torch"
     # torch.compile looks into operations, but not into a kernel.
     whole = not is_plain_eager(q, k, v) and (by_kernel or not torch.compiler.is_compiling())
-    return (_operator if whole else _decoded)(q, k, v, picks, selection.block_size, every, kv_lens, block_table, scale, by_kernel)
+    call = q, k, v, picks, selection.block_size, every, kv_lens, block_table, scale, by_kernel, *scales
+    return (_operator if whole else _decoded)(*call)
 
 
 def _decoded(
@@ -59,15 +63,19 @@ def _decoded(
     block_table: torch.Tensor | None,
     scale: float,
     by_kernel: bool,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if not by_kernel:
-        return by_operations(q, k, v, _of_queries(picks, every, q.shape[2]), block_size, kv_lens, block_table, scale)
+        picks = _of_queries(picks, every, q.shape[2])
+        return by_operations(q, k, v, picks, block_size, kv_lens, block_table, scale, k_scale, v_scale)
     from ..kernels.selection.decode import selection_decode
 
     kv_lens, block_table = (t if t is None else t.contiguous() for t in (kv_lens, block_table))
-    ready, others = unbroken(q), (unbroken(k), unbroken(v), picks.contiguous())
+    ready, *others = (unbroken(x, in_pairs=k.dtype == E4M3) for x in (q, k, v))
+    options = {"kv_lens": kv_lens, "block_table": block_table, "k_scale": k_scale, "v_scale": v_scale}
     with current_device(q.device):
-        out, lse = selection_decode(ready, *others, block_size, every, scale, kv_lens=kv_lens, block_table=block_table)
+        out, lse = selection_decode(ready, *others, picks.contiguous(), block_size, every, scale, **options)
     return restored_out(out, ready, q, v), lse
 
 
@@ -113,6 +121,8 @@ def by_operations(
     kv_lens: torch.Tensor | None,
     block_table: torch.Tensor | None,
     scale: float,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) in PyTorch operations. picks: (batch, heads that pick, q_len, n) int32, -1 for none, no block twice."""
     heads, q_len, slots = picks.shape[1:]
@@ -130,10 +140,9 @@ def by_operations(
             token = torch.where(pick < 0, -1, token).flatten(3)
             kept = (token >= 0) & (token <= position[:, :, some])
             token = torch.where(kept, token, 0).flatten(2)
-            read = kept.flatten(2)
-            keys, values = (
-                taken(x, token, read, heads, block_table).unflatten(2, (-1, slots * block_size)).to(exact) for x in (k, v)
-            )
+            read = partial(taken, token=token, read=kept.flatten(2), heads=heads, block_table=block_table)
+            stored = (dequantized(x, of_x, exact, read) for x, of_x in ((k, k_scale), (v, v_scale)))
+            keys, values = (x.unflatten(2, (-1, slots * block_size)) for x in stored)
             # Tokens that are not kept may be NaN, which a weight of 0 does not undo.
             values = values.masked_fill(~kept[..., None], 0.0)
             scores = (scale * (rows[:, :, some] @ keys.mT)).masked_fill(~kept[:, :, :, None], float("-inf"))
@@ -156,8 +165,9 @@ def lengths_of(batch: int, capacity: int, kv_lens: torch.Tensor | None, device: 
 
 
 def taken(x: torch.Tensor, token: torch.Tensor, read: torch.Tensor, heads: int, block_table: torch.Tensor | None) -> torch.Tensor:
-    """(batch, heads, n, head_dim): tokens of a cache, for so many heads, as many for each of its own. token: (batch, heads | 1, n),
-    int64. read: like token, bool; what is taken for others is not used. Raises as ``check_pages`` does."""
+    """(batch, heads, n, head_dim): tokens of a cache, for so many heads, as many for each of its own; or (batch, heads, n) their
+    scales. token: (batch, heads | 1, n), int64. read: like token, bool; what is taken for others is not used. Raises as
+    ``check_pages`` does."""
     head = (torch.arange(heads, device=x.device) * x.shape[1] // heads)[:, None]
     sequence = torch.arange(len(token), device=x.device)[:, None, None]
     if block_table is None:

@@ -5,9 +5,11 @@ On a GPU a kernel each (``kernels/selection/newest_blocks``), elsewhere PyTorch 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
-from ..backends import cache_capacity
+from ..backends import cache_capacity, dequantized
 from ..backends import triton as triton_backend
 from ..backends.torch import own_precision
 from ..compat.names import operator_name
@@ -66,6 +68,7 @@ def update_means(
     block_size: int,
     kv_lens: torch.Tensor | None,
     block_table: torch.Tensor | None,
+    k_scale: torch.Tensor | None = None,
 ) -> None:
     """Writes the means of the blocks that the last ``tokens`` of each sequence made whole.
 
@@ -84,7 +87,8 @@ def update_means(
         exists = (some >= 0) & (some < blocks)
         token = torch.where(exists, some, 0)[:, :, None] * block_size + torch.arange(block_size, device=k.device)
         read = exists.repeat_interleave(block_size, 1)[:, None]
-        keys = taken(k, token.flatten(1)[:, None], read, heads, block_table).unflatten(2, (-1, block_size))
+        these = partial(taken, token=token.flatten(1)[:, None], read=read, heads=heads, block_table=block_table)
+        keys = dequantized(k, k_scale, k.dtype if k_scale is None else means.dtype, these).unflatten(2, (-1, block_size))
         target = torch.where(exists, some, blocks)[:, None]
         means[sequence[:, None, None], head[:, None], target] = keys.mean(3, dtype=means.dtype)
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from changed import other_sinks
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparse_flash as sf
@@ -62,6 +64,9 @@ def test_results_and_gradients_are_those_of_pytorchs_parts(pattern, kv_heads, v_
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
+WINDOW = "causal & local(20)"
+
+
 @pytest.mark.parametrize("pieces, v_head_dim", [([1] * 20, None), ([7, 1, 12], None), ([20], None), ([7, 1, 12], 20)])
 def test_tokens_in_pieces_through_the_cache_give_what_they_give_at_once(pieces, v_head_dim):
     attn = layer(kv_heads=2, v_head_dim=v_head_dim)
@@ -76,7 +81,56 @@ def test_tokens_in_pieces_through_the_cache_give_what_they_give_at_once(pieces, 
     torch.testing.assert_close(attn(x[:, :30], cache), parts[0])
 
 
-WINDOW = "causal & local(20)"
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@given(st.data())
+@settings(max_examples=30)
+def test_an_e4m3_cache_holds_each_token_to_a_sixteenth_whatever_came_before_it(dtype, data):
+    batch, kv_heads, head_dim, v_head_dim = (data.draw(st.integers(1, 9)) for _ in range(4))
+    pieces = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=4))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    cache = sf.KeyValueCache(batch, kv_heads, sum(pieces) + 2, head_dim, v_head_dim=v_head_dim, dtype=torch.float8_e4m3fn)
+    assert all(room.dtype == torch.float8_e4m3fn for room in cache.room)
+    k, v = (torch.randn(batch, kv_heads, sum(pieces), width, generator=generator) for width in (head_dim, v_head_dim))
+    sizes = 2.0 ** torch.randint(-12, 12, (2, batch, kv_heads, sum(pieces), 1), generator=generator)
+    k, v = (k * sizes[0]).to(dtype), (v * sizes[1]).to(dtype)
+    v[:, :, ::3] = 0
+    for some in zip(k.split(pieces, 2), v.split(pieces, 2), strict=True):
+        found = cache.append(*some)
+    assert all(t.dtype == dtype for t in found) and cache.keys.dtype == torch.float32
+    for ours, wanted in ((cache.keys, k.float()), (cache.values, v.float())):
+        # Small numbers of a token are multiples of 2^-9 times its scale.
+        least = wanted.abs().amax(-1, keepdim=True) / 448 / 1024
+        assert bool(((ours - wanted).abs() <= 1.01 * (wanted.abs() / 16 + least)).all())
+
+
+@pytest.mark.parametrize("options", [{"mask": WINDOW}, {"mask": "causal"}, {"select": {"keep": 2, "block_size": 16}}], ids=str)
+def test_tokens_in_pieces_through_an_e4m3_cache_give_what_they_give_at_once(options):
+    torch.manual_seed(0)
+    attn, x = sf.SparseAttention(DIM, 4, **options, kv_heads=2, v_head_dim=20), inputs(90)
+    with torch.no_grad():
+        at_once, one_by_one = (attn.new_cache(2, 128, torch.float8_e4m3fn) for _ in range(2))
+        whole = attn(x, at_once)
+        parts = torch.cat([attn(piece, one_by_one) for piece in x.split([70, 1, 1, 7, 10, 1], 1)], 1)
+        exact = attn(x, attn.new_cache(2, 128))
+    torch.testing.assert_close(parts, whole, atol=1e-5, rtol=1e-4)
+    if "select" not in options:  # other keys may choose other blocks
+        assert 1e-4 < (whole - exact).norm() / exact.norm() < 0.06
+
+
+def test_a_compiled_layer_with_an_e4m3_cache_gives_what_it_gives_eagerly():
+    torch._dynamo.reset()
+    attn, counter = layer(mask=WINDOW, kv_heads=2), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attn, backend=counter, fullgraph=True)
+    with torch.no_grad():
+        caches = [attn.new_cache(2, 160, torch.float8_e4m3fn) for _ in range(2)]
+        pieces = inputs(90).split([80] + 10 * [1], 1)
+        for number, piece in enumerate(pieces):
+            torch.testing.assert_close(compiled(piece, caches[0]), attn(piece, caches[1]), atol=1e-5, rtol=1e-4)
+            if number == 3:
+                first = counter.frame_count
+    assert counter.frame_count == first
+
+
 PIECES = [70, 1, 1, 7, 65, 1]
 
 

@@ -114,7 +114,7 @@ def test_torch_compile_asks_what_a_chip_refuses_and_does_not_trace_how_it_is_fou
         return configs.HOPPER
 
     monkeypatch.setattr(configs, "chip_of", look)
-    asked = lambda x: x + (triton_backend._refusal(torch.device("cuda", 0)) is None)  # noqa: E731
+    asked = lambda x: x + (triton_backend._refusal(torch.device("cuda", 0), False) is None)  # noqa: E731
     assert torch.compile(asked, fullgraph=True, backend="eager")(torch.zeros(1)) == 1
 
 

@@ -28,10 +28,19 @@ def test_kernels_spill_no_more_than_recorded_and_least_in_the_loop_over_full_blo
 
 def test_products_run_on_tensor_cores_and_tiles_come_without_passing_through_registers(kernels):
     for k in kernels:
-        if k["kernel"] == "decode":  # tiles with few rows; rows of keys in pages, which the copy engine cannot address
+        if k["kernel"].startswith("decode"):  # tiles with few rows; rows of keys in pages, which the copy engine cannot address
             assert k["wgmma"] + k["mma"] > 0 and k["async"] > 0, k
         else:
             assert (k["wgmma"] > 0 or k["kernel"].startswith("combine_columns")) and k["tma"] > 0, k  # which only adds
+
+
+def test_an_e4m3_cache_is_converted_two_numbers_at_a_time_and_copied_16_bytes_at_a_time(kernels):
+    of_e4m3 = [k for k in kernels if k["kernel"] == "decode_e4m3"]
+    assert len(of_e4m3) == 16 and [k for k in of_e4m3 if k["stack"]] == []
+    for k in of_e4m3:
+        # Each number of 64 keys and values once in a loop, by some warp, and in two loops at most.
+        least = 2 * 64 * k["dim"] // (32 * k["warps"]) // 2
+        assert k["e4m3"] >= least and k["e4m3"] % least == 0 and k["async"] > 0, k
 
 
 def test_parameters_of_compiled_kernels_are_those_that_repeated_launches_pack(kernels):
@@ -78,8 +87,8 @@ def test_every_product_of_attention_in_eight_bits_is_of_e4m3(kernels):
 
 def test_two_programs_of_four_warps_share_a_multiprocessor(kernels):
     # 228 KiB per multiprocessor, of which each program reserves 1 KiB; 65,536 registers, four warps per program.
-    of_four = [k for k in kernels if k["kernel"] in ("forward", "decode") and k["warps"] == 4]
-    assert {k["kernel"] for k in of_four} == {"forward", "decode"}
+    of_four = [k for k in kernels if k["kernel"] in ("forward", "decode", "decode_e4m3") and k["warps"] == 4]
+    assert {k["kernel"] for k in of_four} == {"forward", "decode", "decode_e4m3"}
     of_four += [k for k in kernels if k["kernel"].endswith(("of_64", "of_short")) and k["kernel"].startswith("hopper")]
     assert [k for k in of_four if 2 * (k["shared"] + 1024) > 228 * 1024 or 2 * 128 * k["reg"] > 65536] == []
 

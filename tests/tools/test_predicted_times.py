@@ -126,8 +126,8 @@ def test_the_command_prints_predicted_times():
 
 
 def test_shipped_constants_predict_kept_results():
-    """Half of the passes over 100 us are within 3 %, nine in ten within 8 %, and all over 200 us within 20 %: shorter ones may wait for
-    the host, and hosts differ. The constants were fitted to them."""
+    """Half of the passes over 100 us are within 3 %, nine in ten within 8 %, and all over 200 us within 20 %: shorter ones may
+    wait for the host, and hosts differ. The constants were fitted to them."""
     known = chips.known_chips()
     samples = [one for name in fit_cost.FILES for one in fit_cost.samples(fit_cost.RESULTS / name) if one[1].us >= 100]
     errors = np.abs([sample.error(known[gpu]) for gpu, sample in samples])

@@ -33,9 +33,10 @@ def addressable(tensor: torch.Tensor) -> torch.Tensor:
     return padded.clone(memory_format=torch.contiguous_format)  # contiguous() would keep odd strides of size-1 dimensions
 
 
-def unbroken(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if its last dimension is contiguous, otherwise a copy."""
-    return tensor if tensor.stride(-1) == 1 else tensor.clone(memory_format=torch.contiguous_format)
+def unbroken(tensor: torch.Tensor, in_pairs: bool = False) -> torch.Tensor:
+    """The tensor itself if its last dimension is contiguous, otherwise a copy. in_pairs: and if rows begin at even positions."""
+    ready = tensor.stride(-1) == 1 and not (in_pairs and any(stride % 2 for stride in tensor.stride()[:3]))
+    return tensor if ready else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def restored(result: torch.Tensor, ready: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

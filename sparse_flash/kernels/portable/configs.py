@@ -109,13 +109,15 @@ def chip_of(device: torch.device) -> Gpu:
     return Gpu((properties.major, properties.minor), shared)
 
 
-def refusal(device: torch.device) -> str | None:
-    """Why the kernels do not run on this GPU, or None."""
+def refusal(device: torch.device, e4m3: bool = False) -> str | None:
+    """Why the kernels do not run on this GPU, or None. e4m3: whether they must read e4m3 caches."""
     (major, minor), shared = chip = chip_of(device)
     if chip.capability < OLDEST:
         return f"Triton needs compute capability {OLDEST[0]}.{OLDEST[1]} or newer; this GPU has {major}.{minor}"
     if shared < _LEAST_KIB * 1024:
         return f"its tiles need {_LEAST_KIB} KiB of shared memory a program; this GPU has {shared // 1024}"
+    if e4m3 and chip.capability < (8, 9):
+        return f"it reads e4m3 caches on GPUs of compute capability 8.9 or newer; this GPU has {major}.{minor}"
     return None
 
 
@@ -212,16 +214,16 @@ def decode_config(
     rows: int,
     v_head_dim: int | None = None,
     chip: Gpu = HOPPER,
+    e4m3: bool = False,
 ) -> Config:
-    """For few queries and many keys. rows: of stacked queries, from several heads, so tile_m may exceed the table's block."""
+    """For few queries and many keys. rows: of stacked queries, from several heads, so tile_m may exceed the table's block. e4m3:
+    whether the cache is."""
     config = chip.config("decode", dtype, padded_head_dim(max(head_dim, v_head_dim or 0)))
     tile_m = min(config.tile_m, max(16, 1 << (rows - 1).bit_length()))
-    return replace(
-        config,
-        tile_m=tile_m,
-        tile_n=min(config.tile_n, block_size or config.tile_n),
-        num_warps=4 if tile_m == 16 else config.num_warps,
-    )
+    warps = 4 if tile_m == 16 else config.num_warps
+    if e4m3 and 16 < tile_m >= padded_head_dim(v_head_dim or head_dim) // 2:
+        warps = tile_m // 16  # Triton divides such products by rows, and each further warp would repeat the work of another
+    return replace(config, tile_m=tile_m, tile_n=min(config.tile_n, block_size or config.tile_n), num_warps=warps)
 
 
 # Tokens of queries and keys of all heads, for each multiprocessor, up to which both backward passes share a launch. That saves a

@@ -8,6 +8,7 @@ in a fixed order: one launch, and bitwise repeatable.
 Sources: arXiv:2307.08691, Alg. 1 (softmax and the log of its sum); https://pytorch.org/blog/flash-decoding (the splits).
 """
 
+import os
 from functools import partial
 from math import gcd
 from typing import Any, NamedTuple
@@ -40,7 +41,8 @@ from .configs import chip_of, decode_config
 
 class Cache(NamedTuple):
     """Keys and values of all sequences. Strides are in units of VECTOR elements; without pages (PAGE 0) page strides are batch
-    strides. tokens: of the program's sequence. HEAD_DIM, DIM: actual and padded."""
+    strides. tokens: of the program's sequence. HEAD_DIM, DIM: actual and padded. SCALED: whether keys and values are e4m3, with
+    ``Scales``: BY_TOKEN one for each token, otherwise one for a page, or for all tokens."""
 
     k: Any
     v: Any
@@ -60,6 +62,16 @@ class Cache(NamedTuple):
     TILE_N: Any
     PAGE: Any
     VECTOR: Any
+    SCALED: Any
+    BY_TOKEN: Any
+
+
+class Scales(NamedTuple):
+    """Factors of a head's e4m3 keys and values, float32. page_stride: not used without pages."""
+
+    k: Any
+    v: Any
+    page_stride: Any
 
 
 class _Queries(NamedTuple):
@@ -86,13 +98,16 @@ class _Queries(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """A tile of q, the position of each row, and the keys, values and pages of its head."""
+    """A tile of q and its score_scale (see ``operands``), the position of each row, and the keys, values, pages and ``Scales`` of
+    its head."""
 
     q: Any
+    score_scale: Any
     position: Any
     k: Any
     v: Any
     pages: Any
+    scales: Any
 
 
 class _Split(NamedTuple):
@@ -145,38 +160,175 @@ def page_of_step(pages, cache, position):
 
 
 @triton.jit
+def _offsets(cache, page, token, page_stride, token_stride):
+    """(TILE_N,) int64, where these tokens are within their head."""
+    if cache.PAGE == 0:
+        offset = token.to(tl.int64) * token_stride
+    else:
+        offset = page.to(tl.int64) * page_stride + (token % cache.PAGE).to(tl.int64) * token_stride
+    return offset
+
+
+@triton.jit
 def rows_of_cache(cache, page, token, page_stride, token_stride):
     """The start of these tokens' rows, (TILE_N, 1), as offsets within their head."""
-    if cache.PAGE == 0:
-        row = token.to(tl.int64) * token_stride
+    return (_offsets(cache, page, token, page_stride, token_stride) * cache.VECTOR)[:, None]
+
+
+@triton.jit
+def keys_of_step(k, cache, page, token, exists):
+    """(TILE_N, DIM) keys of a step, 0 where none exist. Memory past the last key may hold anything, even NaN, which a weight of 0
+    would not cancel."""
+    row = rows_of_cache(cache, page, token, cache.k_page_stride, cache.k_token_stride)
+    dim = tl.arange(0, cache.DIM)[None, :]
+    return tl.load(k + row + dim, mask=exists[:, None] & (dim < cache.HEAD_DIM), other=0.0)
+
+
+@triton.jit
+def values_of_step(v, cache, page, token, exists):
+    """(TILE_N, DIM_V) values of a step, like keys. SCALED: (TILE_N, DIM_V / 2) int16, each two neighbours: products take pairs of
+    tokens, and the GPU transposes 16 bits at a time in shared memory, not 8."""
+    IN_ONE: tl.constexpr = 2 if cache.SCALED else 1
+    row = _offsets(cache, page, token, cache.v_page_stride, cache.v_token_stride) * (cache.VECTOR // IN_ONE)
+    dim = tl.arange(0, cache.DIM_V // IN_ONE)[None, :]
+    if cache.SCALED:
+        v = v.to(tl.pointer_type(tl.int16), bitcast=True)
+    return tl.load(v + row[:, None] + dim, mask=exists[:, None] & (dim < cache.HEAD_DIM_V // IN_ONE), other=0)
+
+
+@triton.jit
+def no_products(cache, TILE_M: tl.constexpr):
+    """The softmax state before the first step: (accumulators, running_max, running_sum). SCALED: two accumulators, of even and odd
+    columns."""
+    if cache.SCALED:
+        accumulators = tl.zeros([TILE_M, cache.DIM_V // 2], tl.float32), tl.zeros([TILE_M, cache.DIM_V // 2], tl.float32)
     else:
-        row = page.to(tl.int64) * page_stride + (token % cache.PAGE).to(tl.int64) * token_stride
-    return (row * cache.VECTOR)[:, None]
+        accumulators = (tl.zeros([TILE_M, cache.DIM_V], tl.float32),)
+    return accumulators, tl.full([TILE_M], FLOOR, tl.float32), tl.zeros([TILE_M], tl.float32)
+
+
+@triton.jit
+def whole(state, cache):
+    """The softmax state after the last step, with one accumulator."""
+    accumulators, running_max, running_sum = state
+    if cache.SCALED:
+        accumulator = tl.reshape(tl.join(accumulators[0], accumulators[1]), [running_max.shape[0], cache.DIM_V])
+    else:
+        accumulator = accumulators[0]
+    return accumulator, running_max, running_sum
+
+
+@triton.jit
+def operands(q, score_scale, cache):
+    """(q, score_scale) as ``add_products`` takes them. SCALED: q in float16, each row divided by a power of two, by which its
+    score_scale, (TILE_M,), is multiplied.
+
+    float16 holds e4m3 exactly, and the GPU converts e4m3 to nothing else. The largest of a row is 1 to 2, so of a bfloat16 at most
+    2^-25 is lost.
+    """
+    if cache.SCALED:
+        PRODUCTS: tl.constexpr = tl.float32 if q.dtype == tl.float32 else tl.float16
+        q = q.to(tl.float32)
+        power = (tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        power = tl.maximum(power, 2.0**-126)
+        q, score_scale = (q / power[:, None]).to(PRODUCTS), power * score_scale
+    return q, score_scale
+
+
+@triton.constexpr_function
+def one_factor(BY_TOKEN, PAGE, TILE_N):
+    """Whether all tokens of a step have the same scale."""
+    return not BY_TOKEN and (PAGE == 0 or PAGE >= TILE_N)
+
+
+@triton.jit
+def factors_of_step(scales, cache, page, first):
+    """The factors of a step's keys and of its values, (TILE_N,), or one of all, 0 where no token exists; not used unless SCALED."""
+    if cache.SCALED:
+        offset = page.to(tl.int64) * scales.page_stride if cache.PAGE > 0 else 0
+        token = first if one_factor(cache.BY_TOKEN, cache.PAGE, cache.TILE_N) else first + tl.arange(0, cache.TILE_N)
+        exists = token < cache.tokens
+        if cache.BY_TOKEN:
+            offset += token % cache.PAGE if cache.PAGE > 0 else token
+        factors = tl.load(scales.k + offset, mask=exists, other=0.0), tl.load(scales.v + offset, mask=exists, other=0.0)
+    else:
+        factors = first, first
+    return factors
+
+
+if os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
+
+    @triton.jit
+    def _halves(pairs):
+        """Even and odd columns in float16 of int16 pairs of e4m3 numbers. A register holds two tokens, before and after."""
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 both; .reg .b16 even, odd; prmt.b32 both, $2, 0, 0x3120; mov.b32 {even, odd}, both;"
+            " cvt.rn.f16x2.e4m3x2 $0, even; cvt.rn.f16x2.e4m3x2 $1, odd; }",
+            "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+
+else:  # which runs no assembly
+
+    @triton.jit
+    def _halves(pairs):
+        even, odd = (pairs & 0xFF).to(tl.uint8), (pairs >> 8).to(tl.uint8)
+        return even.to(tl.float8e4nv, bitcast=True).to(tl.float16), odd.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+
+
+@triton.jit
+def add_products(state, q, keys, values, kept, score_scale, factors, cache):
+    """Folds a step's keys and values into the softmax state. Products are numbered as in ``forward``.
+
+    SCALED: factors multiply scores, weights and products in float32. So that float16 loses no small weight, the largest is 2^15,
+    and a step's factors multiply weights relative to the largest factor.
+    """
+    accumulators, running_max, running_sum = state
+    scores = tl.dot(q, keys.to(q.dtype).T, input_precision="ieee")  # (1)
+    ALIKE: tl.constexpr = one_factor(cache.BY_TOKEN, cache.PAGE, cache.TILE_N)
+    if cache.SCALED:
+        factor = (score_scale * factors[0])[:, None] if ALIKE else score_scale[:, None] * factors[0][None, :]
+        scores = tl.where(kept, scores * factor, -float("inf"))
+        new_max = tl.maximum(running_max, tl.max(scores, 1) - 15.0)
+    else:
+        scores = tl.where(kept, scores * score_scale, -float("inf"))
+        new_max = tl.maximum(running_max, tl.max(scores, 1))
+    weights = tl.math.exp2(scores - new_max[:, None])
+    rescale = tl.math.exp2(running_max - new_max)
+    running_sum = running_sum * rescale + tl.sum(weights, 1)
+    if cache.SCALED:
+        largest = factors[1] if ALIKE else tl.max(factors[1], 0)
+        if not ALIKE:
+            weights *= (factors[1] / tl.where(largest > 0.0, largest, 1.0))[None, :]
+        weights = weights.to(q.dtype)
+        even, odd = _halves(values)
+        accumulators = (
+            accumulators[0] * rescale[:, None] + tl.dot(weights, even.to(q.dtype), input_precision="ieee") * largest,  # (2)
+            accumulators[1] * rescale[:, None] + tl.dot(weights, odd.to(q.dtype), input_precision="ieee") * largest,
+        )
+    else:
+        product = tl.dot(weights.to(values.dtype), values, accumulators[0] * rescale[:, None], input_precision="ieee")  # (2)
+        accumulators = (product,)
+    return accumulators, new_max, running_sum
 
 
 @triton.jit
 def _add_steps(state, tile, queries, cache, split, table):
     """Folds a split into the softmax state. One loop has the entries of all kinds: separate loops would each wait for their first
-    keys. Products are numbered as in ``forward``."""
-    accumulator, running_max, running_sum = state
-    q, position = tile.q, tile.position
+    keys."""
+    position = tile.position
     TILE_N: tl.constexpr = cache.TILE_N
     BLOCK: tl.constexpr = table.BLOCK
     STEPS: tl.constexpr = BLOCK // TILE_N if table.SPARSE else 1
-    dim, dim_v = tl.arange(0, cache.DIM)[None, :], tl.arange(0, cache.DIM_V)[None, :]
     in_block = position - split.row * BLOCK if table.SPARSE else position
     within = (in_block >= 0) & (in_block < BLOCK) if table.SPARSE else in_block >= 0
     first = step_position(table, split.begin, split.end, TILE_N)
     page = page_of_step(tile.pages, cache, first)
+    factors = factors_of_step(tile.scales, cache, page, first)
     for step in tl.range(split.begin, split.end):
         token = first + tl.arange(0, TILE_N)
         exists = token < cache.tokens
-        # Memory past the last key may hold anything, even NaN, which a weight of 0 would not cancel.
-        load, load_v = exists[:, None] & (dim < cache.HEAD_DIM), exists[:, None] & (dim_v < cache.HEAD_DIM_V)
-        key_rows = tile.k + rows_of_cache(cache, page, token, cache.k_page_stride, cache.k_token_stride)
-        keys = tl.load(key_rows + dim, mask=load, other=0.0)
-        value_rows = tile.v + rows_of_cache(cache, page, token, cache.v_page_stride, cache.v_token_stride)
-        values = tl.load(value_rows + dim_v, mask=load_v, other=0.0)
+        keys = keys_of_step(tile.k, cache, page, token, exists)
+        values = values_of_step(tile.v, cache, page, token, exists)
         kept = exists[None, :]
         if queries.SEVERAL:
             kept = kept & within[:, None]
@@ -192,18 +344,12 @@ def _add_steps(state, tile, queries, cache, split, table):
                 kept = kept & kept_pairs(table, entry, pairs, BITS)
             elif entry >= split.bounds[RUNS]:
                 kept = kept & kept_pairs(table, entry, pairs, RUNS)
-        # The table is read one step ahead, so no key load waits for it.
+        # The table and factors are read one step ahead, so no key load and no product waits for them.
         first = step_position(table, step + 1, split.end, TILE_N)
         page = page_of_step(tile.pages, cache, first)
-        scores = tl.dot(q, keys.T, input_precision="ieee")  # (1)
-        scores = tl.where(kept, scores * queries.score_scale, -float("inf"))
-        new_max = tl.maximum(running_max, tl.max(scores, 1))
-        weights = tl.math.exp2(scores - new_max[:, None])
-        rescale = tl.math.exp2(running_max - new_max)
-        running_sum = running_sum * rescale + tl.sum(weights, 1)
-        accumulator = tl.dot(weights.to(values.dtype), values, accumulator * rescale[:, None], input_precision="ieee")  # (2)
-        running_max = new_max
-    return accumulator, running_max, running_sum
+        of_step, factors = factors, factors_of_step(tile.scales, cache, page, first)
+        state = add_products(state, tile.q, keys, values, kept, tile.score_scale, of_step, cache)
+    return state
 
 
 @triton.jit
@@ -306,7 +452,7 @@ def combined(results, logs, splits, DIM_V: tl.constexpr):
 
 
 @triton.jit
-def _compute_tile(queries, cache, splits, rows, table, output):
+def _compute_tile(queries, cache, scales, splits, rows, table, output):
     """out and lse of this program's query tile, or its split of them; a tile's last program combines the splits."""
     TILE_M: tl.constexpr = queries.TILE_M
     DIM_V: tl.constexpr = cache.DIM_V
@@ -321,12 +467,9 @@ def _compute_tile(queries, cache, splits, rows, table, output):
     if cache.PAGE == 0:
         k += queries.batch * cache.k_page_stride * cache.VECTOR
         v += queries.batch * cache.v_page_stride * cache.VECTOR
-    tile = _Tile(q, first_query + query, k, v, cache.block_table + queries.batch * cache.table_stride)
-    state = (
-        tl.zeros([TILE_M, DIM_V], tl.float32),
-        tl.full([TILE_M], FLOOR, tl.float32),
-        tl.zeros([TILE_M], tl.float32),
-    )
+    q, score_scale = operands(q, queries.score_scale, cache)
+    tile = _Tile(q, score_scale, first_query + query, k, v, cache.block_table + queries.batch * cache.table_stride, scales)
+    state = no_products(cache, TILE_M)
     if table.SPARSE:
         mask = mask_of(rows, queries.batch, queries.head)
         first_block = tl.maximum(first_query, 0) // table.BLOCK
@@ -341,6 +484,7 @@ def _compute_tile(queries, cache, splits, rows, table, output):
         begin = (steps * splits.number) // splits.count
         end = (steps * (splits.number + 1)) // splits.count
         state = _add_steps(state, tile, queries, cache, _Split(begin, end, None, None), table)
+    state = whole(state, cache)
     if splits.SPLIT:
         results, logs, last = stored_split(state, splits, TILE_M, DIM_V)
         if last:
@@ -352,6 +496,7 @@ def _compute_tile(queries, cache, splits, rows, table, output):
 NOT_SPECIALIZED = ["mask_batch_stride", "mask_head_stride", "heads", "group", "members", "row_tiles", "q_len", "kv_len", "q_blocks"]
 NOT_SPECIALIZED += [f"{name}_stride" for name in ("q_batch", "q_head", "q_token", "out_batch", "out_head", "out_token")]
 NOT_SPECIALIZED += [f"{name}_stride" for name in ("k_page", "k_head", "k_token", "v_page", "v_head", "v_token", "table")]
+NOT_SPECIALIZED += [f"scale_{name}_stride" for name in ("page", "head")]
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -365,6 +510,8 @@ def decode_kernel(
     arrived,
     kv_lens,
     block_table,
+    k_scale,
+    v_scale,
     table,
     mask_batch_stride,
     mask_head_stride,
@@ -380,6 +527,8 @@ def decode_kernel(
     out_batch_stride: tl.int64,
     out_head_stride: tl.int64,
     out_token_stride: tl.int64,
+    scale_page_stride: tl.int64,
+    scale_head_stride: tl.int64,
     table_stride: tl.int64,
     heads,
     group,
@@ -406,6 +555,8 @@ def decode_kernel(
     SPLIT: tl.constexpr,
     PAGE: tl.constexpr,
     VECTOR: tl.constexpr,
+    SCALED: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
 ):
     """One program per tile of stacked queries and split of its keys. score_scale: scale * log2(e).
 
@@ -422,12 +573,15 @@ def decode_kernel(
     kv_head = head // group
     first_row = tile % row_tiles * TILE_M
     length = tl.maximum(tl.minimum(tl.load(kv_lens + batch), kv_len), 0) if HAS_LENS else kv_len
+    of_head = kv_head * scale_head_stride + (batch * scale_page_stride if PAGE == 0 else 0)
     # fmt: off
     _compute_tile(
         _Queries(q_ptr, q_batch_stride, q_head_stride, q_token_stride, batch, head, kv_head, heads, members, first_row, q_len,
                  score_scale, SEVERAL, CAUSAL, AT_END, TILE_M),
         Cache(k_ptr, v_ptr, k_page_stride, k_head_stride, k_token_stride, v_page_stride, v_head_stride, v_token_stride,
-               block_table, table_stride, length, HEAD_DIM, DIM, HEAD_DIM_V, DIM_V, TILE_N, PAGE, VECTOR),
+               block_table, table_stride, length, HEAD_DIM, DIM, HEAD_DIM_V, DIM_V, TILE_N, PAGE, VECTOR, SCALED,
+              BY_TOKEN),
+        Scales(k_scale + of_head, v_scale + of_head, scale_page_stride),
         Splits(tile, number, tiles, count, split_results, arrived, SPLIT, ROWS, COMBINED),
         TableRows(table, mask_batch_stride, mask_head_stride, q_blocks),
         TableEntries(table.index, table.tile_idx, table.tile_runs, table.tile_bits, TABLE_BLOCK, SPARSE),
@@ -437,30 +591,32 @@ def decode_kernel(
 
 
 def attention_decode(
-    q, k, v, mask, scale, *, kv_lens=None, block_table=None, causal=False, at_end=True, config=None, splits=None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, v, mask, scale, *, kv_lens=None, block_table=None, k_scale=None, v_scale=None, causal=False, at_end=True, config=None,
+    splits=None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """out (batch, heads, q_len, v's head_dim) in q's memory order, lse (batch, heads, q_len) float32.
 
     q: (batch, heads, q_len, head_dim). k, v: (batch, kv_heads, tokens, head_dim); with block_table, (batch, pages of a sequence)
     int32, they are (pages, kv_heads, page_size, head_dim), page_size a power of two; v may have its own head_dim. All have a
-    contiguous last dimension.
+    contiguous last dimension. k_scale, v_scale: if k and v are e4m3, their scales, float32 of k's shape without head_dim, both of
+    the same strides; of tokens 1, or 0 if a page or batch entry has one scale for a head.
     kv_lens: (batch,) int32, or None: all tokens. at_end: the queries are the last of each sequence, and mask is None or square and
     covers its tokens; causal: then none of them sees a later key. Otherwise the mask's rows are the queries, and there are neither
     lengths nor pages. splits: programs that share a tile's keys; by default enough to fill the GPU.
     """
-    inputs = [t for t in (q, k, v, kv_lens, block_table) if t is not None]
+    inputs = [t for t in (q, k, v, kv_lens, block_table, k_scale, v_scale) if t is not None]
 
     def run(recording):
         # Heads of a group with different masks iterate separately.
         apart = mask is not None and mask.mask_index.shape[1] > 1 and mask.by_query.row_ptr.shape[0] > 1
         table = None if mask is None else (mask.block_size, *mask.by_query.row_split.shape[:2], mask.by_query.col_idx.shape[0])
         pages = None if block_table is None else tuple(block_table.shape)
-        layout = tuple(q.shape), q.stride(), tuple(k.shape), k.stride(), v.shape[3], v.stride()
+        layout = tuple(q.shape), q.stride(), tuple(k.shape), k.stride(), v.shape[3], v.stride(), strides_of(k_scale)
         plan = _plan(q.device, q.dtype, *layout, table, apart, pages, kv_lens is not None, causal, at_end, config, splits)
         out = recording.fresh(empty_out(q, v.shape[3]))
         lse = recording.fresh(torch.empty(q.shape[:3], dtype=torch.float32, device=q.device))
         arguments = [q, k, v, out, lse, *plan.workspace(recording, lse)]
-        arguments += [lse if kv_lens is None else kv_lens, lse if block_table is None else block_table]
+        arguments += [lse if t is None else t for t in (kv_lens, block_table, k_scale, v_scale)]
         *tensors, batch_stride, head_stride = table_arguments(mask, mask and mask.by_query, lse)
         arguments += [TableTensors(*tensors), batch_stride, head_stride, *plan.numbers, scale * LOG2_E.value]
         recording.launch(decode_kernel, (plan.grid, arguments, plan.constants, plan.options))
@@ -499,6 +655,7 @@ def _plan(
     k_strides,
     v_head_dim,
     v_strides,
+    scale_strides,
     table,
     apart,
     pages,
@@ -508,20 +665,21 @@ def _plan(
     config,
     splits,
 ) -> DecodePlan:
-    """table: (block_size, masks, rows, entries) of a mask, or None. apart: whether heads of a group loop separately. pages: the
-    shape of the block table, or None."""
+    """scale_strides: of scales, or None. table: (block_size, masks, rows, entries) of a mask, or None. apart: whether heads of a
+    group loop separately. pages: the shape of the block table, or None."""
     batch, heads, q_len, head_dim = q_shape
     group = heads // k_shape[1]
     members = 1 if apart else group
     rows = members * q_len
-    config = config or decode_config(dtype, head_dim, table and table[0], rows, v_head_dim, chip_of(device))
+    scaled = scale_strides is not None
+    config = config or decode_config(dtype, head_dim, table and table[0], rows, v_head_dim, chip_of(device), scaled)
     tile_m, tile_n, dim_v = config.tile_m, config.tile_n, padded_head_dim(v_head_dim)
     row_tiles = -(-rows // tile_m)
     tiles = batch * (heads // members) * row_tiles
     stored = min(tile_m, 1 << (rows - 1).bit_length())
     tokens = k_shape[2] if pages is None else k_shape[2] * pages[1]
     splits = splits or _splits(tiles, tokens, table, tile_n, device)
-    vector, strides = strides_in_vectors(dtype, q_strides, k_strides, v_strides)
+    vector, strides = strides_in_vectors(dtype, q_strides, k_strides, v_strides, scaled=scaled)
     like_q = torch.empty_strided(q_shape, q_strides, dtype=dtype, device="meta")
     constants = {
         "HEAD_DIM": head_dim,
@@ -541,10 +699,12 @@ def _plan(
         "SPLIT": splits > 1,
         "PAGE": 0 if pages is None else k_shape[2],
         "VECTOR": vector,
+        **scale_constants(scale_strides),
     }
     numbers = (
         *strides,
         *empty_out(like_q, v_head_dim).stride()[:3],
+        *(scale_strides or (0, 0))[:2],
         0 if pages is None else pages[1],
         heads,
         group,
@@ -558,11 +718,22 @@ def _plan(
     return DecodePlan((tiles, splits), split_numbers, numbers, constants, config.options)
 
 
-def strides_in_vectors(dtype: torch.dtype, *strides: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-    """(VECTOR, strides of batch, head and token of each tensor in units of it): 16 bytes, if all are multiples."""
+def strides_of(scale: torch.Tensor | None) -> tuple[int, ...] | None:
+    """The strides of a cache's scales, of page or batch entry, head and token; None without."""
+    return None if scale is None else scale.stride()
+
+
+def scale_constants(strides: tuple[int, ...] | None) -> dict[str, bool]:
+    """The constants of kernels for scales with these strides."""
+    return {"SCALED": strides is not None, "BY_TOKEN": strides is not None and strides[2] != 0}
+
+
+def strides_in_vectors(dtype: torch.dtype, *strides: tuple[int, ...], scaled: bool = False) -> tuple[int, tuple[int, ...]]:
+    """(VECTOR, strides of batch, head and token of each tensor in units of it): 16 bytes, if all are multiples. scaled: whether the
+    cache is e4m3; then all are even."""
     some = [stride for of_tensor in strides for stride in of_tensor[:3]]
-    vector = 16 // dtype.itemsize
-    vector = vector if gcd(vector, *some) == vector else 1
+    vector = 16 if scaled else 16 // dtype.itemsize
+    vector = vector if gcd(vector, *some) == vector else 1 + scaled
     return vector, tuple(stride // vector for stride in some)
 
 

@@ -14,21 +14,30 @@ import triton.language as tl
 
 from ..common.config import padded_head_dim
 from ..common.layout import empty_out
-from ..common.tiles import FLOOR, LN_2, LOG2_E
+from ..common.tiles import LN_2, LOG2_E
 from ..launch.launch import launch_or_repeat, multiprocessors
 from ..launch.tuned import remembered
 from ..portable.configs import chip_of, decode_config
 from ..portable.decode import (
     Cache,
     DecodePlan,
+    Scales,
     Splits,
+    add_products,
     combined,
     combined_at_a_time,
+    factors_of_step,
     finished,
+    keys_of_step,
+    no_products,
+    operands,
     page_of_step,
-    rows_of_cache,
+    scale_constants,
     stored_split,
     strides_in_vectors,
+    strides_of,
+    values_of_step,
+    whole,
 )
 from .tiles import padded
 
@@ -41,35 +50,26 @@ def _position_of_step(picks, step, end, BLOCK: tl.constexpr, TILE_N: tl.constexp
 
 
 @triton.jit
-def _state_of_steps(q, position, k, v, pages, cache, picks, begin, end, score_scale, BLOCK: tl.constexpr, TILE_M: tl.constexpr):
+def _state_of_steps(
+    q, position, k, v, pages, scales, cache, picks, begin, end, score_scale, BLOCK: tl.constexpr, TILE_M: tl.constexpr
+):
     """The softmax state of steps begin .. end - 1 over the picks of a query at this position."""
-    accumulator = tl.zeros([TILE_M, cache.DIM_V], tl.float32)
-    running_max = tl.full([TILE_M], FLOOR, tl.float32)
-    running_sum = tl.zeros([TILE_M], tl.float32)
+    q, score_scale = operands(q, score_scale, cache)
+    state = no_products(cache, TILE_M)
     TILE_N: tl.constexpr = cache.TILE_N
-    dim, dim_v = tl.arange(0, cache.DIM)[None, :], tl.arange(0, cache.DIM_V)[None, :]
     first = _position_of_step(picks, begin, end, BLOCK, TILE_N)
     page = page_of_step(pages, cache, first)
+    factors = factors_of_step(scales, cache, page, first)
     for step in tl.range(begin, end):
         token = first + tl.arange(0, TILE_N)
-        # Memory past the last key may hold anything, even NaN, which a weight of 0 would not cancel.
         kept = token <= position
-        load, load_v = kept[:, None] & (dim < cache.HEAD_DIM), kept[:, None] & (dim_v < cache.HEAD_DIM_V)
-        keys = tl.load(k + rows_of_cache(cache, page, token, cache.k_page_stride, cache.k_token_stride) + dim, mask=load, other=0.0)
-        value_rows = v + rows_of_cache(cache, page, token, cache.v_page_stride, cache.v_token_stride)
-        values = tl.load(value_rows + dim_v, mask=load_v, other=0.0)
-        # Picks are read one step ahead, so no key load waits for them.
+        keys, values = keys_of_step(k, cache, page, token, kept), values_of_step(v, cache, page, token, kept)
+        # Picks and factors are read one step ahead, so no key load and no product waits for them.
         first = _position_of_step(picks, step + 1, end, BLOCK, TILE_N)
         page = page_of_step(pages, cache, first)
-        scores = tl.dot(q, keys.T, input_precision="ieee")
-        scores = tl.where(kept[None, :], scores * score_scale, -float("inf"))
-        new_max = tl.maximum(running_max, tl.max(scores, 1))
-        weights = tl.math.exp2(scores - new_max[:, None])
-        rescale = tl.math.exp2(running_max - new_max)
-        running_sum = running_sum * rescale + tl.sum(weights, 1)
-        accumulator = tl.dot(weights.to(values.dtype), values, accumulator * rescale[:, None], input_precision="ieee")
-        running_max = new_max
-    return accumulator, running_max, running_sum
+        of_step, factors = factors, factors_of_step(scales, cache, page, first)
+        state = add_products(state, q, keys, values, kept[None, :], score_scale, of_step, cache)
+    return whole(state, cache)
 
 
 class _Members(NamedTuple):
@@ -99,14 +99,14 @@ def _store(state, rows, cache, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _compute(rows, position, k, v, pages, cache, picks, steps, splits, score_scale, BLOCK: tl.constexpr):
+def _compute(rows, position, k, v, pages, scales, cache, picks, steps, splits, score_scale, BLOCK: tl.constexpr):
     """out and lse of this program's rows, or its split of them. steps: over all picks of the query."""
     member = rows.first + tl.arange(0, rows.TILE_M).to(tl.int64)
     dim = tl.arange(0, cache.DIM)[None, :]
     load = (member < rows.members)[:, None] & (dim < cache.HEAD_DIM)
     q = tl.load(rows.q + (member * rows.q_stride * cache.VECTOR)[:, None] + dim, mask=load, other=0.0)
     begin, end = (steps * splits.number) // splits.count, (steps * (splits.number + 1)) // splits.count
-    state = _state_of_steps(q, position, k, v, pages, cache, picks, begin, end, score_scale, BLOCK, rows.TILE_M)
+    state = _state_of_steps(q, position, k, v, pages, scales, cache, picks, begin, end, score_scale, BLOCK, rows.TILE_M)
     if splits.SPLIT:
         results, logs, last = stored_split(state, splits, rows.TILE_M, cache.DIM_V)
         if last:
@@ -118,20 +118,22 @@ def _compute(rows, position, k, v, pages, cache, picks, steps, splits, score_sca
 NOT_SPECIALIZED = ["pickers", "groups", "group", "members", "row_tiles", "q_len", "kv_len"]
 NOT_SPECIALIZED += [f"{name}_stride" for name in ("q_batch", "q_head", "q_token", "out_batch", "out_head", "out_token")]
 NOT_SPECIALIZED += [f"{name}_stride" for name in ("k_page", "k_head", "k_token", "v_page", "v_head", "v_token", "table")]
+NOT_SPECIALIZED += [f"scale_{name}_stride" for name in ("page", "head")]
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def selection_decode_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, picks, split_results, arrived, kv_lens, block_table,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, picks, split_results, arrived, kv_lens, block_table, k_scale, v_scale,
     q_batch_stride: tl.int64, q_head_stride: tl.int64, q_token_stride: tl.int64,
     k_page_stride: tl.int64, k_head_stride: tl.int64, k_token_stride: tl.int64,
     v_page_stride: tl.int64, v_head_stride: tl.int64, v_token_stride: tl.int64,
-    out_batch_stride: tl.int64, out_head_stride: tl.int64, out_token_stride: tl.int64, table_stride: tl.int64,
+    out_batch_stride: tl.int64, out_head_stride: tl.int64, out_token_stride: tl.int64,
+    scale_page_stride: tl.int64, scale_head_stride: tl.int64, table_stride: tl.int64,
     pickers, groups, group, members, row_tiles, q_len, kv_len, score_scale,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, DIM_V: tl.constexpr, TILE_M: tl.constexpr,
     TILE_N: tl.constexpr, ROWS: tl.constexpr, COMBINED: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
     PADDED: tl.constexpr, EVERY: tl.constexpr, HAS_LENS: tl.constexpr, SPLIT: tl.constexpr,
-    PAGE: tl.constexpr, VECTOR: tl.constexpr,
+    PAGE: tl.constexpr, VECTOR: tl.constexpr, SCALED: tl.constexpr, BY_TOKEN: tl.constexpr,
 ):  # fmt: skip
     """One program for a query, up to TILE_M of the heads that share its choice, and a share of its picked blocks.
 
@@ -155,6 +157,7 @@ def selection_decode_kernel(
     steps = tl.sum(((pick >= 0) & (pick * BLOCK <= position)).to(tl.int32), 0) * (BLOCK // TILE_N)
     k = k_ptr + head // group * k_head_stride * VECTOR
     v = v_ptr + head // group * v_head_stride * VECTOR
+    of_head = head // group * scale_head_stride + (batch * scale_page_stride if PAGE == 0 else 0)
     if PAGE == 0:
         k += batch * k_page_stride * VECTOR
         v += batch * v_page_stride * VECTOR
@@ -164,31 +167,35 @@ def selection_decode_kernel(
     _compute(
         _Members(q, out, lse, first, members, q_head_stride, out_head_stride, q_len, TILE_M), position, k, v,
         block_table + batch * table_stride,
+        Scales(k_scale + of_head, v_scale + of_head, scale_page_stride),
         Cache(k_ptr, v_ptr, k_page_stride, k_head_stride, k_token_stride, v_page_stride, v_head_stride, v_token_stride,
-              block_table, table_stride, length, HEAD_DIM, DIM, HEAD_DIM_V, DIM_V, TILE_N, PAGE, VECTOR),
+              block_table, table_stride, length, HEAD_DIM, DIM, HEAD_DIM_V, DIM_V, TILE_N, PAGE, VECTOR, SCALED,
+              BY_TOKEN),
         picks, steps, Splits(tile, number, tiles, count, split_results, arrived, SPLIT, ROWS, COMBINED), score_scale, BLOCK,
     )  # fmt: skip
 
 
 def selection_decode(
-    q, k, v, picks, block_size, every, scale, *, kv_lens=None, block_table=None, config=None, splits=None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, v, picks, block_size, every, scale, *, kv_lens=None, block_table=None, k_scale=None, v_scale=None, config=None,
+    splits=None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """out (batch, heads, q_len, v's head_dim) in q's memory order, lse (batch, heads, q_len) float32.
 
-    q, k, v, kv_lens, block_table: as for ``attention_decode`` in ``decode``. picks: (batch, heads that pick, groups, n) int32,
-    contiguous, of blocks of block_size keys, ascending, each once, then -1; every: queries of a group. splits: programs that share
-    a query's blocks; by default enough to fill the GPU.
+    q, k, v, kv_lens, block_table, k_scale, v_scale: as for ``attention_decode`` in ``decode``. picks: (batch, heads that pick,
+    groups, n) int32, contiguous, of blocks of block_size keys, ascending, each once, then -1; every: queries of a group. splits:
+    programs that share a query's blocks; by default enough to fill the GPU.
     """
-    inputs = [t for t in (q, k, v, picks, kv_lens, block_table) if t is not None]
+    inputs = [t for t in (q, k, v, picks, kv_lens, block_table, k_scale, v_scale) if t is not None]
 
     def run(recording):
         pages = None if block_table is None else tuple(block_table.shape)
         layout = tuple(q.shape), q.stride(), tuple(k.shape), k.stride(), v.shape[3], v.stride(), tuple(picks.shape)
-        plan = _plan(q.device, q.dtype, *layout, block_size, every, pages, kv_lens is not None, config, splits)
+        of_scales = strides_of(k_scale)
+        plan = _plan(q.device, q.dtype, *layout, of_scales, block_size, every, pages, kv_lens is not None, config, splits)
         out = recording.fresh(empty_out(q, v.shape[3]))
         lse = recording.fresh(torch.empty(q.shape[:3], dtype=torch.float32, device=q.device))
         arguments = [q, k, v, out, lse, picks, *plan.workspace(recording, lse)]
-        arguments += [lse if kv_lens is None else kv_lens, lse if block_table is None else block_table]
+        arguments += [lse if t is None else t for t in (kv_lens, block_table, k_scale, v_scale)]
         arguments += [*plan.numbers, scale * LOG2_E.value]
         recording.launch(selection_decode_kernel, (plan.grid, arguments, plan.constants, plan.options))
         return out, lse
@@ -199,28 +206,30 @@ def selection_decode(
 
 @remembered
 def _plan(
-    device, dtype, q_shape, q_strides, k_shape, k_strides, v_head_dim, v_strides, picks_shape, block_size, every, pages, has_lens,
-    config, splits,
+    device, dtype, q_shape, q_strides, k_shape, k_strides, v_head_dim, v_strides, picks_shape, scale_strides, block_size, every,
+    pages, has_lens, config, splits,
 ) -> DecodePlan:  # fmt: skip
-    """pages: the shape of the block table, or None."""
+    """scale_strides: of scales, or None. pages: the shape of the block table, or None."""
     batch, heads, q_len, head_dim = q_shape
     pickers, groups, slots = picks_shape[1:]
     members = heads // pickers
-    config = config or decode_config(dtype, head_dim, block_size, members, v_head_dim, chip_of(device))
+    scaled = scale_strides is not None
+    config = config or decode_config(dtype, head_dim, block_size, members, v_head_dim, chip_of(device), scaled)
     tile_m, tile_n, dim_v = config.tile_m, config.tile_n, padded_head_dim(v_head_dim)
     row_tiles = -(-members // tile_m)
     tiles = batch * pickers * q_len * row_tiles
     stored = min(tile_m, 1 << (members - 1).bit_length())
     # Two programs per multiprocessor, but none without a step.
     splits = splits or max(1, min(2 * multiprocessors(device) // tiles, slots * (block_size // tile_n)))
-    vector, strides = strides_in_vectors(dtype, q_strides, k_strides, v_strides)
+    vector, strides = strides_in_vectors(dtype, q_strides, k_strides, v_strides, scaled=scaled)
     like_q = torch.empty_strided(q_shape, q_strides, dtype=dtype, device="meta")
     constants = {"HEAD_DIM": head_dim, "DIM": padded_head_dim(head_dim), "HEAD_DIM_V": v_head_dim, "DIM_V": dim_v}
     constants |= {"TILE_M": tile_m, "TILE_N": tile_n, "ROWS": stored, "COMBINED": combined_at_a_time(stored, dim_v)}
     constants |= {"BLOCK": block_size, "SLOTS": slots, "PADDED": padded(slots), "EVERY": every}
     constants |= {"HAS_LENS": has_lens, "SPLIT": splits > 1, "PAGE": 0 if pages is None else k_shape[2], "VECTOR": vector}
-    numbers = *strides, *empty_out(like_q, v_head_dim).stride()[:3], 0 if pages is None else pages[1]
+    constants |= scale_constants(scale_strides)
+    numbers = *strides, *empty_out(like_q, v_head_dim).stride()[:3], *(scale_strides or (0, 0))[:2]
     kv_len = k_shape[2] if pages is None else k_shape[2] * pages[1]
-    numbers = *numbers, pickers, groups, heads // k_shape[1], members, row_tiles, q_len, kv_len
+    numbers = *numbers, 0 if pages is None else pages[1], pickers, groups, heads // k_shape[1], members, row_tiles, q_len, kv_len
     split_numbers = tiles * splits * stored * (dim_v + 1) if splits > 1 else 0
     return DecodePlan((tiles, splits), split_numbers, numbers, constants, config.options)

@@ -153,7 +153,7 @@ def update_means_kernel(
         mean = _mean_of_block(
             k, block_table + batch * table_stride,
             Cache(k_ptr, k_ptr, k_page_stride, k_head_stride, k_token_stride, k_page_stride, k_head_stride, k_token_stride,
-                  block_table, table_stride, tokens, HEAD_DIM, DIM, HEAD_DIM, DIM, TILE_N, PAGE, VECTOR),
+                  block_table, table_stride, tokens, HEAD_DIM, DIM, HEAD_DIM, DIM, TILE_N, PAGE, VECTOR, False, False),
             block * BLOCK, BLOCK,
         )  # fmt: skip
         means += batch * mean_batch_stride + head * mean_head_stride + block.to(tl.int64) * HEAD_DIM

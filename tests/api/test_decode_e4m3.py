@@ -1,0 +1,251 @@
+"""attention_decode over e4m3 caches equals float64 attention over what they hold times its scales."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import DEVICE, LAYOUTS, dense_attention, no_host_synchronization, tensor
+from test_decode import PATTERNS, TOLERANCE, in_pages, kept_by_definition
+
+import sparse_flash as sf
+from sparse_flash import backends
+from sparse_flash.dispatch import operators
+
+pytestmark = pytest.mark.usefixtures("poison")
+parametrize = pytest.mark.parametrize
+E4M3 = torch.float8_e4m3fn
+runs = pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")
+on_each = parametrize("backend", ["torch", "reference", pytest.param("triton", marks=runs)])
+CAPACITY = 384
+NAMES = ("dense", "causal", "window and sinks", "two-sided window", "bits", "nothing")
+
+
+def stored(x: torch.Tensor, unit: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """x, (batch, kv_heads, tokens, head_dim), in e4m3, and a scale of each token, (batch, kv_heads, tokens), the same for ``unit``
+    tokens. Scales of neighbours differ by up to 2^8."""
+    whole = x.double().unflatten(2, (-1, unit))
+    shrunk = 2.0 ** -(8 * torch.rand((*whole.shape[:3], 1, 1), generator=generator).to(x.device))
+    scale = (whole * shrunk).abs().amax((3, 4), keepdim=True) / 448
+    held = (whole * shrunk / scale).clamp(-448, 448).flatten(2, 3)
+    return torch.empty_like(x, dtype=E4M3).copy_(held), scale.expand(*whole.shape[:4], 1).flatten(2).float()
+
+
+def of_units(scale: torch.Tensor, by: str) -> torch.Tensor:
+    """Scales of each token as a call gets them."""
+    return scale if by == "token" else scale[..., 0]
+
+
+@on_each
+@given(st.data())
+@settings(max_examples=25)
+def test_every_kind_of_cache_is_read_as_its_numbers_times_their_scales(backend, data):
+    draw = data.draw
+    dtype = draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
+    q_len, (heads, kv_heads) = draw(st.sampled_from([1, 3, 20])), draw(st.sampled_from([(4, 2), (3, 1), (2, 2)]))
+    head_dim, v_head_dim = (draw(st.sampled_from([16, 22, 32, 64])) for _ in "kv")
+    page_size, by = draw(st.sampled_from([None, 16, 64, 128])), draw(st.sampled_from(["token", "page"]))
+    name, layout = draw(st.sampled_from(NAMES)), draw(st.sampled_from(LAYOUTS))
+    lengths = draw(st.lists(st.integers(0, CAPACITY), min_size=1, max_size=3))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    q = tensor((len(lengths), heads, q_len, head_dim), layout, dtype=dtype, generator=generator)
+    unit = 1 if by == "token" else page_size or CAPACITY
+    shape = len(lengths), kv_heads, CAPACITY
+    (k, k_scale), (v, v_scale) = (
+        stored(tensor((*shape, width), layout, generator=generator), unit, generator) for width in (head_dim, v_head_dim)
+    )
+    values = [t.double() * scale[..., None].double() for t, scale in ((k, k_scale), (v, v_scale))]
+    past = torch.arange(CAPACITY, device=DEVICE) >= torch.tensor(lengths, device=DEVICE)[:, None, None]
+    k, v = (t.masked_fill(past[..., None], float("nan")) for t in (k.float(), v.float()))
+    k, v = k.to(E4M3), v.to(E4M3)
+    if by == "token":
+        k_scale, v_scale = (scale.masked_fill(past, float("nan")) for scale in (k_scale, v_scale))
+    options = {"kv_lens": torch.tensor(lengths, device=DEVICE)}
+    if page_size:
+        cache = [t.float() for t in (k, v)] + [scale[..., None] for scale in (k_scale, v_scale)]
+        (k, table), (v, _), (k_scale, _), (v_scale, _) = (in_pages(t, page_size, torch.Generator().manual_seed(1)) for t in cache)
+        k, v, k_scale, v_scale = k.to(E4M3), v.to(E4M3), k_scale[..., 0], v_scale[..., 0]
+        options["block_table"] = table
+    scales = {"k_scale": of_units(k_scale, by), "v_scale": of_units(v_scale, by)}
+    pattern = PATTERNS[name]
+    out, lse = sf.attention_decode(q, k, v, pattern, **options, **scales, return_lse=True, backend=backend)
+    assert out.dtype == dtype and out.shape == (*q.shape[:3], v_head_dim)
+    for sequence, length in enumerate(lengths):
+        if not length:
+            assert not out[sequence].any() and lse[sequence].isneginf().all()
+            continue
+        kept = kept_by_definition(pattern, None, length, q_len, CAPACITY).to(DEVICE)
+        one = (t[sequence : sequence + 1] for t in (q.double(), values[0][:, :, :length], values[1][:, :, :length]))
+        wanted, wanted_lse = (t[0] for t in dense_attention(*one, kept, head_dim**-0.5))
+        tolerance = TOLERANCE[dtype]
+        torch.testing.assert_close(out[sequence].double(), wanted, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(lse[sequence].double(), wanted_lse, atol=1e-5, rtol=1e-5)
+
+
+@parametrize("backend", ["torch", pytest.param("triton", marks=runs)])
+@given(st.data())
+@settings(max_examples=20)
+def test_picked_blocks_are_read_as_their_numbers_times_their_scales(backend, data):
+    draw = data.draw
+    block, q_len, page_size = draw(st.sampled_from([16, 64])), draw(st.sampled_from([1, 3])), draw(st.sampled_from([None, 16, 128]))
+    share, by = draw(st.booleans()), draw(st.sampled_from(["token", "page"]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    q = tensor((2, 4, q_len, 32), generator=generator)
+    unit = 1 if by == "token" else page_size or CAPACITY
+    (k, k_scale), (v, v_scale) = (stored(tensor((2, 2, CAPACITY, 32), generator=generator), unit, generator) for _ in "kv")
+    keys, values = (t.double() * scale[..., None].double() for t, scale in ((k, k_scale), (v, v_scale)))
+    lens = torch.tensor([CAPACITY - 5, draw(st.integers(q_len, CAPACITY))], device=DEVICE)
+    options = {"kv_lens": lens}
+    scales = {"k_scale": of_units(k_scale, by), "v_scale": of_units(v_scale, by)}
+    if page_size:
+        cache = [k.float(), v.float(), k_scale[..., None], v_scale[..., None]]
+        (k, table), (v, _), (k_scale, _), (v_scale, _) = (in_pages(t, page_size, torch.Generator().manual_seed(1)) for t in cache)
+        k, v, options["block_table"] = k.to(E4M3), v.to(E4M3), table
+        scales = {"k_scale": of_units(k_scale[..., 0], by), "v_scale": of_units(v_scale[..., 0], by)}
+    means = sf.BlockMeans(2, 2, CAPACITY, 32, block, device=DEVICE)
+    means.update(k, CAPACITY, **options, k_scale=scales["k_scale"])
+    for sequence, length in enumerate(lens.tolist()):
+        whole = length // block
+        right = keys[sequence, :, : whole * block].unflatten(1, (whole, block)).mean(2)
+        torch.testing.assert_close(means.means[sequence, :, :whole].double(), right, atol=1e-5, rtol=1e-5)
+    chosen = means.choose(q, 3, share_group=share, kv_lens=lens)
+    found = sf.attention_decode(q, k, v, chosen, **options, **scales, return_lse=True, backend=backend)
+    exact = sf.attention_decode(q.double(), keys, values, chosen, kv_lens=lens, return_lse=True, backend="torch")
+    for ours, wanted in zip(found, exact, strict=True):
+        torch.testing.assert_close(ours.double(), wanted, atol=1e-5, rtol=1e-5)
+
+
+@runs
+@parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_many_small_weights_and_queries_past_the_range_of_float16_are_not_lost(dtype):
+    # One key has weight 1 and value 0; 4,095 others have weight 2^-26 and value 1, in tokens whose scales differ by 2^10.
+    tokens = 4096
+    q = torch.zeros(1, 1, 1, 32, dtype=dtype, device=DEVICE)
+    q[..., 0] = 2.0**14 if dtype == torch.float16 else 2.0**30
+    k = torch.zeros(1, 1, tokens, 32, device=DEVICE)
+    k[:, :, 0, 0] = 1.0
+    v = (torch.arange(tokens, device=DEVICE) > 0).float()[:, None].expand(1, 1, tokens, 32)
+    v_scale = (2.0 ** (torch.arange(tokens, device=DEVICE) % 11 - 5)).expand(1, 1, -1)
+    k_scale = torch.ones_like(v_scale) / q[0, 0, 0, 0].float()
+    scale = 26 * torch.tensor(2.0).log().item()
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    out = sf.attention_decode(q, k.to(E4M3), v.to(E4M3), scale=scale, **scales, backend="triton")
+    small = 2.0**-26
+    wanted = (small * v_scale[0, 0, 1:]).sum() / (1 + small * (tokens - 1))
+    torch.testing.assert_close(out.float(), wanted.expand_as(out), atol=0, rtol=TOLERANCE[dtype])
+
+
+def example(page_size=None):
+    generator = torch.Generator().manual_seed(0)
+    q = tensor((2, 4, 2, 32), generator=generator)
+    k, v = (tensor((2, 2, 128, 32), generator=generator).to(E4M3) for _ in "kv")
+    scales = {name: torch.rand(2, 2, generator=generator).to(DEVICE) + 0.5 for name in ("k_scale", "v_scale")}
+    return q, k, v, scales
+
+
+def test_a_scale_of_size_1_serves_all():
+    q, k, v, scales = example()
+    for shape in ((1, 2), (2, 1), (1, 1), (1, 2, 1), (2, 1, 128), (1, 1, 128)):
+        some = {name: torch.rand(shape, device=DEVICE) + 0.5 for name in scales}
+        whole = {name: (t[..., None] if t.dim() == 2 else t).expand(2, 2, 128).contiguous() for name, t in some.items()}
+        few, all_ = (sf.attention_decode(q, k, v, "causal", **given) for given in (some, whole))
+        torch.testing.assert_close(few, all_, atol=1e-6, rtol=1e-6)
+
+
+@on_each
+def test_the_operators_are_what_a_compiler_sees(backend):
+    q, k, v, scales = example()
+    lens = torch.tensor([128, 77], device=DEVICE)
+    torch._dynamo.reset()
+
+    def step(q, k, v, lens, k_scale, v_scale):
+        return sf.attention_decode(q, k, v, "causal & local(40)", kv_lens=lens, k_scale=k_scale, v_scale=v_scale, backend=backend)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    call = q, k, v, lens, *scales.values()
+    torch.testing.assert_close(compiled(*call), step(*call))
+
+
+def test_opcheck_passes():
+    q, k, v, scales = example()
+    whole = [scale[..., None].expand(2, 2, 128) for scale in scales.values()]
+    which = "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"  # its test of schemas multiplies e4m3
+    torch.library.opcheck(operators._decode, (q, k, v, [q], 0, 0, None, None, True, 0.25, "torch", *whole), test_utils=which)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_a_graph_replays_with_other_contents_and_no_call_waits_for_the_device():
+    q, k, v, scales = example()
+    call = [q.bfloat16(), k, v]
+    lens = torch.tensor([128, 77], dtype=torch.int32, device=DEVICE)
+
+    def step():
+        return sf.attention_decode(*call, "causal & local(50)", kv_lens=lens, **scales)
+
+    step()
+    with no_host_synchronization():
+        step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for number in range(3):
+        k.copy_(k.float().roll(1, 2))
+        scales["v_scale"].mul_(1 + number)
+        lens.sub_(number)
+        graph.replay()
+        assert torch.equal(out, step())
+
+
+def test_an_empty_batch_or_cache_gives_zeros():
+    q, k, v, scales = example()
+    none = {name: scale[:0] for name, scale in scales.items()}
+    assert sf.attention_decode(q[:0], k[:0], v[:0], **none).shape == (0, 4, 2, 32)
+    out, lse = sf.attention_decode(q, k[:, :, :0], v[:, :, :0], **scales, return_lse=True)
+    assert not out.any() and lse.isneginf().all() and out.dtype == q.dtype
+
+
+def test_what_does_not_fit_is_refused():
+    q, k, v, scales = example()
+
+    def refused(error, message, *tensors, **options):
+        with pytest.raises(error, match=message):
+            sf.attention_decode(*tensors, **options)
+
+    refused(TypeError, r"k_scale of an e4m3 cache must be a float32 tensor of shape \(batch, kv_heads\); got NoneType", q, k, v)
+    refused(TypeError, "v_scale of an e4m3 cache .* got float", q, k, v, k_scale=scales["k_scale"], v_scale=1.0)
+    table = torch.zeros(2, 1, dtype=torch.int32, device=DEVICE)
+    refused(TypeError, r"of shape \(pages, kv_heads\)", q, k, v, block_table=table)
+    refused(
+        ValueError,
+        r"must be float32 of shape \(batch, kv_heads\), or \(batch, kv_heads, capacity\).* got torch.float32 of shape \(4, 2\)",
+        *(q, k, v),
+        **{name: scale.repeat(2, 1) for name, scale in scales.items()},
+    )
+    refused(ValueError, "got torch.float64", q, k, v, **{name: scale.double() for name, scale in scales.items()})
+    refused(ValueError, "must have one shape", q, k, v, **scales | {"v_scale": scales["v_scale"][:1]})
+    refused(ValueError, "gradient, and has none; detach it", q, k, v, **scales | {"v_scale": scales["v_scale"].requires_grad_()})
+    scales["v_scale"].requires_grad_(False)
+    refused(ValueError, "of a cache of torch.float8_e4m3fn; got k of torch.float32; leave", q, *[k.float()] * 2, **scales)
+    refused(ValueError, "q, k and v must have one dtype|k must be a floating-point tensor", q, k, v.float(), **scales)
+    refused(ValueError, "q must be a floating-point tensor.*got torch.float8_e4m3fn", k, k, v, **scales)
+    refused(ValueError, "gives no gradients", q.clone().requires_grad_(), k, v, **scales)
+    for call in (sf.attention, sf.topk_blocks):
+        with pytest.raises(ValueError, match=r"got torch\.float8_e4m3fn"):
+            call(k, k, v if call is sf.attention else 2)
+
+
+@runs
+def test_an_odd_head_dim_is_left_to_other_back_ends():
+    q, k, v, scales = example()
+    with pytest.raises(ValueError, match="it reads e4m3 caches of an even head_dim; got 31 and 31 of v"):
+        sf.attention_decode(q[..., :31], k[..., :31], v[..., :31], **scales, backend="triton")
+    assert sf.attention_decode(q[..., :31], k[..., :31], v[..., :31], **scales).shape == (2, 4, 2, 31)
+
+
+def test_a_gpu_without_e4m3_is_named():
+    from sparse_flash.kernels.portable import configs
+
+    with pytest.MonkeyPatch.context() as patch:
+        for chip, named in (((8, 0), "8.0"), ((8, 6), "8.6"), ("gfx942", "gfx942"), ((8, 9), None), ((9, 0), None)):
+            patch.setattr(configs, "chip_of", lambda device, chip=chip: (chip, 232448))
+            reason = configs.refusal(torch.device("cuda"), e4m3=True)
+            assert reason is None if named is None else f"8.9 or newer; this GPU is {named}" in reason

@@ -1,0 +1,47 @@
+"""The benchmark of decoding times calls that compute what it says."""
+
+import json
+
+import pytest
+import torch
+
+from sparse_flash.benchmarks import decoding
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("page", [0, 16])
+@pytest.mark.parametrize("by_token", [False, True])
+def test_what_a_cache_holds_is_what_it_was_made_of_to_a_sixteenth(page, by_token):
+    cache = decoding.drawn(2, 3, 64, 8, page, CPU, torch.float32)
+    held = decoding.in_e4m3(cache, by_token)
+    assert held.k.dtype == torch.float8_e4m3fn
+    for sequence in range(2):
+        for ours, wanted in zip(held.sequence(sequence), cache.sequence(sequence), strict=True):
+            assert ours.shape == (1, 3, 64, 8)
+            assert bool(((ours - wanted).abs() <= wanted.abs() / 16 + 1e-4).all())
+
+
+def test_a_run_measures_every_cache_and_keeps_what_it_measured(tmp_path, capsys):
+    sizes = ["--tokens", "128", "--batch", "2", "--page", "0", "--page", "16", "--heads", "4", "2", "--head-dim", "16"]
+    assert decoding.main([*sizes, "--out", str(tmp_path), "--device", "cpu"]) == 0
+    rows = json.loads((tmp_path / "decoding.json").read_text())["rows"]
+    assert {(row["what"], row["page"], row["cache"]) for row in rows} == {
+        (what, page, cache) for what in decoding.WHAT for page in (0, 16) for cache in ("float32", "e4m3", "e4m3 by token")
+    }
+    for row in rows:
+        assert row["us"] > 0 and row["error"] < 1e-5
+        assert row["total"] < 1e-5 if row["cache"] == "float32" else 1e-3 < row["total"] < 0.1
+    assert "times as fast" in capsys.readouterr().out
+
+
+def test_a_peer_that_fails_is_a_row_and_not_the_end(tmp_path, monkeypatch, capsys):
+    def fails(*_):
+        raise RuntimeError("no such tiles")
+
+    monkeypatch.setattr(decoding, "of_config", fails)
+    sizes = ["--tokens", "64", "--batch", "1", "--page", "0", "--what", "dense", "--heads", "2", "1", "--head-dim", "16"]
+    assert decoding.main([*sizes, "--config", "16,64,4,3", "--out", str(tmp_path), "--device", "cpu"]) == 0
+    rows = json.loads((tmp_path / "decoding.json").read_text())["rows"]
+    assert [row.get("failed") for row in rows] == [None, None, None, "RuntimeError: no such tiles"]
+    assert "no such tiles" in capsys.readouterr().err
