@@ -42,7 +42,7 @@ from .configs import chip_of, decode_config
 class Cache(NamedTuple):
     """Keys and values of all sequences. Strides are in units of VECTOR elements; without pages (PAGE 0) page strides are batch
     strides. tokens: of the program's sequence. HEAD_DIM, DIM: actual and padded. SCALED: whether keys and values are e4m3, with
-    ``Scales``: BY_TOKEN one for each token, otherwise one for a page, or for all tokens."""
+    ``CacheScales``: BY_TOKEN one for each token, otherwise one for a page, or for all tokens."""
 
     k: Any
     v: Any
@@ -66,7 +66,7 @@ class Cache(NamedTuple):
     BY_TOKEN: Any
 
 
-class Scales(NamedTuple):
+class CacheScales(NamedTuple):
     """Factors of a head's e4m3 keys and values, float32. page_stride: not used without pages."""
 
     k: Any
@@ -98,7 +98,7 @@ class _Queries(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """A tile of q and its score_scale (see ``operands``), the position of each row, and the keys, values, pages and ``Scales`` of
+    """A tile of q and its score_scale (see ``operands``), the position of each row, and the keys, values, pages and ``CacheScales`` of
     its head."""
 
     q: Any
@@ -581,7 +581,7 @@ def decode_kernel(
         Cache(k_ptr, v_ptr, k_page_stride, k_head_stride, k_token_stride, v_page_stride, v_head_stride, v_token_stride,
                block_table, table_stride, length, HEAD_DIM, DIM, HEAD_DIM_V, DIM_V, TILE_N, PAGE, VECTOR, SCALED,
               BY_TOKEN),
-        Scales(k_scale + of_head, v_scale + of_head, scale_page_stride),
+        CacheScales(k_scale + of_head, v_scale + of_head, scale_page_stride),
         Splits(tile, number, tiles, count, split_results, arrived, SPLIT, ROWS, COMBINED),
         TableRows(table, mask_batch_stride, mask_head_stride, q_blocks),
         TableEntries(table.index, table.tile_idx, table.tile_runs, table.tile_bits, TABLE_BLOCK, SPARSE),

@@ -20,8 +20,8 @@ from ..launch.tuned import remembered
 from ..portable.configs import chip_of, decode_config
 from ..portable.decode import (
     Cache,
+    CacheScales,
     DecodePlan,
-    Scales,
     Splits,
     add_products,
     combined,
@@ -167,7 +167,7 @@ def selection_decode_kernel(
     _compute(
         _Members(q, out, lse, first, members, q_head_stride, out_head_stride, q_len, TILE_M), position, k, v,
         block_table + batch * table_stride,
-        Scales(k_scale + of_head, v_scale + of_head, scale_page_stride),
+        CacheScales(k_scale + of_head, v_scale + of_head, scale_page_stride),
         Cache(k_ptr, v_ptr, k_page_stride, k_head_stride, k_token_stride, v_page_stride, v_head_stride, v_token_stride,
               block_table, table_stride, length, HEAD_DIM, DIM, HEAD_DIM_V, DIM_V, TILE_N, PAGE, VECTOR, SCALED,
               BY_TOKEN),
