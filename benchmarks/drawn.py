@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 import sparse_flash
-from sparse_flash.kernels.cost.choices import LEAST_GAIN, gain, reference
+from sparse_flash.kernels.cost.choices import LEAST_GAIN, dense_call, reference
 from sparse_flash.masks.block_mask import BlockMask
 from sparse_flash.masks.coarsen import KERNEL_BLOCK, SMALL_BLOCKS
 from sparse_flash.masks.document_blocks import document_blocks
@@ -97,7 +97,7 @@ def options_of(mask: BlockMask) -> dict[str, BlockMask]:
             vars(one)["_by_document"] = by_document if name == "by document" else None
     else:
         chosen = "own"
-        if not mask.keeps_all and gain(mask.to("cpu")) < LEAST_GAIN:
+        if not mask.keeps_all and dense_call(mask.to("cpu")).gain < LEAST_GAIN:
             dense = "causal" if is_causal(mask) else "full"
             found["dense"] = sparse_flash.compile_mask(dense, mask.q_len, mask.kv_len, device=mask.device)
     return {chosen: found.pop(chosen)} | found

@@ -53,30 +53,39 @@ def test_the_gain_of_a_mask_is_that_over_the_dense_call_in_its_place(spec, numbe
         return choices.both_passes(128, mask.grid.q_blocks, full, entries - full)
 
     # Blocks that the lengths cut off count as full in the dense call.
-    assert choices.gain(mask) == pytest.approx(counted(dense) / counted(mask), rel=0.05)
+    assert choices.dense_call(mask).gain == pytest.approx(counted(dense) / counted(mask), rel=0.05)
 
 
 def test_the_gain_of_heads_with_masks_of_their_own_is_that_of_their_mean():
     mixed = sf.BlockMask.per_head(["causal & local(200)", "causal"], 4096)
-    assert choices.gain(sf.compile_mask("causal & local(200)", 4096)) > choices.gain(mixed) > 1.5
-    assert choices.gain(sf.compile_mask("causal", 4096)) == pytest.approx(1, rel=0.05)
+    assert choices.dense_call(sf.compile_mask("causal & local(200)", 4096)).gain > choices.dense_call(mixed).gain > 1.5
+    assert choices.dense_call(sf.compile_mask("causal", 4096)).gain == pytest.approx(1, rel=0.05)
 
 
 @pytest.mark.parametrize(
-    "spec, slow", [("causal & local(1000)", True), ("causal & local(100)", False), ("causal", False), ("full", False)]
+    "spec, kv_len, slow",
+    [
+        ("causal & strided(3, block=1)", 1024, True),
+        ("random(0.5, block=1)", 1024, True),
+        ("causal & local(1000)", 1024, False),  # keeps nearly all pairs
+        ("causal & local(100)", 1024, False),
+        ("causal", 1024, False),
+        ("causal", 1500, False),
+        ("full", 1024, False),
+    ],
 )
-def test_a_mask_that_gains_nothing_is_said_once_and_by_auto_alone(spec, slow):
-    mask = sf.compile_mask(spec, 1024)
+def test_a_mask_that_gains_nothing_is_said_once_and_by_auto_alone(spec, kv_len, slow):
+    mask = sf.compile_mask(spec, 1024, kv_len)
     assert mask.to("meta").slow == mask.to("meta").to("meta").slow == slow
     here = replace(mask, slow=mask.to("meta").slow)  # as on a GPU
-    q = torch.zeros(1, 1, 1024, 16)
+    q, k = torch.zeros(1, 1, 1024, 16), torch.zeros(1, 1, kv_len, 16)
     memory.clear()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        sf.attention(q, q, q, here, backend="torch")
+        sf.attention(q, k, k, here, backend="torch")
         assert not said
         for _ in range(2):
-            sf.attention(q, q, q, here)
-            sf.attention(q, q, q, replace(here), dropout_p=0.5)
+            sf.attention(q, k, k, here)
+            sf.attention(q, k, k, replace(here), dropout_p=0.5)
     assert [str(one.message)[:32] for one in said] == ["this mask is predicted to take a"] * slow
     assert not said or said[0].filename == __file__

@@ -14,6 +14,10 @@ from .portable import PORTABLE_ROW_BYTES, family_of_blocks
 HEAD_DIM, DENSE_BLOCK = 128, 128
 # Predictions are a few percent off, so a smaller gain is none.
 LEAST_GAIN = 1.05
+# Constants of the portable kernels rest on few measurements. Time per visited pair of blocks of 32 and 16, over that of Hopper's
+# kernels in blocks of 128, was 2.1 to 3.6 (H200, 2026-11-21, causal and causal & local(1024)), and they predict 3.8 in long rows.
+PORTABLE_MARGIN = 1.5
+_MOST_KEPT = 0.9  # of the pairs of dense or causal attention
 
 
 @cache
@@ -54,9 +58,17 @@ def both_passes(block_size: int, rows: float, full: float, partial: float = 0.0)
     return sum(block_times(block_size, backward).of(rows, full, partial) for backward in (False, True))
 
 
-def gain(mask) -> float:
-    """Returns how often the time of a mask goes into that of dense attention, or of causal attention if no visited block lies past
-    the diagonal. mask: a BlockMask on the host."""
+class DenseCall(NamedTuple):
+    """The call without a mask that one with a mask stands in place of. gain: how often the mask's time goes into its time. pairs:
+    that it keeps."""
+
+    gain: float
+    pairs: int
+
+
+def dense_call(mask) -> DenseCall:
+    """Returns dense attention in place of a mask, or causal attention if no visited block lies past the diagonal. mask: a BlockMask
+    on the host."""
     size, offset, table = mask.block_size, mask.kv_len - mask.q_len, mask.by_query
     ptr, split, cols = (bounds.numpy().astype(np.int64) for bounds in (table.row_ptr, table.row_split, table.col_idx))
     shares = np.bincount(mask.mask_index.flatten().numpy(), minlength=len(ptr)) / mask.mask_index.numel()
@@ -67,7 +79,15 @@ def gain(mask) -> float:
     causal = (last * size <= first_query + size - 1 + offset).all() and ((last[0] + 1) * size <= first_query + offset + 1).all()
     counts = shares @ (ends - begins).sum(-1)[0], shares @ (ptr[:, -1] - ptr[:, 0])  # full blocks, all blocks
     dense = dense_passes(mask.q_len, mask.kv_len, bool(causal))
-    return float(dense / both_passes(size, len(first_query), counts[0], counts[1] - counts[0]))
+    until = np.clip(np.arange(mask.q_len) + offset + 1, 0, mask.kv_len) if causal else np.full(mask.q_len, mask.kv_len)
+    return DenseCall(float(dense / both_passes(size, len(first_query), counts[0], counts[1] - counts[0])), int(until.sum()))
+
+
+def dense_is_as_fast(mask) -> bool:
+    """Whether a mask gains nothing over the call without it. False for a mask that keeps nearly as many pairs: its user expects no
+    gain. mask: a BlockMask on the host."""
+    gain, pairs = dense_call(mask)
+    return gain < LEAST_GAIN and mask.density * mask.q_len * mask.kv_len <= _MOST_KEPT * pairs
 
 
 def dense_passes(q_len: int, kv_len: int, causal: bool) -> float:

@@ -98,8 +98,8 @@ class _Queries(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """A tile of q and its score_scale (see ``operands``), the position of each row, and the keys, values, pages and ``CacheScales`` of
-    its head."""
+    """A tile of q and its score_scale (see ``operands``), the position of each row, and the keys, values, pages and ``CacheScales``
+    of its head."""
 
     q: Any
     score_scale: Any
