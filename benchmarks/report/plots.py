@@ -76,7 +76,7 @@ def _predicted(errors: dict[str, dict[str, list[tuple[float, float]]]], theme: T
         ]
         ax.set_xscale("log")
         _label(ax, theme, f"{name.capitalize()} pass", "measured ms; band: 15 %", "predicted / measured")
-    axes[0].set_ylim(0.65, 1.35)
+    axes[0].set_ylim(0.55, 1.45)
     _legend(figure, theme, handles, len(handles))
     return figure
 
