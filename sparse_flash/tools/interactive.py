@@ -66,7 +66,7 @@ def page_of(mask: BlockMask, title: str, heads: Sequence[int] | None = None, bat
     _check_room(room - len(used) * mask.block_size * -(-mask.block_size // 32))
     kept = pack_bits(mask.tile_pairs(np.where(used, 2 - used % 2, 0), np.maximum(used - 1, 0) // 2))
     axes = [axis for *runs, tiles in tables for axis in (*runs, np.searchsorted(used, tiles))]
-    numbers = np.concatenate([*axes, kept.ravel()])
+    numbers = np.diff(np.concatenate([*axes, kept.ravel()]), prepend=0)  # which compress well
     head = {"q_len": mask.q_len, "kv_len": mask.kv_len, "block": mask.block_size, "panels": panels}
     filled = {
         "@HEAD@": json.dumps(head),
@@ -101,8 +101,8 @@ def _named(heads: list[int]) -> str:
 
 
 def _runs(mask: BlockMask, number: int, room: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """A stored mask as runs of blocks with one tile, by row: how many runs each row has, (q_blocks,); and by run, how far its first
-    block is from the run before, how many blocks it has, and its ``tile_content``, (runs,) each.
+    """A stored mask as runs of blocks with one tile, by row: how many runs each row has, (q_blocks,); and by run, its blocks first
+    .. stop - 1 and its ``tile_content``, (runs,) each.
 
     room: how many numbers the page can still hold.
     """
@@ -119,8 +119,7 @@ def _runs(mask: BlockMask, number: int, room: int) -> tuple[np.ndarray, np.ndarr
         room -= 3 * parts[-1].shape[1]
         _check_room(room)
     rows, first, stop, tile = np.concatenate(parts, axis=1)
-    before = np.where(np.diff(rows, prepend=-1) > 0, 0, np.roll(stop, 1))
-    return np.bincount(rows, minlength=mask.grid.q_blocks), first - before, stop - first, tile
+    return np.bincount(rows, minlength=mask.grid.q_blocks), first, stop, tile
 
 
 def _check_room(room: int) -> None:

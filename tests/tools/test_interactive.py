@@ -27,7 +27,7 @@ from sparse_flash.tools.explain import reachability
 def numbers_of(page):
     """The head of a page, and its numbers."""
     head, data = (re.search(rf'id="{name}">(.*?)</script>', page, re.S)[1] for name in ("head", "data"))
-    return json.loads(head), np.frombuffer(zlib.decompress(base64.b64decode(data)), "<i4")
+    return json.loads(head), np.frombuffer(zlib.decompress(base64.b64decode(data)), "<i4").cumsum(dtype=np.int32)
 
 
 def decoded(page):
@@ -40,14 +40,10 @@ def decoded(page):
     tiles = unpack_bits(bits.reshape(-1, size, words), size)
     dense = {}
     for number, panel in enumerate(head["panels"]):
-        of_row, gaps, lengths, tile = axes[4 * number : 4 * number + 4]
-        kept, run = np.zeros((q_blocks, kv_blocks, size, size), bool), 0
-        for row, count in enumerate(of_row):
-            col = 0
-            for gap, length, which in zip(*(axis[run : run + count] for axis in (gaps, lengths, tile)), strict=True):
-                kept[row, col + gap : col + gap + length] = tiles[which]
-                col += gap + length
-            run += count
+        of_row, *runs = axes[4 * number : 4 * number + 4]
+        kept = np.zeros((q_blocks, kv_blocks, size, size), bool)
+        for row, first, stop, which in zip(np.repeat(np.arange(q_blocks), of_row), *runs, strict=True):
+            kept[row, first:stop] = tiles[which]
         pairs = kept.transpose(0, 2, 1, 3).reshape(q_blocks * size, -1)
         dense[panel["name"]] = pairs[: head["q_len"], : head["kv_len"]]
     return dense
