@@ -251,9 +251,7 @@ def explain(
     _check_call(mask, dtype, batch, heads, kv_heads, head_dim, v_head_dim)
     if isinstance(mask, BlockSelection):
         if device is not None:
-            raise ValueError(
-                f"device must come with a mask, as the time of a selection is not predicted; got {device}; leave it out"
-            )
+            raise ValueError(f"device must come with a mask, as no selection's time is predicted; got {device}; leave it out")
         return explain_selection(mask, heads, kv_heads, head_dim, v_head_dim, dtype)
     grid, (full, partial) = mask.grid, mask.kept()
     blocks, kept_blocks = grid.q_blocks * grid.kv_blocks, full.blocks + len(partial.rows)
