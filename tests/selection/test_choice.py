@@ -417,7 +417,7 @@ Q = torch.zeros(1, 4, 64, 8)
         ({"q": Q, "k": Q, "score": "softmax", "kv_len": 0}, ValueError, "kv_len must be an integer of at least 1; got 0"),
         ({"q": Q, "k": Q, "score": "softmax", "compression": 32}, TypeError, "compression must be two ints, .* got 32; pass"),
         ({"q": Q, "k": Q, "score": "softmax", "compression": (24, 16)}, ValueError, r"stride must divide length .* got \(24, 16\)"),
-        ({"q": Q, "k": Q, "score": "softmax", "compression": (96, 48), "block_size": 64}, ValueError, "and the block size of 64"),
+        ({"q": Q, "k": Q, "score": "softmax", "compression": (96, 48), "block_size": 64}, ValueError, "and blocks of 64"),
         (
             {"q": Q, "k": Q[:, :, :1], "score": "softmax", "block_size": 64, "lse": Q},
             ValueError,
