@@ -252,16 +252,6 @@ def test_each_head_has_its_own_mask_in_both_tables(heads, lengths, size):
     assert mask.masks == len({e.tobytes() for e in expected})  # one meaning, one mask
 
 
-def test_heads_that_mean_the_same_mask_cost_one_mask():
-    one = sf.compile_mask(sf.causal() & sf.local(200), 4096)
-    heads = [one, "causal & local(200)", sf.local(200) & sf.causal(), ~(~sf.causal() | ~sf.local(200))] * 8
-    mask = sf.BlockMask.per_head(heads)
-    assert mask.masks == 1 and mask.nbytes == one.nbytes + 31 * 4 and mask.mask_index.tolist() == [[0] * 32]
-    mixed = sf.BlockMask.per_head([one, "causal", one, "causal"])
-    assert mixed.masks == 2 and mixed.mask_index.tolist() == [[0, 1, 0, 1]]
-    assert mixed.nbytes < one.nbytes + sf.compile_mask("causal", 4096).nbytes + 1024
-
-
 def test_heads_that_do_not_fit_together_are_refused():
     one = sf.compile_mask(sf.causal(), 256)
     with pytest.raises(ValueError, match="got an empty list"):
