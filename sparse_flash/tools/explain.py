@@ -265,7 +265,10 @@ def explain(
     empty_queries, empty_keys = _empty_tokens(mask, full, partial)
     sizes = batch * heads, head_dim + v_head_dim, dtype.itemsize
     flops = batch * heads * forward_flops(head_dim, v_head_dim)  # of a pair
-    chip, more = chip_named(device), {"batch": batch, "kv_heads": kv_heads, "v_head_dim": v_head_dim, "dtype": dtype}
+    time: Prediction | str | None = None
+    if chip := chip_named(device):
+        time = refusal(mask, dtype, head_dim, v_head_dim)
+        time = time or predict(mask, heads, head_dim, chip, batch=batch, kv_heads=kv_heads, v_head_dim=v_head_dim, dtype=dtype)
     return Explanation(
         pattern=pattern,
         call=_in_words(grid, dtype, batch, heads, kv_heads, head_dim, v_head_dim),
@@ -296,7 +299,7 @@ def explain(
         rival_blocks=rival_blocks,
         memory=memory(mask, batch, heads, kv_heads, head_dim, v_head_dim, dtype, deterministic),
         video=explain_video(given, mask) if isinstance(given, Pattern) else None,
-        time=chip and (refusal(mask, dtype, head_dim, v_head_dim) or predict(mask, heads, head_dim, chip, **more)),
+        time=time,
     )
 
 
