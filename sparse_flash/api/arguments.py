@@ -579,9 +579,7 @@ def checked_compression(
         )
     length, stride = compression
     if not (stride > 0 and length > 0 and length % stride == 0 and block_size % stride == 0):
-        raise ValueError(
-            f"of compression=(length, stride), stride must divide length and the block size of {block_size}; got {compression}"
-        )
+        raise ValueError(f"compression=(length, stride): stride must divide length and blocks of {block_size}; got {compression}")
     check_counts(kv_len=kv_len)
     count = max(0, (kv_len - length) // stride + 1)
     if k.shape[2] != count:

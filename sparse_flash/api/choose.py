@@ -93,9 +93,7 @@ def choose_blocks(
         raise TypeError(f"spec must be an expression with choosers, a Pattern or its text; got {type(spec).__name__}{way_out}")
     spec = traceable(spec) if torch.compiler.is_compiling() else spec
     if not is_chosen(spec):
-        raise ValueError(
-            f"spec must have a chooser, such as causal & sampled(8, floor=0.01); got {spec}; compile_mask takes patterns"
-        )
+        raise ValueError(f"spec must have a chooser, such as sampled(8, floor=0.01); got {spec}; compile_mask takes patterns")
     if v is not None and not report:
         raise ValueError("v serves the report alone, and report is False; pass report=True, or leave v out")
     check_types(q, k, k if v is None else v)

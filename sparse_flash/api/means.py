@@ -64,9 +64,7 @@ class BlockMeans:
         paged = block_table is not None
         if k.dim() != 4 or (k.shape[1], k.shape[3]) != (kv_heads, head_dim) or not (paged or k.shape[0] == batch):
             wanted = (batch, kv_heads, "capacity", head_dim), ("pages", kv_heads, "page_size", head_dim)
-            raise ValueError(
-                f"k must have shape ({', '.join(map(str, wanted[paged]))}), as these means were made for; got {tuple(k.shape)}"
-            )
+            raise ValueError(f"k must have shape ({', '.join(map(str, wanted[paged]))}), as for these means; got {tuple(k.shape)}")
         if isinstance(tokens, bool) or not isinstance(tokens, int) or not 1 <= tokens <= self.length:
             raise ValueError(f"tokens must be how many were appended, 1 to the {self.length} of the cache; got {tokens!r}")
         kv_lens, block_table = checked_cache_lengths(self._room, k.shape[2], kv_lens, block_table)
@@ -98,9 +96,7 @@ class BlockMeans:
                 f"got {tuple(q.shape)}"
             )
         if not 1 <= q.shape[2] <= MAX_QUERIES:
-            raise ValueError(
-                f"means choose for 1 to {MAX_QUERIES} queries of a sequence; got {q.shape[2]}; use topk_blocks for more"
-            )
+            raise ValueError(f"means choose for 1 to {MAX_QUERIES} queries; got {q.shape[2]}; use topk_blocks for more")
         blocks = checked_keep(keep)
         if isinstance(blocks, float):
             raise TypeError(f"keep of a selection must be an int, how many blocks; got {keep}, a share")

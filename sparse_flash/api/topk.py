@@ -174,9 +174,7 @@ def topk_blocks(
         if not causal or q_len is not None or kv_len is not None:
             raise ValueError("within, q_len and kv_len are of one sequence; leave them out where cu_seqlens_q tells the documents")
         if score == COMPRESSED or compression is not None or lse is not None:
-            raise ValueError(
-                "compressed keys are of one sequence; packed documents choose by score='mean', 'max' or by scores= of your own"
-            )
+            raise ValueError("compressed keys are of one sequence; packed documents choose by score='mean', 'max' or scores=")
     elif max_seqlen_q is not None:
         raise ValueError("max_seqlen_q is of packed documents; pass cu_seqlens_q as well")
     elif score != COMPRESSED and (compression is not None or lse is not None):
@@ -191,9 +189,7 @@ def topk_blocks(
     if cu_seqlens_q is not None and how.every != 1:
         raise ValueError(f"packed documents choose for each query; got every={every}, whose groups would cross documents")
     if not causal:
-        raise ValueError(
-            "a selection is causal; within is for every=None: leave it out, and pass always= for pairs to keep in any case"
-        )
+        raise ValueError("a selection is causal; within is for every=None: leave it out, and pass always= for pairs to keep anyway")
     if scores is not None:
         if q is not None or k is not None or share_group or score != "mean":
             raise ValueError("scores take the place of q, k, score= and share_group=; pass either")

@@ -50,16 +50,14 @@ class QueryChoice:
         unknown = [str(name) for name in arguments if name not in names]
         if unknown:
             raise TypeError(
-                f"select takes {', '.join(names)}; got {', '.join(unknown)}; pass a function of (q, k) for choices of your own"
+                f"select takes {', '.join(names)}; got {', '.join(unknown)}; pass a function of (q, k) for other choices"
             )
         if "keep" not in arguments:
             raise TypeError("select needs keep, how many blocks each query attends to; got none; pass select={'keep': 16}")
         made = cls(**arguments)
         keep, every, block_size = checked_choice(made.keep, made.every, made.block_size, made.score)
         if made.score == COMPRESSED:
-            raise ValueError(
-                "score='softmax' reads compressed keys, and a layer makes none; pass a function of (q, k) that makes them"
-            )
+            raise ValueError("score='softmax' reads compressed keys, and a layer makes none; pass a function of (q, k) that does")
         if isinstance(made.always, str):
             parse(made.always)
         elif not (made.always is None or isinstance(made.always, (Pattern, BlockMask))):
@@ -190,13 +188,9 @@ def _always_of_documents(how: QueryChoice) -> Pattern | str | None:
     """Raises ValueError or TypeError for what documents cannot always keep."""
     always, block_size = how.always, how.block_size
     if not (always is None or isinstance(always, (Pattern, str))):
-        raise TypeError(
-            f"always of packed documents must be a Pattern or its spec text, for all lengths; got {type(always).__name__}"
-        )
+        raise TypeError(f"always of packed documents must be a Pattern or its spec text; got {type(always).__name__}")
     if always is not None and block_size > BLOCK:
-        raise ValueError(
-            f"with always, blocks of packed documents have up to {BLOCK} keys; got block_size={block_size}; leave always out"
-        )
+        raise ValueError(f"with always, packed blocks have up to {BLOCK} keys; got block_size={block_size}; leave always out")
     if isinstance(always, str):
         text_of(always)  # raises SpecError for text that cannot be read
     return always

@@ -88,9 +88,7 @@ def attention_varlen(
     if isinstance(mask, BlockSelection):
         raise TypeError("a BlockSelection is of one sequence; pass cu_seqlens_q= to topk_blocks for one of packed documents")
     if not isinstance(mask, (Pattern, str)):
-        hint = "; a BlockMask is of one length, so pass the pattern that it was compiled from" * (
-            type(mask).__name__ == "BlockMask"
-        )
+        hint = "; a BlockMask has one length, so pass the pattern that it was compiled from" * (type(mask).__name__ == "BlockMask")
         raise TypeError(f"mask must be a Pattern, its spec text or None; got {type(mask).__name__}{hint}")
     same = cu_seqlens_k is None or (len(k) == len(q) and _equal(cu_seqlens_q, cu_seqlens_k))
     if same and len(k) != len(q):
@@ -158,9 +156,7 @@ def _check_selection(
             f"{len(q)} in {len(cu_seqlens_q) - 1} on {q.device}; choose again for these"
         )
     if selection.heads not in (k.shape[1], q.shape[1]):
-        raise ValueError(
-            f"picks must be of {k.shape[1]} key heads or {q.shape[1]} query heads; got {tuple(selection.picks.shape)}, heads first"
-        )
+        raise ValueError(f"picks must be of {k.shape[1]} key heads or {q.shape[1]} query heads; got {tuple(selection.picks.shape)}")
     # On a GPU the values are not known to the host.
     if q.device.type == "cpu" and not torch.compiler.is_compiling() and ours.tolist() != cu_seqlens_q.tolist():
         raise ValueError("cu_seqlens_q must be the documents that the selection was made for; got others; choose again for these")

@@ -17,9 +17,7 @@ from .console import user_errors
 Spec = Annotated[str, typer.Argument(help="A pattern, such as 'causal & (local(1024) | butterfly(block=128))'.")]
 KvLen = Annotated[int | None, typer.Option("--kv-len", help="Keys, in tokens; as many as queries by default.")]
 BlockSize = Annotated[int, typer.Option("--block-size", help="Tokens on a side of a block: 16, 32, 64, 128 or 256.")]
-_IMPORTS = typer.Option(
-    "--import", metavar="FILE", help="A Python file that registers patterns of yours; several times for several."
-)
+_IMPORTS = typer.Option("--import", metavar="FILE", help="A Python file that registers patterns of yours; may be repeated.")
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 

@@ -222,9 +222,7 @@ def _known(transformer) -> tuple[Any, _Model]:
     for module in transformer.modules():
         for cls in type(module).__mro__:
             if cls.__name__.startswith("Kandinsky5"):
-                raise ValueError(
-                    f"{cls.__name__} reorders its tokens and masks its attention by itself; set attention_type in its config"
-                )
+                raise ValueError(f"{cls.__name__} orders and masks its tokens by itself; set attention_type in its config")
             if cls.__name__ in _MODELS:
                 return module, _MODELS[cls.__name__]
     raise ValueError(
@@ -249,9 +247,7 @@ def _checked(spec: Any) -> Any:
         raise TypeError(f"spec must be text or a function from a layout to a pattern; got {type(spec).__name__}")
     pieces = tuple(_WORD.split(spec))
     if len(pieces) == 1:
-        raise ValueError(
-            f"spec must say where the layout of the inputs goes, as 'tile_window(layout, (3, 3, 3))' does; got {spec!r}"
-        )
+        raise ValueError(f"spec must say where the layout of the inputs goes, as 'tile_window(layout, (3, 3, 3))'; got {spec!r}")
     pattern = parse(VideoLayout(*_PROBE).to_spec().join(pieces))
     return pieces if _masks_padding(pattern) else ("", " & (" + pieces[0], *pieces[1:-1], pieces[-1] + ")")
 

@@ -111,9 +111,7 @@ def traceable(pattern: Pattern | str) -> Pattern | str:
     """The pattern as torch.compile hands it over: the text of one that is made in the graph. Raises a TypeError, which ends a
     graph, for what PyTorch before 2.13 cannot hand over as a constant."""
     if _TAKES_TEXT_ALONE and isinstance(pattern, Pattern):
-        raise TypeError(
-            f"torch.compile of PyTorch {torch.__version__} does not trace Pattern objects; pass pattern.to_spec(), or a table"
-        )
+        raise TypeError(f"torch.compile of PyTorch {torch.__version__} does not trace Pattern objects; pass pattern.to_spec()")
     return pattern.to_spec() if isinstance(pattern, Pattern) and is_made_in_graph(pattern) else pattern
 
 

@@ -240,7 +240,8 @@ class _Compilation:
             touches = (least[local] < start + size) & (most[local] > start)
             width = max(1, touches.sum(1).max())
             picked = np.argsort(~touches, axis=1, kind="stable")[:, :width]
-            for part in _slices(len(chosen), max(1, _BATCH_NUMBERS // (size * width))):
+            step = max(1, _BATCH_NUMBERS // (size * width))
+            for part in (slice(low, low + step) for low in range(0, len(chosen), step)):
                 where = local[part, None], picked[part]
                 r, c = rows[chosen[part]], cols[chosen[part]]
                 runs_first, runs_stop = first[where], stop[where]
@@ -285,10 +286,6 @@ class _Compilation:
         np.minimum(stop, width, out=stop)
         stop *= (np.arange(self.grid.block_size) < self.grid.heights(rows)[:, None])[:, None, :]
         return pack_runs(first, stop)
-
-
-def _slices(count: int, step: int) -> Iterator[slice]:
-    return (slice(low, min(low + step, count)) for low in range(0, count, step))
 
 
 def by_head(pattern: Pattern) -> tuple[Pattern, ...]:

@@ -126,9 +126,7 @@ def grid_of(mask: FlexMask) -> BlockGrid:
         raise TypeError(f"from_flex needs a torch.nn.attention.flex_attention.BlockMask; got {got}")
     q_block, kv_block = mask.BLOCK_SIZE
     if q_block != kv_block:
-        raise ValueError(
-            f"from_flex needs square blocks; got BLOCK_SIZE={(q_block, kv_block)}; pass create_block_mask one number as BLOCK_SIZE"
-        )
+        raise ValueError(f"from_flex needs square blocks; got BLOCK_SIZE={(q_block, kv_block)}; pass one number as BLOCK_SIZE")
     return BlockGrid(*mask.seq_lengths, q_block)
 
 

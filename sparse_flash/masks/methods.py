@@ -188,15 +188,9 @@ def _derived(mask: BlockMask, name: str, make: Callable[[BlockMask], DERIVED]) -
     return cast(DERIVED, mask.__dict__[name])
 
 
-BlockMask.from_blocks = staticmethod(from_blocks)
-BlockMask.from_bsr = staticmethod(from_bsr)
-BlockMask.from_dense = staticmethod(from_dense)
-BlockMask.from_flex = staticmethod(from_flex)
-BlockMask.from_lists = staticmethod(from_lists)
-BlockMask.from_mask_mod = staticmethod(from_mask_mod)
-BlockMask.per_head = staticmethod(per_head)
-BlockMask.select = select
-BlockMask.transpose = transpose
-BlockMask.in_blocks_of = in_blocks_of
-BlockMask.tall = property(tall)
-BlockMask.by_document = property(by_document)
+for _make in (from_blocks, from_bsr, from_dense, from_flex, from_lists, from_mask_mod, per_head):
+    setattr(BlockMask, _make.__name__, staticmethod(_make))
+for _method in (select, transpose, in_blocks_of):
+    setattr(BlockMask, _method.__name__, _method)
+for _derive in (tall, by_document):
+    setattr(BlockMask, _derive.__name__, property(_derive))

@@ -87,9 +87,7 @@ class RunPattern(Pattern):
                 f"{first.dtype} of shape {first.shape} and {stop.dtype} of shape {stop.shape}; begin with q = q[..., None]"
             )
         if first.shape[1] == 0:
-            raise ValueError(
-                f"row_runs of {self} must return at least one run a query; got none; a run with stop <= first is empty"
-            )
+            raise ValueError(f"row_runs of {self} must return at least one run a query; got none; stop <= first is an empty run")
         return first.shape[1]
 
 
@@ -129,9 +127,7 @@ class UnitPattern(Pattern):
         """``block``. Raises TypeError for a class without it, ValueError where it is no number of tokens."""
         name = self.name or type(self).__qualname__
         if not hasattr(self, "block"):
-            raise TypeError(
-                f"{name} is a pattern of units and has no block, the tokens in a unit; give it a field block: int = 128"
-            )
+            raise TypeError(f"{name} is a pattern of units and has no block, the tokens in a unit; add a field block: int = 128")
         return positive_int(name, "block", self.block)
 
     def unit_rule(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:

@@ -91,9 +91,7 @@ def write_value(value: object) -> str:
     for kind in (int, float, str):  # subclasses write themselves otherwise, such as numpy.float64(0.5) or a member of an enum
         if isinstance(value, kind):
             return kind.__repr__(value)  # torch.compile of 2.11 cannot trace this, so other values do not come here
-    raise ValueError(
-        f"a {type(value).__name__} has no spec text; use integers, floats, strings, booleans and tuples as the fields of a pattern"
-    )
+    raise ValueError(f"a {type(value).__name__} has no spec text; use integers, floats, strings, booleans and tuples as fields")
 
 
 class _Reader:

@@ -361,17 +361,13 @@ def with_work(row_ptr: torch.Tensor, row_split: torch.Tensor, col_idx: torch.Ten
     orders, items, splits = zip(*(_divided(*bounds, col_idx.numpy()) for bounds in of_masks), strict=True)
     work = np.zeros((len(items), max(map(len, items)), WORK_FIELDS), np.int32)
     work[..., 0] = row_ptr.shape[1] - 1
-    listed = np.zeros((len(splits), max(2, *map(_count_of_splits, splits)), SPLIT_FIELDS), np.int32)
+    listed = np.zeros((len(splits), max(2, *(int(one[:, 2].sum()) for one in splits)), SPLIT_FIELDS), np.int32)
     for mask, (rows, heavy) in enumerate(zip(items, splits, strict=True)):
         work[mask, : len(rows)], listed[mask, : len(heavy)] = rows, heavy
     if listed.any():
         work[0, 0, 6] = work.shape[1]
     order, made = torch.from_numpy(np.stack(orders).astype(np.int32)), (torch.from_numpy(work), torch.from_numpy(listed))
     return Table(row_ptr, row_split, order, col_idx, tile_idx, *made)
-
-
-def _count_of_splits(splits: np.ndarray) -> int:
-    return int(splits[:, 2].sum())
 
 
 def _divided(ptr: np.ndarray, split: np.ndarray, cols: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, overload
+from typing import NamedTuple
 
 import numpy as np
 
@@ -59,35 +59,6 @@ class Drawing:
         image = io.BytesIO()
         _figure(self.mask, self.title, self.level).savefig(image, format="png", facecolor="white")
         return image.getvalue()
-
-
-@overload
-def draw(
-    mask,
-    path: str | Path | None = None,
-    *,
-    q_len: int | None = None,
-    kv_len: int | None = None,
-    block_size: int | None = None,
-    level: str = "auto",
-    title: str | None = None,
-    interactive: Literal[False] = False,
-) -> Drawing: ...
-
-
-@overload
-def draw(
-    mask,
-    path: str | Path | None = None,
-    *,
-    q_len: int | None = None,
-    kv_len: int | None = None,
-    block_size: int | None = None,
-    title: str | None = None,
-    interactive: Literal[True],
-    heads: Sequence[int] | None = None,
-    batch: int = 0,
-) -> Page: ...
 
 
 def draw(
@@ -163,7 +134,8 @@ def cells(mask: BlockMask | BlockSelection, height: int, width: int, level: str 
         raise ValueError(f"a picture shows one mask; got {masks}; draw them one by one, as mask.select(head)")
     if level not in ("auto", "tokens", "blocks"):
         raise ValueError(f"level must be 'auto', 'tokens' or 'blocks'; got {level!r}")
-    q_len, kv_len, block = mask.q_len, mask.kv_len, _block_of(mask)
+    q_len, kv_len, always = mask.q_len, mask.kv_len, mask.always if isinstance(mask, BlockSelection) else None
+    block = mask.block_size if always is None else max(mask.block_size, always.block_size)  # of the smallest cell in blocks
     if level == "auto":
         coarse = q_len <= (height - 1) * block and kv_len <= (width - 1) * block
         level = "tokens" if coarse and q_len * kv_len <= _MOST_DENSE_PAIRS else "blocks"
@@ -187,12 +159,6 @@ def cells(mask: BlockMask | BlockSelection, height: int, width: int, level: str 
             kept = kept.reshape(len(top), len(left)) + full.in_squares(group) * block**2
     heights, widths = np.diff(top, append=q_len), np.diff(left, append=kv_len)
     return Picture(kept / np.outer(heights, widths), unit, level)
-
-
-def _block_of(mask: BlockMask | BlockSelection) -> int:
-    """Tokens on a side of the smallest cell that is counted in blocks."""
-    always = mask.always if isinstance(mask, BlockSelection) else None
-    return mask.block_size if always is None else max(mask.block_size, always.block_size)
 
 
 def _parts(rows: int, cols: int, height: int, width: int) -> int:
@@ -228,7 +194,8 @@ def terminal(shares: np.ndarray, colour: bool, unicode: bool = True):
     text = Text(no_wrap=True)
     if not (colour and unicode):
         shades = np.array(list(_SHADES[unicode]))
-        for line in shades[_levels(shares)]:
+        levels = np.where(shares <= 0, 0, np.where(shares >= 1, 4, 1 + np.minimum((shares * 3).astype(int), 2)))
+        for line in shades[levels]:
             text.append("".join(c * 2 for c in line) + "\n")
         return text
     rgb = _rgb(shares)
@@ -253,11 +220,6 @@ def legend(colour: bool, unicode: bool = True):
             text.append("█", "#{:02x}{:02x}{:02x}".format(*colour_of))
         text.append(f" {name}   ")
     return text
-
-
-def _levels(shares: np.ndarray) -> np.ndarray:
-    """0 for empty, 1 to 3 for partial cells, 4 for full ones."""
-    return np.where(shares <= 0, 0, np.where(shares >= 1, 4, 1 + np.minimum((shares * 3).astype(int), 2)))
 
 
 def _rgb(shares: np.ndarray) -> np.ndarray:

@@ -251,9 +251,7 @@ def explain(
     _check_call(mask, dtype, batch, heads, kv_heads, head_dim, v_head_dim)
     if isinstance(mask, BlockSelection):
         if device is not None:
-            raise ValueError(
-                f"device must come with a mask, as the time of a selection is not predicted; got {device}; leave it out"
-            )
+            raise ValueError(f"device must come with a mask, as no selection's time is predicted; got {device}; leave it out")
         return explain_selection(mask, heads, kv_heads, head_dim, v_head_dim, dtype)
     grid, (full, partial) = mask.grid, mask.kept()
     blocks, kept_blocks = grid.q_blocks * grid.kv_blocks, full.blocks + len(partial.rows)
@@ -267,6 +265,10 @@ def explain(
     empty_queries, empty_keys = _empty_tokens(mask, full, partial)
     sizes = batch * heads, head_dim + v_head_dim, dtype.itemsize
     flops = batch * heads * forward_flops(head_dim, v_head_dim)  # of a pair
+    time: Prediction | str | None = None
+    if chip := chip_named(device):
+        time = refusal(mask, dtype, head_dim, v_head_dim)
+        time = time or predict(mask, heads, head_dim, chip, batch=batch, kv_heads=kv_heads, v_head_dim=v_head_dim, dtype=dtype)
     return Explanation(
         pattern=pattern,
         call=_in_words(grid, dtype, batch, heads, kv_heads, head_dim, v_head_dim),
@@ -297,27 +299,8 @@ def explain(
         rival_blocks=rival_blocks,
         memory=memory(mask, batch, heads, kv_heads, head_dim, v_head_dim, dtype, deterministic),
         video=explain_video(given, mask) if isinstance(given, Pattern) else None,
-        time=_time(mask, device, dtype, batch, heads, kv_heads, head_dim, v_head_dim),
+        time=time,
     )
-
-
-def _time(
-    mask: BlockMask,
-    device: str | torch.device | None,
-    dtype: torch.dtype,
-    batch: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    v_head_dim: int,
-) -> Prediction | str | None:
-    """See ``Explanation.time``."""
-    chip = chip_named(device)
-    if chip is None:
-        return None
-    if reason := refusal(mask, dtype, head_dim, v_head_dim):
-        return reason
-    return predict(mask, heads, head_dim, chip, batch=batch, kv_heads=kv_heads, v_head_dim=v_head_dim, dtype=dtype)
 
 
 def _check_call(
@@ -444,36 +427,22 @@ def _causal_blocks(grid: BlockGrid) -> int:
 
 def is_causal(mask: BlockMask) -> bool:
     """Whether no kept pair of any head has a key after its query: then the dense call in its place is causal attention."""
-    return all(_is_causal(mask, *mask.kept(number)) for number in range(mask.masks))
+    last, _ = _tile_ends(mask)
+    return all(_is_causal(mask, last, *mask.kept(number)) for number in range(mask.masks))
 
 
-def _is_causal(mask: BlockMask, full: FullBlocks, partial: PartialBlocks) -> bool:
+def _is_causal(mask: BlockMask, last: np.ndarray, full: FullBlocks, partial: PartialBlocks) -> bool:
     grid, size = mask.grid, mask.block_size
     # A block may hold such pairs if its last key is after its first query.
     if (full.stop * size - 1 > full.rows * size + grid.offset).any():
         return False
-    rows, cols, tile = (axis.astype(np.int64) for axis in (partial.rows, partial.cols, partial.tiles))
-    near = (np.minimum((cols + 1) * size, grid.kv_len) - 1) > rows * size + grid.offset
-    for which, tiles in ((1, mask.tile_runs), (2, mask.tile_bits)):
-        chosen = np.flatnonzero(near & (partial.kinds == which))
-        if not len(chosen):
-            continue
-        last = _last_kept(tiles.cpu().numpy(), which, size)
-        for low in range(0, len(chosen), _CHUNK):
-            part = chosen[low : low + _CHUNK]
-            key = cols[part][:, None] * size + last[tile[part]]
-            query = rows[part][:, None] * size + np.arange(size) + grid.offset
-            if (key > query).any():
-                return False
+    near = np.minimum((partial.cols.astype(np.int64) + 1) * size, grid.kv_len) - 1 > partial.rows * size + grid.offset
+    rows, cols, tile = (axis[near].astype(np.int64) for axis in (partial.rows, partial.cols, _tile_numbers(mask, partial)))
+    for part in (slice(low, low + _CHUNK) for low in range(0, len(rows), _CHUNK)):
+        query = rows[part, None] * size + np.arange(size) + grid.offset
+        if ((last[tile[part]] >= 0) & (cols[part, None] * size + last[tile[part]] > query)).any():
+            return False
     return True
-
-
-def _last_kept(tiles: np.ndarray, kind: int, size: int) -> np.ndarray:
-    """(tiles, block): the last key that each row of a tile keeps, before any key if it keeps none."""
-    last = np.empty(tiles.shape[:2], np.int64)
-    for part, kept in decoded(tiles, kind, size):
-        last[part] = np.where(kept.any(2), size - 1 - kept[:, :, ::-1].argmax(2), -2 * size)
-    return last
 
 
 def _empty_tokens(mask: BlockMask, full: FullBlocks, partial: PartialBlocks) -> tuple[int, int]:
@@ -483,25 +452,28 @@ def _empty_tokens(mask: BlockMask, full: FullBlocks, partial: PartialBlocks) -> 
     queries[full.rows] = True
     begun, ended = (np.bincount(bound, minlength=grid.kv_blocks + 1) for bound in (full.first, full.stop))
     keys[(begun - ended).cumsum()[:-1] > 0] = True
-    rows, cols, kind, tile = partial
-    for which, tiles in ((1, mask.tile_runs), (2, mask.tile_bits)):
-        chosen = np.flatnonzero(kind == which)
-        if not len(chosen):
-            continue
-        by_row, by_col = _alive(tiles.cpu().numpy(), which, size)
-        for low in range(0, len(chosen), _CHUNK):
-            part = chosen[low : low + _CHUNK]
-            np.logical_or.at(queries, rows[part], by_row[tile[part]])
-            np.logical_or.at(keys, cols[part], by_col[tile[part]])
+    last, kept_keys = _tile_ends(mask)
+    tile = _tile_numbers(mask, partial)
+    for part in (slice(low, low + _CHUNK) for low in range(0, len(tile), _CHUNK)):
+        np.logical_or.at(queries, partial.rows[part], last[tile[part]] >= 0)
+        np.logical_or.at(keys, partial.cols[part], kept_keys[tile[part]])
     return int(grid.q_len - queries.sum()), int(grid.kv_len - keys.sum())
 
 
-def _alive(tiles: np.ndarray, kind: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """(tiles, block) bool: which rows and which columns of each tile keep something."""
-    rows, cols = np.zeros((2, len(tiles), size), bool)
-    for part, kept in decoded(tiles, kind, size):
-        rows[part], cols[part] = kept.any(2), kept.any(1)
-    return rows, cols
+def _tile_ends(mask: BlockMask) -> tuple[np.ndarray, np.ndarray]:
+    """(the last key that each row of a tile keeps or -1, which keys some row keeps), (tiles, block) each, run tiles first."""
+    found = []
+    for kind, tiles in enumerate(mask.tiles, 1):
+        for _, kept in decoded(tiles.cpu().numpy(), kind, mask.block_size):
+            last = np.where(kept.any(2), mask.block_size - 1 - kept[:, :, ::-1].argmax(2), -1)
+            found.append((last, kept.any(1)))
+    last, keys = map(np.concatenate, zip(*found, strict=True))
+    return last, keys
+
+
+def _tile_numbers(mask: BlockMask, partial: PartialBlocks) -> np.ndarray:
+    """The rows of ``_tile_ends`` for these blocks."""
+    return partial.tiles + (partial.kinds == 2) * len(mask.tile_runs)
 
 
 def _dense(e: Explanation) -> str:

@@ -52,9 +52,7 @@ class SelectionExplanation:
         """Suggestions, as sentences."""
         if self.every > 1 or self.alike < MOSTLY:
             return []
-        return [
-            f"{self.alike:.0%} of the picks were picked by the query before: a choice for several queries (every=) runs faster."
-        ]
+        return [f"{self.alike:.0%} of picks were picked by the query before: a choice for several queries (every=) is faster."]
 
     def lines(self) -> dict[str, str]:
         """The numbers as sentences, by name."""
@@ -83,9 +81,7 @@ def explain_selection(
     if not batch:
         raise ValueError("explain needs the picks of at least one sequence; got a selection of batch 0")
     if heads % picking:
-        raise ValueError(
-            f"heads must be a multiple of the {picking} heads that pick; got {heads}; pass heads=, the number of query heads"
-        )
+        raise ValueError(f"heads must be a multiple of the {picking} heads that pick; got {heads}; pass the number of query heads")
     lines = selection.picks.cpu().flatten(0, 1)
     valid = lines >= 0
     before = (lines[:, 1:, :, None] == lines[:, :-1, None, :]).any(-1) & valid[:, 1:]

@@ -74,9 +74,7 @@ def explain_video(pattern: Pattern, mask: BlockMask) -> VideoExplanation | None:
     if layout is None or not mask.q_len == mask.kv_len == layout.length:
         return None
     windows = (leaf.window_in_tiles for leaf in _over_tiles(pattern) if leaf.window_in_tiles is not None)
-    inside = (
-        tuple(min(tiles * side, extent) for tiles, side, extent in zip(window, layout.tile, layout.grid)) for window in windows
-    )
+    inside = (tuple(min(n * side, most) for n, side, most in zip(window, layout.tile, layout.grid)) for window in windows)
     position = np.arange(layout.length)
     video = position < layout.tiled
     pairs = (layout.tokens - layout.prefix - layout.suffix) ** 2

@@ -19,6 +19,7 @@ import numpy as np
 
 from ..masks.block_mask import BlockMask
 from ..masks.grid import checked_index, runs_of
+from ..masks.tiles import pack_bits, tile_content
 from .paths import PAGE, checked_path
 
 MOST_NUMBERS = 1 << 23  # int32 of a page before compression: 32 MiB
@@ -61,8 +62,12 @@ def page_of(mask: BlockMask, title: str, heads: Sequence[int] | None = None, bat
         room -= 3 * len(runs[0])
         panels.append({"name": _named(names), "heads": max(1, len(names)), "runs": len(runs[0])})
         tables.append([counts, *runs])
-    numbers, sizes = _with_tiles(mask, tables, room)
-    head = {"q_len": mask.q_len, "kv_len": mask.kv_len, "block": mask.block_size, **sizes, "panels": panels}
+    used = np.unique(np.concatenate([[0], *(tiles for *_, tiles in tables)]))  # numbered anew; full blocks are the first
+    _check_room(room - len(used) * mask.block_size * -(-mask.block_size // 32))
+    kept = pack_bits(mask.tile_pairs(np.where(used, 2 - used % 2, 0), np.maximum(used - 1, 0) // 2))
+    axes = [axis for *runs, tiles in tables for axis in (*runs, np.searchsorted(used, tiles))]
+    numbers = np.diff(np.concatenate([*axes, kept.ravel()]), prepend=0)  # which compress well
+    head = {"q_len": mask.q_len, "kv_len": mask.kv_len, "block": mask.block_size, "panels": panels}
     filled = {
         "@HEAD@": json.dumps(head),
         "@DATA@": base64.b64encode(zlib.compress(numbers.astype("<i4").tobytes())).decode(),
@@ -96,15 +101,15 @@ def _named(heads: list[int]) -> str:
 
 
 def _runs(mask: BlockMask, number: int, room: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """A stored mask as runs of blocks with one tile, by row: how many runs each row has, (q_blocks,); and by run, how far its first
-    block is from the run before, how many blocks it has, and its tile: 0 for full, then tile_runs, then tile_bits, (runs,) each.
+    """A stored mask as runs of blocks with one tile, by row: how many runs each row has, (q_blocks,); and by run, its blocks first
+    .. stop - 1 and its ``tile_content``, (runs,) each.
 
     room: how many numbers the page can still hold.
     """
-    parts, offsets = [], np.array([0, 1, 1 + len(mask.tile_runs)])
+    parts = []
     for full, partial in mask.bands(number):
         of_full = np.stack([full.rows, full.first, full.stop, np.zeros_like(full.rows)])
-        of_partial = np.stack([partial.rows, partial.cols, partial.cols + 1, offsets[partial.kinds] + partial.tiles])
+        of_partial = np.stack([partial.rows, partial.cols, partial.cols + 1, tile_content(partial.kinds, partial.tiles)])
         runs = np.concatenate([of_full, of_partial], axis=1)
         rows, first, stop, tile = runs = runs[:, np.argsort(runs[0] * mask.grid.kv_blocks + runs[1])]
         new = np.ones(len(rows) + 1, bool)
@@ -114,21 +119,7 @@ def _runs(mask: BlockMask, number: int, room: int) -> tuple[np.ndarray, np.ndarr
         room -= 3 * parts[-1].shape[1]
         _check_room(room)
     rows, first, stop, tile = np.concatenate(parts, axis=1)
-    before = np.where(np.diff(rows, prepend=-1) > 0, 0, np.roll(stop, 1))
-    return np.bincount(rows, minlength=mask.grid.q_blocks), first - before, stop - first, tile
-
-
-def _with_tiles(mask: BlockMask, tables: list[list[np.ndarray]], room: int) -> tuple[np.ndarray, dict[str, int]]:
-    """All numbers of a page, and how many tiles of each kind it has: only tiles that the tables use, numbered anew from 1."""
-    used = np.unique(np.concatenate([tiles for *_, tiles in tables]))
-    used = used[used > 0]
-    is_run = used <= len(mask.tile_runs)
-    chosen = used[is_run] - 1, used[~is_run] - 1 - len(mask.tile_runs)
-    _check_room(room - sum(len(index) * stored[0].numel() for index, stored in zip(chosen, mask.tiles, strict=True)))
-    stacks = [stored.cpu().numpy()[index].ravel() for index, stored in zip(chosen, mask.tiles, strict=True)]
-    numbered = [[*runs, np.searchsorted(used, tiles) + (tiles > 0)] for *runs, tiles in tables]
-    sizes = dict(zip(("run_tiles", "bit_tiles"), map(len, chosen), strict=True))
-    return np.concatenate([*(axis for table in numbered for axis in table), *stacks]), sizes
+    return np.bincount(rows, minlength=mask.grid.q_blocks), first, stop, tile
 
 
 def _check_room(room: int) -> None:

@@ -595,12 +595,6 @@ def test_a_mask_on_another_device_is_one_clear_error():
         sf.attention(*inputs(), mask)
 
 
-@parametrize("block_size", [0, 8, 48, 512])
-def test_a_block_size_out_of_range_is_one_clear_error(block_size):
-    with pytest.raises(ValueError, match=r"block_size must be a power of two in 16..256; got .*; try 128"):
-        sf.compile_mask("causal", 100, block_size=block_size)
-
-
 @parametrize("kv_heads", [8, 2])
 @parametrize("mask", [None, "causal", sf.local(5)], ids=str)
 def test_tokens_before_heads_are_warned_of_at_the_line_of_the_call(mask, kv_heads):

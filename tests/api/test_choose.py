@@ -214,12 +214,6 @@ def test_attention_under_a_chosen_mask_is_right(backend):
 
 
 @every
-def test_other_queries_and_keys_choose_other_blocks(spec):
-    one, other = (sf.choose_blocks(spec, *inputs(seed=seed)[:2]).kept_blocks() for seed in (0, 1))
-    assert not torch.equal(one, other)
-
-
-@every
 def test_attention_under_an_expression_is_attention_under_its_mask(spec):
     q, k, v = inputs(170, 200)
     mask = sf.choose_blocks(spec, q, k)
@@ -436,18 +430,6 @@ def test_tokens_that_do_not_exist_decide_nothing(spec, held):
     assert torch.equal(sf.attention(*others, spec, **lengths), wanted)
 
 
-@parametrize("causal", [True, False])
-def test_blocks_without_existing_keys_are_not_chosen(causal):
-    q, k, v = inputs(64 * 6, 64 * 6, batch=1, heads=2, kv_heads=1)
-    spec, ends = "pooled(keep=3, block=64)", torch.tensor([64 * 3 - 5], device=DEVICE)
-    spec = f"causal & {spec}" if causal else spec
-    existing = slice(0, int(ends))
-    padded_out = sf.attention(q, k, v, spec, q_lens=ends, kv_lens=ends)[:, :, existing]
-    # All three blocks of keys that exist are kept, though the product with others may be larger.
-    alone = sf.attention(*(x[:, :, existing] for x in (q, k, v)), "causal" if causal else None)
-    torch.testing.assert_close(padded_out, alone)
-
-
 NO_SHARES = chosen.rules.filter(lambda rule: rule[0] != "budget" and not (rule[0] == "keep" and isinstance(rule[1], float)))
 
 
@@ -547,15 +529,6 @@ def test_each_head_keeps_what_its_own_expression_keeps(picks, causal, lengths):
             own = sf.choose_blocks(f"{within}scored(keep=1, block=64)", q, k, scores=-math.inf + random_scores(q, k, 64, 0))
             wanted = torch.from_numpy(wanted).to(DEVICE) | own.kept_blocks()[0, 0]
         assert torch.equal(kept[:, head], wanted.expand_as(kept[:, head]))
-
-
-def test_a_head_of_patterns_alone_keeps_whole_blocks_within():
-    q, k, _ = inputs(256, 256)
-    mask = sf.choose_blocks("causal & per_head([pooled(keep=1, block=64), local(10), sinks(3), pooled(keep=1, block=64)])", q, k)
-    found, token = mask.to_dense()[0], torch.arange(256, device=DEVICE)
-    causal, block = token[:, None] >= token, token // 64
-    assert torch.equal(found[1], causal & (block[:, None] - block <= 1))
-    assert torch.equal(found[2], causal & ((block == 0) | (block[:, None] == block)))
 
 
 def test_heads_of_a_group_choose_once_by_the_largest_of_their_scores():

@@ -137,15 +137,6 @@ def test_a_row_keeps_as_many_blocks_as_it_was_told_its_own_among_them(keep, coun
     assert kept.diagonal(dim1=2, dim2=3).all() and not kept.triu(1).any()
 
 
-def test_blocks_kept_in_any_case_count_first_and_go_beyond():
-    q, k = inputs(320, 320)
-    sinks = sf.topk_blocks(q, k, 2, block_size=32, always="sinks(4)").kept_blocks().cpu()
-    assert sinks[..., 0].all() and (sinks.sum(3) == torch.arange(1, 11).clamp(max=2)).all()
-    window = sf.topk_blocks(q, k, 2, block_size=32, always="local(70)").kept_blocks()
-    compiled = sf.compile_mask("causal & local(70)", 320, block_size=32, device=DEVICE)
-    assert torch.equal(window, compiled.kept_blocks().expand(window.shape))
-
-
 @parametrize("within, always", [("causal", None), (None, "sinks(4)")])
 def test_choice_and_attention_compile_into_one_graph(within, always):
     def chosen(q, k):

@@ -354,18 +354,6 @@ def test_there_is_room_for_any_lengths(pattern, lengths, same, beyond, slack):
     assert touched <= plan.entries and touched - full <= plan.tiles
 
 
-@parametrize(
-    "pattern", ["local(30) | global_tokens(5)", "random(0.4, block=16)", "causal & strided(7, block=1)", "causal | sinks(3)"]
-)
-def test_only_single_runs_that_ascend_are_taken_in_place(pattern):
-    kept = sf.compile_mask(pattern, 512).to_dense().numpy()
-    single = (np.diff(kept.astype(int), prepend=0, axis=1) == 1).sum(1).max() <= 1
-    first, stop = kept.argmax(1), kept.argmax(1) + kept.sum(1)
-    assert (in_place.single_runs(sf.compile_mask(pattern, 512)) is not None) == (
-        single and (np.diff(first) >= 0).all() and (np.diff(stop) >= 0).all()
-    )
-
-
 def assert_well_formed(mask):
     """By ``Table``'s docstring: segments ascend, work is the rows' bounds, heaviest first, and both tables agree."""
     said = []
@@ -386,17 +374,6 @@ def assert_well_formed(mask):
                     entries.add((row, int(cols[entry]), kind, int(tiles[entry]) if kind else 0))
         said.append(entries)
     assert said[0] == {(row, col, kind, tile) for col, row, kind, tile in said[1]}
-
-
-def test_the_table_equals_that_of_a_mask_made_from_all_pairs():
-    lengths = (130, 1, 0, 200)
-    packed = pack(False, "causal & local(60)", bounds(lengths), tokens=(331, 331))
-    token = packed.queries.token_of_row.long()
-    of_documents = documents_mask("causal & local(60)", lengths, lengths, 331, 331).to(DEVICE)
-    of_documents = of_documents[token][:, token] & (token >= 0)[:, None] & (token >= 0)
-    kept = packed.mask.to_dense() & (token >= 0)[:, None]  # places without a query do not matter
-    assert torch.equal(kept, of_documents)
-    assert torch.equal(token[packed.queries.row_of_token.long()], torch.arange(331, device=DEVICE))
 
 
 SHORT = (1, 3, 2, 0, 64, 1, 65, 2, 127, 60, 60, 60, 1, 1, 128, 2, 300, 1, 9, 33)

@@ -160,22 +160,11 @@ def test_a_run_says_first_how_long_it_takes_and_each_note_once(tmp_path, monkeyp
     from sparse_flash.benchmarks.measure import drift, throughput
     from sparse_flash.benchmarks.report import page
 
-    figures = {
-        "forward_ms": 1.0,
-        "backward_ms": 2.0,
-        "forward_us": 1.0,
-        "both_us": 2.0,
-        "forward_host_us": 1.0,
-        "both_host_us": 2.0,
-    }
-    figures |= {
-        "forward_ms_spread": [0.5, 1.5],
-        "compile_s": 1.0,
-        "compile_s_spread": [0.1, 1.9],
-        "peak_bytes": 1,
-        "table_bytes": 1,
-    }
-    figures |= {"density": 0.5, "block_density": 0.5, "causal": True, "correct": True, "dtype": "float32", "kept_blocks": 1}
+    figures = dict.fromkeys(("forward_ms", "forward_us", "forward_host_us", "compile_s"), 1.0)
+    figures |= dict.fromkeys(("backward_ms", "both_us", "both_host_us"), 2.0)
+    figures |= dict.fromkeys(("peak_bytes", "table_bytes", "kept_blocks"), 1)
+    figures |= {"forward_ms_spread": [0.5, 1.5], "compile_s_spread": [0.1, 1.9], "density": 0.5, "block_density": 0.5}
+    figures |= {"causal": True, "correct": True, "dtype": "float32"}
     monkeypatch.setattr(throughput, "run", lambda case, *_: dict(figures))
     monkeypatch.setattr(drift.Baselines, "before", lambda *_: None)
     monkeypatch.setattr(page, "write", lambda results: None)

@@ -156,21 +156,6 @@ def test_block_map_of_run_time_keeps_its_blocks_cut_to_the_lengths(blocks, block
     assert (weight.gather(1, mask.by_query.row_order.long()).diff(dim=1) <= 0).all()
 
 
-@settings(max_examples=60)
-@given(blocks=maps, block_size=st.sampled_from([16, 32]), cut=st.integers(0, 15))
-def test_block_map_of_run_time_keeps_what_the_compiled_pattern_keeps(blocks, block_size, cut):
-    # The pattern counts units from the last position, the map blocks from the first query; the two agree if both are cut alike.
-    one = blocks[0, 0]
-    q_len, kv_len = (n * block_size - cut for n in one.shape)
-    run_time = sf.BlockMask.from_blocks(one, block_size, q_len, kv_len)
-    compiled = sf.compile_mask(sf.from_blocks(one, block_size), q_len, kv_len, block_size)
-    torch.testing.assert_close(run_time.to_dense(), compiled.to_dense())
-    torch.testing.assert_close(run_time.block_states(), compiled.block_states())
-    assert run_time.kept_pairs().tolist() == compiled.kept_pairs().tolist()
-    entries = [sorted(zip(*(a.tolist() for a in m.entries()[:3]), strict=True)) for m in (run_time, compiled)]
-    assert entries[0] == entries[1]  # the same blocks have a tile: the cut ones
-
-
 @settings(max_examples=100)
 @given(
     pattern=strategies.expressions,
@@ -202,21 +187,6 @@ def test_block_map_of_run_time_within_a_pattern_keeps_what_both_keep(pattern, le
     assert all(t.dtype == torch.int32 and t.is_contiguous() for table in (mask.by_query, mask.by_key) for t in table)
 
 
-@settings(max_examples=40)
-@given(pattern=strategies.expressions, lengths=strategies.lengths, size=strategies.block_sizes)
-def test_block_map_that_keeps_all_within_a_pattern_is_the_pattern_compiled(pattern, lengths, size):
-    limit = sf.compile_mask(pattern, *lengths, size)
-    mask = sf.BlockMask.from_blocks(torch.ones(limit.grid.shape, dtype=torch.bool), size, *lengths, within=limit)
-    for ours, theirs in ((mask.by_query, limit.by_query), (mask.by_key, limit.by_key)):
-        entries = int(theirs.row_ptr[0, -1])
-        for name in ("row_ptr", "row_split"):
-            assert torch.equal(getattr(ours, name), getattr(theirs, name))
-        # By weight alone: the host does not see it.
-        assert torch.equal(ours.row_order, torch.argsort(ours.row_ptr.diff(), descending=True, stable=True).int())
-        for name in ("col_idx", "tile_idx"):
-            assert torch.equal(getattr(ours, name)[:entries], getattr(theirs, name)[:entries])
-
-
 def test_block_map_within_another_made_at_run_time_keeps_the_blocks_of_both():
     generator = torch.Generator().manual_seed(0)
     first, second = (torch.rand(5, 6, generator=generator) < 0.5 for _ in range(2))
@@ -230,11 +200,6 @@ def test_block_map_within_what_is_no_mask_is_refused():
     for within in (3, ["causal"]):
         with pytest.raises(TypeError, match=f"must be a Pattern, its spec text or a BlockMask; got {type(within).__name__}"):
             sf.BlockMask.from_blocks(torch.ones(2, 2, dtype=torch.bool), 128, within=within)
-
-
-def test_lengths_of_a_block_map_default_to_whole_blocks():
-    mask = sf.BlockMask.from_blocks(torch.ones(2, 3, dtype=torch.bool), 32)
-    assert (mask.q_len, mask.kv_len, tuple(mask.mask_index.shape)) == (64, 96, (1, 1)) and mask.to_dense().all()
 
 
 @pytest.mark.parametrize(
@@ -285,16 +250,6 @@ def test_each_head_has_its_own_mask_in_both_tables(heads, lengths, size):
         found = decoded(mask, number, mask.by_key, *mask.grid.shape[::-1])
         np.testing.assert_array_equal(assembled(found, mask, *lengths, by_key=True), expected[head])
     assert mask.masks == len({e.tobytes() for e in expected})  # one meaning, one mask
-
-
-def test_heads_that_mean_the_same_mask_cost_one_mask():
-    one = sf.compile_mask(sf.causal() & sf.local(200), 4096)
-    heads = [one, "causal & local(200)", sf.local(200) & sf.causal(), ~(~sf.causal() | ~sf.local(200))] * 8
-    mask = sf.BlockMask.per_head(heads)
-    assert mask.masks == 1 and mask.nbytes == one.nbytes + 31 * 4 and mask.mask_index.tolist() == [[0] * 32]
-    mixed = sf.BlockMask.per_head([one, "causal", one, "causal"])
-    assert mixed.masks == 2 and mixed.mask_index.tolist() == [[0, 1, 0, 1]]
-    assert mixed.nbytes < one.nbytes + sf.compile_mask("causal", 4096).nbytes + 1024
 
 
 def test_heads_that_do_not_fit_together_are_refused():
@@ -533,10 +488,12 @@ def test_masks_of_several_heads_have_as_many_items_the_missing_ones_past_the_las
 
 @settings(max_examples=60)
 @given(
-    pattern=strategies.expressions, lengths=strategies.lengths, sizes=st.sampled_from([(16, 32), (16, 128), (32, 128), (64, 256)])
+    heads=st.lists(strategies.expressions, min_size=1, max_size=3),
+    lengths=strategies.lengths,
+    sizes=st.sampled_from([(16, 32), (16, 128), (32, 128), (64, 256)]),
 )
-def test_a_mask_in_larger_blocks_is_the_mask_compiled_in_them(pattern, lengths, sizes):
-    mask, expected = (sf.compile_mask(pattern, *lengths, size) for size in sizes)
+def test_a_mask_in_larger_blocks_is_the_mask_compiled_in_them(heads, lengths, sizes):
+    mask, expected = (sf.BlockMask.per_head(heads, *lengths, size) for size in sizes)
     for blocks_at_a_time in (1 << 20, 7):
         with mock.patch.object(tables, "_BAND", blocks_at_a_time):
             assert mask.in_blocks_of(sizes[1]).equal(expected)
@@ -591,12 +548,6 @@ def test_runs_of_full_blocks_are_counted_by_square(rows, cols, share, seed, grou
     squares = np.pad(kept, ((0, -rows % group), (0, -cols % group))).reshape(-(-rows // group), group, -(-cols // group), group)
     counts = tables.FullBlocks.of(kept.shape, *np.nonzero(kept)).in_squares(group)
     np.testing.assert_array_equal(counts, squares.sum((1, 3)))
-
-
-def test_masks_of_several_heads_in_larger_blocks_are_those_of_each_head():
-    patterns = ["causal", "causal & local(40)", "causal"]
-    joined = sf.BlockMask.per_head(patterns, q_len=300, block_size=32).in_blocks_of(128)
-    assert joined.equal(sf.BlockMask.per_head(patterns, q_len=300, block_size=128))
 
 
 def test_small_blocks_are_visited_as_large_ones_where_those_hold_little_more():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import BlockMask as FlexMask
-from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention, noop_mask
+from torch.nn.attention.flex_attention import create_block_mask, create_mask, noop_mask
 
 import sparse_flash as sf
 from sparse_flash.masks import cache
@@ -56,29 +56,6 @@ def test_every_pair_is_kept_that_the_rule_keeps_and_no_other(rule, lengths, size
     kept = create_mask(rule, None, None, *lengths, device="cpu")
     assert torch.equal(mask.to_dense().expand(kept.shape), kept)
     assert (mask.q_len, mask.kv_len, mask.block_size) == (*lengths, size)
-
-
-def test_each_batch_entry_and_head_keeps_its_own_rule():
-    flex = create_block_mask(by_head, 2, 3, 300, 300, device="cpu")
-    mask = sf.BlockMask.from_flex(flex)
-    assert mask.mask_index.shape == (2, 3)
-    assert torch.equal(mask.to_dense(), create_mask(by_head, 2, 3, 300, 300, device="cpu"))
-
-
-@pytest.mark.parametrize("rule, heads", [(window, None), (by_head, 3), (scattered, None)])
-def test_attention_is_that_of_flex_attention(rule, heads):
-    q, k, v = (torch.randn(2, 3, 300, 16) for _ in range(3))
-    flex = create_block_mask(rule, 2 if heads else None, heads, 300, 300, device="cpu")
-    expected = flex_attention(q, k, v, block_mask=flex)
-    torch.testing.assert_close(sf.attention(q, k, v, sf.BlockMask.from_flex(flex)), expected, atol=1e-5, rtol=1e-4)
-
-
-def test_a_mask_of_whole_blocks_alone_needs_no_rule():
-    count, index = torch.tensor([[[1, 2]]], dtype=torch.int32), torch.tensor([[[[0, 1], [0, 1]]]], dtype=torch.int32)
-    none = torch.zeros_like(count)
-    flex = FlexMask.from_kv_blocks(none, index, count, index, BLOCK_SIZE=128, seq_lengths=(250, 256))
-    expected = sf.BlockMask.from_blocks(torch.tensor([[True, False], [True, True]]), 128, 250, 256)
-    assert torch.equal(sf.BlockMask.from_flex(flex).to_dense(), expected.to_dense())
 
 
 def of_blocks(kept, lengths=None, size=64, lists="full"):

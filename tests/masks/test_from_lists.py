@@ -85,18 +85,6 @@ def test_the_indices_of_a_sparse_bsr_tensor_are_its_mask():
     assert torch.equal(mask.to_dense(), dense)
 
 
-@pytest.mark.parametrize("make", MAKE)
-@pytest.mark.parametrize("kept", [KEPT, torch.zeros_like(KEPT)], ids=["some", "none"])
-def test_queries_of_an_empty_list_get_0_and_no_gradient(make, kept):
-    from_these, tensors = MAKE[make](kept)
-    q, k = torch.randn(1, 2, 45, 16, requires_grad=True), torch.randn(1, 2, 64, 16)
-    out, lse = sf.attention(q, k, k, from_these(*tensors, 16, 45, 64), return_lse=True)
-    (dq,) = torch.autograd.grad(out.square().sum(), q)
-    empty = (~kept.any(1)).repeat_interleave(16)[:45]
-    assert not out[:, :, empty].any() and not dq[:, :, empty].any() and (lse[:, :, empty] == -torch.inf).all()
-    assert out[:, :, ~empty].all() and torch.isfinite(dq).all()
-
-
 @pytest.mark.parametrize("within", [None, "causal"])
 @pytest.mark.parametrize("make", MAKE)
 def test_values_are_not_read(make, within):

@@ -148,43 +148,6 @@ def test_the_kernel_makes_what_tensor_operations_make(counts, by_key):
         assert torch.equal(work, expected[0]) and torch.equal(lines, expected[1])
 
 
-def attended(q, k, v, table):
-    """(out, lse) of attention in which each item of a table is computed alone, a block being one token; then splits are combined as
-    ``Table.splits`` says."""
-    rows, work = table.row_order.shape[1], table.work[0].tolist()
-    out, lse = torch.full_like(q, float("nan")), q.new_full((rows,), float("nan"))
-    splits = {}
-    for row, begin, _, _, end, number, *_ in work[: work[0][6]]:
-        cols = table.col_idx[begin:end].long()
-        scores = k[cols] @ q[row]
-        result = scores.softmax(0) @ v[cols], scores.logsumexp(0)
-        if number:
-            splits[number - 1] = result
-        else:
-            out[row], lse[row] = result
-    for row, first, count, _ in table.splits[0].tolist():
-        if count:
-            parts, logs = (torch.stack(x) for x in zip(*(splits[first + n] for n in range(count)), strict=True))
-            out[row], lse[row] = logs.softmax(0) @ parts, logs.logsumexp(0)
-    return out, lse
-
-
-def test_attention_by_items_and_lines_is_dense_attention_by_query_and_by_key():
-    generator = torch.Generator().manual_seed(0)
-    blocks = torch.rand(70, 90, generator=generator) < 0.1
-    blocks[3] = blocks[:, 8] = True
-    blocks[11] = blocks[:, 12] = False
-    with heavy_rows_split():
-        mask = sf.BlockMask.from_blocks(blocks, 16)
-    q, k, v = (torch.randn(n, 8, dtype=torch.float64, generator=generator) for n in (70, 90, 90))
-    for table, rows, cols, values, kept in ((mask.by_query, q, k, v, blocks), (mask.by_key, k, q, q, blocks.T)):
-        assert (table.splits[0, :, 2] > 0).any()
-        out, lse = attended(rows, cols, values, table)
-        scores = (rows @ cols.T).masked_fill(~kept, -float("inf"))
-        torch.testing.assert_close(out, scores.softmax(1).nan_to_num() @ values)
-        torch.testing.assert_close(lse, scores.logsumexp(1))
-
-
 @pytest.fixture
 def split_mask():
     """Several splits for most rows and columns of the first of two heads, none for the second."""

@@ -6,7 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError, dataclass
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise, product
 
@@ -242,13 +242,6 @@ def test_fewer_queries_see_what_the_last_queries_of_the_square_mask_see(pattern,
     torch.testing.assert_close(decoding, square[kv_len - q_len :])
 
 
-def test_queries_before_the_first_key_keep_nothing_under_causal_and_the_window_follows_the_end():
-    kept = strategies.dense(sf.causal(), 10, 4)
-    assert not kept[:6].any() and kept[6:].sum() == 10
-    assert strategies.dense(sf.local(2), 10, 4)[9].tolist() == [False, False, True, True]
-    assert not strategies.dense(sf.global_tokens(2), 10, 4)[:6, 2:].any()
-
-
 def reachable(step):
     """Which pairs are connected after any number of layers."""
     reach = step
@@ -274,13 +267,6 @@ def test_token_stride_shorter_than_a_block_leaves_no_block_empty_and_units_do():
     units = sf.compile_mask(sf.strided(8, block=64), 2048, block_size=64)
     assert tokens.block_density == 1.0 and units.block_density < 0.6
     assert units.density == units.block_density  # whole units, so no block is kept in part
-
-
-def test_prefix_includes_causal_and_causal_takes_the_prefix_away():
-    n, prefix = 24, strategies.dense(sf.prefix(9), 24, 24)
-    np.testing.assert_array_equal(prefix, strategies.dense(sf.causal() | sf.sinks(9), n, n))
-    np.testing.assert_array_equal(strategies.dense(sf.causal() & sf.prefix(9), n, n), strategies.dense(sf.causal(), n, n))
-    assert prefix[0, 8] and not prefix[0, 9]
 
 
 @settings(max_examples=30)
@@ -486,23 +472,10 @@ def test_parameters_far_beyond_the_sequence_neither_overflow_nor_take_memory(hug
     assert sf.compile_mask(sf.shifted("full", huge, allow_uncovered=True), n).kept_pairs().tolist() == [0]
 
 
-@settings(max_examples=60)
-@given(pattern=strategies.leaves)
-def test_fields_of_a_pattern_cannot_be_set(pattern):
-    fields = list(pattern.__dataclass_fields__)
-    assume(fields)
-    with pytest.raises(FrozenInstanceError):
-        setattr(pattern, fields[0], 1)
-
-
-def test_a_token_rule_that_fails_on_arrays_names_its_pattern():
-    @dataclass(frozen=True)
-    class Both(sf.Pattern):
-        def token_rule(self, q, kv):
-            return q >= kv and q % 2 == 0
-
-    with pytest.raises(ValueError, match=r"the token rule of .*Both\(\) failed on arrays of positions: .*& \| ~ instead of and"):
-        sf.compile_mask(Both(), 40)
+@dataclass(frozen=True)
+class Both(sf.Pattern):
+    def token_rule(self, q, kv):
+        return q >= kv and q % 2 == 0
 
 
 @dataclass(frozen=True)
@@ -533,7 +506,7 @@ class DistanceOf(sf.DistancePattern):
         return 0 <= distance < 3
 
 
-@pytest.mark.parametrize("pattern", [Logarithm(), Choosing(), UnitsOf(), DistanceOf()], ids=lambda p: type(p).__name__)
+@pytest.mark.parametrize("pattern", [Both(), Logarithm(), Choosing(), UnitsOf(), DistanceOf()], ids=lambda p: type(p).__name__)
 def test_each_rule_that_fails_on_arrays_is_named_with_its_pattern(pattern):
     rule = r"(the token rule|row_runs|unit_rule|distance_rule)"
     said = rf"{rule} of .*{type(pattern).__name__}\(.*\) failed on arrays of positions: .* \(use NumPy's functions"

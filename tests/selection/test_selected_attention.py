@@ -207,13 +207,6 @@ def test_what_a_query_that_keeps_nothing_receives_reaches_no_gradient(backend):
     assert empty.sum() == 2 * 10 and all(torch.equal(grad, same) for grad, same in zip(grads, wanted, strict=True))
 
 
-def test_masses_relative_to_lse_sum_to_one_where_nothing_is_kept_besides():
-    _, selection = case("each query, groups of 4, odd lengths")
-    q, k = (tensor((1, h, 75, 16)) for h in (8, 2))
-    _, lse, block_lse = sf.attention(q, k, k, selection, return_lse=True, return_block_lse=True)
-    torch.testing.assert_close((block_lse - lse[..., None]).exp().sum(-1), torch.ones_like(lse))
-
-
 def test_sinks_join_the_softmax():
     _, selection = case("each query, groups of 4, odd lengths")
     q, k, sinks = tensor((1, 8, 75, 16)), tensor((1, 2, 75, 16)), torch.randn(8, device=DEVICE)

@@ -244,7 +244,7 @@ def test_means_refuse_what_they_were_not_made_for():
         (ValueError, r"q must have shape \(3, a multiple of 2 heads, q_len, 32\)", lambda: means.choose(Q[:, :3], 3)),
         (
             ValueError,
-            "choose for 1 to 64 queries of a sequence; got 65; use topk_blocks",
+            "choose for 1 to 64 queries; got 65; use topk_blocks",
             lambda: means.choose(K.repeat(1, 1, 2, 1)[:, :, :65], 3),
         ),
         (ValueError, "q is on meta and the means on .*; make the means with device='meta'", lambda: means.choose(Q.to("meta"), 3)),

@@ -226,7 +226,7 @@ def test_the_numbers_of_explain_are_those_of_the_picks(every):
 def test_picks_that_are_alike_are_told():
     alike = sf.BlockSelection.from_picks(torch.zeros(1, 1, 400, 1, dtype=torch.int32), 16)
     assert "every=" in str(sf.explain(alike)) and not sf.explain(selection(), heads=2).hints
-    with pytest.raises(ValueError, match="a multiple of the 2 heads that pick; got 3; pass heads=, the number of query"):
+    with pytest.raises(ValueError, match="a multiple of the 2 heads that pick; got 3; pass the number of query"):
         sf.explain(selection(), heads=3)
     with pytest.raises(ValueError, match="at least one sequence; got a selection of batch 0"):
         sf.explain(sf.topk_blocks(*[torch.zeros(0, 2, 32, 8)] * 2, 1, every=1, block_size=16), heads=2)

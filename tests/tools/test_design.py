@@ -80,16 +80,6 @@ def test_every_design_is_within_its_budget_keeps_what_it_must_and_reaches_what_i
     assert order == sorted(order)
 
 
-def test_heads_reach_together_what_their_union_reaches(whole_blocks):
-    """A design by head against one mask that keeps the pairs of all of its heads."""
-    found = [one for one in sf.design(LENGTH, 0.5, heads=4, block_size=BLOCK, count=9) if "head" in one.summary]
-    assert found
-    for one in found:
-        together = sf.Pattern.from_spec(" | ".join(f"({text})" for text in {str(head) for head in one.pattern.patterns}))
-        search = module._DesignSearch(module.BlockGrid(LENGTH, LENGTH, BLOCK), (), True, 1, 1, False)
-        assert one.reach == search.reach([search.whole(search.pairs_of(together))])
-
-
 def test_a_dense_layer_goes_first_if_the_budget_has_room_for_it():
     """The arm "mixed" of experiments/recall: of the masks at this budget, the one that answers what is far."""
     first, *others = sf.design(16384, "30%", layers=4, keep="local(256)", count=2)
@@ -170,7 +160,7 @@ def test_a_budget_of_time_is_kept_by_the_tables_of_the_designs(most_units, monke
     found = sf.design(tokens, "60%", of="time", heads=4, layers=3, count=6, **blocks)
     assert len(found) > 2
     for one in found:
-        shares = [1 / choices.gain(replace(mask, coarse=None)) for mask in one.masks]
+        shares = [1 / choices.dense_call(replace(mask, coarse=None)).gain for mask in one.masks]
         assert one.time == pytest.approx(np.mean(shares), rel=1e-3) and one.time <= 0.6
     order = [(one.connected_in or 65, 0 if one.connected_in else 1 - one.reach[-1], one.time) for one in found]
     assert order == sorted(order) and any(one.density > 0.6 for one in found) != all(one.density <= one.time for one in found)

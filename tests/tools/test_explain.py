@@ -65,15 +65,6 @@ def test_costs_are_compared_with_the_dense_call_that_a_user_would_otherwise_run(
         assert all(f" {name}" in said[line] for line in ("predicted speed-up", "forward FLOPs", "forward traffic"))
 
 
-@pytest.mark.parametrize("spec, q_len, kv_len, block", MASKS)
-def test_blocks_are_drawn_as_the_shares_of_the_dense_mask(spec, q_len, kv_len, block):
-    mask = sf.compile_mask(spec, q_len, kv_len, block)
-    for side in (1, 3, 64):
-        shares, unit, _ = draw.cells(mask, side, side, "blocks")
-        cells = [[cell.mean() for cell in np.split(row, range(unit, kv_len, unit), 1)] for row in parts(mask, unit)]
-        np.testing.assert_allclose(shares, cells)
-
-
 def parts(mask, unit):
     """Its pairs, ``unit`` queries at a time."""
     return np.split(mask.to_dense().numpy(), range(unit, mask.q_len, unit))
@@ -114,16 +105,6 @@ def test_units_of_reachability_are_connected_where_a_pair_is_kept(spec, units):
     pairs = np.tril(np.outer(sizes, sizes), -1) + np.diag(sizes * (sizes + 1) // 2)
     share = pairs[connected | np.eye(len(sizes), dtype=bool)].sum() / pairs.sum()
     assert reach.unit >= 16 and reach.shares[1] == pytest.approx(share)
-
-
-def test_reachability_in_coarser_units_is_an_upper_bound():
-    mask = sf.compile_mask("causal & (local(20) | strided(3, block=16))", 500, block_size=16)
-    exact = reachability(mask)
-    for units in (499, 40, 10):
-        coarse = reachability(mask, most_units=units)
-        assert coarse.unit > 1
-        shared = set(coarse.shares) & set(exact.shares)
-        assert all(coarse.shares[n] >= exact.shares[n] for n in shared)
 
 
 def test_causal_butterfly_never_reaches_most_of_the_past_and_powers_of_two_do():
@@ -191,8 +172,6 @@ def test_a_mask_that_differs_by_head_is_refused():
     mask = sf.BlockMask.per_head(["causal", "full"], q_len=256)
     with pytest.raises(ValueError, match="one mask; got 2"):
         explain(mask)
-    with pytest.raises(ValueError, match="one mask; got 2"):
-        draw.cells(mask, 8, 8)
 
 
 @pytest.mark.parametrize("spec, q_len, kv_len, block", MASKS)
@@ -245,12 +224,6 @@ def test_titles_stay_within_the_picture(tmp_path, monkeypatch, title, shape):
     ]
     assert boxes[0].x1 <= boxes[1].x0 and boxes[1].x1 <= several.bbox.x1 and max(b.y1 for b in boxes) <= several.bbox.y1
     assert boxes[2].y1 < several.axes[0].get_window_extent().y0
-
-
-def test_another_extension_is_refused_before_anything_is_drawn(tmp_path):
-    with pytest.raises(ValueError, match=r"\.png or \.svg"):
-        draw.save(sf.compile_mask("full", 64), tmp_path / "mask.gif")
-    assert not list(tmp_path.iterdir())
 
 
 def test_empty_partial_and_full_cells_have_their_own_signs():

@@ -19,37 +19,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparse_flash as sf
-from sparse_flash.masks.tiles import unpack_bits, unpack_runs
+from sparse_flash.masks.tiles import unpack_bits
 from sparse_flash.tools import draw, interactive
 from sparse_flash.tools.explain import reachability
 
 
+def numbers_of(page):
+    """The head of a page, and its numbers."""
+    head, data = (re.search(rf'id="{name}">(.*?)</script>', page, re.S)[1] for name in ("head", "data"))
+    return json.loads(head), np.frombuffer(zlib.decompress(base64.b64decode(data)), "<i4").cumsum(dtype=np.int32)
+
+
 def decoded(page):
     """The panels of a page: their names, and by name (q_len, kv_len) bool, the pairs that each keeps."""
-    head = json.loads(re.search(r'id="head">(.*?)</script>', page, re.S)[1])
-    data = zlib.decompress(base64.b64decode(re.search(r'id="data">(.*?)</script>', page, re.S)[1]))
-    numbers, size = np.frombuffer(data, "<i4"), head["block"]
+    head, numbers = numbers_of(page)
+    size = head["block"]
     q_blocks, kv_blocks, words = -(-head["q_len"] // size), -(-head["kv_len"] // size), -(-size // 32)
     counts = [count for panel in head["panels"] for count in [q_blocks, *[panel["runs"]] * 3]]
-    counts += [head["run_tiles"] * size, head["bit_tiles"] * size * words]
-    assert len(numbers) == sum(counts)
-    *axes, runs, bits = np.split(numbers, np.cumsum(counts)[:-1])
-    first, stop = (bound.reshape(-1, size, 1) for bound in unpack_runs(runs))
-    tiles = np.concatenate([
-        np.ones((1, size, size), bool),
-        (np.arange(size) >= first) & (np.arange(size) < stop),
-        unpack_bits(bits.reshape(-1, size, words), size),
-    ])  # fmt: skip
+    *axes, bits = np.split(numbers, np.cumsum(counts))
+    tiles = unpack_bits(bits.reshape(-1, size, words), size)
     dense = {}
     for number, panel in enumerate(head["panels"]):
-        of_row, gaps, lengths, tile = axes[4 * number : 4 * number + 4]
-        kept, run = np.zeros((q_blocks, kv_blocks, size, size), bool), 0
-        for row, count in enumerate(of_row):
-            col = 0
-            for gap, length, which in zip(*(axis[run : run + count] for axis in (gaps, lengths, tile)), strict=True):
-                kept[row, col + gap : col + gap + length] = tiles[which]
-                col += gap + length
-            run += count
+        of_row, *runs = axes[4 * number : 4 * number + 4]
+        kept = np.zeros((q_blocks, kv_blocks, size, size), bool)
+        for row, first, stop, which in zip(np.repeat(np.arange(q_blocks), of_row), *runs, strict=True):
+            kept[row, first:stop] = tiles[which]
         pairs = kept.transpose(0, 2, 1, 3).reshape(q_blocks * size, -1)
         dense[panel["name"]] = pairs[: head["q_len"], : head["kv_len"]]
     return dense
@@ -91,25 +85,17 @@ def test_pages_of_a_million_tokens_are_small(spec):
     assert len(interactive.page_of(mask, spec).html) < 350_000
 
 
-def test_a_page_without_room_is_refused_with_the_way_out(monkeypatch):
-    blocks, tokens = "random(0.3, block=16)", "random(0.3, block=1)"
-    needed = {spec: sum(map(len, numbers_of(spec))) for spec in (blocks, tokens)}
-    for spec, most in needed.items():
-        monkeypatch.setattr(interactive, "MOST_NUMBERS", most)
-        sf.draw(spec, q_len=256, block_size=16, interactive=True)
-        monkeypatch.setattr(interactive, "MOST_NUMBERS", most - 1)
-        with pytest.raises(ValueError, match=f"at most {most - 1:,} numbers; .* larger block_size, fewer heads or shorter"):
-            sf.draw(spec, q_len=256, block_size=16, interactive=True)
+@pytest.mark.parametrize("spec", ["random(0.3, block=16)", "random(0.3, block=1)"])
+def test_a_page_without_room_is_refused_with_the_way_out(spec, monkeypatch):
+    def page():
+        return sf.draw(spec, q_len=256, block_size=16, interactive=True).html
 
-
-def numbers_of(spec):
-    """The runs, three numbers each, and tiles of a mask of 256 tokens in blocks of 16, as a page counts them."""
-    mask = sf.compile_mask(spec, 256, block_size=16)
-    rows, cols, kind, tile = mask.entries()
-    order = np.lexsort((cols, rows))
-    content = np.stack([rows, cols - np.arange(len(cols))[np.argsort(order)], kind, tile])[:, order]
-    runs = 1 + (np.diff(content) != 0).any(0).sum()
-    return [range(3 * runs), *(stored[np.unique(tile[kind == which])].ravel() for which, stored in enumerate(mask.tiles, 1))]
+    most = len(numbers_of(page())[1]) - 16  # the counts of the 16 rows are few
+    monkeypatch.setattr(interactive, "MOST_NUMBERS", most)
+    page()
+    monkeypatch.setattr(interactive, "MOST_NUMBERS", most - 1)
+    with pytest.raises(ValueError, match=f"at most {most - 1:,} numbers; .* larger block_size, fewer heads or shorter"):
+        page()
 
 
 def test_a_title_is_shown_as_it_is_and_runs_nothing():

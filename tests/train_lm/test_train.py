@@ -458,26 +458,18 @@ def test_settings_survive_their_file():
     assert json.loads(SETTINGS.to_json())["shape"]["dim"] == 32
 
 
+ON_A_CPU = (
+    "--preset tiny --vocabulary 300 --length 64 --chunk 128 --step-tokens 256 --micro-tokens 64 --no-compile --device cpu "
+    "--mask causal&local(32)"
+)
+
+
 def test_commands_train_evaluate_generate_export_and_plot(tmp_path):
     """The whole way of a user, on text of their own."""
     for number in range(12):
         (tmp_path / "text" / f"p{number}").mkdir(parents=True)
         (tmp_path / "text" / f"p{number}" / "a.py").write_text("\n".join(f"x{number}_{i} = {i} * {number}" for i in range(200)))
     data = ["--data", str(tmp_path / "data")]
-    common = [
-        "--preset",
-        "tiny",
-        "--vocabulary",
-        "300",
-        "--length",
-        "64",
-        "--chunk",
-        "128",
-        "--step-tokens",
-        "256",
-        "--micro-tokens",
-        "256",
-    ]
     runner = CliRunner()
 
     def invoke(*arguments: str):
@@ -485,18 +477,7 @@ def test_commands_train_evaluate_generate_export_and_plot(tmp_path):
         assert result.exit_code == 0, result.output
         return result.output
 
-    train = [
-        "train",
-        *common,
-        "--mask",
-        "causal & local(32)",
-        "--packed",
-        "--no-compile",
-        "--device",
-        "cpu",
-        "--out",
-        tmp_path / "run",
-    ]
+    train = ["train", *ON_A_CPU.split(), "--packed", "--out", tmp_path / "run"]
     said = invoke(*train, *data, "--text", tmp_path / "text", "--steps", 4, "--evaluate-every", 2, "--windows", 2)
     assert "held out" in said and "memory: about" in said and "held-out loss" in said
     assert "positions" in invoke(
@@ -555,17 +536,10 @@ def test_files_of_other_programs_are_no_costs(tmp_path):
 
 
 def launched(ranks: int, *arguments: object, command: str = "train", expected: int = 0) -> str:
-    run = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        str(ranks),
-        "--master-port",
-        str(20_000 + os.getpid() % 9000),
-    ]
-    run += ["-m", "examples.train_lm", command, *map(str, arguments)]
+    port = 20_000 + os.getpid() % 9000
+    run = [sys.executable, *f"-m torch.distributed.run --nproc-per-node {ranks} --master-port {port} -m examples.train_lm".split()]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run += [command, *map(str, arguments)]
     done = subprocess.run(run, capture_output=True, text=True, timeout=240, cwd=ROOT, env=environment)
     assert done.returncode == expected, done.stdout + done.stderr
     return done.stdout
@@ -579,15 +553,9 @@ def test_a_missing_library_is_named_with_the_way_to_install_it(name):
     assert done.returncode == 1 and done.stderr.strip() == f"{name} is missing: pip install 'sparse-flash[train]'"
 
 
-OF_RANKS = (
-    "--preset tiny --vocabulary 300 --length 64 --chunk 128 --step-tokens 256 --micro-tokens 64 --no-compile --device cpu "
-    "--mask causal&local(32)"
-)
-
-
 @pytest.mark.ranks
 def test_ranks_stop_together_where_a_number_is_not_finite(tokens, tmp_path):
-    given = [*OF_RANKS.split(), "--data", tokens, "--tokens", tokens.parent / "tokens.npy", "--parallel", "fsdp"]
+    given = [*ON_A_CPU.split(), "--data", tokens, "--tokens", tokens.parent / "tokens.npy", "--parallel", "fsdp"]
     # A learning rate past all reason: some steps later numbers are infinite, in some rank's part of the parameters.
     said = launched(2, *given, "--steps", 60, "--warmup", 0, "--learning-rate", 1e30, "--out", tmp_path, expected=1)
     assert "the first that is not finite is" in " ".join(said.split())
@@ -596,7 +564,7 @@ def test_ranks_stop_together_where_a_number_is_not_finite(tokens, tmp_path):
 @pytest.mark.ranks
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
 def test_two_ranks_take_the_steps_of_one_and_any_number_goes_on(sharding, tokens, tmp_path):
-    given = [*OF_RANKS.split(), "--data", tokens, "--tokens", tokens.parent / "tokens.npy", "--parallel", sharding]
+    given = [*ON_A_CPU.split(), "--data", tokens, "--tokens", tokens.parent / "tokens.npy", "--parallel", sharding]
     given += ["--evaluate-every", "2", "--save-every", "2", "--windows", "3", "--warmup", "2", "--steps", "4"]
     launched(1, *given, "--out", tmp_path / "one")
     launched(2, *given, "--out", tmp_path / "two")
@@ -619,12 +587,7 @@ def test_costs_are_of_all_ranks_and_of_sequences_that_they_share(tmp_path):
     said = launched(2, *given, "--parallel", "fsdp", "--context", 2, "--out", out, command="cost")
     (found,) = json.loads(out.read_text())["costs"]
     assert said.count("tokens/s") == 1
-    assert {name: found[name] for name in ("ranks", "parallel", "context", "micro_tokens")} == {
-        "ranks": 2,
-        "parallel": "fsdp",
-        "context": 2,
-        "micro_tokens": 256,
-    }
+    assert [found[name] for name in ("ranks", "parallel", "context", "micro_tokens")] == [2, "fsdp", 2, 256]
 
 
 def test_replicas_share_a_step_in_whole_sequences():

@@ -54,9 +54,7 @@ from .saved import write_masks as write_masks
 from .sharing import attended, sharded, shared_by
 
 if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 8):
-    raise ImportError(
-        f"transformers 5.8 or newer is needed; got {transformers.__version__}: pip install 'transformers[torch]>=5.8'"
-    )
+    raise ImportError(f"transformers must be 5.8 or newer; got {transformers.__version__}: pip install 'transformers[torch]>=5.8'")
 
 # "block_sparse", or a name of a copy's own. If a name contains "flash", Transformers looks for a FlashAttention kernel.
 NAME = NAMESPACE.replace("sparse_flash", "block_sparse").replace("flash", "")
@@ -497,9 +495,7 @@ def _packed(settings, own, query, position_ids, cu_seq_lens_q, cu_seq_lens_k):
             # Reading values on a GPU takes a synchronization in each layer.
             read = query.device.type == "cpu" and not torch.compiler.is_compiling()
             if cu_seq_lens_k.shape != cu_seq_lens_q.shape or (read and (cu_seq_lens_k != cu_seq_lens_q).any()):
-                raise ValueError(
-                    "cu_seq_lens_k must be equal to cu_seq_lens_q, as self-attention has one list of sequences; leave it out"
-                )
+                raise ValueError("cu_seq_lens_k must be equal to cu_seq_lens_q, as self-attention has one list; leave it out")
         return own, cu_seq_lens_q.to(query.device)
     if not torch.compiler.is_compiling():
         own = own.packed_by(position_ids)

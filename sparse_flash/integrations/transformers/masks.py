@@ -243,9 +243,7 @@ class ModelMask(FlexBlockMask):
         if isinstance(mask, BlockMask) and (limits or self.kv_offset):
             said = " & ".join(str(limit[0]) for limit in limits) or f"keys from position {self.kv_offset} on"
             windowed = ", or set the model's config.sliding_window to None" * said.startswith("local(")
-            raise ValueError(
-                f"the layer's own mask is {said}, and a BlockMask cannot be joined with it; pass a Pattern, which can be{windowed}"
-            )
+            raise ValueError(f"the layer's own mask is {said}, and a BlockMask cannot be joined with it; pass a Pattern{windowed}")
         if self.dense is None and all(len(limit) == 1 for limit in limits):
             return joined(mask, tuple(limit[0] for limit in limits), self.kv_offset)
         key = mask, device

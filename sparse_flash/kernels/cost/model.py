@@ -95,11 +95,6 @@ class Pass(NamedTuple):
     portable: bool
 
     @property
-    def eager_us(self) -> float:
-        """Returns the microseconds of an eager call, if no other work hides its host's time."""
-        return max(self.us, self.host_us)
-
-    @property
     def bound(self) -> str:
         """Returns what bounds an eager call: the host, or the part that takes the most time."""
         return "the host" if self.host_us > self.us else max(self.parts, key=self.parts.__getitem__)
