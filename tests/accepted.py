@@ -32,7 +32,7 @@ def an_h100(patch: pytest.MonkeyPatch) -> None:
     for module in (hopper, triton):
         patch.setattr(module, "_available", lambda: None)
     patch.setattr(triton, "_interpreted", lambda: False)
-    patch.setattr(triton, "_refusal", lambda device: None)
+    patch.setattr(triton, "_refusal", lambda device, e4m3: None)
     patch.setattr(hopper, "_capability", lambda device: (9, 0))
     patch.setattr(sys.modules[__name__], "DEVICE", "cuda")
 

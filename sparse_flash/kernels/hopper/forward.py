@@ -141,10 +141,10 @@ NO_SCALES = Scales()
 class ScaledTile:
     """Holds scales of a tile's queries and keys, with operands in e4m3; otherwise arbitrary numbers."""
 
-    factor: gl.tensor  # of scores of the warp group's queries, beside their keys' scale
-    blocks: gl.tensor  # the index of the first scale of the tile's keys
-    first_factor: gl.tensor  # of scores of the first step
-    first_values: gl.tensor  # of its values
+    factor: gl.tensor  # multiplies scores of the warp group's queries, and so does the scale of their keys
+    blocks: gl.tensor  # the index of the first scale of the head's keys
+    first_factor: gl.tensor  # multiplies scores of the first step, the scale of keys included
+    first_values: gl.tensor  # the scale of the first step's values
 
 
 @record
