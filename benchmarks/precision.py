@@ -116,6 +116,10 @@ def _why(error: Exception | OverLimit) -> str:
     return "over its time" if isinstance(error, OverLimit) else failure_text(error)
 
 
+def attended(*tensors: Any, **options: Any) -> Any:
+    return sf.attention(*tensors, **options)
+
+
 def checks() -> Iterator[dict]:
     """Yields the errors of each call of ``CHECKED``."""
     for spec, block, q_len, kv_len, heads, kv_heads, head_dim, v_head_dim in CHECKED:
@@ -127,11 +131,11 @@ def checks() -> Iterator[dict]:
         try:
             with time_limit(120):
                 mask = None if spec is None else sf.compile_mask(spec, q_len, kv_len, block, device="cuda")
-                exact, exact_lse = sf.attention(q.double(), k.double(), v.double(), mask, backend="reference", return_lse=True)
+                exact, exact_lse = attended(q.double(), k.double(), v.double(), mask, backend="reference", return_lse=True)
                 kept = None if mask is None else mask.to_dense()
                 wanted, wanted_lse = attention_in_eight_bits(q, k, v, kept, head_dim**-0.5)
-                out, lse = sf.attention(q, k, v, mask, precision="fp8", return_lse=True)
-                again = sf.attention(q, k, v, mask, precision="fp8")
+                out, lse = attended(q, k, v, mask, precision="fp8", return_lse=True)
+                again = attended(q, k, v, mask, precision="fp8")
         except (Exception, OverLimit) as error:  # the other calls may still be right
             yield {"call": name, "right": False, "failed": _why(error)}
             continue
@@ -153,10 +157,10 @@ def errors(kind: str, peers: bool, library: str | None) -> dict:
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v = (drawn(kind, (1, 2, tokens, 128), of, generator) for of, tokens in zip("qkv", (ROWS_CHECKED, *[KEYS_CHECKED] * 2)))
     exact = torch.softmax(q.double() @ k.double().mT * 128**-0.5, -1) @ v.double()
-    found = {"definition": relative(attention_in_eight_bits(q, k, v, None, 128**-0.5)[0], exact)}
+    found: dict[str, Any] = {"definition": relative(attention_in_eight_bits(q, k, v, None, 128**-0.5)[0], exact)}
     contestants: dict[str, Callable[[], Callable[[], torch.Tensor]]] = {
-        "bf16": lambda: partial(sf.attention, q, k, v),
-        "fp8": lambda: partial(sf.attention, q, k, v, precision="fp8"),
+        "bf16": lambda: partial(attended, q, k, v),
+        "fp8": lambda: partial(attended, q, k, v, precision="fp8"),
     }
     if peers:
         contestants["FlashAttention-3 fp8"] = partial(fa3_in_eight_bits, library, q, k, v, False)
@@ -228,10 +232,10 @@ def cudnn_in_eight_bits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causa
 def ours(row: PrecisionRow, q, k, v, mask, changes: list[dict]) -> Iterator[tuple[str, Callable[[], Callable[[], Any]]]]:
     """Yields (name, what prepares the call): both precisions, the parts of the second, and a choice with either."""
     scale = row.head_dim**-0.5
-    for name, options in (("bf16", {}), ("fp8", {"precision": "fp8"})):
-        yield name, partial(partial, sf.attention, q, k, v, mask, **options)
+    for name, precision in (("bf16", None), ("fp8", "fp8")):
+        yield name, partial(partial, attended, q, k, v, mask, precision=precision)
         if row.choice is not None:
-            yield f"choice and {name}", partial(partial, sf.attention, q, k, v, row.choice, **options)
+            yield f"choice and {name}", partial(partial, attended, q, k, v, row.choice, precision=precision)
     if row.choice is not None:
         yield "choice", partial(partial, sf.choose_blocks, row.choice, q, k)
 
