@@ -7,7 +7,8 @@ Each sequence has one query, and is as long as the cache. "e4m3" has a scale for
 for each token. A CUDA graph of several steps is timed; the median of its replays counts. A cache that fits the GPU's L2 cache stays
 there. Errors are relative, of the first and the last sequence: "error" against float64 attention over what the cache holds, "total"
 against float64 attention over the numbers before they became e4m3. --config adds rows of e4m3 in dense attention with other tiles:
-tile_m, tile_n, warps, stages, and optionally programs for each multiprocessor. Writes decoding.json.
+tile_m, tile_n, warps, stages, and optionally programs for each multiprocessor. What fails is a result, and the rest runs. Writes
+decoding.json after every row.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from rich.table import Table
 
 import sparse_flash as sf
 
-from .baselines.flash import _flash_attention_3
+from .baselines.flash import without_flash_attention_3
 from .measure.throughput import OverLimit, failure_text, time_limit
 from .results import environment
 
@@ -106,10 +107,10 @@ def masks(what: str, batch: int, kv_heads: int, tokens: int, device: torch.devic
     return make(picks), lambda number: make(picks[number : number + 1])
 
 
-def of_flash_attention(q: torch.Tensor, cache: Held, what: str) -> Callable[[], torch.Tensor]:
-    """FlashAttention-3's call. If the cache is e4m3, q is too, as it multiplies e4m3 only with e4m3. Raises RuntimeError with the
-    reason where the library is missing."""
-    if reason := _flash_attention_3():
+def of_flash_attention(q: torch.Tensor, cache: Held, what: str, library: str | None) -> Callable[[], torch.Tensor]:
+    """FlashAttention-3's call. If the cache is e4m3, q is too, as it multiplies e4m3 only with e4m3. library: as for
+    ``without_flash_attention_3``, whose reason a RuntimeError has."""
+    if reason := without_flash_attention_3(library):
         raise RuntimeError(reason)
     batch, head_dim = q.shape[0], q.shape[3]
     kv_heads, tokens = cache.k.shape[1], cache.k.shape[2] * (1 if cache.block_table is None else cache.block_table.shape[1])
@@ -178,9 +179,9 @@ def relative(out: torch.Tensor, exact: torch.Tensor) -> float:
 
 def rows_of(
     what: str, batch: int, page: int, heads: tuple[int, int], tokens: int, head_dim: int, device: torch.device, configs: list[str],
-    limit: int,
+    library: str | None, limit: int,
 ) -> dict[str, dict]:  # fmt: skip
-    """Results by peer: {"us", "gb_s", "error", "total"}, or {"failed": why}."""
+    """Results by peer: {"us", "gb_s", "error", "total"}, or {"failed": why}. library: see ``without_flash_attention_3``."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     cache = drawn(batch, heads[1], tokens, head_dim, page, device, dtype)
     q = torch.randn(batch, heads[0], 1, head_dim, generator=torch.Generator(device).manual_seed(2), device=device, dtype=dtype)
@@ -198,11 +199,11 @@ def rows_of(
     for name, held in caches.items():
         peers[name] = held, partial(partial, decoded, q, held.k, held.v, mask, **held.options)
     if what == "dense":
-        for text in configs:
-            peers[f"e4m3 {text}"] = caches["e4m3"], partial(of_config, q, caches["e4m3"], text)
+        for name, text in product(("e4m3", "e4m3 by token"), configs):
+            peers[f"{name} {text}"] = caches[name], partial(of_config, q, caches[name], text)
     if what != "picks" and device.type == "cuda":
         for name in (plain, "e4m3"):
-            peers[f"FA3 {name}"] = caches[name], partial(of_flash_attention, q, caches[name], what)
+            peers[f"FA3 {name}"] = caches[name], partial(of_flash_attention, q, caches[name], what, library)
     read = {"dense": tokens, "window": min(tokens, _WINDOW), "picks": min(tokens, _PICKS * _BLOCK)}[what]
     found: dict[str, dict] = {}
     for name, (held, prepare) in peers.items():
@@ -232,6 +233,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--heads", type=int, nargs=2, default=(32, 8), metavar=("HEADS", "KV_HEADS"), help="(default 32 8)")
     parser.add_argument("--head-dim", type=int, default=128, help="(default %(default)s)")
     parser.add_argument("--config", action="append", default=[], help="see above")
+    parser.add_argument("--fa3", metavar="FILE", help="FlashAttention-3's library, where no package brings it")
     parser.add_argument("--limit", type=int, default=60, help="seconds for a row (default %(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default %(default)s)")
     options = parser.parse_args(arguments)
@@ -241,9 +243,11 @@ def main(arguments: list[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     table = Table("what", "batch", "page", "cache", "us", "GB/s", "times as fast", "error", "total")
     for what, batch, page in product(options.what or WHAT, options.batch or (1, 8, 32), options.page or (0, 64)):
-        found = rows_of(
-            what, batch, page, tuple(options.heads), options.tokens, options.head_dim, device, options.config, options.limit
-        )
+        sizes = batch, page, tuple(options.heads), options.tokens, options.head_dim
+        try:
+            found = rows_of(what, *sizes, device, options.config, options.fa3, options.limit)
+        except Exception as error:  # as for a cache that does not fit: the other rows may
+            found = {"all": {"failed": failure_text(error)}}
         base = next(iter(found.values()))
         for name, result in found.items():
             data["rows"].append({"what": what, "batch": batch, "page": page, "cache": name} | result)

@@ -773,7 +773,7 @@ def _argument(value):
 
 def _supports(call: Call) -> str | None:
     """Supports the calls of a Hopper GPU, except in bfloat16, which NumPy lacks."""
-    if call.dtype != torch.float16:
+    if call.dtype not in (torch.float16, torch.float8_e4m3fn):
         return f"on a CPU it runs float16; got {call.dtype}"
     return SUPPORTS(replace(call, device=torch.device("cuda")))
 

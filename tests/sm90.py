@@ -274,12 +274,12 @@ def report(name: str, compile_kernel, kernel, config, dim: int, sparse: bool, *d
         knobs.nvidia.dump_ptxas_log = True
         result = compile_kernel(kernel, config, dim, sparse, *details, **options)
     ptx = result.asm["ptx"]
-    row = {"kernel": name, "dim": dim, "sparse": sparse, "shared": result.metadata.shared}
+    row = {"kernel": name, "dim": dim, "sparse": sparse, "shared": result.metadata.shared, "keys": getattr(config, "tile_n", None)}
     row |= {"wgmma": ptx.count("wgmma.mma_async"), "e4m3": len(re.findall(r"wgmma\.mma_async\S*\.e4m3\.e4m3", ptx))}
     row |= {"tma": ptx.count("cp.async.bulk.tensor")}
     row |= {"warps": result.metadata.num_warps, "products": len(re.findall(r"\bmul\.(?:wide|hi)\.u32", ptx))}
     row |= {
-        "e4m3": ptx.count("cvt.rn.f16x2.e4m3x2"),
+        "converted": ptx.count("cvt.rn.f16x2.e4m3x2"),
         "async": ptx.count("cp.async.cg.shared.global"),
         "mma": len(re.findall(r"\bmma\.sync", ptx)),
     }
@@ -327,9 +327,10 @@ def of_portable(dim: int) -> Iterator[Callable[[], dict]]:
     for sparse, rows, q_len, page in DECODING:
         config = configs.decode_config(torch.bfloat16, dim, 128, rows)
         yield partial(report, "decode", compiled_for_decoding, decode.decode_kernel, config, dim, sparse, rows, q_len, page)
-        config = configs.decode_config(torch.bfloat16, dim, 128, rows, e4m3=True)
-        details = decode.decode_kernel, config, dim, sparse, rows, q_len, page
         for scales in ("of heads", "of tokens"):
+            alike = scales == "of heads" and page in (0, 128)
+            config = configs.decode_config(torch.bfloat16, dim, 128 if sparse else None, rows, e4m3=True, alike=alike)
+            details = decode.decode_kernel, config, dim, sparse, rows, q_len, page
             yield partial(report, "decode_e4m3", compiled_for_decoding, *details, scales=scales)
     for sparse in (False, True):
         for name, (kernel, table) in KERNELS.items():

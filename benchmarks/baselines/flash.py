@@ -130,6 +130,18 @@ class FlashAttention3(FlashAttention):
 
 
 @cache
+def without_flash_attention_3(library: str | None) -> str | None:
+    """Why FlashAttention-3 cannot be called, or None. library: its file, or None where a package brings it."""
+    if library is None:
+        return _flash_attention_3()
+    try:
+        torch.ops.load_library(library)
+    except OSError as error:  # of a library that it needs
+        return f"{library} does not load: {error}"[:300]
+    return None
+
+
+@cache
 def _flash_attention_3() -> str | None:
     """Registers torch.ops.flash_attn_3; why it cannot, or None."""
     if importlib.util.find_spec("flash_attn_interface"):

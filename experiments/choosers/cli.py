@@ -14,6 +14,8 @@ from typing import Annotated
 import torch
 import typer
 
+from sparse_flash.api.arguments import check_precision
+
 from .. import row_files
 from ..row_files import device_of, say, user_errors
 from . import picture, report, tables
@@ -58,6 +60,7 @@ def measure(
     text: Annotated[
         list[Path] | None, typer.Option(help="A text to measure on; its last quarter is for tuning. [texts that are installed]")
     ] = None,
+    precision: Annotated[str | None, typer.Option(help="fp8 for attention in e4m3; on a CPU its definition, slowly.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.")] = "auto",
 ) -> None:
     """Measure rows, one after the other, and write each down."""
@@ -65,8 +68,9 @@ def measure(
     with user_errors():
         on = device_of(device)
         wanted = chosen(rows or [])
-        loaded = load(model, on, torch.bfloat16 if on.type == "cuda" else torch.float32)
-        measuring = Measuring(*loaded, length or [2048, 4096, 8192], windows, needles, text or [])
+        check_precision(precision)
+        loaded = load(model, on, torch.bfloat16 if on.type == "cuda" or precision else torch.float32)
+        measuring = Measuring(*loaded, length or [2048, 4096, 8192], windows, needles, text or [], precision)
         until = None if minutes is None else begin + 60 * minutes
         row_files.measure(out, measuring, list(wanted.values()), until, report.line)
 

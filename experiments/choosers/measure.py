@@ -32,16 +32,27 @@ class Measuring:
 
     lengths: tokens of windows. windows: of each kind of text, at the greatest length; shorter ones are parts of them. needles: of
     each length, in the first kind of text. files: texts instead of
-    those that are installed. Raises ValueError for lengths that do not fit together.
+    those that are installed. precision: of attention, None for the model's own. Raises ValueError for lengths that do not fit
+    together.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, lengths: list[int], windows: int, needles: int, files: list[Path]):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        lengths: list[int],
+        windows: int,
+        needles: int,
+        files: list[Path],
+        precision: str | None = None,
+    ):
         self.lengths = sorted(set(lengths))
         for length in self.lengths:
             if length < 128 or length % 128 or self.lengths[-1] % length:
                 raise ValueError(f"--length must be a multiple of 128 that divides the greatest; got {length}")
         self.model, self.device, self.head = model, model.device, model.get_output_embeddings()
-        self.layers, self.batch_tokens = Layers(model), 65_536 if model.device.type == "cuda" else 8192
+        self.precision = precision
+        self.layers, self.batch_tokens = Layers(model, precision), 65_536 if model.device.type == "cuda" else 8192
         found = texts(tokenizer, files)
         self.windows = {kind: windows_of(text.test, self.lengths[-1], windows) for kind, text in found.items()}
         self.tuning = torch.cat([windows_of(text.tuning, self.lengths[-1], 1) for text in found.values()])
@@ -53,7 +64,8 @@ class Measuring:
         counts = {kind: len(ids) for kind, ids in self.windows.items()}
         size = sum(parameter.numel() for parameter in self.model.parameters())
         needles = len(self.needles[self.lengths[0]].tokens)
-        return {"parameters": size, "lengths": self.lengths, "windows": counts, "needles": needles, "texts": digest[:16]}
+        found = {"parameters": size, "lengths": self.lengths, "windows": counts, "needles": needles, "texts": digest[:16]}
+        return found | ({"precision": self.precision} if self.precision else {})
 
     def missing(self, row: Row) -> None:
         """Every row can be measured."""
@@ -68,7 +80,7 @@ class Measuring:
         self.layers.specs = [DENSE] * row.dense + sparse[row.dense :]
         lengths, by_head = {}, {}
         for length in self.lengths:
-            self.layers.note = seen = Seen(len(sparse), row.block)
+            self.layers.note = seen = Seen(len(sparse), row.block, self.layers.options)
             loss = {kind: _rounded(self._losses(ids.view(-1, length))) for kind, ids in self.windows.items()}
             self.layers.note = None
             by_head, means = seen.found()
@@ -143,19 +155,19 @@ class Measuring:
 
 class Seen:
     """Notes what layers keep, beside dense attention to the same queries, keys and values: density; recall, the softmax mass of the
-    kept keys, mean over queries; error, the relative L2 distance of the outputs."""
+    kept keys, mean over queries; error, the relative L2 distance of the outputs. options: of the layers' own attention."""
 
-    def __init__(self, layers: int, block: int):
-        self.block, self.windows = block, 0
+    def __init__(self, layers: int, block: int, options: dict[str, Any] | None = None):
+        self.block, self.windows, self.options = block, 0, options or {}
         self.sums: list[Any] = [0.0] * layers  # (4, heads) each
 
     def __call__(self, layer: int, spec: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         self.windows += len(q) if layer == 0 else 0
         dense, whole = sf.attention(q, k, v, DENSE, return_lse=True)
-        out, kept, recall = dense, *torch.ones(2, q.shape[1], device=q.device)
+        kept, recall = torch.ones(2, q.shape[1], device=q.device)
+        mask = DENSE if spec == DENSE else mask_of(spec, q, k, self.block)
+        out, lse = sf.attention(q, k, v, mask, return_lse=True, **self.options)
         if spec != DENSE:
-            mask = mask_of(spec, q, k, self.block)
-            out, lse = sf.attention(q, k, v, mask, return_lse=True)
             kept, recall = density(mask, q.shape), (lse - whole).exp().mean((0, 2))
         apart, norm = (one.square().sum((0, 2, 3)) for one in (out.float() - dense.float(), dense.float()))
         self.sums[layer] += torch.stack([kept * len(q), recall * len(q), apart, norm])

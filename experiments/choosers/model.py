@@ -38,10 +38,13 @@ def load(folder: Path, device: torch.device, dtype: torch.dtype) -> tuple[PreTra
 class Layers:
     """The expressions under which a model's layers attend.
 
-    specs: one for each layer. note: (layer, spec, q, k, v) -> out, called instead of attention if it is set.
+    specs: one for each layer. note: (layer, spec, q, k, v) -> out, called instead of attention if it is set. options: of attention
+    in a precision, None for the model's own; on a CPU by its definition.
     """
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, precision: str | None = None):
+        backend = "reference" if precision and model.device.type == "cpu" else "auto"
+        self.options: dict[str, Any] = {"precision": precision, "backend": backend}
         AttentionInterface.register(_NAME, _attend)
         AttentionMaskInterface.register(_NAME, lambda *_, **__: None)  # windows are whole: no padding
         model.set_attn_implementation(_NAME)
@@ -53,7 +56,7 @@ class Layers:
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         spec = self.specs[layer]
-        return sf.attention(q, k, v, spec) if self.note is None else self.note(layer, spec, q, k, v)
+        return sf.attention(q, k, v, spec, **self.options) if self.note is None else self.note(layer, spec, q, k, v)
 
 
 def _attend(module, query, key, value, attention_mask, scaling=None, **_):

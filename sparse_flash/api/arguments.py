@@ -67,7 +67,9 @@ def checked(
     check_types(q, k, v)
     deterministic = checked_deterministic(deterministic)
     backends.check_name(backend)
-    q, k, v = autocast(q, k, v)
+    e4m3 = precision is not None and q.dtype == backends.E4M3
+    if not e4m3:
+        q, k, v = autocast(q, k, v)
     if precision is not None:
         _check_precision(precision, q, k, v, mask, sinks)
     if isinstance(mask, (Pattern, str)):
@@ -99,7 +101,7 @@ def checked(
     is_empty = 0 in q_shape or 0 in k_shape
     shapes_are_read = len(others) > 0 or sinks is not None or is_empty or pattern is not None  # before the key is looked up
     if shapes_are_read:
-        check_tensors(q, k, v, may_be_empty=is_empty)
+        check_tensors(q, k, v, may_be_empty=is_empty, e4m3=e4m3)
     variant = None
     if others:
         variant = checked_variant(q, k, **others)
@@ -125,7 +127,7 @@ def checked(
         scale = checked_scale(scale, q_shape[3])
         return AttentionCall(q, k, v, mask, kernel_table, scale, deterministic, known, None, sinks, precision)
     if not shapes_are_read:
-        check_tensors(q, k, v)
+        check_tensors(q, k, v, e4m3=e4m3)
     if isinstance(table, BlockMask):
         check_mask(table, q, k)
     scale = checked_scale(scale, q_shape[3])
@@ -139,10 +141,15 @@ def checked(
     return AttentionCall(q, k, v, mask, kernel_table, scale, deterministic, backend, variant, sinks, precision)
 
 
+def check_precision(precision: object) -> None:
+    """Raises ValueError for a precision that does not exist. None passes."""
+    if precision is not None and precision not in PRECISIONS:
+        raise ValueError(f"precision must be None or one of {', '.join(map(repr, PRECISIONS))}; got {precision!r}")
+
+
 def _check_precision(precision: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object, sinks: object) -> None:
     """Raises ValueError for a precision that does not exist, or that does not apply to these arguments."""
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision must be None or one of {', '.join(map(repr, PRECISIONS))}; got {precision!r}")
+    check_precision(precision)
     if isinstance(mask, BlockSelection):
         raise ValueError(
             f"precision={precision!r} does not take a BlockSelection as mask; pass a BlockMask, or leave precision out"
@@ -155,8 +162,37 @@ def _check_precision(precision: object, q: torch.Tensor, k: torch.Tensor, v: tor
             f"precision={precision!r} gives no gradients, and {trained[0]} requires one; leave precision out, or call it under "
             "torch.no_grad()"
         )
-    if q.dtype not in (torch.float16, torch.bfloat16):
-        raise ValueError(f"with precision={precision!r}, q, k and v must be float16 or bfloat16; got {q.dtype}; cast them")
+    if q.dtype not in (torch.float16, torch.bfloat16, backends.E4M3):
+        raise ValueError(
+            f"with precision={precision!r}, q, k and v must be float16, bfloat16 or torch.float8_e4m3fn; got {q.dtype}; cast them"
+        )
+
+
+def checked_input_scales(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_scale: object, k_scale: object, v_scale: object
+) -> tuple[torch.Tensor, ...] | None:
+    """The scales of e4m3 inputs, (batch, heads or kv_heads) each; None for other inputs."""
+    given = (("q_scale", q_scale, q), ("k_scale", k_scale, k), ("v_scale", v_scale, v))
+    if q.dtype != backends.E4M3:
+        if any(scale is not None for _, scale, _ in given):
+            raise ValueError(f"q_scale, k_scale and v_scale are of torch.float8_e4m3fn; got q of {q.dtype}; leave them out")
+        return None
+    found = []
+    for name, scale, x in given:
+        if not isinstance(scale, torch.Tensor):
+            raise TypeError(
+                f"{name} of e4m3 inputs must be a float32 tensor of shape {tuple(x.shape[:2])}, (batch, heads); got "
+                f"{type(scale).__name__}; pass what {name[0]} is to be multiplied by, torch.ones if by nothing"
+            )
+        check_same_device(name, scale, q, "detach it")
+        fits = scale.dim() == 2 and all(size in (1, whole) for size, whole in zip(scale.shape, x.shape, strict=False))
+        if scale.dtype != torch.float32 or not fits:
+            raise ValueError(
+                f"{name} must be float32 of shape {tuple(x.shape[:2])}, (batch, heads), and a size of 1 serves all; got "
+                f"{scale.dtype} of shape {tuple(scale.shape)}"
+            )
+        found.append(scale.expand(x.shape[:2]))
+    return tuple(found)
 
 
 @remembered(1)
@@ -259,11 +295,12 @@ def check_types(q: object, k: object, v: object) -> None:
             )
 
 
-def check_alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cast: str = "cast with .to({0})") -> None:
+def check_alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cast: str = "cast with .to({0})", e4m3: bool = False) -> None:
     """Raises ValueError where back ends do not support a dtype, or where dtypes or devices differ. cast: the fix to suggest,
-    formatted with q's dtype and the other dtype."""
+    formatted with q's dtype and the other dtype. e4m3: whether that is supported."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_dtype(name, tensor)
+        if not (e4m3 and tensor.dtype == backends.E4M3):
+            check_dtype(name, tensor)
         if tensor.dtype != q.dtype:
             way_out = cast.format(q.dtype, tensor.dtype)
             raise ValueError(f"q, k and v must have one dtype; q is {q.dtype}, {name} is {tensor.dtype}; {way_out}")
@@ -280,13 +317,13 @@ def check_dtype(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, may_be_empty: bool = False) -> None:
+def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, may_be_empty: bool = False, e4m3: bool = False) -> None:
     """Raises ValueError if q, k and v do not fit together, and warns if they look transposed. may_be_empty: sizes other than
-    head_dim may be 0."""
+    head_dim may be 0. e4m3: see ``check_alike``."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             raise ValueError(f"{name} must have shape (batch, heads, tokens, head_dim); got {tuple(tensor.shape)}")
-    check_alike(q, k, v)
+    check_alike(q, k, v, e4m3=e4m3)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.shape[3] == 0 or (0 in tensor.shape and not may_be_empty):
             raise ValueError(f"{name} must not be empty; got shape {tuple(tensor.shape)}")

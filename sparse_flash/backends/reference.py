@@ -31,9 +31,9 @@ def forward(q, k, v, mask, scale, deterministic, variant):
     return out, matrix.lse.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
-def forward_in_eight_bits(q, k, v, mask, scale):
+def forward_in_eight_bits(q, k, v, mask, scale, scales):
     """(out, lse) by the definition. See the package's docstring."""
-    out, lse = attention_in_eight_bits(q, k, v, None if mask is None else mask.to_dense(), scale)
+    out, lse = attention_in_eight_bits(q, k, v, None if mask is None else mask.to_dense(), scale, scales)
     return empty_out(q, v.shape[3]).copy_(out), lse.float()
 
 

@@ -44,23 +44,23 @@ def attend(call: AttentionCall):
     else:
         call = call._replace(q=call.q.view_as(call.q), k=call.k.view_as(call.k), v=call.v.view_as(call.v))
         out, lse = _computed(call)
-        observers.saw(call.q, call.k, call.v, call.mask, call.scale, out, lse, call.variant)
+        observers.saw(*call.dequantized(), call.mask, call.scale, out, lse, call.variant)
     return (out, lse) if call.sinks is None else with_sinks(out, lse, call.sinks, call.variant)
 
 
 def of_nothing(q, k, v, variant: Variant | None):
     """The results without queries or keys; no kernel runs, and gradients are 0."""
     learned = [variant.rel_bias] if variant is not None and variant.learned else []
-    zero = sum(t.flatten()[:0].sum() for t in (q, k, v, *learned))
-    lse_dtype = torch.promote_types(q.dtype, torch.float32)
+    zero = sum(t.flatten()[:0].float().sum() for t in (q, k, v, *learned))
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_full(q.shape[:3], float("-inf"), dtype=lse_dtype)
     return torch.zeros_like(backends.empty_out(q, v.shape[3])) + zero, lse + zero.to(lse_dtype)
 
 
 def _computed(call: AttentionCall):
-    q, k, v, _, table, scale, deterministic, backend, variant, _, precision = call
+    q, k, v, _, table, scale, deterministic, backend, variant, _, precision, scales = call
     if precision is not None:
-        return _in_eight_bits(q, k, v, table, scale, backend)
+        return _in_eight_bits(q, k, v, table, scale, backend, scales)
     more = () if variant is None else variant.tensors()
     if is_plain_eager(q, k, v, *more):
         learned = variant is not None and variant.learned
@@ -72,12 +72,12 @@ def _computed(call: AttentionCall):
     return _forward(q, k, v, *_crossing(table, q), scale, deterministic, backend, tensors or [q], *packed)
 
 
-def _in_eight_bits(q, k, v, table: BlockMask | str | None, scale: float | None, backend: str):
+def _in_eight_bits(q, k, v, table: BlockMask | str | None, scale: float | None, backend: str, scales):
     """(out, lse), not differentiable."""
     if is_plain_eager(q, k, v):
-        return backends.backend(backend).forward_in_eight_bits(q, k, v, table, scale)
+        return backends.backend(backend).forward_in_eight_bits(q, k, v, table, scale, scales)
     refuse_transforms(q, k, v)
-    return _forward_in_eight_bits(q, k, v, *_crossing(table, q), scale, backend)
+    return _forward_in_eight_bits(q, k, v, *_crossing(table, q), scale, backend, list(scales or [q]))
 
 
 def _crossing(table: BlockMask | str | None, q: torch.Tensor) -> tuple[list[torch.Tensor], int, str]:
@@ -275,9 +275,10 @@ def _forward_in_eight_bits(
     pattern: str,
     scale: float | None,
     backend: str,
+    scales: list[torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     chosen, mask, scale = _prepared(q, k, v, tables, block_size, pattern, scale, False, backend, None, "fp8")
-    return chosen.forward_in_eight_bits(q, k, v, mask, scale)
+    return chosen.forward_in_eight_bits(q, k, v, mask, scale, tuple(scales) if len(scales) == 3 else None)
 
 
 @_forward_in_eight_bits.register_fake

@@ -29,6 +29,7 @@ import torch
 from diffusers.hooks import HookRegistry
 from torch.overrides import TorchFunctionMode
 
+from ..api.arguments import check_precision
 from ..api.attention import attention
 from ..compat.dynamo import constant_in_graphs, outside_graphs
 from ..masks.block_mask import BlockMask
@@ -133,6 +134,7 @@ def use_sparse_flash(
     layout: str | tuple[int, int, int] | Callable[[int, int, int], Any] = "auto",
     dense_steps: int | Iterable[int] = (),
     dense_layers: Iterable[int] = (),
+    precision: str | None = None,
 ) -> torch.nn.Module:
     """Switches a video transformer's self-attention to ``sparse_flash.attention`` under ``spec``; returns the transformer.
 
@@ -149,6 +151,7 @@ def use_sparse_flash(
     timestep is the loop's first one, or changes in the other direction. Each transformer counts its own calls. The
     timestep is read, which waits for the GPU. Training refuses dense_steps.
     dense_layers: the numbers of layers that keep all pairs; HunyuanVideo counts its single blocks after the others.
+    precision: "fp8" computes in e4m3, without gradients: see ``sparse_flash.attention``. Masks for padded text are refused then.
 
     Tables have blocks of one tile, and of 64 tokens for smaller tiles; a chooser has its own ``block``. Masks for padded text
     (HunyuanVideo) become ``kv_lens``; other masks of attention are refused. Gradient checkpointing works; call backward before the
@@ -161,7 +164,8 @@ def use_sparse_flash(
     dense = _numbers("dense_layers", dense_layers)
     if wrong := sorted(number for number in dense if number >= len(layers)):
         raise ValueError(f"dense_layers must name layers of {type(model).__name__}, 0 to {len(layers) - 1}; got {wrong}")
-    run = _Run(model, known, _checked(spec), _checked_layout(layout), steps)
+    check_precision(precision)
+    run = _Run(model, known, _checked(spec), _checked_layout(layout), steps, precision)
     restore(model)
     _forget(model)
     for number, layer in enumerate(layers):
@@ -287,7 +291,8 @@ class _Run:
     runs unchanged. The layout stays until the next call, as gradient checkpointing runs layers again. keeps_all: whether the
     present call is a dense step that runs in the order of tiles, as caches hold tokens in one order."""
 
-    def __init__(self, model: Any, known: _Model, spec: Any, make: Callable, dense_steps: frozenset[int]):
+    def __init__(self, model: Any, known: _Model, spec: Any, make: Callable, dense_steps: frozenset[int], precision: str | None):
+        self.precision = precision
         self.config, self.known, self.spec, self.make, self.dense_steps = model.config, known, spec, make, dense_steps
         self.in_layers = known.in_layers(model.config)
         self.names = tuple(inspect.signature(type(model).forward).parameters)[1:]
@@ -368,7 +373,8 @@ class _Run:
         if self.in_layers:
             query, key, value = (layout.to_tiles(one, 2) for one in (query, key, value))
         mask = self._table(layout if dense or self.keeps_all else self._mask(layout), layout, kv_lens, query.device)
-        out = attention(query, key, value, mask, scale=scale, dropout_p=dropout_p, kv_lens=kv_lens)
+        options: dict[str, Any] = {"dropout_p": dropout_p, "kv_lens": kv_lens, "precision": self.precision}
+        out = attention(query, key, value, mask, scale=scale, **options)
         return layout.to_raster(out, 2) if self.in_layers else out
 
     def _table(self, mask, layout, kv_lens, device) -> BlockMask | Pattern | str:

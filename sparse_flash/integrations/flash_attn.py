@@ -25,7 +25,7 @@ from ..api.arguments import checked_documents
 from ..api.attention import attention
 from ..api.decode import MAX_QUERIES, attention_decode
 from ..api.varlen import attention_varlen
-from ..backends import check_read_pages
+from ..backends import E4M3, check_read_pages
 from ..compat.pytorch import is_recorded
 from ..masks.block_mask import BlockMask
 from ..masks.memory import remembered
@@ -48,6 +48,9 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
     mask: BlockMask | Pattern | str | None = None,
     backend: str = "auto",
 ):
@@ -57,6 +60,9 @@ def flash_attn_func(
     window_size: (left, right), how many keys before and after a query's own position are kept; negative for no limit. causal: right
     is 0. softcap: 0 for none. alibi_slopes: (heads,) or (batch, heads), adds -slope * |i + seqlen_k - seqlen_q - j|. deterministic:
     bitwise repeatable gradients; False follows torch.are_deterministic_algorithms_enabled().
+    q_descale, k_descale, v_descale: as FlashAttention-3 takes them, for q, k and v of torch.float8_e4m3fn: (batch, kv_heads)
+    float32, what the numbers of a key head and of its queries are multiplied by; None for 1. Then out is bfloat16, and there are no
+    gradients: see ``precision="fp8"`` of ``sparse_flash.attention``.
 
     Returns out, like q, or with return_attn_probs (out, lse, None), lse of shape (batch, heads, seqlen_q) float32. Differentiable.
     Raises ValueError for return_attn_probs with dropout, and whenever ``sparse_flash.attention`` does.
@@ -64,6 +70,12 @@ def flash_attn_func(
     _refuse_probabilities(dropout_p, return_attn_probs)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _check_dims(name, tensor, "(batch, tokens, heads, head_dim)")
+    scales: dict[str, Any] = {"q_scale": q_descale, "k_scale": k_descale, "v_scale": v_descale}
+    if q.dtype == E4M3:
+        scales = {name: torch.ones(1, 1, device=q.device) if scale is None else scale for name, scale in scales.items()}
+        if scales["q_scale"].shape[1] > 1:
+            scales["q_scale"] = scales["q_scale"].repeat_interleave(q.shape[2] // k.shape[2], 1)
+        scales["precision"] = "fp8"
     out, lse = attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -73,6 +85,7 @@ def flash_attn_func(
         return_lse=True,
         deterministic=deterministic or None,
         backend=backend,
+        **scales,
         **_variant(dropout_p, softcap, alibi_slopes),
     )
     out = out.transpose(1, 2)

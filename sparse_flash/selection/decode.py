@@ -72,10 +72,10 @@ def _decoded(
     from ..kernels.selection.decode import selection_decode
 
     kv_lens, block_table = (t if t is None else t.contiguous() for t in (kv_lens, block_table))
-    ready, *others = (unbroken(x, in_pairs=k.dtype == E4M3) for x in (q, k, v))
+    ready, keys, values = (unbroken(x, in_pairs=k.dtype == E4M3) for x in (q, k, v))
     options = {"kv_lens": kv_lens, "block_table": block_table, "k_scale": k_scale, "v_scale": v_scale}
     with current_device(q.device):
-        out, lse = selection_decode(ready, *others, picks.contiguous(), block_size, every, scale, **options)
+        out, lse = selection_decode(ready, keys, values, picks.contiguous(), block_size, every, scale, **options)
     return restored_out(out, ready, q, v), lse
 
 

@@ -28,16 +28,27 @@ def quantized(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def attention_in_eight_bits(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor | None, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kept: torch.Tensor | None,
+    scale: float,
+    scales: tuple[torch.Tensor, ...] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out, lse) in float64. q: (batch, heads, q_len, head_dim). k, v: as q, with kv_heads. kept: bool, broadcastable to
-    (batch, heads, q_len, kv_len), or None."""
+    (batch, heads, q_len, kv_len), or None. scales: of heads, (batch, heads or kv_heads) each, if
+    q, k and v are e4m3."""
     q, k, v = q.float(), k.float(), v.float()
-    mean = k.mean(2, keepdim=True)
     group = q.shape[1] // k.shape[1]
-    # A scale for each block of 64 queries, and of 128 keys and values.
-    q8, of_q = quantized(q, QUERIES)
-    k8, of_k, v8, of_v = (t.repeat_interleave(group, 1) for t in (*quantized(k - mean, KEYS), *quantized(v, KEYS)))
+    if scales is None:
+        # A scale for each block of 64 queries, and of 128 keys and values.
+        mean = k.mean(2, keepdim=True)
+        (q8, of_q), (k8, of_k), (v8, of_v) = quantized(q, QUERIES), quantized(k - mean, KEYS), quantized(v, KEYS)
+    else:
+        mean = torch.zeros_like(k[:, :, :1])
+        q8, k8, v8 = q.double(), k.double(), v.double()
+        of_q, of_k, of_v = (of_heads[..., None, None] for of_heads in scales)
+    k8, of_k, v8, of_v = (t.repeat_interleave(group, 1) for t in (k8, of_k, v8, of_v))
     scores = q8 @ k8.mT * (of_q * of_k.mT) * (scale / math.log(2))  # in base 2
     if kept is not None:
         scores = scores.masked_fill(~kept, float("-inf"))

@@ -42,7 +42,7 @@ def test_every_kind_of_cache_is_read_as_its_numbers_times_their_scales(backend, 
     draw = data.draw
     dtype = draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
     q_len, (heads, kv_heads) = draw(st.sampled_from([1, 3, 20])), draw(st.sampled_from([(4, 2), (3, 1), (2, 2)]))
-    head_dim, v_head_dim = (draw(st.sampled_from([16, 22, 32, 64])) for _ in "kv")
+    head_dim, v_head_dim = (draw(st.sampled_from([16, 22, 32, 128])) for _ in "kv")
     page_size, by = draw(st.sampled_from([None, 16, 64, 128])), draw(st.sampled_from(["token", "page"]))
     name, layout = draw(st.sampled_from(NAMES)), draw(st.sampled_from(LAYOUTS))
     lengths = draw(st.lists(st.integers(0, CAPACITY), min_size=1, max_size=3))

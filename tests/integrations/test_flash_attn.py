@@ -421,3 +421,17 @@ def test_calls_are_compiled_in_one_piece():
         return fa.flash_attn_func(q, k, v, causal=True, window_size=(9, 0), mask="full")
 
     torch.testing.assert_close(torch.compile(call, fullgraph=True, backend="eager")(q, k, v), call(q, k, v))
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_e4m3_inputs_are_scaled_by_key_head_as_flash_attention_3_does(scaled):
+    q, k, v = (t.mul(9).to(torch.float8_e4m3fn) for t in tensors((2, 50, 4, 32), (2, 70, 2, 32), (2, 70, 2, 32)))
+    scales = {name: torch.rand(2, 2) / 9 + 0.01 if scaled else None for name in ("q_descale", "k_descale", "v_descale")}
+    options = {"causal": True, "window_size": (30, 0), "softmax_scale": 0.01}
+    out = fa.flash_attn_func(q, k, v, **options, **scales, backend="reference")
+    q, k, v = (
+        x.double() * (1.0 if scale is None else scale.double()[:, None, :, None].repeat_interleave(x.shape[2] // 2, 2))
+        for x, scale in zip((q, k, v), scales.values(), strict=True)
+    )
+    wanted = fa.flash_attn_func(q, k, v, **options, backend="reference")
+    assert out.dtype == torch.bfloat16 and (out.double() - wanted).norm() < 0.05 * wanted.norm()

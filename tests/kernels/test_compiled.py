@@ -38,9 +38,9 @@ def test_an_e4m3_cache_is_converted_two_numbers_at_a_time_and_copied_16_bytes_at
     of_e4m3 = [k for k in kernels if k["kernel"] == "decode_e4m3"]
     assert len(of_e4m3) == 16 and [k for k in of_e4m3 if k["stack"]] == []
     for k in of_e4m3:
-        # Each number of 64 keys and values once in a loop, by some warp, and in two loops at most.
-        least = 2 * 64 * k["dim"] // (32 * k["warps"]) // 2
-        assert k["e4m3"] >= least and k["e4m3"] % least == 0 and k["async"] > 0, k
+        # Each number of a step's keys and values once in a loop, by some warp, and in two loops at most.
+        least = 2 * k["keys"] * k["dim"] // (32 * k["warps"]) // 2
+        assert k["converted"] >= least and k["converted"] % least == 0 and k["async"] > 0, k
 
 
 def test_parameters_of_compiled_kernels_are_those_that_repeated_launches_pack(kernels):
@@ -91,6 +91,12 @@ def test_two_programs_of_four_warps_share_a_multiprocessor(kernels):
     assert {k["kernel"] for k in of_four} == {"forward", "decode", "decode_e4m3"}
     of_four += [k for k in kernels if k["kernel"].endswith(("of_64", "of_short")) and k["kernel"].startswith("hopper")]
     assert [k for k in of_four if 2 * (k["shared"] + 1024) > 228 * 1024 or 2 * 128 * k["reg"] > 65536] == []
+
+
+def test_two_programs_of_eight_warps_that_decode_in_steps_of_128_share_a_multiprocessor(kernels):
+    of_128 = [k for k in kernels if k["kernel"] == "decode_e4m3" and k["keys"] == 128]
+    assert len(of_128) == 1
+    assert [k for k in of_128 if 2 * (k["shared"] + 1024) > 228 * 1024 or 2 * 256 * k["reg"] > 65536] == []
 
 
 def test_hopper_names_a_score_function_that_gluon_cannot_compile():

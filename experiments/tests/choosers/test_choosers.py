@@ -85,6 +85,22 @@ def test_rows_are_measured_once_and_drawn(folder, short_texts, tmp_path):
     assert [row["row"] for row in kept] == [row["row"] for row in (dense, window, *chosen)] and "by_head" not in kept[-1]
 
 
+def test_rows_in_e4m3_are_a_setup_of_their_own(folder, short_texts, tmp_path):
+    def measured(*options):
+        out = tmp_path / f"{len(options)}.json"
+        sizes = ["--length", "128", "--windows", "1", "--needles", "2", "--device", "cpu", "--rows", "dense"]
+        result = CliRunner().invoke(app, ["measure", str(folder), "--out", str(out), *sizes, *options])
+        assert result.exit_code == 0, result.output
+        found = json.loads(out.read_text())
+        return found["setup"], found["rows"][0]["lengths"]["128"]
+
+    setup, plain = measured()
+    eight_setup, eight = measured("--precision", "fp8")
+    assert eight_setup == setup | {"precision": "fp8"}
+    assert plain["error"] == 0 and 0.001 < eight["error"] < 0.2
+    assert plain["loss"]["english"] != eight["loss"]["english"]
+
+
 def test_true_mass_is_the_sum_of_softmax_weights_over_a_block():
     q, k, _ = content()
     mass = weights(q, k).unflatten(3, (-1, BLOCK)).sum(4).unflatten(2, (-1, BLOCK))

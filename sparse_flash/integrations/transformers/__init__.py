@@ -31,7 +31,7 @@ import torch
 import transformers
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ...api.arguments import checked_deterministic
+from ...api.arguments import check_precision, checked_deterministic
 from ...api.attention import attention
 from ...api.decode import MAX_QUERIES, attention_decode, decodes, takes
 from ...api.keywords import answers_unknown_keywords, unexpected_beside_choosers
@@ -90,6 +90,7 @@ class _Settings(NamedTuple):
     mask: Pattern | str | BlockMask
     backend: str = "auto"
     deterministic: bool | None = None
+    precision: str | None = None
     moves: bool = False
     packed: bool = False
     ahead: bool = False
@@ -107,6 +108,7 @@ def use_sparse_flash(
     bidirectional: bool = False,
     backend: str = "auto",
     deterministic: bool | None = None,
+    precision: str | None = None,
     packed: bool = False,
     dense_below: int | None = None,
     dense_layers: Iterable[int] | None = None,
@@ -130,6 +132,8 @@ def use_sparse_flash(
     bidirectional: allows a decoder masks that look ahead. Without it, the mask of a decoder's layer must be within causal and say
     so, "causal & ...", because its tokens are trained to predict the later ones.
     backend, deterministic: as for ``sparse_flash.attention``.
+    precision: "fp8" computes prompts in e4m3, without gradients: see ``sparse_flash.attention``. Prompts are calls of more than 64
+    queries. Others run as they would without it. Padded and packed sequences, dropout and soft caps are refused then.
 
     dense_below, dense_layers, dense_last: for masks with a chooser, such as ``causal & (sampled(8, floor=0.01) | sinks(64))``.
     Prompts choose: calls of more than 64 queries. All other calls are dense: they keep all pairs of the pattern before the chooser,
@@ -153,6 +157,7 @@ def use_sparse_flash(
     per_layer; the model is then unchanged.
     """
     checked_deterministic(deterministic)
+    check_precision(precision)
     check_name(backend)
     wrapped, model = model, pretrained(model)
     part = tower(model)
@@ -166,6 +171,8 @@ def use_sparse_flash(
     check_heads(masks, layers, "" if saved is None else f" in {saved.name}")
     ahead = check_future(masks, [number for number, layer in layers.items() if is_decoder(layer)], bidirectional)
     plan = shared_by(masks, others_of(model, layers.values()))
+    if precision is not None and plan is not None:
+        raise ValueError(f"precision={precision!r} must come with masks of one rank; got a ContextPlan; leave precision out")
     _switch(model, part, layers.values())
     for number, layer in layers.items():
         one = masks[number]
@@ -173,7 +180,7 @@ def use_sparse_flash(
             settings = _Settings(OWN, backend, deterministic, plan=cast(SharedSequence, one))
         else:
             moves = one != OWN and depends_on_position(one)
-            settings = _Settings(one, backend, deterministic, moves, packed, ahead[number] and not bidirectional)
+            settings = _Settings(one, backend, deterministic, precision, moves, packed, ahead[number] and not bidirectional)
             if (choice := choices.get(number)) is not None:
                 dense = settings._replace(mask=choice.dense, moves=depends_on_position(choice.dense))
                 settings = settings._replace(moves=choice.moves, choice=choice, dense=dense)
@@ -357,12 +364,17 @@ def _masked(
         raise ValueError(future_error(f"the mask of {type(module).__name__}", mask))
     if settings.choice is not None:
         options = {"scale": scaling, "dropout_p": dropout, "softcap": softcap, "sinks": s_aux}
-        options |= {"deterministic": settings.deterministic, "backend": settings.backend}
+        options |= {"deterministic": settings.deterministic, "backend": settings.backend, "precision": settings.precision}
         packed = cu_seqlens is not None
         return attended_by_content(module, settings.choice, own, query, key, value, packed=packed, **options), None
     if isinstance(mask, str) and mask == OWN:
         mask = None if own.base == "full" else own.base
     if cu_seqlens is not None:
+        if settings.precision is not None:
+            raise ValueError(
+                f"precision={settings.precision!r} does not take packed sequences; pad each sequence in a row of its own and call "
+                "one row at a time, or leave precision out of use_sparse_flash"
+            )
         reason = _not_packed(own, mask, query, key, dropout, softcap)
         if reason is None:
             return _of_sequences(settings, own, mask, query, key, value, cu_seqlens, scaling, s_aux), None
@@ -427,6 +439,7 @@ def _of_batch(settings, own, mask, query, key, value, scaling, dropout, softcap,
             softcap=softcap,
             sinks=sinks,
             deterministic=settings.deterministic,
+            precision=settings.precision if query.shape[2] > MAX_QUERIES else None,
             backend=settings.backend,
         )
         out = out if shifts is None else _rolled(out, -shifts)
@@ -468,6 +481,7 @@ def _of_chosen_blocks(
         "a window": bool(own.limits) or own.base != "causal" or bool(own.kv_offset),
         "dropout": dropout,
         "a soft cap": softcap,
+        f"precision={settings.precision!r}": settings.precision,
     }
     if any(unsupported.values()):
         raise ValueError(

@@ -59,7 +59,7 @@ from .products import (
     zero_sums,
 )
 from .quads import from_quads, promoted
-from .quantization import Operands, quantized
+from .quantization import Operands, blocks_of_scales, given, quantized
 from .ring import PingPong, Ring, new_ping_pong, ring_of, tiles
 from .scheduler import Heads, Queue, Scheduler, TableArguments, new_scheduler, schedule
 from .scores import ScoreTerms, new_terms
@@ -141,10 +141,10 @@ NO_SCALES = Scales()
 class ScaledTile:
     """Holds scales of a tile's queries and keys, with operands in e4m3; otherwise arbitrary numbers."""
 
-    factor: gl.tensor  # of scores of the warp group's queries, beside their keys' scale
-    blocks: gl.tensor  # the index of the first scale of the tile's keys
-    first_factor: gl.tensor  # of scores of the first step
-    first_values: gl.tensor  # of its values
+    factor: gl.tensor  # multiplies scores of the warp group's queries, and so does the scale of their keys
+    blocks: gl.tensor  # the index of the first scale of the head's keys
+    first_factor: gl.tensor  # multiplies scores of the first step, the scale of keys included
+    first_values: gl.tensor  # the scale of the first step's values
 
 
 @record
@@ -747,21 +747,22 @@ def _run(q, k, v, mask, scale, variant, of_variant: HopperVariant, beside, recor
     return out, lse
 
 
-def attention_forward_of_eight_bits(q, k, v, mask, scale, config=None):
-    """Returns out and lse as ``attention_forward`` does, computed in e4m3: see ``variant.eight_bits``. config: an
-    ``EightBitConfig``; the one for these shapes by default."""
-    run = partial(_run_of_eight_bits, q, k, v, mask, scale, config)
-    return tuple(launch_or_repeat(attention_forward_kernel, mask, (scale, "e4m3", config), (q, k, v), run)[:2])
+def attention_forward_of_eight_bits(q, k, v, mask, scale, scales=None, config=None):
+    """Returns out and lse as ``attention_forward`` does, computed in e4m3: see ``variant.eight_bits``. scales: of e4m3 q, k and v,
+    (batch, heads or kv_heads) each, or None. config: an ``EightBitConfig``; the one for these shapes by default."""
+    others = () if scales is None else blocks_of_scales(scales, q, k)
+    run = partial(_run_of_eight_bits, q, k, v, others, mask, scale, scales, config)
+    return tuple(launch_or_repeat(attention_forward_kernel, mask, (scale, "e4m3", config), (q, k, v, *others), run)[:2])
 
 
-def _run_of_eight_bits(q, k, v, mask, scale, config, recording):
+def _run_of_eight_bits(q, k, v, others, mask, scale, scales, config, recording):
     if not all(map(is_addressable, (q, k, v))):
         ready = [addressable(t) for t in (q, k, v)]
-        out, lse = attention_forward_of_eight_bits(*ready, mask, scale, config)
+        out, lse = attention_forward_of_eight_bits(*ready, mask, scale, scales, config)
         return restored_out(out, ready[0], q, v), lse
     out = recording.fresh(empty_out(q, v.shape[3]))
     lse = recording.fresh(torch.empty(q.shape[:3], dtype=torch.float32, device=q.device))
-    operands = quantized(q, k, v, scale, recording)
+    operands = given(q, k, v, *others, recording) if others else quantized(q, k, v, scale, recording)
     attend_to_operands(operands, out, lse, mask, scale, config, recording)
     return out, lse
 
@@ -770,7 +771,7 @@ def attend_to_operands(operands: Operands, out, lse, mask, scale, config, record
     """Launches the forward kernel on operands in e4m3. out, lse: what it fills. Other arguments as for
     ``attention_forward_of_eight_bits``."""
     q, k, v = operands[:3]
-    dim = q.shape[3]
+    dim = v.shape[2]
     config = config or forward_of_eight_bits(dim, mask and mask.block_size)
     split_rows = _split_rows(mask)
     split_out = split_lse = lse
@@ -815,9 +816,11 @@ def _forward_launch(
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     group, batch_heads = heads // kv_heads, batch * heads
+    v_head_dim = v.shape[3]
+    if scales is not NO_SCALES:
+        head_dim = v_head_dim = v.shape[2]
     switches = of_variant.switches
     starts, scored = tables is not None and tables.starts is not None, (switches["SCORED"], switches["REACH"])
-    v_head_dim = v.shape[3] if scales is NO_SCALES else head_dim
     shape = forward_shape(config, head_dim, v_head_dim, tables and tables.block_size, starts, split_rows > 0, *scored)
     dim, dim_v, width = shape.DIM, shape.DIM_V, shape.DIM // shape.PIECES
     items, tiles = items_and_tiles(q.shape, tables, config.queries)

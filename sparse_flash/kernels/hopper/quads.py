@@ -35,8 +35,8 @@ def in_quads(tile):
 @gluon.jit
 def from_quads(quads, dtype: gl.constexpr, layout: gl.constexpr):
     """Returns quads as an operand in e4m3, (rows, columns), columns in that order."""
-    # Four copies of a quad are one register, which the assembly returns as four numbers. Through two halves, as the assembler would
-    # make a plain move none, let the next weights have the same registers, and serialize products (Triton 3.6).
+    # Four copies of a quad are one register, which the assembly returns as four numbers. The assembler removes a plain move, gives
+    # the next weights the same registers, and serializes products (Triton 3.6). A move in two halves stays.
     copies = gl.join(gl.join(quads, quads), gl.join(quads, quads))
     code: gl.constexpr = "{ .reg .b16 a, b; mov.b32 {a, b}, $1; mov.b32 $0, {a, b}; }"
     numbers = gl.inline_asm_elementwise(code, "=r,r,r,r,r", [copies], dtype=gl.int8, is_pure=True, pack=4)

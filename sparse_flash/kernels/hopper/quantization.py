@@ -113,17 +113,21 @@ def quantize_keys_kernel(k_tensor, eight_tensor, scale_ptr, mean_ptr, heads, tok
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
-def quantize_values_kernel(v_tensor, eight_tensor, scale_ptr, heads, blocks, DIM: tl.constexpr, TILE: tl.constexpr):
-    """Rounds a block of values, and transposes it."""
+def quantize_values_kernel(
+    v_tensor, eight_tensor, scale_ptr, heads, blocks, DIM: tl.constexpr, TILE: tl.constexpr, GIVEN: tl.constexpr
+):
+    """Rounds a block of values, unless they are e4m3 (GIVEN), and transposes it."""
     block, batch_head = tile_and_batch_head(blocks)
     batch, head = batch_head // heads, batch_head % heads
-    values = load_tile(v_tensor, batch, head, block * TILE, TILE, DIM).to(tl.float32)
-    factor, scale = _scale_of(values)
-    eight = (values * factor).to(eight_tensor.dtype)
+    eight = load_tile(v_tensor, batch, head, block * TILE, TILE, DIM)
+    if not GIVEN:
+        values = eight.to(tl.float32)
+        factor, scale = _scale_of(values)
+        eight = (values * factor).to(eight_tensor.dtype)
+        tl.store(scale_ptr + batch_head * blocks + block, scale)
     # Keys 8a + 2b + c of 16 come to 4b + 2a + c.
     ordered = tl.permute(eight.reshape(TILE // 16, 2, 4, 2, DIM), (4, 0, 2, 1, 3))
     eight_tensor.store([batch, head, 0, block * TILE], ordered.reshape(1, 1, DIM, TILE))
-    tl.store(scale_ptr + batch_head * blocks + block, scale)
 
 
 def quantized(q, k, v, scale: float, recording) -> Operands:
@@ -172,8 +176,28 @@ def quantized(q, k, v, scale: float, recording) -> Operands:
         TILE=QUERIES,
     )
     launch(quantize_keys_kernel, kv_programs, keys, to_k, operands.of_k, mean, kv_heads, kv_len, kv_blocks, DIM=dim, TILE=KEYS)
-    launch(quantize_values_kernel, kv_programs, values, to_v, operands.of_v, kv_heads, kv_blocks, DIM=dim, TILE=KEYS)
+    tail = kv_heads, kv_blocks
+    launch(quantize_values_kernel, kv_programs, values, to_v, operands.of_v, *tail, DIM=dim, TILE=KEYS, GIVEN=False)
     return operands
+
+
+def blocks_of_scales(scales, q, k) -> tuple[torch.Tensor, ...]:
+    """Returns (of_q, of_k, of_v, lse) of ``Operands`` for e4m3 inputs. scales: (batch, heads or kv_heads) each."""
+    counts = -(-q.shape[2] // QUERIES), -(-k.shape[2] // KEYS), -(-k.shape[2] // KEYS)
+    by_block = [scale[..., None].expand(*scale.shape, count).contiguous() for scale, count in zip(scales, counts, strict=True)]
+    return *by_block, torch.zeros(q.shape[:3], device=q.device)
+
+
+def given(q, k, v, of_q, of_k, of_v, lse, recording) -> Operands:
+    """Returns the operands of e4m3 q, k and v, which TMA can address. The others are from ``blocks_of_scales``."""
+    batch, kv_heads, kv_len, _ = k.shape
+    dim, blocks = columns_of_eight_bits(q.shape[3], v.shape[3]), -(-kv_len // KEYS)
+    transposed = recording.fresh(torch.empty((batch, kv_heads, dim, blocks * KEYS), dtype=v.dtype, device=v.device))
+    tensors = descriptor_or_rows(v, KEYS, dim), descriptor_or_rows(transposed, dim, KEYS), of_v
+    constants = {"DIM": dim, "TILE": KEYS, "GIVEN": True}
+    prepared = (batch * kv_heads * blocks, 1), [*tensors, kv_heads, blocks], constants, {"num_warps": 8}
+    recording.launch(quantize_values_kernel, prepared, (v.dtype,))
+    return Operands(q, k, transposed, of_q, of_k, of_v, lse)
 
 
 def columns_of_eight_bits(head_dim: int, v_head_dim: int) -> int:

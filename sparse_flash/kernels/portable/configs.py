@@ -48,6 +48,9 @@ _DECODE = {
     128: Config(32, 64, 8, 3),
     256: Config(16, 32, 4, 3),
 }
+# For e4m3 caches on Hopper without a table, and up to 16 rows of queries: steps of twice the keys, so half as many. With a table or
+# scales of tokens it takes more registers than two programs have (docs/internals/decoding.md has the figures).
+STEPS_OF_128 = Config(16, 128, 8, 3)
 # fp32 products run on the ordinary units, in full precision: small tiles, to fit in registers.
 _FLOAT32 = {
     16: Config(64, 32, 4, 2),
@@ -215,11 +218,16 @@ def decode_config(
     v_head_dim: int | None = None,
     chip: Gpu = HOPPER,
     e4m3: bool = False,
+    alike: bool = False,
 ) -> Config:
     """For few queries and many keys. rows: of stacked queries, from several heads, so tile_m may exceed the table's block. e4m3:
-    whether the cache is."""
-    config = chip.config("decode", dtype, padded_head_dim(max(head_dim, v_head_dim or 0)))
+    whether the cache is; alike: whether the keys of a step of 128 then share a scale."""
+    dim = padded_head_dim(max(head_dim, v_head_dim or 0))
+    config = chip.config("decode", dtype, dim)
     tile_m = min(config.tile_m, max(16, 1 << (rows - 1).bit_length()))
+    of_hopper = chip.capability == HOPPER.capability and dtype != torch.float32
+    if alike and of_hopper and (dim, tile_m) == (128, 16) and block_size is None:
+        return STEPS_OF_128
     warps = 4 if tile_m == 16 else config.num_warps
     if e4m3 and 16 < tile_m >= padded_head_dim(v_head_dim or head_dim) // 2:
         warps = tile_m // 16  # Triton divides such products by rows, and each further warp would repeat the work of another

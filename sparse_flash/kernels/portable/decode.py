@@ -298,7 +298,7 @@ def add_products(state, q, keys, values, kept, score_scale, factors, cache):
     if cache.SCALED:
         largest = factors[1] if ALIKE else tl.max(factors[1], 0)
         if not ALIKE:
-            weights *= (factors[1] / tl.where(largest > 0.0, largest, 1.0))[None, :]
+            weights *= (factors[1] * (1.0 / tl.maximum(largest, 2.0**-100)))[None, :]
         weights = weights.to(q.dtype)
         even, odd = _halves(values)
         accumulators = (
@@ -672,7 +672,9 @@ def _plan(
     members = 1 if apart else group
     rows = members * q_len
     scaled = scale_strides is not None
-    config = config or decode_config(dtype, head_dim, table and table[0], rows, v_head_dim, chip_of(device), scaled)
+    page = 0 if pages is None else k_shape[2]
+    alike = scaled and scale_strides[2] == 0 and (page == 0 or page >= 128)
+    config = config or decode_config(dtype, head_dim, table and table[0], rows, v_head_dim, chip_of(device), scaled, alike)
     tile_m, tile_n, dim_v = config.tile_m, config.tile_n, padded_head_dim(v_head_dim)
     row_tiles = -(-rows // tile_m)
     tiles = batch * (heads // members) * row_tiles
@@ -697,7 +699,7 @@ def _plan(
         "AT_END": at_end,
         "HAS_LENS": has_lens,
         "SPLIT": splits > 1,
-        "PAGE": 0 if pages is None else k_shape[2],
+        "PAGE": page,
         "VECTOR": vector,
         **scale_constants(scale_strides),
     }

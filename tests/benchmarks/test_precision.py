@@ -1,0 +1,42 @@
+"""The benchmark of attention in e4m3 runs every row, whatever fails in it."""
+
+import pytest
+import torch
+
+from sparse_flash.benchmarks import precision
+
+CPU = torch.device("cpu")
+
+
+def row(**changed):
+    return precision.PrecisionRow("small", "causal", None, 128, 256, 4, 2, 64, **changed)
+
+
+def test_a_contestant_that_fails_is_a_result_and_the_others_run():
+    # On a CPU no back end and no kernel computes in e4m3, and neither peer runs.
+    results = precision.measured(row(choice="causal & sampled(8, keep=0.5)"), [{"stages": 3}], True, "no-such-library", 60, CPU)
+    results = results["results"]
+    assert results.pop("rounding")  # which Triton's interpreter runs
+    assert {name for name, result in results.items() if "ms" in result} == {"bf16", "choice and bf16", "choice"}
+    failed = {name: result["failed"] for name, result in results.items() if "ms" not in result}
+    assert set(failed) == {"fp8", "choice and fp8", "kernel", "kernel stages=3", "FlashAttention-3 fp8", "cuDNN fp8"}
+    assert "no-such-library" in failed["FlashAttention-3 fp8"] and "no back end can run this call" in failed["fp8"]
+    assert results["bf16"]["speedup"] == 1.0 and results["choice and bf16"]["from_bf16"] == 0.0
+    assert 0.2 < results["choice"]["density"] < 0.6
+    assert all(precision.said(result) for result in results.values())
+
+
+def test_a_limit_of_time_is_a_result(monkeypatch):
+    def slow(*_, **__):
+        raise precision.OverLimit
+
+    monkeypatch.setattr(precision.sf, "attention", slow)
+    results = precision.measured(row(), [], False, None, 60, CPU)["results"]
+    assert results["bf16"] == {"failed": "over its time"} and len(results) == 4
+
+
+@pytest.mark.parametrize("text", ["stages", "stages=x", "no=1"])
+def test_a_config_is_fields_and_numbers(text):
+    assert precision.changes_of("stages=3,overlapped=0") == {"stages": 3, "overlapped": False}
+    with pytest.raises(ValueError, match="a config is FIELD=NUMBER"):
+        precision.changes_of(text)

@@ -1,0 +1,97 @@
+"""Models with ``precision="fp8"``: which of their calls it is of, and what is refused beside it."""
+
+import copy
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+diffusers = pytest.importorskip("diffusers")
+
+from sparse_flash.integrations import diffusers as of_diffusers  # noqa: E402
+from sparse_flash.integrations import transformers as of_transformers  # noqa: E402
+from sparse_flash.integrations.transformers import by_content  # noqa: E402
+
+CONFIG = transformers.LlamaConfig(
+    vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+)
+CHOOSER = "causal & (sampled(8, keep=1, block=64) | sinks(4))"
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """(queries, precision) of each call of attention."""
+    found = []
+    for module in (of_transformers, by_content, of_diffusers):
+
+        def attention(q, *tensors, attention=module.attention, **options):
+            found.append((q.shape[2], options.get("precision")))
+            return attention(q, *tensors, **options | {"backend": "reference"})  # which computes it on a CPU
+
+        monkeypatch.setattr(module, "attention", attention)
+    return found
+
+
+def llama(mask, precision=None, **options):
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(copy.deepcopy(CONFIG)).bfloat16().eval()
+    return of_transformers.use_sparse_flash(model, mask, precision=precision, backend="reference", **options)
+
+
+def words(batch, tokens):
+    return torch.randint(0, 97, (batch, tokens), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("mask, options", [("causal & local(100)", {}), (CHOOSER, {"dense_below": 0})])
+def test_prompts_are_computed_in_it_and_steps_of_decoding_are_not(called, mask, options):
+    model, plain = llama(mask, "fp8", **options), llama(mask, **options)
+    with torch.no_grad():
+        logits, wanted = (one(words(2, 150)).logits.float() for one in (model, plain))
+    assert called == [(150, "fp8")] * 2 + [(150, None)] * 2
+    assert not torch.equal(logits, wanted) and (logits - wanted).norm() < 0.1 * wanted.norm()
+    called.clear()
+    model.generate(words(1, 100), max_new_tokens=3, min_new_tokens=3, pad_token_id=0)
+    assert called[:2] == [(100, "fp8")] * 2 and all(precision is None for _, precision in called[2:])
+
+
+@pytest.mark.parametrize("mask, options", [("causal", {}), (CHOOSER, {"dense_below": 0})])
+def test_what_it_does_not_take_is_refused_and_not_computed_otherwise(mask, options):
+    model, ids = llama(mask, "fp8", **options), words(2, 100)
+    with pytest.raises(ValueError, match="gives no gradients"):
+        model(ids)
+    packed = torch.arange(100) % 50
+    with torch.no_grad(), pytest.raises(ValueError, match="packed sequences"):
+        model(ids, position_ids=packed[None].expand(2, -1), use_cache=False)
+    with pytest.raises(ValueError, match="precision must be None or one of 'fp8'; got 'fp4'"):
+        llama(mask, "fp4", **options)
+
+
+def test_padded_prompts_are_refused():
+    padding = torch.ones(2, 100, dtype=torch.long)
+    padding[0, :20] = 0
+    with torch.no_grad(), pytest.raises(ValueError, match="in precision='fp8' it does not support"):
+        llama("causal", "fp8")(words(2, 100), attention_mask=padding)
+
+
+def test_a_video_transformer_computes_all_its_layers_in_it(called):
+    sizes = {
+        "num_attention_heads": 2,
+        "attention_head_dim": 48,
+        "in_channels": 4,
+        "out_channels": 4,
+        "text_dim": 16,
+        "freq_dim": 16,
+    }
+    torch.manual_seed(0)
+    model = diffusers.WanTransformer3DModel(**sizes, ffn_dim=32, num_layers=2, rope_max_seq_len=32).bfloat16().eval()
+    text, latents = torch.randn(1, 5, 16).bfloat16(), torch.randn(1, 4, 4, 16, 16).bfloat16()
+    inputs = {"hidden_states": latents, "timestep": torch.tensor([500]), "encoder_hidden_states": text, "return_dict": False}
+    out = []
+    for precision in ("fp8", None):
+        of_diffusers.use_sparse_flash(model, "tile_window(layout, (3, 3, 3))", (2, 4, 4), precision=precision)
+        with torch.no_grad():
+            out.append(model(**inputs)[0].float())
+    assert [precision for _, precision in called] == ["fp8"] * 2 + [None] * 2
+    assert not torch.equal(*out) and (out[0] - out[1]).norm() < 0.1 * out[1].norm()
+    with pytest.raises(ValueError, match="precision must be None or one of 'fp8'; got 'fp4'"):
+        of_diffusers.use_sparse_flash(model, "layout", precision="fp4")
