@@ -311,9 +311,13 @@ def check_alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cast: str = "
 def check_dtype(name: str, tensor: torch.Tensor) -> None:
     """Raises ValueError where back ends do not support a tensor's dtype."""
     if tensor.dtype not in _DTYPES:
+        way_out = "cast with .to(torch.bfloat16)"
+        if tensor.dtype == backends.E4M3:
+            way_out = (
+                "multiply it by its scale in bfloat16, or pass the scale to attention_decode, or to attention with precision='fp8'"
+            )
         raise ValueError(
-            f"{name} must be a floating-point tensor, of float16, bfloat16, float32 or float64; got {tensor.dtype}; cast with "
-            ".to(torch.bfloat16)"
+            f"{name} must be a floating-point tensor, of float16, bfloat16, float32 or float64; got {tensor.dtype}; {way_out}"
         )
 
 
@@ -463,8 +467,7 @@ def checked_cache_scales(
                 f"serves all; got {scale.dtype} of shape {tuple(scale.shape)} for k of shape {tuple(k.shape)}"
             )
         found.append(scale[..., None] if scale.dim() == 2 else scale)
-    if found[0].shape != found[1].shape:
-        raise ValueError(f"k_scale and v_scale must have one shape; got {tuple(found[0].shape)} and {tuple(found[1].shape)}")
+    found = torch.broadcast_tensors(*found)
     if found[0].stride() != found[1].stride() or found[0].stride(2) != 1:
         found = [scale.contiguous() for scale in found]
     return found[0].expand(k.shape[:3]), found[1].expand(k.shape[:3])

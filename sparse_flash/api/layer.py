@@ -56,6 +56,8 @@ class KeyValueCache:
     ) -> None:
         widths = {"head_dim": head_dim, "v_head_dim": head_dim if v_head_dim is None else v_head_dim}
         check_counts(batch=batch, kv_heads=kv_heads, length=length, **widths)
+        if dtype not in (None, backends.E4M3, torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            raise ValueError(f"dtype must be a floating-point type of 16 bits or more, or torch.float8_e4m3fn; got {dtype}")
         self.room = tuple(torch.zeros(batch, kv_heads, length, width, dtype=dtype, device=device) for width in widths.values())
         self.tokens, self.scales = 0, None
         if dtype == backends.E4M3:

@@ -172,7 +172,9 @@ def choose_backend(name: str, call: Call, supports: Callable[[str, Call], str | 
         backend(name)
         reason = refusal(name, call)
         if reason:
-            raise ValueError(f"backend {name!r} cannot run this call: {reason}; pass backend='auto' to take one that can")
+            others = any(refusal(other, call) is None for other in AUTOMATIC)
+            way_out = "pass backend='auto' to take one that can" if others else "no other back end can either, so leave that out"
+            raise ValueError(f"backend {name!r} cannot run this call: {reason}; {way_out}")
         return name
     reasons = {}
     for candidate in AUTOMATIC:
