@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from .. import backends
-from ..choosers.choose import chosen_mask
+from ..choosers.choose import chosen_in_graph, chosen_mask
 from ..compat.pytorch import is_distributed, is_recorded
 from ..dispatch import operators
-from ..dispatch.call import AttentionCall, backend_for
+from ..dispatch.call import AttentionCall, ChosenBlocks, backend_for
 from ..masks.block_mask import BlockMask, check_batch_and_heads
 from ..masks.cache import compiled_once, of_another_library, traceable
 from ..masks.chooser import is_chosen, looking_ahead
@@ -45,7 +45,7 @@ def checked(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    mask: BlockMask | BlockSelection | Pattern | str | None,
+    mask: BlockMask | BlockSelection | ChosenBlocks | Pattern | str | None,
     scale: float | None,
     dropout_p: float,
     kv_lens: torch.Tensor | None,
@@ -79,7 +79,8 @@ def checked(
             if not (kv_lens is q_lens is None):
                 check_known_end(spec)
             lengths = checked_variant(q, k, kv_lens=kv_lens, q_lens=q_lens, kv_starts=kv_starts, q_starts=q_starts)
-            mask = chosen_mask(spec, q, k, checked_scale(scale, q.shape[3]), None, lengths)
+            choose = chosen_in_graph if torch.compiler.is_compiling() else chosen_mask
+            mask = choose(spec, q, k, checked_scale(scale, q.shape[3]), None, lengths)
     has_lengths_or_bias = not (kv_lens is q_lens is kv_starts is q_starts is alibi_slopes is rel_bias is None)
     others: dict[str, Any] = {}
     if has_lengths_or_bias or not _is_plain(dropout_p, softcap, score_mod, score_params):
@@ -87,7 +88,7 @@ def checked(
         others |= {"softcap": softcap, "alibi_slopes": alibi_slopes, "rel_bias": rel_bias}
         others |= {"score_mod": score_mod, "score_params": score_params}
     pattern = mask if isinstance(mask, (Pattern, str)) else None
-    if not (mask is None or pattern is not None or isinstance(mask, BlockMask)):
+    if not (mask is None or pattern is not None or isinstance(mask, (BlockMask, ChosenBlocks))):
         if isinstance(mask, BlockSelection):
             _refuse_beside_selection(others)
             check_tensors(*of_some_batch(q, k, v))
@@ -112,7 +113,7 @@ def checked(
         scale = checked_scale(scale, q_shape[3])
         return AttentionCall(q, k, v, mask, None, scale, deterministic, operators.NOTHING, variant, sinks, precision)
     table = None if pattern is None else _table_or_text(pattern, q_shape[2], k_shape[2], device)
-    if isinstance(mask, BlockMask):
+    if isinstance(mask, (BlockMask, ChosenBlocks)):
         table = mask
     kernel_table = table.kernel_table(q.is_cuda) if isinstance(table, BlockMask) else table
     key = known = None

@@ -84,7 +84,8 @@ def choose_blocks(
     Returns a BlockMask of (batch, heads) on q's device, in blocks of the choosers' ``block``. The choice is not differentiated;
     attention under it is. No host synchronization. On a GPU, scores stream through kernels: memory does not grow with queries x
     keys, except by a bit for each block and head. Patterns must have been compiled for these lengths before a CUDA graph is
-    captured. A report multiplies 251 queries with all keys. It evaluates ``within`` on the host, so it is made outside of graphs.
+    captured. Within torch.compile, it recompiles for each length, while ``attention`` under the expression does not. A report
+    multiplies 251 queries with all keys. It evaluates ``within`` on the host, so it is made outside of graphs.
 
     Raises ValueError for expressions and arguments that do not fit together, TypeError for wrong types.
     """

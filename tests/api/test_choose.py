@@ -14,12 +14,14 @@ from accepted import fitted
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from oracle import BACKENDS, DEVICE, check, dense_attention, gradients, no_host_synchronization
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparse_flash as sf
 from sparse_flash import backends
 from sparse_flash.choosers import choose
+from sparse_flash.dispatch import operators
 from sparse_flash.masks import chooser as choosers
 from sparse_flash.masks.chooser import choices_of, is_causal, size_of
 from sparse_flash.parallel import planning
@@ -328,6 +330,48 @@ def test_choice_and_attention_compile_into_one_graph(spec):
             torch.testing.assert_close(found, wanted)
 
 
+@parametrize("spec", [SPEC, EVERY["shared"], EVERY["by head"]], ids=["sampled", "shared", "by head"])
+def test_one_graph_serves_an_expression_at_all_lengths(spec):
+    counter = CompileCounterWithBackend("aot_eager")
+    call = torch.compile(lambda q, k, v: sf.attention(q, k, v, spec), backend=counter, fullgraph=True)
+    for tokens in range(65, 705, 64):  # more lengths than a function may be compiled for
+        tensors = inputs(tokens, tokens, seed=tokens)
+        torch.testing.assert_close(call(*tensors), sf.attention(*tensors, spec))
+    assert counter.frame_count == 2  # for the first length, and for all others
+
+
+OF_ONE_LENGTH = {
+    "topk_blocks": lambda q, k: sf.topk_blocks(q, k, keep=1),
+    "choose_blocks": lambda q, k: sf.choose_blocks(SPEC, q, k),
+}
+
+
+@parametrize("strict", [False, True])
+@parametrize("spec", [SPEC, EVERY["shared"], *OF_ONE_LENGTH])
+def test_exported_programs_choose_from_other_inputs(spec, strict):
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            return sf.attention(q, k, v, OF_ONE_LENGTH[spec](q, k) if spec in OF_ONE_LENGTH else spec)
+
+    tokens = None if spec in OF_ONE_LENGTH else {2: torch.export.Dim("tokens", min=2, max=4096)}
+    shapes = {"q": tokens, "k": tokens, "v": tokens}
+    program = torch.export.export(Model(), inputs(), dynamic_shapes=shapes, strict=strict)
+    for other in (200,) if tokens is None else (200, 70, 333):
+        tensors = inputs(other, other, seed=other)
+        torch.testing.assert_close(program.module()(*tensors), Model()(*tensors))
+
+
+@parametrize("choose_mask", OF_ONE_LENGTH.values(), ids=OF_ONE_LENGTH)
+def test_a_mask_made_in_an_exported_program_is_of_one_length(choose_mask):
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            return sf.attention(q, k, v, choose_mask(q, k))
+
+    tokens = {2: torch.export.Dim("tokens", min=2, max=4096)}
+    with pytest.raises(Exception, match="your code specialized it to be a constant"):
+        torch.export.export(Model(), inputs(), dynamic_shapes={"q": tokens, "k": tokens, "v": tokens})
+
+
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="PyTorch before 2.13 traces no Pattern objects")
 def test_compiled_code_takes_expressions_as_values():
     tensors, outside = inputs(), sf.parse(SPEC)
@@ -357,6 +401,10 @@ def test_the_operator_of_compiled_code_passes_opcheck():
     q, k, _ = inputs(150, 170)
     arguments = (q, k, "causal & sampled(4, keep=2, block=64)", 0.25, None, None, None)
     torch.library.opcheck(choose.chosen_bits, arguments, test_utils=("test_schema", "test_faketensor"))
+    bits = choose.chosen_bits(*arguments)
+    q, k, v = (x.requires_grad_() for x in inputs(150, 170))
+    call = q, k, v, [bits], 64, "causal", None, True, "auto", [q], "", 0.0, 0.0
+    torch.library.opcheck(operators._forward, call)
 
 
 class NothingFromTheHost(TorchDispatchMode):

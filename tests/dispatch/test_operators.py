@@ -393,6 +393,7 @@ def test_a_program_that_aotinductor_compiles_runs(tmp_path):
                 sf.attention(q, k, v, "causal", softcap=2.0),
                 sf.attention(q, k, v, mask, kv_lens=lens, alibi_slopes=lens.expand(2).float()),
                 sf.attention(q, k, v, chosen),
+                sf.attention(q, k, v, "causal & sampled(8, keep=1, block=64)"),
                 sf.attention(q, k, v, sf.BlockSelection.from_picks(picks, 64)),
                 sf.attention_decode(last, k, v),
                 sf.attention_decode(last, k, v, "causal & local(20)", kv_lens=lens),
