@@ -112,7 +112,9 @@ def checked(
             text_of(mask)  # raises SpecError for text that cannot be read
         scale = checked_scale(scale, q_shape[3])
         return AttentionCall(q, k, v, mask, None, scale, deterministic, operators.NOTHING, variant, sinks, precision)
-    table = None if pattern is None else _table_or_text(pattern, q_shape[2], k_shape[2], device)
+    table: BlockMask | ChosenBlocks | str | None = (
+        None if pattern is None else _table_or_text(pattern, q_shape[2], k_shape[2], device)
+    )
     if isinstance(mask, (BlockMask, ChosenBlocks)):
         table = mask
     kernel_table = table.kernel_table(q.is_cuda) if isinstance(table, BlockMask) else table
