@@ -13,14 +13,16 @@ import torch
 
 from .. import backends
 from ..choosers.choose import chosen_in_graph, chosen_mask
+from ..compat.dynamo import constant_in_graphs
 from ..compat.pytorch import is_distributed, is_recorded
 from ..dispatch import operators
 from ..dispatch.call import AttentionCall, ChosenBlocks, backend_for
 from ..masks.block_mask import BlockMask, check_batch_and_heads
 from ..masks.cache import compiled_once, of_another_library, traceable
 from ..masks.chooser import is_chosen, looking_ahead
+from ..masks.meaning import later_keys_decide
 from ..masks.memory import cleared_by, remembered
-from ..masks.pattern import Pattern, check_known_end, text_of
+from ..masks.pattern import Pattern, check_known_end, shortened, text_of
 from ..packed.repack import Side
 from ..selection.block_selection import BlockSelection, checked_selection_block, checked_sharing
 from ..selection.choice import COMPRESSED, SCORES
@@ -72,10 +74,14 @@ def checked(
         _check_precision(precision, q, k, v, mask, sinks)
     if isinstance(mask, (Pattern, str)):
         spec = traceable(mask) if torch.compiler.is_compiling() else mask
+        ahead = (
+            looking_ahead(spec) if is_chosen(spec) else None
+        )  # raises for an expression that mixes patterns and choosers wrongly
         if is_chosen(spec) and 0 not in q.shape and 0 not in k.shape:
             check_tensors(q, k, v)
             if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-                _refuse_looking_ahead(spec)
+                _refuse_looking_ahead(ahead)
+                _warn_of_later_keys(spec)
             if not (kv_lens is q_lens is None):
                 check_known_end(spec)
             lengths = checked_variant(q, k, kv_lens=kv_lens, q_lens=q_lens, kv_starts=kv_starts, q_starts=q_starts)
@@ -185,12 +191,27 @@ def _is_plain(dropout_p: object, softcap: float | None, score_mod: ScoreFunction
     return no_dropout and no_params and softcap is None and score_mod is None
 
 
-def _refuse_looking_ahead(spec: Pattern | str) -> None:
-    if (chooser := looking_ahead(spec)) is not None:
+def _refuse_looking_ahead(chooser: str | None) -> None:
+    if chooser is not None:
         raise ValueError(
             f"{chooser} must not be trained with, as later queries change what a block keeps; use torch.no_grad() for prompts, "
             "or another chooser for training; choose_blocks makes a mask that has gradients"
         )
+
+
+@constant_in_graphs
+def _warn_of_later_keys(spec: Pattern | str) -> None:
+    if (within := later_keys_decide(spec)) is not None:
+        _say_that_later_keys_decide(within)
+
+
+@remembered(256)
+def _say_that_later_keys_decide(within: str) -> None:
+    warnings.warn(
+        f"no query sees a later key under {shortened(within)}, but later keys change what the choosers beside it keep, so training "
+        f"sees the future; write causal & {shortened(within)} & (...) (said once of each mask)",
+        stacklevel=6,
+    )
 
 
 def _refuse_beside_selection(others: dict[str, Any]) -> None:

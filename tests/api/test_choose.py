@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 from dataclasses import dataclass, replace
 from unittest import mock
 
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparse_flash as sf
 from sparse_flash import backends
+from sparse_flash.api import arguments
 from sparse_flash.choosers import choose
 from sparse_flash.dispatch import operators
 from sparse_flash.masks import chooser as choosers
@@ -303,12 +305,66 @@ def test_a_chooser_that_looks_ahead_refuses_gradients():
         sf.attention(q, k, v, spec)
 
 
+@parametrize("compiled", [False, True])
+@parametrize("within", ["window(70, 0)", "local(100) & window(500, 0)", "per_head"])
+def test_training_warns_once_where_later_keys_decide_although_no_query_sees_them(within, compiled):
+    arguments._say_that_later_keys_decide.cache_clear()
+    spec = f"{within} & (sampled(8, keep=1, block=64) | sinks(4))"
+    if within == "per_head":
+        spec = "window(9, 0) & per_head([pooled(keep=1), pooled(keep=2), sinks(3), pooled(keep=1)])"
+    q, k, v = inputs()
+    call = torch.compile(sf.attention, backend="eager") if compiled else sf.attention
+    q.requires_grad_()
+    with pytest.warns(
+        UserWarning, match=r"no query sees a later key under .* so training sees the future; write causal & .*"
+    ) as seen:
+        for _ in range(2):
+            call(q, k, v, spec)
+    assert len(seen) == 1 and (compiled or seen[0].filename == __file__)
+
+
+@parametrize(
+    "spec",
+    [
+        SPEC,
+        EVERY["shared"],
+        "local(70) & pooled(keep=1)",
+        "causal & window(70, 0) & pooled(keep=1)",
+        "documents((0, 40, 200)) & pooled(keep=1)",
+    ],
+)
+def test_training_gives_no_warning_under_causal_and_where_queries_see_later_keys(spec):
+    arguments._say_that_later_keys_decide.cache_clear()
+    q, k, v = inputs()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sf.attention(q.requires_grad_(), k, v, spec)
+        with torch.no_grad():
+            sf.attention(q, k, v, "window(70, 0) & pooled(keep=1)")
+
+
 @every
 def test_a_batch_of_no_sequences_gets_a_mask_that_attention_takes(spec):
     q, k, v = (x[:0] for x in inputs())
     mask = sf.choose_blocks(spec, q, k)
     assert mask.mask_index.shape == (1, 4)
     assert sf.attention(q, k, v, mask).shape == sf.attention(q, k, v, spec).shape == q.shape
+    nothing = torch.zeros(0, dtype=torch.int32, device=DEVICE)
+    assert sf.choose_blocks(spec, q, k, kv_lens=nothing).mask_index.shape == (1, 4)
+
+
+@parametrize("sizes", [{"batch": 0}, {"heads": 0}, {"q_len": 0}])
+@parametrize("compiled", [False, True])
+@parametrize(
+    "spec, message",
+    [("causal | sampled(8, keep=1)", "causal must stand before"), ("pooled(keep=1) & pooled_keys(keep=1)", "joined by")],
+)
+def test_an_expression_that_cannot_be_is_an_error_without_data_too(spec, message, compiled, sizes):
+    shape = {"batch": 2, "heads": 4, "q_len": 9} | sizes
+    q = torch.zeros(*shape.values(), 16, device=DEVICE)
+    call = torch.compile(sf.attention, backend="eager", fullgraph=True) if compiled else sf.attention
+    with pytest.raises(Exception, match=message):
+        call(q, q, q, spec)
 
 
 def compiled(spec):
@@ -554,6 +610,29 @@ def test_a_padded_sequence_keeps_the_blocks_that_it_keeps_alone():
                 torch.testing.assert_close(together[sequence : sequence + 1, :, start:], alone)
 
 
+@parametrize("compiled", [False, True])
+@parametrize(
+    "given",
+    [
+        {"kv_lens": [130, 200], "q_lens": [130, 200]},
+        {"kv_starts": [70, 0], "q_starts": [70, 0]},
+        {"kv_starts": [70, 3], "q_starts": [70, 3], "kv_lens": [130, 200], "q_lens": [131, 190]},
+    ],
+    ids=["at the end", "at the start", "both"],
+)
+@every
+def test_the_mask_of_a_padded_batch_is_the_one_that_attention_chooses(spec, given, compiled):
+    q, k, v = inputs()
+    lengths = {name: torch.tensor(values, device=DEVICE) for name, values in given.items()}
+    choose_mask = torch.compile(sf.choose_blocks, backend="aot_eager", fullgraph=True) if compiled else sf.choose_blocks
+    mask = choose_mask(spec, q, k, **lengths)
+    assert torch.equal(sf.attention(q, k, v, mask, **lengths), sf.attention(q, k, v, spec, **lengths))
+    other = q.clone()
+    if "q_lens" in given:
+        other[0, :, given["q_lens"][0] :] = 99  # of nonexistent queries
+        assert torch.equal(sf.choose_blocks(spec, other, k, **lengths).to_dense(), mask.to_dense())
+
+
 @parametrize(
     "lengths, error, message",
     [
@@ -565,6 +644,10 @@ def test_a_padded_sequence_keeps_the_blocks_that_it_keeps_alone():
 def test_lengths_that_do_not_fit_are_refused(lengths, error, message):
     with pytest.raises(error, match=message):
         sf.attention(*inputs(), SPEC, **lengths)
+    with pytest.raises(error, match=message):
+        sf.choose_blocks(SPEC, *inputs()[:2], **lengths)
+    with pytest.raises(ValueError, match="a report must be of whole sequences; got lengths"):
+        sf.choose_blocks(SPEC, *inputs()[:2], **lengths, report=True)
     with pytest.raises(ValueError, match="counts from the end of the sequence"):
         sf.attention(*inputs(), "causal & (pooled(keep=1) | last_tokens(4))", kv_lens=torch.tensor([100, 200], device=DEVICE))
 
