@@ -125,7 +125,7 @@ def checked(
         table = mask
     kernel_table = table.kernel_table(q.is_cuda) if isinstance(table, BlockMask) else table
     key = known = None
-    if not (variant is not None or isinstance(table, str) or torch.compiler.is_compiling()):
+    if not (variant is not None or isinstance(table, (str, ChosenBlocks)) or torch.compiler.is_compiling()):
         types = q.dtype, k.dtype, v.dtype, device, k.device, v.device
         fits = None if table is None else (table.fits, isinstance(kernel_table, BlockMask) and kernel_table.block_size)
         key = q_shape, k_shape, v.shape, types, fits, deterministic, backend, precision

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 
@@ -118,7 +118,7 @@ def choose_blocks(
     q, k, value = autocast(q, k, k if v is None else v)
     if report and q.shape[:1] == (0,):
         raise ValueError("q must have a sequence to report on; got a batch of 0; leave report out")
-    given = {"kv_lens": kv_lens, "q_lens": q_lens, "kv_starts": kv_starts, "q_starts": q_starts}
+    given: dict[str, Any] = {"kv_lens": kv_lens, "q_lens": q_lens, "kv_starts": kv_starts, "q_starts": q_starts}
     if report and not all(one is None for one in given.values()):
         raise ValueError("a report must be of whole sequences; got lengths; leave report out, or report on each sequence alone")
     if q.shape[:1] == k.shape[:1] == (0,):  # no sequence: a mask of batch 1 fits that, and tables hold one at least

@@ -305,7 +305,7 @@ def looking_ahead(spec: Pattern | str) -> str | None:
 
 @constant_in_graphs
 def without_choosers(spec: Pattern | str) -> Pattern | str:
-    """What limits an expression's choosers, for calls that do not choose; of a head without choosers, its own pattern."""
+    """Returns what limits an expression's choosers, for calls that do not choose; of a head without choosers, its own pattern."""
     return _without_choosers(spec)
 
 
