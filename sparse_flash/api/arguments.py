@@ -12,15 +12,17 @@ import numpy as np
 import torch
 
 from .. import backends
-from ..choosers.choose import chosen_mask
+from ..choosers.choose import chosen_in_graph, chosen_mask
+from ..compat.dynamo import constant_in_graphs
 from ..compat.pytorch import is_distributed, is_recorded
 from ..dispatch import operators
-from ..dispatch.call import AttentionCall, backend_for
+from ..dispatch.call import AttentionCall, ChosenBlocks, backend_for
 from ..masks.block_mask import BlockMask, check_batch_and_heads
 from ..masks.cache import compiled_once, of_another_library, traceable
 from ..masks.chooser import is_chosen, looking_ahead
+from ..masks.meaning import later_keys_decide
 from ..masks.memory import cleared_by, remembered
-from ..masks.pattern import Pattern, check_known_end, text_of
+from ..masks.pattern import Pattern, check_known_end, shortened, text_of
 from ..packed.repack import Side
 from ..selection.block_selection import BlockSelection, checked_selection_block, checked_sharing
 from ..selection.choice import COMPRESSED, SCORES
@@ -45,7 +47,7 @@ def checked(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    mask: BlockMask | BlockSelection | Pattern | str | None,
+    mask: BlockMask | BlockSelection | ChosenBlocks | Pattern | str | None,
     scale: float | None,
     dropout_p: float,
     kv_lens: torch.Tensor | None,
@@ -74,14 +76,19 @@ def checked(
         _check_precision(precision, q, k, v, mask, sinks)
     if isinstance(mask, (Pattern, str)):
         spec = traceable(mask) if torch.compiler.is_compiling() else mask
+        ahead = (
+            looking_ahead(spec) if is_chosen(spec) else None
+        )  # raises for an expression that mixes patterns and choosers wrongly
         if is_chosen(spec) and 0 not in q.shape and 0 not in k.shape:
             check_tensors(q, k, v)
             if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-                _refuse_looking_ahead(spec)
+                _refuse_looking_ahead(ahead)
+                _warn_of_later_keys(spec)
             if not (kv_lens is q_lens is None):
                 check_known_end(spec)
             lengths = checked_variant(q, k, kv_lens=kv_lens, q_lens=q_lens, kv_starts=kv_starts, q_starts=q_starts)
-            mask = chosen_mask(spec, q, k, checked_scale(scale, q.shape[3]), None, lengths)
+            choose = chosen_in_graph if torch.compiler.is_compiling() else chosen_mask
+            mask = choose(spec, q, k, checked_scale(scale, q.shape[3]), None, lengths)
     has_lengths_or_bias = not (kv_lens is q_lens is kv_starts is q_starts is alibi_slopes is rel_bias is None)
     others: dict[str, Any] = {}
     if has_lengths_or_bias or not _is_plain(dropout_p, softcap, score_mod, score_params):
@@ -89,7 +96,7 @@ def checked(
         others |= {"softcap": softcap, "alibi_slopes": alibi_slopes, "rel_bias": rel_bias}
         others |= {"score_mod": score_mod, "score_params": score_params}
     pattern = mask if isinstance(mask, (Pattern, str)) else None
-    if not (mask is None or pattern is not None or isinstance(mask, BlockMask)):
+    if not (mask is None or pattern is not None or isinstance(mask, (BlockMask, ChosenBlocks))):
         if isinstance(mask, BlockSelection):
             _refuse_beside_selection(others)
             check_tensors(*of_some_batch(q, k, v))
@@ -113,12 +120,14 @@ def checked(
             text_of(mask)  # raises SpecError for text that cannot be read
         scale = checked_scale(scale, q_shape[3])
         return AttentionCall(q, k, v, mask, None, scale, deterministic, operators.NOTHING, variant, sinks, precision)
-    table = None if pattern is None else _table_or_text(pattern, q_shape[2], k_shape[2], device)
-    if isinstance(mask, BlockMask):
+    table: BlockMask | ChosenBlocks | str | None = (
+        None if pattern is None else _table_or_text(pattern, q_shape[2], k_shape[2], device)
+    )
+    if isinstance(mask, (BlockMask, ChosenBlocks)):
         table = mask
     kernel_table = table.kernel_table(q.is_cuda) if isinstance(table, BlockMask) else table
     key = known = None
-    if not (variant is not None or isinstance(table, str) or torch.compiler.is_compiling()):
+    if not (variant is not None or isinstance(table, (str, ChosenBlocks)) or torch.compiler.is_compiling()):
         types = q.dtype, k.dtype, v.dtype, device, k.device, v.device
         fits = None if table is None else (table.fits, isinstance(kernel_table, BlockMask) and kernel_table.block_size)
         key = q_shape, k_shape, v.shape, types, fits, deterministic, backend, precision
@@ -218,12 +227,27 @@ def _is_plain(dropout_p: object, softcap: float | None, score_mod: ScoreFunction
     return no_dropout and no_params and softcap is None and score_mod is None
 
 
-def _refuse_looking_ahead(spec: Pattern | str) -> None:
-    if (chooser := looking_ahead(spec)) is not None:
+def _refuse_looking_ahead(chooser: str | None) -> None:
+    if chooser is not None:
         raise ValueError(
             f"{chooser} must not be trained with, as later queries change what a block keeps; use torch.no_grad() for prompts, "
             "or another chooser for training; choose_blocks makes a mask that has gradients"
         )
+
+
+@constant_in_graphs
+def _warn_of_later_keys(spec: Pattern | str) -> None:
+    if (within := later_keys_decide(spec)) is not None:
+        _say_that_later_keys_decide(within)
+
+
+@remembered(256)
+def _say_that_later_keys_decide(within: str) -> None:
+    warnings.warn(
+        f"no query sees a later key under {shortened(within)}, but later keys change what the choosers beside it keep, so training "
+        f"sees the future; write causal & {shortened(within)} & (...) (said once of each mask)",
+        stacklevel=6,
+    )
 
 
 def _refuse_beside_selection(others: dict[str, Any]) -> None:
@@ -313,9 +337,7 @@ def check_dtype(name: str, tensor: torch.Tensor) -> None:
     if tensor.dtype not in _DTYPES:
         way_out = "cast with .to(torch.bfloat16)"
         if tensor.dtype == backends.E4M3:
-            way_out = (
-                "multiply it by its scale in bfloat16, or pass the scale to attention_decode, or to attention with precision='fp8'"
-            )
+            way_out = "multiply it by its scale, or pass the scale to attention_decode, or to attention with precision='fp8'"
         raise ValueError(
             f"{name} must be a floating-point tensor, of float16, bfloat16, float32 or float64; got {tensor.dtype}; {way_out}"
         )

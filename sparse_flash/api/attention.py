@@ -54,8 +54,8 @@ def attention(
     use and when data that its function reads change; None for dense attention; or a BlockSelection, blocks of keys that each query
     picked. (Within torch.compile: spec text, and Patterns and BlockMasks created outside the compiled function; Patterns that have
     text may also be created inside, except by ``~``, and recompile for each value of their numbers. PyTorch before 2.13 accepts no
-    Pattern there. One graph serves all lengths of spec text and of patterns that have it. A pattern without text recompiles for
-    each length, a BlockMask for each pair of lengths.)
+    Pattern there. One graph serves all lengths of spec text and of patterns that have it, choosers included. A pattern without text
+    recompiles for each length, a BlockMask for each pair of lengths.)
     scale: positive; 1 / sqrt(head_dim) by default.
 
     Which tokens exist (padded batches); each is (batch,) int32 or int64 on q's device, read without host synchronization:

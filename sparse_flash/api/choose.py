@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 
@@ -11,7 +11,8 @@ from ..choosers.report import ChoiceReport, report_of
 from ..masks.block_mask import BlockMask
 from ..masks.cache import traceable
 from ..masks.chooser import is_chosen
-from ..masks.pattern import Pattern
+from ..masks.pattern import Pattern, check_known_end
+from ..variant.variant import checked_variant
 from .arguments import autocast, check_tensors, check_types, checked_scale
 from .keywords import answers_unknown_keywords, unexpected_beside_choosers
 
@@ -23,6 +24,10 @@ def choose_blocks(
     k: torch.Tensor,
     *,
     scale: float | None = None,
+    kv_lens: torch.Tensor | None = None,
+    q_lens: torch.Tensor | None = None,
+    kv_starts: torch.Tensor | None = None,
+    q_starts: torch.Tensor | None = None,
     scores: torch.Tensor | None = None,
     report: Literal[False] = False,
     v: None = None,
@@ -36,6 +41,10 @@ def choose_blocks(
     k: torch.Tensor,
     *,
     scale: float | None = None,
+    kv_lens: torch.Tensor | None = None,
+    q_lens: torch.Tensor | None = None,
+    kv_starts: torch.Tensor | None = None,
+    q_starts: torch.Tensor | None = None,
     scores: torch.Tensor | None = None,
     report: Literal[True],
     v: torch.Tensor | None = None,
@@ -49,6 +58,10 @@ def choose_blocks(
     k: torch.Tensor,
     *,
     scale: float | None = None,
+    kv_lens: torch.Tensor | None = None,
+    q_lens: torch.Tensor | None = None,
+    kv_starts: torch.Tensor | None = None,
+    q_starts: torch.Tensor | None = None,
     scores: torch.Tensor | None = None,
     report: bool = False,
     v: torch.Tensor | None = None,
@@ -65,6 +78,8 @@ def choose_blocks(
     q: (batch, heads, q_len, head_dim). k: (batch, kv_heads, kv_len, head_dim), kv_heads dividing heads. With fewer queries than
     keys, the last query is aligned with the last key.
     scale: of the logits; 1 / sqrt(head_dim) by default.
+    kv_lens, q_lens, kv_starts, q_starts: which tokens exist, as for ``attention``, which is to be called with the same ones. The
+    others decide nothing; blocks of them alone are kept only where all are.
     scores: for the chooser ``scored``, (batch, heads, q_blocks, kv_blocks), floating-point.
     report: return (mask, ``ChoiceReport``), which says what the choice loses here against attention under ``within``:
 
@@ -84,7 +99,8 @@ def choose_blocks(
     Returns a BlockMask of (batch, heads) on q's device, in blocks of the choosers' ``block``. The choice is not differentiated;
     attention under it is. No host synchronization. On a GPU, scores stream through kernels: memory does not grow with queries x
     keys, except by a bit for each block and head. Patterns must have been compiled for these lengths before a CUDA graph is
-    captured. A report multiplies 251 queries with all keys. It evaluates ``within`` on the host, so it is made outside of graphs.
+    captured. Within torch.compile, it recompiles for each length, while ``attention`` under the expression does not. A report
+    multiplies 251 queries with all keys. It evaluates ``within`` on the host, so it is made outside of graphs.
 
     Raises ValueError for expressions and arguments that do not fit together, TypeError for wrong types.
     """
@@ -100,10 +116,16 @@ def choose_blocks(
     q, k, value = autocast(q, k, k if v is None else v)
     if report and q.shape[:1] == (0,):
         raise ValueError("q must have a sequence to report on; got a batch of 0; leave report out")
+    given: dict[str, Any] = {"kv_lens": kv_lens, "q_lens": q_lens, "kv_starts": kv_starts, "q_starts": q_starts}
+    if report and not all(one is None for one in given.values()):
+        raise ValueError("a report must be of whole sequences; got lengths; leave report out, or report on each sequence alone")
     if q.shape[:1] == k.shape[:1] == (0,):  # no sequence: a mask of batch 1 fits that, and tables hold one at least
         q, k = (x.new_zeros(1, *x.shape[1:]) for x in (q, k))
+        given = dict.fromkeys(given)
         scores = None if scores is None else scores.new_zeros(1, *scores.shape[1:])
     check_tensors(q, k, value if report else k)
     scale = checked_scale(scale, q.shape[3])
-    mask = chosen_mask(spec, q, k, scale, scores)
+    if not (kv_lens is q_lens is None):
+        check_known_end(spec)
+    mask = chosen_mask(spec, q, k, scale, scores, checked_variant(q, k, **given))
     return (mask, report_of(spec, mask, q, k, None if v is None else value, scale)) if report else mask

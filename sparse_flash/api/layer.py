@@ -16,11 +16,12 @@ from torch import nn
 from .. import backends
 from ..masks.block_mask import BlockMask
 from ..masks.cache import of_another_library
+from ..masks.chooser import is_chosen, without_choosers
 from ..masks.meaning import changed, digest_of
 from ..masks.pattern import Pattern, parse, shortened, text_of
 from ..selection.block_selection import BlockSelection
 from ..variant.variant import check_counts, check_dropout
-from .arguments import checked_deterministic
+from .arguments import MAX_QUERIES, checked_deterministic
 from .attention import attention
 from .decode import attention_decode, takes
 from .means import BlockMeans
@@ -72,16 +73,16 @@ class KeyValueCache:
 
     @property
     def keys(self) -> torch.Tensor:
-        return self._seen(0, torch.float32)
+        return self._first(self.tokens, 0, torch.float32)
 
     @property
     def values(self) -> torch.Tensor:
-        return self._seen(1, torch.float32)
+        return self._first(self.tokens, 1, torch.float32)
 
-    def _seen(self, which: int, dtype: torch.dtype) -> torch.Tensor:
-        """The room of the tokens seen so far; e4m3 ones in this dtype."""
-        stored = self.room[which][:, :, : self.tokens]
-        return stored if self.scales is None else backends.dequantized(stored, self.scales[which][:, :, : self.tokens], dtype)
+    def _first(self, tokens: int, which: int, dtype: torch.dtype) -> torch.Tensor:
+        """The room's first tokens, keys or values; e4m3 ones in this dtype."""
+        stored = self.room[which][:, :, :tokens]
+        return stored if self.scales is None else backends.dequantized(stored, self.scales[which][:, :, :tokens], dtype)
 
     def held(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """Keys and values of the room's first tokens as they are stored, and their scales as ``attention_decode`` takes them."""
@@ -92,11 +93,16 @@ class KeyValueCache:
     def append(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Does ``store``, and returns ``keys`` and ``values``, in k's dtype if they are e4m3."""
         self.store(k, v)
-        return self._seen(0, k.dtype), self._seen(1, k.dtype)
+        return self._first(self.tokens, 0, k.dtype), self._first(self.tokens, 1, k.dtype)
 
     def store(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Keeps k and v, (batch, kv_heads, tokens, head_dim), without their gradients.
         Raises ValueError if they do not fit, TypeError for wrong types."""
+        self.tokens = self._written(k, v)
+
+    def _written(self, k: torch.Tensor, v: torch.Tensor) -> int:
+        """Writes k and v after the tokens seen so far, and returns how many tokens there are with them. ``tokens`` stays, so that a
+        call that fails after this one leaves the cache as it was."""
         for name, tensor in (("k", k), ("v", v)):
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")
@@ -118,10 +124,10 @@ class KeyValueCache:
                 self.scales[which][:, :, self.tokens : stop] = scale
                 new = new / scale[..., None]
             self.room[which][:, :, self.tokens : stop] = new
-        self.tokens = stop
         if self.means is not None and k.shape[2]:
             keys, _, scales = self.held(self.length)
             self.means.update(keys, k.shape[2], kv_lens=_counts(stop, k), k_scale=scales.get("k_scale"))
+        return stop
 
     def reset(self) -> None:
         """Forgets all tokens; the room stays."""
@@ -275,8 +281,9 @@ class SparseAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, cache: KeyValueCache | None = None) -> torch.Tensor:
         """x: (batch, tokens, dim); returns the same shape. With a cache, x holds the tokens after the cached ones; they attend to
-        both and are appended. Raises ValueError for shapes that do not fit, and for a cache of a layer whose mask is a plan, or
-        which drops weights out.
+        both and are appended, without gradients. If the mask has a chooser, up to 64 tokens at a time choose no blocks: they attend
+        to all that stands before its choosers. Raises ValueError for shapes that do not fit, and for a cache of a layer whose mask
+        is a plan, which drops weights out, or whose keys or values require gradients. If it raises, the cache is as before.
 
         Within torch.compile and without gradients, up to 64 tokens at a time attend to the cache's full capacity, masked by the
         token count, so new tokens compile nothing after the first few."""
@@ -303,22 +310,32 @@ class SparseAttention(nn.Module):
             options: dict[str, Any] = {"dropout_p": dropout_p, "deterministic": self.deterministic, "backend": self.backend}
             out = plan.attention(q, k, v, select=self.select, **options)
             return self.out_proj(out.transpose(1, 2).flatten(2))
-        if self.select is not None and x.shape[1]:  # of no tokens none chooses
-            return self.out_proj(self._attended_to_picks(cache, q, k, v).transpose(1, 2).flatten(2))
+        if cache is not None and torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+            raise ValueError(
+                "a layer with a cache gives no gradients, and its keys or values require some; call it under torch.no_grad(), or "
+                "without a cache to train"
+            )
         mask = self._written if torch.compiler.is_compiling() else self._mask
-        out = self._attended(q, k, v, mask, dropout_p=dropout_p) if cache is None else self._attended_with(cache, q, k, v, mask)
+        if self.select is not None and x.shape[1]:  # of no tokens none chooses
+            out = self._attended_to_picks(cache, q, k, v)
+        elif cache is None:
+            out = self._attended(q, k, v, mask, dropout_p=dropout_p)
+        else:
+            out = self._attended_with(cache, q, k, v, mask)
+        if cache is not None:
+            cache.tokens += x.shape[1]  # last, so that the cache is as before if something raises
         return self.out_proj(out.transpose(1, 2).flatten(2))
 
     def _attended_to_picks(self, cache: KeyValueCache | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if cache is not None:
-            cache.store(k, v)
+            stop = cache._written(k, v)
             if self._chooses_by_means(cache) and takes(q, k) and self.backend in ("auto", "torch"):
-                choice, lens = cast(QueryChoice, self.select), _counts(cache.tokens, q)
+                choice, lens = cast(QueryChoice, self.select), _counts(stop, q)
                 by_means = cast(BlockMeans, cache.means).choose(q, choice.keep, share_group=choice.share_group, kv_lens=lens)
                 keys, values, scales = cache.held(cache.length)
                 out = attention_decode(q, keys, values, by_means, kv_lens=lens, **scales, backend=self.backend)
                 return cast(torch.Tensor, out)
-            k, v = cache._seen(0, k.dtype), cache._seen(1, k.dtype)
+            k, v = (cache._first(stop, which, k.dtype) for which in range(2))
         selection = cast(Select, self.select)(q, k)
         if not isinstance(selection, BlockSelection):
             raise TypeError(f"select must return a BlockSelection; got {type(selection).__name__}; pass every=1 to topk_blocks")
@@ -349,13 +366,15 @@ class SparseAttention(nn.Module):
                 f"a layer's BlockMask must be square and cover the cache's room of {cache.length} tokens; got "
                 f"q_len={square.q_len}, kv_len={square.kv_len}; compile it for {cache.length}, or pass the pattern itself"
             )
-        cache.store(k, v)
+        if isinstance(mask, (Pattern, str)) and is_chosen(mask) and q.shape[2] <= MAX_QUERIES:
+            mask = without_choosers(mask)  # few queries are no block that could choose
+        cache._written(k, v)
         if takes(q, k) and (square is not None or not isinstance(mask, BlockMask)):
             compiling = torch.compiler.is_compiling()
             keys, values, options = cache.held(cache.length if compiling else stop)
             options |= {"kv_lens": _counts(stop, q)} if compiling else {}
             return cast(torch.Tensor, attention_decode(q, keys, values, mask, **options, backend=self.backend))
-        k, v = cache._seen(0, k.dtype), cache._seen(1, k.dtype)
+        k, v = (cache._first(stop, which, k.dtype) for which in range(2))
         if square is None:
             return self._attended(q, k, v, mask)
         # Tokens sit at their positions in the whole mask; blocks without tokens are skipped.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 from typing import Any, overload
 
@@ -218,7 +219,9 @@ def _mask(
     """Returns the mask of the blocks that blocks of queries choose: see ``topk_blocks``."""
     q, k, _ = of_some_batch(q, k, k)
     check_tensors(q, k, k)
-    grid, group = BlockGrid(q.shape[2], k.shape[2], block_size), q.shape[1] // k.shape[1]
+    # Plain numbers instead of symbolic lengths: a graph holds the mask of one length.
+    grid = BlockGrid(operator.index(q.shape[2]), operator.index(k.shape[2]), block_size)
+    group = q.shape[1] // k.shape[1]
     queries = block_means(q, block_size).unflatten(1, (-1, group))
     queries = queries.mean(2, keepdim=True) if share_group else queries
     with own_precision(q):

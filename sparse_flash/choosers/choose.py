@@ -14,6 +14,8 @@ from ..backends.torch import own_precision
 from ..compat.dynamo import constant_in_graphs, outside_inference
 from ..compat.names import operator_name
 from ..compat.pytorch import is_recorded
+from ..dispatch.call import ChosenBlocks
+from ..dispatch.operators import mask_of_chosen
 from ..masks.block_mask import BlockMask, MaskLike
 from ..masks.cache import one_mask
 from ..masks.chooser import Chooser, HeadChoice, LastQueries, Scored, choices_of, is_causal, size_of
@@ -79,29 +81,48 @@ def chosen_mask(
     lengths: Variant | None = None,
 ) -> BlockMask:
     """See ``choose_blocks``. lengths: which tokens exist; the others decide nothing, and blocks of them alone are not chosen."""
-    scale = q.shape[3] ** -0.5 if scale is None else scale
-    starts = ends = q_ends = None
-    if lengths is not None:
-        starts, ends, q_ends = lengths.kv_starts, lengths.kv_lens, lengths.q_lens
-        q, k = cleared(q, lengths.q_starts, lengths.q_lens), cleared(k, starts, ends)
-    if not torch.compiler.is_compiling():
-        grid = BlockGrid(q.shape[2], k.shape[2], size_of(spec))
-        maps = _chosen(spec, q, k, scale, scores, starts, ends, q_ends)
-        return of_maps(maps, grid, limit_of(choices_of(spec)[0].within, grid, q.device))
+    if torch.compiler.is_compiling():
+        return mask_of_chosen(q, k, chosen_in_graph(spec, q, k, scale, scores, lengths))
+    grid = BlockGrid(q.shape[2], k.shape[2], size_of(spec))
+    maps = _chosen(spec, *_existing(q, k, lengths), scale, scores, *_ends_of(lengths))
+    return of_maps(maps, grid, limit_of(choices_of(spec)[0].within, grid, q.device))
+
+
+@torch.no_grad()
+def chosen_in_graph(
+    spec: Pattern | str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    scale: float | None,
+    scores: torch.Tensor | None,
+    lengths: Variant | None = None,
+) -> ChosenBlocks:
+    """``chosen_mask`` within torch.compile, for attention, whose operator makes the table."""
     text, within, size = _as_text(spec)
-    grid = BlockGrid(q.shape[2], k.shape[2], size)
-    return of_maps(chosen_bits(q, k, text, scale, scores, starts, ends, q_ends), grid, limit_of(within, grid, q.device))
+    return ChosenBlocks(chosen_bits(*_existing(q, k, lengths), text, scale, scores, *_ends_of(lengths)), size, within)
+
+
+def _existing(q: torch.Tensor, k: torch.Tensor, lengths: Variant | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k, 0 where tokens do not exist."""
+    if lengths is None:
+        return q, k
+    return cleared(q, lengths.q_starts, lengths.q_lens), cleared(k, lengths.kv_starts, lengths.kv_lens)
+
+
+def _ends_of(lengths: Variant | None) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """(starts, ends, q_ends): see ``features_of``."""
+    return (None, None, None) if lengths is None else (lengths.kv_starts, lengths.kv_lens, lengths.q_lens)
 
 
 @constant_in_graphs
-def _as_text(spec: Pattern | str) -> tuple[str, str | None, int]:
-    """(the expression, what limits it, its block size), for operators, which take text."""
+def _as_text(spec: Pattern | str) -> tuple[str, str, int]:
+    """(the expression, what limits it or "", its block size), for operators, which take text."""
     if (text := text_of(spec)) is None:
         raise TypeError(
             f"torch.compile takes choosers that have spec text; register those of {spec}, or call choose_blocks outside"
         )
     choice = choices_of(text)[0]
-    return text, None if choice.within is None else choice.within.to_spec(), size_of(text)
+    return text, "" if choice.within is None else choice.within.to_spec(), size_of(text)
 
 
 @torch.library.custom_op(operator_name("chosen_bits"), mutates_args=())
@@ -109,28 +130,30 @@ def chosen_bits(
     q: torch.Tensor,
     k: torch.Tensor,
     spec: str,
-    scale: float,
+    scale: float | None,
     scores: torch.Tensor | None,
     starts: torch.Tensor | None,
     ends: torch.Tensor | None,
     q_ends: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The blocks that an expression keeps, for compiled graphs: (batch, heads, q_blocks, ceil(kv_blocks / 32)) int32 of bits."""
+    """The bits of ``ChosenBlocks``."""
     maps = _chosen(spec, q, k, scale, scores, starts, ends, q_ends)
-    return by_kernels.packed(maps) if maps.dtype == torch.bool else maps
+    maps = by_kernels.packed(maps) if maps.dtype == torch.bool else maps
+    return torch.nn.functional.pad(maps.flatten(), (0, 1))
 
 
 @chosen_bits.register_fake
 def _(q: torch.Tensor, k: torch.Tensor, spec: str, *_: object) -> torch.Tensor:
     size = size_of(spec)
-    return q.new_empty((*q.shape[:2], -(-q.shape[2] // size), -(-k.shape[2] // (32 * size))), dtype=torch.int32)
+    words = q.shape[0] * q.shape[1] * -(-q.shape[2] // size) * -(-k.shape[2] // (32 * size))
+    return q.new_empty(words + 1, dtype=torch.int32)
 
 
 def _chosen(
     spec: Pattern | str,
     q: torch.Tensor,
     k: torch.Tensor,
-    scale: float,
+    scale: float | None,
     scores: torch.Tensor | None,
     starts: torch.Tensor | None,
     ends: torch.Tensor | None,
@@ -138,6 +161,7 @@ def _chosen(
 ) -> torch.Tensor:
     """The maps of the kept blocks as ``of_maps`` takes them: bits where kernels choose, else bool."""
     choices, grid = choices_of(spec), BlockGrid(q.shape[2], k.shape[2], size_of(spec))
+    scale = q.shape[3] ** -0.5 if scale is None else scale
     if len(choices) not in (1, q.shape[1]):
         raise ValueError(f"per_head must have an expression for each of q's {q.shape[1]} heads, or one for all; got {len(choices)}")
     content = _Content(q, k, grid, is_causal(choices[0].within), scale, scores, starts, ends, q_ends)

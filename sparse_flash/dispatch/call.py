@@ -11,13 +11,26 @@ from ..masks.block_mask import BlockMask
 from ..variant.variant import Variant
 
 
+class ChosenBlocks(NamedTuple):
+    """A mask of blocks chosen in a compiled graph, whose table the operator makes: one graph then serves all lengths.
+
+    bits: (batch * heads * q_blocks * ceil(kv_blocks / 32) + 1,) int32, the blocks that are kept. The last element means nothing: it
+    keeps the size from being 1, which PyTorch tells from other sizes, and a graph would serve fewer lengths.
+    block_size: tokens on a side of a block. within: spec text of what limits the blocks, "" for nothing.
+    """
+
+    bits: torch.Tensor
+    block_size: int
+    within: str
+
+
 class AttentionCall(NamedTuple):
     """The arguments of one attention call, checked and resolved.
 
     q: (batch, heads, q_len, head_dim). k: (batch, kv_heads, kv_len, head_dim). v: (batch, kv_heads, kv_len, v_head_dim). All are in
     the dtype that autocast asks for.
     mask: as the caller passed it, or as read from another library's mask. table: what a back end reads, None for dense attention
-    and for a selection of blocks; spec text if the operator looks up the table. scale: None within torch.compile, for
+    and for a selection of blocks; spec text or ChosenBlocks if the operator makes the table. scale: None within torch.compile, for
     1 / sqrt(head_dim). deterministic: True or False, never None. backend: the one that runs the call; "auto" if the operator
     chooses. sinks: (heads,) or None. precision: "fp8" or None. scales: of e4m3 q, k and v, (batch, heads or kv_heads) float32
     each, or None.
@@ -27,7 +40,7 @@ class AttentionCall(NamedTuple):
     k: torch.Tensor
     v: torch.Tensor
     mask: object
-    table: BlockMask | str | None
+    table: BlockMask | ChosenBlocks | str | None
     scale: float | None
     deterministic: bool
     backend: str
@@ -48,7 +61,7 @@ def backend_for(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    table: BlockMask | str | None,
+    table: BlockMask | ChosenBlocks | str | None,
     variant: Variant | None,
     deterministic: bool,
     backend: str,

@@ -3,10 +3,13 @@
 A mask crosses the operator boundary as its list of tensors (``BlockMask.tensors()``), by which it is found again, and its block
 size, 0 for dense attention; a pattern as its spec text; a variant as its tensors, their names and its numbers
 (``Variant.packed()``). A pattern's table is looked up inside the operator, where lengths are numbers, so one compiled graph serves
-all lengths. Instead of an empty list comes one of q alone, which nobody reads: AOTInductor would make None of an empty list.
+all lengths. The same holds for blocks that a compiled graph chose: they cross as bits, and the pattern is what limits them
+(``ChosenBlocks``). Instead of an empty list comes one of q alone, which nobody reads: AOTInductor would make None of an empty list.
 """
 
 from __future__ import annotations
+
+import operator
 
 import numpy as np
 import torch
@@ -24,10 +27,13 @@ from ..compat.pytorch import (
 )
 from ..masks.block_mask import BlockMask, check_batch_and_heads
 from ..masks.cache import compiled_once, keep_if_captured
+from ..masks.from_maps import of_maps
+from ..masks.grid import BlockGrid
+from ..masks.methods import limit_of
 from ..variant.definition import with_sinks
 from ..variant.variant import NO_VARIANT, Variant
 from . import observers
-from .call import AttentionCall
+from .call import AttentionCall, ChosenBlocks
 from .flops import backward_flops, forward_flops, have_values, kept_pairs, pairs_of_heads, pairs_within
 
 PATTERN_BLOCK_SIZE = 128  # tokens, in the tables of patterns
@@ -72,7 +78,7 @@ def _computed(call: AttentionCall):
     return _forward(q, k, v, *_crossing(table, q), scale, deterministic, backend, tensors or [q], *packed)
 
 
-def _in_eight_bits(q, k, v, table: BlockMask | str | None, scale: float | None, backend: str, scales):
+def _in_eight_bits(q, k, v, table: BlockMask | ChosenBlocks | str | None, scale: float | None, backend: str, scales):
     """(out, lse), not differentiable."""
     if is_plain_eager(q, k, v):
         return backends.backend(backend).forward_in_eight_bits(q, k, v, table, scale, scales)
@@ -80,8 +86,10 @@ def _in_eight_bits(q, k, v, table: BlockMask | str | None, scale: float | None, 
     return _forward_in_eight_bits(q, k, v, *_crossing(table, q), scale, backend, list(scales or [q]))
 
 
-def _crossing(table: BlockMask | str | None, q: torch.Tensor) -> tuple[list[torch.Tensor], int, str]:
+def _crossing(table: BlockMask | ChosenBlocks | str | None, q: torch.Tensor) -> tuple[list[torch.Tensor], int, str]:
     """(tables, block size, pattern): a mask as an operator takes it."""
+    if isinstance(table, ChosenBlocks):
+        return [table.bits], table.block_size, table.within
     if isinstance(table, str):
         return [q], PATTERN_BLOCK_SIZE, table
     return ([q], 0, "") if table is None else (table.tensors(), table.block_size, "")
@@ -220,7 +228,9 @@ def _prepared(
 ):
     """(back end, mask, scale) of a call; the same for both passes."""
     mask = None
-    if pattern:
+    if _are_chosen(tables):
+        mask = mask_of_chosen(q, k, ChosenBlocks(tables[0], block_size, pattern))
+    elif pattern:
         table = compiled_once(pattern, q.shape[2], k.shape[2], block_size, q.device)
         check_batch_and_heads(table.mask_index.shape, q.shape[0], q.shape[1])
         mask = table.kernel_table(q.is_cuda)
@@ -229,6 +239,19 @@ def _prepared(
     call = backends.Call.of(q, k, v, None if mask is None else mask.block_size, variant, deterministic, precision)
     name = backends.choose_backend(backend, call)
     return backends.backend(name), mask, q.shape[3] ** -0.5 if scale is None else scale
+
+
+def _are_chosen(tables: list[torch.Tensor]) -> bool:
+    """Whether the tensors of a mask are the bits of ``ChosenBlocks``."""
+    return len(tables) == 1 and tables[0].dtype == torch.int32  # q alone is floating-point
+
+
+def mask_of_chosen(q: torch.Tensor, k: torch.Tensor, chosen: ChosenBlocks) -> BlockMask:
+    """The mask of blocks that were chosen for q and k."""
+    # Plain numbers instead of symbolic lengths: in a graph, this is the mask of one length.
+    grid = BlockGrid(operator.index(q.shape[2]), operator.index(k.shape[2]), chosen.block_size)
+    maps = chosen.bits[:-1].view(*q.shape[:2], grid.q_blocks, -1)
+    return of_maps(maps, grid, limit_of(chosen.within or None, grid, q.device))
 
 
 def _mask_of(q_len: int, kv_len: int, block_size: int, tables: list[torch.Tensor]) -> BlockMask:
@@ -367,7 +390,13 @@ def _gradients(ctx, dout, dlse):
 
 def _pairs(q, k, tables: list[torch.Tensor], block_size: int, pattern: str, *call) -> int:
     mask, lengths = None, (q.shape[2], k.shape[2])
-    if pattern and all(type(length) is int for length in lengths):  # the table for symbolic lengths is unknown
+    known = all(type(length) is int for length in lengths)  # the table for symbolic lengths is unknown
+    if _are_chosen(tables):
+        if known and have_values(q, *tables):
+            mask = mask_of_chosen(q, k, ChosenBlocks(tables[0], block_size, pattern))
+        elif known and pattern:  # all that may be chosen
+            mask = compiled_once(pattern, *lengths, block_size, torch.device("cpu"))
+    elif pattern and known:
         mask = compiled_once(pattern, *lengths, block_size, q.device if have_values(q) else torch.device("cpu"))
     elif block_size and not pattern:
         mask = BlockMask.from_tensors(*lengths, block_size, tables)

@@ -126,8 +126,10 @@ def compiled_once(pattern: Pattern | str, q_len: int, kv_len: int, block_size: i
     # operator.index turns symbolic lengths into plain numbers: a compiled graph holds one mask, and another length needs another.
     q_len, kv_len = operator.index(q_len), operator.index(kv_len)
     keeps_all, tensors = _constant_tables(pattern, q_len, kv_len, block_size, device)
-    # Results of an operation keep their fixed lengths where they are indexed; with dynamic=True, constants would lose them.
-    tensors = [t.detach() for t in tensors]
+    # Results of an operation keep their fixed lengths where they are indexed; with dynamic=True, constants would lose them. Without
+    # Dynamo, torch.export fails with a constant that only an operation without users reads.
+    if torch.compiler.is_dynamo_compiling():
+        tensors = [t.detach() for t in tensors]
     return BlockMask.from_tensors(q_len, kv_len, block_size, tensors, keeps_all)
 
 

@@ -16,7 +16,7 @@ from ..compat.dynamo import constant_in_graphs
 from .fields import Positive, Range, Share, settle
 from .grid import BlockGrid
 from .memory import remembered
-from .pattern import And, DerivedPattern, Or, Pattern, PerHead, parse, register_pattern, registered, shortened
+from .pattern import And, DerivedPattern, Or, Pattern, PerHead, parse, register_pattern, registered, shortened, text_of
 
 CHOOSER = TypeVar("CHOOSER", bound="Chooser")
 RULES = ("keep", "mass", "floor", "relative", "budget")
@@ -301,6 +301,22 @@ def looking_ahead(spec: Pattern | str) -> str | None:
     """The text of an expression's chooser that later queries influence; None if it has none."""
     choosers = (chooser for choice in choices_of(spec) for chooser in choice.choosers)
     return next((str(chooser) for chooser in choosers if chooser.looks_ahead), None)
+
+
+@constant_in_graphs
+def without_choosers(spec: Pattern | str) -> Pattern | str:
+    """Returns what limits an expression's choosers, for calls that do not choose; of a head without choosers, its own pattern."""
+    return _without_choosers(spec)
+
+
+@remembered(maxsize=256)
+def _without_choosers(spec: Pattern | str) -> Pattern | str:
+    heads = []
+    for within, choosers, always in choices_of(spec):
+        patterns = [one for one in (within, None if choosers else always) if one is not None]
+        heads.append(And.of(*patterns) if patterns else parse("full"))
+    joined = heads[0] if len(set(heads)) == 1 else PerHead(tuple(heads))
+    return text_of(joined) or joined
 
 
 def size_of(spec: Pattern | str) -> int:

@@ -18,8 +18,8 @@ _MOST_KEPT_BLOCKS = 1 << 20  # of a mask that keeps every block; some 60 bytes e
 def of_maps(maps: torch.Tensor, grid: BlockGrid, within: BlockMask) -> BlockMask:
     """The blocks of ``within``, one mask, that each map keeps.
 
-    maps: (batch, heads, q_blocks, kv_blocks) bool; where kernels run and in compiled graphs also
-    (batch, heads, q_blocks, ceil(kv_blocks / 32)) int32 of bits. The table has room for all that ``within`` keeps, for each map.
+    maps: (batch, heads, q_blocks, kv_blocks) bool, or (batch, heads, q_blocks, ceil(kv_blocks / 32)) int32 of bits. The table has
+    room for all that ``within`` keeps, for each map.
     """
     if not torch.compiler.is_compiling() and in_differentiating_transform():
         raise NotImplementedError(
@@ -40,7 +40,7 @@ def of_maps(maps: torch.Tensor, grid: BlockGrid, within: BlockMask) -> BlockMask
     elif streams:
         by_query, by_key = chosen_by_kernel(maps.flatten(0, 1).contiguous(), within.by_query, within.by_key, grid.shape, most)
     else:
-        by_query, by_key = chosen(maps.reshape(batch * heads, -1), _listing(within))
+        by_query, by_key = chosen(_bools(maps, grid.kv_blocks).reshape(batch * heads, -1), _listing(within))
     return BlockMask(
         q_len=grid.q_len,
         kv_len=grid.kv_len,
@@ -67,9 +67,7 @@ def select_tables(maps: torch.Tensor, within: list[torch.Tensor], kv_blocks: int
     if by_kernel(maps):
         tables = chosen_by_kernel(maps.contiguous(), by_query, by_key, shape, room)
     else:
-        if maps.dtype != torch.bool:
-            maps = ((maps[..., None] >> counted(32, maps.device)) & 1).flatten(2)[..., :kv_blocks].bool()
-        tables = chosen(maps.flatten(1), listing_of(by_query, by_key))
+        tables = chosen(_bools(maps, kv_blocks).flatten(1), listing_of(by_query, by_key))
         tables = [table._replace(col_idx=table.col_idx[:room], tile_idx=table.tile_idx[:room]) for table in tables]
     tensors = [tensor for table in tables for tensor in table]
     memory = [tensor.untyped_storage().data_ptr() for tensor in tensors]
@@ -86,6 +84,13 @@ def _(maps: torch.Tensor, within: list[torch.Tensor], kv_blocks: int) -> list[to
         shapes += [(masks, rows + 1), (masks, rows, 2), (masks, rows), (room,), (room,)]
         shapes += [(masks, rows + splits, WORK_FIELDS), (masks, max(2, splits), SPLIT_FIELDS)]
     return [maps.new_empty(shape, dtype=torch.int32) for shape in shapes]
+
+
+def _bools(maps: torch.Tensor, kv_blocks: int) -> torch.Tensor:
+    """(..., kv_blocks) bool, from bools or bits."""
+    if maps.dtype == torch.bool:
+        return maps
+    return ((maps[..., None] >> counted(32, maps.device)) & 1).flatten(-2)[..., :kv_blocks].bool()
 
 
 def _room(maps: torch.Tensor, within: Table) -> int:

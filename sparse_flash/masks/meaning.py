@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..compat.names import PACKAGE
-from .chooser import choices_of, is_chosen
+from .chooser import choices_of, is_causal, is_chosen
 from .memory import remembered
 from .pattern import Pattern, PerHead, named_len, parse, shortened
 
@@ -65,6 +65,23 @@ def _sampled(pattern: Pattern) -> bytes:
     kv = np.concatenate([q - back + 1, q + ahead, first - 1, tokens - last], axis=1) % tokens
     kept = np.asarray(pattern.of_length(tokens).token_rule(q, kv))
     return np.packbits(np.broadcast_to(kept.astype(bool), kv.shape)).tobytes()
+
+
+@remembered(maxsize=256)
+def later_keys_decide(spec: Pattern | str) -> str | None:
+    """The text of what limits an expression's choosers, if it does not say causal, so that choosers compare later keys too, and no
+    sampled query sees a later key under it; otherwise None."""
+    within = choices_of(spec)[0].within
+    if within is None or is_causal(within):
+        return None
+    tokens = named_len(within, _TOKENS)
+    q = (_distances(tokens, 1, _QUERIES)[0] % tokens)[:, None]
+    kv = q + _distances(tokens, _QUERIES, 256)
+    try:
+        kept = np.broadcast_to(np.asarray(within.of_length(tokens).token_rule(q, np.minimum(kv, tokens - 1))), kv.shape)
+    except Exception:  # as in ``digest_of``
+        return None
+    return None if (kept & (kv < tokens)).any() else str(within)
 
 
 def _distances(tokens: int, rows: int, count: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 from dataclasses import dataclass, replace
 from unittest import mock
 
@@ -14,12 +15,15 @@ from accepted import fitted
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from oracle import BACKENDS, DEVICE, check, dense_attention, gradients, no_host_synchronization
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparse_flash as sf
 from sparse_flash import backends
+from sparse_flash.api import arguments
 from sparse_flash.choosers import choose
+from sparse_flash.dispatch import operators
 from sparse_flash.masks import chooser as choosers
 from sparse_flash.masks.chooser import choices_of, is_causal, size_of
 from sparse_flash.parallel import planning
@@ -295,12 +299,66 @@ def test_a_chooser_that_looks_ahead_refuses_gradients():
         sf.attention(q, k, v, spec)
 
 
+@parametrize("compiled", [False, True])
+@parametrize("within", ["window(70, 0)", "local(100) & window(500, 0)", "per_head"])
+def test_training_warns_once_where_later_keys_decide_although_no_query_sees_them(within, compiled):
+    arguments._say_that_later_keys_decide.cache_clear()
+    spec = f"{within} & (sampled(8, keep=1, block=64) | sinks(4))"
+    if within == "per_head":
+        spec = "window(9, 0) & per_head([pooled(keep=1), pooled(keep=2), sinks(3), pooled(keep=1)])"
+    q, k, v = inputs()
+    call = torch.compile(sf.attention, backend="eager") if compiled else sf.attention
+    q.requires_grad_()
+    with pytest.warns(
+        UserWarning, match=r"no query sees a later key under .* so training sees the future; write causal & .*"
+    ) as seen:
+        for _ in range(2):
+            call(q, k, v, spec)
+    assert len(seen) == 1 and (compiled or seen[0].filename == __file__)
+
+
+@parametrize(
+    "spec",
+    [
+        SPEC,
+        EVERY["shared"],
+        "local(70) & pooled(keep=1)",
+        "causal & window(70, 0) & pooled(keep=1)",
+        "documents((0, 40, 200)) & pooled(keep=1)",
+    ],
+)
+def test_training_gives_no_warning_under_causal_and_where_queries_see_later_keys(spec):
+    arguments._say_that_later_keys_decide.cache_clear()
+    q, k, v = inputs()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sf.attention(q.requires_grad_(), k, v, spec)
+        with torch.no_grad():
+            sf.attention(q, k, v, "window(70, 0) & pooled(keep=1)")
+
+
 @every
 def test_a_batch_of_no_sequences_gets_a_mask_that_attention_takes(spec):
     q, k, v = (x[:0] for x in inputs())
     mask = sf.choose_blocks(spec, q, k)
     assert mask.mask_index.shape == (1, 4)
     assert sf.attention(q, k, v, mask).shape == sf.attention(q, k, v, spec).shape == q.shape
+    nothing = torch.zeros(0, dtype=torch.int32, device=DEVICE)
+    assert sf.choose_blocks(spec, q, k, kv_lens=nothing).mask_index.shape == (1, 4)
+
+
+@parametrize("sizes", [{"batch": 0}, {"heads": 0}, {"q_len": 0}])
+@parametrize("compiled", [False, True])
+@parametrize(
+    "spec, message",
+    [("causal | sampled(8, keep=1)", "causal must stand before"), ("pooled(keep=1) & pooled_keys(keep=1)", "joined by")],
+)
+def test_an_expression_that_cannot_be_is_an_error_without_data_too(spec, message, compiled, sizes):
+    shape = {"batch": 2, "heads": 4, "q_len": 9} | sizes
+    q = torch.zeros(*shape.values(), 16, device=DEVICE)
+    call = torch.compile(sf.attention, backend="eager", fullgraph=True) if compiled else sf.attention
+    with pytest.raises(Exception, match=message):
+        call(q, q, q, spec)
 
 
 def compiled(spec):
@@ -320,6 +378,48 @@ def test_choice_and_attention_compile_into_one_graph(spec):
         tensors = inputs(tokens, tokens, seed=tokens)
         for found, wanted in zip(loss(call, tensors), loss(lambda *x: sf.attention(*x, spec), tensors), strict=True):
             torch.testing.assert_close(found, wanted)
+
+
+@parametrize("spec", [SPEC, EVERY["shared"], EVERY["by head"]], ids=["sampled", "shared", "by head"])
+def test_one_graph_serves_an_expression_at_all_lengths(spec):
+    counter = CompileCounterWithBackend("aot_eager")
+    call = torch.compile(lambda q, k, v: sf.attention(q, k, v, spec), backend=counter, fullgraph=True)
+    for tokens in range(65, 705, 64):  # more lengths than a function may be compiled for
+        tensors = inputs(tokens, tokens, seed=tokens)
+        torch.testing.assert_close(call(*tensors), sf.attention(*tensors, spec))
+    assert counter.frame_count == 2  # for the first length, and for all others
+
+
+OF_ONE_LENGTH = {
+    "topk_blocks": lambda q, k: sf.topk_blocks(q, k, keep=1),
+    "choose_blocks": lambda q, k: sf.choose_blocks(SPEC, q, k),
+}
+
+
+@parametrize("strict", [False, True])
+@parametrize("spec", [SPEC, EVERY["shared"], *OF_ONE_LENGTH])
+def test_exported_programs_choose_from_other_inputs(spec, strict):
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            return sf.attention(q, k, v, OF_ONE_LENGTH[spec](q, k) if spec in OF_ONE_LENGTH else spec)
+
+    tokens = None if spec in OF_ONE_LENGTH else {2: torch.export.Dim("tokens", min=2, max=4096)}
+    shapes = {"q": tokens, "k": tokens, "v": tokens}
+    program = torch.export.export(Model(), inputs(), dynamic_shapes=shapes, strict=strict)
+    for other in (200,) if tokens is None else (200, 70, 333):
+        tensors = inputs(other, other, seed=other)
+        torch.testing.assert_close(program.module()(*tensors), Model()(*tensors))
+
+
+@parametrize("choose_mask", OF_ONE_LENGTH.values(), ids=OF_ONE_LENGTH)
+def test_a_mask_made_in_an_exported_program_is_of_one_length(choose_mask):
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            return sf.attention(q, k, v, choose_mask(q, k))
+
+    tokens = {2: torch.export.Dim("tokens", min=2, max=4096)}
+    with pytest.raises(Exception, match="your code specialized it to be a constant"):
+        torch.export.export(Model(), inputs(), dynamic_shapes={"q": tokens, "k": tokens, "v": tokens})
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="PyTorch before 2.13 traces no Pattern objects")
@@ -351,6 +451,10 @@ def test_the_operator_of_compiled_code_passes_opcheck():
     q, k, _ = inputs(150, 170)
     arguments = (q, k, "causal & sampled(4, keep=2, block=64)", 0.25, None, None, None)
     torch.library.opcheck(choose.chosen_bits, arguments, test_utils=("test_schema", "test_faketensor"))
+    bits = choose.chosen_bits(*arguments)
+    q, k, v = (x.requires_grad_() for x in inputs(150, 170))
+    call = q, k, v, [bits], 64, "causal", None, True, "auto", [q], "", 0.0, 0.0
+    torch.library.opcheck(operators._forward, call)
 
 
 class NothingFromTheHost(TorchDispatchMode):
@@ -488,6 +592,29 @@ def test_a_padded_sequence_keeps_the_blocks_that_it_keeps_alone():
                 torch.testing.assert_close(together[sequence : sequence + 1, :, start:], alone)
 
 
+@parametrize("compiled", [False, True])
+@parametrize(
+    "given",
+    [
+        {"kv_lens": [130, 200], "q_lens": [130, 200]},
+        {"kv_starts": [70, 0], "q_starts": [70, 0]},
+        {"kv_starts": [70, 3], "q_starts": [70, 3], "kv_lens": [130, 200], "q_lens": [131, 190]},
+    ],
+    ids=["at the end", "at the start", "both"],
+)
+@every
+def test_the_mask_of_a_padded_batch_is_the_one_that_attention_chooses(spec, given, compiled):
+    q, k, v = inputs()
+    lengths = {name: torch.tensor(values, device=DEVICE) for name, values in given.items()}
+    choose_mask = torch.compile(sf.choose_blocks, backend="aot_eager", fullgraph=True) if compiled else sf.choose_blocks
+    mask = choose_mask(spec, q, k, **lengths)
+    assert torch.equal(sf.attention(q, k, v, mask, **lengths), sf.attention(q, k, v, spec, **lengths))
+    other = q.clone()
+    if "q_lens" in given:
+        other[0, :, given["q_lens"][0] :] = 99  # of nonexistent queries
+        assert torch.equal(sf.choose_blocks(spec, other, k, **lengths).to_dense(), mask.to_dense())
+
+
 @parametrize(
     "lengths, error, message",
     [
@@ -499,6 +626,10 @@ def test_a_padded_sequence_keeps_the_blocks_that_it_keeps_alone():
 def test_lengths_that_do_not_fit_are_refused(lengths, error, message):
     with pytest.raises(error, match=message):
         sf.attention(*inputs(), SPEC, **lengths)
+    with pytest.raises(error, match=message):
+        sf.choose_blocks(SPEC, *inputs()[:2], **lengths)
+    with pytest.raises(ValueError, match="a report must be of whole sequences; got lengths"):
+        sf.choose_blocks(SPEC, *inputs()[:2], **lengths, report=True)
     with pytest.raises(ValueError, match="counts from the end of the sequence"):
         sf.attention(*inputs(), "causal & (pooled(keep=1) | last_tokens(4))", kv_lens=torch.tensor([100, 200], device=DEVICE))
 
@@ -652,14 +783,6 @@ def _varlen(spec):
     return sf.attention_varlen(x, x, x, torch.tensor([0, 100]), torch.tensor([0, 100]), mask=spec)
 
 
-def _layer_with_cache(spec):
-    layer = sf.SparseAttention(32, 4, spec)
-    cache = layer.new_cache(1, 200)
-    with torch.no_grad():
-        layer(torch.zeros(1, 100, 32), cache)
-        layer(torch.zeros(1, 1, 32), cache)
-
-
 @parametrize("as_text", [False, True])
 @parametrize(
     "call",
@@ -670,7 +793,6 @@ def _layer_with_cache(spec):
         lambda spec: sf.attention_decode(Q[:, :, :1], Q, Q, spec),
         lambda spec: sf.attention_decode(Q[:, :, :1], Q, Q, spec, kv_lens=torch.tensor([50])),
         _varlen,
-        _layer_with_cache,
         lambda spec: sf.topk_blocks(Q, Q, 2, within=spec),
         lambda spec: sf.topk_blocks(Q, Q, 2, always=spec),
         lambda spec: sf.topk_blocks(Q, Q, 2, every=1, always=spec),

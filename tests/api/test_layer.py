@@ -65,6 +65,7 @@ def test_results_and_gradients_are_those_of_pytorchs_parts(pattern, kv_heads, v_
 
 
 WINDOW = "causal & local(20)"
+CHOSEN = "causal & (sampled(4, keep=1, block=64) | sinks(2))"
 
 
 @pytest.mark.parametrize("pieces, v_head_dim", [([1] * 20, None), ([7, 1, 12], None), ([20], None), ([7, 1, 12], 20)])
@@ -75,10 +76,10 @@ def test_tokens_in_pieces_through_the_cache_give_what_they_give_at_once(pieces, 
     with torch.no_grad():
         parts = [attn(piece, cache) for piece in x.split([30, *pieces], 1)]
         torch.testing.assert_close(torch.cat(parts, 1), attn(x), atol=1e-5, rtol=1e-4)
-    assert cache.tokens == x.shape[1] and cache.keys.shape == (2, 2, x.shape[1], attn.head_dim)
-    assert cache.values.shape == (2, 2, x.shape[1], v_head_dim or attn.head_dim)
-    cache.reset()
-    torch.testing.assert_close(attn(x[:, :30], cache), parts[0])
+        assert cache.tokens == x.shape[1] and cache.keys.shape == (2, 2, x.shape[1], attn.head_dim)
+        assert cache.values.shape == (2, 2, x.shape[1], v_head_dim or attn.head_dim)
+        cache.reset()
+        torch.testing.assert_close(attn(x[:, :30], cache), parts[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -149,6 +150,7 @@ def test_a_table_with_a_cache_gives_the_gradients_of_its_pattern():
     x, gradients = inputs(90), []
     for mask in (sf.compile_mask(WINDOW, 128), WINDOW):
         attn = layer(mask=mask)
+        attn.k_proj.requires_grad_(False), attn.v_proj.requires_grad_(False)
         cache = attn.new_cache(2, 128)
         attn(x[:, :80], cache)
         attn(x[:, 80:], cache).square().sum().backward()
@@ -157,8 +159,73 @@ def test_a_table_with_a_cache_gives_the_gradients_of_its_pattern():
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("options", [{}, {"mask": CHOSEN}, {"mask": None, "kv_heads": 1}, {"select": {"keep": 2}}])
+@pytest.mark.parametrize("part", ["k_proj", "v_proj", "x"])
+def test_a_cache_is_refused_where_keys_or_values_would_lose_their_gradients(part, options):
+    attn, x = layer(**{"mask": "causal"} | options).requires_grad_(False), inputs(70)
+    attn.q_proj.requires_grad_(True)
+    cache = attn.new_cache(2, 200)
+    (x if part == "x" else getattr(attn, part)).requires_grad_(True)
+    with pytest.raises(ValueError, match=r"a layer with a cache gives no gradients.*under torch.no_grad\(\), or without a cache"):
+        attn(x, cache)
+    assert cache.tokens == 0
+    with torch.no_grad():
+        attn(x, cache)
+    assert cache.tokens == 70
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("as_text", [False, True])
+@pytest.mark.parametrize(
+    "spec, limit",
+    [
+        ("causal & (sampled(4, keep=1, block=64) | sinks(2))", "causal"),
+        ("causal & local(150) & sampled(4, keep=1, block=64)", "causal & local(150)"),
+        ("sampled(4, keep=1, block=64)", None),
+        ("per_head([causal & pooled(keep=1), causal & pooled(keep=2), causal & local(9), causal & pooled(keep=1)])", "by head"),
+    ],
+)
+def test_a_prompt_chooses_and_few_tokens_after_it_attend_to_all_before_the_choosers(spec, limit, as_text, compiled):
+    torch._dynamo.reset()
+    limit = "per_head([causal, causal, causal & local(9), causal])" if limit == "by head" else limit
+    attn, dense, x = layer(mask=spec if as_text else sf.parse(spec)), layer(mask=limit), inputs(200)
+    call = torch.compile(attn, backend="aot_eager", fullgraph=True) if compiled else attn
+    with torch.no_grad():
+        cache, of_dense = attn.new_cache(2, 200), dense.new_cache(2, 200)
+        torch.testing.assert_close(call(x[:, :130], cache), attn(x[:, :130]))
+        dense(x[:, :130], of_dense)
+        for piece in x[:, 130:].split([1, 1, 64, 4], 1):
+            torch.testing.assert_close(call(piece, cache), dense(piece, of_dense), atol=1e-5, rtol=1e-4)
+        cache.reset(), of_dense.reset()
+        torch.testing.assert_close(call(x[:, :20], cache), dense(x[:, :20], of_dense), atol=1e-5, rtol=1e-4)  # a short prompt
+    assert cache.tokens == 20
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"mask": "scored(keep=1)"}, "scored needs the scores"),
+        ({"mask": "per_head([causal, full])"}, "the mask's heads must be q's, 4"),
+        ({"mask": "causal & documents((0, 40, 75))"}, "it names 75"),
+        ({"mask": "causal", "select": lambda q, k: 1 / 0}, "division by zero"),
+        ({"mask": "causal", "backend": "hopper"}, "hopper"),
+    ],
+)
+def test_a_call_that_fails_leaves_the_cache_as_it_was(options, message):
+    attn, x = layer(), inputs(150)
+    failing = layer(**options)
+    failing.load_state_dict({name: p for name, p in attn.state_dict().items() if name != "mask_spec"}, strict=False)
+    with torch.no_grad():
+        cache, alone = attn.new_cache(2, 150), attn.new_cache(2, 150)
+        for piece in x.split([70, 80], 1):
+            with pytest.raises(Exception, match=message):
+                failing(piece, cache)
+            assert torch.equal(attn(piece, cache), attn(piece, alone))
+    assert torch.equal(cache.keys, alone.keys) and torch.equal(cache.values, alone.values)
+
+
 def test_a_table_that_does_not_cover_the_cache_is_refused_before_the_cache_takes_tokens():
-    attn = layer(mask=sf.compile_mask(WINDOW, 40))
+    attn = layer(mask=sf.compile_mask(WINDOW, 40)).requires_grad_(False)
     cache = attn.new_cache(2, 41)
     with pytest.raises(ValueError, match="cover the cache's room of 41 tokens; got q_len=40, kv_len=40; compile it for 41"):
         attn(inputs(5), cache)
@@ -337,7 +404,8 @@ def test_weights_are_dropped_out_in_training_alone():
     with pytest.raises(ValueError, match=r"with dropout_p=0.3 takes no cache; call layer.eval\(\)"):
         attn(x, attn.new_cache(2, TOKENS))
     assert torch.equal(attn.eval()(x), plain(x))
-    attn(x, attn.new_cache(2, TOKENS))
+    with torch.no_grad():
+        attn(x, attn.new_cache(2, TOKENS))
 
 
 def test_what_the_layer_shows_names_its_mask():
@@ -368,6 +436,7 @@ def test_arguments_that_do_not_fit_are_refused(options, message):
         sf.SparseAttention(50, 4)
 
 
+@torch.no_grad()
 def test_inputs_and_caches_that_do_not_fit_are_refused():
     attn = layer()
     with pytest.raises(ValueError, match=r"\(batch, tokens, 48\); got \(2, 150\)"):

@@ -82,6 +82,17 @@ def test_a_pattern_and_a_dense_call_are_counted_eager_and_compiled(mask):
     check(lambda: compiled(q, k, v), pairs)
 
 
+def test_blocks_chosen_in_a_graph_are_counted_as_those_of_an_eager_call():
+    tensors, spec = inputs(), "causal & (sampled(8, keep=1, block=64) | sinks(4))"
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q, k, v: sf.attention(q, k, v, spec), backend="aot_eager")
+    kept = int(sf.choose_blocks(spec, *tensors[:2]).to_dense().sum())
+    for call in (lambda: sf.attention(*tensors, spec), lambda: compiled(*tensors)):
+        choice = 2 * 2 * 4 * (4 * 8) * 200 * 16  # 8 queries of each of 4 blocks with all keys
+        assert counted(call) == choice + passes(kept, 16, 8)[0]
+        assert counted(lambda call=call: call().sum().backward()) == choice + sum(passes(kept, 16, 8))
+
+
 @given(st.data(), st.sampled_from([None, "causal", "local(40) | sinks(3)", "per_head([causal, local(9), causal, full])"]))
 def test_tokens_that_do_not_exist_are_not_counted(data, mask):
     given = {name: data.draw(st.lists(st.integers(0, 90), min_size=2, max_size=2)) for name in ("q_starts", "kv_starts")}

@@ -366,6 +366,17 @@ def test_a_compiled_function_raises_what_the_call_raises():
         function(q[:, :1], k, v, None)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="PyTorch before 2.13 traces no Pattern objects")
+def test_text_made_of_a_pattern_in_a_compiled_function_needs_s():
+    layout = sf.VideoLayout(2, 4, 8, tile=(2, 4, 8))
+    q, k, v = (t.detach() for t in inputs(layout.tokens))
+    with_s, _ = compiled(lambda q, k, v: sf.attention(q, k, v, f"tile_window({layout!s}, 1) & {LOCAL!s}"))
+    assert torch.equal(with_s(q, k, v), sf.attention(q, k, v, f"tile_window({layout}, 1) & {LOCAL}"))
+    without, _ = compiled(lambda q, k, v: sf.attention(q, k, v, f"tile_window({layout}, 1)"))
+    with pytest.raises(torch._dynamo.exc.Unsupported):  # should this pass one day, training.md need not say so
+        without(q, k, v)
+
+
 def test_exported_programs_hold_the_operator_and_take_other_lengths():
     class Model(torch.nn.Module):
         def forward(self, q, k, v):
@@ -394,6 +405,7 @@ def test_a_program_that_aotinductor_compiles_runs(tmp_path):
                 sf.attention(q, k, v, "causal", softcap=2.0),
                 sf.attention(q, k, v, mask, kv_lens=lens, alibi_slopes=lens.expand(2).float()),
                 sf.attention(q, k, v, chosen),
+                sf.attention(q, k, v, "causal & sampled(8, keep=1, block=64)"),
                 sf.attention(q, k, v, sf.BlockSelection.from_picks(picks, 64)),
                 sf.attention_decode(last, k, v),
                 sf.attention_decode(last, k, v, "causal & local(20)", kv_lens=lens),

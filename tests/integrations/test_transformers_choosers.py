@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from changed import other_sinks
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparse_flash as sf
 
@@ -201,10 +202,12 @@ def test_a_padded_prompt_in_chunks_is_what_each_sequence_is_alone(name, cache):
 def test_a_compiled_model_chooses_in_one_graph():
     torch._dynamo.reset()
     model = use_sparse_flash(made("mistral"), per_layer=[SPEC, HEADS], dense_below=128)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    for tokens in (200, 100):
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for tokens in (200, 210, 100, 300, 330):
         wanted = outputs(model, words(tokens=tokens), use_cache=False)
         torch.testing.assert_close(outputs(compiled, words(tokens=tokens), use_cache=False), wanted, **CLOSE)
+    assert counter.frame_count == 3  # for the first length, for all others, and for prompts that are dense
 
 
 def test_a_compiled_model_takes_padding_outside_of_its_graphs():

@@ -12,11 +12,11 @@ from ...api.attention import attention
 from ...api.decode import MAX_QUERIES
 from ...api.shared import SharedSequence
 from ...compat.dynamo import constant_in_graphs
-from ...masks.chooser import HeadChoice, Scored, choices_of, is_causal, is_chosen, looking_ahead
+from ...masks.chooser import HeadChoice, Scored, choices_of, is_causal, is_chosen, looking_ahead, without_choosers
 from ...masks.memory import remembered
 from ...masks.pattern import And, Or, Pattern, PerHead, parse, text_of
 from ...masks.rules import moved
-from ...patterns import full, last_tokens
+from ...patterns import last_tokens
 from .choice import OWN
 from .masks import ModelMask, depends_on_position, is_window, keeps_all
 
@@ -93,7 +93,7 @@ def prompt_choice(mask: Pattern | str, below: int, last: int) -> PromptChoice:
     patterns = [one for choice in choices for one in (choice.within, choice.always) if one is not None]
     return PromptChoice(
         _of_heads([_expression(choice, last) for choice in choices]),
-        _of_heads([_without_choosers(choice) for choice in choices]),
+        without_choosers(mask),
         below,
         last,
         looking_ahead(mask),
@@ -106,12 +106,6 @@ def _expression(choice: HeadChoice, last: int) -> Pattern:
     joined = last_tokens(last) if last and choice.choosers and is_causal(choice.within) else None
     inner = [one for one in (*choice.choosers, choice.always, joined) if one is not None]
     return Or.of(*inner) if choice.within is None else And.of(choice.within, Or.of(*inner))
-
-
-def _without_choosers(choice: HeadChoice) -> Pattern:
-    if not choice.choosers:
-        return _expression(choice, 0)
-    return full() if choice.within is None else choice.within
 
 
 def _of_heads(patterns: list[Pattern]) -> Pattern | str:
