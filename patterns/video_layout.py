@@ -35,6 +35,7 @@ class OverTiles(UnitPattern):
     """The rule applies to tiles of a ``layout``: define ``tile_rule``. The units are its tiles, and after them what is beside."""
 
     keep_beside = True
+    hides_padding = True
     window_in_tiles = None  # (frames, height, width) in tiles, of a pattern whose windows all have one size
 
     @property
@@ -109,7 +110,8 @@ class VideoLayout(OverTiles):
 
     In tile order the tiles come first, row by row, then prefix and suffix. Every tile has as many positions; one at the edge that
     has fewer tokens has them first. The other positions are padding and hold copies of the tile's own tokens. Nothing sees such a
-    key. Such a query keeps what its token keeps, so a model's layers leave it a copy. Tensors of the user have no padding. VSA
+    key, under any expression over the layout: ``~tile_window(layout, 1)`` is ``layout & ~tile_window(layout, 1)``. Such a query
+    keeps what its token keeps, so a model's layers leave it a copy. Tensors of the user have no padding. VSA
     (arXiv:2505.13389) has the same order, with zeros as padding.
 
     Its text, ``layout.to_spec()``, goes into configs, and ``parse`` reads it back. Before a chooser it keeps padding out:
@@ -138,7 +140,7 @@ class VideoLayout(OverTiles):
         """The layout whose tile has ``block_size`` tokens, 64 or 128, with the least padding.
 
         A tile's height and width differ by at most four times, and it has no more frames than rows or columns. Axes of one cell
-        do not count; there the side is 1. Of equal padding the tile with the least sum of sides is taken.
+        do not count; there the side is 1, except for a single cell. Of equal padding the tile with the least sum of sides is taken.
         """
         if block_size not in (64, 128):
             raise ValueError(f"block_size must be 64 or 128 tokens of a tile; got {block_size!r}; pass tile= for others")
@@ -197,18 +199,15 @@ class VideoLayout(OverTiles):
         return grid
 
     def to_tiles(self, x, dim):
-        """A tensor in tile order. x: any dtype, with ``tokens`` tokens in dimension ``dim``; then ``length``. Differentiable."""
-        return self._reordered(x, dim, self.tokens, "to_tiles")
+        """A tensor in tile order. x: any dtype, with ``tokens`` tokens in dimension ``dim``; then ``length``. Differentiable.
+
+        Raises TypeError for an x that is no tensor, IndexError for a dimension that it has not, ValueError for other lengths.
+        """
+        return reordered(x, dim, self, "to_tiles", self.tokens)
 
     def to_raster(self, x, dim):
-        """The reverse of ``to_tiles``: padding is left out, so its values do not matter."""
-        return self._reordered(x, dim, self.length, "to_raster")
-
-    def _reordered(self, x, dim, tokens, to):
-        if x.shape[dim] != tokens:
-            order = {"to_tiles": "before it is in tile order", "to_raster": "in tile order"}[to]
-            raise ValueError(f"x must have {tokens} tokens in dimension {dim} {order}, of {self}; got shape {tuple(x.shape)}")
-        return reordered(x, dim, self, to)
+        """The reverse of ``to_tiles``: padding is left out, so its values do not matter. Raises the same errors."""
+        return reordered(x, dim, self, "to_raster", self.length)
 
     @cached_property
     def token_at(self):

@@ -4,6 +4,7 @@ record of a call. ``checked_variant`` checks lengths, score modifications and dr
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from itertools import pairwise
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from .. import backends
 from ..choosers.choose import chosen_in_graph, chosen_mask
 from ..compat.dynamo import constant_in_graphs
+from ..compat.names import PACKAGE
 from ..compat.pytorch import is_distributed, is_recorded
 from ..dispatch import operators
 from ..dispatch.call import AttentionCall, ChosenBlocks, backend_for
@@ -209,8 +211,17 @@ def _say_that_dense_is_as_fast() -> None:
     warnings.warn(
         "this mask is predicted to take as long as attention without a mask, or as mask='causal' if no query sees a later key; "
         "sf.explain(mask) says what it visits (said of one mask only)",
-        stacklevel=5,
+        stacklevel=_callers_level(),
     )
+
+
+def _callers_level() -> int:
+    """The ``stacklevel`` of the user's line for a warning of the function that calls this: beyond the package, and beyond torch,
+    which calls layers."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and f"{frame.f_globals.get('__name__')}.".startswith((f"{PACKAGE}.", "torch.")):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _of_another_library(mask: object) -> BlockMask:
@@ -246,7 +257,7 @@ def _say_that_later_keys_decide(within: str) -> None:
     warnings.warn(
         f"no query sees a later key under {shortened(within)}, but later keys change what the choosers beside it keep, so training "
         f"sees the future; write causal & {shortened(within)} & (...) (said once of each mask)",
-        stacklevel=6,
+        stacklevel=_callers_level(),
     )
 
 
@@ -370,7 +381,7 @@ def _warn_of_transposed(q: torch.Tensor, k: torch.Tensor) -> None:
             f"q, k and v must be (batch, heads, tokens, head_dim); got q of shape {tuple(q.shape)}, {q.shape[1]} heads of "
             f"{q.shape[2]} tokens; if tokens come before heads, pass q.transpose(1, 2), k.transpose(1, 2) and v.transpose(1, 2), "
             "and transpose the result back",
-            stacklevel=6,
+            stacklevel=_callers_level(),
         )
 
 

@@ -87,8 +87,8 @@ def show(
     ] = None,
 ) -> None:
     """Draws a mask: queries downwards, keys to the right."""
+    from sparse_flash.masks.pattern import layout_of
     from sparse_flash.tools import draw, interactive
-    from sparse_flash.tools.explain_video import layout_of
     from sparse_flash.tools.paths import FORMATS, PAGE, checked_path
 
     with user_errors():

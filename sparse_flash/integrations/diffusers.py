@@ -36,7 +36,7 @@ from ..masks.block_mask import BlockMask
 from ..masks.cache import compiled_once, traceable
 from ..masks.chooser import is_chosen
 from ..masks.memory import remembered
-from ..masks.pattern import And, Or, Pattern, check_known_end, parse
+from ..masks.pattern import Pattern, check_known_end, parse
 from ..patterns import video_layout as VideoLayout
 
 if tuple(map(int, diffusers.__version__.split(".")[:2])) < (0, 42):
@@ -252,14 +252,8 @@ def _checked(spec: Any) -> Any:
     pieces = tuple(_WORD.split(spec))
     if len(pieces) == 1:
         raise ValueError(f"spec must say where the layout of the inputs goes, as 'tile_window(layout, (3, 3, 3))'; got {spec!r}")
-    pattern = parse(VideoLayout(*_PROBE).to_spec().join(pieces))
-    return pieces if _masks_padding(pattern) else ("", " & (" + pieces[0], *pieces[1:-1], pieces[-1] + ")")
-
-
-def _masks_padding(pattern: Pattern) -> bool:
-    if isinstance(pattern, And):
-        return any(map(_masks_padding, pattern.operands))
-    return all(map(_masks_padding, pattern.operands)) if isinstance(pattern, Or) else hasattr(pattern, "layout")
+    parse(VideoLayout(*_PROBE).to_spec().join(pieces))
+    return pieces
 
 
 def _checked_layout(layout: Any) -> Any:
@@ -389,9 +383,7 @@ class _Run:
     def _mask(self, layout) -> Pattern | str:
         if not callable(self.spec):
             return layout.to_spec().join(self.spec)
-        mask = self.spec(layout)
-        mask = parse(mask) if isinstance(mask, str) else mask
-        return mask if _masks_padding(mask) else layout & mask
+        return layout & self.spec(layout)
 
 
 class _Processor:

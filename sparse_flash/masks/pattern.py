@@ -57,6 +57,7 @@ class Pattern:
     shift_invariant: ClassVar[bool] = False
     is_part: ClassVar[bool] = False  # about some tokens alone, as others are in the care of other patterns
     chooses: ClassVar[bool] = False  # whether it is a chooser, which keeps blocks by the content of q and k
+    hides_padding: ClassVar[bool] = False  # whether it keeps no padding of its ``layout``, which is such a pattern itself
     # Subclasses are dataclasses and have this.
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
@@ -218,7 +219,9 @@ class Pattern:
     __rand__, __ror__ = __and__, __or__  # with spec text on the left; operand order does not matter
 
     def __invert__(self) -> Pattern:
-        return Not(self)
+        layout = layout_of(self)
+        bare = _bare(self, layout)
+        return _without_padding(bare.operand if isinstance(bare, Not) else Not(bare), layout)
 
     def __getstate__(self) -> dict[str, Any]:
         # Fields only: cached hashes and arrays are recomputed where the pattern is unpickled.
@@ -412,9 +415,12 @@ class _Composite(Pattern):
                 raise ValueError(f"patterns by head must be for as many heads to combine; got {sorted(heads)}")
             each = [o.patterns if isinstance(o, PerHead) else (o,) * max(heads) for o in operands]
             return PerHead(tuple(cls.of(*one) for one in zip(*each, strict=True)))
+        layout = layout_of(*operands)
+        if cls is Or:
+            operands = tuple(_bare(o, layout) for o in operands)
         flat = [p for o in operands for p in (o.operands if isinstance(o, cls) else (o,))]
         ordered = sorted(dict.fromkeys(flat), key=lambda p: (len(str(p)), str(p)))
-        return ordered[0] if len(ordered) == 1 else cls(tuple(ordered))
+        return _without_padding(ordered[0] if len(ordered) == 1 else cls(tuple(ordered)), layout)
 
     @cached_property
     def _hash(self) -> int | None:
@@ -452,6 +458,35 @@ class _Composite(Pattern):
 
     def __repr__(self) -> str:
         return self._write(repr)
+
+
+def layout_of(*patterns: Pattern) -> Any:
+    """The VideoLayout of the patterns in these expressions, itself a pattern of all keys but padding; None if there is none. Raises
+    ValueError for several. ``| ~`` and ``per_head`` put it before what would keep padding, as no query is to see any."""
+    found = (getattr(leaf, "layout", None) for one in patterns for leaf in one.leaves())
+    layouts = [one for one in found if isinstance(one, Pattern) and one.hides_padding]
+    if any(one != layouts[0] for one in layouts):
+        texts = " and ".join(dict.fromkeys(map(str, layouts)))
+        raise ValueError(
+            f"patterns must be over one layout to combine, as q, k and v are in its order; got {texts}; give all the same"
+        )
+    return layouts[0] if layouts else None
+
+
+def _hides_padding(pattern: Pattern) -> bool:
+    if isinstance(pattern, _Composite):
+        return (all if isinstance(pattern, Or) else any)(map(_hides_padding, pattern.operands))
+    return _hides_padding(pattern.expanded()) if isinstance(pattern, DerivedPattern) else pattern.hides_padding
+
+
+def _without_padding(pattern: Pattern, layout: Pattern | None) -> Pattern:
+    return pattern if layout is None or _hides_padding(pattern) else And.of(layout, pattern)
+
+
+def _bare(pattern: Pattern, layout: Pattern | None) -> Pattern:
+    """The expression without the layout before it: however an expression was put together, it then has one text."""
+    rest = tuple(one for one in pattern.operands if one != layout) if isinstance(pattern, And) else (pattern,)
+    return rest[0] if len(rest) == 1 else And(rest)
 
 
 def _fields_in(value: object) -> Iterator[object]:
@@ -496,9 +531,6 @@ class Not(Pattern):
     """The pairs that the operand does not keep."""
 
     operand: Pattern
-
-    def __invert__(self) -> Pattern:
-        return self.operand
 
     def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
         return np.logical_not(self.operand.token_rule(q, kv))
@@ -551,6 +583,9 @@ class PerHead(Pattern):
                 raise TypeError(
                     f"per_head: patterns[{head}] must be a Pattern of one head or its spec text; got {type(one).__name__}{way_out}"
                 )
+        layout = layout_of(*patterns)
+        if layout is not None and not all(map(_hides_padding, patterns)):
+            patterns = tuple(And.of(layout, one) for one in patterns)
         settle(self, patterns=patterns)
 
     def __invert__(self) -> Pattern:

@@ -16,7 +16,7 @@ import scipy.sparse
 
 from .fields import positive_int
 from .grid import FULL, PARTIAL, BlockGrid, BlockRuns, ranges, runs_of
-from .pattern import DerivedPattern, Pattern, Runs, on_arrays
+from .pattern import DerivedPattern, Pattern, Runs, layout_of, on_arrays
 
 # Evaluating all pairs of smaller units would cost as much as evaluating tokens.
 SMALLEST_LISTED_UNIT = 16
@@ -347,7 +347,7 @@ def moved(pattern: Pattern, by: int) -> Pattern:
 
     def change(leaf: Pattern) -> Pattern:
         rest = abs(by) % leaf.shift_period * (1 if by > 0 else -1) if leaf.shift_period else by
-        if not rest:
+        if not rest and layout_of(leaf) is None:  # a moved pattern is over no layout, which would be before the expression
             return leaf
         if isinstance(leaf, DerivedPattern):
             return leaf.expanded().with_leaves(change)

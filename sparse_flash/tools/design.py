@@ -42,7 +42,7 @@ _ROWS = 4  # rows of units that bound the layers of a candidate
 @dataclass(frozen=True, eq=False)
 class Design:
     """A mask that ``design`` found: ``print`` it. ``pattern`` goes to calls and models; ``layers``, if they differ, to
-    ``use_sparse_flash(model, per_layer=)``. Those compile patterns in blocks of 128: with another block_size, pass ``masks``.
+    ``use_sparse_flash(model, per_layer=)``. Calls compile patterns in blocks of 128: of a design for other blocks, pass ``masks``.
 
     patterns: one for all layers, or one for each layer of the model, in their order. A pattern may differ between heads.
     kept_pairs: pairs of a head, mean over heads and layers. density: their share of the causal pairs, or of all pairs. time: the

@@ -89,3 +89,20 @@ def test_a_mask_that_gains_nothing_is_said_once_and_by_auto_alone(spec, kv_len, 
             sf.attention(q, k, k, replace(here), dropout_p=0.5)
     assert [str(one.message)[:32] for one in said] == ["this mask is predicted to take a"] * slow
     assert not said or said[0].filename == __file__
+
+
+def test_warnings_point_at_the_users_line_whatever_calls_attention():
+    slow = replace(sf.compile_mask("causal & local(250)", 256), slow=True)
+    layer, x, q = sf.SparseAttention(32, 2, mask=slow), torch.randn(1, 256, 32), torch.randn(1, 2, 256, 16)
+    transposed = torch.randn(1, 300, 4, 16)
+    calls = {
+        "call": lambda: sf.attention(q, q, q, slow),
+        "layer": lambda: layer(x),
+        "layer in a layer": lambda: torch.nn.Sequential(layer)(x),
+        "tensors": lambda: sf.attention(transposed, transposed, transposed),
+    }
+    for name, call in calls.items():
+        memory.clear()
+        with pytest.warns(UserWarning, match="predicted to take|tokens come before heads") as said:
+            call()
+        assert [(one.filename, one.lineno) for one in said] == [(__file__, call.__code__.co_firstlineno)], name

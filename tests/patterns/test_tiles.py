@@ -62,6 +62,71 @@ def test_table_is_that_of_the_tokens_at_the_layouts_own_length(data, name, size)
     np.testing.assert_array_equal(mask.to_dense().numpy(), strategies.dense(pattern, q_len, n))
 
 
+@st.composite
+def over_a_layout(draw):
+    """(an expression over one layout, the pairs of real keys that it keeps by its definition, (length, length) bool, which keys are
+    real)."""
+    layout = draw(strategies.layouts)
+    real = layout.exists(np.arange(layout.length))
+
+    def leaf(pattern):
+        return pattern, strategies.dense(pattern, layout.length, layout.length)
+
+    tiles = [sf.tile_window(layout, draw(st.integers(1, 3))), sf.frame_window(layout, 1), sf.radial(layout), layout]
+    first = leaf(draw(st.sampled_from(tiles)))
+    some = st.sampled_from([*tiles, sf.local(9), sf.sinks(5), sf.causal(), sf.last_tokens(3), sf.strided(7), sf.full()]).map(leaf)
+
+    def composed(inner):
+        pairs = st.tuples(inner, inner)
+        return st.one_of(
+            pairs.map(lambda p: (p[0][0] & p[1][0], p[0][1] & p[1][1])),
+            pairs.map(lambda p: (p[0][0] | p[1][0], p[0][1] | p[1][1])),
+            inner.map(lambda p: (~p[0], ~p[1])),
+        )
+
+    drawn, kept = draw(st.recursive(some, composed, max_leaves=4))
+    pattern, kept = draw(st.sampled_from([(first[0] | drawn, first[1] | kept), (~first[0] & drawn, ~first[1] & kept)]))
+    if draw(st.booleans()):
+        pattern, kept = ~pattern, ~kept
+    return pattern, kept & real, real
+
+
+@settings(max_examples=150, deadline=None)
+@given(drawn=over_a_layout(), size=strategies.block_sizes, other=st.sampled_from(["local(5)", "full", "~causal"]))
+def test_no_expression_over_a_layout_keeps_padding_and_all_keep_what_they_say_of_tokens(drawn, size, other):
+    pattern, kept, real = drawn
+    np.testing.assert_array_equal(sf.compile_mask(pattern, len(kept), block_size=size).to_dense().numpy(), kept)
+    np.testing.assert_array_equal(strategies.dense(pattern, *kept.shape), kept)
+    np.testing.assert_array_equal(strategies.dense(~pattern, *kept.shape), ~kept & real)
+    assert sf.parse(pattern.to_spec()) == pattern
+    heads = sf.compile_mask(sf.per_head([pattern, other]), len(kept), block_size=size).to_dense()[0].numpy()
+    np.testing.assert_array_equal(heads, [kept, strategies.dense(sf.parse(other), *kept.shape) & real])
+
+
+def test_an_expression_has_one_text_however_it_is_put_together():
+    window, near, first = sf.tile_window(RAGGED, 1), sf.local(9), sf.sinks(3)
+    assert window | near | first == window | (near | first) == RAGGED & (first | (near | window)) == RAGGED & near | window | first
+    assert ~window | near | window == ~window | (near | window) == RAGGED & (~window | near | window)
+    assert window | sf.radial(RAGGED) == sf.parse(f"{sf.radial(RAGGED)} | {window}") and window & near != RAGGED & window & near
+    assert (window | "sampled(8, keep=2)") == RAGGED & (sf.parse("sampled(8, keep=2)") | window)
+
+
+def test_patterns_over_several_layouts_are_not_combined():
+    one, other = sf.tile_window(WHOLE, 1), sf.radial(RAGGED)
+    for combined in (
+        lambda: one & other,
+        lambda: ~one | other,
+        lambda: sf.per_head([one, other]),
+        lambda: one & "local(3)" & other,
+    ):
+        with pytest.raises(
+            ValueError, match=r"patterns must be over one layout to combine.*; got video_layout\(.* and video_layout\("
+        ):
+            combined()
+    apart = sf.shifted(one, 0, allow_uncovered=True) | sf.shifted(other, 9, allow_uncovered=True)  # these are over no layout
+    assert sf.compile_mask(apart, 90).density > 0
+
+
 @pytest.mark.parametrize("layout", [sf.VideoLayout.of(33, 45, 80, prefix=256), sf.VideoLayout(33, 45, 80, suffix=100)], ids=str)
 def test_of_a_hundred_thousand_tokens_few_blocks_are_evaluated(layout, monkeypatch):
     evaluated, base = [], type(layout).__mro__[1]

@@ -417,6 +417,16 @@ def test_frames_show_what_one_query_of_a_video_sees_and_where_it_is(tmp_path, mo
         draw.frames(sf.compile_mask("full", layout.tokens), layout, (0, 0, 0), tmp_path / "frames.png")
 
 
+@dataclasses.dataclass(frozen=True)
+class OfTheUser(sf.Pattern):
+    """A pattern over a layout that keeps padding."""
+
+    layout: sf.VideoLayout
+
+    def token_rule(self, q, kv):
+        return (q - kv) % 3 == 0
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     pattern=strategies.by_name["tile_window"] | strategies.by_name["frame_window"] | strategies.by_name["radial"], data=st.data()
@@ -424,15 +434,20 @@ def test_frames_show_what_one_query_of_a_video_sees_and_where_it_is(tmp_path, mo
 def test_figures_of_a_video_are_those_of_its_own_tokens(pattern, data):
     layout, block = pattern.layout, data.draw(st.sampled_from([16, 64]))
     pattern = dataclasses.replace(pattern, keep_beside=True)
-    pattern = data.draw(st.sampled_from([pattern, layout & (pattern | sf.local(20)), pattern & layout & ~sf.local(2)]))
+    over = [pattern, pattern | sf.local(20), pattern & ~sf.local(2), ~pattern, OfTheUser(layout), OfTheUser(layout) & sf.local(40)]
+    pattern = data.draw(st.sampled_from(over))
     mask = sf.compile_mask(pattern, layout.length, block_size=block)
-    video, dense = explain(pattern, block_size=block).video, mask.to_dense().numpy()
+    video, dense = explain(pattern, q_len=layout.length, block_size=block).video, mask.to_dense().numpy()
     exists = (layout.positions >= 0).all(1)
     assert exists.sum() == np.prod(layout.grid)
     assert video.kept == pytest.approx(dense[exists][:, exists].sum() / exists.sum() ** 2)
     visited = (mask.block_states().numpy() > 0).repeat(block, 0).repeat(block, 1)[: layout.tiled, : layout.tiled]
     assert video.visited == pytest.approx(visited.sum() / exists.sum() ** 2)
     assert video.padding == layout.length - layout.tokens
+    seen = int(dense[:, ~layout.exists(np.arange(layout.length))].sum())
+    assert video.seen == seen and video.lines()["padding"].endswith(
+        f"{seen:,} kept pairs have one as key" if seen else "no query sees them"
+    )
 
 
 def test_explain_of_a_video_says_its_grid_padding_and_window_in_tokens():
@@ -452,9 +467,7 @@ def test_explain_of_a_video_says_its_grid_padding_and_window_in_tokens():
         explain(spec, q_len=14120)
 
 
-def test_figures_of_a_video_are_left_out_where_there_is_not_one_layout_of_that_length():
-    one, other = sf.VideoLayout(2, 4, 8, (1, 4, 4)), sf.VideoLayout(2, 8, 4, (1, 4, 4))
-    assert one.length == other.length
-    assert explain(sf.tile_window(one, 1) | sf.tile_window(other, 1)).video is None
+def test_figures_of_a_video_are_left_out_where_there_is_no_layout_of_that_length():
+    one = sf.VideoLayout(2, 4, 8, (1, 4, 4))
     assert explain(sf.compile_mask(one, one.length)).video is None and explain("causal", q_len=64).video is None
     assert explain(one, q_len=16, kv_len=one.length).video is None
