@@ -484,7 +484,7 @@ def checked_cache_scales(
     if k.dtype != backends.E4M3:
         if k_scale is None and v_scale is None:
             return None, None
-        raise ValueError(f"k_scale and v_scale are of a cache of torch.float8_e4m3fn; got k of {k.dtype}; leave them out")
+        raise ValueError(f"k_scale and v_scale belong to a cache of torch.float8_e4m3fn; got k of {k.dtype}; leave them out")
     found: list[torch.Tensor] = []
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if not isinstance(scale, torch.Tensor):

@@ -201,7 +201,7 @@ class _DesignSearch:
         return kept
 
     def cost_of(self, pairs: np.ndarray) -> float:
-        """What the budget limits: the share of the pairs, or of the time."""
+        """Returns what the budget limits: the share of the pairs, or of the time."""
         return self.microseconds(pairs) / self.dense_us if self.timed else _total(pairs) / self.total
 
     def microseconds(self, pairs: np.ndarray) -> float:

@@ -385,7 +385,11 @@ def test_what_does_not_fit_is_refused():
     refused(ValueError, "number of key heads", q[:, :3], k, k)
     refused(ValueError, "one dtype", q, k.half(), k.half())
     eighths = [t.to(torch.float8_e4m3fn) for t in (q, k, k)]
-    refused(ValueError, r"q must be a floating-point tensor, of float16, .*; got torch.float8_e4m3fn; cast", *eighths)
+    refused(
+        ValueError,
+        r"q must be a floating-point tensor, of float16, .*; got torch.float8_e4m3fn; multiply it by its scale",
+        *eighths,
+    )
     refused(ValueError, "scale must be positive", q, k, k, scale=0.0)
     refused(TypeError, r"kv_lens must be an int32 or int64 tensor.*torch.tensor\(", q, k, k, kv_lens=[3, 4])
     refused(ValueError, "kv_lens must be int32 or int64 on cpu; got torch.float32.*int32", q, k, k, kv_lens=lens.float())

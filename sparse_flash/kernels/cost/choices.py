@@ -59,15 +59,15 @@ def both_passes(block_size: int, rows: float, full: float, partial: float = 0.0)
 
 
 class DenseCall(NamedTuple):
-    """The call without a mask that one with a mask stands in place of. gain: how often the mask's time goes into its time. pairs:
-    that it keeps."""
+    """A call without a mask, beside one with a mask. gain: how often the time of the call with the mask goes into the time of this
+    one. pairs: how many pairs this one keeps."""
 
     gain: float
     pairs: int
 
 
 def dense_call(mask) -> DenseCall:
-    """Returns dense attention in place of a mask, or causal attention if no visited block lies past the diagonal. mask: a BlockMask
+    """Returns dense attention beside a mask, or causal attention if no visited block lies past the diagonal. mask: a BlockMask
     on the host."""
     size, offset, table = mask.block_size, mask.kv_len - mask.q_len, mask.by_query
     ptr, split, cols = (bounds.numpy().astype(np.int64) for bounds in (table.row_ptr, table.row_split, table.col_idx))
