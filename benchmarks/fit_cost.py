@@ -43,7 +43,7 @@ FILES = (
     "short-calls/h200-2026-11-23-tiles.json",
     "cost/h200-2026-11-27-calibration.json",
 )
-# Of short-calls/h200-2026-11-23-tiles.json: (spec, tokens, heads).
+# Cases of short-calls/h200-2026-11-23-tiles.json: (spec, tokens, heads).
 _OF_64 = "blocks of 64, by triton.testing.do_bench, eager, ms forward and backward"
 _CASES_OF_64 = {
     "random 8%": ("random(0.08, block=64)", 32768, 16),
@@ -159,7 +159,7 @@ def fold_of(sample: Sample) -> int:
 
 
 def fitted(found: dict[str, list[Sample]]) -> list[Chip]:
-    """Returns the H100 and the H200 fitted to their samples. Where samples of one do not tell, constants are those of the other."""
+    """Returns the H100 and the H200 fitted to their samples. Constants that one GPU's samples do not tell are the other GPU's."""
     h200 = fit(H200, found.get(H200.name, []))
     h100 = fit(H100.inheriting([h200]), found.get(H100.name, []))
     return [h100, fit(H200.inheriting([h100]), found.get(H200.name, []))]

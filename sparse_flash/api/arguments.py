@@ -78,10 +78,10 @@ def checked(
         _check_precision(precision, q, k, v, mask, sinks)
     if isinstance(mask, (Pattern, str)):
         spec = traceable(mask) if torch.compiler.is_compiling() else mask
-        ahead = (
-            looking_ahead(spec) if is_chosen(spec) else None
-        )  # raises for an expression that mixes patterns and choosers wrongly
-        if is_chosen(spec) and 0 not in q.shape and 0 not in k.shape:
+        chooses = is_chosen(spec)
+        # It raises for an expression that mixes patterns and choosers wrongly, also if there are no tokens.
+        ahead = looking_ahead(spec) if chooses else None
+        if chooses and 0 not in q.shape and 0 not in k.shape:
             check_tensors(q, k, v)
             if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
                 _refuse_looking_ahead(ahead)
@@ -190,20 +190,30 @@ def checked_input_scales(
         return None
     found = []
     for name, scale, x in given:
-        if not isinstance(scale, torch.Tensor):
-            raise TypeError(
-                f"{name} of e4m3 inputs must be a float32 tensor of shape {tuple(x.shape[:2])}, (batch, heads); got "
-                f"{type(scale).__name__}; pass what {name[0]} is to be multiplied by, torch.ones if by nothing"
-            )
-        check_same_device(name, scale, q, "detach it")
-        fits = scale.dim() == 2 and all(size in (1, whole) for size, whole in zip(scale.shape, x.shape, strict=False))
-        if scale.dtype != torch.float32 or not fits:
-            raise ValueError(
-                f"{name} must be float32 of shape {tuple(x.shape[:2])}, (batch, heads), and a size of 1 serves all; got "
-                f"{scale.dtype} of shape {tuple(scale.shape)}"
-            )
-        found.append(scale.expand(x.shape[:2]))
+        shape = f"{tuple(x.shape[:2])}, (batch, heads)"
+        found.append(_checked_scale_of(name, scale, x, q, "e4m3 inputs", shape).expand(x.shape[:2]))
     return tuple(found)
+
+
+def _checked_scale_of(
+    name: str, scale: object, x: torch.Tensor, q: torch.Tensor, owner: str, shape: str, by_token: str = ""
+) -> torch.Tensor:
+    """A scale of x, which is e4m3. owner: what x is, in words. shape: of a scale for each head, in words. by_token: in words, the
+    shape of a scale for each token, if that is allowed."""
+    if not isinstance(scale, torch.Tensor):
+        raise TypeError(
+            f"{name} of {owner} must be a float32 tensor of shape {shape}; got {type(scale).__name__}; pass what stored numbers "
+            "are to be multiplied by, torch.ones if by nothing"
+        )
+    check_same_device(name, scale, q, "detach it")
+    fits = scale.dim() in ((2, 3) if by_token else (2,))
+    if scale.dtype != torch.float32 or not (fits and all(n in (1, whole) for n, whole in zip(scale.shape, x.shape, strict=False))):
+        more = f", or {by_token} for a scale of each token" if by_token else ""
+        raise ValueError(
+            f"{name} must be float32 of shape {shape}{more}, and a size of 1 serves all; got {scale.dtype} of shape "
+            f"{tuple(scale.shape)} for {owner} whose first dimensions are {tuple(x.shape[:3])}"
+        )
+    return scale
 
 
 @remembered(1)
@@ -487,19 +497,8 @@ def checked_cache_scales(
         raise ValueError(f"k_scale and v_scale belong to a cache of torch.float8_e4m3fn; got k of {k.dtype}; leave them out")
     found: list[torch.Tensor] = []
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if not isinstance(scale, torch.Tensor):
-            raise TypeError(
-                f"{name} of an e4m3 cache must be a float32 tensor of shape {shape}; got {type(scale).__name__}; pass what stored "
-                "numbers are to be multiplied by, torch.ones if by nothing"
-            )
-        check_same_device(name, scale, q, "detach it")
-        fits = scale.dim() in (2, 3) and all(size in (1, whole) for size, whole in zip(scale.shape, k.shape, strict=False))
-        if scale.dtype != torch.float32 or not fits:
-            raise ValueError(
-                f"{name} must be float32 of shape {shape}, or {shape[:-1]}, {tokens}) for a scale of each token, and a size of 1 "
-                f"serves all; got {scale.dtype} of shape {tuple(scale.shape)} for k of shape {tuple(k.shape)}"
-            )
-        found.append(scale[..., None] if scale.dim() == 2 else scale)
+        one = _checked_scale_of(name, scale, k, q, "an e4m3 cache", shape, f"{shape[:-1]}, {tokens})")
+        found.append(one[..., None] if one.dim() == 2 else one)
     found = torch.broadcast_tensors(*found)
     if found[0].stride() != found[1].stride() or found[0].stride(2) != 1:
         found = [scale.contiguous() for scale in found]

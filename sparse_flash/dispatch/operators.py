@@ -283,7 +283,7 @@ def _forward(
 
 
 @_forward.register_fake
-def _(q, k, v, *call):
+def _fake_results(q, k, v, *call):
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return backends.empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=lse_dtype)
 
@@ -304,9 +304,7 @@ def _forward_in_eight_bits(
     return chosen.forward_in_eight_bits(q, k, v, mask, scale, tuple(scales) if len(scales) == 3 else None)
 
 
-@_forward_in_eight_bits.register_fake
-def _(q, k, v, *call):
-    return backends.empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+_forward_in_eight_bits.register_fake(_fake_results)
 
 
 @torch.library.custom_op(operator_name("attention_decode"), mutates_args=())

@@ -36,8 +36,8 @@ def attention_in_eight_bits(
     scales: tuple[torch.Tensor, ...] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out, lse) in float64. q: (batch, heads, q_len, head_dim). k, v: as q, with kv_heads. kept: bool, broadcastable to
-    (batch, heads, q_len, kv_len), or None. scales: of heads, (batch, heads or kv_heads) each, if
-    q, k and v are e4m3."""
+    (batch, heads, q_len, kv_len), or None. scales: if q, k and v are e4m3, those of their heads, (batch, heads
+    or kv_heads) each."""
     q, k, v = q.float(), k.float(), v.float()
     group = q.shape[1] // k.shape[1]
     if scales is None:

@@ -13,8 +13,8 @@ from .chips import Chip, KernelFamily, Times
 
 # Microseconds: of one launch, and of the host of an eager call, forward and backward.
 _LAUNCH_US, _HOST_US = 2.5, (26.0, 155.0)
-# What a call of few queries takes beside its reads, and how much faster these are than copies. Fitted to six calls on an H200
-# (benchmarks/results/features/h200-2026-11-21.json, "decode").
+# Constants of a call of few queries: its time beside reads, and how much faster reads are than copies. Fitted to six calls
+# on an H200 (benchmarks/results/features/h200-2026-11-21.json, "decode").
 _FEW_US, _READS = 8.0, 1.18
 # Tiles that are simulated one by one. What comes before them keeps all programs busy, up to the length of a tile.
 MOST_SIMULATED = 2048

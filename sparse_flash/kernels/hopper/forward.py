@@ -312,7 +312,7 @@ def _start_values(p, kept, values, sums, no_sums):
 
 @gluon.jit
 def _finished_values(p, started, kept, sums, PENDING: gl.constexpr):
-    """Returns the sums of values, with those that ``_start_values`` started."""
+    """Returns the sums of values, with the sums that ``_start_values`` started."""
     finished_values = finished(started, PENDING)
     if p.SHAPE.EIGHT:
         finished_values = promoted(sums, finished_values, kept[1])
