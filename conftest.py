@@ -96,9 +96,9 @@ class Compared:
 @pytest.fixture(autouse=True)
 def unsettled():
     """For tests that change which back ends exist or what they support: forgets choices from earlier calls."""
-    from sparse_flash.api import arguments
+    from sparse_flash.api import call
 
-    arguments._chosen_backends.clear()
+    call._chosen_backends.clear()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..dispatch import operators
@@ -12,7 +14,7 @@ from ..selection.block_selection import BlockSelection
 from ..selection.operators import attend_to_picks, block_lse
 from ..variant.definition import with_sinks
 from ..variant.variant import ScoreFunction
-from .arguments import checked, checked_input_scales
+from .call import build_call, check_input_scales
 from .keywords import answers_unknown_keywords, unexpected
 
 
@@ -105,12 +107,20 @@ def attention(
 
     Source: arXiv:2205.14135 (Alg. 5), arXiv:2307.08691.
     """
-    # fmt: off
-    call = checked(q, k, v, mask, scale, dropout_p, kv_lens, q_lens, kv_starts, q_starts, softcap, alibi_slopes, rel_bias,
-                   score_mod, score_params, sinks, deterministic, backend, precision)
-    # fmt: on
+    is_plain = (
+        (kv_lens is q_lens is kv_starts is q_starts is alibi_slopes is rel_bias is None)
+        and (softcap is None and score_mod is None)
+        and (isinstance(dropout_p, float) and dropout_p == 0.0)
+        and (isinstance(score_params, tuple) and len(score_params) == 0)  # Dynamo traces no "not" of a tuple
+    )
+    variant_arguments: dict[str, Any] = {}
+    if not is_plain:
+        variant_arguments = {"dropout_p": dropout_p, "kv_lens": kv_lens, "q_lens": q_lens, "kv_starts": kv_starts}
+        variant_arguments |= {"q_starts": q_starts, "softcap": softcap, "alibi_slopes": alibi_slopes, "rel_bias": rel_bias}
+        variant_arguments |= {"score_mod": score_mod, "score_params": score_params}
+    call = build_call(q, k, v, mask, scale, sinks, deterministic, backend, precision, variant_arguments)
     if precision is not None or not (q_scale is k_scale is v_scale is None):
-        call = call._replace(scales=checked_input_scales(call.q, call.k, call.v, q_scale, k_scale, v_scale))
+        call = call._replace(scales=check_input_scales(call.q, call.k, call.v, q_scale, k_scale, v_scale))
     if isinstance(call.mask, BlockSelection):
         return _over_picks(call, call.mask, return_lse, return_block_lse)
     if return_block_lse:

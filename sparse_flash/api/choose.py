@@ -13,7 +13,7 @@ from ..masks.cache import traceable
 from ..masks.chooser import is_chosen
 from ..masks.pattern import Pattern, check_known_end
 from ..variant.variant import checked_variant
-from .arguments import autocast, check_tensors, check_types, checked_scale
+from .arguments import cast_for_autocast, check_tensors, check_types, resolve_scale
 from .keywords import answers_unknown_keywords, unexpected_beside_choosers
 
 
@@ -113,7 +113,7 @@ def choose_blocks(
     if v is not None and not report:
         raise ValueError("v serves the report alone, and report is False; pass report=True, or leave v out")
     check_types(q, k, k if v is None else v)
-    q, k, value = autocast(q, k, k if v is None else v)
+    q, k, value = cast_for_autocast(q, k, k if v is None else v)
     if report and q.shape[:1] == (0,):
         raise ValueError("q must have a sequence to report on; got a batch of 0; leave report out")
     given: dict[str, Any] = {"kv_lens": kv_lens, "q_lens": q_lens, "kv_starts": kv_starts, "q_starts": q_starts}
@@ -124,7 +124,7 @@ def choose_blocks(
         given = dict.fromkeys(given)
         scores = None if scores is None else scores.new_zeros(1, *scores.shape[1:])
     check_tensors(q, k, value if report else k)
-    scale = checked_scale(scale, q.shape[3])
+    scale = resolve_scale(scale, q.shape[3])
     if not (kv_lens is q_lens is None):
         check_known_end(spec)
     mask = chosen_mask(spec, q, k, scale, scores, checked_variant(q, k, **given))

@@ -18,19 +18,11 @@ from ..masks.pattern import Pattern, check_fit, naming, parse, text_of
 from ..patterns import causal, full, local
 from ..selection.block_selection import BlockSelection
 from ..selection.decode import decode, supports
-from .arguments import (
-    DEFAULT_BLOCK_SIZE,
-    MAX_QUERIES,
-    autocasts,
-    check_decoding_mask,
-    check_decoding_tensors,
-    check_selected_heads,
-    check_types,
-    checked_cache_lengths,
-    checked_cache_scales,
-    checked_scale,
-)
+from .arguments import autocast_applies, check_types, resolve_scale
+from .call import DEFAULT_BLOCK_SIZE
+from .decoding_arguments import MAX_QUERIES, check_cache_lengths, check_cache_scales, check_decoding_mask, check_decoding_tensors
 from .keywords import answers_unknown_keywords, unexpected
+from .selection_arguments import check_selected_heads
 
 
 @answers_unknown_keywords(unexpected)
@@ -90,9 +82,9 @@ def attention_decode(
     """
     check_types(q, k, v)
     check_decoding_tensors(q, k, v, block_table)
-    kv_lens, block_table = checked_cache_lengths(q, k.shape[2], kv_lens, block_table)
-    k_scale, v_scale = checked_cache_scales(q, k, k_scale, v_scale, block_table)
-    scale = checked_scale(scale, q.shape[3])
+    kv_lens, block_table = check_cache_lengths(q, k.shape[2], kv_lens, block_table)
+    k_scale, v_scale = check_cache_scales(q, k, k_scale, v_scale, block_table)
+    scale = resolve_scale(scale, q.shape[3])
     capacity = backends.cache_capacity(k, block_table)
     if 0 in q.shape or capacity == 0:
         _check_beside_nothing(mask, capacity, q, backend)
@@ -156,7 +148,7 @@ def takes(q: torch.Tensor, k: torch.Tensor) -> bool:
     """Whether ``attention_decode`` supports what a call asks for with these queries and keys, given a mask that fits."""
     few = q.shape[2] <= MAX_QUERIES and q.shape[2] <= k.shape[2] and q.dtype == k.dtype
     gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
-    return few and not (gradient or observers.looked_at() or autocasts(q.device))
+    return few and not (gradient or observers.looked_at() or autocast_applies(q.device))
 
 
 def _resolved(

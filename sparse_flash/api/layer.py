@@ -21,9 +21,10 @@ from ..masks.meaning import changed, digest_of
 from ..masks.pattern import Pattern, parse, shortened, text_of
 from ..selection.block_selection import BlockSelection
 from ..variant.variant import check_counts, check_dropout
-from .arguments import MAX_QUERIES, checked_deterministic
+from .arguments import resolve_deterministic
 from .attention import attention
 from .decode import attention_decode, takes
+from .decoding_arguments import MAX_QUERIES
 from .means import BlockMeans
 from .shared import SharedSequence
 from .topk_selections import QueryChoice
@@ -186,7 +187,7 @@ class SparseAttention(nn.Module):
             raise ValueError(f"kv_heads must divide heads; got {kv_heads} and {heads}")
         if head_dim is None and dim % heads:
             raise ValueError(f"heads must divide dim where head_dim is not given; got {heads} and {dim}")
-        checked_deterministic(deterministic)
+        resolve_deterministic(deterministic)
         backends.check_name(backend)
         select = QueryChoice.of(select) if isinstance(select, Mapping) else select
         if select is not None and not callable(select):

@@ -8,7 +8,9 @@ from ..backends import E4M3, cache_capacity
 from ..selection.block_selection import BlockSelection, checked_selection_block
 from ..selection.newest import choose_newest, update_means
 from ..variant.variant import check_counts
-from .arguments import MAX_QUERIES, check_dtype, checked_cache_lengths, checked_cache_scales, checked_keep
+from .arguments import check_dtype
+from .decoding_arguments import MAX_QUERIES, check_cache_lengths, check_cache_scales
+from .selection_arguments import check_keep
 
 
 class BlockMeans:
@@ -67,8 +69,8 @@ class BlockMeans:
             raise ValueError(f"k must have shape ({', '.join(map(str, wanted[paged]))}), as for these means; got {tuple(k.shape)}")
         if isinstance(tokens, bool) or not isinstance(tokens, int) or not 1 <= tokens <= self.length:
             raise ValueError(f"tokens must be how many were appended, 1 to the {self.length} of the cache; got {tokens!r}")
-        kv_lens, block_table = checked_cache_lengths(self._room, k.shape[2], kv_lens, block_table)
-        k_scale, _ = checked_cache_scales(self._room, k, k_scale, k_scale, block_table)
+        kv_lens, block_table = check_cache_lengths(self._room, k.shape[2], kv_lens, block_table)
+        k_scale, _ = check_cache_scales(self._room, k, k_scale, k_scale, block_table)
         capacity = cache_capacity(k, block_table)
         if capacity < self.length:
             raise ValueError(
@@ -97,10 +99,10 @@ class BlockMeans:
             )
         if not 1 <= q.shape[2] <= MAX_QUERIES:
             raise ValueError(f"means choose for 1 to {MAX_QUERIES} queries; got {q.shape[2]}; use topk_blocks for more")
-        blocks = checked_keep(keep)
+        blocks = check_keep(keep)
         if isinstance(blocks, float):
             raise TypeError(f"keep of a selection must be an int, how many blocks; got {keep}, a share")
-        kv_lens, _ = checked_cache_lengths(q, 1, kv_lens, None)
+        kv_lens, _ = check_cache_lengths(q, 1, kv_lens, None)
         keep = min(blocks, -(-self.length // self.block_size))
         picks = choose_newest(q, self.means, kv_lens, self.length, keep, self.block_size, share_group)
         return BlockSelection(picks, q.shape[2], self.length, self.block_size)

@@ -16,7 +16,9 @@ from ..masks.pattern import Pattern
 from ..selection.block_selection import BlockSelection
 from ..selection.choice import COMPRESSED
 from ..selection.packed_selection import PackedSelection
-from .arguments import DEFAULT_BLOCK_SIZE, check_tensors, checked_choice, checked_keep, of_some_batch
+from .arguments import check_tensors, stand_in_for_empty_batch
+from .call import DEFAULT_BLOCK_SIZE
+from .selection_arguments import check_choice, check_keep
 from .topk_selections import (
     QueryChoice,
     both,
@@ -169,7 +171,7 @@ def topk_blocks(
     Sources: arXiv:2407.02490 (block-sparse heads: mean-pooled queries and keys, top-k blocks); arXiv:2502.11089 (one choice
     for the query heads that share keys; blocks by query); arXiv:2502.13189 (mean keys by query); arXiv:2606.13392 (the maximum).
     """
-    keep = checked_keep(keep)
+    keep = check_keep(keep)
     causal = isinstance(within, str) and within == "causal"
     if cu_seqlens_q is not None:
         if not causal or q_len is not None or kv_len is not None:
@@ -185,7 +187,7 @@ def topk_blocks(
         if any(given.values()):
             raise ValueError(f"{', '.join(name for name in given if given[name])} needs a choice for each query; pass every=1")
         return _mask(*both(q, k), keep, block_size, within, always, share_group)
-    numbers = checked_choice(keep, 1 if every is None else every, block_size, score)
+    numbers = check_choice(keep, 1 if every is None else every, block_size, score)
     how = QueryChoice(*numbers, always, share_group, score)
     if cu_seqlens_q is not None and how.every != 1:
         raise ValueError(f"packed documents choose for each query; got every={every}, whose groups would cross documents")
@@ -217,7 +219,7 @@ def _mask(
     share_group: bool,
 ) -> BlockMask:
     """Returns the mask of the blocks that blocks of queries choose: see ``topk_blocks``."""
-    q, k, _ = of_some_batch(q, k, k)
+    q, k, _ = stand_in_for_empty_batch(q, k, k)
     check_tensors(q, k, k)
     # Plain numbers instead of symbolic lengths: a graph holds the mask of one length.
     grid = BlockGrid(operator.index(q.shape[2]), operator.index(k.shape[2]), block_size)

@@ -19,17 +19,10 @@ from ..selection.block_selection import BlockSelection, always_table
 from ..selection.choice import COMPRESSED
 from ..selection.packed_selection import PackedSelection, block_axis, bounds_of, places
 from ..variant.variant import check_counts
-from .arguments import (
-    DEFAULT_BLOCK_SIZE,
-    autocast,
-    check_packed,
-    check_tensors,
-    check_types,
-    checked_choice,
-    checked_compression,
-    documents_of,
-    of_some_batch,
-)
+from .arguments import cast_for_autocast, check_tensors, check_types, stand_in_for_empty_batch
+from .call import DEFAULT_BLOCK_SIZE
+from .document_arguments import check_packed, to_documents
+from .selection_arguments import check_choice, check_compression
 
 
 @dataclass(frozen=True)
@@ -55,7 +48,7 @@ class QueryChoice:
         if "keep" not in arguments:
             raise TypeError("select needs keep, how many blocks each query attends to; got none; pass select={'keep': 16}")
         made = cls(**arguments)
-        keep, every, block_size = checked_choice(made.keep, made.every, made.block_size, made.score)
+        keep, every, block_size = check_choice(made.keep, made.every, made.block_size, made.score)
         if made.score == COMPRESSED:
             raise ValueError("score='softmax' reads compressed keys, and a layer makes none; pass a function of (q, k) that does")
         if isinstance(made.always, str):
@@ -83,12 +76,12 @@ def both(q: torch.Tensor | None, k: torch.Tensor | None) -> tuple[torch.Tensor, 
     if q is None or k is None:
         raise TypeError("topk_blocks needs q and k, or scores=; got neither")
     check_types(q, k, k)
-    return autocast(q, k, k)[:2]
+    return cast_for_autocast(q, k, k)[:2]
 
 
 def by_query(q: torch.Tensor, k: torch.Tensor, how: QueryChoice) -> BlockSelection:
     """By queries and keys."""
-    check_tensors(*of_some_batch(q, k, k))
+    check_tensors(*stand_in_for_empty_batch(q, k, k))
     keep = min(how.keep, -(-k.shape[2] // how.block_size))
     picks = choice.choose_blocks(q, k, keep, how.every, how.block_size, how.share_group, how.score)
     return how.selection(picks, q.shape[2], k.shape[2])
@@ -105,9 +98,9 @@ def by_compressed(
     """By queries and compressed keys."""
     # A sequence shorter than a compressed key's tokens has none.
     keys = k.new_empty(1).expand(*k.shape[:2], 1, k.shape[3]) if k.dim() == 4 and not k.shape[2] else k
-    check_tensors(*of_some_batch(q, keys, keys))
+    check_tensors(*stand_in_for_empty_batch(q, keys, keys))
     kv_len = q.shape[2] if kv_len is None else kv_len
-    length, stride = checked_compression(compression, k, lse, q, how.block_size, kv_len)
+    length, stride = check_compression(compression, k, lse, q, how.block_size, kv_len)
     keep = min(how.keep, -(-kv_len // how.block_size))
     logs = None if lse is None else lse[:, :, :: how.every]
     picks = choice.choose_by_compressed(q, k, keep, how.every, how.block_size, how.share_group, kv_len, length, stride, logs)
@@ -149,7 +142,7 @@ def by_query_of_documents(
             raise ValueError(f"{name} must not be empty where queries choose; got shape {tuple(tensor.shape)}")
     if len(q) != len(k):
         raise ValueError(f"packed queries choose among the keys of their own tokens; got {len(q)} queries and {len(k)} keys")
-    side = documents_of("q", q, cu_seqlens, longest)
+    side = to_documents("q", q, cu_seqlens, longest)
     place = places(side)
     axis = block_axis(side, place, how.block_size)
     keys = take_rows(k, axis.token_of_row, axis.row_of_token, 0.0, True).transpose(0, 1).unsqueeze(0)
@@ -169,7 +162,7 @@ def by_scores_of_documents(
             "scores of packed documents must be a floating-point tensor of shape (kv_heads or heads, tokens, blocks of the longest "
             f"document), none of it 0; got {tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__}"
         )
-    side = documents_of("q", scores.transpose(0, 1), cu_seqlens, longest)
+    side = to_documents("q", scores.transpose(0, 1), cu_seqlens, longest)
     size = how.block_size
     blocks = -(-side.longest // size)
     if blocks != scores.shape[2]:

@@ -14,8 +14,9 @@ from ..packed.in_place import mask_in_place
 from ..packed.repack import Axis, pack
 from ..selection.block_selection import BlockSelection
 from ..selection.packed_selection import PackedSelection
-from .arguments import autocast, check_packed, check_types, checked_documents, documents_of
+from .arguments import cast_for_autocast, check_types
 from .attention import attention
+from .document_arguments import check_documents, check_packed, to_documents
 from .keywords import answers_unknown_keywords, unexpected
 
 
@@ -73,11 +74,11 @@ def attention_varlen(
     Source: the variable-length call of FlashAttention (arXiv:2205.14135).
     """
     check_types(q, k, v)
-    q, k, v = autocast(q, k, v)
+    q, k, v = cast_for_autocast(q, k, v)
     check_packed(q, k, v)
     options: dict[str, Any] = {"scale": scale, "return_lse": True, "deterministic": deterministic, "backend": backend}
     if isinstance(mask, PackedSelection):
-        _check_selection(mask, q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        _check_packed_selection(mask, q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         selection, axis = mask.on_blocks()
         q, k, v = (_onto_blocks(t, axis) for t in (q, k, v))
         results = attention(q, k, v, selection, return_block_lse=return_block_lse, **options)
@@ -93,8 +94,8 @@ def attention_varlen(
     same = cu_seqlens_k is None or (len(k) == len(q) and _equal(cu_seqlens_q, cu_seqlens_k))
     if same and len(k) != len(q):
         raise ValueError(f"q has {len(q)} tokens and k {len(k)}; pass cu_seqlens_k, which says where k's documents start")
-    queries = documents_of("q", q, cu_seqlens_q, max_seqlen_q)
-    keys = documents_of("k", k, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, max_seqlen_k)
+    queries = to_documents("q", q, cu_seqlens_q, max_seqlen_q)
+    keys = to_documents("k", k, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, max_seqlen_k)
     if len(queries.cu_seqlens) != len(keys.cu_seqlens):
         raise ValueError(
             "cu_seqlens_q and cu_seqlens_k must be of as many documents; "
@@ -130,7 +131,7 @@ def _equal(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> bool:
     return cu_seqlens_q.tolist() == cu_seqlens_k.tolist()
 
 
-def _check_selection(
+def _check_packed_selection(
     selection: PackedSelection,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -142,7 +143,7 @@ def _check_selection(
     """Raises ValueError where a selection was not made for these documents, TypeError for wrong types."""
     given_lengths = {"q": longest_q} if longest_k is None else {"q": longest_q, "k": longest_k}
     for name, given in given_lengths.items():
-        longest = checked_documents(name, q, cu_seqlens_q, given)
+        longest = check_documents(name, q, cu_seqlens_q, given)
         if given is not None and longest != selection.longest:
             raise ValueError(f"max_seqlen_{name} must be the selection's, {selection.longest}; got {longest}; leave it out")
     ours, same = selection.cu_seqlens, cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q

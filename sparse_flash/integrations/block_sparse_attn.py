@@ -36,8 +36,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ..api.arguments import check_packed, check_types, checked_documents
+from ..api.arguments import check_types
 from ..api.attention import attention
+from ..api.document_arguments import check_documents, check_packed
 from ..masks.block_mask import BlockMask
 from ..masks.cache import compiled_once
 from ..masks.fields import Natural, Positive
@@ -261,10 +262,10 @@ def _mask(
 
 
 def _starts(name: str, x: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> list[int]:
-    """cu_seqlens on the host. Raises as ``checked_documents`` does on a CPU."""
+    """cu_seqlens on the host. Raises as ``check_documents`` does on a CPU."""
     if isinstance(cu_seqlens, torch.Tensor):
         cu_seqlens = cu_seqlens.cpu()
-    checked_documents(name, torch.empty(len(x), 0, device="cpu"), cu_seqlens, longest)
+    check_documents(name, torch.empty(len(x), 0, device="cpu"), cu_seqlens, longest)
     return cu_seqlens.tolist()
 
 

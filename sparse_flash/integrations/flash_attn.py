@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from ..api.arguments import checked_documents
 from ..api.attention import attention
 from ..api.decode import MAX_QUERIES, attention_decode
+from ..api.document_arguments import check_documents
 from ..api.varlen import attention_varlen
 from ..backends import E4M3, check_read_pages
 from ..compat.pytorch import is_recorded
@@ -187,9 +187,9 @@ def flash_attn_varlen_func(
     own = "(tokens of all sequences, kv_heads, head_dim)" if block_table is None else "(pages, page_size, kv_heads, head_dim)"
     for name, tensor in (("k", k), ("v", v)):
         _check_dims(name, tensor, own)
-    checked_documents("q", q, cu_seqlens_q, max_seqlen_q)
+    check_documents("q", q, cu_seqlens_q, max_seqlen_q)
     if block_table is None:
-        checked_documents("k", k, cu_seqlens_k, max_seqlen_k)
+        check_documents("k", k, cu_seqlens_k, max_seqlen_k)
     else:
         _check_paged_sequences(cu_seqlens_k, max_seqlen_k, block_table, k)
     if len(cu_seqlens_q) != len(cu_seqlens_k):
@@ -398,7 +398,7 @@ def _longest(name: str, given: int | torch.Tensor, most: int) -> int:
 
 
 def _check_paged_sequences(cu_seqlens: torch.Tensor, longest: int, block_table: torch.Tensor, cache: torch.Tensor) -> None:
-    """Raises as ``checked_documents`` does; a sequence holds at most the tokens of its pages."""
+    """Raises as ``check_documents`` does; a sequence holds at most the tokens of its pages."""
     _check_block_table(block_table, len(cu_seqlens) - 1)
     most = block_table.shape[1] * cache.shape[1]
     if cu_seqlens.device.type == "cpu" and not is_recorded(cu_seqlens.device):

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..api.arguments import (
-    autocast,
+    cast_for_autocast,
     check_mask,
     check_sinks,
     check_tensors,
     check_types,
-    checked_deterministic,
-    checked_scale,
+    resolve_deterministic,
+    resolve_scale,
 )
 from ..api.attention import attention
 from ..api.keywords import answers_unknown_keywords
@@ -262,7 +262,7 @@ class ContextPlan(TokenShards):
         another type.
         """
         check_types(q, k, v)
-        q, k, v = autocast(q, k, v)
+        q, k, v = cast_for_autocast(q, k, v)
         if self.ranks == 1:
             mask = self._one_rank if select is None else _chosen(select, q, k)
             # fmt: off
@@ -281,7 +281,7 @@ class ContextPlan(TokenShards):
                 f"{self.strategy!r}, whose calls get some of them; pass backend='torch', or strategy='heads' to context_parallel"
             )
         check_sinks(sinks, q)
-        scale, deterministic = checked_scale(scale, q.shape[3]), checked_deterministic(deterministic)
+        scale, deterministic = resolve_scale(scale, q.shape[3]), resolve_deterministic(deterministic)
         dropout = self._dropout(q, k, dropout_p) if dropout_p else None
         call = AttentionCall(q, k, v, None, None, scale, deterministic, backend, dropout, sinks)
         if self.strategy != "heads":

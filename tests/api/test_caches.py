@@ -12,7 +12,7 @@ import torch
 from oracle import DEVICE
 
 import sparse_flash as sf
-from sparse_flash.api import arguments
+from sparse_flash.api import call as api_call
 from sparse_flash.masks import cache, memory, pattern
 
 
@@ -34,9 +34,9 @@ def test_cleared_caches_change_no_result():
 
 def test_clearing_empties_every_memory_of_calls():
     calls()
-    assert cache._cached_mask.cache_info().currsize and arguments._chosen_backends
+    assert cache._cached_mask.cache_info().currsize and api_call._chosen_backends
     sf.clear_caches()
-    assert not arguments._chosen_backends
+    assert not api_call._chosen_backends
     sizes = [clear.__self__.cache_info().currsize for clear in memory._ways_to_clear if hasattr(clear.__self__, "cache_info")]
     assert len(sizes) >= 7 and not any(sizes)
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparse_flash as sf
 from sparse_flash import backends
-from sparse_flash.api import arguments
+from sparse_flash.api import call as api_call
 from sparse_flash.choosers import choose
 from sparse_flash.dispatch import operators
 from sparse_flash.masks import chooser as choosers
@@ -302,7 +302,7 @@ def test_a_chooser_that_looks_ahead_refuses_gradients():
 @parametrize("compiled", [False, True])
 @parametrize("within", ["window(70, 0)", "local(100) & window(500, 0)", "per_head"])
 def test_training_warns_once_where_later_keys_decide_although_no_query_sees_them(within, compiled):
-    arguments._say_that_later_keys_decide.cache_clear()
+    api_call._warn_that_later_keys_decide.cache_clear()
     spec = f"{within} & (sampled(8, keep=1, block=64) | sinks(4))"
     if within == "per_head":
         spec = "window(9, 0) & per_head([pooled(keep=1), pooled(keep=2), sinks(3), pooled(keep=1)])"
@@ -328,7 +328,7 @@ def test_training_warns_once_where_later_keys_decide_although_no_query_sees_them
     ],
 )
 def test_training_gives_no_warning_under_causal_and_where_queries_see_later_keys(spec):
-    arguments._say_that_later_keys_decide.cache_clear()
+    api_call._warn_that_later_keys_decide.cache_clear()
     q, k, v = inputs()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

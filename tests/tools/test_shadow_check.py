@@ -13,7 +13,7 @@ import torch
 
 import sparse_flash as sf
 from sparse_flash import backends
-from sparse_flash.api import arguments
+from sparse_flash.api import call as api_call
 from sparse_flash.dispatch import observers
 
 
@@ -118,7 +118,7 @@ def test_a_wrong_result_raises_and_is_named_with_its_error(place, name, monkeypa
 
 def test_a_table_that_is_not_its_patterns_is_found(monkeypatch):
     wrong = sf.compile_mask("causal & local(25)", 150)
-    monkeypatch.setattr(arguments, "_table_or_text", lambda *args: wrong)
+    monkeypatch.setattr(api_call, "_table_or_text", lambda *args: wrong)
     with pytest.raises(sf.CheckError, match=r"\bout \d\.\d+"):
         sf.check(step, every=1)("causal & local(20)", *tensors())
 
@@ -175,7 +175,7 @@ def test_a_layer_with_a_chooser_is_checked_over_the_blocks_that_it_chose(monkeyp
     layer(x).sum().backward()
     assert len(checked.reports) == 2
     other = sf.compile_mask("causal", 200, block_size=64)
-    monkeypatch.setattr(arguments.BlockMask, "kernel_table", lambda *args: other)  # which keeps more
+    monkeypatch.setattr(api_call.BlockMask, "kernel_table", lambda *args: other)  # which keeps more
     with pytest.raises(sf.CheckError, match=r"\bout \d\.\d+"):
         layer(x)
 

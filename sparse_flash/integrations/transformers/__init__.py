@@ -31,7 +31,7 @@ import torch
 import transformers
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ...api.arguments import check_precision, checked_deterministic
+from ...api.arguments import check_precision, resolve_deterministic
 from ...api.attention import attention
 from ...api.decode import MAX_QUERIES, attention_decode, decodes, takes
 from ...api.keywords import answers_unknown_keywords, unexpected_beside_choosers
@@ -156,7 +156,7 @@ def use_sparse_flash(
     Raises ValueError for a model without such layers, and for masks that do not fit them, TypeError for a list that does not say
     per_layer; the model is then unchanged.
     """
-    checked_deterministic(deterministic)
+    resolve_deterministic(deterministic)
     check_precision(precision)
     check_name(backend)
     wrapped, model = model, pretrained(model)

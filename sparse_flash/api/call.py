@@ -1,0 +1,268 @@
+"""Builds the record of an ``sf.attention`` call: its arguments checked, its mask made a table, its back end chosen."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from .. import backends
+from ..choosers.choose import chosen_in_graph, chosen_mask
+from ..compat.dynamo import constant_in_graphs
+from ..dispatch import operators
+from ..dispatch.call import AttentionCall, ChosenBlocks, backend_for
+from ..masks.block_mask import BlockMask
+from ..masks.cache import compiled_once, of_another_library, traceable
+from ..masks.chooser import is_chosen, looking_ahead
+from ..masks.meaning import later_keys_decide
+from ..masks.memory import cleared_by, remembered
+from ..masks.pattern import Pattern, check_known_end, shortened, text_of
+from ..selection.block_selection import BlockSelection
+from ..variant.variant import LENGTHS, checked_variant
+from .arguments import (
+    callers_level,
+    cast_for_autocast,
+    check_e4m3_scale,
+    check_mask,
+    check_precision,
+    check_sinks,
+    check_tensors,
+    check_types,
+    resolve_deterministic,
+    resolve_scale,
+    stand_in_for_empty_batch,
+)
+from .selection_arguments import check_selection
+from .shared import SharedSequence
+
+DEFAULT_BLOCK_SIZE = operators.PATTERN_BLOCK_SIZE
+
+# The back end chosen for each plain call so far, by everything that checks and choice depend on. At _MOST_CHOSEN entries all are
+# dropped. Entries never go stale: what back ends support on a device does not change while a process runs.
+_chosen_backends: dict[tuple[object, ...] | None, str] = {}
+_MOST_CHOSEN = 4096
+cleared_by(_chosen_backends.clear)
+
+
+def build_call(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: BlockMask | BlockSelection | ChosenBlocks | Pattern | str | None,
+    scale: float | None,
+    sinks: torch.Tensor | None,
+    deterministic: bool | None,
+    backend: str,
+    precision: str | None,
+    variant_arguments: dict[str, Any],
+) -> AttentionCall:
+    """The record of an ``sf.attention`` call. variant_arguments: those of ``checked_variant``; {} for plain attention.
+
+    Raises ValueError for arguments that do not fit together, TypeError for wrong types. If a plain call is like an earlier one, its
+    shapes are not checked again.
+    """
+    check_types(q, k, v)
+    deterministic = resolve_deterministic(deterministic)
+    backends.check_name(backend)
+    e4m3 = precision is not None and q.dtype == backends.E4M3
+    if not e4m3:
+        q, k, v = cast_for_autocast(q, k, v)
+    if precision is not None:
+        _check_precision(precision, q, k, v, mask, sinks)
+    if isinstance(mask, BlockSelection):
+        return _build_selection_call(q, k, v, mask, scale, sinks, deterministic, backend, variant_arguments)
+    spec: Pattern | str | None = None
+    if isinstance(mask, (Pattern, str)):
+        spec = traceable(mask) if torch.compiler.is_compiling() else mask
+    elif not (mask is None or isinstance(mask, (BlockMask, ChosenBlocks))):
+        mask = _read_foreign_mask(mask)
+
+    is_empty = 0 in q.shape or 0 in k.shape
+    is_plain = spec is None and sinks is None and not variant_arguments and not is_empty
+    if not is_plain:
+        check_tensors(q, k, v, may_be_empty=is_empty, e4m3=e4m3)
+    variant = checked_variant(q, k, **variant_arguments) if variant_arguments else None
+    check_sinks(sinks, q)
+    if spec is not None:
+        has_ends = not (variant_arguments.get("kv_lens") is variant_arguments.get("q_lens") is None)
+        _check_spec(spec, has_ends)
+    if is_empty:
+        if isinstance(spec, str):
+            text_of(spec)  # raises SpecError for text that cannot be read
+        scale = resolve_scale(scale, q.shape[3])
+        return AttentionCall(q, k, v, mask, None, scale, deterministic, operators.NOTHING, variant, sinks, precision)
+
+    table: BlockMask | ChosenBlocks | str | None
+    if isinstance(mask, (BlockMask, ChosenBlocks)):
+        table = mask
+    elif spec is None:
+        table = None
+    elif is_chosen(spec):
+        mask = table = _choose(spec, q, k, v, scale, variant_arguments)
+    else:
+        table = _table_or_text(spec, q.shape[2], k.shape[2], q.device)
+    kernel_table = table.kernel_table(q.is_cuda) if isinstance(table, BlockMask) else table
+    key: tuple[object, ...] | None = None
+    if not (variant is not None or isinstance(table, (str, ChosenBlocks)) or torch.compiler.is_compiling()):
+        key = _key_of_checks(q, k, v, table, kernel_table, deterministic, backend, precision)
+    chosen = _chosen_backends.get(key)
+    if chosen is None:
+        if is_plain:
+            check_tensors(q, k, v, e4m3=e4m3)
+        if isinstance(table, BlockMask):
+            check_mask(table, q, k)
+            if backend == "auto" and table.slow and not torch.compiler.is_compiling():
+                _warn_that_dense_is_as_fast()
+        chosen = backend_for(q, k, v, kernel_table, variant, deterministic, backend, precision)
+        if key is not None and chosen != "auto":  # which stays if a graph breaks within this function
+            if len(_chosen_backends) >= _MOST_CHOSEN:
+                _chosen_backends.clear()
+            _chosen_backends[key] = chosen
+    scale = resolve_scale(scale, q.shape[3])
+    return AttentionCall(q, k, v, mask, kernel_table, scale, deterministic, chosen, variant, sinks, precision)
+
+
+def _key_of_checks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: BlockMask | None,
+    kernel_table: object,
+    deterministic: bool,
+    backend: str,
+    precision: str | None,
+) -> tuple[object, ...]:
+    """Everything of a plain call that its checks and the choice of its back end depend on."""
+    types = q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
+    fits = None if table is None else (table.fits, isinstance(kernel_table, BlockMask) and kernel_table.block_size)
+    return q.shape, k.shape, v.shape, types, fits, deterministic, backend, precision
+
+
+def _build_selection_call(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    selection: BlockSelection,
+    scale: float | None,
+    sinks: torch.Tensor | None,
+    deterministic: bool,
+    backend: str,
+    variant_arguments: dict[str, Any],
+) -> AttentionCall:
+    nothing = int, float, tuple, list  # 0 and () change nothing
+    given = [name for name, value in variant_arguments.items() if value is not None and (not isinstance(value, nothing) or value)]
+    if given:
+        raise ValueError(f"a BlockSelection does not take {' and '.join(given)}; leave it out, or pass a BlockMask")
+    check_tensors(*stand_in_for_empty_batch(q, k, v))
+    check_selection(selection, q, k)
+    check_sinks(sinks, q)
+    return AttentionCall(q, k, v, selection, None, resolve_scale(scale, q.shape[3]), deterministic, backend, None, sinks)
+
+
+def _check_spec(spec: Pattern | str, has_ends: bool) -> None:
+    """Raises ValueError for an expression that mixes patterns and choosers wrongly. has_ends: kv_lens or q_lens end the sequences;
+    patterns that depend on the last token then raise ValueError too."""
+    if is_chosen(spec):
+        looking_ahead(spec)
+    if has_ends:
+        check_known_end(spec)
+
+
+def _choose(
+    spec: Pattern | str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, variant_arguments: dict[str, Any]
+) -> BlockMask | ChosenBlocks:
+    """Chooses blocks from q and k. Raises ValueError, or warns, if training would then see the future."""
+    check_tensors(q, k, v)  # e4m3 too is refused
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        _refuse_looking_ahead(looking_ahead(spec))
+        _warn_of_later_keys(spec)
+    given: dict[str, Any] = {name: variant_arguments.get(name) for name in LENGTHS}
+    lengths = checked_variant(q, k, **given)
+    choose = chosen_in_graph if torch.compiler.is_compiling() else chosen_mask
+    return choose(spec, q, k, resolve_scale(scale, q.shape[3]), None, lengths)
+
+
+def _table_or_text(pattern: Pattern | str, q_len: int, kv_len: int, device: torch.device) -> BlockMask | str:
+    """The pattern's table for these lengths; where the operator is visible, the pattern's spec text if it has one."""
+    if not operators.is_seen():
+        return compiled_once(pattern, q_len, kv_len, DEFAULT_BLOCK_SIZE, device)
+    # Not through as_block_mask, which torch.compile would trace into its dispatch.
+    text = text_of(pattern)
+    return compiled_once(pattern, q_len, kv_len, DEFAULT_BLOCK_SIZE, device) if text is None else text
+
+
+def _read_foreign_mask(mask: object) -> BlockMask:
+    """Reads a mask of another library as a BlockMask, once. Raises TypeError for anything else."""
+    if not torch.compiler.is_compiling() and isinstance(mask, SharedSequence):
+        raise TypeError(f"a {type(mask).__name__} is no mask: it attends itself; call plan.attention(q, k, v) on every rank")
+    return of_another_library(mask)
+
+
+def _check_precision(precision: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object, sinks: object) -> None:
+    """Raises ValueError for a precision that does not exist, or that does not apply to these arguments."""
+    check_precision(precision)
+    if isinstance(mask, BlockSelection):
+        raise ValueError(
+            f"precision={precision!r} does not take a BlockSelection as mask; pass a BlockMask, or leave precision out"
+        )
+    trained = [
+        name for name, t in (("q", q), ("k", k), ("v", v), ("sinks", sinks)) if isinstance(t, torch.Tensor) and t.requires_grad
+    ]
+    if trained and torch.is_grad_enabled():
+        raise ValueError(
+            f"precision={precision!r} gives no gradients, and {trained[0]} requires one; leave precision out, or call it under "
+            "torch.no_grad()"
+        )
+    if q.dtype not in (torch.float16, torch.bfloat16, backends.E4M3):
+        raise ValueError(
+            f"with precision={precision!r}, q, k and v must be float16, bfloat16 or torch.float8_e4m3fn; got {q.dtype}; cast them"
+        )
+
+
+def check_input_scales(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_scale: object, k_scale: object, v_scale: object
+) -> tuple[torch.Tensor, ...] | None:
+    """The scales of e4m3 inputs, (batch, heads or kv_heads) each; None for other inputs."""
+    given = (("q_scale", q_scale, q), ("k_scale", k_scale, k), ("v_scale", v_scale, v))
+    if q.dtype != backends.E4M3:
+        if any(scale is not None for _, scale, _ in given):
+            raise ValueError(f"q_scale, k_scale and v_scale are of torch.float8_e4m3fn; got q of {q.dtype}; leave them out")
+        return None
+    found = []
+    for name, scale, x in given:
+        shape = f"{tuple(x.shape[:2])}, (batch, heads)"
+        found.append(check_e4m3_scale(name, scale, x, q, "e4m3 inputs", shape).expand(x.shape[:2]))
+    return tuple(found)
+
+
+def _refuse_looking_ahead(chooser: str | None) -> None:
+    if chooser is not None:
+        raise ValueError(
+            f"{chooser} must not be trained with, as later queries change what a block keeps; use torch.no_grad() for prompts, "
+            "or another chooser for training; choose_blocks makes a mask that has gradients"
+        )
+
+
+@constant_in_graphs
+def _warn_of_later_keys(spec: Pattern | str) -> None:
+    if (within := later_keys_decide(spec)) is not None:
+        _warn_that_later_keys_decide(within)
+
+
+@remembered(256)
+def _warn_that_later_keys_decide(within: str) -> None:
+    warnings.warn(
+        f"no query sees a later key under {shortened(within)}, but later keys change what the choosers beside it keep, so training "
+        f"sees the future; write causal & {shortened(within)} & (...) (said once of each mask)",
+        stacklevel=callers_level(),
+    )
+
+
+@remembered(1)
+def _warn_that_dense_is_as_fast() -> None:
+    warnings.warn(
+        "this mask is predicted to take as long as attention without a mask, or as mask='causal' if no query sees a later key; "
+        "sf.explain(mask) says what it visits (said of one mask only)",
+        stacklevel=callers_level(),
+    )

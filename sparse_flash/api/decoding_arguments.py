@@ -1,0 +1,105 @@
+"""Checks the arguments of ``attention_decode``: queries, a cache, its scales, lengths, pages and mask."""
+
+from __future__ import annotations
+
+import torch
+
+from .. import backends
+from ..masks.block_mask import BlockMask
+from ..variant.variant import check_same_device, int32_lengths
+from .arguments import check_alike, check_dtype, check_e4m3_scale, check_head_groups, check_mask_fits
+
+MAX_QUERIES = 64  # per sequence
+
+
+def check_decoding_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_table: torch.Tensor | None) -> None:
+    """Checks as ``check_tensors`` does, for ``attention_decode``, whose k and v are a cache. head_dim and the sizes of pages must
+    not be 0; other sizes may."""
+    order = "(batch, kv_heads, capacity, head_dim)" if block_table is None else "(pages, kv_heads, page_size, head_dim)"
+    for name, tensor, shape in (("q", q, "(batch, heads, q_len, head_dim)"), ("k", k, order), ("v", v, order)):
+        if tensor.dim() != 4 or tensor.shape[3] == 0:
+            raise ValueError(f"{name} must have shape {shape}, head_dim not 0; got {tuple(tensor.shape)}")
+    if block_table is not None and 0 in k.shape[::2]:
+        raise ValueError(f"k must have at least one page of one token, {order}; got {tuple(k.shape)}")
+    if k.dtype == v.dtype == backends.E4M3:
+        check_dtype("q", q)
+        check_same_device("k", k, q)
+        check_same_device("v", v, q)
+    else:
+        check_alike(q, k, v, cast="cast q with .to({1})")
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise ValueError(
+            "attention_decode gives no gradients, and q, k or v requires one; use sparse_flash.attention, or call it under "
+            "torch.no_grad()"
+        )
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"k and v must agree in all but head_dim; got {tuple(k.shape)} and {tuple(v.shape)}")
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"q and k must agree in head_dim; got {tuple(q.shape)} and {tuple(k.shape)}, k of {order}")
+    check_head_groups(q.shape[1], k.shape[1])
+    if block_table is None and q.shape[0] != k.shape[0]:
+        raise ValueError(f"q and k must agree in batch; got {tuple(q.shape)} and {tuple(k.shape)}; pages need a block_table")
+    if q.shape[2] > MAX_QUERIES:
+        raise ValueError(
+            f"attention_decode takes up to {MAX_QUERIES} queries of a sequence; got {q.shape[2]}; use sparse_flash.attention for "
+            "more"
+        )
+
+
+def check_cache_scales(
+    q: torch.Tensor, k: torch.Tensor, k_scale: object, v_scale: object, block_table: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(k_scale, v_scale) of ``attention_decode`` as back ends take them: see ``backends``."""
+    first, tokens = ("batch", "capacity") if block_table is None else ("pages", "page_size")
+    shape = f"({first}, kv_heads)"
+    if k.dtype != backends.E4M3:
+        if k_scale is None and v_scale is None:
+            return None, None
+        raise ValueError(f"k_scale and v_scale belong to a cache of torch.float8_e4m3fn; got k of {k.dtype}; leave them out")
+    found: list[torch.Tensor] = []
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        one = check_e4m3_scale(name, scale, k, q, "an e4m3 cache", shape, f"{shape[:-1]}, {tokens})")
+        found.append(one[..., None] if one.dim() == 2 else one)
+    found = torch.broadcast_tensors(*found)
+    if found[0].stride() != found[1].stride() or found[0].stride(2) != 1:
+        found = [scale.contiguous() for scale in found]
+    return found[0].expand(k.shape[:3]), found[1].expand(k.shape[:3])
+
+
+def check_cache_lengths(
+    q: torch.Tensor, page_size: int, kv_lens: torch.Tensor | None, block_table: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(kv_lens, block_table) of ``attention_decode``, both in int32."""
+    batch = q.shape[0]
+    if kv_lens is not None:
+        kv_lens = _integers("kv_lens", kv_lens, q)
+        if tuple(kv_lens.shape) != (batch,):
+            raise ValueError(f"kv_lens must have shape ({batch},), a length for each sequence; got {tuple(kv_lens.shape)}")
+        kv_lens = int32_lengths("kv_lens", kv_lens)
+    if block_table is not None:
+        block_table = _integers("block_table", block_table, q).to(torch.int32)
+        if block_table.dim() != 2 or block_table.shape[0] != batch or block_table.shape[1] == 0:
+            raise ValueError(f"block_table must have shape ({batch}, pages of a sequence); got {tuple(block_table.shape)}")
+        if page_size & (page_size - 1):
+            raise ValueError(f"page_size, the third dimension of k, must be a power of two; got {page_size}")
+    return kv_lens, block_table
+
+
+def _integers(name: str, tensor: object, q: torch.Tensor) -> torch.Tensor:
+    way_out = f"{name}.to(torch.int32)" if isinstance(tensor, torch.Tensor) else f"torch.tensor({name}, dtype=torch.int32)"
+    way_out = f"use {way_out}.to({str(q.device)!r})"
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be an int32 or int64 tensor on {q.device}; got {type(tensor).__name__}; {way_out}")
+    if tensor.dtype not in (torch.int32, torch.int64) or tensor.device != q.device:
+        raise ValueError(f"{name} must be int32 or int64 on {q.device}; got {tensor.dtype} on {tensor.device}; {way_out}")
+    return tensor
+
+
+def check_decoding_mask(mask: BlockMask, capacity: int, q: torch.Tensor) -> None:
+    """Raises ValueError where a mask was not made for a cache of this capacity."""
+    if mask.q_len != mask.kv_len or mask.q_len < capacity:
+        raise ValueError(
+            f"a mask for decoding must be square and cover the cache's capacity of {capacity} tokens; got q_len={mask.q_len}, "
+            f"kv_len={mask.kv_len}; compile it for {capacity}, or pass the pattern itself"
+        )
+    check_mask_fits(mask, q)
