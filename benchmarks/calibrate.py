@@ -11,12 +11,12 @@ import torch
 from sparse_flash.kernels.cost import chips
 from sparse_flash.kernels.cost.chips import Chip
 
-from .baselines.registry import peer
+from .baselines.registry import find_peer
 from .fit import Sample, fit
 from .fit_cost import samples_of_call
-from .measure.throughput import CPU_SECONDS, DTYPES, passes, timed_ms
+from .measure.throughput import CPU_SECONDS, DTYPES, time_ms, time_passes
 from .workload.cases import OURS, Case, Mask, Shape
-from .workload.problem import compiled, problem_of
+from .workload.problem import build_problem, parse_and_compile
 
 HEAD_DIMS = ((128, None), (64, None), (256, None), (96, None), (192, 128))  # of q and k, and of v; the commonest first
 LIMIT = 120  # seconds
@@ -50,11 +50,11 @@ def cases(head_dims: Sequence[tuple[int, int | None]] = HEAD_DIMS) -> Iterator[C
             yield Case(Shape(batch, heads, tokens, head_dim, kv_heads, v_head_dim), Mask(spec, spec, block), OURS)
 
 
-def measured(case: Case) -> list[float]:
+def measure_case(case: Case) -> list[float]:
     """Returns the microseconds of the forward and of the backward pass on the current GPU."""
     device = torch.device("cuda")
-    problem = problem_of(case, device, DTYPES["cuda"])
-    found = passes(problem.leaves, peer(case.peer).prepare(problem), device, CPU_SECONDS, backward=True)
+    problem = build_problem(case, device, DTYPES["cuda"])
+    found = time_passes(problem.leaves, find_peer(case.peer).prepare(problem), device, CPU_SECONDS, backward=True)
     return [1e3 * timing.median for _, timing in found]
 
 
@@ -62,11 +62,11 @@ def copy_rate() -> float:
     """Returns the bytes that a copy on the current GPU reads and writes in a microsecond."""
     source = torch.empty(_COPIED, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    return 2 * _COPIED / (1e3 * timed_ms(lambda: target.copy_(source), source.device, CPU_SECONDS).median)
+    return 2 * _COPIED / (1e3 * time_ms(lambda: target.copy_(source), source.device, CPU_SECONDS).median)
 
 
-def samples(
-    chip: Chip, measure: Measure = measured, limit: float = LIMIT, head_dims: Sequence[tuple[int, int | None]] = HEAD_DIMS
+def measure_samples(
+    chip: Chip, measure: Measure = measure_case, limit: float = LIMIT, head_dims: Sequence[tuple[int, int | None]] = HEAD_DIMS
 ) -> Iterator[Sample]:
     """Returns the measured passes of the calls that are begun within ``limit`` seconds. measure: returns a call's microseconds,
     forward and backward."""
@@ -79,13 +79,13 @@ def samples(
 
 def samples_of_case(case: Case, chip: Chip, us: Sequence[float]) -> Iterator[Sample]:
     """Returns the passes of a case that took these microseconds, forward and backward."""
-    mask = compiled(case.mask, case.tokens, torch.device("cpu"))[1]
+    mask = parse_and_compile(case.mask, case.tokens, torch.device("cpu"))[1]
     return samples_of_call(mask, case.shape, chip, us, case.key)
 
 
-def calibrated(chip: Chip, found: Sequence[Sample], bytes_per_us: float) -> Chip:
+def calibrate_chip(chip: Chip, found: Sequence[Sample], bytes_per_us: float) -> Chip:
     """Returns the chip with constants fitted to these passes, and writes it to the file of this machine, from which predictions
     take it."""
     made = fit(replace(chip, bytes_per_us=bytes_per_us), found)
-    chips.write(chips.calibrated_file(), [made])
+    chips.write_chips(chips.calibrated_file(), [made])
     return made

@@ -51,16 +51,16 @@ from sparse_flash.masks.chooser import Chooser
 
 from .baselines.base import Peer
 from .baselines.choosing import PACKAGES
-from .baselines.registry import peer
-from .measure.accuracy import eagerly, is_right, sampled_errors
-from .measure.density import reach
+from .baselines.registry import find_peer
+from .measure.accuracy import as_attend, is_right, sampled_errors
+from .measure.density import find_setting
 from .measure.noise import MARK, doubts
-from .measure.throughput import DTYPES, failure_text, timed_ms
+from .measure.throughput import DTYPES, failure_text, time_ms
 from .results import environment
 from .workload.cases import OURS, Case, Shape
 from .workload.masks import CAUSAL
-from .workload.planted import planted
-from .workload.problem import Problem, problem_of
+from .workload.planted import draw_planted
+from .workload.problem import Problem, build_problem
 from .workload.suites import DENSE_PEERS
 
 TOKENS = (32_768, 65_536, 131_072)
@@ -68,8 +68,8 @@ BLOCKS = (128, 64)
 HEAD_DIMS = (128, 64)
 BY_SCORE = ("sampled(8, keep=0.15)", "antidiagonal(8, keep=0.15)", "antidiagonal(16, keep=0.15)", "pooled(keep=0.15)")
 CHOOSERS = (*BY_SCORE, "sampled(8, budget=0.15)", "sampled(8, floor=0.01)", "sampled(8, mass=0.2)")
-CHECKED = 4_000  # tokens; the last block is not whole
-CHECKED_OF_PACKAGES = 4_096  # tokens; packages want whole blocks
+CHECKED_TOKENS = 4_000  # tokens; the last block is not whole
+PACKAGE_CHECKED_TOKENS = 4_096  # tokens; packages want whole blocks
 MOST_DIFFERING = 0.01  # bf16 rounds scores, and blocks whose scores are nearly the same change places
 _PARTS, _PROFILED = 10, 3  # kernels shown, and calls that they are the mean of
 _CPU_SECONDS = 0.3
@@ -86,7 +86,7 @@ class ChooserCase:
     shape: Shape
     drawn: bool
 
-    def numbered(self, number: float) -> ChooserCase:
+    def with_number(self, number: float) -> ChooserCase:
         """The case with a number for ``?``."""
         return replace(self, chooser=self.chooser.replace("?", f"{number:.5g}"))
 
@@ -113,43 +113,43 @@ class ChooserCase:
 
     def dense(self, device: torch.device, dtype: torch.dtype) -> Problem:
         """Dense causal attention for the case's inputs."""
-        problem = problem_of(Case(self.shape, CAUSAL, OURS), device, dtype, gradients=False)
+        problem = build_problem(Case(self.shape, CAUSAL, OURS), device, dtype, gradients=False)
         if not self.drawn:
             return problem
-        q, k = planted(self.shape, device, dtype)
+        q, k = draw_planted(self.shape, device, dtype)
         return replace(problem, q=q, k=k)
 
 
-def dense_calls(problem: Problem, device: torch.device) -> dict[str, dict]:
+def time_dense_calls(problem: Problem, device: torch.device) -> dict[str, dict]:
     """{peer: {"forward_ms", "forward_ms_spread", "errors", "correct"}, or why there are no figures}; each peer's forward pass."""
     found: dict[str, dict] = {}
     for name in (OURS, *DENSE_PEERS[device.type], *(("fa3", "fa4") if device.type == "cuda" else ())):
         try:
-            found[name] = _dense(problem, peer(name), device)
+            found[name] = _time_dense_call(problem, find_peer(name), device)
         except Exception as error:  # the others still can
             found[name] = {"failed": failure_text(error)}
     return found
 
 
-def _dense(problem: Problem, rival: Peer, device: torch.device) -> dict:
-    problem = problem.memory_order(rival.order)
+def _time_dense_call(problem: Problem, rival: Peer, device: torch.device) -> dict:
+    problem = problem.with_memory_order(rival.order)
     if reason := rival.refuses(problem):
         return {"refused": reason}
     with rival.settings():
         fn = rival.prepare(problem)
-        errors = sampled_errors(problem, eagerly(problem.leaves, fn), backward=False)
-        timing = timed_ms(fn, device, _CPU_SECONDS)
-    return {**timing.named("forward_ms"), "errors": errors, "correct": is_right(errors, problem.q.dtype)}
+        errors = sampled_errors(problem, as_attend(problem.leaves, fn), backward=False)
+        timing = time_ms(fn, device, _CPU_SECONDS)
+    return {**timing.as_result("forward_ms"), "errors": errors, "correct": is_right(errors, problem.q.dtype)}
 
 
-def fastest(dense: dict[str, dict]) -> tuple[str, float] | None:
+def find_fastest(dense: dict[str, dict]) -> tuple[str, float] | None:
     """The fastest peer whose result is right, and its milliseconds; None if there is none."""
     right = [(result["forward_ms"], name) for name, result in dense.items() if result.get("correct")]
     return min(right)[::-1] if right else None
 
 
 @cache
-def differing(case: ChooserCase, device: torch.device, dtype: torch.dtype) -> float:
+def share_differing(case: ChooserCase, device: torch.device, dtype: torch.dtype) -> float:
     """The share of causal blocks in which the choice on the device differs from the definition's, which a CPU makes."""
     q, k, _ = case.dense(device, dtype).leaves
     ours, exact = (sf.choose_blocks(case.spec, *both).kept_blocks().cpu() for both in ((q, k), (q.cpu(), k.cpu())))
@@ -162,21 +162,21 @@ def densities(case: ChooserCase, mask: BlockMask) -> np.ndarray:
     return np.broadcast_to(visited / case.causal_blocks, case.shape.heads)
 
 
-def at_density(case: ChooserCase, problem: Problem, density: float) -> ChooserCase:
+def tune_to_density(case: ChooserCase, problem: Problem, density: float) -> ChooserCase:
     """The case with the number for ``?`` whose choice has the density most nearly."""
     if "?" not in case.chooser:
         return case
     q, k, _ = problem.leaves
-    rules = case.numbered(0.5).parsed
+    rules = case.with_number(0.5).parsed
     by_threshold = rules.floor is not None or rules.relative is not None
 
     def density_at(number: float) -> float:
-        return float(densities(case, sf.choose_blocks(case.numbered(number).spec, q, k)).mean())
+        return float(densities(case, sf.choose_blocks(case.with_number(number).spec, q, k)).mean())
 
-    return case.numbered(reach(density_at, (1.0, 0.0) if by_threshold else (0.0, 1.0), density))
+    return case.with_number(find_setting(density_at, (1.0, 0.0) if by_threshold else (0.0, 1.0), density))
 
 
-def parts(spec: str, q: torch.Tensor, k: torch.Tensor) -> list[dict]:
+def profile_choice(spec: str, q: torch.Tensor, k: torch.Tensor) -> list[dict]:
     """The kernels of a choice that take longest: {"kernel", "us": of all of its launches, "calls"}."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
@@ -193,7 +193,7 @@ def parts(spec: str, q: torch.Tensor, k: torch.Tensor) -> list[dict]:
 
 def loss(problem: Problem, fn: Callable[[], Any]) -> float:
     """The relative L2 error of what ``fn`` returns against dense causal attention, at sampled queries."""
-    return sampled_errors(problem, eagerly(problem.leaves, fn), backward=False)["out"]
+    return sampled_errors(problem, as_attend(problem.leaves, fn), backward=False)["out"]
 
 
 def run_package(name: str, problem: Problem, short: Problem, density: float, device: torch.device) -> dict:
@@ -210,7 +210,7 @@ def run_package(name: str, problem: Problem, short: Problem, density: float, dev
                 everything = brief.choose(package.densest)
                 found |= {"dense_density": brief.density(everything), "dense_error": loss(short, lambda: brief.attend(everything))}
             calls = package.calls(problem)
-            knob = reach(lambda knob: calls.density(calls.choose(knob)), (package.sparsest, package.densest), density)
+            knob = find_setting(lambda knob: calls.density(calls.choose(knob)), (package.sparsest, package.densest), density)
             found["knob"] = {package.knob: knob}
             torch.compiler.reset()  # what a package compiles is compiled for these shapes alone
             for _ in range(3):  # it may compile or record what it launches
@@ -223,7 +223,7 @@ def run_package(name: str, problem: Problem, short: Problem, density: float, dev
                 ("both_ms", lambda: calls.both(knob)),
             ):
                 call()
-                found |= timed_ms(call, device, _CPU_SECONDS).named(key)
+                found |= time_ms(call, device, _CPU_SECONDS).as_result(key)
             found["loss"] = loss(problem, lambda: calls.both(knob))
             if not math.isfinite(found["loss"] + found["dense_error"]):
                 found["failed"] = "its output has values that are not finite"
@@ -237,7 +237,7 @@ def run_package(name: str, problem: Problem, short: Problem, density: float, dev
     return found
 
 
-def said_of(found: dict) -> list[str]:
+def format_package(found: dict) -> list[str]:
     """The figures of a package's case as texts, or why there are none."""
     if reason := found.get("missing") or found.get("failed"):
         return [reason]
@@ -246,7 +246,7 @@ def said_of(found: dict) -> list[str]:
     return [*texts, *shares, f"with everything kept {found['dense_error']:.4f}", str(found["knob"])]
 
 
-def measured(case: ChooserCase, problem: Problem, device: torch.device, with_parts: bool) -> dict:
+def measure_choice(case: ChooserCase, problem: Problem, device: torch.device, with_parts: bool) -> dict:
     """{"choose_ms", "attend_ms", "both_ms", each with its spread; "density", "density_of_heads", "loss", and "parts" if asked}"""
     q, k, v = problem.leaves
     spec = sf.parse(case.spec)
@@ -260,30 +260,30 @@ def measured(case: ChooserCase, problem: Problem, device: torch.device, with_par
     found: dict = {"density": float(of_heads.mean()), "density_of_heads": of_heads.tolist()}
     for name, call in calls.items():
         call()
-        found |= timed_ms(call, device, _CPU_SECONDS).named(name)
+        found |= time_ms(call, device, _CPU_SECONDS).as_result(name)
     found["loss"] = loss(problem, calls["both_ms"])
-    return found | ({"parts": parts(case.spec, q, k)} if with_parts else {})
+    return found | ({"parts": profile_choice(case.spec, q, k)} if with_parts else {})
 
 
 def run(
     case: ChooserCase, problem: Problem, dense: dict[str, dict], device: torch.device, density: float, with_parts: bool = False
 ) -> dict:
-    """A case as plain data: {"case", "spec", "checked_tokens", "differing", "dense", "speedup"} and what ``measured`` returns, or
-    {"failed": why}. problem: of ``case.dense``. dense: of ``dense_calls`` for it. density: the wanted one, of a case
-    with ``?``, in whose place the returned case has a number."""
+    """A case as plain data: {"case", "spec", "checked_tokens", "differing", "dense", "speedup"} and what ``measure_choice``
+    returns, or {"failed": why}. problem: of ``case.dense``. dense: of ``time_dense_calls`` for it. density: the wanted one, of a
+    case with ``?``, in whose place the returned case has a number."""
     found: dict = {"case": asdict(case), "dense": dense} | ({"wanted": density} if "?" in case.chooser else {})
     try:
         with torch.no_grad():
-            case = at_density(case, problem, density)
-            short = replace(case, shape=replace(case.shape, tokens=min(case.shape.tokens, CHECKED)))
+            case = tune_to_density(case, problem, density)
+            short = replace(case, shape=replace(case.shape, tokens=min(case.shape.tokens, CHECKED_TOKENS)))
             found |= {"case": asdict(case), "spec": case.spec, "checked_tokens": short.shape.tokens}
-            share = found["differing"] = differing(short, device, problem.q.dtype)
+            share = found["differing"] = share_differing(short, device, problem.q.dtype)
             if share > MOST_DIFFERING:
                 return found | {"failed": f"{share:.2%} of blocks differ from the definition's, at most {MOST_DIFFERING:.0%} may"}
-            found |= measured(case, problem, device, with_parts)
+            found |= measure_choice(case, problem, device, with_parts)
     except Exception as error:  # a case that fails is a result
         return found | {"failed": failure_text(error)}
-    best = fastest(dense)
+    best = find_fastest(dense)
     return found | ({"speedup": best[1] / found["both_ms"]} if best else {})
 
 
@@ -295,7 +295,7 @@ def cells(found: dict) -> list[str]:
         return ["failed", *[""] * 7, differ]
     choose, attend, both = (found[f"{name}_ms"] for name in ("choose", "attend", "both"))
     low, high = min(found["density_of_heads"]), max(found["density_of_heads"])
-    best, mark = fastest(found["dense"]), f" {MARK}" * bool(doubts(found))
+    best, mark = find_fastest(found["dense"]), f" {MARK}" * bool(doubts(found))
     texts = [f"{choose:.2f}", f"{attend:.2f}", f"{both:.2f}{mark}", f"{choose / attend:.2f}"]
     texts += [f"{found['density']:.1%} ({low:.1%} to {high:.1%})", f"{best[1]:.2f} {best[0]}" if best else ""]
     return [*texts, f"{found['speedup']:.2f}" if best else "", f"{found['loss']:.4f}", differ]
@@ -312,7 +312,7 @@ def ranking(results: list[dict], shape: Shape) -> Table:
     return table
 
 
-def asked(arguments: list[str] | None) -> tuple[argparse.Namespace, list[ChooserCase]]:
+def parse_arguments(arguments: list[str] | None) -> tuple[argparse.Namespace, list[ChooserCase]]:
     """Returns the command's options and cases. Ends the program if they do not fit."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], prog="python -m sparse_flash.benchmarks.choosers")
     parser.add_argument("--out", type=Path, default=Path("runs/choosers"), help="folder (default %(default)s)")
@@ -337,14 +337,14 @@ def asked(arguments: list[str] | None) -> tuple[argparse.Namespace, list[Chooser
     ]
     try:
         for case in cases:
-            sf.parse(case.numbered(0.5).spec)
+            sf.parse(case.with_number(0.5).spec)
     except ValueError as error:
         parser.error(str(error))
     return options, cases
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options, cases = asked(arguments)
+    options, cases = parse_arguments(arguments)
     until, device, dtype = time.monotonic() + options.limit, torch.empty(0, device=options.device).device, DTYPES[options.device]
     packages = list(PACKAGES) if "all" in options.peer else list(dict.fromkeys(options.peer))
     data: dict = {"format": 1, "environment": environment(device), "dtype": str(dtype).removeprefix("torch.")}
@@ -365,13 +365,15 @@ def main(arguments: list[str] | None = None) -> int:
 
     def compared(case: ChooserCase, problem: Problem, best: tuple[str, float] | None) -> Iterator[dict]:
         """The packages' results for a case's inputs."""
-        short = replace(case, shape=replace(case.shape, tokens=min(case.shape.tokens, CHECKED_OF_PACKAGES)))
+        short = replace(case, shape=replace(case.shape, tokens=min(case.shape.tokens, PACKAGE_CHECKED_TOKENS)))
         for name in packages:
             if is_over(f"{name} was"):
                 continue
             found = run_package(name, problem, short.dense(device, dtype), options.density, device)
             found |= {"speedup": best[1] / found["both_ms"]} if best and "both_ms" in found else {}
-            keep("peers", {"shape": asdict(case.shape), "drawn": case.drawn, **found}, name, str(case.shape), *said_of(found))
+            keep(
+                "peers", {"shape": asdict(case.shape), "drawn": case.drawn, **found}, name, str(case.shape), *format_package(found)
+            )
             yield found
 
     for number, case in enumerate(cases):
@@ -379,7 +381,7 @@ def main(arguments: list[str] | None = None) -> int:
             break
         if number == 0 or case.shape != cases[number - 1].shape:
             problem = case.dense(device, dtype)
-            dense, of_shape = dense_calls(problem, device), []
+            dense, of_shape = time_dense_calls(problem, device), []
         found = run(case, problem, dense, device, options.density, options.parts)
         of_shape.append(found)
         name, texts = replace(case, chooser=found["case"]["chooser"]).name, cells(found)
@@ -389,7 +391,7 @@ def main(arguments: list[str] | None = None) -> int:
         for part in found.get("parts", ()):
             print(f"  {part['us']:9.1f} us {part['calls']:6.1f} calls  {part['kernel']}", flush=True)
         if packages and case.shape not in (later.shape for later in cases[number + 1 : number + 2]):
-            of_shape += compared(case, problem, fastest(dense))
+            of_shape += compared(case, problem, find_fastest(dense))
             console.print(ranking(of_shape, case.shape))
             sys.stdout.flush()
     console.print(table)

@@ -38,10 +38,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 import sparse_flash as sf
-from sparse_flash.kernels.cost.choices import DENSE_BLOCK, HEAD_DIM, both_passes
+from sparse_flash.kernels.cost.choices import DENSE_BLOCK, HEAD_DIM, predict_both_passes
 from sparse_flash.parallel.peer_memory import peer_memory
 
-from .baselines.context import PATIENCE, WAYS, Divided, Planned, Sequence, Way, barrier, failed_alone, of_all_ranks
+from .baselines.context import PATIENCE, WAYS, Divided, Planned, DividedSequence, Way, barrier, find_failed_ranks, gather_from_ranks
 from .measure.throughput import failure_text, peak_bytes
 from .report.plots import draw_context
 from .results import environment
@@ -67,7 +67,7 @@ class Effort:
 
     def is_over(self) -> bool:
         """The same on every rank; a collective call."""
-        return of_all_ranks(time.monotonic() > self.until)[0]
+        return gather_from_ranks(time.monotonic() > self.until)[0]
 
 
 @dataclass(frozen=True)
@@ -95,21 +95,21 @@ def masks(tokens: int) -> dict[str, sf.Pattern]:
     return {text: sf.parse(text) for text in texts} | {"causal & documents": sf.causal() & apart}
 
 
-def sequence_of(case: ContextCase, device: torch.device, dtype: torch.dtype, ranks: int) -> Sequence:
+def sequence_of(case: ContextCase, device: torch.device, dtype: torch.dtype, ranks: int) -> DividedSequence:
     generator, pattern = torch.Generator(device).manual_seed(0), sf.parse(case.mask)
     mask = sf.compile_mask(pattern, case.tokens, device=device, progress=False)
     q, k, v = (
         torch.randn(1, heads, case.tokens, case.head_dim, generator=generator, device=device, dtype=dtype)
         for heads in (case.heads, case.kv_heads, case.kv_heads)
     )
-    return Sequence(pattern, mask, q, k, v, ranks)
+    return DividedSequence(pattern, mask, q, k, v, ranks)
 
 
-def milliseconds(call: Callable[[], object], device: torch.device, seconds: float, warm: bool = False) -> float:
+def time_on_ranks(call: Callable[[], object], device: torch.device, seconds: float, warm: bool = False) -> float:
     """The median, of the slowest rank. Ranks begin each run together, and make as many. warm: nothing is left to compile."""
 
     def once() -> float:
-        return max(of_all_ranks(_timed(call, device)))
+        return max(gather_from_ranks(_time_once(call, device)))
 
     for _ in range(2):  # the first compiles; both warm up
         first = once()
@@ -123,7 +123,7 @@ def milliseconds(call: Callable[[], object], device: torch.device, seconds: floa
     return median(taken)
 
 
-def _timed(call: Callable[[], object], device: torch.device) -> float:
+def _time_once(call: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize()  # what others wait for at the barrier is done, not only launched
         barrier()
@@ -139,7 +139,7 @@ def _timed(call: Callable[[], object], device: torch.device) -> float:
     return 1e3 * (time.perf_counter() - begin)
 
 
-def passes(
+def time_both_passes(
     leaves: tuple[torch.Tensor, ...], attend: Callable[[], torch.Tensor], device: torch.device, seconds: float, warm: bool = False
 ) -> dict[str, float]:
     """{"forward_ms", "both_ms"}"""
@@ -152,10 +152,10 @@ def passes(
         out = attend()
         torch.autograd.grad(out, leaves, out.detach())
 
-    return {name: milliseconds(call, device, seconds, warm) for name, call in (("forward_ms", forward), ("both_ms", both))}
+    return {name: time_on_ranks(call, device, seconds, warm) for name, call in (("forward_ms", forward), ("both_ms", both))}
 
 
-def results(leaves: tuple[torch.Tensor, ...], attend: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+def run_both_passes(leaves: tuple[torch.Tensor, ...], attend: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
     """out, dq, dk and dv, where the gradient of out is out."""
     out = attend()
     return [out.detach(), *torch.autograd.grad(out, leaves, out.detach())]
@@ -165,7 +165,7 @@ def timeline(divided: Divided) -> list[dict]:
     """The kernels and copies of a forward and a backward pass on this rank's GPU, by their start."""
     barrier()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        results(divided.leaves, divided.attend)
+        run_both_passes(divided.leaves, divided.attend)
         torch.cuda.synchronize()
     events = sorted((e for e in seen.events() if e.device_type == DeviceType.CUDA), key=lambda e: e.time_range.start)
     begin = events[0].time_range.start if events else 0
@@ -180,8 +180,8 @@ def timeline(divided: Divided) -> list[dict]:
     ]
 
 
-def measured(
-    way: Way, sequence: Sequence, exact: list[torch.Tensor] | None, mesh: DeviceMesh, effort: Effort, warm: bool = False
+def measure_way(
+    way: Way, sequence: DividedSequence, exact: list[torch.Tensor] | None, mesh: DeviceMesh, effort: Effort, warm: bool = False
 ) -> dict:
     """{"forward_ms", "both_ms", "exchange_ms", "error", "received_bytes", "extra_bytes", "timeline"}. exact: one GPU's results, or
     None where they are not compared."""
@@ -189,41 +189,41 @@ def measured(
     with way.divided(sequence, mesh) as divided:
         found: dict = {"received_bytes": divided.received}
         if exact is not None:
-            own = results(divided.leaves, divided.attend)
-            found["error"] = max(of_all_ranks(max(map(_distance, map(divided.whole, own), exact))))
+            own = run_both_passes(divided.leaves, divided.attend)
+            found["error"] = max(gather_from_ranks(max(map(_distance, map(divided.whole, own), exact))))
             del own
 
         def timed() -> None:
-            found.update(passes(divided.leaves, divided.attend, device, seconds, warm))
+            found.update(time_both_passes(divided.leaves, divided.attend, device, seconds, warm))
 
         if device.type == "cuda":
-            found["extra_bytes"] = max(of_all_ranks(peak_bytes(timed, device)))
+            found["extra_bytes"] = max(gather_from_ranks(peak_bytes(timed, device)))
         else:
             timed()
         if divided.exchange is not None:
-            found["exchange_ms"] = milliseconds(divided.exchange, device, seconds)
+            found["exchange_ms"] = time_on_ranks(divided.exchange, device, seconds)
         if effort.timeline:
             found["timeline"] = timeline(divided)
     return found
 
 
-def tried(
-    name: str, sequence: Sequence, exact: list[torch.Tensor] | None, mesh: DeviceMesh, effort: Effort, warm: bool = False
+def try_way(
+    name: str, sequence: DividedSequence, exact: list[torch.Tensor] | None, mesh: DeviceMesh, effort: Effort, warm: bool = False
 ) -> dict:
-    """Returns what ``measured`` does, or {"refused", "skipped" or "failed": why}, the same on every rank. Raises RuntimeError where
-    some ranks failed and some did not."""
+    """Returns what ``measure_way`` does, or {"refused", "skipped" or "failed": why}, the same on every rank. Raises RuntimeError
+    where some ranks failed and some did not."""
     if effort.is_over():
         return {"skipped": "the time was up"}
     if reason := WAYS[name].refuses(sequence):
         return {"refused": reason}
     try:
-        found = measured(WAYS[name], sequence, exact, mesh, effort, warm)
+        found = measure_way(WAYS[name], sequence, exact, mesh, effort, warm)
     except Exception as error:
         found = {"failed": failure_text(error)}
         print(f"rank {dist.get_rank()}, {name}: {found['failed']}", file=sys.stderr, flush=True)
-    if ranks := failed_alone("failed" in found):
+    if ranks := find_failed_ranks("failed" in found):
         raise RuntimeError(f"{name!r} failed on ranks {ranks} alone; their exchanges no longer fit the others'")
-    return of_all_ranks(found)[0]
+    return gather_from_ranks(found)[0]
 
 
 def _distance(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -238,13 +238,13 @@ def link_ms(received: float, device: torch.device, ranks: int, seconds: float) -
     # In whole pages: NCCL takes twice as long for a third of 1 GiB as for a few bytes less.
     each = max(1, int(received) // (ranks - 1) // _PAGE) * _PAGE
     mine = torch.zeros(ranks * each, dtype=torch.uint8, device=device)
-    return milliseconds(partial(dist.all_to_all_single, torch.empty_like(mine), mine), device, seconds)
+    return time_on_ranks(partial(dist.all_to_all_single, torch.empty_like(mine), mine), device, seconds)
 
 
-def warmed(case: ContextCase, density: float, names: list[str], mesh: DeviceMesh) -> bool:
+def warm_up(case: ContextCase, density: float, names: list[str], mesh: DeviceMesh) -> bool:
     """Whether all calls of a case that takes long on one GPU were made at a short length."""
     pairs = density * case.tokens**2 * case.heads
-    on_one = 1e-6 * both_passes(DENSE_BLOCK, 0, pairs / DENSE_BLOCK**2) * case.head_dim / HEAD_DIM
+    on_one = 1e-6 * predict_both_passes(DENSE_BLOCK, 0, pairs / DENSE_BLOCK**2) * case.head_dim / HEAD_DIM
     if mesh.device_type != "cuda" or on_one < _LONG:
         return False
     known = masks(_SHORT)
@@ -265,21 +265,21 @@ def run(
     Every rank returns the same. seen: gets it after each way, as far as it is."""
     device, ranks = torch.empty(0, device=mesh.device_type).device, mesh.size()
     sequence = sequence_of(case, device, torch.bfloat16 if device.type == "cuda" else torch.float32, ranks)
-    warm = warmed(case, float(sequence.mask.density), names, mesh)
+    warm = warm_up(case, float(sequence.mask.density), names, mesh)
     leaves = q, k, v = tuple(t.detach().requires_grad_() for t in (sequence.q, sequence.k, sequence.v))
 
     def attend() -> torch.Tensor:
         return sf.attention(q, k, v, sequence.mask)  # type: ignore[return-value]  # no return_lse
 
-    one = passes(leaves, attend, device, effort.seconds, warm)
-    exact = results(leaves, attend) if effort.compare else None
+    one = time_both_passes(leaves, attend, device, effort.seconds, warm)
+    exact = run_both_passes(leaves, attend) if effort.compare else None
     fewest = min(sequence.received.values())
     link = link_ms(fewest, device, ranks, effort.seconds) if fewest else 0.0
     floor = {name: max(one[name] / ranks, times * link) for name, times in PASSES.items()}
     found: dict = {"case": asdict(case), "ranks": ranks, "one": one}
     found |= {"fewest_bytes": fewest, "link_ms": link, "floor_ms": floor, "ways": {}}
     for name in names:
-        found["ways"][name] = tried(name, sequence, exact, mesh, effort, warm)
+        found["ways"][name] = try_way(name, sequence, exact, mesh, effort, warm)
         seen(found)
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -300,7 +300,7 @@ def cells(found: dict, name: str) -> list[str]:
     return [*texts, *("" if size is None else f"{size / 2**20:,.0f}" for size in sizes), f"{result.get('error', float('nan')):.0e}"]
 
 
-def joined(kind: str) -> DeviceMesh:
+def join_ranks(kind: str) -> DeviceMesh:
     """All processes that torchrun started. kind: of their device, "cuda" or "cpu"."""
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -343,7 +343,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.timeline and options.device == "cpu":
         parser.error("--timeline records the kernels of GPUs; leave it out on a CPU")
     effort = Effort(options.seconds, not options.no_compare, time.monotonic() + options.limit, options.timeline)
-    mesh, names, cases = joined(options.device), options.way or list(WAYS), []
+    mesh, names, cases = join_ranks(options.device), options.way or list(WAYS), []
     for tokens, (heads, kv_heads) in product(options.tokens or TOKENS, options.heads or HEADS):
         known = {name: mask.to_spec() for name, mask in masks(tokens).items()}
         texts = {text: known.get(text, text) for text in options.mask or known}

@@ -30,7 +30,7 @@ from rich.table import Table
 
 import sparse_flash as sf
 
-from .baselines.flash import without_flash_attention_3
+from .baselines.flash import why_no_fa3
 from .measure.throughput import OverLimit, failure_text, time_limit
 from .results import environment
 
@@ -40,7 +40,7 @@ _WINDOW, _BLOCK, _PICKS = 4096, 64, 16
 _STEPS, _REPLAYS = 20, 25
 
 
-class Held(NamedTuple):
+class KVCache(NamedTuple):
     """A cache. k, v: (batch, kv_heads, tokens, head_dim), or with a block_table (pages, kv_heads, page_size, head_dim); scales: of
     e4m3 ones, (batch or pages, kv_heads[, tokens])."""
 
@@ -68,7 +68,7 @@ class Held(NamedTuple):
         return found[0], found[1]
 
 
-def quantized(x: torch.Tensor, by_token: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(x: torch.Tensor, by_token: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """(x in e4m3, scales): for each token, or for all tokens of the third dimension."""
     stored = torch.empty_like(x, dtype=E4M3)
     scales = torch.empty(x.shape[:3] if by_token else x.shape[:2], dtype=torch.float32, device=x.device)
@@ -78,21 +78,23 @@ def quantized(x: torch.Tensor, by_token: bool) -> tuple[torch.Tensor, torch.Tens
     return stored, scales
 
 
-def in_e4m3(cache: Held, by_token: bool) -> Held:
-    (k, k_scale), (v, v_scale) = (quantized(x, by_token) for x in (cache.k, cache.v))
-    return Held(k, v, k_scale, v_scale, cache.block_table)
+def quantize_cache(cache: KVCache, by_token: bool) -> KVCache:
+    (k, k_scale), (v, v_scale) = (quantize(x, by_token) for x in (cache.k, cache.v))
+    return KVCache(k, v, k_scale, v_scale, cache.block_table)
 
 
-def drawn(batch: int, kv_heads: int, tokens: int, head_dim: int, page: int, device: torch.device, dtype: torch.dtype) -> Held:
+def draw_cache(
+    batch: int, kv_heads: int, tokens: int, head_dim: int, page: int, device: torch.device, dtype: torch.dtype
+) -> KVCache:
     """Normal numbers, in pages of this size in any order, or contiguous (0)."""
     generator = torch.Generator(device).manual_seed(0)
     pages = batch * tokens // page if page else batch
     shape = pages, kv_heads, page or tokens, head_dim
     k, v = (torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in "kv")
     if not page:
-        return Held(k, v)
+        return KVCache(k, v)
     order = torch.randperm(pages, generator=generator, device=device).int()
-    return Held(k, v, block_table=order.view(batch, -1))
+    return KVCache(k, v, block_table=order.view(batch, -1))
 
 
 def masks(what: str, batch: int, kv_heads: int, tokens: int, device: torch.device) -> Any:
@@ -107,10 +109,10 @@ def masks(what: str, batch: int, kv_heads: int, tokens: int, device: torch.devic
     return make(picks), lambda number: make(picks[number : number + 1])
 
 
-def of_flash_attention(q: torch.Tensor, cache: Held, what: str, library: str | None) -> Callable[[], torch.Tensor]:
+def prepare_fa3(q: torch.Tensor, cache: KVCache, what: str, library: str | None) -> Callable[[], torch.Tensor]:
     """FlashAttention-3's call. If the cache is e4m3, q is too, as it multiplies e4m3 only with e4m3. library: as for
-    ``without_flash_attention_3``, whose reason a RuntimeError has."""
-    if reason := without_flash_attention_3(library):
+    ``why_no_fa3``, whose reason a RuntimeError has."""
+    if reason := why_no_fa3(library):
         raise RuntimeError(reason)
     batch, head_dim = q.shape[0], q.shape[3]
     kv_heads, tokens = cache.k.shape[1], cache.k.shape[2] * (1 if cache.block_table is None else cache.block_table.shape[1])
@@ -127,7 +129,7 @@ def of_flash_attention(q: torch.Tensor, cache: Held, what: str, library: str | N
     return lambda: torch.ops.flash_attn_3.fwd(q, k, v, **options)[0].transpose(1, 2)
 
 
-def of_config(q: torch.Tensor, cache: Held, text: str) -> Callable[[], torch.Tensor]:
+def prepare_config(q: torch.Tensor, cache: KVCache, text: str) -> Callable[[], torch.Tensor]:
     """The kernel in dense attention with tiles of one's own."""
     from sparse_flash.kernels.common.config import Config
     from sparse_flash.kernels.launch.launch import multiprocessors
@@ -143,7 +145,7 @@ def of_config(q: torch.Tensor, cache: Held, text: str) -> Callable[[], torch.Ten
     return lambda: attention_decode(q, cache.k, cache.v, None, q.shape[3] ** -0.5, **options)[0]
 
 
-def microseconds(step: Callable[[], torch.Tensor], device: torch.device) -> float:
+def time_step_us(step: Callable[[], torch.Tensor], device: torch.device) -> float:
     if device.type != "cuda":
         step()
         times = []
@@ -169,41 +171,41 @@ def microseconds(step: Callable[[], torch.Tensor], device: torch.device) -> floa
     return statistics.median(start.elapsed_time(stop) for start, stop in events) * 1e3 / _STEPS
 
 
-def decoded(*tensors: Any, **options: Any) -> torch.Tensor:
+def call_decode(*tensors: Any, **options: Any) -> torch.Tensor:
     return cast(torch.Tensor, sf.attention_decode(*tensors, **options))
 
 
-def relative(out: torch.Tensor, exact: torch.Tensor) -> float:
+def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:
     return float((out.double() - exact).norm() / exact.norm())
 
 
-def rows_of(
+def measure_rows(
     what: str, batch: int, page: int, heads: tuple[int, int], tokens: int, head_dim: int, device: torch.device, configs: list[str],
     library: str | None, limit: int,
 ) -> dict[str, dict]:  # fmt: skip
-    """Results by peer: {"us", "gb_s", "error", "total"}, or {"failed": why}. library: see ``without_flash_attention_3``."""
+    """Results by peer: {"us", "gb_s", "error", "total"}, or {"failed": why}. library: see ``why_no_fa3``."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    cache = drawn(batch, heads[1], tokens, head_dim, page, device, dtype)
+    cache = draw_cache(batch, heads[1], tokens, head_dim, page, device, dtype)
     q = torch.randn(batch, heads[0], 1, head_dim, generator=torch.Generator(device).manual_seed(2), device=device, dtype=dtype)
     mask, mask_of = masks(what, batch, heads[1], tokens, device)
     sequences = sorted({0, batch - 1})
 
-    def exact(held: Held) -> torch.Tensor:
+    def exact(held: KVCache) -> torch.Tensor:
         """Returns the results of the checked sequences."""
-        return torch.cat([decoded(q[n : n + 1].double(), *held.sequence(n), mask_of(n), backend="torch") for n in sequences])
+        return torch.cat([call_decode(q[n : n + 1].double(), *held.sequence(n), mask_of(n), backend="torch") for n in sequences])
 
     original = exact(cache)
     plain = str(dtype).removeprefix("torch.")
-    caches = {plain: cache, "e4m3": in_e4m3(cache, False), "e4m3 by token": in_e4m3(cache, True)}
-    peers: dict[str, tuple[Held, Callable[[], Callable[[], torch.Tensor]]]] = {}
+    caches = {plain: cache, "e4m3": quantize_cache(cache, False), "e4m3 by token": quantize_cache(cache, True)}
+    peers: dict[str, tuple[KVCache, Callable[[], Callable[[], torch.Tensor]]]] = {}
     for name, held in caches.items():
-        peers[name] = held, partial(partial, decoded, q, held.k, held.v, mask, **held.options)
+        peers[name] = held, partial(partial, call_decode, q, held.k, held.v, mask, **held.options)
     if what == "dense":
         for name, text in product(("e4m3", "e4m3 by token"), configs):
-            peers[f"{name} {text}"] = caches[name], partial(of_config, q, caches[name], text)
+            peers[f"{name} {text}"] = caches[name], partial(prepare_config, q, caches[name], text)
     if what != "picks" and device.type == "cuda":
         for name in (plain, "e4m3"):
-            peers[f"FA3 {name}"] = caches[name], partial(of_flash_attention, q, caches[name], what, library)
+            peers[f"FA3 {name}"] = caches[name], partial(prepare_fa3, q, caches[name], what, library)
     read = {"dense": tokens, "window": min(tokens, _WINDOW), "picks": min(tokens, _PICKS * _BLOCK)}[what]
     found: dict[str, dict] = {}
     for name, (held, prepare) in peers.items():
@@ -211,11 +213,11 @@ def rows_of(
             with time_limit(limit), torch.no_grad():
                 step = prepare()
                 out = step()[sequences]
-                us = microseconds(step, device)
+                us = time_step_us(step, device)
             size = 2 * batch * heads[1] * read * head_dim * held.k.element_size()
             found[name] = {"us": us, "gb_s": size / us / 1e3}
             if not (name.startswith("FA3") and held.k_scale is not None):
-                found[name] |= {"error": relative(out, exact(held)), "total": relative(out, original)}
+                found[name] |= {"error": relative_error(out, exact(held)), "total": relative_error(out, original)}
         except OverLimit:
             found[name] = {"failed": f"over {limit} s"}
         except Exception as error:  # a peer that fails is a result: the others still can
@@ -245,7 +247,7 @@ def main(arguments: list[str] | None = None) -> int:
     for what, batch, page in product(options.what or WHAT, options.batch or (1, 8, 32), options.page or (0, 64)):
         sizes = batch, page, tuple(options.heads), options.tokens, options.head_dim
         try:
-            found = rows_of(what, *sizes, device, options.config, options.fa3, options.limit)
+            found = measure_rows(what, *sizes, device, options.config, options.fa3, options.limit)
         except Exception as error:  # as for a cache that does not fit: the other rows may
             found = {"all": {"failed": failure_text(error)}}
         base = next(iter(found.values()))

@@ -25,19 +25,19 @@ from pathlib import Path
 import torch
 
 import sparse_flash
-from sparse_flash.kernels.cost.choices import LEAST_GAIN, dense_call, reference
+from sparse_flash.kernels.cost.choices import LEAST_GAIN, compare_with_dense, reference_chip
 from sparse_flash.masks.block_mask import BlockMask
 from sparse_flash.masks.coarsen import KERNEL_BLOCK, SMALL_BLOCKS
 from sparse_flash.masks.document_blocks import document_blocks
 from sparse_flash.tools.cost import predict
 from sparse_flash.tools.explain import is_causal
 
-from .baselines.registry import peer
-from .measure.throughput import CPU_SECONDS, DTYPES, failure_text, passes
+from .baselines.registry import find_peer
+from .measure.throughput import CPU_SECONDS, DTYPES, failure_text, time_passes
 from .results import environment
 from .workload.cases import Case
-from .workload.drawn import drawn
-from .workload.problem import compiled, problem_of
+from .workload.drawn import draw_cases
+from .workload.problem import build_problem, parse_and_compile
 
 _CASE = "shape", "spec", "block_size"  # of a row
 _CLOSE = 1.5  # the most between predicted times of options that are called close
@@ -57,14 +57,14 @@ def main(arguments: list[str] | None = None) -> int:
     data = {"format": 1, "seed": options.seed, "environment": environment(device), "rows": rows}
     options.out.mkdir(parents=True, exist_ok=True)
     _write(options.out, data)
-    cases = close_choices(options.seed) if options.choices else drawn(options.seed, options.count)
+    cases = draw_close_choices(options.seed) if options.choices else draw_cases(options.seed, options.count)
     for number, case in enumerate(islice(cases, options.count)):
         if time.monotonic() > until:
             print(f"the time was up: {options.count - number} rows were not begun", flush=True)
             break
         row: dict = {"shape": asdict(case.shape), "spec": case.mask.spec, "block_size": case.mask.block_size}
         try:
-            row |= (choice_row if options.choices else measured_row)(case, device)
+            row |= (measure_options if options.choices else measure_row)(case, device)
         except Exception as error:  # the others still can
             row["failed"] = failure_text(error)
         rows.append(row)
@@ -75,16 +75,16 @@ def main(arguments: list[str] | None = None) -> int:
     return int(any("failed" in row for row in rows))
 
 
-def measured_row(case: Case, device: torch.device) -> dict:
+def measure_row(case: Case, device: torch.device) -> dict:
     """Returns the back end that ran a case, the block size of the table that it ran, and milliseconds."""
-    problem, rival = problem_of(case, device, DTYPES[device.type]), peer(case.peer)
+    problem, rival = build_problem(case, device, DTYPES[device.type]), find_peer(case.peer)
     row: dict = {"backend": rival.runs_on(problem), "kernel_block": (problem.mask.coarse or problem.mask).block_size}
-    for name, timing in passes(problem.leaves, rival.prepare(problem), device, CPU_SECONDS, backward=True):
-        row |= timing.named(name)
+    for name, timing in time_passes(problem.leaves, rival.prepare(problem), device, CPU_SECONDS, backward=True):
+        row |= timing.as_result(name)
     return row
 
 
-def options_of(mask: BlockMask) -> dict[str, BlockMask]:
+def list_options(mask: BlockMask) -> dict[str, BlockMask]:
     """Returns what ``auto`` chooses from, by name; what it takes comes first. "dense" is what it says may be as fast."""
     found = {"own": replace(mask, coarse=None)}
     if mask.block_size in SMALL_BLOCKS:
@@ -97,40 +97,40 @@ def options_of(mask: BlockMask) -> dict[str, BlockMask]:
             vars(one)["_by_document"] = by_document if name == "by document" else None
     else:
         chosen = "own"
-        if not mask.keeps_all and dense_call(mask.to("cpu")).gain < LEAST_GAIN:
+        if not mask.keeps_all and compare_with_dense(mask.to("cpu")).gain < LEAST_GAIN:
             dense = "causal" if is_causal(mask) else "full"
             found["dense"] = sparse_flash.compile_mask(dense, mask.q_len, mask.kv_len, device=mask.device)
     return {chosen: found.pop(chosen)} | found
 
 
-def predicted_us(case: Case, mask: BlockMask) -> float:
+def predict_us(case: Case, mask: BlockMask) -> float:
     """Returns the predicted microseconds of both passes, by the constants that choices are made by."""
     s = case.shape
-    time = predict(mask, s.heads, s.head_dim, reference(), batch=s.batch, kv_heads=s.kv_heads, v_head_dim=s.v_head_dim)
+    time = predict(mask, s.heads, s.head_dim, reference_chip(), batch=s.batch, kv_heads=s.kv_heads, v_head_dim=s.v_head_dim)
     return time.forward_us + (time.backward_us or 0.0)
 
 
-def close_choices(seed: int) -> Iterator[Case]:
+def draw_close_choices(seed: int) -> Iterator[Case]:
     """Yields drawn cases that have several options, whose predicted times differ by at most _CLOSE."""
-    for case in drawn(seed, sys.maxsize):
-        options = options_of(compiled(case.mask, case.tokens, torch.device("cpu"))[1])
-        times = [predicted_us(case, mask) for mask in options.values()]
+    for case in draw_cases(seed, sys.maxsize):
+        options = list_options(parse_and_compile(case.mask, case.tokens, torch.device("cpu"))[1])
+        times = [predict_us(case, mask) for mask in options.values()]
         if min(times) < max(times) < _CLOSE * min(times):
             yield case
 
 
-def choice_row(case: Case, device: torch.device) -> dict:
+def measure_options(case: Case, device: torch.device) -> dict:
     """Returns what ``auto`` chooses for a case, and for each option its predicted and, on a GPU, its measured milliseconds."""
-    mask = compiled(case.mask, case.tokens, torch.device("cpu"))[1]
-    options, row = options_of(mask), {}
+    mask = parse_and_compile(case.mask, case.tokens, torch.device("cpu"))[1]
+    options, row = list_options(mask), {}
     for name, one in options.items():
-        row[name] = {"predicted_ms": round(predicted_us(case, one) / 1e3, 4)}
+        row[name] = {"predicted_ms": round(predict_us(case, one) / 1e3, 4)}
     if device.type == "cuda":
-        problem = problem_of(case, device, DTYPES[device.type])
-        for name, one in options_of(problem.mask).items():
+        problem = build_problem(case, device, DTYPES[device.type])
+        for name, one in list_options(problem.mask).items():
             attend = partial(sparse_flash.attention, *problem.leaves, one)
-            for which, timing in passes(problem.leaves, attend, device, CPU_SECONDS, backward=True):
-                row[name] |= timing.named(which)
+            for which, timing in time_passes(problem.leaves, attend, device, CPU_SECONDS, backward=True):
+                row[name] |= timing.as_result(which)
     return {"chosen": next(iter(options)), "options": row}
 
 

@@ -23,7 +23,7 @@ MASKS = ("dense", "causal & local(1024)", "causal")
 WAYS = ("step", "one after the other")
 
 
-def step(spec: str, way: str, tokens: int, heads: int, head_dim: int) -> float:
+def time_first_step(spec: str, way: str, tokens: int, heads: int, head_dim: int) -> float:
     """Returns the seconds of the first step of this process. spec: of the mask, or "dense"."""
     import sparse_flash as sf
 
@@ -41,7 +41,7 @@ def step(spec: str, way: str, tokens: int, heads: int, head_dim: int) -> float:
     return time.perf_counter() - begin
 
 
-def in_a_process(case: list[str]) -> float:
+def time_in_process(case: list[str]) -> float:
     """Returns the seconds of a step that a process without compiled kernels takes. case: arguments of this program."""
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"TRITON_CACHE_DIR": folder}
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("there is no GPU to compile for")
     shape = options.tokens, options.heads, options.head_dim
     if options.way:
-        print(step(options.mask[0], options.way, *shape))
+        print(time_first_step(options.mask[0], options.way, *shape))
         return
     import triton
 
@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
     size = ["--tokens", str(options.tokens), "--heads", str(options.heads), "--head-dim", str(options.head_dim)]
     for mask in options.mask:
         for way in WAYS:
-            seconds = [in_a_process(["--mask", mask, "--way", way, *size]) for _ in range(options.repeats)]
+            seconds = [time_in_process(["--mask", mask, "--way", way, *size]) for _ in range(options.repeats)]
             each = " ".join(f"{second:.1f}" for second in seconds)
             print(f"{mask:24} {way:20} {statistics.median(seconds):5.1f} s  ({each})", flush=True)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sparse_flash.kernels.cost.chips import Chip, KernelFamily, Times
-from sparse_flash.kernels.cost.model import KINDS, Launch, predicted
+from sparse_flash.kernels.cost.model import KINDS, Launch, predict_pass
 
 _ROUNDS = 10
 # The weight of a constant's value before the fit, of a sample's. It decides what samples do not tell apart.
@@ -27,7 +27,7 @@ class Sample(NamedTuple):
 
     def error(self, chip: Chip) -> float:
         """Returns by how much the prediction for a timed call exceeds the measurement, as a share of it."""
-        found = predicted(self.launch, chip)
+        found = predict_pass(self.launch, chip)
         return max(found.us, found.host_us - _AHEAD_US) / self.us - 1
 
 
@@ -38,15 +38,15 @@ def fit(chip: Chip, samples: Sequence[Sample]) -> Chip:
     """
     by_family: dict[KernelFamily, list[Sample]] = {}
     for sample in samples:
-        if predicted(sample.launch, chip).bound != "the host":
+        if predict_pass(sample.launch, chip).bound != "the host":
             by_family.setdefault(sample.launch.family, []).append(sample)
     if not by_family:
         return chip
-    measured = {family: _fitted(chip, family, found) for family, found in by_family.items()}
+    measured = {family: _fit_family(chip, family, found) for family, found in by_family.items()}
     return replace(chip, measured={**chip.measured, **measured})
 
 
-def _fitted(chip: Chip, family: KernelFamily, samples: Sequence[Sample]) -> Times:
+def _fit_family(chip: Chip, family: KernelFamily, samples: Sequence[Sample]) -> Times:
     """Returns the constants of one family. The time of the program that finishes last is linear in them, but which program that is
     depends on them. So they are fitted to the programs that would finish last, in rounds, and those of the best round are
     returned."""
@@ -56,7 +56,7 @@ def _fitted(chip: Chip, family: KernelFamily, samples: Sequence[Sample]) -> Time
     times, best, least = chip.times(family), chip.times(family), np.inf
     for _ in range(_ROUNDS):
         chip = replace(chip, measured={**chip.measured, family: times})
-        found = [predicted(sample.launch, chip) for sample in samples]
+        found = [predict_pass(sample.launch, chip) for sample in samples]
         spread = sum((one.us / sample.us - 1) ** 2 for one, sample in zip(found, samples, strict=True))
         if spread < least:
             best, least = times, spread

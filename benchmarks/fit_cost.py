@@ -31,7 +31,7 @@ from .fit import Errors, Sample, fit
 from .report.plots import draw_predicted
 from .workload.cases import Mask, Shape
 from .workload.masks import skewed_and_even
-from .workload.problem import compiled
+from .workload.problem import parse_and_compile
 
 RESULTS = Path(__file__).parent / "results"
 FILES = (
@@ -44,7 +44,7 @@ FILES = (
     "cost/h200-2026-11-27-calibration.json",
 )
 # Cases of short-calls/h200-2026-11-23-tiles.json: (spec, tokens, heads).
-_OF_64 = "blocks of 64, by triton.testing.do_bench, eager, ms forward and backward"
+_BLOCKS_OF_64 = "blocks of 64, by triton.testing.do_bench, eager, ms forward and backward"
 _CASES_OF_64 = {
     "random 8%": ("random(0.08, block=64)", 32768, 16),
     "random 10%": ("random(0.1, block=64)", 40768, 12),
@@ -58,20 +58,20 @@ _LEAST_US = 100
 _FOLDS = 5
 
 
-def samples(path: Path) -> Iterator[tuple[str, Sample]]:
+def read_samples(path: Path) -> Iterator[tuple[str, Sample]]:
     """Returns (the GPU's name, a measured pass) of a results file."""
     return samples_of_data(json.loads(path.read_text()))
 
 
 def samples_of_data(data: object) -> Iterator[tuple[str, Sample]]:
-    """Returns ``samples`` of what a results file holds."""
+    """Returns ``read_samples`` of what a results file holds."""
     for case, row, gpu in _rows(data, ""):
         if row.get("backend") not in ("hopper", "triton") or case.get("dropout_p") or case.get("padded") or "forward_ms" not in row:
             continue
         sizes = {name: case["shape"].get(name) for name in Shape.__dataclass_fields__}
         shape, spec, block_size = Shape(**sizes), case["spec"], case.get("block_size", 128)
-        mask = _mask(_spec(case.get("label", ""), spec, shape.tokens), shape.tokens, block_size)
-        ran = row.get("kernel_block") or (_block_before(mask) if row["backend"] == "hopper" else block_size or 128)
+        mask = _compile_mask(_restore_spec(case.get("label", ""), spec, shape.tokens), shape.tokens, block_size)
+        ran = row.get("kernel_block") or (_guess_kernel_block(mask) if row["backend"] == "hopper" else block_size or 128)
         mask = replace(mask, coarse=None if ran == mask.block_size else mask.in_blocks_of(ran))
         name = f"{shape}, {case.get('label') or str(spec)[:60]}, blocks of {block_size}"
         passes = [row[which] and 1e3 * row[which] if which in row else None for which in ("forward_ms", "backward_ms")]
@@ -79,7 +79,7 @@ def samples_of_data(data: object) -> Iterator[tuple[str, Sample]]:
             yield gpu, sample
 
 
-def _block_before(mask: BlockMask) -> int:
+def _guess_kernel_block(mask: BlockMask) -> int:
     """Returns the blocks in which kernels ran a mask before rows said so: 128 where these held at most 1.3 times the pairs."""
     wide = mask.in_blocks_of(max(128, mask.block_size))
     return wide.block_size if wide.block_density <= 1.3 * mask.block_density else mask.block_size
@@ -101,8 +101,8 @@ def _rows(data: object, gpu: str) -> Iterator[tuple[dict, dict, str]]:
     """Returns (case, result, the GPU's name) of every measured row."""
     if isinstance(data, dict):
         for name, rates in data.get("small blocks", {}).items():
-            yield from _of_rates(name, rates, gpu or data["environment"]["device"]) if name != "what" else ()
-        for name, times in data.get(_OF_64, {}).items():
+            yield from _rows_from_rates(name, rates, gpu or data["environment"]["device"]) if name != "what" else ()
+        for name, times in data.get(_BLOCKS_OF_64, {}).items():
             spec, tokens, heads = _CASES_OF_64[name.rpartition(" ")[0]]
             case = {
                 "shape": {"batch": 1, "heads": heads, "tokens": tokens, "head_dim": int(name.rpartition(" D")[2])},
@@ -124,7 +124,7 @@ def _rows(data: object, gpu: str) -> Iterator[tuple[dict, dict, str]]:
             yield from _rows(value, gpu)
 
 
-def _of_rates(name: str, rates: dict, gpu: str) -> Iterator[tuple[dict, dict, str]]:
+def _rows_from_rates(name: str, rates: dict, gpu: str) -> Iterator[tuple[dict, dict, str]]:
     """Returns ``_rows`` of portable kernels in a part of features/h200-2026-11-21.json. rates: {kernels and block size: TFLOP/s of
     kept pairs, forward and backward}."""
     head_dim, spec = name.removeprefix("D").split()
@@ -136,7 +136,7 @@ def _of_rates(name: str, rates: dict, gpu: str) -> Iterator[tuple[dict, dict, st
             yield case | {"block_size": int(kernels.split()[1])}, times | {"backend": "triton"}, gpu
 
 
-def _spec(label: str, spec: str | list[str], tokens: int) -> str | tuple[str, ...]:
+def _restore_spec(label: str, spec: str | list[str], tokens: int) -> str | tuple[str, ...]:
     """Returns the spec of a row. A file has only a digest of maps of blocks, which are made again by their label."""
     if isinstance(spec, list):
         return tuple(spec)
@@ -149,8 +149,8 @@ def _maps(tokens: int) -> dict[str, str]:
 
 
 @cache
-def _mask(spec: str | tuple[str, ...], tokens: int, block_size: int):
-    return compiled(Mask("", spec, block_size), tokens, torch.device("cpu"))[1]
+def _compile_mask(spec: str | tuple[str, ...], tokens: int, block_size: int):
+    return parse_and_compile(Mask("", spec, block_size), tokens, torch.device("cpu"))[1]
 
 
 def fold_of(sample: Sample) -> int:
@@ -158,11 +158,11 @@ def fold_of(sample: Sample) -> int:
     return zlib.crc32(sample.name.encode()) % _FOLDS
 
 
-def fitted(found: dict[str, list[Sample]]) -> list[Chip]:
+def fit_chips(found: dict[str, list[Sample]]) -> list[Chip]:
     """Returns the H100 and the H200 fitted to their samples. Constants that one GPU's samples do not tell are the other GPU's."""
     h200 = fit(H200, found.get(H200.name, []))
-    h100 = fit(H100.inheriting([h200]), found.get(H100.name, []))
-    return [h100, fit(H200.inheriting([h100]), found.get(H200.name, []))]
+    h100 = fit(H100.with_inherited([h200]), found.get(H100.name, []))
+    return [h100, fit(H200.with_inherited([h100]), found.get(H200.name, []))]
 
 
 def errors_by_gpu(found: dict[str, list[Sample]], held_out: bool, made: list[Chip]) -> dict[str, list[tuple[float, Sample]]]:
@@ -171,7 +171,7 @@ def errors_by_gpu(found: dict[str, list[Sample]], held_out: bool, made: list[Chi
     errors: dict[str, list[tuple[float, Sample]]] = {}
     for fold in range(_FOLDS):
         rest = {gpu: [s for s in measured if fold_of(s) != fold] for gpu, measured in found.items()}
-        for chip in fitted(rest) if held_out else made:
+        for chip in fit_chips(rest) if held_out else made:
             these = [s for s in found.get(chip.name, []) if fold_of(s) == fold]
             errors.setdefault(chip.name, []).extend((s.error(chip), s) for s in these)
     return errors
@@ -199,7 +199,7 @@ def known_errors(data: object) -> dict[str, list[tuple[float, Sample]]]:
     return errors
 
 
-def points(errors: dict[str, list[tuple[float, Sample]]]) -> dict[str, dict[str, list[tuple[float, float]]]]:
+def group_by_pass(errors: dict[str, list[tuple[float, Sample]]]) -> dict[str, dict[str, list[tuple[float, float]]]]:
     """Returns {pass: {GPU: [(measured ms, signed relative error)]}} of the passes over 100 us."""
     return {
         name: {
@@ -219,17 +219,17 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     found: dict[str, list[Sample]] = {}
     for path in options.files:
-        for gpu, sample in samples(path):
+        for gpu, sample in read_samples(path):
             found.setdefault(gpu, []).append(sample)
-    made = fitted(found) if options.write else list(chips.shipped().values())
+    made = fit_chips(found) if options.write else list(chips.shipped_chips().values())
     errors = errors_by_gpu(found, options.hold_out, made)
     for gpu, of_gpu in errors.items():
         report(gpu, of_gpu)
     if options.plot:
         options.plot.mkdir(parents=True, exist_ok=True)
-        print(draw_predicted(points(errors), options.plot)["light"])
+        print(draw_predicted(group_by_pass(errors), options.plot)["light"])
     if options.write:
-        chips.write(chips.SHIPPED, made)
+        chips.write_chips(chips.SHIPPED, made)
         print(chips.SHIPPED)
     return 0
 

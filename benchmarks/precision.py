@@ -26,12 +26,12 @@ import torch
 import sparse_flash as sf
 from sparse_flash.variant.eight_bits import attention_in_eight_bits
 
-from .baselines.flash import without_flash_attention_3
-from .measure.throughput import OverLimit, failure_text, time_limit, timed_ms
+from .baselines.flash import why_no_fa3
+from .measure.throughput import OverLimit, failure_text, time_limit, time_ms
 from .results import environment
 
 # mask, block size, q_len, kv_len, heads, kv_heads, head_dim, v_head_dim
-CHECKED = [
+CHECKED_CALLS = [
     (None, 128, 1000, 1000, 4, 4, 128, 128),
     (None, 128, 77, 1333, 4, 1, 64, 64),
     ("causal", 128, 1024, 1024, 8, 2, 128, 128),
@@ -49,8 +49,8 @@ CHECKED = [
     ("causal", 128, 500, 500, 2, 2, 64, 128),
     ("causal", 128, 500, 500, 2, 2, 40, 40),
 ]
-OF_DEFINITION = 6e-3  # largest relative error against the definition: of sums, and of weights that round the other way
-OF_LSE = 2e-2  # largest difference of lse
+MOST_ERROR = 6e-3  # largest relative error against the definition: of sums, and of weights that round the other way
+MOST_LSE_ERROR = 2e-2  # largest difference of lse
 STATISTICS = ("normal", "keys and values with a mean", "outlier channels", "uniform values", "sharp")
 ROWS_CHECKED, KEYS_CHECKED = 64, 65_536
 
@@ -93,7 +93,7 @@ ROWS = [
 ]
 
 
-def drawn(kind: str, shape: tuple[int, int, int, int], of: str, generator: torch.Generator) -> torch.Tensor:
+def draw_inputs(kind: str, shape: tuple[int, int, int, int], of: str, generator: torch.Generator) -> torch.Tensor:
     """bfloat16 numbers of one of ``STATISTICS``. of: "q", "k" or "v"."""
     x = torch.randn(shape, generator=generator, device="cuda")
     if kind == "keys and values with a mean" and of != "q":
@@ -108,21 +108,21 @@ def drawn(kind: str, shape: tuple[int, int, int, int], of: str, generator: torch
     return x.bfloat16()
 
 
-def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return ((found.double() - wanted).norm() / wanted.norm()).item()
 
 
-def _why(error: Exception | OverLimit) -> str:
+def _failure_reason(error: Exception | OverLimit) -> str:
     return "over its time" if isinstance(error, OverLimit) else failure_text(error)
 
 
-def attended(*tensors: Any, **options: Any) -> Any:
+def call_attention(*tensors: Any, **options: Any) -> Any:
     return sf.attention(*tensors, **options)
 
 
-def checks() -> Iterator[dict]:
-    """Yields the errors of each call of ``CHECKED``."""
-    for spec, block, q_len, kv_len, heads, kv_heads, head_dim, v_head_dim in CHECKED:
+def check_calls() -> Iterator[dict]:
+    """Yields the errors of each call of ``CHECKED_CALLS``."""
+    for spec, block, q_len, kv_len, heads, kv_heads, head_dim, v_head_dim in CHECKED_CALLS:
         generator = torch.Generator("cuda").manual_seed(0)
         sizes = (heads, q_len, head_dim), (kv_heads, kv_len, head_dim), (kv_heads, kv_len, v_head_dim)
         q, k, v = (torch.randn((2, *size), generator=generator, device="cuda").bfloat16() for size in sizes)
@@ -131,72 +131,74 @@ def checks() -> Iterator[dict]:
         try:
             with time_limit(120):
                 mask = None if spec is None else sf.compile_mask(spec, q_len, kv_len, block, device="cuda")
-                exact, exact_lse = attended(q.double(), k.double(), v.double(), mask, backend="reference", return_lse=True)
+                exact, exact_lse = call_attention(q.double(), k.double(), v.double(), mask, backend="reference", return_lse=True)
                 kept = None if mask is None else mask.to_dense()
                 wanted, wanted_lse = attention_in_eight_bits(q, k, v, kept, head_dim**-0.5)
-                out, lse = attended(q, k, v, mask, precision="fp8", return_lse=True)
-                again = attended(q, k, v, mask, precision="fp8")
+                out, lse = call_attention(q, k, v, mask, precision="fp8", return_lse=True)
+                again = call_attention(q, k, v, mask, precision="fp8")
         except (Exception, OverLimit) as error:  # the other calls may still be right
-            yield {"call": name, "right": False, "failed": _why(error)}
+            yield {"call": name, "right": False, "failed": _failure_reason(error)}
             continue
         some = ~exact_lse.isneginf()
         found = {
-            "against_definition": relative(out, wanted),
-            "against_float64": relative(out, exact),
-            "definition_against_float64": relative(wanted, exact),
+            "against_definition": relative_error(out, wanted),
+            "against_float64": relative_error(out, exact),
+            "definition_against_float64": relative_error(wanted, exact),
             "lse": (lse.double() - wanted_lse)[some].abs().max().item(),
             "repeats": torch.equal(out, again),
             "empty_rows": torch.equal(lse.isneginf(), exact_lse.isneginf()) and not out[~some].any().item(),
         }
-        right = found["against_definition"] <= OF_DEFINITION and found["lse"] <= OF_LSE
+        right = found["against_definition"] <= MOST_ERROR and found["lse"] <= MOST_LSE_ERROR
         yield {"call": name, "right": right and found["repeats"] and found["empty_rows"]} | found
 
 
-def errors(kind: str, peers: bool, library: str | None) -> dict:
-    """Errors against float64 of ``ROWS_CHECKED`` rows of long dense calls. library: see ``without_flash_attention_3``."""
+def measure_errors(kind: str, peers: bool, library: str | None) -> dict:
+    """Errors against float64 of ``ROWS_CHECKED`` rows of long dense calls. library: see ``why_no_fa3``."""
     generator = torch.Generator("cuda").manual_seed(0)
-    q, k, v = (drawn(kind, (1, 2, tokens, 128), of, generator) for of, tokens in zip("qkv", (ROWS_CHECKED, *[KEYS_CHECKED] * 2)))
+    q, k, v = (
+        draw_inputs(kind, (1, 2, tokens, 128), of, generator) for of, tokens in zip("qkv", (ROWS_CHECKED, *[KEYS_CHECKED] * 2))
+    )
     exact = torch.softmax(q.double() @ k.double().mT * 128**-0.5, -1) @ v.double()
-    found: dict[str, Any] = {"definition": relative(attention_in_eight_bits(q, k, v, None, 128**-0.5)[0], exact)}
+    found: dict[str, Any] = {"definition": relative_error(attention_in_eight_bits(q, k, v, None, 128**-0.5)[0], exact)}
     contestants: dict[str, Callable[[], Callable[[], torch.Tensor]]] = {
-        "bf16": lambda: partial(attended, q, k, v),
-        "fp8": lambda: partial(attended, q, k, v, precision="fp8"),
+        "bf16": lambda: partial(call_attention, q, k, v),
+        "fp8": lambda: partial(call_attention, q, k, v, precision="fp8"),
     }
     if peers:
-        contestants["FlashAttention-3 fp8"] = partial(fa3_in_eight_bits, library, q, k, v, False)
+        contestants["FlashAttention-3 fp8"] = partial(prepare_fa3_fp8, library, q, k, v, False)
     for name, prepare in contestants.items():
         try:
             with time_limit(120):
-                found[name] = relative(prepare()(), exact)
+                found[name] = relative_error(prepare()(), exact)
         except (Exception, OverLimit) as error:
-            found[name] = _why(error)
+            found[name] = _failure_reason(error)
     return {"statistics": kind} | found
 
 
-def by_head(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_by_head(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(x in e4m3, (batch, heads) float32 scales), one for each head."""
     scales = x.float().abs().amax((2, 3)) / 448
     return (x.float() / scales[..., None, None]).to(torch.float8_e4m3fn), scales
 
 
-def fa3_in_eight_bits(
+def prepare_fa3_fp8(
     library: str | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
 ) -> Callable[[], torch.Tensor]:
     """FlashAttention-3's FP8 call, its inputs rounded beforehand. Query heads that share a key head share a scale. library: as for
-    ``without_flash_attention_3``, whose reason a RuntimeError has."""
-    if missing := without_flash_attention_3(library):
+    ``why_no_fa3``, whose reason a RuntimeError has."""
+    if missing := why_no_fa3(library):
         raise RuntimeError(missing)
     group = q.shape[1] // k.shape[1]
     of_q = q.float().unflatten(1, (-1, group)).abs().amax((2, 3, 4)) / 448
     q8 = (q.float() / of_q.repeat_interleave(group, 1)[..., None, None]).to(torch.float8_e4m3fn)
-    (k8, of_k), (v8, of_v) = by_head(k), by_head(v)
+    (k8, of_k), (v8, of_v) = quantize_by_head(k), quantize_by_head(v)
     q8, k8, v8 = (x.transpose(1, 2).contiguous() for x in (q8, k8, v8))
     scales = {"q_descale": of_q, "k_descale": of_k, "v_descale": of_v}
     options = {"softmax_scale": q.shape[3] ** -0.5, "is_causal": causal, "num_splits": 1}
     return lambda: torch.ops.flash_attn_3.fwd(q8, k8, v8, **scales, **options)[0].transpose(1, 2)
 
 
-def cudnn_in_eight_bits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Callable[[], torch.Tensor]:
+def prepare_cudnn_fp8(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Callable[[], torch.Tensor]:
     """cuDNN's FP8 call through its frontend, all scales 1, its inputs rounded beforehand. Only for times."""
     import cudnn
 
@@ -229,21 +231,21 @@ def cudnn_in_eight_bits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causa
     return attend
 
 
-def ours(row: PrecisionRow, q, k, v, mask, changes: list[dict]) -> Iterator[tuple[str, Callable[[], Callable[[], Any]]]]:
+def list_own_calls(row: PrecisionRow, q, k, v, mask, changes: list[dict]) -> Iterator[tuple[str, Callable[[], Callable[[], Any]]]]:
     """Yields (name, what prepares the call): both precisions, the parts of the second, and a choice with either."""
     scale = row.head_dim**-0.5
     for name, precision in (("bf16", None), ("fp8", "fp8")):
-        yield name, partial(partial, attended, q, k, v, mask, precision=precision)
+        yield name, partial(partial, call_attention, q, k, v, mask, precision=precision)
         if row.choice is not None:
-            yield f"choice and {name}", partial(partial, attended, q, k, v, row.choice, precision=precision)
+            yield f"choice and {name}", partial(partial, call_attention, q, k, v, row.choice, precision=precision)
     if row.choice is not None:
         yield "choice", partial(partial, sf.choose_blocks, row.choice, q, k)
 
     def rounding():
-        from sparse_flash.kernels.hopper.quantization import quantized
+        from sparse_flash.kernels.hopper.quantization import quantize_operands
         from sparse_flash.kernels.launch.launch import Recording
 
-        return lambda: quantized(q, k, v, scale, Recording())
+        return lambda: quantize_operands(q, k, v, scale, Recording())
 
     operands = cache(lambda: rounding()())
 
@@ -267,9 +269,9 @@ def ours(row: PrecisionRow, q, k, v, mask, changes: list[dict]) -> Iterator[tupl
         yield "kernel" + "".join(f" {field}={int(value)}" for field, value in change.items()), partial(kernel, change)
 
 
-def measured(row: PrecisionRow, changes: list[dict], peers: bool, library: str | None, limit: int, device: torch.device) -> dict:
+def measure_row(row: PrecisionRow, changes: list[dict], peers: bool, library: str | None, limit: int, device: torch.device) -> dict:
     """Times in ms and TFLOP/s of a row's contestants, and the relative difference of their results from bfloat16's. library: see
-    ``without_flash_attention_3``."""
+    ``why_no_fa3``."""
     generator = torch.Generator(device).manual_seed(0)
     shapes = ((1, heads, row.tokens, row.head_dim) for heads in (row.heads, row.kv_heads, row.kv_heads))
     q, k, v = (torch.randn(shape, generator=generator, device=device).bfloat16() for shape in shapes)
@@ -278,28 +280,28 @@ def measured(row: PrecisionRow, changes: list[dict], peers: bool, library: str |
     flops = 4 * pairs * row.heads * row.head_dim
     results: dict[str, dict] = {}
     expected: dict[bool, torch.Tensor] = {}  # by whether blocks were chosen
-    contestants = list(ours(row, q, k, v, mask, changes))
+    contestants = list(list_own_calls(row, q, k, v, mask, changes))
     if peers and row.spec in (None, "causal") and row.density is None:
         causal = row.spec == "causal"
-        contestants.append(("FlashAttention-3 fp8", partial(fa3_in_eight_bits, library, q, k, v, causal)))
-        contestants.append(("cuDNN fp8", partial(cudnn_in_eight_bits, q, k, v, causal)))
+        contestants.append(("FlashAttention-3 fp8", partial(prepare_fa3_fp8, library, q, k, v, causal)))
+        contestants.append(("cuDNN fp8", partial(prepare_cudnn_fp8, q, k, v, causal)))
     for name, prepare in contestants:
         try:
             with time_limit(limit), torch.no_grad():
                 attend = prepare()
                 found = attend()
-                timing = timed_ms(attend, device, 0.3)
+                timing = time_ms(attend, device, 0.3)
         except (Exception, OverLimit) as error:
-            results[name] = {"failed": _why(error)}
+            results[name] = {"failed": _failure_reason(error)}
             continue
-        result = results[name] = timing.named("ms")
+        result = results[name] = timing.as_result("ms")
         is_chosen = name.startswith("choice")
         if isinstance(found, torch.Tensor):
             if not is_chosen:
                 result["tflops"] = flops / timing.median / 1e9
             if found.dtype == torch.bfloat16:
                 wanted = expected.setdefault(is_chosen, found.clone())
-                result["from_bf16"] = relative(found, wanted.double())
+                result["from_bf16"] = relative_error(found, wanted.double())
             if "ms" in results["bf16"]:
                 result["speedup"] = results["bf16"]["ms"] / result["ms"]
         elif isinstance(found, sf.BlockMask):
@@ -312,7 +314,7 @@ def measured(row: PrecisionRow, changes: list[dict], peers: bool, library: str |
     return {"row": asdict(row), "block_density": 1.0 if mask is None else mask.block_density, "results": results}
 
 
-def said(result: dict) -> str:
+def format_result(result: dict) -> str:
     """One line of the table."""
     if "ms" not in result:
         return next(f"{name} {why}" for name, why in result.items())
@@ -328,7 +330,7 @@ def said(result: dict) -> str:
     return text + (f"  differs from bf16 by {result['from_bf16']:.1e}" if "from_bf16" in result else "")
 
 
-def changes_of(text: str) -> dict:
+def parse_changes(text: str) -> dict:
     """Fields of ``EightBitConfig`` to change. Raises ValueError for others."""
     from sparse_flash.kernels.hopper.configs import EightBitConfig
 
@@ -354,7 +356,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--limit", type=int, default=60, help="seconds for a contestant of a row (default %(default)s)")
     options = parser.parse_args(arguments)
     try:
-        changes = [changes_of(text) for text in options.config]
+        changes = [parse_changes(text) for text in options.config]
     except ValueError as error:
         parser.error(str(error))
     if not torch.cuda.is_available():
@@ -370,12 +372,12 @@ def main(arguments: list[str] | None = None) -> int:
 
     if not options.no_checks:
         with torch.no_grad():
-            for found in checks():
+            for found in check_calls():
                 keep("checks", found)
                 print("right" if found["right"] else "WRONG", _short(found), flush=True)
             for kind in STATISTICS:
                 try:
-                    found = errors(kind, peers, options.fa3)
+                    found = measure_errors(kind, peers, options.fa3)
                 except Exception as error:  # what follows may still run
                     found = {"statistics": kind, "failed": failure_text(error)}
                 keep("errors", found)
@@ -384,13 +386,13 @@ def main(arguments: list[str] | None = None) -> int:
         if options.row and not any(text in row.name for text in options.row):
             continue
         try:
-            found = measured(row, changes, peers, options.fa3, options.limit, device)
+            found = measure_row(row, changes, peers, options.fa3, options.limit, device)
         except Exception as error:  # the other rows may still run
             found = {"row": asdict(row), "results": {"all": {"failed": failure_text(error)}}}
         keep("rows", found)
         print(row.name, flush=True)
         for name, result in found["results"].items():
-            print(f"  {name:32}{said(result)}", flush=True)
+            print(f"  {name:32}{format_result(result)}", flush=True)
     print(options.out)
     return 0 if all(found["right"] for found in data["checks"]) else 1
 

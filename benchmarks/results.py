@@ -167,7 +167,7 @@ class Results:
         os.replace(part, self.path)
 
 
-def finished(result: dict | None) -> TypeGuard[dict]:
+def has_numbers(result: dict | None) -> TypeGuard[dict]:
     """Whether a result has numbers."""
     if not result:
         return False
@@ -177,12 +177,12 @@ def finished(result: dict | None) -> TypeGuard[dict]:
 def why_not(result: dict) -> str:
     """Why a result has no numbers."""
     if "since" in result:
-        return f"{gave_up(result)} at {result['since']:,} tokens already"
+        return f"{why_gave_up(result)} at {result['since']:,} tokens already"
     if "over_limit" in result:
         return f"no result in {result['over_limit']} s"
     return result.get("refused") or result.get("out_of_memory") or result.get("failed") or ""
 
 
-def gave_up(result: dict) -> str:
+def why_gave_up(result: dict) -> str:
     """A word or two on why a longer case would fail too; else empty."""
     return "too long" if "over_limit" in result else "out of memory" if "out_of_memory" in result else ""

@@ -13,7 +13,7 @@ from sparse_flash.masks.pattern import Pattern, PerHead, parse
 
 from .measure.noise import doubts
 from .report.tables import gains
-from .results import Results, finished, why_not
+from .results import Results, has_numbers, why_not
 from .run import Options, device_of, measure
 from .workload import suites
 from .workload.cases import CallSizes, Case
@@ -81,7 +81,7 @@ def bench(
     quick: short timings, and by default 1,024 tokens of 2 heads. Raises ValueError for sizes that no call has, and for a mask
     of other sizes, before anything is measured. A mask that fails later, for lack of memory for instance, is a row that says why.
     """
-    asked = [_pattern(one) for one in (masks if isinstance(masks, Iterable) and not isinstance(masks, str) else [masks])]
+    asked = [_as_pattern(one) for one in (masks if isinstance(masks, Iterable) and not isinstance(masks, str) else [masks])]
     if not asked:
         raise ValueError("masks must be patterns or spec texts; got none")
     if dtype is not None and not isinstance(dtype, torch.dtype):
@@ -93,7 +93,7 @@ def bench(
     chosen = suites.choose(("speedup",), found.type, quick, asked, backend, sizes)
     cases = [case for case in chosen["speedup"] if isinstance(case, Case)]
     results = _Unsaved(Path(), {"settings": {}, "suites": {"speedup": [case.key for case in cases]}, "cases": {}})
-    measure(suites.in_order(cases), chosen, results, found, Options(quick=quick))
+    measure(suites.sort_cases(cases), chosen, results, found, Options(quick=quick))
     compared = {gain.row.key: gain for gain in gains(results.data)}
     labels = [suites.Mask.of(one).label for one in asked]
     ours = {case.mask.label: case.key for case in cases if suites.is_ours(case)}
@@ -107,7 +107,7 @@ class _Unsaved(Results):
         pass
 
 
-def _pattern(given: object) -> Pattern:
+def _as_pattern(given: object) -> Pattern:
     if isinstance(given, (list, tuple)):
         return PerHead(tuple(given))
     if isinstance(given, str):
@@ -138,5 +138,5 @@ def _row(label: str, result: dict, gain) -> BenchRow:
         at_best=1 / gain.visited if gain and gain.visited else None,
         correct=result.get("correct"),
         doubts=tuple(doubts(result)),
-        failed="" if finished(result) else why_not(result),
+        failed="" if has_numbers(result) else why_not(result),
     )

@@ -12,9 +12,9 @@ from typing import Any
 
 from .measure.noise import MARK, doubts
 from .report import page
-from .results import Results, environment, finished, gave_up, why_not
+from .results import Results, environment, has_numbers, why_gave_up, why_not
 from .workload import FULL_RUN, suites
-from .workload.cases import AS_USUAL, CallSizes, PaperCase
+from .workload.cases import USUAL_SIZES, CallSizes, PaperCase
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Options:
     retry: bool = False
     only: tuple[str, ...] = ()
     limit: int | None = None
-    sizes: CallSizes = AS_USUAL
+    sizes: CallSizes = USUAL_SIZES
     imports: tuple[Path, ...] = ()
     full: bool = True
 
@@ -48,7 +48,7 @@ def run(options: Options, console) -> Results:
     the results so far, and the report is still written."""
     device = device_of(options.device)
     chosen = suites.choose(options.suites, device.type, options.quick, options.specs, options.backend, options.sizes, options.full)
-    wanted = selected(chosen, options.only)
+    wanted = select_cases(chosen, options.only)
     from .measure.throughput import DTYPES
 
     dtype = options.sizes.dtype or str(DTYPES[device.type]).removeprefix("torch.")
@@ -74,8 +74,8 @@ def run(options: Options, console) -> Results:
         known = results.data["suites"].get(suite, [])
         results.data["suites"][suite] = list(dict.fromkeys([*known, *(case.key for case in listed)]))
     cases = list(dict.fromkeys(case for _, case in wanted))
-    todo = suites.in_order(case for case in cases if _wanted(results.get(case.key), options))
-    if reused := _reused([entry for case in cases if case not in set(todo) and (entry := results.entry(case.key))]):
+    todo = suites.sort_cases(case for case in cases if _needs_measuring(results.get(case.key), options))
+    if reused := _describe_reused([entry for case in cases if case not in set(todo) and (entry := results.entry(case.key))]):
         console.print(reused)
     try:
         measure(todo, chosen, results, device, options, console)
@@ -107,7 +107,7 @@ def device_type(name: str) -> str:
     return kind
 
 
-def selected(chosen: dict[str, list], only: Iterable[str]) -> list[tuple[str, Any]]:
+def select_cases(chosen: dict[str, list], only: Iterable[str]) -> list[tuple[str, Any]]:
     """(suite, case) of the cases whose line contains one of ``only``, or ends with it if that ends in "$"; of all cases without
     ``only``. Raises ValueError if no case does."""
     parts = tuple(only)
@@ -121,20 +121,20 @@ def selected(chosen: dict[str, list], only: Iterable[str]) -> list[tuple[str, An
     return found
 
 
-def _wanted(known: dict | None, options: Options) -> bool:
+def _needs_measuring(known: dict | None, options: Options) -> bool:
     if known is None or "over_limit" in known:
         return True
-    return options.retry and (not finished(known) or bool(doubts(known)))
+    return options.retry and (not has_numbers(known) or bool(doubts(known)))
 
 
-def _reused(entries: list[dict]) -> str | None:
+def _describe_reused(entries: list[dict]) -> str | None:
     """The cases that are not measured now, and how to measure them."""
     if not entries:
         return None
     first, *_, last = sorted(entry["at"] for entry in (*entries, *entries))
     when = first[:16] if first[:16] == last[:16] else f"{first[:16]} to {last[:16]}"
     text = f"reused: {len(entries)} cases, measured {when.replace('T', ' ')}; --fresh sets them aside and measures anew"
-    again = sum(not finished(entry["result"]) or bool(doubts(entry["result"])) for entry in entries)
+    again = sum(not has_numbers(entry["result"]) or bool(doubts(entry["result"])) for entry in entries)
     return text + (f"; --retry measures the {again} without numbers, or with doubtful ones, again" if again else "")
 
 
@@ -144,10 +144,10 @@ def measure(todo: list, chosen: dict, results: Results, device, options: Options
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from .measure import throughput
-    from .measure.drift import Baselines
+    from .measure.drift import BaselineTimer
 
     limit, seconds = options.limit or LIMITS[device.type], 0.05 if options.quick else None
-    baselines, console = Baselines(device, limit, seconds), console or Console(quiet=True)
+    baselines, console = BaselineTimer(device, limit, seconds), console or Console(quiet=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=len(todo))
@@ -156,29 +156,29 @@ def measure(todo: list, chosen: dict, results: Results, device, options: Options
             with warnings.catch_warnings():
                 # Peers warn about what they cannot do before they raise an error, and the error is kept.
                 warnings.simplefilter("ignore")
-                result = _given_up(case, results)
+                result = _infer_failure(case, results)
                 if result is None:
-                    baselines.before(suites.baselines(case, chosen, results))
+                    baselines.before(suites.find_baselines(case, chosen, results))
                     result = throughput.run(case, device, limit, seconds)
-                    result |= baselines.after() if finished(result) else {}
+                    result |= baselines.after() if has_numbers(result) else {}
             results.add(case, result)
             bar.advance(task)
-            console.print(f"{case.key}: {_brief(result)}", highlight=False, markup=False, soft_wrap=True)
+            console.print(f"{case.key}: {_summarize(result)}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _given_up(case, results: Results) -> dict | None:
+def _infer_failure(case, results: Results) -> dict | None:
     """The result of a cell of the paper's tables whose peer ran out of time or memory at fewer tokens."""
     if not isinstance(case, PaperCase):
         return None
     for tokens in sorted(n for n in suites.PAPER_LENGTHS if n < case.shape.tokens):
         shorter = results.get(replace(case, shape=replace(case.shape, tokens=tokens)).key)
-        if shorter and gave_up(shorter):
+        if shorter and why_gave_up(shorter):
             return {key: shorter[key] for key in ("over_limit", "out_of_memory") if key in shorter} | {"since": tokens}
     return None
 
 
-def _brief(result: dict) -> str:
-    if not finished(result):
+def _summarize(result: dict) -> str:
+    if not has_numbers(result):
         return why_not(result)
     text = _figures(result)
     return f"{text} {MARK} {'; '.join(why)}" if (why := doubts(result)) else text
@@ -193,17 +193,17 @@ def _figures(result: dict) -> str:
             f"{name} {factor * result[f'{name}_us']:.3g} {unit} (host {factor * result[f'{name}_host_us']:.3g} {unit})"
             for name in ("forward", "both")
         )
-        return _unless_wrong(result, ", ".join(times))
+        return _mark_wrong(result, ", ".join(times))
     if "forward_tflops" not in result or result["dtype"] == "float32":
         times = (f"{name} {result[f'{name}_ms']:.3g} ms" for name in ("forward", "backward", "both") if f"{name}_ms" in result)
-        return _unless_wrong(result, ", ".join(times))
+        return _mark_wrong(result, ", ".join(times))
     text = f"forward {result['forward_ms']:.3g} ms ({result['forward_tflops']:.3g} TFLOP/s)"
     if "backward_ms" in result:
         text += f", backward {result['backward_ms']:.3g} ms ({result['backward_tflops']:.3g} TFLOP/s)"
-    return _unless_wrong(result, text)
+    return _mark_wrong(result, text)
 
 
-def _unless_wrong(result: dict, text: str) -> str:
+def _mark_wrong(result: dict, text: str) -> str:
     return text if result["correct"] else f"{text}, WRONG: {result['errors']}"
 
 

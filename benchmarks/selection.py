@@ -28,10 +28,10 @@ from rich.table import Table
 from sparse_flash import BlockSelection
 
 from .baselines.selection import DENSE, PEERS, Leaves, SelectionPeer
-from .measure.accuracy import eagerly, errors_against, is_right
-from .measure.throughput import OverLimit, failure_text, passes, peak_bytes, time_limit
+from .measure.accuracy import as_attend, errors_against, is_right
+from .measure.throughput import OverLimit, failure_text, peak_bytes, time_limit, time_passes
 from .results import environment
-from .workload.problem import in_memory_order
+from .workload.problem import reorder_memory
 
 HEADS = ((32, 8), (64, 4))
 BLOCKS = (128, 64)
@@ -57,7 +57,7 @@ class PicksCase:
         return f"{self.heads}/{self.kv_heads} {self.picks} of {self.block_size} {alike}"
 
 
-def drawn_picks(case: PicksCase, device: torch.device) -> torch.Tensor:
+def draw_picks(case: PicksCase, device: torch.device) -> torch.Tensor:
     """(1, kv_heads, tokens, picks) int32, -1 for none: own blocks, and earlier ones that change from query to query."""
     assert case.alike is not None, "the case is of given picks"
     generator = torch.Generator(device).manual_seed(0)
@@ -77,7 +77,7 @@ def drawn_picks(case: PicksCase, device: torch.device) -> torch.Tensor:
     return torch.stack(heads)[None]
 
 
-def trained_cases(path: Path, heads: Iterable[Sequence[int]], head_dim: int) -> list[tuple[PicksCase, torch.Tensor]]:
+def load_trained_cases(path: Path, heads: Iterable[Sequence[int]], head_dim: int) -> list[tuple[PicksCase, torch.Tensor]]:
     """A case for each (heads, kv_heads), and its picks, (1, kv_heads, tokens, picks) int32, of a file of ``train_lm picks --save``:
     for so many key heads of its layers, spread evenly. Raises ValueError for another file, and where it has fewer heads."""
     try:
@@ -96,14 +96,14 @@ def trained_cases(path: Path, heads: Iterable[Sequence[int]], head_dim: int) -> 
 
 
 def selection_of(case: PicksCase, device: torch.device, picks: torch.Tensor | None = None) -> BlockSelection:
-    return BlockSelection.from_picks(drawn_picks(case, device) if picks is None else picks.to(device), case.block_size)
+    return BlockSelection.from_picks(draw_picks(case, device) if picks is None else picks.to(device), case.block_size)
 
 
-def leaves_of(case: PicksCase, device: torch.device, dtype: torch.dtype, order: tuple[int, ...]) -> Leaves:
+def draw_leaves(case: PicksCase, device: torch.device, dtype: torch.dtype, order: tuple[int, ...]) -> Leaves:
     """The same values for every peer, its dimensions in ``order`` in memory."""
     generator = torch.Generator(device).manual_seed(0)
     q, k, v = (
-        in_memory_order(
+        reorder_memory(
             torch.randn((1, heads, case.tokens, case.head_dim), generator=generator, device=device, dtype=dtype), order
         ).requires_grad_()
         for heads in (case.heads, case.kv_heads, case.kv_heads)
@@ -117,7 +117,7 @@ def kept_pairs(case: PicksCase, selection: BlockSelection) -> int:
     return sum(by_head) * (case.heads // case.kv_heads)
 
 
-def measured(
+def measure_peer(
     case: PicksCase,
     peer: SelectionPeer,
     selection: BlockSelection,
@@ -127,7 +127,7 @@ def measured(
     checks: bool,
 ) -> dict:
     """Times in ms, bytes beyond the inputs, errors; or {"refused": why}. flops: of the forward pass. checks: against float64."""
-    leaves = leaves_of(case, device, dtype, peer.order)
+    leaves = draw_leaves(case, device, dtype, peer.order)
     if reason := peer.refuses(leaves, selection):
         return {"refused": reason}
     group = case.heads // case.kv_heads
@@ -143,12 +143,12 @@ def measured(
     result: dict = {}
     with peer.settings():
         fn = peer.prepare(leaves, selection)
-        attend = eagerly(leaves, fn)
+        attend = as_attend(leaves, fn)
         if checks:
             errors = errors_against(kept_by, leaves, attend)
             result = {"errors": errors, "correct": is_right(errors, dtype)}
-        for name, timing in passes(leaves, fn, device, _CPU_SECONDS, True):
-            result |= timing.named(name)
+        for name, timing in time_passes(leaves, fn, device, _CPU_SECONDS, True):
+            result |= timing.as_result(name)
         dout = torch.randn_like(leaves[0])
         result["extra_bytes"] = peak_bytes(lambda: attend(dout), device)
     if checks:
@@ -172,7 +172,7 @@ def run(
     for name in names:
         try:
             with time_limit(limit):
-                results[name] = measured(case, PEERS[name], selection, flops, device, dtype, name != DENSE)
+                results[name] = measure_peer(case, PEERS[name], selection, flops, device, dtype, name != DENSE)
         except OverLimit:
             results[name] = {"over_limit": limit}
         except Exception as error:  # a peer that fails is a result: the others still can
@@ -182,7 +182,7 @@ def run(
     return {"case": asdict(case), "name": case.name, "tflop": flops / 1e12, "results": results}
 
 
-def said(result: dict) -> str:
+def format_result(result: dict) -> str:
     """One cell of the table: forward / backward ms and TFLOP/s, or why there are none."""
     if "forward_ms" not in result:
         return next(iter(result))
@@ -217,7 +217,7 @@ def main(arguments: list[str] | None = None) -> int:
     ]
     try:
         for path in options.trained:
-            cases += trained_cases(path, pairs_of_heads, options.head_dim)
+            cases += load_trained_cases(path, pairs_of_heads, options.head_dim)
     except ValueError as error:
         parser.error(str(error))
     data: dict = {"format": 1, "environment": environment(device), "dtype": str(dtype).removeprefix("torch."), "cases": []}
@@ -228,7 +228,7 @@ def main(arguments: list[str] | None = None) -> int:
         data["cases"].append(found)
         # After each one, so that a run that is stopped keeps what it has.
         (options.out / "selection.json").write_text(json.dumps(data, indent=1) + "\n")
-        cells = [said(found["results"][name]) for name in names]
+        cells = [format_result(found["results"][name]) for name in names]
         table.add_row(case.name, *cells)
         print(case.name, "; ".join(f"{name} {cell}" for name, cell in zip(names, cells, strict=True)), flush=True)
         for name, result in found["results"].items():

@@ -3,7 +3,7 @@
     python -m sparse_flash.benchmarks.traffic --out runs/traffic
 
 After arXiv:2205.14135, Prop. 4: what block-sparse attention brings into fast memory is a part for its inputs and outputs and a
-part proportional to density, bytes = a + b x density. ``counted`` counts both from the algorithm. Fast memory is that of a
+part proportional to density, bytes = a + b x density. ``count_bytes`` counts both from the algorithm. Fast memory is that of a
 multiprocessor; DRAM is read less often, as the L2 cache holds what is read again. Each density runs in its own process under Nsight
 Compute (``ncu``), which empties the caches before it counts. Writes traffic.json, traffic.png and traffic-dark.png.
 """
@@ -44,7 +44,7 @@ _UNITS = {f"{prefix}{name}": scale for prefix, scale in _PREFIXES.items() for na
 }
 
 
-def launches(text: str) -> list[dict]:
+def parse_launches(text: str) -> list[dict]:
     """The launches in the output of ``ncu --csv``, in order: {"kernel": name, metric: value in bytes or nanoseconds}.
 
     Reads both of its forms: a row for each metric, and (``--page raw``) a row for each launch under a row of units. Lines
@@ -84,9 +84,9 @@ def _number(name: str, value: str, unit: str) -> float:
     return number * scale
 
 
-def point(density: float, text: str) -> dict:
+def parse_point(density: float, text: str) -> dict:
     """Returns the figures of one density by pass, from the last launch; the earlier launches warm up."""
-    found = launches(text)
+    found = parse_launches(text)
     of_passes: dict = {"density": density}
     for name in PASSES:
         last: dict = next((launch for launch in reversed(found) if f"attention_{name}" in launch["kernel"]), {})
@@ -99,7 +99,7 @@ def point(density: float, text: str) -> dict:
     return of_passes
 
 
-def counted(name: str) -> dict[str, float]:
+def count_bytes(name: str) -> dict[str, float]:
     """{"a", "b"} of bytes read = a + b x density, by the algorithm: a tile stays in fast memory, and each block that it visits is
     brought there once. Forward: a tile of queries, and keys and values. Backward: a tile of keys and values; and queries,
     gradients of the output, and two float32 numbers a query."""
@@ -131,7 +131,7 @@ def block_map(density: float, generator=None, device=None):
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, kept, True)
 
 
-def work(density: float, backend: str) -> None:
+def run_worker(density: float, backend: str) -> None:
     """The program that runs under ncu."""
     import torch
 
@@ -175,7 +175,7 @@ def write(folder: Path, environment: dict, points: list[dict], backend: str = "a
         "metrics": METRICS,
         "points": points,
         "fits": {name: {level: fit(points, name, level) for level in LEVELS} for name in PASSES},
-        "counted": {name: counted(name) for name in PASSES},
+        "counted": {name: count_bytes(name) for name in PASSES},
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "traffic.json").write_text(json.dumps(data, indent=1) + "\n")
@@ -195,7 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         parser.error("PyTorch finds no GPU here, and the traffic of its memory is what is measured")
     if options.worker is not None:
-        work(options.worker, options.backend)
+        run_worker(options.worker, options.backend)
         return 0
     ncu = shutil.which(options.ncu)
     if ncu is None:
@@ -205,7 +205,7 @@ def main(arguments: list[str] | None = None) -> int:
     points = []
     try:
         for density in DENSITIES:
-            points.append(point(density, profile(ncu, density, options.backend)))
+            points.append(parse_point(density, profile(ncu, density, options.backend)))
             for name in PASSES:
                 inner, outer = (points[-1][name][level] / 1e9 for level in LEVELS)
                 print(f"density {density:<7g} {name:8} into multiprocessors {inner:.3f} GB, from DRAM {outer:.3f} GB", flush=True)

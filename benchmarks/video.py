@@ -15,9 +15,10 @@ chooser's are its budget. ``parts`` are ms of kernels by name, from one profiled
 Random weights say nothing of quality. ``difference`` is the relative L2 distance of the output from the first dense case's: that of
 ``all pairs in tiles`` must be rounding, as between dense cases; the others' tell how much such weights let a mask change.
 
-``kernels``: a window of tiles in tile order, forward and backward, checked at sampled queries; grids are rounded up to whole tiles,
-as some peers take full blocks alone. ``ragged`` rows have the model's own grid. Ours is timed before and after its peers. Dense
-attention has the tokens of the model's own grid. ``permutation``: to_tiles and to_raster beside a copy; GB/s read and written.
+``kernels``: a window of tiles in tile order, forward and backward, checked at sampled queries; grids are rounded up to
+whole tiles, as some peers take full blocks alone. ``ragged`` rows have the model's own grid. Ours is timed before and after its
+peers. Dense attention has the tokens of the model's own grid. ``permutation``: to_tiles and to_raster beside a copy; GB/s
+read and written.
 
 A case that is missing or fails is a row with the reason. Writes video.json after each row. Exits with 1 if a result is wrong.
 """
@@ -47,16 +48,16 @@ from torch.profiler import ProfilerActivity, profile
 
 import sparse_flash as sf
 
-from .baselines.flash import Asked, FlashAttention
+from .baselines.flash import FlashAttention, FlashMask
 from .baselines.registry import PEERS
 from .measure.accuracy import TOLERANCE
 from .measure.noise import Timing
-from .measure.throughput import DTYPES, OverLimit, failure_text, passes, time_limit
+from .measure.throughput import DTYPES, OverLimit, failure_text, time_limit, time_passes
 from .measure.throughput import run as run_case
-from .results import environment, finished, why_not
+from .results import environment, has_numbers, why_not
 from .workload.cases import OURS, Case, Mask, Shape
 from .workload.masks import FULL
-from .workload.video import ALL_PAIRS, MODELS, Model, StepCase, built, shares, step_cases, windows
+from .workload.video import ALL_PAIRS, MODELS, Model, StepCase, build_transformer, shares, step_cases, windows
 
 PARTS = {  # the first that is found in a kernel's name; names that torch.compile makes are lists of operations
     "rest": r"^triton_",
@@ -73,11 +74,11 @@ _LEAST_STEPS, _KERNELS_SHOWN, _HEARD_S = 3, 16, 15
 @torch.library.custom_op(
     "sparse_flash_benchmarks::dense", mutates_args=(), schema="(Tensor q, Tensor k, Tensor v, str peer) -> Tensor"
 )
-def _by_peer(q, k, v, peer):
-    return PEERS[peer].attend(q, k, v, Asked(False))
+def _attend_by_peer(q, k, v, peer):
+    return PEERS[peer].attend(q, k, v, FlashMask(False))
 
 
-@_by_peer.register_fake
+@_attend_by_peer.register_fake
 def _(q, k, v, peer):
     return q.new_empty(q.shape)
 
@@ -88,13 +89,13 @@ def _dense_call(name: str) -> Callable[..., torch.Tensor]:
     if isinstance(peer, FlashAttention):
         if reason := peer.missing():
             raise ImportError(reason)
-        return lambda q, k, v: _by_peer(q, k, v, name)
+        return lambda q, k, v: _attend_by_peer(q, k, v, name)
     attend: Callable = sf.attention if name == OURS else torch.nn.functional.scaled_dot_product_attention
     return lambda q, k, v: attend(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
 
 
 @contextmanager
-def switched(transformer: Any, model: Model, case: StepCase) -> Iterator[None]:
+def patched_attention(transformer: Any, model: Model, case: StepCase) -> Iterator[None]:
     """The transformer computes its self-attention as the case says, compiled or not."""
     from sparse_flash.integrations.diffusers import restore, use_sparse_flash
 
@@ -127,11 +128,11 @@ def _uncompile(transformer: torch.nn.Module) -> None:
     torch.compiler.reset()
 
 
-def part_of(kernel: str) -> str:
+def classify_kernel(kernel: str) -> str:
     return next((part for part, names in PARTS.items() if re.search(names, kernel)), "rest")
 
 
-def parts(fn: Callable, step_ms: float) -> dict:
+def profile_step(fn: Callable, step_ms: float) -> dict:
     """{"parts": ms of kernels by part, and idle; "kernels": the longest of them}, from one step."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
@@ -140,21 +141,24 @@ def parts(fn: Callable, step_ms: float) -> dict:
     events = [event for event in seen.key_averages() if event.device_type == DeviceType.CUDA]
     found = dict.fromkeys(("attention", "products", "permutation", "choice", "rest"), 0.0)
     for event in events:
-        found[part_of(event.key)] += event.self_device_time_total / 1e3
+        found[classify_kernel(event.key)] += event.self_device_time_total / 1e3
     found["idle"] = step_ms - sum(found.values())
     longest = sorted(events, key=lambda event: -event.self_device_time_total)[:_KERNELS_SHOWN]
     shown = [
-        {"kernel": e.key[:120], "ms": e.self_device_time_total / 1e3, "calls": e.count, "part": part_of(e.key)} for e in longest
+        {"kernel": e.key[:120], "ms": e.self_device_time_total / 1e3, "calls": e.count, "part": classify_kernel(e.key)}
+        for e in longest
     ]
     return {"parts": found, "kernels": shown}
 
 
-def step(transformer: Any, inputs: dict, model: Model, case: StepCase, seconds: float, reference: list[torch.Tensor]) -> dict:
+def measure_step(
+    transformer: Any, inputs: dict, model: Model, case: StepCase, seconds: float, reference: list[torch.Tensor]
+) -> dict:
     """A row's figures. reference: the output of the first dense case, or empty; a dense case puts its own there."""
     device = inputs["timestep"].device
     cuda = device.type == "cuda"
     found: dict = {} if case.spec is None else shares(case, model.layout(case.tile))
-    with torch.no_grad(), switched(transformer, model, case):
+    with torch.no_grad(), patched_attention(transformer, model, case):
         begin = time.perf_counter()
         out = transformer(**inputs).sample
         if cuda:
@@ -176,14 +180,14 @@ def step(transformer: Any, inputs: dict, model: Model, case: StepCase, seconds: 
             transformer(**inputs)
             torch.cuda.synchronize() if cuda else None
             times.append(time.perf_counter() - begin)
-        found |= Timing.of(times).scaled(1e3).named("step_ms") | {"steps": len(times)}
+        found |= Timing.of(times).scaled(1e3).as_result("step_ms") | {"steps": len(times)}
         if cuda:
             found["peak_bytes"] = torch.cuda.max_memory_allocated()
-            found |= parts(lambda: transformer(**inputs), found["step_ms"])
+            found |= profile_step(lambda: transformer(**inputs), found["step_ms"])
     return found
 
 
-def kernels(options: argparse.Namespace, names: list[str], device: torch.device) -> Iterator[dict]:
+def measure_kernels(options: argparse.Namespace, names: list[str], device: torch.device) -> Iterator[dict]:
     """A row for each peer of each window, as plain data."""
     peers = ("cudnn-blocks", "flex-fa4") if device.type == "cuda" else ()
     dense = "sdpa-cudnn" if device.type == "cuda" else "sdpa-math"
@@ -197,11 +201,11 @@ def kernels(options: argparse.Namespace, names: list[str], device: torch.device)
             if not re.search(options.only, case.peer) or (case.peer == dense and case.key in done):
                 continue
             done.add(case.key)
-            with heard(f"{label}, {case.peer}"):
+            with heartbeat(f"{label}, {case.peer}"):
                 yield case.as_data() | facts | run_case(case, device, options.row_limit)
 
 
-def permutation(model: Model, device: torch.device, dtype: torch.dtype) -> Iterator[dict]:
+def measure_permutation(model: Model, device: torch.device, dtype: torch.dtype) -> Iterator[dict]:
     """to_tiles, to_raster and a copy, forward and backward, of what a model reorders: its tokens, or q."""
     layout, heads, dim = model.layout("auto"), model.heads, model.config.get("attention_head_dim", 128)
     for shape, axis in (((1, layout.tokens, heads * dim), 1), ((1, heads, layout.tokens, dim), 2)):
@@ -214,13 +218,13 @@ def permutation(model: Model, device: torch.device, dtype: torch.dtype) -> Itera
         ):
             moved = (source.numel() + fn(source).numel()) * source.element_size()
             found: dict = {"what": name, "shape": list(shape), "tile": layout.tile, "bytes": moved}
-            for key, timing in passes((source,), partial(fn, source), device, 0.1, backward=True):
-                found |= timing.named(key) | {key.replace("_ms", "_gb_s"): moved / timing.median / 1e6}
+            for key, timing in time_passes((source,), partial(fn, source), device, 0.1, backward=True):
+                found |= timing.as_result(key) | {key.replace("_ms", "_gb_s"): moved / timing.median / 1e6}
             yield found
 
 
 @contextmanager
-def heard(what: str) -> Iterator[None]:
+def heartbeat(what: str) -> Iterator[None]:
     """Prints a line from time to time while the body runs, for those who watch."""
     done, begin = threading.Event(), time.monotonic()
 
@@ -240,8 +244,8 @@ def heard(what: str) -> Iterator[None]:
 def run_steps(model_name: str, options: argparse.Namespace, device: torch.device, over: Callable[[], bool]) -> Iterator[dict]:
     """The rows of a model."""
     model = MODELS[model_name]
-    with heard(f"building {model_name}"):
-        transformer, inputs = built(model, device, DTYPES[device.type], options.layers)
+    with heartbeat(f"building {model_name}"):
+        transformer, inputs = build_transformer(model, device, DTYPES[device.type], options.layers)
     facts = {"model": model_name, "grid": model.grid, "tokens": model.tokens, "layers": options.layers}
     reference: list[torch.Tensor] = []
     for case in step_cases(model, options.how, device):
@@ -251,8 +255,8 @@ def run_steps(model_name: str, options: argparse.Namespace, device: torch.device
             return
         found = facts | asdict(case) | ({"tile": model.layout(case.tile).tile} if case.spec else {})
         try:
-            with heard(f"{model_name}, {case.name}"), time_limit(options.row_limit):
-                found |= step(transformer, inputs, model, case, options.seconds, reference)
+            with heartbeat(f"{model_name}, {case.name}"), time_limit(options.row_limit):
+                found |= measure_step(transformer, inputs, model, case, options.seconds, reference)
         except OverLimit:
             found["over_limit"] = options.row_limit
         except ImportError as error:
@@ -266,7 +270,7 @@ def run_steps(model_name: str, options: argparse.Namespace, device: torch.device
 
 def add_speedups(rows: list[dict]) -> None:
     """Puts "speedup" into each row of ours, and "over": the fastest dense case so far of its model that was compiled alike."""
-    timed = [row for row in rows if finished(row)]
+    timed = [row for row in rows if has_numbers(row)]
     for row in timed:
         alike = [one for one in timed if (one["model"], one["compiled"], one["spec"]) == (row["model"], row["compiled"], None)]
         if row["spec"] and alike:
@@ -276,7 +280,7 @@ def add_speedups(rows: list[dict]) -> None:
 
 def step_cells(found: dict) -> list[str]:
     name = f"{found['name']}{', compiled' * found['compiled']}" + (f", tile {tuple(found['tile'])}" if found["spec"] else "")
-    if not finished(found):
+    if not has_numbers(found):
         return [found["model"], name, "", "", why_not(found)]
     share = f"{found['share']:.1%}, {found['visited']:.1%}" if "share" in found else ""
     texts = [f"{found['speedup']:.2f}" if "speedup" in found else "", f"{found.get('peak_bytes', 0) / 2**30:.1f}"]
@@ -287,7 +291,7 @@ def step_cells(found: dict) -> list[str]:
 
 def kernel_cells(found: dict) -> list[str]:
     where = [found["label"], f"{tuple(found['tile'])}, {tuple(found['window'])}", str(Shape(**found["shape"])), found["peer"]]
-    if not finished(found):
+    if not has_numbers(found):
         return [*where, why_not(found)]
     times = [f"{found[key]:.3f}" if key in found else "" for key in ("forward_ms", "backward_ms")]
     return [*where, " / ".join(times), "" if found["correct"] else "WRONG"]
@@ -344,12 +348,12 @@ def main(arguments: list[str] | None = None) -> int:
 
     def rows(part: str) -> Iterator[dict]:
         if part == "kernels":
-            yield from kernels(options, names, device)
+            yield from measure_kernels(options, names, device)
         for name in names:
             if part == "steps":
                 yield from run_steps(name, options, device, over)
             elif part == "permutation":
-                yield from permutation(MODELS[name], device, dtype)
+                yield from measure_permutation(MODELS[name], device, dtype)
 
     save()
     for part in options.part or COLUMNS:

@@ -23,7 +23,7 @@ from sparse_flash.integrations.transformers import use_sparse_flash
 CITIES = ("Paris", "Tokyo", "Cairo", "Lima", "Oslo")
 
 
-def sequence(text: list[int], encode, length: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, list[slice]]:
+def make_sequence(text: list[int], encode, length: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, list[slice]]:
     """(tokens, which of them are text, where the answers are). encode: text -> tokens."""
     chosen = random.Random(seed)
     numbers = {city: str(chosen.randrange(10000, 100000)) for city in CITIES}
@@ -77,7 +77,7 @@ def compare(model, encode, tokens: int, window: int, count: int = 4, masks: tupl
     """{what was measured: (loss, numbers recalled)} over ``count`` sequences; prints a row for each."""
     layers = len(sf.masks_of(use_sparse_flash(model)))
     text = encode("\n\n".join(topics[name] for name in sorted(topics)))
-    sequences = [sequence(text[number * tokens :], encode, tokens, number) for number in range(count)]
+    sequences = [make_sequence(text[number * tokens :], encode, tokens, number) for number in range(count)]
     causal, found = sf.compile_mask("causal", tokens).density, {}
     print(f"{'mask':<34}{'pairs':>8}{'loss':>8}{'recalled':>10}")
     for name, by_layer in (arms(layers, window) | {mask: dict.fromkeys(range(layers), mask) for mask in masks}).items():

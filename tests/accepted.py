@@ -31,7 +31,7 @@ def an_h100(patch: pytest.MonkeyPatch) -> None:
     """Makes all back ends answer as on an H100, about calls on "cuda"."""
     for module in (hopper, triton):
         patch.setattr(module, "_available", lambda: None)
-    patch.setattr(triton, "_interpreted", lambda: False)
+    patch.setattr(triton, "_is_interpreted", lambda: False)
     patch.setattr(triton, "_refusal", lambda device, e4m3: None)
     patch.setattr(hopper, "_capability", lambda device: (9, 0))
     patch.setattr(sys.modules[__name__], "DEVICE", "cuda")

@@ -113,9 +113,9 @@ def config_of(case: Case, chip: str) -> configs.Config:
     if case.kernel == "packed":
         return configs.Config(0, 0, 1 if case.variant == "fill_rows_kernel" else 4, 0)
     name = "grad_kv" if case.kernel == "grad_qkv" else case.kernel  # both passes take its tiles
-    config = configs.fitted(of, name, dtype, case.dim, case.block or None)
+    config = configs.builtin_config(of, name, dtype, case.dim, case.block or None)
     of_variant = "grad_q" if case.kernel == "grad_qkv" else case.kernel
-    return configs.for_variant(config, of_variant, of, *_variant(case), case.dim)
+    return configs.adapt_to_variant(config, of_variant, of, *_variant(case), case.dim)
 
 
 def hash_of(kernel: str) -> str:

@@ -85,7 +85,10 @@ def main() -> None:
         for name, value in list(vars(module).items()):
             if isinstance(value, JITFunction) and name.endswith("_kernel"):
                 setattr(module, name, Kernel(value))
-    with mock.patch.object(launch, "remember", lambda *_: None), mock.patch.object(launch, "addresses_tiles", lambda device: False):
+    with (
+        mock.patch.object(launch, "keep_for_replay", lambda *_: None),
+        mock.patch.object(launch, "can_address_tiles", lambda device: False),
+    ):
         attention_calls()
         selection_calls()
     print(json.dumps({"read": sorted({known.split()[0] for known in READ})}))

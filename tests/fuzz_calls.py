@@ -319,7 +319,7 @@ def _launches(call: DrawnCall):
     with (
         patch.object(portable, "ONE_LAUNCH_TOKENS", limit),
         patch.object(hopper, "SHORT_TILES", dict.fromkeys(hopper.SHORT_TILES, limit)),
-        patch.object(hopper, "TIME_OF_192", 0 if call.seed % 4 == 1 else 1 << 30),
+        patch.object(hopper, "TALL_TILE_TIME", 0 if call.seed % 4 == 1 else 1 << 30),
         patch.object(tall, "_MOST_TIME", 1 << 30),
         # The first call with a mask decides.
         patch.object(document_blocks, "_LEAST_GAIN", call.seed // CALLS_PER_MASK % 3 and 1 << 30),

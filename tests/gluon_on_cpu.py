@@ -794,6 +794,8 @@ def gluon_on_cpu(seed: int = 0):
             patch.setattr(module, "launch", run_partitioned)
         patch.setattr(hopper, "available", lambda: None)
         patch.setattr(hopper, "_is_hopper", lambda device: True)
-        patch.setattr(hopper, "_own_scores", lambda score_mod, dtypes: None)  # kernels cannot be compiled beside the interpreter
+        patch.setattr(
+            hopper, "_score_mod_refusal", lambda score_mod, dtypes: None
+        )  # kernels cannot be compiled beside the interpreter
         patch.setattr(hopper, "supports", _supports)
         yield

@@ -2,18 +2,18 @@
 
 import torch
 
-from sparse_flash.benchmarks.measure.accuracy import eagerly, sampled_errors
+from sparse_flash.benchmarks.measure.accuracy import as_attend, sampled_errors
 from sparse_flash.benchmarks.workload import cases
-from sparse_flash.benchmarks.workload.problem import problem_of
+from sparse_flash.benchmarks.workload.problem import build_problem
 
 
 def problem(spec, tokens=256, block_size=128, heads=2, head_dim=16, batch=1, kv_heads=None):
     """A small problem on the CPU. spec: one for all heads, or a tuple with one per head."""
     case = cases.Case(cases.Shape(batch, heads, tokens, head_dim, kv_heads), cases.Mask("", spec, block_size), "sparse_flash")
-    return problem_of(case, torch.device("cpu"), torch.float32)
+    return build_problem(case, torch.device("cpu"), torch.float32)
 
 
 def errors_of(peer, p):
     """A peer's errors, against float64 at sampled queries."""
-    p = p.memory_order(peer.order)
-    return sampled_errors(p, eagerly(p.leaves, peer.prepare(p)))
+    p = p.with_memory_order(peer.order)
+    return sampled_errors(p, as_attend(p.leaves, peer.prepare(p)))

@@ -354,11 +354,11 @@ def of_hopper(dim: int) -> Iterator[Callable[[], dict]]:
         yield _of_hopper("backward_of_documents", *backward, True, own_starts=True, **options)
     yield _of_hopper("forward_of_dropout", *forward, False, dropout=True)
     for options in ({}, {"fixed": True}, {"ragged": True}):
-        details = BACKWARD, hopper_configs.BACKWARD_OF_DROPOUT[dim], dim, False
+        details = BACKWARD, hopper_configs.VARIANT_BACKWARD[dim], dim, False
         yield _of_hopper("backward_of_dropout", *details, dropout=True, **options)
     for name, table, sparse in (
-        ("192", hopper_configs.FORWARD_OF_192, False),
-        ("tall", hopper_configs.FORWARD_OF_192, True),
+        ("192", hopper_configs.TALL_FORWARD, False),
+        ("tall", hopper_configs.TALL_FORWARD, True),
         ("short", hopper_configs.SHORT_FORWARD, False),
         ("short", hopper_configs.SHORT_FORWARD_OF_TABLES, True),
     ):
@@ -374,8 +374,8 @@ def of_hopper(dim: int) -> Iterator[Callable[[], dict]]:
     for name, (variant, switches) in OF_VARIANTS.items():
         for block in (128, 64) if dim == 128 else (128,):
             for pass_, kernel, config in (
-                ("forward", FORWARD, hopper_configs.forward_of_variant(dim, block)),
-                ("backward", BACKWARD, hopper_configs.backward_of_variant(dim, block, switches["SCORED"])),
+                ("forward", FORWARD, hopper_configs.variant_forward_config(dim, block)),
+                ("backward", BACKWARD, hopper_configs.variant_backward_config(dim, block, switches["SCORED"])),
             ):
                 row = f"{pass_}_of_{name}{_of_blocks(block, config)}"
                 yield _of_hopper(row, kernel, config, dim, True, block=block, variant=variant, switches=switches)
@@ -389,10 +389,10 @@ def of_wide_forward() -> Iterator[Callable[[], dict]]:
     """Yields Hopper's forward kernels for head dimensions above 128, and for v of another head_dim."""
     for dim, dim_v in ((256, 256), (192, 192), (192, 128)):
         row = "forward" if dim == dim_v else f"forward_of_{dim}_and_{dim_v}"
-        columns = hopper_forward.columns_of(dim, dim_v)
+        columns = hopper_forward.column_constants(dim, dim_v)
 
         def compiles(row, sparse, block, variant=None, plain=True, dim=dim, dim_v=dim_v, columns=columns, **options):
-            config = hopper_configs.wide_forward(columns["DIM"], columns["DIM_V"], sparse and block, 1, 0, plain)
+            config = hopper_configs.wide_forward_config(columns["DIM"], columns["DIM_V"], sparse and block, 1, 0, plain)
             given, switches = OF_VARIANTS[variant] if variant else (NO_VARIANT, NO_SWITCHES)
             options |= {"dim_v": dim_v, "variant": given, "switches": switches, "block": block}
             return _of_hopper(row + _of_blocks(block, config), FORWARD, config, dim, sparse, **options)

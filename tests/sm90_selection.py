@@ -109,9 +109,11 @@ def compile_case(case: tuple, known: set, dtype=torch.bfloat16) -> None:
             decode.selection_decode(q[:, :, :1], cache, cache, *newest, kv_lens=lens, block_table=pages)
             means = torch.zeros(1, kv_heads, q_len // block + 1, dim)
             newest_blocks.update_means(means, cache, q_len // block, 1, block, lens, pages)
-            newest_blocks.pick_newest(q[:, :, :1], means[:, :, :-1], lens, q_len, slots, block, kv_heads)
+            newest_blocks.pick_decode_blocks(q[:, :, :1], means[:, :, :-1], lens, q_len, slots, block, kv_heads)
             # So many blocks that several programs share them.
-            newest_blocks.pick_newest(q[:, :, :1], torch.zeros(1, kv_heads, 1024, dim), lens, 1024 * block, slots, block, kv_heads)
+            newest_blocks.pick_decode_blocks(
+                q[:, :, :1], torch.zeros(1, kv_heads, 1024, dim), lens, 1024 * block, slots, block, kv_heads
+            )
         if block in by_hopper_kernels.BLOCK_SIZES and dim in (64, 128):
             by_hopper_kernels.forward(q, k, k, selection, 1.0)
             by_hopper_kernels.backward(q, None, q, k, k, q, lse, selection, 1.0)

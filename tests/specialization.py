@@ -194,7 +194,7 @@ def chooser_calls() -> None:
         words, counts = torch.zeros(grid.q_blocks, -(-grid.kv_blocks // 32), dtype=torch.int32), torch.zeros(grid.q_blocks).int()
         bits = torch.zeros(batch, heads, *words.shape, dtype=torch.int32)
         for rule in ("keep", "mass", "floor", "relative", "budget"):
-            rules.keep_bits(scores, words, words, counts, bits, 0, rule, 0.5)
+            rules.apply_rule(scores, words, words, counts, bits, 0, rule, 0.5)
         table = sf.compile_mask("causal", q_len, kv_len, 64)
         for maps, by_key in product((bits.flatten(0, 1), torch.zeros(batch * heads, *grid.shape, dtype=torch.bool)), (False, True)):
             select.select_entries(maps, table.by_key if by_key else table.by_query, by_key, grid.shape, 2048)
@@ -228,7 +228,7 @@ def picked_decoding_calls() -> None:
         blocks = 3 * kv_len
         means = torch.zeros(batch, kv_heads, blocks + 1, 64)
         newest_blocks.update_means(means, k, blocks, 2, 16, lens, options.get("block_table"))
-        newest_blocks.pick_newest(q, means[:, :, :-1], lens, 16 * blocks, 3, 16, kv_heads)
+        newest_blocks.pick_decode_blocks(q, means[:, :, :-1], lens, 16 * blocks, 3, 16, kv_heads)
 
 
 def main() -> None:
@@ -240,7 +240,7 @@ def main() -> None:
                 kernels[f"{module.__name__.removeprefix('sparse_flash.kernels.')}.{name}"] = getattr(module, name)
     not_capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False)
     one_stream = mock.patch.object(descriptors, "raw_stream", lambda device: 0)
-    with mock.patch.object(launch, "remember", lambda *_: None), not_capturing, one_stream:
+    with mock.patch.object(launch, "keep_for_replay", lambda *_: None), not_capturing, one_stream:
         portable_calls()
         hopper_calls()
         with heavy_rows_split():
@@ -250,7 +250,7 @@ def main() -> None:
         chooser_calls()
         selection_calls()
         picked_decoding_calls()
-        with mock.patch.object(launch, "addresses_tiles", lambda device: False):
+        with mock.patch.object(launch, "can_address_tiles", lambda device: False):
             portable_calls()
     for name, kernel in kernels.items():
         print(json.dumps({"kernel": name, "compiled": kernel.compiled, "again": kernel.again, "wrong": sorted(kernel.wrong)}))

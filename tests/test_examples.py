@@ -284,7 +284,7 @@ def test_a_hugging_face_model_learns_to_copy_under_its_masks_and_generates_so(ca
 def test_a_pretrained_model_is_measured_by_its_loss_on_text_and_by_what_it_recalls(capsys):
     transformers = pytest.importorskip("transformers")
     example = load("pretrained")
-    tokens, plain, answers = example.sequence(list(b"Words. " * 400), lambda text: list(text.encode()), 1200, seed=3)
+    tokens, plain, answers = example.make_sequence(list(b"Words. " * 400), lambda text: list(text.encode()), 1200, seed=3)
     assert tokens.shape == plain.shape == (1200,) and len(answers) == 5
     for place in answers:
         said = bytes(tokens.tolist())[: place.stop].rsplit(b"Answer: ", 1)[1]

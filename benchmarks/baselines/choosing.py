@@ -111,7 +111,7 @@ class _Recorder:
 def minference(problem: Problem) -> Calls:
     """Its call also pads copies of q, k and v by a block of 64; choose and attend get them padded."""
     ops, block = import_module("minference.ops.block_sparse_flash_attention"), 64
-    q, k, v = _repeated(problem)
+    q, k, v = _repeat_keys(problem)
     tokens = q.shape[2]
     padded = [torch.nn.functional.pad(t, (0, 0, 0, block - tokens % block)) for t in (q, k, v)]
     rows, lengths = tokens // block, torch.tensor([tokens], dtype=torch.int32, device=q.device)
@@ -157,7 +157,7 @@ def flexprefill(problem: Problem) -> Calls:
 def xattention(problem: Problem, stride: int) -> Calls:
     """Its Triton kernels run only where the GPU's name has a 100 in it, so here each GPU is called H100."""
     estimate = import_module("xattn.src.Xattention").xattn_estimate
-    q, k, _ = _repeated(problem)
+    q, k, _ = _repeat_keys(problem)
     tokens = q.shape[2]
     power = 1 << (tokens - 1).bit_length()
     chunk = max(min(power, 2**28 // power), 2048)  # as its Xattention_prefill sets it, for more than 2048 tokens
@@ -190,7 +190,7 @@ class _NamedH100:
 def spargeattn(problem: Problem) -> Calls:
     """The steps of its spas_sage_attn_meansim, with topk, which its authors recommend, instead of cdfthreshd."""
     example, utils = import_module("spas_sage_attn.triton_kernel_example"), import_module("spas_sage_attn.utils")
-    q, k, v = _repeated(problem)
+    q, k, v = _repeat_keys(problem)
 
     def choose(topk: float) -> tuple[torch.Tensor, torch.Tensor]:
         smooth = k - k.mean(dim=-2, keepdim=True)
@@ -212,7 +212,7 @@ def prism(problem: Problem) -> Calls:
     """The two calls of its layer. Its choice wants repeated keys, its attention does not."""
     module = import_module("prism.prism")
     q, k, v = problem.leaves
-    keys = _repeated(problem)[1]
+    keys = _repeat_keys(problem)[1]
 
     def choose(threshold: float) -> torch.Tensor:
         thresholds = {"low_freq_threshold": threshold, "high_freq_threshold": threshold}
@@ -232,7 +232,7 @@ def _causal_blocks(problem: Problem, block: int = BLOCK) -> int:
     return problem.q.shape[1] * rows * (rows + 1) // 2
 
 
-def _repeated(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _repeat_keys(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k and v, with as many heads of keys and values as of queries."""
     q, k, v = problem.leaves
     group = q.shape[1] // k.shape[1]
@@ -248,25 +248,25 @@ FLASHPREFILL = (2, 4, 2, 0)  # sinks and window in blocks, last blocks of querie
 FLEXPREFILL = (0.1, 1024)  # tau, min_budget in tokens: as in its README
 SPARGEATTN = (-0.1, 50)  # simthreshd1, pvthreshd: the defaults of its topk call
 
-_FLASHPREFILL = dict(zip(("attention_sink", "window", "last_n_full_block", "min_budget"), FLASHPREFILL)) | {"block": BLOCK}
-_FLEXPREFILL = dict(zip(("tau", "min_budget"), FLEXPREFILL)) | {"block": BLOCK}
-_SPARGEATTN = dict(zip(("simthreshd1", "pvthreshd"), SPARGEATTN)) | {"block": "128 x 64", "qk": "int8", "keys": "repeated"}
-_MINFERENCE = {"block": 64, "keys": "repeated", "knob": "top_k as a share of a prompt's blocks"}
+_FLASHPREFILL_FACTS = dict(zip(("attention_sink", "window", "last_n_full_block", "min_budget"), FLASHPREFILL)) | {"block": BLOCK}
+_FLEXPREFILL_FACTS = dict(zip(("tau", "min_budget"), FLEXPREFILL)) | {"block": BLOCK}
+_SPARGEATTN_FACTS = dict(zip(("simthreshd1", "pvthreshd"), SPARGEATTN)) | {"block": "128 x 64", "qk": "int8", "keys": "repeated"}
+_MINFERENCE_FACTS = {"block": 64, "keys": "repeated", "knob": "top_k as a share of a prompt's blocks"}
 
 
-def _xattention(stride: int) -> Package:
+def _xattention_package(stride: int) -> Package:
     settings = {"stride": stride, "block": BLOCK, "keys": "repeated for the choice", "attention": "sparse_flash"}
     source = "mit-han-lab/x-attention@e379887"
     return Package(lambda problem: xattention(problem, stride), source, "threshold", "xattn", settings=settings)
 
 
 PACKAGES = {
-    "flashprefill": Package(flashprefill, "qhfan/FlashPrefill@74e42f3", "alpha", "", 1.0, 0.0, _FLASHPREFILL),
-    "minference": Package(minference, "microsoft/MInference@fb56c91", "top_k", "minference", settings=_MINFERENCE),
-    "flexprefill": Package(flexprefill, "bytedance/FlexPrefill@a24b27b", "gamma", "flex_prefill", settings=_FLEXPREFILL),
-    "xattention-8": _xattention(8),
-    "xattention-16": _xattention(16),
-    "spargeattn": Package(spargeattn, "thu-ml/SpargeAttn@bfd980b", "topk", "spas_sage_attn", settings=_SPARGEATTN),
+    "flashprefill": Package(flashprefill, "qhfan/FlashPrefill@74e42f3", "alpha", "", 1.0, 0.0, _FLASHPREFILL_FACTS),
+    "minference": Package(minference, "microsoft/MInference@fb56c91", "top_k", "minference", settings=_MINFERENCE_FACTS),
+    "flexprefill": Package(flexprefill, "bytedance/FlexPrefill@a24b27b", "gamma", "flex_prefill", settings=_FLEXPREFILL_FACTS),
+    "xattention-8": _xattention_package(8),
+    "xattention-16": _xattention_package(16),
+    "spargeattn": Package(spargeattn, "thu-ml/SpargeAttn@bfd980b", "topk", "spas_sage_attn", settings=_SPARGEATTN_FACTS),
     "prism": Package(
         prism, "xinghaow99/prism@d5a4252", "threshold", "prism", settings={"block": BLOCK, "keys": "repeated for the choice"}
     ),

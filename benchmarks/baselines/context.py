@@ -20,11 +20,11 @@ from sparse_flash.masks.block_mask import BlockMask
 from sparse_flash.masks.pattern import And, Pattern
 from sparse_flash.parallel.costs import ELEMENT_BYTES, HEAD_DIM, LINK_RATE, SequenceSizes
 from sparse_flash.parallel.exchange import exchange_blocks
-from sparse_flash.parallel.explanation import STRATEGIES, explained
-from sparse_flash.parallel.heads import own_tokens_of_all_heads, some_heads_of_all_tokens
+from sparse_flash.parallel.explanation import STRATEGIES, explain_strategies
+from sparse_flash.parallel.heads import exchange_heads_for_tokens, exchange_tokens_for_heads
 from sparse_flash.parallel.plan import ContextPlan
 
-from .flash import Asked, FlashAttention4
+from .flash import FlashAttention4, FlashMask
 from .flex import mask_function
 
 Leaves = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -34,7 +34,7 @@ PATIENCE = timedelta(seconds=150)
 
 
 @dataclass(frozen=True)
-class Sequence:
+class DividedSequence:
     """pattern, mask: the mask of all tokens in both forms, the second on the device. q: (1, heads, tokens, head_dim) of the whole
     sequence, k, v: (1, kv_heads, tokens, head_dim): the same on every rank. ranks: that share it."""
 
@@ -53,7 +53,7 @@ class Sequence:
     def received(self) -> dict[str, float]:
         """Bytes that the rank which gets most gets in a forward pass, by strategy of this library that can be."""
         sizes = SequenceSizes(self.mask.q_len, self.mask.block_size, *self.heads)
-        costs = explained(self.mask.to("cpu"), sizes, self.ranks, LINK_RATE, True).costs
+        costs = explain_strategies(self.mask.to("cpu"), sizes, self.ranks, LINK_RATE, True).costs
         return {name: self.bytes_of(costs[name].received.max()) for name in STRATEGIES if name in costs}
 
     def bytes_of(self, estimated: float) -> float:
@@ -74,12 +74,12 @@ class Divided(NamedTuple):
 
 
 class Way:
-    def refuses(self, sequence: Sequence) -> str | None:
+    def refuses(self, sequence: DividedSequence) -> str | None:
         """Why it cannot divide the sequence, or None; the same on every rank."""
         return None
 
     @contextmanager
-    def divided(self, sequence: Sequence, mesh: DeviceMesh) -> Iterator[Divided]:
+    def divided(self, sequence: DividedSequence, mesh: DeviceMesh) -> Iterator[Divided]:
         """Calls are made within this context."""
         raise NotImplementedError
         yield
@@ -114,8 +114,8 @@ class Planned(Way):
 def _exchange_alone(plan: ContextPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Makes the exchanges of a forward pass under the strategy "blocks" or "heads", and computes nothing. v: with q's head_dim."""
     if plan.strategy == "heads" and plan.ranks > 1:
-        q, *_ = some_heads_of_all_tokens([q, k, v], plan.ranks, plan._peers)
-        own_tokens_of_all_heads(q, plan.ranks, plan._peers)  # q has the size of out
+        q, *_ = exchange_tokens_for_heads([q, k, v], plan.ranks, plan._peers)
+        exchange_heads_for_tokens(q, plan.ranks, plan._peers)  # q has the size of out
     elif plan._route is not None and plan.strategy == "blocks":
         exchange_blocks(k, v, plan._route)
 
@@ -131,7 +131,7 @@ class _Pieces(Way):
     def piece(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         return x.chunk(mesh.size(), 2)[mesh.get_local_rank()].contiguous()
 
-    def leaves(self, sequence: Sequence, mesh: DeviceMesh) -> Leaves:
+    def leaves(self, sequence: DividedSequence, mesh: DeviceMesh) -> Leaves:
         q, k, v = (self.piece(t, mesh).requires_grad_() for t in (sequence.q, sequence.k, sequence.v))
         return q, k, v
 
@@ -208,22 +208,22 @@ class ExchangedHeads(_Pieces):
     def divided(self, sequence, mesh):
         q, k, v = self.leaves(sequence, mesh)
         ranks, width, kernel = mesh.size(), _window(sequence.pattern), FlashAttention4()
-        asked = Asked(True, None if width == 0 else width - 1)
+        asked = FlashMask(True, None if width == 0 else width - 1)
 
         def to_heads(t: torch.Tensor) -> torch.Tensor:
             """(1, tokens of all, heads of a rank, head_dim) of (1, heads, tokens, head_dim)"""
-            every = self._exchanged(t[0].unflatten(0, (ranks, -1)), mesh)
+            every = self._exchange(t[0].unflatten(0, (ranks, -1)), mesh)
             return every.permute(0, 2, 1, 3).flatten(0, 1)[None]
 
         def run():
             out = kernel.attend(*map(to_heads, (q, k, v)), asked)[0]
-            back = self._exchanged(out.unflatten(0, (ranks, -1)).permute(0, 2, 1, 3), mesh)
+            back = self._exchange(out.unflatten(0, (ranks, -1)).permute(0, 2, 1, 3), mesh)
             return back.flatten(0, 1)[None]
 
         yield Divided((q, k, v), run, self.whole(mesh), self.bytes_of((q, k, v, q), ranks, 1 / ranks))
 
     @staticmethod
-    def _exchanged(parts: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    def _exchange(parts: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         """Returns this rank's pieces from all ranks: (ranks, ...) -> (ranks, ...)."""
         mine = parts.contiguous()
         return differentiable.all_to_all_single(torch.empty_like(mine), mine, group=mesh.get_group())
@@ -292,15 +292,15 @@ def barrier() -> None:
     dist.barrier(group=_host_group(dist.group.WORLD))
 
 
-def of_all_ranks(value) -> list:
+def gather_from_ranks(value) -> list:
     """Returns the value of each rank, in their order; any picklable object."""
     return _gathered(value, _host_group(dist.group.WORLD))
 
 
-def failed_alone(failed: bool) -> list[int]:
+def find_failed_ranks(failed: bool) -> list[int]:
     """The ranks on which a call failed, where it did not fail on all. On a group of its own: the others may still be in that call's
     collectives, and leave them after PATIENCE."""
-    every = _gathered(failed, _verdicts(dist.group.WORLD))
+    every = _gathered(failed, _verdict_group(dist.group.WORLD))
     return [] if all(every) else [rank for rank, one in enumerate(every) if one]
 
 
@@ -317,5 +317,5 @@ def _host_group(world: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 @cache
-def _verdicts(world: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def _verdict_group(world: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return dist.new_group(backend="gloo", timeout=PATIENCE)

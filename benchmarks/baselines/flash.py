@@ -19,7 +19,7 @@ from ..workload.problem import Problem
 from .base import Peer
 
 
-class Asked(NamedTuple):
+class FlashMask(NamedTuple):
     """window: keys before the query's own; None: no window. cu_seqlens: where documents start, and where the last one ends, int32
     on the device; longest: tokens of the longest. None: no documents."""
 
@@ -40,14 +40,14 @@ class FlashAttention(Peer):
         """Why the library cannot be called, or None."""
         raise NotImplementedError
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: Asked) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: FlashMask) -> torch.Tensor:
         """The library's own call, in its layout."""
         raise NotImplementedError
 
     def refuses(self, problem: Problem) -> str | None:
         if problem.dropout_p or problem.kv_lens is not None:
             return "its calls have no dropout, and padding is not measured"
-        inner = _inside_causal(problem)
+        inner = _strip_causal(problem)
         if problem.name not in ("full", "causal") and not isinstance(inner, (local, documents)):
             return "its block-sparse call is not measured; it has dense, causal, causal window and causal documents"
         if self.deterministic and inner is not None:
@@ -55,10 +55,10 @@ class FlashAttention(Peer):
         return self.missing()
 
     def prepare(self, problem: Problem) -> Callable[[], torch.Tensor]:
-        inner = _inside_causal(problem)
+        inner = _strip_causal(problem)
         if isinstance(inner, documents):
             return self._documents(problem, inner.cu_seqlens)
-        asked = Asked(problem.name != "full", inner.window - 1 if isinstance(inner, local) else None)
+        asked = FlashMask(problem.name != "full", inner.window - 1 if isinstance(inner, local) else None)
 
         def run():
             q, k, v = (t.transpose(1, 2) for t in problem.leaves)
@@ -71,7 +71,7 @@ class FlashAttention(Peer):
         batch, _, tokens, _ = problem.q.shape
         starts = [b * tokens + start for b in range(batch) for start in bounds[:-1]]
         cu_seqlens = torch.tensor([*starts, batch * tokens], dtype=torch.int32, device=problem.q.device)
-        asked = Asked(True, None, cu_seqlens, max(stop - start for start, stop in pairwise(bounds)))
+        asked = FlashMask(True, None, cu_seqlens, max(stop - start for start, stop in pairwise(bounds)))
 
         def run():
             q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in problem.leaves)
@@ -80,7 +80,7 @@ class FlashAttention(Peer):
         return run
 
 
-def _inside_causal(problem: Problem) -> Pattern | None:
+def _strip_causal(problem: Problem) -> Pattern | None:
     """``p`` if the problem's only pattern is ``causal & p``."""
     if len(problem.patterns) > 1 or not isinstance(problem.patterns[0], And):
         return None
@@ -123,17 +123,17 @@ class FlashAttention3(FlashAttention):
     """The CUDA C++ kernels for Hopper: flash_attn_interface of the flash-attention project, or the copy that xformers brings."""
 
     def missing(self):
-        return _flash_attention_3()
+        return _load_installed_fa3()
 
     def attend(self, q, k, v, asked):
-        return _OfFlashAttention3.apply(q, k, v, asked, self.deterministic)
+        return _FA3Function.apply(q, k, v, asked, self.deterministic)
 
 
 @cache
-def without_flash_attention_3(library: str | None) -> str | None:
+def why_no_fa3(library: str | None) -> str | None:
     """Why FlashAttention-3 cannot be called, or None. library: its file, or None where a package brings it."""
     if library is None:
-        return _flash_attention_3()
+        return _load_installed_fa3()
     try:
         torch.ops.load_library(library)
     except OSError as error:  # of a library that it needs
@@ -142,7 +142,7 @@ def without_flash_attention_3(library: str | None) -> str | None:
 
 
 @cache
-def _flash_attention_3() -> str | None:
+def _load_installed_fa3() -> str | None:
     """Registers torch.ops.flash_attn_3; why it cannot, or None."""
     if importlib.util.find_spec("flash_attn_interface"):
         try:
@@ -162,11 +162,11 @@ def _flash_attention_3() -> str | None:
     return None
 
 
-class _OfFlashAttention3(torch.autograd.Function):
+class _FA3Function(torch.autograd.Function):
     """Calls the operators themselves, which both copies register, so that both are called alike."""
 
     @staticmethod
-    def forward(ctx, q, k, v, asked: Asked, deterministic: bool):
+    def forward(ctx, q, k, v, asked: FlashMask, deterministic: bool):
         ctx.options = {"softmax_scale": q.shape[-1] ** -0.5, "is_causal": asked.causal}
         if asked.window is not None:
             ctx.options |= {"window_size_left": asked.window, "window_size_right": 0}

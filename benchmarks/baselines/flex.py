@@ -39,7 +39,7 @@ class Flex(Peer):
         # The backward pass is timed alone, repeatedly over one graph, which must keep what it saved.
         keep_saved_tensors()
         options: dict[str, Any] = {
-            "block_mask": None if problem.mask.keeps_all and problem.kv_lens is None else flex_block_mask(_within_reach(problem)),
+            "block_mask": None if problem.mask.keeps_all and problem.kv_lens is None else flex_block_mask(_coarsen_table(problem)),
             "kernel_options": {"BACKEND": self.backend} if self.backend else None,
             "enable_gqa": problem.grouped,
         }
@@ -47,7 +47,7 @@ class Flex(Peer):
         return lambda: compiled(*problem.leaves, **options)
 
 
-def _within_reach(problem: Problem) -> Problem:
+def _coarsen_table(problem: Problem) -> Problem:
     """The problem with a table that the kernels accept: the same pairs, on blocks no smaller than their tile."""
     mask = problem.mask
     if mask.block_size >= LEAST_BLOCK or len(problem.patterns) > 1:
@@ -99,10 +99,10 @@ def mask_mod(problem: Problem) -> Callable:
         return mask_function(problem.patterns[0], problem.mask, 0)
     of_head = index[0].cpu().tolist()
     forms = [mask_function(problem.patterns[of_head.index(number)], problem.mask, number) for number in range(problem.mask.masks)]
-    return reduce(lambda low, number: _chosen(low, forms[number], index[0], number), range(1, len(forms)), forms[0])
+    return reduce(lambda low, number: _select_by_head(low, forms[number], index[0], number), range(1, len(forms)), forms[0])
 
 
-def _chosen(low: Callable, form: Callable, number_of_head: torch.Tensor, number: int) -> Callable:
+def _select_by_head(low: Callable, form: Callable, number_of_head: torch.Tensor, number: int) -> Callable:
     return lambda b, h, q, k: torch.where(number_of_head[h] == number, form(b, h, q, k), low(b, h, q, k))
 
 

@@ -33,10 +33,10 @@ class CudnnBlocks(Peer):
         kept = problem.mask.kept_blocks().expand(*problem.q.shape[:2], -1, -1)
         count = kept.sum(-1, dtype=torch.int32)
         index = torch.argsort(~kept, dim=-1, stable=True)[..., : int(count.max())].int().contiguous()  # kept ones first, in order
-        return lambda: _OfCudnn.apply(*problem.leaves, index, count, problem.mask.block_size)
+        return lambda: _CudnnFunction.apply(*problem.leaves, index, count, problem.mask.block_size)
 
 
-class _OfCudnn(torch.autograd.Function):
+class _CudnnFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, index, count, block_size):
         from cudnn.block_sparse_attention import BSA

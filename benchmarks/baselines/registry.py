@@ -26,11 +26,11 @@ class SparseFlash(Peer):
 
     def refuses(self, problem: Problem) -> str | None:
         reason = None if self.backend == "auto" else backends.backend(self.backend).supports(self.call(problem))
-        return reason or self._lacks(problem)
+        return reason or self._refuses_options(problem)
 
-    def _lacks(self, problem: Problem) -> str | None:
+    def _refuses_options(self, problem: Problem) -> str | None:
         """The call's own refusal of dropout or lengths, asked with one token."""
-        varied = _varied(problem)
+        varied = _extra_arguments(problem)
         if "kv_lens" in varied:
             varied["kv_lens"] = torch.ones_like(varied["kv_lens"])
         if varied:
@@ -47,15 +47,15 @@ class SparseFlash(Peer):
         return backends.Call.of(*problem.leaves, block_size, deterministic=self.deterministic)
 
     def runs_on(self, problem: Problem) -> str | None:
-        return None if _varied(problem) else backends.choose_backend(self.backend, self.call(problem))
+        return None if _extra_arguments(problem) else backends.choose_backend(self.backend, self.call(problem))
 
     def prepare(self, problem: Problem) -> Callable[[], torch.Tensor]:
         mask = None if problem.mask.keeps_all else problem.mask
-        options: dict[str, Any] = {"backend": self.backend, "deterministic": self.deterministic, **_varied(problem)}
+        options: dict[str, Any] = {"backend": self.backend, "deterministic": self.deterministic, **_extra_arguments(problem)}
         return lambda: sparse_flash.attention(*problem.leaves, mask, **options)  # type: ignore[return-value]  # no return_lse
 
 
-def _varied(problem: Problem) -> dict:
+def _extra_arguments(problem: Problem) -> dict:
     """The arguments for dropout and lengths, if the problem has them."""
     dropout = {"dropout_p": problem.dropout_p} if problem.dropout_p else {}
     return dropout if problem.kv_lens is None else {**dropout, "kv_lens": problem.kv_lens}
@@ -94,7 +94,7 @@ class Sdpa(Peer):
         return lambda: torch.nn.functional.scaled_dot_product_attention(*problem.leaves, **options)
 
 
-def peer(name: str) -> Peer:
+def find_peer(name: str) -> Peer:
     """The peer of a case. Raises ValueError for an unknown name."""
     base, _, backend = name.partition(":")
     if backend and base in PEERS and isinstance(PEERS[base], SparseFlash):

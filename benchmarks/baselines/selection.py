@@ -36,7 +36,7 @@ class SelectionPeer:
 
 
 @dataclass(frozen=True)
-class SparseFlashOfPicks(SelectionPeer):
+class SparseFlashSelection(SelectionPeer):
     backend: str = "auto"
     order = (0, 1, 2, 3)
 
@@ -62,7 +62,7 @@ class CausalSdpa(SelectionPeer):
         return lambda: torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=grouped)
 
 
-def _shared_picks(leaves: Leaves, selection: BlockSelection) -> str | None:
+def _picks_refusal(leaves: Leaves, selection: BlockSelection) -> str | None:
     if selection.every > 1:
         return "each of its queries picks for itself"
     if selection.heads != leaves[1].shape[1]:
@@ -77,7 +77,7 @@ class Fla(SelectionPeer):
         group = leaves[0].shape[1] // leaves[1].shape[1]
         if group < 16 or group & (group - 1):
             return f"it wants a power of two of 16 and more query heads for each key head; got {group}"
-        return _shared_picks(leaves, selection) or _missing(_FLA)
+        return _picks_refusal(leaves, selection) or _import_refusal(_FLA)
 
     def prepare(self, leaves, selection):
         parallel_nsa = importlib.import_module(_FLA).parallel_nsa
@@ -102,7 +102,7 @@ class PackedNsa(SelectionPeer):
     def refuses(self, leaves, selection):
         if leaves[0].shape[0] > 1:
             return f"its sequences are packed, and batches are not measured; got a batch of {leaves[0].shape[0]}"
-        return _shared_picks(leaves, selection) or _missing(self.module)
+        return _picks_refusal(leaves, selection) or _import_refusal(self.module)
 
     def prepare(self, leaves, selection):
         attend = getattr(importlib.import_module(self.module), self.name)
@@ -116,7 +116,7 @@ class PackedNsa(SelectionPeer):
         return run
 
 
-def _missing(module: str) -> str | None:
+def _import_refusal(module: str) -> str | None:
     try:
         importlib.import_module(module)
     except Exception as error:  # a library that is there and does not load says why
@@ -126,8 +126,8 @@ def _missing(module: str) -> str | None:
 
 DENSE = "sdpa-cudnn"
 PEERS: dict[str, SelectionPeer] = {
-    "sparse_flash": SparseFlashOfPicks(),
-    "sparse_flash:triton": SparseFlashOfPicks("triton"),
+    "sparse_flash": SparseFlashSelection(),
+    "sparse_flash:triton": SparseFlashSelection("triton"),
     DENSE: CausalSdpa(),
     "fla": Fla(),
     "nsa-triton": PackedNsa("native_sparse_attention.ops.triton.topk_sparse_attention", "topk_sparse_attention"),

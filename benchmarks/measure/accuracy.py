@@ -25,7 +25,7 @@ Attend = Callable[..., tuple[torch.Tensor, ...]]
 Kept = Callable[[int, int, torch.Tensor], torch.Tensor]
 
 
-def eagerly(leaves: tuple[torch.Tensor, ...], fn: Callable[[], torch.Tensor]) -> Attend:
+def as_attend(leaves: tuple[torch.Tensor, ...], fn: Callable[[], torch.Tensor]) -> Attend:
     """Both passes of a peer's prepared ``fn``, as plain calls. leaves: q, k and v."""
 
     def attend(dout=None):
@@ -56,7 +56,7 @@ def sampled_errors(problem: Problem, attend: Attend, backward: bool = True) -> d
     @cache
     def of_pattern(pattern, queries: torch.Tensor) -> torch.Tensor:
         position = queries.cpu().numpy()[:, None] + kv_len - problem.q.shape[2]
-        return _kept(pattern, position, key[None]).to(queries.device)
+        return _apply_token_rule(pattern, position, key[None]).to(queries.device)
 
     return errors_against(kept, problem.leaves, attend, backward)
 
@@ -106,7 +106,7 @@ def dropout_errors(problem: Problem, attend: Attend) -> dict[str, float]:
     q, k = problem.q.detach(), problem.k.detach()
     sums = attend()[0][..., 0].double()
     rows = torch.arange(0, q.shape[2], -(-q.shape[2] // SAMPLES), device=q.device)
-    kept = _kept(problem.patterns[0], rows.cpu().numpy()[:, None], np.arange(k.shape[2])[None]).to(q.device)
+    kept = _apply_token_rule(problem.patterns[0], rows.cpu().numpy()[:, None], np.arange(k.shape[2])[None]).to(q.device)
     promised = measured = 0.0
     for batch in range(q.shape[0]):
         pairs = kept
@@ -127,7 +127,7 @@ def dropout_is_right(errors: dict[str, float]) -> bool:
     return errors["mean"] < 0.05 and errors["rate"] < 1
 
 
-def _kept(pattern, position: np.ndarray, key: np.ndarray) -> torch.Tensor:
+def _apply_token_rule(pattern, position: np.ndarray, key: np.ndarray) -> torch.Tensor:
     """(samples, tokens) bool, from the pattern's definition, not its table."""
     return torch.from_numpy(np.broadcast_to(pattern.token_rule(position, key), (len(position), key.shape[1])).copy())
 

@@ -9,7 +9,7 @@ import torch
 _STEPS, _NEAR = 14, 0.02  # of the search, and how near the density must come, relative
 
 
-def reach(density_at: Callable[[float], float], ends: tuple[float, float], wanted: float) -> float:
+def find_setting(density_at: Callable[[float], float], ends: tuple[float, float], wanted: float) -> float:
     """The setting whose density is nearest to the wanted one, by bisection. ends: the sparsest and the densest setting. Nothing is
     compiled by torch.compile meanwhile: it would compile anew for some settings, then give up."""
     low, high = ends

@@ -8,10 +8,10 @@ import torch
 
 from ..workload.cases import CallCase, Case
 from . import latency, throughput
-from .accuracy import eagerly
+from .accuracy import as_attend
 
 
-class Baselines:
+class BaselineTimer:
     """The baselines of successive cases. A timing after one case serves as the timing before the next, and a peer that is needed
     again stays prepared. seconds, limit: of each timing, as in ``throughput.run``."""
 
@@ -29,17 +29,17 @@ class Baselines:
         self._just_timed = False
         for key, case in wanted.items():
             if key not in self._before:
-                self._before |= self._timed(key, case)
+                self._before |= self._time_baseline(key, case)
 
     def after(self) -> dict:
         """{"around": {case key: {figure: [before, after]}}}, or {} without baselines."""
         before, self._before, self._just_timed = self._before, {}, True
         for key in before:
-            self._before |= self._timed(key)
+            self._before |= self._time_baseline(key)
         around = {key: {name: [before[key][name], time] for name, time in times.items()} for key, times in self._before.items()}
         return {"around": around} if around else {}
 
-    def _timed(self, key: str, case: Case | None = None) -> dict[str, dict[str, float]]:
+    def _time_baseline(self, key: str, case: Case | None = None) -> dict[str, dict[str, float]]:
         """{key: times}; {} if it gives none now; the row is then compared with the baseline's own earlier result."""
         try:
             with throughput.time_limit(self._limit):
@@ -57,18 +57,18 @@ class _Prepared:
 
     def __init__(self, case: Case, device: torch.device):
         self._case = case
-        self._problem, self._rival, self._backward = throughput.asked(case, device)
+        self._problem, self._rival, self._backward = throughput.prepare_case(case, device)
         with self._rival.settings():
             self._fn = self._rival.prepare(self._problem)
             if isinstance(case, CallCase):
-                attend = eagerly(self._problem.leaves, self._fn)
+                attend = as_attend(self._problem.leaves, self._fn)
                 self._dout = torch.randn_like(attend()[0])
-                self._attend = latency.captured(attend, self._dout) if case.graph else attend
+                self._attend = latency.capture_graphs(attend, self._dout) if case.graph else attend
 
     def times(self, device: torch.device, seconds: float) -> dict[str, float]:
         with self._rival.settings():
             if isinstance(self._case, CallCase):
-                found = latency.times(self._attend, self._dout, device, seconds)
+                found = latency.time_both(self._attend, self._dout, device, seconds)
             else:
-                found = throughput.passes(self._problem.leaves, self._fn, device, seconds, self._backward)
+                found = throughput.time_passes(self._problem.leaves, self._fn, device, seconds, self._backward)
             return {name: timing.median for name, timing in found}

@@ -14,7 +14,7 @@ import torch
 
 from ..baselines.base import Peer
 from ..workload.problem import Problem
-from .accuracy import Attend, eagerly, is_right, sampled_errors
+from .accuracy import Attend, as_attend, is_right, sampled_errors
 from .noise import Timing
 
 _SECONDS = 0.3  # per figure, at most
@@ -23,29 +23,29 @@ _RUN_SECONDS, _RUN_CALLS = 0.01, 50  # of calls between two synchronizations; no
 _LEAST_RUNS = 3
 
 
-def measured(problem: Problem, rival: Peer, device: torch.device, graph: bool, seconds: float = _SECONDS) -> dict:
+def measure_call(problem: Problem, rival: Peer, device: torch.device, graph: bool, seconds: float = _SECONDS) -> dict:
     """Microseconds per call of the forward pass without gradients and of forward and backward, and their errors."""
-    attend = eagerly(problem.leaves, rival.prepare(problem))
+    attend = as_attend(problem.leaves, rival.prepare(problem))
     dout = torch.randn_like(attend()[0])
     if graph:
-        attend = captured(attend, dout)
+        attend = capture_graphs(attend, dout)
     errors = sampled_errors(problem, attend)
     result = {"errors": errors, "correct": is_right(errors, problem.q.dtype)}
     dout.normal_()  # the check leaves most of a graph's own dout zero
-    for name, timing in times(attend, dout, device, seconds):
-        result |= timing.named(name)
+    for name, timing in time_both(attend, dout, device, seconds):
+        result |= timing.as_result(name)
     return result
 
 
-def times(attend: Attend, dout: torch.Tensor, device: torch.device, seconds: float) -> Iterator[tuple[str, Timing]]:
+def time_both(attend: Attend, dout: torch.Tensor, device: torch.device, seconds: float) -> Iterator[tuple[str, Timing]]:
     """Microseconds of both passes, each as time and as host time."""
     for name, call in (("forward", attend), ("both", lambda: attend(dout))):
-        time_us, host_us = microseconds(call, device, min(seconds, _SECONDS))
+        time_us, host_us = time_calls_us(call, device, min(seconds, _SECONDS))
         yield f"{name}_us", time_us
         yield f"{name}_host_us", host_us
 
 
-def captured(attend: Attend, dout: torch.Tensor) -> Attend:
+def capture_graphs(attend: Attend, dout: torch.Tensor) -> Attend:
     """``attend`` as replays of two CUDA graphs. dout: the second graph's own; any other is copied into it. The next replay
     overwrites the results."""
     stream = torch.cuda.Stream()
@@ -75,7 +75,7 @@ def captured(attend: Attend, dout: torch.Tensor) -> Attend:
     return replay
 
 
-def microseconds(call: Callable, device: torch.device, seconds: float = _SECONDS) -> tuple[Timing, Timing]:
+def time_calls_us(call: Callable, device: torch.device, seconds: float = _SECONDS) -> tuple[Timing, Timing]:
     """(time per call, host time per call): over runs of back-to-back calls, and over the medians of runs in which each call is
     timed."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None

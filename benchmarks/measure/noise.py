@@ -40,7 +40,7 @@ class Timing:
     def scaled(self, factor: float) -> Timing:
         return Timing(self.median * factor, self.low * factor, self.high * factor)
 
-    def named(self, name: str) -> dict:
+    def as_result(self, name: str) -> dict:
         """Returns it as a result stores it."""
         return {name: self.median, f"{name}_spread": [self.low, self.high]}
 

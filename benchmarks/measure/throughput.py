@@ -24,12 +24,12 @@ import sparse_flash
 from sparse_flash.tools.explain import is_causal
 
 from ..baselines.base import Peer
-from ..baselines.registry import peer
-from ..results import finished
+from ..baselines.registry import find_peer
+from ..results import has_numbers
 from ..workload.cases import CallCase, Case, CompileCase, PaperCase
-from ..workload.problem import Problem, problem_of
+from ..workload.problem import Problem, build_problem
 from . import latency
-from .accuracy import dropout_errors, dropout_is_right, eagerly, is_right, sampled_errors
+from .accuracy import as_attend, dropout_errors, dropout_is_right, is_right, sampled_errors
 from .noise import MachineLoad, Timing
 
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
@@ -66,7 +66,11 @@ def run(case: Case | CompileCase, device: torch.device, limit: int | None = None
     load, begin = MachineLoad(_threads(case, device)), time.perf_counter()
     try:
         with time_limit(limit):
-            measured = _compile(case) if isinstance(case, CompileCase) else _attention(case, device, seconds or CPU_SECONDS)
+            measured = (
+                _measure_compile(case)
+                if isinstance(case, CompileCase)
+                else _measure_attention(case, device, seconds or CPU_SECONDS)
+            )
     except OverLimit:
         measured = {"over_limit": limit}
     except Exception as error:
@@ -75,7 +79,7 @@ def run(case: Case | CompileCase, device: torch.device, limit: int | None = None
     finally:
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    if finished(measured) and (seen := load.seen()):
+    if has_numbers(measured) and (seen := load.seen()):
         measured["load"] = seen
     return measured | {"took_s": round(time.perf_counter() - begin, 2)}
 
@@ -98,18 +102,18 @@ def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 
-def asked(case: Case, device: torch.device) -> tuple[Problem, Peer, bool]:
+def prepare_case(case: Case, device: torch.device) -> tuple[Problem, Peer, bool]:
     """(the problem, the peer, whether to run a backward pass)."""
     # FlexAttention has no backward pass on a CPU and refuses inputs that require one.
     backward = not (device.type == "cpu" and case.peer.startswith("flex"))
-    rival = peer(case.peer)
+    rival = find_peer(case.peer)
     dtype = getattr(torch, case.dtype) if case.dtype else DTYPES[device.type]
-    return problem_of(case, device, dtype, backward).memory_order(rival.order), rival, backward
+    return build_problem(case, device, dtype, backward).with_memory_order(rival.order), rival, backward
 
 
-def _attention(case: Case, device: torch.device, seconds: float) -> dict:
+def _measure_attention(case: Case, device: torch.device, seconds: float) -> dict:
     shape = case.shape
-    problem, rival, backward = asked(case, device)
+    problem, rival, backward = prepare_case(case, device)
     mask, kept = problem.mask, problem.kept_pairs
     facts = {
         "dtype": str(problem.q.dtype).removeprefix("torch."),
@@ -127,21 +131,21 @@ def _attention(case: Case, device: torch.device, seconds: float) -> dict:
         facts["backend"] = rival.runs_on(problem)
     with rival.settings():
         if isinstance(case, CallCase):
-            return facts | latency.measured(problem, rival, device, case.graph, seconds)
+            return facts | latency.measure_call(problem, rival, device, case.graph, seconds)
         if isinstance(case, PaperCase):
-            return facts | _paper(problem, rival, device, seconds, backward)
-        return facts | _timed(problem, rival, [kept * each for each in shape.flops], device, seconds, backward)
+            return facts | _measure_paper_case(problem, rival, device, seconds, backward)
+        return facts | _measure_passes(problem, rival, [kept * each for each in shape.flops], device, seconds, backward)
 
 
-def _timed(problem: Problem, rival: Peer, flops: list[int], device: torch.device, seconds: float, backward: bool) -> dict:
+def _measure_passes(problem: Problem, rival: Peer, flops: list[int], device: torch.device, seconds: float, backward: bool) -> dict:
     """flops: of the forward and of the backward pass."""
     begin = time.perf_counter()
     fn = rival.prepare(problem)
-    attend = eagerly(problem.leaves, fn)
+    attend = as_attend(problem.leaves, fn)
     errors = sampled_errors(problem, attend, backward)
     result = {"first_call_s": time.perf_counter() - begin}
-    for name, timing in passes(problem.leaves, fn, device, seconds, backward):
-        result |= timing.named(name)
+    for name, timing in time_passes(problem.leaves, fn, device, seconds, backward):
+        result |= timing.as_result(name)
     result["forward_tflops"] = flops[0] / result["forward_ms"] / 1e9
     correct = is_right(errors, problem.q.dtype)
     if backward:
@@ -154,42 +158,42 @@ def _timed(problem: Problem, rival: Peer, flops: list[int], device: torch.device
     return result | {"errors": errors, "correct": correct}
 
 
-def passes(
+def time_passes(
     leaves: tuple[torch.Tensor, ...], fn: Callable, device: torch.device, seconds: float, backward: bool
 ) -> Iterator[tuple[str, Timing]]:
     """Milliseconds of the forward pass and, with ``backward``, of the backward pass alone. Runs ``fn`` first. leaves: q, k, v."""
     with torch.no_grad():
         fn()
-        yield "forward_ms", timed_ms(fn, device, seconds)
+        yield "forward_ms", time_ms(fn, device, seconds)
     if backward:
         out = fn()
         dout = torch.randn_like(out)
-        yield "backward_ms", timed_ms(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True), device, seconds)
+        yield "backward_ms", time_ms(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True), device, seconds)
 
 
-def _paper(problem: Problem, rival: Peer, device: torch.device, seconds: float, backward: bool) -> dict:
+def _measure_paper_case(problem: Problem, rival: Peer, device: torch.device, seconds: float, backward: bool) -> dict:
     """Milliseconds of each pass and of both, memory of both. The check against the definition runs without dropout, which every
     peer draws in its own way."""
     fn = rival.prepare(replace(problem, dropout_p=0.0))
-    errors = sampled_errors(problem, eagerly(problem.leaves, fn), backward)
+    errors = sampled_errors(problem, as_attend(problem.leaves, fn), backward)
     correct = is_right(errors, problem.q.dtype)
     if problem.dropout_p:
         ones = replace(problem, v=torch.ones_like(problem.v))
-        of_dropout = dropout_errors(problem, eagerly(ones.leaves, rival.prepare(ones)))
+        of_dropout = dropout_errors(problem, as_attend(ones.leaves, rival.prepare(ones)))
         errors, correct = errors | of_dropout, correct and dropout_is_right(of_dropout)
         fn = rival.prepare(problem)
-    attend = eagerly(problem.leaves, fn)
+    attend = as_attend(problem.leaves, fn)
     result: dict = {}
-    for name, timing in passes(problem.leaves, fn, device, seconds, backward):
-        result |= timing.named(name)
+    for name, timing in time_passes(problem.leaves, fn, device, seconds, backward):
+        result |= timing.as_result(name)
     if backward:
         dout = torch.randn_like(attend()[0])
-        result |= timed_ms(lambda: attend(dout), device, seconds).named("both_ms")
+        result |= time_ms(lambda: attend(dout), device, seconds).as_result("both_ms")
         result["extra_bytes"] = peak_bytes(lambda: attend(dout), device)
     return result | {"errors": errors, "correct": correct}
 
 
-def timed_ms(fn: Callable, device: torch.device, seconds: float) -> Timing:
+def time_ms(fn: Callable, device: torch.device, seconds: float) -> Timing:
     """Milliseconds of ``fn``, which has run before."""
     if device.type == "cuda":
         import triton
@@ -242,7 +246,7 @@ def _quiet_stderr():
         os.close(null)
 
 
-def _compile(case: CompileCase) -> dict:
+def _measure_compile(case: CompileCase) -> dict:
     pattern = sparse_flash.parse(case.spec)
     times: list[float] = []
     while len(times) < 3 and sum(times) < 3:
@@ -257,7 +261,7 @@ def _compile(case: CompileCase) -> dict:
     finally:
         tracemalloc.stop()
     return {
-        **Timing.of(times).named("compile_s"),
+        **Timing.of(times).as_result("compile_s"),
         "peak_bytes": peak,
         "table_bytes": mask.nbytes,
         "kept_blocks": int(mask.by_query.row_ptr[0, -1]),

@@ -8,22 +8,24 @@ from ..measure import noise
 from ..measure.noise import MARK
 from .rows import ReportTable, Row
 
-MARKED = f"{MARK}: not to be relied on, for the reasons listed at the end; no headline is made from it."
-SPREAD = "spread: from the first to the third quartile of repeated times, as a share of their median; of both passes the larger."
+MARK_NOTE = f"{MARK}: not to be relied on, for the reasons listed at the end; no headline is made from it."
+SPREAD_NOTE = (
+    "spread: from the first to the third quartile of repeated times, as a share of their median; of both passes the larger."
+)
 
 
-def marked(text: str, doubtful: bool) -> str:
+def mark_doubtful(text: str, doubtful: bool) -> str:
     return f"{text} {MARK}" if text and doubtful else text
 
 
-def noted(table: ReportTable) -> ReportTable:
+def add_notes(table: ReportTable) -> ReportTable:
     """The table with the meaning of its marks and spreads, if it has any."""
-    table = table.without("spread") if "spread" in table.columns else table
+    table = table.drop_if_empty("spread") if "spread" in table.columns else table
     marks = any(cell.endswith(f" {MARK}") for row in table.rows for cell in row)
-    return replace(table, notes=[*table.notes, *[SPREAD] * ("spread" in table.columns), *[MARKED] * marks])
+    return replace(table, notes=[*table.notes, *[SPREAD_NOTE] * ("spread" in table.columns), *[MARK_NOTE] * marks])
 
 
-def spread(row: Row | dict | None) -> str:
+def spread_text(row: Row | dict | None) -> str:
     """How far the times of a row or a result spread."""
     share = row and noise.spread(row.result if isinstance(row, Row) else row)
     return "" if share is None else f"{share:.0%}"
@@ -34,14 +36,14 @@ def shares(row: Row) -> list[str]:
 
 
 def times(row: Row) -> list[str]:
-    return [marked(number(row.result.get(name)), row.doubtful) for name in ("forward_ms", "backward_ms")]
+    return [mark_doubtful(number(row.result.get(name)), row.doubtful) for name in ("forward_ms", "backward_ms")]
 
 
 def memory(row: Row) -> str:
     return size(row.result["extra_bytes"]) if "extra_bytes" in row.result else ""
 
 
-def right(row: Row) -> str:
+def correct_text(row: Row) -> str:
     return "yes" if row.result.get("correct") else "NO"
 
 

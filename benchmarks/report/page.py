@@ -5,9 +5,9 @@ from __future__ import annotations
 import base64
 from pathlib import Path
 
-from ..fit_cost import known_errors, points
+from ..fit_cost import group_by_pass, known_errors
 from ..measure.noise import MARK, MOST_SPREAD, doubts
-from ..results import Results, finished
+from ..results import Results, has_numbers
 from . import plots
 from .format import number
 from .peer_tables import ratios_to_best
@@ -56,7 +56,7 @@ def write(results: Results) -> Path:
 
     drawn = plots.draw(results.data, results.folder)
     if errors := known_errors(results.data):
-        drawn["predicted"] = plots.draw_predicted(points(errors), results.folder)
+        drawn["predicted"] = plots.draw_predicted(group_by_pass(errors), results.folder)
     embedded = {name: {theme: _data_uri(path) for theme, path in themes.items()} for name, themes in drawn.items()}
     templates = Environment(
         loader=PackageLoader(__package__, "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -111,7 +111,7 @@ def headlines(data: dict) -> list[tuple[str, str]]:
         found.append(
             (f"{right} of {len(checked)}", "attention results agree with float64 attention of sampled queries, gradients included")
         )
-    compiled = [e for e in data["cases"].values() if e["case"]["kind"] == "compile" and finished(e["result"])]
+    compiled = [e for e in data["cases"].values() if e["case"]["kind"] == "compile" and has_numbers(e["result"])]
     compiled = [e for e in compiled if not doubts(e["result"])]
     if compiled:
         longest = max(compiled, key=lambda e: (e["case"]["tokens"], e["result"]["compile_s"]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..results import gave_up
+from ..results import why_gave_up
 from . import format
 from .rows import ReportTable, Row, rows
 
@@ -30,14 +30,14 @@ def tables(data: dict) -> list[ReportTable]:
             made.append(ReportTable(f"{title}{unit}, against tokens, {how} ({shape})", columns, lines))
     if made:
         made[-1].notes.extend(_NOTES)
-    return list(map(format.noted, made))
+    return list(map(format.add_notes, made))
 
 
 def _cell(row: Row | None, value: str) -> str:
     if row is None:
         return ""
     if not row.counts:
-        return "wrong" if row.finished else gave_up(row.result) or "-"
+        return "wrong" if row.has_numbers else why_gave_up(row.result) or "-"
     if value not in row.result:
         return ""
-    return format.memory(row) if value == "extra_bytes" else format.marked(format.number(row.result[value]), row.doubtful)
+    return format.memory(row) if value == "extra_bytes" else format.mark_doubtful(format.number(row.result[value]), row.doubtful)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from ..workload.cases import OURS
-from .format import marked, noted, number, spread
-from .rows import ReportTable, Row, around, rows
+from .format import add_notes, mark_doubtful, number, spread_text
+from .rows import ReportTable, Row, retimed_rivals, rows
 
 Passes = tuple[float | None, float | None]  # forward, and backward or both; None if there is no number
 _RATIO = (
@@ -21,14 +21,14 @@ def tables(data: dict) -> list[ReportTable]:
 
 def ratios_to_best(data: dict) -> list[float]:
     """Our speed over that of the fastest peer, forward and backward, for all reliable rows of the peers suite."""
-    found = _problems(rows(data, "peers", every=True))
+    found = _group_by_problem(rows(data, "peers", every=True))
     main = _ours(found)[:1]
     pairs = [_ratios(row.get(peer), _rivals(row.values()), _ms) for row in found.values() for peer in main]
     return [ratio for *pair, doubtful in pairs if not doubtful for ratio in pair if ratio]
 
 
 def _peers(data: dict) -> ReportTable | None:
-    found, figures = _problems(rows(data, "peers", every=True)), _ms if _on_cpu(data) else _tflops
+    found, figures = _group_by_problem(rows(data, "peers", every=True)), _ms if _on_cpu(data) else _tflops
     if not found:
         return None
     ours, others = _ours(found), _others(found)
@@ -44,10 +44,10 @@ def _peers(data: dict) -> ReportTable | None:
                 label,
                 mine.result.get("backend", "") if mine else "",
                 *(_cell(row.get(peer), figures) for peer in (*ours, *others)),
-                spread(mine),
-                _pair(_ratios(mine, _rivals(row.values()), _ms)),
-                _pair(_ratios(row.get(portable), flex, _ms)),
-                _all_right(row),
+                spread_text(mine),
+                _format_ratios(_ratios(mine, _rivals(row.values()), _ms)),
+                _format_ratios(_ratios(row.get(portable), flex, _ms)),
+                _correct_text(row),
             ]
         )
     columns = [
@@ -63,16 +63,16 @@ def _peers(data: dict) -> ReportTable | None:
     ]
     unit = "TFLOP/s forward / backward, over kept pairs only: two products of head_dim a pair forward, five backward"
     notes = [f"{'ms forward / backward' if _on_cpu(data) else unit}. by: the back end that {main} takes.", _RATIO]
-    return noted(ReportTable("Beside the peers", columns, lines, notes))
+    return add_notes(ReportTable("Beside the peers", columns, lines, notes))
 
 
 def _deterministic(data: dict) -> ReportTable | None:
-    found, figures = _problems(rows(data, "deterministic", every=True)), _ms if _on_cpu(data) else _tflops
+    found, figures = _group_by_problem(rows(data, "deterministic", every=True)), _ms if _on_cpu(data) else _tflops
     if not found:
         return None
     ours, others = _ours(found), _others(found)
-    main = next((peer for peer in ours if _repeats(peer)), None)
-    free = next((peer for peer in ours if not _repeats(peer)), None)
+    main = next((peer for peer in ours if _is_deterministic(peer)), None)
+    free = next((peer for peer in ours if not _is_deterministic(peer)), None)
     lines = []
     for (shape, label, _), row in found.items():
         mine = row.get(main) if main else None
@@ -81,20 +81,20 @@ def _deterministic(data: dict) -> ReportTable | None:
                 shape,
                 label,
                 *(_cell(row.get(peer), figures) for peer in (*ours, *others)),
-                spread(mine),
-                _pair(_ratios(mine, [r for r in _rivals(row.values()) if _repeats(r.peer)], _ms)),
-                _pair(_ratios(mine, [row[free]] if free in row else [], _ms)),
-                _all_right(row),
+                spread_text(mine),
+                _format_ratios(_ratios(mine, [r for r in _rivals(row.values()) if _is_deterministic(r.peer)], _ms)),
+                _format_ratios(_ratios(mine, [row[free]] if free in row else [], _ms)),
+                _correct_text(row),
             ]
         )
     columns = ["shape", "mask", *ours, *others, "spread", "x best deterministic", f"x {free or OURS}", "correct"]
     unit = "ms" if _on_cpu(data) else "TFLOP/s"
     notes = [f"{unit} forward / backward. Correct: also, that gradients of one problem repeat bit for bit.", _RATIO]
-    return noted(ReportTable("Deterministic backward pass", columns, lines, notes))
+    return add_notes(ReportTable("Deterministic backward pass", columns, lines, notes))
 
 
 def _small(data: dict) -> list[ReportTable]:
-    found = _problems(rows(data, "small", every=True))
+    found = _group_by_problem(rows(data, "small", every=True))
     if not found:
         return []
     ours, others = _ours(found), _others(found)
@@ -108,9 +108,9 @@ def _small(data: dict) -> list[ReportTable]:
                 label,
                 how,
                 *(_cell(row.get(peer), value, factor) for peer in (*ours, *others)),
-                spread(row.get(main)),
-                _pair(_ratios(row.get(main), _rivals(row.values()), value)),
-                _all_right(row),
+                spread_text(row.get(main)),
+                _format_ratios(_ratios(row.get(main), _rivals(row.values()), value)),
+                _correct_text(row),
             ]
             for (shape, label, how), row in found.items()
         ]
@@ -120,10 +120,10 @@ def _small(data: dict) -> list[ReportTable]:
         "Forward without gradients / forward and backward, of calls back to back, until the device is done, over their number.",
         "Forward without gradients / forward and backward, until the call returns, with nothing waiting for the device.",
     )
-    return [noted(ReportTable(*table, [note, _RATIO])) for table, note in zip(made, notes, strict=True)]
+    return [add_notes(ReportTable(*table, [note, _RATIO])) for table, note in zip(made, notes, strict=True)]
 
 
-def _problems(found: Iterable[Row]) -> dict[tuple[str, str, str], dict[str, Row]]:
+def _group_by_problem(found: Iterable[Row]) -> dict[tuple[str, str, str], dict[str, Row]]:
     """{problem: {peer: row}}"""
     problems: dict[tuple[str, str, str], dict[str, Row]] = {}
     for row in found:
@@ -132,19 +132,19 @@ def _problems(found: Iterable[Row]) -> dict[tuple[str, str, str], dict[str, Row]
 
 
 def _ours(problems: dict) -> list[str]:
-    return list(dict.fromkeys(row.peer for peers in problems.values() for row in peers.values() if row.ours))
+    return list(dict.fromkeys(row.peer for peers in problems.values() for row in peers.values() if row.is_ours))
 
 
 def _others(problems: dict) -> list[str]:
-    names = {row.peer for peers in problems.values() for row in peers.values() if not row.ours}
+    names = {row.peer for peers in problems.values() for row in peers.values() if not row.is_ours}
     return sorted(names, key=lambda peer: (not peer.startswith("flex"), peer))
 
 
 def _rivals(found: Iterable[Row]) -> list[Row]:
-    return [row for row in found if not row.ours]
+    return [row for row in found if not row.is_ours]
 
 
-def _repeats(peer: str) -> bool:
+def _is_deterministic(peer: str) -> bool:
     return peer.partition(":")[0].endswith("-deterministic")
 
 
@@ -173,7 +173,7 @@ def _ratios(mine: Row | None, others: list[Row], times: Callable[[Row], Passes])
     if mine is None or not mine.counts:
         return None, None, False
     pair, doubtful = [], mine.doubtful
-    rivals = around(mine, [row for row in others if row.counts])
+    rivals = retimed_rivals(mine, [row for row in others if row.counts])
     for number_of_pass, own in enumerate(times(mine)):
         timed = [(time, row) for row in rivals if (time := times(row)[number_of_pass])]
         best = min(timed, key=lambda one: one[0], default=None)
@@ -183,20 +183,20 @@ def _ratios(mine: Row | None, others: list[Row], times: Callable[[Row], Passes])
     return forward, other, doubtful
 
 
-def _pair(ratios: tuple[float | None, float | None, bool]) -> str:
+def _format_ratios(ratios: tuple[float | None, float | None, bool]) -> str:
     *pair, doubtful = ratios
-    return marked(" / ".join(f"{ratio:.2f}" if ratio else "-" for ratio in pair), doubtful) if any(pair) else ""
+    return mark_doubtful(" / ".join(f"{ratio:.2f}" if ratio else "-" for ratio in pair), doubtful) if any(pair) else ""
 
 
 def _cell(row: Row | None, value: Callable[[Row], Passes], factor: float = 1.0) -> str:
     if row is None:
         return ""
     if not row.counts:
-        return "wrong" if row.finished else "-"
-    return marked(" / ".join(number(figure and factor * figure) or "-" for figure in value(row)), row.doubtful)
+        return "wrong" if row.has_numbers else "-"
+    return mark_doubtful(" / ".join(number(figure and factor * figure) or "-" for figure in value(row)), row.doubtful)
 
 
-def _all_right(row: dict[str, Row]) -> str:
+def _correct_text(row: dict[str, Row]) -> str:
     """Whether each of our results is right; empty if there is none."""
-    ours = [r for r in row.values() if r.ours and r.finished]
+    ours = [r for r in row.values() if r.is_ours and r.has_numbers]
     return ("yes" if all(r.counts for r in ours) else "NO") if ours else ""

@@ -241,16 +241,16 @@ def _speedup(data: dict, theme: Theme):
     for ax, shown in panels:
         ax.autoscale(False)
         dots = []
-        for number, (x, (_, y, gain)) in enumerate(zip(_side_by_side(figure, ax, [dot[:2] for dot in shown]), shown, strict=True)):
+        for number, (x, (_, y, gain)) in enumerate(zip(_separate_dots(figure, ax, [dot[:2] for dot in shown]), shown, strict=True)):
             colour = _COLOURS[number % 10]
             ax.errorbar(x, y, yerr=_bars(y, gain.row), color=colour, **_dot(gain.doubtful, theme, colour), zorder=3)
-            dots.append((x, y, _shorter(gain.row.label) + f" {MARK}" * gain.doubtful))
+            dots.append((x, y, _shorten_label(gain.row.label) + f" {MARK}" * gain.doubtful))
         line = np.geomspace(least, most, 200)
         _label_dots(figure, ax, theme, dots, [(x, y) for x in line for y in (100 / x, 1.0)])
     return figure
 
 
-def _side_by_side(figure, ax, places: list[tuple[float, float]]) -> list[float]:
+def _separate_dots(figure, ax, places: list[tuple[float, float]]) -> list[float]:
     """The x at which each dot is drawn: its own, or that beside dots that it would cover. The axes have their final size."""
     wide = 8 * figure.dpi / 72
     drawn: list[tuple[float, float]] = []
@@ -310,15 +310,15 @@ def _overlap(one, other) -> bool:
 
 
 def _length(data: dict, theme: Theme):
-    return _against_length(rows(data, "length"), theme)
+    return _plot_by_length(rows(data, "length"), theme)
 
 
 def _paper(data: dict, theme: Theme):
     """The plain variant, ours with its default back end."""
-    return _against_length([row for row in rows(data, "paper") if row.how == "plain" and row.counts and ":" not in row.peer], theme)
+    return _plot_by_length([row for row in rows(data, "paper") if row.how == "plain" and row.counts and ":" not in row.peer], theme)
 
 
-def _against_length(found: list[Row], theme: Theme):
+def _plot_by_length(found: list[Row], theme: Theme):
     if not found:
         return None
     from matplotlib.lines import Line2D
@@ -336,7 +336,7 @@ def _against_length(found: list[Row], theme: Theme):
             points = [(row.tokens, value(row)) for row in line if value(row)]
             colour, marker = _COLOURS[number % 10], _MARKERS[number % 10]
             if points:
-                ax.plot(*zip(*points), "-" if line[0].ours else "--", marker=marker, markersize=5, color=colour, linewidth=1.7)
+                ax.plot(*zip(*points), "-" if line[0].is_ours else "--", marker=marker, markersize=5, color=colour, linewidth=1.7)
             if title == "Time":
                 for row in (row for row in line if value(row)):
                     ax.errorbar(row.tokens, value(row), yerr=_bars(value(row), row), color=colour, linewidth=1)
@@ -351,7 +351,7 @@ def _against_length(found: list[Row], theme: Theme):
         )
         _label(ax, theme, title, "tokens", unit)
     handles = [
-        Line2D([], [], color=_COLOURS[n % 10], marker=_MARKERS[n % 10], linestyle="-" if line[0].ours else "--", label=name)
+        Line2D([], [], color=_COLOURS[n % 10], marker=_MARKERS[n % 10], linestyle="-" if line[0].is_ours else "--", label=name)
         for n, (name, line) in enumerate(series.items())
     ]
     if any(row.doubtful for row in found):
@@ -391,7 +391,7 @@ def _peers(data: dict, theme: Theme):
                     ax.annotate(text, (end, y), va="center_baseline", color=theme.faint, fontsize=7.5)
             y += 1
         y += 0.9
-    axes[0].set_yticks(ticks, [f"{_shorter(label)}\n{shape}" for shape, label in problems], fontsize=8, color=theme.ink)
+    axes[0].set_yticks(ticks, [f"{_shorten_label(label)}\n{shape}" for shape, label in problems], fontsize=8, color=theme.ink)
     axes[0].invert_yaxis()
     for ax, title in zip(axes, ("Forward", "Backward")):
         ax.grid(False, axis="y")
@@ -436,5 +436,5 @@ def _traffic(data: dict, theme: Theme):
     return figure
 
 
-def _shorter(label: str) -> str:
+def _shorten_label(label: str) -> str:
     return label if len(label) <= 44 else label[:41] + "..."

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ..measure.noise import doubts
-from ..results import finished
+from ..results import has_numbers
 from ..workload.cases import OURS, Shape
 
 TEXT_COLUMNS = ("mask", "by", "over", "why", "as")  # left-aligned; numbers are right-aligned
@@ -31,17 +31,17 @@ class Row:
         return self.shape, self.label, self.how
 
     @property
-    def ours(self) -> bool:
+    def is_ours(self) -> bool:
         return self.peer.startswith(OURS)
 
     @property
-    def finished(self) -> bool:
-        return finished(self.result)
+    def has_numbers(self) -> bool:
+        return has_numbers(self.result)
 
     @property
     def counts(self) -> bool:
         """Whether it has numbers, and its result is right."""
-        return self.finished and self.result["correct"]
+        return self.has_numbers and self.result["correct"]
 
     @property
     def doubtful(self) -> bool:
@@ -65,7 +65,7 @@ class ReportTable:
     rows: list[list[str]]
     notes: list[str] = field(default_factory=list)
 
-    def without(self, column: str) -> ReportTable:
+    def drop_if_empty(self, column: str) -> ReportTable:
         """The table without a column that is empty in every row; itself if it is not."""
         place = self.columns.index(column)
         if any(row[place] for row in self.rows):
@@ -74,7 +74,7 @@ class ReportTable:
         return replace(self, columns=[name for name in self.columns if name != column], rows=shorter)
 
 
-def around(mine: Row, others: Sequence[Row]) -> list[Row]:
+def retimed_rivals(mine: Row, others: Sequence[Row]) -> list[Row]:
     """The others that were timed again around this row, with the means of those times; if none was, all of them as timed alone."""
     again = mine.result.get("around", {})
     facts = {other.key: {k: v for k, v in other.result.items() if not k.endswith("_spread") and k != "load"} for other in others}
@@ -91,7 +91,7 @@ def rows(data: dict, suite: str, every: bool = False) -> list[Row]:
     found = []
     for key in data["suites"].get(suite, []):
         entry = data["cases"].get(key)
-        if entry and entry["case"]["kind"] != "compile" and (every or finished(entry["result"])):
+        if entry and entry["case"]["kind"] != "compile" and (every or has_numbers(entry["result"])):
             case = entry["case"]
             shape = Shape(**case["shape"])
             how = case.get("how") or {None: "", False: "eager", True: "graph"}[case.get("graph")]

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from math import log2
 
 from ..measure.noise import doubts
-from ..results import finished, why_not
+from ..results import has_numbers, why_not
 from . import format, paper, peer_tables
-from .rows import ReportTable, Row, around, rows
+from .rows import ReportTable, Row, retimed_rivals, rows
 
 _WAITING_NAMED = 8  # of the cases that have not been run; a suite may have hundreds
 
@@ -37,11 +37,11 @@ class Gain:
 def gains(data: dict) -> list[Gain]:
     """Our masks of the speedup suite, densest first. A result that does not say whether its mask is causal has no ratio."""
     found = rows(data, "speedup")
-    dense = [row for row in found if row.label in ("full", "causal") and not row.ours and row.counts]
+    dense = [row for row in found if row.label in ("full", "causal") and not row.is_ours and row.counts]
     compared = []
-    for row in (row for row in found if row.ours):
+    for row in (row for row in found if row.is_ours):
         name = {True: "causal", False: "full", None: ""}[row.result.get("causal")]
-        compared.append(_gain(row, name, around(row, [rival for rival in dense if rival.label == name])))
+        compared.append(_gain(row, name, retimed_rivals(row, [rival for rival in dense if rival.label == name])))
     return sorted(compared, key=lambda gain: -gain.kept)
 
 
@@ -78,12 +78,12 @@ def tables(data: dict) -> list[ReportTable]:
 
 def _speedup(data: dict) -> ReportTable | None:
     def line(row: Row, *compared: str) -> list[str]:
-        figures = [*format.shares(row), *format.times(row), format.spread(row), format.memory(row), format.right(row)]
+        figures = [*format.shares(row), *format.times(row), format.spread_text(row), format.memory(row), format.correct_text(row)]
         return [row.label, row.peer, *compared, *figures]
 
-    lines = [line(row, "", "", "", "") for row in rows(data, "speedup") if not row.ours]
+    lines = [line(row, "", "", "", "") for row in rows(data, "speedup") if not row.is_ours]
     for gain in gains(data):
-        ratios = [format.marked(format.ratio(ratio), gain.doubtful) for ratio in (gain.forward, gain.total)]
+        ratios = [format.mark_doubtful(format.ratio(ratio), gain.doubtful) for ratio in (gain.forward, gain.total)]
         at_best = format.ratio(1 / gain.visited if gain.visited else None)
         lines.append(line(gain.row, *ratios, at_best, gain.over if gain.forward else ""))
     if not lines:
@@ -96,7 +96,7 @@ def _speedup(data: dict) -> ReportTable | None:
         "blocks of that call / visited blocks."
     )
     title = f"Speed-up against density ({next(iter(rows(data, 'speedup'))).shape})"
-    return format.noted(ReportTable(title, columns, lines, [note]))
+    return format.add_notes(ReportTable(title, columns, lines, [note]))
 
 
 def _length(data: dict) -> list[ReportTable]:
@@ -113,7 +113,7 @@ def _length(data: dict) -> list[ReportTable]:
             [
                 name,
                 *(_total(row) for row in line),
-                format.marked(_growth(line, lambda r: r.total_ms), any(row.doubtful for row in line[-2:] if row)),
+                format.mark_doubtful(_growth(line, lambda r: r.total_ms), any(row.doubtful for row in line[-2:] if row)),
             ]
         )
         bytes_grow = _growth(line, lambda r: r.result.get("extra_bytes"))
@@ -124,13 +124,13 @@ def _length(data: dict) -> list[ReportTable]:
     no_backward = any(row.total_ms is None for row in found)
     notes = [grows] + (["FlexAttention has no backward pass on a CPU: its times are forward alone."] if no_backward else [])
     return [
-        format.noted(ReportTable(f"Forward and backward, ms, against tokens ({shape})", columns, times, notes)),
+        format.add_notes(ReportTable(f"Forward and backward, ms, against tokens ({shape})", columns, times, notes)),
         ReportTable(f"Memory beyond the inputs against tokens ({shape})", columns, memory, [grows]),
     ]
 
 
 def _total(row: Row | None) -> str:
-    return format.marked(format.number(row.total_ms or row.result["forward_ms"]), row.doubtful) if row else ""
+    return format.mark_doubtful(format.number(row.total_ms or row.result["forward_ms"]), row.doubtful) if row else ""
 
 
 def _growth(line: list[Row | None], value) -> str:
@@ -145,7 +145,7 @@ def _compile(data: dict) -> ReportTable | None:
     lines = []
     for key in data["suites"].get("compile", []):
         entry = data["cases"].get(key)
-        if entry and finished(entry["result"]):
+        if entry and has_numbers(entry["result"]):
             case, r = entry["case"], entry["result"]
             sizes = (format.size(r["table_bytes"]), format.size(r["peak_bytes"]))
             lines.append(
@@ -154,13 +154,13 @@ def _compile(data: dict) -> ReportTable | None:
                     f"{case['tokens']:,}",
                     f"{r['kept_blocks']:,}",
                     format.percent(r["density"]),
-                    format.marked(f"{r['compile_s']:.3f}", bool(doubts(r))),
-                    format.spread(r),
+                    format.mark_doubtful(f"{r['compile_s']:.3f}", bool(doubts(r))),
+                    format.spread_text(r),
                     *sizes,
                 ]
             )
     columns = ["mask", "tokens", "blocks", "kept", "seconds", "spread", "table", "peak memory"]
-    return format.noted(ReportTable("Compiling masks", columns, lines)) if lines else None
+    return format.add_notes(ReportTable("Compiling masks", columns, lines)) if lines else None
 
 
 def _doubtful(data: dict) -> ReportTable:
@@ -175,7 +175,7 @@ def _entries(data: dict) -> dict[str, dict | None]:
 
 def _left_out(data: dict) -> ReportTable:
     entries = _entries(data)
-    lines = [[key, why_not(entry["result"])] for key, entry in entries.items() if entry and not finished(entry["result"])]
+    lines = [[key, why_not(entry["result"])] for key, entry in entries.items() if entry and not has_numbers(entry["result"])]
     waiting = [key for key, entry in entries.items() if not entry]
     lines += [[key, "not run yet"] for key in waiting[:_WAITING_NAMED]]
     if len(waiting) > _WAITING_NAMED:

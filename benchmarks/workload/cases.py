@@ -64,7 +64,7 @@ class CallSizes:
         return asked
 
 
-AS_USUAL = CallSizes()
+USUAL_SIZES = CallSizes()
 
 
 @dataclass(frozen=True)

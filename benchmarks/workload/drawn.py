@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from .cases import OURS, Case, Mask, Shape
-from .problem import problem_of
+from .problem import build_problem
 
 _HEADS, _GROUPS, _BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 64), (1, 1, 1, 4, 8), (1, 1, 1, 2, 4, 8, 16)
 _HEAD_DIMS = (32, 64, 64, 96, 128, 128, 128, 128, 192, 256)
@@ -17,7 +17,7 @@ _BLOCKS = (128, 128, 128, 64, 32)
 _MOST_ELEMENTS, _MOST_FLOPS = 2**29, 2e13  # of a tensor; of a forward pass, about 40 ms on an H200
 
 
-def drawn(seed: int, count: int) -> Iterator[Case]:
+def draw_cases(seed: int, count: int) -> Iterator[Case]:
     """``count`` cases, the same for the same seed."""
     rng, made = np.random.default_rng(seed), 0
     while made < count:
@@ -28,7 +28,7 @@ def drawn(seed: int, count: int) -> Iterator[Case]:
         one = replace(
             shape, batch=1, heads=len(case.mask.spec) if isinstance(case.mask.spec, tuple) else 1, kv_heads=None, head_dim=1
         )
-        pairs = problem_of(replace(case, shape=one), torch.device("cpu"), torch.float32, False).kept_pairs
+        pairs = build_problem(replace(case, shape=one), torch.device("cpu"), torch.float32, False).kept_pairs
         if pairs / one.heads * shape.batch * shape.heads * shape.flops[0] <= _MOST_FLOPS:
             made += 1
             yield case

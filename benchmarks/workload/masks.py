@@ -13,28 +13,28 @@ FULL, CAUSAL, BUTTERFLY = Mask.of("full"), Mask.of("causal"), Mask.of("butterfly
 BLOCK = 128
 
 
-def of_many_densities(tokens: int) -> list[Mask]:
+def list_density_masks(tokens: int) -> list[Mask]:
     """Masks of many densities and kinds, sparsest last within a kind."""
     units = tokens // BLOCK
     specs = [
         "random(0.5)",
         "random(0.25)",
         "random(0.1)",
-        f"local({windowed(tokens, 8)})",
-        f"causal & local({windowed(tokens, 16)})",
+        f"local({window_size(tokens, 8)})",
+        f"causal & local({window_size(tokens, 16)})",
         f"strided({max(isqrt(units), 1)})",
         f"fixed({max(isqrt(units), 1)})",
         "butterfly",
         "causal & power_of_two",
         "bigbird",
-        f"longformer({windowed(tokens, 32)}, tokens=64)",
-        f"causal & block_diagonal({windowed(tokens, 8)})",
-        f"causal & (local({windowed(tokens, 16)}) | butterfly)",
+        f"longformer({window_size(tokens, 32)}, tokens=64)",
+        f"causal & block_diagonal({window_size(tokens, 8)})",
+        f"causal & (local({window_size(tokens, 16)}) | butterfly)",
     ]
     return [Mask.of(spec) for spec in specs]
 
 
-def windowed(tokens: int, share: int) -> int:
+def window_size(tokens: int, share: int) -> int:
     """A window of 1 / share of the tokens, at least a block."""
     return max(tokens // share, BLOCK)
 
@@ -114,16 +114,19 @@ def skewed_and_even(tokens: int) -> list[Mask]:
     masks = []
     for name, build in (("bigbird", bigbird_map), ("longformer", longformer_map)):
         kept = build(tokens // BLOCK)
-        masks += [_of_map(f"{name} blocks", kept), _of_map(f"even, as many as {name}", even_map(len(kept), int(kept.sum())))]
+        masks += [
+            _mask_from_map(f"{name} blocks", kept),
+            _mask_from_map(f"even, as many as {name}", even_map(len(kept), int(kept.sum()))),
+        ]
     return masks
 
 
-def _of_map(label: str, kept: np.ndarray) -> Mask:
+def _mask_from_map(label: str, kept: np.ndarray) -> Mask:
     rows = "/".join("".join("01"[int(block)] for block in row) for row in kept)
     return Mask(label, f'from_blocks("{rows}", block={BLOCK})')
 
 
-def of_peer_shape(shape: Shape) -> list[Mask]:
+def list_peer_masks(shape: Shape) -> list[Mask]:
     """The masks of the peers suite at one of its four large shapes: all at the main one, else a selection."""
     tokens = shape.tokens
     if shape.head_dim == 64:

@@ -13,7 +13,7 @@ _COLUMNS, _OF_COLUMN = 8, 0.7  # how many of a key head, and how strong they are
 _TOPICS, _SEGMENT = 32, 256  # tokens of a segment
 
 
-def planted(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_planted(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """q, (1, heads, tokens, head_dim), and k, (1, kv_heads, tokens, head_dim).
 
     Each query attends to four features. Columns: the first key, a sink, and a few weaker keys that each key head draws. Scattered

@@ -51,23 +51,23 @@ class Problem:
         each = torch.from_numpy(self.mask.kept_pairs())[self.mask.mask_index.cpu().long()]
         return int(each.expand(self.q.shape[:2]).sum())
 
-    def memory_order(self, order: tuple[int, ...]) -> Problem:
+    def with_memory_order(self, order: tuple[int, ...]) -> Problem:
         """The same values with dimensions in another order in memory."""
-        q, k, v = (in_memory_order(t.detach(), order).requires_grad_(t.requires_grad) for t in self.leaves)
+        q, k, v = (reorder_memory(t.detach(), order).requires_grad_(t.requires_grad) for t in self.leaves)
         return replace(self, q=q, k=k, v=v)
 
 
-def in_memory_order(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+def reorder_memory(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
     """The same values with dimensions in another order in memory."""
     return tensor.permute(order).contiguous().permute([order.index(d) for d in range(tensor.dim())])
 
 
-def problem_of(case: Case, device: torch.device, dtype: torch.dtype, gradients: bool = True) -> Problem:
+def build_problem(case: Case, device: torch.device, dtype: torch.dtype, gradients: bool = True) -> Problem:
     """A case's problem, its tensors random and the same for every peer."""
     dropout_p, padded = (case.dropout_p, case.padded) if isinstance(case, PaperCase) else (0.0, False)
     kv_lens = padded_lengths(case.shape).to(device) if padded else None
     s = case.shape
-    patterns, mask = compiled(case.mask, s.tokens, device)
+    patterns, mask = parse_and_compile(case.mask, s.tokens, device)
     generator = torch.Generator(device).manual_seed(0)
     kv_heads = s.kv_heads or s.heads
     shapes = (s.heads, s.head_dim), (kv_heads, s.head_dim), (kv_heads, s.v_head_dim or s.head_dim)
@@ -78,7 +78,7 @@ def problem_of(case: Case, device: torch.device, dtype: torch.dtype, gradients: 
     return Problem(patterns, mask, q, k, v, dropout_p, kv_lens)
 
 
-def compiled(mask: Mask, tokens: int, device: torch.device) -> tuple[tuple[Pattern, ...], BlockMask]:
+def parse_and_compile(mask: Mask, tokens: int, device: torch.device) -> tuple[tuple[Pattern, ...], BlockMask]:
     specs = mask.spec if isinstance(mask.spec, tuple) else (mask.spec,)
     patterns = tuple(sparse_flash.parse(spec) if isinstance(spec, str) else spec for spec in specs)
     if len(patterns) == 1:
@@ -93,7 +93,7 @@ def check_fits(mask: Mask, cases: Iterable[Case | CompileCase]) -> None:
     refusal = None
     for case in cases:
         try:
-            entries = compiled(mask, case.tokens, torch.device("cpu"))[1].mask_index.shape
+            entries = parse_and_compile(mask, case.tokens, torch.device("cpu"))[1].mask_index.shape
             if isinstance(case, Case):
                 check_batch_and_heads(entries, case.shape.batch, case.shape.heads)
             return
@@ -107,7 +107,7 @@ def check_fits(mask: Mask, cases: Iterable[Case | CompileCase]) -> None:
 def is_causal(mask: Mask, tokens: int) -> bool:
     """Whether no query sees a later key, so a user without the mask would run causal attention."""
     try:
-        return explain.is_causal(compiled(mask, tokens, torch.device("cpu"))[1])
+        return explain.is_causal(parse_and_compile(mask, tokens, torch.device("cpu"))[1])
     except ValueError:  # a mask of other lengths: its cases fail, and say so
         return False
 

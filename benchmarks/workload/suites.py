@@ -18,9 +18,9 @@ from typing import Any
 
 from sparse_flash.backends import check_name
 
-from ..results import Results, finished
+from ..results import Results, has_numbers
 from . import SUITES, masks
-from .cases import AS_USUAL, OURS, CallCase, CallSizes, Case, CompileCase, Mask, PaperCase, Shape
+from .cases import OURS, USUAL_SIZES, CallCase, CallSizes, Case, CompileCase, Mask, PaperCase, Shape
 from .masks import BUTTERFLY, CAUSAL, FULL
 from .problem import check_fits, is_causal
 
@@ -52,7 +52,7 @@ def choose(
     quick: bool = False,
     specs: Iterable[Any] = (),
     backend: str = "auto",
-    sizes: CallSizes = AS_USUAL,
+    sizes: CallSizes = USUAL_SIZES,
     full: bool = True,
 ) -> dict[str, list[Case | CompileCase]]:
     """The cases of each suite. device: "cpu" or "cuda". quick: a few small cases, in seconds. specs: masks to measure
@@ -77,25 +77,25 @@ def choose(
 
 
 # Their points lie between the points of the other masks.
-_OF_FULL_RUNS = ("random(0.5)", "random(0.1)", "strided(", "fixed(", "longformer(", "causal & block_diagonal(")
+_FULL_RUN_ONLY = ("random(0.5)", "random(0.1)", "strided(", "fixed(", "longformer(", "causal & block_diagonal(")
 
 
 def _is_long(suite: str, case: Case | CompileCase, own: bool) -> bool:
     """Whether only a full run on a CPU has the case. Two cores then take two to three minutes for the rest."""
     most = {"length": 4096, "compile": 65536}.get(suite)
-    return case.tokens > most if most else suite == "speedup" and not own and case.label.startswith(_OF_FULL_RUNS)
+    return case.tokens > most if most else suite == "speedup" and not own and case.label.startswith(_FULL_RUN_ONLY)
 
 
-def in_order(cases: Iterable[Case | CompileCase]) -> list[Case | CompileCase]:
+def sort_cases(cases: Iterable[Case | CompileCase]) -> list[Case | CompileCase]:
     """Problem by problem, in the given order; in each, the peers come first, so our baselines are known."""
     listed = list(cases)
     place: dict = {}
     for case in listed:
-        place.setdefault(_problem(case), len(place))
-    return sorted(listed, key=lambda case: (place[_problem(case)], _rank(case)))
+        place.setdefault(_without_peer(case), len(place))
+    return sorted(listed, key=lambda case: (place[_without_peer(case)], _rank(case)))
 
 
-def _problem(case):
+def _without_peer(case):
     return replace(case, peer="") if isinstance(case, Case) else case
 
 
@@ -109,14 +109,14 @@ def is_ours(case: Case | CompileCase) -> bool:
     return _rank(case) > 0
 
 
-def baselines(case: Case | CompileCase, chosen: dict[str, list], results: Results) -> list[Case]:
+def find_baselines(case: Case | CompileCase, chosen: dict[str, list], results: Results) -> list[Case]:
     """The baselines that tables compare with a case of ours: in each suite that has it, the fastest rival of each pass."""
     found: dict[str, Case] = {}
     for suite, listed in chosen.items():
         if not isinstance(case, Case) or case not in listed or not _rank(case):
             continue
         for rivals in _rivals(case, suite, listed):
-            right = {rival: result for rival in rivals if finished(result := results.get(rival.key)) and result["correct"]}
+            right = {rival: result for rival in rivals if has_numbers(result := results.get(rival.key)) and result["correct"]}
             for figure in ("forward_ms", "backward_ms", "forward_us", "both_us"):
                 timed = {rival: result[figure] for rival, result in right.items() if figure in result}
                 if timed:
@@ -130,7 +130,7 @@ def _rivals(case: Case, suite: str, listed: list) -> list[list[Case]]:
     if suite == "speedup":
         dense = _dense_of(case.mask, case.shape.tokens)
         return [[c for c in listed if c.shape == case.shape and c.mask == dense and not _rank(c)]]
-    same = [c for c in listed if _problem(c) == _problem(case) and c != case]
+    same = [c for c in listed if _without_peer(c) == _without_peer(case) and c != case]
     others = [c for c in same if not _rank(c)]
     if suite == "deterministic":
         return [[c for c in others if "-deterministic" in c.peer], [c for c in same if _rank(c) == 1]] if _rank(case) == 2 else []
@@ -155,7 +155,7 @@ def _speedup(device, quick, own, sizes) -> Iterator[Case]:
         chosen = own or [CAUSAL, Mask.of("random(0.25)"), Mask.of("causal & local(128)")]
     else:
         shape = sizes.of(Shape(1, 4, 8192, 64) if device == "cpu" else Shape(1, 16, 16384, 128))
-        chosen = own or [CAUSAL, *masks.of_many_densities(shape.tokens)]
+        chosen = own or [CAUSAL, *masks.list_density_masks(shape.tokens)]
     dense = ("sdpa-flash",) if device == "cpu" or quick else DENSE_PEERS[device]
     # One dense call after the other: the timing after a row is the one before the next.
     for rival in (FULL, CAUSAL):
@@ -229,7 +229,7 @@ def _peer_rows(device, quick, own, sizes) -> list[tuple[Shape, Mask]]:
     if device == "cpu":
         return [(sizes.of(Shape(1, 4, 4096, 64)), mask) for mask in own or [CAUSAL, Mask.of("causal & local(512)"), BUTTERFLY]]
     shapes = (sizes.of(Shape(1, 16, 16384, 128)),) if sizes.given else PEER_SHAPES
-    rows = [(shape, mask) for shape in shapes for mask in own or masks.of_peer_shape(shape)]
+    rows = [(shape, mask) for shape in shapes for mask in own or masks.list_peer_masks(shape)]
     return rows if own or sizes.given else [*rows, *PEER_ROWS]
 
 

@@ -64,7 +64,7 @@ MODELS = {
 }
 
 
-def built(model: Model, device: torch.device, dtype: torch.dtype, share: float) -> tuple[Any, dict[str, torch.Tensor]]:
+def build_transformer(model: Model, device: torch.device, dtype: torch.dtype, share: float) -> tuple[Any, dict[str, torch.Tensor]]:
     """Returns a transformer with random weights, made on the device, and its inputs. share: of its layers that it has. Modules that
     diffusers keeps in float32 are so."""
     import diffusers
@@ -149,7 +149,7 @@ def shares(case: StepCase, layout: VideoLayout) -> dict:
     return {"padding": stretched - 1, "share": share, "visited": visited}
 
 
-WHOLE = (  # (grid, tile, window in tiles, heads)
+WHOLE_TILE_GRIDS = (  # (grid, tile, window in tiles, heads)
     ((24, 32, 48), (4, 4, 8), (3, 3, 3), 24),
     ((24, 32, 48), (4, 4, 4), (3, 3, 6), 24),
     ((32, 48, 80), (4, 4, 8), (3, 3, 3), 8),
@@ -159,8 +159,8 @@ WHOLE = (  # (grid, tile, window in tiles, heads)
 
 def windows(names: list[str], whole: bool) -> Iterator[tuple[str, VideoLayout, tuple[int, ...], int, int]]:
     """(label, layout, window, heads, tokens without padding) of windows that keep a tenth on the models' grids, in tiles of 128 and
-    of 64, each first rounded up to whole tiles, then ragged. whole: whether the rows of ``WHOLE`` come first."""
-    for grid, tile, window, heads in WHOLE if whole else ():
+    of 64, each first rounded up to whole tiles, then ragged. whole: whether the rows of ``WHOLE_TILE_GRIDS`` come first."""
+    for grid, tile, window, heads in WHOLE_TILE_GRIDS if whole else ():
         yield "grid of whole tiles", VideoLayout(*grid, tile), window, heads, math.prod(grid)
     for name in names:
         model = MODELS[name]

@@ -15,10 +15,10 @@ from .shared import ChoosingAttention, Sizes
 
 
 class MoBA(ChoosingAttention):
-    def attended(self, x, q, k, v, positions: Positions):
+    def attend_chosen(self, x, q, k, v, positions: Positions):
         selection = sf.topk_blocks(q, k, self.sizes.keep, every=1, block_size=self.sizes.block)
         return sf.attention(q, k, v, selection)
 
     @staticmethod
     def pairs(sizes: Sizes, tokens: int) -> int:
-        return sizes.picked(tokens)
+        return sizes.count_picked_pairs(tokens)

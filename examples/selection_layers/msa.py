@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import sparse_flash as sf
-from examples.train_lm.model import Positions, rotated
+from examples.train_lm.model import Positions, apply_rotary
 from examples.train_lm.settings import Shape
 
 from .shared import ChoosingAttention, Sizes, WithLoss
@@ -27,8 +27,8 @@ class MSA(ChoosingAttention):
         self.index_k = nn.Linear(shape.dim, shape.head_dim, bias=False)
         self.sharpness = nn.Parameter(torch.ones(shape.kv_heads))
 
-    def attended(self, x, q, k, v, positions: Positions):
-        index_q, index_k = self.indexed(x.detach(), positions)
+    def attend_chosen(self, x, q, k, v, positions: Positions):
+        index_q, index_k = self.project_index(x.detach(), positions)
         selection = sf.topk_blocks(index_q, index_k, self.sizes.keep, every=1, block_size=self.sizes.block, score="max")
         if not torch.is_grad_enabled():
             return sf.attention(q, k, v, selection)
@@ -36,16 +36,16 @@ class MSA(ChoosingAttention):
         masses = (block_lse - lse[..., None]).exp().detach()
         return WithLoss.apply(out, divergence(index_q, index_k, masses, selection))
 
-    def indexed(self, x, positions: Positions):
+    def project_index(self, x, positions: Positions):
         """(queries, keys) of the index: (batch, kv_heads | 1, tokens, head_dim)."""
         q, k = (project(x).unflatten(2, (-1, self.head_dim)) for project in (self.index_q, self.index_k))
         q = F.rms_norm(q, (self.head_dim,)) * self.sharpness[:, None].to(q.dtype)
-        q, k = (rotated(t, positions.cos, positions.sin).to(x.dtype) for t in (q, F.rms_norm(k, (self.head_dim,))))
+        q, k = (apply_rotary(t, positions.cos, positions.sin).to(x.dtype) for t in (q, F.rms_norm(k, (self.head_dim,))))
         return q.transpose(1, 2), k.transpose(1, 2)
 
     @staticmethod
     def pairs(sizes: Sizes, tokens: int) -> int:
-        return sizes.picked(tokens)
+        return sizes.count_picked_pairs(tokens)
 
 
 def divergence(index_q, index_k, masses, selection: sf.BlockSelection):

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import sparse_flash as sf
-from examples.train_lm.model import Positions, rotated
+from examples.train_lm.model import Positions, apply_rotary
 from examples.train_lm.settings import Shape
 
 from .shared import ChoosingAttention, Sizes
@@ -61,20 +61,20 @@ class NSA(ChoosingAttention):
         self.more_kv = nn.Linear(shape.dim, 4 * shape.kv_heads * shape.head_dim, bias=False)
         self.gates = nn.Linear(shape.dim, BRANCHES * shape.heads, bias=False)
 
-    def attended(self, x, q, k, v, positions: Positions):
+    def attend_chosen(self, x, q, k, v, positions: Positions):
         more = self.more_kv(x).unflatten(2, (4, -1, self.head_dim)).permute(2, 0, 3, 1, 4)
-        compressed, selection = self.compressed(q, self.compress_k(more[0]), self.compress_v(more[1]), positions)
-        near_k = by_head_rotated(more[2], positions)
+        compressed, selection = self.attend_compressed(q, self.compress_k(more[0]), self.compress_v(more[1]), positions)
+        near_k = normalize_and_rotate(more[2], positions)
         near = sf.attention(q, near_k.to(q.dtype), more[3], f"causal & local({self.sizes.window})")
         branches = torch.stack([compressed, sf.attention(q, k, v, selection), near])
         gates = self.gates(x).unflatten(2, (BRANCHES, -1)).permute(2, 0, 3, 1)
         return (gates.sigmoid()[..., None] * branches).sum(0)
 
-    def compressed(self, q, k, v, positions: Positions):
+    def attend_compressed(self, q, k, v, positions: Positions):
         """(what queries read from compressed blocks, the blocks that they choose by it). k, v: compressed."""
         block = self.sizes.block
         # A compressed key has the position of its block's last token.
-        k = by_head_rotated(k, Positions(*(t[block - 1 :: block] for t in (positions.cos, positions.sin)))).to(q.dtype)
+        k = normalize_and_rotate(k, Positions(*(t[block - 1 :: block] for t in (positions.cos, positions.sin)))).to(q.dtype)
         out, lse = sf.attention(q, k, v, BlocksBefore(block, q.shape[2] - k.shape[2]), return_lse=True)
         options = {"every": 1, "block_size": block, "share_group": True}
         return out, sf.topk_blocks(q, k, self.sizes.keep, score="softmax", lse=lse, **options)
@@ -82,10 +82,10 @@ class NSA(ChoosingAttention):
     @staticmethod
     def pairs(sizes: Sizes, tokens: int) -> int:
         near = sum(min(t + 1, sizes.window) for t in range(tokens))
-        return sizes.picked(tokens) + near + sum(t // sizes.block for t in range(tokens))
+        return sizes.count_picked_pairs(tokens) + near + sum(t // sizes.block for t in range(tokens))
 
 
-def by_head_rotated(k, positions: Positions):
+def normalize_and_rotate(k, positions: Positions):
     """k normalized and rotated, as train_lm's are: (batch, kv_heads, tokens, head_dim)."""
     k = F.rms_norm(k, (k.shape[3],), eps=1e-6)
-    return rotated(k, *(t.transpose(0, 1) for t in (positions.cos, positions.sin)))
+    return apply_rotary(k, *(t.transpose(0, 1) for t in (positions.cos, positions.sin)))

@@ -20,7 +20,7 @@ class Sizes:
     block: int
     window: int
 
-    def picked(self, tokens: int) -> int:
+    def count_picked_pairs(self, tokens: int) -> int:
         """Pairs of one head that are in picked blocks. tokens: of a sequence."""
         return sum(t % self.block + 1 + min(self.keep - 1, t // self.block) * self.block for t in range(tokens))
 
@@ -36,9 +36,9 @@ class ChoosingAttention(Attention):
         if documents is not None or plan is not None:
             raise ValueError(f"{type(self).__name__} takes whole sequences; got packed documents or a plan; pass neither")
         q, k, v = (t.transpose(1, 2) for t in self.qkv(x, positions))
-        return self.out_proj(self.attended(x, q, k, v, positions).transpose(1, 2).flatten(2))
+        return self.out_proj(self.attend_chosen(x, q, k, v, positions).transpose(1, 2).flatten(2))
 
-    def attended(self, x, q, k, v, positions: Positions):
+    def attend_chosen(self, x, q, k, v, positions: Positions):
         """x: (batch, tokens, dim), what the layer reads. q, k, v: (batch, heads or kv_heads, tokens, head_dim), normalized and
         rotated. Returns the shape of q."""
         raise NotImplementedError

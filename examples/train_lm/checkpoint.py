@@ -47,7 +47,7 @@ def latest(folder: Path) -> Path | None:
     return max(found, default=None)
 
 
-def of_run(path: Path) -> Path:
+def resolve_checkpoint(path: Path) -> Path:
     """Returns the last checkpoint of a run's folder; a checkpoint itself."""
     return path if (path / "run.json").exists() else latest(path) or path
 

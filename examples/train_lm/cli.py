@@ -20,7 +20,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from . import checkpoint, data, memory, parallel, report
-from .evaluate import by_position, loaded, losses
+from .evaluate import by_position, load_decoder, losses
 from .report import console
 from .settings import PRESETS, Parallel, Settings, checked, every_nth_dense
 from .settings import preset as preset_of
@@ -147,7 +147,7 @@ def train(
             else:
                 quiet = not world.is_first
                 data.prepare(folder, shape.vocabulary, text, most_bytes, quiet, packages, held_out)
-        run = Run(settings, out, folder, world, kind, fresh, start and checkpoint.of_run(start))
+        run = Run(settings, out, folder, world, kind, fresh, start and checkpoint.resolve_checkpoint(start))
         if world.is_first:
             out.mkdir(parents=True, exist_ok=True)
             _introduce(run, said)
@@ -256,7 +256,9 @@ def cost(
         lengths, costs = length or [65_536], []
         # All are checked before one is measured.
         every = [
-            costs_of.at(replace(base, masks=every_nth_dense(one, dense_every)), tokens, most_micro_tokens, world.replicas)
+            costs_of.change_length(
+                replace(base, masks=every_nth_dense(one, dense_every)), tokens, most_micro_tokens, world.replicas
+            )
             for one in mask or ["sdpa", SPARSE]
             for tokens in lengths
         ]
@@ -294,8 +296,8 @@ def evaluate(
 ) -> None:
     """Held-out loss by position, also at lengths beyond the trained one."""
     with user_errors(), parallel.world(device) as world:
-        model = loaded(run, world.device)
-        settings, _ = checkpoint.read(checkpoint.of_run(run))
+        model = load_decoder(run, world.device)
+        settings, _ = checkpoint.read(checkpoint.resolve_checkpoint(run))
         text = data.Tokens(folder, "held_out", settings.shape.vocabulary)
         for one in length or [settings.length]:
             table = Table(title=f"nats a token, {windows} held-out sequences of {one:,} (trained at {settings.length:,})")
@@ -324,13 +326,13 @@ def picks(
     from . import picks as picks_of
 
     with user_errors(), parallel.world(device) as world:
-        model = loaded(run, world.device)
-        settings, _ = checkpoint.read(checkpoint.of_run(run))
+        model = load_decoder(run, world.device)
+        settings, _ = checkpoint.read(checkpoint.resolve_checkpoint(run))
         text, tokens = data.Tokens(folder, "held_out", settings.shape.vocabulary), length or settings.length
         if not 0 <= start <= len(text) - tokens:
             raise ValueError(f"--start must leave {tokens:,} of the {len(text):,} held-out tokens; got {start:,}")
         layers = picks_of.queries_and_keys(model, text.window(start, tokens)[None].to(world.device), world)
-        picked = [picks_of.picks_of(q, k, keep, block_size) for q, k in layers]
+        picked = [picks_of.pick_blocks(q, k, keep, block_size) for q, k in layers]
         found = [row for layer, of_layer in enumerate(picked) for row in picks_of.summary(of_layer, block_size, layer)]
         table = Table(title=f"{keep} blocks of {block_size} a query, {tokens:,} tokens")
         headings = ["layer", "key head", "picked by the query before", *(f"blocks of {tile}" for tile in picks_of.TILES)]
@@ -360,7 +362,7 @@ def generate(
     from .generate import generate as tokens_of
 
     with user_errors(), parallel.world(device) as world:
-        model = loaded(run, world.device)
+        model = load_decoder(run, world.device)
         path = folder / "tokenizer.json"
         if not path.exists():
             raise ValueError(f"{path} is missing; pass the --data folder that the model was trained on")
@@ -380,8 +382,8 @@ def export(
     from .export import export as exported
 
     with user_errors():
-        model = loaded(run, torch.device("cpu"))
-        settings, _ = checkpoint.read(checkpoint.of_run(run))
+        model = load_decoder(run, torch.device("cpu"))
+        settings, _ = checkpoint.read(checkpoint.resolve_checkpoint(run))
         if not (tokenizer := folder / "tokenizer.json").exists():
             console.print(f"{tokenizer} is missing, so the model has no tokenizer; --data names its folder", markup=False)
         exported(model, settings, tokenizer, target)
@@ -405,7 +407,7 @@ def hf_train(
 ) -> None:
     """Train through transformers.Trainer; writes the loss of each step to OUT/losses.json."""
     from .hf_train import Arm
-    from .hf_train import losses as losses_of
+    from .hf_train import train_arm as losses_of
 
     with user_errors():
         shape = preset_of(preset)

@@ -47,7 +47,7 @@ def measure(settings: Settings, world: World, steps: int = 5, parallel: Parallel
     """Measures a step on random tokens. warm: steps between the first step and the timed steps. Every rank of the world makes the
     call. Raises ValueError for settings that cannot work, torch.OutOfMemoryError if memory is short after all."""
     settings = checked(settings, world.size)
-    estimated = sum(memory.needed(settings, world, parallel).values())
+    estimated = sum(memory.estimate_memory(settings, world, parallel).values())
     with tempfile.TemporaryDirectory() as folder:
         run = _run(settings, world, Path(folder), parallel)
         if world.device.type == "cuda":
@@ -80,7 +80,7 @@ def free() -> None:
         torch.cuda.empty_cache()
 
 
-def at(settings: Settings, length: int, most_micro_tokens: int, replicas: int = 1) -> Settings:
+def change_length(settings: Settings, length: int, most_micro_tokens: int, replicas: int = 1) -> Settings:
     """Returns the settings for sequences of another length, with equally many tokens a step. A pass takes at most
     ``most_micro_tokens``. replicas: their number. Raises ValueError if replicas cannot have equally many whole sequences of a
     step."""

@@ -186,8 +186,8 @@ def prepare(
         folder.mkdir(parents=True, exist_ok=True)
         sizes = {name: about["bytes"] for name, about in about_groups.items() if about["bytes"]}
         held_out = held_out_groups(sizes, held_out_share)
-        documents, dropped = _deduplicated(documents, held_out, source is None, progress)
-        tokenizer = _trained([d for d in documents if d.group not in held_out], vocabulary, progress)
+        documents, dropped = _deduplicate(documents, held_out, source is None, progress)
+        tokenizer = _train_tokenizer([d for d in documents if d.group not in held_out], vocabulary, progress)
         tokenizer.save(str(folder / "tokenizer.json"))
         names = sorted(about_groups)
         counts = {}
@@ -235,7 +235,7 @@ def _read(groups, most_bytes: int | None, progress) -> tuple[list[Document], dic
     return documents, about
 
 
-def _deduplicated(documents: list[Document], held_out: set[str], code: bool, progress) -> tuple[list[Document], dict[str, int]]:
+def _deduplicate(documents: list[Document], held_out: set[str], code: bool, progress) -> tuple[list[Document], dict[str, int]]:
     deduplicator, kept, dropped = Deduplicator(), [], {}
     for document in progress.track(sorted(documents, key=lambda d: d.group not in held_out), description="dropping duplicates"):
         try:
@@ -249,7 +249,7 @@ def _deduplicated(documents: list[Document], held_out: set[str], code: bool, pro
     return kept, dropped
 
 
-def _trained(documents: list[Document], vocabulary: int, progress) -> Tokenizer:
+def _train_tokenizer(documents: list[Document], vocabulary: int, progress) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

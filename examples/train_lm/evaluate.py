@@ -12,7 +12,7 @@ from rich.progress import track
 from . import checkpoint
 from .data import Batch, Tokens
 from .model import Decoder
-from .parallel import World, precision
+from .parallel import World, mixed_precision
 
 BORDERS = (0, 1024, 4096, 8192, 16_384, 32_768, 65_536, 131_072, 262_144)
 
@@ -26,9 +26,9 @@ class ByPosition:
     nats: float
 
 
-def loaded(path: Path, device: torch.device) -> Decoder:
+def load_decoder(path: Path, device: torch.device) -> Decoder:
     """Loads the model of a checkpoint, or of a run's last one, for use rather than training."""
-    path = checkpoint.of_run(path)
+    path = checkpoint.resolve_checkpoint(path)
     settings, _ = checkpoint.read(path)
     with device:
         model = Decoder(settings).eval()
@@ -45,7 +45,7 @@ def losses(model: Decoder, tokens: Tokens, length: int, windows: int, device: to
     for start in track(starts, description=f"evaluating at {length:,}", transient=True):
         batch = Batch.of(tokens, [start], length)
         ids, labels, _ = batch.on(device, packed=False)
-        with precision(model, World(device)):
+        with mixed_precision(model, World(device)):
             hidden = model.hidden(ids)[0]
             pieces = zip(hidden.split(4096), labels[0].split(4096), strict=True)
             rows.append(

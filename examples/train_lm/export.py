@@ -61,14 +61,14 @@ def export(model: Decoder, settings: Settings, tokenizer: Path, target: Path):
     SparseLMConfig.register_for_auto_class()
     SparseLMForCausalLM.register_for_auto_class("AutoModelForCausalLM")
     exported = SparseLMForCausalLM(config)
-    exported.load_state_dict(_renamed(model.state_dict(), shape))
+    exported.load_state_dict(_rename_weights(model.state_dict(), shape))
     exported.save_pretrained(target)
     if tokenizer.exists():
         PreTrainedTokenizerFast(tokenizer_file=str(tokenizer), eos_token=END).save_pretrained(target)
     return exported
 
 
-def _renamed(state: dict[str, torch.Tensor], shape) -> dict[str, torch.Tensor]:
+def _rename_weights(state: dict[str, torch.Tensor], shape) -> dict[str, torch.Tensor]:
     found = {
         "model.embed_tokens.weight": state["embed.weight"],
         "model.norm.weight": state["norm.weight"],

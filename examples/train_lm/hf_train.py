@@ -49,15 +49,15 @@ class Windows(Dataset):
         return self.stream.batch(number * self.length, 1, self.length)
 
 
-def whole(batches: list[Batch]) -> dict:
+def collate_whole(batches: list[Batch]) -> dict:
     """Returns sequences of one length. Transformers shifts labels itself."""
     tokens = torch.cat([batch.tokens for batch in batches])
     return {"input_ids": tokens, "labels": tokens}
 
 
-def padded(batches: list[Batch]) -> dict:
+def collate_padded(batches: list[Batch]) -> dict:
     """Keeps between half and all of each sequence; the rest is padding, as in a batch of texts of different lengths."""
-    given = whole(batches)
+    given = collate_whole(batches)
     length = given["input_ids"].shape[1]
     stops = [length - (batch.starts[0] * 7919) % (length // 2) for batch in batches]
     mask = torch.arange(length)[None] < torch.tensor(stops)[:, None]
@@ -68,9 +68,9 @@ def padded(batches: list[Batch]) -> dict:
     }
 
 
-def packed(batches: list[Batch]) -> dict:
+def collate_packed(batches: list[Batch]) -> dict:
     """Returns all documents of the sequences in one row, as ``DataCollatorWithFlattening`` does. None sees another."""
-    given = whole(batches)
+    given = collate_whole(batches)
     tokens = given["input_ids"].reshape(1, -1)
     length = given["input_ids"].shape[1]
     ends = [np.asarray(batch.boundaries[:-1]) + number * length for number, batch in enumerate(batches)]
@@ -83,10 +83,10 @@ def packed(batches: list[Batch]) -> dict:
     return {"input_ids": tokens, "labels": labels, "position_ids": (position - starts)[None], **both}
 
 
-COLLATE = {"whole": whole, "padded": padded, "packed": packed}
+COLLATE = {"whole": collate_whole, "padded": collate_padded, "packed": collate_packed}
 
 
-def losses(
+def train_arm(
     arm: Arm,
     shape: Shape,
     data: Path,

@@ -18,7 +18,7 @@ GIB = 1 << 30
 PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12, "B200": 2250e12}
 
 
-def needed(settings: Settings, world: World, parallel: Parallel) -> dict[str, float]:
+def estimate_memory(settings: Settings, world: World, parallel: Parallel) -> dict[str, float]:
     """Returns GiB of one GPU, by purpose, at the peak of a step: the backward pass through the last block. All that blocks keep
     exists then; the gradients of other blocks do not. Activations are taken to be in bfloat16, of compiled blocks.
     docs/guides/train-lm.md compares the sum with measured peaks."""
@@ -32,7 +32,7 @@ def needed(settings: Settings, world: World, parallel: Parallel) -> dict[str, fl
         parameters += 2 * (2 * block + ends)
     elif settings.recompute != "full":
         parameters += 2 * shape.parameters
-    if settings.accumulated(world.replicas) > 1:  # float32 gradients of the passes before, of whole parameters
+    if settings.count_passes(world.replicas) > 1:  # float32 gradients of the passes before, of whole parameters
         parameters += 4 * shape.parameters
     if world.mesh is not None and parallel == "ddp":
         parameters += 4 * shape.parameters  # DDP's buckets
@@ -61,7 +61,7 @@ def needed(settings: Settings, world: World, parallel: Parallel) -> dict[str, fl
 
 def check(settings: Settings, world: World, parallel: Parallel) -> str:
     """Returns a line for the user. Raises ValueError if a GPU has too little memory: what is needed, what it has, what to do."""
-    parts = needed(settings, world, parallel)
+    parts = estimate_memory(settings, world, parallel)
     total = sum(parts.values())
     said = f"memory: about {total:.1f} GiB a GPU ({', '.join(f'{name} {size:.1f}' for name, size in parts.items())})"
     if world.device.type != "cuda":
@@ -106,7 +106,7 @@ def step_flop(settings: Settings, length: int) -> float:
     return of_parameters + 12 * kept_pairs(settings, length) * sequences * shape.heads * shape.head_dim * shape.layers
 
 
-def peak(device: torch.device) -> float | None:
+def find_peak_flops(device: torch.device) -> float | None:
     """Returns the FLOP/s of a GPU, or None if it is not listed."""
     if device.type != "cuda":
         return None

@@ -80,7 +80,7 @@ class Attention(nn.Module):
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj))
         q = F.rms_norm(q, (self.head_dim,), eps=_EPSILON) * self.gain[:, None].to(q.dtype)
         k = F.rms_norm(k, (self.head_dim,), eps=_EPSILON)
-        q, k = (rotated(t, positions.cos, positions.sin) for t in (q, k))
+        q, k = (apply_rotary(t, positions.cos, positions.sin) for t in (q, k))
         if positions.sharpness is not None:
             q = q * positions.sharpness
         return q.to(v.dtype), k.to(v.dtype), v
@@ -94,18 +94,18 @@ class Attention(nn.Module):
             return out.view(q.shape)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if self.mask == SDPA:
-            return dense(q, k, v).transpose(1, 2)
+            return attend_dense(q, k, v).transpose(1, 2)
         return sf.attention(q, k, v, self.mask if self.choice is None else self.choice(q, k)).transpose(1, 2)
 
 
-def dense(q, k, v):
+def attend_dense(q, k, v):
     """Runs PyTorch's own causal attention by the fastest of its kernels. In compiled code it would otherwise take another."""
     fastest_first = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     with sdpa_kernel(fastest_first, set_priority=True):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
-def rotated(x, cos, sin):
+def apply_rotary(x, cos, sin):
     """Applies rotary positions (arXiv:2104.09864) to pairs half of head_dim apart. x: (batch, tokens, heads, head_dim). cos, sin:
     (tokens, 1, head_dim / 2) float32."""
     a, b = x.chunk(2, dim=-1)
@@ -125,15 +125,15 @@ class Block(nn.Module):
 
     def forward(self, x, positions: Positions, documents: Documents | None = None, plan: SharedSequence | None = None):
         if self.recompute == "none" or not torch.is_grad_enabled():
-            return self.computed(x, positions, documents, plan)
+            return self.compute(x, positions, documents, plan)
         options = {}
         if self.recompute == "selective":
-            options = {"context_fn": partial(create_selective_checkpoint_contexts, _kept)}
+            options = {"context_fn": partial(create_selective_checkpoint_contexts, _choose_policy)}
         elif self.attention.choice is not None:
             options = {"context_fn": sf.keep_picks}
-        return checkpoint(self.computed, x, positions, documents, plan, use_reentrant=False, **options)
+        return checkpoint(self.compute, x, positions, documents, plan, use_reentrant=False, **options)
 
-    def computed(self, x, positions: Positions, documents: Documents | None, plan: SharedSequence | None = None):
+    def compute(self, x, positions: Positions, documents: Documents | None, plan: SharedSequence | None = None):
         x = x + self.attention(self.attention_norm(x), positions, documents, plan)
         normed = self.mlp_norm(x)
         if self.recompute != "full":
@@ -160,7 +160,7 @@ def kept_on_host(x: torch.Tensor):
         yield
 
 
-def _kept(context, operator, *args, **kwargs) -> CheckpointPolicy:
+def _choose_policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
     """Keeps what takes long to compute again: the results of matrix products and of attention."""
     ours = ("attention", "context", "pack", "choose_blocks", "selected_attention")
     names = ("aten.mm", "aten.addmm", "scaled_dot_product", *(f"sparse_flash.{name}" for name in ours))

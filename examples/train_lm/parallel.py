@@ -98,13 +98,13 @@ def world(device: str, context: int = 1):
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     place = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
     try:
-        yield among_peers(place, size, context)
+        yield build_world(place, size, context)
         dist.barrier()  # Gloo's threads drop what they exchanged a little later, which ends a process that is already exiting
     finally:
         dist.destroy_process_group()
 
 
-def among_peers(device: torch.device, size: int, context: int) -> World:
+def build_world(device: torch.device, size: int, context: int) -> World:
     """The World of a process in the default group, or in one that this makes. Parameters are sharded, and gradients averaged, over
     all ranks, also over ranks that share a sequence: each has the gradients of its own tokens."""
     mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("ranks",))
@@ -112,7 +112,7 @@ def among_peers(device: torch.device, size: int, context: int) -> World:
     return World(device, dist.get_rank(), size, mesh, both["cp"] if context > 1 else None)
 
 
-def distributed(model: nn.Module, world: World, kind: Parallel) -> nn.Module:
+def distribute_model(model: nn.Module, world: World, kind: Parallel) -> nn.Module:
     """The model over all ranks. FSDP2 shards each block and keeps bfloat16 copies for the passes on a GPU."""
     if world.mesh is None:
         return model
@@ -127,7 +127,7 @@ def distributed(model: nn.Module, world: World, kind: Parallel) -> nn.Module:
     return fully_shard(model, mesh=world.mesh, mp_policy=policy)
 
 
-def precision(model: nn.Module, world: World):
+def mixed_precision(model: nn.Module, world: World):
     """bfloat16 autocast on a GPU, except where FSDP2 casts parameters itself."""
     if world.device.type != "cuda" or isinstance(model, FSDPModule):
         return nullcontext()
@@ -135,7 +135,7 @@ def precision(model: nn.Module, world: World):
 
 
 @contextmanager
-def gradients_summed(model: nn.Module, now: bool):
+def sync_gradients(model: nn.Module, now: bool):
     """Gradients go to the other ranks with the last pass of a step alone."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(now)
@@ -147,6 +147,6 @@ def gradients_summed(model: nn.Module, now: bool):
         yield
 
 
-def plain(model: nn.Module) -> nn.Module:
+def unwrap_ddp(model: nn.Module) -> nn.Module:
     """The model within DDP's wrapper."""
     return model.module if isinstance(model, DistributedDataParallel) else model

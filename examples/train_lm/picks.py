@@ -9,7 +9,7 @@ import torch
 import sparse_flash as sf
 
 from .model import Decoder
-from .parallel import World, precision
+from .parallel import World, mixed_precision
 
 TILES = (4, 16, 64)  # queries
 
@@ -46,7 +46,7 @@ def queries_and_keys(model: Decoder, tokens: torch.Tensor, world: World) -> list
     for layer in layers:
         layer.attend = kept(layer.attend)
     try:
-        with precision(model, world):
+        with mixed_precision(model, world):
             model.hidden(tokens)
     finally:
         for layer in layers:
@@ -54,14 +54,14 @@ def queries_and_keys(model: Decoder, tokens: torch.Tensor, world: World) -> list
     return found
 
 
-def picks_of(q: torch.Tensor, k: torch.Tensor, keep: int, block_size: int) -> torch.Tensor:
+def pick_blocks(q: torch.Tensor, k: torch.Tensor, keep: int, block_size: int) -> torch.Tensor:
     """Returns (kv_heads, tokens, keep) int32, ascending, then -1: each query's own block and the best earlier blocks, by products
     with mean keys, summed over the heads that share keys."""
     return sf.topk_blocks(q, k, keep=keep, every=1, block_size=block_size, share_group=True).picks[0]
 
 
 def summary(picks: torch.Tensor, block_size: int, layer: int) -> list[HeadPicks]:
-    """Summarizes picks, as ``picks_of`` returns them, head by head."""
+    """Summarizes picks, as ``pick_blocks`` returns them, head by head."""
     tokens = picks.shape[1]
     first = max(1, tokens // 8)  # each has one before it
     own = (torch.arange(tokens, device=picks.device) // block_size)[:, None]

@@ -128,7 +128,7 @@ class Settings:
     def last_length(self) -> int:
         return self.extend_to or self.length
 
-    def accumulated(self, replicas: int) -> int:
+    def count_passes(self, replicas: int) -> int:
         """Returns how many passes forward and backward a step has on each GPU. replicas: GPUs, or groups that share sequences."""
         return self.step_tokens // (self.micro_tokens * replicas)
 
@@ -216,10 +216,10 @@ def checked(settings: Settings, ranks: int = 1) -> Settings:
             )
     if not settings.masks:
         raise ValueError("masks must name at least one mask; 'causal' is dense attention")
-    return replace(settings, masks=tuple(_checked_mask(mask, settings) for mask in settings.masks))
+    return replace(settings, masks=tuple(_check_mask(mask, settings) for mask in settings.masks))
 
 
-def _checked_mask(text: str, settings: Settings) -> str:
+def _check_mask(text: str, settings: Settings) -> str:
     if text == SDPA:
         if settings.packed:
             raise ValueError(f"mask {SDPA!r} cannot keep packed documents apart; use 'causal', which is dense too")

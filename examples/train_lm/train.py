@@ -20,7 +20,7 @@ from . import checkpoint, memory
 from .checkpoint import Progress
 from .data import Batch, Stream, Tokens
 from .model import IGNORED, Decoder
-from .parallel import World, distributed, gradients_summed, plain, precision
+from .parallel import World, distribute_model, mixed_precision, sync_gradients, unwrap_ddp
 from .report import Log, plot
 from .settings import Parallel, Settings
 
@@ -58,11 +58,11 @@ class Run:
             model = Decoder(settings)
         if settings.compiled:
             model.compile(settings.packed and not world.context)
-        self.model = distributed(model, world, parallel)
+        self.model = distribute_model(model, world, parallel)
         self.optimizer = optimizer(self.model, settings)
         self.plans: dict[int, sf.ContextPlans] = {}
         self.planners: dict[int, sf.ContextParallel] = {}
-        self.coming: dict[bytes, PendingPlan] = {}
+        self.pending_plans: dict[bytes, PendingPlan] = {}
         self.progress = Progress(steps=settings.steps)
         last = None if fresh else checkpoint.latest(folder)
         if start and not last:
@@ -71,9 +71,9 @@ class Run:
             self.progress = checkpoint.resume(last, settings, self.model, self.optimizer, world)
         self.resumed, self.started = last, None if last else start
         self.timed: list[float] = []
-        self.peak = memory.peak(world.device)
+        self.peak = memory.find_peak_flops(world.device)
         self.flop = {length: memory.step_flop(settings, length) for length in (settings.length, settings.last_length)}
-        self.checked = sf.check(self._pass, every=1) if settings.check_every else None
+        self.checked = sf.check(self._compute_loss, every=1) if settings.check_every else None
         self.stopped = False
 
     def train(self, save_every: int = 500, evaluate_every: int = 250, windows: int = 16) -> bool:
@@ -86,7 +86,7 @@ class Run:
         progress = self.progress
         try:
             # All ranks leave at the same step.
-            while not (progress.steps and progress.step >= progress.steps) and not self._any(self.stopped):
+            while not (progress.steps and progress.step >= progress.steps) and not self._any_rank(self.stopped):
                 row = self.step()
                 last = progress.step == progress.steps
                 if log:
@@ -110,7 +110,7 @@ class Run:
     def _stop(self, *_) -> None:
         self.stopped = True
 
-    def _any(self, here: bool) -> bool:
+    def _any_rank(self, here: bool) -> bool:
         """Whether this holds on any rank."""
         if self.world.mesh is None:
             return here
@@ -125,16 +125,16 @@ class Run:
         rate = self.learning_rate()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        passes = settings.accumulated(world.replicas)
+        passes = settings.count_passes(world.replicas)
         loss = torch.zeros((), device=world.device)
         for number in range(passes):
             batch = self._batch(number)
-            if self._plans_documents and (number + 1 < passes or progress.step + 1 < progress.steps):
+            if self._needs_document_plans and (number + 1 < passes or progress.step + 1 < progress.steps):
                 self._plan(batch)  # before the next
                 self._plan(self._batch(number + 1))  # in the next step, if this has no more
-            with gradients_summed(self.model, number == passes - 1):
+            with sync_gradients(self.model, number == passes - 1):
                 # Ranks' gradients are averaged, so that a sum over a step's tokens is multiplied with the number of ranks.
-                part = self._pass(batch) * (world.size / settings.step_tokens)
+                part = self._compute_loss(batch) * (world.size / settings.step_tokens)
                 part.backward()
             loss += part.detach()
         loss = world.sum(loss / world.size)
@@ -142,14 +142,14 @@ class Run:
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         loss, norm = torch.stack([loss, norm.to(loss)]).tolist()  # waits for the GPU: the clock below is honest
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise NotFinite(self._where(loss, norm))
+            raise NotFinite(self._explain_not_finite(loss, norm))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         seconds = time.perf_counter() - begin
         progress.step += 1
         progress.position += settings.step_tokens
         progress.seconds += seconds
-        self._budget(seconds)
+        self._update_budget(seconds)
         on_gpu = world.device.type == "cuda"
         return {
             "step": progress.step,
@@ -174,28 +174,28 @@ class Run:
         """Returns the length of the sequences of the next step."""
         return self.settings.length_at(self.progress.step)
 
-    def _pass(self, batch: Batch) -> torch.Tensor:
+    def _compute_loss(self, batch: Batch) -> torch.Tensor:
         """Returns the sum of a batch's losses; of this rank's tokens if ranks share the sequences."""
         tokens, labels, documents = batch.on(self.world.device, self.settings.packed)
-        plans = self._plans(batch) if self.world.context else None
+        plans = self._get_plans(batch) if self.world.context else None
         if plans:
             tokens, labels = plans.shard(tokens, 1), plans.shard(labels, 1, fill=IGNORED)
-        with precision(self.model, self.world):
+        with mixed_precision(self.model, self.world):
             return self.model(tokens, labels, documents, plans)
 
     @property
-    def _plans_documents(self) -> bool:
+    def _needs_document_plans(self) -> bool:
         return self.settings.packed and self.world.context is not None
 
-    def _plans(self, batch: Batch) -> sf.ContextPlans:
+    def _get_plans(self, batch: Batch) -> sf.ContextPlans:
         """Returns the plans by which ranks share the tokens of a batch. Plans of whole sequences are made once for each length, by
         all ranks; plans of packed documents for each batch, by a process beside each rank."""
-        if self._plans_documents:
+        if self._needs_document_plans:
             self._plan(batch)
-            return self.coming.pop(batch.boundaries.tobytes()).result()
+            return self.pending_plans.pop(batch.boundaries.tobytes()).result()
         length = batch.tokens.shape[1]
         if length not in self.plans:
-            masks, options = self._shared_by_layer()
+            masks, options = self._plan_arguments()
             self.plans[length] = sf.context_parallel(masks, length, self.world.context, **options)
         return self.plans[length]
 
@@ -203,12 +203,12 @@ class Run:
         """Begins to plan the documents of a batch, unless that has begun."""
         tokens, bounds = batch.tokens.numel(), batch.boundaries.tobytes()
         if tokens not in self.planners:
-            masks, options = self._shared_by_layer()
+            masks, options = self._plan_arguments()
             self.planners[tokens] = sf.ContextParallel(self.world.context, masks, tokens, **options)
-        if bounds not in self.coming:
-            self.coming[bounds] = self.planners[tokens].submit(batch.boundaries)
+        if bounds not in self.pending_plans:
+            self.pending_plans[bounds] = self.planners[tokens].submit(batch.boundaries)
 
-    def _shared_by_layer(self) -> tuple[list[str], dict[str, int]]:
+    def _plan_arguments(self) -> tuple[list[str], dict[str, int]]:
         """Returns (the layers' masks, their heads)."""
         shape = self.settings.shape
         return [self.settings.mask_of(layer) for layer in range(shape.layers)], {"heads": shape.heads, "kv_heads": shape.kv_heads}
@@ -217,7 +217,7 @@ class Run:
         """Ends the processes that plan documents."""
         for planner in self.planners.values():
             planner.close()
-        self.planners, self.coming = {}, {}
+        self.planners, self.pending_plans = {}, {}
 
     def _check(self) -> None:
         """Forward and backward through ``sf.check``, uncompiled, as it does not look into compiled code; gradients are dropped."""
@@ -233,7 +233,7 @@ class Run:
         done = min(1.0, max(0, step - settings.warmup) / max(1, steps - settings.warmup))
         return settings.learning_rate * warm * (_LEAST_RATE + (1 - _LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * done)))
 
-    def _budget(self, seconds: float) -> None:
+    def _update_budget(self, seconds: float) -> None:
         """Makes steps of a time budget once enough of them were timed, the same number on all ranks."""
         progress = self.progress
         if progress.steps or not self.settings.minutes:
@@ -253,18 +253,18 @@ class Run:
         total = torch.zeros((), dtype=torch.float64, device=world.device)
         replicas = world.replicas
         for number in range(world.replica, -(-windows // replicas) * replicas, replicas):  # each as many passes
-            part = self._pass(Batch.of(self.held_out, [spread[min(number, windows - 1)]], length))
+            part = self._compute_loss(Batch.of(self.held_out, [spread[min(number, windows - 1)]], length))
             total += part.double() if number < windows else 0
         return world.sum(total).item() / (windows * length)
 
     def save(self) -> Path:
         return checkpoint.save(self.folder, self.settings, self.progress, self.model, self.optimizer, self.world)
 
-    def _where(self, loss: float, norm: float) -> str:
+    def _explain_not_finite(self, loss: float, norm: float) -> str:
         """Says which module first gave a number that is not finite, and which text was read."""
         model, progress, last = self.model, self.progress, checkpoint.latest(self.folder)
         found = [f"parameter {name}" for name, p in model.named_parameters() if not _is_finite(p)]
-        if not self._any(bool(found)):  # the same on all ranks, as all of them run the model, or none
+        if not self._any_rank(bool(found)):  # the same on all ranks, as all of them run the model, or none
             found = self._first_module()
         found = found or [f"the gradient of {name}" for name, p in model.named_parameters() if not _is_finite(p.grad)]
         stop = progress.position + self.settings.step_tokens
@@ -287,10 +287,10 @@ class Run:
 
             return hook
 
-        hooks = [m.register_forward_hook(look(name)) for name, m in plain(self.model).named_modules() if name]
+        hooks = [m.register_forward_hook(look(name)) for name, m in unwrap_ddp(self.model).named_modules() if name]
         with torch.compiler.set_stance("force_eager"):
-            for number in range(self.settings.accumulated(self.world.replicas)):
-                self._pass(self._batch(number))
+            for number in range(self.settings.count_passes(self.world.replicas)):
+                self._compute_loss(self._batch(number))
         for hook in hooks:
             hook.remove()
         return found

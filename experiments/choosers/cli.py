@@ -19,9 +19,9 @@ from sparse_flash.api.arguments import check_precision
 from .. import row_files
 from ..row_files import device_of, say, user_errors
 from . import picture, report, tables
-from .measure import Measuring
+from .measure import Measurer
 from .model import load
-from .rows import chosen
+from .rows import select_rows
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, rich_markup_mode=None)
 
@@ -42,7 +42,7 @@ def convert(model: Model, folder: Annotated[Path, typer.Argument(help="Where the
 def list_rows(rows: Rows = None) -> None:
     """List the names of rows."""
     with user_errors():
-        for name in chosen(rows or []):
+        for name in select_rows(rows or []):
             say(name)
 
 
@@ -67,12 +67,12 @@ def measure(
     begin = time.monotonic()
     with user_errors():
         on = device_of(device)
-        wanted = chosen(rows or [])
+        wanted = select_rows(rows or [])
         check_precision(precision)
         loaded = load(model, on, torch.bfloat16 if on.type == "cuda" or precision else torch.float32)
-        measuring = Measuring(*loaded, length or [2048, 4096, 8192], windows, needles, text or [], precision)
+        measuring = Measurer(*loaded, length or [2048, 4096, 8192], windows, needles, text or [], precision)
         until = None if minutes is None else begin + 60 * minutes
-        row_files.measure(out, measuring, list(wanted.values()), until, report.line)
+        row_files.measure(out, measuring, list(wanted.values()), until, report.summary_line)
 
 
 @app.command()
@@ -86,10 +86,10 @@ def draw(
     """Print rows as a table in Markdown, and draw loss and retrieval against density."""
     with user_errors():
         found = row_files.read(results)
-        page = tables.replaced(guide.read_text(), tables.guide(found)) if guide else ""
-        say(tables.everything(found, chosen(rows or [])))
+        page = tables.replace_tables(guide.read_text(), tables.guide_tables(found)) if guide else ""
+        say(tables.full_table(found, select_rows(rows or [])))
         say(picture.draw(found, target))
         if keep:
-            row_files.write(keep, report.short(found))
+            row_files.write(keep, report.drop_details(found))
         if guide:
             guide.write_text(page)

@@ -21,13 +21,13 @@ import sparse_flash as sf
 from . import oracle  # noqa: F401  (registers its chooser)
 from .model import DENSE, Layers, density, mask_of
 from .rows import Row
-from .texts import Needles, needles_in, texts, windows_of
+from .texts import Needles, plant_needles, texts, windows_of
 
 _STEPS, _LOW, _HIGH = 11, math.log(1e-6), math.log(999)  # bisection over numbers from 1e-6 to 0.999, by the logarithm of their odds
 _NEAR = 0.01  # a density is near enough to the wanted one
 
 
-class Measuring:
+class Measurer:
     """A model with its texts.
 
     lengths: tokens of windows. windows: of each kind of text, at the greatest length; shorter ones are parts of them. needles: of
@@ -56,7 +56,9 @@ class Measuring:
         found = texts(tokenizer, files)
         self.windows = {kind: windows_of(text.test, self.lengths[-1], windows) for kind, text in found.items()}
         self.tuning = torch.cat([windows_of(text.tuning, self.lengths[-1], 1) for text in found.values()])
-        self.needles = {length: needles_in(tokenizer, next(iter(found.values())).test, length, needles) for length in self.lengths}
+        self.needles = {
+            length: plant_needles(tokenizer, next(iter(found.values())).test, length, needles) for length in self.lengths
+        }
 
     def setup(self) -> dict:
         """Returns what all rows of a file must have in common."""
@@ -75,15 +77,15 @@ class Measuring:
         """A row's result as plain data. by_head: at the greatest length, lists by layer and head. shares: likewise, what the heads
         of a row by head keep."""
         begin = time.perf_counter()
-        number, shares = self._settled(row) if row.rule else (1.0, None)
+        number, shares = self._tune_number(row) if row.rule else (1.0, None)
         sparse = [row.spec_by_head(of_layer) for of_layer in shares] if shares else [row.spec(number)] * len(self.layers.specs)
         self.layers.specs = [DENSE] * row.dense + sparse[row.dense :]
         lengths, by_head = {}, {}
         for length in self.lengths:
-            self.layers.note = seen = Seen(len(sparse), row.block, self.layers.options)
+            self.layers.note = seen = LayerStatistics(len(sparse), row.block, self.layers.options)
             loss = {kind: _rounded(self._losses(ids.view(-1, length))) for kind, ids in self.windows.items()}
             self.layers.note = None
-            by_head, means = seen.found()
+            by_head, means = seen.summarize()
             lengths[str(length)] = {**means, "loss": loss, **self._retrieved(self.needles[length])}
         return {
             "row": row.name,
@@ -98,7 +100,7 @@ class Measuring:
         }
 
     @cached_property
-    def _contents(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _queries_and_keys(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Queries and keys of each layer for the tuning texts, under dense attention: (windows, heads, tokens, head_dim)."""
         found: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in self.layers.specs]
 
@@ -112,15 +114,15 @@ class Measuring:
         self.layers.note = None
         return [tuple(torch.cat(parts) for parts in zip(*of_layer, strict=True)) for of_layer in found]
 
-    def _settled(self, row: Row) -> tuple[float, list[list[float]] | None]:
+    def _tune_number(self, row: Row) -> tuple[float, list[list[float]] | None]:
         """The number with which the sparse layers keep the row's share of the tuning texts on average, or the nearest to that; for
         rows by head, which share each head then keeps."""
         low, high = _LOW, _HIGH
         for _ in range(_STEPS):
             middle = (low + high) / 2
             number = row.number(1 / (1 + math.exp(-middle)), self.tuning.shape[1])
-            masks = (mask_of(row.spec(number), q, k, row.block) for q, k in self._contents)
-            by_head = torch.stack([density(mask, q.shape) for mask, (q, _) in zip(masks, self._contents, strict=True)])
+            masks = (mask_of(row.spec(number), q, k, row.block) for q, k in self._queries_and_keys)
+            by_head = torch.stack([density(mask, q.shape) for mask, (q, _) in zip(masks, self._queries_and_keys, strict=True)])
             kept = by_head[row.dense :].mean().item()
             if abs(kept - row.share) < _NEAR * row.share:
                 break
@@ -153,7 +155,7 @@ class Measuring:
         return {"digits": _rounded(hits[asked.digits].float().mean()), "needles": _rounded(whole.float().mean())}
 
 
-class Seen:
+class LayerStatistics:
     """Notes what layers keep, beside dense attention to the same queries, keys and values: density; recall, the softmax mass of the
     kept keys, mean over queries; error, the relative L2 distance of the outputs. options: of the layers' own attention."""
 
@@ -173,7 +175,7 @@ class Seen:
         self.sums[layer] += torch.stack([kept * len(q), recall * len(q), apart, norm])
         return out
 
-    def found(self) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    def summarize(self) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         """By layer and head, (layers, heads) each; and means over both, of errors over layers."""
         kept, recall, apart, norm = torch.stack(self.sums).unbind(1)
         by_head = {"density": kept / self.windows, "recall": recall / self.windows, "error": (apart / norm).sqrt()}

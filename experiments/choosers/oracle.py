@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 import sparse_flash as sf
-from sparse_flash.choosers.by_definition import shares
+from sparse_flash.choosers.by_definition import score_blocks
 from sparse_flash.choosers.features import Features
 from sparse_flash.masks.grid import BlockGrid
 
@@ -26,4 +26,4 @@ class TrueMass(sf.Chooser):
         of = Features(q, k, 1, q.shape[3] ** -0.5, size, size, until)
         step = max(1, _HELD // (q.shape[0] * q.shape[1] * grid.kv_len * size))
         parts = [(low, min(low + step, grid.q_blocks)) for low in range(0, grid.q_blocks, step)]
-        return torch.cat([shares(of, grid, low, high, self.reduction) for low, high in parts], 2)
+        return torch.cat([score_blocks(of, grid, low, high, self.reduction) for low, high in parts], 2)

@@ -6,11 +6,11 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .report import above, dense_of, longest
+from .report import at_longest, dense_of, loss_above_dense
 from .rows import SHARES, Row
 from .tables import TEXTS
 
-_APART = 0.052  # labels are apart by this part of a panel's height
+_LABEL_GAP = 0.052  # labels are apart by this part of a panel's height
 _LINEAR, _LOSSES = 0.01, (-0.01, 0, 0.01, 0.03, 0.1, 0.3)  # the axis of losses is linear up to this, in nats; its ticks
 _JOIN = {"arrowstyle": "-", "relpos": (0, 0.5), "alpha": 0.5, "linewidth": 0.8, "shrinkA": 1, "shrinkB": 5}  # a label and its line
 
@@ -52,13 +52,13 @@ def draw(results: dict, target: Path) -> Path:
     for line in LINES:
         names = [Row(line.chooser, line.rule, share).name for share in SHARES]
         if found := [by_name[name] for name in names if name in by_name]:
-            kept = [longest(one)["density"] for one in found]
-            lost = [above(one, dense, TEXTS)[0] for one in found]
-            needles = [longest(one)["needles"] for one in found]
+            kept = [at_longest(one)["density"] for one in found]
+            lost = [loss_above_dense(one, dense, TEXTS)[0] for one in found]
+            needles = [at_longest(one)["needles"] for one in found]
             for axis, heights, ended in zip((left, right), (lost, needles), ends, strict=True):
                 axis.plot(kept, heights, line.style, color=line.color, markersize=6, linewidth=1.6)
                 ended.append((kept[-1], heights[-1], line))
-    whole = longest(dense)["needles"]
+    whole = at_longest(dense)["needles"]
     error = math.sqrt(whole * (1 - whole) / questions)
     right.axhspan(whole - error, whole + error, color="black", alpha=0.08, linewidth=0)
     right.axhline(whole, color="black", linewidth=1)
@@ -91,7 +91,7 @@ def _label(axis: Any, ended: list[tuple[float, float, Line]]) -> None:
     to_axes = axis.transData + axis.transAxes.inverted()
     ended = sorted(ended, key=lambda end: end[1])
     wanted = [to_axes.transform((kept, height))[1] for kept, height, _ in ended]
-    for (kept, height, line), at in zip(ended, _apart(wanted), strict=True):
+    for (kept, height, line), at in zip(ended, _space_labels(wanted), strict=True):
         axis.annotate(
             line.said,
             xy=(kept, height),
@@ -104,15 +104,15 @@ def _label(axis: Any, ended: list[tuple[float, float, Line]]) -> None:
         )
 
 
-def _apart(wanted: list[float]) -> list[float]:
+def _space_labels(wanted: list[float]) -> list[float]:
     """Rising heights, moved as little as keeps each _APART above the one below: neighbours that would overlap share their mean."""
     groups: list[list[float]] = []
     for height in wanted:
         groups.append([height])
-        while len(groups) > 1 and _first(groups[-1]) < _first(groups[-2]) + _APART * len(groups[-2]):
+        while len(groups) > 1 and _lowest_label(groups[-1]) < _lowest_label(groups[-2]) + _LABEL_GAP * len(groups[-2]):
             groups[-2:] = [groups[-2] + groups[-1]]
-    return [_first(group) + _APART * number for group in groups for number in range(len(group))]
+    return [_lowest_label(group) + _LABEL_GAP * number for group in groups for number in range(len(group))]
 
 
-def _first(group: list[float]) -> float:
-    return sum(group) / len(group) - _APART * (len(group) - 1) / 2
+def _lowest_label(group: list[float]) -> float:
+    return sum(group) / len(group) - _LABEL_GAP * (len(group) - 1) / 2

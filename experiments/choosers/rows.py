@@ -75,7 +75,7 @@ def rows() -> dict[str, Row]:
     return {row.name: row for row in made}
 
 
-def chosen(patterns: list[str]) -> dict[str, Row]:
+def select_rows(patterns: list[str]) -> dict[str, Row]:
     """The rows whose names are one of the patterns or begin with its words, * standing for anything; all for no pattern. Raises
     ValueError for a pattern that fits no name."""
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from statistics import mean
 
-from .report import above, dense_of, longest
+from .report import at_longest, dense_of, loss_above_dense
 from .rows import SHARES, Row
 
 TEXTS = "english", "python"  # the guide's losses
@@ -48,25 +48,25 @@ _MISLED = (
 )
 
 
-def everything(results: dict, names: Iterable[str]) -> str:
+def full_table(results: dict, names: Iterable[str]) -> str:
     """Needles by length, all else at the greatest length. Dense attention has its loss, other rows how far they are above it, with
     the standard error over windows of all kinds."""
     dense, names = dense_of(results), set(names)
-    kinds, lengths = list(longest(dense)["loss"]), _lengths(dense)
+    kinds, lengths = list(at_longest(dense)["loss"]), _lengths(dense)
     made = [["row", "density", "recall", "error", *kinds, "all", "digits", *(f"needles {int(length):,}" for length in lengths)]]
     for result in (one for one in results["rows"] if one["row"] in names):
-        found = longest(result)
+        found = at_longest(result)
         losses = [*(f"{mean(found['loss'][kind]):.3f}" for kind in kinds), ""]
         if result is not dense:
-            of_all = "{:+.3f} ± {:.3f}".format(*above(result, dense, kinds))
-            losses = [*(f"{above(result, dense, [kind])[0]:+.3f}" for kind in kinds), of_all]
+            of_all = "{:+.3f} ± {:.3f}".format(*loss_above_dense(result, dense, kinds))
+            losses = [*(f"{loss_above_dense(result, dense, [kind])[0]:+.3f}" for kind in kinds), of_all]
         kept = [f"{found[name]:.3f}" for name in ("density", "recall", "error")]
         needles = [f"{result['lengths'][length]['needles']:.1%}" for length in lengths]
         made.append([result["row"].replace("|", "\\|"), *kept, *losses, f"{found['digits']:.1%}", *needles])
     return _markdown(made)
 
 
-def guide(results: dict) -> list[str]:
+def guide_tables(results: dict) -> list[str]:
     """The guide's tables: choosers and rules, lengths, settings, and what recall and error say. Rows without results are left out;
     single cells are empty."""
     dense, by_name = dense_of(results), {result["row"]: result for result in results["rows"]}
@@ -76,7 +76,7 @@ def guide(results: dict) -> list[str]:
         return by_name.get(row.name)
 
     def loss(result: dict | None, length: str | None = None, digits: int = 3) -> str:
-        return f"{above(result, dense, TEXTS, length)[0]:+.{digits}f}" if result else ""
+        return f"{loss_above_dense(result, dense, TEXTS, length)[0]:+.{digits}f}" if result else ""
 
     def needles(result: dict | None, length: str) -> str:
         if result is None:
@@ -103,7 +103,7 @@ def guide(results: dict) -> list[str]:
 
     settings = [["setting", "kept", "loss", "needles"]]
     settings += [
-        [said, f"{longest(result)['density']:.2f}", loss(result), needles(result, lengths[-1])]
+        [said, f"{at_longest(result)['density']:.2f}", loss(result), needles(result, lengths[-1])]
         for said, row in _BESIDE.items()
         if (result := result_of(row))
     ]
@@ -111,14 +111,14 @@ def guide(results: dict) -> list[str]:
     misled = [["row", "kept", "recall", "error", "loss", "needles"]]
     for row in _MISLED:
         if result := result_of(row):
-            found = longest(result)
+            found = at_longest(result)
             name = "a window" if row.chooser == "window" else f"`{row.chooser}`, {row.rule}"
             kept = [f"{found[key]:.{digits}f}" for key, digits in (("density", 2), ("recall", 3), ("error", 3))]
             misled.append([name, *kept, loss(result), needles(result, lengths[-1])])
     return [_markdown(made) for made in (choosers, by_length, settings, misled)]
 
 
-def replaced(page: str, tables: Iterable[str]) -> str:
+def replace_tables(page: str, tables: Iterable[str]) -> str:
     """The page with each table instead of the one that has the same headings. Raises ValueError if the page has none."""
     lines = page.split("\n")
     for table in tables:

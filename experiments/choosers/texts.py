@@ -76,7 +76,7 @@ class Needles(NamedTuple):
     digits: torch.Tensor
 
 
-def needles_in(tokenizer: Any, filler: torch.Tensor, length: int, count: int) -> Needles:
+def plant_needles(tokenizer: Any, filler: torch.Tensor, length: int, count: int) -> Needles:
     """Needles at evenly spaced depths, the first near the beginning."""
     drawn = random.Random(length)
     made, digits = [], []

@@ -9,7 +9,7 @@ from pathlib import Path
 from examples.train_lm.settings import SDPA, every_nth_dense
 
 LENGTH, SHORT = 65_536, 8192
-CHOSEN = Path(__file__).with_name("learning_rates.json")
+TUNED_FILE = Path(__file__).with_name("learning_rates.json")
 
 
 @dataclass(frozen=True)
@@ -58,20 +58,20 @@ def arm_of(name: str) -> Arm:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class TunedSettings:
     """The settings that tuning chose for an arm, on a seed that is not reported."""
 
     learning_rate: float
     log_length: bool
 
 
-def chosen(preset: str, name: str, learning_rate: float | None = None, log_length: bool | None = None) -> Chosen:
+def complete_settings(preset: str, name: str, learning_rate: float | None = None, log_length: bool | None = None) -> TunedSettings:
     """The given settings, completed by the tuned ones. By default scores are not scaled. Raises ValueError if the learning rate is
     neither given nor tuned."""
-    table = json.loads(CHOSEN.read_text())["chosen"] if CHOSEN.exists() else {}
+    table = json.loads(TUNED_FILE.read_text())["chosen"] if TUNED_FILE.exists() else {}
     tuned = table.get(preset, {}).get(name, {"log_length": False})
     given = {"learning_rate": learning_rate, "log_length": log_length}
     how = tuned | {field: value for field, value in given.items() if value is not None}
     if "learning_rate" not in how:
         raise ValueError(f"no learning rate was chosen for {name} of the {preset} model; tune it, or pass --learning-rate")
-    return Chosen(**how)
+    return TunedSettings(**how)

@@ -28,7 +28,7 @@ from examples.train_lm.settings import PRESETS
 from examples.train_lm.settings import preset as preset_of
 
 from . import evaluate, results, windows
-from .arms import ARMS, CHOSEN, LEARNING_RATES, SEEDS, Chosen, arm_of, chosen
+from .arms import ARMS, LEARNING_RATES, SEEDS, TUNED_FILE, TunedSettings, arm_of, complete_settings
 from .run import run as run_arm
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, rich_markup_mode=None)
@@ -82,8 +82,8 @@ def run(
     """Train one arm for so many seconds and evaluate it."""
     with user_errors(), parallel.world(device) as world:
         arm, shape = arm_of(name), preset_of(preset)
-        how = chosen(preset, name, learning_rate, log_length)
-        first = start and checkpoint.of_run(start)
+        how = complete_settings(preset, name, learning_rate, log_length)
+        first = start and checkpoint.resolve_checkpoint(start)
         found = run_arm(name, arm, shape, how, seconds, seed, folder, world, step_tokens, compiled, first, keep)
         _write(out, {"preset": preset, **found})
 
@@ -150,16 +150,16 @@ def tune(
     with user_errors(), parallel.world(device) as world:
         arm, shape, losses = arm_of(name), preset_of(preset), {}
 
-        def trial(how: Chosen) -> None:
+        def trial(how: TunedSettings) -> None:
             found = run_arm(name, arm, shape, how, seconds, seed, folder, world, step_tokens, compiled, tuning=True)
-            losses[how] = min(map(evaluate.mean, found["evaluations"].values()))
+            losses[how] = min(map(evaluate.mean_loss, found["evaluations"].values()))
             scaled = "-log-length" if how.log_length else ""
             _write(out / f"{preset}-{name}-{how.learning_rate:g}{scaled}.json", {"preset": preset, **found})
 
         for rate in LEARNING_RATES:
-            trial(Chosen(rate, False))
+            trial(TunedSettings(rate, False))
         if arm.is_dense:
-            trial(Chosen(min(losses, key=losses.__getitem__).learning_rate, True))
+            trial(TunedSettings(min(losses, key=losses.__getitem__).learning_rate, True))
         best = min(losses, key=losses.__getitem__)
         console.print(f"{name}: best {best}: {losses[best]:.4f}", markup=False)
 
@@ -167,7 +167,7 @@ def tune(
 @app.command()
 def choose(
     files: Files,
-    target: Annotated[Path, typer.Option(help="The file that run reads.")] = CHOSEN,
+    target: Annotated[Path, typer.Option(help="The file that run reads.")] = TUNED_FILE,
 ) -> None:
     """Write what tuning chose, and all that it tried. Presets and arms that the files are not of stay as they are."""
     with user_errors():
@@ -175,8 +175,8 @@ def choose(
         tried: dict[str, dict[str, list]] = {}
         for path in files:
             one = results.read(path)
-            how = Chosen(one["settings"]["learning_rate"], one["settings"]["log_length"])
-            loss = min(map(evaluate.mean, one["evaluations"].values()))
+            how = TunedSettings(one["settings"]["learning_rate"], one["settings"]["log_length"])
+            loss = min(map(evaluate.mean_loss, one["evaluations"].values()))
             about = {"loss": round(loss, 4), "seed": one["seed"], "seconds": one["budget"], "tokens": one["tokens"]}
             tried.setdefault(one["preset"], {}).setdefault(one["arm"], []).append((loss, how, {**asdict(how), **about}))
         best = {p: {arm: asdict(min(rows, key=lambda r: r[0])[1]) for arm, rows in arms.items()} for p, arms in tried.items()}
@@ -198,7 +198,7 @@ def report(
     """A table and a picture of several results."""
     with user_errors():
         found = results.load(files)
-        rows = results.rows(found, base)
+        rows = results.compare_arms(found, base)
         training = _table("training", "seeds,loss,tokens/s,epochs,tokens to loss,time to loss,last quarter")
         gains = _table(
             f"lower than {base} by nats a token, ± a standard error over packages", "all,at 0-1K,beyond that,far identifiers"

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from examples.train_lm.data import Tokens
 from examples.train_lm.evaluate import BORDERS
 from examples.train_lm.model import Decoder
-from examples.train_lm.parallel import World, precision
+from examples.train_lm.parallel import World, mixed_precision
 
 from .arms import LENGTH
 from .windows import Windows
@@ -35,7 +35,7 @@ def token_losses(model: Decoder, ids: torch.Tensor, context: int, stride: int, t
     for number in range(0, len(firsts), room):
         some = list(firsts[number : number + room])
         rows = torch.stack([ids[first : first + context] for first in some + [some[-1]] * (room - len(some))])
-        with precision(model, World(ids.device)):
+        with mixed_precision(model, World(ids.device)):
             hidden = model.hidden(rows)
             for first, row in zip(some, hidden, strict=False):
                 new = 0 if first == 0 else context - stride
@@ -67,13 +67,13 @@ def evaluate(model: Decoder, text: Tokens, windows: Windows, context: int, devic
     }
 
 
-def mean(found: dict) -> float:
+def mean_loss(found: dict) -> float:
     """Nats a token over all windows."""
     return float(np.sum(found["nats"]) / (len(found["nats"]) * sum(found["tokens"])))
 
 
 @contextmanager
-def rotary(model: Decoder, **changes: float):
+def changed_rotary(model: Decoder, **changes: float):
     """The model with another rotary base or scale."""
     shape = model.shape
     model.shape = replace(shape, **changes)
@@ -83,7 +83,7 @@ def rotary(model: Decoder, **changes: float):
         model.shape = shape
 
 
-def ways(model: Decoder, trained: int, length: int = LENGTH) -> dict[str, tuple[int, dict[str, float]]]:
+def reading_modes(model: Decoder, trained: int, length: int = LENGTH) -> dict[str, tuple[int, dict[str, float]]]:
     """How a model that was trained on shorter sequences may read longer ones: context, and changes to its rotary positions.
 
     A sliding window of the trained length; all tokens as they are; positions interpolated (arXiv:2306.15595); and a larger base

@@ -25,12 +25,12 @@ class Result:
     runs: list[dict]
 
     @property
-    def ways(self) -> list[str]:
-        return [min(run["evaluations"], key=lambda way: evaluate.mean(run["evaluations"][way])) for run in self.runs]
+    def reading_modes(self) -> list[str]:
+        return [min(run["evaluations"], key=lambda way: evaluate.mean_loss(run["evaluations"][way])) for run in self.runs]
 
     @property
     def best(self) -> list[dict]:
-        return [run["evaluations"][way] for run, way in zip(self.runs, self.ways, strict=True)]
+        return [run["evaluations"][way] for run, way in zip(self.runs, self.reading_modes, strict=True)]
 
     @property
     def nats(self) -> np.ndarray:
@@ -43,12 +43,12 @@ class Result:
     @property
     def loss(self) -> float:
         """Mean over seeds, in nats a token."""
-        return float(np.mean([evaluate.mean(found) for found in self.best]))
+        return float(np.mean([evaluate.mean_loss(found) for found in self.best]))
 
     @property
     def spread(self) -> float:
         """Standard deviation over seeds; NaN for one."""
-        losses = [evaluate.mean(found) for found in self.best]
+        losses = [evaluate.mean_loss(found) for found in self.best]
         return float(np.std(losses, ddof=1)) if len(losses) > 1 else float("nan")
 
     @property
@@ -157,7 +157,7 @@ def difference(a: Result, b: Result, positions: slice = slice(None), beyond: boo
     return Difference(value(np.ones(len(names))), float(np.nanstd(values)))
 
 
-def rows(results: dict[str, Result], base: str = "dense") -> list[dict]:
+def compare_arms(results: dict[str, Result], base: str = "dense") -> list[dict]:
     """A row for each arm, against ``base``. Raises ValueError where it was not run."""
     if base not in results:
         raise ValueError(f"no run of {base} to compare with; got {', '.join(results)}")
@@ -171,7 +171,7 @@ def rows(results: dict[str, Result], base: str = "dense") -> list[dict]:
                 "seeds": len(result.runs),
                 "learning_rate": result.runs[0]["settings"]["learning_rate"],
                 "log_length": result.runs[0]["settings"]["log_length"],
-                "read": result.ways[0],
+                "read": result.reading_modes[0],
                 "loss": result.loss,
                 "spread": result.spread,
                 "tokens_per_second": result.tokens_per_second,

@@ -19,14 +19,14 @@ from examples.train_lm.settings import Settings, Shape, checked
 from examples.train_lm.train import Run
 
 from . import evaluate, windows
-from .arms import Arm, Chosen
+from .arms import Arm, TunedSettings
 
 WARM_STEPS, TIMED_STEPS = 8, 20
 CURVE_POINTS, CURVE_WINDOWS = 16, 16
 _LOGGED = 200  # training losses in a result, each a mean
 
 
-def settings_of(arm: Arm, shape: Shape, how: Chosen, seed: int, step_tokens: int) -> Settings:
+def settings_of(arm: Arm, shape: Shape, how: TunedSettings, seed: int, step_tokens: int) -> Settings:
     """Settings of a run whose number of steps is not known yet."""
     return Settings(
         shape,
@@ -42,7 +42,7 @@ def settings_of(arm: Arm, shape: Shape, how: Chosen, seed: int, step_tokens: int
     )
 
 
-def planned(settings: Settings, arm: Arm, seconds: float, seconds_of: dict[int, float]) -> Settings:
+def plan_steps(settings: Settings, arm: Arm, seconds: float, seconds_of: dict[int, float]) -> Settings:
     """The settings with as many steps as fit in ``seconds``. seconds_of: a step's, by length. Raises ValueError where none fits."""
     first = int(arm.extend_after * seconds / seconds_of[arm.length])
     rest = int((1 - arm.extend_after) * seconds / seconds_of[arm.last_length])
@@ -72,7 +72,7 @@ def run(
     name: str,
     arm: Arm,
     shape: Shape,
-    how: Chosen,
+    how: TunedSettings,
     seconds: float,
     seed: int,
     data: Path,
@@ -89,7 +89,7 @@ def run(
     settings = checked(replace(settings_of(arm, shape, how, seed, step_tokens), compiled=compiled))
     held_out = windows.load(data, "tuning" if tuning else "reported")
     seconds_of, compiling = step_seconds(settings, arm, data, world)
-    settings = checked(planned(settings, arm, seconds, seconds_of))
+    settings = checked(plan_steps(settings, arm, seconds, seconds_of))
     with tempfile.TemporaryDirectory() as folder:
         training = Run(settings, keep or Path(folder), data, world, fresh=True, start=start)
         epochs = settings.steps * settings.step_tokens / training.stream.epoch_tokens
@@ -101,11 +101,11 @@ def run(
         rows, curve, evaluating = _train(training, held_out, 0 if tuning else CURVE_POINTS)
         begin = time.perf_counter()
         found = {}
-        ways = list(evaluate.ways(training.model, arm.last_length, held_out.far.shape[1]).items())
+        ways = list(evaluate.reading_modes(training.model, arm.last_length, held_out.far.shape[1]).items())
         for way, (context, changes) in ways[:1] if tuning else ways:
-            with evaluate.rotary(training.model, **changes) as model:
+            with evaluate.changed_rotary(training.model, **changes) as model:
                 found[way] = evaluate.evaluate(model, training.held_out, held_out, context, world.device)
-            console.print(f"{name}: {way}: {evaluate.mean(found[way]):.4f} nats a token", markup=False)
+            console.print(f"{name}: {way}: {evaluate.mean_loss(found[way]):.4f} nats a token", markup=False)
         if keep:
             training.save()
     on_gpu = world.device.type == "cuda"
@@ -137,7 +137,7 @@ def _train(training: Run, held_out: windows.Windows, count: int) -> tuple[list[d
 
     def point(context: int) -> dict:
         found = evaluate.evaluate(training.model, training.held_out, few, context, device, strides)
-        return {"step": progress.step, "tokens": progress.position, "seconds": progress.seconds, "nats": evaluate.mean(found)}
+        return {"step": progress.step, "tokens": progress.position, "seconds": progress.seconds, "nats": evaluate.mean_loss(found)}
 
     rows, evaluating = [], 0.0
     curve = [point(training.length)] if count and training.started else []

@@ -38,16 +38,16 @@ class Windows:
     def first(self, count: int) -> Windows:
         """``count`` of them, spread evenly."""
         keep = np.linspace(0, len(self) - 1, min(count, len(self))).round().astype(int)
-        return self._of(keep)
+        return self._select(keep)
 
-    def _of(self, keep: np.ndarray) -> Windows:
+    def _select(self, keep: np.ndarray) -> Windows:
         return Windows(self.starts[keep], [self.packages[i] for i in keep], self.far[keep])
 
     def part(self, name: Part) -> Windows:
         """Returns the windows of a part. Every fourth package is for tuning; the others are reported."""
         order = {package: number for number, package in enumerate(dict.fromkeys(self.packages))}
         tuning = np.array([order[package] % 4 == 0 for package in self.packages])
-        return self._of(np.flatnonzero(tuning if name == "tuning" else ~tuning))
+        return self._select(np.flatnonzero(tuning if name == "tuning" else ~tuning))
 
 
 def prepare(data: Path, vocabulary: int, count: int, length: int = LENGTH) -> Windows:
@@ -74,8 +74,10 @@ def prepare(data: Path, vocabulary: int, count: int, length: int = LENGTH) -> Wi
         start, stop = place[name]
         starts += np.linspace(start, stop - 1 - length, taken[name]).astype(np.int64).tolist() if taken[name] > 1 else [start]
         packages += [name] * taken[name]
-    pieces = _pieces(tokenizer, vocabulary)
-    far = [_far(tokens.tokens[start : start + length + 1], pieces) for start in track(starts, "far identifiers", transient=True)]
+    pieces = _token_texts(tokenizer, vocabulary)
+    far = [
+        _find_far(tokens.tokens[start : start + length + 1], pieces) for start in track(starts, "far identifiers", transient=True)
+    ]
     windows = Windows(np.array(starts), packages, np.stack(far))
     (data / _NAMES).write_text(json.dumps({"starts": starts, "packages": packages, "length": length}))
     np.save(data / "windows.far.npy", np.packbits(windows.far, axis=1))
@@ -99,13 +101,13 @@ def _packages(tokens: Tokens, names: list[str]) -> list[tuple[str, int, int]]:
     return [(names[group], start, stop) for group, start, stop in zip(groups, starts, [*starts[1:], len(tokens)], strict=True)]
 
 
-def _pieces(tokenizer: Tokenizer, vocabulary: int) -> list[str]:
+def _token_texts(tokenizer: Tokenizer, vocabulary: int) -> list[str]:
     """The text of each token, a character for each byte; what no identifier holds becomes a dot."""
     pieces = [tokenizer.id_to_token(token) or "." for token in range(vocabulary)]
     return [re.sub(r"[^A-Za-z0-9_]", ".", piece) for piece in pieces]
 
 
-def _far(ids: np.ndarray, pieces: list[str]) -> np.ndarray:
+def _find_far(ids: np.ndarray, pieces: list[str]) -> np.ndarray:
     """(tokens - 1,) bool, for the tokens after the first: the labels of a window."""
     texts = [pieces[token] for token in ids.tolist()]
     stops = np.fromiter(accumulate(map(len, texts)), np.int64, len(texts))

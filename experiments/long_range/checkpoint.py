@@ -21,7 +21,7 @@ from .settings import Settings
 FILE = "checkpoint.pt"
 
 
-def of_run(path: Path) -> Path:
+def find_checkpoint(path: Path) -> Path:
     """The checkpoint of a run's folder; a checkpoint itself."""
     return path / FILE if path.is_dir() else path
 
@@ -34,17 +34,17 @@ def save(folder: Path, settings: Settings, progress: Progress, model: nn.Module,
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
     }
-    return _written(state, folder / FILE)
+    return _write_state(state, folder / FILE)
 
 
 def export(path: Path, target: Path) -> Path:
     """Writes a checkpoint without the optimizer's state."""
     _, _, state = read(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    return _written({name: part for name, part in state.items() if name != "optimizer"}, target)
+    return _write_state({name: part for name, part in state.items() if name != "optimizer"}, target)
 
 
-def _written(state: dict, target: Path) -> Path:
+def _write_state(state: dict, target: Path) -> Path:
     partial = target.with_suffix(".partial")
     with partial.open("wb") as file:
         torch.save(state, file)

@@ -26,14 +26,14 @@ from examples.train_lm.settings import Shape
 
 from . import checkpoint, data, report
 from .climb import climb as climb_stages
-from .climb import prepared, stages_to
+from .climb import preparing_images, stages_to
 from .data import TASKS, Examples
 from .listops import ListOps
 from .model import Classifier
 from .pathfinder import Pathfinder
 from .report import console
-from .settings import ATTENTIONS, SHAPE, Settings, checked, default_batch, default_micro_batch, density, tokens_of
-from .train import Run, evaluated
+from .settings import ATTENTIONS, SHAPE, Settings, check_settings, default_batch, default_micro_batch, density, tokens_of
+from .train import Run, evaluate_split
 
 TASK, SIZE, DASHES = Pathfinder.name, 32, 14
 WORKERS = os.cpu_count() or 1
@@ -86,10 +86,10 @@ def prepare(
         held_out = min(10_000, _HELD_OUT_TOKENS // tokens_of(wanted)) if held_out is None else held_out
         manifest = data.prepare(folder, wanted, train, held_out, seed, workers)
         counts = ", ".join(f"{manifest[split]:,} of {split}" for split in data.SPLITS)
-        console.print(f"{folder}: {counts}; {_commonest(manifest)}", soft_wrap=True, markup=False)
+        console.print(f"{folder}: {counts}; {_describe_commonest(manifest)}", soft_wrap=True, markup=False)
 
 
-def _commonest(manifest: dict) -> str:
+def _describe_commonest(manifest: dict) -> str:
     labels = manifest["labels"]["held_out"]
     return f"always saying {labels.index(max(labels))} is right for {max(labels) / sum(labels):.1%} of the held-out"
 
@@ -169,12 +169,16 @@ def train(
             compiled=compiled,
             seed=seed,
         )
-        run = Run(checked(settings), out, folder, world, fresh, start and checkpoint.of_run(start))
+        run = Run(check_settings(settings), out, folder, world, fresh, start and checkpoint.find_checkpoint(start))
         _introduce(run)
         if not run.train(evaluations):
-            console.print(f"stopped early; the same command goes on from {checkpoint.of_run(out)}", soft_wrap=True, markup=False)
+            console.print(
+                f"stopped early; the same command goes on from {checkpoint.find_checkpoint(out)}", soft_wrap=True, markup=False
+            )
             raise typer.Exit(130)
-        console.print(f"{checkpoint.of_run(out)}; plot {report.plot([out], out / 'accuracy.png')}", soft_wrap=True, markup=False)
+        console.print(
+            f"{checkpoint.find_checkpoint(out)}; plot {report.plot([out], out / 'accuracy.png')}", soft_wrap=True, markup=False
+        )
 
 
 @app.command()
@@ -208,7 +212,7 @@ def climb(
 
     def settings(stage, minutes: float, seed: int) -> Settings:
         images = batch or default_batch(stage.task)
-        return checked(
+        return check_settings(
             Settings(
                 task=data.fields_of(stage.task),
                 shape=shape,
@@ -230,7 +234,7 @@ def climb(
         stages = [(replace(stage, **given), share) for stage, share in stages_to(to, minutes)]
         for stage, share in stages:
             settings(stage, share, 0)  # refuses what cannot work before anything is made
-        with prepared([stage for stage, _ in stages], folder, workers) as images:
+        with preparing_images([stage for stage, _ in stages], folder, workers) as images:
             runs = climb_stages(stages, settings, images, out, world, seeds, evaluations)
         if runs is None:
             console.print("stopped early; the same command goes on", soft_wrap=True, markup=False)
@@ -255,7 +259,7 @@ def _introduce(run: Run) -> None:
     attention = f"{settings.attention}: {kept:.1%} of {tokens:,} x {tokens:,} pairs"
     console.print(f"{parameters / 1e6:.2f}M parameters; {attention}", soft_wrap=True, markup=False)
     counts = f"{len(run.examples):,} examples, {len(run.held_out):,} held out"
-    console.print(f"{counts}; {_commonest(run.examples.manifest)}", soft_wrap=True)
+    console.print(f"{counts}; {_describe_commonest(run.examples.manifest)}", soft_wrap=True)
     if run.resumed:
         console.print(f"going on from {run.resumed} (--fresh starts over)", soft_wrap=True, markup=False)
 
@@ -269,13 +273,13 @@ def evaluate(
 ) -> None:
     """Accuracy on held-out examples, also of images of a larger size or with other paths."""
     with user_errors(), parallel.world(device) as world:
-        settings, progress, state = checkpoint.read(checkpoint.of_run(run))
+        settings, progress, state = checkpoint.read(checkpoint.find_checkpoint(run))
         task = settings.task
         held_out = Examples(folder or _folder(task["name"], task.get("size", 0), task.get("dashes", 0)), "held_out")
         model = Classifier(replace(settings, task=held_out.manifest["task"])).to(world.device)
         model.start_from(state["model"], str(run))
-        score = evaluated(model, held_out, batch or settings.micro_batch, world)
-        table = Table(title=f"{settings.attention} after {progress.position:,} examples; {_commonest(held_out.manifest)}")
+        score = evaluate_split(model, held_out, batch or settings.micro_batch, world)
+        table = Table(title=f"{settings.attention} after {progress.position:,} examples; {_describe_commonest(held_out.manifest)}")
         for heading in ("held-out examples", "accuracy", "loss, nats"):
             table.add_column(heading, justify="right")
         table.add_row(f"{len(held_out):,}", f"{score.accuracy:.1%} ± {score.error:.1%}", f"{score.loss:.4f}")
@@ -289,7 +293,7 @@ def export(
 ) -> None:
     """Write a run's parameters without the optimizer's state, for --start and evaluate: a third of the checkpoint's bytes."""
     with user_errors():
-        checkpoint.export(checkpoint.of_run(run), target)
+        checkpoint.export(checkpoint.find_checkpoint(run), target)
         console.print(f"{target}: {target.stat().st_size / 1e6:.1f} MB", soft_wrap=True, markup=False)
 
 

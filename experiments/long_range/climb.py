@@ -1,8 +1,8 @@
 """Goes up from short paths to long ones and from small images to large ones, each run with the parameters of the one before.
 
 Whether the first run leaves 50 % is luck (docs/evidence.md), so it is tried with several seeds: a run that knows nothing after
-``LOOK`` of its time ends, and the next seed begins. All that tells how far a climb is lies in its runs' folders, so the same call
-goes on.
+``CHECK_AFTER`` of its time ends, and the next seed begins. All that tells how far a climb is lies in its runs' folders, so the
+same call goes on.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .report import console
 from .settings import Settings
 from .train import Run, Score
 
-KNOWS = 0.55  # right more often than this is not luck, with the fewest held-out images
-LOOK = 0.4  # of a run's time
+LEARNED = 0.55  # right more often than this is not luck, with the fewest held-out images
+CHECK_AFTER = 0.4  # of a run's time
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def stages_to(size: int, minutes: float) -> list[tuple[Stage, float]]:
 
 
 @contextmanager
-def prepared(stages: list[Stage], folder: Path, workers: int) -> Iterator[Callable[[Stage], Path]]:
+def preparing_images(stages: list[Stage], folder: Path, workers: int) -> Iterator[Callable[[Stage], Path]]:
     """Makes the images of all stages in the order in which they are needed, in processes of its own, while others train. Yields
     stage -> its folder, once it is complete."""
     folders = {stage: folder / f"{Pathfinder.name}-{stage.name}" for stage in stages}
@@ -135,25 +135,25 @@ def climb(
     (first, minutes), *others = stages
     for seed in range(seeds):
         run = Run(settings(first, minutes, seed), folder / f"{first.name}-seed-{seed}", images(first), world)
-        if not _ended(run, evaluations, lambda done, score: done >= LOOK and score.accuracy <= KNOWS):
+        if not _train_to_end(run, evaluations, lambda done, score: done >= CHECK_AFTER and score.accuracy <= LEARNED):
             return None
-        if (accuracy := _accuracy(run.folder)) > KNOWS:
+        if (accuracy := _accuracy(run.folder)) > LEARNED:
             break
         console.print(f"seed {seed} knows nothing: {accuracy:.1%}")
     else:
         raise Lost(f"nothing was learned of {first.dashes} dashes with {seeds} seed(s); pass more --seeds or --minutes")
     ended, start = [run.folder], run.folder
     for stage, minutes in others:
-        run = Run(settings(stage, minutes, 0), folder / stage.name, images(stage), world, start=checkpoint.of_run(start))
-        if not _ended(run, evaluations):
+        run = Run(settings(stage, minutes, 0), folder / stage.name, images(stage), world, start=checkpoint.find_checkpoint(start))
+        if not _train_to_end(run, evaluations):
             return None
         ended.append(run.folder)
-        if _accuracy(run.folder) > KNOWS:
+        if _accuracy(run.folder) > LEARNED:
             start = run.folder
     return ended
 
 
-def _ended(run: Run, evaluations: int, hopeless: Callable[[float, Score], bool] | None = None) -> bool:
+def _train_to_end(run: Run, evaluations: int, hopeless: Callable[[float, Score], bool] | None = None) -> bool:
     """Trains a run to its end, or until it is hopeless; False where it was stopped before."""
     rows = read(run.folder / "evaluations.csv")
     if run.resumed and hopeless and rows and hopeless(run.done, Score(*(float(rows[-1][name]) for name in Score._fields))):

@@ -19,7 +19,7 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 from scipy.spatial.distance import cdist
 
-from .paths import POINTS, Drawing, long_paths, short_paths, square
+from .paths import POINTS, Drawing, long_paths, short_paths, squared_length
 
 # The hard sets of arXiv:2011.04006, as lra_benchmarks/data/pathfinder.py documents them; at 128 their gap is 2 or 3. Their easy
 # sets have paths of 6 dashes, their intermediate ones of 9.
@@ -73,7 +73,7 @@ class Pathfinder:
     def make(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Images (count, size, size) uint8 and labels (count,) uint8, half of them 1."""
         made = scenes(self.drawing, count, rng)
-        return drawn(self.drawing, made), made.labels
+        return draw_images(self.drawing, made), made.labels
 
 
 @dataclass(frozen=True)
@@ -92,14 +92,14 @@ class Scenes:
 def scenes(drawing: Drawing, count: int, rng: np.random.Generator) -> Scenes:
     """``count`` scenes. The more are made at once, the better dots of positive and of negative ones match."""
     pairs = -(-count // 2)
-    long, dots, labels = _matched(drawing, long_paths(drawing, 2 * int(np.ceil(pairs * (1 + _SPARE))), rng), pairs)
+    long, dots, labels = _match_pairs(drawing, long_paths(drawing, 2 * int(np.ceil(pairs * (1 + _SPARE))), rng), pairs)
     order = rng.permutation(2 * pairs)[:count]
     long, dots, labels = long[order], dots[order], labels[order]
     points = np.concatenate([long, short_paths(drawing, long, rng).reshape(count, -1, POINTS, 2)], axis=1)
     return Scenes(points[:, :, [0, -1]], dots, labels)
 
 
-def _matched(drawing: Drawing, long: np.ndarray, pairs: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _match_pairs(drawing: Drawing, long: np.ndarray, pairs: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The ``pairs`` that match best, of as many positive as negative scenes; the negative ones are turned and mirrored for it.
 
     long: as ``long_paths`` returns. Returns the same, dots and labels of 2 * pairs scenes.
@@ -111,7 +111,7 @@ def _matched(drawing: Drawing, long: np.ndarray, pairs: int) -> tuple[np.ndarray
     # Rows are negative scenes: with positive ones as rows, the assignment takes two to four times as long.
     least, way = np.full((len(negative), len(positive)), np.inf), np.zeros((len(negative), len(positive)), np.uint8)
     for number, (path, other, turn) in enumerate(ways):
-        cost = _cost(drawing, _turned(crossed[:, other], drawing.size, np.array(turn)), same[:, path])
+        cost = _cost(drawing, _apply_symmetry(crossed[:, other], drawing.size, np.array(turn)), same[:, path])
         np.copyto(way, number, where=cost < least)
         np.minimum(least, cost, out=least)
     two, one = linear_sum_assignment(least)
@@ -119,8 +119,8 @@ def _matched(drawing: Drawing, long: np.ndarray, pairs: int) -> tuple[np.ndarray
     best = np.argsort(least[two, one])[:pairs]
     one, two = one[best], two[best]
     path, other, turn = np.array(ways)[way[two, one]].T
-    dots = same[one, path, :, 0], _turned(crossed[two, other, :, 0], drawing.size, turn)
-    long = np.concatenate([positive[one], _turned(negative[two], drawing.size, turn)])
+    dots = same[one, path, :, 0], _apply_symmetry(crossed[two, other, :, 0], drawing.size, turn)
+    long = np.concatenate([positive[one], _apply_symmetry(negative[two], drawing.size, turn)])
     return long, np.concatenate(dots), np.repeat(np.uint8([1, 0]), pairs)
 
 
@@ -133,7 +133,7 @@ def _ends(drawing: Drawing, long: np.ndarray) -> np.ndarray:
     return np.stack(places, axis=2).reshape(len(long), 2, 2, 2, 2)
 
 
-def _turned(positions: np.ndarray, size: int, turn: np.ndarray) -> np.ndarray:
+def _apply_symmetry(positions: np.ndarray, size: int, turn: np.ndarray) -> np.ndarray:
     """By one of the symmetries of the square, 0 to 7. positions: (scenes, ..., 2). turn: (scenes,) or ()."""
     turn = turn.reshape(-1, *[1] * (positions.ndim - 1))
     centred = positions - (size - 1) / 2
@@ -145,7 +145,7 @@ def _cost(drawing: Drawing, dots: np.ndarray, others: np.ndarray) -> np.ndarray:
     """(scenes, others): by how much dots and what is ahead of them differ in their places, and in how far dots are apart, which
     would tell most. dots, others: (scenes, 2, 2, 2), of ``_ends``."""
     pairs = dots, others
-    apart = [np.sqrt(square(pair[:, 0, 0] - pair[:, 1, 0])) for pair in pairs]
+    apart = [np.sqrt(squared_length(pair[:, 0, 0] - pair[:, 1, 0])) for pair in pairs]
     places = [np.column_stack([pair.reshape(-1, 8), distance]) for pair, distance in zip(pairs, apart, strict=True)]
     close = [distance < 3 * drawing.radius for distance in apart]  # no gap to be seen between them
     cost = cdist(*places, "sqeuclidean")
@@ -153,7 +153,7 @@ def _cost(drawing: Drawing, dots: np.ndarray, others: np.ndarray) -> np.ndarray:
     return cost
 
 
-def drawn(drawing: Drawing, made: Scenes) -> np.ndarray:
+def draw_images(drawing: Drawing, made: Scenes) -> np.ndarray:
     """(scenes, size, size) uint8: black, with grey dashes and white dots."""
     images = np.zeros((len(made.labels), drawing.size, drawing.size), np.uint8)
     starts, ends = made.steps[:, :, 0], made.steps[:, :, 1]
@@ -174,8 +174,8 @@ def draw_lines(images: np.ndarray, starts: np.ndarray, ends: np.ndarray, thickne
     pixels = np.rint((starts + ends) / 2).astype(int)[:, None] + offsets  # (lines, pixels, 2)
     within = ((pixels >= 0) & (pixels < images.shape[1])).all(-1)
     to = pixels - starts[:, None]
-    share = (to * along[:, None]).sum(-1) / np.maximum(square(along), 1e-12)[:, None]
-    distance = np.sqrt(square(to - share.clip(0, 1)[..., None] * along[:, None]))
+    share = (to * along[:, None]).sum(-1) / np.maximum(squared_length(along), 1e-12)[:, None]
+    distance = np.sqrt(squared_length(to - share.clip(0, 1)[..., None] * along[:, None]))
     covered = (0.5 + thickness / 2 - distance).clip(0, 1) * within
     which = np.broadcast_to(scene[:, None], covered.shape), *pixels.clip(0, images.shape[1] - 1).transpose(2, 0, 1)
     np.maximum.at(images, which, np.rint(255 * grey * covered).astype(np.uint8))

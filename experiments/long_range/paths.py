@@ -78,11 +78,11 @@ def long_paths(drawing: Drawing, count: int, rng: np.random.Generator) -> np.nda
         heading = headings[rows, before][:, None] + _turns(drawing, together, rng)
         (first,), (second,), starts = np.nonzero(at == 0), np.nonzero(at == 1), at < 2
         origin[first] = rng.uniform(border, drawing.size - 1 - border, origin[first].shape)
-        origin[second] = points[second, :1, 0] + drawing.start * _direction(_anywhere(heading[second].shape, rng))
-        heading[starts] = _anywhere(heading[starts].shape, rng)
+        origin[second] = points[second, :1, 0] + drawing.start * _direction(_draw_headings(heading[second].shape, rng))
+        heading[starts] = _draw_headings(heading[starts].shape, rng)
         obstacles = points.copy()
         obstacles[rows, before] = _NOWHERE
-        found, step, headed = _stepped(drawing, origin, heading, obstacles)
+        found, step, headed = _choose_step(drawing, origin, heading, obstacles)
         points[rows[found], at[found]], headings[rows[found], at[found]] = step[found], headed[found]
         at = np.where(found, at + 1, np.maximum(at - rng.integers(1, _BACK + 1, together), 0))
         age += 1
@@ -105,12 +105,12 @@ def short_paths(drawing: Drawing, long: np.ndarray, rng: np.random.Generator) ->
         if not rows.size:
             break
         obstacles = np.concatenate([long[rows], points[rows].reshape(len(rows), -1, POINTS, 2)], axis=1)
-        heading = _anywhere((len(rows), _NARROW + _WIDE), rng)
+        heading = _draw_headings((len(rows), _NARROW + _WIDE), rng)
         origin = rng.uniform(0, drawing.size - 1, (*heading.shape, 2))
         alive, steps = np.ones(len(rows), bool), []
         for _ in range(drawing.short_dashes):
             around = np.concatenate([obstacles, *(one[:, None] for one in steps[:-1])], axis=1)
-            found, step, headed = _stepped(drawing, origin, heading, around)
+            found, step, headed = _choose_step(drawing, origin, heading, around)
             alive &= found
             steps.append(step)
             origin = step[:, -1:]
@@ -121,7 +121,7 @@ def short_paths(drawing: Drawing, long: np.ndarray, rng: np.random.Generator) ->
     return points
 
 
-def _stepped(
+def _choose_step(
     drawing: Drawing, origin: np.ndarray, heading: np.ndarray, obstacles: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The first of several steps that has room for itself, and of these most room ahead.
@@ -159,7 +159,7 @@ def _turns(drawing: Drawing, scenes: int, rng: np.random.Generator) -> np.ndarra
     return np.interp(rng.random((scenes, len(bend))), _SHARES, _TURNS) / bend
 
 
-def _anywhere(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+def _draw_headings(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
     return rng.uniform(0, 2 * np.pi, shape)
 
 
@@ -167,6 +167,6 @@ def _direction(heading: np.ndarray) -> np.ndarray:
     return np.stack([np.sin(heading), np.cos(heading)], axis=-1)
 
 
-def square(vectors: np.ndarray) -> np.ndarray:
+def squared_length(vectors: np.ndarray) -> np.ndarray:
     """Squared lengths of vectors, (..., 2)."""
     return vectors[..., 0] ** 2 + vectors[..., 1] ** 2

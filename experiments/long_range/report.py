@@ -68,7 +68,7 @@ class Log:
         self.bar.stop()
 
 
-def evaluations(run: Path) -> list[dict[str, float]]:
+def read_evaluations(run: Path) -> list[dict[str, float]]:
     """The rows of a run's evaluations.csv. Raises ValueError where there are none."""
     rows = [{name: float(value) for name, value in row.items()} for row in read(run / "evaluations.csv")]
     if not rows:
@@ -82,7 +82,7 @@ def plot(runs: list[Path], target: Path) -> Path:
 
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
     for run in runs:
-        rows = evaluations(run)
+        rows = read_evaluations(run)
         accuracy, error = (np.array([row[name] for row in rows]) for name in ("accuracy", "error"))
         for axis, (field, unit) in zip(axes, (("seconds", 60), ("examples", 1)), strict=True):
             x = [row[field] / unit for row in rows]
@@ -107,8 +107,8 @@ def results(runs: list[Path]) -> Table:
         table.add_column(heading, justify="left" if heading in ("run", "task", "attention") else "right")
     found = []
     for run in runs:
-        settings, _, _ = checkpoint.read(checkpoint.of_run(run))
-        found.append((run.name, settings, evaluations(run)))
+        settings, _, _ = checkpoint.read(checkpoint.find_checkpoint(run))
+        found.append((run.name, settings, read_evaluations(run)))
     for name, settings, rows in found:
         task, last = task_of(settings.task), rows[-1]
         end = min(other[-1]["seconds"] for _, one, other in found if one.task == settings.task)

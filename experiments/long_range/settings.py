@@ -77,7 +77,7 @@ def default_micro_batch(task: Task, batch: int) -> int:
     return next(count for count in range(most, 0, -1) if batch % count == 0)
 
 
-def checked(settings: Settings) -> Settings:
+def check_settings(settings: Settings) -> Settings:
     """The settings, with the spec text of a named attention. Raises ValueError for what cannot work."""
     task, shape = task_of(settings.task), settings.shape
     for name, value in (asdict(shape) | {"batch": settings.batch, "micro_batch": settings.micro_batch}).items():

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from examples.train_lm.checkpoint import Progress
-from examples.train_lm.parallel import World, precision
+from examples.train_lm.parallel import World, mixed_precision
 from examples.train_lm.train import NotFinite, optimizer
 
 from . import checkpoint
@@ -52,7 +52,7 @@ class Run:
             self.model.compile()
         self.optimizer = optimizer(self.model, settings)
         self.progress = Progress(steps=settings.steps)
-        last = checkpoint.of_run(folder)
+        last = checkpoint.find_checkpoint(folder)
         self.resumed = None if fresh or not last.exists() else last
         if self.resumed:
             self.progress = checkpoint.resume(last, settings, self.model, self.optimizer)
@@ -83,7 +83,7 @@ class Run:
                 row = self.step()
                 log.step(row, self.done)
                 if int(self.done * evaluations) > int(before * evaluations):
-                    score = evaluated(self.model, self.held_out, self.settings.micro_batch, self.world)
+                    score = evaluate_split(self.model, self.held_out, self.settings.micro_batch, self.world)
                     log.evaluation({name: row[name] for name in ("step", "examples", "seconds")} | score._asdict())
                     self.save()
                     self.hopeless = hopeless is not None and hopeless(self.done, score)
@@ -99,7 +99,7 @@ class Run:
 
     def _warm_up(self) -> None:
         """One pass, which compiles and changes nothing: the clock of the run starts after it."""
-        inputs, labels = loaded(self.examples, np.arange(self.settings.micro_batch), self.world)
+        inputs, labels = load_batch(self.examples, np.arange(self.settings.micro_batch), self.world)
         self._loss(inputs, labels)[0].backward()
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -115,9 +115,9 @@ class Run:
         loss, right = torch.zeros(2, device=self.world.device)
         for first in range(0, settings.batch, settings.micro_batch):
             piece = slice(first, first + settings.micro_batch)
-            inputs, labels = loaded(self.examples, rows[piece], self.world)
+            inputs, labels = load_batch(self.examples, rows[piece], self.world)
             if settings.turns and inputs.dim() == 3:
-                inputs = turned(inputs, torch.from_numpy(turns[piece]).to(inputs.device))
+                inputs = turn_images(inputs, torch.from_numpy(turns[piece]).to(inputs.device))
             part, hits = self._loss(inputs, labels)
             (part / settings.batch).backward()
             loss, right = loss + part.detach(), right + hits
@@ -144,7 +144,7 @@ class Run:
 
     def _loss(self, inputs: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The sum of the losses of a batch, and how many labels are right."""
-        with precision(self.model, self.world):
+        with mixed_precision(self.model, self.world):
             logits = self.model(inputs)
         return F.cross_entropy(logits, labels, reduction="sum"), (logits.argmax(-1) == labels).sum()
 
@@ -156,13 +156,13 @@ class Run:
         return checkpoint.save(self.folder, self.settings, self.progress, self.model, self.optimizer)
 
 
-def loaded(examples: Examples, rows: np.ndarray, world: World) -> tuple[torch.Tensor, torch.Tensor]:
+def load_batch(examples: Examples, rows: np.ndarray, world: World) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs, uint8, and labels, int64, on the device."""
     inputs, labels = (torch.from_numpy(array).to(world.device) for array in examples.batch(rows))
     return inputs, labels.long()
 
 
-def turned(images: torch.Tensor, how: torch.Tensor) -> torch.Tensor:
+def turn_images(images: torch.Tensor, how: torch.Tensor) -> torch.Tensor:
     """Each image by one of the symmetries of the square. images: (batch, size, size). how: (batch,), 0 to 7."""
     changed = (lambda t: t.flip(1)), (lambda t: t.flip(2)), (lambda t: t.transpose(1, 2))
     for bit, change in enumerate(changed):
@@ -171,12 +171,14 @@ def turned(images: torch.Tensor, how: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def evaluated(model: Classifier, examples: Examples, batch: int, world: World) -> Score:
+def evaluate_split(model: Classifier, examples: Examples, batch: int, world: World) -> Score:
     """The score on all examples of a split, ``batch`` at a time."""
     total, losses, hits = len(examples), [], []
     for first in range(0, total, batch):
-        inputs, labels = loaded(examples, np.arange(first, first + batch) % total, world)  # full batches: one shape, compiled once
-        with precision(model, world):
+        inputs, labels = load_batch(
+            examples, np.arange(first, first + batch) % total, world
+        )  # full batches: one shape, compiled once
+        with mixed_precision(model, world):
             logits = model(inputs)
         counted = min(batch, total - first)
         losses.append(F.cross_entropy(logits, labels, reduction="none")[:counted])

@@ -29,13 +29,13 @@ class Arm:
         """Arguments of ``sf.topk_blocks`` besides queries and keys."""
         return {"keep": self.keep, "block_size": block, "always": mask} | ({"every": 1, "score": "max"} if self.by_query else {})
 
-    def readable(self, layer: int) -> str:
+    def readable_mask(self, layer: int) -> str:
         """Spec text of the mask of all tokens that a layer may read: any earlier block may be chosen."""
         mask = self.masks[layer % len(self.masks)]
         return "causal" if self.keep or mask == SDPA else mask
 
 
-def arms(window: int, block: int, length: int) -> dict[str, Arm]:
+def build_arms(window: int, block: int, length: int) -> dict[str, Arm]:
     """By name. window: tokens that each query sees next to it, itself included, under every mask. block: tokens of a unit of the
     coarser patterns, and of a chosen block. length: tokens of a sequence."""
     near = f"local({window})"
@@ -57,7 +57,7 @@ def arms(window: int, block: int, length: int) -> dict[str, Arm]:
     }
 
 
-def hops(arm: Arm, layers: int, length: int, block: int) -> tuple[torch.Tensor, int]:
+def count_hops(arm: Arm, layers: int, length: int, block: int) -> tuple[torch.Tensor, int]:
     """((units, units) int64, tokens of a unit): through how many layers' attention, at least, anything in one unit (column) can
     come to another (row), with the layers in their order; layers + 1 where nothing can. As in ``explain``, units are tokens if
     there are at most ``MOST_UNITS``. Otherwise they are blocks, of which one kept pair is enough to count as read, so that more
@@ -67,7 +67,7 @@ def hops(arm: Arm, layers: int, length: int, block: int) -> tuple[torch.Tensor, 
     # within[m]: what is m hops away or nearer.
     within = [torch.eye(units)] + [torch.zeros(units, units) for _ in range(layers)]
     for layer in range(layers):
-        mask = sf.compile_mask(arm.readable(layer), length, block_size=block)
+        mask = sf.compile_mask(arm.readable_mask(layer), length, block_size=block)
         read = (mask.to_dense() if unit == 1 else mask.kept_blocks()).float()
         within[1:] = [((read @ nearer + farther) > 0).float() for nearer, farther in pairwise(within)]
     least = torch.full((units, units), layers + 1)
@@ -76,11 +76,11 @@ def hops(arm: Arm, layers: int, length: int, block: int) -> tuple[torch.Tensor, 
     return least, unit
 
 
-def reach(arm: Arm, layers: int, length: int, block: int) -> dict:
+def measure_reach(arm: Arm, layers: int, length: int, block: int) -> dict:
     """density: the share of causal pairs kept, mean over layers. masks: for each mask its layers, and what ``sf.explain`` says: the
     share of causal pairs within reach, by number of such layers. within_reach: the same of the layers in their order.
     most_hops: of what is within reach."""
-    counts = Counter(arm.readable(layer) for layer in range(layers))
+    counts = Counter(arm.readable_mask(layer) for layer in range(layers))
     explained = {mask: sf.explain(mask, q_len=length, block_size=block) for mask in counts}
     if arm.keep:
         q, k = torch.randn(2, 1, 1, length, 16, generator=torch.Generator().manual_seed(0))  # any: how many are kept is fixed
@@ -88,7 +88,7 @@ def reach(arm: Arm, layers: int, length: int, block: int) -> dict:
         kept = sf.topk_blocks(q, k, **any_choice).density * 2 * length / (length + 1)
     else:
         kept = sum(explained[mask].causal_density * count for mask, count in counts.items()) / layers
-    least, _ = hops(arm, layers, length, block)
+    least, _ = count_hops(arm, layers, length, block)
     return {
         "density": kept,
         "masks": [{"mask": m, "layers": n, "explained": explained[m].reach.shares} for m, n in counts.items()],

@@ -21,9 +21,9 @@ from examples.train_lm.cli import Device, user_errors
 from examples.train_lm.report import console
 
 from . import report
-from .arms import arms as arms_of
-from .arms import reach
-from .settings import PRESETS, Trial, checked
+from .arms import build_arms as arms_of
+from .arms import measure_reach
+from .settings import PRESETS, Trial, check_trial
 from .settings import preset as preset_of
 from .train import run, tune
 
@@ -63,7 +63,7 @@ def arms(
         for heading in ("arm", "layers: mask", "kept", "explain: within reach after layers", "after all", "most hops"):
             table.add_column(heading, justify="right" if heading in ("kept", "after all", "most hops") else "left")
         for name, arm in track(arms_of(base.window, base.block, base.task.length).items(), transient=True):
-            found = reach(arm, depth, base.task.length, base.block)
+            found = measure_reach(arm, depth, base.task.length, base.block)
             masks = [f"{one['layers']}: {one['mask']}" for one in found["masks"]]
             if arm.keep:
                 by = "each query" if arm.by_query else "each block of queries"
@@ -121,7 +121,7 @@ def train(
         sizes = {"length": length, "pairs": pairs, "askings": askings, "apart": apart, "step_tokens": step_tokens}
         sizes |= {"layers": layers, "window": window, "block": block}
         budget = {"steps": steps, "seconds": seconds, "learning_rate": rates[0]}
-        base = checked(trial_of(preset, sizes, arm=arm, compiled=on, **budget))
+        base = check_trial(trial_of(preset, sizes, arm=arm, compiled=on, **budget))
         out.mkdir(parents=True, exist_ok=True)
         losses = tune(replace(base, seed=tuning_seed), rates, world) if len(rates) > 1 else {}
         for rate, loss in losses.items():
@@ -133,7 +133,7 @@ def train(
             path = out / f"{arm}-{f'{steps}-steps' if steps else f'{seconds:g}-s'}-seed{number}.json"
             path.write_text(json.dumps(results[-1], indent=1))
             console.print(f"{path}: final loss {results[-1]['final_loss']:.3f}", soft_wrap=True, markup=False)
-        _show({report.budget(results[0]): {arm: results}})
+        _show({report.budget_text(results[0]): {arm: results}})
 
 
 @app.command()

@@ -9,9 +9,9 @@ import torch
 from rich.progress import track
 
 from examples.train_lm.model import IGNORED, Decoder
-from examples.train_lm.parallel import World, precision
+from examples.train_lm.parallel import World, mixed_precision
 
-from .arms import hops
+from .arms import count_hops
 from .settings import Trial
 
 
@@ -55,10 +55,10 @@ class Answers:
 
 
 @torch.no_grad()
-def answers(model: Decoder, trial: Trial, questions: int, device: torch.device) -> Answers:
+def answer_questions(model: Decoder, trial: Trial, questions: int, device: torch.device) -> Answers:
     """Answers at least this many questions, minus colliding ones and ones that did not fit, in held-out sequences of the seed."""
     task, arm = trial.task, trial.masks
-    least, unit = hops(arm, trial.shape.layers, task.length, trial.block)
+    least, unit = count_hops(arm, trial.shape.layers, task.length, trial.block)
     least = least.to(device)
     sequences = trial.step_tokens // task.length
     found = []
@@ -67,45 +67,45 @@ def answers(model: Decoder, trial: Trial, questions: int, device: torch.device) 
         for number in track(range(batches), description="evaluating", transient=True):
             tokens, labels, distances = task.batch(trial.seed, number, sequences, device, held_out=True)
             at = labels != IGNORED
-            with precision(model, World(device)):
+            with mixed_precision(model, World(device)):
                 guess = model.head(model.hidden(tokens)[at]).argmax(-1)
             (sequence, question), distance = at.nonzero().T, distances[at]
             stated = question - distance
-            reached = _from_statement(least, unit, question, stated)
-            passed = stops(least, unit, sequence * task.length + stated, question, stated, trial.shape.layers)
+            reached = _hops_from_statement(least, unit, question, stated)
+            passed = count_stops(least, unit, sequence * task.length + stated, question, stated, trial.shape.layers)
             found.append((guess == labels[at], distance, reached, passed))
     return Answers(*(torch.cat(parts).cpu() for parts in zip(*found, strict=True)), trial.shape.layers)
 
 
 @torch.no_grad()
-def without_each(model: Decoder, trial: Trial, questions: int, device: torch.device) -> list[float]:
+def ablate_layers(model: Decoder, trial: Trial, questions: int, device: torch.device) -> list[float]:
     """For each layer the share of right answers where its attention is left out: low for layers that find the values."""
     found = []
     for block in model.blocks:
         left_out = block.attention.register_forward_hook(lambda _, given, out: torch.zeros_like(out))
-        found.append(answers(model, trial, questions, device).right.double().mean().item())
+        found.append(answer_questions(model, trial, questions, device).right.double().mean().item())
         left_out.remove()
     return found
 
 
-def _from_statement(least: torch.Tensor, unit: int, question: torch.Tensor, stated: torch.Tensor) -> torch.Tensor:
+def _hops_from_statement(least: torch.Tensor, unit: int, question: torch.Tensor, stated: torch.Tensor) -> torch.Tensor:
     """Hops to a question from the value stated after its key, or from the token after it, which knows it too: see PairEmbedding."""
     return torch.minimum(*(least[question // unit, (stated + later) // unit] for later in (1, 2)))
 
 
-def stops(
+def count_stops(
     least: torch.Tensor, unit: int, pair: torch.Tensor, question: torch.Tensor, stated: torch.Tensor, layers: int
 ) -> torch.Tensor:
     """Hops from the value to each question, each of them to a question of the same key, or the last one; layers + 1 where there are
-    no such hops. least, unit: of ``hops``, where all layers have one mask. pair, question, stated, one for each question: a number
-    of the pair, the question's place and its key's first place; of one pair in the order of their places."""
+    no such hops. least, unit: of ``count_hops``, where all layers have one mask. pair, question, stated, one for each question: a
+    number of the pair, the question's place and its key's first place; of one pair in the order of their places."""
     order = pair.argsort(stable=True)
     _, group, askings = pair[order].unique_consecutive(return_inverse=True, return_counts=True)
     rank = torch.arange(len(pair), device=pair.device) - (askings.cumsum(0) - askings)[group]
     most = int(askings.max())
     places, first = question.new_zeros(2, len(askings), most)
     places[group, rank], first[group, rank] = question[order], stated[order]
-    counts = _from_statement(least, unit, places, first)
+    counts = _hops_from_statement(least, unit, places, first)
     counts = torch.where(counts == 1, 1, layers + 1)
     for later in range(1, most):
         for earlier in range(later):

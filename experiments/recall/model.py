@@ -44,12 +44,12 @@ class ChosenBlocks(Attention):
         return sf.attention(q, k, v, sf.topk_blocks(q, k, **self.choice)).transpose(1, 2)
 
 
-def decoder(trial: Trial, device: torch.device, attention: Callable[[], Attention] | None = None) -> Decoder:
+def build_decoder(trial: Trial, device: torch.device, attention: Callable[[], Attention] | None = None) -> Decoder:
     """A new model of an arm. One seed gives the same first weights to all arms. attention: makes each block's attention
     instead of the arm's."""
     shape, arm = trial.shape, trial.masks
     with device:
-        model = Decoder(trial.of_train_lm())
+        model = Decoder(trial.to_lm_settings())
         model.embed = PairEmbedding(shape.vocabulary, shape.dim)
         for block in model.blocks:
             if attention is not None:

@@ -14,14 +14,14 @@ from rich.table import Table
 
 from .task import Task
 
-_OWN = ("arm", "seed", "learning_rate", "compiled", "steps", "seconds")  # what may differ between results of one picture
+_MAY_DIFFER = ("arm", "seed", "learning_rate", "compiled", "steps", "seconds")  # what may differ between results of one picture
 _MARKERS = "osv^D<>P"
 _SHARE = 200  # a distance is drawn if it has a 200th of the questions of the distance that has the most
 _APART = 1.04  # arms are drawn side by side, as several answer the same: so far from each other, as a ratio of distances
 Found = dict[str, dict[str, list[dict]]]  # results by budget, and by arm
 
 
-def budget(result: dict) -> str:
+def budget_text(result: dict) -> str:
     steps, seconds = result["trial"]["steps"], result["trial"]["seconds"]
     return f"{steps:,} steps" if steps else f"{seconds:g} s of training"
 
@@ -35,9 +35,9 @@ def read(paths: list[Path]) -> Found:
         try:
             result = json.loads(path.read_text())
             trial = result["trial"] | {"task": asdict(Task(**result["trial"]["task"]))}  # earlier results lack newer fields
-            shared = {name: value for name, value in trial.items() if name not in _OWN}
+            shared = {name: value for name, value in trial.items() if name not in _MAY_DIFFER}
             shared |= {"device": result["device"]} if trial["seconds"] else {}
-            some = found.setdefault(budget(result), {}).setdefault(trial["arm"], [])
+            some = found.setdefault(budget_text(result), {}).setdefault(trial["arm"], [])
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{path} is no result of train: {type(error).__name__}: {error}") from error
         for name, value in shared.items():
@@ -62,11 +62,11 @@ def plot(found: Found, target: Path) -> Path:
             octaves = [row["first"] for row in results[0]["by_distance"] if row["questions"] >= fewest]
             number, color = arms.index(arm), f"C{arms.index(arm)}"
             at = [1.5 * first * _APART ** (number - len(arms) / 2) for first in octaves]
-            right = [[row["right"] for row in by_octave(results, first)] for first in octaves]
+            right = [[row["right"] for row in octave_rows(results, first)] for first in octaves]
             axis.plot(at, [mean(shares) for shares in right], f"{_MARKERS[number % 8]}-", color=color, markersize=4)
             if len(results) > 1:
                 axis.plot(at, right, "-", color=color, linewidth=0.5)
-            axis.plot(at, [by_octave(results, first)[0]["within_reach"] for first in octaves], ":", color=color, linewidth=1)
+            axis.plot(at, [octave_rows(results, first)[0]["within_reach"] for first in octaves], ":", color=color, linewidth=1)
         first = next(iter(of_budget.values()))[0]
         axis.axhline(first["chance"], color="gray", linestyle="--", linewidth=1)
         axis.set_xscale("log", base=2)
@@ -87,10 +87,10 @@ def plot(found: Found, target: Path) -> Path:
 
 def tables(found: Found) -> list[Table]:
     """For each budget right answers, means over seeds: by distance, hops, stops where there are any, and without each layer."""
-    return [table for title, of_budget in found.items() for table in _of_budget(title, of_budget)]
+    return [table for title, of_budget in found.items() for table in _budget_tables(title, of_budget)]
 
 
-def _of_budget(title: str, found: dict[str, list[dict]]) -> list[Table]:
+def _budget_tables(title: str, found: dict[str, list[dict]]) -> list[Table]:
     results = [result for of_arm in found.values() for result in of_arm]
     octaves = sorted({row["first"] for result in results for row in result["by_distance"]})
     by_distance = Table(title=f"right answers in % after {title}, by distance from")
@@ -101,7 +101,7 @@ def _of_budget(title: str, found: dict[str, list[dict]]) -> list[Table]:
         one_device = len({result["device"] for result in of_arm}) == 1  # a mean over several says nothing
         times = (f"{seconds:,.0f}", f"{speed:,.0f}") if one_device else ("", "")
         about = f"{len(of_arm)}", f"{steps:,.0f}", *times, f"{of_arm[0]['reach']['density']:.1%}"
-        by_distance.add_row(arm, *about, *(_percent(by_octave(of_arm, first)) for first in octaves))
+        by_distance.add_row(arm, *about, *(_percent(octave_rows(of_arm, first)) for first in octaves))
     made = [by_distance, _by_count(found, "hops", "hops that the masks need")]
     if all("without_layer" in result for result in results):
         made.append(_without_layers(found))
@@ -136,7 +136,7 @@ def _by_count(found: dict[str, list[dict]], name: str, of: str) -> Table:
     return table
 
 
-def by_octave(results: list[dict], first: int) -> list[dict]:
+def octave_rows(results: list[dict], first: int) -> list[dict]:
     """Each result's row of the distances from ``first`` on."""
     return [row for result in results for row in result["by_distance"] if row["first"] == first]
 

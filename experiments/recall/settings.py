@@ -8,7 +8,7 @@ import sparse_flash as sf
 from examples.train_lm import settings as lm
 from examples.train_lm.settings import Shape
 
-from .arms import Arm, arms
+from .arms import Arm, build_arms
 from .task import SLOT, Task
 
 # The first stage ends when answers are this good, in nats, or at this share of the budget. Matching keys is learned all at once,
@@ -23,9 +23,10 @@ _TOKENS_A_KEY = 4  # at least, in short sequences, counting each place where a k
 class Trial:
     """All that a result depends on.
 
-    arm: its name. task: of the last stage and of evaluation. window, block: see ``arms``. shortest: the curriculum's sequences have
-    at least so many tokens. step_tokens: of an optimizer step, at each stage. steps or seconds: the budget, the other one is 0;
-    seconds of training steps. learning_rate: its peak. seed: of the weights and the sequences. compiled: by torch.compile.
+    arm: its name. task: of the last stage and of evaluation. window, block: see ``build_arms``. shortest: the curriculum's
+    sequences have at least so many tokens. step_tokens: of an optimizer step, at each stage. steps or seconds: the budget, the
+    other one is 0; seconds of training steps. learning_rate: its peak. seed: of the weights and the sequences. compiled: by
+    torch.compile.
     """
 
     arm: str
@@ -43,7 +44,7 @@ class Trial:
 
     @property
     def masks(self) -> Arm:
-        return arms(self.window, self.block, self.task.length)[self.arm]
+        return build_arms(self.window, self.block, self.task.length)[self.arm]
 
     def done(self, step: int, seconds: float) -> float:
         """The share of the budget that is spent; the last step may pass 1."""
@@ -64,7 +65,7 @@ class Trial:
         stages = []
         for length in self.lengths:
             stage = replace(self.task, length=length)
-            askings = min(stage.askings, max(1, int(length / stage.usual)))  # more do not fit in
+            askings = min(stage.askings, max(1, int(length / stage.mean_distance)))  # more do not fit in
             stages.append(replace(stage, pairs=min(stage.pairs, length // (_TOKENS_A_KEY * (1 + askings)))))
         return stages
 
@@ -81,7 +82,7 @@ class Trial:
         passed = int((done - first) / (1 - first) / (1 - _LAST_STAGE) * len(between))
         return between[passed] if passed < len(between) else last
 
-    def of_train_lm(self) -> lm.Settings:
+    def to_lm_settings(self) -> lm.Settings:
         """Settings for train_lm's decoder and optimizer."""
         return lm.Settings(
             self.shape,
@@ -119,10 +120,10 @@ def preset(name: str) -> Trial:
     return PRESETS[name]
 
 
-def checked(trial: Trial) -> Trial:
+def check_trial(trial: Trial) -> Trial:
     """The trial. Raises ValueError for what cannot work: what was wanted, what was given, and the way out."""
     task = trial.task
-    if trial.arm not in (names := arms(trial.window, trial.block, task.length)):
+    if trial.arm not in (names := build_arms(trial.window, trial.block, task.length)):
         raise ValueError(f"arm must be one of {', '.join(names)}; got {trial.arm!r}")
     if min(trial.steps, trial.seconds) < 0 or bool(trial.steps) == bool(trial.seconds):
         raise ValueError(f"pass either --steps or --seconds, positive; got {trial.steps} and {trial.seconds}")
@@ -141,6 +142,6 @@ def checked(trial: Trial) -> Trial:
             f"step_tokens must be whole sequences; got {trial.step_tokens:,} and sequences of {task.length:,}; "
             f"pass --step-tokens {max(1, trial.step_tokens // task.length) * task.length}"
         )
-    lm.checked(trial.of_train_lm())
+    lm.checked(trial.to_lm_settings())
     sf.compile_mask("causal", task.length, block_size=trial.block)  # says which sizes blocks may have
     return trial

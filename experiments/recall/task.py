@@ -65,7 +65,7 @@ class Task:
         return min(self.length * 15 // 16, self.apart or self.length)
 
     @property
-    def usual(self) -> float:
+    def mean_distance(self) -> float:
         """The mean of a question's distance from its key, or from the question before it, in tokens."""
         return (self.farthest - self.nearest) / math.log(self.farthest / self.nearest)
 

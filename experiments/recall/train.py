@@ -15,13 +15,13 @@ from torch import nn
 import sparse_flash as sf
 from examples.train_lm.cost import free
 from examples.train_lm.model import IGNORED, Decoder
-from examples.train_lm.parallel import World, precision
+from examples.train_lm.parallel import World, mixed_precision
 from examples.train_lm.report import console
 from examples.train_lm.train import NotFinite, optimizer
 
-from .arms import reach
-from .evaluate import answers, without_each
-from .model import decoder
+from .arms import measure_reach
+from .evaluate import ablate_layers, answer_questions
+from .model import build_decoder
 from .settings import Trial
 from .task import Task
 
@@ -29,13 +29,13 @@ _WARMUP, _LEAST_RATE = 0.05, 0.1  # shares of the budget and of the peak
 _TOGETHER = 10  # steps of a row of the curve
 
 
-def run(trial: Trial, world: World, questions: int, model_of: Callable[..., Decoder] = decoder) -> dict:
+def run(trial: Trial, world: World, questions: int, model_of: Callable[..., Decoder] = build_decoder) -> dict:
     """The result as plain data: what was run, right answers by distance, hops and stops, and without each layer, throughput, the
     mask's reach, the curve. model_of: (trial, device) -> a new model."""
     model = model_of(trial, world.device)
     curve = fit(model, trial, world)
-    found, last = answers(model, trial, questions, world.device), curve[-1]
-    without = without_each(model, trial, max(1, questions // (4 * trial.shape.layers)), world.device)
+    found, last = answer_questions(model, trial, questions, world.device), curve[-1]
+    without = ablate_layers(model, trial, max(1, questions // (4 * trial.shape.layers)), world.device)
     free()
     return {
         "trial": asdict(trial),
@@ -51,7 +51,7 @@ def run(trial: Trial, world: World, questions: int, model_of: Callable[..., Deco
         "by_hops": found.by_hops(),
         "by_stops": found.by_stops(),
         "without_layer": without,
-        "reach": reach(trial.masks, trial.shape.layers, trial.task.length, trial.block),
+        "reach": measure_reach(trial.masks, trial.shape.layers, trial.task.length, trial.block),
         "curve": curve,
     }
 
@@ -61,7 +61,7 @@ def tune(trial: Trial, rates: list[float], world: World) -> dict[float, float]:
     found = {}
     for rate in rates:
         trial = replace(trial, learning_rate=rate)
-        found[rate] = final_loss(fit(decoder(trial, world.device), trial, world))
+        found[rate] = final_loss(fit(build_decoder(trial, world.device), trial, world))
         free()
     return found
 
@@ -74,7 +74,7 @@ def final_loss(curve: list[dict]) -> float:
 def fit(model: Decoder, trial: Trial, world: World) -> list[dict]:
     """Trains to the end of the budget. Returns the curve, a row for ten steps: the last one's number, the seconds of all steps so
     far, the sequences' length, and the mean loss in nats an answer. Raises NotFinite where a loss is not finite."""
-    descent = optimizer(model, trial.of_train_lm())
+    descent = optimizer(model, trial.to_lm_settings())
     for task in trial.stages:  # compiles what each needs before the clock starts
         loss_of(model, trial, task, 0, world).backward()
     descent.zero_grad(set_to_none=True)
@@ -111,7 +111,7 @@ def fit(model: Decoder, trial: Trial, world: World) -> list[dict]:
 def loss_of(model: Decoder, trial: Trial, task: Task, number: int, world: World) -> torch.Tensor:
     """Mean loss of a training batch, in nats an answer."""
     batch = task.batch(trial.seed, number, trial.step_tokens // task.length, world.device)
-    with precision(model, world):
+    with mixed_precision(model, world):
         return model(batch.tokens, batch.labels) / (batch.labels != IGNORED).sum()
 
 

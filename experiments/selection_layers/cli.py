@@ -17,7 +17,7 @@ from examples.train_lm.cli import Device, user_errors
 from examples.train_lm.report import console
 from experiments.recall.report import tables
 
-from .compare import NAMES, PRESETS, checked, run
+from .compare import NAMES, PRESETS, check_layer_trial, run
 
 app = typer.Typer(add_completion=False, help=__doc__, rich_markup_mode=None)
 
@@ -37,7 +37,7 @@ def main(
             raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {preset!r}")
         given = {name: value for name, value in (("steps", steps), ("keep", keep)) if value is not None}
         base = replace(PRESETS[preset], seed=seed, **given)
-        trials = [checked(replace(base, arm=name)) for name in layers or NAMES]
+        trials = [check_layer_trial(replace(base, arm=name)) for name in layers or NAMES]
         found = {trial.arm: [run(trial, world, questions)] for trial in trials}
         by_distance, *_ = tables({f"{base.steps:,} steps": found})
         console.print(by_distance)

@@ -16,7 +16,7 @@ from examples.train_lm.settings import SDPA
 from experiments.recall import settings as recall
 from experiments.recall import train
 from experiments.recall.arms import Arm
-from experiments.recall.model import decoder
+from experiments.recall.model import build_decoder
 from experiments.recall.settings import Trial
 
 LAYERS: dict[str, type[ChoosingAttention]] = {"moba": MoBA, "nsa": NSA, "msa": MSA}
@@ -49,7 +49,7 @@ def _preset(name: str, layers: int, heads: int, keep: int, block: int, steps: in
 PRESETS = {"tiny": _preset("tiny", 2, 2, 4, 16, 300), "64K": _preset("64K", 4, 8, 16, 64, 600)}
 
 
-def checked(trial: LayerTrial) -> LayerTrial:
+def check_layer_trial(trial: LayerTrial) -> LayerTrial:
     """The trial. Raises ValueError for what cannot work."""
     if trial.arm not in NAMES:
         raise ValueError(f"layer must be one of {', '.join(NAMES)}; got {trial.arm!r}")
@@ -57,14 +57,14 @@ def checked(trial: LayerTrial) -> LayerTrial:
         raise ValueError(f"keep must be at least 1, a query's own block; got {trial.keep}")
     if trial.block > trial.shortest:
         raise ValueError(f"block must be at most the shortest sequences' {trial.shortest} tokens; got {trial.block}")
-    recall.checked(replace(trial, arm=BESIDE[0]))
+    recall.check_trial(replace(trial, arm=BESIDE[0]))
     return trial
 
 
 def model_of(trial: LayerTrial, device: torch.device) -> Decoder:
     """A new model of a trial."""
     layer = LAYERS.get(trial.arm)
-    return decoder(trial, device, None if layer is None else lambda: layer(trial.shape, trial.sizes))
+    return build_decoder(trial, device, None if layer is None else lambda: layer(trial.shape, trial.sizes))
 
 
 def run(trial: LayerTrial, world: World, questions: int) -> dict:

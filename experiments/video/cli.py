@@ -21,9 +21,9 @@ from ..row_files import device_of, progress, say, user_errors
 from . import picture, report
 from .flow import LONGEST
 from .masks import BY_SHARE, SHARES, VSA
-from .measure import Measuring
+from .measure import Measurer
 from .model import PRESETS
-from .rows import TRAINED, Arm, chosen
+from .rows import TRAINED, Arm, select_rows
 from .train import Training
 from .train import train as train_arm
 
@@ -47,7 +47,7 @@ def part_of(text: str) -> tuple[int, int]:
 def list_rows(rows: Rows = None) -> None:
     """List the names of rows, and the models that they need."""
     with user_errors():
-        for name, row in chosen(rows or []).items():
+        for name, row in select_rows(rows or []).items():
             say(f"{name}  ({row.arm.name}.pt)" if row.arm else name)
 
 
@@ -106,12 +106,12 @@ def measure(
     """Measure rows, one after the other, and write each down. Rows whose model is not there are left out."""
     begin = time.monotonic()
     with user_errors():
-        wanted = list(chosen(rows or []).values())
+        wanted = list(select_rows(rows or []).values())
         number, parts = part_of(part)
         out = out or models / "results.json"
-        measuring = Measuring(models, scenes, steps, device_of(device))
+        measuring = Measurer(models, scenes, steps, device_of(device))
         until = None if minutes is None else begin + 60 * minutes
-        row_files.measure(out, measuring, wanted[number - 1 :: parts], until, report.line)
+        row_files.measure(out, measuring, wanted[number - 1 :: parts], until, report.summary_line)
 
 
 @app.command()
@@ -127,12 +127,12 @@ def draw(
     """Print rows as a table in Markdown, and draw frames of one scene, and likeness against the share that is kept."""
     with user_errors():
         found = report.read(results)
-        table = report.table(found, chosen(rows or []))
-        text = report.replaced(page.read_text(), table) if page else ""
+        table = report.table(found, select_rows(rows or []))
+        text = report.replace_table(page.read_text(), table) if page else ""
         say(table)
         for drawn in (picture.draw(found, target, scene), picture.draw_shares(found, shares)):
             say(drawn)
         if keep:
-            row_files.write(keep, report.short(found))
+            row_files.write(keep, report.drop_details(found))
         if page:
             page.write_text(text)

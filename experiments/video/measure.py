@@ -19,7 +19,7 @@ from . import flow
 from .masks import BY_SHARE, VSA, Mask, kept_tiles, masks_of
 from .model import Sizes, Transformer
 from .rows import DENSE, Row
-from .scenes import scenes
+from .scenes import make_videos
 from .train import autocast, load
 
 SEED = 1 << 20  # of the held-out scenes; training's are above 1 << 32
@@ -27,7 +27,7 @@ STRIPS = 4  # scenes whose frames are kept
 COLUMNS = 8  # frames of a strip
 
 
-class Measuring:
+class Measurer:
     """A folder of models, and held-out scenes. Raises ValueError if the folder has no dense model."""
 
     def __init__(self, models: Path, scenes_: int, steps: int, device: torch.device):
@@ -36,15 +36,15 @@ class Measuring:
         if not self.file(Row(DENSE)).exists():
             raise ValueError(f"models must be a folder with {DENSE.name}.pt; got {models}; run train dense")
         self._loaded: tuple[Path, tuple[Transformer, dict]] | None = None
-        self.sizes = Sizes(**self.loaded(Row(DENSE))[1]["sizes"])
-        self.truth = scenes(scenes_, SEED, self.sizes.frames, self.sizes.side, device)
+        self.sizes = Sizes(**self.load_model(Row(DENSE))[1]["sizes"])
+        self.truth = make_videos(scenes_, SEED, self.sizes.frames, self.sizes.side, device)
         self.noise = torch.randn(self.truth.shape, generator=torch.Generator().manual_seed(SEED)).to(device)
 
     def file(self, row: Row) -> Path:
         """The file of the row's model. Still videos have the dense model's sizes."""
         return self.models / f"{(row.arm or DENSE).name}.pt"
 
-    def loaded(self, row: Row) -> tuple[Transformer, dict]:
+    def load_model(self, row: Row) -> tuple[Transformer, dict]:
         path = self.file(row)
         if self._loaded is None or self._loaded[0] != path:
             self._loaded = path, load(path, self.device)
@@ -78,7 +78,7 @@ class Measuring:
             "dense": _rounded(of_dense.mean(1)),
             "flow": _rounded(self.flow_losses(row)) if row.arm else None,
             "by_frame": {"truth": _rounded(of_truth.mean(0)), "dense": _rounded(of_dense.mean(0))},
-            "training": self.loaded(row)[1]["training"] if row.arm else None,
+            "training": self.load_model(row)[1]["training"] if row.arm else None,
             "strips": [strip(one, self.sizes.given) for one in video[:STRIPS]],
             "seconds": round(time.perf_counter() - begin, 1),
             "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
@@ -90,28 +90,31 @@ class Measuring:
         if row.arm is None:
             last = self.truth[:, self.sizes.given - 1 : self.sizes.given]
             return torch.cat([self.truth[:, : self.sizes.given], last.expand_as(self.truth)[:, self.sizes.given :]], 1)
-        model, masks = self.loaded(row)[0], self.masks(row)
+        model, masks = self.load_model(row)[0], self.masks(row)
         dense = [None] * len(masks)
 
         def velocity(x: torch.Tensor, at: torch.Tensor, step: int) -> torch.Tensor:
             with autocast(self.device):
                 predicted = model(x, at, dense if step < row.first * self.steps else masks)
-            return flow.velocity(predicted, x, at)
+            return flow.to_velocity(predicted, x, at)
 
         return torch.cat(
-            [flow.sampled(velocity, self.truth[part], self.noise[part], self.sizes.given, self.steps) for part in self.batches()]
+            [
+                flow.sample_videos(velocity, self.truth[part], self.noise[part], self.sizes.given, self.steps)
+                for part in self.batches()
+            ]
         )
 
     def flow_losses(self, row: Row) -> torch.Tensor:
         """At one time for each scene, evenly spread; under the row's mask at all of them."""
-        model, masks = self.loaded(row)[0], self.masks(row)
+        model, masks = self.load_model(row)[0], self.masks(row)
         times, losses = (torch.arange(self.number, device=self.device) + 0.5) / self.number, []
         for part in self.batches():
             video, noise, at = self.truth[part], self.noise[part], times[part]
-            x = flow.between(video, noise, at, self.sizes.given)
+            x = flow.interpolate(video, noise, at, self.sizes.given)
             with autocast(self.device):
                 predicted = model(x, at, masks)
-            losses.append(flow.loss(flow.velocity(predicted, x, at), video, noise, self.sizes.given))
+            losses.append(flow.loss(flow.to_velocity(predicted, x, at), video, noise, self.sizes.given))
         return torch.cat(losses)
 
     def batches(self) -> Iterator[slice]:

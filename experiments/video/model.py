@@ -52,13 +52,13 @@ class Attention(nn.Module):
 
     def forward(self, x, cos, sin, mask: Mask):
         q, k, v = self.qkv(x).unflatten(2, (3, self.heads, self.head_dim)).permute(2, 0, 3, 1, 4)
-        q, k = (rotated(F.rms_norm(t.float(), (self.head_dim,)), cos, sin) for t in (q, k))
+        q, k = (rotate(F.rms_norm(t.float(), (self.head_dim,)), cos, sin) for t in (q, k))
         q, k = (q * self.gain).to(v.dtype), k.to(v.dtype)
         out = sf.attention(q, k, v, mask) if self.vsa is None else self.vsa(x, q, k, v)
         return self.out(out.transpose(1, 2).flatten(2))
 
 
-def rotated(x, cos, sin):
+def rotate(x, cos, sin):
     """x: (batch, heads, tokens, head_dim). cos, sin: (tokens, head_dim / 2) float32."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
@@ -78,11 +78,11 @@ class Block(nn.Module):
 
     def forward(self, x, time, cos, sin, mask: Mask):
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.modulation(time)[:, None].chunk(6, -1)
-        x = x + gate * self.attention(normed(x, shift, scale), cos, sin, mask)
-        return x + mlp_gate * self.mlp(normed(x, mlp_shift, mlp_scale))
+        x = x + gate * self.attention(modulate(x, shift, scale), cos, sin, mask)
+        return x + mlp_gate * self.mlp(modulate(x, mlp_shift, mlp_scale))
 
 
-def normed(x, shift, scale):
+def modulate(x, shift, scale):
     return F.layer_norm(x, x.shape[-1:]).to(shift.dtype) * (1 + scale) + shift
 
 
@@ -113,11 +113,11 @@ class Transformer(nn.Module):
     def forward(self, video, time, masks: Sequence[Mask]):
         pixels = self.layout.to_tiles(self.patches(video), dim=1)
         x = self.embed(torch.cat([pixels, self.is_given.to(pixels.dtype).expand(len(pixels), -1, -1)], 2))
-        time = self.time(waves(time))
+        time = self.time(embed_time(time))
         for block, mask in zip(self.blocks, masks, strict=True):
             x = block(x, time, self.cos, self.sin, mask)
         shift, scale = self.modulation(time)[:, None].chunk(2, -1)
-        return self.video(self.layout.to_raster(self.head(normed(x, shift, scale)), dim=1)).to(video.dtype)
+        return self.video(self.layout.to_raster(self.head(modulate(x, shift, scale)), dim=1)).to(video.dtype)
 
     def patches(self, video):
         """(batch, frames, 3, side, side) -> (batch, tokens, numbers of a patch)."""
@@ -130,7 +130,7 @@ class Transformer(nn.Module):
         return patches.permute(0, 1, 4, 2, 5, 3, 6).flatten(5).flatten(3, 4)
 
 
-def waves(time):
+def embed_time(time):
     """(batch,) in 0 .. 1 -> (batch, 256)."""
     angle = 1000 * time[:, None] * 10_000 ** -(torch.arange(128, device=time.device) / 128)
     return torch.cat([angle.cos(), angle.sin()], 1)

@@ -14,7 +14,7 @@ from .measure import COLUMNS, strip
 from .model import Sizes
 from .report import decibels, mean_and_error
 from .rows import DENSE, Arm, Row
-from .scenes import scenes
+from .scenes import make_videos
 
 SHOWN = (
     *("dense", "dense, seed 1", "window 0.125", "sampled 0.125", "random 0.125", "sampled 0.25", "random 0.25"),
@@ -36,7 +36,7 @@ def draw(results: dict, target: Path, scene: int) -> Path:
     if not shown or not all(scene < len(row.get("strips", [])) for row in shown):
         raise ValueError(f"scene must be one whose frames are in the results; got {scene}; pass files that measure wrote")
     sizes = Sizes(**setup["sizes"])
-    truth = scenes(setup["scenes"], setup["seed"], sizes.frames, sizes.side, torch.device("cpu"))[scene]
+    truth = make_videos(setup["scenes"], setup["seed"], sizes.frames, sizes.side, torch.device("cpu"))[scene]
     strips = {"the truth": strip(truth, sizes.given)}
     for row in shown:
         like = f"{mean(decibels(row['truth'])):.1f} dB"

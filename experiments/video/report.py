@@ -20,7 +20,7 @@ def read(paths: Sequence[Path]) -> dict:
     return found | {"rows": [by_name[name] for name in rows() if name in by_name]}
 
 
-def short(results: dict) -> dict:
+def drop_details(results: dict) -> dict:
     """The same without frames."""
     return results | {"rows": [{key: value for key, value in row.items() if key != "strips"} for row in results["rows"]]}
 
@@ -35,7 +35,7 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     return mean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
-def line(result: dict) -> str:
+def summary_line(result: dict) -> str:
     """Says in one line what a row is like."""
     truth, dense = (mean(decibels(result[name])) for name in ("truth", "dense"))
     like = f"like the truth {truth:.2f} dB, like dense {dense:.2f} dB"
@@ -67,7 +67,7 @@ def table(results: dict, names: Iterable[str]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in made)
 
 
-def replaced(page: str, table: str) -> str:
+def replace_table(page: str, table: str) -> str:
     """The page with another table between its two marks. Raises ValueError for a page without them."""
     before, begin, rest = page.partition(_BEGIN)
     _, end, after = rest.partition(_END)

@@ -11,7 +11,7 @@ FIRST = 0.2  # the part of the steps that is dense in rows that begin dense
 TRAINED = SHARES[0]  # of sparse training
 
 
-def named(mask: str, share: float) -> str:
+def mask_name(mask: str, share: float) -> str:
     return f"{mask} {share:g}" if mask in BY_SHARE else mask
 
 
@@ -28,7 +28,7 @@ class Arm:
     @property
     def name(self) -> str:
         """Its file is this with .pt."""
-        return "-".join([*named(self.mask, self.share).split(), "tuned" if self.tuned else str(self.seed)])
+        return "-".join([*mask_name(self.mask, self.share).split(), "tuned" if self.tuned else str(self.seed)])
 
 
 DENSE = Arm("dense")
@@ -48,7 +48,7 @@ class Row:
     def name(self) -> str:
         if self.arm is None:
             return "still"
-        parts = [named(self.mask, self.share)]
+        parts = [mask_name(self.mask, self.share)]
         parts += [f"seed {self.arm.seed}"] * bool(self.arm.seed) + ["tuned"] * self.arm.tuned
         parts += ["trained"] * (self.arm.mask != "dense" and not self.arm.tuned)
         parts += [f"first {self.first:.0%} dense"] * bool(self.first)
@@ -66,7 +66,7 @@ def rows() -> dict[str, Row]:
     return {row.name: row for row in made}
 
 
-def chosen(patterns: list[str]) -> dict[str, Row]:
+def select_rows(patterns: list[str]) -> dict[str, Row]:
     """The rows with these names, * standing for anything; all for no pattern. Raises ValueError for a pattern that fits no name."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in rows()):

@@ -35,7 +35,7 @@ class State:
         return State(*(getattr(self, field.name).to(device) for field in fields(self)))
 
 
-def drawn(scenes: int, seed: int) -> State:
+def draw_states(scenes: int, seed: int) -> State:
     """First states of scenes, on the CPU: the same on every machine."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -52,7 +52,7 @@ def drawn(scenes: int, seed: int) -> State:
     return State(place, speed, uniform(0.1, 0.135, SHAPES), kind, _COLORS[colors], uniform(0, 0.25, 3))
 
 
-def simulated(state: State, frames: int) -> torch.Tensor:
+def simulate(state: State, frames: int) -> torch.Tensor:
     """Places in each frame: (scenes, frames, shapes, 2). Shapes collide as their enclosing discs do, with masses as their areas."""
     place, speed, radius = state.place, state.speed, state.radius[..., None]
     touching = radius + radius.mT
@@ -75,7 +75,7 @@ def simulated(state: State, frames: int) -> torch.Tensor:
     return torch.stack(places, 1)
 
 
-def rendered(state: State, places: torch.Tensor, side: int) -> torch.Tensor:
+def render(state: State, places: torch.Tensor, side: int) -> torch.Tensor:
     """(scenes, frames, 3, side, side) float32 in -1 .. 1, with smooth edges. places: (scenes, frames, shapes, 2)."""
     pixel = (torch.arange(side, device=places.device) + 0.5) / side
     canvas = state.ground[:, None, :, None, None].expand(-1, places.shape[1], -1, side, side)
@@ -94,7 +94,7 @@ def rendered(state: State, places: torch.Tensor, side: int) -> torch.Tensor:
     return canvas * 2 - 1
 
 
-def scenes(number: int, seed: int, frames: int, side: int, device: torch.device) -> torch.Tensor:
+def make_videos(number: int, seed: int, frames: int, side: int, device: torch.device) -> torch.Tensor:
     """Videos by seed: (number, frames, 3, side, side) float32 in -1 .. 1."""
-    state = drawn(number, seed).to(device)
-    return rendered(state, simulated(state, frames), side)
+    state = draw_states(number, seed).to(device)
+    return render(state, simulate(state, frames), side)

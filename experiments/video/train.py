@@ -15,7 +15,7 @@ from . import flow
 from .masks import VSA, kept_tiles, masks_of
 from .model import Sizes, Transformer
 from .rows import Arm
-from .scenes import scenes
+from .scenes import make_videos
 
 POOL = 16  # batches whose scenes are made together
 _WARM_UP, _DECAY = 0.03, 0.4  # parts of the training in which the rate rises, and falls to 0
@@ -64,7 +64,7 @@ def train(training: Training, device: torch.device, out: Path, start: Path | Non
     torch.manual_seed(arm.seed + 1000 * arm.tuned)
     model = model_of(arm, sizes, device)
     if start is not None:
-        begin_with(model, load(start, device)[0])
+        copy_weights(model, load(start, device)[0])
     masks = masks_of(arm.mask, arm.share, model.layout, sizes.layers, device)
     parameters = list(model.parameters())
     means = [parameter.detach().clone() for parameter in parameters]
@@ -79,17 +79,17 @@ def train(training: Training, device: torch.device, out: Path, start: Path | Non
     for step in range(training.steps):
         if step % POOL == 0:
             seed = (1 + arm.seed + 1000 * arm.tuned << 32) + step
-            pool = scenes(POOL * training.batch, seed, sizes.frames, sizes.side, device)
+            pool = make_videos(POOL * training.batch, seed, sizes.frames, sizes.side, device)
         done = max(step / training.steps, seconds / training.seconds)
         rate = training.learning_rate * min(1, (done + 1 / training.steps) / _WARM_UP, (1 - done) / _DECAY)
         for group in optimizer.param_groups:
             group["lr"] = rate
         video = pool[step % POOL :: POOL]
         noise, at = torch.randn_like(video), torch.rand(len(video), device=device).sqrt()  # more of the hard, late times
-        x = flow.between(video, noise, at, sizes.given)
+        x = flow.interpolate(video, noise, at, sizes.given)
         with autocast(device):
             predicted = model(x, at, masks)
-        loss = flow.loss(flow.velocity(predicted, x, at), video, noise, sizes.given).mean()
+        loss = flow.loss(flow.to_velocity(predicted, x, at), video, noise, sizes.given).mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
@@ -116,7 +116,7 @@ def train(training: Training, device: torch.device, out: Path, start: Path | Non
     return log
 
 
-def begin_with(model: Transformer, other: Transformer) -> None:
+def copy_weights(model: Transformer, other: Transformer) -> None:
     """Takes another's weights. Raises ValueError if its sizes are others."""
     if model.sizes != other.sizes:
         raise ValueError(f"the start must have the sizes {model.sizes}; got {other.sizes}; train it with the same --preset")

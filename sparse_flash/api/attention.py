@@ -15,10 +15,10 @@ from ..selection.operators import attend_to_picks, block_lse
 from ..variant.definition import with_sinks
 from ..variant.variant import ScoreFunction
 from .call import build_call, check_input_scales
-from .keywords import answers_unknown_keywords, unexpected
+from .keywords import answers_unknown_keywords, keyword_error
 
 
-@answers_unknown_keywords(unexpected)
+@answers_unknown_keywords(keyword_error)
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -122,14 +122,14 @@ def attention(
     if precision is not None or not (q_scale is k_scale is v_scale is None):
         call = call._replace(scales=check_input_scales(call.q, call.k, call.v, q_scale, k_scale, v_scale))
     if isinstance(call.mask, BlockSelection):
-        return _over_picks(call, call.mask, return_lse, return_block_lse)
+        return _attend_to_selection(call, call.mask, return_lse, return_block_lse)
     if return_block_lse:
         raise ValueError(f"return_block_lse needs a BlockSelection as mask; got {type(mask).__name__}; leave it out")
     results = operators.attend(call)
     return results if return_lse else results[0]
 
 
-def _over_picks(
+def _attend_to_selection(
     call: AttentionCall, selection: BlockSelection, return_lse: bool, return_block_lse: bool
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     out, lse = attend_to_picks(call.q, call.k, call.v, selection, call.scale, call.backend)

@@ -185,7 +185,7 @@ def _choose(
 
 def _table_or_text(pattern: Pattern | str, q_len: int, kv_len: int, device: torch.device) -> BlockMask | str:
     """The pattern's table for these lengths; where the operator is visible, the pattern's spec text if it has one."""
-    if not operators.is_seen():
+    if not operators.needs_operator():
         return compiled_once(pattern, q_len, kv_len, DEFAULT_BLOCK_SIZE, device)
     # Not through as_block_mask, which torch.compile would trace into its dispatch.
     text = text_of(pattern)

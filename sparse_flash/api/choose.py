@@ -14,7 +14,7 @@ from ..masks.chooser import is_chosen
 from ..masks.pattern import Pattern, check_known_end
 from ..variant.variant import checked_variant
 from .arguments import cast_for_autocast, check_tensors, check_types, resolve_scale
-from .keywords import answers_unknown_keywords, unexpected_beside_choosers
+from .keywords import answers_unknown_keywords, chooser_keyword_error
 
 
 @overload
@@ -51,7 +51,7 @@ def choose_blocks(
 ) -> tuple[BlockMask, ChoiceReport]: ...
 
 
-@answers_unknown_keywords(unexpected_beside_choosers)
+@answers_unknown_keywords(chooser_keyword_error)
 def choose_blocks(
     spec: Pattern | str,
     q: torch.Tensor,

@@ -21,11 +21,11 @@ from ..selection.decode import decode, supports
 from .arguments import autocast_applies, check_types, resolve_scale
 from .call import DEFAULT_BLOCK_SIZE
 from .decoding_arguments import MAX_QUERIES, check_cache_lengths, check_cache_scales, check_decoding_mask, check_decoding_tensors
-from .keywords import answers_unknown_keywords, unexpected
+from .keywords import answers_unknown_keywords, keyword_error
 from .selection_arguments import check_selected_heads
 
 
-@answers_unknown_keywords(unexpected)
+@answers_unknown_keywords(keyword_error)
 def attention_decode(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -87,19 +87,19 @@ def attention_decode(
     scale = resolve_scale(scale, q.shape[3])
     capacity = backends.cache_capacity(k, block_table)
     if 0 in q.shape or capacity == 0:
-        _check_beside_nothing(mask, capacity, q, backend)
-        out, lse = operators.of_nothing(q, k[:0].to(q.dtype), v[:0].to(q.dtype), None)
+        _check_empty_call(mask, capacity, q, backend)
+        out, lse = operators.make_empty_results(q, k[:0].to(q.dtype), v[:0].to(q.dtype), None)
     elif isinstance(mask, BlockSelection):
-        out, lse = _over_picks(q, k, v, mask, capacity, kv_lens, block_table, scale, backend, (k_scale, v_scale))
+        out, lse = _decode_selection(q, k, v, mask, capacity, kv_lens, block_table, scale, backend, (k_scale, v_scale))
     else:
-        mask, is_causal = _resolved(mask, capacity, q, kv_lens)
+        mask, is_causal = _resolve_mask(mask, capacity, q, kv_lens)
         name = backends.choose_backend(backend, backends.Call.of(q, k, v, None if mask is None else mask.block_size))
         call = q, k, v, mask, kv_lens, block_table, is_causal, scale, name
         out, lse = operators.attention_decode(*call, k_scale, v_scale)
     return (out, lse) if return_lse else out
 
 
-def _check_beside_nothing(mask: object, capacity: int, q: torch.Tensor, backend: str) -> None:
+def _check_empty_call(mask: object, capacity: int, q: torch.Tensor, backend: str) -> None:
     """Raises as a call with queries and keys does for a mask of another type, text that cannot be read, and unknown back ends."""
     if isinstance(mask, str):
         text_of(mask)
@@ -110,7 +110,7 @@ def _check_beside_nothing(mask: object, capacity: int, q: torch.Tensor, backend:
     backends.check_name(backend)
 
 
-def _over_picks(
+def _decode_selection(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -138,20 +138,20 @@ def _over_picks(
     return decode(q, k, v, selection, kv_lens, block_table, scale, name, scales)
 
 
-def decodes(q: torch.Tensor, k: torch.Tensor, mask: object) -> bool:
+def is_decode_step(q: torch.Tensor, k: torch.Tensor, mask: object) -> bool:
     """Whether ``attention_decode`` on a cache exactly as long as its tokens gives what ``attention`` would, at less cost: a mask
     compiled per length would be recompiled for every token."""
-    return takes(q, k) and not (isinstance(mask, BlockMask) or torch.compiler.is_compiling())
+    return can_decode(q, k) and not (isinstance(mask, BlockMask) or torch.compiler.is_compiling())
 
 
-def takes(q: torch.Tensor, k: torch.Tensor) -> bool:
+def can_decode(q: torch.Tensor, k: torch.Tensor) -> bool:
     """Whether ``attention_decode`` supports what a call asks for with these queries and keys, given a mask that fits."""
     few = q.shape[2] <= MAX_QUERIES and q.shape[2] <= k.shape[2] and q.dtype == k.dtype
     gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
     return few and not (gradient or observers.looked_at() or autocast_applies(q.device))
 
 
-def _resolved(
+def _resolve_mask(
     mask: BlockMask | Pattern | str | None, capacity: int, q: torch.Tensor, kv_lens: torch.Tensor | None = None
 ) -> tuple[BlockMask | None, bool]:
     """(the square mask or None, whether attention without one is causal)."""

@@ -72,12 +72,12 @@ def check_cache_lengths(
     """(kv_lens, block_table) of ``attention_decode``, both in int32."""
     batch = q.shape[0]
     if kv_lens is not None:
-        kv_lens = _integers("kv_lens", kv_lens, q)
+        kv_lens = _check_integers("kv_lens", kv_lens, q)
         if tuple(kv_lens.shape) != (batch,):
             raise ValueError(f"kv_lens must have shape ({batch},), a length for each sequence; got {tuple(kv_lens.shape)}")
         kv_lens = int32_lengths("kv_lens", kv_lens)
     if block_table is not None:
-        block_table = _integers("block_table", block_table, q).to(torch.int32)
+        block_table = _check_integers("block_table", block_table, q).to(torch.int32)
         if block_table.dim() != 2 or block_table.shape[0] != batch or block_table.shape[1] == 0:
             raise ValueError(f"block_table must have shape ({batch}, pages of a sequence); got {tuple(block_table.shape)}")
         if page_size & (page_size - 1):
@@ -85,7 +85,7 @@ def check_cache_lengths(
     return kv_lens, block_table
 
 
-def _integers(name: str, tensor: object, q: torch.Tensor) -> torch.Tensor:
+def _check_integers(name: str, tensor: object, q: torch.Tensor) -> torch.Tensor:
     way_out = f"{name}.to(torch.int32)" if isinstance(tensor, torch.Tensor) else f"torch.tensor({name}, dtype=torch.int32)"
     way_out = f"use {way_out}.to({str(q.device)!r})"
     if not isinstance(tensor, torch.Tensor):

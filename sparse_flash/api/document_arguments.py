@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..compat.pytorch import is_recorded
-from ..packed.repack import Side
+from ..packed.repack import Documents
 from .arguments import check_alike, check_head_groups
 
 
@@ -28,13 +28,13 @@ def check_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     check_head_groups(q.shape[1], k.shape[1])
 
 
-def to_documents(name: str, x: torch.Tensor, cu_seqlens: torch.Tensor, longest: int | None) -> Side:
-    """The packed documents of x, (tokens, heads, head_dim). Raises as ``check_documents`` does."""
-    longest = check_documents(name, x, cu_seqlens, longest)
-    return Side(cu_seqlens.contiguous(), len(x), longest)
+def to_documents(name: str, x: torch.Tensor, cu_seqlens: torch.Tensor, longest: int | None) -> Documents:
+    """The packed documents of x, (tokens, heads, head_dim). Raises as ``resolve_longest`` does."""
+    longest = resolve_longest(name, x, cu_seqlens, longest)
+    return Documents(cu_seqlens.contiguous(), len(x), longest)
 
 
-def check_documents(name: str, x: torch.Tensor, cu_seqlens: torch.Tensor, longest: int | None) -> int:
+def resolve_longest(name: str, x: torch.Tensor, cu_seqlens: torch.Tensor, longest: int | None) -> int:
     """The length that no document of x, (tokens, heads, head_dim), exceeds. Raises ValueError or TypeError where cu_seqlens,
     checked as far as the host can see, or ``longest`` does not fit x. name: what errors call x."""
     if not isinstance(cu_seqlens, torch.Tensor):
@@ -50,13 +50,13 @@ def check_documents(name: str, x: torch.Tensor, cu_seqlens: torch.Tensor, longes
     if cu_seqlens.device != x.device:
         raise ValueError(f"cu_seqlens_{name} is on {cu_seqlens.device} and {name} on {x.device}; use .to({str(x.device)!r})")
     tokens = len(x)
-    longest = tokens if longest is None else min(_count(f"max_seqlen_{name}", longest), tokens)
+    longest = tokens if longest is None else min(_check_token_count(f"max_seqlen_{name}", longest), tokens)
     if x.device.type == "cpu" and not is_recorded(x.device):
         _check_bounds(name, cu_seqlens.tolist(), tokens, longest)
     return longest
 
 
-def _count(name: str, value: object) -> int:
+def _check_token_count(name: str, value: object) -> int:
     """A number of tokens, of any host integer type."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
         raise ValueError(f"{name} must be a number of tokens on the host, an int of at least 0; got {value!r}")

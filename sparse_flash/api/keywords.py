@@ -81,7 +81,7 @@ def answers_unknown_keywords(error: Callable[[str, list[str], list[str]], Except
     return decorate
 
 
-def unexpected(function: str, known: list[str], unknown: list[str]) -> TypeError:
+def keyword_error(function: str, known: list[str], unknown: list[str]) -> TypeError:
     """Python's own error for unknown keywords, plus what to write instead."""
     parts = [f"{function}() got an unexpected keyword argument {unknown[0]!r}"]
     for name in unknown:
@@ -95,7 +95,7 @@ def unexpected(function: str, known: list[str], unknown: list[str]) -> TypeError
     return TypeError("; ".join(parts))
 
 
-def unexpected_beside_choosers(function: str, known: list[str], unknown: list[str]) -> TypeError:
+def chooser_keyword_error(function: str, known: list[str], unknown: list[str]) -> TypeError:
     """The error of functions whose expressions have choosers: blocks are the choosers' own, and other keywords have no advice."""
     way_out = _BLOCK if unknown[0] in ("block", "block_size") else f"it takes {', '.join(known)}"
     return TypeError(f"{function}() got an unexpected keyword argument {unknown[0]!r}; {way_out}")

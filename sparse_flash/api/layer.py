@@ -23,7 +23,7 @@ from ..selection.block_selection import BlockSelection
 from ..variant.variant import check_counts, check_dropout
 from .arguments import resolve_deterministic
 from .attention import attention
-from .decode import attention_decode, takes
+from .decode import attention_decode, can_decode
 from .decoding_arguments import MAX_QUERIES
 from .means import BlockMeans
 from .shared import SharedSequence
@@ -74,13 +74,13 @@ class KeyValueCache:
 
     @property
     def keys(self) -> torch.Tensor:
-        return self._first(self.tokens, 0, torch.float32)
+        return self._read_tokens(self.tokens, 0, torch.float32)
 
     @property
     def values(self) -> torch.Tensor:
-        return self._first(self.tokens, 1, torch.float32)
+        return self._read_tokens(self.tokens, 1, torch.float32)
 
-    def _first(self, tokens: int, which: int, dtype: torch.dtype) -> torch.Tensor:
+    def _read_tokens(self, tokens: int, which: int, dtype: torch.dtype) -> torch.Tensor:
         """The room's first tokens, keys or values; e4m3 ones in this dtype."""
         stored = self.room[which][:, :, :tokens]
         return stored if self.scales is None else backends.dequantized(stored, self.scales[which][:, :, :tokens], dtype)
@@ -94,7 +94,7 @@ class KeyValueCache:
     def append(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Does ``store``, and returns ``keys`` and ``values``, in k's dtype if they are e4m3."""
         self.store(k, v)
-        return self._first(self.tokens, 0, k.dtype), self._first(self.tokens, 1, k.dtype)
+        return self._read_tokens(self.tokens, 0, k.dtype), self._read_tokens(self.tokens, 1, k.dtype)
 
     def store(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Keeps k and v, (batch, kv_heads, tokens, head_dim), without their gradients.
@@ -127,7 +127,7 @@ class KeyValueCache:
             self.room[which][:, :, self.tokens : stop] = new
         if self.means is not None and k.shape[2]:
             keys, _, scales = self.held(self.length)
-            self.means.update(keys, k.shape[2], kv_lens=_counts(stop, k), k_scale=scales.get("k_scale"))
+            self.means.update(keys, k.shape[2], kv_lens=_repeat_count(stop, k), k_scale=scales.get("k_scale"))
         return stop
 
     def reset(self) -> None:
@@ -236,7 +236,7 @@ class SparseAttention(nn.Module):
         mask = parse(mask) if isinstance(mask, str) else mask
         if not (mask is None or isinstance(mask, (Pattern, BlockMask))):
             mask = of_another_library(mask)
-        self._mask, self._written = mask, _written(mask)
+        self._mask, self._written = mask, _as_traceable(mask)
         self.register_buffer("mask_spec", self._spec())
 
     @property
@@ -301,8 +301,8 @@ class SparseAttention(nn.Module):
         dropout_p = self.dropout_p if self.training else 0.0
         if dropout_p and cache is not None:
             raise ValueError(f"a layer in training mode with dropout_p={dropout_p} takes no cache; call layer.eval() to decode")
-        q, k = (_by_head(projection(x), self.head_dim) for projection in (self.q_proj, self.k_proj))
-        v = _by_head(self.v_proj(x), self.v_head_dim)
+        q, k = (_split_heads(projection(x), self.head_dim) for projection in (self.q_proj, self.k_proj))
+        v = _split_heads(self.v_proj(x), self.v_head_dim)
         if self.rotary_base is not None:
             positions = _positions(cache, x) if plan is None else plan.positions
             rotation = _rotation(positions, self.head_dim, self.rotary_base)
@@ -318,25 +318,25 @@ class SparseAttention(nn.Module):
             )
         mask = self._written if torch.compiler.is_compiling() else self._mask
         if self.select is not None and x.shape[1]:  # of no tokens none chooses
-            out = self._attended_to_picks(cache, q, k, v)
+            out = self._attend_to_picks(cache, q, k, v)
         elif cache is None:
-            out = self._attended(q, k, v, mask, dropout_p=dropout_p)
+            out = self._attend(q, k, v, mask, dropout_p=dropout_p)
         else:
-            out = self._attended_with(cache, q, k, v, mask)
+            out = self._attend_with_cache(cache, q, k, v, mask)
         if cache is not None:
             cache.tokens += x.shape[1]  # last, so that the cache is as before if something raises
         return self.out_proj(out.transpose(1, 2).flatten(2))
 
-    def _attended_to_picks(self, cache: KeyValueCache | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def _attend_to_picks(self, cache: KeyValueCache | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if cache is not None:
             stop = cache._written(k, v)
-            if self._chooses_by_means(cache) and takes(q, k) and self.backend in ("auto", "torch"):
-                choice, lens = cast(QueryChoice, self.select), _counts(stop, q)
+            if self._chooses_by_means(cache) and can_decode(q, k) and self.backend in ("auto", "torch"):
+                choice, lens = cast(QueryChoice, self.select), _repeat_count(stop, q)
                 by_means = cast(BlockMeans, cache.means).choose(q, choice.keep, share_group=choice.share_group, kv_lens=lens)
                 keys, values, scales = cache.held(cache.length)
                 out = attention_decode(q, keys, values, by_means, kv_lens=lens, **scales, backend=self.backend)
                 return cast(torch.Tensor, out)
-            k, v = (cache._first(stop, which, k.dtype) for which in range(2))
+            k, v = (cache._read_tokens(stop, which, k.dtype) for which in range(2))
         selection = cast(Select, self.select)(q, k)
         if not isinstance(selection, BlockSelection):
             raise TypeError(f"select must return a BlockSelection; got {type(selection).__name__}; pass every=1 to topk_blocks")
@@ -349,15 +349,17 @@ class SparseAttention(nn.Module):
 
     def _chooses_by_means(self, cache: KeyValueCache) -> bool:
         choice = self.select
-        return isinstance(choice, QueryChoice) and choice.is_by_means and getattr(cache.means, "block_size", 0) == choice.block_size
+        return (
+            isinstance(choice, QueryChoice) and choice.can_use_means and getattr(cache.means, "block_size", 0) == choice.block_size
+        )
 
-    def _attended(
+    def _attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask | Pattern | str | None, **variant: Any
     ) -> torch.Tensor:
         out = attention(q, k, v, mask, **variant, deterministic=self.deterministic, backend=self.backend)
         return cast(torch.Tensor, out)
 
-    def _attended_with(
+    def _attend_with_cache(
         self, cache: KeyValueCache, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask | Pattern | str | None
     ) -> torch.Tensor:
         first, stop = cache.tokens, cache.tokens + q.shape[2]
@@ -370,26 +372,26 @@ class SparseAttention(nn.Module):
         if isinstance(mask, (Pattern, str)) and is_chosen(mask) and q.shape[2] <= MAX_QUERIES:
             mask = without_choosers(mask)  # few queries are no block that could choose
         cache._written(k, v)
-        if takes(q, k) and (square is not None or not isinstance(mask, BlockMask)):
+        if can_decode(q, k) and (square is not None or not isinstance(mask, BlockMask)):
             compiling = torch.compiler.is_compiling()
             keys, values, options = cache.held(cache.length if compiling else stop)
-            options |= {"kv_lens": _counts(stop, q)} if compiling else {}
+            options |= {"kv_lens": _repeat_count(stop, q)} if compiling else {}
             return cast(torch.Tensor, attention_decode(q, keys, values, mask, **options, backend=self.backend))
-        k, v = (cache._first(stop, which, k.dtype) for which in range(2))
+        k, v = (cache._read_tokens(stop, which, k.dtype) for which in range(2))
         if square is None:
-            return self._attended(q, k, v, mask)
+            return self._attend(q, k, v, mask)
         # Tokens sit at their positions in the whole mask; blocks without tokens are skipped.
         beyond = square.q_len - stop
-        lengths = {"q_starts": _counts(first, q), "q_lens": _counts(stop, q), "kv_lens": _counts(stop, q)}
+        lengths = {"q_starts": _repeat_count(first, q), "q_lens": _repeat_count(stop, q), "kv_lens": _repeat_count(stop, q)}
         q, k, v = F.pad(q, (0, 0, first, beyond)), F.pad(k, (0, 0, 0, beyond)), F.pad(v, (0, 0, 0, beyond))
-        return self._attended(q, k, v, mask, **lengths)[:, :, first:stop]
+        return self._attend(q, k, v, mask, **lengths)[:, :, first:stop]
 
     def new_cache(self, batch: int, length: int, dtype: torch.dtype | None = None) -> KeyValueCache:
         """An empty cache for this layer, with room for ``length`` tokens in each of ``batch`` sequences. dtype: of the room, the
         layer's by default, or torch.float8_e4m3fn."""
         weight = self.k_proj.weight
         sizes = batch, self.kv_heads, length, self.head_dim
-        block_size = self.select.block_size if isinstance(self.select, QueryChoice) and self.select.is_by_means else None
+        block_size = self.select.block_size if isinstance(self.select, QueryChoice) and self.select.can_use_means else None
         options: dict[str, Any] = {"dtype": dtype or weight.dtype, "device": weight.device}
         return KeyValueCache(*sizes, v_head_dim=self.v_head_dim, block_size=block_size, **options)
 
@@ -407,11 +409,11 @@ def _moved(mask: BlockMask, fn: Callable[[torch.Tensor], torch.Tensor]) -> Block
     return mask.to(fn(torch.empty(0, dtype=torch.int32, device=mask.device)).device)
 
 
-def _by_head(x: torch.Tensor, head_dim: int) -> torch.Tensor:
+def _split_heads(x: torch.Tensor, head_dim: int) -> torch.Tensor:
     return x.unflatten(2, (-1, head_dim)).transpose(1, 2)
 
 
-def _written(mask: BlockMask | Pattern | None) -> BlockMask | Pattern | str | None:
+def _as_traceable(mask: BlockMask | Pattern | None) -> BlockMask | Pattern | str | None:
     """Returns the mask as torch.compile takes it: PyTorch before 2.13 accepts spec text but not Pattern objects."""
     return text_of(mask) or mask if isinstance(mask, Pattern) else mask
 
@@ -428,7 +430,7 @@ def _difference(own: str, saved: str, digest: str) -> str | None:
     )
 
 
-def _counts(tokens: int, q: torch.Tensor) -> torch.Tensor:
+def _repeat_count(tokens: int, q: torch.Tensor) -> torch.Tensor:
     """The same count for each batch entry, (batch,) int32."""
     return torch.full((q.shape[0],), tokens, dtype=torch.int32, device=q.device)
 

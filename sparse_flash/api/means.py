@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..backends import E4M3, cache_capacity
-from ..selection.block_selection import BlockSelection, checked_selection_block
+from ..selection.block_selection import BlockSelection, check_selection_block
 from ..selection.newest import choose_newest, update_means
 from ..variant.variant import check_counts
 from .arguments import check_dtype
@@ -37,7 +37,7 @@ class BlockMeans:
         device: torch.device | str | None = None,
     ) -> None:
         check_counts(batch=batch, kv_heads=kv_heads, length=length, head_dim=head_dim)
-        self.length, self.block_size = length, checked_selection_block(block_size)
+        self.length, self.block_size = length, check_selection_block(block_size)
         exact = torch.promote_types(torch.get_default_dtype() if dtype is None else dtype, torch.float32)
         self._room = torch.zeros(batch, kv_heads, length // self.block_size + 1, head_dim, dtype=exact, device=device)
 

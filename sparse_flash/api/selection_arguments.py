@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ..selection.block_selection import BlockSelection, checked_selection_block, checked_sharing
+from ..selection.block_selection import BlockSelection, check_every, check_selection_block
 from ..selection.choice import COMPRESSED, SCORES
 from ..variant.variant import check_counts
 
@@ -33,7 +33,7 @@ def check_selected_heads(selection: BlockSelection, q: torch.Tensor, k: torch.Te
 
 def check_choice(keep: object, every: object, block_size: object, score: str) -> tuple[int, int, int]:
     """(keep, every, block_size). Raises TypeError or ValueError for arguments of ``topk_blocks`` by which no query can choose."""
-    keep, every, block_size = check_keep(keep), checked_sharing(every), checked_selection_block(block_size)
+    keep, every, block_size = check_keep(keep), check_every(every), check_selection_block(block_size)
     if isinstance(keep, float):
         raise TypeError(f"keep of a selection must be an int, how many blocks; got {keep}, a share; pass every=None for shares")
     if score not in (*SCORES, COMPRESSED):

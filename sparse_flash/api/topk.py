@@ -8,7 +8,7 @@ from typing import Any, overload
 
 import torch
 
-from ..backends.torch import block_means, own_precision
+from ..backends.torch import block_means, without_autocast
 from ..choosers.choose import mask_by_scores
 from ..masks.block_mask import BlockMask
 from ..masks.grid import BlockGrid
@@ -21,12 +21,12 @@ from .call import DEFAULT_BLOCK_SIZE
 from .selection_arguments import check_choice, check_keep
 from .topk_selections import (
     QueryChoice,
-    both,
-    by_compressed,
-    by_query,
-    by_query_of_documents,
-    by_scores,
-    by_scores_of_documents,
+    check_q_and_k,
+    select_by_compressed,
+    select_by_query,
+    select_by_scores,
+    select_packed_by_query,
+    select_packed_by_scores,
 )
 
 
@@ -186,7 +186,7 @@ def topk_blocks(
         given = {"score": score != "mean", "q_len": q_len is not None, "kv_len": kv_len is not None}
         if any(given.values()):
             raise ValueError(f"{', '.join(name for name in given if given[name])} needs a choice for each query; pass every=1")
-        return _mask(*both(q, k), keep, block_size, within, always, share_group)
+        return _choose_mask(*check_q_and_k(q, k), keep, block_size, within, always, share_group)
     numbers = check_choice(keep, 1 if every is None else every, block_size, score)
     how = QueryChoice(*numbers, always, share_group, score)
     if cu_seqlens_q is not None and how.every != 1:
@@ -197,19 +197,19 @@ def topk_blocks(
         if q is not None or k is not None or share_group or score != "mean":
             raise ValueError("scores take the place of q, k, score= and share_group=; pass either")
         if cu_seqlens_q is not None:
-            return by_scores_of_documents(scores, how, cu_seqlens_q, max_seqlen_q)
-        return by_scores(scores, how, q_len, kv_len)
-    q, k = both(q, k)
+            return select_packed_by_scores(scores, how, cu_seqlens_q, max_seqlen_q)
+        return select_by_scores(scores, how, q_len, kv_len)
+    q, k = check_q_and_k(q, k)
     if cu_seqlens_q is not None:
-        return by_query_of_documents(q, k, how, cu_seqlens_q, max_seqlen_q)
+        return select_packed_by_query(q, k, how, cu_seqlens_q, max_seqlen_q)
     if q_len is not None or (kv_len is not None and score != COMPRESSED):
         raise ValueError("q_len and kv_len follow from q and k; pass them only with scores=")
     if score == COMPRESSED:
-        return by_compressed(q, k, how, kv_len, compression, lse)
-    return by_query(q, k, how)
+        return select_by_compressed(q, k, how, kv_len, compression, lse)
+    return select_by_query(q, k, how)
 
 
-def _mask(
+def _choose_mask(
     q: torch.Tensor,
     k: torch.Tensor,
     keep: int | float,
@@ -226,7 +226,7 @@ def _mask(
     group = q.shape[1] // k.shape[1]
     queries = block_means(q, block_size).unflatten(1, (-1, group))
     queries = queries.mean(2, keepdim=True) if share_group else queries
-    with own_precision(q):
+    with without_autocast(q):
         scores = queries.flatten(2, 3) @ block_means(k, block_size).mT
     mask = mask_by_scores(scores.unflatten(2, queries.shape[2:4]).flatten(1, 2), grid, within, always, keep)
     return replace(mask, mask_index=mask.mask_index.repeat_interleave(group, 1)) if share_group else mask

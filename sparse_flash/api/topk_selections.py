@@ -17,7 +17,7 @@ from ..packed.repack import BLOCK
 from ..selection import choice
 from ..selection.block_selection import BlockSelection, always_table
 from ..selection.choice import COMPRESSED
-from ..selection.packed_selection import PackedSelection, block_axis, bounds_of, places
+from ..selection.packed_selection import PackedSelection, block_axis, find_block_bounds, locate_tokens
 from ..variant.variant import check_counts
 from .arguments import cast_for_autocast, check_tensors, check_types, stand_in_for_empty_batch
 from .call import DEFAULT_BLOCK_SIZE
@@ -59,10 +59,10 @@ class QueryChoice:
 
     @torch.no_grad()
     def __call__(self, q: torch.Tensor, k: torch.Tensor) -> BlockSelection:
-        return by_query(*both(q, k), self)
+        return select_by_query(*check_q_and_k(q, k), self)
 
     @property
-    def is_by_means(self) -> bool:
+    def can_use_means(self) -> bool:
         """Whether a step of decoding can choose by means that are kept, see ``BlockMeans``."""
         return self.score == "mean" and self.every == 1 and self.always is None
 
@@ -71,7 +71,7 @@ class QueryChoice:
         return BlockSelection(picks, q_len, kv_len, self.block_size, self.every, True, table)
 
 
-def both(q: torch.Tensor | None, k: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def check_q_and_k(q: torch.Tensor | None, k: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns q and k, cast as under autocast. Raises TypeError if one is missing or no tensor."""
     if q is None or k is None:
         raise TypeError("topk_blocks needs q and k, or scores=; got neither")
@@ -79,7 +79,7 @@ def both(q: torch.Tensor | None, k: torch.Tensor | None) -> tuple[torch.Tensor, 
     return cast_for_autocast(q, k, k)[:2]
 
 
-def by_query(q: torch.Tensor, k: torch.Tensor, how: QueryChoice) -> BlockSelection:
+def select_by_query(q: torch.Tensor, k: torch.Tensor, how: QueryChoice) -> BlockSelection:
     """By queries and keys."""
     check_tensors(*stand_in_for_empty_batch(q, k, k))
     keep = min(how.keep, -(-k.shape[2] // how.block_size))
@@ -87,7 +87,7 @@ def by_query(q: torch.Tensor, k: torch.Tensor, how: QueryChoice) -> BlockSelecti
     return how.selection(picks, q.shape[2], k.shape[2])
 
 
-def by_compressed(
+def select_by_compressed(
     q: torch.Tensor,
     k: torch.Tensor,
     how: QueryChoice,
@@ -107,7 +107,7 @@ def by_compressed(
     return how.selection(picks, q.shape[2], kv_len)
 
 
-def by_scores(scores: torch.Tensor, how: QueryChoice, q_len: int | None, kv_len: int | None) -> BlockSelection:
+def select_by_scores(scores: torch.Tensor, how: QueryChoice, q_len: int | None, kv_len: int | None) -> BlockSelection:
     """By given scores."""
     if not isinstance(scores, torch.Tensor):
         raise TypeError(f"scores must be a tensor; got {type(scores).__name__}")
@@ -132,7 +132,7 @@ def by_scores(scores: torch.Tensor, how: QueryChoice, q_len: int | None, kv_len:
     return how.selection(picks, q_len, kv_len)
 
 
-def by_query_of_documents(
+def select_packed_by_query(
     q: torch.Tensor, k: torch.Tensor, how: QueryChoice, cu_seqlens: torch.Tensor, longest: int | None
 ) -> PackedSelection:
     """By queries and keys of packed documents, (tokens, heads, head_dim)."""
@@ -143,17 +143,17 @@ def by_query_of_documents(
     if len(q) != len(k):
         raise ValueError(f"packed queries choose among the keys of their own tokens; got {len(q)} queries and {len(k)} keys")
     side = to_documents("q", q, cu_seqlens, longest)
-    place = places(side)
+    place = locate_tokens(side)
     axis = block_axis(side, place, how.block_size)
     keys = take_rows(k, axis.token_of_row, axis.row_of_token, 0.0, True).transpose(0, 1).unsqueeze(0)
-    bounds = bounds_of(axis, place, how.block_size)
+    bounds = find_block_bounds(axis, place, how.block_size)
     keep = min(how.keep, -(-side.longest // how.block_size))
     picks = choice.choose_blocks(q.transpose(0, 1)[None], keys, keep, 1, how.block_size, how.share_group, how.score, bounds)
     picks = torch.where((picks < 0) | ~place.exists[:, None], -1, picks - bounds[:, :1])
-    return PackedSelection(picks[0], side.cu_seqlens, side.longest, how.block_size, _always_of_documents(how))
+    return PackedSelection(picks[0], side.cu_seqlens, side.longest, how.block_size, _check_packed_always(how))
 
 
-def by_scores_of_documents(
+def select_packed_by_scores(
     scores: torch.Tensor, how: QueryChoice, cu_seqlens: torch.Tensor, longest: int | None
 ) -> PackedSelection:
     """By given scores, (kv_heads | heads, tokens, blocks of the longest document)."""
@@ -170,14 +170,14 @@ def by_scores_of_documents(
             f"a document of up to {side.longest} tokens has {blocks} blocks of {size} keys; got scores of {scores.shape[2]}, "
             f"shape {tuple(scores.shape)}; pass a max_seqlen_q= that fits"
         )
-    place = places(side)
+    place = locate_tokens(side)
     bounds = torch.stack([torch.zeros_like(place.within), place.within // size], 1).to(torch.int32)
     picks = choice.choose_by_scores(scores[None], min(how.keep, blocks), 1, size, side.tokens, blocks * size, bounds)
     picks = torch.where(place.exists[:, None], picks, -1)
-    return PackedSelection(picks[0], side.cu_seqlens, side.longest, size, _always_of_documents(how))
+    return PackedSelection(picks[0], side.cu_seqlens, side.longest, size, _check_packed_always(how))
 
 
-def _always_of_documents(how: QueryChoice) -> Pattern | str | None:
+def _check_packed_always(how: QueryChoice) -> Pattern | str | None:
     """Raises ValueError or TypeError for what documents cannot always keep."""
     always, block_size = how.always, how.block_size
     if not (always is None or isinstance(always, (Pattern, str))):

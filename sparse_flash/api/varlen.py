@@ -10,17 +10,17 @@ from ..compat.pytorch import is_plain_eager
 from ..masks.cache import traceable
 from ..masks.pattern import Pattern, check_fit, naming
 from ..packed.gather_rows import take_rows
-from ..packed.in_place import mask_in_place
-from ..packed.repack import Axis, pack
+from ..packed.in_place import build_packed_mask
+from ..packed.repack import Axis, repack_documents
 from ..selection.block_selection import BlockSelection
 from ..selection.packed_selection import PackedSelection
 from .arguments import cast_for_autocast, check_types
 from .attention import attention
-from .document_arguments import check_documents, check_packed, to_documents
-from .keywords import answers_unknown_keywords, unexpected
+from .document_arguments import check_packed, resolve_longest, to_documents
+from .keywords import answers_unknown_keywords, keyword_error
 
 
-@answers_unknown_keywords(unexpected)
+@answers_unknown_keywords(keyword_error)
 def attention_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -79,10 +79,10 @@ def attention_varlen(
     options: dict[str, Any] = {"scale": scale, "return_lse": True, "deterministic": deterministic, "backend": backend}
     if isinstance(mask, PackedSelection):
         _check_packed_selection(mask, q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        selection, axis = mask.on_blocks()
-        q, k, v = (_onto_blocks(t, axis) for t in (q, k, v))
+        selection, axis = mask.to_block_axis()
+        q, k, v = (_move_to_blocks(t, axis) for t in (q, k, v))
         results = attention(q, k, v, selection, return_block_lse=return_block_lse, **options)
-        return _finished(results, axis, return_lse)
+        return _unpack_results(results, axis, return_lse)
     if return_block_lse:
         raise ValueError(f"return_block_lse needs a PackedSelection as mask; got {type(mask).__name__}; leave it out")
     mask = "full" if mask is None else mask
@@ -91,7 +91,7 @@ def attention_varlen(
     if not isinstance(mask, (Pattern, str)):
         hint = "; a BlockMask has one length, so pass the pattern that it was compiled from" * (type(mask).__name__ == "BlockMask")
         raise TypeError(f"mask must be a Pattern, its spec text or None; got {type(mask).__name__}{hint}")
-    same = cu_seqlens_k is None or (len(k) == len(q) and _equal(cu_seqlens_q, cu_seqlens_k))
+    same = cu_seqlens_k is None or (len(k) == len(q) and _has_same_documents(cu_seqlens_q, cu_seqlens_k))
     if same and len(k) != len(q):
         raise ValueError(f"q has {len(q)} tokens and k {len(k)}; pass cu_seqlens_k, which says where k's documents start")
     queries = to_documents("q", q, cu_seqlens_q, max_seqlen_q)
@@ -110,18 +110,18 @@ def attention_varlen(
         for lengths in zip(queries.cu_seqlens.diff().tolist(), keys.cu_seqlens.diff().tolist(), strict=True):
             check_fit(named, *lengths)
     nothing = 0 in q.shape or 0 in k.shape  # then any mask will do, and attention computes none
-    in_place = mask if nothing else mask_in_place(mask, queries, None if same else keys)
+    in_place = mask if nothing else build_packed_mask(mask, queries, None if same else keys)
     if in_place is not None:
         q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
         out, lse = attention(q, k, v, in_place, **options)
         out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
         return (out, lse) if return_lse else out
-    packed = pack(mask, queries, None if same else keys)
-    q, k, v = (_onto_blocks(t, axis) for t, axis in ((q, packed.queries), (k, packed.keys), (v, packed.keys)))
-    return _finished(attention(q, k, v, packed.mask, **options), packed.queries, return_lse)
+    packed = repack_documents(mask, queries, None if same else keys)
+    q, k, v = (_move_to_blocks(t, axis) for t, axis in ((q, packed.queries), (k, packed.keys), (v, packed.keys)))
+    return _unpack_results(attention(q, k, v, packed.mask, **options), packed.queries, return_lse)
 
 
-def _equal(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> bool:
+def _has_same_documents(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> bool:
     """Whether both are known to be of the same documents. On a GPU the values are not known to the host."""
     if cu_seqlens_k is cu_seqlens_q:
         return True
@@ -143,7 +143,7 @@ def _check_packed_selection(
     """Raises ValueError where a selection was not made for these documents, TypeError for wrong types."""
     given_lengths = {"q": longest_q} if longest_k is None else {"q": longest_q, "k": longest_k}
     for name, given in given_lengths.items():
-        longest = check_documents(name, q, cu_seqlens_q, given)
+        longest = resolve_longest(name, q, cu_seqlens_q, given)
         if given is not None and longest != selection.longest:
             raise ValueError(f"max_seqlen_{name} must be the selection's, {selection.longest}; got {longest}; leave it out")
     ours, same = selection.cu_seqlens, cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q
@@ -163,24 +163,24 @@ def _check_packed_selection(
         raise ValueError("cu_seqlens_q must be the documents that the selection was made for; got others; choose again for these")
 
 
-def _finished(
+def _unpack_results(
     results: torch.Tensor | tuple[torch.Tensor, ...], axis: Axis, return_lse: bool
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Moves results from the axis of blocks back to tokens. results: out, lse and perhaps the lse of picked blocks."""
     out, lse, *of_picks = results
-    found = [_off_blocks(out, axis, 0.0)]
+    found = [_move_to_tokens(out, axis, 0.0)]
     if return_lse:
-        found.append(_off_blocks(lse.unsqueeze(-1), axis, float("-inf"), heads_first=True).squeeze(-1).T)
-    found += [_off_blocks(of_pick, axis, float("-inf"), heads_first=True).transpose(0, 1) for of_pick in of_picks]
+        found.append(_move_to_tokens(lse.unsqueeze(-1), axis, float("-inf"), heads_first=True).squeeze(-1).T)
+    found += [_move_to_tokens(of_pick, axis, float("-inf"), heads_first=True).transpose(0, 1) for of_pick in of_picks]
     return tuple(found) if len(found) > 1 else found[0]
 
 
-def _onto_blocks(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+def _move_to_blocks(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """(tokens, heads, head_dim) -> (1, heads, places of the axis of blocks, head_dim)."""
     # Not by indexing, here and below: the gradient of an index is a copy into zeros.
     return take_rows(x, axis.token_of_row, axis.row_of_token, 0.0, True).transpose(0, 1).unsqueeze(0)
 
 
-def _off_blocks(x: torch.Tensor, axis: Axis, fill: float, heads_first: bool = False) -> torch.Tensor:
+def _move_to_tokens(x: torch.Tensor, axis: Axis, fill: float, heads_first: bool = False) -> torch.Tensor:
     """The reverse; ``fill`` for tokens of no document."""
     return take_rows(x.squeeze(0).transpose(0, 1), axis.row_of_token, axis.token_of_row, fill, heads_first)

@@ -47,7 +47,7 @@ NAMES = (*AUTOMATIC, "reference")
 E4M3 = torch.float8_e4m3fn  # of caches
 
 
-def of_queries_with_keys(x: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+def zero_keyless_queries(x: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     """x, (batch, heads, q_len, ...), what results of queries receive, with zeros where a query keeps nothing: no input has part in
     its result, what a formula makes of that is often NaN, and 0 * NaN is no 0."""
     return x.masked_fill(lse.isneginf().view(*lse.shape, *[1] * (x.dim() - lse.dim())), 0.0)
@@ -151,13 +151,13 @@ def check_name(name: str) -> None:
         backend(name)
 
 
-def lacking(call: Call, carried: tuple[str, ...]) -> str | None:
+def feature_refusal(call: Call, carried: tuple[str, ...]) -> str | None:
     """The refusal of a back end that supports only these features."""
     features = [name for name in call.features if name not in (*carried, LEARNED)]
     return f"it does not support {' and '.join(features)}" if features else None
 
 
-def lacking_in_eight_bits(call: Call) -> str | None:
+def eight_bits_refusal(call: Call) -> str | None:
     """The refusal of a call in e4m3 with other features."""
     features = [name for name in call.features if name != EIGHT_BITS]
     return f"in {EIGHT_BITS} it does not support {' and '.join(features)}" if features else None

@@ -31,17 +31,17 @@ def forward(q, k, v, scale: float, causal: bool = False, bias=None):
     keys 0 .. i. bias: None, or (batch | 1, heads | 1, q_len, kv_len) of q's dtype, added to the scores; a query whose biases are
     all -inf has out 0 and a meaningless lse.
     """
-    q, k, v = (_in_rows(t) for t in (q, k, v))
+    q, k, v = (_make_rows_contiguous(t) for t in (q, k, v))
     return cpu_attention(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
 
 
 def backward(dout, q, k, v, out, lse, scale: float, causal: bool = False, bias=None):
     """(dq, dk, dv) in any memory order, of what depends on out alone. lse may cover more keys than these."""
-    dout, q, k, v, out = (_in_rows(t) for t in (dout, q, k, v, out))
+    dout, q, k, v, out = (_make_rows_contiguous(t) for t in (dout, q, k, v, out))
     return cpu_attention_backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
 
 
-def _in_rows(x):
+def _make_rows_contiguous(x):
     """x with a contiguous last dimension, which the kernel assumes."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -110,7 +110,7 @@ class _Call(NamedTuple):
 
     def keys(self, x):
         """(units, kv_blocks, block, head_dim) -> (pieces, units, width * block, head_dim)."""
-        step = _step(self.cols)
+        step = _find_column_step(self.cols)
         if step is None:
             return _gathered(x, self.cols)
         _, _, block, dim = x.shape
@@ -133,7 +133,7 @@ class _Call(NamedTuple):
             target[torch.from_numpy(touched)] += sums
 
 
-def _step(cols: np.ndarray) -> int | None:
+def _find_column_step(cols: np.ndarray) -> int | None:
     """The constant distance between the columns (pieces, width) of successive pieces, if each piece's columns are consecutive, as
     in a window: such keys are read in place. Otherwise None."""
     if (np.diff(cols, axis=1) != 1).any():
@@ -158,11 +158,11 @@ def _gathered(x, blocks: np.ndarray):
 
 def _unit_slices(k):
     """Slices of the units, each as many as may be gathered for one piece."""
-    size = max(1, _most_numbers() // (min(k.shape[1] * k.shape[2], _WIDEST) * k.shape[3]))
+    size = max(1, _gather_limit() // (min(k.shape[1] * k.shape[2], _WIDEST) * k.shape[3]))
     return [slice(first, first + size) for first in range(0, len(k), size)]
 
 
-def _most_numbers() -> int:
+def _gather_limit() -> int:
     return _GATHERED * min(torch.get_num_threads(), _MOST_THREADS)
 
 
@@ -181,10 +181,10 @@ def _calls(loop, q, copied: bool):
     for number, widths in enumerate(rounds):
         for width, pieces in widths.items():
             rows, cols, tiles = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
-            for chosen, shared in _alike(tiles):
-                numbers = len(q) * q.shape[3] if copied or _step(cols[chosen]) is None else 0
+            for chosen, shared in _group_equal_tiles(tiles):
+                numbers = len(q) * q.shape[3] if copied or _find_column_step(cols[chosen]) is None else 0
                 numbers += 0 if shared else q.shape[2]
-                height = max(1, _most_numbers() // (numbers * width * loop.block)) if numbers else len(chosen)
+                height = max(1, _gather_limit() // (numbers * width * loop.block)) if numbers else len(chosen)
                 masked = _remembered_bias(loop.tiles, tiles[chosen[0]], q.shape[2]) if shared else None
                 for first in range(0, len(chosen), height):
                     some = chosen[first : first + height]
@@ -197,7 +197,7 @@ def _slice_or_array(rows: np.ndarray) -> slice | np.ndarray:
     return slice(int(rows[0]), int(rows[-1]) + 1) if follow else rows
 
 
-def _alike(tiles: np.ndarray):
+def _group_equal_tiles(tiles: np.ndarray):
     """Yields (pieces, whether their tiles are equal): (n,) indices into the pieces with these tiles, (pieces, width)."""
     first, number = unique_rows(tiles)
     count = np.bincount(number)

@@ -12,7 +12,7 @@ from ..compat.dynamo import constant_in_graphs
 from ..kernels.common.layout import is_addressable
 from ..variant.eight_bits import EIGHT_BITS
 from ..variant.variant import LEARNED, LENGTHS, ScoreFunction
-from . import Call, lacking, lacking_in_eight_bits
+from . import Call, eight_bits_refusal, feature_refusal
 from . import triton as triton_backend
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -33,7 +33,7 @@ def available() -> str | None:
 
 @cache
 def _available() -> str | None:
-    if triton_backend.interpreted():
+    if triton_backend.is_interpreted():
         return "Triton's interpreter does not run Gluon kernels; backend='triton' is what it runs"
     if torch.version.hip is not None:  # ROCm reports 9.0 for some of its chips
         return "it needs an NVIDIA GPU of compute capability 9.0 (H100, H200); this torch is built for AMD's"
@@ -55,14 +55,14 @@ def _is_hopper(device: torch.device) -> bool:
     return _capability(device) == (9, 0)
 
 
-def _own_scores(score_mod: ScoreFunction, dtypes: tuple[torch.dtype, ...]) -> str | None:
+def _score_mod_refusal(score_mod: ScoreFunction, dtypes: tuple[torch.dtype, ...]) -> str | None:
     """Why the kernels cannot take a score function, or None."""
     from ..kernels.hopper.own_scores import refusal
 
     return refusal(score_mod, dtypes)
 
 
-for _function in (available, _is_hopper, _own_scores):  # torch.compile cannot trace their imports
+for _function in (available, _is_hopper, _score_mod_refusal):  # torch.compile cannot trace their imports
     constant_in_graphs(_function)
 
 
@@ -71,7 +71,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def _lacking_of_terms(call: Call) -> str | None:
+def _term_refusal(call: Call) -> str | None:
     """The refusal of a term in the form in which this call has it."""
     if LEARNED in call.features:
         return "it computes no gradient of rel_bias"
@@ -92,7 +92,7 @@ def has_backward(head_dim: int, v_head_dim: int) -> bool:
 
 def supports(call: Call) -> str | None:
     eight = EIGHT_BITS in call.features
-    reason = lacking_in_eight_bits(call) if eight else lacking(call, FEATURES) or _lacking_of_terms(call)
+    reason = eight_bits_refusal(call) if eight else feature_refusal(call, FEATURES) or _term_refusal(call)
     reason = reason or available()
     if reason:
         return reason
@@ -110,7 +110,7 @@ def supports(call: Call) -> str | None:
         return f"it runs masks of block_size {BLOCK_SIZES[1]} to {BLOCK_SIZES[-1]}; got {call.block_size}"
     if call.block_size == 64 and "dropout_p" in call.features and call.head_dim > 64:
         return f"with dropout it runs masks of block_size 64 up to head_dim 64; got {call.head_dim}; block_size=128 runs"
-    if call.score_mod is not None and (reason := _own_scores(call.score_mod, call.score_params)):
+    if call.score_mod is not None and (reason := _score_mod_refusal(call.score_mod, call.score_params)):
         return reason
     if call.e4m3 and not eight and (reason := triton_backend.supports(call)):
         return reason
@@ -120,7 +120,7 @@ def supports(call: Call) -> str | None:
 
 
 def forward(q, k, v, mask, scale, deterministic, variant):
-    if variant is None and triton_backend.few_queries(q, k):
+    if variant is None and triton_backend.has_few_queries(q, k):
         return triton_backend.forward(q, k, v, mask, scale, deterministic, variant)
     trains = q.requires_grad or k.requires_grad or v.requires_grad
     beside = partial(triton_backend.compile_backward, backward, q, k, v, mask, scale, deterministic, variant) if trains else None
@@ -143,7 +143,7 @@ def joint_backward(dout, dlse, q, out, lse, calls, scale):
     tensors = [dout, q, out, *(t for call in calls for t in call[:2])]
     if not has_backward(q.shape[3], calls[0][1].shape[3]) or not all(map(is_addressable, tensors)):
         return None
-    if not _kernels().sum_alike(q, calls[0][1], [mask for *_, mask in calls]):
+    if not _kernels().can_share_sums(q, calls[0][1], [mask for *_, mask in calls]):
         return None
     return _kernels().joint_backward(dout, dlse, q, out, lse, scale)
 
@@ -153,16 +153,16 @@ class _Kernels(NamedTuple):
     attention_forward_of_eight_bits: Callable
     attention_backward: Callable
     joint_backward: Callable
-    sum_alike: Callable
+    can_share_sums: Callable
 
 
 @cache
 def _kernels() -> _Kernels:
     """Imported on demand, as they import triton."""
-    from ..kernels.hopper.backward import JointBackward, attention_backward, sum_alike
+    from ..kernels.hopper.backward import JointBackward, attention_backward, can_share_sums
     from ..kernels.hopper.forward import attention_forward, attention_forward_of_eight_bits
 
-    return _Kernels(attention_forward, attention_forward_of_eight_bits, attention_backward, JointBackward, sum_alike)
+    return _Kernels(attention_forward, attention_forward_of_eight_bits, attention_backward, JointBackward, can_share_sums)
 
 
 decode = triton_backend.decode

@@ -11,11 +11,11 @@ import torch
 from ..kernels.common.layout import empty_out
 from ..variant.definition import Pairs, add_bias_gradient, cleared, differentiated, existing_pairs, kept_by_dropout, scored
 from ..variant.eight_bits import EIGHT_BITS, attention_in_eight_bits
-from . import check_pages, dequantized, lacking_in_eight_bits, of_queries_with_keys
+from . import check_pages, dequantized, eight_bits_refusal, zero_keyless_queries
 
 
 def supports(call) -> str | None:
-    if EIGHT_BITS in call.features and (reason := lacking_in_eight_bits(call)):
+    if EIGHT_BITS in call.features and (reason := eight_bits_refusal(call)):
         return reason
     return "it computes in float64, which devices of type mps do not have" if call.device.type == "mps" else None
 
@@ -44,7 +44,7 @@ def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant)
     if variant is not None:
         dout = cleared(dout, variant.q_starts, variant.q_lens)
         dlse = dlse if dlse is None else cleared(dlse, variant.q_starts, variant.q_lens)
-    dout = of_queries_with_keys(dout, matrix.lse)
+    dout = zero_keyless_queries(dout, matrix.lse)
     dprobabilities = dout @ matrix.values.mT * matrix.dropout
     delta = (matrix.probabilities * dprobabilities).sum(-1, keepdim=True)
     if dlse is not None:

@@ -23,7 +23,7 @@ from ..masks.memory import cleared_by
 from ..masks.tiles import pack_runs
 from ..variant.definition import Pairs, add_bias_gradient, cleared, differentiated, existing_pairs, kept_by_dropout, scored
 from ..variant.eight_bits import EIGHT_BITS
-from . import aten_cpu, cache_capacity, check_pages, dequantized, of_queries_with_keys
+from . import aten_cpu, cache_capacity, check_pages, dequantized, zero_keyless_queries
 
 # Scores computed at a time. On a CPU this is per thread and should fit its cache: each score is touched about five times. Half as
 # many take a fifth longer on two cores, as every operation waits for its slowest thread.
@@ -50,16 +50,16 @@ def available() -> str | None:
 def forward(q, k, v, mask, scale, deterministic, variant):
     """(out, lse). See the package's docstring."""
     results = None
-    if _is_pytorchs(q, v, mask, variant):
+    if _can_use_aten_directly(q, v, mask, variant):
         out, lse = aten_cpu.forward(q, k, v, scale, causal=mask is not None)
-        return _like(q, out), lse.contiguous()
+        return _cast_like(q, out), lse.contiguous()
     if variant is not None:
         q = cleared(q, variant.q_starts, variant.q_lens)
         k, v = (cleared(t, variant.kv_starts, variant.kv_lens) for t in (k, v))
-    for part in (parts := _parts(q, k, mask)):
-        with own_precision(q):
+    for part in (parts := _split_by_mask(q, k, mask)):
+        with without_autocast(q):
             packed = part.pack_queries(q), part.pack_keys(k), part.pack_keys(v)
-            if _by_pytorchs(q, v, variant):
+            if _can_use_aten(q, v, variant):
                 packed = aten_cpu.loop_forward(*packed, part.loop, scale)
             else:
                 packed = _forward(*packed, part.loop, _Scores(part, q, k, scale, variant))
@@ -69,31 +69,31 @@ def forward(q, k, v, mask, scale, deterministic, variant):
             results = results or [x.new_empty(*q.shape[:3], x.shape[3]) for x in packed]
             for result, x in zip(results, packed, strict=True):
                 part.scatter_queries(x, result)
-    return _like(q, results[0]), results[1][..., 0].contiguous()
+    return _cast_like(q, results[0]), results[1][..., 0].contiguous()
 
 
 def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant):
     """(dq, dk, dv), and the gradient of a learned bias. See the package's docstring."""
     drel_bias = None
-    if dlse is None and _is_pytorchs(q, v, mask, variant):
+    if dlse is None and _can_use_aten_directly(q, v, mask, variant):
         grads = aten_cpu.backward(dout, q, k, v, out, lse, scale, causal=mask is not None)
-        return tuple(_like(x, grad) for x, grad in zip((q, k, v), grads, strict=True))
+        return tuple(_cast_like(x, grad) for x, grad in zip((q, k, v), grads, strict=True))
     if variant is not None:
         q, dout = (cleared(t, variant.q_starts, variant.q_lens) for t in (q, dout))
         k, v = (cleared(t, variant.kv_starts, variant.kv_lens) for t in (k, v))
         drel_bias = torch.zeros_like(variant.rel_bias) if variant.learned else None
-    dout = of_queries_with_keys(dout, lse)
+    dout = zero_keyless_queries(dout, lse)
     # A query that keeps nothing has lse -inf; with +inf its probabilities are 0 instead of NaN.
     lse = torch.where(lse == float("-inf"), float("inf"), lse)
-    by_pytorchs = dlse is None and _by_pytorchs(q, v, variant)
+    by_pytorchs = dlse is None and _can_use_aten(q, v, variant)
     dlse = torch.zeros_like(lse) if dlse is None else dlse
     if variant is not None:
         dlse = cleared(dlse[..., None], variant.q_starts, variant.q_lens)[..., 0]
     grads = None
-    for part in (parts := _parts(q, k, mask)):
+    for part in (parts := _split_by_mask(q, k, mask)):
         queries = [part.pack_queries(x) for x in (q, dout, out, lse[..., None])]
         keys = part.pack_keys(k), part.pack_keys(v)
-        with own_precision(q):
+        with without_autocast(q):
             if by_pytorchs:
                 q_rows, dout_rows, *results = queries
                 packed = aten_cpu.loop_backward(dout_rows, q_rows, *keys, *results, part.loop, scale)
@@ -111,16 +111,16 @@ def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant)
                 # A part has each key head once, so this adds in a fixed order.
                 grad[part.units] += x
     dk, dv = (grad.flatten(1, 2)[:, : k.shape[2]].unflatten(0, k.shape[:2]) for grad in grads[1:])
-    grads = _like(q, grads[0]), _like(k, dk), _like(v, dv)
+    grads = _cast_like(q, grads[0]), _cast_like(k, dk), _cast_like(v, dv)
     return grads if drel_bias is None else (*grads, drel_bias)
 
 
-def _is_pytorchs(q, v, mask, variant) -> bool:
+def _can_use_aten_directly(q, v, mask, variant) -> bool:
     """Whether PyTorch's own CPU kernel supports this call: dense or causal attention."""
-    return _by_pytorchs(q, v, variant) and (mask is None or mask.keeps_causal)
+    return _can_use_aten(q, v, variant) and (mask is None or mask.keeps_causal)
 
 
-def _by_pytorchs(q, v, variant) -> bool:
+def _can_use_aten(q, v, variant) -> bool:
     """Whether PyTorch's own CPU kernel can process this call's blocks."""
     return q.device.type == "cpu" and variant is None and q.shape[3] == v.shape[3]
 
@@ -134,10 +134,10 @@ def decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale)
     for sequence, length in enumerate(lengths):
         for group_heads, key_heads, number in _heads_by_mask(mask, sequence, heads, k.shape[1]):
             tokens, kept = _kept_tokens(mask, number, q_len, length, causal, q.device)
-            read = partial(_cached, key_heads=key_heads, block_table=block_table, sequence=sequence, tokens=tokens)
+            read = partial(_read_cache, key_heads=key_heads, block_table=block_table, sequence=sequence, tokens=tokens)
             keys, values = (dequantized(x, of_x, lse.dtype, read) for x, of_x in ((k, k_scale), (v, v_scale)))
             queries = q[sequence, group_heads].to(lse.dtype).reshape(len(keys), -1, q.shape[3])
-            with own_precision(q):
+            with without_autocast(q):
                 scores = (queries @ keys.mT * scale).unflatten(1, (-1, q_len)).masked_fill_(~kept, float("-inf"))
                 logs = scores.logsumexp(-1)
                 # exp(-inf - inf) is 0, while exp(-inf + inf) would be NaN.
@@ -187,7 +187,7 @@ def _kept_tokens(mask, number: int, q_len: int, length: int, causal: bool, devic
     return tokens, kept[:, tokens]
 
 
-def _cached(cache, key_heads: slice, block_table, sequence: int, tokens):
+def _read_cache(cache, key_heads: slice, block_table, sequence: int, tokens):
     """(kv_heads, n, head_dim): the given tokens of a sequence. Or their scales, without head_dim."""
     cache = cache[:, key_heads]
     if block_table is None:
@@ -200,7 +200,7 @@ def _cached(cache, key_heads: slice, block_table, sequence: int, tokens):
     return cache[pages, :, tokens % page_size].transpose(0, 1)
 
 
-def own_precision(q):
+def without_autocast(q):
     """Disables autocast: the call has already cast its arguments, and matrix products in here must not be cast again."""
     return nullcontext() if q.is_meta else torch.autocast(q.device.type, enabled=False)  # torch.autocast raises for "meta"
 
@@ -214,7 +214,7 @@ def block_means(x: torch.Tensor, block_size: int) -> torch.Tensor:
     return torch.cat([means, rest.mean(2, keepdim=True, dtype=dtype)], 2) if rest.shape[2] else means
 
 
-def _like(x, values):
+def _cast_like(x, values):
     """values, of any head_dim, in x's dtype and memory order; unchanged if already so."""
     fits = values.dtype == x.dtype and values.stride() == empty_out(x, values.shape[3], "meta").stride()
     return values if fits else empty_out(x, values.shape[3]).copy_(values)
@@ -267,7 +267,7 @@ class _Scores:
         """(units * rows, members * queries, entries * keys) as (units, rows, members, queries, entries, keys)."""
         return scores.view(len(pairs.batch), pairs.key.shape[1], pairs.head.shape[2], -1, *pairs.key.shape[4:])
 
-    def change(self, scores, pairs: Pairs) -> None:
+    def modify_scores(self, scores, pairs: Pairs) -> None:
         """Turns products, scaled by ``factor``, into scores in base 2, in place."""
         if self.scored:
             view = self.view(scores, pairs)
@@ -280,7 +280,7 @@ class _Scores:
         view.copy_(changed).mul_(_LOG2_E)
         return outer, inner
 
-    def drop(self, scores, pairs: Pairs | None) -> None:
+    def mask_scores(self, scores, pairs: Pairs | None) -> None:
         """Sets the scores of nonexistent tokens to -inf."""
         if pairs is None:
             return
@@ -288,7 +288,7 @@ class _Scores:
         if exist is not None:
             self.view(scores, pairs).masked_fill_(~exist, float("-inf"))
 
-    def drop_out(self, weights, pairs: Pairs | None) -> None:
+    def apply_dropout(self, weights, pairs: Pairs | None) -> None:
         """Zeroes the weights that dropout drops."""
         if self.dropped and pairs is not None:
             self.view(weights, pairs).masked_fill_(~kept_by_dropout(self.variant, pairs, -3), 0.0)
@@ -307,9 +307,9 @@ def _forward(q, k, v, loop, rule):
             scores = loop.scratch(0, q_rows, keys)
             torch.baddbmm(scores, q_rows, keys.mT, beta=0, alpha=rule.factor, out=scores)
             pairs = rule.pairs(units, rows, piece.cols)
-            rule.change(scores, pairs)
-            loop.drop(scores, piece, rule.own)
-            rule.drop(scores, pairs)
+            rule.modify_scores(scores, pairs)
+            loop.mask_scores(scores, piece, rule.own)
+            rule.mask_scores(scores, pairs)
             # Clamped above -inf: a row whose scores are all -inf must give exp2(-inf), not exp2(-inf + inf).
             piece_max = scores.amax(-1, keepdim=True).clamp_(min=lowest)
             if running_max is None:
@@ -323,7 +323,7 @@ def _forward(q, k, v, loop, rule):
             # exp2, because float32 exp on a CPU is MKL's: 4 times slower, and 50 times where it underflows.
             scores.sub_(running_max).exp2_()
             piece_sum = scores.sum(-1, keepdim=True)
-            rule.drop_out(scores, pairs)
+            rule.apply_dropout(scores, pairs)
             if running_sum is None:
                 running_sum, accumulator = piece_sum, torch.bmm(scores, values)
             else:
@@ -355,17 +355,17 @@ def _backward(q, dout, out, lse, dlse, k, v, loop, rule, deterministic, drel_bia
                 probabilities.add_(bias)
             else:
                 torch.baddbmm(bias.expand(shape), q_rows, keys.mT, alpha=rule.factor, out=probabilities)
-            loop.drop(probabilities, piece, rule.own)
-            rule.drop(probabilities, pairs)
+            loop.mask_scores(probabilities, piece, rule.own)
+            rule.mask_scores(probabilities, pairs)
             probabilities.exp2_()
             if rule.own:
                 # The derivative of a pair without weight may be infinite or NaN, and 0 times these is not 0.
                 outer = outer.masked_fill(rule.view(probabilities, pairs) == 0, 0.0)
             if rule.dropped:
                 weights = probabilities.clone()
-                rule.drop_out(weights, pairs)
+                rule.apply_dropout(weights, pairs)
                 torch.bmm(dout_rows, values.mT, out=dscores)
-                rule.drop_out(dscores, pairs)
+                rule.apply_dropout(dscores, pairs)
                 dscores.div_(rule.share).add_(minus_delta)
             else:
                 weights = probabilities
@@ -472,7 +472,7 @@ def _pad_tokens(x, block: int):
     return torch.nn.functional.pad(x, (0, 0, 0, short)) if short else x
 
 
-def _parts(q, k, mask) -> list[_Part]:
+def _split_by_mask(q, k, mask) -> list[_Part]:
     batch, kv_heads, group = k.shape[0], k.shape[1], q.shape[1] // k.shape[1]
     if mask is None:
         return [_Part(_Loop.dense(q, k), slice(None), slice(None), kv_heads)]
@@ -608,10 +608,10 @@ class _Loop:
                 for row in range(0, len(rows), height):
                     chosen = slice(row, row + height)
                     pieces = [
-                        _Piece(_index(cols[chosen, e : e + width], device), tiles[chosen, e : e + width])
+                        _Piece(_slice_or_index(cols[chosen, e : e + width], device), tiles[chosen, e : e + width])
                         for e in range(0, cols.shape[1], width)
                     ]
-                    yield slice(unit, min(unit + together, units)), _index(rows[chosen], device), pieces
+                    yield slice(unit, min(unit + together, units)), _slice_or_index(rows[chosen], device), pieces
 
     def scratch(self, number: int, q_rows, keys):
         """(n, queries, keys) from a buffer reused for every chunk."""
@@ -621,7 +621,7 @@ class _Loop:
             self.buffers[number] = q_rows.new_empty(max(count, self.size))
         return self.buffers[number][:count].view(shape)
 
-    def drop(self, scores, piece: _Piece, any_score: bool):
+    def mask_scores(self, scores, piece: _Piece, any_score: bool):
         """Sets the scores of pairs that these blocks' tiles do not keep to -inf. any_score: they may be NaN."""
         rows, entries = piece.tiles.shape
         partial = np.flatnonzero((piece.tiles >= 0).any(0))
@@ -638,7 +638,7 @@ class _Loop:
                 torch.minimum(block, bounds, out=block)
 
 
-def _index(blocks: np.ndarray, device) -> slice | torch.Tensor:
+def _slice_or_index(blocks: np.ndarray, device) -> slice | torch.Tensor:
     """A slice if the block numbers are consecutive, otherwise an index tensor."""
     blocks = blocks.reshape(-1)
     if (np.diff(blocks) == 1).all():

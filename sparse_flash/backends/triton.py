@@ -10,7 +10,7 @@ import numpy
 import torch
 
 from ..compat.dynamo import constant_in_graphs
-from ..kernels.common.layout import restored_out, unbroken
+from ..kernels.common.layout import as_contiguous_rows, restore_out
 from ..variant.eight_bits import EIGHT_BITS
 from ..variant.variant import LEARNED
 from . import E4M3, Call
@@ -30,14 +30,14 @@ def _available() -> str | None:
         import triton
     except ImportError as error:
         return f"triton is not installed ({error})"
-    if torch.version.hip is not None and not interpreted():
+    if torch.version.hip is not None and not is_interpreted():
         return "it needs an NVIDIA GPU; this torch is built for AMD's, on which its tiles were never run"
-    if not torch.cuda.is_available() and not interpreted():
+    if not torch.cuda.is_available() and not is_interpreted():
         return "there is no GPU (set TRITON_INTERPRET=1 before the first import to run the kernels on the CPU, slowly)"
-    return _interpreter_fails(triton.__version__, numpy.__version__) if interpreted() else None
+    return _interpreter_refusal(triton.__version__, numpy.__version__) if is_interpreted() else None
 
 
-def _interpreter_fails(triton_version: str, numpy_version: str) -> str | None:
+def _interpreter_refusal(triton_version: str, numpy_version: str) -> str | None:
     """Triton 3.6's interpreter converts one-element arrays to integers, which NumPy 2.4 rejects."""
     series = [tuple(map(int, version.split(".")[:2])) for version in (triton_version, numpy_version)]
     if series[0] >= (3, 7) or series[1] < (2, 4):
@@ -53,9 +53,9 @@ def by_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and available() is None
 
 
-def interpreted() -> bool:
+def is_interpreted() -> bool:
     """Whether Triton interprets kernels on the CPU; it reads the variable when kernels are defined."""
-    return _interpreted()
+    return _is_interpreted()
 
 
 def _refusal(device: torch.device, e4m3: bool) -> str | None:
@@ -66,7 +66,7 @@ def _refusal(device: torch.device, e4m3: bool) -> str | None:
 
 
 # torch.compile cannot trace their imports. (Plain functions, as it looks through functools.cache wrappers.)
-for _function in (available, interpreted, _refusal):
+for _function in (available, is_interpreted, _refusal):
     constant_in_graphs(_function)
 
 
@@ -79,7 +79,7 @@ def forget_launches() -> None:
 
 
 @cache
-def _interpreted() -> bool:
+def _is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
@@ -93,13 +93,13 @@ def supports(call: Call) -> str | None:
         return f"it runs float16, bfloat16 and float32; got {call.dtype}"
     if (widest := max(call.head_dim, call.v_head_dim)) > MAX_HEAD_DIM:
         return f"it runs head_dim up to {MAX_HEAD_DIM}; got {widest}"
-    if call.device.type != "cuda" and not interpreted():
+    if call.device.type != "cuda" and not is_interpreted():
         return f"it runs on a GPU; q is on {call.device}"
-    if not interpreted() and (reason := _refusal(call.device, call.e4m3)):
+    if not is_interpreted() and (reason := _refusal(call.device, call.e4m3)):
         return reason
     if call.e4m3 and (call.head_dim % 2 or call.v_head_dim % 2):
         return f"it reads e4m3 caches of an even head_dim; got {call.head_dim} and {call.v_head_dim} of v"
-    if interpreted() and call.dtype == torch.bfloat16 and not call.e4m3:
+    if is_interpreted() and call.dtype == torch.bfloat16 and not call.e4m3:
         return "Triton's interpreter computes bfloat16 products wrongly; use float16 or float32"
     if call.score_mod is not None and call.score_mod.triton is None:
         return f"it does not support the score_mod {call.score_mod.name}, which has no triton function"
@@ -109,7 +109,7 @@ def supports(call: Call) -> str | None:
 
 
 def forward(q, k, v, mask, scale, deterministic, variant):
-    if variant is None and few_queries(q, k):
+    if variant is None and has_few_queries(q, k):
         return _decode(q, k, v, mask, scale, at_end=False)
     from ..kernels.portable.forward import attention_forward
 
@@ -144,12 +144,12 @@ def decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale)
 def _decode(q, k, v, mask, scale, **options):
     from ..kernels.portable.decode import attention_decode
 
-    ready = [unbroken(t, in_pairs=k.dtype == E4M3) for t in (q, k, v)]
+    ready = [as_contiguous_rows(t, in_pairs=k.dtype == E4M3) for t in (q, k, v)]
     out, lse = attention_decode(*ready, mask, scale, **options)
-    return restored_out(out, ready[0], q, v), lse
+    return restore_out(out, ready[0], q, v), lse
 
 
-def few_queries(q: torch.Tensor, k: torch.Tensor) -> bool:
+def has_few_queries(q: torch.Tensor, k: torch.Tensor) -> bool:
     """Whether one program per head would leave multiprocessors idle, with enough keys to share among programs."""
     if q.shape[2] > FEW_QUERIES or k.shape[2] < MANY_KEYS:
         return False

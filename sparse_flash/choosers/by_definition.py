@@ -29,7 +29,7 @@ class Limits(NamedTuple):
     most: torch.Tensor
 
 
-def shares(features: Features, grid: BlockGrid, low: int, high: int, reduce: str) -> torch.Tensor:
+def score_blocks(features: Features, grid: BlockGrid, low: int, high: int, reduce: str) -> torch.Tensor:
     """Scores of the blocks of queries low .. high - 1: (batch, heads, high - low, kv_blocks), float32 or wider."""
     per_q, per_kv, span = features.per_q_block, features.per_kv_block, features.span
     rows, until = slice(low * per_q, min(high * per_q, features.row_count)), features.until
@@ -118,8 +118,9 @@ def columns_and_slashes(
     return columns, slashes
 
 
-def of_columns_and_slashes(parts: tuple[torch.Tensor, torch.Tensor], grid: BlockGrid, low: int, high: int) -> torch.Tensor:
-    """Scores as ``shares`` returns them, from ``columns_and_slashes``; 0 for blocks with no key up to the row's last query."""
+def score_columns_and_slashes(parts: tuple[torch.Tensor, torch.Tensor], grid: BlockGrid, low: int, high: int) -> torch.Tensor:
+    """Scores as ``score_blocks`` returns them, from ``columns_and_slashes``; 0 for blocks with no key up to the row's last
+    query."""
     columns, slashes = parts
     last = (torch.arange(low + 1, high + 1, device=columns.device) * grid.block_size).clamp(max=grid.q_len) - 1 + grid.offset
     row = last.div(grid.block_size, rounding_mode="floor")
@@ -129,7 +130,7 @@ def of_columns_and_slashes(parts: tuple[torch.Tensor, torch.Tensor], grid: Block
     return scores / scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
 
 
-def kept(scores: torch.Tensor, allowed: torch.Tensor, forced: torch.Tensor, rule: str, number: int | float) -> torch.Tensor:
+def apply_rule(scores: torch.Tensor, allowed: torch.Tensor, forced: torch.Tensor, rule: str, number: int | float) -> torch.Tensor:
     """The blocks that a rule keeps, bool of the shape of scores, (batch, heads, rows, kv_blocks).
 
     allowed, forced: (rows, kv_blocks) bool, what may be kept and what is kept in any case; the second within the first. All heads
@@ -149,7 +150,7 @@ def kept(scores: torch.Tensor, allowed: torch.Tensor, forced: torch.Tensor, rule
     among = torch.where(forced, math.inf, scores.clamp(max=torch.finfo(scores.dtype).max))
     if rule == "budget":
         among = among.transpose(1, 2).flatten(2)
-    count, width = counted(rule, number, allowed.sum(-1), scores.shape[1])[:, None], among.shape[-1]
+    count, width = count_kept_blocks(rule, number, allowed.sum(-1), scores.shape[1])[:, None], among.shape[-1]
     # topk does not say which of equal scores it takes, so it only finds the least one that is kept.
     best = among.topk(min(number if isinstance(number, int) else int(number * width) + 1, width)).values
     least = best.gather(-1, (count - 1).clamp(0, best.shape[-1] - 1).expand(*best.shape[:-1], 1))
@@ -160,7 +161,7 @@ def kept(scores: torch.Tensor, allowed: torch.Tensor, forced: torch.Tensor, rule
     return (taken & possible) | forced
 
 
-def counted(rule: str, number: int | float, allowed: torch.Tensor, heads: int) -> torch.Tensor:
+def count_kept_blocks(rule: str, number: int | float, allowed: torch.Tensor, heads: int) -> torch.Tensor:
     """How many blocks "keep" and "budget" keep of each row, int64 of the shape of ``allowed``, the blocks that may be kept; of all
     heads together for "budget". 0 for other rules."""
     if rule not in ("keep", "budget"):

@@ -5,32 +5,32 @@ from __future__ import annotations
 import torch
 
 from ..backends import hopper
-from ..kernels.common.layout import unbroken
+from ..kernels.common.layout import as_contiguous_rows
 from ..kernels.common.streams import current_device
 from ..masks.grid import BlockGrid
-from .by_definition import Limits, counted
+from .by_definition import Limits, count_kept_blocks
 from .features import Features
 
 _MOST_BYTES = 1 << 29  # of log-sums and scores held at a time
 
 
-def packed(blocks: torch.Tensor) -> torch.Tensor:
+def pack_block_bits(blocks: torch.Tensor) -> torch.Tensor:
     """(..., ceil(n / 32)) int32 of (..., n) bool: block c is bit c % 32 of word c // 32."""
     words = torch.nn.functional.pad(blocks, (0, -blocks.shape[-1] % 32)).unflatten(-1, (-1, 32))
     return (words.long() << torch.arange(32, device=blocks.device)).sum(-1).to(torch.int32)
 
 
-def step_of(features: Features | None, batch_heads: int, grid: BlockGrid) -> int:
+def q_blocks_per_chunk(features: Features | None, batch_heads: int, grid: BlockGrid) -> int:
     """How many blocks of queries are scored at a time."""
     of_row = 4 + (0 if features is None else 4 * features.per_q_block)
     return max(1, _MOST_BYTES // (batch_heads * grid.kv_blocks * of_row))
 
 
-def scores(features: Features, grid: BlockGrid, low: int, high: int, reduce: str, shared: bool) -> torch.Tensor:
+def score_blocks(features: Features, grid: BlockGrid, low: int, high: int, reduce: str, shared: bool) -> torch.Tensor:
     """Returns what ``by_definition.shares`` returns; if ``shared``, the largest over the heads of each group."""
     from ..kernels.choosers.log_sums import scores_of_blocks
 
-    rows, columns, until = unbroken(features.rows), unbroken(features.columns), features.until
+    rows, columns, until = as_contiguous_rows(features.rows), as_contiguous_rows(features.columns), features.until
     numbers = features.span, features.factor, features.per_q_block, features.per_kv_block, grid.kv_blocks, low, high
     by = None
     if hopper.runs_on(rows.device):
@@ -41,12 +41,12 @@ def scores(features: Features, grid: BlockGrid, low: int, high: int, reduce: str
         return scores_of_blocks(rows, columns, until, features.bounds, *numbers, reduce == "mean", shared, by)
 
 
-def keep(scores: torch.Tensor, limits: Limits, bits: torch.Tensor, first: int, rule: str, number: int | float) -> None:
+def add_kept_blocks(scores: torch.Tensor, limits: Limits, bits: torch.Tensor, first: int, rule: str, number: int | float) -> None:
     """Adds the blocks that a rule keeps to bits, (batch, heads, q_blocks, words) int32. scores: (batch, heads | kv_heads, rows,
     kv_blocks) float32, of the rows from ``first`` on."""
-    from ..kernels.choosers.rules import keep_bits
+    from ..kernels.choosers.rules import apply_rule
 
     some = slice(first, first + scores.shape[2])
-    counts = counted(rule, number, limits.most[some], scores.shape[1]).to(torch.int32)
+    counts = count_kept_blocks(rule, number, limits.most[some], scores.shape[1]).to(torch.int32)
     with current_device(scores.device):
-        keep_bits(scores.contiguous(), limits.allowed[some], limits.forced[some], counts, bits, first, rule, float(number))
+        apply_rule(scores.contiguous(), limits.allowed[some], limits.forced[some], counts, bits, first, rule, float(number))

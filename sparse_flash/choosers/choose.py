@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 
 from ..backends import triton as triton_backend
-from ..backends.torch import own_precision
+from ..backends.torch import without_autocast
 from ..compat.dynamo import constant_in_graphs, outside_inference
 from ..compat.names import operator_name
 from ..compat.pytorch import is_recorded
 from ..dispatch.call import ChosenBlocks
-from ..dispatch.operators import mask_of_chosen
+from ..dispatch.operators import build_chosen_mask
 from ..masks.block_mask import BlockMask, MaskLike
 from ..masks.cache import one_mask
 from ..masks.chooser import Chooser, HeadChoice, LastQueries, Scored, choices_of, is_causal, size_of
@@ -34,7 +34,7 @@ from .features import features_of
 _HELD = 1 << 26  # logits that PyTorch operations hold at a time
 
 
-class _Content(NamedTuple):
+class _ChoiceInputs(NamedTuple):
     """given: scores of a caller's own, or None. starts, ends, q_ends: see ``features_of``."""
 
     q: torch.Tensor
@@ -52,7 +52,7 @@ class _Content(NamedTuple):
         """How many query heads share keys."""
         return self.q.shape[1] // self.k.shape[1]
 
-    def of_heads(self, heads: list[int]) -> _Content:
+    def of_heads(self, heads: list[int]) -> _ChoiceInputs:
         keys = [head // self.group for head in heads]
         if _in_whole_groups(heads, self.group):
             keys = keys[:: self.group]
@@ -82,9 +82,9 @@ def chosen_mask(
 ) -> BlockMask:
     """See ``choose_blocks``. lengths: which tokens exist; the others decide nothing, and blocks of them alone are not chosen."""
     if torch.compiler.is_compiling():
-        return mask_of_chosen(q, k, chosen_in_graph(spec, q, k, scale, scores, lengths))
+        return build_chosen_mask(q, k, chosen_in_graph(spec, q, k, scale, scores, lengths))
     grid = BlockGrid(q.shape[2], k.shape[2], size_of(spec))
-    maps = _chosen(spec, *_existing(q, k, lengths), scale, scores, *_ends_of(lengths))
+    maps = _choose_maps(spec, *_clear_missing_tokens(q, k, lengths), scale, scores, *_ends_of(lengths))
     return of_maps(maps, grid, limit_of(choices_of(spec)[0].within, grid, q.device))
 
 
@@ -99,10 +99,10 @@ def chosen_in_graph(
 ) -> ChosenBlocks:
     """``chosen_mask`` within torch.compile, for attention, whose operator makes the table."""
     text, within, size = _as_text(spec)
-    return ChosenBlocks(chosen_bits(*_existing(q, k, lengths), text, scale, scores, *_ends_of(lengths)), size, within)
+    return ChosenBlocks(chosen_bits(*_clear_missing_tokens(q, k, lengths), text, scale, scores, *_ends_of(lengths)), size, within)
 
 
-def _existing(q: torch.Tensor, k: torch.Tensor, lengths: Variant | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _clear_missing_tokens(q: torch.Tensor, k: torch.Tensor, lengths: Variant | None) -> tuple[torch.Tensor, torch.Tensor]:
     """q and k, 0 where tokens do not exist."""
     if lengths is None:
         return q, k
@@ -137,8 +137,8 @@ def chosen_bits(
     q_ends: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The bits of ``ChosenBlocks``."""
-    maps = _chosen(spec, q, k, scale, scores, starts, ends, q_ends)
-    maps = by_kernels.packed(maps) if maps.dtype == torch.bool else maps
+    maps = _choose_maps(spec, q, k, scale, scores, starts, ends, q_ends)
+    maps = by_kernels.pack_block_bits(maps) if maps.dtype == torch.bool else maps
     return torch.nn.functional.pad(maps.flatten(), (0, 1))
 
 
@@ -149,7 +149,7 @@ def _(q: torch.Tensor, k: torch.Tensor, spec: str, *_: object) -> torch.Tensor:
     return q.new_empty(words + 1, dtype=torch.int32)
 
 
-def _chosen(
+def _choose_maps(
     spec: Pattern | str,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -164,25 +164,25 @@ def _chosen(
     scale = q.shape[3] ** -0.5 if scale is None else scale
     if len(choices) not in (1, q.shape[1]):
         raise ValueError(f"per_head must have an expression for each of q's {q.shape[1]} heads, or one for all; got {len(choices)}")
-    content = _Content(q, k, grid, is_causal(choices[0].within), scale, scores, starts, ends, q_ends)
+    content = _ChoiceInputs(q, k, grid, is_causal(choices[0].within), scale, scores, starts, ends, q_ends)
     if scores is not None:
         if not any(isinstance(chooser, Scored) for choice in choices for chooser in choice.choosers):
             raise ValueError(
                 "scores= needs the chooser scored, which is not in the expression; write scored(keep=8), or leave scores= out"
             )
         _check_scores(scores, "scores", content)
-    return _by_head(choices, content)
+    return _choose_by_head(choices, content)
 
 
-def _streams(x: torch.Tensor) -> bool:
+def _can_use_kernels(x: torch.Tensor) -> bool:
     """Whether kernels choose. x: queries or scores."""
     return by_kernel(x) and x.dtype in triton_backend.DTYPES
 
 
-def _by_head(choices: tuple[HeadChoice, ...], content: _Content) -> torch.Tensor:
+def _choose_by_head(choices: tuple[HeadChoice, ...], content: _ChoiceInputs) -> torch.Tensor:
     """Maps of all heads, from one choice for all or from one for each."""
     if len(set(choices)) == 1:
-        return _maps(choices[0], content)
+        return _apply_choice(choices[0], content)
     made: dict[int, torch.Tensor] = {}
     for choice in dict.fromkeys(choices):
         heads = [head for head, other in enumerate(choices) if other == choice]
@@ -191,7 +191,7 @@ def _by_head(choices: tuple[HeadChoice, ...], content: _Content) -> torch.Tensor
                 f"under share_group=True, the {content.group} query heads that share keys must have one chooser; it is of heads "
                 f"{heads} alone; write it for all heads of a group, or leave share_group out"
             )
-        made |= zip(heads, _maps(choice, content.of_heads(heads)).split(1, 1), strict=True)
+        made |= zip(heads, _apply_choice(choice, content.of_heads(heads)).split(1, 1), strict=True)
     return torch.cat([made[head] for head in range(len(choices))], 1)
 
 
@@ -201,26 +201,28 @@ def mask_by_scores(
 ) -> BlockMask:
     """The mask of ``within & (scored(keep) | always)``, for any block size. scores: (batch, heads, q_blocks, kv_blocks), float32
     or wider."""
-    kept, limits = _limited(scores, within, always, grid)
-    _keep(kept, scores, limits, 0, "keep", keep)
+    kept, limits = _init_maps(scores, within, always, grid)
+    _add_kept_blocks(kept, scores, limits, 0, "keep", keep)
     return of_maps(kept, grid, limit_of(within, grid, scores.device))
 
 
-def _maps(choice: HeadChoice, content: _Content) -> torch.Tensor:
-    """The blocks that a choice keeps, as ``_limited`` returns them."""
-    kept, limits = _limited(content.q, choice.within, choice.always, content.grid)
+def _apply_choice(choice: HeadChoice, content: _ChoiceInputs) -> torch.Tensor:
+    """The blocks that a choice keeps, as ``_init_maps`` returns them."""
+    kept, limits = _init_maps(content.q, choice.within, choice.always, content.grid)
     for chooser in choice.choosers:
-        for low, _, scores in _scored(chooser, content, kept.dtype != torch.bool):
-            _keep(kept, _of_existing(scores, content), limits, low, *chooser.rule)
+        for low, _, scores in _iter_scores(chooser, content, kept.dtype != torch.bool):
+            _add_kept_blocks(kept, _mask_missing_keys(scores, content), limits, low, *chooser.rule)
     return kept
 
 
-def _limited(like: torch.Tensor, within: MaskLike | None, always: MaskLike | None, grid: BlockGrid) -> tuple[torch.Tensor, Limits]:
+def _init_maps(
+    like: torch.Tensor, within: MaskLike | None, always: MaskLike | None, grid: BlockGrid
+) -> tuple[torch.Tensor, Limits]:
     """(the blocks that are kept in any case, limits): (batch, heads, q_blocks, kv_blocks) bool, or bits if kernels choose, see
     ``by_kernels.packed``. like: (batch, heads, ...)."""
     # The limits of patterns are computed once; a BlockMask may differ on each call.
     lasts = all(mask is None or isinstance(mask, (Pattern, str)) for mask in (within, always)) and not is_recorded(like.device)
-    limits = (_lasting_limits if lasts else _limits_of)(within, always, grid, like.device, _streams(like))
+    limits = (_lasting_limits if lasts else _limits_of)(within, always, grid, like.device, _can_use_kernels(like))
     # Made of ``like``, so that under vmap maps have its dimensions too.
     kept = like.new_zeros((*like.shape[:2], *limits.forced.shape), dtype=limits.forced.dtype)
     return kept.bitwise_or_(limits.forced), limits
@@ -238,23 +240,27 @@ def _limits_of(within: MaskLike | None, always: MaskLike | None, grid: BlockGrid
         forced = forced | one_mask("always", always, grid, device).kept_blocks()
     allowed = torch.ones_like(forced) if within is None else one_mask("within", within, grid, device).kept_blocks()
     forced, most = forced & allowed, allowed.sum(1)
-    return Limits(by_kernels.packed(allowed), by_kernels.packed(forced), most) if as_bits else Limits(allowed, forced, most)
+    return (
+        Limits(by_kernels.pack_block_bits(allowed), by_kernels.pack_block_bits(forced), most)
+        if as_bits
+        else Limits(allowed, forced, most)
+    )
 
 
 _lasting_limits = remembered(maxsize=64)(_limits_of)
 
 
-def _keep(kept: torch.Tensor, scores: torch.Tensor, limits: Limits, first: int, rule: str, number: int | float) -> None:
+def _add_kept_blocks(kept: torch.Tensor, scores: torch.Tensor, limits: Limits, first: int, rule: str, number: int | float) -> None:
     """Adds the blocks that a rule keeps to ``kept``. scores: of the rows from ``first`` on, of heads or of key heads."""
     if kept.dtype == torch.bool:
         some = slice(first, first + scores.shape[2])
-        mine = by_definition.kept(scores, limits.allowed[some], limits.forced[some], rule, number)
+        mine = by_definition.apply_rule(scores, limits.allowed[some], limits.forced[some], rule, number)
         kept.unflatten(1, (mine.shape[1], -1))[:, :, :, some] |= mine[:, :, None]
     else:
-        by_kernels.keep(scores, limits, kept, first, rule, number)
+        by_kernels.add_kept_blocks(scores, limits, kept, first, rule, number)
 
 
-def _scored(chooser: Chooser, content: _Content, by_kernel: bool) -> Iterator[tuple[int, int, torch.Tensor]]:
+def _iter_scores(chooser: Chooser, content: _ChoiceInputs, by_kernel: bool) -> Iterator[tuple[int, int, torch.Tensor]]:
     """(low, high, scores of the blocks of queries low .. high - 1), range by range; of key heads if they share the choice.
     by_kernel: whether kernels score."""
     (q, k, grid, causal, scale, _, starts, ends, q_ends), group = content, content.group
@@ -263,34 +269,34 @@ def _scored(chooser: Chooser, content: _Content, by_kernel: bool) -> Iterator[tu
     shared = bool(chooser.share_group) and group > 1
     score: Callable[[int, int], torch.Tensor]
     if features is not None and by_kernel:
-        step = by_kernels.step_of(features, batch_heads, grid)
-        score = partial(by_kernels.scores, features, grid, reduce=chooser.reduction, shared=shared)
+        step = by_kernels.q_blocks_per_chunk(features, batch_heads, grid)
+        score = partial(by_kernels.score_blocks, features, grid, reduce=chooser.reduction, shared=shared)
         shared = False  # kernels have taken the largest of a group's heads
     elif features is not None:
         step = max(1, _HELD // (batch_heads * features.per_q_block * features.column_count))
-        score = partial(by_definition.shares, features, grid, reduce=chooser.reduction)
+        score = partial(by_definition.score_blocks, features, grid, reduce=chooser.reduction)
     elif isinstance(chooser, LastQueries):
-        step = by_kernels.step_of(None, batch_heads, grid)
-        with own_precision(q):
+        step = by_kernels.q_blocks_per_chunk(None, batch_heads, grid)
+        with without_autocast(q):
             parts = by_definition.columns_and_slashes(chooser, q, k, grid, scale, starts, ends, q_ends)
 
         def score(low: int, high: int) -> torch.Tensor:
-            return by_definition.of_columns_and_slashes(parts, grid, low, high).float()
+            return by_definition.score_columns_and_slashes(parts, grid, low, high).float()
 
     else:
-        step, own = grid.q_blocks, _own_scores(chooser, content)
+        step, own = grid.q_blocks, _get_user_scores(chooser, content)
 
         def score(low: int, high: int) -> torch.Tensor:
             return own
 
     for low in range(0, grid.q_blocks, step):
         high = min(low + step, grid.q_blocks)
-        with own_precision(q):
+        with without_autocast(q):
             scores = score(low, high)
         yield low, high, scores.unflatten(1, (-1, group)).amax(2) if shared else scores
 
 
-def _of_existing(scores: torch.Tensor, content: _Content) -> torch.Tensor:
+def _mask_missing_keys(scores: torch.Tensor, content: _ChoiceInputs) -> torch.Tensor:
     """Scores, -inf of the blocks that have no existing key."""
     size = content.grid.block_size
     first = torch.arange(content.grid.kv_blocks, device=scores.device) * size
@@ -301,7 +307,7 @@ def _of_existing(scores: torch.Tensor, content: _Content) -> torch.Tensor:
     return scores
 
 
-def _own_scores(chooser: Chooser, content: _Content) -> torch.Tensor:
+def _get_user_scores(chooser: Chooser, content: _ChoiceInputs) -> torch.Tensor:
     """The scores of a chooser that a user wrote, or that a caller computed, in float32."""
     if isinstance(chooser, Scored):
         if content.given is None:
@@ -312,7 +318,7 @@ def _own_scores(chooser: Chooser, content: _Content) -> torch.Tensor:
     return scores.float()
 
 
-def _check_scores(scores: object, name: str, content: _Content) -> None:
+def _check_scores(scores: object, name: str, content: _ChoiceInputs) -> None:
     """Raises ValueError for scores that do not fit."""
     wanted = (*content.q.shape[:2], *content.grid.shape)
     if not isinstance(scores, torch.Tensor) or not scores.is_floating_point() or scores.shape != wanted:

@@ -67,7 +67,10 @@ def features_of(
     size, device = grid.block_size, q.device
     if isinstance(chooser, Antidiagonal):
         stride = chooser.stride
-        until, bounds = _seen(stride, None, stride, grid, causal, device), _bounds(starts, ends, q_ends, stride, stride, grid)
+        until, bounds = (
+            _count_seen_columns(stride, None, stride, grid, causal, device),
+            _bounds(starts, ends, q_ends, stride, stride, grid),
+        )
         return Features(q, k, stride, scale / stride, size // stride, size // stride, until, bounds)
     if isinstance(chooser, Sampled):
         count = chooser.queries
@@ -78,7 +81,7 @@ def features_of(
             rows = q[:, :, step - 1 :: step]
         else:
             rows = q.index_select(2, sampled_rows(grid, count, device))
-        until = _seen(1, count, 1, grid, causal, device)
+        until = _count_seen_columns(1, count, 1, grid, causal, device)
         return Features(rows, k, 1, scale, count, size, until, _bounds(starts, ends, None, 1, 1, grid))
     if isinstance(chooser, Pooled):
         queries, keys, seeing = size, size, size
@@ -89,7 +92,7 @@ def features_of(
     else:
         return None
     rows, columns = _means(q, queries, None, q_ends), _means(k, keys, starts, ends)
-    until = _seen(seeing, None, keys, grid, causal, device)
+    until = _count_seen_columns(seeing, None, keys, grid, causal, device)
     if queries < seeing:
         until = until.repeat_interleave(seeing // queries)[: grid.q_len]
     bounds = _bounds(starts, ends, q_ends, keys, queries, grid)
@@ -134,7 +137,9 @@ def sampled_rows(grid: BlockGrid, count: int, device: torch.device, q_ends: torc
     return (first + (number * there + count - 1).div(count, rounding_mode="floor") - 1).flatten(-2)
 
 
-def _seen(tokens: int, sampled: int | None, width: int, grid: BlockGrid, causal: bool, device: torch.device) -> torch.Tensor:
+def _count_seen_columns(
+    tokens: int, sampled: int | None, width: int, grid: BlockGrid, causal: bool, device: torch.device
+) -> torch.Tensor:
     """(rows,) int32: how many columns of ``width`` keys a row of ``tokens`` sees. sampled: how many queries stand for a block of
     queries, or None."""
     return (_columns_seen if is_recorded(device) else _lasting_columns_seen)(tokens, sampled, width, grid, causal, device)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..backends.torch import own_precision
+from ..backends.torch import without_autocast
 from ..compat.dynamo import outside_graphs
 from ..masks.block_mask import BlockMask
 from ..masks.chooser import choices_of
@@ -103,7 +103,7 @@ def report_of(
     empty = _Attended(rows.new_full((batch, heads, count, 1), -math.inf), rows.new_zeros(batch, heads, count, values.shape[3]))
     dense = kept = empty
     step = max(1, _HELD // (batch * heads * count * grid.block_size))
-    with own_precision(q):
+    with without_autocast(q):
         for first in range(0, grid.kv_blocks, step):
             keys = slice(first * grid.block_size, min((first + step) * grid.block_size, grid.kv_len))
             logits = (rows @ k[:, :, keys].to(exact).mT).view(batch, heads, count, -1)

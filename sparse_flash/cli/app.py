@@ -34,7 +34,7 @@ for _command in _COMMANDS:
     app.command(_command.__name__)(with_imports(_command))
 
 
-def _version(asked: bool) -> None:
+def _print_version(asked: bool) -> None:
     if asked:
         typer.echo(f"sparse-flash {sparse_flash.__version__}")
         raise typer.Exit
@@ -42,6 +42,6 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Prints the version.")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Prints the version.")] = False,
 ) -> None:
     pass

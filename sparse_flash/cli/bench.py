@@ -11,8 +11,8 @@ from rich.text import Text
 
 from sparse_flash.benchmarks.workload import DEFAULT, FULL_RUN, SUITES
 
-from .console import output, user_errors
-from .options import dtype_of, imported
+from .console import output_console, user_errors
+from .options import dtype_of, imported_files
 
 
 def bench(
@@ -59,13 +59,13 @@ def bench(
     from sparse_flash.benchmarks.report.rows import TEXT_COLUMNS
     from sparse_flash.benchmarks.report.tables import tables
     from sparse_flash.benchmarks.results import Results
-    from sparse_flash.benchmarks.run import Options, device_type, run, selected
+    from sparse_flash.benchmarks.run import Options, device_type, run, select_cases
     from sparse_flash.benchmarks.workload import suites
     from sparse_flash.benchmarks.workload.cases import CallSizes
 
-    console = output()
+    console = output_console()
     with user_errors():
-        asked = _suites(suite, full or (quick and not specs))
+        asked = _choose_suites(suite, full or (quick and not specs))
         full = full or bool(suite)
         named = str(dtype_of(dtype)).removeprefix("torch.") if dtype else None
         sizes = CallSizes(q_len, batch, heads, kv_heads, head_dim, v_head_dim, named)
@@ -78,7 +78,7 @@ def bench(
             canonical = tuple(str(sparse_flash.parse(spec)) for spec in specs or ())
             if list_cases:
                 kind = device_type(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-                for name, case in selected(suites.choose(asked, kind, quick, canonical, backend, sizes, full), only or ()):
+                for name, case in select_cases(suites.choose(asked, kind, quick, canonical, backend, sizes, full), only or ()):
                     console.print(f"{name}: {case.key}", markup=False, soft_wrap=True)
                 return
             chosen = Options(
@@ -95,14 +95,14 @@ def bench(
                 limit,
                 sizes=sizes,
                 full=full,
-                imports=imported(),
+                imports=imported_files(),
             )
     if not report_only:
         results = _run(chosen, console, run)
     said: set[str] = set()
     for table in tables(results.data):
         console.print()
-        console.print(_printed(table, TEXT_COLUMNS))
+        console.print(_to_rich_table(table, TEXT_COLUMNS))
         for note in dict.fromkeys(note for note in table.notes if note not in said):
             console.print(Text(note, "dim"))
         said.update(table.notes)
@@ -116,7 +116,7 @@ def _run(options, console, run):
         return run(options, console)
 
 
-def _suites(asked: list[str] | None, full: bool) -> tuple[str, ...]:
+def _choose_suites(asked: list[str] | None, full: bool) -> tuple[str, ...]:
     if not asked:
         return FULL_RUN if full else DEFAULT
     unknown = [name for name in asked if name not in (*SUITES, "all")]
@@ -125,7 +125,7 @@ def _suites(asked: list[str] | None, full: bool) -> tuple[str, ...]:
     return SUITES if "all" in asked else tuple(dict.fromkeys(asked))
 
 
-def _printed(table, text_columns: tuple[str, ...]) -> Table:
+def _to_rich_table(table, text_columns: tuple[str, ...]) -> Table:
     printed = Table(title=table.title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="bold")
     for number, column in enumerate(table.columns):
         text = number == 0 or column in text_columns

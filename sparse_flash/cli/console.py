@@ -12,12 +12,12 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 _PIPE_WIDTH = 160  # no terminal to fit, and tables must not be cut
 
 
-def output() -> Console:
+def output_console() -> Console:
     """Standard output; colours and width as in the terminal, plain and wide in a pipe or a file."""
     return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
 
 
-def errors() -> Console:
+def error_console() -> Console:
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
@@ -28,10 +28,10 @@ def user_errors():
         yield
     except OSError as error:
         said = f"{error.filename}: {error.strerror}; pass another path" if error.filename and error.strerror else error
-        errors().print(f"error: {said}", markup=False)
+        error_console().print(f"error: {said}", markup=False)
         raise typer.Exit(2) from None
     except (ValueError, TypeError, NotImplementedError) as error:
-        errors().print(f"error: {error}", markup=False)
+        error_console().print(f"error: {error}", markup=False)
         raise typer.Exit(2) from None
 
 
@@ -42,7 +42,7 @@ def stages(*names: str):
         yield lambda: None
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=errors(), transient=True) as bar:
+    with Progress(*columns, console=error_console(), transient=True) as bar:
         task, left = bar.add_task("", total=None), list(names)
 
         def begin() -> None:

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import versions
-from .console import output
+from .console import output_console
 
 
 def doctor() -> None:
@@ -18,23 +18,23 @@ def doctor() -> None:
 
     from sparse_flash.tools import tuning
 
-    console = output()
+    console = output_console()
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row("python", f"{platform.python_version()} on {platform.platform()}")
     for name in ("sparse-flash", "torch", "triton", "numpy", "scipy"):
         table.add_row(name, _version(name) or "not installed")
-    table.add_row("together", _together(torch.__version__, torch.cuda.is_available()))
+    table.add_row("together", _versions_text(torch.__version__, torch.cuda.is_available()))
     if _version("triton"):
-        table.add_row("C compiler", _found(versions.no_compiler(), versions.compiler()))
-        table.add_row("Python.h", _found(versions.no_headers(), versions.headers()))
+        table.add_row("C compiler", _path_or_reason(versions.why_no_compiler(), versions.compiler()))
+        table.add_row("Python.h", _path_or_reason(versions.why_no_headers(), versions.headers()))
     table.add_row("CPU threads", str(torch.get_num_threads()))
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             p = torch.cuda.get_device_properties(index)
             table.add_row(f"GPU {index}", f"{p.name}, {p.total_memory / 2**30:.0f} GiB, compute capability {p.major}.{p.minor}")
-            table.add_row("tile sizes", tuning.tile_sizes(torch.device("cuda", index)))
+            table.add_row("tile sizes", tuning.describe_tile_sizes(torch.device("cuda", index)))
         table.add_row("CUDA", str(torch.version.cuda or torch.version.hip))
     else:
         built = torch.version.cuda or torch.version.hip
@@ -54,7 +54,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _together(torch: str, gpu: bool) -> Text:
+def _versions_text(torch: str, gpu: bool) -> Text:
     """Whether these versions were tested on such a device."""
     python = ".".join(platform.python_version_tuple()[:2])
     tested, text = versions.verdict(python, torch, _version("triton"), gpu)
@@ -62,11 +62,11 @@ def _together(torch: str, gpu: bool) -> Text:
     return said if platform.system() == "Linux" else said.append("; all tests were on Linux")
 
 
-def _found(missing: str | None, path: object) -> Text:
+def _path_or_reason(missing: str | None, path: object) -> Text:
     return Text(missing, "red", overflow="fold") if missing else Text(str(path))
 
 
-def _calls(torch) -> list[tuple[str, object]]:
+def _typical_calls(torch) -> list[tuple[str, object]]:
     """Typical calls, named by their special feature."""
     from sparse_flash.backends import Call
 
@@ -97,7 +97,7 @@ def _back_ends(torch) -> Table:
         table.add_column(heading, overflow="fold")
     absent = {name: _ask(name, "available") for name in backends.NAMES}
     table.add_row(Text("any, on this machine", "cyan"), *map(_verdict, absent.values()))
-    for name, call in _calls(torch):
+    for name, call in _typical_calls(torch):
         verdicts = (Text("no", "red") if absent[b] else _verdict(_ask(b, "supports", call)) for b in backends.NAMES)
         table.add_row(Text(name, "cyan"), *verdicts)
     return table

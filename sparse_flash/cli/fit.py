@@ -13,7 +13,7 @@ from rich.table import Table
 
 import sparse_flash
 
-from .console import errors, output, user_errors
+from .console import error_console, output_console, user_errors
 
 
 def fit(
@@ -42,8 +42,8 @@ def fit(
         from sparse_flash.tools import draw
 
         if picture:
-            draw.checked_path(picture)
-        fitting = _fitting()
+            draw.check_path(picture)
+        fitting = _import_fit()
         import torch
 
         from sparse_flash.benchmarks.run import device_type
@@ -56,19 +56,19 @@ def fit(
         loaded, tokenizer = fitting.load(model, device)
         config = loaded.config.get_text_config()
         most = getattr(config, "max_position_embeddings", None)
-        ids = fitting.windows_of(tokenizer, content, tokens, windows, block, most)
+        ids = fitting.tokenize_windows(tokenizer, content, tokens, windows, block, most)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=errors(), transient=True, disable=not sys.stderr.isatty()) as progress:
+        with Progress(*columns, console=error_console(), transient=True, disable=not sys.stderr.isatty()) as progress:
             bar = progress.add_task("measuring layers", total=len(ids) * config.num_hidden_layers)
             fitted = fitting.fit(loaded, ids, budget, block, lambda: progress.advance(bar))
         made_by = {"model": model, "budget": budget, "block": block, "windows": len(ids)}
         fitting.write_fit(out, fitted, ids.shape[1], content, sparse_flash.__version__, **made_by)
         if picture:
-            lines = {"fit": [layer.error if layer.alone else None for layer in fitted.values()]}
+            lines = {"fit": [layer.error if layer.candidate_errors else None for layer in fitted.values()]}
             for kind in (fitting.BUDGET, fitting.WINDOW):
-                lines[kind] = [layer.alone.get(kind) for layer in fitted.values()]
-            draw.choices([layer.kinds for layer in fitted.values()], lines, picture)
-    console = output()
+                lines[kind] = [layer.candidate_errors.get(kind) for layer in fitted.values()]
+            draw.draw_choices([layer.kinds for layer in fitted.values()], lines, picture)
+    console = output_console()
     kept = fitting.kept_shares(ids.shape[1], budget, block)
     console.print(_table(fitted, fitting.mean_errors(fitted), kept))
     measured = f"measured on {len(ids)} x {ids.shape[1]} tokens"
@@ -78,7 +78,7 @@ def fit(
     console.print(f'use_sparse_flash(model, "{out}") reads the masks', markup=False, highlight=False, soft_wrap=True)
 
 
-def _fitting():
+def _import_fit():
     try:
         from sparse_flash.integrations.transformers import fit
     except ImportError as error:

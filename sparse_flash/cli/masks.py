@@ -16,14 +16,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .console import output, stages, user_errors
+from .console import output_console, stages, user_errors
 from .options import BlockSize, KvLen, Spec, dtype_of
 
 if TYPE_CHECKING:
     from sparse_flash.tools.design import Design
 
 
-def _q_len(default: int) -> Any:
+def _q_len_option(default: int) -> Any:
     """The option ``--q-len``. default: the tokens where neither it nor the pattern names any."""
     return typer.Option("--q-len", "-n", help=f"Queries, in tokens; as many as the pattern names, otherwise {default:,}.")
 
@@ -45,10 +45,12 @@ def patterns() -> None:
         table.add_column(heading, no_wrap=heading == "name", overflow="fold", style="bold cyan" if heading == "name" else "")
     for row in rows:
         table.add_row(*map(Text, row[: len(headings)]))
-    output().print(table)
-    output().print("\nCombine them with & | ~ and parentheses. Lengths are tokens; block= is the unit of a pattern in tokens.")
+    output_console().print(table)
+    output_console().print(
+        "\nCombine them with & | ~ and parentheses. Lengths are tokens; block= is the unit of a pattern in tokens."
+    )
     choosers = ", ".join(list_choosers())
-    output().print(f"Choosers keep blocks by content, as in causal & sampled(8, keep=0.1): {choosers}.", highlight=False)
+    output_console().print(f"Choosers keep blocks by content, as in causal & sampled(8, keep=0.1): {choosers}.", highlight=False)
 
 
 def _first_sentence(cls: type) -> str:
@@ -60,13 +62,13 @@ def _argument(parameter: inspect.Parameter) -> str:
     return parameter.name if parameter.default is parameter.empty else f"{parameter.name}={parameter.default!r}"
 
 
-def _compiled(spec: str, q_len: int | None, kv_len: int | None, block_size: int, default_len: int):
+def _compile_spec(spec: str, q_len: int | None, kv_len: int | None, block_size: int, default_len: int):
     """(pattern, mask, seconds)."""
     import sparse_flash
     from sparse_flash.masks.pattern import named_len
-    from sparse_flash.tools.subject import of_one_head
+    from sparse_flash.tools.subject import require_one_head
 
-    pattern = of_one_head(sparse_flash.parse(spec))
+    pattern = require_one_head(sparse_flash.parse(spec))
     q_len = named_len(pattern, default_len) if q_len is None else q_len
     begin = time.perf_counter()
     # Without the compiler's own bar, which cannot be shown inside that of the stages.
@@ -76,7 +78,7 @@ def _compiled(spec: str, q_len: int | None, kv_len: int | None, block_size: int,
 
 def show(
     spec: Spec,
-    q_len: Annotated[int | None, _q_len(4096)] = None,
+    q_len: Annotated[int | None, _q_len_option(4096)] = None,
     kv_len: KvLen = None,
     block_size: BlockSize = 128,
     level: Annotated[str, typer.Option(help="tokens, blocks, or auto: tokens where they all fit the picture.")] = "auto",
@@ -89,15 +91,15 @@ def show(
     """Draws a mask: queries downwards, keys to the right."""
     from sparse_flash.masks.pattern import layout_of
     from sparse_flash.tools import draw, interactive
-    from sparse_flash.tools.paths import FORMATS, PAGE, checked_path
+    from sparse_flash.tools.paths import FORMATS, PAGE, check_path
 
     with user_errors():
         if out:
-            checked_path(out, FORMATS if query else (*FORMATS, PAGE))
+            check_path(out, FORMATS if query else (*FORMATS, PAGE))
         if query and not out:
             raise ValueError("--query must come with --out, the file that shows the frames; add --out frames.png")
-    console = output()
-    colour, unicode = _symbols(console)
+    console = output_console()
+    colour, unicode = _picture_style(console)
     columns, lines = draw.picture_size()
     half_blocks = colour and unicode
     width, height = (columns, 2 * lines) if half_blocks else (columns // 2, lines)
@@ -105,15 +107,15 @@ def show(
     side = min(width, height) if console.is_terminal else width
     with user_errors(), stages("compiling", "counting") as begin:
         begin()
-        pattern, mask, _ = _compiled(spec, q_len, kv_len, block_size, draw.DEFAULT_LEN)
+        pattern, mask, _ = _compile_spec(spec, q_len, kv_len, block_size, draw.DEFAULT_LEN)
         if query and (layout := layout_of(pattern)) is None:
             raise ValueError(f"--query must come with a pattern over one video_layout; got {pattern}; leave it out")
         begin()
-        picture = draw.cells(mask, side, side if mask.q_len == mask.kv_len else width, level)
+        picture = draw.make_picture(mask, side, side if mask.q_len == mask.kv_len else width, level)
         density, block_density = mask.density, mask.block_density
     console.print(Text(str(pattern), "bold"), soft_wrap=True)
     console.print(draw.caption(mask, picture) + "\n")
-    console.print(draw.terminal(picture.shares, colour, unicode), soft_wrap=True, end="")
+    console.print(draw.render_terminal(picture.shares, colour, unicode), soft_wrap=True, end="")
     console.print(draw.legend(colour, unicode))
     console.print(f"keeps {density:.3%} of the pairs, visits {block_density:.3%} of the blocks of {block_size}")
     if out:
@@ -130,7 +132,7 @@ def show(
         console.print(f"wrote {out}", markup=False, soft_wrap=True)
 
 
-def _symbols(console: Console) -> tuple[bool, bool]:
+def _picture_style(console: Console) -> tuple[bool, bool]:
     """(whether pictures are coloured, whether they are made of block characters)"""
     from sparse_flash.tools import draw
 
@@ -154,7 +156,7 @@ _GALLERY = (
 def gallery(
     specs: Annotated[list[str] | None, typer.Argument(metavar="[SPEC]...", help="Eight kinds of masks by default.")] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="A .png or .svg file.")] = Path("patterns.png"),
-    q_len: Annotated[int | None, _q_len(4096)] = None,
+    q_len: Annotated[int | None, _q_len_option(4096)] = None,
     block_size: BlockSize = 128,
 ) -> None:
     """Draws the blocks of several masks side by side in one file."""
@@ -162,18 +164,18 @@ def gallery(
 
     chosen, compiled = specs or _GALLERY, []
     with user_errors(), stages(*(f"compiling {spec}" for spec in chosen), "drawing") as begin:
-        draw.checked_path(out)
+        draw.check_path(out)
         for spec in chosen:
             begin()
-            compiled.append((spec, _compiled(spec, q_len, None, block_size, draw.DEFAULT_LEN)[1]))
+            compiled.append((spec, _compile_spec(spec, q_len, None, block_size, draw.DEFAULT_LEN)[1]))
         begin()
         draw.gallery(compiled, out)
-    output().print(f"wrote {out}", markup=False, soft_wrap=True)
+    output_console().print(f"wrote {out}", markup=False, soft_wrap=True)
 
 
 def explain(
     spec: Spec,
-    q_len: Annotated[int | None, _q_len(65536)] = None,
+    q_len: Annotated[int | None, _q_len_option(65536)] = None,
     kv_len: KvLen = None,
     block_size: BlockSize = 128,
     heads: Annotated[int, typer.Option(help="Query heads that share the mask.")] = 8,
@@ -196,7 +198,7 @@ def explain(
     with user_errors(), stages("compiling", "counting") as begin:
         named = dtype_of(dtype)
         begin()
-        pattern, mask, seconds = _compiled(spec, q_len, kv_len, block_size, DEFAULT_LEN)
+        pattern, mask, seconds = _compile_spec(spec, q_len, kv_len, block_size, DEFAULT_LEN)
         begin()
         e = numbers_of(
             mask,
@@ -210,7 +212,7 @@ def explain(
             device=device,
         )
         video = explain_video(pattern, mask)
-    console = output()
+    console = output_console()
     console.print(Text(str(pattern), "bold"), soft_wrap=True)
     console.print(f"{e.call}\n")
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -263,7 +265,7 @@ def design(
             count=count,
             progress=sys.stderr.isatty(),
         )
-    console = output()
+    console = output_console()
     if json:
         fields = ("layers", "kept_pairs", "density", "time", "connected_in", "reach", "unit", "q_len", "block_size")
         print(json_text.dumps([{name: getattr(one, name) for name in fields} for one in found], indent=2))
@@ -292,13 +294,13 @@ def _print_pictures(console: Console, found: Sequence[Design]) -> None:
     import sparse_flash
     from sparse_flash.tools import draw
 
-    colour, unicode = _symbols(console)
+    colour, unicode = _picture_style(console)
     side = 2 * _SMALL if colour and unicode else _SMALL
     for number, one in enumerate(found, 1):
         pictures = []
         for head in dict.fromkeys(head for layer in one.patterns for head in getattr(layer, "patterns", (layer,))):
             mask = sparse_flash.compile_mask(head, one.q_len, block_size=one.block_size, progress=False)
-            pictures.append(draw.terminal(draw.cells(mask, side, side).shares, colour, unicode).append(str(head)))
+            pictures.append(draw.render_terminal(draw.make_picture(mask, side, side).shares, colour, unicode).append(str(head)))
         console.print(Text(f"\n{number}", "bold"))
         console.print(Columns(pictures, padding=(0, 3)))
     console.print(draw.legend(colour, unicode))

@@ -52,7 +52,7 @@ def with_imports(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def imported() -> tuple[Path, ...]:
+def imported_files() -> tuple[Path, ...]:
     """The files that ``--import`` ran."""
     return tuple(_ran)
 

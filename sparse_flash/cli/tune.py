@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from .console import errors, output, user_errors
+from .console import error_console, output_console, user_errors
 from .options import BlockSize, dtype_of
 
 _NOTHING = (
@@ -41,7 +41,7 @@ def tune(
 
     from sparse_flash.tools import tuning
 
-    console = output()
+    console = output_console()
     if calibrate:
         with user_errors():
             _calibrate(console)
@@ -51,7 +51,7 @@ def tune(
             raise ValueError(f"nothing to tune: {reason}")
         problem = tuning.TuningProblem(pattern, tokens, heads, head_dim, block_size, dtype_of(dtype), v_head_dim)
         try:
-            tasks = tuning.tasks(problem, torch.device("cuda", torch.cuda.current_device()), backend)
+            tasks = tuning.make_tasks(problem, torch.device("cuda", torch.cuda.current_device()), backend)
             if not tasks:
                 console.print(_NOTHING)
                 return
@@ -71,7 +71,7 @@ def tune(
         said = f"{state}; calls of their shapes use them from now on. Delete the file to go back."
         console.print(said, markup=False, soft_wrap=True)
     if lost:
-        errors().print(f"error: tuning stopped, as the GPU did not survive a candidate: {lost}", markup=False)
+        error_console().print(f"error: tuning stopped, as the GPU did not survive a candidate: {lost}", markup=False)
         raise typer.Exit(1)
 
 
@@ -87,10 +87,10 @@ def _calibrate(console) -> None:
     chip = chip_named("cuda")
     assert chip is not None  # a name was given
     found = []
-    for sample in calibrate.samples(chip):
+    for sample in calibrate.measure_samples(chip):
         found.append(sample)
         console.print(f"{sample.us / 1e3:9.3f} ms  {sample.name}", markup=False, highlight=False, soft_wrap=True)
-    made = calibrate.calibrated(chip, found, calibrate.copy_rate())
+    made = calibrate.calibrate_chip(chip, found, calibrate.copy_rate())
     console.print(f"{made.name}: {Errors.of([(sample.error(made), sample) for sample in found])}", markup=False, soft_wrap=True)
     console.print(f"{calibrated_file()}; predictions for this GPU use it from now on. Delete the file to go back.", soft_wrap=True)
 

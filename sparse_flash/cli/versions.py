@@ -60,7 +60,7 @@ def verdict(python: str, torch: str, triton: str | None, gpu: bool) -> tuple[boo
                 False,
                 f"{name} {version} is not supported: pip install '{name}>={major}.{oldest},<{major}.{newest + 1}'",
             )
-    same = [row for row in TESTED if _alike(row, torch, triton) == 2]
+    same = [row for row in TESTED if _count_matches(row, torch, triton) == 2]
     there = [row for row in same if row.on_gpu == gpu]
     if exact := [row for row in there if row.python == python]:
         return True, "; ".join(f"tested: {row}" for row in exact)
@@ -68,17 +68,17 @@ def verdict(python: str, torch: str, triton: str | None, gpu: bool) -> tuple[boo
         missing = "without triton"
     else:
         missing = f"on Python {python}" if there else f"on {'a GPU' if gpu else 'a CPU'}" if same else "together"
-    near = same + [row for row in TESTED if row.on_gpu == gpu and _alike(row, torch, triton) == 1]
+    near = same + [row for row in TESTED if row.on_gpu == gpu and _count_matches(row, torch, triton) == 1]
     near = near or [row for row in TESTED if row.on_gpu == gpu]
     return False, f"not tested {missing}; tested: {'; '.join(map(str, near))}"
 
 
-def _alike(row: Tested, torch: str, triton: str | None) -> int:
+def _count_matches(row: Tested, torch: str, triton: str | None) -> int:
     """How many of the two versions match the row."""
     return (release(row.torch) == release(torch)) + (triton is not None and release(row.triton) == release(triton))
 
 
-def no_compiler() -> str | None:
+def why_no_compiler() -> str | None:
     """Why Triton finds no C compiler, or None. Its rule: CC, otherwise gcc, otherwise clang on PATH."""
     if compiler():
         return None
@@ -93,7 +93,7 @@ def compiler() -> str | None:
     return shutil.which(named) if named is not None else shutil.which("gcc") or shutil.which("clang")
 
 
-def no_headers() -> str | None:
+def why_no_headers() -> str | None:
     """Why C code that includes Python.h does not compile for this Python, judged by the folder that Triton searches."""
     header = headers() / "Python.h"
     if header.is_file():

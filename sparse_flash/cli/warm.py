@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from .console import errors, output, user_errors
+from .console import error_console, output_console, user_errors
 from .options import BlockSize, dtype_of
 
 
@@ -34,10 +34,10 @@ def warm(
         head_dims = [(dim, v_head_dim or dim) for dim in head_dim]
         calls = warming.kinds(head_dims, [dtype_of(name) for name in dtype or ["bf16"]], block_size, deterministic)
         columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
-        with Progress(*columns, console=errors(), transient=True, disable=not sys.stderr.isatty()) as bar:
+        with Progress(*columns, console=error_console(), transient=True, disable=not sys.stderr.isatty()) as bar:
             bar.add_task(f"compiling the kernels of {len(calls)} kinds of calls", total=None)
             done = warming.warm(calls, torch.device("cuda", torch.cuda.current_device()), backend, workers)
-    console = output()
+    console = output_console()
     for name in sorted(set(done.kernels)):
         count = done.kernels.count(name)
         console.print(f"  {name}" + (f", {count} versions" if count > 1 else ""))

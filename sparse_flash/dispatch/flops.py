@@ -33,13 +33,13 @@ def kept_pairs(q: torch.Tensor, k: torch.Tensor, mask: BlockMask | None, variant
     batch, heads, q_len, kv_len = *q.shape[:3], k.shape[2]
     lengths = [] if variant is None else [t for t in (getattr(variant, name) for name in LENGTHS) if t is not None]
     if variant is None or not lengths or not have_values(*lengths, *([] if mask is None else [mask.mask_index])):
-        return batch * heads * q_len * kv_len if mask is None else pairs_of_heads(mask, batch, heads)
+        return batch * heads * q_len * kv_len if mask is None else count_mask_pairs(mask, batch, heads)
     queries = _spans(variant.q_starts, variant.q_lens, q_len, batch)
     keys = _spans(variant.kv_starts, variant.kv_lens, kv_len, batch)
-    return pairs_within(mask, queries, keys, heads)
+    return count_pairs_within(mask, queries, keys, heads)
 
 
-def pairs_of_heads(mask: BlockMask, batch: int, heads: int) -> int:
+def count_mask_pairs(mask: BlockMask, batch: int, heads: int) -> int:
     """How many pairs a mask keeps, over batch and heads."""
     if not have_values(mask.mask_index):
         room, every = mask.by_query.col_idx.shape[0] * mask.block_size**2 // mask.masks, mask.q_len * mask.kv_len
@@ -49,8 +49,8 @@ def pairs_of_heads(mask: BlockMask, batch: int, heads: int) -> int:
     return int(mask.kept_pairs()[index].sum()) * (batch * heads // index.size)
 
 
-def pairs_within(mask: BlockMask | None, queries: np.ndarray, keys: np.ndarray, heads: int) -> int:
-    """Like ``pairs_of_heads``, of the queries and keys first .. stop - 1 of each batch entry, both (batch, 2) int64."""
+def count_pairs_within(mask: BlockMask | None, queries: np.ndarray, keys: np.ndarray, heads: int) -> int:
+    """Like ``count_mask_pairs``, of the queries and keys first .. stop - 1 of each batch entry, both (batch, 2) int64."""
     if mask is None:
         return heads * int((np.diff(queries) * np.diff(keys)).sum())
     index = np.broadcast_to(mask.mask_index.cpu().numpy(), (len(queries), heads))

@@ -16,7 +16,7 @@ def looked_at() -> bool:
     return not torch.compiler.is_compiling() and bool(observers)
 
 
-def saw(*call) -> None:
+def notify(*call) -> None:
     """Shows a call to all observers."""
     for observer in list(observers):
-        observer.saw(*call)
+        observer.notify(*call)

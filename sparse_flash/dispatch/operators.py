@@ -34,7 +34,7 @@ from ..variant.definition import with_sinks
 from ..variant.variant import NO_VARIANT, Variant
 from . import observers
 from .call import AttentionCall, ChosenBlocks
-from .flops import backward_flops, forward_flops, have_values, kept_pairs, pairs_of_heads, pairs_within
+from .flops import backward_flops, count_mask_pairs, count_pairs_within, forward_flops, have_values, kept_pairs
 
 PATTERN_BLOCK_SIZE = 128  # tokens, in the tables of patterns
 NOTHING = "nothing"  # the back end of calls with nothing to compute
@@ -44,17 +44,17 @@ def attend(call: AttentionCall):
     """(out, lse) of a back end that supports the call, differentiable in q, k, v, sinks and a learned rel_bias. Notifies observers,
     which see results without sinks."""
     if call.backend == NOTHING:
-        out, lse = of_nothing(call.q, call.k, call.v, call.variant)
+        out, lse = make_empty_results(call.q, call.k, call.v, call.variant)
     elif not observers.looked_at():
         out, lse = _computed(call)
     else:
         call = call._replace(q=call.q.view_as(call.q), k=call.k.view_as(call.k), v=call.v.view_as(call.v))
         out, lse = _computed(call)
-        observers.saw(*call.dequantized(), call.mask, call.scale, out, lse, call.variant)
+        observers.notify(*call.dequantized(), call.mask, call.scale, out, lse, call.variant)
     return (out, lse) if call.sinks is None else with_sinks(out, lse, call.sinks, call.variant)
 
 
-def of_nothing(q, k, v, variant: Variant | None):
+def make_empty_results(q, k, v, variant: Variant | None):
     """The results without queries or keys; no kernel runs, and gradients are 0."""
     learned = [variant.rel_bias] if variant is not None and variant.learned else []
     zero = sum(t.flatten()[:0].float().sum() for t in (q, k, v, *learned))
@@ -66,27 +66,27 @@ def of_nothing(q, k, v, variant: Variant | None):
 def _computed(call: AttentionCall):
     q, k, v, _, table, scale, deterministic, backend, variant, _, precision, scales = call
     if precision is not None:
-        return _in_eight_bits(q, k, v, table, scale, backend, scales)
+        return _compute_in_eight_bits(q, k, v, table, scale, backend, scales)
     more = () if variant is None else variant.tensors()
     if is_plain_eager(q, k, v, *more):
         learned = variant is not None and variant.learned
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or learned):
-            return _direct(q, k, v, (table, scale, deterministic, backend), variant, *more)
+            return _attend_directly(q, k, v, (table, scale, deterministic, backend), variant, *more)
         return backends.backend(backend).forward(q, k, v, table, scale, deterministic, variant)
     refuse_transforms(q, k, v, *more)
     tensors, *packed = NO_VARIANT if variant is None else variant.packed()
-    return _forward(q, k, v, *_crossing(table, q), scale, deterministic, backend, tensors or [q], *packed)
+    return _forward(q, k, v, *_to_operator_args(table, q), scale, deterministic, backend, tensors or [q], *packed)
 
 
-def _in_eight_bits(q, k, v, table: BlockMask | ChosenBlocks | str | None, scale: float | None, backend: str, scales):
+def _compute_in_eight_bits(q, k, v, table: BlockMask | ChosenBlocks | str | None, scale: float | None, backend: str, scales):
     """(out, lse), not differentiable."""
     if is_plain_eager(q, k, v):
         return backends.backend(backend).forward_in_eight_bits(q, k, v, table, scale, scales)
     refuse_transforms(q, k, v)
-    return _forward_in_eight_bits(q, k, v, *_crossing(table, q), scale, backend, list(scales or [q]))
+    return _forward_in_eight_bits(q, k, v, *_to_operator_args(table, q), scale, backend, list(scales or [q]))
 
 
-def _crossing(table: BlockMask | ChosenBlocks | str | None, q: torch.Tensor) -> tuple[list[torch.Tensor], int, str]:
+def _to_operator_args(table: BlockMask | ChosenBlocks | str | None, q: torch.Tensor) -> tuple[list[torch.Tensor], int, str]:
     """(tables, block size, pattern): a mask as an operator takes it."""
     if isinstance(table, ChosenBlocks):
         return [table.bits], table.block_size, table.within
@@ -112,16 +112,16 @@ def refuse_transforms(*tensors) -> None:
     if torch.compiler.is_compiling():
         return
     if in_differentiating_transform() or has_forward_derivative(*tensors):
-        raise _of_transforms()
+        raise _transform_error()
 
 
 def refuse_batched(gradient: torch.Tensor | None) -> None:
     """Raises NotImplementedError for an incoming gradient that vmap maps over."""
     if gradient is not None and not torch.compiler.is_compiling() and is_batched_gradient(gradient):
-        raise _of_transforms()
+        raise _transform_error()
 
 
-def _of_transforms() -> NotImplementedError:
+def _transform_error() -> NotImplementedError:
     return NotImplementedError(
         "sparse_flash's operators work under reverse-mode autograd (backward, torch.autograd.grad), not under vmap, torch.func's "
         "transforms, forward mode, is_grads_batched=True or jacobian(vectorize=True); put what vmap would map over into the batch, "
@@ -129,12 +129,12 @@ def _of_transforms() -> NotImplementedError:
     )
 
 
-def is_seen() -> bool:
+def needs_operator() -> bool:
     """Whether a compiler, an exporter or a dispatch mode has to see the operator."""
     return torch.compiler.is_compiling() or active_modes() > 0
 
 
-class _Direct(torch.autograd.Function):
+class _DirectAttention(torch.autograd.Function):
     """The operator's autograd without dispatch, which costs more host time than a short call takes on the GPU."""
 
     @staticmethod
@@ -150,9 +150,9 @@ class _Direct(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         if torch.is_grad_enabled():  # create_graph is set
             with torch.no_grad():
-                gradients = _Direct._gradients(ctx, dout, dlse)
-            return _Once.of(gradients, (dout, dlse, *ctx.saved_tensors))
-        return _Direct._gradients(ctx, dout, dlse)
+                gradients = _DirectAttention._gradients(ctx, dout, dlse)
+            return _OnceDifferentiable.of(gradients, (dout, dlse, *ctx.saved_tensors))
+        return _DirectAttention._gradients(ctx, dout, dlse)
 
     @staticmethod
     def _gradients(ctx, dout, dlse):
@@ -161,20 +161,20 @@ class _Direct(torch.autograd.Function):
         if dout is None and dlse is None:
             return (None,) * (5 + len(more))
         variant = None if ctx.packed is None else Variant.unpacked(more, *ctx.packed)
-        results = *upstream(dout, dlse, out, lse), q, k, v, out, lse
-        if is_seen():  # since the forward pass
+        results = *prepare_upstream(dout, dlse, out, lse), q, k, v, out, lse
+        if needs_operator():  # since the forward pass
             packed = ctx.packed or NO_VARIANT[1:]
-            grads = _backward(*results, *_crossing(mask, q), scale, deterministic, backend, more or [q], *packed)
+            grads = _backward(*results, *_to_operator_args(mask, q), scale, deterministic, backend, more or [q], *packed)
         else:
             grads = backends.backend(backend).backward(*results, mask, scale, deterministic, variant)
         of_variant = [] if variant is None else variant.gradients(*grads[3:])
         return (*grads[:3], None, None, *of_variant)
 
 
-_direct = apply_directly(_Direct)  # no function transform is active where ``is_plain_eager``
+_attend_directly = apply_directly(_DirectAttention)  # no function transform is active where ``is_plain_eager``
 
 
-class _Once(torch.autograd.Function):
+class _OnceDifferentiable(torch.autograd.Function):
     """Gradients that raise when differentiated again. In the graph they depend on everything they were computed from. PyTorch's
     ``once_differentiable`` marks nothing if the incoming gradient is constant, and its marked outputs depend on nothing, so a
     second backward pass can silently skip them."""
@@ -183,7 +183,7 @@ class _Once(torch.autograd.Function):
     def of(gradients: tuple, sources: tuple) -> tuple:
         """The same gradients, computed from ``sources``; either may contain None."""
         some = [g for g in gradients if g is not None]
-        marked = iter(_Once.apply(len(some), *some, *sources)) if some else iter(())
+        marked = iter(_OnceDifferentiable.apply(len(some), *some, *sources)) if some else iter(())
         return tuple(None if g is None else next(marked) for g in gradients)
 
     @staticmethod
@@ -203,17 +203,17 @@ def refuse_second_derivatives(*_) -> None:
     )
 
 
-def upstream(
+def prepare_upstream(
     dout: torch.Tensor | None, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The gradients of out and lse as back ends take them: zeros for out if only lse is differentiated, and for the lse of queries
     that keep nothing. Raises as ``refuse_batched`` does."""
     refuse_batched(dlse if dout is None else dout)
-    dlse = None if dlse is None else backends.of_queries_with_keys(dlse, lse)
+    dlse = None if dlse is None else backends.zero_keyless_queries(dlse, lse)
     return torch.zeros_like(out) if dout is None else dout, dlse
 
 
-def _prepared(
+def _prepare_call(
     q,
     k,
     v,
@@ -228,25 +228,25 @@ def _prepared(
 ):
     """(back end, mask, scale) of a call; the same for both passes."""
     mask = None
-    if _are_chosen(tables):
-        mask = mask_of_chosen(q, k, ChosenBlocks(tables[0], block_size, pattern))
+    if _has_chosen_bits(tables):
+        mask = build_chosen_mask(q, k, ChosenBlocks(tables[0], block_size, pattern))
     elif pattern:
         table = compiled_once(pattern, q.shape[2], k.shape[2], block_size, q.device)
         check_batch_and_heads(table.mask_index.shape, q.shape[0], q.shape[1])
         mask = table.kernel_table(q.is_cuda)
     elif block_size:
-        mask = _mask_of(q.shape[2], k.shape[2], block_size, tables)
+        mask = _restore_mask(q.shape[2], k.shape[2], block_size, tables)
     call = backends.Call.of(q, k, v, None if mask is None else mask.block_size, variant, deterministic, precision)
     name = backends.choose_backend(backend, call)
     return backends.backend(name), mask, q.shape[3] ** -0.5 if scale is None else scale
 
 
-def _are_chosen(tables: list[torch.Tensor]) -> bool:
+def _has_chosen_bits(tables: list[torch.Tensor]) -> bool:
     """Whether the tensors of a mask are the bits of ``ChosenBlocks``."""
     return len(tables) == 1 and tables[0].dtype == torch.int32  # q alone is floating-point
 
 
-def mask_of_chosen(q: torch.Tensor, k: torch.Tensor, chosen: ChosenBlocks) -> BlockMask:
+def build_chosen_mask(q: torch.Tensor, k: torch.Tensor, chosen: ChosenBlocks) -> BlockMask:
     """The mask of blocks that were chosen for q and k."""
     # Plain numbers instead of symbolic lengths: in a graph, this is the mask of one length.
     grid = BlockGrid(operator.index(q.shape[2]), operator.index(k.shape[2]), chosen.block_size)
@@ -254,7 +254,7 @@ def mask_of_chosen(q: torch.Tensor, k: torch.Tensor, chosen: ChosenBlocks) -> Bl
     return of_maps(maps, grid, limit_of(chosen.within or None, grid, q.device))
 
 
-def _mask_of(q_len: int, kv_len: int, block_size: int, tables: list[torch.Tensor]) -> BlockMask:
+def _restore_mask(q_len: int, kv_len: int, block_size: int, tables: list[torch.Tensor]) -> BlockMask:
     mask = BlockMask.of_tensors(q_len, kv_len, block_size, tables)
     if mask.from_host:  # a graph reads what is derived from it, which nobody else may hold
         keep_if_captured(mask, mask.device)
@@ -278,7 +278,7 @@ def _forward(
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     variant = Variant.unpacked(variant_tensors, variant_names, dropout_p, softcap)
-    chosen, mask, scale = _prepared(q, k, v, tables, block_size, pattern, scale, deterministic, backend, variant)
+    chosen, mask, scale = _prepare_call(q, k, v, tables, block_size, pattern, scale, deterministic, backend, variant)
     return chosen.forward(q, k, v, mask, scale, deterministic, variant)
 
 
@@ -300,7 +300,7 @@ def _forward_in_eight_bits(
     backend: str,
     scales: list[torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    chosen, mask, scale = _prepared(q, k, v, tables, block_size, pattern, scale, False, backend, None, "fp8")
+    chosen, mask, scale = _prepare_call(q, k, v, tables, block_size, pattern, scale, False, backend, None, "fp8")
     return chosen.forward_in_eight_bits(q, k, v, mask, scale, tuple(scales) if len(scales) == 3 else None)
 
 
@@ -323,7 +323,7 @@ def _decode(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    mask = _mask_of(tokens, tokens, block_size, tables) if block_size else None
+    mask = _restore_mask(tokens, tokens, block_size, tables) if block_size else None
     scale = q.shape[3] ** -0.5 if scale is None else scale
     return backends.backend(backend).decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale)
 
@@ -356,7 +356,7 @@ def _backward(
 ) -> list[torch.Tensor]:
     """[dq, dk, dv], and the gradient of a learned rel_bias."""
     variant = Variant.unpacked(variant_tensors, variant_names, dropout_p, softcap)
-    chosen, mask, scale = _prepared(q, k, v, tables, block_size, pattern, scale, deterministic, backend, variant)
+    chosen, mask, scale = _prepare_call(q, k, v, tables, block_size, pattern, scale, deterministic, backend, variant)
     return list(chosen.backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant))
 
 
@@ -380,18 +380,18 @@ def _gradients(ctx, dout, dlse):
     variant = Variant.unpacked(variant_tensors, *ctx.packed)
     grads = [None, None, None]
     if dout is not None or dlse is not None:
-        dout, dlse = upstream(dout, dlse, out, lse)
+        dout, dlse = prepare_upstream(dout, dlse, out, lse)
         grads = _backward(dout, dlse, q, k, v, out, lse, tables, *ctx.options, variant_tensors, *ctx.packed)
     of_variant = (variant and variant.gradients(*grads[3:])) or [None] * len(variant_tensors)
     return (*grads[:3], [None] * len(tables), *(None for _ in ctx.options), of_variant, None, None, None)
 
 
-def _pairs(q, k, tables: list[torch.Tensor], block_size: int, pattern: str, *call) -> int:
+def _count_pairs(q, k, tables: list[torch.Tensor], block_size: int, pattern: str, *call) -> int:
     mask, lengths = None, (q.shape[2], k.shape[2])
     known = all(type(length) is int for length in lengths)  # the table for symbolic lengths is unknown
-    if _are_chosen(tables):
+    if _has_chosen_bits(tables):
         if known and have_values(q, *tables):
-            mask = mask_of_chosen(q, k, ChosenBlocks(tables[0], block_size, pattern))
+            mask = build_chosen_mask(q, k, ChosenBlocks(tables[0], block_size, pattern))
         elif known and pattern:  # all that may be chosen
             mask = compiled_once(pattern, *lengths, block_size, torch.device("cpu"))
     elif pattern and known:
@@ -403,12 +403,12 @@ def _pairs(q, k, tables: list[torch.Tensor], block_size: int, pattern: str, *cal
 
 @flop_formula("attention")
 def _(q, k, v, *call, **_) -> int:
-    return forward_flops(q.shape[3], v.shape[3]) * _pairs(q, k, *call)
+    return forward_flops(q.shape[3], v.shape[3]) * _count_pairs(q, k, *call)
 
 
 @flop_formula("attention_backward")
 def _(dout, dlse, q, k, v, out, lse, *call, **_) -> int:
-    return backward_flops(q.shape[3], v.shape[3]) * _pairs(q, k, *call)
+    return backward_flops(q.shape[3], v.shape[3]) * _count_pairs(q, k, *call)
 
 
 @flop_formula("attention_decode")
@@ -418,12 +418,12 @@ def _(q, k, v, tables, tokens, block_size, kv_lens, block_table, causal, *_, **_
     if not have_values(q, kv_lens):
         pairs = batch * heads * q_len * capacity
         if block_size:
-            pairs = pairs_of_heads(BlockMask.from_tensors(tokens, tokens, block_size, tables), batch, heads) * q_len // tokens
+            pairs = count_mask_pairs(BlockMask.from_tensors(tokens, tokens, block_size, tables), batch, heads) * q_len // tokens
         return forward_flops(q.shape[3], v.shape[3]) * pairs
     lens = np.full(batch, capacity) if kv_lens is None else kv_lens.cpu().numpy().astype(np.int64).clip(0, capacity)
     first = np.maximum(0, lens - q_len)
     mask = BlockMask.from_tensors(tokens, tokens, block_size, tables) if block_size else None
-    pairs = pairs_within(mask, np.column_stack([first, lens]), np.column_stack([np.zeros_like(lens), lens]), heads)
+    pairs = count_pairs_within(mask, np.column_stack([first, lens]), np.column_stack([np.zeros_like(lens), lens]), heads)
     later = int(((lens - first) * (lens - first - 1) // 2).sum()) * heads if causal else 0
     return forward_flops(q.shape[3], v.shape[3]) * (pairs - later)
 

@@ -38,7 +38,7 @@ import torch.nn.functional as F
 
 from ..api.arguments import check_types
 from ..api.attention import attention
-from ..api.document_arguments import check_documents, check_packed
+from ..api.document_arguments import check_packed, resolve_longest
 from ..masks.block_mask import BlockMask
 from ..masks.cache import compiled_once
 from ..masks.fields import Natural, Positive
@@ -99,15 +99,15 @@ def block_sparse_attn_func(
         )
     if exact_streaming and not is_causal:
         raise ValueError("exact_streaming needs is_causal=True; got is_causal=False; pass True, or exact_streaming=False")
-    starts = _starts("q", q, cu_seqlens_q, max_seqlen_q_)
-    kv_starts = _starts("k", k, cu_seqlens_k, max_seqlen_k_)
+    starts = _read_starts("q", q, cu_seqlens_q, max_seqlen_q_)
+    kv_starts = _read_starts("k", k, cu_seqlens_k, max_seqlen_k_)
     if len(starts) != len(kv_starts):
         raise ValueError(
             "cu_seqlens_q and cu_seqlens_k must be of as many documents; "
             f"got {len(starts) - 1} and {len(kv_starts) - 1}; give each document its queries and its keys"
         )
-    heads = _heads(head_mask_type, streaming_info, q.shape[1])
-    maps = _maps(base_blockmask, heads, (len(starts) - 1, _blocks(max_seqlen_q_), _blocks(max_seqlen_k_)), q.device)
+    heads = _read_heads(head_mask_type, streaming_info, q.shape[1])
+    maps = _read_maps(base_blockmask, heads, (len(starts) - 1, _blocks(max_seqlen_q_), _blocks(max_seqlen_k_)), q.device)
     options: dict[str, Any] = {
         "scale": softmax_scale,
         "dropout_p": p_dropout,
@@ -121,10 +121,10 @@ def block_sparse_attn_func(
         order = streaming + [number for number in range(len(heads)) if number not in streaming]
         results = []
         for chosen in (order[: len(streaming)], order[len(streaming) :]):
-            own_q, own_k, own_v = (_of_heads(x, [number * x.shape[1] // len(heads) for number in chosen]) for x in (q, k, v))
+            own_q, own_k, own_v = (_take_heads(x, [number * x.shape[1] // len(heads) for number in chosen]) for x in (q, k, v))
             results.append(_attend(own_q, own_k, own_v, tuple(heads[number] for number in chosen), *rest))
         places = [order.index(number) for number in range(len(heads))]
-        out, lse = (_of_heads(torch.cat(parts, 1), places) for parts in zip(*results, strict=True))
+        out, lse = (_take_heads(torch.cat(parts, 1), places) for parts in zip(*results, strict=True))
     else:
         out, lse = _attend(q, k, v, heads, *rest)
     return (out, F.pad(lse, (0, max_seqlen_q_ - lse.shape[2]), value=float("-inf")), None) if return_attn_probs else out
@@ -215,7 +215,7 @@ def _attend(q, k, v, heads: tuple[_Head, ...], starts, kv_starts, maps, causal: 
         own_q, own_k, own_v = (x[at[first] : at[stop]].unflatten(0, (stop - first, n)).transpose(1, 2) for x, at, n in tokens)
         mask = None
         if heads and q_len and kv_len:
-            mask = _mask(heads, None if maps is None else maps[first:stop], causal, exact, q_len, kv_len, q.device)
+            mask = _build_mask(heads, None if maps is None else maps[first:stop], causal, exact, q_len, kv_len, q.device)
         out, lse = attention(own_q, own_k, own_v, mask, **options)
         outs.append(out.transpose(1, 2).flatten(0, 1))
         lses.append(F.pad(lse, (0, longest - q_len), value=float("-inf")))
@@ -225,13 +225,13 @@ def _attend(q, k, v, heads: tuple[_Head, ...], starts, kv_starts, maps, causal: 
     return torch.cat(outs) if len(outs) > 1 else outs[0], torch.cat(lses)
 
 
-def _of_heads(x: torch.Tensor, numbers: list[int]) -> torch.Tensor:
+def _take_heads(x: torch.Tensor, numbers: list[int]) -> torch.Tensor:
     """The heads of x, (n, heads, ...), with these numbers. An index would copy the numbers to the GPU."""
     return torch.stack([x[:, number] for number in numbers], 1)
 
 
 @remembered(maxsize=256)
-def _pattern(heads: tuple[_Head, ...], causal: bool, exact: bool, q_len: int, kv_len: int) -> Pattern:
+def _build_pattern(heads: tuple[_Head, ...], causal: bool, exact: bool, q_len: int, kv_len: int) -> Pattern:
     """The pattern of all heads; block-sparse ones are dense in it."""
     dense = parse("causal" if causal else "full")
     if exact:
@@ -242,7 +242,7 @@ def _pattern(heads: tuple[_Head, ...], causal: bool, exact: bool, q_len: int, kv
     return patterns[0] if len(set(patterns)) == 1 else PerHead(patterns)
 
 
-def _mask(
+def _build_mask(
     heads: tuple[_Head, ...],
     maps: torch.Tensor | None,
     causal: bool,
@@ -252,7 +252,7 @@ def _mask(
     device: torch.device,
 ) -> BlockMask | Pattern:
     """The mask of documents of these lengths. maps: (documents, maps, q_blocks, kv_blocks) bool, of which heads may use none."""
-    pattern = _pattern(heads, causal, exact, q_len, kv_len)
+    pattern = _build_pattern(heads, causal, exact, q_len, kv_len)
     if maps is None or all(isinstance(head, tuple) or head == 0 for head in heads):
         return pattern
     maps = maps[:, :, : _blocks(q_len), : _blocks(kv_len)]
@@ -261,15 +261,15 @@ def _mask(
     return from_blocks(torch.stack(kept, 1), _BLOCK, q_len, kv_len, "causal" if causal else None)
 
 
-def _starts(name: str, x: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> list[int]:
-    """cu_seqlens on the host. Raises as ``check_documents`` does on a CPU."""
+def _read_starts(name: str, x: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> list[int]:
+    """cu_seqlens on the host. Raises as ``resolve_longest`` does on a CPU."""
     if isinstance(cu_seqlens, torch.Tensor):
         cu_seqlens = cu_seqlens.cpu()
-    check_documents(name, torch.empty(len(x), 0, device="cpu"), cu_seqlens, longest)
+    resolve_longest(name, torch.empty(len(x), 0, device="cpu"), cu_seqlens, longest)
     return cu_seqlens.tolist()
 
 
-def _integers(name: str, given: torch.Tensor, number: int) -> list[int]:
+def _read_integers(name: str, given: torch.Tensor, number: int) -> list[int]:
     if not isinstance(given, torch.Tensor):
         raise TypeError(f"{name} must be a tensor; got {type(given).__name__}; use torch.tensor(..., dtype=torch.int32)")
     if given.shape != (number,) or given.dtype not in (torch.int32, torch.int64):
@@ -277,9 +277,9 @@ def _integers(name: str, given: torch.Tensor, number: int) -> list[int]:
     return given.tolist()
 
 
-def _heads(head_mask_type: torch.Tensor, streaming_info: torch.Tensor | None, heads: int) -> tuple[_Head, ...]:
+def _read_heads(head_mask_type: torch.Tensor, streaming_info: torch.Tensor | None, heads: int) -> tuple[_Head, ...]:
     """Checks both tensors and returns what each head keeps. Heads of type 1 are numbered 1, 2, ..."""
-    types = _integers("head_mask_type", head_mask_type, heads)
+    types = _read_integers("head_mask_type", head_mask_type, heads)
     ones = types.count(1)
     if max(types, default=0) > ones:
         raise ValueError(
@@ -295,7 +295,7 @@ def _heads(head_mask_type: torch.Tensor, streaming_info: torch.Tensor | None, he
             "streaming_info must be given, as head_mask_type is negative for streaming heads; got None; pass (first, last) for "
             f"each head in one tensor, ({2 * heads},) int32"
         )
-    info = _integers("streaming_info", streaming_info, 2 * heads)
+    info = _read_integers("streaming_info", streaming_info, 2 * heads)
     counts = list(zip(info[::2], info[1::2], strict=True))
     for head, kind in enumerate(types):
         if kind < 0 and min(counts[head]) < 0:
@@ -306,7 +306,7 @@ def _heads(head_mask_type: torch.Tensor, streaming_info: torch.Tensor | None, he
     return tuple(own if kind < 0 else kind for kind, own in zip(types, counts, strict=True))
 
 
-def _maps(
+def _read_maps(
     base_blockmask: torch.Tensor | None, heads: tuple[_Head, ...], sizes: tuple[int, int, int], device: torch.device
 ) -> torch.Tensor | None:
     """base_blockmask as bool, None without block-sparse heads. sizes: documents, blocks of queries, blocks of keys."""

@@ -42,13 +42,13 @@ from ..patterns import video_layout as VideoLayout
 if tuple(map(int, diffusers.__version__.split(".")[:2])) < (0, 42):
     raise ImportError(f"diffusers 0.42.1 or newer is needed; got {diffusers.__version__}: pip install 'diffusers>=0.42.1'")
 
-_WORD = re.compile(r"(?<![\w.])layout(?![\w.])(?!\s*[=(])")
-_RUN = "_sparse_flash_run"
+_LAYOUT_WORD = re.compile(r"(?<![\w.])layout(?![\w.])(?!\s*[=(])")
+_RUN_KEY = "_sparse_flash_run"
 _PROBE = (2**12,) * 3  # a grid that no window is too large for
 _LEAST_BLOCK = 64  # tokens of a table's block: Hopper's kernels take no smaller ones
 
 
-class _Model(NamedTuple):
+class _ModelParts(NamedTuple):
     """Says where a model keeps what. cells: (frames, height, width) of its video, in tokens, from its arguments by name. layers:
     the attention of each block, in lists. embed: the module that returns the video's tokens, rotary: the dimension of tokens in
     what ``rope`` returns. conditions: the module that returns conditions, and a function that reorders conditions of single tokens.
@@ -65,7 +65,7 @@ class _Model(NamedTuple):
     in_layers: Callable[[Any], bool] = lambda config: False
 
 
-def _by_patches(frames: int, rows: int, *patch: str) -> Callable[[Any, dict[str, Any]], tuple[int, int, int]]:
+def _make_patch_counter(frames: int, rows: int, *patch: str) -> Callable[[Any, dict[str, Any]], tuple[int, int, int]]:
     """Returns ``cells`` of a model that gets latents with frames in dimension ``frames``, height in ``rows`` and width last. patch:
     the config's names of the sides of a patch."""
 
@@ -101,26 +101,26 @@ def _conditions_of_ltx(layout, batch: int, out):
 
 
 _MODELS = {
-    "WanTransformer3DModel": _Model(
-        _by_patches(2, 3), (("blocks", "attn1"),), "patch_embedding", 1, ("condition_embedder", _conditions_of_wan)
+    "WanTransformer3DModel": _ModelParts(
+        _make_patch_counter(2, 3), (("blocks", "attn1"),), "patch_embedding", 1, ("condition_embedder", _conditions_of_wan)
     ),
-    "HunyuanVideoTransformer3DModel": _Model(
-        _by_patches(2, 3, "patch_size_t", "patch_size", "patch_size"),
+    "HunyuanVideoTransformer3DModel": _ModelParts(
+        _make_patch_counter(2, 3, "patch_size_t", "patch_size", "patch_size"),
         (("transformer_blocks", "attn"), ("single_transformer_blocks", "attn")),
         "x_embedder",
         in_layers=lambda config: config.image_condition_type == "token_replace",
     ),
-    "LTXVideoTransformer3DModel": _Model(
+    "LTXVideoTransformer3DModel": _ModelParts(
         _cells_of_ltx, (("transformer_blocks", "attn1"),), "proj_in", 1, ("time_embed", _conditions_of_ltx)
     ),
-    "MochiTransformer3DModel": _Model(
-        _by_patches(2, 3, "", "patch_size", "patch_size"),
+    "MochiTransformer3DModel": _ModelParts(
+        _make_patch_counter(2, 3, "", "patch_size", "patch_size"),
         (("transformer_blocks", "attn1"),),
         "patch_embed",
         reads_values=True,
     ),
-    "CogVideoXTransformer3DModel": _Model(
-        _by_patches(1, 3, "patch_size_t", "patch_size", "patch_size"),
+    "CogVideoXTransformer3DModel": _ModelParts(
+        _make_patch_counter(1, 3, "patch_size_t", "patch_size", "patch_size"),
         (("transformer_blocks", "attn1"),),
         text_first=True,
         in_layers=lambda config: True,
@@ -158,27 +158,27 @@ def use_sparse_flash(
     next forward call. If a cache of diffusers is enabled, dense steps keep all pairs in the order of tiles, because caches hold
     tokens in one order. Raises ValueError for models that are not known, for context parallelism and for arguments that do not fit.
     """
-    model, known = _known(transformer)
+    model, known = _find_model(transformer)
     layers = [getattr(block, attn) for blocks, attn in known.layers for block in getattr(model, blocks)]
-    steps = _numbers("dense_steps", range(dense_steps) if type(dense_steps) is int and dense_steps >= 0 else dense_steps)
-    dense = _numbers("dense_layers", dense_layers)
+    steps = _check_numbers("dense_steps", range(dense_steps) if type(dense_steps) is int and dense_steps >= 0 else dense_steps)
+    dense = _check_numbers("dense_layers", dense_layers)
     if wrong := sorted(number for number in dense if number >= len(layers)):
         raise ValueError(f"dense_layers must name layers of {type(model).__name__}, 0 to {len(layers) - 1}; got {wrong}")
     check_precision(precision)
-    run = _Run(model, known, _checked(spec), _checked_layout(layout), steps, precision)
+    run = _Run(model, known, _parse_spec(spec), _parse_layout(layout), steps, precision)
     restore(model)
-    _forget(model)
+    _reset_caches(model)
     for number, layer in enumerate(layers):
-        _set(layer, _Processor(layer.processor, run, number in dense))
+        _set_processor(layer, _Processor(layer.processor, run, number in dense))
     run.layers = layers
     run.hooks = [model.register_forward_pre_hook(run.begin, with_kwargs=True)]
     if not run.in_layers:
-        run.hooks.append(getattr(model, known.embed).register_forward_hook(run.embedded))
-        run.hooks.append(model.rope.register_forward_hook(run.rotated))
-        run.hooks.append(model.norm_out.register_forward_pre_hook(run.back))
+        run.hooks.append(getattr(model, known.embed).register_forward_hook(run.reorder_tokens))
+        run.hooks.append(model.rope.register_forward_hook(run.reorder_rotary))
+        run.hooks.append(model.norm_out.register_forward_pre_hook(run.restore_order))
         if known.conditions is not None:
-            run.hooks.append(getattr(model, known.conditions[0]).register_forward_hook(run.conditioned))
-    setattr(model, _RUN, run)
+            run.hooks.append(getattr(model, known.conditions[0]).register_forward_hook(run.reorder_conditions))
+    setattr(model, _RUN_KEY, run)
     return transformer
 
 
@@ -187,16 +187,16 @@ def restore(transformer: torch.nn.Module) -> torch.nn.Module:
 
     transformer: as for ``use_sparse_flash``. One that was not switched stays as it is.
     """
-    model, _ = _known(transformer)
-    run = getattr(model, _RUN, None)
+    model, _ = _find_model(transformer)
+    run = getattr(model, _RUN_KEY, None)
     if run is not None:
         for hook in run.hooks:
             hook.remove()
         for layer in run.layers:
             if isinstance(layer.processor, _Processor):  # otherwise somebody has set another one since
-                _set(layer, layer.processor.own)
-        delattr(model, _RUN)
-        _forget(model)
+                _set_processor(layer, layer.processor.own)
+        delattr(model, _RUN_KEY)
+        _reset_caches(model)
     return transformer
 
 
@@ -206,20 +206,20 @@ def _is_cached(model) -> bool:
     return any(hook._is_stateful for registry in registries if registry is not None for hook in registry.hooks.values())
 
 
-def _forget(model) -> None:
+def _reset_caches(model) -> None:
     """Empties the caches of diffusers, which hold tokens in the order in which the model has run until now."""
     if _is_cached(model):
         HookRegistry.check_if_exists_or_initialize(model).reset_stateful_hooks(recurse=True)
 
 
-def _set(layer: Any, processor: Any) -> None:
+def _set_processor(layer: Any, processor: Any) -> None:
     if hasattr(layer, "set_processor"):
         layer.set_processor(processor)
     else:  # Mochi's
         layer.processor = processor
 
 
-def _known(transformer) -> tuple[Any, _Model]:
+def _find_model(transformer) -> tuple[Any, _ModelParts]:
     """Returns the module that is a known model, and what is known of it."""
     if not isinstance(transformer, torch.nn.Module):
         raise TypeError(f"transformer must be a module, such as pipe.transformer; got {type(transformer).__name__}")
@@ -236,27 +236,27 @@ def _known(transformer) -> tuple[Any, _Model]:
     )
 
 
-def _numbers(name: str, numbers: Any) -> frozenset[int]:
+def _check_numbers(name: str, numbers: Any) -> frozenset[int]:
     numbers = tuple(numbers) if isinstance(numbers, Iterable) else (numbers,)
     if wrong := [one for one in numbers if isinstance(one, bool) or not isinstance(one, int) or one < 0]:
         raise ValueError(f"{name} must be numbers counted from 0; got {wrong}")
     return frozenset(numbers)
 
 
-def _checked(spec: Any) -> Any:
+def _parse_spec(spec: Any) -> Any:
     """Returns what ``_mask`` takes: a function, or text in pieces, between which the layout's text goes."""
     if callable(spec):
         return spec
     if not isinstance(spec, str):
         raise TypeError(f"spec must be text or a function from a layout to a pattern; got {type(spec).__name__}")
-    pieces = tuple(_WORD.split(spec))
+    pieces = tuple(_LAYOUT_WORD.split(spec))
     if len(pieces) == 1:
         raise ValueError(f"spec must say where the layout of the inputs goes, as 'tile_window(layout, (3, 3, 3))'; got {spec!r}")
     parse(VideoLayout(*_PROBE).to_spec().join(pieces))
     return pieces
 
 
-def _checked_layout(layout: Any) -> Any:
+def _parse_layout(layout: Any) -> Any:
     if layout == "auto":
         return VideoLayout.of
     if callable(layout):
@@ -269,11 +269,11 @@ def _checked_layout(layout: Any) -> Any:
 
 @constant_in_graphs
 def _layout_of(make: Callable, cells: tuple[int, int, int]) -> VideoLayout:
-    return _made(make, cells)
+    return _build_layout(make, cells)
 
 
 @remembered(maxsize=256)  # torch.compile compiles anew for another object
-def _made(make: Callable, cells: tuple[int, int, int]) -> VideoLayout:
+def _build_layout(make: Callable, cells: tuple[int, int, int]) -> VideoLayout:
     layout = make(*cells)
     if not isinstance(layout, VideoLayout) or layout.grid != cells or layout.prefix or layout.suffix:
         raise ValueError(f"layout must return a VideoLayout of the grid {cells}, without prefix and suffix; got {layout!r}")
@@ -285,7 +285,9 @@ class _Run:
     runs unchanged. The layout stays until the next call, as gradient checkpointing runs layers again. keeps_all: whether the
     present call is a dense step that runs in the order of tiles, as caches hold tokens in one order."""
 
-    def __init__(self, model: Any, known: _Model, spec: Any, make: Callable, dense_steps: frozenset[int], precision: str | None):
+    def __init__(
+        self, model: Any, known: _ModelParts, spec: Any, make: Callable, dense_steps: frozenset[int], precision: str | None
+    ):
         self.precision = precision
         self.config, self.known, self.spec, self.make, self.dense_steps = model.config, known, spec, make, dense_steps
         self.in_layers = known.in_layers(model.config)
@@ -313,7 +315,7 @@ class _Run:
         if self.dense_steps:
             if model.training and torch.is_grad_enabled():
                 raise ValueError("dense_steps count the steps of sampling; call use_sparse_flash without them for training")
-            if self._step(given["timestep"]) in self.dense_steps:
+            if self._count_step(given["timestep"]) in self.dense_steps:
                 self.keeps_all = not self.in_layers and outside_graphs(_is_cached)(model)
                 if not self.keeps_all:
                     self.layout = None
@@ -321,7 +323,7 @@ class _Run:
         self.layout = _layout_of(self.make, self.known.cells(self.config, given))
 
     @outside_graphs
-    def _step(self, timestep) -> int:
+    def _count_step(self, timestep) -> int:
         now = float(torch.as_tensor(timestep).max())
         if now != self.last:
             upward = self.last is not None and now > self.last
@@ -332,7 +334,7 @@ class _Run:
             self.last = now
         return self.step
 
-    def embedded(self, module, args, out):
+    def reorder_tokens(self, module, args, out):
         if self.layout is None:
             return None
         if out.dim() == 5:  # (batch, channels, frames, height, width), which the model flattens
@@ -341,13 +343,13 @@ class _Run:
         self.batch = out.shape[0]  # caches may call the model with half of the entries that it was given
         return self.layout.to_tiles(out, 1)
 
-    def rotated(self, module, args, out):
+    def reorder_rotary(self, module, args, out):
         return None if self.layout is None else tuple(self.layout.to_tiles(one, self.known.rotary) for one in out)
 
-    def conditioned(self, module, args, out):
+    def reorder_conditions(self, module, args, out):
         return None if self.layout is None else self.known.conditions[1](self.layout, self.batch, out)
 
-    def back(self, module, args):
+    def restore_order(self, module, args):
         return None if self.layout is None else (self.layout.to_raster(args[0], 1), *args[1:])
 
     def attend(self, dense, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
@@ -366,12 +368,12 @@ class _Run:
             kv_lens = layout.length - text + attn_mask[:, 0, 0, -text:].sum(-1)
         if self.in_layers:
             query, key, value = (layout.to_tiles(one, 2) for one in (query, key, value))
-        mask = self._table(layout if dense or self.keeps_all else self._mask(layout), layout, kv_lens, query.device)
+        mask = self._compile_mask(layout if dense or self.keeps_all else self._mask(layout), layout, kv_lens, query.device)
         options: dict[str, Any] = {"dropout_p": dropout_p, "kv_lens": kv_lens, "precision": self.precision}
         out = attention(query, key, value, mask, scale=scale, **options)
         return layout.to_raster(out, 2) if self.in_layers else out
 
-    def _table(self, mask, layout, kv_lens, device) -> BlockMask | Pattern | str:
+    def _compile_mask(self, mask, layout, kv_lens, device) -> BlockMask | Pattern | str:
         """The mask in blocks of one tile; a chooser has its own blocks."""
         mask = traceable(mask) if torch.compiler.is_compiling() else mask
         if is_chosen(mask):
@@ -400,10 +402,10 @@ class _Processor:
         given = (attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
         if self.run.layout is None:
             return self.own(*given)
-        return outside_graphs(self.switched)(*given) if self.run.known.reads_values else self.switched(*given)
+        return outside_graphs(self.run_native)(*given) if self.run.known.reads_values else self.run_native(*given)
 
-    def switched(self, *given):
-        calls = _Attention(self.run, self.dense)
+    def run_native(self, *given):
+        calls = _AttentionOverride(self.run, self.dense)
         with calls:
             out = self.native(*given)
         if not calls.count:
@@ -419,7 +421,7 @@ class _Processor:
         self.own._attention_backend = backend  # of dense steps
 
 
-class _Attention(TorchFunctionMode):
+class _AttentionOverride(TorchFunctionMode):
     def __init__(self, run: _Run, dense: bool):
         super().__init__()
         self.run, self.dense, self.count = run, dense, 0

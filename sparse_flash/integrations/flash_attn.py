@@ -23,7 +23,7 @@ import torch
 
 from ..api.attention import attention
 from ..api.decode import MAX_QUERIES, attention_decode
-from ..api.document_arguments import check_documents
+from ..api.document_arguments import resolve_longest
 from ..api.varlen import attention_varlen
 from ..backends import E4M3, check_read_pages
 from ..compat.pytorch import is_recorded
@@ -80,7 +80,7 @@ def flash_attn_func(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
-        _kept(causal, window_size, mask),
+        _combine_masks(causal, window_size, mask),
         scale=softmax_scale,
         return_lse=True,
         deterministic=deterministic or None,
@@ -169,8 +169,10 @@ def flash_attn_varlen_func(
     that much memory. mask must then depend only on distances (causal, windows), unless queries and keys share cu_seqlens.
     """
     _refuse_probabilities(dropout_p, return_attn_probs)
-    max_seqlen_q = _longest("max_seqlen_q", max_seqlen_q, len(q))
-    max_seqlen_k = _longest("max_seqlen_k", max_seqlen_k, len(k) if block_table is None else block_table.shape[1] * k.shape[1])
+    max_seqlen_q = _read_max_seqlen("max_seqlen_q", max_seqlen_q, len(q))
+    max_seqlen_k = _read_max_seqlen(
+        "max_seqlen_k", max_seqlen_k, len(k) if block_table is None else block_table.shape[1] * k.shape[1]
+    )
     options: dict[str, Any] = {
         "scale": softmax_scale,
         "return_lse": True,
@@ -178,7 +180,7 @@ def flash_attn_varlen_func(
         "backend": backend,
     }
     variant = _variant(dropout_p, softcap, alibi_slopes)
-    kept = _kept(causal, window_size, mask)
+    kept = _combine_masks(causal, window_size, mask)
     if not variant and block_table is None:
         longest: dict[str, Any] = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
         out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, kept, **longest, **options)
@@ -187,9 +189,9 @@ def flash_attn_varlen_func(
     own = "(tokens of all sequences, kv_heads, head_dim)" if block_table is None else "(pages, page_size, kv_heads, head_dim)"
     for name, tensor in (("k", k), ("v", v)):
         _check_dims(name, tensor, own)
-    check_documents("q", q, cu_seqlens_q, max_seqlen_q)
+    resolve_longest("q", q, cu_seqlens_q, max_seqlen_q)
     if block_table is None:
-        check_documents("k", k, cu_seqlens_k, max_seqlen_k)
+        resolve_longest("k", k, cu_seqlens_k, max_seqlen_k)
     else:
         _check_paged_sequences(cu_seqlens_k, max_seqlen_k, block_table, k)
     if len(cu_seqlens_q) != len(cu_seqlens_k):
@@ -198,18 +200,18 @@ def flash_attn_varlen_func(
         )
     alike = block_table is None and cu_seqlens_k is cu_seqlens_q and max_seqlen_k == max_seqlen_q
     if not alike:
-        _check_distances(mask, "sequences whose queries and keys have cu_seqlens of their own")
-    q_first, q_count, row_of_token, token_of_row = _rows(cu_seqlens_q, len(q), max_seqlen_q, at_end=not alike)
+        _check_shift_invariant(mask, "sequences whose queries and keys have cu_seqlens of their own")
+    q_first, q_count, row_of_token, token_of_row = _lay_out_rows(cu_seqlens_q, len(q), max_seqlen_q, at_end=not alike)
     batch = len(cu_seqlens_q) - 1
     q = take_rows(q, token_of_row, row_of_token, 0.0, False).unflatten(0, (batch, max_seqlen_q))
     if block_table is None:
-        kv_first, kv_count, *rows = _rows(cu_seqlens_k, len(k), max_seqlen_k, at_end=not alike)
+        kv_first, kv_count, *rows = _lay_out_rows(cu_seqlens_k, len(k), max_seqlen_k, at_end=not alike)
         k, v = (take_rows(t, rows[1], rows[0], 0.0, False).unflatten(0, (batch, max_seqlen_k)) for t in (k, v))
     else:
         kv_count = cu_seqlens_k.diff()
         kv_first = max_seqlen_k - kv_count
         token = torch.arange(max_seqlen_k, device=q.device) - kv_first[:, None]
-        k, v = (t[_page(block_table, token, t)] for t in (k, v))
+        k, v = (t[_find_pages(block_table, token, t)] for t in (k, v))
     lengths: dict[str, Any] = {"q_lens": q_count, "kv_lens": kv_count} if alike else {"q_starts": q_first, "kv_starts": kv_first}
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     out, lse = attention(q, k, v, kept, **lengths, **options, **variant)
@@ -324,7 +326,7 @@ def flash_attn_with_kvcache(
             raise ValueError(f"{name} must have shape ({len(q)},), a number for each sequence; got {tuple(each.shape)}")
     if not paged and cache_batch_idx is None:
         k_cache, v_cache = k_cache[: len(q)], v_cache[: len(q)]
-    kept = _kept(causal, window_size, mask)
+    kept = _combine_masks(causal, window_size, mask)
     batch, q_len = q.shape[:2]
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     new = 0 if k is None else k.shape[1]
@@ -340,13 +342,13 @@ def flash_attn_with_kvcache(
         if longest + new > capacity:
             room = "block_table names pages for" if paged else "the cache has room for"
             raise ValueError(f"{room} {capacity} tokens of a sequence; got cache_seqlens of up to {longest} and {new} new tokens")
-    index = _index_of(k_cache, cache_batch_idx, block_table, batch)
+    index = _make_indexer(k_cache, cache_batch_idx, block_table, batch)
     if k is not None and v is not None:
         position = cache_seqlens[:, None].long() + torch.arange(new, device=q.device)
         if rotary_cos is not None and rotary_sin is not None:
-            by_query = torch.arange(q_len, device=q.device) if causal or _limits(window_size) != (None, None) else 0
-            q = _rotated(q, rotary_cos, rotary_sin, cache_seqlens[:, None].long() + by_query, rotary_interleaved)
-            k = _rotated(k, rotary_cos, rotary_sin, position, rotary_interleaved)
+            by_query = torch.arange(q_len, device=q.device) if causal or _parse_window(window_size) != (None, None) else 0
+            q = _apply_rotary(q, rotary_cos, rotary_sin, cache_seqlens[:, None].long() + by_query, rotary_interleaved)
+            k = _apply_rotary(k, rotary_cos, rotary_sin, position, rotary_interleaved)
         for cache, tokens in ((k_cache, k), (v_cache, v)):
             _write(cache, tokens, position, index, capacity)
     lens = cache_seqlens + new
@@ -354,9 +356,9 @@ def flash_attn_with_kvcache(
     options: dict[str, Any] = {"scale": softmax_scale, "return_lse": True, "backend": backend}
     pages_fit = not paged or k_cache.shape[1] & (k_cache.shape[1] - 1) == 0
     # Decoding lets a query before the first token keep nothing; that package lets it see what causal and window leave of the keys.
-    early = mask is None and not causal and _limits(window_size)[1] != 0 and 1 < q_len > fewest + new
+    early = mask is None and not causal and _parse_window(window_size)[1] != 0 and 1 < q_len > fewest + new
     if variant or cache_leftpad is not None or q_len > MAX_QUERIES or not pages_fit or early:
-        _check_distances(mask, "a cache with cache_leftpad, softcap, alibi_slopes, more than 64 queries or such pages")
+        _check_shift_invariant(mask, "a cache with cache_leftpad, softcap, alibi_slopes, more than 64 queries or such pages")
         # The last tokens of all sequences go to the end of the axis.
         lens = lens.clamp(max=capacity)
         token = torch.arange(capacity, device=q.device) - (capacity - lens)[:, None]
@@ -389,7 +391,7 @@ def _check_dims(name: str, tensor: torch.Tensor, shape: str) -> None:
         raise ValueError(f"{name} must have shape {shape}; got {tuple(tensor.shape)}")
 
 
-def _longest(name: str, given: int | torch.Tensor, most: int) -> int:
+def _read_max_seqlen(name: str, given: int | torch.Tensor, most: int) -> int:
     if not isinstance(given, torch.Tensor):
         return given
     if given.numel() != 1:
@@ -398,7 +400,7 @@ def _longest(name: str, given: int | torch.Tensor, most: int) -> int:
 
 
 def _check_paged_sequences(cu_seqlens: torch.Tensor, longest: int, block_table: torch.Tensor, cache: torch.Tensor) -> None:
-    """Raises as ``check_documents`` does; a sequence holds at most the tokens of its pages."""
+    """Raises as ``resolve_longest`` does; a sequence holds at most the tokens of its pages."""
     _check_block_table(block_table, len(cu_seqlens) - 1)
     most = block_table.shape[1] * cache.shape[1]
     if cu_seqlens.device.type == "cpu" and not is_recorded(cu_seqlens.device):
@@ -420,7 +422,7 @@ def _variant(dropout_p: float, softcap: float, alibi_slopes: torch.Tensor | None
     return {name: value for name, value in variant.items() if value is not None and not (name == "dropout_p" and value == 0)}
 
 
-def _limits(window_size) -> tuple[int | None, int | None]:
+def _parse_window(window_size) -> tuple[int | None, int | None]:
     try:
         left, right = (int(limit) for limit in window_size)
     except (TypeError, ValueError):
@@ -431,9 +433,9 @@ def _limits(window_size) -> tuple[int | None, int | None]:
     return None if left < 0 else left, None if right < 0 else right
 
 
-def _kept(causal: bool, window_size, mask):
+def _combine_masks(causal: bool, window_size, mask):
     """Returns the mask of a call. FlashAttention's own part is text, which torch.compile accepts on every PyTorch."""
-    left, right = _limits(window_size)
+    left, right = _parse_window(window_size)
     right = 0 if causal else right
     if left is None and right is None:
         return mask
@@ -444,7 +446,7 @@ def _kept(causal: bool, window_size, mask):
     if isinstance(mask, str):
         return f"({text_of(mask)}) & {own}"  # read alone first, so that an error shows the given text
     if isinstance(mask, Pattern):
-        return _joined(mask, own)
+        return _intersect(mask, own)
     raise ValueError(
         f"mask is a {type(mask).__name__}, which causal and window_size cannot be joined with; compile it from a pattern that says "
         f"these, such as '... & {own}', or pass the pattern"
@@ -452,30 +454,30 @@ def _kept(causal: bool, window_size, mask):
 
 
 @remembered(maxsize=256)
-def _joined(mask: Pattern, own: str) -> Pattern:
+def _intersect(mask: Pattern, own: str) -> Pattern:
     return mask & own
 
 
-def _check_distances(mask, what: str) -> None:
+def _check_shift_invariant(mask, what: str) -> None:
     if mask is None:
         return
     pattern = parse(mask) if isinstance(mask, str) else mask
-    if not (isinstance(pattern, Pattern) and _of_distances(pattern)):
+    if not (isinstance(pattern, Pattern) and _is_shift_invariant(pattern)):
         raise ValueError(
             f"{what}: mask must be a pattern of distances alone there, such as causal and windows, as sequences are moved to the "
             f"end of an axis; got {mask}"
         )
 
 
-def _of_distances(pattern: Pattern) -> bool:
+def _is_shift_invariant(pattern: Pattern) -> bool:
     if isinstance(pattern, (And, Or)):
-        return all(map(_of_distances, pattern.operands))
+        return all(map(_is_shift_invariant, pattern.operands))
     if isinstance(pattern, Not):
-        return _of_distances(pattern.operand)
-    return _of_distances(pattern.expanded()) if isinstance(pattern, DerivedPattern) else pattern.shift_period == 1
+        return _is_shift_invariant(pattern.operand)
+    return _is_shift_invariant(pattern.expanded()) if isinstance(pattern, DerivedPattern) else pattern.shift_period == 1
 
 
-def _rows(cu_seqlens: torch.Tensor, tokens: int, longest: int, at_end: bool) -> tuple[torch.Tensor, ...]:
+def _lay_out_rows(cu_seqlens: torch.Tensor, tokens: int, longest: int, at_end: bool) -> tuple[torch.Tensor, ...]:
     """Lays packed sequences out on an axis, ``longest`` rows for each. Returns (the first of its rows that a sequence fills, its
     length, the row of each token, the token of each row), int32, -1 for none."""
     start, count = cu_seqlens[:-1].int(), cu_seqlens.diff().int().clamp(max=longest)
@@ -489,7 +491,7 @@ def _rows(cu_seqlens: torch.Tensor, tokens: int, longest: int, at_end: bool) -> 
     return first, count, torch.where((position >= 0) & (position < count[own]), row, -1), token_of_row
 
 
-def _page(block_table: torch.Tensor, token: torch.Tensor, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _find_pages(block_table: torch.Tensor, token: torch.Tensor, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (page, offset in it) of tokens (sequences, n); page 0 for tokens before a sequence's first. Raises as
     ``check_read_pages`` does."""
     exists, token, size = token >= 0, token.clamp(min=0).long(), cache.shape[1]
@@ -498,10 +500,10 @@ def _page(block_table: torch.Tensor, token: torch.Tensor, cache: torch.Tensor) -
     return torch.where(exists, page, 0), token % size
 
 
-def _index_of(cache, cache_batch_idx, block_table, batch: int):
+def _make_indexer(cache, cache_batch_idx, block_table, batch: int):
     """Returns a function: positions (batch, n) -> an index into the cache; any index for negative positions."""
     if block_table is not None:
-        return lambda token: _page(block_table, token, cache)
+        return lambda token: _find_pages(block_table, token, cache)
     own = torch.arange(batch, device=cache.device) if cache_batch_idx is None else cache_batch_idx.long()
     return lambda token: (own[:, None], token.clamp(min=0).long())
 
@@ -515,7 +517,7 @@ def _write(cache: torch.Tensor, tokens: torch.Tensor, position: torch.Tensor, in
     cache.index_put_(index(position), torch.where(fits[:, :, None, None], tokens.to(cache.dtype), there))
 
 
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, position: torch.Tensor, interleaved: bool) -> torch.Tensor:
+def _apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, position: torch.Tensor, interleaved: bool) -> torch.Tensor:
     """Rotates the first dimensions of x, (batch, tokens, heads, head_dim). position: (batch, tokens | 1) int64."""
     half = cos.shape[1]
     cos, sin = (table[position].float()[:, :, None] for table in (cos, sin))

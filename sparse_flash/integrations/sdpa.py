@@ -53,12 +53,12 @@ def scaled_dot_product_attention(
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise ValueError(f"query has {query.shape[1]} heads and key {key.shape[1]}; pass enable_gqa=True to share key heads")
     if isinstance(attn_mask, torch.Tensor):
-        attn_mask = _table(attn_mask, (*query.shape[:3], key.shape[2]))
+        attn_mask = _convert_mask(attn_mask, (*query.shape[:3], key.shape[2]))
     mask = "causal" if is_causal else attn_mask
     return attention(query, key, value, mask, scale=scale, dropout_p=dropout_p)  # type: ignore[return-value]  # a tuple with return_lse
 
 
-def _table(kept: torch.Tensor, wanted: tuple[int, ...]) -> BlockMask | None:
+def _convert_mask(kept: torch.Tensor, wanted: tuple[int, ...]) -> BlockMask | None:
     """Returns the table of a tensor that broadcasts to wanted, (batch, heads, q_len, kv_len); None if there are no pairs. A mask
     that batch entries or heads share is stored once."""
     if kept.dtype != torch.bool:

@@ -80,13 +80,13 @@ def Xattention_prefill(
                 f"{tuple(threshold.shape)}"
             )
         shares = threshold.tolist()
-    choices = [_choice(stride, float(share), block_size, causal, causal or keep_sink) for share in shares]
+    choices = [_build_pattern(stride, float(share), block_size, causal, causal or keep_sink) for share in shares]
     spec = choices[0] if len(set(choices)) == 1 else PerHead(tuple(choices))
     mask = choose_blocks(spec, query_states, key_states, scale=query_states.shape[3] ** -0.5 / norm)
     return attention(query_states, key_states, value_states, mask, backend=backend)  # type: ignore[return-value]  # a tuple with return_lse
 
 
-def _choice(stride: int, share: float, block: int, causal: bool, sink: bool) -> Pattern:
+def _build_pattern(stride: int, share: float, block: int, causal: bool, sink: bool) -> Pattern:
     """The expression of a head."""
     chooser: Pattern = Antidiagonal(stride, mass=share, block=block)
     chosen = chooser | sinks(block) if sink else chooser

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
 from ..compat.dynamo import length_may_vary, outside_graphs, outside_inference, with_fixed_lengths
 from ..compat.pytorch import is_recorded
-from ..kernels.cost.choices import dense_is_as_fast
+from ..kernels.cost.choices import is_dense_as_fast
 from .grid import EMPTY, FULL, PARTIAL, BlockGrid, checked_index
 from .pattern import Pattern
 from .select_blocks import counted
@@ -239,7 +239,7 @@ class BlockMask:
         moved = BlockMask.from_tensors(*self.sizes, [t.to(device) for t in self.tensors()], self.keeps_all)
         coarse, slow = self.coarse and self.coarse.to(device), self.slow
         if self.from_host and self.device.type == "cpu" and (table := self.kernel_table(True)):
-            slow = dense_is_as_fast(table)
+            slow = is_dense_as_fast(table)
         return replace(moved, coarse=coarse, from_host=self.from_host, document_order=self.document_order, slow=slow)
 
     def kernel_table(self, on_gpu: bool) -> BlockMask | None:

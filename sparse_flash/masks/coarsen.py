@@ -7,7 +7,7 @@ from functools import reduce
 
 import numpy as np
 
-from ..kernels.cost.choices import PORTABLE_MARGIN, both_passes
+from ..kernels.cost.choices import PORTABLE_MARGIN, predict_both_passes
 from .grid import FULL, BlockGrid, BlockRuns, ranges
 from .table import Entries, FullBlocks, PartialBlocks
 from .tiles import TilePool, dense_batches, tile_content, unique_rows
@@ -30,8 +30,8 @@ def pays(grid: BlockGrid, tables: int, bands: Iterable[tuple[FullBlocks, Partial
             [row * wide.kv_blocks + col, partial.rows.astype(np.int64) // factor * wide.kv_blocks + partial.cols // factor]
         )
         blocks, visited = blocks + full.blocks + len(partial.rows), visited + _distinct(parents)
-    wide_us = both_passes(KERNEL_BLOCK, wide.q_blocks * tables, visited) * (PORTABLE_MARGIN if grid.block_size < 64 else 1)
-    return bool(blocks) and wide_us < both_passes(grid.block_size, grid.q_blocks * tables, blocks)
+    wide_us = predict_both_passes(KERNEL_BLOCK, wide.q_blocks * tables, visited) * (PORTABLE_MARGIN if grid.block_size < 64 else 1)
+    return bool(blocks) and wide_us < predict_both_passes(grid.block_size, grid.q_blocks * tables, blocks)
 
 
 def _distinct(numbers: np.ndarray) -> int:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..kernels.cost.choices import both_passes
+from ..kernels.cost.choices import predict_both_passes
 from .block_mask import BlockMask
 from .grid import ranges
 from .single_runs import single_runs
@@ -105,7 +105,7 @@ def _by_starts(table: Table, starts: torch.Tensor) -> Table:
 
 def _time(is_partial: np.ndarray, rows: int) -> float:
     partial = int(np.count_nonzero(is_partial))
-    return both_passes(BLOCK, rows, len(is_partial) - partial, partial)
+    return predict_both_passes(BLOCK, rows, len(is_partial) - partial, partial)
 
 
 def _may_have_documents(by_query: Table) -> bool:

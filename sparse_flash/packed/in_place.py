@@ -34,14 +34,14 @@ from ..masks.tiles import EMPTY_TILE, TilePool, dense_batches, pack_runs
 from . import gather_rows
 from .repack import (
     BLOCK,
-    Side,
-    allocated_in_full,
+    Documents,
+    clone_aliases,
     documents_on_host,
     fake_size,
     fake_table,
+    has_full_tables,
     long_document,
     most_blocks,
-    own_tensors,
     power_of_two,
 )
 
@@ -64,7 +64,7 @@ class InPlacePlan(NamedTuple):
     same: int  # 0 or 1: operators take a plan as integers
 
 
-def mask_in_place(pattern, queries: Side, keys: Side | None) -> BlockMask | None:
+def build_packed_mask(pattern, queries: Documents, keys: Documents | None) -> BlockMask | None:
     """The mask of the packed axes under which each document attends only to itself, by the pattern; None unless each query of the
     pattern keeps one run of keys, ascending from query to query.
 
@@ -76,24 +76,24 @@ def mask_in_place(pattern, queries: Side, keys: Side | None) -> BlockMask | None
     # index() turns symbolic lengths into plain numbers: a compiled graph holds the runs of one long document.
     q_tokens, q_longest, k_tokens, k_longest = map(index, (*queries[1:], *keys[1:]))
     plain = is_plain_eager(*starts)
-    if plain and same and _may_lie_by_document(starts[0], q_tokens):
+    if plain and same and _can_align_blocks(starts[0], q_tokens):
         runs = _runs_of(pattern, q_longest, q_longest, True, starts[0].device)
         if runs is not None and runs.longest >= _LEAST_RUN:
             return _MaskOfDocuments(runs, starts[0], q_tokens, q_longest)
-    plan, constants = _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, same, starts[0].device)
+    plan, constants = _make_plan(pattern, q_tokens, q_longest, k_tokens, k_longest, same, starts[0].device)
     if not plan:
         return None
     run = _assemble if plain else _assemble_operator
     return BlockMask.from_tensors(queries.tokens, keys.tokens, BLOCK, run(as_operations_take_them(constants), *starts, plan))
 
 
-def _may_lie_by_document(starts: torch.Tensor, tokens: int) -> bool:
+def _can_align_blocks(starts: torch.Tensor, tokens: int) -> bool:
     documents = len(starts) - 1
     return documents > 1 and tokens >= max(_LEAST_TOKENS, documents * _LEAST_MEAN) and gather_rows.by_kernels(starts.device)
 
 
 @constant_in_graphs
-def _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, same, device) -> tuple[list[int], list[torch.Tensor]]:
+def _make_plan(pattern, q_tokens, q_longest, k_tokens, k_longest, same, device) -> tuple[list[int], list[torch.Tensor]]:
     """(the fields of an InPlacePlan, the arguments of _assemble); both empty for a pattern that does not keep single runs."""
     runs = _runs_of(pattern, q_longest, k_longest, same, device)
     if runs is None:
@@ -183,21 +183,21 @@ class _MaskOfDocuments(BlockMask):
 
     @property
     def by_query(self) -> Table:
-        return self._on_grid.by_query
+        return self._grid_mask.by_query
 
     @property
     def by_key(self) -> Table:
-        return self._on_grid.by_key
+        return self._grid_mask.by_key
 
     @property
     def tile_runs(self) -> torch.Tensor:
-        return self._on_grid.tile_runs
+        return self._grid_mask.tile_runs
 
     @cached_property
-    def _on_grid(self) -> BlockMask:
+    def _grid_mask(self) -> BlockMask:
         entries, tiles = self._room(-(-self.q_len // BLOCK))
         plan = self._plan._replace(entries=entries, tiles=tiles)
-        return BlockMask.from_tensors(*self.sizes, _on_device(self._runs.constants, self._layout, plan))
+        return BlockMask.from_tensors(*self.sizes, _assemble_on_device(self._runs.constants, self._layout, plan))
 
     @cached_property
     def by_document(self) -> DocumentBlocks:
@@ -217,23 +217,23 @@ class _MaskOfDocuments(BlockMask):
 
 
 def _assemble(constants: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]):
-    """constants, plan: from ``_planned``. Returns the tensors of a BlockMask."""
+    """constants, plan: from ``_make_plan``. Returns the tensors of a BlockMask."""
     whole = InPlacePlan(*plan)
     if not gather_rows.by_kernels(q_starts.device):
-        return _on_host(constants, q_starts, k_starts, whole)
-    return _on_device(constants, _layout(q_starts, k_starts, whole), whole)
+        return _assemble_on_host(constants, q_starts, k_starts, whole)
+    return _assemble_on_device(constants, _layout(q_starts, k_starts, whole), whole)
 
 
 @torch.library.custom_op(operator_name("assemble_runs"), mutates_args=())
 def _assemble_operator(
     constants: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]
 ) -> list[torch.Tensor]:
-    return own_tensors(_assemble(constants, q_starts, k_starts, plan), constants)
+    return clone_aliases(_assemble(constants, q_starts, k_starts, plan), constants)
 
 
 @_assemble_operator.register_fake
 def _(constants, q_starts, k_starts, plan):
-    plan, in_full = InPlacePlan(*plan), allocated_in_full(q_starts.device)
+    plan, in_full = InPlacePlan(*plan), has_full_tables(q_starts.device)
     shapes = [(1, 1)]
     rows, k_rows = (-(-tokens // BLOCK) for tokens in (plan.q_tokens, plan.k_tokens))
     shapes += fake_table(rows, plan.entries, k_rows, in_full) + fake_table(k_rows, plan.entries, rows, in_full)
@@ -248,7 +248,7 @@ def _layout(q_starts: torch.Tensor, k_starts: torch.Tensor, plan: InPlacePlan) -
         return lay_out(q_starts, k_starts, plan.q_tokens, plan.k_tokens, plan.q_longest, plan.k_longest, BLOCK, bool(plan.same))
 
 
-def _on_device(constants, layout: torch.Tensor, plan: InPlacePlan) -> list[torch.Tensor]:
+def _assemble_on_device(constants, layout: torch.Tensor, plan: InPlacePlan) -> list[torch.Tensor]:
     """``_assemble`` using kernels. layout: from ``_layout``."""
     from ..kernels.packed.spans import fill_spans
 
@@ -260,7 +260,7 @@ def _on_device(constants, layout: torch.Tensor, plan: InPlacePlan) -> list[torch
     return [mask_index, *by_query, *work[0], *by_key, *work[1], tile_runs, tile_bits]
 
 
-def _on_host(constants, q_starts, k_starts, plan: InPlacePlan) -> list[torch.Tensor]:
+def _assemble_on_host(constants, q_starts, k_starts, plan: InPlacePlan) -> list[torch.Tensor]:
     """``_assemble`` using NumPy: the reference for the kernels."""
     grid = BlockGrid(plan.q_tokens, plan.k_tokens, BLOCK)
     first, stop = _packed_runs(constants[0].cpu().numpy().astype(np.int64), q_starts, k_starts, plan)

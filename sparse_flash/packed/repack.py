@@ -58,7 +58,7 @@ class Packed(NamedTuple):
     keys: Axis
 
 
-class Side(NamedTuple):
+class Documents(NamedTuple):
     """The documents of queries or of keys. cu_seqlens: (documents + 1,) int32 or int64. tokens: of the packed axis. longest: no
     document exceeds this; tokens beyond it are dropped."""
 
@@ -87,7 +87,7 @@ class RepackPlan(NamedTuple):
     shared: int
 
 
-def pack(pattern, queries: Side, keys: Side | None, apart: bool = False) -> Packed:
+def repack_documents(pattern, queries: Documents, keys: Documents | None, apart: bool = False) -> Packed:
     """The document axes, and the mask under which each document attends only to itself, by the pattern.
 
     pattern: a Pattern or its spec text. keys: None if they share the documents of the queries. apart: whether each document must
@@ -98,15 +98,15 @@ def pack(pattern, queries: Side, keys: Side | None, apart: bool = False) -> Pack
     starts = queries.cu_seqlens, keys.cu_seqlens
     # index() turns symbolic lengths into plain numbers: a compiled graph holds the table of one long document.
     q_tokens, q_longest, k_tokens, k_longest = map(index, (*queries[1:], *keys[1:]))
-    documents = _most_documents(starts[0].shape[0] - 1)
-    plan, tables = _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, documents, same, apart, starts[0].device)
+    documents = _round_up_documents(starts[0].shape[0] - 1)
+    plan, tables = _make_plan(pattern, q_tokens, q_longest, k_tokens, k_longest, documents, same, apart, starts[0].device)
     run = _pack if is_plain_eager(*starts) else _pack_operator
-    *axes, mask_index, by_query, by_key, tiles = _split(run(as_operations_take_them(tables), *starts, plan))
+    *axes, mask_index, by_query, by_key, tiles = _unpack_results(run(as_operations_take_them(tables), *starts, plan))
     q_len, kv_len = (axis.token_of_row.shape[0] for axis in axes)
     return Packed(BlockMask(q_len, kv_len, BLOCK, False, mask_index, by_query, by_key, *tiles), *axes)
 
 
-def _split(tensors: list[torch.Tensor]):
+def _unpack_results(tensors: list[torch.Tensor]):
     """The results of ``_pack``: two axes, mask_index, two tables, tiles."""
     size = len(Table._fields)
     by_query, by_key = Table(*tensors[5 : 5 + size]), Table(*tensors[5 + size : 5 + 2 * size])
@@ -114,7 +114,7 @@ def _split(tensors: list[torch.Tensor]):
 
 
 @constant_in_graphs
-def _planned(
+def _make_plan(
     pattern, q_tokens, q_longest, k_tokens, k_longest, documents, same, apart, device
 ) -> tuple[list[int], list[torch.Tensor]]:
     """(the fields of a RepackPlan, the tensors of the long document's mask and the bits of its first tile)."""
@@ -139,7 +139,7 @@ def _planned(
     return [*map(int, sizes), int(same), int(has_bits), *map(len, tiles), int(shared and longest)], document.tables
 
 
-def _most_documents(documents: int) -> int:
+def _round_up_documents(documents: int) -> int:
     """How many documents a plan is made for. In compiled code, where this is symbolic, the next power of two: code that is compiled
     for each number of documents would be compiled anew in each step of training."""
     if not torch.compiler.is_compiling():
@@ -204,8 +204,8 @@ def long_document(pattern, k_blocks, before, device) -> LongDocument:
 
 
 def _pack(tables: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]) -> list[torch.Tensor]:
-    """tables, plan: from ``_planned``. Returns what ``_split`` splits."""
-    run, whole, borders = _on_device if gather_rows.by_kernels(q_starts.device) else _on_host, RepackPlan(*plan), q_starts
+    """tables, plan: from ``_make_plan``. Returns what ``_unpack_results`` splits."""
+    run, whole, borders = _pack_on_device if gather_rows.by_kernels(q_starts.device) else _pack_on_host, RepackPlan(*plan), q_starts
     if whole.shared:
         borders, starts = _shared_starts(q_starts, whole.q_tokens)
         q_starts = k_starts = starts
@@ -226,10 +226,10 @@ def _shared_starts(cu_seqlens: torch.Tensor, tokens: int) -> tuple[torch.Tensor,
 def _pack_operator(
     tables: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]
 ) -> list[torch.Tensor]:
-    return own_tensors(_pack(tables, q_starts, k_starts, plan), tables)
+    return clone_aliases(_pack(tables, q_starts, k_starts, plan), tables)
 
 
-def own_tensors(results: list[torch.Tensor], given: list[torch.Tensor]) -> list[torch.Tensor]:
+def clone_aliases(results: list[torch.Tensor], given: list[torch.Tensor]) -> list[torch.Tensor]:
     """``results`` as an operator must return them: distinct tensors, none of them an argument."""
     known, own = set(map(id, given)), []
     for tensor in results:
@@ -240,7 +240,7 @@ def own_tensors(results: list[torch.Tensor], given: list[torch.Tensor]) -> list[
 
 @_pack_operator.register_fake
 def _(tables, q_starts, k_starts, plan):
-    plan, in_full = RepackPlan(*plan), allocated_in_full(q_starts.device)
+    plan, in_full = RepackPlan(*plan), has_full_tables(q_starts.device)
 
     def size(known: int) -> int | torch.SymInt:
         return fake_size(known, in_full)
@@ -254,7 +254,7 @@ def _(tables, q_starts, k_starts, plan):
     return [tables[0].new_empty(shape) for shape in shapes]
 
 
-def allocated_in_full(device: torch.device) -> bool:
+def has_full_tables(device: torch.device) -> bool:
     """Whether tables have the lengths of the plan, as kernels allocate them; else their lengths depend on the documents, which
     tensors on the device meta do not know."""
     return gather_rows.by_kernels(device) or device.type == "meta"
@@ -278,13 +278,13 @@ def fake_table(rows: int, entries: int, longest: int, in_full: bool) -> list[tup
     return [(1, rows + 1), (1, rows, 2), (1, rows), (col_idx,), (tile_idx,), *work]
 
 
-def _on_device(tables, q_starts, k_starts, borders, plan: RepackPlan) -> list[torch.Tensor]:
+def _pack_on_device(tables, q_starts, k_starts, borders, plan: RepackPlan) -> list[torch.Tensor]:
     """``_pack`` using kernels."""
     from ..kernels.packed.repack import SharedBlocks, fill_rows, find_rows, lay_out
 
-    mask_index, by_query, by_key, tiles, first_tile = _long_tables(tables)
+    mask_index, by_query, by_key, tiles, first_tile = _unpack_tables(tables)
     shared = SharedBlocks(borders, first_tile, plan.shared)
-    roomy = [_with_room(tiles[0], plan.q_blocks), _with_room(tiles[1], plan.q_blocks) if plan.has_bits else tiles[1]]
+    roomy = [_extend_tiles(tiles[0], plan.q_blocks), _extend_tiles(tiles[1], plan.q_blocks) if plan.has_bits else tiles[1]]
     before, same = plan.before, bool(plan.same)
     with current_device(q_starts.device):
         layout = lay_out(q_starts, k_starts, plan.q_tokens, plan.k_tokens, plan.q_longest, plan.k_longest, BLOCK, same)
@@ -299,7 +299,7 @@ def _on_device(tables, q_starts, k_starts, borders, plan: RepackPlan) -> list[to
     return [*axes[0], *axes[1], mask_index, *filled[0], *work[0], *filled[1], *work[1], *roomy]
 
 
-def _long_tables(tables: list[torch.Tensor]):
+def _unpack_tables(tables: list[torch.Tensor]):
     """(mask_index, by_query, by_key, tiles, first tile)."""
     size = len(Table._fields)
     return tables[0], Table(*tables[1 : 1 + size]), Table(*tables[1 + size : 1 + 2 * size]), tables[1 + 2 * size : -1], tables[-1]
@@ -310,13 +310,13 @@ def _empty_axis(tokens: int, blocks: int, device) -> Axis:
     return Axis(token_of_row, torch.full((tokens,), -1, dtype=torch.int32, device=device))
 
 
-def _with_room(tiles: torch.Tensor, more: int) -> torch.Tensor:
+def _extend_tiles(tiles: torch.Tensor, more: int) -> torch.Tensor:
     roomy = tiles.new_empty((len(tiles) + more, *tiles.shape[1:]))
     roomy[: len(tiles)].copy_(tiles)
     return roomy
 
 
-def _on_host(tables, q_starts, k_starts, borders, plan: RepackPlan) -> list[torch.Tensor]:
+def _pack_on_host(tables, q_starts, k_starts, borders, plan: RepackPlan) -> list[torch.Tensor]:
     """``_pack`` using NumPy: the reference for the kernels."""
     q_start, q_len = documents_on_host(q_starts, plan.q_tokens, plan.q_longest)
     k_start, k_len = (q_start, q_len) if plan.same else documents_on_host(k_starts, plan.k_tokens, plan.k_longest)
@@ -325,7 +325,7 @@ def _on_host(tables, q_starts, k_starts, borders, plan: RepackPlan) -> list[torc
     q_first, k_first = (np.cumsum(blocks) - blocks for blocks in (q_blocks, k_blocks))
     device = q_starts.device
 
-    k_height = _long_tables(tables)[2].row_order.shape[1]
+    k_height = _unpack_tables(tables)[2].row_order.shape[1]
     long = BlockMask.from_tensors((plan.before + k_height) * BLOCK, k_height * BLOCK, BLOCK, tables[:-1])
     grid = BlockGrid(plan.q_blocks * BLOCK, plan.k_blocks * BLOCK, BLOCK)
     alone = k_len >= BLOCK if plan.shared else k_len > 0

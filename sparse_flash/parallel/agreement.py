@@ -19,7 +19,7 @@ def check_agreement(given: dict[str, str] | Exception, group: dist.ProcessGroup)
     """
     every: list[dict[str, str] | str] = [""] * dist.get_world_size(group)
     dist.all_gather_object(every, _sendable(given), group=group)
-    _compare(given, every)
+    _check_values(given, every)
 
 
 class Agreement:
@@ -40,14 +40,14 @@ class Agreement:
     def check(self) -> None:
         """Waits for all ranks and raises as ``check_agreement``."""
         self._work.wait()
-        _compare(self._given, [json.loads(theirs.numpy().tobytes()) for theirs in self._every])
+        _check_values(self._given, [json.loads(theirs.numpy().tobytes()) for theirs in self._every])
 
 
 def _sendable(given: dict[str, str] | Exception) -> dict[str, str] | str:
     return f"{type(given).__name__}: {given}" if isinstance(given, Exception) else given
 
 
-def _compare(given: dict[str, str] | Exception, every: list[dict[str, str] | str]) -> None:
+def _check_values(given: dict[str, str] | Exception, every: list[dict[str, str] | str]) -> None:
     """Raises as ``check_agreement``. every: the values or the error of each rank, in the order of ranks."""
     if isinstance(given, Exception):
         raise given
@@ -62,11 +62,11 @@ def _compare(given: dict[str, str] | Exception, every: list[dict[str, str] | str
             assert isinstance(theirs, dict)  # as none failed
             ranks_of[theirs[name]].append(rank)
         if len(ranks_of) > 1:
-            listed = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in ranks_of.items())
+            listed = ", ".join(f"{value} on {_ranks_text(ranks)}" for value, ranks in ranks_of.items())
             differing.append(f"{name} is {listed}")
     if differing:
         raise ValueError(f"all ranks of a mesh must make the same plan; {'; '.join(differing)}; pass the same on every rank")
 
 
-def _ranks(numbers: list[int]) -> str:
+def _ranks_text(numbers: list[int]) -> str:
     return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"

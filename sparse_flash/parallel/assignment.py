@@ -18,15 +18,15 @@ from .costs import CallTimes, SequenceSizes, call_times
 CHUNK_TOKENS = 1024
 # Bounds on the chunks of a rank take precedence: zigzag needs a few to fold evenly, and the search must end in milliseconds.
 _LEAST_CHUNKS, _MOST_CHUNKS = 4, 64
-# Limits of ``exchanged``. An exchange must bring the greater cost of its two ranks below _LEAST_GAIN of what it was. After
+# Limits of ``improve_owners``. An exchange must bring the greater cost of its two ranks below _LEAST_GAIN of what it was. After
 # _LOOK_BACK exchanges the costliest rank must be below _LEAST_PROGRESS of what it was.
 _MOST_EXCHANGES, _PARTNERS, _LEAST_GAIN = 100, 2, 0.999  # _PARTNERS: ranks that the costliest one tries
 _LOOK_BACK, _LEAST_PROGRESS = 32, 0.98
 # Heavy rows visit more than the share _HEAVY of all columns. They are shared if their number times heads / kv_heads is at most the
 # share _FEW of all rows. Their queries and results then have at most half of the bytes of all keys and values.
-_HEAVY, _FEW = 0.5, 0.25
+_HEAVY_SHARE, _FEW_SHARE = 0.5, 0.25
 _FEW_RANKS = 16  # may share the memory of one host
-_ENTRIES_TOGETHER = 1 << 22  # entries of a table that are read at a time
+_MOST_ENTRIES = 1 << 22  # entries of a table that are read at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,14 +45,16 @@ class Visits:
     ptr: np.ndarray
     cols: np.ndarray
     shared: np.ndarray | None = None
-    _light: dict[float, Visits | None] = field(default_factory=dict)  # what ``without_shared_rows`` returned
+    _without_shared: dict[float, Visits | None] = field(default_factory=dict)  # what ``without_shared_rows`` returned
 
     @classmethod
     def of(cls, mask: BlockMask, per: int, shared: np.ndarray | None = None) -> Visits:
         blocks = mask.grid.q_blocks
         chunks = -(-blocks // per)
         visited = np.diff(mask.by_query.row_ptr.numpy())
-        work = _shares(mask) @ np.add.reduceat(visited if shared is None else visited * ~shared, np.arange(chunks) * per, axis=1)
+        work = _head_shares(mask) @ np.add.reduceat(
+            visited if shared is None else visited * ~shared, np.arange(chunks) * per, axis=1
+        )
         needed = np.zeros(chunks * blocks, bool)
         for _, chunk, cols in _entries_by_chunk(mask, per, shared):
             needed[chunk * blocks + cols] = True
@@ -62,11 +64,11 @@ class Visits:
     def without_shared_rows(self, sizes: SequenceSizes) -> Visits | None:
         """Returns the visits without the rows that visit most columns, in the mean over heads; None if no row does, or too many."""
         group = sizes.heads / sizes.kv_heads
-        if group not in self._light:
-            heavy = _shares(self.mask) @ np.diff(self.mask.by_query.row_ptr.numpy()) > _HEAVY * self.mask.grid.kv_blocks
-            few = 0 < heavy.sum() * group <= _FEW * len(heavy)
-            self._light[group] = Visits.of(self.mask, self.per, heavy) if few else None
-        return self._light[group]
+        if group not in self._without_shared:
+            heavy = _head_shares(self.mask) @ np.diff(self.mask.by_query.row_ptr.numpy()) > _HEAVY_SHARE * self.mask.grid.kv_blocks
+            few = 0 < heavy.sum() * group <= _FEW_SHARE * len(heavy)
+            self._without_shared[group] = Visits.of(self.mask, self.per, heavy) if few else None
+        return self._without_shared[group]
 
     @property
     def chunks(self) -> int:
@@ -82,7 +84,7 @@ class Visits:
         return *np.divmod(visited, self.chunks), blocks[visited]
 
 
-def _shares(mask: BlockMask) -> np.ndarray:
+def _head_shares(mask: BlockMask) -> np.ndarray:
     """Returns (masks,) float64: the share of heads that use each stored mask."""
     return np.bincount(mask.mask_index.flatten().numpy(), minlength=mask.masks) / mask.mask_index.numel()
 
@@ -92,12 +94,12 @@ def _entries_by_chunk(
 ) -> Iterator[tuple[float, np.ndarray, np.ndarray]]:
     """Yields (share of heads, chunk of each row, column) of a mask's visited blocks, some rows of a stored mask at a time.
     without: (q_blocks,) bool, rows that are left out."""
-    ptr, cols, share = mask.by_query.row_ptr.numpy(), mask.by_query.col_idx.numpy(), _shares(mask)
+    ptr, cols, share = mask.by_query.row_ptr.numpy(), mask.by_query.col_idx.numpy(), _head_shares(mask)
     chunk_of_row = np.arange(mask.grid.q_blocks) // per
     for number in range(mask.masks):
         row = 0
         while row < mask.grid.q_blocks:
-            stop = max(row + 1, int(np.searchsorted(ptr[number], ptr[number, row] + _ENTRIES_TOGETHER, side="right")) - 1)
+            stop = max(row + 1, int(np.searchsorted(ptr[number], ptr[number, row] + _MOST_ENTRIES, side="right")) - 1)
             counts, visited = np.diff(ptr[number, row : stop + 1]), cols[ptr[number, row] : ptr[number, stop]]
             if without is not None:
                 visited = visited[np.repeat(~without[row:stop], counts)]
@@ -170,23 +172,23 @@ class Assignment(Owners):
         return np.bincount(self.owner[row[own]], blocks[own], self.ranks)
 
     @cached_property
-    def visiting(self) -> np.ndarray:
+    def visiting_rows(self) -> np.ndarray:
         """Returns (ranks,) int64: how many block rows of each rank are in chunks that visit blocks of others. Not every row of such
         a chunk visits them, so this is an upper bound."""
         row, col, _ = self.visits.pairs
         visits_others = np.zeros(self.visits.chunks, bool)
         visits_others[row[self.owner[row] != self.owner[col]]] = True
-        return self.of_ranks(visits_others[np.arange(len(self.owner_of_block)) // self.per]).astype(np.int64)
+        return self.sum_by_rank(visits_others[np.arange(len(self.owner_of_block)) // self.per]).astype(np.int64)
 
     def call_times(self, sizes: SequenceSizes, link_rate: float) -> list[tuple[CallTimes, CallTimes]]:
         """Returns (forward pass, backward pass) of each rank. Exchanges of shared rows are not included."""
         far, near = (self.load - self.near) * sizes.heads, (self.near + self.shared_load) * sizes.heads
         return [
             call_times(on_near, on_far, visiting, self.blocks.shape[1], received, sizes, link_rate)
-            for on_near, on_far, visiting, received in zip(near, far, self.visiting, self.received, strict=True)
+            for on_near, on_far, visiting, received in zip(near, far, self.visiting_rows, self.received, strict=True)
         ]
 
-    def of_ranks(self, values: np.ndarray) -> np.ndarray:
+    def sum_by_rank(self, values: np.ndarray) -> np.ndarray:
         """Returns (ranks,): the sum of values, (blocks,), over each rank's blocks."""
         return np.bincount(self.owner_of_block, values, self.ranks)
 
@@ -197,7 +199,7 @@ class Assignment(Owners):
         if self.visits.shared is not None:
             for share, _, cols in _entries_by_chunk(self.visits.mask, self.per, ~self.visits.shared):
                 of_columns += share * np.bincount(cols, minlength=len(of_columns))
-        return self.of_ranks(of_columns)
+        return self.sum_by_rank(of_columns)
 
     @cached_property
     def work(self) -> np.ndarray:
@@ -232,12 +234,12 @@ class Assignment(Owners):
         return self.needs.sum(1) - np.bincount(self.owner_of_block, own, self.ranks).astype(np.int64)
 
 
-def chunk_blocks(blocks: int, block_size: int, ranks: int) -> int:
+def blocks_per_chunk(blocks: int, block_size: int, ranks: int) -> int:
     """Returns the number of blocks of a chunk: CHUNK_TOKENS of them, less for short sequences and more for long ones."""
     return max(1, min(max(CHUNK_TOKENS // block_size, blocks // (_MOST_CHUNKS * ranks)), blocks // (_LEAST_CHUNKS * ranks)))
 
 
-def folded(chunks: int, ranks: int, folds: int) -> np.ndarray:
+def fold_chunks(chunks: int, ranks: int, folds: int) -> np.ndarray:
     """Returns (chunks,) int64, the rank of each chunk.
 
     0 folds give each rank one piece of the sequence. n folds give each rank two pieces in each of n stretches: one piece is as far
@@ -250,7 +252,7 @@ def folded(chunks: int, ranks: int, folds: int) -> np.ndarray:
     return np.minimum(piece, 2 * ranks - 1 - piece)
 
 
-def levelled(work: np.ndarray, ranks: int) -> np.ndarray:
+def balance_chunks(work: np.ndarray, ranks: int) -> np.ndarray:
     """Assigns chunks, heaviest first, each to the rank with the least work among the ranks that may still get one."""
     owner, left = np.zeros(len(work), np.int64), [-(-len(work) // ranks)] * ranks
     loads = [(0.0, rank) for rank in range(ranks)]  # a heap of the ranks that may get chunks
@@ -272,12 +274,12 @@ def candidates(visits: Sequence[Visits], layers: Sequence[int], ranks: int) -> l
     layers have each mask; the work of all layers counts.
     """
     chunks = visits[0].chunks
-    owners = {"contiguous": folded(chunks, ranks, 0)}
+    owners = {"contiguous": fold_chunks(chunks, ranks, 0)}
     folds = 1
     while 2 * ranks * folds <= chunks:
-        owners["zigzag" if folds == 1 else f"zigzag in {folds} stretches"] = folded(chunks, ranks, folds)
+        owners["zigzag" if folds == 1 else f"zigzag in {folds} stretches"] = fold_chunks(chunks, ranks, folds)
         folds *= 2
-    owners["levelled"] = levelled(_summed_work(visits, layers), ranks)
+    owners["levelled"] = balance_chunks(_summed_work(visits, layers), ranks)
     most = -(-chunks // ranks)
     return [
         Owners.of(name, owner, visits[0].per, visits[0].mask.grid.q_blocks, ranks)
@@ -290,7 +292,7 @@ def _summed_work(visits: Sequence[Visits], layers: Sequence[int]) -> np.ndarray:
     return np.sum([one.work * count for one, count in zip(visits, layers, strict=True)], axis=0)
 
 
-def exchanged(start: Owners, visits: Sequence[Visits], layers: Sequence[int], fetching: float) -> Owners:
+def improve_owners(start: Owners, visits: Sequence[Visits], layers: Sequence[int], fetching: float) -> Owners:
     """Improves an assignment by exchanges of chunks between the costliest rank and one of the cheapest.
 
     In each step the costliest rank tries the cheapest ranks in order. It exchanges with the first rank for which some pair of
@@ -308,7 +310,7 @@ def exchanged(start: Owners, visits: Sequence[Visits], layers: Sequence[int], fe
 
 
 class _Search:
-    """Holds the state of ``exchanged``. Columns of all masks are numbered together, mask after mask."""
+    """Holds the state of ``improve_owners``. Columns of all masks are numbered together, mask after mask."""
 
     def __init__(self, start: Owners, visits: Sequence[Visits], layers: Sequence[int], fetching: float):
         self.owner, self.work = start.owner.copy(), _summed_work(visits, layers)
@@ -339,7 +341,7 @@ class _Search:
         mine = self.chunks_of[rank]
         return float(self.work[mine].sum() + self.weight[self.holders[rank] > 0].sum() - self.owned[mine].sum())
 
-    def _fetched(self, of: int, at: int, holders: int) -> np.ndarray:
+    def _fetch_costs(self, of: int, at: int, holders: int) -> np.ndarray:
         """Returns, for each chunk of rank ``of``, the fetching cost of its columns that ``holders`` chunks of rank ``at`` touch."""
         cols, first = self.touched_by[of]
         return np.add.reduceat(np.where(self.holders[at] == holders, self.weight, 0)[cols], first)
@@ -348,16 +350,16 @@ class _Search:
         """Makes the next exchange. Returns whether there was one."""
         high = int(self.cost.argmax())
         theirs = self.chunks_of[high]
-        leaves = -self.work[theirs] - self._fetched(high, high, 1)
+        leaves = -self.work[theirs] - self._fetch_costs(high, high, 1)
         for low in np.argsort(self.cost, kind="stable")[:_PARTNERS].tolist():
             mine = self.chunks_of[low]
             if low == high or not len(mine):
                 continue
             # The costs after an exchange of each of their chunks (rows) for each of mine (columns). A block that both chunks touch
             # may count as fetched, so the costs are upper bounds.
-            of_high = self.cost[high] + leaves[:, None] + self.work[mine] + self._fetched(low, high, 0)
-            arrives = self.work[theirs] + self._fetched(high, low, 0)
-            of_low = self.cost[low] + arrives[:, None] - self.work[mine] - self._fetched(low, low, 1)
+            of_high = self.cost[high] + leaves[:, None] + self.work[mine] + self._fetch_costs(low, high, 0)
+            arrives = self.work[theirs] + self._fetch_costs(high, low, 0)
+            of_low = self.cost[low] + arrives[:, None] - self.work[mine] - self._fetch_costs(low, low, 1)
             greater = np.maximum(of_high, of_low, out=of_high)
             best = int(greater.argmin())
             if greater.flat[best] < self.cost[high] * _LEAST_GAIN:

@@ -55,7 +55,7 @@ class PartialAttention(NamedTuple):
         dout, dlse, out, lse = results
         return run.backward(dout, dlse, q, k, v, out, lse, table, self.scale, self.deterministic, variant)
 
-    def backward_in_two(
+    def split_backward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fetched: torch.Tensor, results: RowResults, calls: TwoCalls
     ) -> SeparateCalls | JointCalls:
         """Returns the backward pass in two calls, not started. fetched: blocks, which need not have arrived yet."""
@@ -73,7 +73,7 @@ class PartialAttention(NamedTuple):
     def _prepared(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: LocalMask
     ) -> tuple[ModuleType, BlockMask | None, Variant | None]:
-        table, variant = for_back_end(mask, self.dropout, q.is_cuda)
+        table, variant = table_and_variant(mask, self.dropout, q.is_cuda)
         size = None if table is None else table.block_size
         call = backends.Call.of(q, k, v, size, variant, deterministic=self.deterministic)
         return backends.backend(backends.choose_backend(self.backend, call)), table, variant
@@ -114,19 +114,19 @@ class JointCalls(NamedTuple):
 
     def near(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         with current_device(k.device):
-            return self.joint.of_keys(k, v, self.near_mask)
+            return self.joint.add_keys(k, v, self.near_mask)
 
     def far(self, fetched: torch.Tensor, gradients: torch.Tensor) -> None:
         head_dim = self.joint.q.shape[3]
         with current_device(fetched.device):
-            self.joint.of_keys(*unpacked(fetched, head_dim), self.far_mask, unpacked(gradients, head_dim))
+            self.joint.add_keys(*unpacked(fetched, head_dim), self.far_mask, unpacked(gradients, head_dim))
 
     def queries(self) -> torch.Tensor:
         with current_device(self.joint.q.device):
-            return self.joint.of_queries()
+            return self.joint.round_dq()
 
 
-def for_back_end(mask: LocalMask, dropout: Variant | None, on_gpu: bool) -> tuple[BlockMask | None, Variant | None]:
+def table_and_variant(mask: LocalMask, dropout: Variant | None, on_gpu: bool) -> tuple[BlockMask | None, Variant | None]:
     """Returns (mask, variant) for a back end. With dropout, the variant has the positions of the mask's tokens in the sequence."""
     if dropout is None:
         return mask.mask.kernel_table(on_gpu), None
@@ -150,7 +150,9 @@ def merge(out: torch.Tensor, lse: torch.Tensor, part: tuple[torch.Tensor, torch.
     lse.copy_(total)
 
 
-def add(whole: torch.Tensor, part: torch.Tensor, rows: torch.Tensor, block_size: int, addends: Addends | None = None) -> None:
+def add_blocks(
+    whole: torch.Tensor, part: torch.Tensor, rows: torch.Tensor, block_size: int, addends: Addends | None = None
+) -> None:
     """Adds gradients of some blocks to ``whole``, in place, and rounds once. Arguments: as for ``merge.add_rows``."""
     if triton_backend.by_kernels(whole.device):
         from ..kernels.portable.merge import add_rows

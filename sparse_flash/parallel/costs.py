@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from ..kernels.cost.choices import DENSE_BLOCK, HEAD_DIM, block_times, reference
+from ..kernels.cost.choices import DENSE_BLOCK, HEAD_DIM, block_times, reference_chip
 
 ELEMENT_BYTES = 2  # float16, bfloat16
 LSE_BYTES = 4  # float32
@@ -22,8 +22,8 @@ _COST_OF_HIDING = 0.25
 # Blocks of others take longer in a backward call of their own than in one call on all blocks, by this factor.
 _FAR_BACKWARD = 1.2
 # Bytes that kernels read and write in a forward pass for each element of a row in 16 bits.
-_CALL = 4  # a call on blocks of others: reads q, writes out
-_MERGE = 6  # the merge after it: reads both results, writes one
+_CALL_BYTES = 4  # a call on blocks of others: reads q, writes out
+_MERGE_BYTES = 6  # the merge after it: reads both results, writes one
 
 
 @dataclass(frozen=True)
@@ -41,21 +41,21 @@ class SequenceSizes:
         return self.block_size * self.kv_heads * 2 * HEAD_DIM * ELEMENT_BYTES
 
 
-def seconds(rows: float, blocks: float, received: float, sizes: SequenceSizes, link_rate: float) -> float:
+def forward_seconds(rows: float, blocks: float, received: float, sizes: SequenceSizes, link_rate: float) -> float:
     """Returns the seconds of a rank's forward pass that first computes, then receives, with no overlap.
 
     rows, blocks: block rows and visited blocks, summed over heads. received: bytes. link_rate: bytes per second.
     """
-    return _call(False, rows, blocks, sizes) + received / link_rate
+    return _call_seconds(False, rows, blocks, sizes) + received / link_rate
 
 
-def _call(backward: bool, rows: float, blocks: float, sizes: SequenceSizes) -> float:
+def _call_seconds(backward: bool, rows: float, blocks: float, sizes: SequenceSizes) -> float:
     """Returns the seconds of a pass of a call. All blocks count as full."""
     size = sizes.block_size / DENSE_BLOCK  # kernels rarely run smaller ones (``masks/coarsen``)
     return 1e-6 * block_times(DENSE_BLOCK, backward).of(rows * size, blocks * size**2)
 
 
-def copied(size: float) -> float:
+def copy_seconds(size: float) -> float:
     """Returns the seconds that copying ``size`` bytes takes."""
     return 2 * size / _memory_rate()
 
@@ -63,7 +63,7 @@ def copied(size: float) -> float:
 @cache
 def _memory_rate() -> float:
     """Returns the bytes per second of copies, merges and calls on few keys."""
-    return 1e6 * reference().bytes_per_us
+    return 1e6 * reference_chip().bytes_per_us
 
 
 class CallTimes(NamedTuple):
@@ -99,26 +99,26 @@ def call_times(
     travel = received * sizes.block_bytes / link_rate
     # One call needs all blocks in one tensor, so own and fetched blocks are copied into it, and gradients out of it. In a forward
     # pass the exchange hides the copy of own blocks. Two calls copy only the gradients of fetched blocks.
-    copied_own = copied(own * sizes.block_bytes) if received else 0.0
-    sent_back = copied(received * sizes.block_bytes)
+    copied_own = copy_seconds(own * sizes.block_bytes) if received else 0.0
+    sent_back = copy_seconds(received * sizes.block_bytes)
     row = sizes.heads * sizes.block_size * HEAD_DIM / _memory_rate()  # seconds of a byte for each element
     # Queries that visit no block of others are read, and their zeros written, but not merged. Backward calls accumulate into one dQ
     # (``calls.JointCalls``).
-    merged = (_CALL * own * bool(visiting) + _MERGE * visiting) * row
+    merged = (_CALL_BYTES * own * bool(visiting) + _MERGE_BYTES * visiting) * row
     # near and far are summed before the conversion, so that assignments with equal sums tie to the last bit.
     rows = own * sizes.heads
     on_near, on_all, near_back, all_back = (
-        _call(backward, rows, blocks, sizes) for backward in (False, True) for blocks in (near, near + far)
+        _call_seconds(backward, rows, blocks, sizes) for backward in (False, True) for blocks in (near, near + far)
     )
-    on_far, far_back = (_call(backward, 0, far, sizes) for backward in (False, True))
-    forward = CallTimes(on_all + max(travel, copied_own) + sent_back, _both(on_near, travel) + on_far + merged)
+    on_far, far_back = (_call_seconds(backward, 0, far, sizes) for backward in (False, True))
+    forward = CallTimes(on_all + max(travel, copied_own) + sent_back, _overlapped_seconds(on_near, travel) + on_far + merged)
     backward = CallTimes(
         all_back + travel + 2 * (copied_own + sent_back),
-        _FAR_BACKWARD * far_back + _both(near_back, travel) + sent_back,
+        _FAR_BACKWARD * far_back + _overlapped_seconds(near_back, travel) + sent_back,
     )
     return forward, backward
 
 
-def _both(call: float, travel: float) -> float:
+def _overlapped_seconds(call: float, travel: float) -> float:
     """Returns the seconds of a call and of an exchange that overlap."""
     return max(call, travel) + _COST_OF_HIDING * min(call, travel)

@@ -10,15 +10,15 @@ import numpy as np
 
 from ..masks.block_mask import BlockMask
 from ..tools.figures import size_text
-from .assignment import Assignment, Owners, Visits, candidates, chunk_blocks, exchanged
-from .costs import ELEMENT_BYTES, HEAD_DIM, LSE_BYTES, CallTimes, SequenceSizes, copied, seconds, slowest
+from .assignment import Assignment, Owners, Visits, blocks_per_chunk, candidates, improve_owners
+from .costs import ELEMENT_BYTES, HEAD_DIM, LSE_BYTES, CallTimes, SequenceSizes, copy_seconds, forward_seconds, slowest
 
 Strategy = Literal["blocks", "queries", "heads"]
 STRATEGIES: tuple[Strategy, ...] = "blocks", "queries", "heads"
 
 # Chunks are exchanged if the time falls below this share of the best regular assignment's: smaller gains are within the
 # estimate's error.
-_WORTH_IT = 0.98
+_WORTHWHILE_SHARE = 0.98
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +85,7 @@ def possible_strategies(sizes: SequenceSizes, ranks: int, knows_heads: bool) -> 
     return STRATEGIES if knows_heads and sizes.kv_heads % ranks == 0 else STRATEGIES[:2]
 
 
-def chosen(
+def choose_strategies(
     visits: Sequence[Visits],
     layers: Sequence[int],
     sizes: SequenceSizes,
@@ -130,12 +130,12 @@ def chosen(
     fetched = [(one, layers[n]) for n, name in enumerate(choice.strategies) if name in fetching and (one := fetching[name][n])]
     if fetched:
         of_fetched, counts = [one for one, _ in fetched], [count for _, count in fetched]
-        uneven, other = of(exchanged(choice.owners, of_fetched, counts, estimates.block_in_visits))
-        choice = other if uneven < _WORTH_IT * found else choice
+        uneven, other = of(improve_owners(choice.owners, of_fetched, counts, estimates.visits_per_fetch))
+        choice = other if uneven < _WORTHWHILE_SHARE * found else choice
     return choice
 
 
-def explained(
+def explain_strategies(
     mask: BlockMask,
     sizes: SequenceSizes,
     ranks: int,
@@ -144,18 +144,18 @@ def explained(
     owners: Owners | None = None,
 ) -> ContextExplanation:
     """Returns the costs of a mask, which is on the CPU. owners: of the tokens, if a plan has settled them; None to choose them."""
-    visits = Visits.of(mask, chunk_blocks(mask.grid.q_blocks, sizes.block_size, ranks))
+    visits = Visits.of(mask, blocks_per_chunk(mask.grid.q_blocks, sizes.block_size, ranks))
     estimates = _Estimates(sizes, ranks, link_rate)
     options = [option.under(visits) for option in candidates([visits], [1], ranks)]
 
     def fastest(of: Callable[[Assignment], StrategyCosts]) -> StrategyCosts:
         return min((of(option) for option in options), key=lambda costs: costs.seconds)
 
-    best = (owners or chosen([visits], [1], sizes, ranks, link_rate, ["blocks"]).owners).under(visits)
+    best = (owners or choose_strategies([visits], [1], sizes, ranks, link_rate, ["blocks"]).owners).under(visits)
     assignments: dict[Strategy, Assignment] = {"blocks": best}
     table = {"blocks": estimates.of_blocks(best)}
     if light := visits.without_shared_rows(sizes):
-        of_light = owners or chosen([visits], [1], sizes, ranks, link_rate, ["queries"]).owners
+        of_light = owners or choose_strategies([visits], [1], sizes, ranks, link_rate, ["queries"]).owners
         assignments["queries"] = of_light.under(light)
         table["queries"] = estimates.of_blocks(assignments["queries"])
     if "heads" in possible_strategies(sizes, ranks, knows_heads):
@@ -177,7 +177,7 @@ class _Estimates:
     def own_blocks(self) -> int:
         """Returns how many blocks a rank holds, padding included."""
         blocks = -(-self.sizes.q_len // self.sizes.block_size)
-        per = chunk_blocks(blocks, self.sizes.block_size, self.ranks)
+        per = blocks_per_chunk(blocks, self.sizes.block_size, self.ranks)
         chunks = -(-blocks // per)
         return min(blocks, -(-chunks // self.ranks) * per)
 
@@ -187,16 +187,16 @@ class _Estimates:
         return self.own_blocks * self.sizes.block_bytes
 
     @property
-    def block_in_visits(self) -> float:
+    def visits_per_fetch(self) -> float:
         """Returns how many blocks a rank visits, the mean over heads, in the time in which it gets one."""
-        return self.sizes.block_bytes / self.link_rate / seconds(0, self.sizes.heads, 0, self.sizes, self.link_rate)
+        return self.sizes.block_bytes / self.link_rate / forward_seconds(0, self.sizes.heads, 0, self.sizes, self.link_rate)
 
     def of_blocks(self, option: Assignment) -> StrategyCosts:
         """Returns the costs of fetching blocks. If the option's visits leave shared rows out, their queries are included here."""
         sizes = self.sizes
         work = (option.load + option.shared_load) * sizes.heads
         travelling = (
-            np.zeros(self.ranks) if option.visits.shared is None else self._of_queries(option.of_ranks(option.visits.shared))
+            np.zeros(self.ranks) if option.visits.shared is None else self._query_bytes(option.sum_by_rank(option.visits.shared))
         )
         # The slowest rank need be neither the rank with the most work nor the rank that gets most, so each rank is estimated.
         forward = (of_rank for of_rank, _ in option.call_times(sizes, self.link_rate))
@@ -205,7 +205,7 @@ class _Estimates:
         fetched = option.received * float(sizes.block_bytes)
         return StrategyCosts(work, work.max(), fetched + travelling, self.own + fetched.max(), took)
 
-    def _of_queries(self, mine: np.ndarray) -> np.ndarray:
+    def _query_bytes(self, mine: np.ndarray) -> np.ndarray:
         """Returns (ranks,) bytes that each rank gets: the queries of others, and partial results of its own rows from all others.
         mine: (ranks,), how many shared block rows each rank has."""
         token = self.sizes.heads * HEAD_DIM * ELEMENT_BYTES
@@ -213,12 +213,12 @@ class _Estimates:
         return self.sizes.block_size * ((mine.sum() - mine) * token + parts)
 
     def of_heads(self, mask: BlockMask) -> StrategyCosts:
-        received = self._exchanged_by_heads * (self.ranks - 1) / self.ranks
+        received = self._head_exchange_bytes * (self.ranks - 1) / self.ranks
         work = _work_by_head(mask, self.sizes.heads).reshape(self.ranks, -1).sum(1)
-        return self._even(work, work.max(), received, self.own, copied(self._exchanged_by_heads))
+        return self._even_costs(work, work.max(), received, self.own, copy_seconds(self._head_exchange_bytes))
 
     @property
-    def _exchanged_by_heads(self) -> float:
+    def _head_exchange_bytes(self) -> float:
         """Returns the bytes of a rank's q, k, v and out, all of which it copies to send them. Its own heads' share does not
         travel."""
         return self.own * (1 + self.sizes.heads / self.sizes.kv_heads)
@@ -227,18 +227,18 @@ class _Estimates:
         rank, step = np.indices((self.ranks, self.ranks))
         by_step = option.work[rank, (rank - step) % self.ranks] * self.sizes.heads
         received, held = (self.ranks - 1) * self.own, min(2, self.ranks) * self.own
-        return self._even(by_step.sum(1), by_step.max(0).sum(), received, held, calls=self.ranks)
+        return self._even_costs(by_step.sum(1), by_step.max(0).sum(), received, held, calls=self.ranks)
 
     def of_an_all_gather(self, option: Assignment) -> StrategyCosts:
         work = option.load * self.sizes.heads
-        return self._even(work, work.max(), (self.ranks - 1) * self.own, self.ranks * self.own)
+        return self._even_costs(work, work.max(), (self.ranks - 1) * self.own, self.ranks * self.own)
 
-    def _even(
+    def _even_costs(
         self, work: np.ndarray, waited: float, received: float, held: float, more: float = 0.0, calls: int = 1
     ) -> StrategyCosts:
         """Returns the costs if all ranks get equally many bytes. more: seconds to add. calls: of all rows."""
         every, rows = np.full(self.ranks, float(received)), calls * self.own_blocks * self.sizes.heads
-        took = seconds(rows, waited, received, self.sizes, self.link_rate) + more
+        took = forward_seconds(rows, waited, received, self.sizes, self.link_rate) + more
         return StrategyCosts(work, waited, every, held, took)
 
 

@@ -7,7 +7,7 @@ import torch
 from .exchange import all_to_all
 
 
-def some_heads_of_all_tokens(tensors: list[torch.Tensor], ranks: int, handle: torch.Tensor) -> list[torch.Tensor]:
+def exchange_tokens_for_heads(tensors: list[torch.Tensor], ranks: int, handle: torch.Tensor) -> list[torch.Tensor]:
     """Exchanges tensors of (batch, heads, tokens, size) for (batch, heads of a rank, tokens of all ranks, size), in one
     exchange."""
     # (ranks, tokens, batch, heads of a rank, size) each, so that tokens that arrive follow each other.
@@ -22,7 +22,7 @@ def some_heads_of_all_tokens(tensors: list[torch.Tensor], ranks: int, handle: to
     return [t.permute(1, 2, 0, 3) for t in every]
 
 
-def own_tokens_of_all_heads(x: torch.Tensor, ranks: int, handle: torch.Tensor) -> torch.Tensor:
+def exchange_heads_for_tokens(x: torch.Tensor, ranks: int, handle: torch.Tensor) -> torch.Tensor:
     """Exchanges x, (batch, heads of a rank, tokens of all ranks, size), for (batch, heads, tokens, size)."""
     parts = x.unflatten(2, (ranks, -1)).permute(2, 1, 0, 3, 4)
     return all_to_all(parts, handle).flatten(0, 1).transpose(0, 1)

@@ -23,9 +23,9 @@ from .traffic import Traffic
 SWITCH = "SPARSE_FLASH_COPY_ENGINES"  # an environment variable; 0: NCCL moves everything
 # The process group moves shorter messages. Copies take more of the host's time than an operation of NCCL, but slow attention less,
 # so they pay for long messages (docs/performance/several-gpus.md, "Copied by copy engines").
-LEAST = 1 << 28  # bytes
-_TRIED = 1 << 21  # bytes, of the first allocation, which shows whether memory can be shared
-_SHARE = 8  # Memory grows in steps of an eighth of the largest power of two up to its size.
+LEAST_BYTES = 1 << 28  # bytes
+_FIRST_BYTES = 1 << 21  # bytes, of the first allocation, which shows whether memory can be shared
+_GROWTH_STEPS = 8  # Memory grows in steps of an eighth of the largest power of two up to its size.
 
 _known: WeakKeyDictionary[dist.ProcessGroup, PeerMemory | None] = WeakKeyDictionary()
 
@@ -53,7 +53,7 @@ class PeerMemory:
         # High priority, so that its barriers start before kernels of other streams that wait for a multiprocessor.
         self._stream = self._module.Stream(priority=-1)
         self._memory: torch.Tensor | None
-        self._memory, self._peers = self._allocated(_TRIED)
+        self._memory, self._peers = self._allocated(_FIRST_BYTES)
         self._meet()
 
     @property
@@ -74,7 +74,7 @@ class PeerMemory:
         if self._memory is None or longest > self.size:
             # Freed first, as both may not fit.
             self._memory = self._peers = None
-            unit = max(_TRIED, 1 << longest.bit_length() - 1 >> _SHARE.bit_length() - 1)
+            unit = max(_FIRST_BYTES, 1 << longest.bit_length() - 1 >> _GROWTH_STEPS.bit_length() - 1)
             self._memory, self._peers = self._allocated(-(-longest // unit) * unit)
         elements = torch.Size(shape).numel()
         return self._memory[: elements * dtype.itemsize].view(dtype).view(shape)
@@ -109,11 +109,11 @@ def peer_memory(group: dist.ProcessGroup, device: torch.device) -> PeerMemory | 
     """Returns the memory that a group's ranks share. Returns None if the group moves messages itself: on CPUs, between hosts, and
     if NVLink does not join all GPUs. The first call for a group is collective. Warns if sharing should work and fails."""
     if group not in _known:
-        _known[group] = _made(group, device)
+        _known[group] = _make_memory(group, device)
     return _known[group]
 
 
-def _made(group: dist.ProcessGroup, device: torch.device) -> PeerMemory | None:
+def _make_memory(group: dist.ProcessGroup, device: torch.device) -> PeerMemory | None:
     if device.type != "cuda" or torch.version.cuda is None or dist.get_world_size(group) == 1:
         return None
     on = os.environ.get(SWITCH, "1") not in ("", "0")

@@ -33,13 +33,13 @@ from ..selection.block_selection import BlockSelection
 from ..variant.definition import with_sinks
 from ..variant.variant import Variant, checked_variant
 from .agreement import check_agreement
-from .calls import for_back_end
+from .calls import table_and_variant
 from .costs import LINK_RATE
-from .exchange import attention_of_blocks, seed_of_first_rank
-from .explanation import ContextExplanation, Strategy, explained
-from .heads import own_tokens_of_all_heads, some_heads_of_all_tokens
+from .exchange import attend_blocks, seed_of_first_rank
+from .explanation import ContextExplanation, Strategy, explain_strategies
+from .heads import exchange_heads_for_tokens, exchange_tokens_for_heads
 from .meshes import device_of, group_of
-from .planning import PlannedSequence, PlanOptions, facts_to_agree_on, planned, square
+from .planning import PlannedSequence, PlanOptions, facts_to_agree_on, plan_sequence, to_square_mask
 from .routes import BlockExchange, LocalMask, Overlap, Peers, Route
 from .sharding import TokenShards
 
@@ -134,12 +134,12 @@ def context_parallel(
         options.check(ranks)
         if not given:
             raise ValueError("mask must name at least one mask, or be one; got an empty list")
-        masks, layers = _distinct([square(one, q_len, block_size) for one in given])
-        numbers = planned(masks, [layers.count(number) for number in range(len(masks))], rank, ranks, options)
+        masks, layers = _distinct([to_square_mask(one, q_len, block_size) for one in given])
+        numbers = plan_sequence(masks, [layers.count(number) for number in range(len(masks))], rank, ranks, options)
     except (TypeError, ValueError) as error:
         check_agreement(error, group)
         raise
-    in_words = [_in_words(given[layers.index(number)], one) for number, one in enumerate(masks)]
+    in_words = [_describe_mask(given[layers.index(number)], one) for number, one in enumerate(masks)]
     words = ", ".join(in_words) + (f" for layers {layers}" if isinstance(mask, (list, tuple)) else "")
     check_agreement(facts_to_agree_on(words, q_len, masks[0].block_size, options, numbers), group)
     plans = plans_of(numbers, layers, options, masks.__getitem__, mesh)
@@ -264,7 +264,7 @@ class ContextPlan(TokenShards):
         check_types(q, k, v)
         q, k, v = cast_for_autocast(q, k, v)
         if self.ranks == 1:
-            mask = self._one_rank if select is None else _chosen(select, q, k)
+            mask = self._one_rank if select is None else _resolve_select(select, q, k)
             # fmt: off
             return attention(q, k, v, mask, scale=scale, dropout_p=dropout_p, sinks=sinks, return_lse=return_lse,
                              deterministic=deterministic, backend=backend)
@@ -285,15 +285,15 @@ class ContextPlan(TokenShards):
         dropout = self._dropout(q, k, dropout_p) if dropout_p else None
         call = AttentionCall(q, k, v, None, None, scale, deterministic, backend, dropout, sinks)
         if self.strategy != "heads":
-            out, lse = self._between(call, None)
+            out, lse = self._attend_local(call, None)
             return (out, lse) if return_lse else out
         ranks, handle = self.ranks, self._peers
         if sinks is not None:
             sinks = sinks.unflatten(0, (ranks, -1))[self.rank]
-        q, k, v = some_heads_of_all_tokens([q, k, v], ranks, handle)
-        out, lse = self._between(call._replace(q=q, k=k, v=v, sinks=sinks), select)
-        out = own_tokens_of_all_heads(out, ranks, handle)
-        return (out, own_tokens_of_all_heads(lse[..., None], ranks, handle)[..., 0]) if return_lse else out
+        q, k, v = exchange_tokens_for_heads([q, k, v], ranks, handle)
+        out, lse = self._attend_local(call._replace(q=q, k=k, v=v, sinks=sinks), select)
+        out = exchange_heads_for_tokens(out, ranks, handle)
+        return (out, exchange_heads_for_tokens(lse[..., None], ranks, handle)[..., 0]) if return_lse else out
 
     def _dropout(self, q: torch.Tensor, k: torch.Tensor, dropout_p: float) -> Variant | None:
         """Returns the seed of all ranks and, if this rank has only some heads, their batch-heads (``batch_heads``). q, k: with all
@@ -309,21 +309,21 @@ class ContextPlan(TokenShards):
             batch_heads = every[:, self.rank].contiguous()
         return replace(drawn, seed=seed_of_first_rank(drawn.seed, self._peers), batch_heads=batch_heads)
 
-    def _between(
+    def _attend_local(
         self, call: AttentionCall, select: BlockChoice | BlockSelection | BlockMask | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (out, lse) of the call itself, after tokens were exchanged for heads if the strategy does so. call: without a
         mask; its variant has at most dropout."""
         if select is not None:
-            q, k, v = (_in_order(t, self._order) for t in call[:3])
-            out, lse = _of_all_tokens(call._replace(q=q, k=k, v=v), _chosen(select, q, k))
+            q, k, v = (_to_sequence_order(t, self._order) for t in call[:3])
+            out, lse = _attend_all_tokens(call._replace(q=q, k=k, v=v), _resolve_select(select, q, k))
             tokens = self.ranks * self.tokens
-            return _from_order(out, self._order, tokens, 0.0), _from_order(lse, self._order, tokens, float("-inf"))
+            return _to_rank_order(out, self._order, tokens, 0.0), _to_rank_order(lse, self._order, tokens, float("-inf"))
         if self._gathered is not None:
-            return _of_all_tokens(call, self._gathered)
+            return _attend_all_tokens(call, self._gathered)
         assert self._route is not None and self._route_handle is not None
         options = self._route.block_size, self.keep_fetched, call.scale, call.deterministic, call.backend
-        out, lse = attention_of_blocks(call.q, call.k, call.v, self._columns, self._route_handle, *options, call.variant)
+        out, lse = attend_blocks(call.q, call.k, call.v, self._columns, self._route_handle, *options, call.variant)
         return (out, lse) if call.sinks is None else with_sinks(out, lse, call.sinks, None)
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -356,7 +356,7 @@ class ContextPlan(TokenShards):
         if ranks < 1:
             raise ValueError(f"ranks must be at least 1; got {ranks}")
         owners = self._owners if ranks == self.ranks else None
-        return explained(self.mask, self._sizes, ranks, self._link_rate, self._knows_heads, owners)
+        return explain_strategies(self.mask, self._sizes, ranks, self._link_rate, self._knows_heads, owners)
 
 
 class ContextPlans(TokenShards, Sequence[ContextPlan]):
@@ -383,7 +383,9 @@ class ContextPlans(TokenShards, Sequence[ContextPlan]):
         return f"ContextPlans of {len(self)} layers, {len(set(map(id, self)))} different; {self[0]!r}"
 
 
-def _chosen(select: BlockChoice | BlockSelection | BlockMask, q: torch.Tensor, k: torch.Tensor) -> BlockSelection | BlockMask:
+def _resolve_select(
+    select: BlockChoice | BlockSelection | BlockMask, q: torch.Tensor, k: torch.Tensor
+) -> BlockSelection | BlockMask:
     found = select(q, k) if callable(select) else select
     if not isinstance(found, (BlockSelection, BlockMask)):
         raise TypeError(
@@ -393,17 +395,17 @@ def _chosen(select: BlockChoice | BlockSelection | BlockMask, q: torch.Tensor, k
     return found
 
 
-def _in_order(x: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
+def _to_sequence_order(x: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
     """Returns x, (batch, heads, tokens of all ranks, size), in the sequence's order, without padding."""
     return x if order is None else x.index_select(2, order)
 
 
-def _from_order(x: torch.Tensor, order: torch.Tensor | None, tokens: int, fill: float) -> torch.Tensor:
+def _to_rank_order(x: torch.Tensor, order: torch.Tensor | None, tokens: int, fill: float) -> torch.Tensor:
     """Reverses ``_in_order``; padding gets ``fill``."""
     return x if order is None else x.new_full((*x.shape[:2], tokens, *x.shape[3:]), fill).index_copy(2, order, x)
 
 
-def _of_all_tokens(call: AttentionCall, mask: LocalMask | BlockSelection | BlockMask) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend_all_tokens(call: AttentionCall, mask: LocalMask | BlockSelection | BlockMask) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out, lse) on a rank that has all tokens of its heads."""
     if call.variant is None:
         given = mask.mask if isinstance(mask, LocalMask) else mask
@@ -417,7 +419,7 @@ def _of_all_tokens(call: AttentionCall, mask: LocalMask | BlockSelection | Block
             "a BlockSelection does not take dropout_p; leave it out, or choose a BlockMask, as topk_blocks with every=None does"
         )
     if isinstance(mask, LocalMask):
-        given, (table, variant) = mask.mask, for_back_end(mask, call.variant, call.q.is_cuda)
+        given, (table, variant) = mask.mask, table_and_variant(mask, call.variant, call.q.is_cuda)
     else:
         check_mask(mask, call.q, call.k)
         given, table, variant = mask, mask.kernel_table(call.q.is_cuda), call.variant
@@ -438,7 +440,7 @@ def _distinct(masks: list[BlockMask]) -> tuple[list[BlockMask], list[int]]:
     return list(found.values()), [list(found).index(mask.digest) for mask in masks]
 
 
-def _in_words(given: MaskLike, whole: BlockMask) -> str:
+def _describe_mask(given: MaskLike, whole: BlockMask) -> str:
     try:
         text = given.to_spec() if isinstance(given, Pattern) else given if isinstance(given, str) else ""
     except ValueError:

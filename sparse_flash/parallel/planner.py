@@ -29,9 +29,9 @@ from .costs import LINK_RATE
 from .explanation import Strategy
 from .meshes import group_of
 from .plan import ContextPlan, ContextPlans, plans_of
-from .planning import PlannedSequence, PlanOptions, planned, short_digest
+from .planning import PlannedSequence, PlanOptions, plan_sequence, short_digest
 
-_SHORT = 1024  # tokens
+_SHORT_DOCUMENT = 1024  # tokens
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class _Task:
         apart = self.patterns[number] & shifted(documents(cu_seqlens), 0, allow_uncovered=True)
         return compile_mask(apart, self.q_len, block_size=self.options.block_size, progress=False)
 
-    def planned(self, cu_seqlens: tuple[int, ...]) -> PlannedSequence:
+    def plan_documents(self, cu_seqlens: tuple[int, ...]) -> PlannedSequence:
         masks = [self.mask(number, cu_seqlens) for number in range(len(self.patterns))]
         layers = [self.layers.count(number) for number in range(len(masks))]
-        return planned(masks, layers, self.rank, self.ranks, self.options)
+        return plan_sequence(masks, layers, self.rank, self.ranks, self.options)
 
 
 class ContextParallel:
@@ -106,14 +106,14 @@ class ContextParallel:
             layers = tuple(patterns.index(one) for one in by_layer)
             self._task = _Task(patterns, layers, q_len, dist.get_rank(group), len(ranks), options)
             # Raises what every plan would. Short documents make this quick.
-            self._task.planned((*range(0, q_len, _SHORT), q_len))
+            self._task.plan_documents((*range(0, q_len, _SHORT_DOCUMENT), q_len))
         except (TypeError, ValueError) as error:
             check_agreement(error, self._group)
             raise
         words = {name: str(value) for name, value in vars(options).items()}
         check_agreement({"mask": ", ".join(map(str, by_layer)), "q_len": str(q_len), **words}, self._group)
         context = multiprocessing.get_context("spawn")
-        self._process = ProcessPoolExecutor(1, mp_context=context, initializer=_settle_in)
+        self._process = ProcessPoolExecutor(1, mp_context=context, initializer=_prepare_process)
         self._process.submit(os.getpid)  # starts it now, as its imports take seconds
 
     def submit(self, cu_seqlens: Iterable[int]) -> PendingPlan:
@@ -128,10 +128,10 @@ class ContextParallel:
         if self._closed:
             raise RuntimeError("this planner is closed; submit documents before close, or make another ContextParallel")
         try:
-            bounds = _bounds(cu_seqlens, self._task.q_len)
+            bounds = _read_bounds(cu_seqlens, self._task.q_len)
         except (TypeError, ValueError) as error:
             return PendingPlan(self, (), self._process.submit(_refuse, error))
-        return PendingPlan(self, bounds, self._process.submit(_made, self._task, bounds))
+        return PendingPlan(self, bounds, self._process.submit(_plan_and_pickle, self._task, bounds))
 
     def close(self) -> None:
         """Ends the process after it has planned all submitted documents."""
@@ -152,9 +152,9 @@ class PendingPlan:
         self._planner, self._cu_seqlens, self._made = planner, cu_seqlens, made
         self._sent = Future[Agreement]()
         # A thread calls this as soon as the plan is made, in the order of ``submit``, so ranks compare while the last step runs.
-        made.add_done_callback(self._compare)
+        made.add_done_callback(self._send_values)
 
-    def _compare(self, made: Future[tuple[dict[str, str], bytes]]) -> None:
+    def _send_values(self, made: Future[tuple[dict[str, str], bytes]]) -> None:
         error = made.exception()
         try:
             given = made.result()[0] if error is None else error if isinstance(error, Exception) else RuntimeError(str(error))
@@ -187,7 +187,7 @@ def _pattern(mask: Pattern | str) -> Pattern:
     return parse(mask) if isinstance(mask, str) else mask
 
 
-def _bounds(cu_seqlens: Iterable[int], q_len: int) -> tuple[int, ...]:
+def _read_bounds(cu_seqlens: Iterable[int], q_len: int) -> tuple[int, ...]:
     if isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.device.type != "cpu":
         raise ValueError(
             f"cu_seqlens must be on the CPU, where it is read; got {cu_seqlens.device}; pass it before copying it to the GPU"
@@ -198,15 +198,15 @@ def _bounds(cu_seqlens: Iterable[int], q_len: int) -> tuple[int, ...]:
     return bounds
 
 
-def _settle_in() -> None:
+def _prepare_process() -> None:
     """Prepares the new process: it computes with one thread, and ends when the program ends."""
     torch.set_num_threads(1)
     parent = multiprocessing.parent_process()
     assert parent is not None
-    threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
+    threading.Thread(target=_exit_after, args=(parent,), daemon=True).start()
 
 
-def _end_after(parent: BaseProcess) -> None:
+def _exit_after(parent: BaseProcess) -> None:
     parent.join()
     os._exit(1)
 
@@ -215,9 +215,9 @@ def _refuse(error: Exception) -> tuple[dict[str, str], bytes]:
     raise error
 
 
-def _made(task: _Task, cu_seqlens: tuple[int, ...]) -> tuple[dict[str, str], bytes]:
+def _plan_and_pickle(task: _Task, cu_seqlens: tuple[int, ...]) -> tuple[dict[str, str], bytes]:
     """Returns (short descriptions that must be the same on all ranks, the plan's numbers, pickled)."""
-    numbers = task.planned(cu_seqlens)
+    numbers = task.plan_documents(cu_seqlens)
     given = np.array(cu_seqlens).tobytes()
     same = {
         "cu_seqlens": f"of {len(cu_seqlens) - 1} documents to token {cu_seqlens[-1]} ({short_digest(given)})",
@@ -235,11 +235,11 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: object) -> Any:
         if isinstance(obj, BlockMask):
             arrays = [tensor.numpy() for tensor in obj.tensors()]
-            return _mask_of, (*obj.sizes, arrays, obj.keeps_all, obj.coarse)
+            return _rebuild_mask, (*obj.sizes, arrays, obj.keeps_all, obj.coarse)
         return (torch.from_numpy, (obj.numpy(),)) if isinstance(obj, torch.Tensor) else NotImplemented
 
 
-def _mask_of(
+def _rebuild_mask(
     q_len: int, kv_len: int, block_size: int, arrays: list[np.ndarray], keeps_all: bool, coarse: BlockMask | None
 ) -> BlockMask:
     tensors = [torch.from_numpy(array) for array in arrays]

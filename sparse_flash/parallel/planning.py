@@ -11,9 +11,9 @@ from ..masks.block_mask import BlockMask, MaskLike
 from ..masks.cache import as_block_mask
 from ..selection.block_selection import BlockSelection
 from ..selection.packed_selection import PackedSelection
-from .assignment import Owners, Visits, chunk_blocks
+from .assignment import Owners, Visits, blocks_per_chunk
 from .costs import SequenceSizes
-from .explanation import STRATEGIES, Strategy, chosen, possible_strategies
+from .explanation import STRATEGIES, Strategy, choose_strategies, possible_strategies
 from .routes import BlockExchange, LocalMask
 
 
@@ -92,7 +92,9 @@ class PlannedSequence:
     parts: tuple[BlockMask | LocalMask | BlockExchange, ...]
 
 
-def planned(masks: Sequence[BlockMask], layers: Sequence[int], rank: int, ranks: int, options: PlanOptions) -> PlannedSequence:
+def plan_sequence(
+    masks: Sequence[BlockMask], layers: Sequence[int], rank: int, ranks: int, options: PlanOptions
+) -> PlannedSequence:
     """Plans one rank's part of a sequence.
 
     masks: different masks, on the CPU, of one length and block size. layers: how many layers have each mask. Raises
@@ -101,14 +103,14 @@ def planned(masks: Sequence[BlockMask], layers: Sequence[int], rank: int, ranks:
     sizes = options.sizes(masks)
     possible = possible_strategies(sizes, ranks, options.heads is not None)
     allowed = possible if options.strategy == "auto" else (options.strategy,)
-    per = chunk_blocks(masks[0].grid.q_blocks, sizes.block_size, ranks)
+    per = blocks_per_chunk(masks[0].grid.q_blocks, sizes.block_size, ranks)
     visits = [Visits.of(mask, per) for mask in masks]
     if options.strategy == "queries" and not all(one.without_shared_rows(sizes) for one in visits):
         raise ValueError(
             "strategy 'queries' needs masks in which a few block rows visit more than half of all columns, as global tokens do; "
             "got a mask in which none do, or too many; pass strategy='blocks'"
         )
-    choice = chosen(visits, layers, sizes, ranks, options.link_rate, allowed)
+    choice = choose_strategies(visits, layers, sizes, ranks, options.link_rate, allowed)
 
     def part(one: Visits, strategy: Strategy) -> BlockMask | LocalMask | BlockExchange:
         if ranks == 1:
@@ -125,7 +127,7 @@ def planned(masks: Sequence[BlockMask], layers: Sequence[int], rank: int, ranks:
     return PlannedSequence(sizes, choice.owners, choice.strategies, tuple(tuple(mask.mask_index.shape) for mask in masks), parts)
 
 
-def square(mask: MaskLike, q_len: int, block_size: int) -> BlockMask:
+def to_square_mask(mask: MaskLike, q_len: int, block_size: int) -> BlockMask:
     """Returns the mask of the whole sequence, on the CPU. Raises ValueError for a mask of other lengths, TypeError for a
     selection."""
     if isinstance(mask, (BlockSelection, PackedSelection)):

@@ -7,24 +7,26 @@ import torch
 
 from .calls import PartialAttention, RowResults
 from .routes import Route, SharedRows
-from .transfer import Arriving, by_block, by_head, message, started
+from .transfer import PendingExchange, allocate_message, as_blocks, as_tokens, start_exchange
 
 
-def sent_queries(q: torch.Tensor, shared: SharedRows, route: Route) -> Arriving:
+def send_queries(q: torch.Tensor, shared: SharedRows, route: Route) -> PendingExchange:
     """Sends the rank's shared rows of q to all ranks. The shared rows of all ranks arrive."""
-    return _to_all(_shared(q, shared), shared, route)
+    return _send_to_all(_take_shared_rows(q, shared), shared, route)
 
 
-def attended_queries(
-    q: Arriving, k: torch.Tensor, v: torch.Tensor, run: PartialAttention, shared: SharedRows, route: Route
-) -> tuple[Arriving, Arriving]:
+def attend_queries(
+    q: PendingExchange, k: torch.Tensor, v: torch.Tensor, run: PartialAttention, shared: SharedRows, route: Route
+) -> tuple[PendingExchange, PendingExchange]:
     """Attends the queries that arrived to the rank's own columns, and sends the results to their owners. Partial results (out, lse)
     of the rank's own rows arrive."""
-    out, lse = run.forward(by_head(q.arrived()), k, v, shared.mask)
-    return _returned(out, shared, route), _returned(lse[..., None], shared, route)
+    out, lse = run.forward(as_tokens(q.arrived()), k, v, shared.mask)
+    return _return_to_owners(out, shared, route), _return_to_owners(lse[..., None], shared, route)
 
 
-def merge_shared_rows(out: torch.Tensor, lse: torch.Tensor, parts: tuple[Arriving, Arriving], shared: SharedRows) -> None:
+def merge_shared_rows(
+    out: torch.Tensor, lse: torch.Tensor, parts: tuple[PendingExchange, PendingExchange], shared: SharedRows
+) -> None:
     """Merges the partial results of the rank's shared rows, and writes them to out and lse."""
     outs, logs = (part.arrived() for part in parts)
     total = logs.logsumexp(0)
@@ -34,63 +36,63 @@ def merge_shared_rows(out: torch.Tensor, lse: torch.Tensor, parts: tuple[Arrivin
     _write(lse[..., None], total, shared)
 
 
-def sent_results(q: torch.Tensor, results: RowResults, shared: SharedRows, route: Route) -> tuple[Arriving, Arriving]:
+def send_results(q: torch.Tensor, results: RowResults, shared: SharedRows, route: Route) -> tuple[PendingExchange, PendingExchange]:
     """Sends to all ranks what the gradients of the rank's shared rows need: (q and dout, lse and delta - dlse of each query)."""
-    q_rows, dout, out = (_shared(t, shared) for t in (q, results.dout, results.out))
-    lse = _shared(results.lse[..., None], shared)
+    q_rows, dout, out = (_take_shared_rows(t, shared) for t in (q, results.dout, results.out))
+    lse = _take_shared_rows(results.lse[..., None], shared)
     # The gradient of a score is p * (dp - delta), so out and dlse enter only through delta (arXiv:2307.08691, Alg. 2).
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1, keepdim=True)
     if results.dlse is not None:
-        delta -= _shared(results.dlse[..., None], shared)
+        delta -= _take_shared_rows(results.dlse[..., None], shared)
     # Back ends get delta as a gradient of lse. For a query that keeps nothing, 0 * dout may be NaN.
     delta.masked_fill_(lse.isneginf(), 0.0)
-    return _to_all(torch.cat([q_rows, dout], -1), shared, route), _to_all(torch.cat([lse, delta], -1), shared, route)
+    return _send_to_all(torch.cat([q_rows, dout], -1), shared, route), _send_to_all(torch.cat([lse, delta], -1), shared, route)
 
 
-def differentiated_queries(
-    results: tuple[Arriving, Arriving],
+def differentiate_queries(
+    results: tuple[PendingExchange, PendingExchange],
     head_dim: int,
     k: torch.Tensor,
     v: torch.Tensor,
     run: PartialAttention,
     shared: SharedRows,
     route: Route,
-) -> tuple[Arriving, torch.Tensor, torch.Tensor]:
+) -> tuple[PendingExchange, torch.Tensor, torch.Tensor]:
     """Returns (partial dq of the rank's shared rows, arriving; dk and dv of the rank's own columns from the shared rows of all
     ranks)."""
-    packed, logs = (by_head(part.arrived()) for part in results)
+    packed, logs = (as_tokens(part.arrived()) for part in results)
     q, dout = packed[..., :head_dim], packed[..., head_dim:]
     lse, delta = (t.contiguous() for t in logs.unbind(-1))
     dq, dk, dv = run.backward(q, k, v, RowResults(dout, -delta, torch.zeros_like(dout), lse), shared.mask)
-    return _returned(dq, shared, route), dk, dv
+    return _return_to_owners(dq, shared, route), dk, dv
 
 
-def write_query_gradients(dq: torch.Tensor, parts: Arriving, shared: SharedRows) -> None:
+def write_query_gradients(dq: torch.Tensor, parts: PendingExchange, shared: SharedRows) -> None:
     """Sums partial dq of the rank's shared rows in the order of ranks, and writes it to dq."""
     wide = torch.promote_types(dq.dtype, torch.float32)
     _write(dq, parts.arrived().sum(0, dtype=wide), shared)
 
 
-def _shared(x: torch.Tensor, shared: SharedRows) -> torch.Tensor:
+def _take_shared_rows(x: torch.Tensor, shared: SharedRows) -> torch.Tensor:
     """Returns (blocks, block, batch, heads, size): the rank's shared rows of x, (batch, heads, tokens, size)."""
-    return by_block(x, shared.block_size).index_select(0, shared.rows)
+    return as_blocks(x, shared.block_size).index_select(0, shared.rows)
 
 
-def _to_all(blocks: torch.Tensor, shared: SharedRows, route: Route) -> Arriving:
+def _send_to_all(blocks: torch.Tensor, shared: SharedRows, route: Route) -> PendingExchange:
     traffic, piece = shared.traffic, blocks.shape[1:]
-    mine = message(blocks, traffic, *piece, route=route)
+    mine = allocate_message(blocks, traffic, *piece, route=route)
     mine.view(len(traffic.sends), len(blocks), *piece).copy_(blocks)
-    return started(blocks.new_empty(traffic.received, *piece), mine, traffic, route)
+    return start_exchange(blocks.new_empty(traffic.received, *piece), mine, traffic, route)
 
 
-def _returned(x: torch.Tensor, shared: SharedRows, route: Route) -> Arriving:
+def _return_to_owners(x: torch.Tensor, shared: SharedRows, route: Route) -> PendingExchange:
     """Sends the rows of x, (batch, heads, tokens of all shared rows, size), to their owners. The rank's own shared rows arrive from
     all ranks: (ranks, blocks, block, batch, heads, size)."""
-    traffic, blocks = shared.traffic.returned, by_block(x, shared.block_size)
-    mine = message(blocks, traffic, *blocks.shape[1:], route=route).copy_(blocks)
+    traffic, blocks = shared.traffic.reverse, as_blocks(x, shared.block_size)
+    mine = allocate_message(blocks, traffic, *blocks.shape[1:], route=route).copy_(blocks)
     theirs = blocks.new_empty(len(traffic.receives), len(shared.rows), *blocks.shape[1:])
-    return started(theirs.flatten(0, 1), mine, traffic, route)._replace(theirs=theirs)
+    return start_exchange(theirs.flatten(0, 1), mine, traffic, route)._replace(theirs=theirs)
 
 
 def _write(x: torch.Tensor, rows: torch.Tensor, shared: SharedRows) -> None:
-    by_block(x, shared.block_size).index_copy_(0, shared.rows, rows.to(x.dtype))
+    as_blocks(x, shared.block_size).index_copy_(0, shared.rows, rows.to(x.dtype))

@@ -42,7 +42,7 @@ class Peers:
         return handle
 
     @classmethod
-    def behind(cls, handle: torch.Tensor) -> Self:
+    def from_handle(cls, handle: torch.Tensor) -> Self:
         found = _known[int(handle)]
         assert isinstance(found, cls)
         return found

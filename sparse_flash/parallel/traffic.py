@@ -104,6 +104,6 @@ class Traffic:
         return int(self.pieces.sum(1).max())
 
     @cached_property
-    def returned(self) -> Traffic:
+    def reverse(self) -> Traffic:
         """Returns the exchange in which every piece goes back to its sender, in the order of arrival."""
         return Traffic(self.pieces.T, self.rank)

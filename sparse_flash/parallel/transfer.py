@@ -15,7 +15,7 @@ from .peer_memory import PeerMemory
 from .routes import Route
 from .traffic import Traffic
 
-_START = 20_000  # cycles, about 11 us, in which an exchange's kernel starts
+_START_CYCLES = 20_000  # cycles, about 11 us, in which an exchange's kernel starts
 
 
 class Work(Protocol):
@@ -23,18 +23,18 @@ class Work(Protocol):
         """Makes the current stream wait for the exchange."""
 
 
-class Arriving(NamedTuple):
+class PendingExchange(NamedTuple):
     """Holds the tensor that an exchange fills, and the message that it reads, until it is done."""
 
     theirs: torch.Tensor
     mine: torch.Tensor | None = None
     work: Work | None = None
 
-    def begun(self) -> None:
+    def wait_for_start(self) -> None:
         """Idles the current stream until the exchange's kernel has started. That kernel starts on another stream, a few us after
         its inputs are ready. If kernels that take all multiprocessors came first, the exchange would start only when they end."""
         if self.work is not None and self.theirs.is_cuda:
-            idle(_START)
+            idle(_START_CYCLES)
 
     def arrived(self) -> torch.Tensor:
         """Makes the current stream wait for the exchange. Returns the filled tensor."""
@@ -43,9 +43,9 @@ class Arriving(NamedTuple):
         return self.theirs
 
 
-def message(like: torch.Tensor, traffic: Traffic, *piece: int, route: Route) -> torch.Tensor:
-    """Returns memory for the message that ``started`` sends next: (sent pieces, *piece), contiguous, with the dtype of ``like``. A
-    collective call."""
+def allocate_message(like: torch.Tensor, traffic: Traffic, *piece: int, route: Route) -> torch.Tensor:
+    """Returns memory for the message that ``start_exchange`` sends next: (sent pieces, *piece), contiguous, with the dtype of
+    ``like``. A collective call."""
     memory = memory_for(traffic, piece, like, route)
     if memory is None:
         return like.new_empty(traffic.sent, *piece)
@@ -53,20 +53,23 @@ def message(like: torch.Tensor, traffic: Traffic, *piece: int, route: Route) -> 
     return memory.message(max(pieces) * _bytes(piece, like), pieces[traffic.rank], *piece, dtype=like.dtype)
 
 
-def started(theirs: torch.Tensor, mine: torch.Tensor, traffic: Traffic, route: Route) -> Arriving:
-    """Starts an exchange that sends ``mine``, a ``message``, and fills ``theirs``. Both are contiguous, piece after piece."""
+def start_exchange(theirs: torch.Tensor, mine: torch.Tensor, traffic: Traffic, route: Route) -> PendingExchange:
+    """Starts an exchange that sends ``mine``, an ``allocate_message``, and fills ``theirs``. Both are contiguous, piece after
+    piece."""
     if not traffic.longest:
-        return Arriving(theirs)
+        return PendingExchange(theirs)
     memory, group = memory_for(traffic, theirs.shape[1:], theirs, route), route.group
     if memory is not None:
-        return Arriving(theirs, mine, memory.exchange(theirs, traffic))
-    return Arriving(theirs, mine, dist.all_to_all_single(theirs, mine, traffic.receives, traffic.sends, group=group, async_op=True))
+        return PendingExchange(theirs, mine, memory.exchange(theirs, traffic))
+    return PendingExchange(
+        theirs, mine, dist.all_to_all_single(theirs, mine, traffic.receives, traffic.sends, group=group, async_op=True)
+    )
 
 
 def memory_for(traffic: Traffic, piece: tuple[int, ...], like: torch.Tensor, route: Route) -> PeerMemory | None:
     """Returns the memory in which all ranks read messages of such pieces, laid out by ``traffic.shared``; None if the group moves
     them. The answer is the same on all ranks."""
-    return route.memory if traffic.longest * _bytes(piece, like) >= peer_memory.LEAST else None
+    return route.memory if traffic.longest * _bytes(piece, like) >= peer_memory.LEAST_BYTES else None
 
 
 def _bytes(piece: tuple[int, ...], like: torch.Tensor) -> int:
@@ -83,40 +86,40 @@ def block_shape(k: torch.Tensor, v: torch.Tensor, block_size: int) -> tuple[int,
     return block_size, *k.shape[:2], k.shape[3] + v.shape[3]
 
 
-def halves(packed: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def split_packed(packed: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     return packed[..., :head_dim], packed[..., head_dim:]
 
 
-def by_block(x: torch.Tensor, block_size: int) -> torch.Tensor:
+def as_blocks(x: torch.Tensor, block_size: int) -> torch.Tensor:
     """Returns x, (batch, heads, tokens, size), viewed as (blocks, block, batch, heads, size)."""
     return x.unflatten(2, (-1, block_size)).permute(2, 3, 0, 1, 4)
 
 
-def by_head(blocks: torch.Tensor) -> torch.Tensor:
-    """Reverses ``by_block``, also as a view."""
+def as_tokens(blocks: torch.Tensor) -> torch.Tensor:
+    """Reverses ``as_blocks``, also as a view."""
     return blocks.flatten(0, 1).permute(1, 2, 0, 3)
 
 
 def pack(k: torch.Tensor, v: torch.Tensor, packed: torch.Tensor, blocks: torch.Tensor | None = None) -> None:
     """Copies blocks of k and v to ``packed``. blocks: (packed blocks,) int64, the blocks to copy; None for all."""
     block_size = packed.shape[1]
-    for tensor, half in zip((k, v), halves(packed, k.shape[3]), strict=True):
+    for tensor, half in zip((k, v), split_packed(packed, k.shape[3]), strict=True):
         if triton_backend.by_kernels(k.device):
             from ..kernels.portable.merge import copy_rows
 
             with current_device(k.device):
-                copy_rows(tensor, by_head(half), blocks, block_size)
+                copy_rows(tensor, as_tokens(half), blocks, block_size)
         else:
-            mine = by_block(tensor, block_size)
+            mine = as_blocks(tensor, block_size)
             half.copy_(mine if blocks is None else mine.index_select(0, blocks))
 
 
 def unpacked(packed: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns views (k, v) of packed blocks, each (batch, kv_heads, tokens, its head_dim)."""
-    return halves(by_head(packed), head_dim)
+    return split_packed(as_tokens(packed), head_dim)
 
 
-def with_room(k: torch.Tensor, v: torch.Tensor, count: int, block_size: int) -> torch.Tensor:
+def pack_with_space(k: torch.Tensor, v: torch.Tensor, count: int, block_size: int) -> torch.Tensor:
     """Returns k and v packed into blocks, followed by ``count`` uninitialized blocks."""
     own = k.shape[2] // block_size
     every = empty_blocks(k, v, own + count, block_size)
@@ -124,13 +127,14 @@ def with_room(k: torch.Tensor, v: torch.Tensor, count: int, block_size: int) -> 
     return every
 
 
-def gathered(
+def append_fetched(
     k: torch.Tensor, v: torch.Tensor, fetched: torch.Tensor, every: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (k, v) of the rank's tokens, then of the fetched blocks. every: what ``with_room`` returned for these, or None."""
+    """Returns (k, v) of the rank's tokens, then of the fetched blocks. every: what ``pack_with_space`` returned for these, or
+    None."""
     if not len(fetched):
         return k, v
     if every is None:
-        every = with_room(k, v, len(fetched), fetched.shape[1])
+        every = pack_with_space(k, v, len(fetched), fetched.shape[1])
     every[len(every) - len(fetched) :] = fetched
     return unpacked(every, k.shape[3])

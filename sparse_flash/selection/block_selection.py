@@ -85,7 +85,7 @@ class BlockSelection:
         Launches only tensor operations of fixed shapes: no host synchronization on a GPU, safe under CUDA graphs. The picks are not
         differentiated. Raises TypeError for wrong types, ValueError for arguments that do not fit together.
         """
-        every, block_size = checked_sharing(every), checked_selection_block(block_size)
+        every, block_size = check_every(every), check_selection_block(block_size)
         if not isinstance(picks, torch.Tensor):
             raise TypeError(f"picks must be an int32 tensor; got {type(picks).__name__}; use torch.tensor(..., dtype=torch.int32)")
         if picks.dtype not in (torch.int32, torch.int64):
@@ -104,7 +104,7 @@ class BlockSelection:
             )
         given = cls(picks, grid.q_len, grid.kv_len, block_size, every, own)
         given._check_values(check)
-        picks = normalized(picks, every, block_size, grid.q_len, grid.kv_len, own)
+        picks = normalize_picks(picks, every, block_size, grid.q_len, grid.kv_len, own)
         return replace(given, picks=picks, always=always_table(always, grid.q_len, grid.kv_len, block_size, picks.device))
 
     def _check_values(self, check: bool | None) -> None:
@@ -161,7 +161,7 @@ class BlockSelection:
     @property
     def density(self) -> float:
         """Kept pairs / all pairs, averaged over batch and heads; 0 of no sequence."""
-        return pairs_of_heads(self, self.heads) / (max(1, self.batch) * self.heads * self.q_len * self.kv_len)
+        return count_selected_pairs(self, self.heads) / (max(1, self.batch) * self.heads * self.q_len * self.kv_len)
 
     def to(self, device: Device) -> BlockSelection:
         """The same selection on another device (itself if already there)."""
@@ -265,14 +265,14 @@ class BlockSelection:
         )
 
 
-def pairs_of_heads(selection: BlockSelection, heads: int) -> int:
+def count_selected_pairs(selection: BlockSelection, heads: int) -> int:
     """How many pairs a selection keeps, over batch and query heads."""
     entries, picking = range(selection.batch), range(selection.heads)
     kept = sum(int(selection.kept_pairs(head, batch).sum()) for batch in entries for head in picking)
     return kept * (heads // selection.heads)
 
 
-def checked_sharing(every: object) -> int:
+def check_every(every: object) -> int:
     """How many queries share a choice. Raises TypeError or ValueError where that many cannot."""
     if isinstance(every, bool) or not isinstance(every, (int, np.integer)):
         raise TypeError(f"every must be an int, how many queries share a choice; got {type(every).__name__}")
@@ -281,7 +281,7 @@ def checked_sharing(every: object) -> int:
     return int(every)
 
 
-def checked_selection_block(block_size: object) -> int:
+def check_selection_block(block_size: object) -> int:
     """The block size of a selection. Raises ValueError for one that selections do not have."""
     if not isinstance(block_size, (int, np.integer)) or block_size not in SELECTION_BLOCK_SIZES:
         sizes = ", ".join(map(str, SELECTION_BLOCK_SIZES))
@@ -289,7 +289,7 @@ def checked_selection_block(block_size: object) -> int:
     return int(block_size)
 
 
-def own_width(every: int, block_size: int, offset: int) -> int:
+def most_own_blocks(every: int, block_size: int, offset: int) -> int:
     """In how many blocks the queries of one group are, at most. offset: the position of the first query."""
     # Groups begin at offset modulo the powers of two that divide both sizes.
     step = min(every & -every, block_size)
@@ -304,17 +304,17 @@ def group_positions(groups: int, every: int, q_len: int, kv_len: int, device: to
 
 # An operator, so that activation checkpointing can keep its result.
 @torch.library.custom_op(operator_name("normalized_picks"), mutates_args=())
-def normalized(picks: torch.Tensor, every: int, block_size: int, q_len: int, kv_len: int, own: bool) -> torch.Tensor:
+def normalize_picks(picks: torch.Tensor, every: int, block_size: int, q_len: int, kv_len: int, own: bool) -> torch.Tensor:
     """Picks in the format of ``BlockSelection``: int32, ascending, each once, with each group's own blocks if ``own``; what is
     beyond the keys or after the group's last query is dropped. Tensor operations of fixed shapes.
 
-    picks: (batch, heads, groups, n) int32 or int64 -> (batch, heads, groups, n, and ``own_width`` more if own).
+    picks: (batch, heads, groups, n) int32 or int64 -> (batch, heads, groups, n, and ``most_own_blocks`` more if own).
     """
     first, last = group_positions(picks.shape[2], every, q_len, kv_len, picks.device)
     picks, last = picks.long(), last[:, None]
     if own:
         block = first.clamp(min=0).div(block_size, rounding_mode="floor")[:, None]
-        block = block + torch.arange(own_width(every, block_size, kv_len - q_len), device=picks.device)
+        block = block + torch.arange(most_own_blocks(every, block_size, kv_len - q_len), device=picks.device)
         picks = torch.cat([picks, block.expand(*picks.shape[:2], -1, -1)], 3)
     beyond = -(-kv_len // block_size)
     picks = torch.where((picks >= 0) & (picks * block_size <= last), picks, beyond).to(torch.int32).sort(3).values
@@ -323,9 +323,9 @@ def normalized(picks: torch.Tensor, every: int, block_size: int, q_len: int, kv_
     return torch.where(picks == beyond, -1, picks)
 
 
-@normalized.register_fake
+@normalize_picks.register_fake
 def _(picks: torch.Tensor, every: int, block_size: int, q_len: int, kv_len: int, own: bool) -> torch.Tensor:
-    width = picks.shape[3] + (own_width(every, block_size, kv_len - q_len) if own else 0)
+    width = picks.shape[3] + (most_own_blocks(every, block_size, kv_len - q_len) if own else 0)
     return picks.new_empty(*picks.shape[:3], width, dtype=torch.int32)
 
 

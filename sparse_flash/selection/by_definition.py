@@ -28,7 +28,7 @@ def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, selection: BlockSelection, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse), computed in float64 whatever the inputs' dtype."""
-    return dense.forward(q, k, v, _by_query_head(selection, q), scale, True, None)
+    return dense.forward(q, k, v, _to_dense_mask(selection, q), scale, True, None)
 
 
 def backward(
@@ -43,7 +43,7 @@ def backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv) of a forward pass recomputed in float64; ``out`` and ``lse`` are not used."""
-    return dense.backward(dout, dlse, q, k, v, out, lse, _by_query_head(selection, q), scale, True, None)
+    return dense.backward(dout, dlse, q, k, v, out, lse, _to_dense_mask(selection, q), scale, True, None)
 
 
 def block_lse(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection, scale: float) -> torch.Tensor:
@@ -67,7 +67,7 @@ def block_lse_backward(
     return torch.empty_like(q).copy_(dq), torch.empty_like(k).copy_(dk.unflatten(1, (k.shape[1], -1)).sum(2))
 
 
-def _by_query_head(selection: BlockSelection, q: torch.Tensor) -> _Kept:
+def _to_dense_mask(selection: BlockSelection, q: torch.Tensor) -> _Kept:
     return _Kept(selection.to_dense().repeat_interleave(q.shape[1] // selection.heads, 1))
 
 

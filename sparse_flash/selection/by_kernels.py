@@ -16,7 +16,7 @@ import torch
 from ..backends import Call
 from ..backends import triton as of_masks
 from ..kernels.common.config import padded_head_dim
-from ..kernels.common.layout import addressable, empty_out, restored, restored_out
+from ..kernels.common.layout import as_addressable, empty_out, restore_layout, restore_out
 from ..kernels.common.streams import current_device
 from ..masks.block_mask import BlockMask
 from .block_selection import BlockSelection
@@ -72,25 +72,25 @@ def forward(
     from ..kernels.selection.tiles import SelectionOperands
 
     picks, always, sizes = selection.picks, selection.always, _sizes(q, k, selection)
-    ready = [addressable(t) for t in (q, k, v)]
+    ready = [as_addressable(t) for t in (q, k, v)]
     operands = SelectionOperands(*ready)
     rows, dim_v = sizes.rows_of_choice, padded_head_dim(ready[2].shape[3])
     visits_all = lists.visits_all(sizes)
-    rounds = lists.rounds_of(sizes, 0 if visits_all else rows * (dim_v * q.element_size() + 4), 0, WORKSPACE)
+    rounds = lists.plan_rounds(sizes, 0 if visits_all else rows * (dim_v * q.element_size() + 4), 0, WORKSPACE)
     out = empty_out(ready[0], ready[2].shape[3])
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     with current_device(q.device):
         visited = lists.visited_blocks(picks, sizes, lists.least_choices(sizes))
         listed = parts = part_lse = None
         if not visits_all:
-            columns = lists.column_lists(picks, visited, sizes, rounds, lists.forward_most(sizes))
+            columns = lists.column_lists(picks, visited, sizes, rounds, lists.forward_piece_size(sizes))
             entries = rounds.heads * sizes.pickers * rounds.choices * sizes.slots
             listed, parts, part_lse = columns.counts, q.new_empty(entries, rows, dim_v), lse.new_empty(entries, rows)
         for each in rounds.all:
             if not visits_all:
                 (parts_kernel or picked_parts)(operands, columns, parts, part_lse, sizes, each, scale)
             visit_blocks(operands, picks, visited, listed, parts, part_lse, always, out, lse, sizes, each, scale)
-    return restored_out(out, ready[0], q, v), lse
+    return restore_out(out, ready[0], q, v), lse
 
 
 def backward(
@@ -111,8 +111,8 @@ def backward(
     from ..kernels.selection.tiles import SelectionOperands
 
     picks, always, sizes = selection.picks, selection.always, _sizes(q, k, selection)
-    dout, out = addressable(dout), addressable(out)
-    ready = [addressable(t) for t in (q, k, v)]
+    dout, out = as_addressable(dout), as_addressable(out)
+    ready = [as_addressable(t) for t in (q, k, v)]
     dq, dk, dv = (torch.empty_like(t) for t in ready)
     log2_sum, delta = torch.empty_like(lse), torch.empty_like(lse)
     operands = SelectionOperands(ready[0], ready[1], ready[2], dout, log2_sum, delta)
@@ -120,7 +120,7 @@ def backward(
     gathering = gathering or kernels
     space = _backward_workspace(ready, sizes, always, not visits_all, gathering)
     with current_device(q.device):
-        kernels.rows_of_softmax(out, dout, lse, None if dlse is None else dlse.contiguous(), log2_sum, delta)
+        kernels.preprocess_backward(out, dout, lse, None if dlse is None else dlse.contiguous(), log2_sum, delta)
         visited = lists.visited_blocks(picks, sizes, 1) if visits_all else None
         columns = lists.column_lists(picks, None, sizes, space.rounds, space.most)
         for each in space.rounds.all:
@@ -131,7 +131,7 @@ def backward(
             kernels.sum_key_grads(dk, space.k_sums, columns, space.always, always, sizes, each, scale)
             kernels.sum_key_grads(dv, space.v_sums, columns, space.always, always, sizes, each, 1.0)
             kernels.sum_query_grads(operands, picks, visited, columns, space.parts, always, dq, sizes, each, scale)
-    return restored(dq, ready[0], q), restored(dk, ready[1], k), restored(dv, ready[2], v)
+    return restore_layout(dq, ready[0], q), restore_layout(dk, ready[1], k), restore_layout(dv, ready[2], v)
 
 
 def block_lse(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection, scale: float) -> torch.Tensor:
@@ -141,12 +141,12 @@ def block_lse(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection, scale
     from ..kernels.selection.tiles import SelectionOperands
 
     sizes = _sizes(q, k, selection)
-    ready = [addressable(t) for t in (q, k)]
+    ready = [as_addressable(t) for t in (q, k)]
     operands = SelectionOperands(ready[0], ready[1], ready[1])
     masses = q.new_full((*q.shape[:3], sizes.slots), float("-inf"), dtype=torch.float32)
-    rounds = lists.rounds_of(sizes, 0, 0, WORKSPACE)
+    rounds = lists.plan_rounds(sizes, 0, 0, WORKSPACE)
     with current_device(q.device):
-        columns = lists.column_lists(selection.picks, None, sizes, rounds, lists.forward_most(sizes))
+        columns = lists.column_lists(selection.picks, None, sizes, rounds, lists.forward_piece_size(sizes))
         for each in rounds.all:
             picked_masses(operands, columns, masses, sizes, each, scale)
     return masses
@@ -161,7 +161,7 @@ def block_lse_backward(
     from ..kernels.selection.tiles import SelectionOperands
 
     picks, sizes = selection.picks, _sizes(q, k, selection)
-    ready = [addressable(t) for t in (q, k)]
+    ready = [as_addressable(t) for t in (q, k)]
     dq, dk = (torch.empty_like(t) for t in ready)
     operands = SelectionOperands(ready[0], ready[1], ready[1], None, masses, dmasses.contiguous())
     space = _backward_workspace((*ready, ready[1]), sizes, None, True, kernels)
@@ -171,7 +171,7 @@ def block_lse_backward(
             kernels.picked_grads(operands, columns, space.parts, space.k_sums.pieces, space.k_sums.pieces, sizes, each, scale)
             kernels.sum_key_grads(dk, space.k_sums, columns, None, None, sizes, each, scale)
             kernels.sum_query_grads(operands, picks, None, columns, space.parts, None, dq, sizes, each, scale)
-    return restored(dq, ready[0], q), restored(dk, ready[1], k)
+    return restore_layout(dq, ready[0], q), restore_layout(dk, ready[1], k)
 
 
 class _Sums(NamedTuple):
@@ -200,20 +200,20 @@ def _backward_workspace(
 ) -> _BackwardWorkspace:
     """ready: q, k and v. with_parts: whether dQ comes as parts. gathering: the module of ``picked_grads``."""
     from ..kernels.selection import lists
-    from ..kernels.selection.backward import keys_of_sum
+    from ..kernels.selection.backward import keys_per_sum
 
     q, k, v = ready
     dim, dim_v = (padded_head_dim(t.shape[3]) for t in (k, v))
-    steps = sizes.block // gathering.keys_of_part(q, v, sizes)
+    steps = sizes.block // gathering.keys_per_part(q, v, sizes)
     of_entry = steps * sizes.rows_of_choice * dim * q.element_size() if with_parts else 0
-    # At most half as many pieces again as there are key blocks: see ``backward_most``.
-    rounds = lists.rounds_of(sizes, of_entry, sizes.key_blocks * sizes.block * (dim + dim_v) * 6, WORKSPACE)
-    entries, most = rounds.heads * sizes.pickers * rounds.choices * sizes.slots, lists.backward_most(sizes, rounds)
+    # At most half as many pieces again as there are key blocks: see ``backward_piece_size``.
+    rounds = lists.plan_rounds(sizes, of_entry, sizes.key_blocks * sizes.block * (dim + dim_v) * 6, WORKSPACE)
+    entries, most = rounds.heads * sizes.pickers * rounds.choices * sizes.slots, lists.backward_piece_size(sizes, rounds)
     parts = q.new_empty(entries, steps, sizes.rows_of_choice, dim) if with_parts else None
     pieces = None if always is None else lists.always_pieces(always, sizes.heads // sizes.kv_heads)
     rows = (rounds.heads * sizes.key_blocks + entries // most) * sizes.block
     of_always = None if pieces is None or always is None else rounds.heads * pieces.items.shape[1] * always.block_size
-    unit = keys_of_sum(sizes, always)
+    unit = keys_per_sum(sizes, always)
     of_head = rounds.heads * -(-sizes.kv_len // unit) * unit if rounds.choices < sizes.choices else None
 
     def sums(width: int) -> _Sums:

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from ..backends import Call, empty_out, of_queries_with_keys
-from ..backends.torch import own_precision, repeatable
+from ..backends import Call, empty_out, zero_keyless_queries
+from ..backends.torch import repeatable, without_autocast
 from ..masks.block_mask import BlockMask
 from .block_selection import BlockSelection
 
@@ -30,20 +30,20 @@ def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, selection: BlockSelection, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse)."""
-    out, lse = empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=_exact(q))
-    with own_precision(q):
+    out, lse = empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=_compute_dtype(q))
+    with without_autocast(q):
         for chunk in _ChunkedCall(q, k, v, selection, scale):
             scores = chunk.scores()
             logs = scores.logsumexp(-1, keepdim=True)
-            parts = chunk.spread(_shares(scores, logs) @ chunk.values, 0.0)
+            parts = chunk.spread(_softmax_weights(scores, logs) @ chunk.values, 0.0)
             logs = chunk.spread(logs, float("-inf"))
             if chunk.always is not None:
                 scores = chunk.always.scores()
                 more = scores.logsumexp(-1, keepdim=True)
-                part = _by_head(_shares(scores, more), chunk.always.values)
+                part = _multiply_by_head(_softmax_weights(scores, more), chunk.always.values)
                 parts, logs = (torch.cat([a, chunk.flat(b)[:, None]], 1) for a, b in ((parts, part), (logs, more)))
             total = logs.logsumexp(1, keepdim=True)
-            chunk.unpack((_shares(logs, total) * parts).sum(1), out)
+            chunk.unpack((_softmax_weights(logs, total) * parts).sum(1), out)
             chunk.unpack(total[:, 0], lse[..., None])
     return out, lse
 
@@ -60,15 +60,15 @@ def backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv)."""
-    dq, dout = torch.empty_like(q), of_queries_with_keys(dout, lse)
-    with own_precision(q):
+    dq, dout = torch.empty_like(q), zero_keyless_queries(dout, lse)
+    with without_autocast(q):
         call = _ChunkedCall(q, k, v, selection, scale)
         dk, dv = _KeyGradient(k, call), _KeyGradient(v, call)
         for chunk in call:
             logs, upstream = chunk.pack(lse[..., None]), chunk.pack(dout)
             delta = (upstream * chunk.pack(out)).sum(-1, keepdim=True)
             delta = delta if dlse is None else delta - chunk.pack(dlse[..., None])
-            weights = _shares(chunk.scores(), chunk.rows(logs))
+            weights = _softmax_weights(chunk.scores(), chunk.rows(logs))
             incoming = chunk.rows(upstream)
             dscores = weights * (incoming @ chunk.values.mT - chunk.rows(delta))
             dv.add_blocks(chunk.block, weights.mT @ incoming)
@@ -76,19 +76,19 @@ def backward(
             dq_rows = chunk.spread(dscores @ chunk.keys, 0.0).sum(1)
             if chunk.always is not None:
                 more = chunk.always
-                weights = _shares(more.scores(), logs)
-                dscores = weights * (_by_head(upstream, more.values.mT) - delta)
+                weights = _softmax_weights(more.scores(), logs)
+                dscores = weights * (_multiply_by_head(upstream, more.values.mT) - delta)
                 dv.add_tokens(more.tokens, weights.flatten(2, 3).mT @ upstream.flatten(2, 3))
                 dk.add_tokens(more.tokens, scale * dscores.flatten(2, 3).mT @ chunk.queries.flatten(2, 3))
-                dq_rows += chunk.flat(_by_head(dscores, more.keys))
+                dq_rows += chunk.flat(_multiply_by_head(dscores, more.keys))
             chunk.unpack(scale * dq_rows, dq)
     return dq, dk.total(), dv.total()
 
 
 def block_lse(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection, scale: float) -> torch.Tensor:
     """(batch, heads, q_len, n): see ``operators``."""
-    result = q.new_empty(*q.shape[:3], selection.picks.shape[3], dtype=_exact(q))
-    with own_precision(q):
+    result = q.new_empty(*q.shape[:3], selection.picks.shape[3], dtype=_compute_dtype(q))
+    with without_autocast(q):
         for chunk in _ChunkedCall(q, k, None, selection, scale):
             logs = chunk.spread(chunk.scores().logsumexp(-1, keepdim=True), float("-inf"))
             chunk.unpack(logs[..., 0].mT, result)
@@ -100,27 +100,27 @@ def block_lse_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(dq, dk)."""
     dq = torch.empty_like(q)
-    with own_precision(q):
+    with without_autocast(q):
         call = _ChunkedCall(q, k, None, selection, scale)
         dk = _KeyGradient(k, call)
         for chunk in call:
-            logs, incoming = (chunk.of_picks(t) for t in (block_lse, dblock_lse))
-            dscores = _shares(chunk.scores(), logs) * incoming
+            logs, incoming = (chunk.gather_picks(t) for t in (block_lse, dblock_lse))
+            dscores = _softmax_weights(chunk.scores(), logs) * incoming
             dk.add_blocks(chunk.block, scale * dscores.mT @ chunk.rows(chunk.queries))
             chunk.unpack(scale * chunk.spread(dscores @ chunk.keys, 0.0).sum(1), dq)
     return dq, dk.total()
 
 
-def _exact(x: torch.Tensor) -> torch.dtype:
+def _compute_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _shares(scores: torch.Tensor, logs: torch.Tensor) -> torch.Tensor:
+def _softmax_weights(scores: torch.Tensor, logs: torch.Tensor) -> torch.Tensor:
     # exp(-inf - inf) is 0, while exp(-inf + inf) would be NaN.
     return (scores - torch.where(logs == float("-inf"), float("inf"), logs)).exp()
 
 
-def _by_head(rows: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def _multiply_by_head(rows: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """(batch, heads that pick, groups, rows, m) times (batch, heads that pick, m, width), which all groups share: as one product
     for each head, because ``matmul`` would copy the right side for each group."""
     return (rows.flatten(2, 3) @ right).unflatten(2, rows.shape[2:4])
@@ -178,7 +178,7 @@ class _GroupChunk:
         self.position = torch.where(position < selection.q_len, position + selection.offset, -1).view(self.groups, call.every)
         self.queries = self.pack(call.q)
         self._cut(block, len(call.blocks[0]))
-        self.keys, self.values = (call.blocks[which][self.block].to(_exact(call.q)) for which in (0, -1))
+        self.keys, self.values = (call.blocks[which][self.block].to(_compute_dtype(call.q)) for which in (0, -1))
         self.always = None if call.always is None else _AlwaysPart(self, call.always, picks)
 
     def _cut(self, block: torch.Tensor, blocks: int) -> None:
@@ -196,7 +196,7 @@ class _GroupChunk:
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
         """(batch, heads, q_len, width) -> rows of the chunk's queries; zeros past the last query."""
-        x = x[:, :, self.first : self.stop].to(_exact(x))
+        x = x[:, :, self.first : self.stop].to(_compute_dtype(x))
         x = torch.nn.functional.pad(x, (0, 0, 0, self.groups * self.call.every - x.shape[2]))
         x = x.reshape(x.shape[0], self.call.heads, self.call.shared, self.groups, self.call.every, x.shape[3])
         return x.transpose(2, 3).flatten(3, 4)
@@ -215,7 +215,7 @@ class _GroupChunk:
         """The rows of the entries of each piece, (pieces, entries * rows, width)."""
         return self.flat(packed)[self.entry // self.slots].flatten(1, 2)
 
-    def of_picks(self, x: torch.Tensor) -> torch.Tensor:
+    def gather_picks(self, x: torch.Tensor) -> torch.Tensor:
         """Numbers of queries and picks, (batch, heads, q_len, n), in the order of ``rows``: (pieces, entries * rows, 1)."""
         by_entry = self.flat(self.pack(x)).mT.flatten(0, 1)
         return by_entry[self.entry].flatten(1, 2)[..., None]
@@ -254,12 +254,12 @@ class _AlwaysPart:
         block, of_token = (self.tokens // call.size).unique(return_inverse=True)
         picked = (picks[..., None] == block).any(3)[..., of_token]
         self.kept = kept.view(chunk.groups, call.every, -1) & ~picked[:, :, :, None]
-        taken = [t[:, :, self.tokens][:, call.key_head].to(_exact(t)) for t in call.tensors]
+        taken = [t[:, :, self.tokens][:, call.key_head].to(_compute_dtype(t)) for t in call.tensors]
         self.keys, self.values = taken[0], taken[-1]
 
     def scores(self) -> torch.Tensor:
         """(batch, heads that pick, groups, rows, n), -inf for pairs that are not kept."""
-        scores = _by_head(self.queries, self.keys.mT) * self.call.scale
+        scores = _multiply_by_head(self.queries, self.keys.mT) * self.call.scale
         by_query = scores.unflatten(3, (self.call.shared, self.call.every))
         return by_query.masked_fill_(~self.kept[:, :, :, None], float("-inf")).flatten(3, 4)
 
@@ -269,7 +269,7 @@ class _KeyGradient:
 
     def __init__(self, like: torch.Tensor, call: _ChunkedCall):
         self.like = like
-        self.sums = like.new_zeros(len(call.blocks[0]), call.size, like.shape[3], dtype=_exact(like))
+        self.sums = like.new_zeros(len(call.blocks[0]), call.size, like.shape[3], dtype=_compute_dtype(like))
 
     def by_token(self) -> torch.Tensor:
         return self.sums.view(*self.like.shape[:2], -1, self.like.shape[3])

@@ -17,11 +17,11 @@ import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ..backends import triton as triton_backend
-from ..backends.torch import block_means, own_precision
+from ..backends.torch import block_means, without_autocast
 from ..compat.names import NAMESPACE, operator_name
-from ..kernels.common.layout import unbroken
+from ..kernels.common.layout import as_contiguous_rows
 from ..kernels.common.streams import current_device
-from .block_selection import group_positions, normalized, own_width
+from .block_selection import group_positions, most_own_blocks, normalize_picks
 
 SCORES = ("mean", "max")  # by queries and keys
 COMPRESSED = "softmax"  # by queries and compressed keys
@@ -44,7 +44,7 @@ class _Choice(NamedTuple):
     @property
     def own(self) -> int:
         """The most blocks in which the queries of one group are."""
-        return own_width(self.every, self.block_size, self.kv_len - self.q_len)
+        return most_own_blocks(self.every, self.block_size, self.kv_len - self.q_len)
 
     def fake(self, like: torch.Tensor) -> torch.Tensor:
         shape = like.shape[0], self.heads, -(-self.q_len // self.every), self.keep - 1 + self.own
@@ -56,7 +56,7 @@ class _Choice(NamedTuple):
 
         sizes = self.keep - 1, self.own, self.every, self.block_size, self.heads, self.q_len, self.kv_len
         with current_device(source.device):
-            return pick_blocks(unbroken(source), keys, kind, *sizes, bounds=self.bounds, compression=compression)
+            return pick_blocks(as_contiguous_rows(source), keys, kind, *sizes, bounds=self.bounds, compression=compression)
 
     def by_operations(
         self, scored: Callable[[int, int], torch.Tensor], groups: int, numbers: int, device: torch.device
@@ -72,11 +72,11 @@ class _Choice(NamedTuple):
         parts = []
         for low in range(0, groups, step):
             some = slice(low, low + step)
-            parts.append(ranked(scored(low, low + step), before[some], self.keep - 1, None if least is None else least[some]))
+            parts.append(rank_columns(scored(low, low + step), before[some], self.keep - 1, None if least is None else least[some]))
         best = torch.cat(parts, 2)
         if self.bounds is not None:
-            return with_own(best, before, -(-self.kv_len // self.block_size))
-        return normalized(best, self.every, self.block_size, self.q_len, self.kv_len, True)
+            return add_own_block(best, before, -(-self.kv_len // self.block_size))
+        return normalize_picks(best, self.every, self.block_size, self.q_len, self.kv_len, True)
 
 
 @torch.library.custom_op(operator_name("choose_blocks"), mutates_args=())
@@ -100,7 +100,7 @@ def choose_blocks(
     choice = _Choice(k.shape[1] if share_group else q.shape[1], keep, every, block_size, q_len, kv_len, bounds)
     means = block_means(k[:, :, : kv_len // block_size * block_size], block_size) if score == "mean" else None
     if kernel_chooses(q, choice.heads, keep) and q.shape[3] * q.element_size() <= _MOST_BYTES:
-        return choice.by_kernel(q, unbroken(k) if means is None else means, score)
+        return choice.by_kernel(q, as_contiguous_rows(k) if means is None else means, score)
     exact = torch.promote_types(q.dtype, torch.float32)
     rows, whole = q[:, :, ::every].unflatten(1, (k.shape[1], -1)), kv_len // block_size
 
@@ -116,7 +116,7 @@ def choose_blocks(
         return scores.flatten(1, 2)
 
     numbers = q.shape[0] * q.shape[1] * (whole if score == "mean" else whole * block_size)
-    with own_precision(q):
+    with without_autocast(q):
         return choice.by_operations(scored, rows.shape[3], numbers, q.device)
 
 
@@ -169,12 +169,12 @@ def choose_by_compressed(
     if keys.shape[2] and kernel_chooses(q, choice.heads, keep) and q.shape[3] * q.element_size() <= _MOST_BYTES:
         from ..kernels.selection.pick_blocks import Compressed
 
-        return choice.by_kernel(q, unbroken(keys), COMPRESSED, Compressed(length, stride, lse))
+        return choice.by_kernel(q, as_contiguous_rows(keys), COMPRESSED, Compressed(length, stride, lse))
     rows = q[:, :, ::every].unflatten(1, (keys.shape[1], -1))
     position = group_positions(rows.shape[3], every, q.shape[2], kv_len, q.device)[0]
     blocks = kv_len // block_size
     scored = partial(_compressed_scores, rows, keys, position, lse, share_group, blocks, block_size, length, stride)
-    with own_precision(q):
+    with without_autocast(q):
         return choice.by_operations(scored, rows.shape[3], q.shape[0] * q.shape[1] * max(keys.shape[2], blocks), q.device)
 
 
@@ -224,7 +224,7 @@ def kernel_chooses(x: torch.Tensor, heads: int, keep: int) -> bool:
     return fits and triton_backend.by_kernels(x.device)
 
 
-def ranked(scores: torch.Tensor, before: torch.Tensor, chosen: int, least: torch.Tensor | None = None) -> torch.Tensor:
+def rank_columns(scores: torch.Tensor, before: torch.Tensor, chosen: int, least: torch.Tensor | None = None) -> torch.Tensor:
     """(batch, heads, groups, chosen) int64: the columns with the best scores, -1 for none. least, before: (.., groups, 1): columns
     from the one on and below the other may be chosen; None: from 0 on."""
     column = torch.arange(scores.shape[3], device=scores.device)
@@ -236,7 +236,7 @@ def ranked(scores: torch.Tensor, before: torch.Tensor, chosen: int, least: torch
     return torch.nn.functional.pad(best, (0, chosen - best.shape[3]), value=-1)
 
 
-def with_own(best: torch.Tensor, own: torch.Tensor, none: int) -> torch.Tensor:
+def add_own_block(best: torch.Tensor, own: torch.Tensor, none: int) -> torch.Tensor:
     """Picks in the format of ``BlockSelection`` from the best blocks, all of them before the own one. own: (.., groups, 1). none:
     more than any block."""
     picks = torch.cat([best, own.expand(*best.shape[:3], 1)], 3)

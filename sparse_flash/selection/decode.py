@@ -10,12 +10,12 @@ import torch
 
 from ..backends import E4M3, Call, cache_capacity, check_read_pages, dequantized, empty_out, hopper
 from ..backends import triton as triton_backend
-from ..backends.torch import own_precision
+from ..backends.torch import without_autocast
 from ..compat.flop_counter import flop_formula
 from ..compat.names import operator_name
 from ..compat.pytorch import is_plain_eager
 from ..dispatch.flops import forward_flops, have_values
-from ..kernels.common.layout import restored_out, unbroken
+from ..kernels.common.layout import as_contiguous_rows, restore_out
 from ..kernels.common.streams import current_device
 from .block_selection import BlockSelection
 
@@ -49,10 +49,10 @@ def decode(
     # torch.compile looks into operations, but not into a kernel.
     whole = not is_plain_eager(q, k, v) and (by_kernel or not torch.compiler.is_compiling())
     call = q, k, v, picks, selection.block_size, every, kv_lens, block_table, scale, by_kernel, *scales
-    return (_operator if whole else _decoded)(*call)
+    return (_decode_operator if whole else _decode)(*call)
 
 
-def _decoded(
+def _decode(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -67,22 +67,22 @@ def _decoded(
     v_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if not by_kernel:
-        picks = _of_queries(picks, every, q.shape[2])
-        return by_operations(q, k, v, picks, block_size, kv_lens, block_table, scale, k_scale, v_scale)
+        picks = _repeat_picks(picks, every, q.shape[2])
+        return decode_by_operations(q, k, v, picks, block_size, kv_lens, block_table, scale, k_scale, v_scale)
     from ..kernels.selection.decode import selection_decode
 
     kv_lens, block_table = (t if t is None else t.contiguous() for t in (kv_lens, block_table))
-    ready, keys, values = (unbroken(x, in_pairs=k.dtype == E4M3) for x in (q, k, v))
+    ready, keys, values = (as_contiguous_rows(x, in_pairs=k.dtype == E4M3) for x in (q, k, v))
     options = {"kv_lens": kv_lens, "block_table": block_table, "k_scale": k_scale, "v_scale": v_scale}
     with current_device(q.device):
         out, lse = selection_decode(ready, keys, values, picks.contiguous(), block_size, every, scale, **options)
-    return restored_out(out, ready, q, v), lse
+    return restore_out(out, ready, q, v), lse
 
 
-_operator = torch.library.custom_op(operator_name("selected_attention_decode"), _decoded, mutates_args=())
+_decode_operator = torch.library.custom_op(operator_name("selected_attention_decode"), _decode, mutates_args=())
 
 
-@_operator.register_fake
+@_decode_operator.register_fake
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 
@@ -100,19 +100,19 @@ def _(
     *_: object,
     **__: object,
 ) -> int:
-    picks, group = _of_queries(picks, every, q.shape[2]), q.shape[1] // picks.shape[1]
+    picks, group = _repeat_picks(picks, every, q.shape[2]), q.shape[1] // picks.shape[1]
     if not have_values(picks, kv_lens):
         return forward_flops(q.shape[3], v.shape[3]) * picks.numel() * block_size * group
-    before = positions(q, cache_capacity(k, block_table), kv_lens)[:, None, :, None] + 1 - picks.long() * block_size
+    before = query_positions(q, cache_capacity(k, block_table), kv_lens)[:, None, :, None] + 1 - picks.long() * block_size
     pairs = before.clamp(0, block_size).masked_fill(picks < 0, 0).sum()
     return forward_flops(q.shape[3], v.shape[3]) * int(pairs) * group
 
 
-def _of_queries(picks: torch.Tensor, every: int, q_len: int) -> torch.Tensor:
+def _repeat_picks(picks: torch.Tensor, every: int, q_len: int) -> torch.Tensor:
     return picks if every == 1 else picks.repeat_interleave(every, 2)[:, :, :q_len]
 
 
-def by_operations(
+def decode_by_operations(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -127,12 +127,12 @@ def by_operations(
     """(out, lse) in PyTorch operations. picks: (batch, heads that pick, q_len, n) int32, -1 for none, no block twice."""
     heads, q_len, slots = picks.shape[1:]
     exact = torch.promote_types(q.dtype, torch.float32)
-    position = positions(q, cache_capacity(k, block_table), kv_lens)[:, None, :, None]
+    position = query_positions(q, cache_capacity(k, block_table), kv_lens)[:, None, :, None]
     rows = q.unflatten(1, (heads, -1)).transpose(2, 3).to(exact)
     out, lse = empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=exact)
     numbers = picks.shape[0] * heads * slots * block_size * (q.shape[3] + v.shape[3])
     step = max(1, CHUNK // max(1, numbers))
-    with own_precision(q):
+    with without_autocast(q):
         for low in range(0, q_len, step):
             some = slice(low, low + step)
             pick = picks[:, :, some, :, None].long()
@@ -140,7 +140,7 @@ def by_operations(
             token = torch.where(pick < 0, -1, token).flatten(3)
             kept = (token >= 0) & (token <= position[:, :, some])
             token = torch.where(kept, token, 0).flatten(2)
-            read = partial(taken, token=token, read=kept.flatten(2), heads=heads, block_table=block_table)
+            read = partial(read_tokens, token=token, read=kept.flatten(2), heads=heads, block_table=block_table)
             stored = (dequantized(x, of_x, exact, read) for x, of_x in ((k, k_scale), (v, v_scale)))
             keys, values = (x.unflatten(2, (-1, slots * block_size)) for x in stored)
             # Tokens that are not kept may be NaN, which a weight of 0 does not undo.
@@ -153,18 +153,20 @@ def by_operations(
     return out, lse
 
 
-def positions(q: torch.Tensor, capacity: int, kv_lens: torch.Tensor | None) -> torch.Tensor:
+def query_positions(q: torch.Tensor, capacity: int, kv_lens: torch.Tensor | None) -> torch.Tensor:
     """(batch, q_len) int64 positions of the queries, the last ones of each sequence. kv_lens: None: ``capacity``."""
     last = torch.arange(q.shape[2], device=q.device) - q.shape[2]
-    return last + lengths_of(len(q), capacity, kv_lens, q.device)[:, None]
+    return last + resolve_lengths(len(q), capacity, kv_lens, q.device)[:, None]
 
 
-def lengths_of(batch: int, capacity: int, kv_lens: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+def resolve_lengths(batch: int, capacity: int, kv_lens: torch.Tensor | None, device: torch.device) -> torch.Tensor:
     """(batch,) int64."""
     return torch.full((batch,), capacity, device=device) if kv_lens is None else kv_lens.long().clamp(max=capacity)
 
 
-def taken(x: torch.Tensor, token: torch.Tensor, read: torch.Tensor, heads: int, block_table: torch.Tensor | None) -> torch.Tensor:
+def read_tokens(
+    x: torch.Tensor, token: torch.Tensor, read: torch.Tensor, heads: int, block_table: torch.Tensor | None
+) -> torch.Tensor:
     """(batch, heads, n, head_dim): tokens of a cache, for so many heads, as many for each of its own; or (batch, heads, n) their
     scales. token: (batch, heads | 1, n), int64. read: like token, bool; what is taken for others is not used. Raises as
     ``check_pages`` does."""

@@ -11,14 +11,14 @@ import torch
 
 from ..backends import cache_capacity, dequantized
 from ..backends import triton as triton_backend
-from ..backends.torch import own_precision
+from ..backends.torch import without_autocast
 from ..compat.names import operator_name
 from ..compat.pytorch import is_plain_eager
-from ..kernels.common.layout import unbroken
+from ..kernels.common.layout import as_contiguous_rows
 from ..kernels.common.streams import current_device
 from . import decode
-from .choice import kernel_chooses, ranked, with_own
-from .decode import lengths_of, positions, taken
+from .choice import add_own_block, kernel_chooses, rank_columns
+from .decode import query_positions, read_tokens, resolve_lengths
 
 
 def choose_newest(
@@ -33,21 +33,21 @@ def choose_newest(
     if means.dtype == torch.float32 and kernel_chooses(q, heads, keep):
         call = q, means, kv_lens, length, keep, block_size, heads
         return _choose_by_kernel(*call) if is_plain_eager(q) else _choose_operator(*call)
-    own = positions(q, length, kv_lens).div(block_size, rounding_mode="floor")[:, None, :, None]
+    own = query_positions(q, length, kv_lens).div(block_size, rounding_mode="floor")[:, None, :, None]
     rows = q.unflatten(1, (means.shape[1], -1)).to(means.dtype)
-    with own_precision(q):
+    with without_autocast(q):
         rows = rows.sum(2, keepdim=True) if share_group else rows
         scores = (rows @ means[:, :, None].mT).flatten(1, 2)
-    return with_own(ranked(scores, own, keep - 1), own, means.shape[2] + 1)
+    return add_own_block(rank_columns(scores, own, keep - 1), own, means.shape[2] + 1)
 
 
 def _choose_by_kernel(
     q: torch.Tensor, means: torch.Tensor, kv_lens: torch.Tensor | None, length: int, keep: int, block_size: int, heads: int
 ) -> torch.Tensor:
-    from ..kernels.selection.newest_blocks import pick_newest
+    from ..kernels.selection.newest_blocks import pick_decode_blocks
 
     with current_device(q.device):
-        return pick_newest(unbroken(q), means, _contiguous(kv_lens), length, keep, block_size, heads)
+        return pick_decode_blocks(as_contiguous_rows(q), means, _contiguous(kv_lens), length, keep, block_size, heads)
 
 
 # torch.compile does not look inside.
@@ -80,14 +80,14 @@ def update_means(
         call = means, k, blocks, touched, block_size, kv_lens, block_table
         (_update_by_kernel if is_plain_eager(k) else _update_operator)(*call)
         return
-    length = lengths_of(batch, cache_capacity(k, block_table), kv_lens, k.device)
+    length = resolve_lengths(batch, cache_capacity(k, block_table), kv_lens, k.device)
     block = length[:, None] // block_size - touched + torch.arange(touched, device=k.device)
     sequence, head = (torch.arange(n, device=k.device) for n in (batch, heads))
     for some in block.split(max(1, decode.CHUNK // (batch * heads * block_size * k.shape[3])), 1):
         exists = (some >= 0) & (some < blocks)
         token = torch.where(exists, some, 0)[:, :, None] * block_size + torch.arange(block_size, device=k.device)
         read = exists.repeat_interleave(block_size, 1)[:, None]
-        these = partial(taken, token=token.flatten(1)[:, None], read=read, heads=heads, block_table=block_table)
+        these = partial(read_tokens, token=token.flatten(1)[:, None], read=read, heads=heads, block_table=block_table)
         keys = dequantized(k, k_scale, k.dtype if k_scale is None else means.dtype, these).unflatten(2, (-1, block_size))
         target = torch.where(exists, some, blocks)[:, None]
         means[sequence[:, None, None], head[:, None], target] = keys.mean(3, dtype=means.dtype)
@@ -106,7 +106,7 @@ def _update_by_kernel(
 
     if means.shape[0]:
         with current_device(k.device):
-            by_kernel(means, unbroken(k), blocks, touched, block_size, _contiguous(kv_lens), _contiguous(block_table))
+            by_kernel(means, as_contiguous_rows(k), blocks, touched, block_size, _contiguous(kv_lens), _contiguous(block_table))
 
 
 _update_operator = torch.library.custom_op(operator_name("update_means"), _update_by_kernel, mutates_args=("means",))

@@ -28,10 +28,10 @@ from ..compat.flop_counter import flop_formula
 from ..compat.names import operator_name
 from ..dispatch import observers
 from ..dispatch.flops import backward_flops, forward_flops, have_values
-from ..dispatch.operators import of_nothing, refuse_batched, refuse_second_derivatives, refuse_transforms, upstream
+from ..dispatch.operators import make_empty_results, prepare_upstream, refuse_batched, refuse_second_derivatives, refuse_transforms
 from ..masks.block_mask import BlockMask
 from . import by_definition, by_hopper_kernels, by_kernels, by_operations
-from .block_selection import BlockSelection, pairs_of_heads
+from .block_selection import BlockSelection, count_selected_pairs
 
 _Packed: TypeAlias = tuple[torch.Tensor, list[torch.Tensor], int, int, int, bool]
 _Call: TypeAlias = tuple[torch.Tensor, list[torch.Tensor], int, int, int, bool, float | None, str]
@@ -52,12 +52,12 @@ def attend_to_picks(
     refuse_transforms(q, k, v)
     if q.shape[0] == 0:
         backends.check_name(backend)
-        return of_nothing(q, k, v, None)
+        return make_empty_results(q, k, v, None)
     if not observers.looked_at():
-        return _forward(q, k, v, *_packed(selection), scale, backend)
+        return _forward(q, k, v, *_pack_selection(selection), scale, backend)
     q, k, v = (t.view_as(t) for t in (q, k, v))
-    out, lse = _forward(q, k, v, *_packed(selection), scale, backend)
-    observers.saw(q, k, v, selection, q.shape[3] ** -0.5 if scale is None else scale, out, lse, None)
+    out, lse = _forward(q, k, v, *_pack_selection(selection), scale, backend)
+    observers.notify(q, k, v, selection, q.shape[3] ** -0.5 if scale is None else scale, out, lse, None)
     return out, lse
 
 
@@ -65,12 +65,12 @@ def block_lse(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection, scale
     """(batch, heads, q_len, n): for each picked block the lse of a query's pairs in it; differentiable in q and k."""
     refuse_transforms(q, k)
     if q.shape[0] == 0:
-        return of_nothing(q, k, k, None)[1][..., None].expand(*q.shape[:3], selection.picks.shape[3])
+        return make_empty_results(q, k, k, None)[1][..., None].expand(*q.shape[:3], selection.picks.shape[3])
     # A pair that ``always`` alone keeps is in no picked block.
-    return _block_lse(q, k, *_packed(replace(selection, always=None)), scale, backend)
+    return _block_lse(q, k, *_pack_selection(replace(selection, always=None)), scale, backend)
 
 
-def _packed(selection: BlockSelection) -> _Packed:
+def _pack_selection(selection: BlockSelection) -> _Packed:
     """A selection in the form an operator takes."""
     always = selection.always
     tables, size = ([selection.picks], 0) if always is None else (always.tensors(), always.block_size)
@@ -81,16 +81,16 @@ def _packed(selection: BlockSelection) -> _Packed:
 _CALL = "Tensor picks, Tensor[] tables, SymInt tables_block, SymInt block_size, SymInt every, bool own, float? scale, str backend"
 
 
-def _operator(name: str, tensors: str, results: str) -> Callable[[Callable[..., object]], CustomOpDef]:
+def _define_operator(name: str, tensors: str, results: str) -> Callable[[Callable[..., object]], CustomOpDef]:
     """Makes a function of ``tensors`` and ``_CALL`` a PyTorch operator."""
     schema = f"({tensors}, {_CALL}) -> {results}"
     return torch.library.custom_op(operator_name(name), mutates_args=(), schema=schema)
 
 
-def _prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: *_Call) -> tuple[ModuleType, BlockSelection, float]:
+def _prepare_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: *_Call) -> tuple[ModuleType, BlockSelection, float]:
     """(back end, selection, scale) of a call; the same for both passes."""
     *_, scale, backend = call
-    selection = _selection(q, k, *call)
+    selection = _unpack_selection(q, k, *call)
 
     def supports(name: str, call: backends.Call) -> str | None:
         return BACKENDS[name].supports(call, selection) if name in BACKENDS else "it does not take a BlockSelection"
@@ -99,25 +99,25 @@ def _prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: *_Call) 
     return BACKENDS[name], selection, q.shape[3] ** -0.5 if scale is None else scale
 
 
-def _selection(q: torch.Tensor, k: torch.Tensor, *call: *_Call) -> BlockSelection:
+def _unpack_selection(q: torch.Tensor, k: torch.Tensor, *call: *_Call) -> BlockSelection:
     picks, tables, tables_block, block_size, every, own, _, _ = call
     q_len, kv_len = q.shape[2], k.shape[2]
     always = BlockMask.from_tensors(q_len, kv_len, tables_block, tables) if tables_block else None
     return BlockSelection(picks, q_len, kv_len, block_size, every, own, always)
 
 
-@_operator("selected_attention", "Tensor q, Tensor k, Tensor v", "(Tensor, Tensor)")
+@_define_operator("selected_attention", "Tensor q, Tensor k, Tensor v", "(Tensor, Tensor)")
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: *_Call) -> tuple[torch.Tensor, torch.Tensor]:
-    chosen, selection, scale = _prepared(q, k, v, *call)
+    chosen, selection, scale = _prepare_call(q, k, v, *call)
     return chosen.forward(q, k, v, selection, scale)
 
 
 @_forward.register_fake
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: *_Call) -> tuple[torch.Tensor, torch.Tensor]:
-    return backends.empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=_exact(q))
+    return backends.empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=_compute_dtype(q))
 
 
-@_operator(
+@_define_operator(
     "selected_attention_backward",
     "Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse",
     "(Tensor, Tensor, Tensor)",
@@ -132,7 +132,7 @@ def _backward(
     lse: torch.Tensor,
     *call: *_Call,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    chosen, selection, scale = _prepared(q, k, v, *call)
+    chosen, selection, scale = _prepare_call(q, k, v, *call)
     return chosen.backward(dout, dlse, q, k, v, out, lse, selection, scale)
 
 
@@ -143,22 +143,22 @@ def _(
     return tuple(torch.empty_like(t) for t in (q, k, v))
 
 
-@_operator("picked_block_lse", "Tensor q, Tensor k", "Tensor")
+@_define_operator("picked_block_lse", "Tensor q, Tensor k", "Tensor")
 def _block_lse(q: torch.Tensor, k: torch.Tensor, *call: *_Call) -> torch.Tensor:
-    chosen, selection, scale = _prepared(q, k, k, *call)
+    chosen, selection, scale = _prepare_call(q, k, k, *call)
     return chosen.block_lse(q, k, selection, scale)
 
 
 @_block_lse.register_fake
 def _(q: torch.Tensor, k: torch.Tensor, *call: *_Call) -> torch.Tensor:
-    return q.new_empty(*q.shape[:3], call[0].shape[3], dtype=_exact(q))
+    return q.new_empty(*q.shape[:3], call[0].shape[3], dtype=_compute_dtype(q))
 
 
-@_operator("picked_block_lse_backward", "Tensor dblock_lse, Tensor q, Tensor k, Tensor block_lse", "(Tensor, Tensor)")
+@_define_operator("picked_block_lse_backward", "Tensor dblock_lse, Tensor q, Tensor k, Tensor block_lse", "(Tensor, Tensor)")
 def _block_lse_backward(
     dblock_lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, block_lse: torch.Tensor, *call: *_Call
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    chosen, selection, scale = _prepared(q, k, k, *call)
+    chosen, selection, scale = _prepare_call(q, k, k, *call)
     return chosen.block_lse_backward(dblock_lse, q, k, block_lse, selection, scale)
 
 
@@ -167,7 +167,7 @@ def _(dblock_lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *call: Any) ->
     return torch.empty_like(q), torch.empty_like(k)
 
 
-def _exact(x: torch.Tensor) -> torch.dtype:
+def _compute_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -182,7 +182,7 @@ def _gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -
     none = (None, [None] * len(tables), *(None for _ in ctx.options))
     if dout is None and dlse is None:
         return None, None, None, *none
-    return *_backward(*upstream(dout, dlse, out, lse), q, k, v, out, lse, picks, tables, *ctx.options), *none
+    return *_backward(*prepare_upstream(dout, dlse, out, lse), q, k, v, out, lse, picks, tables, *ctx.options), *none
 
 
 def _keep_block_lse(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -200,31 +200,31 @@ def _gradients_of_block_lse(ctx: Any, dblock_lse: torch.Tensor | None) -> tuple[
     return *_block_lse_backward(dblock_lse, q, k, result, picks, tables, *ctx.options), *none
 
 
-def _pairs(q: torch.Tensor, k: torch.Tensor, *call: *_Call) -> int:
+def _count_pairs(q: torch.Tensor, k: torch.Tensor, *call: *_Call) -> int:
     picks, _, _, block_size, every, *_ = call
     if not have_values(picks):
         return q.shape[1] // picks.shape[1] * picks.numel() * every * block_size
-    return pairs_of_heads(_selection(q, k, *call), q.shape[1])
+    return count_selected_pairs(_unpack_selection(q, k, *call), q.shape[1])
 
 
 @flop_formula("selected_attention")
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: *_Call, **_: object) -> int:
-    return forward_flops(q.shape[3], v.shape[3]) * _pairs(q, k, *call)
+    return forward_flops(q.shape[3], v.shape[3]) * _count_pairs(q, k, *call)
 
 
 @flop_formula("selected_attention_backward")
 def _(dout: object, dlse: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any, **_: object) -> int:
-    return backward_flops(q.shape[3], v.shape[3]) * _pairs(q, k, *call[2:])  # after out and lse
+    return backward_flops(q.shape[3], v.shape[3]) * _count_pairs(q, k, *call[2:])  # after out and lse
 
 
 @flop_formula("picked_block_lse")
 def _(q: torch.Tensor, k: torch.Tensor, *call: *_Call, **_: object) -> int:
-    return 2 * q.shape[3] * _pairs(q, k, *call)  # scores
+    return 2 * q.shape[3] * _count_pairs(q, k, *call)  # scores
 
 
 @flop_formula("picked_block_lse_backward")
 def _(dblock_lse: object, q: torch.Tensor, k: torch.Tensor, block_lse: object, *call: Any, **_: object) -> int:
-    return 6 * q.shape[3] * _pairs(q, k, *call)  # scores again, dq, dk
+    return 6 * q.shape[3] * _count_pairs(q, k, *call)  # scores again, dq, dk
 
 
 torch.library.register_autograd(operator_name("selected_attention"), _gradients, setup_context=_keep_call)

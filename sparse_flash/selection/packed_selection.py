@@ -13,7 +13,7 @@ import torch
 
 from ..masks.compiler import compile_mask
 from ..masks.pattern import Pattern
-from ..packed.repack import Axis, Side, most_blocks, pack
+from ..packed.repack import Axis, Documents, most_blocks, repack_documents
 from .block_selection import BlockSelection, without_later_keys
 
 # The most queries of a kernels' tile. A tile visits the blocks that any of its queries picked, and a weight of 0 times NaN is
@@ -51,12 +51,12 @@ class PackedSelection:
         return self.picks.shape[1]
 
     @property
-    def documents(self) -> Side:
-        return Side(self.cu_seqlens, self.tokens, self.longest)
+    def documents(self) -> Documents:
+        return Documents(self.cu_seqlens, self.tokens, self.longest)
 
     def to_dense(self) -> torch.Tensor:
         """True where a pair is kept: (kv_heads | heads, tokens, tokens) bool. For inspecting short documents and for tests."""
-        place = places(self.documents)
+        place = locate_tokens(self.documents)
         block = torch.where(place.exists, place.within // self.block_size, -2)
         picked = (self.picks[..., None] == block).any(2)
         if self.always is not None:
@@ -72,13 +72,13 @@ class PackedSelection:
             f"{always}picks={tuple(self.picks.shape)}, device={str(self.picks.device)!r})"
         )
 
-    def on_blocks(self) -> tuple[BlockSelection, Axis]:
+    def to_block_axis(self) -> tuple[BlockSelection, Axis]:
         """The picks on an axis of whole blocks, and that axis."""
-        place, table = places(self.documents), None
+        place, table = locate_tokens(self.documents), None
         if self.always is None:
             axis = block_axis(self.documents, place, max(self.block_size, _TILE))
         else:
-            packed = pack(without_later_keys(self.always), self.documents, None, apart=True)
+            packed = repack_documents(without_later_keys(self.always), self.documents, None, apart=True)
             axis, table = packed.queries, packed.mask
         first = ((axis.row_of_token - place.within) // self.block_size)[:, None]
         picks = torch.where(self.picks < 0, -1, self.picks + first)
@@ -91,7 +91,7 @@ class PackedSelection:
 torch.serialization.add_safe_globals([PackedSelection])
 
 
-class Places(NamedTuple):
+class TokenPositions(NamedTuple):
     """Each (tokens,): the token's document and its position there, int64, and whether it is of one."""
 
     document: torch.Tensor
@@ -99,22 +99,22 @@ class Places(NamedTuple):
     exists: torch.Tensor
 
 
-def places(side: Side) -> Places:
+def locate_tokens(side: Documents) -> TokenPositions:
     """Returns where tokens are. A token of no document has position 0."""
     bounds = _borders(side)
     token = torch.arange(side.tokens, device=bounds.device)
     document = torch.searchsorted(bounds[1:], token, right=True).clamp(max=len(bounds) - 2)
     within = token - bounds[document]
     exists = (within >= 0) & (token < bounds[document + 1]) & (within < side.longest)
-    return Places(document, torch.where(exists, within, 0), exists)
+    return TokenPositions(document, torch.where(exists, within, 0), exists)
 
 
-def _borders(side: Side) -> torch.Tensor:
+def _borders(side: Documents) -> torch.Tensor:
     """(documents + 1,) int64, ascending, within the tokens, whatever cu_seqlens holds."""
     return side.cu_seqlens.long().clamp(0, side.tokens).cummax(0).values
 
 
-def block_axis(side: Side, place: Places, block: int) -> Axis:
+def block_axis(side: Documents, place: TokenPositions, block: int) -> Axis:
     """An axis where each document starts in a new block of this size."""
     bounds = _borders(side)
     blocks = (bounds.diff().clamp(max=side.longest) + block - 1) // block
@@ -127,7 +127,7 @@ def block_axis(side: Side, place: Places, block: int) -> Axis:
     return Axis(token_of_row[:rows], torch.where(place.exists, row, -1).to(torch.int32))
 
 
-def bounds_of(axis: Axis, place: Places, block: int) -> torch.Tensor:
+def find_block_bounds(axis: Axis, place: TokenPositions, block: int) -> torch.Tensor:
     """(tokens, 2) int32: on the axis, the first block of each token's document, and the token's own."""
     row = torch.where(place.exists, axis.row_of_token, 0)
     return torch.stack([(row - place.within) // block, row // block], 1).to(torch.int32)

@@ -9,8 +9,8 @@ import torch
 from ..backends import hopper, triton
 from ..kernels.cost import hopper as hopper_kernels
 from ..kernels.cost import portable as portable_kernels
-from ..kernels.cost.chips import Chip, chip_of_gpu, known_chips
-from ..kernels.cost.model import AttentionSizes, Launch, Pass, predicted, reading
+from ..kernels.cost.chips import Chip, detect_chip, known_chips
+from ..kernels.cost.model import AttentionSizes, Launch, Pass, predict_decode, predict_pass
 from ..masks.block_mask import BlockMask
 
 
@@ -40,19 +40,19 @@ class Prediction:
     def lines(self) -> dict[str, str]:
         """Returns the passes as sentences, by name."""
         where = f"{'estimated for' if self.estimated else 'predicted on'} {self.device}"
-        forward = f"{_in_words(self.forward)} ({where})"
-        return {"forward time": forward} | ({"backward time": _in_words(self.backward)} if self.backward else {})
+        forward = f"{_describe_pass(self.forward)} ({where})"
+        return {"forward time": forward} | ({"backward time": _describe_pass(self.backward)} if self.backward else {})
 
 
-def _in_words(one: Pass) -> str:
+def _describe_pass(one: Pass) -> str:
     parts = sorted(one.parts.items(), key=lambda part: -part[1])
     shares = ", ".join(f"{name} {us / one.us:.0%}" for name, us in parts if us >= 0.005 * one.us)
     host = f"; call by call, the host takes {one.host_us:.0f} us" if one.bound == "the host" else ""
     kernels = " by the portable kernels" if one.portable else ""
-    return f"{_time(one.us)}{kernels}: {shares}{host}"
+    return f"{_time_text(one.us)}{kernels}: {shares}{host}"
 
 
-def _time(us: float) -> str:
+def _time_text(us: float) -> str:
     return f"{us / 1e3:.3f} ms" if us >= 1e3 else f"{us:.0f} us"
 
 
@@ -72,7 +72,7 @@ def chip_named(device: str | torch.device | None) -> Chip | None:
         raise ValueError(f"device must be a GPU that is there; got {name!r} without any; name one, such as 'h200'")
     index = torch.device(name).index
     index = torch.cuda.current_device() if index is None else index
-    return chip_of_gpu(torch.cuda.get_device_name(index), index, torch.cuda.get_device_capability(index))
+    return detect_chip(torch.cuda.get_device_name(index), index, torch.cuda.get_device_capability(index))
 
 
 def refusal(mask: BlockMask, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
@@ -88,8 +88,8 @@ def launch_of(backward: bool, portable: bool, sizes: AttentionSizes, table: Bloc
     """Returns the launches of a pass. table: what kernels iterate over."""
     table = table and table.to("cpu")
     if portable:
-        return portable_kernels.launch(backward, sizes, table, chip)
-    return (hopper_kernels.backward if backward else hopper_kernels.forward)(sizes, table, chip)
+        return portable_kernels.describe_launch(backward, sizes, table, chip)
+    return (hopper_kernels.describe_backward if backward else hopper_kernels.describe_forward)(sizes, table, chip)
 
 
 def predict(
@@ -115,12 +115,12 @@ def predict(
     if mask.q_len <= triton.FEW_QUERIES:
         keys = sizes.kv_len * (1.0 if table is None else table.block_density * table.grid.q_blocks)
         read = 2 * sizes.batch * sizes.kv_heads * keys * (sizes.head_dim + sizes.v_head_dim)
-        return Prediction(chip.name, reading(read, chip), None)
+        return Prediction(chip.name, predict_decode(read, chip), None)
     in_place = {sizes.head_dim, sizes.v_head_dim} <= {*hopper.HEAD_DIMS} and (table and table.block_size) in hopper.BLOCK_SIZES
     portable = not (chip.hopper and in_place)
     by_hopper = not portable and hopper.has_backward(sizes.head_dim, sizes.v_head_dim)
     forward, backward = (
-        predicted(launch_of(back, by_portable, sizes, table, chip), chip)
+        predict_pass(launch_of(back, by_portable, sizes, table, chip), chip)
         for back, by_portable in ((False, portable), (True, not by_hopper))
     )
     return Prediction(chip.name, forward, backward)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..kernels.cost.choices import both_passes, dense_passes
+from ..kernels.cost.choices import predict_both_passes, predict_dense_passes
 from ..masks.block_mask import BlockMask
 from ..masks.compiler import by_head, compile_mask
 from ..masks.grid import BlockGrid
@@ -30,13 +30,13 @@ from ..masks.progress import Progress
 from ..variant.variant import check_counts
 from .explain import MOST_UNITS
 from .figures import share_text
-from .subject import of_one_head
+from .subject import require_one_head
 
 _MOST_LAYERS = 64  # reach is not followed any further
 _MOST_PARTS = 3  # patterns of a union, and groups of heads
 _PAIRS_EXTENDED = 32  # the unions of two that are tried with a third
 _UNCONNECTED = _MOST_LAYERS + 1
-_ROWS = 4  # rows of units that bound the layers of a candidate
+_BOUND_ROWS = 4  # rows of units that bound the layers of a candidate
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +87,7 @@ class Design:
     @property
     def summary(self) -> str:
         """The spec text, with equal heads and equal layers counted."""
-        return _counted(self.patterns, "layer", lambda layer: _counted(getattr(layer, "patterns", (layer,)), "head", str))
+        return _count_text(self.patterns, "layer", lambda layer: _count_text(getattr(layer, "patterns", (layer,)), "head", str))
 
     def __str__(self) -> str:
         connected = f"connected in {self.connected_in}" if self.connected_in else "not connected"
@@ -135,21 +135,21 @@ def design(
         raise ValueError(f"connected_in must be at most layers={layers}; got {connected_in}; leave one of them out")
     if (connected_in or 0) > _MOST_LAYERS:
         raise ValueError(f"connected_in must be at most {_MOST_LAYERS}, as reach is not followed further; got {connected_in}")
-    grid, share = BlockGrid(q_len, q_len, block_size), checked_budget(budget)
+    grid, share = BlockGrid(q_len, q_len, block_size), parse_budget(budget)
     if grid.q_blocks > MOST_UNITS:
         most = f"{MOST_UNITS * block_size:,} tokens in blocks of {block_size}"
         way_out = "pass block_size=256, or design for a shorter sequence and scale the lengths in the spec"
         raise ValueError(f"q_len must be at most {most}; got {q_len:,}; {way_out}")
-    kept = () if keep is None else (of_one_head(parse(keep) if isinstance(keep, str) else keep),)
+    kept = () if keep is None else (require_one_head(parse(keep) if isinstance(keep, str) else keep),)
     search = _DesignSearch(grid, kept, causal, heads or 1, layers or 1, progress, of == "time")
     candidates = search.candidates(share)
     found = search.best(candidates, share, count, connected_in or _UNCONNECTED)
     if connected_in and not found:
-        raise search.unmet(candidates, share, connected_in)
+        raise search.unmet_error(candidates, share, connected_in)
     return found
 
 
-def checked_budget(budget: float | str) -> float:
+def parse_budget(budget: float | str) -> float:
     """The share that a budget such as 0.1 or "10%" names. Raises ValueError."""
     try:
         share = float(budget[:-1]) / 100 if isinstance(budget, str) and budget.endswith("%") else float(budget)
@@ -184,8 +184,8 @@ class _DesignSearch:
         self.unit = 1 if grid.q_len <= MOST_UNITS else grid.block_size
         self.possible = self.pairs_of(self.dense)
         self.visible, self.total = self.possible > 0, _total(self.possible)
-        self.dense_us = dense_passes(grid.q_len, grid.kv_len, causal)
-        self.rows = np.unique(np.linspace(len(self.possible) // _ROWS, len(self.possible) - 1, _ROWS).astype(int))
+        self.dense_us = predict_dense_passes(grid.q_len, grid.kv_len, causal)
+        self.rows = np.unique(np.linspace(len(self.possible) // _BOUND_ROWS, len(self.possible) - 1, _BOUND_ROWS).astype(int))
         self.patterns: list[Pattern] = []
         self.pairs: list[np.ndarray] = []
         self.costs: list[float] = []
@@ -211,7 +211,7 @@ class _DesignSearch:
             pairs = np.pad(pairs, [(0, -length % size) for length in pairs.shape])
             pairs = pairs.reshape(len(pairs) // size, size, -1, size).sum((1, 3))
         full, visited = int(np.count_nonzero(pairs == size**2)), int(np.count_nonzero(pairs))
-        return both_passes(size, len(pairs), full, visited - full)
+        return predict_both_passes(size, len(pairs), full, visited - full)
 
     def whole(self, pairs: np.ndarray) -> np.ndarray:
         """Which units see all that they may of which, bool. A token has its own by the residual connection."""
@@ -229,8 +229,8 @@ class _DesignSearch:
         alone = self.cost_of(base := self.pairs_of(self.joined())) if self.keep else 0.0
         if alone > budget:
             raise ValueError(
-                f"budget must be at least {_at_least(alone)}, what keep={self.keep[0]} takes; got {_in_percent(budget)}; raise "
-                "it, or keep less"
+                f"budget must be at least {_rounded_up_text(alone)}, what keep={self.keep[0]} takes; got "
+                f"{_in_percent(budget)}; raise it, or keep less"
             )
         most = budget + (min(_MOST_PARTS, self.heads) - 1) * (budget - alone)
         parts = sorted(dict.fromkeys(_all_parts(self.grid)), key=lambda part: (len(str(part)), str(part)))
@@ -250,8 +250,8 @@ class _DesignSearch:
             self.add(self.keep[0], base, alone)
         elif cheapest[0] > budget:
             raise ValueError(
-                f"budget must be at least {_at_least(cheapest[0])}, what {cheapest[1]} takes, the least that the search knows; got "
-                f"{_in_percent(budget)}; raise it, or register a pattern that keeps less and names ranges"
+                f"budget must be at least {_rounded_up_text(cheapest[0])}, what {cheapest[1]} takes, the least that the search "
+                f"knows; got {_in_percent(budget)}; raise it, or register a pattern that keeps less and names ranges"
             )
 
     def add(self, pattern: Pattern, pairs: np.ndarray, cost: float) -> None:
@@ -261,7 +261,7 @@ class _DesignSearch:
 
     def candidates(self, budget: float) -> list[_Candidate]:
         """All within the budget, as far as the parts of a union tell before it is compiled."""
-        found, numbers = self.simple(budget), range(len(self.patterns))
+        found, numbers = self.single_candidates(budget), range(len(self.patterns))
         pairs = list(itertools.combinations(numbers, 2))
         with Progress("comparing unions", len(pairs) + _PAIRS_EXTENDED * len(numbers), self.progress) as bar:
             found += (twos := self.compared(pairs, budget, bar))
@@ -269,11 +269,11 @@ class _DesignSearch:
             threes = {tuple(sorted((*two, number))) for two in best for number in numbers if number not in two}
             return found + self.compared(sorted(threes), budget, bar)
 
-    def simple(self, budget: float) -> list[_Candidate]:
+    def single_candidates(self, budget: float) -> list[_Candidate]:
         """``candidates`` that are no unions."""
         self.collect(budget)
         numbers = range(len(self.patterns))
-        found = [one for number in numbers for one in self.of_parts((number,), budget)]
+        found = [one for number in numbers for one in self.candidates_of((number,), budget)]
         # Other heads and layers than the dense ones need not reach far. They keep as little as can be, and each token's own block.
         own = [number for number in numbers if np.array_equal(self.pairs[number].diagonal(), self.possible.diagonal())]
         rest = len(numbers) - 1 if self.keep else min(own, key=self.costs.__getitem__, default=None)
@@ -285,11 +285,11 @@ class _DesignSearch:
     def compared(self, unions: Sequence[tuple[int, ...]], budget: float, bar: Progress) -> list[_Candidate]:
         found = []
         for parts in unions:
-            found += self.of_parts(parts, budget)
+            found += self.candidates_of(parts, budget)
             bar.advance(1)
         return found
 
-    def of_parts(self, parts: tuple[int, ...], budget: float) -> list[_Candidate]:
+    def candidates_of(self, parts: tuple[int, ...], budget: float) -> list[_Candidate]:
         """The union of some patterns in all heads, and one of them in each group of heads: both reach equally far. Nothing if they
         reach as far without one of them."""
         beside = tuple(part for part in parts if self.patterns[part] not in self.keep)
@@ -345,8 +345,8 @@ class _DesignSearch:
             if any(kind == one.kind and others <= names for kind, others in listed):
                 continue
             if one[3:] not in made:
-                made[one[3:]] = result = self.made(one)
-                cost = self.budgeted(result)
+                made[one[3:]] = result = self.build_design(one)
+                cost = self.budget_share(result)
                 exact = one._replace(layers=result.connected_in or _UNCONNECTED, unreached=1 - result.reach[-1], cost=cost)
                 if cost > budget:
                     continue
@@ -355,12 +355,12 @@ class _DesignSearch:
                     continue
             found.append(made[one[3:]])
             listed.append((one.kind, names))
-        return sorted(found, key=lambda one: (one.connected_in or _UNCONNECTED, -one.reach[-1], self.budgeted(one)))
+        return sorted(found, key=lambda one: (one.connected_in or _UNCONNECTED, -one.reach[-1], self.budget_share(one)))
 
-    def budgeted(self, one: Design) -> float:
+    def budget_share(self, one: Design) -> float:
         return one.time if self.timed else one.density
 
-    def made(self, one: _Candidate) -> Design:
+    def build_design(self, one: _Candidate) -> Design:
         """The design of a candidate, compiled and counted."""
         rest = [self.joined(self.patterns[part]) for part in one.parts]
         if one.kind == "by head":
@@ -399,13 +399,15 @@ class _DesignSearch:
                 break
         return tuple(shares)
 
-    def unmet(self, candidates: Sequence[_Candidate], budget: float, connected_in: int) -> ValueError:
+    def unmet_error(self, candidates: Sequence[_Candidate], budget: float, connected_in: int) -> ValueError:
         """The error for a budget at which nothing connects in so few layers: it names the nearest that do."""
         nearest = self.best(candidates, budget, 1, _UNCONNECTED)[0]
         wide = _DesignSearch(self.grid, self.keep, self.causal, self.heads, self.layers, self.progress, self.timed)
-        within = sorted((one for one in wide.simple(1.0) if one.layers <= connected_in), key=lambda one: one.cost)
-        enough = next(one for one in map(wide.made, within) if (one.connected_in or _UNCONNECTED) <= connected_in)  # dense, at last
-        got = f"got connected_in={connected_in}; pass budget='{_at_least(self.budgeted(enough))}' for {enough.summary}"
+        within = sorted((one for one in wide.single_candidates(1.0) if one.layers <= connected_in), key=lambda one: one.cost)
+        enough = next(
+            one for one in map(wide.build_design, within) if (one.connected_in or _UNCONNECTED) <= connected_in
+        )  # dense, at last
+        got = f"got connected_in={connected_in}; pass budget='{_rounded_up_text(self.budget_share(enough))}' for {enough.summary}"
         known = "that the search knows"
         if nearest.connected_in is None:
             reached = f"the best {known} reaches {share_text(nearest.reach[-1])} after {len(nearest.reach)} layers"
@@ -414,7 +416,7 @@ class _DesignSearch:
         return ValueError(f"{fewest}, the fewest {known}, by {nearest.summary}; {got}")
 
 
-def _counted(patterns: Sequence[Pattern], what: str, text: Callable[[Pattern], str]) -> str:
+def _count_text(patterns: Sequence[Pattern], what: str, text: Callable[[Pattern], str]) -> str:
     """The text of one; "2 heads of causal, 6 heads of ..." of several."""
     runs = [(len(list(same)), text(one)) for one, same in itertools.groupby(patterns)]
     return runs[0][1] if len(runs) == 1 else ", ".join(f"{n} {what}{'s' * (n > 1)} of {said}" for n, said in runs)
@@ -440,6 +442,6 @@ def _in_percent(share: float) -> str:
     return f"{100 * share:.6g}%"
 
 
-def _at_least(share: float) -> str:
+def _rounded_up_text(share: float) -> str:
     """A budget, as text, that is not below this share."""
     return f"{math.ceil(share * 1e6) / 1e4:g}%"

@@ -21,13 +21,13 @@ from ..masks.block_mask import BlockMask
 from ..masks.grid import checked_index
 from ..selection.block_selection import BlockSelection
 from .interactive import Page, page_of
-from .paths import FORMATS, PAGE, checked_path
-from .subject import subject
+from .paths import FORMATS, PAGE, check_path
+from .subject import resolve_mask
 
 _MOST_DENSE_PAIRS = 1 << 24  # masks of up to this many pairs are drawn from their tokens
 _SHADES = {True: "·░▒▓█", False: ".-+*#"}  # empty, up to a third, two thirds, all but all, all
 _TITLE_WIDTH, _SMALL_TITLE_WIDTH, _TITLE_LINES = 76, 44, 4  # characters of a line that fits its picture, and lines
-_EMPTY, _LEAST, _MOST, _FULL = (0xE9, 0xEC, 0xF1), (0xF6, 0xC2, 0x77), (0xD9, 0x6A, 0x1D), (0x1F, 0x4E, 0x9C)
+_EMPTY_RGB, _LEAST_RGB, _MOST_RGB, _FULL_RGB = (0xE9, 0xEC, 0xF1), (0xF6, 0xC2, 0x77), (0xD9, 0x6A, 0x1D), (0x1F, 0x4E, 0x9C)
 DEFAULT_LEN = 4096
 
 
@@ -48,8 +48,8 @@ class Drawing:
 
     def __str__(self):
         unicode, (columns, lines) = can_draw("".join(_SHADES[True])), picture_size()
-        picture = cells(self.mask, min(columns // 2, lines), columns // 2, self.level)
-        drawn = terminal(picture.shares, False, unicode).plain + legend(False, unicode).plain
+        picture = make_picture(self.mask, min(columns // 2, lines), columns // 2, self.level)
+        drawn = render_terminal(picture.shares, False, unicode).plain + legend(False, unicode).plain
         head = [self.title] if self.title else []
         return "\n".join([*head, caption(self.mask, picture), "", drawn, _summary(self.mask)])
 
@@ -91,14 +91,14 @@ def draw(
     IndexError for heads or a batch entry that do not exist.
     """
     if path is not None:
-        path = checked_path(path, [PAGE] if interactive else (*FORMATS, PAGE))
+        path = check_path(path, [PAGE] if interactive else (*FORMATS, PAGE))
         if path.suffix.lower() == PAGE and not interactive:
             raise ValueError(f"a {PAGE} file must come with interactive=True; got {str(path)!r}; add it, or name a .png file")
     if not interactive and (heads is not None or batch != 0):
         raise ValueError("heads and batch must come with interactive=True; a picture shows one mask; pass mask.select(head, batch)")
     if interactive and level != "auto":
         raise ValueError(f"level must be 'auto' for an interactive picture, which shows all levels; got {level!r}; leave it out")
-    mask, text = subject(mask, q_len, kv_len, block_size, DEFAULT_LEN, one_head=not interactive)
+    mask, text = resolve_mask(mask, q_len, kv_len, block_size, DEFAULT_LEN, one_head=not interactive)
     title = text if title is None else title
     if interactive:
         if isinstance(mask, BlockSelection):
@@ -108,7 +108,7 @@ def draw(
             page.save(path)
         return page
     drawing = Drawing(mask, title, level)
-    cells(mask, 1, 1, level)  # raises now if something is wrong
+    make_picture(mask, 1, 1, level)  # raises now if something is wrong
     if path is not None:
         drawing.save(path)
     return drawing
@@ -123,7 +123,7 @@ class Picture(NamedTuple):
     level: str
 
 
-def cells(mask: BlockMask | BlockSelection, height: int, width: int, level: str = "auto") -> Picture:
+def make_picture(mask: BlockMask | BlockSelection, height: int, width: int, level: str = "auto") -> Picture:
     """The picture of a mask (of one stored mask) in at most height x width square cells.
 
     level: "tokens" or "blocks", the finest cell size; "auto" uses tokens if blocks would be coarser than the picture and there are
@@ -142,12 +142,12 @@ def cells(mask: BlockMask | BlockSelection, height: int, width: int, level: str 
     if level == "tokens":
         if q_len * kv_len > _MOST_DENSE_PAIRS:
             raise ValueError(f"{q_len} x {kv_len} tokens are too many to draw one by one; use level='blocks'")
-        unit = _parts(q_len, kv_len, height, width)
+        unit = _cell_side(q_len, kv_len, height, width)
         dense = mask.to_dense().cpu().view(q_len, kv_len).numpy()
         top, left = np.arange(0, q_len, unit), np.arange(0, kv_len, unit)
         kept = np.add.reduceat(np.add.reduceat(dense, top, axis=0, dtype=np.int64), left, axis=1)
     else:
-        group = _parts(-(-q_len // block), -(-kv_len // block), height, width)
+        group = _cell_side(-(-q_len // block), -(-kv_len // block), height, width)
         unit = group * block
         top, left = np.arange(0, q_len, unit), np.arange(0, kv_len, unit)
         if isinstance(mask, BlockSelection):
@@ -161,7 +161,7 @@ def cells(mask: BlockMask | BlockSelection, height: int, width: int, level: str 
     return Picture(kept / np.outer(heights, widths), unit, level)
 
 
-def _parts(rows: int, cols: int, height: int, width: int) -> int:
+def _cell_side(rows: int, cols: int, height: int, width: int) -> int:
     """How many rows and columns a square cell must cover for the whole to fit height x width cells."""
     return max(-(-rows // height), -(-cols // width))
 
@@ -186,7 +186,7 @@ def picture_size() -> tuple[int, int]:
     return max(16, size.columns - 2), max(8, size.lines - 8)
 
 
-def terminal(shares: np.ndarray, colour: bool, unicode: bool = True):
+def render_terminal(shares: np.ndarray, colour: bool, unicode: bool = True):
     """Cells as rich Text: with colour two cells per character, one above the other; otherwise two shaded characters per cell."""
     from rich.style import Style
     from rich.text import Text
@@ -208,7 +208,7 @@ def terminal(shares: np.ndarray, colour: bool, unicode: bool = True):
 
 
 def legend(colour: bool, unicode: bool = True):
-    """The legend of ``terminal``'s symbols, as rich Text."""
+    """The legend of ``render_terminal``'s symbols, as rich Text."""
     from rich.text import Text
 
     if not (colour and unicode):
@@ -224,15 +224,15 @@ def legend(colour: bool, unicode: bool = True):
 
 def _rgb(shares: np.ndarray) -> np.ndarray:
     """(rows, cols) -> (rows, cols, 3) uint8: grey for empty, amber to orange for partial, blue for full."""
-    least, most = np.array(_LEAST), np.array(_MOST)
+    least, most = np.array(_LEAST_RGB), np.array(_MOST_RGB)
     rgb = least + np.clip(shares, 0, 1)[..., None] * (most - least)
-    rgb = np.where((shares <= 0)[..., None], _EMPTY, np.where((shares >= 1)[..., None], _FULL, rgb))
+    rgb = np.where((shares <= 0)[..., None], _EMPTY_RGB, np.where((shares >= 1)[..., None], _FULL_RGB, rgb))
     return rgb.round().astype(np.uint8)
 
 
 def save(mask: BlockMask | BlockSelection, path: str | Path, title: str = "", level: str = "auto", most_cells: int = 512) -> Path:
     """Writes the picture of a mask to a .png or .svg file. Raises ValueError for another extension."""
-    path = checked_path(path)
+    path = check_path(path)
     return _write(_figure(mask, title, level, most_cells), path)
 
 
@@ -242,7 +242,7 @@ def _figure(mask: BlockMask | BlockSelection, title: str, level: str, most_cells
     lines = [*_wrapped(title, _TITLE_WIDTH, _TITLE_LINES), _summary(mask)]
     figure = Figure(figsize=(6.2, 6.4 + 0.17 * len(lines)), dpi=160, layout="constrained")
     axes = figure.subplots()
-    _draw(axes, cells(mask, most_cells, most_cells, level), mask.q_len, mask.kv_len)
+    _draw(axes, make_picture(mask, most_cells, most_cells, level), mask.q_len, mask.kv_len)
     # On the figure, because the axes are narrow when there are many more queries than keys.
     figure.suptitle("\n".join(lines), x=0.02, ha="left", fontsize=9, family="monospace", parse_math=False)
     axes.set_xlabel("key")
@@ -253,7 +253,7 @@ def _figure(mask: BlockMask | BlockSelection, title: str, level: str, most_cells
 
 def gallery(patterns: list[tuple[str, BlockMask]], path: str | Path, columns: int = 4) -> Path:
     """Small pictures of the blocks of several masks, each with its title, in one .png or .svg file."""
-    path = checked_path(path)
+    path = check_path(path)
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -267,7 +267,7 @@ def gallery(patterns: list[tuple[str, BlockMask]], path: str | Path, columns: in
     for axes in (flat := figure.subplots(rows, columns, squeeze=False).ravel())[len(patterns) :]:
         axes.set_axis_off()
     for axes, lines, (_, mask) in zip(flat, titles, patterns):
-        _draw(axes, cells(mask, 64, 64, "blocks"), mask.q_len, mask.kv_len)
+        _draw(axes, make_picture(mask, 64, 64, "blocks"), mask.q_len, mask.kv_len)
         axes.set_xticks([])
         axes.set_yticks([])
         place = "left" if mask.q_len <= mask.kv_len else "center"  # a narrow picture is centred
@@ -278,12 +278,12 @@ def gallery(patterns: list[tuple[str, BlockMask]], path: str | Path, columns: in
     return _write(figure, path)
 
 
-def choices(kinds: Sequence[Sequence[str]], errors: Mapping[str, Sequence[float | None]], path: str | Path) -> Path:
+def draw_choices(kinds: Sequence[Sequence[str]], errors: Mapping[str, Sequence[float | None]], path: str | Path) -> Path:
     """Draws what each head of a model got, beside errors by layer, in one .png or .svg file.
 
     kinds: names by layer and head. errors: by name of the line and layer; None for layers without one.
     """
-    path = checked_path(path)
+    path = check_path(path)
     from matplotlib import colormaps
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -319,12 +319,12 @@ def frames(mask, layout, query: tuple[int, int, int], path: str | Path, columns:
     mask: as in ``draw``, in the layout's order. layout: the VideoLayout, whose tiles are outlined. query: (frame, row, column).
     title: the pattern's spec text by default.
     """
-    path = checked_path(path)
+    path = check_path(path)
     from matplotlib.figure import Figure
 
     for name, cell, extent in zip(("frame", "row", "column"), query, layout.grid, strict=True):
         checked_index(f"{name} of query", cell, extent)
-    mask, text = subject(mask, None, None, None, layout.length)
+    mask, text = resolve_mask(mask, None, None, None, layout.length)
     title = text if title is None else title
     if not mask.q_len == mask.kv_len == layout.length:
         raise ValueError(f"mask must be of the layout's {layout.length} tokens; got {mask.q_len} x {mask.kv_len}")
@@ -340,7 +340,7 @@ def frames(mask, layout, query: tuple[int, int, int], path: str | Path, columns:
             axes.imshow(rgb[frame], interpolation="nearest")
             axes.set_title(f"frame {frame}", fontsize=8)
             if frame == query[0]:
-                axes.plot(query[2], query[1], "o", color=np.array(_MOST) / 255, markersize=4)
+                axes.plot(query[2], query[1], "o", color=np.array(_MOST_RGB) / 255, markersize=4)
             for draw_line, extent, side in zip((axes.axhline, axes.axvline), layout.grid[1:], layout.tile[1:], strict=True):
                 for place in range(side, extent, side):
                     draw_line(place - 0.5, color="white", linewidth=0.5)
@@ -353,7 +353,7 @@ def thumbnail(mask: BlockMask, most_cells: int = 64) -> bytes:
     from matplotlib.image import imsave
 
     image = io.BytesIO()
-    imsave(image, _rgb(cells(mask, most_cells, most_cells).shares), format="png")
+    imsave(image, _rgb(make_picture(mask, most_cells, most_cells).shares), format="png")
     return image.getvalue()
 
 

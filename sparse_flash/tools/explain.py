@@ -25,8 +25,8 @@ from ..variant.variant import check_counts
 from .cost import Prediction, chip_named, predict, refusal
 from .explain_selection import SelectionExplanation, explain_selection
 from .explain_video import VideoExplanation, explain_video
-from .figures import explanation_text, flops_text, share_text, size_text, times
-from .subject import subject
+from .figures import explanation_text, flops_text, ratio_text, share_text, size_text
+from .subject import resolve_mask
 
 # Reachability multiplies boolean matrices of at most this many units per side; longer masks are reduced to coarser units.
 MOST_UNITS = 1024
@@ -245,7 +245,7 @@ def explain(
     as "h200"; None for the current GPU, if there is one. Raises ValueError for a mask or pattern that differs over batch or heads.
     """
     given = parse(mask) if isinstance(mask, str) else mask
-    mask, pattern = subject(mask, q_len, kv_len, block_size, DEFAULT_LEN)
+    mask, pattern = resolve_mask(mask, q_len, kv_len, block_size, DEFAULT_LEN)
     kv_heads = heads if kv_heads is None else kv_heads
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
     _check_call(mask, dtype, batch, heads, kv_heads, head_dim, v_head_dim)
@@ -271,7 +271,7 @@ def explain(
         time = time or predict(mask, heads, head_dim, chip, batch=batch, kv_heads=kv_heads, v_head_dim=v_head_dim, dtype=dtype)
     return Explanation(
         pattern=pattern,
-        call=_in_words(grid, dtype, batch, heads, kv_heads, head_dim, v_head_dim),
+        call=_describe_call(grid, dtype, batch, heads, kv_heads, head_dim, v_head_dim),
         q_len=grid.q_len,
         kv_len=grid.kv_len,
         block_size=grid.block_size,
@@ -294,8 +294,8 @@ def explain(
         flops=flops * kept_pairs,
         visited_flops=flops * (in_full + int(pairs.sum())),
         dense_flops=flops * (causal_pairs if causal else grid.q_len * grid.kv_len),
-        bytes_moved=_bytes(mask, kept_blocks, *sizes),
-        dense_bytes_moved=_bytes(mask, rival_blocks, *sizes),
+        bytes_moved=_traffic_bytes(mask, kept_blocks, *sizes),
+        dense_bytes_moved=_traffic_bytes(mask, rival_blocks, *sizes),
         rival_blocks=rival_blocks,
         memory=memory(mask, batch, heads, kv_heads, head_dim, v_head_dim, dtype, deterministic),
         video=explain_video(given, mask) if isinstance(given, Pattern) else None,
@@ -316,7 +316,9 @@ def _check_call(
         raise ValueError(f"heads must be a multiple of kv_heads; got {heads} and {kv_heads}")
 
 
-def _in_words(grid: BlockGrid, dtype: torch.dtype, batch: int, heads: int, kv_heads: int, head_dim: int, v_head_dim: int) -> str:
+def _describe_call(
+    grid: BlockGrid, dtype: torch.dtype, batch: int, heads: int, kv_heads: int, head_dim: int, v_head_dim: int
+) -> str:
     shared = "" if kv_heads == heads else f" on {kv_heads} of keys and values"
     dims = f"{head_dim}" if v_head_dim == head_dim else f"{head_dim}, v of {v_head_dim}"
     lengths = f"{grid.q_len:,} queries x {grid.kv_len:,} keys in blocks of {grid.block_size}"
@@ -408,7 +410,7 @@ def reachability(mask: BlockMask, most_units: int = MOST_UNITS) -> Reach:
         connected, layers = further, layers * 2
 
 
-def _bytes(mask: BlockMask, blocks: int, heads: int, dims: int, itemsize: int) -> int:
+def _traffic_bytes(mask: BlockMask, blocks: int, heads: int, dims: int, itemsize: int) -> int:
     """dims: head_dim + v_head_dim."""
     ends = mask.q_len * dims * itemsize + 4 * mask.q_len
     return heads * (ends + blocks * mask.block_size * dims * itemsize)
@@ -428,10 +430,10 @@ def _causal_blocks(grid: BlockGrid) -> int:
 def is_causal(mask: BlockMask) -> bool:
     """Whether no kept pair of any head has a key after its query: then the dense call in its place is causal attention."""
     last, _ = _tile_ends(mask)
-    return all(_is_causal(mask, last, *mask.kept(number)) for number in range(mask.masks))
+    return all(_is_stored_causal(mask, last, *mask.kept(number)) for number in range(mask.masks))
 
 
-def _is_causal(mask: BlockMask, last: np.ndarray, full: FullBlocks, partial: PartialBlocks) -> bool:
+def _is_stored_causal(mask: BlockMask, last: np.ndarray, full: FullBlocks, partial: PartialBlocks) -> bool:
     grid, size = mask.grid, mask.block_size
     # A block may hold such pairs if its last key is after its first query.
     if (full.stop * size - 1 > full.rows * size + grid.offset).any():
@@ -514,7 +516,7 @@ def _lines(e: Explanation) -> Iterator[tuple[str, str]]:
     elif e.time:
         yield ("time", f"not predicted: {e.time}")
     if e.kept_blocks:
-        said = f"{times(e.speedup)} over {_dense(e)} by visited blocks; {times(e.bytes_speedup)} by traffic"
+        said = f"{ratio_text(e.speedup)} over {_dense(e)} by visited blocks; {ratio_text(e.bytes_speedup)} by traffic"
         yield ("predicted speed-up", said)
     else:
         yield ("predicted speed-up", "not defined, as no block is visited")
@@ -535,15 +537,15 @@ def _memory_lines(m: Memory):
     for number, (name, most, made_of) in enumerate(
         (("memory of a call", m.forward, parts), ("of its backward pass", m.backward, grads))
     ):
-        work = _by_backend({name: work[number] for name, work in m.work.items() if work[number]})
+        work = _sizes_text({name: work[number] for name, work in m.work.items() if work[number]})
         # Without an entry, no kernel of a GPU takes such head_dims or dtypes, such as float64.
         total = (
-            _by_backend({b: most(b) for b in m.work}) if m.work else f"{size_text(m.held[number])} and chunks of scores on torch"
+            _sizes_text({b: most(b) for b in m.work}) if m.work else f"{size_text(m.held[number])} and chunks of scores on torch"
         )
         yield name, f"{total}: {made_of}" + (f", scratch {work}" if work else "")
 
 
-def _by_backend(counts: dict[str, int]) -> str:
+def _sizes_text(counts: dict[str, int]) -> str:
     """Bytes per back end; joint if both read the same."""
     texts = {name: size_text(count) for name, count in counts.items()}
     together = len(set(texts.values())) == 1 < len(texts)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from ..dispatch.flops import forward_flops
-from ..selection.block_selection import BlockSelection, pairs_of_heads
-from .figures import explanation_text, flops_text, size_text, times
+from ..selection.block_selection import BlockSelection, count_selected_pairs
+from .figures import explanation_text, flops_text, ratio_text, size_text
 
 TILES = (4, 16, 64)  # queries
-MOSTLY = 0.95  # of picks that are alike
+ALIKE_SHARE = 0.95  # of picks that are alike
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,16 @@ class SelectionExplanation:
     @property
     def hints(self) -> list[str]:
         """Suggestions, as sentences."""
-        if self.every > 1 or self.alike < MOSTLY:
+        if self.every > 1 or self.alike < ALIKE_SHARE:
             return []
         return [f"{self.alike:.0%} of picks were picked by the query before: a choice for several queries (every=) is faster."]
 
     def lines(self) -> dict[str, str]:
         """The numbers as sentences, by name."""
         unions = ", ".join(
-            f"{tile} queries: {width:.1f} blocks, {times(width / self.picks)}" for tile, width in self.unions.items() if self.picks
+            f"{tile} queries: {width:.1f} blocks, {ratio_text(width / self.picks)}"
+            for tile, width in self.unions.items()
+            if self.picks
         )
         return {
             "kept pairs": f"{self.density:.3%} of all, {self.causal_density:.3%} of the causal ones",
@@ -66,7 +68,7 @@ class SelectionExplanation:
             "load over blocks": f"a block is picked {self.mean_picked:.1f} times on average, {self.most_picked:,} at most",
             "table": size_text(self.table_bytes),
             "forward FLOPs": f"{flops_text(self.flops)} kept, {flops_text(self.dense_flops)} of causal attention",
-            "predicted speed-up": f"{times(self.speedup)} over causal attention by kept pairs",
+            "predicted speed-up": f"{ratio_text(self.speedup)} over causal attention by kept pairs",
         }
 
     def __str__(self):
@@ -102,7 +104,7 @@ def explain_selection(
         unions={tile: _union(lines, tile // selection.every) for tile in TILES if 2 <= tile // selection.every <= groups},
         most_picked=int(counts.max()),
         mean_picked=float(counts.double().mean()),
-        flops=flops * pairs_of_heads(selection, heads),
+        flops=flops * count_selected_pairs(selection, heads),
         dense_flops=flops * batch * heads * causal,
         table_bytes=selection.nbytes,
     )

@@ -71,17 +71,17 @@ def explain_video(pattern: Pattern, mask: BlockMask) -> VideoExplanation | None:
     position = np.arange(layout.length)
     video, there = position < layout.tiled, layout.exists(position)
     pairs = (layout.tokens - layout.prefix - layout.suffix) ** 2
-    kept, seen = _kept(mask, video & there, video & there), _kept(mask, np.ones_like(there), ~there)
+    kept, seen = _count_kept(mask, video & there, video & there), _count_kept(mask, np.ones_like(there), ~there)
     return VideoExplanation(
-        layout, kept / pairs, _visited(mask, video) / pairs, seen, tuple(dict.fromkeys(inside)), mask.block_size
+        layout, kept / pairs, _count_visited(mask, video) / pairs, seen, tuple(dict.fromkeys(inside)), mask.block_size
     )
 
 
-def _kept(mask: BlockMask, queries: np.ndarray, keys: np.ndarray) -> int:
+def _count_kept(mask: BlockMask, queries: np.ndarray, keys: np.ndarray) -> int:
     """How many pairs of these the mask keeps. queries, keys: (length,) bool."""
     size, (full, partial) = mask.block_size, mask.kept()
-    q, kv = _in_blocks(mask, queries), _in_blocks(mask, keys)
-    kept = _pairs_of_runs(full, q, kv)
+    q, kv = _split_blocks(mask, queries), _split_blocks(mask, keys)
+    kept = _count_in_runs(full, q, kv)
     # Partial blocks with the same tile, and with queries and keys at the same positions of them, are counted once.
     keys_of = partial.kinds, partial.tiles, unique_rows(q)[1][partial.rows], unique_rows(kv)[1][partial.cols]
     some, alike = unique_rows(np.column_stack(keys_of))
@@ -95,19 +95,19 @@ def _kept(mask: BlockMask, queries: np.ndarray, keys: np.ndarray) -> int:
     return int(kept)
 
 
-def _visited(mask: BlockMask, positions: np.ndarray) -> int:
+def _count_visited(mask: BlockMask, positions: np.ndarray) -> int:
     """How many pairs of these positions lie in visited blocks. positions: (length,) bool."""
-    (full, partial), blocks = mask.kept(), _in_blocks(mask, positions)
+    (full, partial), blocks = mask.kept(), _split_blocks(mask, positions)
     counts = blocks.sum(1)
-    return int(_pairs_of_runs(full, blocks, blocks) + (counts[partial.rows] * counts[partial.cols]).sum())
+    return int(_count_in_runs(full, blocks, blocks) + (counts[partial.rows] * counts[partial.cols]).sum())
 
 
-def _pairs_of_runs(full: FullBlocks, q: np.ndarray, kv: np.ndarray) -> int:
+def _count_in_runs(full: FullBlocks, q: np.ndarray, kv: np.ndarray) -> int:
     before = np.append(0, kv.sum(1).cumsum())
     return (q.sum(1)[full.rows] * (before[full.stop] - before[full.first])).sum()
 
 
-def _in_blocks(mask: BlockMask, positions: np.ndarray) -> np.ndarray:
+def _split_blocks(mask: BlockMask, positions: np.ndarray) -> np.ndarray:
     padded = np.zeros(mask.grid.q_blocks * mask.block_size, bool)
     padded[: len(positions)] = positions
     return padded.reshape(-1, mask.block_size)

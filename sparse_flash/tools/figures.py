@@ -19,7 +19,7 @@ def size_text(count: float) -> str:
     raise AssertionError
 
 
-def times(ratio: float) -> str:
+def ratio_text(ratio: float) -> str:
     return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.1f}x"
 
 

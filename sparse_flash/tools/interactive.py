@@ -20,7 +20,7 @@ import numpy as np
 from ..masks.block_mask import BlockMask
 from ..masks.grid import checked_index, runs_of
 from ..masks.tiles import pack_bits, tile_content
-from .paths import PAGE, checked_path
+from .paths import PAGE, check_path
 
 MOST_NUMBERS = 1 << 23  # int32 of a page before compression: 32 MiB
 _HEIGHT = 820  # pixels of a page within a notebook
@@ -38,7 +38,7 @@ class Page:
 
     def save(self, path: str | Path) -> Path:
         """Writes a .html file; returns its path. Raises TypeError or ValueError for another path."""
-        path = checked_path(path, [PAGE])
+        path = check_path(path, [PAGE])
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(self.html, encoding="utf-8")
         return path
@@ -57,13 +57,13 @@ def page_of(mask: BlockMask, title: str, heads: Sequence[int] | None = None, bat
     ValueError for a mask that is too large for a page.
     """
     panels, tables, room = [], [], MOST_NUMBERS
-    for number, names in _stored(mask, heads, batch).items():
+    for number, names in _heads_by_mask(mask, heads, batch).items():
         counts, *runs = _runs(mask, number, room)
         room -= 3 * len(runs[0])
-        panels.append({"name": _named(names), "heads": max(1, len(names)), "runs": len(runs[0])})
+        panels.append({"name": _heads_text(names), "heads": max(1, len(names)), "runs": len(runs[0])})
         tables.append([counts, *runs])
     used = np.unique(np.concatenate([[0], *(tiles for *_, tiles in tables)]))  # numbered anew; full blocks are the first
-    _check_room(room - len(used) * mask.block_size * -(-mask.block_size // 32))
+    _check_space(room - len(used) * mask.block_size * -(-mask.block_size // 32))
     kept = pack_bits(mask.tile_pairs(np.where(used, 2 - used % 2, 0), np.maximum(used - 1, 0) // 2))
     axes = [axis for *runs, tiles in tables for axis in (*runs, np.searchsorted(used, tiles))]
     numbers = np.diff(np.concatenate([*axes, kept.ravel()]), prepend=0)  # which compress well
@@ -79,7 +79,7 @@ def page_of(mask: BlockMask, title: str, heads: Sequence[int] | None = None, bat
     return Page(text, title)
 
 
-def _stored(mask: BlockMask, heads: Sequence[int] | None, batch: int) -> dict[int, list[int]]:
+def _heads_by_mask(mask: BlockMask, heads: Sequence[int] | None, batch: int) -> dict[int, list[int]]:
     """The stored masks of these heads, in order of appearance, and the heads of each."""
     batches, count = mask.mask_index.shape
     batch = checked_index("batch", batch, batches)
@@ -92,7 +92,7 @@ def _stored(mask: BlockMask, heads: Sequence[int] | None, batch: int) -> dict[in
     return stored if count > 1 else {number: [] for number in stored}
 
 
-def _named(heads: list[int]) -> str:
+def _heads_text(heads: list[int]) -> str:
     """Returns the name of a panel: "heads 0, 2-5"; "" for a mask that has one head."""
     number = np.array(heads, np.int64)
     _, first, stop = runs_of(np.zeros_like(number), np.sort(number))
@@ -117,12 +117,12 @@ def _runs(mask: BlockMask, number: int, room: int) -> tuple[np.ndarray, np.ndarr
         begins, ends = new[:-1], new[1:]
         parts.append(np.stack([rows[begins], first[begins], stop[ends], tile[begins]]))
         room -= 3 * parts[-1].shape[1]
-        _check_room(room)
+        _check_space(room)
     rows, first, stop, tile = np.concatenate(parts, axis=1)
     return np.bincount(rows, minlength=mask.grid.q_blocks), first, stop, tile
 
 
-def _check_room(room: int) -> None:
+def _check_space(room: int) -> None:
     if room < 0:
         raise ValueError(
             f"the runs and tiles of a page must be at most {MOST_NUMBERS:,} numbers; got a mask that needs more; pass a larger "

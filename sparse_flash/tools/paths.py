@@ -9,7 +9,7 @@ from pathlib import Path
 FORMATS, PAGE = (".png", ".svg"), ".html"
 
 
-def checked_path(path: str | Path, formats: Sequence[str] = FORMATS) -> Path:
+def check_path(path: str | Path, formats: Sequence[str] = FORMATS) -> Path:
     """The path, if its extension is one of ``formats``. Raises TypeError or ValueError otherwise."""
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path must be the name of a picture to write; got {path!r}; lengths are q_len= and kv_len=")

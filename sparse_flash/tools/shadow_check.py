@@ -89,7 +89,7 @@ class Check:
         if self in observers.observers:
             observers.observers.remove(self)
 
-    def saw(self, q, k, v, mask, scale, out, lse, variant) -> None:
+    def notify(self, q, k, v, mask, scale, out, lse, variant) -> None:
         sample = _Sample(q, k, v, mask, scale, out, lse, variant, self.rows, self._random)
         call = self.calls
         self._judge(call, sample, sample.forward_errors())
@@ -173,7 +173,7 @@ class _Sample:
     def __init__(self, q, k, v, mask, scale, out, lse, variant: Variant | None, rows: int, rng: random.Random):
         self.q, self.k, self.v, self.out, self.lse = (t.detach() for t in (q, k, v, out, lse))
         self.scale, self.group = scale, q.shape[1] // k.shape[1]
-        self.keeps = _Keeps(mask, q.shape[1], q.shape[2], k.shape[2])
+        self.keeps = _KeptPairs(mask, q.shape[1], q.shape[2], k.shape[2])
         if variant is not None and variant.rel_bias is not None:
             variant = replace(variant, rel_bias=variant.rel_bias.detach())
         self.variant = variant
@@ -189,7 +189,7 @@ class _Sample:
         return self.keeps.contradiction(sorted(queries), sorted(keys))
 
     def forward_errors(self) -> dict[str, float]:
-        wanted = [self._query(*place) for place in self.queries]
+        wanted = [self._recompute_query(*place) for place in self.queries]
         got_out = torch.stack([self.out[place].double() for place in self.queries])
         got_lse = torch.stack([self.lse[place].double() for place in self.queries])
         return {
@@ -211,10 +211,10 @@ class _Sample:
                     errors[name] = _error(torch.stack([arrived[name][place].double() for place in self.keys]), torch.stack(rows))
         return errors
 
-    def _query(self, b: int, h: int, i: int, q: torch.Tensor | None = None):
+    def _recompute_query(self, b: int, h: int, i: int, q: torch.Tensor | None = None):
         """(out, lse) of a query; differentiable in q, (head_dim,) float64, by default the query itself."""
         q = self.q[b, h, i].double() if q is None else q
-        keys = self._existing(self.keeps.of_query(b, h, i), b, h, [i], slice(None))
+        keys = self._existing(self.keeps.keys_of_query(b, h, i), b, h, [i], slice(None))
         k, v = (t[b, h // self.group, keys].double() for t in (self.k, self.v))
         scores = self._scores(q[None], k, b, h, [i], keys)[0]
         lse = scores.logsumexp(0)
@@ -225,7 +225,7 @@ class _Sample:
     def _query_gradient(self, b: int, h: int, i: int, dout, dlse) -> torch.Tensor:
         q = self.q[b, h, i].double().requires_grad_()
         with torch.enable_grad():
-            out, lse = self._query(b, h, i, q)
+            out, lse = self._recompute_query(b, h, i, q)
             if lse.isneginf():
                 return torch.zeros_like(q)
             return torch.autograd.grad(out @ dout[b, h, i].double() + lse * dlse[b, h, i].double(), q)[0]
@@ -235,7 +235,7 @@ class _Sample:
         key, value = (t[b, kv_head, j].double() for t in (self.k, self.v))
         dk, dv = torch.zeros_like(key), torch.zeros_like(value)
         for h in range(kv_head * self.group, (kv_head + 1) * self.group):
-            queries = self._existing(self.keeps.of_key(b, h, j), b, h, slice(None), [j])
+            queries = self._existing(self.keeps.queries_of_key(b, h, j), b, h, slice(None), [j])
             q, upstream, out, lse = (t[b, h, queries].double() for t in (self.q, dout, self.out, self.lse))
             with torch.enable_grad():
                 own = key.clone().requires_grad_()
@@ -284,7 +284,7 @@ def _error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float(difference / size) if size > 0 else float(difference)
 
 
-class _Keeps:
+class _KeptPairs:
     """Which pairs a mask keeps, by row or column, (tokens,) bool on the CPU."""
 
     def __init__(self, mask: BlockMask | BlockSelection | Pattern | str | None, heads: int, q_len: int, kv_len: int):
@@ -294,14 +294,14 @@ class _Keeps:
         self.shared = heads // mask.heads if isinstance(mask, BlockSelection) else 1
         self.grid = BlockGrid(q_len, kv_len, mask.block_size if isinstance(mask, BlockMask) else 128)
 
-    def of_query(self, b: int, h: int, i: int) -> torch.Tensor:
+    def keys_of_query(self, b: int, h: int, i: int) -> torch.Tensor:
         if isinstance(self.mask, (BlockMask, BlockSelection)):
             return self.mask.kept_keys(i, b, h // self.shared)
         if self.mask is None:
             return torch.ones(self.grid.kv_len, dtype=torch.bool, device="cpu")
         return self._by_rule(h, np.array([i]), np.arange(self.grid.kv_len))[0]
 
-    def of_key(self, b: int, h: int, j: int) -> torch.Tensor:
+    def queries_of_key(self, b: int, h: int, j: int) -> torch.Tensor:
         if isinstance(self.mask, (BlockMask, BlockSelection)):
             return self.mask.kept_queries(j, b, h // self.shared)
         if self.mask is None:
@@ -314,8 +314,8 @@ class _Keeps:
             return None
         table = as_block_mask(self.mask, q_len=self.grid.q_len, kv_len=self.grid.kv_len, block_size=self.grid.block_size)
         for name, tokens, by_rule, by_table in (
-            ("query", queries, self.of_query, table.kept_keys),
-            ("key", keys, self.of_key, table.kept_queries),
+            ("query", queries, self.keys_of_query, table.kept_keys),
+            ("key", keys, self.queries_of_key, table.kept_queries),
         ):
             for token, (head, pattern) in product(tokens, enumerate(self.heads)):
                 if not torch.equal(by_rule(0, head, token), by_table(token, 0, head)):

@@ -10,7 +10,7 @@ from ..masks.pattern import Pattern, named_len, parse
 from ..selection.block_selection import BlockSelection
 
 
-def subject(
+def resolve_mask(
     mask, q_len: int | None, kv_len: int | None, block_size: int | None, default_len: int, one_head: bool = True
 ) -> tuple[BlockMask | BlockSelection, str]:
     """(the mask or selection, its spec text or "" if it has none). A pattern is compiled for these lengths; without
@@ -21,7 +21,7 @@ def subject(
     given = {name: value for name, value in lengths.items() if value is not None}
     if isinstance(mask, (Pattern, str)):
         pattern = parse(mask) if isinstance(mask, str) else mask
-        pattern = of_one_head(pattern) if one_head else pattern
+        pattern = require_one_head(pattern) if one_head else pattern
         q_len = named_len(pattern, default_len) if q_len is None else q_len
         compiled = as_block_mask(pattern, q_len, kv_len, 128 if block_size is None else block_size)
         return compiled, str(mask).strip()
@@ -36,7 +36,7 @@ def subject(
     return mask, ""
 
 
-def of_one_head(pattern: Pattern) -> Pattern:
+def require_one_head(pattern: Pattern) -> Pattern:
     """The pattern of every head. Raises ValueError if heads differ."""
     first, *others = dict.fromkeys(by_head(pattern))
     if others:

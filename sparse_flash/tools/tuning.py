@@ -19,7 +19,7 @@ import torch
 from .. import backends
 from ..backends import hopper
 from ..backends import triton as triton_backend
-from ..kernels.common.layout import addressable
+from ..kernels.common.layout import as_addressable
 from ..kernels.launch import tuned
 from ..kernels.portable import configs
 from ..masks.compiler import compile_mask
@@ -102,18 +102,18 @@ def unavailable() -> str | None:
     return triton_backend.available()
 
 
-def tile_sizes(device: torch.device) -> str:
+def describe_tile_sizes(device: torch.device) -> str:
     """Says how the tile sizes of the portable kernels on this GPU were chosen."""
     if reason := triton_backend.available() or configs.refusal(device):
         return f"none: {reason}"
-    return configs.provenance(configs.chip_of(device))
+    return configs.provenance(configs.detect_gpu(device))
 
 
 def cache_state() -> str | None:
     """A line about the file of choices; None if there is no file."""
     path = tuned.cache_file()
     try:
-        count = tuned.count(path)
+        count = tuned.count_choices(path)
         return f"{count} tuned config{'' if count == 1 else 's'} in {path}"
     except FileNotFoundError:
         return None
@@ -121,7 +121,7 @@ def cache_state() -> str | None:
         return f"{path} cannot be read ({type(error).__name__}: {error}), and the built-in configs are used; delete it"
 
 
-def tasks(problem: TuningProblem, device: torch.device, backend: str = "auto") -> list[Task]:
+def make_tasks(problem: TuningProblem, device: torch.device, backend: str = "auto") -> list[Task]:
     """Returns a task for each portable kernel that ``attention`` would use with this back end, under the pattern and dense.
 
     Hopper's kernels have no tasks. Kernels with a single candidate are left out. Raises ValueError for shapes that no kernel runs.
@@ -133,9 +133,9 @@ def tasks(problem: TuningProblem, device: torch.device, backend: str = "auto") -
         torch.randn((1, problem.heads, problem.tokens, width), generator=generator, device=device).to(problem.dtype)
         for width in (of_keys, of_keys, of_values, of_values)
     )
-    inputs = [addressable(t) for t in (q, k, v, dout)]
+    inputs = [as_addressable(t) for t in (q, k, v, dout)]
     dim, dim_v = map(configs.padded_head_dim, problem.head_dims)
-    shared = configs.chip_of(device).shared
+    shared = configs.detect_gpu(device).shared
     found = []
     for name, mask in ((problem.pattern, sparse), ("dense", None)):
         if mask is not None and mask.keeps_all:
@@ -144,18 +144,18 @@ def tasks(problem: TuningProblem, device: torch.device, backend: str = "auto") -
         chosen = backends.choose_backend(backend, backends.Call.of(q, k, v, block_size))
         if chosen not in ("triton", "hopper"):
             raise ValueError(f"back end {chosen!r}, which runs this call, has no configs to tune; tune 'triton'")
-        for kernel, run in _runs(problem, mask, *inputs).items():
+        for kernel, run in _kernel_runs(problem, mask, *inputs).items():
             if chosen == "hopper" and (kernel == "forward" or hopper.has_backward(*problem.head_dims)):
                 continue  # Hopper's kernels have one config for each shape
             key = tuned.key_of(kernel, problem.dtype, dim, block_size, device, dim_v)
-            candidates = configs.candidates(kernel, problem.dtype, of_keys, block_size, of_values, configs.chip_of(device))
+            candidates = configs.candidates(kernel, problem.dtype, of_keys, block_size, of_values, configs.detect_gpu(device))
             fitting = tuple(c for c in candidates if not configs.cannot_fit(c, kernel, problem.dtype, (dim, dim_v), shared))
             if key is not None and len(fitting) > 1:  # None without a GPU to tune for
                 found.append(Task(key, problem, name, fitting, run, len(candidates) - len(fitting)))
     return found
 
 
-def _runs(problem, mask, q, k, v, dout) -> dict[str, Callable[[object], dict[str, torch.Tensor]]]:
+def _kernel_runs(problem, mask, q, k, v, dout) -> dict[str, Callable[[object], dict[str, torch.Tensor]]]:
     """Returns ``Task.run`` of each kernel, by name."""
     from ..kernels.portable.backward import attention_backward
     from ..kernels.portable.forward import attention_forward
@@ -164,16 +164,16 @@ def _runs(problem, mask, q, k, v, dout) -> dict[str, Callable[[object], dict[str
     forward = cache(lambda: attention_forward(q, k, v, mask, scale))
 
     def backward(**chosen):
-        return _named("dq dk dv", attention_backward(dout, None, q, k, v, *forward(), mask, scale, **chosen))
+        return _name_results("dq dk dv", attention_backward(dout, None, q, k, v, *forward(), mask, scale, **chosen))
 
     return {
-        "forward": lambda config: _named("out lse", attention_forward(q, k, v, mask, scale, config=config)),
+        "forward": lambda config: _name_results("out lse", attention_forward(q, k, v, mask, scale, config=config)),
         "grad_q": lambda config: backward(q_config=config),
         "grad_kv": lambda config: backward(kv_config=config),
     }
 
 
-def _named(names: str, values) -> dict[str, torch.Tensor]:
+def _name_results(names: str, values) -> dict[str, torch.Tensor]:
     return dict(zip(names.split(), values, strict=True))
 
 
@@ -225,12 +225,12 @@ def tune(
     for index, task in enumerate(tasks):
         now = time.monotonic()
         # A share of the remaining time, so the last task also gets some.
-        result = _tuned(task, clock, now + max(0.0, end - now) / (len(tasks) - index), advance)
+        result = _tune_task(task, clock, now + max(0.0, end - now) / (len(tasks) - index), advance)
         _store(result)
         yield result
 
 
-def _tuned(task: Task, clock: Clock, end: float, advance) -> Result:
+def _tune_task(task: Task, clock: Clock, end: float, advance) -> Result:
     builtin = task.candidates[0]
     # Kept alive: otherwise a candidate's result could reuse this memory, with the right values already in it.
     wanted: dict[str, torch.Tensor] = {}
@@ -239,7 +239,7 @@ def _tuned(task: Task, clock: Clock, end: float, advance) -> Result:
         if trials and (trials[0].milliseconds is None or time.monotonic() >= end):
             advance(task, None)
             continue
-        trials.append(_trial(task, config, wanted, clock))
+        trials.append(_try_config(task, config, wanted, clock))
         advance(task, trials[-1])
     measured = [(trial.milliseconds, trial) for trial in trials if trial.milliseconds is not None]
     chosen, gain = builtin, 0.0
@@ -251,7 +251,7 @@ def _tuned(task: Task, clock: Clock, end: float, advance) -> Result:
     return Result(task, tuple(trials), len(task.candidates) - len(trials), chosen, gain)
 
 
-def _trial(task: Task, config, wanted: dict, clock: Clock) -> Trial:
+def _try_config(task: Task, config, wanted: dict, clock: Clock) -> Trial:
     """wanted: the built-in config's results, filled in by its own trial."""
     try:
         for tensor in wanted.values():
@@ -322,4 +322,4 @@ def _store(result: Result) -> None:
         "gain": round(result.gain, 4),
         "date": datetime.date.today().isoformat(),
     }
-    tuned.store(task.key, result.chosen, task.candidates[0], measured)
+    tuned.store_choice(task.key, result.chosen, task.candidates[0], measured)

@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from ..kernels.common.eight_bits import KEYS, LARGEST, LEAST, QUERIES, TOP
+from ..kernels.common.eight_bits import E4M3_MAX, KEYS, MIN_AMAX, QUERIES, TOP_EXPONENT
 
 PRECISIONS = ("fp8",)
 EIGHT_BITS = "precision='fp8'"  # among the features of a call
@@ -21,9 +21,9 @@ def quantized(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
     scaled so that its largest number is 448. Both are float64; scales have a last dimension of 1."""
     tokens = x.shape[2]
     blocks = torch.nn.functional.pad(x, (0, 0, 0, -tokens % block)).unflatten(2, (-1, block))
-    largest = blocks.abs().amax((-2, -1), keepdim=True).clamp(min=LEAST)
-    rounded = (blocks * (LARGEST / largest)).to(torch.float8_e4m3fn)
-    scales = (largest * (1 / LARGEST)).expand(*blocks.shape[:-1], 1)
+    largest = blocks.abs().amax((-2, -1), keepdim=True).clamp(min=MIN_AMAX)
+    rounded = (blocks * (E4M3_MAX / largest)).to(torch.float8_e4m3fn)
+    scales = (largest * (1 / E4M3_MAX)).expand(*blocks.shape[:-1], 1)
     return rounded.double().flatten(2, 3)[:, :, :tokens], scales.double().flatten(2, 3)[:, :, :tokens]
 
 
@@ -53,7 +53,7 @@ def attention_in_eight_bits(
     if kept is not None:
         scores = scores.masked_fill(~kept, float("-inf"))
     # A row's largest weight is in (2^5, 2^6]. Weights round alike whatever maximum was known, as maxima are integers.
-    maximum = scores.amax(-1, keepdim=True).ceil() - TOP
+    maximum = scores.amax(-1, keepdim=True).ceil() - TOP_EXPONENT
     weights = (scores - torch.where(maximum.isinf(), 0.0, maximum)).exp2()
     total = weights.sum(-1, keepdim=True)
     out = (weights.to(torch.float8_e4m3fn).double() * of_v.mT) @ v8 / torch.where(total == 0, 1.0, total)

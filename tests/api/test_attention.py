@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 import sparse_flash as sf
 from sparse_flash import backends
 from sparse_flash.backends import torch as torch_backend
-from sparse_flash.kernels.common.layout import addressable
+from sparse_flash.kernels.common.layout import as_addressable
 
 pytestmark = pytest.mark.usefixtures("poison")
 parametrize = pytest.mark.parametrize
@@ -127,10 +127,10 @@ def test_out_of_another_head_dim_lies_in_memory_as_q_does():
 
 def test_results_of_a_copied_tensor_are_ones_that_the_copy_engine_addresses():
     # A slice of 100 of 128 numbers has whole strides, but results like it would not.
-    ready = addressable(torch.zeros(1, 2, 30, 128, dtype=torch.float16)[..., :100])
+    ready = as_addressable(torch.zeros(1, 2, 30, 128, dtype=torch.float16)[..., :100])
     assert ready.shape[3] == 104 and all(stride % 8 == 0 for stride in torch.empty_like(ready).stride()[:3])
     whole = torch.zeros(1, 2, 30, 128, dtype=torch.float16)[..., :96]
-    assert addressable(whole) is whole
+    assert as_addressable(whole) is whole
 
 
 @parametrize("lengths", [(0, 5), (5, 0)])

@@ -171,10 +171,10 @@ def test_bits_by_kernels_are_the_maps_by_operations(some, within, always, length
     spec = spec if within is None else within & spec
     q, k = chosen.tensors(*lengths, batch=2, heads=4, kv_heads=2, seed=seed)
     scores = random_scores(q, k, 64, seed).nan_to_num(0.5, neginf=0.25)
-    with mock.patch.object(choose, "_streams", lambda q: False):
-        maps = choose._chosen(spec, q, k, 1.0, scores, None, None)
-    with mock.patch.object(choose, "_streams", lambda q: True):
-        bits = choose._chosen(spec, q, k, 1.0, scores, None, None)
+    with mock.patch.object(choose, "_can_use_kernels", lambda q: False):
+        maps = choose._choose_maps(spec, q, k, 1.0, scores, None, None)
+    with mock.patch.object(choose, "_can_use_kernels", lambda q: True):
+        bits = choose._choose_maps(spec, q, k, 1.0, scores, None, None)
     found = (bits[..., None] >> torch.arange(32, device=DEVICE) & 1).flatten(3)[..., : maps.shape[3]].bool()
     assert torch.equal(found, maps) and bits.dtype == torch.int32
 
@@ -797,7 +797,7 @@ def _varlen(spec):
         lambda spec: sf.topk_blocks(Q, Q, 2, always=spec),
         lambda spec: sf.topk_blocks(Q, Q, 2, every=1, always=spec),
         lambda spec: sf.BlockMask.from_blocks(torch.ones(1, 1, dtype=torch.bool), 128, 100, 100, within=spec),
-        lambda spec: planning.square(spec, 100, 128),
+        lambda spec: planning.to_square_mask(spec, 100, 128),
         lambda spec: sf.BlockMask.per_head([spec, "causal"], 100),
         lambda spec: sf.attention(Q, Q, Q, sf.shifted(spec, 3, allow_uncovered=True)),
         lambda spec: sf.shifted(spec, 3).token_rule(np.arange(100)[:, None], np.arange(100)),

@@ -232,7 +232,7 @@ def test_without_lengths_the_cache_is_full(backend):
 @parametrize("name", ["dense", "window and sinks", "bits"])
 def test_any_number_of_programs_gives_the_same(name, splits, monkeypatch):
     kernels = importlib.import_module("sparse_flash.kernels.portable.decode")
-    monkeypatch.setattr(kernels, "_splits", lambda *_: splits)
+    monkeypatch.setattr(kernels, "_choose_splits", lambda *_: splits)
     monkeypatch.setattr(kernels, "_plan", kernels._plan.__wrapped__)
     compare("triton", PATTERNS[name], 3, lengths=(300, 77), heads=2, kv_heads=1)
 
@@ -256,7 +256,7 @@ def test_a_growing_cache_compiles_its_pattern_once():
         sf.attention_decode(q, k, k, "causal & local(64)", kv_lens=lens, backend="torch")
     assert decode._compiled.cache_info().misses == 1
     for tokens in range(3600, 4096):  # a cache that grows by concatenation, token by token
-        decode._resolved("causal & local(64)", tokens, q)
+        decode._resolve_mask("causal & local(64)", tokens, q)
     assert decode._compiled.cache_info().misses <= 3
     assert all(n <= decode._rounded(n) <= max(128, n * 9 / 8 + 128) for n in range(1, 5000))
 
@@ -346,7 +346,7 @@ def test_attention_itself_shares_few_queries_among_programs_and_is_differentiabl
     triton = backends.backend("triton")
     q, k = torch.empty(1, 2, q_len, 32, device=DEVICE), torch.empty(1, 1, 2100, 32, device=DEVICE)
     check("triton", spec, q_len, 2100, block_size=128, heads=2, kv_heads=1)
-    assert triton.few_queries(q, k)
+    assert triton.has_few_queries(q, k)
 
 
 @parametrize("mask", [None, "causal", "causal & local(3)", sf.local(3)], ids=str)

@@ -245,6 +245,6 @@ def test_a_gpu_without_e4m3_is_named():
 
     with pytest.MonkeyPatch.context() as patch:
         for chip, named in (((8, 0), "8.0"), ((8, 6), "8.6"), ((8, 9), None), ((9, 0), None)):
-            patch.setattr(configs, "chip_of", lambda device, chip=chip: configs.Gpu(chip, 232448))
+            patch.setattr(configs, "detect_gpu", lambda device, chip=chip: configs.Gpu(chip, 232448))
             reason = configs.refusal(torch.device("cuda"), e4m3=True)
             assert reason is None if named is None else f"8.9 or newer; this GPU has {named}" in reason

@@ -233,7 +233,7 @@ def test_operands_are_the_definitions_with_keys_in_the_products_order(head_dim, 
 
     q, k, v = inputs(q_len, kv_len, 2, 1, head_dim)
     with emulated.gluon_on_cpu(), poisoned_memory():
-        found = quantization.quantized(q, k, v, 0.125, Recording())
+        found = quantization.quantize_operands(q, k, v, 0.125, Recording())
     mean = k.float().mean(2, keepdim=True)
     for eight, scales, x, block in (
         (found.q, found.of_q, q.float(), QUERIES),

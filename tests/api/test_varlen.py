@@ -277,11 +277,13 @@ def test_new_lengths_compile_no_new_table():
 # The tables.
 
 
-def pack(by_kernels, pattern, q_cu_seqlens, k_cu_seqlens=None, tokens=(1000, 1000), longest=(400, 400), way=repack.pack):
+def pack(
+    by_kernels, pattern, q_cu_seqlens, k_cu_seqlens=None, tokens=(1000, 1000), longest=(400, 400), way=repack.repack_documents
+):
     if by_kernels and backends.backend("triton").available():
         pytest.skip(backends.backend("triton").available())
     sides = [
-        starts if starts is None else repack.Side(torch.tensor(starts, device=DEVICE), *rest)
+        starts if starts is None else repack.Documents(torch.tensor(starts, device=DEVICE), *rest)
         for starts, *rest in zip((q_cu_seqlens, k_cu_seqlens), tokens, longest, strict=True)
     ]
     with pytest.MonkeyPatch.context() as patch:
@@ -318,7 +320,7 @@ def test_the_table_by_kernels_equals_that_made_on_the_host(name, starts):
 @parametrize("starts", STARTS)
 def test_the_table_in_place_by_kernels_equals_that_made_on_the_host(name, starts):
     pattern = "full" if SINGLE_RUNS[name] is None else SINGLE_RUNS[name]
-    host, device = (pack(by_kernels, pattern, *STARTS[starts], way=in_place.mask_in_place) for by_kernels in (False, True))
+    host, device = (pack(by_kernels, pattern, *STARTS[starts], way=in_place.build_packed_mask) for by_kernels in (False, True))
     assert torch.equal(device.to_dense(), host.to_dense())
     assert_well_formed(device)
     full = [mask.by_query.row_split[0, :, 0] - mask.by_query.row_ptr[0, :-1] for mask in (host, device)]
@@ -338,9 +340,9 @@ def test_there_is_room_for_any_lengths(pattern, lengths, same, beyond, slack):
     k_lens = q_lens if same else k_lens
     tokens = sum(q_lens) + beyond, sum(k_lens) + beyond
     longest = max(q_lens) + slack, max(k_lens) + slack
-    sides = [repack.Side(torch.tensor(bounds(n)), *rest) for n, *rest in zip((q_lens, k_lens), tokens, longest, strict=True)]
+    sides = [repack.Documents(torch.tensor(bounds(n)), *rest) for n, *rest in zip((q_lens, k_lens), tokens, longest, strict=True)]
     sizes = sides[0][1:] + sides[1][1:]
-    plan, constants = in_place._planned("full" if pattern == "none" else SINGLE_RUNS[pattern], *sizes, same, torch.device("cpu"))
+    plan, constants = in_place._make_plan("full" if pattern == "none" else SINGLE_RUNS[pattern], *sizes, same, torch.device("cpu"))
     plan = in_place.InPlacePlan(*plan)
     first, stop = in_place._packed_runs(constants[0].numpy(), sides[0].cu_seqlens, sides[1].cu_seqlens, plan)
     blocks = [slice(low, low + 128) for low in range(0, tokens[0], 128)]
@@ -397,8 +399,10 @@ def test_short_documents_share_blocks_whatever_bound_they_have(by_kernels, longe
 @pytest.mark.skipif(DEVICE != "cpu", reason="the host does not know lengths on a GPU")
 @parametrize("dtype", [torch.int32, torch.int64])
 def test_equal_documents_of_queries_and_keys_are_the_same_on_a_cpu(dtype, monkeypatch):
-    keys, pack = [], varlen.pack
-    monkeypatch.setattr(varlen, "pack", lambda mask, queries, k, **options: keys.append(k) or pack(mask, queries, k, **options))
+    keys, pack = [], varlen.repack_documents
+    monkeypatch.setattr(
+        varlen, "repack_documents", lambda mask, queries, k, **options: keys.append(k) or pack(mask, queries, k, **options)
+    )
     q, k, v = (torch.randn(75, 2, 16) for _ in range(3))
     starts = cu_seqlens((1, 4, 20, 50)), cu_seqlens((1, 4, 20, 50), dtype)
     mask = "causal & (local(9) | sinks(2))"
@@ -492,11 +496,11 @@ def test_opcheck_passes():
     # On a GPU, the unused room of a table holds arbitrary values.
     compared = {} if DEVICE == "cpu" else {"test_utils": ("test_schema", "test_autograd_registration", "test_faketensor")}
     for documents in (2, 200):  # short ones share blocks
-        plan, tables = repack._planned("causal", *[300] * 4, documents, True, False, starts.device)
+        plan, tables = repack._make_plan("causal", *[300] * 4, documents, True, False, starts.device)
         torch.library.opcheck(repack._pack_operator, (tables, starts, starts, plan), **compared)
-    plan, constants = in_place._planned("causal", *[300] * 4, True, starts.device)
+    plan, constants = in_place._make_plan("causal", *[300] * 4, True, starts.device)
     torch.library.opcheck(in_place._assemble_operator, (constants, starts, starts, plan), **compared)
-    axis = repack.pack("causal", repack.Side(starts, 300, 300), None).queries
+    axis = repack.repack_documents("causal", repack.Documents(starts, 300, 300), None).queries
     x = torch.randn(300, 2, 16, device=DEVICE, requires_grad=True)
     for heads_first in (True, False):
         torch.library.opcheck(gather_rows._take_rows_operator, (x, *axis, 0.0, heads_first))
@@ -606,7 +610,7 @@ def test_sizes_of_packed_tables_are_plain_numbers_where_those_of_their_arguments
     # Inductor cannot compile a backward pass that is given a size and not the symbol that it is made of.
     monkeypatch.setattr(gather_rows, "by_kernels", lambda device: True)
     pattern = sf.parse("causal & (local(9) | sinks(3))")
-    plan, tables = repack._planned(pattern, 1000, 400, 1000, 400, 8, True, False, torch.device("cpu"))
+    plan, tables = repack._make_plan(pattern, 1000, 400, 1000, 400, 8, True, False, torch.device("cpu"))
     mode = FakeTensorMode(shape_env=ShapeEnv())
 
     def dynamic(tensor):

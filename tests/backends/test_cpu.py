@@ -230,7 +230,7 @@ class DataTypes(TorchDispatchMode):
 @parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_auto_takes_the_torch_back_end_on_mps(monkeypatch, dtype, interpreted):
     monkeypatch.setenv("TRITON_INTERPRET", str(int(interpreted)))
-    for name in ("_interpreted", "_available"):  # which remember their answer
+    for name in ("_is_interpreted", "_available"):  # which remember their answer
         monkeypatch.setattr(triton_backend, name, getattr(triton_backend, name).__wrapped__)
     for block_size in (None, 128):
         call = backends.Call(torch.device("mps"), dtype, 1, 4, 2, 256, 256, 64, block_size)
@@ -243,7 +243,7 @@ def test_auto_takes_the_torch_back_end_on_mps(monkeypatch, dtype, interpreted):
 
 @parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_other_devices_operations_make_no_float64_which_mps_does_not_have(monkeypatch, dtype):
-    monkeypatch.setattr(torch_backend, "_by_pytorchs", lambda *_: False)  # PyTorch's kernel is only for CPUs
+    monkeypatch.setattr(torch_backend, "_can_use_aten", lambda *_: False)  # PyTorch's kernel is only for CPUs
     q, k, v = (t.detach() for t in leaves(70, kv_heads=2, dtype=dtype))
     slopes, bias = torch.ones(4), torch.zeros(4, 9, requires_grad=True)
     options = {"dropout_p": 0.3, "softcap": 5.0, "alibi_slopes": slopes, "rel_bias": bias, "kv_lens": torch.tensor([70, 9])}

@@ -220,7 +220,7 @@ def test_tiles_of_192_queries_are_right_with_rows_of_their_own(name, split, monk
     from sparse_flash.kernels.hopper import configs
 
     monkeypatch.setattr(configs, "SHORT_TILES", {64: 0, 128: 0})
-    monkeypatch.setattr(configs, "TIME_OF_192", 0)
+    monkeypatch.setattr(configs, "TALL_TILE_TIME", 0)
     monkeypatch.setattr(tall, "_MOST_TIME", 1 << 30)
     with heavy_rows_split() if split else nullcontext():
         mask = sf.compile_mask(PATTERNS[name], 385, 380, device="cuda")

@@ -54,8 +54,8 @@ def flash_attn(monkeypatch):
 @pytest.mark.parametrize("shape", [{}, {"heads": 4, "kv_heads": 2, "batch": 2}], ids=["plain", "batch and groups"])
 def test_flash_attention_4_computes_what_it_is_asked(flash_attn, spec, shape):
     p = problem(spec, **shape)
-    assert registry.peer("fa4").refuses(p) is None
-    assert max(errors_of(registry.peer("fa4"), p).values()) < 1e-4
+    assert registry.find_peer("fa4").refuses(p) is None
+    assert max(errors_of(registry.find_peer("fa4"), p).values()) < 1e-4
     assert ("cu_seqlens" in flash_attn[0]) == ("documents" in spec)
 
 
@@ -94,7 +94,7 @@ def flash_attention_3(monkeypatch):
             for into, grad in zip((dq, dk, dv), torch.autograd.grad(again, leaves, dout), strict=True):
                 into.copy_(grad)
 
-    monkeypatch.setattr(flash, "_flash_attention_3", lambda: None)
+    monkeypatch.setattr(flash, "_load_installed_fa3", lambda: None)
     monkeypatch.setattr(torch.ops, "flash_attn_3", types.SimpleNamespace(fwd=fwd, bwd=bwd), raising=False)
     return seen
 
@@ -103,7 +103,7 @@ def flash_attention_3(monkeypatch):
 @pytest.mark.parametrize("shape", [{}, {"heads": 4, "kv_heads": 2, "batch": 2}], ids=["plain", "batch and groups"])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_flash_attention_3_computes_what_it_is_asked(flash_attention_3, spec, shape, deterministic):
-    p, peer = problem(spec, **shape), registry.peer("fa3-deterministic" if deterministic else "fa3")
+    p, peer = problem(spec, **shape), registry.find_peer("fa3-deterministic" if deterministic else "fa3")
     if deterministic and " & " in spec:
         assert "dense and causal" in peer.refuses(p)
         return
@@ -113,16 +113,16 @@ def test_flash_attention_3_computes_what_it_is_asked(flash_attention_3, spec, sh
 
 
 def test_flash_attention_3_is_looked_for_in_both_places(monkeypatch, tmp_path):
-    flash._flash_attention_3.cache_clear()
+    flash._load_installed_fa3.cache_clear()
     monkeypatch.setattr(flash.importlib.util, "find_spec", lambda name: None)
-    assert "neither flash_attn_interface nor an xformers" in registry.peer("fa3").refuses(problem("causal"))
+    assert "neither flash_attn_interface nor an xformers" in registry.find_peer("fa3").refuses(problem("causal"))
     (tmp_path / "flash_attn_3").mkdir()
     (tmp_path / "flash_attn_3" / "_C.so").write_bytes(b"not a library")
     found = types.SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     monkeypatch.setattr(flash.importlib.util, "find_spec", lambda name: found if name == "xformers" else None)
-    flash._flash_attention_3.cache_clear()
-    assert "_C.so does not load" in registry.peer("fa3").refuses(problem("causal"))
-    flash._flash_attention_3.cache_clear()
+    flash._load_installed_fa3.cache_clear()
+    assert "_C.so does not load" in registry.find_peer("fa3").refuses(problem("causal"))
+    flash._load_installed_fa3.cache_clear()
 
 
 @pytest.fixture
@@ -162,13 +162,13 @@ def full_blocks(monkeypatch):
     ids=["butterfly", "a batch", "heads that differ"],
 )
 def test_cudnns_blocks_compute_what_they_are_asked(full_blocks, spec, shape):
-    p, peer = problem(spec, tokens=512, block_size=64, **shape), registry.peer("cudnn-blocks")
+    p, peer = problem(spec, tokens=512, block_size=64, **shape), registry.find_peer("cudnn-blocks")
     assert peer.refuses(p) is None
     assert max(errors_of(peer, p).values()) < 1e-4
 
 
 def test_cudnns_blocks_refuse_what_is_not_of_whole_blocks(full_blocks):
-    peer = registry.peer("cudnn-blocks")
+    peer = registry.find_peer("cudnn-blocks")
     assert "full blocks" in peer.refuses(problem("causal", block_size=64))
     assert "full blocks" in peer.refuses(problem("full", block_size=64))
     assert "blocks of 32" in peer.refuses(problem("butterfly(block=32)", block_size=32))
@@ -187,8 +187,8 @@ def test_values_of_another_head_dim_are_measured():
 
 
 def test_flash_attention_4_is_deterministic_where_asked_and_refuses_the_rest(flash_attn):
-    sure = registry.peer("fa4-deterministic")
+    sure = registry.find_peer("fa4-deterministic")
     assert max(errors_of(sure, problem("causal")).values()) < 1e-4
     assert all(options["deterministic"] for options in flash_attn)
     assert "dense and causal" in sure.refuses(problem("causal & local(9)"))
-    assert "window" in registry.peer("fa4").refuses(problem(("causal", "full")))
+    assert "window" in registry.find_peer("fa4").refuses(problem(("causal", "full")))

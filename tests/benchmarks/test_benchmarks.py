@@ -21,7 +21,7 @@ from sparse_flash.benchmarks.measure import accuracy as check
 from sparse_flash.benchmarks.measure import latency, noise, throughput
 from sparse_flash.benchmarks.report import page, peer_tables
 from sparse_flash.benchmarks.report.tables import tables
-from sparse_flash.benchmarks.results import Results, device_name, finished, why_not
+from sparse_flash.benchmarks.results import Results, device_name, has_numbers, why_not
 from sparse_flash.benchmarks.run import Options, run
 from sparse_flash.benchmarks.workload import cases, masks, suites
 
@@ -41,7 +41,7 @@ def test_every_case_names_a_known_peer_and_a_readable_mask(device, quick):
                 spec = case.mask.spec
                 assert isinstance(spec, str) or len(spec) == case.shape.heads
                 assert all(str(sf.parse(text)) for text in {*([spec] if isinstance(spec, str) else spec)})
-                assert registry.peer(case.peer)
+                assert registry.find_peer(case.peer)
 
 
 @pytest.mark.parametrize("tokens", [4096, 16384, 65536])
@@ -96,12 +96,12 @@ def test_sampled_check_knows_the_mask_of_each_head():
 
 @pytest.mark.parametrize("peer", ["sparse_flash:torch", "sparse_flash-deterministic:torch", "sdpa-math"])
 def test_sampled_check_sums_over_the_heads_that_share_keys(peer):
-    assert max(errors_of(registry.peer(peer), problem("causal", heads=6, kv_heads=2, batch=2)).values()) < 1e-4
+    assert max(errors_of(registry.find_peer(peer), problem("causal", heads=6, kv_heads=2, batch=2)).values()) < 1e-4
 
 
 def test_sampled_check_looks_at_the_call_without_gradients_too():
     p = problem("causal")
-    attend = check.eagerly(p.leaves, registry.SparseFlash("reference").prepare(p))
+    attend = check.as_attend(p.leaves, registry.SparseFlash("reference").prepare(p))
 
     def broken(dout=None):
         return (torch.zeros_like(p.q),) if dout is None else attend(dout)
@@ -155,24 +155,24 @@ def full_blocks(block_mask) -> torch.Tensor:
 
 
 def test_flex_gets_blocks_that_its_kernels_take():
-    block_mask = flex.flex_block_mask(flex._within_reach(problem("butterfly(block=64)", tokens=512, block_size=64)))
+    block_mask = flex.flex_block_mask(flex._coarsen_table(problem("butterfly(block=64)", tokens=512, block_size=64)))
     assert block_mask.BLOCK_SIZE == (128, 128)
 
 
 def test_peers_refuse_with_a_reason():
     sparse = problem("local(9)")
-    assert "dense" in registry.peer("sdpa-flash").refuses(sparse)
-    assert registry.peer("sdpa-flash").refuses(problem("causal")) is None
+    assert "dense" in registry.find_peer("sdpa-flash").refuses(sparse)
+    assert registry.find_peer("sdpa-flash").refuses(problem("causal")) is None
     doubled = replace(sparse, q=sparse.q.double())
-    assert registry.peer("sparse_flash:triton").refuses(doubled)
-    assert registry.peer("sparse_flash:torch").refuses(doubled) is None
-    assert "window" in registry.peer("fa4").refuses(sparse)
+    assert registry.find_peer("sparse_flash:triton").refuses(doubled)
+    assert registry.find_peer("sparse_flash:torch").refuses(doubled) is None
+    assert "window" in registry.find_peer("fa4").refuses(sparse)
     dropped = replace(problem("full"), dropout_p=0.1)
-    assert all("dropout" in registry.peer(name).refuses(dropped) for name in ("flex", "fa4"))
+    assert all("dropout" in registry.find_peer(name).refuses(dropped) for name in ("flex", "fa4"))
     with pytest.raises(ValueError, match="unknown peer"):
-        registry.peer("flax")
+        registry.find_peer("flax")
     with pytest.raises(ValueError, match="unknown peer"):
-        registry.peer("flex:triton")
+        registry.find_peer("flex:triton")
 
 
 def test_a_deterministic_peer_whose_gradients_differ_is_wrong(monkeypatch):
@@ -199,16 +199,16 @@ def test_host_time_is_until_the_call_returns_and_time_is_until_the_work_is_done(
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: now.update(host=max(now.values())))
     monkeypatch.setattr(latency.time, "perf_counter", lambda: now["host"])
-    time_us, host_us = latency.microseconds(call, torch.device("cuda"), 0.01)
+    time_us, host_us = latency.time_calls_us(call, torch.device("cuda"), 0.01)
     assert time_us.median == pytest.approx(50, rel=0.05) and host_us.median == pytest.approx(2, rel=0.05)
 
 
 def test_a_graph_whose_replay_writes_nothing_is_wrong(monkeypatch):
     p = problem("causal")
-    attend = check.eagerly(p.leaves, registry.SparseFlash("torch").prepare(p))
+    attend = check.as_attend(p.leaves, registry.SparseFlash("torch").prepare(p))
     for name in ("Stream", "current_stream", "stream", "graph", "CUDAGraph"):
         monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
-    replay = latency.captured(attend, torch.randn_like(p.q))
+    replay = latency.capture_graphs(attend, torch.randn_like(p.q))
     errors = check.sampled_errors(p, replay)
     assert set(errors) == {"out", "dq", "dk", "dv"} and not any(check.is_right({n: e}, torch.float32) for n, e in errors.items())
 
@@ -257,7 +257,7 @@ def test_a_case_that_runs_long_is_stopped_and_said_so():
 def test_an_error_of_a_peer_and_lack_of_memory_are_results(error, name, monkeypatch):
     monkeypatch.setattr(registry.SparseFlash, "prepare", mock.Mock(side_effect=error("by zero")))
     result = throughput.run(cases.PaperCase(cases.Shape(1, 1, 128, 16), masks.FULL, "sparse_flash"), CPU)
-    assert "by zero" in result[name] and not finished(result) and "by zero" in why_not(result)
+    assert "by zero" in result[name] and not has_numbers(result) and "by zero" in why_not(result)
 
 
 @pytest.fixture
@@ -295,13 +295,13 @@ def paper(tmp_path_factory):
 def test_a_cell_of_the_paper_has_each_pass_and_memory_or_the_reason_why_not(paper):
     for entry in paper.data["cases"].values():
         result = entry["result"]
-        if finished(result):
+        if has_numbers(result):
             assert result["correct"] and min(result[k] for k in ("forward_ms", "backward_ms", "both_ms", "extra_bytes")) > 0
         else:
             assert len(why_not(result)) > 10
     for how in ("plain", "padded", "dropout 0.1", "dropout 0.1, padded"):
-        assert finished(paper.get(f"paper | B2 H2 N256 D64 | full | sdpa-math | {how}"))
-    assert finished(paper.get("paper | B2 H2 N256 D64 | butterfly | sparse_flash | plain"))
+        assert has_numbers(paper.get(f"paper | B2 H2 N256 D64 | full | sdpa-math | {how}"))
+    assert has_numbers(paper.get("paper | B2 H2 N256 D64 | butterfly | sparse_flash | plain"))
     made = {table.title: table for table in tables(paper.data)}
     forward = made["Forward, ms, against tokens, plain (B2 H2 D64)"]
     assert forward.columns == ["mask, by", "128", "256"] and len(forward.rows) == 4 and all(map(all, forward.rows))
@@ -337,7 +337,7 @@ def test_who_ran_out_of_time_or_memory_is_not_asked_for_more_tokens(tmp_path, mo
 def test_results_are_complete_and_correct(quick):
     stored = json.loads(quick.path.read_text())
     assert stored == quick.data
-    measured = [e["result"] for e in stored["cases"].values() if finished(e["result"])]
+    measured = [e["result"] for e in stored["cases"].values() if has_numbers(e["result"])]
     assert len(measured) >= 10
     for result in measured:
         if "forward_ms" in result:

@@ -10,12 +10,12 @@ from typer.testing import CliRunner
 import sparse_flash as sf
 from sparse_flash.benchmarks import calibrate, drawn, fit_cost
 from sparse_flash.benchmarks.measure.noise import Timing
-from sparse_flash.benchmarks.workload.drawn import drawn as cases
-from sparse_flash.benchmarks.workload.problem import compiled
+from sparse_flash.benchmarks.workload.drawn import draw_cases as cases
+from sparse_flash.benchmarks.workload.problem import parse_and_compile
 from sparse_flash.cli.app import app
 from sparse_flash.kernels.cost import chips
 from sparse_flash.kernels.cost.chips import Chip, Times
-from sparse_flash.kernels.cost.model import predicted
+from sparse_flash.kernels.cost.model import predict_pass
 from sparse_flash.tools.cost import chip_named, predict
 
 
@@ -35,7 +35,7 @@ def test_drawn_cases_differ_in_all_respects_and_each_can_be_predicted():
         assert len(set(sizes)) > 2
     for case in found:
         s = case.shape
-        mask = compiled(case.mask, s.tokens, torch.device("cpu"))[1]
+        mask = parse_and_compile(case.mask, s.tokens, torch.device("cpu"))[1]
         if s.head_dim > 32 and (mask.coarse or mask).block_size >= 64:
             time = predict(mask, s.heads, s.head_dim, chip, batch=s.batch, kv_heads=s.kv_heads)
             assert 0 < time.forward_us < 1e6 and time.forward_us < time.backward_us < 1e7
@@ -50,7 +50,7 @@ def small(monkeypatch):
             shape = replace(case.shape, batch=1, heads=2, kv_heads=1, tokens=256, head_dim=16)
             yield replace(case, shape=shape, mask=replace(case.mask, spec="causal & local(70)"))
 
-    monkeypatch.setattr(drawn, "drawn", few)
+    monkeypatch.setattr(drawn, "draw_cases", few)
     monkeypatch.setattr(drawn, "CPU_SECONDS", 0.0)
 
 
@@ -83,7 +83,7 @@ def test_close_choices_are_listed_with_what_auto_takes_first_and_predicted_times
 )
 def test_options_are_tables_of_the_same_pairs(spec, block_size, options):
     mask = sf.compile_mask(spec, 8000, block_size=block_size)
-    found = drawn.options_of(mask)
+    found = drawn.list_options(mask)
     assert set(found) == options
     for name, one in found.items():
         assert name == "dense" or one.equal(mask)
@@ -92,7 +92,7 @@ def test_options_are_tables_of_the_same_pairs(spec, block_size, options):
 
 
 def test_a_row_that_fails_says_why_and_the_others_still_run(small, tmp_path, monkeypatch):
-    measured, failed = drawn.passes, []
+    measured, failed = drawn.time_passes, []
 
     def fails_once(*call, **options):
         if not failed:
@@ -100,7 +100,7 @@ def test_a_row_that_fails_says_why_and_the_others_still_run(small, tmp_path, mon
             raise RuntimeError("no memory left")
         return measured(*call, **options)
 
-    monkeypatch.setattr(drawn, "passes", fails_once)
+    monkeypatch.setattr(drawn, "time_passes", fails_once)
     assert drawn.main(["--count", "2", "--device", "cpu", "--out", str(tmp_path)]) == 1
     first, second = json.loads((tmp_path / "drawn.json").read_text())["rows"]
     assert "no memory left" in first["failed"] and second["forward_ms"] > 0
@@ -120,7 +120,7 @@ def simulated(case):
     """The microseconds of a call on a GPU that differs from BEFORE by FACTORS."""
     launches = [sample.launch for sample in calibrate.samples_of_case(case, BEFORE, (1.0, 1.0))]
     truth = {f: Times(*(a * b for a, b in zip(BEFORE.times(f), FACTORS, strict=True))) for f in (x.family for x in launches)}
-    return [predicted(launch, replace(BEFORE, measured=truth)).us for launch in launches]
+    return [predict_pass(launch, replace(BEFORE, measured=truth)).us for launch in launches]
 
 
 @pytest.fixture
@@ -130,9 +130,9 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_the_calibration_predicts_calls_that_it_did_not_measure(cache):
-    found = list(calibrate.samples(BEFORE, simulated, head_dims=calibrate.HEAD_DIMS[:2]))
-    made = calibrate.calibrated(BEFORE, found, BEFORE.bytes_per_us)
-    assert chips.known_chips()["Test GPU"] == Chip.of_data(made.as_data()) and cache.exists()
+    found = list(calibrate.measure_samples(BEFORE, simulated, head_dims=calibrate.HEAD_DIMS[:2]))
+    made = calibrate.calibrate_chip(BEFORE, found, BEFORE.bytes_per_us)
+    assert chips.known_chips()["Test GPU"] == Chip.from_data(made.as_data()) and cache.exists()
     for case in cases(11, 40):
         if case.shape.head_dim in (64, 128) and isinstance(case.mask.spec, str) and case.mask.block_size >= 64:
             for sample in calibrate.samples_of_case(case, BEFORE, simulated(case)):
@@ -140,7 +140,7 @@ def test_the_calibration_predicts_calls_that_it_did_not_measure(cache):
 
 
 def test_the_calibration_ends_at_its_limit():
-    assert not list(calibrate.samples(BEFORE, simulated, limit=-1))
+    assert not list(calibrate.measure_samples(BEFORE, simulated, limit=-1))
     assert len({case.key for case in calibrate.cases()}) == len(list(calibrate.cases()))
 
 
@@ -148,8 +148,8 @@ def test_the_command_calibrates_this_gpu_and_predictions_use_it(cache, monkeypat
     monkeypatch.setattr("sparse_flash.backends.hopper.available", lambda: None)
     monkeypatch.setattr("sparse_flash.tools.cost.chip_named", lambda device: BEFORE)
     monkeypatch.setattr(calibrate, "copy_rate", lambda: 2.5e6)
-    samples = calibrate.samples
-    monkeypatch.setattr(calibrate, "samples", lambda chip: samples(chip, simulated, head_dims=((64, None),)))
+    samples = calibrate.measure_samples
+    monkeypatch.setattr(calibrate, "measure_samples", lambda chip: samples(chip, simulated, head_dims=((64, None),)))
     done = CliRunner().invoke(app, ["tune", "--calibrate"])
     assert done.exit_code == 0, done.output
     assert "Test GPU: " in done.output and "median" in done.output and str(cache.parent)[:20] in done.output
@@ -163,7 +163,7 @@ def test_the_command_says_where_there_is_nothing_to_calibrate(monkeypatch):
 
 
 def test_times_and_rates_are_measured_on_the_gpu(monkeypatch):
-    monkeypatch.setattr(calibrate, "timed_ms", lambda fn, device, seconds: fn() is None or Timing(0.5, 0.5, 0.5))
+    monkeypatch.setattr(calibrate, "time_ms", lambda fn, device, seconds: fn() is None or Timing(0.5, 0.5, 0.5))
     monkeypatch.setattr(calibrate, "_COPIED", 1 << 10)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *sizes, **kind: empty(*sizes, **kind | {"device": "cpu"}))
@@ -182,7 +182,7 @@ def test_the_fit_reads_drawn_rows_and_reports_errors(tmp_path, capsys, monkeypat
     ]
     path = tmp_path / "drawn.json"
     path.write_text(json.dumps({"environment": {"device": "NVIDIA H200"}, "rows": rows}))
-    found = list(fit_cost.samples(path))
+    found = list(fit_cost.read_samples(path))
     assert [(gpu, sample.us) for gpu, sample in found] == [("NVIDIA H200", us) for us in (500, 1600, 300, 1000, 90, 300, 650, 1900)]
     assert [sample.launch.family.portable for _, sample in found] == [False] * 6 + [True] * 2
     assert fit_cost.main([str(path), "--plot", str(tmp_path / "plots")]) == 0
@@ -191,13 +191,13 @@ def test_the_fit_reads_drawn_rows_and_reports_errors(tmp_path, capsys, monkeypat
     assert "NVIDIA H200, forward: 3 passes" in said and "backward: 4 passes" in said and "1 shorter passes" in said
     monkeypatch.setattr(chips, "SHIPPED", tmp_path / "chips.json")
     assert fit_cost.main([str(path), "--write"]) == 0
-    made = {chip.name: chip for chip in chips.read(tmp_path / "chips.json")}
+    made = {chip.name: chip for chip in chips.read_chips(tmp_path / "chips.json")}
     assert max(abs(sample.error(made["NVIDIA H200"])) for _, sample in found if sample.us >= 100) < 0.1
 
 
 def test_a_case_is_in_one_part_when_held_out():
     name = fit_cost.FILES[0]
     parts: dict[str, set[int]] = {}
-    for _, sample in fit_cost.samples(fit_cost.RESULTS / name):
+    for _, sample in fit_cost.read_samples(fit_cost.RESULTS / name):
         parts.setdefault(sample.name, set()).add(fit_cost.fold_of(sample))
     assert all(len(of_case) == 1 for of_case in parts.values()) and len(set().union(*parts.values())) == 5

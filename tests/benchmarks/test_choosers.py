@@ -29,7 +29,7 @@ def test_the_command_checks_and_times_each_chooser_and_writes_a_table(tmp_path, 
 
 
 def test_a_choice_unlike_the_definitions_is_an_error_and_not_timed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(choosers, "differing", lambda *_: 0.02)
+    monkeypatch.setattr(choosers, "share_differing", lambda *_: 0.02)
     assert choosers.main([*SIZES, "--spec", "pooled(keep=2)", "--out", str(tmp_path)]) == 1
     (found,) = json.loads((tmp_path / "choosers.json").read_text())["cases"]
     assert "choose_ms" not in found and "2.00% of blocks differ" in found["failed"] and found["failed"] in capsys.readouterr().out

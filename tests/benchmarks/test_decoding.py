@@ -13,8 +13,8 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("page", [0, 16])
 @pytest.mark.parametrize("by_token", [False, True])
 def test_what_a_cache_holds_is_what_it_was_made_of_to_a_sixteenth(page, by_token):
-    cache = decoding.drawn(2, 3, 64, 8, page, CPU, torch.float32)
-    held = decoding.in_e4m3(cache, by_token)
+    cache = decoding.draw_cache(2, 3, 64, 8, page, CPU, torch.float32)
+    held = decoding.quantize_cache(cache, by_token)
     assert held.k.dtype == torch.float8_e4m3fn
     for sequence in range(2):
         for ours, wanted in zip(held.sequence(sequence), cache.sequence(sequence), strict=True):
@@ -39,7 +39,7 @@ def test_a_peer_that_fails_is_a_row_and_not_the_end(tmp_path, monkeypatch, capsy
     def fails(*_):
         raise RuntimeError("no such tiles")
 
-    monkeypatch.setattr(decoding, "of_config", fails)
+    monkeypatch.setattr(decoding, "prepare_config", fails)
     sizes = ["--tokens", "64", "--batch", "1", "--page", "0", "--what", "dense", "--heads", "2", "1", "--head-dim", "16"]
     assert decoding.main([*sizes, "--config", "16,64,4,3", "--out", str(tmp_path), "--device", "cpu"]) == 0
     rows = json.loads((tmp_path / "decoding.json").read_text())["rows"]
@@ -48,14 +48,14 @@ def test_a_peer_that_fails_is_a_row_and_not_the_end(tmp_path, monkeypatch, capsy
 
 
 def test_a_row_that_fails_is_kept_and_the_next_one_runs(tmp_path, monkeypatch):
-    drawn = decoding.drawn
+    drawn = decoding.draw_cache
 
     def too_large(batch, *sizes):
         if batch == 2:
             raise MemoryError("no room")
         return drawn(batch, *sizes)
 
-    monkeypatch.setattr(decoding, "drawn", too_large)
+    monkeypatch.setattr(decoding, "draw_cache", too_large)
     sizes = ["--tokens", "64", "--page", "0", "--what", "dense", "--heads", "2", "1", "--head-dim", "16"]
     assert decoding.main([*sizes, "--batch", "2", "--batch", "1", "--out", str(tmp_path), "--device", "cpu"]) == 0
     rows = json.loads((tmp_path / "decoding.json").read_text())["rows"]

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from sparse_flash.benchmarks.measure import drift, latency, noise, throughput
-from sparse_flash.benchmarks.measure.drift import Baselines
+from sparse_flash.benchmarks.measure.drift import BaselineTimer
 from sparse_flash.benchmarks.measure.noise import MARK, MachineLoad, Timing, doubts
 from sparse_flash.benchmarks.report import page, peer_tables, plots
 from sparse_flash.benchmarks.report.tables import gains, tables
@@ -43,9 +43,9 @@ def test_a_time_is_the_median_with_its_quartiles(clock):
     def fn():
         clock.s += next(lengths) * 1e-3
 
-    timing = throughput.timed_ms(fn, CPU, seconds=0.016)
+    timing = throughput.time_ms(fn, CPU, seconds=0.016)
     assert timing == Timing(pytest.approx(3.0), pytest.approx(2.0), pytest.approx(4.0))
-    assert timing.named("forward_ms") == {"forward_ms": pytest.approx(3.0), "forward_ms_spread": pytest.approx([2.0, 4.0])}
+    assert timing.as_result("forward_ms") == {"forward_ms": pytest.approx(3.0), "forward_ms_spread": pytest.approx([2.0, 4.0])}
 
 
 def test_the_time_of_a_call_and_its_host_time_have_quartiles_over_runs(clock):
@@ -54,7 +54,7 @@ def test_the_time_of_a_call_and_its_host_time_have_quartiles_over_runs(clock):
     def call():
         clock.s += next(steps) * 1e-2  # the longest that a run may take, so each run is one call
 
-    for timing in latency.microseconds(call, CPU, 0.05):
+    for timing in latency.time_calls_us(call, CPU, 0.05):
         assert timing == Timing(pytest.approx(2e4), pytest.approx(1e4, rel=0.6), pytest.approx(4e4, rel=0.3))
         assert timing.low < timing.median < timing.high
 
@@ -139,7 +139,7 @@ class Machine:
             "dtype": "float32",
             "errors": {},
         }
-        return facts | forward.named("forward_ms") | backward.named("backward_ms") | {"load": self.load}
+        return facts | forward.as_result("forward_ms") | backward.as_result("backward_ms") | {"load": self.load}
 
     def peer(self, case, device):
         self.prepared.append(case.key)
@@ -281,7 +281,7 @@ def test_a_baseline_that_fails_now_leaves_the_row_with_what_it_had_alone(machine
 
 
 def test_a_baseline_is_not_taken_from_before_a_row_that_failed(machine):
-    around = Baselines(CPU, None, None)
+    around = BaselineTimer(CPU, None, None)
     dense = cases.Case(SHAPE, masks.FULL, "sdpa-flash")
     around.before([dense])
     around.before([dense])  # nothing was timed after the first row
@@ -295,9 +295,9 @@ def test_every_real_kind_of_case_is_timed_again_as_it_was_timed_first(clock):
     window = cases.Case(cases.Shape(1, 1, 128, 16), masks.CAUSAL, "sdpa-flash")
     for case in (window, cases.CallCase(window.shape, masks.CAUSAL, "sdpa-flash")):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(throughput, "timed_ms", lambda fn, *_: fn() is None or Timing(1.0, 1.0, 1.0))
-            patch.setattr(latency, "microseconds", lambda call, *_: (call(), (Timing(2.0, 2, 2), Timing(1.0, 1, 1)))[1])
-            around = Baselines(CPU, None, 0.01)
+            patch.setattr(throughput, "time_ms", lambda fn, *_: fn() is None or Timing(1.0, 1.0, 1.0))
+            patch.setattr(latency, "time_calls_us", lambda call, *_: (call(), (Timing(2.0, 2, 2), Timing(1.0, 1, 1)))[1])
+            around = BaselineTimer(CPU, None, 0.01)
             around.before([case])
             passes = around.after()["around"][case.key]
             first = throughput.run(case, CPU, seconds=0.01)
@@ -309,7 +309,7 @@ def test_ours_come_after_what_they_are_compared_with():
     chosen = suites.choose(suites.SUITES, "cuda")
     compared = 0
     for listed in chosen.values():
-        ordered = suites.in_order(listed)
+        ordered = suites.sort_cases(listed)
         assert sorted(case.key for case in ordered) == sorted(case.key for case in listed)
         place = {case.key: number for number, case in enumerate(ordered)}
         for case in ordered:
@@ -333,7 +333,7 @@ def test_baselines_are_the_fastest_right_ones_of_each_table(suite, tmp_path):
         forward, backward = ("forward_us", "both_us") if us else ("forward_ms", "backward_ms")
         result = {forward: times.get(name, 1.0), backward: 1 / times.get(name, 1.0), "correct": name != "fa4" or suite != "small"}
         results.data["cases"][case.key] = {"result": result}
-    by_peer = {case.peer: {b.peer for b in suites.baselines(case, chosen, results)} for case in listed}
+    by_peer = {case.peer: {b.peer for b in suites.find_baselines(case, chosen, results)} for case in listed}
     expected = {
         "peers": {"sparse_flash": {"fa4", "flex-fa4"}, "sparse_flash:triton": {"fa4", "flex-fa4", "flex"}},
         "deterministic": {"sparse_flash-deterministic": {"fa3-deterministic", "fa4-deterministic", "sparse_flash"}},
@@ -461,7 +461,7 @@ def test_dots_of_equal_density_and_speed_stand_side_by_side_near_their_place():
     ax.plot(*zip(*places, strict=True))
     ax.set_xscale("log")
     figure.draw_without_rendering()
-    drawn = plots._side_by_side(figure, ax, places)
+    drawn = plots._separate_dots(figure, ax, places)
     at = ax.transData.transform([(x, y) for x, (_, y) in zip(drawn, places, strict=True)])
     own = ax.transData.transform(places)
     dot = 7 * figure.dpi / 72

@@ -41,7 +41,7 @@ def packed(q, k, v, picks, block_size, cu_seqlens):
 @pytest.mark.parametrize("alike", [0.0, 0.8])
 def test_picks_are_earlier_blocks_and_change_as_often_as_asked(alike):
     case = PicksCase(tokens=4096, heads=2, kv_heads=2, head_dim=16, block_size=16, picks=8, alike=alike)
-    picks = selection.drawn_picks(case, CPU)
+    picks = selection.draw_picks(case, CPU)
     own = (torch.arange(case.tokens) // case.block_size)[None, None, :, None]
     assert bool((picks <= own).all()) and bool((picks[..., -1:] == own).all()) and picks.dtype == torch.int32
     others = picks[:, :, 2048:, :-1]
@@ -77,7 +77,7 @@ def test_a_wrong_result_is_seen_and_a_failure_is_a_result(monkeypatch):
 
     stub(monkeypatch, module, "FSA_topk_sparse_attention", one_pick_fewer)
     found = selection.run(CASE, ["fsa"], CPU, torch.float32)["results"]["fsa"]
-    assert not found["correct"] and "wrong" in selection.said(found)
+    assert not found["correct"] and "wrong" in selection.format_result(found)
     stub(monkeypatch, module, "FSA_topk_sparse_attention", lambda *_: 1 / 0)
     assert selection.run(CASE, ["fsa"], CPU, torch.float32)["results"]["fsa"] == {"failed": "ZeroDivisionError: division by zero"}
 

@@ -14,7 +14,7 @@ def row(**changed):
 
 def test_a_contestant_that_fails_is_a_result_and_the_others_run():
     # On a CPU no back end and no kernel computes in e4m3, and neither peer runs.
-    results = precision.measured(row(choice="causal & sampled(8, keep=0.5)"), [{"stages": 3}], True, "no-such-library", 60, CPU)
+    results = precision.measure_row(row(choice="causal & sampled(8, keep=0.5)"), [{"stages": 3}], True, "no-such-library", 60, CPU)
     results = results["results"]
     assert results.pop("rounding")  # which Triton's interpreter runs
     assert {name for name, result in results.items() if "ms" in result} == {"bf16", "choice and bf16", "choice"}
@@ -23,7 +23,7 @@ def test_a_contestant_that_fails_is_a_result_and_the_others_run():
     assert "no-such-library" in failed["FlashAttention-3 fp8"] and "no back end can run this call" in failed["fp8"]
     assert results["bf16"]["speedup"] == 1.0 and results["choice and bf16"]["from_bf16"] == 0.0
     assert 0.2 < results["choice"]["density"] < 0.6
-    assert all(precision.said(result) for result in results.values())
+    assert all(precision.format_result(result) for result in results.values())
 
 
 def test_a_limit_of_time_is_a_result(monkeypatch):
@@ -31,12 +31,12 @@ def test_a_limit_of_time_is_a_result(monkeypatch):
         raise precision.OverLimit
 
     monkeypatch.setattr(precision.sf, "attention", slow)
-    results = precision.measured(row(), [], False, None, 60, CPU)["results"]
+    results = precision.measure_row(row(), [], False, None, 60, CPU)["results"]
     assert results["bf16"] == {"failed": "over its time"} and len(results) == 4
 
 
 @pytest.mark.parametrize("text", ["stages", "stages=x", "no=1"])
 def test_a_config_is_fields_and_numbers(text):
-    assert precision.changes_of("stages=3,overlapped=0") == {"stages": 3, "overlapped": False}
+    assert precision.parse_changes("stages=3,overlapped=0") == {"stages": 3, "overlapped": False}
     with pytest.raises(ValueError, match="a config is FIELD=NUMBER"):
-        precision.changes_of(text)
+        precision.parse_changes(text)

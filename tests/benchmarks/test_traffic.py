@@ -58,8 +58,8 @@ WANTED = {
 
 @pytest.mark.parametrize("text", [LONG, WIDE], ids=["a row for each metric", "a row for each launch"])
 def test_the_last_launch_is_read_whatever_the_form_and_the_units(text):
-    assert traffic.point(0.5, text) == WANTED
-    assert len(traffic.launches(text)) == (4 if text is LONG else 3)
+    assert traffic.parse_point(0.5, text) == WANTED
+    assert len(traffic.parse_launches(text)) == (4 if text is LONG else 3)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_the_last_launch_is_read_whatever_the_form_and_the_units(text):
 )
 def test_what_ncu_could_not_measure_is_an_error_that_says_so(text, said):
     with pytest.raises(ValueError, match=said):
-        traffic.point(1.0, text)
+        traffic.parse_point(1.0, text)
 
 
 def points(a, b):
@@ -99,7 +99,7 @@ def test_the_fit_finds_the_line_and_how_much_it_explains(name, level):
 
 def test_the_count_is_that_of_a_walk_over_all_blocks():
     blocks, block = traffic.TOKENS // traffic.BLOCK, traffic.BLOCK * traffic.HEAD_DIM * 2  # bytes of a tile of one tensor
-    forward, backward = (sum(traffic.counted(name).values()) for name in traffic.PASSES)
+    forward, backward = (sum(traffic.count_bytes(name).values()) for name in traffic.PASSES)
     assert forward == traffic.HEADS * (blocks * block + blocks**2 * 2 * block)
     assert backward == traffic.HEADS * (blocks * 2 * block + blocks**2 * (2 * block + 2 * traffic.BLOCK * 4))
 
@@ -133,7 +133,7 @@ def stand_in(folder, text, status=0):
 
 
 def test_ncu_is_wrapped_around_a_worker_and_its_log_read(tmp_path):
-    assert traffic.point(0.5, traffic.profile(stand_in(tmp_path, LONG), 0.5, "auto")) == WANTED
+    assert traffic.parse_point(0.5, traffic.profile(stand_in(tmp_path, LONG), 0.5, "auto")) == WANTED
 
 
 def test_ncu_that_fails_is_quoted(tmp_path):

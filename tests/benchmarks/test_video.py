@@ -97,4 +97,4 @@ def test_a_proposed_window_keeps_nearly_the_share_of_tiles_and_is_even():
     ],
 )
 def test_kernels_are_parts_of_a_step_by_their_names(kernel, part):
-    assert video.part_of(kernel) == part
+    assert video.classify_kernel(kernel) == part

@@ -51,7 +51,7 @@ def on_device(*arrays):
 
 
 def by_operations(scores, allowed, forced, rule, number):
-    return by_definition.kept(*on_device(scores, allowed, forced), rule, number).cpu().numpy()
+    return by_definition.apply_rule(*on_device(scores, allowed, forced), rule, number).cpu().numpy()
 
 
 def unpacked(words, blocks):
@@ -65,13 +65,13 @@ def by_kernel(scores, allowed, forced, rule, number, copies=1, before=None, firs
     batch, heads, count, blocks = scores.shape
     pad = (0, 0, first, 0)
     limits = by_definition.Limits(
-        *(torch.nn.functional.pad(by_kernels.packed(x), pad) for x in (allowed, forced)),
+        *(torch.nn.functional.pad(by_kernels.pack_block_bits(x), pad) for x in (allowed, forced)),
         torch.nn.functional.pad(allowed.sum(1), (first, 0)),
     )
     bits = torch.zeros(batch, heads * copies, first + count, -(-blocks // 32), dtype=torch.int32, device=DEVICE)
     if before is not None:
-        bits |= by_kernels.packed(torch.from_numpy(before).to(DEVICE))
-    by_kernels.keep(scores, limits, bits, first, rule, number)
+        bits |= by_kernels.pack_block_bits(torch.from_numpy(before).to(DEVICE))
+    by_kernels.add_kept_blocks(scores, limits, bits, first, rule, number)
     return unpacked(bits, blocks)
 
 
@@ -184,7 +184,7 @@ def test_heads_compete_for_a_budget(by):
 @parametrize("share", [0.07, 0.1, 0.29, 0.58, 1 / 3])
 def test_a_share_is_rounded_up_but_not_for_the_rounding_of_its_product(share):
     blocks = torch.arange(1, 2000)
-    found = by_definition.counted("keep", share, blocks, 1)
+    found = by_definition.count_kept_blocks("keep", share, blocks, 1)
     exact = Fraction(share).limit_denominator(1000)
     assert found.tolist() == [-(-n * exact.numerator // exact.denominator) for n in blocks.tolist()]
 
@@ -192,6 +192,6 @@ def test_a_share_is_rounded_up_but_not_for_the_rounding_of_its_product(share):
 @given(rows=rows())
 def test_packed_bits_are_the_blocks(rows):
     _, allowed, _ = rows
-    words = by_kernels.packed(torch.from_numpy(allowed))
+    words = by_kernels.pack_block_bits(torch.from_numpy(allowed))
     assert words.dtype == torch.int32 and words.shape == (len(allowed), -(-allowed.shape[1] // 32))
     np.testing.assert_array_equal(unpacked(words, allowed.shape[1]), allowed)

@@ -37,13 +37,13 @@ def content_of(chooser, q, k, causal=True, scale=None, starts=None, ends=None, q
     grid = BlockGrid(q.shape[2], k.shape[2], chooser.block_size)
     starts, ends, q_ends = (None if one is None else torch.tensor(one, device=DEVICE) for one in (starts, ends, q_ends))
     q, k = choose.cleared(q, None, q_ends), choose.cleared(k, starts, ends)
-    return choose._Content(q, k, grid, causal, q.shape[3] ** -0.5 if scale is None else scale, None, starts, ends, q_ends)
+    return choose._ChoiceInputs(q, k, grid, causal, q.shape[3] ** -0.5 if scale is None else scale, None, starts, ends, q_ends)
 
 
 def scores(chooser, content, by_kernel=False):
     """(scores, how many ranges they came in)"""
     with torch.no_grad():
-        ranges = list(choose._scored(chooser, content, by_kernel))
+        ranges = list(choose._iter_scores(chooser, content, by_kernel))
     assert [low for low, *_ in ranges] == [0, *(high for _, high, _ in ranges)][:-1] and ranges[-1][1] == content.grid.q_blocks
     return torch.cat([part for *_, part in ranges], 2), len(ranges)
 
@@ -156,7 +156,7 @@ def test_operations_hold_no_more_logits_than_they_may(name, monkeypatch):
     monkeypatch.setattr(choose, "_HELD", 2 * row)
     ranges = []
     with torch.no_grad(), Largest() as largest:
-        for low, high, _ in choose._scored(chooser, content, False):
+        for low, high, _ in choose._iter_scores(chooser, content, False):
             ranges.append((low, high))
     assert ranges == [(low, min(low + 2, 9)) for low in range(0, 9, 2)]
     inputs = q.numel() + 64 * 9 * 8  # and their copies
@@ -273,7 +273,7 @@ def test_wide_heads_take_the_tiles_that_fit_a_chips_memory(monkeypatch):
         launch(kernel, grid, arguments, constants, options, *rest)
 
     monkeypatch.setattr(log_sums, "launch", launch_within)
-    monkeypatch.setattr(launches, "within_memory", {})
+    monkeypatch.setattr(launches, "fitting_configs", {})
     chooser = sf.parse("antidiagonal(8, keep=1, block=64)")
     q, k = chosen.tensors(150, 170, head_dim=256)
     content = content_of(chooser, q, k)

@@ -125,19 +125,19 @@ def test_a_torch_without_metadata_is_known_by_its_own_word(monkeypatch):
 def test_no_compiler_is_said_with_the_way_out(monkeypatch):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert "apt-get install gcc" in versions.no_compiler()
+    assert "apt-get install gcc" in versions.why_no_compiler()
     assert "apt-get install gcc" in CliRunner().invoke(app, ["doctor"]).output
     monkeypatch.setenv("CC", "no-such-cc")
-    assert "CC is 'no-such-cc'" in versions.no_compiler()
+    assert "CC is 'no-such-cc'" in versions.why_no_compiler()
     monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
-    assert versions.no_compiler() is None and versions.compiler() == "/bin/no-such-cc"
+    assert versions.why_no_compiler() is None and versions.compiler() == "/bin/no-such-cc"
 
 
 def test_no_headers_are_said_with_the_way_out(monkeypatch, tmp_path):
     monkeypatch.setattr(versions, "headers", lambda: tmp_path)
-    assert f"there is no {tmp_path / 'Python.h'}" in versions.no_headers() and "-dev" in versions.no_headers()
+    assert f"there is no {tmp_path / 'Python.h'}" in versions.why_no_headers() and "-dev" in versions.why_no_headers()
     (tmp_path / "Python.h").touch()
-    assert versions.no_headers() is None
+    assert versions.why_no_headers() is None
 
 
 def test_headers_are_looked_for_where_triton_looks():
@@ -151,7 +151,7 @@ def test_headers_are_looked_for_where_triton_looks():
     [("3.6.0", "2.4.6", True), ("3.6.0", "2.10.0", True), ("3.6.0", "2.3.5", False), ("3.7.0", "2.5.5", False)],
 )
 def test_an_interpreter_that_fails_with_this_numpy_is_a_refusal(triton, numpy, fails):
-    reason = triton_backend._interpreter_fails(triton, numpy)
+    reason = triton_backend._interpreter_refusal(triton, numpy)
     assert (reason is not None) is fails and (not fails or "pip install 'numpy<2.4'" in reason)
 
 

@@ -388,7 +388,7 @@ def test_a_batch_of_none_has_results_of_none(queries):
 def test_what_does_not_fit_a_cache_is_dropped_where_it_cannot_be_seen(monkeypatch):
     cache, tokens = torch.zeros(3, 4, 1, 1), torch.arange(1.0, 10).view(3, 3, 1, 1)
     held = torch.tensor([0, 2, 4])
-    fa._write(cache, tokens, held[:, None] + torch.arange(3), fa._index_of(cache, None, None, 3), 4)
+    fa._write(cache, tokens, held[:, None] + torch.arange(3), fa._make_indexer(cache, None, None, 3), 4)
     assert cache.flatten(1).tolist() == [[1, 2, 3, 0], [0, 0, 4, 5], [0, 0, 0, 0]]
 
 

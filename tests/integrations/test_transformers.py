@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 from transformers.masking_utils import and_masks, causal_mask_function  # noqa: E402
 
 from sparse_flash.integrations.transformers import use_sparse_flash  # noqa: E402
-from sparse_flash.integrations.transformers.masks import model_mask  # noqa: E402
+from sparse_flash.integrations.transformers.masks import create_model_mask  # noqa: E402
 
 TOKENS, WORDS = 150, 97
 SIZES = {"vocab_size": WORDS, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -319,7 +319,7 @@ def test_a_mask_function_without_code_of_its_own_is_kept_pair_by_pair():
 
     sizes = {"batch_size": 1, "q_length": TOKENS, "kv_length": TOKENS, "q_offset": 0, "kv_offset": 0}
     both = and_masks(causal_mask_function, partial(near, distance=5))
-    made = model_mask(**sizes, mask_function=both, attention_mask=None, device="cpu")
+    made = create_model_mask(**sizes, mask_function=both, attention_mask=None, device="cpu")
     assert torch.equal(made.dense, pairs("causal & local(5)", 1, TOKENS))
 
 

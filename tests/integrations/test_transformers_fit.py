@@ -62,11 +62,11 @@ def test_errors_are_those_of_attention_under_the_layers_mask(fitted):
     for layer, call in caught(made(), words(2)).items():
         assert error(fitted[layer].spec, *call) == pytest.approx(fitted[layer].error, rel=1e-3)
         for kind, spec in fitting.candidates(TOKENS, BUDGET, BLOCK).items():
-            assert error(spec, *call) == pytest.approx(fitted[layer].alone[kind], rel=1e-3)
+            assert error(spec, *call) == pytest.approx(fitted[layer].candidate_errors[kind], rel=1e-3)
 
 
 def test_a_window_beside_choosers_is_measured_in_whole_blocks_as_it_runs(monkeypatch):
-    measured, apart = [], fitting._apart
+    measured, apart = [], fitting._measure_errors
 
     def in_favour_of_the_window(*call):
         measured.append(apart(*call))
@@ -74,7 +74,7 @@ def test_a_window_beside_choosers_is_measured_in_whole_blocks_as_it_runs(monkeyp
         found[-2, 0] = 0
         return found
 
-    monkeypatch.setattr(fitting, "_apart", in_favour_of_the_window)
+    monkeypatch.setattr(fitting, "_measure_errors", in_favour_of_the_window)
     layers = fitting.fit(made(), words(), BUDGET, BLOCK)
     for layer, (q, k, v, dense) in caught(made(), words()).items():
         assert layers[layer].kinds[0] == fitting.WINDOW != layers[layer].kinds[1]
@@ -83,7 +83,7 @@ def test_a_window_beside_choosers_is_measured_in_whole_blocks_as_it_runs(monkeyp
 
 
 def test_no_candidate_in_all_heads_is_better(fitted):
-    assert all(layer.error <= min(layer.alone.values()) for layer in fitted.values())
+    assert all(layer.error <= min(layer.candidate_errors.values()) for layer in fitted.values())
     mean = fitting.mean_errors(fitted)
     assert mean["fit"] == min(mean.values()) > 0
     assert any(len(set(layer.kinds)) > 1 for layer in fitted.values())  # some heads differ, or this shows nothing
@@ -121,7 +121,7 @@ def test_kept_shares_are_those_of_the_masks(tokens, block, budget):
 def test_windows_of_the_models_own_stay(fitted):
     changes = {"sliding_window": 150, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 16}
     layers = fitting.fit(made("Gemma2", **changes, attn_logit_softcapping=5.0), words(), BUDGET, BLOCK)
-    assert layers[0] == ("own", ("own",) * 4, 0.0, {}) and layers[1].alone
+    assert layers[0] == ("own", ("own",) * 4, 0.0, {}) and layers[1].candidate_errors
     with pytest.raises(ValueError, match="must have layers that attend to all earlier keys; MistralForCausalLM has none"):
         fitting.fit(made("Mistral", sliding_window=150), words(), BUDGET, BLOCK)
     with pytest.raises(ValueError, match="MambaForCausalLM has no self-attention layers"):

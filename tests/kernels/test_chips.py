@@ -28,9 +28,9 @@ parametrize = pytest.mark.parametrize
 @pytest.fixture
 def pointers(monkeypatch, poison):
     """Gives kernels pointers instead of descriptors, as on chips that cannot address tiles. Returns what they got."""
-    made, rows_of = [], launch.rows_of
-    monkeypatch.setattr(launch, "rows_of", lambda tensor, dim: made.append(rows_of(tensor, dim)) or made[-1])
-    monkeypatch.setattr(launch, "addresses_tiles", lambda device: False)
+    made, rows_of = [], launch.as_rows
+    monkeypatch.setattr(launch, "as_rows", lambda tensor, dim: made.append(rows_of(tensor, dim)) or made[-1])
+    monkeypatch.setattr(launch, "can_address_tiles", lambda device: False)
     return made
 
 
@@ -57,7 +57,7 @@ def test_tiles_by_pointers_are_right_where_v_has_a_head_dim_of_its_own(pointers)
 
 def test_launches_by_pointers_are_known_again_by_all_that_triton_compiles_them_for():
     def case(*shape, dim=64):
-        return launch.integers_specialized(launch.rows_of(torch.empty(shape, dtype=torch.float16), dim)[1:])
+        return launch.integers_key(launch.as_rows(torch.empty(shape, dtype=torch.float16), dim)[1:])
 
     assert case(2, 4, 160, 64) == case(3, 4, 320, 64)
     others = [(2, 4, 161, 64), (2, 4, 1, 64), (2, 4, 160, 40), (2, 4, 160, 8)]
@@ -69,8 +69,8 @@ def test_launches_by_pointers_are_known_again_by_all_that_triton_compiles_them_f
 def test_a_table_whose_blocks_hold_the_tiles_changes_nothing(chip, dtype):
     for kernel in configs.KERNELS:
         for dim in (16, 64, 128, 256):
-            assert configs.fitted(chip, kernel, dtype, dim, 128) == configs.fitted(chip, kernel, dtype, dim, None)
-            small = configs.fitted(chip, kernel, dtype, dim, 16)
+            assert configs.builtin_config(chip, kernel, dtype, dim, 128) == configs.builtin_config(chip, kernel, dtype, dim, None)
+            small = configs.builtin_config(chip, kernel, dtype, dim, 16)
             assert (small.tile_m, small.tile_n) == (16, 16)
 
 
@@ -78,9 +78,9 @@ def test_a_table_whose_blocks_hold_the_tiles_changes_nothing(chip, dtype):
 def test_lengths_get_eight_warps_where_products_hold_their_operands(chip):
     given, none = NO_VARIANT._replace(q_lens="*i32"), {"SCORE": None}
     for kernel in configs.KERNELS:
-        config = configs.fitted(chip, kernel, torch.bfloat16, 128, 128)
-        assert configs.for_variant(config, kernel, chip, NO_VARIANT, none, 128) == config
-        warps = configs.for_variant(config, kernel, chip, given, none, 128).num_warps
+        config = configs.builtin_config(chip, kernel, torch.bfloat16, 128, 128)
+        assert configs.adapt_to_variant(config, kernel, chip, NO_VARIANT, none, 128) == config
+        warps = configs.adapt_to_variant(config, kernel, chip, given, none, 128).num_warps
         assert warps == (8 if chip.capability in ((8, 0), (8, 6), (8, 9), (12, 0)) else config.num_warps)
 
 
@@ -100,12 +100,12 @@ def test_a_chip_that_is_not_compiled_for_gets_the_tiles_of_one_that_is(capabilit
     ],
 )
 def test_a_chip_that_no_tiles_fit_is_refused_by_name(monkeypatch, chip, kib, reason):
-    monkeypatch.setattr(configs, "chip_of", lambda device: configs.Gpu(chip, kib * 1024))
+    monkeypatch.setattr(configs, "detect_gpu", lambda device: configs.Gpu(chip, kib * 1024))
     monkeypatch.setattr(triton_backend, "_available", lambda: None)
-    monkeypatch.setattr(triton_backend, "interpreted", lambda: False)
+    monkeypatch.setattr(triton_backend, "is_interpreted", lambda: False)
     call = backends.Call(torch.device("cuda", 0), torch.bfloat16, 1, 1, 1, 64, 64, 64, 64, None)
     assert triton_backend.supports(call) == reason
-    assert tuning.tile_sizes(call.device) == f"none: {reason}"
+    assert tuning.describe_tile_sizes(call.device) == f"none: {reason}"
 
 
 def test_torch_compile_asks_what_a_chip_refuses_and_does_not_trace_how_it_is_found_out(monkeypatch):
@@ -113,14 +113,14 @@ def test_torch_compile_asks_what_a_chip_refuses_and_does_not_trace_how_it_is_fou
         os.getpid()  # like the driver's calls, it cannot be traced
         return configs.HOPPER
 
-    monkeypatch.setattr(configs, "chip_of", look)
+    monkeypatch.setattr(configs, "detect_gpu", look)
     asked = lambda x: x + (triton_backend._refusal(torch.device("cuda", 0), False) is None)  # noqa: E731
     assert torch.compile(asked, fullgraph=True, backend="eager")(torch.zeros(1)) == 1
 
 
 def test_amds_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    monkeypatch.setattr(triton_backend, "interpreted", lambda: False)
+    monkeypatch.setattr(triton_backend, "is_interpreted", lambda: False)
     for module in (hopper, triton_backend):
         assert "needs an NVIDIA GPU" in module._available.__wrapped__()
 
@@ -140,15 +140,15 @@ def limited(monkeypatch):
 
     limit = 32
     monkeypatch.setattr(launch, "launch", launched)
-    monkeypatch.setattr(launch, "within_memory", {})
+    monkeypatch.setattr(launch, "fitting_configs", {})
     return ran
 
 
 def test_a_kernel_that_does_not_fit_takes_smaller_tiles_and_is_not_tried_again(limited):
     check("triton", None, 40, dtype=torch.float16, lse_gradient=False)
     check("triton", None, 40, dtype=torch.float16, lse_gradient=False)
-    assert len(set(limited)) == 1 and len(launch.within_memory) == 1
-    (key, config), *_ = launch.within_memory.items()
+    assert len(set(limited)) == 1 and len(launch.fitting_configs) == 1
+    (key, config), *_ = launch.fitting_configs.items()
     assert config == configs.Config(32, 32, 2, 1) and key[-1] == configs.Config(128, 64, 4, 3)
     q = torch.zeros(1, 1, 40, 32, dtype=torch.float16)
     with pytest.raises(OutOfResources):  # a requested config runs or fails; nothing replaces it

@@ -10,16 +10,18 @@ from hypothesis import strategies as st
 
 import sparse_flash as sf
 from sparse_flash.kernels.cost import choices
-from sparse_flash.kernels.cost.hopper import backward, forward
-from sparse_flash.kernels.cost.model import AttentionSizes, predicted
+from sparse_flash.kernels.cost.hopper import describe_backward, describe_forward
+from sparse_flash.kernels.cost.model import AttentionSizes, predict_pass
 from sparse_flash.masks import memory
 
 HEADS = 64  # enough that programs rarely idle
 
 
 def microseconds(mask, tokens: int) -> float:
-    sizes, chip = AttentionSizes(1, HEADS, HEADS, tokens, tokens, choices.HEAD_DIM, choices.HEAD_DIM), choices.reference()
-    return sum(sum(predicted(f(sizes, mask, chip), chip).parts.get(p, 0) for p in PARTS) for f in (forward, backward))
+    sizes, chip = AttentionSizes(1, HEADS, HEADS, tokens, tokens, choices.HEAD_DIM, choices.HEAD_DIM), choices.reference_chip()
+    return sum(
+        sum(predict_pass(f(sizes, mask, chip), chip).parts.get(p, 0) for p in PARTS) for f in (describe_forward, describe_backward)
+    )
 
 
 PARTS = "products", "row starts", "sums of dQ"
@@ -32,7 +34,7 @@ def test_counts_of_a_table_take_as_long_as_the_calls_of_many_heads(spec, block_s
     mask = replace(mask, coarse=None)
     table = mask.by_query
     full, entries = int((table.row_split[..., 0] - table.row_ptr[:, :-1]).sum()), int(table.row_ptr[0, -1])
-    counted = HEADS * choices.both_passes(block_size, mask.grid.q_blocks, full, entries - full)
+    counted = HEADS * choices.predict_both_passes(block_size, mask.grid.q_blocks, full, entries - full)
     assert counted == pytest.approx(microseconds(mask, 8192), rel=0.03)
 
 
@@ -50,16 +52,18 @@ def test_the_gain_of_a_mask_is_that_over_the_dense_call_in_its_place(spec, numbe
     def counted(mask) -> float:
         table = mask.by_query
         full, entries = int((table.row_split[..., 0] - table.row_ptr[:, :-1]).sum()), int(table.row_ptr[0, -1])
-        return choices.both_passes(128, mask.grid.q_blocks, full, entries - full)
+        return choices.predict_both_passes(128, mask.grid.q_blocks, full, entries - full)
 
     # Blocks that the lengths cut off count as full in the dense call.
-    assert choices.dense_call(mask).gain == pytest.approx(counted(dense) / counted(mask), rel=0.05)
+    assert choices.compare_with_dense(mask).gain == pytest.approx(counted(dense) / counted(mask), rel=0.05)
 
 
 def test_the_gain_of_heads_with_masks_of_their_own_is_that_of_their_mean():
     mixed = sf.BlockMask.per_head(["causal & local(200)", "causal"], 4096)
-    assert choices.dense_call(sf.compile_mask("causal & local(200)", 4096)).gain > choices.dense_call(mixed).gain > 1.5
-    assert choices.dense_call(sf.compile_mask("causal", 4096)).gain == pytest.approx(1, rel=0.05)
+    assert (
+        choices.compare_with_dense(sf.compile_mask("causal & local(200)", 4096)).gain > choices.compare_with_dense(mixed).gain > 1.5
+    )
+    assert choices.compare_with_dense(sf.compile_mask("causal", 4096)).gain == pytest.approx(1, rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ import sparse_flash as sf
 from sparse_flash.benchmarks.fit import Sample, fit
 from sparse_flash.kernels.cost import chips, model
 from sparse_flash.kernels.cost.chips import Chip, KernelFamily
-from sparse_flash.kernels.cost.hopper import backward, forward, share_reloaded
-from sparse_flash.kernels.cost.model import AttentionSizes, last_to_finish, predicted
+from sparse_flash.kernels.cost.hopper import describe_backward, describe_forward, share_reloaded
+from sparse_flash.kernels.cost.model import AttentionSizes, predict_pass, simulate_queue
 
 CHIP = Chip("test", 132, 7.2e6, 2.7e6)
-PASSES = pytest.mark.parametrize("launched", [forward, backward])
+PASSES = pytest.mark.parametrize("launched", [describe_forward, describe_backward])
 
 
 def sizes(tokens: int, heads=16, batch=1, head_dim=128, kv_heads=None) -> AttentionSizes:
@@ -26,7 +26,7 @@ def sizes(tokens: int, heads=16, batch=1, head_dim=128, kv_heads=None) -> Attent
 
 def microseconds(launched, spec, of: AttentionSizes, block_size=128) -> float:
     mask = sf.compile_mask(spec, of.q_len, block_size=block_size).kernel_table(True) if spec else None
-    return predicted(launched(of, mask, CHIP), CHIP).us
+    return predict_pass(launched(of, mask, CHIP), CHIP).us
 
 
 def finished(times: list[float], programs: int) -> tuple[float, list[list[int]]]:
@@ -43,7 +43,7 @@ def finished(times: list[float], programs: int) -> tuple[float, list[list[int]]]
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=60), st.integers(1, 8))
 def test_the_queue_ends_when_programs_that_take_its_tiles_one_by_one_end(times, programs):
     amounts = np.stack([np.ones(len(times)), times], 1)
-    last = last_to_finish(np.array(times, float), programs, amounts)
+    last = simulate_queue(np.array(times, float), programs, amounts)
     end, taken = finished(times, programs)
     assert last.time == end and last.busy == sum(times) / programs
     assert last.amounts[1] == end  # of one program that ends last
@@ -54,7 +54,7 @@ def test_the_queue_ends_when_programs_that_take_its_tiles_one_by_one_end(times, 
 @given(st.integers(0, 1 << 30))
 def test_a_long_queue_ends_within_a_tile_of_one_that_is_simulated_in_full(seed):
     times = np.random.default_rng(seed).integers(1, 9, 3 * model.MOST_SIMULATED).astype(float)
-    found = last_to_finish(times, 5, np.ones((len(times), 1)))
+    found = simulate_queue(times, 5, np.ones((len(times), 1)))
     assert abs(found.time - finished(times.tolist(), 5)[0]) <= times.max()
 
 
@@ -100,13 +100,15 @@ def test_space_for_items_that_are_not_in_use_takes_no_time(launched):
     made = sf.BlockMask.from_blocks(kept, 128)
     assert made.by_query.is_split and int((made.by_query.work[0, :, 0] == 128).sum()) > 32
     queue = launched(sizes(16384), made, CHIP).amounts()
-    assert (queue[:, 1:3].sum(1) > 0).all() and queue[:, 1].sum() == 16 * int(kept.sum()) * (1 if launched is forward else 2)
+    assert (queue[:, 1:3].sum(1) > 0).all() and queue[:, 1].sum() == 16 * int(kept.sum()) * (
+        1 if launched is describe_forward else 2
+    )
 
 
 @PASSES
 def test_a_mask_that_keeps_everything_takes_about_as_long_as_dense_attention(launched):
     mask = sf.BlockMask.from_blocks(torch.ones(1, 1, 64, 64, dtype=torch.bool), 128)
-    dense, sparse = (predicted(launched(sizes(8192), table, CHIP), CHIP).us for table in (None, mask))
+    dense, sparse = (predict_pass(launched(sizes(8192), table, CHIP), CHIP).us for table in (None, mask))
     assert sparse == pytest.approx(dense, rel=0.02)
 
 
@@ -115,16 +117,16 @@ def test_heads_with_masks_of_their_own_take_the_sum_of_their_times(launched):
     specs = ["causal & local(512)", "causal"]
     alike = [microseconds(launched, spec, sizes(16384, heads=64)) for spec in specs]
     mask = sf.BlockMask.per_head([specs[head % 2] for head in range(64)], q_len=16384, block_size=128)
-    mixed = predicted(launched(sizes(16384, heads=64), mask, CHIP), CHIP).us
+    mixed = predict_pass(launched(sizes(16384, heads=64), mask, CHIP), CHIP).us
     assert mixed == pytest.approx(sum(alike) / 2, rel=0.1)
 
 
 @PASSES
 def test_the_parts_are_the_whole_and_the_largest_one_bounds_it(launched):
     mask = sf.compile_mask("bigbird", 16384)
-    found = predicted(launched(sizes(16384), mask, CHIP), CHIP)
+    found = predict_pass(launched(sizes(16384), mask, CHIP), CHIP)
     assert sum(found.parts.values()) == pytest.approx(found.us) and found.parts[found.bound] == max(found.parts.values())
-    short = predicted(launched(sizes(256, heads=1), None, CHIP), CHIP)
+    short = predict_pass(launched(sizes(256, heads=1), None, CHIP), CHIP)
     assert short.bound == "the host" and short.host_us > short.us
 
 
@@ -134,10 +136,13 @@ def test_a_fit_finds_the_constants_that_times_were_made_from(head_dim, kv_heads)
     launches = []
     for spec in specs:
         mask = spec and sf.compile_mask(spec, 16384)
-        launches += [launched(sizes(16384, head_dim=head_dim, kv_heads=kv_heads), mask, CHIP) for launched in (forward, backward)]
+        launches += [
+            launched(sizes(16384, head_dim=head_dim, kv_heads=kv_heads), mask, CHIP)
+            for launched in (describe_forward, describe_backward)
+        ]
     families = {launch.family for launch in launches}
     truth = replace(CHIP, measured={f: chips.Times(*(1.3 * t for t in CHIP.times(f))) for f in families})
-    samples = [Sample(launch, predicted(launch, truth).us) for launch in launches]
+    samples = [Sample(launch, predict_pass(launch, truth).us) for launch in launches]
     assert max(abs(sample.error(CHIP)) for sample in samples) > 0.15
     assert max(abs(sample.error(fit(CHIP, samples))) for sample in samples) < 0.02
 
@@ -148,8 +153,8 @@ def test_chips_are_kept_in_a_file_and_those_of_a_machine_come_before_shipped_one
     mine = replace(CHIP, name="NVIDIA H200", measured={family: chips.Times(1.0, 2.0, 3.0, 0.5)})
     shipped = chips.known_chips()
     assert shipped["NVIDIA H200"].measured != mine.measured
-    chips.write(chips.calibrated_file(), [mine])
-    chips.write(chips.calibrated_file(), [CHIP])
+    chips.write_chips(chips.calibrated_file(), [mine])
+    chips.write_chips(chips.calibrated_file(), [CHIP])
     assert chips.known_chips() == shipped | {"NVIDIA H200": mine, "test": CHIP}
     assert len(json.loads(chips.calibrated_file().read_text())) == 2
 

@@ -104,8 +104,8 @@ class _Kernel:
 @forks
 def test_no_rank_waits_for_another_to_load_a_kernel_as_that_may_wait_for_an_exchange_with_it(cache, monkeypatch):
     module = importlib.import_module("sparse_flash.kernels.launch.launch")
-    monkeypatch.setattr(module, "enter_context", lambda device: None)
-    monkeypatch.setattr(module, "launched", {})
+    monkeypatch.setattr(module, "ensure_context", lambda device: None)
+    monkeypatch.setattr(module, "compiled_kernels", {})
     kernel = _Kernel(cache)
     module.launch(kernel, (1, 1), [torch.zeros(16)], {}, {})
     assert kernel.events == [("compiled", False), ("launched", True)]
@@ -135,13 +135,13 @@ def test_a_first_call_compiles_side_by_side_in_threads_of_this_process(monkeypat
         makers.append(threading.get_ident())
 
     def launch(number: int):
-        assert first_calls.compiles_only()
+        assert first_calls.is_compile_only()
         mode = _async_compile.active_mode.get()
-        first_calls.compile_only("a kernel", mode.submit(number, compile_one, lambda kernel: None, lambda kernel: None))
+        first_calls.record_request("a kernel", mode.submit(number, compile_one, lambda kernel: None, lambda kernel: None))
 
-    asked = first_calls.together(lambda: launch(0), lambda: launch(1))
+    asked = first_calls.compile_in_threads(lambda: launch(0), lambda: launch(1))
     assert len(asked.kernels) == len(set(makers)) == 2 and threading.get_ident() not in makers
-    assert not first_calls.compiles_only()
+    assert not first_calls.is_compile_only()
 
 
 @forks
@@ -158,7 +158,7 @@ def test_kernels_are_compiled_in_processes_of_their_own_side_by_side(tmp_path):
 
     with ThreadPoolExecutor(4) as pool:
         begin = time.monotonic()
-        results = [first_calls._Forking(pool, 4).submit(compile_one(number)) for number in range(4)]
+        results = [first_calls._ForkingExecutor(pool, 4).submit(compile_one(number)) for number in range(4)]
         makers = [result.result() for result in results]
         assert time.monotonic() - begin < 4 * 0.3
     assert len(set(makers)) == 4 and str(os.getpid()) not in makers
@@ -174,7 +174,7 @@ def test_no_more_processes_compile_than_there_are_workers(tmp_path):
         return noted
 
     with ThreadPoolExecutor(2) as pool:
-        compilers = first_calls._Forking(pool, 1)
+        compilers = first_calls._ForkingExecutor(pool, 1)
         for number in range(3):
             compilers.submit(call(number))
     begun = sorted(float(path.read_text()) for path in tmp_path.iterdir())
@@ -186,7 +186,7 @@ def test_a_process_that_hangs_is_ended_and_its_work_done_here(monkeypatch):
     monkeypatch.setattr(first_calls, "_LONGEST", 0.2)
     here = os.getpid()
     with ThreadPoolExecutor(1) as pool:
-        result = first_calls._Forking(pool, 1).submit(lambda: time.sleep(60) if os.getpid() != here else "done")
+        result = first_calls._ForkingExecutor(pool, 1).submit(lambda: time.sleep(60) if os.getpid() != here else "done")
         assert result.result(timeout=10) == "done"
 
 
@@ -196,7 +196,7 @@ def test_what_a_compiler_raises_is_raised_here(capfd):
         raise RuntimeError("no such instruction")
 
     with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="no such instruction"):
-        first_calls._Forking(pool, 1).submit(fails).result()
+        first_calls._ForkingExecutor(pool, 1).submit(fails).result()
     assert "Traceback" not in capfd.readouterr().err
 
 

@@ -36,7 +36,7 @@ def on_hopper(poison):
 def workspaces(monkeypatch):
     """A list of the workspaces of all calls. Columns of any mask are taken for short ones."""
     found, workspace_of = [], backward._workspace
-    monkeypatch.setattr(division, "short_columns", lambda *sizes: True)
+    monkeypatch.setattr(division, "has_short_columns", lambda *sizes: True)
     monkeypatch.setattr(backward, "_workspace", lambda *call: found.append(workspace_of(*call)) or found[-1])
     return found
 
@@ -104,4 +104,4 @@ PROGRAMS = 132
 def test_short_columns_of_many_tiles_are_computed_together(spec, tokens, block_size, kv_heads, short):
     table = sf.compile_mask(spec, tokens, block_size=block_size, progress=False).by_key
     columns, blocks = table.row_order.shape[1], table.col_idx.numel()
-    assert division.short_columns(kv_heads, columns, blocks, block_size, PROGRAMS) == short
+    assert division.has_short_columns(kv_heads, columns, blocks, block_size, PROGRAMS) == short

@@ -24,9 +24,9 @@ pytestmark = [
 def scores(chooser, q, k, causal, lengths, by_kernel):
     """lengths: starts, ends and q_ends of ``features_of``, lists or None."""
     lengths = (None if one is None else torch.tensor(one) for one in lengths)
-    content = choose._Content(q, k, BlockGrid(q.shape[2], k.shape[2], chooser.block_size), causal, 0.1, None, *lengths)
+    content = choose._ChoiceInputs(q, k, BlockGrid(q.shape[2], k.shape[2], chooser.block_size), causal, 0.1, None, *lengths)
     with torch.no_grad():
-        return torch.cat([part for *_, part in choose._scored(chooser, content, by_kernel)], 2)
+        return torch.cat([part for *_, part in choose._iter_scores(chooser, content, by_kernel)], 2)
 
 
 EXISTING = st.none() | st.lists(st.integers(0, 300), min_size=2, max_size=2)

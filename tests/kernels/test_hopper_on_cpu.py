@@ -63,9 +63,9 @@ OF_LENGTHS += [("causal & local(90) | sinks(70)", *row) for row in ((700, 40, 12
 def test_calls_are_right_in_tiles_that_suit_their_length(monkeypatch, spec, q_len, head_dim, queries):
     from sparse_flash.kernels.hopper import configs, division
 
-    chosen, choose = [], division.forward_of_call
+    chosen, choose = [], division.plain_forward_config
     monkeypatch.setattr(configs, "SHORT_TILES", {64: 2, 128: 2})
-    monkeypatch.setattr(division, "forward_of_call", lambda *call: chosen.append(choose(*call)) or chosen[-1])
+    monkeypatch.setattr(division, "plain_forward_config", lambda *call: chosen.append(choose(*call)) or chosen[-1])
     with emulated.gluon_on_cpu(seed=5):
         check("hopper", spec, q_len, 300, block_size=128, dtype=torch.float16, head_dim=head_dim, heads=2, kv_heads=1)
     assert {config.queries for config in chosen} == {queries}
@@ -73,10 +73,10 @@ def test_calls_are_right_in_tiles_that_suit_their_length(monkeypatch, spec, q_le
 
 @pytest.mark.parametrize("dim, dim_v", [*product((64, 128, 192, 256), (64, 128, 256))])
 def test_wide_tiles_of_two_steps_fit_into_shared_memory(dim, dim_v):
-    from sparse_flash.kernels.hopper.configs import wide_forward
+    from sparse_flash.kernels.hopper.configs import wide_forward_config
 
     found = {
-        wide_forward(dim, dim_v, block_size, tiles, 132, plain)
+        wide_forward_config(dim, dim_v, block_size, tiles, 132, plain)
         for block_size, tiles, plain in product((None, 64, 128), (132, 1000), (True, False))
     }
     assert {config.queries for config in found} == {64, 128}
@@ -92,8 +92,8 @@ def test_a_short_call_of_wide_heads_takes_smaller_tiles_unless_it_has_a_variant(
     from sparse_flash.kernels.hopper import configs
 
     monkeypatch.setattr(configs, "SHORT_TILES", {256: 1})
-    assert [configs.wide_forward(192, 128, None, tiles, 132, True).queries for tiles in (132, 133)] == [64, 128]
-    assert configs.wide_forward(192, 128, None, 132, 132, False).queries == 128
+    assert [configs.wide_forward_config(192, 128, None, tiles, 132, True).queries for tiles in (132, 133)] == [64, 128]
+    assert configs.wide_forward_config(192, 128, None, 132, 132, False).queries == 128
 
 
 @pytest.mark.parametrize("head_dim, v_head_dim", [(64, 64), (192, 128)])
@@ -122,7 +122,7 @@ def tall_tiles(monkeypatch):
     from sparse_flash.kernels.hopper import configs, forward
 
     monkeypatch.setattr(configs, "SHORT_TILES", {64: 0, 128: 0})
-    monkeypatch.setattr(configs, "TIME_OF_192", 0)
+    monkeypatch.setattr(configs, "TALL_TILE_TIME", 0)
     monkeypatch.setattr(tall, "_MOST_TIME", 1 << 30)
     rows, launch = [], forward._forward_launch
     monkeypatch.setattr(forward, "_forward_launch", lambda *call: rows.append(call[_TABLES].row_queries) or launch(*call))
@@ -165,7 +165,7 @@ def test_tiles_that_do_not_divide_a_row_of_the_table_are_not_taken(monkeypatch, 
 
     mask, q = sf.compile_mask("butterfly", 4096, 4096, block_size), torch.zeros(1, 1, 4096, 64, dtype=torch.float16)
     assert mask.tall is None
-    monkeypatch.setattr(division, "forward_of_call", lambda *_: configs.FORWARD_OF_192[64])
+    monkeypatch.setattr(division, "plain_forward_config", lambda *_: configs.TALL_FORWARD[64])
     assert forward._config_and_tables(q, q, mask, forward.PLAIN) == (configs.FORWARD[64], mask)
 
 
@@ -183,7 +183,7 @@ def blocks_by_document(monkeypatch):
     from sparse_flash.kernels.hopper import backward, configs, forward
 
     monkeypatch.setattr(configs, "SHORT_TILES", {64: 0, 128: 0})
-    monkeypatch.setattr(configs, "TIME_OF_192", 1 << 30)
+    monkeypatch.setattr(configs, "TALL_TILE_TIME", 1 << 30)
     monkeypatch.setattr(document_blocks, "_LEAST_GAIN", 0)
     found, launch, launch_backward = [], forward._forward_launch, backward._launch
     monkeypatch.setattr(forward, "_forward_launch", lambda *call: found.append(call[_TABLES].starts is not None) or launch(*call))
@@ -265,7 +265,7 @@ def test_packed_documents_are_attended_to_in_tiles_that_start_where_they_start(b
 
     wanted = results("reference")
     monkeypatch.setattr(gather_rows, "by_kernels", lambda device: True)
-    monkeypatch.setattr(in_place, "_on_device", None)  # nothing needs the other table
+    monkeypatch.setattr(in_place, "_assemble_on_device", None)  # nothing needs the other table
     with emulated.gluon_on_cpu(seed=1):
         found = results("hopper")
     assert blocks_by_document == [True, True] and not found[0][385:].any()

@@ -15,7 +15,7 @@ if reason := backends.backend("triton").available():
 
 from sparse_flash.kernels.launch import order
 from sparse_flash.kernels.launch.launch import Recording
-from sparse_flash.kernels.launch.order import heads_in_grid, heads_in_queue
+from sparse_flash.kernels.launch.order import concurrent_grid_heads, concurrent_heads
 from sparse_flash.kernels.portable import configs
 
 
@@ -33,27 +33,28 @@ def _share_of_time_that_is_idle(tokens: int, lines: int, together: int, programs
 def test_heads_follow_each_other_where_the_cache_holds_both_or_documents_keep_to_their_own_keys():
     by_document, scattered = (SimpleNamespace(starts=None, from_host=False, document_order=ordered) for ordered in (True, False))
     of_tokens = {
-        tokens: [heads_in_queue(256, tokens, mask, 8) for mask in (None, scattered, by_document)] for tokens in (4096, 32768, 65536)
+        tokens: [concurrent_heads(256, tokens, mask, 8) for mask in (None, scattered, by_document)]
+        for tokens in (4096, 32768, 65536)
     }
     assert of_tokens == {4096: [8, 8, 8], 32768: [1, 1, 2], 65536: [1, 1, 2]}
-    assert [heads_in_queue(512, tokens, scattered, 8, by_key=True) for tokens in (4096, 16384, 32768)] == [4, 2, 1]
-    assert heads_in_queue(320, 8192, scattered, 16) == 2  # three would fit, and leave one over
+    assert [concurrent_heads(512, tokens, scattered, 8, by_key=True) for tokens in (4096, 16384, 32768)] == [4, 2, 1]
+    assert concurrent_heads(320, 8192, scattered, 16) == 2  # three would fit, and leave one over
     # Query heads that share keys come together.
-    assert heads_in_queue(256, 16384, scattered, 32, 8) == 16
+    assert concurrent_heads(256, 16384, scattered, 32, 8) == 16
 
 
 @pytest.mark.parametrize("spec, together", [("causal", 8), ("butterfly", 2), ("causal & local(1024)", 2), ("random(0.2)", 2)])
 def test_more_heads_follow_each_other_only_where_rows_keep_much(spec, together):
     mask = sf.compile_mask(spec, 16384)
-    assert heads_in_queue(256, 16384, mask, 16) == together
-    assert heads_in_queue(256, 16384, BlockMask.from_tensors(*mask.sizes, mask.tensors()), 16) == 2  # may have room for more
+    assert concurrent_heads(256, 16384, mask, 16) == together
+    assert concurrent_heads(256, 16384, BlockMask.from_tensors(*mask.sizes, mask.tensors()), 16) == 2  # may have room for more
 
 
 @pytest.mark.parametrize("by_key", [False, True])
 def test_two_heads_follow_each_other_under_documents_of_many_blocks(by_key):
     mask = sf.compile_mask("causal & documents((0, 15000, 40000, 65536))", 1 << 16)
     window = sf.compile_mask("causal & local(8192)", 1 << 16)
-    assert [heads_in_queue(512, 1 << 16, m, 8, by_key=by_key) for m in (mask, window)] == [2, 1]
+    assert [concurrent_heads(512, 1 << 16, m, 8, by_key=by_key) for m in (mask, window)] == [2, 1]
 
 
 @pytest.mark.parametrize("by_key", [False, True])
@@ -63,13 +64,13 @@ def test_two_heads_follow_each_other_under_documents_of_many_blocks(by_key):
 )
 def test_programs_of_a_causal_call_end_at_about_the_same_time(tokens, row_bytes, lines, group, by_key):
     mask = sf.compile_mask("causal", tokens)
-    together = heads_in_queue(row_bytes * (2 if by_key else 1), tokens, mask, lines, 1 if by_key else group, by_key)
+    together = concurrent_heads(row_bytes * (2 if by_key else 1), tokens, mask, lines, 1 if by_key else group, by_key)
     assert _share_of_time_that_is_idle(tokens, lines, together, 132) <= 0.1
 
 
 @pytest.mark.parametrize("tokens, lines", [(4096, 12), (4096, 16), (8192, 16), (8192, 14), (4096, 28)])
 def test_heads_of_a_causal_call_take_turns_in_the_grid(tokens, lines):
-    together = heads_in_grid(2 * tokens * 256, tokens, sf.compile_mask("causal", tokens), lines)
+    together = concurrent_grid_heads(2 * tokens * 256, tokens, sf.compile_mask("causal", tokens), lines)
     assert lines % together == 0
     assert _share_of_time_that_is_idle(tokens, lines, together, 264) <= 0.1 < _share_of_time_that_is_idle(tokens, lines, 1, 264)
 
@@ -78,10 +79,10 @@ def test_heads_of_a_causal_call_take_turns_in_the_grid(tokens, lines):
 @pytest.mark.parametrize("spec, tokens, most", [("causal", 4096, 16), ("causal", 1 << 16, 2), ("butterfly", 16384, 1)])
 def test_heads_that_take_turns_have_operands_for_the_cache(spec, tokens, most, lines):
     mask = sf.compile_mask(spec, tokens)
-    together = heads_in_grid(2 * tokens * 256, tokens, mask, lines)
+    together = concurrent_grid_heads(2 * tokens * 256, tokens, mask, lines)
     assert lines % together == 0 and together <= most
-    assert heads_in_grid(2 * tokens * 256, tokens, None, lines) == 1
-    assert heads_in_grid(2 * tokens * 256, tokens, BlockMask.from_tensors(*mask.sizes, mask.tensors()), lines) == 1
+    assert concurrent_grid_heads(2 * tokens * 256, tokens, None, lines) == 1
+    assert concurrent_grid_heads(2 * tokens * 256, tokens, BlockMask.from_tensors(*mask.sizes, mask.tensors()), lines) == 1
 
 
 @pytest.mark.parametrize("one_launch_tokens", [0, 1 << 20])

@@ -198,7 +198,7 @@ def test_threads_that_share_a_launch_never_mix_their_addresses(driver):
 @pytest.mark.parametrize("current", [None, 99])
 def test_a_thread_without_a_context_gets_pytorchs(driver, current):
     driver.context = current
-    thread = threading.Thread(target=replay.enter_context, args=(1,))
+    thread = threading.Thread(target=replay.ensure_context, args=(1,))
     thread.start()
     thread.join()
     assert driver.context == (1235 if current is None else 99)

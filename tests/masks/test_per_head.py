@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparse_flash as sf
-from sparse_flash.parallel.planning import square
+from sparse_flash.parallel.planning import to_square_mask
 
 LOCAL = sf.causal() & sf.local(20)
 HEADS = sf.per_head([LOCAL, sf.causal(), LOCAL, "full"])
@@ -130,7 +130,7 @@ def test_patterns_by_head_are_refused_where_heads_cannot_differ(use, said):
 def test_a_sequence_over_ranks_is_planned_by_head():
     mask = HEADS & sf.documents([0, 100, 300])
     whole = sf.BlockMask.per_head([one & sf.documents([0, 100, 300]) for one in HEADS.patterns], 300)
-    assert square(mask, 300, 128).equal(whole) and square(mask.to_spec(), 300, 128).equal(whole)
+    assert to_square_mask(mask, 300, 128).equal(whole) and to_square_mask(mask.to_spec(), 300, 128).equal(whole)
 
 
 def test_models_of_transformers_follow_each_head_in_packed_sequences():

@@ -98,10 +98,10 @@ def test_a_block_map_splits_the_rows_that_the_compiled_mask_splits(side):
 def test_packed_documents_are_split_by_query_and_by_key(way):
     if reason := backends.backend("triton").available():
         pytest.skip(reason)
-    documents = repack.Side(torch.tensor([0, 40, 700, 760], device=DEVICE), 760, 700)
+    documents = repack.Documents(torch.tensor([0, 40, 700, 760], device=DEVICE), 760, 700)
     with pytest.MonkeyPatch.context() as patch, heavy_rows_split():
         patch.setattr(gather_rows, "by_kernels", lambda device: True)
-        make = in_place.mask_in_place if way == "in place" else lambda *call: repack.pack(*call).mask
+        make = in_place.build_packed_mask if way == "in place" else lambda *call: repack.repack_documents(*call).mask
         mask = make("causal", documents, None)
         for table in (mask.by_query, mask.by_key):
             assert (table.splits[0, :, 2] > 1).any()
@@ -187,7 +187,7 @@ def test_the_gradients_of_the_splits_of_a_column_are_added(split_mask):
     table = split_mask.by_key.splits
     generator = torch.Generator(device=DEVICE).manual_seed(0)
     sums = torch.randn(2, 2, table.shape[1], 128, 64, device=DEVICE, generator=generator)  # dK and dV, heads, splits
-    # The kernel's ``in_register_order`` writes a tile so: eight warps along its rows.
+    # The kernel's ``to_register_order`` writes a tile so: eight warps along its rows.
     stored = sums.view(2, 2, -1, 8, 2, 8, 1, 4, 2, 4, 2).permute(0, 1, 2, 4, 7, 6, 3, 5, 9, 8, 10).contiguous()
     grads = [torch.full((1, 2, 500, 64), 7.0, device=DEVICE, dtype=torch.float16) for _ in range(2)]
     launch = backward.combine_columns_launch(*grads, stored.flatten(), split_mask, 128, (2.0, 0.5))

@@ -20,7 +20,7 @@ from pool import DEVICE
 from sparse_flash.parallel import peer_memory
 from sparse_flash.parallel.peer_memory import PeerMemory
 from sparse_flash.parallel.traffic import Traffic
-from sparse_flash.parallel.transfer import message, started
+from sparse_flash.parallel.transfer import allocate_message, start_exchange
 
 
 class Files:
@@ -66,9 +66,9 @@ def sharing():
         copied.append(traffic)
         return exchange(self, theirs, traffic)
 
-    on_cpu = patch.object(peer_memory, "_made", MemoryOfFiles)
+    on_cpu = patch.object(peer_memory, "_make_memory", MemoryOfFiles)
     peer_memory._known.clear()
-    anything = patch.object(peer_memory, "LEAST", 1)
+    anything = patch.object(peer_memory, "LEAST_BYTES", 1)
     with patch.object(PeerMemory, "exchange", seen), anything, on_cpu if DEVICE == "cpu" else patch.dict(os.environ):
         yield copied
     peer_memory._known.clear()
@@ -100,8 +100,8 @@ def exchanged(rounds: int, seed: int) -> tuple[bool, list[int]]:
             arrived = []
             for route in (with_memory, without):
                 theirs = torch.full((traffic.received, *shape), float("nan"), dtype=dtype, device=DEVICE)
-                mine = message(theirs, traffic, *shape, route=route).copy_(sent)
-                arrived.append(started(theirs, mine, traffic, route).arrived())
+                mine = allocate_message(theirs, traffic, *shape, route=route).copy_(sent)
+                arrived.append(start_exchange(theirs, mine, traffic, route).arrived())
             equal &= torch.equal(*arrived)
             held.append(memory.size)
     return equal, held
@@ -123,5 +123,5 @@ def agreed(**of_second: Any) -> tuple[bool, list[str]]:
         warnings.catch_warnings(record=True) as warned,
     ):
         warnings.simplefilter("always")
-        found = peer_memory._made(dist.group.WORLD, torch.device("cuda", here["gpu"]))
+        found = peer_memory._make_memory(dist.group.WORLD, torch.device("cuda", here["gpu"]))
     return found is not None, [str(one.message) for one in warned]

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import sparse_flash as sf
 from examples.train_lm.model import IGNORED, Decoder
-from examples.train_lm.parallel import World, among_peers
+from examples.train_lm.parallel import World, build_world
 from examples.train_lm.settings import checked
 from examples.train_lm.train import Run
 from sparse_flash.integrations.transformers import use_sparse_flash
@@ -91,7 +91,7 @@ def trained(
     step ``until``. context: how many ranks share a sequence; 0 for a process alone. changes: of the settings."""
     sizes = {"length": 384, "step_tokens": 1536, "micro_tokens": 384, "chunk": 384, **(changes or {})}
     settings = checked(replace(SETTINGS, **sizes, steps=10, context=max(1, context)), dist.get_world_size())
-    world = among_peers(torch.device("cpu"), dist.get_world_size(), context) if context else World(torch.device("cpu"))
+    world = build_world(torch.device("cpu"), dist.get_world_size(), context) if context else World(torch.device("cpu"))
     folder.mkdir(exist_ok=True)
     run, rows = Run(settings, folder, tokens, world, sharding), []
     while run.progress.step < until:

@@ -386,7 +386,7 @@ def checkpointed(name: str, policy: str, **options) -> tuple[float, int, int]:
         return checkpoint(attend, *qkv, use_reentrant=False, **more)
 
     torch.manual_seed(SEED + dist.get_rank())
-    with patch.object(exchange, "started", wraps=exchange.started) as exchanges:
+    with patch.object(exchange, "start_exchange", wraps=exchange.start_exchange) as exchanges:
         got = of_a_plan(plan, name, attend if policy == "none" else checkpointed_attend)
     return difference(got, of_one_process(name, 0.2)), forward[0], exchanges.call_count - forward[0]
 

@@ -15,7 +15,7 @@ from on_ranks import CASES
 from sparse_flash.compat import symmetric_memory
 from sparse_flash.parallel.costs import LINK_RATE
 from sparse_flash.parallel.peer_memory import PeerMemory
-from sparse_flash.parallel.planning import PlanOptions, planned
+from sparse_flash.parallel.planning import PlanOptions, plan_sequence
 from sparse_flash.parallel.traffic import SharedMessages, Traffic
 
 PIECES = np.array([[0, 2, 1], [3, 0, 0], [4, 5, 0]])
@@ -33,7 +33,7 @@ def test_pieces_lie_in_messages_in_the_order_of_ranks(rank):
 
 @pytest.mark.parametrize("rank", range(3))
 def test_what_is_returned_goes_where_it_came_from(rank):
-    traffic, back = Traffic(PIECES, rank), Traffic(PIECES, rank).returned
+    traffic, back = Traffic(PIECES, rank), Traffic(PIECES, rank).reverse
     assert back.sends == traffic.receives and back.receives == traffic.sends and back.longest == PIECES.sum(0).max()
 
 
@@ -66,7 +66,7 @@ def test_a_rank_writes_each_block_once_and_others_get_few_runs(name):
     mask, ranks = on_ranks.whole_of(name), 4
     options = PlanOptions(None, None, mask.block_size, "blocks", LINK_RATE, None, True)
     for rank in range(ranks):
-        exchange = planned([mask], [1], rank, ranks, options).parts[0]
+        exchange = plan_sequence([mask], [1], rank, ranks, options).parts[0]
         messages = exchange.traffic.shared
         assert len(exchange.send_once) == messages.pieces[rank] <= len(exchange.send)
         assert np.array_equal(np.unique(exchange.send), np.sort(exchange.send_once))

@@ -99,7 +99,7 @@ def test_gradients_are_added_to_the_listed_blocks_and_rounded_once(merger, layou
     whole, part = (tensor((2, 3, n * BLOCK, head_dim), layout, dtype=dtype) for n in (BLOCKS, len(LISTED)))
     wanted = whole.double()
     wanted[:, :, tokens_of(LISTED)] += part.double()
-    calls.add(whole, part, torch.tensor(LISTED, device=DEVICE), BLOCK)
+    calls.add_blocks(whole, part, torch.tensor(LISTED, device=DEVICE), BLOCK)
     # Triton's interpreter cuts float32 off to bfloat16.
     torch.testing.assert_close(whole, wanted.to(dtype), rtol=2**-7 if dtype == torch.bfloat16 else 0, atol=0)
 
@@ -114,7 +114,7 @@ def test_several_blocks_are_added_to_a_row_in_their_order_and_rounded_once(merge
         for block in blocks:
             wanted[:, :, row * BLOCK : (row + 1) * BLOCK] += part[:, :, block * BLOCK : (block + 1) * BLOCK]
     first, blocks = (torch.tensor(x, device=DEVICE) for x in ([0, 1, 1, 4], [3, 5, 0, 2]))
-    calls.add(whole, part, torch.tensor(LISTED, device=DEVICE), BLOCK, (first, blocks))
+    calls.add_blocks(whole, part, torch.tensor(LISTED, device=DEVICE), BLOCK, (first, blocks))
     torch.testing.assert_close(whole, wanted.to(dtype), rtol=2**-7 if dtype == torch.bfloat16 else 0, atol=0)
 
 

@@ -7,11 +7,11 @@ from on_ranks import CASES, mask_of
 
 import sparse_flash as sf
 from sparse_flash.masks.build import part_of
-from sparse_flash.parallel.assignment import Assignment, Visits, candidates, chunk_blocks, exchanged
+from sparse_flash.parallel.assignment import Assignment, Visits, blocks_per_chunk, candidates, improve_owners
 from sparse_flash.parallel.calls import PartialAttention, merge
 from sparse_flash.parallel.costs import LINK_RATE, SequenceSizes, call_times
-from sparse_flash.parallel.explanation import chosen, explained
-from sparse_flash.parallel.planning import PlanOptions, planned
+from sparse_flash.parallel.explanation import choose_strategies, explain_strategies
+from sparse_flash.parallel.planning import PlanOptions, plan_sequence
 from sparse_flash.parallel.routes import BlockExchange, LocalMask
 
 
@@ -23,9 +23,9 @@ def whole(name: str) -> sf.BlockMask:
 def options(name: str, ranks: int):
     """(a mask, ways to assign its tokens)"""
     mask = whole(name)
-    visits = Visits.of(mask, chunk_blocks(mask.grid.q_blocks, mask.block_size, ranks))
+    visits = Visits.of(mask, blocks_per_chunk(mask.grid.q_blocks, mask.block_size, ranks))
     found = candidates([visits], [1], ranks)
-    return mask, [owners.under(visits) for owners in (*found, exchanged(found[0], [visits], [1], 1.0))]
+    return mask, [owners.under(visits) for owners in (*found, improve_owners(found[0], [visits], [1], 1.0))]
 
 
 def of_all_heads(mask: sf.BlockMask) -> torch.Tensor:
@@ -78,7 +78,7 @@ def test_the_columns_of_a_shared_row_are_divided_over_the_ranks_that_hold_them(n
     wanted = of_all_heads(mask).numpy()
     of_rows, of_shared = [], []
     for rank in range(ranks):
-        exchange = planned([mask], [1], rank, ranks, options).parts[0]
+        exchange = plan_sequence([mask], [1], rank, ranks, options).parts[0]
         of_rows.append(attended_by(exchange.forward.mask, wanted.shape))
         of_shared.append(attended_by(exchange.shared.mask, wanted.shape))
     assert np.array_equal(sum(of_rows) + sum(of_shared), wanted), "every kept pair is attended once"
@@ -131,7 +131,7 @@ def test_the_work_of_ranks_is_the_visited_blocks_of_the_mask():
 
 def explanation(text: str, tokens: int, ranks: int, heads: int = 8, kv_heads: int = 8, knows_heads: bool = True):
     sizes = SequenceSizes(tokens, 128, heads, kv_heads)
-    return explained(sf.compile_mask(text, tokens, progress=False), sizes, ranks, LINK_RATE, knows_heads)
+    return explain_strategies(sf.compile_mask(text, tokens, progress=False), sizes, ranks, LINK_RATE, knows_heads)
 
 
 @pytest.mark.parametrize("ranks", [8, 64])
@@ -154,7 +154,7 @@ def test_documents_of_random_lengths_are_balanced_and_move_less_than_chunks_leve
     tokens = 1 << 17
     pattern = sf.causal() & sf.documents([0, *ends[ends < tokens].tolist(), tokens])
     mask = sf.compile_mask(pattern, tokens)
-    found = explained(mask, SequenceSizes(tokens, 128, 8, 8), 8, LINK_RATE, False)
+    found = explain_strategies(mask, SequenceSizes(tokens, 128, 8, 8), 8, LINK_RATE, False)
     cost = found.costs["blocks"]
     visits = Visits.of(mask, 8)
     regular = {one.name: one.under(visits) for one in candidates([visits], [1], 8)}
@@ -222,7 +222,7 @@ def test_rows_that_visit_blocks_of_others_are_counted_by_chunk():
     mask = sf.compile_mask("causal & local(1100)", 1 << 14, block_size=128)
     visits = Visits.of(mask, 8)  # chunks of 1,024 tokens
     assignment = candidates([visits], [1], 4)[0].under(visits)
-    assert assignment.visiting.tolist() == [0, 16, 16, 16]  # two chunks, of whose rows 9 do
+    assert assignment.visiting_rows.tolist() == [0, 16, 16, 16]  # two chunks, of whose rows 9 do
 
 
 def exchange_of(text: str, tokens: int, rank: int, overlap: bool = True) -> tuple[BlockExchange, int]:
@@ -251,7 +251,7 @@ def test_rows_that_visit_no_blocks_of_others_keep_their_results():
 
 def test_exchanging_heads_waits_for_the_rank_with_the_heaviest_ones():
     mask = sf.BlockMask.per_head(["full"] + ["local(64)"] * 7, 8192, 8192)
-    found = explained(mask, SequenceSizes(8192, 128, 8, 8), 8, LINK_RATE, True)
+    found = explain_strategies(mask, SequenceSizes(8192, 128, 8, 8), 8, LINK_RATE, True)
     work = found.costs["heads"].work
     assert work[0] == 64 * 64 and work[1] == 64 + 2 * 63 and found.costs["heads"].waited == work[0]
 
@@ -261,7 +261,7 @@ def test_one_assignment_serves_masks_of_several_layers_and_follows_those_that_mo
     visits = [Visits.of(sf.compile_mask(text, tokens), 8) for text in ("causal & local(4096)", "causal")]
 
     def made(layers: list[int]):
-        return chosen(visits, layers, SequenceSizes(tokens, 128, 8, 8), ranks, LINK_RATE / 10, ["blocks"])
+        return choose_strategies(visits, layers, SequenceSizes(tokens, 128, 8, 8), ranks, LINK_RATE / 10, ["blocks"])
 
     assert made([1, 1]).owners.name == "zigzag"  # the dense layer would wait 1.9 times as long
     assert made([1000, 1]).owners.name == "contiguous"  # the others would get twice as much
@@ -272,7 +272,7 @@ def test_one_assignment_serves_masks_of_several_layers_and_follows_those_that_mo
 def test_each_mask_of_one_assignment_gets_the_strategy_that_suits_it():
     tokens, ranks = 1 << 18, 8
     visits = [Visits.of(sf.compile_mask(text, tokens, progress=False), 8) for text in ("causal & local(4096)", "butterfly")]
-    both = chosen(visits, [1, 1], SequenceSizes(tokens, 128, 8, 8), ranks, LINK_RATE, ["blocks", "heads"])
+    both = choose_strategies(visits, [1, 1], SequenceSizes(tokens, 128, 8, 8), ranks, LINK_RATE, ["blocks", "heads"])
     assert both.strategies == ("blocks", "heads") and both.owners.name == "contiguous"
 
 
@@ -287,7 +287,7 @@ def test_exchanging_chunks_lowers_the_sum_of_all_layers():
         each = [owners.under(one) for one in visits]
         return max(sum(count * (one.load + one.received) for count, one in zip([1, 3], each, strict=True)))
 
-    assert costliest(exchanged(start, visits, [1, 3], 1.0)) < 0.8 * costliest(start)
+    assert costliest(improve_owners(start, visits, [1, 3], 1.0)) < 0.8 * costliest(start)
 
 
 def test_one_rank_gets_nothing():

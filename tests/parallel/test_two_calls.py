@@ -53,7 +53,7 @@ class Rank:
     def backward(self, deterministic=False, near_first=False):
         """(the kind of calls, what is off by too much)"""
         run = calls.PartialAttention(self.scale, deterministic, "hopper")
-        of = run.backward_in_two(self.q, self.k, self.v, self.fetched, self.results, self.calls)
+        of = run.split_backward(self.q, self.k, self.v, self.fetched, self.results, self.calls)
         gradients = torch.full_like(self.fetched, float("nan"))
         own = of.near(self.k, self.v) if near_first else None
         of.far(self.fetched, gradients)

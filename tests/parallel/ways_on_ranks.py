@@ -27,7 +27,7 @@ def calls_timed(warm: bool, longest: float) -> int:
     """How often a call is made to time it, where calls of over ``longest`` seconds are long."""
     made = []
     with mock.patch.object(context, "_LONG", longest):
-        context.milliseconds(lambda: made.append(None), CPU, 0.0, warm)
+        context.time_on_ranks(lambda: made.append(None), CPU, 0.0, warm)
     return len(made)
 
 
@@ -40,9 +40,9 @@ def failing(ranks: list[int]) -> dict | str:
         return {}
 
     sequence = context.sequence_of(case("causal"), CPU, torch.float32, 2)
-    with mock.patch.object(context, "measured", measured):
+    with mock.patch.object(context, "measure_way", measured):
         try:
-            return context.tried("auto", sequence, None, on_ranks.mesh(), context.Effort())
+            return context.try_way("auto", sequence, None, on_ranks.mesh(), context.Effort())
         except RuntimeError as error:
             return str(error)
 
@@ -72,11 +72,11 @@ def error_of(name: str, mask: str) -> float:
     package.cute = cute
     sequence = context.sequence_of(case(mask), CPU, torch.float32, 2)
     leaves = tuple(t.detach().requires_grad_() for t in (sequence.q, sequence.k, sequence.v))
-    exact = context.results(leaves, lambda: context.sf.attention(*leaves, sequence.mask))
+    exact = context.run_both_passes(leaves, lambda: context.sf.attention(*leaves, sequence.mask))
     with (
         mock.patch.dict(sys.modules, {"flash_attn": package, "flash_attn.cute": cute}),
         mock.patch("torch.nn.attention.flex_attention.flex_attention", _flex_attention),
         mock.patch.object(ways.GatheredKeys, "refuses", lambda *_: None),
         mock.patch.object(context, "_LEAST", 1),
     ):
-        return context.measured(ways.WAYS[name], sequence, exact, on_ranks.mesh(), context.Effort(0.0))["error"]
+        return context.measure_way(ways.WAYS[name], sequence, exact, on_ranks.mesh(), context.Effort(0.0))["error"]

@@ -234,11 +234,11 @@ def test_no_later_token_decides_what_a_query_sees_nor_its_gradients(score, every
 def test_the_kernel_picks_what_pytorch_picks(kind, every, q_len, kv_len, keep, heads, poison):
     from sparse_flash.kernels.common.config import Config
     from sparse_flash.kernels.selection.pick_blocks import pick_blocks
-    from sparse_flash.selection.block_selection import own_width
+    from sparse_flash.selection.block_selection import most_own_blocks
 
     batch = 2 if every > 1 else 1
     q, k = whole_numbers(batch, heads[0], q_len, 8), whole_numbers(batch, heads[1], kv_len, 8, seed=1)
-    sizes = keep - 1, own_width(every, 16, kv_len - q_len), every, 16
+    sizes = keep - 1, most_own_blocks(every, 16, kv_len - q_len), every, 16
     config = Config(16, 16, 1, 1)
     if kind == "given":
         scores = whole_numbers(batch, 2, -(-q_len // every), -(-kv_len // 16))
@@ -258,12 +258,12 @@ def test_the_kernel_picks_what_pytorch_picks(kind, every, q_len, kv_len, keep, h
 def test_the_kernel_picks_what_pytorch_picks_by_compressed_keys(every, q_len, kv_len, keep, heads, length, stride, block, poison):
     from sparse_flash.kernels.common.config import Config
     from sparse_flash.kernels.selection.pick_blocks import Compressed, pick_blocks
-    from sparse_flash.selection.block_selection import own_width
+    from sparse_flash.selection.block_selection import most_own_blocks
 
     generator = torch.Generator().manual_seed(length + q_len)
     q = tensor((2, heads[0], q_len, 24), generator=generator)
     keys = tensor((2, heads[1], compressed_count(kv_len, length, stride), 24), generator=generator)
-    sizes = keep - 1, own_width(every, block, kv_len - q_len), every, block
+    sizes = keep - 1, most_own_blocks(every, block, kv_len - q_len), every, block
     lse = torch.randn(2, heads[0], -(-q_len // every), generator=generator).to(DEVICE)
     for share_group, known in ((False, None), (True, None), (True, lse)):
         wanted = choice.choose_by_compressed(q.cpu(), keys.cpu(), keep, every, block, share_group, kv_len, length, stride,

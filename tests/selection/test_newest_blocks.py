@@ -33,11 +33,11 @@ def test_newest_queries_choose_what_operations_choose(pickers, heads, q_len, len
     q = tensor((4, heads, q_len, head_dim), dtype=dtype, generator=generator)
     means = tensor((4, min(pickers, 2), length // block + 1, head_dim), dtype=torch.float32, generator=generator)[:, :, :-1]
     lens = torch.tensor([length, 0, block + 1, length - 2 * block + 3], dtype=torch.int32, device=DEVICE)
-    found = kernels.pick_newest(q, means, lens, length, keep, block, pickers)
+    found = kernels.pick_decode_blocks(q, means, lens, length, keep, block, pickers)
     assert torch.equal(found, chosen_by_operations(q, means, lens, length, keep, block, pickers < heads))
     assert (found[0] >= 0).all() and (found[1] < 0).all()
     # Without lengths; and counters are zeros again.
-    found = kernels.pick_newest(q[:1], means[:1], None, length, keep, block, pickers)
+    found = kernels.pick_decode_blocks(q[:1], means[:1], None, length, keep, block, pickers)
     assert torch.equal(found, chosen_by_operations(q[:1], means[:1], None, length, keep, block, pickers < heads))
 
 
@@ -47,10 +47,10 @@ def test_of_equal_scores_the_first_block_is_chosen_and_no_number_never():
     means[0, 0, [3, 150]] = torch.tensor([float("nan"), -float("inf")], device=DEVICE)[:, None]
     means[0, 0, [0, 100]] = -0.0
     means[0, 0, [70, 71, 130]] = 1.0
-    found = kernels.pick_newest(q, means, None, 200 * 16, 8, 16, 1)
+    found = kernels.pick_decode_blocks(q, means, None, 200 * 16, 8, 16, 1)
     assert found.flatten().tolist() == [0, 1, 2, 4, 70, 71, 130, 199]
     means[:] = float("nan")
-    assert kernels.pick_newest(q, means, None, 200 * 16, 8, 16, 1).flatten().tolist() == [199, *[-1] * 7]
+    assert kernels.pick_decode_blocks(q, means, None, 200 * 16, 8, 16, 1).flatten().tolist() == [199, *[-1] * 7]
 
 
 @parametrize("page", [None, 8, 32])

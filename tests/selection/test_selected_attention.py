@@ -231,7 +231,7 @@ def test_a_selection_of_all_blocks_is_causal_attention():
 def test_the_operators_pass_opcheck():
     (_, heads, kv_heads, q_len, kv_len), selection = case("groups of 3, more keys")
     q, k = (tensor((1, h, n, 8)).requires_grad_() for h, n in ((heads, q_len), (kv_heads, kv_len)))
-    options = *operators._packed(selection), 0.25, "torch"
+    options = *operators._pack_selection(selection), 0.25, "torch"
     torch.library.opcheck(operators._forward, (q, k, k, *options))
     torch.library.opcheck(operators._block_lse, (q, k, *options))
     q, k = q.detach(), k.detach()

@@ -132,7 +132,7 @@ def test_the_kernel_equals_dense_attention_over_the_picked_pairs_and_repeats(cas
 def test_the_operator_passes_opcheck(by_kernel):
     q, k, _ = inputs(40)
     chosen = sf.topk_blocks(q[:, :, -2:], k, KEEP, every=1, block_size=BLOCK)
-    torch.library.opcheck(module._operator, (q[:, :, -2:], k, k, chosen.picks, BLOCK, 1, None, None, 0.3, by_kernel))
+    torch.library.opcheck(module._decode_operator, (q[:, :, -2:], k, k, chosen.picks, BLOCK, 1, None, None, 0.3, by_kernel))
 
 
 @parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float16, 2e-3), (torch.bfloat16, 1.5e-2)])

@@ -108,8 +108,8 @@ def test_what_is_always_kept_counts_once_beside_picks(kind, case, always_block):
     ],
 )
 def test_a_call_in_rounds_gives_the_same(monkeypatch, kind, case, always, workspace, of_heads):
-    made, rounds_of = [], lists.rounds_of
-    monkeypatch.setattr(lists, "rounds_of", lambda *sizes: made.append(rounds_of(*sizes)) or made[-1])
+    made, rounds_of = [], lists.plan_rounds
+    monkeypatch.setattr(lists, "plan_rounds", lambda *sizes: made.append(rounds_of(*sizes)) or made[-1])
     monkeypatch.setattr(by_kernels, "WORKSPACE", workspace)
     check(kind, *case, always=always)
     assert all(len(rounds.all) > 1 for rounds in made)

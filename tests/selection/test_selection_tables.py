@@ -81,7 +81,7 @@ def listed(lists, sizes, rounds) -> list[tuple[int, int, int]]:
 def test_every_pick_is_visited_or_listed_once(sizes, workspace):
     pickers = sizes.kv_heads * sizes.pickers
     picks = drawn_picks((sizes.batch, pickers, sizes.choices, sizes.slots), sizes.every, sizes.block, sizes.q_len, sizes.kv_len)
-    rounds = lists.rounds_of(sizes, 10, 0, workspace)
+    rounds = lists.plan_rounds(sizes, 10, 0, workspace)
     assert (len(rounds.all) == 1) == (workspace > 1500 or sizes.every == 64)
     least = max(2, sizes.tiled.choices // 2)
     visited = lists.visited_blocks(picks, sizes, least)
@@ -96,7 +96,7 @@ def test_every_pick_is_visited_or_listed_once(sizes, workspace):
 @parametrize("bytes_of_entry, bytes_of_head, rounds", [(0, 0, 1), (0, 1 << 20, 4), (10, 1 << 20, 8), (10, 500, 4)])
 def test_a_round_takes_a_batch_head_at_least_and_partial_results_are_in_bounds(bytes_of_entry, bytes_of_head, rounds):
     sizes = SIZES["a choice for each query"]
-    found = lists.rounds_of(sizes, bytes_of_entry, bytes_of_head, 3000)
+    found = lists.plan_rounds(sizes, bytes_of_entry, bytes_of_head, 3000)
     assert len(found.all) == rounds and {each.stride for each in found.all} == {found.choices}
     assert found.heads * found.choices * sizes.slots * bytes_of_entry <= 3000
     covered = sorted((each.head + n, each.choice) for each in found.all for n in range(each.heads))
@@ -106,7 +106,7 @@ def test_a_round_takes_a_batch_head_at_least_and_partial_results_are_in_bounds(b
 def test_lists_are_cut_into_even_pieces_and_heavy_ones_divided():
     ends = torch.tensor([[0, 100, 103, 103]], dtype=torch.int32, device=DEVICE)
     begin, end = ends[:, :-1], ends[:, 1:]
-    pieces = lists.in_pieces(begin, begin + 10, end, 3 + 103 // 32, 32, 4)
+    pieces = lists.divide_lists(begin, begin + 10, end, 3 + 103 // 32, 32, 4)
     items = [item for item in pieces.items[0].tolist() if item[1] < item[3]]
     assert items == [[0, 0, 10, 28, 0], [0, 28, 28, 56, 1], [0, 56, 56, 84, 2], [0, 84, 84, 100, 3], [1, 100, 103, 103, 4]]
     assert pieces.starts[0].tolist() == [0, 4, 5, 5]

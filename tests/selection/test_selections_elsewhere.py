@@ -12,7 +12,7 @@ from oracle import tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparse_flash as sf
-from sparse_flash.tools.draw import cells
+from sparse_flash.tools.draw import make_picture
 from sparse_flash.tools.explain_selection import SelectionExplanation
 
 SELECT = partial(sf.topk_blocks, keep=3, every=1, block_size=16, always="sinks(2)", share_group=True)
@@ -244,7 +244,7 @@ def test_what_is_shown_of_a_selection_does_not_depend_on_the_default_device():
 @pytest.mark.parametrize("level", ["tokens", "blocks"])
 def test_a_picture_shows_the_share_of_kept_pairs(level, tmp_path):
     one = selection(always="sinks(2) | local(20)").select(1, 1)
-    picture = cells(one, 5, 5, level)
+    picture = make_picture(one, 5, 5, level)
     kept = torch.nn.functional.pad(one.to_dense()[0, 0].double().cpu(), (0, -150 % picture.unit, 0, -150 % picture.unit))
     totals = kept.unfold(0, picture.unit, picture.unit).unfold(1, picture.unit, picture.unit).sum((2, 3)).numpy()
     rows, cols = picture.shares.shape

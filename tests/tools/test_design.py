@@ -160,7 +160,7 @@ def test_a_budget_of_time_is_kept_by_the_tables_of_the_designs(most_units, monke
     found = sf.design(tokens, "60%", of="time", heads=4, layers=3, count=6, **blocks)
     assert len(found) > 2
     for one in found:
-        shares = [1 / choices.dense_call(replace(mask, coarse=None)).gain for mask in one.masks]
+        shares = [1 / choices.compare_with_dense(replace(mask, coarse=None)).gain for mask in one.masks]
         assert one.time == pytest.approx(np.mean(shares), rel=1e-3) and one.time <= 0.6
     order = [(one.connected_in or 65, 0 if one.connected_in else 1 - one.reach[-1], one.time) for one in found]
     assert order == sorted(order) and any(one.density > 0.6 for one in found) != all(one.density <= one.time for one in found)

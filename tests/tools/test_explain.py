@@ -72,7 +72,7 @@ def parts(mask, unit):
 
 def test_figures_and_pictures_of_a_dense_mask_take_little_memory_beside_its_table():
     mask = sf.compile_mask("causal & ~local(5000)", 1 << 19)
-    for look in (explain, lambda mask: draw.cells(mask, 64, 64)):
+    for look in (explain, lambda mask: draw.make_picture(mask, 64, 64)):
         tracemalloc.start()
         look(mask)
         peak = tracemalloc.get_traced_memory()[1]
@@ -178,7 +178,7 @@ def test_a_mask_that_differs_by_head_is_refused():
 @pytest.mark.parametrize("level", ["tokens", "blocks"])
 def test_a_picture_has_the_shares_of_the_dense_mask(spec, q_len, kv_len, block, level):
     mask = sf.compile_mask(spec, q_len, kv_len, block)
-    picture = draw.cells(mask, 9, 11, level)
+    picture = draw.make_picture(mask, 9, 11, level)
     dense, unit = mask.to_dense().numpy(), picture.unit
     assert picture.shares.shape == (-(-q_len // unit), -(-kv_len // unit))
     assert picture.shares.shape[0] <= 9 and picture.shares.shape[1] <= 11
@@ -228,9 +228,9 @@ def test_titles_stay_within_the_picture(tmp_path, monkeypatch, title, shape):
 
 def test_empty_partial_and_full_cells_have_their_own_signs():
     shares = np.array([[0.0, 0.2, 0.5, 0.9999, 1.0]])
-    assert draw.terminal(shares, colour=False).plain == "··░░▒▒▓▓██\n"
-    assert draw.terminal(shares, colour=False, unicode=False).plain.isascii()
-    assert draw.terminal(np.zeros((3, 5)), colour=True).plain.count("▀") == 10
+    assert draw.render_terminal(shares, colour=False).plain == "··░░▒▒▓▓██\n"
+    assert draw.render_terminal(shares, colour=False, unicode=False).plain.isascii()
+    assert draw.render_terminal(np.zeros((3, 5)), colour=True).plain.count("▀") == 10
 
 
 def test_a_drawing_is_text_where_it_is_printed_and_an_image_in_a_notebook(tmp_path):

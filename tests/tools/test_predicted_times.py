@@ -113,11 +113,11 @@ def test_a_gpu_that_was_not_measured_is_estimated_from_what_its_driver_reports(m
             get_device_properties = staticmethod(lambda index: reported)
 
     monkeypatch.setattr(type(driver), "active", Active)
-    chip = chips.chip_of_gpu("NVIDIA A100-SXM4-40GB", 0, (8, 0))
+    chip = chips.detect_chip("NVIDIA A100-SXM4-40GB", 0, (8, 0))
     assert not chip.measured and not chip.hopper and chip.multiprocessors * chip.flops_per_us == pytest.approx(312e6, rel=0.01)
     assert chip.bytes_per_us == pytest.approx(0.8 * 1.555e6, rel=0.01)
     assert "estimated for NVIDIA A100" in cost.predict(sf.compile_mask("causal", 4096), 8, 128, chip).lines()["forward time"]
-    assert chips.chip_of_gpu("NVIDIA H200", 0, (9, 0)).measured
+    assert chips.detect_chip("NVIDIA H200", 0, (9, 0)).measured
 
 
 def test_the_command_prints_predicted_times():
@@ -129,7 +129,7 @@ def test_shipped_constants_predict_kept_results():
     """Half of the passes over 100 us are within 3 %, nine in ten within 8 %, and all over 200 us within 20 %: shorter ones may
     wait for the host, and hosts differ. The constants were fitted to them."""
     known = chips.known_chips()
-    samples = [one for name in fit_cost.FILES for one in fit_cost.samples(fit_cost.RESULTS / name) if one[1].us >= 100]
+    samples = [one for name in fit_cost.FILES for one in fit_cost.read_samples(fit_cost.RESULTS / name) if one[1].us >= 100]
     errors = np.abs([sample.error(known[gpu]) for gpu, sample in samples])
     assert len(errors) > 300 and np.median(errors) <= 0.03 and np.quantile(errors, 0.9) <= 0.08
     assert errors[[sample.us >= 200 for _, sample in samples]].max() <= 0.2

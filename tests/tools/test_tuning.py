@@ -42,7 +42,7 @@ def key(kernel="forward", block_size=BLOCK, **changed) -> tuned.Key:
 def keep(kernel="forward", number=-1, block_size=BLOCK, **changed) -> configs.Config:
     """Stores a candidate as the choice for a key."""
     candidates = configs.candidates(kernel, torch.float16, DIM, block_size, changed.get("v_head_dim"))
-    tuned.store(key(kernel, block_size, **changed), candidates[number], candidates[0], {})
+    tuned.store_choice(key(kernel, block_size, **changed), candidates[number], candidates[0], {})
     return candidates[number]
 
 
@@ -66,14 +66,14 @@ def test_a_choice_is_used_at_once_and_by_other_processes_and_the_built_in_one_ta
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(chosen)
     keep(number=0)
-    assert asked() == builtin() and tuned.count(tuned.cache_file()) == 0
+    assert asked() == builtin() and tuned.count_choices(tuned.cache_file()) == 0
 
 
 def test_choices_for_other_keys_stay():
     dense, sparse = keep(block_size=None), keep()
     keep("grad_q", number=1)
     assert asked() == sparse and configs.config_for("forward", torch.float16, DIM, None, CPU) == dense
-    assert tuned.count(tuned.cache_file()) == 3
+    assert tuned.count_choices(tuned.cache_file()) == 3
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_candidates_are_few_distinct_and_start_with_the_built_in_config(kernel, 
 def test_of_a_call_for_hopper_only_a_portable_backward_pass_is_tuned(monkeypatch, head_dim, v_head_dim, expected):
     monkeypatch.setattr(tuning.backends, "choose_backend", lambda *_: "hopper")
     problem = tuning.TuningProblem("causal", 128, heads=1, head_dim=head_dim, v_head_dim=v_head_dim)
-    assert [task.key.kernel for task in tuning.tasks(problem, CPU)] == expected
+    assert [task.key.kernel for task in tuning.make_tasks(problem, CPU)] == expected
 
 
 class FakeClock:
@@ -294,7 +294,7 @@ def test_every_task_runs_its_kernel_and_its_candidates_agree():
     problem = tuning.TuningProblem(
         "causal & local(20)", 64, heads=1, head_dim=16, block_size=32, dtype=torch.float16, v_head_dim=32
     )
-    tasks = tuning.tasks(problem, CPU, "triton")
+    tasks = tuning.make_tasks(problem, CPU, "triton")
     assert [(task.key.kernel, task.mask) for task in tasks] == [
         (kernel, mask) for mask in ("causal & local(20)", "dense") for kernel in configs.KERNELS
     ]
@@ -319,7 +319,7 @@ def test_the_command_prints_what_was_measured_and_chosen(monkeypatch, cache):
     task = replace(task, left_out=7)  # before they were compiled
     monkeypatch.setattr(tuning, "unavailable", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(tuning, "tasks", lambda *_: [task])
+    monkeypatch.setattr(tuning, "make_tasks", lambda *_: [task])
     monkeypatch.setattr(tuning, "Clock", lambda: clock)
     result = CliRunner().invoke(app, ["tune", "--limit", "60"])
     assert result.exit_code == 0, result.output
@@ -337,7 +337,7 @@ def test_the_command_tunes_for_v_of_another_head_dim_and_says_so(monkeypatch):
     asked = []
     monkeypatch.setattr(tuning, "unavailable", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(tuning, "tasks", lambda problem, *_: asked.append(problem) or [task])
+    monkeypatch.setattr(tuning, "make_tasks", lambda problem, *_: asked.append(problem) or [task])
     monkeypatch.setattr(tuning, "Clock", lambda: clock)
     task = replace(task, key=task.key._replace(head_dim=256, v_head_dim=128))
     result = CliRunner().invoke(app, ["tune", "--head-dim", "192", "--v-head-dim", "128", "--limit", "60"])
@@ -348,7 +348,7 @@ def test_the_command_tunes_for_v_of_another_head_dim_and_says_so(monkeypatch):
 def test_where_each_kernel_has_one_config_the_command_says_so(monkeypatch):
     monkeypatch.setattr(tuning, "unavailable", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(tuning, "tasks", lambda *_: [])
+    monkeypatch.setattr(tuning, "make_tasks", lambda *_: [])
     result = CliRunner().invoke(app, ["tune"])
     assert result.exit_code == 0 and "Nothing to choose" in result.stdout
 
@@ -374,7 +374,7 @@ def test_doctor_says_whose_tile_sizes_a_gpu_has_and_whether_they_were_measured_o
         ((9, 0), 232448, "measured on an H200"),
         ((7, 5), 65536, "none: Triton needs compute capability 8.0 or newer; this GPU has 7.5"),
     ):
-        monkeypatch.setattr(configs, "chip_of", lambda device, chip=chip, shared=shared: configs.Gpu(chip, shared))
+        monkeypatch.setattr(configs, "detect_gpu", lambda device, chip=chip, shared=shared: configs.Gpu(chip, shared))
         output = " ".join(CliRunner().invoke(app, ["doctor"]).output.split())
         assert f"tile sizes {said}" in output, output
 
@@ -386,7 +386,7 @@ def test_a_small_problem_is_tuned_for_real(backend, monkeypatch):
     tuned.forget()
     device = torch.device("cuda", torch.cuda.current_device())
     problem = tuning.TuningProblem("causal & local(200)", tokens=1024, heads=2, head_dim=64)
-    tasks = [replace(task, candidates=task.candidates[:3]) for task in tuning.tasks(problem, device, backend)]
+    tasks = [replace(task, candidates=task.candidates[:3]) for task in tuning.make_tasks(problem, device, backend)]
     results = list(tuning.tune(tasks, limit=120.0))
     assert len(results) == len(tasks) > 0
     for result in results:

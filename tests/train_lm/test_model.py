@@ -152,10 +152,10 @@ def test_a_hugging_face_export_gives_the_same_logits_dense_and_sparse(tmp_path):
 
 @pytest.mark.parametrize("layout", ["whole", "padded", "packed"])
 def test_transformers_trainer_sees_the_losses_of_pytorchs_attention(layout, tokens, tmp_path):
-    from examples.train_lm.hf_train import Arm, losses
+    from examples.train_lm.hf_train import Arm, train_arm
 
     options = {"layout": layout, "length": 64, "batch": 2, "steps": 4, "compiled": False}
-    ours, theirs = (losses(arm, SETTINGS.shape, tokens, tmp_path, **options) for arm in (Arm(mask="causal"), Arm(kernel="MATH")))
+    ours, theirs = (train_arm(arm, SETTINGS.shape, tokens, tmp_path, **options) for arm in (Arm(mask="causal"), Arm(kernel="MATH")))
     assert len(ours) == 4 and ours == pytest.approx(theirs, abs=1e-4)
     assert ours[-1] < ours[0]
 
@@ -165,7 +165,7 @@ def test_packed_rows_have_the_loss_and_gradients_of_each_document_alone(attentio
     from examples.train_lm.data import Batch
     from examples.train_lm.export import config_of
     from examples.train_lm.hf_model import SparseLMForCausalLM
-    from examples.train_lm.hf_train import packed
+    from examples.train_lm.hf_train import collate_packed
     from sparse_flash.integrations.transformers import use_sparse_flash
 
     torch.manual_seed(0)
@@ -185,7 +185,7 @@ def test_packed_rows_have_the_loss_and_gradients_of_each_document_alone(attentio
         Batch(tokens[:, :64], tokens[:, 1:65], np.array(bounds[:7]), [0]),
         Batch(tokens[:, 64:], tokens[:, 64:], np.array([0, 1, 64]), [64]),
     ]
-    loss = model(**packed(halves), use_cache=False).loss
+    loss = model(**collate_packed(halves), use_cache=False).loss
     torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=1e-6)  # Transformers takes logits to float32
     gradients = torch.autograd.grad(loss, list(model.parameters()))
     torch.testing.assert_close(gradients, wanted_gradients, rtol=1e-4, atol=1e-8)

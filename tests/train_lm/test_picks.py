@@ -24,7 +24,7 @@ def test_a_query_picks_its_own_block_and_those_before_it_whose_mean_keys_match_b
     k = torch.zeros(1, 1, 256, 2)
     k[:, :, 32:48, 0], k[:, :, 80:96, 1] = 1, 1  # blocks 2 and 5 of 16
     q = torch.tensor([1.0, 0.5]).expand(1, 2, 256, 2)
-    found = picks.picks_of(q, k, 3, 16)
+    found = picks.pick_blocks(q, k, 3, 16)
     assert found.shape == (1, 256, 3)
     assert found[0, 160].tolist() == [2, 5, 10] and found[0, 1].tolist() == [0, -1, -1]
 

@@ -23,9 +23,9 @@ from typer.testing import CliRunner
 
 from examples.train_lm import checkpoint, data, memory
 from examples.train_lm.cli import app
-from examples.train_lm.cost import at
+from examples.train_lm.cost import change_length
 from examples.train_lm.data import Tokens
-from examples.train_lm.evaluate import by_position, loaded, losses
+from examples.train_lm.evaluate import by_position, load_decoder, losses
 from examples.train_lm.export import export
 from examples.train_lm.settings import PRESETS, SDPA, Settings, checked, every_nth_dense
 from examples.train_lm.train import NotFinite
@@ -160,7 +160,7 @@ def test_log_length_scaling_learns_and_is_refused_by_export(run, tmp_path):
     one.train(save_every=3)
     assert one.evaluate(2) < before
     with pytest.raises(ValueError, match="log-length scaling cannot be exported"):
-        export(loaded(one.folder, ON_CPU.device), one.settings, tmp_path / "none", tmp_path / "exported")
+        export(load_decoder(one.folder, ON_CPU.device), one.settings, tmp_path / "none", tmp_path / "exported")
 
 
 def test_a_checkpoint_of_another_run_is_refused_and_says_what_differs(run):
@@ -185,12 +185,16 @@ def test_a_checkpoint_whose_mask_means_something_else_now_is_refused_wherever_it
     assert record["digests"] == {mask: digest_of(mask) for mask in SETTINGS.masks}
     with other_sinks():
         said = r"step-0000001: the mask '.*sinks\(4\).*' means something else than when it was saved: .*; or remove its digest from"
-        for read in (lambda: run(masks=one.settings.masks), lambda: run("other", start=path), lambda: loaded(path, ON_CPU.device)):
+        for read in (
+            lambda: run(masks=one.settings.masks),
+            lambda: run("other", start=path),
+            lambda: load_decoder(path, ON_CPU.device),
+        ):
             with pytest.raises(ValueError, match=said):
                 read()
         del record["digests"]  # earlier versions wrote none
         (path / "run.json").write_text(json.dumps(record))
-        assert run(masks=one.settings.masks).progress.step == 1 and loaded(path, ON_CPU.device)
+        assert run(masks=one.settings.masks).progress.step == 1 and load_decoder(path, ON_CPU.device)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_says_where(run):
@@ -268,7 +272,7 @@ def test_a_dense_checkpoint_goes_on_under_sparse_masks(run):
 def test_evaluation_reaches_beyond_the_trained_length(run, tokens):
     one = run()
     one.train()
-    model = loaded(one.folder, torch.device("cpu"))
+    model = load_decoder(one.folder, torch.device("cpu"))
     nats = losses(model, Tokens(tokens, "held_out", 300), 200, 2, torch.device("cpu"))
     assert nats.shape == (2, 200) and nats.isfinite().all()
     assert by_position(nats)[0].last == 200
@@ -378,7 +382,7 @@ def test_what_gpus_that_share_a_sequence_cannot_do_is_refused_by_name(changes, s
     settings = replace(SETTINGS, context=2, **changes)
     with pytest.raises(ValueError, match=f"{re.escape(said)} is not supported where GPUs share a sequence"):
         checked(settings, 4)
-    assert checked(replace(settings, **{name: getattr(SETTINGS, name) for name in changes}), 4).accumulated(2) == 1
+    assert checked(replace(settings, **{name: getattr(SETTINGS, name) for name in changes}), 4).count_passes(2) == 1
 
 
 def test_gpus_that_share_packed_sequences_take_masks_of_distances_alone():
@@ -410,7 +414,7 @@ def test_the_estimate_of_memory_is_within_a_twentieth_of_measured_peaks(case):
     sizes = {"length": length, "micro_tokens": length, "step_tokens": length, "chunk": length} | options
     settings = checked(Settings(replace(PRESETS[preset], **changes), recompute=recompute, context=ranks, **sizes), ranks)
     world = SimpleNamespace(size=ranks, replicas=1, mesh=None if ranks == 1 else "all ranks")
-    assert sum(memory.needed(settings, world, "fsdp").values()) == pytest.approx(measured, rel=0.05)
+    assert sum(memory.estimate_memory(settings, world, "fsdp").values()) == pytest.approx(measured, rel=0.05)
 
 
 def test_too_little_memory_is_said_with_what_to_use(monkeypatch):
@@ -592,6 +596,6 @@ def test_costs_are_of_all_ranks_and_of_sequences_that_they_share(tmp_path):
 
 def test_replicas_share_a_step_in_whole_sequences():
     settings = replace(SETTINGS, step_tokens=1024)
-    assert at(settings, 128, 4096, replicas=2).micro_tokens == 512
+    assert change_length(settings, 128, 4096, replicas=2).micro_tokens == 512
     with pytest.raises(ValueError, match="whole sequences of 128 for each of 3 replicas; got 1,024; pass --step-tokens 768"):
-        at(settings, 128, 4096, replicas=3)
+        change_length(settings, 128, 4096, replicas=3)

@@ -399,11 +399,13 @@ def test_a_padded_batch_is_each_of_its_sequences_alone(backend):
 
 if triton:
     from sparse_flash.kernels.common.tiles import TableEntries
-    from sparse_flash.kernels.portable.lengths import Valid, valid_of_kind
+    from sparse_flash.kernels.portable.lengths import ValidRange, find_valid_entries
 
     @triton.jit
     def entries_kernel(index, found, begin, end, first, last, length, BLOCK: tl.constexpr, SPARSE: tl.constexpr):
-        entries = valid_of_kind(TableEntries(index, None, None, None, BLOCK, SPARSE), begin, end, Valid(first, last), length, BLOCK)
+        entries = find_valid_entries(
+            TableEntries(index, None, None, None, BLOCK, SPARSE), begin, end, ValidRange(first, last), length, BLOCK
+        )
         low, whole_begin, whole_end, high = entries
         tl.store(found, low)
         tl.store(found + 1, whole_begin)
@@ -793,7 +795,7 @@ def test_a_score_function_without_triton_runs_on_pytorch_and_says_so_elsewhere(m
     torch.testing.assert_close(out, sf.attention(q, k, v, scale=0.5, backend="torch"))
     call = make_call(q, k, variant=checked_variant(q, k, score_mod=plain))
     monkeypatch.setattr(backends.backend("triton"), "_available", lambda: None)
-    monkeypatch.setattr(backends.backend("triton"), "_interpreted", lambda: DEVICE == "cpu")
+    monkeypatch.setattr(backends.backend("triton"), "_is_interpreted", lambda: DEVICE == "cpu")
     assert "has no triton function" in backends.backend("triton").supports(call)
 
 

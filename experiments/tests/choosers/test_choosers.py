@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 import sparse_flash as sf
 from experiments.choosers import texts as texts_module
 from experiments.choosers.cli import app
-from experiments.choosers.measure import Seen
+from experiments.choosers.measure import LayerStatistics
 from experiments.choosers.model import mask_of
 from experiments.choosers.rows import SHARES, Row, rows
-from experiments.choosers.texts import needles_in, texts, windows_of
+from experiments.choosers.texts import plant_needles, texts, windows_of
 from sparse_flash.masks.chooser import is_chosen
 
 TOKENS, BLOCK = 256, 64
@@ -111,10 +111,10 @@ def test_true_mass_is_the_sum_of_softmax_weights_over_a_block():
 
 def test_density_recall_and_error_are_what_their_names_say():
     q, k, v = content()
-    spec, seen = f"causal & sampled(8, keep=0.4, block={BLOCK})", Seen(1, BLOCK)
+    spec, seen = f"causal & sampled(8, keep=0.4, block={BLOCK})", LayerStatistics(1, BLOCK)
     for one in range(2):  # in two batches
         seen(0, spec, *(part[one : one + 1] for part in (q, k, v)))
-    kept, found = mask_of(spec, q, k, BLOCK).to_dense(), seen.found()[0]
+    kept, found = mask_of(spec, q, k, BLOCK).to_dense(), seen.summarize()[0]
     mass, values = weights(q, k), v.repeat_interleave(2, 1)
     out = [(one / one.sum(-1, keepdim=True)) @ values for one in (mass * kept, mass)]
     torch.testing.assert_close(found["recall"][0], (mass * kept).sum(-1).mean((0, 2)))
@@ -122,7 +122,7 @@ def test_density_recall_and_error_are_what_their_names_say():
     torch.testing.assert_close(found["error"][0], error.sqrt(), rtol=1e-4, atol=1e-5)
     blocks = kept[..., ::BLOCK, ::BLOCK].float().sum((2, 3)).mean(0) / 10
     torch.testing.assert_close(found["density"][0], blocks)
-    assert seen.found()[1]["recall"] == pytest.approx(found["recall"].mean().item(), abs=1e-4)
+    assert seen.summarize()[1]["recall"] == pytest.approx(found["recall"].mean().item(), abs=1e-4)
 
 
 def test_every_row_is_an_expression_for_all_layers_and_has_a_name_of_its_own():
@@ -140,7 +140,7 @@ def test_needles_stand_once_in_each_text_at_rising_depths(folder, short_texts):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     found = texts(tokenizer)
     assert all(not torch.equal(*(windows_of(part, TOKENS, 1) for part in text)) for text in found.values())
-    made = needles_in(tokenizer, found["english"].test, TOKENS, 8)
+    made = plant_needles(tokenizer, found["english"].test, TOKENS, 8)
     assert made.tokens.shape == (8, TOKENS) and made.digits.sum(1).min() >= 1
     read = tokenizer.batch_decode(made.tokens)
     assert all(text.count("Remember it.") == 1 and text.count(text[-5:]) == 2 for text in read)

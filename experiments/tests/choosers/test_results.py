@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from experiments import row_files
 from experiments.choosers import report, tables
 from experiments.choosers.cli import app
-from experiments.choosers.picture import _APART, _apart
+from experiments.choosers.picture import _LABEL_GAP, _space_labels
 from experiments.choosers.rows import rows
 
 ROOT = Path(__file__).parents[3]
@@ -32,7 +32,7 @@ def test_the_last_file_that_has_a_row_counts(tmp_path):
     found = row_files.read([first, last])
     needles = {row["row"]: row["lengths"]["128"]["needles"] for row in found["rows"]}
     assert needles == {"own(3) budget 0.15": 0.75, "sampled(8) budget 0.15": 0.25, "dense": 0.75, "sampled(8) budget 0.1": 0.25}
-    short = report.short(found)["rows"]
+    short = report.drop_details(found)["rows"]
     assert [row["row"] for row in short] == ["dense", "sampled(8) budget 0.1", "sampled(8) budget 0.15"]
     assert not any({"by_head", "shares"} & set(row) for row in short)
 
@@ -47,20 +47,20 @@ def test_files_of_different_setups_are_refused(tmp_path):
 def test_tables_of_a_page_are_written_anew_and_the_rest_stays():
     page = "before\n| a | b |\n|---|---|\n| old | 1 |\n| old | 2 |\n\nbetween\n| c |\n| --- |\n| old |"
     tables_of_page = ["| a | b |\n| --- | --- |\n| new | 3 |", "| c |\n| --- |\n| new |"]
-    assert tables.replaced(page, tables_of_page) == f"before\n{tables_of_page[0]}\n\nbetween\n{tables_of_page[1]}"
+    assert tables.replace_tables(page, tables_of_page) == f"before\n{tables_of_page[0]}\n\nbetween\n{tables_of_page[1]}"
     with pytest.raises(ValueError, match="must have a table with the headings"):
-        tables.replaced("| a |", ["| b |\n| --- |"])
+        tables.replace_tables("| a |", ["| b |\n| --- |"])
 
 
 def test_the_guide_has_the_tables_of_the_kept_results():
     found, page = row_files.read([KEPT]), GUIDE.read_text()
-    assert json.loads(KEPT.read_text()) == report.short(found)
+    assert json.loads(KEPT.read_text()) == report.drop_details(found)
     assert all(row["row"] in rows() for row in found["rows"])
-    assert tables.replaced(page, tables.guide(found)) == page
+    assert tables.replace_tables(page, tables.guide_tables(found)) == page
 
 
 def test_labels_keep_their_order_and_their_distance():
     wanted = [0.1, 0.11, 0.11, 0.5, 0.52, 0.9]
-    found = _apart(wanted)
-    assert all(above - below > _APART - 1e-9 for below, above in pairwise(found))
+    found = _space_labels(wanted)
+    assert all(above - below > _LABEL_GAP - 1e-9 for below, above in pairwise(found))
     assert (found[0] + found[2]) / 2 == pytest.approx(sum(wanted[:3]) / 3) and found[-1] == 0.9

@@ -21,10 +21,10 @@ from examples.train_lm.parallel import World
 from examples.train_lm.report import console
 from examples.train_lm.settings import PRESETS, Settings, Shape, checked
 from experiments.equal_time import arms, evaluate, results, windows
-from experiments.equal_time.arms import ARMS, LENGTH, Arm, Chosen
+from experiments.equal_time.arms import ARMS, LENGTH, Arm, TunedSettings
 from experiments.equal_time.cli import app
 from experiments.equal_time.results import Result
-from experiments.equal_time.run import planned, run, settings_of, step_seconds
+from experiments.equal_time.run import plan_steps, run, settings_of, step_seconds
 from experiments.equal_time.windows import Windows
 
 VOCABULARY, SHORT = 320, 256
@@ -53,7 +53,7 @@ def data(tmp_path_factory) -> Path:
 def test_every_arm_is_causal_and_keeps_the_pairs_it_is_said_to():
     kept = {name: [mask for mask in arm.masks if mask != "sdpa"] for name, arm in ARMS.items()}
     for name, masks in kept.items():
-        settings = settings_of(ARMS[name], PRESETS["30M"], Chosen(1e-3, False), 1, LENGTH)
+        settings = settings_of(ARMS[name], PRESETS["30M"], TunedSettings(1e-3, False), 1, LENGTH)
         assert checked(settings).masks and len(masks) in (0, len(ARMS[name].masks))
     window, sparse = (sf.compile_mask(kept[name][0], q_len=LENGTH).density for name in ("window", "power-of-two"))
     assert window == pytest.approx(sparse, rel=1e-3)
@@ -78,14 +78,14 @@ def test_far_labels_are_of_identifiers_that_were_seen_before_and_not_since(data,
     text = "alpha_beta = other_name\n" + "x = 1\n" * 60 + "alpha_beta = alpha_beta + new_name\n"
     ids = np.array(tokenizer.encode(text).ids)
     monkeypatch.setattr(windows, "FAR", 40)
-    far = windows._far(ids, windows._pieces(tokenizer, VOCABULARY))
+    far = windows._find_far(ids, windows._token_texts(tokenizer, VOCABULARY))
     assert far.shape == (len(ids) - 1,)
     marked = np.flatnonzero(np.append(False, far))
     assert (np.diff(marked) == 1).all()  # one place: the second of the three
     said = tokenizer.decode(ids[marked].tolist())
     assert said.strip() == "alpha_beta" and marked[0] > 100
     monkeypatch.setattr(windows, "FAR", 10_000)
-    assert not windows._far(ids, windows._pieces(tokenizer, VOCABULARY)).any()
+    assert not windows._find_far(ids, windows._token_texts(tokenizer, VOCABULARY)).any()
 
 
 @pytest.mark.parametrize("context", [SHORT, 64])
@@ -104,14 +104,14 @@ def test_a_label_is_predicted_from_the_tokens_of_its_window_that_the_context_rea
 
 
 def test_a_budget_of_seconds_becomes_steps_of_both_lengths(monkeypatch):
-    settings = settings_of(ARMS["dense-8k-then-64k"], PRESETS["30M"], Chosen(1e-3, False), 1, LENGTH)
-    found = planned(settings, ARMS["dense-8k-then-64k"], 100.0, {8192: 0.1, LENGTH: 0.5})
+    settings = settings_of(ARMS["dense-8k-then-64k"], PRESETS["30M"], TunedSettings(1e-3, False), 1, LENGTH)
+    found = plan_steps(settings, ARMS["dense-8k-then-64k"], 100.0, {8192: 0.1, LENGTH: 0.5})
     assert (found.steps, found.extend_at, found.extend_to, found.length) == (880, 850, LENGTH, 8192)
     assert [found.length_at(step) for step in (0, 849, 850)] == [8192, 8192, LENGTH]
-    alone = planned(settings, ARMS["dense-8k"], 100.0, {8192: 0.1})
+    alone = plan_steps(settings, ARMS["dense-8k"], 100.0, {8192: 0.1})
     assert (alone.steps, alone.extend_to) == (1000, 0)
     with pytest.raises(ValueError, match=r"a step takes 0\.1 s; pass more --seconds; got 0\.05"):
-        planned(settings, ARMS["dense-8k"], 0.05, {8192: 0.1})
+        plan_steps(settings, ARMS["dense-8k"], 0.05, {8192: 0.1})
 
 
 def test_windows_powers_of_two_and_chosen_blocks_keep_as_many_pairs():
@@ -123,7 +123,7 @@ def test_a_step_is_timed_before_the_budget_is_spent(data, monkeypatch):
     for name, value in (("WARM_STEPS", 1), ("TIMED_STEPS", 2)):
         monkeypatch.setattr(f"experiments.equal_time.run.{name}", value)
     arm = Arm(("causal",), length=SHORT)
-    settings = replace(settings_of(arm, SHAPE, Chosen(1e-2, False), 1, SHORT), compiled=False)
+    settings = replace(settings_of(arm, SHAPE, TunedSettings(1e-2, False), 1, SHORT), compiled=False)
     found, until_known = step_seconds(settings, arm, data, CPU)
     assert list(found) == [SHORT] and 0 < found[SHORT] < until_known
 
@@ -151,7 +151,7 @@ def files(data, tmp_path_factory) -> list[Path]:
 
 
 def _result(folder: Path, name: str, arm: Arm, seed: int, data: Path) -> Path:
-    found = run(name, arm, SHAPE, Chosen(1e-2, False), 0.3, seed, data, CPU, step_tokens=SHORT, compiled=False)
+    found = run(name, arm, SHAPE, TunedSettings(1e-2, False), 0.3, seed, data, CPU, step_tokens=SHORT, compiled=False)
     path = folder / f"{name}-{seed}.json"
     path.write_text(json.dumps({"preset": "tiny", **found}))
     return path
@@ -165,7 +165,7 @@ def test_a_result_holds_what_was_trained_and_how_it_was_read(files, data):
     assert found["borders"] == [0, SHORT] and sum(found["tokens"]) == SHORT
     reported = windows.load(data, "reported")
     assert np.array(found["nats"]).shape == (len(reported), 1) and found["far_tokens"] == reported.far.sum(1).tolist()
-    assert 0.5 < evaluate.mean(found) < math.log(VOCABULARY)
+    assert 0.5 < evaluate.mean_loss(found) < math.log(VOCABULARY)
     assert dense["tokens"] == dense["settings"]["steps"] * SHORT == dense["curve"][-1]["tokens"]
     assert dense["curve"][-1]["nats"] < dense["curve"][0]["nats"]
     assert dense["settings"]["steps"] == 19 and dense["seconds"] > 0
@@ -175,9 +175,9 @@ def test_an_arm_that_continues_from_a_checkpoint_begins_where_that_ended(data, t
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("step_seconds", known), ("CURVE_POINTS", 2)):
             patch.setattr(f"experiments.equal_time.run.{name}", value)
-        how, dense = Chosen(1e-2, False), Arm(("causal",), length=SHORT)
+        how, dense = TunedSettings(1e-2, False), Arm(("causal",), length=SHORT)
         first = run("dense", dense, SHAPE, how, 0.2, 1, data, CPU, SHORT, compiled=False, keep=tmp_path / "kept")
-        start = checkpoint.of_run(tmp_path / "kept")
+        start = checkpoint.resolve_checkpoint(tmp_path / "kept")
         window = Arm(("causal & local(200)",), length=SHORT)
         second = run("window", window, SHAPE, how, 0.1, 2, data, CPU, SHORT, compiled=False, start=start)
     assert second["arm"] == "window continued" and second["curve"][0]["step"] == 0
@@ -215,7 +215,7 @@ def test_results_that_do_not_belong_together_are_refused(files, tmp_path):
     with pytest.raises(ValueError, match="is a second run of dense with seed 1; pass one for each seed"):
         results.load([files[0], files[0]])
     with pytest.raises(ValueError, match="no run of power-of-two to compare with"):
-        results.rows(results.load(files), "power-of-two")
+        results.compare_arms(results.load(files), "power-of-two")
     with pytest.raises(ValueError, match=r"arm must be one of dense, dense-8k, .*; got 'sparse'"):
         arms.arm_of("sparse")
 
@@ -246,16 +246,16 @@ def test_what_tuning_found_is_what_runs_read(files, tmp_path, monkeypatch):
     target.write_text(json.dumps(other))
     done = runner.invoke(app, ["choose", str(tmp_path / "worse.json"), *map(str, files[:1]), "--target", str(target)])
     assert done.exit_code == 0, done.output
-    monkeypatch.setattr(arms, "CHOSEN", target)
-    assert arms.chosen("tiny", "dense") == Chosen(1e-2, False)
-    assert arms.chosen("30M", "dense") == arms.chosen("tiny", "dense-8k") == Chosen(0.5, True)
+    monkeypatch.setattr(arms, "TUNED_FILE", target)
+    assert arms.complete_settings("tiny", "dense") == TunedSettings(1e-2, False)
+    assert arms.complete_settings("30M", "dense") == arms.complete_settings("tiny", "dense-8k") == TunedSettings(0.5, True)
     assert len(json.loads(target.read_text())["tried"]["tiny"]["dense"]) == 2
     # A given setting replaces the tuned one, and no other.
-    assert arms.chosen("30M", "dense", log_length=False) == Chosen(0.5, False)
-    assert arms.chosen("30M", "dense", learning_rate=0.1) == Chosen(0.1, True)
-    assert arms.chosen("tiny", "window", learning_rate=0.1) == Chosen(0.1, False)
+    assert arms.complete_settings("30M", "dense", log_length=False) == TunedSettings(0.5, False)
+    assert arms.complete_settings("30M", "dense", learning_rate=0.1) == TunedSettings(0.1, True)
+    assert arms.complete_settings("tiny", "window", learning_rate=0.1) == TunedSettings(0.1, False)
     with pytest.raises(ValueError, match="no learning rate was chosen for window of the tiny model"):
-        arms.chosen("tiny", "window")
+        arms.complete_settings("tiny", "window")
 
 
 def test_the_report_is_a_table_a_picture_and_a_summary(files, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 from tiny_classifier import ON_CPU, SETTINGS, SHORT
 
 from experiments.long_range.data import prepare
-from experiments.long_range.settings import checked
+from experiments.long_range.settings import check_settings
 from experiments.long_range.train import Run
 
 
@@ -24,6 +24,6 @@ def run(short, tmp_path):
     """Makes a Run in the folder ``folder``, of SETTINGS with changes."""
 
     def make(folder: str = "run", fresh: bool = False, start: Path | None = None, **changes) -> Run:
-        return Run(checked(replace(SETTINGS, **changes)), tmp_path / folder, short, ON_CPU, fresh, start)
+        return Run(check_settings(replace(SETTINGS, **changes)), tmp_path / folder, short, ON_CPU, fresh, start)
 
     return make

@@ -11,13 +11,13 @@ from examples.train_lm.model import Positions
 from experiments.long_range.data import fields_of
 from experiments.long_range.model import TILE, Classifier, coordinates, rotary
 from experiments.long_range.pathfinder import Pathfinder
-from experiments.long_range.settings import ATTENTIONS, Settings, checked, density
+from experiments.long_range.settings import ATTENTIONS, Settings, check_settings, density
 
 
 def made(size: int = 32, **changes) -> Classifier:
     torch.manual_seed(0)
     changes = {"attention": "dense", "shape": TINY, **changes}
-    model = Classifier(checked(replace(SETTINGS, task=fields_of(Pathfinder(size)), **changes)))
+    model = Classifier(check_settings(replace(SETTINGS, task=fields_of(Pathfinder(size)), **changes)))
     with torch.no_grad():  # as after some training: all that is learned matters
         for parameter in model.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
@@ -80,7 +80,7 @@ def test_tokens_see_both_ways_what_the_mask_keeps_and_nothing_else():
 
 def test_padding_has_no_part_in_a_result():
     torch.manual_seed(0)
-    model = Classifier(checked(replace(SETTINGS, task=fields_of(SHORT), attention="dense")))
+    model = Classifier(check_settings(replace(SETTINGS, task=fields_of(SHORT), attention="dense")))
     inputs = torch.from_numpy(SHORT.make(4, np.random.default_rng(0))[0])
     model(inputs).square().sum().backward()
     assert not model.embed.weight.grad[0].any() and model.embed.weight.grad[1:].any()
@@ -89,7 +89,7 @@ def test_padding_has_no_part_in_a_result():
 
 
 def test_grey_values_start_as_one_direction_longer_for_brighter_ones():
-    weight = Classifier(checked(replace(SETTINGS, task=fields_of(Pathfinder(32))))).embed.weight
+    weight = Classifier(check_settings(replace(SETTINGS, task=fields_of(Pathfinder(32))))).embed.weight
     torch.testing.assert_close(weight, torch.arange(256.0)[:, None] / 255 * weight[255])
 
 
@@ -121,7 +121,7 @@ BAD = {
 def test_settings_that_cannot_work_are_errors(case):
     given, message = BAD[case]
     with pytest.raises(ValueError, match=message):
-        checked(replace(SETTINGS, task=fields_of(Pathfinder(32)), **given))
+        check_settings(replace(SETTINGS, task=fields_of(Pathfinder(32)), **given))
 
 
 def test_settings_survive_their_file():

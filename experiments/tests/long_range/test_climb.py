@@ -29,8 +29,8 @@ def accuracies(monkeypatch):
             seen.append(model)
         return Score(listed.get(seen.index(model), 0.9), 0.01, 0.5)
 
-    monkeypatch.setattr(train, "evaluated", evaluated)
-    monkeypatch.setattr(climb, "LOOK", 0.3)
+    monkeypatch.setattr(train, "evaluate_split", evaluated)
+    monkeypatch.setattr(climb, "CHECK_AFTER", 0.3)
     return listed
 
 

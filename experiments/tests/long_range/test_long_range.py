@@ -21,7 +21,7 @@ from experiments.long_range import data as data_module
 from experiments.long_range.cli import app
 from experiments.long_range.data import Examples, fields_of, prepare, task_of
 from experiments.long_range.listops import ListOps
-from experiments.long_range.train import evaluated, turned
+from experiments.long_range.train import evaluate_split, turn_images
 
 
 def files(folder) -> dict[str, bytes]:
@@ -90,7 +90,7 @@ def test_an_epoch_reads_each_example_once_in_an_order_of_its_own(short):
 
 def test_images_turn_by_the_eight_symmetries_of_the_square():
     image = torch.arange(9).view(1, 3, 3)
-    found = {tuple(one.flatten().tolist()) for one in turned(image.expand(8, 3, 3), torch.arange(8))}
+    found = {tuple(one.flatten().tolist()) for one in turn_images(image.expand(8, 3, 3), torch.arange(8))}
     wanted = {tuple(np.rot90(flip, turns).flatten()) for flip in (image[0].numpy(), image[0].numpy().T) for turns in range(4)}
     assert found == wanted and len(found) == 8
 
@@ -105,9 +105,9 @@ def state(run) -> list[torch.Tensor]:
 def test_a_run_learns_and_leaves_its_numbers(run):
     one = run(steps=30, micro_batch=32)
     commonest = max(one.examples.manifest["labels"]["held_out"]) / 200
-    assert evaluated(one.model, one.held_out, 32, ON_CPU).loss == pytest.approx(math.log(10), abs=0.2)
+    assert evaluate_split(one.model, one.held_out, 32, ON_CPU).loss == pytest.approx(math.log(10), abs=0.2)
     assert one.train(evaluations=3)
-    score = evaluated(one.model, one.held_out, 64, ON_CPU)
+    score = evaluate_split(one.model, one.held_out, 64, ON_CPU)
     assert score.accuracy > commonest + 0.2 and score.error == pytest.approx((score.accuracy * (1 - score.accuracy) / 200) ** 0.5)
     rows = list(csv.DictReader((one.folder / "evaluations.csv").open()))
     assert [int(row["step"]) for row in rows] == [10, 20, 30] and float(rows[-1]["accuracy"]) == pytest.approx(score.accuracy)
@@ -171,7 +171,7 @@ def test_a_checkpoint_of_another_run_and_files_that_are_none_are_errors(run):
 def test_exported_parameters_are_a_third_of_a_checkpoint_start_a_run_and_resume_none(run, tmp_path):
     one = run("one")
     one.train(evaluations=1)
-    checkpoint_file = checkpoint.of_run(one.folder)
+    checkpoint_file = checkpoint.find_checkpoint(one.folder)
     exported = checkpoint.export(checkpoint_file, tmp_path / "parameters.pt")
     assert exported.stat().st_size < 0.45 * checkpoint_file.stat().st_size
     started = run("two", start=exported)

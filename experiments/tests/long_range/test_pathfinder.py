@@ -8,7 +8,7 @@ from scipy import ndimage
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from experiments.long_range.pathfinder import DRAWINGS, Pathfinder, Scenes, draw_lines, drawn, scenes
+from experiments.long_range.pathfinder import DRAWINGS, Pathfinder, Scenes, draw_images, draw_lines, scenes
 
 SIZES = list(DRAWINGS)
 
@@ -78,7 +78,7 @@ def test_steps_that_do_not_follow_each_other_keep_their_distance_within_the_imag
 
 def test_ink_dots_and_their_places_do_not_tell_the_label(made):
     these = made[32]
-    images, labels = drawn(DRAWINGS[32], these), these.labels.astype(bool)
+    images, labels = draw_images(DRAWINGS[32], these), these.labels.astype(bool)
     apart = np.linalg.norm(these.dots[:, 0] - these.dots[:, 1], axis=-1)
     numbers = {
         "ink": images.mean((1, 2)),
@@ -124,7 +124,7 @@ def test_a_seed_gives_the_same_images_and_another_seed_others():
 
 
 def test_dots_are_white_and_dashes_as_grey_as_the_drawing_says(made):
-    images = drawn(DRAWINGS[64], made[64])
+    images = draw_images(DRAWINGS[64], made[64])
     rows, columns = np.rint(made[64].dots).astype(int).transpose(2, 0, 1)
     assert (images[np.arange(16)[:, None], rows, columns] == 255).all()
     values = np.unique(images)

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import sparse_flash as sf
-from experiments.recall.arms import Arm, arms, hops, reach
-from experiments.recall.evaluate import stops
-from experiments.recall.model import PairEmbedding, decoder
+from experiments.recall.arms import Arm, build_arms, count_hops, measure_reach
+from experiments.recall.evaluate import count_stops
+from experiments.recall.model import PairEmbedding, build_decoder
 from experiments.recall.settings import PRESETS, Trial
 
 LENGTH, WINDOW, BLOCK, LAYERS = 256, 32, 16, 4
-ARMS = arms(WINDOW, BLOCK, LENGTH)
+ARMS = build_arms(WINDOW, BLOCK, LENGTH)
 CPU = torch.device("cpu")
 
 
@@ -23,7 +23,7 @@ def trial(arm: str, **changes) -> Trial:
 
 
 def test_under_a_window_each_layer_reaches_one_window_further_and_no_more():
-    least, unit = hops(ARMS["window"], LAYERS, LENGTH, BLOCK)
+    least, unit = count_hops(ARMS["window"], LAYERS, LENGTH, BLOCK)
     back = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
     needed = (back / (WINDOW - 1)).ceil().long().clamp(min=1)
     assert unit == 1 and torch.equal(least, torch.where((back >= 0) & (needed <= LAYERS), needed, LAYERS + 1))
@@ -31,7 +31,7 @@ def test_under_a_window_each_layer_reaches_one_window_further_and_no_more():
 
 @pytest.mark.parametrize("name", ["window", "powers", "butterfly"])
 def test_hops_count_what_explain_calls_within_reach(name):
-    least, _ = hops(ARMS[name], LAYERS, LENGTH, BLOCK)
+    least, _ = count_hops(ARMS[name], LAYERS, LENGTH, BLOCK)
     shares = sf.explain(ARMS[name].masks[0], q_len=LENGTH).reach.shares
     pairs = LENGTH * (LENGTH + 1) / 2
     for layers in (1, 2, 4):
@@ -41,19 +41,19 @@ def test_hops_count_what_explain_calls_within_reach(name):
 def test_designs_of_one_and_of_two_hops_are_the_arms_mixed_and_fixed():
     length, found = 512, sf.design(512, "40%", layers=4, keep=f"local({WINDOW})", block_size=BLOCK, count=2)
     for one, name, most in zip(found, ("mixed", "fixed"), (1, 2), strict=True):
-        arm = arms(WINDOW, BLOCK, length)[name]
-        assert one.patterns == tuple(sf.parse(arm.readable(layer)) for layer in range(len(one.patterns)))
-        least, _ = hops(arm, LAYERS, length, BLOCK)
+        arm = build_arms(WINDOW, BLOCK, length)[name]
+        assert one.patterns == tuple(sf.parse(arm.readable_mask(layer)) for layer in range(len(one.patterns)))
+        least, _ = count_hops(arm, LAYERS, length, BLOCK)
         assert one.connected_in == most == least[least <= LAYERS].max() and (least.tril() <= LAYERS).all()
 
 
 def test_stops_are_questions_of_the_same_key_alone():
-    least, unit = hops(ARMS["window"], LAYERS, LENGTH, BLOCK)  # 31 tokens back in a layer
+    least, unit = count_hops(ARMS["window"], LAYERS, LENGTH, BLOCK)  # 31 tokens back in a layer
     places = {0: (10, [41, 70, 100, 140, 141]), 1: (12, [60, 80])}
     rows = [(pair, place, stated) for pair, (stated, asked) in places.items() for place in asked]
     rows.sort(key=lambda row: row[1])  # the order in a sequence: questions of one pair are not next to each other
     pair, question, stated = torch.tensor(rows).T
-    found = stops(least, unit, pair, question, stated, LAYERS)
+    found = count_stops(least, unit, pair, question, stated, LAYERS)
     by_pair = {number: found[pair == number].tolist() for number in places}
     # 41 reads the value at 11, 70 reads 41, 100 reads 70; nothing that knows the key is within reach of 140. Of the second, 60
     # could have the value through any token between, but none of its own, and 80 reads 60, which does not know it.
@@ -63,16 +63,18 @@ def test_stops_are_questions_of_the_same_key_alone():
 
 def test_layers_are_taken_in_their_order():
     segment, summaries = "causal & block_diagonal(8)", "causal & fixed(8, block=1) & ~block_diagonal(8)"
-    before, _ = hops(Arm((segment, summaries)), 2, 64, 16)
-    after, _ = hops(Arm((summaries, segment)), 2, 64, 16)
+    before, _ = count_hops(Arm((segment, summaries)), 2, 64, 16)
+    after, _ = count_hops(Arm((summaries, segment)), 2, 64, 16)
     # 7, its segment's summary, reads 3, and then 20 reads 7; or 20 reads 7, which reads 3 too late.
     assert before[20, 3] == 2 and after[20, 3] == 3
 
 
 def test_the_large_preset_has_layers_enough_for_powers_and_too_few_for_the_window():
     preset = PRESETS["64K"]
-    of = arms(preset.window, preset.block, preset.task.length)
-    powers, window = (reach(of[name], preset.shape.layers, preset.task.length, preset.block) for name in ("powers", "window"))
+    of = build_arms(preset.window, preset.block, preset.task.length)
+    powers, window = (
+        measure_reach(of[name], preset.shape.layers, preset.task.length, preset.block) for name in ("powers", "window")
+    )
     assert powers["within_reach"] == 1 and powers["most_hops"] <= preset.shape.layers
     assert powers["masks"][0]["explained"][8] == 1
     assert window["within_reach"] < 0.25 and window["most_hops"] == preset.shape.layers
@@ -82,7 +84,7 @@ def test_the_large_preset_has_layers_enough_for_powers_and_too_few_for_the_windo
 @pytest.mark.parametrize("name", PRESETS)
 def test_in_the_first_stage_all_arms_attend_alike(name):
     preset = PRESETS[name]
-    of = arms(preset.window, preset.block, preset.task.length)
+    of = build_arms(preset.window, preset.block, preset.task.length)
     length = preset.stages[0].length
     causal = sf.compile_mask("causal", length, block_size=preset.block).density
     for arm in of.values():
@@ -94,9 +96,9 @@ def test_chosen_blocks_are_as_many_as_the_longest_rows_of_powers():
     most = powers.kept_blocks().sum(1).max()
     assert ARMS["chosen"].keep == most == ARMS["chosen-max"].keep + WINDOW // BLOCK
     for name in ("chosen", "chosen-max"):
-        found = reach(ARMS[name], LAYERS, LENGTH, BLOCK)
+        found = measure_reach(ARMS[name], LAYERS, LENGTH, BLOCK)
         assert found["most_hops"] == 1 and found["within_reach"] == 1
-        assert reach(ARMS["window"], LAYERS, LENGTH, BLOCK)["density"] < found["density"] < 0.8
+        assert measure_reach(ARMS["window"], LAYERS, LENGTH, BLOCK)["density"] < found["density"] < 0.8
 
 
 def test_chosen_max_visits_the_block_of_each_querys_best_key():
@@ -119,13 +121,13 @@ def test_a_tokens_embedding_tells_of_it_and_of_the_one_before():
 def test_no_arm_sees_later_tokens_or_farther_ones_than_its_hops_say(name):
     # Beyond, and before: the choice of a block's earlier queries, which depends on its later ones, is made in whole blocks.
     one = trial(name)
-    model = decoder(one, CPU).requires_grad_(False)
+    model = build_decoder(one, CPU).requires_grad_(False)
     tokens = torch.randint(300, (1, LENGTH), generator=torch.Generator().manual_seed(0))
     place = 6 * BLOCK
     changed = tokens.clone()
     changed[0, place] = (tokens[0, place] + 1) % 300
     differs = (model(tokens) - model(changed)).abs().amax(-1)[0] > 1e-6
-    least, _ = hops(one.masks, 2, LENGTH, BLOCK)
+    least, _ = count_hops(one.masks, 2, LENGTH, BLOCK)
     reads = least[:, place : place + 2].amin(1) <= 2  # the next token's embedding tells of it too
     assert differs[place] and not differs[:place].any() and not (differs & ~reads).any()
     assert (differs & reads).sum() > 0.9 * reads.sum()
@@ -133,11 +135,11 @@ def test_no_arm_sees_later_tokens_or_farther_ones_than_its_hops_say(name):
 
 @pytest.mark.parametrize("name", ["chosen", "chosen-max"])
 def test_all_blocks_chosen_are_dense_attention_and_one_seed_gives_all_arms_the_same_weights(name):
-    dense, chosen = decoder(trial("dense", seed=5), CPU), decoder(trial(name, seed=5), CPU)
+    dense, chosen = build_decoder(trial("dense", seed=5), CPU), build_decoder(trial(name, seed=5), CPU)
     assert all(map(torch.equal, dense.parameters(), chosen.parameters()))
     tokens = torch.randint(300, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     assert not torch.allclose(dense(tokens), chosen(tokens), rtol=1e-3, atol=1e-4)
     for block in chosen.blocks:
         block.attention.choice["keep"] = LENGTH // BLOCK
     torch.testing.assert_close(dense(tokens), chosen(tokens), rtol=1e-4, atol=1e-4)
-    assert not torch.equal(dense.head.weight, decoder(trial("dense", seed=6), CPU).head.weight)
+    assert not torch.equal(dense.head.weight, build_decoder(trial("dense", seed=6), CPU).head.weight)

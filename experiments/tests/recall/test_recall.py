@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 from examples.train_lm.parallel import World
 from experiments.recall import train as train_module
-from experiments.recall.arms import arms
+from experiments.recall.arms import build_arms
 from experiments.recall.cli import app
-from experiments.recall.model import decoder
-from experiments.recall.settings import PRESETS, Trial, checked
+from experiments.recall.model import build_decoder
+from experiments.recall.settings import PRESETS, Trial, check_trial
 from experiments.recall.train import fit, run, schedule, tune
 
 WORLD = World(torch.device("cpu"))
@@ -61,7 +61,7 @@ def test_keys_that_are_asked_again_have_a_table_of_their_own(tmp_path):
 def test_a_budget_of_seconds_counts_training_steps_alone(monkeypatch):
     clock = iter(range(10**6))
     monkeypatch.setattr(train_module.time, "perf_counter", lambda: next(clock))  # each step takes one second of it
-    curve = fit(decoder(SMALL, WORLD.device), replace(SMALL, seconds=25.0), WORLD)
+    curve = fit(build_decoder(SMALL, WORLD.device), replace(SMALL, seconds=25.0), WORLD)
     assert [row["step"] for row in curve] == [10, 20, 25] and curve[-1]["seconds"] == 25
     assert [row["length"] for row in curve] == [16, 64, 64]
 
@@ -98,7 +98,7 @@ def test_the_learning_rate_rises_to_its_peak_and_falls_to_a_tenth():
 
 def test_equal_trials_give_equal_results_and_another_seed_gives_others():
     trials = [replace(SMALL, steps=4, seed=seed) for seed in (3, 3, 4)]
-    first, again, other = (fit(decoder(one, WORLD.device), one, WORLD)[0]["loss"] for one in trials)
+    first, again, other = (fit(build_decoder(one, WORLD.device), one, WORLD)[0]["loss"] for one in trials)
     assert first == again != other
 
 
@@ -110,7 +110,7 @@ def test_tuning_prefers_a_rate_that_learns():
 def test_a_loss_that_is_not_finite_is_said(monkeypatch):
     monkeypatch.setattr(train_module, "loss_of", lambda model, *_: model.head.weight.sum() * float("nan"))
     with pytest.raises(train_module.NotFinite, match="loss nan at step 1 of dense; try a lower --learning-rate"):
-        fit(decoder(SMALL, WORLD.device), replace(SMALL, steps=2), WORLD)
+        fit(build_decoder(SMALL, WORLD.device), replace(SMALL, steps=2), WORLD)
 
 
 SIZES = ["--preset", "tiny", "--length", "128", "--pairs", "8", "--layers", "1", "--step-tokens", "256", "--device", "cpu"]
@@ -125,7 +125,7 @@ def invoke(*arguments) -> str:
 @pytest.mark.smoke
 def test_commands_list_arms_train_and_draw(tmp_path):
     said = invoke("arms", "--preset", "tiny", "--layers", "2")
-    assert all(name in said for name in arms(32, 16, 512))
+    assert all(name in said for name in build_arms(32, 16, 512))
     for arm in ("dense", "chosen"):
         seeds = ["--seed", "1", "--seed", "2", "--questions", "20", "--out", tmp_path]
         said = invoke("train", arm, *SIZES, "--steps", "3", *seeds, "--learning-rate", "1e-3", "--learning-rate", "1e-2")
@@ -207,4 +207,4 @@ def test_input_that_cannot_work_is_one_sentence_before_training_starts(case, tmp
 
 def test_shortest_sequences_must_hold_the_nearest_distance():
     with pytest.raises(ValueError, match="shortest must hold distances beyond nearest=8; got 8; take at least 16"):
-        checked(Trial(**vars(replace(TINY, shortest=8, steps=1))))
+        check_trial(Trial(**vars(replace(TINY, shortest=8, steps=1))))

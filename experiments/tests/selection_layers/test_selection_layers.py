@@ -13,7 +13,7 @@ from examples.train_lm.model import Decoder, Positions
 from examples.train_lm.parallel import World
 from experiments.recall.task import Task
 from experiments.selection_layers.cli import app
-from experiments.selection_layers.compare import LAYERS, PRESETS, LayerTrial, checked, model_of, run
+from experiments.selection_layers.compare import LAYERS, PRESETS, LayerTrial, check_layer_trial, model_of, run
 
 CPU = torch.device("cpu")
 TOKENS, BLOCK = 72, 16  # the last block is not whole
@@ -142,7 +142,10 @@ def test_a_layer_that_chooses_learns_what_a_window_cannot_see():
         arm: next(row for row in result["by_distance"] if row["first"] == 32) for arm, result in (("msa", msa), ("window", window))
     }
     assert far["msa"]["right"] > 0.8 and far["window"]["right"] < 2 * window["chance"]
-    assert msa["reach"]["density"] == pytest.approx(trial("msa").sizes.picked(64) / (64 * 65 / 2)) and msa["reach"]["density"] < 0.8
+    assert (
+        msa["reach"]["density"] == pytest.approx(trial("msa").sizes.count_picked_pairs(64) / (64 * 65 / 2))
+        and msa["reach"]["density"] < 0.8
+    )
 
 
 def test_packed_documents_are_refused_by_the_layers_name():
@@ -176,5 +179,5 @@ def test_input_that_cannot_work_is_one_sentence(given, message):
 
 def test_blocks_must_fit_the_shortest_sequences():
     with pytest.raises(ValueError, match="block must be at most the shortest sequences' 32 tokens; got 64"):
-        checked(replace(PRESETS["tiny"], block=64))
-    assert isinstance(model_of(checked(PRESETS["64K"]), torch.device("meta")), Decoder)
+        check_layer_trial(replace(PRESETS["tiny"], block=64))
+    assert isinstance(model_of(check_layer_trial(PRESETS["64K"]), torch.device("meta")), Decoder)

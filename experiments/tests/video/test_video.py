@@ -13,7 +13,7 @@ from experiments.video.cli import app
 from experiments.video.masks import BY_SHARE, NAMES, SHARES, VSA, masks_of, window
 from experiments.video.model import PRESETS, Sizes, Transformer
 from experiments.video.rows import rows
-from experiments.video.scenes import FRONT, SHAPES, State, drawn, rendered, scenes, simulated
+from experiments.video.scenes import FRONT, SHAPES, State, draw_states, make_videos, render, simulate
 
 CPU = torch.device("cpu")
 TINY = Sizes(side=32, dim=64, heads=1, layers=2)
@@ -30,15 +30,15 @@ def state(place, speed, radius=0.1) -> State:
 
 
 def test_scenes_follow_from_their_seed_and_differ_by_it():
-    first, again, other = (scenes(3, seed, 4, 16, CPU) for seed in (1, 1, 2))
+    first, again, other = (make_videos(3, seed, 4, 16, CPU) for seed in (1, 1, 2))
     assert torch.equal(first, again) and not torch.equal(first, other) and not torch.equal(first[0], first[1])
     assert first.shape == (3, 4, 3, 16, 16) and first.abs().max() <= 1
-    assert torch.equal(scenes(3, 1, 9, 16, CPU)[:, :4], first)  # more frames are the same video, and on
+    assert torch.equal(make_videos(3, 1, 9, 16, CPU)[:, :4], first)  # more frames are the same video, and on
 
 
 def test_shapes_stay_inside_and_their_speed_changes_only_where_they_touch():
-    start, frames = drawn(50, 0), 40
-    places = simulated(start, frames)
+    start, frames = draw_states(50, 0), 40
+    places = simulate(start, frames)
     step = 0.05 / 4 * 3  # a collision may speed a shape up
     assert (places > start.radius[:, None, :, None] - step).all() and (places < 1 - start.radius[:, None, :, None] + step).all()
     speeds = places.diff(dim=1)
@@ -52,13 +52,13 @@ def test_shapes_stay_inside_and_their_speed_changes_only_where_they_touch():
 
 
 def test_shapes_bounce_off_borders_and_swap_speeds_with_equals_of_their_depth():
-    bounced = simulated(state([(0.85, 0.5)], [(0.04, 0.01)]), 5)[0, :, -1]
+    bounced = simulate(state([(0.85, 0.5)], [(0.04, 0.01)]), 5)[0, :, -1]
     torch.testing.assert_close(bounced[-1] - bounced[-2], torch.tensor([-0.04, 0.01]))
-    collided = simulated(state([(0.4, 0.5), (0.7, 0.5)], [(0.03, 0.0), (-0.01, 0.0)]), 8)[0, :, -2:]
+    collided = simulate(state([(0.4, 0.5), (0.7, 0.5)], [(0.03, 0.0), (-0.01, 0.0)]), 8)[0, :, -2:]
     torch.testing.assert_close(collided[-1] - collided[-2], torch.tensor([[-0.01, 0.0], [0.03, 0.0]]), rtol=1e-4, atol=1e-6)
     # The first of FRONT + 1 shapes is behind the others, and passes them.
     there = [(0.4, 0.5), (0.7, 0.5), (0.2, 0.8), (0.8, 0.8)]
-    passed = simulated(state(there, [(0.03, 0.0), *[(0.0, 0.0)] * FRONT]), 8)[0, :, -FRONT - 1]
+    passed = simulate(state(there, [(0.03, 0.0), *[(0.0, 0.0)] * FRONT]), 8)[0, :, -FRONT - 1]
     torch.testing.assert_close(passed[-1] - passed[-2], torch.tensor([0.03, 0.0]))
 
 
@@ -66,7 +66,7 @@ def test_energy_and_momentum_are_those_of_the_first_frame_after_a_collision_of_t
     moved = state([(0.3, 0.45), (0.65, 0.5)], [(0.04, 0.0), (-0.02, 0.01)])
     moved.radius[0, -1] = 0.14
     mass = moved.radius[..., None] ** 2
-    speeds = simulated(moved, 8).diff(dim=1)
+    speeds = simulate(moved, 8).diff(dim=1)
     before, after = speeds[:, 0], speeds[:, -1]
     assert (before - after).abs().max() > 0.01
     torch.testing.assert_close((mass * after).sum(1), (mass * before).sum(1), rtol=1e-4, atol=1e-6)
@@ -75,29 +75,29 @@ def test_energy_and_momentum_are_those_of_the_first_frame_after_a_collision_of_t
 
 def test_the_shape_in_front_hides_those_behind():
     seen = state([(0.5, 0.5), (0.5, 0.5)], [(0.0, 0.0)] * 2)
-    middle = rendered(seen, simulated(seen, 1), 32)[0, 0, :, 16, 16]
+    middle = render(seen, simulate(seen, 1), 32)[0, 0, :, 16, 16]
     assert torch.equal(middle, seen.color[0, -1] * 2 - 1) and not torch.equal(middle, seen.color[0, -2] * 2 - 1)
 
 
 def test_exact_velocities_lead_from_noise_to_the_video_in_any_number_of_steps():
-    video, noise = scenes(2, 0, 4, 8, CPU).double(), torch.randn(2, 4, 3, 8, 8, dtype=torch.float64)
+    video, noise = make_videos(2, 0, 4, 8, CPU).double(), torch.randn(2, 4, 3, 8, 8, dtype=torch.float64)
     for steps in (1, 7):
         # The velocity at a point, and that of the line: both lead there.
         for velocity in (lambda x, time, _: (x - video) / time.double().view(-1, 1, 1, 1, 1), lambda *_: noise - video):
-            torch.testing.assert_close(flow.sampled(velocity, video, noise, 1, steps), video)
-    predicted = flow.sampled(lambda x, time, _: flow.velocity(video, x, time.double()), video, noise, 1, flow.LONGEST)
+            torch.testing.assert_close(flow.sample_videos(velocity, video, noise, 1, steps), video)
+    predicted = flow.sample_videos(lambda x, time, _: flow.to_velocity(video, x, time.double()), video, noise, 1, flow.LONGEST)
     torch.testing.assert_close(predicted, video, rtol=1e-5, atol=1e-6)
     assert flow.loss(noise - video, video, noise, 1).abs().max() == 0
     time = torch.tensor([0.0, 1.0], dtype=torch.float64)
-    point = flow.between(video, noise, time, 1)
+    point = flow.interpolate(video, noise, time, 1)
     assert torch.equal(point[0], video[0]) and torch.equal(point[1, 1:], noise[1, 1:]) and torch.equal(point[1, :1], video[1, :1])
 
 
 def test_sampling_reads_no_frame_that_is_not_given():
-    video, noise = scenes(1, 0, 4, 8, CPU), torch.randn(1, 4, 3, 8, 8)
+    video, noise = make_videos(1, 0, 4, 8, CPU), torch.randn(1, 4, 3, 8, 8)
     changed = video.clone()
     changed[:, 2:] += 1
-    sampled = [flow.sampled(lambda x, *_: x + x[:, :1], one, noise, 2, 3) for one in (video, changed)]
+    sampled = [flow.sample_videos(lambda x, *_: x + x[:, :1], one, noise, 2, 3) for one in (video, changed)]
     assert torch.equal(*sampled) and torch.equal(sampled[0][:, :2], video[:, :2])
 
 
@@ -123,7 +123,7 @@ def test_a_mask_that_keeps_everything_is_dense_attention_and_patches_are_the_vid
     model = Transformer(TINY)
     for parameter in model.parameters():  # from zero, nothing would pass the blocks
         parameter.data += 0.1 * torch.randn_like(parameter)
-    video, time = scenes(2, 0, TINY.frames, TINY.side, CPU), torch.rand(2)
+    video, time = make_videos(2, 0, TINY.frames, TINY.side, CPU), torch.rand(2)
     assert torch.equal(model.video(model.patches(video)), video)
     dense, windows = model(video, time, [None] * 2), [sf.tile_window(model.layout, model.layout.tile_grid)] * 2
     torch.testing.assert_close(model(video, time, windows), dense, rtol=1e-4, atol=1e-5)
@@ -138,7 +138,7 @@ def test_vsa_that_keeps_all_tiles_begins_as_the_dense_model():
         parameter.data += 0.1 * torch.randn_like(parameter)
     missing, unexpected = vsa.load_state_dict(dense.state_dict(), strict=False)
     assert missing and all(".vsa.gates." in name for name in missing) and not unexpected
-    video, time = scenes(1, 0, TINY.frames, TINY.side, CPU), torch.rand(1)
+    video, time = make_videos(1, 0, TINY.frames, TINY.side, CPU), torch.rand(1)
     torch.testing.assert_close(vsa(video, time, [None] * 2), dense(video, time, [None] * 2), rtol=1e-4, atol=1e-5)
 
 

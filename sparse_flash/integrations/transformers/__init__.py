@@ -33,8 +33,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ...api.arguments import check_precision, resolve_deterministic
 from ...api.attention import attention
-from ...api.decode import MAX_QUERIES, attention_decode, decodes, takes
-from ...api.keywords import answers_unknown_keywords, unexpected_beside_choosers
+from ...api.decode import MAX_QUERIES, attention_decode, can_decode, is_decode_step
+from ...api.keywords import answers_unknown_keywords, chooser_keyword_error
 from ...api.shared import SharedSequence
 from ...api.varlen import attention_varlen
 from ...backends import check_name
@@ -44,14 +44,14 @@ from ...masks.block_mask import BlockMask
 from ...masks.pattern import Pattern
 from ...selection.block_selection import BlockSelection
 from ...variant.definition import with_sinks
-from .by_content import PromptChoice, choices_by_layer
-from .by_content import attended as attended_by_content
-from .choice import OWN, by_layer, check_future, check_heads, future_error, is_decoder
-from .layers import others_of, pretrained, self_attention, tower
-from .masks import PACKED, ModelMask, assumed, bounds_of, depends_on_position, given, is_window, model_mask
-from .saved import KEY, keep_in_config, saved_for
+from .by_content import PromptChoice, split_choices
+from .by_content import attend_by_content as attended_by_content
+from .choice import OWN, assign_masks, check_future, check_heads, future_error, is_decoder
+from .layers import find_other_attention, find_self_attention, find_tower, unwrap_model
+from .masks import PACKED_ERROR, ModelMask, assume_mask, bounds_of, convert_mask, create_model_mask, depends_on_position, is_window
+from .saved import CONFIG_KEY, find_saved_masks, keep_in_config
 from .saved import write_masks as write_masks
-from .sharing import attended, sharded, shared_by
+from .sharing import attend_by_plan, find_plan, shard_arguments
 
 if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 8):
     raise ImportError(f"transformers must be 5.8 or newer; got {transformers.__version__}: pip install 'transformers[torch]>=5.8'")
@@ -59,7 +59,7 @@ if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 8):
 # "block_sparse", or a name of a copy's own. If a name contains "flash", Transformers looks for a FlashAttention kernel.
 NAME = NAMESPACE.replace("sparse_flash", "block_sparse").replace("flash", "")
 _SETTINGS = "_sparse_flash_settings"
-_BEFORE = "_sparse_flash_before"
+_PREVIOUS = "_sparse_flash_before"
 _WATCHED = "_sparse_flash_watched"
 _PLAN = "_sparse_flash_plan"
 
@@ -91,7 +91,7 @@ class _Settings(NamedTuple):
     backend: str = "auto"
     deterministic: bool | None = None
     precision: str | None = None
-    moves: bool = False
+    needs_positions: bool = False
     packed: bool = False
     ahead: bool = False
     plan: SharedSequence | None = None
@@ -99,7 +99,7 @@ class _Settings(NamedTuple):
     dense: _Settings | None = None
 
 
-@answers_unknown_keywords(unexpected_beside_choosers)
+@answers_unknown_keywords(chooser_keyword_error)
 def use_sparse_flash(
     model: torch.nn.Module,
     mask: Pattern | str | PathLike[str] | BlockMask | SharedSequence | Sequence[SharedSequence] | Mapping | None = None,
@@ -159,18 +159,18 @@ def use_sparse_flash(
     resolve_deterministic(deterministic)
     check_precision(precision)
     check_name(backend)
-    wrapped, model = model, pretrained(model)
-    part = tower(model)
-    layers = self_attention(part)
-    saved = saved_for(model, mask, sorted(layers)) if per_layer is None else None
+    wrapped, model = model, unwrap_model(model)
+    part = find_tower(model)
+    layers = find_self_attention(part)
+    saved = find_saved_masks(model, mask, sorted(layers)) if per_layer is None else None
     if saved is not None:
         mask, bidirectional = saved.layers, bidirectional or saved.bidirectional
         dense_below = saved.dense_below if dense_below is None else dense_below
         dense_last = saved.dense_last if dense_last is None else dense_last
-    masks, choices = choices_by_layer(by_layer(mask, per_layer, sorted(layers)), dense_below, dense_layers, dense_last)
+    masks, choices = split_choices(assign_masks(mask, per_layer, sorted(layers)), dense_below, dense_layers, dense_last)
     check_heads(masks, layers, "" if saved is None else f" in {saved.name}")
     ahead = check_future(masks, [number for number, layer in layers.items() if is_decoder(layer)], bidirectional)
-    plan = shared_by(masks, others_of(model, layers.values()))
+    plan = find_plan(masks, find_other_attention(model, layers.values()))
     if precision is not None and plan is not None:
         raise ValueError(f"precision={precision!r} must come with masks of one rank; got a ContextPlan; leave precision out")
     _switch(model, part, layers.values())
@@ -182,10 +182,10 @@ def use_sparse_flash(
             moves = one != OWN and depends_on_position(one)
             settings = _Settings(one, backend, deterministic, precision, moves, packed, ahead[number] and not bidirectional)
             if (choice := choices.get(number)) is not None:
-                dense = settings._replace(mask=choice.dense, moves=depends_on_position(choice.dense))
-                settings = settings._replace(moves=choice.moves, choice=choice, dense=dense)
+                dense = settings._replace(mask=choice.dense, needs_positions=depends_on_position(choice.dense))
+                settings = settings._replace(needs_positions=choice.needs_positions, choice=choice, dense=dense)
         setattr(layer, _SETTINGS, settings)
-        layer.extra_repr = partial(_shown, layer)  # type: ignore[method-assign]  # print(model) shows it
+        layer.extra_repr = partial(_describe_layer, layer)  # type: ignore[method-assign]  # print(model) shows it
     if not hasattr(part, _WATCHED):
         part.register_forward_pre_hook(_refuse_weights, with_kwargs=True)
         setattr(part, _WATCHED, True)
@@ -199,11 +199,11 @@ def use_sparse_flash(
 
 def masks_of(model: torch.nn.Module) -> dict[int, Pattern | str | BlockMask | SharedSequence]:
     """See ``sparse_flash.masks_of``."""
-    model = pretrained(model)
-    part = tower(model)
-    settings = {number: getattr(layer, _SETTINGS, None) for number, layer in self_attention(part).items()}
+    model = unwrap_model(model)
+    part = find_tower(model)
+    settings = {number: getattr(layer, _SETTINGS, None) for number, layer in find_self_attention(part).items()}
     if _implementation(part) != NAME:
-        way_out = "), for the masks in its config" if hasattr(model.config, KEY) else ", mask)"
+        way_out = "), for the masks in its config" if hasattr(model.config, CONFIG_KEY) else ", mask)"
         raise ValueError(
             f"model must be one that use_sparse_flash switched; got {type(model).__name__}, which runs {_implementation(part)!r}; "
             f"call use_sparse_flash(model{way_out}"
@@ -211,7 +211,7 @@ def masks_of(model: torch.nn.Module) -> dict[int, Pattern | str | BlockMask | Sh
     return {number: one.plan or one.mask for number, one in settings.items() if one is not None}
 
 
-def _shown(layer) -> str:
+def _describe_layer(layer) -> str:
     """Returns the text that print(model) shows of an attention layer, beside its modules."""
     own = type(layer).extra_repr(layer)
     if _implementation(layer) != NAME:
@@ -223,7 +223,7 @@ def _shown(layer) -> str:
 
 def _shard_inputs(module, args, kwargs) -> tuple[tuple[()], dict[str, object]] | None:
     plan = getattr(module, _PLAN)
-    return None if plan is None or _implementation(module) != NAME else ((), sharded(plan, module, args, kwargs))
+    return None if plan is None or _implementation(module) != NAME else ((), shard_arguments(plan, module, args, kwargs))
 
 
 def _refuse_weights(module, args, kwargs) -> None:
@@ -244,7 +244,7 @@ def _switch(model, part, layers) -> None:
         model.config.attn_implementation = NAME
     switched = part if hasattr(part, "set_attn_implementation") else model
     before = _implementation(switched)
-    others = [(module, _implementation(module)) for module in others_of(model, layers)]
+    others = [(module, _implementation(module)) for module in find_other_attention(model, layers)]
     switched.set_attn_implementation(NAME)
     unswitched = next((layer for layer in layers if _implementation(layer) != NAME), None)
     left = [(module, was) for module, was in others if _implementation(module) == NAME != was]
@@ -262,7 +262,7 @@ def _switch(model, part, layers) -> None:
             "model.set_attn_implementation('sdpa') first"
         )
     for module, was in left:
-        setattr(module, _BEFORE, was)
+        setattr(module, _PREVIOUS, was)
 
 
 def _implementation(module) -> str | None:
@@ -274,12 +274,12 @@ def _attention(module, query, key, value, attention_mask, **kwargs):
     None."""
     settings = getattr(module, _SETTINGS, None)
     if settings is None:
-        return _as_before(module, query, key, value, attention_mask, **kwargs)
-    if settings.choice is not None and not settings.choice.serves(attention_mask, query, key):
+        return _attend_as_before(module, query, key, value, attention_mask, **kwargs)
+    if settings.choice is not None and not settings.choice.applies_to(attention_mask, query, key):
         settings = settings.dense
     if torch.compiler.is_compiling() and not _traceable(settings, attention_mask, query, key, **kwargs):
-        return _outside_of_graphs(settings, module, query, key, value, attention_mask, **kwargs)
-    return _masked(settings, module, query, key, value, attention_mask, **kwargs)
+        return _attend_outside_graphs(settings, module, query, key, value, attention_mask, **kwargs)
+    return _attend_masked(settings, module, query, key, value, attention_mask, **kwargs)
 
 
 def _traceable(settings, own, query, key, sliding_window=None, dropout=0.0, softcap=None, **_) -> bool:
@@ -291,11 +291,11 @@ def _traceable(settings, own, query, key, sliding_window=None, dropout=0.0, soft
     if settings.choice is not None and (own.starts is not None or own.end is None):
         return False
     # Reading kv_offset specializes the graph on its value.
-    if _moves(settings, own) and own.kv_offset:
+    if _needs_positions(settings, own) and own.kv_offset:
         return False
-    if settings.moves and own.first is not None and own.q_length != own.end:
+    if settings.needs_positions and own.first is not None and own.q_length != own.end:
         return False
-    decoded = own.starts is None and not dropout and softcap is None and takes(query, key)
+    decoded = own.starts is None and not dropout and softcap is None and can_decode(query, key)
     return own.end_tensor is None or decoded or _is_prompt(own)
 
 
@@ -304,12 +304,12 @@ def _is_prompt(own) -> bool:
     return own.end is not None and own.q_length > MAX_QUERIES
 
 
-def _moves(settings, own) -> bool:
+def _needs_positions(settings, own) -> bool:
     """Whether the combined mask depends on more than the distance of query and key."""
-    return settings.moves or not all(is_window(one) for limit in own.limits for one in limit)
+    return settings.needs_positions or not all(is_window(one) for limit in own.limits for one in limit)
 
 
-def _masked(
+def _attend_masked(
     settings,
     module,
     query,
@@ -336,16 +336,18 @@ def _masked(
     _refuse_unknown(module, kwargs)
     own = attention_mask
     if own is None:
-        own = assumed(module, query, key, sliding_window, is_causal)
+        own = assume_mask(module, query, key, sliding_window, is_causal)
     elif not isinstance(own, ModelMask):
-        own = given(own, query, key)
+        own = convert_mask(own, query, key)
     elif own.end is None and not torch.compiler.is_compiling():
         own = own.with_end_read()
     if settings.plan is not None:
         unsupported = {"a soft cap": softcap, "a 4-D attention_mask": own.dense, "padding": own.starts}
         unsupported["a choice of blocks"] = block_indices
         options = {"scale": scaling, "dropout_p": dropout, "sinks": s_aux, "deterministic": settings.deterministic}
-        return attended(settings.plan, own, query, key, value, unsupported=unsupported, backend=settings.backend, **options), None
+        return attend_by_plan(
+            settings.plan, own, query, key, value, unsupported=unsupported, backend=settings.backend, **options
+        ), None
     if own.refusal is not None:
         raise ValueError(own.refusal)
     if (own.q_length, own.kv_length) != (query.shape[2], key.shape[2]):
@@ -354,9 +356,9 @@ def _masked(
             f"and {own.kv_length}, which {NAME!r} does not support; use another implementation, such as "
             "model.set_attn_implementation('sdpa')"
         )
-    own, cu_seqlens = _packed(settings, own, query, position_ids, cu_seq_lens_q, cu_seq_lens_k)
+    own, cu_seqlens = _find_sequences(settings, own, query, position_ids, cu_seq_lens_q, cu_seq_lens_k)
     if block_indices is not None:
-        return _of_chosen_blocks(
+        return _attend_chosen_blocks(
             settings, module, own, query, key, value, block_indices, cu_seqlens, scaling, dropout, softcap, s_aux
         )
     mask: Pattern | str | BlockMask | None = settings.mask
@@ -375,16 +377,16 @@ def _masked(
                 f"precision={settings.precision!r} does not take packed sequences; pad each sequence in a row of its own and call "
                 "one row at a time, or leave precision out of use_sparse_flash"
             )
-        reason = _not_packed(own, mask, query, key, dropout, softcap)
+        reason = _why_not_varlen(own, mask, query, key, dropout, softcap)
         if reason is None:
-            return _of_sequences(settings, own, mask, query, key, value, cu_seqlens, scaling, s_aux), None
+            return _attend_sequences(settings, own, mask, query, key, value, cu_seqlens, scaling, s_aux), None
         if own.sequences is None:
             if torch.compiler.is_compiling():
                 raise ValueError(f"packed sequences with {reason} are not supported in compiled code; call the model uncompiled")
             token = torch.arange(query.shape[0] * query.shape[2], device=query.device)
             own = own.packed(torch.searchsorted(cu_seqlens, token, right=True).view(query.shape[0], -1))
-        own, mask = own.separated(mask)
-    return _of_batch(settings, own, mask, query, key, value, scaling, dropout, softcap, s_aux), None
+        own, mask = own.separate_sequences(mask)
+    return _attend_batch(settings, own, mask, query, key, value, scaling, dropout, softcap, s_aux), None
 
 
 def _refuse_unknown(module, options: dict) -> None:
@@ -399,22 +401,22 @@ def _refuse_unknown(module, options: dict) -> None:
         )
 
 
-def _of_batch(settings, own, mask, query, key, value, scaling, dropout, softcap, sinks) -> torch.Tensor:
+def _attend_batch(settings, own, mask, query, key, value, scaling, dropout, softcap, sinks) -> torch.Tensor:
     """Attends a batch whose sequences are not packed, padded or not. Returns (batch, tokens, heads, head_dim)."""
-    key, value, kv_lens = _until_end(own, query, key, value)
+    key, value, kv_lens = _cut_at_end(own, query, key, value)
     in_graph, shifts, lengths = torch.compiler.is_compiling(), None, {}
-    if settings.moves and mask is not None and (own.first is not None if in_graph else own.padded_before()):
+    if settings.needs_positions and mask is not None and (own.first is not None if in_graph else own.count_left_padding()):
         # Positions count from each sequence's first token. Its tokens move to the front if that means the same and compiles
         # nothing more; otherwise each sequence gets a mask that is moved.
-        step = query.shape[2] == 1 and not dropout and softcap is None and decodes(query, key, mask)
-        if not (own.in_line() and (step or own.q_length == own.end)):
+        step = query.shape[2] == 1 and not dropout and softcap is None and is_decode_step(query, key, mask)
+        if not (own.can_move_tokens() and (step or own.q_length == own.end)):
             own, mask = own.counted(mask), None
         else:
-            shifts, key, value = own.first, _rolled(key, own.first), _rolled(value, own.first)
+            shifts, key, value = own.first, _roll_tokens(key, own.first), _roll_tokens(value, own.first)
             if step:
                 kv_lens = (own.end - shifts).to(torch.int32)
             else:
-                query, lengths = _rolled(query, shifts), dict.fromkeys(("kv_lens", "q_lens"), own.stops - own.starts)
+                query, lengths = _roll_tokens(query, shifts), dict.fromkeys(("kv_lens", "q_lens"), own.stops - own.starts)
     mask = own.joined(mask, query.device)
     if own.starts is not None and shifts is None:
         earlier = own.end - own.q_length  # the last query aligns with the last key
@@ -424,9 +426,9 @@ def _of_batch(settings, own, mask, query, key, value, scaling, dropout, softcap,
             "q_starts": own.starts - earlier,
             "q_lens": own.stops - earlier,
         }
-    aligned = not (own.kv_offset and _moves(settings, own))
-    if kv_lens is not None or (aligned and not dropout and not lengths and softcap is None and decodes(query, key, mask)):
-        out = _decoded(settings, query, key, value, mask, kv_lens, scaling, sinks)
+    aligned = not (own.kv_offset and _needs_positions(settings, own))
+    if kv_lens is not None or (aligned and not dropout and not lengths and softcap is None and is_decode_step(query, key, mask)):
+        out = _decode(settings, query, key, value, mask, kv_lens, scaling, sinks)
     else:
         out = attention(
             query,
@@ -442,18 +444,18 @@ def _of_batch(settings, own, mask, query, key, value, scaling, dropout, softcap,
             precision=settings.precision if query.shape[2] > MAX_QUERIES else None,
             backend=settings.backend,
         )
-        out = out if shifts is None else _rolled(out, -shifts)
+        out = out if shifts is None else _roll_tokens(out, -shifts)
     return out.transpose(1, 2).contiguous()
 
 
-def _decoded(settings, query, key, value, mask, kv_lens, scaling, sinks):
+def _decode(settings, query, key, value, mask, kv_lens, scaling, sinks):
     """Attends the newest tokens to a cache. Returns (batch, heads, tokens, head_dim)."""
     options = {"kv_lens": kv_lens, "scale": scaling, "backend": settings.backend}
     out, lse = attention_decode(query, key, value, mask, return_lse=True, **options)
     return out if sinks is None else with_sinks(out, lse, sinks, None)[0]
 
 
-def _until_end(own, query, key, value):
+def _cut_at_end(own, query, key, value):
     """Returns (key, value, kv_lens) without what lies past the end of a static cache. kv_lens: (batch,) int32 in compiled code,
     which cannot cut key and value; otherwise None."""
     if own.end_tensor is not None and torch.compiler.is_compiling() and not _is_prompt(own):
@@ -463,13 +465,13 @@ def _until_end(own, query, key, value):
     return key, value, None
 
 
-def _rolled(tensor, by) -> torch.Tensor:
+def _roll_tokens(tensor, by) -> torch.Tensor:
     """Rolls (batch, heads, tokens, head_dim): token ``by[b]`` of entry b comes first, and the tokens before it come last."""
     tokens = tensor.shape[2]
     return tensor.take_along_dim(((torch.arange(tokens, device=tensor.device) + by[:, None]) % tokens)[:, None, :, None], 2)
 
 
-def _of_chosen_blocks(
+def _attend_chosen_blocks(
     settings, module, own, query, key, value, block_indices, cu_seqlens, scaling, dropout, softcap, s_aux
 ):  # fmt: skip
     """Attends each query to the blocks that it chose, its own among them, up to the query."""
@@ -489,19 +491,19 @@ def _of_chosen_blocks(
             f"{next(name for name, given in unsupported.items() if given)}; or use another implementation, such as "
             "model.set_attn_implementation('eager')"
         )
-    key, value, kv_lens = _until_end(own, query, key, value)
+    key, value, kv_lens = _cut_at_end(own, query, key, value)
     size = module.config.index_block_size
     options = {"q_len": query.shape[2], "kv_len": key.shape[2], "own": False, "check": False}
     selection = BlockSelection.from_picks(block_indices, size, **options)
-    if kv_lens is not None or (takes(query, key) and not torch.compiler.is_compiling()):
-        out = _decoded(settings, query, key, value, selection, kv_lens, scaling, s_aux)
+    if kv_lens is not None or (can_decode(query, key) and not torch.compiler.is_compiling()):
+        out = _decode(settings, query, key, value, selection, kv_lens, scaling, s_aux)
     else:
         call = {"scale": scaling, "deterministic": settings.deterministic, "backend": settings.backend}
         out = attention(query, key, value, selection, sinks=s_aux, **call)
     return out.transpose(1, 2).contiguous(), None
 
 
-def _packed(settings, own, query, position_ids, cu_seq_lens_q, cu_seq_lens_k):
+def _find_sequences(settings, own, query, position_ids, cu_seq_lens_q, cu_seq_lens_k):
     """Returns (own, with its packed sequences; where they start in all tokens of the batch, None if there is one sequence)."""
     batch = query.shape[0]
     if cu_seq_lens_q is not None:
@@ -512,18 +514,18 @@ def _packed(settings, own, query, position_ids, cu_seq_lens_q, cu_seq_lens_k):
                 raise ValueError("cu_seq_lens_k must be equal to cu_seq_lens_q, as self-attention has one list; leave it out")
         return own, cu_seq_lens_q.to(query.device)
     if not torch.compiler.is_compiling():
-        own = own.packed_by(position_ids)
+        own = own.split_by_positions(position_ids)
         return own, None if own.sequences is None else own.bounds(batch)
     starts = own.starts_in_graph(position_ids)
     if starts is None:
         return own, None
     if settings.packed and own.starts is None and own.q_length == own.kv_length:
         return own, bounds_of(starts.expand(batch, -1))
-    assert_in_graph(~starts[:, 1:].any(), PACKED)
+    assert_in_graph(~starts[:, 1:].any(), PACKED_ERROR)
     return own, None
 
 
-def _not_packed(own, mask, query, key, dropout, softcap) -> str | None:
+def _why_not_varlen(own, mask, query, key, dropout, softcap) -> str | None:
     """Names what ``attention_varlen`` does not support of a call; None if it supports all."""
     named = {"dropout": dropout, "a soft cap": softcap, "padding": own.starts is not None}
     named["a BlockMask, which is of one length,"] = isinstance(mask, BlockMask)
@@ -535,7 +537,7 @@ def _not_packed(own, mask, query, key, dropout, softcap) -> str | None:
     return next((name for name, used in named.items() if used), None)
 
 
-def _of_sequences(settings, own, mask, query, key, value, cu_seqlens, scaling, sinks) -> torch.Tensor:
+def _attend_sequences(settings, own, mask, query, key, value, cu_seqlens, scaling, sinks) -> torch.Tensor:
     """Attends each packed sequence as if it were alone, under the model's window too. Returns (batch, tokens, heads, head_dim)."""
     mask = own.joined(mask, query.device)
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
@@ -546,14 +548,14 @@ def _of_sequences(settings, own, mask, query, key, value, cu_seqlens, scaling, s
     return out.unflatten(0, (query.shape[0], query.shape[2])).contiguous()
 
 
-_outside_of_graphs = torch.compiler.disable(_masked)
+_attend_outside_graphs = torch.compiler.disable(_attend_masked)
 
 
-def _as_before(module, query, key, value, attention_mask, **kwargs):
+def _attend_as_before(module, query, key, value, attention_mask, **kwargs):
     """Attends as before, for a module that was left unchanged."""
-    before = getattr(module, _BEFORE, None)
+    before = getattr(module, _PREVIOUS, None)
     if before is None:
-        mask = "model" if hasattr(module.config, KEY) else "model, mask"
+        mask = "model" if hasattr(module.config, CONFIG_KEY) else "model, mask"
         raise ValueError(
             f"{type(module).__name__} was switched to {NAME!r} without a mask; call use_sparse_flash({mask}) to switch it. If "
             "another model was switched, the two were made of one config, where the choice is kept: copy.deepcopy(config) for each"
@@ -566,4 +568,4 @@ def _as_before(module, query, key, value, attention_mask, **kwargs):
 
 
 AttentionInterface.register(NAME, _attention)
-AttentionMaskInterface.register(NAME, model_mask)
+AttentionMaskInterface.register(NAME, create_model_mask)

@@ -38,9 +38,9 @@ class PromptChoice(NamedTuple):
     below: int
     last: int
     ahead: str | None
-    moves: bool
+    needs_positions: bool
 
-    def serves(self, own: object, query: torch.Tensor, key: torch.Tensor) -> bool:
+    def applies_to(self, own: object, query: torch.Tensor, key: torch.Tensor) -> bool:
         """Whether a call chooses; otherwise it is dense. own: the model's mask, whose windows limit a query's keys, or None."""
         keys, limits = key.shape[2], _NO_LIMITS
         if isinstance(own, ModelMask):
@@ -49,7 +49,7 @@ class PromptChoice(NamedTuple):
         return query.shape[2] > MAX_QUERIES and keys >= self.below and not short
 
 
-def choices_by_layer(
+def split_choices(
     masks: Mapping[int, Any], dense_below: int | None, dense_layers: Any, dense_last: int | None
 ) -> tuple[dict[int, Any], dict[int, PromptChoice]]:
     """Returns (the mask of each layer, which is "own" for ``dense_layers``; the choice of each layer whose mask has a chooser).
@@ -72,7 +72,7 @@ def choices_by_layer(
         )
     below = DENSE_BELOW if dense_below is None else dense_below
     last = DENSE_LAST if dense_last is None else dense_last
-    choices = {number: prompt_choice(masks[number], below, last) for number in chosen if number not in dense}
+    choices = {number: build_prompt_choice(masks[number], below, last) for number in chosen if number not in dense}
     return {number: OWN if number in dense else mask for number, mask in masks.items()}, choices
 
 
@@ -84,7 +84,7 @@ def check_counts(**counts: object) -> None:
 
 
 @remembered(maxsize=256)
-def prompt_choice(mask: Pattern | str, below: int, last: int) -> PromptChoice:
+def build_prompt_choice(mask: Pattern | str, below: int, last: int) -> PromptChoice:
     """Returns the choice of a layer. Raises ValueError for an expression that cannot be one."""
     choices = choices_of(mask)
     choosers = [chooser for choice in choices for chooser in choice.choosers]
@@ -92,7 +92,7 @@ def prompt_choice(mask: Pattern | str, below: int, last: int) -> PromptChoice:
         raise ValueError(f"{mask} must choose by itself, as no model passes scores to scored; write a chooser, by register_chooser")
     patterns = [one for choice in choices for one in (choice.within, choice.always) if one is not None]
     return PromptChoice(
-        _of_heads([_expression(choice, last) for choice in choices]),
+        _join_heads([_expression(choice, last) for choice in choices]),
         without_choosers(mask),
         below,
         last,
@@ -108,12 +108,12 @@ def _expression(choice: HeadChoice, last: int) -> Pattern:
     return Or.of(*inner) if choice.within is None else And.of(choice.within, Or.of(*inner))
 
 
-def _of_heads(patterns: list[Pattern]) -> Pattern | str:
+def _join_heads(patterns: list[Pattern]) -> Pattern | str:
     one = patterns[0] if len(set(patterns)) == 1 else PerHead(tuple(patterns))
     return text_of(one) or one
 
 
-def attended(
+def attend_by_content(
     module: torch.nn.Module,
     choice: PromptChoice,
     own: ModelMask,
@@ -133,13 +133,13 @@ def attended(
     key, value = key[:, :, : own.end], value[:, :, : own.end]
     if own.starts is None:
         limits = tuple(limit[0] for limit in own.limits)
-        return _of_sequence(choice, limits, own.kv_offset, 0, query, key, value, options).transpose(1, 2).contiguous()
+        return _attend_sequence(choice, limits, own.kv_offset, 0, query, key, value, options).transpose(1, 2).contiguous()
     earlier, tokens, out = own.end - query.shape[2], query.shape[2], []
     for entry, (first, start, stop) in enumerate(_rows(own)):
         low, high = max(0, start - earlier), max(0, start - earlier, stop - earlier)
         q, k, v = query[entry, None, :, low:high], key[entry, None, :, start:stop], value[entry, None, :, start:stop]
         limits = tuple(limit[entry if len(limit) > 1 else 0] for limit in own.limits)
-        one = _of_sequence(choice, limits, own.kv_offset + start, first, q, k, v, options)
+        one = _attend_sequence(choice, limits, own.kv_offset + start, first, q, k, v, options)
         out.append(torch.nn.functional.pad(one, (0, 0, low, tokens - high)))
     return torch.cat(out).transpose(1, 2).contiguous()
 
@@ -170,7 +170,7 @@ def _rows(own: ModelMask) -> Iterator[list[int]]:
     yield from own._made["rows"]
 
 
-def _of_sequence(
+def _attend_sequence(
     choice: PromptChoice,
     limits: tuple[str | Pattern, ...],
     position: int,
@@ -182,29 +182,29 @@ def _of_sequence(
 ) -> torch.Tensor:
     """Attends one sequence, or several of one length. position: of the first key, in the row. first: that of the first token."""
     limits = tuple(limit for limit in limits if not keeps_all(limit, key.shape[2]))
-    mask = choice.spec if choice.serves(None, query, key) else choice.dense
-    if torch.compiler.is_compiling() and not choice.moves and all(map(is_window, limits)):
+    mask = choice.spec if choice.applies_to(None, query, key) else choice.dense
+    if torch.compiler.is_compiling() and not choice.needs_positions and all(map(is_window, limits)):
         position = first = 0  # so that graphs do not depend on them
-    return cast(torch.Tensor, attention(query, key, value, placed(mask, limits, position - first, position), **options))
+    return cast(torch.Tensor, attention(query, key, value, restrict_mask(mask, limits, position - first, position), **options))
 
 
 @constant_in_graphs
-def placed(mask: Pattern | str, limits: tuple[str | Pattern, ...], start: int, position: int) -> Pattern | str:
+def restrict_mask(mask: Pattern | str, limits: tuple[str | Pattern, ...], start: int, position: int) -> Pattern | str:
     """Returns the mask within the model's restrictions, for keys from a position on. start: the first key's position counted from
     the sequence's first token, as masks count. position: the same counted from the row's first token, as limits count."""
-    return _placed(mask, limits, start, position)
+    return _restrict_mask(mask, limits, start, position)
 
 
 @remembered(maxsize=1024)
-def _placed(mask: Pattern | str, limits: tuple[str | Pattern, ...], start: int, position: int) -> Pattern | str:
+def _restrict_mask(mask: Pattern | str, limits: tuple[str | Pattern, ...], start: int, position: int) -> Pattern | str:
     if not limits and not start:
         return mask
-    pattern = (parse(mask) if isinstance(mask, str) else mask).with_leaves(partial(_moved, by=-start))
+    pattern = (parse(mask) if isinstance(mask, str) else mask).with_leaves(partial(_shift_leaf, by=-start))
     parts = [moved(parse(limit) if isinstance(limit, str) else limit, -position) for limit in limits]
     joined = And.of(pattern, *parts)
     return text_of(joined) or joined
 
 
-def _moved(leaf: Pattern, by: int) -> Pattern:
+def _shift_leaf(leaf: Pattern, by: int) -> Pattern:
     counts_from_the_end = leaf.of_length(0) != leaf
     return leaf if leaf.chooses or counts_from_the_end else moved(leaf, by)

@@ -17,7 +17,7 @@ from ...patterns import causal
 OWN = "own"
 
 
-def by_layer(mask: object, per_layer: object, numbers: list[int]) -> dict[int, Any]:
+def assign_masks(mask: object, per_layer: object, numbers: list[int]) -> dict[int, Any]:
     """Returns the checked mask of each layer; "own" for the model's own. numbers: of the layers. See ``use_sparse_flash``."""
     if per_layer is not None:
         if mask is not None:
@@ -37,13 +37,13 @@ def by_layer(mask: object, per_layer: object, numbers: list[int]) -> dict[int, A
                 f"mask must be one for all layers; got a {type(mask).__name__} of {len(mask)}, which layers and heads may both "
                 "fit; say per_layer=[...] for a mask per layer, or mask=sparse_flash.per_head([...]) for a mask per head"
             )
-        return by_layer(None, mask, numbers)
+        return assign_masks(None, mask, numbers)
     else:
         given = dict.fromkeys(numbers, mask)
-    return {number: _checked(one) for number, one in given.items()}
+    return {number: _normalize_mask(one) for number, one in given.items()}
 
 
-def _checked(mask: object) -> object:
+def _normalize_mask(mask: object) -> object:
     if mask is None:
         return OWN
     if isinstance(mask, str):

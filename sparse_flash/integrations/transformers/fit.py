@@ -23,15 +23,15 @@ from ...masks.pattern import PerHead, parse
 from . import NAME, use_sparse_flash
 from .by_content import DENSE_BELOW
 from .choice import OWN
-from .layers import pretrained, self_attention, tower
-from .masks import ModelMask, assumed, keeps_all
+from .layers import find_self_attention, find_tower, unwrap_model
+from .masks import ModelMask, assume_mask, keeps_all
 from .saved import write_masks
 
 WINDOW, BUDGET = "window", "sampled, budget"
 MOST_TOKENS = 8192
 _LEAST_BLOCKS = 8  # the first, the own and the nearest block are always kept, and fewer blocks leave nothing to choose
 _CHOOSERS = {"sampled": "8, ", "antidiagonal": "8, ", "pooled": "", "last_queries": "64, "}
-_EVERY_TIME = "sinks(64) | local(64)"
+_ALWAYS_KEPT = "sinks(64) | local(64)"
 
 
 class FittedLayer(NamedTuple):
@@ -42,7 +42,7 @@ class FittedLayer(NamedTuple):
     spec: str
     kinds: tuple[str, ...]
     error: float
-    alone: dict[str, float]
+    candidate_errors: dict[str, float]
 
 
 def candidates(tokens: int, budget: float, block: int) -> dict[str, str]:
@@ -57,14 +57,14 @@ def candidates(tokens: int, budget: float, block: int) -> dict[str, str]:
             f"budget must be at least {least:.3f} for {tokens} tokens in blocks of {block}, as the first, the nearest and the own "
             f"block are kept in any case; got {budget}; pass more tokens, or a smaller block"
         )
-    made = {WINDOW: f"causal & (sinks(64) | local({block * _width(rows, budget)}))"}
+    made = {WINDOW: f"causal & (sinks(64) | local({block * _find_window_width(rows, budget)}))"}
     for name, fields in _CHOOSERS.items():
-        made[name] = f"causal & ({name}({fields}keep={float(budget)!r}, block={block}) | {_EVERY_TIME})"
-    made[BUDGET] = f"causal & (sampled(8, budget={float(budget)!r}, block={block}) | {_EVERY_TIME})"
+        made[name] = f"causal & ({name}({fields}keep={float(budget)!r}, block={block}) | {_ALWAYS_KEPT})"
+    made[BUDGET] = f"causal & (sampled(8, budget={float(budget)!r}, block={block}) | {_ALWAYS_KEPT})"
     return {kind: parse(spec).to_spec() for kind, spec in made.items()}
 
 
-def _width(rows: range, budget: float) -> int:
+def _find_window_width(rows: range, budget: float) -> int:
     """Returns the blocks of the window: the most that the budget allows."""
     return max([1, *(width for width in rows if sum(min(row, width + 2) for row in rows) <= budget * sum(rows))])
 
@@ -73,7 +73,7 @@ def kept_shares(tokens: int, budget: float, block: int) -> dict[str, float]:
     """Returns the share of the causal blocks that each of ``candidates`` keeps at this number of tokens, by kind. It does not
     depend on q and k. Under the budget for which heads compete, it is the share of all heads together, up to rounding."""
     rows = range(1, -(-tokens // block) + 1)
-    width, each = _width(rows, budget), [max(min(row, 3), math.ceil(budget * row - 1e-6)) for row in rows]
+    width, each = _find_window_width(rows, budget), [max(min(row, 3), math.ceil(budget * row - 1e-6)) for row in rows]
     kept = {WINDOW: sum(min(row, width + 2) for row in rows)} | dict.fromkeys(_CHOOSERS, sum(each))
     together = sum(max(min(row, 3), budget * row) for row in rows)
     return {kind: count / sum(rows) for kind, count in {**kept, BUDGET: together}.items()}
@@ -95,7 +95,7 @@ def load(name: str, device: str) -> tuple[Any, Any]:
     return model.to(device).eval(), tokenizer
 
 
-def windows_of(tokenizer: Any, text: str, tokens: int | None, windows: int, block: int, most: int | None) -> torch.Tensor:
+def tokenize_windows(tokenizer: Any, text: str, tokens: int | None, windows: int, block: int, most: int | None) -> torch.Tensor:
     """Returns the first tokens of a text, (windows, tokens) int64. tokens: None for as many as the text has, up to ``MOST_TOKENS``
     and most, the model's positions. Raises ValueError for a text that is too short, and for too many tokens."""
     ids = torch.tensor(tokenizer(text)["input_ids"], dtype=torch.int64)
@@ -132,8 +132,8 @@ def fit(
     """
     check_budget(budget, block)
     use_sparse_flash(model, OWN)
-    held = pretrained(model)
-    layers = self_attention(tower(held))
+    held = unwrap_model(model)
+    layers = find_self_attention(find_tower(held))
     numbers = {id(layer): number for number, layer in layers.items()}
     tokens = windows.shape[1]
     specs = candidates(tokens, budget, block)
@@ -150,7 +150,7 @@ def fit(
             heads[number] = query.shape[1]
             if _is_causal(module, query, key, attention_mask, options):
                 masks = [*specs.values(), whole.to(query.device)]
-                apart = _apart(masks, out[0].transpose(1, 2), query, key, value, options)
+                apart = _measure_errors(masks, out[0].transpose(1, 2), query, key, value, options)
                 sums[number] = sums[number] + apart if number in sums else apart
             advance()
         return out
@@ -167,20 +167,20 @@ def fit(
             "texts that are shorter than its windows"
         )
     own = {number: FittedLayer(OWN, (OWN,) * heads.get(number, 1), 0.0, {}) for number in layers}
-    return own | {number: _picked(specs, sums[number]) for number in layers if number in sums}
+    return own | {number: _pick_mask(specs, sums[number]) for number in layers if number in sums}
 
 
 def _is_causal(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, own: object, options: dict[str, Any]) -> bool:
     """Whether a layer's own mask keeps all earlier keys and no others."""
     if own is None:
-        own = assumed(module, query, key, options.get("sliding_window"), options.get("is_causal"))
+        own = assume_mask(module, query, key, options.get("sliding_window"), options.get("is_causal"))
     if not isinstance(own, ModelMask) or own.base != "causal" or own.dense is not None or own.refusal is not None:
         return False
     limits = [one for limit in own.limits for one in limit]
     return options.get("block_indices") is None and all(keeps_all(one, key.shape[2]) for one in limits)
 
 
-def _apart(
+def _measure_errors(
     masks: list[Any],
     dense: torch.Tensor,
     query: torch.Tensor,
@@ -196,29 +196,29 @@ def _apart(
     return torch.stack([*found, dense.float().square().sum((0, 2, 3))]).double().cpu()
 
 
-def _picked(specs: dict[str, str], sums: torch.Tensor) -> FittedLayer:
-    """Picks a layer's mask. sums: what ``_apart`` returns for the specs, and for the window in whole blocks."""
+def _pick_mask(specs: dict[str, str], sums: torch.Tensor) -> FittedLayer:
+    """Picks a layer's mask. sums: what ``_measure_errors`` returns for the specs, and for the window in whole blocks."""
     *by_spec, whole, norm = sums
     distance = dict(zip(specs, by_spec, strict=True))
-    alone = {kind: _relative(one, norm) for kind, one in distance.items()}
+    alone = {kind: _relative_error(one, norm) for kind, one in distance.items()}
     of_heads = {WINDOW: whole} | {kind: distance[kind] for kind in _CHOOSERS}
     best = torch.stack([*of_heads.values()]).min(0)
     kinds = tuple([*of_heads][index] for index in best.indices.tolist())
     single = min(alone, key=alone.__getitem__)
-    mixed = _relative(best.values, norm)
+    mixed = _relative_error(best.values, norm)
     if len(set(kinds)) > 1 and mixed < alone[single]:
         return FittedLayer(PerHead(tuple(parse(specs[kind]) for kind in kinds)).to_spec(), kinds, mixed, alone)
     return FittedLayer(specs[single], (single,) * len(norm), alone[single], alone)
 
 
-def _relative(distance: torch.Tensor, norm: torch.Tensor) -> float:
+def _relative_error(distance: torch.Tensor, norm: torch.Tensor) -> float:
     return float((distance.sum() / norm.sum()).sqrt())
 
 
 def mean_errors(fitted: dict[int, FittedLayer]) -> dict[str, float]:
     """Returns mean errors over the measured layers: of each candidate in all heads, by kind, and of "fit"."""
-    layers = [layer for layer in fitted.values() if layer.alone]
-    errors = {kind: sum(layer.alone[kind] for layer in layers) / len(layers) for kind in layers[0].alone}
+    layers = [layer for layer in fitted.values() if layer.candidate_errors]
+    errors = {kind: sum(layer.candidate_errors[kind] for layer in layers) / len(layers) for kind in layers[0].candidate_errors}
     return errors | {"fit": sum(layer.error for layer in layers) / len(layers)}
 
 

@@ -14,7 +14,7 @@ _REFUSED_KEYWORDS = {"position_bias"}
 _NOT_OF_MODELS = ("builtins", "transformers.modeling_utils")  # the latter's own methods also name the interface
 
 
-def pretrained(model: object) -> PreTrainedModel:
+def unwrap_model(model: object) -> PreTrainedModel:
     """Returns the one Transformers model in a module: itself, or what DataParallel, DDP, FSDP, torch.compile or PEFT wraps."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a loaded model; got {type(model).__name__}; load one by from_pretrained")
@@ -28,16 +28,16 @@ def pretrained(model: object) -> PreTrainedModel:
     return held[0]
 
 
-def tower(model: torch.nn.Module) -> torch.nn.Module:
+def find_tower(model: torch.nn.Module) -> torch.nn.Module:
     """Returns the part of a model whose self-attention is switched: its text decoder if it has several parts, otherwise all."""
     decoder: torch.nn.Module = getattr(model, "get_decoder", lambda: model)()
     return decoder if any(map(_takes_interface, decoder.modules())) else model
 
 
-def self_attention(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
+def find_self_attention(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
     """Returns a tower's self-attention modules by layer number. Raises ValueError if some cannot be switched."""
     taking = [(name, module) for name, module in model.named_modules() if _takes_interface(module)]
-    others = [module for module in model.modules() if _attends(module) and not any(map(_takes_interface, module.modules()))]
+    others = [module for module in model.modules() if _is_attention(module) and not any(map(_takes_interface, module.modules()))]
     if others:
         raise ValueError(
             f"{type(others[0]).__name__} of {type(model).__name__} does not call attention through Transformers' attention "
@@ -70,13 +70,13 @@ def self_attention(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
     return dict(sorted(zip(numbers, found, strict=True)))
 
 
-def others_of(model: torch.nn.Module, layers) -> list[torch.nn.Module]:
+def find_other_attention(model: torch.nn.Module, layers) -> list[torch.nn.Module]:
     """Returns the modules that call the interface and are not in ``layers``."""
     chosen = set(map(id, layers))
     return [module for module in model.modules() if _takes_interface(module) and id(module) not in chosen]
 
 
-def _attends(module: torch.nn.Module) -> bool:
+def _is_attention(module: torch.nn.Module) -> bool:
     return hasattr(module, "is_causal") and getattr(module, "layer_idx", None) is not None
 
 

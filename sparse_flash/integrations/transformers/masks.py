@@ -128,17 +128,17 @@ class ModelMask(FlexBlockMask):
         one._made, one.sequences = {}, sequences
         return one
 
-    def packed_by(self, position_ids: torch.Tensor | None) -> ModelMask:
+    def split_by_positions(self, position_ids: torch.Tensor | None) -> ModelMask:
         """This mask for the sequences that a layer's position_ids tell apart, whatever the mask function knows of them.
 
         A 4-D attention_mask says itself who sees whom. Values are read once for all layers of a kind.
         """
         own_pairs = self.arguments is None and self.dense is not None
-        if self.sequences is not None or position_ids is None or not self._are_of_queries(position_ids) or own_pairs:
+        if self.sequences is not None or position_ids is None or not self._is_per_query(position_ids) or own_pairs:
             return self
         known = self._made.get("packed")
         if known is None or known[0] is not position_ids:
-            starts = self._restarts(position_ids)
+            starts = self._find_starts(position_ids)
             known = self._made["packed"] = position_ids, self.packed(starts.cumsum(1)) if starts[:, 1:].any() else self
         return known[1]
 
@@ -149,11 +149,11 @@ class ModelMask(FlexBlockMask):
             self._made["bounds"] = bounds_of(starts.expand(batch, -1))
         return self._made["bounds"]
 
-    def _are_of_queries(self, position_ids: torch.Tensor) -> bool:
+    def _is_per_query(self, position_ids: torch.Tensor) -> bool:
         """Whether they are (q_length,) or (batch | 1, q_length), and more than one."""
         return position_ids.dim() < 3 and position_ids.shape[-1] == self.q_length > 1
 
-    def _restarts(self, position_ids: torch.Tensor) -> torch.Tensor:
+    def _find_starts(self, position_ids: torch.Tensor) -> torch.Tensor:
         """(batch | 1, q_length) bool: whether a sequence starts with this token, as the first does, and any token whose position is
         not past that of the last existing token before it."""
         positions = position_ids.view(-1, self.q_length)
@@ -171,14 +171,14 @@ class ModelMask(FlexBlockMask):
         """(batch | 1, q_length) bool, for compiled code: whether a sequence starts with this token, by the mask function or by
         position_ids; None if all tokens are known to be of one. It stores nothing, as layers may be checkpointed."""
         starts = None
-        if position_ids is not None and self._are_of_queries(position_ids):
-            starts = self._restarts(position_ids)
+        if position_ids is not None and self._is_per_query(position_ids):
+            starts = self._find_starts(position_ids)
         if self.arguments is not None and self.arguments.get("attention_mask") is None and _may_be_packed(self.arguments):
             apart = torch.nn.functional.pad(~_sees_previous(self.arguments), (1, 0), value=True)
             starts = apart if starts is None else starts | apart
         return starts
 
-    def separated(self, mask) -> tuple[ModelMask, Pattern | str | BlockMask | None]:
+    def separate_sequences(self, mask) -> tuple[ModelMask, Pattern | str | BlockMask | None]:
         """(this mask with packed sequences among its limits, ``mask``), for calls that are not ``attention_varlen``'s. Where a mask
         or a limit depends on positions, they count from the start of each sequence."""
         one = copy(self)
@@ -189,7 +189,7 @@ class ModelMask(FlexBlockMask):
         inner = [*([mask] if restarts else []), *(getattr(limit[0], "pattern", limit[0]) for limit in moving)]
         own = And.of(*(parse(part) if isinstance(part, str) else part for part in inner)) if inner else None
         limits: list[Pattern | str] = []
-        before = self.padded_before()
+        before = self.count_left_padding()
         rows = self.sequences.expand(max(len(before), self.sequences.shape[0]), -1).tolist()
         for row, first in zip(rows, before or [0] * len(rows), strict=True):
             starts = sorted({0, first, *(k for k in range(1, len(row)) if row[k] != row[k - 1])})
@@ -201,14 +201,14 @@ class ModelMask(FlexBlockMask):
         one.limits = (*staying, tuple(limits) if len(set(limits)) > 1 else (limits[0],))
         return one, None if restarts else mask
 
-    def padded_before(self) -> list[int]:
+    def count_left_padding(self) -> list[int]:
         """The tokens before each sequence's first one, read once for all layers of a kind; empty if there are none."""
         if "before" not in self._made:
             before = [] if self.first is None else self.first.tolist()
             self._made["before"] = before if any(before) else []
         return self._made["before"]
 
-    def in_line(self) -> bool:
+    def can_move_tokens(self) -> bool:
         """Whether moving each sequence's tokens to position 0 says the same: its own limits are windows, and no key was dropped."""
         windows = all(is_window(one) for limit in self.limits for one in limit)
         return windows and self.dense is None and not self.kv_offset
@@ -223,7 +223,7 @@ class ModelMask(FlexBlockMask):
                     "tokens or limits of the model's own; pass the pattern itself, which counts from each sequence's first token"
                 )
             pattern = parse(mask) if isinstance(mask, str) else mask
-            limits = tuple(moved(pattern, before) for before in self.padded_before())
+            limits = tuple(moved(pattern, before) for before in self.count_left_padding())
             one = self._made[key] = copy(self)
             one._made, one.first = {}, None
             one.limits = (*self.limits, limits[:1] if len(set(limits)) == 1 else limits)
@@ -257,7 +257,7 @@ class ModelMask(FlexBlockMask):
             for entry in range(max(map(len, limits), default=1))
         )
         if self.dense is None:
-            return _of_entries(each, self.q_length, self.end, device)
+            return _compile_entries(each, self.q_length, self.end, device)
         if self.dense[..., :1, :1].numel() * self.q_length * self.end > _MOST_PAIRS:
             raise ValueError(
                 f"the model's mask is not a pattern, and {self.q_length} x {self.end} pairs of each of "
@@ -265,7 +265,7 @@ class ModelMask(FlexBlockMask):
             )
         kept = self.dense[..., : self.end].to(device).expand(-1, -1, self.q_length, -1)
         if len(each) > 1:
-            kept = kept & _of_entries(each, self.q_length, self.end, device).to_dense()
+            kept = kept & _compile_entries(each, self.q_length, self.end, device).to_dense()
         elif (pattern := each[0]) is not None:
             compiled = (
                 pattern if isinstance(pattern, BlockMask) else compiled_once(pattern, self.q_length, self.end, _BLOCK, device)
@@ -274,7 +274,7 @@ class ModelMask(FlexBlockMask):
         return BlockMask.from_dense(kept, _BLOCK)
 
 
-def model_mask(**arguments) -> ModelMask:
+def create_model_mask(**arguments) -> ModelMask:
     """The function that Transformers calls to create a mask."""
     q_length, kv_length, kv_offset = (arguments[name] for name in ("q_length", "kv_length", "kv_offset"))
     if isinstance(arguments["q_offset"], torch.Tensor):  # of a static cache, which adds to it before a layer attends
@@ -282,17 +282,17 @@ def model_mask(**arguments) -> ModelMask:
     mask = ModelMask(q_length, kv_length, kv_offset=kv_offset, arguments=arguments)
     _set_end(mask, arguments["q_offset"])
     if torch.compiler.is_compiling():
-        mask.base, limit = _said(arguments)
+        mask.base, limit = _read_arguments(arguments)
         mask.limits = () if limit is None else ((limit,),)
-        _check_place(mask)
+        _check_extra_keys(mask)
         if arguments.get("attention_mask") is not None:
             _set_tokens(mask, arguments["attention_mask"].bool())
         return mask
-    read = _Reading(arguments["batch_size"])
+    read = _MaskReader(arguments["batch_size"])
     read.function(arguments["mask_function"])
     mask.base, mask.limits, mask.sequences = read.base, tuple(read.limits), read.sequences
     if not read.unknown:
-        _check_place(mask)
+        _check_extra_keys(mask)
     padding = arguments.get("attention_mask")
     if read.unknown:
         mask.base, mask.limits, mask.sequences = "full", (), None
@@ -327,7 +327,7 @@ def _set_end(mask: ModelMask, q_offset) -> None:
         )
 
 
-def _check_place(mask: ModelMask) -> None:
+def _check_extra_keys(mask: ModelMask) -> None:
     """If every token sees every other, keys past the queries' are not the future but extra ones, as in prefix tuning."""
     if mask.base == "full" and mask.end is not None and mask.end < mask.kv_length:
         mask.refusal = (
@@ -357,7 +357,7 @@ def _set_tokens(mask: ModelMask, exist: torch.Tensor, check: bool = False) -> No
 _UNCOMPILED = "sparse_flash supports that only in a model that is not compiled"
 
 
-PACKED = (
+PACKED_ERROR = (
     "position_ids are of packed sequences; in compiled code, pass cu_seq_lens_q and cu_seq_lens_k too "
     "(DataCollatorWithFlattening(return_flash_attn_kwargs=True)), or say use_sparse_flash(..., packed=True) and leave "
     "attention_mask and the cache out"
@@ -398,7 +398,7 @@ def bounds_of(starts: torch.Tensor) -> torch.Tensor:
     return torch.full((tokens + 2,), tokens, dtype=torch.int32, device=starts.device).scatter(0, number, place)[:-1]
 
 
-def _said(arguments) -> tuple[str, str | None]:
+def _read_arguments(arguments) -> tuple[str, str | None]:
     """(base, limit) of a mask within torch.compile, which cannot inspect functions: from the arguments that Transformers passes
     along.
 
@@ -426,13 +426,13 @@ def _said(arguments) -> tuple[str, str | None]:
     return base, f"local({size + 1 if bidirectional else size})"
 
 
-def _count_from_starts(positions: torch.Tensor) -> bool:
+def _is_counted_from_starts(positions: torch.Tensor) -> bool:
     """Whether positions, (batch, tokens), begin at 0, and again with each packed sequence: wherever they do not go on by one."""
     first = torch.cat([torch.ones_like(positions[:, :1], dtype=torch.bool), positions.diff() != 1], 1)
     return bool((positions[first] == 0).all())
 
 
-class _Reading:
+class _MaskReader:
     """The parts of a mask function."""
 
     def __init__(self, batch: int):
@@ -470,7 +470,7 @@ class _Reading:
             before = len(self.limits)
             self.function(held["mask_function"])
             if any(len(limit) > 1 or depends_on_position(limit[0]) for limit in self.limits[before:]):
-                self.unknown |= not _count_from_starts(held["position_ids"])
+                self.unknown |= not _is_counted_from_starts(held["position_ids"])
         else:
             self.unknown = True
 
@@ -482,7 +482,7 @@ class _Reading:
         self.limits.append(limits[:1] if len(set(limits)) == 1 else limits)
 
 
-def assumed(module, query, key, sliding_window, is_causal) -> ModelMask:
+def assume_mask(module, query, key, sliding_window, is_causal) -> ModelMask:
     """The mask of a layer that receives none: causal if the layer is, with the last query aligned to the last key."""
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     q_length, kv_length = query.shape[2], key.shape[2]
@@ -490,7 +490,7 @@ def assumed(module, query, key, sliding_window, is_causal) -> ModelMask:
     return ModelMask(q_length, kv_length, base="causal" if causal else "full", limits=limits, end=kv_length)
 
 
-def given(mask: torch.Tensor, query, key) -> ModelMask:
+def convert_mask(mask: torch.Tensor, query, key) -> ModelMask:
     """The mask of a tensor of pairs passed to the model, True or 0 where a pair is kept; converted once per tensor, but in each
     layer for one made in inference mode, which does not count the writes to it."""
     known = None if mask.is_inference() else getattr(mask, "_sparse_flash", None)
@@ -564,7 +564,7 @@ class _Restarted(Pattern):
 
 
 @remembered(maxsize=64)
-def _of_entries(patterns: tuple, q_length: int, kv_length: int, device) -> BlockMask:
+def _compile_entries(patterns: tuple, q_length: int, kv_length: int, device) -> BlockMask:
     """A mask with one pattern per batch entry, or one per head of each."""
     heads = max(len(pattern.patterns) if isinstance(pattern, PerHead) else 1 for pattern in patterns)
     every = [one for p in patterns for one in (p.patterns if isinstance(p, PerHead) else [full() if p is None else p] * heads)]

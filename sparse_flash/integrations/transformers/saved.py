@@ -14,9 +14,9 @@ from ...masks.meaning import changed, digest_of
 from ...masks.pattern import Pattern, parse, text_of
 from .by_content import PromptChoice, check_counts
 from .choice import OWN
-from .layers import pretrained
+from .layers import unwrap_model
 
-KEY = "sparse_flash"  # in a model's config
+CONFIG_KEY = "sparse_flash"  # in a model's config
 _IMPLEMENTATION = "attn_implementation"  # beside it, if a user set it: Transformers then loads the model under that name
 _FORMAT = 1
 _FIELDS = ("format", "layers", "dense_below", "dense_last", "bidirectional", "digests", "made_by")
@@ -32,10 +32,10 @@ class SavedMasks(NamedTuple):
     bidirectional: bool
 
 
-def saved_for(model: Any, mask: object, numbers: list[int]) -> SavedMasks | None:
+def find_saved_masks(model: Any, mask: object, numbers: list[int]) -> SavedMasks | None:
     """Returns what a call without a mask or with a file's name asks for; None for any other mask. numbers: of the layers."""
-    if mask is None and (record := getattr(model.config, KEY, None)) is not None:
-        return _read(record, f"config.{KEY}", numbers)
+    if mask is None and (record := getattr(model.config, CONFIG_KEY, None)) is not None:
+        return _parse_record(record, f"config.{CONFIG_KEY}", numbers)
     if not (isinstance(mask, PathLike) or (isinstance(mask, str) and mask.endswith(".json"))):
         return None
     try:
@@ -50,10 +50,10 @@ def saved_for(model: Any, mask: object, numbers: list[int]) -> SavedMasks | None
             f"{mask} must be a JSON file of masks, as sparse-flash fit and write_masks make them; got other text, or a part of "
             f"one: {error}"
         ) from None
-    return _read(record, str(mask), numbers)
+    return _parse_record(record, str(mask), numbers)
 
 
-def _read(record: object, name: str, numbers: list[int]) -> SavedMasks:
+def _parse_record(record: object, name: str, numbers: list[int]) -> SavedMasks:
     if not isinstance(record, dict) or record.get("format") != _FORMAT or not isinstance(record.get("layers"), dict):
         found = f"format {record.get('format')!r}" if isinstance(record, dict) else type(record).__name__
         raise ValueError(
@@ -103,7 +103,7 @@ def write_masks(
     check_counts(dense_below=dense_below, dense_last=dense_last)
     given = {"dense_below": dense_below, "dense_last": dense_last, "bidirectional": bidirectional or None, "made_by": made_by}
     if isinstance(masks, torch.nn.Module):
-        record = getattr(pretrained(masks).config, KEY, None)
+        record = getattr(unwrap_model(masks).config, CONFIG_KEY, None)
     elif isinstance(masks, Mapping):
         record = _record_of(masks, {})
     else:
@@ -122,9 +122,9 @@ def keep_in_config(config: Any, masks: Mapping[int, Any], choices: Mapping[int, 
     settings = {} if one is None else {"dense_below": one.below, "dense_last": one.last}
     record = _record_of(masks, {**settings, "bidirectional": bidirectional or None})
     if record is not None and set(record["layers"].values()) != {OWN}:
-        setattr(config, KEY, record)
+        setattr(config, CONFIG_KEY, record)
     else:
-        for name in {KEY, _IMPLEMENTATION} & set(vars(config)):
+        for name in {CONFIG_KEY, _IMPLEMENTATION} & set(vars(config)):
             delattr(config, name)
 
 

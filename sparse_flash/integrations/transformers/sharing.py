@@ -14,7 +14,7 @@ from .masks import ModelMask, keeps_all
 _IGNORED = -100  # a label that counts for nothing, in Transformers' losses
 
 
-def shared_by(masks: Mapping[int, object], others: list[torch.nn.Module]) -> SharedSequence | None:
+def find_plan(masks: Mapping[int, object], others: list[torch.nn.Module]) -> SharedSequence | None:
     """Returns the plan of one of a model's layers, as all layers share its tokens; None if the layers have masks.
 
     masks: by layer. others: modules that attend and are not switched. Raises ValueError if a model cannot be shared.
@@ -37,7 +37,9 @@ def shared_by(masks: Mapping[int, object], others: list[torch.nn.Module]) -> Sha
     return first
 
 
-def sharded(plan: SharedSequence, module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def shard_arguments(
+    plan: SharedSequence, module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
     """Returns the keywords with which a model's ``forward`` gets this rank's tokens, from the arguments of all tokens.
 
     Tokens and positions are sharded. Labels are shifted first; num_items_in_batch counts the labels of all ranks. Raises
@@ -71,7 +73,7 @@ def sharded(plan: SharedSequence, module: torch.nn.Module, args: tuple[object, .
     return given
 
 
-def attended(
+def attend_by_plan(
     plan: SharedSequence,
     own: ModelMask,
     query: torch.Tensor,

@@ -17,20 +17,20 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
 from ..common.gluon import Constants, record
-from ..common.layout import addressable
+from ..common.layout import as_addressable
 from ..common.tiles import LOG2_E
 from ..hopper.descriptors import gluon_descriptor
-from ..hopper.products import pieces_of, pieces_times_transposed
-from ..hopper.ring import Ring, ring_beside, ring_of
-from ..hopper.ring import tiles as tiles_of
+from ..hopper.products import stage_pieces, start_pieces_product
+from ..hopper.ring import Ring, new_linked_ring, new_ring
+from ..hopper.ring import allocate_tiles as tiles_of
 from ..launch.launch import launch
-from .log_sums import LEAST, UNSEEN
+from .log_sums import UNSEEN_BELOW, UNSEEN_PRODUCT
 
 GROUP_ROWS = gl.constexpr(64)
 WIDTH = gl.constexpr(64)  # columns of a tile in shared memory
 CHUNK = 16_384  # tokens of the columns of a program
 # The largest sum of exponentials. A log-sum that is more than 120 above the log-sums of all earlier tiles counts as 120 above.
-MOST = gl.constexpr(1.0e36)
+MAX_SUM = gl.constexpr(1.0e36)
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def _load(p):
 
 
 @gluon.jit
-def _folded(p, products, state, first, inside, sees, MASKED: gl.constexpr):
+def _store_log_sums(p, products, state, first, inside, sees, MASKED: gl.constexpr):
     """Stores a tile's log-sums, and returns the rows' (number that exponentials are taken from, largest log-sum of the last tile)
     with them; all by row of ``products``."""
     origin, last = state
@@ -129,15 +129,15 @@ def _folded(p, products, state, first, inside, sees, MASKED: gl.constexpr):
     if MASKED:
         column = first + gl.arange(0, p.SHAPE.KEYS, layout=gl.SliceLayout(0, products.type.layout))
         seen = (column[None, :] < sees[:, None]) & (column >= p.start)[None, :]
-        products = gl.where(seen, products, LEAST)
+        products = gl.where(seen, products, UNSEEN_PRODUCT)
     if first == p.begin:
         most = gl.max(products, 1) * p.factor
-        origin = gl.where(most < UNSEEN, 0.0, most)  # 0 of rows that see nothing
+        origin = gl.where(most < UNSEEN_BELOW, 0.0, most)  # 0 of rows that see nothing
         last = origin
     weights = gl.exp2(products * p.factor - origin[:, None])
     total = gl.sum(weights.reshape([GROUP_ROWS, BLOCKS, p.SHAPE.PER_BLOCK]), 2)
     block_layout: gl.constexpr = total.type.layout
-    sums = gl.log2(gl.minimum(total, MOST)) + gl.convert_layout(origin, gl.SliceLayout(1, block_layout))[:, None]
+    sums = gl.log2(gl.minimum(total, MAX_SUM)) + gl.convert_layout(origin, gl.SliceLayout(1, block_layout))[:, None]
     number = first // p.SHAPE.PER_BLOCK + gl.arange(0, BLOCKS, layout=gl.SliceLayout(0, block_layout))
     row = gl.convert_layout(inside, gl.SliceLayout(1, block_layout))
     row_block = p.batch_head.to(gl.int64) * gl.cdiv(p.count, p.SHAPE.PER_ROW) + row // p.SHAPE.PER_ROW
@@ -152,8 +152,8 @@ def _products(p, n, zeros, GROUP: gl.constexpr):
     PIECES: gl.constexpr = p.SHAPE.PIECES
     if p.SHAPE.RESIDENT:
         p.right.wait(n)
-        rows, columns = pieces_of(p.left, 0, GROUP * PIECES, PIECES), pieces_of(p.right, n, 0, PIECES)
-        products = warpgroup_mma_wait(0, deps=(pieces_times_transposed(rows, columns, zeros, WIDTH),))
+        rows, columns = stage_pieces(p.left, 0, GROUP * PIECES, PIECES), stage_pieces(p.right, n, 0, PIECES)
+        products = warpgroup_mma_wait(0, deps=(start_pieces_product(rows, columns, zeros, WIDTH),))
         p.right.release(n)
         n += 1
     else:
@@ -198,7 +198,7 @@ def _compute(p, GROUP: gl.constexpr):
     for MASKED in gl.static_range(2):
         for first in range(whole if MASKED else p.begin, end if MASKED else whole, p.SHAPE.KEYS):
             products, n = _products(p, n, zeros, GROUP)
-            state = _folded(p, products, state, first, inside, sees, MASKED)
+            state = _store_log_sums(p, products, state, first, inside, sees, MASKED)
     # Other groups may see more columns.
     for other in range(n, gl.cdiv(p.end - p.begin, p.SHAPE.KEYS) * p.SHAPE.SPAN):
         p.right.wait(other)
@@ -235,10 +235,10 @@ def hopper_log_sums_kernel(
     if begin < end:
         STAGES: gl.constexpr = SHAPE.STAGES
         PIECES: gl.constexpr = SHAPE.PIECES
-        right = ring_of(tiles_of(cols.dtype, STAGES * PIECES, SHAPE.KEYS, WIDTH), STAGES, PIECES, CONSUMERS=SHAPE.GROUPS)
+        right = new_ring(tiles_of(cols.dtype, STAGES * PIECES, SHAPE.KEYS, WIDTH), STAGES, PIECES, CONSUMERS=SHAPE.GROUPS)
         LEFT: gl.constexpr = 1 if SHAPE.RESIDENT else STAGES
         ROW_TILES: gl.constexpr = SHAPE.GROUPS * PIECES
-        left = ring_beside(right, tiles_of(cols.dtype, LEFT * ROW_TILES, GROUP_ROWS, WIDTH), LEFT, ROW_TILES)
+        left = new_linked_ring(right, tiles_of(cols.dtype, LEFT * ROW_TILES, GROUP_ROWS, WIDTH), LEFT, ROW_TILES)
         # Makes the initialized barriers visible to TMA, which signals them.
         fence_async_shared()
         p = LogSumArguments(
@@ -280,7 +280,7 @@ def supports(rows: torch.Tensor, per_kv_block: int) -> bool:
 def log_sums(rows, columns, until, bounds, sums, span, factor, per_q_block, per_kv_block, first, count) -> None:
     """Writes sums: see ``log_sums_kernel``. The rest as for ``scores_of_blocks``."""
     batch, heads, _, dim = rows.shape
-    rows, columns = (addressable(_in_spans(x, span) if span > 1 else x) for x in (rows, columns))
+    rows, columns = (as_addressable(_in_spans(x, span) if span > 1 else x) for x in (rows, columns))
     keys = max(per_kv_block, 128 if span == 1 else 256)
     shape = LogSumShape(dim, span, per_q_block, per_kv_block, bounds is not None, keys, (4 if span == 1 else 2) * 128 // dim)
     arguments = [

@@ -12,14 +12,14 @@ import triton.language as tl
 
 from ..common.config import Config, padded_head_dim
 from ..common.tiles import LOG2_E
-from ..launch.launch import integers_specialized, launch, run_within_memory
+from ..launch.launch import integers_key, launch, run_within_memory
 
-LEAST = tl.constexpr(-1.0e30)  # of products that a row does not see, finite
-UNSEEN = tl.constexpr(-1.0e20)  # logits below this are of columns that the row does not see
+UNSEEN_PRODUCT = tl.constexpr(-1.0e30)  # of products that a row does not see, finite
+UNSEEN_BELOW = tl.constexpr(-1.0e20)  # logits below this are of columns that the row does not see
 
 
 @triton.jit
-def _tile_of(base, first, tokens, token_stride, step, dim, head_dim, SPAN: tl.constexpr, TILE: tl.constexpr):
+def _load_tile(base, first, tokens, token_stride, step, dim, head_dim, SPAN: tl.constexpr, TILE: tl.constexpr):
     """(TILE, DIM) tile: token ``step`` of each of TILE spans of SPAN tokens, from span ``first`` on; zeros past the end."""
     token = (first + tl.arange(0, TILE)) * SPAN + step
     pointers = base + token.to(tl.int64)[:, None] * token_stride + dim[None, :]
@@ -27,7 +27,7 @@ def _tile_of(base, first, tokens, token_stride, step, dim, head_dim, SPAN: tl.co
 
 
 @triton.jit
-def _by_block(products, factor, TILE_M: tl.constexpr, BLOCKS: tl.constexpr, PER_BLOCK: tl.constexpr):
+def _log_sum_by_block(products, factor, TILE_M: tl.constexpr, BLOCKS: tl.constexpr, PER_BLOCK: tl.constexpr):
     """(TILE_M, BLOCKS) log-sums of (TILE_M, BLOCKS * PER_BLOCK) products, times ``factor`` in base 2; -inf of unseen blocks."""
     if PER_BLOCK == 1:
         sums = products * factor
@@ -35,13 +35,13 @@ def _by_block(products, factor, TILE_M: tl.constexpr, BLOCKS: tl.constexpr, PER_
         of_blocks = tl.reshape(products, (TILE_M, BLOCKS, PER_BLOCK))
         most = tl.max(of_blocks, 2) * factor
         # Fused, LEAST * factor - most is not 0 but the rounding of the product, a large number of either sign.
-        most = tl.where(most < UNSEEN, 0.0, most)
+        most = tl.where(most < UNSEEN_BELOW, 0.0, most)
         sums = most + tl.math.log2(tl.sum(tl.math.exp2(of_blocks * factor - most[:, :, None]), 2))
     return sums
 
 
 @triton.jit
-def _within(sees, row, bounds):
+def _clip_to_bounds(sees, row, bounds):
     """Returns how many existing columns each row sees; 0 for rows that do not exist. bounds: of the batch entry."""
     return tl.where(row < tl.load(bounds + 2), tl.minimum(sees, tl.load(bounds + 1)), 0)
 
@@ -77,10 +77,10 @@ def log_sums_kernel(
     start = 0
     if BOUNDED:
         start = tl.load(bounds + 3 * batch)
-        sees = _within(sees, row, bounds + 3 * batch)
+        sees = _clip_to_bounds(sees, row, bounds + 3 * batch)
     most = tl.max(sees, 0)
     if SPAN == 1:
-        query = _tile_of(rows, first_row + tile * TILE_M, rows_tokens, q_token, 0, dim, head_dim, 1, TILE_M)
+        query = _load_tile(rows, first_row + tile * TILE_M, rows_tokens, q_token, 0, dim, head_dim, 1, TILE_M)
     inside = tile * TILE_M + tl.arange(0, TILE_M)
     row_block = batch_head.to(tl.int64) * tl.cdiv(count, PER_ROW) + inside // PER_ROW
     target = sums + (row_block * blocks * PER_ROW + inside % PER_ROW)[:, None]
@@ -93,26 +93,28 @@ def log_sums_kernel(
     for MASKED in tl.static_range(2):
         for first in range(whole if MASKED else begin, most if MASKED else whole, TILE_N):
             if SPAN == 1:
-                key = _tile_of(cols, first, cols_tokens, k_token, 0, dim, head_dim, 1, TILE_N)
+                key = _load_tile(cols, first, cols_tokens, k_token, 0, dim, head_dim, 1, TILE_N)
                 products = tl.dot(query, tl.trans(key), input_precision=PRECISION)
             else:
                 products = tl.zeros((TILE_M, TILE_N), tl.float32)
                 for step in range(SPAN):
                     back = SPAN - 1 - step
-                    part = _tile_of(rows, first_row + tile * TILE_M, rows_tokens, q_token, back, dim, head_dim, SPAN, TILE_M)
-                    key = _tile_of(cols, first, cols_tokens, k_token, step, dim, head_dim, SPAN, TILE_N)
+                    part = _load_tile(rows, first_row + tile * TILE_M, rows_tokens, q_token, back, dim, head_dim, SPAN, TILE_M)
+                    key = _load_tile(cols, first, cols_tokens, k_token, step, dim, head_dim, SPAN, TILE_N)
                     products = tl.dot(part, tl.trans(key), products, input_precision=PRECISION)
             if MASKED:
                 column = first + tl.arange(0, TILE_N)
                 seen = (column[None, :] < sees[:, None]) & (column >= start)[None, :]
-                products = tl.where(seen, products, LEAST)
+                products = tl.where(seen, products, UNSEEN_PRODUCT)
             number = first // PER_BLOCK + tl.arange(0, TILE_N // PER_BLOCK)
-            of_blocks = _by_block(products, factor, TILE_M, TILE_N // PER_BLOCK, PER_BLOCK)
+            of_blocks = _log_sum_by_block(products, factor, TILE_M, TILE_N // PER_BLOCK, PER_BLOCK)
             tl.store(target + number[None, :] * PER_ROW, of_blocks, mask=exists[:, None] & (number < blocks)[None, :])
 
 
 @triton.jit
-def _sums_of(sums, place, blocks, start, sees, exists, first, PER_ROW: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+def _load_sums(
+    sums, place, blocks, start, sees, exists, first, PER_ROW: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCKS: tl.constexpr
+):
     """(rows, BLOCKS) log-sums of the blocks from ``first`` on, -inf of blocks that were not written."""
     number = first + tl.arange(0, BLOCKS)
     written = (number[None, :] * PER_BLOCK < sees[:, None]) & ((number[None, :] + 1) * PER_BLOCK > start)
@@ -138,25 +140,25 @@ def shares_kernel(
     start = 0
     if BOUNDED:
         start = tl.load(bounds + 3 * batch)
-        sees = _within(sees, first_row + row, bounds + 3 * batch)
+        sees = _clip_to_bounds(sees, first_row + row, bounds + 3 * batch)
         exists = exists & (first_row + row < tl.load(bounds + 3 * batch + 2))
     there = tl.maximum(tl.sum(exists.to(tl.float32), 0), 1.0)
     seen = tl.minimum(tl.cdiv(tl.max(sees, 0), PER_BLOCK), blocks)
     target = scores + tl.program_id(0).to(tl.int64) * blocks
     for member in range(group if SHARED else 1):
         place = (batch_head * group + member if SHARED else batch_head).to(tl.int64) * row_blocks + row_block
-        found = _sums_of(sums, place, blocks, start, sees, exists, 0, PER_ROW, PER_BLOCK, BLOCKS)
-        most = tl.maximum(tl.max(found, 1), LEAST)
+        found = _load_sums(sums, place, blocks, start, sees, exists, 0, PER_ROW, PER_BLOCK, BLOCKS)
+        most = tl.maximum(tl.max(found, 1), UNSEEN_PRODUCT)
         total = tl.sum(tl.math.exp2(found - most[:, None]), 1)
         for first in range(BLOCKS, seen, BLOCKS):
-            more = _sums_of(sums, place, blocks, start, sees, exists, first, PER_ROW, PER_BLOCK, BLOCKS)
+            more = _load_sums(sums, place, blocks, start, sees, exists, first, PER_ROW, PER_BLOCK, BLOCKS)
             new = tl.maximum(most, tl.max(more, 1))
             total = total * tl.math.exp2(most - new) + tl.sum(tl.math.exp2(more - new[:, None]), 1)
             most = new
         whole = most + tl.math.log2(tl.maximum(total, 1.0e-30))
         for first in range(0, blocks, BLOCKS):
             if first > 0:
-                found = _sums_of(sums, place, blocks, start, sees, exists, first, PER_ROW, PER_BLOCK, BLOCKS)
+                found = _load_sums(sums, place, blocks, start, sees, exists, first, PER_ROW, PER_BLOCK, BLOCKS)
             weights = tl.math.exp2(found - whole[:, None])
             score = tl.sum(weights, 0) / there if MEAN else tl.max(weights, 0)
             number = first + tl.arange(0, BLOCKS)
@@ -195,7 +197,7 @@ def log_sums(
     def run(config: Config) -> None:
         tiles = {"TILE_M": config.tile_m, "TILE_N": max(config.tile_n, per_kv_block)}
         grid = triton.cdiv(count, config.tile_m) * batch * heads, 1
-        launch(log_sums_kernel, grid, arguments, constants | tiles, config.options, integers_specialized(sizes))
+        launch(log_sums_kernel, grid, arguments, constants | tiles, config.options, integers_key(sizes))
 
     # Wide heads take more shared memory than some chips have.
     run_within_memory(run, CONFIGS[span == 1], lambda: ("log_sums", rows.device, rows.dtype, *constants.values()))

@@ -19,14 +19,14 @@ _TOGETHER = 1 << 15  # scores that a program holds in registers
 
 
 @triton.jit
-def _bits_of(words, row, number, width, exists):
+def _load_bits(words, row, number, width, exists):
     """Whether the bits of these blocks are set in a row's words: 0 or 1."""
     word = tl.load(words + row.to(tl.int64) * width + number // 32, mask=exists, other=0)
     return (word >> (number % 32)) & 1
 
 
 @triton.jit
-def _ordered(scores, possible):
+def _to_sortable(scores, possible):
     """Scores as integers in the same order; the least for blocks that may not be kept, for -inf and NaN."""
     integers = (scores + 0.0).to(tl.int32, bitcast=True)  # no -0.0
     integers = tl.where(integers < 0, integers ^ 0x7FFFFFFF, integers)
@@ -34,7 +34,7 @@ def _ordered(scores, possible):
 
 
 @triton.jit
-def _weights_of(ordered):
+def _from_sortable(ordered):
     """The scores of ordered integers, 0 for negative ones."""
     return tl.where(ordered > 0, ordered, 0).to(tl.float32, bitcast=True)
 
@@ -57,39 +57,39 @@ class ScoreRow(NamedTuple):
 
 
 @triton.jit
-def _ordered_at(of, piece, KIND: tl.constexpr, SIZE: tl.constexpr, BLOCKS: tl.constexpr):
+def _load_sortable(of, piece, KIND: tl.constexpr, SIZE: tl.constexpr, BLOCKS: tl.constexpr):
     """(scores as integers, whether they are forced: 0 or 1) of piece ``piece`` of SIZE elements; forced ones first, if they
     count."""
     element = piece * SIZE + tl.arange(0, SIZE)
     number, head = element % BLOCKS, element // BLOCKS
     exists = (number < of.blocks) & (head < of.heads)
-    possible = _bits_of(of.allowed, of.row, number, of.width, exists) != 0
-    is_forced = _bits_of(of.forced, of.row, number, of.width, exists)
+    possible = _load_bits(of.allowed, of.row, number, of.width, exists) != 0
+    is_forced = _load_bits(of.forced, of.row, number, of.width, exists)
     place = ((of.batch_head + head).to(tl.int64) * of.rows + of.row) * of.blocks + number
     values = tl.load(of.scores + place, mask=exists, other=-float("inf"))
-    ordered = _ordered(values, possible & exists)
+    ordered = _to_sortable(values, possible & exists)
     if KIND == COUNT:
         ordered = tl.where(is_forced != 0, _ALWAYS, ordered)
     return ordered, is_forced
 
 
 @triton.jit
-def _amount(ordered, least, KIND: tl.constexpr):
+def _measure_piece(ordered, least, KIND: tl.constexpr):
     """How much of what the rule counts has at least this score: blocks, or weight."""
     if KIND == MASS:
-        amount = tl.sum(tl.where(ordered >= least, _weights_of(ordered), 0.0), 0)
+        amount = tl.sum(tl.where(ordered >= least, _from_sortable(ordered), 0.0), 0)
     else:
         amount = tl.sum((ordered >= least).to(tl.int32), 0).to(tl.float32)
     return amount
 
 
 @triton.jit
-def _total(of, pieces, least, KIND: tl.constexpr, SIZE: tl.constexpr, BLOCKS: tl.constexpr):
-    """``_amount`` of a row in several pieces."""
+def _measure_row(of, pieces, least, KIND: tl.constexpr, SIZE: tl.constexpr, BLOCKS: tl.constexpr):
+    """``_measure_piece`` of a row in several pieces."""
     total = tl.full((), 0.0, tl.float32)
     for piece in range(pieces):
-        ordered, _ = _ordered_at(of, piece, KIND, SIZE, BLOCKS)
-        total += _amount(ordered, least, KIND)
+        ordered, _ = _load_sortable(of, piece, KIND, SIZE, BLOCKS)
+        total += _measure_piece(ordered, least, KIND)
     return total
 
 
@@ -110,7 +110,7 @@ def keep_bits_kernel(
     together = heads if TOGETHER else 1
     of = ScoreRow(scores, allowed, forced, batch_head * together, together, row, rows, blocks, width)
     pieces = tl.cdiv(together * BLOCKS, SIZE)
-    first, _ = _ordered_at(of, 0, KIND, SIZE, BLOCKS)
+    first, _ = _load_sortable(of, 0, KIND, SIZE, BLOCKS)
     # COUNT and MASS need the largest score with enough at or above it, and how many scores that equal it are kept.
     spare = tl.full((), 0, tl.int32)
     if KIND == FLOOR_RULE:
@@ -118,33 +118,33 @@ def keep_bits_kernel(
     elif KIND == RELATIVE:
         most = tl.max(first, 0)
         for piece in range(1, pieces):
-            ordered, _ = _ordered_at(of, piece, KIND, SIZE, BLOCKS)
+            ordered, _ = _load_sortable(of, piece, KIND, SIZE, BLOCKS)
             most = tl.maximum(most, tl.max(ordered, 0))
-        least = (_weights_of(most) * threshold).to(tl.int32, bitcast=True)
+        least = (_from_sortable(most) * threshold).to(tl.int32, bitcast=True)
     else:
         wanted = tl.load(numbers + row).to(tl.float32)
         low = tl.full((), _NEVER + 1, tl.int64)
         if KIND == MASS:
-            wanted = _amount(first, 0, KIND) if WHOLE else _total(of, pieces, 0, KIND, SIZE, BLOCKS)
+            wanted = _measure_piece(first, 0, KIND) if WHOLE else _measure_row(of, pieces, 0, KIND, SIZE, BLOCKS)
             wanted *= threshold
             low = tl.full((), 0, tl.int64)
         high = tl.full((), _ALWAYS, tl.int64)
         for _ in range(32):
             middle = (low + high + 1) >> 1
             bound = middle.to(tl.int32)
-            amount = _amount(first, bound, KIND) if WHOLE else _total(of, pieces, bound, KIND, SIZE, BLOCKS)
+            amount = _measure_piece(first, bound, KIND) if WHOLE else _measure_row(of, pieces, bound, KIND, SIZE, BLOCKS)
             low = tl.where(amount >= wanted, middle, low)
             high = tl.where(amount >= wanted, high, middle - 1)
         least = low.to(tl.int32)
         above = tl.minimum(least, _ALWAYS - 1) + 1
-        amount = _amount(first, above, KIND) if WHOLE else _total(of, pieces, above, KIND, SIZE, BLOCKS)
+        amount = _measure_piece(first, above, KIND) if WHOLE else _measure_row(of, pieces, above, KIND, SIZE, BLOCKS)
         left = wanted - tl.where(least == _ALWAYS, 0.0, amount)
         if KIND == MASS:
-            left = tl.ceil(tl.minimum(left / tl.maximum(_weights_of(least), 1.0e-38), 1.0e9))
+            left = tl.ceil(tl.minimum(left / tl.maximum(_from_sortable(least), 1.0e-38), 1.0e9))
         spare = left.to(tl.int32)
     shift = tl.arange(0, 32)
     for piece in range(pieces):
-        ordered, is_forced = _ordered_at(of, piece, KIND, SIZE, BLOCKS)
+        ordered, is_forced = _load_sortable(of, piece, KIND, SIZE, BLOCKS)
         if (KIND == COUNT) | (KIND == MASS):
             equal = ((ordered == least) & (ordered > _NEVER)).to(tl.int32)
             kept = (ordered > least) | ((equal != 0) & (tl.cumsum(equal, 0) <= spare))
@@ -163,7 +163,7 @@ def keep_bits_kernel(
             tl.store(target, before | words, mask=exists)
 
 
-def keep_bits(
+def apply_rule(
     scores: torch.Tensor,
     allowed: torch.Tensor,
     forced: torch.Tensor,

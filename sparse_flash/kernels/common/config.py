@@ -19,7 +19,7 @@ class Config:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-def smaller(config: Config) -> Config | None:
+def shrink_config(config: Config) -> Config | None:
     """A config that takes less shared memory: one stage less, then half the longer side of the tile; None for the smallest."""
     if config.num_stages > 1:
         return replace(config, num_stages=config.num_stages - 1)

@@ -2,8 +2,8 @@
 
 QUERIES = 64  # that share a scale
 KEYS = 128  # that share a scale, and whose values share one
-LARGEST = 448.0  # of e4m3
-LEAST = 1e-15  # a block whose largest number is below it is scaled as if that were its largest, so that no scale is 0
+E4M3_MAX = 448.0  # of e4m3
+MIN_AMAX = 1e-15  # a block whose largest number is below it is scaled as if that were its largest, so that no scale is 0
 # The exponent of a row's largest weight, 64. A later weight may be 7 times that, 448, before a step is computed again. Weights of
 # at least 2^-12 of the largest are normal numbers. Maxima are integers, so rounding does not depend on a row's maximum so far.
-TOP = 6
+TOP_EXPONENT = 6

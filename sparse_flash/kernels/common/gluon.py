@@ -47,13 +47,13 @@ def view(buffer, dtype, shape, layout, _semantic=None):
 
 
 @gluon.jit
-def of_tensor(tile, tensor):
+def view_for_tma(tile, tensor):
     """A tile in shared memory with the four dimensions of the tensor that TMA loads it from."""
     return view(tile, tensor.dtype, [1, 1, tile.shape[0], tile.shape[1]], tensor.layout)
 
 
 @gluon.jit
-def fresh_zero(near):
+def opaque_zero(near):
     """0, but to the compiler a new value each time. An address that includes it is computed where it is used; otherwise the
     compiler computes all addresses of a loop before it, and spills them. near: any int32 scalar."""
     return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [near], dtype=gl.int32, is_pure=False, pack=1)

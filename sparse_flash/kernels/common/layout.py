@@ -27,7 +27,7 @@ def is_addressable(tensor: torch.Tensor) -> bool:
     return last == 1 and not tensor.data_ptr() % 16 and all(strides) and not pieces % unit
 
 
-def addressable(tensor: torch.Tensor) -> torch.Tensor:
+def as_addressable(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself if TMA can address it, otherwise a copy with rows padded to multiples of 16 bytes."""
     if is_addressable(tensor):
         return tensor
@@ -35,18 +35,18 @@ def addressable(tensor: torch.Tensor) -> torch.Tensor:
     return padded.clone(memory_format=torch.contiguous_format)  # contiguous() would keep odd strides of size-1 dimensions
 
 
-def unbroken(tensor: torch.Tensor, in_pairs: bool = False) -> torch.Tensor:
-    """The tensor itself if its last dimension is contiguous, otherwise a copy. in_pairs: and if rows begin at even positions."""
+def as_contiguous_rows(tensor: torch.Tensor, in_pairs: bool = False) -> torch.Tensor:
+    """The tensor itself if its last dimension is contiguous, otherwise a copy. to_pairs: and if rows begin at even positions."""
     ready = tensor.stride(-1) == 1 and not (in_pairs and any(stride % 2 for stride in tensor.stride()[:3]))
     return tensor if ready else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def restored(result: torch.Tensor, ready: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def restore_layout(result: torch.Tensor, ready: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Converts a result like ``ready`` to one like ``tensor``: its head_dim and memory order."""
     return result if ready is tensor else torch.empty_like(tensor).copy_(result[..., : tensor.shape[3]])
 
 
-def restored_out(out: torch.Tensor, ready: torch.Tensor, q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def restore_out(out: torch.Tensor, ready: torch.Tensor, q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Converts out of a kernel that received ``ready`` instead of q: v's head_dim, in q's memory order."""
     fits = ready is q and out.shape[3] == v.shape[3]
     return out if fits else empty_out(q, v.shape[3]).copy_(out[..., : v.shape[3]])

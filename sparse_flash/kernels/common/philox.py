@@ -14,7 +14,7 @@ def stream_of_batch_head(seed, batch_head):
 
 
 @triton.jit
-def words_of_pairs(stream, query, token, first_query, first_key):
+def draw_words(stream, query, token, first_query, first_key):
     """The words from which pairs of a tile draw: the lower half counts for query // 8 % 2 = 0, otherwise the upper one.
 
     query, token: uint32, within the tile, of shapes that broadcast to it. first_query, first_key: the tile's first tokens.

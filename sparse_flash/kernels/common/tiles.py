@@ -62,7 +62,7 @@ class TableRows(NamedTuple):
     count: Any
 
 
-class InBlock(NamedTuple):
+class BlockPositions(NamedTuple):
     """Pairs of a step as int32 positions within their block: one of query and key is (n, 1), the other (1, n). queries_left,
     keys_left: tokens from the block's start to the end of each axis; only a dense loop needs them."""
 
@@ -127,7 +127,7 @@ def store_tile(tensor, tile, batch, head, first_row, TILE: tl.constexpr, DIM: tl
 
 
 @triton.jit
-def mask_of(rows, batch, head):
+def load_mask_number(rows, batch, head):
     """The number of a head's mask among a table's masks."""
     return tl.load(rows.table.mask_index + batch * rows.batch_stride + head * rows.head_stride)
 
@@ -173,7 +173,7 @@ def step_position(table, step, end, TILE: tl.constexpr):
 
 @triton.jit
 def kept_pairs(table, entry, pairs, KIND: tl.constexpr):
-    """Which pairs of an entry's step are kept, in the broadcast shape of the fields of ``pairs``, an ``InBlock``."""
+    """Which pairs of an entry's step are kept, in the broadcast shape of the fields of ``pairs``, an ``BlockPositions``."""
     if not table.SPARSE:
         kept = (pairs.query < pairs.queries_left) & (pairs.key < pairs.keys_left)
     else:
@@ -189,7 +189,7 @@ def kept_pairs(table, entry, pairs, KIND: tl.constexpr):
 
 
 @triton.jit
-def of_kept_pairs(values, otherwise, kind, table, entry, pairs):
+def where_kept(values, otherwise, kind, table, entry, pairs):
     """values, or ``otherwise`` where a cut entry of any kind does not keep a pair of the step."""
     if table.SPARSE:
         if kind == RUNS:

@@ -109,11 +109,11 @@ class Chip:
         return own | {"measured": measured}
 
     @classmethod
-    def of_data(cls, data: dict) -> Chip:
+    def from_data(cls, data: dict) -> Chip:
         """The reverse of ``as_data``."""
         return cls(**data | {"measured": {KernelFamily.parse(text): Times(*times) for text, times in data["measured"].items()}})
 
-    def inheriting(self, others: Iterable[Chip]) -> Chip:
+    def with_inherited(self, others: Iterable[Chip]) -> Chip:
         """Returns the chip with the constants of chips that have the same multiprocessors."""
         alike = [chip for chip in others if (chip.multiprocessors, chip.flops_per_us) == (self.multiprocessors, self.flops_per_us)]
         return replace(self, inherited={family: times for chip in alike for family, times in chip.measured.items()})
@@ -125,26 +125,26 @@ def calibrated_file() -> Path:
 
 
 @cache
-def shipped() -> dict[str, Chip]:
+def shipped_chips() -> dict[str, Chip]:
     """Returns the chips that come with the package by name."""
-    chips = list(read(SHIPPED))
-    return {chip.name: chip.inheriting(chips) for chip in chips}
+    chips = list(read_chips(SHIPPED))
+    return {chip.name: chip.with_inherited(chips) for chip in chips}
 
 
 def known_chips() -> dict[str, Chip]:
     """Returns the chips with measured constants by name. Chips of this machine replace the ones that come with the package."""
-    own = read(calibrated_file()) if calibrated_file().exists() else ()
-    return shipped() | {chip.name: chip.inheriting(shipped().values()) for chip in own}
+    own = read_chips(calibrated_file()) if calibrated_file().exists() else ()
+    return shipped_chips() | {chip.name: chip.with_inherited(shipped_chips().values()) for chip in own}
 
 
-def read(path: Path) -> Iterator[Chip]:
+def read_chips(path: Path) -> Iterator[Chip]:
     """Returns the chips of a file."""
-    return map(Chip.of_data, json.loads(path.read_text()))
+    return map(Chip.from_data, json.loads(path.read_text()))
 
 
-def write(path: Path, chips: list[Chip]) -> None:
+def write_chips(path: Path, chips: list[Chip]) -> None:
     """Writes the chips. Others that the file holds stay."""
-    kept = {chip.name: chip for chip in read(path)} if path.exists() else {}
+    kept = {chip.name: chip for chip in read_chips(path)} if path.exists() else {}
     kept |= {chip.name: chip for chip in chips}
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}")
@@ -153,13 +153,13 @@ def write(path: Path, chips: list[Chip]) -> None:
     partial.replace(path)
 
 
-def chip_of_gpu(name: str, index: int, capability: tuple[int, int]) -> Chip:
+def detect_chip(name: str, index: int, capability: tuple[int, int]) -> Chip:
     """Returns a GPU of this machine: with measured constants if there are any for its name, otherwise estimated from what its
     driver reports."""
-    return known_chips().get(name) or _reported(name, index, capability)
+    return known_chips().get(name) or _estimate_chip(name, index, capability)
 
 
-def _reported(name: str, index: int, capability: tuple[int, int]) -> Chip:
+def _estimate_chip(name: str, index: int, capability: tuple[int, int]) -> Chip:
     from triton.runtime import driver
 
     found = driver.active.utils.get_device_properties(index)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..hopper.configs import FORWARD, FORWARD_OF_64, backward_config
-from .chips import Chip, KernelFamily, shipped
+from .chips import Chip, KernelFamily, shipped_chips
 from .hopper import backward_row_bytes
 from .portable import PORTABLE_ROW_BYTES, family_of_blocks
 
@@ -21,9 +21,9 @@ _MOST_KEPT = 0.9  # of the pairs of dense or causal attention
 
 
 @cache
-def reference() -> Chip:
+def reference_chip() -> Chip:
     """Returns the chip whose constants decide what is decided without knowledge of a GPU, or by several ranks alike."""
-    return next(iter(shipped().values()))
+    return next(iter(shipped_chips().values()))
 
 
 class BlockTimes(NamedTuple):
@@ -41,7 +41,7 @@ class BlockTimes(NamedTuple):
 @cache
 def block_times(block_size: int, backward: bool) -> BlockTimes:
     """Returns the times of blocks of so many tokens, by the kernels that take them."""
-    chip, row_bytes = reference(), backward_row_bytes(HEAD_DIM, HEAD_DIM)
+    chip, row_bytes = reference_chip(), backward_row_bytes(HEAD_DIM, HEAD_DIM)
     if block_size < 64:
         family, row_bytes = family_of_blocks(backward, HEAD_DIM, HEAD_DIM, block_size), PORTABLE_ROW_BYTES * HEAD_DIM
     else:
@@ -53,7 +53,7 @@ def block_times(block_size: int, backward: bool) -> BlockTimes:
     return BlockTimes(tiles * times.row / programs + beside, steps * times.full / programs, steps * times.partial / programs)
 
 
-def both_passes(block_size: int, rows: float, full: float, partial: float = 0.0) -> float:
+def predict_both_passes(block_size: int, rows: float, full: float, partial: float = 0.0) -> float:
     """Returns the microseconds of a forward and a backward pass over a table of one head with these counts."""
     return sum(block_times(block_size, backward).of(rows, full, partial) for backward in (False, True))
 
@@ -66,7 +66,7 @@ class DenseCall(NamedTuple):
     pairs: int
 
 
-def dense_call(mask) -> DenseCall:
+def compare_with_dense(mask) -> DenseCall:
     """Returns dense attention beside a mask, or causal attention if no visited block lies past the diagonal. mask: a BlockMask
     on the host."""
     size, offset, table = mask.block_size, mask.kv_len - mask.q_len, mask.by_query
@@ -78,22 +78,22 @@ def dense_call(mask) -> DenseCall:
     first_query = np.arange(ptr.shape[1] - 1) * size
     causal = (last * size <= first_query + size - 1 + offset).all() and ((last[0] + 1) * size <= first_query + offset + 1).all()
     counts = shares @ (ends - begins).sum(-1)[0], shares @ (ptr[:, -1] - ptr[:, 0])  # full blocks, all blocks
-    dense = dense_passes(mask.q_len, mask.kv_len, bool(causal))
+    dense = predict_dense_passes(mask.q_len, mask.kv_len, bool(causal))
     until = np.clip(np.arange(mask.q_len) + offset + 1, 0, mask.kv_len) if causal else np.full(mask.q_len, mask.kv_len)
-    return DenseCall(float(dense / both_passes(size, len(first_query), counts[0], counts[1] - counts[0])), int(until.sum()))
+    return DenseCall(float(dense / predict_both_passes(size, len(first_query), counts[0], counts[1] - counts[0])), int(until.sum()))
 
 
-def dense_is_as_fast(mask) -> bool:
+def is_dense_as_fast(mask) -> bool:
     """Whether a mask gains nothing over the call without it. False for a mask that keeps nearly as many pairs: its user expects no
     gain. mask: a BlockMask on the host."""
-    gain, pairs = dense_call(mask)
+    gain, pairs = compare_with_dense(mask)
     return gain < LEAST_GAIN and mask.density * mask.q_len * mask.kv_len <= _MOST_KEPT * pairs
 
 
-def dense_passes(q_len: int, kv_len: int, causal: bool) -> float:
+def predict_dense_passes(q_len: int, kv_len: int, causal: bool) -> float:
     """Returns the microseconds of a forward and a backward pass of dense attention, or of causal attention, of one head."""
     rows = np.arange(-(-q_len // DENSE_BLOCK)) * DENSE_BLOCK + kv_len - q_len  # the last key of each row's first query
     keys = -(-kv_len // DENSE_BLOCK)
     full = np.clip((rows + 1) // DENSE_BLOCK, 0, keys) if causal else np.full(len(rows), keys)
     visited = np.clip((rows + DENSE_BLOCK - 1) // DENSE_BLOCK + 1, 0, keys) if causal else full
-    return both_passes(DENSE_BLOCK, len(rows), full.sum(), visited.sum() - full.sum())
+    return predict_both_passes(DENSE_BLOCK, len(rows), full.sum(), visited.sum() - full.sum())

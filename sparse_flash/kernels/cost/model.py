@@ -15,7 +15,7 @@ from .chips import Chip, KernelFamily, Times
 _LAUNCH_US, _HOST_US = 2.5, (26.0, 155.0)
 # Constants of a call of few queries: its time beside reads, and how much faster reads are than copies. Fitted to six calls
 # on an H200 (benchmarks/results/features/h200-2026-11-21.json, "decode").
-_FEW_US, _READS = 8.0, 1.18
+_DECODE_US, _READ_SPEEDUP = 8.0, 1.18
 # Tiles that are simulated one by one. What comes before them keeps all programs busy, up to the length of a tile.
 MOST_SIMULATED = 2048
 # The kernels along rows, by whether they are portable, forward and backward.
@@ -69,7 +69,7 @@ class Launch(NamedTuple):
         return np.concatenate([self.tiles[group].swapaxes(0, 1).reshape(-1, KINDS) for group in groups])
 
 
-class Last(NamedTuple):
+class LastProgram(NamedTuple):
     """The program that finishes last. time: until it does. busy: the mean time of a program at work. amounts: its sums of what the
     tiles have, (kinds,)."""
 
@@ -90,7 +90,7 @@ class Pass(NamedTuple):
     host_us: float
     parts: dict[str, float]
     beside: float
-    last: Last
+    last: LastProgram
     measured: bool
     portable: bool
 
@@ -100,11 +100,11 @@ class Pass(NamedTuple):
         return "the host" if self.host_us > self.us else max(self.parts, key=self.parts.__getitem__)
 
 
-def predicted(launch: Launch, chip: Chip) -> Pass:
+def predict_pass(launch: Launch, chip: Chip) -> Pass:
     """Returns a pass on a chip."""
     times, backward = np.array(chip.times(launch.family)), launch.family.backward
     amounts = launch.amounts()
-    last = last_to_finish(amounts @ times, min(launch.programs, len(amounts)), amounts)
+    last = simulate_queue(amounts @ times, min(launch.programs, len(amounts)), amounts)
     rows, full, partial, reloaded = amounts.sum(0) * times / launch.programs
     of_memory = launch.least_bytes / chip.bytes_per_us
     parts = {
@@ -124,7 +124,7 @@ def predicted(launch: Launch, chip: Chip) -> Pass:
     return Pass(us, _HOST_US[backward], parts, sum(beside.values()), last, measured, launch.family.portable)
 
 
-def last_to_finish(times: np.ndarray, programs: int, amounts: np.ndarray) -> Last:
+def simulate_queue(times: np.ndarray, programs: int, amounts: np.ndarray) -> LastProgram:
     """Returns the last of ``programs`` programs, at least one, that take tiles from a queue.
 
     times: (tiles,) in the queue's order. amounts: (tiles, kinds), what each tile has, such as steps.
@@ -138,13 +138,13 @@ def last_to_finish(times: np.ndarray, programs: int, amounts: np.ndarray) -> Las
         taken_by[tile] = program
         heapq.heapreplace(free, (now + time, program))
     end, last = max(free)
-    return Last(end, float(times.sum()) / programs, counted + amounts[begin:][taken_by == last].sum(0))
+    return LastProgram(end, float(times.sum()) / programs, counted + amounts[begin:][taken_by == last].sum(0))
 
 
-def reading(read_bytes: float, chip: Chip) -> Pass:
+def predict_decode(read_bytes: float, chip: Chip) -> Pass:
     """Returns a call of few queries, which takes the time in which keys and values are read, and a constant."""
-    parts = {"keys and values": read_bytes / (_READS * chip.bytes_per_us), "launch and merge": _FEW_US}
-    none = Last(0.0, 0.0, np.zeros(KINDS))
+    parts = {"keys and values": read_bytes / (_READ_SPEEDUP * chip.bytes_per_us), "launch and merge": _DECODE_US}
+    none = LastProgram(0.0, 0.0, np.zeros(KINDS))
     return Pass(sum(parts.values()), _HOST_US[0], parts, 0.0, none, bool(chip.measured), True)
 
 
@@ -152,7 +152,7 @@ def dense_tiles(items: int, full: int, partial: bool) -> np.ndarray:
     return np.broadcast_to(np.array([1.0, full, partial, 0.0]), (1, items, KINDS))
 
 
-def kinds_of(begin, runs, end, steps: int, reloaded=0.0) -> np.ndarray:
+def tile_amounts(begin, runs, end, steps: int, reloaded=0.0) -> np.ndarray:
     """Returns (masks, items, KINDS): what a tile of each item has. begin, runs, end: (masks, items), where entries begin, full ones
     end, and all end. steps: of a block. reloaded: a share of all steps."""
     amounts = np.ones(begin.shape), (runs - begin) * steps, (end - runs) * steps, (end - begin) * steps * reloaded

@@ -19,29 +19,29 @@ from triton.experimental.gluon import language as gl
 
 from ..common.config import padded_head_dim, used_columns
 from ..common.gluon import Constants
-from ..common.layout import addressable, is_addressable, restored
+from ..common.layout import as_addressable, is_addressable, restore_layout
 from ..common.tiles import LOG2_E
-from ..launch.launch import Recording, descriptor_or_rows, launch_or_repeat, multiprocessors, rows_of, table_arguments
-from ..launch.order import heads_in_queue
+from ..launch.launch import Recording, as_rows, descriptor_or_rows, launch_or_repeat, multiprocessors, table_arguments
+from ..launch.order import concurrent_heads
 from .backward_arguments import (
     BackwardArguments,
     BackwardInputs,
     BackwardPointers,
     BackwardShape,
     Gradients,
-    existing_tokens,
+    new_backward_lengths,
 )
 from .backward_rows import bound_kernel, combine_columns_kernel, finish_kernel, prepare_kernel
 from .backward_to_128 import backward_to_128
-from .configs import BackwardConfig, backward_config, backward_of_variant
+from .configs import BackwardConfig, backward_config, variant_backward_config
 from .descriptors import FLOAT_LAYOUT, ROW_LAYOUT, gluon_descriptor, table_pointers, tile_queue
-from .division import backward_of_call, blocks_by_document, heads_together
+from .division import blocks_by_document, heads_together, plain_backward_config
 from .dropout import new_dropout
-from .lengths import own_barrier
+from .lengths import new_barrier
 from .paired_backward import paired_backward
-from .ring import ring_beside, ring_of, tiles
+from .ring import allocate_tiles, new_linked_ring, new_ring
 from .scheduler import Heads, Queue, TableArguments, new_scheduler
-from .scores import new_terms
+from .scores import new_scoring
 from .variant import PLAIN, HopperVariant, hopper_variant
 from .wide_backward import wide_backward
 
@@ -101,13 +101,13 @@ def attention_backward_kernel(
     Triton 3.6 and 3.7 take none within a tuple; so are integers, as Triton specializes those within one."""
     dtype: gl.constexpr = q_tensor.dtype
     PIECES: gl.constexpr = SHAPE.PARTS * SHAPE.ACROSS
-    k_tiles = tiles(dtype, SHAPE.K_STAGES * PIECES, SHAPE.KEYS, SHAPE.WIDTH)
-    k = ring_of(k_tiles, SHAPE.K_STAGES, PIECES, CONSUMERS=SHAPE.PARTS)
-    v_tiles = tiles(dtype, SHAPE.PARTS, SHAPE.KEYS, SHAPE.DIM_V)
-    v = ring_of(v_tiles, 1) if SHAPE.PARTS == 1 else ring_beside(k, v_tiles, 1, SHAPE.PARTS)
-    q_tiles = tiles(dtype, SHAPE.Q_STAGES * SHAPE.ACROSS, SHAPE.QUERIES, SHAPE.WIDTH)
-    q = ring_of(q_tiles, SHAPE.Q_STAGES, SHAPE.ACROSS, CONSUMERS=SHAPE.READERS)
-    dout = ring_beside(q, tiles(dtype, SHAPE.DOUT_STAGES, SHAPE.QUERIES, SHAPE.DIM_V), SHAPE.DOUT_STAGES)
+    k_tiles = allocate_tiles(dtype, SHAPE.K_STAGES * PIECES, SHAPE.KEYS, SHAPE.WIDTH)
+    k = new_ring(k_tiles, SHAPE.K_STAGES, PIECES, CONSUMERS=SHAPE.PARTS)
+    v_tiles = allocate_tiles(dtype, SHAPE.PARTS, SHAPE.KEYS, SHAPE.DIM_V)
+    v = new_ring(v_tiles, 1) if SHAPE.PARTS == 1 else new_linked_ring(k, v_tiles, 1, SHAPE.PARTS)
+    q_tiles = allocate_tiles(dtype, SHAPE.Q_STAGES * SHAPE.ACROSS, SHAPE.QUERIES, SHAPE.WIDTH)
+    q = new_ring(q_tiles, SHAPE.Q_STAGES, SHAPE.ACROSS, CONSUMERS=SHAPE.READERS)
+    dout = new_linked_ring(q, allocate_tiles(dtype, SHAPE.DOUT_STAGES, SHAPE.QUERIES, SHAPE.DIM_V), SHAPE.DOUT_STAGES)
     lse = gl.allocate_shared_memory(gl.float32, [SHAPE.Q_STAGES, SHAPE.QUERIES], lse_rows.layout)
     delta = gl.allocate_shared_memory(gl.float32, [SHAPE.DOUT_STAGES, SHAPE.QUERIES], delta_rows.layout)
     unit = lse
@@ -115,10 +115,10 @@ def attention_backward_kernel(
         unit = gl.allocate_shared_memory(gl.float32, [SHAPE.Q_STAGES, SHAPE.QUERIES], unit_rows.layout)
     table = TableArguments(*table, mask_batch_stride, mask_head_stride, SHAPE.BLOCK, SHAPE.SPARSE, SHAPE.OWN_STARTS)
     heads_of = Heads(heads, group)
-    lengths, kv_len = existing_tokens(variant, q_len, k_tensor, SHAPE.SCORED)
+    lengths, kv_len = new_backward_lengths(variant, q_len, k_tensor, SHAPE.SCORED)
     arrived = k.full
     if lengths.ANY:
-        arrived = own_barrier()
+        arrived = new_barrier()
     queue = Queue(pointers.queue, items, work_tiles, heads_together)
     scheduler = new_scheduler(
         k, table, heads_of, queue, q_len, lengths, SHAPE.TILE, SHAPE.QUERIES, True, SHAPE.SPLIT, SHAPE.PARTS, SHAPE.TOGETHER
@@ -141,7 +141,7 @@ def attention_backward_kernel(
         table=table,
         heads=heads_of,
         scale=scale,
-        scoring=new_terms(
+        scoring=new_scoring(
             variant, score_scale, q_len, kv_len, SHAPE.SCORED, SHAPE.REACH, SCORE, DERIVATIVE, BY_KEY=True, SIGNED=SIGNED
         ),
         lengths=lengths,
@@ -182,47 +182,47 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant=None,
 
 def _run(dout, dlse, q, k, v, out, lse, mask, scale, variant, of_variant: HopperVariant, deterministic, recording):
     if not all(map(is_addressable, (dout, out, q, k, v))):
-        dout, out, *ready = (addressable(t) for t in (dout, out, q, k, v))
+        dout, out, *ready = (as_addressable(t) for t in (dout, out, q, k, v))
         gradients = attention_backward(dout, dlse, *ready, out, lse, mask, scale, variant, deterministic)
-        return tuple(map(restored, gradients, ready, (q, k, v)))
+        return tuple(map(restore_layout, gradients, ready, (q, k, v)))
     tables = blocks_by_document(q.shape[3], v.shape[3], mask, of_variant is PLAIN) or mask
     space = _workspace(q, k, v, tables, deterministic, of_variant)
-    tensors = _tensors(recording, dout, dlse, q, k, v, out, lse, deterministic, space)
+    tensors = _allocate_tensors(recording, dout, dlse, q, k, v, out, lse, deterministic, space)
     _launch(recording, tensors, space, tables, scale, dlse is not None, deterministic, of_variant)
     return tensors.gradients
 
 
 class JointBackward:
     """The backward passes of several calls that share queries, and each have keys of their own. out, lse: over the keys of all
-    calls. Rows are prepared once. dQ is summed over all calls, and rounded once. The masks of the calls must pass ``sum_alike``.
-    See ``attention_backward`` for other arguments."""
+    calls. Rows are prepared once. dQ is summed over all calls, and rounded once. The masks of the calls must pass
+    ``can_share_sums``. See ``attention_backward`` for other arguments."""
 
     def __init__(self, dout, dlse, q, out, lse, scale):
         self.results, self.q, self.scale = (dout, None if dlse is None else dlse.contiguous(), out, lse), q, scale
         self.dq, self.workspace, self.finish = torch.empty_like(q), None, None
 
-    def of_keys(self, k, v, mask, into=None):
+    def add_keys(self, k, v, mask, into=None):
         """Returns dk and dv like k and v. into: the two tensors that receive them, or None for new ones."""
         (dout, dlse, out, lse), space = self.results, _workspace(self.q, k, v, mask, False, PLAIN)
         gradients = self.dq, *(into or (torch.empty_like(k), torch.empty_like(v)))
         recording = Recording()  # never replayed, as a replayed call has one mask
-        tensors = _tensors(recording, dout, dlse, self.q, k, v, out, lse, False, space, gradients, self.workspace)
+        tensors = _allocate_tensors(recording, dout, dlse, self.q, k, v, out, lse, False, space, gradients, self.workspace)
         config = _config(self.q, v, mask, PLAIN)
         launches = BackwardLaunches(tensors, space, mask, self.scale, dlse is not None, False, PLAIN, config)
         if self.workspace is None:
             recording.launch(prepare_kernel, launches.prepare())
         recording.launch(attention_backward_kernel, launches.add_tiles(), PLAIN.kinds)
-        _finish_keys(recording, launches)
-        self.workspace, self.finish = tensors.workspace, launches.finish_queries()
+        _finish_dkv(recording, launches)
+        self.workspace, self.finish = tensors.workspace, launches.finish_dq()
         return tensors.dk, tensors.dv
 
-    def of_queries(self):
+    def round_dq(self):
         """Returns dq, after the last call."""
         Recording().launch(finish_kernel, self.finish)
         return self.dq
 
 
-def sum_alike(q, v, masks) -> bool:
+def can_share_sums(q, v, masks) -> bool:
     """Whether the calls of these masks have the same layout of the sums of dQ. None: dense."""
     layouts = set()
     for mask in masks:
@@ -254,7 +254,7 @@ class BackwardTensors(NamedTuple):
         return self.dq, self.dk, self.dv
 
 
-def _tensors(
+def _allocate_tensors(
     recording: Recording,
     dout,
     dlse,
@@ -325,15 +325,15 @@ def _launch(recording, tensors, space: _Workspace, tables, scale, has_dlse: bool
         recording.launch(bound_kernel, launches.bound(), of_variant.kinds)
     recording.launch(prepare_kernel, launches.prepare())
     recording.launch(attention_backward_kernel, launches.add_tiles(), of_variant.kinds)
-    recording.launch(finish_kernel, launches.finish_queries())
-    _finish_keys(recording, launches)
+    recording.launch(finish_kernel, launches.finish_dq())
+    _finish_dkv(recording, launches)
 
 
-def _finish_keys(recording, launches: "BackwardLaunches") -> None:
-    for finish in launches.finish_keys():
+def _finish_dkv(recording, launches: "BackwardLaunches") -> None:
+    for finish in launches.finish_dkv():
         recording.launch(finish_kernel, finish)
     if launches.space.splits and not launches.space.added:
-        tensors, keys = launches.tensors, launches.config.keys_together
+        tensors, keys = launches.tensors, launches.config.keys_per_part
         combine = combine_columns_launch(tensors.dk, tensors.dv, tensors.kv_sums, launches.tables, keys, launches.factors)
         recording.launch(combine_columns_kernel, combine)
 
@@ -341,8 +341,8 @@ def _finish_keys(recording, launches: "BackwardLaunches") -> None:
 def _config(q, v, tables, of_variant: HopperVariant) -> BackwardConfig:
     dim, block_size = padded_head_dim(q.shape[3]), tables and tables.block_size
     if of_variant is PLAIN:
-        return backward_of_call(q.shape[3], v.shape[3], block_size)
-    return backward_of_variant(dim, block_size, of_variant.switches["SCORED"])
+        return plain_backward_config(q.shape[3], v.shape[3], block_size)
+    return variant_backward_config(dim, block_size, of_variant.switches["SCORED"])
 
 
 @cache
@@ -407,12 +407,12 @@ class BackwardLaunches(NamedTuple):
         return self.tensors.workspace[self.space.dq_sums :].view(-1, batch * heads * self.space.padded_q)
 
     @property
-    def options_of_rows(self) -> dict:
+    def row_options(self) -> dict:
         """Options of kernels that compute whole rows."""
         return {"num_warps": max(4, self.dim // 32)}
 
     @property
-    def block_of_starts(self) -> int:
+    def start_block_size(self) -> int:
         return 0 if self.starts is None else self.tables.block_size
 
     def bound(self):
@@ -421,7 +421,7 @@ class BackwardLaunches(NamedTuple):
         arguments = [descriptor_or_rows(k, ROWS, self.dim), descriptor_or_rows(v, ROWS, self.dim_v)]
         arguments += [self.tensors.bounds, kv_heads, kv_len, self.variant.given]
         constants = {"DIM": self.dim, "DIM_V": self.dim_v, "TILE": ROWS}
-        return (triton.cdiv(kv_len, ROWS) * batch * kv_heads, 1), arguments, constants, self.options_of_rows
+        return (triton.cdiv(kv_len, ROWS) * batch * kv_heads, 1), arguments, constants, self.row_options
 
     def prepare(self):
         tensors, given = self.tensors, self.variant.given
@@ -444,8 +444,8 @@ class BackwardLaunches(NamedTuple):
         constants = {"DIM": self.dim, "DIM_V": self.dim_v, "TILE": ROWS}
         constants |= {"HAS_DLSE": self.has_dlse, "FIXED": self.deterministic, "DROPOUT": self.variant.dropout_p is not None}
         constants["CUT"] = given.q_starts is not None or given.q_lens is not None
-        constants["TABLE_BLOCK"] = self.block_of_starts
-        return (self.space.padded_q // ROWS * batch * heads, 1), arguments, constants, self.options_of_rows
+        constants["TABLE_BLOCK"] = self.start_block_size
+        return (self.space.padded_q // ROWS * batch * heads, 1), arguments, constants, self.row_options
 
     def add_tiles(self):
         tensors, space, tables, config, dim, dim_v = self.tensors, self.space, self.tables, self.config, self.dim, self.dim_v
@@ -488,7 +488,7 @@ class BackwardLaunches(NamedTuple):
             space.splits,
             items,
             tiles,
-            heads_in_queue(2 * (dim + dim_v), q_len, tables, batch_heads, by_key=True),
+            concurrent_heads(2 * (dim + dim_v), q_len, tables, batch_heads, by_key=True),
             self.factors[0],
             self.scale * LOG2_E.value,
             self.variant.given,
@@ -505,29 +505,29 @@ class BackwardLaunches(NamedTuple):
         of_heads = tensors.q.shape[3], tensors.v.shape[3]
         return backward_shape(config, *of_heads, tables and tables.block_size, *sums, ragged, switches["SCORED"], switches["REACH"])
 
-    def finish_queries(self):
+    def finish_dq(self):
         config, factor = self.config, self.factors[0]
         across = config.options["num_warps"] * 16 // config.queries
         of_tile = config.queries, self.dim, across, config.pieces
         return self._finish(self.tensors.dq, self.sums, 1, self.space.padded_q, factor, *of_tile)
 
-    def finish_keys(self) -> Iterator[tuple]:
+    def finish_dkv(self) -> Iterator[tuple]:
         tensors, space, config = self.tensors, self.space, self.config
         of_keys, of_values = self.factors
         if space.added:
             widths = self.dim, self.dim_v
             dk_sums, dv_sums = tensors.kv_sums.split([space.kv_sums // sum(widths) * width for width in widths])
             members = tensors.q.shape[1] // tensors.k.shape[1] if self.deterministic else 1
-            yield self._finish(tensors.dk, dk_sums, members, space.padded_kv, of_keys, config.keys_together, self.dim)
-            yield self._finish(tensors.dv, dv_sums, members, space.padded_kv, of_values, config.keys_together, self.dim_v)
+            yield self._finish(tensors.dk, dk_sums, members, space.padded_kv, of_keys, config.keys_per_part, self.dim)
+            yield self._finish(tensors.dv, dv_sums, members, space.padded_kv, of_values, config.keys_per_part, self.dim_v)
 
     def _finish(self, grad, sums, members: int, length: int, factor: float, tile: int, dim: int, across: int = 1, pieces: int = 1):
         batch, heads = grad.shape[:2]
-        target = descriptor_or_rows(grad, tile, dim) if self.starts is None else rows_of(grad, dim)
+        target = descriptor_or_rows(grad, tile, dim) if self.starts is None else as_rows(grad, dim)
         arguments = [target, sums, self.rows[2 if self.deterministic else 0], self.starts, heads, members, length, factor]
         constants = {"DIM": dim, "TILE": tile, "ACROSS": across, "PIECES": pieces, "FIXED": sums.dtype == torch.int32}
-        constants["TABLE_BLOCK"] = self.block_of_starts
-        return (length // tile * batch * heads, 1), arguments, constants, self.options_of_rows
+        constants["TABLE_BLOCK"] = self.start_block_size
+        return (length // tile * batch * heads, 1), arguments, constants, self.row_options
 
 
 def combine_columns_launch(dk, dv, kv_sums, tables, keys: int, factors: tuple[float, float]):

@@ -21,7 +21,7 @@ from .dropout import Dropout
 from .lengths import TokenLengths, new_lengths
 from .ring import Ring
 from .scheduler import Heads, Scheduler, TableArguments
-from .scores import ScoreTerms
+from .scores import ScoringInputs
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class BackwardArguments:
     table: TableArguments
     heads: Heads
     scale: gl.tensor
-    scoring: ScoreTerms
+    scoring: ScoringInputs
     lengths: TokenLengths
     arrived: gl.shared_memory_descriptor  # the loading warp's own barrier, with lengths
     dropout: Dropout
@@ -155,7 +155,7 @@ class BackwardArguments:
 
 
 @gluon.jit
-def existing_tokens(variant, q_len, k_tensor, SCORED: gl.constexpr):
+def new_backward_lengths(variant, q_len, k_tensor, SCORED: gl.constexpr):
     """Returns (TokenLengths, kv_len). If no warp uses kv_len, it is q_len: another number would cost a shared value."""
     lengths = new_lengths(variant, q_len, q_len)
     kv_len = q_len

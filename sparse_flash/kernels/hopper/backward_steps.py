@@ -9,9 +9,9 @@ from triton.experimental.gluon import language as gl
 
 from ..common.gluon import async_load
 from ..common.tiles import FULL, RUNS
-from .dropout import kept_operand, score_gradients
+from .dropout import round_kept, score_gradients
 from .lengths import load_existing
-from .masks import ZERO, column_bits, row_words, where_column_bits, where_rows, where_run
+from .masks import ZERO, load_column_words, row_words, where_column_bits, where_rows, where_run
 
 
 @gluon.jit
@@ -83,8 +83,8 @@ def _load_queries(p, tile, cuts, step, batch, head, row, position):
     cuts = _expect_steps(p, tile, cuts, p.q, step, p.inputs.q, source, position, p.SHAPE.QUERIES * 4 * ROWS)
     stage = p.q.place(step)
     if p.SHAPE.FIXED:
-        async_load(p.inputs.unit_rows, [row + position], p.q.filled(step), p.unit.index(stage))
-    async_load(p.inputs.lse_rows, [row + position], p.q.filled(step), p.lse.index(stage))
+        async_load(p.inputs.unit_rows, [row + position], p.q.full_barrier(step), p.unit.index(stage))
+    async_load(p.inputs.lse_rows, [row + position], p.q.full_barrier(step), p.lse.index(stage))
     if not p.lengths.Q_CUT:
         _load_pieces(p.q, step, p.inputs.q, source, p.SHAPE.ACROSS)
     return cuts
@@ -95,7 +95,7 @@ def _load_dout(p, tile, cuts, step, batch, head, row, position):
     source = [batch, head, position, 0]
     p.dout.acquire(step)
     cuts = _expect_steps(p, tile, cuts, p.dout, step, p.inputs.dout, source, position, p.SHAPE.QUERIES * 4)
-    async_load(p.inputs.delta_rows, [row + position], p.dout.filled(step), p.delta.index(p.dout.place(step)))
+    async_load(p.inputs.delta_rows, [row + position], p.dout.full_barrier(step), p.delta.index(p.dout.place(step)))
     if not p.lengths.Q_CUT:
         p.dout.load(step, p.inputs.dout, source)
     return cuts
@@ -188,7 +188,7 @@ def mask_words(p, tile, step, exists, KIND: gl.constexpr, layout: gl.constexpr):
     else:
         WORDS: gl.constexpr = table.BLOCK // 32
         first = table.tile_bits + (mask_tile.to(gl.int64) * table.BLOCK + query) * WORDS + _position_in_block(p, tile) // 32
-        words = column_bits(first, p.SHAPE.KEYS, p.SHAPE.QUERIES, WORDS, layout)
+        words = load_column_words(first, p.SHAPE.KEYS, p.SHAPE.QUERIES, WORDS, layout)
     return words
 
 
@@ -204,18 +204,18 @@ def _masked(p, tile, weights, words, KIND: gl.constexpr):
 
 
 @gluon.jit
-def kept_weights(p, weights):
+def round_weights(p, weights):
     """Returns weights of a step in 16 bits, with 0 for dropped pairs: the left operand of dV's product."""
     dtype: gl.constexpr = p.q.data.dtype
     if p.dropout.ENABLED:
-        kept = kept_operand(weights, dtype)
+        kept = round_kept(weights, dtype)
     else:
         kept = weights.to(dtype)
     return kept
 
 
 @gluon.jit
-def existing_keys(p, tile, layout: gl.constexpr):
+def existing_key_words(p, tile, layout: gl.constexpr):
     """Returns words for ``where_rows``, which clears weights of keys that do not exist. The words are read only if such keys may
     have arbitrary scores."""
     existing = tile.first
@@ -227,7 +227,7 @@ def existing_keys(p, tile, layout: gl.constexpr):
 
 
 @gluon.jit
-def weights_of(p, tile, products, step, words, existing, stream, terms, position, KIND: gl.constexpr):
+def scores_to_weights(p, tile, products, step, words, existing, stream, terms, position, KIND: gl.constexpr):
     """Returns weights of a step, (keys, queries), from its products. Weights of dropped pairs are negative."""
     lse = p.lse.index(p.q.place(step)).load(gl.SliceLayout(0, products.type.layout))
     scores = products
@@ -253,7 +253,7 @@ def weights_of(p, tile, products, step, words, existing, stream, terms, position
 
 
 @gluon.jit
-def dscores_of(p, weights, dweights, delta):
+def compute_dscores(p, weights, dweights, delta):
     """Returns gradients of a step's scores, (keys, queries). delta: (1, queries)."""
     if p.dropout.ENABLED:
         dscores = score_gradients(weights, dweights, delta)
@@ -276,12 +276,12 @@ def row_of_sums(p, tile, PART: gl.constexpr = 0):
 
 
 @gluon.jit
-def rounded(numbers):
+def round_to_int(numbers):
     return gl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,f", [numbers], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
-def in_register_order(grad, WARPS_DOWN: gl.constexpr, ALTERNATING: gl.constexpr = False):
+def to_register_order(grad, WARPS_DOWN: gl.constexpr, ALTERNATING: gl.constexpr = False):
     """Returns a gradient tile as rows of 256 elements, in the order in which threads hold them. Each thread then writes whole units
     of 16 bytes, next to its neighbours'. ``finish_kernel`` restores the order. ALTERNATING: units of warps that divide columns
     alternate."""

@@ -13,23 +13,23 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from ..common.gluon import async_add, async_store, barrier, fresh_zero, of_tensor, record, store_wait, view
+from ..common.gluon import async_add, async_store, barrier, opaque_zero, record, store_wait, view, view_for_tma
 from ..common.tiles import BITS, FULL, RUNS
 from .backward_steps import (
-    dscores_of,
-    existing_keys,
+    compute_dscores,
+    existing_key_words,
     first_query,
     first_row,
-    in_register_order,
-    kept_weights,
     load_tiles,
     mask_words,
-    rounded,
+    round_to_int,
+    round_weights,
     row_of_sums,
-    weights_of,
+    scores_to_weights,
+    to_register_order,
 )
-from .products import both_finished, copy_rows, scaled_by, store_columns, times, times_transposed, zero_sums
-from .ring import Ring, ring_of, tiles
+from .products import copy_rows, new_sums, scale_sums, start_product, start_transposed_product, store_columns, wait_for_both
+from .ring import Ring, allocate_tiles, new_ring
 from .scheduler import schedule
 
 
@@ -54,11 +54,11 @@ def _send(p, own):
         if p.SHAPE.TOGETHER:
             last = step + p.heads.group * steps - 1
             for _ in range(p.heads.group):
-                step, sent = _send_queries(p, own, tile, turn, row, step, step + steps, last, sent)
+                step, sent = _send_dq(p, own, tile, turn, row, step, step + steps, last, sent)
                 row += grads.padded_q_len
         else:
-            step, sent = _send_queries(p, own, tile, turn, row, step, step + steps, step + steps - 1, sent)
-        sent = _send_keys(p, own, tile, turn, sent)
+            step, sent = _send_dq(p, own, tile, turn, row, step, step + steps, step + steps - 1, sent)
+        sent = _send_dkv(p, own, tile, turn, sent)
         p.k.release(turn)
         if p.k.STAGES == 1:
             p.scheduler.slots.release(turn)
@@ -67,7 +67,7 @@ def _send(p, own):
 
 
 @gluon.jit
-def _send_queries(p, own, tile, turn, row, step, stop, last, sent):
+def _send_dq(p, own, tile, turn, row, step, stop, last, sent):
     """Adds dQ of all steps of a tile with one query head. row: from ``first_row``. last: the tile's last step."""
     ROWS: gl.constexpr = p.SHAPE.QUERIES * p.SHAPE.COLUMNS // 256
     grads = p.grads
@@ -90,7 +90,7 @@ def _send_queries(p, own, tile, turn, row, step, stop, last, sent):
 
 
 @gluon.jit
-def _send_keys(p, own, tile, turn, sent):
+def _send_dkv(p, own, tile, turn, sent):
     """Stores or adds dK and dV of a tile, from the buffer of its keys and the buffer of dQ."""
     grads = p.grads
     batch, head = p.heads.of(tile.batch_head)
@@ -119,7 +119,7 @@ def _send_results(p, own, batch, kv_head, first_key, buffer, sent):
     """Stores dK and dV of a tile in their tensors."""
     grads = p.grads
     own.dq.wait(sent)
-    async_store(grads.dk, [batch, kv_head, first_key, 0], of_tensor(buffer, grads.dk))
+    async_store(grads.dk, [batch, kv_head, first_key, 0], view_for_tma(buffer, grads.dk))
     if p.SHAPE.SPLIT_SUMS:
         # A split uses the buffer of dQ twice, so a whole column counts an unused fill.
         own.dq.release(sent)
@@ -181,11 +181,11 @@ def _add_steps(
     PRODUCTS: gl.constexpr = len(dk)  # hardware products that make one product here, and one of scores
     score_layout: gl.constexpr = zeros.type.layout
     column: gl.constexpr = gl.SliceLayout(0, score_layout)
-    existing = existing_keys(p, tile, score_layout)
+    existing = existing_key_words(p, tile, score_layout)
     for entry in range(begin, end):
         q = p.q.stage(step)
         dout = p.dout.stage(step)
-        values = p.v.stage(turn, fresh_zero(step))
+        values = p.v.stage(turn, opaque_zero(step))
         words, position = entry, entry
         if KIND != FULL:
             words = mask_words(p, tile, entry, exists, KIND, score_layout)
@@ -193,62 +193,62 @@ def _add_steps(
             position = first_query(p, tile, entry, end, exists)
         p.dout.wait(step)
         # (2) dP = dO V^T
-        started = times_transposed(values, dout, zeros, p.SHAPE.USED)
+        started = start_transposed_product(values, dout, zeros, p.SHAPE.USED)
         sent = _sent_before(p, step, turn)
         # P = exp2(S - lse), where the previous step has computed (1) S = Q K^T
         products = scores
-        weights = weights_of(p, tile, products, step, words, existing, stream, terms, position, KIND)
+        weights = scores_to_weights(p, tile, products, step, words, existing, stream, terms, position, KIND)
         if p.scoring.SCORED:
             # The derivative is applied here, so that its inputs need not stay in registers during the products.
-            operand = gl.convert_layout(kept_weights(p, weights), operand_layout)
+            operand = gl.convert_layout(round_weights(p, weights), operand_layout)
             if not p.scoring.SIGNED:
                 weights = p.scoring.times_derivative(weights, products, terms, position, tile.first)
         # The previous step's dQ is committed only here. Right after the store, the tensor cores would idle during the wait for it,
         # as the product beside it takes all of shared memory's rate.
-        _commit_queries(p, own, sent - 1, step != first)
+        _commit_dq(p, own, sent - 1, step != first)
         dweights = warpgroup_mma_wait(0, deps=(started,))
         if p.SHAPE.PIECES > 1:
             delta = p.delta.index(p.dout.place(step)).load(column)
         if not p.scoring.SCORED:
-            operand = gl.convert_layout(kept_weights(p, weights), operand_layout)
+            operand = gl.convert_layout(round_weights(p, weights), operand_layout)
         # (3) dV += P^T dO
-        started_dv = times(operand, dout, dv)
-        # ``fresh_zero`` keeps the compiler from moving the load of delta before the product's start.
+        started_dv = start_product(operand, dout, dv)
+        # ``opaque_zero`` keeps the compiler from moving the load of delta before the product's start.
         if p.SHAPE.PIECES == 1:
-            delta = p.delta.index(p.dout.place(step) + fresh_zero(step)).load(column)
+            delta = p.delta.index(p.dout.place(step) + opaque_zero(step)).load(column)
         else:
             # With dQ in pieces, the assembler would serialize all products if delta were read here. This wait returns at once.
             p.dout.wait(step)
         # dS = P (dP - delta)
-        dscores = dscores_of(p, weights, dweights, delta[None, :])
+        dscores = compute_dscores(p, weights, dweights, delta[None, :])
         if p.scoring.SIGNED:
             dscores = p.scoring.times_derivative(dscores, products, terms, position, tile.first)
         own.dscores.index(0).store(dscores.to(dtype))
         ds_operand = gl.convert_layout(dscores.to(dtype), operand_layout)
         # (4) dK += dS^T Q
-        started_dk = times(ds_operand, q, dk)
+        started_dk = start_product(ds_operand, q, dk)
         fence_async_shared()
         barrier()
         # (5) dQ += dS K
-        keys = p.k.stage(turn, fresh_zero(step))
-        stored = own.dscores.index(fresh_zero(step))
+        keys = p.k.stage(turn, opaque_zero(step))
+        stored = own.dscores.index(opaque_zero(step))
         if p.SHAPE.PIECES == 1:
             started_dq = warpgroup_mma(stored.permute((1, 0)), keys, dq_zeros, use_acc=False, is_async=True)
-            dv, dk = both_finished(started_dv, started_dk, 1)
+            dv, dk = wait_for_both(started_dv, started_dk, 1)
             units = _units_of(p, step, dq_zeros)
             p.q.release(step)
         else:
             # dQ takes twice the registers here: one piece stays in registers during the product of the next.
             left = keys.slice(0, p.SHAPE.COLUMNS, dim=1)
             started_left = warpgroup_mma(stored.permute((1, 0)), left, dq_zeros, use_acc=False, is_async=True)
-            dv, dk = both_finished(started_dv, started_dk, 1)
+            dv, dk = wait_for_both(started_dv, started_dk, 1)
             units = _units_of(p, step, dq_zeros)
             p.q.release(step)
             dq_left = warpgroup_mma_wait(0, deps=(started_left,))
             right = keys.slice(p.SHAPE.COLUMNS, p.SHAPE.COLUMNS, dim=1)
             started_dq = warpgroup_mma(stored.permute((1, 0)), right, dq_zeros, use_acc=False, is_async=True)
-            _store_queries(p, own, dq_left, units, sent)
-            _commit_queries(p, own, sent, True)
+            _store_dq(p, own, dq_left, units, sent)
+            _commit_dq(p, own, sent, True)
         upcoming_turn = turn
         if p.k.STAGES > 1:
             upcoming_turn = turn + (step == last).to(gl.int32)
@@ -259,9 +259,9 @@ def _add_steps(
         # (1) S = Q K^T of the next step
         upcoming_q = p.q.stage(step + 1)
         upcoming_keys = p.k.stage(upcoming_turn)
-        started_scores = times_transposed(upcoming_keys, upcoming_q, zeros, p.SHAPE.USED)
+        started_scores = start_transposed_product(upcoming_keys, upcoming_q, zeros, p.SHAPE.USED)
         dq = warpgroup_mma_wait(PRODUCTS, deps=(started_dq,))
-        _store_queries(p, own, dq, units, sent + p.SHAPE.PIECES - 1)
+        _store_dq(p, own, dq, units, sent + p.SHAPE.PIECES - 1)
         scores = warpgroup_mma_wait(0, deps=(started_scores,))
         step += 1
     return (dk, dv, scores), step
@@ -277,19 +277,19 @@ def _units_of(p, step, dq):
 
 
 @gluon.jit
-def _store_queries(p, own, dq, units, sent):
+def _store_dq(p, own, dq, units, sent):
     """Stores a piece of a step's dQ for the sending warp."""
     WARPS_DOWN: gl.constexpr = p.SHAPE.QUERIES // 16
     own.dq.acquire(sent)
     if p.SHAPE.FIXED:
-        rows = in_register_order(rounded(dq * units[:, None]), WARPS_DOWN, True)
+        rows = to_register_order(round_to_int(dq * units[:, None]), WARPS_DOWN, True)
         view(own.dq.data, gl.int32, rows.shape, p.grads.dq_rows.layout).store(rows)
     else:
-        own.dq.data.store(in_register_order(dq, WARPS_DOWN, True))
+        own.dq.data.store(to_register_order(dq, WARPS_DOWN, True))
 
 
 @gluon.jit
-def _commit_queries(p, own, sent, exists):
+def _commit_dq(p, own, sent, exists):
     """Hands a stored piece of dQ to the sending warp, if there is one."""
     fence_async_shared()
     own.dq.commit(sent, exists)
@@ -317,7 +317,7 @@ def _compute(p, own):
         steps = gl.maximum(tile.end - tile.begin, 1)
         if p.k.STAGES == 1:
             scores = _first_scores(p, turn, step, zeros)
-        state = (zero_sums(p.SHAPE.KEYS, p.SHAPE.DIM, p.SHAPE.USED), zero_sums(p.SHAPE.KEYS, p.SHAPE.DIM, p.SHAPE.USED), scores)
+        state = (new_sums(p.SHAPE.KEYS, p.SHAPE.DIM, p.SHAPE.USED), new_sums(p.SHAPE.KEYS, p.SHAPE.DIM, p.SHAPE.USED), scores)
         p.v.wait(turn)
         if p.SHAPE.TOGETHER:
             last = step + p.heads.group * steps - 1
@@ -326,7 +326,7 @@ def _compute(p, own):
         else:
             state, step = _add_head(p, own, tile, state, step, first, step + steps - 1, turn, tile.batch_head, zeros, dq_zeros)
         dk, dv, scores = state
-        _commit_queries(p, own, _sent_before(p, step, turn) - 1, True)
+        _commit_dq(p, own, _sent_before(p, step, turn) - 1, True)
         _hand_over(p, own, tile, turn, step, dk, dv)
         turn += 1
         tile = p.scheduler.tile(turn)
@@ -336,7 +336,7 @@ def _compute(p, own):
 def _add_head(p, own, tile, state, step, first, last, turn, batch_head, zeros, dq_zeros):
     """Adds all steps of a tile with one query head."""
     stream = p.dropout.stream(batch_head)
-    terms = p.scoring.of_head(p.heads, batch_head)
+    terms = p.scoring.load_head_terms(p.heads, batch_head)
     if p.table.SPARSE:
         # A column that keeps nothing takes one empty step.
         exists = tile.end > tile.begin
@@ -357,7 +357,7 @@ def _first_scores(p, turn, step, zeros):
     """Returns the scores of a tile's first step, if no previous step has computed them."""
     p.k.wait(turn)
     p.q.wait(step)
-    started = times_transposed(p.k.stage(turn), p.q.stage(step), zeros, p.SHAPE.USED)
+    started = start_transposed_product(p.k.stage(turn), p.q.stage(step), zeros, p.SHAPE.USED)
     return warpgroup_mma_wait(0, deps=(started,))
 
 
@@ -376,9 +376,9 @@ def _hand_over(p, own, tile, turn, step, dk, dv):
 def _hand_over_results(p, own, tile, dk, dv, sent, buffer):
     """Hands over dK and dV in their dtype: dK through ``buffer``, dV through the buffer of dQ."""
     dtype: gl.constexpr = p.k.data.dtype
-    store_columns(buffer, scaled_by(dk, p.scale))
+    store_columns(buffer, scale_sums(dk, p.scale))
     if p.dropout.ENABLED:
-        dv = scaled_by(dv, 1.0 / p.dropout.share())
+        dv = scale_sums(dv, 1.0 / p.dropout.share())
     own.dq.acquire(sent)
     if p.SHAPE.SPLIT_SUMS:
         fence_async_shared()
@@ -426,7 +426,7 @@ def _hand_over_halves(p, own, grad, sent, buffer):
 @gluon.jit
 def _store_halves(grad, WARPS_DOWN: gl.constexpr, low_rows, high_rows):
     HALF: gl.constexpr = low_rows.shape[0]
-    low, high = in_register_order(grad, WARPS_DOWN).reshape([2, HALF, 256]).permute((1, 2, 0)).split()
+    low, high = to_register_order(grad, WARPS_DOWN).reshape([2, HALF, 256]).permute((1, 2, 0)).split()
     low_rows.store(low)
     high_rows.store(high)
 
@@ -434,9 +434,9 @@ def _store_halves(grad, WARPS_DOWN: gl.constexpr, low_rows, high_rows):
 @gluon.jit
 def backward_to_128(p):
     """Runs the roles."""
-    dscores = tiles(p.inputs.q.dtype, 1, p.SHAPE.KEYS, p.SHAPE.QUERIES)
+    dscores = allocate_tiles(p.inputs.q.dtype, 1, p.SHAPE.KEYS, p.SHAPE.QUERIES)
     ROWS: gl.constexpr = p.SHAPE.QUERIES * p.SHAPE.COLUMNS // 256
-    own = BuffersTo128(dscores, ring_of(gl.allocate_shared_memory(gl.float32, [ROWS, 256], p.grads.dq_rows.layout), 1))
+    own = BuffersTo128(dscores, new_ring(gl.allocate_shared_memory(gl.float32, [ROWS, 256], p.grads.dq_rows.layout), 1))
     # TMA signals the barriers, so it must see that they are initialized.
     fence_async_shared()
     gl.warp_specialize(

@@ -46,7 +46,7 @@ class BackwardConfig:
         return self.dout_stages + self.more
 
     @property
-    def keys_together(self) -> int:
+    def keys_per_part(self) -> int:
         """Keys of a part."""
         return self.keys // self.parts
 
@@ -68,8 +68,8 @@ BACKWARD = {64: BackwardConfig(128, 2), 128: BackwardConfig(64, 2), 256: Backwar
 PAIRED_BACKWARD = BackwardConfig(64, 2, 128, 4, more=0, parts=2)
 # Three warp groups share the keys and values of each step. Their registers suffice at 64 only. A table of blocks of 128 needs rows
 # of 192 queries for it (``BlockMask.tall``).
-FORWARD_OF_192 = {64: ForwardConfig(3, 160, 192)}
-TIME_OF_192 = 1.34  # of a tile of 192 queries, in tiles of 128
+TALL_FORWARD = {64: ForwardConfig(3, 160, 192)}
+TALL_TILE_TIME = 1.34  # of a tile of 192 queries, in tiles of 128
 # A short call has at most SHORT_TILES tiles of 64 queries for each multiprocessor. Two programs of 64 queries then share a
 # multiprocessor; at 128 two are no faster than one of 128 queries.
 SHORT_TILES = {64: 2, 128: 1, 256: 1}
@@ -83,12 +83,12 @@ BACKWARD_OF_64 = {64: BackwardConfig(64, 2, 64, 1, 2), 128: BackwardConfig(64, 1
 EIGHT_BITS = {64: EightBitConfig(4), 128: EightBitConfig(4)}
 EIGHT_BITS_OF_64 = {64: EightBitConfig(4, 0, 64, 64, 2), 128: EightBitConfig(4, 0, 64, 64, 2)}
 # Dropout's draws, and what else a variant adds, need the registers that steps of 128 queries would take.
-BACKWARD_OF_DROPOUT = {64: BackwardConfig(64, 3), 128: BACKWARD[128], 256: BACKWARD[256]}
+VARIANT_BACKWARD = {64: BackwardConfig(64, 3), 128: BACKWARD[128], 256: BACKWARD[256]}
 # One program has the registers of two. With fewer, the assembler would serialize products.
-BACKWARD_OF_64_ALONE = {64: BACKWARD_OF_64[64], 128: BackwardConfig(64, 1, 64, 2), 256: BACKWARD[256]}
+SCORED_BACKWARD_OF_64 = {64: BACKWARD_OF_64[64], 128: BackwardConfig(64, 1, 64, 2), 256: BACKWARD[256]}
 
 
-def forward_of_call(dim: int, block_size: int | None, tiles: Callable[[int], int], multiprocessors: int) -> ForwardConfig:
+def plain_forward_config(dim: int, block_size: int | None, tiles: Callable[[int], int], multiprocessors: int) -> ForwardConfig:
     """Returns the config for a call without a variant. dim: padded. block_size: the table's, or None for dense attention. tiles:
     queries of a tile -> the call's number of such tiles, 0 if its table has no such rows.
 
@@ -99,24 +99,24 @@ def forward_of_call(dim: int, block_size: int | None, tiles: Callable[[int], int
 
     if block_size != 64 and tiles(64) <= SHORT_TILES[dim] * multiprocessors:
         return SHORT_FORWARD_OF_TABLES[dim] if block_size else SHORT_FORWARD[dim]
-    taller = FORWARD_OF_192.get(dim) if block_size in (None, 128) else None
-    if taller and tiles(192) and rounds(128) >= TIME_OF_192 * rounds(192):
+    taller = TALL_FORWARD.get(dim) if block_size in (None, 128) else None
+    if taller and tiles(192) and rounds(128) >= TALL_TILE_TIME * rounds(192):
         return taller
-    return forward_of_variant(dim, block_size)
+    return variant_forward_config(dim, block_size)
 
 
-def forward_of_variant(dim: int, block_size: int | None) -> ForwardConfig:
+def variant_forward_config(dim: int, block_size: int | None) -> ForwardConfig:
     """Returns the config for a call with a variant, which needs the registers that a third warp group, or a second program, would
-    take. Arguments as for ``forward_of_call``."""
+    take. Arguments as for ``plain_forward_config``."""
     return (FORWARD_OF_64 if block_size == 64 else FORWARD)[dim]
 
 
 def forward_of_eight_bits(dim: int, block_size: int | None) -> EightBitConfig:
-    """Returns the config for operands in e4m3. Arguments as for ``forward_of_call``."""
+    """Returns the config for operands in e4m3. Arguments as for ``plain_forward_config``."""
     return (EIGHT_BITS_OF_64 if block_size == 64 else EIGHT_BITS)[dim]
 
 
-def wide_forward(
+def wide_forward_config(
     dim: int, dim_v: int, block_size: int | None, short_tiles: int, multiprocessors: int, plain: bool
 ) -> ForwardConfig:
     """Returns the config for calls whose head dimensions exceed 128 or differ: steps of as many keys as registers hold beside sums
@@ -137,13 +137,13 @@ def wide_forward(
 
 
 def backward_config(dim: int, block_size: int | None) -> BackwardConfig:
-    """Returns the config for a call without a variant. Arguments as for ``forward_of_call``."""
+    """Returns the config for a call without a variant. Arguments as for ``plain_forward_config``."""
     return (BACKWARD_OF_64 if block_size == 64 else BACKWARD)[dim]
 
 
-def backward_of_variant(dim: int, block_size: int | None, scored: bool) -> BackwardConfig:
+def variant_backward_config(dim: int, block_size: int | None, scored: bool) -> BackwardConfig:
     """Returns the config for a call with a variant. dim, block_size: as for ``backward_config``. scored: whether scores are more
     than scaled products."""
     if block_size != 64:
-        return BACKWARD_OF_DROPOUT[dim]
-    return (BACKWARD_OF_64_ALONE if scored else BACKWARD_OF_64)[dim]
+        return VARIANT_BACKWARD[dim]
+    return (SCORED_BACKWARD_OF_64 if scored else BACKWARD_OF_64)[dim]

@@ -8,16 +8,16 @@ from .configs import (
     BackwardConfig,
     ForwardConfig,
     backward_config,
-    forward_of_call,
-    forward_of_variant,
-    wide_forward,
+    plain_forward_config,
+    variant_forward_config,
+    wide_forward_config,
 )
 
 _DOCUMENT_BLOCK = 128  # tiles by document are whole blocks
 _SHORT_COLUMN = 3072  # queries in a column's blocks, on average
 
 
-def columns_of(head_dim: int, v_head_dim: int) -> dict[str, int]:
+def column_constants(head_dim: int, v_head_dim: int) -> dict[str, int]:
     """Returns the kernel's constants for the columns of q and k, and of v: see ``ForwardArguments``."""
     used, used_v = used_columns(head_dim), used_columns(v_head_dim)
     # Keys of 192 columns, as in DeepSeek's models, are not padded, so that more of them fit shared memory.
@@ -34,12 +34,12 @@ def blocks_by_document(head_dim: int, v_head_dim: int, mask, plain: bool):
     return mask.by_document if {padded_head_dim(dim) for dim in (head_dim, v_head_dim)} in ({64}, {128}) else None
 
 
-def forward_division(
+def plan_forward(
     q_shape: tuple[int, ...], v_head_dim: int, mask, plain: bool, multiprocessors: int
 ) -> tuple[ForwardConfig, object]:
     """Returns (config, the tables that the kernel runs: the mask, its tall rows, its blocks by document, or None). q_shape: (batch,
     heads, q_len, head_dim). plain: whether the call has no variant."""
-    columns, block_size = columns_of(q_shape[3], v_head_dim), mask and mask.block_size
+    columns, block_size = column_constants(q_shape[3], v_head_dim), mask and mask.block_size
     dim, dim_v, wide = (columns[name] for name in ("DIM", "DIM_V", "WIDE"))
     # Made even if this pass does not take them, because they cannot always be made where the backward pass is compiled.
     by_document = blocks_by_document(q_shape[3], v_head_dim, mask, plain)
@@ -49,11 +49,11 @@ def forward_division(
         return 0 if mask and tables is None else items_and_tiles(q_shape, tables, queries)[1]
 
     if wide:
-        config = wide_forward(dim, dim_v, block_size, tiles_of(64), multiprocessors, plain)
+        config = wide_forward_config(dim, dim_v, block_size, tiles_of(64), multiprocessors, plain)
     elif plain:
-        config = forward_of_call(dim, block_size, tiles_of, multiprocessors)
+        config = plain_forward_config(dim, block_size, tiles_of, multiprocessors)
     else:
-        config = forward_of_variant(dim, block_size)
+        config = variant_forward_config(dim, block_size)
     if by_document is not None and not config.queries == config.keys == by_document.block_size:
         by_document = None
     tables = _tables_for(mask, by_document, config.queries)
@@ -73,7 +73,7 @@ def items_and_tiles(q_shape: tuple[int, ...], tables, queries: int) -> tuple[int
     return items, items * (tables.row_queries // queries if tables else 1) * q_shape[0] * q_shape[1]
 
 
-def backward_of_call(head_dim: int, v_head_dim: int, block_size: int | None) -> BackwardConfig:
+def plain_backward_config(head_dim: int, v_head_dim: int, block_size: int | None) -> BackwardConfig:
     """Returns the config of the backward pass of a call without a variant. block_size: the table's, or None."""
     if used_columns(head_dim) == 192 and padded_head_dim(v_head_dim) == 128 and block_size != 64:
         return PAIRED_BACKWARD
@@ -92,10 +92,10 @@ def heads_together(q_shape: tuple[int, ...], kv_heads: int, tables, plain: bool,
     masks, columns = tables.by_key.row_order.shape
     if masks > 1 or tables.mask_index.shape[1] > 1:
         return False
-    return short_columns(batch * kv_heads, columns, tables.by_key.col_idx.numel(), tables.block_size, multiprocessors)
+    return has_short_columns(batch * kv_heads, columns, tables.by_key.col_idx.numel(), tables.block_size, multiprocessors)
 
 
-def short_columns(kv_batch_heads: int, columns: int, blocks: int, block_size: int, programs: int) -> bool:
+def has_short_columns(kv_batch_heads: int, columns: int, blocks: int, block_size: int, programs: int) -> bool:
     """Whether columns are short, and there are enough for programs to finish together. A head group makes a heavy column heavier by
     its number of heads; an unsplit column has at most 64 blocks, four times the mean, or a thirty-second of all. kv_batch_heads:
     batch times key heads. blocks: of the table, or as many as a table made on the device has memory for."""

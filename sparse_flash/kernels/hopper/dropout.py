@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..common.gluon import record
-from ..common.philox import stream_of_batch_head, words_of_pairs
+from ..common.philox import draw_words, stream_of_batch_head
 
 # $1: a number, $2: the word of its pair, $3: the shift that moves the pair's half to the top, $4: the threshold to reach.
 _IS_DROPPED = gl.constexpr("{ .reg .pred p; .reg .b32 t; shl.b32 t, $2, $3; setp.lt.u32 p, t, $4; ")
@@ -53,7 +53,7 @@ class Dropout:
             query, token = column, row
         else:
             query, token = row, column
-        words = words_of_pairs(stream, query, token, first_query, first_key)
+        words = draw_words(stream, query, token, first_query, first_key)
         shift = 16 - (query & 8) * 2
         threshold = (self.variant.dropout_p * 4294967296.0).to(gl.uint32)
         return gl.inline_asm_elementwise(
@@ -68,7 +68,7 @@ def new_dropout(variant):
 
 
 @gluon.jit
-def kept_operand(weights, dtype: gl.constexpr):
+def round_kept(weights, dtype: gl.constexpr):
     """Returns weights from ``negate_dropped`` in 16 bits, with 0 for dropped pairs."""
     # Rounding with relu sets negative numbers to 0 for free.
     bfloat: gl.constexpr = "cvt.rn.relu.bf16x2.f32 $0, $2, $1;"

@@ -33,40 +33,40 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..common.config import padded_head_dim
 from ..common.eight_bits import KEYS
-from ..common.gluon import Constants, async_store, fresh_zero, of_tensor, record, store_wait
+from ..common.gluon import Constants, async_store, opaque_zero, record, store_wait, view_for_tma
 from ..common.grid import tile_and_batch_head
-from ..common.layout import addressable, empty_out, is_addressable, restored_out
+from ..common.layout import as_addressable, empty_out, is_addressable, restore_out
 from ..common.tiles import FLOOR, LN_2, LOG2_E, store_tile
 from ..launch.launch import descriptor_or_rows, launch_or_repeat, multiprocessors, table_arguments
-from ..launch.order import heads_in_queue
+from ..launch.order import concurrent_heads
 from .configs import EightBitConfig, forward_of_eight_bits
 from .descriptors import EIGHT_BIT_LAYOUTS, TILE_LAYOUT, gluon_descriptor, table_pointers, tile_queue
-from .division import columns_of, forward_division, items_and_tiles
+from .division import column_constants, items_and_tiles, plan_forward
 from .dropout import Dropout, new_dropout
-from .lengths import TokenLengths, load_existing, new_lengths, own_barrier
-from .masks import LOWEST, all_below, all_within, row_bits, row_run, where_bits
-from .pairs import from_pairs, in_pairs
+from .lengths import TokenLengths, load_existing, new_barrier, new_lengths
+from .masks import LOWEST, load_row_words, load_run_words, where_bits, words_below, words_within
+from .pairs import from_pairs, to_pairs
 from .products import (
-    finished,
-    only_rows,
-    pieces_of,
-    pieces_times_transposed,
-    scaled,
+    keep_rows,
+    new_sums,
+    scale_rows,
+    stage_pieces,
+    start_pieces_product,
+    start_product,
     store_columns,
-    times,
+    wait_for_sums,
     write_columns,
     write_rows,
-    zero_sums,
 )
-from .quads import from_quads, promoted
-from .quantization import Operands, blocks_of_scales, given, quantized
-from .ring import PingPong, Ring, new_ping_pong, ring_of, tiles
+from .quads import add_promoted, from_quads
+from .quantization import Operands, arrange_operands, expand_scales, quantize_operands
+from .ring import PingPong, Ring, allocate_tiles, new_ping_pong, new_ring
 from .scheduler import Heads, Queue, Scheduler, TableArguments, new_scheduler, schedule
-from .scores import ScoreTerms, new_terms
-from .softmax import by_row, first_folded, folded, followed, nothing_yet, rescaled
+from .scores import ScoringInputs, new_scoring
+from .softmax import fold_by_maximum, fold_first_step, fold_lazily, new_row_state, reduce_threads, rescale_sums
 from .variant import PLAIN, HopperVariant, hopper_variant
 
-HALF = gl.constexpr(64)  # queries per warp group
+GROUP_QUERIES = gl.constexpr(64)  # queries per warp group
 SCALED_KEYS = gl.constexpr(KEYS)
 COMBINED = tl.constexpr(32)  # queries per program that combines splits
 
@@ -138,7 +138,7 @@ NO_SCALES = Scales()
 
 
 @record
-class ScaledTile:
+class TileScales:
     """Holds scales of a tile's queries and keys, with operands in e4m3; otherwise arbitrary numbers."""
 
     factor: gl.tensor  # multiplies scores of the warp group's queries, and so does the scale of their keys
@@ -162,7 +162,7 @@ class ForwardArguments:
     heads: Heads
     q_len: gl.tensor
     kv_len: gl.tensor
-    scoring: ScoreTerms
+    scoring: ScoringInputs
     lengths: TokenLengths
     arrived: gl.shared_memory_descriptor  # the loading warp's own barrier, with lengths
     dropout: Dropout
@@ -183,9 +183,11 @@ def _load_queries(p, turn, batch, head, first_query):
     p.q.acquire(turn)
     p.q.expect(turn, p.SHAPE.QUERIES * p.SHAPE.DIM * (p.q.data.dtype.primitive_bitwidth // 8))
     WIDTH: gl.constexpr = p.SHAPE.DIM // p.SHAPE.PIECES
-    for half in gl.static_range(p.SHAPE.QUERIES // HALF):
+    for half in gl.static_range(p.SHAPE.QUERIES // GROUP_QUERIES):
         for piece in gl.static_range(p.SHAPE.PIECES):
-            p.q.load(turn, p.q_tensor, [batch, head, first_query + half * HALF, piece * WIDTH], half * p.SHAPE.PIECES + piece)
+            p.q.load(
+                turn, p.q_tensor, [batch, head, first_query + half * GROUP_QUERIES, piece * WIDTH], half * p.SHAPE.PIECES + piece
+            )
 
 
 @gluon.jit
@@ -212,7 +214,7 @@ def _load_cut_values(p, tile, step, cuts, batch, kv_head, position):
 
 
 @gluon.jit
-def _load(p):
+def _load_tiles(p):
     """Runs the loading warp: loads each tile's queries, then keys and values of each step, in order of use."""
     step = 0
     turn = 0
@@ -250,19 +252,19 @@ def _mask_words(p, tile, step, HALF_INDEX: gl.constexpr, layout: gl.constexpr):
     table = p.table
     if p.lengths.ANY:
         position = p.scheduler.position(tile, step, tile.end)
-        words = all_within(tile.cuts.other_first - position, tile.cuts.other_last - position, HALF, p.SHAPE.KEYS, layout)
+        words = words_within(tile.cuts.other_first - position, tile.cuts.other_last - position, GROUP_QUERIES, p.SHAPE.KEYS, layout)
         if table.SPARSE:
             if step >= tile.cuts.own:
-                words &= _own_words(p, tile, step, HALF_INDEX, layout)
+                words &= _load_tile_words(p, tile, step, HALF_INDEX, layout)
     elif not table.SPARSE:
-        words = all_below(p.kv_len - step * p.SHAPE.KEYS, HALF, p.SHAPE.KEYS, layout)
+        words = words_below(p.kv_len - step * p.SHAPE.KEYS, GROUP_QUERIES, p.SHAPE.KEYS, layout)
     else:
-        words = _own_words(p, tile, step, HALF_INDEX, layout)
+        words = _load_tile_words(p, tile, step, HALF_INDEX, layout)
     return words
 
 
 @gluon.jit
-def _own_words(p, tile, step, HALF_INDEX: gl.constexpr, layout: gl.constexpr):
+def _load_tile_words(p, tile, step, HALF_INDEX: gl.constexpr, layout: gl.constexpr):
     """Returns the words of a step's mask tile."""
     table = p.table
     STEPS: gl.constexpr = table.BLOCK // p.SHAPE.KEYS
@@ -272,29 +274,31 @@ def _own_words(p, tile, step, HALF_INDEX: gl.constexpr, layout: gl.constexpr):
     mask_tile = gl.load(table.tile_idx + entry // STEPS)
     ROW: gl.constexpr = p.SHAPE.QUERIES if p.SHAPE.QUERIES > table.BLOCK else table.BLOCK
     if p.SHAPE.QUERIES > table.BLOCK or table.OWN_STARTS:
-        row = HALF_INDEX * HALF
+        row = HALF_INDEX * GROUP_QUERIES
     else:
-        row = tile.first % ROW + HALF_INDEX * HALF
+        row = tile.first % ROW + HALF_INDEX * GROUP_QUERIES
     if step < tile.bits:
-        words = row_run(table.tile_runs + mask_tile * ROW + row, step % STEPS * p.SHAPE.KEYS, HALF, p.SHAPE.KEYS, layout)
+        words = load_run_words(
+            table.tile_runs + mask_tile * ROW + row, step % STEPS * p.SHAPE.KEYS, GROUP_QUERIES, p.SHAPE.KEYS, layout
+        )
     else:
         WORDS: gl.constexpr = table.BLOCK // 32
         first = table.tile_bits + (mask_tile.to(gl.int64) * ROW + row) * WORDS + step % STEPS * (p.SHAPE.KEYS // 32)
-        words = row_bits(first, HALF, p.SHAPE.KEYS, WORDS, layout)
+        words = load_row_words(first, GROUP_QUERIES, p.SHAPE.KEYS, WORDS, layout)
     return words
 
 
 @gluon.jit
-def _scaled_tile(p, tile, HALF_INDEX: gl.constexpr):
-    """Returns the ``ScaledTile`` of a tile's queries of this warp group."""
-    scaled_tile = ScaledTile(p.scoring.scale, tile.first, p.scoring.scale, p.scoring.scale)
+def _load_scales(p, tile, HALF_INDEX: gl.constexpr):
+    """Returns the ``TileScales`` of a tile's queries of this warp group."""
+    scaled_tile = TileScales(p.scoring.scale, tile.first, p.scoring.scale, p.scoring.scale)
     if p.SHAPE.EIGHT:
-        query = tile.first + HALF_INDEX * HALF
-        block = tile.batch_head * ((p.q_len + (HALF - 1)) // HALF) + query // HALF
+        query = tile.first + HALF_INDEX * GROUP_QUERIES
+        block = tile.batch_head * ((p.q_len + (GROUP_QUERIES - 1)) // GROUP_QUERIES) + query // GROUP_QUERIES
         factor = p.scoring.factor() * gl.load(p.scales.q + block, mask=(query >= 0) & (query < p.q_len), other=1.0)
         blocks = tile.batch_head // p.heads.group * ((p.kv_len + (SCALED_KEYS - 1)) // SCALED_KEYS)
         first = blocks + tile.position // SCALED_KEYS
-        scaled_tile = ScaledTile(factor, blocks, factor * gl.load(p.scales.k + first), gl.load(p.scales.v + first))
+        scaled_tile = TileScales(factor, blocks, factor * gl.load(p.scales.k + first), gl.load(p.scales.v + first))
     return scaled_tile
 
 
@@ -306,16 +310,16 @@ def _start_values(p, kept, values, sums, no_sums):
         weights = from_quads(kept[0], dtype, gl.DotOperandLayout(0, sums[0].type.layout, 4))
         started = (warpgroup_mma(weights, values.permute((1, 0)), no_sums[0], use_acc=False, is_async=True),)
     else:
-        started = times(from_pairs(kept, dtype, gl.DotOperandLayout(0, sums[0].type.layout, 2)), values, sums)
+        started = start_product(from_pairs(kept, dtype, gl.DotOperandLayout(0, sums[0].type.layout, 2)), values, sums)
     return started
 
 
 @gluon.jit
-def _finished_values(p, started, kept, sums, PENDING: gl.constexpr):
+def _wait_for_values(p, started, kept, sums, PENDING: gl.constexpr):
     """Returns the sums of values, with the sums that ``_start_values`` started."""
-    finished_values = finished(started, PENDING)
+    finished_values = wait_for_sums(started, PENDING)
     if p.SHAPE.EIGHT:
-        finished_values = promoted(sums, finished_values, kept[1])
+        finished_values = add_promoted(sums, finished_values, kept[1])
     return finished_values
 
 
@@ -347,15 +351,15 @@ def _fold_steps(
     OVERLAPPED: gl.constexpr = (
         p.SHAPE.OVERLAPPED and not MASKED
         if p.SHAPE.EIGHT
-        else p.VARIED or p.PING_PONG or (p.SHAPE.QUERIES == 2 * HALF and p.SHAPE.DIM_V <= 128 and not MASKED)
+        else p.VARIED or p.PING_PONG or (p.SHAPE.QUERIES == 2 * GROUP_QUERIES and p.SHAPE.DIM_V <= 128 and not MASKED)
     )
     dtype: gl.constexpr = p.q_tensor.dtype
     for number in range(begin, end):
         entry = begin + (end - 1 - number) if MASKED and p.scheduler.DOWN else number
         before = step
         step += 1
-        q = pieces_of(p.q, turn, HALF_INDEX * p.SHAPE.PIECES + fresh_zero(step), p.SHAPE.PIECES)
-        keys = pieces_of(p.k, step, 0, p.SHAPE.PIECES)
+        q = stage_pieces(p.q, turn, HALF_INDEX * p.SHAPE.PIECES + opaque_zero(step), p.SHAPE.PIECES)
+        keys = stage_pieces(p.k, step, 0, p.SHAPE.PIECES)
         values = p.v.stage(before)
         if MASKED:
             words = _mask_words(p, tile, entry, HALF_INDEX, score_layout)
@@ -368,7 +372,7 @@ def _fold_steps(
         if p.PING_PONG:
             p.ping_pong.take(before - turn, HALF_INDEX)
         # (1) S = Q K^T
-        started_scores = pieces_times_transposed(q, keys, zeros, p.SHAPE.USED)
+        started_scores = start_pieces_product(q, keys, zeros, p.SHAPE.USED)
         p.v.wait(before)
         # (2) O += P V of the previous step
         started_values = _start_values(p, kept, values, sums, no_sums)
@@ -381,33 +385,33 @@ def _fold_steps(
             is_last = number + 1 == end
             p.q.release(turn, pred=is_last & (tile.begin == tile.runs) if MASKED else is_last)
         if p.scoring.SCORED:
-            scores = p.scoring.scored(scores, terms, tile.first + HALF_INDEX * HALF, position)
+            scores = p.scoring.scored(scores, terms, tile.first + HALF_INDEX * GROUP_QUERIES, position)
         if MASKED:
             scores = where_bits(scores, words, LOWEST)
         if not OVERLAPPED:
-            sums = _finished_values(p, started_values, kept, sums, 0)
+            sums = _wait_for_values(p, started_values, kept, sums, 0)
             p.v.release(before)
         previous = kept
         # P = exp2(S - maximum)
         if p.VARIED:
-            weights, rescale, running_max, running_sum = followed(scores, running_max, running_sum, p.scoring.factor())
+            weights, rescale, running_max, running_sum = fold_by_maximum(scores, running_max, running_sum, p.scoring.factor())
             if p.dropout.ENABLED:
-                weights = p.dropout.zero_dropped(weights, stream, tile.first + HALF_INDEX * HALF, position)
-            kept = in_pairs(weights, dtype)
+                weights = p.dropout.zero_dropped(weights, stream, tile.first + HALF_INDEX * GROUP_QUERIES, position)
+            kept = to_pairs(weights, dtype)
         elif p.SHAPE.EIGHT:
-            words, rescale, running_max, running_sum = folded(
+            words, rescale, running_max, running_sum = fold_lazily(
                 scores, running_max, running_sum, factor, dtype, 0 if MASKED else p.SHAPE.POLYNOMIALS
             )
             kept = (words, value_scale)
         else:
-            kept, rescale, running_max, running_sum = folded(scores, running_max, running_sum, p.scoring.factor(), dtype)
+            kept, rescale, running_max, running_sum = fold_lazily(scores, running_max, running_sum, p.scoring.factor(), dtype)
         if OVERLAPPED:
-            sums = _finished_values(p, started_values, previous, sums, 0)
+            sums = _wait_for_values(p, started_values, previous, sums, 0)
             p.v.release(before)
         if p.VARIED:
-            sums = scaled(sums, rescale)
+            sums = scale_rows(sums, rescale)
         else:
-            sums = rescaled(sums, rescale)
+            sums = rescale_sums(sums, rescale)
     return (sums, kept, running_max, running_sum), step
 
 
@@ -417,44 +421,44 @@ def _compute(p, HALF_INDEX: gl.constexpr):
     DEPTH: gl.constexpr = 256 // p.q_tensor.dtype.primitive_bitwidth
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.SHAPE.KEYS, DEPTH])
     row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
-    zeros = gl.zeros([HALF, p.SHAPE.KEYS], gl.float32, layout=score_layout)
-    no_sums = zero_sums(HALF, p.SHAPE.DIM_V, p.SHAPE.USED_V, DEPTH)
+    zeros = gl.zeros([GROUP_QUERIES, p.SHAPE.KEYS], gl.float32, layout=score_layout)
+    no_sums = new_sums(GROUP_QUERIES, p.SHAPE.DIM_V, p.SHAPE.USED_V, DEPTH)
     dtype: gl.constexpr = p.q_tensor.dtype
 
     step = 0
     turn = 0
     tile = p.scheduler.tile(0)
-    scaled_tile = _scaled_tile(p, tile, HALF_INDEX)
+    scaled_tile = _load_scales(p, tile, HALF_INDEX)
     p.q.wait(0)
     p.k.wait(0)
-    q, keys = pieces_of(p.q, 0, HALF_INDEX * p.SHAPE.PIECES, p.SHAPE.PIECES), pieces_of(p.k, 0, 0, p.SHAPE.PIECES)
-    started_scores = pieces_times_transposed(q, keys, zeros, p.SHAPE.USED)
+    q, keys = stage_pieces(p.q, 0, HALF_INDEX * p.SHAPE.PIECES, p.SHAPE.PIECES), stage_pieces(p.k, 0, 0, p.SHAPE.PIECES)
+    started_scores = start_pieces_product(q, keys, zeros, p.SHAPE.USED)
     scores = warpgroup_mma_wait(0, deps=(started_scores,))
     p.k.release(0)
     while tile.first >= 0:
         if p.SHAPE.WIDE:
             p.q.release(turn, pred=tile.end - tile.begin <= 1)
         stream = p.dropout.stream(tile.batch_head)
-        terms = p.scoring.of_head(p.heads, tile.batch_head)
-        first_query = tile.first + HALF_INDEX * HALF
+        terms = p.scoring.load_head_terms(p.heads, tile.batch_head)
+        first_query = tile.first + HALF_INDEX * GROUP_QUERIES
         if p.scoring.SCORED:
             scores = p.scoring.scored(scores, terms, first_query, tile.position)
         if tile.end > tile.runs:
             entry = p.scheduler.first_step(tile.first, tile.begin, tile.runs, tile.end)
             scores = where_bits(scores, _mask_words(p, tile, entry, HALF_INDEX, score_layout), LOWEST)
         elif tile.begin == tile.end:
-            scores = gl.full([HALF, p.SHAPE.KEYS], -float("inf"), gl.float32, layout=score_layout)
+            scores = gl.full([GROUP_QUERIES, p.SHAPE.KEYS], -float("inf"), gl.float32, layout=score_layout)
         if p.VARIED:
-            running_max, running_sum = nothing_yet(scores)
-            weights, _, running_max, running_sum = followed(scores, running_max, running_sum, p.scoring.factor())
+            running_max, running_sum = new_row_state(scores)
+            weights, _, running_max, running_sum = fold_by_maximum(scores, running_max, running_sum, p.scoring.factor())
             if p.dropout.ENABLED:
                 weights = p.dropout.zero_dropped(weights, stream, first_query, tile.position)
-            kept = in_pairs(weights, dtype)
+            kept = to_pairs(weights, dtype)
         elif p.SHAPE.EIGHT:
-            words, running_max, running_sum = first_folded(scores, scaled_tile.first_factor, dtype)
+            words, running_max, running_sum = fold_first_step(scores, scaled_tile.first_factor, dtype)
             kept = (words, scaled_tile.first_values)
         else:
-            kept, running_max, running_sum = first_folded(scores, p.scoring.factor(), dtype)
+            kept, running_max, running_sum = fold_first_step(scores, p.scoring.factor(), dtype)
         if not p.SHAPE.WIDE:
             if turn > 0:
                 # The previous tile's output, in the stage of its queries, has probably been read by now, so this wait is short.
@@ -463,7 +467,7 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         state = (no_sums, kept, running_max, running_sum)
         # The first step, which is done above, has a partial block if the row has any.
         if p.table.SPARSE or p.lengths.variant.kv_starts is not None:
-            begin, end = p.scheduler.rest_of_partial(tile)
+            begin, end = p.scheduler.other_partial_steps(tile)
             state, step = _fold_steps(
                 p, tile, state, turn, step, begin, end, stream, terms, scaled_tile, zeros, no_sums, HALF_INDEX, True
             )
@@ -480,21 +484,21 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         p.v.wait(step)
         started_values = _start_values(p, kept, values, sums, no_sums)
         upcoming = p.scheduler.tile(turn + 1)
-        scaled_tile = _scaled_tile(p, upcoming, HALF_INDEX)
+        scaled_tile = _load_scales(p, upcoming, HALF_INDEX)
         p.q.wait(turn + 1)
         p.k.wait(step + 1)
-        q = pieces_of(p.q, turn + 1, HALF_INDEX * p.SHAPE.PIECES, p.SHAPE.PIECES)
-        keys = pieces_of(p.k, step + 1, 0, p.SHAPE.PIECES)
-        started_scores = pieces_times_transposed(q, keys, zeros, p.SHAPE.USED)
-        sums = _finished_values(p, started_values, kept, sums, 2 if p.SHAPE.USED == 96 else p.SHAPE.PIECES)
+        q = stage_pieces(p.q, turn + 1, HALF_INDEX * p.SHAPE.PIECES, p.SHAPE.PIECES)
+        keys = stage_pieces(p.k, step + 1, 0, p.SHAPE.PIECES)
+        started_scores = start_pieces_product(q, keys, zeros, p.SHAPE.USED)
+        sums = _wait_for_values(p, started_values, kept, sums, 2 if p.SHAPE.USED == 96 else p.SHAPE.PIECES)
         p.v.release(step)
 
         if not p.VARIED:
-            running_max, running_sum = by_row(running_max, running_sum, row_layout)
+            running_max, running_sum = reduce_threads(running_max, running_sum, row_layout)
         keeps_nothing = running_sum == 0.0
         if p.lengths.Q_CUT:
             # A query that does not exist may have any numbers in its row.
-            query = first_query + gl.arange(0, HALF, layout=row_layout)
+            query = first_query + gl.arange(0, GROUP_QUERIES, layout=row_layout)
             keeps_nothing |= (query < tile.cuts.own_first) | (query >= tile.cuts.own_last)
         total = gl.where(keeps_nothing, 1.0, running_sum)
         divisor = total
@@ -502,12 +506,12 @@ def _compute(p, HALF_INDEX: gl.constexpr):
             divisor *= p.dropout.share()
         lse = gl.where(keeps_nothing, -float("inf"), (running_max + gl.log2(total)) * LN_2)
         if p.SHAPE.EIGHT:
-            query = first_query + gl.arange(0, HALF, layout=row_layout)
+            query = first_query + gl.arange(0, GROUP_QUERIES, layout=row_layout)
             shift = p.scales.lse + tile.batch_head.to(gl.int64) * p.q_len + query
             lse += gl.load(shift, mask=query < p.q_len, other=0.0)
-        result = scaled(sums, 1.0 / divisor)
+        result = scale_rows(sums, 1.0 / divisor)
         if p.lengths.Q_CUT:
-            result = only_rows(result, gl.where(keeps_nothing, 0, -1))
+            result = keep_rows(result, gl.where(keeps_nothing, 0, -1))
         _store(p, tile, turn, result, lse, HALF_INDEX)
 
         scores = warpgroup_mma_wait(0, deps=(started_scores,))
@@ -522,13 +526,13 @@ def _compute(p, HALF_INDEX: gl.constexpr):
 @gluon.jit
 def _store(p, tile, turn, result, lse, HALF_INDEX: gl.constexpr):
     """Stores a tile's lse and output. Without WIDE, the output is copied through the stage of the tile's queries, and the copy need
-    not have ended on return. A split's results go to ``p.outputs``. result: in the form of ``zero_sums``."""
-    rows = gl.arange(0, HALF, layout=lse.type.layout)
-    first_row = tile.first + HALF_INDEX * HALF
+    not have ended on return. A split's results go to ``p.outputs``. result: in the form of ``new_sums``."""
+    rows = gl.arange(0, GROUP_QUERIES, layout=lse.type.layout)
+    first_row = tile.first + HALF_INDEX * GROUP_QUERIES
     if p.SHAPE.SPLIT:
         # A branch here, with a product in flight, would make the compiler serialize all products. So a split also stores to out, at
         # rows past the end, which are dropped.
-        row = (tile.batch_head * p.split_tiles + tile.split - 1).to(gl.int64) * p.SHAPE.QUERIES + HALF_INDEX * HALF
+        row = (tile.batch_head * p.split_tiles + tile.split - 1).to(gl.int64) * p.SHAPE.QUERIES + HALF_INDEX * GROUP_QUERIES
         is_split = tile.split > 0
         pointer = p.outputs.out_of_splits + row * p.SHAPE.DIM_V
         write_columns(pointer, p.SHAPE.DIM_V, result, is_split)
@@ -547,7 +551,7 @@ def _store(p, tile, turn, result, lse, HALF_INDEX: gl.constexpr):
         store_columns(out, result)
         fence_async_shared()
         batch, head = p.heads.of(tile.batch_head)
-        async_store(p.out_tensor, [batch, head, first_row, 0], of_tensor(out, p.out_tensor))
+        async_store(p.out_tensor, [batch, head, first_row, 0], view_for_tma(out, p.out_tensor))
     query = first_row + rows
     stop = tile.stop if p.SHAPE.OWN_STARTS else p.q_len
     gl.store(p.outputs.lse + tile.batch_head.to(gl.int64) * p.q_len + query, lse, mask=query < stop)
@@ -587,14 +591,16 @@ def attention_forward_kernel(
     GROUPS: gl.constexpr = SHAPE.GROUPS
     TURNS: gl.constexpr = 1 if SHAPE.WIDE else 2
     WIDTH: gl.constexpr = SHAPE.DIM // PIECES
-    q = ring_of(tiles(dtype, TURNS * GROUPS * PIECES, HALF, WIDTH), TURNS, PIECES=GROUPS * PIECES, CONSUMERS=GROUPS)
-    k = ring_of(tiles(dtype, STAGES * PIECES, SHAPE.KEYS, WIDTH), STAGES, PIECES=PIECES, CONSUMERS=GROUPS)
+    q = new_ring(
+        allocate_tiles(dtype, TURNS * GROUPS * PIECES, GROUP_QUERIES, WIDTH), TURNS, PIECES=GROUPS * PIECES, CONSUMERS=GROUPS
+    )
+    k = new_ring(allocate_tiles(dtype, STAGES * PIECES, SHAPE.KEYS, WIDTH), STAGES, PIECES=PIECES, CONSUMERS=GROUPS)
     staging = q.data
     if SHAPE.EIGHT:
-        v = ring_of(tiles(dtype, STAGES, SHAPE.DIM_V, SHAPE.KEYS), STAGES, CONSUMERS=GROUPS)
-        staging = tiles(out_tensor.dtype, GROUPS, HALF, SHAPE.DIM_V)
+        v = new_ring(allocate_tiles(dtype, STAGES, SHAPE.DIM_V, SHAPE.KEYS), STAGES, CONSUMERS=GROUPS)
+        staging = allocate_tiles(out_tensor.dtype, GROUPS, GROUP_QUERIES, SHAPE.DIM_V)
     else:
-        v = ring_of(tiles(dtype, STAGES, SHAPE.KEYS, SHAPE.DIM_V), STAGES, CONSUMERS=GROUPS)
+        v = new_ring(allocate_tiles(dtype, STAGES, SHAPE.KEYS, SHAPE.DIM_V), STAGES, CONSUMERS=GROUPS)
     strides = mask_batch_stride, mask_head_stride
     table = TableArguments(*table, *strides, SHAPE.BLOCK, SHAPE.SPARSE, SHAPE.OWN_STARTS)
     heads_of = Heads(heads, group)
@@ -605,7 +611,7 @@ def attention_forward_kernel(
     )
     arrived = q.full
     if lengths.KV_CUT:
-        arrived = own_barrier()
+        arrived = new_barrier()
     dropout = new_dropout(variant)
     VARIED: gl.constexpr = dropout.ENABLED or SHAPE.SCORED
     # With narrow heads, two groups without this drift into computing at the same time.
@@ -628,7 +634,7 @@ def attention_forward_kernel(
         heads=heads_of,
         q_len=q_len,
         kv_len=kv_len,
-        scoring=new_terms(
+        scoring=new_scoring(
             variant, score_scale, q_len, kv_len, SHAPE.SCORED, SHAPE.REACH, SCORE, DERIVATIVE, BY_KEY=False, SIGNED=False
         ),
         lengths=lengths,
@@ -646,16 +652,16 @@ def attention_forward_kernel(
         PING_PONG=PING_PONG,
     )
     if GROUPS == 1:
-        gl.warp_specialize([(_compute, (p, 0)), (_load, (p,)), (schedule, (scheduler,))], [1, 1], [24, 24])
+        gl.warp_specialize([(_compute, (p, 0)), (_load_tiles, (p,)), (schedule, (scheduler,))], [1, 1], [24, 24])
     elif GROUPS == 2:
         gl.warp_specialize(
-            [(_compute, (p, 0)), (_compute, (p, 1)), (_load, (p,)), (schedule, (scheduler,))],
+            [(_compute, (p, 0)), (_compute, (p, 1)), (_load_tiles, (p,)), (schedule, (scheduler,))],
             [4, 1, 1],
             [SHAPE.REGISTERS, 24, 24],
         )
     else:
         gl.warp_specialize(
-            [(_compute, (p, 0)), (_compute, (p, 1)), (_compute, (p, 2)), (_load, (p,)), (schedule, (scheduler,))],
+            [(_compute, (p, 0)), (_compute, (p, 1)), (_compute, (p, 2)), (_load_tiles, (p,)), (schedule, (scheduler,))],
             [4, 4, 1, 1],
             [SHAPE.REGISTERS, SHAPE.REGISTERS, 24, 24],
         )
@@ -725,11 +731,11 @@ def attention_forward(q, k, v, mask, scale, variant=None, beside=None):
 
 def _run(q, k, v, mask, scale, variant, of_variant: HopperVariant, beside, recording):
     if not all(map(is_addressable, (q, k, v))):
-        ready = [addressable(t) for t in (q, k, v)]
+        ready = [as_addressable(t) for t in (q, k, v)]
         out, lse = attention_forward(*ready, mask, scale, variant, beside)
-        return restored_out(out, ready[0], q, v), lse
+        return restore_out(out, ready[0], q, v), lse
     config, tables = _config_and_tables(q, v, mask, of_variant)
-    split_rows = _split_rows(tables)
+    split_rows = _count_split_rows(tables)
     out = recording.fresh(empty_out(q, v.shape[3]))
     lse = recording.fresh(torch.empty(q.shape[:3], dtype=torch.float32, device=q.device))
     split_out = split_lse = lse
@@ -750,19 +756,19 @@ def _run(q, k, v, mask, scale, variant, of_variant: HopperVariant, beside, recor
 def attention_forward_of_eight_bits(q, k, v, mask, scale, scales=None, config=None):
     """Returns out and lse as ``attention_forward`` does, computed in e4m3: see ``variant.eight_bits``. scales: of e4m3 q, k and v,
     (batch, heads or kv_heads) each, or None. config: an ``EightBitConfig``; the one for these shapes by default."""
-    others = () if scales is None else blocks_of_scales(scales, q, k)
+    others = () if scales is None else expand_scales(scales, q, k)
     run = partial(_run_of_eight_bits, q, k, v, others, mask, scale, scales, config)
     return tuple(launch_or_repeat(attention_forward_kernel, mask, (scale, "e4m3", config), (q, k, v, *others), run)[:2])
 
 
 def _run_of_eight_bits(q, k, v, others, mask, scale, scales, config, recording):
     if not all(map(is_addressable, (q, k, v))):
-        ready = [addressable(t) for t in (q, k, v)]
+        ready = [as_addressable(t) for t in (q, k, v)]
         out, lse = attention_forward_of_eight_bits(*ready, mask, scale, scales, config)
-        return restored_out(out, ready[0], q, v), lse
+        return restore_out(out, ready[0], q, v), lse
     out = recording.fresh(empty_out(q, v.shape[3]))
     lse = recording.fresh(torch.empty(q.shape[:3], dtype=torch.float32, device=q.device))
-    operands = given(q, k, v, *others, recording) if others else quantized(q, k, v, scale, recording)
+    operands = arrange_operands(q, k, v, *others, recording) if others else quantize_operands(q, k, v, scale, recording)
     attend_to_operands(operands, out, lse, mask, scale, config, recording)
     return out, lse
 
@@ -773,7 +779,7 @@ def attend_to_operands(operands: Operands, out, lse, mask, scale, config, record
     q, k, v = operands[:3]
     dim = v.shape[2]
     config = config or forward_of_eight_bits(dim, mask and mask.block_size)
-    split_rows = _split_rows(mask)
+    split_rows = _count_split_rows(mask)
     split_out = split_lse = lse
     if split_rows:
         rows = q.shape[0] * q.shape[1] * split_rows
@@ -791,22 +797,22 @@ def attend_to_operands(operands: Operands, out, lse, mask, scale, config, record
 def forward_shape(config, head_dim: int, v_head_dim: int, block_size: int | None, *switches) -> ForwardShape:
     """block_size: the table's, or None. switches: the fields of ``ForwardShape`` after SPARSE."""
     of_table = block_size or config.queries, block_size is not None
-    groups = config.queries // HALF.value
-    columns = columns_of(head_dim, v_head_dim).values()
+    groups = config.queries // GROUP_QUERIES.value
+    columns = column_constants(head_dim, v_head_dim).values()
     of_eight = ()
     if isinstance(config, EightBitConfig):
         of_eight = True, config.alternating, config.polynomials, config.overlapped
     return ForwardShape(*columns, groups, config.keys, config.stages, config.registers, *of_table, *switches, *of_eight)
 
 
-def _split_rows(tables) -> int:
+def _count_split_rows(tables) -> int:
     """Returns how many rows of queries per head the splits of the table's rows have."""
     split = tables is not None and tables.by_query.is_split
     return tables.by_query.splits.shape[1] * tables.row_queries if split else 0
 
 
 def _config_and_tables(q, v, mask, of_variant: HopperVariant):
-    return forward_division(q.shape, v.shape[3], mask, of_variant is PLAIN, multiprocessors(q.device))
+    return plan_forward(q.shape, v.shape[3], mask, of_variant is PLAIN, multiprocessors(q.device))
 
 
 def _forward_launch(
@@ -829,10 +835,10 @@ def _forward_launch(
     if shape.EIGHT:
         layout, of_values, layout_v = EIGHT_BIT_LAYOUTS[width], [dim_v, config.keys], EIGHT_BIT_LAYOUTS[config.keys]
     arguments = [
-        gluon_descriptor(q, [1, 1, HALF.value, width], layout),
+        gluon_descriptor(q, [1, 1, GROUP_QUERIES.value, width], layout),
         gluon_descriptor(k, [1, 1, config.keys, width], layout),
         gluon_descriptor(v, [1, 1, *of_values], layout_v),
-        gluon_descriptor(out, [1, 1, HALF.value, dim_v]),
+        gluon_descriptor(out, [1, 1, GROUP_QUERIES.value, dim_v]),
         Outputs(out, lse, split_out, split_lse),
         pointers,
         queue,
@@ -843,7 +849,7 @@ def _forward_launch(
         kv_len,
         items,
         tiles,
-        heads_in_queue(dim + dim_v, kv_len, tables, batch_heads, group),
+        concurrent_heads(dim + dim_v, kv_len, tables, batch_heads, group),
         split_rows // config.queries,
         scale * LOG2_E.value,
         of_variant.given,

@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ..common.gluon import async_load, barrier, fresh_zero, of_tensor, record
+from ..common.gluon import async_load, barrier, opaque_zero, record, view_for_tma
 
 _CHUNK = gl.constexpr(128)
 _ROWS, _COLUMNS = gl.constexpr(8), gl.constexpr(64)  # that the loading warp clears at a time
@@ -73,17 +73,17 @@ class TokenLengths:
 
     @gluon.jit
     def queries(self, batch):
-        return _valid(self.variant.q_starts, self.variant.q_lens, batch, self.q_len)
+        return _load_existing_tokens(self.variant.q_starts, self.variant.q_lens, batch, self.q_len)
 
     @gluon.jit
     def keys(self, batch):
-        return _valid(self.variant.kv_starts, self.variant.kv_lens, batch, self.kv_len)
+        return _load_existing_tokens(self.variant.kv_starts, self.variant.kv_lens, batch, self.kv_len)
 
 
 @gluon.jit
-def _valid(starts, lens, batch, length):
+def _load_existing_tokens(starts, lens, batch, length):
     # Triton 3.6 fails if it knows that the first token is 0.
-    first, last = fresh_zero(length), length
+    first, last = opaque_zero(length), length
     if starts is not None:
         first = gl.minimum(gl.maximum(gl.load(starts + batch), 0), length)
     if lens is not None:
@@ -112,7 +112,7 @@ def _entries_below(entries, begin, end, block):
 
 
 @gluon.jit
-def _existing(table, begin, end, valid, length):
+def _find_existing_entries(table, begin, end, valid, length):
     """Returns (low, high): entries low .. high - 1, of begin .. end - 1, have existing tokens."""
     low, high = begin, end
     if valid.first > 0:
@@ -137,9 +137,9 @@ def cut_steps(lengths, table, batch, first, bounds, TILE: gl.constexpr, STEP: gl
     has_own = (first < own.last) & (first + TILE > own.first)
     valid = ExistingTokens(other.first, gl.where(has_own, other.last, other.first))
     if table.SPARSE:
-        low, high = _existing(table, begin, runs, valid, length)
-        runs_low, runs_high = _existing(table, runs, bits, valid, length)
-        bits_low, bits_high = _existing(table, bits, end, valid, length)
+        low, high = _find_existing_entries(table, begin, runs, valid, length)
+        runs_low, runs_high = _find_existing_entries(table, runs, bits, valid, length)
+        bits_low, bits_high = _find_existing_entries(table, bits, end, valid, length)
     else:
         low = valid.first // STEP
         high = gl.where(valid.first < valid.last, (valid.last + STEP - 1) // STEP, low)
@@ -186,7 +186,7 @@ def load_existing(ring, n, tensor, source, arrived, turn, first, last):
     ROWS: gl.constexpr = tile.shape[0]
     COLUMNS: gl.constexpr = tile.shape[1]
     mbarrier.expect(arrived, ROWS * COLUMNS * 2)
-    async_load(tensor, source, arrived, of_tensor(tile, tensor))
+    async_load(tensor, source, arrived, view_for_tma(tile, tensor))
     mbarrier.wait(arrived, turn & 1)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     for row in gl.static_range(0, ROWS, _ROWS):
@@ -203,7 +203,7 @@ def load_existing(ring, n, tensor, source, arrived, turn, first, last):
 
 
 @gluon.jit
-def own_barrier():
+def new_barrier():
     """Returns a barrier for ``load_existing``."""
     arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(arrived, count=1)

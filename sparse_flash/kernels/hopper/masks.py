@@ -32,7 +32,7 @@ def _where_bit(scores, words, bit, otherwise: gl.constexpr):
 
 
 @gluon.jit
-def _word_layout(ROWS: gl.constexpr, COLS: gl.constexpr, layout: gl.constexpr):
+def _word_indices(ROWS: gl.constexpr, COLS: gl.constexpr, layout: gl.constexpr):
     """Returns row and column indices of a tile's 32-bit words, for the threads that hold its scores in ``layout``."""
     parts = gl.zeros([ROWS, COLS], gl.int32, layout=layout).reshape([ROWS, COLS // 32, 32])
     of_words: gl.constexpr = gl.SliceLayout(2, parts.type.layout)
@@ -42,32 +42,32 @@ def _word_layout(ROWS: gl.constexpr, COLS: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def row_bits(words, ROWS: gl.constexpr, COLS: gl.constexpr, STRIDE: gl.constexpr, layout: gl.constexpr):
+def load_row_words(words, ROWS: gl.constexpr, COLS: gl.constexpr, STRIDE: gl.constexpr, layout: gl.constexpr):
     """Returns words[r * STRIDE + c // 32], for ``where_bits``."""
-    rows, columns = _word_layout(ROWS, COLS, layout)
+    rows, columns = _word_indices(ROWS, COLS, layout)
     return gl.load(words + rows[:, None] * STRIDE + columns[None, :])
 
 
 @gluon.jit
-def row_run(runs, position, ROWS: gl.constexpr, COLS: gl.constexpr, layout: gl.constexpr):
+def load_run_words(runs, position, ROWS: gl.constexpr, COLS: gl.constexpr, layout: gl.constexpr):
     """Returns words for ``where_bits`` from runs[r], which holds a run's first key in the low half and its end in the high half.
     position: of column 0."""
-    rows, columns = _word_layout(ROWS, COLS, layout)
+    rows, columns = _word_indices(ROWS, COLS, layout)
     run = gl.load(runs + rows)
     return _run_bits((run & 0xFFFF)[:, None], (run >> 16)[:, None], columns[None, :] * 32 + position)
 
 
 @gluon.jit
-def all_below(stop, ROWS: gl.constexpr, COLS: gl.constexpr, layout: gl.constexpr):
+def words_below(stop, ROWS: gl.constexpr, COLS: gl.constexpr, layout: gl.constexpr):
     """Returns words for ``where_bits`` that keep columns 0 .. stop - 1 of all rows."""
-    rows, columns = _word_layout(ROWS, COLS, layout)
+    rows, columns = _word_indices(ROWS, COLS, layout)
     return _run_bits((rows * 0)[:, None], (rows * 0 + stop)[:, None], columns[None, :] * 32)
 
 
 @gluon.jit
-def all_within(first, stop, ROWS: gl.constexpr, COLS: gl.constexpr, layout: gl.constexpr):
+def words_within(first, stop, ROWS: gl.constexpr, COLS: gl.constexpr, layout: gl.constexpr):
     """Returns words for ``where_bits`` that keep columns first .. stop - 1 of all rows."""
-    rows, columns = _word_layout(ROWS, COLS, layout)
+    rows, columns = _word_indices(ROWS, COLS, layout)
     return _run_bits((rows * 0 + first)[:, None], (rows * 0 + stop)[:, None], columns[None, :] * 32)
 
 
@@ -94,7 +94,7 @@ def where_bits(scores, words, otherwise: gl.constexpr):
 
 
 @gluon.jit
-def column_bits(words, ROWS: gl.constexpr, COLS: gl.constexpr, STRIDE: gl.constexpr, layout: gl.constexpr):
+def load_column_words(words, ROWS: gl.constexpr, COLS: gl.constexpr, STRIDE: gl.constexpr, layout: gl.constexpr):
     """Returns words[c * STRIDE + r // 32], (ROWS // 32, COLS), for ``where_column_bits``."""
     parts = gl.zeros([ROWS, COLS], gl.int32, layout=layout).reshape([ROWS // 32, 32, COLS])
     of_words: gl.constexpr = gl.SliceLayout(1, parts.type.layout)

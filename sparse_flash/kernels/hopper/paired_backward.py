@@ -12,20 +12,20 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from ..common.gluon import async_add, async_store, fresh_zero, of_tensor, record, store_wait, view
+from ..common.gluon import async_add, async_store, opaque_zero, record, store_wait, view, view_for_tma
 from ..common.tiles import BITS, FULL, RUNS
 from .backward_steps import (
-    existing_keys,
+    existing_key_words,
     first_row,
-    in_register_order,
     load_tiles,
     mask_words,
-    rounded,
-    weights_of,
+    round_to_int,
+    scores_to_weights,
+    to_register_order,
 )
-from .pairs import from_pairs, in_pairs, minus_after, times_pairs
-from .products import pieces_of, pieces_times_transposed
-from .ring import Ring, ring_beside, ring_of, tiles
+from .pairs import from_pairs, multiply_pairs, negate_after, to_pairs
+from .products import stage_pieces, start_pieces_product
+from .ring import Ring, allocate_tiles, new_linked_ring, new_ring
 from .scheduler import schedule
 from .wide_backward import add_sums
 
@@ -45,9 +45,9 @@ class PairedGroup:
 
 @gluon.jit
 def _new_group(p, GROUP: gl.constexpr):
-    dscores = tiles(p.inputs.q.dtype, 2, p.SHAPE.KEYS, p.SHAPE.QUERIES)
+    dscores = allocate_tiles(p.inputs.q.dtype, 2, p.SHAPE.KEYS, p.SHAPE.QUERIES)
     dq = gl.allocate_shared_memory(gl.float32, [p.SHAPE.QUERIES * 64 // 256, 256], p.grads.dq_rows.layout)
-    return PairedGroup(ring_of(dscores, 2, CONSUMERS=2), ring_of(dq, 1), ring_beside(p.k, p.k.data, 1), GROUP)
+    return PairedGroup(new_ring(dscores, 2, CONSUMERS=2), new_ring(dq, 1), new_linked_ring(p.k, p.k.data, 1), GROUP)
 
 
 @gluon.jit
@@ -57,7 +57,7 @@ def _sent_before(step, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _queries_product(p, own, other, step, turn, piece):
+def _start_dq(p, own, other, step, turn, piece):
     """Starts the two products of a piece of a step's dQ. The second waits until the other group has stored its gradients of
     scores."""
     zeros = gl.zeros([p.SHAPE.QUERIES, 64], gl.float32, layout=PIECE_LAYOUT)
@@ -70,14 +70,14 @@ def _queries_product(p, own, other, step, turn, piece):
 
 
 @gluon.jit
-def _hand_over_queries(p, own, dq, units, sent):
+def _hand_over_dq(p, own, dq, units, sent):
     """Hands a piece of dQ to the sending warp. units: of its queries; only read with FIXED."""
     own.dq.acquire(sent)
     if p.SHAPE.FIXED:
-        rows = in_register_order(rounded(dq * units[:, None]), 4)
+        rows = to_register_order(round_to_int(dq * units[:, None]), 4)
         view(own.dq.data, gl.int32, rows.shape, p.grads.dq_rows.layout).store(rows)
     else:
-        own.dq.data.store(in_register_order(dq, 4))
+        own.dq.data.store(to_register_order(dq, 4))
     fence_async_shared()
     own.dq.commit(sent)
 
@@ -92,7 +92,7 @@ def _add_steps(p, own, other, tile, state, step, turn, begin, end, exists, zeros
     column: gl.constexpr = gl.SliceLayout(0, score_layout)
     of_dv: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
     of_dk: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
-    existing = existing_keys(p, tile, score_layout)
+    existing = existing_key_words(p, tile, score_layout)
     for entry in range(begin, end):
         dout = p.dout.stage(step)
         words = entry
@@ -100,22 +100,22 @@ def _add_steps(p, own, other, tile, state, step, turn, begin, end, exists, zeros
             words = mask_words(p, tile, entry, exists, KIND, score_layout)
         # (1) S = Q K^T
         p.q.wait(step)
-        keys = pieces_of(p.k, turn, fresh_zero(step) + own.GROUP * PIECES, PIECES)
-        started = pieces_times_transposed(keys, pieces_of(p.q, step, 0, PIECES), zeros, PIECES * 64)
+        keys = stage_pieces(p.k, turn, opaque_zero(step) + own.GROUP * PIECES, PIECES)
+        started = start_pieces_product(keys, stage_pieces(p.q, step, 0, PIECES), zeros, PIECES * 64)
         products = warpgroup_mma_wait(0, deps=(started,))
         # P = exp2(S - lse)
-        weights = weights_of(p, tile, products, step, words, existing, 0, 0, entry, KIND)
-        pairs = in_pairs(weights, dtype)
+        weights = scores_to_weights(p, tile, products, step, words, existing, 0, 0, entry, KIND)
+        pairs = to_pairs(weights, dtype)
         # (2) dP - delta = dO V^T - delta
         p.dout.wait(step)
-        delta = p.delta.index(p.dout.place(step) + fresh_zero(step)).load(column)
-        values = p.v.stage(turn, fresh_zero(step) + own.GROUP)
-        started = warpgroup_mma(values, dout.permute((1, 0)), minus_after(delta, pairs, score_layout), is_async=True)
+        delta = p.delta.index(p.dout.place(step) + opaque_zero(step)).load(column)
+        values = p.v.stage(turn, opaque_zero(step) + own.GROUP)
+        started = warpgroup_mma(values, dout.permute((1, 0)), negate_after(delta, pairs, score_layout), is_async=True)
         # (3) dV += P^T dO
         started_dv = warpgroup_mma(from_pairs(pairs, dtype, of_dv), dout, dv, is_async=True)
         dweights = warpgroup_mma_wait(1, deps=(started,))
         # dS = P (dP - delta). Uses the weights in 16 bits, as weights in 32 bits would take registers beside all sums.
-        pairs = times_pairs(pairs, dweights, dtype)
+        pairs = multiply_pairs(pairs, dweights, dtype)
         own.dscores.acquire(step)
         own.dscores.stage(step).store(from_pairs(pairs, dtype, score_layout))
         operand = from_pairs(pairs, dtype, of_dk)
@@ -130,17 +130,17 @@ def _add_steps(p, own, other, tile, state, step, turn, begin, end, exists, zeros
         dk = first, second, third
         # (5) dQ += dS K
         sent = _sent_before(step, own.GROUP)
-        started_dq = _queries_product(p, own, other, step, turn, fresh_zero(step) + own.GROUP)
+        started_dq = _start_dq(p, own, other, step, turn, opaque_zero(step) + own.GROUP)
         units = delta
         if p.SHAPE.FIXED:
             units = p.unit.index(p.q.place(step)).load(gl.SliceLayout(1, PIECE_LAYOUT))
         p.q.release(step)
         dq = warpgroup_mma_wait(0, deps=(started_dq,))
-        _hand_over_queries(p, own, dq, units, sent)
+        _hand_over_dq(p, own, dq, units, sent)
         if step % 2 == own.GROUP:
-            started_dq = _queries_product(p, own, other, step, turn, fresh_zero(step) + 2)
+            started_dq = _start_dq(p, own, other, step, turn, opaque_zero(step) + 2)
             dq = warpgroup_mma_wait(0, deps=(started_dq,))
-            _hand_over_queries(p, own, dq, units, sent + 1)
+            _hand_over_dq(p, own, dq, units, sent + 1)
         own.dscores.release(step)
         other.dscores.release(step)
         step += 1
@@ -157,7 +157,7 @@ def _compute(p, own, other):
     turn = 0
     whole = p.scheduler.tile(turn)
     while whole.first >= 0:
-        tile = whole.from_row(own.GROUP * p.SHAPE.KEYS)
+        tile = whole.part_from(own.GROUP * p.SHAPE.KEYS)
         piece = gl.zeros([p.SHAPE.KEYS, 64], gl.float32, layout=PIECE_LAYOUT)
         state = (gl.zeros([p.SHAPE.KEYS, p.SHAPE.DIM_V], gl.float32, layout=values_layout), (piece, piece, piece))
         p.k.wait(turn)
@@ -189,7 +189,7 @@ def _store_results(p, dk, dv, turn, GROUP: gl.constexpr):
     dtype: gl.constexpr = p.q.data.dtype
     p.v.stage(turn, GROUP).store(dv.to(dtype))
     for piece in gl.static_range(PIECES):
-        p.k.stage(turn, fresh_zero(turn) + (GROUP * PIECES + piece)).store((dk[piece] * p.scale).to(dtype))
+        p.k.stage(turn, opaque_zero(turn) + (GROUP * PIECES + piece)).store((dk[piece] * p.scale).to(dtype))
 
 
 @gluon.jit
@@ -217,9 +217,9 @@ def _send(p, own):
         own.ready.wait(turn)
         if not (p.SHAPE.ADDED or (p.SHAPE.SPLIT_SUMS and tile.split > 0)):
             for piece in gl.static_range(PIECES):
-                keys = of_tensor(p.k.stage(turn, own.GROUP * PIECES + piece), grads.dk)
+                keys = view_for_tma(p.k.stage(turn, own.GROUP * PIECES + piece), grads.dk)
                 async_store(grads.dk, [batch, kv_head, first, piece * 64], keys)
-            async_store(grads.dv, [batch, kv_head, first, 0], of_tensor(p.v.stage(turn, own.GROUP), grads.dv))
+            async_store(grads.dv, [batch, kv_head, first, 0], view_for_tma(p.v.stage(turn, own.GROUP), grads.dv))
             store_wait(0)
         p.k.release(turn)
         p.scheduler.slots.release(turn)

@@ -14,7 +14,7 @@ def split_columns(tile):
 
 
 @gluon.jit
-def in_pairs(tile, dtype: gl.constexpr):
+def to_pairs(tile, dtype: gl.constexpr):
     """Returns a float32 tile as pairs."""
     low, high = split_columns(tile)
     return gl.inline_asm_elementwise(_round_pair(dtype), "=r,r,r", [low, high], dtype=gl.int32, is_pure=True, pack=1)
@@ -31,7 +31,7 @@ def from_pairs(pairs, dtype: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def times_pairs(pairs, tile, dtype: gl.constexpr):
+def multiply_pairs(pairs, tile, dtype: gl.constexpr):
     """Returns pairs times a float32 tile, as pairs."""
     low, high = split_columns(tile)
     multiply: gl.constexpr = _multiply_pair(dtype)
@@ -39,7 +39,7 @@ def times_pairs(pairs, tile, dtype: gl.constexpr):
 
 
 @gluon.jit
-def minus_after(numbers, pairs, layout: gl.constexpr):
+def negate_after(numbers, pairs, layout: gl.constexpr):
     """Returns minus ``numbers`` in each row, as a float32 tile with twice the columns of ``pairs``. The compiler computes it after
     ``pairs``, which are finite and nonnegative, as it cannot know that pairs times 0 are 0."""
     low, high = split_columns(numbers[None, :] + gl.zeros([pairs.shape[0], numbers.shape[0]], gl.float32, layout=layout))

@@ -3,7 +3,7 @@
 A tile in shared memory has 64, 128 or 256 columns. Its last columns may be zeros. If three quarters are in use, 96 or 192, each
 product is two products: over the first half of the columns, and over the next quarter. In registers, sums over such columns are a
 tuple of one tensor, or of these two. If the zeros would cost another stage its shared memory, 192 columns are three tiles of 64
-instead: ``pieces_of``.
+instead: ``stage_pieces``.
 """
 
 from triton.experimental import gluon
@@ -14,7 +14,7 @@ from .masks import where_rows
 
 
 @gluon.jit
-def times_transposed(left, right, zeros, USED: gl.constexpr):
+def start_transposed_product(left, right, zeros, USED: gl.constexpr):
     """Starts left times right transposed, summed over the columns in use. left, right: in shared memory."""
     if left.shape[1] == USED:
         started = warpgroup_mma(left, right.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -29,7 +29,7 @@ def times_transposed(left, right, zeros, USED: gl.constexpr):
 
 
 @gluon.jit
-def pieces_of(ring, n, first, COUNT: gl.constexpr):
+def stage_pieces(ring, n, first, COUNT: gl.constexpr):
     """Returns COUNT pieces of a ring's stage, from ``first`` on: the columns of a tile, in order."""
     pieces = ()
     for number in gl.static_range(COUNT):
@@ -38,10 +38,10 @@ def pieces_of(ring, n, first, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def pieces_times_transposed(left, right, zeros, USED: gl.constexpr):
-    """Starts ``times_transposed`` of tiles from ``pieces_of``."""
+def start_pieces_product(left, right, zeros, USED: gl.constexpr):
+    """Starts ``start_transposed_product`` of tiles from ``stage_pieces``."""
     if len(left) == 1:
-        started = times_transposed(left[0], right[0], zeros, USED)
+        started = start_transposed_product(left[0], right[0], zeros, USED)
     else:
         started = warpgroup_mma(left[0], right[0].permute((1, 0)), zeros, use_acc=False, is_async=True)
         for number in gl.static_range(1, len(left)):
@@ -50,10 +50,10 @@ def pieces_times_transposed(left, right, zeros, USED: gl.constexpr):
 
 
 @gluon.jit
-def zero_sums(ROWS: gl.constexpr, DIM: gl.constexpr, USED: gl.constexpr, DEPTH: gl.constexpr = 16):
-    """Returns zeros, (ROWS, columns in use), fp32, as a tuple of one or two tensors, to which ``times`` adds. Each warp holds 16
-    rows. If there are more warps than that, several share the columns of the same rows. DEPTH: of one instruction's product, 256
-    bits of an operand."""
+def new_sums(ROWS: gl.constexpr, DIM: gl.constexpr, USED: gl.constexpr, DEPTH: gl.constexpr = 16):
+    """Returns zeros, (ROWS, columns in use), fp32, as a tuple of one or two tensors, to which ``start_product`` adds. Each warp
+    holds 16 rows. If there are more warps than that, several share the columns of the same rows. DEPTH: of one instruction's
+    product, 256 bits of an operand."""
     WARPS: gl.constexpr = gl.num_warps()
     DOWN: gl.constexpr = ROWS // 16 if ROWS // 16 < WARPS else WARPS
     ACROSS: gl.constexpr = WARPS // DOWN
@@ -70,7 +70,7 @@ def zero_sums(ROWS: gl.constexpr, DIM: gl.constexpr, USED: gl.constexpr, DEPTH: 
 
 
 @gluon.jit
-def times(left, right, sums, SHARED: gl.constexpr = False):
+def start_product(left, right, sums, SHARED: gl.constexpr = False):
     """Starts the addition of left times right to sums. left: in registers, as an operand of sums[0]; with SHARED, in shared memory.
     right: in shared memory, with the columns of sums."""
     if len(sums) == 1:
@@ -89,8 +89,8 @@ def times(left, right, sums, SHARED: gl.constexpr = False):
 
 
 @gluon.jit
-def finished(started, PENDING: gl.constexpr):
-    """Waits until all but the last PENDING products are done, then returns the sums of ``times``."""
+def wait_for_sums(started, PENDING: gl.constexpr):
+    """Waits until all but the last PENDING products are done, then returns the sums of ``start_product``."""
     if len(started) == 1:
         sums = (warpgroup_mma_wait(PENDING, deps=started),)
     else:
@@ -99,7 +99,7 @@ def finished(started, PENDING: gl.constexpr):
 
 
 @gluon.jit
-def scaled(sums, factors):
+def scale_rows(sums, factors):
     """Returns sums times factors, (rows,)."""
     first = sums[0] * gl.convert_layout(factors, gl.SliceLayout(1, sums[0].type.layout))[:, None]
     if len(sums) == 1:
@@ -110,7 +110,7 @@ def scaled(sums, factors):
 
 
 @gluon.jit
-def only_rows(sums, words):
+def keep_rows(sums, words):
     """Returns sums, with 0 in rows whose words are 0: see ``where_rows``."""
     first = where_rows(sums[0], gl.convert_layout(words, gl.SliceLayout(1, sums[0].type.layout)))
     if len(sums) == 1:
@@ -121,8 +121,8 @@ def only_rows(sums, words):
 
 
 @gluon.jit
-def both_finished(started, others, PENDING: gl.constexpr):
-    """Returns ``finished`` of two results of ``times``."""
+def wait_for_both(started, others, PENDING: gl.constexpr):
+    """Returns ``wait_for_sums`` of two results of ``start_product``."""
     if len(started) == 1:
         sums, more = warpgroup_mma_wait(PENDING, deps=(started[0], others[0]))
         both = ((sums,), (more,))
@@ -133,7 +133,7 @@ def both_finished(started, others, PENDING: gl.constexpr):
 
 
 @gluon.jit
-def scaled_by(sums, factor):
+def scale_sums(sums, factor):
     """Returns sums times one factor."""
     if len(sums) == 1:
         result = (sums[0] * factor,)

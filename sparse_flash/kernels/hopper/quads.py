@@ -23,7 +23,7 @@ def split_quads(tile):
 
 
 @gluon.jit
-def in_quads(tile):
+def to_quads(tile):
     """Returns a float32 tile as quads."""
     first, second, third, fourth = split_quads(tile)
     code: gl.constexpr = (
@@ -45,6 +45,6 @@ def from_quads(quads, dtype: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def promoted(sums, products, factor):
+def add_promoted(sums, products, factor):
     """Returns sums plus products times one factor. The tensor cores' own sums keep about 14 bits, these 24."""
     return (sums[0] + products[0] * factor,)

@@ -12,15 +12,15 @@ import triton
 import triton.language as tl
 
 from ..common.config import padded_head_dim
-from ..common.eight_bits import KEYS, LARGEST, LEAST, QUERIES
+from ..common.eight_bits import E4M3_MAX, KEYS, MIN_AMAX, QUERIES
 from ..common.grid import tile_and_batch_head
 from ..common.tiles import load_tile, store_tile
 from ..launch.launch import descriptor_or_rows
 
 SUMMED = tl.constexpr(512)  # keys that a program sums
 CHUNKS = tl.constexpr(32)  # such sums that a program adds at a time
-_LARGEST = tl.constexpr(LARGEST)
-_LEAST = tl.constexpr(LEAST)
+_LARGEST = tl.constexpr(E4M3_MAX)
+_LEAST = tl.constexpr(MIN_AMAX)
 
 NOT_SPECIALIZED = ["chunks", "heads", "group", "tokens", "blocks"]
 
@@ -130,7 +130,7 @@ def quantize_values_kernel(
     eight_tensor.store([batch, head, 0, block * TILE], ordered.reshape(1, 1, DIM, TILE))
 
 
-def quantized(q, k, v, scale: float, recording) -> Operands:
+def quantize_operands(q, k, v, scale: float, recording) -> Operands:
     """Returns the operands of q, k and v, which TMA can address. recording: makes and notes the launches."""
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
@@ -181,15 +181,15 @@ def quantized(q, k, v, scale: float, recording) -> Operands:
     return operands
 
 
-def blocks_of_scales(scales, q, k) -> tuple[torch.Tensor, ...]:
+def expand_scales(scales, q, k) -> tuple[torch.Tensor, ...]:
     """Returns (of_q, of_k, of_v, lse) of ``Operands`` for e4m3 inputs. scales: (batch, heads or kv_heads) each."""
     counts = -(-q.shape[2] // QUERIES), -(-k.shape[2] // KEYS), -(-k.shape[2] // KEYS)
     by_block = [scale[..., None].expand(*scale.shape, count).contiguous() for scale, count in zip(scales, counts, strict=True)]
     return *by_block, torch.zeros(q.shape[:3], device=q.device)
 
 
-def given(q, k, v, of_q, of_k, of_v, lse, recording) -> Operands:
-    """Returns the operands of e4m3 q, k and v, which TMA can address. The others are from ``blocks_of_scales``."""
+def arrange_operands(q, k, v, of_q, of_k, of_v, lse, recording) -> Operands:
+    """Returns the operands of e4m3 q, k and v, which TMA can address. The others are from ``expand_scales``."""
     batch, kv_heads, kv_len, _ = k.shape
     dim, blocks = columns_of_eight_bits(q.shape[3], v.shape[3]), -(-kv_len // KEYS)
     transposed = recording.fresh(torch.empty((batch, kv_heads, dim, blocks * KEYS), dtype=v.dtype, device=v.device))

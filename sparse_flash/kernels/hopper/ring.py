@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ..common.gluon import async_load, copies_arrive, of_tensor, record
+from ..common.gluon import async_load, copies_arrive, record, view_for_tma
 
 
 @record
@@ -35,27 +35,27 @@ class Ring:
     @gluon.jit
     def expect(self, n, BYTES: gl.constexpr):
         """Makes n full once TMA has delivered this many bytes."""
-        mbarrier.expect(self.filled(n), BYTES)
+        mbarrier.expect(self.full_barrier(n), BYTES)
 
     @gluon.jit
     def load(self, n, tensor, source, piece=0):
         """Starts the copy of a tile from global memory. tensor: a four-dimensional descriptor. source: coordinates."""
-        async_load(tensor, source, self.filled(n), of_tensor(self.stage(n, piece), tensor))
+        async_load(tensor, source, self.full_barrier(n), view_for_tma(self.stage(n, piece), tensor))
 
     @gluon.jit
     def commit(self, n, pred=True):
         """Marks n full, if ``pred``."""
-        mbarrier.arrive(self.filled(n), count=1, pred=pred)
+        mbarrier.arrive(self.full_barrier(n), count=1, pred=pred)
 
     @gluon.jit
     def commit_copies(self, n):
         """Makes n full once the asynchronous copies of all threads have arrived. Readers by TMA or wgmma fence before they read."""
-        copies_arrive(self.filled(n), increment_count=False)
+        copies_arrive(self.full_barrier(n), increment_count=False)
 
     @gluon.jit
     def wait(self, n, pred=True):
         """Waits until n is full, if ``pred``."""
-        mbarrier.wait(self.filled(n), (n // self.STAGES) & 1, pred=pred)
+        mbarrier.wait(self.full_barrier(n), (n // self.STAGES) & 1, pred=pred)
 
     @gluon.jit
     def release(self, n, pred=True):
@@ -64,7 +64,7 @@ class Ring:
         mbarrier.arrive(_barrier(self.empty, n, self.STAGES), count=1, pred=pred)
 
     @gluon.jit
-    def filled(self, n):
+    def full_barrier(self, n):
         """Returns the barrier that signals that n is full."""
         return _barrier(self.full, n, self.STAGES)
 
@@ -108,7 +108,7 @@ def new_ping_pong():
 
 
 @gluon.jit
-def tiles(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+def allocate_tiles(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """Returns shared memory for tiles that TMA loads and products read."""
     BITS: gl.constexpr = dtype.primitive_bitwidth
     SWIZZLE: gl.constexpr = 128 if COLUMNS * BITS >= 1024 else COLUMNS * BITS // 8
@@ -117,7 +117,7 @@ def tiles(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS:
 
 
 @gluon.jit
-def ring_of(data, STAGES: gl.constexpr, PIECES: gl.constexpr = 1, CONSUMERS: gl.constexpr = 1, FILLS: gl.constexpr = 1):
+def new_ring(data, STAGES: gl.constexpr, PIECES: gl.constexpr = 1, CONSUMERS: gl.constexpr = 1, FILLS: gl.constexpr = 1):
     """Returns a ring over data of shape (STAGES * PIECES, ...). CONSUMERS: how many must release a stage. FILLS: how many commit
     it: 1, or the number of threads that copy elements."""
     full, empty = _barriers(STAGES), _barriers(STAGES)
@@ -128,9 +128,9 @@ def ring_of(data, STAGES: gl.constexpr, PIECES: gl.constexpr = 1, CONSUMERS: gl.
 
 
 @gluon.jit
-def ring_beside(other, data, STAGES: gl.constexpr, PIECES: gl.constexpr = 1, FILLS: gl.constexpr = 1):
+def new_linked_ring(other, data, STAGES: gl.constexpr, PIECES: gl.constexpr = 1, FILLS: gl.constexpr = 1):
     """Returns a ring that is released by the releases of ``other``, a ring with at least as many stages. FILLS: as for
-    ``ring_of``."""
+    ``new_ring``."""
     full = _barriers(STAGES)
     for stage in gl.static_range(STAGES):
         mbarrier.init(_barrier(full, stage, STAGES), count=FILLS)

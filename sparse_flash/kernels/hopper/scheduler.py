@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 
 from ..common.gluon import record
 from .lengths import Cuts, TokenLengths, cut_steps
-from .ring import Ring, ring_beside, ring_of
+from .ring import Ring, new_linked_ring, new_ring
 
 TILE = gl.constexpr(128)  # queries (forward), or keys (backward) unless blocks are smaller
 # Fields of a work item, int32: see ``Table.work``.
@@ -116,7 +116,7 @@ class TileInfo:
     to_padded: gl.tensor  # added to a token's position, gives its position on the axis of whole blocks
 
     @gluon.jit
-    def from_row(self, row):
+    def part_from(self, row):
         """Returns the part of a tile from a row on."""
         cuts, stop, to_padded = self.cuts, self.stop, self.to_padded
         bounds = self.begin, self.runs, self.bits, self.end
@@ -149,10 +149,10 @@ class Scheduler:
     def tile(self, turn):
         """Waits for the program's next tile. turn: the number of the program's previous tiles."""
         self.slots.wait(turn)
-        return self.known_tile(turn)
+        return self.read_tile(turn)
 
     @gluon.jit
-    def known_tile(self, turn):
+    def read_tile(self, turn):
         """Returns ``tile`` without waiting again."""
         split = turn * 0
         if self.slots.PIECES >= SPLIT_FIELDS:
@@ -255,7 +255,7 @@ class Scheduler:
         return following
 
     @gluon.jit
-    def rest_of_partial(self, tile):
+    def other_partial_steps(self, tile):
         """Returns (begin, end) of the steps of partial blocks, without the first."""
         return tile.runs + (0 if self.DOWN else 1), tile.end - (1 if self.DOWN else 0)
 
@@ -341,9 +341,9 @@ def new_scheduler(
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     data = gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], layout)
     if released_with.STAGES > 1:
-        slots = ring_beside(released_with, data, 2, FIELDS)
+        slots = new_linked_ring(released_with, data, 2, FIELDS)
     else:
-        slots = ring_of(data, 2, FIELDS, CONSUMERS)
+        slots = new_ring(data, 2, FIELDS, CONSUMERS)
     # In tiles taller than a block, some queries keep nothing of the last block: see ``first_step``.
     DOWN: gl.constexpr = not BY_KEY and TILE <= table.BLOCK
     return Scheduler(slots, table, heads, queue, length, lengths, TILE, STEP, BY_KEY, DOWN, SPLIT, TOGETHER)

@@ -13,7 +13,7 @@ from ..common.tiles import LOG2_E
 
 
 @record
-class ScoredHead:
+class HeadTerms:
     """Holds what scores of a tile need of its query head."""
 
     batch: gl.tensor
@@ -22,7 +22,7 @@ class ScoredHead:
 
 
 @record
-class ScoreTerms:
+class ScoringInputs:
     """Says how products become scores: see ``common.variant``."""
 
     scale: gl.tensor  # times log2(e)
@@ -37,13 +37,13 @@ class ScoreTerms:
     SIGNED: gl.constexpr  # whether signs of weights say what dropout dropped, and the derivative may change them
 
     @gluon.jit
-    def of_head(self, heads, batch_head):
-        """Returns the ``ScoredHead`` of a batch-head of queries."""
+    def load_head_terms(self, heads, batch_head):
+        """Returns the ``HeadTerms`` of a batch-head of queries."""
         batch, head = heads.of(batch_head)
         slope = self.scale
         if self.variant.alibi_slopes is not None:
             slope = gl.load(self.variant.alibi_slopes + batch_head) * self._unit()
-        return ScoredHead(batch, head, slope)
+        return HeadTerms(batch, head, slope)
 
     @gluon.jit
     def factor(self):
@@ -59,9 +59,9 @@ class ScoreTerms:
     @gluon.jit
     def scored(self, products, terms, first_query, first_key):
         """Returns scores in base 2, or natural ones if there is a user's function."""
-        scores = self._before_function(products, terms, first_query, first_key)
+        scores = self._cap_and_bias(products, terms, first_query, first_key)
         if self.SCORE is not None:
-            scores = self._of_function(self.SCORE, scores, terms, first_query, first_key)
+            scores = self._call_function(self.SCORE, scores, terms, first_query, first_key)
         return scores
 
     @gluon.jit
@@ -71,8 +71,8 @@ class ScoreTerms:
             tanh = self._tanh(products)
             values *= 1.0 - tanh * tanh
         if self.DERIVATIVE is not None:
-            before = self._before_function(products, terms, first_query, first_key)
-            values *= self._of_function(self.DERIVATIVE, before, terms, first_query, first_key)
+            before = self._cap_and_bias(products, terms, first_query, first_key)
+            values *= self._call_function(self.DERIVATIVE, before, terms, first_query, first_key)
         return values
 
     @gluon.jit
@@ -98,7 +98,7 @@ class ScoreTerms:
         return gl.inline_asm_elementwise(grow, "=f,f,f", [products, steepness], dtype=gl.float32, is_pure=True, pack=1)
 
     @gluon.jit
-    def _before_function(self, products, terms, first_query, first_key):
+    def _cap_and_bias(self, products, terms, first_query, first_key):
         """Returns capped and biased scores, in units of ``_unit``."""
         if self.variant.softcap is not None:
             scores = self._tanh(products) * (self.variant.softcap * self._unit())
@@ -125,7 +125,7 @@ class ScoreTerms:
         return scores
 
     @gluon.jit
-    def _of_function(self, FUNCTION: gl.constexpr, scores, terms, first_query, first_key):
+    def _call_function(self, FUNCTION: gl.constexpr, scores, terms, first_query, first_key):
         """Evaluates the user's score function, or its derivative, on a step. Past the last token it gets the last token's position,
         as it may read a table there."""
         row, column = self._indices(scores)
@@ -145,7 +145,7 @@ class ScoreTerms:
 
 
 @gluon.jit
-def new_terms(
+def new_scoring(
     variant,
     scale,
     q_len,
@@ -158,4 +158,4 @@ def new_terms(
     SIGNED: gl.constexpr,
 ):
     last = (kv_len - 1,) if SCORE is not None else ()
-    return ScoreTerms(scale, kv_len - q_len, last, variant, SCORED, REACH, SCORE, DERIVATIVE, BY_KEY, SIGNED)
+    return ScoringInputs(scale, kv_len - q_len, last, variant, SCORED, REACH, SCORE, DERIVATIVE, BY_KEY, SIGNED)

@@ -2,28 +2,29 @@
 
 Weights are exp2(score - maximum). Instead of a row's maximum, any number serves as long as nothing overflows. So a step takes the
 number of the step before. Only if weights turn out large does the warp find the highest scores of its 16 rows and compute the
-weights again (``folded``). Most steps then have no comparisons, no exchange between threads, for which all weights would wait, and
-no sums of values to scale. FlashAttention-4 lets the maximum lag behind, too, but looks for the highest score in each step.
+weights again (``fold_lazily``). Most steps then have no comparisons, no exchange between threads, for which all weights would
+wait, and no sums of values to scale. FlashAttention-4 lets the maximum lag behind, too, but looks for the highest score in each
+step.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..common.eight_bits import TOP
+from ..common.eight_bits import TOP_EXPONENT
 from ..common.tiles import FLOOR
-from .pairs import in_pairs, split_columns
-from .quads import in_quads, split_quads
+from .pairs import split_columns, to_pairs
+from .quads import split_quads, to_quads
 
 # The largest sum of a thread's 16 or 32 weights in one row of a step, in PTX notation. Sums of values are float32, in which 2^40
 # suffices for a million tokens with values up to 2^68.
 LARGE = {"bf16": "0f53800000", "f16": "0f46800000"}  # 2^40; 2^14, as float16 ends at 65,504
 LARGE["e4m3"] = "0f43E00000"  # 448, at which e4m3 ends
-_TOP = gl.constexpr(TOP)
+_TOP = gl.constexpr(TOP_EXPONENT)
 _MINUS_TOP = "0fC0C00000"
 
 
 @gluon.jit
-def followed(scores, running_max, running_sum, factor):
+def fold_by_maximum(scores, running_max, running_sum, factor):
     """Returns (weights, the factor for sums of values, maximum, sum), the last three (64,), by the maximum of all scores.
 
     scores: (64, keys), to be multiplied by ``factor``."""
@@ -34,26 +35,26 @@ def followed(scores, running_max, running_sum, factor):
 
 
 @gluon.jit
-def nothing_yet(scores):
+def new_row_state(scores):
     """Returns the maximum and the sum of rows that have kept nothing, (64,)."""
     floor = gl.full([scores.shape[0]], FLOOR, gl.float32, layout=gl.SliceLayout(1, scores.type.layout))
     return floor, gl.zeros_like(floor)
 
 
 @gluon.jit
-def first_folded(scores, factor, dtype: gl.constexpr):
-    """Returns (weights as from ``in_pairs`` or ``in_quads``, maximum, sum) of a tile's first step, by the maximum of its scores.
+def fold_first_step(scores, factor, dtype: gl.constexpr):
+    """Returns (weights as from ``to_pairs`` or ``to_quads``, maximum, sum) of a tile's first step, by the maximum of its scores.
     The last two are (64, 4), a number for each of the four threads that share a row: equal maxima, and sums of each thread's own
     weights."""
-    floor, none = nothing_yet(scores)
+    floor, none = new_row_state(scores)
     if dtype == gl.float8e4nv:
         maximum = gl.maximum(floor, gl.ceil(gl.max(scores, 1) * factor) - _TOP)
         weights = gl.exp2(scores * factor - maximum[:, None])
-        words = in_quads(weights)
+        words = to_quads(weights)
     else:
-        weights, _, maximum, _ = followed(scores, floor, none, factor)
-        words = in_pairs(weights, dtype)
-    layout: gl.constexpr = _threads(words).type.layout
+        weights, _, maximum, _ = fold_by_maximum(scores, floor, none, factor)
+        words = to_pairs(weights, dtype)
+    layout: gl.constexpr = _first_per_thread(words).type.layout
     sums = gl.sum(gl.sum(weights.reshape([weights.shape[0], weights.shape[1] // 8, 4, 2]), 3), 1)
     zeros = gl.zeros([maximum.shape[0], 4], gl.float32, layout=layout)
     maxima = gl.convert_layout(maximum, gl.SliceLayout(1, layout))[:, None] + zeros
@@ -61,22 +62,22 @@ def first_folded(scores, factor, dtype: gl.constexpr):
 
 
 @gluon.jit
-def by_row(maximum, total, layout: gl.constexpr):
+def reduce_threads(maximum, total, layout: gl.constexpr):
     """Returns (64,) maxima and sums, from maxima and sums by thread."""
     return gl.convert_layout(gl.max(maximum, 1), layout), gl.convert_layout(gl.sum(total, 1), layout)
 
 
 @gluon.jit
-def folded(scores, running_max, running_sum, factor, dtype: gl.constexpr, POLYNOMIALS: gl.constexpr = 0):
-    """Returns (weights as ``first_folded`` does, the factor for sums of values, maximum, sum), the last three by thread. Takes the
-    maximum so far; if that gives large weights, also the maximum of these scores. A warp's numbers alternate between two rows.
+def fold_lazily(scores, running_max, running_sum, factor, dtype: gl.constexpr, POLYNOMIALS: gl.constexpr = 0):
+    """Returns (weights as ``fold_first_step`` does, the factor for sums of values, maximum, sum), the last three by thread. Takes
+    the maximum so far; if that gives large weights, also the maximum of these scores. A warp's numbers alternate between two rows.
     POLYNOMIALS: how many of eight exponentials are polynomials, with e4m3; 0 if a mask has dropped any of the scores."""
     if dtype == gl.float8e4nv:
         low, high, more, most = split_quads(scores)
-        inputs = [low, high, more, most, _for_words(running_max, low), factor]
+        inputs = [low, high, more, most, _spread_to_words(running_max, low), factor]
     else:
         low, high = split_columns(scores)
-        inputs = [low, high, _for_words(running_max, low), factor]
+        inputs = [low, high, _spread_to_words(running_max, low), factor]
     COUNT: gl.constexpr = low.shape[0] * low.shape[1] // (32 * gl.num_warps())
     code: gl.constexpr = _folding(COUNT, dtype, POLYNOMIALS)
     words, maxima, sums = gl.inline_asm_elementwise(
@@ -87,15 +88,15 @@ def folded(scores, running_max, running_sum, factor, dtype: gl.constexpr, POLYNO
         is_pure=True,
         pack=COUNT,
     )
-    new_max = _threads(maxima)
+    new_max = _first_per_thread(maxima)
     rescale = gl.exp2(running_max - new_max)
-    return words, rescale, new_max, running_sum * rescale + _threads(sums)
+    return words, rescale, new_max, running_sum * rescale + _first_per_thread(sums)
 
 
 @gluon.jit
-def rescaled(sums, factors):
-    """Returns sums of values times the factors of ``folded``. A warp whose rows all have the factor 1 skips the multiplication. No
-    product may be in flight, because the compiler would serialize all products."""
+def rescale_sums(sums, factors):
+    """Returns sums of values times the factors of ``fold_lazily``. A warp whose rows all have the factor 1 skips the
+    multiplication. No product may be in flight, because the compiler would serialize all products."""
     first = _rescaled(sums[0], factors)
     if len(sums) == 1:
         result = (first,)
@@ -115,7 +116,7 @@ def _rescaled(sums, factors):
 
 
 @gluon.jit
-def _threads(words):
+def _first_per_thread(words):
     """Returns the first of each thread's numbers in a row, (64, 4), from (64, keys // 2), or (64, keys // 4)."""
     return gl.reduce(words.reshape([words.shape[0], words.shape[1] // 4, 4]), 1, _first)
 
@@ -126,7 +127,7 @@ def _first(left, right):
 
 
 @gluon.jit
-def _for_words(numbers, words):
+def _spread_to_words(numbers, words):
     """Returns (64, 4) numbers for each of (64, keys // 2) pairs, or of (64, keys // 4) quads."""
     parts = words.reshape([words.shape[0], words.shape[1] // 4, 4])
     given = gl.convert_layout(numbers, gl.SliceLayout(1, parts.type.layout))[:, None, :]
@@ -145,7 +146,7 @@ _POLYNOMIAL = (
 
 @gluon.constexpr_function
 def _folding(count, dtype, polynomials):
-    """Returns (assembly, constraints) of ``folded`` for ``count`` pairs, or quads, of each thread, alternately of two rows."""
+    """Returns (assembly, constraints) of ``fold_lazily`` for ``count`` pairs, or quads, of each thread, alternately of two rows."""
     name = {"bf16": "bf16", "fp8e4nv": "e4m3"}.get(dtype.name, "f16")
     halves = 2 if name == "e4m3" else 1  # of a word: pairs
     groups = [[f"${group * count + number}" for number in range(count)] for group in range(3, 5 + 2 * halves)]
@@ -184,7 +185,8 @@ def _folding(count, dtype, polynomials):
 
 @gluon.constexpr_function
 def _rescaling(count):
-    """Returns (assembly, constraints) of ``rescaled`` for ``count`` numbers of each thread, alternately two of each of two rows."""
+    """Returns (assembly, constraints) of ``rescale_sums`` for ``count`` numbers of each thread, alternately two of each of two
+    rows."""
     factor = [f"${2 * count + number}" for number in range(count)]
     products = " ".join(f"mul.f32 ${number}, ${number}, {factor[number]};" for number in range(count))
     assembly = (

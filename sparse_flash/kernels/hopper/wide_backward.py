@@ -13,23 +13,23 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from ..common.gluon import async_add, async_store, fresh_zero, of_tensor, record, store_wait, view
+from ..common.gluon import async_add, async_store, opaque_zero, record, store_wait, view, view_for_tma
 from ..common.tiles import BITS, FULL, RUNS
 from .backward_steps import (
-    dscores_of,
-    existing_keys,
+    compute_dscores,
+    existing_key_words,
     first_query,
     first_row,
-    in_register_order,
-    kept_weights,
     load_tiles,
     mask_words,
-    rounded,
+    round_to_int,
+    round_weights,
     row_of_sums,
-    weights_of,
+    scores_to_weights,
+    to_register_order,
 )
-from .products import finished, scaled_by, store_columns, times, times_transposed, zero_sums
-from .ring import Ring, ring_beside, ring_of, tiles
+from .products import new_sums, scale_sums, start_product, start_transposed_product, store_columns, wait_for_sums
+from .ring import Ring, allocate_tiles, new_linked_ring, new_ring
 from .scheduler import schedule
 
 
@@ -43,7 +43,7 @@ class WideBuffers:
 
 
 @gluon.jit
-def _in_thread_order(tile):
+def _to_thread_order(tile):
     """Returns a (64, 64) tile of 16 bits as (4, 1024): each thread of four warps holds 16 adjacent bytes of each row."""
     parts = tile.reshape([4, 2, 8, 4, 2, 4, 2])
     return parts.permute((3, 0, 2, 5, 4, 1, 6)).reshape([4, 1024])
@@ -51,7 +51,7 @@ def _in_thread_order(tile):
 
 @gluon.jit
 def _from_thread_order(tile):
-    """Reverses ``_in_thread_order``."""
+    """Reverses ``_to_thread_order``."""
     parts = tile.reshape([4, 4, 8, 4, 2, 2, 2])
     return parts.permute((1, 5, 2, 0, 4, 3, 6)).reshape([64, 64])
 
@@ -61,7 +61,7 @@ def _pointers(pointer, numbers, FIRST: gl.constexpr, WIDTH: gl.constexpr):
     """Returns (columns in register order, their addresses), for the columns from FIRST on of a tile of 64 rows and WIDTH
     columns."""
     ALONG: gl.constexpr = numbers.shape[1] // 16
-    rows = in_register_order(numbers, 4).reshape([2 * ALONG, 512])
+    rows = to_register_order(numbers, 4).reshape([2 * ALONG, 512])
     # A thread holds 16 adjacent bytes of each row.
     REGISTERS: gl.constexpr = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0], [8, 0], [16, 0]]
     LANES: gl.constexpr = [[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]]
@@ -75,20 +75,20 @@ def _pointers(pointer, numbers, FIRST: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def _queries_product(p, own, step, turn, sums, PIECE: gl.constexpr):
+def _start_dq(p, own, step, turn, sums, PIECE: gl.constexpr):
     """Starts the product of a piece of a step's dQ, in the registers of ``sums``."""
-    keys = p.k.stage(turn, fresh_zero(step)).slice(PIECE * 64, 64, dim=1)
+    keys = p.k.stage(turn, opaque_zero(step)).slice(PIECE * 64, 64, dim=1)
     return warpgroup_mma(own.dscores.stage(step).permute((1, 0)), keys, sums, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _hand_over_queries(p, own, dq, step, PIECE: gl.constexpr):
+def _hand_over_dq(p, own, dq, step, PIECE: gl.constexpr):
     """Hands a piece of a step's dQ to the sending warp, in halves."""
     numbers = dq
     if p.SHAPE.FIXED:
         unit = p.unit.index(p.q.place(step)).load(gl.SliceLayout(1, dq.type.layout))
-        numbers = rounded(dq * unit[:, None])
-    rows = in_register_order(numbers, 4)
+        numbers = round_to_int(dq * unit[:, None])
+    rows = to_register_order(numbers, 4)
     halves = rows.reshape([2, rows.shape[0] // 2, 256]).permute((1, 2, 0)).split()
     for half in gl.static_range(2):
         sent = (step * p.SHAPE.PIECES + PIECE) * 2 + half
@@ -109,7 +109,7 @@ def _add_weights(p, own, tile, state, step, last, turn, begin, end, exists, stre
     score_layout: gl.constexpr = zeros.type.layout
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     dq_zeros = gl.zeros([p.SHAPE.QUERIES, 64], gl.float32, layout=dq_layout)
-    existing = existing_keys(p, tile, score_layout)
+    existing = existing_key_words(p, tile, score_layout)
     for entry in range(begin, end):
         dout = p.dout.stage(step)
         words = entry
@@ -119,35 +119,35 @@ def _add_weights(p, own, tile, state, step, last, turn, begin, end, exists, stre
         if p.dropout.ENABLED or p.scoring.SCORED:
             position = first_query(p, tile, entry, end, exists)
         # P = exp2(S - lse), where the previous step has computed (1) S = Q K^T
-        weights = weights_of(p, tile, scores, step, words, existing, stream, terms, position, KIND)
-        operand = gl.convert_layout(kept_weights(p, weights), operand_layout)
+        weights = scores_to_weights(p, tile, scores, step, words, existing, stream, terms, position, KIND)
+        operand = gl.convert_layout(round_weights(p, weights), operand_layout)
         if p.scoring.SIGNED:
             ones = gl.full([p.SHAPE.KEYS, p.SHAPE.QUERIES], 1.0, gl.float32, layout=score_layout)
             derivative = p.scoring.times_derivative(ones, scores, terms, position, tile.first)
-            own.weights.stage(0, 1).store(_in_thread_order(derivative.to(dtype)))
+            own.weights.stage(0, 1).store(_to_thread_order(derivative.to(dtype)))
         elif p.scoring.SCORED:
             weights = p.scoring.times_derivative(weights, scores, terms, position, tile.first)
-        own.weights.stage(0).store(_in_thread_order(weights.to(dtype)))
+        own.weights.stage(0).store(_to_thread_order(weights.to(dtype)))
         own.weights.commit(step + turn)
         p.dout.wait(step)
         # (3) dV += P^T dO
-        started_dv = times(operand, dout, dv)
+        started_dv = start_product(operand, dout, dv)
         # (5) dQ += dS K
         own.dscores.wait(step)
-        started = _queries_product(p, own, step, turn, dq_zeros, 0)
-        dv = finished(started_dv, 1)
+        started = _start_dq(p, own, step, turn, dq_zeros, 0)
+        dv = wait_for_sums(started_dv, 1)
         if not p.SHAPE.FIXED:
             p.q.release(step)
         for piece in gl.static_range(p.SHAPE.PIECES - 1):
             dq = warpgroup_mma_wait(0, deps=(started,))
-            _hand_over_queries(p, own, dq, step, piece)
-            started = _queries_product(p, own, step, turn, dq, piece + 1)
+            _hand_over_dq(p, own, dq, step, piece)
+            started = _start_dq(p, own, step, turn, dq, piece + 1)
         # (1) S = Q K^T of the next step. After the last step there is no wait: the next tile's first scores are computed when its
         # keys have arrived.
         p.q.wait(step + 1, pred=step != last)
-        started_scores = times_transposed(p.k.stage(turn, fresh_zero(step)), p.q.stage(step + 1), zeros, p.SHAPE.USED)
+        started_scores = start_transposed_product(p.k.stage(turn, opaque_zero(step)), p.q.stage(step + 1), zeros, p.SHAPE.USED)
         dq = warpgroup_mma_wait(PRODUCTS, deps=(started,))
-        _hand_over_queries(p, own, dq, step, p.SHAPE.PIECES - 1)
+        _hand_over_dq(p, own, dq, step, p.SHAPE.PIECES - 1)
         scores = warpgroup_mma_wait(0, deps=(started_scores,))
         if p.SHAPE.FIXED:  # units of dQ lie beside q
             p.q.release(step)
@@ -167,10 +167,10 @@ def _compute_weights(p, own):
         last = step + gl.maximum(tile.end - tile.begin, 1) - 1
         p.k.wait(turn)
         p.q.wait(step)
-        started = times_transposed(p.k.stage(turn), p.q.stage(step), zeros, p.SHAPE.USED)
-        state = (zero_sums(p.SHAPE.KEYS, p.SHAPE.DIM_V, p.SHAPE.USED_V), warpgroup_mma_wait(0, deps=(started,)))
+        started = start_transposed_product(p.k.stage(turn), p.q.stage(step), zeros, p.SHAPE.USED)
+        state = (new_sums(p.SHAPE.KEYS, p.SHAPE.DIM_V, p.SHAPE.USED_V), warpgroup_mma_wait(0, deps=(started,)))
         stream = p.dropout.stream(tile.batch_head)
-        terms = p.scoring.of_head(p.heads, tile.batch_head)
+        terms = p.scoring.load_head_terms(p.heads, tile.batch_head)
         if p.table.SPARSE:
             # A column that keeps nothing takes one empty step.
             exists = tile.end > tile.begin
@@ -195,7 +195,7 @@ def _compute_gradients(p, own):
     column: gl.constexpr = gl.SliceLayout(0, score_layout)
     PRODUCTS: gl.constexpr = 1 if p.SHAPE.USED_V == p.SHAPE.DIM_V else 2
     zeros = gl.zeros([p.SHAPE.KEYS, p.SHAPE.QUERIES], gl.float32, layout=score_layout)
-    thread_order: gl.constexpr = _in_thread_order(zeros.to(dtype)).type.layout
+    thread_order: gl.constexpr = _to_thread_order(zeros.to(dtype)).type.layout
     step = 0
     turn = 0
     tile = p.scheduler.tile(turn)
@@ -203,21 +203,21 @@ def _compute_gradients(p, own):
         last = step + gl.maximum(tile.end - tile.begin, 1) - 1
         p.v.wait(turn)
         p.dout.wait(step)
-        started = times_transposed(p.v.stage(turn), p.dout.stage(step), zeros, p.SHAPE.USED_V)
-        dk = zero_sums(p.SHAPE.KEYS, p.SHAPE.DIM, p.SHAPE.USED)
+        started = start_transposed_product(p.v.stage(turn), p.dout.stage(step), zeros, p.SHAPE.USED_V)
+        dk = new_sums(p.SHAPE.KEYS, p.SHAPE.DIM, p.SHAPE.USED)
         operand_layout: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
         dweights = warpgroup_mma_wait(0, deps=(started,))
         p.k.wait(turn)
         for _ in range(gl.maximum(tile.end - tile.begin, 1)):
             q = p.q.stage(step)
-            delta = p.delta.index(p.dout.place(step) + fresh_zero(step)).load(column)[None, :]
+            delta = p.delta.index(p.dout.place(step) + opaque_zero(step)).load(column)[None, :]
             own.weights.wait(step + turn)
-            passed = own.weights.stage(fresh_zero(step)).load(thread_order)
+            passed = own.weights.stage(opaque_zero(step)).load(thread_order)
             weights = gl.convert_layout(_from_thread_order(passed), score_layout).to(gl.float32)
             # dS = P (dP - delta), where the previous step has computed (2) dP = dO V^T
-            dscores = dscores_of(p, weights, dweights, delta)
+            dscores = compute_dscores(p, weights, dweights, delta)
             if p.scoring.SIGNED:
-                passed = own.weights.stage(fresh_zero(step), 1).load(thread_order)
+                passed = own.weights.stage(opaque_zero(step), 1).load(thread_order)
                 dscores *= gl.convert_layout(_from_thread_order(passed), score_layout).to(gl.float32)
             rounded = dscores.to(dtype)
             own.dscores.stage(0).store(rounded)
@@ -225,11 +225,11 @@ def _compute_gradients(p, own):
             own.dscores.commit(step)
             p.q.wait(step)
             # (4) dK += dS^T Q
-            started_dk = times(gl.convert_layout(rounded, operand_layout), q, dk)
+            started_dk = start_product(gl.convert_layout(rounded, operand_layout), q, dk)
             # (2) dP = dO V^T of the next step
             p.dout.wait(step + 1, pred=step != last)
-            started = times_transposed(p.v.stage(turn, fresh_zero(step)), p.dout.stage(step + 1), zeros, p.SHAPE.USED_V)
-            dk = finished(started_dk, PRODUCTS)
+            started = start_transposed_product(p.v.stage(turn, opaque_zero(step)), p.dout.stage(step + 1), zeros, p.SHAPE.USED_V)
+            dk = wait_for_sums(started_dk, PRODUCTS)
             p.q.release(step)
             dweights = warpgroup_mma_wait(0, deps=(started,))
             step += 1
@@ -254,9 +254,9 @@ def _hand_over(p, tile, grad, buffer, ring, turn, WHICH: gl.constexpr):
 @gluon.jit
 def _store_results(p, grad, buffer, WHICH: gl.constexpr):
     if WHICH == 0:
-        grad = scaled_by(grad, p.scale)
+        grad = scale_sums(grad, p.scale)
     elif p.dropout.ENABLED:
-        grad = scaled_by(grad, 1.0 / p.dropout.share())
+        grad = scale_sums(grad, 1.0 / p.dropout.share())
     store_columns(buffer, grad)
 
 
@@ -319,12 +319,12 @@ def _send(p, own):
         position = [batch, head // p.heads.group, tile.first, 0]
         own.dv.wait(turn)
         if not (p.SHAPE.ADDED or (p.SHAPE.SPLIT_SUMS and tile.split > 0)):
-            async_store(p.grads.dv, position, of_tensor(p.v.stage(turn), p.grads.dv))
+            async_store(p.grads.dv, position, view_for_tma(p.v.stage(turn), p.grads.dv))
             store_wait(0)
         p.v.release(turn)
         own.dk.wait(turn)
         if not (p.SHAPE.ADDED or (p.SHAPE.SPLIT_SUMS and tile.split > 0)):
-            async_store(p.grads.dk, position, of_tensor(p.k.stage(turn), p.grads.dk))
+            async_store(p.grads.dk, position, view_for_tma(p.k.stage(turn), p.grads.dk))
             store_wait(0)
         p.k.release(turn)
         p.scheduler.slots.release(turn)
@@ -339,15 +339,15 @@ def wide_backward(p):
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     PASSED: gl.constexpr = 2 if p.scoring.SIGNED else 1
     weights = gl.allocate_shared_memory(dtype, [PASSED, 4, p.SHAPE.KEYS * p.SHAPE.QUERIES // 4], plain)
-    dscores = tiles(dtype, 1, p.SHAPE.KEYS, p.SHAPE.QUERIES)
+    dscores = allocate_tiles(dtype, 1, p.SHAPE.KEYS, p.SHAPE.QUERIES)
     DQ_STAGES: gl.constexpr = 3 - PASSED
     dq = gl.allocate_shared_memory(gl.float32, [DQ_STAGES, p.SHAPE.QUERIES * 64 // 512, 256], p.grads.dq_rows.layout)
     own = WideBuffers(
-        weights=ring_of(weights, 1, PIECES=PASSED),
-        dscores=ring_of(dscores, 1),
-        dq=ring_of(dq, DQ_STAGES),
-        dk=ring_beside(p.k, p.k.data, 1),
-        dv=ring_beside(p.v, p.v.data, 1),
+        weights=new_ring(weights, 1, PIECES=PASSED),
+        dscores=new_ring(dscores, 1),
+        dq=new_ring(dq, DQ_STAGES),
+        dk=new_linked_ring(p.k, p.k.data, 1),
+        dv=new_linked_ring(p.v, p.v.data, 1),
     )
     # TMA signals the barriers, so it must see that they are initialized.
     fence_async_shared()

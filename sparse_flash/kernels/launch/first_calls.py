@@ -24,7 +24,7 @@ from ..common.compat import AsyncCompileMode
 _PATIENCE = 1.0  # seconds; anything faster came from Triton's cache on disk, and is not worth a line
 
 
-class Ahead(NamedTuple):
+class CompileRequests(NamedTuple):
     """Holds what a compile-only thread has requested: kernels by name, as returned by Triton's ``warmup``."""
 
     kernels: list[tuple[str, object]]
@@ -34,66 +34,66 @@ class Ahead(NamedTuple):
         return [name for _, name in {id(kernel): name for name, kernel in self.kernels}.items()]
 
 
-_ahead: ContextVar[Ahead | None] = ContextVar("sparse_flash_ahead", default=None)
+_requests: ContextVar[CompileRequests | None] = ContextVar("sparse_flash_ahead", default=None)
 
 
-def compiles_only() -> bool:
+def is_compile_only() -> bool:
     """Whether launches of this thread only compile."""
-    return _ahead.get() is not None
+    return _requests.get() is not None
 
 
-def compile_only(name: str, kernel) -> None:
+def record_request(name: str, kernel) -> None:
     """Records a kernel that this thread has requested. kernel: the result of Triton's ``warmup``."""
-    _ahead.get().kernels.append((name, kernel))
+    _requests.get().kernels.append((name, kernel))
 
 
 @contextmanager
-def compiling_ahead(device: torch.device, workers: int | None = None) -> Iterator[Ahead]:
+def compiling_ahead(device: torch.device, workers: int | None = None) -> Iterator[CompileRequests]:
     """Inside, launches of this thread only compile their kernels, in forked processes; all are compiled and loaded when the block
     ends. For programs that do nothing else, as a process with threads should not fork. Yields what was requested. workers: kernels
     compiled at a time; by default the number of cores, at most 8. Raises what the compiler raises."""
-    asked, workers = Ahead([]), workers or _workers()
+    asked, workers = CompileRequests([]), workers or _workers()
     with ThreadPoolExecutor(workers) as pool:
-        compilers = _Forking(pool, workers)
-        with _compiling(asked, compilers):
+        compilers = _ForkingExecutor(pool, workers)
+        with _compile_only_mode(asked, compilers):
             yield asked
         for future in compilers.futures:
             future.result()
-    load(asked, device)
+    load_kernels(asked, device)
 
 
-def together(*calls: Callable[[], object]) -> Ahead:
+def compile_in_threads(*calls: Callable[[], object]) -> CompileRequests:
     """Compiles what these calls launch, in threads. Compilation errors surface later, at the real call."""
-    asked = Ahead([])
-    with suppress(Exception), ThreadPoolExecutor(_workers()) as pool, _compiling(asked, pool):
+    asked = CompileRequests([])
+    with suppress(Exception), ThreadPoolExecutor(_workers()) as pool, _compile_only_mode(asked, pool):
         for call in calls:
             call()
     return asked
 
 
 @contextmanager
-def _compiling(asked: Ahead, compilers) -> Iterator[None]:
+def _compile_only_mode(asked: CompileRequests, compilers) -> Iterator[None]:
     """Inside, launches of this thread only compile their kernels. asked: gets what is requested. compilers: an executor, which has
     compiled all of them, or failed to, at the end."""
     with AsyncCompileMode(compilers, ignore_errors=True):  # else Triton 3.6 leaves the mode active after an error
-        token = _ahead.set(asked)
+        token = _requests.set(asked)
         try:
             yield
         finally:
-            _ahead.reset(token)
+            _requests.reset(token)
 
 
-def load(asked: Ahead, device: torch.device) -> None:
+def load_kernels(asked: CompileRequests, device: torch.device) -> None:
     """Loads what was requested and compiled."""
     with ThreadPoolExecutor(_workers()) as pool:
-        list(pool.map(lambda kernel: _load(kernel[1], device), asked.kernels))
+        list(pool.map(lambda kernel: _load_kernel(kernel[1], device), asked.kernels))
 
 
 def _workers() -> int:
     return min(8, os.cpu_count() or 1)
 
 
-class _Forking:
+class _ForkingExecutor:
     """Runs Triton's compilations in forked processes, as most of a compilation holds the GIL. A thread of this process then reads
     the results from Triton's cache on disk."""
 
@@ -104,14 +104,14 @@ class _Forking:
         at_work = [future for future in self.futures if not future.done()]
         if len(at_work) >= self.workers:
             wait(at_work, return_when=FIRST_COMPLETED)
-        child = _forked(call) if hasattr(os, "fork") else None
-        self.futures.append(self.pool.submit(_after, child, call))
+        child = _fork_call(call) if hasattr(os, "fork") else None
+        self.futures.append(self.pool.submit(_call_after, child, call))
         return self.futures[-1]
 
 
-def _forked(call) -> int:
+def _fork_call(call) -> int:
     """Forks a process that makes the call and exits. Of the locks of other threads it takes only the ones that handle forks; if it
-    hangs anyway, ``_after`` kills it."""
+    hangs anyway, ``_call_after`` kills it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # about forking a multithreaded program
         child = os.fork()
@@ -127,7 +127,7 @@ def _forked(call) -> int:
 _LONGEST = 120.0  # seconds that a process may take
 
 
-def _after(child: int | None, call):
+def _call_after(child: int | None, call):
     """The result of ``call``, made after the process has ended."""
     ends = time.monotonic() + _LONGEST
     while child is not None and os.waitpid(child, os.WNOHANG) == (0, 0):
@@ -139,7 +139,7 @@ def _after(child: int | None, call):
     return call()
 
 
-def _load(kernel, device: torch.device) -> None:
+def _load_kernel(kernel, device: torch.device) -> None:
     """Loads a kernel, for which Triton 3.6 compiles a C launcher."""
     kernel = kernel.result() if hasattr(kernel, "result") else kernel
     # A kernel that needs too much shared memory is replaced at run time: see ``run_within_memory``.
@@ -155,17 +155,17 @@ def first_call(what: str, key: tuple) -> Iterator[None]:
     It does not wrap the launch: CUDA may load a kernel only when all that runs on the GPU has ended, and that may be an exchange
     with another rank, which waits here.
     """
-    with _said(what), _one_process(key):
+    with _announce_if_slow(what), _lock_across_processes(key):
         yield
 
 
 @contextmanager
-def _said(what: str) -> Iterator[None]:
+def _announce_if_slow(what: str) -> Iterator[None]:
     """Reports on a terminal what is being compiled, if it takes noticeably long."""
     if not sys.stderr.isatty():
         yield
         return
-    timer = threading.Timer(_PATIENCE, _say, [what])
+    timer = threading.Timer(_PATIENCE, _announce, [what])
     timer.daemon = True
     timer.start()
     try:
@@ -174,12 +174,12 @@ def _said(what: str) -> Iterator[None]:
         timer.cancel()
 
 
-def _say(what: str) -> None:
+def _announce(what: str) -> None:
     print(f"sparse_flash: compiling {what}: once on this machine", file=sys.stderr, flush=True)
 
 
 @contextmanager
-def _one_process(key: tuple) -> Iterator[None]:
+def _lock_across_processes(key: tuple) -> Iterator[None]:
     """Waits for another process that compiles the same kernel into the same cache, from which Triton then reads the result. If
     files cannot be locked, each process compiles for itself."""
     name = hashlib.sha256(repr(key).encode()).hexdigest()[:32]

@@ -10,14 +10,14 @@ import triton
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..common.config import Config, smaller
+from ..common.config import Config, shrink_config
 from ..common.streams import current_device, raw_stream
 from ..common.tiles import Rows, TableTensors
 from ..common.variant import NO_VARIANT
-from .first_calls import compile_only, compiles_only, first_call, load, together
-from .memory import launched, launches_of, make_room_for_graphs, within_memory, zeros_of_a_graph, zeros_of_stream
-from .replay import enter_context, remember
-from .tuned import times_read
+from .first_calls import compile_in_threads, first_call, is_compile_only, load_kernels, record_request
+from .memory import compiled_kernels, fitting_configs, launches_of, reserve_graph_zeros, zeros_of_a_graph, zeros_of_stream
+from .replay import ensure_context, keep_for_replay
+from .tuned import config_generation
 
 # Triton specializes on integers that are 1 or multiples of 16. Few benefit, and a new number of heads or keys should not wait for a
 # compilation. q_len does benefit: 16-byte aligned rows of lse and delta make dK and dV up to 16 % faster.
@@ -25,7 +25,7 @@ NOT_SPECIALIZED = ["heads", "group", "kv_len", "q_blocks", "kv_blocks", "mask_ba
 
 
 @cache
-def addresses_tiles(device: torch.device) -> bool:
+def can_address_tiles(device: torch.device) -> bool:
     """Whether the chip can address tiles in hardware, and Triton makes good use of it; its interpreter does.
 
     Compute capability 12.0 could. But Triton 3.9 does not prefetch such tiles ahead of its products, and spills 800 to 1,100 bytes
@@ -40,8 +40,8 @@ def descriptor_or_rows(tensor: torch.Tensor, rows: int, dim: int) -> TensorDescr
     """Returns Triton's descriptor of a (batch, heads, tokens, head_dim) tensor for tiles of (rows, dim), or ``Rows`` instead."""
     # Products of float32 take their operands from registers, and Triton's code for tiles that the hardware placed spills: at
     # head_dim 64 and 128, for compute capability 9.0, 400 to 8,100 bytes a thread, where pointers spill 0 to 1,800.
-    if tensor.dtype == torch.float32 or not addresses_tiles(tensor.device):
-        return rows_of(tensor, dim)
+    if tensor.dtype == torch.float32 or not can_address_tiles(tensor.device):
+        return as_rows(tensor, dim)
     # Bypasses the constructor, whose checks the back end has already made: a call creates up to sixteen of these.
     descriptor = object.__new__(TensorDescriptor)
     descriptor.base = tensor
@@ -51,7 +51,7 @@ def descriptor_or_rows(tensor: torch.Tensor, rows: int, dim: int) -> TensorDescr
     return descriptor
 
 
-def rows_of(tensor: torch.Tensor, dim: int) -> Rows:
+def as_rows(tensor: torch.Tensor, dim: int) -> Rows:
     """``Rows`` of a tensor. dim: of a tile."""
     piece = 16 // tensor.element_size()
     *strides, _ = tensor.stride()
@@ -59,7 +59,7 @@ def rows_of(tensor: torch.Tensor, dim: int) -> Rows:
     return Rows(tensor, *(stride // piece for stride in strides), tokens, None if head_dim == dim else head_dim // piece)
 
 
-def integers_specialized(numbers: Iterable[int | None]) -> tuple:
+def integers_key(numbers: Iterable[int | None]) -> tuple:
     """The key by which Triton specializes integers."""
     return tuple(number and (number == 1, number % 16 == 0, number >= 2**31) for number in numbers)
 
@@ -82,12 +82,12 @@ def loop_arguments(mask, table, q: torch.Tensor, k: torch.Tensor, placeholder: t
     return (TableTensors(*tensors), batch_stride, head_stride, heads, heads // kv_heads, q_len, kv_len, rows)
 
 
-def length_specialized(q_len: int) -> tuple[bool, bool]:
+def length_key(q_len: int) -> tuple[bool, bool]:
     """The key by which the portable kernels are specialized on q_len: see NOT_SPECIALIZED."""
     return q_len % 16 == 0, q_len == 1
 
 
-def row_count(table, length: int, tile: int, block_size: int | None) -> int:
+def program_count(table, length: int, tile: int, block_size: int | None) -> int:
     """The number of programs along a table's rows, or along ``length`` tokens."""
     return triton.cdiv(length, tile) if table is None else table.row_order.shape[1] * (block_size // tile)
 
@@ -104,7 +104,7 @@ def arrival_counters(count: int, device: torch.device) -> torch.Tensor:
         return torch.zeros(count, dtype=torch.int32, device=device)
     if torch.cuda.is_current_stream_capturing():
         return zeros_of_a_graph(count, device)
-    make_room_for_graphs(device)
+    reserve_graph_zeros(device)
     return zeros_of_stream("arrivals", max(count, 1024), device, raw_stream(device.index))
 
 
@@ -133,14 +133,14 @@ def launch(
     pointers = [tensor.data_ptr() for tensor in _tensors_in(arguments)]
     if isinstance(arguments[0], Rows):
         # Triton specializes a tuple's integers whatever the kernel declares.
-        specialized = (*specialized, *(integers_specialized(a[1:]) for a in arguments if isinstance(a, Rows)))
+        specialized = (*specialized, *(integers_key(a[1:]) for a in arguments if isinstance(a, Rows)))
     key = (kernel.fn, first.device, first.dtype, specialized, *options.values(), *constants.values())
     aligned = not any(pointer % 16 for pointer in pointers)
-    enter_context(first.device.index)
-    if aligned and key in launched:
-        if not compiles_only():
-            launched[key][(*grid, 1)](*arguments, *constants.values())
-        return launched[key]
+    ensure_context(first.device.index)
+    if aligned and key in compiled_kernels:
+        if not is_compile_only():
+            compiled_kernels[key][(*grid, 1)](*arguments, *constants.values())
+        return compiled_kernels[key]
     known = getattr(kernel, "params", ())  # the interpreter's kernels have none
     several = [p.name for p, a in zip(known, arguments, strict=False) if type(a) is int and not p.do_not_specialize]
     assert not several or specialized, f"{kernel.fn.__name__} is compiled for values of {several}, which nothing tells apart"
@@ -148,20 +148,20 @@ def launch(
     if not known:
         kernel[grid](*arguments, **constants, **options)
         return None
-    if compiles_only():
-        compile_only(_description(kernel, constants), kernel.warmup(*arguments, grid=grid, **constants, **options))
+    if is_compile_only():
+        record_request(_description(kernel, constants), kernel.warmup(*arguments, grid=grid, **constants, **options))
         return None
     with first_call(_description(kernel, constants), (kernel.fn.__qualname__, kernel.fn.__module__, *map(str, key[2:]))):
         ahead = None
         if beside is not None:
-            ahead = together(lambda: launch(kernel, grid, arguments, constants, options, specialized), beside)
+            ahead = compile_in_threads(lambda: launch(kernel, grid, arguments, constants, options, specialized), beside)
         kernel.warmup(*arguments, grid=grid, **constants, **options)
     if ahead is not None:
         with suppress(Exception):  # what fails surfaces at the real call
-            load(ahead, first.device)
+            load_kernels(ahead, first.device)
     compiled = kernel[grid](*arguments, **constants, **options)
     if aligned:
-        launched[key] = compiled
+        compiled_kernels[key] = compiled
     return compiled
 
 
@@ -175,26 +175,26 @@ def _tensors_in(arguments: Iterable) -> Iterator[torch.Tensor]:
 
 
 def run_within_memory(run: Callable[[Config], None], config: Config, key: Callable[[], tuple]) -> None:
-    """Calls run(config), or with the next ``smaller`` config that fits this GPU's shared memory.
+    """Calls run(config), or with the next ``shrink_config`` config that fits this GPU's shared memory.
 
     The built-in configs fit with everything that the package adds to scores. But a user's score_mod may load anything, which Triton
     prefetches through shared memory; how much that takes is known after compilation, before anything has run. key: everything that
     the kernel is compiled for, except the config; what fits is remembered.
     """
     wanted = config
-    if within_memory:
-        config = within_memory.get((*key(), wanted), wanted)
+    if fitting_configs:
+        config = fitting_configs.get((*key(), wanted), wanted)
     while True:
         try:
             run(config)
         except OutOfResources as error:
-            config = smaller(config)
+            config = shrink_config(config)
             if config is None:
                 raise ValueError(
                     f"this call takes {error.required} bytes of {error.name} in the smallest tiles, and this GPU has "
                     f"{error.limit}; pass backend='torch'"
                 ) from error
-            within_memory[*key(), wanted] = config
+            fitting_configs[*key(), wanted] = config
         else:
             return
 
@@ -247,8 +247,8 @@ def launch_or_repeat(kernel, mask, key: tuple | None, inputs: tuple[torch.Tensor
     """
     device = inputs[0].device
     if key is not None:
-        key = kernel.fn, times_read(), device, *key, *[(t.dtype, t.shape, t.stride()) for t in inputs]
-        known = None if compiles_only() else launches_of(mask).get(key)
+        key = kernel.fn, config_generation(), device, *key, *[(t.dtype, t.shape, t.stride()) for t in inputs]
+        known = None if is_compile_only() else launches_of(mask).get(key)
         if known is not None:
             made = [make() for make in known.makers]
             if known.again((*inputs, *made)):
@@ -256,6 +256,6 @@ def launch_or_repeat(kernel, mask, key: tuple | None, inputs: tuple[torch.Tensor
     with current_device(device):
         recording = Recording()
         result = run(recording)
-    if key is not None and recording.launches and not compiles_only():
-        remember(mask, key, inputs, recording)
+    if key is not None and recording.launches and not is_compile_only():
+        keep_for_replay(mask, key, inputs, recording)
     return result

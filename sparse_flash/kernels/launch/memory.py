@@ -20,10 +20,10 @@ _LAUNCHES = "_launches"
 _masks: WeakSet = WeakSet()
 
 # Compiled kernels, keyed by everything that Triton compiles them for: see ``launch``. One per variant in use; never stale.
-launched: dict[tuple, Any] = {}
+compiled_kernels: dict[tuple, Any] = {}
 
 # Configs that fit a GPU's memory when the first choice does not: see ``run_within_memory``. One per such variant.
-within_memory: dict[tuple, Any] = {}
+fitting_configs: dict[tuple, Any] = {}
 
 # Zeros in which launches count arrivals or from which they take tiles, and which they reset: one for each use and stream,
 # permanent.
@@ -70,7 +70,7 @@ def zeros_of_a_graph(count: int, device: torch.device) -> torch.Tensor:
     return _zeros_of_graphs[device][taken : taken + count]
 
 
-def make_room_for_graphs(device: torch.device) -> None:
+def reserve_graph_zeros(device: torch.device) -> None:
     """Allocates zeros before a capture, as it is impossible during one."""
     if device not in _zeros_of_graphs:
         _zeros_of_graphs[device] = lasting_zeros(_MOST_OF_GRAPHS, device)
@@ -96,6 +96,6 @@ def clear() -> None:
     for mask in list(_masks):
         mask.__dict__.pop(_LAUNCHES, None)
     _masks.clear()
-    for memory in (_dense, launched, within_memory, _zeros):
+    for memory in (_dense, compiled_kernels, fitting_configs, _zeros):
         memory.clear()
     tuned.forget()

@@ -16,7 +16,7 @@ MOSTLY_KEPT = 0.25
 BYTES_IN_STEP, HEADS_IN_STEP = 4 * L2_BYTES, 8
 
 
-def heads_in_queue(row_bytes: int, rows: int, mask, batch_heads: int, group: int = 1, by_key: bool = False) -> int:
+def concurrent_heads(row_bytes: int, rows: int, mask, batch_heads: int, group: int = 1, by_key: bool = False) -> int:
     """Returns how many batch-heads follow each other together in a queue: as many as have operands that fit the L2 cache together,
     or fewer, to half as many, if the last group is then fuller.
 
@@ -39,7 +39,7 @@ def heads_in_queue(row_bytes: int, rows: int, mask, batch_heads: int, group: int
     return max(range(-(-most // 2), most + 1), key=lambda number: (((units - 1) % number + 1) / number, number)) * group
 
 
-def heads_in_grid(bytes_of_head: int, rows: int, mask, batch_heads: int, by_key: bool = False) -> int:
+def concurrent_grid_heads(bytes_of_head: int, rows: int, mask, batch_heads: int, by_key: bool = False) -> int:
     """How many batch-heads take turns in a grid. If rows keep much of what they could: the divisor of ``batch_heads`` nearest to
     eight whose operands, ``bytes_of_head`` each, are not too many. Otherwise one, or more if the second axis of the grid must be
     shorter. rows: tokens that a program may iterate over."""

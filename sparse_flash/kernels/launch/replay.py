@@ -24,7 +24,7 @@ from ..common.streams import current_gpu, raw_stream
 from .memory import keep_launch, launches_of
 
 
-def remember(mask, key: tuple, inputs: tuple, recording) -> None:
+def keep_for_replay(mask, key: tuple, inputs: tuple, recording) -> None:
     """Keeps the launches of a ``Recording`` when the call is made the second time, as many masks are used only once, and if they
     can be replayed."""
     if key not in launches_of(mask):
@@ -35,13 +35,13 @@ def remember(mask, key: tuple, inputs: tuple, recording) -> None:
         return
     for reason in map(refusal, compiled):
         if reason:
-            _say(reason)
+            _warn_once(reason)
             return
     launches_of(mask)[key] = ReplayedCall(recording.launches, inputs, recording.tensors, recording.makers)
 
 
 @cache
-def _say(reason: str) -> None:
+def _warn_once(reason: str) -> None:
     """Warns once per reason."""
     warnings.warn(f"sparse_flash launches kernels by Triton's own launcher, which takes the host longer: {reason}", stacklevel=2)
 
@@ -173,7 +173,7 @@ class ReplayedCall:
         for index, (kind, value) in enumerate(zip(types, values, strict=True)):
             if isinstance(value, torch.Tensor) or kind == "map":
                 base, tensor_map = value if kind == "map" else (value, None)
-                for number, offset in _found(base, tensors, inputs):
+                for number, offset in _find_tensors(base, tensors, inputs):
                     self.positions[number].append((launch, index, tensor_map, offset))
                 launch.point(index, tensor_map, base.data_ptr())
             elif value is not None:
@@ -186,7 +186,7 @@ class ReplayedCall:
         if _hooked() or current_gpu() != self.device:
             return False
         if not hasattr(_this_thread, "entered"):
-            enter_context(self.device)
+            ensure_context(self.device)
         pointers = [t.data_ptr() for t in tensors]
         stream = raw_stream(self.device)
         with self.lock:
@@ -212,7 +212,7 @@ class ReplayedCall:
         return True
 
 
-def _found(base: torch.Tensor, tensors: tuple, inputs: int) -> Iterator[tuple[int, int]]:
+def _find_tensors(base: torch.Tensor, tensors: tuple, inputs: int) -> Iterator[tuple[int, int]]:
     """The tensors that this one is, or that it is a part of if they are behind the inputs, and the byte offset from their start."""
     for number, tensor in enumerate(tensors):
         if tensor is base:
@@ -283,7 +283,7 @@ def _driver_version() -> int:
     return version.value
 
 
-def enter_context(device: int | None) -> None:
+def ensure_context(device: int | None) -> None:
     """Gives a thread that has not used the GPU yet, such as autograd's, PyTorch's context: Triton encodes tensor maps before it
     sets one. device: its index; None for a CPU, which has no context."""
     if device is None or hasattr(_this_thread, "entered") or not _driver():

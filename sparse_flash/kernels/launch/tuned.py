@@ -80,33 +80,33 @@ def tuned_config(candidates: Sequence[ANY], key: Key | None) -> ANY:
     return next((config for config in candidates if asdict(config) == choice["config"]), candidates[0])
 
 
-_remembering: list[Callable] = []
+_caches: list[Callable] = []
 
 
-def remembered(function: Callable[..., ANY]) -> Callable[..., ANY]:
+def cached_until_cleared(function: Callable[..., ANY]) -> Callable[..., ANY]:
     """Returns an lru_cache of 256 results, which is emptied when the file is written or read again, and by ``clear_caches``."""
     cached = lru_cache(maxsize=256)(function)
-    _remembering.append(cached)
+    _caches.append(cached)
     return cached
 
 
-_times_forgotten = 0
+_generation = 0
 
 
-def times_read() -> int:
+def config_generation() -> int:
     """A number that changes when configs may have changed: memories of launches check it."""
-    return _times_forgotten
+    return _generation
 
 
 def forget() -> None:
     """Makes the next lookup reread the file."""
-    global _times_forgotten
-    _times_forgotten += 1
-    for cached in _remembering:
+    global _generation
+    _generation += 1
+    for cached in _caches:
         cached.cache_clear()
 
 
-@remembered
+@cached_until_cleared
 def _choices(path: Path) -> dict[Key, dict]:
     """A file that cannot be read costs at most speed, so it causes a warning, issued once, rather than an error."""
     try:
@@ -137,7 +137,7 @@ def _read(path: Path) -> dict[Key, dict]:
     return choices
 
 
-def count(path: Path) -> int:
+def count_choices(path: Path) -> int:
     """The number of choices in a file. Raises OSError, ValueError, KeyError or TypeError where ``tuned_config`` would warn."""
     return len(_read(path))
 
@@ -150,7 +150,7 @@ def check_writable() -> None:
         pass
 
 
-def store(key: Key, config, instead_of, measured: dict) -> None:
+def store_choice(key: Key, config, instead_of, measured: dict) -> None:
     """Stores a choice; choosing the built-in config, ``config == instead_of``, removes the stored choice for this key.
 
     Raises OSError if the file cannot be written. It is replaced atomically, so other processes never read half of it.

@@ -2,7 +2,7 @@
 
     1. lay_out              where each document starts and ends, see ``repack.py``                           one program
     2. find_own_spans       where each block starts; the run of each query, and what a query block touches   one program per block
-    3. tables_of_spans      both tables, see ``spans.py``                                                    two launches
+    3. build_span_tables      both tables, see ``spans.py``                                                    two launches
 
 Tokens behind a document that belong to no document lie in its last blocks, and in blocks of their own. The order of blocks is
 document by document, the longest first: see ``masks.table.groups_of``.
@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ..launch.launch import launch
 from .repack import Q_LEN, Q_START, Group
-from .spans import empty_spans, store_group, store_span, tables_of_spans
+from .spans import build_span_tables, empty_spans, store_group, store_span
 
 _DOCUMENTS_TOGETHER = 512
 
@@ -31,7 +31,7 @@ def find_own_spans_kernel(
     own_blocks = row * 0
     for begin in range(0, documents, CHUNK):
         other = begin + lane
-        start, stop, blocks = _tokens_and_blocks(layout, other, documents, tokens, BLOCK)
+        start, stop, blocks = _load_extents(layout, other, documents, tokens, BLOCK)
         first = above + tl.cumsum(blocks, 0) - blocks
         mine = (first <= row) & (row < first + blocks)
         document = tl.maximum(document, tl.max(tl.where(mine, other, -1), 0))
@@ -50,7 +50,7 @@ def find_own_spans_kernel(
     before = row * 0
     for others in range(0, documents, CHUNK):
         other = others + lane
-        _, _, blocks = _tokens_and_blocks(layout, other, documents, tokens, BLOCK)
+        _, _, blocks = _load_extents(layout, other, documents, tokens, BLOCK)
         longer = (blocks > own_blocks) | ((blocks == own_blocks) & (other < document))
         before += tl.sum(tl.where(longer, blocks, 0), 0)
     # Blocks of no document come last.
@@ -69,7 +69,7 @@ def find_own_spans_kernel(
 
 
 @triton.jit
-def _tokens_and_blocks(layout, document, documents, tokens, BLOCK: tl.constexpr):
+def _load_extents(layout, document, documents, tokens, BLOCK: tl.constexpr):
     """(the first token of each document, where its last block ends, how many blocks it has). Tokens before the first document, if
     there are any, lie in its blocks, and so do those behind a document."""
     starts = layout + Q_START * (documents + 1) + document
@@ -92,4 +92,4 @@ def fill_document_blocks(layout, runs, rows: int, tokens: int, entries: int, til
     arguments = [layout, runs, spans, bounds, starts, documents, rows, tokens, runs.shape[1]]
     constants = {"BLOCK": block, "CHUNK": min(_DOCUMENTS_TOGETHER, triton.next_power_of_2(documents))}
     launch(find_own_spans_kernel, (rows, 1), arguments, constants, {"num_warps": 4})
-    return *tables_of_spans(spans, bounds, rows, entries, tiles, block, starts), starts[:-1]
+    return *build_span_tables(spans, bounds, rows, entries, tiles, block, starts), starts[:-1]

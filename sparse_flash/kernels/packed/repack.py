@@ -75,7 +75,7 @@ def _larger(a, b):
 
 
 @triton.jit
-def _bounds(cu_seqlens, document, documents, reached, tokens, longest):
+def _load_documents(cu_seqlens, document, documents, reached, tokens, longest):
     """(first token, tokens, the end that the chunk reached) of documents. Ends that decrease or exceed the tokens cannot be
     reported without synchronizing, so they are clamped: documents neither overlap nor exceed the tokens."""
     some = document < documents
@@ -109,10 +109,10 @@ def lay_out_kernel(
         document = first + tl.arange(0, CHUNK)
         some = document < documents
         out = layout + document
-        q_start, q_len, q_reached = _bounds(q_cu_seqlens, document, documents, q_reached, q_tokens, q_longest)
+        q_start, q_len, q_reached = _load_documents(q_cu_seqlens, document, documents, q_reached, q_tokens, q_longest)
         k_start, k_len = q_start, q_len
         if not SAME:
-            k_start, k_len, k_reached = _bounds(k_cu_seqlens, document, documents, k_reached, k_tokens, k_longest)
+            k_start, k_len, k_reached = _load_documents(k_cu_seqlens, document, documents, k_reached, k_tokens, k_longest)
         # Queries start where their position falls within a block.
         q_height = tl.where(q_len > 0, (((k_len - q_len) & (BLOCK - 1)) + q_len + BLOCK - 1) // BLOCK, 0)
         k_height = (k_len + BLOCK - 1) // BLOCK
@@ -129,7 +129,7 @@ def lay_out_kernel(
 
 
 @triton.jit
-def first_not_below(index, begin, end, value):
+def bisect_left(index, begin, end, value):
     """For each lane the first of begin .. end - 1 whose index is at least ``value``, or end; the index must ascend there."""
     while tl.max(end - begin, 0) > 0:
         unsettled = begin < end
@@ -144,11 +144,11 @@ def first_not_below(index, begin, end, value):
 def _document_of(firsts, documents, row):
     """The last document whose blocks start at or before ``row``: the owner of this block, if it has one."""
     lane = tl.arange(0, 2)
-    return tl.max(first_not_below(firsts, lane * 0, lane * 0 + documents, row + 1), 0) - 1
+    return tl.max(bisect_left(firsts, lane * 0, lane * 0 + documents, row + 1), 0) - 1
 
 
 @triton.jit
-def _blocks_of(layout, documents, document):
+def _load_document_blocks(layout, documents, document):
     """(first query block, query blocks, first key block, key blocks, keys) of a document."""
     line = layout + document
     q_first = tl.load(line + _Q_FIRST * (documents + 1))
@@ -183,7 +183,7 @@ def find_rows_kernel(
     firsts = layout + (_Q_FIRST if QUERIES else _K_FIRST) * stride
     inside = row < tl.load(firsts + documents)
     document = tl.maximum(_document_of(firsts, documents, row), 0)
-    q_first, q_blocks, k_first, k_blocks, k_len = _blocks_of(layout, documents, document)
+    q_first, q_blocks, k_first, k_blocks, k_len = _load_document_blocks(layout, documents, document)
     # A document's queries and keys end in the same block.
     q_line = before + k_blocks - q_blocks
     if QUERIES:
@@ -201,9 +201,9 @@ def find_rows_kernel(
     runs, bits = tl.load(row_split + line * 2), tl.load(row_split + line * 2 + 1)
     starts = tl.where(lane == 0, begin, tl.where(lane == 1, runs, tl.where(lane == 2, bits, end)))
     stops = tl.where(lane == 0, runs, tl.where(lane == 1, bits, end))
-    stops = first_not_below(col_idx, starts, stops, most)
+    stops = bisect_left(col_idx, starts, stops, most)
     if not (QUERIES or SAME):
-        starts = first_not_below(col_idx, starts, stops, least)
+        starts = bisect_left(col_idx, starts, stops, least)
     count = tl.where(inside, stops - starts, 0)
 
     whole = tl.sum(tl.where(lane == 0, count, 0), 0)
@@ -241,7 +241,7 @@ class Group(NamedTuple):
 
 
 @triton.jit
-def place_of(totals, row, total, rows, group, CHUNK: tl.constexpr):
+def locate_row(totals, row, total, rows, group, CHUNK: tl.constexpr):
     """(entries of the block rows above this one, its position in the order). Within its ``Group``, heavier block rows come first,
     and of equally heavy ones the upper."""
     begin = row * 0
@@ -257,7 +257,7 @@ def place_of(totals, row, total, rows, group, CHUNK: tl.constexpr):
 
 @triton.jit
 def store_row(table, row, rank, bounds):
-    """Writes a row of a table of one mask. table: ``RowTensors``. rank: see ``place_of``."""
+    """Writes a row of a table of one mask. table: ``RowTensors``. rank: see ``locate_row``."""
     tl.store(table.row_ptr + row, bounds.begin)
     tl.store(table.row_ptr + table.rows, bounds.end, mask=row == table.rows - 1)
     tl.store(table.row_split + row * 2, bounds.runs)
@@ -266,7 +266,7 @@ def store_row(table, row, rank, bounds):
 
 
 @triton.jit
-def _cut_tile(tile_runs, tile_bits, new_runs, new_bits, slot, tile, width, BLOCK: tl.constexpr, KIND: tl.constexpr):
+def _write_cut_tile(tile_runs, tile_bits, new_runs, new_bits, slot, tile, width, BLOCK: tl.constexpr, KIND: tl.constexpr):
     """Writes tile ``slot``: a block (KIND 0: whole; 1: a run tile; 2: a bit tile) up to ``width`` keys."""
     token = tl.arange(0, BLOCK)
     if KIND == 2:
@@ -288,11 +288,11 @@ def _cut_tile(tile_runs, tile_bits, new_runs, new_bits, slot, tile, width, BLOCK
 
 
 @triton.jit
-def _shared_tile(shared, documents, first_token, tokens, new_bits, slot, BLOCK: tl.constexpr):
+def _write_shared_tile(shared, documents, first_token, tokens, new_bits, slot, BLOCK: tl.constexpr):
     """Writes bit tile ``slot``: that of the documents of a block of ``tokens`` from first_token on."""
     WORDS: tl.constexpr = BLOCK // 32
     row = tl.arange(0, BLOCK)
-    document = first_not_below(shared.borders, row * 0, row * 0 + documents, first_token + row + 1) - 1
+    document = bisect_left(shared.borders, row * 0, row * 0 + documents, first_token + row + 1) - 1
     some = (row < tokens) & (document >= 0)
     start = tl.load(shared.borders + document, mask=some, other=0) - first_token
     stop = tl.load(shared.borders + document + 1, mask=some, other=0) - first_token
@@ -351,12 +351,12 @@ def fill_rows_kernel(
     run_begin = tl.load(records + (_BEGIN + 1) * rows + row)
     bit_begin = tl.load(records + (_BEGIN + 2) * rows + row)
     document = tl.load(records + _DOCUMENT * rows + row)
-    q_first, q_blocks, k_first, k_blocks, k_len = _blocks_of(layout, documents, document)
+    q_first, q_blocks, k_first, k_blocks, k_len = _load_document_blocks(layout, documents, document)
     short = k_len < 0
     if SHARED:
         short = k_len < BLOCK
         whole, fulls, runs = tl.where(short, 0, whole), tl.where(short, 0, fulls), tl.where(short, 0, runs)
-    begin, rank = place_of(records + _TOTAL * rows, row, total, rows, Group(0, rows, 0), ROWS)
+    begin, rank = locate_row(records + _TOTAL * rows, row, total, rows, Group(0, rows, 0), ROWS)
     bits = begin + fulls + runs
     table = RowTensors(row_ptr, row_split, row_order, rows)
     store_row(table, row, rank, RowBounds(begin, begin + whole, bits, begin + total))
@@ -380,7 +380,7 @@ def fill_rows_kernel(
         if cut_begin < cut_end:
             becomes_run = e >= whole
             low = tl.where(becomes_run & some, run_begin, run_end)
-            place += tl.where(becomes_run, first_not_below(old_col_idx, low, low * 0 + run_end, col) - run_begin, 0)
+            place += tl.where(becomes_run, bisect_left(old_col_idx, low, low * 0 + run_end, col) - run_begin, 0)
             tile = tl.where(becomes_run, run_tiles + (row if QUERIES else col + shift), 0)
         tl.store(col_idx + place, col + shift, mask=some)
         tl.store(tile_idx + place, tile, mask=some)
@@ -393,7 +393,7 @@ def fill_rows_kernel(
         place = begin + whole + e
         if cut_begin < cut_end:
             low = tl.where(some, cut_begin, cut_end)
-            place += first_not_below(old_col_idx, low, low * 0 + cut_end, col) - cut_begin
+            place += bisect_left(old_col_idx, low, low * 0 + cut_end, col) - cut_begin
         tl.store(col_idx + place, col + shift, mask=some)
         tl.store(tile_idx + place, tile, mask=some)
     bit_count = total - fulls - runs
@@ -409,22 +409,22 @@ def fill_rows_kernel(
 
     if QUERIES:
         if cut_begin < cut_end:
-            _cut_tile(old_runs, old_bits, new_runs, new_bits, run_tiles + row, row, cut_width, BLOCK, 0)
+            _write_cut_tile(old_runs, old_bits, new_runs, new_bits, run_tiles + row, row, cut_width, BLOCK, 0)
         if runs > 0:
             last = run_end - 1
             if tl.load(old_col_idx + last) >= cut_from:
-                _cut_tile(
+                _write_cut_tile(
                     old_runs, old_bits, new_runs, new_bits, run_tiles + row, tl.load(old_tile_idx + last), cut_width, BLOCK, 1
                 )
         if short:
             if total > 0:
                 first_token = tl.load(layout + Q_START * (documents + 1) + document)
                 shared = SharedBlocks(borders, first_tile, longest)
-                _shared_tile(shared, documents, first_token, k_len, new_bits, bit_tiles + row, BLOCK)
+                _write_shared_tile(shared, documents, first_token, k_len, new_bits, bit_tiles + row, BLOCK)
         elif bit_count > 0:
             last = bit_begin + bit_count - 1
             if tl.load(old_col_idx + last) >= cut_from:
-                _cut_tile(
+                _write_cut_tile(
                     old_runs, old_bits, new_runs, new_bits, bit_tiles + row, tl.load(old_tile_idx + last), cut_width, BLOCK, 2
                 )
 

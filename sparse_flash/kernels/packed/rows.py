@@ -92,7 +92,7 @@ def take_rows_into(
     """
     if not target.numel():
         return None
-    before, after = (_merged(source, target, axes) for axes in (range(dim), range(dim + 1, source.dim())))
+    before, after = (_merge_axes(source, target, axes) for axes in (range(dim), range(dim + 1, source.dim())))
     columns = after.pop() if after and after[-1][2] == 1 else (1, 1, 1)
     others = [(1, 0, 0), (1, 0, 0), *before, *after]
     if len(others) > 4:  # a contiguous source has one axis before, and columns
@@ -117,7 +117,7 @@ def take_rows_into(
     return None
 
 
-def _merged(source: torch.Tensor, target: torch.Tensor, axes: range) -> list[tuple[int, int, int]]:
+def _merge_axes(source: torch.Tensor, target: torch.Tensor, axes: range) -> list[tuple[int, int, int]]:
     """(length, stride of the source, of the target) of these axes. Those of one element are left out, and neighbours that one
     stride covers in both tensors are merged."""
     merged: list[tuple[int, int, int]] = []

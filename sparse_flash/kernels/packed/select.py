@@ -13,7 +13,7 @@ _ENTRIES = 256  # of a row, read at a time
 
 
 @triton.jit
-def _kept(maps, mask, row, col, rows, cols, exists, BITS: tl.constexpr):
+def _is_kept(maps, mask, row, col, rows, cols, exists, BITS: tl.constexpr):
     """Whether a map keeps the blocks (row, col): 0 or 1."""
     line = (mask * rows + row).to(tl.int64)
     if BITS:
@@ -25,14 +25,14 @@ def _kept(maps, mask, row, col, rows, cols, exists, BITS: tl.constexpr):
 
 
 @triton.jit
-def _kept_entries(maps, index, mask, line, entry, end, rows, cols, BY_KEY: tl.constexpr, BITS: tl.constexpr):
+def _load_entries(maps, index, mask, line, entry, end, rows, cols, BY_KEY: tl.constexpr, BITS: tl.constexpr):
     """(other axis of each entry, whether its block is kept: 0 or 1)."""
     exists = entry < end
     other = tl.load(index + entry, mask=exists, other=0)
     if BY_KEY:
-        kept = _kept(maps, mask, other, line, rows, cols, exists, BITS)
+        kept = _is_kept(maps, mask, other, line, rows, cols, exists, BITS)
     else:
-        kept = _kept(maps, mask, line, other, rows, cols, exists, BITS)
+        kept = _is_kept(maps, mask, line, other, rows, cols, exists, BITS)
     return other, kept
 
 
@@ -51,7 +51,7 @@ def count_entries_kernel(
     full, no_bits, total = begin * 0, begin * 0, begin * 0
     for first in range(begin, end, ENTRIES):
         entry = first + tl.arange(0, ENTRIES)
-        _, kept = _kept_entries(maps, index, mask, line, entry, end, rows, cols, BY_KEY, BITS)
+        _, kept = _load_entries(maps, index, mask, line, entry, end, rows, cols, BY_KEY, BITS)
         full += tl.sum(tl.where(entry < runs, kept, 0))
         no_bits += tl.sum(tl.where(entry < bits, kept, 0))
         total += tl.sum(kept)
@@ -73,7 +73,7 @@ def select_entries_kernel(
     place = tl.load(selected_ptr + mask * (lines + 1) + line)
     for first in range(begin, end, ENTRIES):
         entry = first + tl.arange(0, ENTRIES)
-        other, kept = _kept_entries(maps, index, mask, line, entry, end, rows, cols, BY_KEY, BITS)
+        other, kept = _load_entries(maps, index, mask, line, entry, end, rows, cols, BY_KEY, BITS)
         number = place + tl.cumsum(kept, 0) - 1
         tl.store(selected_index + number, other, mask=kept != 0)
         tile = tl.load(tiles + entry, mask=entry < end, other=0)

@@ -23,9 +23,9 @@ from .repack import (
     Group,
     RowBounds,
     RowTensors,
+    bisect_left,
     empty_table,
-    first_not_below,
-    place_of,
+    locate_row,
     store_row,
 )
 
@@ -56,7 +56,7 @@ def find_spans_kernel(layout, runs, spans, bounds, documents, rows, before, line
     starts = layout + Q_START * (documents + 1)
     zero = token * 0
     # If several documents start at the same token, all except the last are empty.
-    document = tl.maximum(first_not_below(starts, zero, zero + documents, token + 1) - 1, 0)
+    document = tl.maximum(bisect_left(starts, zero, zero + documents, token + 1) - 1, 0)
     local = token - tl.load(starts + document)
     q_len = tl.load(layout + Q_LEN * (documents + 1) + document)
     k_start = tl.load(layout + K_START * (documents + 1) + document)
@@ -104,7 +104,7 @@ def store_group(spans, row, rows, group):
 
 
 @triton.jit
-def _group_of(spans, starts, row, rows):
+def _load_group(spans, starts, row, rows):
     """The ``Group`` of a block by document; all blocks, if they do not start at ``starts``."""
     group = Group(0, rows, 0)
     if starts is not None:
@@ -114,7 +114,7 @@ def _group_of(spans, starts, row, rows):
 
 
 @triton.jit
-def _spans(spans, row, rows):
+def _load_spans(spans, row, rows):
     """(low, full_low, full_high, high) of query blocks; empty past the last."""
     some = row < rows
     low = tl.load(spans + _LOW * rows + row, mask=some, other=0)
@@ -130,7 +130,7 @@ def count_spans_kernel(spans, counts, rows, k_rows, ROWS: tl.constexpr):
     touched = column * 0
     full = column * 0
     for begin in range(0, rows, ROWS):
-        low, full_low, full_high, high = _spans(spans, begin + tl.arange(0, ROWS), rows)
+        low, full_low, full_high, high = _load_spans(spans, begin + tl.arange(0, ROWS), rows)
         touched += tl.sum(((low <= column) & (column < high)).to(tl.int32), 0)
         full += tl.sum(((full_low <= column) & (column < full_high)).to(tl.int32), 0)
     tl.store(counts + column, touched)
@@ -138,7 +138,7 @@ def count_spans_kernel(spans, counts, rows, k_rows, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _names(starts, block, some):
+def _name_blocks(starts, block, some):
     """The names of blocks in entries: their numbers, or the tokens with which they start."""
     names = block
     if starts is not None:
@@ -166,20 +166,20 @@ def _store_item(work, starts, row, rank, bounds, rows, BLOCK: tl.constexpr):
 def _fill_row(spans, bounds, table, new_runs, starts, row, rows, BLOCK: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr):
     """A query block's part of by_query, and its tiles."""
     row_ptr, row_split, row_order, col_idx, tile_idx, work = table
-    low, full_low, full_high, high = _spans(spans, row, rows)
+    low, full_low, full_high, high = _load_spans(spans, row, rows)
     touched = high - low
     full = full_high - full_low
-    begin, rank = place_of(spans + _TOUCHED * rows, row, touched, rows, _group_of(spans, starts, row, rows), ROWS)
+    begin, rank = locate_row(spans + _TOUCHED * rows, row, touched, rows, _load_group(spans, starts, row, rows), ROWS)
     end = begin + touched
     found = RowBounds(begin, begin + full, end, end)
     store_row(RowTensors(row_ptr, row_split, row_order, rows), row, rank, found)
     _store_item(work, starts, row, rank, found, rows, BLOCK)
     for start in range(0, full, BLOCK):
         e = start + tl.arange(0, BLOCK)
-        tl.store(col_idx + begin + e, _names(starts, full_low + e, e < full), mask=e < full)
+        tl.store(col_idx + begin + e, _name_blocks(starts, full_low + e, e < full), mask=e < full)
         tl.store(tile_idx + begin + e, e * 0, mask=e < full)
 
-    first_tile, _ = place_of(spans + _PARTIAL * rows, row, 0, rows, Group(0, rows, 0), ROWS)
+    first_tile, _ = locate_row(spans + _PARTIAL * rows, row, 0, rows, Group(0, rows, 0), ROWS)
     token = tl.arange(0, BLOCK)
     first = tl.load(bounds + row * BLOCK + token)[None, :]
     stop = tl.load(bounds + (rows + row) * BLOCK + token)[None, :]
@@ -188,7 +188,7 @@ def _fill_row(spans, bounds, table, new_runs, starts, row, rows, BLOCK: tl.const
         e = start + tl.arange(0, TILES)
         some = e < touched - full
         column = low + tl.where(e < before, e, e + full)
-        tl.store(col_idx + begin + full + e, _names(starts, column, some), mask=some)
+        tl.store(col_idx + begin + full + e, _name_blocks(starts, column, some), mask=some)
         tl.store(tile_idx + begin + full + e, first_tile + e, mask=some)
         key = column[:, None] * BLOCK
         here = tl.minimum(tl.maximum(first - key, 0), BLOCK)
@@ -202,7 +202,7 @@ def _fill_column(spans, counts, table, starts, column, rows, k_rows, BLOCK: tl.c
     """A key block's part of by_key."""
     row_ptr, row_split, row_order, col_idx, tile_idx, work = table
     touched = tl.load(counts + column)
-    begin, rank = place_of(counts, column, touched, k_rows, _group_of(spans, starts, column, k_rows), ROWS)
+    begin, rank = locate_row(counts, column, touched, k_rows, _load_group(spans, starts, column, k_rows), ROWS)
     partial = begin + tl.load(counts + k_rows + column)
     end = begin + touched
     found = RowBounds(begin, partial, end, end)
@@ -211,14 +211,14 @@ def _fill_column(spans, counts, table, starts, column, rows, k_rows, BLOCK: tl.c
     first_tile = column * 0
     for start in range(0, rows, ROWS):
         row = start + tl.arange(0, ROWS)
-        low, full_low, full_high, high = _spans(spans, row, rows)
+        low, full_low, full_high, high = _load_spans(spans, row, rows)
         is_full = (full_low <= column) & (column < full_high)
         is_partial = (low <= column) & (column < high) & (is_full == 0)
         tiles = (high - low) - (full_high - full_low)
         tile = first_tile + tl.cumsum(tiles, 0) - tiles + column - low
         tile -= tl.where(column < full_low, 0, full_high - full_low)
         entry = begin + tl.cumsum(is_full.to(tl.int32), 0) - 1
-        name = _names(starts, row, row < rows)
+        name = _name_blocks(starts, row, row < rows)
         tl.store(col_idx + entry, name, mask=is_full)
         tl.store(tile_idx + entry, row * 0, mask=is_full)
         entry = partial + tl.cumsum(is_partial.to(tl.int32), 0) - 1
@@ -275,7 +275,7 @@ def fill_spans(layout, runs, rows: int, k_rows: int, before: int, entries: int, 
     spans, bounds = empty_spans(rows, block, layout.device)
     arguments = [layout, runs, spans, bounds, layout.shape[1] - 1, rows, before, runs.shape[1]]
     launch(find_spans_kernel, (rows, 1), arguments, {"BLOCK": block}, {"num_warps": 4})
-    return tables_of_spans(spans, bounds, k_rows, entries, tiles, block)
+    return build_span_tables(spans, bounds, k_rows, entries, tiles, block)
 
 
 def empty_spans(rows: int, block: int, device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -284,7 +284,7 @@ def empty_spans(rows: int, block: int, device) -> tuple[torch.Tensor, torch.Tens
     return tuple(torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes)
 
 
-def tables_of_spans(spans, bounds, k_rows: int, entries: int, tiles: int, block: int, starts=None):
+def build_span_tables(spans, bounds, k_rows: int, entries: int, tiles: int, block: int, starts=None):
     """Returns the same as ``fill_spans``. starts: see ``fill_spans_kernel``; then each table also has its work items."""
     rows, device = spans.shape[1], spans.device
     counts, new_runs = (torch.empty(shape, dtype=torch.int32, device=device) for shape in ((2, k_rows), (tiles, block)))

@@ -17,7 +17,7 @@ _ITEMS_TOGETHER, _MASKS_TOGETHER = 128, 16
 
 
 @triton.jit
-def _row_of(table, mask, place, exists):
+def _load_row(table, mask, place, exists):
     """(row, its first entry, the end of its entries) of places in the order of rows; the row past the last where none exists."""
     row = tl.load(table.row_order + mask * table.rows + place, mask=exists, other=0)
     ptr = table.row_ptr + mask * (table.rows + 1) + row
@@ -26,12 +26,12 @@ def _row_of(table, mask, place, exists):
 
 
 @triton.jit
-def _splits_of(table, mask, exists, least, SPLITS: tl.constexpr):
+def _count_splits(table, mask, exists, least, SPLITS: tl.constexpr):
     """(masks, SPLITS / 2) int32: how many splits the heaviest rows have, 0 for whole rows. No more rows can have two or more."""
     place = tl.arange(0, SPLITS // 2)[None, :]
     ptr = table.row_ptr + mask * (table.rows + 1)
     total = tl.load(ptr + table.rows, mask=exists, other=0) - tl.load(ptr, mask=exists, other=0)
-    _, begin, end = _row_of(table, mask[:, None], place, exists[:, None] & (place < table.rows))
+    _, begin, end = _load_row(table, mask[:, None], place, exists[:, None] & (place < table.rows))
     count = end - begin
     heavy = count * SPLITS >= 2 * tl.maximum(total, least)[:, None]
     in_heavy = tl.sum(tl.where(heavy, count, 0), 1)
@@ -45,7 +45,7 @@ def _items_in_use(table, masks, least, SPLITS: tl.constexpr, MASKS: tl.constexpr
     most = masks * 0
     for first in range(0, masks, MASKS):
         mask = first + tl.arange(0, MASKS)
-        splits = _splits_of(table, mask, mask < masks, least, SPLITS)
+        splits = _count_splits(table, mask, mask < masks, least, SPLITS)
         more = tl.sum(tl.maximum(splits - 1, 0), 1)
         most = tl.maximum(most, tl.max(more, 0))
     return table.rows + most
@@ -56,7 +56,7 @@ def _write_items(
     table, work, masks, mask, chunk, least, SPLITS: tl.constexpr, ROOM: tl.constexpr, ITEMS: tl.constexpr, MASKS: tl.constexpr
 ):
     """A chunk of a mask's work items."""
-    splits = _splits_of(table, mask + tl.arange(0, 1), tl.arange(0, 1) == 0, least, SPLITS)
+    splits = _count_splits(table, mask + tl.arange(0, 1), tl.arange(0, 1) == 0, least, SPLITS)
     end_of_row = tl.cumsum(splits, 1)
     total = tl.sum(splits)
     item = chunk * ITEMS + tl.arange(0, ITEMS)
@@ -68,7 +68,7 @@ def _write_items(
     here = tl.arange(0, SPLITS // 2)[None, :] == place[:, None]
     divisor = tl.where(is_split, tl.sum(tl.where(here, splits, 0), 1), 1)
     exists = place < table.rows
-    row, begin, end = _row_of(table, mask, place, exists)
+    row, begin, end = _load_row(table, mask, place, exists)
     bounds = table.row_split + (mask * table.rows + row) * 2
     runs, bits = tl.load(bounds, mask=exists, other=0), tl.load(bounds + 1, mask=exists, other=0)
     low, high = begin + (end - begin) * number // divisor, begin + (end - begin) * (number + 1) // divisor
@@ -90,12 +90,12 @@ def _write_items(
 def _write_lines(table, listed, mask, least, SPLITS: tl.constexpr, ROOM: tl.constexpr):
     """A mask's split rows, then lines of zeros."""
     LINES: tl.constexpr = ROOM if ROOM > 0 else 2
-    splits = _splits_of(table, mask + tl.arange(0, 1), tl.arange(0, 1) == 0, least, SPLITS)
+    splits = _count_splits(table, mask + tl.arange(0, 1), tl.arange(0, 1) == 0, least, SPLITS)
     line = tl.arange(0, SPLITS)
     here = tl.arange(0, SPLITS // 2)[None, :] == line[:, None]
     count = tl.sum(tl.where(here, splits, 0), 1)
     first = tl.sum(tl.where(here, tl.cumsum(splits, 1) - splits, 0), 1)
-    row, _, _ = _row_of(table, mask, line, count > 0)
+    row, _, _ = _load_row(table, mask, line, count > 0)
     field = tl.arange(0, LINE_FIELDS)[None, :]
     values = tl.where(field == 0, row[:, None], tl.where(field == 1, first[:, None], tl.where(field == 2, count[:, None], 0)))
     place = listed + (mask * LINES + line[:, None]) * LINE_FIELDS + field

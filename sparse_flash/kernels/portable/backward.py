@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from ..common.config import Config, padded_head_dim
-from ..common.layout import addressable, is_addressable, restored
+from ..common.layout import as_addressable, is_addressable, restore_layout
 from ..common.tiles import (
     CUT,
     FULL,
@@ -35,13 +35,13 @@ from ..common.tiles import (
     TableRows,
     dense_bounds,
     kept_pairs,
+    load_mask_number,
     load_tile,
-    mask_of,
-    of_kept_pairs,
     ordered_tile,
     row_bounds,
     step_position,
     store_tile,
+    where_kept,
 )
 from ..common.variant import kernel_variant, launch_options
 from ..launch.launch import (
@@ -49,29 +49,29 @@ from ..launch.launch import (
     Recording,
     descriptor_or_rows,
     launch_or_repeat,
-    length_specialized,
+    length_key,
     loop_arguments,
     multiprocessors,
-    row_count,
+    program_count,
     run_within_memory,
 )
-from ..launch.order import heads_in_grid
-from .configs import chip_of, config_for, for_variant, takes_one_launch
+from ..launch.order import concurrent_grid_heads
+from .configs import adapt_to_variant, config_for, detect_gpu, takes_one_launch
 from .dropout import dropout_stream, kept_by_dropout
-from .lengths import is_cut, is_valid
+from .lengths import has_padding, is_valid
 from .row_loop import (
     Scoring,
     Sizes,
     Tile,
     add_row,
-    in_block,
-    place_of_step,
+    count_tiles,
+    load_axis_ranges,
+    locate_in_block,
+    locate_step,
     query_tile,
     slot_and_batch_head,
-    tiles_of,
-    valid_of_axes,
 )
-from .scores import add_bias_gradient, scored, store_bias_gradient, times_derivative_of_cap, times_derivative_of_function
+from .scores import add_bias_gradient, compute_scores, store_bias_gradient, times_derivative_of_cap, times_derivative_of_function
 
 
 class _Tensors(NamedTuple):
@@ -115,7 +115,7 @@ def _add_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.co
     position = step_position(table, first, last, TILE_N)
     for step in tl.range(first, last, num_stages=1 if KIND == CUT else None):
         upcoming = step_position(table, step + 1, last, TILE_N)
-        place = place_of_step(tile, position, sizes)
+        place = locate_step(tile, position, sizes)
         k = load_tile(operands.k_tensor, tile.batch, tile.kv_head, position, TILE_N, sizes.DIM)
         v = load_tile(operands.v_tensor, tile.batch, tile.kv_head, position, TILE_N, sizes.DIM_V)
         if KIND == CUT:
@@ -123,14 +123,14 @@ def _add_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.co
             k = tl.where(exists[:, None], k, 0.0)
         scores = tl.dot(operands.q, k.T, input_precision="ieee")  # (1)
         if scoring.SCORED:
-            changed = scored(scores, place, sizes, scoring, KIND)
+            changed = compute_scores(scores, place, sizes, scoring, KIND)
             weights = tl.math.exp2(changed - operands.lse[:, None])
         else:
             weights = tl.math.exp2(scores * scoring.scale - operands.lse[:, None])
         if KIND != FULL:
-            block = in_block(place, step, table, sizes)
+            block = locate_in_block(place, step, table, sizes)
             if KIND == CUT:
-                weights = of_kept_pairs(weights, 0.0, entries.kind, table, step // STEPS, block)
+                weights = where_kept(weights, 0.0, entries.kind, table, step // STEPS, block)
             else:
                 weights = tl.where(kept_pairs(table, step // STEPS, block, KIND), weights, 0.0)
         if scoring.SCORED:
@@ -179,12 +179,12 @@ def _compute_grad_q(slot, batch_head, tensors, dq_tensor, scale, rows, table, si
     lse = tl.load(tensors.lse + first_row + query, mask=query < sizes.q_len, other=float("inf")) * LOG2_E
     dlse = None if tensors.dlse is None else tensors.dlse + first_row
     delta = _delta(tensors.out, dlse, dout, tile, query, tile.first, sizes)
-    valid, valid_keys = valid_of_axes(tile.first, tile.batch, sizes, variant)
-    Q_CUT: tl.constexpr = is_cut(variant.q_starts, variant.q_lens)
+    valid, valid_keys = load_axis_ranges(tile.first, tile.batch, sizes, variant)
+    Q_CUT: tl.constexpr = has_padding(variant.q_starts, variant.q_lens)
     if Q_CUT:
         exists = is_valid(valid, query)
         delta = tl.where(exists, delta, 0.0)
-    if Q_CUT or is_cut(variant.kv_starts, variant.kv_lens) or scoring.SCORED:
+    if Q_CUT or has_padding(variant.kv_starts, variant.kv_lens) or scoring.SCORED:
         lse = tl.where(lse == -float("inf"), float("inf"), lse)  # zero weights, not NaN, for a query that keeps nothing
     if tensors.delta is not None:
         tl.store(tensors.delta + first_row + query, delta, mask=query < sizes.q_len)
@@ -237,7 +237,7 @@ def grad_q_kernel(
 ):
     """dQ, and delta = rowsum(dOut * Out) - dLse for the next pass: one program per query tile and head. DIM: padded head_dim of q,
     k and dQ. DIM_V: padded head_dim of v, out and dOut."""
-    slot, batch_head = slot_and_batch_head(tiles_of(q_blocks, q_len, TILE_M, TABLE_BLOCK, SPARSE))
+    slot, batch_head = slot_and_batch_head(count_tiles(q_blocks, q_len, TILE_M, TABLE_BLOCK, SPARSE))
     # fmt: off
     _compute_grad_q(
         slot, batch_head,
@@ -267,7 +267,7 @@ class _KeyOperands(NamedTuple):
 
 
 @triton.jit
-def _of_queries(base, query, q_len, KIND: tl.constexpr):
+def _load_per_query(base, query, q_len, KIND: tl.constexpr):
     """Values of a step's queries, which all exist in full entries."""
     return tl.load(base + query) if KIND == FULL else tl.load(base + query, mask=query < q_len, other=0.0)
 
@@ -287,14 +287,14 @@ def _add_queries(state, operands, tile, entries, table, sizes, scoring, KIND: tl
     position = step_position(table, first, last, TILE_M)
     for step in tl.range(first, last, num_stages=1 if KIND == CUT else None):
         upcoming = step_position(table, step + 1, last, TILE_M)
-        place = place_of_step(tile, position, sizes)
+        place = locate_step(tile, position, sizes)
         query = position + tl.arange(0, TILE_M)
         if operands.delta is None:
             # Before the products: next to their results, a tile of out would not fit in registers.
             dout = load_tile(operands.dout_tensor, tile.batch, tile.head, position, TILE_M, sizes.DIM_V)
             delta = _delta(operands.out_tensor, operands.dlse, dout, tile, query, position, sizes)
         q = load_tile(operands.q_tensor, tile.batch, tile.head, position, TILE_M, sizes.DIM)
-        lse = _of_queries(operands.lse, query, sizes.q_len, KIND)
+        lse = _load_per_query(operands.lse, query, sizes.q_len, KIND)
         if KIND == CUT:
             exists = is_valid(entries.valid, query)
             q = tl.where(exists[:, None], q, 0.0)
@@ -306,14 +306,14 @@ def _add_queries(state, operands, tile, entries, table, sizes, scoring, KIND: tl
         if variant.seed is not None:  # weights are divided by the share that dropout keeps
             log2_sum += log2_share
         if scoring.SCORED:
-            changed = scored(scores, place, sizes, scoring, KIND)
+            changed = compute_scores(scores, place, sizes, scoring, KIND)
             weights = tl.math.exp2(changed - log2_sum[None, :])
         else:
             weights = tl.math.exp2(scores * scoring.scale - log2_sum[None, :])
         if KIND != FULL:
-            block = in_block(place, step, table, sizes)
+            block = locate_in_block(place, step, table, sizes)
             if KIND == CUT:
-                weights = of_kept_pairs(weights, 0.0, entries.kind, table, step // STEPS, block)
+                weights = where_kept(weights, 0.0, entries.kind, table, step // STEPS, block)
             else:
                 weights = tl.where(kept_pairs(table, step // STEPS, block, KIND), weights, 0.0)
         if KIND == CUT:
@@ -336,7 +336,7 @@ def _add_queries(state, operands, tile, entries, table, sizes, scoring, KIND: tl
         dweights = tl.dot(v, dout.T, input_precision="ieee")  # (2)
         # Loaded only here: one delta per column costs sixteen registers per thread, and the products above need them all.
         if operands.delta is not None:
-            delta = _of_queries(operands.delta, query, sizes.q_len, KIND)
+            delta = _load_per_query(operands.delta, query, sizes.q_len, KIND)
         elif KIND == CUT:
             delta = tl.where(exists, delta, 0.0)
         if variant.seed is not None:
@@ -364,27 +364,27 @@ def _compute_grad_kv(slot, batch_head, tensors, dk_tensor, dv_tensor, scale, row
     first = slot * TILE_N
     if table.SPARSE:
         # Masks of a group's heads may have different orders; any one order visits every key block once.
-        mask = mask_of(rows, batch, kv_head * sizes.group)
+        mask = load_mask_number(rows, batch, kv_head * sizes.group)
         _, first = ordered_tile(rows, mask, slot, TILE_N, table.BLOCK)
     k = load_tile(tensors.k, batch, kv_head, first, TILE_N, sizes.DIM)
     v = load_tile(tensors.v, batch, kv_head, first, TILE_N, sizes.DIM_V)
     dk = tl.zeros([TILE_N, sizes.DIM], tl.float32)
     dv = tl.zeros([TILE_N, sizes.DIM_V], tl.float32)
-    valid, valid_queries = valid_of_axes(first, batch, sizes, variant)
+    valid, valid_queries = load_axis_ranges(first, batch, sizes, variant)
     for member in range(sizes.group):
         head = kv_head * sizes.group + member
         tile = Tile(batch, head, kv_head, batch * sizes.heads + head, first)
         stream = dropout_stream(variant, tile, sizes)
         first_row = tile.batch_head.to(tl.int64) * sizes.q_len
         if table.SPARSE:
-            bounds = row_bounds(rows, mask_of(rows, batch, head), first // table.BLOCK)
+            bounds = row_bounds(rows, load_mask_number(rows, batch, head), first // table.BLOCK)
         else:
             bounds = dense_bounds(sizes.q_len, sizes.TILE_M)
         delta = None if tensors.delta is None else tensors.delta + first_row
         dlse = None if tensors.dlse is None else tensors.dlse + first_row
         operands = _KeyOperands(k, v, tensors.q, tensors.dout, tensors.out, tensors.lse + first_row, delta, dlse, stream)
         dk, dv = add_row(_add_queries, (dk, dv), operands, tile, bounds, valid_queries, table, sizes, scoring)
-    if is_cut(variant.kv_starts, variant.kv_lens):
+    if has_padding(variant.kv_starts, variant.kv_lens):
         exists = is_valid(valid, first + tl.arange(0, TILE_N))
         dk, dv = tl.where(exists[:, None], dk, 0.0), tl.where(exists[:, None], dv, 0.0)
     if variant.seed is not None:
@@ -427,7 +427,7 @@ def grad_kv_kernel(
 ):
     """dK and dV: one program per key tile and key head, over the ``group`` query heads that share it. DIM, DIM_V: see
     ``grad_q_kernel``."""
-    slot, batch_head = slot_and_batch_head(tiles_of(kv_blocks, kv_len, TILE_N, TABLE_BLOCK, SPARSE))
+    slot, batch_head = slot_and_batch_head(count_tiles(kv_blocks, kv_len, TILE_N, TABLE_BLOCK, SPARSE))
     # fmt: off
     _compute_grad_kv(
         slot, batch_head,
@@ -482,8 +482,8 @@ def grad_qkv_kernel(
     then the programs of the query tiles of all query heads that share the key head. columns, rows: the tables by key and by
     query."""
     tensors = _Tensors(q_tensor, k_tensor, v_tensor, dout_tensor, out_tensor, lse_ptr, None, dlse_ptr if HAS_DLSE else None)
-    key_tiles = tiles_of(kv_blocks, kv_len, TILE_N, TABLE_BLOCK, SPARSE)
-    query_tiles = tiles_of(q_blocks, q_len, TILE_M, TABLE_BLOCK, SPARSE)
+    key_tiles = count_tiles(kv_blocks, kv_len, TILE_N, TABLE_BLOCK, SPARSE)
+    query_tiles = count_tiles(q_blocks, q_len, TILE_M, TABLE_BLOCK, SPARSE)
     slot, batch_head = slot_and_batch_head(key_tiles + group * query_tiles)
     if slot < key_tiles:
         _compute_grad_kv(
@@ -536,9 +536,9 @@ def attention_backward(
 
 def _run(dout, dlse, q, k, v, out, lse, mask, scale, variant, q_config, kv_config, one_launch, recording):
     if not all(map(is_addressable, (dout, out, q, k, v))):
-        dout, out, *ready = (addressable(t) for t in (dout, out, q, k, v))
+        dout, out, *ready = (as_addressable(t) for t in (dout, out, q, k, v))
         gradients = attention_backward(dout, dlse, *ready, out, lse, mask, scale, variant, q_config, kv_config, one_launch)
-        return *map(restored, gradients[:3], ready, (q, k, v)), *gradients[3:]
+        return *map(restore_layout, gradients[:3], ready, (q, k, v)), *gradients[3:]
     learned = variant is not None and variant.learned
     drel_bias = torch.zeros_like(variant.rel_bias) if learned else None
     (heads, q_len), (kv_heads, kv_len) = q.shape[1:3], k.shape[1:3]
@@ -598,20 +598,27 @@ class _Passes(NamedTuple):
         block_size, dims = self.mask and self.mask.block_size, self.tensors.dims
         # Both passes in one launch take the tiles of dK and dV.
         config = config_for("grad_q" if name == "grad_q" else "grad_kv", q.dtype, q.shape[3], block_size, q.device, v.shape[3])
-        config = for_variant(config, "grad_kv" if name == "grad_kv" else "grad_q", chip_of(q.device), given, switches, max(dims))
+        config = adapt_to_variant(
+            config, "grad_kv" if name == "grad_kv" else "grad_q", detect_gpu(q.device), given, switches, max(dims)
+        )
         facts = q.device, q.dtype, *dims, block_size, kinds, *switches.values(), self.has_dlse, given.rel_bias_gradient is not None
         run_within_memory(lambda config: launch(config, of_variant), config, lambda: (name, *facts))
 
     def grad_q(self, config: Config, of_variant: tuple) -> None:
         t, table = self.tensors, self.mask and self.mask.by_query
-        arguments = [*self._tiles(config, "q k v out dout dq"), t.lse, t.dlse, t.delta]
+        arguments = [*self._descriptors(config, "q k v out dout dq"), t.lse, t.dlse, t.delta]
         arguments += loop_arguments(self.mask, table, t.q, t.k, t.lse)
         grid = self._grid(self._query_tiles(config), t.q, t.k)
         self._launch(grad_q_kernel, config, of_variant, grid, arguments, config.tile_m, config.tile_n, HAS_DLSE=self.has_dlse)
 
     def grad_kv(self, config: Config, of_variant: tuple) -> None:
         t, table = self.tensors, self.mask and self.mask.by_key
-        arguments = [*self._tiles(config, "q k v dout dk dv"), t.lse, t.delta, *loop_arguments(self.mask, table, t.q, t.k, t.lse)]
+        arguments = [
+            *self._descriptors(config, "q k v dout dk dv"),
+            t.lse,
+            t.delta,
+            *loop_arguments(self.mask, table, t.q, t.k, t.lse),
+        ]
         grid = self._grid(self._key_tiles(config), t.k, t.q)
         self._launch(grad_kv_kernel, config, of_variant, grid, arguments, config.tile_n, config.tile_m)
 
@@ -619,7 +626,7 @@ class _Passes(NamedTuple):
         t, mask = self.tensors, self.mask
         columns, *_, kv_blocks = loop_arguments(mask, mask and mask.by_key, t.q, t.k, t.lse)
         rows = loop_arguments(mask, mask and mask.by_query, t.q, t.k, t.lse)
-        arguments = [*self._tiles(config, "q k v out dout dq dk dv"), t.lse, t.dlse, columns, kv_blocks, *rows]
+        arguments = [*self._descriptors(config, "q k v out dout dq dk dv"), t.lse, t.dlse, columns, kv_blocks, *rows]
         group = t.q.shape[1] // t.k.shape[1]
         grid = self._grid(self._key_tiles(config) + group * self._query_tiles(config), t.k, t.q)
         largest = max(config.tile_m, config.tile_n)
@@ -629,21 +636,21 @@ class _Passes(NamedTuple):
         """The grid for ``tiles`` of each head of ``own``, which iterate over ``others``."""
         batch_heads, rows = own.shape[0] * own.shape[1], others.shape[2]
         bytes_of_head = 2 * rows * sum(self.tensors.dims) * max(1, others.shape[1] // own.shape[1])
-        together = heads_in_grid(bytes_of_head, rows, self.mask, batch_heads, by_key=own is self.tensors.k)
+        together = concurrent_grid_heads(bytes_of_head, rows, self.mask, batch_heads, by_key=own is self.tensors.k)
         return tiles * together, batch_heads // together
 
-    def _tiles(self, config: Config, names: str) -> list:
+    def _descriptors(self, config: Config, names: str) -> list:
         dim, dim_v = self.tensors.dims
         shapes = {"q": (config.tile_m, dim), "k": (config.tile_n, dim), "v": (config.tile_n, dim_v), "out": (config.tile_m, dim_v)}
         return [descriptor_or_rows(getattr(self.tensors, name), *shapes[name.removeprefix("d")]) for name in names.split()]
 
     def _query_tiles(self, config: Config) -> int:
         mask = self.mask
-        return row_count(mask and mask.by_query, self.tensors.q.shape[2], config.tile_m, mask and mask.block_size)
+        return program_count(mask and mask.by_query, self.tensors.q.shape[2], config.tile_m, mask and mask.block_size)
 
     def _key_tiles(self, config: Config) -> int:
         mask = self.mask
-        return row_count(mask and mask.by_key, self.tensors.k.shape[2], config.tile_n, mask and mask.block_size)
+        return program_count(mask and mask.by_key, self.tensors.k.shape[2], config.tile_n, mask and mask.block_size)
 
     def _launch(self, kernel, config: Config, of_variant, grid, arguments, rows: int, step: int, **constants) -> None:
         """rows: of the largest tile of results. step: tokens that a step adds."""
@@ -655,4 +662,4 @@ class _Passes(NamedTuple):
         constants = {**of_tiles, **of_table, **switches, **constants}
         arguments = [*arguments, self.scale, self.scale * LOG2_E.value, given]
         prepared = grid, arguments, constants, launch_options(config, given, switches, rows)
-        self.recording.launch(kernel, prepared, (*length_specialized(self.tensors.q.shape[2]), *kinds))
+        self.recording.launch(kernel, prepared, (*length_key(self.tensors.q.shape[2]), *kinds))

@@ -13,7 +13,7 @@ import torch
 
 from ..common.config import Config, padded_head_dim
 from ..common.variant import KernelVariant
-from ..launch.tuned import key_of, remembered, tuned_config
+from ..launch.tuned import cached_until_cleared, key_of, tuned_config
 
 # By padded head_dim. Measured on an H200: docs/performance/kernels.md, "Portable tile sizes". Entries for 16, 32 and 256 were not
 # measured, but chosen by register and spill counts when compiled for sm_90. Two programs of four warps share a multiprocessor, and
@@ -84,13 +84,13 @@ class Gpu(NamedTuple):
     shared: int
 
     @property
-    def holds_operands(self) -> bool:
+    def needs_register_operands(self) -> bool:
         """Whether the tensor cores take operands from registers alone (mma.sync)."""
         return self.capability[0] not in (9, 10, 11)
 
     def config(self, kernel: str, dtype: torch.dtype, dim: int) -> Config:
         """The config before it is fitted to a table's block. dim: padded."""
-        tables = _TABLES_FLOAT32 if dtype == torch.float32 else _TABLES_SYNC if self.holds_operands else _TABLES
+        tables = _TABLES_FLOAT32 if dtype == torch.float32 else _TABLES_SYNC if self.needs_register_operands else _TABLES
         config = tables[kernel][dim]
         few = self.shared < _KIB_OF_THREE_STAGES * 1024
         return replace(config, num_stages=min(2, config.num_stages)) if few else config
@@ -100,7 +100,7 @@ HOPPER = Gpu((9, 0), 232448)
 
 
 @cache
-def chip_of(device: torch.device) -> Gpu:
+def detect_gpu(device: torch.device) -> Gpu:
     """A GPU as its driver reports it; HOPPER for the interpreter, on a CPU."""
     if device.type != "cuda":
         return HOPPER
@@ -114,7 +114,7 @@ def chip_of(device: torch.device) -> Gpu:
 
 def refusal(device: torch.device, e4m3: bool = False) -> str | None:
     """Why the kernels do not run on this GPU, or None. e4m3: whether they must read e4m3 caches."""
-    (major, minor), shared = chip = chip_of(device)
+    (major, minor), shared = chip = detect_gpu(device)
     if chip.capability < OLDEST:
         return f"Triton needs compute capability {OLDEST[0]}.{OLDEST[1]} or newer; this GPU has {major}.{minor}"
     if shared < _LEAST_KIB * 1024:
@@ -131,7 +131,7 @@ def provenance(chip: Gpu) -> str:
     return f"by a rule, for {chip.shared // 1024} KiB of shared memory; not measured on such a chip ('sparse-flash tune' measures)"
 
 
-def fitted(
+def builtin_config(
     chip: Gpu, kernel: str, dtype: torch.dtype, head_dim: int, block_size: int | None, v_head_dim: int | None = None
 ) -> Config:
     """The built-in config for a table's block. kernel: one of KERNELS."""
@@ -146,7 +146,7 @@ def fitted(
     return replace(config, tile_m=tile_m, tile_n=tile_n, num_warps=warps)
 
 
-def for_variant(config: Config, kernel: str, chip: Gpu, given: KernelVariant, switches: dict, dim: int) -> Config:
+def adapt_to_variant(config: Config, kernel: str, chip: Gpu, given: KernelVariant, switches: dict, dim: int) -> Config:
     """The config for a variant of a kernel. kernel: one of KERNELS. dim: padded.
 
     dQ: a bias with a user's function takes 262 KB for 128 queries at head_dim 128, more than any chip has. Half the queries take
@@ -156,7 +156,7 @@ def for_variant(config: Config, kernel: str, chip: Gpu, given: KernelVariant, sw
     biased = given.rel_bias is not None and switches["SCORE"] is not None
     if kernel == "grad_q" and biased and dim >= 128 and config.tile_m * config.tile_n > 64 * 64:
         config = replace(config, tile_m=config.tile_m // 2)
-    if given.q_lens is not None and chip.holds_operands and dim >= 128 and config.tile_m * config.tile_n >= 32 * 64:
+    if given.q_lens is not None and chip.needs_register_operands and dim >= 128 and config.tile_m * config.tile_n >= 32 * 64:
         config = replace(config, num_warps=max(8, config.num_warps))
     return config
 
@@ -179,7 +179,7 @@ def candidates(
 
     kernel: one of KERNELS. v_head_dim: defaults to that of q and k. Tiles are powers of two that divide the table's block.
     """
-    builtin = fitted(chip, kernel, dtype, head_dim, block_size, v_head_dim)
+    builtin = builtin_config(chip, kernel, dtype, head_dim, block_size, v_head_dim)
     largest = min(_LARGEST_TILE, block_size or _LARGEST_TILE)
     found = []
     for changes in product((0, 1, -1), repeat=4):
@@ -209,7 +209,7 @@ def _distance(one: Config, other: Config) -> float:
     return sum(abs(log2(a / b)) for a, b in sizes) + abs(stages[0] - stages[1])
 
 
-@remembered
+@cached_until_cleared
 def decode_config(
     dtype: torch.dtype,
     head_dim: int,
@@ -246,11 +246,11 @@ def takes_one_launch(tokens: int, multiprocessors: int) -> bool:
     return tokens <= ONE_LAUNCH_TOKENS * multiprocessors
 
 
-@remembered
+@cached_until_cleared
 def config_for(
     kernel: str, dtype: torch.dtype, head_dim: int, block_size: int | None, device: torch.device, v_head_dim: int | None = None
 ) -> Config:
     """The built-in config of a kernel, or the one that ``sparse-flash tune`` chose for this GPU. kernel: one of KERNELS.
     block_size: the table's, or None for dense attention. v_head_dim: defaults to that of q and k."""
     key = key_of(kernel, dtype, padded_head_dim(head_dim), block_size, device, padded_head_dim(v_head_dim or head_dim))
-    return tuned_config(candidates(kernel, dtype, head_dim, block_size, v_head_dim, chip_of(device)), key)
+    return tuned_config(candidates(kernel, dtype, head_dim, block_size, v_head_dim, detect_gpu(device)), key)

@@ -25,18 +25,18 @@ from ..common.tiles import (
     LN_2,
     LOG2_E,
     RUNS,
-    InBlock,
+    BlockPositions,
     TableEntries,
     TableRows,
     TableTensors,
     kept_pairs,
-    mask_of,
+    load_mask_number,
     row_bounds,
     step_position,
 )
 from ..launch.launch import arrival_counters, launch_or_repeat, multiprocessors, table_arguments
-from ..launch.tuned import remembered
-from .configs import chip_of, decode_config
+from ..launch.tuned import cached_until_cleared
+from .configs import decode_config, detect_gpu
 
 
 class Cache(NamedTuple):
@@ -98,8 +98,8 @@ class _Queries(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """A tile of q and its score_scale (see ``operands``), the position of each row, and the keys, values, pages and ``CacheScales``
-    of its head."""
+    """A tile of q and its score_scale (see ``prepare_queries``), the position of each row, and the keys, values, pages and
+    ``CacheScales`` of its head."""
 
     q: Any
     score_scale: Any
@@ -147,7 +147,7 @@ class Splits(NamedTuple):
 
 
 @triton.jit
-def page_of_step(pages, cache, position):
+def load_pages(pages, cache, position):
     """The pages that hold a step's tokens: one, or (TILE_N,) if a step spans several; not used without pages."""
     if cache.PAGE == 0:
         page = position
@@ -176,7 +176,7 @@ def rows_of_cache(cache, page, token, page_stride, token_stride):
 
 
 @triton.jit
-def keys_of_step(k, cache, page, token, exists):
+def load_step_keys(k, cache, page, token, exists):
     """(TILE_N, DIM) keys of a step, 0 where none exist. Memory past the last key may hold anything, even NaN, which a weight of 0
     would not cancel."""
     row = rows_of_cache(cache, page, token, cache.k_page_stride, cache.k_token_stride)
@@ -185,7 +185,7 @@ def keys_of_step(k, cache, page, token, exists):
 
 
 @triton.jit
-def values_of_step(v, cache, page, token, exists):
+def load_step_values(v, cache, page, token, exists):
     """(TILE_N, DIM_V) values of a step, like keys. SCALED: (TILE_N, DIM_V / 2) int16, each two neighbours: products take pairs of
     tokens, and the GPU transposes 16 bits at a time in shared memory, not 8."""
     IN_ONE: tl.constexpr = 2 if cache.SCALED else 1
@@ -197,7 +197,7 @@ def values_of_step(v, cache, page, token, exists):
 
 
 @triton.jit
-def no_products(cache, TILE_M: tl.constexpr):
+def init_state(cache, TILE_M: tl.constexpr):
     """The softmax state before the first step: (accumulators, running_max, running_sum). SCALED: two accumulators, of even and odd
     columns."""
     if cache.SCALED:
@@ -208,7 +208,7 @@ def no_products(cache, TILE_M: tl.constexpr):
 
 
 @triton.jit
-def whole(state, cache):
+def join_accumulators(state, cache):
     """The softmax state after the last step, with one accumulator."""
     accumulators, running_max, running_sum = state
     if cache.SCALED:
@@ -219,8 +219,8 @@ def whole(state, cache):
 
 
 @triton.jit
-def operands(q, score_scale, cache):
-    """(q, score_scale) as ``add_products`` takes them. SCALED: q in float16, each row divided by a power of two, by which its
+def prepare_queries(q, score_scale, cache):
+    """(q, score_scale) as ``add_step`` takes them. SCALED: q in float16, each row divided by a power of two, by which its
     score_scale, (TILE_M,), is multiplied.
 
     float16 holds e4m3 exactly, and the GPU converts e4m3 to nothing else. The largest of a row is 1 to 2, so of a bfloat16 at most
@@ -236,17 +236,17 @@ def operands(q, score_scale, cache):
 
 
 @triton.constexpr_function
-def one_factor(BY_TOKEN, PAGE, TILE_N):
+def has_one_factor(BY_TOKEN, PAGE, TILE_N):
     """Whether all tokens of a step have the same scale."""
     return not BY_TOKEN and (PAGE == 0 or PAGE >= TILE_N)
 
 
 @triton.jit
-def factors_of_step(scales, cache, page, first):
+def load_factors(scales, cache, page, first):
     """The factors of a step's keys and of its values, (TILE_N,), or one of all, 0 where no token exists; not used unless SCALED."""
     if cache.SCALED:
         offset = page.to(tl.int64) * scales.page_stride if cache.PAGE > 0 else 0
-        token = first if one_factor(cache.BY_TOKEN, cache.PAGE, cache.TILE_N) else first + tl.arange(0, cache.TILE_N)
+        token = first if has_one_factor(cache.BY_TOKEN, cache.PAGE, cache.TILE_N) else first + tl.arange(0, cache.TILE_N)
         exists = token < cache.tokens
         if cache.BY_TOKEN:
             offset += token % cache.PAGE if cache.PAGE > 0 else token
@@ -259,7 +259,7 @@ def factors_of_step(scales, cache, page, first):
 if os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
 
     @triton.jit
-    def _halves(pairs):
+    def _unpack_e4m3(pairs):
         """Even and odd columns in float16 of int16 pairs of e4m3 numbers. A register holds two tokens, before and after."""
         return tl.inline_asm_elementwise(
             "{ .reg .b32 both; .reg .b16 even, odd; prmt.b32 both, $2, 0, 0x3120; mov.b32 {even, odd}, both;"
@@ -270,13 +270,13 @@ if os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
 else:  # which runs no assembly
 
     @triton.jit
-    def _halves(pairs):
+    def _unpack_e4m3(pairs):
         even, odd = (pairs & 0xFF).to(tl.uint8), (pairs >> 8).to(tl.uint8)
         return even.to(tl.float8e4nv, bitcast=True).to(tl.float16), odd.to(tl.float8e4nv, bitcast=True).to(tl.float16)
 
 
 @triton.jit
-def add_products(state, q, keys, values, kept, score_scale, factors, cache):
+def add_step(state, q, keys, values, kept, score_scale, factors, cache):
     """Folds a step's keys and values into the softmax state. Products are numbered as in ``forward``.
 
     SCALED: factors multiply scores, weights and products in float32. So that float16 loses no small weight, the largest is 2^15,
@@ -284,7 +284,7 @@ def add_products(state, q, keys, values, kept, score_scale, factors, cache):
     """
     accumulators, running_max, running_sum = state
     scores = tl.dot(q, keys.to(q.dtype).T, input_precision="ieee")  # (1)
-    ALIKE: tl.constexpr = one_factor(cache.BY_TOKEN, cache.PAGE, cache.TILE_N)
+    ALIKE: tl.constexpr = has_one_factor(cache.BY_TOKEN, cache.PAGE, cache.TILE_N)
     if cache.SCALED:
         factor = (score_scale * factors[0])[:, None] if ALIKE else score_scale[:, None] * factors[0][None, :]
         scores = tl.where(kept, scores * factor, -float("inf"))
@@ -300,7 +300,7 @@ def add_products(state, q, keys, values, kept, score_scale, factors, cache):
         if not ALIKE:
             weights *= (factors[1] * (1.0 / tl.maximum(largest, 2.0**-100)))[None, :]
         weights = weights.to(q.dtype)
-        even, odd = _halves(values)
+        even, odd = _unpack_e4m3(values)
         accumulators = (
             accumulators[0] * rescale[:, None] + tl.dot(weights, even.to(q.dtype), input_precision="ieee") * largest,  # (2)
             accumulators[1] * rescale[:, None] + tl.dot(weights, odd.to(q.dtype), input_precision="ieee") * largest,
@@ -322,13 +322,13 @@ def _add_steps(state, tile, queries, cache, split, table):
     in_block = position - split.row * BLOCK if table.SPARSE else position
     within = (in_block >= 0) & (in_block < BLOCK) if table.SPARSE else in_block >= 0
     first = step_position(table, split.begin, split.end, TILE_N)
-    page = page_of_step(tile.pages, cache, first)
-    factors = factors_of_step(tile.scales, cache, page, first)
+    page = load_pages(tile.pages, cache, first)
+    factors = load_factors(tile.scales, cache, page, first)
     for step in tl.range(split.begin, split.end):
         token = first + tl.arange(0, TILE_N)
         exists = token < cache.tokens
-        keys = keys_of_step(tile.k, cache, page, token, exists)
-        values = values_of_step(tile.v, cache, page, token, exists)
+        keys = load_step_keys(tile.k, cache, page, token, exists)
+        values = load_step_values(tile.v, cache, page, token, exists)
         kept = exists[None, :]
         if queries.SEVERAL:
             kept = kept & within[:, None]
@@ -336,7 +336,7 @@ def _add_steps(state, tile, queries, cache, split, table):
             kept = kept & (token[None, :] <= position[:, None])
         if table.SPARSE:
             q_in_block = tl.where(within, in_block, 0)[:, None]
-            pairs = InBlock(q_in_block, ((step % STEPS) * TILE_N + tl.arange(0, TILE_N))[None, :])
+            pairs = BlockPositions(q_in_block, ((step % STEPS) * TILE_N + tl.arange(0, TILE_N))[None, :])
             kept = kept & (q_in_block >= 0)
             # In branches, which the compiler does not look into: otherwise it would prefetch masks instead of keys.
             entry = step // STEPS
@@ -346,9 +346,9 @@ def _add_steps(state, tile, queries, cache, split, table):
                 kept = kept & kept_pairs(table, entry, pairs, RUNS)
         # The table and factors are read one step ahead, so no key load and no product waits for them.
         first = step_position(table, step + 1, split.end, TILE_N)
-        page = page_of_step(tile.pages, cache, first)
-        of_step, factors = factors, factors_of_step(tile.scales, cache, page, first)
-        state = add_products(state, tile.q, keys, values, kept, tile.score_scale, of_step, cache)
+        page = load_pages(tile.pages, cache, first)
+        of_step, factors = factors, load_factors(tile.scales, cache, page, first)
+        state = add_step(state, tile.q, keys, values, kept, tile.score_scale, of_step, cache)
     return state
 
 
@@ -364,7 +364,7 @@ def _add_row(state, tile, queries, cache, splits, row, mask, rows, table):
 
 
 @triton.jit
-def _query_of(queries, ROWS: tl.constexpr):
+def _unstack_rows(queries, ROWS: tl.constexpr):
     """For each of ROWS rows, its stacked head, its query, and whether it exists."""
     row = queries.first_row + tl.arange(0, ROWS)
     if queries.SEVERAL:
@@ -375,7 +375,7 @@ def _query_of(queries, ROWS: tl.constexpr):
 
 
 @triton.jit
-def finished(state):
+def normalize_state(state):
     """(out, log2 of the softmax sum) of a softmax state: 0 and -inf if nothing was kept."""
     accumulator, running_max, running_sum = state
     keeps_nothing = running_sum == 0.0
@@ -386,8 +386,8 @@ def finished(state):
 @triton.jit
 def _store(state, output, queries, ROWS: tl.constexpr):
     """Stores the results of a tile's ROWS rows."""
-    values, log = finished(state)
-    member, query, exists = _query_of(queries, ROWS)
+    values, log = normalize_state(state)
+    member, query, exists = _unstack_rows(queries, ROWS)
     row = queries.batch * output.batch_stride + (queries.head + member) * output.head_stride + query * output.token_stride
     dim = tl.arange(0, output.DIM_V)[None, :]
     place = output.out + row[:, None] + dim
@@ -397,13 +397,13 @@ def _store(state, output, queries, ROWS: tl.constexpr):
 
 
 @triton.jit
-def stored_split(state, splits, TILE_M: tl.constexpr, DIM_V: tl.constexpr):
+def store_split(state, splits, TILE_M: tl.constexpr, DIM_V: tl.constexpr):
     """Stores this program's results among the splits of its tile. Returns pointers to the (results, logs) of all splits, and
     whether this program is the last one to arrive, which combines them."""
     first_row = splits.tile.to(tl.int64) * splits.count * splits.ROWS
     logs = splits.results + splits.tiles.to(tl.int64) * splits.count * splits.ROWS * DIM_V + first_row
     results = splits.results + first_row * DIM_V
-    values, log = finished(state)
+    values, log = normalize_state(state)
     row = tl.arange(0, TILE_M)
     place = splits.number * splits.ROWS + row
     # A split that keeps nothing stores 0, so loading it need not wait for its log.
@@ -418,7 +418,7 @@ def stored_split(state, splits, TILE_M: tl.constexpr, DIM_V: tl.constexpr):
 
 
 @triton.jit
-def combined(results, logs, splits, DIM_V: tl.constexpr):
+def merge_splits(results, logs, splits, DIM_V: tl.constexpr):
     """The softmax state of a tile, combined from its splits in order. COMBINED of them are in flight at a time; each thread holds
     the same elements of every split, so no data moves between threads."""
     ROWS: tl.constexpr = splits.ROWS
@@ -457,7 +457,7 @@ def _compute_tile(queries, cache, scales, splits, rows, table, output):
     TILE_M: tl.constexpr = queries.TILE_M
     DIM_V: tl.constexpr = cache.DIM_V
     first_query = cache.tokens - queries.q_len if queries.AT_END else 0
-    member, query, exists = _query_of(queries, TILE_M)
+    member, query, exists = _unstack_rows(queries, TILE_M)
     dim = tl.arange(0, cache.DIM)[None, :]
     row = queries.batch * queries.batch_stride + (queries.head + member) * queries.head_stride + query * queries.token_stride
     row = (row * cache.VECTOR)[:, None]
@@ -467,11 +467,11 @@ def _compute_tile(queries, cache, scales, splits, rows, table, output):
     if cache.PAGE == 0:
         k += queries.batch * cache.k_page_stride * cache.VECTOR
         v += queries.batch * cache.v_page_stride * cache.VECTOR
-    q, score_scale = operands(q, queries.score_scale, cache)
+    q, score_scale = prepare_queries(q, queries.score_scale, cache)
     tile = _Tile(q, score_scale, first_query + query, k, v, cache.block_table + queries.batch * cache.table_stride, scales)
-    state = no_products(cache, TILE_M)
+    state = init_state(cache, TILE_M)
     if table.SPARSE:
-        mask = mask_of(rows, queries.batch, queries.head)
+        mask = load_mask_number(rows, queries.batch, queries.head)
         first_block = tl.maximum(first_query, 0) // table.BLOCK
         if queries.SEVERAL:
             last_block = tl.maximum(first_query + queries.q_len - 1, 0) // table.BLOCK
@@ -484,11 +484,11 @@ def _compute_tile(queries, cache, scales, splits, rows, table, output):
         begin = (steps * splits.number) // splits.count
         end = (steps * (splits.number + 1)) // splits.count
         state = _add_steps(state, tile, queries, cache, _Split(begin, end, None, None), table)
-    state = whole(state, cache)
+    state = join_accumulators(state, cache)
     if splits.SPLIT:
-        results, logs, last = stored_split(state, splits, TILE_M, DIM_V)
+        results, logs, last = store_split(state, splits, TILE_M, DIM_V)
         if last:
-            _store(combined(results, logs, splits, DIM_V), output, queries, splits.ROWS)
+            _store(merge_splits(results, logs, splits, DIM_V), output, queries, splits.ROWS)
     else:
         _store(state, output, queries, TILE_M)
 
@@ -645,7 +645,7 @@ class DecodePlan(NamedTuple):
         return results, recording.each_time(partial(arrival_counters, self.grid[0], device))
 
 
-@remembered
+@cached_until_cleared
 def _plan(
     device,
     dtype,
@@ -674,13 +674,13 @@ def _plan(
     scaled = scale_strides is not None
     page = 0 if pages is None else k_shape[2]
     alike = scaled and scale_strides[2] == 0 and (page == 0 or page >= 128)
-    config = config or decode_config(dtype, head_dim, table and table[0], rows, v_head_dim, chip_of(device), scaled, alike)
+    config = config or decode_config(dtype, head_dim, table and table[0], rows, v_head_dim, detect_gpu(device), scaled, alike)
     tile_m, tile_n, dim_v = config.tile_m, config.tile_n, padded_head_dim(v_head_dim)
     row_tiles = -(-rows // tile_m)
     tiles = batch * (heads // members) * row_tiles
     stored = min(tile_m, 1 << (rows - 1).bit_length())
     tokens = k_shape[2] if pages is None else k_shape[2] * pages[1]
-    splits = splits or _splits(tiles, tokens, table, tile_n, device)
+    splits = splits or _choose_splits(tiles, tokens, table, tile_n, device)
     vector, strides = strides_in_vectors(dtype, q_strides, k_strides, v_strides, scaled=scaled)
     like_q = torch.empty_strided(q_shape, q_strides, dtype=dtype, device="meta")
     constants = {
@@ -745,7 +745,7 @@ def combined_at_a_time(rows: int, dim: int) -> int:
     return max(1, min(32, 4096 // (rows * dim)))
 
 
-def _splits(tiles: int, tokens: int, table, tile_n: int, device: torch.device) -> int:
+def _choose_splits(tiles: int, tokens: int, table, tile_n: int, device: torch.device) -> int:
     """How many programs share a tile's keys: two per multiprocessor, but none without a step. The host knows only the number of all
     entries; a row near the end of a triangle has twice the blocks of the mean row."""
     if table is None:

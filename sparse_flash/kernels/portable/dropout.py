@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..common.philox import stream_of_batch_head, words_of_pairs
+from ..common.philox import draw_words, stream_of_batch_head
 
 
 @triton.jit
@@ -12,7 +12,7 @@ def dropout_stream(variant, tile, sizes):
     stream = ()
     if variant.seed is not None:
         batch_head = tile.batch_head if variant.batch_heads is None else tl.load(variant.batch_heads + tile.batch_head)
-        own = _in_sequence(variant.kv_positions if sizes.BY_KEY else variant.q_positions, tile.first)
+        own = _load_position(variant.kv_positions if sizes.BY_KEY else variant.q_positions, tile.first)
         stream = stream_of_batch_head(variant.seed, batch_head), own
     return stream
 
@@ -26,16 +26,16 @@ def kept_by_dropout(variant, stream, place, sizes):
     query, token = tl.arange(0, sizes.TILE_M).to(tl.uint32), tl.arange(0, sizes.TILE_N).to(tl.uint32)
     if sizes.BY_KEY:
         query, token = query[None, :], token[:, None]
-        first_query, first_key = _in_sequence(variant.q_positions, place.first_query), own
+        first_query, first_key = _load_position(variant.q_positions, place.first_query), own
     else:
         query, token = query[:, None], token[None, :]
-        first_query, first_key = own, _in_sequence(variant.kv_positions, place.first_key)
-    word = words_of_pairs(of_batch_head, query, token, first_query, first_key)
+        first_query, first_key = own, _load_position(variant.kv_positions, place.first_key)
+    word = draw_words(of_batch_head, query, token, first_query, first_key)
     return tl.where(query // 8 % 2 == 0, word << 16, word) >= threshold
 
 
 @triton.jit
-def _in_sequence(positions, first):
+def _load_position(positions, first):
     """The position of a tile's first token in the whole sequence. The others follow it, as tiles divide the blocks of a table."""
     if positions is not None:
         first = tl.load(positions + first // 16)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..common.config import padded_head_dim
-from ..common.layout import addressable, empty_out, is_addressable, restored_out
+from ..common.layout import as_addressable, empty_out, is_addressable, restore_out
 from ..common.tiles import (
     CUT,
     FLOOR,
@@ -22,26 +22,36 @@ from ..common.tiles import (
     TableRows,
     kept_pairs,
     load_tile,
-    of_kept_pairs,
     step_position,
     store_tile,
+    where_kept,
 )
 from ..common.variant import kernel_variant, launch_options
 from ..launch.launch import (
     NOT_SPECIALIZED,
     descriptor_or_rows,
     launch_or_repeat,
-    length_specialized,
+    length_key,
     loop_arguments,
-    row_count,
+    program_count,
     run_within_memory,
 )
-from ..launch.order import heads_in_grid
-from .configs import chip_of, config_for, for_variant
+from ..launch.order import concurrent_grid_heads
+from .configs import adapt_to_variant, config_for, detect_gpu
 from .dropout import dropout_stream, kept_by_dropout
-from .lengths import is_cut, is_valid
-from .row_loop import Scoring, Sizes, add_row, in_block, place_of_step, query_tile, slot_and_batch_head, tiles_of, valid_of_axes
-from .scores import scored
+from .lengths import has_padding, is_valid
+from .row_loop import (
+    Scoring,
+    Sizes,
+    add_row,
+    count_tiles,
+    load_axis_ranges,
+    locate_in_block,
+    locate_step,
+    query_tile,
+    slot_and_batch_head,
+)
+from .scores import compute_scores
 
 
 class _Operands(NamedTuple):
@@ -70,23 +80,23 @@ def _add_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.co
     for step in tl.range(first, last, num_stages=1 if KIND == CUT else None):
         # The table is read one step ahead, so no key load waits for it.
         upcoming = step_position(table, step + 1, last, TILE_N)
-        place = place_of_step(tile, position, sizes)
+        place = locate_step(tile, position, sizes)
         k = load_tile(operands.k_tensor, tile.batch, tile.kv_head, position, TILE_N, sizes.DIM)
         scores = tl.dot(operands.q, k.T, input_precision="ieee")  # (1)
         if scoring.SCORED:
-            scores = scored(scores, place, sizes, scoring, KIND)
+            scores = compute_scores(scores, place, sizes, scoring, KIND)
         if KIND == FULL and not scoring.SCORED:
             new_max = tl.maximum(running_max, tl.max(scores, 1) * scoring.scale)
             weights = tl.math.exp2(scores * scoring.scale - new_max[:, None])
         else:
             if KIND != FULL:
-                block = in_block(place, step, table, sizes)
+                block = locate_in_block(place, step, table, sizes)
                 if KIND != CUT:
                     kept = kept_pairs(table, step // STEPS, block, KIND)
             if not scoring.SCORED:
                 scores *= scoring.scale
             if KIND == CUT:
-                scores = of_kept_pairs(scores, -float("inf"), entries.kind, table, step // STEPS, block)
+                scores = where_kept(scores, -float("inf"), entries.kind, table, step // STEPS, block)
                 exists = is_valid(entries.valid, position + tl.arange(0, TILE_N))
                 scores = tl.where(exists[None, :], scores, -float("inf"))
             elif KIND != FULL:
@@ -114,7 +124,7 @@ def _compute_tile(q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr, rows, table
     """out and lse of this program's tile of queries."""
     variant = scoring.variant
     TILE_M: tl.constexpr = sizes.TILE_M
-    slot, batch_head = slot_and_batch_head(tiles_of(rows.count, sizes.q_len, TILE_M, table.BLOCK, table.SPARSE))
+    slot, batch_head = slot_and_batch_head(count_tiles(rows.count, sizes.q_len, TILE_M, table.BLOCK, table.SPARSE))
     tile, bounds = query_tile(slot, batch_head, rows, table, sizes)
     q = load_tile(q_tensor, tile.batch, tile.head, tile.first, TILE_M, sizes.DIM)
     state = (
@@ -122,12 +132,12 @@ def _compute_tile(q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr, rows, table
         tl.full([TILE_M], FLOOR, tl.float32),
         tl.zeros([TILE_M], tl.float32),
     )
-    valid, valid_keys = valid_of_axes(tile.first, tile.batch, sizes, variant)
+    valid, valid_keys = load_axis_ranges(tile.first, tile.batch, sizes, variant)
     operands = _Operands(q, k_tensor, v_tensor, dropout_stream(variant, tile, sizes))
     accumulator, running_max, running_sum = add_row(_add_keys, state, operands, tile, bounds, valid_keys, table, sizes, scoring)
     keeps_nothing = running_sum == 0.0
     query = tile.first + tl.arange(0, TILE_M)
-    if is_cut(variant.q_starts, variant.q_lens):
+    if has_padding(variant.q_starts, variant.q_lens):
         exists = is_valid(valid, query)
         keeps_nothing |= ~exists
         accumulator = tl.where(exists[:, None], accumulator, 0.0)
@@ -190,9 +200,9 @@ def attention_forward(q, k, v, mask, scale, variant=None, config=None, beside=No
 
 def _run(q, k, v, mask, scale, variant, config, beside, recording):
     if not all(map(is_addressable, (q, k, v))):
-        ready = [addressable(t) for t in (q, k, v)]
+        ready = [as_addressable(t) for t in (q, k, v)]
         out, lse = attention_forward(*ready, mask, scale, variant, config, beside)
-        return restored_out(out, ready[0], q, v), lse
+        return restore_out(out, ready[0], q, v), lse
     given, switches, kinds = kernel_variant(variant)
     batch, heads, q_len, head_dim = q.shape
     v_head_dim = v.shape[3]
@@ -200,7 +210,7 @@ def _run(q, k, v, mask, scale, variant, config, beside, recording):
     lse = recording.fresh(torch.empty(q.shape[:3], dtype=torch.float32, device=q.device))
     table, block_size = (mask.by_query, mask.block_size) if mask else (None, None)
     dim, dim_v = padded_head_dim(head_dim), padded_head_dim(v_head_dim)
-    together = heads_in_grid(2 * k.shape[2] * (dim + dim_v), k.shape[2], mask, batch * heads)
+    together = concurrent_grid_heads(2 * k.shape[2] * (dim + dim_v), k.shape[2], mask, batch * heads)
 
     def launch(config):
         m, n = config.tile_m, config.tile_n
@@ -216,14 +226,14 @@ def _run(q, k, v, mask, scale, variant, config, beside, recording):
         ]
         constants = {"DIM": dim, "DIM_V": dim_v, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or n}
         constants |= {"SPARSE": mask is not None, **switches}
-        grid = (row_count(table, q_len, m, block_size) * together, batch * heads // together)
+        grid = (program_count(table, q_len, m, block_size) * together, batch * heads // together)
         prepared = grid, arguments, constants, launch_options(config, given, switches, m)
-        recording.launch(attention_forward_kernel, prepared, (*length_specialized(q_len), *kinds), beside)
+        recording.launch(attention_forward_kernel, prepared, (*length_key(q_len), *kinds), beside)
 
     if config is not None:
         launch(config)
         return out, lse
     config = config_for("forward", q.dtype, head_dim, block_size, q.device, v_head_dim)
-    config = for_variant(config, "forward", chip_of(q.device), given, switches, max(dim, dim_v))
+    config = adapt_to_variant(config, "forward", detect_gpu(q.device), given, switches, max(dim, dim_v))
     run_within_memory(launch, config, lambda: ("forward", q.device, q.dtype, dim, dim_v, block_size, kinds, *switches.values()))
     return out, lse

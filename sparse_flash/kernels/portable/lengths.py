@@ -8,7 +8,7 @@ import triton.language as tl
 _CHUNK = tl.constexpr(256)
 
 
-class Valid(NamedTuple):
+class ValidRange(NamedTuple):
     """Tokens first .. last - 1 of an axis exist."""
 
     first: Any
@@ -16,20 +16,20 @@ class Valid(NamedTuple):
 
 
 @triton.constexpr_function
-def is_cut(starts, lens):
+def has_padding(starts, lens):
     """Whether an axis may hold nonexistent tokens; known at compile time."""
     return starts is not None or lens is not None
 
 
 @triton.jit
-def valid_tokens(starts, lens, batch, length):
-    """``Valid`` of a batch entry. starts, lens: pointers, or None."""
+def load_valid_range(starts, lens, batch, length):
+    """``ValidRange`` of a batch entry. starts, lens: pointers, or None."""
     first, last = length * 0, length
     if starts is not None:
         first = tl.maximum(tl.load(starts + batch), 0)
     if lens is not None:
         last = tl.minimum(tl.load(lens + batch), length)
-    return Valid(first, last)
+    return ValidRange(first, last)
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def _entries_below(index, begin, end, block):
 
 
 @triton.jit
-def valid_of_kind(table, begin, end, valid, length, TILE: tl.constexpr):
+def find_valid_entries(table, begin, end, valid, length, TILE: tl.constexpr):
     """(low, whole_begin, whole_end, high). Entries begin .. end - 1 are ascending. Entries low .. high - 1 have valid tokens. In
     entries whole_begin .. whole_end - 1, all tokens within the axis's length are valid. At most one entry is cut at either side.
 
@@ -80,19 +80,19 @@ def valid_of_kind(table, begin, end, valid, length, TILE: tl.constexpr):
 
 
 @triton.jit
-def valid_entries(table, bounds, valid, length, TILE: tl.constexpr):
-    """The result of ``valid_of_kind`` for each kind of a row's entries; a dense loop has one kind, repeated three times. bounds:
-    where each kind begins, and where the last ends."""
-    full = valid_of_kind(table, bounds[0], bounds[1], valid, length, TILE)
+def find_valid_by_kind(table, bounds, valid, length, TILE: tl.constexpr):
+    """The result of ``find_valid_entries`` for each kind of a row's entries; a dense loop has one kind, repeated three times.
+    bounds: where each kind begins, and where the last ends."""
+    full = find_valid_entries(table, bounds[0], bounds[1], valid, length, TILE)
     runs, bits = full, full
     if table.SPARSE:
-        runs = valid_of_kind(table, bounds[1], bounds[2], valid, length, TILE)
-        bits = valid_of_kind(table, bounds[2], bounds[3], valid, length, TILE)
+        runs = find_valid_entries(table, bounds[1], bounds[2], valid, length, TILE)
+        bits = find_valid_entries(table, bounds[2], bounds[3], valid, length, TILE)
     return full, runs, bits
 
 
 @triton.jit
-def cut_entry(entries, number, KINDS: tl.constexpr):
+def find_cut_entry(entries, number, KINDS: tl.constexpr):
     """(begin, end) of the cut entries at one side of one kind: none, or one. number: 2 * kind + side."""
     begin, end = entries[0][0], entries[0][1]
     for other in tl.static_range(1, 2 * KINDS):

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch.launch import integers_specialized, launch
+from ..launch.launch import integers_key, launch
 
 _BYTES = 8192  # of a tile: each of 128 threads has four loads of 16 bytes under way for each tensor it reads
 _MOST_TOKENS = 1024
@@ -141,15 +141,15 @@ def add_rows(
     whole, of the tokens of ``rows``. addends: (first, blocks), int64, if several of part's blocks are added to a row, one after the
     other. Row i gets part's blocks with the numbers blocks[first[i]] to blocks[first[i + 1] - 1].
     """
-    _move(whole, part, rows, block_size, len(rows) * block_size, addends)
+    _add_or_copy(whole, part, rows, block_size, len(rows) * block_size, addends)
 
 
 def copy_rows(whole: torch.Tensor, part: torch.Tensor, rows: torch.Tensor | None, block_size: int) -> None:
     """Copies some block rows of whole to part. Shapes and rows as for ``add_rows``; rows may repeat; None: all."""
-    _move(whole, part, rows, block_size, part.shape[2], None, takes=True)
+    _add_or_copy(whole, part, rows, block_size, part.shape[2], None, takes=True)
 
 
-def _move(whole, part, rows, block_size: int, tokens: int, addends, takes: bool = False) -> None:
+def _add_or_copy(whole, part, rows, block_size: int, tokens: int, addends, takes: bool = False) -> None:
     """tokens: of all listed rows."""
     first, blocks = addends or (whole, whole)
     arguments = [whole if rows is None else rows, first, blocks]
@@ -169,4 +169,4 @@ def _launch(kernel, tensors: list[torch.Tensor], tokens: int, most: int, more: l
     arguments = [*tensors, *more, tokens, batch * heads, heads, *numbers]
     constants = {**switches, "TILE": tile, "DIM": padded}
     grid = triton.cdiv(tokens, tile) * batch * heads, 1
-    launch(kernel, grid, arguments, constants, {"num_warps": 4}, integers_specialized(numbers))
+    launch(kernel, grid, arguments, constants, {"num_warps": 4}, integers_key(numbers))

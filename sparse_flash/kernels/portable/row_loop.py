@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.tiles import BITS, CUT, FULL, RUNS, InBlock, dense_bounds, mask_of, ordered_tile, row_bounds
-from .lengths import Valid, cut_entry, is_cut, valid_entries, valid_tokens
+from ..common.tiles import BITS, CUT, FULL, RUNS, BlockPositions, dense_bounds, load_mask_number, ordered_tile, row_bounds
+from .lengths import ValidRange, find_cut_entry, find_valid_by_kind, has_padding, load_valid_range
 
 
 class Sizes(NamedTuple):
@@ -59,7 +59,7 @@ class RowEntries(NamedTuple):
     kind: Any = None
 
 
-class Place(NamedTuple):
+class FirstPair(NamedTuple):
     """The first pair of a step."""
 
     tile: Any
@@ -76,7 +76,7 @@ def slot_and_batch_head(tiles):
 
 
 @triton.jit
-def tiles_of(blocks, length, TILE: tl.constexpr, BLOCK: tl.constexpr, SPARSE: tl.constexpr):
+def count_tiles(blocks, length, TILE: tl.constexpr, BLOCK: tl.constexpr, SPARSE: tl.constexpr):
     """How many tiles a head has. blocks: rows of its table."""
     return blocks * (BLOCK // TILE) if SPARSE else tl.cdiv(length, TILE)
 
@@ -88,7 +88,7 @@ def query_tile(slot, batch_head, rows, table, sizes):
     head = batch_head % sizes.heads
     kv_head = head // sizes.group
     if table.SPARSE:
-        mask = mask_of(rows, batch, head)
+        mask = load_mask_number(rows, batch, head)
         row, first = ordered_tile(rows, mask, slot, sizes.TILE_M, table.BLOCK)
         bounds = row_bounds(rows, mask, row)
     else:
@@ -98,14 +98,15 @@ def query_tile(slot, batch_head, rows, table, sizes):
 
 
 @triton.jit
-def valid_of_axes(first, batch, sizes, variant):
-    """``Valid`` of the axis of the tile that begins at ``first``, and of the other axis: empty if the tile has no valid token."""
-    queries = valid_tokens(variant.q_starts, variant.q_lens, batch, sizes.q_len)
-    keys = valid_tokens(variant.kv_starts, variant.kv_lens, batch, sizes.kv_len)
+def load_axis_ranges(first, batch, sizes, variant):
+    """``ValidRange`` of the axis of the tile that begins at ``first``, and of the other axis: empty if the tile has no valid
+    token."""
+    queries = load_valid_range(variant.q_starts, variant.q_lens, batch, sizes.q_len)
+    keys = load_valid_range(variant.kv_starts, variant.kv_lens, batch, sizes.kv_len)
     own, others = (keys, queries) if sizes.BY_KEY else (queries, keys)
-    if is_cut(variant.kv_starts, variant.kv_lens) if sizes.BY_KEY else is_cut(variant.q_starts, variant.q_lens):
+    if has_padding(variant.kv_starts, variant.kv_lens) if sizes.BY_KEY else has_padding(variant.q_starts, variant.q_lens):
         some = (first < own.last) & (first + (sizes.TILE_N if sizes.BY_KEY else sizes.TILE_M) > own.first)
-        others = Valid(others.first, tl.where(some, others.last, others.first))
+        others = ValidRange(others.first, tl.where(some, others.last, others.first))
     return own, others
 
 
@@ -117,17 +118,17 @@ def add_row(ADD: tl.constexpr, state, operands, tile, bounds, valid, table, size
     axis that the program iterates over.
     """
     variant = scoring.variant
-    Q_CUT: tl.constexpr = is_cut(variant.q_starts, variant.q_lens)
-    KV_CUT: tl.constexpr = is_cut(variant.kv_starts, variant.kv_lens)
+    Q_CUT: tl.constexpr = has_padding(variant.q_starts, variant.q_lens)
+    KV_CUT: tl.constexpr = has_padding(variant.kv_starts, variant.kv_lens)
     KINDS: tl.constexpr = BITS + 1 if table.SPARSE else RUNS if Q_CUT or KV_CUT else BITS
     if Q_CUT or KV_CUT:
         if sizes.BY_KEY:
-            entries = valid_entries(table, bounds, valid, sizes.q_len, sizes.TILE_M)
+            entries = find_valid_by_kind(table, bounds, valid, sizes.q_len, sizes.TILE_M)
         else:
-            entries = valid_entries(table, bounds, valid, sizes.kv_len, sizes.TILE_N)
+            entries = find_valid_by_kind(table, bounds, valid, sizes.kv_len, sizes.TILE_N)
         if (Q_CUT if sizes.BY_KEY else KV_CUT) or not table.SPARSE:
             for number in range(2 * KINDS):
-                begin, end = cut_entry(entries, number, KINDS)
+                begin, end = find_cut_entry(entries, number, KINDS)
                 if begin < end:
                     cut = RowEntries(begin, end, valid, number // 2)
                     state = ADD(state, operands, tile, cut, table, sizes, scoring, CUT)
@@ -142,21 +143,21 @@ def add_row(ADD: tl.constexpr, state, operands, tile, bounds, valid, table, size
 
 
 @triton.jit
-def place_of_step(tile, position, sizes):
-    """The ``Place`` of a step whose first token along the axis of the loop is ``position``."""
-    return Place(tile, position, tile.first) if sizes.BY_KEY else Place(tile, tile.first, position)
+def locate_step(tile, position, sizes):
+    """The ``FirstPair`` of a step whose first token along the axis of the loop is ``position``."""
+    return FirstPair(tile, position, tile.first) if sizes.BY_KEY else FirstPair(tile, tile.first, position)
 
 
 @triton.jit
-def column(first, COUNT: tl.constexpr, AS_ROWS: tl.constexpr):
+def arange_2d(first, COUNT: tl.constexpr, AS_ROWS: tl.constexpr):
     """first .. first + COUNT - 1, (COUNT, 1) if AS_ROWS, otherwise (1, COUNT)."""
     numbers = first + tl.arange(0, COUNT)
     return numbers[:, None] if AS_ROWS else numbers[None, :]
 
 
 @triton.jit
-def in_block(place, step, table, sizes):
-    """``InBlock`` of the pairs of a step."""
+def locate_in_block(place, step, table, sizes):
+    """``BlockPositions`` of the pairs of a step."""
     if sizes.BY_KEY:
         STEPS: tl.constexpr = table.BLOCK // sizes.TILE_M if table.SPARSE else 1
         q_start = place.first_query - (step % STEPS) * sizes.TILE_M
@@ -165,6 +166,6 @@ def in_block(place, step, table, sizes):
         STEPS: tl.constexpr = table.BLOCK // sizes.TILE_N if table.SPARSE else 1
         k_start = place.first_key - (step % STEPS) * sizes.TILE_N
         q_start = place.first_query // table.BLOCK * table.BLOCK
-    query = column(place.first_query - q_start, sizes.TILE_M, not sizes.BY_KEY)
-    key = column(place.first_key - k_start, sizes.TILE_N, sizes.BY_KEY)
-    return InBlock(query, key, sizes.q_len - q_start, sizes.kv_len - k_start)
+    query = arange_2d(place.first_query - q_start, sizes.TILE_M, not sizes.BY_KEY)
+    key = arange_2d(place.first_key - k_start, sizes.TILE_N, sizes.BY_KEY)
+    return BlockPositions(query, key, sizes.q_len - q_start, sizes.kv_len - k_start)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from ..common.tiles import CUT, LN_2, LOG2_E
-from .row_loop import column
+from .row_loop import arange_2d
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def _beyond_reach(first_distance, sizes, REACH: tl.constexpr):
 
 
 @triton.jit
-def _biased(scores, place, sizes, scoring, UNIT: tl.constexpr, KIND: tl.constexpr):
+def _add_bias(scores, place, sizes, scoring, UNIT: tl.constexpr, KIND: tl.constexpr):
     """Biased scores. scores and the result: times UNIT."""
     variant = scoring.variant
     REACH: tl.constexpr = scoring.REACH
@@ -49,15 +49,15 @@ def _biased(scores, place, sizes, scoring, UNIT: tl.constexpr, KIND: tl.constexp
     first_distance = _first_distance(place, sizes)
     if variant.alibi_slopes is not None:
         # Converting each distance would take as long as its exponential: convert rows and columns, then add.
-        keys = column(first_distance, TILE_N, BY_KEY).to(tl.float32)
-        distance = keys - column(0, TILE_M, not BY_KEY).to(tl.float32)
+        keys = arange_2d(first_distance, TILE_N, BY_KEY).to(tl.float32)
+        distance = keys - arange_2d(0, TILE_M, not BY_KEY).to(tl.float32)
         scores -= (tl.load(variant.alibi_slopes + place.tile.batch_head) * UNIT) * tl.abs(distance)
     if variant.rel_bias is not None:
         biases = variant.rel_bias + place.tile.head * (2 * REACH + 1) + REACH
         if KIND == CUT or UNIT == 1.0:
             # Triton 3.6 cannot compile the other branches if other loads, of a cut entry or of the user's function, determine the
             # layout of the scores.
-            apart = column(first_distance, TILE_N, BY_KEY) - column(0, TILE_M, not BY_KEY)
+            apart = arange_2d(first_distance, TILE_N, BY_KEY) - arange_2d(0, TILE_M, not BY_KEY)
             scores += tl.load(biases + tl.minimum(tl.maximum(apart, -REACH), REACH)) * UNIT
         elif _beyond_reach(first_distance, sizes, REACH):
             scores += tl.load(biases + tl.where(first_distance > 0, REACH, -REACH)) * UNIT
@@ -78,42 +78,42 @@ def _biased(scores, place, sizes, scoring, UNIT: tl.constexpr, KIND: tl.constexp
 
 
 @triton.jit
-def _before_function(products, place, sizes, scoring, NATURAL: tl.constexpr, KIND: tl.constexpr):
+def _cap_and_bias(products, place, sizes, scoring, NATURAL: tl.constexpr, KIND: tl.constexpr):
     """Capped and biased scores, natural or in base 2."""
     UNIT: tl.constexpr = 1.0 if NATURAL else LOG2_E
     if scoring.variant.softcap is not None:
         scores = _tanh(products, scoring) * (scoring.variant.softcap * UNIT)
     else:
         scores = products * (scoring.scale * (LN_2 * UNIT))
-    return _biased(scores, place, sizes, scoring, UNIT, KIND)
+    return _add_bias(scores, place, sizes, scoring, UNIT, KIND)
 
 
 @triton.jit
-def _of_function(FUNCTION: tl.constexpr, scores, place, sizes, variant):
+def _call_function(FUNCTION: tl.constexpr, scores, place, sizes, variant):
     """Evaluates the user's score function, or its derivative, on a step. Past the last token it gets the last token's position, as
     it may read a table there."""
     first_q, first_k = _positions(place, sizes)
-    q_pos = tl.minimum(column(first_q, sizes.TILE_M, not sizes.BY_KEY), sizes.kv_len - 1)
-    k_pos = tl.minimum(column(first_k, sizes.TILE_N, sizes.BY_KEY), sizes.kv_len - 1)
+    q_pos = tl.minimum(arange_2d(first_q, sizes.TILE_M, not sizes.BY_KEY), sizes.kv_len - 1)
+    k_pos = tl.minimum(arange_2d(first_k, sizes.TILE_N, sizes.BY_KEY), sizes.kv_len - 1)
     return FUNCTION(scores, place.tile.batch, place.tile.head, q_pos, k_pos, variant.params)
 
 
 @triton.jit
-def scored(products, place, sizes, scoring, KIND: tl.constexpr):
+def compute_scores(products, place, sizes, scoring, KIND: tl.constexpr):
     """Scores in base 2."""
     NATURAL: tl.constexpr = scoring.SCORE is not None
-    scores = _before_function(products, place, sizes, scoring, NATURAL, KIND)
+    scores = _cap_and_bias(products, place, sizes, scoring, NATURAL, KIND)
     if NATURAL:
-        scores = _of_function(scoring.SCORE, scores, place, sizes, scoring.variant) * LOG2_E
+        scores = _call_function(scoring.SCORE, scores, place, sizes, scoring.variant) * LOG2_E
     return scores
 
 
 @triton.jit
 def times_derivative_of_function(values, products, place, sizes, scoring, KIND: tl.constexpr):
-    """values times the derivative of scores by biased products, for the arguments of ``scored``."""
+    """values times the derivative of scores by biased products, for the arguments of ``compute_scores``."""
     if scoring.DERIVATIVE is not None:
-        biased = _before_function(products, place, sizes, scoring, True, KIND)
-        values *= _of_function(scoring.DERIVATIVE, biased, place, sizes, scoring.variant)
+        biased = _cap_and_bias(products, place, sizes, scoring, True, KIND)
+        values *= _call_function(scoring.DERIVATIVE, biased, place, sizes, scoring.variant)
     return values
 
 

@@ -1,6 +1,6 @@
 """Attention over key blocks that each query picked: the backward kernels.
 
-    1. rows_of_softmax   delta = rowsum(dOut * Out) - dLse of each query and head, and its lse in base 2
+    1. preprocess_backward   delta = rowsum(dOut * Out) - dLse of each query and head, and its lse in base 2
     2. picked_grads      a piece of a key block's list: sums of dK and dV, and a part of dQ for each query, pick and head
     3. always_grads      the same of what is always kept and not picked, without dQ
     4. sum_key_grads     adds up the sums of a key block's pieces, in order: dK or dV
@@ -19,12 +19,12 @@ import triton.language as tl
 from ..common.config import padded_head_dim
 from ..common.grid import tile_and_batch_head
 from ..common.tiles import LOG2_E, TableEntries, load_tile, store_tile
-from ..launch.launch import descriptor_or_rows, launch, rows_of
+from ..launch.launch import as_rows, descriptor_or_rows, launch
 from .configs import selection_config
 from .tiles import (
     INTEGERS,
     ROWS,
-    Always,
+    AlwaysKept,
     PickedCall,
     Round,
     RowsOfTile,
@@ -32,13 +32,13 @@ from .tiles import (
     SelectionSizes,
     VisitedBlocks,
     always_arguments,
+    causal_mask,
     choices_of_rows,
-    columns_of_piece,
+    find_unpicked_pairs,
     index_of_rows,
     is_picked,
-    kept_besides,
     load_rows,
-    of_always,
+    locate_piece,
     queries_of_tile,
     rows_of_list,
     rows_of_tile,
@@ -46,7 +46,7 @@ from .tiles import (
     steps_of_list,
     store_rows,
     table_of_tile,
-    until_query,
+    where_always_kept,
 )
 
 _PARTS_AHEAD = tl.constexpr(4)
@@ -54,7 +54,7 @@ _KEYS_OF_SUM = 32
 
 
 @triton.jit(do_not_specialize=["heads", "q_len"])
-def rows_of_softmax_kernel(
+def preprocess_backward_kernel(
     out_rows, dout_rows, lse_ptr, dlse_ptr, log2_sum_ptr, delta_ptr, heads, q_len, DIM_V: tl.constexpr, HAS_DLSE: tl.constexpr
 ):
     """log2_sum_ptr, delta_ptr: (batch, heads, q_len) float32. A query that keeps nothing gets a log2 sum of inf: weights of 0."""
@@ -72,13 +72,13 @@ def rows_of_softmax_kernel(
     tl.store(delta_ptr + at, delta, mask=query < q_len)
 
 
-def rows_of_softmax(out, dout, lse, dlse, log2_sum, delta) -> None:
+def preprocess_backward(out, dout, lse, dlse, log2_sum, delta) -> None:
     """Writes log2_sum and delta. dlse: None, or contiguous."""
     batch, heads, q_len, head_dim = out.shape
     dim_v = padded_head_dim(head_dim)
-    arguments = [rows_of(out, dim_v), rows_of(dout, dim_v), lse, lse if dlse is None else dlse, log2_sum, delta, heads, q_len]
+    arguments = [as_rows(out, dim_v), as_rows(dout, dim_v), lse, lse if dlse is None else dlse, log2_sum, delta, heads, q_len]
     grid = triton.cdiv(q_len, ROWS.value) * batch * heads, 1
-    launch(rows_of_softmax_kernel, grid, arguments, {"DIM_V": dim_v, "HAS_DLSE": dlse is not None}, {"num_warps": 4})
+    launch(preprocess_backward_kernel, grid, arguments, {"DIM_V": dim_v, "HAS_DLSE": dlse is not None}, {"num_warps": 4})
 
 
 class _Block(NamedTuple):
@@ -91,7 +91,7 @@ class _Block(NamedTuple):
 
 
 @triton.jit
-def _keeps(position, rows, call):
+def _causal_mask_by_key(position, rows, call):
     """Which keys (axis 0) do not follow which queries (axis 1)."""
     key = position + tl.arange(0, call.C.TILE_N)
     return key[:, None] <= (rows.query + call.offset)[None, :]
@@ -129,7 +129,7 @@ def _compute_grads(
             log2_sum = tl.load(call.log2_sum + at, mask=rows.exists, other=float("inf"))
         weights = tl.math.exp2(scores - log2_sum[None, :])
         if CUT:
-            weights = tl.where(_keeps(block.position, rows, call), weights, 0.0)
+            weights = tl.where(_causal_mask_by_key(block.position, rows, call), weights, 0.0)
         if C.MASSES:
             dmass = tl.load(call.delta + at, mask=rows.exists, other=0.0)
             dscores = (weights * dmass[None, :]).to(q.dtype)
@@ -145,7 +145,7 @@ def _compute_grads(
 
 
 @triton.jit
-def _no_sums(KEYS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr):
+def _zero_sums(KEYS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr):
     """dK and dV before the first step."""
     return tl.zeros([KEYS, DIM], tl.float32), tl.zeros([KEYS, DIM_V], tl.float32)
 
@@ -164,13 +164,13 @@ def _compute_piece(part_ptr, dk_ptr, dv_ptr, entries, piece, call, PARTS: tl.con
     begin, end = tl.load(piece + 1), tl.load(piece + 3)
     if begin < end:
         whole = tl.load(piece + 2)
-        batch_head, batch, kv_head, position = columns_of_piece(piece, call)
+        batch_head, batch, kv_head, position = locate_piece(piece, call)
         position += part * C.TILE_N
         k = load_tile(call.k, batch, kv_head, position, C.TILE_N, C.DIM)
         v = k
         if not C.MASSES:
             v = load_tile(call.v, batch, kv_head, position, C.TILE_N, C.DIM_V)
-        dk, dv = _no_sums(C.TILE_N, C.DIM, C.DIM_V)
+        dk, dv = _zero_sums(C.TILE_N, C.DIM, C.DIM_V)
         block = _Block(k, v, position, part)
         dk, dv = _compute_grads(dk, dv, part_ptr, entries, begin, whole, batch_head, block, call, True, PARTS)
         dk, dv = _compute_grads(dk, dv, part_ptr, entries, whole, end, batch_head, block, call, False, PARTS)
@@ -214,11 +214,11 @@ def _arguments(operands: SelectionOperands, tile_n: int) -> tuple[list, tuple[in
     """Returns (the kernels' arguments q_rows .. delta_ptr, the constants DIM, DIM_V and TILE_N)."""
     q, k, v, dout, log2_sum, delta = operands
     dim, dim_v = padded_head_dim(q.shape[3]), padded_head_dim(v.shape[3])
-    rows = rows_of(q, dim), descriptor_or_rows(k, tile_n, dim), descriptor_or_rows(v, tile_n, dim_v), rows_of(dout, dim_v)
+    rows = as_rows(q, dim), descriptor_or_rows(k, tile_n, dim), descriptor_or_rows(v, tile_n, dim_v), as_rows(dout, dim_v)
     return [*rows, log2_sum, delta], (dim, dim_v, tile_n)
 
 
-def keys_of_part(q, v, sizes: SelectionSizes) -> int:
+def keys_per_part(q, v, sizes: SelectionSizes) -> int:
     """Returns the keys of a program of ``picked_grads``."""
     return _config(q, v, sizes.block).tile_n
 
@@ -244,7 +244,7 @@ def _compute_always_piece(dk_ptr, dv_ptr, items, call, QUERIES: tl.constexpr):
         position = (column * PARTS + part) * C.TILE_N
         k = load_tile(call.k, batch, kv_head, position, C.TILE_N, C.DIM)
         v = load_tile(call.v, batch, kv_head, position, C.TILE_N, C.DIM_V)
-        dk, dv = _no_sums(C.TILE_N, C.DIM, C.DIM_V)
+        dk, dv = _zero_sums(C.TILE_N, C.DIM, C.DIM_V)
         key = part * C.TILE_N + tl.arange(0, C.TILE_N)
         row = tl.arange(0, ROWS)
         for step in tl.range(begin * STEPS, end * STEPS, num_stages=1):
@@ -259,9 +259,9 @@ def _compute_always_piece(dk_ptr, dv_ptr, items, call, QUERIES: tl.constexpr):
             weights = tl.math.exp2(tl.dot(k, q.T, input_precision="ieee") * call.score_scale - log2_sum[None, :])
             choice = tl.where(exists, choices_of_rows(rows, call), 0)
             picked = is_picked(choice, exists, position // C.BLOCK, call)
-            kept = _keeps(position, rows, call) & (exists & ~picked)[None, :]
+            kept = _causal_mask_by_key(position, rows, call) & (exists & ~picked)[None, :]
             place = tl.where(exists, place, 0)
-            weights = of_always(tl.where(kept, weights, 0.0), 0.0, call.always, column, entry, place[None, :], key[:, None])
+            weights = where_always_kept(tl.where(kept, weights, 0.0), 0.0, call.always, column, entry, place[None, :], key[:, None])
             dk, dv, _ = _add_grads(dk, dv, weights, q, rows, v, call)
         number = tl.program_id(1) * (tl.num_programs(0) // PARTS) + tl.load(piece + 4)
         first = (number.to(tl.int64) * PARTS + part) * C.TILE_N
@@ -283,7 +283,7 @@ def always_grads_kernel(
     _compute_always_piece(
         dk_ptr, dv_ptr, items,
         PickedCall(q_rows, k_tensor, v_tensor, dout_rows, log2_sum_ptr, delta_ptr, picks,
-                   Always(row_ptr, row_split, TableEntries(row_idx, tile_idx, tile_runs, tile_bits, ALWAYS, True)),
+                   AlwaysKept(row_ptr, row_split, TableEntries(row_idx, tile_idx, tile_runs, tile_bits, ALWAYS, True)),
                    scale, score_scale, first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks, C),
         QUERIES,
     )  # fmt: skip
@@ -350,21 +350,21 @@ def sum_key_grads_kernel(
 def sum_key_grads(grad, sums, lists, columns, always, sizes: SelectionSizes, round: Round, factor: float):
     """Writes dk or dv of one round's batch-heads, or with more rounds of these to come, ``sums.before``. sums: of ``pieces`` of
     lists, and of the pieces of what is ``always`` kept. columns: ``lists.Pieces``, None without ``always``."""
-    dim, keys = padded_head_dim(grad.shape[3]), keys_of_sum(sizes, always)
+    dim, keys = padded_head_dim(grad.shape[3]), keys_per_sum(sizes, always)
     beside = (sums.pieces, lists.starts, 0) if columns is None else (sums.always, columns.starts, columns.items.shape[1])
-    arguments = [rows_of(grad, dim), sums.pieces, lists.starts, *beside[:2], sums.pieces if sums.before is None else sums.before]
+    arguments = [as_rows(grad, dim), sums.pieces, lists.starts, *beside[:2], sums.pieces if sums.before is None else sums.before]
     arguments += [round.number * lists.starts.shape[1], round.head, sizes.kv_heads, sizes.key_blocks, beside[2], factor]
     constants = {"DIM": dim, "KEYS": keys, "BLOCK": sizes.block, "ALWAYS": always.block_size if always else 0}
     constants |= {"CONTINUES": round.choice > 0, "ENDS": round.choice + round.choices == sizes.choices}
     launch(sum_key_grads_kernel, (triton.cdiv(sizes.kv_len, keys), round.heads), arguments, constants, {"num_warps": 4})
 
 
-def keys_of_sum(sizes: SelectionSizes, always) -> int:
+def keys_per_sum(sizes: SelectionSizes, always) -> int:
     """Keys of a program of ``sum_key_grads``."""
     return min(_KEYS_OF_SUM, sizes.smallest_block(always))
 
 
-class _Rows(NamedTuple):
+class _QueryTile(NamedTuple):
     """Holds the inputs of a tile of queries to its loops."""
 
     q: Any
@@ -374,7 +374,7 @@ class _Rows(NamedTuple):
 
 
 @triton.jit
-def _grad_of_step(dq, tile, rows, position, kept, call):
+def _add_step_grad(dq, tile, rows, position, kept, call):
     """dq after TILE_N keys. kept: (rows, keys)."""
     k = load_tile(call.k, rows.batch, rows.kv_head, position, call.C.TILE_N, call.C.DIM)
     v = load_tile(call.v, rows.batch, rows.kv_head, position, call.C.TILE_N, call.C.DIM_V)
@@ -395,11 +395,11 @@ def _add_picks(dq, tile, rows, table, number, visited, call):
     for step in tl.range(0, last):
         position = (block * STEPS + step % STEPS) * C.TILE_N
         block = tl.load(blocks + (step + 1) // STEPS, mask=step + 1 < last, other=0)
-        kept = until_query(rows, position, call)
+        kept = causal_mask(rows, position, call)
         if C.CHOICES > 1:
             bit = (tl.load(bits + step // STEPS) >> number) & 1
             kept = kept & (bit == 1)[:, None]
-        dq = _grad_of_step(dq, tile, rows, position, kept, call)
+        dq = _add_step_grad(dq, tile, rows, position, kept, call)
     return dq
 
 
@@ -410,8 +410,8 @@ def _add_always(dq, tile, rows, first_query, last_query, call):
     for row in tl.range(first_query // call.C.ALWAYS, last_query // call.C.ALWAYS + 1):
         begin, end = steps_of_always(row, call)
         for step in tl.range(begin, end, num_stages=1):
-            position, kept = kept_besides(row, step, rows, choice, call)
-            dq = _grad_of_step(dq, tile, rows, position, kept, call)
+            position, kept = find_unpicked_pairs(row, step, rows, choice, call)
+            dq = _add_step_grad(dq, tile, rows, position, kept, call)
     return dq
 
 
@@ -426,7 +426,7 @@ def _compute_query_grads(dq_rows, part_ptr, listed, visited, call, PARTS: tl.con
         at = index_of_rows(rows, call)
         q, dout = load_rows(call.q, rows, C.DIM), load_rows(call.dout, rows, C.DIM_V)
         log2_sum = tl.load(call.log2_sum + at, mask=rows.exists, other=float("inf"))
-        own = _Rows(q, dout, log2_sum, tl.load(call.delta + at, mask=rows.exists, other=0.0))
+        own = _QueryTile(q, dout, log2_sum, tl.load(call.delta + at, mask=rows.exists, other=0.0))
         if PARTS == 0:
             table, number = table_of_tile(tile, picker, call)
             dq = _add_picks(dq, own, rows, table, number, visited, call)
@@ -456,7 +456,7 @@ def sum_query_grads_kernel(
     _compute_query_grads(
         dq_rows, part_ptr, listed, VisitedBlocks(counts, blocks, bits),
         PickedCall(q_rows, k_tensor, v_tensor, dout_rows, log2_sum_ptr, delta_ptr, picks,
-                   Always(always_row_ptr, always_row_split,
+                   AlwaysKept(always_row_ptr, always_row_split,
                           TableEntries(always_col_idx, always_tile_idx, always_tile_runs, always_tile_bits, ALWAYS, True)),
                    scale, score_scale, first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks, C),
         PARTS,
@@ -471,7 +471,7 @@ def sum_query_grads(
     config = selection_config("grad_q", q.dtype, dim, sizes.smallest_block(always), q.device)
     operands, widths = _arguments(operands._replace(dout=q) if operands.dout is None else operands, config.tile_n)
     tables = (picks, picks, picks) if visited is None else (visited.counts, visited.blocks, visited.bits)
-    arguments = [*operands, rows_of(dq, widths[0]), picks, *tables, lists.counts, parts if visited is None else q]
+    arguments = [*operands, as_rows(dq, widths[0]), picks, *tables, lists.counts, parts if visited is None else q]
     arguments += [*always_arguments(always, False, operands[-1]), *sizes.integers(round), scale, scale * LOG2_E.value]
     C = sizes.constants(*widths, always=always, visited=0 if visited is None else visited.blocks.shape[3])
     constants = {"PARTS": parts.shape[1] if visited is None else 0, "ALWAYS": C.ALWAYS, "C": C}

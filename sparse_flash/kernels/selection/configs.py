@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 
 from ..common.config import Config
-from ..launch.tuned import remembered
-from ..portable.configs import chip_of
+from ..launch.tuned import cached_until_cleared
+from ..portable.configs import detect_gpu
 
 # By keys of a block, at least. A key block of one step stays in shared memory. docs/performance/selection.md, "Tile sizes", has the
 # figures.
@@ -26,14 +26,14 @@ _LITTLE_SHARED, _KEYS_OF_LITTLE_SHARED = 160 * 1024, 32
 _KEYS_OF_FLOAT32 = {16: 64, 32: 64, 64: 32, 128: 16, 256: 16}
 
 
-@remembered
+@cached_until_cleared
 def selection_config(kernel: str, dtype: torch.dtype, dim: int, block_size: int, device: torch.device) -> Config:
     """Returns the config of a kernel, one of ``_CONFIGS``. dim: padded, the larger of q's and v's. block_size: the most keys of a
     step."""
     table = (_CONFIGS_256 if dim > 128 else _CONFIGS)[kernel]
     config = table[min(max(table), max(64, block_size))]
     keys = min(config.tile_n, block_size)
-    if chip_of(device).shared <= _LITTLE_SHARED:
+    if detect_gpu(device).shared <= _LITTLE_SHARED:
         keys = min(keys, _KEYS_OF_LITTLE_SHARED)
     if dtype == torch.float32:
         return replace(config, tile_n=min(keys, _KEYS_OF_FLOAT32[dim]), num_warps=8, num_stages=1)

@@ -16,30 +16,30 @@ from ..common.config import padded_head_dim
 from ..common.layout import empty_out
 from ..common.tiles import LN_2, LOG2_E
 from ..launch.launch import launch_or_repeat, multiprocessors
-from ..launch.tuned import remembered
-from ..portable.configs import chip_of, decode_config
+from ..launch.tuned import cached_until_cleared
+from ..portable.configs import decode_config, detect_gpu
 from ..portable.decode import (
     Cache,
     CacheScales,
     DecodePlan,
     Splits,
-    add_products,
-    combined,
+    add_step,
     combined_at_a_time,
-    factors_of_step,
-    finished,
-    keys_of_step,
-    no_products,
-    operands,
-    page_of_step,
+    init_state,
+    join_accumulators,
+    load_factors,
+    load_pages,
+    load_step_keys,
+    load_step_values,
+    merge_splits,
+    normalize_state,
+    prepare_queries,
     scale_constants,
-    stored_split,
+    store_split,
     strides_in_vectors,
     strides_of,
-    values_of_step,
-    whole,
 )
-from .tiles import padded
+from .tiles import padded_count
 
 
 @triton.jit
@@ -54,22 +54,22 @@ def _state_of_steps(
     q, position, k, v, pages, scales, cache, picks, begin, end, score_scale, BLOCK: tl.constexpr, TILE_M: tl.constexpr
 ):
     """The softmax state of steps begin .. end - 1 over the picks of a query at this position."""
-    q, score_scale = operands(q, score_scale, cache)
-    state = no_products(cache, TILE_M)
+    q, score_scale = prepare_queries(q, score_scale, cache)
+    state = init_state(cache, TILE_M)
     TILE_N: tl.constexpr = cache.TILE_N
     first = _position_of_step(picks, begin, end, BLOCK, TILE_N)
-    page = page_of_step(pages, cache, first)
-    factors = factors_of_step(scales, cache, page, first)
+    page = load_pages(pages, cache, first)
+    factors = load_factors(scales, cache, page, first)
     for step in tl.range(begin, end):
         token = first + tl.arange(0, TILE_N)
         kept = token <= position
-        keys, values = keys_of_step(k, cache, page, token, kept), values_of_step(v, cache, page, token, kept)
+        keys, values = load_step_keys(k, cache, page, token, kept), load_step_values(v, cache, page, token, kept)
         # Picks and factors are read one step ahead, so no key load and no product waits for them.
         first = _position_of_step(picks, step + 1, end, BLOCK, TILE_N)
-        page = page_of_step(pages, cache, first)
-        of_step, factors = factors, factors_of_step(scales, cache, page, first)
-        state = add_products(state, q, keys, values, kept[None, :], score_scale, of_step, cache)
-    return whole(state, cache)
+        page = load_pages(pages, cache, first)
+        of_step, factors = factors, load_factors(scales, cache, page, first)
+        state = add_step(state, q, keys, values, kept[None, :], score_scale, of_step, cache)
+    return join_accumulators(state, cache)
 
 
 class _Members(NamedTuple):
@@ -89,7 +89,7 @@ class _Members(NamedTuple):
 
 @triton.jit
 def _store(state, rows, cache, ROWS: tl.constexpr):
-    values, log = finished(state)
+    values, log = normalize_state(state)
     member = rows.first + tl.arange(0, ROWS).to(tl.int64)
     dim = tl.arange(0, cache.DIM_V)[None, :]
     place = rows.out + (member * rows.out_stride)[:, None] + dim
@@ -108,9 +108,9 @@ def _compute(rows, position, k, v, pages, scales, cache, picks, steps, splits, s
     begin, end = (steps * splits.number) // splits.count, (steps * (splits.number + 1)) // splits.count
     state = _state_of_steps(q, position, k, v, pages, scales, cache, picks, begin, end, score_scale, BLOCK, rows.TILE_M)
     if splits.SPLIT:
-        results, logs, last = stored_split(state, splits, rows.TILE_M, cache.DIM_V)
+        results, logs, last = store_split(state, splits, rows.TILE_M, cache.DIM_V)
         if last:
-            _store(combined(results, logs, splits, cache.DIM_V), rows, cache, splits.ROWS)
+            _store(merge_splits(results, logs, splits, cache.DIM_V), rows, cache, splits.ROWS)
     else:
         _store(state, rows, cache, rows.TILE_M)
 
@@ -204,7 +204,7 @@ def selection_decode(
     return tuple(launch_or_repeat(selection_decode_kernel, None, key, inputs, run)[:2])
 
 
-@remembered
+@cached_until_cleared
 def _plan(
     device, dtype, q_shape, q_strides, k_shape, k_strides, v_head_dim, v_strides, picks_shape, scale_strides, block_size, every,
     pages, has_lens, config, splits,
@@ -214,7 +214,7 @@ def _plan(
     pickers, groups, slots = picks_shape[1:]
     members = heads // pickers
     scaled = scale_strides is not None
-    config = config or decode_config(dtype, head_dim, block_size, members, v_head_dim, chip_of(device), scaled)
+    config = config or decode_config(dtype, head_dim, block_size, members, v_head_dim, detect_gpu(device), scaled)
     tile_m, tile_n, dim_v = config.tile_m, config.tile_n, padded_head_dim(v_head_dim)
     row_tiles = -(-members // tile_m)
     tiles = batch * pickers * q_len * row_tiles
@@ -225,7 +225,7 @@ def _plan(
     like_q = torch.empty_strided(q_shape, q_strides, dtype=dtype, device="meta")
     constants = {"HEAD_DIM": head_dim, "DIM": padded_head_dim(head_dim), "HEAD_DIM_V": v_head_dim, "DIM_V": dim_v}
     constants |= {"TILE_M": tile_m, "TILE_N": tile_n, "ROWS": stored, "COMBINED": combined_at_a_time(stored, dim_v)}
-    constants |= {"BLOCK": block_size, "SLOTS": slots, "PADDED": padded(slots), "EVERY": every}
+    constants |= {"BLOCK": block_size, "SLOTS": slots, "PADDED": padded_count(slots), "EVERY": every}
     constants |= {"HAS_LENS": has_lens, "SPLIT": splits > 1, "PAGE": 0 if pages is None else k_shape[2], "VECTOR": vector}
     constants |= scale_constants(scale_strides)
     numbers = *strides, *empty_out(like_q, v_head_dim).stride()[:3], *(scale_strides or (0, 0))[:2]

@@ -16,23 +16,24 @@ import triton.language as tl
 
 from ..common.config import padded_head_dim
 from ..common.tiles import FLOOR, LN_2, LOG2_E, TableEntries, load_tile
-from ..launch.launch import descriptor_or_rows, launch, rows_of
+from ..launch.launch import as_rows, descriptor_or_rows, launch
 from .configs import selection_config
 from .tiles import (
     INTEGERS,
     ROWS,
-    Always,
+    AlwaysKept,
     PickedCall,
     Round,
     SelectionOperands,
     SelectionSizes,
     VisitedBlocks,
     always_arguments,
+    causal_mask,
     choices_of_rows,
-    columns_of_piece,
+    find_unpicked_pairs,
     index_of_rows,
-    kept_besides,
     load_rows,
+    locate_piece,
     queries_of_tile,
     rows_of_list,
     rows_of_tile,
@@ -40,14 +41,13 @@ from .tiles import (
     steps_of_list,
     store_rows,
     table_of_tile,
-    until_query,
 )
 
 _PARTS_AHEAD = tl.constexpr(3)
 
 
 @triton.jit
-def _weigh(running_max, running_sum, scores, factor):
+def _update_softmax(running_max, running_sum, scores, factor):
     """(weights, rescale of what was summed before, the new running_max and running_sum). factor: makes scores base 2."""
     new_max = tl.maximum(running_max, tl.max(scores, 1) * factor)
     weights = tl.math.exp2(scores * factor - new_max[:, None])
@@ -63,15 +63,15 @@ def _lse(running_max, running_sum):
 
 
 @triton.jit
-def _weigh_keys(running_max, running_sum, q, k, rows, position, call, CUT: tl.constexpr):
-    """``_weigh`` of a step whose keys every row picked. CUT: whether some may follow their query."""
+def _update_from_keys(running_max, running_sum, q, k, rows, position, call, CUT: tl.constexpr):
+    """``_update_softmax`` of a step whose keys every row picked. CUT: whether some may follow their query."""
     scores = tl.dot(q, k.T, input_precision="ieee")
     if CUT:
-        scores = tl.where(until_query(rows, position, call), scores * call.score_scale, -float("inf"))
+        scores = tl.where(causal_mask(rows, position, call), scores * call.score_scale, -float("inf"))
         factor = 1.0
     else:
         factor = call.score_scale
-    return _weigh(running_max, running_sum, scores, factor)
+    return _update_softmax(running_max, running_sum, scores, factor)
 
 
 @triton.jit
@@ -86,13 +86,13 @@ def _compute_parts(k, v, part_ptr, lse_ptr, entries, begin, end, batch_head, pos
         running_max = tl.full([ROWS], FLOOR, tl.float32)
         running_sum = tl.zeros([ROWS], tl.float32)
         if C.BLOCK == C.TILE_N:
-            weights, _, running_max, running_sum = _weigh_keys(running_max, running_sum, q, k, rows, position, call, CUT)
+            weights, _, running_max, running_sum = _update_from_keys(running_max, running_sum, q, k, rows, position, call, CUT)
             if not C.MASSES:
                 accumulator = tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         else:
             for start in tl.range(position, position + C.BLOCK, C.TILE_N):
                 k_step = load_tile(call.k, rows.batch, rows.kv_head, start, C.TILE_N, C.DIM)
-                weights, rescale, running_max, running_sum = _weigh_keys(
+                weights, rescale, running_max, running_sum = _update_from_keys(
                     running_max, running_sum, q, k_step, rows, start, call, CUT
                 )
                 if not C.MASSES:
@@ -118,7 +118,7 @@ def _compute_piece(part_ptr, lse_ptr, entries, piece, call):
     begin, end = tl.load(piece + 1), tl.load(piece + 3)
     if begin < end:
         whole = tl.load(piece + 2)
-        batch_head, batch, kv_head, position = columns_of_piece(piece, call)
+        batch_head, batch, kv_head, position = locate_piece(piece, call)
         k, v = 0, 0
         if C.BLOCK == C.TILE_N:
             k = load_tile(call.k, batch, kv_head, position, C.BLOCK, C.DIM)
@@ -148,20 +148,20 @@ def picked_parts_kernel(
 
 def picked_parts(operands: SelectionOperands, lists, parts, part_lse, sizes: SelectionSizes, round: Round, scale: float) -> None:
     """Writes parts and part_lse of one round. lists: ``lists.ColumnLists``."""
-    _parts(operands, lists, parts, part_lse, sizes, round, scale, False)
+    _launch_parts(operands, lists, parts, part_lse, sizes, round, scale, False)
 
 
 def picked_masses(operands: SelectionOperands, lists, masses, sizes: SelectionSizes, round: Round, scale: float) -> None:
     """Writes masses, (batch, heads, q_len, slots) float32, where a query has pairs."""
-    _parts(operands, lists, masses, masses, sizes, round, scale, True)
+    _launch_parts(operands, lists, masses, masses, sizes, round, scale, True)
 
 
-def _parts(operands, lists, parts, part_lse, sizes, round, scale, masses):
+def _launch_parts(operands, lists, parts, part_lse, sizes, round, scale, masses):
     q, k, v = operands[:3]
     dim, dim_v = padded_head_dim(q.shape[3]), padded_head_dim(v.shape[3])
     config = selection_config("parts", q.dtype, max(dim, dim_v), sizes.block, q.device)
     n, count = config.tile_n, lists.items.shape[1]
-    arguments = [rows_of(q, dim), descriptor_or_rows(k, n, dim), descriptor_or_rows(v, n, dim_v), parts, part_lse]
+    arguments = [as_rows(q, dim), descriptor_or_rows(k, n, dim), descriptor_or_rows(v, n, dim_v), parts, part_lse]
     arguments += [lists.entries, lists.items, round.number * count, *sizes.integers(round), scale * LOG2_E.value]
     constants = {"C": sizes.constants(dim, dim_v, n, masses=masses)}
     launch(picked_parts_kernel, (count, 1), arguments, constants, config.options)
@@ -189,8 +189,8 @@ def _add_blocks(state, q, rows, number, blocks, bits, first, last, call, CUT: tl
             kept = (tl.load(bits + step // STEPS) >> number) & 1
             scores = tl.where((kept == 1)[:, None], scores, -float("inf"))
         if CUT:
-            scores = tl.where(until_query(rows, position, call), scores, -float("inf"))
-        weights, rescale, running_max, running_sum = _weigh(running_max, running_sum, scores, factor)
+            scores = tl.where(causal_mask(rows, position, call), scores, -float("inf"))
+        weights, rescale, running_max, running_sum = _update_softmax(running_max, running_sum, scores, factor)
         v = load_tile(call.v, rows.batch, rows.kv_head, position, C.TILE_N, C.DIM_V)
         accumulator = tl.dot(weights.to(v.dtype), v, accumulator * rescale[:, None], input_precision="ieee")
     return accumulator, running_max, running_sum
@@ -206,10 +206,10 @@ def _add_always(state, q, rows, first_query, last_query, call):
         begin, end = steps_of_always(row, call)
         for step in tl.range(begin, end, num_stages=1):
             # Before the products, which take most of the registers.
-            position, kept = kept_besides(row, step, rows, choice, call)
+            position, kept = find_unpicked_pairs(row, step, rows, choice, call)
             k = load_tile(call.k, rows.batch, rows.kv_head, position, C.TILE_N, C.DIM)
             scores = tl.where(kept, tl.dot(q, k.T, input_precision="ieee") * call.score_scale, -float("inf"))
-            weights, rescale, running_max, running_sum = _weigh(running_max, running_sum, scores, 1.0)
+            weights, rescale, running_max, running_sum = _update_softmax(running_max, running_sum, scores, 1.0)
             v = load_tile(call.v, rows.batch, rows.kv_head, position, C.TILE_N, C.DIM_V)
             accumulator = tl.dot(weights.to(v.dtype), v, accumulator * rescale[:, None], input_precision="ieee")
     return accumulator, running_max, running_sum
@@ -281,7 +281,7 @@ def visit_blocks_kernel(
     _compute_tile(
         out_rows, lse_ptr, VisitedBlocks(counts, blocks, bits), _Parts(listed, part_ptr, part_lse, MERGES),
         PickedCall(q_rows, k_tensor, v_tensor, None, None, None, picks,
-                   Always(always_row_ptr, always_row_split,
+                   AlwaysKept(always_row_ptr, always_row_split,
                           TableEntries(always_col_idx, always_tile_idx, always_tile_runs, always_tile_bits, ALWAYS, True)),
                    None, score_scale, first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks, C),
     )  # fmt: skip
@@ -296,7 +296,7 @@ def visit_blocks(
     dim, dim_v = padded_head_dim(q.shape[3]), padded_head_dim(v.shape[3])
     config = selection_config("visit", q.dtype, max(dim, dim_v), sizes.smallest_block(always), q.device)
     n, merges = config.tile_n, listed is not None
-    arguments = [rows_of(q, dim), descriptor_or_rows(k, n, dim), descriptor_or_rows(v, n, dim_v), rows_of(out, dim_v), lse, picks]
+    arguments = [as_rows(q, dim), descriptor_or_rows(k, n, dim), descriptor_or_rows(v, n, dim_v), as_rows(out, dim_v), lse, picks]
     arguments += [visited.counts, visited.blocks, visited.bits, *((listed, parts, part_lse) if merges else (lse, lse, lse))]
     arguments += [*always_arguments(always, False, lse), *sizes.integers(round), scale * LOG2_E.value]
     C = sizes.constants(dim, dim_v, n, always=always, visited=visited.blocks.shape[3])

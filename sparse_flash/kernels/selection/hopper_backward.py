@@ -18,21 +18,21 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
 from ..common.config import padded_head_dim
-from ..common.gluon import barrier, copy_elements, fresh_zero, record
+from ..common.gluon import barrier, copy_elements, opaque_zero, record
 from ..common.tiles import LOG2_E
 from ..hopper.descriptors import gluon_descriptor
-from ..hopper.products import times_transposed
-from ..hopper.ring import Ring, ring_beside, ring_of
+from ..hopper.products import start_transposed_product
+from ..hopper.ring import Ring, new_linked_ring, new_ring
 from ..launch.launch import launch, multiprocessors
 from .hopper_gathering import (
     GATHERING_WARPS,
     NOT_SPECIALIZED,
     ROWS,
-    KnownRows,
     Lists,
     RowTensor,
+    RowOrigins,
+    allocate_shared_rows,
     keys_at_a_time,
-    known_rows,
     list_arguments,
     load_keys,
     row_arguments,
@@ -54,7 +54,7 @@ class GradsArguments:
     v_tensor: tma.tensor_descriptor
     queries: RowTensor
     douts: RowTensor
-    rows: KnownRows  # of the gathering warps
+    rows: RowOrigins  # of the gathering warps
     log2_sum_ptr: gl.tensor
     delta_ptr: gl.tensor
     part_ptr: gl.tensor
@@ -85,8 +85,8 @@ def _gather(p):
     item = p.lists.item(turn)
     while item.begin < item.end:
         upcoming = p.lists.item(turn + 1)
-        tiles = _gather_list(p, item.begin, item.whole, p.lists.block_of(item), tiles)
-        tiles = _gather_list(p, item.whole, item.end, p.lists.block_of(item), tiles)
+        tiles = _gather_list(p, item.begin, item.whole, p.lists.locate_block(item), tiles)
+        tiles = _gather_list(p, item.whole, item.end, p.lists.locate_block(item), tiles)
         turn += 1
         item = upcoming
 
@@ -94,12 +94,12 @@ def _gather(p):
 @gluon.jit
 def _gather_list(p, begin, end, block, tiles):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    entry, exists = p.lists.entries_of(begin, end, 0, layout)
+    entry, exists = p.lists.load_entries(begin, end, 0, layout)
     for step in range(p.lists.steps(begin, end)):
         rows = p.lists.rows_of(entry, exists, step, block, layout)
         # Read a tile ahead, so no copy waits for it.
-        entry, exists = p.lists.entries_of(begin, end, step + 1, layout)
-        p.rows.tell(rows)
+        entry, exists = p.lists.load_entries(begin, end, step + 1, layout)
+        p.rows.publish(rows)
         index = p.lists.index_of(rows, block)
         p.q.acquire(tiles)
         p.queries.copy(p.q.stage(tiles), p.rows, block.batch, TOGETHER)
@@ -113,20 +113,20 @@ def _gather_list(p, begin, end, block, tiles):
 
 
 @gluon.jit
-def _load_keys(p, turn, item):
+def _load_item_keys(p, turn, item):
     """Starts the copy of an item's keys and values, once no warp needs the item before any more."""
     if item.begin < item.end:
-        block = p.lists.block_of(item)
+        block = p.lists.locate_block(item)
         load_keys(p, turn, block, block.position, p.lists.KEYS)
 
 
 @gluon.jit
-def _until_query(p, weights, begin, end, step, block, GROUP: gl.constexpr):
+def _mask_causal(p, weights, begin, end, step, block, GROUP: gl.constexpr):
     """Weights, keys along rows, set to 0 where a key follows its query."""
     layout: gl.constexpr = weights.type.layout
     number_layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     # Through shared memory, as every thread needs a quarter of the positions.
-    entry, exists = p.lists.entries_of(begin, end, step, number_layout)
+    entry, exists = p.lists.load_entries(begin, end, step, number_layout)
     rows = p.lists.rows_of(entry, exists, step, block, number_layout)
     positions = p.positions.index(GROUP)
     positions.store(rows.query + (p.offset - block.position))
@@ -136,21 +136,21 @@ def _until_query(p, weights, begin, end, step, block, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _weight_gradients(p, v, tile, zeros):
+def _start_dweights(p, v, tile, zeros):
     """Starts the gradients of a tile's weights less delta: sums that begin there need no registers for it later."""
     delta = p.delta.index(p.q.place(tile)).load(gl.SliceLayout(0, zeros.type.layout))
     return warpgroup_mma(v, p.dout.stage(tile).permute((1, 0)), zeros - delta[None, :], is_async=True)
 
 
 @gluon.jit
-def _store_queries(p, dq, rows, COLUMN: gl.constexpr = 0):
+def _store_dq(p, dq, rows, COLUMN: gl.constexpr = 0):
     """Stores the parts of dQ of a tile, or their columns from COLUMN on."""
     part = gl.convert_layout((dq * p.scale).to(p.q.data.dtype), storing_layout(dq.shape[1], gl.num_warps()))
     store_by_rows(p.part_ptr + COLUMN, part, rows.place * p.DIM, rows.exists)
 
 
 @gluon.jit
-def _store_keys(p, pointer, grad, item):
+def _store_key_grad(p, pointer, grad, item):
     """Stores dK or dV of an item."""
     layout: gl.constexpr = grad.type.layout
     key = item.number.to(gl.int64) * p.lists.KEYS + gl.arange(0, p.lists.KEYS, layout=gl.SliceLayout(1, layout))
@@ -158,7 +158,7 @@ def _store_keys(p, pointer, grad, item):
 
 
 @gluon.jit
-def _add_together(p, state, begin, end, block, tiles, last, zeros, dq_zeros, CUT: gl.constexpr):
+def _add_shared_tiles(p, state, begin, end, block, tiles, last, zeros, dq_zeros, CUT: gl.constexpr):
     """Adds entries begin .. end - 1 to dK and dV. state: dK, dV and the scores of the next tile, (keys, rows). tiles: gathered
     before. last: the item's last tile, during which scores are computed that nobody reads."""
     dk, dv, scores = state
@@ -167,50 +167,50 @@ def _add_together(p, state, begin, end, block, tiles, last, zeros, dq_zeros, CUT
     column: gl.constexpr = gl.SliceLayout(0, zeros.type.layout)
     row_layout: gl.constexpr = gl.SliceLayout(1, storing_layout(p.DIM, gl.num_warps()))
     for step in range(p.lists.steps(begin, end)):
-        v = p.v.stage(0, fresh_zero(tiles))
+        v = p.v.stage(0, opaque_zero(tiles))
         q, dout = p.q.stage(tiles), p.dout.stage(tiles)
         if p.WITH_QUERIES:
-            entry, exists = p.lists.entries_of(begin, end, step, row_layout)
+            entry, exists = p.lists.load_entries(begin, end, step, row_layout)
         p.dout.wait(tiles)
         # The rows were copied by threads; products read them as TMA does.
         fence_async_shared()
         if not CUT:
-            started = _weight_gradients(p, v, tiles, zeros)
+            started = _start_dweights(p, v, tiles, zeros)
         log2_sum = p.log2_sum.index(p.q.place(tiles)).load(column)
         weights = gl.exp2(scores * p.score_scale - log2_sum[None, :])
         if CUT:
             # Positions and a product under way would not fit the registers together.
-            weights = _until_query(p, weights, begin, end, step, block, 0)
-            started = _weight_gradients(p, v, tiles, zeros)
+            weights = _mask_causal(p, weights, begin, end, step, block, 0)
+            started = _start_dweights(p, v, tiles, zeros)
         dweights = warpgroup_mma_wait(0, deps=(started,))
         started_dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), operand_layout), dout, dv, is_async=True)
         dscores = (weights * dweights).to(dtype)
         if p.WITH_QUERIES:
             p.dscores.index(0).store(dscores)
         started_dk = warpgroup_mma(gl.convert_layout(dscores, operand_layout), q, dk, is_async=True)
-        k = p.k.stage(0, fresh_zero(tiles))
+        k = p.k.stage(0, opaque_zero(tiles))
         if p.WITH_QUERIES:
             fence_async_shared()
             barrier()
-            stored = p.dscores.index(fresh_zero(tiles))
+            stored = p.dscores.index(opaque_zero(tiles))
             started_dq = warpgroup_mma(stored.permute((1, 0)), k, dq_zeros, use_acc=False, is_async=True)
             dv, dk = warpgroup_mma_wait(1, deps=(started_dv, started_dk))
         else:
             dv, dk = warpgroup_mma_wait(0, deps=(started_dv, started_dk))
         p.q.wait(tiles + 1, pred=tiles != last)
         fence_async_shared()
-        started_scores = times_transposed(k, p.q.stage(tiles + 1), zeros, p.DIM)
+        started_scores = start_transposed_product(k, p.q.stage(tiles + 1), zeros, p.DIM)
         p.q.release(tiles)
         if p.WITH_QUERIES:
             dq = warpgroup_mma_wait(1, deps=(started_dq,))
-            _store_queries(p, dq, p.lists.rows_of(entry, exists, step, block, row_layout))
+            _store_dq(p, dq, p.lists.rows_of(entry, exists, step, block, row_layout))
         scores = warpgroup_mma_wait(0, deps=(started_scores,))
         tiles += 1
     return (dk, dv, scores), tiles
 
 
 @gluon.jit
-def _compute_together(p):
+def _compute_shared_tiles(p):
     """The computing warps of items of 128 keys: each group of four holds 64."""
     KEYS: gl.constexpr = p.lists.KEYS
     WARPS: gl.constexpr = gl.num_warps()
@@ -224,31 +224,31 @@ def _compute_together(p):
     turn = 0
     tiles = 0
     item = p.lists.item(turn)
-    _load_keys(p, turn, item)
+    _load_item_keys(p, turn, item)
     while item.begin < item.end:
-        block = p.lists.block_of(item)
+        block = p.lists.locate_block(item)
         upcoming = p.lists.item(turn + 1)
         last = tiles + p.lists.steps(item.begin, item.whole) + p.lists.steps(item.whole, item.end) - 1
         p.k.wait(turn)
         p.v.wait(turn)
         p.q.wait(tiles)
         fence_async_shared()
-        started = times_transposed(p.k.stage(0), p.q.stage(tiles), zeros, p.DIM)
+        started = start_transposed_product(p.k.stage(0), p.q.stage(tiles), zeros, p.DIM)
         state = (key_zeros, key_zeros, warpgroup_mma_wait(0, deps=(started,)))
-        state, tiles = _add_together(p, state, item.begin, item.whole, block, tiles, last, zeros, dq_zeros, True)
-        state, tiles = _add_together(p, state, item.whole, item.end, block, tiles, last, zeros, dq_zeros, False)
+        state, tiles = _add_shared_tiles(p, state, item.begin, item.whole, block, tiles, last, zeros, dq_zeros, True)
+        state, tiles = _add_shared_tiles(p, state, item.whole, item.end, block, tiles, last, zeros, dq_zeros, False)
         dk, dv, _ = state
         p.k.release(turn)
         # The next keys and values arrive while these gradients are stored.
-        _load_keys(p, turn + 1, upcoming)
-        _store_keys(p, p.dk_ptr, dk, item)
-        _store_keys(p, p.dv_ptr, dv, item)
+        _load_item_keys(p, turn + 1, upcoming)
+        _store_key_grad(p, p.dk_ptr, dk, item)
+        _store_key_grad(p, p.dv_ptr, dv, item)
         turn += 1
         item = upcoming
 
 
 @gluon.jit
-def _add_apart(p, dk, dv, begin, end, block, tiles, zeros, dq_zeros, GROUP: gl.constexpr, CUT: gl.constexpr):
+def _add_own_tiles(p, dk, dv, begin, end, block, tiles, zeros, dq_zeros, GROUP: gl.constexpr, CUT: gl.constexpr):
     """(dK, dV, the number of tiles) after a warp group's tiles of entries begin .. end - 1."""
     dtype: gl.constexpr = p.q.data.dtype
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
@@ -257,24 +257,24 @@ def _add_apart(p, dk, dv, begin, end, block, tiles, zeros, dq_zeros, GROUP: gl.c
     steps = p.lists.steps(begin, end)
     for step in range((tiles + GROUP) % 2, steps, 2):
         place = tiles + step
-        k, v = p.k.stage(0, fresh_zero(place)), p.v.stage(0, fresh_zero(place))
+        k, v = p.k.stage(0, opaque_zero(place)), p.v.stage(0, opaque_zero(place))
         q, dout = p.q.stage(place), p.dout.stage(place)
         if p.WITH_QUERIES:
-            entry, exists = p.lists.entries_of(begin, end, step, row_layout)
+            entry, exists = p.lists.load_entries(begin, end, step, row_layout)
         p.q.wait(place)
         p.dout.wait(place)
         # The rows were copied by threads; products read them as TMA does.
         fence_async_shared()
-        started_scores = times_transposed(k, q, zeros, p.DIM)
+        started_scores = start_transposed_product(k, q, zeros, p.DIM)
         if not CUT:
-            started = _weight_gradients(p, v, place, zeros)
+            started = _start_dweights(p, v, place, zeros)
         scores = warpgroup_mma_wait(0 if CUT else 1, deps=(started_scores,))
         log2_sum = p.log2_sum.index(p.q.place(place)).load(column)
         weights = gl.exp2(scores * p.score_scale - log2_sum[None, :])
         if CUT:
             # Positions and a product under way would not fit the registers together.
-            weights = _until_query(p, weights, begin, end, step, block, GROUP)
-            started = _weight_gradients(p, v, place, zeros)
+            weights = _mask_causal(p, weights, begin, end, step, block, GROUP)
+            started = _start_dweights(p, v, place, zeros)
         dweights = warpgroup_mma_wait(0, deps=(started,))
         started_dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), operand_layout), dout, dv, is_async=True)
         dscores = (weights * dweights).to(dtype)
@@ -286,8 +286,8 @@ def _add_apart(p, dk, dv, begin, end, block, tiles, zeros, dq_zeros, GROUP: gl.c
             barrier()
             # dQ takes twice the registers here: they hold half its columns at a time.
             HALF: gl.constexpr = p.DIM // 2
-            stored = p.dscores.index(GROUP + fresh_zero(place)).permute((1, 0))
-            keys = p.k.stage(0, fresh_zero(place))
+            stored = p.dscores.index(GROUP + opaque_zero(place)).permute((1, 0))
+            keys = p.k.stage(0, opaque_zero(place))
             dv = warpgroup_mma_wait(1, deps=(started_dv,))
             started_left = warpgroup_mma(stored, keys.slice(0, HALF, dim=1), dq_zeros, use_acc=False, is_async=True)
             dk = warpgroup_mma_wait(1, deps=(started_dk,))
@@ -295,9 +295,9 @@ def _add_apart(p, dk, dv, begin, end, block, tiles, zeros, dq_zeros, GROUP: gl.c
             started_right = warpgroup_mma(stored, keys.slice(HALF, HALF, dim=1), dq_zeros, use_acc=False, is_async=True)
             rows = p.lists.rows_of(entry, exists, step, block, row_layout)
             left = warpgroup_mma_wait(1, deps=(started_left,))
-            _store_queries(p, left, rows)
+            _store_dq(p, left, rows)
             right = warpgroup_mma_wait(0, deps=(started_right,))
-            _store_queries(p, right, rows, HALF)
+            _store_dq(p, right, rows, HALF)
         else:
             dv, dk = warpgroup_mma_wait(0, deps=(started_dv, started_dk))
             p.q.release(place)
@@ -305,7 +305,7 @@ def _add_apart(p, dk, dv, begin, end, block, tiles, zeros, dq_zeros, GROUP: gl.c
 
 
 @gluon.jit
-def _compute_apart(p, GROUP: gl.constexpr):
+def _compute_own_tiles(p, GROUP: gl.constexpr):
     """A computing warp group of blocks of 64 keys: every second tile, whatever its item."""
     KEYS: gl.constexpr = p.lists.KEYS
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -318,26 +318,26 @@ def _compute_apart(p, GROUP: gl.constexpr):
     tiles = 0
     item = p.lists.item(turn)
     if GROUP == 0:
-        _load_keys(p, turn, item)
+        _load_item_keys(p, turn, item)
     while item.begin < item.end:
-        block = p.lists.block_of(item)
+        block = p.lists.locate_block(item)
         upcoming = p.lists.item(turn + 1)
         p.k.wait(turn)
         p.v.wait(turn)
         dk, dv = key_zeros, key_zeros
-        dk, dv, tiles = _add_apart(p, dk, dv, item.begin, item.whole, block, tiles, zeros, dq_zeros, GROUP, True)
-        dk, dv, tiles = _add_apart(p, dk, dv, item.whole, item.end, block, tiles, zeros, dq_zeros, GROUP, False)
+        dk, dv, tiles = _add_own_tiles(p, dk, dv, item.begin, item.whole, block, tiles, zeros, dq_zeros, GROUP, True)
+        dk, dv, tiles = _add_own_tiles(p, dk, dv, item.whole, item.end, block, tiles, zeros, dq_zeros, GROUP, False)
         p.k.release(turn)
         if GROUP == 0:
-            _load_keys(p, turn + 1, upcoming)
+            _load_item_keys(p, turn + 1, upcoming)
             p.sums.wait(2 * turn)
             dk += p.sums.stage(0).load(key_layout)
             p.sums.release(2 * turn)
-            _store_keys(p, p.dk_ptr, dk, item)
+            _store_key_grad(p, p.dk_ptr, dk, item)
             p.sums.wait(2 * turn + 1)
             dv += p.sums.stage(0).load(key_layout)
             p.sums.release(2 * turn + 1)
-            _store_keys(p, p.dv_ptr, dv, item)
+            _store_key_grad(p, p.dv_ptr, dv, item)
         else:
             p.sums.acquire(2 * turn)
             p.sums.stage(0).store(dk)
@@ -366,19 +366,19 @@ def picked_grads_kernel(
     dtype: gl.constexpr = k_tensor.dtype
     GROUPS: gl.constexpr = 128 // KEYS  # partitions that compute
     THREADS: gl.constexpr = 32 * GATHERING_WARPS
-    q = ring_of(gl.allocate_shared_memory(dtype, [STAGES, ROWS, DIM], flat), STAGES, FILLS=THREADS)
-    dout = ring_beside(q, gl.allocate_shared_memory(dtype, [STAGES, ROWS, DIM], flat), STAGES, FILLS=THREADS)
+    q = new_ring(gl.allocate_shared_memory(dtype, [STAGES, ROWS, DIM], flat), STAGES, FILLS=THREADS)
+    dout = new_linked_ring(q, gl.allocate_shared_memory(dtype, [STAGES, ROWS, DIM], flat), STAGES, FILLS=THREADS)
     numbers: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     log2_sum = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], numbers)
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], numbers)
-    k = ring_of(gl.allocate_shared_memory(dtype, [1, KEYS, DIM], flat), 1, CONSUMERS=GROUPS)
-    v = ring_beside(k, gl.allocate_shared_memory(dtype, [1, KEYS, DIM], flat), 1)
+    k = new_ring(gl.allocate_shared_memory(dtype, [1, KEYS, DIM], flat), 1, CONSUMERS=GROUPS)
+    v = new_linked_ring(k, gl.allocate_shared_memory(dtype, [1, KEYS, DIM], flat), 1)
     dscores = gl.allocate_shared_memory(dtype, [GROUPS, KEYS, ROWS], flat)
     positions = gl.allocate_shared_memory(gl.int32, [GROUPS, ROWS], numbers)
     sums = k
     if GROUPS > 1:
         of_sums: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
-        sums = ring_of(gl.allocate_shared_memory(gl.float32, [1, KEYS, DIM], of_sums), 1)
+        sums = new_ring(gl.allocate_shared_memory(gl.float32, [1, KEYS, DIM], of_sums), 1)
     # Makes the initialized barriers visible to TMA, which signals them.
     fence_async_shared()
     lists = Lists(
@@ -390,7 +390,7 @@ def picked_grads_kernel(
         v_tensor=v_tensor,
         queries=RowTensor(q_ptr, q_batch_stride, q_head_stride, q_token_stride, q_pieces),
         douts=RowTensor(dout_ptr, dout_batch_stride, dout_head_stride, dout_token_stride, dout_pieces),
-        rows=known_rows(),
+        rows=allocate_shared_rows(),
         log2_sum_ptr=log2_sum_ptr,
         delta_ptr=delta_ptr,
         part_ptr=part_ptr,
@@ -414,12 +414,14 @@ def picked_grads_kernel(
     )
     # Registers: as many as can be for the sums, and as few for the addresses, as fit twelve warps.
     if GROUPS == 1:
-        gl.warp_specialize([(_compute_together, (p,)), (_gather, (p,))], [GATHERING_WARPS], [40])
+        gl.warp_specialize([(_compute_shared_tiles, (p,)), (_gather, (p,))], [GATHERING_WARPS], [40])
     else:
-        gl.warp_specialize([(_compute_apart, (p, 0)), (_compute_apart, (p, 1)), (_gather, (p,))], [4, GATHERING_WARPS], [232, 40])
+        gl.warp_specialize(
+            [(_compute_own_tiles, (p, 0)), (_compute_own_tiles, (p, 1)), (_gather, (p,))], [4, GATHERING_WARPS], [232, 40]
+        )
 
 
-def keys_of_part(q, v, sizes) -> int:
+def keys_per_part(q, v, sizes) -> int:
     """Returns the keys of a part of dQ."""
     return keys_at_a_time(sizes.block)
 

@@ -18,18 +18,18 @@ from ..common.config import padded_head_dim
 from ..common.gluon import record
 from ..common.tiles import FLOOR, LOG2_E
 from ..hopper.descriptors import gluon_descriptor
-from ..hopper.products import times_transposed
-from ..hopper.ring import Ring, ring_beside, ring_of
+from ..hopper.products import start_transposed_product
+from ..hopper.ring import Ring, new_linked_ring, new_ring
 from ..launch.launch import launch, multiprocessors
 from .hopper_gathering import (
     GATHERING_WARPS,
     NOT_SPECIALIZED,
     ROWS,
-    KnownRows,
     Lists,
     RowTensor,
+    RowOrigins,
+    allocate_shared_rows,
     keys_at_a_time,
-    known_rows,
     list_arguments,
     load_keys,
     row_arguments,
@@ -48,7 +48,7 @@ class PartsArguments:
     k_tensor: tma.tensor_descriptor
     v_tensor: tma.tensor_descriptor
     queries: RowTensor
-    rows: KnownRows  # of the gathering warps
+    rows: RowOrigins  # of the gathering warps
     part_ptr: gl.tensor
     lse_ptr: gl.tensor
     lists: Lists
@@ -77,13 +77,13 @@ def _gather(p):
     tiles = 0
     item = p.lists.item(turn)
     while item.begin < item.end:
-        block = p.lists.block_of(item)
+        block = p.lists.locate_block(item)
         upcoming = p.lists.item(turn + 1)
-        entry, exists = p.lists.entries_of(item.whole, item.end, 0, layout)
+        entry, exists = p.lists.load_entries(item.whole, item.end, 0, layout)
         for step in range(p.tiles_of(item)):
-            p.rows.tell(p.lists.rows_of(entry, exists, step, block, layout))
+            p.rows.publish(p.lists.rows_of(entry, exists, step, block, layout))
             # Read a tile ahead, so no copy waits for it.
-            entry, exists = p.lists.entries_of(item.whole, item.end, step + 1, layout)
+            entry, exists = p.lists.load_entries(item.whole, item.end, step + 1, layout)
             p.q.acquire(tiles)
             p.queries.copy(p.q.stage(tiles), p.rows, block.batch, ROWS if p.STEPS == 1 else ROWS // 2)
             p.q.commit_copies(tiles)
@@ -99,7 +99,7 @@ def _load(p):
     loads = 0
     item = p.lists.item(turn)
     while item.begin < item.end:
-        block = p.lists.block_of(item)
+        block = p.lists.locate_block(item)
         upcoming = p.lists.item(turn + 1)
         if p.STEPS == 1:
             load_keys(p, loads, block, block.position, p.KEYS)
@@ -132,14 +132,14 @@ def _compute(p, GROUP: gl.constexpr):
     loads = 0
     item = p.lists.item(turn)
     while item.begin < item.end:
-        block = p.lists.block_of(item)
+        block = p.lists.locate_block(item)
         upcoming = p.lists.item(turn + 1)
         tiles_of_item = p.tiles_of(item)
         if STEPS == 1:
             p.k.wait(loads)
             p.v.wait(loads)
         for step in range((tiles + GROUP) % 2, tiles_of_item, 2):
-            entry, exists = p.lists.entries_of(item.whole, item.end, step, row_layout)
+            entry, exists = p.lists.load_entries(item.whole, item.end, step, row_layout)
             p.q.wait(tiles + step)
             # The rows were copied by threads; products read them as TMA does.
             fence_async_shared()
@@ -150,7 +150,7 @@ def _compute(p, GROUP: gl.constexpr):
                 load = loads + number
                 if STEPS > 1:
                     p.k.wait(load)
-                started_scores = times_transposed(p.q.stage(tiles + step), p.k.stage(load), zeros, p.DIM)
+                started_scores = start_transposed_product(p.q.stage(tiles + step), p.k.stage(load), zeros, p.DIM)
                 if number == 0:
                     scores = warpgroup_mma_wait(0, deps=(started_scores,))
                     sums = started
@@ -206,9 +206,9 @@ def picked_parts_kernel(
     KEYS: gl.constexpr = C.TILE_N
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     dtype: gl.constexpr = k_tensor.dtype
-    q = ring_of(gl.allocate_shared_memory(dtype, [STAGES, ROWS, DIM], flat), STAGES, FILLS=32 * GATHERING_WARPS)
-    k = ring_of(gl.allocate_shared_memory(dtype, [KEY_STAGES, KEYS, DIM], flat), KEY_STAGES, CONSUMERS=2)
-    v = ring_beside(k, gl.allocate_shared_memory(dtype, [KEY_STAGES, KEYS, DIM], flat), KEY_STAGES)
+    q = new_ring(gl.allocate_shared_memory(dtype, [STAGES, ROWS, DIM], flat), STAGES, FILLS=32 * GATHERING_WARPS)
+    k = new_ring(gl.allocate_shared_memory(dtype, [KEY_STAGES, KEYS, DIM], flat), KEY_STAGES, CONSUMERS=2)
+    v = new_linked_ring(k, gl.allocate_shared_memory(dtype, [KEY_STAGES, KEYS, DIM], flat), KEY_STAGES)
     # Makes the initialized barriers visible to TMA, which signals them.
     fence_async_shared()
     lists = Lists(
@@ -219,7 +219,7 @@ def picked_parts_kernel(
         k_tensor=k_tensor,
         v_tensor=v_tensor,
         queries=RowTensor(q_ptr, q_batch_stride, q_head_stride, q_token_stride, q_pieces),
-        rows=known_rows(),
+        rows=allocate_shared_rows(),
         part_ptr=part_ptr,
         lse_ptr=lse_ptr,
         lists=lists,

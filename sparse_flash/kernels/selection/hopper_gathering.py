@@ -101,7 +101,7 @@ class Lists:
         )
 
     @gluon.jit
-    def block_of(self, item):
+    def locate_block(self, item):
         head_of_round = item.column // self.key_blocks
         batch_head = self.first_head + head_of_round
         position = ((item.column - head_of_round * self.key_blocks) * self.PARTS + item.part) * self.KEYS
@@ -113,7 +113,7 @@ class Lists:
         return (end - begin + (self.CHOICES - 1)) // self.CHOICES * self.TILES
 
     @gluon.jit
-    def entries_of(self, begin, end, step, layout: gl.constexpr):
+    def load_entries(self, begin, end, step, layout: gl.constexpr):
         """Returns (the entry of each row of a tile, choice * slots + slot; whether it exists)."""
         row = gl.arange(0, ROWS, layout=layout)
         OF_CHOICE: gl.constexpr = self.TOKENS * self.MEMBERS
@@ -123,7 +123,7 @@ class Lists:
 
     @gluon.jit
     def rows_of(self, entry, exists, step, block, layout: gl.constexpr):
-        """Returns ``GatheredRows``. entry, exists: from ``entries_of``."""
+        """Returns ``GatheredRows``. entry, exists: from ``load_entries``."""
         row = gl.arange(0, ROWS, layout=layout)
         OF_CHOICE: gl.constexpr = self.TOKENS * self.MEMBERS
         token = row % OF_CHOICE // self.MEMBERS + step % self.TILES * self.TOKENS
@@ -160,8 +160,8 @@ class RowTensor:
 
     @gluon.jit
     def copy(self, tile, known, batch, TOGETHER: gl.constexpr):
-        """Starts the copy of a tile's rows into shared memory. Rows that do not exist become zeros. known: ``KnownRows``. TOGETHER:
-        rows whose addresses are computed at once."""
+        """Starts the copy of a tile's rows into shared memory. Rows that do not exist become zeros. known: ``RowOrigins``.
+        TOGETHER: rows whose addresses are computed at once."""
         DIM: gl.constexpr = tile.shape[1]
         layout: gl.constexpr = copying_layout(DIM, gl.num_warps())
         column = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
@@ -176,7 +176,7 @@ class RowTensor:
 
 
 @record
-class KnownRows:
+class RowOrigins:
     """Holds each row's query and head, (ROWS,) int32 in shared memory; query -1 if the row does not exist. One thread finds them,
     and the threads that copy the row read them."""
 
@@ -184,16 +184,16 @@ class KnownRows:
     heads: gl.shared_memory_descriptor
 
     @gluon.jit
-    def tell(self, rows):
+    def publish(self, rows):
         self.queries.store(gl.where(rows.exists, rows.query, -1))
         self.heads.store(rows.head)
 
 
 @gluon.jit
-def known_rows():
+def allocate_shared_rows():
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     queries = gl.allocate_shared_memory(gl.int32, [ROWS], layout)
-    return KnownRows(queries, gl.allocate_shared_memory(gl.int32, [ROWS], layout))
+    return RowOrigins(queries, gl.allocate_shared_memory(gl.int32, [ROWS], layout))
 
 
 @gluon.jit

@@ -14,7 +14,7 @@ import triton.language as tl
 from ..common.config import SECOND_AXIS
 from ..common.grid import tile_and_batch_head
 from ..launch.launch import launch
-from .tiles import Round, SelectionSizes, VisitedBlocks, padded
+from .tiles import Round, SelectionSizes, VisitedBlocks, padded_count
 
 _UNKNOWN = tl.constexpr(0x7FFFFFFF)  # above every key of a sort
 _CUT = tl.constexpr(1 << 30)
@@ -74,7 +74,7 @@ def least_choices(sizes: SelectionSizes) -> int:
     return 1 if visits_all(sizes) else max(2, -(-of * share[0] // share[1]))
 
 
-def rounds_of(sizes: SelectionSizes, bytes_of_entry: int, bytes_of_head: int, workspace: int) -> Rounds:
+def plan_rounds(sizes: SelectionSizes, bytes_of_entry: int, bytes_of_head: int, workspace: int) -> Rounds:
     """Returns as few rounds as fit, and as grids allow, whose second axis has the batch-heads and pickers of a round.
 
     bytes_of_entry: of the partial results of a pick. bytes_of_head: of what does not depend on the choices of a round. workspace:
@@ -99,7 +99,7 @@ def rounds_of(sizes: SelectionSizes, bytes_of_entry: int, bytes_of_head: int, wo
 
 
 @triton.jit
-def _prefix_of_run(key_a, bits_a, count_a, key_b, bits_b, count_b):
+def _sum_within_run(key_a, bits_a, count_a, key_b, bits_b, count_b):
     """Sums within runs of equal keys."""
     same = key_a == key_b
     return key_b, bits_b | tl.where(same, bits_a, 0), count_b + tl.where(same, count_a, 0)
@@ -135,8 +135,8 @@ def visited_blocks_kernel(
     number = key % PADDED
     bit = tl.full([PADDED], 1, tl.int64 if WIDE else tl.int32) << (number // SLOTS)
     one = kept.to(tl.int32)
-    _, together, before = tl.associative_scan((key // PADDED, bit, one), 0, _prefix_of_run)
-    _, _, after = tl.associative_scan((key // PADDED, bit, one), 0, _prefix_of_run, reverse=True)
+    _, together, before = tl.associative_scan((key // PADDED, bit, one), 0, _sum_within_run)
+    _, _, after = tl.associative_scan((key // PADDED, bit, one), 0, _sum_within_run, reverse=True)
     visits = kept & (cut | (before + after > LEAST))
     entry = visits & (after == 1)
     place = tl.cumsum(entry.to(tl.int32), 0) - 1
@@ -164,8 +164,8 @@ def visited_blocks(picks: torch.Tensor, sizes: SelectionSizes, least: int) -> Vi
     bits = empty(clusters, width, dtype=torch.int64 if wide else torch.int32)
     arguments = [picks, visited, counts, blocks, bits, choices, sizes.q_len, sizes.kv_len - sizes.q_len]
     constants = {"LEAST": least, "WIDTH": width, "EVERY": sizes.every, "SLOTS": slots, "CHOICES": together}
-    constants |= {"PADDED": padded(picked), "BLOCK": sizes.block, "WIDE": wide}
-    options = {"num_warps": max(1, min(8, padded(picked) // 256))}
+    constants |= {"PADDED": padded_count(picked), "BLOCK": sizes.block, "WIDE": wide}
+    options = {"num_warps": max(1, min(8, padded_count(picked) // 256))}
     launch(visited_blocks_kernel, (clusters * picks.shape[0] * picks.shape[1], 1), arguments, constants, options)
     return VisitedBlocks(counts, blocks, bits, visited)
 
@@ -224,7 +224,7 @@ def column_lists(
     entries, counts = torch.empty_like(picks), torch.empty(picks.shape[:3], dtype=torch.int32, device=picks.device)
     arguments = [picks, picks if visited is None else visited.picks, key, entries, counts, sizes.batch_heads, sizes.choices]
     arguments += [sizes.q_len, sizes.kv_len - sizes.q_len, sizes.key_blocks, rounds.heads, rounds.choices, keys]
-    constants = {"EVERY": sizes.every, "SLOTS": sizes.slots, "PADDED": padded(sizes.slots), "PICKERS": sizes.pickers}
+    constants = {"EVERY": sizes.every, "SLOTS": sizes.slots, "PADDED": padded_count(sizes.slots), "PICKERS": sizes.pickers}
     constants |= {"BLOCK": sizes.block, "VISITED": visited is not None, "TOGETHER": _CHOICES_TOGETHER}
     programs = triton.cdiv(counts.numel(), _CHOICES_TOGETHER)
     launch(selection_keys_kernel, (programs, 1), arguments, constants, {"num_warps": 4}, (key.dtype,))
@@ -233,7 +233,7 @@ def column_lists(
     bounds = torch.searchsorted(key, torch.arange(first, first + keys + 1, dtype=key.dtype, device=key.device), out_int32=True)
     begin, whole, end = (part.view(len(rounds.all), columns) for part in (bounds[:-1:2], bounds[1::2], bounds[2::2]))
     most_entries = rounds.heads * sizes.pickers * rounds.choices * sizes.slots
-    pieces = in_pieces(begin, whole, end, columns + most_entries // most, most, sizes.tiled.choices)
+    pieces = divide_lists(begin, whole, end, columns + most_entries // most, most, sizes.tiled.choices)
     return ColumnLists(entries.view(-1)[order], *pieces, counts)
 
 
@@ -241,10 +241,10 @@ def always_pieces(always, rows_of_query: int) -> Pieces:
     """The columns of what is always kept, a BlockMask of one mask. rows_of_query: query heads of a key head."""
     bounds, entries = always.by_key.row_ptr, always.by_key.col_idx.shape[0]
     most = max(1, _ALWAYS_ROWS // (always.block_size * rows_of_query))
-    return in_pieces(bounds[:, :-1], bounds[:, :-1], bounds[:, 1:], bounds.shape[1] - 1 + entries // most, most, 1)
+    return divide_lists(bounds[:, :-1], bounds[:, :-1], bounds[:, 1:], bounds.shape[1] - 1 + entries // most, most, 1)
 
 
-def in_pieces(begin: torch.Tensor, whole: torch.Tensor, end: torch.Tensor, count: int, most: int, unit: int) -> Pieces:
+def divide_lists(begin: torch.Tensor, whole: torch.Tensor, end: torch.Tensor, count: int, most: int, unit: int) -> Pieces:
     """Lists begin .. end - 1, each (rounds, columns) int32, in pieces of at most ``most`` entries (a multiple of ``unit``) that are
     multiples of ``unit`` except the last of a list. count: at least as many as there can be."""
     length = end - begin
@@ -264,12 +264,12 @@ def in_pieces(begin: torch.Tensor, whole: torch.Tensor, end: torch.Tensor, count
     return Pieces(items.gather(1, order[..., None].expand(items.shape)), torch.nn.functional.pad(ends, (1, 0)))
 
 
-def forward_most(sizes: SelectionSizes) -> int:
+def forward_piece_size(sizes: SelectionSizes) -> int:
     """Entries of a piece in the forward pass."""
     return max(1, _FORWARD_ROWS // sizes.rows_of_choice // sizes.tiled.choices) * sizes.tiled.choices
 
 
-def backward_most(sizes: SelectionSizes, rounds: Rounds) -> int:
+def backward_piece_size(sizes: SelectionSizes, rounds: Rounds) -> int:
     """Entries of a piece in the backward pass."""
     mean = sizes.pickers * rounds.choices * sizes.slots // sizes.key_blocks
     unit = sizes.tiled.choices

@@ -10,8 +10,8 @@ import triton.language as tl
 
 from ..common.config import padded_head_dim
 from ..launch.launch import launch_or_repeat
-from ..launch.tuned import remembered
-from ..portable.decode import Cache, DecodePlan, page_of_step, rows_of_cache, strides_in_vectors
+from ..launch.tuned import cached_until_cleared
+from ..portable.decode import Cache, DecodePlan, load_pages, rows_of_cache, strides_in_vectors
 
 _NONE = tl.constexpr(1 << 30)  # instead of a block
 _NOTHING = tl.constexpr(-(1 << 63))  # below the key of any score
@@ -22,7 +22,7 @@ _TOKENS = 64  # of a step over a block's keys
 
 
 @triton.jit
-def _ordered(scores, column, possible):
+def _to_sort_keys(scores, column, possible):
     """int64 keys whose order is that of the scores; of equal scores the first column is the largest. What is not possible, negative
     infinity and NaN are nothing."""
     # Both zeros are equal.
@@ -46,7 +46,7 @@ def _scores(q, means, column, possible, q_head_stride, HEAD_DIM: tl.constexpr, D
 
 
 @triton.jit
-def _best_of_all(candidates, count, SLOTS: tl.constexpr, PIECE: tl.constexpr):
+def _merge_candidates(candidates, count, SLOTS: tl.constexpr, PIECE: tl.constexpr):
     """The SLOTS largest of so many keys."""
     best = tl.full([SLOTS], _NOTHING, tl.int64)
     for start in tl.range(0, count, PIECE):
@@ -71,7 +71,7 @@ _CHOICE_NUMBERS += ["q_batch_stride", "q_head_stride", "q_token_stride", "mean_b
 
 
 @triton.jit(do_not_specialize=_CHOICE_NUMBERS)
-def pick_newest_kernel(
+def pick_decode_blocks_kernel(
     q, means, picks, candidates, arrived, kv_lens,
     q_batch_stride: tl.int64, q_head_stride: tl.int64, q_token_stride: tl.int64,
     mean_batch_stride: tl.int64, mean_head_stride: tl.int64,
@@ -98,7 +98,7 @@ def pick_newest_kernel(
     q += batch * q_batch_stride + (picker * SHARED).to(tl.int64) * q_head_stride + query * q_token_stride
     means += batch * mean_batch_stride + (picker // width).to(tl.int64) * mean_head_stride
     picks += row.to(tl.int64) * (CHOSEN + 1)
-    key = _ordered(_scores(q, means, column, possible, q_head_stride, HEAD_DIM, DIM, SHARED), column, possible)
+    key = _to_sort_keys(_scores(q, means, column, possible, q_head_stride, HEAD_DIM, DIM, SHARED), column, possible)
     best = tl.topk(key, SLOTS)
     if SPLIT:
         candidates += row.to(tl.int64) * count * SLOTS
@@ -107,7 +107,7 @@ def pick_newest_kernel(
         tl.debug_barrier()
         if tl.atomic_add(arrived + row, 1, sem="acq_rel", scope="gpu") == count - 1:
             tl.store(arrived + row, 0)
-            _store_picks(picks, _best_of_all(candidates, count * SLOTS, SLOTS, PIECE), own, position >= 0, CHOSEN, SLOTS)
+            _store_picks(picks, _merge_candidates(candidates, count * SLOTS, SLOTS, PIECE), own, position >= 0, CHOSEN, SLOTS)
     else:
         _store_picks(picks, best, own, position >= 0, CHOSEN, SLOTS)
 
@@ -118,7 +118,7 @@ def _mean_of_block(k, pages, cache, token, BLOCK: tl.constexpr):
     dim = tl.arange(0, cache.DIM)[None, :]
     total = tl.zeros([cache.TILE_N, cache.DIM], tl.float32)
     for step in tl.static_range(0, BLOCK, cache.TILE_N):
-        page = page_of_step(pages, cache, token + step)
+        page = load_pages(pages, cache, token + step)
         row = rows_of_cache(cache, page, token + step + tl.arange(0, cache.TILE_N), cache.k_page_stride, cache.k_token_stride)
         total += tl.load(k + row + dim, mask=dim < cache.HEAD_DIM, other=0.0).to(tl.float32)
     return tl.sum(total, 0) / BLOCK
@@ -161,7 +161,7 @@ def update_means_kernel(
         tl.store(means + dim, mean, mask=dim < HEAD_DIM)
 
 
-def pick_newest(
+def pick_decode_blocks(
     q: torch.Tensor, means: torch.Tensor, kv_lens: torch.Tensor | None, length: int, keep: int, block_size: int, heads: int
 ) -> torch.Tensor:
     """(batch, heads, q_len, keep) int32, ascending, then -1: a query's own block and the best of the blocks that end before it.
@@ -177,13 +177,13 @@ def pick_newest(
         plan = _choice_plan(tuple(q.shape), q.stride(), tuple(means.shape), means.stride(), *sizes)
         picks = recording.fresh(torch.empty((q.shape[0], heads, q.shape[2], keep), dtype=torch.int32, device=q.device))
         arguments = [q, means, picks, *plan.workspace(recording, picks, torch.int64), picks if kv_lens is None else kv_lens]
-        recording.launch(pick_newest_kernel, (plan.grid, [*arguments, *plan.numbers], plan.constants, plan.options))
+        recording.launch(pick_decode_blocks_kernel, (plan.grid, [*arguments, *plan.numbers], plan.constants, plan.options))
         return (picks,)
 
-    return launch_or_repeat(pick_newest_kernel, None, sizes, inputs, run)[0]
+    return launch_or_repeat(pick_decode_blocks_kernel, None, sizes, inputs, run)[0]
 
 
-@remembered
+@cached_until_cleared
 def _choice_plan(q_shape, q_strides, means_shape, means_strides, length, keep, block_size, heads, has_lens) -> DecodePlan:
     batch, q_heads, q_len, head_dim = q_shape
     slots = max(2, triton.next_power_of_2(keep))
@@ -226,7 +226,7 @@ def update_means(
     launch_or_repeat(update_means_kernel, None, (*sizes, kv_lens is None), inputs, run)
 
 
-@remembered
+@cached_until_cleared
 def _means_plan(dtype, k_shape, k_strides, batch, means_strides, blocks, touched, block_size, pages, has_lens) -> DecodePlan:
     """pages: the shape of the block table, or None."""
     heads, head_dim = k_shape[1], k_shape[3]

@@ -15,14 +15,14 @@ import triton.language as tl
 from ..common.config import Config, padded_head_dim
 from ..common.grid import tile_and_batch_head
 from ..common.tiles import FLOOR, LN_2, LOG2_E
-from ..launch.launch import integers_specialized, launch
+from ..launch.launch import integers_key, launch
 
 _NONE = tl.constexpr(1 << 30)  # instead of a block: plus the number of the slot that holds none
 GIVEN = tl.constexpr(0)  # scores are read
 MEAN = tl.constexpr(1)  # products with the means of blocks
-MOST = tl.constexpr(2)  # the maximum of the products with a block's keys
-WEIGHTS = tl.constexpr(3)  # the weights that a softmax gives to compressed keys of a block's tokens
-_KINDS = {"given": GIVEN, "mean": MEAN, "max": MOST, "softmax": WEIGHTS}
+MAXIMUM = tl.constexpr(2)  # the maximum of the products with a block's keys
+SOFTMAX = tl.constexpr(3)  # the weights that a softmax gives to compressed keys of a block's tokens
+_KINDS = {"given": GIVEN, "mean": MEAN, "max": MAXIMUM, "softmax": SOFTMAX}
 _KEYS = 64  # of a step of "max", and of the pass that sums the softmax
 
 
@@ -153,7 +153,7 @@ def pick_blocks_kernel(
                     other=0.0,
                 )
                 scores = tl.dot(query, tl.trans(means), input_precision=PRECISION)
-            elif KIND == WEIGHTS:
+            elif KIND == SOFTMAX:
                 head_logs = logs + (batch * heads + head) * SHARED * log_head + tl.minimum(group, groups - 1)
                 scores = _weights_of_blocks(
                     rows, keys, head_logs, first, column, some, dim, head_dim, compressed, q_head, k_token, log_head, factor,
@@ -246,7 +246,7 @@ def compressed_lse(q: torch.Tensor, keys: torch.Tensor, compression: Compressed,
     constants = {"EVERY": every, "LENGTH": compression.length, "STRIDE": compression.stride, "TILE": config.tile_m, "KEYS": _KEYS}
     constants |= {"DIM": padded_head_dim(head_dim), "PRECISION": _precision(q)}
     grid = triton.cdiv(groups, config.tile_m) * batch * heads, 1
-    launch(compressed_lse_kernel, grid, arguments, constants, config.options, integers_specialized(sizes))
+    launch(compressed_lse_kernel, grid, arguments, constants, config.options, integers_key(sizes))
     return logs
 
 
@@ -291,7 +291,7 @@ def pick_blocks(
     constants |= {"KEYS": min(block_size, _KEYS), "LENGTH": length, "STRIDE": stride}
     constants |= {"DIM": 16 if given else padded_head_dim(source.shape[3]), "PRECISION": _precision(source)}
     grid = triton.cdiv(groups, config.tile_m) * source.shape[0] * heads, 1
-    specialized = keys.dtype, *integers_specialized(sizes)
+    specialized = keys.dtype, *integers_key(sizes)
     launch(pick_blocks_kernel, grid, arguments, constants, config.options, specialized)
     return picks
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.tiles import InBlock, of_kept_pairs
+from ..common.tiles import BlockPositions, where_kept
 
 # wgmma begins at 64 rows. Tiles of 128 rows were slower everywhere: docs/performance/selection.md, "Tile sizes".
 ROWS = tl.constexpr(64)
@@ -127,13 +127,13 @@ class SelectionSizes(NamedTuple):
 
     def constants(self, *widths: int, always=None, visited: int = 0, masses: bool = False) -> PickedShape:
         """widths: DIM, DIM_V, TILE_N. always: None or a BlockMask. visited: WIDTH."""
-        shared = self.every, self.members, self.pickers, self.slots, padded(self.slots), *self.tiled, self.block
+        shared = self.every, self.members, self.pickers, self.slots, padded_count(self.slots), *self.tiled, self.block
         return PickedShape(*shared, *widths, always.block_size if always else 0, visited, masses)
 
 
 class SelectionOperands(NamedTuple):
     """Tensors of a call, (batch, heads, tokens, head_dim) with rows as ``addressable`` makes them; of the backward pass also what
-    ``rows_of_softmax`` writes. For masses, v is k, dout None, log2_sum the masses and delta their gradient."""
+    ``preprocess_backward`` writes. For masses, v is k, dout None, log2_sum the masses and delta their gradient."""
 
     q: Any
     k: Any
@@ -146,13 +146,13 @@ class SelectionOperands(NamedTuple):
 INTEGERS = ["first_head", "first_choice", "stride", "kv_heads", "q_len", "offset", "choices", "key_blocks"]
 
 
-def padded(count: int) -> int:
+def padded_count(count: int) -> int:
     """The power of two, at least 2, that Triton needs for an axis of ``count``."""
     return max(2, triton.next_power_of_2(count))
 
 
 def always_arguments(always, by_key: bool, placeholder) -> tuple:
-    """The arguments of ``Always``. always: a BlockMask of one mask, or None: then the kernel does not use them."""
+    """The arguments of ``AlwaysKept``. always: a BlockMask of one mask, or None: then the kernel does not use them."""
     if always is None:
         return (placeholder,) * 6
     table = always.by_key if by_key else always.by_query
@@ -163,7 +163,8 @@ class PickedCall(NamedTuple):
     """Describes a call and its round to a kernel; None for what the kernel does not use.
 
     q, dout: ``Rows``. k, v: descriptors or ``Rows``. dout, log2_sum, delta: see ``SelectionOperands``. picks: (batch, kv_heads *
-    PICKERS, choices, SLOTS) int32. always: ``Always``. score_scale: scale * log2(e). first_head, first_choice: the round's first.
+    PICKERS, choices, SLOTS) int32. always: ``AlwaysKept``. score_scale: scale * log2(e). first_head, first_choice: the round's
+    first.
     stride: see ``Round``. offset: position of the first query. choices: of a batch-head, in the whole call. C: ``PickedShape``,
     last: otherwise Triton 3.6 forgets the constants of records within the record, such as a stride of 1.
     """
@@ -217,7 +218,7 @@ class RowsOfTile(NamedTuple):
     kv_head: Any
 
 
-class Always(NamedTuple):
+class AlwaysKept(NamedTuple):
     """The pairs that are kept whatever was picked, by query or by key. table: ``TableEntries``; BLOCK is 0 if there are none."""
 
     row_ptr: Any
@@ -226,7 +227,7 @@ class Always(NamedTuple):
 
 
 @triton.jit
-def _filled(C):
+def _decompose_rows(C):
     """(number of the choice within the tile, query within its share of the tile, member, whether it is used) of each row."""
     row = tl.arange(0, ROWS)
     OF_CHOICE: tl.constexpr = C.TOKENS * C.MEMBERS
@@ -237,7 +238,7 @@ def _filled(C):
 def rows_of_tile(tile, picker, call):
     """``RowsOfTile`` of neighbouring queries. tile: within the launch. picker: batch-head * PICKERS + number of the choosing heads,
     within the launch."""
-    number, token, member, used = _filled(call.C)
+    number, token, member, used = _decompose_rows(call.C)
     choice = tile // call.C.TILES * call.C.CHOICES + number
     token += tile % call.C.TILES * call.C.TOKENS
     query = (call.first_choice + choice) * call.C.EVERY + token
@@ -262,7 +263,7 @@ def table_of_tile(tile, picker, call):
     """Returns (the index of a tile's table in ``VisitedBlocks``, the number of each row's choice in the tile)."""
     clusters = (call.choices + call.C.CHOICES - 1) // call.C.CHOICES
     row = (call.first_head * call.C.PICKERS + picker).to(tl.int64)
-    number, _, _, _ = _filled(call.C)
+    number, _, _, _ = _decompose_rows(call.C)
     return row * clusters + call.first_choice // call.C.CHOICES + tile // call.C.TILES, number
 
 
@@ -271,7 +272,7 @@ def rows_of_list(entries, begin, end, step, batch_head, call):
     """(``RowsOfTile`` of a step over the queries begin .. end - 1 of a list, the entry of each row: choice * SLOTS + slot).
 
     entries: int32, with choices numbered within the launch. batch_head: of the list."""
-    number, token, member, used = _filled(call.C)
+    number, token, member, used = _decompose_rows(call.C)
     place = begin + step // call.C.TILES * call.C.CHOICES + number
     entry = tl.load(entries + place, mask=used & (place < end), other=0)
     choice = entry // call.C.SLOTS
@@ -340,22 +341,22 @@ def is_picked(choice, exists, block, call):
 
 
 @triton.jit
-def until_query(rows, position, call):
+def causal_mask(rows, position, call):
     """(rows, keys): which of TILE_N keys from ``position`` on do not follow their query."""
     return (position + tl.arange(0, call.C.TILE_N))[None, :] <= (rows.query + call.offset)[:, None]
 
 
 @triton.jit
-def of_always(values, otherwise, always, row, entry, query, key):
+def where_always_kept(values, otherwise, always, row, entry, query, key):
     """values, or ``otherwise`` where the entry of a row does not keep a pair. query, key: within the entry's block, (n, 1) and
     (1, n) or the reverse."""
     runs, bits = tl.load(always.row_split + row * 2), tl.load(always.row_split + row * 2 + 1)
     kind = (entry >= runs).to(tl.int32) + (entry >= bits).to(tl.int32)
-    return of_kept_pairs(values, otherwise, kind, always.table, entry, InBlock(query, key))
+    return where_kept(values, otherwise, kind, always.table, entry, BlockPositions(query, key))
 
 
 @triton.jit
-def kept_besides(row, step, rows, choice, call):
+def find_unpicked_pairs(row, step, rows, choice, call):
     """(the first key of a step through a row of what is always kept, which of its (rows, keys) are kept and in no picked block).
     choice: from ``choices_of_rows``."""
     SIZE: tl.constexpr = call.C.ALWAYS
@@ -365,9 +366,9 @@ def kept_besides(row, step, rows, choice, call):
     own = rows.exists & (rows.query // SIZE == row)
     query = tl.where(own, rows.query - row * SIZE, 0)
     unpicked = own & ~is_picked(choice, rows.exists, position // call.C.BLOCK, call)
-    kept = (until_query(rows, position, call) & unpicked[:, None]).to(tl.int32)
+    kept = (causal_mask(rows, position, call) & unpicked[:, None]).to(tl.int32)
     key = start + tl.arange(0, call.C.TILE_N)
-    return position, of_always(kept, 0, call.always, row, step // STEPS, query[:, None], key[None, :]) != 0
+    return position, where_always_kept(kept, 0, call.always, row, step // STEPS, query[:, None], key[None, :]) != 0
 
 
 @triton.jit
@@ -378,7 +379,7 @@ def steps_of_always(row, call):
 
 
 @triton.jit
-def columns_of_piece(piece, call):
+def locate_piece(piece, call):
     """(batch-head, batch, key head, the first key's position) of a piece of a key block's list."""
     column = tl.load(piece)
     batch_head = call.first_head + column // call.key_blocks
