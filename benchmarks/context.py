@@ -41,7 +41,7 @@ import sparse_flash as sf
 from sparse_flash.kernels.cost.choices import DENSE_BLOCK, HEAD_DIM, predict_both_passes
 from sparse_flash.parallel.peer_memory import peer_memory
 
-from .baselines.context import PATIENCE, WAYS, Divided, Planned, DividedSequence, Way, barrier, find_failed_ranks, gather_from_ranks
+from .baselines.context import PATIENCE, WAYS, Divided, DividedSequence, Planned, Way, barrier, find_failed_ranks, gather_from_ranks
 from .measure.throughput import failure_text, peak_bytes
 from .report.plots import draw_context
 from .results import environment
@@ -356,7 +356,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     def write(found: dict) -> None:
         memory = peer_memory(mesh.get_group(), device)
-        data["shared_bytes"] = 0 if memory is None else memory.size  # which PyTorch's allocator does not count
+        data["allocate_shared"] = 0 if memory is None else memory.size  # which PyTorch's allocator does not count
         if dist.get_rank() == 0:
             options.out.mkdir(parents=True, exist_ok=True)
             (options.out / "context.json").write_text(json.dumps({**data, "cases": [*data["cases"], found]}, indent=1) + "\n")

@@ -16,7 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..masks.fields import Natural, settle
+from ..masks.fields import Natural, set_fields
 from ..masks.pattern import register_pattern
 from ..masks.rules import RunPattern
 
@@ -51,7 +51,7 @@ class Documents(RunPattern):
             )
         if bounds[-1] == 0:
             raise ValueError(f"documents: cu_seqlens must end with the number of tokens, at least 1; got {bounds[:4]}")
-        settle(self, cu_seqlens=tuple(dict.fromkeys(bounds)))
+        set_fields(self, cu_seqlens=tuple(dict.fromkeys(bounds)))
 
     @cached_property
     def _bounds(self) -> np.ndarray:

@@ -15,7 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..masks.fields import Positive, settle
+from ..masks.fields import Positive, set_fields
 from ..masks.pattern import register_pattern
 from ..masks.rules import UnitPattern
 
@@ -39,7 +39,7 @@ class FromBlocks(UnitPattern):
     block: Positive = 128
 
     def __post_init__(self):
-        settle(self, blocks=_as_text(self.blocks))
+        set_fields(self, blocks=_as_text(self.blocks))
         super().__post_init__()
 
     @cached_property
@@ -47,7 +47,7 @@ class FromBlocks(UnitPattern):
         return np.array([[digit == "1" for digit in row] for row in self.blocks.split("/")])
 
     @property
-    def is_part(self):
+    def covers_part(self):
         """Units before the first row of a wide array keep nothing."""
         return self._shift > 0
 

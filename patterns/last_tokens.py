@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..masks.fields import BEYOND, Positive
-from ..masks.pattern import Pattern, register_pattern, unknown_end
+from ..masks.pattern import Pattern, register_pattern, unknown_end_error
 from ..masks.rules import RunPattern
 
 
@@ -31,14 +31,14 @@ class LastTokens(Pattern):
 
     tokens: Positive
 
-    def of_length(self, kv_len):
+    def bind_length(self, kv_len):
         return _Ending(max(0, kv_len - self.tokens))
 
     def named_queries(self, q, kv_len):
         return q >= kv_len - self.tokens
 
     def block_rule(self, grid):
-        raise unknown_end(self)
+        raise unknown_end_error(self)
 
     def token_rule(self, q, kv):
         self.block_rule(None)

@@ -22,7 +22,7 @@ from math import prod
 
 import numpy as np
 
-from ..masks.fields import Positive, settle
+from ..masks.fields import Positive, set_fields
 from ..masks.grid import cells_of
 from ..masks.pattern import register_pattern
 from ..masks.rules import RunPattern
@@ -55,11 +55,11 @@ class Neighborhood(RunPattern):
         if isinstance(shape := given["shape"], (tuple, list)):
             for name, value in given.items():
                 if value is not None and not isinstance(value, (tuple, list)):
-                    settle(self, **{name: (value,) * len(shape)})
+                    set_fields(self, **{name: (value,) * len(shape)})
         if self.causal is not None:
             if not isinstance(self.causal, (tuple, list)) or not all(isinstance(one, bool) for one in self.causal):
                 raise ValueError(f"neighborhood: causal must be True or False, or one of them for each axis; got {self.causal!r}")
-            settle(self, causal=tuple(self.causal))
+            set_fields(self, causal=tuple(self.causal))
         super().__post_init__()
         shape, window = self.shape, self.window
         if not 1 <= len(shape) <= 3:
@@ -77,13 +77,13 @@ class Neighborhood(RunPattern):
             if value is not None and (len(value) != len(shape) or any(one > limit for one, limit in zip(value, most, strict=True))):
                 raise ValueError(f"neighborhood: {name} must have one number for each axis, at most {most}; got {value}")
             if value is not None and not any(one > (name != "causal") for one in value):
-                settle(self, **{name: None})  # so that patterns of one meaning are equal
+                set_fields(self, **{name: None})  # so that patterns of one meaning are equal
 
     def named_tokens(self):
         return (prod(self.shape),) * 2
 
-    def misfit(self, q_len, kv_len, first=None):
-        found = super().misfit(q_len, kv_len, first)
+    def length_refusal(self, q_len, kv_len, first=None):
+        found = super().length_refusal(q_len, kv_len, first)
         if found and first is None and len(self.shape) > 1 and kv_len > prod(self.shape):
             return f"{found}; for text beside a video or an image, tile_window over a VideoLayout with prefix= and suffix= has both"
         return found

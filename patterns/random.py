@@ -49,12 +49,12 @@ class Random(UnitPattern):
     def unit_rule(self, i, j):
         # splitmix64 (doi:10.1145/2660193.2660195): each row is a stream that starts at a hash of (seed, i).
         i, j = np.asarray(i).astype(np.uint64), np.asarray(j).astype(np.uint64)
-        start = _mixed(_mixed(np.full(1, self.seed, np.uint64) + np.uint64(_GOLDEN)) ^ (i * np.uint64(_GOLDEN)))
+        start = _mix_bits(_mix_bits(np.full(1, self.seed, np.uint64) + np.uint64(_GOLDEN)) ^ (i * np.uint64(_GOLDEN)))
         # The upper 53 bits: then the threshold is exact for every density that a float can hold to that precision.
-        return (_mixed(start + j * np.uint64(_GOLDEN)) >> np.uint64(11)) < np.uint64(round(self.density * 2**53))
+        return (_mix_bits(start + j * np.uint64(_GOLDEN)) >> np.uint64(11)) < np.uint64(round(self.density * 2**53))
 
 
-def _mixed(x: np.ndarray) -> np.ndarray:
+def _mix_bits(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..masks.fields import BEYOND, Natural, settle
+from ..masks.fields import BEYOND, Natural, set_fields
 from ..masks.pattern import DerivedPattern, Pattern, parse, register_pattern
-from ..masks.rules import RunPattern, moved
+from ..masks.rules import RunPattern, move_pattern
 
 
 @register_pattern("shifted")
@@ -39,7 +39,7 @@ class Shifted(DerivedPattern):
     allow_uncovered: bool = False
 
     def __post_init__(self):
-        settle(self, pattern=parse(self.pattern) if isinstance(self.pattern, str) else self.pattern)
+        set_fields(self, pattern=parse(self.pattern) if isinstance(self.pattern, str) else self.pattern)
         if not isinstance(self.pattern, Pattern):
             raise TypeError(f"shifted: pattern must be a Pattern or its spec text; got {type(self.pattern).__name__}")
         if not isinstance(self.allow_uncovered, bool):
@@ -47,25 +47,25 @@ class Shifted(DerivedPattern):
         super().__post_init__()
 
     @property
-    def is_part(self):
+    def covers_part(self):
         return not self.allow_uncovered
 
     @property
     def expression(self):
-        return _From(self.tokens) & moved(self.pattern, self.tokens)
+        return _From(self.tokens) & move_pattern(self.pattern, self.tokens)
 
     def leaves(self):
         yield self
 
-    def of_length(self, kv_len):
-        bound = self.pattern.of_length(kv_len - self.tokens)
-        return self if bound == self.pattern else _From(self.tokens) & moved(bound, self.tokens)
+    def bind_length(self, kv_len):
+        bound = self.pattern.bind_length(kv_len - self.tokens)
+        return self if bound == self.pattern else _From(self.tokens) & move_pattern(bound, self.tokens)
 
-    def misfit(self, q_len, kv_len, first=None):
+    def length_refusal(self, q_len, kv_len, first=None):
         if self.allow_uncovered:
             return None
         first = (first or 0) + self.tokens
-        return next(filter(None, (leaf.misfit(q_len, kv_len, first) for leaf in self.pattern.leaves())), None)
+        return next(filter(None, (leaf.length_refusal(q_len, kv_len, first) for leaf in self.pattern.leaves())), None)
 
     def named_queries(self, q, kv_len):
         if self.allow_uncovered:

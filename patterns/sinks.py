@@ -36,7 +36,7 @@ class Sinks(RunPattern):
     def named_queries(self, q, kv_len):
         return np.zeros(q.shape, bool)
 
-    def moved(self, by):
+    def move_by(self, by):
         return Sinks(min(self.tokens + by, BEYOND)) if self.tokens + by > 0 else ~Full()
 
     def row_runs(self, q):

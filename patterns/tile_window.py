@@ -18,7 +18,7 @@ specimen: tile_window(video_layout(8, 16, 32), (1, 3, 3))
 
 from dataclasses import dataclass
 
-from ..masks.fields import Positive, settle
+from ..masks.fields import Positive, set_fields
 from ..masks.pattern import register_pattern
 from .video_layout import TilePattern, in_window
 
@@ -41,7 +41,7 @@ class TileWindow(TilePattern):
 
     def __post_init__(self):
         window = self.window.tolist() if hasattr(self.window, "tolist") else self.window
-        settle(self, window=window if isinstance(window, (tuple, list)) else (window,) * 3)
+        set_fields(self, window=window if isinstance(window, (tuple, list)) else (window,) * 3)
         super().__post_init__()
         if len(self.window) != 3:
             raise ValueError(f"tile_window: window must be (frames, height, width) in tiles, or one number; got {self.window}")

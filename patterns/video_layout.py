@@ -23,10 +23,10 @@ from math import prod
 
 import numpy as np
 
-from ..masks.fields import Natural, Positive, settle
+from ..masks.fields import Natural, Positive, set_fields
 from ..masks.grid import BLOCK_SIZES, FULL, BlockRuns, cells_of
-from ..masks.pattern import parse, register_pattern, shortened
-from ..masks.reorder import reordered
+from ..masks.pattern import parse, register_pattern, short_text
+from ..masks.reorder import reorder_tensor
 from ..masks.rules import UnitPattern
 from ..masks.tiles import unique_rows
 
@@ -43,7 +43,7 @@ class OverTiles(UnitPattern):
         return prod(self.layout.tile)
 
     @property
-    def is_part(self):
+    def covers_part(self):
         return not self.keep_beside
 
     def named_tokens(self):
@@ -53,11 +53,11 @@ class OverTiles(UnitPattern):
         named = self.layout.length if self.keep_beside else self.layout.tiled
         return q < named
 
-    def misfit(self, q_len, kv_len, first=None):
-        found, layout = super().misfit(q_len, kv_len, first), self.layout
+    def length_refusal(self, q_len, kv_len, first=None):
+        found, layout = super().length_refusal(q_len, kv_len, first), self.layout
         if found and kv_len == layout.tokens:
             return (
-                f"tensors under {shortened(self)} must be in tile order, with {layout.length} tokens; got {kv_len}, as many as "
+                f"tensors under {short_text(self)} must be in tile order, with {layout.length} tokens; got {kv_len}, as many as "
                 "before it; pass layout.to_tiles(q, dim), and k and v alike"
             )
         return found
@@ -72,17 +72,17 @@ class OverTiles(UnitPattern):
         return np.where((i >= tiles) | (j >= tiles), self.keep_beside, self.tile_rule(*cells))
 
     def token_rule(self, q, kv):
-        return super().token_rule(q, kv) & self.layout.has(q) & self.layout.exists(kv)
+        return super().token_rule(q, kv) & self.layout.has_position(q) & self.layout.exists(kv)
 
     def token_tiles(self, q, kv):
         kept = super().token_tiles(q, kv)  # it may look at the first token of each tile alone
-        return kept & self.layout.has(q)[:, :, None] & self.layout.exists(kv)[:, None, :]
+        return kept & self.layout.has_position(q)[:, :, None] & self.layout.exists(kv)[:, None, :]
 
     def alike(self, grid, rows, cols):
         if grid.offset % self.block:  # else a block is whole tiles, or within one
             return None
         q, kv = grid.q_positions(np.arange(grid.q_blocks)), grid.kv_positions(np.arange(grid.kv_blocks))
-        there = [unique_rows(one)[1][of] for one, of in ((self.layout.has(q), rows), (self.layout.exists(kv), cols))]
+        there = [unique_rows(one)[1][of] for one, of in ((self.layout.has_position(q), rows), (self.layout.exists(kv), cols))]
         i, j = (one[of, :: self.block] // self.block for one, of in ((q, rows), (kv, cols)))
         return np.column_stack([*there, self.unit_rule(i[:, :, None], j[:, None, :]).reshape(len(rows), -1)])
 
@@ -91,7 +91,7 @@ class OverTiles(UnitPattern):
         if states is None:
             return None
         q, kv = (of(np.arange(n)) for of, n in zip((grid.q_positions, grid.kv_positions), grid.shape))
-        row, col = (there.any(1).astype(np.int8) + there.all(1) for there in (self.layout.has(q), self.layout.exists(kv)))
+        row, col = (there.any(1).astype(np.int8) + there.all(1) for there in (self.layout.has_position(q), self.layout.exists(kv)))
         if min(row.min(), col.min()) == FULL:
             return states
         blocks = [(r, c, np.minimum(s, np.minimum(row[r], col[c]))) for r, c, s in states.blocks()]
@@ -203,11 +203,11 @@ class VideoLayout(OverTiles):
 
         Raises TypeError for an x that is no tensor, IndexError for a dimension that it has not, ValueError for other lengths.
         """
-        return reordered(x, dim, self, "to_tiles", self.tokens)
+        return reorder_tensor(x, dim, self, "to_tiles", self.tokens)
 
     def to_raster(self, x, dim):
         """The reverse of ``to_tiles``: padding is left out, so its values do not matter. Raises the same errors."""
-        return reordered(x, dim, self, "to_raster", self.length)
+        return reorder_tensor(x, dim, self, "to_raster", self.length)
 
     @cached_property
     def token_at(self):
@@ -250,9 +250,9 @@ class VideoLayout(OverTiles):
         """Which positions of the tile order hold a token, and no padding."""
         tile, place = np.divmod(position, self.block)
         whole = place < prod(self._sizes(np.clip(tile, 0, self.tiled // self.block - 1)))
-        return self.has(position) & (whole | (position >= self.tiled))
+        return self.has_position(position) & (whole | (position >= self.tiled))
 
-    def has(self, position):
+    def has_position(self, position):
         """Which positions the tile order has, padding included."""
         return (position >= 0) & (position < self.length)
 
@@ -268,7 +268,7 @@ class TilePattern(OverTiles):
     keep_beside: bool = field(default=True, kw_only=True)
 
     def __post_init__(self):
-        settle(self, layout=parse(self.layout) if isinstance(self.layout, str) else self.layout)
+        set_fields(self, layout=parse(self.layout) if isinstance(self.layout, str) else self.layout)
         if not isinstance(self.layout, VideoLayout):
             raise TypeError(f"{self.name}: layout must be a VideoLayout or its text; got {self.layout!r}")
         if not isinstance(self.keep_beside, bool):

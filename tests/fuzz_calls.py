@@ -21,8 +21,8 @@ import sparse_flash as sf
 from sparse_flash import backends
 from sparse_flash.masks import document_blocks, tall
 from sparse_flash.masks.grid import BLOCK_SIZES, BlockGrid
-from sparse_flash.variant.definition import existing
-from sparse_flash.variant.variant import LENGTHS, Variant, checked_variant
+from sparse_flash.variant.definition import find_existing_tokens
+from sparse_flash.variant.variant import LENGTHS, Variant, build_variant
 
 try:
     import triton
@@ -172,7 +172,7 @@ def _refusal(call: DrawnCall) -> str | None:
     """Why the back end does not take a call."""
     q, k, v, *_ = (torch.empty(size, dtype=call.dtype, device="meta") for size in _shapes(call))
     given = {name: value for name, value in _given(call).items() if name != "sinks"}  # no back end sees those
-    variant = checked_variant(q, k, **_moved(given, "meta"))
+    variant = build_variant(q, k, **_moved(given, "meta"))
     mask = call.drawn.mask
     fields = {"device": torch.device(oracle.DEVICE), "block_size": None if mask is None or mask.keeps_all else mask.block_size}
     asked = replace(backends.Call.of(q, k, v, None, variant, call.deterministic), **fields)
@@ -275,7 +275,7 @@ def _errors_with_terms(call: DrawnCall, inputs, dout, dlse) -> dict[str, tuple[f
         spoil = torch.full_like(tensor, float("nan"))
         starts, lens = getattr(variant, f"{side}_starts"), getattr(variant, f"{side}_lens")
         batch, token = torch.arange(call.batch, device=tensor.device)[:, None], torch.arange(tensor.shape[2], device=tensor.device)
-        exist = existing(starts, lens, batch, token[None])
+        exist = find_existing_tokens(starts, lens, batch, token[None])
         return tensor if exist is None else tensor.copy_(torch.where(exist[:, None, :, None], tensor, spoil))
 
     peer = "torch" if call.backend != "torch" else "reference"

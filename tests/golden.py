@@ -12,9 +12,9 @@ import torch
 
 import sparse_flash as sf
 from sparse_flash import patterns
-from sparse_flash.masks.chooser import is_chosen
+from sparse_flash.masks.chooser import has_choosers
 from sparse_flash.masks.meaning import digest_of
-from sparse_flash.masks.pattern import pattern_class, said_of
+from sparse_flash.masks.pattern import find_docstring_line, pattern_class
 
 FILE = Path(__file__).parent / "patterns" / "golden.json"
 PAIRS_AT, BLOCKS_AT = (300, 1024, 4096), (200, 512, 1000)
@@ -46,14 +46,16 @@ OTHERS = [
 def specs() -> list[str]:
     """Returns spec texts in which every built-in pattern and chooser occurs, except those without text."""
     names = [name for name in patterns.__all__ if name != "from_mask_fn"]
-    specimens = [eval(said_of(pattern_class(name), "specimen"), vars(patterns)).to_spec() for name in names]
+    specimens = [eval(find_docstring_line(pattern_class(name), "specimen"), vars(patterns)).to_spec() for name in names]
     return sorted([*specimens, *(sf.parse(text).to_spec() for text in OTHERS)])
 
 
 def golden(text: str) -> dict[str, str]:
     """Returns the digest that is saved beside the text, and one of what it keeps at each of three lengths."""
     kept = (
-        {str(n): _kept_blocks(text, n) for n in BLOCKS_AT} if is_chosen(text) else {str(n): _kept_pairs(text, n) for n in PAIRS_AT}
+        {str(n): _kept_blocks(text, n) for n in BLOCKS_AT}
+        if has_choosers(text)
+        else {str(n): _kept_pairs(text, n) for n in PAIRS_AT}
     )
     return {"digest": digest_of(text)} | {length: _short(found) for length, found in kept.items()}
 
@@ -61,7 +63,7 @@ def golden(text: str) -> dict[str, str]:
 def _kept_pairs(text: str, tokens: int) -> np.ndarray:
     pattern = sf.parse(text)
     if pattern.names_tokens():
-        pattern = pattern.with_leaves(lambda leaf: sf.shifted(leaf, 0, allow_uncovered=True) if leaf.named_tokens() else leaf)
+        pattern = pattern.map_leaves(lambda leaf: sf.shifted(leaf, 0, allow_uncovered=True) if leaf.named_tokens() else leaf)
     return sf.compile_mask(pattern, tokens, block_size=64).to_dense().numpy()
 
 

@@ -119,4 +119,4 @@ lengths = st.one_of(
 def dense(pattern, q_len, kv_len):
     """The mask by definition: the token rule on every pair, the last query at the position of the last key."""
     q, kv = np.arange(q_len) + kv_len - q_len, np.arange(kv_len)
-    return np.broadcast_to(pattern.of_length(kv_len).token_rule(q[:, None], kv[None, :]), (q_len, kv_len))
+    return np.broadcast_to(pattern.bind_length(kv_len).token_rule(q[:, None], kv[None, :]), (q_len, kv_len))

@@ -15,7 +15,7 @@ import torch.distributed.nn.functional as differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 import sparse_flash as sf
-from sparse_flash.compat.pytorch import private
+from sparse_flash.compat.pytorch import import_private
 from sparse_flash.masks.block_mask import BlockMask
 from sparse_flash.masks.pattern import And, Pattern
 from sparse_flash.parallel.costs import ELEMENT_BYTES, HEAD_DIM, LINK_RATE, SequenceSizes
@@ -248,8 +248,8 @@ class TorchContext(Way):
         from torch.distributed.tensor.experimental import context_parallel
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        unshard = private("distributed.tensor.experimental._attention:context_parallel_unshard")
-        private("distributed.tensor.experimental._attention:set_rotate_method")(self.rotation)
+        unshard = import_private("distributed.tensor.experimental._attention:context_parallel_unshard")
+        import_private("distributed.tensor.experimental._attention:set_rotate_method")(self.rotation)
         grouped = sequence.heads[0] != sequence.heads[1]
         buffers = [t.detach().clone() for t in (sequence.q, sequence.k, sequence.v)]
         dims = [2] * 3

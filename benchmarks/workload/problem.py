@@ -10,7 +10,7 @@ import torch
 
 import sparse_flash
 from sparse_flash.masks.block_mask import BlockMask, check_batch_and_heads
-from sparse_flash.masks.compiler import by_head
+from sparse_flash.masks.compiler import head_patterns
 from sparse_flash.masks.pattern import Pattern
 from sparse_flash.tools import explain
 
@@ -82,7 +82,7 @@ def parse_and_compile(mask: Mask, tokens: int, device: torch.device) -> tuple[tu
     specs = mask.spec if isinstance(mask.spec, tuple) else (mask.spec,)
     patterns = tuple(sparse_flash.parse(spec) if isinstance(spec, str) else spec for spec in specs)
     if len(patterns) == 1:
-        patterns = by_head(patterns[0])
+        patterns = head_patterns(patterns[0])
     if len(patterns) == 1:
         return patterns, sparse_flash.compile_mask(patterns[0], tokens, block_size=mask.block_size, device=device)
     return patterns, BlockMask.per_head(patterns, q_len=tokens, block_size=mask.block_size, device=device)

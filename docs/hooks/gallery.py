@@ -9,7 +9,7 @@ from mkdocs.structure.files import File
 
 import sparse_flash as sf
 from sparse_flash import patterns
-from sparse_flash.masks.pattern import said_of
+from sparse_flash.masks.pattern import find_docstring_line
 from sparse_flash.tools import draw
 from sparse_flash.tools.explain import explain
 from sparse_flash.tools.figures import share_text
@@ -42,7 +42,7 @@ def _mask(name: str, causal: bool = False) -> sf.BlockMask:
 
 def _specimen(name: str) -> str:
     """How a built-in pattern is shown, at a size where its form is seen."""
-    return said_of(getattr(patterns, name), "specimen")
+    return find_docstring_line(getattr(patterns, name), "specimen")
 
 
 def _picture(name: str) -> str:
@@ -53,9 +53,9 @@ def _section(name: str) -> str:
     cls = getattr(patterns, name)
     module = inspect.getdoc(sys.modules[cls.__module__])
     summary = module.partition("\n")[0].partition(": ")[2]
-    formula, _, condition = said_of(cls, "formula").partition(", with ")
-    lines = [f"**Use**: {said_of(cls, 'use')}", f"**Formula**: `{formula}`{condition and f', with `{condition}`'}"]
-    if source := said_of(cls, "source"):
+    formula, _, condition = find_docstring_line(cls, "formula").partition(", with ")
+    lines = [f"**Use**: {find_docstring_line(cls, 'use')}", f"**Formula**: `{formula}`{condition and f', with `{condition}`'}"]
+    if source := find_docstring_line(cls, "source"):
         source = re.sub(r"arXiv:(\d+\.\d+)", r"[arXiv:\1](https://arxiv.org/abs/\1)", source)
         lines.append(f"**Source**: {source}")
     mask, causal, below = _mask(name), _mask("causal"), _mask(name, causal=True)

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_model_state_dict, set_state_dict
 
-from sparse_flash.masks.meaning import changed, digest_of
+from sparse_flash.masks.meaning import digest_of, why_changed
 
 from .parallel import World
 from .settings import SDPA, Choice, Settings, differences
@@ -90,7 +90,7 @@ def read(path: Path) -> tuple[Settings, Progress]:
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is no checkpoint of this program: {type(error).__name__}: {error}") from error
     for mask, digest in run.get("digests", {}).items():
-        if problem := changed(mask, digest):
+        if problem := why_changed(mask, digest):
             raise ValueError(f"{path}: {problem}; or remove its digest from run.json, to go on with what it means now")
     return settings, progress
 

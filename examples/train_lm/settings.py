@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 
 import sparse_flash as sf
-from sparse_flash.masks.compiler import alike_on_diagonals
+from sparse_flash.masks.compiler import is_shift_invariant
 
 Recompute = Literal["none", "selective", "full"]
 Parallel = Literal["ddp", "fsdp"]
@@ -208,7 +208,7 @@ def checked(settings: Settings, ranks: int = 1) -> Settings:
         for name, used in alone.items():
             if used:
                 raise ValueError(f"{name} is not supported where GPUs share a sequence; leave it out, or pass --context 1")
-        positional = [mask for mask in settings.masks if settings.packed and not alike_on_diagonals(sf.parse(mask), 1)]
+        positional = [mask for mask in settings.masks if settings.packed and not is_shift_invariant(sf.parse(mask), 1)]
         if positional:
             raise ValueError(
                 f"mask {positional[0]!r} counts positions from the start of each document, which GPUs that share packed sequences "

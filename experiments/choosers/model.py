@@ -11,7 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from transformers.utils import logging
 
 import sparse_flash as sf
-from sparse_flash.masks.chooser import is_chosen
+from sparse_flash.masks.chooser import has_choosers
 
 _NAME = "experiments_choosers"
 DENSE = "causal"
@@ -69,7 +69,7 @@ def _attend(module, query, key, value, attention_mask, scaling=None, **_):
 
 def mask_of(spec: str, q: torch.Tensor, k: torch.Tensor, block: int) -> sf.BlockMask:
     """The mask that attention under ``spec`` uses, for patterns in blocks of ``block``."""
-    if is_chosen(spec):
+    if has_choosers(spec):
         return sf.choose_blocks(spec, q, k)
     return sf.compile_mask(spec, q.shape[2], block_size=block, device=q.device)
 

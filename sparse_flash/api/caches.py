@@ -14,5 +14,5 @@ def clear_caches() -> None:
     compiled kernels in Triton's own cache, and the file of tuned configs, which is read again. Call it between steps, not while
     other threads make calls.
     """
-    memory.clear()
+    memory.clear_memories()
     triton.forget_launches()

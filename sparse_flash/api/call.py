@@ -13,13 +13,13 @@ from ..compat.dynamo import constant_in_graphs
 from ..dispatch import operators
 from ..dispatch.call import AttentionCall, ChosenBlocks, backend_for
 from ..masks.block_mask import BlockMask
-from ..masks.cache import compiled_once, of_another_library, traceable
-from ..masks.chooser import is_chosen, looking_ahead
-from ..masks.meaning import later_keys_decide
-from ..masks.memory import cleared_by, remembered
-from ..masks.pattern import Pattern, check_known_end, shortened, text_of
+from ..masks.cache import compile_cached, convert_foreign_mask, to_traceable
+from ..masks.chooser import find_lookahead_chooser, has_choosers
+from ..masks.meaning import find_unstated_causal
+from ..masks.memory import cached_until_cleared, register_clear
+from ..masks.pattern import Pattern, check_known_end, short_text, text_of
 from ..selection.block_selection import BlockSelection
-from ..variant.variant import LENGTHS, checked_variant
+from ..variant.variant import LENGTHS, build_variant
 from .arguments import (
     callers_level,
     cast_for_autocast,
@@ -42,7 +42,7 @@ DEFAULT_BLOCK_SIZE = operators.PATTERN_BLOCK_SIZE
 # dropped. Entries never go stale: what back ends support on a device does not change while a process runs.
 _chosen_backends: dict[tuple[object, ...] | None, str] = {}
 _MOST_CHOSEN = 4096
-cleared_by(_chosen_backends.clear)
+register_clear(_chosen_backends.clear)
 
 
 def build_call(
@@ -74,7 +74,7 @@ def build_call(
         return _build_selection_call(q, k, v, mask, scale, sinks, deterministic, backend, variant_arguments)
     spec: Pattern | str | None = None
     if isinstance(mask, (Pattern, str)):
-        spec = traceable(mask) if torch.compiler.is_compiling() else mask
+        spec = to_traceable(mask) if torch.compiler.is_compiling() else mask
     elif not (mask is None or isinstance(mask, (BlockMask, ChosenBlocks))):
         mask = _read_foreign_mask(mask)
 
@@ -82,7 +82,7 @@ def build_call(
     is_plain = spec is None and sinks is None and not variant_arguments and not is_empty
     if not is_plain:
         check_tensors(q, k, v, may_be_empty=is_empty, e4m3=e4m3)
-    variant = checked_variant(q, k, **variant_arguments) if variant_arguments else None
+    variant = build_variant(q, k, **variant_arguments) if variant_arguments else None
     check_sinks(sinks, q)
     if spec is not None:
         has_ends = not (variant_arguments.get("kv_lens") is variant_arguments.get("q_lens") is None)
@@ -98,7 +98,7 @@ def build_call(
         table = mask
     elif spec is None:
         table = None
-    elif is_chosen(spec):
+    elif has_choosers(spec):
         mask = table = _choose(spec, q, k, v, scale, variant_arguments)
     else:
         table = _table_or_text(spec, q.shape[2], k.shape[2], q.device)
@@ -163,8 +163,8 @@ def _build_selection_call(
 def _check_spec(spec: Pattern | str, has_ends: bool) -> None:
     """Raises ValueError for an expression that mixes patterns and choosers wrongly. has_ends: kv_lens or q_lens end the sequences;
     patterns that depend on the last token then raise ValueError too."""
-    if is_chosen(spec):
-        looking_ahead(spec)
+    if has_choosers(spec):
+        find_lookahead_chooser(spec)
     if has_ends:
         check_known_end(spec)
 
@@ -175,10 +175,10 @@ def _choose(
     """Chooses blocks from q and k. Raises ValueError, or warns, if training would then see the future."""
     check_tensors(q, k, v)  # e4m3 too is refused
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        _refuse_looking_ahead(looking_ahead(spec))
+        _refuse_looking_ahead(find_lookahead_chooser(spec))
         _warn_of_later_keys(spec)
     given: dict[str, Any] = {name: variant_arguments.get(name) for name in LENGTHS}
-    lengths = checked_variant(q, k, **given)
+    lengths = build_variant(q, k, **given)
     choose = chosen_in_graph if torch.compiler.is_compiling() else chosen_mask
     return choose(spec, q, k, resolve_scale(scale, q.shape[3]), None, lengths)
 
@@ -186,17 +186,17 @@ def _choose(
 def _table_or_text(pattern: Pattern | str, q_len: int, kv_len: int, device: torch.device) -> BlockMask | str:
     """The pattern's table for these lengths; where the operator is visible, the pattern's spec text if it has one."""
     if not operators.needs_operator():
-        return compiled_once(pattern, q_len, kv_len, DEFAULT_BLOCK_SIZE, device)
+        return compile_cached(pattern, q_len, kv_len, DEFAULT_BLOCK_SIZE, device)
     # Not through as_block_mask, which torch.compile would trace into its dispatch.
     text = text_of(pattern)
-    return compiled_once(pattern, q_len, kv_len, DEFAULT_BLOCK_SIZE, device) if text is None else text
+    return compile_cached(pattern, q_len, kv_len, DEFAULT_BLOCK_SIZE, device) if text is None else text
 
 
 def _read_foreign_mask(mask: object) -> BlockMask:
     """Reads a mask of another library as a BlockMask, once. Raises TypeError for anything else."""
     if not torch.compiler.is_compiling() and isinstance(mask, SharedSequence):
         raise TypeError(f"a {type(mask).__name__} is no mask: it attends itself; call plan.attention(q, k, v) on every rank")
-    return of_another_library(mask)
+    return convert_foreign_mask(mask)
 
 
 def _check_precision(precision: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object, sinks: object) -> None:
@@ -246,20 +246,20 @@ def _refuse_looking_ahead(chooser: str | None) -> None:
 
 @constant_in_graphs
 def _warn_of_later_keys(spec: Pattern | str) -> None:
-    if (within := later_keys_decide(spec)) is not None:
+    if (within := find_unstated_causal(spec)) is not None:
         _warn_that_later_keys_decide(within)
 
 
-@remembered(256)
+@cached_until_cleared(256)
 def _warn_that_later_keys_decide(within: str) -> None:
     warnings.warn(
-        f"no query sees a later key under {shortened(within)}, but later keys change what the choosers beside it keep, so training "
-        f"sees the future; write causal & {shortened(within)} & (...) (said once of each mask)",
+        f"no query sees a later key under {short_text(within)}, but later keys change what the choosers beside it keep, so "
+        f"training sees the future; write causal & {short_text(within)} & (...) (said once of each mask)",
         stacklevel=callers_level(),
     )
 
 
-@remembered(1)
+@cached_until_cleared(1)
 def _warn_that_dense_is_as_fast() -> None:
     warnings.warn(
         "this mask is predicted to take as long as attention without a mask, or as mask='causal' if no query sees a later key; "

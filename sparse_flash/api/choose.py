@@ -9,10 +9,10 @@ import torch
 from ..choosers.choose import chosen_mask
 from ..choosers.report import ChoiceReport, report_of
 from ..masks.block_mask import BlockMask
-from ..masks.cache import traceable
-from ..masks.chooser import is_chosen
+from ..masks.cache import to_traceable
+from ..masks.chooser import has_choosers
 from ..masks.pattern import Pattern, check_known_end
-from ..variant.variant import checked_variant
+from ..variant.variant import build_variant
 from .arguments import cast_for_autocast, check_tensors, check_types, resolve_scale
 from .keywords import answers_unknown_keywords, chooser_keyword_error
 
@@ -107,8 +107,8 @@ def choose_blocks(
     if not isinstance(spec, (Pattern, str)):
         way_out = "; use per_head for an expression of each head" * isinstance(spec, (list, tuple))
         raise TypeError(f"spec must be an expression with choosers, a Pattern or its text; got {type(spec).__name__}{way_out}")
-    spec = traceable(spec) if torch.compiler.is_compiling() else spec
-    if not is_chosen(spec):
+    spec = to_traceable(spec) if torch.compiler.is_compiling() else spec
+    if not has_choosers(spec):
         raise ValueError(f"spec must have a chooser, such as sampled(8, floor=0.01); got {spec}; compile_mask takes patterns")
     if v is not None and not report:
         raise ValueError("v serves the report alone, and report is False; pass report=True, or leave v out")
@@ -127,5 +127,5 @@ def choose_blocks(
     scale = resolve_scale(scale, q.shape[3])
     if not (kv_lens is q_lens is None):
         check_known_end(spec)
-    mask = chosen_mask(spec, q, k, scale, scores, checked_variant(q, k, **given))
+    mask = chosen_mask(spec, q, k, scale, scores, build_variant(q, k, **given))
     return (mask, report_of(spec, mask, q, k, None if v is None else value, scale)) if report else mask

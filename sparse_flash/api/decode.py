@@ -11,10 +11,10 @@ from ..compat.dynamo import constant_in_graphs
 from ..compat.pytorch import is_plain_eager, plain_tensors
 from ..dispatch import observers, operators
 from ..masks.block_mask import BlockMask
-from ..masks.cache import as_operations_take_it, keep_if_captured, made_apart, of_another_library, traceable
+from ..masks.cache import convert_foreign_mask, fake_mask_if_needed, keep_if_captured, run_in_thread, to_traceable
 from ..masks.compiler import compile_up_to
-from ..masks.memory import remembered
-from ..masks.pattern import Pattern, check_fit, naming, parse, text_of
+from ..masks.memory import cached_until_cleared
+from ..masks.pattern import Pattern, check_fit, parse, parse_if_names_tokens, text_of
 from ..patterns import causal, full, local
 from ..selection.block_selection import BlockSelection
 from ..selection.decode import decode, supports
@@ -106,7 +106,7 @@ def _check_empty_call(mask: object, capacity: int, q: torch.Tensor, backend: str
     elif isinstance(mask, BlockMask):
         check_decoding_mask(mask, capacity, q)
     elif not (mask is None or isinstance(mask, (BlockSelection, Pattern))):
-        of_another_library(mask)
+        convert_foreign_mask(mask)
     backends.check_name(backend)
 
 
@@ -158,19 +158,19 @@ def _resolve_mask(
     if mask is None:
         return None, False
     if not isinstance(mask, (BlockMask, Pattern, str)):
-        mask = of_another_library(mask)
+        mask = convert_foreign_mask(mask)
     if isinstance(mask, BlockMask):
         check_decoding_mask(mask, capacity, q)
         return (None if mask.keeps_all else mask), False
     # index() turns a symbolic capacity into a plain number: a compiled graph holds the table of one capacity.
     length = _rounded(operator.index(capacity))
     if torch.compiler.is_compiling():
-        is_causal, tensors = _constant_tables(traceable(mask), length, q.device)
+        is_causal, tensors = _constant_tables(to_traceable(mask), length, q.device)
         table = BlockMask.from_tensors(length, length, DEFAULT_BLOCK_SIZE, tensors) if tensors else None
         if table is not None:
             check_decoding_mask(table, capacity, q)
         return table, is_causal
-    if (named := naming(mask)) is not None:
+    if (named := parse_if_names_tokens(mask)) is not None:
         if kv_lens is None:
             check_fit(named, q.shape[2], capacity)
         elif kv_lens.device.type == "cpu" and is_plain_eager(kv_lens):
@@ -180,7 +180,7 @@ def _resolve_mask(
     if table is not None:
         check_decoding_mask(table, capacity, q)
     keep_if_captured(table, q.device)
-    return table and as_operations_take_it(table), is_causal
+    return table and fake_mask_if_needed(table), is_causal
 
 
 def _rounded(capacity: int) -> int:
@@ -190,14 +190,14 @@ def _rounded(capacity: int) -> int:
     return -(-capacity // unit) * unit
 
 
-@remembered(maxsize=64)
+@cached_until_cleared(maxsize=64)
 def _compiled(pattern: Pattern | str, length: int, device: torch.device) -> tuple[BlockMask | None, bool]:
     pattern = parse(pattern) if isinstance(pattern, str) else pattern
     if pattern in (causal(), full()):
         return None, pattern == causal()
     # No key is later than the last query, and blocks of later keys would only cost programs time.
     pattern = pattern & (causal() | local(MAX_QUERIES))
-    return made_apart(compile_up_to, pattern, length, length, DEFAULT_BLOCK_SIZE, device), False
+    return run_in_thread(compile_up_to, pattern, length, length, DEFAULT_BLOCK_SIZE, device), False
 
 
 @constant_in_graphs

@@ -15,10 +15,10 @@ from torch import nn
 
 from .. import backends
 from ..masks.block_mask import BlockMask
-from ..masks.cache import of_another_library
-from ..masks.chooser import is_chosen, without_choosers
-from ..masks.meaning import changed, digest_of
-from ..masks.pattern import Pattern, parse, shortened, text_of
+from ..masks.cache import convert_foreign_mask
+from ..masks.chooser import has_choosers, without_choosers
+from ..masks.meaning import digest_of, why_changed
+from ..masks.pattern import Pattern, parse, short_text, text_of
 from ..selection.block_selection import BlockSelection
 from ..variant.variant import check_counts, check_dropout
 from .arguments import resolve_deterministic
@@ -235,7 +235,7 @@ class SparseAttention(nn.Module):
             self._plan, mask = mask, None
         mask = parse(mask) if isinstance(mask, str) else mask
         if not (mask is None or isinstance(mask, (Pattern, BlockMask))):
-            mask = of_another_library(mask)
+            mask = convert_foreign_mask(mask)
         self._mask, self._written = mask, _as_traceable(mask)
         self.register_buffer("mask_spec", self._spec())
 
@@ -369,7 +369,7 @@ class SparseAttention(nn.Module):
                 f"a layer's BlockMask must be square and cover the cache's room of {cache.length} tokens; got "
                 f"q_len={square.q_len}, kv_len={square.kv_len}; compile it for {cache.length}, or pass the pattern itself"
             )
-        if isinstance(mask, (Pattern, str)) and is_chosen(mask) and q.shape[2] <= MAX_QUERIES:
+        if isinstance(mask, (Pattern, str)) and has_choosers(mask) and q.shape[2] <= MAX_QUERIES:
             mask = without_choosers(mask)  # few queries are no block that could choose
         cache._written(k, v)
         if can_decode(q, k) and (square is not None or not isinstance(mask, BlockMask)):
@@ -423,9 +423,9 @@ def _difference(own: str, saved: str, digest: str) -> str | None:
     with suppress(ValueError):  # some of its patterns may not be registered here
         saved = text_of(saved) or saved
     if saved == own:
-        return changed(own, digest) if digest else None
+        return why_changed(own, digest) if digest else None
     return (
-        f"the layer's mask must be the one of the checkpoint, {shortened(saved, 200)!r}; got {shortened(own, 200)!r}; make the "
+        f"the layer's mask must be the one of the checkpoint, {short_text(saved, 200)!r}; got {short_text(own, 200)!r}; make the "
         "layer with the checkpoint's mask, and set layer.mask after loading"
     )
 

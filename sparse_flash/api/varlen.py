@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from ..compat.pytorch import is_plain_eager
-from ..masks.cache import traceable
-from ..masks.pattern import Pattern, check_fit, naming
+from ..masks.cache import to_traceable
+from ..masks.pattern import Pattern, check_fit, parse_if_names_tokens
 from ..packed.gather_rows import take_rows
 from ..packed.in_place import build_packed_mask
 from ..packed.repack import Axis, repack_documents
@@ -105,8 +105,8 @@ def attention_varlen(
         queries = keys
 
     if torch.compiler.is_compiling():
-        mask = traceable(mask)
-    elif q.device.type == "cpu" and (named := naming(mask)) is not None:
+        mask = to_traceable(mask)
+    elif q.device.type == "cpu" and (named := parse_if_names_tokens(mask)) is not None:
         for lengths in zip(queries.cu_seqlens.diff().tolist(), keys.cu_seqlens.diff().tolist(), strict=True):
             check_fit(named, *lengths)
     nothing = 0 in q.shape or 0 in k.shape  # then any mask will do, and attention computes none

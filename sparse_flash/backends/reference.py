@@ -9,7 +9,15 @@ from __future__ import annotations
 import torch
 
 from ..kernels.common.layout import empty_out
-from ..variant.definition import Pairs, add_bias_gradient, cleared, differentiated, existing_pairs, kept_by_dropout, scored
+from ..variant.definition import (
+    Pairs,
+    add_bias_gradient,
+    clear_nonexistent,
+    differentiate_scores,
+    existing_pairs,
+    kept_by_dropout,
+    modify_scores,
+)
 from ..variant.eight_bits import EIGHT_BITS, attention_in_eight_bits
 from . import check_pages, dequantized, eight_bits_refusal, zero_keyless_queries
 
@@ -42,8 +50,8 @@ def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant)
     matrix = _Matrix(q, k, v, mask, scale, variant, differentiate=True)
     dout, dlse = dout.double(), None if dlse is None else dlse.double()[..., None]
     if variant is not None:
-        dout = cleared(dout, variant.q_starts, variant.q_lens)
-        dlse = dlse if dlse is None else cleared(dlse, variant.q_starts, variant.q_lens)
+        dout = clear_nonexistent(dout, variant.q_starts, variant.q_lens)
+        dlse = dlse if dlse is None else clear_nonexistent(dlse, variant.q_starts, variant.q_lens)
     dout = zero_keyless_queries(dout, matrix.lse)
     dprobabilities = dout @ matrix.values.mT * matrix.dropout
     delta = (matrix.probabilities * dprobabilities).sum(-1, keepdim=True)
@@ -67,14 +75,14 @@ class _Matrix:
 
     queries, keys, values: (batch, heads, tokens, head_dim), zero for nonexistent tokens. probabilities: (batch, heads, q_len,
     kv_len), all zero for a query that keeps nothing. dropout: 1 / (1 - dropout_p) where it keeps a pair, otherwise 0. weights: the
-    product of the two. outer, inner: derivatives of the scores, see ``differentiated``; 1 unless asked for. torch.func computes the
-    derivative of a user's function, and does not work in the forward pass of a compiled graph.
+    product of the two. outer, inner: derivatives of the scores, see ``differentiate_scores``; 1 unless asked for. torch.func
+    computes the derivative of a user's function, and does not work in the forward pass of a compiled graph.
     """
 
     def __init__(self, q, k, v, mask, scale, variant, differentiate):
         if variant is not None:
-            q = cleared(q, variant.q_starts, variant.q_lens)
-            k, v = (cleared(t, variant.kv_starts, variant.kv_lens) for t in (k, v))
+            q = clear_nonexistent(q, variant.q_starts, variant.q_lens)
+            k, v = (clear_nonexistent(t, variant.kv_starts, variant.kv_lens) for t in (k, v))
         self.queries, self.keys, self.values = q.double(), _per_query_head(k, q), _per_query_head(v, q)
         scores = self.queries @ self.keys.mT * scale
         self.outer = self.inner = self.dropout = 1.0
@@ -82,9 +90,9 @@ class _Matrix:
         if variant is not None:
             self.pairs = Pairs.all(q, k)
             if variant.scored and differentiate:
-                scores, self.outer, self.inner = differentiated(variant, scores, self.pairs)
+                scores, self.outer, self.inner = differentiate_scores(variant, scores, self.pairs)
             elif variant.scored:
-                scores = scored(variant, scores, self.pairs)
+                scores = modify_scores(variant, scores, self.pairs)
             exist = existing_pairs(variant, self.pairs)
             kept = kept if exist is None else exist if kept is None else kept & exist
             if variant.seed is not None:

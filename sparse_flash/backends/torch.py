@@ -19,9 +19,17 @@ import torch
 
 from ..kernels.common.layout import empty_out
 from ..masks.block_mask import BlockMask
-from ..masks.memory import cleared_by
+from ..masks.memory import register_clear
 from ..masks.tiles import pack_runs
-from ..variant.definition import Pairs, add_bias_gradient, cleared, differentiated, existing_pairs, kept_by_dropout, scored
+from ..variant.definition import (
+    Pairs,
+    add_bias_gradient,
+    clear_nonexistent,
+    differentiate_scores,
+    existing_pairs,
+    kept_by_dropout,
+    modify_scores,
+)
 from ..variant.eight_bits import EIGHT_BITS
 from . import aten_cpu, cache_capacity, check_pages, dequantized, zero_keyless_queries
 
@@ -36,7 +44,7 @@ _TILE_PAIRS = 1 << 23  # pairs of mask tiles kept decoded; beyond that, tiles ar
 _KEPT_ENTRIES, _KEPT_PAIRS = 1 << 18, 1 << 20  # of a mask whose tables, once read, are kept while it lives: some megabytes
 # Per mask and dtype, while the mask lives.
 _known_tables: WeakKeyDictionary[BlockMask, dict[torch.dtype, _HostTables]] = WeakKeyDictionary()
-cleared_by(_known_tables.clear)
+register_clear(_known_tables.clear)
 
 
 def supports(call) -> str | None:
@@ -54,8 +62,8 @@ def forward(q, k, v, mask, scale, deterministic, variant):
         out, lse = aten_cpu.forward(q, k, v, scale, causal=mask is not None)
         return _cast_like(q, out), lse.contiguous()
     if variant is not None:
-        q = cleared(q, variant.q_starts, variant.q_lens)
-        k, v = (cleared(t, variant.kv_starts, variant.kv_lens) for t in (k, v))
+        q = clear_nonexistent(q, variant.q_starts, variant.q_lens)
+        k, v = (clear_nonexistent(t, variant.kv_starts, variant.kv_lens) for t in (k, v))
     for part in (parts := _split_by_mask(q, k, mask)):
         with without_autocast(q):
             packed = part.pack_queries(q), part.pack_keys(k), part.pack_keys(v)
@@ -79,8 +87,8 @@ def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant)
         grads = aten_cpu.backward(dout, q, k, v, out, lse, scale, causal=mask is not None)
         return tuple(_cast_like(x, grad) for x, grad in zip((q, k, v), grads, strict=True))
     if variant is not None:
-        q, dout = (cleared(t, variant.q_starts, variant.q_lens) for t in (q, dout))
-        k, v = (cleared(t, variant.kv_starts, variant.kv_lens) for t in (k, v))
+        q, dout = (clear_nonexistent(t, variant.q_starts, variant.q_lens) for t in (q, dout))
+        k, v = (clear_nonexistent(t, variant.kv_starts, variant.kv_lens) for t in (k, v))
         drel_bias = torch.zeros_like(variant.rel_bias) if variant.learned else None
     dout = zero_keyless_queries(dout, lse)
     # A query that keeps nothing has lse -inf; with +inf its probabilities are 0 instead of NaN.
@@ -88,7 +96,7 @@ def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant)
     by_pytorchs = dlse is None and _can_use_aten(q, v, variant)
     dlse = torch.zeros_like(lse) if dlse is None else dlse
     if variant is not None:
-        dlse = cleared(dlse[..., None], variant.q_starts, variant.q_lens)[..., 0]
+        dlse = clear_nonexistent(dlse[..., None], variant.q_starts, variant.q_lens)[..., 0]
     grads = None
     for part in (parts := _split_by_mask(q, k, mask)):
         queries = [part.pack_queries(x) for x in (q, dout, out, lse[..., None])]
@@ -271,12 +279,12 @@ class _Scores:
         """Turns products, scaled by ``factor``, into scores in base 2, in place."""
         if self.scored:
             view = self.view(scores, pairs)
-            view.copy_(scored(self.variant, view, pairs)).mul_(_LOG2_E)
+            view.copy_(modify_scores(self.variant, view, pairs)).mul_(_LOG2_E)
 
     def differentiate(self, scores, pairs: Pairs) -> tuple:
-        """Like ``change``; returns the derivatives, see ``differentiated``."""
+        """Like ``change``; returns the derivatives, see ``differentiate_scores``."""
         view = self.view(scores, pairs)
-        changed, outer, inner = differentiated(self.variant, view, pairs)
+        changed, outer, inner = differentiate_scores(self.variant, view, pairs)
         view.copy_(changed).mul_(_LOG2_E)
         return outer, inner
 

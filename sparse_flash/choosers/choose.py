@@ -17,15 +17,15 @@ from ..compat.pytorch import is_recorded
 from ..dispatch.call import ChosenBlocks
 from ..dispatch.operators import build_chosen_mask
 from ..masks.block_mask import BlockMask, MaskLike
-from ..masks.cache import one_mask
-from ..masks.chooser import Chooser, HeadChoice, LastQueries, Scored, choices_of, is_causal, size_of
-from ..masks.from_maps import of_maps
+from ..masks.cache import resolve_single_mask
+from ..masks.chooser import Chooser, HeadChoice, LastQueries, Scored, choices_of, chooser_block_size, is_causal
+from ..masks.from_maps import from_block_maps
 from ..masks.grid import BlockGrid
-from ..masks.memory import remembered
-from ..masks.methods import limit_of
+from ..masks.memory import cached_until_cleared
+from ..masks.methods import resolve_within
 from ..masks.pattern import Pattern, text_of
-from ..masks.select_blocks import by_kernel
-from ..variant.definition import cleared
+from ..masks.select_blocks import can_launch_kernel
+from ..variant.definition import clear_nonexistent
 from ..variant.variant import Variant
 from . import by_definition, by_kernels
 from .by_definition import Limits
@@ -83,9 +83,9 @@ def chosen_mask(
     """See ``choose_blocks``. lengths: which tokens exist; the others decide nothing, and blocks of them alone are not chosen."""
     if torch.compiler.is_compiling():
         return build_chosen_mask(q, k, chosen_in_graph(spec, q, k, scale, scores, lengths))
-    grid = BlockGrid(q.shape[2], k.shape[2], size_of(spec))
+    grid = BlockGrid(q.shape[2], k.shape[2], chooser_block_size(spec))
     maps = _choose_maps(spec, *_clear_missing_tokens(q, k, lengths), scale, scores, *_ends_of(lengths))
-    return of_maps(maps, grid, limit_of(choices_of(spec)[0].within, grid, q.device))
+    return from_block_maps(maps, grid, resolve_within(choices_of(spec)[0].within, grid, q.device))
 
 
 @torch.no_grad()
@@ -106,7 +106,7 @@ def _clear_missing_tokens(q: torch.Tensor, k: torch.Tensor, lengths: Variant | N
     """q and k, 0 where tokens do not exist."""
     if lengths is None:
         return q, k
-    return cleared(q, lengths.q_starts, lengths.q_lens), cleared(k, lengths.kv_starts, lengths.kv_lens)
+    return clear_nonexistent(q, lengths.q_starts, lengths.q_lens), clear_nonexistent(k, lengths.kv_starts, lengths.kv_lens)
 
 
 def _ends_of(lengths: Variant | None) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
@@ -122,7 +122,7 @@ def _as_text(spec: Pattern | str) -> tuple[str, str, int]:
             f"torch.compile takes choosers that have spec text; register those of {spec}, or call choose_blocks outside"
         )
     choice = choices_of(text)[0]
-    return text, "" if choice.within is None else choice.within.to_spec(), size_of(text)
+    return text, "" if choice.within is None else choice.within.to_spec(), chooser_block_size(text)
 
 
 @torch.library.custom_op(operator_name("chosen_bits"), mutates_args=())
@@ -144,7 +144,7 @@ def chosen_bits(
 
 @chosen_bits.register_fake
 def _(q: torch.Tensor, k: torch.Tensor, spec: str, *_: object) -> torch.Tensor:
-    size = size_of(spec)
+    size = chooser_block_size(spec)
     words = q.shape[0] * q.shape[1] * -(-q.shape[2] // size) * -(-k.shape[2] // (32 * size))
     return q.new_empty(words + 1, dtype=torch.int32)
 
@@ -159,8 +159,8 @@ def _choose_maps(
     ends: torch.Tensor | None,
     q_ends: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The maps of the kept blocks as ``of_maps`` takes them: bits where kernels choose, else bool."""
-    choices, grid = choices_of(spec), BlockGrid(q.shape[2], k.shape[2], size_of(spec))
+    """The maps of the kept blocks as ``from_block_maps`` takes them: bits where kernels choose, else bool."""
+    choices, grid = choices_of(spec), BlockGrid(q.shape[2], k.shape[2], chooser_block_size(spec))
     scale = q.shape[3] ** -0.5 if scale is None else scale
     if len(choices) not in (1, q.shape[1]):
         raise ValueError(f"per_head must have an expression for each of q's {q.shape[1]} heads, or one for all; got {len(choices)}")
@@ -176,7 +176,7 @@ def _choose_maps(
 
 def _can_use_kernels(x: torch.Tensor) -> bool:
     """Whether kernels choose. x: queries or scores."""
-    return by_kernel(x) and x.dtype in triton_backend.DTYPES
+    return can_launch_kernel(x) and x.dtype in triton_backend.DTYPES
 
 
 def _choose_by_head(choices: tuple[HeadChoice, ...], content: _ChoiceInputs) -> torch.Tensor:
@@ -203,7 +203,7 @@ def mask_by_scores(
     or wider."""
     kept, limits = _init_maps(scores, within, always, grid)
     _add_kept_blocks(kept, scores, limits, 0, "keep", keep)
-    return of_maps(kept, grid, limit_of(within, grid, scores.device))
+    return from_block_maps(kept, grid, resolve_within(within, grid, scores.device))
 
 
 def _apply_choice(choice: HeadChoice, content: _ChoiceInputs) -> torch.Tensor:
@@ -237,8 +237,8 @@ def _limits_of(within: MaskLike | None, always: MaskLike | None, grid: BlockGrid
     own = [position.div(grid.block_size, rounding_mode="floor") for position in (first, last)]
     forced = (col >= own[0]) & (col <= own[1])
     if always is not None:
-        forced = forced | one_mask("always", always, grid, device).kept_blocks()
-    allowed = torch.ones_like(forced) if within is None else one_mask("within", within, grid, device).kept_blocks()
+        forced = forced | resolve_single_mask("always", always, grid, device).kept_blocks()
+    allowed = torch.ones_like(forced) if within is None else resolve_single_mask("within", within, grid, device).kept_blocks()
     forced, most = forced & allowed, allowed.sum(1)
     return (
         Limits(by_kernels.pack_block_bits(allowed), by_kernels.pack_block_bits(forced), most)
@@ -247,7 +247,7 @@ def _limits_of(within: MaskLike | None, always: MaskLike | None, grid: BlockGrid
     )
 
 
-_lasting_limits = remembered(maxsize=64)(_limits_of)
+_lasting_limits = cached_until_cleared(maxsize=64)(_limits_of)
 
 
 def _add_kept_blocks(kept: torch.Tensor, scores: torch.Tensor, limits: Limits, first: int, rule: str, number: int | float) -> None:

@@ -16,7 +16,7 @@ from ..backends.torch import block_means
 from ..compat.pytorch import is_recorded
 from ..masks.chooser import Antidiagonal, Chooser, Pooled, PooledKeys, Sampled, SubBlocks
 from ..masks.grid import BlockGrid
-from ..masks.memory import remembered
+from ..masks.memory import cached_until_cleared
 
 
 @dataclass(frozen=True)
@@ -160,4 +160,4 @@ def _columns_seen(
     return torch.where(position >= grid.kv_len - 1, columns, whole).to(torch.int32)
 
 
-_lasting_columns_seen = remembered(maxsize=64)(_columns_seen)
+_lasting_columns_seen = cached_until_cleared(maxsize=64)(_columns_seen)

@@ -14,7 +14,7 @@ from ..compat.dynamo import outside_graphs
 from ..masks.block_mask import BlockMask
 from ..masks.chooser import choices_of
 from ..masks.grid import BlockGrid
-from ..masks.methods import limit_of
+from ..masks.methods import resolve_within
 from ..masks.pattern import Pattern
 
 # Queries per sequence and head. A prime, so that positions within blocks differ: 256 queries of 32,768 would all end a block.
@@ -77,7 +77,7 @@ def sampled_queries(q_len: int) -> np.ndarray:
 def _kept_pairs(within: Pattern, queries: np.ndarray, keys: slice, grid: BlockGrid) -> torch.Tensor:
     """(queries, keys) bool on the CPU."""
     key = np.arange(keys.start, keys.stop)
-    kept = within.of_length(grid.kv_len).token_rule(queries[:, None] + grid.offset, key[None])
+    kept = within.bind_length(grid.kv_len).token_rule(queries[:, None] + grid.offset, key[None])
     return torch.from_numpy(np.array(np.broadcast_to(kept, (len(queries), len(key))), bool))
 
 
@@ -90,7 +90,7 @@ def report_of(
     within, grid, (batch, heads) = choices_of(spec)[0].within, mask.grid, q.shape[:2]
     exact = torch.promote_types(q.dtype, torch.float32)
     blocks = mask.kept_blocks().expand(batch, heads, -1, -1)
-    most = limit_of(within, grid, q.device).kept_blocks().sum()
+    most = resolve_within(within, grid, q.device).kept_blocks().sum()
     density = blocks.sum((2, 3)).to(exact) / most.clamp(min=1)
 
     sampled = sampled_queries(grid.q_len)

@@ -31,14 +31,14 @@ def _q_len_option(default: int) -> Any:
 def patterns() -> None:
     """Lists the patterns that a spec may name."""
     from sparse_flash.masks.chooser import list_choosers
-    from sparse_flash.masks.pattern import list_patterns, pattern_class, said_of
+    from sparse_flash.masks.pattern import find_docstring_line, list_patterns, pattern_class
 
     rows = []
     for name in list_patterns():
         cls = pattern_class(name)
         arguments = ", ".join(_argument(p) for p in inspect.signature(cls).parameters.values())
         owner = "" if cls.__module__.startswith("sparse_flash.") else cls.__module__
-        rows.append((name, said_of(cls, "use"), _first_sentence(cls), arguments, owner))
+        rows.append((name, find_docstring_line(cls, "use"), _first_sentence(cls), arguments, owner))
     headings = ["name", "for", "keeps", "arguments", *["from"] * any(owner for *_, owner in rows)]  # all are built in, mostly
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in headings:

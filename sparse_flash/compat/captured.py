@@ -56,10 +56,10 @@ def _inference_bytes(tensor: torch.Tensor) -> int:
 def _data_of(function: Any) -> Iterator[tuple[str, Any]]:
     """Yields (how the code writes it, the tensor, array, plain value or code of a function). Follows closures, globals, defaults,
     bound arguments, containers, and the attributes and functions that the code names."""
-    yield from _data(function, "", _NO_NAMES, set())
+    yield from _visit_data(function, "", _NO_NAMES, set())
 
 
-def _data(value: Any, path: str, names: frozenset[str], seen: set[tuple[int, frozenset[str]]]) -> Iterator[tuple[str, Any]]:
+def _visit_data(value: Any, path: str, names: frozenset[str], seen: set[tuple[int, frozenset[str]]]) -> Iterator[tuple[str, Any]]:
     """names: of the code that reads the value."""
     if isinstance(value, (torch.Tensor, np.ndarray, *_PLAIN)):
         yield path, value
@@ -67,11 +67,11 @@ def _data(value: Any, path: str, names: frozenset[str], seen: set[tuple[int, fro
         yield path, id(value)  # which of those seen it is
     else:
         seen.add((id(value), names))
-        for place, child, its_names in _read(value, path, names):
-            yield from _data(child, place, its_names, seen)
+        for place, child, its_names in _iter_children(value, path, names):
+            yield from _visit_data(child, place, its_names, seen)
 
 
-def _read(value: Any, path: str, names: frozenset[str]) -> Iterator[tuple[str, Any, frozenset[str]]]:
+def _iter_children(value: Any, path: str, names: frozenset[str]) -> Iterator[tuple[str, Any, frozenset[str]]]:
     """Yields each value that code reads through another: (how the code writes it, the value, the names in the code)."""
     if isinstance(value, _CONTAINERS):
         yield from ((f"{path}[{number}]", child, names) for number, child in enumerate(value))
@@ -82,10 +82,10 @@ def _read(value: Any, path: str, names: frozenset[str]) -> Iterator[tuple[str, A
         yield from (("a bound argument", child, names) for child in (*value.args, *value.keywords.values()))
     elif isinstance(value, MethodType):
         if isinstance(value.__func__, FunctionType):
-            yield from _of_function(value.__func__)
+            yield from _iter_function_data(value.__func__)
             yield "self", value.__self__, frozenset(_names(value.__func__.__code__))
     elif isinstance(value, FunctionType):
-        yield from _of_function(value)
+        yield from _iter_function_data(value)
     else:
         own = getattr(value, "__dict__", {})
         if isinstance(value, torch.nn.Module):
@@ -96,7 +96,7 @@ def _read(value: Any, path: str, names: frozenset[str]) -> Iterator[tuple[str, A
             yield path, call, names
 
 
-def _of_function(function: FunctionType) -> Iterator[tuple[str, Any, frozenset[str]]]:
+def _iter_function_data(function: FunctionType) -> Iterator[tuple[str, Any, frozenset[str]]]:
     names = frozenset(_names(function.__code__))
     yield "", function.__code__, names
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):

@@ -52,7 +52,7 @@ def outside_graphs(function: FUNCTION) -> FUNCTION:
     return cast(FUNCTION, call)
 
 
-def length_may_vary(tensor, dim: int) -> None:
+def mark_length_dynamic(tensor, dim: int) -> None:
     """torch.compile treats the length of this dimension as dynamic, unless something reads its value: no recompilation for another
     length. This is the mark that torch._dynamo.maybe_mark_dynamic sets."""
     tensor._dynamo_weak_dynamic_indices = {dim}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 
-def private(name: str) -> Any:
+def import_private(name: str) -> Any:
     """The object with this dotted name in torch. Raises ImportError if this release lacks it."""
     module, _, path = name.rpartition(":")
     try:
@@ -25,40 +25,40 @@ def private(name: str) -> Any:
 
 
 # Keyed by identity, for keys without a hash: FlexAttention's masks.
-WeakIdKeyDictionary = private("utils.weak:WeakIdKeyDictionary")
+WeakIdKeyDictionary = import_private("utils.weak:WeakIdKeyDictionary")
 
 # () -> int: how many dispatch modes (of exporters, fake tensors, profilers of operators) are active in this thread.
-active_modes: Callable[[], int] = private("_C._len_torch_dispatch_stack")
+active_modes: Callable[[], int] = import_private("_C._len_torch_dispatch_stack")
 
 # Raised for a shape that depends on data, under a FakeTensorMode that has no symbols for such shapes.
-DynamicShapeError = private("_subclasses.fake_tensor:DynamicOutputShapeException")
+DynamicShapeError = import_private("_subclasses.fake_tensor:DynamicOutputShapeException")
 
 # A context in which ``__torch_function__`` of tensor subclasses is not called.
-without_subclasses = private("_C.DisableTorchFunctionSubclass")
+without_subclasses = import_private("_C.DisableTorchFunctionSubclass")
 
 # (nested tuples, lists and dicts) -> list of their leaves
-leaves_of = private("utils._pytree:tree_leaves")
+leaves_of = import_private("utils._pytree:tree_leaves")
 
 # (bool tensor of one element, message): raises RuntimeError once it is known to be False; does not synchronize, and compiled code
 # keeps it.
-assert_in_graph = private("_assert_async")
+assert_in_graph = import_private("_assert_async")
 
 # (cycles): the current stream does nothing for so long.
-idle = private("cuda:_sleep")
+sleep_cycles = import_private("cuda:_sleep")
 
 # Flash attention on CPUs, as used by scaled_dot_product_attention; unlike that, these return and take lse.
 # (q, k, v, dropout_p, is_causal, *, attn_mask, scale) -> (out, lse)
-cpu_attention = private("ops.aten._scaled_dot_product_flash_attention_for_cpu")
+cpu_attention = import_private("ops.aten._scaled_dot_product_flash_attention_for_cpu")
 # (dout, q, k, v, out, lse, dropout_p, is_causal, *, attn_mask, scale) -> (dq, dk, dv)
-cpu_attention_backward = private("ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")
+cpu_attention_backward = import_private("ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")
 
-_functorch = private("_C._functorch")
-_forward_ad = private("autograd:forward_ad")
-_without_modes = private("utils._python_dispatch:_disable_current_modes")
-_FunctionBase = private("_C._FunctionBase")
-_active_mode = private("_C._get_dispatch_mode")
-_FAKE = private("_C._TorchDispatchModeKey.FAKE")
-_without_functions = private("_C.DisableTorchFunction")
+_functorch = import_private("_C._functorch")
+_forward_ad = import_private("autograd:forward_ad")
+_without_modes = import_private("utils._python_dispatch:_disable_current_modes")
+_FunctionBase = import_private("_C._FunctionBase")
+_active_mode = import_private("_C._get_dispatch_mode")
+_FAKE = import_private("_C._TorchDispatchModeKey.FAKE")
+_without_functions = import_private("_C.DisableTorchFunction")
 
 
 def in_function_transform() -> bool:
@@ -108,7 +108,7 @@ def has_forward_derivative(*tensors: torch.Tensor) -> bool:
     return in_forward_mode() and any(_forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
-def apply_directly(function: type[torch.autograd.Function]) -> Callable:
+def resolve_apply(function: type[torch.autograd.Function]) -> Callable:
     """Returns what ``function.apply`` resolves to if no function transform is active. Resolving it takes a fifth of a short call's
     host time."""
     return _FunctionBase.__dict__["apply"].__get__(None, function)

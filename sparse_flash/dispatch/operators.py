@@ -19,17 +19,17 @@ from ..compat.flop_counter import flop_formula
 from ..compat.names import operator_name
 from ..compat.pytorch import (
     active_modes,
-    apply_directly,
     has_forward_derivative,
     in_differentiating_transform,
     is_batched_gradient,
     is_plain_eager,
+    resolve_apply,
 )
 from ..masks.block_mask import BlockMask, check_batch_and_heads
-from ..masks.cache import compiled_once, keep_if_captured
-from ..masks.from_maps import of_maps
+from ..masks.cache import compile_cached, keep_if_captured
+from ..masks.from_maps import from_block_maps
 from ..masks.grid import BlockGrid
-from ..masks.methods import limit_of
+from ..masks.methods import resolve_within
 from ..variant.definition import with_sinks
 from ..variant.variant import NO_VARIANT, Variant
 from . import observers
@@ -171,7 +171,7 @@ class _DirectAttention(torch.autograd.Function):
         return (*grads[:3], None, None, *of_variant)
 
 
-_attend_directly = apply_directly(_DirectAttention)  # no function transform is active where ``is_plain_eager``
+_attend_directly = resolve_apply(_DirectAttention)  # no function transform is active where ``is_plain_eager``
 
 
 class _OnceDifferentiable(torch.autograd.Function):
@@ -231,7 +231,7 @@ def _prepare_call(
     if _has_chosen_bits(tables):
         mask = build_chosen_mask(q, k, ChosenBlocks(tables[0], block_size, pattern))
     elif pattern:
-        table = compiled_once(pattern, q.shape[2], k.shape[2], block_size, q.device)
+        table = compile_cached(pattern, q.shape[2], k.shape[2], block_size, q.device)
         check_batch_and_heads(table.mask_index.shape, q.shape[0], q.shape[1])
         mask = table.kernel_table(q.is_cuda)
     elif block_size:
@@ -251,11 +251,11 @@ def build_chosen_mask(q: torch.Tensor, k: torch.Tensor, chosen: ChosenBlocks) ->
     # Plain numbers instead of symbolic lengths: in a graph, this is the mask of one length.
     grid = BlockGrid(operator.index(q.shape[2]), operator.index(k.shape[2]), chosen.block_size)
     maps = chosen.bits[:-1].view(*q.shape[:2], grid.q_blocks, -1)
-    return of_maps(maps, grid, limit_of(chosen.within or None, grid, q.device))
+    return from_block_maps(maps, grid, resolve_within(chosen.within or None, grid, q.device))
 
 
 def _restore_mask(q_len: int, kv_len: int, block_size: int, tables: list[torch.Tensor]) -> BlockMask:
-    mask = BlockMask.of_tensors(q_len, kv_len, block_size, tables)
+    mask = BlockMask.find_by_tensors(q_len, kv_len, block_size, tables)
     if mask.from_host:  # a graph reads what is derived from it, which nobody else may hold
         keep_if_captured(mask, mask.device)
     return mask
@@ -393,9 +393,9 @@ def _count_pairs(q, k, tables: list[torch.Tensor], block_size: int, pattern: str
         if known and have_values(q, *tables):
             mask = build_chosen_mask(q, k, ChosenBlocks(tables[0], block_size, pattern))
         elif known and pattern:  # all that may be chosen
-            mask = compiled_once(pattern, *lengths, block_size, torch.device("cpu"))
+            mask = compile_cached(pattern, *lengths, block_size, torch.device("cpu"))
     elif pattern and known:
-        mask = compiled_once(pattern, *lengths, block_size, q.device if have_values(q) else torch.device("cpu"))
+        mask = compile_cached(pattern, *lengths, block_size, q.device if have_values(q) else torch.device("cpu"))
     elif block_size and not pattern:
         mask = BlockMask.from_tensors(*lengths, block_size, tables)
     return kept_pairs(q, k, mask, Variant.unpacked(*call[3:]))

@@ -40,9 +40,9 @@ from ..api.arguments import check_types
 from ..api.attention import attention
 from ..api.document_arguments import check_packed, resolve_longest
 from ..masks.block_mask import BlockMask
-from ..masks.cache import compiled_once
+from ..masks.cache import compile_cached
 from ..masks.fields import Natural, Positive
-from ..masks.memory import remembered
+from ..masks.memory import cached_until_cleared
 from ..masks.methods import from_blocks
 from ..masks.pattern import Pattern, PerHead, parse
 from ..masks.rules import RunPattern
@@ -230,7 +230,7 @@ def _take_heads(x: torch.Tensor, numbers: list[int]) -> torch.Tensor:
     return torch.stack([x[:, number] for number in numbers], 1)
 
 
-@remembered(maxsize=256)
+@cached_until_cleared(maxsize=256)
 def _build_pattern(heads: tuple[_Head, ...], causal: bool, exact: bool, q_len: int, kv_len: int) -> Pattern:
     """The pattern of all heads; block-sparse ones are dense in it."""
     dense = parse("causal" if causal else "full")
@@ -256,7 +256,7 @@ def _build_mask(
     if maps is None or all(isinstance(head, tuple) or head == 0 for head in heads):
         return pattern
     maps = maps[:, :, : _blocks(q_len), : _blocks(kv_len)]
-    others = compiled_once(pattern, q_len, kv_len, _BLOCK, device).kept_blocks().expand(len(maps), len(heads), *maps.shape[2:])
+    others = compile_cached(pattern, q_len, kv_len, _BLOCK, device).kept_blocks().expand(len(maps), len(heads), *maps.shape[2:])
     kept = [maps[:, head - 1] if isinstance(head, int) and head > 0 else others[:, number] for number, head in enumerate(heads)]
     return from_blocks(torch.stack(kept, 1), _BLOCK, q_len, kv_len, "causal" if causal else None)
 

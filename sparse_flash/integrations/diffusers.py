@@ -33,9 +33,9 @@ from ..api.arguments import check_precision
 from ..api.attention import attention
 from ..compat.dynamo import constant_in_graphs, outside_graphs
 from ..masks.block_mask import BlockMask
-from ..masks.cache import compiled_once, traceable
-from ..masks.chooser import is_chosen
-from ..masks.memory import remembered
+from ..masks.cache import compile_cached, to_traceable
+from ..masks.chooser import has_choosers
+from ..masks.memory import cached_until_cleared
 from ..masks.pattern import Pattern, check_known_end, parse
 from ..patterns import video_layout as VideoLayout
 
@@ -272,7 +272,7 @@ def _layout_of(make: Callable, cells: tuple[int, int, int]) -> VideoLayout:
     return _build_layout(make, cells)
 
 
-@remembered(maxsize=256)  # torch.compile compiles anew for another object
+@cached_until_cleared(maxsize=256)  # torch.compile compiles anew for another object
 def _build_layout(make: Callable, cells: tuple[int, int, int]) -> VideoLayout:
     layout = make(*cells)
     if not isinstance(layout, VideoLayout) or layout.grid != cells or layout.prefix or layout.suffix:
@@ -375,12 +375,12 @@ class _Run:
 
     def _compile_mask(self, mask, layout, kv_lens, device) -> BlockMask | Pattern | str:
         """The mask in blocks of one tile; a chooser has its own blocks."""
-        mask = traceable(mask) if torch.compiler.is_compiling() else mask
-        if is_chosen(mask):
+        mask = to_traceable(mask) if torch.compiler.is_compiling() else mask
+        if has_choosers(mask):
             return mask
         if kv_lens is not None:
             check_known_end(mask)
-        return compiled_once(mask, layout.length, layout.length, max(layout.block_size, _LEAST_BLOCK), device)
+        return compile_cached(mask, layout.length, layout.length, max(layout.block_size, _LEAST_BLOCK), device)
 
     def _mask(self, layout) -> Pattern | str:
         if not callable(self.spec):

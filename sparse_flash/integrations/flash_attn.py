@@ -28,7 +28,7 @@ from ..api.varlen import attention_varlen
 from ..backends import E4M3, check_read_pages
 from ..compat.pytorch import is_recorded
 from ..masks.block_mask import BlockMask
-from ..masks.memory import remembered
+from ..masks.memory import cached_until_cleared
 from ..masks.pattern import And, DerivedPattern, Not, Or, Pattern, parse, text_of
 from ..packed.gather_rows import take_rows
 
@@ -453,7 +453,7 @@ def _combine_masks(causal: bool, window_size, mask):
     )
 
 
-@remembered(maxsize=256)
+@cached_until_cleared(maxsize=256)
 def _intersect(mask: Pattern, own: str) -> Pattern:
     return mask & own
 
@@ -474,7 +474,7 @@ def _is_shift_invariant(pattern: Pattern) -> bool:
         return all(map(_is_shift_invariant, pattern.operands))
     if isinstance(pattern, Not):
         return _is_shift_invariant(pattern.operand)
-    return _is_shift_invariant(pattern.expanded()) if isinstance(pattern, DerivedPattern) else pattern.shift_period == 1
+    return _is_shift_invariant(pattern.expand_expression()) if isinstance(pattern, DerivedPattern) else pattern.shift_period == 1
 
 
 def _lay_out_rows(cu_seqlens: torch.Tensor, tokens: int, longest: int, at_end: bool) -> tuple[torch.Tensor, ...]:

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
-from ..compat.dynamo import length_may_vary, outside_graphs, outside_inference, with_fixed_lengths
+from ..compat.dynamo import mark_length_dynamic, outside_graphs, outside_inference, with_fixed_lengths
 from ..compat.pytorch import is_recorded
 from ..kernels.cost.choices import is_dense_as_fast
-from .grid import EMPTY, FULL, PARTIAL, BlockGrid, checked_index
+from .grid import EMPTY, FULL, PARTIAL, BlockGrid, check_index
 from .pattern import Pattern
-from .select_blocks import counted
+from .select_blocks import arange_int32
 from .table import FullBlocks, PartialBlocks, Table, bands_of, ordered_bounds, work_of_whole_rows
 from .tiles import unpack_bits, unpack_runs
 
@@ -29,7 +29,7 @@ Device: TypeAlias = torch.device | str
 
 DENSE_CHUNK = 1 << 24  # pairs decoded at a time
 # Masks made on the host, by the address of ``by_query.work``.
-_from_host: WeakValueDictionary[int, BlockMask] = WeakValueDictionary()
+_host_masks: WeakValueDictionary[int, BlockMask] = WeakValueDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,11 +94,11 @@ class BlockMask:
         if torch.compiler.is_compiling():
             return
         for tensor in (self.by_query.col_idx, self.by_query.tile_idx, self.by_key.col_idx, self.by_key.tile_idx, *self.tiles):
-            length_may_vary(tensor, 0)
+            mark_length_dynamic(tensor, 0)
         for tensor in (self.by_query.work, self.by_query.splits, self.by_key.work, self.by_key.splits):
-            length_may_vary(tensor, 1)
+            mark_length_dynamic(tensor, 1)
         if self.from_host and type(self.by_query.work) is torch.Tensor and not self.by_query.work.is_meta:
-            _from_host.setdefault(self.by_query.work.data_ptr(), self)
+            _host_masks.setdefault(self.by_query.work.data_ptr(), self)
 
     def _does_not_combine(self, *_: object) -> NoReturn:
         raise TypeError(
@@ -111,8 +111,8 @@ class BlockMask:
     def stored_index(self, batch: int, head: int) -> int:
         """Which stored mask a head uses."""
         batches, heads = self.mask_index.shape  # 1 stands for any number
-        batch = checked_index("batch", batch, batches) if batches > 1 else 0
-        head = checked_index("head", head, heads) if heads > 1 else 0
+        batch = check_index("batch", batch, batches) if batches > 1 else 0
+        head = check_index("head", head, heads) if heads > 1 else 0
         return int(self.mask_index[batch, head])
 
     @property
@@ -209,10 +209,10 @@ class BlockMask:
         return cls(q_len, kv_len, block_size, keeps_all, tensors[0], by_query, by_key, tile_runs, tile_bits)
 
     @classmethod
-    def of_tensors(cls, q_len: int, kv_len: int, block_size: int, tensors: list[torch.Tensor]) -> BlockMask:
+    def find_by_tensors(cls, q_len: int, kv_len: int, block_size: int, tensors: list[torch.Tensor]) -> BlockMask:
         """The mask made on the host that has these tensors, for operators, which receive nothing else. Tables that are derived from
         that mask, and remembered launches, come with it. Without such a mask, ``from_tensors``."""
-        known = _from_host.get(tensors[1 + Table._fields.index("work")].data_ptr())
+        known = _host_masks.get(tensors[1 + Table._fields.index("work")].data_ptr())
         if known is not None and known.sizes == (q_len, kv_len, block_size) and _same_memory(known.tensors(), tensors):
             return known
         return cls.from_tensors(q_len, kv_len, block_size, tensors)
@@ -353,7 +353,7 @@ class BlockMask:
         full = self.pairs_of(kind, tile) == self.grid.heights(rows) * self.grid.widths(cols)
         states = np.full((self.masks, *self.grid.shape), EMPTY, np.int8)
         states[self.entry_masks, rows, cols] = np.where(full, FULL, PARTIAL)
-        return self._per_head(torch.from_numpy(states))
+        return self._spread_over_heads(torch.from_numpy(states))
 
     def kept_blocks(self) -> torch.Tensor:
         """Which blocks the mask visits, on its device without host synchronization; the reverse of ``from_blocks``.
@@ -362,24 +362,24 @@ class BlockMask:
         """
         ends = self.by_query.row_ptr[:, 1:].flatten().contiguous()
         cols = self.by_query.col_idx
-        row = torch.searchsorted(ends, counted(len(cols), self.device), right=True)
+        row = torch.searchsorted(ends, arange_int32(len(cols), self.device), right=True)
         # Entries beyond row_ptr's last may hold anything, and go to the row past the last.
         kept = torch.zeros(len(ends) + 1, self.grid.kv_blocks, dtype=torch.bool, device=self.device)
         place = row * self.grid.kv_blocks + torch.where(row < len(ends), cols, 0)
         kept.view(-1).scatter_(0, place, True)  # kept[row, cols] = True would copy from the host
-        return self._per_head(kept[:-1].view(self.masks, *self.grid.shape))
+        return self._spread_over_heads(kept[:-1].view(self.masks, *self.grid.shape))
 
     def kept_keys(self, query: int, batch: int = 0, head: int = 0) -> torch.Tensor:
         """Which keys a query keeps: (kv_len,) bool on the CPU, in memory and time linear in kv_len."""
-        query = checked_index("query", query, self.q_len)
-        return self._line(self.by_query, query, batch, head, axis=1)[: self.kv_len]
+        query = check_index("query", query, self.q_len)
+        return self._decode_token(self.by_query, query, batch, head, axis=1)[: self.kv_len]
 
     def kept_queries(self, key: int, batch: int = 0, head: int = 0) -> torch.Tensor:
         """Which queries keep a key: (q_len,) bool on the CPU."""
-        key = checked_index("key", key, self.kv_len)
-        return self._line(self.by_key, key, batch, head, axis=2)[: self.q_len]
+        key = check_index("key", key, self.kv_len)
+        return self._decode_token(self.by_key, key, batch, head, axis=2)[: self.q_len]
 
-    def _line(self, table: Table, token: int, batch: int, head: int, axis: int) -> torch.Tensor:
+    def _decode_token(self, table: Table, token: int, batch: int, head: int, axis: int) -> torch.Tensor:
         mask = self.stored_index(batch, head)
         row, place = divmod(token, self.block_size)
         begin, end = table.row_ptr[mask, row : row + 2].tolist()
@@ -404,9 +404,9 @@ class BlockMask:
             part = slice(low, low + max(1, DENSE_CHUNK // size**2))
             dense[self.entry_masks[part], rows[part], cols[part]] = self.tile_pairs(kind[part], tile[part])
         pairs = dense.transpose(0, 1, 3, 2, 4).reshape(self.masks, self.grid.q_blocks * size, -1)
-        return self._per_head(torch.from_numpy(pairs[:, : self.q_len, : self.kv_len].copy()))
+        return self._spread_over_heads(torch.from_numpy(pairs[:, : self.q_len, : self.kv_len].copy()))
 
-    def _per_head(self, per_mask: torch.Tensor) -> torch.Tensor:
+    def _spread_over_heads(self, per_mask: torch.Tensor) -> torch.Tensor:
         per_mask = per_mask.to(self.device)
         return per_mask[0] if self.mask_index.numel() == 1 else per_mask[self.mask_index.long()]
 

@@ -13,17 +13,17 @@ import torch
 from ..compat.dynamo import outside_graphs
 from . import coarsen
 from .block_mask import BlockMask
-from .grid import BlockGrid, ranges
-from .table import Entries, FullBlocks, PartialBlocks, at_least_two, in_table_order, table_of, with_work
-from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches, tile_content, unique_rows
+from .grid import BlockGrid, concat_ranges
+from .table import Entries, FullBlocks, PartialBlocks, build_table, finish_table, pad_to_two, sort_entries
+from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches, tile_ids, unique_rows
 
 
 def from_entries(grid: BlockGrid, entries: Entries, pool: TilePool, full: FullBlocks | None = None) -> BlockMask:
     """One mask, the same for every batch and head, from kept blocks and their tiles. full: full blocks that are not among the
     entries."""
     check_blocks(len(entries.rows) + (0 if full is None else full.blocks))
-    full, partial, stacks = in_table_order(entries, grid.shape, pool, full)
-    by_query, by_key = table_of(full, partial), table_of(full.transposed(), partial.transposed())
+    full, partial, stacks = sort_entries(entries, grid.shape, pool, full)
+    by_query, by_key = build_table(full, partial), build_table(full.transposed(), partial.transposed())
     return BlockMask(
         q_len=grid.q_len,
         kv_len=grid.kv_len,
@@ -35,7 +35,7 @@ def from_entries(grid: BlockGrid, entries: Entries, pool: TilePool, full: FullBl
         tile_runs=stacks[0],
         tile_bits=stacks[1],
         from_host=True,
-        document_order=by_query.in_document_order() and by_key.in_document_order(),
+        document_order=by_query.has_document_order() and by_key.has_document_order(),
     )
 
 
@@ -80,10 +80,10 @@ def from_dense(kept: torch.Tensor, block_size: int = 128) -> BlockMask:
         tiles = pool.add_dense(blocks.reshape(-1, block_size, block_size))
         some = tiles != EMPTY_TILE
         masks.append(from_entries(grid, Entries(rows[some], cols[some], tiles[some]), pool))
-    return of_heads(masks, batch, heads).to(kept.device)
+    return from_heads(masks, batch, heads).to(kept.device)
 
 
-def of_heads(masks: list[BlockMask], batch: int, heads: int) -> BlockMask:
+def from_heads(masks: list[BlockMask], batch: int, heads: int) -> BlockMask:
     """One mask of batch x heads masks of one head each, on the CPU, the heads of the first batch entry first. Equal masks are
     stored once. Raises ValueError for masks of several heads, or of other lengths or blocks than the first."""
     for number, mask in enumerate(masks):
@@ -97,12 +97,12 @@ def of_heads(masks: list[BlockMask], batch: int, heads: int) -> BlockMask:
     digests = [mask.digest for mask in masks]
     stored = dict(zip(digests, masks, strict=True))
     numbers = {digest: number for number, digest in enumerate(dict.fromkeys(digests))}
-    joined = _stacked([stored[digest] for digest in numbers])
+    joined = _stack_masks([stored[digest] for digest in numbers])
     index = torch.tensor([numbers[digest] for digest in digests], dtype=torch.int32, device="cpu").view(batch, heads)
     return with_coarse(replace(joined, mask_index=index, coarse=None))
 
 
-def _stacked(masks: list[BlockMask]) -> BlockMask:
+def _stack_masks(masks: list[BlockMask]) -> BlockMask:
     """Several stored masks in one table, with their tiles pooled. mask_index stays that of the first."""
     if len(masks) == 1:
         return masks[0]
@@ -110,7 +110,7 @@ def _stacked(masks: list[BlockMask]) -> BlockMask:
     for kind in range(2):
         stacked = torch.cat([m.tiles[kind] for m in masks])
         pool, inverse = torch.unique(stacked.flatten(1), dim=0, return_inverse=True)
-        pools.append(torch.from_numpy(at_least_two(pool.view(-1, *stacked.shape[1:]).numpy())))
+        pools.append(torch.from_numpy(pad_to_two(pool.view(-1, *stacked.shape[1:]).numpy())))
         index.append(inverse.split([len(m.tiles[kind]) for m in masks]))
     tables = []
     for name in ("by_query", "by_key"):
@@ -128,8 +128,8 @@ def _stacked(masks: list[BlockMask]) -> BlockMask:
             parts.append((ptr + base, split + base, table.col_idx[:count], remapped.to(torch.int32)))
             base += count
         joined = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
-        joined[2:] = [torch.from_numpy(at_least_two(t.numpy())) for t in joined[2:]]
-        tables.append(with_work(*joined))
+        joined[2:] = [torch.from_numpy(pad_to_two(t.numpy())) for t in joined[2:]]
+        tables.append(finish_table(*joined))
     return replace(
         masks[0],
         keeps_all=all(m.keeps_all for m in masks),
@@ -165,7 +165,7 @@ def transpose(self: BlockMask) -> BlockMask:
     numbers = np.full(len(rows), FULL_TILE, np.int64)
     partial = np.flatnonzero(segment)
     # Each distinct tile is turned once, whatever the number of blocks that have it.
-    first, alike = unique_rows(tile_content(segment, tile)[partial, None])
+    first, alike = unique_rows(tile_ids(segment, tile)[partial, None])
     turned_tiles = np.empty(len(first), np.int64)
     for part in dense_batches(len(first), self.block_size):
         of_these = partial[first[part]]
@@ -178,7 +178,7 @@ def transpose(self: BlockMask) -> BlockMask:
     for number in range(self.masks):
         mine = which == number
         single.append(from_entries(grid, Entries(cols[mine], rows[mine], numbers[mine]), pool))
-    turned = replace(_stacked(single), mask_index=self.mask_index.cpu(), keeps_all=self.keeps_all)
+    turned = replace(_stack_masks(single), mask_index=self.mask_index.cpu(), keeps_all=self.keeps_all)
     return with_coarse(turned).to(self.device)
 
 
@@ -191,12 +191,12 @@ def in_blocks_of(self: BlockMask, block_size: int) -> BlockMask:
     pool, step = TilePool(block_size), block_size // self.block_size
     single = []
     for number in range(self.masks):
-        full, entries = coarsen.merged(self.grid, self.bands(number, step), self.tile_pairs, pool)
+        full, entries = coarsen.merge_blocks(self.grid, self.bands(number, step), self.tile_pairs, pool)
         single.append(from_entries(grid, entries, pool, full))
-    return replace(_stacked(single), mask_index=self.mask_index.cpu(), keeps_all=self.keeps_all).to(self.device)
+    return replace(_stack_masks(single), mask_index=self.mask_index.cpu(), keeps_all=self.keeps_all).to(self.device)
 
 
-def part_of(mask: BlockMask, rows: np.ndarray, cols: np.ndarray) -> BlockMask:
+def take_blocks(mask: BlockMask, rows: np.ndarray, cols: np.ndarray) -> BlockMask:
     """The mask of some block rows and columns, in the given order, all of them as whole blocks; on the CPU, as ``mask``.
 
     rows, cols: (n,) int64 block numbers, none of them twice; -1 stands for a block that keeps nothing. Tokens past the lengths of
@@ -212,7 +212,7 @@ def part_of(mask: BlockMask, rows: np.ndarray, cols: np.ndarray) -> BlockMask:
     for number in range(mask.masks):
         ptr, split = (t[number].numpy().astype(np.int64) for t in (mask.by_query.row_ptr, mask.by_query.row_split))
         counts = np.diff(ptr)[rows[present]]
-        entry = ranges(ptr[rows[present]], counts)
+        entry = concat_ranges(ptr[rows[present]], counts)
         row, whole_row = np.repeat(present, counts), np.repeat(rows[present], counts)
         kind = (entry >= split[whole_row, 0]).astype(np.int64) + (entry >= split[whole_row, 1])
         tile = mask.by_query.tile_idx.numpy()[entry].astype(np.int64)
@@ -232,13 +232,13 @@ def part_of(mask: BlockMask, rows: np.ndarray, cols: np.ndarray) -> BlockMask:
                 block_size=size,
                 keeps_all=bool(keeps_all),
                 mask_index=mask.mask_index,
-                by_query=table_of(full, partial),
-                by_key=table_of(full.transposed(), partial.transposed()),
+                by_query=build_table(full, partial),
+                by_key=build_table(full.transposed(), partial.transposed()),
                 tile_runs=tile_runs,
                 tile_bits=tile_bits,
             )
         )
-    return with_coarse(replace(_stacked(single), keeps_all=bool(keeps_all)))
+    return with_coarse(replace(_stack_masks(single), keeps_all=bool(keeps_all)))
 
 
 def _cut_tiles(mask: BlockMask, tiles: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -257,6 +257,8 @@ def with_coarse(mask: BlockMask) -> BlockMask:
     if mask.block_size not in coarsen.SMALL_BLOCKS:
         return mask
     step = coarsen.KERNEL_BLOCK // mask.block_size
-    if not coarsen.pays(mask.grid, mask.masks, (band for number in range(mask.masks) for band in mask.bands(number, step))):
+    if not coarsen.is_coarse_faster(
+        mask.grid, mask.masks, (band for number in range(mask.masks) for band in mask.bands(number, step))
+    ):
         return mask
     return replace(mask, coarse=in_blocks_of(mask, coarsen.KERNEL_BLOCK))

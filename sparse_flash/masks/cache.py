@@ -18,18 +18,18 @@ from .block_mask import BlockMask, Device, MaskLike
 from .compiler import compile_mask
 from .from_flex import FlexMask
 from .grid import BlockGrid
-from .memory import cleared_by, remembered
+from .memory import cached_until_cleared, register_clear
 from .pattern import Pattern, is_made_in_graph
 
 MADE = TypeVar("MADE")
 
 # A FlexAttention mask -> (what it was made of, the state of data that its function reads, BlockMask), as long as the mask lives.
-_of_flex = WeakIdKeyDictionary()
-cleared_by(_of_flex.clear)
+_flex_cache = WeakIdKeyDictionary()
+register_clear(_flex_cache.clear)
 # Masks and tables that captured CUDA graphs use, by id. Replays read them, so none is ever dropped.
 _captured: dict[int, object] = {}
 
-_TAKES_TEXT_ALONE = torch.__version__ < "2.13"  # a TorchVersion, which compares versions as numbers
+_ACCEPTS_ONLY_TEXT = torch.__version__ < "2.13"  # a TorchVersion, which compares versions as numbers
 
 
 def as_block_mask(
@@ -46,10 +46,10 @@ def as_block_mask(
         if q_len is None:
             raise ValueError(f"q_len is needed to compile {mask}; pass q_len=... or a compiled mask")
         return compile_mask(mask, q_len, kv_len, block_size, device)
-    return of_another_library(mask)
+    return convert_foreign_mask(mask)
 
 
-def _way_out(mask: object) -> str:
+def _suggest_fix(mask: object) -> str:
     """How to make a mask of another type; empty if there is no advice."""
     if any(base.__module__.endswith((".masks.pattern", ".masks.block_mask")) for base in type(mask).__mro__):
         return f" of {type(mask).__module__}, another copy of the package than {PACKAGE}; pass spec text, or make the mask here"
@@ -68,7 +68,7 @@ def _way_out(mask: object) -> str:
     return "; use 'full' to keep every pair" if mask is None else ""
 
 
-def from_flex_once(mask: FlexMask) -> BlockMask:
+def from_flex_cached(mask: FlexMask) -> BlockMask:
     """``BlockMask.from_flex``, once per mask: again only if its function or tables were replaced, or its tables or data of its
     function changed. Where operations are recorded, a mask without a token rule is converted at each call, and by each replay."""
     if from_flex.keeps_listed_blocks(mask) and is_recorded(mask.kv_indices.device):
@@ -80,7 +80,7 @@ def from_flex_once(mask: FlexMask) -> BlockMask:
         )
     made_of = from_flex.parts_of(mask)
     state = state_of(made_of)
-    known = _of_flex.get(mask)
+    known = _flex_cache.get(mask)
     if known is not None and known[1] == state and all(a is b for a, b in zip(known[0], made_of, strict=True)):
         keep_if_captured(known[2], known[2].device)
         return known[2]
@@ -90,15 +90,15 @@ def from_flex_once(mask: FlexMask) -> BlockMask:
             "BlockMask.from_flex(mask) before, or call attention with it once before"
         )
     made = from_flex.from_flex(mask)
-    _of_flex[mask] = made_of, state, made
+    _flex_cache[mask] = made_of, state, made
     return made
 
 
-def of_another_library(mask: object) -> BlockMask:
+def convert_foreign_mask(mask: object) -> BlockMask:
     """A BlockMask from something that is neither one nor a pattern. Raises a TypeError that says what a mask must be."""
     if isinstance(mask, FlexMask):
-        return from_flex_once(mask)
-    raise TypeError(f"a mask must be a Pattern, its spec text or a BlockMask; got {type(mask).__name__}{_way_out(mask)}")
+        return from_flex_cached(mask)
+    raise TypeError(f"a mask must be a Pattern, its spec text or a BlockMask; got {type(mask).__name__}{_suggest_fix(mask)}")
 
 
 def keep_if_captured(tables: object, device: torch.device) -> None:
@@ -107,22 +107,22 @@ def keep_if_captured(tables: object, device: torch.device) -> None:
         _captured[id(tables)] = tables
 
 
-def traceable(pattern: Pattern | str) -> Pattern | str:
+def to_traceable(pattern: Pattern | str) -> Pattern | str:
     """The pattern as torch.compile hands it over: the text of one that is made in the graph. Raises a TypeError, which ends a
     graph, for what PyTorch before 2.13 cannot hand over as a constant."""
-    if _TAKES_TEXT_ALONE and isinstance(pattern, Pattern):
+    if _ACCEPTS_ONLY_TEXT and isinstance(pattern, Pattern):
         raise TypeError(f"torch.compile of PyTorch {torch.__version__} does not trace Pattern objects; pass pattern.to_spec()")
     return pattern.to_spec() if isinstance(pattern, Pattern) and is_made_in_graph(pattern) else pattern
 
 
-def compiled_once(pattern: Pattern | str, q_len: int, kv_len: int, block_size: int, device: torch.device) -> BlockMask:
+def compile_cached(pattern: Pattern | str, q_len: int, kv_len: int, block_size: int, device: torch.device) -> BlockMask:
     """``as_block_mask`` of a pattern or its spec text, cached. Within torch.compile it is a constant of the compiled graph; under a
     FakeTensorMode it consists of fake tensors."""
     if not torch.compiler.is_compiling():
         mask = _cached_mask(pattern, q_len, kv_len, block_size, device)
         keep_if_captured(mask, device)
-        return as_operations_take_it(mask)
-    pattern = traceable(pattern)
+        return fake_mask_if_needed(mask)
+    pattern = to_traceable(pattern)
     # operator.index turns symbolic lengths into plain numbers: a compiled graph holds one mask, and another length needs another.
     q_len, kv_len = operator.index(q_len), operator.index(kv_len)
     keeps_all, tensors = _constant_tables(pattern, q_len, kv_len, block_size, device)
@@ -133,14 +133,14 @@ def compiled_once(pattern: Pattern | str, q_len: int, kv_len: int, block_size: i
     return BlockMask.from_tensors(q_len, kv_len, block_size, tensors, keeps_all)
 
 
-def as_operations_take_it(mask: BlockMask) -> BlockMask:
+def fake_mask_if_needed(mask: BlockMask) -> BlockMask:
     """A remembered mask; under a FakeTensorMode one of fake tensors."""
     if fake_mode() is None:
         return mask
-    return BlockMask.from_tensors(*mask.sizes, as_operations_take_them(mask.tensors()), mask.keeps_all)
+    return BlockMask.from_tensors(*mask.sizes, fake_tensors_if_needed(mask.tensors()), mask.keeps_all)
 
 
-def as_operations_take_them(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def fake_tensors_if_needed(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Remembered tensors; under a FakeTensorMode, whose operations refuse real ones, fake tensors of the same shapes."""
     if torch.compiler.is_compiling() or (fake := fake_mode()) is None:  # in graphs they are constants
         return tensors
@@ -157,37 +157,37 @@ def _constant_tables(
         return mask.keeps_all, mask.constants()
 
 
-@remembered(maxsize=64)
+@cached_until_cleared(maxsize=64)
 def _cached_mask(pattern: Pattern | str, q_len: int, kv_len: int, block_size: int, device: torch.device) -> BlockMask:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"the table of {pattern} for {q_len} queries and {kv_len} keys does not exist yet, and cannot be made while a CUDA "
             "graph is captured; make the call once before, or pass compile_mask(...)"
         )
-    return made_apart(as_block_mask, pattern, q_len=q_len, kv_len=kv_len, block_size=block_size, device=device)
+    return run_in_thread(as_block_mask, pattern, q_len=q_len, kv_len=kv_len, block_size=block_size, device=device)
 
 
-def made_apart(make: Callable[..., MADE], *args: Any, **options: Any) -> MADE:
+def run_in_thread(make: Callable[..., MADE], *args: Any, **options: Any) -> MADE:
     """make(*args, **options), in a separate thread: dispatch modes, inference mode, default devices and the memory pool of
     torch.compile's CUDA graphs are per thread, and a lasting table must not belong to any of them."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(make, *args, **options).result()
 
 
-def one_mask(name: str, mask: MaskLike, grid: BlockGrid, device: torch.device) -> BlockMask:
+def resolve_single_mask(name: str, mask: MaskLike, grid: BlockGrid, device: torch.device) -> BlockMask:
     """The BlockMask of one mask with these lengths and blocks on ``device``; patterns come from the cache. Raises ValueError if the
     mask does not fit. name: what the error calls it."""
     if isinstance(mask, FlexMask):
-        mask = from_flex_once(mask)
+        mask = from_flex_cached(mask)
     if not isinstance(mask, BlockMask):
         if not isinstance(mask, (Pattern, str)):
-            return of_another_library(mask)  # raises the error that lists the types of masks
-        mask = compiled_once(mask, *_lengths(grid), device)
+            return convert_foreign_mask(mask)  # raises the error that lists the types of masks
+        mask = compile_cached(mask, *_grid_sizes(grid), device)
     if mask.masks != 1 or mask.mask_index.numel() != 1:
         raise ValueError(f"{name} must be one mask for all heads; got one with {tuple(mask.mask_index.shape)} (batch, heads)")
-    if mask.sizes != _lengths(grid):
+    if mask.sizes != _grid_sizes(grid):
         raise ValueError(
-            f"{name} must have the lengths and block size of the blocks, (q_len, kv_len, block_size) = {_lengths(grid)}; got "
+            f"{name} must have the lengths and block size of the blocks, (q_len, kv_len, block_size) = {_grid_sizes(grid)}; got "
             f"{mask.sizes}; compile it for these, or pass the pattern itself"
         )
     if mask.device != device:
@@ -195,5 +195,5 @@ def one_mask(name: str, mask: MaskLike, grid: BlockGrid, device: torch.device) -
     return mask
 
 
-def _lengths(grid: BlockGrid) -> tuple[int, int, int]:
+def _grid_sizes(grid: BlockGrid) -> tuple[int, int, int]:
     return grid.q_len, grid.kv_len, grid.block_size

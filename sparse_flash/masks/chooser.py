@@ -13,10 +13,10 @@ from typing import Annotated, Any, ClassVar, NamedTuple, NoReturn, TypeAlias, Ty
 import numpy as np
 
 from ..compat.dynamo import constant_in_graphs
-from .fields import Positive, Range, Share, settle
+from .fields import Positive, Range, Share, set_fields
 from .grid import BlockGrid
-from .memory import remembered
-from .pattern import And, DerivedPattern, Or, Pattern, PerHead, parse, register_pattern, registered, shortened, text_of
+from .memory import cached_until_cleared
+from .pattern import And, DerivedPattern, Or, Pattern, PerHead, list_registered, parse, register_pattern, short_text, text_of
 
 CHOOSER = TypeVar("CHOOSER", bound="Chooser")
 RULES = ("keep", "mass", "floor", "relative", "budget")
@@ -74,7 +74,7 @@ class Chooser(Pattern):
                 "its other arguments, such as floor=0.01"
             )
         if self.keep is not None:
-            settle(self, keep=_checked_keep(name, self.keep))
+            set_fields(self, keep=_check_keep(name, self.keep))
         if self.reduce not in (None, "max", "mean"):
             raise ValueError(f"{name}: reduce must be 'max' or 'mean'; got {self.reduce!r}")
         if not (self.share_group is None or isinstance(self.share_group, bool)):  # 1 would be written as another text
@@ -108,20 +108,20 @@ class Chooser(Pattern):
         )
 
     def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
-        raise self.needs_content()
+        raise self.missing_content_error()
 
-    def needs_content(self) -> ValueError:
+    def missing_content_error(self) -> ValueError:
         """The error for uses that have no q and k."""
         return ValueError(
-            f"{shortened(self)} chooses blocks from q and k, and has no table without them; pass the expression to attention, or "
+            f"{short_text(self)} chooses blocks from q and k, and has no table without them; pass the expression to attention, or "
             "make a mask by choose_blocks(spec, q, k); block= in the chooser says the size of blocks"
         )
 
     def __invert__(self) -> NoReturn:
-        raise ValueError(f"~{shortened(self)}: what a chooser leaves out is no mask; write the expression without ~")
+        raise ValueError(f"~{short_text(self)}: what a chooser leaves out is no mask; write the expression without ~")
 
 
-def _checked_keep(name: str, keep: object) -> int | float:
+def _check_keep(name: str, keep: object) -> int | float:
     if isinstance(keep, (bool, np.bool_)) or not isinstance(keep, (Real, np.integer, np.floating)):
         raise ValueError(f"{name}: keep must be an int, blocks a row, or a float, a share of them; got {keep!r}")
     if isinstance(keep, (int, np.integer)):
@@ -148,10 +148,10 @@ def register_chooser(name: str) -> Callable[[type[CHOOSER]], type[CHOOSER]]:
 
 def list_choosers() -> list[str]:
     """Returns the registered names of choosers, sorted: built-in choosers, the user's, and choosers of installed packages."""
-    return registered(chooses=True)
+    return list_registered(chooses=True)
 
 
-OfBlock: TypeAlias = Annotated[int, Range(1, 64)]  # at most the smallest block
+QueryCount: TypeAlias = Annotated[int, Range(1, 64)]  # at most the smallest block
 
 
 def _check_divides(chooser: Chooser, field: str) -> None:
@@ -221,7 +221,7 @@ class Sampled(Chooser):
     queries: how many of each block, at most 64: evenly spaced, the block's last included.
     """
 
-    queries: OfBlock
+    queries: QueryCount
 
     default_reduce: ClassVar[str] = "max"
 
@@ -260,44 +260,44 @@ class HeadChoice(NamedTuple):
 
 
 @constant_in_graphs
-def is_chosen(spec: object) -> bool:
+def has_choosers(spec: object) -> bool:
     """Whether a mask is an expression with choosers, or spec text of one."""
-    return isinstance(spec, (Pattern, str)) and _is_chosen(spec)
+    return isinstance(spec, (Pattern, str)) and _has_choosers(spec)
 
 
-@remembered(maxsize=1024)
-def _is_chosen(spec: Pattern | str) -> bool:
+@cached_until_cleared(maxsize=1024)
+def _has_choosers(spec: Pattern | str) -> bool:
     return any(leaf.chooses for leaf in (parse(spec) if isinstance(spec, str) else spec).leaves())
 
 
-@remembered(maxsize=256)
+@cached_until_cleared(maxsize=256)
 def choices_of(spec: Pattern | str) -> tuple[HeadChoice, ...]:
     """The choice of all heads, or of each head for ``per_head``. Raises ValueError for expressions that mix patterns and choosers
     in another way than ``within & (chooser | always)``, choosers of different blocks, and causal beside a chooser alone."""
-    pattern = _expanded(parse(spec) if isinstance(spec, str) else spec)
+    pattern = _expand_choosers(parse(spec) if isinstance(spec, str) else spec)
     heads = pattern.patterns if isinstance(pattern, PerHead) else (pattern,)
-    chosen = {head: _choice_of(head) for head in heads if _is_chosen(head)}
+    chosen = {head: _choice_of(head) for head in heads if _has_choosers(head)}
     choosers = [chooser for choice in chosen.values() for chooser in choice.choosers]
     if not choosers:
-        raise ValueError(f"{shortened(pattern)} has no chooser; known: {', '.join(list_choosers())}; compile_mask takes patterns")
+        raise ValueError(f"{short_text(pattern)} has no chooser; known: {', '.join(list_choosers())}; compile_mask takes patterns")
     if len({chooser.block_size for chooser in choosers}) > 1:
-        raise ValueError(f"all choosers of {shortened(pattern)} must have one block; pass the same block= to each")
+        raise ValueError(f"all choosers of {short_text(pattern)} must have one block; pass the same block= to each")
     limits = {choice.within for choice in chosen.values()}
     within = next(iter(limits))
-    made = [chosen[head] if head in chosen else _kept_alone(head, within) for head in heads]
+    made = [chosen[head] if head in chosen else _parse_chooserless(head, within) for head in heads]
     choices = tuple(choice for choice in made if choice is not None)
     if len(limits) > 1 or len(choices) < len(heads):
         raise ValueError(
-            f"all heads of {shortened(pattern)} must have the same pattern before their chooser, such as causal; write "
+            f"all heads of {short_text(pattern)} must have the same pattern before their chooser, such as causal; write "
             "per_head([causal & (... | ...), causal & (... | ...)])"
         )
     if len(set(choices)) > 1 and any(chooser.budget is not None for chooser in choosers):
-        raise ValueError(f"heads of {shortened(pattern)} compete for a budget, so all must have one chooser; use keep= by head")
+        raise ValueError(f"heads of {short_text(pattern)} compete for a budget, so all must have one chooser; use keep= by head")
     return choices
 
 
 @constant_in_graphs
-def looking_ahead(spec: Pattern | str) -> str | None:
+def find_lookahead_chooser(spec: Pattern | str) -> str | None:
     """The text of an expression's chooser that later queries influence; None if it has none."""
     choosers = (chooser for choice in choices_of(spec) for chooser in choice.choosers)
     return next((str(chooser) for chooser in choosers if chooser.looks_ahead), None)
@@ -309,7 +309,7 @@ def without_choosers(spec: Pattern | str) -> Pattern | str:
     return _without_choosers(spec)
 
 
-@remembered(maxsize=256)
+@cached_until_cleared(maxsize=256)
 def _without_choosers(spec: Pattern | str) -> Pattern | str:
     heads = []
     for within, choosers, always in choices_of(spec):
@@ -319,36 +319,36 @@ def _without_choosers(spec: Pattern | str) -> Pattern | str:
     return text_of(joined) or joined
 
 
-def size_of(spec: Pattern | str) -> int:
+def chooser_block_size(spec: Pattern | str) -> int:
     """The block size of an expression's choosers."""
     return next(chooser.block_size for choice in choices_of(spec) for chooser in choice.choosers)
 
 
-def _expanded(pattern: Pattern) -> Pattern:
+def _expand_choosers(pattern: Pattern) -> Pattern:
     """Returns the expression in which each pattern that a user named, and that has choosers, is written out."""
-    if isinstance(pattern, DerivedPattern) and _is_chosen(pattern):
-        return _expanded(pattern.expanded())
+    if isinstance(pattern, DerivedPattern) and _has_choosers(pattern):
+        return _expand_choosers(pattern.expand_expression())
     if isinstance(pattern, PerHead):
-        return PerHead(tuple(map(_expanded, pattern.patterns)))
-    return type(pattern).of(*map(_expanded, pattern.operands)) if isinstance(pattern, (And, Or)) else pattern
+        return PerHead(tuple(map(_expand_choosers, pattern.patterns)))
+    return type(pattern).of(*map(_expand_choosers, pattern.operands)) if isinstance(pattern, (And, Or)) else pattern
 
 
 def _choice_of(pattern: Pattern) -> HeadChoice:
     operands = pattern.operands if isinstance(pattern, And) else (pattern,)
-    patterns = [one for one in operands if not _is_chosen(one)]
-    chosen = [one for one in operands if _is_chosen(one)]
-    way_out = f"write it as within & (chooser | always); got {shortened(pattern, 120)}"
+    patterns = [one for one in operands if not _has_choosers(one)]
+    chosen = [one for one in operands if _has_choosers(one)]
+    way_out = f"write it as within & (chooser | always); got {short_text(pattern, 120)}"
     if len(chosen) > 1:
         raise ValueError(f"choosers are joined by |, not by &; {way_out}")
     inner = chosen[0].operands if isinstance(chosen[0], Or) else (chosen[0],)
     choosers = tuple(one for one in inner if isinstance(one, Chooser))
-    always = [one for one in inner if not _is_chosen(one)]
+    always = [one for one in inner if not _has_choosers(one)]
     if len(choosers) + len(always) < len(inner) or not choosers:
         raise ValueError(f"a chooser must stand alone or beside patterns joined by |; {way_out}")
-    choice = HeadChoice(_joined(And, patterns), choosers, _joined(Or, always))
+    choice = HeadChoice(_join_patterns(And, patterns), choosers, _join_patterns(Or, always))
     if any(map(_says_causal, always)) and not is_causal(choice.within):
         raise ValueError(
-            f"causal must stand before choosers: joined by |, it does not keep them from later keys; got {shortened(pattern, 120)}"
+            f"causal must stand before choosers: joined by |, it does not keep them from later keys; got {short_text(pattern, 120)}"
             f"; write causal & ({' | '.join(map(str, choosers))} | ...)"
         )
     return choice
@@ -358,17 +358,17 @@ def _says_causal(pattern: Pattern) -> bool:
     return any(map(_says_causal, pattern.operands)) if isinstance(pattern, (And, Or)) else is_causal(pattern)
 
 
-def _kept_alone(pattern: Pattern, within: Pattern | None) -> HeadChoice | None:
+def _parse_chooserless(pattern: Pattern, within: Pattern | None) -> HeadChoice | None:
     """The choice of a head without choosers beside others whose expressions begin with ``within``; None if its own does not."""
     operands = pattern.operands if isinstance(pattern, And) else (pattern,)
     limits = () if within is None else within.operands if isinstance(within, And) else (within,)
     others = [one for one in operands if one not in limits]
-    if len(others) + len(limits) > len(operands) or is_causal(_joined(And, others)):
+    if len(others) + len(limits) > len(operands) or is_causal(_join_patterns(And, others)):
         return None
-    return HeadChoice(within, (), _joined(And, others) if others else within)
+    return HeadChoice(within, (), _join_patterns(And, others) if others else within)
 
 
-def _joined(kind: Any, patterns: list[Pattern]) -> Pattern | None:
+def _join_patterns(kind: Any, patterns: list[Pattern]) -> Pattern | None:
     return kind.of(*patterns) if patterns else None
 
 

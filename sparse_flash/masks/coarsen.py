@@ -8,16 +8,16 @@ from functools import reduce
 import numpy as np
 
 from ..kernels.cost.choices import PORTABLE_MARGIN, predict_both_passes
-from .grid import FULL, BlockGrid, BlockRuns, ranges
+from .grid import FULL, BlockGrid, BlockRuns, concat_ranges
 from .table import Entries, FullBlocks, PartialBlocks
-from .tiles import TilePool, dense_batches, tile_content, unique_rows
+from .tiles import TilePool, dense_batches, tile_ids, unique_rows
 
 KERNEL_BLOCK = 128  # the block size that keeps tensor cores busiest
 
 SMALL_BLOCKS = 64, 32, 16
 
 
-def pays(grid: BlockGrid, tables: int, bands: Iterable[tuple[FullBlocks, PartialBlocks]]) -> bool:
+def is_coarse_faster(grid: BlockGrid, tables: int, bands: Iterable[tuple[FullBlocks, PartialBlocks]]) -> bool:
     """Whether both passes are predicted to take less time over the blocks of KERNEL_BLOCK that contain a mask's blocks, of one of
     SMALL_BLOCKS. All blocks count as full. bands: of its ``tables``, each of whole rows of the larger blocks."""
     wide, factor = BlockGrid(grid.q_len, grid.kv_len, KERNEL_BLOCK), KERNEL_BLOCK // grid.block_size
@@ -25,16 +25,16 @@ def pays(grid: BlockGrid, tables: int, bands: Iterable[tuple[FullBlocks, Partial
     for full, partial in bands:
         first = full.first // factor
         counts = -(-full.stop // factor) - first
-        row, col = np.repeat(full.rows // factor, counts), ranges(first, counts)
+        row, col = np.repeat(full.rows // factor, counts), concat_ranges(first, counts)
         parents = np.concatenate(
             [row * wide.kv_blocks + col, partial.rows.astype(np.int64) // factor * wide.kv_blocks + partial.cols // factor]
         )
-        blocks, visited = blocks + full.blocks + len(partial.rows), visited + _distinct(parents)
+        blocks, visited = blocks + full.blocks + len(partial.rows), visited + _count_distinct(parents)
     wide_us = predict_both_passes(KERNEL_BLOCK, wide.q_blocks * tables, visited) * (PORTABLE_MARGIN if grid.block_size < 64 else 1)
     return bool(blocks) and wide_us < predict_both_passes(grid.block_size, grid.q_blocks * tables, blocks)
 
 
-def _distinct(numbers: np.ndarray) -> int:
+def _count_distinct(numbers: np.ndarray) -> int:
     """How many different numbers there are."""
     if not len(numbers):
         return 0
@@ -48,7 +48,7 @@ def _distinct(numbers: np.ndarray) -> int:
     return int(np.count_nonzero(flags))
 
 
-def merged(
+def merge_blocks(
     grid: BlockGrid,
     bands: Iterable[tuple[FullBlocks, PartialBlocks]],
     decode: Callable[[np.ndarray, np.ndarray], np.ndarray],
@@ -63,11 +63,11 @@ def merged(
     runs, others = [], []
     for full, partial in bands:
         whole = FullBlocks(wide.shape, *_covered(full, factor, wide.shape).row_runs(FULL))
-        rows, cols = _outside(full, whole, factor)
+        rows, cols = _find_uncovered(full, whole, factor)
         zero = np.zeros(len(rows), np.int64)
         rows, cols, kinds, tiles = map(np.concatenate, zip((rows, cols, zero, zero), partial, strict=True))
         runs.append(whole[1:])
-        others.append(_joined(rows, cols, kinds, tiles, grid.block_size, wide.kv_blocks, decode, pool))
+        others.append(_merge_into_parents(rows, cols, kinds, tiles, grid.block_size, wide.kv_blocks, decode, pool))
     found = FullBlocks(wide.shape, *map(np.concatenate, zip(*runs, strict=True)))
     return found, Entries(*map(np.concatenate, zip(*others, strict=True)))
 
@@ -80,7 +80,7 @@ def _covered(full: FullBlocks, factor: int, shape: tuple[int, int]) -> BlockRuns
     return reduce(BlockRuns.__and__, (BlockRuns.from_row_runs(shape, rows[k], first[k], stop[k], np.array(FULL)) for k in lines))
 
 
-def _outside(full: FullBlocks, whole: FullBlocks, factor: int) -> tuple[np.ndarray, np.ndarray]:
+def _find_uncovered(full: FullBlocks, whole: FullBlocks, factor: int) -> tuple[np.ndarray, np.ndarray]:
     """The blocks that lie in no larger one of ``whole``: rows, cols, (n,) int64 each."""
     if len(whole.rows):
         here = BlockRuns.from_row_runs(full.shape, *full[1:], np.array(FULL))
@@ -90,10 +90,10 @@ def _outside(full: FullBlocks, whole: FullBlocks, factor: int) -> tuple[np.ndarr
             full.shape, *(here & ~BlockRuns.from_row_runs(full.shape, lines, first, stop, np.array(FULL))).row_runs(FULL)
         )
     lengths = full.stop - full.first
-    return np.repeat(full.rows, lengths), ranges(full.first, lengths)
+    return np.repeat(full.rows, lengths), concat_ranges(full.first, lengths)
 
 
-def _joined(
+def _merge_into_parents(
     rows: np.ndarray,
     cols: np.ndarray,
     kinds: np.ndarray,
@@ -112,12 +112,12 @@ def _joined(
     bounds = np.append(np.flatnonzero(np.diff(ordered, prepend=-1)), len(ordered))
     found = ordered[bounds[:-1]]
     numbers = np.empty(len(found), np.int64)
-    place, content = rows % factor * factor + cols % factor, tile_content(kinds, tiles)
+    place, content = rows % factor * factor + cols % factor, tile_ids(kinds, tiles)
 
     def children_of(parents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(the blocks in these, the place of each one's parent among them)"""
         counts = bounds[parents + 1] - bounds[parents]
-        return children[ranges(bounds[parents], counts)], np.repeat(np.arange(len(parents)), counts)
+        return children[concat_ranges(bounds[parents], counts)], np.repeat(np.arange(len(parents)), counts)
 
     for batch in dense_batches(len(found), factor):
         chosen = np.arange(len(found))[batch]

@@ -18,11 +18,11 @@ import numpy as np
 
 from ..compat.dynamo import outside_graphs
 from .block_mask import BlockMask, Device
-from .build import check_blocks, from_entries, of_heads, with_coarse
+from .build import check_blocks, from_entries, from_heads, with_coarse
 from .chooser import Chooser
 from .fields import BEYOND
 from .grid import BLOCK_SIZES, EMPTY, FULL, PARTIAL, BlockGrid, BlockRuns
-from .pattern import And, DerivedPattern, Not, Or, Pattern, PerHead, Runs, check_fit, parse, shortened
+from .pattern import And, DerivedPattern, Not, Or, Pattern, PerHead, Runs, check_fit, parse, short_text
 from .progress import Progress
 from .rules import RunPattern, block_states
 from .table import Entries, FullBlocks
@@ -65,7 +65,7 @@ def compile_mask(
     if longest >= 2**31:  # kernels count tokens in 32 bits, and the table's rows alone would take tens of gigabytes
         raise ValueError(f"q_len and kv_len must be at most 2^31 - 1 tokens; got {longest:,}; split the sequence")
     check_fit(pattern, grid.q_len, grid.kv_len)
-    return _compiled(pattern.of_length(grid.kv_len), grid, progress).to(device or "cpu")
+    return _compile_heads(pattern.bind_length(grid.kv_len), grid, progress).to(device or "cpu")
 
 
 def compile_up_to(pattern: Pattern | str, q_len: int, kv_len: int, block_size: int, device: Device) -> BlockMask:
@@ -73,26 +73,26 @@ def compile_up_to(pattern: Pattern | str, q_len: int, kv_len: int, block_size: i
     tokens may name any."""
     pattern = parse(pattern) if isinstance(pattern, str) else pattern
     try:
-        return _compiled(pattern, BlockGrid(q_len, kv_len, block_size), None).to(device)
+        return _compile_heads(pattern, BlockGrid(q_len, kv_len, block_size), None).to(device)
     except IndexError as error:
         raise ValueError(
-            f"{shortened(pattern, 200)} must take positions up to {kv_len - 1}, as lengths are rounded up here; it failed: {error}"
+            f"{short_text(pattern, 200)} must take positions up to {kv_len - 1}, as lengths are rounded up here; it failed: {error}"
             f"; make the data that it reads {kv_len} long, or clamp positions to them"
         ) from error
 
 
-def _compiled(pattern: Pattern, grid: BlockGrid, progress: bool | None) -> BlockMask:
+def _compile_heads(pattern: Pattern, grid: BlockGrid, progress: bool | None) -> BlockMask:
     for leaf in pattern.leaves():
         if isinstance(leaf, Chooser):
-            raise leaf.needs_content()
-    heads, made = tuple(one.with_leaves(_expanded) for one in by_head(pattern)), {}
+            raise leaf.missing_content_error()
+    heads, made = tuple(one.map_leaves(_expand_derived) for one in head_patterns(pattern)), {}
     for one in dict.fromkeys(heads):
         try:
             made[one] = with_coarse(_Compilation(one, grid, progress).run())
         except Exception as error:  # of a rule, mostly, where its text says nothing of masks
-            error.add_note(f"while compiling {shortened(pattern, 200)} for {grid.q_len} queries and {grid.kv_len} keys")
+            error.add_note(f"while compiling {short_text(pattern, 200)} for {grid.q_len} queries and {grid.kv_len} keys")
             raise
-    return of_heads([made[one] for one in heads], 1, len(heads)) if len(heads) > 1 else made[heads[0]]
+    return from_heads([made[one] for one in heads], 1, len(heads)) if len(heads) > 1 else made[heads[0]]
 
 
 class _Compilation:
@@ -106,7 +106,7 @@ class _Compilation:
         states = self.states(self.pattern)
         self.check_size(states.count(FULL))  # before it takes memory
         whole, cut = self.divided(states)
-        pieces = [*cut, *self.decided_blocks(states)]
+        pieces = [*cut, *self.decide_blocks(states)]
         entries = Entries(*(np.concatenate([p[k] for p in pieces], dtype=np.int32) for k in range(3)))
         return from_entries(self.grid, entries, self.pool, FullBlocks(self.grid.shape, *whole.row_runs(FULL)))
 
@@ -117,7 +117,7 @@ class _Compilation:
             size, most = self.grid.block_size, max(BLOCK_SIZES)
             way_out = f"; blocks of {most} take about {(most // size) ** 2} times less" if size < most else ""
             warnings.warn(
-                f"the table of {shortened(self.pattern)} has {full:,} full blocks of {size} tokens, which take "
+                f"the table of {short_text(self.pattern)} has {full:,} full blocks of {size} tokens, which take "
                 f"{full * _ENTRY_BYTES / 2**30:.1f} GiB{way_out}",
                 stacklevel=7,
             )
@@ -141,19 +141,19 @@ class _Compilation:
         first = np.full(q_blocks, kv_blocks - cut_col)
         first[-1] *= not cut_row
         cut = BlockRuns.from_row_runs(self.grid.shape, np.arange(q_blocks), first, np.array(kv_blocks), np.array(FULL))
-        return states & ~cut, [self.cut_blocks(*block) for block in (states & cut).blocks(FULL)]
+        return states & ~cut, [self.add_cut_tiles(*block) for block in (states & cut).blocks(FULL)]
 
-    def cut_blocks(self, rows: np.ndarray, cols: np.ndarray, _: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def add_cut_tiles(self, rows: np.ndarray, cols: np.ndarray, _: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Full blocks that are cut off have a tile that says where they end."""
         zero = np.zeros((len(rows), 1, self.grid.block_size), np.int64)
-        tiles = self.pool.add_runs(self.clipped(rows, cols, zero, zero + self.grid.block_size)[:, 0])
+        tiles = self.pool.add_runs(self.clip_runs(rows, cols, zero, zero + self.grid.block_size)[:, 0])
         return rows, cols, tiles
 
-    def decided_blocks(self, states: BlockRuns) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    def decide_blocks(self, states: BlockRuns) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Partial blocks, decided by their tokens. Blocks that turn out empty are left out."""
         undecided = states.count(PARTIAL)
         pairs = undecided * self.grid.block_size**2
-        with Progress(f"compiling {shortened(self.pattern)}: {undecided:,} blocks", pairs, self.progress) as self.bar:
+        with Progress(f"compiling {short_text(self.pattern)}: {undecided:,} blocks", pairs, self.progress) as self.bar:
             for rows, cols, _ in states.blocks(PARTIAL, chunk=_CHUNK):
                 tiles = np.empty(len(rows), np.int64)
                 index = rows * self.grid.kv_blocks + cols
@@ -171,8 +171,8 @@ class _Compilation:
 
     def decide(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
         """The tiles that ``rule`` keeps of these blocks."""
-        if not alike_on_diagonals(rule, self.grid.block_size):
-            return self.decide_each(rule, rows, cols)
+        if not is_shift_invariant(rule, self.grid.block_size):
+            return self.decide_without_diagonals(rule, rows, cols)
         # One block of each diagonal, and the blocks of the last row and column, which may be cut off.
         size, diagonals = self.grid.block_size, sum(self.grid.shape)
         if rule not in self.diagonals:
@@ -182,22 +182,22 @@ class _Compilation:
         undecided = np.flatnonzero(known[place] == _UNDECIDED)
         first = undecided[np.unique(place[undecided], return_index=True)[1]]
         if len(first):
-            known[place[first]] = self.decide_each(rule, rows[first], cols[first])
+            known[place[first]] = self.decide_without_diagonals(rule, rows[first], cols[first])
         return known[place]
 
-    def decide_each(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
+    def decide_without_diagonals(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
         """``decide`` without a look at diagonals."""
         if len(rows) == 0 or _row_runs(rule, self.grid.q_positions(rows[:1])) is None:
-            if (keys := _keys(rule, self.grid, rows, cols)) is None:
-                return self.from_tokens(rule, rows, cols)
+            if (keys := _alike_keys(rule, self.grid, rows, cols)) is None:
+                return self.tiles_from_tokens(rule, rows, cols)
             some, alike = unique_rows(np.column_stack([keys, self.grid.heights(rows), self.grid.widths(cols)]))
-            return self.from_tokens(rule, rows[some], cols[some])[alike]
+            return self.tiles_from_tokens(rule, rows[some], cols[some])[alike]
         if _has_ordered_runs(rule):
-            some, alike = self.unlike(rule, rows, cols)
-            return self.from_runs(rule, rows[some], cols[some])[alike]
-        return self.from_runs(rule, rows, cols)
+            some, alike = self.find_distinct_blocks(rule, rows, cols)
+            return self.tiles_from_runs(rule, rows[some], cols[some])[alike]
+        return self.tiles_from_runs(rule, rows, cols)
 
-    def unlike(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def find_distinct_blocks(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(which blocks to decide, for each block which of those it is like) under a rule of ordered runs. A document has as many
         blocks at its edges as it has rows and columns, and few that differ."""
         size, widths, start = self.grid.block_size, self.grid.widths(cols), cols * self.grid.block_size
@@ -223,7 +223,7 @@ class _Compilation:
         key[varying, 0] -= number
         return unique_rows(key)
 
-    def from_runs(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
+    def tiles_from_runs(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
         """Only those runs of each query that touch the block matter: a window over an image has many, of which one or two lie in
         any block."""
         tiles, size = np.empty(len(rows), np.int64), self.grid.block_size
@@ -247,11 +247,11 @@ class _Compilation:
                 runs_first, runs_stop = first[where], stop[where]
                 runs_first -= start[part, :, None]
                 runs_stop -= start[part, :, None]
-                packed = self.clipped(r, c, runs_first, runs_stop)
+                packed = self.clip_runs(r, c, runs_first, runs_stop)
                 if width <= size // 4:
                     tiles[chosen[part]] = self.pool_runs(packed)
                 else:
-                    tiles[chosen[part]] = self.from_tokens(rule, r, c)
+                    tiles[chosen[part]] = self.tiles_from_tokens(rule, r, c)
         return tiles
 
     def pool_runs(self, packed: np.ndarray) -> np.ndarray:
@@ -265,7 +265,7 @@ class _Compilation:
             tiles.append(self.pool.add_dense(runs_to_dense(part & 0xFFFF, part >> 16, self.grid.block_size)))
         return np.concatenate(tiles)[inverse]
 
-    def from_tokens(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
+    def tiles_from_tokens(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
         tiles, size = [], self.grid.block_size
         for batch in dense_batches(len(rows), size):
             r, c = rows[batch], cols[batch]
@@ -279,7 +279,7 @@ class _Compilation:
             tiles.append(self.pool.add_dense(kept))
         return np.concatenate(tiles)
 
-    def clipped(self, rows: np.ndarray, cols: np.ndarray, first: np.ndarray, stop: np.ndarray) -> np.ndarray:
+    def clip_runs(self, rows: np.ndarray, cols: np.ndarray, first: np.ndarray, stop: np.ndarray) -> np.ndarray:
         """Runs (n, runs, block) relative to their block, clipped to it and to the lengths in place, packed."""
         width = self.grid.widths(cols)[:, None, None]
         np.clip(first, 0, width, out=first)
@@ -288,15 +288,15 @@ class _Compilation:
         return pack_runs(first, stop)
 
 
-def by_head(pattern: Pattern) -> tuple[Pattern, ...]:
+def head_patterns(pattern: Pattern) -> tuple[Pattern, ...]:
     """The pattern of each query head, also within derived patterns; the pattern itself where all heads have the same."""
-    whole = pattern.with_leaves(_expanded)
+    whole = pattern.map_leaves(_expand_derived)
     return whole.patterns if isinstance(whole, PerHead) else (pattern,)
 
 
-def _expanded(leaf: Pattern) -> Pattern:
+def _expand_derived(leaf: Pattern) -> Pattern:
     """The leaves of a derived pattern's expression in its place."""
-    return leaf.expanded().with_leaves(_expanded) if isinstance(leaf, DerivedPattern) else leaf
+    return leaf.expand_expression().map_leaves(_expand_derived) if isinstance(leaf, DerivedPattern) else leaf
 
 
 def _simplify(pattern: Pattern, states: dict[Pattern, int]) -> Pattern | bool:
@@ -315,22 +315,22 @@ def _simplify(pattern: Pattern, states: dict[Pattern, int]) -> Pattern | bool:
     return settled[states[pattern]]
 
 
-def alike_on_diagonals(pattern: Pattern, block_size: int) -> bool:
+def is_shift_invariant(pattern: Pattern, block_size: int) -> bool:
     """Whether moving both tokens of a pair by ``block_size`` changes nothing; with 1, a mask is one of distances alone."""
     if isinstance(pattern, (And, Or)):
-        return all(alike_on_diagonals(p, block_size) for p in pattern.operands)
+        return all(is_shift_invariant(p, block_size) for p in pattern.operands)
     if isinstance(pattern, Not):
-        return alike_on_diagonals(pattern.operand, block_size)
+        return is_shift_invariant(pattern.operand, block_size)
     return pattern.shift_period is not None and block_size % pattern.shift_period == 0
 
 
-def _keys(pattern: Pattern, grid: BlockGrid, rows: np.ndarray, cols: np.ndarray) -> np.ndarray | None:
+def _alike_keys(pattern: Pattern, grid: BlockGrid, rows: np.ndarray, cols: np.ndarray) -> np.ndarray | None:
     """``alike`` of an expression, None if some pattern in it has none."""
     if isinstance(pattern, (And, Or)):
-        keys = [_keys(p, grid, rows, cols) for p in pattern.operands]
+        keys = [_alike_keys(p, grid, rows, cols) for p in pattern.operands]
         known = [one for one in keys if one is not None]
         return np.column_stack(known) if len(known) == len(keys) else None
-    return _keys(pattern.operand, grid, rows, cols) if isinstance(pattern, Not) else pattern.alike(grid, rows, cols)
+    return _alike_keys(pattern.operand, grid, rows, cols) if isinstance(pattern, Not) else pattern.alike(grid, rows, cols)
 
 
 def _has_ordered_runs(pattern: Pattern) -> bool:

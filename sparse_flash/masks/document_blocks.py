@@ -13,9 +13,9 @@ import torch
 
 from ..kernels.cost.choices import predict_both_passes
 from .block_mask import BlockMask
-from .grid import ranges
+from .grid import concat_ranges
 from .single_runs import single_runs
-from .table import Entries, Table, in_table_order, table_of
+from .table import Entries, Table, build_table, sort_entries
 from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches, pack_runs
 
 BLOCK = 128
@@ -78,23 +78,23 @@ def document_blocks(mask: BlockMask, least_gain: float | None = None) -> Documen
         return None
     document = np.repeat(np.arange(len(tokens)), blocks)
     first_block = np.cumsum(blocks) - blocks
-    starts = np.append(first_token[document] + ranges(np.zeros_like(blocks), blocks) * BLOCK, here.q_len)
+    starts = np.append(first_token[document] + concat_ranges(np.zeros_like(blocks), blocks) * BLOCK, here.q_len)
     entries, pool = _entries(*runs, starts, first_token[document], first_block[document])
     _, _, kinds, _ = here.entries()
     least_gain = _LEAST_GAIN if least_gain is None else least_gain
-    if least_gain * _time(entries.tiles != FULL_TILE, len(document)) > _time(kinds > 0, here.grid.q_blocks):
+    if least_gain * _estimate_time(entries.tiles != FULL_TILE, len(document)) > _estimate_time(kinds > 0, here.grid.q_blocks):
         return None
-    full, others, (run_tiles, bit_tiles) = in_table_order(entries, (len(document), len(document)), pool)
-    by_query, by_key = table_of(full, others), table_of(full.transposed(), others.transposed())
+    full, others, (run_tiles, bit_tiles) = sort_entries(entries, (len(document), len(document)), pool)
+    by_query, by_key = build_table(full, others), build_table(full.transposed(), others.transposed())
     if by_query.is_split or by_key.is_split:
         return None
     start = torch.from_numpy(starts.astype(np.int32))
-    by_query, by_key = (Table(*(t.to(mask.device) for t in _by_starts(table, start))) for table in (by_query, by_key))
+    by_query, by_key = (Table(*(t.to(mask.device) for t in _use_starts(table, start))) for table in (by_query, by_key))
     run_tiles, bit_tiles, start = (tensor.to(mask.device) for tensor in (run_tiles, bit_tiles, start))
     return DocumentBlocks(BLOCK, mask.mask_index, by_query, by_key, run_tiles, bit_tiles, start)
 
 
-def _by_starts(table: Table, starts: torch.Tensor) -> Table:
+def _use_starts(table: Table, starts: torch.Tensor) -> Table:
     """The table with the starts of blocks instead of their numbers: see ``DocumentBlocks``."""
     work = table.work.clone()
     row = work[..., 0].long()
@@ -103,7 +103,7 @@ def _by_starts(table: Table, starts: torch.Tensor) -> Table:
     return table._replace(col_idx=starts[table.col_idx.long()], work=work)
 
 
-def _time(is_partial: np.ndarray, rows: int) -> float:
+def _estimate_time(is_partial: np.ndarray, rows: int) -> float:
     partial = int(np.count_nonzero(is_partial))
     return predict_both_passes(BLOCK, rows, len(is_partial) - partial, partial)
 
@@ -152,7 +152,7 @@ def _entries(
     begin = np.where(keeps, low - first_token, 0) // BLOCK
     count = np.where(keeps, -(-(high - first_token) // BLOCK) - begin, 0)
     row = np.repeat(np.arange(rows), count)
-    local = ranges(begin, count)
+    local = concat_ranges(begin, count)
     whole = np.all(some | ~exists, axis=1)
     key = first_token[row] + local * BLOCK
     is_full = whole[row] & (full_low[row] <= key) & (key + BLOCK <= full_high[row])

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, Union, get_ar
 import numpy as np
 
 from ..compat.dynamo import constant_in_graphs
-from .memory import remembered
+from .memory import cached_until_cleared
 
 # The end of an unbounded run: past every position, and far enough from 2^63 to add positions to.
 BEYOND = 1 << 62
@@ -59,7 +59,7 @@ def limits_of(cls: type) -> tuple[str, tuple[Limit, ...], bool]:
     return _limits_of(cls)
 
 
-@remembered(maxsize=256)
+@cached_until_cleared(maxsize=256)
 def _limits_of(cls: type) -> tuple[str, tuple[Limit, ...], bool]:
     limits = [_limit_of(field.name, field.type) for field in dataclasses.fields(cls)]
     known = tuple(limit for limit in limits if limit is not None)
@@ -89,17 +89,17 @@ def check_limits(pattern: object) -> bool:
     for limit in limits:
         value = getattr(pattern, limit.field)
         if value is not None or not limit.optional:
-            settle(pattern, **{limit.field: _checked(name, value, limit)})
+            set_fields(pattern, **{limit.field: _check_value(name, value, limit)})
     return everything
 
 
-def settle(pattern: object, /, **values: Any) -> None:
+def set_fields(pattern: object, /, **values: Any) -> None:
     """Sets fields of a frozen dataclass, for its ``__post_init__``."""
     for name, value in values.items():
         object.__setattr__(pattern, name, value)
 
 
-def _checked(pattern: str, value: object, limit: Limit) -> Any:
+def _check_value(pattern: str, value: object, limit: Limit) -> Any:
     if limit.form == "share":
         is_number = isinstance(value, (Real, np.floating)) and not isinstance(value, (bool, np.bool_))
         share = float(value) if is_number else math.nan  # type: ignore[arg-type]  # a Real has __float__

@@ -16,8 +16,8 @@ from torch.nn.attention.flex_attention import noop_mask
 from ..compat.dynamo import outside_graphs, outside_inference
 from ..compat.pytorch import leaves_of, without_subclasses
 from .block_mask import BlockMask, Device
-from .build import from_entries, of_heads
-from .from_maps import map_of_lists, of_all_blocks, of_maps
+from .build import from_entries, from_heads
+from .from_maps import dense_mask, from_block_maps, map_from_lists
 from .grid import BLOCK_SIZES, BlockGrid
 from .pattern import check_parameters
 from .progress import Progress
@@ -41,11 +41,11 @@ def from_flex(mask: FlexMask) -> BlockMask:
     multiples of 16, as its blocks are divided into square ones that tables support.
     """
     if keeps_listed_blocks(mask):
-        return _of_listed_blocks(mask)
+        return _from_listed_blocks(mask)
     grid = grid_of(mask)
     pool = TilePool(grid.block_size)
     masks = [from_entries(grid, Entries(*entries), pool) for entries in entries_of(mask, pool)]
-    return of_heads(masks, *mask.kv_num_blocks.shape[:2]).to(mask.kv_indices.device)
+    return from_heads(masks, *mask.kv_num_blocks.shape[:2]).to(mask.kv_indices.device)
 
 
 @outside_graphs
@@ -86,12 +86,12 @@ def from_mask_mod(
     stored: dict[bytes, BlockMask] = {}
     masks: dict[tuple[int, int], BlockMask] = {}
     device = torch.device(device or "cpu")
-    for served, entries in all_entries_of(mask_mod, grid, shape, device, pool, progress):
+    for served, entries in evaluate_mask_mod(mask_mod, grid, shape, device, pool, progress):
         mask = from_entries(grid, Entries(*entries), pool)
         mask = stored.setdefault(mask.digest, mask)
         for b, h in served:
             masks[b, h] = mask
-    return of_heads([masks[b, h] for b in range(shape[0]) for h in range(shape[1])], *shape).to(device)
+    return from_heads([masks[b, h] for b in range(shape[0]) for h in range(shape[1])], *shape).to(device)
 
 
 def keeps_listed_blocks(mask: FlexMask) -> bool:
@@ -99,7 +99,7 @@ def keeps_listed_blocks(mask: FlexMask) -> bool:
     return isinstance(mask, FlexMask) and (mask.mask_mod is None or mask.mask_mod is noop_mask)
 
 
-def _of_listed_blocks(mask: FlexMask) -> BlockMask:
+def _from_listed_blocks(mask: FlexMask) -> BlockMask:
     """``from_flex`` of a mask without a token rule. Raises ValueError for sides that are not multiples of 16."""
     lengths, sides = mask.seq_lengths, mask.BLOCK_SIZE
     fitting = [size for size in BLOCK_SIZES if sides[0] % size == sides[1] % size == 0]
@@ -108,15 +108,15 @@ def _of_listed_blocks(mask: FlexMask) -> BlockMask:
     # Blocks of the table's sizes stay. Others become blocks of 128 at most, over which kernels are fastest.
     size = fitting[-1] if sides[0] == sides[1] == fitting[-1] else min(fitting[-1], 128)
     shape = -(-lengths[0] // sides[0]), -(-lengths[1] // sides[1])
-    blocks = map_of_lists(mask.kv_indices, mask.kv_num_blocks, shape, ("kv_indices", "kv_num_blocks"))
+    blocks = map_from_lists(mask.kv_indices, mask.kv_num_blocks, shape, ("kv_indices", "kv_num_blocks"))
     if mask.full_kv_indices is not None and mask.full_kv_num_blocks is not None:
         names = "full_kv_indices", "full_kv_num_blocks"
-        blocks = blocks | map_of_lists(mask.full_kv_indices, mask.full_kv_num_blocks, shape, names)
+        blocks = blocks | map_from_lists(mask.full_kv_indices, mask.full_kv_num_blocks, shape, names)
     grid = BlockGrid(*lengths, size)
     for axis in range(2):
         if sides[axis] != size:
             blocks = blocks.repeat_interleave(sides[axis] // size, axis + 2).narrow(axis + 2, 0, grid.shape[axis])
-    return of_maps(blocks, grid, of_all_blocks(grid, blocks.device))
+    return from_block_maps(blocks, grid, dense_mask(grid, blocks.device))
 
 
 def grid_of(mask: FlexMask) -> BlockGrid:
@@ -142,18 +142,18 @@ def entries_of(mask: FlexMask, pool: TilePool) -> Iterator[tuple[np.ndarray, np.
     batch, heads = mask.kv_num_blocks.shape[:2]
     for b in range(batch):
         for h in range(heads):
-            rows, cols = _listed(mask.kv_num_blocks[b, h], mask.kv_indices[b, h])
+            rows, cols = _read_listed(mask.kv_num_blocks[b, h], mask.kv_indices[b, h])
             tiles = _tiles(mask, grid, b, h, rows, cols, pool, rule=True)
             parts = [(rows, cols, tiles)]
             if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
-                rows, cols = _listed(mask.full_kv_num_blocks[b, h], mask.full_kv_indices[b, h])
+                rows, cols = _read_listed(mask.full_kv_num_blocks[b, h], mask.full_kv_indices[b, h])
                 parts.append((rows, cols, _tiles(mask, grid, b, h, rows, cols, pool, rule=False)))
             rows, cols, tiles = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
             kept = tiles != EMPTY_TILE
             yield rows[kept], cols[kept], tiles[kept]
 
 
-def _listed(count: torch.Tensor, indices: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+def _read_listed(count: torch.Tensor, indices: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     """The (row, col) of the first count[r] blocks listed by each row r."""
     listed = torch.arange(indices.shape[1], device=indices.device) < count[:, None]
     rows = listed.nonzero()[:, 0].cpu().numpy().astype(np.int64)
@@ -175,12 +175,12 @@ def _tiles(
     return tiles
 
 
-def all_entries_of(
+def evaluate_mask_mod(
     mask_mod: MaskFunction, grid: BlockGrid, shape: tuple[int, int], device: torch.device, pool: TilePool, progress: bool | None
 ) -> Iterator[tuple[list[tuple[int, int]], tuple[np.ndarray, np.ndarray, np.ndarray]]]:
     """Each distinct mask of a token rule, as (the (batch entry, head) pairs that it serves, its kept blocks as from
     ``entries_of``). Evaluates every pair, some blocks at a time. shape: (batch, heads)."""
-    by_batch, of_heads = _reads(mask_mod, device)
+    by_batch, of_heads = _find_dependence(mask_mod, device)
     tiles_of = _Rule(mask_mod, grid, device, pool)
     count = grid.q_blocks * grid.kv_blocks
     looked_at = [(b, h) for b in range(shape[0] if by_batch else 1) for h in range(shape[1] if of_heads else 1)]
@@ -267,7 +267,7 @@ class _Watched(torch.Tensor):
             return function(*args, **(kwargs or {}))
 
 
-def _reads(mask_mod: MaskFunction, device: torch.device) -> tuple[bool, bool]:
+def _find_dependence(mask_mod: MaskFunction, device: torch.device) -> tuple[bool, bool]:
     """Whether a mask function depends on the batch entry, and on the head, i.e. computes anything from them."""
     batch, head = (_Watched(torch.zeros((), dtype=torch.int64, device=device)) for _ in range(2))
     zero = torch.zeros((), dtype=torch.int64, device=device)

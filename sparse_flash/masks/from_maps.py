@@ -8,14 +8,22 @@ from ..compat.names import operator_name
 from ..compat.pytorch import in_differentiating_transform, in_function_transform, is_recorded
 from .block_mask import BlockMask
 from .grid import BlockGrid
-from .memory import remembered
-from .select_blocks import Listing, by_kernel, chosen, chosen_by_kernel, counted, listing_of, table_of_all
+from .memory import cached_until_cleared
+from .select_blocks import (
+    Listing,
+    arange_int32,
+    build_dense_table,
+    build_listing,
+    can_launch_kernel,
+    select_by_kernel,
+    select_in_torch,
+)
 from .table import SPLIT_FIELDS, WORK_FIELDS, Table, most_splits
 
 _MOST_KEPT_BLOCKS = 1 << 20  # of a mask that keeps every block; some 60 bytes each
 
 
-def of_maps(maps: torch.Tensor, grid: BlockGrid, within: BlockMask) -> BlockMask:
+def from_block_maps(maps: torch.Tensor, grid: BlockGrid, within: BlockMask) -> BlockMask:
     """The blocks of ``within``, one mask, that each map keeps.
 
     maps: (batch, heads, q_blocks, kv_blocks) bool, or (batch, heads, q_blocks, ceil(kv_blocks / 32)) int32 of bits. The table has
@@ -27,7 +35,7 @@ def of_maps(maps: torch.Tensor, grid: BlockGrid, within: BlockMask) -> BlockMask
             "over into the batch"
         )
     batch, heads = maps.shape[:2]
-    streams, most = by_kernel(maps), batch * heads * len(within.by_query.col_idx)
+    streams, most = can_launch_kernel(maps), batch * heads * len(within.by_query.col_idx)
     # Without kernels, both tables are counted together, and with padding.
     if max(most, batch * heads * (max(grid.shape) + 1)) >= (2**31 if streams else 2**30 - 2**26):
         raise ValueError(
@@ -38,9 +46,9 @@ def of_maps(maps: torch.Tensor, grid: BlockGrid, within: BlockMask) -> BlockMask
         both = select_tables(maps.flatten(0, 1), [*within.by_query, *within.by_key], grid.kv_blocks)
         by_query, by_key = Table(*both[: len(both) // 2]), Table(*both[len(both) // 2 :])
     elif streams:
-        by_query, by_key = chosen_by_kernel(maps.flatten(0, 1).contiguous(), within.by_query, within.by_key, grid.shape, most)
+        by_query, by_key = select_by_kernel(maps.flatten(0, 1).contiguous(), within.by_query, within.by_key, grid.shape, most)
     else:
-        by_query, by_key = chosen(_bools(maps, grid.kv_blocks).reshape(batch * heads, -1), _listing(within))
+        by_query, by_key = select_in_torch(_bools(maps, grid.kv_blocks).reshape(batch * heads, -1), _cached_listing(within))
     return BlockMask(
         q_len=grid.q_len,
         kv_len=grid.kv_len,
@@ -63,11 +71,11 @@ def select_tables(maps: torch.Tensor, within: list[torch.Tensor], kv_blocks: int
     entries.
     """
     by_query, by_key = Table(*within[: len(within) // 2]), Table(*within[len(within) // 2 :])
-    shape, room = (maps.shape[1], kv_blocks), _room(maps, by_query)
-    if by_kernel(maps):
-        tables = chosen_by_kernel(maps.contiguous(), by_query, by_key, shape, room)
+    shape, room = (maps.shape[1], kv_blocks), _entry_capacity(maps, by_query)
+    if can_launch_kernel(maps):
+        tables = select_by_kernel(maps.contiguous(), by_query, by_key, shape, room)
     else:
-        tables = chosen(_bools(maps, kv_blocks).flatten(1), listing_of(by_query, by_key))
+        tables = select_in_torch(_bools(maps, kv_blocks).flatten(1), build_listing(by_query, by_key))
         tables = [table._replace(col_idx=table.col_idx[:room], tile_idx=table.tile_idx[:room]) for table in tables]
     tensors = [tensor for table in tables for tensor in table]
     memory = [tensor.untyped_storage().data_ptr() for tensor in tensors]
@@ -80,7 +88,7 @@ def _(maps: torch.Tensor, within: list[torch.Tensor], kv_blocks: int) -> list[to
     by_query, masks, q_blocks = Table(*within[: len(within) // 2]), maps.shape[0], maps.shape[1]
     shapes: list[tuple[int, ...]] = []
     for rows, longest in ((q_blocks, kv_blocks), (kv_blocks, q_blocks)):
-        room, splits = _room(maps, by_query), most_splits(longest)
+        room, splits = _entry_capacity(maps, by_query), most_splits(longest)
         shapes += [(masks, rows + 1), (masks, rows, 2), (masks, rows), (room,), (room,)]
         shapes += [(masks, rows + splits, WORK_FIELDS), (masks, max(2, splits), SPLIT_FIELDS)]
     return [maps.new_empty(shape, dtype=torch.int32) for shape in shapes]
@@ -90,21 +98,21 @@ def _bools(maps: torch.Tensor, kv_blocks: int) -> torch.Tensor:
     """(..., kv_blocks) bool, from bools or bits."""
     if maps.dtype == torch.bool:
         return maps
-    return ((maps[..., None] >> counted(32, maps.device)) & 1).flatten(-2)[..., :kv_blocks].bool()
+    return ((maps[..., None] >> arange_int32(32, maps.device)) & 1).flatten(-2)[..., :kv_blocks].bool()
 
 
-def _room(maps: torch.Tensor, within: Table) -> int:
+def _entry_capacity(maps: torch.Tensor, within: Table) -> int:
     """How many entries all maps may keep. maps: one of each mask. within: a table that lists the entries of one mask."""
     return max(2, maps.shape[0] * len(within.col_idx))
 
 
-def of_all_blocks(grid: BlockGrid, device: torch.device) -> BlockMask:
+def dense_mask(grid: BlockGrid, device: torch.device) -> BlockMask:
     """The mask that keeps every pair, remembered if it is small."""
     keep_it = grid.q_blocks * grid.kv_blocks <= _MOST_KEPT_BLOCKS and not is_recorded(device)
-    return (_kept_of_all_blocks if keep_it else _of_all_blocks)(grid, device)
+    return (_cached_dense_mask if keep_it else _build_dense_mask)(grid, device)
 
 
-def _of_all_blocks(grid: BlockGrid, device: torch.device) -> BlockMask:
+def _build_dense_mask(grid: BlockGrid, device: torch.device) -> BlockMask:
     """The mask that keeps every pair, made on the device: a copy from the host would repeat in each replay of a graph."""
     size, cut_row, cut_col = grid.block_size, grid.q_len % grid.block_size, grid.kv_len % grid.block_size
     # The tile that says where a cut block ends: 0 in the last column, 1 in the last row, 2 in the corner.
@@ -114,7 +122,7 @@ def _of_all_blocks(grid: BlockGrid, device: torch.device) -> BlockMask:
         tile[-1, -1:] += cut_col > 0
     heights = [size, cut_row or size, cut_row or size]
     widths = [cut_col or size, size, cut_col or size]
-    token = counted(size, device)
+    token = arange_int32(size, device)
     runs = [(token < h).to(torch.int32) * (w << 16) for h, w in zip(heights, widths, strict=True)]
     return BlockMask(
         q_len=grid.q_len,
@@ -122,27 +130,27 @@ def _of_all_blocks(grid: BlockGrid, device: torch.device) -> BlockMask:
         block_size=size,
         keeps_all=True,
         mask_index=torch.zeros((1, 1), dtype=torch.int32, device=device),
-        by_query=table_of_all(tile, cut_row > 0, cut_col > 0),
-        by_key=table_of_all(tile.T, cut_col > 0, cut_row > 0),
+        by_query=build_dense_table(tile, cut_row > 0, cut_col > 0),
+        by_key=build_dense_table(tile.T, cut_col > 0, cut_row > 0),
         tile_runs=torch.stack(runs),
         tile_bits=torch.zeros((2, size, -(-size // 32)), dtype=torch.int32, device=device),
     )
 
 
-_kept_of_all_blocks = remembered(maxsize=16)(_of_all_blocks)
+_cached_dense_mask = cached_until_cleared(maxsize=16)(_build_dense_mask)
 
 
-def _listing(mask: BlockMask) -> Listing:
+def _cached_listing(mask: BlockMask) -> Listing:
     """The entries of one mask to choose from, made once per mask and kept as long as it lives."""
     known = mask.__dict__.get("_listed")
     if known is None:
-        known = listing_of(mask.by_query, mask.by_key)
+        known = build_listing(mask.by_query, mask.by_key)
         if not is_recorded(mask.device):
             mask.__dict__["_listed"] = known
     return known
 
 
-def map_of_lists(
+def map_from_lists(
     indices: torch.Tensor, counts: torch.Tensor, shape: tuple[int, int], names: tuple[str, str] = ("kv_indices", "kv_counts")
 ) -> torch.Tensor:
     """The block map of lists, (batch | 1, heads | 1, *shape) bool; see ``from_lists``. shape: (q_blocks, kv_blocks). names: what
@@ -156,12 +164,12 @@ def map_of_lists(
     if indices.dim() == 2:
         indices, counts = indices[None, None], counts[None, None]
     entry, row = (torch.arange(n, device=indices.device) for n in (indices.shape[3], shape[0]))
-    if _host_reads(counts.device) and bool(((counts < 0) | (counts > len(entry))).any()):
+    if _can_read_values(counts.device) and bool(((counts < 0) | (counts > len(entry))).any()):
         raise ValueError(f"{names[1]} must be 0 to {len(entry)}, the length of lists; got {counts.min()} to {counts.max()}")
-    return _map_of_places(row[:, None], indices, entry < counts[..., None], shape, names[0])
+    return _map_from_positions(row[:, None], indices, entry < counts[..., None], shape, names[0])
 
 
-def map_of_rows(crow: torch.Tensor, col: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+def map_from_rows(crow: torch.Tensor, col: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
     """The block map of compressed rows, (batch | 1, heads | 1, *shape) bool; see ``from_bsr``. shape: (q_blocks, kv_blocks)."""
     if crow.dim() not in (1, 3) or col.dim() != crow.dim() or col.shape[:-1] != crow.shape[:-1]:
         raise ValueError(
@@ -171,21 +179,23 @@ def map_of_rows(crow: torch.Tensor, col: torch.Tensor, shape: tuple[int, int]) -
     if crow.dim() == 1:
         crow, col = crow[None, None], col[None, None]
     stop, entry = crow[..., 1:].contiguous(), torch.arange(col.shape[2], dtype=crow.dtype, device=col.device)
-    if _host_reads(crow.device) and bool(((crow[..., :1] != 0) | (crow.diff() < 0) | (stop > len(entry))).any()):
+    if _can_read_values(crow.device) and bool(((crow[..., :1] != 0) | (crow.diff() < 0) | (stop > len(entry))).any()):
         raise ValueError(
             f"crow_indices must start with 0, not decrease, and end with at most {len(entry)}, the number of col_indices; got "
             f"{crow.min()} to {crow.max()}"
         )
     row = torch.searchsorted(stop, entry.repeat(*crow.shape[:2], 1), right=True)
-    return _map_of_places(row, col, row < shape[0], shape, "col_indices")
+    return _map_from_positions(row, col, row < shape[0], shape, "col_indices")
 
 
-def _map_of_places(row: torch.Tensor, col: torch.Tensor, listed: torch.Tensor, shape: tuple[int, int], name: str) -> torch.Tensor:
+def _map_from_positions(
+    row: torch.Tensor, col: torch.Tensor, listed: torch.Tensor, shape: tuple[int, int], name: str
+) -> torch.Tensor:
     """A block map that is True at (row, col) of each listed entry, made by operations of fixed shapes. row, col, listed:
     broadcast to (batch | 1, heads | 1, ...). Returns (batch | 1, heads | 1, *shape) bool."""
     q_blocks, kv_blocks = shape
     exists = (col >= 0) & (col < kv_blocks)
-    if _host_reads(col.device) and bool((listed & ~exists).any()):
+    if _can_read_values(col.device) and bool((listed & ~exists).any()):
         beyond = col[listed & ~exists][0]
         raise ValueError(f"{name} must be blocks of keys, 0 to {kv_blocks - 1}; got {beyond}; pass the kv_len of these blocks")
     # Other entries go to one element past the map.
@@ -205,6 +215,6 @@ def check_integers(names: tuple[str, str], *tensors: torch.Tensor) -> None:
             raise ValueError(f"{name} must be on {tensors[0].device}, as {names[0]} is; got one on {tensor.device}; use .to(...)")
 
 
-def _host_reads(device: torch.device) -> bool:
+def _can_read_values(device: torch.device) -> bool:
     """Whether the host may read values: of CPU tensors, in eager calls."""
     return device.type == "cpu" and not (is_recorded(device) or in_function_transform())

@@ -19,7 +19,7 @@ BLOCK_SIZES = (16, 32, 64, 128, 256)
 SparseMatrix: TypeAlias = scipy.sparse.sparray | scipy.sparse.spmatrix
 
 
-def checked_index(name: str, value: SupportsIndex, count: int) -> int:
+def check_index(name: str, value: SupportsIndex, count: int) -> int:
     """The number of one of ``count`` tokens, heads or batch entries. Raises TypeError or IndexError."""
     try:
         index = operator.index(value)
@@ -107,7 +107,7 @@ def union(ascending: Sequence[np.ndarray]) -> np.ndarray:
     return numbers[np.append(True, numbers[1:] != numbers[:-1])]
 
 
-def ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def concat_ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """first[0], first[0] + 1, ..., counts[0] numbers, then those from first[1] on, and so on."""
     return np.repeat(first - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
 
@@ -153,7 +153,7 @@ class BlockRuns:
         if (begin[1:] >= end[:-1]).all():  # in order, and none over another
             position, states = np.append(0, np.column_stack([begin, end])), np.append(EMPTY, np.column_stack([kept, 0 * kept]))
             last = np.append(position[1:] != position[:-1], True) & (position < shape[0] * shape[1])
-            return cls(shape, position[last], states[last].astype(np.int8))._merged()
+            return cls(shape, position[last], states[last].astype(np.int8))._merge_equal_runs()
         position = np.concatenate([[0], begin, end])
         is_full, is_some = (kept == FULL).astype(np.int32), (kept > EMPTY).astype(np.int32)
         order = np.argsort(position, kind="stable")
@@ -162,10 +162,10 @@ class BlockRuns:
         some = np.cumsum(np.concatenate([[0], is_some, -is_some])[order])
         last = np.append(position[1:] != position[:-1], True) & (position < shape[0] * shape[1])
         states = np.where(full[last] > 0, FULL, np.where(some[last] > 0, PARTIAL, EMPTY)).astype(np.int8)
-        return cls(shape, position[last], states)._merged()
+        return cls(shape, position[last], states)._merge_equal_runs()
 
     @classmethod
-    def in_turn(cls, parts: Sequence[BlockRuns]) -> BlockRuns:
+    def from_bands(cls, parts: Sequence[BlockRuns]) -> BlockRuns:
         """The states of consecutive bands of rows, of which each part has one and is empty elsewhere."""
         if len(parts) == 1:
             return parts[0]
@@ -173,7 +173,7 @@ class BlockRuns:
         starts = np.concatenate([part.starts[min(number, 1) :] for number, part in enumerate(parts)])
         states = np.concatenate([part.states[min(number, 1) :] for number, part in enumerate(parts)])
         last = np.append(starts[1:] != starts[:-1], True)
-        return cls(parts[0].shape, starts[last], states[last])._merged()
+        return cls(parts[0].shape, starts[last], states[last])._merge_equal_runs()
 
     @classmethod
     def from_sparse(cls, matrix: SparseMatrix) -> BlockRuns:
@@ -186,7 +186,7 @@ class BlockRuns:
         row, col = coo.coords
         return cls.from_row_runs(coo.shape, row, col.astype(np.int64), col.astype(np.int64) + 1, state)
 
-    def _merged(self) -> BlockRuns:
+    def _merge_equal_runs(self) -> BlockRuns:
         change = np.append(True, self.states[1:] != self.states[:-1])
         return BlockRuns(self.shape, self.starts[change], self.states[change])
 
@@ -194,7 +194,7 @@ class BlockRuns:
         if self.shape != other.shape:
             raise ValueError(f"block states of different grids: {self.shape} and {other.shape}")
         starts = union([self.starts, other.starts])
-        return BlockRuns(self.shape, starts, operation(self.at(starts), other.at(starts)))._merged()
+        return BlockRuns(self.shape, starts, operation(self.at(starts), other.at(starts)))._merge_equal_runs()
 
     def __and__(self, other: BlockRuns) -> BlockRuns:
         return self._combine(other, np.minimum)
@@ -205,7 +205,7 @@ class BlockRuns:
     def __invert__(self) -> BlockRuns:
         return BlockRuns(self.shape, self.starts, (FULL - self.states).astype(np.int8))
 
-    def agreeing(self, other: BlockRuns) -> BlockRuns:
+    def where_equal(self, other: BlockRuns) -> BlockRuns:
         """The states where both agree; partial elsewhere."""
         return self._combine(other, lambda mine, theirs: np.where(mine == theirs, mine, PARTIAL).astype(np.int8))
 
@@ -224,7 +224,7 @@ class BlockRuns:
         begin, end = self.starts[chosen], np.append(self.starts[1:], self.shape[0] * width)[chosen]
         # A run of the grid may go over several rows.
         parts = (end - 1) // width - begin // width + 1
-        rows = ranges(begin // width, parts)
+        rows = concat_ranges(begin // width, parts)
         first, stop = (np.clip(np.repeat(bound, parts) - rows * width, 0, width) for bound in (begin, end))
         return rows, first, stop
 

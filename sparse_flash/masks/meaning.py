@@ -9,16 +9,16 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..compat.names import PACKAGE
-from .chooser import choices_of, is_causal, is_chosen
-from .memory import remembered
-from .pattern import Pattern, PerHead, named_len, parse, shortened
+from .chooser import choices_of, has_choosers, is_causal
+from .memory import cached_until_cleared
+from .pattern import Pattern, PerHead, named_len, parse, short_text
 
 _TOKENS = 1 << 17  # of the sequence that is sampled, if the mask names no number of tokens
 _QUERIES = 256
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-@remembered(maxsize=256)
+@cached_until_cleared(maxsize=256)
 def digest_of(mask: Pattern | str) -> str | None:
     """Returns 12 hex digits that depend on which pairs the mask keeps; None if its token rules cannot be evaluated.
 
@@ -30,25 +30,25 @@ def digest_of(mask: Pattern | str) -> str | None:
     pattern, found = parse(mask) if isinstance(mask, str) else mask, hashlib.sha256()
     try:
         for part in _parts_of(pattern):
-            found.update(part.encode() if isinstance(part, str) else _sampled(part))
+            found.update(part.encode() if isinstance(part, str) else _sample_pairs(part))
     except Exception:  # of a user's own rule: for tokens that it does not know, or as it has only a block rule
         return None
     return found.hexdigest()[:12]
 
 
-def changed(text: str, saved: str) -> str | None:
+def why_changed(text: str, saved: str) -> str | None:
     """Says that spec text means something else than when its digest was saved; None if it does not."""
     if (now := digest_of(text)) == saved:
         return None
     return (
-        f"the mask {shortened(text)!r} means something else than when it was saved: its digest is {now} here, with sparse_flash "
+        f"the mask {short_text(text)!r} means something else than when it was saved: its digest is {now} here, with sparse_flash "
         f"{sys.modules[PACKAGE].__version__}, and {saved} there; install the releases of sparse_flash, and of other packages whose "
         "patterns it has, by which it was saved"
     )
 
 
 def _parts_of(pattern: Pattern) -> Iterator[Pattern | str]:
-    if is_chosen(pattern):
+    if has_choosers(pattern):
         for choice in choices_of(pattern):
             for part in (choice.within, *choice.choosers, choice.always):
                 yield part if isinstance(part, Pattern) and not part.chooses else str(part)
@@ -56,19 +56,19 @@ def _parts_of(pattern: Pattern) -> Iterator[Pattern | str]:
         yield from pattern.patterns if isinstance(pattern, PerHead) else (pattern,)
 
 
-def _sampled(pattern: Pattern) -> bytes:
+def _sample_pairs(pattern: Pattern) -> bytes:
     """Whether each pair of the sample is kept, as bits."""
     tokens = named_len(pattern, _TOKENS)
     near = _distances(tokens, 1, _QUERIES)[0]
     q = np.concatenate([near[:128] - 1, tokens - near[128:]])[:, None] % tokens
     back, ahead, first, last = np.split(_distances(tokens, _QUERIES, 1024), [512, 640, 896], axis=1)
     kv = np.concatenate([q - back + 1, q + ahead, first - 1, tokens - last], axis=1) % tokens
-    kept = np.asarray(pattern.of_length(tokens).token_rule(q, kv))
+    kept = np.asarray(pattern.bind_length(tokens).token_rule(q, kv))
     return np.packbits(np.broadcast_to(kept.astype(bool), kv.shape)).tobytes()
 
 
-@remembered(maxsize=256)
-def later_keys_decide(spec: Pattern | str) -> str | None:
+@cached_until_cleared(maxsize=256)
+def find_unstated_causal(spec: Pattern | str) -> str | None:
     """The text of what limits an expression's choosers, if it does not say causal, so that choosers compare later keys too, and no
     sampled query sees a later key under it; otherwise None."""
     within = choices_of(spec)[0].within
@@ -78,7 +78,7 @@ def later_keys_decide(spec: Pattern | str) -> str | None:
     q = (_distances(tokens, 1, _QUERIES)[0] % tokens)[:, None]
     kv = q + _distances(tokens, _QUERIES, 256)
     try:
-        kept = np.broadcast_to(np.asarray(within.of_length(tokens).token_rule(q, np.minimum(kv, tokens - 1))), kv.shape)
+        kept = np.broadcast_to(np.asarray(within.bind_length(tokens).token_rule(q, np.minimum(kv, tokens - 1))), kv.shape)
     except Exception:  # as in ``digest_of``
         return None
     return None if (kept & (kv < tokens)).any() else str(within)

@@ -12,23 +12,23 @@ FUNCTION = TypeVar("FUNCTION", bound=Callable[..., Any])
 _ways_to_clear: list[Callable[[], None]] = []
 
 
-def cleared_by(clear: Callable[[], None]) -> None:
+def register_clear(clear: Callable[[], None]) -> None:
     """Registers a function for ``clear`` to call."""
     _ways_to_clear.append(clear)
 
 
-def remembered(maxsize: int) -> Callable[[FUNCTION], FUNCTION]:
+def cached_until_cleared(maxsize: int) -> Callable[[FUNCTION], FUNCTION]:
     """Decorator: an lru_cache of this size that ``clear`` empties. For results that depend only on the arguments and so never go
     stale. A dropped result is recomputed; existing holders keep theirs."""
 
     def decorate(function: FUNCTION) -> FUNCTION:
         cached = lru_cache(maxsize=maxsize)(function)
-        cleared_by(cached.cache_clear)
+        register_clear(cached.cache_clear)
         return cast(FUNCTION, cached)
 
     return decorate
 
 
-def clear() -> None:
+def clear_memories() -> None:
     for forget in _ways_to_clear:
         forget()

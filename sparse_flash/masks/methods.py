@@ -14,11 +14,11 @@ import torch
 from ..compat.dynamo import outside_graphs, outside_inference
 from ..compat.pytorch import is_recorded
 from .block_mask import BlockMask, Device, MaskLike
-from .build import from_dense, in_blocks_of, of_heads, select, transpose
-from .cache import as_block_mask, from_flex_once, made_apart, one_mask
+from .build import from_dense, from_heads, in_blocks_of, select, transpose
+from .cache import as_block_mask, from_flex_cached, resolve_single_mask, run_in_thread
 from .document_blocks import DocumentBlocks, document_blocks
 from .from_flex import FlexMask, from_flex, from_mask_mod
-from .from_maps import check_integers, map_of_lists, map_of_rows, of_all_blocks, of_maps
+from .from_maps import check_integers, dense_mask, from_block_maps, map_from_lists, map_from_rows
 from .grid import BlockGrid
 from .pattern import Pattern
 from .tall import TallRows, tall_rows
@@ -64,12 +64,12 @@ def from_blocks(
             f"blocks is a map of {q_blocks} x {kv_blocks} blocks, but {grid.q_len} x {grid.kv_len} tokens in blocks of "
             f"{block_size} are {grid.q_blocks} x {grid.kv_blocks}"
         )
-    return of_maps(blocks, grid, limit_of(within, grid, blocks.device))
+    return from_block_maps(blocks, grid, resolve_within(within, grid, blocks.device))
 
 
-def limit_of(within: MaskLike | None, grid: BlockGrid, device: torch.device) -> BlockMask:
+def resolve_within(within: MaskLike | None, grid: BlockGrid, device: torch.device) -> BlockMask:
     """The BlockMask of one mask; of all pairs for None."""
-    return of_all_blocks(grid, device) if within is None else one_mask("within", within, grid, device)
+    return dense_mask(grid, device) if within is None else resolve_single_mask("within", within, grid, device)
 
 
 @outside_inference
@@ -94,7 +94,7 @@ def from_lists(
     """
     check_integers(("kv_indices", "kv_counts"), kv_indices, kv_counts)
     grid = _grid_of_rows(kv_indices.shape[-2] if kv_indices.dim() > 1 else 1, block_size, q_len, kv_len)
-    return from_blocks(map_of_lists(kv_indices, kv_counts, grid.shape), block_size, grid.q_len, grid.kv_len, within)
+    return from_blocks(map_from_lists(kv_indices, kv_counts, grid.shape), block_size, grid.q_len, grid.kv_len, within)
 
 
 @outside_inference
@@ -117,7 +117,7 @@ def from_bsr(
     """
     check_integers(("crow_indices", "col_indices"), crow_indices, col_indices)
     grid = _grid_of_rows(crow_indices.shape[-1] - 1 if crow_indices.dim() else 1, block_size, q_len, kv_len)
-    return from_blocks(map_of_rows(crow_indices, col_indices, grid.shape), block_size, grid.q_len, grid.kv_len, within)
+    return from_blocks(map_from_rows(crow_indices, col_indices, grid.shape), block_size, grid.q_len, grid.kv_len, within)
 
 
 def _grid_of_rows(rows: int, block_size: int, q_len: int | None, kv_len: int | None) -> BlockGrid:
@@ -144,7 +144,7 @@ def per_head(
     """
     if isinstance(masks, (str, BlockMask)) or not isinstance(masks, Iterable):
         raise TypeError(f"per_head needs a list of patterns or masks, one for each head; got {type(masks).__name__}")
-    masks = [from_flex_once(mask) if isinstance(mask, FlexMask) else mask for mask in masks]
+    masks = [from_flex_cached(mask) if isinstance(mask, FlexMask) else mask for mask in masks]
     if not masks:
         raise ValueError("per_head needs one pattern or mask for each query head; got an empty list")
     first = next((m for m in masks if isinstance(m, BlockMask)), None)
@@ -161,13 +161,13 @@ def per_head(
         if key not in cache:
             cache[key] = as_block_mask(item, q_len=q_len, kv_len=kv_len, block_size=block_size).to("cpu")
         compiled.append(cache[key])
-    return of_heads(compiled, 1, len(compiled)).to(device or "cpu")
+    return from_heads(compiled, 1, len(compiled)).to(device or "cpu")
 
 
 def tall(self: BlockMask) -> TallRows | None:
     """``by_query`` in rows of 192 queries, for forward kernels that are faster over these; made at the first use, which reads
     the table. None where they are not, for masks that differ between heads, and for masks made at run time."""
-    return _derived(self, "_tall", tall_rows)
+    return _derive_once(self, "_tall", tall_rows)
 
 
 def by_document(self: BlockMask) -> DocumentBlocks | None:
@@ -175,16 +175,16 @@ def by_document(self: BlockMask) -> DocumentBlocks | None:
 
     None where kernels are as fast over the mask's own tables, for masks that differ between heads, and for masks made at run time,
     except by ``attention_varlen``."""
-    return _derived(self, "_by_document", document_blocks)
+    return _derive_once(self, "_by_document", document_blocks)
 
 
-def _derived(mask: BlockMask, name: str, make: Callable[[BlockMask], DERIVED]) -> DERIVED | None:
+def _derive_once(mask: BlockMask, name: str, make: Callable[[BlockMask], DERIVED]) -> DERIVED | None:
     """make(mask), kept with the mask under this name; None where nothing may be kept."""
     if name not in mask.__dict__:
         if not mask.from_host or is_recorded(mask.device):
             return None
         # Launches may have been remembered with the first tables, so those stay, should two threads make some.
-        mask.__dict__.setdefault(name, made_apart(make, mask))
+        mask.__dict__.setdefault(name, run_in_thread(make, mask))
     return cast(DERIVED, mask.__dict__[name])
 
 

@@ -24,9 +24,9 @@ import numpy as np
 from ..compat.dynamo import constant_in_graphs
 from ..compat.names import PACKAGE
 from . import spec
-from .fields import check_limits, settle
+from .fields import check_limits, set_fields
 from .grid import BlockGrid, BlockRuns, SparseMatrix
-from .memory import clear, remembered
+from .memory import cached_until_cleared, clear_memories
 
 ENTRY_POINT_GROUP = f"{PACKAGE}.patterns"  # other packages offer patterns to the installed package, not to a copy of it
 PATTERN = TypeVar("PATTERN", bound="Pattern")
@@ -55,7 +55,7 @@ class Pattern:
 
     name: ClassVar[str | None] = None
     shift_invariant: ClassVar[bool] = False
-    is_part: ClassVar[bool] = False  # about some tokens alone, as others are in the care of other patterns
+    covers_part: ClassVar[bool] = False  # about some tokens alone, as others are in the care of other patterns
     chooses: ClassVar[bool] = False  # whether it is a chooser, which keeps blocks by the content of q and k
     hides_padding: ClassVar[bool] = False  # whether it keeps no padding of its ``layout``, which is such a pattern itself
     # Subclasses are dataclasses and have this.
@@ -134,14 +134,14 @@ class Pattern:
         named = self.named_tokens()
         return np.ones(q.shape, bool) if named is None else q < named[1]
 
-    def misfit(self, q_len: int, kv_len: int, first: int | None = None) -> str | None:
+    def length_refusal(self, q_len: int, kv_len: int, first: int | None = None) -> str | None:
         """Why the pattern is not for these lengths, or None. first: the token at which ``shifted`` lets it start. With fewer
         queries than keys, as in decoding, the last tokens that it names may be yet to come."""
         least, most = self.named_tokens() or (0, kv_len)
         tokens = kv_len - (first or 0)
         if tokens < 0 and q_len >= kv_len:
             return (
-                f"{shortened(self)} must start within the sequence; the sequence has {kv_len} tokens, the pattern starts at "
+                f"{short_text(self)} must start within the sequence; the sequence has {kv_len} tokens, the pattern starts at "
                 f"{first}; shift it by fewer, or pass shifted(pattern, {first}, allow_uncovered=True)"
             )
         if tokens < least and q_len >= kv_len:
@@ -155,7 +155,7 @@ class Pattern:
         else:
             return None
         where = "of the sequence" if first is None else f"from token {first} on"
-        return f"{shortened(self)} must name the {tokens} tokens {where}; it names {most}; {way_out}"
+        return f"{short_text(self)} must name the {tokens} tokens {where}; it names {most}; {way_out}"
 
     def leaves(self) -> Iterator[Pattern]:
         """The patterns that an expression is composed of."""
@@ -163,24 +163,24 @@ class Pattern:
 
     def names_tokens(self) -> bool:
         """Whether some of ``leaves`` is for certain tokens alone."""
-        return any(leaf.is_part or leaf.named_tokens() for leaf in self.leaves())
+        return any(leaf.covers_part or leaf.named_tokens() for leaf in self.leaves())
 
-    def with_leaves(self, change: Callable[[Pattern], Pattern]) -> Pattern:
+    def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Pattern:
         """The expression with ``change`` of each pattern that it is composed of."""
         return change(self)
 
-    def of_length(self, kv_len: int) -> Pattern:
+    def bind_length(self, kv_len: int) -> Pattern:
         """The pattern for sequences of this many keys: another one if it counts tokens from the end."""
         return self
 
-    def moved(self, by: int) -> Pattern | None:
+    def move_by(self, by: int) -> Pattern | None:
         """A pattern of the same kind with position 0 at position ``by``, right for keys from there on; None if there is none."""
         return None
 
     def token_tiles(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
         """The token rule on many blocks: q (n, block), kv (n, block) positions -> (n, block, block) bool."""
         shape = (*q.shape, kv.shape[1])
-        with on_arrays(self, "the token rule"):
+        with explain_array_errors(self, "the token rule"):
             # A rule may change its arguments in place, and other rules get the same positions.
             kept = np.asarray(self.token_rule(q[:, :, None].copy(), kv[:, None, :].copy()))
         if kept.dtype != bool:
@@ -211,17 +211,17 @@ class Pattern:
         return parse(text)
 
     def __and__(self, other: Pattern | str) -> Pattern:
-        return _combined(And, self, other)
+        return _combine_patterns(And, self, other)
 
     def __or__(self, other: Pattern | str) -> Pattern:
-        return _combined(Or, self, other)
+        return _combine_patterns(Or, self, other)
 
     __rand__, __ror__ = __and__, __or__  # with spec text on the left; operand order does not matter
 
     def __invert__(self) -> Pattern:
         layout = layout_of(self)
-        bare = _bare(self, layout)
-        return _without_padding(bare.operand if isinstance(bare, Not) else Not(bare), layout)
+        bare = _strip_layout(self, layout)
+        return _exclude_padding(bare.operand if isinstance(bare, Not) else Not(bare), layout)
 
     def __getstate__(self) -> dict[str, Any]:
         # Fields only: cached hashes and arrays are recomputed where the pattern is unpickled.
@@ -254,7 +254,7 @@ def is_made_in_graph(pattern: Pattern) -> bool:
 
 
 @contextmanager
-def on_arrays(pattern: Pattern, rule: str) -> Iterator[None]:
+def explain_array_errors(pattern: Pattern, rule: str) -> Iterator[None]:
     """Errors of a rule that does not take arrays name it and say what to write; others are the user's own, and pass."""
     try:
         yield
@@ -266,7 +266,7 @@ def on_arrays(pattern: Pattern, rule: str) -> Iterator[None]:
         ) from error
 
 
-def shortened(pattern: Pattern | str, most: int = 60) -> str:
+def short_text(pattern: Pattern | str, most: int = 60) -> str:
     """The pattern, or its text, as messages name it, in up to ``most`` characters."""
     text = str(pattern)
     return text if len(text) <= most else f"{text[: most - 3]}..."
@@ -283,14 +283,14 @@ def check_fit(pattern: Pattern, q_len: int, kv_len: int) -> None:
         return
     leaves = list(pattern.leaves())
     for leaf in leaves:
-        if misfit := leaf.misfit(q_len, kv_len):
+        if misfit := leaf.length_refusal(q_len, kv_len):
             raise ValueError(misfit)
-    if any(leaf.is_part for leaf in leaves):
+    if any(leaf.covers_part for leaf in leaves):
         q = np.arange(max(0, kv_len - q_len), kv_len)
         left_out = q[~pattern.named_queries(q, kv_len)]
         if len(left_out):
             raise ValueError(
-                f"{shortened(pattern)} must say what each query keeps; it does not for {len(left_out)} of {len(q)}, from "
+                f"{short_text(pattern)} must say what each query keeps; it does not for {len(left_out)} of {len(q)}, from "
                 f"{left_out[0]} to {left_out[-1]}; add what they keep, such as global_tokens(n) for the first tokens and "
                 "last_tokens(n) for the last, or pass allow_uncovered=True to shifted, if they are to keep nothing"
             )
@@ -306,16 +306,16 @@ def named_len(pattern: Pattern, default: int) -> int:
 def check_known_end(pattern: Pattern | str) -> None:
     """Raises ValueError for a pattern that counts tokens from the end, beside lengths in tensors."""
     for leaf in _leaves_of(pattern):
-        if leaf.of_length(0) != leaf:
-            raise unknown_end(leaf)
+        if leaf.bind_length(0) != leaf:
+            raise unknown_end_error(leaf)
 
 
-@remembered(maxsize=256)
+@cached_until_cleared(maxsize=256)
 def _leaves_of(pattern: Pattern | str) -> tuple[Pattern, ...]:
     return tuple((parse(pattern) if isinstance(pattern, str) else pattern).leaves())
 
 
-def unknown_end(pattern: Pattern) -> ValueError:
+def unknown_end_error(pattern: Pattern) -> ValueError:
     """The error for a pattern that counts tokens from the end of sequences whose lengths are in tensors."""
     return ValueError(
         f"{pattern} counts from the end of the sequence, whose length is not known here: pass it to attention without q_lens and "
@@ -323,8 +323,8 @@ def unknown_end(pattern: Pattern) -> ValueError:
     )
 
 
-@remembered(maxsize=256)
-def naming(pattern: Pattern | str) -> Pattern | None:
+@cached_until_cleared(maxsize=256)
+def parse_if_names_tokens(pattern: Pattern | str) -> Pattern | None:
     """The pattern, if it names tokens, so that ``check_fit`` may raise; else None."""
     pattern = parse(pattern) if isinstance(pattern, str) else pattern
     return pattern if pattern.names_tokens() else None
@@ -358,13 +358,13 @@ def _equal(pattern: Pattern, other: object) -> bool:
     if type(pattern) is not type(other) or params is None or not params.eq:
         return NotImplemented
     names = [field.name for field in dataclasses.fields(pattern) if field.compare]
-    return all(_of_a_kind(getattr(pattern, name)) == _of_a_kind(getattr(other, name)) for name in names)
+    return all(_equality_key(getattr(pattern, name)) == _equality_key(getattr(other, name)) for name in names)
 
 
-def _of_a_kind(value: object) -> object:
+def _equality_key(value: object) -> object:
     """Tells 1, 1.0 and True apart, also within tuples."""
     if isinstance(value, tuple):
-        return tuple(map(_of_a_kind, value))
+        return tuple(map(_equality_key, value))
     return isinstance(value, (bool, np.bool_)), isinstance(value, (float, np.floating)), value
 
 
@@ -376,7 +376,7 @@ class DerivedPattern(Pattern):
         """The expression that this pattern stands for, or its spec text."""
         raise NotImplementedError(f"{type(self).__name__} defines no expression")
 
-    def expanded(self) -> Pattern:
+    def expand_expression(self) -> Pattern:
         """``expression`` as a pattern. Raises TypeError for anything but a pattern or its spec text."""
         given: object = self.expression
         expression = parse(given) if isinstance(given, str) else given
@@ -386,17 +386,17 @@ class DerivedPattern(Pattern):
         return expression
 
     def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
-        return self.expanded().token_rule(q, kv)
+        return self.expand_expression().token_rule(q, kv)
 
     def named_queries(self, q: np.ndarray, kv_len: int) -> np.ndarray:
-        return self.expanded().named_queries(q, kv_len)
+        return self.expand_expression().named_queries(q, kv_len)
 
     def leaves(self) -> Iterator[Pattern]:
-        return self.expanded().leaves()
+        return self.expand_expression().leaves()
 
-    def of_length(self, kv_len: int) -> Pattern:
-        whole = self.expanded()
-        bound = whole.of_length(kv_len)
+    def bind_length(self, kv_len: int) -> Pattern:
+        whole = self.expand_expression()
+        bound = whole.bind_length(kv_len)
         return self if bound == whole else bound
 
 
@@ -417,10 +417,10 @@ class _Composite(Pattern):
             return PerHead(tuple(cls.of(*one) for one in zip(*each, strict=True)))
         layout = layout_of(*operands)
         if cls is Or:
-            operands = tuple(_bare(o, layout) for o in operands)
+            operands = tuple(_strip_layout(o, layout) for o in operands)
         flat = [p for o in operands for p in (o.operands if isinstance(o, cls) else (o,))]
         ordered = sorted(dict.fromkeys(flat), key=lambda p: (len(str(p)), str(p)))
-        return _without_padding(ordered[0] if len(ordered) == 1 else cls(tuple(ordered)), layout)
+        return _exclude_padding(ordered[0] if len(ordered) == 1 else cls(tuple(ordered)), layout)
 
     @cached_property
     def _hash(self) -> int | None:
@@ -443,11 +443,11 @@ class _Composite(Pattern):
     def leaves(self) -> Iterator[Pattern]:
         return chain.from_iterable(p.leaves() for p in self.operands)
 
-    def with_leaves(self, change: Callable[[Pattern], Pattern]) -> Pattern:
-        return type(self).of(*(p.with_leaves(change) for p in self.operands))
+    def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Pattern:
+        return type(self).of(*(p.map_leaves(change) for p in self.operands))
 
-    def of_length(self, kv_len: int) -> Pattern:
-        return self.with_leaves(lambda leaf: leaf.of_length(kv_len))
+    def bind_length(self, kv_len: int) -> Pattern:
+        return self.map_leaves(lambda leaf: leaf.bind_length(kv_len))
 
     def _write(self, write: Callable[[Pattern], str]) -> str:
         parts = (f"({write(p)})" if isinstance(p, _Composite) else write(p) for p in self.operands)
@@ -476,14 +476,14 @@ def layout_of(*patterns: Pattern) -> Any:
 def _hides_padding(pattern: Pattern) -> bool:
     if isinstance(pattern, _Composite):
         return (all if isinstance(pattern, Or) else any)(map(_hides_padding, pattern.operands))
-    return _hides_padding(pattern.expanded()) if isinstance(pattern, DerivedPattern) else pattern.hides_padding
+    return _hides_padding(pattern.expand_expression()) if isinstance(pattern, DerivedPattern) else pattern.hides_padding
 
 
-def _without_padding(pattern: Pattern, layout: Pattern | None) -> Pattern:
+def _exclude_padding(pattern: Pattern, layout: Pattern | None) -> Pattern:
     return pattern if layout is None or _hides_padding(pattern) else And.of(layout, pattern)
 
 
-def _bare(pattern: Pattern, layout: Pattern | None) -> Pattern:
+def _strip_layout(pattern: Pattern, layout: Pattern | None) -> Pattern:
     """The expression without the layout before it: however an expression was put together, it then has one text."""
     rest = tuple(one for one in pattern.operands if one != layout) if isinstance(pattern, And) else (pattern,)
     return rest[0] if len(rest) == 1 else And(rest)
@@ -500,7 +500,7 @@ def _fields_in(value: object) -> Iterator[object]:
         yield value
 
 
-def _combined(kind: type[_Composite], pattern: Pattern, other: Pattern | str) -> Pattern:
+def _combine_patterns(kind: type[_Composite], pattern: Pattern, other: Pattern | str) -> Pattern:
     other = parse(other) if isinstance(other, str) else other
     if isinstance(other, type) and issubclass(other, Pattern):
         raise TypeError(f"{_own_name(other) or other.__qualname__} is a class of patterns; call it for a pattern, as in causal()")
@@ -541,11 +541,11 @@ class Not(Pattern):
     def leaves(self) -> Iterator[Pattern]:
         return self.operand.leaves()
 
-    def with_leaves(self, change: Callable[[Pattern], Pattern]) -> Pattern:
-        return ~self.operand.with_leaves(change)
+    def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Pattern:
+        return ~self.operand.map_leaves(change)
 
-    def of_length(self, kv_len: int) -> Pattern:
-        return ~self.operand.of_length(kv_len)
+    def bind_length(self, kv_len: int) -> Pattern:
+        return ~self.operand.bind_length(kv_len)
 
     def _write(self, write: Callable[[Pattern], str]) -> str:
         inner = write(self.operand)
@@ -586,7 +586,7 @@ class PerHead(Pattern):
         layout = layout_of(*patterns)
         if layout is not None and not all(map(_hides_padding, patterns)):
             patterns = tuple(And.of(layout, one) for one in patterns)
-        settle(self, patterns=patterns)
+        set_fields(self, patterns=patterns)
 
     def __invert__(self) -> Pattern:
         return PerHead(tuple(~one for one in self.patterns))
@@ -597,11 +597,11 @@ class PerHead(Pattern):
     def leaves(self) -> Iterator[Pattern]:
         return chain.from_iterable(one.leaves() for one in self.patterns)
 
-    def with_leaves(self, change: Callable[[Pattern], Pattern]) -> Pattern:
-        return PerHead(tuple(one.with_leaves(change) for one in self.patterns))
+    def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Pattern:
+        return PerHead(tuple(one.map_leaves(change) for one in self.patterns))
 
-    def of_length(self, kv_len: int) -> Pattern:
-        return PerHead(tuple(one.of_length(kv_len) for one in self.patterns))
+    def bind_length(self, kv_len: int) -> Pattern:
+        return PerHead(tuple(one.bind_length(kv_len) for one in self.patterns))
 
 
 _registry: dict[str, type[Pattern]] = {}
@@ -627,11 +627,13 @@ def register_pattern(name: str) -> Callable[[type[PATTERN]], type[PATTERN]]:
                 f"{'@register_chooser' if cls.chooses else '@register_pattern'}"
             )
         owner = _registry.get(name)
-        if owner is not None and not (_owner(owner) == _owner(cls) and cls.__module__ == "__main__"):
-            raise ValueError(f"pattern {name!r} of {_owner(cls)} is already registered by {_owner(owner)}; choose another name")
+        if owner is not None and not (_qualified_name(owner) == _qualified_name(cls) and cls.__module__ == "__main__"):
+            raise ValueError(
+                f"pattern {name!r} of {_qualified_name(cls)} is already registered by {_qualified_name(owner)}; choose another name"
+            )
         cls.name = name
         _registry[name] = cls
-        clear()  # spec text may mean something else now
+        clear_memories()  # spec text may mean something else now
         return cls
 
     return decorate
@@ -645,7 +647,7 @@ def _own_name(cls: type[Pattern]) -> str | None:
     return vars(cls).get("name")
 
 
-def _owner(cls: type) -> str:
+def _qualified_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
@@ -667,10 +669,10 @@ def _read_entry_points() -> None:
 
 def list_patterns() -> list[str]:
     """The registered names, sorted: built-in patterns, the user's patterns and patterns of installed packages."""
-    return registered(chooses=False)
+    return list_registered(chooses=False)
 
 
-def registered(chooses: bool) -> list[str]:
+def list_registered(chooses: bool) -> list[str]:
     """The registered names of choosers or of other patterns, sorted."""
     _read_entry_points()
     return sorted(name for name, cls in _registry.items() if cls.chooses == chooses)
@@ -686,7 +688,7 @@ def pattern_class(name: str) -> type[Pattern]:
     return _registry[name]
 
 
-def said_of(cls: type[Pattern], subject: str) -> str:
+def find_docstring_line(cls: type[Pattern], subject: str) -> str:
     """The rest of the line ``subject: ...`` of a class's or its module's docstring, or "". ``use`` is what a pattern is for."""
     for text in (cls.__doc__, sys.modules[cls.__module__].__doc__):
         if found := re.search(rf"^\s*{subject}: (.+)$", text or "", re.MULTILINE):
@@ -705,7 +707,7 @@ def parse(text: str) -> Pattern:
 
     Raises ``SpecError`` (a ValueError) that points at the column.
     """
-    return _build(spec.read(text), text)
+    return _build_pattern(spec.read(text), text)
 
 
 @constant_in_graphs
@@ -715,7 +717,7 @@ def text_of(pattern: Pattern | str) -> str | None:
     return _text_of(pattern)
 
 
-@remembered(maxsize=256)
+@cached_until_cleared(maxsize=256)
 def _text_of(pattern: Pattern | str) -> str | None:
     if isinstance(pattern, str):
         return parse(pattern).to_spec()
@@ -726,44 +728,44 @@ def _text_of(pattern: Pattern | str) -> str | None:
         return None
 
 
-def _build(tree: spec.Tree, text: str) -> Pattern:
+def _build_pattern(tree: spec.Tree, text: str) -> Pattern:
     if isinstance(tree, spec.Operation):
-        operands = [_build(operand, text) for operand in tree.operands]
+        operands = [_build_pattern(operand, text) for operand in tree.operands]
         return ~operands[0] if tree.symbol == "~" else {"&": And, "|": Or}[tree.symbol].of(*operands)
     try:
         cls = pattern_class(tree.name)
     except ValueError as error:
         raise spec.SpecError(str(error), text, tree.column) from None
-    positional = [_built(value, text) for value in tree.positional]
-    keyword = {name: _built(value, text) for name, value in tree.keyword.items()}
+    positional = [_build_value(value, text) for value in tree.positional]
+    keyword = {name: _build_value(value, text) for name, value in tree.keyword.items()}
     try:
         return cls(*positional, **keyword)
     except (TypeError, ValueError) as error:
-        raise spec.SpecError(_misfit(cls, tree) or str(error), text, tree.column) from error
+        raise spec.SpecError(_argument_refusal(cls, tree) or str(error), text, tree.column) from error
 
 
-def _misfit(cls: type[Pattern], tree: spec.PatternCall) -> str | None:
+def _argument_refusal(cls: type[Pattern], tree: spec.PatternCall) -> str | None:
     """Says what is wrong with the arguments' names or number; None if nothing is."""
     signature = inspect.signature(cls).replace(return_annotation=inspect.Signature.empty)
     named = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     for name in tree.keyword:
         if not (takes_any or name in named):
-            return f"{_written(tree.name, signature)}: unknown argument {name!r}; {_nearest(name, named)}"
+            return f"{_format_signature(tree.name, signature)}: unknown argument {name!r}; {_nearest(name, named)}"
     try:
         signature.bind(*tree.positional, **tree.keyword)
     except TypeError as error:
-        return f"{_written(tree.name, signature)}: {error}"
+        return f"{_format_signature(tree.name, signature)}: {error}"
     return None
 
 
-def _written(name: str, signature: inspect.Signature) -> str:
+def _format_signature(name: str, signature: inspect.Signature) -> str:
     """A call's signature without the limits of its fields."""
     return name + re.sub(r"(?:typing\.)?Annotated\[(\w+), [^]]*\]", r"\1", str(signature))
 
 
-def _built(value: spec.Value, text: str) -> Any:
+def _build_value(value: spec.Value, text: str) -> Any:
     """A value of spec text with its expressions made into patterns."""
     if isinstance(value, tuple):
-        return tuple(_built(one, text) for one in value)
-    return _build(value, text) if isinstance(value, spec.Tree) else value
+        return tuple(_build_value(one, text) for one in value)
+    return _build_pattern(value, text) if isinstance(value, spec.Tree) else value

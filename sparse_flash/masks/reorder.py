@@ -18,15 +18,15 @@ import torch
 from ..compat.dynamo import constant_in_graphs
 from ..compat.names import operator_name
 from ..compat.pytorch import active_modes, is_plain_eager
-from .cache import as_operations_take_them, keep_if_captured, made_apart, traceable
-from .memory import remembered
+from .cache import fake_tensors_if_needed, keep_if_captured, run_in_thread, to_traceable
+from .memory import cached_until_cleared
 from .pattern import parse
-from .select_blocks import by_kernel
+from .select_blocks import can_launch_kernel
 
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # what sums of a dtype are made in
 
 
-def reordered(x: torch.Tensor, dim: int, layout: Any, to: str, tokens: int) -> torch.Tensor:
+def reorder_tensor(x: torch.Tensor, dim: int, layout: Any, to: str, tokens: int) -> torch.Tensor:
     """x in another order along ``dim``. layout: a VideoLayout. to: "to_tiles" or "to_raster". tokens: how many x must have."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x must be a torch.Tensor; got {type(x).__name__}; pass torch.as_tensor(x)")
@@ -37,39 +37,41 @@ def reordered(x: torch.Tensor, dim: int, layout: Any, to: str, tokens: int) -> t
         raise ValueError(f"x must have {tokens} tokens in dimension {dim} {said}, of {layout}; got shape {tuple(x.shape)}")
     if torch.compiler.is_compiling():
         # An operation's result keeps its length with dynamic=True, a constant does not.
-        order = [index.detach() for index in _constant_order(traceable(layout), x.device)]
+        order = [index.detach() for index in _constant_order(to_traceable(layout), x.device)]
     else:
-        order = _order(layout, x.device)
+        order = _make_order(layout, x.device)
         keep_if_captured(order, x.device)
-        order = as_operations_take_them(order)
-    return _mapped(x, dim % x.dim(), order, to, False)
+        order = fake_tensors_if_needed(order)
+    return _apply_differentiably(x, dim % x.dim(), order, to, False)
 
 
 @constant_in_graphs
 def _constant_order(layout: Any, device: torch.device) -> list[torch.Tensor]:
-    return _order(parse(layout) if isinstance(layout, str) else layout, device)
+    return _make_order(parse(layout) if isinstance(layout, str) else layout, device)
 
 
-@remembered(maxsize=64)
-def _order(layout: Any, device: torch.device) -> list[torch.Tensor]:
+@cached_until_cleared(maxsize=64)
+def _make_order(layout: Any, device: torch.device) -> list[torch.Tensor]:
     """[token_at, the same with -1 at padding, position_of, copies_of], int32."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f"the order of {layout} cannot be made while a CUDA graph is captured; reorder a tensor before")
     kept = np.where(layout.exists(np.arange(layout.length)), layout.token_at, -1)
     arrays = layout.token_at, kept, layout.position_of, layout.copies_of
-    return made_apart(lambda: [torch.from_numpy(array.astype(np.int32)).to(device) for array in arrays])
+    return run_in_thread(lambda: [torch.from_numpy(array.astype(np.int32)).to(device) for array in arrays])
 
 
-def _mapped(x: torch.Tensor, dim: int, order: list[torch.Tensor], to: str, transposed: bool) -> torch.Tensor:
+def _apply_differentiably(x: torch.Tensor, dim: int, order: list[torch.Tensor], to: str, transposed: bool) -> torch.Tensor:
     """One of the four maps. Differentiable."""
     if torch.compiler.is_compiling() or active_modes() or x.is_meta:
         return _operator(x, dim, order, to, transposed)
     if is_plain_eager(x):
-        return _Mapped.apply(x, dim, order, to, transposed)
-    return _by_operations(x, dim, *_rows(order, to, transposed))  # function transforms and subclasses of tensors see operations
+        return _ReorderFunction.apply(x, dim, order, to, transposed)
+    return _apply_in_torch(
+        x, dim, *_select_index(order, to, transposed)
+    )  # function transforms and subclasses of tensors see operations
 
 
-def _rows(order: list[torch.Tensor], to: str, transposed: bool) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
+def _select_index(order: list[torch.Tensor], to: str, transposed: bool) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
     """(index, counts and distances if the map adds up rows, whether some of the index are -1)."""
     token_at, kept, position_of, copies = order
     padded = len(token_at) > len(position_of)
@@ -78,23 +80,23 @@ def _rows(order: list[torch.Tensor], to: str, transposed: bool) -> tuple[torch.T
     return (kept, None, padded) if transposed else (token_at, None, False)
 
 
-def _map(x: torch.Tensor, dim: int, order: list[torch.Tensor], to: str, transposed: bool) -> torch.Tensor:
-    index, copies, some = _rows(order, to, transposed)
-    if by_kernel(x):
+def _apply_map(x: torch.Tensor, dim: int, order: list[torch.Tensor], to: str, transposed: bool) -> torch.Tensor:
+    index, copies, some = _select_index(order, to, transposed)
+    if can_launch_kernel(x):
         from ..kernels.packed.rows import SUMMED, take_rows_into
 
         if x.element_size() <= 8 and (copies is None or x.dtype in SUMMED):
             target = _empty(x, dim, index)
             take_rows_into(x.resolve_conj().resolve_neg(), index, 0.0, target, dim, copies)
             return target
-    return _by_operations(x, dim, index, copies, some)
+    return _apply_in_torch(x, dim, index, copies, some)
 
 
 def _empty(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
     return x.new_empty((*x.shape[:dim], index.shape[0], *x.shape[dim + 1 :]))
 
 
-def _by_operations(x: torch.Tensor, dim: int, index: torch.Tensor, copies: torch.Tensor | None, some: bool) -> torch.Tensor:
+def _apply_in_torch(x: torch.Tensor, dim: int, index: torch.Tensor, copies: torch.Tensor | None, some: bool) -> torch.Tensor:
     """The definition, in PyTorch operations."""
     if some:
         nothing = (index < 0).view(-1, *[1] * (x.dim() - dim - 1))
@@ -110,28 +112,28 @@ def _by_operations(x: torch.Tensor, dim: int, index: torch.Tensor, copies: torch
     return total.to(x.dtype)
 
 
-class _Mapped(torch.autograd.Function):
+class _ReorderFunction(torch.autograd.Function):
     """The operator's autograd without its dispatch: see ``dispatch/operators``."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, *options: Any) -> torch.Tensor:
         ctx.options = options
-        return _map(x, *options)
+        return _apply_map(x, *options)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         dim, order, to, transposed = ctx.options
-        return _mapped(grad, dim, order, to, not transposed), None, None, None, None
+        return _apply_differentiably(grad, dim, order, to, not transposed), None, None, None, None
 
 
 @torch.library.custom_op(operator_name("reorder_tokens"), mutates_args=())
 def _operator(x: torch.Tensor, dim: int, order: list[torch.Tensor], to: str, transposed: bool) -> torch.Tensor:
-    return _map(x, dim, order, to, transposed)
+    return _apply_map(x, dim, order, to, transposed)
 
 
 @_operator.register_fake
 def _(x: torch.Tensor, dim: int, order: list[torch.Tensor], to: str, transposed: bool) -> torch.Tensor:
-    return _empty(x, dim, _rows(order, to, transposed)[0])
+    return _empty(x, dim, _select_index(order, to, transposed)[0])
 
 
 def _keep_options(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

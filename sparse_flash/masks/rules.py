@@ -15,8 +15,8 @@ import numpy as np
 import scipy.sparse
 
 from .fields import positive_int
-from .grid import FULL, PARTIAL, BlockGrid, BlockRuns, ranges, runs_of
-from .pattern import DerivedPattern, Pattern, Runs, layout_of, on_arrays
+from .grid import FULL, PARTIAL, BlockGrid, BlockRuns, concat_ranges, runs_of
+from .pattern import DerivedPattern, Pattern, Runs, explain_array_errors, layout_of
 
 # Evaluating all pairs of smaller units would cost as much as evaluating tokens.
 SMALLEST_LISTED_UNIT = 16
@@ -59,7 +59,7 @@ class RunPattern(Pattern):
     def block_rule(self, grid: BlockGrid) -> BlockRuns:
         """Run by run: some query of a block row reaches from the least first to the greatest stop; all queries reach from the
         greatest first to the least stop."""
-        runs = self._runs_of_a_query(grid.offset)
+        runs = self._count_runs(grid.offset)
         pieces = []
         for rows in _row_chunks(grid, runs * (2 if self.ordered_runs else grid.block_size)):
             first, stop = self.row_runs(grid.q_ends(rows) if self.ordered_runs else grid.q_positions(rows))
@@ -70,12 +70,14 @@ class RunPattern(Pattern):
                 empty = stop <= first
                 first, stop = np.where(empty, grid.kv_len, first), np.where(empty, 0, stop)
                 some, every = (first.min(1), stop.max(1)), (first.max(1), stop.min(1))
-            pieces.append(_joined(grid, [_block_runs(grid, rows, *some, PARTIAL), _block_runs(grid, rows, *every, FULL)]))
-        return BlockRuns.in_turn(pieces)
+            pieces.append(
+                _merge_row_runs(grid, [_round_to_blocks(grid, rows, *some, PARTIAL), _round_to_blocks(grid, rows, *every, FULL)])
+            )
+        return BlockRuns.from_bands(pieces)
 
-    def _runs_of_a_query(self, position: int) -> int:
+    def _count_runs(self, position: int) -> int:
         """How many runs a query keeps. Raises ValueError for runs in another form than ``row_runs`` must return."""
-        with on_arrays(self, "row_runs"):
+        with explain_array_errors(self, "row_runs"):
             runs: object = self.row_runs(np.array([position, position]))
         if not isinstance(runs, (tuple, list)) or len(runs) != 2:
             got = f"{len(runs)} values" if isinstance(runs, (tuple, list)) else type(runs).__name__
@@ -97,7 +99,7 @@ def _row_chunks(grid: BlockGrid, numbers_per_row: int) -> Iterator[np.ndarray]:
     return (np.arange(low, min(low + step, grid.q_blocks)) for low in range(0, grid.q_blocks, step))
 
 
-def _block_runs(grid: BlockGrid, rows: np.ndarray, first: np.ndarray, stop: np.ndarray, state: int) -> _RowRuns:
+def _round_to_blocks(grid: BlockGrid, rows: np.ndarray, first: np.ndarray, stop: np.ndarray, state: int) -> _RowRuns:
     """Runs of blocks (row, first, stop, state) from runs of tokens, one or more per block row.
 
     rows: (rows,) block rows. first, stop: (rows, runs) key positions. state: PARTIAL includes every block that a run touches, FULL
@@ -113,7 +115,7 @@ def _block_runs(grid: BlockGrid, rows: np.ndarray, first: np.ndarray, stop: np.n
     return rows[row], first[row, run], stop[row, run], np.full(len(row), state)
 
 
-def _joined(grid: BlockGrid, pieces: list[_RowRuns]) -> BlockRuns:
+def _merge_row_runs(grid: BlockGrid, pieces: list[_RowRuns]) -> BlockRuns:
     return BlockRuns.from_row_runs(grid.shape, *(np.concatenate(column) for column in zip(*pieces, strict=True)))
 
 
@@ -141,7 +143,7 @@ class UnitPattern(Pattern):
         for low in range(first, stop, step):
             # New arrays for each call: a rule may change its arguments in place.
             i, j = np.arange(low, min(low + step, stop))[:, None], np.arange(cols)[None, :]
-            with on_arrays(self, "unit_rule"):
+            with explain_array_errors(self, "unit_rule"):
                 kept = np.asarray(self.unit_rule(i, j))
             if kept.dtype != bool:
                 raise TypeError(f"unit_rule of {self} must return booleans; got {kept.dtype}; compare, and combine with & | ~")
@@ -165,7 +167,7 @@ class UnitPattern(Pattern):
         if size % unit == 0 and not (q[:, 0] % unit).any() and not (kv[:, 0] % unit).any():
             # Blocks begin with units: twice as fast as finding the unit of each token.
             return super().token_tiles(q[:, ::unit], kv[:, ::unit]).repeat(unit, axis=1).repeat(unit, axis=2)
-        (i, row), (j, col) = (_units(position // unit) for position in (q, kv))
+        (i, row), (j, col) = (_find_units(position // unit) for position in (q, kv))
         kept = super().token_tiles(i * unit, j * unit)
         block = np.arange(len(kept))[:, None, None]
         # Columns before rows, as rows are copied whole.
@@ -177,10 +179,10 @@ class UnitPattern(Pattern):
         if unit < SMALLEST_LISTED_UNIT and not lists_pairs:
             return None
         first, stop = grid.offset // unit, (grid.kv_len - 1) // unit + 1
-        i, j = self._listed_pairs(first, stop)
-        return self._large_units(grid, i, j) if unit >= grid.block_size else self._small_units(grid, i, j)
+        i, j = self._check_unit_pairs(first, stop)
+        return self._large_unit_states(grid, i, j) if unit >= grid.block_size else self._small_unit_states(grid, i, j)
 
-    def _listed_pairs(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+    def _check_unit_pairs(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """``unit_pairs``. Raises ValueError or TypeError for pairs in another form than it must return."""
         pairs: object = self.unit_pairs(first, stop, stop)
         if type(self).unit_pairs is UnitPattern.unit_pairs:
@@ -202,11 +204,11 @@ class UnitPattern(Pattern):
             raise ValueError(f"unit_pairs of {self} must list each pair once; got {divmod(twice, stop)} twice")
         return i, j
 
-    def _small_units(self, grid: BlockGrid, i: np.ndarray, j: np.ndarray) -> BlockRuns:
+    def _small_unit_states(self, grid: BlockGrid, i: np.ndarray, j: np.ndarray) -> BlockRuns:
         """Kept units do not overlap, so the areas they cover in a block add up to the block's kept pairs."""
         kept = scipy.sparse.csr_array(grid.shape, dtype=np.int64)
-        for row, height in _overlaps(i * self.block - grid.offset, self.block, grid.q_len, grid.block_size):
-            for col, width in _overlaps(j * self.block, self.block, grid.kv_len, grid.block_size):
+        for row, height in _split_at_blocks(i * self.block - grid.offset, self.block, grid.q_len, grid.block_size):
+            for col, width in _split_at_blocks(j * self.block, self.block, grid.kv_len, grid.block_size):
                 pairs = height * width
                 some = pairs > 0
                 kept += scipy.sparse.csr_array((pairs[some], (row[some], col[some])), shape=grid.shape)
@@ -215,7 +217,7 @@ class UnitPattern(Pattern):
         state = np.where(kept.data == grid.heights(rows) * grid.widths(cols), FULL, PARTIAL)
         return BlockRuns.from_row_runs(grid.shape, rows, cols, cols + 1, state)
 
-    def _large_units(self, grid: BlockGrid, i: np.ndarray, j: np.ndarray) -> BlockRuns:
+    def _large_unit_states(self, grid: BlockGrid, i: np.ndarray, j: np.ndarray) -> BlockRuns:
         """The queries of a block row lie in one or two units; where both agree on a block, that is its state."""
         order = np.lexsort((j, i))
         unit, first, stop = runs_of(i[order], j[order])
@@ -226,14 +228,14 @@ class UnitPattern(Pattern):
         for side in range(2 if (q[:, 0] != q[:, 1]).any() else 1):
             low, high = (np.searchsorted(unit, q[:, side], side=s) for s in ("left", "right"))
             row = np.repeat(rows, high - low)
-            run = ranges(low, high - low)
+            run = concat_ranges(low, high - low)
             # A unit of whole blocks leaves none partial.
             states = (PARTIAL, FULL) if self.block % grid.block_size else (FULL,)
-            sides.append(_joined(grid, [_block_runs(grid, row, first[run, None], stop[run, None], s) for s in states]))
-        return sides[0] if len(sides) == 1 else sides[0].agreeing(sides[1])
+            sides.append(_merge_row_runs(grid, [_round_to_blocks(grid, row, first[run, None], stop[run, None], s) for s in states]))
+        return sides[0] if len(sides) == 1 else sides[0].where_equal(sides[1])
 
 
-def _units(unit: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _find_units(unit: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(the units of each block in order, (n, units), where the last may repeat; the place of each token's unit among them).
 
     unit: (n, block), the unit of each token of n blocks, ascending.
@@ -242,7 +244,7 @@ def _units(unit: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.minimum(unit[:, :1] + np.arange(place[:, -1].max() + 1), unit[:, -1:]), place
 
 
-def _overlaps(start: np.ndarray, unit: int, length: int, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _split_at_blocks(start: np.ndarray, unit: int, length: int, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Cuts token ranges [start, start + unit), unit < size, into their parts in blocks of ``size`` tokens: yields (block, tokens)
     of the first and of the second part; parts outside [0, length) have no tokens."""
     for part in range(2):
@@ -273,7 +275,7 @@ class DistancePattern(UnitPattern):
         # A block covers at least this many distances, so a shorter gap separates no blocks and a shorter run fills none.
         least = 2 * max(1, grid.block_size // unit) - 1
         distance = np.arange(grid.offset // unit - (grid.kv_len - 1) // unit, (grid.kv_len - 1) // unit + 1)
-        with on_arrays(self, "distance_rule"):
+        with explain_array_errors(self, "distance_rule"):
             kept = np.asarray(self.distance_rule(distance.copy()))  # a rule may change its argument in place
         if kept.dtype != bool or kept.shape != distance.shape:
             raise TypeError(
@@ -289,12 +291,12 @@ class DistancePattern(UnitPattern):
         for rows in _row_chunks(grid, 1 + len(some[0]) + len(every[0])):
             top, bottom = np.split(grid.q_ends(rows) // unit, 2, axis=1)
             covered = (bottom - every[1] + 1) * unit, (top - every[0] + 1) * unit
-            pieces = [_block_runs(grid, rows, *covered, FULL)]
+            pieces = [_round_to_blocks(grid, rows, *covered, FULL)]
             if unit % grid.block_size or (top != bottom).any():  # else no block is partial
                 reached = (top - some[1] + 1) * unit, (bottom - some[0] + 1) * unit
-                pieces.append(_block_runs(grid, rows, *reached, PARTIAL))
-            parts.append(_joined(grid, pieces))
-        return BlockRuns.in_turn(parts)
+                pieces.append(_round_to_blocks(grid, rows, *reached, PARTIAL))
+            parts.append(_merge_row_runs(grid, pieces))
+        return BlockRuns.from_bands(parts)
 
 
 @dataclass(frozen=True)
@@ -330,18 +332,18 @@ class Moved(Pattern):
         """From the pattern's own blocks, in the same rows: each block here touches one or two of them."""
         own = BlockGrid(grid.q_len, max(1, grid.kv_len - self.by), grid.block_size)
         rows = np.arange(grid.q_blocks)
-        pieces = [_block_runs(grid, rows, rows[:, None] * 0, rows[:, None] * 0 + self.by, PARTIAL)]
+        pieces = [_round_to_blocks(grid, rows, rows[:, None] * 0, rows[:, None] * 0 + self.by, PARTIAL)]
         states = block_states(self.pattern, own)
         for state in (PARTIAL, FULL):
             rows, first, stop = states.row_runs(state)
             first = first[:, None] * own.block_size + self.by
             stop = np.minimum(stop[:, None] * own.block_size, own.kv_len) + self.by
             # The first and the last block of a full run may be full only in part.
-            pieces += [_block_runs(grid, rows, first, stop, kind) for kind in sorted({PARTIAL, state})]
-        return _joined(grid, pieces)
+            pieces += [_round_to_blocks(grid, rows, first, stop, kind) for kind in sorted({PARTIAL, state})]
+        return _merge_row_runs(grid, pieces)
 
 
-def moved(pattern: Pattern, by: int) -> Pattern:
+def move_pattern(pattern: Pattern, by: int) -> Pattern:
     """The expression with position 0 at position ``by``, negative or not. As tables are cached, it is equal for as many ``by`` as
     possible."""
 
@@ -350,8 +352,8 @@ def moved(pattern: Pattern, by: int) -> Pattern:
         if not rest and layout_of(leaf) is None:  # a moved pattern is over no layout, which would be before the expression
             return leaf
         if isinstance(leaf, DerivedPattern):
-            return leaf.expanded().with_leaves(change)
-        own = leaf.moved(by)
+            return leaf.expand_expression().map_leaves(change)
+        own = leaf.move_by(by)
         return Moved(leaf, rest) if own is None else own
 
-    return pattern.with_leaves(change)
+    return pattern.map_leaves(change)

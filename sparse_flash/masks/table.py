@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .grid import FULL, BlockRuns, ranges, runs_of, union
+from .grid import FULL, BlockRuns, concat_ranges, runs_of, union
 from .tiles import FULL_TILE, TilePool
 
 WORK_FIELDS = 8  # a work item is 32 bytes, one sector of a cache line
@@ -24,7 +24,7 @@ _ROWS_OF_A_GROUP = 8
 # Rows within a quarter of the heaviest are alike, if three quarters of the rows are.
 _ALIKE = 3 / 4
 _SPLIT_BLOCKS, _SPLIT_RATIO = 32, 2
-# A table made on a device has room for this many splits, as the host does not know its rows: see ``with_splits``.
+# A table made on a device has room for this many splits, as the host does not know its rows: see ``build_split_work``.
 _SPLITS = 64
 # Runs of full blocks are handled as such where they are longer than this, on average; else block by block.
 _LONG_RUN = 8
@@ -78,7 +78,7 @@ class Table(NamedTuple):
         count = int(self.row_ptr[-1, -1])
         return self._replace(col_idx=self.col_idx[:count], tile_idx=self.tile_idx[:count])
 
-    def in_document_order(self) -> bool:
+    def has_document_order(self) -> bool:
         """Whether one mask's table on the host has its rows in order of documents: see ``groups_of``."""
         return bool(groups_of(self.row_ptr[0].numpy(), self.row_split[0].numpy(), self.col_idx.numpy()).any())
 
@@ -101,7 +101,7 @@ class FullBlocks(NamedTuple):
     def blocks(self) -> int:
         return int((self.stop - self.first).sum())
 
-    def in_squares(self, group: int) -> np.ndarray:
+    def count_by_square(self, group: int) -> np.ndarray:
         """How many of the blocks lie in each square of group x group: (rows / group, cols / group) int64, rounded up."""
         rows, cols = (-(-count // group) for count in self.shape)
         # By square, the blocks of a row from ``first`` on grow by what is left of its square, then by the rest of a whole one.
@@ -132,7 +132,7 @@ class FullBlocks(NamedTuple):
                 order = _stable_order(cols)
                 return FullBlocks(shape, cols[order], first[order], stop[_stable_order(cols_of_stop)])
         lengths = self.stop - self.first
-        rows, cols = np.repeat(self.rows, lengths), ranges(self.first, lengths)
+        rows, cols = np.repeat(self.rows, lengths), concat_ranges(self.first, lengths)
         order = _stable_order(cols)
         return FullBlocks.of(shape, cols[order], rows[order])
 
@@ -151,15 +151,15 @@ class PartialBlocks(NamedTuple):
         return PartialBlocks(self.cols[order], self.rows[order], self.kinds[order], self.tiles[order])
 
 
-def in_table_order(
+def sort_entries(
     entries: Entries, shape: tuple[int, int], pool: TilePool, full: FullBlocks | None = None
 ) -> tuple[FullBlocks, PartialBlocks, list[torch.Tensor]]:
-    """One mask's entries as ``table_of`` expects them, and its run and bit tiles. shape: of the grid of blocks. full: full blocks
-    that are not among the entries."""
+    """One mask's entries as ``build_table`` expects them, and its run and bit tiles. shape: of the grid of blocks. full: full
+    blocks that are not among the entries."""
     rows, cols, tiles = (axis.astype(np.int32, copy=False) for axis in entries)
     is_full = tiles == FULL_TILE
     if full is None:
-        full = FullBlocks.of(shape, *_in_order(shape[1], rows[is_full], cols[is_full]))
+        full = FullBlocks.of(shape, *_sort_by_row(shape[1], rows[is_full], cols[is_full]))
     elif is_full.any():
         others = rows[is_full], cols[is_full], cols[is_full] + 1
         of_rows, first, stop = map(np.concatenate, zip(full[1:], others, strict=True))
@@ -168,7 +168,7 @@ def in_table_order(
     if is_full.any():
         rows, cols, tiles = (axis[~is_full] for axis in (rows, cols, tiles))
     kinds = 1 + np.asarray(pool.is_bits, np.int32)[tiles]
-    kinds_of_rows, cols, tiles = _in_order(shape[1], rows * 3 + kinds, cols, tiles)
+    kinds_of_rows, cols, tiles = _sort_by_row(shape[1], rows * 3 + kinds, cols, tiles)
     rows, kinds = np.divmod(kinds_of_rows, 3)
     index, stacks = np.zeros(len(tiles), np.int32), []
     for kind in (1, 2):
@@ -181,11 +181,11 @@ def in_table_order(
         used = used[np.argsort(number[used])]
         number[used] = np.arange(len(used))
         index[of_kind] = number[chosen]
-        stacks.append(torch.from_numpy(at_least_two(pool.stack(used, is_bits=kind == 2))))
+        stacks.append(torch.from_numpy(pad_to_two(pool.stack(used, is_bits=kind == 2))))
     return full, PartialBlocks(rows, cols, kinds, index), stacks
 
 
-def _in_order(n_cols: int, rows: np.ndarray, cols: np.ndarray, *others: np.ndarray) -> tuple[np.ndarray, ...]:
+def _sort_by_row(n_cols: int, rows: np.ndarray, cols: np.ndarray, *others: np.ndarray) -> tuple[np.ndarray, ...]:
     """All of them, ordered by row and column."""
     key = rows * np.int64(n_cols) + cols
     if (key[1:] >= key[:-1]).all():
@@ -194,7 +194,7 @@ def _in_order(n_cols: int, rows: np.ndarray, cols: np.ndarray, *others: np.ndarr
     return tuple(axis[order] for axis in (rows, cols, *others))
 
 
-def table_of(full: FullBlocks, partial: PartialBlocks) -> Table:
+def build_table(full: FullBlocks, partial: PartialBlocks) -> Table:
     """The table of one mask's blocks."""
     of_runs, of_bits = np.bincount(partial.rows * 2 + partial.kinds - 1, minlength=2 * full.shape[0]).reshape(-1, 2).T
     before = np.append(0, np.cumsum(of_runs + of_bits))
@@ -210,13 +210,13 @@ def table_of(full: FullBlocks, partial: PartialBlocks) -> Table:
     cols[np.cumsum(lengths) - lengths + before[full.rows]] = full.first - np.append(0, full.stop[:-1] - 1)[: len(lengths)]
     np.cumsum(cols, dtype=np.int32, out=cols)
     cols[place], tiles[place] = partial.cols, partial.tiles
-    arrays = ptr[None], np.stack([bits - of_runs, bits], 1)[None], at_least_two(cols), at_least_two(tiles)
-    return with_work(*(torch.from_numpy(np.ascontiguousarray(a, np.int32)) for a in arrays))
+    arrays = ptr[None], np.stack([bits - of_runs, bits], 1)[None], pad_to_two(cols), pad_to_two(tiles)
+    return finish_table(*(torch.from_numpy(np.ascontiguousarray(a, np.int32)) for a in arrays))
 
 
 def bands_of(table: Table, mask: int, cols: int, step: int = 1) -> Iterator[tuple[FullBlocks, PartialBlocks]]:
-    """The reverse of ``table_of``, for one stored mask of ``cols`` columns: the blocks of some rows, a multiple of ``step``, then
-    of the next, so that memory stays bounded."""
+    """The reverse of ``build_table``, for one stored mask of ``cols`` columns: the blocks of some rows, a multiple of ``step``,
+    then of the next, so that memory stays bounded."""
     ptr, split = (bounds[mask].cpu().numpy().astype(np.int64) for bounds in (table.row_ptr, table.row_split))
     col_idx, tile_idx, rows = table.col_idx.cpu().numpy(), table.tile_idx.cpu().numpy(), len(ptr) - 1
     ends = np.append(np.arange(0, rows, step), rows)
@@ -232,11 +232,11 @@ def bands_of(table: Table, mask: int, cols: int, step: int = 1) -> Iterator[tupl
         place = np.flatnonzero(begins)
         run = np.searchsorted(place, kinds[:, 0] - begin)
         runs = np.searchsorted(place, kinds[:, 1] - begin) - run
-        which = ranges(run, runs)
+        which = concat_ranges(run, runs)
         first = col[place[which]].astype(np.int64)
         full = FullBlocks((rows, cols), np.repeat(row, runs), first, first + place[which + 1] - place[which])
         counts = np.column_stack([kinds[:, 2] - kinds[:, 1], ptr[low + 1 : high + 1] - kinds[:, 2]])
-        entry = ranges(kinds[:, 1], counts.sum(1))
+        entry = concat_ranges(kinds[:, 1], counts.sum(1))
         kind = np.repeat(np.tile(np.array([1, 2], np.int32), len(row)), counts.ravel())
         rows_of = np.repeat(row.astype(np.int32), counts.sum(1))
         yield full, PartialBlocks(rows_of, col_idx[entry], kind, tile_idx[entry])
@@ -322,7 +322,7 @@ def ordered_bounds(row_ptr: torch.Tensor, row_split: torch.Tensor, row_order: to
     return bounds.take_along_dim(row_order[..., None].long(), 1)
 
 
-def with_splits(
+def build_split_work(
     row_ptr: torch.Tensor, row_split: torch.Tensor, row_order: torch.Tensor, longest: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(work, splits) of a table made on a device, in operations whose shapes do not depend on its contents: see ``Table`` and
@@ -355,10 +355,10 @@ def with_splits(
     return work, pad(lines[:, :room], (0, 0, 0, max(0, room - rows - 1)))
 
 
-def with_work(row_ptr: torch.Tensor, row_split: torch.Tensor, col_idx: torch.Tensor, tile_idx: torch.Tensor) -> Table:
+def finish_table(row_ptr: torch.Tensor, row_split: torch.Tensor, col_idx: torch.Tensor, tile_idx: torch.Tensor) -> Table:
     """The table, on the CPU, with the order of its rows and its work items: whole rows, and splits of the heavy ones."""
     of_masks = zip(row_ptr.numpy(), row_split.numpy(), strict=True)
-    orders, items, splits = zip(*(_divided(*bounds, col_idx.numpy()) for bounds in of_masks), strict=True)
+    orders, items, splits = zip(*(_plan_rows(*bounds, col_idx.numpy()) for bounds in of_masks), strict=True)
     work = np.zeros((len(items), max(map(len, items)), WORK_FIELDS), np.int32)
     work[..., 0] = row_ptr.shape[1] - 1
     listed = np.zeros((len(splits), max(2, *(int(one[:, 2].sum()) for one in splits)), SPLIT_FIELDS), np.int32)
@@ -370,7 +370,7 @@ def with_work(row_ptr: torch.Tensor, row_split: torch.Tensor, col_idx: torch.Ten
     return Table(row_ptr, row_split, order, col_idx, tile_idx, *made)
 
 
-def _divided(ptr: np.ndarray, split: np.ndarray, cols: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _plan_rows(ptr: np.ndarray, split: np.ndarray, cols: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The order of the rows, the work items and the split rows of one mask: see ``Table``."""
     count, group = np.diff(ptr).astype(np.int64), groups_of(ptr, split, cols)
     mean = count.sum() / max(1, np.count_nonzero(count))
@@ -389,6 +389,6 @@ def _divided(ptr: np.ndarray, split: np.ndarray, cols: np.ndarray) -> tuple[np.n
     return np.lexsort((-weights_of(count), group)), items, splits.astype(np.int32)
 
 
-def at_least_two(tiles: np.ndarray) -> np.ndarray:
+def pad_to_two(tiles: np.ndarray) -> np.ndarray:
     # torch.compile treats lengths 0 and 1 as constants, and would recompile for a later mask with more tiles.
     return tiles if len(tiles) >= 2 else np.pad(tiles, [(0, 2 - len(tiles))] + [(0, 0)] * (tiles.ndim - 1))

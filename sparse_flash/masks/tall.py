@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from .block_mask import BlockMask
-from .table import Entries, Table, in_table_order, table_of
+from .table import Entries, Table, build_table, sort_entries
 from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches
 
 BLOCK, QUERIES = 128, 192  # a row is three halves of blocks: block rows 0 and 1, 1 and 2, 3 and 4, ...
@@ -60,31 +60,33 @@ def tall_rows(mask: BlockMask) -> TallRows | None:
         return None
     here = mask.to("cpu")
     rows, cols, kind, tile = here.entries()
-    found, upper, lower = _merged(here, rows, cols, np.where(kind == 0, _FULL, 2 + 2 * tile + (kind == 2)))
+    found, upper, lower = _merge_rows(here, rows, cols, np.where(kind == 0, _FULL, 2 + 2 * tile + (kind == 2)))
     row, col = np.divmod(found, here.grid.kv_blocks)
     pool = TilePool(BLOCK, QUERIES)
     tiles = np.full(len(found), FULL_TILE, np.int64)
     partial = np.flatnonzero((upper != _FULL) | (lower != _FULL))
-    joined = _joined_tiles(here, row[partial] % 2, upper[partial], lower[partial], pool)
+    joined = _merge_tiles(here, row[partial] % 2, upper[partial], lower[partial], pool)
     if joined is None:
         return None
     tiles[partial] = joined
     kept = tiles != EMPTY_TILE
     row, col, tiles = row[kept], col[kept], tiles[kept]
-    if _time(tiles != FULL_TILE) * QUERIES > _MOST_TIME * _time(kind > 0) * BLOCK:
+    if _estimate_time(tiles != FULL_TILE) * QUERIES > _MOST_TIME * _estimate_time(kind > 0) * BLOCK:
         return None
     shape = -(-here.q_len // QUERIES), here.grid.kv_blocks
-    full, others, (runs, bits) = in_table_order(Entries(row, col, tiles), shape, pool)
-    table = table_of(full, others)
-    document_order, table = table.in_document_order(), Table(*(tensor.to(mask.device) for tensor in table))
+    full, others, (runs, bits) = sort_entries(Entries(row, col, tiles), shape, pool)
+    table = build_table(full, others)
+    document_order, table = table.has_document_order(), Table(*(tensor.to(mask.device) for tensor in table))
     return TallRows(BLOCK, QUERIES, mask.mask_index, table, runs.to(mask.device), bits.to(mask.device), document_order)
 
 
-def _time(is_partial: np.ndarray) -> float:
+def _estimate_time(is_partial: np.ndarray) -> float:
     return len(is_partial) + (_TIME_OF_PARTIAL - 1) * np.count_nonzero(is_partial)
 
 
-def _merged(mask: BlockMask, rows: np.ndarray, cols: np.ndarray, state: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _merge_rows(
+    mask: BlockMask, rows: np.ndarray, cols: np.ndarray, state: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The blocks of the tall rows, row * kv_blocks + column, ascending, and the states of both block rows that each lies in."""
     first, place = rows // 3 * 2, rows % 3
     above, below = place < 2, place > 0
@@ -101,7 +103,7 @@ def _merged(mask: BlockMask, rows: np.ndarray, cols: np.ndarray, state: np.ndarr
     return found[some], upper[some], lower[some]
 
 
-def _joined_tiles(mask: BlockMask, odd: np.ndarray, upper: np.ndarray, lower: np.ndarray, pool: TilePool) -> np.ndarray | None:
+def _merge_tiles(mask: BlockMask, odd: np.ndarray, upper: np.ndarray, lower: np.ndarray, pool: TilePool) -> np.ndarray | None:
     """The tile numbers of blocks with these states: an even row has the first three halves of both block rows, an odd one the last
     three. None if there are too many tiles."""
     states = int(max(upper.max(initial=0), lower.max(initial=0))) + 1
@@ -111,13 +113,13 @@ def _joined_tiles(mask: BlockMask, odd: np.ndarray, upper: np.ndarray, lower: np
     (upper, lower), odd = np.divmod(unique // 2, states), unique % 2
     numbers = [np.zeros(0, np.int64)]
     for part in dense_batches(len(unique), QUERIES):
-        both = np.concatenate([_pairs(mask, upper[part]), _pairs(mask, lower[part])], 1)
+        both = np.concatenate([_decode_states(mask, upper[part]), _decode_states(mask, lower[part])], 1)
         rows = np.arange(QUERIES) + odd[part, None] * (2 * BLOCK - QUERIES)
         numbers.append(pool.add_dense(np.take_along_axis(both, rows[:, :, None], 1)))
     return np.concatenate(numbers)[inverse]
 
 
-def _pairs(mask: BlockMask, state: np.ndarray) -> np.ndarray:
+def _decode_states(mask: BlockMask, state: np.ndarray) -> np.ndarray:
     """(n, BLOCK, BLOCK) bool of states."""
     is_tile = state > _FULL
     pairs = mask.tile_pairs(np.where(is_tile, 1 + state % 2, 0), np.where(is_tile, state // 2 - 1, 0))

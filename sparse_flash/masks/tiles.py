@@ -67,7 +67,7 @@ def unique_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return first[order], rank[inverse.ravel()]
 
 
-def tile_content(kind: np.ndarray, tile: np.ndarray) -> np.ndarray:
+def tile_ids(kind: np.ndarray, tile: np.ndarray) -> np.ndarray:
     """(n,) int64, equal for blocks with the same tile and for full ones, of kinds and tiles as from ``BlockMask.entries``."""
     return np.where(kind > 0, 2 * tile + kind, 0)
 
@@ -133,7 +133,7 @@ def dense_batches(count: int, block: int) -> Iterator[slice]:
     return (slice(low, min(low + step, count)) for low in range(0, count, step))
 
 
-def decoded(tiles: np.ndarray, kind: int, size: int, batch: int = 512) -> Iterator[tuple[slice, np.ndarray]]:
+def decode_tiles(tiles: np.ndarray, kind: int, size: int, batch: int = 512) -> Iterator[tuple[slice, np.ndarray]]:
     """Yields (slice, (n, block, block) bool) over run tiles (kind 1) or bit tiles (kind 2), some at a time."""
     column = np.arange(size)
     for low in range(0, len(tiles), batch):

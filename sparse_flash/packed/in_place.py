@@ -23,11 +23,11 @@ from ..compat.pytorch import is_plain_eager
 from ..kernels.common.streams import current_device
 from ..masks.block_mask import BlockMask
 from ..masks.build import from_entries
-from ..masks.cache import as_operations_take_them, keep_if_captured, made_apart
+from ..masks.cache import fake_tensors_if_needed, keep_if_captured, run_in_thread
 from ..masks.document_blocks import DocumentBlocks
-from ..masks.grid import BlockGrid, ranges
-from ..masks.memory import remembered
-from ..masks.select_blocks import work_of
+from ..masks.grid import BlockGrid, concat_ranges
+from ..masks.memory import cached_until_cleared
+from ..masks.select_blocks import build_work
 from ..masks.single_runs import single_runs
 from ..masks.table import SPLIT_FIELDS, Entries, Table
 from ..masks.tiles import EMPTY_TILE, TilePool, dense_batches, pack_runs
@@ -84,7 +84,7 @@ def build_packed_mask(pattern, queries: Documents, keys: Documents | None) -> Bl
     if not plan:
         return None
     run = _assemble if plain else _assemble_operator
-    return BlockMask.from_tensors(queries.tokens, keys.tokens, BLOCK, run(as_operations_take_them(constants), *starts, plan))
+    return BlockMask.from_tensors(queries.tokens, keys.tokens, BLOCK, run(fake_tensors_if_needed(constants), *starts, plan))
 
 
 def _can_align_blocks(starts: torch.Tensor, tokens: int) -> bool:
@@ -158,13 +158,13 @@ def _runs_of(pattern, q_longest: int, k_longest: int, same: bool, device) -> _Lo
     return runs
 
 
-@remembered(maxsize=64)
+@cached_until_cleared(maxsize=64)
 def _long_runs(pattern, k_blocks, before, device) -> _LongRuns | None:
     def make() -> _LongRuns | None:
         runs = single_runs(long_document(pattern, k_blocks, before, device).mask)
         return runs and _LongRuns(*runs, before, device)
 
-    return made_apart(make)
+    return run_in_thread(make)
 
 
 class _MaskOfDocuments(BlockMask):
@@ -256,7 +256,7 @@ def _assemble_on_device(constants, layout: torch.Tensor, plan: InPlacePlan) -> l
     rows, k_rows = -(-plan.q_tokens // BLOCK), -(-plan.k_tokens // BLOCK)
     with current_device(layout.device):
         by_query, by_key, tile_runs = fill_spans(layout, runs, rows, k_rows, plan.before, plan.entries, plan.tiles, BLOCK)
-        work = work_of(by_query[:3], by_key[:3], k_rows, rows)
+        work = build_work(by_query[:3], by_key[:3], k_rows, rows)
     return [mask_index, *by_query, *work[0], *by_key, *work[1], tile_runs, tile_bits]
 
 
@@ -271,7 +271,7 @@ def _assemble_on_host(constants, q_starts, k_starts, plan: InPlacePlan) -> list[
     low, high = np.where(some, first, plan.k_tokens).min(1) // BLOCK, -(-stop.max(1) // BLOCK)
     count = np.maximum(0, high - low)
     rows = np.repeat(np.arange(grid.q_blocks), count)
-    cols = ranges(low, count)
+    cols = concat_ranges(low, count)
     pool, tiles = TilePool(BLOCK), np.zeros(len(rows), np.int64)
     for batch in dense_batches(len(rows), BLOCK):
         key = cols[batch, None] * BLOCK
@@ -287,7 +287,7 @@ def _packed_runs(runs: np.ndarray, q_starts, k_starts, plan: InPlacePlan) -> tup
     q_start, q_len = documents_on_host(q_starts, plan.q_tokens, plan.q_longest)
     k_start, k_len = (q_start, q_len) if plan.same else documents_on_host(k_starts, plan.k_tokens, plan.k_longest)
     document = np.repeat(np.arange(len(q_len)), q_len)
-    local = ranges(np.zeros_like(q_len), q_len)
+    local = concat_ranges(np.zeros_like(q_len), q_len)
     first, stop = runs[:, plan.before + local + (k_len - q_len)[document]]
     stop = np.minimum(stop, k_len[document])
     packed = np.zeros((2, plan.q_tokens), np.int64)

@@ -28,12 +28,12 @@ from ..compat.pytorch import DynamicShapeError, is_plain_eager
 from ..kernels.common.streams import current_device
 from ..masks.block_mask import BlockMask
 from ..masks.build import from_entries
-from ..masks.cache import as_operations_take_them, keep_if_captured, made_apart
+from ..masks.cache import fake_tensors_if_needed, keep_if_captured, run_in_thread
 from ..masks.compiler import compile_up_to
-from ..masks.grid import BlockGrid, ranges
-from ..masks.memory import remembered
-from ..masks.pattern import shortened
-from ..masks.select_blocks import work_of
+from ..masks.grid import BlockGrid, concat_ranges
+from ..masks.memory import cached_until_cleared
+from ..masks.pattern import short_text
+from ..masks.select_blocks import build_work
 from ..masks.table import SPLIT_FIELDS, WORK_FIELDS, Entries, Table, most_splits
 from ..masks.tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches, pack_bits, unpack_bits
 from . import gather_rows
@@ -101,7 +101,7 @@ def repack_documents(pattern, queries: Documents, keys: Documents | None, apart:
     documents = _round_up_documents(starts[0].shape[0] - 1)
     plan, tables = _make_plan(pattern, q_tokens, q_longest, k_tokens, k_longest, documents, same, apart, starts[0].device)
     run = _pack if is_plain_eager(*starts) else _pack_operator
-    *axes, mask_index, by_query, by_key, tiles = _unpack_results(run(as_operations_take_them(tables), *starts, plan))
+    *axes, mask_index, by_query, by_key, tiles = _unpack_results(run(fake_tensors_if_needed(tables), *starts, plan))
     q_len, kv_len = (axis.token_of_row.shape[0] for axis in axes)
     return Packed(BlockMask(q_len, kv_len, BLOCK, False, mask_index, by_query, by_key, *tiles), *axes)
 
@@ -165,7 +165,9 @@ class LongDocument:
     def __init__(self, pattern, k_blocks: int, before: int, device):
         self.mask = compile_up_to(pattern, (before + k_blocks) * BLOCK, k_blocks * BLOCK, BLOCK, "cpu")
         if self.mask.mask_index.numel() > 1:
-            raise ValueError(f"packed documents take one pattern for all heads; got {shortened(pattern)}; call once for each group")
+            raise ValueError(
+                f"packed documents take one pattern for all heads; got {short_text(pattern)}; call once for each group"
+            )
         self.before = before
         self._device = device
         rows, cols, kinds, _ = self.mask.entries()
@@ -182,7 +184,7 @@ class LongDocument:
         def make() -> list[torch.Tensor]:
             return [*self.mask.to(self._device).tensors(), torch.from_numpy(pack_bits(self._first_tile)).to(self._device)]
 
-        return made_apart(make)
+        return run_in_thread(make)
 
     @property
     def _first_tile(self) -> np.ndarray:
@@ -198,9 +200,9 @@ class LongDocument:
         return int(q_blocks * self._densest[max(0, longest - 1)]) + 1
 
 
-@remembered(maxsize=64)
+@cached_until_cleared(maxsize=64)
 def long_document(pattern, k_blocks, before, device) -> LongDocument:
-    return made_apart(LongDocument, pattern, k_blocks, before, device)
+    return run_in_thread(LongDocument, pattern, k_blocks, before, device)
 
 
 def _pack(tables: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]) -> list[torch.Tensor]:
@@ -295,7 +297,7 @@ def _pack_on_device(tables, q_starts, k_starts, borders, plan: RepackPlan) -> li
             axes.append(axes[0] if same and axes else _empty_axis(tokens, blocks, q_starts.device))
             records = find_rows(layout, table, blocks, before, BLOCK, axes[-1], is_query, same)
             filled.append(fill_rows(layout, records, table, tiles, roomy, shared, plan.entries, before, BLOCK, is_query))
-        work = work_of(filled[0][:3], filled[1][:3], plan.k_blocks, plan.q_blocks)
+        work = build_work(filled[0][:3], filled[1][:3], plan.k_blocks, plan.q_blocks)
     return [*axes[0], *axes[1], mask_index, *filled[0], *work[0], *filled[1], *work[1], *roomy]
 
 
@@ -349,7 +351,7 @@ def documents_on_host(cu_seqlens: torch.Tensor, tokens: int, longest: int) -> tu
 
 
 def _axis(tokens: int, blocks: int, start, length, first_row, device) -> Axis:
-    token, row = ranges(start, length), ranges(first_row, length)
+    token, row = concat_ranges(start, length), concat_ranges(first_row, length)
     token_of_row, row_of_token = np.full(blocks * BLOCK, -1, np.int32), np.full(tokens, -1, np.int32)
     token_of_row[row], row_of_token[token] = token, row
     return Axis(torch.from_numpy(token_of_row).to(device), torch.from_numpy(row_of_token).to(device))

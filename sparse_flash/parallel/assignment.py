@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from ..masks.block_mask import BlockMask
-from ..masks.grid import ranges, union
+from ..masks.grid import concat_ranges, union
 from .costs import CallTimes, SequenceSizes, call_times
 
 # Chunks are the unit that is assigned. Chunks of 512 tokens gave documents of random lengths no better plans.
@@ -335,7 +335,7 @@ class _Search:
     def _touched(self, chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns (the columns that the chunks touch, chunk after chunk; the index of each chunk's first column among them)."""
         counts = np.diff(self.ptr)[chunks]
-        return self.cols[ranges(self.ptr[chunks], counts)], np.cumsum(counts) - counts
+        return self.cols[concat_ranges(self.ptr[chunks], counts)], np.cumsum(counts) - counts
 
     def _cost_of(self, rank: int) -> float:
         mine = self.chunks_of[rank]

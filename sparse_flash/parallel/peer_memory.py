@@ -49,7 +49,7 @@ class PeerMemory:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self._name, self._device, self._module = group.group_name, device, torch.get_device_module(device)
-        self._milliseconds = int(symmetric_memory.patience_of(group, device).total_seconds() * 1000)
+        self._milliseconds = int(symmetric_memory.group_timeout(group, device).total_seconds() * 1000)
         # High priority, so that its barriers start before kernels of other streams that wait for a multiprocessor.
         self._stream = self._module.Stream(priority=-1)
         self._memory: torch.Tensor | None
@@ -62,7 +62,7 @@ class PeerMemory:
         return 0 if self._memory is None else self._memory.numel()
 
     def _allocated(self, size: int) -> tuple[torch.Tensor, Any]:
-        return symmetric_memory.shared_bytes(size, self._device, self._name)
+        return symmetric_memory.allocate_shared(size, self._device, self._name)
 
     def message(self, longest: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns memory for the next message of this rank: (*shape), uninitialized. longest: bytes of the longest message of all

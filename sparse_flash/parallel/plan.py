@@ -24,14 +24,14 @@ from ..api.arguments import (
 )
 from ..api.attention import attention
 from ..api.keywords import answers_unknown_keywords
-from ..compat.dynamo import length_may_vary
+from ..compat.dynamo import mark_length_dynamic
 from ..dispatch import operators
 from ..dispatch.call import AttentionCall, backend_for
 from ..masks.block_mask import BlockMask, MaskLike, check_batch_and_heads
 from ..masks.pattern import Pattern
 from ..selection.block_selection import BlockSelection
 from ..variant.definition import with_sinks
-from ..variant.variant import Variant, checked_variant
+from ..variant.variant import Variant, build_variant
 from .agreement import check_agreement
 from .calls import table_and_variant
 from .costs import LINK_RATE
@@ -210,7 +210,7 @@ class ContextPlan(TokenShards):
         self.overlap = self._route.overlap if self._route else Overlap(False, False)
         # The compiler reads only its length. Lengths below two would be constants to it.
         self._columns = torch.zeros(max(2, self._route.received if self._route else 0), dtype=torch.int8, device=self.device)
-        length_may_vary(self._columns, 0)
+        mark_length_dynamic(self._columns, 0)
 
     @cached_property
     def mask(self) -> BlockMask:
@@ -298,7 +298,7 @@ class ContextPlan(TokenShards):
     def _dropout(self, q: torch.Tensor, k: torch.Tensor, dropout_p: float) -> Variant | None:
         """Returns the seed of all ranks and, if this rank has only some heads, their batch-heads (``batch_heads``). q, k: with all
         heads."""
-        drawn = checked_variant(q, k, dropout_p=dropout_p)
+        drawn = build_variant(q, k, dropout_p=dropout_p)
         if drawn is None:  # dropout_p rounds to 0
             return None
         assert drawn.seed is not None

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..masks.block_mask import BlockMask
-from ..masks.build import part_of
+from ..masks.build import take_blocks
 from .assignment import Assignment
 from .costs import SequenceSizes, slowest
 from .peer_memory import PeerMemory, peer_memory
@@ -62,7 +62,7 @@ class LocalMask:
         """rows, cols: as for ``part_of``."""
         size = mask.block_size
         positions = [np.maximum(blocks, 0)[:, None] * size + np.arange(0, size, 16) for blocks in (rows, cols)]
-        return cls(part_of(mask, rows, cols), *(torch.from_numpy(of.ravel().astype(np.int32)) for of in positions))
+        return cls(take_blocks(mask, rows, cols), *(torch.from_numpy(of.ravel().astype(np.int32)) for of in positions))
 
     def to(self, device: torch.device) -> LocalMask:
         return LocalMask(self.mask.to(device), self.q_positions.to(device), self.kv_positions.to(device))

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ..backends import triton as triton_backend
-from ..compat.pytorch import idle
+from ..compat.pytorch import sleep_cycles
 from ..kernels.common.streams import current_device
 from . import peer_memory
 from .peer_memory import PeerMemory
@@ -34,7 +34,7 @@ class PendingExchange(NamedTuple):
         """Idles the current stream until the exchange's kernel has started. That kernel starts on another stream, a few us after
         its inputs are ready. If kernels that take all multiprocessors came first, the exchange would start only when they end."""
         if self.work is not None and self.theirs.is_cuda:
-            idle(_START_CYCLES)
+            sleep_cycles(_START_CYCLES)
 
     def arrived(self) -> torch.Tensor:
         """Makes the current stream wait for the exchange. Returns the filled tensor."""

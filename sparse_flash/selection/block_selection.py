@@ -13,8 +13,8 @@ from ..compat.dynamo import outside_inference
 from ..compat.names import operator_name
 from ..compat.pytorch import assert_in_graph, is_recorded
 from ..masks.block_mask import BlockMask, Device, MaskLike
-from ..masks.cache import one_mask
-from ..masks.grid import BlockGrid, checked_index
+from ..masks.cache import resolve_single_mask
+from ..masks.grid import BlockGrid, check_index
 from ..masks.pattern import Pattern, parse, text_of
 
 SELECTION_BLOCK_SIZES = (16, 32, 64, 128, 256, 512)
@@ -176,7 +176,7 @@ class BlockSelection:
 
     def _picks_of(self, head: int, batch: int) -> torch.Tensor:
         """(groups, n). Raises TypeError or IndexError."""
-        return self.picks[checked_index("batch", batch, self.batch), checked_index("head", head, self.heads)]
+        return self.picks[check_index("batch", batch, self.batch), check_index("head", head, self.heads)]
 
     def to_dense(self) -> torch.Tensor:
         """True where a pair is kept: (batch, kv_heads | heads, q_len, kv_len) bool.
@@ -193,7 +193,7 @@ class BlockSelection:
 
     def kept_keys(self, query: int, batch: int = 0, head: int = 0) -> torch.Tensor:
         """Which keys a query keeps: (kv_len,) bool on the CPU, in memory and time linear in kv_len."""
-        query = checked_index("query", query, self.q_len)
+        query = check_index("query", query, self.q_len)
         picks = self._picks_of(head, batch)[query // self.every].cpu().long()
         kept = torch.zeros(self.kv_blocks, self.block_size, dtype=torch.bool, device="cpu")
         kept[picks[picks >= 0]] = True
@@ -203,7 +203,7 @@ class BlockSelection:
 
     def kept_queries(self, key: int, batch: int = 0, head: int = 0) -> torch.Tensor:
         """Which queries keep a key: (q_len,) bool on the CPU."""
-        key, query = checked_index("key", key, self.kv_len), torch.arange(self.q_len, device="cpu")
+        key, query = check_index("key", key, self.kv_len), torch.arange(self.q_len, device="cpu")
         kept = (self._picks_of(head, batch) == key // self.block_size).any(1).cpu()[query // self.every]
         kept = kept if self.always is None else kept | self.always.kept_queries(key).cpu()
         return kept & (query + self.offset >= key)
@@ -335,9 +335,9 @@ def always_table(always: MaskLike | None, q_len: int, kv_len: int, block_size: i
     if always is None:
         return None
     if isinstance(always, BlockMask):
-        return one_mask("always", always, BlockGrid(q_len, kv_len, always.block_size), device)
+        return resolve_single_mask("always", always, BlockGrid(q_len, kv_len, always.block_size), device)
     causal = without_later_keys(always) if isinstance(always, (str, Pattern)) else always
-    return one_mask("always", causal, BlockGrid(q_len, kv_len, min(block_size, _ALWAYS_BLOCK_SIZE)), device)
+    return resolve_single_mask("always", causal, BlockGrid(q_len, kv_len, min(block_size, _ALWAYS_BLOCK_SIZE)), device)
 
 
 def without_later_keys(always: Pattern | str) -> Pattern | str:

@@ -23,9 +23,9 @@ import numpy as np
 
 from ..kernels.cost.choices import predict_both_passes, predict_dense_passes
 from ..masks.block_mask import BlockMask
-from ..masks.compiler import by_head, compile_mask
+from ..masks.compiler import compile_mask, head_patterns
 from ..masks.grid import BlockGrid
-from ..masks.pattern import And, Or, Pattern, PerHead, parse, pattern_class, registered
+from ..masks.pattern import And, Or, Pattern, PerHead, list_registered, parse, pattern_class
 from ..masks.progress import Progress
 from ..variant.variant import check_counts
 from .explain import MOST_UNITS
@@ -196,7 +196,7 @@ class _DesignSearch:
         if self.unit == 1:
             return mask.to_dense().numpy().astype(np.float32)
         full, partial = mask.kept()
-        kept = (full.in_squares(1) * self.grid.block_size**2).astype(np.float32)
+        kept = (full.count_by_square(1) * self.grid.block_size**2).astype(np.float32)
         kept[partial.rows, partial.cols] = mask.pairs_of(partial.kinds, partial.tiles)
         return kept
 
@@ -374,7 +374,7 @@ class _DesignSearch:
             layers = (self.joined(*(self.patterns[part] for part in one.parts)) if one.parts else self.dense,)
         pairs, times, steps = {}, {}, {}
         for layer in dict.fromkeys(layers):
-            by_heads = by_head(layer)
+            by_heads = head_patterns(layer)
             alone = {head: self.pairs_of(head) for head in dict.fromkeys(by_heads)}
             pairs[layer] = sum(_total(alone[head]) for head in by_heads) / len(by_heads)
             times[layer] = sum(self.microseconds(alone[head]) for head in by_heads) / len(by_heads)
@@ -424,7 +424,7 @@ def _count_text(patterns: Sequence[Pattern], what: str, text: Callable[[Pattern]
 
 def _all_parts(grid: BlockGrid) -> Iterator[Pattern]:
     """Each registered pattern that names ranges, with all combinations of their values."""
-    for name in registered(chooses=False):
+    for name in list_registered(chooses=False):
         cls = pattern_class(name)
         ranges = cls.design_ranges(grid.q_len, grid.block_size)
         if ranges is None:

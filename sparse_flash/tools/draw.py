@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..masks.block_mask import BlockMask
-from ..masks.grid import checked_index
+from ..masks.grid import check_index
 from ..selection.block_selection import BlockSelection
 from .interactive import Page, page_of
 from .paths import FORMATS, PAGE, check_path
@@ -156,7 +156,7 @@ def make_picture(mask: BlockMask | BlockSelection, height: int, width: int, leve
             full, partial = mask.kept()
             flat = (partial.rows // group) * len(left) + partial.cols // group
             kept = np.bincount(flat, mask.pairs_of(partial.kinds, partial.tiles), len(top) * len(left))
-            kept = kept.reshape(len(top), len(left)) + full.in_squares(group) * block**2
+            kept = kept.reshape(len(top), len(left)) + full.count_by_square(group) * block**2
     heights, widths = np.diff(top, append=q_len), np.diff(left, append=kv_len)
     return Picture(kept / np.outer(heights, widths), unit, level)
 
@@ -323,7 +323,7 @@ def frames(mask, layout, query: tuple[int, int, int], path: str | Path, columns:
     from matplotlib.figure import Figure
 
     for name, cell, extent in zip(("frame", "row", "column"), query, layout.grid, strict=True):
-        checked_index(f"{name} of query", cell, extent)
+        check_index(f"{name} of query", cell, extent)
     mask, text = resolve_mask(mask, None, None, None, layout.length)
     title = text if title is None else title
     if not mask.q_len == mask.kv_len == layout.length:

@@ -19,7 +19,7 @@ from ..masks.block_mask import BlockMask
 from ..masks.grid import BlockGrid
 from ..masks.pattern import Pattern, parse
 from ..masks.table import FullBlocks, PartialBlocks
-from ..masks.tiles import decoded
+from ..masks.tiles import decode_tiles
 from ..selection.block_selection import BlockSelection
 from ..variant.variant import check_counts
 from .cost import Prediction, chip_named, predict, refusal
@@ -393,7 +393,7 @@ def reachability(mask: BlockMask, most_units: int = MOST_UNITS) -> Reach:
         group = -(-mask.grid.q_blocks // most_units)
         unit = group * mask.block_size
         full, partial = mask.kept()
-        connected = full.in_squares(group) > 0
+        connected = full.count_by_square(group) > 0
         connected[partial.rows // group, partial.cols // group] = True
     connected = connected | np.eye(len(connected), dtype=bool)
     sizes = np.full(len(connected), unit, np.int64)
@@ -466,7 +466,7 @@ def _tile_ends(mask: BlockMask) -> tuple[np.ndarray, np.ndarray]:
     """(the last key that each row of a tile keeps or -1, which keys some row keeps), (tiles, block) each, run tiles first."""
     found = []
     for kind, tiles in enumerate(mask.tiles, 1):
-        for _, kept in decoded(tiles.cpu().numpy(), kind, mask.block_size):
+        for _, kept in decode_tiles(tiles.cpu().numpy(), kind, mask.block_size):
             last = np.where(kept.any(2), mask.block_size - 1 - kept[:, :, ::-1].argmax(2), -1)
             found.append((last, kept.any(1)))
     last, keys = map(np.concatenate, zip(*found, strict=True))

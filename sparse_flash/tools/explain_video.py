@@ -9,7 +9,7 @@ import numpy as np
 from ..masks.block_mask import BlockMask
 from ..masks.pattern import Pattern, layout_of
 from ..masks.table import FullBlocks
-from ..masks.tiles import decoded, unique_rows
+from ..masks.tiles import decode_tiles, unique_rows
 from ..patterns import video_layout as VideoLayout
 
 
@@ -89,7 +89,7 @@ def _count_kept(mask: BlockMask, queries: np.ndarray, keys: np.ndarray) -> int:
     for kind, tiles in ((1, mask.tile_runs), (2, mask.tile_bits)):
         chosen = np.flatnonzero(partial.kinds[some] == kind)
         which = some[chosen]
-        for part, dense in decoded(tiles.cpu().numpy()[partial.tiles[which]], kind, size):
+        for part, dense in decode_tiles(tiles.cpu().numpy()[partial.tiles[which]], kind, size):
             held = (dense & q[partial.rows[which[part]], :, None] & kv[partial.cols[which[part]], None, :]).sum((1, 2))
             kept += (held * times[chosen[part]]).sum()
     return int(kept)

@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from ..masks.block_mask import BlockMask
-from ..masks.grid import checked_index, runs_of
-from ..masks.tiles import pack_bits, tile_content
+from ..masks.grid import check_index, runs_of
+from ..masks.tiles import pack_bits, tile_ids
 from .paths import PAGE, check_path
 
 MOST_NUMBERS = 1 << 23  # int32 of a page before compression: 32 MiB
@@ -82,8 +82,8 @@ def page_of(mask: BlockMask, title: str, heads: Sequence[int] | None = None, bat
 def _heads_by_mask(mask: BlockMask, heads: Sequence[int] | None, batch: int) -> dict[int, list[int]]:
     """The stored masks of these heads, in order of appearance, and the heads of each."""
     batches, count = mask.mask_index.shape
-    batch = checked_index("batch", batch, batches)
-    chosen = range(count) if heads is None else [checked_index("head", head, count) for head in heads]
+    batch = check_index("batch", batch, batches)
+    chosen = range(count) if heads is None else [check_index("head", head, count) for head in heads]
     if not chosen:
         raise ValueError("heads must have one head at least; got none; leave it out for all")
     stored: dict[int, list[int]] = {}
@@ -102,14 +102,14 @@ def _heads_text(heads: list[int]) -> str:
 
 def _runs(mask: BlockMask, number: int, room: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """A stored mask as runs of blocks with one tile, by row: how many runs each row has, (q_blocks,); and by run, its blocks first
-    .. stop - 1 and its ``tile_content``, (runs,) each.
+    .. stop - 1 and its ``tile_ids``, (runs,) each.
 
     room: how many numbers the page can still hold.
     """
     parts = []
     for full, partial in mask.bands(number):
         of_full = np.stack([full.rows, full.first, full.stop, np.zeros_like(full.rows)])
-        of_partial = np.stack([partial.rows, partial.cols, partial.cols + 1, tile_content(partial.kinds, partial.tiles)])
+        of_partial = np.stack([partial.rows, partial.cols, partial.cols + 1, tile_ids(partial.kinds, partial.tiles)])
         runs = np.concatenate([of_full, of_partial], axis=1)
         rows, first, stop, tile = runs = runs[:, np.argsort(runs[0] * mask.grid.kv_blocks + runs[1])]
         new = np.ones(len(rows) + 1, bool)

@@ -14,11 +14,11 @@ import torch
 from ..dispatch import observers
 from ..masks.block_mask import BlockMask
 from ..masks.cache import as_block_mask
-from ..masks.compiler import by_head
+from ..masks.compiler import head_patterns
 from ..masks.grid import BlockGrid
 from ..masks.pattern import Pattern, parse
 from ..selection.block_selection import BlockSelection
-from ..variant.definition import Pairs, existing_pairs, kept_by_dropout, scored
+from ..variant.definition import Pairs, existing_pairs, kept_by_dropout, modify_scores
 from ..variant.variant import Variant, check_counts
 
 # Errors relative to the largest number among the sampled rows. Correct results in these types stay well below.
@@ -250,7 +250,7 @@ class _Sample:
     def _scores(self, q: torch.Tensor, k: torch.Tensor, b: int, h: int, queries, keys) -> torch.Tensor:
         """(queries, keys) scores for rows of q and k at these positions."""
         products = self.scale * q @ k.T
-        return products if self.variant is None else scored(self.variant, products, self._pairs(b, h, queries, keys))
+        return products if self.variant is None else modify_scores(self.variant, products, self._pairs(b, h, queries, keys))
 
     def _existing(self, kept: torch.Tensor, b: int, h: int, queries, keys) -> torch.Tensor:
         """The positions that a mask keeps in a row or a column, if both tokens exist."""
@@ -289,7 +289,7 @@ class _KeptPairs:
 
     def __init__(self, mask: BlockMask | BlockSelection | Pattern | str | None, heads: int, q_len: int, kv_len: int):
         self.mask = parse(mask) if isinstance(mask, str) else mask
-        self.heads = by_head(self.mask) if isinstance(self.mask, Pattern) else ()
+        self.heads = head_patterns(self.mask) if isinstance(self.mask, Pattern) else ()
         # How many query heads share picks.
         self.shared = heads // mask.heads if isinstance(mask, BlockSelection) else 1
         self.grid = BlockGrid(q_len, kv_len, mask.block_size if isinstance(mask, BlockMask) else 128)
@@ -326,6 +326,6 @@ class _KeptPairs:
         return None
 
     def _by_rule(self, head: int, queries: np.ndarray, keys: np.ndarray) -> torch.Tensor:
-        pattern = self.heads[head % len(self.heads)].of_length(self.grid.kv_len)
+        pattern = self.heads[head % len(self.heads)].bind_length(self.grid.kv_len)
         kept = pattern.token_rule(queries[:, None] + self.grid.offset, keys[None, :])
         return torch.from_numpy(np.broadcast_to(kept, (len(queries), len(keys))).copy())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..masks.block_mask import BlockMask
 from ..masks.build import with_coarse
 from ..masks.cache import as_block_mask
-from ..masks.compiler import by_head
+from ..masks.compiler import head_patterns
 from ..masks.pattern import Pattern, named_len, parse
 from ..selection.block_selection import BlockSelection
 
@@ -38,7 +38,7 @@ def resolve_mask(
 
 def require_one_head(pattern: Pattern) -> Pattern:
     """The pattern of every head. Raises ValueError if heads differ."""
-    first, *others = dict.fromkeys(by_head(pattern))
+    first, *others = dict.fromkeys(head_patterns(pattern))
     if others:
         raise ValueError(f"the pattern must be that of one head; got {1 + len(others)} different ones; pass one, such as '{first}'")
     return first

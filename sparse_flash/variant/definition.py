@@ -40,36 +40,36 @@ class Pairs(NamedTuple):
         return self.query + (self.kv_len - self.q_len)
 
 
-def scored(variant: Variant, products: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+def modify_scores(variant: Variant, products: torch.Tensor, pairs: Pairs) -> torch.Tensor:
     """Scores from scaled products, modified in order: soft cap, ALiBi, relative bias, the user's function."""
-    return _own(variant, _biased(variant, _capped(variant, products), pairs), pairs)
+    return _apply_score_mod(variant, _add_biases(variant, _cap_scores(variant, products), pairs), pairs)
 
 
-def differentiated(variant: Variant, products: torch.Tensor, pairs: Pairs) -> tuple[torch.Tensor, ...]:
+def differentiate_scores(variant: Variant, products: torch.Tensor, pairs: Pairs) -> tuple[torch.Tensor, ...]:
     """(scores, their derivative by the biased products, that of the biased products by the products): the last two may be 1."""
-    capped = _capped(variant, products)
+    capped = _cap_scores(variant, products)
     inner = 1 - (capped / variant.softcap) ** 2 if variant.softcap else torch.ones((), device=products.device)
-    biased = _biased(variant, capped, pairs)
+    biased = _add_biases(variant, capped, pairs)
     if variant.score_mod is None:
         return biased, torch.ones((), device=products.device), inner
-    scores, pullback = torch.func.vjp(lambda score: _own(variant, score, pairs), biased)[:2]
+    scores, pullback = torch.func.vjp(lambda score: _apply_score_mod(variant, score, pairs), biased)[:2]
     return scores, pullback(torch.ones_like(scores))[0], inner
 
 
-def _capped(variant: Variant, products: torch.Tensor) -> torch.Tensor:
+def _cap_scores(variant: Variant, products: torch.Tensor) -> torch.Tensor:
     return (products / variant.softcap).tanh() * variant.softcap if variant.softcap else products
 
 
-def _biased(variant: Variant, scores: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+def _add_biases(variant: Variant, scores: torch.Tensor, pairs: Pairs) -> torch.Tensor:
     if variant.alibi_slopes is not None:
         slopes = variant.alibi_slopes[pairs.batch, pairs.head].to(scores.dtype)
         scores = scores - slopes * (pairs.q_pos - pairs.key).abs()
     if variant.rel_bias is not None:
-        scores = scores + variant.rel_bias[pairs.head, _distance(variant, pairs)]
+        scores = scores + variant.rel_bias[pairs.head, _bias_column(variant, pairs)]
     return scores
 
 
-def _own(variant: Variant, scores: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+def _apply_score_mod(variant: Variant, scores: torch.Tensor, pairs: Pairs) -> torch.Tensor:
     if variant.score_mod is None:
         return scores
     own = variant.score_mod.torch(scores, pairs.batch, pairs.head, pairs.q_pos, pairs.key, variant.score_params)
@@ -79,7 +79,7 @@ def _own(variant: Variant, scores: torch.Tensor, pairs: Pairs) -> torch.Tensor:
     return own
 
 
-def _distance(variant: Variant, pairs: Pairs) -> torch.Tensor:
+def _bias_column(variant: Variant, pairs: Pairs) -> torch.Tensor:
     """The column of rel_bias for each pair."""
     reach = cast(torch.Tensor, variant.rel_bias).shape[1] // 2
     return (pairs.key - pairs.q_pos).clamp(-reach, reach) + reach
@@ -87,11 +87,11 @@ def _distance(variant: Variant, pairs: Pairs) -> torch.Tensor:
 
 def add_bias_gradient(gradient: torch.Tensor, variant: Variant, dbiased: torch.Tensor, pairs: Pairs) -> None:
     """Adds the gradient of the biased products to the gradient of rel_bias."""
-    place = (pairs.head * gradient.shape[1] + _distance(variant, pairs)).expand(dbiased.shape)
+    place = (pairs.head * gradient.shape[1] + _bias_column(variant, pairs)).expand(dbiased.shape)
     gradient.view(-1).index_add_(0, place.reshape(-1), dbiased.reshape(-1).to(gradient.dtype))
 
 
-def existing(
+def find_existing_tokens(
     starts: torch.Tensor | None, lens: torch.Tensor | None, batch: torch.Tensor, token: torch.Tensor
 ) -> torch.Tensor | None:
     """Which tokens exist, in the broadcast shape of batch and token; None: all."""
@@ -106,17 +106,17 @@ def existing(
 
 def existing_pairs(variant: Variant, pairs: Pairs) -> torch.Tensor | None:
     """Which pairs have both tokens; None: all."""
-    queries = existing(variant.q_starts, variant.q_lens, pairs.batch, pairs.query)
-    keys = existing(variant.kv_starts, variant.kv_lens, pairs.batch, pairs.key)
+    queries = find_existing_tokens(variant.q_starts, variant.q_lens, pairs.batch, pairs.query)
+    keys = find_existing_tokens(variant.kv_starts, variant.kv_lens, pairs.batch, pairs.key)
     return keys if queries is None else queries if keys is None else queries & keys
 
 
-def cleared(x: torch.Tensor, starts: torch.Tensor | None, lens: torch.Tensor | None) -> torch.Tensor:
+def clear_nonexistent(x: torch.Tensor, starts: torch.Tensor | None, lens: torch.Tensor | None) -> torch.Tensor:
     """x, (batch, heads, tokens, head_dim), with zeros for nonexistent tokens, whatever they hold."""
     if starts is None and lens is None:
         return x
     batch = torch.arange(x.shape[0], device=x.device)[:, None]
-    exist = cast(torch.Tensor, existing(starts, lens, batch, torch.arange(x.shape[2], device=x.device)[None]))
+    exist = cast(torch.Tensor, find_existing_tokens(starts, lens, batch, torch.arange(x.shape[2], device=x.device)[None]))
     # In place on a copy: masked_fill changes the memory order, and the operators' results must keep that of their arguments.
     return x.clone().masked_fill_(~exist[:, None, :, None], 0.0)
 
@@ -136,7 +136,10 @@ def kept_by_dropout(variant: Variant, pairs: Pairs, q_axis: int = -2) -> torch.T
     batch_head = pairs.batch * pairs.heads + pairs.head if counted is None else counted[pairs.batch, pairs.head].long()
     zero = torch.zeros_like(batch_head)
     key, q_mask, k_mask, _ = philox_4x32((batch_head, zero, zero, zero), (seed & _WORD, (seed >> 32) & _WORD))
-    counter = _groups(pairs.query, variant.q_positions, q_axis) ^ q_mask, _groups(pairs.key, variant.kv_positions, -1) ^ k_mask
+    counter = (
+        _dropout_counters(pairs.query, variant.q_positions, q_axis) ^ q_mask,
+        _dropout_counters(pairs.key, variant.kv_positions, -1) ^ k_mask,
+    )
     words = torch.broadcast_tensors(*philox_2x32(counter, key))
     threshold = round(variant.dropout_p * 2**16)
     kept = torch.stack([torch.stack([half >= threshold for half in (word & 0xFFFF, word >> 16)]) for word in words])
@@ -146,7 +149,7 @@ def kept_by_dropout(variant: Variant, pairs: Pairs, q_axis: int = -2) -> torch.T
     return kept.narrow(q_axis, 0, pairs.query.shape[q_axis]).narrow(-1, 0, pairs.key.shape[-1])
 
 
-def _groups(token: torch.Tensor, positions: torch.Tensor | None, axis: int) -> torch.Tensor:
+def _dropout_counters(token: torch.Tensor, positions: torch.Tensor | None, axis: int) -> torch.Tensor:
     """token // 16 * 8 + token % 8, once for the two tokens that share it."""
     first = token.movedim(axis, -1)[..., ::16, None]
     if positions is not None:
@@ -194,5 +197,5 @@ def with_sinks(
         return out, total
     batch = torch.arange(lse.shape[0], device=lse.device)[:, None]
     token = torch.arange(lse.shape[2], device=lse.device)[None]
-    exist = cast(torch.Tensor, existing(variant.q_starts, variant.q_lens, batch, token))[:, None]
+    exist = cast(torch.Tensor, find_existing_tokens(variant.q_starts, variant.q_lens, batch, token))[:, None]
     return out.masked_fill(~exist[..., None], 0.0), total.masked_fill(~exist, float("-inf"))

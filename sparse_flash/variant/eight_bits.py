@@ -16,7 +16,7 @@ PRECISIONS = ("fp8",)
 EIGHT_BITS = "precision='fp8'"  # among the features of a call
 
 
-def quantized(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_blocks(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (numbers rounded to e4m3, scales by token) of x, (batch, heads, tokens, head_dim) float32: each block of tokens is
     scaled so that its largest number is 448. Both are float64; scales have a last dimension of 1."""
     tokens = x.shape[2]
@@ -43,7 +43,7 @@ def attention_in_eight_bits(
     if scales is None:
         # A scale for each block of 64 queries, and of 128 keys and values.
         mean = k.mean(2, keepdim=True)
-        (q8, of_q), (k8, of_k), (v8, of_v) = quantized(q, QUERIES), quantized(k - mean, KEYS), quantized(v, KEYS)
+        (q8, of_q), (k8, of_k), (v8, of_v) = quantize_blocks(q, QUERIES), quantize_blocks(k - mean, KEYS), quantize_blocks(v, KEYS)
     else:
         mean = torch.zeros_like(k[:, :, :1])
         q8, k8, v8 = q.double(), k.double(), v.double()

@@ -22,12 +22,12 @@ from ..compat.pytorch import is_plain_eager
 LENGTHS = ("q_starts", "q_lens", "kv_starts", "kv_lens")
 # In the order in which they cross an operator's boundary.
 _NAMED = (*LENGTHS, "alibi_slopes", "rel_bias")  # as arguments of ``attention``
-_OF_A_PART = ("q_positions", "kv_positions", "batch_heads")
-_TENSORS = ("seed", *_NAMED, *_OF_A_PART)
+_DROPOUT_POSITIONS = ("q_positions", "kv_positions", "batch_heads")
+_TENSORS = ("seed", *_NAMED, *_DROPOUT_POSITIONS)
 _ONE_NUMBER = "a number, the same for all heads"
 _DROPOUT_STEPS = 1 << 16  # the resolution of a 16-bit draw
 # (score, batch, head, q_pos, k_pos, params) -> score
-_OfTensors: TypeAlias = Callable[
+_TorchScore: TypeAlias = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]], torch.Tensor
 ]
 _score_functions: dict[str, ScoreFunction] = {}
@@ -49,7 +49,7 @@ class ScoreFunction:
     A result of -inf drops the pair; only the mask skips blocks.
     """
 
-    torch: _OfTensors
+    torch: _TorchScore
     triton: Callable[..., Any] | None = None
     derivative: Callable[..., Any] | None = None
     name: str = field(init=False, repr=False)
@@ -72,7 +72,7 @@ class ScoreFunction:
         return self  # immutable, and Triton's functions cannot be copied
 
     def __reduce__(self) -> tuple[Callable[..., ScoreFunction], tuple[object, ...]]:
-        return _of_functions, (self.torch, _place(self.triton), _place(self.derivative))
+        return _of_functions, (self.torch, _import_path(self.triton), _import_path(self.derivative))
 
     def _check_arguments(self) -> None:
         """Raises TypeError for a function of other arguments, such as FlexAttention's, which has no params."""
@@ -89,14 +89,14 @@ class ScoreFunction:
             ) from None
 
 
-def _place(function: Any) -> tuple[str, str] | None:
+def _import_path(function: Any) -> tuple[str, str] | None:
     """The module and name of a function of Triton's, which pickle does not find. Raises PicklingError if it is not there."""
     if function is None:
         return None
     decorated = getattr(function, "fn", function)
     place = decorated.__module__, decorated.__qualname__
     try:
-        found = _at(place)
+        found = _import_object(place)
     except (ImportError, AttributeError):
         found = None
     if found is not function:
@@ -107,13 +107,13 @@ def _place(function: Any) -> tuple[str, str] | None:
     return place
 
 
-def _at(place: tuple[str, str] | None) -> Any:
+def _import_object(place: tuple[str, str] | None) -> Any:
     return None if place is None else operator.attrgetter(place[1])(import_module(place[0]))
 
 
-def _of_functions(in_torch: _OfTensors, *places: tuple[str, str] | None) -> ScoreFunction:
+def _of_functions(in_torch: _TorchScore, *places: tuple[str, str] | None) -> ScoreFunction:
     """Unpickles a ScoreFunction: returns this process's own one with these functions, or a new one."""
-    functions = in_torch, *map(_at, places)
+    functions = in_torch, *map(_import_object, places)
     for known in _score_functions.values():
         if (known.torch, known.triton, known.derivative) == functions:
             return known
@@ -164,7 +164,7 @@ class Variant:
         """The arguments of ``attention`` that a back end must support for this call."""
         used = [name for name in _NAMED if getattr(self, name) is not None]
         used += ["dropout_p"] if self.seed is not None else []
-        used += [OF_A_PART] if any(getattr(self, name) is not None for name in _OF_A_PART) else []
+        used += [PARTIAL_DROPOUT] if any(getattr(self, name) is not None for name in _DROPOUT_POSITIONS) else []
         used += ["softcap"] if self.softcap else []
         used += ["score_mod"] if self.score_mod is not None else []
         return (*used, LEARNED) if self.learned else tuple(used)
@@ -203,10 +203,10 @@ class Variant:
 
 NO_VARIANT: tuple[list[torch.Tensor], str, float, float] = [], "", 0.0, 0.0  # as ``packed()``
 LEARNED = "gradient-of-rel_bias"
-OF_A_PART = "dropout of a part of a sequence"
+PARTIAL_DROPOUT = "dropout of a part of a sequence"
 
 
-def checked_variant(
+def build_variant(
     q: torch.Tensor,
     k: torch.Tensor,
     *,
@@ -225,7 +225,7 @@ def checked_variant(
     batch, heads = q.shape[:2]
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
     given: dict[str, Any] = {
-        name: _length(name, value, q, (q if name.startswith("q") else k).shape[2])
+        name: _check_length(name, value, q, (q if name.startswith("q") else k).shape[2])
         for name, value in lengths.items()
         if value is not None
     }
@@ -266,7 +266,7 @@ def checked_variant(
                 f"score_mod must be a sparse_flash.ScoreFunction; got {type(score_mod).__name__}; wrap the function in one, "
                 "once, outside the call"
             )
-        name = _learned_by(score_mod.name) if torch.is_grad_enabled() else None
+        name = _find_learned(score_mod.name) if torch.is_grad_enabled() else None
         if name is not None:
             raise ValueError(
                 f"score_mod must read no tensor that requires a gradient, as none is computed; got {score_mod.name}, which reads "
@@ -285,7 +285,7 @@ def checked_variant(
 
 
 @constant_in_graphs
-def _learned_by(score_mod: str) -> str | None:
+def _find_learned(score_mod: str) -> str | None:
     """The tensor that a ScoreFunction of this name reads, as ``captured.learned`` finds it."""
     return learned(_score_functions[score_mod].torch)
 
@@ -311,7 +311,7 @@ def check_counts(**counts: object) -> None:
             raise ValueError(f"{name} must be an integer of at least 1; got {count!r}")
 
 
-def _length(name: str, value: torch.Tensor, q: torch.Tensor, tokens: int) -> torch.Tensor:
+def _check_length(name: str, value: torch.Tensor, q: torch.Tensor, tokens: int) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a tensor of shape (batch,) on q's device; got {type(value).__name__}")
     if tuple(value.shape) != (q.shape[0],) or value.dtype not in (torch.int32, torch.int64):

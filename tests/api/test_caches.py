@@ -59,7 +59,7 @@ def test_clearing_empties_every_bounded_cache_of_the_package():
 def test_masks_that_nobody_holds_are_freed():
     q = torch.randn(1, 1, 100, 16, device=DEVICE)
     sf.attention(q, q, q, "causal & local(33)")
-    mask = weakref.ref(cache.compiled_once("causal & local(33)", 100, 100, 128, q.device))
+    mask = weakref.ref(cache.compile_cached("causal & local(33)", 100, 100, 128, q.device))
     gc.collect()
     assert mask() is not None
     sf.clear_caches()

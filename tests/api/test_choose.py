@@ -25,9 +25,9 @@ from sparse_flash.api import call as api_call
 from sparse_flash.choosers import choose
 from sparse_flash.dispatch import operators
 from sparse_flash.masks import chooser as choosers
-from sparse_flash.masks.chooser import choices_of, is_causal, size_of
+from sparse_flash.masks.chooser import choices_of, chooser_block_size, is_causal
 from sparse_flash.parallel import planning
-from sparse_flash.variant.variant import checked_variant
+from sparse_flash.variant.variant import build_variant
 
 parametrize = pytest.mark.parametrize
 runs = pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")
@@ -73,7 +73,7 @@ def blocks_of(kept, size):
 
 def definition(spec, q, k, scores=None):
     """The kept pairs, (batch, heads, q_len, kv_len)."""
-    (choice,), size = choices_of(spec), size_of(spec)
+    (choice,), size = choices_of(spec), chooser_block_size(spec)
     q_len, kv_len, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     within = pairs(choice.within, q_len, kv_len)
     allowed = blocks_of(within, size)
@@ -571,7 +571,7 @@ def test_keys_past_the_end_decide_nothing_and_are_not_chosen(chooser, lengths, e
     assert torch.equal(sf.attention(q, k, v, spec, kv_lens=kv_lens), sf.attention(q, *others, spec, kv_lens=kv_lens))
     kept, forced = (
         choose.chosen_mask(
-            spec, q, k, None, None, lengths=checked_variant(q, k, kv_lens=n, q_lens=None, kv_starts=None, q_starts=None)
+            spec, q, k, None, None, lengths=build_variant(q, k, kv_lens=n, q_lens=None, kv_starts=None, q_starts=None)
         )
         for n in (kv_lens, torch.zeros_like(kv_lens))
     )

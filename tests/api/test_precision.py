@@ -6,7 +6,7 @@ from oracle import heavy_rows_split, poisoned_memory, rising
 
 import sparse_flash as sf
 from sparse_flash.kernels.common.eight_bits import KEYS, QUERIES
-from sparse_flash.variant.eight_bits import attention_in_eight_bits, quantized
+from sparse_flash.variant.eight_bits import attention_in_eight_bits, quantize_blocks
 
 
 def normal(*shape, seed=0):
@@ -240,7 +240,7 @@ def test_operands_are_the_definitions_with_keys_in_the_products_order(head_dim, 
         (found.k, found.of_k, k.float() - mean, KEYS),
         (_in_order(found.v)[:, :, :kv_len], found.of_v, v.float(), KEYS),
     ):
-        wanted, wanted_scales = quantized(x, block)
+        wanted, wanted_scales = quantize_blocks(x, block)
         own = eight.float()[..., :head_dim]
         assert (own != wanted).float().mean() < 1e-3  # the sums of keys may round otherwise
         assert not eight.float()[..., head_dim:].any()

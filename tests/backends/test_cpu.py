@@ -15,7 +15,7 @@ from sparse_flash import backends
 from sparse_flash.backends import aten_cpu
 from sparse_flash.backends import torch as torch_backend
 from sparse_flash.backends import triton as triton_backend
-from sparse_flash.variant.variant import NO_VARIANT, checked_variant
+from sparse_flash.variant.variant import NO_VARIANT, build_variant
 
 parametrize = pytest.mark.parametrize
 
@@ -250,7 +250,7 @@ def test_other_devices_operations_make_no_float64_which_mps_does_not_have(monkey
     with torch.no_grad(), DataTypes() as types:
         for mask in (None, "causal", "causal & strided(7, block=1)"):
             mask = mask and sf.compile_mask(mask, 70, block_size=32)
-            for variant in (None, checked_variant(q, k, **options)):
+            for variant in (None, build_variant(q, k, **options)):
                 out, lse = torch_backend.forward(q, k, v, mask, 0.2, False, variant)
                 for dlse in (None, lse):
                     torch_backend.backward(out, dlse, q, k, v, out, lse, mask, 0.2, False, variant)

@@ -36,7 +36,7 @@ def content_of(chooser, q, k, causal=True, scale=None, starts=None, ends=None, q
     """starts, ends, q_ends: lists, which tokens exist; the others become 0."""
     grid = BlockGrid(q.shape[2], k.shape[2], chooser.block_size)
     starts, ends, q_ends = (None if one is None else torch.tensor(one, device=DEVICE) for one in (starts, ends, q_ends))
-    q, k = choose.cleared(q, None, q_ends), choose.cleared(k, starts, ends)
+    q, k = choose.clear_nonexistent(q, None, q_ends), choose.clear_nonexistent(k, starts, ends)
     return choose._ChoiceInputs(q, k, grid, causal, q.shape[3] ** -0.5 if scale is None else scale, None, starts, ends, q_ends)
 
 

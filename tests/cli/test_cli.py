@@ -31,12 +31,12 @@ def test_a_written_path_is_printed_as_it_is_on_one_line(command, tmp_path):
 
 def test_patterns_lists_every_name_with_its_use_and_arguments():
     import sparse_flash
-    from sparse_flash.masks.pattern import pattern_class, said_of
+    from sparse_flash.masks.pattern import find_docstring_line, pattern_class
 
     out = invoke("patterns").output
     for name in sparse_flash.list_patterns():
         assert f"\n{name} " in out
-        assert said_of(pattern_class(name), "use")[:20] in out
+        assert find_docstring_line(pattern_class(name), "use")[:20] in out
     assert "window" in out and "``" not in out
     assert ", ".join(sparse_flash.list_choosers()) in out
 

@@ -20,9 +20,9 @@ def test_a_name_that_a_release_lacks_is_told_with_the_release():
     with pytest.raises(
         ImportError, match=re.escape(f"PyTorch {torch.__version__} has no _C.no_such_name, which sparse_flash relies")
     ):
-        pytorch.private("_C.no_such_name")
+        pytorch.import_private("_C.no_such_name")
     with pytest.raises(ImportError, match=r"utils\._no_such\.name"):
-        pytorch.private("utils._no_such:name")
+        pytorch.import_private("utils._no_such:name")
 
 
 def test_modes_are_counted_and_the_fake_one_is_found():
@@ -78,7 +78,7 @@ class Doubled(torch.autograd.Function):
 
 def test_a_function_applied_directly_is_the_function_applied():
     x = torch.ones(3, requires_grad=True)
-    out = pytorch.apply_directly(Doubled)(x, 2.0)
+    out = pytorch.resolve_apply(Doubled)(x, 2.0)
     assert torch.equal(out, Doubled.apply(x, 2.0)) and out.grad_fn is not None
     out.sum().backward()
     assert torch.equal(x.grad, torch.full((3,), 2.0))
@@ -158,7 +158,7 @@ def test_a_length_that_may_vary_compiles_nothing_anew():
     compiled = torch.compile(lambda x: x * 2, backend=counter)
     for length in (5, 7, 9):
         x = torch.ones(length)
-        dynamo.length_may_vary(x, 0)
+        dynamo.mark_length_dynamic(x, 0)
         compiled(x)
     assert counter.frame_count == 1
 

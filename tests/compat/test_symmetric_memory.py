@@ -7,16 +7,16 @@ import torch
 import torch.distributed as dist
 
 from sparse_flash.compat import symmetric_memory
-from sparse_flash.compat.pytorch import private
+from sparse_flash.compat.pytorch import import_private
 
 
 def test_a_handle_has_what_copies_need():
-    memory = private("distributed._symmetric_memory:_SymmetricMemory")
+    memory = import_private("distributed._symmetric_memory:_SymmetricMemory")
     for name in ("empty_strided_p2p", "get_buffer", "barrier"):
         assert callable(getattr(memory, name))
     # pybind11 writes the arguments of its functions into their documentation.
     assert "storage_offset" in memory.get_buffer.__doc__ and "timeout_ms" in memory.barrier.__doc__
-    assert callable(private("distributed._symmetric_memory:rendezvous"))
+    assert callable(import_private("distributed._symmetric_memory:rendezvous"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
@@ -28,6 +28,6 @@ def test_links_cannot_be_counted_without_gpus():
 def test_a_group_says_how_long_it_waits():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=77))
     try:
-        assert symmetric_memory.patience_of(dist.group.WORLD, torch.device("cpu")) == timedelta(seconds=77)
+        assert symmetric_memory.group_timeout(dist.group.WORLD, torch.device("cpu")) == timedelta(seconds=77)
     finally:
         dist.destroy_process_group()

@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import sparse_flash as sf
 from sparse_flash import backends
 from sparse_flash.dispatch import operators
-from sparse_flash.masks.cache import compiled_once
+from sparse_flash.masks.cache import compile_cached
 from sparse_flash.masks.pattern import text_of
 from sparse_flash.masks.table import Table
 from sparse_flash.variant.variant import NO_VARIANT
@@ -126,10 +126,13 @@ def test_back_ends_get_the_mask_itself_in_both_passes_of_compiled_code(monkeypat
 def test_a_mask_is_found_by_its_tensors_as_long_as_it_lives_and_only_for_its_lengths():
     mask = sf.compile_mask(LOCAL, TOKENS, block_size=32, device=DEVICE)
     tensors, sizes = mask.tensors(), mask.sizes
-    assert sf.BlockMask.of_tensors(*sizes, tensors) is mask
-    others = sf.BlockMask.of_tensors(*sizes, [tensors[0].clone(), *tensors[1:]]), sf.BlockMask.of_tensors(*sizes[:2], 64, tensors)
+    assert sf.BlockMask.find_by_tensors(*sizes, tensors) is mask
+    others = (
+        sf.BlockMask.find_by_tensors(*sizes, [tensors[0].clone(), *tensors[1:]]),
+        sf.BlockMask.find_by_tensors(*sizes[:2], 64, tensors),
+    )
     del mask
-    for found in (*others, sf.BlockMask.of_tensors(*sizes, tensors)):
+    for found in (*others, sf.BlockMask.find_by_tensors(*sizes, tensors)):
         assert not found.from_host and found.by_query.work is tensors[1 + Table._fields.index("work")]
 
 
@@ -290,7 +293,7 @@ def test_tables_are_of_no_mode_that_their_first_call_was_made_in():
         out = sf.attention(q, k, v, "causal & local(7)")
     assert torch.equal(out, sf.attention(q, k, v, "causal & local(7)"))
     out.sum().backward()
-    assert not any(t.is_inference() for t in compiled_once("causal & local(7)", 77, 77, 128, q.device).tensors())
+    assert not any(t.is_inference() for t in compile_cached("causal & local(7)", 77, 77, 128, q.device).tensors())
 
 
 # Under these names, calls whose tables are remembered: of (batch, heads, tokens, head_dim) and, in varlen, of packed documents.
@@ -343,7 +346,7 @@ def test_tables_that_a_cuda_graph_reads_stay_and_are_not_made_while_it_is_captur
     with torch.cuda.graph(graph):
         out = sf.attention(q, q, q, "causal & local(31)")
     for window in range(100, 180):  # more than are kept
-        compiled_once(f"local({window})", 300, 300, 128, q.device)
+        compile_cached(f"local({window})", 300, 300, 128, q.device)
     torch.cuda.empty_cache()
     graph.replay()
     torch.testing.assert_close(out, wanted)

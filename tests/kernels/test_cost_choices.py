@@ -83,7 +83,7 @@ def test_a_mask_that_gains_nothing_is_said_once_and_by_auto_alone(spec, kv_len, 
     assert mask.to("meta").slow == mask.to("meta").to("meta").slow == slow
     here = replace(mask, slow=mask.to("meta").slow)  # as on a GPU
     q, k = torch.zeros(1, 1, 1024, 16), torch.zeros(1, 1, kv_len, 16)
-    memory.clear()
+    memory.clear_memories()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         sf.attention(q, k, k, here, backend="torch")
@@ -106,7 +106,7 @@ def test_warnings_point_at_the_users_line_whatever_calls_attention():
         "tensors": lambda: sf.attention(transposed, transposed, transposed),
     }
     for name, call in calls.items():
-        memory.clear()
+        memory.clear_memories()
         with pytest.warns(UserWarning, match="predicted to take|tokens come before heads") as said:
             call()
         assert [(one.filename, one.lineno) for one in said] == [(__file__, call.__code__.co_firstlineno)], name

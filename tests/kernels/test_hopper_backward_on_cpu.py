@@ -9,8 +9,8 @@ from oracle import heavy_rows_split
 import sparse_flash as sf
 from sparse_flash.backends import hopper, reference
 from sparse_flash.backends import triton as triton_backend
-from sparse_flash.variant.definition import existing
-from sparse_flash.variant.variant import LENGTHS, Variant, checked_variant
+from sparse_flash.variant.definition import find_existing_tokens
+from sparse_flash.variant.variant import LENGTHS, Variant, build_variant
 
 pytest.importorskip("triton.experimental.gluon")
 import gluon_on_cpu as emulated
@@ -36,14 +36,14 @@ def wrong(tensors, mask, deterministic=False, seed=0, **terms):
     q, k, v, dout, dlse = tensors
     scale = q.shape[3] ** -0.5
     torch.manual_seed(seed)  # of dropout
-    variant = checked_variant(q, k, **terms)
+    variant = build_variant(q, k, **terms)
     exact = [t.double() for t in (q, k, v)]
     wanted = reference.backward(dout.double(), dlse.double(), *exact, None, None, mask, scale, True, variant)
     out, lse = reference.forward(q, k, v, mask, scale, False, variant)
     bounds = Variant(**{name: terms[name] for name in LENGTHS if name in terms})
     for tensor, side in zip((q, k, v, dout), ("q", "kv", "kv", "q"), strict=True):
         places = torch.arange(tensor.shape[0])[:, None], torch.arange(tensor.shape[2])[None]
-        exist = existing(getattr(bounds, f"{side}_starts"), getattr(bounds, f"{side}_lens"), *places)
+        exist = find_existing_tokens(getattr(bounds, f"{side}_starts"), getattr(bounds, f"{side}_lens"), *places)
         if exist is not None:
             tensor.masked_fill_(~exist[:, None, :, None], float("nan"))
     with emulated.gluon_on_cpu(seed):

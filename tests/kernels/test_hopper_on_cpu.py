@@ -10,7 +10,7 @@ from oracle import check, heavy_rows_split, poisoned_memory
 import sparse_flash as sf
 from sparse_flash.masks import document_blocks, tall
 from sparse_flash.packed import gather_rows, in_place
-from sparse_flash.variant.definition import existing
+from sparse_flash.variant.definition import find_existing_tokens
 from sparse_flash.variant.variant import LENGTHS, Variant
 
 pytest.importorskip("triton.experimental.gluon")
@@ -345,7 +345,7 @@ def test_each_term_is_as_it_is_defined_whatever_nonexistent_tokens_hold(name, un
     def results(backend, dtype, filling):
         spoiled = []
         for tensor, side in zip((q, k, v, dout), ("q", "kv", "kv", "q"), strict=True):
-            exist = existing(getattr(variant, f"{side}_starts"), getattr(variant, f"{side}_lens"), *tokens_of(tensor))
+            exist = find_existing_tokens(getattr(variant, f"{side}_starts"), getattr(variant, f"{side}_lens"), *tokens_of(tensor))
             spoiled.append(tensor if exist is None else torch.where(exist[:, None, :, None], tensor, filling))
         *leaves, cotangent = (tensor.to(dtype) for tensor in spoiled)
         leaves = [leaf.requires_grad_() for leaf in leaves]

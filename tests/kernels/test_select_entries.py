@@ -11,8 +11,8 @@ import sparse_flash as sf
 from sparse_flash import backends
 from sparse_flash.choosers.by_kernels import pack_block_bits
 from sparse_flash.masks.grid import BlockGrid
-from sparse_flash.masks.methods import limit_of, of_maps
-from sparse_flash.masks.select_blocks import chosen, chosen_by_kernel, listing_of
+from sparse_flash.masks.methods import from_block_maps, resolve_within
+from sparse_flash.masks.select_blocks import build_listing, select_by_kernel, select_in_torch
 
 runs = pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")
 
@@ -36,11 +36,11 @@ def maps_of(masks, grid, density, seed):
 def test_kernels_select_the_entries_that_operations_select(within, lengths, size, masks, density, bits, seed):
     grid = BlockGrid(*lengths, size)
     maps = maps_of(masks, grid, density, seed)
-    limit = limit_of(within, grid, maps.device)
+    limit = resolve_within(within, grid, maps.device)
     room = masks * len(limit.by_query.col_idx)
     with heavy_rows_split():
-        wanted = chosen(maps.flatten(1), listing_of(limit.by_query, limit.by_key))
-        found = chosen_by_kernel(pack_block_bits(maps) if bits else maps, limit.by_query, limit.by_key, grid.shape, room)
+        wanted = select_in_torch(maps.flatten(1), build_listing(limit.by_query, limit.by_key))
+        found = select_by_kernel(pack_block_bits(maps) if bits else maps, limit.by_query, limit.by_key, grid.shape, room)
     for ours, theirs in zip(found, wanted, strict=True):
         count = int(theirs.row_ptr[-1, -1])
         for name in ("col_idx", "tile_idx"):
@@ -58,9 +58,9 @@ def test_rows_longer_than_a_programs_step_are_selected_step_by_step(within, monk
     monkeypatch.setattr(select, "_ENTRIES", 16)
     grid = BlockGrid(16 * 5, 16 * 50, 16)
     maps = maps_of(2, grid, 0.5, 0)
-    limit = limit_of(within, grid, maps.device)
-    wanted = of_maps(maps[None], grid, limit)
-    tables = chosen_by_kernel(pack_block_bits(maps), limit.by_query, limit.by_key, grid.shape, int(maps.sum()))
+    limit = resolve_within(within, grid, maps.device)
+    wanted = from_block_maps(maps[None], grid, limit)
+    tables = select_by_kernel(pack_block_bits(maps), limit.by_query, limit.by_key, grid.shape, int(maps.sum()))
     for ours, theirs in zip(tables, (wanted.by_query, wanted.by_key), strict=True):
         count = int(theirs.row_ptr[-1, -1])
         assert count and torch.equal(ours.col_idx[:count], theirs.col_idx[:count]) and torch.equal(ours.row_ptr, theirs.row_ptr)
@@ -70,5 +70,7 @@ def test_rows_longer_than_a_programs_step_are_selected_step_by_step(within, monk
 def test_masks_of_maps_and_of_their_bits_are_equal():
     grid = BlockGrid(700, 900, 64)
     maps = maps_of(6, grid, 0.4, 1).unflatten(0, (2, 3))
-    limit = limit_of("causal", grid, maps.device)
-    assert torch.equal(of_maps(maps, grid, limit).to_dense(), of_maps(pack_block_bits(maps), grid, limit).to_dense())
+    limit = resolve_within("causal", grid, maps.device)
+    assert torch.equal(
+        from_block_maps(maps, grid, limit).to_dense(), from_block_maps(pack_block_bits(maps), grid, limit).to_dense()
+    )

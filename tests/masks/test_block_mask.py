@@ -81,7 +81,7 @@ def test_rows_are_visited_heaviest_first_and_columns_ascend_within_each_kind(pat
         assert all(t.dtype == torch.int32 and t.is_contiguous() for t in table)
         weight = table.row_ptr[0].diff()
         order = table.row_order[0].long()
-        assert sorted(order.tolist()) == list(range(len(weight))) and (table.in_document_order() or heaviest_first(weight[order]))
+        assert sorted(order.tolist()) == list(range(len(weight))) and (table.has_document_order() or heaviest_first(weight[order]))
         bounds = torch.cat([table.row_ptr[0, :-1, None], table.row_split[0], table.row_ptr[0, 1:, None]], 1)
         for begin, end in torch.stack([bounds[:, :-1], bounds[:, 1:]], -1).view(-1, 2).tolist():
             assert (table.col_idx[begin:end].diff() > 0).all()
@@ -546,7 +546,7 @@ def test_blocks_read_in_bands_are_those_of_the_table_with_full_ones_in_runs(head
 def test_runs_of_full_blocks_are_counted_by_square(rows, cols, share, seed, group):
     kept = np.random.default_rng(seed).random((rows, cols)) < share
     squares = np.pad(kept, ((0, -rows % group), (0, -cols % group))).reshape(-(-rows // group), group, -(-cols // group), group)
-    counts = tables.FullBlocks.of(kept.shape, *np.nonzero(kept)).in_squares(group)
+    counts = tables.FullBlocks.of(kept.shape, *np.nonzero(kept)).count_by_square(group)
     np.testing.assert_array_equal(counts, squares.sum((1, 3)))
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import sparse_flash as sf
 from sparse_flash.masks import chooser as choosers
 from sparse_flash.masks import pattern as pattern_module
-from sparse_flash.masks.chooser import choices_of, is_chosen, size_of
+from sparse_flash.masks.chooser import choices_of, chooser_block_size, has_choosers
 from sparse_flash.masks.spec import SpecError
 
 parametrize = pytest.mark.parametrize
@@ -98,9 +98,9 @@ def test_an_expression_is_taken_apart_into_what_it_was_made_of(within, some, alw
     expression = joined(within, some, always)
     found = choices_of(expression.to_spec() if as_text else expression)
     assert len(found) == 1 and found[0].within == within and found[0].always == always
-    assert set(found[0].choosers) == set(some) and is_chosen(expression)
-    assert size_of(expression) == (some[0].block or 128)
-    assert within is None or not is_chosen(within)
+    assert set(found[0].choosers) == set(some) and has_choosers(expression)
+    assert chooser_block_size(expression) == (some[0].block or 128)
+    assert within is None or not has_choosers(within)
 
 
 @given(within=limits, heads=st.lists(st.none() | several, min_size=1, max_size=4).filter(any), always=strategies.expressions)
@@ -249,7 +249,7 @@ def test_an_expression_with_a_name_of_its_own_is_taken_apart_like_what_it_stands
         expression = "sampled(4, keep=2) | local(100)"
 
     written = "causal & (pooled(keep=3) | sinks(4))"
-    assert choices_of(Ours(3)) == choices_of("ours(3)") == choices_of(written) and size_of("ours(3)") == 128
+    assert choices_of(Ours(3)) == choices_of("ours(3)") == choices_of(written) and chooser_block_size("ours(3)") == 128
     documents = "documents([0, 50, 100])"
     assert choices_of(f"ours(3) & {documents}") == choices_of(f"{written} & {documents}")
     assert choices_of(sf.causal() & More()) == choices_of("causal & (sampled(4, keep=2) | local(100))")
@@ -261,7 +261,7 @@ def test_heads_may_compete_for_one_budget():
 
 
 def test_an_equal_block_may_be_written_or_left_out():
-    assert size_of("pooled(keep=1, block=128) | pooled(keep=2)") == 128
+    assert chooser_block_size("pooled(keep=1, block=128) | pooled(keep=2)") == 128
 
 
 @given(chooser=chosen.drawn(), within=limits, always=st.none() | strategies.expressions)

@@ -25,7 +25,7 @@ MILLION = 1 << 20
 @given(data=st.data(), lengths=strategies.lengths, block_size=strategies.block_sizes)
 def test_table_of_every_pattern_is_its_token_rule(name, data, lengths, block_size):
     pattern = data.draw(strategies.by_name[name])
-    mask = compiler.compile_up_to(pattern.of_length(lengths[1]), *lengths, block_size, "cpu")  # grids of any number of tokens too
+    mask = compiler.compile_up_to(pattern.bind_length(lengths[1]), *lengths, block_size, "cpu")  # grids of any number of tokens too
     np.testing.assert_array_equal(mask.to_dense().numpy(), strategies.dense(pattern, *lengths))
 
 
@@ -420,7 +420,7 @@ def test_runs_in_and_out_of_order_and_by_bands_of_rows_give_the_states_that_they
     for low in range(0, shape[0], rows_at_a_time):
         mine = (rows >= low) & (rows < low + rows_at_a_time)
         bands.append(BlockRuns.from_row_runs(shape, rows[mine], first[mine], stop[mine], state[mine]))
-    for got in (BlockRuns.from_row_runs(shape, rows, first, stop, state), BlockRuns.in_turn(bands)):
+    for got in (BlockRuns.from_row_runs(shape, rows, first, stop, state), BlockRuns.from_bands(bands)):
         np.testing.assert_array_equal(got.at(np.arange(expected.size)).reshape(shape), expected)
         assert (got.states[1:] != got.states[:-1]).all() and got.starts[0] == 0 and (np.diff(got.starts) > 0).all()
 
@@ -429,13 +429,13 @@ def test_runs_in_and_out_of_order_and_by_bands_of_rows_give_the_states_that_they
 @pytest.mark.parametrize("pattern", [sf.causal() & sf.strided(50, block=1), ~sf.local(40) & sf.fixed(8, 3, block=2)], ids=str)
 def test_blocks_of_one_diagonal_are_evaluated_once(pattern, lengths, monkeypatch):
     evaluated = []
-    from_tokens = compiler._Compilation.from_tokens
+    from_tokens = compiler._Compilation.tiles_from_tokens
 
     def counted(self, rule, rows, cols):
         evaluated.extend((rule, diagonal) for diagonal in rows - cols)
         return from_tokens(self, rule, rows, cols)
 
-    monkeypatch.setattr(compiler._Compilation, "from_tokens", counted)
+    monkeypatch.setattr(compiler._Compilation, "tiles_from_tokens", counted)
     monkeypatch.setattr(compiler, "_CHUNK", 8)
     mask = sf.compile_mask(pattern, *lengths, 16)
     np.testing.assert_array_equal(mask.to_dense().numpy(), strategies.dense(pattern, *lengths))
@@ -522,7 +522,7 @@ def test_block_runs_are_three_valued_logic_on_states(first, seed):
         (runs(a) & runs(b), np.minimum(a, b)),
         (runs(a) | runs(b), np.maximum(a, b)),
         (~runs(a), 2 - a),
-        (runs(a).agreeing(runs(b)), np.where(a == b, a, PARTIAL)),
+        (runs(a).where_equal(runs(b)), np.where(a == b, a, PARTIAL)),
     ):
         np.testing.assert_array_equal(states_of_runs(got), expected)
         assert all(got.count(s) == (expected == s).sum() for s in (EMPTY, PARTIAL, FULL))

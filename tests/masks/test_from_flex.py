@@ -106,34 +106,34 @@ def test_a_mask_without_a_rule_may_be_new_in_each_step_in_and_outside_of_one_com
         return sf.attention(q, q, q, read(of_blocks(kept, (300, 300))))
 
     compiled, q = torch.compile(attend, backend="aot_eager", fullgraph=True), torch.randn(2, 3, 300, 16)
-    known = len(cache._of_flex)
+    known = len(cache._flex_cache)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for _ in range(3):
             kept = torch.rand(2, 3, 5, 5) < 0.5
             for call in (attend, compiled):
                 torch.testing.assert_close(call(q, kept), dense_attention(q, kept), atol=1e-5, rtol=1e-4)
-    assert len(cache._of_flex) == known
+    assert len(cache._flex_cache) == known
 
 
 def test_a_mask_without_a_rule_is_converted_once_until_its_lists_change_and_anew_where_operations_are_recorded(monkeypatch):
     q, kept = torch.randn(1, 1, 300, 16), torch.rand(1, 1, 5, 5) < 0.5
     flex, other = of_blocks(kept, (300, 300)), of_blocks(~kept, (300, 300))
-    made = cache.from_flex_once(flex)
-    assert cache.from_flex_once(flex) is made
+    made = cache.from_flex_cached(flex)
+    assert cache.from_flex_cached(flex) is made
     flex.full_kv_num_blocks.copy_(other.full_kv_num_blocks)
     flex.full_kv_indices.copy_(other.full_kv_indices)
     torch.testing.assert_close(sf.attention(q, q, q, flex), dense_attention(q, ~kept), atol=1e-5, rtol=1e-4)
-    made = cache.from_flex_once(flex)
+    made = cache.from_flex_cached(flex)
     monkeypatch.setattr(cache, "is_recorded", lambda device: True)
-    assert cache.from_flex_once(flex) is not made  # a replay reads the lists again
+    assert cache.from_flex_cached(flex) is not made  # a replay reads the lists again
 
 
 def test_a_mask_of_a_rule_is_read_again_when_its_lists_change():
     flex = create_block_mask(window, None, None, 300, 300, device="cpu")
-    made = cache.from_flex_once(flex)
+    made = cache.from_flex_cached(flex)
     flex.kv_num_blocks.zero_()
     flex.full_kv_num_blocks.zero_()
-    assert not cache.from_flex_once(flex).to_dense().any() and made.to_dense().any()
+    assert not cache.from_flex_cached(flex).to_dense().any() and made.to_dense().any()
 
 
 def test_the_table_is_that_of_the_same_pattern():
@@ -226,10 +226,10 @@ def test_a_flex_mask_passed_as_the_mask_is_read_once_and_goes_with_it(rule, batc
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, kept, enable_gqa=True)
     torch.testing.assert_close(sf.attention(q, k, v, flex), expected, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(sf.attention(q, k, v, flex, softcap=1e6), expected, atol=1e-4, rtol=1e-3)
-    made = cache.from_flex_once(flex)
-    assert cache.from_flex_once(flex) is made
+    made = cache.from_flex_cached(flex)
+    assert cache.from_flex_cached(flex) is made
     flex.mask_mod = causal  # as done to shift a mask for decoding
-    assert cache.from_flex_once(flex) is not made
+    assert cache.from_flex_cached(flex) is not made
     alive = weakref.ref(flex)
     del flex
     gc.collect()

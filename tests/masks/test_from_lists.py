@@ -110,7 +110,7 @@ def test_one_compiled_graph_serves_all_values(make):
 
 
 def test_where_values_are_not_read_blocks_beyond_the_keys_are_left_out(monkeypatch):
-    monkeypatch.setattr(from_maps, "_host_reads", lambda device: False)  # as of tensors on a GPU
+    monkeypatch.setattr(from_maps, "_can_read_values", lambda device: False)  # as of tensors on a GPU
     lists = torch.tensor([[0, 4, -1], [2**31 - 1, 1, 2]], dtype=torch.int32)
     mask = sf.BlockMask.from_lists(lists, torch.tensor([7, 2], dtype=torch.int32), 16, kv_len=64)
     assert mask.kept_blocks().tolist() == [[True, False, False, False], [False, True, False, False]]

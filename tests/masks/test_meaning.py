@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparse_flash as sf
-from sparse_flash.masks.meaning import changed, digest_of
+from sparse_flash.masks.meaning import digest_of, why_changed
 from sparse_flash.masks.spec import SpecError
 
 
@@ -62,7 +62,7 @@ def test_a_chooser_counts_by_its_text_and_the_patterns_beside_it_by_their_pairs(
         "causal & (sampled(4, keep=3) | (sinks(5) & sinks(4)))"
     )
     with other_sinks():
-        assert changed(specs[0], digests[0]) and digest_of(specs[0]) == digests[1]
+        assert why_changed(specs[0], digests[0]) and digest_of(specs[0]) == digests[1]
 
 
 def test_a_rule_that_fails_on_the_sample_has_no_digest():
@@ -81,8 +81,8 @@ def test_a_rule_that_fails_on_the_sample_has_no_digest():
 def test_a_changed_meaning_is_said_with_both_digests_and_the_way_out():
     spec = "causal & sinks(4)"
     saved = digest_of(spec)
-    assert changed(spec, saved) is None
+    assert why_changed(spec, saved) is None
     with other_sinks():
-        message = changed(spec, saved)
+        message = why_changed(spec, saved)
         assert message.startswith("the mask 'causal & sinks(4)' means something else than when it was saved: its digest is ")
         assert f"{digest_of(spec)} here, with sparse_flash {sf.__version__}, and {saved} there; install the releases" in message

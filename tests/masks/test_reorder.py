@@ -20,14 +20,14 @@ MOVED = [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float8_e4m3
 SUMMED = [torch.float16, torch.float32, torch.float64]
 
 parametrize = pytest.mark.parametrize
-both_ways = parametrize("by_kernel", [False, True], ids=["operations", "kernel"])
+both_ways = parametrize("can_launch_kernel", [False, True], ids=["operations", "kernel"])
 
 
 def on(by_kernel: bool):
     """The kernel, which Triton interprets on a CPU, or PyTorch's operations."""
     if by_kernel and (reason := backends.backend("triton").available()):
         pytest.skip(reason)
-    return mock.patch.object(reorder, "by_kernel", lambda x: by_kernel)
+    return mock.patch.object(reorder, "can_launch_kernel", lambda x: by_kernel)
 
 
 def index_of(layout, to: str) -> torch.Tensor:
@@ -121,7 +121,7 @@ def test_function_transforms_and_batched_gradients_see_operations():
 @parametrize(("to", "transposed"), MAPS)
 @parametrize("layout", [RAGGED, EVEN], ids=["ragged", "even"])
 def test_opcheck_passes(layout, to, transposed):
-    order = reorder._order(layout, torch.device(DEVICE))
+    order = reorder._make_order(layout, torch.device(DEVICE))
     length = layout.tokens if (to == "to_tiles") != transposed else layout.length
     x = torch.randn(2, length, 3, device=DEVICE, requires_grad=True)
     torch.library.opcheck(reorder._operator, (x, 1, order, to, transposed))

@@ -11,7 +11,7 @@ from oracle import DEVICE, heavy_rows_split
 
 import sparse_flash as sf
 from sparse_flash import backends
-from sparse_flash.masks.table import most_splits, split_limits, with_splits
+from sparse_flash.masks.table import build_split_work, most_splits, split_limits
 from sparse_flash.packed import gather_rows, in_place, repack
 
 
@@ -34,7 +34,7 @@ counts = st.tuples(st.integers(1, 3), st.integers(1, 90), st.sampled_from([1, 64
 @given(counts=counts)
 def test_items_cover_every_entry_once_and_lines_list_the_splits(counts):
     ptr, split, order = rows_of(counts)
-    work, lines = (t.tolist() for t in with_splits(ptr, split, order, longest=10_000))
+    work, lines = (t.tolist() for t in build_split_work(ptr, split, order, longest=10_000))
     rows = counts.shape[1]
     in_use = [sum(item[0] < rows for item in items) for items in work]
     assert work[0][0][6] == max(in_use) and all(len(items) == rows + 64 for items in work)
@@ -62,7 +62,7 @@ def test_items_cover_every_entry_once_and_lines_list_the_splits(counts):
 @settings(max_examples=60)
 @given(counts=counts)
 def test_no_item_is_much_heavier_than_its_share_and_no_split_is_small(counts):
-    work, _ = with_splits(*rows_of(counts), longest=10_000)
+    work, _ = build_split_work(*rows_of(counts), longest=10_000)
     length = work[..., 4] - work[..., 1]
     total = torch.from_numpy(counts.sum(1, keepdims=True)).to(DEVICE)
     whole = work[..., 5] == 0
@@ -76,7 +76,7 @@ def test_no_item_is_much_heavier_than_its_share_and_no_split_is_small(counts):
 def test_a_global_row_of_a_million_tokens_is_balanced():
     counts = np.full((1, 8192), 10)
     counts[0, 5000] = 8192
-    work, lines = with_splits(*rows_of(counts), longest=8192)
+    work, lines = build_split_work(*rows_of(counts), longest=8192)
     length = work[0, :, 4] - work[0, :, 1]
     # None of 132 multiprocessors has more to do than its share, even if there is one head.
     assert lines[0, 0].tolist() == [5000, 0, 23, 0] and length.max() * 132 < counts.sum()
@@ -105,7 +105,7 @@ def test_packed_documents_are_split_by_query_and_by_key(way):
         mask = make("causal", documents, None)
         for table in (mask.by_query, mask.by_key):
             assert (table.splits[0, :, 2] > 1).any()
-            expected = with_splits(*table[:3], longest=mask.grid.q_blocks)
+            expected = build_split_work(*table[:3], longest=mask.grid.q_blocks)
             assert torch.equal(table.work, expected[0]) and torch.equal(table.splits, expected[1])
 
 
@@ -144,7 +144,7 @@ def test_the_kernel_makes_what_tensor_operations_make(counts, by_key):
         patch.setattr(splits, "launch", launch)
         made = splits.split_rows(*tables, *map(most_splits, longest), *split_limits())
     for table, most, (work, lines) in zip(tables, longest, made, strict=True):
-        expected = with_splits(*table, most)
+        expected = build_split_work(*table, most)
         assert torch.equal(work, expected[0]) and torch.equal(lines, expected[1])
 
 

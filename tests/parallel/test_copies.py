@@ -139,7 +139,7 @@ class Room(PeerMemory):
 
 
 def test_a_message_that_finds_no_room_is_an_error_and_the_next_finds_some():
-    with patch.object(symmetric_memory, "patience_of", return_value=timedelta(minutes=1)):
+    with patch.object(symmetric_memory, "group_timeout", return_value=timedelta(minutes=1)):
         memory = Room(SimpleNamespace(group_name="0"), torch.device("cpu"))
     assert memory.message(3 << 20, 5, 7, dtype=torch.bfloat16).shape == (5, 7) and memory.size == 4 << 20
     with pytest.raises(RuntimeError, match="out of memory"):

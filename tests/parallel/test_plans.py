@@ -6,7 +6,7 @@ import torch
 from on_ranks import CASES, mask_of
 
 import sparse_flash as sf
-from sparse_flash.masks.build import part_of
+from sparse_flash.masks.build import take_blocks
 from sparse_flash.parallel.assignment import Assignment, Visits, blocks_per_chunk, candidates, improve_owners
 from sparse_flash.parallel.calls import PartialAttention, merge
 from sparse_flash.parallel.costs import LINK_RATE, SequenceSizes, call_times
@@ -50,7 +50,7 @@ def test_every_kept_pair_is_attended_by_exactly_one_rank(name):
         tokens = assignment.positions(mask.q_len, mask.block_size)
         for rank in range(ranks):
             blocks = np.concatenate([assignment.blocks[rank], *sent_to(assignment, rank)])
-            part = of_all_heads(part_of(mask, assignment.blocks[rank], blocks))
+            part = of_all_heads(take_blocks(mask, assignment.blocks[rank], blocks))
             columns = blocks[:, None] * mask.block_size + np.arange(mask.block_size)
             columns[blocks < 0] = -1
             row, column = np.flatnonzero(tokens[rank] >= 0), np.flatnonzero((columns.ravel() >= 0) & (columns.ravel() < mask.q_len))
@@ -317,6 +317,6 @@ def test_a_part_of_a_mask_keeps_its_pairs_in_the_order_of_its_rows_and_columns()
             torch.from_numpy((np.where(which < 0, blocks, which)[:, None] * size + np.arange(size)).ravel())
             for which in (rows, cols)
         )
-        part = part_of(mask, rows, cols)
+        part = take_blocks(mask, rows, cols)
         assert torch.equal(of_all_heads(part), padded[:, row][:, :, col]), name
         assert torch.equal(of_all_heads(part.transpose()), padded[:, row][:, :, col].mT), name

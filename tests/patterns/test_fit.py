@@ -38,7 +38,7 @@ def test_a_pattern_that_names_fewer_tokens_than_there_are_is_an_error_with_the_w
     with pytest.raises(ValueError, match=said + r".*global_tokens\(n\).*last_tokens\(n\).*allow_uncovered=True"):
         call(mask, tokens)
     leaf = sf.parse(mask)
-    placed = leaf.with_leaves(lambda one: sf.shifted(one, 0, allow_uncovered=True) if one.named_tokens() else one)
+    placed = leaf.map_leaves(lambda one: sf.shifted(one, 0, allow_uncovered=True) if one.named_tokens() else one)
     call(placed, tokens)
 
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 import sparse_flash as sf
 from sparse_flash import patterns
-from sparse_flash.masks.pattern import pattern_class, said_of
-from sparse_flash.masks.rules import moved
+from sparse_flash.masks.pattern import find_docstring_line, pattern_class
+from sparse_flash.masks.rules import move_pattern
 
 TOKENS = 44
 EARLIEST = -9  # queries before the first key, as with more queries than keys
@@ -144,7 +144,7 @@ def formula_of(pattern):
     """The ``formula:`` of the docstring as a function of q and kv. None is no limit; i and j are the units of q and kv."""
     if pattern.name in IN_WORDS:
         return partial(IN_WORDS[pattern.name], pattern)
-    text = said_of(type(pattern), "formula").partition(", with ")[0].replace(", ...}", ", *POWERS}")
+    text = find_docstring_line(type(pattern), "formula").partition(", with ")[0].replace(", ...}", ", *POWERS}")
     fields = {name: math.inf if value is None else value for name, value in vars(pattern).items()}
     known = {**vars(patterns), "pairwise": pairwise, "POWERS": POWERS, "kv_len": TOKENS, **fields}
 
@@ -170,7 +170,7 @@ def test_token_rule_is_the_formula(name, data):
     q, kv = np.arange(EARLIEST, TOKENS), np.arange(TOKENS)
     formula = formula_of(p)
     expected = np.array([[formula(i, j) for j in kv.tolist()] for i in q.tolist()])
-    kept = p.of_length(TOKENS).token_rule(q[:, None], kv[None, :])
+    kept = p.bind_length(TOKENS).token_rule(q[:, None], kv[None, :])
     np.testing.assert_array_equal(np.broadcast_to(kept, expected.shape), expected)
 
 
@@ -185,8 +185,8 @@ def test_every_built_in_pattern_says_what_it_is_for_where_it_is_from_and_how_it_
     cls = pattern_class(name)
     lines = [line.partition(":")[0] for line in sys.modules[cls.__module__].__doc__.split("\n\n")[1].splitlines()]
     source = [] if name in ("from_blocks", "from_mask_fn", "shifted") else ["source"]
-    assert lines == ["use", "formula", *source, "specimen"] and len(said_of(cls, "use").split()) > 3
-    specimen = eval(said_of(cls, "specimen"), vars(patterns))
+    assert lines == ["use", "formula", *source, "specimen"] and len(find_docstring_line(cls, "use").split()) > 3
+    specimen = eval(find_docstring_line(cls, "specimen"), vars(patterns))
     assert isinstance(specimen, cls) and sf.compile_mask(specimen, 4096, block_size=64).density > 0
 
 
@@ -220,17 +220,19 @@ def test_a_rule_repeats_where_queries_and_keys_move_by_its_period(pattern, perio
 @given(pattern=strategies.expressions, by=st.integers(-300, 300))
 def test_a_moved_expression_keeps_from_its_first_position_on_what_the_expression_keeps(pattern, by):
     q, kv = np.arange(max(by, 0) + EARLIEST, max(by, 0) + TOKENS)[:, None], np.arange(max(by, 0), max(by, 0) + TOKENS)
-    expected = pattern.of_length(TOKENS).token_rule(q - by, kv - by)
-    np.testing.assert_array_equal(*np.broadcast_arrays(moved(pattern.of_length(TOKENS), by).token_rule(q, kv), expected))
+    expected = pattern.bind_length(TOKENS).token_rule(q - by, kv - by)
+    np.testing.assert_array_equal(*np.broadcast_arrays(move_pattern(pattern.bind_length(TOKENS), by).token_rule(q, kv), expected))
 
 
 def test_a_moved_pattern_is_equal_for_offsets_of_one_meaning():
-    assert moved(sf.block_diagonal(8), 3) == moved(sf.block_diagonal(8), 19) and moved(
+    assert move_pattern(sf.block_diagonal(8), 3) == move_pattern(sf.block_diagonal(8), 19) and move_pattern(
         sf.block_diagonal(8), -16
     ) == sf.block_diagonal(8)
-    assert moved(sf.causal() & sf.local(9), 5) == sf.causal() & sf.local(9)
-    assert moved(sf.sinks(4), 3) == sf.sinks(7) and moved(sf.sinks(4), -4) == moved(sf.sinks(4), -9) == ~sf.full()
-    assert moved(sf.longformer(5, 2), -1) == sf.local(5) | moved(sf.global_tokens(2), -1)
+    assert move_pattern(sf.causal() & sf.local(9), 5) == sf.causal() & sf.local(9)
+    assert (
+        move_pattern(sf.sinks(4), 3) == sf.sinks(7) and move_pattern(sf.sinks(4), -4) == move_pattern(sf.sinks(4), -9) == ~sf.full()
+    )
+    assert move_pattern(sf.longformer(5, 2), -1) == sf.local(5) | move_pattern(sf.global_tokens(2), -1)
 
 
 @settings(max_examples=60)

@@ -55,7 +55,7 @@ def test_layout_may_be_given_as_text_and_another_pattern_is_refused():
 def test_table_is_that_of_the_tokens_at_the_layouts_own_length(data, name, size):
     pattern = data.draw(strategies.by_name[name])
     n = pattern.layout.length
-    if pattern.is_part:
+    if pattern.covers_part:
         pattern = pattern | sf.last_tokens(pattern.layout.prefix + pattern.layout.suffix + 1)
     q_len = data.draw(st.sampled_from([n, max(1, n - 7)]))
     mask = sf.compile_mask(pattern, q_len, n, size)

@@ -20,7 +20,7 @@ from sparse_flash.dispatch import operators
 from sparse_flash.parallel.routes import LocalMask
 from sparse_flash.variant import variant as variant_module
 from sparse_flash.variant.definition import Pairs, kept_by_dropout, philox_2x32, philox_4x32
-from sparse_flash.variant.variant import checked_variant
+from sparse_flash.variant.variant import build_variant
 
 try:
     import triton
@@ -129,7 +129,7 @@ def existing(starts, lens, batch: int, tokens: int) -> torch.Tensor:
 def surviving(q, k, dropout_p: float, seed: int) -> torch.Tensor:
     """Returns the pairs that dropout keeps in the first call after manual_seed(seed): (batch, heads, q_len, kv_len) bool."""
     torch.manual_seed(seed)
-    return kept_by_dropout(checked_variant(q, k, dropout_p=dropout_p), Pairs.all(q, k))
+    return kept_by_dropout(build_variant(q, k, dropout_p=dropout_p), Pairs.all(q, k))
 
 
 def definition(q, k, v, kept, given: dict, survives):
@@ -182,7 +182,7 @@ def results(attend, tensors, given: dict, dout):
 
 def terms_in_call(q, k, given: dict):
     """Returns the variant that ``attention`` passes to a back end for these arguments; it applies sinks itself."""
-    return checked_variant(q, k, **{name: value for name, value in given.items() if name != "sinks"})
+    return build_variant(q, k, **{name: value for name, value in given.items() if name != "sinks"})
 
 
 def usable(backend: str, q, k, given: dict, v=None, mask=None) -> None:
@@ -471,7 +471,7 @@ def test_every_tile_size_drops_the_same_pairs_forward_and_backward(tiles):
 
     q, k, v, dout = inputs(torch.float32, 64, 64, 64)
     torch.manual_seed(1)
-    given = checked_variant(q, k, dropout_p=0.25)
+    given = build_variant(q, k, dropout_p=0.25)
     config = Config(*tiles, 1, 2)
     out, lse = attention_forward(q, k, v, None, 0.125, given, config)
     grads = attention_backward(dout, None, q, k, v, out, lse, None, 0.125, given, config, config)[:3]
@@ -502,7 +502,7 @@ def test_philox_gives_the_words_that_its_authors_give():
 @parametrize("size", [(1, 1), (1, 40), (23, 9), (33, 18)])
 def test_a_pair_is_kept_by_its_half_of_the_words_of_its_counter(size):
     q, k = torch.zeros(2, 3, size[0], 1), torch.zeros(2, 3, size[1], 1)
-    given = checked_variant(q, k, dropout_p=0.3)
+    given = build_variant(q, k, dropout_p=0.3)
     kept = kept_by_dropout(given, Pairs.all(q, k))
     assert kept.shape == (2, 3, *size)
     seed, zero = given.seed[0], torch.tensor(0)
@@ -583,8 +583,8 @@ def test_dropout_drops_its_share(dropout_p):
 @every_backend
 def test_the_smallest_and_the_largest_share_are_those_of_sixteen_bits(backend):
     q, k, v, _ = accepted(backend, {"dropout_p": 0.5}, q_len=64, kv_len=64)
-    assert checked_variant(q, k, dropout_p=2**-18) is None and checked_variant(q, k, dropout_p=2**-17 * 1.01).dropout_p == 2**-16
-    assert checked_variant(q, k, dropout_p=1 - 2**-30).dropout_p == 1 - 2**-16
+    assert build_variant(q, k, dropout_p=2**-18) is None and build_variant(q, k, dropout_p=2**-17 * 1.01).dropout_p == 2**-16
+    assert build_variant(q, k, dropout_p=1 - 2**-30).dropout_p == 1 - 2**-16
     for dropout_p in (2**-16, 1 - 2**-16):
         kept = revealed(backend, dropout_p)
         assert torch.equal(kept, surviving(q, k, dropout_p, 3))
@@ -602,7 +602,7 @@ def test_a_part_of_a_sequence_drops_what_the_whole_drops(backend, block):
     rows, cols = np.array([2, 0]), np.array([1, 2, -1, 0])  # blocks; -1 keeps nothing
     part = LocalMask.of(whole, rows, cols).to(torch.device(DEVICE))
     torch.manual_seed(3)
-    given = checked_variant(q, k, dropout_p=0.3)
+    given = build_variant(q, k, dropout_p=0.3)
     batch_heads = torch.tensor([[1, 0], [3, 2]], dtype=torch.int32, device=DEVICE)  # with its two heads the other way round
     given = dataclasses.replace(given, q_positions=part.q_positions, kv_positions=part.kv_positions, batch_heads=batch_heads)
     if backend == "hopper":
@@ -793,7 +793,7 @@ def test_a_score_function_without_triton_runs_on_pytorch_and_says_so_elsewhere(m
     q, k, v, _ = inputs()
     out = sf.attention(q, k, v, score_mod=plain, backend="torch")
     torch.testing.assert_close(out, sf.attention(q, k, v, scale=0.5, backend="torch"))
-    call = make_call(q, k, variant=checked_variant(q, k, score_mod=plain))
+    call = make_call(q, k, variant=build_variant(q, k, score_mod=plain))
     monkeypatch.setattr(backends.backend("triton"), "_available", lambda: None)
     monkeypatch.setattr(backends.backend("triton"), "_is_interpreted", lambda: DEVICE == "cpu")
     assert "has no triton function" in backends.backend("triton").supports(call)
@@ -883,7 +883,7 @@ def test_a_compiled_function_computes_terms_in_one_graph(name, named):
 @parametrize("name", ["lengths", "dropout", "bias"])  # its fake tensors do not go through torch.func, as a user's function does
 def test_opcheck_passes_with_terms(name):
     q, k, v, _ = (t.requires_grad_() for t in inputs())
-    packed = checked_variant(q, k, **{n: t for n, t in variant(name).items() if n != "sinks"}).packed()
+    packed = build_variant(q, k, **{n: t for n, t in variant(name).items() if n != "sinks"}).packed()
     options = ([], 0, "", 0.25, True, "torch", *packed)
     torch.library.opcheck(operators._forward, (q, k, v, *options))
     with torch.no_grad():
@@ -921,7 +921,7 @@ def test_hopper_names_what_it_lacks_and_nothing_else(name, deterministic):
     hopper = backends.backend("hopper")
     q, k, *_ = inputs()
     given = {n: t for n, t in variant(name).items() if n != "sinks"}
-    reason = hopper.supports(make_call(q, k, variant=checked_variant(q, k, **given), deterministic=deterministic))
+    reason = hopper.supports(make_call(q, k, variant=build_variant(q, k, **given), deterministic=deterministic))
     if "rel_bias" in given:
         assert reason == "it computes no gradient of rel_bias"
     elif "score_mod" in given and deterministic:
@@ -933,7 +933,7 @@ def test_hopper_names_what_it_lacks_and_nothing_else(name, deterministic):
 def test_hopper_refuses_a_soft_cap_that_its_tanh_is_too_coarse_for():
     hopper = backends.backend("hopper")
     q, k, *_ = inputs()
-    usual, large = (make_call(q, k, variant=checked_variant(q, k, softcap=cap)) for cap in (256.0, 1e4))
+    usual, large = (make_call(q, k, variant=build_variant(q, k, softcap=cap)) for cap in (256.0, 1e4))
     assert hopper.supports(usual) == hopper.supports(make_call(q, k))
     assert hopper.supports(large) == "it runs softcap up to 256, as its tanh is less exact near 0; got 10000"
 

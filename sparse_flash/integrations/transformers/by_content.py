@@ -12,10 +12,10 @@ from ...api.attention import attention
 from ...api.decode import MAX_QUERIES
 from ...api.shared import SharedSequence
 from ...compat.dynamo import constant_in_graphs
-from ...masks.chooser import HeadChoice, Scored, choices_of, is_causal, is_chosen, looking_ahead, without_choosers
-from ...masks.memory import remembered
+from ...masks.chooser import HeadChoice, Scored, choices_of, find_lookahead_chooser, has_choosers, is_causal, without_choosers
+from ...masks.memory import cached_until_cleared
 from ...masks.pattern import And, Or, Pattern, PerHead, parse, text_of
-from ...masks.rules import moved
+from ...masks.rules import move_pattern
 from ...patterns import last_tokens
 from .choice import OWN
 from .masks import ModelMask, depends_on_position, is_window, keeps_all
@@ -54,7 +54,7 @@ def split_choices(
 ) -> tuple[dict[int, Any], dict[int, PromptChoice]]:
     """Returns (the mask of each layer, which is "own" for ``dense_layers``; the choice of each layer whose mask has a chooser).
     Raises ValueError for specs that no model can follow, and for settings that apply to no layer."""
-    chosen = [number for number, mask in masks.items() if mask != OWN and is_chosen(mask)]
+    chosen = [number for number, mask in masks.items() if mask != OWN and has_choosers(mask)]
     counts = {"dense_below": dense_below, "dense_last": dense_last}
     given = [name for name, value in {**counts, "dense_layers": dense_layers}.items() if value is not None]
     if given and not chosen:
@@ -83,7 +83,7 @@ def check_counts(**counts: object) -> None:
             raise ValueError(f"{name} must be a number of tokens, 0 or more; got {value!r}")
 
 
-@remembered(maxsize=256)
+@cached_until_cleared(maxsize=256)
 def build_prompt_choice(mask: Pattern | str, below: int, last: int) -> PromptChoice:
     """Returns the choice of a layer. Raises ValueError for an expression that cannot be one."""
     choices = choices_of(mask)
@@ -96,7 +96,7 @@ def build_prompt_choice(mask: Pattern | str, below: int, last: int) -> PromptCho
         without_choosers(mask),
         below,
         last,
-        looking_ahead(mask),
+        find_lookahead_chooser(mask),
         any(map(depends_on_position, patterns)),
     )
 
@@ -195,16 +195,16 @@ def restrict_mask(mask: Pattern | str, limits: tuple[str | Pattern, ...], start:
     return _restrict_mask(mask, limits, start, position)
 
 
-@remembered(maxsize=1024)
+@cached_until_cleared(maxsize=1024)
 def _restrict_mask(mask: Pattern | str, limits: tuple[str | Pattern, ...], start: int, position: int) -> Pattern | str:
     if not limits and not start:
         return mask
-    pattern = (parse(mask) if isinstance(mask, str) else mask).with_leaves(partial(_shift_leaf, by=-start))
-    parts = [moved(parse(limit) if isinstance(limit, str) else limit, -position) for limit in limits]
+    pattern = (parse(mask) if isinstance(mask, str) else mask).map_leaves(partial(_shift_leaf, by=-start))
+    parts = [move_pattern(parse(limit) if isinstance(limit, str) else limit, -position) for limit in limits]
     joined = And.of(pattern, *parts)
     return text_of(joined) or joined
 
 
 def _shift_leaf(leaf: Pattern, by: int) -> Pattern:
-    counts_from_the_end = leaf.of_length(0) != leaf
-    return leaf if leaf.chooses or counts_from_the_end else moved(leaf, by)
+    counts_from_the_end = leaf.bind_length(0) != leaf
+    return leaf if leaf.chooses or counts_from_the_end else move_pattern(leaf, by)

@@ -10,7 +10,7 @@ import torch
 
 from ...api.shared import SharedSequence
 from ...masks.block_mask import BlockMask
-from ...masks.cache import of_another_library
+from ...masks.cache import convert_foreign_mask
 from ...masks.pattern import And, DerivedPattern, Or, Pattern, PerHead, parse, text_of
 from ...patterns import causal
 
@@ -52,7 +52,7 @@ def _normalize_mask(mask: object) -> object:
         return text_of(mask) or mask  # text, which compiled code accepts on every PyTorch
     if isinstance(mask, (BlockMask, SharedSequence)):
         return mask
-    return of_another_library(mask)
+    return convert_foreign_mask(mask)
 
 
 def check_heads(masks: Mapping[int, object], layers: Mapping[int, torch.nn.Module], source: str = "") -> None:
@@ -99,7 +99,7 @@ def looks_ahead(mask: Any) -> bool:
     if isinstance(mask, str):
         return mask != OWN and looks_ahead(parse(mask))
     if isinstance(mask, DerivedPattern):
-        return looks_ahead(mask.expanded())
+        return looks_ahead(mask.expand_expression())
     if isinstance(mask, And):
         return all(map(looks_ahead, mask.operands))
     if isinstance(mask, Or) or mask.name == "per_head":

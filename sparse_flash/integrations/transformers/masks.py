@@ -18,11 +18,11 @@ from transformers.masking_utils import sdpa_mask
 
 from ...compat.pytorch import assert_in_graph
 from ...masks.block_mask import BlockMask
-from ...masks.build import of_heads
-from ...masks.cache import as_block_mask, compiled_once
-from ...masks.memory import remembered
+from ...masks.build import from_heads
+from ...masks.cache import as_block_mask, compile_cached
+from ...masks.memory import cached_until_cleared
 from ...masks.pattern import And, Pattern, PerHead, parse
-from ...masks.rules import moved
+from ...masks.rules import move_pattern
 from ...patterns import block_diagonal, full
 
 _BLOCK = 128
@@ -194,9 +194,7 @@ class ModelMask(FlexBlockMask):
         for row, first in zip(rows, before or [0] * len(rows), strict=True):
             starts = sorted({0, first, *(k for k in range(1, len(row)) if row[k] != row[k - 1])})
             apart = f"documents({[*starts, len(row)]})"
-            limits.append(
-                apart if own is None else And.of(parse(apart), own.with_leaves(partial(_Restarted, starts=tuple(starts))))
-            )
+            limits.append(apart if own is None else And.of(parse(apart), own.map_leaves(partial(_Restarted, starts=tuple(starts)))))
         staying = tuple(limit for limit in self.limits if limit not in moving)
         one.limits = (*staying, tuple(limits) if len(set(limits)) > 1 else (limits[0],))
         return one, None if restarts else mask
@@ -223,7 +221,7 @@ class ModelMask(FlexBlockMask):
                     "tokens or limits of the model's own; pass the pattern itself, which counts from each sequence's first token"
                 )
             pattern = parse(mask) if isinstance(mask, str) else mask
-            limits = tuple(moved(pattern, before) for before in self.count_left_padding())
+            limits = tuple(move_pattern(pattern, before) for before in self.count_left_padding())
             one = self._made[key] = copy(self)
             one._made, one.first = {}, None
             one.limits = (*self.limits, limits[:1] if len(set(limits)) == 1 else limits)
@@ -268,7 +266,7 @@ class ModelMask(FlexBlockMask):
             kept = kept & _compile_entries(each, self.q_length, self.end, device).to_dense()
         elif (pattern := each[0]) is not None:
             compiled = (
-                pattern if isinstance(pattern, BlockMask) else compiled_once(pattern, self.q_length, self.end, _BLOCK, device)
+                pattern if isinstance(pattern, BlockMask) else compile_cached(pattern, self.q_length, self.end, _BLOCK, device)
             )
             kept = kept & compiled.to_dense()
         return BlockMask.from_dense(kept, _BLOCK)
@@ -477,7 +475,7 @@ class _MaskReader:
     def chunks(self, size: int, left_padding: list[int]) -> None:
         """Chunks are counted from the first token of each sequence."""
         limits = tuple(
-            str(block_diagonal(size)) if left % size == 0 else moved(block_diagonal(size), left) for left in left_padding
+            str(block_diagonal(size)) if left % size == 0 else move_pattern(block_diagonal(size), left) for left in left_padding
         )
         self.limits.append(limits[:1] if len(set(limits)) == 1 else limits)
 
@@ -522,7 +520,7 @@ def convert_mask(mask: torch.Tensor, query, key) -> ModelMask:
 def depends_on_position(mask) -> bool:
     """Whether a mask depends on more than the distance of query and key."""
     mask = parse(mask) if isinstance(mask, str) else mask
-    return mask is not None and (isinstance(mask, BlockMask) or moved(mask, 1) != mask)
+    return mask is not None and (isinstance(mask, BlockMask) or move_pattern(mask, 1) != mask)
 
 
 def is_window(limit: str | Pattern) -> bool:
@@ -544,10 +542,10 @@ def joined(mask, limits: tuple, offset: int = 0):
     return mask if mask is None and not limits else _joined_patterns(mask, limits, offset)
 
 
-@remembered(maxsize=1024)
+@cached_until_cleared(maxsize=1024)
 def _joined_patterns(mask, limits, offset) -> Pattern:
     patterns = [parse(one) if isinstance(one, str) else one for one in (mask, *limits) if one is not None]
-    return moved(And.of(*patterns), -offset)
+    return move_pattern(And.of(*patterns), -offset)
 
 
 @dataclass(frozen=True)
@@ -563,10 +561,10 @@ class _Restarted(Pattern):
         return self.pattern.token_rule(q - first, kv - first)
 
 
-@remembered(maxsize=64)
+@cached_until_cleared(maxsize=64)
 def _compile_entries(patterns: tuple, q_length: int, kv_length: int, device) -> BlockMask:
     """A mask with one pattern per batch entry, or one per head of each."""
     heads = max(len(pattern.patterns) if isinstance(pattern, PerHead) else 1 for pattern in patterns)
     every = [one for p in patterns for one in (p.patterns if isinstance(p, PerHead) else [full() if p is None else p] * heads)]
     compiled = {p: as_block_mask(p, q_length, kv_length, _BLOCK) for p in dict.fromkeys(every)}
-    return of_heads([compiled[p] for p in every], len(patterns), heads).to(device)
+    return from_heads([compiled[p] for p in every], len(patterns), heads).to(device)

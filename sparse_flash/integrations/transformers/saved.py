@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...masks.meaning import changed, digest_of
+from ...masks.meaning import digest_of, why_changed
 from ...masks.pattern import Pattern, parse, text_of
 from .by_content import PromptChoice, check_counts
 from .choice import OWN
@@ -73,7 +73,7 @@ def _parse_record(record: object, name: str, numbers: list[int]) -> SavedMasks:
                 f"{name}: layer {number!r} must have a number and a spec; got {text!r}: {error}; if a package of your own "
                 "registers the pattern, import or install it first"
             ) from None
-        if text in digests and (problem := changed(text, digests[text])) is not None:
+        if text in digests and (problem := why_changed(text, digests[text])) is not None:
             raise ValueError(f"{name}: layer {number!r}: {problem}; or remove its digest, to take the text for what it means now")
     if set(layers) != set(numbers):
         missing, others = sorted(set(numbers) - set(layers)), sorted(set(layers) - set(numbers))

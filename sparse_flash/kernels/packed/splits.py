@@ -1,7 +1,7 @@
 """The work items of tables that are made on a device: whole rows, and splits of heavy rows. One launch makes the items of both
 tables of a mask.
 
-The same as ``masks.table.with_splits``, which says what a split is, in tensor operations.
+The same as ``masks.table.build_split_work``, which says what a split is, in tensor operations.
 """
 
 import torch
