@@ -55,10 +55,6 @@ def test_packed_documents_equal_separate_calls():
     assert load("packed_documents").main(lengths=(100, 1, 64, 35)).shape == (1, 4, 200, 64)
 
 
-def test_decoding_in_pieces_equals_the_whole():
-    assert load("decode_alignment").main(prompt=70, pieces=(1, 3, 40)).shape == (1, 4, 114, 32)
-
-
 def test_chosen_blocks_find_what_a_window_of_as_many_blocks_misses(capsys):
     errors = load("topk_selection").main(tokens=1024, heads=2)
     assert errors["top blocks"] < 0.1 < errors["window"]

@@ -393,31 +393,6 @@ def export(
 
 
 @app.command()
-def hf_train(
-    mask: Annotated[str | None, typer.Option(help="Spec text, for use_sparse_flash.")] = None,
-    kernel: Annotated[str | None, typer.Option(help="Instead of a mask, PyTorch's own: CUDNN_ATTENTION, ...")] = None,
-    layout: Annotated[str, typer.Option(help="whole, padded or packed sequences.")] = "whole",
-    preset: Annotated[str, typer.Option(help=f"The model: {', '.join(PRESETS)}.")] = "30M",
-    length: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")] = 16_384,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 1,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 50,
-    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch_compile=True.")] = True,
-    folder: Data = Path("runs/train_lm/data"),
-    out: Out = Path("runs/train_lm/hf"),
-) -> None:
-    """Train through transformers.Trainer; writes the loss of each step to OUT/losses.json."""
-    from .hf_train import Arm
-    from .hf_train import train_arm as losses_of
-
-    with user_errors():
-        shape = preset_of(preset)
-        out.mkdir(parents=True, exist_ok=True)
-        found = losses_of(Arm(mask, kernel), shape, folder, out, layout, length, batch, steps, compiled=compiled)
-        (out / "losses.json").write_text(json.dumps(found))
-        console.print(f"loss {found[0]:.4f} at first, {found[-1]:.4f} at step {len(found)}: {out / 'losses.json'}", soft_wrap=True)
-
-
-@app.command()
 def plot(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs.")],
     target: Annotated[Path, typer.Option(help="The picture.")] = Path("loss.png"),

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -148,44 +147,3 @@ def test_a_hugging_face_export_gives_the_same_logits_dense_and_sparse(tmp_path):
         export(model, SETTINGS, tmp_path / "none.json", tmp_path / "hf")
     with pytest.raises(ValueError, match=r"a model with mask 'topk_blocks\(2, block=16\) .*' cannot be exported"):
         export(model, replace(SETTINGS, masks=(CHOOSING,)), tmp_path / "none.json", tmp_path / "other")
-
-
-@pytest.mark.parametrize("layout", ["whole", "padded", "packed"])
-def test_transformers_trainer_sees_the_losses_of_pytorchs_attention(layout, tokens, tmp_path):
-    from examples.train_lm.hf_train import Arm, train_arm
-
-    options = {"layout": layout, "length": 64, "batch": 2, "steps": 4, "compiled": False}
-    ours, theirs = (train_arm(arm, SETTINGS.shape, tokens, tmp_path, **options) for arm in (Arm(mask="causal"), Arm(kernel="MATH")))
-    assert len(ours) == 4 and ours == pytest.approx(theirs, abs=1e-4)
-    assert ours[-1] < ours[0]
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "causal"])
-def test_packed_rows_have_the_loss_and_gradients_of_each_document_alone(attention):
-    from examples.train_lm.data import Batch
-    from examples.train_lm.export import config_of
-    from examples.train_lm.hf_model import SparseLMForCausalLM
-    from examples.train_lm.hf_train import collate_packed
-    from sparse_flash.integrations.transformers import use_sparse_flash
-
-    torch.manual_seed(0)
-    config = config_of(SETTINGS, ["causal"] * SETTINGS.shape.layers)
-    config._attn_implementation = "sdpa"
-    model = SparseLMForCausalLM(config).double()
-    bounds = [0, 20, 21, 23, 24, 25, 64, 65, 128]
-    tokens = torch.randint(0, 300, (1, 128))
-    alone = [
-        model(tokens[:, a:b], labels=tokens[:, a:b], use_cache=False).loss * (b - a - 1) for a, b in pairwise(bounds) if b - a > 1
-    ]
-    wanted = sum(alone) / sum(b - a - 1 for a, b in pairwise(bounds))
-    wanted_gradients = torch.autograd.grad(wanted, list(model.parameters()))
-    if attention != "sdpa":
-        use_sparse_flash(model, attention)
-    halves = [
-        Batch(tokens[:, :64], tokens[:, 1:65], np.array(bounds[:7]), [0]),
-        Batch(tokens[:, 64:], tokens[:, 64:], np.array([0, 1, 64]), [64]),
-    ]
-    loss = model(**collate_packed(halves), use_cache=False).loss
-    torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=1e-6)  # Transformers takes logits to float32
-    gradients = torch.autograd.grad(loss, list(model.parameters()))
-    torch.testing.assert_close(gradients, wanted_gradients, rtol=1e-4, atol=1e-8)

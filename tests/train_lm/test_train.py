@@ -362,7 +362,6 @@ def test_both_masks_are_checked_before_one_is_trained(tmp_path, monkeypatch):
         ["generate", "RUN", "--temperature", "-1"],
         ["cost", "--steps", "0"],
         ["cost", "--length", "0"],
-        ["hf-train", "--batch", "0"],
     ],
 )
 def test_numbers_that_cannot_be_are_refused_by_their_option(command):
