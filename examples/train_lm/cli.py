@@ -7,10 +7,9 @@ torchrun --nproc-per-node 4 -m examples.train_lm train --preset 1B --parallel fs
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -308,45 +307,6 @@ def evaluate(
                 table.add_row(f"{part.first:,} to {part.last - 1:,}", f"{part.nats:.4f}")
             table.add_row("all", f"{nats.mean():.4f}", style="bold")
             console.print(table)
-
-
-@app.command()
-def picks(
-    run: Annotated[Path, typer.Argument(help="A run's folder, or one checkpoint.")],
-    length: Annotated[int | None, typer.Option(min=1, help="Tokens of the held-out sequence. [the trained length]")] = None,
-    keep: Annotated[int, typer.Option(help="Blocks that a query picks, its own among them.")] = 16,
-    block_size: Annotated[int, typer.Option(help="Keys of a block.")] = 128,
-    start: Annotated[int, typer.Option(help="Where in the held-out text the sequence starts.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="A JSON file for the table.")] = None,
-    save: Annotated[Path | None, typer.Option(help="A file for the picks, which benchmarks.selection --trained reads.")] = None,
-    folder: Data = Path("runs/train_lm/data"),
-    device: Device = "auto",
-) -> None:
-    """How alike would neighbouring queries of a trained model choose blocks of keys?"""
-    from . import picks as picks_of
-
-    with user_errors(), parallel.world(device) as world:
-        model = load_decoder(run, world.device)
-        settings, _ = checkpoint.read(checkpoint.resolve_checkpoint(run))
-        text, tokens = data.Tokens(folder, "held_out", settings.shape.vocabulary), length or settings.length
-        if not 0 <= start <= len(text) - tokens:
-            raise ValueError(f"--start must leave {tokens:,} of the {len(text):,} held-out tokens; got {start:,}")
-        layers = picks_of.queries_and_keys(model, text.window(start, tokens)[None].to(world.device), world)
-        picked = [picks_of.pick_blocks(q, k, keep, block_size) for q, k in layers]
-        found = [row for layer, of_layer in enumerate(picked) for row in picks_of.summary(of_layer, block_size, layer)]
-        table = Table(title=f"{keep} blocks of {block_size} a query, {tokens:,} tokens")
-        headings = ["layer", "key head", "picked by the query before", *(f"blocks of {tile}" for tile in picks_of.TILES)]
-        for heading in headings:
-            table.add_column(heading, justify="right")
-        for row in found:
-            table.add_row(f"{row.layer}", f"{row.head}", f"{row.alike:.0%}", *(f"{width:.1f}" for width in row.union.values()))
-        console.print(table)
-        if out:
-            about = {"run": str(run), "tokens": tokens, "start": start, "keep": keep, "block_size": block_size}
-            out.write_text(json.dumps(about | {"heads": [asdict(row) for row in found]}, indent=1))
-        if save:
-            # (layers, kv_heads, tokens, keep) int32
-            torch.save({"picks": torch.stack(picked).cpu(), "block_size": block_size}, save)
 
 
 @app.command()

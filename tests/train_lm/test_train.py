@@ -357,7 +357,6 @@ def test_both_masks_are_checked_before_one_is_trained(tmp_path, monkeypatch):
     [
         ["evaluate", "RUN", "--windows", "0"],
         ["evaluate", "RUN", "--length", "0"],
-        ["picks", "RUN", "--length", "-37"],
         ["generate", "RUN", "--count", "-1"],
         ["generate", "RUN", "--temperature", "-1"],
         ["cost", "--steps", "0"],
