@@ -2,10 +2,9 @@
 
     python -m sparse_flash.benchmarks.selection --out runs/selection
     python -m sparse_flash.benchmarks.selection --heads 64 4 --block 64 --alike 0.8 --peer sparse_flash --peer fla
-    python -m sparse_flash.benchmarks.selection --trained picks.pt  # by examples.train_lm picks RUN --save picks.pt
 
 Picks are drawn: a query keeps each pick of the query before with probability ``--alike``, draws it anew otherwise, and always
-keeps its own block. Each ``--trained`` file adds rows: of as many of a model's key heads, spread over its layers.
+keeps its own block. docs/performance/selection.md compares times of drawn picks and of a trained model's.
 Tables that a library makes of picks are made within its call, and timed. Each result is compared with float64 attention at sampled
 queries, gradients too. TFLOP/s count kept pairs: 4 x pairs x head_dim x heads, backward 2.5 times that. Writes selection.json.
 """
@@ -14,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import pickle
 import sys
-from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -41,7 +38,7 @@ _CPU_SECONDS = 0.3
 
 @dataclass(frozen=True)
 class PicksCase:
-    """alike: the probability that a query keeps a pick of the query before; None for picks of a trained model."""
+    """alike: the probability that a query keeps a pick of the query before."""
 
     tokens: int
     heads: int
@@ -49,17 +46,16 @@ class PicksCase:
     head_dim: int
     block_size: int
     picks: int
-    alike: float | None
+    alike: float
 
     @property
     def name(self) -> str:
-        alike = "trained" if self.alike is None else f"{self.alike:.0%} alike" if self.alike else "independent"
+        alike = f"{self.alike:.0%} alike" if self.alike else "independent"
         return f"{self.heads}/{self.kv_heads} {self.picks} of {self.block_size} {alike}"
 
 
 def draw_picks(case: PicksCase, device: torch.device) -> torch.Tensor:
     """(1, kv_heads, tokens, picks) int32, -1 for none: own blocks, and earlier ones that change from query to query."""
-    assert case.alike is not None, "the case is of given picks"
     generator = torch.Generator(device).manual_seed(0)
     query = torch.arange(case.tokens, device=device)[:, None]
     own, few = query // case.block_size, torch.arange(case.picks - 1, device=device)
@@ -77,26 +73,8 @@ def draw_picks(case: PicksCase, device: torch.device) -> torch.Tensor:
     return torch.stack(heads)[None]
 
 
-def load_trained_cases(path: Path, heads: Iterable[Sequence[int]], head_dim: int) -> list[tuple[PicksCase, torch.Tensor]]:
-    """A case for each (heads, kv_heads), and its picks, (1, kv_heads, tokens, picks) int32, of a file of ``train_lm picks --save``:
-    for so many key heads of its layers, spread evenly. Raises ValueError for another file, and where it has fewer heads."""
-    try:
-        saved = torch.load(path, weights_only=True)
-        picks, block_size = saved["picks"].flatten(0, 1), saved["block_size"]
-    except (OSError, RuntimeError, pickle.UnpicklingError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no file of train_lm picks --save: {type(error).__name__}: {error}") from error
-    found = []
-    for query_heads, kv_heads in heads:
-        if len(picks) < kv_heads:
-            raise ValueError(f"{path} has picks of {len(picks)} heads, all layers together; got --heads {query_heads} {kv_heads}")
-        which = torch.arange(kv_heads) * len(picks) // kv_heads
-        case = PicksCase(picks.shape[1], query_heads, kv_heads, head_dim, block_size, picks.shape[2], None)
-        found.append((case, picks[which][None]))
-    return found
-
-
-def selection_of(case: PicksCase, device: torch.device, picks: torch.Tensor | None = None) -> BlockSelection:
-    return BlockSelection.from_picks(draw_picks(case, device) if picks is None else picks.to(device), case.block_size)
+def selection_of(case: PicksCase, device: torch.device) -> BlockSelection:
+    return BlockSelection.from_picks(draw_picks(case, device), case.block_size)
 
 
 def draw_leaves(case: PicksCase, device: torch.device, dtype: torch.dtype, order: tuple[int, ...]) -> Leaves:
@@ -157,16 +135,9 @@ def measure_peer(
     return result
 
 
-def run(
-    case: PicksCase,
-    names: list[str],
-    device: torch.device,
-    dtype: torch.dtype,
-    limit: int | None = None,
-    picks: torch.Tensor | None = None,
-) -> dict:
-    """A case as plain data: {"case", "name", "tflop", "results": {peer: result}}. limit: seconds for a peer. picks: None draws."""
-    selection = selection_of(case, device, picks)
+def run(case: PicksCase, names: list[str], device: torch.device, dtype: torch.dtype, limit: int | None = None) -> dict:
+    """A case as plain data: {"case", "name", "tflop", "results": {peer: result}}. limit: seconds for a peer."""
+    selection = selection_of(case, device)
     flops = 4 * kept_pairs(case, selection) * case.head_dim
     results = {}
     for name in names:
@@ -201,30 +172,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--block", type=int, action="append", help="tokens of a picked block (default 128, 64)")
     parser.add_argument("--picks", type=int, default=16, help="blocks of a query, its own included (default %(default)s)")
     parser.add_argument("--alike", type=float, action="append", help="see above, 0 to 1 (default 0, 0.8)")
-    parser.add_argument("--trained", type=Path, action="append", default=[], metavar="FILE", help="trained picks, see above")
-    parser.add_argument("--no-drawn", action="store_true", help="leave drawn picks out")
     parser.add_argument("--peer", action="append", choices=PEERS, help="(default: all)")
     parser.add_argument("--limit", type=int, default=120, help="seconds for a peer and a case (default %(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default %(default)s)")
     options = parser.parse_args(arguments)
     device, names = torch.device(options.device), options.peer or list(PEERS)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    pairs_of_heads = options.heads or HEADS
-    shapes = product(pairs_of_heads, options.block or BLOCKS, () if options.no_drawn else options.alike or ALIKE)
-    cases: list[tuple[PicksCase, torch.Tensor | None]] = [
-        (PicksCase(options.tokens, heads, kv_heads, options.head_dim, block, options.picks, alike), None)
-        for (heads, kv_heads), block, alike in shapes
+    cases = [
+        PicksCase(options.tokens, heads, kv_heads, options.head_dim, block, options.picks, alike)
+        for (heads, kv_heads), block, alike in product(options.heads or HEADS, options.block or BLOCKS, options.alike or ALIKE)
     ]
-    try:
-        for path in options.trained:
-            cases += load_trained_cases(path, pairs_of_heads, options.head_dim)
-    except ValueError as error:
-        parser.error(str(error))
     data: dict = {"format": 1, "environment": environment(device), "dtype": str(dtype).removeprefix("torch."), "cases": []}
     table = Table("picks", *names, title="forward / backward, ms (TFLOP/s)")
     options.out.mkdir(parents=True, exist_ok=True)
-    for case, picks in cases:
-        found = run(case, names, device, dtype, options.limit, picks)
+    for case in cases:
+        found = run(case, names, device, dtype, options.limit)
         data["cases"].append(found)
         # After each one, so that a run that is stopped keeps what it has.
         (options.out / "selection.json").write_text(json.dumps(data, indent=1) + "\n")

@@ -103,23 +103,3 @@ def test_the_command_writes_its_cases_and_a_table(tmp_path, capsys):
     assert all(case["results"]["sparse_flash"]["correct"] and case["tflop"] > 0 for case in cases)
     said = capsys.readouterr()
     assert "4/2 3 of 32 independent" in said.out and "16 and more query heads" in said.err
-
-
-def test_picks_of_a_trained_model_are_rows_beside_the_drawn_ones_spread_over_its_layers(tmp_path, monkeypatch, capsys):
-    own = torch.arange(96, dtype=torch.int32) // 16
-    first = [torch.stack([own.clamp(max=layer), own], 1) for layer in range(3)]  # the first head of each layer
-    picks = torch.stack([torch.stack([one, one.where(one == own[:, None], -1)]) for one in first])
-    saved = tmp_path / "picks.pt"
-    torch.save({"picks": picks, "block_size": 16}, saved)
-    seen = []
-    made = selection.selection_of
-    monkeypatch.setattr(selection, "selection_of", lambda case, device, given: seen.append(given) or made(case, device, given))
-    arguments = ["--trained", str(saved), "--no-drawn", "--heads", "6", "3", "--head-dim", "16", "--device", "cpu"]
-    assert selection.main([*arguments, "--peer", "sparse_flash", "--out", str(tmp_path)]) == 0
-    (case,) = json.loads((tmp_path / "selection.json").read_text())["cases"]
-    assert case["name"] == "6/3 2 of 16 trained" and case["case"]["tokens"] == 96 and case["results"]["sparse_flash"]["correct"]
-    assert torch.equal(seen[0], torch.stack(first)[None])
-    for file, message in ((saved, "picks of 6 heads, all layers together; got --heads 32 8"), (__file__, "is no file of train_lm")):
-        with pytest.raises(SystemExit):
-            selection.main(["--trained", str(file), "--no-drawn", "--out", str(tmp_path)])
-        assert message in capsys.readouterr().err
