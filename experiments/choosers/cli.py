@@ -70,9 +70,9 @@ def measure(
         wanted = select_rows(rows or [])
         check_precision(precision)
         loaded = load(model, on, torch.bfloat16 if on.type == "cuda" or precision else torch.float32)
-        measuring = Measurer(*loaded, length or [2048, 4096, 8192], windows, needles, text or [], precision)
-        until = None if minutes is None else begin + 60 * minutes
-        row_files.measure(out, measuring, list(wanted.values()), until, report.summary_line)
+        measurer = Measurer(*loaded, length or [2048, 4096, 8192], windows, needles, text or [], precision)
+        deadline = None if minutes is None else begin + 60 * minutes
+        row_files.measure(out, measurer, list(wanted.values()), deadline, report.summary_line)
 
 
 @app.command()
@@ -86,7 +86,7 @@ def draw(
     """Print rows as a table in Markdown, and draw loss and retrieval against density."""
     with user_errors():
         found = row_files.read(results)
-        page = tables.replace_tables(guide.read_text(), tables.guide_tables(found)) if guide else ""
+        page = row_files.replace_tables(guide.read_text(), tables.guide_tables(found)) if guide else ""
         say(tables.full_table(found, select_rows(rows or [])))
         say(picture.draw(found, target))
         if keep:

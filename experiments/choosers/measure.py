@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import platform
-import time
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -30,11 +28,12 @@ _NEAR = 0.01  # a density is near enough to the wanted one
 class Measurer:
     """A model with its texts.
 
-    lengths: tokens of windows. windows: of each kind of text, at the greatest length; shorter ones are parts of them. needles: of
-    each length, in the first kind of text. files: texts instead of
-    those that are installed. precision: of attention, None for the model's own. Raises ValueError for lengths that do not fit
-    together.
+    lengths: tokens of windows. windows: how many of each kind of text, at the greatest length; shorter ones are parts of them.
+    needles: how many of each length, in the first kind of text. files: texts instead of those that are installed. precision: of
+    attention, None for the model's own. Raises ValueError for lengths that do not fit together.
     """
+
+    packages = torch, transformers, sf
 
     def __init__(
         self,
@@ -69,14 +68,13 @@ class Measurer:
         found = {"parameters": size, "lengths": self.lengths, "windows": counts, "needles": needles, "texts": digest[:16]}
         return found | ({"precision": self.precision} if self.precision else {})
 
-    def missing(self, row: Row) -> None:
+    def why_missing(self, row: Row) -> None:
         """Every row can be measured."""
 
     @torch.no_grad()
-    def row(self, row: Row) -> dict:
+    def measure_row(self, row: Row) -> dict:
         """A row's result as plain data. by_head: at the greatest length, lists by layer and head. shares: likewise, what the heads
         of a row by head keep."""
-        begin = time.perf_counter()
         number, shares = self._tune_number(row) if row.rule else (1.0, None)
         sparse = [row.spec_by_head(of_layer) for of_layer in shares] if shares else [row.spec(number)] * len(self.layers.specs)
         self.layers.specs = [DENSE] * row.dense + sparse[row.dense :]
@@ -88,15 +86,10 @@ class Measurer:
             by_head, means = seen.summarize()
             lengths[str(length)] = {**means, "loss": loss, **self._retrieved(self.needles[length])}
         return {
-            "row": row.name,
             "spec": row.spec(number),
             "lengths": lengths,
             "shares": shares,
             "by_head": {name: _rounded(values, 3) for name, values in by_head.items()} if row.rule else None,
-            "seconds": round(time.perf_counter() - begin, 1),
-            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
-            "versions": {one.__name__: one.__version__ for one in (torch, transformers, sf)}
-            | {"python": platform.python_version()},
         }
 
     @cached_property
@@ -184,7 +177,5 @@ class LayerStatistics:
 
 
 def _rounded(values: torch.Tensor, digits: int = 4) -> Any:
-    def of(value: Any) -> Any:
-        return [of(one) for one in value] if isinstance(value, list) else round(value, digits)
-
-    return of(values.tolist())
+    """A number, or nested lists of numbers."""
+    return round(values.item(), digits) if values.dim() == 0 else [_rounded(part, digits) for part in values]

@@ -6,7 +6,8 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .report import at_longest, dense_of, loss_above_dense
+from ..row_files import dense_row, rows_by_name
+from .report import at_longest, loss_above_dense
 from .rows import SHARES, Row
 from .tables import TEXTS
 
@@ -45,7 +46,7 @@ def draw(results: dict, target: Path) -> Path:
     from matplotlib import pyplot as plt
     from matplotlib.ticker import FuncFormatter, PercentFormatter
 
-    dense, by_name = dense_of(results), {result["row"]: result for result in results["rows"]}
+    dense, by_name = dense_row(results), rows_by_name(results)
     length, questions = max(map(int, dense["lengths"])), results["setup"]["needles"]
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5.2))
     ends: tuple[list, list] = ([], [])
@@ -105,7 +106,8 @@ def _label(axis: Any, ended: list[tuple[float, float, Line]]) -> None:
 
 
 def _space_labels(wanted: list[float]) -> list[float]:
-    """Rising heights, moved as little as keeps each _APART above the one below: neighbours that would overlap share their mean."""
+    """Moves rising heights so that each is at least _LABEL_GAP above the one below. Neighbours that would overlap are centred on
+    the mean of their wanted heights."""
     groups: list[list[float]] = []
     for height in wanted:
         groups.append([height])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+
+from .. import row_files
 
 # The choosers that are compared under each rule. true_mass says what an exact choice loses. Few rows have it, because they take
 # eight times as long as others.
@@ -76,13 +77,5 @@ def rows() -> dict[str, Row]:
 
 
 def select_rows(patterns: list[str]) -> dict[str, Row]:
-    """The rows whose names are one of the patterns or begin with its words, * standing for anything; all for no pattern. Raises
-    ValueError for a pattern that fits no name."""
-
-    def fits(name: str, pattern: str) -> bool:
-        return any(fnmatchcase(name, pattern + more) for more in ("", " *", ",*"))
-
-    for pattern in patterns:
-        if not any(fits(name, pattern) for name in rows()):
-            raise ValueError(f"--rows must be names that the command rows prints, or their first words; got {pattern!r}")
-    return {name: row for name, row in rows().items() if not patterns or any(fits(name, one) for one in patterns)}
+    """The rows whose names fit one of the patterns, or begin with its words. See ``row_files.select_rows``."""
+    return row_files.select_rows(rows(), patterns, ("", " *", ",*"))

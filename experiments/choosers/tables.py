@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterable
 from statistics import mean
 
-from .report import at_longest, dense_of, loss_above_dense
+from ..row_files import dense_row, markdown_table, rows_by_name
+from .report import at_longest, loss_above_dense
 from .rows import SHARES, Row
 
 TEXTS = "english", "python"  # the guide's losses
@@ -51,7 +52,7 @@ _MISLED = (
 def full_table(results: dict, names: Iterable[str]) -> str:
     """Needles by length, all else at the greatest length. Dense attention has its loss, other rows how far they are above it, with
     the standard error over windows of all kinds."""
-    dense, names = dense_of(results), set(names)
+    dense, names = dense_row(results), set(names)
     kinds, lengths = list(at_longest(dense)["loss"]), _lengths(dense)
     made = [["row", "density", "recall", "error", *kinds, "all", "digits", *(f"needles {int(length):,}" for length in lengths)]]
     for result in (one for one in results["rows"] if one["row"] in names):
@@ -63,13 +64,13 @@ def full_table(results: dict, names: Iterable[str]) -> str:
         kept = [f"{found[name]:.3f}" for name in ("density", "recall", "error")]
         needles = [f"{result['lengths'][length]['needles']:.1%}" for length in lengths]
         made.append([result["row"].replace("|", "\\|"), *kept, *losses, f"{found['digits']:.1%}", *needles])
-    return _markdown(made)
+    return markdown_table(made)
 
 
 def guide_tables(results: dict) -> list[str]:
     """The guide's tables: choosers and rules, lengths, settings, and what recall and error say. Rows without results are left out;
     single cells are empty."""
-    dense, by_name = dense_of(results), {result["row"]: result for result in results["rows"]}
+    dense, by_name = dense_row(results), rows_by_name(results)
     lengths, questions = _lengths(dense), results["setup"]["needles"]
 
     def result_of(row: Row) -> dict | None:
@@ -115,25 +116,8 @@ def guide_tables(results: dict) -> list[str]:
             name = "a window" if row.chooser == "window" else f"`{row.chooser}`, {row.rule}"
             kept = [f"{found[key]:.{digits}f}" for key, digits in (("density", 2), ("recall", 3), ("error", 3))]
             misled.append([name, *kept, loss(result), needles(result, lengths[-1])])
-    return [_markdown(made) for made in (choosers, by_length, settings, misled)]
-
-
-def replace_tables(page: str, tables: Iterable[str]) -> str:
-    """The page with each table instead of the one that has the same headings. Raises ValueError if the page has none."""
-    lines = page.split("\n")
-    for table in tables:
-        new = table.split("\n")
-        if new[0] not in lines:
-            raise ValueError(f"the page must have a table with the headings {new[0]!r}; it has none")
-        first = lines.index(new[0])
-        last = next(number for number in range(first, len(lines) + 1) if not lines[number : number + 1] or lines[number][:1] != "|")
-        lines[first:last] = new
-    return "\n".join(lines)
+    return [markdown_table(made) for made in (choosers, by_length, settings, misled)]
 
 
 def _lengths(dense: dict) -> list[str]:
     return sorted(dense["lengths"], key=int)
-
-
-def _markdown(rows: list[list[str]]) -> str:
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (rows[0], ["---"] * len(rows[0]), *rows[1:]))

@@ -27,6 +27,7 @@ from examples.train_lm.report import console
 from examples.train_lm.settings import PRESETS
 from examples.train_lm.settings import preset as preset_of
 
+from ..files import whole_file
 from . import evaluate, results, windows
 from .arms import ARMS, LEARNING_RATES, SEEDS, TUNED_FILE, TunedSettings, arm_of, complete_settings
 from .run import run as run_arm
@@ -241,10 +242,7 @@ def _table(title: str, headings: str) -> Table:
     return table
 
 
-def _write(path: Path, what: dict) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # A command that is killed here leaves no half of a result, which would count as one.
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(what))
-    partial.replace(path)
+def _write(path: Path, result: dict) -> None:
+    with whole_file(path) as partial:
+        partial.write_text(json.dumps(result))
     console.print(str(path), soft_wrap=True, markup=False)

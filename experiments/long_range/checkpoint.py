@@ -5,7 +5,6 @@ With the optimizer's state it is three times as large as the parameters alone, w
 
 from __future__ import annotations
 
-import os
 import pickle
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import nn
 from examples.train_lm.checkpoint import Progress
 from examples.train_lm.settings import differences
 
+from ..files import whole_file
 from .settings import Settings
 
 FILE = "checkpoint.pt"
@@ -40,17 +40,12 @@ def save(folder: Path, settings: Settings, progress: Progress, model: nn.Module,
 def export(path: Path, target: Path) -> Path:
     """Writes a checkpoint without the optimizer's state."""
     _, _, state = read(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
     return _write_state({name: part for name, part in state.items() if name != "optimizer"}, target)
 
 
 def _write_state(state: dict, target: Path) -> Path:
-    partial = target.with_suffix(".partial")
-    with partial.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, target)
+    with whole_file(target) as partial:
+        torch.save(state, partial)
     return target
 
 

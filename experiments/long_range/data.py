@@ -25,6 +25,7 @@ import numpy as np
 from numpy.lib.format import open_memmap
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from ..files import whole_file
 from .listops import ListOps
 from .pathfinder import Pathfinder
 
@@ -61,7 +62,7 @@ def prepare(folder: Path, task: Task, train: int, held_out: int, seed: int = 0, 
         if there == finished:
             return manifest
     folder.mkdir(parents=True, exist_ok=True)
-    _write(begun, request)
+    _write_json(begun, request)
     done = {}
     for split in SPLITS:
         count = request[split]
@@ -77,7 +78,7 @@ def prepare(folder: Path, task: Task, train: int, held_out: int, seed: int = 0, 
             done[split][number] = True
             progress.advance(bar)
     labels = {split: np.bincount(np.load(folder / f"{split}.labels.npy"), minlength=task.classes).tolist() for split in SPLITS}
-    _write(finished, manifest := {**request, "labels": labels})
+    _write_json(finished, manifest := {**request, "labels": labels})
     for left in (begun, *(folder / f"{split}.done.npy" for split in SPLITS)):
         left.unlink()
     return manifest
@@ -110,16 +111,14 @@ def _workers(count: int) -> Iterator:
 def _array(path: Path, dtype: type, shape: tuple[int, ...]) -> np.ndarray:
     """A file of zeros, mapped; the one that is there, if there is one."""
     if not path.exists():
-        partial_path = path.with_suffix(".partial")
-        open_memmap(partial_path, mode="w+", dtype=dtype, shape=shape).flush()
-        os.replace(partial_path, path)
+        with whole_file(path) as partial_path:
+            open_memmap(partial_path, mode="w+", dtype=dtype, shape=shape).flush()
     return open_memmap(path, mode="r+")
 
 
-def _write(path: Path, what: dict) -> None:
-    partial_path = path.with_suffix(".partial")
-    partial_path.write_text(json.dumps(what, indent=1))
-    os.replace(partial_path, path)
+def _write_json(path: Path, found: dict) -> None:
+    with whole_file(path) as partial_path:
+        partial_path.write_text(json.dumps(found, indent=1))
 
 
 class Examples:

@@ -20,6 +20,7 @@ from examples.train_lm import parallel
 from examples.train_lm.cli import Device, user_errors
 from examples.train_lm.report import console
 
+from ..files import whole_file
 from . import report
 from .arms import build_arms as arms_of
 from .arms import measure_reach
@@ -122,7 +123,6 @@ def train(
         sizes |= {"layers": layers, "window": window, "block": block}
         budget = {"steps": steps, "seconds": seconds, "learning_rate": rates[0]}
         base = check_trial(trial_of(preset, sizes, arm=arm, compiled=on, **budget))
-        out.mkdir(parents=True, exist_ok=True)
         losses = tune(replace(base, seed=tuning_seed), rates, world) if len(rates) > 1 else {}
         for rate, loss in losses.items():
             console.print(f"learning rate {rate:g}: final loss {loss:.3f}")
@@ -131,7 +131,8 @@ def train(
         for number in seeds:
             results.append(run(replace(base, seed=number), world, questions) | {"tuning": losses})
             path = out / f"{arm}-{f'{steps}-steps' if steps else f'{seconds:g}-s'}-seed{number}.json"
-            path.write_text(json.dumps(results[-1], indent=1))
+            with whole_file(path) as partial:
+                partial.write_text(json.dumps(results[-1], indent=1))
             console.print(f"{path}: final loss {results[-1]['final_loss']:.3f}", soft_wrap=True, markup=False)
         _show({report.budget_text(results[0]): {arm: results}})
 

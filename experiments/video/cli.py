@@ -109,9 +109,9 @@ def measure(
         wanted = list(select_rows(rows or []).values())
         number, parts = part_of(part)
         out = out or models / "results.json"
-        measuring = Measurer(models, scenes, steps, device_of(device))
-        until = None if minutes is None else begin + 60 * minutes
-        row_files.measure(out, measuring, wanted[number - 1 :: parts], until, report.summary_line)
+        measurer = Measurer(models, scenes, steps, device_of(device))
+        deadline = None if minutes is None else begin + 60 * minutes
+        row_files.measure(out, measurer, wanted[number - 1 :: parts], deadline, report.summary_line)
 
 
 @app.command()
@@ -128,11 +128,11 @@ def draw(
     with user_errors():
         found = report.read(results)
         table = report.table(found, select_rows(rows or []))
-        text = report.replace_table(page.read_text(), table) if page else ""
+        text = row_files.replace_tables(page.read_text(), [table]) if page else ""
         say(table)
         for drawn in (picture.draw(found, target, scene), picture.draw_shares(found, shares)):
             say(drawn)
         if keep:
-            row_files.write(keep, report.drop_details(found))
+            row_files.write(keep, row_files.drop_fields(found, "strips"))
         if page:
             page.write_text(text)

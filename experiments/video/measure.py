@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import platform
-import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import cached_property
@@ -30,22 +28,24 @@ COLUMNS = 8  # frames of a strip
 class Measurer:
     """A folder of models, and held-out scenes. Raises ValueError if the folder has no dense model."""
 
-    def __init__(self, models: Path, scenes_: int, steps: int, device: torch.device):
-        self.models, self.number, self.steps, self.device = models, scenes_, steps, device
+    packages = torch, sf
+
+    def __init__(self, models: Path, scenes: int, steps: int, device: torch.device):
+        self.models, self.number, self.steps, self.device = models, scenes, steps, device
         self.batch = 32 if device.type == "cuda" else 8
-        if not self.file(Row(DENSE)).exists():
+        if not self.model_file(Row(DENSE)).exists():
             raise ValueError(f"models must be a folder with {DENSE.name}.pt; got {models}; run train dense")
         self._loaded: tuple[Path, tuple[Transformer, dict]] | None = None
         self.sizes = Sizes(**self.load_model(Row(DENSE))[1]["sizes"])
-        self.truth = make_videos(scenes_, SEED, self.sizes.frames, self.sizes.side, device)
+        self.truth = make_videos(scenes, SEED, self.sizes.frames, self.sizes.side, device)
         self.noise = torch.randn(self.truth.shape, generator=torch.Generator().manual_seed(SEED)).to(device)
 
-    def file(self, row: Row) -> Path:
+    def model_file(self, row: Row) -> Path:
         """The file of the row's model. Still videos have the dense model's sizes."""
         return self.models / f"{(row.arm or DENSE).name}.pt"
 
     def load_model(self, row: Row) -> tuple[Transformer, dict]:
-        path = self.file(row)
+        path = self.model_file(row)
         if self._loaded is None or self._loaded[0] != path:
             self._loaded = path, load(path, self.device)
         return self._loaded[1]
@@ -54,25 +54,22 @@ class Measurer:
         """Returns what all rows of a file must have in common."""
         return {"sizes": asdict(self.sizes), "scenes": self.number, "steps": self.steps, "seed": SEED}
 
-    def missing(self, row: Row) -> str | None:
-        """Why a row cannot be measured, or None."""
-        return None if self.file(row).exists() else f"{self.file(row)} is missing"
+    def why_missing(self, row: Row) -> str | None:
+        return None if self.model_file(row).exists() else f"{self.model_file(row)} is missing"
 
     @cached_property
     def dense(self) -> torch.Tensor:
         """Videos that the dense model of seed 0 samples."""
-        return self.sampled(Row(DENSE))
+        return self.sample(Row(DENSE))
 
     @torch.no_grad()
-    def row(self, row: Row) -> dict:
+    def measure_row(self, row: Row) -> dict:
         """A row's result as plain data. truth, dense: lists by scene, mean squared errors in pixels of -1 .. 1 over the frames that
         are not given. flow: losses by scene. by_frame: means over scenes. strips: PNG in base64."""
-        begin = time.perf_counter()
         dense = self.dense
-        video = self.sampled(row)
+        video = self.sample(row)
         of_truth, of_dense = ((video - other)[:, self.sizes.given :].square().mean((2, 3, 4)) for other in (self.truth, dense))
         return {
-            "row": row.name,
             "density": round(self.density(row), 4),
             "truth": _rounded(of_truth.mean(1)),
             "dense": _rounded(of_dense.mean(1)),
@@ -80,13 +77,10 @@ class Measurer:
             "by_frame": {"truth": _rounded(of_truth.mean(0)), "dense": _rounded(of_dense.mean(0))},
             "training": self.load_model(row)[1]["training"] if row.arm else None,
             "strips": [strip(one, self.sizes.given) for one in video[:STRIPS]],
-            "seconds": round(time.perf_counter() - begin, 1),
-            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
-            "versions": {one.__name__: one.__version__ for one in (torch, sf)} | {"python": platform.python_version()},
         }
 
     @torch.no_grad()
-    def sampled(self, row: Row) -> torch.Tensor:
+    def sample(self, row: Row) -> torch.Tensor:
         if row.arm is None:
             last = self.truth[:, self.sizes.given - 1 : self.sizes.given]
             return torch.cat([self.truth[:, : self.sizes.given], last.expand_as(self.truth)[:, self.sizes.given :]], 1)

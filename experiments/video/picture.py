@@ -9,10 +9,11 @@ from statistics import mean
 
 import torch
 
+from ..row_files import mean_and_error, rows_by_name
 from .masks import SHARES, VSA
 from .measure import COLUMNS, strip
 from .model import Sizes
-from .report import decibels, mean_and_error
+from .report import decibels
 from .rows import DENSE, Arm, Row
 from .scenes import make_videos
 
@@ -31,7 +32,7 @@ def draw(results: dict, target: Path, scene: int) -> Path:
     are not in the results."""
     from matplotlib import pyplot as plt
 
-    by_name, setup = {row["row"]: row for row in results["rows"]}, results["setup"]
+    by_name, setup = rows_by_name(results), results["setup"]
     shown = [by_name[name] for name in SHOWN if name in by_name]
     if not shown or not all(scene < len(row.get("strips", [])) for row in shown):
         raise ValueError(f"scene must be one whose frames are in the results; got {scene}; pass files that measure wrote")
@@ -65,7 +66,7 @@ def draw_shares(results: dict, target: Path) -> Path:
     points for masks after training on, and the other dense model as a level. What has no results is left out."""
     from matplotlib import pyplot as plt
 
-    by_name = {row["row"]: row for row in results["rows"]}
+    by_name = rows_by_name(results)
 
     def found(rows: list[Row]) -> tuple[list[float], list[float], list[float]]:
         there = [by_name[row.name] for row in rows if row.name in by_name]

@@ -5,34 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 from .. import row_files
+from ..row_files import dense_row, markdown_table, mean_and_error
 from .rows import rows
-
-_BEGIN, _END = "<!-- table: written by draw --page -->", "<!-- end of the table -->"
 
 
 def read(paths: Sequence[Path]) -> dict:
     """The rows of some files that the command rows lists, in its order; otherwise like ``row_files.read``."""
-    found = row_files.read(paths)
-    by_name = {row["row"]: row for row in found["rows"]}
-    return found | {"rows": [by_name[name] for name in rows() if name in by_name]}
-
-
-def drop_details(results: dict) -> dict:
-    """The same without frames."""
-    return results | {"rows": [{key: value for key, value in row.items() if key != "strips"} for row in results["rows"]]}
+    return row_files.order_rows(row_files.read(paths), rows())
 
 
 def decibels(errors: Iterable[float]) -> list[float]:
     """PSNR of each mean squared error in pixels of -1 .. 1; inf for 0."""
     return [10 * math.log10(4 / error) if error else math.inf for error in errors]
-
-
-def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """The mean, and its standard error."""
-    return mean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
 def summary_line(result: dict) -> str:
@@ -45,9 +32,7 @@ def summary_line(result: dict) -> str:
 def table(results: dict, names: Iterable[str]) -> str:
     """Markdown. Errors are standard errors over scenes; differences are taken scene by scene."""
     names = set(names)
-    dense = next((row for row in results["rows"] if row["row"] == "dense"), None)
-    if dense is None:
-        raise ValueError("the results must have the row dense; they have none; run measure with --rows dense")
+    dense = dense_row(results)
     made = [["row", "kept", "like dense, dB", "like the truth, dB", "than dense, dB", "flow loss", "steps"]]
     for row in (one for one in results["rows"] if one["row"] in names):
         like_dense, like_truth, of_dense = (decibels(one) for one in (row["dense"], row["truth"], dense["truth"]))
@@ -63,14 +48,4 @@ def table(results: dict, names: Iterable[str]) -> str:
                 f"{row['training']['steps']:,}" if row["training"] else "",
             ]
         )
-    made.insert(1, ["---"] * len(made[0]))
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in made)
-
-
-def replace_table(page: str, table: str) -> str:
-    """The page with another table between its two marks. Raises ValueError for a page without them."""
-    before, begin, rest = page.partition(_BEGIN)
-    _, end, after = rest.partition(_END)
-    if not (begin and end):
-        raise ValueError(f"the page must have the lines {_BEGIN} and {_END}; add them where the table goes")
-    return f"{before}{begin}\n\n{table}\n\n{end}{after}"
+    return markdown_table(made)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
+from .. import row_files
 from .masks import BY_SHARE, SHARES, VSA
 
 FIRST = 0.2  # the part of the steps that is dense in rows that begin dense
@@ -67,8 +67,5 @@ def rows() -> dict[str, Row]:
 
 
 def select_rows(patterns: list[str]) -> dict[str, Row]:
-    """The rows with these names, * standing for anything; all for no pattern. Raises ValueError for a pattern that fits no name."""
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in rows()):
-            raise ValueError(f"--rows must be names that the command rows prints, or have * for a part; got {pattern!r}")
-    return {name: row for name, row in rows().items() if not patterns or any(fnmatchcase(name, one) for one in patterns)}
+    """The rows whose names fit one of the patterns. See ``row_files.select_rows``."""
+    return row_files.select_rows(rows(), patterns)

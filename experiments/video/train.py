@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -11,6 +10,7 @@ from pickle import UnpicklingError
 
 import torch
 
+from ..files import whole_file
 from . import flow
 from .masks import VSA, kept_tiles, masks_of
 from .model import Sizes, Transformer
@@ -110,9 +110,8 @@ def train(training: Training, device: torch.device, out: Path, start: Path | Non
     log = {"steps": step + 1, "seconds": round(time.monotonic() - begin, 1), "batch": training.batch}
     log |= {"learning_rate": training.learning_rate, "losses": losses}
     weights = {name: mean for (name, _), mean in zip(model.named_parameters(), means, strict=True)}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({"arm": asdict(arm), "sizes": asdict(sizes), "weights": weights, "training": log}, new := out.with_suffix(".new"))
-    os.replace(new, out)
+    with whole_file(out) as partial:
+        torch.save({"arm": asdict(arm), "sizes": asdict(sizes), "weights": weights, "training": log}, partial)
     return log
 
 

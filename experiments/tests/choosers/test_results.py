@@ -47,16 +47,16 @@ def test_files_of_different_setups_are_refused(tmp_path):
 def test_tables_of_a_page_are_written_anew_and_the_rest_stays():
     page = "before\n| a | b |\n|---|---|\n| old | 1 |\n| old | 2 |\n\nbetween\n| c |\n| --- |\n| old |"
     tables_of_page = ["| a | b |\n| --- | --- |\n| new | 3 |", "| c |\n| --- |\n| new |"]
-    assert tables.replace_tables(page, tables_of_page) == f"before\n{tables_of_page[0]}\n\nbetween\n{tables_of_page[1]}"
+    assert row_files.replace_tables(page, tables_of_page) == f"before\n{tables_of_page[0]}\n\nbetween\n{tables_of_page[1]}"
     with pytest.raises(ValueError, match="must have a table with the headings"):
-        tables.replace_tables("| a |", ["| b |\n| --- |"])
+        row_files.replace_tables("| a |", ["| b |\n| --- |"])
 
 
 def test_the_guide_has_the_tables_of_the_kept_results():
     found, page = row_files.read([KEPT]), GUIDE.read_text()
     assert json.loads(KEPT.read_text()) == report.drop_details(found)
     assert all(row["row"] in rows() for row in found["rows"])
-    assert tables.replace_tables(page, tables.guide_tables(found)) == page
+    assert row_files.replace_tables(page, tables.guide_tables(found)) == page
 
 
 def test_labels_keep_their_order_and_their_distance():

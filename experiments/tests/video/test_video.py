@@ -166,7 +166,8 @@ def test_models_are_trained_once_and_rows_measured_once_and_drawn(tmp_path, monk
     assert run(*measuring, "--out", files[1], "--part", "1/2").count("dB") == 0 and files[1].read_text() == written
 
     page = tmp_path / "page.md"
-    page.write_text("before\n<!-- table: written by draw --page -->\nold\n<!-- end of the table -->\nafter")
+    headings = "| row | kept | like dense, dB | like the truth, dB | than dense, dB | flow loss | steps |"
+    page.write_text(f"before\n{headings}\n| --- |\n| old |\nafter")
     kept, pictures = tmp_path / "kept.json", [tmp_path / "frames.png", tmp_path / "shares.png"]
     drawing = ["draw", *files, "--target", pictures[0], "--shares", pictures[1]]
     said = run(*drawing, "--keep", kept, "--page", page)
