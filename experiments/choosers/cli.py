@@ -81,7 +81,7 @@ def draw(
     rows: Rows = None,
     target: Annotated[Path, typer.Option(help="The picture.")] = Path("choosers.png"),
     keep: Annotated[Path | None, typer.Option(help="A file for all results without lists by head, to commit.")] = None,
-    guide: Annotated[Path | None, typer.Option(help="A page whose tables of these results are written anew.")] = None,
+    guide: Annotated[Path | None, typer.Option(help="A page whose tables of these results are replaced.")] = None,
 ) -> None:
     """Print rows as a table in Markdown, and draw loss and retrieval against density."""
     with user_errors():

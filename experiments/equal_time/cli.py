@@ -80,7 +80,7 @@ def run(
     start: Annotated[Path | None, typer.Option(help="A checkpoint, or a folder of --keep, whose parameters are the first.")] = None,
     device: Device = "auto",
 ) -> None:
-    """Train one arm for so many seconds and evaluate it."""
+    """Train one arm for --seconds, and evaluate it."""
     with user_errors(), parallel.world(device) as world:
         arm, shape = arm_of(name), preset_of(preset)
         how = complete_settings(preset, name, learning_rate, log_length)

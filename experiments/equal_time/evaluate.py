@@ -24,8 +24,8 @@ STRIDES, CURVE_STRIDES = 8, 2  # of a sliding window, in one context: of 8,192 t
 
 @torch.no_grad()
 def token_losses(model: Decoder, ids: torch.Tensor, context: int, stride: int, together: int) -> torch.Tensor:
-    """(length,) float32 nats, each label of ids, (length + 1,), predicted from at least context - stride tokens before it, where
-    there are so many, and at most ``context``. together: tokens of a pass."""
+    """(length,) float32 nats: the loss at each label of ids, (length + 1,). A label is predicted from at most ``context`` tokens
+    before it, and from at least context - stride if there are that many. together: tokens of a pass."""
     length = len(ids) - 1
     if not 0 < stride <= context or (length - context) % stride:
         raise ValueError(f"windows of {context:,} tokens, {stride:,} apart, do not cover {length:,} tokens; pass another stride")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
 import matplotlib
 import numpy as np
@@ -55,16 +57,16 @@ class Result:
     def tokens_per_second(self) -> float:
         return float(np.mean([run["tokens"] / run["seconds"] for run in self.runs]))
 
-    def first(self, loss: float, what: str) -> float:
-        """The tokens or seconds after which the held-out curve is at ``loss``, mean over seeds; infinite where it never is."""
+    def find_crossing(self, loss: float, axis: Literal["tokens", "seconds"]) -> float:
+        """The tokens or seconds at which the held-out curve falls to ``loss``, mean over seeds; infinite if one never does."""
         found = []
         for run in self.runs:
-            nats, at = ([point[name] for point in run["curve"]] for name in ("nats", what))
-            there = next((i for i, value in enumerate(nats) if value <= loss), None)
-            if there is None:
+            nats, along = ([point[name] for point in run["curve"]] for name in ("nats", axis))
+            below = next((i for i, value in enumerate(nats) if value <= loss), None)
+            if below is None:
                 return float("inf")
-            around = slice(max(0, there - 1), there + 1)
-            found.append(float(np.interp(-loss, [-value for value in nats[around]], at[around])))
+            around = slice(max(0, below - 1), below + 1)
+            found.append(float(np.interp(-loss, [-value for value in nats[around]], along[around])))
         return float(np.mean(found))
 
     @property
@@ -96,7 +98,7 @@ def read(path: Path) -> dict:
 
 
 def load(paths: list[Path]) -> dict[str, Result]:
-    """Results by arm, of files that ``run`` wrote. Raises ValueError where files do not belong together."""
+    """Results by arm, from files that ``run`` wrote. Raises ValueError for files that cannot be compared."""
     runs: dict[str, list[dict]] = {}
     for path in paths:
         run = read(path)
@@ -118,7 +120,7 @@ def load(paths: list[Path]) -> dict[str, Result]:
 
 @dataclass(frozen=True)
 class Difference:
-    """Nats a token, and its standard error: over packages, drawn again with replacement."""
+    """Nats a token, and its standard error by resampling packages."""
 
     nats: float
     error: float
@@ -127,44 +129,60 @@ class Difference:
         return f"{self.nats:+.4f} ± {self.error:.4f}"
 
 
-def difference(a: Result, b: Result, positions: slice = slice(None), beyond: bool = False, far: bool = False) -> Difference:
-    """How much lower a's loss is than b's: at some positions; beyond: less what it is at the first of all positions, which no mask
-    of a window or more changes; far: of labels that repeat a far identifier."""
-    packages = np.array(a.best[0]["packages"])
-    if far:
-        tokens = np.array(a.best[0]["far_tokens"], float)
-        gained = b.far_nats.mean(0) - a.far_nats.mean(0)
-        pieces = [(gained, tokens, 1.0)]
-    else:
-        width = np.array(a.best[0]["tokens"], float)
-        gained = b.nats.mean(0) - a.nats.mean(0)
-        ones = np.ones(len(packages))
-        pieces = [(gained[:, positions].sum(1), ones * width[positions].sum(), 1.0)]
-        if beyond:
-            pieces.append((gained[:, 0], ones * width[0], -1.0))
-    if not all(tokens.any() for _, tokens, _ in pieces):  # nothing is there to compare
+def gain(a: Result, b: Result, positions: slice = slice(None)) -> Difference:
+    """How much lower a's loss is than b's at some positions."""
+    return _estimate(a, [_gained_at(a, b, positions)], lambda gained: gained)
+
+
+def gain_beyond_first(a: Result, b: Result) -> Difference:
+    """The gain at later positions, less the gain at the first ones, which no mask of a window or more changes."""
+    pieces = [_gained_at(a, b, positions) for positions in (slice(1, None), slice(0, 1))]
+    return _estimate(a, pieces, lambda beyond, first: beyond - first)
+
+
+def gain_far(a: Result, b: Result) -> Difference:
+    """The gain at labels that repeat a far identifier."""
+    gained = b.far_nats.mean(0) - a.far_nats.mean(0), np.array(a.best[0]["far_tokens"], float)
+    return _estimate(a, [gained], lambda far: far)
+
+
+Gained = tuple[np.ndarray, np.ndarray]  # (windows,) each: nats by which a's sum is lower than b's, and the tokens of the sum
+
+
+def _gained_at(a: Result, b: Result, positions: slice) -> Gained:
+    nats = (b.nats.mean(0) - a.nats.mean(0))[:, positions].sum(1)
+    return nats, np.full(len(nats), float(sum(a.best[0]["tokens"][positions])))
+
+
+def _estimate(result: Result, pieces: list[Gained], combine: Callable[..., float]) -> Difference:
+    """A number that ``combine`` makes of the means of the pieces, in nats a token. Its error is by a bootstrap over packages. NaN
+    if a piece has no tokens."""
+    if not all(tokens.any() for _, tokens in pieces):
         return Difference(float("nan"), float("nan"))
-    names = sorted(set(packages))
-    by_package = [(np.array([[g[packages == n].sum(), t[packages == n].sum()] for n in names]), sign) for g, t, sign in pieces]
+    packages = np.array(result.best[0]["packages"])
+    windows_of = [packages == name for name in sorted(set(packages))]
+    # For each piece (packages, 2): sums of nats and of tokens.
+    sums = [np.array([[nats[those].sum(), tokens[those].sum()] for those in windows_of]) for nats, tokens in pieces]
 
-    def value(weights: np.ndarray) -> float:
-        return sum(sign * float(weights @ sums[:, 0] / (weights @ sums[:, 1])) for sums, sign in by_package)
+    def value(counts: np.ndarray) -> float:
+        """counts: (packages,), how often each is drawn."""
+        return combine(*(float(counts @ piece[:, 0] / (counts @ piece[:, 1])) for piece in sums))
 
-    generator = np.random.default_rng(0)
-    drawn = [generator.multinomial(len(names), np.full(len(names), 1 / len(names))).astype(float) for _ in range(_RESAMPLED)]
+    generator, count = np.random.default_rng(0), len(windows_of)
+    samples = [generator.multinomial(count, np.full(count, 1 / count)).astype(float) for _ in range(_RESAMPLED)]
     with np.errstate(invalid="ignore"):  # none of the packages drawn may have a far identifier
-        values = [value(weights) for weights in drawn]
-    return Difference(value(np.ones(len(names))), float(np.nanstd(values)))
+        values = [value(counts) for counts in samples]
+    return Difference(value(np.ones(count)), float(np.nanstd(values)))
 
 
 def compare_arms(results: dict[str, Result], base: str = "dense") -> list[dict]:
-    """A row for each arm, against ``base``. Raises ValueError where it was not run."""
+    """A row for each arm, compared with ``base``. Raises ValueError if ``base`` was not run."""
     if base not in results:
         raise ValueError(f"no run of {base} to compare with; got {', '.join(results)}")
     dense, found = results[base], []
     for name, result in results.items():
-        tokens, seconds = (result.first(dense.curve_end, what) for what in ("tokens", "seconds"))
         end = dense.runs[0]["curve"][-1]
+        to_loss = {axis: result.find_crossing(dense.curve_end, axis) / end[axis] for axis in ("tokens", "seconds")}
         found.append(
             {
                 "arm": name,
@@ -177,13 +195,13 @@ def compare_arms(results: dict[str, Result], base: str = "dense") -> list[dict]:
                 "tokens_per_second": result.tokens_per_second,
                 "throughput_ratio": result.tokens_per_second / dense.tokens_per_second,
                 "epochs": max(run["epochs"] for run in result.runs),
-                "tokens_to_loss_ratio": tokens / end["tokens"],
-                "time_to_loss_ratio": seconds / end["seconds"],
+                "tokens_to_loss_ratio": to_loss["tokens"],
+                "time_to_loss_ratio": to_loss["seconds"],
                 "last_quarter": result.last_quarter,
-                "gain": difference(result, dense),
-                "gain_first": difference(result, dense, slice(0, 1)),
-                "gain_beyond": difference(result, dense, slice(1, None), beyond=True),
-                "gain_far": difference(result, dense, far=True),
+                "gain": gain(result, dense),
+                "gain_first": gain(result, dense, slice(0, 1)),
+                "gain_beyond": gain_beyond_first(result, dense),
+                "gain_far": gain_far(result, dense),
                 "by_position": (result.nats.mean((0, 1)) / np.array(result.best[0]["tokens"])).tolist(),
             }
         )

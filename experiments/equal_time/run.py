@@ -1,4 +1,4 @@
-"""One arm: timed, trained for so many seconds of steps, evaluated. The result is a dictionary that JSON holds."""
+"""Times one arm, trains it for a number of seconds, and evaluates it. The result is a dictionary that JSON holds."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def run(
 
 def _train(training: Run, held_out: windows.Windows, count: int) -> tuple[list[dict], list[dict], float]:
     """(rows of steps, ``count`` points of the held-out curve, seconds that its evaluations took)."""
-    few, progress = held_out.first(CURVE_WINDOWS), training.progress
+    few, progress = held_out.take(CURVE_WINDOWS), training.progress
     points = {round(progress.steps * (i + 1) / count) for i in range(count)}
     device, strides = training.world.device, evaluate.CURVE_STRIDES
 

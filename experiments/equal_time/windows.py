@@ -35,8 +35,8 @@ class Windows:
     def __len__(self) -> int:
         return len(self.starts)
 
-    def first(self, count: int) -> Windows:
-        """``count`` of them, spread evenly."""
+    def take(self, count: int) -> Windows:
+        """At most ``count`` windows, spread evenly."""
         keep = np.linspace(0, len(self) - 1, min(count, len(self))).round().astype(int)
         return self._select(keep)
 
@@ -53,25 +53,25 @@ class Windows:
 def prepare(data: Path, vocabulary: int, count: int, length: int = LENGTH) -> Windows:
     """Chooses the windows of a prepared folder and writes them there.
 
-    Packages take turns, in the order of their names' hashes, until ``count`` windows or no more room: none overlaps another. Raises
-    ValueError where no held-out package has a window's tokens.
+    Packages give a window each in turn, in the order of their names' hashes, until there are ``count`` windows or no package has
+    room for another. No window overlaps another. Raises ValueError if no held-out package has a window's tokens.
     """
     tokens = Tokens(data, "held_out", vocabulary)
     tokenizer = Tokenizer.from_file(str(data / "tokenizer.json"))
     names = sorted(json.loads((data / "manifest.json").read_text())["groups"])
-    place = {name: (start, stop) for name, start, stop in _packages(tokens, names)}
-    room = {name: (stop - start - 1) // length for name, (start, stop) in place.items()}
-    order = sorted((name for name in room if room[name] > 0), key=lambda name: hashlib.sha256(name.encode()).digest())
+    bounds = {name: (start, stop) for name, start, stop in _packages(tokens, names)}
+    most = {name: (stop - start - 1) // length for name, (start, stop) in bounds.items()}
+    order = sorted((name for name in most if most[name] > 0), key=lambda name: hashlib.sha256(name.encode()).digest())
     if not order:
         raise ValueError(f"no held-out package has {length + 1:,} tokens; prepare more text, or a larger --held-out share")
     taken = dict.fromkeys(order, 0)
-    while sum(taken.values()) < count and any(taken[name] < room[name] for name in order):
+    while sum(taken.values()) < count and any(taken[name] < most[name] for name in order):
         for name in order:
-            if taken[name] < room[name] and sum(taken.values()) < count:
+            if taken[name] < most[name] and sum(taken.values()) < count:
                 taken[name] += 1
     starts, packages = [], []
     for name in order:
-        start, stop = place[name]
+        start, stop = bounds[name]
         starts += np.linspace(start, stop - 1 - length, taken[name]).astype(np.int64).tolist() if taken[name] > 1 else [start]
         packages += [name] * taken[name]
     pieces = _token_texts(tokenizer, vocabulary)
@@ -85,7 +85,7 @@ def prepare(data: Path, vocabulary: int, count: int, length: int = LENGTH) -> Wi
 
 
 def load(data: Path, part: Part) -> Windows:
-    """Raises ValueError where ``prepare`` was not run."""
+    """The windows of a part. Raises ValueError if ``prepare`` was not run."""
     if not (data / _NAMES).exists():
         raise ValueError(f"{data} has no windows; run the command prepare first")
     about = json.loads((data / _NAMES).read_text())

@@ -25,15 +25,15 @@ from examples.train_lm.cli import user_errors
 from examples.train_lm.settings import Shape
 
 from . import checkpoint, data, report
+from .climb import Stage, preparing_images, stages_to
 from .climb import climb as climb_stages
-from .climb import preparing_images, stages_to
 from .data import TASKS, Examples
 from .listops import ListOps
 from .model import Classifier
 from .pathfinder import Pathfinder
 from .report import console
 from .settings import ATTENTIONS, SHAPE, Settings, check_settings, default_batch, default_micro_batch, density, tokens_of
-from .train import Run, evaluate_split
+from .train import End, Run, evaluate_split
 
 TASK, SIZE, DASHES = Pathfinder.name, 32, 14
 WORKERS = os.cpu_count() or 1
@@ -115,8 +115,8 @@ def train(
     attention: Attention = "butterfly",
     order: Order = "tiles",
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 0,
-    epochs: Annotated[float, typer.Option(help="In place of steps: times that each example is read.")] = 0.0,
-    minutes: Annotated[float, typer.Option(help="In place of steps: of training steps.")] = 0.0,
+    epochs: Annotated[float, typer.Option(help="Instead of steps: times that each example is read.")] = 0.0,
+    minutes: Annotated[float, typer.Option(help="Instead of steps: of training steps.")] = 0.0,
     batch: Annotated[int | None, typer.Option(min=1, help="Examples of a step. [by the number of tokens]")] = None,
     micro_batch: Annotated[
         int | None, typer.Option(min=1, help="Examples computed at a time. [with up to 1,048,576 tokens]")
@@ -171,7 +171,7 @@ def train(
         )
         run = Run(check_settings(settings), out, folder, world, fresh, start and checkpoint.find_checkpoint(start))
         _introduce(run)
-        if not run.train(evaluations):
+        if run.train(evaluations) is not End.DONE:
             console.print(
                 f"stopped early; the same command goes on from {checkpoint.find_checkpoint(out)}", soft_wrap=True, markup=False
             )
@@ -208,34 +208,27 @@ def climb(
     device: Device = "auto",
 ) -> None:
     """Train on Pathfinder's images, from easy ones to large ones. The same command goes on where it was stopped."""
-    shape = _shape(dim, layers, heads, head_dim, mlp_dim)
-
-    def settings(stage, minutes: float, seed: int) -> Settings:
-        images = batch or default_batch(stage.task)
-        return check_settings(
-            Settings(
+    with user_errors(), parallel.world(device) as world:
+        _check_alone(world)
+        counts = {name: value for name, value in (("train", train), ("held_out", held_out)) if value is not None}
+        stages: list[tuple[Stage, Settings]] = []
+        for stage, share in stages_to(to, minutes):
+            images = batch or default_batch(stage.task)
+            settings = Settings(
                 task=data.fields_of(stage.task),
-                shape=shape,
-                attention=first if stage.name == stages[0][0].name else attention,
+                shape=_shape(dim, layers, heads, head_dim, mlp_dim),
+                attention=attention if stages else first,
                 order=order,
                 batch=images,
                 micro_batch=default_micro_batch(stage.task, images),
-                minutes=minutes,
+                minutes=share,
                 warmup=stage.warmup if warmup is None else warmup,
                 learning_rate=stage.learning_rate,
                 compiled=compiled,
-                seed=seed,
             )
-        )
-
-    with user_errors(), parallel.world(device) as world:
-        _check_alone(world)
-        given = {name: value for name, value in (("train", train), ("held_out", held_out)) if value is not None}
-        stages = [(replace(stage, **given), share) for stage, share in stages_to(to, minutes)]
-        for stage, share in stages:
-            settings(stage, share, 0)  # refuses what cannot work before anything is made
-        with preparing_images([stage for stage, _ in stages], folder, workers) as images:
-            runs = climb_stages(stages, settings, images, out, world, seeds, evaluations)
+            stages.append((replace(stage, **counts), check_settings(settings)))
+        with preparing_images([stage for stage, _ in stages], folder, workers) as wait_for_images:
+            runs = climb_stages(stages, wait_for_images, out, world, seeds, evaluations)
         if runs is None:
             console.print("stopped early; the same command goes on", soft_wrap=True, markup=False)
             raise typer.Exit(130)

@@ -1,8 +1,7 @@
-"""Goes up from short paths to long ones and from small images to large ones, each run with the parameters of the one before.
+"""Goes up from short paths to long ones and from small images to large ones. Each run starts with the parameters of the one before.
 
-Whether the first run leaves 50 % is luck (docs/evidence.md), so it is tried with several seeds: a run that knows nothing after
-``CHECK_AFTER`` of its time ends, and the next seed begins. All that tells how far a climb is lies in its runs' folders, so the
-same call goes on.
+Whether the first run leaves 50 % is luck (docs/evidence.md), so several seeds try it. A run that knows nothing after
+``CHECK_AFTER`` of its time ends, and the next seed begins. The runs' folders say how far a climb is, so the same call goes on.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,9 +21,9 @@ from . import checkpoint, data
 from .pathfinder import Pathfinder
 from .report import console
 from .settings import Settings
-from .train import Run, Score
+from .train import End, Run
 
-LEARNED = 0.55  # right more often than this is not luck, with the fewest held-out images
+LEARNED = 0.55  # with the fewest held-out images, a higher accuracy is not luck
 CHECK_AFTER = 0.4  # of a run's time
 
 
@@ -78,17 +77,17 @@ def stages_to(size: int, minutes: float) -> list[tuple[Stage, float]]:
 
 @contextmanager
 def preparing_images(stages: list[Stage], folder: Path, workers: int) -> Iterator[Callable[[Stage], Path]]:
-    """Makes the images of all stages in the order in which they are needed, in processes of its own, while others train. Yields
-    stage -> its folder, once it is complete."""
+    """Makes the images of all stages, in order, in other processes while this one trains. Yields a function that waits until a
+    stage's images are complete and returns their folder. It raises ValueError if they cannot be made."""
     folders = {stage: folder / f"{Pathfinder.name}-{stage.name}" for stage in stages}
-    jobs = [(place, stage.task, stage.train, stage.held_out) for stage, place in folders.items()]
+    jobs = [(target, stage.task, stage.train, stage.held_out) for stage, target in folders.items()]
     context, made = get_context("spawn"), []
     receiver, sender = context.Pipe(duplex=False)
     maker = context.Process(target=_make, args=(jobs, workers, sender))
     maker.start()
     sender.close()  # so that the end of the process is seen
 
-    def complete(stage: Stage) -> Path:
+    def wait_for(stage: Stage) -> Path:
         while stage not in made:
             with console.status(f"waiting for images of {stage.size} x {stage.size} pixels"):
                 try:
@@ -101,7 +100,7 @@ def preparing_images(stages: list[Stage], folder: Path, workers: int) -> Iterato
         return folders[stage]
 
     try:
-        yield complete
+        yield wait_for
     finally:
         maker.terminate()
         maker.join()
@@ -119,48 +118,50 @@ def _make(jobs: list[tuple], workers: int, sender: Connection) -> None:
 
 
 def climb(
-    stages: list[tuple[Stage, float]],
-    settings: Callable[[Stage, float, int], Settings],
-    images: Callable[[Stage], Path],
+    stages: list[tuple[Stage, Settings]],
+    wait_for_images: Callable[[Stage], Path],
     folder: Path,
     world: World,
     seeds: int,
     evaluations: int,
 ) -> list[Path] | None:
-    """The folders of the runs, of the first stage that of the seed that learned it; None where Ctrl-C or SIGTERM came before the
-    end. settings: of a stage, its minutes and a seed.
+    """The folders of the runs, a run for each stage; None if Ctrl-C or SIGTERM came before the end. The first stage's run is of the
+    first seed that learns it. wait_for_images: see ``preparing_images``.
 
-    Raises ``Lost`` where no seed learned the first stage. Nothing goes on from a later run that has not learned its own.
+    Raises ``Lost`` if no seed learns the first stage. A later run starts from the last one that learned its own stage.
     """
-    (first, minutes), *others = stages
+    (first, settings), *others = stages
     for seed in range(seeds):
-        run = Run(settings(first, minutes, seed), folder / f"{first.name}-seed-{seed}", images(first), world)
-        if not _train_to_end(run, evaluations, lambda done, score: done >= CHECK_AFTER and score.accuracy <= LEARNED):
+        run = Run(replace(settings, seed=seed), folder / f"{first.name}-seed-{seed}", wait_for_images(first), world)
+        was_given_up = run.resumed and _knows_nothing(run.done, _last_accuracy(run.folder))
+        if not was_given_up and _train(run, evaluations, _knows_nothing) is End.STOPPED:
             return None
-        if (accuracy := _accuracy(run.folder)) > LEARNED:
+        if (accuracy := _last_accuracy(run.folder)) > LEARNED:
             break
         console.print(f"seed {seed} knows nothing: {accuracy:.1%}")
     else:
         raise Lost(f"nothing was learned of {first.dashes} dashes with {seeds} seed(s); pass more --seeds or --minutes")
     ended, start = [run.folder], run.folder
-    for stage, minutes in others:
-        run = Run(settings(stage, minutes, 0), folder / stage.name, images(stage), world, start=checkpoint.find_checkpoint(start))
-        if not _train_to_end(run, evaluations):
+    for stage, settings in others:
+        run = Run(settings, folder / stage.name, wait_for_images(stage), world, start=checkpoint.find_checkpoint(start))
+        if _train(run, evaluations) is End.STOPPED:
             return None
         ended.append(run.folder)
-        if _accuracy(run.folder) > LEARNED:
+        if _last_accuracy(run.folder) > LEARNED:
             start = run.folder
     return ended
 
 
-def _train_to_end(run: Run, evaluations: int, hopeless: Callable[[float, Score], bool] | None = None) -> bool:
-    """Trains a run to its end, or until it is hopeless; False where it was stopped before."""
-    rows = read(run.folder / "evaluations.csv")
-    if run.resumed and hopeless and rows and hopeless(run.done, Score(*(float(rows[-1][name]) for name in Score._fields))):
-        return True
+def _train(run: Run, evaluations: int, is_hopeless: Callable[[float, float], bool] | None = None) -> End:
     console.print(f"{run.folder.name}: {run.settings.minutes:.2g} minutes")
-    return run.train(evaluations, hopeless) or run.hopeless
+    return run.train(evaluations, is_hopeless)
 
 
-def _accuracy(folder: Path) -> float:
-    return float(read(folder / "evaluations.csv")[-1]["accuracy"])
+def _knows_nothing(done: float, accuracy: float) -> bool:
+    return done >= CHECK_AFTER and accuracy <= LEARNED
+
+
+def _last_accuracy(folder: Path) -> float:
+    """The accuracy of a run's last evaluation; 1 if there is none yet."""
+    rows = read(folder / "evaluations.csv")
+    return float(rows[-1]["accuracy"]) if rows else 1.0

@@ -25,7 +25,7 @@ class Attention(decoder.Attention):
 
 
 class Block(decoder.Block):
-    """(batch, tokens, dim) -> the same. In place of packed documents it takes lengths, (batch,) int32."""
+    """(batch, tokens, dim) -> the same. Instead of packed documents it takes lengths, (batch,) int32."""
 
     def __init__(self, shape: Shape, attention: str):
         super().__init__(shape, attention, recompute="none")

@@ -13,6 +13,7 @@ that match worst are dropped.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import ClassVar
 
 import numpy as np
@@ -30,10 +31,11 @@ DRAWINGS = {
     256: Drawing(256, dash=5, gap=3, thickness=2, radius=5, grey=1.0, bend=1.8, start=27, clutter=30),
 }
 _LEAST_DASHES = 3
-_SPARE = 3.0  # so many more pairs are made than asked for, as a share
-_AHEAD = 0.25  # directions count as much as places so far ahead, as a share of the image's side
-_SYMMETRIES = 8  # of a square
+_SPARE = 3.0  # pairs made beyond those asked for, as a share of those
+_AHEAD = 0.25  # of the image's side: how far ahead of a dot is the point whose position stands for a direction
 _NEVER = 1e9  # the cost of a pair with dots that are not apart
+# How a pair may match: (path of the positive scene, path of the negative scene with the first dot, symmetry of the square).
+_CHOICES = list(product(range(2), range(2), range(8)))
 
 
 @dataclass(frozen=True)
@@ -100,37 +102,47 @@ def scenes(drawing: Drawing, count: int, rng: np.random.Generator) -> Scenes:
 
 
 def _match_pairs(drawing: Drawing, long: np.ndarray, pairs: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The ``pairs`` that match best, of as many positive as negative scenes; the negative ones are turned and mirrored for it.
+    """Makes one half of the scenes positive and the other half negative, and keeps the ``pairs`` of a positive and a negative scene
+    that match best. Negative scenes are turned and mirrored to match.
 
-    long: as ``long_paths`` returns. Returns the same, dots and labels of 2 * pairs scenes.
+    long: see ``long_paths``. Returns long paths, dots and labels of 2 * pairs scenes, the positive ones first.
     """
     positive, negative = np.split(long, 2)
     same, crossed = _ends(drawing, positive), _ends(drawing, negative)
     crossed[:, :, 1] = crossed[:, ::-1, 1].copy()  # the first end of each path, and the last of the other
-    ways = [(path, other, turn) for path in range(2) for other in range(2) for turn in range(_SYMMETRIES)]
+    cost, choice = _match_ends(drawing, crossed, same)
     # Rows are negative scenes: with positive ones as rows, the assignment takes two to four times as long.
-    least, way = np.full((len(negative), len(positive)), np.inf), np.zeros((len(negative), len(positive)), np.uint8)
-    for number, (path, other, turn) in enumerate(ways):
-        cost = _cost(drawing, _apply_symmetry(crossed[:, other], drawing.size, np.array(turn)), same[:, path])
-        np.copyto(way, number, where=cost < least)
+    of_negative, of_positive = linear_sum_assignment(cost)
+    by_positive = of_positive.argsort()
+    of_negative, of_positive = of_negative[by_positive], of_positive[by_positive]
+    best = np.argsort(cost[of_negative, of_positive])[:pairs]
+    of_negative, of_positive = of_negative[best], of_positive[best]
+    path, other, symmetry = np.array(_CHOICES)[choice[of_negative, of_positive]].T
+    turned = _apply_symmetry(negative[of_negative], drawing.size, symmetry)
+    turned_dots = _apply_symmetry(crossed[of_negative, other, :, 0], drawing.size, symmetry)
+    dots = np.concatenate([same[of_positive, path, :, 0], turned_dots])
+    return np.concatenate([positive[of_positive], turned]), dots, np.repeat(np.uint8([1, 0]), pairs)
+
+
+def _match_ends(drawing: Drawing, crossed: np.ndarray, same: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(the least cost of each pair, the index in _CHOICES that has it), (negative scenes, positive scenes) each. crossed, same: the
+    ends that dots may mark in negative and in positive scenes, as ``_ends`` returns."""
+    least = np.full((len(crossed), len(same)), np.inf)
+    choice = np.zeros(least.shape, np.uint8)
+    for number, (path, other, symmetry) in enumerate(_CHOICES):
+        cost = _cost(drawing, _apply_symmetry(crossed[:, other], drawing.size, np.array(symmetry)), same[:, path])
+        np.copyto(choice, number, where=cost < least)
         np.minimum(least, cost, out=least)
-    two, one = linear_sum_assignment(least)
-    two, one = two[order := one.argsort()], one[order]
-    best = np.argsort(least[two, one])[:pairs]
-    one, two = one[best], two[best]
-    path, other, turn = np.array(ways)[way[two, one]].T
-    dots = same[one, path, :, 0], _apply_symmetry(crossed[two, other, :, 0], drawing.size, turn)
-    long = np.concatenate([positive[one], _apply_symmetry(negative[two], drawing.size, turn)])
-    return long, np.concatenate(dots), np.repeat(np.uint8([1, 0]), pairs)
+    return least, choice
 
 
 def _ends(drawing: Drawing, long: np.ndarray) -> np.ndarray:
-    """(scenes, paths, 2, 2, 2): where the first dash of each path starts and the last one ends; and places ahead of both, in the
-    directions in which these dashes lead away."""
+    """(scenes, paths, 2 ends, 2, 2): for each path, where its first dash starts and its last one ends; for both, this point and one
+    further along the dash."""
     steps = long[:, :2], long[:, -2:, ::-1]
     inset, ahead = drawing.gap / drawing.step, _AHEAD * drawing.size / drawing.step
-    places = [step[:, :, 0] + share * (step[:, :, -1] - step[:, :, 0]) for step in steps for share in (inset, inset + ahead)]
-    return np.stack(places, axis=2).reshape(len(long), 2, 2, 2, 2)
+    points = [step[:, :, 0] + share * (step[:, :, -1] - step[:, :, 0]) for step in steps for share in (inset, inset + ahead)]
+    return np.stack(points, axis=2).reshape(len(long), 2, 2, 2, 2)
 
 
 def _apply_symmetry(positions: np.ndarray, size: int, turn: np.ndarray) -> np.ndarray:
@@ -142,13 +154,13 @@ def _apply_symmetry(positions: np.ndarray, size: int, turn: np.ndarray) -> np.nd
 
 
 def _cost(drawing: Drawing, dots: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """(scenes, others): by how much dots and what is ahead of them differ in their places, and in how far dots are apart, which
-    would tell most. dots, others: (scenes, 2, 2, 2), of ``_ends``."""
+    """(scenes, others): the squared difference of the positions of dots and of the points ahead of them, and of the distance
+    between the dots, which would tell most. dots, others: (scenes, 2, 2, 2), of one path of ``_ends``."""
     pairs = dots, others
     apart = [np.sqrt(squared_length(pair[:, 0, 0] - pair[:, 1, 0])) for pair in pairs]
-    places = [np.column_stack([pair.reshape(-1, 8), distance]) for pair, distance in zip(pairs, apart, strict=True)]
+    features = [np.column_stack([pair.reshape(-1, 8), distance]) for pair, distance in zip(pairs, apart, strict=True)]
     close = [distance < 3 * drawing.radius for distance in apart]  # no gap to be seen between them
-    cost = cdist(*places, "sqeuclidean")
+    cost = cdist(*features, "sqeuclidean")
     cost[close[0]] = cost[:, close[1]] = _NEVER
     return cost
 

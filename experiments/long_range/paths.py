@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 
 POINTS = 3
-_TOGETHER = 256  # scenes that grow side by side, at most
+_TOGETHER = 256  # the most scenes that grow side by side
 _NARROW, _WIDE = 6, 4  # directions that a path tries at each step: with the drawing's bend, and turning up to a quarter circle
-_FEELERS, _AHEAD = 2, 1.5  # points ahead, which should find room too, up to so many steps away
-_BACK = 12  # a scene without room undoes up to so many steps
-_PATIENCE = 8  # it starts again after so many times its number of steps
+_FEELERS, _AHEAD = 2, 1.5  # points ahead of a step that should be clear too; the last is 1.5 steps ahead
+_BACK = 12  # the most steps that a scene without room undoes
+_PATIENCE = 8  # after 8 times its number of steps, a scene starts again
 _TRIES = 8  # for each short path
-_NOWHERE = 1e5  # the place of steps that are not there
+_NOWHERE = 1e5  # the position of steps that are not there
 
 # Turns have the density cos(bend * turn)^2, as in arXiv:1805.08315.
 _TURNS = np.linspace(-np.pi / 2, np.pi / 2, 1001)
@@ -63,14 +63,14 @@ class Drawing:
 
 
 def long_paths(drawing: Drawing, count: int, rng: np.random.Generator) -> np.ndarray:
-    """(count, steps, POINTS, 2) float32: two paths, whose steps take turns. Where one finds no room, the last steps of both are
+    """(count, steps, POINTS, 2) float32: two paths, whose steps alternate. If a path finds no room, the last steps of both are
     undone, and others tried."""
     together, steps = min(_TOGETHER, count), 2 * drawing.dashes
     rows = np.arange(together)
     points = np.full((together, steps, POINTS, 2), _NOWHERE, np.float32)
     headings = np.zeros((together, steps))
     at, age = np.zeros(together, int), np.zeros(together, int)  # the step that comes next; steps tried
-    border = min(2 * drawing.start, 0.4 * drawing.size)  # the first path starts so far from it
+    border = min(2 * drawing.start, 0.4 * drawing.size)  # the first path starts at least this far inside the image
     kept: list[np.ndarray] = []
     while sum(map(len, kept)) < count:
         before = at - 2  # the last step of this path
@@ -124,33 +124,42 @@ def short_paths(drawing: Drawing, long: np.ndarray, rng: np.random.Generator) ->
 def _choose_step(
     drawing: Drawing, origin: np.ndarray, heading: np.ndarray, obstacles: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The first of several steps that has room for itself, and of these most room ahead.
+    """The first of several steps that are clear at all their points, among the ones with the most room ahead. Room ahead is how
+    many further points in the same direction are clear, up to the first that is not.
 
     origin: (scenes, directions or 1, 2). heading: (scenes, directions). obstacles: (scenes, steps, POINTS, 2).
-    Returns whether there is one (scenes,), its points (scenes, POINTS, 2) and its heading (scenes,).
+    Returns whether a step is clear (scenes,), its points (scenes, POINTS, 2) and its heading (scenes,).
     """
     along = np.append(np.linspace(0, 1, POINTS), 1 + _AHEAD * np.arange(1, _FEELERS + 1) / _FEELERS) * drawing.step
-    # Rows and columns apart, and sums along long axes: numpy takes several times as long where the last axis is short.
     scenes, directions = heading.shape
-    mine = np.ones((scenes, 3, directions * len(along)), np.float32)
-    for axis, towards in enumerate((np.sin(heading), np.cos(heading))):
-        mine[:, axis] = (origin[..., axis, None] + towards[..., None] * along).reshape(scenes, -1)
-    row, column = mine[:, 0], mine[:, 1]
-    theirs = np.empty((scenes, 3, obstacles[0].size // 2), np.float32)
-    theirs[:, 0], theirs[:, 1] = (obstacles[..., axis].reshape(scenes, -1) for axis in range(2))
-    theirs[:, 2] = theirs[:, 0] ** 2 + theirs[:, 1] ** 2
-    theirs[:, :2] *= -2
-    # |p - o|^2 = |p|^2 + (|o|^2 - 2 p.o): by a product of matrices, several times as fast as by differences.
-    distance = (theirs.swapaxes(1, 2) @ mine).min(1) + (row**2 + column**2)
-    middle = (drawing.size - 1) / 2
-    off = np.maximum(np.abs(row - middle), np.abs(column - middle))
-    clear = (off <= drawing.size / 2 - drawing.radius) & (distance >= drawing.apart**2)
-    at_points = np.ascontiguousarray(clear.reshape(scenes, directions, -1).transpose(2, 0, 1))
-    possible = at_points[:POINTS].all(0)
-    room = possible * (1 + at_points[POINTS:].cumprod(0).sum(0))
+    axes = [
+        (origin[..., axis, None] + towards[..., None] * along).reshape(scenes, -1).astype(np.float32)
+        for axis, towards in enumerate((np.sin(heading), np.cos(heading)))
+    ]
+    # Points first: numpy takes several times as long where the last axis is short.
+    clear = np.ascontiguousarray(_are_clear(drawing, *axes, obstacles).reshape(scenes, directions, -1).transpose(2, 0, 1))
+    possible = clear[:POINTS].all(0)
+    room = possible * (1 + clear[POINTS:].cumprod(0).sum(0))
     chosen = np.arange(scenes), room.argmax(-1)
-    step = np.stack([axis.reshape(scenes, directions, -1)[chosen][:, :POINTS] for axis in (row, column)], axis=-1)
+    step = np.stack([axis.reshape(scenes, directions, -1)[chosen][:, :POINTS] for axis in axes], axis=-1)
     return possible.any(-1), step, heading[chosen]
+
+
+def _are_clear(drawing: Drawing, row: np.ndarray, column: np.ndarray, obstacles: np.ndarray) -> np.ndarray:
+    """Whether points are within the image and far enough from all obstacles: (scenes, points), as row and column are.
+
+    By a product of matrices, |p - o|^2 = |p|^2 + (|o|^2 - 2 p.o) is several times as fast as by differences.
+    """
+    scenes = len(row)
+    factors = np.empty((scenes, 3, obstacles[0].size // 2), np.float32)
+    factors[:, 0], factors[:, 1] = (obstacles[..., axis].reshape(scenes, -1) for axis in range(2))
+    factors[:, 2] = factors[:, 0] ** 2 + factors[:, 1] ** 2
+    factors[:, :2] *= -2
+    points = np.stack([row, column, np.ones_like(row)], axis=1)
+    distance = (factors.swapaxes(1, 2) @ points).min(1) + (row**2 + column**2)
+    middle = (drawing.size - 1) / 2
+    off_centre = np.maximum(np.abs(row - middle), np.abs(column - middle))
+    return (off_centre <= drawing.size / 2 - drawing.radius) & (distance >= drawing.apart**2)
 
 
 def _turns(drawing: Drawing, scenes: int, rng: np.random.Generator) -> np.ndarray:

@@ -33,7 +33,7 @@ class Log:
 
     def __init__(self, folder: Path, name: str, done: RunProgress):
         self.files = {kind: folder / f"{kind}.csv" for kind in FIELDS}
-        for kind, fields in FIELDS.items():  # after a resume, what came later than the checkpoint is written anew
+        for kind, fields in FIELDS.items():  # after a resume, rows later than the checkpoint are dropped
             rows = [row for row in read(self.files[kind]) if int(row["step"]) <= done.step]
             with self.files[kind].open("w", newline="") as file:
                 writer = csv.DictWriter(file, fields)

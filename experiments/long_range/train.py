@@ -6,6 +6,7 @@ import math
 import signal
 import time
 from collections.abc import Callable
+from enum import Enum, auto
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +32,14 @@ class Score(NamedTuple):
     accuracy: float
     error: float
     loss: float
+
+
+class End(Enum):
+    """How training ended: at the end of the budget, by Ctrl-C or SIGTERM, or because the run was hopeless."""
+
+    DONE = auto()
+    STOPPED = auto()
+    HOPELESS = auto()
 
 
 class Run:
@@ -59,7 +68,7 @@ class Run:
         elif start:
             _, _, state = checkpoint.read(start)
             self.model.start_from(state["model"], str(start))
-        self.stopped = self.hopeless = False
+        self.stopped = False
 
     @property
     def done(self) -> float:
@@ -67,18 +76,18 @@ class Run:
         settings, progress = self.settings, self.progress
         return min(1.0, progress.step / settings.steps if settings.steps else progress.seconds / (60 * settings.minutes))
 
-    def train(self, evaluations: int = 20, hopeless: Callable[[float, Score], bool] | None = None) -> bool:
-        """To the end; False where Ctrl-C or SIGTERM came before it, or the run is hopeless, by the share of it that is done and a
-        score. Evaluates and saves so many times, evenly spread."""
+    def train(self, evaluations: int = 20, is_hopeless: Callable[[float, float], bool] | None = None) -> End:
+        """Trains, and returns how that ended. evaluations: how often to evaluate and save, evenly spread. is_hopeless: by the share
+        of the run that is done and the held-out accuracy, whether to end."""
         if evaluations < 1:
             raise ValueError(f"evaluations must be at least 1; got {evaluations}")
         self.folder.mkdir(parents=True, exist_ok=True)
         handlers = {kind: signal.signal(kind, self._stop) for kind in (signal.SIGINT, signal.SIGTERM)}
-        log = Log(self.folder, self.settings.attention, self.progress)
+        log, hopeless = Log(self.folder, self.settings.attention, self.progress), False
         try:
             if self.settings.compiled and self.done < 1:
                 self._warm_up()
-            while self.done < 1 and not self.stopped and not self.hopeless:
+            while self.done < 1 and not self.stopped and not hopeless:
                 before = self.done
                 row = self.step()
                 log.step(row, self.done)
@@ -86,13 +95,13 @@ class Run:
                     score = evaluate_split(self.model, self.held_out, self.settings.micro_batch, self.world)
                     log.evaluation({name: row[name] for name in ("step", "examples", "seconds")} | score._asdict())
                     self.save()
-                    self.hopeless = hopeless is not None and hopeless(self.done, score)
+                    hopeless = is_hopeless is not None and is_hopeless(self.done, score.accuracy)
             self.save()
         finally:
             for kind, handler in handlers.items():
                 signal.signal(kind, handler)
             log.close()
-        return self.done == 1
+        return End.DONE if self.done == 1 else End.HOPELESS if hopeless else End.STOPPED
 
     def _stop(self, *_) -> None:
         self.stopped = True

@@ -92,20 +92,20 @@ def train(
     pairs: Annotated[int | None, typer.Option(help="Keys and values of a sequence, each asked once.")] = None,
     askings: Annotated[int | None, typer.Option(help="How often each key is asked, where its questions fit in.")] = None,
     apart: Annotated[
-        int | None, typer.Option(help="At most so many tokens from a key to a question and on to the next. [any]")
+        int | None, typer.Option(help="The most tokens from a key to its first question, and to each next one. [any]")
     ] = None,
     layers: Layers = None,
     window: Window = None,
     block: Block = None,
     step_tokens: Annotated[int | None, typer.Option(help="Tokens of an optimizer step.")] = None,
     steps: Annotated[int, typer.Option(help="The budget in optimizer steps.")] = 0,
-    seconds: Annotated[float, typer.Option(help="In place of steps: seconds of training steps; compiling does not count.")] = 0.0,
+    seconds: Annotated[float, typer.Option(help="Instead of steps: seconds of training steps; compiling does not count.")] = 0.0,
     learning_rate: Annotated[
         list[float] | None, typer.Option(help="Its peak; of several, that of the least final loss on --tuning-seed. [0.003]")
     ] = None,
     tuning_seed: Annotated[int, typer.Option(help="Of the trials that choose a learning rate; no result is written.")] = 1000,
     seed: Annotated[list[int] | None, typer.Option(help="Of the weights and the sequences; several are run in turn. [0]")] = None,
-    questions: Annotated[int, typer.Option(min=1, help="At least so many held-out questions are drawn for evaluation.")] = 65_536,
+    questions: Annotated[int, typer.Option(min=1, help="Held-out questions for evaluation, at least.")] = 65_536,
     compiled: Annotated[bool | None, typer.Option("--compile/--no-compile", help="torch.compile, by block. [on a GPU]")] = None,
     device: Device = "auto",
     out: Annotated[Path, typer.Option(help="A folder for results: ARM-BUDGET-SEED.json.")] = Path("runs/recall"),

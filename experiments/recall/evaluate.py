@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +19,8 @@ from .settings import Trial
 @dataclass(frozen=True)
 class Answers:
     """Results of held-out questions, an element for each. right: bool. distance: tokens. hops: the least number of layers through
-    whose attention the answer can come; layers + 1 if it cannot. stops: the same, if it stops only at questions of its own key,
-    which know that they must hold it."""
+    whose attention the answer can come; layers + 1 if it cannot. stops: the same, if the answer comes only by way of earlier
+    questions of its key, whose tokens must hold it; see ``count_stops``."""
 
     right: torch.Tensor
     distance: torch.Tensor
@@ -42,11 +43,11 @@ class Answers:
         return [{"first": 1 << o, "last": (2 << o) - 1, **self.share(octave == o)} for o in octave.unique().tolist()]
 
     def by_hops(self) -> list[dict]:
-        """The last row may be of questions out of reach."""
+        """For each number of hops that has questions; the last may mean out of reach."""
         return self._by("hops")
 
     def by_stops(self) -> list[dict]:
-        """The last row may be of questions that no such way leads to."""
+        """For each number of stops that has questions; the last may mean out of reach."""
         return self._by("stops")
 
     def _by(self, name: str) -> list[dict]:
@@ -59,27 +60,27 @@ def answer_questions(model: Decoder, trial: Trial, questions: int, device: torch
     """Answers at least this many questions, minus colliding ones and ones that did not fit, in held-out sequences of the seed."""
     task, arm = trial.task, trial.masks
     least, unit = count_hops(arm, trial.shape.layers, task.length, trial.block)
-    least = least.to(device)
     sequences = trial.step_tokens // task.length
     found = []
     batches = math.ceil(questions / (sequences * task.pairs * task.askings))
     with torch.compiler.set_stance("force_eager"):  # compiled again for this pass, it would take longer
         for number in track(range(batches), description="evaluating", transient=True):
             tokens, labels, distances = task.batch(trial.seed, number, sequences, device, held_out=True)
-            at = labels != IGNORED
+            asked = labels != IGNORED
             with mixed_precision(model, World(device)):
-                guess = model.head(model.hidden(tokens)[at]).argmax(-1)
-            (sequence, question), distance = at.nonzero().T, distances[at]
-            stated = question - distance
-            reached = _hops_from_statement(least, unit, question, stated)
-            passed = count_stops(least, unit, sequence * task.length + stated, question, stated, trial.shape.layers)
-            found.append((guess == labels[at], distance, reached, passed))
-    return Answers(*(torch.cat(parts).cpu() for parts in zip(*found, strict=True)), trial.shape.layers)
+                guess = model.head(model.hidden(tokens)[asked]).argmax(-1)
+            right, distance = (guess == labels[asked]).cpu(), distances[asked].cpu()
+            sequence, question = asked.nonzero().T.cpu()
+            statement = question - distance
+            hops = _hops_from_statement(least, unit, question, statement)
+            stops = count_stops(least, unit, sequence * task.length + statement, question, statement, trial.shape.layers)
+            found.append((right, distance, hops, stops))
+    return Answers(*(torch.cat(parts) for parts in zip(*found, strict=True)), trial.shape.layers)
 
 
 @torch.no_grad()
 def ablate_layers(model: Decoder, trial: Trial, questions: int, device: torch.device) -> list[float]:
-    """For each layer the share of right answers where its attention is left out: low for layers that find the values."""
+    """For each layer the share of right answers without its attention: low for layers that find the values."""
     found = []
     for block in model.blocks:
         left_out = block.attention.register_forward_hook(lambda _, given, out: torch.zeros_like(out))
@@ -88,30 +89,26 @@ def ablate_layers(model: Decoder, trial: Trial, questions: int, device: torch.de
     return found
 
 
-def _hops_from_statement(least: torch.Tensor, unit: int, question: torch.Tensor, stated: torch.Tensor) -> torch.Tensor:
-    """Hops to a question from the value stated after its key, or from the token after it, which knows it too: see PairEmbedding."""
-    return torch.minimum(*(least[question // unit, (stated + later) // unit] for later in (1, 2)))
+def _hops_from_statement(least: torch.Tensor, unit: int, questions: torch.Tensor, statements: torch.Tensor) -> torch.Tensor:
+    """Hops to a question from the value, one token after the key's statement, or from the next token, whose embedding tells of the
+    value too (``PairEmbedding``)."""
+    return torch.minimum(*(least[questions // unit, (statements + later) // unit] for later in (1, 2)))
 
 
 def count_stops(
-    least: torch.Tensor, unit: int, pair: torch.Tensor, question: torch.Tensor, stated: torch.Tensor, layers: int
+    least: torch.Tensor, unit: int, pairs: torch.Tensor, questions: torch.Tensor, statements: torch.Tensor, layers: int
 ) -> torch.Tensor:
-    """Hops from the value to each question, each of them to a question of the same key, or the last one; layers + 1 where there are
-    no such hops. least, unit: of ``count_hops``, where all layers have one mask. pair, question, stated, one for each question: a
-    number of the pair, the question's place and its key's first place; of one pair in the order of their places."""
-    order = pair.argsort(stable=True)
-    _, group, askings = pair[order].unique_consecutive(return_inverse=True, return_counts=True)
-    rank = torch.arange(len(pair), device=pair.device) - (askings.cumsum(0) - askings)[group]
-    most = int(askings.max())
-    places, first = question.new_zeros(2, len(askings), most)
-    places[group, rank], first[group, rank] = question[order], stated[order]
-    counts = _hops_from_statement(least, unit, places, first)
-    counts = torch.where(counts == 1, 1, layers + 1)
-    for later in range(1, most):
-        for earlier in range(later):
-            direct = least[places[:, later] // unit, places[:, earlier] // unit] == 1
-            through = torch.where(direct, counts[:, earlier] + 1, layers + 1)
-            counts[:, later] = torch.minimum(counts[:, later], through)
-    found = torch.empty_like(question)
-    found[order] = counts[group, rank].clamp(max=layers + 1)
-    return found
+    """The least number of hops that bring the value to each question if every hop ends at a question of the same key; layers + 1 if
+    there are no such hops. A hop is what one layer reads, so all layers must have one mask.
+
+    least, unit: see ``count_hops``. pairs, questions, statements: (questions,) int64 on the CPU: the number of the pair, the
+    question's position and the position of the key's statement. Questions of one pair are in the order of their positions.
+    """
+    from_statement = _hops_from_statement(least, unit, questions, statements) == 1
+    hops, stops = least.numpy(), []
+    asked = defaultdict(list)  # by pair: (unit, stops) of its questions so far
+    for pair, own, direct in zip(pairs.tolist(), (questions // unit).tolist(), from_statement.tolist(), strict=True):
+        relayed = [count + 1 for earlier, count in asked[pair] if hops[own, earlier] == 1]
+        stops.append(1 if direct else min([*relayed, layers + 1]))
+        asked[pair].append((own, stops[-1]))
+    return torch.tensor(stops)

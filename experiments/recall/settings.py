@@ -24,7 +24,7 @@ class Trial:
     """All that a result depends on.
 
     arm: its name. task: of the last stage and of evaluation. window, block: see ``build_arms``. shortest: the curriculum's
-    sequences have at least so many tokens. step_tokens: of an optimizer step, at each stage. steps or seconds: the budget, the
+    sequences have at least this many tokens. step_tokens: of an optimizer step, at each stage. steps or seconds: the budget, the
     other one is 0; seconds of training steps. learning_rate: its peak. seed: of the weights and the sequences. compiled: by
     torch.compile.
     """

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from examples.train_lm.model import IGNORED
 
-SLOT = 2  # tokens of a pair; a question and one token of filler
-_BATCHES = 1_000_003  # seeds of a stream's batches start so far apart
+SLOT = 2  # tokens of a pair, or of a question and one token of filler
+_BATCHES = 1_000_003  # from the seed of one stream's first batch to the next stream's
 
 
 class Batch(NamedTuple):
@@ -30,11 +30,13 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """length: tokens of a sequence. pairs: drawn for each; where two want one place, one is left out. nearest: the least distance
-    from a question to its key, in tokens. keys, values, fillers: how many kinds of tokens; fillers have the first numbers, then
-    values, then keys. askings: how often each key is asked, if its questions fit in. apart: the most tokens from a key to its first
-    question and from each question to the next; 0 for 15/16 of the length. Raises ValueError for numbers that do not fit
-    together."""
+    """Sizes of sequences. Raises ValueError for sizes that do not fit together.
+
+    length: tokens of a sequence. pairs: how many are drawn for a sequence; if two want one slot, one is left out. keys, values,
+    fillers: how many kinds of tokens; fillers have the first numbers, then values, then keys. askings: questions of each key, as
+    far as they fit into the sequence. nearest, apart: the least and the greatest gap, in tokens, from a key to its first question
+    and from each question to the next; apart = 0 is 15/16 of the length.
+    """
 
     length: int
     pairs: int
@@ -61,12 +63,12 @@ class Task:
 
     @property
     def farthest(self) -> int:
-        """No question is farther from its key, or from the question before it: 15/16 of the length, in tokens, or ``apart``."""
+        """The greatest gap in tokens: ``apart``, or 15/16 of the length."""
         return min(self.length * 15 // 16, self.apart or self.length)
 
     @property
     def mean_distance(self) -> float:
-        """The mean of a question's distance from its key, or from the question before it, in tokens."""
+        """The mean gap in tokens."""
         return (self.farthest - self.nearest) / math.log(self.farthest / self.nearest)
 
     @property
@@ -77,30 +79,42 @@ class Task:
         """Batch ``number`` of the training or the held-out stream of a seed. Equal arguments give equal batches on one kind of
         device. Nothing here waits for a GPU."""
         generator = torch.Generator(device).manual_seed((2 * seed + held_out) * _BATCHES + number)
-        drawn = {"generator": generator, "device": device}
-        slots, shape = self.length // SLOT, (sequences, self.pairs)
-        *along, where = torch.rand((self.askings + 1, *shape), dtype=torch.float64, **drawn)
-        gaps = (self.nearest * (self.farthest / self.nearest) ** torch.stack(along, 2) / SLOT).long()
-        stated = (where * (slots - gaps[..., 0])).long()
+        random = {"generator": generator, "device": device}
+        stated, gaps = self._draw_slots(sequences, random)
         back = gaps.cumsum(2)
         asked = stated[..., None] + back
-        key = self.fillers + self.values + torch.rand((sequences, self.keys), **drawn).argsort(1)[:, : self.pairs]
-        value = self.fillers + torch.randint(self.values, shape, **drawn)
-        tokens = torch.randint(self.fillers, (sequences, self.length + 1), **drawn)
+        key = self.fillers + self.values + torch.rand((sequences, self.keys), **random).argsort(1)[:, : self.pairs]
+        value = self.fillers + torch.randint(self.values, stated.shape, **random)
+        tokens = torch.randint(self.fillers, (sequences, self.length + 1), **random)
 
-        # A slot goes to the first pair that wants it. A pair stays if it has its own slot and the slot of its first question. Pairs
-        # without a slot are written to an extra column: shapes must not depend on what was drawn.
-        wanted = torch.cat([stated[..., None], asked], 2).clamp(max=slots)
-        rank = torch.arange(self.pairs, device=device)[:, None].expand(wanted.shape)
-        first = torch.full((sequences, slots + 1), self.pairs, device=device)
-        first.scatter_reduce_(1, wanted.flatten(1), rank.flatten(1), "amin")
-        has = (first.gather(1, wanted.flatten(1)).view(wanted.shape) == rank) & (wanted < slots)
-        stays = has[..., 0] & has[..., 1]
+        # What is left out is written to an extra last column, which the batch does not return: shapes must not depend on what was
+        # drawn.
+        stays, is_asked = _claim_slots(stated, asked, self.length // SLOT)
         statement = torch.where(stays, stated * SLOT, self.length)
-        question = torch.where(stays[..., None] & has[..., 1:], asked * SLOT, self.length).flatten(1)
-        asked_for, answer = (kind[..., None].expand(asked.shape).flatten(1) for kind in (key, value))
+        question = torch.where(is_asked, asked * SLOT, self.length).flatten(1)
+        question_key, answer = (kind[..., None].expand(asked.shape).flatten(1) for kind in (key, value))
         tokens.scatter_(1, (statement + 1).clamp(max=self.length), value)
-        tokens.scatter_(1, statement, key).scatter_(1, question, asked_for)
+        tokens.scatter_(1, statement, key).scatter_(1, question, question_key)
         labels = torch.full_like(tokens, IGNORED).scatter_(1, question, answer)
         distances = torch.zeros_like(tokens).scatter_(1, question, back.flatten(1) * SLOT)
         return Batch(*(t[:, : self.length].contiguous() for t in (tokens, labels, distances)))
+
+    def _draw_slots(self, sequences: int, random: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the slot of each statement: (sequences, pairs), the slots from it to the first question and from each question to the
+        next: (sequences, pairs, askings)). Gaps are log-uniform. First questions are in the sequence; later ones may be beyond."""
+        *log_gaps, where = torch.rand((self.askings + 1, sequences, self.pairs), dtype=torch.float64, **random)
+        gaps = (self.nearest * (self.farthest / self.nearest) ** torch.stack(log_gaps, 2) / SLOT).long()
+        return (where * (self.length // SLOT - gaps[..., 0])).long(), gaps
+
+
+def _claim_slots(stated: torch.Tensor, asked: torch.Tensor, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(which pairs stay: (sequences, pairs) bool, which of their questions stay: (sequences, pairs, askings) bool). A slot goes to
+    the first pair that wants it. A pair stays if it has the slots of its statement and of its first question."""
+    wanted = torch.cat([stated[..., None], asked], 2).clamp(max=slots)
+    sequences, pairs, _ = wanted.shape
+    pair = torch.arange(pairs, device=wanted.device)[:, None].expand(wanted.shape)
+    owner = torch.full((sequences, slots + 1), pairs, device=wanted.device)
+    owner.scatter_reduce_(1, wanted.flatten(1), pair.flatten(1), "amin")
+    has = (owner.gather(1, wanted.flatten(1)).view(wanted.shape) == pair) & (wanted < slots)
+    stays = has[..., 0] & has[..., 1]
+    return stays, stays[..., None] & has[..., 1:]

@@ -29,7 +29,7 @@ def main(
     steps: Annotated[int | None, typer.Option(help="Optimizer steps of each. [the preset's]")] = None,
     keep: Annotated[int | None, typer.Option(help="Blocks that a query attends to, its own among them. [the preset's]")] = None,
     seed: Annotated[int, typer.Option(help="Of the weights and the sequences.")] = 0,
-    questions: Annotated[int, typer.Option(min=1, help="At least so many held-out questions are asked.")] = 8192,
+    questions: Annotated[int, typer.Option(min=1, help="Held-out questions, at least.")] = 8192,
     device: Device = "auto",
 ) -> None:
     with user_errors(), parallel.world(device) as world:

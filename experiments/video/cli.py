@@ -122,7 +122,7 @@ def draw(
     shares: Annotated[Path, typer.Option(help="The picture of shares.")] = Path("video-shares.png"),
     scene: Annotated[int, typer.Option(min=0, help="Whose frames are drawn.")] = 0,
     keep: Annotated[Path | None, typer.Option(help="A file for all results without frames, to commit.")] = None,
-    page: Annotated[Path | None, typer.Option(help="A page whose table is written anew.")] = None,
+    page: Annotated[Path | None, typer.Option(help="A page whose table is replaced.")] = None,
 ) -> None:
     """Print rows as a table in Markdown, and draw frames of one scene, and likeness against the share that is kept."""
     with user_errors():

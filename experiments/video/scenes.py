@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-SHAPES, FRONT = 5, 3  # shapes of a scene; the last so many are in front of the others, and collide among themselves
+SHAPES, FRONT = 5, 3  # shapes of a scene; the last FRONT of them are in front of the others, and collide with each other
 KINDS = 3  # disc, square, triangle
 _SLOTS = 3  # a scene begins with shapes in different cells of 3 x 3, so that none overlap
 _STEPS = 4  # of the simulation in a frame

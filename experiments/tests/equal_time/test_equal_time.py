@@ -70,7 +70,7 @@ def test_windows_are_within_their_packages_and_apart(data):
         inside = [groups[tokens.starts[np.searchsorted(tokens.starts[:, 0], at, "right") - 1, 1]] for at in (start, start + SHORT)]
         assert inside == [package, package]
     assert len(set(parts[1].packages)) > 1
-    assert parts[1].first(2).starts.tolist() == [parts[1].starts[0], parts[1].starts[-1]]
+    assert parts[1].take(2).starts.tolist() == [parts[1].starts[0], parts[1].starts[-1]]
 
 
 def test_far_labels_are_of_identifiers_that_were_seen_before_and_not_since(data, monkeypatch):
@@ -190,19 +190,19 @@ def test_an_arm_that_continues_from_a_checkpoint_begins_where_that_ended(data, t
 def test_differences_are_paired_and_their_errors_are_over_packages(files):
     found = results.load(files)
     assert len(found["window"].runs) == 2
-    same = results.difference(found["dense"], found["dense"])
+    same = results.gain(found["dense"], found["dense"])
     assert same.nats == 0 and same.error == 0
-    gain = results.difference(found["dense"], found["window"])
+    gain = results.gain(found["dense"], found["window"])
     assert gain.nats == pytest.approx(found["window"].loss - found["dense"].loss) and gain.error > 0
-    other = results.difference(found["window"], found["dense"])
+    other = results.gain(found["window"], found["dense"])
     assert other.nats == pytest.approx(-gain.nats) and other.error == pytest.approx(gain.error)
 
 
 def test_times_to_a_loss_are_read_off_the_curve():
     curve = [{"tokens": 100 * i, "seconds": 10 * i, "nats": nats} for i, nats in ((1, 5.0), (2, 4.0), (3, 4.5), (4, 3.0))]
     one = Result("dense", [{"curve": curve}])
-    assert one.first(4.5, "tokens") == 150 and one.first(4.0, "seconds") == 20
-    assert one.first(3.75, "tokens") == 350 and one.first(2.9, "tokens") == math.inf
+    assert one.find_crossing(4.5, "tokens") == 150 and one.find_crossing(4.0, "seconds") == 20
+    assert one.find_crossing(3.75, "tokens") == 350 and one.find_crossing(2.9, "tokens") == math.inf
     assert one.last_quarter == pytest.approx((4.5 - 3.0) / 4.5)
 
 

@@ -21,7 +21,7 @@ from experiments.long_range import data as data_module
 from experiments.long_range.cli import app
 from experiments.long_range.data import Examples, fields_of, prepare, task_of
 from experiments.long_range.listops import ListOps
-from experiments.long_range.train import evaluate_split, turn_images
+from experiments.long_range.train import End, evaluate_split, turn_images
 
 
 def files(folder) -> dict[str, bytes]:
@@ -106,7 +106,7 @@ def test_a_run_learns_and_leaves_its_numbers(run):
     one = run(steps=30, micro_batch=32)
     commonest = max(one.examples.manifest["labels"]["held_out"]) / 200
     assert evaluate_split(one.model, one.held_out, 32, ON_CPU).loss == pytest.approx(math.log(10), abs=0.2)
-    assert one.train(evaluations=3)
+    assert one.train(evaluations=3) is End.DONE
     score = evaluate_split(one.model, one.held_out, 64, ON_CPU)
     assert score.accuracy > commonest + 0.2 and score.error == pytest.approx((score.accuracy * (1 - score.accuracy) / 200) ** 0.5)
     rows = list(csv.DictReader((one.folder / "evaluations.csv").open()))
@@ -118,7 +118,7 @@ def test_a_run_learns_and_leaves_its_numbers(run):
 
 def test_a_resumed_run_ends_bit_for_bit_where_the_uninterrupted_one_ends(run, monkeypatch):
     whole = run("whole")
-    assert whole.train(evaluations=2)
+    assert whole.train(evaluations=2) is End.DONE
     first = run("parts")
     step = first.step
 
@@ -128,10 +128,10 @@ def test_a_resumed_run_ends_bit_for_bit_where_the_uninterrupted_one_ends(run, mo
         return step()
 
     monkeypatch.setattr(first, "step", interrupted)
-    assert not first.train(evaluations=2)
+    assert first.train(evaluations=2) is End.STOPPED
     second = run("parts")
     assert second.progress.step == 4 and second.resumed
-    assert second.train(evaluations=2)
+    assert second.train(evaluations=2) is End.DONE
     assert all(map(torch.equal, state(whole), state(second)))
     steps = [list(csv.DictReader((one.folder / "steps.csv").open())) for one in (whole, second)]
     assert [row["loss"] for row in steps[0]] == [row["loss"] for row in steps[1]] and len(steps[1]) == 6
@@ -147,7 +147,7 @@ def test_a_time_budget_ends_a_run_and_its_learning_rate(run, monkeypatch):
     ticks = count()
     monkeypatch.setattr(train, "time", SimpleNamespace(perf_counter=lambda: next(ticks) / 4))  # a step takes a quarter of a second
     one = run(steps=0, minutes=0.025, warmup=1)
-    assert one.train(evaluations=1)
+    assert one.train(evaluations=1) is End.DONE
     rows = list(csv.DictReader((one.folder / "steps.csv").open()))
     assert [float(row["seconds"]) for row in rows] == [0.25, 0.5, 0.75, 1.0, 1.25, 1.5]
     wanted = [1e-2 * 0.5 * (1 + math.cos(math.pi * step / 6)) for step in range(6)]
