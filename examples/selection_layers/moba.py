@@ -11,14 +11,10 @@ from __future__ import annotations
 import sparse_flash as sf
 from examples.train_lm.model import Positions
 
-from .shared import ChoosingAttention, Sizes
+from .shared import ChoosingAttention
 
 
 class MoBA(ChoosingAttention):
     def attend_chosen(self, x, q, k, v, positions: Positions):
         selection = sf.topk_blocks(q, k, self.sizes.keep, every=1, block_size=self.sizes.block)
         return sf.attention(q, k, v, selection)
-
-    @staticmethod
-    def pairs(sizes: Sizes, tokens: int) -> int:
-        return sizes.count_picked_pairs(tokens)

@@ -43,10 +43,6 @@ class MSA(ChoosingAttention):
         q, k = (apply_rotary(t, positions.cos, positions.sin).to(x.dtype) for t in (q, F.rms_norm(k, (self.head_dim,))))
         return q.transpose(1, 2), k.transpose(1, 2)
 
-    @staticmethod
-    def pairs(sizes: Sizes, tokens: int) -> int:
-        return sizes.count_picked_pairs(tokens)
-
 
 def divergence(index_q, index_k, masses, selection: sf.BlockSelection):
     """The KL divergence of the index's masses of picked blocks from the masses of attention, mean over queries, in nats.

@@ -80,7 +80,7 @@ class NSA(ChoosingAttention):
         return out, sf.topk_blocks(q, k, self.sizes.keep, score="softmax", lse=lse, **options)
 
     @staticmethod
-    def pairs(sizes: Sizes, tokens: int) -> int:
+    def count_pairs(sizes: Sizes, tokens: int) -> int:
         near = sum(min(t + 1, sizes.window) for t in range(tokens))
         return sizes.count_picked_pairs(tokens) + near + sum(t // sizes.block for t in range(tokens))
 

@@ -1,4 +1,4 @@
-"""The common parts of the layers: sizes, their place in train_lm's decoder, a loss of a layer's own."""
+"""The common parts of the layers: sizes, attention in train_lm's decoder, and a loss that a layer adds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Sizes:
 
 
 class ChoosingAttention(Attention):
-    """train_lm's attention, whose queries choose. A layer defines ``attended`` and ``pairs``."""
+    """train_lm's attention, whose queries choose. A layer defines ``attend_chosen``."""
 
     def __init__(self, shape: Shape, sizes: Sizes):
         super().__init__(shape, "causal")
@@ -44,13 +44,13 @@ class ChoosingAttention(Attention):
         raise NotImplementedError
 
     @staticmethod
-    def pairs(sizes: Sizes, tokens: int) -> int:
-        """Pairs of a query and a key that one head attends to."""
-        raise NotImplementedError
+    def count_pairs(sizes: Sizes, tokens: int) -> int:
+        """Pairs of a query and a key that one head attends to: those in picked blocks, unless a layer says otherwise."""
+        return sizes.count_picked_pairs(tokens)
 
 
 class WithLoss(torch.autograd.Function):
-    """A tensor as it is, and a loss of the layer that made it, (,) float32, which is added to whatever is differentiated."""
+    """Returns a tensor unchanged, and adds a loss of the layer that made it, a float32 scalar, to whatever is differentiated."""
 
     @staticmethod
     def forward(ctx, x, loss):

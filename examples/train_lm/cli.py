@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from . import checkpoint, data, memory, parallel, report
 from .evaluate import by_position, load_decoder, losses
 from .report import console
-from .settings import PRESETS, Parallel, Settings, checked, every_nth_dense
+from .settings import PRESETS, Parallel, Settings, check_settings, every_nth_dense
 from .settings import preset as preset_of
 from .train import NotFinite, Run
 
@@ -56,7 +56,7 @@ def train(
         list[str] | None,
         typer.Option(help="Spec text, or topk_blocks(16, block=128); several are given to the layers in turn. sdpa: PyTorch's."),
     ] = None,
-    dense_every: Annotated[int, typer.Option(min=0, help="Each so-many-th layer is dense; 0: none.")] = 0,
+    dense_every: Annotated[int, typer.Option(min=0, help="4: every fourth layer is dense; 0: none.")] = 0,
     length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 65_536,
     step_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a step over all GPUs. [the length, at least 65,536]")
@@ -66,7 +66,7 @@ def train(
         typer.Option(min=1, help="Tokens that a GPU, or the GPUs of a sequence, compute at a time. [a step's share]"),
     ] = None,
     chunk: Annotated[
-        int | None, typer.Option(min=1, help="Text is shuffled in pieces of so many tokens. [the length, at least 65,536]")
+        int | None, typer.Option(min=1, help="Tokens of the pieces in which text is shuffled. [the length, at least 65,536]")
     ] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 0,
     minutes: Annotated[float, typer.Option(help="Instead of steps: their number follows from 50 timed steps.")] = 0.0,
@@ -80,12 +80,12 @@ def train(
     vocabulary: Annotated[int | None, typer.Option(min=1, help="Tokens that the model knows. [the preset's]")] = None,
     packed: Annotated[bool, typer.Option("--packed", help="Documents do not see each other.")] = False,
     recompute: Annotated[str, typer.Option(help="Activations computed again: none, selective or full.")] = "none",
-    offload: Annotated[int, typer.Option(help="With --recompute full: so many blocks keep their input in the host's memory.")] = 0,
+    offload: Annotated[int, typer.Option(help="With --recompute full: how many blocks keep their input in the host's memory.")] = 0,
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile, by block.")] = True,
     sharding: Annotated[str, typer.Option("--parallel", help="Under torchrun: ddp or fsdp.")] = "ddp",
     context: Annotated[int, typer.Option(help="Under torchrun: how many GPUs share a sequence.")] = 1,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="A killed run resumes bit for bit.")] = False,
-    check_every: Annotated[int, typer.Option(min=0, help="Every so many steps, recompute rows of attention in float64.")] = 0,
+    check_every: Annotated[int, typer.Option(min=0, help="Steps between checks of attention's rows in float64; 0: none.")] = 0,
     seed: Annotated[int, typer.Option(help="Of the weights and of the order of the text.")] = 0,
     text: Annotated[Path | None, typer.Option(help="A folder of text. [source text of installed packages]")] = None,
     packages: Annotated[Path | None, typer.Option(help="Packages that pip install --target put in a folder.")] = None,
@@ -104,7 +104,8 @@ def train(
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over; without it, go on from OUT's last checkpoint.")] = False,
 ) -> None:
     """Train a decoder, dense or sparse, on one GPU or, under torchrun, on several."""
-    with user_errors(), parallel.world(device, context) as world:
+    options = locals()
+    with user_errors(), parallel.join_world(device, context) as world:
         kind = _parallel(sharding)
         shape = preset_of(preset)
         shape = replace(shape, vocabulary=vocabulary or shape.vocabulary)
@@ -112,32 +113,16 @@ def train(
         if dense_every and len(masks) > 1:
             raise ValueError("--dense-every goes with one --mask; with several, write the dense ones among them: --mask causal")
         longest = max(length, extend_to)
-        chunk = chunk or max(65_536, longest)
         step_tokens = step_tokens or max(65_536, longest)
-        settings = Settings(
-            shape=shape,
-            masks=every_nth_dense(masks[0], dense_every) if dense_every else masks,
-            length=length,
-            step_tokens=step_tokens,
-            micro_tokens=micro_tokens or max(longest, step_tokens // world.replicas),
-            chunk=chunk,
-            steps=steps,
-            minutes=minutes,
-            warmup=warmup,
-            learning_rate=learning_rate,
-            extend_to=extend_to,
-            extend_at=extend_at,
-            log_length=log_length,
-            packed=packed,
-            context=context,
-            recompute=recompute,
-            offload=offload,
-            compiled=compiled,
-            deterministic=deterministic,
-            check_every=check_every,
-            seed=seed,
-        )
-        settings = checked(settings, world.size)
+        same_names = {field.name: options[field.name] for field in fields(Settings) if field.name in options}
+        changed = {
+            "shape": shape,
+            "masks": every_nth_dense(masks[0], dense_every) if dense_every else masks,
+            "step_tokens": step_tokens,
+            "micro_tokens": micro_tokens or max(longest, step_tokens // world.replicas),
+            "chunk": chunk or max(65_536, longest),
+        }
+        settings = check_settings(Settings(**same_names | changed), world.size)
         said = memory.check(settings, world, kind)
         with world.first_goes_first():
             if tokens is not None:
@@ -188,7 +173,7 @@ def compare(
     device: Device = "auto",
 ) -> None:
     """Train dense and sparse, one after the other, on the same tokens: does everything work here?"""
-    with user_errors(), parallel.world(device) as world:
+    with user_errors(), parallel.join_world(device) as world:
         shape = preset_of(preset)
         folder = out / "data"
         table = Table(
@@ -199,7 +184,7 @@ def compare(
         base = Settings(shape, ("causal",), length, 2 * length, 2 * length, length, steps, warmup=steps // 10, learning_rate=4e-3)
         base = replace(base, compiled=world.device.type == "cuda")
         # Both are checked before one is trained.
-        arms = {name: checked(replace(base, masks=(one,))) for name, one in (("dense", "causal"), ("sparse", mask))}
+        arms = {name: check_settings(replace(base, masks=(one,))) for name, one in (("dense", "causal"), ("sparse", mask))}
         data.prepare(folder, shape.vocabulary, None, most_bytes)
         runs = {}
         for name, settings in arms.items():
@@ -228,12 +213,12 @@ def compare(
 def cost(
     preset: Annotated[str, typer.Option(help=f"The model: {', '.join(PRESETS)}.")] = "150M",
     mask: Annotated[list[str] | None, typer.Option(help="Spec text; each is measured in all layers. sdpa: PyTorch's.")] = None,
-    dense_every: Annotated[int, typer.Option(min=0, help="Each so-many-th layer is dense; 0: none.")] = 0,
+    dense_every: Annotated[int, typer.Option(min=0, help="4: every fourth layer is dense; 0: none.")] = 0,
     length: Annotated[list[int] | None, typer.Option(min=1, help="Tokens of a sequence; several are measured in turn.")] = None,
     step_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step, at every length.")] = 262_144,
     most_micro_tokens: Annotated[int, typer.Option(min=1, help="Tokens at a time, at most; the rest is accumulated.")] = 262_144,
     recompute: Annotated[str, typer.Option(help="Activations computed again: none, selective or full.")] = "none",
-    offload: Annotated[int, typer.Option(help="With --recompute full: so many blocks keep their input in the host's memory.")] = 0,
+    offload: Annotated[int, typer.Option(help="With --recompute full: how many blocks keep their input in the host's memory.")] = 0,
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile, by block.")] = True,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps.")] = 5,
     warm: Annotated[int, typer.Option(min=0, help="Steps between the first, which compiles, and the timed ones.")] = 2,
@@ -243,9 +228,9 @@ def cost(
     device: Device = "auto",
 ) -> None:
     """Time training steps on random tokens, by mask and length: what would a run cost here?"""
-    from . import cost as costs_of
+    from . import cost as costing
 
-    with user_errors(), parallel.world(device, context) as world:
+    with user_errors(), parallel.join_world(device, context) as world:
         kind = _parallel(sharding)
         base = Settings(
             preset_of(preset), step_tokens=step_tokens, recompute=recompute, offload=offload, compiled=compiled, context=context
@@ -255,21 +240,19 @@ def cost(
         lengths, costs = length or [65_536], []
         # All are checked before one is measured.
         every = [
-            costs_of.change_length(
-                replace(base, masks=every_nth_dense(one, dense_every)), tokens, most_micro_tokens, world.replicas
-            )
+            costing.change_length(replace(base, masks=every_nth_dense(one, dense_every)), tokens, most_micro_tokens, world.replicas)
             for one in mask or ["sdpa", SPARSE]
             for tokens in lengths
         ]
-        for settings in [checked(one, world.size) for one in every]:
+        for settings in [check_settings(one, world.size) for one in every]:
             name = f"{', '.join(settings.masks)} at {settings.length:,}"
             try:
-                costs.append(costs_of.measure(settings, world, steps, kind, warm))
+                costs.append(costing.measure(settings, world, steps, kind, warm))
             except torch.OutOfMemoryError as error:
                 if world.size > 1:
                     raise  # the other ranks wait for this one
                 console.print(f"{name}: out of memory: {str(error).splitlines()[0]}", markup=False)
-                costs_of.free()
+                costing.free()
                 continue
             if not world.is_first:
                 continue
@@ -280,7 +263,7 @@ def cost(
             rest = f"{memory_of}; the first step took {found.first:.1f} s"
             console.print(f"{name}: {said}{rest}", markup=False, soft_wrap=True)
             if out:
-                costs_of.save(costs, out, world, settings)
+                costing.save(costs, out, world, settings)
 
 
 @app.command()
@@ -294,7 +277,7 @@ def evaluate(
     device: Device = "auto",
 ) -> None:
     """Held-out loss by position, also at lengths beyond the trained one."""
-    with user_errors(), parallel.world(device) as world:
+    with user_errors(), parallel.join_world(device) as world:
         model = load_decoder(run, world.device)
         settings, _ = checkpoint.read(checkpoint.resolve_checkpoint(run))
         text = data.Tokens(folder, "held_out", settings.shape.vocabulary)
@@ -321,7 +304,7 @@ def generate(
     """Write text with a checkpoint."""
     from .generate import generate as tokens_of
 
-    with user_errors(), parallel.world(device) as world:
+    with user_errors(), parallel.join_world(device) as world:
         model = load_decoder(run, world.device)
         path = folder / "tokenizer.json"
         if not path.exists():
@@ -339,14 +322,14 @@ def export(
     folder: Data = Path("runs/train_lm/data"),
 ) -> None:
     """Write a Hugging Face model: weights, config, tokenizer, and the file that defines it."""
-    from .export import export as exported
+    from .export import export as write_model
 
     with user_errors():
         model = load_decoder(run, torch.device("cpu"))
         settings, _ = checkpoint.read(checkpoint.resolve_checkpoint(run))
         if not (tokenizer := folder / "tokenizer.json").exists():
             console.print(f"{tokenizer} is missing, so the model has no tokenizer; --data names its folder", markup=False)
-        exported(model, settings, tokenizer, target)
+        write_model(model, settings, tokenizer, target)
         console.print(
             f"{target}: AutoModelForCausalLM.from_pretrained({str(target)!r}, trust_remote_code=True)", soft_wrap=True, markup=False
         )

@@ -16,7 +16,7 @@ import sparse_flash as sf
 
 from . import data, memory
 from .parallel import World
-from .settings import Parallel, Settings, checked
+from .settings import Parallel, Settings, check_settings
 from .train import Run
 
 
@@ -46,7 +46,7 @@ class Cost:
 def measure(settings: Settings, world: World, steps: int = 5, parallel: Parallel = "ddp", warm: int = 2) -> Cost:
     """Measures a step on random tokens. warm: steps between the first step and the timed steps. Every rank of the world makes the
     call. Raises ValueError for settings that cannot work, torch.OutOfMemoryError if memory is short after all."""
-    settings = checked(settings, world.size)
+    settings = check_settings(settings, world.size)
     estimated = sum(memory.estimate_memory(settings, world, parallel).values())
     with tempfile.TemporaryDirectory() as folder:
         run = _run(settings, world, Path(folder), parallel)
@@ -54,7 +54,7 @@ def measure(settings: Settings, world: World, steps: int = 5, parallel: Parallel
             torch.cuda.reset_peak_memory_stats(world.device)
         first, *rows = [run.step() for _ in range(1 + warm + steps)]
         seconds = statistics.median(settings.step_tokens / row["tokens_per_second"] for row in rows[warm:])
-        mfu = None if run.peak is None else run.flop[run.length] / seconds / (run.peak * world.size)
+        mfu = None if run.peak_flops is None else run.flop[run.length] / seconds / (run.peak_flops * world.size)
         gib = rows[-1]["memory_gib"]
         del run
     free()

@@ -52,10 +52,6 @@ def dtype_of(vocabulary: int) -> type[np.unsignedinteger]:
     return np.uint16 if vocabulary <= 1 << 16 else np.uint32
 
 
-class Dropped(Exception):
-    """Not an error: says why a file is left out."""
-
-
 def packages(folder: Path | None = None) -> Iterator[tuple[str, str, list[Path]]]:
     """Yields (name, version, .py files) of Python's standard library and of every installed package; if a folder is given, of the
     packages that ``pip install --target`` put there."""
@@ -83,25 +79,23 @@ def folder_groups(folder: Path) -> Iterator[tuple[str, str, list[Path]]]:
 
 
 class Deduplicator:
-    """Drops files whose text was seen, and files more than half of whose shingles (runs of five lines) were.
-
-    Files of held-out groups come first, so text that is held out is in no training file.
-    """
+    """Knows repeated files: of a text that was seen, or with more than half of its shingles (runs of five lines) seen."""
 
     def __init__(self) -> None:
         self.files: set[bytes] = set()
         self.shingles: set[int] = set()
 
-    def check(self, text: str) -> None:
-        """Raises Dropped, or remembers the text."""
+    def why_dropped(self, text: str) -> str | None:
+        """Returns why a text is a repetition. Otherwise remembers it and returns None."""
         digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
         if digest in self.files:
-            raise Dropped("the same file")
+            return "the same file"
         shingles = self.shingles_of(text)
         if len(shingles & self.shingles) > _TOO_ALIKE * len(shingles):
-            raise Dropped("alike by shingles")
+            return "alike by shingles"
         self.files.add(digest)
         self.shingles |= shingles
+        return None
 
     @staticmethod
     def shingles_of(text: str) -> set[int]:
@@ -237,13 +231,11 @@ def _read(groups, most_bytes: int | None, progress) -> tuple[list[Document], dic
 
 def _deduplicate(documents: list[Document], held_out: set[str], code: bool, progress) -> tuple[list[Document], dict[str, int]]:
     deduplicator, kept, dropped = Deduplicator(), [], {}
+    # Held-out groups come first, so text that is held out is in no training file.
     for document in progress.track(sorted(documents, key=lambda d: d.group not in held_out), description="dropping duplicates"):
-        try:
-            if code and not written_by_hand(document.text):
-                raise Dropped("data or generated")
-            deduplicator.check(document.text)
-        except Dropped as reason:
-            dropped[str(reason)] = dropped.get(str(reason), 0) + 1
+        generated = code and not written_by_hand(document.text)
+        if reason := "data or generated" if generated else deduplicator.why_dropped(document.text):
+            dropped[reason] = dropped.get(reason, 0) + 1
         else:
             kept.append(document)
     return kept, dropped
@@ -380,7 +372,7 @@ class Stream:
     def batch(self, position: int, sequences: int, length: int) -> Batch:
         """Returns whole sequences from a position on. length divides the chunk."""
         starts = [self.start(position + number * length) for number in range(sequences)]
-        return Batch.of(self.tokens, starts, length)
+        return Batch.from_starts(self.tokens, starts, length)
 
 
 @dataclass(frozen=True)
@@ -394,14 +386,14 @@ class Batch:
     starts: list[int]
 
     @classmethod
-    def of(cls, tokens: Tokens, starts: Iterable[int], length: int) -> Batch:
+    def from_starts(cls, tokens: Tokens, starts: Iterable[int], length: int) -> Batch:
         starts = list(starts)
         windows = torch.stack([tokens.window(start, length + 1) for start in starts])
         found = [tokens.documents_within(start, length) + number * length for number, start in enumerate(starts)]
         boundaries = np.concatenate([*found, [len(starts) * length]])
         return cls(windows[:, :-1], windows[:, 1:], boundaries, starts)
 
-    def on(self, device: torch.device, packed: bool) -> tuple[torch.Tensor, torch.Tensor, Documents | None]:
+    def to_device(self, device: torch.device, packed: bool) -> tuple[torch.Tensor, torch.Tensor, Documents | None]:
         """Returns (tokens, labels, documents), as the model takes them. Packed sequences become one, with the documents of all."""
         tokens, labels = (t.to(device, non_blocking=True) for t in (self.tokens, self.labels))
         if not packed:

@@ -43,8 +43,8 @@ def losses(model: Decoder, tokens: Tokens, length: int, windows: int, device: to
     starts = torch.linspace(0, len(tokens) - length - 1, windows).long().tolist()
     rows = []
     for start in track(starts, description=f"evaluating at {length:,}", transient=True):
-        batch = Batch.of(tokens, [start], length)
-        ids, labels, _ = batch.on(device, packed=False)
+        batch = Batch.from_starts(tokens, [start], length)
+        ids, labels, _ = batch.to_device(device, packed=False)
         with mixed_precision(model, World(device)):
             hidden = model.hidden(ids)[0]
             pieces = zip(hidden.split(4096), labels[0].split(4096), strict=True)

@@ -23,40 +23,58 @@ def estimate_memory(settings: Settings, world: World, parallel: Parallel) -> dic
     exists then; the gradients of other blocks do not. Activations are taken to be in bfloat16, of compiled blocks.
     docs/guides/train-lm.md compares the sum with measured peaks."""
     shape, tokens = settings.shape, settings.micro_tokens // settings.context
+    backward = tokens * _backward_bytes(settings, tokens)
+    # At the peak, the head's gradient alone; before it, the logits, if they take more than a block's backward pass.
+    logits = max(4 * shape.vocabulary * shape.dim, 10 * LOGITS_TOGETHER - backward)
+    return {
+        "parameters, gradients and optimizer": _parameter_bytes(settings, world, parallel) / GIB,
+        "activations": (tokens * _kept_bytes(settings) + backward) / GIB,
+        "logits": logits / GIB,
+    }
+
+
+def _parameter_bytes(settings: Settings, world: World, parallel: Parallel) -> float:
+    """Returns bytes of parameters, their copies and gradients, and the optimizer's state."""
+    shape = settings.shape
     sharded = world.mesh is not None and parallel == "fsdp"
-    block, ends = shape.block_parameters // shape.layers, 2 * shape.vocabulary * shape.dim
-    # Float32 parameters and two moments of AdamW. With FSDP2 bfloat16 copies of two blocks, the embedding and the head are whole.
-    # Otherwise bfloat16 copies of all parameters are kept for the backward pass, unless blocks are computed again.
-    parameters = 12 * shape.parameters / (world.size if sharded else 1)
-    if sharded:
-        parameters += 2 * (2 * block + ends)
-    elif settings.recompute != "full":
-        parameters += 2 * shape.parameters
+    total = 12 * shape.parameters / (world.size if sharded else 1)  # in float32, with two moments of AdamW
+    if sharded:  # bfloat16 copies of two blocks, the embedding and the head, whole
+        total += 2 * (2 * (shape.block_parameters // shape.layers) + 2 * shape.vocabulary * shape.dim)
+    elif settings.recompute != "full":  # bfloat16 copies are kept for the backward pass
+        total += 2 * shape.parameters
     if settings.count_passes(world.replicas) > 1:  # float32 gradients of the passes before, of whole parameters
-        parameters += 4 * shape.parameters
+        total += 4 * shape.parameters
     if world.mesh is not None and parallel == "ddp":
-        parameters += 4 * shape.parameters  # DDP's buckets
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    # A token's numbers in a block: stream and norm twice; q before and after its norm, out; k twice, v; gate, up and their product.
+        total += 4 * shape.parameters  # DDP's buckets
+    return total
+
+
+def _kept_bytes(settings: Settings) -> float:
+    """Returns bytes that a token keeps in all blocks for the backward pass."""
+    shape, queries, keys = settings.shape, *_projected_dims(settings)
+    # Numbers in a block: stream and norm twice; q before and after its norm, out; k twice, v; gate, up and their product.
     attention, mlp = 4 * shape.dim + 3 * queries + 3 * keys, 3 * shape.mlp_dim
     products = shape.dim + 2 * queries + 2 * keys + 2 * shape.mlp_dim
-    kept = {"none": attention + mlp, "selective": products, "full": shape.dim}[settings.recompute] * shape.layers
-    kept -= settings.offload * shape.dim
-    again = settings.recompute != "none"
-    if again:
-        kept += attention
-    if not settings.compiled:
-        kept *= 1.25  # norms and rotary positions in float32
-    # More bytes of a token, in the backward pass of a block: through its MLP, or through its attention, with float32 sums of dQ.
-    # If blocks are recomputed in full, the MLP's activations exist for one piece of the tokens at a time.
+    of_block = {"none": attention + mlp, "selective": products, "full": shape.dim}[settings.recompute]
+    numbers = of_block * shape.layers - settings.offload * shape.dim
+    if settings.recompute != "none":
+        numbers += attention  # of the block that is computed again
+    return 2 * numbers * (1 if settings.compiled else 1.25)  # uncompiled: norms and rotary positions in float32
+
+
+def _backward_bytes(settings: Settings, tokens: int) -> float:
+    """Returns further bytes of a token in the backward pass of a block: through its MLP, or through its attention, with float32
+    sums of dQ. If blocks are recomputed in full, the MLP's activations exist for one piece of the tokens at a time."""
+    mlp_dim, (queries, _) = settings.shape.mlp_dim, _projected_dims(settings)
     piece = min(1.0, MLP_TOGETHER / tokens) if settings.recompute == "full" and settings.compiled else 1.0
-    backward = max(8 * queries + piece * (2 * mlp * again + 4 * shape.mlp_dim), 15 * queries)
-    return {
-        "parameters, gradients and optimizer": parameters / GIB,
-        "activations": (2 * kept + backward) * tokens / GIB,
-        # At the peak, the head's gradient alone; before it, the logits, if they take more than a block's backward pass.
-        "logits": max(4 * shape.vocabulary * shape.dim, 10 * LOGITS_TOGETHER - backward * tokens) / GIB,
-    }
+    mlp = 4 * mlp_dim + (2 * mlp_dim if settings.recompute != "none" else 0)
+    return max(8 * queries + piece * mlp, 15 * queries)
+
+
+def _projected_dims(settings: Settings) -> tuple[int, int]:
+    """Returns the numbers of a token's queries, and of its keys."""
+    shape = settings.shape
+    return shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
 
 
 def check(settings: Settings, world: World, parallel: Parallel) -> str:

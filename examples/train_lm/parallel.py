@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -13,7 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from .settings import Parallel
+import sparse_flash as sf
+from sparse_flash.parallel import PendingPlan
+
+from .data import Batch
+from .settings import Parallel, Settings
 
 
 @dataclass(frozen=True)
@@ -74,9 +79,9 @@ class World:
 
 
 @contextmanager
-def world(device: str, context: int = 1):
-    """The World of this process; a process group where torchrun started it. device: cpu, cuda, cuda:1 or auto. context: how many
-    ranks share a sequence. Raises ValueError where that does not divide the ranks, and for a device that is not there."""
+def join_world(device: str, context: int = 1) -> Iterator[World]:
+    """Yields the World of this process, in a process group if torchrun started it. device: cpu, cuda, cuda:1 or auto. context: how
+    many ranks share a sequence. Raises ValueError if that does not divide the ranks, and for a device that is not there."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     kind = device.partition(":")[0]
@@ -89,16 +94,16 @@ def world(device: str, context: int = 1):
         raise ValueError(f"--context, the GPUs that share a sequence, must divide the {size} that torchrun started; got {context}")
     if "RANK" not in os.environ:
         try:
-            place = torch.empty(0, device=device).device
+            found = torch.empty(0, device=device).device
         except RuntimeError as error:
             raise ValueError(f"--device {device} is not there: {str(error).splitlines()[0]}; pass cpu or cuda") from error
-        yield World(place)
+        yield World(found)
         return
     if device.startswith("cuda"):
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    place = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
+    found = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
     try:
-        yield build_world(place, size, context)
+        yield build_world(found, size, context)
         dist.barrier()  # Gloo's threads drop what they exchanged a little later, which ends a process that is already exiting
     finally:
         dist.destroy_process_group()
@@ -110,6 +115,43 @@ def build_world(device: torch.device, size: int, context: int) -> World:
     mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("ranks",))
     both = init_device_mesh(device.type, (size // context, context), mesh_dim_names=("dp", "cp"))
     return World(device, dist.get_rank(), size, mesh, both["cp"] if context > 1 else None)
+
+
+class ContextPlanner:
+    """Plans how the ranks of a context share the tokens of batches. Plans of whole sequences are made once for each length, by all
+    ranks. Plans of packed documents are made for each batch, by a process for each rank."""
+
+    def __init__(self, settings: Settings, context: DeviceMesh):
+        shape = settings.shape
+        self.context, self.packed = context, settings.packed
+        self.masks = [settings.mask_of(layer) for layer in range(shape.layers)]
+        self.heads = {"heads": shape.heads, "kv_heads": shape.kv_heads}
+        self.plans: dict[int, sf.ContextPlans] = {}  # by length
+        self.planners: dict[int, sf.ContextParallel] = {}  # by tokens of a batch
+        self.pending: dict[bytes, PendingPlan] = {}  # by documents
+
+    def submit(self, batch: Batch) -> None:
+        """Begins to plan the documents of a packed batch, unless that has begun."""
+        tokens, documents = batch.tokens.numel(), batch.boundaries.tobytes()
+        if tokens not in self.planners:
+            self.planners[tokens] = sf.ContextParallel(self.context, self.masks, tokens, **self.heads)
+        if documents not in self.pending:
+            self.pending[documents] = self.planners[tokens].submit(batch.boundaries)
+
+    def plan_of(self, batch: Batch) -> sf.ContextPlans:
+        if self.packed:
+            self.submit(batch)
+            return self.pending.pop(batch.boundaries.tobytes()).result()
+        length = batch.tokens.shape[1]
+        if length not in self.plans:
+            self.plans[length] = sf.context_parallel(self.masks, length, self.context, **self.heads)
+        return self.plans[length]
+
+    def close(self) -> None:
+        """Ends the processes that plan documents."""
+        for planner in self.planners.values():
+            planner.close()
+        self.planners, self.pending = {}, {}
 
 
 def distribute_model(model: nn.Module, world: World, kind: Parallel) -> nn.Module:

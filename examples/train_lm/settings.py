@@ -83,14 +83,14 @@ class Settings:
     see ``Choice``.
     length: tokens of a sequence. step_tokens: tokens of an optimizer step over all GPUs, whole sequences. context: GPUs that share
     a sequence. micro_tokens: tokens that one GPU, or ``context`` GPUs together, compute at a time; the rest of a step is
-    accumulated. chunk: the training text is shuffled in pieces of so many tokens, whatever the length, so that runs of different
-    lengths read the same text in the same order.
+    accumulated. chunk: tokens of the pieces in which the training text is shuffled, whatever the length, so that runs of
+    different lengths read the same text in the same order.
     steps: optimizer steps; if 0, ``minutes`` become steps after 50 timed ones. warmup: steps. learning_rate: its peak; it
     falls to a tenth on a cosine. extend_to, extend_at: sequences have length extend_to from step extend_at on, if not 0.
     log_length: scores of a query that sees n tokens are multiplied by log(n) / log(1024), so that attention over many keys stays
     sharp (arXiv:2501.19399).
-    packed: documents do not see each other. offload: the first so many blocks keep their input in the host's memory between the
-    passes. context, recompute, offload, compiled: change speed and memory, and results by rounding only.
+    packed: documents do not see each other. offload: how many blocks, from the first on, keep their input in the host's memory
+    between the passes. context, recompute, offload, compiled: change speed and memory, and results by rounding only.
     """
 
     shape: Shape
@@ -157,12 +157,21 @@ def every_nth_dense(mask: str, every: int) -> tuple[str, ...]:
     return (mask,) * (every - 1) + ("causal",) if every else (mask,)
 
 
-def checked(settings: Settings, ranks: int = 1) -> Settings:
+def check_settings(settings: Settings, ranks: int = 1) -> Settings:
     """Returns the settings, their masks in canonical spelling. Raises ValueError for settings that cannot work."""
+    _check_sizes(settings, ranks)
+    _check_training(settings)
+    if settings.context > 1:
+        _check_context(settings)
+    if not settings.masks:
+        raise ValueError("masks must name at least one mask; 'causal' is dense attention")
+    return replace(settings, masks=tuple(_check_mask(mask, settings) for mask in settings.masks))
+
+
+def _check_sizes(settings: Settings, ranks: int) -> None:
     shape = settings.shape
-    for name, value in (
-        asdict(shape) | {n: getattr(settings, n) for n in ("length", "step_tokens", "micro_tokens", "chunk")}
-    ).items():
+    sizes = asdict(shape) | {name: getattr(settings, name) for name in ("length", "step_tokens", "micro_tokens", "chunk")}
+    for name, value in sizes.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1; got {value}")
     if shape.heads % shape.kv_heads:
@@ -186,37 +195,42 @@ def checked(settings: Settings, ranks: int = 1) -> Settings:
                 f"pass --micro-tokens {max(1, settings.micro_tokens // length) * length}"
             )
     replicas = ranks // settings.context
-    together = settings.micro_tokens * replicas
-    if settings.step_tokens % together:
+    pass_tokens = settings.micro_tokens * replicas
+    if settings.step_tokens % pass_tokens:
         groups = "GPUs" if settings.context == 1 else f"groups of {settings.context} GPUs"
+        instead = max(1, settings.step_tokens // pass_tokens) * pass_tokens
         raise ValueError(
             f"step_tokens must be a multiple of micro_tokens x {groups}, {settings.micro_tokens:,} x {replicas}; got "
-            f"{settings.step_tokens:,}; pass --step-tokens {max(1, settings.step_tokens // together) * together}, or fewer tokens"
+            f"{settings.step_tokens:,}; pass --step-tokens {instead}, or fewer tokens"
         )
+
+
+def _check_training(settings: Settings) -> None:
     if settings.steps < 0 or (settings.steps == 0) == (settings.minutes <= 0):
         raise ValueError(f"pass either --steps or --minutes, positive; got {settings.steps} and {settings.minutes}")
     if settings.recompute not in get_args(Recompute):
         raise ValueError(f"recompute must be one of {', '.join(get_args(Recompute))}; got {settings.recompute!r}")
-    if not 0 <= settings.offload <= shape.layers or (settings.offload and settings.recompute != "full"):
+    blocks = settings.shape.layers
+    if not 0 <= settings.offload <= blocks or (settings.offload and settings.recompute != "full"):
         raise ValueError(
-            f"--offload must be 0 to {shape.layers}, the number of blocks, and needs --recompute full, which keeps "
+            f"--offload must be 0 to {blocks}, the number of blocks, and needs --recompute full, which keeps "
             f"the inputs of blocks alone; got {settings.offload} with --recompute {settings.recompute}"
         )
-    if settings.context > 1:
-        chosen = next(filter(Choice.of, settings.masks), "")
-        alone = {"--check-every": settings.check_every, f"mask {SDPA!r}": SDPA in settings.masks, f"mask {chosen!r}": chosen}
-        for name, used in alone.items():
-            if used:
-                raise ValueError(f"{name} is not supported where GPUs share a sequence; leave it out, or pass --context 1")
-        positional = [mask for mask in settings.masks if settings.packed and not is_shift_invariant(sf.parse(mask), 1)]
-        if positional:
-            raise ValueError(
-                f"mask {positional[0]!r} counts positions from the start of each document, which GPUs that share packed sequences "
-                "cannot; use masks of distances, as 'causal' and 'causal & local(1024)', leave --packed out, or pass --context 1"
-            )
-    if not settings.masks:
-        raise ValueError("masks must name at least one mask; 'causal' is dense attention")
-    return replace(settings, masks=tuple(_check_mask(mask, settings) for mask in settings.masks))
+
+
+def _check_context(settings: Settings) -> None:
+    """Refuses what GPUs that share a sequence cannot do."""
+    chosen = next(filter(Choice.of, settings.masks), "")
+    unsupported = {"--check-every": settings.check_every, f"mask {SDPA!r}": SDPA in settings.masks, f"mask {chosen!r}": chosen}
+    for name, used in unsupported.items():
+        if used:
+            raise ValueError(f"{name} is not supported where GPUs share a sequence; leave it out, or pass --context 1")
+    positional = [mask for mask in settings.masks if settings.packed and not is_shift_invariant(sf.parse(mask), 1)]
+    if positional:
+        raise ValueError(
+            f"mask {positional[0]!r} counts positions from the start of each document, which GPUs that share packed sequences "
+            "cannot; use masks of distances, as 'causal' and 'causal & local(1024)', leave --packed out, or pass --context 1"
+        )
 
 
 def _check_mask(text: str, settings: Settings) -> str:

@@ -14,13 +14,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import sparse_flash as sf
-from sparse_flash.parallel import PendingPlan
 
 from . import checkpoint, memory
 from .checkpoint import Progress
 from .data import Batch, Stream, Tokens
 from .model import IGNORED, Decoder
-from .parallel import World, distribute_model, mixed_precision, sync_gradients, unwrap_ddp
+from .parallel import ContextPlanner, World, distribute_model, mixed_precision, sync_gradients, unwrap_ddp
 from .report import Log, plot
 from .settings import Parallel, Settings
 
@@ -29,7 +28,7 @@ _LEAST_RATE = 0.1
 
 
 class NotFinite(RuntimeError):
-    """Says where the loss or a gradient is infinite or NaN."""
+    """The loss or a gradient is infinite or NaN; says where."""
 
 
 class Run:
@@ -60,9 +59,7 @@ class Run:
             model.compile(settings.packed and not world.context)
         self.model = distribute_model(model, world, parallel)
         self.optimizer = optimizer(self.model, settings)
-        self.plans: dict[int, sf.ContextPlans] = {}
-        self.planners: dict[int, sf.ContextParallel] = {}
-        self.pending_plans: dict[bytes, PendingPlan] = {}
+        self.planner = ContextPlanner(settings, world.context) if world.context else None
         self.progress = Progress(steps=settings.steps)
         last = None if fresh else checkpoint.latest(folder)
         if start and not last:
@@ -71,7 +68,7 @@ class Run:
             self.progress = checkpoint.resume(last, settings, self.model, self.optimizer, world)
         self.resumed, self.started = last, None if last else start
         self.timed: list[float] = []
-        self.peak = memory.find_peak_flops(world.device)
+        self.peak_flops = memory.find_peak_flops(world.device)
         self.flop = {length: memory.step_flop(settings, length) for length in (settings.length, settings.last_length)}
         self.checked = sf.check(self._compute_loss, every=1) if settings.check_every else None
         self.stopped = False
@@ -101,7 +98,8 @@ class Run:
         finally:
             for kind, handler in handlers.items():
                 signal.signal(kind, handler)
-            self.close()
+            if self.planner:
+                self.planner.close()
             if log:
                 log.close()
                 plot({", ".join(self.settings.masks): self.folder}, self.folder / "loss.png")
@@ -120,7 +118,7 @@ class Run:
         """Takes one optimizer step; returns its row of the log."""
         settings, world, progress = self.settings, self.world, self.progress
         if self.checked and progress.step % settings.check_every == 0:
-            self._check()
+            self._check_attention()
         begin, length = time.perf_counter(), self.length
         rate = self.learning_rate()
         for group in self.optimizer.param_groups:
@@ -129,9 +127,9 @@ class Run:
         loss = torch.zeros((), device=world.device)
         for number in range(passes):
             batch = self._batch(number)
-            if self._needs_document_plans and (number + 1 < passes or progress.step + 1 < progress.steps):
-                self._plan(batch)  # before the next
-                self._plan(self._batch(number + 1))  # in the next step, if this has no more
+            if self.planner and settings.packed and (number + 1 < passes or progress.step + 1 < progress.steps):
+                self.planner.submit(batch)  # before the next
+                self.planner.submit(self._batch(number + 1))  # of the next step, if this one has no more
             with sync_gradients(self.model, number == passes - 1):
                 # Ranks' gradients are averaged, so that a sum over a step's tokens is multiplied with the number of ranks.
                 part = self._compute_loss(batch) * (world.size / settings.step_tokens)
@@ -159,7 +157,7 @@ class Run:
             "learning_rate": rate,
             "gradient_norm": norm,
             "tokens_per_second": settings.step_tokens / seconds,
-            "mfu": self.flop[length] / seconds / (self.peak * world.size) if self.peak else None,
+            "mfu": self.flop[length] / seconds / (self.peak_flops * world.size) if self.peak_flops else None,
             "memory_gib": torch.cuda.max_memory_allocated(world.device) / memory.GIB if on_gpu else None,
         }
 
@@ -176,51 +174,16 @@ class Run:
 
     def _compute_loss(self, batch: Batch) -> torch.Tensor:
         """Returns the sum of a batch's losses; of this rank's tokens if ranks share the sequences."""
-        tokens, labels, documents = batch.on(self.world.device, self.settings.packed)
-        plans = self._get_plans(batch) if self.world.context else None
+        tokens, labels, documents = batch.to_device(self.world.device, self.settings.packed)
+        plans = self.planner.plan_of(batch) if self.planner else None
         if plans:
             tokens, labels = plans.shard(tokens, 1), plans.shard(labels, 1, fill=IGNORED)
         with mixed_precision(self.model, self.world):
             return self.model(tokens, labels, documents, plans)
 
-    @property
-    def _needs_document_plans(self) -> bool:
-        return self.settings.packed and self.world.context is not None
-
-    def _get_plans(self, batch: Batch) -> sf.ContextPlans:
-        """Returns the plans by which ranks share the tokens of a batch. Plans of whole sequences are made once for each length, by
-        all ranks; plans of packed documents for each batch, by a process beside each rank."""
-        if self._needs_document_plans:
-            self._plan(batch)
-            return self.pending_plans.pop(batch.boundaries.tobytes()).result()
-        length = batch.tokens.shape[1]
-        if length not in self.plans:
-            masks, options = self._plan_arguments()
-            self.plans[length] = sf.context_parallel(masks, length, self.world.context, **options)
-        return self.plans[length]
-
-    def _plan(self, batch: Batch) -> None:
-        """Begins to plan the documents of a batch, unless that has begun."""
-        tokens, bounds = batch.tokens.numel(), batch.boundaries.tobytes()
-        if tokens not in self.planners:
-            masks, options = self._plan_arguments()
-            self.planners[tokens] = sf.ContextParallel(self.world.context, masks, tokens, **options)
-        if bounds not in self.pending_plans:
-            self.pending_plans[bounds] = self.planners[tokens].submit(batch.boundaries)
-
-    def _plan_arguments(self) -> tuple[list[str], dict[str, int]]:
-        """Returns (the layers' masks, their heads)."""
-        shape = self.settings.shape
-        return [self.settings.mask_of(layer) for layer in range(shape.layers)], {"heads": shape.heads, "kv_heads": shape.kv_heads}
-
-    def close(self) -> None:
-        """Ends the processes that plan documents."""
-        for planner in self.planners.values():
-            planner.close()
-        self.planners, self.pending_plans = {}, {}
-
-    def _check(self) -> None:
-        """Forward and backward through ``sf.check``, uncompiled, as it does not look into compiled code; gradients are dropped."""
+    def _check_attention(self) -> None:
+        """Runs a batch forward and backward through ``sf.check``, uncompiled, as it does not look into compiled code. Drops the
+        gradients."""
         with torch.compiler.set_stance("force_eager"):
             self.checked(self._batch(0)).backward()
         self.optimizer.zero_grad(set_to_none=True)
@@ -253,7 +216,7 @@ class Run:
         total = torch.zeros((), dtype=torch.float64, device=world.device)
         replicas = world.replicas
         for number in range(world.replica, -(-windows // replicas) * replicas, replicas):  # each as many passes
-            part = self._compute_loss(Batch.of(self.held_out, [spread[min(number, windows - 1)]], length))
+            part = self._compute_loss(Batch.from_starts(self.held_out, [spread[min(number, windows - 1)]], length))
             total += part.double() if number < windows else 0
         return world.sum(total).item() / (windows * length)
 

@@ -81,7 +81,7 @@ def run(
     device: Device = "auto",
 ) -> None:
     """Train one arm for --seconds, and evaluate it."""
-    with user_errors(), parallel.world(device) as world:
+    with user_errors(), parallel.join_world(device) as world:
         arm, shape = arm_of(name), preset_of(preset)
         how = complete_settings(preset, name, learning_rate, log_length)
         first = start and checkpoint.resolve_checkpoint(start)
@@ -148,7 +148,7 @@ def tune(
     device: Device = "auto",
 ) -> None:
     """Train an arm with each learning rate; a dense one with log-length scaling too, at the best of them."""
-    with user_errors(), parallel.world(device) as world:
+    with user_errors(), parallel.join_world(device) as world:
         arm, shape, losses = arm_of(name), preset_of(preset), {}
 
         def trial(how: TunedSettings) -> None:

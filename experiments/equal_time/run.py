@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from examples.train_lm.parallel import World
 from examples.train_lm.report import console
-from examples.train_lm.settings import Settings, Shape, checked
+from examples.train_lm.settings import Settings, Shape, check_settings
 from examples.train_lm.train import Run
 
 from . import evaluate, windows
@@ -86,10 +86,10 @@ def run(
     """seconds: of training steps; compiling, evaluating and saving are not counted. start: a checkpoint whose parameters are the
     first: the arm is called "... continued", and its curve begins before the first step. keep: a folder for the last checkpoint.
     tuning: evaluate on the windows for tuning, in one way, and draw no curve."""
-    settings = checked(replace(settings_of(arm, shape, how, seed, step_tokens), compiled=compiled))
+    settings = check_settings(replace(settings_of(arm, shape, how, seed, step_tokens), compiled=compiled))
     held_out = windows.load(data, "tuning" if tuning else "reported")
     seconds_of, compiling = step_seconds(settings, arm, data, world)
-    settings = checked(plan_steps(settings, arm, seconds, seconds_of))
+    settings = check_settings(plan_steps(settings, arm, seconds, seconds_of))
     with tempfile.TemporaryDirectory() as folder:
         training = Run(settings, keep or Path(folder), data, world, fresh=True, start=start)
         epochs = settings.steps * settings.step_tokens / training.stream.epoch_tokens

@@ -142,7 +142,7 @@ def train(
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over; without it, go on from OUT's checkpoint.")] = False,
 ) -> None:
     """Train a classifier on one device."""
-    with user_errors(), parallel.world(device) as world:
+    with user_errors(), parallel.join_world(device) as world:
         _check_alone(world)
         if steps and epochs:
             raise ValueError(f"pass one of --steps, --epochs and --minutes; got {steps} steps, {epochs} epochs")
@@ -208,7 +208,7 @@ def climb(
     device: Device = "auto",
 ) -> None:
     """Train on Pathfinder's images, from easy ones to large ones. The same command goes on where it was stopped."""
-    with user_errors(), parallel.world(device) as world:
+    with user_errors(), parallel.join_world(device) as world:
         _check_alone(world)
         counts = {name: value for name, value in (("train", train), ("held_out", held_out)) if value is not None}
         stages: list[tuple[Stage, Settings]] = []
@@ -265,7 +265,7 @@ def evaluate(
     device: Device = "auto",
 ) -> None:
     """Accuracy on held-out examples, also of images of a larger size or with other paths."""
-    with user_errors(), parallel.world(device) as world:
+    with user_errors(), parallel.join_world(device) as world:
         settings, progress, state = checkpoint.read(checkpoint.find_checkpoint(run))
         task = settings.task
         held_out = Examples(folder or _folder(task["name"], task.get("size", 0), task.get("dashes", 0)), "held_out")

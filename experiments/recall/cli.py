@@ -112,7 +112,7 @@ def train(
 ) -> None:
     """Train one arm and evaluate it, on one device."""
     seeds, rates = seed or [0], learning_rate or [3e-3]
-    with user_errors(), parallel.world(device) as world:
+    with user_errors(), parallel.join_world(device) as world:
         for option, given in ("--seed", seeds), ("--learning-rate", rates):
             if len(set(given)) < len(given):
                 raise ValueError(f"{option} must name each value once; got {', '.join(map(str, given))}")

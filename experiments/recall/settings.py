@@ -142,6 +142,6 @@ def check_trial(trial: Trial) -> Trial:
             f"step_tokens must be whole sequences; got {trial.step_tokens:,} and sequences of {task.length:,}; "
             f"pass --step-tokens {max(1, trial.step_tokens // task.length) * task.length}"
         )
-    lm.checked(trial.to_lm_settings())
+    lm.check_settings(trial.to_lm_settings())
     sf.compile_mask("causal", task.length, block_size=trial.block)  # says which sizes blocks may have
     return trial

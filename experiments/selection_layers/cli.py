@@ -32,7 +32,7 @@ def main(
     questions: Annotated[int, typer.Option(min=1, help="Held-out questions, at least.")] = 8192,
     device: Device = "auto",
 ) -> None:
-    with user_errors(), parallel.world(device) as world:
+    with user_errors(), parallel.join_world(device) as world:
         if preset not in PRESETS:
             raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {preset!r}")
         given = {name: value for name, value in (("steps", steps), ("keep", keep)) if value is not None}

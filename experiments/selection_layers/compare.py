@@ -72,5 +72,5 @@ def run(trial: LayerTrial, world: World, questions: int) -> dict:
     result = train.run(trial, world, questions, model_of)
     if trial.arm in LAYERS:
         tokens = trial.task.length
-        result["reach"]["density"] = LAYERS[trial.arm].pairs(trial.sizes, tokens) / (tokens * (tokens + 1) / 2)
+        result["reach"]["density"] = LAYERS[trial.arm].count_pairs(trial.sizes, tokens) / (tokens * (tokens + 1) / 2)
     return result

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import sparse_flash as sf
 from examples.train_lm.model import IGNORED, Decoder
 from examples.train_lm.parallel import World, build_world
-from examples.train_lm.settings import checked
+from examples.train_lm.settings import check_settings
 from examples.train_lm.train import Run
 from sparse_flash.integrations.transformers import use_sparse_flash
 
@@ -90,7 +90,7 @@ def trained(
     """(loss, norm of the gradients, held-out loss) of each step in fp32, from the last checkpoint in the folder to another after
     step ``until``. context: how many ranks share a sequence; 0 for a process alone. changes: of the settings."""
     sizes = {"length": 384, "step_tokens": 1536, "micro_tokens": 384, "chunk": 384, **(changes or {})}
-    settings = checked(replace(SETTINGS, **sizes, steps=10, context=max(1, context)), dist.get_world_size())
+    settings = check_settings(replace(SETTINGS, **sizes, steps=10, context=max(1, context)), dist.get_world_size())
     world = build_world(torch.device("cpu"), dist.get_world_size(), context) if context else World(torch.device("cpu"))
     folder.mkdir(exist_ok=True)
     run, rows = Run(settings, folder, tokens, world, sharding), []
@@ -98,7 +98,8 @@ def trained(
         row = run.step()
         rows.append((row["loss"], row["gradient_norm"], run.evaluate(3)))
     run.save()
-    run.close()
+    if run.planner:
+        run.planner.close()
     torch.use_deterministic_algorithms(False)
     return rows
 

@@ -53,9 +53,9 @@ def test_packed_documents_that_ranks_share_train_as_in_one_process(pools, alone,
     """Two sequences at a time, laid end to end, with other documents in each pass."""
     tokens, _ = alone
     one, shared = (tmp_path / name for name in ("one", "shared"))
-    wanted = pools(1).run(models_on_ranks.trained, tokens, one, 0, "ddp", 10, models_on_ranks.PACKED_ERROR)[0]
+    wanted = pools(1).run(models_on_ranks.trained, tokens, one, 0, "ddp", 10, models_on_ranks.PACKED)[0]
     assert wanted[-1][0] < wanted[0][0]
-    for rows in pools(4).run(models_on_ranks.trained, tokens, shared, 2, "ddp", 10, models_on_ranks.PACKED_ERROR):
+    for rows in pools(4).run(models_on_ranks.trained, tokens, shared, 2, "ddp", 10, models_on_ranks.PACKED):
         assert [number for row in rows for number in row] == pytest.approx([number for row in wanted for number in row], rel=1e-4)
 
 

@@ -27,7 +27,7 @@ from examples.train_lm.cost import change_length
 from examples.train_lm.data import Tokens
 from examples.train_lm.evaluate import by_position, load_decoder, losses
 from examples.train_lm.export import export
-from examples.train_lm.settings import PRESETS, SDPA, Settings, checked, every_nth_dense
+from examples.train_lm.settings import PRESETS, SDPA, Settings, check_settings, every_nth_dense
 from examples.train_lm.train import NotFinite
 from sparse_flash.masks.meaning import digest_of
 from sparse_flash.tools.shadow_check import CheckError
@@ -379,16 +379,16 @@ def test_numbers_that_cannot_be_are_refused_by_their_option(command):
 def test_what_gpus_that_share_a_sequence_cannot_do_is_refused_by_name(changes, said):
     settings = replace(SETTINGS, context=2, **changes)
     with pytest.raises(ValueError, match=f"{re.escape(said)} is not supported where GPUs share a sequence"):
-        checked(settings, 4)
-    assert checked(replace(settings, **{name: getattr(SETTINGS, name) for name in changes}), 4).count_passes(2) == 1
+        check_settings(settings, 4)
+    assert check_settings(replace(settings, **{name: getattr(SETTINGS, name) for name in changes}), 4).count_passes(2) == 1
 
 
 def test_gpus_that_share_packed_sequences_take_masks_of_distances_alone():
     settings = replace(SETTINGS, context=2, packed=True)
     with pytest.raises(ValueError, match=r"mask 'causal & \(local\(16\) \| sinks\(4\)\)' counts positions from the start of each"):
-        checked(settings, 4)
+        check_settings(settings, 4)
     for mask in ("causal & local(16)", "causal & ~local(3)", "causal & (local(8) | power_of_two(block=1))"):
-        assert checked(replace(settings, masks=(mask,)), 4).packed
+        assert check_settings(replace(settings, masks=(mask,)), 4).packed
 
 
 # Peaks in GiB, measured on H100 and H200: benchmarks/results/training.
@@ -410,7 +410,7 @@ PEAKS = {
 def test_the_estimate_of_memory_is_within_a_twentieth_of_measured_peaks(case):
     preset, changes, recompute, length, options, ranks, measured = PEAKS[case]
     sizes = {"length": length, "micro_tokens": length, "step_tokens": length, "chunk": length} | options
-    settings = checked(Settings(replace(PRESETS[preset], **changes), recompute=recompute, context=ranks, **sizes), ranks)
+    settings = check_settings(Settings(replace(PRESETS[preset], **changes), recompute=recompute, context=ranks, **sizes), ranks)
     world = SimpleNamespace(size=ranks, replicas=1, mesh=None if ranks == 1 else "all ranks")
     assert sum(memory.estimate_memory(settings, world, "fsdp").values()) == pytest.approx(measured, rel=0.05)
 
@@ -419,7 +419,7 @@ def test_too_little_memory_is_said_with_what_to_use(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (139 << 30, 141 << 30))
     from examples.train_lm.parallel import World
 
-    settings = checked(Settings(PRESETS["1B"], length=131_072, micro_tokens=131_072, step_tokens=131_072, chunk=131_072))
+    settings = check_settings(Settings(PRESETS["1B"], length=131_072, micro_tokens=131_072, step_tokens=131_072, chunk=131_072))
     with pytest.raises(ValueError, match=r"needs 179 GiB, has 139: use --recompute selective"):
         memory.check(settings, World(torch.device("cuda", 0)), "ddp")
     assert "about 178.7" in memory.check(settings, ON_CPU, "ddp")
@@ -485,12 +485,6 @@ def test_commands_train_evaluate_generate_export_and_plot(tmp_path):
     assert "positions" in invoke(
         "evaluate", tmp_path / "run", "--length", 64, "--length", 128, "--windows", 2, *data, "--device", "cpu"
     )
-    chosen, saved = tmp_path / "picks.json", tmp_path / "picks.pt"
-    into = ["--out", chosen, "--save", saved]
-    said = invoke("picks", tmp_path / "run", "--keep", 2, "--block-size", 16, *into, *data, "--device", "cpu")
-    assert "2 blocks of 16 a query" in said and len(json.loads(chosen.read_text())["heads"]) == 8
-    picks = torch.load(saved)["picks"]
-    assert picks.shape == (4, 2, 64, 2) and picks[:, :, -1, -1].eq(3).all()  # the last query's own block
     assert invoke("generate", tmp_path / "run", "--prompt", "x1_1 =", "--count", 5, *data, "--device", "cpu").startswith("x1_1 =")
     exported = invoke("export", tmp_path / "run", tmp_path / "hf", *data)
     assert "from_pretrained" in exported and "no tokenizer" not in exported

@@ -19,7 +19,7 @@ from examples.train_lm.data import Tokens, prepare
 from examples.train_lm.model import Decoder
 from examples.train_lm.parallel import World
 from examples.train_lm.report import console
-from examples.train_lm.settings import PRESETS, Settings, Shape, checked
+from examples.train_lm.settings import PRESETS, Settings, Shape, check_settings
 from experiments.equal_time import arms, evaluate, results, windows
 from experiments.equal_time.arms import ARMS, LENGTH, Arm, TunedSettings
 from experiments.equal_time.cli import app
@@ -54,7 +54,7 @@ def test_every_arm_is_causal_and_keeps_the_pairs_it_is_said_to():
     kept = {name: [mask for mask in arm.masks if mask != "sdpa"] for name, arm in ARMS.items()}
     for name, masks in kept.items():
         settings = settings_of(ARMS[name], PRESETS["30M"], TunedSettings(1e-3, False), 1, LENGTH)
-        assert checked(settings).masks and len(masks) in (0, len(ARMS[name].masks))
+        assert check_settings(settings).masks and len(masks) in (0, len(ARMS[name].masks))
     window, sparse = (sf.compile_mask(kept[name][0], q_len=LENGTH).density for name in ("window", "power-of-two"))
     assert window == pytest.approx(sparse, rel=1e-3)
 

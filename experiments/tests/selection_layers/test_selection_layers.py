@@ -62,7 +62,7 @@ def test_pairs_are_as_many_as_are_kept(arm, monkeypatch):
     monkeypatch.setattr(sf, "topk_blocks", lambda *args, **options: chosen.append(original(*args, **options)) or chosen[0])
     layer(x, positions)
     kept = chosen[0].to_dense().sum().item() / (chosen[0].batch * chosen[0].heads)
-    assert layer.pairs(layer.sizes, TOKENS) == kept and len(chosen) == 1
+    assert layer.count_pairs(layer.sizes, TOKENS) == kept and len(chosen) == 1
 
 
 def test_nsa_joins_three_branches_by_their_definitions():
