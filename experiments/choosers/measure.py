@@ -108,8 +108,8 @@ class Measurer:
         return [tuple(torch.cat(parts) for parts in zip(*of_layer, strict=True)) for of_layer in found]
 
     def _tune_number(self, row: Row) -> tuple[float, list[list[float]] | None]:
-        """The number with which the sparse layers keep the row's share of the tuning texts on average, or the nearest to that; for
-        rows by head, which share each head then keeps."""
+        """(the number of the rule, the share that each head of each layer then keeps, for rows by head). With this number the
+        sparse layers keep the row's share of the tuning texts on average, as nearly as the bisection finds."""
         low, high = _LOW, _HIGH
         for _ in range(_STEPS):
             middle = (low + high) / 2
@@ -129,7 +129,7 @@ class Measurer:
             yield self.model.base_model(input_ids=batch, use_cache=False).last_hidden_state, batch
 
     def _losses(self, ids: torch.Tensor) -> torch.Tensor:
-        """(windows,): nats a token over the second half of each."""
+        """(windows,): nats a token, over the second half of each window."""
         half, found = ids.shape[1] // 2, []
         for batch in self._hidden(ids):
             for hidden, window in zip(*batch, strict=True):
@@ -149,8 +149,9 @@ class Measurer:
 
 
 class LayerStatistics:
-    """Notes what layers keep, beside dense attention to the same queries, keys and values: density; recall, the softmax mass of the
-    kept keys, mean over queries; error, the relative L2 distance of the outputs. options: of the layers' own attention."""
+    """Sums, over windows, how sparse layers compare with dense attention to the same queries, keys and values: density; recall, the
+    softmax mass of the kept keys, mean over queries; error, the relative L2 distance of the outputs. options: of the layers'
+    attention."""
 
     def __init__(self, layers: int, block: int, options: dict[str, Any] | None = None):
         self.block, self.windows, self.options = block, 0, options or {}

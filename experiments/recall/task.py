@@ -87,8 +87,8 @@ class Task:
         value = self.fillers + torch.randint(self.values, stated.shape, **random)
         tokens = torch.randint(self.fillers, (sequences, self.length + 1), **random)
 
-        # What is left out is written to an extra last column, which the batch does not return: shapes must not depend on what was
-        # drawn.
+        # Pairs and questions that are left out go to an extra last column, which the batch does not return: shapes must not depend
+        # on random numbers.
         stays, is_asked = _claim_slots(stated, asked, self.length // SLOT)
         statement = torch.where(stays, stated * SLOT, self.length)
         question = torch.where(is_asked, asked * SLOT, self.length).flatten(1)

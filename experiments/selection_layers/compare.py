@@ -1,4 +1,4 @@
-"""What is trained, at which sizes, and how much of a sequence it attends to."""
+"""The layers that are trained, their sizes, and how many pairs they attend to."""
 
 from __future__ import annotations
 
