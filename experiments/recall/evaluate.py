@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from rich.progress import track
@@ -42,15 +43,8 @@ class Answers:
         octave = self.distance.double().log2().floor().long()
         return [{"first": 1 << o, "last": (2 << o) - 1, **self.share(octave == o)} for o in octave.unique().tolist()]
 
-    def by_hops(self) -> list[dict]:
-        """For each number of hops that has questions; the last may mean out of reach."""
-        return self._by("hops")
-
-    def by_stops(self) -> list[dict]:
-        """For each number of stops that has questions; the last may mean out of reach."""
-        return self._by("stops")
-
-    def _by(self, name: str) -> list[dict]:
+    def by_count(self, name: Literal["hops", "stops"]) -> list[dict]:
+        """For each number of hops, or of stops, that has questions. The last may mean out of reach."""
         counts = getattr(self, name)
         return [{name: count, **self.share(counts == count)} for count in counts.unique().tolist()]
 
