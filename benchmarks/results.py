@@ -96,6 +96,14 @@ def _commit() -> str | None:
     return run.stdout.strip() or None
 
 
+def write_json(path: Path, data: dict) -> None:
+    """Replaces a file in one step: an interrupt leaves the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".json.part")
+    part.write_text(json.dumps(data, indent=1) + "\n")
+    os.replace(part, path)
+
+
 class Results:
     """The file's contents; every ``add`` rewrites it atomically."""
 
@@ -161,10 +169,7 @@ class Results:
         self.save()
 
     def save(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        part = self.path.with_suffix(".json.part")
-        part.write_text(json.dumps(self.data, indent=1) + "\n")
-        os.replace(part, self.path)
+        write_json(self.path, self.data)
 
 
 def has_numbers(result: dict | None) -> TypeGuard[dict]:

@@ -12,24 +12,23 @@ queries, gradients too. TFLOP/s count kept pairs: 4 x pairs x head_dim x heads, 
 
 from __future__ import annotations
 
-import argparse
-import json
 import pickle
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from sparse_flash import BlockSelection
 
 from .baselines.selection import DENSE, PEERS, Leaves, SelectionPeer
 from .measure.accuracy import as_attend, errors_against, is_right
-from .measure.throughput import OverLimit, failure_text, peak_bytes, time_limit, time_passes
+from .measure.throughput import DTYPES, peak_bytes, time_passes
+from .program import RowFile, add_device, create_parser, print_tables, try_measuring
 from .results import environment
 from .workload.problem import reorder_memory
 
@@ -170,15 +169,8 @@ def run(
     flops = 4 * kept_pairs(case, selection) * case.head_dim
     results = {}
     for name in names:
-        try:
-            with time_limit(limit):
-                results[name] = measure_peer(case, PEERS[name], selection, flops, device, dtype, name != DENSE)
-        except OverLimit:
-            results[name] = {"over_limit": limit}
-        except Exception as error:  # a peer that fails is a result: the others still can
-            results[name] = {"failed": failure_text(error)}
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        peer = partial(measure_peer, case, PEERS[name], selection, flops, device, dtype, name != DENSE)
+        results[name] = try_measuring(peer, limit)
     return {"case": asdict(case), "name": case.name, "tflop": flops / 1e12, "results": results}
 
 
@@ -193,8 +185,7 @@ def format_result(result: dict) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], prog="python -m sparse_flash.benchmarks.selection")
-    parser.add_argument("--out", type=Path, default=Path("runs/selection"), help="folder (default %(default)s)")
+    parser = create_parser("selection", __doc__)
     parser.add_argument("--tokens", type=int, default=65_536, help="(default %(default)s)")
     parser.add_argument("--heads", type=int, nargs=2, action="append", metavar=("HEADS", "KV_HEADS"), help="(default 32 8, 64 4)")
     parser.add_argument("--head-dim", type=int, default=128, help="(default %(default)s)")
@@ -205,10 +196,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--no-drawn", action="store_true", help="leave drawn picks out")
     parser.add_argument("--peer", action="append", choices=PEERS, help="(default: all)")
     parser.add_argument("--limit", type=int, default=120, help="seconds for a peer and a case (default %(default)s)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default %(default)s)")
+    add_device(parser)
     options = parser.parse_args(arguments)
-    device, names = torch.device(options.device), options.peer or list(PEERS)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    device, dtype, names = options.device, DTYPES[options.device.type], options.peer or list(PEERS)
     pairs_of_heads = options.heads or HEADS
     shapes = product(pairs_of_heads, options.block or BLOCKS, () if options.no_drawn else options.alike or ALIKE)
     cases: list[tuple[PicksCase, torch.Tensor | None]] = [
@@ -220,22 +210,18 @@ def main(arguments: list[str] | None = None) -> int:
             cases += load_trained_cases(path, pairs_of_heads, options.head_dim)
     except ValueError as error:
         parser.error(str(error))
-    data: dict = {"format": 1, "environment": environment(device), "dtype": str(dtype).removeprefix("torch."), "cases": []}
+    facts = {"environment": environment(device), "dtype": str(dtype).removeprefix("torch.")}
+    file = RowFile(options.out / "selection.json", facts, "cases")
     table = Table("picks", *names, title="forward / backward, ms (TFLOP/s)")
-    options.out.mkdir(parents=True, exist_ok=True)
     for case, picks in cases:
         found = run(case, names, device, dtype, options.limit, picks)
-        data["cases"].append(found)
-        # After each one, so that a run that is stopped keeps what it has.
-        (options.out / "selection.json").write_text(json.dumps(data, indent=1) + "\n")
         cells = [format_result(found["results"][name]) for name in names]
         table.add_row(case.name, *cells)
-        print(case.name, "; ".join(f"{name} {cell}" for name, cell in zip(names, cells, strict=True)), flush=True)
+        file.add("cases", found, case.name, *(f"{name} {cell}" for name, cell in zip(names, cells, strict=True)))
         for name, result in found["results"].items():
             if why := result.get("refused") or result.get("failed"):
                 print(f"  {name}: {why}", file=sys.stderr, flush=True)
-    Console(width=200 if not sys.stdout.isatty() else None).print(table)
-    print(options.out)
+    print_tables(table, folder=options.out)
     return 0
 
 

@@ -10,9 +10,7 @@ Compute (``ncu``), which empties the caches before it counts. Writes traffic.jso
 
 from __future__ import annotations
 
-import argparse
 import csv
-import json
 import shutil
 import subprocess
 import sys
@@ -20,8 +18,13 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import torch
 
+import sparse_flash
+
+from .program import create_parser
 from .report.plots import draw_traffic
+from .results import environment, write_json
 
 DENSITIES = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32)
 TOKENS, HEADS, HEAD_DIM, BLOCK = 16384, 16, 128, 128
@@ -123,8 +126,6 @@ def fit(points: list[dict], name: str, level: str) -> dict[str, float]:
 
 def block_map(density: float, generator=None, device=None):
     """(1, HEADS, q_blocks, kv_blocks) bool: random blocks, the same number in each row."""
-    import torch
-
     blocks = TOKENS // BLOCK
     scores = torch.rand(1, HEADS, blocks, blocks, generator=generator, device=device)
     kept = scores.topk(round(density * blocks), dim=-1).indices
@@ -133,10 +134,6 @@ def block_map(density: float, generator=None, device=None):
 
 def run_worker(density: float, backend: str) -> None:
     """The program that runs under ncu."""
-    import torch
-
-    import sparse_flash
-
     generator = torch.Generator("cuda").manual_seed(0)
     shape = (1, HEADS, TOKENS, HEAD_DIM)
     q, k, v, dout = (torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16) for _ in range(4))
@@ -164,12 +161,12 @@ def profile(ncu: str, density: float, backend: str) -> str:
     return said
 
 
-def write(folder: Path, environment: dict, points: list[dict], backend: str = "auto") -> dict:
+def write(folder: Path, machine: dict, points: list[dict], backend: str = "auto") -> dict:
     """Writes the JSON and its plots; returns the JSON's contents."""
     shape = {"name": f"B1 H{HEADS} N{TOKENS} D{HEAD_DIM}", "tokens": TOKENS, "heads": HEADS, "head_dim": HEAD_DIM, "block": BLOCK}
     data = {
         "format": 2,
-        "environment": environment,
+        "environment": machine,
         "shape": shape | {"dtype": "bfloat16"},
         "backend": backend,
         "metrics": METRICS,
@@ -177,21 +174,17 @@ def write(folder: Path, environment: dict, points: list[dict], backend: str = "a
         "fits": {name: {level: fit(points, name, level) for level in LEVELS} for name in PASSES},
         "counted": {name: count_bytes(name) for name in PASSES},
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "traffic.json").write_text(json.dumps(data, indent=1) + "\n")
+    write_json(folder / "traffic.json", data)
     draw_traffic(data, folder)
     return data
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], prog="python -m sparse_flash.benchmarks.traffic")
-    parser.add_argument("--out", type=Path, default=Path("runs/traffic"), help="folder (default %(default)s)")
+    parser = create_parser("traffic", __doc__)
     parser.add_argument("--backend", default="auto", help="(default %(default)s)")
     parser.add_argument("--ncu", default="ncu", help="Nsight Compute's program (default: the one on the path)")
     parser.add_argument("--worker", type=float, metavar="DENSITY", help="run one density here, without ncu around it")
     options = parser.parse_args(arguments)
-    import torch
-
     if not torch.cuda.is_available():
         parser.error("PyTorch finds no GPU here, and the traffic of its memory is what is measured")
     if options.worker is not None:
@@ -200,8 +193,6 @@ def main(arguments: list[str] | None = None) -> int:
     ncu = shutil.which(options.ncu)
     if ncu is None:
         parser.error(f"there is no {options.ncu!r} here; install Nsight Compute, which CUDA's toolkit brings, or pass --ncu PATH")
-    from .results import environment
-
     points = []
     try:
         for density in DENSITIES:

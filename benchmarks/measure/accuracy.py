@@ -38,6 +38,11 @@ def as_attend(leaves: tuple[torch.Tensor, ...], fn: Callable[[], torch.Tensor]) 
     return attend
 
 
+def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """The L2 distance as a share of the norm. exact: in float64."""
+    return float((found.double() - exact).norm() / exact.norm())
+
+
 def is_right(errors: dict[str, float], dtype: torch.dtype) -> bool:
     """Also False if an error is NaN."""
     return all(error <= TOLERANCE[dtype] for error in errors.values())
