@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import groupby, product
 from operator import attrgetter
 from typing import Any
@@ -120,7 +120,7 @@ class ChooserCase:
 def time_dense_calls(problem: Problem, device: torch.device) -> dict[str, dict]:
     """{peer: {"forward_ms", "forward_ms_spread", "errors", "correct"}, or why there are no figures}; each peer's forward pass."""
     names = (OURS, *DENSE_PEERS[device.type], *(("fa3", "fa4") if device.type == "cuda" else ()))
-    return {name: try_measuring(lambda name=name: _time_dense_call(problem, find_peer(name), device)) for name in names}  # type: ignore[misc]
+    return {name: try_measuring(partial(_time_dense_call, problem, find_peer(name), device)) for name in names}
 
 
 def _time_dense_call(problem: Problem, rival: Peer, device: torch.device) -> dict:

@@ -48,7 +48,7 @@ class KVCache(NamedTuple):
     block_table: torch.Tensor | None = None
 
     @property
-    def options(self) -> dict[str, torch.Tensor]:
+    def options(self) -> dict[str, Any]:
         given = {"k_scale": self.k_scale, "v_scale": self.v_scale, "block_table": self.block_table}
         return {name: tensor for name, tensor in given.items() if tensor is not None}
 

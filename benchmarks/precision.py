@@ -157,8 +157,12 @@ def measure_errors(statistics: str, peers: bool, library: str | None) -> dict:
     if peers:
         calls["FlashAttention-3 fp8"] = lambda: prepare_fa3_fp8(library, q, k, v, False)()
     found: dict = {"definition": relative_error(attention_in_eight_bits(q, k, v, None, 128**-0.5)[0], exact)}
+
+    def measure(call: Callable[[], Any]) -> dict:
+        return {"error": relative_error(call(), exact)}
+
     for name, call in calls.items():
-        result = try_measuring(lambda call=call: {"error": relative_error(call(), exact)}, 120, _LATE)  # type: ignore[misc]
+        result = try_measuring(partial(measure, call), 120, _LATE)
         found[name] = result.get("failed", result.get("error"))
     return found
 
@@ -220,17 +224,17 @@ def list_contestants(
     row: PrecisionRow, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: sf.BlockMask | None, changes: list[dict]
 ) -> Iterator[Contestant]:
     """Yields our calls of a row: both precisions, the parts of the second, and a choice with either."""
-    scale = row.head_dim**-0.5
+    scale, choice = row.head_dim**-0.5, row.choice
 
     def prepare_attention(mask, precision):
         return lambda: sf.attention(q, k, v, mask, precision=precision)
 
     for name, precision in (("bf16", None), ("fp8", "fp8")):
         yield Contestant(name, "attention", partial(prepare_attention, mask, precision))
-        if row.choice is not None:
-            yield Contestant(f"choice and {name}", "chosen attention", partial(prepare_attention, row.choice, precision))
-    if row.choice is not None:
-        yield Contestant("choice", "choice", lambda: lambda: sf.choose_blocks(row.choice, q, k))
+        if choice is not None:
+            yield Contestant(f"choice and {name}", "chosen attention", partial(prepare_attention, choice, precision))
+    if choice is not None:
+        yield Contestant("choice", "choice", lambda: partial(sf.choose_blocks, choice, q, k))
 
     def prepare_rounding():
         from sparse_flash.kernels.hopper.quantization import quantize_operands
