@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from math import inf
 
 import torch
 
@@ -95,6 +94,6 @@ def time_calls_us(call: Callable, device: torch.device, seconds: float = _SECOND
     # Separate from the runs above, which reading the clock would lengthen.
     hosts: list[float] = []
     for _ in runs:
-        hosts.append(statistics.median(time_runs(call, inf, most=calls)))
+        hosts.append(statistics.median(time_runs(call, 0, least=calls)))
         wait()
     return Timing.of(runs).scaled(1e6 / calls), Timing.of(hosts).scaled(1e6)
