@@ -25,12 +25,15 @@ from rich.table import Table
 
 from sparse_flash import BlockSelection
 
-from .baselines.selection import DENSE, PEERS, Leaves, SelectionPeer
+from .baselines.base import Peer
+from .baselines.selection import DENSE, PEERS, SelectionProblem
 from .measure.accuracy import as_attend, errors_against, is_right
 from .measure.throughput import DTYPES, peak_bytes, time_passes
 from .program import RowFile, add_device, create_parser, print_tables, try_measuring
 from .results import environment
-from .workload.problem import reorder_memory
+from .workload.cases import Case, Shape
+from .workload.masks import CAUSAL
+from .workload.problem import build_problem
 
 HEADS = ((32, 8), (64, 4))
 BLOCKS = (128, 64)
@@ -98,54 +101,33 @@ def selection_of(case: PicksCase, device: torch.device, picks: torch.Tensor | No
     return BlockSelection.from_picks(draw_picks(case, device) if picks is None else picks.to(device), case.block_size)
 
 
-def draw_leaves(case: PicksCase, device: torch.device, dtype: torch.dtype, order: tuple[int, ...]) -> Leaves:
-    """The same values for every peer, its dimensions in ``order`` in memory."""
-    generator = torch.Generator(device).manual_seed(0)
-    q, k, v = (
-        reorder_memory(
-            torch.randn((1, heads, case.tokens, case.head_dim), generator=generator, device=device, dtype=dtype), order
-        ).requires_grad_()
-        for heads in (case.heads, case.kv_heads, case.kv_heads)
-    )
-    return q, k, v
-
-
 def kept_pairs(case: PicksCase, selection: BlockSelection) -> int:
     """Over query heads."""
     by_head = [int(selection.kept_pairs(head).sum()) for head in range(case.kv_heads)]
     return sum(by_head) * (case.heads // case.kv_heads)
 
 
-def measure_peer(
-    case: PicksCase,
-    peer: SelectionPeer,
-    selection: BlockSelection,
-    flops: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    checks: bool,
-) -> dict:
+def measure_peer(peer: Peer, problem: SelectionProblem, flops: int, checks: bool) -> dict:
     """Times in ms, bytes beyond the inputs, errors; or {"refused": why}. flops: of the forward pass. checks: against float64."""
-    leaves = draw_leaves(case, device, dtype, peer.order)
-    if reason := peer.refuses(leaves, selection):
+    problem = problem.with_memory_order(peer.order)
+    if reason := peer.refuses(problem):
         return {"refused": reason}
-    group = case.heads // case.kv_heads
-    kept = {head: selection.select(head) for head in range(case.kv_heads)}
+    leaves, device, group = problem.leaves, problem.q.device, problem.q.shape[1] // problem.k.shape[1]
+    kept = {head: problem.selection.select(head) for head in range(problem.k.shape[1])}
 
     def kept_by(batch: int, head: int, queries: torch.Tensor) -> torch.Tensor:
-        of_head = kept[head // group]
-        pairs = torch.zeros(len(queries), case.tokens, dtype=torch.bool, device=device)
+        pairs = torch.zeros(len(queries), problem.k.shape[2], dtype=torch.bool, device=device)
         for index, query in enumerate(queries.tolist()):
-            pairs[index, of_head.kept_keys(query).to(device)] = True
+            pairs[index, kept[head // group].kept_keys(query).to(device)] = True
         return pairs
 
     result: dict = {}
     with peer.settings():
-        fn = peer.prepare(leaves, selection)
+        fn = peer.prepare(problem)
         attend = as_attend(leaves, fn)
         if checks:
             errors = errors_against(kept_by, leaves, attend)
-            result = {"errors": errors, "correct": is_right(errors, dtype)}
+            result = {"errors": errors, "correct": is_right(errors, problem.q.dtype)}
         for name, timing in time_passes(leaves, fn, device, _CPU_SECONDS, True):
             result |= timing.as_result(name)
         dout = torch.randn_like(leaves[0])
@@ -167,10 +149,9 @@ def run(
     """A case as plain data: {"case", "name", "tflop", "results": {peer: result}}. limit: seconds for a peer. picks: None draws."""
     selection = selection_of(case, device, picks)
     flops = 4 * kept_pairs(case, selection) * case.head_dim
-    results = {}
-    for name in names:
-        peer = partial(measure_peer, case, PEERS[name], selection, flops, device, dtype, name != DENSE)
-        results[name] = try_measuring(peer, limit)
+    shape = Shape(1, case.heads, case.tokens, case.head_dim, case.kv_heads)
+    problem = SelectionProblem(**vars(build_problem(Case(shape, CAUSAL, DENSE), device, dtype)), selection=selection)
+    results = {name: try_measuring(partial(measure_peer, PEERS[name], problem, flops, name != DENSE), limit) for name in names}
     return {"case": asdict(case), "name": case.name, "tflop": flops / 1e12, "results": results}
 
 

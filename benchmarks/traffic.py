@@ -50,9 +50,8 @@ _UNITS = {f"{prefix}{name}": scale for prefix, scale in _PREFIXES.items() for na
 def parse_launches(text: str) -> list[dict]:
     """The launches in the output of ``ncu --csv``, in order: {"kernel": name, metric: value in bytes or nanoseconds}.
 
-    Reads both of its forms: a row for each metric, and (``--page raw``) a row for each launch under a row of units. Lines
-    that begin with ==, and the output of the program itself, are skipped. Raises ValueError with ncu's own messages if there is no
-    table.
+    The table has a row for each metric. Lines that begin with ==, and the output of the program itself, are skipped. Raises
+    ValueError with ncu's own messages if there is no table.
     """
     lines = [line for line in text.splitlines() if line.strip()]
     start = next((n for n, line in enumerate(lines) if line.startswith('"ID"')), None)
@@ -60,19 +59,12 @@ def parse_launches(text: str) -> list[dict]:
         said = " ".join(line for line in lines if line.startswith("==")) or text.strip()[-400:] or "nothing"
         raise ValueError(f"ncu gave no table; it said: {said}")
     found: dict[str, dict] = {}
-    units: dict[str, str] = {}
     for row in csv.DictReader(line for line in lines[start:] if line.startswith('"')):
         if None in row or None in row.values():
             continue  # shorter or longer than the header: the program's own line
-        if not row["ID"]:
-            units = row
-        elif row["ID"].isdigit():
-            launch = found.setdefault(row["ID"], {"kernel": row["Kernel Name"]})
-            if "Metric Name" in row:
-                if row["Metric Name"] in METRICS.values():
-                    launch[row["Metric Name"]] = _number(row["Metric Name"], row["Metric Value"], row["Metric Unit"])
-            else:
-                launch |= {name: _number(name, row[name], units.get(name, "")) for name in METRICS.values() if name in row}
+        launch = found.setdefault(row["ID"], {"kernel": row["Kernel Name"]})
+        if row["Metric Name"] in METRICS.values():
+            launch[row["Metric Name"]] = _number(row["Metric Name"], row["Metric Value"], row["Metric Unit"])
     return list(found.values())
 
 
@@ -90,7 +82,7 @@ def _number(name: str, value: str, unit: str) -> float:
 def parse_point(density: float, text: str) -> dict:
     """Returns the figures of one density by pass, from the last launch; the earlier launches warm up."""
     found = parse_launches(text)
-    of_passes: dict = {"density": density}
+    point: dict = {"density": density}
     for name in PASSES:
         last: dict = next((launch for launch in reversed(found) if f"attention_{name}" in launch["kernel"]), {})
         missing = [metric for metric in METRICS.values() if metric not in last]
@@ -98,8 +90,8 @@ def parse_point(density: float, text: str) -> dict:
             raise ValueError(
                 f"ncu gave no {', '.join(missing)} at density {density:g}; is the kernel still named attention_{name}?"
             )
-        of_passes[name] = {"kernel": last["kernel"]} | {key: last[metric] for key, metric in METRICS.items()}
-    return of_passes
+        point[name] = {"kernel": last["kernel"]} | {key: last[metric] for key, metric in METRICS.items()}
+    return point
 
 
 def count_bytes(name: str) -> dict[str, float]:

@@ -28,7 +28,6 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -64,7 +63,7 @@ PARTS = {  # the first that is found in a kernel's name; names that torch.compil
 }
 _PREFERRED = {"sdpa-cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-flash": SDPBackend.FLASH_ATTENTION}
 _OTHERS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-_KERNELS_SHOWN, _HEARD_S = 16, 15
+_KERNELS_SHOWN = 16
 
 
 @torch.library.custom_op(
@@ -195,8 +194,7 @@ def measure_kernels(options: argparse.Namespace, names: list[str], device: torch
             if not re.search(options.only, case.peer) or (case.peer == dense and case.key in done):
                 continue
             done.add(case.key)
-            with heartbeat(f"{label}, {case.peer}"):
-                yield case.as_data() | facts | run_case(case, device, options.row_limit)
+            yield case.as_data() | facts | run_case(case, device, options.row_limit)
 
 
 def measure_permutation(model: Model, device: torch.device, dtype: torch.dtype) -> Iterator[dict]:
@@ -217,29 +215,10 @@ def measure_permutation(model: Model, device: torch.device, dtype: torch.dtype) 
             yield found
 
 
-@contextmanager
-def heartbeat(what: str) -> Iterator[None]:
-    """Prints a line from time to time while the body runs, for those who watch."""
-    done, begin = threading.Event(), time.monotonic()
-
-    def say():
-        while not done.wait(_HEARD_S):
-            print(f"  {what}: {time.monotonic() - begin:.0f} s", flush=True)
-
-    thread = threading.Thread(target=say, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-
-
 def run_steps(model_name: str, options: argparse.Namespace, device: torch.device, is_over: Callable[[], bool]) -> Iterator[dict]:
     """The rows of a model."""
     model = MODELS[model_name]
-    with heartbeat(f"building {model_name}"):
-        transformer, inputs = build_transformer(model, device, DTYPES[device.type], options.layers)
+    transformer, inputs = build_transformer(model, device, DTYPES[device.type], options.layers)
     facts = {"model": model_name, "grid": model.grid, "tokens": model.tokens, "layers": options.layers}
     reference: list[torch.Tensor] = []
     for case in step_cases(model, options.how, device):
@@ -249,9 +228,7 @@ def run_steps(model_name: str, options: argparse.Namespace, device: torch.device
             return
         tile = {"tile": model.layout(case.tile).tile} if case.spec else {}
         step = partial(measure_step, transformer, inputs, model, case, options.seconds, reference)
-        with heartbeat(f"{model_name}, {case.name}"):
-            found = try_measuring(step, options.row_limit)
-        yield facts | asdict(case) | tile | found
+        yield facts | asdict(case) | tile | try_measuring(step, options.row_limit)
 
 
 def add_speedups(rows: list[dict]) -> None:

@@ -59,6 +59,8 @@ class Sdpa(Peer):
             return "it is dense: any mask but causal would be an array of tokens x tokens"
         if problem.name == "causal" and problem.kv_lens is not None:
             return "causal with padding would be an array of tokens x tokens"
+        if self.backend == "CUDNN_ATTENTION" and not problem.q.is_cuda:
+            return "cuDNN runs on GPUs"
         if self.most_tokens and problem.q.shape[2] > self.most_tokens and problem.q.device.type == "cpu":
             return f"it builds the score matrix, which is left out beyond {self.most_tokens} tokens"
         return None

@@ -100,12 +100,8 @@ def busy_seconds() -> float | None:
 
 def spread(result: dict) -> float | None:
     """The largest distance of quartiles of a result's times, as a share of their median; None if it was not recorded."""
-    shares = [(high - low) / result[name] for name, (low, high) in _spreads(result).items() if result.get(name)]
-    return max(shares, default=None)
-
-
-def _spreads(result: dict) -> dict[str, list[float]]:
-    return {name.removesuffix("_spread"): value for name, value in result.items() if name.endswith("_spread")}
+    medians = {name: result.get(name.removesuffix("_spread")) for name in result if name.endswith("_spread")}
+    return max(((result[name][1] - result[name][0]) / median for name, median in medians.items() if median), default=None)
 
 
 def doubts(result: dict) -> list[str]:

@@ -59,7 +59,8 @@ def _small(data: dict) -> list[ReportTable]:
     problems = _group_by_problem(data, "small")
     main = next(iter(_ours(problems)), OURS)
     unit, factor = ("ms", 1e-3) if _on_cpu(data) else ("us", 1.0)
-    facts, ratios = {"as": lambda problem: next(iter(problem.values())).variant}, {"x best peer": (main, _rivals)}
+    facts = {"as": lambda problem: next(iter(problem.values())).variant}
+    ratios: Ratios = {"x best peer": (main, _rivals)}
     passes = "Forward without gradients / forward and backward,"
     kinds: tuple[tuple[str, Figures, str], ...] = (
         ("Time", _call_us, f"{passes} of calls back to back, until the device is done, over their number."),

@@ -284,29 +284,22 @@ def _plot_by_length(found: list[Row], theme: Theme):
         (axes[0], "Time", "ms, forward and backward", lambda row: row.total_ms),
         (axes[1], "Memory beyond the inputs", "MiB", lambda row: row.result.get("extra_bytes", 0) / 2**20),
     )
+    lengths = sorted({row.tokens for row in found})
     for ax, title, unit, value in panels:
-        for number, line in enumerate(series.values()):
-            points = [(row.tokens, value(row)) for row in line if value(row)]
-            colour, marker = _COLOURS[number % 10], _MARKERS[number % 10]
-            if points:
-                ax.plot(*zip(*points), "-" if line[0].is_ours else "--", marker=marker, markersize=5, color=colour, linewidth=1.7)
-            if title == "Time":
-                for row in (row for row in line if value(row)):
-                    ax.errorbar(row.tokens, value(row), yerr=_bars(value(row), row), color=colour, linewidth=1)
-                doubtful = [(row.tokens, value(row)) for row in line if value(row) and row.doubtful]
-                if doubtful:
-                    ax.plot(*zip(*doubtful), marker, markersize=5, color=colour, markerfacecolor=theme.paper, zorder=3)
+        handles = []
+        for number, (name, line) in enumerate(series.items()):
+            shown = [row for row in line if value(row)]
+            colour, marker, style = _COLOURS[number % 10], _MARKERS[number % 10], "-" if line[0].is_ours else "--"
+            points = [row.tokens for row in shown], [value(row) for row in shown]
+            handles += ax.plot(*points, style, marker=marker, markersize=5, color=colour, linewidth=1.7, label=name)
+            for row in shown if title == "Time" else ():
+                face = theme.paper if row.doubtful else colour
+                dot = {"marker": marker, "markersize": 5, "markerfacecolor": face, "color": colour, "linewidth": 1, "zorder": 3}
+                ax.errorbar(row.tokens, value(row), yerr=_bars(value(row), row), **dot)
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
-        ax.set_xticks(
-            sorted({row.tokens for row in found}),
-            [f"{n // 1024}K" if n >= 1024 else str(n) for n in sorted({row.tokens for row in found})],
-        )
+        ax.set_xticks(lengths, [f"{n // 1024}K" if n >= 1024 else str(n) for n in lengths])
         _label(ax, theme, title, "tokens", unit)
-    handles = [
-        Line2D([], [], color=_COLOURS[n % 10], marker=_MARKERS[n % 10], linestyle="-" if line[0].is_ours else "--", label=name)
-        for n, (name, line) in enumerate(series.items())
-    ]
     if any(row.doubtful for row in found):
         handles.append(Line2D([], [], **_dot(True, theme, theme.faint), label="hollow: not to be relied on"))
     _legend(figure, theme, handles, 3)
