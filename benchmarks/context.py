@@ -88,11 +88,11 @@ class ContextCase:
 
 def masks(tokens: int) -> dict[str, sf.Pattern]:
     """Returns the masks of a sequence. Documents have lengths of a log-normal distribution, median 4,096 tokens, sigma 1.3."""
-    drawn = np.random.default_rng(0).lognormal(np.log(4096), 1.3, max(16, tokens // 1024)).astype(int).clip(16)
-    ends = np.cumsum(drawn)
-    apart = sf.documents((0, *ends[ends < tokens].tolist(), tokens))
+    lengths = np.random.default_rng(0).lognormal(np.log(4096), 1.3, max(16, tokens // 1024)).astype(int).clip(16)
+    ends = np.cumsum(lengths)
+    documents = sf.documents((0, *ends[ends < tokens].tolist(), tokens))
     texts = ("causal", "causal & local(4096)", "causal & (local(1024) | power_of_two)", "butterfly", "bigbird")
-    return {text: sf.parse(text) for text in texts} | {"causal & documents": sf.causal() & apart}
+    return {text: sf.parse(text) for text in texts} | {"causal & documents": sf.causal() & documents}
 
 
 def sequence_of(case: ContextCase, device: torch.device, dtype: torch.dtype, ranks: int) -> DividedSequence:

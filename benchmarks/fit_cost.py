@@ -63,7 +63,7 @@ def samples_of_data(data: object) -> Iterator[tuple[str, Sample]]:
             continue
         sizes = {name: case["shape"].get(name) for name in Shape.__dataclass_fields__}
         shape, spec, block_size = Shape(**sizes), case["spec"], case.get("block_size", 128)
-        mask = _compile_mask(_restore_spec(case.get("label", ""), spec, shape.tokens), shape.tokens, block_size)
+        mask = _compile_mask(case.get("label", ""), tuple(spec) if isinstance(spec, list) else spec, shape.tokens, block_size)
         if block := row.get("kernel_block"):
             mask = replace(mask, coarse=None if block == block_size else mask.in_blocks_of(block))
         name = f"{shape}, {case.get('label') or str(spec)[:60]}, blocks of {block_size}"
@@ -99,20 +99,11 @@ def _rows(data: object, gpu: str = "") -> Iterator[tuple[dict, dict, str]]:
             yield from _rows(list(data.values()), gpu)
 
 
-def _restore_spec(label: str, spec: str | list[str], tokens: int) -> str | tuple[str, ...]:
-    """Returns the spec of a row. Files hold only a digest of a map of blocks; the label says which map it is."""
-    if isinstance(spec, list):
-        return tuple(spec)
-    return _maps(tokens)[label] if spec.startswith("from_blocks(") else spec
-
-
 @cache
-def _maps(tokens: int) -> dict[str, str]:
-    return {mask.label: str(mask.spec) for mask in skewed_and_even(tokens)}
-
-
-@cache
-def _compile_mask(spec: str | tuple[str, ...], tokens: int, block_size: int):
+def _compile_mask(label: str, spec: str | tuple[str, ...], tokens: int, block_size: int) -> BlockMask:
+    """Files hold only a digest of a map of blocks; the label says which map it is."""
+    if str(spec).startswith("from_blocks("):
+        spec = next(str(mask.spec) for mask in skewed_and_even(tokens) if mask.label == label)
     return parse_and_compile(Mask("", spec, block_size), tokens, torch.device("cpu"))[1]
 
 

@@ -1,4 +1,4 @@
-"""What the measuring programs share: their options, a file of rows, and what becomes of a row that fails."""
+"""Options, files of rows and the handling of failures, for the programs that measure."""
 
 from __future__ import annotations
 

@@ -79,8 +79,8 @@ def _source_digest() -> str:
     # The code that decides the numbers: not the command line, the pictures or the plots. In a wheel, the other two packages are
     # inside this one.
     package, patterns = (Path(module.__path__[0]) for module in (sparse_flash, sparse_flash.patterns))
-    beside = {"cli", "benchmarks", "patterns", "tools"}
-    files = [path for path in package.rglob("*.py") if path.relative_to(package).parts[0] not in beside]
+    excluded = {"cli", "benchmarks", "patterns", "tools"}
+    files = [path for path in package.rglob("*.py") if path.relative_to(package).parts[0] not in excluded]
     digest = hashlib.sha256()
     for path in (*sorted(files), *sorted(patterns.rglob("*.py"))):
         digest.update(path.name.encode() + path.read_bytes())

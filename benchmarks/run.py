@@ -80,7 +80,7 @@ def run(options: Options, console) -> Results:
 
 
 def settings_of(options: Options, kind: str) -> dict:
-    """What results depend on besides the environment: results of other settings are not added to. kind: of the device."""
+    """Returns the settings that a results file must share with this run if the run is to add to it. kind: of the device."""
     from .measure.throughput import DTYPES
 
     dtype = options.sizes.dtype or str(DTYPES[kind]).removeprefix("torch.")

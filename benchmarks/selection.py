@@ -4,9 +4,9 @@
     python -m sparse_flash.benchmarks.selection --heads 64 4 --block 64 --alike 0.8 --peer sparse_flash --peer fla
     python -m sparse_flash.benchmarks.selection --trained picks.pt  # by examples.train_lm picks RUN --save picks.pt
 
-Picks are drawn: a query keeps each pick of the query before with probability ``--alike``, draws it anew otherwise, and always
-keeps its own block. Each ``--trained`` file adds rows: of as many of a model's key heads, spread over its layers.
-Tables that a library makes of picks are made within its call, and timed. Each result is compared with float64 attention at sampled
+Picks are random: a query keeps each pick of the query before with probability ``--alike``, else draws another, and always keeps
+its own block. Each ``--trained`` file adds rows, whose key heads are spread over the layers of a trained model. If a library makes
+tables of picks, its time includes them. Each result is compared with float64 attention at sampled
 queries, gradients too. TFLOP/s count kept pairs: 4 x pairs x head_dim x heads, backward 2.5 times that. Writes selection.json.
 """
 
@@ -69,10 +69,10 @@ def draw_picks(case: PicksCase, device: torch.device) -> torch.Tensor:
     for _ in range(case.kv_heads):
         # A query that can pick every earlier block does; the first of a block draws as soon as it has a choice.
         every = own < case.picks
-        anew = torch.rand((case.tokens, case.picks - 1), generator=generator, device=device) >= case.alike
-        anew |= every & (query % case.block_size == 0)
-        anew[0] = True
-        since = torch.where(anew, query, 0).cummax(0).values
+        is_new = torch.rand((case.tokens, case.picks - 1), generator=generator, device=device) >= case.alike
+        is_new |= every & (query % case.block_size == 0)
+        is_new[0] = True
+        since = torch.where(is_new, query, 0).cummax(0).values
         chosen = (torch.rand((case.tokens, case.picks - 1), generator=generator, device=device) * own).gather(0, since).int()
         chosen = torch.where(every, few.int(), chosen)
         heads.append(torch.cat([torch.where(chosen < own, chosen, -1), own.int()], 1))
@@ -80,8 +80,9 @@ def draw_picks(case: PicksCase, device: torch.device) -> torch.Tensor:
 
 
 def load_trained_cases(path: Path, heads: Iterable[Sequence[int]], head_dim: int) -> list[tuple[PicksCase, torch.Tensor]]:
-    """A case for each (heads, kv_heads), and its picks, (1, kv_heads, tokens, picks) int32, of a file of ``train_lm picks --save``:
-    for so many key heads of its layers, spread evenly. Raises ValueError for another file, and where it has fewer heads."""
+    """Returns a case for each (heads, kv_heads), and its picks, (1, kv_heads, tokens, picks) int32, from a file of ``train_lm picks
+    --save``: kv_heads of the file's heads, spread evenly over its layers. Raises ValueError for any other file, and for a file
+    with fewer heads."""
     try:
         saved = torch.load(path, weights_only=True)
         picks, block_size = saved["picks"].flatten(0, 1), saved["block_size"]

@@ -128,7 +128,7 @@ def dropout_errors(problem: Problem, attend: Attend) -> dict[str, float]:
 
 
 def dropout_is_right(errors: dict[str, float]) -> bool:
-    """Within the sampling error of so many draws."""
+    """Whether the errors are within the sampling error of that many draws."""
     return errors["mean"] < 0.05 and errors["rate"] < 1
 
 

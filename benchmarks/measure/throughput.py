@@ -205,7 +205,7 @@ def time_ms(fn: Callable, device: torch.device, seconds: float) -> Timing:
 
 
 def profile_kernels(call: Callable[[], object], calls: int = 1) -> list:
-    """Returns the profiler's averages of the GPU's kernels in these calls, those that take longest first."""
+    """Returns the profiler's averages of the GPU's kernels in these calls, the longest kernel first."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 

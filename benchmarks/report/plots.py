@@ -67,19 +67,10 @@ def _predicted(errors: dict[str, dict[str, list[tuple[float, float]]]], theme: T
     figure, axes = _figure(10, 4.2, len(errors), theme, sharey=True)
     for ax, (name, by_gpu) in zip(axes, errors.items(), strict=True):
         ax.axhspan(0.85, 1.15, color=theme.grid, alpha=0.6, linewidth=0)
-        handles = [
-            ax.plot(
-                [measured for measured, _ in points],
-                [1 + error for _, error in points],
-                linestyle="",
-                marker=_MARKERS[number],
-                markersize=4.5,
-                alpha=0.75,
-                color=_COLOURS[number],
-                label=gpu,
-            )[0]
-            for number, (gpu, points) in enumerate(by_gpu.items())
-        ]
+        handles = []
+        for number, (gpu, points) in enumerate(by_gpu.items()):
+            style = {"marker": _MARKERS[number], "markersize": 4.5, "color": _COLOURS[number], "alpha": 0.75, "linestyle": ""}
+            handles += ax.plot([ms for ms, _ in points], [1 + error for _, error in points], label=gpu, **style)
         ax.set_xscale("log")
         _label(ax, theme, f"{name.capitalize()} pass", "measured ms; band: 15 %", "predicted / measured")
     axes[0].set_ylim(0.55, 1.45)
@@ -351,33 +342,29 @@ def _peers(data: dict, theme: Theme):
 
 
 def _traffic(data: dict, theme: Theme):
-    from matplotlib.lines import Line2D
-
     figure, axes = _figure(10, 4.6, 2, theme)
     levels = {"multiprocessor_bytes": "into the multiprocessors", "dram_bytes": "from DRAM"}
-    densities = np.geomspace(min(point["density"] for point in data["points"]), 1.0)
+    measured = sorted(point["density"] for point in data["points"])
+    densities = np.geomspace(measured[0], 1.0)
+
+    def draw_line(ax, line: dict, **style) -> str:
+        ax.plot(densities, (line["a"] + line["b"] * densities) / 1e9, **style)
+        return f"{line['a'] / 1e9:.2g} + {line['b'] / 1e9:.3g} x density"
+
     for ax, (name, fits) in zip(axes, data["fits"].items(), strict=True):
-        of_paper, said = data["counted"][name], []
-        ax.plot(densities, (of_paper["a"] + of_paper["b"] * densities) / 1e9, color=theme.faint, linewidth=1, linestyle="--")
+        handles, counted = [], {"color": theme.faint, "linewidth": 1, "linestyle": "--"}
+        counted["label"] = f"counted: {draw_line(ax, data['counted'][name], **counted)}"
         for colour, marker, level in zip(_COLOURS, _MARKERS, levels, strict=False):
-            fit = fits[level]
-            ax.plot(densities, (fit["a"] + fit["b"] * densities) / 1e9, color=colour, linewidth=1.4)
-            for point in data["points"]:
-                ax.scatter(point["density"], point[name][level] / 1e9, s=36, marker=marker, color=colour, zorder=3)
-            said.append(f"{fit['a'] / 1e9:.2g} + {fit['b'] / 1e9:.3g} x density, R² {fit['r2']:.3f}")
+            said = draw_line(ax, fits[level], color=colour, linewidth=1.4)
+            dots = [point["density"] for point in data["points"]], [point[name][level] / 1e9 for point in data["points"]]
+            label = f"{levels[level]}: {said}, R² {fits[level]['r2']:.3f}"
+            handles += ax.plot(*dots, marker, color=colour, zorder=3, label=label)
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
-        ticks = sorted(point["density"] for point in data["points"])
-        ax.set_xticks(ticks, [f"1/{round(1 / tick)}" if tick < 1 else "1" for tick in ticks])
-        of_count = f"{of_paper['a'] / 1e9:.2g} + {of_paper['b'] / 1e9:.3g} x density"
+        ax.set_xticks(measured, [f"1/{round(1 / tick)}" if tick < 1 else "1" for tick in measured])
         _label(ax, theme, f"{name.capitalize()}, {data['shape']['name']}", "blocks kept / all blocks", "GB read")
-        handles = [
-            Line2D([], [], marker=marker, color=colour, label=f"{levels[level]}: {text}")
-            for colour, marker, level, text in zip(_COLOURS, _MARKERS, levels, said, strict=False)
-        ]
-        handles.append(Line2D([], [], color=theme.faint, linestyle="--", label=f"counted: {of_count}"))
-        legend = ax.legend(handles=handles, fontsize=8, frameon=False, labelcolor=theme.ink, loc="upper left")
-        legend.set_zorder(4)
+        handles += ax.plot([], [], **counted)
+        ax.legend(handles=handles, fontsize=8, frameon=False, labelcolor=theme.ink, loc="upper left").set_zorder(4)
         ax.set_ylim(top=ax.get_ylim()[1] * 8)
     return figure
 

@@ -49,7 +49,7 @@ PAPER_DROPOUT = 0.1
 
 @dataclass(frozen=True)
 class Scale:
-    """How large cases are. shape: of "peers" and "deterministic". speedup: of "speedup". lengths, heads, window: of "length", where
+    """The sizes of cases. shape: of "peers" and "deterministic". speedup: of "speedup". lengths, heads, window: of "length", where
     PyTorch's math goes up to ``math_tokens`` and FlexAttention has ``flex_lengths``. paper: batch and heads. complete: whether
     there are cases that take minutes on a CPU."""
 
@@ -76,7 +76,7 @@ GPU = Scale(PEER_SHAPES[1], PEER_SHAPES[1], PAPER_LENGTHS, 16, 1024, 8192, PAPER
 
 @dataclass(frozen=True)
 class Request:
-    """What a run measures. masks: the user's own, instead of the suites'."""
+    """Holds what a user asked for. masks: the user's own; empty for the suites' masks."""
 
     device: str
     quick: bool
