@@ -26,24 +26,20 @@ fails. Writes choosers.json after each case.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cache
-from itertools import product
-from pathlib import Path
+from functools import cache, partial
+from itertools import groupby, product
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.table import Table
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
 import sparse_flash as sf
 from sparse_flash.masks.block_mask import BlockMask
@@ -55,7 +51,8 @@ from .baselines.registry import find_peer
 from .measure.accuracy import as_attend, is_right, sampled_errors
 from .measure.density import find_setting
 from .measure.noise import MARK, doubts
-from .measure.throughput import DTYPES, failure_text, time_ms
+from .measure.throughput import DTYPES, failure_text, profile_kernels, time_ms
+from .program import RowFile, add_device, add_limit, create_parser, print_tables, try_measuring
 from .results import environment
 from .workload.cases import OURS, Case, Shape
 from .workload.masks import CAUSAL
@@ -122,13 +119,8 @@ class ChooserCase:
 
 def time_dense_calls(problem: Problem, device: torch.device) -> dict[str, dict]:
     """{peer: {"forward_ms", "forward_ms_spread", "errors", "correct"}, or why there are no figures}; each peer's forward pass."""
-    found: dict[str, dict] = {}
-    for name in (OURS, *DENSE_PEERS[device.type], *(("fa3", "fa4") if device.type == "cuda" else ())):
-        try:
-            found[name] = _time_dense_call(problem, find_peer(name), device)
-        except Exception as error:  # the others still can
-            found[name] = {"failed": failure_text(error)}
-    return found
+    names = (OURS, *DENSE_PEERS[device.type], *(("fa3", "fa4") if device.type == "cuda" else ()))
+    return {name: try_measuring(partial(_time_dense_call, problem, find_peer(name), device)) for name in names}
 
 
 def _time_dense_call(problem: Problem, rival: Peer, device: torch.device) -> dict:
@@ -178,13 +170,7 @@ def tune_to_density(case: ChooserCase, problem: Problem, density: float) -> Choo
 
 def profile_choice(spec: str, q: torch.Tensor, k: torch.Tensor) -> list[dict]:
     """The kernels of a choice that take longest: {"kernel", "us": of all of its launches, "calls"}."""
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        for _ in range(_PROFILED):
-            sf.choose_blocks(spec, q, k)
-        torch.cuda.synchronize()
-    events = [event for event in seen.key_averages() if event.device_type == DeviceType.CUDA]
-    events.sort(key=lambda event: -event.self_device_time_total)
+    events = profile_kernels(lambda: sf.choose_blocks(spec, q, k), _PROFILED)
     return [
         {"kernel": e.key[:80], "us": round(e.self_device_time_total / _PROFILED, 1), "calls": e.count / _PROFILED}
         for e in events[:_PARTS]
@@ -314,8 +300,7 @@ def ranking(results: list[dict], shape: Shape) -> Table:
 
 def parse_arguments(arguments: list[str] | None) -> tuple[argparse.Namespace, list[ChooserCase]]:
     """Returns the command's options and cases. Ends the program if they do not fit."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], prog="python -m sparse_flash.benchmarks.choosers")
-    parser.add_argument("--out", type=Path, default=Path("runs/choosers"), help="folder (default %(default)s)")
+    parser = create_parser("choosers", __doc__)
     parser.add_argument("--spec", action="append", help="a chooser, without block=; ? for a number: see --density (default: seven)")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="(default 32768 65536 131072)")
     parser.add_argument("--block", type=int, nargs="+", default=BLOCKS, help="(default 128 64)")
@@ -325,10 +310,10 @@ def parse_arguments(arguments: list[str] | None) -> tuple[argparse.Namespace, li
     parser.add_argument("--peer", action="append", default=[], choices=(*PACKAGES, "all"), help="another package; may be repeated")
     parser.add_argument("--density", type=float, default=0.15, help="share of blocks, for packages and ? (default %(default)s)")
     parser.add_argument("--parts", action="store_true", help="also the kernels of each choice")
-    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no more is begun (default: none)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add_limit(parser)
+    add_device(parser)
     options = parser.parse_args(arguments)
-    if options.parts and options.device == "cpu":
+    if options.parts and options.device.type == "cpu":
         parser.error("--parts records the kernels of GPUs; leave it out on a CPU")
     heads, kv_heads = options.heads
     cases = [
@@ -345,58 +330,45 @@ def parse_arguments(arguments: list[str] | None) -> tuple[argparse.Namespace, li
 
 def main(arguments: list[str] | None = None) -> int:
     options, cases = parse_arguments(arguments)
-    until, device, dtype = time.monotonic() + options.limit, torch.empty(0, device=options.device).device, DTYPES[options.device]
+    until, device, dtype = time.monotonic() + options.limit, options.device, DTYPES[options.device.type]
     packages = list(PACKAGES) if "all" in options.peer else list(dict.fromkeys(options.peer))
-    data: dict = {"format": 1, "environment": environment(device), "dtype": str(dtype).removeprefix("torch.")}
-    data |= {"cases": [], "peers": []}
+    facts = {"environment": environment(device), "dtype": str(dtype).removeprefix("torch.")}
+    file = RowFile(options.out / "choosers.json", facts, "cases", "peers")
     table = Table("case", *HEADINGS, title="ms, forward" + ", planted inputs" * options.drawn)
-    console = Console(width=200 if not sys.stdout.isatty() else None)
-    options.out.mkdir(parents=True, exist_ok=True)
-
-    def is_over(rest: str) -> bool:
-        if over := time.monotonic() > until:
-            print(f"the time was up: {rest} not begun", flush=True)
-        return over
-
-    def keep(kind: str, found: dict, *texts: str) -> None:
-        data[kind].append(found)
-        (options.out / "choosers.json").write_text(json.dumps(data, indent=1) + "\n")
-        print(*texts, sep="; ", flush=True)
-
-    def compared(case: ChooserCase, problem: Problem, best: tuple[str, float] | None) -> Iterator[dict]:
-        """The packages' results for a case's inputs."""
-        short = replace(case, shape=replace(case.shape, tokens=min(case.shape.tokens, PACKAGE_CHECKED_TOKENS)))
+    for shape, group in groupby(cases, attrgetter("shape")):
+        if time.monotonic() > until:
+            break
+        of_shape, results = list(group), []
+        problem = of_shape[0].dense(device, dtype)
+        dense = time_dense_calls(problem, device)
+        for case in of_shape:
+            if time.monotonic() > until:
+                break
+            found = run(case, problem, dense, device, options.density, options.parts)
+            results.append(found)
+            name, texts = replace(case, chooser=found["case"]["chooser"]).name, cells(found)
+            table.add_row(name, *texts)
+            said = [f"{heading} {text}" for heading, text in zip(HEADINGS, texts, strict=True) if text]
+            file.add("cases", found, name, *said, found.get("failed", ""))
+            for part in found.get("parts", ()):
+                print(f"  {part['us']:9.1f} us {part['calls']:6.1f} calls  {part['kernel']}", flush=True)
+        best = find_fastest(dense)
+        short = replace(of_shape[0], shape=replace(shape, tokens=min(shape.tokens, PACKAGE_CHECKED_TOKENS)))
         for name in packages:
-            if is_over(f"{name} was"):
-                continue
+            if time.monotonic() > until:
+                break
             found = run_package(name, problem, short.dense(device, dtype), options.density, device)
             found |= {"speedup": best[1] / found["both_ms"]} if best and "both_ms" in found else {}
-            keep(
-                "peers", {"shape": asdict(case.shape), "drawn": case.drawn, **found}, name, str(case.shape), *format_package(found)
-            )
-            yield found
-
-    for number, case in enumerate(cases):
-        if is_over(f"{len(cases) - number} cases were"):
-            break
-        if number == 0 or case.shape != cases[number - 1].shape:
-            problem = case.dense(device, dtype)
-            dense, of_shape = time_dense_calls(problem, device), []
-        found = run(case, problem, dense, device, options.density, options.parts)
-        of_shape.append(found)
-        name, texts = replace(case, chooser=found["case"]["chooser"]).name, cells(found)
-        table.add_row(name, *texts)
-        said = [f"{heading} {text}" for heading, text in zip(HEADINGS, texts, strict=True) if text]
-        keep("cases", found, name, *said, found.get("failed", ""))
-        for part in found.get("parts", ()):
-            print(f"  {part['us']:9.1f} us {part['calls']:6.1f} calls  {part['kernel']}", flush=True)
-        if packages and case.shape not in (later.shape for later in cases[number + 1 : number + 2]):
-            of_shape += compared(case, problem, find_fastest(dense))
-            console.print(ranking(of_shape, case.shape))
-            sys.stdout.flush()
-    console.print(table)
-    print(options.out)
-    return int(any("failed" in found or "missing" in found for found in data["cases"] + data["peers"]))
+            results.append(found)
+            row = {"shape": asdict(shape), "drawn": options.drawn, **found}
+            file.add("peers", row, name, str(shape), *format_package(found))
+        if packages:
+            print_tables(ranking(results, shape))
+    left = len(cases) - len(file.data["cases"])
+    if time.monotonic() > until:
+        print(f"the time was up: {left} cases were not begun", flush=True)
+    print_tables(table, folder=options.out)
+    return int(any("failed" in found or "missing" in found for found in file.data["cases"] + file.data["peers"]))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ from statistics import median
 import numpy as np
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 from torch.autograd import DeviceType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -43,8 +42,9 @@ from sparse_flash.parallel.peer_memory import peer_memory
 
 from .baselines.context import PATIENCE, WAYS, Divided, DividedSequence, Planned, Way, barrier, find_failed_ranks, gather_from_ranks
 from .measure.throughput import failure_text, peak_bytes
+from .program import add_device, add_limit, create_parser, print_tables
 from .report.plots import draw_context
-from .results import environment
+from .results import environment, write_json
 
 HEADS = ((8, 8), (32, 8))
 TOKENS = (131_072, 524_288)
@@ -88,11 +88,11 @@ class ContextCase:
 
 def masks(tokens: int) -> dict[str, sf.Pattern]:
     """Returns the masks of a sequence. Documents have lengths of a log-normal distribution, median 4,096 tokens, sigma 1.3."""
-    drawn = np.random.default_rng(0).lognormal(np.log(4096), 1.3, max(16, tokens // 1024)).astype(int).clip(16)
-    ends = np.cumsum(drawn)
-    apart = sf.documents((0, *ends[ends < tokens].tolist(), tokens))
+    lengths = np.random.default_rng(0).lognormal(np.log(4096), 1.3, max(16, tokens // 1024)).astype(int).clip(16)
+    ends = np.cumsum(lengths)
+    documents = sf.documents((0, *ends[ends < tokens].tolist(), tokens))
     texts = ("causal", "causal & local(4096)", "causal & (local(1024) | power_of_two)", "butterfly", "bigbird")
-    return {text: sf.parse(text) for text in texts} | {"causal & documents": sf.causal() & apart}
+    return {text: sf.parse(text) for text in texts} | {"causal & documents": sf.causal() & documents}
 
 
 def sequence_of(case: ContextCase, device: torch.device, dtype: torch.dtype, ranks: int) -> DividedSequence:
@@ -164,10 +164,10 @@ def run_both_passes(leaves: tuple[torch.Tensor, ...], attend: Callable[[], torch
 def timeline(divided: Divided) -> list[dict]:
     """The kernels and copies of a forward and a backward pass on this rank's GPU, by their start."""
     barrier()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         run_both_passes(divided.leaves, divided.attend)
         torch.cuda.synchronize()
-    events = sorted((e for e in seen.events() if e.device_type == DeviceType.CUDA), key=lambda e: e.time_range.start)
+    events = sorted((e for e in recorded.events() if e.device_type == DeviceType.CUDA), key=lambda e: e.time_range.start)
     begin = events[0].time_range.start if events else 0
     return [
         {
@@ -242,7 +242,7 @@ def link_ms(received: float, device: torch.device, ranks: int, seconds: float) -
 
 
 def warm_up(case: ContextCase, density: float, names: list[str], mesh: DeviceMesh) -> bool:
-    """Whether all calls of a case that takes long on one GPU were made at a short length."""
+    """Makes all calls of a case at a short length if the case takes long on one GPU. Returns whether it did."""
     pairs = density * case.tokens**2 * case.heads
     on_one = 1e-6 * predict_both_passes(DENSE_BLOCK, 0, pairs / DENSE_BLOCK**2) * case.head_dim / HEAD_DIM
     if mesh.device_type != "cuda" or on_one < _LONG:
@@ -259,10 +259,10 @@ def warm_up(case: ContextCase, density: float, names: list[str], mesh: DeviceMes
 
 
 def run(
-    case: ContextCase, names: list[str], mesh: DeviceMesh, effort: Effort, seen: Callable[[dict], None] = lambda found: None
+    case: ContextCase, names: list[str], mesh: DeviceMesh, effort: Effort, report: Callable[[dict], None] = lambda found: None
 ) -> dict:
     """A case as plain data: {"case", "ranks", "one": of one GPU, "fewest_bytes", "link_ms", "floor_ms", "ways": {name: result}}.
-    Every rank returns the same. seen: gets it after each way, as far as it is."""
+    Every rank returns the same. report: gets the results so far, after each way."""
     device, ranks = torch.empty(0, device=mesh.device_type).device, mesh.size()
     sequence = sequence_of(case, device, torch.bfloat16 if device.type == "cuda" else torch.float32, ranks)
     warm = warm_up(case, float(sequence.mask.density), names, mesh)
@@ -280,7 +280,7 @@ def run(
     found |= {"fewest_bytes": fewest, "link_ms": link, "floor_ms": floor, "ways": {}}
     for name in names:
         found["ways"][name] = try_way(name, sequence, exact, mesh, effort, warm)
-        seen(found)
+        report(found)
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return found
@@ -316,8 +316,7 @@ def _cases_of(path: Path, parser: argparse.ArgumentParser) -> list[dict]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], prog="python -m sparse_flash.benchmarks.context")
-    parser.add_argument("--out", type=Path, default=Path("runs/context"), help="folder (default %(default)s)")
+    parser = create_parser("context", __doc__)
     parser.add_argument("--mask", action="append", help="spec text, or a name of docs/performance/several-gpus.md (all)")
     parser.add_argument("--tokens", type=int, action="append", help=f"(default {', '.join(map(str, TOKENS))})")
     parser.add_argument("--heads", type=int, nargs=2, action="append", metavar=("HEADS", "KV_HEADS"), help="(default 8 8, 32 8)")
@@ -325,9 +324,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--way", action="append", choices=WAYS, help="(default: all)")
     parser.add_argument("--no-compare", action="store_true", help="leave out the comparison with one GPU's results, and its memory")
     parser.add_argument("--seconds", type=float, default=1.0, help="of the runs of a figure (default %(default)s)")
-    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no more is begun (default: none)")
+    add_limit(parser)
     parser.add_argument("--timeline", action="store_true", help="also record the kernels of rank 0 in a forward and backward pass")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add_device(parser)
     parser.add_argument("--draw", type=Path, nargs="+", metavar="FILE", help="measure nothing, plot these results in the folder")
     options = parser.parse_args(arguments)
     if options.draw:
@@ -340,26 +339,24 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("start it by torchrun: torchrun --nproc-per-node 2 -m sparse_flash.benchmarks.context")
     if int(os.environ["WORLD_SIZE"]) < 2:
         parser.error("it takes two ranks or more: torchrun --nproc-per-node 2 -m sparse_flash.benchmarks.context")
-    if options.timeline and options.device == "cpu":
+    if options.timeline and options.device.type == "cpu":
         parser.error("--timeline records the kernels of GPUs; leave it out on a CPU")
     effort = Effort(options.seconds, not options.no_compare, time.monotonic() + options.limit, options.timeline)
-    mesh, names, cases = join_ranks(options.device), options.way or list(WAYS), []
+    mesh, names, cases = join_ranks(options.device.type), options.way or list(WAYS), []
     for tokens, (heads, kv_heads) in product(options.tokens or TOKENS, options.heads or HEADS):
         known = {name: mask.to_spec() for name, mask in masks(tokens).items()}
         texts = {text: known.get(text, text) for text in options.mask or known}
         cases += [ContextCase(name, text, tokens, heads, kv_heads, options.head_dim) for name, text in texts.items()]
     device = torch.empty(0, device=mesh.device_type).device
     data: dict = {"format": 1, "environment": environment(device), "ranks": mesh.size(), "cases": []}
-    shown = Table(title=f"of linear scaling over {mesh.size()}, and of the floor: forward / forward and backward")
-    for heading in ("case", "way", "ms", "of linear", "of the floor", "exchange, ms", "received, MiB", "extra, MiB", "error"):
-        shown.add_column(heading)
+    headings = "case", "way", "ms", "of linear", "of the floor", "exchange, ms", "received, MiB", "extra, MiB", "error"
+    shown = Table(*headings, title=f"of linear scaling over {mesh.size()}, and of the floor: forward / forward and backward")
 
     def write(found: dict) -> None:
         memory = peer_memory(mesh.get_group(), device)
         data["allocate_shared"] = 0 if memory is None else memory.size  # which PyTorch's allocator does not count
         if dist.get_rank() == 0:
-            options.out.mkdir(parents=True, exist_ok=True)
-            (options.out / "context.json").write_text(json.dumps({**data, "cases": [*data["cases"], found]}, indent=1) + "\n")
+            write_json(options.out / "context.json", {**data, "cases": [*data["cases"], found]})
             name = list(found["ways"])[-1]
             result = found["ways"][name]
             why = result.get("failed") or result.get("refused") or result.get("skipped") or ""
@@ -377,8 +374,7 @@ def main(arguments: list[str] | None = None) -> int:
             if "both_ms" in found["ways"][name]:  # what was said of the others was printed
                 shown.add_row("", name, *cells(found, name))
     if dist.get_rank() == 0:
-        Console(width=200 if not sys.stdout.isatty() else None).print(shown)
-        print(options.out)
+        print_tables(shown, folder=options.out)
     # Gloo's threads drop what they exchanged a little later, which ends a process that is already exiting.
     dist.barrier()
     dist.destroy_process_group()

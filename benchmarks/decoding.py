@@ -13,25 +13,22 @@ decoding.json after every row.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from itertools import product
-from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 import sparse_flash as sf
 
-from .baselines.flash import why_no_fa3
-from .measure.throughput import OverLimit, failure_text, time_limit
+from .baselines.flash import prepare_fa3_forward, quantize
+from .measure.accuracy import relative_error
+from .measure.throughput import DTYPES, time_ms
+from .program import RowFile, add_device, create_parser, print_tables, try_measuring
 from .results import environment
 
 E4M3 = torch.float8_e4m3fn
@@ -51,7 +48,7 @@ class KVCache(NamedTuple):
     block_table: torch.Tensor | None = None
 
     @property
-    def options(self) -> dict[str, torch.Tensor]:
+    def options(self) -> dict[str, Any]:
         given = {"k_scale": self.k_scale, "v_scale": self.v_scale, "block_table": self.block_table}
         return {name: tensor for name, tensor in given.items() if tensor is not None}
 
@@ -66,16 +63,6 @@ class KVCache(NamedTuple):
                 x *= some[..., None] if some.dim() == 3 else some[..., None, None]
             found.append(x if self.block_table is None else x.transpose(0, 1).flatten(1, 2)[None])
         return found[0], found[1]
-
-
-def quantize(x: torch.Tensor, by_token: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x in e4m3, scales): for each token, or for all tokens of the third dimension."""
-    stored = torch.empty_like(x, dtype=E4M3)
-    scales = torch.empty(x.shape[:3] if by_token else x.shape[:2], dtype=torch.float32, device=x.device)
-    for one, held, scale in zip(x, stored, scales, strict=True):  # the float32 copy of all may not fit
-        scale.copy_(one.float().abs().amax((-1,) if by_token else (-2, -1)) / 448)
-        held.copy_(one.float() / (scale[..., None] if by_token else scale[..., None, None]))
-    return stored, scales
 
 
 def quantize_cache(cache: KVCache, by_token: bool) -> KVCache:
@@ -109,14 +96,16 @@ def masks(what: str, batch: int, kv_heads: int, tokens: int, device: torch.devic
     return make(picks), lambda number: make(picks[number : number + 1])
 
 
-def prepare_fa3(q: torch.Tensor, cache: KVCache, what: str, library: str | None) -> Callable[[], torch.Tensor]:
-    """FlashAttention-3's call. If the cache is e4m3, q is too, as it multiplies e4m3 only with e4m3. library: as for
-    ``why_no_fa3``, whose reason a RuntimeError has."""
-    if reason := why_no_fa3(library):
-        raise RuntimeError(reason)
-    batch, head_dim = q.shape[0], q.shape[3]
-    kv_heads, tokens = cache.k.shape[1], cache.k.shape[2] * (1 if cache.block_table is None else cache.block_table.shape[1])
-    options: dict[str, Any] = {"softmax_scale": head_dim**-0.5, "is_causal": what == "dense", "page_table": cache.block_table}
+def prepare_call(q: torch.Tensor, cache: KVCache, mask: Any) -> Callable:
+    return partial(sf.attention_decode, q, cache.k, cache.v, mask, **cache.options)
+
+
+def prepare_fa3(q: torch.Tensor, cache: KVCache, what: str, library: str | None) -> Callable:
+    """FlashAttention-3's call. If the cache is e4m3, q is too, as it multiplies e4m3 only with e4m3. library: see
+    ``why_no_fa3``."""
+    batch, kv_heads = q.shape[0], cache.k.shape[1]
+    tokens = cache.k.shape[2] * (1 if cache.block_table is None else cache.block_table.shape[1])
+    options: dict[str, Any] = {"is_causal": what == "dense", "page_table": cache.block_table}
     options["seqused_k"] = torch.full((batch,), tokens, dtype=torch.int32, device=q.device)
     if what == "window":
         options |= {"window_size_left": _WINDOW - 1, "window_size_right": 0}
@@ -125,12 +114,11 @@ def prepare_fa3(q: torch.Tensor, cache: KVCache, what: str, library: str | None)
         one = torch.ones(batch, kv_heads, device=q.device)
         options |= {"q_descale": one, "k_descale": one / 100, "v_descale": one / 100}
         q = q.to(E4M3)
-    q, k, v = (t.transpose(1, 2) for t in (q, cache.k, cache.v))
-    return lambda: torch.ops.flash_attn_3.fwd(q, k, v, **options)[0].transpose(1, 2)
+    return prepare_fa3_forward(library, q, cache.k, cache.v, **options)
 
 
-def prepare_config(q: torch.Tensor, cache: KVCache, text: str) -> Callable[[], torch.Tensor]:
-    """The kernel in dense attention with tiles of one's own."""
+def prepare_config(q: torch.Tensor, cache: KVCache, text: str) -> Callable:
+    """The kernel in dense attention with the tiles of a --config."""
     from sparse_flash.kernels.common.config import Config
     from sparse_flash.kernels.launch.launch import multiprocessors
     from sparse_flash.kernels.portable.decode import attention_decode
@@ -148,12 +136,7 @@ def prepare_config(q: torch.Tensor, cache: KVCache, text: str) -> Callable[[], t
 def time_step_us(step: Callable[[], torch.Tensor], device: torch.device) -> float:
     if device.type != "cuda":
         step()
-        times = []
-        for _ in range(3):
-            begin = time.perf_counter()
-            step()
-            times.append(time.perf_counter() - begin)
-        return 1e6 * statistics.median(times)
+        return 1e3 * time_ms(step, device, 0.05).median
     for _ in range(3):
         step()
     torch.cuda.synchronize()
@@ -171,12 +154,26 @@ def time_step_us(step: Callable[[], torch.Tensor], device: torch.device) -> floa
     return statistics.median(start.elapsed_time(stop) for start, stop in events) * 1e3 / _STEPS
 
 
-def call_decode(*tensors: Any, **options: Any) -> torch.Tensor:
-    return cast(torch.Tensor, sf.attention_decode(*tensors, **options))
+class DecodePeer(NamedTuple):
+    """prepare: returns the step for q and the cache."""
+
+    name: str
+    cache: KVCache
+    prepare: Callable[[torch.Tensor, KVCache], Callable[[], torch.Tensor]]
 
 
-def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((out.double() - exact).norm() / exact.norm())
+def list_peers(what: str, cache: KVCache, mask: Any, configs: list[str], library: str | None) -> list[DecodePeer]:
+    """The calls of a row; the first is ours over the cache itself, with which the others are compared."""
+    plain = str(cache.k.dtype).removeprefix("torch.")
+    caches = {plain: cache, "e4m3": quantize_cache(cache, False), "e4m3 by token": quantize_cache(cache, True)}
+    peers = [DecodePeer(name, held, partial(prepare_call, mask=mask)) for name, held in caches.items()]
+    if what == "dense":
+        for name, text in product(("e4m3", "e4m3 by token"), configs):
+            peers.append(DecodePeer(f"{name} {text}", caches[name], partial(prepare_config, text=text)))
+    if what != "picks" and cache.k.is_cuda:
+        prepare = partial(prepare_fa3, what=what, library=library)
+        peers += [DecodePeer(f"FA3 {name}", caches[name], prepare) for name in (plain, "e4m3")]
+    return peers
 
 
 def measure_rows(
@@ -184,50 +181,37 @@ def measure_rows(
     library: str | None, limit: int,
 ) -> dict[str, dict]:  # fmt: skip
     """Results by peer: {"us", "gb_s", "error", "total"}, or {"failed": why}. library: see ``why_no_fa3``."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = DTYPES[device.type]
     cache = draw_cache(batch, heads[1], tokens, head_dim, page, device, dtype)
     q = torch.randn(batch, heads[0], 1, head_dim, generator=torch.Generator(device).manual_seed(2), device=device, dtype=dtype)
     mask, mask_of = masks(what, batch, heads[1], tokens, device)
-    sequences = sorted({0, batch - 1})
+    checked = sorted({0, batch - 1})
 
-    def exact(held: KVCache) -> torch.Tensor:
+    def attend_exactly(held: KVCache) -> torch.Tensor:
         """Returns the results of the checked sequences."""
-        return torch.cat([call_decode(q[n : n + 1].double(), *held.sequence(n), mask_of(n), backend="torch") for n in sequences])
+        each = ((q[n : n + 1].double(), *held.sequence(n), mask_of(n)) for n in checked)
+        return torch.cat([torch.as_tensor(sf.attention_decode(*call, backend="torch")) for call in each])
 
-    original = exact(cache)
-    plain = str(dtype).removeprefix("torch.")
-    caches = {plain: cache, "e4m3": quantize_cache(cache, False), "e4m3 by token": quantize_cache(cache, True)}
-    peers: dict[str, tuple[KVCache, Callable[[], Callable[[], torch.Tensor]]]] = {}
-    for name, held in caches.items():
-        peers[name] = held, partial(partial, call_decode, q, held.k, held.v, mask, **held.options)
-    if what == "dense":
-        for name, text in product(("e4m3", "e4m3 by token"), configs):
-            peers[f"{name} {text}"] = caches[name], partial(prepare_config, q, caches[name], text)
-    if what != "picks" and device.type == "cuda":
-        for name in (plain, "e4m3"):
-            peers[f"FA3 {name}"] = caches[name], partial(prepare_fa3, q, caches[name], what, library)
-    read = {"dense": tokens, "window": min(tokens, _WINDOW), "picks": min(tokens, _PICKS * _BLOCK)}[what]
-    found: dict[str, dict] = {}
-    for name, (held, prepare) in peers.items():
-        try:
-            with time_limit(limit), torch.no_grad():
-                step = prepare()
-                out = step()[sequences]
-                us = time_step_us(step, device)
-            size = 2 * batch * heads[1] * read * head_dim * held.k.element_size()
-            found[name] = {"us": us, "gb_s": size / us / 1e3}
-            if not (name.startswith("FA3") and held.k_scale is not None):
-                found[name] |= {"error": relative_error(out, exact(held)), "total": relative_error(out, original)}
-        except OverLimit:
-            found[name] = {"failed": f"over {limit} s"}
-        except Exception as error:  # a peer that fails is a result: the others still can
-            found[name] = {"failed": failure_text(error)}
-    return found
+    original = attend_exactly(cache)
+    keys_read = {"dense": tokens, "window": min(tokens, _WINDOW), "picks": min(tokens, _PICKS * _BLOCK)}[what]
+
+    def measure(peer: DecodePeer) -> dict:
+        with torch.no_grad():
+            step = peer.prepare(q, peer.cache)
+            out = step()[checked]
+            us = time_step_us(step, device)
+        size = 2 * batch * heads[1] * keys_read * head_dim * peer.cache.k.element_size()
+        result = {"us": us, "gb_s": size / us / 1e3}
+        if peer.name.startswith("FA3") and peer.cache.k_scale is not None:
+            return result
+        return result | {"error": relative_error(out, attend_exactly(peer.cache)), "total": relative_error(out, original)}
+
+    peers = list_peers(what, cache, mask, configs, library)
+    return {peer.name: try_measuring(partial(measure, peer), limit, {"failed": f"over {limit} s"}) for peer in peers}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], prog="python -m sparse_flash.benchmarks.decoding")
-    parser.add_argument("--out", type=Path, default=Path("runs/decoding"), help="folder (default %(default)s)")
+    parser = create_parser("decoding", __doc__)
     parser.add_argument("--tokens", type=int, default=65_536, help="of each sequence (default %(default)s)")
     parser.add_argument("--batch", type=int, action="append", help="(default 1, 8, 32)")
     parser.add_argument("--page", type=int, action="append", help="tokens of a page, 0 for none (default 0, 64)")
@@ -237,36 +221,29 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--config", action="append", default=[], help="see above")
     parser.add_argument("--fa3", metavar="FILE", help="FlashAttention-3's library, where no package brings it")
     parser.add_argument("--limit", type=int, default=60, help="seconds for a row (default %(default)s)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default %(default)s)")
+    add_device(parser)
     options = parser.parse_args(arguments)
-    device = torch.device(options.device)
-    data: dict = {"format": 1, "environment": environment(device), "tokens": options.tokens, "heads": list(options.heads)}
-    data |= {"head_dim": options.head_dim, "rows": []}
-    options.out.mkdir(parents=True, exist_ok=True)
+    facts = {"environment": environment(options.device), "tokens": options.tokens, "heads": list(options.heads)}
+    file = RowFile(options.out / "decoding.json", facts | {"head_dim": options.head_dim}, "rows")
     table = Table("what", "batch", "page", "cache", "us", "GB/s", "times as fast", "error", "total")
     for what, batch, page in product(options.what or WHAT, options.batch or (1, 8, 32), options.page or (0, 64)):
         sizes = batch, page, tuple(options.heads), options.tokens, options.head_dim
-        try:
-            found = measure_rows(what, *sizes, device, options.config, options.fa3, options.limit)
-        except Exception as error:  # as for a cache that does not fit: the other rows may
-            found = {"all": {"failed": failure_text(error)}}
+        rest = options.device, options.config, options.fa3, options.limit
+        found = try_measuring(partial(measure_rows, what, *sizes, *rest))
+        found = {"all": found} if "failed" in found else found
         base = next(iter(found.values()))
         for name, result in found.items():
-            data["rows"].append({"what": what, "batch": batch, "page": page, "cache": name} | result)
+            row = {"what": what, "batch": batch, "page": page, "cache": name} | result
             if why := result.get("failed"):
+                file.add("rows", row)
                 print(f"{what} batch {batch} page {page} {name}: {why}", file=sys.stderr, flush=True)
                 continue
             faster = f"{base['us'] / result['us']:.2f}" if "us" in base else ""
             errors = [f"{result[each]:.1e}" if each in result else "" for each in ("error", "total")]
             cells = [what, str(batch), str(page), name, f"{result['us']:.1f}", f"{result['gb_s']:.0f}", faster, *errors]
             table.add_row(*cells)
-            print(*cells, sep="; ", flush=True)
-        # After each one, so that a run that is stopped keeps what it has.
-        (options.out / "decoding.json").write_text(json.dumps(data, indent=1) + "\n")
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    Console(width=160 if not sys.stdout.isatty() else None).print(table)
-    print(options.out)
+            file.add("rows", row, *cells)
+    print_tables(table, folder=options.out)
     return 0
 
 

@@ -12,15 +12,12 @@ timed; on a CPU they are only listed. A row has what was chosen, and for each op
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
-from pathlib import Path
 
 import torch
 
@@ -33,44 +30,38 @@ from sparse_flash.tools.cost import predict
 from sparse_flash.tools.explain import is_causal
 
 from .baselines.registry import find_peer
-from .measure.throughput import CPU_SECONDS, DTYPES, failure_text, time_passes
+from .measure.throughput import CPU_SECONDS, DTYPES, time_passes
+from .program import RowFile, add_device, add_limit, create_parser, try_measuring
 from .results import environment
 from .workload.cases import Case
 from .workload.drawn import draw_cases
 from .workload.problem import build_problem, parse_and_compile
 
-_CASE = "shape", "spec", "block_size"  # of a row
 _CLOSE = 1.5  # the most between predicted times of options that are called close
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], prog="python -m sparse_flash.benchmarks.drawn")
+    parser = create_parser("drawn", __doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=200, help="rows (default %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("runs/drawn"), help="folder (default %(default)s)")
     parser.add_argument("--choices", action="store_true", help="rows with close choices, and each option's time")
-    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no more is begun (default: none)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add_limit(parser)
+    add_device(parser)
     options = parser.parse_args(arguments)
-    until, device = time.monotonic() + options.limit, torch.empty(0, device=options.device).device
-    rows: list[dict] = []
-    data = {"format": 1, "seed": options.seed, "environment": environment(device), "rows": rows}
-    options.out.mkdir(parents=True, exist_ok=True)
-    _write(options.out, data)
+    until = time.monotonic() + options.limit
+    file = RowFile(options.out / "drawn.json", {"seed": options.seed, "environment": environment(options.device)}, "rows")
+    file.write()
+    rows = file.data["rows"]
     cases = draw_close_choices(options.seed) if options.choices else draw_cases(options.seed, options.count)
-    for number, case in enumerate(islice(cases, options.count)):
+    measure = measure_options if options.choices else measure_row
+    for case in islice(cases, options.count):
         if time.monotonic() > until:
-            print(f"the time was up: {options.count - number} rows were not begun", flush=True)
+            print(f"the time was up: {options.count - len(rows)} rows were not begun", flush=True)
             break
-        row: dict = {"shape": asdict(case.shape), "spec": case.mask.spec, "block_size": case.mask.block_size}
-        try:
-            row |= (measure_options if options.choices else measure_row)(case, device)
-        except Exception as error:  # the others still can
-            row["failed"] = failure_text(error)
-        rows.append(row)
-        _write(options.out, data)
-        said = row.get("failed") or ", ".join(f"{name} {value}" for name, value in row.items() if name not in _CASE)
-        print(f"{number + 1} of {options.count}: {case.shape}; {case.label[:80]}; {said}", flush=True)
+        found = try_measuring(partial(measure, case, options.device))
+        said = found.get("failed") or ", ".join(f"{name} {value}" for name, value in found.items())
+        row = {"shape": asdict(case.shape), "spec": case.mask.spec, "block_size": case.mask.block_size} | found
+        file.add("rows", row, f"{len(rows) + 1} of {options.count}: {case.shape}", case.label[:80], said)
     print(options.out)
     return int(any("failed" in row for row in rows))
 
@@ -132,10 +123,6 @@ def measure_options(case: Case, device: torch.device) -> dict:
             for which, timing in time_passes(problem.leaves, attend, device, CPU_SECONDS, backward=True):
                 row[name] |= timing.as_result(which)
     return {"chosen": next(iter(options)), "options": row}
-
-
-def _write(folder: Path, data: dict) -> None:
-    (folder / "drawn.json").write_text(json.dumps(data, indent=1) + "\n")
 
 
 if __name__ == "__main__":

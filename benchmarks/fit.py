@@ -70,11 +70,11 @@ def _fit_family(chip: Chip, family: KernelFamily, samples: Sequence[Sample]) -> 
 
 
 class Errors(NamedTuple):
-    """Relative errors of predictions, without sign: the median, the bound of 90 %, and the largest. worst: the largest, signed."""
+    """Relative errors of predictions, without sign: the median, the 90th percentile, the largest. worst: the largest, signed."""
 
     passes: int
     median: float
-    most: float
+    p90: float
     largest: float
     worst: list[tuple[float, Sample]]
 
@@ -86,4 +86,4 @@ class Errors(NamedTuple):
         return cls(len(found), float(np.median(sizes)), float(np.quantile(sizes, 0.9)), float(sizes.max()), found[:worst])
 
     def __str__(self) -> str:
-        return f"{self.passes} passes: median {self.median:.1%}, 90 % within {self.most:.1%}, at most {self.largest:.1%}"
+        return f"{self.passes} passes: median {self.median:.1%}, 90 % within {self.p90:.1%}, at most {self.largest:.1%}"

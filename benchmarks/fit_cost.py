@@ -43,13 +43,6 @@ FILES = (
     "short-calls/h200-2026-11-23-tiles.json",
     "cost/h200-2026-11-27-calibration.json",
 )
-# Cases of short-calls/h200-2026-11-23-tiles.json: (spec, tokens, heads).
-_BLOCKS_OF_64 = "blocks of 64, by triton.testing.do_bench, eager, ms forward and backward"
-_CASES_OF_64 = {
-    "random 8%": ("random(0.08, block=64)", 32768, 16),
-    "random 10%": ("random(0.1, block=64)", 40768, 12),
-    "butterfly": ("butterfly(block=64)", 16384, 16),
-}
 # Rates of copies: of an H100 as in parallel/costs, of an H200 from video/h200-2026-11-27-steps.json. Peaks at sustained clocks.
 _MULTIPROCESSORS, _FLOPS_PER_US = 132, 4096 * 1755
 H100 = Chip("NVIDIA H100 80GB HBM3", _MULTIPROCESSORS, _FLOPS_PER_US, 2.7e6)
@@ -59,37 +52,30 @@ _FOLDS = 5
 
 
 def read_samples(path: Path) -> Iterator[tuple[str, Sample]]:
-    """Returns (the GPU's name, a measured pass) of a results file."""
+    """Yields (the GPU's name, a measured pass) of a results file."""
     return samples_of_data(json.loads(path.read_text()))
 
 
 def samples_of_data(data: object) -> Iterator[tuple[str, Sample]]:
-    """Returns ``read_samples`` of what a results file holds."""
-    for case, row, gpu in _rows(data, ""):
+    """Yields what ``read_samples`` does, of a results file's contents."""
+    for case, row, gpu in _rows(data):
         if row.get("backend") not in ("hopper", "triton") or case.get("dropout_p") or case.get("padded") or "forward_ms" not in row:
             continue
         sizes = {name: case["shape"].get(name) for name in Shape.__dataclass_fields__}
         shape, spec, block_size = Shape(**sizes), case["spec"], case.get("block_size", 128)
-        mask = _compile_mask(_restore_spec(case.get("label", ""), spec, shape.tokens), shape.tokens, block_size)
-        ran = row.get("kernel_block") or (_guess_kernel_block(mask) if row["backend"] == "hopper" else block_size or 128)
-        mask = replace(mask, coarse=None if ran == mask.block_size else mask.in_blocks_of(ran))
+        mask = _compile_mask(case.get("label", ""), tuple(spec) if isinstance(spec, list) else spec, shape.tokens, block_size)
+        if block := row.get("kernel_block"):
+            mask = replace(mask, coarse=None if block == block_size else mask.in_blocks_of(block))
         name = f"{shape}, {case.get('label') or str(spec)[:60]}, blocks of {block_size}"
         passes = [row[which] and 1e3 * row[which] if which in row else None for which in ("forward_ms", "backward_ms")]
         for sample in samples_of_call(mask, shape, H100, passes, name, row["backend"]):
             yield gpu, sample
 
 
-def _guess_kernel_block(mask: BlockMask) -> int:
-    """Returns the blocks in which kernels ran a mask before rows said so: 128 where these held at most 1.3 times the pairs."""
-    wide = mask.in_blocks_of(max(128, mask.block_size))
-    return wide.block_size if wide.block_density <= 1.3 * mask.block_density else mask.block_size
-
-
 def samples_of_call(
     mask: BlockMask, s: Shape, chip: Chip, us: Sequence[float | None], name: str, backend: str = "hopper"
 ) -> Iterator[Sample]:
-    """Returns the passes of a call that took these microseconds, forward and backward; None: not measured. backend: "hopper" or
-    "triton"."""
+    """Yields the passes of a call. us: microseconds, forward and backward; None: not measured. backend: "hopper" or "triton"."""
     kv_heads, v_head_dim = s.kv_heads or s.heads, s.v_head_dim or s.head_dim
     sizes = AttentionSizes(s.batch, s.heads, kv_heads, mask.q_len, mask.kv_len, s.head_dim, v_head_dim)
     for backward, time in zip((False, True), us, strict=True):
@@ -97,69 +83,38 @@ def samples_of_call(
             yield Sample(launch_of(backward, backend == "triton", sizes, mask.kernel_table(True), chip), time, name)
 
 
-def _rows(data: object, gpu: str) -> Iterator[tuple[dict, dict, str]]:
-    """Returns (case, result, the GPU's name) of every measured row."""
-    if isinstance(data, dict):
-        for name, rates in data.get("small blocks", {}).items():
-            yield from _rows_from_rates(name, rates, gpu or data["environment"]["device"]) if name != "what" else ()
-        for name, times in data.get(_BLOCKS_OF_64, {}).items():
-            spec, tokens, heads = _CASES_OF_64[name.rpartition(" ")[0]]
-            case = {
-                "shape": {"batch": 1, "heads": heads, "tokens": tokens, "head_dim": int(name.rpartition(" D")[2])},
-                "spec": spec,
-            }
-            for backend in ("hopper", "triton"):
-                result = dict(zip(("forward_ms", "backward_ms"), times[backend], strict=True)) | {"backend": backend}
-                yield case | {"block_size": 64}, result, data["gpu"]
+def _rows(data: object, gpu: str = "") -> Iterator[tuple[dict, dict, str]]:
+    """Yields (case, result, the GPU's name) of every measured row, wherever it stands in a file: {"case", "result"}, or one dict
+    with "shape" and "spec". The nearest "environment" names the GPU."""
+    if isinstance(data, list):
+        for value in data:
+            yield from _rows(value, gpu)
+    elif isinstance(data, dict):
         gpu = (data.get("environment") or {}).get("device", gpu)
         if "case" in data and "result" in data:
             yield data["case"], data["result"], gpu
         elif "shape" in data and "spec" in data:
             yield data, data, gpu
         else:
-            for value in data.values():
-                yield from _rows(value, gpu)
-    elif isinstance(data, list):
-        for value in data:
-            yield from _rows(value, gpu)
-
-
-def _rows_from_rates(name: str, rates: dict, gpu: str) -> Iterator[tuple[dict, dict, str]]:
-    """Returns ``_rows`` of portable kernels in a part of features/h200-2026-11-21.json. rates: {kernels and block size: TFLOP/s of
-    kept pairs, forward and backward}."""
-    head_dim, spec = name.removeprefix("D").split()
-    case = {"shape": {"batch": 1, "heads": 16, "tokens": 16384, "head_dim": int(head_dim)}, "spec": spec}
-    flops = 2 * 16 * 16384**2 * int(head_dim)  # of the forward pass under a causal mask
-    for kernels, (forward, backward) in rates.items():
-        if kernels.startswith("portable"):
-            times = {"forward_ms": flops / forward / 1e9, "backward_ms": 2.5 * flops / backward / 1e9}
-            yield case | {"block_size": int(kernels.split()[1])}, times | {"backend": "triton"}, gpu
-
-
-def _restore_spec(label: str, spec: str | list[str], tokens: int) -> str | tuple[str, ...]:
-    """Returns the spec of a row. A file has only a digest of maps of blocks, which are made again by their label."""
-    if isinstance(spec, list):
-        return tuple(spec)
-    return _maps(tokens)[label] if spec.startswith("from_blocks(") else spec
+            yield from _rows(list(data.values()), gpu)
 
 
 @cache
-def _maps(tokens: int) -> dict[str, str]:
-    return {mask.label: str(mask.spec) for mask in skewed_and_even(tokens)}
-
-
-@cache
-def _compile_mask(spec: str | tuple[str, ...], tokens: int, block_size: int):
+def _compile_mask(label: str, spec: str | tuple[str, ...], tokens: int, block_size: int) -> BlockMask:
+    """Files hold only a digest of a map of blocks; the label says which map it is."""
+    if str(spec).startswith("from_blocks("):
+        spec = next(str(mask.spec) for mask in skewed_and_even(tokens) if mask.label == label)
     return parse_and_compile(Mask("", spec, block_size), tokens, torch.device("cpu"))[1]
 
 
 def fold_of(sample: Sample) -> int:
-    """Returns which of the parts a sample's case belongs to."""
+    """Returns the part of the cases, 0 to _FOLDS - 1, that a sample belongs to."""
     return zlib.crc32(sample.name.encode()) % _FOLDS
 
 
 def fit_chips(found: dict[str, list[Sample]]) -> list[Chip]:
-    """Returns the H100 and the H200 fitted to their samples. Constants that one GPU's samples do not tell are the other GPU's."""
+    """Returns the H100 and the H200 fitted to their samples. A constant that one GPU's samples do not determine is
+    the other GPU's."""
     h200 = fit(H200, found.get(H200.name, []))
     h100 = fit(H100.with_inherited([h200]), found.get(H100.name, []))
     return [h100, fit(H200.with_inherited([h100]), found.get(H200.name, []))]

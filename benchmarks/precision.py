@@ -12,13 +12,10 @@ blocks with the attention over them. What fails is a result, and the rest runs. 
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,9 +23,12 @@ import torch
 import sparse_flash as sf
 from sparse_flash.variant.eight_bits import attention_in_eight_bits
 
-from .baselines.flash import why_no_fa3
-from .measure.throughput import OverLimit, failure_text, time_limit, time_ms
+from .baselines.flash import prepare_fa3_forward, quantize
+from .measure.accuracy import relative_error
+from .measure.throughput import time_ms
+from .program import RowFile, create_parser, try_measuring
 from .results import environment
+from .workload.problem import reorder_memory
 
 # mask, block size, q_len, kv_len, heads, kv_heads, head_dim, v_head_dim
 CHECKED_CALLS = [
@@ -53,6 +53,7 @@ MOST_ERROR = 6e-3  # largest relative error against the definition: of sums, and
 MOST_LSE_ERROR = 2e-2  # largest difference of lse
 STATISTICS = ("normal", "keys and values with a mean", "outlier channels", "uniform values", "sharp")
 ROWS_CHECKED, KEYS_CHECKED = 64, 65_536
+_LATE = {"failed": "over its time"}
 
 
 @dataclass(frozen=True)
@@ -93,109 +94,87 @@ ROWS = [
 ]
 
 
-def draw_inputs(kind: str, shape: tuple[int, int, int, int], of: str, generator: torch.Generator) -> torch.Tensor:
-    """bfloat16 numbers of one of ``STATISTICS``. of: "q", "k" or "v"."""
+def draw_inputs(statistics: str, shape: tuple[int, int, int, int], name: str, generator: torch.Generator) -> torch.Tensor:
+    """bfloat16 numbers of one of ``STATISTICS``. name: "q", "k" or "v"."""
     x = torch.randn(shape, generator=generator, device="cuda")
-    if kind == "keys and values with a mean" and of != "q":
+    if statistics == "keys and values with a mean" and name != "q":
         x = x + 2 * torch.randn(shape[3], generator=generator, device="cuda")
-    elif kind == "outlier channels":
-        x[..., ::32] *= 12 if of != "v" else 40
-        x = x / 3 if of != "v" else x
-    elif kind == "uniform values" and of == "v":
+    elif statistics == "outlier channels":
+        x[..., ::32] *= 12 if name != "v" else 40
+        x = x / 3 if name != "v" else x
+    elif statistics == "uniform values" and name == "v":
         x = torch.rand(shape, generator=generator, device="cuda") + 0.5
-    elif kind == "sharp" and of == "q":
+    elif statistics == "sharp" and name == "q":
         x = x * 4
     return x.bfloat16()
 
 
-def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return ((found.double() - wanted).norm() / wanted.norm()).item()
-
-
-def _failure_reason(error: Exception | OverLimit) -> str:
-    return "over its time" if isinstance(error, OverLimit) else failure_text(error)
-
-
-def call_attention(*tensors: Any, **options: Any) -> Any:
-    return sf.attention(*tensors, **options)
+def check_call(
+    spec: str | None, block: int, q_len: int, kv_len: int, heads: int, kv_heads: int, head_dim: int, v_head_dim: int
+) -> dict:
+    """Returns the errors of one of ``CHECKED_CALLS``, and whether they are small."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    sizes = (heads, q_len, head_dim), (kv_heads, kv_len, head_dim), (kv_heads, kv_len, v_head_dim)
+    q, k, v = (torch.randn((2, *size), generator=generator, device="cuda").bfloat16() for size in sizes)
+    k, v = k + 1, v + 0.5
+    mask = None if spec is None else sf.compile_mask(spec, q_len, kv_len, block, device="cuda")
+    exact, exact_lse = sf.attention(q.double(), k.double(), v.double(), mask, backend="reference", return_lse=True)
+    kept = None if mask is None else mask.to_dense()
+    wanted, wanted_lse = attention_in_eight_bits(q, k, v, kept, head_dim**-0.5)
+    out, lse = sf.attention(q, k, v, mask, precision="fp8", return_lse=True)
+    again, _ = sf.attention(q, k, v, mask, precision="fp8", return_lse=True)
+    has_keys = ~exact_lse.isneginf()
+    errors = {
+        "against_definition": relative_error(out, wanted),
+        "against_float64": relative_error(out, exact),
+        "definition_against_float64": relative_error(wanted, exact),
+        "lse": (lse.double() - wanted_lse)[has_keys].abs().max().item(),
+        "repeats": torch.equal(out, again),
+        "empty_rows": torch.equal(lse.isneginf(), exact_lse.isneginf()) and not out[~has_keys].any().item(),
+    }
+    close = errors["against_definition"] <= MOST_ERROR and errors["lse"] <= MOST_LSE_ERROR
+    return {"right": close and errors["repeats"] and errors["empty_rows"]} | errors
 
 
 def check_calls() -> Iterator[dict]:
     """Yields the errors of each call of ``CHECKED_CALLS``."""
-    for spec, block, q_len, kv_len, heads, kv_heads, head_dim, v_head_dim in CHECKED_CALLS:
-        generator = torch.Generator("cuda").manual_seed(0)
-        sizes = (heads, q_len, head_dim), (kv_heads, kv_len, head_dim), (kv_heads, kv_len, v_head_dim)
-        q, k, v = (torch.randn((2, *size), generator=generator, device="cuda").bfloat16() for size in sizes)
-        k, v = k + 1, v + 0.5
+    for call in CHECKED_CALLS:
+        spec, block, q_len, kv_len, heads, kv_heads, head_dim, v_head_dim = call
         name = f"{spec or 'dense'}, blocks of {block}, {q_len} x {kv_len}, {heads}/{kv_heads} heads, {head_dim}/{v_head_dim}"
-        try:
-            with time_limit(120):
-                mask = None if spec is None else sf.compile_mask(spec, q_len, kv_len, block, device="cuda")
-                exact, exact_lse = call_attention(q.double(), k.double(), v.double(), mask, backend="reference", return_lse=True)
-                kept = None if mask is None else mask.to_dense()
-                wanted, wanted_lse = attention_in_eight_bits(q, k, v, kept, head_dim**-0.5)
-                out, lse = call_attention(q, k, v, mask, precision="fp8", return_lse=True)
-                again = call_attention(q, k, v, mask, precision="fp8")
-        except (Exception, OverLimit) as error:  # the other calls may still be right
-            yield {"call": name, "right": False, "failed": _failure_reason(error)}
-            continue
-        some = ~exact_lse.isneginf()
-        found = {
-            "against_definition": relative_error(out, wanted),
-            "against_float64": relative_error(out, exact),
-            "definition_against_float64": relative_error(wanted, exact),
-            "lse": (lse.double() - wanted_lse)[some].abs().max().item(),
-            "repeats": torch.equal(out, again),
-            "empty_rows": torch.equal(lse.isneginf(), exact_lse.isneginf()) and not out[~some].any().item(),
-        }
-        right = found["against_definition"] <= MOST_ERROR and found["lse"] <= MOST_LSE_ERROR
-        yield {"call": name, "right": right and found["repeats"] and found["empty_rows"]} | found
+        yield {"call": name, "right": False} | try_measuring(partial(check_call, *call), 120, _LATE)
 
 
-def measure_errors(kind: str, peers: bool, library: str | None) -> dict:
+def measure_errors(statistics: str, peers: bool, library: str | None) -> dict:
     """Errors against float64 of ``ROWS_CHECKED`` rows of long dense calls. library: see ``why_no_fa3``."""
     generator = torch.Generator("cuda").manual_seed(0)
-    q, k, v = (
-        draw_inputs(kind, (1, 2, tokens, 128), of, generator) for of, tokens in zip("qkv", (ROWS_CHECKED, *[KEYS_CHECKED] * 2))
-    )
+    lengths = ROWS_CHECKED, KEYS_CHECKED, KEYS_CHECKED
+    q, k, v = (draw_inputs(statistics, (1, 2, tokens, 128), name, generator) for name, tokens in zip("qkv", lengths))
     exact = torch.softmax(q.double() @ k.double().mT * 128**-0.5, -1) @ v.double()
-    found: dict[str, Any] = {"definition": relative_error(attention_in_eight_bits(q, k, v, None, 128**-0.5)[0], exact)}
-    contestants: dict[str, Callable[[], Callable[[], torch.Tensor]]] = {
-        "bf16": lambda: partial(call_attention, q, k, v),
-        "fp8": lambda: partial(call_attention, q, k, v, precision="fp8"),
+    calls: dict[str, Callable[[], Any]] = {
+        "bf16": partial(sf.attention, q, k, v),
+        "fp8": partial(sf.attention, q, k, v, precision="fp8"),
     }
     if peers:
-        contestants["FlashAttention-3 fp8"] = partial(prepare_fa3_fp8, library, q, k, v, False)
-    for name, prepare in contestants.items():
-        try:
-            with time_limit(120):
-                found[name] = relative_error(prepare()(), exact)
-        except (Exception, OverLimit) as error:
-            found[name] = _failure_reason(error)
-    return {"statistics": kind} | found
+        calls["FlashAttention-3 fp8"] = lambda: prepare_fa3_fp8(library, q, k, v, False)()
+    found: dict = {"definition": relative_error(attention_in_eight_bits(q, k, v, None, 128**-0.5)[0], exact)}
+
+    def measure(call: Callable[[], Any]) -> dict:
+        return {"error": relative_error(call(), exact)}
+
+    for name, call in calls.items():
+        result = try_measuring(partial(measure, call), 120, _LATE)
+        found[name] = result.get("failed", result.get("error"))
+    return found
 
 
-def quantize_by_head(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x in e4m3, (batch, heads) float32 scales), one for each head."""
-    scales = x.float().abs().amax((2, 3)) / 448
-    return (x.float() / scales[..., None, None]).to(torch.float8_e4m3fn), scales
-
-
-def prepare_fa3_fp8(
-    library: str | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
-) -> Callable[[], torch.Tensor]:
-    """FlashAttention-3's FP8 call, its inputs rounded beforehand. Query heads that share a key head share a scale. library: as for
-    ``why_no_fa3``, whose reason a RuntimeError has."""
-    if missing := why_no_fa3(library):
-        raise RuntimeError(missing)
-    group = q.shape[1] // k.shape[1]
-    of_q = q.float().unflatten(1, (-1, group)).abs().amax((2, 3, 4)) / 448
-    q8 = (q.float() / of_q.repeat_interleave(group, 1)[..., None, None]).to(torch.float8_e4m3fn)
-    (k8, of_k), (v8, of_v) = quantize_by_head(k), quantize_by_head(v)
-    q8, k8, v8 = (x.transpose(1, 2).contiguous() for x in (q8, k8, v8))
-    scales = {"q_descale": of_q, "k_descale": of_k, "v_descale": of_v}
-    options = {"softmax_scale": q.shape[3] ** -0.5, "is_causal": causal, "num_splits": 1}
-    return lambda: torch.ops.flash_attn_3.fwd(q8, k8, v8, **scales, **options)[0].transpose(1, 2)
+def prepare_fa3_fp8(library: str | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Callable:
+    """FlashAttention-3's FP8 call, its inputs rounded beforehand. Query heads that share a key head share a scale. library: see
+    ``why_no_fa3``."""
+    q8, q_scale = quantize(q.reshape(*k.shape[:2], -1, q.shape[3]))
+    (k8, k_scale), (v8, v_scale) = quantize(k), quantize(v)
+    scales = {"q_descale": q_scale, "k_descale": k_scale, "v_descale": v_scale}
+    operands = (reorder_memory(x, (0, 2, 1, 3)) for x in (q8.view(q.shape), k8, v8))
+    return prepare_fa3_forward(library, *operands, **scales, is_causal=causal, num_splits=1)
 
 
 def prepare_cudnn_fp8(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Callable[[], torch.Tensor]:
@@ -231,25 +210,43 @@ def prepare_cudnn_fp8(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal:
     return attend
 
 
-def list_own_calls(row: PrecisionRow, q, k, v, mask, changes: list[dict]) -> Iterator[tuple[str, Callable[[], Callable[[], Any]]]]:
-    """Yields (name, what prepares the call): both precisions, the parts of the second, and a choice with either."""
-    scale = row.head_dim**-0.5
-    for name, precision in (("bf16", None), ("fp8", "fp8")):
-        yield name, partial(partial, call_attention, q, k, v, mask, precision=precision)
-        if row.choice is not None:
-            yield f"choice and {name}", partial(partial, call_attention, q, k, v, row.choice, precision=precision)
-    if row.choice is not None:
-        yield "choice", partial(partial, sf.choose_blocks, row.choice, q, k)
+@dataclass(frozen=True)
+class Contestant:
+    """kind: "attention" under the row's mask, "chosen attention" under its choice, "choice" of blocks alone, or "rounding" of q, k
+    and v. prepare: returns the call to time."""
 
-    def rounding():
+    name: str
+    kind: str
+    prepare: Callable[[], Callable[[], Any]]
+
+
+def list_contestants(
+    row: PrecisionRow, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: sf.BlockMask | None, changes: list[dict]
+) -> Iterator[Contestant]:
+    """Yields our calls of a row: both precisions, the parts of the second, and a choice with either."""
+    scale, choice = row.head_dim**-0.5, row.choice
+
+    def prepare_attention(mask, precision):
+        return lambda: sf.attention(q, k, v, mask, precision=precision)
+
+    for name, precision in (("bf16", None), ("fp8", "fp8")):
+        yield Contestant(name, "attention", partial(prepare_attention, mask, precision))
+        if choice is not None:
+            yield Contestant(f"choice and {name}", "chosen attention", partial(prepare_attention, choice, precision))
+    if choice is not None:
+        yield Contestant("choice", "choice", lambda: partial(sf.choose_blocks, choice, q, k))
+
+    def prepare_rounding():
         from sparse_flash.kernels.hopper.quantization import quantize_operands
         from sparse_flash.kernels.launch.launch import Recording
 
         return lambda: quantize_operands(q, k, v, scale, Recording())
 
-    operands = cache(lambda: rounding()())
+    @cache
+    def round_once():
+        return prepare_rounding()()
 
-    def kernel(change):
+    def prepare_kernel(change):
         from sparse_flash.kernels.hopper.configs import forward_of_eight_bits
         from sparse_flash.kernels.hopper.forward import attend_to_operands
         from sparse_flash.kernels.launch.launch import Recording
@@ -259,14 +256,15 @@ def list_own_calls(row: PrecisionRow, q, k, v, mask, changes: list[dict]) -> Ite
         out, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device)
 
         def attend():
-            attend_to_operands(operands(), out, lse, table, scale, config, Recording())
+            attend_to_operands(round_once(), out, lse, table, scale, config, Recording())
             return out
 
         return attend
 
-    yield "rounding", rounding
+    yield Contestant("rounding", "rounding", prepare_rounding)
     for change in [{}, *changes]:
-        yield "kernel" + "".join(f" {field}={int(value)}" for field, value in change.items()), partial(kernel, change)
+        name = "kernel" + "".join(f" {field}={int(value)}" for field, value in change.items())
+        yield Contestant(name, "attention", partial(prepare_kernel, change))
 
 
 def measure_row(row: PrecisionRow, changes: list[dict], peers: bool, library: str | None, limit: int, device: torch.device) -> dict:
@@ -278,39 +276,33 @@ def measure_row(row: PrecisionRow, changes: list[dict], peers: bool, library: st
     mask = row.mask(device)
     pairs = row.tokens**2 if mask is None else round(mask.density * row.tokens**2)
     flops = 4 * pairs * row.heads * row.head_dim
-    results: dict[str, dict] = {}
-    expected: dict[bool, torch.Tensor] = {}  # by whether blocks were chosen
-    contestants = list(list_own_calls(row, q, k, v, mask, changes))
+    moved = 3 * q.numel() + 5 * k.numel() + 3 * v.numel()  # bytes: read once in 16 bits, keys twice, and written in 8
+    expected: dict[str, torch.Tensor] = {}  # by kind: the first result, which is bfloat16's
+    contestants = list(list_contestants(row, q, k, v, mask, changes))
     if peers and row.spec in (None, "causal") and row.density is None:
-        causal = row.spec == "causal"
-        contestants.append(("FlashAttention-3 fp8", partial(prepare_fa3_fp8, library, q, k, v, causal)))
-        contestants.append(("cuDNN fp8", partial(prepare_cudnn_fp8, q, k, v, causal)))
-    for name, prepare in contestants:
-        try:
-            with time_limit(limit), torch.no_grad():
-                attend = prepare()
-                found = attend()
-                timing = time_ms(attend, device, 0.3)
-        except (Exception, OverLimit) as error:
-            results[name] = {"failed": _failure_reason(error)}
-            continue
-        result = results[name] = timing.as_result("ms")
-        is_chosen = name.startswith("choice")
-        if isinstance(found, torch.Tensor):
-            if not is_chosen:
-                result["tflops"] = flops / timing.median / 1e9
-            if found.dtype == torch.bfloat16:
-                wanted = expected.setdefault(is_chosen, found.clone())
-                result["from_bf16"] = relative_error(found, wanted.double())
-            if "ms" in results["bf16"]:
-                result["speedup"] = results["bf16"]["ms"] / result["ms"]
-        elif isinstance(found, sf.BlockMask):
-            result["density"] = found.density
-        else:  # bytes read once in 16 bits, keys twice, and written in 8
-            result["tb_per_s"] = (3 * q.numel() + 5 * k.numel() + 3 * v.numel()) / timing.median / 1e9
-        del found, attend
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        for name, prepare in (("FlashAttention-3 fp8", partial(prepare_fa3_fp8, library)), ("cuDNN fp8", prepare_cudnn_fp8)):
+            contestants.append(Contestant(name, "attention", partial(prepare, q, k, v, row.spec == "causal")))
+
+    def measure(one: Contestant) -> dict:
+        with torch.no_grad():
+            call = one.prepare()
+            out = call()
+            timing = time_ms(call, device, 0.3)
+        result = timing.as_result("ms")
+        if one.kind == "choice":
+            return result | {"density": out.density}
+        if one.kind == "rounding":
+            return result | {"tb_per_s": moved / timing.median / 1e9}
+        if one.kind == "attention":
+            result["tflops"] = flops / timing.median / 1e9
+        if out.dtype == torch.bfloat16:
+            result["from_bf16"] = relative_error(out, expected.setdefault(one.kind, out.clone()).double())
+        return result
+
+    results = {one.name: try_measuring(partial(measure, one), limit, _LATE) for one in contestants}
+    for one in contestants:
+        if "attention" in one.kind and "ms" in results[one.name] and "ms" in results["bf16"]:
+            results[one.name]["speedup"] = results["bf16"]["ms"] / results[one.name]["ms"]
     return {"row": asdict(row), "block_density": 1.0 if mask is None else mask.block_density, "results": results}
 
 
@@ -345,8 +337,7 @@ def parse_changes(text: str) -> dict:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], prog="python -m sparse_flash.benchmarks.precision")
-    parser.add_argument("--out", type=Path, default=Path("runs/precision"), help="folder (default %(default)s)")
+    parser = create_parser("precision", __doc__)
     parser.add_argument("--row", action="append", default=[], metavar="TEXT", help="only rows with this in their name")
     parser.add_argument("--config", action="append", default=[], metavar="FIELD=NUMBER,...", help="see above")
     parser.add_argument("--no-checks", action="store_true", help="leave errors out")
@@ -363,38 +354,24 @@ def main(arguments: list[str] | None = None) -> int:
         print("it measures on a Hopper GPU; backend='reference' runs the definition anywhere", file=sys.stderr)
         return 1
     device, peers = torch.device("cuda"), not options.no_peers
-    data: dict = {"format": 1, "environment": environment(device), "checks": [], "errors": [], "rows": []}
-    options.out.mkdir(parents=True, exist_ok=True)
-
-    def keep(part: str, found: dict) -> None:
-        data[part].append(found)
-        (options.out / "precision.json").write_text(json.dumps(data, indent=1) + "\n")
-
+    file = RowFile(options.out / "precision.json", {"environment": environment(device)}, "checks", "errors", "rows")
     if not options.no_checks:
         with torch.no_grad():
             for found in check_calls():
-                keep("checks", found)
-                print("right" if found["right"] else "WRONG", _short(found), flush=True)
-            for kind in STATISTICS:
-                try:
-                    found = measure_errors(kind, peers, options.fa3)
-                except Exception as error:  # what follows may still run
-                    found = {"statistics": kind, "failed": failure_text(error)}
-                keep("errors", found)
-                print(_short(found), flush=True)
+                file.add("checks", found, "right" if found["right"] else "WRONG", _short(found))
+            for statistics in STATISTICS:
+                found = try_measuring(partial(measure_errors, statistics, peers, options.fa3))
+                file.add("errors", {"statistics": statistics} | found, statistics, _short(found))
     for row in () if options.no_times else ROWS:
         if options.row and not any(text in row.name for text in options.row):
             continue
-        try:
-            found = measure_row(row, changes, peers, options.fa3, options.limit, device)
-        except Exception as error:  # the other rows may still run
-            found = {"row": asdict(row), "results": {"all": {"failed": failure_text(error)}}}
-        keep("rows", found)
-        print(row.name, flush=True)
+        found = try_measuring(partial(measure_row, row, changes, peers, options.fa3, options.limit, device))
+        found = {"row": asdict(row), "results": {"all": found}} if "failed" in found else found
+        file.add("rows", found, row.name)
         for name, result in found["results"].items():
             print(f"  {name:32}{format_result(result)}", flush=True)
     print(options.out)
-    return 0 if all(found["right"] for found in data["checks"]) else 1
+    return 0 if all(found["right"] for found in file.data["checks"]) else 1
 
 
 def _short(found: dict) -> str:

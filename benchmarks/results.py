@@ -79,8 +79,8 @@ def _source_digest() -> str:
     # The code that decides the numbers: not the command line, the pictures or the plots. In a wheel, the other two packages are
     # inside this one.
     package, patterns = (Path(module.__path__[0]) for module in (sparse_flash, sparse_flash.patterns))
-    beside = {"cli", "benchmarks", "patterns", "tools"}
-    files = [path for path in package.rglob("*.py") if path.relative_to(package).parts[0] not in beside]
+    excluded = {"cli", "benchmarks", "patterns", "tools"}
+    files = [path for path in package.rglob("*.py") if path.relative_to(package).parts[0] not in excluded]
     digest = hashlib.sha256()
     for path in (*sorted(files), *sorted(patterns.rglob("*.py"))):
         digest.update(path.name.encode() + path.read_bytes())
@@ -94,6 +94,14 @@ def _commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return run.stdout.strip() or None
+
+
+def write_json(path: Path, data: dict) -> None:
+    """Replaces a file in one step: an interrupt leaves the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".json.part")
+    part.write_text(json.dumps(data, indent=1) + "\n")
+    os.replace(part, path)
 
 
 class Results:
@@ -161,10 +169,7 @@ class Results:
         self.save()
 
     def save(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        part = self.path.with_suffix(".json.part")
-        part.write_text(json.dumps(self.data, indent=1) + "\n")
-        os.replace(part, self.path)
+        write_json(self.path, self.data)
 
 
 def has_numbers(result: dict | None) -> TypeGuard[dict]:

@@ -49,19 +49,10 @@ def run(options: Options, console) -> Results:
     device = device_of(options.device)
     chosen = suites.choose(options.suites, device.type, options.quick, options.specs, options.backend, options.sizes, options.full)
     wanted = select_cases(chosen, options.only)
-    from .measure.throughput import DTYPES
-
-    dtype = options.sizes.dtype or str(DTYPES[device.type]).removeprefix("torch.")
-    settings = {"device": device.type, "quick": options.quick, "dtype": dtype}
-    settings |= {"specs": list(options.specs)} if options.specs else {}
-    settings |= {"sizes": options.sizes.given} if options.sizes.given else {}
-    settings |= (
-        {"imports": {path.name: sha256(path.read_bytes()).hexdigest()[:12] for path in options.imports}} if options.imports else {}
-    )
     found = environment(device)
     asked = (*options.specs, *(f"{name} {size}" for name, size in options.sizes.given.items()))
     folder = options.out or default_folder(found["device"] if device.type == "cuda" else "cpu", options.quick, asked)
-    results, note = Results.open(folder, found, settings, options.resume, options.any_source)
+    results, note = Results.open(folder, found, settings_of(options, device.type), options.resume, options.any_source)
     console.print(f"measuring on {found['device']}; results go to {folder}")
     if not (options.full or options.quick or options.specs or options.sizes.given or options.only):
         minutes = "two to three minutes on two idle cores" if device.type == "cpu" else "some minutes"
@@ -71,8 +62,8 @@ def run(options: Options, console) -> Results:
     if device.type == "cpu" and (found["load_at_start"] or 0) > found["cpu_threads"] / 2:
         console.print(f"warning: other programs use this CPU (load average {found['load_at_start']}): times will vary")
     for suite, listed in chosen.items():
-        known = results.data["suites"].get(suite, [])
-        results.data["suites"][suite] = list(dict.fromkeys([*known, *(case.key for case in listed)]))
+        earlier = results.data["suites"].get(suite, [])
+        results.data["suites"][suite] = list(dict.fromkeys([*earlier, *(case.key for case in listed)]))
     cases = list(dict.fromkeys(case for _, case in wanted))
     todo = suites.sort_cases(case for case in cases if _needs_measuring(results.get(case.key), options))
     if reused := _describe_reused([entry for case in cases if case not in set(todo) and (entry := results.entry(case.key))]):
@@ -86,6 +77,16 @@ def run(options: Options, console) -> Results:
         results.save()
         page.write(results)
     return results
+
+
+def settings_of(options: Options, kind: str) -> dict:
+    """Returns the settings that a results file must share with this run if the run is to add to it. kind: of the device."""
+    from .measure.throughput import DTYPES
+
+    dtype = options.sizes.dtype or str(DTYPES[kind]).removeprefix("torch.")
+    imports = {path.name: sha256(path.read_bytes()).hexdigest()[:12] for path in options.imports}
+    asked = {"specs": list(options.specs), "sizes": options.sizes.given, "imports": imports}
+    return {"device": kind, "quick": options.quick, "dtype": dtype} | {name: value for name, value in asked.items() if value}
 
 
 def device_of(name: str | None):
@@ -121,10 +122,10 @@ def select_cases(chosen: dict[str, list], only: Iterable[str]) -> list[tuple[str
     return found
 
 
-def _needs_measuring(known: dict | None, options: Options) -> bool:
-    if known is None or "over_limit" in known:
+def _needs_measuring(result: dict | None, options: Options) -> bool:
+    if result is None or "over_limit" in result:
         return True
-    return options.retry and (not has_numbers(known) or bool(doubts(known)))
+    return options.retry and (not has_numbers(result) or bool(doubts(result)))
 
 
 def _describe_reused(entries: list[dict]) -> str | None:

@@ -3,32 +3,33 @@
     python -m sparse_flash.benchmarks.selection --out runs/selection
     python -m sparse_flash.benchmarks.selection --heads 64 4 --block 64 --alike 0.8 --peer sparse_flash --peer fla
 
-Picks are drawn: a query keeps each pick of the query before with probability ``--alike``, draws it anew otherwise, and always
-keeps its own block. docs/performance/selection.md compares times of drawn picks and of a trained model's.
-Tables that a library makes of picks are made within its call, and timed. Each result is compared with float64 attention at sampled
+Picks are random: a query keeps each pick of the query before with probability ``--alike``, else draws another, and always keeps
+its own block. docs/performance/selection.md compares times of drawn picks and of a trained model's. If a library makes
+tables of picks, its time includes them. Each result is compared with float64 attention at sampled
 queries, gradients too. TFLOP/s count kept pairs: 4 x pairs x head_dim x heads, backward 2.5 times that. Writes selection.json.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
-from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from sparse_flash import BlockSelection
 
-from .baselines.selection import DENSE, PEERS, Leaves, SelectionPeer
+from .baselines.base import Peer
+from .baselines.selection import DENSE, PEERS, SelectionProblem
 from .measure.accuracy import as_attend, errors_against, is_right
-from .measure.throughput import OverLimit, failure_text, peak_bytes, time_limit, time_passes
+from .measure.throughput import DTYPES, peak_bytes, time_passes
+from .program import RowFile, add_device, create_parser, print_tables, try_measuring
 from .results import environment
-from .workload.problem import reorder_memory
+from .workload.cases import Case, Shape
+from .workload.masks import CAUSAL
+from .workload.problem import build_problem
 
 HEADS = ((32, 8), (64, 4))
 BLOCKS = (128, 64)
@@ -63,10 +64,10 @@ def draw_picks(case: PicksCase, device: torch.device) -> torch.Tensor:
     for _ in range(case.kv_heads):
         # A query that can pick every earlier block does; the first of a block draws as soon as it has a choice.
         every = own < case.picks
-        anew = torch.rand((case.tokens, case.picks - 1), generator=generator, device=device) >= case.alike
-        anew |= every & (query % case.block_size == 0)
-        anew[0] = True
-        since = torch.where(anew, query, 0).cummax(0).values
+        is_new = torch.rand((case.tokens, case.picks - 1), generator=generator, device=device) >= case.alike
+        is_new |= every & (query % case.block_size == 0)
+        is_new[0] = True
+        since = torch.where(is_new, query, 0).cummax(0).values
         chosen = (torch.rand((case.tokens, case.picks - 1), generator=generator, device=device) * own).gather(0, since).int()
         chosen = torch.where(every, few.int(), chosen)
         heads.append(torch.cat([torch.where(chosen < own, chosen, -1), own.int()], 1))
@@ -77,54 +78,33 @@ def selection_of(case: PicksCase, device: torch.device) -> BlockSelection:
     return BlockSelection.from_picks(draw_picks(case, device), case.block_size)
 
 
-def draw_leaves(case: PicksCase, device: torch.device, dtype: torch.dtype, order: tuple[int, ...]) -> Leaves:
-    """The same values for every peer, its dimensions in ``order`` in memory."""
-    generator = torch.Generator(device).manual_seed(0)
-    q, k, v = (
-        reorder_memory(
-            torch.randn((1, heads, case.tokens, case.head_dim), generator=generator, device=device, dtype=dtype), order
-        ).requires_grad_()
-        for heads in (case.heads, case.kv_heads, case.kv_heads)
-    )
-    return q, k, v
-
-
 def kept_pairs(case: PicksCase, selection: BlockSelection) -> int:
     """Over query heads."""
     by_head = [int(selection.kept_pairs(head).sum()) for head in range(case.kv_heads)]
     return sum(by_head) * (case.heads // case.kv_heads)
 
 
-def measure_peer(
-    case: PicksCase,
-    peer: SelectionPeer,
-    selection: BlockSelection,
-    flops: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    checks: bool,
-) -> dict:
+def measure_peer(peer: Peer, problem: SelectionProblem, flops: int, checks: bool) -> dict:
     """Times in ms, bytes beyond the inputs, errors; or {"refused": why}. flops: of the forward pass. checks: against float64."""
-    leaves = draw_leaves(case, device, dtype, peer.order)
-    if reason := peer.refuses(leaves, selection):
+    problem = problem.with_memory_order(peer.order)
+    if reason := peer.refuses(problem):
         return {"refused": reason}
-    group = case.heads // case.kv_heads
-    kept = {head: selection.select(head) for head in range(case.kv_heads)}
+    leaves, device, group = problem.leaves, problem.q.device, problem.q.shape[1] // problem.k.shape[1]
+    kept = {head: problem.selection.select(head) for head in range(problem.k.shape[1])}
 
     def kept_by(batch: int, head: int, queries: torch.Tensor) -> torch.Tensor:
-        of_head = kept[head // group]
-        pairs = torch.zeros(len(queries), case.tokens, dtype=torch.bool, device=device)
+        pairs = torch.zeros(len(queries), problem.k.shape[2], dtype=torch.bool, device=device)
         for index, query in enumerate(queries.tolist()):
-            pairs[index, of_head.kept_keys(query).to(device)] = True
+            pairs[index, kept[head // group].kept_keys(query).to(device)] = True
         return pairs
 
     result: dict = {}
     with peer.settings():
-        fn = peer.prepare(leaves, selection)
+        fn = peer.prepare(problem)
         attend = as_attend(leaves, fn)
         if checks:
             errors = errors_against(kept_by, leaves, attend)
-            result = {"errors": errors, "correct": is_right(errors, dtype)}
+            result = {"errors": errors, "correct": is_right(errors, problem.q.dtype)}
         for name, timing in time_passes(leaves, fn, device, _CPU_SECONDS, True):
             result |= timing.as_result(name)
         dout = torch.randn_like(leaves[0])
@@ -139,17 +119,9 @@ def run(case: PicksCase, names: list[str], device: torch.device, dtype: torch.dt
     """A case as plain data: {"case", "name", "tflop", "results": {peer: result}}. limit: seconds for a peer."""
     selection = selection_of(case, device)
     flops = 4 * kept_pairs(case, selection) * case.head_dim
-    results = {}
-    for name in names:
-        try:
-            with time_limit(limit):
-                results[name] = measure_peer(case, PEERS[name], selection, flops, device, dtype, name != DENSE)
-        except OverLimit:
-            results[name] = {"over_limit": limit}
-        except Exception as error:  # a peer that fails is a result: the others still can
-            results[name] = {"failed": failure_text(error)}
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+    shape = Shape(1, case.heads, case.tokens, case.head_dim, case.kv_heads)
+    problem = SelectionProblem(**vars(build_problem(Case(shape, CAUSAL, DENSE), device, dtype)), selection=selection)
+    results = {name: try_measuring(partial(measure_peer, PEERS[name], problem, flops, name != DENSE), limit) for name in names}
     return {"case": asdict(case), "name": case.name, "tflop": flops / 1e12, "results": results}
 
 
@@ -164,8 +136,7 @@ def format_result(result: dict) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], prog="python -m sparse_flash.benchmarks.selection")
-    parser.add_argument("--out", type=Path, default=Path("runs/selection"), help="folder (default %(default)s)")
+    parser = create_parser("selection", __doc__)
     parser.add_argument("--tokens", type=int, default=65_536, help="(default %(default)s)")
     parser.add_argument("--heads", type=int, nargs=2, action="append", metavar=("HEADS", "KV_HEADS"), help="(default 32 8, 64 4)")
     parser.add_argument("--head-dim", type=int, default=128, help="(default %(default)s)")
@@ -174,30 +145,25 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--alike", type=float, action="append", help="see above, 0 to 1 (default 0, 0.8)")
     parser.add_argument("--peer", action="append", choices=PEERS, help="(default: all)")
     parser.add_argument("--limit", type=int, default=120, help="seconds for a peer and a case (default %(default)s)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default %(default)s)")
+    add_device(parser)
     options = parser.parse_args(arguments)
-    device, names = torch.device(options.device), options.peer or list(PEERS)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    device, dtype, names = options.device, DTYPES[options.device.type], options.peer or list(PEERS)
     cases = [
         PicksCase(options.tokens, heads, kv_heads, options.head_dim, block, options.picks, alike)
         for (heads, kv_heads), block, alike in product(options.heads or HEADS, options.block or BLOCKS, options.alike or ALIKE)
     ]
-    data: dict = {"format": 1, "environment": environment(device), "dtype": str(dtype).removeprefix("torch."), "cases": []}
+    facts = {"environment": environment(device), "dtype": str(dtype).removeprefix("torch.")}
+    file = RowFile(options.out / "selection.json", facts, "cases")
     table = Table("picks", *names, title="forward / backward, ms (TFLOP/s)")
-    options.out.mkdir(parents=True, exist_ok=True)
     for case in cases:
         found = run(case, names, device, dtype, options.limit)
-        data["cases"].append(found)
-        # After each one, so that a run that is stopped keeps what it has.
-        (options.out / "selection.json").write_text(json.dumps(data, indent=1) + "\n")
         cells = [format_result(found["results"][name]) for name in names]
         table.add_row(case.name, *cells)
-        print(case.name, "; ".join(f"{name} {cell}" for name, cell in zip(names, cells, strict=True)), flush=True)
+        file.add("cases", found, case.name, *(f"{name} {cell}" for name, cell in zip(names, cells, strict=True)))
         for name, result in found["results"].items():
             if why := result.get("refused") or result.get("failed"):
                 print(f"  {name}: {why}", file=sys.stderr, flush=True)
-    Console(width=200 if not sys.stdout.isatty() else None).print(table)
-    print(options.out)
+    print_tables(table, folder=options.out)
     return 0
 
 

@@ -10,9 +10,7 @@ Compute (``ncu``), which empties the caches before it counts. Writes traffic.jso
 
 from __future__ import annotations
 
-import argparse
 import csv
-import json
 import shutil
 import subprocess
 import sys
@@ -20,8 +18,13 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import torch
 
+import sparse_flash
+
+from .program import create_parser
 from .report.plots import draw_traffic
+from .results import environment, write_json
 
 DENSITIES = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32)
 TOKENS, HEADS, HEAD_DIM, BLOCK = 16384, 16, 128, 128
@@ -47,9 +50,8 @@ _UNITS = {f"{prefix}{name}": scale for prefix, scale in _PREFIXES.items() for na
 def parse_launches(text: str) -> list[dict]:
     """The launches in the output of ``ncu --csv``, in order: {"kernel": name, metric: value in bytes or nanoseconds}.
 
-    Reads both of its forms: a row for each metric, and (``--page raw``) a row for each launch under a row of units. Lines
-    that begin with ==, and the output of the program itself, are skipped. Raises ValueError with ncu's own messages if there is no
-    table.
+    The table has a row for each metric. Lines that begin with ==, and the output of the program itself, are skipped. Raises
+    ValueError with ncu's own messages if there is no table.
     """
     lines = [line for line in text.splitlines() if line.strip()]
     start = next((n for n, line in enumerate(lines) if line.startswith('"ID"')), None)
@@ -57,19 +59,12 @@ def parse_launches(text: str) -> list[dict]:
         said = " ".join(line for line in lines if line.startswith("==")) or text.strip()[-400:] or "nothing"
         raise ValueError(f"ncu gave no table; it said: {said}")
     found: dict[str, dict] = {}
-    units: dict[str, str] = {}
     for row in csv.DictReader(line for line in lines[start:] if line.startswith('"')):
         if None in row or None in row.values():
             continue  # shorter or longer than the header: the program's own line
-        if not row["ID"]:
-            units = row
-        elif row["ID"].isdigit():
-            launch = found.setdefault(row["ID"], {"kernel": row["Kernel Name"]})
-            if "Metric Name" in row:
-                if row["Metric Name"] in METRICS.values():
-                    launch[row["Metric Name"]] = _number(row["Metric Name"], row["Metric Value"], row["Metric Unit"])
-            else:
-                launch |= {name: _number(name, row[name], units.get(name, "")) for name in METRICS.values() if name in row}
+        launch = found.setdefault(row["ID"], {"kernel": row["Kernel Name"]})
+        if row["Metric Name"] in METRICS.values():
+            launch[row["Metric Name"]] = _number(row["Metric Name"], row["Metric Value"], row["Metric Unit"])
     return list(found.values())
 
 
@@ -87,7 +82,7 @@ def _number(name: str, value: str, unit: str) -> float:
 def parse_point(density: float, text: str) -> dict:
     """Returns the figures of one density by pass, from the last launch; the earlier launches warm up."""
     found = parse_launches(text)
-    of_passes: dict = {"density": density}
+    point: dict = {"density": density}
     for name in PASSES:
         last: dict = next((launch for launch in reversed(found) if f"attention_{name}" in launch["kernel"]), {})
         missing = [metric for metric in METRICS.values() if metric not in last]
@@ -95,8 +90,8 @@ def parse_point(density: float, text: str) -> dict:
             raise ValueError(
                 f"ncu gave no {', '.join(missing)} at density {density:g}; is the kernel still named attention_{name}?"
             )
-        of_passes[name] = {"kernel": last["kernel"]} | {key: last[metric] for key, metric in METRICS.items()}
-    return of_passes
+        point[name] = {"kernel": last["kernel"]} | {key: last[metric] for key, metric in METRICS.items()}
+    return point
 
 
 def count_bytes(name: str) -> dict[str, float]:
@@ -123,8 +118,6 @@ def fit(points: list[dict], name: str, level: str) -> dict[str, float]:
 
 def block_map(density: float, generator=None, device=None):
     """(1, HEADS, q_blocks, kv_blocks) bool: random blocks, the same number in each row."""
-    import torch
-
     blocks = TOKENS // BLOCK
     scores = torch.rand(1, HEADS, blocks, blocks, generator=generator, device=device)
     kept = scores.topk(round(density * blocks), dim=-1).indices
@@ -133,10 +126,6 @@ def block_map(density: float, generator=None, device=None):
 
 def run_worker(density: float, backend: str) -> None:
     """The program that runs under ncu."""
-    import torch
-
-    import sparse_flash
-
     generator = torch.Generator("cuda").manual_seed(0)
     shape = (1, HEADS, TOKENS, HEAD_DIM)
     q, k, v, dout = (torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16) for _ in range(4))
@@ -164,12 +153,12 @@ def profile(ncu: str, density: float, backend: str) -> str:
     return said
 
 
-def write(folder: Path, environment: dict, points: list[dict], backend: str = "auto") -> dict:
+def write(folder: Path, machine: dict, points: list[dict], backend: str = "auto") -> dict:
     """Writes the JSON and its plots; returns the JSON's contents."""
     shape = {"name": f"B1 H{HEADS} N{TOKENS} D{HEAD_DIM}", "tokens": TOKENS, "heads": HEADS, "head_dim": HEAD_DIM, "block": BLOCK}
     data = {
         "format": 2,
-        "environment": environment,
+        "environment": machine,
         "shape": shape | {"dtype": "bfloat16"},
         "backend": backend,
         "metrics": METRICS,
@@ -177,21 +166,17 @@ def write(folder: Path, environment: dict, points: list[dict], backend: str = "a
         "fits": {name: {level: fit(points, name, level) for level in LEVELS} for name in PASSES},
         "counted": {name: count_bytes(name) for name in PASSES},
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "traffic.json").write_text(json.dumps(data, indent=1) + "\n")
+    write_json(folder / "traffic.json", data)
     draw_traffic(data, folder)
     return data
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], prog="python -m sparse_flash.benchmarks.traffic")
-    parser.add_argument("--out", type=Path, default=Path("runs/traffic"), help="folder (default %(default)s)")
+    parser = create_parser("traffic", __doc__)
     parser.add_argument("--backend", default="auto", help="(default %(default)s)")
     parser.add_argument("--ncu", default="ncu", help="Nsight Compute's program (default: the one on the path)")
     parser.add_argument("--worker", type=float, metavar="DENSITY", help="run one density here, without ncu around it")
     options = parser.parse_args(arguments)
-    import torch
-
     if not torch.cuda.is_available():
         parser.error("PyTorch finds no GPU here, and the traffic of its memory is what is measured")
     if options.worker is not None:
@@ -200,8 +185,6 @@ def main(arguments: list[str] | None = None) -> int:
     ncu = shutil.which(options.ncu)
     if ncu is None:
         parser.error(f"there is no {options.ncu!r} here; install Nsight Compute, which CUDA's toolkit brings, or pass --ncu PATH")
-    from .results import environment
-
     points = []
     try:
         for density in DENSITIES:

@@ -26,34 +26,29 @@ A case that is missing or fails is a row with the reason. Writes video.json afte
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from rich.console import Console
 from rich.table import Table
-from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.profiler import ProfilerActivity, profile
 
 import sparse_flash as sf
 
 from .baselines.flash import FlashAttention, FlashMask
 from .baselines.registry import PEERS
-from .measure.accuracy import TOLERANCE
-from .measure.noise import Timing
-from .measure.throughput import DTYPES, OverLimit, failure_text, time_limit, time_passes
+from .measure.accuracy import TOLERANCE, relative_error
+from .measure.noise import Timing, time_runs
+from .measure.throughput import DTYPES, profile_kernels, time_passes
 from .measure.throughput import run as run_case
+from .program import RowFile, add_device, add_limit, create_parser, print_tables, try_measuring
 from .results import environment, has_numbers, why_not
 from .workload.cases import OURS, Case, Mask, Shape
 from .workload.masks import FULL
@@ -68,7 +63,7 @@ PARTS = {  # the first that is found in a kernel's name; names that torch.compil
 }
 _PREFERRED = {"sdpa-cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-flash": SDPBackend.FLASH_ATTENTION}
 _OTHERS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-_LEAST_STEPS, _KERNELS_SHOWN, _HEARD_S = 3, 16, 15
+_KERNELS_SHOWN = 16
 
 
 @torch.library.custom_op(
@@ -83,12 +78,14 @@ def _(q, k, v, peer):
     return q.new_empty(q.shape)
 
 
-def _dense_call(name: str) -> Callable[..., torch.Tensor]:
-    """Attention of all pairs by a peer, for q, k and v (batch, tokens, heads, head_dim). Raises ImportError if it is missing."""
+def _why_missing(name: str) -> str | None:
     peer = PEERS.get(name)
-    if isinstance(peer, FlashAttention):
-        if reason := peer.missing():
-            raise ImportError(reason)
+    return peer.missing() if isinstance(peer, FlashAttention) else None
+
+
+def _dense_call(name: str) -> Callable[..., torch.Tensor]:
+    """Attention of all pairs by a peer, for q, k and v (batch, tokens, heads, head_dim)."""
+    if isinstance(PEERS.get(name), FlashAttention):
         return lambda q, k, v: _attend_by_peer(q, k, v, name)
     attend: Callable = sf.attention if name == OURS else torch.nn.functional.scaled_dot_product_attention
     return lambda q, k, v: attend(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
@@ -96,36 +93,42 @@ def _dense_call(name: str) -> Callable[..., torch.Tensor]:
 
 @contextmanager
 def patched_attention(transformer: Any, model: Model, case: StepCase) -> Iterator[None]:
-    """The transformer computes its self-attention as the case says, compiled or not."""
+    """The transformer computes its self-attention as the case says."""
     from sparse_flash.integrations.diffusers import restore, use_sparse_flash
 
-    module = sys.modules[type(transformer).__module__]
-    own = module.dispatch_attention_fn
-    with ExitStack() as stack:
-        if case.spec is not None:
-            use_sparse_flash(transformer, case.spec, case.tile)
-            stack.callback(restore, transformer)
-        elif case.name != "diffusers":
-            dense = _dense_call(case.name)
+    if case.spec is not None:
+        use_sparse_flash(transformer, case.spec, case.tile)
+        try:
+            yield
+        finally:
+            restore(transformer)
+        return
+    if case.name == "diffusers":
+        yield
+        return
+    module, dense = sys.modules[type(transformer).__module__], _dense_call(case.name)
+    unpatched = module.dispatch_attention_fn
 
-            def dispatched(query, key, value, **options):
-                both = query.shape[1] == key.shape[1] == model.tokens
-                return dense(query, key, value) if both else own(query, key, value, **options)
+    def dispatch(query, key, value, **options):
+        is_self_attention = query.shape[1] == key.shape[1] == model.tokens
+        return dense(query, key, value) if is_self_attention else unpatched(query, key, value, **options)
 
-            stack.enter_context(patch.object(module, "dispatch_attention_fn", dispatched))
-            if case.name in _PREFERRED:
-                stack.enter_context(sdpa_kernel([_PREFERRED[case.name], *_OTHERS], set_priority=True))
-        if case.compiled:
-            torch.compiler.reset()
-            transformer.compile_repeated_blocks(fullgraph=True)
-            stack.callback(_uncompile, transformer)
+    order = [_PREFERRED[case.name], *_OTHERS] if case.name in _PREFERRED else None
+    with patch.object(module, "dispatch_attention_fn", dispatch), sdpa_kernel(order, set_priority=True) if order else nullcontext():
         yield
 
 
-def _uncompile(transformer: torch.nn.Module) -> None:
-    for module in transformer.modules():
-        module._compiled_call_impl = None
+@contextmanager
+def compiled_blocks(transformer: Any) -> Iterator[None]:
+    """Each block of the transformer is one graph."""
     torch.compiler.reset()
+    transformer.compile_repeated_blocks(fullgraph=True)
+    try:
+        yield
+    finally:
+        for module in transformer.modules():
+            module._compiled_call_impl = None
+        torch.compiler.reset()
 
 
 def classify_kernel(kernel: str) -> str:
@@ -134,19 +137,14 @@ def classify_kernel(kernel: str) -> str:
 
 def profile_step(fn: Callable, step_ms: float) -> dict:
     """{"parts": ms of kernels by part, and idle; "kernels": the longest of them}, from one step."""
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        fn()
-        torch.cuda.synchronize()
-    events = [event for event in seen.key_averages() if event.device_type == DeviceType.CUDA]
+    events = profile_kernels(fn)
     found = dict.fromkeys(("attention", "products", "permutation", "choice", "rest"), 0.0)
     for event in events:
         found[classify_kernel(event.key)] += event.self_device_time_total / 1e3
     found["idle"] = step_ms - sum(found.values())
-    longest = sorted(events, key=lambda event: -event.self_device_time_total)[:_KERNELS_SHOWN]
     shown = [
         {"kernel": e.key[:120], "ms": e.self_device_time_total / 1e3, "calls": e.count, "part": classify_kernel(e.key)}
-        for e in longest
+        for e in events[:_KERNELS_SHOWN]
     ]
     return {"parts": found, "kernels": shown}
 
@@ -155,31 +153,26 @@ def measure_step(
     transformer: Any, inputs: dict, model: Model, case: StepCase, seconds: float, reference: list[torch.Tensor]
 ) -> dict:
     """A row's figures. reference: the output of the first dense case, or empty; a dense case puts its own there."""
-    device = inputs["timestep"].device
-    cuda = device.type == "cuda"
+    cuda = inputs["timestep"].device.type == "cuda"
+    wait = torch.cuda.synchronize if cuda else None
     found: dict = {} if case.spec is None else shares(case, model.layout(case.tile))
-    with torch.no_grad(), patched_attention(transformer, model, case):
-        begin = time.perf_counter()
-        out = transformer(**inputs).sample
-        if cuda:
-            torch.cuda.synchronize()
-        found["first_s"] = time.perf_counter() - begin
+    compiled = compiled_blocks(transformer) if case.compiled else nullcontext()
+    if reason := _why_missing(case.name):
+        return {"refused": reason}
+    with torch.no_grad(), patched_attention(transformer, model, case), compiled:
+        outputs: list[torch.Tensor] = []
+        found["first_s"] = sum(time_runs(lambda: outputs.append(transformer(**inputs).sample), 0, least=1, wait=wait))
+        (out,) = outputs
         if not torch.isfinite(out).all():
             return found | {"failed": "its output has values that are not finite"}
         if case.spec is None:
             reference[:] = reference or [out]
         if reference:
-            found["difference"] = float((out.double() - reference[0].double()).norm() / reference[0].double().norm())
+            found["difference"] = relative_error(out, reference[0].double())
         transformer(**inputs)
         if cuda:
             torch.cuda.reset_peak_memory_stats()
-        times: list[float] = []
-        while len(times) < _LEAST_STEPS or sum(times) < seconds:
-            torch.cuda.synchronize() if cuda else None
-            begin = time.perf_counter()
-            transformer(**inputs)
-            torch.cuda.synchronize() if cuda else None
-            times.append(time.perf_counter() - begin)
+        times = time_runs(lambda: transformer(**inputs), seconds, wait=wait)
         found |= Timing.of(times).scaled(1e3).as_result("step_ms") | {"steps": len(times)}
         if cuda:
             found["peak_bytes"] = torch.cuda.max_memory_allocated()
@@ -201,8 +194,7 @@ def measure_kernels(options: argparse.Namespace, names: list[str], device: torch
             if not re.search(options.only, case.peer) or (case.peer == dense and case.key in done):
                 continue
             done.add(case.key)
-            with heartbeat(f"{label}, {case.peer}"):
-                yield case.as_data() | facts | run_case(case, device, options.row_limit)
+            yield case.as_data() | facts | run_case(case, device, options.row_limit)
 
 
 def measure_permutation(model: Model, device: torch.device, dtype: torch.dtype) -> Iterator[dict]:
@@ -223,49 +215,20 @@ def measure_permutation(model: Model, device: torch.device, dtype: torch.dtype) 
             yield found
 
 
-@contextmanager
-def heartbeat(what: str) -> Iterator[None]:
-    """Prints a line from time to time while the body runs, for those who watch."""
-    done, begin = threading.Event(), time.monotonic()
-
-    def say():
-        while not done.wait(_HEARD_S):
-            print(f"  {what}: {time.monotonic() - begin:.0f} s", flush=True)
-
-    thread = threading.Thread(target=say, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-
-
-def run_steps(model_name: str, options: argparse.Namespace, device: torch.device, over: Callable[[], bool]) -> Iterator[dict]:
+def run_steps(model_name: str, options: argparse.Namespace, device: torch.device, is_over: Callable[[], bool]) -> Iterator[dict]:
     """The rows of a model."""
     model = MODELS[model_name]
-    with heartbeat(f"building {model_name}"):
-        transformer, inputs = build_transformer(model, device, DTYPES[device.type], options.layers)
+    transformer, inputs = build_transformer(model, device, DTYPES[device.type], options.layers)
     facts = {"model": model_name, "grid": model.grid, "tokens": model.tokens, "layers": options.layers}
     reference: list[torch.Tensor] = []
     for case in step_cases(model, options.how, device):
         if not re.search(options.only, case.name):
             continue
-        if over():
+        if is_over():
             return
-        found = facts | asdict(case) | ({"tile": model.layout(case.tile).tile} if case.spec else {})
-        try:
-            with heartbeat(f"{model_name}, {case.name}"), time_limit(options.row_limit):
-                found |= measure_step(transformer, inputs, model, case, options.seconds, reference)
-        except OverLimit:
-            found["over_limit"] = options.row_limit
-        except ImportError as error:
-            found["refused"] = failure_text(error)
-        except Exception as error:  # a case that fails is a result
-            found["failed"] = failure_text(error)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        yield found
+        tile = {"tile": model.layout(case.tile).tile} if case.spec else {}
+        step = partial(measure_step, transformer, inputs, model, case, options.seconds, reference)
+        yield facts | asdict(case) | tile | try_measuring(step, options.row_limit)
 
 
 def add_speedups(rows: list[dict]) -> None:
@@ -318,8 +281,7 @@ COLUMNS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], prog="python -m sparse_flash.benchmarks.video")
-    parser.add_argument("--out", type=Path, default=Path("runs/video"), help="folder (default %(default)s)")
+    parser = create_parser("video", __doc__)
     parser.add_argument("--part", action="append", choices=tuple(COLUMNS), help="may be repeated (default: all)")
     parser.add_argument(
         "--model", action="append", choices=tuple(MODELS), help="may be repeated (default: all but toy; toy on a CPU)"
@@ -329,52 +291,44 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=float, default=1.0, help="share of a model's layers (default %(default)s)")
     parser.add_argument("--seconds", type=float, default=3.0, help="how long a step is repeated (default %(default)s)")
     parser.add_argument("--row-limit", type=int, default=120, help="seconds for a row (default %(default)s)")
-    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no more is begun (default: none)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add_limit(parser)
+    add_device(parser)
     options = parser.parse_args(arguments)
-    device = torch.empty(0, device=options.device).device
-    until, dtype = time.monotonic() + options.limit, DTYPES[device.type]
+    device, dtype, until = options.device, DTYPES[options.device.type], time.monotonic() + options.limit
     names = options.model or (["toy"] if device.type == "cpu" else [name for name in MODELS if name != "toy"])
-    data: dict = {"format": 1, "environment": environment(device), "dtype": str(dtype).removeprefix("torch.")}
-    data |= {part: [] for part in COLUMNS}
-    options.out.mkdir(parents=True, exist_ok=True)
+    facts = {"environment": environment(device), "dtype": str(dtype).removeprefix("torch.")}
+    file = RowFile(options.out / "video.json", facts, *COLUMNS)
+    file.write()
 
-    def over() -> bool:
+    def is_over() -> bool:
         return time.monotonic() > until
-
-    def save() -> None:
-        add_speedups(data["steps"])
-        (options.out / "video.json").write_text(json.dumps(data, indent=1) + "\n")
 
     def rows(part: str) -> Iterator[dict]:
         if part == "kernels":
             yield from measure_kernels(options, names, device)
         for name in names:
             if part == "steps":
-                yield from run_steps(name, options, device, over)
+                yield from run_steps(name, options, device, is_over)
             elif part == "permutation":
                 yield from measure_permutation(MODELS[name], device, dtype)
 
-    save()
-    for part in options.part or COLUMNS:
-        cells, _ = COLUMNS[part]
-        for found in () if over() else rows(part):
-            data[part].append(found)
-            save()
-            print(part, *filter(None, cells(found)), sep="; ", flush=True)
-            if over():
-                break
-    if over():
-        print("the time was up: the rest was not begun", flush=True)
-    console = Console(width=200 if not sys.stdout.isatty() else None)
+    tables = []
     for part in options.part or COLUMNS:
         cells, headings = COLUMNS[part]
-        table = Table(*headings, title=part)
-        for found in data[part]:
-            table.add_row(*cells(found))
-        console.print(table)
-    print(options.out)
-    return int(any(is_wrong(found, data["steps"], dtype) for part in COLUMNS for found in data[part]))
+        for found in () if is_over() else rows(part):
+            file.data[part].append(found)
+            add_speedups(file.data["steps"])
+            file.write()
+            print(part, *filter(None, cells(found)), sep="; ", flush=True)
+            if is_over():
+                break
+        tables.append(Table(*headings, title=part))
+        for found in file.data[part]:
+            tables[-1].add_row(*cells(found))
+    if is_over():
+        print("the time was up: the rest was not begun", flush=True)
+    print_tables(*tables, folder=options.out)
+    return int(any(is_wrong(found, file.data["steps"], dtype) for part in COLUMNS for found in file.data[part]))
 
 
 if __name__ == "__main__":

@@ -137,10 +137,7 @@ class _Pieces(Way):
 
     @staticmethod
     def whole(mesh: DeviceMesh) -> Callable[[torch.Tensor], torch.Tensor]:
-        def of_all(t: torch.Tensor) -> torch.Tensor:
-            return _GatheredTokens.apply(t.detach(), mesh.get_group())
-
-        return of_all
+        return lambda t: _GatheredTokens.apply(t.detach(), mesh.get_group())
 
     @staticmethod
     def bytes_of(tensors: tuple[torch.Tensor, ...], ranks: int, share: float) -> float:

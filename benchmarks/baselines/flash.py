@@ -141,6 +141,26 @@ def why_no_fa3(library: str | None) -> str | None:
     return None
 
 
+def prepare_fa3_forward(library: str | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Callable:
+    """Returns FlashAttention-3's forward call for these tensors, (batch, heads, tokens, head_dim). options: of its operator.
+    Raises RuntimeError with the reason of ``why_no_fa3``."""
+    if reason := why_no_fa3(library):
+        raise RuntimeError(reason)
+    options["softmax_scale"] = q.shape[3] ** -0.5
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return lambda: torch.ops.flash_attn_3.fwd(q, k, v, **options)[0].transpose(1, 2)
+
+
+def quantize(x: torch.Tensor, by_token: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x in e4m3, float32 scales). x: (batch or pages, heads, tokens, head_dim). A scale for each head, or for each token of it."""
+    stored = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(x.shape[:3] if by_token else x.shape[:2], dtype=torch.float32, device=x.device)
+    for source, target, scale in zip(x, stored, scales, strict=True):  # the float32 copy of all may not fit
+        scale.copy_(source.float().abs().amax((-1,) if by_token else (-2, -1)) / 448)
+        target.copy_(source.float() / (scale[..., None] if by_token else scale[..., None, None]))
+    return stored, scales
+
+
 @cache
 def _load_installed_fa3() -> str | None:
     """Registers torch.ops.flash_attn_3; why it cannot, or None."""

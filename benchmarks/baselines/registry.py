@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,26 +25,12 @@ class SparseFlash(Peer):
     deterministic: bool = False
 
     def refuses(self, problem: Problem) -> str | None:
-        reason = None if self.backend == "auto" else backends.backend(self.backend).supports(self.call(problem))
-        return reason or self._refuses_options(problem)
-
-    def _refuses_options(self, problem: Problem) -> str | None:
-        """The call's own refusal of dropout or lengths, asked with one token."""
-        varied = _extra_arguments(problem)
-        if "kv_lens" in varied:
-            varied["kv_lens"] = torch.ones_like(varied["kv_lens"])
-        if varied:
-            try:
-                with torch.no_grad():
-                    q, k, v = (t[:, :, :1] for t in problem.leaves)
-                    sparse_flash.attention(q, k, v, backend=self.backend, **varied)
-            except ValueError as error:
-                return str(error)
-        return None
+        return None if self.backend == "auto" else backends.backend(self.backend).supports(self.call(problem))
 
     def call(self, problem: Problem) -> backends.Call:
         block_size = None if problem.mask.keeps_all else problem.mask.block_size
-        return backends.Call.of(*problem.leaves, block_size, deterministic=self.deterministic)
+        call = backends.Call.of(*problem.leaves, block_size, deterministic=self.deterministic)
+        return replace(call, features=tuple(_extra_arguments(problem)))
 
     def runs_on(self, problem: Problem) -> str | None:
         return None if _extra_arguments(problem) else backends.choose_backend(self.backend, self.call(problem))
@@ -73,6 +59,8 @@ class Sdpa(Peer):
             return "it is dense: any mask but causal would be an array of tokens x tokens"
         if problem.name == "causal" and problem.kv_lens is not None:
             return "causal with padding would be an array of tokens x tokens"
+        if self.backend == "CUDNN_ATTENTION" and not problem.q.is_cuda:
+            return "cuDNN runs on GPUs"
         if self.most_tokens and problem.q.shape[2] > self.most_tokens and problem.q.device.type == "cpu":
             return f"it builds the score matrix, which is left out beyond {self.most_tokens} tokens"
         return None

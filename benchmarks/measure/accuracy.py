@@ -38,6 +38,11 @@ def as_attend(leaves: tuple[torch.Tensor, ...], fn: Callable[[], torch.Tensor]) 
     return attend
 
 
+def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """The L2 distance as a share of the norm. exact: in float64."""
+    return float((found.double() - exact).norm() / exact.norm())
+
+
 def is_right(errors: dict[str, float], dtype: torch.dtype) -> bool:
     """Also False if an error is NaN."""
     return all(error <= TOLERANCE[dtype] for error in errors.values())
@@ -123,7 +128,7 @@ def dropout_errors(problem: Problem, attend: Attend) -> dict[str, float]:
 
 
 def dropout_is_right(errors: dict[str, float]) -> bool:
-    """Within the sampling error of so many draws."""
+    """Whether the errors are within the sampling error of that many draws."""
     return errors["mean"] < 0.05 and errors["rate"] < 1
 
 

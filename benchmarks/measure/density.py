@@ -11,7 +11,7 @@ _STEPS, _NEAR = 14, 0.02  # of the search, and how near the density must come, r
 
 def find_setting(density_at: Callable[[float], float], ends: tuple[float, float], wanted: float) -> float:
     """The setting whose density is nearest to the wanted one, by bisection. ends: the sparsest and the densest setting. Nothing is
-    compiled by torch.compile meanwhile: it would compile anew for some settings, then give up."""
+    compiled by torch.compile meanwhile: it would compile again for some settings, then give up."""
     low, high = ends
     tried: list[tuple[float, float]] = []
     with torch.compiler.set_stance("force_eager"):

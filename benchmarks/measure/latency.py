@@ -15,12 +15,11 @@ import torch
 from ..baselines.base import Peer
 from ..workload.problem import Problem
 from .accuracy import Attend, as_attend, is_right, sampled_errors
-from .noise import Timing
+from .noise import Timing, time_runs
 
 _SECONDS = 0.3  # per figure, at most
 _WARM_CALLS = 20
 _RUN_SECONDS, _RUN_CALLS = 0.01, 50  # of calls between two synchronizations; no more than a GPU's queue holds
-_LEAST_RUNS = 3
 
 
 def measure_call(problem: Problem, rival: Peer, device: torch.device, graph: bool, seconds: float = _SECONDS) -> dict:
@@ -86,21 +85,15 @@ def time_calls_us(call: Callable, device: torch.device, seconds: float = _SECOND
     call()
     wait()
     calls = max(1, min(_RUN_CALLS, int(_RUN_SECONDS / (time.perf_counter() - begin))))
-    runs: list[float] = []
-    while len(runs) < _LEAST_RUNS or sum(runs) < seconds:
-        begin = time.perf_counter()
+
+    def call_often() -> None:
         for _ in range(calls):
             call()
-        wait()
-        runs.append(time.perf_counter() - begin)
+
+    runs = time_runs(call_often, seconds, wait=wait)
     # Separate from the runs above, which reading the clock would lengthen.
     hosts: list[float] = []
     for _ in runs:
-        run: list[float] = []
-        for _ in range(calls):
-            begin = time.perf_counter()
-            call()
-            run.append(time.perf_counter() - begin)
-        hosts.append(statistics.median(run))
+        hosts.append(statistics.median(time_runs(call, 0, least=calls)))
         wait()
     return Timing.of(runs).scaled(1e6 / calls), Timing.of(hosts).scaled(1e6)

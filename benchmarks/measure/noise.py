@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +44,26 @@ class Timing:
     def as_result(self, name: str) -> dict:
         """Returns it as a result stores it."""
         return {name: self.median, f"{name}_spread": [self.low, self.high]}
+
+
+def time_runs(
+    call: Callable[[], object],
+    seconds: float,
+    least: int = 3,
+    most: float = inf,
+    longest: float = inf,
+    wait: Callable[[], object] | None = None,
+) -> list[float]:
+    """Returns the seconds of each run of ``call``. It runs until all runs together took ``seconds``, but at least and at most so
+    often, and no more after ``longest`` seconds. wait: part of each run, such as torch.cuda.synchronize."""
+    times: list[float] = []
+    while sum(times) <= longest and (len(times) < least or (sum(times) < seconds and len(times) < most)):
+        begin = time.perf_counter()
+        call()
+        if wait is not None:
+            wait()
+        times.append(time.perf_counter() - begin)
+    return times
 
 
 class MachineLoad:
@@ -79,12 +100,8 @@ def busy_seconds() -> float | None:
 
 def spread(result: dict) -> float | None:
     """The largest distance of quartiles of a result's times, as a share of their median; None if it was not recorded."""
-    shares = [(high - low) / result[name] for name, (low, high) in _spreads(result).items() if result.get(name)]
-    return max(shares, default=None)
-
-
-def _spreads(result: dict) -> dict[str, list[float]]:
-    return {name.removesuffix("_spread"): value for name, value in result.items() if name.endswith("_spread")}
+    medians = {name: result.get(name.removesuffix("_spread")) for name in result if name.endswith("_spread")}
+    return max(((result[name][1] - result[name][0]) / median for name, median in medians.items() if median), default=None)
 
 
 def doubts(result: dict) -> list[str]:

@@ -17,6 +17,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -30,10 +31,10 @@ from ..workload.cases import CallCase, Case, CompileCase, PaperCase
 from ..workload.problem import Problem, build_problem
 from . import latency
 from .accuracy import as_attend, dropout_errors, dropout_is_right, is_right, sampled_errors
-from .noise import MachineLoad, Timing
+from .noise import MachineLoad, Timing, time_runs
 
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
-CPU_SECONDS, _CPU_LEAST, _CPU_MOST = 0.5, 3, 50
+CPU_SECONDS, _CPU_MOST = 0.5, 50
 _GPU_WARMUP_MS, _GPU_MS = 50, 200
 
 
@@ -200,14 +201,21 @@ def time_ms(fn: Callable, device: torch.device, seconds: float) -> Timing:
 
         median, low, high = triton.testing.do_bench(fn, warmup=_GPU_WARMUP_MS, rep=_GPU_MS, quantiles=[0.5, 0.25, 0.75])
         return Timing(median, low, high)
-    times: list[float] = []
-    while len(times) < _CPU_LEAST or (sum(times) < seconds and len(times) < _CPU_MOST):
-        begin = time.perf_counter()
-        fn()
-        times.append(time.perf_counter() - begin)
-        if sum(times) > 8 * seconds:
-            break
-    return Timing.of(times).scaled(1e3)
+    return Timing.of(time_runs(fn, seconds, most=_CPU_MOST, longest=8 * seconds)).scaled(1e3)
+
+
+def profile_kernels(call: Callable[[], object], calls: int = 1) -> list:
+    """Returns the profiler's averages of the GPU's kernels in these calls, the longest kernel first."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize()
+    events = [event for event in recorded.key_averages() if event.device_type == DeviceType.CUDA]
+    return sorted(events, key=lambda event: -event.self_device_time_total)
 
 
 def peak_bytes(fn: Callable, device: torch.device) -> int:
@@ -247,16 +255,14 @@ def _quiet_stderr():
 
 
 def _measure_compile(case: CompileCase) -> dict:
-    pattern = sparse_flash.parse(case.spec)
-    times: list[float] = []
-    while len(times) < 3 and sum(times) < 3:
-        begin = time.perf_counter()
-        mask = sparse_flash.compile_mask(pattern, case.tokens, block_size=case.block_size, progress=False)
-        times.append(time.perf_counter() - begin)
+    compiled = partial(
+        sparse_flash.compile_mask, sparse_flash.parse(case.spec), case.tokens, block_size=case.block_size, progress=False
+    )
+    times = time_runs(compiled, seconds=3, least=1, most=3)
     # Tracing slows allocation, so memory is measured in a separate run.
     tracemalloc.start()
     try:
-        sparse_flash.compile_mask(pattern, case.tokens, block_size=case.block_size, progress=False)
+        mask = compiled()
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

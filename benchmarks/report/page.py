@@ -105,22 +105,14 @@ def headlines(data: dict) -> list[tuple[str, str]]:
                 "of the ideal speed-up (blocks of the dense call / visited blocks), median of the masks that visit less than half"
             )
             found.append((f"{shares[len(shares) // 2]:.0%}", said))
-    checked = [e["result"] for e in data["cases"].values() if "correct" in e["result"]]
-    if checked:
-        right = sum(r["correct"] for r in checked)
-        found.append(
-            (f"{right} of {len(checked)}", "attention results agree with float64 attention of sampled queries, gradients included")
-        )
+    if checked := [e["result"]["correct"] for e in data["cases"].values() if "correct" in e["result"]]:
+        said = "attention results agree with float64 attention of sampled queries, gradients included"
+        found.append((f"{sum(checked)} of {len(checked)}", said))
     compiled = [e for e in data["cases"].values() if e["case"]["kind"] == "compile" and has_numbers(e["result"])]
-    compiled = [e for e in compiled if not doubts(e["result"])]
-    if compiled:
+    if compiled := [e for e in compiled if not doubts(e["result"])]:
         longest = max(compiled, key=lambda e: (e["case"]["tokens"], e["result"]["compile_s"]))
-        found.append(
-            (
-                f"{number(longest['result']['compile_s'])} s",
-                f"to compile {longest['case']['label']} for {longest['case']['tokens']:,} tokens",
-            )
-        )
+        said = f"to compile {longest['case']['label']} for {longest['case']['tokens']:,} tokens"
+        found.append((f"{number(longest['result']['compile_s'])} s", said))
     ratios = ratios_to_best(data)
     if ratios:
         ends = dict.fromkeys(f"{ratio:.2f}x" for ratio in (min(ratios), max(ratios)))

@@ -18,8 +18,8 @@ _NOTES = (
 def tables(data: dict) -> list[ReportTable]:
     found = rows(data, "paper", every=True)
     made = []
-    for how in dict.fromkeys(row.how for row in found):
-        chosen = [row for row in found if row.how == how]
+    for variant in dict.fromkeys(row.variant for row in found):
+        chosen = [row for row in found if row.variant == variant]
         lengths = sorted({row.tokens for row in chosen})
         at = {(row.name, row.tokens): row for row in chosen}
         shape = chosen[0].shape.replace(f"N{chosen[0].tokens} ", "")
@@ -27,7 +27,7 @@ def tables(data: dict) -> list[ReportTable]:
             lines = [[name, *(_cell(at.get((name, n)), value) for n in lengths)] for name in dict.fromkeys(name for name, _ in at)]
             unit = "" if value == "extra_bytes" else ", ms"
             columns = ["mask, by", *(f"{n:,}" for n in lengths)]
-            made.append(ReportTable(f"{title}{unit}, against tokens, {how} ({shape})", columns, lines))
+            made.append(ReportTable(f"{title}{unit}, against tokens, {variant} ({shape})", columns, lines))
     if made:
         made[-1].notes.extend(_NOTES)
     return list(map(format.add_notes, made))

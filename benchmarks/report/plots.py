@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ..measure.noise import MARK, spread
 from ..workload.cases import OURS
+from .format import mark_doubtful
 from .rows import Row, rows
 from .tables import gains
 
@@ -34,26 +37,29 @@ _MARKERS = "osD^vPX*<>"
 def draw(data: dict, folder: str | Path) -> dict[str, dict[str, Path]]:
     """Writes the plots of the suites that were measured; returns {plot: {theme: path}}."""
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     paths: dict[str, dict[str, Path]] = {}
     for name, plot in (("speedup", _speedup), ("length", _length), ("peers", _peers), ("paper", _paper)):
-        for theme in THEMES:
-            figure = plot(data, theme)
-            if figure is None:
-                break
-            paths.setdefault(name, {})[theme.name] = _save(figure, folder, name, theme)
+        if found := _draw(plot, data, folder / name):
+            paths[name] = found
     return paths
+
+
+def _draw(plot: Callable, data: Any, target: Path) -> dict[str, Path]:
+    """Writes a plot in each theme; returns {theme: path}, or {} if the data has nothing to plot. target: without a suffix."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figures = {theme: plot(data, theme) for theme in THEMES}
+    return {theme.name: _save(figure, target, theme) for theme, figure in figures.items() if figure is not None}
 
 
 def draw_traffic(data: dict, folder: str | Path) -> dict[str, Path]:
     """Writes the plot of the measurements of ``traffic``; returns {theme: path}."""
-    return {theme.name: _save(_traffic(data, theme), Path(folder), "traffic", theme) for theme in THEMES}
+    return _draw(_traffic, data, Path(folder, "traffic"))
 
 
 def draw_predicted(errors: dict[str, dict[str, list[tuple[float, float]]]], folder: str | Path) -> dict[str, Path]:
     """Writes the plot of predicted times beside measured ones; returns {theme: path}. errors: {pass: {GPU: [(measured ms, signed
     relative error)]}}."""
-    return {theme.name: _save(_predicted(errors, theme), Path(folder), "predicted", theme) for theme in THEMES}
+    return _draw(_predicted, errors, Path(folder, "predicted"))
 
 
 def _predicted(errors: dict[str, dict[str, list[tuple[float, float]]]], theme: Theme):
@@ -61,19 +67,10 @@ def _predicted(errors: dict[str, dict[str, list[tuple[float, float]]]], theme: T
     figure, axes = _figure(10, 4.2, len(errors), theme, sharey=True)
     for ax, (name, by_gpu) in zip(axes, errors.items(), strict=True):
         ax.axhspan(0.85, 1.15, color=theme.grid, alpha=0.6, linewidth=0)
-        handles = [
-            ax.plot(
-                [measured for measured, _ in points],
-                [1 + error for _, error in points],
-                linestyle="",
-                marker=_MARKERS[number],
-                markersize=4.5,
-                alpha=0.75,
-                color=_COLOURS[number],
-                label=gpu,
-            )[0]
-            for number, (gpu, points) in enumerate(by_gpu.items())
-        ]
+        handles = []
+        for number, (gpu, points) in enumerate(by_gpu.items()):
+            style = {"marker": _MARKERS[number], "markersize": 4.5, "color": _COLOURS[number], "alpha": 0.75, "linestyle": ""}
+            handles += ax.plot([ms for ms, _ in points], [1 + error for _, error in points], label=gpu, **style)
         ax.set_xscale("log")
         _label(ax, theme, f"{name.capitalize()} pass", "measured ms; band: 15 %", "predicted / measured")
     axes[0].set_ylim(0.55, 1.45)
@@ -84,8 +81,7 @@ def _predicted(errors: dict[str, dict[str, list[tuple[float, float]]]], theme: T
 def draw_training(data: dict, target: str | Path) -> dict[str, Path]:
     """Writes the plot of the costs of training steps; returns {theme: path}. data: {"step_tokens", "costs": [{"mask", "length",
     "seconds"}]}, where costs may also name a "model" and data a "gpu" or "device"."""
-    target = Path(target)
-    return {theme.name: _save(_training(data, theme), target.parent, target.stem, theme) for theme in THEMES}
+    return _draw(_training, data, Path(target).with_suffix(""))
 
 
 def _training(data: dict, theme: Theme):
@@ -132,8 +128,7 @@ def _layers(masks: str) -> str:
 
 def draw_context(cases: list[dict], folder: str | Path) -> dict[str, Path]:
     """Writes the plot of the cases of ``context``, of any numbers of ranks; returns {theme: path}."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    return {theme.name: _save(_context(cases, theme), Path(folder), "context", theme) for theme in THEMES}
+    return _draw(_context, cases, Path(folder, "context"))
 
 
 def _context(cases: list[dict], theme: Theme):
@@ -172,8 +167,8 @@ def _context(cases: list[dict], theme: Theme):
     return figure
 
 
-def _save(figure, folder: Path, name: str, theme: Theme) -> Path:
-    path = folder / (f"{name}.png" if theme.name == "light" else f"{name}-{theme.name}.png")
+def _save(figure, target: Path, theme: Theme) -> Path:
+    path = target.with_name(f"{target.name}.png" if theme.name == "light" else f"{target.name}-{theme.name}.png")
     figure.savefig(path, facecolor=theme.paper)
     return path
 
@@ -218,48 +213,31 @@ def _speedup(data: dict, theme: Theme):
         return None
     from matplotlib.lines import Line2D
 
-    figure, axes = _figure(9.5, 10.5, 1, theme, lines=2)
-    most, least = 115.0, 100 * min(gain.kept for gain in found) * 0.5  # room for the name of the sparsest
-    panels = []
+    figure, axes = _figure(9.5, 11, 1, theme, lines=2)
+    most, least = 115.0, 100 * min(gain.kept for gain in found) * 0.8
+    styles = [{"color": _COLOURS[n % 10], "marker": _MARKERS[(n + n // 10) % 10]} for n in range(len(found))]
     for ax, title, value in ((axes[0], "Forward", "forward"), (axes[1], "Forward and backward", "total")):
-        shown = [(100 * gain.kept, getattr(gain, value), gain) for gain in found if getattr(gain, value)]
         ax.plot((most, least), (100 / most, 100 / least), color=theme.faint, linewidth=1, linestyle="--")
         ax.axhline(1, color=theme.faint, linewidth=1)
-        ax.plot([x for x, *_ in shown], [y for _, y, _ in shown], linestyle="")  # the dots come once the axes have their size
+        for gain, style in zip(found, styles, strict=True):
+            if ratio := getattr(gain, value):
+                dot = _dot(gain.doubtful, theme, style["color"]) | style
+                ax.errorbar(100 * gain.kept, ratio, yerr=_bars(ratio, gain.row), **dot, zorder=3)
         ax.set_xscale("log")
         ax.set_yscale("log")
         ax.set_xlim(most, least)  # sparser to the right
         _plain_ticks(ax.xaxis)
         _plain_ticks(ax.yaxis)
         _label(ax, theme, title, "pairs kept, % of the dense call's  (sparser to the right)", "times as fast as the dense call")
-        panels.append((ax, shown))
-    handles = [Line2D([], [], color=theme.faint, linestyle="--", label="1 / pairs kept")]
+    handles = []
+    for gain, style in zip(found, styles, strict=True):
+        dot = _dot(gain.doubtful, theme, style["color"]) | style
+        handles.append(Line2D([], [], label=mark_doubtful(_shorten_label(gain.row.label), gain.doubtful), **dot))
+    handles.append(Line2D([], [], color=theme.faint, linestyle="--", label="1 / pairs kept"))
     if any(gain.doubtful for gain in found):
         handles.append(Line2D([], [], label=f"{MARK}: not to be relied on", **_dot(True, theme, theme.faint)))
-    _legend(figure, theme, handles, 2)
-    figure.draw_without_rendering()  # only then are the sizes of axes and texts known
-    for ax, shown in panels:
-        ax.autoscale(False)
-        dots = []
-        for number, (x, (_, y, gain)) in enumerate(zip(_separate_dots(figure, ax, [dot[:2] for dot in shown]), shown, strict=True)):
-            colour = _COLOURS[number % 10]
-            ax.errorbar(x, y, yerr=_bars(y, gain.row), color=colour, **_dot(gain.doubtful, theme, colour), zorder=3)
-            dots.append((x, y, _shorten_label(gain.row.label) + f" {MARK}" * gain.doubtful))
-        line = np.geomspace(least, most, 200)
-        _label_dots(figure, ax, theme, dots, [(x, y) for x in line for y in (100 / x, 1.0)])
+    _legend(figure, theme, handles, 3)
     return figure
-
-
-def _separate_dots(figure, ax, places: list[tuple[float, float]]) -> list[float]:
-    """The x at which each dot is drawn: its own, or that beside dots that it would cover. The axes have their final size."""
-    wide = 8 * figure.dpi / 72
-    drawn: list[tuple[float, float]] = []
-    for left, low in ax.transData.transform(places):
-        near = [x for x, y in drawn if abs(y - low) < wide]
-        steps = (side * step * wide / 4 for step in range(4 * len(near) + 5) for side in (1, -1))
-        free = next((step for step in steps if all(abs(left + step - x) >= 0.99 * wide for x in near)), 0.0)
-        drawn.append((left + free, low))
-    return list(ax.transData.inverted().transform(drawn)[:, 0]) if drawn else []
 
 
 def _dot(doubtful: bool, theme: Theme, colour: str) -> dict:
@@ -274,48 +252,14 @@ def _bars(y: float, row: Row) -> list[list[float]] | None:
     return [[min(y * share / 2, y)], [y * share / 2]] if share else None
 
 
-def _label_dots(figure, ax, theme: Theme, dots: list[tuple[float, float, str]], lines: list[tuple[float, float]]) -> None:
-    """Puts each dot's name next to it, clear of other names, dots and lines, with a line if it is further away. The axes have their
-    final size. lines: points on them, close together."""
-    from matplotlib.patheffects import withStroke
-
-    places = [ax.transData.transform((x, y)) for x, y, _ in dots]
-    pixel, inside = figure.dpi / 72, ax.get_window_extent()
-    taken = [(x - 6 * pixel, y - 6 * pixel, x + 6 * pixel, y + 6 * pixel) for x, y in places]
-    taken += [(x - pixel, y - pixel, x + pixel, y + pixel) for x, y in ax.transData.transform(lines)] if lines else []
-    for (x, y, name), (left, low) in sorted(zip(dots, places, strict=True), key=lambda dot: -dot[1][1]):
-        text = ax.annotate(name, (x, y), textcoords="offset points", xytext=(0, 0), fontsize=7.5, color=theme.ink, zorder=4)
-        text.set_path_effects([withStroke(linewidth=2.5, foreground=theme.paper)])
-        box = text.get_window_extent()
-        offsets = [(side, rise) for rise in _RISES for side in (1, -1)]
-        for side, rise in offsets:
-            begin = left + (10 * pixel if side > 0 else -10 * pixel - box.width)
-            room = (begin, low + rise * pixel - box.height / 2, begin + box.width, low + rise * pixel + box.height / 2)
-            free = inside.x0 <= room[0] and room[2] <= inside.x1 and inside.y0 <= room[1] and room[3] <= inside.y1
-            if free and not any(_overlap(room, other) for other in taken):
-                break
-        taken.append(room)
-        text.set_position(((room[0] - left) / pixel, (room[1] - low) / pixel))
-        if rise:
-            near = (room[0] if side > 0 else room[2], (room[1] + room[3]) / 2)
-            line = ax.transData.inverted().transform([(left, low), near])
-            ax.plot(*line.T, color=theme.faint, linewidth=0.6, zorder=2)
-
-
-_RISES = sorted(range(-210, 211, 10), key=abs)  # points
-
-
-def _overlap(one, other) -> bool:
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
-
-
 def _length(data: dict, theme: Theme):
     return _plot_by_length(rows(data, "length"), theme)
 
 
 def _paper(data: dict, theme: Theme):
     """The plain variant, ours with its default back end."""
-    return _plot_by_length([row for row in rows(data, "paper") if row.how == "plain" and row.counts and ":" not in row.peer], theme)
+    found = (row for row in rows(data, "paper") if row.variant == "plain" and row.counts)
+    return _plot_by_length([row for row in found if ":" not in row.peer], theme)
 
 
 def _plot_by_length(found: list[Row], theme: Theme):
@@ -331,29 +275,22 @@ def _plot_by_length(found: list[Row], theme: Theme):
         (axes[0], "Time", "ms, forward and backward", lambda row: row.total_ms),
         (axes[1], "Memory beyond the inputs", "MiB", lambda row: row.result.get("extra_bytes", 0) / 2**20),
     )
+    lengths = sorted({row.tokens for row in found})
     for ax, title, unit, value in panels:
-        for number, line in enumerate(series.values()):
-            points = [(row.tokens, value(row)) for row in line if value(row)]
-            colour, marker = _COLOURS[number % 10], _MARKERS[number % 10]
-            if points:
-                ax.plot(*zip(*points), "-" if line[0].is_ours else "--", marker=marker, markersize=5, color=colour, linewidth=1.7)
-            if title == "Time":
-                for row in (row for row in line if value(row)):
-                    ax.errorbar(row.tokens, value(row), yerr=_bars(value(row), row), color=colour, linewidth=1)
-                doubtful = [(row.tokens, value(row)) for row in line if value(row) and row.doubtful]
-                if doubtful:
-                    ax.plot(*zip(*doubtful), marker, markersize=5, color=colour, markerfacecolor=theme.paper, zorder=3)
+        handles = []
+        for number, (name, line) in enumerate(series.items()):
+            shown = [row for row in line if value(row)]
+            colour, marker, style = _COLOURS[number % 10], _MARKERS[number % 10], "-" if line[0].is_ours else "--"
+            points = [row.tokens for row in shown], [value(row) for row in shown]
+            handles += ax.plot(*points, style, marker=marker, markersize=5, color=colour, linewidth=1.7, label=name)
+            for row in shown if title == "Time" else ():
+                face = theme.paper if row.doubtful else colour
+                dot = {"marker": marker, "markersize": 5, "markerfacecolor": face, "color": colour, "linewidth": 1, "zorder": 3}
+                ax.errorbar(row.tokens, value(row), yerr=_bars(value(row), row), **dot)
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
-        ax.set_xticks(
-            sorted({row.tokens for row in found}),
-            [f"{n // 1024}K" if n >= 1024 else str(n) for n in sorted({row.tokens for row in found})],
-        )
+        ax.set_xticks(lengths, [f"{n // 1024}K" if n >= 1024 else str(n) for n in lengths])
         _label(ax, theme, title, "tokens", unit)
-    handles = [
-        Line2D([], [], color=_COLOURS[n % 10], marker=_MARKERS[n % 10], linestyle="-" if line[0].is_ours else "--", label=name)
-        for n, (name, line) in enumerate(series.items())
-    ]
     if any(row.doubtful for row in found):
         handles.append(Line2D([], [], **_dot(True, theme, theme.faint), label="hollow: not to be relied on"))
     _legend(figure, theme, handles, 3)
@@ -405,33 +342,29 @@ def _peers(data: dict, theme: Theme):
 
 
 def _traffic(data: dict, theme: Theme):
-    from matplotlib.lines import Line2D
-
     figure, axes = _figure(10, 4.6, 2, theme)
     levels = {"multiprocessor_bytes": "into the multiprocessors", "dram_bytes": "from DRAM"}
-    densities = np.geomspace(min(point["density"] for point in data["points"]), 1.0)
+    measured = sorted(point["density"] for point in data["points"])
+    densities = np.geomspace(measured[0], 1.0)
+
+    def draw_line(ax, line: dict, **style) -> str:
+        ax.plot(densities, (line["a"] + line["b"] * densities) / 1e9, **style)
+        return f"{line['a'] / 1e9:.2g} + {line['b'] / 1e9:.3g} x density"
+
     for ax, (name, fits) in zip(axes, data["fits"].items(), strict=True):
-        of_paper, said = data["counted"][name], []
-        ax.plot(densities, (of_paper["a"] + of_paper["b"] * densities) / 1e9, color=theme.faint, linewidth=1, linestyle="--")
+        handles, counted = [], {"color": theme.faint, "linewidth": 1, "linestyle": "--"}
+        counted["label"] = f"counted: {draw_line(ax, data['counted'][name], **counted)}"
         for colour, marker, level in zip(_COLOURS, _MARKERS, levels, strict=False):
-            fit = fits[level]
-            ax.plot(densities, (fit["a"] + fit["b"] * densities) / 1e9, color=colour, linewidth=1.4)
-            for point in data["points"]:
-                ax.scatter(point["density"], point[name][level] / 1e9, s=36, marker=marker, color=colour, zorder=3)
-            said.append(f"{fit['a'] / 1e9:.2g} + {fit['b'] / 1e9:.3g} x density, R² {fit['r2']:.3f}")
+            said = draw_line(ax, fits[level], color=colour, linewidth=1.4)
+            dots = [point["density"] for point in data["points"]], [point[name][level] / 1e9 for point in data["points"]]
+            label = f"{levels[level]}: {said}, R² {fits[level]['r2']:.3f}"
+            handles += ax.plot(*dots, marker, color=colour, zorder=3, label=label)
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
-        ticks = sorted(point["density"] for point in data["points"])
-        ax.set_xticks(ticks, [f"1/{round(1 / tick)}" if tick < 1 else "1" for tick in ticks])
-        of_count = f"{of_paper['a'] / 1e9:.2g} + {of_paper['b'] / 1e9:.3g} x density"
+        ax.set_xticks(measured, [f"1/{round(1 / tick)}" if tick < 1 else "1" for tick in measured])
         _label(ax, theme, f"{name.capitalize()}, {data['shape']['name']}", "blocks kept / all blocks", "GB read")
-        handles = [
-            Line2D([], [], marker=marker, color=colour, label=f"{levels[level]}: {text}")
-            for colour, marker, level, text in zip(_COLOURS, _MARKERS, levels, said, strict=False)
-        ]
-        handles.append(Line2D([], [], color=theme.faint, linestyle="--", label=f"counted: {of_count}"))
-        legend = ax.legend(handles=handles, fontsize=8, frameon=False, labelcolor=theme.ink, loc="upper left")
-        legend.set_zorder(4)
+        handles += ax.plot([], [], **counted)
+        ax.legend(handles=handles, fontsize=8, frameon=False, labelcolor=theme.ink, loc="upper left").set_zorder(4)
         ax.set_ylim(top=ax.get_ylim()[1] * 8)
     return figure
 

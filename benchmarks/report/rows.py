@@ -14,13 +14,13 @@ TEXT_COLUMNS = ("mask", "by", "over", "why", "as")  # left-aligned; numbers are 
 
 @dataclass(frozen=True)
 class Row:
-    """One case as tables and plots see it. key: of the case. how: "eager" or "graph" for calls of short problems, the
-    variant ("plain", "padded" and so on) for cells of the paper's tables, else empty."""
+    """One case as tables and plots see it. key: of the case. variant: "eager" or "graph" for calls of short problems,
+    "plain", "padded" and so on for cells of the paper's tables, else empty."""
 
     shape: str
     tokens: int
     label: str
-    how: str
+    variant: str
     peer: str
     result: dict
     key: str = ""
@@ -28,7 +28,7 @@ class Row:
     @property
     def problem(self) -> tuple[str, str, str]:
         """Equal for rows that may be compared."""
-        return self.shape, self.label, self.how
+        return self.shape, self.label, self.variant
 
     @property
     def is_ours(self) -> bool:
@@ -94,6 +94,6 @@ def rows(data: dict, suite: str, every: bool = False) -> list[Row]:
         if entry and entry["case"]["kind"] != "compile" and (every or has_numbers(entry["result"])):
             case = entry["case"]
             shape = Shape(**case["shape"])
-            how = case.get("how") or {None: "", False: "eager", True: "graph"}[case.get("graph")]
-            found.append(Row(str(shape), shape.tokens, case["label"], how, case["peer"], entry["result"], key))
+            variant = case.get("how") or {None: "", False: "eager", True: "graph"}[case.get("graph")]
+            found.append(Row(str(shape), shape.tokens, case["label"], variant, case["peer"], entry["result"], key))
     return found

@@ -109,23 +109,18 @@ def _length(data: dict) -> list[ReportTable]:
     times, memory = [], []
     for name in series:
         line = [at.get((name, n)) for n in lengths]
-        times.append(
-            [
-                name,
-                *(_total(row) for row in line),
-                format.mark_doubtful(_growth(line, lambda r: r.total_ms), any(row.doubtful for row in line[-2:] if row)),
-            ]
-        )
+        grows = format.mark_doubtful(_growth(line, lambda r: r.total_ms), any(row.doubtful for row in line[-2:] if row))
+        times.append([name, *(_total(row) for row in line), grows])
         bytes_grow = _growth(line, lambda r: r.result.get("extra_bytes"))
         memory.append([name, *(format.memory(row) if row else "" for row in line), bytes_grow])
     columns = ["mask, by", *(f"{n:,}" for n in lengths), "grows as"]
-    grows = "grows as: N to this power, between the two longest lengths."
+    note = "grows as: N to this power, between the two longest lengths."
     shape = found[0].shape.replace(f"N{found[0].tokens} ", "")
     no_backward = any(row.total_ms is None for row in found)
-    notes = [grows] + (["FlexAttention has no backward pass on a CPU: its times are forward alone."] if no_backward else [])
+    notes = [note] + (["FlexAttention has no backward pass on a CPU: its times are forward alone."] if no_backward else [])
     return [
         format.add_notes(ReportTable(f"Forward and backward, ms, against tokens ({shape})", columns, times, notes)),
-        ReportTable(f"Memory beyond the inputs against tokens ({shape})", columns, memory, [grows]),
+        ReportTable(f"Memory beyond the inputs against tokens ({shape})", columns, memory, [note]),
     ]
 
 
@@ -147,18 +142,10 @@ def _compile(data: dict) -> ReportTable | None:
         entry = data["cases"].get(key)
         if entry and has_numbers(entry["result"]):
             case, r = entry["case"], entry["result"]
-            sizes = (format.size(r["table_bytes"]), format.size(r["peak_bytes"]))
-            lines.append(
-                [
-                    case["label"],
-                    f"{case['tokens']:,}",
-                    f"{r['kept_blocks']:,}",
-                    format.percent(r["density"]),
-                    format.mark_doubtful(f"{r['compile_s']:.3f}", bool(doubts(r))),
-                    format.spread_text(r),
-                    *sizes,
-                ]
-            )
+            seconds = format.mark_doubtful(f"{r['compile_s']:.3f}", bool(doubts(r)))
+            counts = [f"{case['tokens']:,}", f"{r['kept_blocks']:,}", format.percent(r["density"])]
+            sizes = [format.size(r["table_bytes"]), format.size(r["peak_bytes"])]
+            lines.append([case["label"], *counts, seconds, format.spread_text(r), *sizes])
     columns = ["mask", "tokens", "blocks", "kept", "seconds", "spread", "table", "peak memory"]
     return format.add_notes(ReportTable("Compiling masks", columns, lines)) if lines else None
 

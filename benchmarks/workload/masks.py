@@ -15,22 +15,12 @@ BLOCK = 128
 
 def list_density_masks(tokens: int) -> list[Mask]:
     """Masks of many densities and kinds, sparsest last within a kind."""
-    units = tokens // BLOCK
-    specs = [
-        "random(0.5)",
-        "random(0.25)",
-        "random(0.1)",
-        f"local({window_size(tokens, 8)})",
-        f"causal & local({window_size(tokens, 16)})",
-        f"strided({max(isqrt(units), 1)})",
-        f"fixed({max(isqrt(units), 1)})",
-        "butterfly",
-        "causal & power_of_two",
-        "bigbird",
-        f"longformer({window_size(tokens, 32)}, tokens=64)",
-        f"causal & block_diagonal({window_size(tokens, 8)})",
-        f"causal & (local({window_size(tokens, 16)}) | butterfly)",
-    ]
+    unit, wide, middle, narrow = max(isqrt(tokens // BLOCK), 1), *(window_size(tokens, share) for share in (8, 16, 32))
+    specs = (
+        f"random(0.5); random(0.25); random(0.1); local({wide}); causal & local({middle}); strided({unit}); fixed({unit}); "
+        f"butterfly; causal & power_of_two; bigbird; longformer({narrow}, tokens=64); causal & block_diagonal({wide}); "
+        f"causal & (local({middle}) | butterfly)"
+    ).split("; ")
     return [Mask.of(spec) for spec in specs]
 
 

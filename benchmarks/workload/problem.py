@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Self
 
 import torch
 
@@ -51,7 +52,7 @@ class Problem:
         each = torch.from_numpy(self.mask.kept_pairs())[self.mask.mask_index.cpu().long()]
         return int(each.expand(self.q.shape[:2]).sum())
 
-    def with_memory_order(self, order: tuple[int, ...]) -> Problem:
+    def with_memory_order(self, order: tuple[int, ...]) -> Self:
         """The same values with dimensions in another order in memory."""
         q, k, v = (reorder_memory(t.detach(), order).requires_grad_(t.requires_grad) for t in self.leaves)
         return replace(self, q=q, k=k, v=v)

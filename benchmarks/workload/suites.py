@@ -12,7 +12,8 @@ paper           each pass and memory, plain, with dropout, padded, both   arXiv:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import product
 from math import isqrt
 from typing import Any
 
@@ -46,6 +47,48 @@ PAPER_LENGTHS = tuple(128 << k for k in range(10))
 PAPER_DROPOUT = 0.1
 
 
+@dataclass(frozen=True)
+class Scale:
+    """The sizes of cases. shape: of "peers" and "deterministic". speedup: of "speedup". lengths, heads, window: of "length", where
+    PyTorch's math goes up to ``math_tokens`` and FlexAttention has ``flex_lengths``. paper: batch and heads. complete: whether
+    there are cases that take minutes on a CPU."""
+
+    shape: Shape
+    speedup: Shape
+    lengths: tuple[int, ...]
+    heads: int
+    window: int
+    math_tokens: int
+    paper_lengths: tuple[int, ...]
+    paper: tuple[int, int]
+    flex_lengths: tuple[int, ...] = ()
+    small_lengths: tuple[int, ...] = SMALL_LENGTHS
+    compile_tokens: int = 65536
+    complete: bool = True
+
+
+_TINY, _CPU_LENGTHS = Shape(1, 2, 1024, 64), (512, 1024, 2048, 4096, 8192, 16384)
+QUICK = Scale(_TINY, _TINY, (256, 512, 1024), 2, 128, 512, (128, 256), (2, 2), (), SMALL_LENGTHS[:1], 4096)
+CPU = Scale(Shape(1, 4, 4096, 64), Shape(1, 4, 8192, 64), _CPU_LENGTHS, 4, 512, 2048, PAPER_LENGTHS[:4], (2, 8))
+CPU_IN_MINUTES = replace(CPU, lengths=_CPU_LENGTHS[:4], complete=False)
+GPU = Scale(PEER_SHAPES[1], PEER_SHAPES[1], PAPER_LENGTHS, 16, 1024, 8192, PAPER_LENGTHS, (16, 8), (4096, 16384, 65536))
+
+
+@dataclass(frozen=True)
+class Request:
+    """Holds what a user asked for. masks: the user's own; empty for the suites' masks."""
+
+    device: str
+    quick: bool
+    masks: tuple[Mask, ...]
+    sizes: CallSizes
+    scale: Scale
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device == "cuda"
+
+
 def choose(
     suites: Iterable[str],
     device: str,
@@ -61,29 +104,18 @@ def choose(
     on a CPU. A case may belong to several suites. Raises ValueError for a mask of ``specs`` that no case of a suite can have, of
     ``sizes.tokens`` where they are given."""
     check_name(backend)
-    own = [Mask.of(spec) for spec in specs]
+    scale = QUICK if quick else GPU if device == "cuda" else CPU if full else CPU_IN_MINUTES
+    request = Request(device, quick, tuple(Mask.of(spec) for spec in specs), sizes, scale)
     chosen = {}
     for suite in suites:
-        found = (_with_backend(case, backend) for case in _MAKERS[suite](device, quick, own, sizes))
-        if device == "cpu" and not full:
-            found = (case for case in found if case.tokens == sizes.tokens or not _is_long(suite, case, bool(own)))
+        found = (_with_backend(case, backend) for case in _MAKERS[suite](request))
         chosen[suite] = list(dict.fromkeys(replace(case, dtype=sizes.dtype) if isinstance(case, Case) else case for case in found))
-        for mask in own:
+        for mask in request.masks:
             given = {case: case.spec if isinstance(case, CompileCase) else case.mask.spec for case in chosen[suite]}
             theirs = [case for case, spec in given.items() if spec == mask.spec]
             at_size = [case for case in theirs if case.tokens == sizes.tokens]
             check_fits(mask, sorted(at_size or theirs, key=lambda case: case.tokens))
     return chosen
-
-
-# Their points lie between the points of the other masks.
-_FULL_RUN_ONLY = ("random(0.5)", "random(0.1)", "strided(", "fixed(", "longformer(", "causal & block_diagonal(")
-
-
-def _is_long(suite: str, case: Case | CompileCase, own: bool) -> bool:
-    """Whether only a full run on a CPU has the case. Two cores then take two to three minutes for the rest."""
-    most = {"length": 4096, "compile": 65536}.get(suite)
-    return case.tokens > most if most else suite == "speedup" and not own and case.label.startswith(_FULL_RUN_ONLY)
 
 
 def sort_cases(cases: Iterable[Case | CompileCase]) -> list[Case | CompileCase]:
@@ -149,74 +181,66 @@ def _with_backend(case, backend: str):
     return replace(case, peer=f"{case.peer}:{backend}") if automatic and backend != "auto" else case
 
 
-def _speedup(device, quick, own, sizes) -> Iterator[Case]:
-    if quick:
-        shape = sizes.of(Shape(1, 2, 1024, 64))
-        chosen = own or [CAUSAL, Mask.of("random(0.25)"), Mask.of("causal & local(128)")]
+# Their points in the plot lie between the points of the other masks.
+_COMPLETE_RUN_ONLY = ("random(0.5)", "random(0.1)", "strided(", "fixed(", "longformer(", "causal & block_diagonal(")
+
+
+def _speedup(request: Request) -> Iterator[Case]:
+    shape = request.sizes.of(request.scale.speedup)
+    if request.quick:
+        usual = [CAUSAL, Mask.of("random(0.25)"), Mask.of("causal & local(128)")]
     else:
-        shape = sizes.of(Shape(1, 4, 8192, 64) if device == "cpu" else Shape(1, 16, 16384, 128))
-        chosen = own or [CAUSAL, *masks.list_density_masks(shape.tokens)]
-    dense = ("sdpa-flash",) if device == "cpu" or quick else DENSE_PEERS[device]
+        usual = [CAUSAL, *masks.list_density_masks(shape.tokens)]
+    if not (request.scale.complete or request.sizes.tokens):
+        usual = [mask for mask in usual if not mask.label.startswith(_COMPLETE_RUN_ONLY)]
+    dense = DENSE_PEERS["cuda"] if request.scale is GPU else ("sdpa-flash",)
     # One dense call after the other: the timing after a row is the one before the next.
     for rival in (FULL, CAUSAL):
-        replacing = [mask for mask in chosen if _dense_of(mask, shape.tokens) == rival]
+        replacing = [mask for mask in request.masks or usual if _dense_of(mask, shape.tokens) == rival]
         if replacing:
             yield from (Case(shape, rival, peer) for peer in (*dense, OURS))
         yield from (Case(shape, mask, OURS) for mask in replacing)
 
 
-def _length(device, quick, own, sizes) -> Iterator[Case]:
-    lengths: tuple[int, ...]
-    flex: tuple[int, ...]
-    if quick:
-        lengths, most_math, flex = (256, 512, 1024), 512, ()
-        heads = 2
-    elif device == "cpu":
-        lengths, most_math, flex = (512, 1024, 2048, 4096, 8192, 16384), 2048, ()
-        heads = 4
-    else:
-        lengths, most_math, flex = tuple(128 << k for k in range(10)), 8192, (4096, 16384, 65536)
-        heads = 16
-    window = 128 if quick else 512 if device == "cpu" else 1024
-    chosen = own or [Mask.of(f"causal & local({window})"), BUTTERFLY]
-    if sizes.tokens:
-        lengths = (*(tokens for tokens in lengths if tokens < sizes.tokens), sizes.tokens)
+def _length(request: Request) -> Iterator[Case]:
+    scale, asked = request.scale, request.sizes.tokens
+    chosen = request.masks or (Mask.of(f"causal & local({scale.window})"), BUTTERFLY)
+    lengths = (*(tokens for tokens in scale.lengths if tokens < asked), asked) if asked else scale.lengths
     for tokens in lengths:
-        shape = replace(sizes.of(Shape(1, heads, tokens, 64)), tokens=tokens)
-        if device == "cuda" or tokens <= 8192 or tokens == sizes.tokens:
+        shape = replace(request.sizes.of(Shape(1, scale.heads, tokens, 64)), tokens=tokens)
+        if request.on_gpu or tokens <= 8192 or tokens == asked:
             # Dense attention over 16,384 tokens would take most of a CPU's three minutes and say nothing new.
             for dense in dict.fromkeys(_dense_of(mask, tokens) for mask in chosen):
-                yield from (Case(shape, dense, peer) for peer in (*DENSE_PEERS[device][:2], OURS))
-        if tokens <= most_math:
+                yield from (Case(shape, dense, peer) for peer in (*DENSE_PEERS[request.device][:2], OURS))
+        if tokens <= scale.math_tokens:
             yield Case(shape, FULL, "sdpa-math")
         yield from (Case(shape, mask, OURS) for mask in chosen)
-        if tokens in flex:
+        if tokens in scale.flex_lengths:
             yield Case(shape, chosen[0], "flex")
 
 
-def _peers(device, quick, own, sizes) -> Iterator[Case]:
-    for shape, mask in _peer_rows(device, quick, own, sizes):
-        dense = mask.spec in ("full", "causal")
-        yield Case(shape, mask, OURS)
-        if device == "cuda":
-            yield Case(shape, mask, f"{OURS}:triton")
+def _peers(request: Request) -> Iterator[Case]:
+    on_gpu, with_compilers = request.on_gpu, request.on_gpu and not request.quick
+    for shape, mask in _peer_rows(request):
+        dense, spec = mask.spec in ("full", "causal"), str(mask.spec)
+        peers = [OURS, *[f"{OURS}:triton"] * on_gpu]
         # On a CPU the compiler takes about 20 s for each mask, so two of them are enough.
-        if not quick and (device == "cuda" or own or mask.spec != "causal"):
-            yield Case(shape, mask, "flex")
-        if device == "cuda" and not quick:
-            yield Case(shape, mask, "flex-fa4")
-        if device == "cuda" and (dense or str(mask.spec).startswith(("causal & local(", "causal & documents("))):
-            yield from (Case(shape, mask, peer) for peer in ("fa3", "fa4"))
-        if device == "cuda" and not quick and str(mask.spec).startswith(("from_blocks(", "butterfly", "random(")):
-            yield Case(shape, mask, "cudnn-blocks")
+        if with_compilers or (not request.quick and (request.masks or spec != "causal")):
+            peers.append("flex")
+        peers += ["flex-fa4"] * with_compilers
+        if on_gpu and (dense or spec.startswith(("causal & local(", "causal & documents("))):
+            peers += ["fa3", "fa4"]
+        if with_compilers and spec.startswith(("from_blocks(", "butterfly", "random(")):
+            peers.append("cudnn-blocks")
         if dense:
-            yield from (Case(shape, mask, peer) for peer in DENSE_PEERS[device][:2])
+            peers += DENSE_PEERS[request.device][:2]
+        yield from (Case(shape, mask, peer) for peer in peers)
 
 
-def _peer_rows(device, quick, own, sizes) -> list[tuple[Shape, Mask]]:
-    if quick:
-        shape = sizes.of(Shape(1, 2, 1024, 64))
-        chosen = [
+def _peer_rows(request: Request) -> list[tuple[Shape, Mask]]:
+    shape, own = request.sizes.of(request.scale.shape), request.masks
+    if request.quick:
+        usual = [
             CAUSAL,
             Mask.of("causal & local(128)"),
             BUTTERFLY,
@@ -225,82 +249,60 @@ def _peer_rows(device, quick, own, sizes) -> list[tuple[Shape, Mask]]:
             masks.mixed_heads(shape.heads, window=128),
             masks.butterfly_of_half_blocks(),
         ]
-        return [*((shape, mask) for mask in own or chosen), (replace(shape, kv_heads=1), CAUSAL)]
-    if device == "cpu":
-        return [(sizes.of(Shape(1, 4, 4096, 64)), mask) for mask in own or [CAUSAL, Mask.of("causal & local(512)"), BUTTERFLY]]
-    shapes = (sizes.of(Shape(1, 16, 16384, 128)),) if sizes.given else PEER_SHAPES
+        return [*((shape, mask) for mask in own or usual), (replace(shape, kv_heads=1), CAUSAL)]
+    if not request.on_gpu:
+        return [(shape, mask) for mask in own or [CAUSAL, Mask.of("causal & local(512)"), BUTTERFLY]]
+    shapes = (shape,) if request.sizes.given else PEER_SHAPES
     rows = [(shape, mask) for shape in shapes for mask in own or masks.list_peer_masks(shape)]
-    return rows if own or sizes.given else [*rows, *PEER_ROWS]
+    return rows if own or request.sizes.given else [*rows, *PEER_ROWS]
 
 
-def _small(device, quick, own, sizes) -> Iterator[CallCase]:
-    lengths = (sizes.tokens,) if sizes.tokens else SMALL_LENGTHS[:1] if quick else SMALL_LENGTHS
-    rivals = ("sdpa-flash",) if device == "cpu" else ("sdpa-cudnn", "sdpa-flash", "fa3", "fa4")
-    for tokens in lengths:
-        for mask in own or (FULL, CAUSAL):
-            for graph in (False, True) if device == "cuda" else (False,):
+def _small(request: Request) -> Iterator[CallCase]:
+    rivals = ("sdpa-cudnn", "sdpa-flash", "fa3", "fa4") if request.on_gpu else ("sdpa-flash",)
+    for tokens in (request.sizes.tokens,) if request.sizes.tokens else request.scale.small_lengths:
+        shape = request.sizes.of(Shape(1, 8, tokens, 128))
+        for mask in request.masks or (FULL, CAUSAL):
+            for graph in (False, True) if request.on_gpu else (False,):
                 peers = (OURS, *rivals) if mask in (FULL, CAUSAL) else (OURS,)
-                yield from (CallCase(sizes.of(Shape(1, 8, tokens, 128)), mask, peer, graph) for peer in peers)
+                yield from (CallCase(shape, mask, peer, graph) for peer in peers)
 
 
-def _deterministic(device, quick, own, sizes) -> Iterator[Case]:
-    usual = Shape(1, 2, 1024, 64) if quick else Shape(1, 4, 4096, 64) if device == "cpu" else Shape(1, 16, 16384, 128)
-    shape = sizes.of(usual)
-    for mask in own or (FULL, CAUSAL):
+def _deterministic(request: Request) -> Iterator[Case]:
+    shape = request.sizes.of(request.scale.shape)
+    for mask in request.masks or (FULL, CAUSAL):
         yield from (Case(shape, mask, peer) for peer in (DETERMINISTIC, OURS))
-        if device == "cuda" and mask in (FULL, CAUSAL):
+        if request.on_gpu and mask in (FULL, CAUSAL):
             yield from (Case(shape, mask, peer) for peer in ("fa3-deterministic", "fa3", "fa4-deterministic", "fa4"))
 
 
-def _compile(device, quick, own, sizes) -> Iterator[CompileCase]:
-    tokens = sizes.tokens or (4096 if quick else 65536)
-    specs = (
-        [str(mask.spec) for mask in own if not isinstance(mask.spec, tuple)]
-        if own
-        else [
-            "causal",
-            "local(1024)",
-            "strided(22)",
-            "fixed(22)",
-            "butterfly",
-            "power_of_two",
-            "dilated(8, 4)",
-            "global_tokens(64)",
-            "sinks(4)",
-            "random(0.02)",
-            "prefix(1024)",
-            f"documents({(*range(0, tokens, 1000), tokens)})",
-            "block_diagonal(1024)",
-            "bigbird",
-            "longformer(512)",
-            f"neighborhood(({isqrt(tokens)}, {isqrt(tokens)}), 13)",
-            "causal & (local(1024) | butterfly)",
-        ]
-    )
-    yield from (CompileCase(_short(spec), spec, tokens) for spec in specs)
-    if not (quick or own or sizes.tokens):
+def _compile(request: Request) -> Iterator[CompileCase]:
+    tokens = request.sizes.tokens or request.scale.compile_tokens
+    side = isqrt(tokens)
+    usual = (
+        "causal; local(1024); strided(22); fixed(22); butterfly; power_of_two; dilated(8, 4); global_tokens(64); sinks(4); "
+        f"random(0.02); prefix(1024); documents({(*range(0, tokens, 1000), tokens)}); block_diagonal(1024); bigbird; "
+        f"longformer(512); neighborhood(({side}, {side}), 13); causal & (local(1024) | butterfly)"
+    ).split("; ")
+    own = [str(mask.spec) for mask in request.masks if not isinstance(mask.spec, tuple)]
+    yield from (CompileCase(_short(spec), spec, tokens) for spec in (own if request.masks else usual))
+    if request.scale.complete and not (request.quick or request.masks or request.sizes.tokens):
         million = 1 << 20
-        yield CompileCase("causal & (local(1024) | butterfly)", "causal & (local(1024) | butterfly)", million)
-        bounds = tuple(range(0, million + 1, 4096))
-        yield CompileCase("documents of 4096", f"documents({bounds})", million)
+        yield CompileCase(usual[-1], usual[-1], million)
+        yield CompileCase("documents of 4096", f"documents({tuple(range(0, million + 1, 4096))})", million)
 
 
-def _paper(device, quick, own, sizes) -> Iterator[PaperCase]:
+def _paper(request: Request) -> Iterator[PaperCase]:
     """Exact attention of each kind, and block-sparse attention under the paper's butterfly."""
-    if sizes.given:
-        raise ValueError(f"suite 'paper' has the paper's sizes; got {', '.join(sizes.given)}; leave them out, or name other suites")
-    lengths = (128, 256) if quick else PAPER_LENGTHS[:4] if device == "cpu" else PAPER_LENGTHS
-    batch, heads = (2, 2) if quick else (2, 8) if device == "cpu" else (16, 8)
-    ours = [OURS, *(f"{OURS}:{name}" for name in ("triton", "torch") if device == "cuda")]
-    dense = (*DENSE_PEERS[device], "sdpa-math", *["fa4"] * (device == "cuda"))
-    flex = ["flex"] * (device == "cuda")  # on a CPU it has no backward pass
-    for dropout in (0.0, PAPER_DROPOUT):
-        for padded in (False, True):
-            for tokens in lengths:
-                shape = Shape(batch, heads, tokens, 64)
-                for mask in own or (FULL, BUTTERFLY):
-                    peers = (*ours, *dense, *flex) if mask == FULL else (*ours, *flex)
-                    yield from (PaperCase(shape, mask, peer, dropout, padded) for peer in peers)
+    if given := request.sizes.given:
+        raise ValueError(f"suite 'paper' has the paper's sizes; got {', '.join(given)}; leave them out, or name other suites")
+    on_gpu, (batch, heads) = request.on_gpu, request.scale.paper
+    ours, flex = [OURS, *[f"{OURS}:triton", f"{OURS}:torch"] * on_gpu], ["flex"] * on_gpu  # on a CPU, flex has no backward pass
+    dense = [*DENSE_PEERS[request.device], "sdpa-math", *["fa4"] * on_gpu]
+    for dropout, padded, tokens in product((0.0, PAPER_DROPOUT), (False, True), request.scale.paper_lengths):
+        shape = Shape(batch, heads, tokens, 64)
+        for mask in request.masks or (FULL, BUTTERFLY):
+            peers = [*ours, *dense * (mask == FULL), *flex]
+            yield from (PaperCase(shape, mask, peer, dropout, padded) for peer in peers)
 
 
 def _short(spec: str) -> str:

@@ -39,17 +39,17 @@ class Model:
         return frames, height // 2, width // 2
 
     @property
-    def beside(self) -> int:
+    def text_tokens(self) -> int:
         """Tokens of text in the video's attention."""
         return self.text if self.cls.startswith("Hunyuan") else 0
 
     @property
     def tokens(self) -> int:
-        return math.prod(self.grid) + self.beside
+        return math.prod(self.grid) + self.text_tokens
 
     def layout(self, tile: str | tuple[int, int, int]) -> VideoLayout:
         layout = VideoLayout.of(*self.grid) if isinstance(tile, str) else VideoLayout(*self.grid, tile)
-        return replace(layout, suffix=self.beside)
+        return replace(layout, suffix=self.text_tokens)
 
 
 _WAN = {"attention_head_dim": 128, "ffn_dim": 8960, "text_dim": 4096}
@@ -87,7 +87,7 @@ def build_transformer(model: Model, device: torch.device, dtype: torch.dtype, sh
 
     config = transformer.config
     inputs = {"hidden_states": drawn(1, config.in_channels, *model.latents), "timestep": torch.tensor([900], device=device)}
-    if not model.beside:
+    if not model.text_tokens:
         return transformer.eval(), inputs | {"encoder_hidden_states": drawn(1, model.text, config.text_dim)}
     inputs |= {"encoder_hidden_states": drawn(1, model.text, config.text_embed_dim), "guidance": 1000 * drawn(1).abs()}
     mask = torch.ones(1, model.text, device=device, dtype=torch.long)

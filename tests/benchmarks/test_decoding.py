@@ -36,7 +36,7 @@ def test_a_run_measures_every_cache_and_keeps_what_it_measured(tmp_path, capsys)
 
 
 def test_a_peer_that_fails_is_a_row_and_not_the_end(tmp_path, monkeypatch, capsys):
-    def fails(*_):
+    def fails(*_, **__):
         raise RuntimeError("no such tiles")
 
     monkeypatch.setattr(decoding, "prepare_config", fails)

@@ -7,8 +7,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar
 
-import matplotlib.figure
-import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -239,9 +237,9 @@ def test_a_row_whose_baseline_moved_is_marked_where_its_figure_stands_and_makes_
     save = plots._save
     monkeypatch.setattr(plots, "_save", lambda figure, *names: figures.append(figure) or save(figure, *names))
     written = write(results).read_text()
-    texts = {text.get_text() for text in figures[0].axes[0].texts}
-    assert texts == {f"causal & local(128) {MARK}", "full"}
-    hollow = [line for line in figures[0].axes[0].lines if line.get_marker() == "o" and line.get_markerfacecolor() == "#ffffff"]
+    texts = {text.get_text() for text in figures[0].legends[0].get_texts()}
+    assert {f"causal & local(128) {MARK}", "full"} <= texts
+    hollow = [line for line in figures[0].axes[0].lines if line.get_markersize() == 7 and line.get_markerfacecolor() == "#ffffff"]
     assert len(hollow) == 1
     assert f'<td class="doubtful">5.00 {MARK}</td>' in written
 
@@ -430,42 +428,3 @@ def test_figures_of_a_cpu_are_milliseconds(machine, tmp_path):
     assert made[2].title == "Time of one call, ms, short problems" and made[2].rows[0][3] == "1.50 / 4.00"
     data["settings"]["device"] = "cuda"
     assert peer_tables.tables(data)[2].rows[0][3] == "1,500 / 4,000"
-
-
-def test_names_stand_beside_their_dots_and_on_nothing_else():
-    figure = matplotlib.figure.Figure(figsize=(9, 5), layout="constrained")
-    ax = figure.subplots()
-    generator = np.random.default_rng(0)
-    dots = [(x, y, f"causal & pattern({n})") for n, (x, y) in enumerate(generator.normal(0, 1, (18, 2)) * [1, 0.2])]
-    dots += [(dots[0][0], dots[0][1], "the same place")]
-    ax.scatter([x for x, *_ in dots], [y for _, y, _ in dots])
-    line = [(x, 0.1 * x) for x in np.linspace(-3, 3, 300)]
-    figure.draw_without_rendering()
-    ax.autoscale(False)
-    plots._label_dots(figure, ax, plots.THEMES[0], dots, line)
-    boxes = [text.get_window_extent() for text in ax.texts]
-    inside = ax.get_window_extent()
-    assert {text.get_text() for text in ax.texts} == {name for *_, name in dots}
-    for number, box in enumerate(boxes):
-        assert inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0 and box.y1 <= inside.y1
-        for other in boxes[:number]:
-            assert not box.shrunk(0.99, 0.9).overlaps(other.shrunk(0.99, 0.9))
-        for x, y, *_ in (*dots, *line):
-            assert not box.contains(*ax.transData.transform((x, y)))
-
-
-def test_dots_of_equal_density_and_speed_stand_side_by_side_near_their_place():
-    figure = matplotlib.figure.Figure(figsize=(9, 5), layout="constrained")
-    ax = figure.subplots()
-    places = [(10.0, 5.0)] * 4 + [(10.5, 5.05), (30.0, 2.0), (30.0, 6.0)]
-    ax.plot(*zip(*places, strict=True))
-    ax.set_xscale("log")
-    figure.draw_without_rendering()
-    drawn = plots._separate_dots(figure, ax, places)
-    at = ax.transData.transform([(x, y) for x, (_, y) in zip(drawn, places, strict=True)])
-    own = ax.transData.transform(places)
-    dot = 7 * figure.dpi / 72
-    for number, one in enumerate(at):
-        assert all(np.abs(one - other).max() > dot for other in at[:number])
-        assert abs(one - own[number]).max() < 4 * dot
-    assert drawn[0] == pytest.approx(10.0) and drawn[5:] == pytest.approx([30.0, 30.0])

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from sparse_flash.benchmarks import precision
+from sparse_flash.benchmarks.measure.throughput import OverLimit
 
 CPU = torch.device("cpu")
 
@@ -28,7 +29,7 @@ def test_a_contestant_that_fails_is_a_result_and_the_others_run():
 
 def test_a_limit_of_time_is_a_result(monkeypatch):
     def slow(*_, **__):
-        raise precision.OverLimit
+        raise OverLimit
 
     monkeypatch.setattr(precision.sf, "attention", slow)
     results = precision.measure_row(row(), [], False, None, 60, CPU)["results"]

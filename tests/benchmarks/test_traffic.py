@@ -28,15 +28,6 @@ for number, (kernel, values) in enumerate(
             f'"{number}",{place},"{kernel}","1","7","(384, 1, 1)","(132, 1, 1)","0","9.0","metrics","{metric}","{unit}","{value}"\n'
         )
 
-WIDE = f""""the program's own line"
-"ID","Process ID","Kernel Name","Context",{",".join(f'"{metric}"' for metric in traffic.METRICS.values())}
-"","","","","Gbyte","Gbyte","MB","ms"
-"0","4242","attention_forward_kernel","1","0.5","0.5","1","1"
-done
-"1","4242","attention_forward_kernel","1","4.25","1.234567936","67.25","4.5125"
-"2","4242","attention_backward_kernel","1","0.000032","2.5","3000","9"
-==WARNING== something
-"""
 WANTED = {
     "density": 0.5,
     "forward": {
@@ -56,10 +47,9 @@ WANTED = {
 }
 
 
-@pytest.mark.parametrize("text", [LONG, WIDE], ids=["a row for each metric", "a row for each launch"])
-def test_the_last_launch_is_read_whatever_the_form_and_the_units(text):
-    assert traffic.parse_point(0.5, text) == WANTED
-    assert len(traffic.parse_launches(text)) == (4 if text is LONG else 3)
+def test_the_last_launch_is_read_whatever_the_units():
+    text = LONG.replace('"3","4242"', '"a line of","the program"\n"3","4242"', 1)
+    assert traffic.parse_point(0.5, text) == WANTED and len(traffic.parse_launches(text)) == 4
 
 
 @pytest.mark.parametrize(
