@@ -120,9 +120,9 @@ def block_sparse_attn_func(
     }
 
     def attend(numbers: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        taken = (_take_heads(x, [number * x.shape[1] // len(heads) for number in numbers]) for x in (q, k, v))
+        taken = [_take_heads(x, [number * x.shape[1] // len(heads) for number in numbers]) for x in (q, k, v)]
         chosen = tuple(heads[number] for number in numbers)
-        return _attend(*taken, chosen, starts, kv_starts, maps, is_causal, exact_streaming, options)
+        return _attend(taken, chosen, starts, kv_starts, maps, is_causal, exact_streaming, options)
 
     order = sorted(range(len(heads)), key=lambda number: heads[number].streaming is None)
     streaming = sum(head.streaming is not None for head in heads)
@@ -130,7 +130,7 @@ def block_sparse_attn_func(
         parts = zip(attend(order[:streaming]), attend(order[streaming:]), strict=True)
         out, lse = (_take_heads(torch.cat(part, 1), [order.index(number) for number in range(len(heads))]) for part in parts)
     else:
-        out, lse = _attend(q, k, v, heads, starts, kv_starts, maps, is_causal, exact_streaming, options)
+        out, lse = _attend([q, k, v], heads, starts, kv_starts, maps, is_causal, exact_streaming, options)
     return (out, F.pad(lse, (0, max_seqlen_q_ - lse.shape[2]), value=float("-inf")), None) if return_attn_probs else out
 
 
@@ -208,19 +208,20 @@ class _Streaming(RunPattern):
         return first * self.unit, stop * self.unit
 
 
-def _attend(q, k, v, heads: tuple[_Head, ...], starts, kv_starts, maps, causal: bool, exact: bool, options):
+def _attend(tensors: list[torch.Tensor], heads: tuple[_Head, ...], starts, kv_starts, maps, causal: bool, exact: bool, options):
     """Returns out, (total_q, heads, head_dim), and lse, (documents, heads, the longest of these)."""
+    q, k, v = tensors
     lengths = [(b - a, d - c) for (a, b), (c, d) in zip(pairwise(starts), pairwise(kv_starts), strict=True)]
     longest = max(q_len for q_len, _ in lengths)
     outs, lses, first = [], [], 0
     for (q_len, kv_len), documents in groupby(lengths):
         stop = first + len(list(documents))
         tokens = (q, starts, q_len), (k, kv_starts, kv_len), (v, kv_starts, kv_len)
-        taken = (x[at[first] : at[stop]].unflatten(0, (stop - first, n)).transpose(1, 2) for x, at, n in tokens)
+        q_rows, k_rows, v_rows = (x[at[first] : at[stop]].unflatten(0, (stop - first, n)).transpose(1, 2) for x, at, n in tokens)
         mask = None
         if heads and q_len and kv_len:
             mask = _build_mask(heads, None if maps is None else maps[first:stop], causal, exact, q_len, kv_len, q.device)
-        out, lse = attention(*taken, mask, **options)
+        out, lse = attention(q_rows, k_rows, v_rows, mask, **options)
         outs.append(out.transpose(1, 2).flatten(0, 1))
         lses.append(F.pad(lse, (0, longest - q_len), value=float("-inf")))
         first = stop

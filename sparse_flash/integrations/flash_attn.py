@@ -193,14 +193,14 @@ def flash_attn_varlen_func(
     q = _gather_rows(q, q_rows)
     if block_table is None:
         kv_rows = _lay_out_rows(cu_seqlens_k, len(k), max_seqlen_k, at_end=not shared)
-        k, v, kv_first, kv_count = _gather_rows(k, kv_rows), _gather_rows(v, kv_rows), kv_rows.first, kv_rows.count
+        k, v, kv_first, kv_length = _gather_rows(k, kv_rows), _gather_rows(v, kv_rows), kv_rows.first, kv_rows.length
     else:
-        kv_count = cu_seqlens_k.diff()
-        kv_first = max_seqlen_k - kv_count
+        kv_length = cu_seqlens_k.diff()
+        kv_first = max_seqlen_k - kv_length
         token = torch.arange(max_seqlen_k, device=q.device) - kv_first[:, None]
         k, v = (t[_find_pages(block_table, token, t)].transpose(1, 2) for t in (k, v))
-    starts, counts = {"q_starts": q_rows.first, "kv_starts": kv_first}, {"q_lens": q_rows.count, "kv_lens": kv_count}
-    out, lse = attention(q, k, v, kept, **(counts if shared else starts), **options, **variant)
+    options |= {"q_lens": q_rows.length, "kv_lens": kv_length} if shared else {"q_starts": q_rows.first, "kv_starts": kv_first}
+    out, lse = attention(q, k, v, kept, **options, **variant)
     out = _scatter_rows(out, q_rows, 0.0)
     return (out, _scatter_rows(lse[..., None], q_rows, float("-inf")).squeeze(-1).T, None) if return_attn_probs else out
 
@@ -493,11 +493,11 @@ def _is_shift_invariant(pattern: Pattern) -> bool:
 
 class _Rows(NamedTuple):
     """Packed sequences on an axis with ``longest`` rows for each. first: (sequences,) int32, the first row that a sequence fills.
-    count: its tokens. row_of_token, token_of_row: int32, -1 for none."""
+    length: its tokens. row_of_token, token_of_row: int32, -1 for none."""
 
     longest: int
     first: torch.Tensor
-    count: torch.Tensor
+    length: torch.Tensor
     row_of_token: torch.Tensor
     token_of_row: torch.Tensor
 
@@ -518,7 +518,7 @@ def _lay_out_rows(cu_seqlens: torch.Tensor, tokens: int, longest: int, at_end: b
 def _gather_rows(x: torch.Tensor, rows: _Rows) -> torch.Tensor:
     """(tokens, heads, head_dim) -> (sequences, heads, longest, head_dim)."""
     taken = take_rows(x, rows.token_of_row, rows.row_of_token, 0.0, False)
-    return taken.unflatten(0, (len(rows.count), rows.longest)).transpose(1, 2)
+    return taken.unflatten(0, (len(rows.length), rows.longest)).transpose(1, 2)
 
 
 def _scatter_rows(x: torch.Tensor, rows: _Rows, fill: float) -> torch.Tensor:

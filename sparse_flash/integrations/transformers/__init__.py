@@ -54,7 +54,7 @@ if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 8):
 # PREVIOUS on each module that keeps its attention but is switched with the others, read by attend_layer;
 # _WATCHED on the decoder and _PLAN on the model, once their hooks are registered; _shard_inputs reads the plan.
 # Its config holds NAME as its implementation, which all of these ask first, and the masks under CONFIG_KEY, for saving.
-# model.set_attn_implementation(name) switches it back: the attributes stay, and nothing reads them.
+# model.set_attn_implementation(name) switches it back: the attributes stay, without effect.
 _WATCHED = "_sparse_flash_watched"
 _PLAN = "_sparse_flash_plan"
 

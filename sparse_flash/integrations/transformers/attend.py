@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from transformers import AttentionInterface
@@ -34,21 +34,12 @@ PREVIOUS = "_sparse_flash_before"
 # Keywords of transformers 5.23 that reach attention but do not change its result here: use_sparse_flash sets them (deterministic),
 # or they serve other parts of a model, or other implementations.
 _WITHOUT_EFFECT = {
-    "cache_position",
-    "deterministic",
-    "kernel_options",
-    "logits_to_keep",
-    "max_length_k",
-    "max_length_q",
-    "num_items_in_batch",
-    "output_hidden_states",
-    "output_router_logits",
-    "past_key_values",
-    "return_dict",
-    "seq_idx",
-    "shift_labels",
-    "use_cache",
-}
+    "cache_position", "deterministic", "kernel_options", "logits_to_keep", "max_length_k", "max_length_q", "num_items_in_batch",
+    "output_hidden_states", "output_router_logits", "past_key_values", "return_dict", "seq_idx", "shift_labels", "use_cache",
+}  # fmt: skip
+
+
+_Mask: TypeAlias = Pattern | str | BlockMask | None
 
 
 class LayerSettings(NamedTuple):
@@ -76,7 +67,7 @@ class LayerCall(NamedTuple):
     """One call of a layer. query, key, value: (batch, heads, tokens, head_dim). sinks: (heads,) sink logits."""
 
     settings: LayerSettings
-    module: torch.nn.Module
+    module: Any
     model_mask: ModelMask
     query: torch.Tensor
     key: torch.Tensor
@@ -142,24 +133,9 @@ def _is_prompt(model_mask: ModelMask) -> bool:
 
 
 def _attend_switched(
-    settings: LayerSettings,
-    module,
-    query,
-    key,
-    value,
-    attention_mask,
-    scaling=None,
-    dropout=0.0,
-    sliding_window=None,
-    softcap=None,
-    s_aux=None,
-    is_causal=None,
-    position_ids=None,
-    cu_seq_lens_q=None,
-    cu_seq_lens_k=None,
-    block_indices=None,
-    **unknown,
-) -> torch.Tensor:
+    settings: LayerSettings, module, query, key, value, attention_mask, scaling=None, dropout=0.0, softcap=None, s_aux=None,
+    sliding_window=None, is_causal=None, position_ids=None, cu_seq_lens_q=None, cu_seq_lens_k=None, block_indices=None, **unknown
+) -> torch.Tensor:  # fmt: skip
     """Attends by the first of these that the call needs: a plan, blocks that the layer chose, blocks that the mask chooses, packed
     sequences, rows. Returns (batch, heads, tokens, head_dim), as all functions below do.
 
@@ -186,10 +162,10 @@ def _attend_switched(
         raise ValueError(future_error(f"the mask of {type(module).__name__}", settings.mask))
     if settings.prompt_choice is not None:
         return attend_prompt(call, cu_seqlens is not None)
-    mask: Pattern | str | BlockMask | None = settings.mask
+    mask: _Mask = settings.mask
     if isinstance(mask, str) and mask == OWN:
         mask = None if model_mask.base == "full" else model_mask.base
-    return _attend_rows(call, model_mask, mask) if cu_seqlens is None else _attend_packed(call, mask, cu_seqlens)
+    return _attend_rows(call, mask) if cu_seqlens is None else _attend_packed(call, mask, cu_seqlens)
 
 
 _attend_outside_graphs = torch.compiler.disable(_attend_switched)
@@ -219,13 +195,13 @@ def _check_lengths(call: LayerCall) -> None:
         )
 
 
-def _attend_rows(call: LayerCall, model_mask: ModelMask, mask: Pattern | str | BlockMask | None) -> torch.Tensor:
+def _attend_rows(call: LayerCall, mask: _Mask) -> torch.Tensor:
     """Attends a batch of one sequence in each row, padded or not.
 
     The positions of ``mask`` count from each sequence's first token. If padding comes before it, the tokens move to the front if
     that means the same and compiles nothing more; otherwise each sequence gets a mask that is moved.
     """
-    key, value, kv_lens = _cut_cache(call)
+    model_mask, (key, value, kv_lens) = call.model_mask, _cut_cache(call)
     # Compiled code cannot read whether there is padding.
     padded = model_mask.first_token is not None if torch.compiler.is_compiling() else model_mask.left_padding
     if call.settings.needs_positions and mask is not None and padded:
@@ -239,7 +215,11 @@ def _attend_rows(call: LayerCall, model_mask: ModelMask, mask: Pattern | str | B
     aligned = not (model_mask.first_key_position and _needs_positions(call.settings, model_mask))
     if kv_lens is not None or (aligned and not lengths and _can_decode_row(call, key, mask)):
         return _decode(call, key, value, mask, kv_lens)
-    return attention(call.query, key, value, mask, **lengths, **call.options())
+    return _attend(call, call.query, key, value, mask, **lengths)
+
+
+def _attend(call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **lengths) -> torch.Tensor:
+    return cast(torch.Tensor, attention(query, key, value, mask, **lengths, **call.options()))
 
 
 def _lengths_of(model_mask: ModelMask) -> dict[str, torch.Tensor]:
@@ -255,28 +235,25 @@ def _can_decode_row(call: LayerCall, key: torch.Tensor, mask: object) -> bool:
     return not call.dropout and call.softcap is None and is_decode_step(call.query, key, mask)
 
 
-def _decode_moved(call: LayerCall, key: torch.Tensor, value: torch.Tensor, mask: Pattern | str) -> torch.Tensor:
+def _decode_moved(call: LayerCall, key: torch.Tensor, value: torch.Tensor, mask: _Mask) -> torch.Tensor:
     """Attends the newest token of each sequence, whose keys move to the front."""
     first, mask = call.model_mask.first_token, call.model_mask.intersect(mask, key.device)
     kv_lens = (call.model_mask.key_count - first).to(torch.int32)
     return _decode(call, _roll_tokens(key, first), _roll_tokens(value, first), mask, kv_lens)
 
 
-def _attend_moved(call: LayerCall, key: torch.Tensor, value: torch.Tensor, mask: Pattern | str | BlockMask) -> torch.Tensor:
+def _attend_moved(call: LayerCall, key: torch.Tensor, value: torch.Tensor, mask: _Mask) -> torch.Tensor:
     """Attends sequences whose tokens move to the front and back again."""
     model_mask = call.model_mask
-    first, count, mask = (
-        model_mask.first_token,
-        model_mask.key_stops - model_mask.key_starts,
-        model_mask.intersect(mask, key.device),
-    )
+    first, count = model_mask.first_token, model_mask.key_stops - model_mask.key_starts
+    mask = model_mask.intersect(mask, key.device)
     query, key, value = (_roll_tokens(t, first) for t in (call.query, key, value))
-    return _roll_tokens(attention(query, key, value, mask, q_lens=count, kv_lens=count, **call.options()), -first)
+    return _roll_tokens(_attend(call, query, key, value, mask, q_lens=count, kv_lens=count), -first)
 
 
 def _decode(call: LayerCall, key: torch.Tensor, value: torch.Tensor, mask, kv_lens: torch.Tensor | None) -> torch.Tensor:
     """Attends the newest tokens to a cache."""
-    options = {"kv_lens": kv_lens, "scale": call.scale, "backend": call.settings.backend}
+    options: dict[str, Any] = {"kv_lens": kv_lens, "scale": call.scale, "backend": call.settings.backend}
     out, lse = attention_decode(call.query, key, value, mask, return_lse=True, **options)
     return out if call.sinks is None else with_sinks(out, lse, call.sinks, None)[0]
 
@@ -318,14 +295,14 @@ def _attend_chosen_blocks(call: LayerCall, block_indices: torch.Tensor, packed: 
             "model.set_attn_implementation('eager')"
         )
     key, value, kv_lens = _cut_cache(call)
-    options = {"q_len": call.query.shape[2], "kv_len": key.shape[2], "own": False, "check": False}
+    options: dict[str, Any] = {"q_len": call.query.shape[2], "kv_len": key.shape[2], "own": False, "check": False}
     selection = BlockSelection.from_picks(block_indices, call.module.config.index_block_size, **options)
     if kv_lens is not None or (can_decode(call.query, key) and not torch.compiler.is_compiling()):
         return _decode(call, key, value, selection, kv_lens)
-    return attention(call.query, key, value, selection, **call.options())
+    return _attend(call, call.query, key, value, selection)
 
 
-def _attend_packed(call: LayerCall, mask: Pattern | str | BlockMask | None, cu_seqlens: torch.Tensor) -> torch.Tensor:
+def _attend_packed(call: LayerCall, mask: _Mask, cu_seqlens: torch.Tensor) -> torch.Tensor:
     """Attends each packed sequence as if it were alone, under the model's window too."""
     settings, batch = call.settings, call.query.shape[0]
     if settings.precision is not None:
@@ -337,17 +314,18 @@ def _attend_packed(call: LayerCall, mask: Pattern | str | BlockMask | None, cu_s
     if reason is not None:
         if torch.compiler.is_compiling():
             raise ValueError(f"packed sequences with {reason} are not supported in compiled code; call the model uncompiled")
-        return _attend_rows(call, *separate_sequences(call.model_mask, mask, cu_seqlens, batch))
+        model_mask, mask = separate_sequences(call.model_mask, mask, cu_seqlens, batch)
+        return _attend_rows(call._replace(model_mask=model_mask), mask)
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (call.query, call.key, call.value))
-    options = {"scale": call.scale, "deterministic": settings.deterministic, "backend": settings.backend}
-    mask = call.model_mask.intersect(mask, q.device)
-    out, lse = attention_varlen(q, k, v, cu_seqlens, mask=mask, return_lse=True, **options)
+    options: dict[str, Any] = {"scale": call.scale, "deterministic": settings.deterministic, "backend": settings.backend}
+    options |= {"mask": call.model_mask.intersect(mask, q.device), "return_lse": True}
+    out, lse = attention_varlen(q, k, v, cu_seqlens, **options)
     if call.sinks is not None:
         out = with_sinks(out.transpose(0, 1)[None], lse[None], call.sinks, None)[0][0].transpose(0, 1)
     return out.unflatten(0, (batch, call.query.shape[2])).transpose(1, 2)
 
 
-def _why_not_varlen(call: LayerCall, mask: Pattern | str | BlockMask | None) -> str | None:
+def _why_not_varlen(call: LayerCall, mask: _Mask) -> str | None:
     """Names what ``attention_varlen`` does not support of a call; None if it supports all."""
     model_mask, by_head = call.model_mask, isinstance(mask, Pattern) and mask.name == "per_head"
     unsupported = {

@@ -52,22 +52,9 @@ class ModelMask(FlexBlockMask):
     """
 
     def __init__(
-        self,
-        q_length,
-        kv_length,
-        base="full",
-        limits=(),
-        kept_pairs=None,
-        first_key_position=0,
-        key_count=None,
-        key_count_tensor=None,
-        key_starts=None,
-        key_stops=None,
-        first_token=None,
-        sequence_starts=None,
-        refusal=None,
-        arguments=None,
-    ):
+        self, q_length, kv_length, base="full", limits=(), kept_pairs=None, first_key_position=0, key_count=None,
+        key_count_tensor=None, key_starts=None, key_stops=None, first_token=None, sequence_starts=None, refusal=None, arguments=None
+    ):  # fmt: skip
         self.q_length, self.kv_length, self.first_key_position = q_length, kv_length, first_key_position
         self.base, self.limits, self.kept_pairs = base, limits, kept_pairs
         self.key_count, self.key_count_tensor = key_count, key_count_tensor
