@@ -206,7 +206,7 @@ def restore(transformer: torch.nn.Module) -> torch.nn.Module:
             hook.remove()
         for layer in run.layers:
             if isinstance(layer.processor, _Processor):  # otherwise somebody has set another one since
-                _set_processor(layer, layer.processor.own)
+                _set_processor(layer, layer.processor.original)
         delattr(model, _RUN_KEY)
         _reset_caches(model)
     return transformer
@@ -414,17 +414,17 @@ class _Run:
 class _Processor:
     """Runs a layer's own attention processor, with its attention computed by ``_Run.attend``."""
 
-    def __init__(self, own: Any, run: _Run, dense: bool):
-        self.own, self.run, self.dense = own, run, dense
-        self.native = copy.copy(own)
-        if hasattr(own, "_attention_backend"):
+    def __init__(self, original: Any, run: _Run, dense: bool):
+        self.original, self.run, self.dense = original, run, dense
+        self.native = copy.copy(original)
+        if hasattr(original, "_attention_backend"):
             self.native._attention_backend = "native"  # which calls scaled_dot_product_attention
 
     # Parameters have the names that attention modules of diffusers look for before they pass keywords on.
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None):
         given = (attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
         if self.run.layout is None:
-            return self.own(*given)
+            return self.original(*given)
         return outside_graphs(self.run_native)(*given) if self.run.parts.outside_graphs else self.run_native(*given)
 
     def run_native(self, *given):
@@ -432,16 +432,16 @@ class _Processor:
         with calls:
             out = self.native(*given)
         if not calls.count:
-            raise ValueError(f"{type(self.own).__name__} did not call scaled_dot_product_attention; call restore(transformer)")
+            raise ValueError(f"{type(self.original).__name__} did not call scaled_dot_product_attention; call restore(transformer)")
         return out
 
     @property
     def _attention_backend(self):
-        return self.own._attention_backend
+        return self.original._attention_backend
 
     @_attention_backend.setter
     def _attention_backend(self, backend):
-        self.own._attention_backend = backend  # of dense steps
+        self.original._attention_backend = backend  # of dense steps
 
 
 class _AttentionOverride(TorchFunctionMode):

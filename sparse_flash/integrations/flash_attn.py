@@ -454,22 +454,22 @@ def _combine_masks(causal: bool, window_size, mask):
     if left is None and right is None:
         return mask
     parts = [f"{name}={limit}" for name, limit in (("left", left), ("right", right)) if limit is not None]
-    own = "causal" if left is None and right == 0 else f"window({', '.join(parts)})"
+    window = "causal" if left is None and right == 0 else f"window({', '.join(parts)})"
     if mask is None:
-        return own
+        return window
     if isinstance(mask, str):
-        return f"({text_of(mask)}) & {own}"  # read alone first, so that an error shows the given text
+        return f"({text_of(mask)}) & {window}"  # read alone first, so that an error shows the given text
     if isinstance(mask, Pattern):
-        return _intersect(mask, own)
+        return _intersect(mask, window)
     raise ValueError(
         f"mask is a {type(mask).__name__}, which causal and window_size cannot be joined with; compile it from a pattern that says "
-        f"these, such as '... & {own}', or pass the pattern"
+        f"these, such as '... & {window}', or pass the pattern"
     )
 
 
 @cached_until_cleared(maxsize=256)
-def _intersect(mask: Pattern, own: str) -> Pattern:
-    return mask & own
+def _intersect(mask: Pattern, window: str) -> Pattern:
+    return mask & window
 
 
 def _check_shift_invariant(mask, what: str) -> None:
@@ -539,8 +539,8 @@ def _make_indexer(cache, cache_batch_idx, block_table, batch: int):
     """Returns a function: positions (batch, n) -> an index into the cache; any index for negative positions."""
     if block_table is not None:
         return lambda token: _find_pages(block_table, token, cache)
-    own = torch.arange(batch, device=cache.device) if cache_batch_idx is None else cache_batch_idx.long()
-    return lambda token: (own[:, None], token.clamp(min=0).long())
+    caches = torch.arange(batch, device=cache.device) if cache_batch_idx is None else cache_batch_idx.long()
+    return lambda token: (caches[:, None], token.clamp(min=0).long())
 
 
 def _write(cache: torch.Tensor, tokens: torch.Tensor, position: torch.Tensor, index, capacity: int) -> None:

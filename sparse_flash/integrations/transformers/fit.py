@@ -175,13 +175,13 @@ def fit(
     return own | {number: _pick_mask(specs, sums[number]) for number in layers if number in sums}
 
 
-def _is_causal(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, own: object, options: dict[str, Any]) -> bool:
+def _is_causal(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, mask: object, options: dict[str, Any]) -> bool:
     """Whether a layer's own mask keeps all earlier keys and no others."""
-    if own is None:
-        own = assume_mask(module, query, key, options.get("sliding_window"), options.get("is_causal"))
-    if not isinstance(own, ModelMask) or own.base != "causal" or own.kept_pairs is not None or own.refusal is not None:
+    if mask is None:
+        mask = assume_mask(module, query, key, options.get("sliding_window"), options.get("is_causal"))
+    if not isinstance(mask, ModelMask) or mask.base != "causal" or mask.kept_pairs is not None or mask.refusal is not None:
         return False
-    limits = [one for limit in own.limits for one in limit]
+    limits = [one for limit in mask.limits for one in limit]
     return options.get("block_indices") is None and all(keeps_all(one, key.shape[2]) for one in limits)
 
 

@@ -26,10 +26,10 @@ def find_plan(masks: Mapping[int, object], others: list[torch.nn.Module]) -> Sha
     if not plans:
         return None
     first = next(iter(plans.values()))
-    apart = sorted(number for number in masks if number not in plans or plans[number].positions is not first.positions)
-    if apart:
+    wrong = sorted(number for number in masks if number not in plans or plans[number].positions is not first.positions)
+    if wrong:
         raise ValueError(
-            f"layers {apart} do not share their tokens with layer {next(iter(plans))}; make one plan for all layers: "
+            f"layers {wrong} do not share their tokens with layer {next(iter(plans))}; make one plan for all layers: "
             "context_parallel([mask of each layer, ...], ...)"
         )
     if others:
