@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import count, groupby, pairwise
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -46,10 +46,17 @@ from ..masks.memory import cached_until_cleared
 from ..masks.methods import from_blocks
 from ..masks.pattern import Pattern, PerHead, parse
 from ..masks.rules import RunPattern
+from .flash_attn import refuse_probabilities
 
 _BLOCK = 128
-# 0: dense. A positive number: block-sparse, with the map of this number, counted from 1. (first, last): streaming.
-_Head: TypeAlias = int | tuple[int, int]
+
+
+class _Head(NamedTuple):
+    """The rule of a query head. map_number: it keeps the blocks of this map, counted from 0. streaming: it keeps so many first and
+    last blocks or keys. Neither: it is dense."""
+
+    map_number: int | None = None
+    streaming: tuple[int, int] | None = None
 
 
 def block_sparse_attn_func(
@@ -92,11 +99,7 @@ def block_sparse_attn_func(
     """
     check_types(q, k, v)
     check_packed(q, k, v)
-    if return_attn_probs and p_dropout:
-        raise ValueError(
-            "return_attn_probs with dropout asks for S_dmask, the matrix of weights with dropout's signs, which is never formed; "
-            "leave out return_attn_probs, or pass p_dropout=0.0"
-        )
+    refuse_probabilities(p_dropout, return_attn_probs)
     if exact_streaming and not is_causal:
         raise ValueError("exact_streaming needs is_causal=True; got is_causal=False; pass True, or exact_streaming=False")
     starts = _read_starts("q", q, cu_seqlens_q, max_seqlen_q_)
@@ -115,18 +118,19 @@ def block_sparse_attn_func(
         "deterministic": deterministic or None,
         "backend": backend,
     }
-    rest = starts, kv_starts, maps, is_causal, exact_streaming, options
-    streaming = [number for number, head in enumerate(heads) if isinstance(head, tuple)]
+
+    def attend(numbers: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        taken = [_take_heads(x, [number * x.shape[1] // len(heads) for number in numbers]) for x in (q, k, v)]
+        chosen = tuple(heads[number] for number in numbers)
+        return _attend(taken, chosen, starts, kv_starts, maps, is_causal, exact_streaming, options)
+
+    order = sorted(range(len(heads)), key=lambda number: heads[number].streaming is None)
+    streaming = sum(head.streaming is not None for head in heads)
     if exact_streaming and streaming and maps is not None:  # a map of blocks cannot say which keys of a block a head keeps
-        order = streaming + [number for number in range(len(heads)) if number not in streaming]
-        results = []
-        for chosen in (order[: len(streaming)], order[len(streaming) :]):
-            own_q, own_k, own_v = (_take_heads(x, [number * x.shape[1] // len(heads) for number in chosen]) for x in (q, k, v))
-            results.append(_attend(own_q, own_k, own_v, tuple(heads[number] for number in chosen), *rest))
-        places = [order.index(number) for number in range(len(heads))]
-        out, lse = (_take_heads(torch.cat(parts, 1), places) for parts in zip(*results, strict=True))
+        parts = zip(attend(order[:streaming]), attend(order[streaming:]), strict=True)
+        out, lse = (_take_heads(torch.cat(part, 1), [order.index(number) for number in range(len(heads))]) for part in parts)
     else:
-        out, lse = _attend(q, k, v, heads, *rest)
+        out, lse = _attend([q, k, v], heads, starts, kv_starts, maps, is_causal, exact_streaming, options)
     return (out, F.pad(lse, (0, max_seqlen_q_ - lse.shape[2]), value=float("-inf")), None) if return_attn_probs else out
 
 
@@ -204,19 +208,20 @@ class _Streaming(RunPattern):
         return first * self.unit, stop * self.unit
 
 
-def _attend(q, k, v, heads: tuple[_Head, ...], starts, kv_starts, maps, causal: bool, exact: bool, options):
+def _attend(tensors: list[torch.Tensor], heads: tuple[_Head, ...], starts, kv_starts, maps, causal: bool, exact: bool, options):
     """Returns out, (total_q, heads, head_dim), and lse, (documents, heads, the longest of these)."""
+    q, k, v = tensors
     lengths = [(b - a, d - c) for (a, b), (c, d) in zip(pairwise(starts), pairwise(kv_starts), strict=True)]
     longest = max(q_len for q_len, _ in lengths)
     outs, lses, first = [], [], 0
-    for (q_len, kv_len), alike in groupby(lengths):
-        stop = first + len(list(alike))
+    for (q_len, kv_len), documents in groupby(lengths):
+        stop = first + len(list(documents))
         tokens = (q, starts, q_len), (k, kv_starts, kv_len), (v, kv_starts, kv_len)
-        own_q, own_k, own_v = (x[at[first] : at[stop]].unflatten(0, (stop - first, n)).transpose(1, 2) for x, at, n in tokens)
+        q_rows, k_rows, v_rows = (x[at[first] : at[stop]].unflatten(0, (stop - first, n)).transpose(1, 2) for x, at, n in tokens)
         mask = None
         if heads and q_len and kv_len:
             mask = _build_mask(heads, None if maps is None else maps[first:stop], causal, exact, q_len, kv_len, q.device)
-        out, lse = attention(own_q, own_k, own_v, mask, **options)
+        out, lse = attention(q_rows, k_rows, v_rows, mask, **options)
         outs.append(out.transpose(1, 2).flatten(0, 1))
         lses.append(F.pad(lse, (0, longest - q_len), value=float("-inf")))
         first = stop
@@ -238,7 +243,7 @@ def _build_pattern(heads: tuple[_Head, ...], causal: bool, exact: bool, q_len: i
         unit = {"unit": 1}
     else:
         unit = {"unit": _BLOCK} | ({"lag": (q_len - kv_len) % _BLOCK} if causal else {"kv_units": _blocks(kv_len)})
-    patterns = tuple(dense & _Streaming(*head, **unit) if isinstance(head, tuple) else dense for head in heads)
+    patterns = tuple(dense if head.streaming is None else dense & _Streaming(*head.streaming, **unit) for head in heads)
     return patterns[0] if len(set(patterns)) == 1 else PerHead(patterns)
 
 
@@ -253,11 +258,11 @@ def _build_mask(
 ) -> BlockMask | Pattern:
     """The mask of documents of these lengths. maps: (documents, maps, q_blocks, kv_blocks) bool, of which heads may use none."""
     pattern = _build_pattern(heads, causal, exact, q_len, kv_len)
-    if maps is None or all(isinstance(head, tuple) or head == 0 for head in heads):
+    if maps is None or all(head.map_number is None for head in heads):
         return pattern
     maps = maps[:, :, : _blocks(q_len), : _blocks(kv_len)]
     others = compile_cached(pattern, q_len, kv_len, _BLOCK, device).kept_blocks().expand(len(maps), len(heads), *maps.shape[2:])
-    kept = [maps[:, head - 1] if isinstance(head, int) and head > 0 else others[:, number] for number, head in enumerate(heads)]
+    kept = [others[:, number] if head.map_number is None else maps[:, head.map_number] for number, head in enumerate(heads)]
     return from_blocks(torch.stack(kept, 1), _BLOCK, q_len, kv_len, "causal" if causal else None)
 
 
@@ -278,7 +283,7 @@ def _read_integers(name: str, given: torch.Tensor, number: int) -> list[int]:
 
 
 def _read_heads(head_mask_type: torch.Tensor, streaming_info: torch.Tensor | None, heads: int) -> tuple[_Head, ...]:
-    """Checks both tensors and returns what each head keeps. Heads of type 1 are numbered 1, 2, ..."""
+    """Checks both tensors and returns what each head keeps."""
     types = _read_integers("head_mask_type", head_mask_type, heads)
     ones = types.count(1)
     if max(types, default=0) > ones:
@@ -289,28 +294,32 @@ def _read_heads(head_mask_type: torch.Tensor, streaming_info: torch.Tensor | Non
     number = count(1)
     types = [next(number) if kind == 1 else kind for kind in types]
     if min(types, default=0) >= 0:
-        return tuple(types)
-    if streaming_info is None:
+        counts = [(0, 0)] * heads
+    elif streaming_info is None:
         raise ValueError(
             "streaming_info must be given, as head_mask_type is negative for streaming heads; got None; pass (first, last) for "
             f"each head in one tensor, ({2 * heads},) int32"
         )
-    info = _read_integers("streaming_info", streaming_info, 2 * heads)
-    counts = list(zip(info[::2], info[1::2], strict=True))
+    else:
+        info = _read_integers("streaming_info", streaming_info, 2 * heads)
+        counts = list(zip(info[::2], info[1::2], strict=True))
     for head, kind in enumerate(types):
         if kind < 0 and min(counts[head]) < 0:
             raise ValueError(
                 f"streaming_info must not be negative for streaming heads; got {counts[head]} for head {head}; pass how many first "
                 "and last blocks or keys it keeps"
             )
-    return tuple(own if kind < 0 else kind for kind, own in zip(types, counts, strict=True))
+    return tuple(
+        _Head(streaming=pair) if kind < 0 else _Head(map_number=kind - 1 if kind else None)
+        for kind, pair in zip(types, counts, strict=True)
+    )
 
 
 def _read_maps(
     base_blockmask: torch.Tensor | None, heads: tuple[_Head, ...], sizes: tuple[int, int, int], device: torch.device
 ) -> torch.Tensor | None:
     """base_blockmask as bool, None without block-sparse heads. sizes: documents, blocks of queries, blocks of keys."""
-    maps = max((head for head in heads if isinstance(head, int)), default=0)
+    maps = max((head.map_number + 1 for head in heads if head.map_number is not None), default=0)
     if base_blockmask is None and maps == 0:
         return None
     wanted = (sizes[0], maps, *sizes[1:])

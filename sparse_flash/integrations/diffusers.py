@@ -49,35 +49,39 @@ _LEAST_BLOCK = 64  # tokens of a table's block: Hopper's kernels take no smaller
 
 
 class _ModelParts(NamedTuple):
-    """Says where a model keeps what. cells: (frames, height, width) of its video, in tokens, from its arguments by name. layers:
-    the attention of each block, in lists. embed: the module that returns the video's tokens, rotary: the dimension of tokens in
-    what ``rope`` returns. conditions: the module that returns conditions, and a function that reorders conditions of single tokens.
-    text_first: whether text comes before video in attention. reads_values: whether the length of text in attention depends on a
-    mask's values. in_layers: whether each layer must reorder tokens by itself."""
+    """Says where a model keeps what.
 
-    cells: Callable[[Any, dict[str, Any]], tuple[int, int, int]]
+    grid_of: a function from the model's config and its arguments by name to the (frames, height, width) of its video, in tokens.
+    layers: the names of lists of blocks, and of the attention in each block. embed: the module that returns the video's tokens.
+    rotary_dim: the dimension of tokens in what ``rope`` returns. conditions: the module that returns conditions of single tokens,
+    and a function that reorders them. text_first: whether text comes before video in attention. outside_graphs: whether the length
+    of text in attention depends on a mask's values. reorders_in_layers: whether each layer must reorder tokens by itself; or a
+    value of the config's ``image_condition_type`` with which it must.
+    """
+
+    grid_of: Callable[[Any, dict[str, Any]], tuple[int, int, int]]
     layers: tuple[tuple[str, str], ...]
     embed: str = ""
-    rotary: int = 0
+    rotary_dim: int = 0
     conditions: tuple[str, Callable] | None = None
     text_first: bool = False
-    reads_values: bool = False
-    in_layers: Callable[[Any], bool] = lambda config: False
+    outside_graphs: bool = False
+    reorders_in_layers: bool | str = False
 
 
-def _make_patch_counter(frames: int, rows: int, *patch: str) -> Callable[[Any, dict[str, Any]], tuple[int, int, int]]:
-    """Returns ``cells`` of a model that gets latents with frames in dimension ``frames``, height in ``rows`` and width last. patch:
-    the config's names of the sides of a patch."""
+def _count_patches_of(frames: int, rows: int, *patch: str) -> Callable[[Any, dict[str, Any]], tuple[int, int, int]]:
+    """Returns ``grid_of`` for latents with frames in dimension ``frames``, height in ``rows`` and width last. patch: the config's
+    names of the sides of a patch."""
 
-    def cells(config, given):
+    def count_patches(config, given):
         latents = given["hidden_states"]
         sides = config.patch_size if not patch else [(getattr(config, name) if name else None) or 1 for name in patch]
         return tuple(latents.shape[dim] // side for dim, side in zip((frames, rows, 4), sides, strict=True))
 
-    return cells
+    return count_patches
 
 
-def _cells_of_ltx(config, given) -> tuple[int, int, int]:
+def _grid_of_ltx(config, given) -> tuple[int, int, int]:
     sizes, tokens = tuple(given.get(name) for name in ("num_frames", "height", "width")), given["hidden_states"].shape[1]
     if None in sizes:
         raise ValueError(f"num_frames, height and width must be passed to LTXVideoTransformer3DModel; got {sizes}")
@@ -89,12 +93,12 @@ def _cells_of_ltx(config, given) -> tuple[int, int, int]:
     return sizes
 
 
-def _conditions_of_wan(layout, batch: int, out):
+def _reorder_conditions_of_wan(layout, batch: int, out):
     timestep, projected, *rest = out
     return timestep, layout.to_tiles(projected, 1) if projected.dim() == 3 else projected, *rest
 
 
-def _conditions_of_ltx(layout, batch: int, out):
+def _reorder_conditions_of_ltx(layout, batch: int, out):
     projected, *rest = out
     single = projected.shape[0] == batch  # one for each entry of the batch, otherwise one for each token
     return projected if single else layout.to_tiles(projected.unflatten(0, (batch, -1)), 1).flatten(0, 1), *rest
@@ -102,28 +106,36 @@ def _conditions_of_ltx(layout, batch: int, out):
 
 _MODELS = {
     "WanTransformer3DModel": _ModelParts(
-        _make_patch_counter(2, 3), (("blocks", "attn1"),), "patch_embedding", 1, ("condition_embedder", _conditions_of_wan)
+        grid_of=_count_patches_of(2, 3),
+        layers=(("blocks", "attn1"),),
+        embed="patch_embedding",
+        rotary_dim=1,
+        conditions=("condition_embedder", _reorder_conditions_of_wan),
     ),
     "HunyuanVideoTransformer3DModel": _ModelParts(
-        _make_patch_counter(2, 3, "patch_size_t", "patch_size", "patch_size"),
-        (("transformer_blocks", "attn"), ("single_transformer_blocks", "attn")),
-        "x_embedder",
-        in_layers=lambda config: config.image_condition_type == "token_replace",
+        grid_of=_count_patches_of(2, 3, "patch_size_t", "patch_size", "patch_size"),
+        layers=(("transformer_blocks", "attn"), ("single_transformer_blocks", "attn")),
+        embed="x_embedder",
+        reorders_in_layers="token_replace",
     ),
     "LTXVideoTransformer3DModel": _ModelParts(
-        _cells_of_ltx, (("transformer_blocks", "attn1"),), "proj_in", 1, ("time_embed", _conditions_of_ltx)
+        grid_of=_grid_of_ltx,
+        layers=(("transformer_blocks", "attn1"),),
+        embed="proj_in",
+        rotary_dim=1,
+        conditions=("time_embed", _reorder_conditions_of_ltx),
     ),
     "MochiTransformer3DModel": _ModelParts(
-        _make_patch_counter(2, 3, "", "patch_size", "patch_size"),
-        (("transformer_blocks", "attn1"),),
-        "patch_embed",
-        reads_values=True,
+        grid_of=_count_patches_of(2, 3, "", "patch_size", "patch_size"),
+        layers=(("transformer_blocks", "attn1"),),
+        embed="patch_embed",
+        outside_graphs=True,
     ),
     "CogVideoXTransformer3DModel": _ModelParts(
-        _make_patch_counter(1, 3, "patch_size_t", "patch_size", "patch_size"),
-        (("transformer_blocks", "attn1"),),
+        grid_of=_count_patches_of(1, 3, "patch_size_t", "patch_size", "patch_size"),
+        layers=(("transformer_blocks", "attn1"),),
         text_first=True,
-        in_layers=lambda config: True,
+        reorders_in_layers=True,
     ),
 }
 
@@ -158,26 +170,26 @@ def use_sparse_flash(
     next forward call. If a cache of diffusers is enabled, dense steps keep all pairs in the order of tiles, because caches hold
     tokens in one order. Raises ValueError for models that are not known, for context parallelism and for arguments that do not fit.
     """
-    model, known = _find_model(transformer)
-    layers = [getattr(block, attn) for blocks, attn in known.layers for block in getattr(model, blocks)]
+    model, parts = _find_model(transformer)
+    layers = [getattr(block, attn) for blocks, attn in parts.layers for block in getattr(model, blocks)]
     steps = _check_numbers("dense_steps", range(dense_steps) if type(dense_steps) is int and dense_steps >= 0 else dense_steps)
     dense = _check_numbers("dense_layers", dense_layers)
     if wrong := sorted(number for number in dense if number >= len(layers)):
         raise ValueError(f"dense_layers must name layers of {type(model).__name__}, 0 to {len(layers) - 1}; got {wrong}")
     check_precision(precision)
-    run = _Run(model, known, _parse_spec(spec), _parse_layout(layout), steps, precision)
+    run = _Run(model, parts, _parse_spec(spec), _parse_layout(layout), steps, precision)
     restore(model)
     _reset_caches(model)
     for number, layer in enumerate(layers):
         _set_processor(layer, _Processor(layer.processor, run, number in dense))
     run.layers = layers
     run.hooks = [model.register_forward_pre_hook(run.begin, with_kwargs=True)]
-    if not run.in_layers:
-        run.hooks.append(getattr(model, known.embed).register_forward_hook(run.reorder_tokens))
+    if not run.reorders_in_layers:
+        run.hooks.append(getattr(model, parts.embed).register_forward_hook(run.reorder_tokens))
         run.hooks.append(model.rope.register_forward_hook(run.reorder_rotary))
         run.hooks.append(model.norm_out.register_forward_pre_hook(run.restore_order))
-        if known.conditions is not None:
-            run.hooks.append(getattr(model, known.conditions[0]).register_forward_hook(run.reorder_conditions))
+        if parts.conditions is not None:
+            run.hooks.append(getattr(model, parts.conditions[0]).register_forward_hook(run.reorder_conditions))
     setattr(model, _RUN_KEY, run)
     return transformer
 
@@ -194,7 +206,7 @@ def restore(transformer: torch.nn.Module) -> torch.nn.Module:
             hook.remove()
         for layer in run.layers:
             if isinstance(layer.processor, _Processor):  # otherwise somebody has set another one since
-                _set_processor(layer, layer.processor.own)
+                _set_processor(layer, layer.processor.original)
         delattr(model, _RUN_KEY)
         _reset_caches(model)
     return transformer
@@ -243,17 +255,25 @@ def _check_numbers(name: str, numbers: Any) -> frozenset[int]:
     return frozenset(numbers)
 
 
-def _parse_spec(spec: Any) -> Any:
-    """Returns what ``_mask`` takes: a function, or text in pieces, between which the layout's text goes."""
+def _parse_spec(spec: Any) -> Callable[[Any], Pattern | str]:
+    """Returns a function from a layout to the mask."""
     if callable(spec):
-        return spec
+        return partial(_mask_of_function, spec)
     if not isinstance(spec, str):
         raise TypeError(f"spec must be text or a function from a layout to a pattern; got {type(spec).__name__}")
     pieces = tuple(_LAYOUT_WORD.split(spec))
     if len(pieces) == 1:
         raise ValueError(f"spec must say where the layout of the inputs goes, as 'tile_window(layout, (3, 3, 3))'; got {spec!r}")
-    parse(VideoLayout(*_PROBE).to_spec().join(pieces))
-    return pieces
+    parse(_mask_of_text(pieces, VideoLayout(*_PROBE)))
+    return partial(_mask_of_text, pieces)
+
+
+def _mask_of_function(spec: Callable[[Any], Any], layout: VideoLayout) -> Pattern:
+    return layout & spec(layout)
+
+
+def _mask_of_text(pieces: tuple[str, ...], layout: VideoLayout) -> str:
+    return layout.to_spec().join(pieces)
 
 
 def _parse_layout(layout: Any) -> Any:
@@ -268,16 +288,39 @@ def _parse_layout(layout: Any) -> Any:
 
 
 @constant_in_graphs
-def _layout_of(make: Callable, cells: tuple[int, int, int]) -> VideoLayout:
-    return _build_layout(make, cells)
+def _layout_of(make: Callable, grid: tuple[int, int, int]) -> VideoLayout:
+    return _build_layout(make, grid)
 
 
 @cached_until_cleared(maxsize=256)  # torch.compile compiles anew for another object
-def _build_layout(make: Callable, cells: tuple[int, int, int]) -> VideoLayout:
-    layout = make(*cells)
-    if not isinstance(layout, VideoLayout) or layout.grid != cells or layout.prefix or layout.suffix:
-        raise ValueError(f"layout must return a VideoLayout of the grid {cells}, without prefix and suffix; got {layout!r}")
+def _build_layout(make: Callable, grid: tuple[int, int, int]) -> VideoLayout:
+    layout = make(*grid)
+    if not isinstance(layout, VideoLayout) or layout.grid != grid or layout.prefix or layout.suffix:
+        raise ValueError(f"layout must return a VideoLayout of the grid {grid}, without prefix and suffix; got {layout!r}")
     return layout
+
+
+class _StepCounter:
+    """Counts the steps of sampling loops from the timestep of each call. Calls with one timestep are one step. Step 0 starts with
+    the first call, when a loop's first timestep comes again, and when timesteps change in the other direction."""
+
+    def __init__(self):
+        self.step = 0
+        self.first: float | None = None
+        self.last: float | None = None
+        self.rises: bool | None = None
+
+    @outside_graphs
+    def count(self, timestep) -> int:
+        now = float(torch.as_tensor(timestep).max())
+        if now != self.last:
+            rises = self.last is not None and now > self.last
+            if self.last is None or now == self.first or self.rises not in (None, rises):
+                self.step, self.first, self.rises = 0, now, None
+            else:
+                self.step, self.rises = self.step + 1, rises
+            self.last = now
+        return self.step
 
 
 class _Run:
@@ -286,21 +329,18 @@ class _Run:
     present call is a dense step that runs in the order of tiles, as caches hold tokens in one order."""
 
     def __init__(
-        self, model: Any, known: _ModelParts, spec: Any, make: Callable, dense_steps: frozenset[int], precision: str | None
+        self, model: Any, parts: _ModelParts, mask_of: Callable, make: Callable, dense_steps: frozenset[int], precision: str | None
     ):
-        self.precision = precision
-        self.config, self.known, self.spec, self.make, self.dense_steps = model.config, known, spec, make, dense_steps
-        self.in_layers = known.in_layers(model.config)
+        self.config, self.parts, self.mask_of, self.make = model.config, parts, mask_of, make
+        self.dense_steps, self.precision, self.steps = dense_steps, precision, _StepCounter()
+        condition = getattr(model.config, "image_condition_type", None)
+        self.reorders_in_layers = parts.reorders_in_layers in (True, condition)
         self.names = tuple(inspect.signature(type(model).forward).parameters)[1:]
         self.layers: list[Any] = []
         self.hooks: list[Any] = []
         self.layout: Any = None
         self.keeps_all = False
         self.batch = 0
-        self.step = 0
-        self.first: float | None = None
-        self.last: float | None = None
-        self.upward: bool | None = None
 
     def begin(self, model, args, kwargs) -> None:
         if not all(isinstance(layer.processor, _Processor) for layer in self.layers):
@@ -315,24 +355,12 @@ class _Run:
         if self.dense_steps:
             if model.training and torch.is_grad_enabled():
                 raise ValueError("dense_steps count the steps of sampling; call use_sparse_flash without them for training")
-            if self._count_step(given["timestep"]) in self.dense_steps:
-                self.keeps_all = not self.in_layers and outside_graphs(_is_cached)(model)
+            if self.steps.count(given["timestep"]) in self.dense_steps:
+                self.keeps_all = not self.reorders_in_layers and outside_graphs(_is_cached)(model)
                 if not self.keeps_all:
                     self.layout = None
                     return
-        self.layout = _layout_of(self.make, self.known.cells(self.config, given))
-
-    @outside_graphs
-    def _count_step(self, timestep) -> int:
-        now = float(torch.as_tensor(timestep).max())
-        if now != self.last:
-            upward = self.last is not None and now > self.last
-            if self.last is None or now == self.first or self.upward not in (None, upward):
-                self.step, self.first, self.upward = 0, now, None
-            else:
-                self.step, self.upward = self.step + 1, upward
-            self.last = now
-        return self.step
+        self.layout = _layout_of(self.make, self.parts.grid_of(self.config, given))
 
     def reorder_tokens(self, module, args, out):
         if self.layout is None:
@@ -344,10 +372,10 @@ class _Run:
         return self.layout.to_tiles(out, 1)
 
     def reorder_rotary(self, module, args, out):
-        return None if self.layout is None else tuple(self.layout.to_tiles(one, self.known.rotary) for one in out)
+        return None if self.layout is None else tuple(self.layout.to_tiles(one, self.parts.rotary_dim) for one in out)
 
     def reorder_conditions(self, module, args, out):
-        return None if self.layout is None else self.known.conditions[1](self.layout, self.batch, out)
+        return None if self.layout is None else self.parts.conditions[1](self.layout, self.batch, out)
 
     def restore_order(self, module, args):
         return None if self.layout is None else (self.layout.to_raster(args[0], 1), *args[1:])
@@ -355,8 +383,8 @@ class _Run:
     def attend(self, dense, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
         """Takes the place of scaled_dot_product_attention, whose arguments these are. dense: whether to keep all pairs."""
         video = self.layout
-        text = query.shape[2] - (video.tokens if self.in_layers else video.length)
-        beside = (text, 0) if self.known.text_first else (0, text)
+        text = query.shape[2] - (video.tokens if self.reorders_in_layers else video.length)
+        beside = (text, 0) if self.parts.text_first else (0, text)
         layout = VideoLayout(*video.grid, video.tile, *beside)
         kv_lens = None
         if attn_mask is not None:
@@ -366,12 +394,12 @@ class _Run:
                     f"{attn_mask.dtype}; leave it out, or call restore(transformer)"
                 )
             kv_lens = layout.length - text + attn_mask[:, 0, 0, -text:].sum(-1)
-        if self.in_layers:
+        if self.reorders_in_layers:
             query, key, value = (layout.to_tiles(one, 2) for one in (query, key, value))
-        mask = self._compile_mask(layout if dense or self.keeps_all else self._mask(layout), layout, kv_lens, query.device)
+        mask = self._compile_mask(layout if dense or self.keeps_all else self.mask_of(layout), layout, kv_lens, query.device)
         options: dict[str, Any] = {"dropout_p": dropout_p, "kv_lens": kv_lens, "precision": self.precision}
         out = attention(query, key, value, mask, scale=scale, **options)
-        return layout.to_raster(out, 2) if self.in_layers else out
+        return layout.to_raster(out, 2) if self.reorders_in_layers else out
 
     def _compile_mask(self, mask, layout, kv_lens, device) -> BlockMask | Pattern | str:
         """The mask in blocks of one tile; a chooser has its own blocks."""
@@ -382,43 +410,38 @@ class _Run:
             check_known_end(mask)
         return compile_cached(mask, layout.length, layout.length, max(layout.block_size, _LEAST_BLOCK), device)
 
-    def _mask(self, layout) -> Pattern | str:
-        if not callable(self.spec):
-            return layout.to_spec().join(self.spec)
-        return layout & self.spec(layout)
-
 
 class _Processor:
     """Runs a layer's own attention processor, with its attention computed by ``_Run.attend``."""
 
-    def __init__(self, own: Any, run: _Run, dense: bool):
-        self.own, self.run, self.dense = own, run, dense
-        self.native = copy.copy(own)
-        if hasattr(own, "_attention_backend"):
+    def __init__(self, original: Any, run: _Run, dense: bool):
+        self.original, self.run, self.dense = original, run, dense
+        self.native = copy.copy(original)
+        if hasattr(original, "_attention_backend"):
             self.native._attention_backend = "native"  # which calls scaled_dot_product_attention
 
     # Parameters have the names that attention modules of diffusers look for before they pass keywords on.
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None):
         given = (attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
         if self.run.layout is None:
-            return self.own(*given)
-        return outside_graphs(self.run_native)(*given) if self.run.known.reads_values else self.run_native(*given)
+            return self.original(*given)
+        return outside_graphs(self.run_native)(*given) if self.run.parts.outside_graphs else self.run_native(*given)
 
     def run_native(self, *given):
         calls = _AttentionOverride(self.run, self.dense)
         with calls:
             out = self.native(*given)
         if not calls.count:
-            raise ValueError(f"{type(self.own).__name__} did not call scaled_dot_product_attention; call restore(transformer)")
+            raise ValueError(f"{type(self.original).__name__} did not call scaled_dot_product_attention; call restore(transformer)")
         return out
 
     @property
     def _attention_backend(self):
-        return self.own._attention_backend
+        return self.original._attention_backend
 
     @_attention_backend.setter
     def _attention_backend(self, backend):
-        self.own._attention_backend = backend  # of dense steps
+        self.original._attention_backend = backend  # of dense steps
 
 
 class _AttentionOverride(TorchFunctionMode):

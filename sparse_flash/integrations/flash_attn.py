@@ -17,7 +17,7 @@ Source: flash_attn.flash_attn_interface (https://github.com/Dao-AILab/flash-atte
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -67,7 +67,7 @@ def flash_attn_func(
     Returns out, like q, or with return_attn_probs (out, lse, None), lse of shape (batch, heads, seqlen_q) float32. Differentiable.
     Raises ValueError for return_attn_probs with dropout, and whenever ``sparse_flash.attention`` does.
     """
-    _refuse_probabilities(dropout_p, return_attn_probs)
+    refuse_probabilities(dropout_p, return_attn_probs)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _check_dims(name, tensor, "(batch, tokens, heads, head_dim)")
     scales: dict[str, Any] = {"q_scale": q_descale, "k_scale": k_descale, "v_scale": v_descale}
@@ -168,7 +168,7 @@ def flash_attn_varlen_func(
     With dropout, softcap, alibi_slopes or block_table, sequences are first moved to an axis of max_seqlen tokens each, which takes
     that much memory. mask must then depend only on distances (causal, windows), unless queries and keys share cu_seqlens.
     """
-    _refuse_probabilities(dropout_p, return_attn_probs)
+    refuse_probabilities(dropout_p, return_attn_probs)
     max_seqlen_q = _read_max_seqlen("max_seqlen_q", max_seqlen_q, len(q))
     max_seqlen_k = _read_max_seqlen(
         "max_seqlen_k", max_seqlen_k, len(k) if block_table is None else block_table.shape[1] * k.shape[1]
@@ -185,41 +185,24 @@ def flash_attn_varlen_func(
         longest: dict[str, Any] = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
         out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, kept, **longest, **options)
         return (out, lse, None) if return_attn_probs else out
-    _check_dims("q", q, "(tokens of all sequences, heads, head_dim)")
-    own = "(tokens of all sequences, kv_heads, head_dim)" if block_table is None else "(pages, page_size, kv_heads, head_dim)"
-    for name, tensor in (("k", k), ("v", v)):
-        _check_dims(name, tensor, own)
-    resolve_longest("q", q, cu_seqlens_q, max_seqlen_q)
-    if block_table is None:
-        resolve_longest("k", k, cu_seqlens_k, max_seqlen_k)
-    else:
-        _check_paged_sequences(cu_seqlens_k, max_seqlen_k, block_table, k)
-    if len(cu_seqlens_q) != len(cu_seqlens_k):
-        raise ValueError(
-            f"cu_seqlens_q and cu_seqlens_k must be of as many sequences; got {len(cu_seqlens_q) - 1} and {len(cu_seqlens_k) - 1}"
-        )
-    alike = block_table is None and cu_seqlens_k is cu_seqlens_q and max_seqlen_k == max_seqlen_q
-    if not alike:
+    _check_sequences(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
+    shared = block_table is None and cu_seqlens_k is cu_seqlens_q and max_seqlen_k == max_seqlen_q
+    if not shared:
         _check_shift_invariant(mask, "sequences whose queries and keys have cu_seqlens of their own")
-    q_first, q_count, row_of_token, token_of_row = _lay_out_rows(cu_seqlens_q, len(q), max_seqlen_q, at_end=not alike)
-    batch = len(cu_seqlens_q) - 1
-    q = take_rows(q, token_of_row, row_of_token, 0.0, False).unflatten(0, (batch, max_seqlen_q))
+    q_rows = _lay_out_rows(cu_seqlens_q, len(q), max_seqlen_q, at_end=not shared)
+    q = _gather_rows(q, q_rows)
     if block_table is None:
-        kv_first, kv_count, *rows = _lay_out_rows(cu_seqlens_k, len(k), max_seqlen_k, at_end=not alike)
-        k, v = (take_rows(t, rows[1], rows[0], 0.0, False).unflatten(0, (batch, max_seqlen_k)) for t in (k, v))
+        kv_rows = _lay_out_rows(cu_seqlens_k, len(k), max_seqlen_k, at_end=not shared)
+        k, v, kv_first, kv_length = _gather_rows(k, kv_rows), _gather_rows(v, kv_rows), kv_rows.first, kv_rows.length
     else:
-        kv_count = cu_seqlens_k.diff()
-        kv_first = max_seqlen_k - kv_count
+        kv_length = cu_seqlens_k.diff()
+        kv_first = max_seqlen_k - kv_length
         token = torch.arange(max_seqlen_k, device=q.device) - kv_first[:, None]
-        k, v = (t[_find_pages(block_table, token, t)] for t in (k, v))
-    lengths: dict[str, Any] = {"q_lens": q_count, "kv_lens": kv_count} if alike else {"q_starts": q_first, "kv_starts": kv_first}
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    out, lse = attention(q, k, v, kept, **lengths, **options, **variant)
-    out = take_rows(out.transpose(1, 2).flatten(0, 1), row_of_token, token_of_row, 0.0, False)
-    if not return_attn_probs:
-        return out
-    lse = take_rows(lse.transpose(1, 2).flatten(0, 1)[..., None], row_of_token, token_of_row, float("-inf"), False)
-    return out, lse.squeeze(-1).T, None
+        k, v = (t[_find_pages(block_table, token, t)].transpose(1, 2) for t in (k, v))
+    options |= {"q_lens": q_rows.length, "kv_lens": kv_length} if shared else {"q_starts": q_rows.first, "kv_starts": kv_first}
+    out, lse = attention(q, k, v, kept, **options, **variant)
+    out = _scatter_rows(out, q_rows, 0.0)
+    return (out, _scatter_rows(lse[..., None], q_rows, float("-inf")).squeeze(-1).T, None) if return_attn_probs else out
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -354,11 +337,20 @@ def flash_attn_with_kvcache(
     lens = cache_seqlens + new
     variant = _variant(0.0, softcap, alibi_slopes)
     options: dict[str, Any] = {"scale": softmax_scale, "return_lse": True, "backend": backend}
-    pages_fit = not paged or k_cache.shape[1] & (k_cache.shape[1] - 1) == 0
-    # Decoding lets a query before the first token keep nothing; that package lets it see what causal and window leave of the keys.
-    early = mask is None and not causal and _parse_window(window_size)[1] != 0 and 1 < q_len > fewest + new
-    if variant or cache_leftpad is not None or q_len > MAX_QUERIES or not pages_fit or early:
-        _check_shift_invariant(mask, "a cache with cache_leftpad, softcap, alibi_slopes, more than 64 queries or such pages")
+    reasons_to_copy = {
+        "softcap or alibi_slopes": variant,
+        "cache_leftpad": cache_leftpad is not None,
+        f"more than {MAX_QUERIES} queries": q_len > MAX_QUERIES,
+        "pages of such a size": paged and k_cache.shape[1] & (k_cache.shape[1] - 1),
+        # Decoding lets a query before the first token keep nothing; that package lets it see what causal and window leave.
+        "queries before the first token": mask is None
+        and not causal
+        and _parse_window(window_size)[1] != 0
+        and q_len > max(1, fewest + new),
+    }
+    reason = next((name for name, holds in reasons_to_copy.items() if holds), None)
+    if reason is not None:
+        _check_shift_invariant(mask, f"a cache with {reason}")
         # The last tokens of all sequences go to the end of the axis.
         lens = lens.clamp(max=capacity)
         token = torch.arange(capacity, device=q.device) - (capacity - lens)[:, None]
@@ -375,7 +367,8 @@ def flash_attn_with_kvcache(
     return (out, lse) if return_softmax_lse else out
 
 
-def _refuse_probabilities(dropout_p: float, return_attn_probs: bool) -> None:
+def refuse_probabilities(dropout_p: float, return_attn_probs: bool) -> None:
+    """Raises ValueError for calls that ask for weights with dropout."""
     if return_attn_probs and dropout_p:
         raise ValueError(
             "return_attn_probs with dropout asks for S_dmask, the matrix of weights with dropout's signs, which is never formed; "
@@ -399,17 +392,38 @@ def _read_max_seqlen(name: str, given: int | torch.Tensor, most: int) -> int:
     return most if torch.compiler.is_compiling() else int(given)
 
 
-def _check_paged_sequences(cu_seqlens: torch.Tensor, longest: int, block_table: torch.Tensor, cache: torch.Tensor) -> None:
-    """Raises as ``resolve_longest`` does; a sequence holds at most the tokens of its pages."""
-    _check_block_table(block_table, len(cu_seqlens) - 1)
-    most = block_table.shape[1] * cache.shape[1]
-    if cu_seqlens.device.type == "cpu" and not is_recorded(cu_seqlens.device):
-        lengths = cu_seqlens.diff().tolist()
-        if min(lengths, default=0) < 0 or max(lengths, default=0) > min(longest, most):
-            raise ValueError(
-                f"cu_seqlens_k must not decrease, and no sequence be longer than max_seqlen_k={longest} or the {most} tokens of "
-                f"its pages; got sequences of {min(lengths)} to {max(lengths)} tokens"
-            )
+def _check_sequences(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    block_table: torch.Tensor | None,
+) -> None:
+    """Raises ValueError for sequences that do not fit their tokens, as ``attention_varlen`` does, or their pages."""
+    _check_dims("q", q, "(tokens of all sequences, heads, head_dim)")
+    shape = "(tokens of all sequences, kv_heads, head_dim)" if block_table is None else "(pages, page_size, kv_heads, head_dim)"
+    for name, tensor in (("k", k), ("v", v)):
+        _check_dims(name, tensor, shape)
+    resolve_longest("q", q, cu_seqlens_q, max_seqlen_q)
+    if block_table is None:
+        resolve_longest("k", k, cu_seqlens_k, max_seqlen_k)
+    else:
+        _check_block_table(block_table, len(cu_seqlens_k) - 1)
+        most = block_table.shape[1] * k.shape[1]
+        if cu_seqlens_k.device.type == "cpu" and not is_recorded(cu_seqlens_k.device):
+            lengths = cu_seqlens_k.diff().tolist()
+            if min(lengths, default=0) < 0 or max(lengths, default=0) > min(max_seqlen_k, most):
+                raise ValueError(
+                    f"cu_seqlens_k must not decrease, and no sequence be longer than max_seqlen_k={max_seqlen_k} or the {most} "
+                    f"tokens of its pages; got sequences of {min(lengths)} to {max(lengths)} tokens"
+                )
+    if len(cu_seqlens_q) != len(cu_seqlens_k):
+        raise ValueError(
+            f"cu_seqlens_q and cu_seqlens_k must be of as many sequences; got {len(cu_seqlens_q) - 1} and {len(cu_seqlens_k) - 1}"
+        )
 
 
 def _check_block_table(block_table: torch.Tensor, batch: int) -> None:
@@ -440,22 +454,22 @@ def _combine_masks(causal: bool, window_size, mask):
     if left is None and right is None:
         return mask
     parts = [f"{name}={limit}" for name, limit in (("left", left), ("right", right)) if limit is not None]
-    own = "causal" if left is None and right == 0 else f"window({', '.join(parts)})"
+    window = "causal" if left is None and right == 0 else f"window({', '.join(parts)})"
     if mask is None:
-        return own
+        return window
     if isinstance(mask, str):
-        return f"({text_of(mask)}) & {own}"  # read alone first, so that an error shows the given text
+        return f"({text_of(mask)}) & {window}"  # read alone first, so that an error shows the given text
     if isinstance(mask, Pattern):
-        return _intersect(mask, own)
+        return _intersect(mask, window)
     raise ValueError(
         f"mask is a {type(mask).__name__}, which causal and window_size cannot be joined with; compile it from a pattern that says "
-        f"these, such as '... & {own}', or pass the pattern"
+        f"these, such as '... & {window}', or pass the pattern"
     )
 
 
 @cached_until_cleared(maxsize=256)
-def _intersect(mask: Pattern, own: str) -> Pattern:
-    return mask & own
+def _intersect(mask: Pattern, window: str) -> Pattern:
+    return mask & window
 
 
 def _check_shift_invariant(mask, what: str) -> None:
@@ -477,18 +491,39 @@ def _is_shift_invariant(pattern: Pattern) -> bool:
     return _is_shift_invariant(pattern.expand_expression()) if isinstance(pattern, DerivedPattern) else pattern.shift_period == 1
 
 
-def _lay_out_rows(cu_seqlens: torch.Tensor, tokens: int, longest: int, at_end: bool) -> tuple[torch.Tensor, ...]:
-    """Lays packed sequences out on an axis, ``longest`` rows for each. Returns (the first of its rows that a sequence fills, its
-    length, the row of each token, the token of each row), int32, -1 for none."""
+class _Rows(NamedTuple):
+    """Packed sequences on an axis with ``longest`` rows for each. first: (sequences,) int32, the first row that a sequence fills.
+    length: its tokens. row_of_token, token_of_row: int32, -1 for none."""
+
+    longest: int
+    first: torch.Tensor
+    length: torch.Tensor
+    row_of_token: torch.Tensor
+    token_of_row: torch.Tensor
+
+
+def _lay_out_rows(cu_seqlens: torch.Tensor, tokens: int, longest: int, at_end: bool) -> _Rows:
+    """Lays packed sequences out, ``longest`` rows for each: at the end of these, or at their start."""
     start, count = cu_seqlens[:-1].int(), cu_seqlens.diff().int().clamp(max=longest)
     first = longest - count if at_end else torch.zeros_like(count)
     position = torch.arange(longest, device=cu_seqlens.device, dtype=torch.int32) - first[:, None]
     token_of_row = torch.where((position >= 0) & (position < count[:, None]), start[:, None] + position, -1).flatten()
     token = torch.arange(tokens, device=cu_seqlens.device, dtype=torch.int32)
-    own = torch.searchsorted(cu_seqlens[1:].int().contiguous(), token, right=True).clamp(max=len(count) - 1)
-    position = token - start[own]
-    row = own.int() * longest + first[own] + position
-    return first, count, torch.where((position >= 0) & (position < count[own]), row, -1), token_of_row
+    sequence = torch.searchsorted(cu_seqlens[1:].int().contiguous(), token, right=True).clamp(max=len(count) - 1)
+    position = token - start[sequence]
+    row = sequence.int() * longest + first[sequence] + position
+    return _Rows(longest, first, count, torch.where((position >= 0) & (position < count[sequence]), row, -1), token_of_row)
+
+
+def _gather_rows(x: torch.Tensor, rows: _Rows) -> torch.Tensor:
+    """(tokens, heads, head_dim) -> (sequences, heads, longest, head_dim)."""
+    taken = take_rows(x, rows.token_of_row, rows.row_of_token, 0.0, False)
+    return taken.unflatten(0, (len(rows.length), rows.longest)).transpose(1, 2)
+
+
+def _scatter_rows(x: torch.Tensor, rows: _Rows, fill: float) -> torch.Tensor:
+    """(sequences, heads, longest, head_dim) -> (tokens, heads, head_dim), with ``fill`` for tokens of no sequence."""
+    return take_rows(x.transpose(1, 2).flatten(0, 1), rows.row_of_token, rows.token_of_row, fill, False)
 
 
 def _find_pages(block_table: torch.Tensor, token: torch.Tensor, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -504,8 +539,8 @@ def _make_indexer(cache, cache_batch_idx, block_table, batch: int):
     """Returns a function: positions (batch, n) -> an index into the cache; any index for negative positions."""
     if block_table is not None:
         return lambda token: _find_pages(block_table, token, cache)
-    own = torch.arange(batch, device=cache.device) if cache_batch_idx is None else cache_batch_idx.long()
-    return lambda token: (own[:, None], token.clamp(min=0).long())
+    caches = torch.arange(batch, device=cache.device) if cache_batch_idx is None else cache_batch_idx.long()
+    return lambda token: (caches[:, None], token.clamp(min=0).long())
 
 
 def _write(cache: torch.Tensor, tokens: torch.Tensor, position: torch.Tensor, index, capacity: int) -> None:

@@ -10,7 +10,7 @@ diffusers = pytest.importorskip("diffusers")
 
 from sparse_flash.integrations import diffusers as of_diffusers  # noqa: E402
 from sparse_flash.integrations import transformers as of_transformers  # noqa: E402
-from sparse_flash.integrations.transformers import by_content  # noqa: E402
+from sparse_flash.integrations.transformers import attend, by_content  # noqa: E402
 
 CONFIG = transformers.LlamaConfig(
     vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
@@ -22,7 +22,7 @@ CHOOSER = "causal & (sampled(8, keep=1, block=64) | sinks(4))"
 def called(monkeypatch):
     """(queries, precision) of each call of attention."""
     found = []
-    for module in (of_transformers, by_content, of_diffusers):
+    for module in (attend, by_content, of_diffusers):
 
         def attention(q, *tensors, attention=module.attention, **options):
             found.append((q.shape[2], options.get("precision")))

@@ -320,7 +320,7 @@ def test_a_mask_function_without_code_of_its_own_is_kept_pair_by_pair():
     sizes = {"batch_size": 1, "q_length": TOKENS, "kv_length": TOKENS, "q_offset": 0, "kv_offset": 0}
     both = and_masks(causal_mask_function, partial(near, distance=5))
     made = create_model_mask(**sizes, mask_function=both, attention_mask=None, device="cpu")
-    assert torch.equal(made.dense, pairs("causal & local(5)", 1, TOKENS))
+    assert torch.equal(made.kept_pairs, pairs("causal & local(5)", 1, TOKENS))
 
 
 STARTS = {"alike": [[0, 50, 100], [0, 50, 100]], "each its own": [[0, 7], [0, 131]]}

@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E40
 from transformers.masking_utils import eager_mask  # noqa: E402
 
 from sparse_flash.integrations.transformers import use_sparse_flash, write_masks  # noqa: E402
-from sparse_flash.integrations.transformers.by_content import restrict_mask  # noqa: E402
+from sparse_flash.integrations.transformers.limits import restrict_mask  # noqa: E402
 from sparse_flash.masks.chooser import choices_of  # noqa: E402
 from sparse_flash.masks.meaning import digest_of  # noqa: E402
 from sparse_flash.masks.pattern import _registry  # noqa: E402

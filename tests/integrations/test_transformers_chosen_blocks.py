@@ -60,7 +60,7 @@ def logits_and_gradients(model):
 
 def calls_of(monkeypatch, name):
     """The selections that go through one of the integration's calls."""
-    from sparse_flash.integrations import transformers as integration
+    from sparse_flash.integrations.transformers import attend as integration
 
     seen, original = [], getattr(integration, name)
     monkeypatch.setattr(integration, name, lambda *args, **options: seen.append(args[3]) or original(*args, **options))

@@ -2,51 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
 from ...api.attention import attention
 from ...api.decode import MAX_QUERIES
 from ...api.shared import SharedSequence
-from ...compat.dynamo import constant_in_graphs
 from ...masks.chooser import HeadChoice, Scored, choices_of, find_lookahead_chooser, has_choosers, is_causal, without_choosers
 from ...masks.memory import cached_until_cleared
-from ...masks.pattern import And, Or, Pattern, PerHead, parse, text_of
-from ...masks.rules import move_pattern
+from ...masks.pattern import And, Or, Pattern, PerHead, text_of
 from ...patterns import last_tokens
-from .choice import OWN
-from .masks import ModelMask, depends_on_position, is_window, keeps_all
+from .check_masks import OWN
+from .limits import depends_on_position, is_window, keeps_all, limits_of_entry, restrict_mask
+from .masks import ModelMask
+
+if TYPE_CHECKING:
+    from .attend import LayerCall
 
 DENSE_BELOW = 4096  # attention to fewer keys is a small part of a prompt's time, and 128 of them are a large part of the keys
 DENSE_LAST = 64  # an answer starts from these queries, and they cost one or two rows of blocks
-_NO_LIMITS: tuple[tuple[str | Pattern, ...], ...] = ()
 
 
 class PromptChoice(NamedTuple):
     """A layer's spec with choosers, in the forms that calls need.
 
-    spec: with the last tokens joined. dense: its patterns alone, for calls that do not choose. below, last: ``dense_below`` and
-    ``dense_last`` of ``use_sparse_flash``. ahead: the first chooser that looks ahead, as text, or None. moves: whether the patterns
-    depend on more than the distance of query and key.
+    spec: with the last tokens joined. dense: its patterns alone, for calls that do not choose. dense_below, dense_last: as for
+    ``use_sparse_flash``. lookahead_chooser: the first chooser that looks ahead, as text, or None. needs_positions: whether the
+    patterns depend on more than the distance of query and key.
     """
 
     spec: Pattern | str
     dense: Pattern | str
-    below: int
-    last: int
-    ahead: str | None
+    dense_below: int
+    dense_last: int
+    lookahead_chooser: str | None
     needs_positions: bool
 
-    def applies_to(self, own: object, query: torch.Tensor, key: torch.Tensor) -> bool:
-        """Whether a call chooses; otherwise it is dense. own: the model's mask, whose windows limit a query's keys, or None."""
-        keys, limits = key.shape[2], _NO_LIMITS
-        if isinstance(own, ModelMask):
-            keys, limits = keys if own.end is None else own.end, own.limits
-        short = any(is_window(one) and not keeps_all(one, self.below) for limit in limits for one in limit)
-        return query.shape[2] > MAX_QUERIES and keys >= self.below and not short
+    def applies_to(self, model_mask: object, query: torch.Tensor, key: torch.Tensor) -> bool:
+        """Whether a call chooses; otherwise it is dense. The windows of a ``ModelMask`` limit a query's keys."""
+        keys, short = key.shape[2], False
+        if isinstance(model_mask, ModelMask):
+            keys = keys if model_mask.key_count is None else model_mask.key_count
+            limits = [one for limit in model_mask.limits for one in limit]
+            short = any(is_window(one) and not keeps_all(one, self.dense_below) for one in limits)
+        return query.shape[2] > MAX_QUERIES and keys >= self.dense_below and not short
 
 
 def split_choices(
@@ -113,98 +114,61 @@ def _join_heads(patterns: list[Pattern]) -> Pattern | str:
     return text_of(one) or one
 
 
-def attend_by_content(
-    module: torch.nn.Module,
-    choice: PromptChoice,
-    own: ModelMask,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    packed: bool,
-    **options: Any,
-) -> torch.Tensor:
+def attend_prompt(call: LayerCall, packed: bool) -> torch.Tensor:
     """Attends a layer's prompts. Each sequence of a padded batch is a call of its own, so its blocks and positions start with it.
 
-    own: the model's mask. packed: whether a row has several sequences. options: for ``attention``. Returns (batch, tokens, heads,
-    head_dim). Raises ValueError for calls that cannot choose.
+    packed: whether a row has several sequences. Returns (batch, heads, tokens, head_dim). Raises ValueError for calls that cannot
+    choose.
     """
-    _check(module, choice, own, packed)
-    key, value = key[:, :, : own.end], value[:, :, : own.end]
-    if own.starts is None:
-        limits = tuple(limit[0] for limit in own.limits)
-        return _attend_sequence(choice, limits, own.kv_offset, 0, query, key, value, options).transpose(1, 2).contiguous()
-    earlier, tokens, out = own.end - query.shape[2], query.shape[2], []
-    for entry, (first, start, stop) in enumerate(_rows(own)):
+    _check_call(call, packed)
+    model_mask, query = call.model_mask, call.query
+    key, value = (t[:, :, : model_mask.key_count] for t in (call.key, call.value))
+    position = model_mask.first_key_position
+    if model_mask.key_starts is None:
+        return _attend_sequence(call, limits_of_entry(model_mask.limits, 0), position, position, query, key, value)
+    earlier, tokens, out = model_mask.key_count - query.shape[2], query.shape[2], []
+    for entry, (first, start, stop) in enumerate(model_mask.key_runs):
         low, high = max(0, start - earlier), max(0, start - earlier, stop - earlier)
         q, k, v = query[entry, None, :, low:high], key[entry, None, :, start:stop], value[entry, None, :, start:stop]
-        limits = tuple(limit[entry if len(limit) > 1 else 0] for limit in own.limits)
-        one = _attend_sequence(choice, limits, own.kv_offset + start, first, q, k, v, options)
+        limits = limits_of_entry(model_mask.limits, entry)
+        one = _attend_sequence(call, limits, position + start - first, position + start, q, k, v)
         out.append(torch.nn.functional.pad(one, (0, 0, low, tokens - high)))
-    return torch.cat(out).transpose(1, 2).contiguous()
+    return torch.cat(out)
 
 
-def _check(module: torch.nn.Module, choice: PromptChoice, own: ModelMask, packed: bool) -> None:
+def _check_call(call: LayerCall, packed: bool) -> None:
     if packed:
         raise ValueError(
             "cu_seq_lens_q and position_ids must be of one sequence in each row if a layer's mask has a chooser, whose blocks lie "
             "within one sequence; got packed sequences; pad each sequence in a row of its own, or use a mask without choosers"
         )
-    if own.dense is not None:
+    if call.model_mask.kept_pairs is not None:
         raise ValueError(
             "attention_mask must be 2-D with one run of ones in each row if a layer's mask has a chooser; got one of pairs, or one "
             "with zeros between ones; pad at the ends of rows, or use a mask without choosers. generate() makes a mask of its "
             "own where tokens equal pad_token_id"
         )
-    if choice.ahead is not None and module.training and torch.is_grad_enabled():
+    chooser = cast(PromptChoice, call.settings.prompt_choice).lookahead_chooser
+    if chooser is not None and call.module.training and torch.is_grad_enabled():
         raise ValueError(
-            f"{choice.ahead} must not be trained with, as later queries change what its blocks keep; call model.eval() "
+            f"{chooser} must not be trained with, as later queries change what its blocks keep; call model.eval() "
             "under torch.no_grad() for prompts, or another chooser for training"
         )
 
 
-def _rows(own: ModelMask) -> Iterator[list[int]]:
-    """Yields [first, start, stop] of each sequence: see ``ModelMask``. Reads them once for all layers of a kind."""
-    if "rows" not in own._made:
-        own._made["rows"] = torch.stack([own.first, own.starts, own.stops], 1).tolist()
-    yield from own._made["rows"]
-
-
 def _attend_sequence(
-    choice: PromptChoice,
+    call: LayerCall,
     limits: tuple[str | Pattern, ...],
+    start: int,
     position: int,
-    first: int,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    options: dict[str, Any],
 ) -> torch.Tensor:
-    """Attends one sequence, or several of one length. position: of the first key, in the row. first: that of the first token."""
+    """Attends one sequence, or several of one length. start, position: as for ``restrict_mask``."""
     limits = tuple(limit for limit in limits if not keeps_all(limit, key.shape[2]))
+    choice = cast(PromptChoice, call.settings.prompt_choice)
     mask = choice.spec if choice.applies_to(None, query, key) else choice.dense
     if torch.compiler.is_compiling() and not choice.needs_positions and all(map(is_window, limits)):
-        position = first = 0  # so that graphs do not depend on them
-    return cast(torch.Tensor, attention(query, key, value, restrict_mask(mask, limits, position - first, position), **options))
-
-
-@constant_in_graphs
-def restrict_mask(mask: Pattern | str, limits: tuple[str | Pattern, ...], start: int, position: int) -> Pattern | str:
-    """Returns the mask within the model's restrictions, for keys from a position on. start: the first key's position counted from
-    the sequence's first token, as masks count. position: the same counted from the row's first token, as limits count."""
-    return _restrict_mask(mask, limits, start, position)
-
-
-@cached_until_cleared(maxsize=1024)
-def _restrict_mask(mask: Pattern | str, limits: tuple[str | Pattern, ...], start: int, position: int) -> Pattern | str:
-    if not limits and not start:
-        return mask
-    pattern = (parse(mask) if isinstance(mask, str) else mask).map_leaves(partial(_shift_leaf, by=-start))
-    parts = [move_pattern(parse(limit) if isinstance(limit, str) else limit, -position) for limit in limits]
-    joined = And.of(pattern, *parts)
-    return text_of(joined) or joined
-
-
-def _shift_leaf(leaf: Pattern, by: int) -> Pattern:
-    counts_from_the_end = leaf.bind_length(0) != leaf
-    return leaf if leaf.chooses or counts_from_the_end else move_pattern(leaf, by)
+        start = position = 0  # so that graphs do not depend on them
+    return cast(torch.Tensor, attention(query, key, value, restrict_mask(mask, limits, start, position), **call.options()))

@@ -22,9 +22,10 @@ from ...masks.compiler import compile_mask
 from ...masks.pattern import PerHead, parse
 from . import NAME, use_sparse_flash
 from .by_content import DENSE_BELOW
-from .choice import OWN
+from .check_masks import OWN
 from .layers import find_self_attention, find_tower, unwrap_model
-from .masks import ModelMask, assume_mask, keeps_all
+from .limits import keeps_all
+from .masks import ModelMask, assume_mask
 from .saved import write_masks
 
 WINDOW, BUDGET = "window", "sampled, budget"
@@ -36,8 +37,8 @@ _ALWAYS_KEPT = "sinks(64) | local(64)"
 
 class FittedLayer(NamedTuple):
     """A layer's mask. kinds: what each head got, a name of ``candidates`` or "own". error: the relative L2 distance between the
-    layer's attention under the mask and without it. alone: that error for each candidate in all heads. Layers with the model's own
-    mask have no errors: 0 and {}."""
+    layer's attention under the mask and without it. candidate_errors: that error for each candidate in all heads. Layers with the
+    model's own mask have no errors: 0 and {}."""
 
     spec: str
     kinds: tuple[str, ...]
@@ -51,7 +52,7 @@ def candidates(tokens: int, budget: float, block: int) -> dict[str, str]:
     kept in any case."""
     blocks = -(-tokens // block)
     rows = range(1, blocks + 1)
-    least = sum(min(row, 3) for row in rows) / sum(rows)
+    least = _count_kept(rows, 1) / sum(rows)
     if budget < least:
         raise ValueError(
             f"budget must be at least {least:.3f} for {tokens} tokens in blocks of {block}, as the first, the nearest and the own "
@@ -64,9 +65,14 @@ def candidates(tokens: int, budget: float, block: int) -> dict[str, str]:
     return {kind: parse(spec).to_spec() for kind, spec in made.items()}
 
 
+def _count_kept(rows: range, width: int) -> int:
+    """Returns how many blocks a window keeps, beside the first block and the own."""
+    return sum(min(row, width + 2) for row in rows)
+
+
 def _find_window_width(rows: range, budget: float) -> int:
     """Returns the blocks of the window: the most that the budget allows."""
-    return max([1, *(width for width in rows if sum(min(row, width + 2) for row in rows) <= budget * sum(rows))])
+    return max([1, *(width for width in rows if _count_kept(rows, width) <= budget * sum(rows))])
 
 
 def kept_shares(tokens: int, budget: float, block: int) -> dict[str, float]:
@@ -74,7 +80,7 @@ def kept_shares(tokens: int, budget: float, block: int) -> dict[str, float]:
     depend on q and k. Under the budget for which heads compete, it is the share of all heads together, up to rounding."""
     rows = range(1, -(-tokens // block) + 1)
     width, each = _find_window_width(rows, budget), [max(min(row, 3), math.ceil(budget * row - 1e-6)) for row in rows]
-    kept = {WINDOW: sum(min(row, width + 2) for row in rows)} | dict.fromkeys(_CHOOSERS, sum(each))
+    kept = {WINDOW: _count_kept(rows, width)} | dict.fromkeys(_CHOOSERS, sum(each))
     together = sum(max(min(row, 3), budget * row) for row in rows)
     return {kind: count / sum(rows) for kind, count in {**kept, BUDGET: together}.items()}
 
@@ -144,18 +150,17 @@ def fit(
     heads: dict[int, int] = {}
     attend = AttentionInterface()[NAME]
 
-    def measured(module, query, key, value, attention_mask, **options):
+    def attend_and_measure(module, query, key, value, attention_mask, **options):
         out = attend(module, query, key, value, attention_mask, **options)
         if (number := numbers.get(id(module))) is not None:
             heads[number] = query.shape[1]
             if _is_causal(module, query, key, attention_mask, options):
                 masks = [*specs.values(), whole.to(query.device)]
-                apart = _measure_errors(masks, out[0].transpose(1, 2), query, key, value, options)
-                sums[number] = sums[number] + apart if number in sums else apart
+                sums[number] = sums.get(number, 0) + _measure_errors(masks, out[0].transpose(1, 2), query, key, value, options)
             advance()
         return out
 
-    AttentionInterface.register(NAME, measured)
+    AttentionInterface.register(NAME, attend_and_measure)
     try:
         for ids in windows:
             held.base_model(input_ids=ids[None].to(held.device), use_cache=False)
@@ -170,13 +175,13 @@ def fit(
     return own | {number: _pick_mask(specs, sums[number]) for number in layers if number in sums}
 
 
-def _is_causal(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, own: object, options: dict[str, Any]) -> bool:
+def _is_causal(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, mask: object, options: dict[str, Any]) -> bool:
     """Whether a layer's own mask keeps all earlier keys and no others."""
-    if own is None:
-        own = assume_mask(module, query, key, options.get("sliding_window"), options.get("is_causal"))
-    if not isinstance(own, ModelMask) or own.base != "causal" or own.dense is not None or own.refusal is not None:
+    if mask is None:
+        mask = assume_mask(module, query, key, options.get("sliding_window"), options.get("is_causal"))
+    if not isinstance(mask, ModelMask) or mask.base != "causal" or mask.kept_pairs is not None or mask.refusal is not None:
         return False
-    limits = [one for limit in own.limits for one in limit]
+    limits = [one for limit in mask.limits for one in limit]
     return options.get("block_indices") is None and all(keeps_all(one, key.shape[2]) for one in limits)
 
 
@@ -200,15 +205,15 @@ def _pick_mask(specs: dict[str, str], sums: torch.Tensor) -> FittedLayer:
     """Picks a layer's mask. sums: what ``_measure_errors`` returns for the specs, and for the window in whole blocks."""
     *by_spec, whole, norm = sums
     distance = dict(zip(specs, by_spec, strict=True))
-    alone = {kind: _relative_error(one, norm) for kind, one in distance.items()}
-    of_heads = {WINDOW: whole} | {kind: distance[kind] for kind in _CHOOSERS}
-    best = torch.stack([*of_heads.values()]).min(0)
-    kinds = tuple([*of_heads][index] for index in best.indices.tolist())
-    single = min(alone, key=alone.__getitem__)
+    errors = {kind: _relative_error(one, norm) for kind, one in distance.items()}
+    by_head = {WINDOW: whole} | {kind: distance[kind] for kind in _CHOOSERS}
+    best = torch.stack([*by_head.values()]).min(0)
+    kinds = tuple([*by_head][index] for index in best.indices.tolist())
+    single = min(errors, key=errors.__getitem__)
     mixed = _relative_error(best.values, norm)
-    if len(set(kinds)) > 1 and mixed < alone[single]:
-        return FittedLayer(PerHead(tuple(parse(specs[kind]) for kind in kinds)).to_spec(), kinds, mixed, alone)
-    return FittedLayer(specs[single], (single,) * len(norm), alone[single], alone)
+    if len(set(kinds)) > 1 and mixed < errors[single]:
+        return FittedLayer(PerHead(tuple(parse(specs[kind]) for kind in kinds)).to_spec(), kinds, mixed, errors)
+    return FittedLayer(specs[single], (single,) * len(norm), errors[single], errors)
 
 
 def _relative_error(distance: torch.Tensor, norm: torch.Tensor) -> float:

@@ -13,7 +13,7 @@ import torch
 from ...masks.meaning import digest_of, why_changed
 from ...masks.pattern import Pattern, parse, text_of
 from .by_content import PromptChoice, check_counts
-from .choice import OWN
+from .check_masks import OWN
 from .layers import unwrap_model
 
 CONFIG_KEY = "sparse_flash"  # in a model's config
@@ -119,7 +119,7 @@ def write_masks(
 def keep_in_config(config: Any, masks: Mapping[int, Any], choices: Mapping[int, PromptChoice], bidirectional: bool) -> None:
     """Keeps the masks in a model's config, or nothing if they have no text, or are all the model's own."""
     one = next(iter(choices.values()), None)
-    settings = {} if one is None else {"dense_below": one.below, "dense_last": one.last}
+    settings = {} if one is None else {"dense_below": one.dense_below, "dense_last": one.dense_last}
     record = _record_of(masks, {**settings, "bidirectional": bidirectional or None})
     if record is not None and set(record["layers"].values()) != {OWN}:
         setattr(config, CONFIG_KEY, record)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from ...api.shared import SharedSequence
-from .masks import ModelMask, keeps_all
+from .limits import keeps_all
+
+if TYPE_CHECKING:
+    from .attend import LayerCall
 
 _IGNORED = -100  # a label that counts for nothing, in Transformers' losses
 
@@ -23,10 +26,10 @@ def find_plan(masks: Mapping[int, object], others: list[torch.nn.Module]) -> Sha
     if not plans:
         return None
     first = next(iter(plans.values()))
-    apart = sorted(number for number in masks if number not in plans or plans[number].positions is not first.positions)
-    if apart:
+    wrong = sorted(number for number in masks if number not in plans or plans[number].positions is not first.positions)
+    if wrong:
         raise ValueError(
-            f"layers {apart} do not share their tokens with layer {next(iter(plans))}; make one plan for all layers: "
+            f"layers {wrong} do not share their tokens with layer {next(iter(plans))}; make one plan for all layers: "
             "context_parallel([mask of each layer, ...], ...)"
         )
     if others:
@@ -73,26 +76,26 @@ def shard_arguments(
     return given
 
 
-def attend_by_plan(
-    plan: SharedSequence,
-    own: ModelMask,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    unsupported: Mapping[str, object],
-    **options: Any,
-) -> torch.Tensor:
-    """Calls ``plan.attention`` for a layer. own: the model's mask, made for the tokens of this rank. unsupported: what else the
-    call asks for, by name. Raises ValueError for restrictions of the model that the plan cannot know."""
-    names = [name for name, value in unsupported.items() if isinstance(value, torch.Tensor) or value]
-    if names:
-        raise ValueError(f"{', '.join(names)} cannot be used with a plan; call use_sparse_flash with a mask for that")
-    limits = [str(limit[0]) for limit in own.limits if not keeps_all(limit[0], plan.q_len)]
+def attend_by_plan(call: LayerCall, block_indices: torch.Tensor | None) -> torch.Tensor:
+    """Calls ``plan.attention`` for a layer, whose mask was made for the tokens of this rank. Returns (batch, heads, tokens,
+    head_dim). block_indices: the choice of a layer that chooses blocks, None for others. Raises ValueError for what a plan does not
+    support, and for restrictions of the model that it cannot know."""
+    plan, settings, model_mask = cast(SharedSequence, call.settings.plan), call.settings, call.model_mask
+    unsupported = {
+        "a soft cap": bool(call.softcap),
+        "a 4-D attention_mask": model_mask.kept_pairs is not None,
+        "padding": model_mask.key_starts is not None,
+        "a choice of blocks": block_indices is not None,
+    }
+    if any(unsupported.values()):
+        names = ", ".join(name for name, used in unsupported.items() if used)
+        raise ValueError(f"{names} cannot be used with a plan; call use_sparse_flash with a mask for that")
+    limits = [str(limit[0]) for limit in model_mask.limits if not keeps_all(limit[0], plan.q_len)]
     if limits:
         raise ValueError(
             f"the layer's own mask is {' & '.join(limits)}, and a plan cannot be joined with it; make it part of the layer's mask "
             "in the plan, and set the model's config.sliding_window to None"
         )
-    out: torch.Tensor = plan.attention(query, key, value, **options)
-    return out.transpose(1, 2).contiguous()
+    options: dict[str, Any] = {"scale": call.scale, "dropout_p": call.dropout, "sinks": call.sinks}
+    options |= {"deterministic": settings.deterministic, "backend": settings.backend}
+    return plan.attention(call.query, call.key, call.value, **options)

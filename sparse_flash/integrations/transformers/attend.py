@@ -1,0 +1,359 @@
+"""One layer's call: from Transformers' attention interface to ``sparse_flash.attention``."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import torch
+from transformers import AttentionInterface
+
+from ...api.attention import attention
+from ...api.decode import MAX_QUERIES, attention_decode, can_decode, is_decode_step
+from ...api.shared import SharedSequence
+from ...api.varlen import attention_varlen
+from ...compat.names import NAMESPACE
+from ...masks.block_mask import BlockMask
+from ...masks.pattern import Pattern
+from ...selection.block_selection import BlockSelection
+from ...variant.definition import with_sinks
+from .by_content import PromptChoice, attend_prompt
+from .check_masks import OWN, future_error
+from .masks import ModelMask, assume_mask, convert_mask
+from .saved import CONFIG_KEY
+from .sequences import find_sequences, separate_sequences
+from .sharing import attend_by_plan
+
+# "block_sparse", or a name of a copy's own. If a name contains "flash", Transformers looks for a FlashAttention kernel.
+NAME = NAMESPACE.replace("sparse_flash", "block_sparse").replace("flash", "")
+# Attributes of attention modules, set by ``use_sparse_flash``: the LayerSettings of a switched one, and the name of the
+# implementation that an unchanged one had, if Transformers switches it with the others.
+SETTINGS = "_sparse_flash_settings"
+PREVIOUS = "_sparse_flash_before"
+
+# Keywords of transformers 5.23 that reach attention but do not change its result here: use_sparse_flash sets them (deterministic),
+# or they serve other parts of a model, or other implementations.
+_WITHOUT_EFFECT = {
+    "cache_position", "deterministic", "kernel_options", "logits_to_keep", "max_length_k", "max_length_q", "num_items_in_batch",
+    "output_hidden_states", "output_router_logits", "past_key_values", "return_dict", "seq_idx", "shift_labels", "use_cache",
+}  # fmt: skip
+
+
+_Mask: TypeAlias = Pattern | str | BlockMask | None
+
+
+class LayerSettings(NamedTuple):
+    """The settings of one layer, made by ``use_sparse_flash``.
+
+    needs_positions: whether the mask depends on more than the distance of query and key. packed: whether compiled code expects
+    packed sequences. refuses_causal: whether the mask looks ahead although ``bidirectional`` was not given, which a causal layer
+    refuses. plan: replaces the mask if several ranks share the sequence. prompt_choice: for a mask with choosers.
+    dense_settings: those of its calls that do not choose.
+    """
+
+    mask: Pattern | str | BlockMask
+    backend: str = "auto"
+    deterministic: bool | None = None
+    precision: str | None = None
+    needs_positions: bool = False
+    packed: bool = False
+    refuses_causal: bool = False
+    plan: SharedSequence | None = None
+    prompt_choice: PromptChoice | None = None
+    dense_settings: LayerSettings | None = None
+
+
+class LayerCall(NamedTuple):
+    """One call of a layer. query, key, value: (batch, heads, tokens, head_dim). sinks: (heads,) sink logits."""
+
+    settings: LayerSettings
+    module: Any
+    model_mask: ModelMask
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scale: float | None
+    dropout: float
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+    def options(self) -> dict[str, Any]:
+        """Returns the keywords of ``sparse_flash.attention``, except lengths."""
+        return {
+            "scale": self.scale,
+            "dropout_p": self.dropout,
+            "softcap": self.softcap,
+            "sinks": self.sinks,
+            "deterministic": self.settings.deterministic,
+            "precision": self.settings.precision if self.query.shape[2] > MAX_QUERIES else None,
+            "backend": self.settings.backend,
+        }
+
+
+def attend_layer(module, query, key, value, attention_mask, **options):
+    """Attends for Transformers, which calls it: query (batch, heads, tokens, head_dim). Returns (batch, tokens, heads, head_dim),
+    None."""
+    settings = getattr(module, SETTINGS, None)
+    if settings is None:
+        return _attend_as_before(module, query, key, value, attention_mask, **options)
+    if settings.prompt_choice is not None and not settings.prompt_choice.applies_to(attention_mask, query, key):
+        settings = settings.dense_settings
+    outside = torch.compiler.is_compiling() and not _is_traceable(settings, attention_mask, query, key, **options)
+    attend = _attend_outside_graphs if outside else _attend_switched
+    return attend(settings, module, query, key, value, attention_mask, **options).transpose(1, 2).contiguous(), None
+
+
+def _is_traceable(settings: LayerSettings, model_mask, query, key, dropout=0.0, softcap=None, **_) -> bool:
+    """Whether the call reads no values, which compiled code cannot do."""
+    if model_mask is None or settings.plan is not None:
+        return True
+    if not isinstance(model_mask, ModelMask) or model_mask.kept_pairs is not None:
+        return False
+    if any(len(limit) > 1 for limit in model_mask.limits):
+        return False
+    if settings.prompt_choice is not None and (model_mask.key_starts is not None or model_mask.key_count is None):
+        return False
+    # Reading first_key_position specializes the graph on its value.
+    if _needs_positions(settings, model_mask) and model_mask.first_key_position:
+        return False
+    if settings.needs_positions and model_mask.first_token is not None and model_mask.q_length != model_mask.key_count:
+        return False
+    decodes = model_mask.key_starts is None and not dropout and softcap is None and can_decode(query, key)
+    return model_mask.key_count_tensor is None or decodes or _is_prompt(model_mask)
+
+
+def _needs_positions(settings: LayerSettings, model_mask: ModelMask) -> bool:
+    """Whether the combined mask depends on more than the distance of query and key."""
+    return settings.needs_positions or not model_mask.has_only_windows()
+
+
+def _is_prompt(model_mask: ModelMask) -> bool:
+    """Whether compiled code may specialize on the end of the queries in a static cache: it has one prompt, and then many tokens."""
+    return model_mask.key_count is not None and model_mask.q_length > MAX_QUERIES
+
+
+def _attend_switched(
+    settings: LayerSettings, module, query, key, value, attention_mask, scaling=None, dropout=0.0, softcap=None, s_aux=None,
+    sliding_window=None, is_causal=None, position_ids=None, cu_seq_lens_q=None, cu_seq_lens_k=None, block_indices=None, **unknown
+) -> torch.Tensor:  # fmt: skip
+    """Attends by the first of these that the call needs: a plan, blocks that the layer chose, blocks that the mask chooses, packed
+    sequences, rows. Returns (batch, heads, tokens, head_dim), as all functions below do.
+
+    s_aux: (heads,) sink logits. cu_seq_lens_q, cu_seq_lens_k: (sequences + 1,) int32, where packed sequences start; if they are
+    None, position_ids say so, (batch | 1, tokens). block_indices: (batch, kv_heads, tokens, n) int64, of layers that choose blocks
+    of keys."""
+    _refuse_unknown(module, unknown)
+    if attention_mask is None:
+        model_mask = assume_mask(module, query, key, sliding_window, is_causal)
+    elif not isinstance(attention_mask, ModelMask):
+        model_mask = convert_mask(attention_mask, query, key)
+    elif attention_mask.key_count is None and not torch.compiler.is_compiling():
+        model_mask = attention_mask.changed(key_count=int(attention_mask.key_count_tensor))  # made in compiled code
+    else:
+        model_mask = attention_mask
+    call = LayerCall(settings, module, model_mask, query, key, value, scaling, dropout, softcap, s_aux)
+    if settings.plan is not None:
+        return attend_by_plan(call, block_indices)
+    _check_lengths(call)
+    cu_seqlens = find_sequences(model_mask, query, position_ids, cu_seq_lens_q, cu_seq_lens_k, settings.packed)
+    if block_indices is not None:
+        return _attend_chosen_blocks(call, block_indices, cu_seqlens is not None)
+    if settings.refuses_causal and model_mask.base == "causal":  # a causal layer that does not say so
+        raise ValueError(future_error(f"the mask of {type(module).__name__}", settings.mask))
+    if settings.prompt_choice is not None:
+        return attend_prompt(call, cu_seqlens is not None)
+    mask: _Mask = settings.mask
+    if isinstance(mask, str) and mask == OWN:
+        mask = None if model_mask.base == "full" else model_mask.base
+    return _attend_rows(call, mask) if cu_seqlens is None else _attend_packed(call, mask, cu_seqlens)
+
+
+_attend_outside_graphs = torch.compiler.disable(_attend_switched)
+
+
+def _refuse_unknown(module, options: dict[str, Any]) -> None:
+    """Raises ValueError for options of unknown effect that are on. One that is off is None, or False for a switch."""
+    unknown = sorted(
+        name for name, value in options.items() if value is not None and value is not False and name not in _WITHOUT_EFFECT
+    )
+    if unknown:
+        raise ValueError(
+            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which {NAME!r} does not support; use another "
+            "implementation, such as model.set_attn_implementation('eager')"
+        )
+
+
+def _check_lengths(call: LayerCall) -> None:
+    model_mask, q_length, kv_length = call.model_mask, call.query.shape[2], call.key.shape[2]
+    if model_mask.refusal is not None:
+        raise ValueError(model_mask.refusal)
+    if (model_mask.q_length, model_mask.kv_length) != (q_length, kv_length):
+        raise ValueError(
+            f"{type(call.module).__name__} attends from {q_length} queries to {kv_length} keys under a mask for "
+            f"{model_mask.q_length} and {model_mask.kv_length}, which {NAME!r} does not support; use another implementation, such "
+            "as model.set_attn_implementation('sdpa')"
+        )
+
+
+def _attend_rows(call: LayerCall, mask: _Mask) -> torch.Tensor:
+    """Attends a batch of one sequence in each row, padded or not.
+
+    The positions of ``mask`` count from each sequence's first token. If padding comes before it, the tokens move to the front if
+    that means the same and compiles nothing more; otherwise each sequence gets a mask that is moved.
+    """
+    model_mask, (key, value, kv_lens) = call.model_mask, _cut_cache(call)
+    # Compiled code cannot read whether there is padding.
+    padded = model_mask.first_token is not None if torch.compiler.is_compiling() else model_mask.left_padding
+    if call.settings.needs_positions and mask is not None and padded:
+        if model_mask.can_move_tokens():
+            if call.query.shape[2] == 1 and _can_decode_row(call, key, mask):
+                return _decode_moved(call, key, value, mask)
+            if model_mask.q_length == model_mask.key_count:
+                return _attend_moved(call, key, value, mask)
+        model_mask, mask = model_mask.add_moved_limit(mask), None
+    mask, lengths = model_mask.intersect(mask, call.query.device), _lengths_of(model_mask)
+    aligned = not (model_mask.first_key_position and _needs_positions(call.settings, model_mask))
+    if kv_lens is not None or (aligned and not lengths and _can_decode_row(call, key, mask)):
+        return _decode(call, key, value, mask, kv_lens)
+    return _attend(call, call.query, key, value, mask, **lengths)
+
+
+def _attend(call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **lengths) -> torch.Tensor:
+    return cast(torch.Tensor, attention(query, key, value, mask, **lengths, **call.options()))
+
+
+def _lengths_of(model_mask: ModelMask) -> dict[str, torch.Tensor]:
+    """Returns the keywords of ``attention`` that say which tokens exist."""
+    starts, stops = model_mask.key_starts, model_mask.key_stops
+    if starts is None:
+        return {}
+    earlier = model_mask.key_count - model_mask.q_length  # the last query aligns with the last key
+    return {"kv_starts": starts, "kv_lens": stops, "q_starts": starts - earlier, "q_lens": stops - earlier}
+
+
+def _can_decode_row(call: LayerCall, key: torch.Tensor, mask: object) -> bool:
+    return not call.dropout and call.softcap is None and is_decode_step(call.query, key, mask)
+
+
+def _decode_moved(call: LayerCall, key: torch.Tensor, value: torch.Tensor, mask: _Mask) -> torch.Tensor:
+    """Attends the newest token of each sequence, whose keys move to the front."""
+    first, mask = call.model_mask.first_token, call.model_mask.intersect(mask, key.device)
+    kv_lens = (call.model_mask.key_count - first).to(torch.int32)
+    return _decode(call, _roll_tokens(key, first), _roll_tokens(value, first), mask, kv_lens)
+
+
+def _attend_moved(call: LayerCall, key: torch.Tensor, value: torch.Tensor, mask: _Mask) -> torch.Tensor:
+    """Attends sequences whose tokens move to the front and back again."""
+    model_mask = call.model_mask
+    first, count = model_mask.first_token, model_mask.key_stops - model_mask.key_starts
+    mask = model_mask.intersect(mask, key.device)
+    query, key, value = (_roll_tokens(t, first) for t in (call.query, key, value))
+    return _roll_tokens(_attend(call, query, key, value, mask, q_lens=count, kv_lens=count), -first)
+
+
+def _decode(call: LayerCall, key: torch.Tensor, value: torch.Tensor, mask, kv_lens: torch.Tensor | None) -> torch.Tensor:
+    """Attends the newest tokens to a cache."""
+    options: dict[str, Any] = {"kv_lens": kv_lens, "scale": call.scale, "backend": call.settings.backend}
+    out, lse = attention_decode(call.query, key, value, mask, return_lse=True, **options)
+    return out if call.sinks is None else with_sinks(out, lse, call.sinks, None)[0]
+
+
+def _cut_cache(call: LayerCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Returns (key, value, kv_lens) without what lies past the end of a static cache. kv_lens: (batch,) int32 in compiled code,
+    which cannot cut key and value; otherwise None."""
+    model_mask, key, value = call.model_mask, call.key, call.value
+    if model_mask.key_count_tensor is not None and torch.compiler.is_compiling() and not _is_prompt(model_mask):
+        return key, value, model_mask.key_count_tensor.to(torch.int32).expand(call.query.shape[0])
+    if model_mask.key_count != model_mask.kv_length:
+        key, value = key[:, :, : model_mask.key_count], value[:, :, : model_mask.key_count]
+    return key, value, None
+
+
+def _roll_tokens(tensor: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """Rolls (batch, heads, tokens, head_dim): token ``by[b]`` of entry b comes first, and the tokens before it come last."""
+    tokens = tensor.shape[2]
+    return tensor.take_along_dim(((torch.arange(tokens, device=tensor.device) + by[:, None]) % tokens)[:, None, :, None], 2)
+
+
+def _attend_chosen_blocks(call: LayerCall, block_indices: torch.Tensor, packed: bool) -> torch.Tensor:
+    """Attends each query to the blocks that it chose, its own among them, up to the query."""
+    settings, model_mask = call.settings, call.model_mask
+    unsupported = {
+        "a mask of its own: leave it out, or pass 'own' for this layer": settings.mask != OWN,
+        "padding": model_mask.key_starts is not None,
+        "packed sequences": packed,
+        "a 4-D attention_mask": model_mask.kept_pairs is not None,
+        "a window": bool(model_mask.limits) or model_mask.base != "causal" or bool(model_mask.first_key_position),
+        "dropout": call.dropout,
+        "a soft cap": call.softcap,
+        f"precision={settings.precision!r}": settings.precision,
+    }
+    if any(unsupported.values()):
+        raise ValueError(
+            f"{type(call.module).__name__} chooses blocks of keys, beside which {NAME!r} does not support "
+            f"{next(name for name, used in unsupported.items() if used)}; or use another implementation, such as "
+            "model.set_attn_implementation('eager')"
+        )
+    key, value, kv_lens = _cut_cache(call)
+    options: dict[str, Any] = {"q_len": call.query.shape[2], "kv_len": key.shape[2], "own": False, "check": False}
+    selection = BlockSelection.from_picks(block_indices, call.module.config.index_block_size, **options)
+    if kv_lens is not None or (can_decode(call.query, key) and not torch.compiler.is_compiling()):
+        return _decode(call, key, value, selection, kv_lens)
+    return _attend(call, call.query, key, value, selection)
+
+
+def _attend_packed(call: LayerCall, mask: _Mask, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """Attends each packed sequence as if it were alone, under the model's window too."""
+    settings, batch = call.settings, call.query.shape[0]
+    if settings.precision is not None:
+        raise ValueError(
+            f"precision={settings.precision!r} does not take packed sequences; pad each sequence in a row of its own and call "
+            "one row at a time, or leave precision out of use_sparse_flash"
+        )
+    reason = _why_not_varlen(call, mask)
+    if reason is not None:
+        if torch.compiler.is_compiling():
+            raise ValueError(f"packed sequences with {reason} are not supported in compiled code; call the model uncompiled")
+        model_mask, mask = separate_sequences(call.model_mask, mask, cu_seqlens, batch)
+        return _attend_rows(call._replace(model_mask=model_mask), mask)
+    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (call.query, call.key, call.value))
+    options: dict[str, Any] = {"scale": call.scale, "deterministic": settings.deterministic, "backend": settings.backend}
+    options |= {"mask": call.model_mask.intersect(mask, q.device), "return_lse": True}
+    out, lse = attention_varlen(q, k, v, cu_seqlens, **options)
+    if call.sinks is not None:
+        out = with_sinks(out.transpose(0, 1)[None], lse[None], call.sinks, None)[0][0].transpose(0, 1)
+    return out.unflatten(0, (batch, call.query.shape[2])).transpose(1, 2)
+
+
+def _why_not_varlen(call: LayerCall, mask: _Mask) -> str | None:
+    """Names what ``attention_varlen`` does not support of a call; None if it supports all."""
+    model_mask, by_head = call.model_mask, isinstance(mask, Pattern) and mask.name == "per_head"
+    unsupported = {
+        "dropout": call.dropout,
+        "a soft cap": call.softcap,
+        "padding": model_mask.key_starts is not None,
+        "a BlockMask, which is of one length,": isinstance(mask, BlockMask),
+        "a pattern for each head": by_head or (isinstance(mask, str) and mask.startswith("per_head(")),
+        "a 4-D attention_mask": model_mask.kept_pairs is not None,
+        "a restriction of its own for each batch entry": any(len(limit) > 1 for limit in model_mask.limits),
+        "a cache": call.query.shape[2] != call.key.shape[2]
+        or model_mask.first_key_position
+        or model_mask.key_count_tensor is not None,
+    }
+    return next((name for name, used in unsupported.items() if used), None)
+
+
+def _attend_as_before(module, query, key, value, attention_mask, **options):
+    """Attends as before, for a module that was left unchanged."""
+    before = getattr(module, PREVIOUS, None)
+    if before is None:
+        mask = "model" if hasattr(module.config, CONFIG_KEY) else "model, mask"
+        raise ValueError(
+            f"{type(module).__name__} was switched to {NAME!r} without a mask; call use_sparse_flash({mask}) to switch it. If "
+            "another model was switched, the two were made of one config, where the choice is kept: copy.deepcopy(config) for each"
+        )
+    if isinstance(attention_mask, ModelMask):
+        attention_mask = attention_mask.convert_for(before)
+    functions = inspect.unwrap(type(module).forward).__globals__
+    attend = functions["eager_attention_forward"] if before == "eager" else AttentionInterface()[before]
+    return attend(module, query, key, value, attention_mask, **options)
