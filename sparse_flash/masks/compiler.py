@@ -172,87 +172,100 @@ class _Compilation:
     def decide(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
         """The tiles that ``rule`` keeps of these blocks."""
         if not is_shift_invariant(rule, self.grid.block_size):
-            return self.decide_without_diagonals(rule, rows, cols)
+            return self.decide_distinct(rule, rows, cols)
         # One block of each diagonal, and the blocks of the last row and column, which may be cut off.
         size, diagonals = self.grid.block_size, sum(self.grid.shape)
         if rule not in self.diagonals:
             self.diagonals[rule] = np.full(4 * diagonals, _UNDECIDED, np.int32)
-        known = self.diagonals[rule]
-        place = (rows - cols) % diagonals * 4 + (self.grid.heights(rows) < size) * 2 + (self.grid.widths(cols) < size)
-        undecided = np.flatnonzero(known[place] == _UNDECIDED)
-        first = undecided[np.unique(place[undecided], return_index=True)[1]]
+        tiles = self.diagonals[rule]
+        index = (rows - cols) % diagonals * 4 + (self.grid.heights(rows) < size) * 2 + (self.grid.widths(cols) < size)
+        undecided = np.flatnonzero(tiles[index] == _UNDECIDED)
+        first = undecided[np.unique(index[undecided], return_index=True)[1]]
         if len(first):
-            known[place[first]] = self.decide_without_diagonals(rule, rows[first], cols[first])
-        return known[place]
+            tiles[index[first]] = self.decide_distinct(rule, rows[first], cols[first])
+        return tiles[index]
 
-    def decide_without_diagonals(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
-        """``decide`` without a look at diagonals."""
-        if len(rows) == 0 or _row_runs(rule, self.grid.q_positions(rows[:1])) is None:
-            if (keys := _alike_keys(rule, self.grid, rows, cols)) is None:
-                return self.tiles_from_tokens(rule, rows, cols)
-            some, alike = unique_rows(np.column_stack([keys, self.grid.heights(rows), self.grid.widths(cols)]))
-            return self.tiles_from_tokens(rule, rows[some], cols[some])[alike]
-        if _has_ordered_runs(rule):
-            some, alike = self.find_distinct_blocks(rule, rows, cols)
-            return self.tiles_from_runs(rule, rows[some], cols[some])[alike]
-        return self.tiles_from_runs(rule, rows, cols)
+    def decide_distinct(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
+        """The tiles of these blocks. Of the blocks that the rule tells to be alike, one is evaluated."""
+        if _row_runs(rule, self.grid.q_positions(rows[:1])) is None:
+            evaluate, signature = self.tiles_from_tokens, _alike_keys(rule, self.grid, rows, cols)
+        else:
+            evaluate, signature = self.tiles_from_runs, self.run_signature(rule, rows, cols) if _has_ordered_runs(rule) else None
+        if signature is None:
+            return evaluate(rule, rows, cols)
+        first, alike = unique_rows(np.column_stack([signature, self.grid.heights(rows), self.grid.widths(cols)]))
+        return evaluate(rule, rows[first], cols[first])[alike]
 
-    def find_distinct_blocks(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(which blocks to decide, for each block which of those it is like) under a rule of ordered runs. A document has as many
-        blocks at its edges as it has rows and columns, and few that differ."""
-        size, widths, start = self.grid.block_size, self.grid.widths(cols), cols * self.grid.block_size
+    def run_signature(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
+        """(blocks, numbers) integers under a rule of ordered runs: blocks with equal numbers and sizes keep the same pairs. A
+        document has as many blocks at its edges as it has rows and columns, and few of them differ.
+
+        If the first and the last query of a block keep the same keys of the block, so do all. Then the numbers are where the runs
+        begin and end in the block, and 0. Otherwise the numbers are -1 and a last one: see ``number_of_segments``.
+        """
+        size, start = self.grid.block_size, cols * self.grid.block_size
         distinct, row = np.unique(rows, return_inverse=True)
         ends = np.concatenate(cast(Runs, _row_runs(rule, self.grid.q_ends(distinct))), axis=2)
-        within = (ends[row] - start[:, None, None]).clip(0, widths[:, None, None])
-        # Blocks whose first and last query keep the same keys are alike where these lie alike and the sizes are the same.
-        key = np.column_stack([self.grid.heights(rows), widths, within[:, 0]])
+        within = (ends[row] - start[:, None, None]).clip(0, self.grid.widths(cols)[:, None, None])
+        signature = np.column_stack([within[:, 0], np.zeros_like(rows)])
         varying = np.flatnonzero((within[:, 0] != within[:, 1]).any(1))
+        signature[varying, :-1] = -1
+        signature[varying, -1] = -1 - varying  # like no other block
         rows_of_varying, local = np.unique(row[varying], return_inverse=True)
-        number = -1 - varying
         if len(varying) > _MANY_IN_A_ROW * len(rows_of_varying):
-            # Blocks of one row are alike where no run starts or ends within them or between them.
+            # Blocks of one row are alike if no run starts or ends within them or between them.
             runs = _row_runs(rule, self.grid.q_positions(distinct[rows_of_varying]))
             edges = np.concatenate(cast(Runs, runs), axis=2).reshape(len(rows_of_varying), -1).clip(0, self.grid.kv_len)
             offset = np.arange(len(edges))[:, None] * (self.grid.kv_len + 1)  # so that a row and a position make one number
             edges = (np.sort(edges, axis=1) + offset).ravel()
             first = start[varying] + offset[local, 0]
-            before = np.searchsorted(edges, first, side="right")
-            whole = (np.searchsorted(edges, first + size) == before) & (widths[varying] == size)
-            number = np.where(whole, before, number)
-        key[varying] = -1
-        key[varying, 0] -= number
-        return unique_rows(key)
+            edges_before = np.searchsorted(edges, first, side="right")
+            crossed = (np.searchsorted(edges, first + size) > edges_before) | (self.grid.widths(cols[varying]) < size)
+            signature[varying, -1] = np.where(crossed, signature[varying, -1], edges_before)
+        return signature
 
     def tiles_from_runs(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
-        """Only those runs of each query that touch the block matter: a window over an image has many, of which one or two lie in
-        any block."""
-        tiles, size = np.empty(len(rows), np.int64), self.grid.block_size
+        """The tiles of these blocks by the runs of their queries, of some rows at a time, so that memory stays bounded."""
+        tiles = np.empty(len(rows), np.int64)
         distinct, row = np.unique(rows, return_inverse=True)
-        count = cast(Runs, _row_runs(rule, self.grid.q_positions(distinct[:1])))[0].shape[-1]
-        step = max(1, _BATCH_NUMBERS // (size * count))
+        runs_of_query = cast(Runs, _row_runs(rule, self.grid.q_positions(distinct[:1])))[0].shape[-1]
+        step = max(1, _BATCH_NUMBERS // (self.grid.block_size * runs_of_query))
         for low in range(0, len(distinct), step):
             chosen = np.flatnonzero((row >= low) & (row < low + step))
-            first, stop = cast(Runs, _row_runs(rule, self.grid.q_positions(distinct[low : low + step])))
-            first, stop = np.ascontiguousarray(first.swapaxes(1, 2)), np.ascontiguousarray(stop.swapaxes(1, 2))
-            local, start = row[chosen] - low, cols[chosen, None] * size
-            kept = stop > first
-            least, most = np.where(kept, first, BEYOND).min(2), np.where(kept, stop, -BEYOND).max(2)
-            touches = (least[local] < start + size) & (most[local] > start)
-            width = max(1, touches.sum(1).max())
-            picked = np.argsort(~touches, axis=1, kind="stable")[:, :width]
-            step = max(1, _BATCH_NUMBERS // (size * width))
-            for part in (slice(low, low + step) for low in range(0, len(chosen), step)):
-                where = local[part, None], picked[part]
-                r, c = rows[chosen[part]], cols[chosen[part]]
-                runs_first, runs_stop = first[where], stop[where]
-                runs_first -= start[part, :, None]
-                runs_stop -= start[part, :, None]
-                packed = self.clip_runs(r, c, runs_first, runs_stop)
-                if width <= size // 4:
-                    tiles[chosen[part]] = self.pool_runs(packed)
-                else:
-                    tiles[chosen[part]] = self.tiles_from_tokens(rule, r, c)
+            runs = cast(Runs, _row_runs(rule, self.grid.q_positions(distinct[low : low + step])))
+            first, stop = (np.ascontiguousarray(bound.swapaxes(1, 2)) for bound in runs)
+            for blocks, numbers in self.pick_touching_runs(first, stop, row[chosen] - low, cols[chosen]):
+                part = chosen[blocks]
+                tiles[part] = self.tiles_from_picked_runs(rule, rows[part], cols[part], first[numbers], stop[numbers])
         return tiles
+
+    def pick_touching_runs(
+        self, first: np.ndarray, stop: np.ndarray, row: np.ndarray, cols: np.ndarray
+    ) -> Iterator[tuple[slice, tuple[np.ndarray, np.ndarray]]]:
+        """Yields (some of the blocks, the index of their runs in ``first`` and ``stop``). Only the runs that touch a block matter:
+        a window over an image has many, of which one or two lie in any block.
+
+        first, stop: (rows, runs, block). row, cols: (blocks,), the row of each block among these, and its column."""
+        size, start = self.grid.block_size, cols[:, None] * self.grid.block_size
+        kept = stop > first
+        least, most = np.where(kept, first, BEYOND).min(2), np.where(kept, stop, -BEYOND).max(2)
+        touches = (least[row] < start + size) & (most[row] > start)
+        width = max(1, touches.sum(1).max())
+        picked = np.argsort(~touches, axis=1, kind="stable")[:, :width]
+        step = max(1, _BATCH_NUMBERS // (size * width))
+        for part in (slice(low, low + step) for low in range(0, len(cols), step)):
+            yield part, (row[part, None], picked[part])
+
+    def tiles_from_picked_runs(
+        self, rule: Pattern, rows: np.ndarray, cols: np.ndarray, first: np.ndarray, stop: np.ndarray
+    ) -> np.ndarray:
+        """The tiles of these blocks from all runs that touch them, (blocks, runs, block), which are changed in place."""
+        size = self.grid.block_size
+        if first.shape[1] > size // 4:
+            return self.tiles_from_tokens(rule, rows, cols)
+        for bound in (first, stop):
+            bound -= cols[:, None, None] * size
+        return self.pool_runs(self.clip_runs(rows, cols, first, stop))
 
     def pool_runs(self, packed: np.ndarray) -> np.ndarray:
         """Tile numbers of packed runs (n, runs, block)."""
