@@ -15,11 +15,13 @@ from ..kernels.cost.choices import predict_both_passes
 from .block_mask import BlockMask
 from .grid import concat_ranges
 from .single_runs import single_runs
-from .table import Entries, Table, build_table, sort_entries
+from .table import ROW, Entries, Table, build_table, sort_entries
 from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches, pack_runs
 
 BLOCK = 128
 
+# Fields of a work item that differ from those in other tables: see ``DocumentBlocks``.
+_START, _BLOCKS, _SHIFT, _STOP = 0, 5, 6, 7
 _LEAST_GAIN = 1.01  # of predicted time
 # Beyond, making them takes seconds on the host.
 _MOST_ENTRIES = 1 << 22
@@ -29,10 +31,10 @@ class DocumentBlocks(NamedTuple):
     """Both tables of a mask of as many queries as keys, in blocks of ``block_size`` that start where documents start.
 
     starts: (blocks + 1,) int32, the token with which each block starts; it ends where the next one starts, or is full. by_query,
-    by_key: tables of these blocks, no row of which is split. Unlike in other tables, ``col_idx`` and the first field of a work item
-    are not the number of a block but its start. Fields 5 to 7 of an item are how many blocks have tokens, what leads from a token
-    of the row's document to its place on an axis of whole blocks, and where the row's tokens end. Items of blocks without tokens,
-    for which a table made on a device has room, come last.
+    by_key: tables of these blocks, no row of which is split. Unlike in other tables, ``col_idx`` and field 0 of a work item are
+    not the number of a block but its start. Field 5 is how many blocks have tokens. Field 6 is what to add to a token of the
+    row's document for its position on an axis of whole blocks. Field 7 is where the row's tokens end. Items of blocks without
+    tokens, for which a table made on a device has room, come last.
 
     A tile says nothing of queries past the end of its row.
     """
@@ -97,9 +99,9 @@ def document_blocks(mask: BlockMask, least_gain: float | None = None) -> Documen
 def _use_starts(table: Table, starts: torch.Tensor) -> Table:
     """The table with the starts of blocks instead of their numbers: see ``DocumentBlocks``."""
     work = table.work.clone()
-    row = work[..., 0].long()
-    fields = starts[row], torch.full_like(work[..., 5], len(starts) - 1), row * BLOCK - starts[row], starts[row + 1]
-    work[..., [0, 5, 6, 7]] = torch.stack([field.int() for field in fields], -1)
+    row = work[..., ROW].long()
+    work[..., _START], work[..., _BLOCKS] = starts[row], len(starts) - 1
+    work[..., _SHIFT], work[..., _STOP] = row * BLOCK - starts[row], starts[row + 1]
     return table._replace(col_idx=starts[table.col_idx.long()], work=work)
 
 
