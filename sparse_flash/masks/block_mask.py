@@ -181,7 +181,7 @@ class BlockMask:
 
     @property
     def starts(self) -> None:
-        """None, because blocks start at multiples of their size. ``DocumentBlocks`` have starts."""
+        """None, because blocks start at multiples of their size. ``by_document`` has starts."""
         return None
 
     @property
@@ -250,13 +250,7 @@ class BlockMask:
     def entries(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Every kept block of every stored mask: rows, cols, kind (0 full, 1 run tile, 2 bit tile), tile; int64 arrays in table
         order."""
-        ptr, split = self.by_query.row_ptr.cpu().numpy(), self.by_query.row_split.cpu().numpy()
-        counts = np.stack([split[..., 0] - ptr[:, :-1], split[..., 1] - split[..., 0], ptr[:, 1:] - split[..., 1]], -1)
-        rows = np.broadcast_to(np.arange(ptr.shape[1] - 1)[None, :, None], counts.shape)
-        kinds = np.broadcast_to(np.arange(3)[None, None, :], counts.shape)
-        count = int(ptr[-1, -1])
-        cols, tile = (t[:count].cpu().numpy().astype(np.int64) for t in (self.by_query.col_idx, self.by_query.tile_idx))
-        return np.repeat(rows.ravel(), counts.ravel()), cols, np.repeat(kinds.ravel(), counts.ravel()), tile
+        return self.by_query.entries()
 
     def bands(self, number: int = 0, step: int = 1) -> Iterator[tuple[FullBlocks, PartialBlocks]]:
         """The kept blocks of a stored mask, some rows of them at a time, a multiple of ``step``: the full ones as runs, so that a

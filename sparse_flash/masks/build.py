@@ -106,30 +106,25 @@ def _stack_masks(masks: list[BlockMask]) -> BlockMask:
     """Several stored masks in one table, with their tiles pooled. mask_index stays that of the first."""
     if len(masks) == 1:
         return masks[0]
-    pools, index = [], []
+    pools, numbers = [], []  # for each kind: the distinct tiles, and the number among them of each tile of each mask
     for kind in range(2):
         stacked = torch.cat([m.tiles[kind] for m in masks])
         pool, inverse = torch.unique(stacked.flatten(1), dim=0, return_inverse=True)
         pools.append(torch.from_numpy(pad_to_two(pool.view(-1, *stacked.shape[1:]).numpy())))
-        index.append(inverse.split([len(m.tiles[kind]) for m in masks]))
+        numbers.append([part.numpy() for part in inverse.split([len(m.tiles[kind]) for m in masks])])
     tables = []
     for name in ("by_query", "by_key"):
         parts, base = [], 0
-        for number, mask in enumerate(masks):
+        for which, mask in enumerate(masks):
             table = getattr(mask, name)
-            count = int(table.row_ptr[0, -1])
-            ptr, split, tile = table.row_ptr, table.row_split, table.tile_idx[:count].long()
-            entry = torch.arange(count, device=ptr.device)
-            row = torch.searchsorted(ptr[0].contiguous(), entry, right=True) - 1
-            kinds = torch.where(entry >= split[0, row, 1], 1, 0)
-            remapped = torch.where(kinds == 1, index[1][number][tile.clamp(max=len(index[1][number]) - 1)], 0)
-            in_runs = (entry >= split[0, row, 0]) & (kinds == 0)
-            remapped = torch.where(in_runs, index[0][number][tile.clamp(max=len(index[0][number]) - 1)], remapped)
-            parts.append((ptr + base, split + base, table.col_idx[:count], remapped.to(torch.int32)))
-            base += count
-        joined = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
-        joined[2:] = [torch.from_numpy(pad_to_two(t.numpy())) for t in joined[2:]]
-        tables.append(finish_table(*joined))
+            _, cols, kinds, tiles = table.entries()
+            for kind in range(2):
+                tiles[kinds == kind + 1] = numbers[kind][which][tiles[kinds == kind + 1]]
+            parts.append((table.row_ptr + base, table.row_split + base, cols.astype(np.int32), tiles.astype(np.int32)))
+            base += len(cols)
+        ptr, split, *entries = zip(*parts, strict=True)
+        padded = (torch.from_numpy(pad_to_two(np.concatenate(arrays))) for arrays in entries)
+        tables.append(finish_table(torch.cat(ptr), torch.cat(split), *padded))
     return replace(
         masks[0],
         keeps_all=all(m.keeps_all for m in masks),

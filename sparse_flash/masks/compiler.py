@@ -21,8 +21,10 @@ from .block_mask import BlockMask, Device
 from .build import check_blocks, from_entries, from_heads, with_coarse
 from .chooser import Chooser
 from .fields import BEYOND
+from .fit import check_fit
 from .grid import BLOCK_SIZES, EMPTY, FULL, PARTIAL, BlockGrid, BlockRuns
-from .pattern import And, DerivedPattern, Not, Or, Pattern, PerHead, Runs, check_fit, parse, short_text
+from .parsing import parse
+from .pattern import And, DerivedPattern, Not, Or, Pattern, PerHead, Runs, short_text
 from .progress import Progress
 from .rules import RunPattern, block_states
 from .table import Entries, FullBlocks

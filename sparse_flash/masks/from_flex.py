@@ -13,13 +13,13 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask as FlexMask
 from torch.nn.attention.flex_attention import noop_mask
 
+from ..compat.captured import check_parameters
 from ..compat.dynamo import outside_graphs, outside_inference
 from ..compat.pytorch import leaves_of, without_subclasses
 from .block_mask import BlockMask, Device
 from .build import from_entries, from_heads
 from .from_maps import dense_mask, from_block_maps, map_from_lists
 from .grid import BLOCK_SIZES, BlockGrid
-from .pattern import check_parameters
 from .progress import Progress
 from .table import Entries
 from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches

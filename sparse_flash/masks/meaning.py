@@ -10,8 +10,10 @@ import numpy as np
 
 from ..compat.names import PACKAGE
 from .chooser import choices_of, has_choosers, is_causal
+from .fit import named_len
 from .memory import cached_until_cleared
-from .pattern import Pattern, PerHead, named_len, parse, short_text
+from .parsing import parse
+from .pattern import Pattern, PerHead, short_text
 
 _TOKENS = 1 << 17  # of the sequence that is sampled, if the mask names no number of tokens
 _QUERIES = 256

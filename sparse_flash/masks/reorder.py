@@ -20,7 +20,7 @@ from ..compat.names import operator_name
 from ..compat.pytorch import active_modes, is_plain_eager
 from .cache import fake_tensors_if_needed, keep_if_captured, run_in_thread, to_traceable
 from .memory import cached_until_cleared
-from .pattern import parse
+from .parsing import parse
 from .select_blocks import can_launch_kernel
 
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # what sums of a dtype are made in

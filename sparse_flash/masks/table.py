@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ import torch
 from .grid import FULL, BlockRuns, concat_ranges, runs_of, union
 from .tiles import FULL_TILE, TilePool
 
-# The fields of a work item, 32 bytes, one sector of a cache line: see ``Table.work``. The last one is for ``DocumentBlocks``.
+# The fields of a work item, 32 bytes, one sector of a cache line: see ``Table.work``. The last one is for ``document_tables``.
 ROW, BEGIN, RUNS, BITS, END, SPLIT, ITEMS, _ = range(8)
 WORK_FIELDS, SPLIT_FIELDS = 8, 4
 
@@ -80,9 +80,44 @@ class Table(NamedTuple):
         count = int(self.row_ptr[-1, -1])
         return self._replace(col_idx=self.col_idx[:count], tile_idx=self.tile_idx[:count])
 
+    def entries(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Every entry of every mask: rows, cols, kind (0 full, 1 run tile, 2 bit tile), tile; int64 arrays in table order."""
+        ptr, split = self.row_ptr.cpu().numpy(), self.row_split.cpu().numpy()
+        counts = np.diff(np.stack([ptr[:, :-1], split[..., 0], split[..., 1], ptr[:, 1:]], -1))
+        rows, kinds = (np.broadcast_to(index, counts.shape).ravel() for index in np.ogrid[: counts.shape[1], :3])
+        count = int(ptr[-1, -1])
+        cols, tile = (t[:count].cpu().numpy().astype(np.int64) for t in (self.col_idx, self.tile_idx))
+        return np.repeat(rows, counts.ravel()), cols, np.repeat(kinds, counts.ravel()), tile
+
     def has_document_order(self) -> bool:
         """Whether one mask's table on the host has its rows in order of documents: see ``groups_of``."""
         return bool(groups_of(self.row_ptr[0].numpy(), self.row_split[0].numpy(), self.col_idx.numpy()).any())
+
+
+class KernelTables(NamedTuple):
+    """Tables derived from one mask's, which kernels iterate over instead: in taller rows (``tall``), or in blocks that start where
+    documents start (``document_blocks``).
+
+    block_size: keys of a block. row_queries: queries in a row of ``by_query``. by_key: None for tall rows, which are for forward.
+    tiles: (run tiles, row_queries) and (bit tiles, row_queries, block_size / 32) int32; they may say anything of queries past the
+    end of their row. starts, document_order: as in ``BlockMask``.
+    """
+
+    block_size: int
+    row_queries: int
+    mask_index: torch.Tensor
+    by_query: Table
+    by_key: Table | None
+    tiles: tuple[torch.Tensor, torch.Tensor]
+    starts: torch.Tensor | None
+    document_order: bool
+
+    from_host = True  # as in ``BlockMask``; read where there are no starts
+
+    @property
+    def whole_columns(self) -> torch.Tensor:
+        """As in ``BlockMask``, of a table by_key that has no splits."""
+        return cast(Table, self.by_key).work
 
 
 class FullBlocks(NamedTuple):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
-import torch
 
 from .block_mask import BlockMask
-from .table import Entries, Table, build_table, sort_entries
+from .table import Entries, KernelTables, Table, build_table, sort_entries
 from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches
 
 BLOCK, QUERIES = 128, 192  # a row is three halves of blocks: block rows 0 and 1, 1 and 2, 3 and 4, ...
@@ -26,36 +23,9 @@ _MOST_TILES = 1 << 6
 _EMPTY, _FULL = 0, 1  # of half a tall row's block; from 2 on, twice the number of its tile, plus 1 if it is of bits
 
 
-class TallRows(NamedTuple):
-    """``BlockMask.by_query`` in rows of ``row_queries`` queries and blocks of ``block_size`` keys.
-
-    tile_runs: (run tiles, row_queries) int32. tile_bits: (bit tiles, row_queries, block_size / 32) int32. A full block may lie past
-    the end of the queries.
-    """
-
-    block_size: int
-    row_queries: int
-    mask_index: torch.Tensor
-    by_query: Table
-    tile_runs: torch.Tensor
-    tile_bits: torch.Tensor
-    document_order: bool  # as in ``BlockMask``
-
-    @property
-    def starts(self) -> None:
-        return None
-
-    @property
-    def from_host(self) -> bool:
-        return True
-
-    @property
-    def tiles(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.tile_runs, self.tile_bits
-
-
-def tall_rows(mask: BlockMask) -> TallRows | None:
-    """The tall rows of one mask, on its device; None where kernels are faster on its own rows. Reads the table."""
+def tall_rows(mask: BlockMask) -> KernelTables | None:
+    """``BlockMask.by_query`` of one mask in tall rows, on its device; None if kernels are faster on its own rows. Reads the table.
+    A full block may lie past the end of the queries."""
     if mask.block_size != BLOCK or mask.masks > 1 or mask.by_query.col_idx.numel() > _MOST_ENTRIES:
         return None
     here = mask.to("cpu")
@@ -74,10 +44,11 @@ def tall_rows(mask: BlockMask) -> TallRows | None:
     if _estimate_time(tiles != FULL_TILE) * QUERIES > _MOST_TIME * _estimate_time(kind > 0) * BLOCK:
         return None
     shape = -(-here.q_len // QUERIES), here.grid.kv_blocks
-    full, others, (runs, bits) = sort_entries(Entries(row, col, tiles), shape, pool)
+    full, others, stacks = sort_entries(Entries(row, col, tiles), shape, pool)
     table = build_table(full, others)
+    runs, bits = (stack.to(mask.device) for stack in stacks)
     document_order, table = table.has_document_order(), Table(*(tensor.to(mask.device) for tensor in table))
-    return TallRows(BLOCK, QUERIES, mask.mask_index, table, runs.to(mask.device), bits.to(mask.device), document_order)
+    return KernelTables(BLOCK, QUERIES, mask.mask_index, table, None, (runs, bits), None, document_order)
 
 
 def _estimate_time(is_partial: np.ndarray) -> float:

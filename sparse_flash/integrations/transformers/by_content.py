@@ -14,7 +14,8 @@ from ...api.shared import SharedSequence
 from ...compat.dynamo import constant_in_graphs
 from ...masks.chooser import HeadChoice, Scored, choices_of, find_lookahead_chooser, has_choosers, is_causal, without_choosers
 from ...masks.memory import cached_until_cleared
-from ...masks.pattern import And, Or, Pattern, PerHead, parse, text_of
+from ...masks.parsing import parse, text_of
+from ...masks.pattern import And, Or, Pattern, PerHead
 from ...masks.rules import move_pattern
 from ...patterns import last_tokens
 from .choice import OWN

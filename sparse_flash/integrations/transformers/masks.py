@@ -21,7 +21,8 @@ from ...masks.block_mask import BlockMask
 from ...masks.build import from_heads
 from ...masks.cache import as_block_mask, compile_cached
 from ...masks.memory import cached_until_cleared
-from ...masks.pattern import And, Pattern, PerHead, parse
+from ...masks.parsing import parse
+from ...masks.pattern import And, Pattern, PerHead
 from ...masks.rules import move_pattern
 from ...patterns import block_diagonal, full
 
