@@ -20,14 +20,13 @@ from .grid import EMPTY, FULL, PARTIAL, BlockGrid, check_index
 from .pattern import Pattern
 from .select_blocks import arange_int32
 from .table import FullBlocks, PartialBlocks, Table, bands_of, ordered_bounds, work_of_whole_rows
-from .tiles import unpack_bits, unpack_runs
+from .tiles import dense_batches, unpack_bits, unpack_runs
 
 if TYPE_CHECKING:
     from . import methods
 
 Device: TypeAlias = torch.device | str
 
-DENSE_CHUNK = 1 << 24  # pairs decoded at a time
 # Masks made on the host, by the address of ``by_query.work``.
 _host_masks: WeakValueDictionary[int, BlockMask] = WeakValueDictionary()
 
@@ -300,8 +299,7 @@ class BlockMask:
             kept += int(self.pairs_of(kinds[whole], tiles[whole]).sum())
             cut = np.flatnonzero(~whole & (heights > 0) & (widths > 0))
             token = np.arange(size)
-            for low in range(0, len(cut), max(1, DENSE_CHUNK // size**2)):
-                part = cut[low : low + max(1, DENSE_CHUNK // size**2)]
+            for part in (cut[batch] for batch in dense_batches(len(cut), size)):
                 query, key = rows[part, None] * size + token, cols[part, None] * size + token
                 exists = ((query >= queries[0]) & (query < queries[1]))[:, :, None] & ((key >= keys[0]) & (key < keys[1]))[:, None]
                 kept += int((self.tile_pairs(kinds[part], tiles[part]) & exists).sum())
@@ -394,8 +392,7 @@ class BlockMask:
         rows, cols, kind, tile = self.entries()
         size = self.block_size
         dense = np.zeros((self.masks, self.grid.q_blocks, self.grid.kv_blocks, size, size), bool)
-        for low in range(0, len(rows), max(1, DENSE_CHUNK // size**2)):
-            part = slice(low, low + max(1, DENSE_CHUNK // size**2))
+        for part in dense_batches(len(rows), size):
             dense[self.entry_masks[part], rows[part], cols[part]] = self.tile_pairs(kind[part], tile[part])
         pairs = dense.transpose(0, 1, 3, 2, 4).reshape(self.masks, self.grid.q_blocks * size, -1)
         return self._spread_over_heads(torch.from_numpy(pairs[:, : self.q_len, : self.kv_len].copy()))

@@ -177,12 +177,10 @@ def run_in_thread(make: Callable[..., MADE], *args: Any, **options: Any) -> MADE
 def resolve_single_mask(name: str, mask: MaskLike, grid: BlockGrid, device: torch.device) -> BlockMask:
     """The BlockMask of one mask with these lengths and blocks on ``device``; patterns come from the cache. Raises ValueError if the
     mask does not fit. name: what the error calls it."""
-    if isinstance(mask, FlexMask):
-        mask = from_flex_cached(mask)
-    if not isinstance(mask, BlockMask):
-        if not isinstance(mask, (Pattern, str)):
-            return convert_foreign_mask(mask)  # raises the error that lists the types of masks
+    if isinstance(mask, (Pattern, str)):
         mask = compile_cached(mask, *_grid_sizes(grid), device)
+    elif not isinstance(mask, BlockMask):
+        mask = convert_foreign_mask(mask)
     if mask.masks != 1 or mask.mask_index.numel() != 1:
         raise ValueError(f"{name} must be one mask for all heads; got one with {tuple(mask.mask_index.shape)} (batch, heads)")
     if mask.sizes != _grid_sizes(grid):

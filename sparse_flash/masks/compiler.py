@@ -28,7 +28,7 @@ from .pattern import And, DerivedPattern, Not, Or, Pattern, PerHead, Runs, short
 from .progress import Progress
 from .rules import RunPattern, block_states
 from .table import Entries, FullBlocks
-from .tiles import EMPTY_TILE, TilePool, dense_batches, pack_runs, runs_to_dense, unique_rows
+from .tiles import TilePool, dense_batches, pack_runs, runs_to_dense, unique_rows
 
 _CHUNK = 1 << 14  # partial blocks decided at a time
 _BATCH_NUMBERS = 1 << 20  # numbers that describe runs, held at a time
@@ -107,9 +107,8 @@ class _Compilation:
     def run(self) -> BlockMask:
         states = self.states(self.pattern)
         self.check_size(states.count(FULL))  # before it takes memory
-        whole, cut = self.divided(states)
-        pieces = [*cut, *self.decide_blocks(states)]
-        entries = Entries(*(np.concatenate([p[k] for p in pieces], dtype=np.int32) for k in range(3)))
+        whole, cut = self.separate_cut_blocks(states)
+        entries = Entries.join([*cut, *self.decide_blocks(states)])
         return from_entries(self.grid, entries, self.pool, FullBlocks(self.grid.shape, *whole.row_runs(FULL)))
 
     def check_size(self, full: int) -> None:
@@ -134,7 +133,7 @@ class _Compilation:
             self.leaves[pattern] = block_states(pattern, self.grid)
         return self.leaves[pattern]
 
-    def divided(self, states: BlockRuns) -> tuple[BlockRuns, list[tuple[np.ndarray, np.ndarray, np.ndarray]]]:
+    def separate_cut_blocks(self, states: BlockRuns) -> tuple[BlockRuns, list[Entries]]:
         """(the states of blocks that are not cut off by the end of the queries or keys, the full ones that are)"""
         (q_blocks, kv_blocks), size = self.grid.shape, self.grid.block_size
         cut_row, cut_col = self.grid.q_len % size > 0, self.grid.kv_len % size > 0
@@ -143,15 +142,15 @@ class _Compilation:
         first = np.full(q_blocks, kv_blocks - cut_col)
         first[-1] *= not cut_row
         cut = BlockRuns.from_row_runs(self.grid.shape, np.arange(q_blocks), first, np.array(kv_blocks), np.array(FULL))
-        return states & ~cut, [self.add_cut_tiles(*block) for block in (states & cut).blocks(FULL)]
+        return states & ~cut, [self.add_cut_tiles(rows, cols) for rows, cols, _ in (states & cut).blocks(FULL)]
 
-    def add_cut_tiles(self, rows: np.ndarray, cols: np.ndarray, _: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def add_cut_tiles(self, rows: np.ndarray, cols: np.ndarray) -> Entries:
         """Full blocks that are cut off have a tile that says where they end."""
         zero = np.zeros((len(rows), 1, self.grid.block_size), np.int64)
         tiles = self.pool.add_runs(self.clip_runs(rows, cols, zero, zero + self.grid.block_size)[:, 0])
-        return rows, cols, tiles
+        return Entries(*(axis.astype(np.int32) for axis in (rows, cols, tiles)))
 
-    def decide_blocks(self, states: BlockRuns) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    def decide_blocks(self, states: BlockRuns) -> Iterator[Entries]:
         """Partial blocks, decided by their tokens. Blocks that turn out empty are left out."""
         undecided = states.count(PARTIAL)
         pairs = undecided * self.grid.block_size**2
@@ -166,14 +165,13 @@ class _Compilation:
                     rule = _simplify(self.pattern, dict(zip(self.leaves, leaf_states[example].tolist(), strict=True)))
                     # A pattern, as a partial block has a leaf that is partial there.
                     tiles[chosen] = self.decide(cast(Pattern, rule), rows[chosen], cols[chosen])
-                kept = tiles != EMPTY_TILE
                 self.bar.advance(len(rows) * self.grid.block_size**2)
-                rows, cols, tiles = (axis[kept].astype(np.int32) for axis in (rows, cols, tiles))  # as many are held at once
-                yield rows, cols, tiles
+                kept = Entries(rows, cols, tiles).without_empty()
+                yield Entries(*(axis.astype(np.int32) for axis in kept))  # small, as all are held at once
 
     def decide(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
         """The tiles that ``rule`` keeps of these blocks."""
-        if not is_shift_invariant(rule, self.grid.block_size):
+        if not _is_shift_invariant(rule, self.grid.block_size):
             return self.decide_distinct(rule, rows, cols)
         # One block of each diagonal, and the blocks of the last row and column, which may be cut off.
         size, diagonals = self.grid.block_size, sum(self.grid.shape)
@@ -330,31 +328,21 @@ def _simplify(pattern: Pattern, states: dict[Pattern, int]) -> Pattern | bool:
     return settled[states[pattern]]
 
 
-def is_shift_invariant(pattern: Pattern, block_size: int) -> bool:
-    """Whether moving both tokens of a pair by ``block_size`` changes nothing; with 1, a mask is one of distances alone."""
-    if isinstance(pattern, (And, Or)):
-        return all(is_shift_invariant(p, block_size) for p in pattern.operands)
-    if isinstance(pattern, Not):
-        return is_shift_invariant(pattern.operand, block_size)
-    return pattern.shift_period is not None and block_size % pattern.shift_period == 0
+def _is_shift_invariant(rule: Pattern, block_size: int) -> bool:
+    """Whether moving both tokens of a pair by ``block_size`` changes nothing."""
+    return all(leaf.shift_period is not None and block_size % leaf.shift_period == 0 for leaf in rule.leaves())
 
 
-def _alike_keys(pattern: Pattern, grid: BlockGrid, rows: np.ndarray, cols: np.ndarray) -> np.ndarray | None:
-    """``alike`` of an expression, None if some pattern in it has none."""
-    if isinstance(pattern, (And, Or)):
-        keys = [_alike_keys(p, grid, rows, cols) for p in pattern.operands]
-        known = [one for one in keys if one is not None]
-        return np.column_stack(known) if len(known) == len(keys) else None
-    return _alike_keys(pattern.operand, grid, rows, cols) if isinstance(pattern, Not) else pattern.alike(grid, rows, cols)
+def _alike_keys(rule: Pattern, grid: BlockGrid, rows: np.ndarray, cols: np.ndarray) -> np.ndarray | None:
+    """``alike`` of all patterns in an expression; None if some pattern has none."""
+    keys = [leaf.alike(grid, rows, cols) for leaf in rule.leaves()]
+    known = [one for one in keys if one is not None]
+    return np.column_stack(known) if len(known) == len(keys) else None
 
 
-def _has_ordered_runs(pattern: Pattern) -> bool:
+def _has_ordered_runs(rule: Pattern) -> bool:
     """Whether no start and no end of ``_row_runs`` decreases from one query to the next."""
-    if isinstance(pattern, (And, Or)):
-        return all(map(_has_ordered_runs, pattern.operands))
-    if isinstance(pattern, Not):
-        return _has_ordered_runs(pattern.operand)
-    return isinstance(pattern, RunPattern) and pattern.ordered_runs
+    return all(isinstance(leaf, RunPattern) and leaf.ordered_runs for leaf in rule.leaves())
 
 
 def _row_runs(pattern: Pattern, q: np.ndarray, limit: int = _MOST_RUNS) -> Runs | None:

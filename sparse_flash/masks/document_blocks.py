@@ -13,16 +13,14 @@ from ..kernels.cost.choices import predict_both_passes
 from .block_mask import BlockMask
 from .grid import concat_ranges
 from .single_runs import single_runs
-from .table import ROW, Entries, KernelTables, Table, build_table, sort_entries
-from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches, pack_runs
+from .table import MOST_DERIVED, ROW, Entries, KernelTables, Table, build_table, sort_entries
+from .tiles import FULL_TILE, TilePool, dense_batches, pack_runs
 
 BLOCK = 128
 
 # Fields of a work item that differ from those in other tables: see ``document_tables``.
 _START, _BLOCKS, _SHIFT, _STOP = 0, 5, 6, 7
 _LEAST_GAIN = 1.01  # of predicted time
-# Beyond, making them takes seconds on the host.
-_MOST_ENTRIES = 1 << 22
 
 
 def document_tables(
@@ -41,7 +39,7 @@ def document_tables(
 
 def document_blocks(mask: BlockMask, least_gain: float | None = None) -> KernelTables | None:
     """The ``document_tables`` of one mask, on its device; None where kernels are predicted to gain less. Reads the table."""
-    many = mask.by_query.col_idx.numel() > _MOST_ENTRIES
+    many = mask.by_query.col_idx.numel() > MOST_DERIVED
     if mask.block_size != BLOCK or mask.masks > 1 or mask.q_len != mask.kv_len or many:
         return None
     here = mask.to("cpu")
@@ -139,5 +137,4 @@ def _entries(
         entry = partial[batch]
         inside = [np.clip(bound[query[row[entry]]] - key[entry, None], 0, BLOCK) for bound in (first, stop)]
         tiles[entry] = pool.add_runs(pack_runs(*(np.where(exists[row[entry]], bound, 0) for bound in inside)))
-    kept = tiles != EMPTY_TILE
-    return Entries(row[kept], (first_block[row] + local)[kept], tiles[kept]), pool
+    return Entries(row, first_block[row] + local, tiles).without_empty(), pool

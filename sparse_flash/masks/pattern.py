@@ -317,8 +317,22 @@ class DerivedPattern(Pattern):
         return self if bound == whole else bound
 
 
+class _Expression(Pattern):
+    """Base class of the operators."""
+
+    def _write(self, write: Callable[[Pattern], str]) -> str:
+        """The text of the expression. write: gives the text of an operand."""
+        raise NotImplementedError
+
+    def to_spec(self) -> str:
+        return self._write(lambda p: p.to_spec())
+
+    def __repr__(self) -> str:
+        return self._write(repr)
+
+
 @dataclass(frozen=True, repr=False)
-class _Composite(Pattern):
+class _Composite(_Expression):
     """Operands in canonical order: flattened, without repeats, shorter text first, so that ``a & b == b & a``."""
 
     operands: tuple[Pattern, ...]
@@ -369,12 +383,6 @@ class _Composite(Pattern):
     def _write(self, write: Callable[[Pattern], str]) -> str:
         parts = (f"({write(p)})" if isinstance(p, _Composite) else write(p) for p in self.operands)
         return f" {self.symbol} ".join(parts)
-
-    def to_spec(self) -> str:
-        return self._write(lambda p: p.to_spec())
-
-    def __repr__(self) -> str:
-        return self._write(repr)
 
 
 def layout_of(*patterns: Pattern) -> Any:
@@ -444,7 +452,7 @@ class Or(_Composite):
 
 
 @dataclass(frozen=True, repr=False)
-class Not(Pattern):
+class Not(_Expression):
     """The pairs that the operand does not keep."""
 
     operand: Pattern
@@ -467,12 +475,6 @@ class Not(Pattern):
     def _write(self, write: Callable[[Pattern], str]) -> str:
         inner = write(self.operand)
         return f"~({inner})" if isinstance(self.operand, _Composite) else f"~{inner}"
-
-    def to_spec(self) -> str:
-        return self._write(lambda p: p.to_spec())
-
-    def __repr__(self) -> str:
-        return self._write(repr)
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,15 @@ def select_in_torch(maps: torch.Tensor, by_query: Table, by_key: Table, shape: t
     shape: of the grid."""
     if maps.dtype != torch.bool:
         maps = ((maps[..., None] >> arange_int32(32, maps.device)) & 1).flatten(-2)[..., : shape[1]].bool()
-    rows, columns = _select_entries(maps, by_query), _select_entries(maps.mT, by_key)
-    work = build_work(rows[:3], columns[:3], shape[1], shape[0])
-    return [Table(*side, *items) for side, items in zip((rows, columns), work, strict=True)]
+    rows, entries = _select_entries(maps, by_query)
+    columns, entries_by_key = _select_entries(maps.mT, by_key)
+    work, work_by_key = build_work(rows, columns, shape[1], shape[0])
+    return [Table(*rows, *entries, *work), Table(*columns, *entries_by_key, *work_by_key)]
 
 
-def _select_entries(maps: torch.Tensor, table: Table) -> tuple[torch.Tensor, ...]:
-    """(row_ptr, row_split, row_order, col_idx, tile_idx) of the entries that each map keeps, in the table's order. maps: (masks,
-    rows, cols) bool."""
+def _select_entries(maps: torch.Tensor, table: Table) -> tuple[RowArrays, tuple[torch.Tensor, torch.Tensor]]:
+    """((row_ptr, row_split, row_order), (col_idx, tile_idx)) of the entries that each map keeps, in the order of the table. maps:
+    (masks, rows, cols) bool."""
     masks, rows, listed = len(maps), maps.shape[1], len(table.col_idx)
     ptr, split = table.row_ptr[0].long(), table.row_split[0].long()
     entry = torch.arange(listed, device=maps.device)
@@ -44,7 +45,7 @@ def _select_entries(maps: torch.Tensor, table: Table) -> tuple[torch.Tensor, ...
     first_entry = torch.arange(masks, device=maps.device)[:, None] * listed
     new_ptr, new_split = (kept_before[first_entry + bounds].int() for bounds in (ptr, split.flatten()))
     order = torch.argsort(new_ptr.diff(dim=-1), dim=-1, descending=True, stable=True).int()
-    return new_ptr, new_split.view(masks, rows, 2), order, cols, tiles
+    return (new_ptr, new_split.view(masks, rows, 2), order), (cols, tiles)
 
 
 def select_by_kernel(maps: torch.Tensor, by_query: Table, by_key: Table, shape: tuple[int, int], room: int) -> list[Table]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import NamedTuple, cast
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from .grid import FULL, BlockRuns, concat_ranges, runs_of, union
-from .tiles import FULL_TILE, TilePool
+from .tiles import EMPTY_TILE, FULL_TILE, TilePool
 
 # The fields of a work item, 32 bytes, one sector of a cache line: see ``Table.work``. The last one is for ``document_tables``.
 ROW, BEGIN, RUNS, BITS, END, SPLIT, ITEMS, _ = range(8)
@@ -27,6 +27,7 @@ _ALIKE = 3 / 4
 _SPLIT_BLOCKS, _SPLIT_RATIO = 32, 2
 # A table made on a device has room for this many splits, as the host does not know its rows: see ``build_split_work``.
 _SPLITS = 64
+MOST_DERIVED = 1 << 22  # entries of a table beyond which deriving ``KernelTables`` takes seconds on the host, and gigabytes
 # Runs of full blocks are handled as such where they are longer than this, on average; else block by block.
 _LONG_RUN = 8
 _BAND = 1 << 20  # blocks read at a time, at least: see ``bands_of``
@@ -38,6 +39,15 @@ class Entries(NamedTuple):
     rows: np.ndarray
     cols: np.ndarray
     tiles: np.ndarray
+
+    @classmethod
+    def join(cls, parts: Iterable[Entries]) -> Entries:
+        return cls(*map(np.concatenate, zip(*parts, strict=True)))
+
+    def without_empty(self) -> Entries:
+        """Without the blocks that keep nothing."""
+        kept = self.tiles != EMPTY_TILE
+        return Entries(*(axis[kept] for axis in self))
 
 
 class Table(NamedTuple):
@@ -112,7 +122,9 @@ class KernelTables(NamedTuple):
     starts: torch.Tensor | None
     document_order: bool
 
-    from_host = True  # as in ``BlockMask``; read where there are no starts
+    @property
+    def from_host(self) -> bool:
+        return True
 
     @property
     def whole_columns(self) -> torch.Tensor:

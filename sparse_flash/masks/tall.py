@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from .block_mask import BlockMask
-from .table import Entries, KernelTables, Table, build_table, sort_entries
-from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches
+from .table import MOST_DERIVED, Entries, KernelTables, Table, build_table, sort_entries
+from .tiles import FULL_TILE, TilePool, dense_batches
 
 BLOCK, QUERIES = 128, 192  # a row is three halves of blocks: block rows 0 and 1, 1 and 2, 3 and 4, ...
 
@@ -14,8 +14,6 @@ BLOCK, QUERIES = 128, 192  # a row is three halves of blocks: block rows 0 and 1
 # (docs/performance/kernels.md). Tall rows are taken where steps are this many times as many by query, or fewer.
 _TIME_OF_PARTIAL = 1.35
 _MOST_TIME = 1.06
-# Beyond, making them takes seconds on the host, and gigabytes.
-_MOST_ENTRIES = 1 << 22
 # Distinct ones. Many documents have more, and may be others at each step: 60 in 65,536 tokens took 61 ms to learn that rows of 128
 # are faster, and take 1 ms this way, where compiling takes 5. What has fewer takes up to twice its compiling.
 _MOST_TILES = 1 << 6
@@ -26,7 +24,7 @@ _EMPTY, _FULL = 0, 1  # of half a tall row's block; from 2 on, twice the number 
 def tall_rows(mask: BlockMask) -> KernelTables | None:
     """``BlockMask.by_query`` of one mask in tall rows, on its device; None if kernels are faster on its own rows. Reads the table.
     A full block may lie past the end of the queries."""
-    if mask.block_size != BLOCK or mask.masks > 1 or mask.by_query.col_idx.numel() > _MOST_ENTRIES:
+    if mask.block_size != BLOCK or mask.masks > 1 or mask.by_query.col_idx.numel() > MOST_DERIVED:
         return None
     here = mask.to("cpu")
     rows, cols, kind, tile = here.entries()
@@ -39,12 +37,11 @@ def tall_rows(mask: BlockMask) -> KernelTables | None:
     if joined is None:
         return None
     tiles[partial] = joined
-    kept = tiles != EMPTY_TILE
-    row, col, tiles = row[kept], col[kept], tiles[kept]
-    if _estimate_time(tiles != FULL_TILE) * QUERIES > _MOST_TIME * _estimate_time(kind > 0) * BLOCK:
+    entries = Entries(row, col, tiles).without_empty()
+    if _estimate_time(entries.tiles != FULL_TILE) * QUERIES > _MOST_TIME * _estimate_time(kind > 0) * BLOCK:
         return None
     shape = -(-here.q_len // QUERIES), here.grid.kv_blocks
-    full, others, stacks = sort_entries(Entries(row, col, tiles), shape, pool)
+    full, others, stacks = sort_entries(entries, shape, pool)
     table = build_table(full, others)
     runs, bits = (stack.to(mask.device) for stack in stacks)
     document_order, table = table.has_document_order(), Table(*(tensor.to(mask.device) for tensor in table))

@@ -30,8 +30,10 @@ class Pairs(NamedTuple):
         """Returns the pairs of the whole (batch, heads, q_len, kv_len) matrix."""
         (batch, heads, q_len), kv_len = q.shape[:3], k.shape[2]
         ranges = [torch.arange(size, device=q.device) for size in (batch, heads, q_len, kv_len)]
-        positions = (numbers.view([-1 if axis == other else 1 for other in range(4)]) for axis, numbers in enumerate(ranges))
-        return cls(*positions, heads, q_len, kv_len)
+        batches, each_head, queries, keys = (
+            numbers.view([-1 if axis == other else 1 for other in range(4)]) for axis, numbers in enumerate(ranges)
+        )
+        return cls(batches, each_head, queries, keys, heads, q_len, kv_len)
 
     @property
     def q_pos(self) -> torch.Tensor:

@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import sparse_flash as sf
-from sparse_flash.masks import block_mask, build, compiler, rules, table, tiles
+from sparse_flash.masks import build, compiler, rules, table, tiles
 from sparse_flash.masks.grid import EMPTY, FULL, PARTIAL, BlockGrid, BlockRuns
 
 MILLION = 1 << 20
@@ -502,7 +502,6 @@ def test_size_of_the_batches_that_bound_memory_makes_no_difference(pattern, leng
         small.setattr(compiler, "_BATCH_NUMBERS", 3 * block_size)
         small.setattr(rules, "_CHUNK", 2 * block_size)
         small.setattr(tiles, "_BATCH_PAIRS", 2 * block_size**2)
-        small.setattr(block_mask, "DENSE_CHUNK", 2 * block_size**2)
         pieces = sf.compile_mask(pattern, *lengths, block_size)
         assert pieces.equal(whole)
         np.testing.assert_array_equal(pieces.to_dense().numpy(), strategies.dense(pattern, *lengths))

@@ -86,7 +86,7 @@ def test_only_lasting_masks_of_one_head_and_blocks_of_128_have_tall_rows(monkeyp
     assert sf.compile_mask("causal", 1024).tall is None
     monkeypatch.setattr(tall, "_MOST_TILES", 4)
     assert sf.compile_mask("causal", 1024).tall is not None
-    monkeypatch.setattr(tall, "_MOST_ENTRIES", 35)
+    monkeypatch.setattr(tall, "MOST_DERIVED", 35)
     assert sf.compile_mask("causal", 1024).tall is None
 
 
