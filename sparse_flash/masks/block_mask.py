@@ -211,9 +211,9 @@ class BlockMask:
     def find_by_tensors(cls, q_len: int, kv_len: int, block_size: int, tensors: list[torch.Tensor]) -> BlockMask:
         """The mask made on the host that has these tensors, for operators, which receive nothing else. Tables that are derived from
         that mask, and remembered launches, come with it. Without such a mask, ``from_tensors``."""
-        known = _host_masks.get(tensors[1 + Table._fields.index("work")].data_ptr())
-        if known is not None and known.sizes == (q_len, kv_len, block_size) and _same_memory(known.tensors(), tensors):
-            return known
+        found = _host_masks.get(tensors[1 + Table._fields.index("work")].data_ptr())
+        if found is not None and found.sizes == (q_len, kv_len, block_size) and _same_memory(found.tensors(), tensors):
+            return found
         return cls.from_tensors(q_len, kv_len, block_size, tensors)
 
     @outside_inference
@@ -357,8 +357,8 @@ class BlockMask:
         row = torch.searchsorted(ends, arange_int32(len(cols), self.device), right=True)
         # Entries beyond row_ptr's last may hold anything, and go to the row past the last.
         kept = torch.zeros(len(ends) + 1, self.grid.kv_blocks, dtype=torch.bool, device=self.device)
-        place = row * self.grid.kv_blocks + torch.where(row < len(ends), cols, 0)
-        kept.view(-1).scatter_(0, place, True)  # kept[row, cols] = True would copy from the host
+        index = row * self.grid.kv_blocks + torch.where(row < len(ends), cols, 0)
+        kept.view(-1).scatter_(0, index, True)  # kept[row, cols] = True would copy from the host
         return self._spread_over_heads(kept[:-1].view(self.masks, *self.grid.shape))
 
     def kept_keys(self, query: int, batch: int = 0, head: int = 0) -> torch.Tensor:
@@ -373,14 +373,14 @@ class BlockMask:
 
     def _decode_token(self, table: Table, token: int, batch: int, head: int, axis: int) -> torch.Tensor:
         mask = self.stored_index(batch, head)
-        row, place = divmod(token, self.block_size)
+        row, within = divmod(token, self.block_size)
         begin, end = table.row_ptr[mask, row : row + 2].tolist()
         runs, bits = table.row_split[mask, row].tolist()
         cols, tile = (t[begin:end].cpu().numpy().astype(np.int64) for t in (table.col_idx, table.tile_idx))
         full, kind = runs - begin, 1 + (np.arange(runs, end) >= bits)
         kept = np.zeros((self.grid.kv_blocks if axis == 1 else self.grid.q_blocks, self.block_size), bool)
         kept[cols[:full]] = True
-        kept[cols[full:]] = self.tile_pairs(kind, tile[full:]).take(place, axis)
+        kept[cols[full:]] = self.tile_pairs(kind, tile[full:]).take(within, axis)
         return torch.from_numpy(kept.reshape(-1))
 
     @outside_graphs

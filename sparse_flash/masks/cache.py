@@ -80,10 +80,10 @@ def from_flex_cached(mask: FlexMask) -> BlockMask:
         )
     made_of = from_flex.parts_of(mask)
     state = state_of(made_of)
-    known = _flex_cache.get(mask)
-    if known is not None and known[1] == state and all(a is b for a, b in zip(known[0], made_of, strict=True)):
-        keep_if_captured(known[2], known[2].device)
-        return known[2]
+    old_parts, old_state, converted = _flex_cache.get(mask, ((), None, None))
+    if converted is not None and old_state == state and all(map(operator.is_, old_parts, made_of)):
+        keep_if_captured(converted, converted.device)
+        return converted
     if is_recorded(mask.kv_indices.device):
         raise ValueError(
             "a FlexAttention mask is read on the host, which cannot be captured in a CUDA graph or traced; make mask = "

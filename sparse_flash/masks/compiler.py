@@ -200,8 +200,9 @@ class _Compilation:
         """(blocks, numbers) integers under a rule of ordered runs: blocks with equal numbers and sizes keep the same pairs. A
         document has as many blocks at its edges as it has rows and columns, and few of them differ.
 
-        If the first and the last query of a block keep the same keys of the block, so do all. Then the numbers are where the runs
-        begin and end in the block, and 0. Otherwise the numbers are -1 and a last one: see ``number_of_segments``.
+        If the first and the last query of a block keep the same keys of the block, all of its queries do. Then the numbers are
+        where the runs begin and end in the block, and 0. Otherwise the numbers are -1, and a last one that blocks of one row share
+        if no run starts or ends within them or between them.
         """
         size, start = self.grid.block_size, cols * self.grid.block_size
         distinct, row = np.unique(rows, return_inverse=True)
@@ -213,7 +214,6 @@ class _Compilation:
         signature[varying, -1] = -1 - varying  # like no other block
         rows_of_varying, local = np.unique(row[varying], return_inverse=True)
         if len(varying) > _MANY_IN_A_ROW * len(rows_of_varying):
-            # Blocks of one row are alike if no run starts or ends within them or between them.
             runs = _row_runs(rule, self.grid.q_positions(distinct[rows_of_varying]))
             edges = np.concatenate(cast(Runs, runs), axis=2).reshape(len(rows_of_varying), -1).clip(0, self.grid.kv_len)
             offset = np.arange(len(edges))[:, None] * (self.grid.kv_len + 1)  # so that a row and a position make one number
@@ -248,8 +248,8 @@ class _Compilation:
         first, stop: (rows, runs, block). row, cols: (blocks,), the row of each block among these, and its column."""
         size, start = self.grid.block_size, cols[:, None] * self.grid.block_size
         kept = stop > first
-        least, most = np.where(kept, first, BEYOND).min(2), np.where(kept, stop, -BEYOND).max(2)
-        touches = (least[row] < start + size) & (most[row] > start)
+        begin, end = np.where(kept, first, BEYOND).min(2), np.where(kept, stop, -BEYOND).max(2)
+        touches = (begin[row] < start + size) & (end[row] > start)
         width = max(1, touches.sum(1).max())
         picked = np.argsort(~touches, axis=1, kind="stable")[:, :width]
         step = max(1, _BATCH_NUMBERS // (size * width))

@@ -172,9 +172,9 @@ def _map_from_positions(
         beyond = col[listed & ~exists][0]
         raise ValueError(f"{name} must be blocks of keys, 0 to {kv_blocks - 1}; got {beyond}; pass the kv_len of these blocks")
     # Other entries go to one element past the map.
-    place = torch.where(listed & exists, row * kv_blocks + col, q_blocks * kv_blocks)
-    kept = torch.zeros((*place.shape[:2], q_blocks * kv_blocks + 1), dtype=torch.bool, device=col.device)
-    return kept.scatter_(2, place.flatten(2), True)[..., :-1].unflatten(2, shape)
+    index = torch.where(listed & exists, row * kv_blocks + col, q_blocks * kv_blocks)
+    kept = torch.zeros((*index.shape[:2], q_blocks * kv_blocks + 1), dtype=torch.bool, device=col.device)
+    return kept.scatter_(2, index.flatten(2), True)[..., :-1].unflatten(2, shape)
 
 
 def check_integers(names: tuple[str, str], *tensors: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The registry of pattern classes by name: built-in ones, the user's, and those of installed packages."""
+"""The registry of pattern classes by name: built-in classes, the user's classes and classes of installed packages."""
 
 from __future__ import annotations
 

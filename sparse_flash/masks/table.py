@@ -128,7 +128,7 @@ class KernelTables(NamedTuple):
 
     @property
     def whole_columns(self) -> torch.Tensor:
-        """As in ``BlockMask``, of a table by_key that has no splits."""
+        """The work items of ``by_key``, which has no splits."""
         return cast(Table, self.by_key).work
 
 
@@ -251,14 +251,14 @@ def build_table(full: FullBlocks, partial: PartialBlocks) -> Table:
     ptr = of_full + before
     bits = ptr[1:] - of_bits
     # Each partial block follows those before it and the full blocks of all rows up to its own.
-    place = of_full[partial.rows + 1] + np.arange(len(partial.rows))
+    entry = of_full[partial.rows + 1] + np.arange(len(partial.rows))
     tiles, cols = np.zeros(ptr[-1], np.int32), np.ones(ptr[-1], np.int32)
-    # A full block's column is the last one's plus 1, except where a run begins: steps, which are then summed up in place.
+    # A full block's column is the last one's plus 1, except where a run begins: steps, which are then summed up in entry.
     lengths = full.stop - full.first
-    cols[place] = 0
+    cols[entry] = 0
     cols[np.cumsum(lengths) - lengths + before[full.rows]] = full.first - np.append(0, full.stop[:-1] - 1)[: len(lengths)]
     np.cumsum(cols, dtype=np.int32, out=cols)
-    cols[place], tiles[place] = partial.cols, partial.tiles
+    cols[entry], tiles[entry] = partial.cols, partial.tiles
     arrays = ptr[None], np.stack([bits - of_runs, bits], 1)[None], pad_to_two(cols), pad_to_two(tiles)
     return finish_table(*(torch.from_numpy(np.ascontiguousarray(a, np.int32)) for a in arrays))
 
@@ -278,12 +278,12 @@ def bands_of(table: Table, mask: int, cols: int, step: int = 1) -> Iterator[tupl
         begins = np.ones(end - begin + 1, bool)
         np.not_equal(col[1:], col[:-1] + 1, out=begins[1:-1])
         begins[kinds - begin] = True
-        place = np.flatnonzero(begins)
-        run = np.searchsorted(place, kinds[:, 0] - begin)
-        runs = np.searchsorted(place, kinds[:, 1] - begin) - run
+        run_begin = np.flatnonzero(begins)
+        run = np.searchsorted(run_begin, kinds[:, 0] - begin)
+        runs = np.searchsorted(run_begin, kinds[:, 1] - begin) - run
         which = concat_ranges(run, runs)
-        first = col[place[which]].astype(np.int64)
-        full = FullBlocks((rows, cols), np.repeat(row, runs), first, first + place[which + 1] - place[which])
+        first = col[run_begin[which]].astype(np.int64)
+        full = FullBlocks((rows, cols), np.repeat(row, runs), first, first + run_begin[which + 1] - run_begin[which])
         counts = np.column_stack([kinds[:, 2] - kinds[:, 1], ptr[low + 1 : high + 1] - kinds[:, 2]])
         entry = concat_ranges(kinds[:, 1], counts.sum(1))
         kind = np.repeat(np.tile(np.array([1, 2], np.int32), len(row)), counts.ravel())
@@ -328,9 +328,9 @@ def groups_of(ptr: np.ndarray, split: np.ndarray, cols: np.ndarray) -> np.ndarra
         return np.zeros(len(count), np.int64)
     heaviest = np.zeros(len(ends), np.int64)
     np.maximum.at(heaviest, group, count)
-    place = np.empty(len(ends), np.int64)
-    place[np.argsort(-heaviest, kind="stable")] = np.arange(len(ends))
-    return place[group]
+    rank = np.empty(len(ends), np.int64)
+    rank[np.argsort(-heaviest, kind="stable")] = np.arange(len(ends))
+    return rank[group]
 
 
 def weights_of(count: np.ndarray) -> np.ndarray:

@@ -56,9 +56,9 @@ def _merge_rows(
     mask: BlockMask, rows: np.ndarray, cols: np.ndarray, state: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The blocks of the tall rows, row * kv_blocks + column, ascending, and the states of both block rows that each lies in."""
-    first, place = rows // 3 * 2, rows % 3
-    above, below = place < 2, place > 0
-    tall = np.concatenate([(first + place)[above], (first + place - 1)[below]])
+    first, third = rows // 3 * 2, rows % 3
+    above, below = third < 2, third > 0
+    tall = np.concatenate([(first + third)[above], (first + third - 1)[below]])
     key = tall * mask.grid.kv_blocks + np.concatenate([cols[above], cols[below]])
     found, which = np.unique(key, return_inverse=True)
     upper, lower = (np.full(len(found), _EMPTY, np.int64) for _ in range(2))
