@@ -162,15 +162,7 @@ class Pattern:
     def token_tiles(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
         """The token rule on many blocks: q (n, block), kv (n, block) positions -> (n, block, block) bool."""
         shape = (*q.shape, kv.shape[1])
-        with explain_array_errors(self, "the token rule"):
-            # A rule may change its arguments in place, and other rules get the same positions.
-            kept = np.asarray(self.token_rule(q[:, :, None].copy(), kv[:, None, :].copy()))
-        if kept.dtype != bool:
-            raise TypeError(f"the token rule of {self} must return booleans; got {kept.dtype}; compare or use .astype(bool)")
-        try:
-            return np.broadcast_to(kept, shape)
-        except ValueError:
-            raise ValueError(f"the token rule of {self} must broadcast to {shape}; it returned {kept.shape}") from None
+        return evaluate_rule(self, "the token rule", self.token_rule, (q[:, :, None], kv[:, None, :]), shape)
 
     def to_spec(self) -> str:
         """Canonical spec text: equal patterns have equal text, and ``Pattern.from_spec`` reads it back."""
@@ -241,6 +233,21 @@ def explain_array_errors(pattern: Pattern, rule: str) -> Iterator[None]:
         raise (TypeError if isinstance(error, TypeError) else ValueError)(
             f"{rule} of {pattern} failed on arrays of positions: {error} (use NumPy's functions, and & | ~ instead of and, or, not)"
         ) from error
+
+
+def evaluate_rule(
+    pattern: Pattern, name: str, rule: Callable[..., Any], positions: tuple[np.ndarray, ...], shape: tuple[int, ...]
+) -> np.ndarray:
+    """What a rule says of these positions: bool of this shape. Raises TypeError or ValueError for a result of another form."""
+    with explain_array_errors(pattern, name):
+        # A rule may change its arguments in place, and other rules get the same positions.
+        kept = np.asarray(rule(*(one.copy() for one in positions)))
+    if kept.dtype != bool:
+        raise TypeError(f"{name} of {pattern} must return booleans; got {kept.dtype}; compare, and combine with & | ~")
+    try:
+        return np.broadcast_to(kept, shape)
+    except ValueError:
+        raise ValueError(f"{name} of {pattern} must broadcast to {shape}; it returned {kept.shape}") from None
 
 
 def short_text(pattern: Pattern | str, most: int = 60) -> str:

@@ -16,7 +16,7 @@ import scipy.sparse
 
 from .fields import positive_int
 from .grid import FULL, PARTIAL, BlockGrid, BlockRuns, concat_ranges, runs_of
-from .pattern import DerivedPattern, Pattern, Runs, explain_array_errors, layout_of
+from .pattern import DerivedPattern, Pattern, Runs, evaluate_rule, explain_array_errors, layout_of
 
 # Evaluating all pairs of smaller units would cost as much as evaluating tokens.
 SMALLEST_LISTED_UNIT = 16
@@ -79,10 +79,7 @@ class RunPattern(Pattern):
         """How many runs a query keeps. Raises ValueError for runs in another form than ``row_runs`` must return."""
         with explain_array_errors(self, "row_runs"):
             runs: object = self.row_runs(np.array([position, position]))
-        if not isinstance(runs, (tuple, list)) or len(runs) != 2:
-            got = f"{len(runs)} values" if isinstance(runs, (tuple, list)) else type(runs).__name__
-            raise TypeError(f"row_runs of {self} must return (first, stop), two integer arrays; got {got}")
-        first, stop = map(np.asarray, runs)
+        first, stop = _check_two_arrays(runs, f"row_runs of {self} must return (first, stop)")
         if first.ndim != 2 or len(first) != 2 or first.shape != stop.shape or {first.dtype.kind, stop.dtype.kind} - {"i"}:
             raise ValueError(
                 f"row_runs of {self} must return two integer arrays of shape (*q.shape, runs); for q of shape (2,) got "
@@ -91,6 +88,13 @@ class RunPattern(Pattern):
         if first.shape[1] == 0:
             raise ValueError(f"row_runs of {self} must return at least one run a query; got none; stop <= first is an empty run")
         return first.shape[1]
+
+
+def _check_two_arrays(given: object, requirement: str) -> tuple[np.ndarray, np.ndarray]:
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        got = f"{len(given)} values" if isinstance(given, (tuple, list)) else type(given).__name__
+        raise TypeError(f"{requirement}, two integer arrays; got {got}")
+    return np.asarray(given[0]), np.asarray(given[1])
 
 
 def _row_chunks(grid: BlockGrid, numbers_per_row: int) -> Iterator[np.ndarray]:
@@ -141,16 +145,8 @@ class UnitPattern(Pattern):
         pairs = []
         step = max(1, _CHUNK // cols)
         for low in range(first, stop, step):
-            # New arrays for each call: a rule may change its arguments in place.
             i, j = np.arange(low, min(low + step, stop))[:, None], np.arange(cols)[None, :]
-            with explain_array_errors(self, "unit_rule"):
-                kept = np.asarray(self.unit_rule(i, j))
-            if kept.dtype != bool:
-                raise TypeError(f"unit_rule of {self} must return booleans; got {kept.dtype}; compare, and combine with & | ~")
-            try:
-                kept = np.broadcast_to(kept, (len(i), cols))
-            except ValueError:
-                raise ValueError(f"unit_rule of {self} must broadcast to {(len(i), cols)}; it returned {kept.shape}") from None
+            kept = evaluate_rule(self, "unit_rule", self.unit_rule, (i, j), (len(i), cols))
             row, col = np.nonzero(kept)
             pairs.append((row + low, col))
         queries, keys = (np.concatenate([p[k] for p in pairs]).astype(np.int64) for k in range(2))
@@ -187,10 +183,7 @@ class UnitPattern(Pattern):
         pairs: object = self.unit_pairs(first, stop, stop)
         if type(self).unit_pairs is UnitPattern.unit_pairs:
             return cast("tuple[np.ndarray, np.ndarray]", pairs)
-        if not isinstance(pairs, (tuple, list)) or len(pairs) != 2:
-            got = f"{len(pairs)} values" if isinstance(pairs, (tuple, list)) else type(pairs).__name__
-            raise TypeError(f"unit_pairs of {self} must return (i, j), two integer arrays; got {got}")
-        i, j = map(np.asarray, pairs)
+        i, j = _check_two_arrays(pairs, f"unit_pairs of {self} must return (i, j)")
         if i.ndim != 1 or i.shape != j.shape or (i.size and {i.dtype.kind, j.dtype.kind} - {"i"}):
             raise ValueError(
                 f"unit_pairs of {self} must return two signed integer arrays of one length; got {i.dtype} of shape {i.shape} and "

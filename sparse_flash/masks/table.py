@@ -253,7 +253,7 @@ def build_table(full: FullBlocks, partial: PartialBlocks) -> Table:
     # Each partial block follows those before it and the full blocks of all rows up to its own.
     entry = of_full[partial.rows + 1] + np.arange(len(partial.rows))
     tiles, cols = np.zeros(ptr[-1], np.int32), np.ones(ptr[-1], np.int32)
-    # A full block's column is the last one's plus 1, except where a run begins: steps, which are then summed up in entry.
+    # A full block's column is the last one's plus 1, except where a run begins: steps, which are then summed up in place.
     lengths = full.stop - full.first
     cols[entry] = 0
     cols[np.cumsum(lengths) - lengths + before[full.rows]] = full.first - np.append(0, full.stop[:-1] - 1)[: len(lengths)]
