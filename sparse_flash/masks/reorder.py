@@ -70,10 +70,10 @@ def _apply_differentiably(x: torch.Tensor, dim: int, order: list[torch.Tensor], 
 
 
 class _RowMap(NamedTuple):
-    """Row r of the result is row index[r] of x. copies: counts and distances of rows to add up, if there are several. padded:
-    whether rows of index -1 are zeros."""
+    """Row r of the result is row source[r] of x. copies: counts and distances of rows to add up, if there are several. padded:
+    whether rows of source -1 are zeros."""
 
-    index: torch.Tensor
+    source: torch.Tensor
     copies: torch.Tensor | None = None
     padded: bool = False
 
@@ -92,8 +92,8 @@ def _apply_map(x: torch.Tensor, dim: int, order: list[torch.Tensor], to: str, tr
         from ..kernels.packed.rows import SUMMED, take_rows_into
 
         if x.element_size() <= 8 and (rows.copies is None or x.dtype in SUMMED):
-            target = _empty(x, dim, rows.index)
-            take_rows_into(x.resolve_conj().resolve_neg(), rows.index, 0.0, target, dim, rows.copies)
+            target = _empty(x, dim, rows.source)
+            take_rows_into(x.resolve_conj().resolve_neg(), rows.source, 0.0, target, dim, rows.copies)
             return target
     return _apply_in_torch(x, dim, rows)
 
@@ -140,7 +140,7 @@ def _operator(x: torch.Tensor, dim: int, order: list[torch.Tensor], to: str, tra
 
 @_operator.register_fake
 def _(x: torch.Tensor, dim: int, order: list[torch.Tensor], to: str, transposed: bool) -> torch.Tensor:
-    return _empty(x, dim, _select_map(order, to, transposed).index)
+    return _empty(x, dim, _select_map(order, to, transposed).source)
 
 
 def _keep_options(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
