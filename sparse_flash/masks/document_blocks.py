@@ -120,21 +120,21 @@ def _entries(
     query = starts[:-1, None] + np.arange(BLOCK)
     exists = query < starts[1:, None]
     query = np.minimum(query, len(first) - 1)
-    some = exists & (stop > first)[query]
-    low, full_high = (np.where(some, bound[query], len(first)).min(1) for bound in (first, stop))
-    full_low, high = (np.where(some, bound[query], 0).max(1) for bound in (first, stop))
-    keeps = some.any(1)
-    begin = np.where(keeps, low - first_token, 0) // BLOCK
-    count = np.where(keeps, -(-(high - first_token) // BLOCK) - begin, 0)
+    keeps = exists & (stop > first)[query]
+    first_of_any, stop_of_all = (np.where(keeps, bound[query], len(first)).min(1) for bound in (first, stop))
+    first_of_all, stop_of_any = (np.where(keeps, bound[query], 0).max(1) for bound in (first, stop))
+    row_keeps = keeps.any(1)
+    begin = np.where(row_keeps, first_of_any - first_token, 0) // BLOCK
+    count = np.where(row_keeps, -(-(stop_of_any - first_token) // BLOCK) - begin, 0)
     row = np.repeat(np.arange(rows), count)
-    local = concat_ranges(begin, count)
-    whole = np.all(some | ~exists, axis=1)
-    key = first_token[row] + local * BLOCK
-    is_full = whole[row] & (full_low[row] <= key) & (key + BLOCK <= full_high[row])
+    block = concat_ranges(begin, count)
+    whole = np.all(keeps | ~exists, axis=1)
+    key = first_token[row] + block * BLOCK
+    is_full = whole[row] & (first_of_all[row] <= key) & (key + BLOCK <= stop_of_all[row])
     pool, tiles = TilePool(BLOCK), np.full(len(row), FULL_TILE, np.int64)
     partial = np.flatnonzero(~is_full)
     for batch in dense_batches(len(partial), BLOCK):
         entry = partial[batch]
         inside = [np.clip(bound[query[row[entry]]] - key[entry, None], 0, BLOCK) for bound in (first, stop)]
         tiles[entry] = pool.add_runs(pack_runs(*(np.where(exists[row[entry]], bound, 0) for bound in inside)))
-    return Entries(row, first_block[row] + local, tiles).without_empty(), pool
+    return Entries(row, first_block[row] + block, tiles).without_empty(), pool
