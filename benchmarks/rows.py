@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from sparse_flash.masks.block_mask import BlockMask
-from sparse_flash.masks.pattern import Pattern, PerHead, parse
+from sparse_flash.masks.parsing import parse
+from sparse_flash.masks.pattern import Pattern, PerHead
 
 from .measure.noise import doubts
 from .report.tables import gains

@@ -18,7 +18,8 @@ specimen: bigbird(density=0.06)
 from dataclasses import dataclass
 
 from ..masks.fields import Natural, Positive, Share
-from ..masks.pattern import DerivedPattern, register_pattern
+from ..masks.pattern import DerivedPattern
+from ..masks.registry import register_pattern
 from .dilated import Dilated
 from .global_tokens import GlobalTokens
 from .random import Random

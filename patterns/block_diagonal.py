@@ -14,7 +14,7 @@ specimen: block_diagonal(512)
 from dataclasses import dataclass
 
 from ..masks.fields import Positive
-from ..masks.pattern import register_pattern
+from ..masks.registry import register_pattern
 from ..masks.rules import RunPattern
 
 

@@ -18,7 +18,7 @@ specimen: dilated(4, 3)
 from dataclasses import dataclass
 
 from ..masks.fields import Positive, powers_of_two
-from ..masks.pattern import register_pattern
+from ..masks.registry import register_pattern
 from ..masks.rules import DistancePattern
 
 

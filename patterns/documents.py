@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from ..masks.fields import Natural, set_fields
-from ..masks.pattern import register_pattern
+from ..masks.registry import register_pattern
 from ..masks.rules import RunPattern
 
 

@@ -19,7 +19,7 @@ specimen: frame_window(video_layout(16, 16, 16, tile=(1, 8, 8)), 5)
 from dataclasses import dataclass
 
 from ..masks.fields import Natural, Positive
-from ..masks.pattern import register_pattern
+from ..masks.registry import register_pattern
 from .video_layout import TilePattern, in_window
 
 

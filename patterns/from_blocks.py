@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from ..masks.fields import Positive, set_fields
-from ..masks.pattern import register_pattern
+from ..masks.registry import register_pattern
 from ..masks.rules import UnitPattern
 
 

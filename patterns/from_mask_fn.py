@@ -13,8 +13,9 @@ specimen: from_mask_fn(lambda q, kv: (q // 512 + kv // 256) % 4 == 0)
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..compat.captured import state_of
-from ..masks.pattern import Pattern, check_parameters, register_pattern
+from ..compat.captured import check_parameters, state_of
+from ..masks.pattern import Pattern
+from ..masks.registry import register_pattern
 
 
 @register_pattern("from_mask_fn")

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..masks.fields import BEYOND, Positive
-from ..masks.pattern import Pattern, register_pattern, unknown_end_error
+from ..masks.fit import unknown_end_error
+from ..masks.pattern import Pattern
+from ..masks.registry import register_pattern
 from ..masks.rules import RunPattern
 
 

@@ -14,7 +14,7 @@ specimen: local(512)
 from dataclasses import dataclass
 
 from ..masks.fields import Positive, powers_of_two
-from ..masks.pattern import register_pattern
+from ..masks.registry import register_pattern
 from ..masks.rules import RunPattern
 
 

@@ -16,7 +16,8 @@ specimen: longformer(384, tokens=128)
 from dataclasses import dataclass
 
 from ..masks.fields import Positive
-from ..masks.pattern import DerivedPattern, register_pattern
+from ..masks.pattern import DerivedPattern
+from ..masks.registry import register_pattern
 from .global_tokens import GlobalTokens
 from .local import Local
 

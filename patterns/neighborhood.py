@@ -24,7 +24,7 @@ import numpy as np
 
 from ..masks.fields import Positive, set_fields
 from ..masks.grid import cells_of
-from ..masks.pattern import register_pattern
+from ..masks.registry import register_pattern
 from ..masks.rules import RunPattern
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..masks.fields import Natural
-from ..masks.pattern import register_pattern
+from ..masks.registry import register_pattern
 from .video_layout import TilePattern
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..masks.fields import Natural, Positive, Share
-from ..masks.pattern import register_pattern
+from ..masks.registry import register_pattern
 from ..masks.rules import UnitPattern
 
 _GOLDEN = 0x9E3779B97F4A7C15

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..masks.fields import BEYOND, Natural, set_fields
-from ..masks.pattern import DerivedPattern, Pattern, parse, register_pattern
+from ..masks.parsing import parse
+from ..masks.pattern import DerivedPattern, Pattern
+from ..masks.registry import register_pattern
 from ..masks.rules import RunPattern, move_pattern
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..masks.fields import BEYOND, Positive, powers_of_two
-from ..masks.pattern import register_pattern
+from ..masks.registry import register_pattern
 from ..masks.rules import RunPattern
 from .full import Full
 

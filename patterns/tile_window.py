@@ -19,7 +19,7 @@ specimen: tile_window(video_layout(8, 16, 32), (1, 3, 3))
 from dataclasses import dataclass
 
 from ..masks.fields import Positive, set_fields
-from ..masks.pattern import register_pattern
+from ..masks.registry import register_pattern
 from .video_layout import TilePattern, in_window
 
 

@@ -25,7 +25,9 @@ import numpy as np
 
 from ..masks.fields import Natural, Positive, set_fields
 from ..masks.grid import BLOCK_SIZES, FULL, BlockRuns, cells_of
-from ..masks.pattern import parse, register_pattern, short_text
+from ..masks.parsing import parse
+from ..masks.pattern import short_text
+from ..masks.registry import register_pattern
 from ..masks.reorder import reorder_tensor
 from ..masks.rules import UnitPattern
 from ..masks.tiles import unique_rows

@@ -14,7 +14,7 @@ specimen: window(1024, 256)
 from dataclasses import dataclass
 
 from ..masks.fields import BEYOND, Natural
-from ..masks.pattern import register_pattern
+from ..masks.registry import register_pattern
 from ..masks.rules import RunPattern
 
 

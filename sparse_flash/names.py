@@ -14,8 +14,10 @@ from .masks.block_mask import BlockMask
 from .masks.chooser import Chooser, list_choosers, register_chooser
 from .masks.compiler import compile_mask
 from .masks.fields import positive_int
-from .masks.pattern import DerivedPattern, Pattern, list_patterns, parse, register_pattern
+from .masks.parsing import parse
+from .masks.pattern import DerivedPattern, Pattern
 from .masks.pattern import PerHead as per_head
+from .masks.registry import list_patterns, register_pattern
 from .masks.rules import DistancePattern, RunPattern, UnitPattern
 from .patterns import *  # noqa: F403  (the built-in patterns, by the names in patterns/__init__.py)
 from .patterns import __all__ as _patterns

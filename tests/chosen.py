@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from oracle import DEVICE
 
 from sparse_flash.masks import chooser as choosers
-from sparse_flash.masks.pattern import And, Or, pattern_class
+from sparse_flash.masks.pattern import And, Or
+from sparse_flash.masks.registry import pattern_class
 
 _POWERS = st.sampled_from([1, 2, 4, 8, 16, 32, 64])
 # The fields of each class that have no default.

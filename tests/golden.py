@@ -14,7 +14,7 @@ import sparse_flash as sf
 from sparse_flash import patterns
 from sparse_flash.masks.chooser import has_choosers
 from sparse_flash.masks.meaning import digest_of
-from sparse_flash.masks.pattern import find_docstring_line, pattern_class
+from sparse_flash.masks.registry import find_docstring_line, pattern_class
 
 FILE = Path(__file__).parent / "patterns" / "golden.json"
 PAIRS_AT, BLOCKS_AT = (300, 1024, 4096), (200, 512, 1000)

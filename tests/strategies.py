@@ -46,7 +46,7 @@ def _number(limit, in_units):
 
 def _by_its_fields(cls):
     """Patterns of a class whose fields all have limits."""
-    _, limits, _ = limits_of(cls)
+    _, limits = limits_of(cls)
     in_units = any(limit.field == "block" for limit in limits)
     fields = st.fixed_dictionaries({limit.field: _number(limit, in_units) for limit in limits})
     return fields.map(lambda given: _made(cls, given)).filter(lambda made: made is not None)

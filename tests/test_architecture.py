@@ -132,7 +132,7 @@ def test_triton_is_known_to_kernels_and_to_those_that_ask_whether_it_is_there():
 
 
 def test_patterns_and_the_algebra_know_no_devices():
-    modules_of_tables = "block_mask build cache document_blocks from_flex from_maps methods reorder select_blocks table tall"
+    modules_of_tables = "block_mask build cache document_blocks from_flex from_maps methods reorder select_blocks table"
     of_tables = {f"sparse_flash.masks.{name}" for name in modules_of_tables.split()}
     knowing = {name for name in IMPORTS if any(other.split(".")[0] == "torch" for other in IMPORTS[name])}
     assert {name for name in knowing if room(name) in ("masks", "patterns")} == of_tables

@@ -124,7 +124,7 @@ def test_results_and_gradients_are_the_same(other, backend, pattern, tokens, see
 @pytest.fixture
 def registries(other, monkeypatch):
     """Removes the patterns that a test registers with either."""
-    modules = [import_module(f"{name}.masks.pattern") for name in ("sparse_flash", other.__name__)]
+    modules = [import_module(f"{name}.masks.registry") for name in ("sparse_flash", other.__name__)]
     for module in modules:
         monkeypatch.setattr(module, "_registry", dict(module._registry))
         monkeypatch.setattr(module, "_entry_points_read", False)

@@ -19,7 +19,7 @@ import torch
 from typer.testing import CliRunner
 
 import sparse_flash as sf
-from sparse_flash.masks import pattern as pattern_module
+from sparse_flash.masks import registry as registry_module
 
 ROOT = Path(__file__).parent.parent
 
@@ -36,7 +36,7 @@ def load(name: str):
 @pytest.fixture
 def own_registry(monkeypatch):
     """Removes the patterns that a test registers."""
-    monkeypatch.setattr(pattern_module, "_registry", dict(pattern_module._registry))
+    monkeypatch.setattr(registry_module, "_registry", dict(registry_module._registry))
 
 
 def test_every_example_is_tested_here():

@@ -9,7 +9,7 @@ from mkdocs.structure.files import File
 
 import sparse_flash as sf
 from sparse_flash import patterns
-from sparse_flash.masks.pattern import find_docstring_line
+from sparse_flash.masks.registry import find_docstring_line
 from sparse_flash.tools import draw
 from sparse_flash.tools.explain import explain
 from sparse_flash.tools.figures import share_text

@@ -11,7 +11,8 @@ from ..choosers.report import ChoiceReport, report_of
 from ..masks.block_mask import BlockMask
 from ..masks.cache import to_traceable
 from ..masks.chooser import has_choosers
-from ..masks.pattern import Pattern, check_known_end
+from ..masks.fit import check_known_end
+from ..masks.pattern import Pattern
 from ..variant.variant import build_variant
 from .arguments import cast_for_autocast, check_tensors, check_types, resolve_scale
 from .keywords import answers_unknown_keywords, chooser_keyword_error

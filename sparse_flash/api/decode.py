@@ -13,8 +13,10 @@ from ..dispatch import observers, operators
 from ..masks.block_mask import BlockMask
 from ..masks.cache import convert_foreign_mask, fake_mask_if_needed, keep_if_captured, run_in_thread, to_traceable
 from ..masks.compiler import compile_up_to
+from ..masks.fit import check_fit, parse_if_names_tokens
 from ..masks.memory import cached_until_cleared
-from ..masks.pattern import Pattern, check_fit, parse, parse_if_names_tokens, text_of
+from ..masks.parsing import parse, text_of
+from ..masks.pattern import Pattern
 from ..patterns import causal, full, local
 from ..selection.block_selection import BlockSelection
 from ..selection.decode import decode, supports

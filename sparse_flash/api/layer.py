@@ -18,7 +18,8 @@ from ..masks.block_mask import BlockMask
 from ..masks.cache import convert_foreign_mask
 from ..masks.chooser import has_choosers, without_choosers
 from ..masks.meaning import digest_of, why_changed
-from ..masks.pattern import Pattern, parse, short_text, text_of
+from ..masks.parsing import parse, text_of
+from ..masks.pattern import Pattern, short_text
 from ..selection.block_selection import BlockSelection
 from ..variant.variant import check_counts, check_dropout
 from .arguments import resolve_deterministic

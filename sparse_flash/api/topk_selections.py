@@ -11,7 +11,8 @@ import torch
 
 from ..masks.block_mask import BlockMask
 from ..masks.cache import as_block_mask
-from ..masks.pattern import Pattern, parse, text_of
+from ..masks.parsing import parse, text_of
+from ..masks.pattern import Pattern
 from ..packed.gather_rows import take_rows
 from ..packed.repack import BLOCK
 from ..selection import choice

@@ -8,7 +8,8 @@ import torch
 
 from ..compat.pytorch import is_plain_eager
 from ..masks.cache import to_traceable
-from ..masks.pattern import Pattern, check_fit, parse_if_names_tokens
+from ..masks.fit import check_fit, parse_if_names_tokens
+from ..masks.pattern import Pattern
 from ..packed.gather_rows import take_rows
 from ..packed.in_place import build_packed_mask
 from ..packed.repack import Axis, repack_documents

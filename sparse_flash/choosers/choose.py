@@ -23,7 +23,8 @@ from ..masks.from_maps import from_block_maps
 from ..masks.grid import BlockGrid
 from ..masks.memory import cached_until_cleared
 from ..masks.methods import resolve_within
-from ..masks.pattern import Pattern, text_of
+from ..masks.parsing import text_of
+from ..masks.pattern import Pattern
 from ..masks.select_blocks import can_launch_kernel
 from ..variant.definition import clear_nonexistent
 from ..variant.variant import Variant

@@ -31,7 +31,7 @@ def _q_len_option(default: int) -> Any:
 def patterns() -> None:
     """Lists the patterns that a spec may name."""
     from sparse_flash.masks.chooser import list_choosers
-    from sparse_flash.masks.pattern import find_docstring_line, list_patterns, pattern_class
+    from sparse_flash.masks.registry import find_docstring_line, list_patterns, pattern_class
 
     rows = []
     for name in list_patterns():
@@ -65,7 +65,7 @@ def _argument(parameter: inspect.Parameter) -> str:
 def _compile_spec(spec: str, q_len: int | None, kv_len: int | None, block_size: int, default_len: int):
     """(pattern, mask, seconds)."""
     import sparse_flash
-    from sparse_flash.masks.pattern import named_len
+    from sparse_flash.masks.fit import named_len
     from sparse_flash.tools.subject import require_one_head
 
     pattern = require_one_head(sparse_flash.parse(spec))

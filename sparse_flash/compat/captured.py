@@ -1,10 +1,12 @@
-"""Finds what a function of a user reads besides its arguments: document numbers of a mask, learned tensors of a score."""
+"""Checks the arguments that a function of a user takes, and finds what it reads besides them: document numbers of a mask, learned
+tensors of a score."""
 
 from __future__ import annotations
 
 import ctypes
+import inspect
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
@@ -17,6 +19,18 @@ _MAPPINGS = (dict, torch.nn.ModuleDict, torch.nn.ParameterDict)
 _PLAIN = (int, float, complex, str, bytes, np.generic, CodeType)
 _NO_NAMES: frozenset[str] = frozenset()
 _EMPTY = CellType()
+
+
+def check_parameters(function: Callable[..., Any], caller: str, names: tuple[str, ...], way_out: str) -> None:
+    """Raises TypeError for a function that cannot be called with these arguments."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of C code, which may have none
+        return
+    try:
+        signature.bind(*names)
+    except TypeError as error:
+        raise TypeError(f"{caller} needs a function of ({', '.join(names)}); got one of {signature}: {error}; {way_out}") from None
 
 
 def learned(function: Any) -> str | None:

@@ -44,7 +44,8 @@ from ..masks.cache import compile_cached
 from ..masks.fields import Natural, Positive
 from ..masks.memory import cached_until_cleared
 from ..masks.methods import from_blocks
-from ..masks.pattern import Pattern, PerHead, parse
+from ..masks.parsing import parse
+from ..masks.pattern import Pattern, PerHead
 from ..masks.rules import RunPattern
 from .flash_attn import refuse_probabilities
 

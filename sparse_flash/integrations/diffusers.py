@@ -35,8 +35,10 @@ from ..compat.dynamo import constant_in_graphs, outside_graphs
 from ..masks.block_mask import BlockMask
 from ..masks.cache import compile_cached, to_traceable
 from ..masks.chooser import has_choosers
+from ..masks.fit import check_known_end
 from ..masks.memory import cached_until_cleared
-from ..masks.pattern import Pattern, check_known_end, parse
+from ..masks.parsing import parse
+from ..masks.pattern import Pattern
 from ..patterns import video_layout as VideoLayout
 
 if tuple(map(int, diffusers.__version__.split(".")[:2])) < (0, 42):

@@ -29,7 +29,8 @@ from ..backends import E4M3, check_read_pages
 from ..compat.pytorch import is_recorded
 from ..masks.block_mask import BlockMask
 from ..masks.memory import cached_until_cleared
-from ..masks.pattern import And, DerivedPattern, Not, Or, Pattern, parse, text_of
+from ..masks.parsing import parse, text_of
+from ..masks.pattern import And, DerivedPattern, Not, Or, Pattern
 from ..packed.gather_rows import take_rows
 
 _NO_WINDOW = (-1, -1)

@@ -20,14 +20,13 @@ from .grid import EMPTY, FULL, PARTIAL, BlockGrid, check_index
 from .pattern import Pattern
 from .select_blocks import arange_int32
 from .table import FullBlocks, PartialBlocks, Table, bands_of, ordered_bounds, work_of_whole_rows
-from .tiles import unpack_bits, unpack_runs
+from .tiles import dense_batches, unpack_bits, unpack_runs
 
 if TYPE_CHECKING:
     from . import methods
 
 Device: TypeAlias = torch.device | str
 
-DENSE_CHUNK = 1 << 24  # pairs decoded at a time
 # Masks made on the host, by the address of ``by_query.work``.
 _host_masks: WeakValueDictionary[int, BlockMask] = WeakValueDictionary()
 
@@ -181,7 +180,7 @@ class BlockMask:
 
     @property
     def starts(self) -> None:
-        """None, because blocks start at multiples of their size. ``DocumentBlocks`` have starts."""
+        """None, because blocks start at multiples of their size. ``by_document`` has starts."""
         return None
 
     @property
@@ -212,9 +211,9 @@ class BlockMask:
     def find_by_tensors(cls, q_len: int, kv_len: int, block_size: int, tensors: list[torch.Tensor]) -> BlockMask:
         """The mask made on the host that has these tensors, for operators, which receive nothing else. Tables that are derived from
         that mask, and remembered launches, come with it. Without such a mask, ``from_tensors``."""
-        known = _host_masks.get(tensors[1 + Table._fields.index("work")].data_ptr())
-        if known is not None and known.sizes == (q_len, kv_len, block_size) and _same_memory(known.tensors(), tensors):
-            return known
+        found = _host_masks.get(tensors[1 + Table._fields.index("work")].data_ptr())
+        if found is not None and found.sizes == (q_len, kv_len, block_size) and _same_memory(found.tensors(), tensors):
+            return found
         return cls.from_tensors(q_len, kv_len, block_size, tensors)
 
     @outside_inference
@@ -250,13 +249,7 @@ class BlockMask:
     def entries(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Every kept block of every stored mask: rows, cols, kind (0 full, 1 run tile, 2 bit tile), tile; int64 arrays in table
         order."""
-        ptr, split = self.by_query.row_ptr.cpu().numpy(), self.by_query.row_split.cpu().numpy()
-        counts = np.stack([split[..., 0] - ptr[:, :-1], split[..., 1] - split[..., 0], ptr[:, 1:] - split[..., 1]], -1)
-        rows = np.broadcast_to(np.arange(ptr.shape[1] - 1)[None, :, None], counts.shape)
-        kinds = np.broadcast_to(np.arange(3)[None, None, :], counts.shape)
-        count = int(ptr[-1, -1])
-        cols, tile = (t[:count].cpu().numpy().astype(np.int64) for t in (self.by_query.col_idx, self.by_query.tile_idx))
-        return np.repeat(rows.ravel(), counts.ravel()), cols, np.repeat(kinds.ravel(), counts.ravel()), tile
+        return self.by_query.entries()
 
     def bands(self, number: int = 0, step: int = 1) -> Iterator[tuple[FullBlocks, PartialBlocks]]:
         """The kept blocks of a stored mask, some rows of them at a time, a multiple of ``step``: the full ones as runs, so that a
@@ -306,8 +299,7 @@ class BlockMask:
             kept += int(self.pairs_of(kinds[whole], tiles[whole]).sum())
             cut = np.flatnonzero(~whole & (heights > 0) & (widths > 0))
             token = np.arange(size)
-            for low in range(0, len(cut), max(1, DENSE_CHUNK // size**2)):
-                part = cut[low : low + max(1, DENSE_CHUNK // size**2)]
+            for part in (cut[batch] for batch in dense_batches(len(cut), size)):
                 query, key = rows[part, None] * size + token, cols[part, None] * size + token
                 exists = ((query >= queries[0]) & (query < queries[1]))[:, :, None] & ((key >= keys[0]) & (key < keys[1]))[:, None]
                 kept += int((self.tile_pairs(kinds[part], tiles[part]) & exists).sum())
@@ -365,8 +357,8 @@ class BlockMask:
         row = torch.searchsorted(ends, arange_int32(len(cols), self.device), right=True)
         # Entries beyond row_ptr's last may hold anything, and go to the row past the last.
         kept = torch.zeros(len(ends) + 1, self.grid.kv_blocks, dtype=torch.bool, device=self.device)
-        place = row * self.grid.kv_blocks + torch.where(row < len(ends), cols, 0)
-        kept.view(-1).scatter_(0, place, True)  # kept[row, cols] = True would copy from the host
+        index = row * self.grid.kv_blocks + torch.where(row < len(ends), cols, 0)
+        kept.view(-1).scatter_(0, index, True)  # kept[row, cols] = True would copy from the host
         return self._spread_over_heads(kept[:-1].view(self.masks, *self.grid.shape))
 
     def kept_keys(self, query: int, batch: int = 0, head: int = 0) -> torch.Tensor:
@@ -381,14 +373,14 @@ class BlockMask:
 
     def _decode_token(self, table: Table, token: int, batch: int, head: int, axis: int) -> torch.Tensor:
         mask = self.stored_index(batch, head)
-        row, place = divmod(token, self.block_size)
+        row, within = divmod(token, self.block_size)
         begin, end = table.row_ptr[mask, row : row + 2].tolist()
         runs, bits = table.row_split[mask, row].tolist()
         cols, tile = (t[begin:end].cpu().numpy().astype(np.int64) for t in (table.col_idx, table.tile_idx))
         full, kind = runs - begin, 1 + (np.arange(runs, end) >= bits)
         kept = np.zeros((self.grid.kv_blocks if axis == 1 else self.grid.q_blocks, self.block_size), bool)
         kept[cols[:full]] = True
-        kept[cols[full:]] = self.tile_pairs(kind, tile[full:]).take(place, axis)
+        kept[cols[full:]] = self.tile_pairs(kind, tile[full:]).take(within, axis)
         return torch.from_numpy(kept.reshape(-1))
 
     @outside_graphs
@@ -400,8 +392,7 @@ class BlockMask:
         rows, cols, kind, tile = self.entries()
         size = self.block_size
         dense = np.zeros((self.masks, self.grid.q_blocks, self.grid.kv_blocks, size, size), bool)
-        for low in range(0, len(rows), max(1, DENSE_CHUNK // size**2)):
-            part = slice(low, low + max(1, DENSE_CHUNK // size**2))
+        for part in dense_batches(len(rows), size):
             dense[self.entry_masks[part], rows[part], cols[part]] = self.tile_pairs(kind[part], tile[part])
         pairs = dense.transpose(0, 1, 3, 2, 4).reshape(self.masks, self.grid.q_blocks * size, -1)
         return self._spread_over_heads(torch.from_numpy(pairs[:, : self.q_len, : self.kv_len].copy()))

@@ -15,7 +15,7 @@ from . import coarsen
 from .block_mask import BlockMask
 from .grid import BlockGrid, concat_ranges
 from .table import Entries, FullBlocks, PartialBlocks, build_table, finish_table, pad_to_two, sort_entries
-from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches, tile_ids, unique_rows
+from .tiles import FULL_TILE, TilePool, decode_tiles
 
 
 def from_entries(grid: BlockGrid, entries: Entries, pool: TilePool, full: FullBlocks | None = None) -> BlockMask:
@@ -78,8 +78,7 @@ def from_dense(kept: torch.Tensor, block_size: int = 128) -> BlockMask:
         padded = np.pad(one, ((0, below), (0, beyond)))
         blocks = padded.reshape(grid.q_blocks, block_size, grid.kv_blocks, block_size).swapaxes(1, 2)
         tiles = pool.add_dense(blocks.reshape(-1, block_size, block_size))
-        some = tiles != EMPTY_TILE
-        masks.append(from_entries(grid, Entries(rows[some], cols[some], tiles[some]), pool))
+        masks.append(from_entries(grid, Entries(rows, cols, tiles).without_empty(), pool))
     return from_heads(masks, batch, heads).to(kept.device)
 
 
@@ -106,30 +105,25 @@ def _stack_masks(masks: list[BlockMask]) -> BlockMask:
     """Several stored masks in one table, with their tiles pooled. mask_index stays that of the first."""
     if len(masks) == 1:
         return masks[0]
-    pools, index = [], []
+    pools, numbers = [], []  # for each kind: the distinct tiles, and the number among them of each tile of each mask
     for kind in range(2):
         stacked = torch.cat([m.tiles[kind] for m in masks])
         pool, inverse = torch.unique(stacked.flatten(1), dim=0, return_inverse=True)
         pools.append(torch.from_numpy(pad_to_two(pool.view(-1, *stacked.shape[1:]).numpy())))
-        index.append(inverse.split([len(m.tiles[kind]) for m in masks]))
+        numbers.append([part.numpy() for part in inverse.split([len(m.tiles[kind]) for m in masks])])
     tables = []
     for name in ("by_query", "by_key"):
         parts, base = [], 0
-        for number, mask in enumerate(masks):
+        for which, mask in enumerate(masks):
             table = getattr(mask, name)
-            count = int(table.row_ptr[0, -1])
-            ptr, split, tile = table.row_ptr, table.row_split, table.tile_idx[:count].long()
-            entry = torch.arange(count, device=ptr.device)
-            row = torch.searchsorted(ptr[0].contiguous(), entry, right=True) - 1
-            kinds = torch.where(entry >= split[0, row, 1], 1, 0)
-            remapped = torch.where(kinds == 1, index[1][number][tile.clamp(max=len(index[1][number]) - 1)], 0)
-            in_runs = (entry >= split[0, row, 0]) & (kinds == 0)
-            remapped = torch.where(in_runs, index[0][number][tile.clamp(max=len(index[0][number]) - 1)], remapped)
-            parts.append((ptr + base, split + base, table.col_idx[:count], remapped.to(torch.int32)))
-            base += count
-        joined = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
-        joined[2:] = [torch.from_numpy(pad_to_two(t.numpy())) for t in joined[2:]]
-        tables.append(finish_table(*joined))
+            _, cols, kinds, tiles = table.entries()
+            for kind in range(2):
+                tiles[kinds == kind + 1] = numbers[kind][which][tiles[kinds == kind + 1]]
+            parts.append((table.row_ptr + base, table.row_split + base, cols.astype(np.int32), tiles.astype(np.int32)))
+            base += len(cols)
+        ptr, split, *entries = zip(*parts, strict=True)
+        padded = (torch.from_numpy(pad_to_two(np.concatenate(arrays))) for arrays in entries)
+        tables.append(finish_table(torch.cat(ptr), torch.cat(split), *padded))
     return replace(
         masks[0],
         keeps_all=all(m.keeps_all for m in masks),
@@ -145,39 +139,31 @@ def _stack_masks(masks: list[BlockMask]) -> BlockMask:
 def select(self: BlockMask, head: int = 0, batch: int = 0) -> BlockMask:
     """The mask of one head of one batch entry, as a separate mask, on its device. Raises TypeError or IndexError for numbers
     that it has not, as ``kept_keys`` and ``kept_queries`` do."""
-    mine = np.flatnonzero(self.entry_masks == self.stored_index(batch, head))
-    rows, cols, kind, tile = (axis[mine] for axis in self.entries())
-    pool, numbers = TilePool(self.block_size), np.full(len(rows), FULL_TILE, np.int64)
-    for which, stored in ((1, self.tile_runs), (2, self.tile_bits)):
-        chosen = np.flatnonzero(kind == which)
-        used, inverse = np.unique(tile[chosen], return_inverse=True)
-        tiles = stored.cpu().numpy()[used]
+    full, partial = self.kept(self.stored_index(batch, head))
+    pool, numbers = TilePool(self.block_size), np.empty(len(partial.rows), np.int64)
+    for kind, stored in enumerate(self.tiles, start=1):
+        chosen = np.flatnonzero(partial.kinds == kind)
+        used, inverse = np.unique(partial.tiles[chosen], return_inverse=True)
         if len(used):
-            numbers[chosen] = (pool.add_runs(tiles) if which == 1 else pool.add_bits(tiles))[inverse]
-    return with_coarse(from_entries(self.grid, Entries(rows, cols, numbers), pool)).to(self.device)
+            tiles = stored.cpu().numpy()[used]
+            numbers[chosen] = (pool.add_runs(tiles) if kind == 1 else pool.add_bits(tiles))[inverse]
+    return with_coarse(from_entries(self.grid, Entries(partial.rows, partial.cols, numbers), pool, full)).to(self.device)
 
 
 @outside_graphs
 def transpose(self: BlockMask) -> BlockMask:
     """The mask with queries and keys exchanged, and the same map of heads."""
-    rows, cols, segment, tile = self.entries()
-    pool = TilePool(self.block_size)
-    numbers = np.full(len(rows), FULL_TILE, np.int64)
-    partial = np.flatnonzero(segment)
-    # Each distinct tile is turned once, whatever the number of blocks that have it.
-    first, alike = unique_rows(tile_ids(segment, tile)[partial, None])
-    turned_tiles = np.empty(len(first), np.int64)
-    for part in dense_batches(len(first), self.block_size):
-        of_these = partial[first[part]]
-        dense = self.tile_pairs(segment[of_these], tile[of_these])
-        turned_tiles[part] = pool.add_dense(dense.transpose(0, 2, 1))
-    numbers[partial] = turned_tiles[alike]
-    grid = BlockGrid(self.kv_len, self.q_len, self.block_size)
-    which = np.searchsorted(self.mask_bounds(), np.arange(len(rows)), side="right")
-    single = []
+    pool, turned_tiles = TilePool(self.block_size), {}  # each stored tile is turned once, whatever the number of its blocks
+    for kind, stored in enumerate(self.tiles, start=1):
+        dense = decode_tiles(stored.cpu().numpy(), kind, self.block_size)
+        turned_tiles[kind] = np.concatenate([pool.add_dense(kept.transpose(0, 2, 1)) for _, kept in dense])
+    grid, single = BlockGrid(self.kv_len, self.q_len, self.block_size), []
     for number in range(self.masks):
-        mine = which == number
-        single.append(from_entries(grid, Entries(cols[mine], rows[mine], numbers[mine]), pool))
+        full, partial = self.kept(number)
+        numbers = np.empty(len(partial.rows), np.int64)
+        for kind, tiles in turned_tiles.items():
+            numbers[partial.kinds == kind] = tiles[partial.tiles[partial.kinds == kind]]
+        single.append(from_entries(grid, Entries(partial.cols, partial.rows, numbers), pool, full.transposed()))
     turned = replace(_stack_masks(single), mask_index=self.mask_index.cpu(), keeps_all=self.keeps_all)
     return with_coarse(turned).to(self.device)
 

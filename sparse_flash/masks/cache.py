@@ -80,10 +80,10 @@ def from_flex_cached(mask: FlexMask) -> BlockMask:
         )
     made_of = from_flex.parts_of(mask)
     state = state_of(made_of)
-    known = _flex_cache.get(mask)
-    if known is not None and known[1] == state and all(a is b for a, b in zip(known[0], made_of, strict=True)):
-        keep_if_captured(known[2], known[2].device)
-        return known[2]
+    old_parts, old_state, converted = _flex_cache.get(mask, ((), None, None))
+    if converted is not None and old_state == state and all(map(operator.is_, old_parts, made_of)):
+        keep_if_captured(converted, converted.device)
+        return converted
     if is_recorded(mask.kv_indices.device):
         raise ValueError(
             "a FlexAttention mask is read on the host, which cannot be captured in a CUDA graph or traced; make mask = "
@@ -177,12 +177,10 @@ def run_in_thread(make: Callable[..., MADE], *args: Any, **options: Any) -> MADE
 def resolve_single_mask(name: str, mask: MaskLike, grid: BlockGrid, device: torch.device) -> BlockMask:
     """The BlockMask of one mask with these lengths and blocks on ``device``; patterns come from the cache. Raises ValueError if the
     mask does not fit. name: what the error calls it."""
-    if isinstance(mask, FlexMask):
-        mask = from_flex_cached(mask)
-    if not isinstance(mask, BlockMask):
-        if not isinstance(mask, (Pattern, str)):
-            return convert_foreign_mask(mask)  # raises the error that lists the types of masks
+    if isinstance(mask, (Pattern, str)):
         mask = compile_cached(mask, *_grid_sizes(grid), device)
+    elif not isinstance(mask, BlockMask):
+        mask = convert_foreign_mask(mask)
     if mask.masks != 1 or mask.mask_index.numel() != 1:
         raise ValueError(f"{name} must be one mask for all heads; got one with {tuple(mask.mask_index.shape)} (batch, heads)")
     if mask.sizes != _grid_sizes(grid):

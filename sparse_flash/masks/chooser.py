@@ -16,7 +16,9 @@ from ..compat.dynamo import constant_in_graphs
 from .fields import Positive, Range, Share, set_fields
 from .grid import BlockGrid
 from .memory import cached_until_cleared
-from .pattern import And, DerivedPattern, Or, Pattern, PerHead, list_registered, parse, register_pattern, short_text, text_of
+from .parsing import parse, text_of
+from .pattern import And, DerivedPattern, Or, Pattern, PerHead, short_text
+from .registry import list_registered, register_pattern
 
 CHOOSER = TypeVar("CHOOSER", bound="Chooser")
 RULES = ("keep", "mass", "floor", "relative", "budget")

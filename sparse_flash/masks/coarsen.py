@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import reduce
+from typing import TypeAlias
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from .tiles import TilePool, dense_batches, tile_ids, unique_rows
 KERNEL_BLOCK = 128  # the block size that keeps tensor cores busiest
 
 SMALL_BLOCKS = 64, 32, 16
+Decode: TypeAlias = Callable[[np.ndarray, np.ndarray], np.ndarray]  # kinds and tiles -> (n, block, block) bool
 
 
 def is_coarse_faster(grid: BlockGrid, tables: int, bands: Iterable[tuple[FullBlocks, PartialBlocks]]) -> bool:
@@ -29,29 +31,17 @@ def is_coarse_faster(grid: BlockGrid, tables: int, bands: Iterable[tuple[FullBlo
         parents = np.concatenate(
             [row * wide.kv_blocks + col, partial.rows.astype(np.int64) // factor * wide.kv_blocks + partial.cols // factor]
         )
-        blocks, visited = blocks + full.blocks + len(partial.rows), visited + _count_distinct(parents)
+        blocks += full.blocks + len(partial.rows)
+        # Sorting is many times faster than np.unique, which hashes.
+        visited += int(np.count_nonzero(np.diff(np.sort(parents), prepend=-1)))
     wide_us = predict_both_passes(KERNEL_BLOCK, wide.q_blocks * tables, visited) * (PORTABLE_MARGIN if grid.block_size < 64 else 1)
     return bool(blocks) and wide_us < predict_both_passes(grid.block_size, grid.q_blocks * tables, blocks)
-
-
-def _count_distinct(numbers: np.ndarray) -> int:
-    """How many different numbers there are."""
-    if not len(numbers):
-        return 0
-    least = int(numbers.min())
-    count = int(numbers.max()) - least + 1
-    if count > 64 * len(numbers):
-        return len(np.unique(numbers))
-    # One flag per number is faster than a sort, if flags are few.
-    flags = np.zeros(count, bool)
-    flags[numbers - least] = True
-    return int(np.count_nonzero(flags))
 
 
 def merge_blocks(
     grid: BlockGrid,
     bands: Iterable[tuple[FullBlocks, PartialBlocks]],
-    decode: Callable[[np.ndarray, np.ndarray], np.ndarray],
+    decode: Decode,
     pool: TilePool,
 ) -> tuple[FullBlocks, Entries]:
     """Merges a mask's kept blocks to the size of ``pool``: (blocks that are full in all their parts, the other blocks).
@@ -65,19 +55,19 @@ def merge_blocks(
         whole = FullBlocks(wide.shape, *_covered(full, factor, wide.shape).row_runs(FULL))
         rows, cols = _find_uncovered(full, whole, factor)
         zero = np.zeros(len(rows), np.int64)
-        rows, cols, kinds, tiles = map(np.concatenate, zip((rows, cols, zero, zero), partial, strict=True))
+        children = PartialBlocks(*map(np.concatenate, zip((rows, cols, zero, zero), partial, strict=True)))
         runs.append(whole[1:])
-        others.append(_merge_into_parents(rows, cols, kinds, tiles, grid.block_size, wide.kv_blocks, decode, pool))
+        others.append(_merge_children(children, grid.block_size, wide.kv_blocks, decode, pool))
     found = FullBlocks(wide.shape, *map(np.concatenate, zip(*runs, strict=True)))
-    return found, Entries(*map(np.concatenate, zip(*others, strict=True)))
+    return found, Entries.join(others)
 
 
 def _covered(full: FullBlocks, factor: int, shape: tuple[int, int]) -> BlockRuns:
     """The larger blocks, in a grid of this shape, that lie in these runs with all of their rows of blocks."""
-    rows, line = np.divmod(full.rows, factor)
+    rows, row_within = np.divmod(full.rows, factor)
     first, stop = -(-full.first // factor), full.stop // factor
-    lines = ((line == number) & (stop > first) for number in range(factor))
-    return reduce(BlockRuns.__and__, (BlockRuns.from_row_runs(shape, rows[k], first[k], stop[k], np.array(FULL)) for k in lines))
+    chosen = ((row_within == number) & (stop > first) for number in range(factor))
+    return reduce(BlockRuns.__and__, (BlockRuns.from_row_runs(shape, rows[k], first[k], stop[k], np.array(FULL)) for k in chosen))
 
 
 def _find_uncovered(full: FullBlocks, whole: FullBlocks, factor: int) -> tuple[np.ndarray, np.ndarray]:
@@ -93,44 +83,42 @@ def _find_uncovered(full: FullBlocks, whole: FullBlocks, factor: int) -> tuple[n
     return np.repeat(full.rows, lengths), concat_ranges(full.first, lengths)
 
 
-def _merge_into_parents(
-    rows: np.ndarray,
-    cols: np.ndarray,
-    kinds: np.ndarray,
-    tiles: np.ndarray,
-    size: int,
-    cols_of_wide: int,
-    decode: Callable[[np.ndarray, np.ndarray], np.ndarray],
-    pool: TilePool,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The larger blocks that contain these of ``size`` tokens: rows, cols and tile numbers, (n,) int64 each. cols_of_wide: how many
-    there are in a row."""
+def _merge_children(children: PartialBlocks, size: int, wide_cols: int, decode: Decode, pool: TilePool) -> Entries:
+    """The larger blocks that contain these of ``size`` tokens. children: of kind 0 too. wide_cols: larger blocks in a row."""
     factor = pool.block // size
-    parents = rows // factor * cols_of_wide + cols // factor
-    children = np.argsort(parents, kind="stable")
-    ordered = parents[children]
-    bounds = np.append(np.flatnonzero(np.diff(ordered, prepend=-1)), len(ordered))
-    found = ordered[bounds[:-1]]
-    numbers = np.empty(len(found), np.int64)
-    place, content = rows % factor * factor + cols % factor, tile_ids(kinds, tiles)
-
-    def children_of(parents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(the blocks in these, the place of each one's parent among them)"""
-        counts = bounds[parents + 1] - bounds[parents]
-        return children[concat_ranges(bounds[parents], counts)], np.repeat(np.arange(len(parents)), counts)
-
-    for batch in dense_batches(len(found), factor):
-        chosen = np.arange(len(found))[batch]
-        of_these, parent = children_of(chosen)
-        within = np.zeros((len(chosen), factor**2), np.int64)
-        within[parent, place[of_these]] = 1 + content[of_these]
+    parents = children.rows // factor * wide_cols + children.cols // factor
+    order = np.argsort(parents, kind="stable")
+    children, parents = PartialBlocks(*(axis[order] for axis in children)), parents[order]
+    bounds = np.append(np.flatnonzero(np.diff(parents, prepend=-1)), len(parents))
+    numbers = np.empty(len(bounds) - 1, np.int64)
+    for batch in dense_batches(len(numbers), factor):
+        chosen = np.arange(batch.start, batch.stop)
         # Blocks made of the same tiles are alike, and a mask has many of them: one of each is decoded.
-        first, alike = unique_rows(within)
+        first, alike = _find_alike_parents(children, factor, bounds, chosen)
         distinct = np.empty(len(first), np.int64)
         for part in dense_batches(len(first), pool.block):
-            of_these, parent = children_of(chosen[first[part]])
+            child, parent = _children_of(bounds, chosen[first[part]])
             dense = np.zeros((len(first[part]), factor, factor, size, size), bool)
-            dense[parent, rows[of_these] % factor, cols[of_these] % factor] = decode(kinds[of_these], tiles[of_these])
+            kept = decode(children.kinds[child], children.tiles[child])
+            dense[parent, children.rows[child] % factor, children.cols[child] % factor] = kept
             distinct[part] = pool.add_dense(dense.swapaxes(2, 3).reshape(-1, pool.block, pool.block))
         numbers[chosen] = distinct[alike]
-    return found // cols_of_wide, found % cols_of_wide, numbers
+    rows, cols = np.divmod(parents[bounds[:-1]], wide_cols)
+    return Entries(rows, cols, numbers)
+
+
+def _children_of(bounds: np.ndarray, parents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(the children of these parents, the index of each child's parent among them). Parent p has bounds[p] .. bounds[p + 1] - 1."""
+    counts = bounds[parents + 1] - bounds[parents]
+    return concat_ranges(bounds[parents], counts), np.repeat(np.arange(len(parents)), counts)
+
+
+def _find_alike_parents(
+    children: PartialBlocks, factor: int, bounds: np.ndarray, parents: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """``unique_rows`` of the parents by the tiles of their children."""
+    child, parent = _children_of(bounds, parents)
+    tile_at = np.zeros((len(parents), factor, factor), np.int64)
+    number = 1 + tile_ids(children.kinds[child], children.tiles[child])
+    tile_at[parent, children.rows[child] % factor, children.cols[child] % factor] = number
+    return unique_rows(tile_at.reshape(len(parents), factor**2))

@@ -21,12 +21,14 @@ from .block_mask import BlockMask, Device
 from .build import check_blocks, from_entries, from_heads, with_coarse
 from .chooser import Chooser
 from .fields import BEYOND
+from .fit import check_fit
 from .grid import BLOCK_SIZES, EMPTY, FULL, PARTIAL, BlockGrid, BlockRuns
-from .pattern import And, DerivedPattern, Not, Or, Pattern, PerHead, Runs, check_fit, parse, short_text
+from .parsing import parse
+from .pattern import And, DerivedPattern, Not, Or, Pattern, PerHead, Runs, short_text
 from .progress import Progress
 from .rules import RunPattern, block_states
 from .table import Entries, FullBlocks
-from .tiles import EMPTY_TILE, TilePool, dense_batches, pack_runs, runs_to_dense, unique_rows
+from .tiles import TilePool, dense_batches, pack_runs, runs_to_dense, unique_rows
 
 _CHUNK = 1 << 14  # partial blocks decided at a time
 _BATCH_NUMBERS = 1 << 20  # numbers that describe runs, held at a time
@@ -105,9 +107,8 @@ class _Compilation:
     def run(self) -> BlockMask:
         states = self.states(self.pattern)
         self.check_size(states.count(FULL))  # before it takes memory
-        whole, cut = self.divided(states)
-        pieces = [*cut, *self.decide_blocks(states)]
-        entries = Entries(*(np.concatenate([p[k] for p in pieces], dtype=np.int32) for k in range(3)))
+        whole, cut = self.separate_cut_blocks(states)
+        entries = Entries.join([*cut, *self.decide_blocks(states)])
         return from_entries(self.grid, entries, self.pool, FullBlocks(self.grid.shape, *whole.row_runs(FULL)))
 
     def check_size(self, full: int) -> None:
@@ -132,7 +133,7 @@ class _Compilation:
             self.leaves[pattern] = block_states(pattern, self.grid)
         return self.leaves[pattern]
 
-    def divided(self, states: BlockRuns) -> tuple[BlockRuns, list[tuple[np.ndarray, np.ndarray, np.ndarray]]]:
+    def separate_cut_blocks(self, states: BlockRuns) -> tuple[BlockRuns, list[Entries]]:
         """(the states of blocks that are not cut off by the end of the queries or keys, the full ones that are)"""
         (q_blocks, kv_blocks), size = self.grid.shape, self.grid.block_size
         cut_row, cut_col = self.grid.q_len % size > 0, self.grid.kv_len % size > 0
@@ -141,15 +142,15 @@ class _Compilation:
         first = np.full(q_blocks, kv_blocks - cut_col)
         first[-1] *= not cut_row
         cut = BlockRuns.from_row_runs(self.grid.shape, np.arange(q_blocks), first, np.array(kv_blocks), np.array(FULL))
-        return states & ~cut, [self.add_cut_tiles(*block) for block in (states & cut).blocks(FULL)]
+        return states & ~cut, [self.add_cut_tiles(rows, cols) for rows, cols, _ in (states & cut).blocks(FULL)]
 
-    def add_cut_tiles(self, rows: np.ndarray, cols: np.ndarray, _: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def add_cut_tiles(self, rows: np.ndarray, cols: np.ndarray) -> Entries:
         """Full blocks that are cut off have a tile that says where they end."""
         zero = np.zeros((len(rows), 1, self.grid.block_size), np.int64)
         tiles = self.pool.add_runs(self.clip_runs(rows, cols, zero, zero + self.grid.block_size)[:, 0])
-        return rows, cols, tiles
+        return Entries(*(axis.astype(np.int32) for axis in (rows, cols, tiles)))
 
-    def decide_blocks(self, states: BlockRuns) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    def decide_blocks(self, states: BlockRuns) -> Iterator[Entries]:
         """Partial blocks, decided by their tokens. Blocks that turn out empty are left out."""
         undecided = states.count(PARTIAL)
         pairs = undecided * self.grid.block_size**2
@@ -164,95 +165,107 @@ class _Compilation:
                     rule = _simplify(self.pattern, dict(zip(self.leaves, leaf_states[example].tolist(), strict=True)))
                     # A pattern, as a partial block has a leaf that is partial there.
                     tiles[chosen] = self.decide(cast(Pattern, rule), rows[chosen], cols[chosen])
-                kept = tiles != EMPTY_TILE
                 self.bar.advance(len(rows) * self.grid.block_size**2)
-                rows, cols, tiles = (axis[kept].astype(np.int32) for axis in (rows, cols, tiles))  # as many are held at once
-                yield rows, cols, tiles
+                kept = Entries(rows, cols, tiles).without_empty()
+                yield Entries(*(axis.astype(np.int32) for axis in kept))  # small, as all are held at once
 
     def decide(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
         """The tiles that ``rule`` keeps of these blocks."""
-        if not is_shift_invariant(rule, self.grid.block_size):
-            return self.decide_without_diagonals(rule, rows, cols)
+        if not _is_shift_invariant(rule, self.grid.block_size):
+            return self.decide_distinct(rule, rows, cols)
         # One block of each diagonal, and the blocks of the last row and column, which may be cut off.
         size, diagonals = self.grid.block_size, sum(self.grid.shape)
         if rule not in self.diagonals:
             self.diagonals[rule] = np.full(4 * diagonals, _UNDECIDED, np.int32)
-        known = self.diagonals[rule]
-        place = (rows - cols) % diagonals * 4 + (self.grid.heights(rows) < size) * 2 + (self.grid.widths(cols) < size)
-        undecided = np.flatnonzero(known[place] == _UNDECIDED)
-        first = undecided[np.unique(place[undecided], return_index=True)[1]]
+        tiles = self.diagonals[rule]
+        index = (rows - cols) % diagonals * 4 + (self.grid.heights(rows) < size) * 2 + (self.grid.widths(cols) < size)
+        undecided = np.flatnonzero(tiles[index] == _UNDECIDED)
+        first = undecided[np.unique(index[undecided], return_index=True)[1]]
         if len(first):
-            known[place[first]] = self.decide_without_diagonals(rule, rows[first], cols[first])
-        return known[place]
+            tiles[index[first]] = self.decide_distinct(rule, rows[first], cols[first])
+        return tiles[index]
 
-    def decide_without_diagonals(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
-        """``decide`` without a look at diagonals."""
-        if len(rows) == 0 or _row_runs(rule, self.grid.q_positions(rows[:1])) is None:
-            if (keys := _alike_keys(rule, self.grid, rows, cols)) is None:
-                return self.tiles_from_tokens(rule, rows, cols)
-            some, alike = unique_rows(np.column_stack([keys, self.grid.heights(rows), self.grid.widths(cols)]))
-            return self.tiles_from_tokens(rule, rows[some], cols[some])[alike]
-        if _has_ordered_runs(rule):
-            some, alike = self.find_distinct_blocks(rule, rows, cols)
-            return self.tiles_from_runs(rule, rows[some], cols[some])[alike]
-        return self.tiles_from_runs(rule, rows, cols)
+    def decide_distinct(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
+        """The tiles of these blocks. Of the blocks that the rule tells to be alike, one is evaluated."""
+        if _row_runs(rule, self.grid.q_positions(rows[:1])) is None:
+            evaluate, signature = self.tiles_from_tokens, _alike_keys(rule, self.grid, rows, cols)
+        else:
+            evaluate, signature = self.tiles_from_runs, self.run_signature(rule, rows, cols) if _has_ordered_runs(rule) else None
+        if signature is None:
+            return evaluate(rule, rows, cols)
+        first, alike = unique_rows(np.column_stack([signature, self.grid.heights(rows), self.grid.widths(cols)]))
+        return evaluate(rule, rows[first], cols[first])[alike]
 
-    def find_distinct_blocks(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(which blocks to decide, for each block which of those it is like) under a rule of ordered runs. A document has as many
-        blocks at its edges as it has rows and columns, and few that differ."""
-        size, widths, start = self.grid.block_size, self.grid.widths(cols), cols * self.grid.block_size
+    def run_signature(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
+        """(blocks, numbers) integers under a rule of ordered runs: blocks with equal numbers and sizes keep the same pairs. A
+        document has as many blocks at its edges as it has rows and columns, and few of them differ.
+
+        If the first and the last query of a block keep the same keys of the block, all of its queries do. Then the numbers are
+        where the runs begin and end in the block, and 0. Otherwise the numbers are -1, and a last one that blocks of one row share
+        if no run starts or ends within them or between them.
+        """
+        size, start = self.grid.block_size, cols * self.grid.block_size
         distinct, row = np.unique(rows, return_inverse=True)
         ends = np.concatenate(cast(Runs, _row_runs(rule, self.grid.q_ends(distinct))), axis=2)
-        within = (ends[row] - start[:, None, None]).clip(0, widths[:, None, None])
-        # Blocks whose first and last query keep the same keys are alike where these lie alike and the sizes are the same.
-        key = np.column_stack([self.grid.heights(rows), widths, within[:, 0]])
+        within = (ends[row] - start[:, None, None]).clip(0, self.grid.widths(cols)[:, None, None])
+        signature = np.column_stack([within[:, 0], np.zeros_like(rows)])
         varying = np.flatnonzero((within[:, 0] != within[:, 1]).any(1))
+        signature[varying, :-1] = -1
+        signature[varying, -1] = -1 - varying  # like no other block
         rows_of_varying, local = np.unique(row[varying], return_inverse=True)
-        number = -1 - varying
         if len(varying) > _MANY_IN_A_ROW * len(rows_of_varying):
-            # Blocks of one row are alike where no run starts or ends within them or between them.
             runs = _row_runs(rule, self.grid.q_positions(distinct[rows_of_varying]))
             edges = np.concatenate(cast(Runs, runs), axis=2).reshape(len(rows_of_varying), -1).clip(0, self.grid.kv_len)
             offset = np.arange(len(edges))[:, None] * (self.grid.kv_len + 1)  # so that a row and a position make one number
             edges = (np.sort(edges, axis=1) + offset).ravel()
             first = start[varying] + offset[local, 0]
-            before = np.searchsorted(edges, first, side="right")
-            whole = (np.searchsorted(edges, first + size) == before) & (widths[varying] == size)
-            number = np.where(whole, before, number)
-        key[varying] = -1
-        key[varying, 0] -= number
-        return unique_rows(key)
+            edges_before = np.searchsorted(edges, first, side="right")
+            crossed = (np.searchsorted(edges, first + size) > edges_before) | (self.grid.widths(cols[varying]) < size)
+            signature[varying, -1] = np.where(crossed, signature[varying, -1], edges_before)
+        return signature
 
     def tiles_from_runs(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
-        """Only those runs of each query that touch the block matter: a window over an image has many, of which one or two lie in
-        any block."""
-        tiles, size = np.empty(len(rows), np.int64), self.grid.block_size
+        """The tiles of these blocks by the runs of their queries, of some rows at a time, so that memory stays bounded."""
+        tiles = np.empty(len(rows), np.int64)
         distinct, row = np.unique(rows, return_inverse=True)
-        count = cast(Runs, _row_runs(rule, self.grid.q_positions(distinct[:1])))[0].shape[-1]
-        step = max(1, _BATCH_NUMBERS // (size * count))
+        runs_of_query = cast(Runs, _row_runs(rule, self.grid.q_positions(distinct[:1])))[0].shape[-1]
+        step = max(1, _BATCH_NUMBERS // (self.grid.block_size * runs_of_query))
         for low in range(0, len(distinct), step):
             chosen = np.flatnonzero((row >= low) & (row < low + step))
-            first, stop = cast(Runs, _row_runs(rule, self.grid.q_positions(distinct[low : low + step])))
-            first, stop = np.ascontiguousarray(first.swapaxes(1, 2)), np.ascontiguousarray(stop.swapaxes(1, 2))
-            local, start = row[chosen] - low, cols[chosen, None] * size
-            kept = stop > first
-            least, most = np.where(kept, first, BEYOND).min(2), np.where(kept, stop, -BEYOND).max(2)
-            touches = (least[local] < start + size) & (most[local] > start)
-            width = max(1, touches.sum(1).max())
-            picked = np.argsort(~touches, axis=1, kind="stable")[:, :width]
-            step = max(1, _BATCH_NUMBERS // (size * width))
-            for part in (slice(low, low + step) for low in range(0, len(chosen), step)):
-                where = local[part, None], picked[part]
-                r, c = rows[chosen[part]], cols[chosen[part]]
-                runs_first, runs_stop = first[where], stop[where]
-                runs_first -= start[part, :, None]
-                runs_stop -= start[part, :, None]
-                packed = self.clip_runs(r, c, runs_first, runs_stop)
-                if width <= size // 4:
-                    tiles[chosen[part]] = self.pool_runs(packed)
-                else:
-                    tiles[chosen[part]] = self.tiles_from_tokens(rule, r, c)
+            runs = cast(Runs, _row_runs(rule, self.grid.q_positions(distinct[low : low + step])))
+            first, stop = (np.ascontiguousarray(bound.swapaxes(1, 2)) for bound in runs)
+            for blocks, numbers in self.pick_touching_runs(first, stop, row[chosen] - low, cols[chosen]):
+                part = chosen[blocks]
+                tiles[part] = self.tiles_from_picked_runs(rule, rows[part], cols[part], first[numbers], stop[numbers])
         return tiles
+
+    def pick_touching_runs(
+        self, first: np.ndarray, stop: np.ndarray, row: np.ndarray, cols: np.ndarray
+    ) -> Iterator[tuple[slice, tuple[np.ndarray, np.ndarray]]]:
+        """Yields (some of the blocks, the index of their runs in ``first`` and ``stop``). Only the runs that touch a block matter:
+        a window over an image has many, of which one or two lie in any block.
+
+        first, stop: (rows, runs, block). row, cols: (blocks,), the row of each block among these, and its column."""
+        size, start = self.grid.block_size, cols[:, None] * self.grid.block_size
+        kept = stop > first
+        begin, end = np.where(kept, first, BEYOND).min(2), np.where(kept, stop, -BEYOND).max(2)
+        touches = (begin[row] < start + size) & (end[row] > start)
+        width = max(1, touches.sum(1).max())
+        picked = np.argsort(~touches, axis=1, kind="stable")[:, :width]
+        step = max(1, _BATCH_NUMBERS // (size * width))
+        for part in (slice(low, low + step) for low in range(0, len(cols), step)):
+            yield part, (row[part, None], picked[part])
+
+    def tiles_from_picked_runs(
+        self, rule: Pattern, rows: np.ndarray, cols: np.ndarray, first: np.ndarray, stop: np.ndarray
+    ) -> np.ndarray:
+        """The tiles of these blocks from all runs that touch them, (blocks, runs, block), which are changed in place."""
+        size = self.grid.block_size
+        if first.shape[1] > size // 4:
+            return self.tiles_from_tokens(rule, rows, cols)
+        for bound in (first, stop):
+            bound -= cols[:, None, None] * size
+        return self.pool_runs(self.clip_runs(rows, cols, first, stop))
 
     def pool_runs(self, packed: np.ndarray) -> np.ndarray:
         """Tile numbers of packed runs (n, runs, block)."""
@@ -315,31 +328,21 @@ def _simplify(pattern: Pattern, states: dict[Pattern, int]) -> Pattern | bool:
     return settled[states[pattern]]
 
 
-def is_shift_invariant(pattern: Pattern, block_size: int) -> bool:
-    """Whether moving both tokens of a pair by ``block_size`` changes nothing; with 1, a mask is one of distances alone."""
-    if isinstance(pattern, (And, Or)):
-        return all(is_shift_invariant(p, block_size) for p in pattern.operands)
-    if isinstance(pattern, Not):
-        return is_shift_invariant(pattern.operand, block_size)
-    return pattern.shift_period is not None and block_size % pattern.shift_period == 0
+def _is_shift_invariant(rule: Pattern, block_size: int) -> bool:
+    """Whether moving both tokens of a pair by ``block_size`` changes nothing."""
+    return all(leaf.shift_period is not None and block_size % leaf.shift_period == 0 for leaf in rule.leaves())
 
 
-def _alike_keys(pattern: Pattern, grid: BlockGrid, rows: np.ndarray, cols: np.ndarray) -> np.ndarray | None:
-    """``alike`` of an expression, None if some pattern in it has none."""
-    if isinstance(pattern, (And, Or)):
-        keys = [_alike_keys(p, grid, rows, cols) for p in pattern.operands]
-        known = [one for one in keys if one is not None]
-        return np.column_stack(known) if len(known) == len(keys) else None
-    return _alike_keys(pattern.operand, grid, rows, cols) if isinstance(pattern, Not) else pattern.alike(grid, rows, cols)
+def _alike_keys(rule: Pattern, grid: BlockGrid, rows: np.ndarray, cols: np.ndarray) -> np.ndarray | None:
+    """``alike`` of all patterns in an expression; None if some pattern has none."""
+    keys = [leaf.alike(grid, rows, cols) for leaf in rule.leaves()]
+    known = [one for one in keys if one is not None]
+    return np.column_stack(known) if len(known) == len(keys) else None
 
 
-def _has_ordered_runs(pattern: Pattern) -> bool:
+def _has_ordered_runs(rule: Pattern) -> bool:
     """Whether no start and no end of ``_row_runs`` decreases from one query to the next."""
-    if isinstance(pattern, (And, Or)):
-        return all(map(_has_ordered_runs, pattern.operands))
-    if isinstance(pattern, Not):
-        return _has_ordered_runs(pattern.operand)
-    return isinstance(pattern, RunPattern) and pattern.ordered_runs
+    return all(isinstance(leaf, RunPattern) and leaf.ordered_runs for leaf in rule.leaves())
 
 
 def _row_runs(pattern: Pattern, q: np.ndarray, limit: int = _MOST_RUNS) -> Runs | None:

@@ -6,8 +6,6 @@ document of its own blocks has one, on the diagonal; and a row of two documents 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 
@@ -15,56 +13,33 @@ from ..kernels.cost.choices import predict_both_passes
 from .block_mask import BlockMask
 from .grid import concat_ranges
 from .single_runs import single_runs
-from .table import Entries, Table, build_table, sort_entries
-from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches, pack_runs
+from .table import MOST_DERIVED, ROW, Entries, KernelTables, Table, build_table, sort_entries
+from .tiles import FULL_TILE, TilePool, dense_batches, pack_runs
 
 BLOCK = 128
 
+# Fields of a work item that differ from those in other tables: see ``document_tables``.
+_START, _BLOCKS, _SHIFT, _STOP = 0, 5, 6, 7
 _LEAST_GAIN = 1.01  # of predicted time
-# Beyond, making them takes seconds on the host.
-_MOST_ENTRIES = 1 << 22
 
 
-class DocumentBlocks(NamedTuple):
-    """Both tables of a mask of as many queries as keys, in blocks of ``block_size`` that start where documents start.
+def document_tables(
+    mask_index: torch.Tensor, by_query: Table, by_key: Table, tiles: tuple[torch.Tensor, torch.Tensor], starts: torch.Tensor
+) -> KernelTables:
+    """Both tables of a mask of as many queries as keys, in blocks that start where documents start.
 
-    starts: (blocks + 1,) int32, the token with which each block starts; it ends where the next one starts, or is full. by_query,
-    by_key: tables of these blocks, no row of which is split. Unlike in other tables, ``col_idx`` and the first field of a work item
-    are not the number of a block but its start. Fields 5 to 7 of an item are how many blocks have tokens, what leads from a token
-    of the row's document to its place on an axis of whole blocks, and where the row's tokens end. Items of blocks without tokens,
-    for which a table made on a device has room, come last.
-
-    A tile says nothing of queries past the end of its row.
+    starts: (blocks + 1,) int32, the token with which each block starts; it ends where the next one starts, or is full. No row is
+    split. Unlike in other tables, ``col_idx`` and field 0 of a work item are not the number of a block but its start. Field 5 is
+    how many blocks have tokens. Field 6 is what to add to a token of the row's document for its position on an axis of whole
+    blocks. Field 7 is where the row's tokens end. Items of blocks without tokens, for which a table made on a device has room,
+    come last.
     """
-
-    block_size: int
-    mask_index: torch.Tensor
-    by_query: Table
-    by_key: Table
-    tile_runs: torch.Tensor
-    tile_bits: torch.Tensor
-    starts: torch.Tensor
-
-    @property
-    def row_queries(self) -> int:
-        return self.block_size
-
-    @property
-    def document_order(self) -> bool:
-        return True
-
-    @property
-    def whole_columns(self) -> torch.Tensor:
-        return self.by_key.work
-
-    @property
-    def tiles(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.tile_runs, self.tile_bits
+    return KernelTables(BLOCK, BLOCK, mask_index, by_query, by_key, tiles, starts, document_order=True)
 
 
-def document_blocks(mask: BlockMask, least_gain: float | None = None) -> DocumentBlocks | None:
-    """The ``DocumentBlocks`` of one mask, on its device; None where kernels are predicted to gain less. Reads the table."""
-    many = mask.by_query.col_idx.numel() > _MOST_ENTRIES
+def document_blocks(mask: BlockMask, least_gain: float | None = None) -> KernelTables | None:
+    """The ``document_tables`` of one mask, on its device; None where kernels are predicted to gain less. Reads the table."""
+    many = mask.by_query.col_idx.numel() > MOST_DERIVED
     if mask.block_size != BLOCK or mask.masks > 1 or mask.q_len != mask.kv_len or many:
         return None
     here = mask.to("cpu")
@@ -91,15 +66,15 @@ def document_blocks(mask: BlockMask, least_gain: float | None = None) -> Documen
     start = torch.from_numpy(starts.astype(np.int32))
     by_query, by_key = (Table(*(t.to(mask.device) for t in _use_starts(table, start))) for table in (by_query, by_key))
     run_tiles, bit_tiles, start = (tensor.to(mask.device) for tensor in (run_tiles, bit_tiles, start))
-    return DocumentBlocks(BLOCK, mask.mask_index, by_query, by_key, run_tiles, bit_tiles, start)
+    return document_tables(mask.mask_index, by_query, by_key, (run_tiles, bit_tiles), start)
 
 
 def _use_starts(table: Table, starts: torch.Tensor) -> Table:
-    """The table with the starts of blocks instead of their numbers: see ``DocumentBlocks``."""
+    """The table with the starts of blocks instead of their numbers: see ``document_tables``."""
     work = table.work.clone()
-    row = work[..., 0].long()
-    fields = starts[row], torch.full_like(work[..., 5], len(starts) - 1), row * BLOCK - starts[row], starts[row + 1]
-    work[..., [0, 5, 6, 7]] = torch.stack([field.int() for field in fields], -1)
+    row = work[..., ROW].long()
+    work[..., _START], work[..., _BLOCKS] = starts[row], len(starts) - 1
+    work[..., _SHIFT], work[..., _STOP] = row * BLOCK - starts[row], starts[row + 1]
     return table._replace(col_idx=starts[table.col_idx.long()], work=work)
 
 
@@ -145,22 +120,21 @@ def _entries(
     query = starts[:-1, None] + np.arange(BLOCK)
     exists = query < starts[1:, None]
     query = np.minimum(query, len(first) - 1)
-    some = exists & (stop > first)[query]
-    low, full_high = (np.where(some, bound[query], len(first)).min(1) for bound in (first, stop))
-    full_low, high = (np.where(some, bound[query], 0).max(1) for bound in (first, stop))
-    keeps = some.any(1)
-    begin = np.where(keeps, low - first_token, 0) // BLOCK
-    count = np.where(keeps, -(-(high - first_token) // BLOCK) - begin, 0)
+    keeps = exists & (stop > first)[query]
+    first_of_any, stop_of_all = (np.where(keeps, bound[query], len(first)).min(1) for bound in (first, stop))
+    first_of_all, stop_of_any = (np.where(keeps, bound[query], 0).max(1) for bound in (first, stop))
+    row_keeps = keeps.any(1)
+    begin = np.where(row_keeps, first_of_any - first_token, 0) // BLOCK
+    count = np.where(row_keeps, -(-(stop_of_any - first_token) // BLOCK) - begin, 0)
     row = np.repeat(np.arange(rows), count)
-    local = concat_ranges(begin, count)
-    whole = np.all(some | ~exists, axis=1)
-    key = first_token[row] + local * BLOCK
-    is_full = whole[row] & (full_low[row] <= key) & (key + BLOCK <= full_high[row])
+    block = concat_ranges(begin, count)
+    whole = np.all(keeps | ~exists, axis=1)
+    key = first_token[row] + block * BLOCK
+    is_full = whole[row] & (first_of_all[row] <= key) & (key + BLOCK <= stop_of_all[row])
     pool, tiles = TilePool(BLOCK), np.full(len(row), FULL_TILE, np.int64)
     partial = np.flatnonzero(~is_full)
     for batch in dense_batches(len(partial), BLOCK):
         entry = partial[batch]
         inside = [np.clip(bound[query[row[entry]]] - key[entry, None], 0, BLOCK) for bound in (first, stop)]
         tiles[entry] = pool.add_runs(pack_runs(*(np.where(exists[row[entry]], bound, 0) for bound in inside)))
-    kept = tiles != EMPTY_TILE
-    return Entries(row[kept], (first_block[row] + local)[kept], tiles[kept]), pool
+    return Entries(row, first_block[row] + block, tiles).without_empty(), pool

@@ -54,16 +54,20 @@ class Limit(NamedTuple):
 
 
 @constant_in_graphs
-def limits_of(cls: type) -> tuple[str, tuple[Limit, ...], bool]:
-    """(the pattern's name in messages, the limits of its fields, whether all of its fields have some)."""
-    return _limits_of(cls)
+def limits_of(cls: type) -> tuple[str, tuple[Limit, ...]]:
+    """(the pattern's name in messages, the limits of those fields that have some)."""
+    return vars(cls).get("name") or cls.__qualname__, tuple(limit for limit in _find_limits(cls) if limit is not None)
+
+
+@constant_in_graphs
+def have_all_limits(cls: type) -> bool:
+    """Whether the type of each field of a pattern's class says which values it takes."""
+    return None not in _find_limits(cls)
 
 
 @cached_until_cleared(maxsize=256)
-def _limits_of(cls: type) -> tuple[str, tuple[Limit, ...], bool]:
-    limits = [_limit_of(field.name, field.type) for field in dataclasses.fields(cls)]
-    known = tuple(limit for limit in limits if limit is not None)
-    return vars(cls).get("name") or cls.__qualname__, known, len(known) == len(limits)
+def _find_limits(cls: type) -> tuple[Limit | None, ...]:
+    return tuple(_limit_of(field.name, field.type) for field in dataclasses.fields(cls))
 
 
 def _limit_of(
@@ -82,15 +86,13 @@ def _limit_of(
     return Limit(field, "share" if inner[0] is float else form, ranges[0].least, ranges[0].most, optional) if ranges else None
 
 
-def check_limits(pattern: object) -> bool:
-    """Checks the fields that have limits, and sets them to Python's own numbers. Returns whether all fields have limits. Raises
-    ValueError."""
-    name, limits, everything = limits_of(type(pattern))
+def check_fields(pattern: object) -> None:
+    """Checks the fields that have limits, and sets them to Python's own numbers. Raises ValueError."""
+    name, limits = limits_of(type(pattern))
     for limit in limits:
         value = getattr(pattern, limit.field)
         if value is not None or not limit.optional:
             set_fields(pattern, **{limit.field: _check_value(name, value, limit)})
-    return everything
 
 
 def set_fields(pattern: object, /, **values: Any) -> None:

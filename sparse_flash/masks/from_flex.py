@@ -13,13 +13,13 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask as FlexMask
 from torch.nn.attention.flex_attention import noop_mask
 
+from ..compat.captured import check_parameters
 from ..compat.dynamo import outside_graphs, outside_inference
 from ..compat.pytorch import leaves_of, without_subclasses
 from .block_mask import BlockMask, Device
 from .build import from_entries, from_heads
 from .from_maps import dense_mask, from_block_maps, map_from_lists
 from .grid import BLOCK_SIZES, BlockGrid
-from .pattern import check_parameters
 from .progress import Progress
 from .table import Entries
 from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches
@@ -44,8 +44,9 @@ def from_flex(mask: FlexMask) -> BlockMask:
         return _from_listed_blocks(mask)
     grid = grid_of(mask)
     pool = TilePool(grid.block_size)
-    masks = [from_entries(grid, Entries(*entries), pool) for entries in entries_of(mask, pool)]
-    return from_heads(masks, *mask.kv_num_blocks.shape[:2]).to(mask.kv_indices.device)
+    batch, heads = mask.kv_num_blocks.shape[:2]
+    masks = [from_entries(grid, _entries_of_head(mask, grid, b, h, pool), pool) for b in range(batch) for h in range(heads)]
+    return from_heads(masks, batch, heads).to(mask.kv_indices.device)
 
 
 @outside_graphs
@@ -86,8 +87,8 @@ def from_mask_mod(
     stored: dict[bytes, BlockMask] = {}
     masks: dict[tuple[int, int], BlockMask] = {}
     device = torch.device(device or "cpu")
-    for served, entries in evaluate_mask_mod(mask_mod, grid, shape, device, pool, progress):
-        mask = from_entries(grid, Entries(*entries), pool)
+    for served, entries in _evaluate_mask_mod(mask_mod, grid, shape, device, pool, progress):
+        mask = from_entries(grid, entries, pool)
         mask = stored.setdefault(mask.digest, mask)
         for b, h in served:
             masks[b, h] = mask
@@ -135,22 +136,15 @@ def parts_of(mask: FlexMask) -> tuple[object, ...]:
     return mask.mask_mod, mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
 
 
-def entries_of(mask: FlexMask, pool: TilePool) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """For each batch entry and each of its heads, the kept blocks as (rows, cols, tiles): see ``table.Entries``. Blocks of
-    which the token rule keeps nothing are left out, and those it keeps entirely are full."""
-    grid = grid_of(mask)
-    batch, heads = mask.kv_num_blocks.shape[:2]
-    for b in range(batch):
-        for h in range(heads):
-            rows, cols = _read_listed(mask.kv_num_blocks[b, h], mask.kv_indices[b, h])
-            tiles = _tiles(mask, grid, b, h, rows, cols, pool, rule=True)
-            parts = [(rows, cols, tiles)]
-            if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
-                rows, cols = _read_listed(mask.full_kv_num_blocks[b, h], mask.full_kv_indices[b, h])
-                parts.append((rows, cols, _tiles(mask, grid, b, h, rows, cols, pool, rule=False)))
-            rows, cols, tiles = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-            kept = tiles != EMPTY_TILE
-            yield rows[kept], cols[kept], tiles[kept]
+def _entries_of_head(mask: FlexMask, grid: BlockGrid, b: int, h: int, pool: TilePool) -> Entries:
+    """The kept blocks of a batch entry's head. Blocks of which the token rule keeps nothing are left out, and those it keeps
+    entirely are full."""
+    rows, cols = _read_listed(mask.kv_num_blocks[b, h], mask.kv_indices[b, h])
+    parts = [Entries(rows, cols, _tiles(mask, grid, b, h, rows, cols, pool, rule=True))]
+    if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
+        rows, cols = _read_listed(mask.full_kv_num_blocks[b, h], mask.full_kv_indices[b, h])
+        parts.append(Entries(rows, cols, _tiles(mask, grid, b, h, rows, cols, pool, rule=False)))
+    return Entries.join(parts).without_empty()
 
 
 def _read_listed(count: torch.Tensor, indices: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -175,28 +169,25 @@ def _tiles(
     return tiles
 
 
-def evaluate_mask_mod(
+def _evaluate_mask_mod(
     mask_mod: MaskFunction, grid: BlockGrid, shape: tuple[int, int], device: torch.device, pool: TilePool, progress: bool | None
-) -> Iterator[tuple[list[tuple[int, int]], tuple[np.ndarray, np.ndarray, np.ndarray]]]:
-    """Each distinct mask of a token rule, as (the (batch entry, head) pairs that it serves, its kept blocks as from
-    ``entries_of``). Evaluates every pair, some blocks at a time. shape: (batch, heads)."""
-    by_batch, of_heads = _find_dependence(mask_mod, device)
+) -> Iterator[tuple[list[tuple[int, int]], Entries]]:
+    """Each distinct mask of a token rule, as (the (batch entry, head) pairs that it serves, its kept blocks). Evaluates every pair,
+    some blocks at a time. shape: (batch, heads)."""
+    by_batch, by_head = _find_dependence(mask_mod, device)
     tiles_of = _Rule(mask_mod, grid, device, pool)
     count = grid.q_blocks * grid.kv_blocks
-    looked_at = [(b, h) for b in range(shape[0] if by_batch else 1) for h in range(shape[1] if of_heads else 1)]
-    pairs = count * grid.block_size**2 * len(looked_at)
-    with Progress(f"looking at {_name(mask_mod)}: {count * len(looked_at):,} blocks", pairs, progress) as bar:
-        for b, h in looked_at:
-            kept = []
+    evaluated = [(b, h) for b in range(shape[0] if by_batch else 1) for h in range(shape[1] if by_head else 1)]
+    pairs = count * grid.block_size**2 * len(evaluated)
+    with Progress(f"looking at {_name(mask_mod)}: {count * len(evaluated):,} blocks", pairs, progress) as bar:
+        for b, h in evaluated:
+            parts = []
             for part in dense_batches(count, grid.block_size):
                 rows, cols = np.divmod(np.arange(part.start, part.stop), grid.kv_blocks)
-                tiles = tiles_of(b, h, rows, cols)
-                some = tiles != EMPTY_TILE
-                kept.append((rows[some], cols[some], tiles[some]))
+                parts.append(Entries(rows, cols, tiles_of(b, h, rows, cols)).without_empty())
                 bar.advance(len(rows) * grid.block_size**2)
-            served = [(i, j) for i in ([b] if by_batch else range(shape[0])) for j in ([h] if of_heads else range(shape[1]))]
-            rows, cols, tiles = (np.concatenate(arrays) for arrays in zip(*kept, strict=True))
-            yield served, (rows, cols, tiles)
+            served = [(i, j) for i in ([b] if by_batch else range(shape[0])) for j in ([h] if by_head else range(shape[1]))]
+            yield served, Entries.join(parts)
 
 
 class _Rule:
@@ -275,8 +266,8 @@ def _find_dependence(mask_mod: MaskFunction, device: torch.device) -> tuple[bool
         result = mask_mod(batch, head, zero, zero)
     except Exception:  # raised again where the function is evaluated
         return True, True
-    by_batch, of_heads = (index.was_read or result is index for index in (batch, head))
-    return by_batch, of_heads
+    by_batch, by_head = (index.was_read or result is index for index in (batch, head))
+    return by_batch, by_head
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -9,15 +9,7 @@ from ..compat.pytorch import in_differentiating_transform, in_function_transform
 from .block_mask import BlockMask
 from .grid import BlockGrid
 from .memory import cached_until_cleared
-from .select_blocks import (
-    Listing,
-    arange_int32,
-    build_dense_table,
-    build_listing,
-    can_launch_kernel,
-    select_by_kernel,
-    select_in_torch,
-)
+from .select_blocks import arange_int32, build_dense_table, can_launch_kernel, select_by_kernel, select_in_torch
 from .table import SPLIT_FIELDS, WORK_FIELDS, Table, most_splits
 
 _MOST_KEPT_BLOCKS = 1 << 20  # of a mask that keeps every block; some 60 bytes each
@@ -35,9 +27,8 @@ def from_block_maps(maps: torch.Tensor, grid: BlockGrid, within: BlockMask) -> B
             "over into the batch"
         )
     batch, heads = maps.shape[:2]
-    streams, most = can_launch_kernel(maps), batch * heads * len(within.by_query.col_idx)
-    # Without kernels, both tables are counted together, and with padding.
-    if max(most, batch * heads * (max(grid.shape) + 1)) >= (2**31 if streams else 2**30 - 2**26):
+    most = batch * heads * len(within.by_query.col_idx)
+    if max(most, batch * heads * (max(grid.shape) + 1)) >= 2**31:
         raise ValueError(
             f"{batch} x {heads} maps of {grid.q_blocks} x {grid.kv_blocks} blocks may keep {most:,} blocks, more than a table can "
             "number; use a larger block_size, or fewer heads at a time"
@@ -45,10 +36,8 @@ def from_block_maps(maps: torch.Tensor, grid: BlockGrid, within: BlockMask) -> B
     if torch.compiler.is_compiling():
         both = select_tables(maps.flatten(0, 1), [*within.by_query, *within.by_key], grid.kv_blocks)
         by_query, by_key = Table(*both[: len(both) // 2]), Table(*both[len(both) // 2 :])
-    elif streams:
-        by_query, by_key = select_by_kernel(maps.flatten(0, 1).contiguous(), within.by_query, within.by_key, grid.shape, most)
     else:
-        by_query, by_key = select_in_torch(_bools(maps, grid.kv_blocks).reshape(batch * heads, -1), _cached_listing(within))
+        by_query, by_key = _select_both(maps.flatten(0, 1), within.by_query, within.by_key, grid.shape)
     return BlockMask(
         q_len=grid.q_len,
         kv_len=grid.kv_len,
@@ -71,12 +60,7 @@ def select_tables(maps: torch.Tensor, within: list[torch.Tensor], kv_blocks: int
     entries.
     """
     by_query, by_key = Table(*within[: len(within) // 2]), Table(*within[len(within) // 2 :])
-    shape, room = (maps.shape[1], kv_blocks), _entry_capacity(maps, by_query)
-    if can_launch_kernel(maps):
-        tables = select_by_kernel(maps.contiguous(), by_query, by_key, shape, room)
-    else:
-        tables = select_in_torch(_bools(maps, kv_blocks).flatten(1), build_listing(by_query, by_key))
-        tables = [table._replace(col_idx=table.col_idx[:room], tile_idx=table.tile_idx[:room]) for table in tables]
+    tables = _select_both(maps, by_query, by_key, (maps.shape[1], kv_blocks))
     tensors = [tensor for table in tables for tensor in table]
     memory = [tensor.untyped_storage().data_ptr() for tensor in tensors]
     # The results of an operator must not share memory.
@@ -94,11 +78,10 @@ def _(maps: torch.Tensor, within: list[torch.Tensor], kv_blocks: int) -> list[to
     return [maps.new_empty(shape, dtype=torch.int32) for shape in shapes]
 
 
-def _bools(maps: torch.Tensor, kv_blocks: int) -> torch.Tensor:
-    """(..., kv_blocks) bool, from bools or bits."""
-    if maps.dtype == torch.bool:
-        return maps
-    return ((maps[..., None] >> arange_int32(32, maps.device)) & 1).flatten(-2)[..., :kv_blocks].bool()
+def _select_both(maps: torch.Tensor, by_query: Table, by_key: Table, shape: tuple[int, int]) -> list[Table]:
+    if can_launch_kernel(maps):
+        return select_by_kernel(maps.contiguous(), by_query, by_key, shape, _entry_capacity(maps, by_query))
+    return select_in_torch(maps, by_query, by_key, shape)
 
 
 def _entry_capacity(maps: torch.Tensor, within: Table) -> int:
@@ -138,16 +121,6 @@ def _build_dense_mask(grid: BlockGrid, device: torch.device) -> BlockMask:
 
 
 _cached_dense_mask = cached_until_cleared(maxsize=16)(_build_dense_mask)
-
-
-def _cached_listing(mask: BlockMask) -> Listing:
-    """The entries of one mask to choose from, made once per mask and kept as long as it lives."""
-    known = mask.__dict__.get("_listed")
-    if known is None:
-        known = build_listing(mask.by_query, mask.by_key)
-        if not is_recorded(mask.device):
-            mask.__dict__["_listed"] = known
-    return known
 
 
 def map_from_lists(
@@ -199,9 +172,9 @@ def _map_from_positions(
         beyond = col[listed & ~exists][0]
         raise ValueError(f"{name} must be blocks of keys, 0 to {kv_blocks - 1}; got {beyond}; pass the kv_len of these blocks")
     # Other entries go to one element past the map.
-    place = torch.where(listed & exists, row * kv_blocks + col, q_blocks * kv_blocks)
-    kept = torch.zeros((*place.shape[:2], q_blocks * kv_blocks + 1), dtype=torch.bool, device=col.device)
-    return kept.scatter_(2, place.flatten(2), True)[..., :-1].unflatten(2, shape)
+    index = torch.where(listed & exists, row * kv_blocks + col, q_blocks * kv_blocks)
+    kept = torch.zeros((*index.shape[:2], q_blocks * kv_blocks + 1), dtype=torch.bool, device=col.device)
+    return kept.scatter_(2, index.flatten(2), True)[..., :-1].unflatten(2, shape)
 
 
 def check_integers(names: tuple[str, str], *tensors: torch.Tensor) -> None:

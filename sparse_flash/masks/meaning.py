@@ -10,8 +10,10 @@ import numpy as np
 
 from ..compat.names import PACKAGE
 from .chooser import choices_of, has_choosers, is_causal
+from .fit import named_len
 from .memory import cached_until_cleared
-from .pattern import Pattern, PerHead, named_len, parse, short_text
+from .parsing import parse
+from .pattern import Pattern, PerHead, short_text
 
 _TOKENS = 1 << 17  # of the sequence that is sampled, if the mask names no number of tokens
 _QUERIES = 256
@@ -88,7 +90,7 @@ def _distances(tokens: int, rows: int, count: int) -> np.ndarray:
     """Returns (rows, count) int64 of 1 and more, as many in each octave below ``tokens``: some its ends, the others anywhere."""
     number = np.arange(rows * count, dtype=np.uint64)
     octaves = np.uint64(max(1, (tokens - 1).bit_length()))
-    octave, turn = number % octaves, number // octaves
-    ends = np.where(turn % np.uint64(8) == 0, np.uint64(0), ~np.uint64(0))
-    within = np.where(turn % np.uint64(8) < 2, ends, turn * _GOLDEN) >> np.uint64(1)
+    octave, repeat = number % octaves, number // octaves
+    ends = np.where(repeat % np.uint64(8) == 0, np.uint64(0), ~np.uint64(0))
+    within = np.where(repeat % np.uint64(8) < 2, ends, repeat * _GOLDEN) >> np.uint64(1)
     return ((np.uint64(1) << octave) + (within >> (np.uint64(63) - octave))).astype(np.int64).reshape(rows, count)

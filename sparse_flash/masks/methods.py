@@ -7,7 +7,7 @@ that need no patterns come from ``build`` and ``from_flex``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TypeVar, cast
+from typing import cast
 
 import torch
 
@@ -16,14 +16,13 @@ from ..compat.pytorch import is_recorded
 from .block_mask import BlockMask, Device, MaskLike
 from .build import from_dense, from_heads, in_blocks_of, select, transpose
 from .cache import as_block_mask, from_flex_cached, resolve_single_mask, run_in_thread
-from .document_blocks import DocumentBlocks, document_blocks
+from .document_blocks import document_blocks
 from .from_flex import FlexMask, from_flex, from_mask_mod
 from .from_maps import check_integers, dense_mask, from_block_maps, map_from_lists, map_from_rows
 from .grid import BlockGrid
 from .pattern import Pattern
-from .tall import TallRows, tall_rows
-
-DERIVED = TypeVar("DERIVED")
+from .table import KernelTables
+from .tall import tall_rows
 
 
 @outside_inference
@@ -164,13 +163,13 @@ def per_head(
     return from_heads(compiled, 1, len(compiled)).to(device or "cpu")
 
 
-def tall(self: BlockMask) -> TallRows | None:
+def tall(self: BlockMask) -> KernelTables | None:
     """``by_query`` in rows of 192 queries, for forward kernels that are faster over these; made at the first use, which reads
     the table. None where they are not, for masks that differ between heads, and for masks made at run time."""
     return _derive_once(self, "_tall", tall_rows)
 
 
-def by_document(self: BlockMask) -> DocumentBlocks | None:
+def by_document(self: BlockMask) -> KernelTables | None:
     """Both tables in blocks that start where documents do, made at the first use, which reads the table.
 
     None where kernels are as fast over the mask's own tables, for masks that differ between heads, and for masks made at run time,
@@ -178,14 +177,14 @@ def by_document(self: BlockMask) -> DocumentBlocks | None:
     return _derive_once(self, "_by_document", document_blocks)
 
 
-def _derive_once(mask: BlockMask, name: str, make: Callable[[BlockMask], DERIVED]) -> DERIVED | None:
+def _derive_once(mask: BlockMask, name: str, make: Callable[[BlockMask], KernelTables | None]) -> KernelTables | None:
     """make(mask), kept with the mask under this name; None where nothing may be kept."""
     if name not in mask.__dict__:
         if not mask.from_host or is_recorded(mask.device):
             return None
         # Launches may have been remembered with the first tables, so those stay, should two threads make some.
         mask.__dict__.setdefault(name, run_in_thread(make, mask))
-    return cast(DERIVED, mask.__dict__[name])
+    return cast("KernelTables | None", mask.__dict__[name])
 
 
 for _make in (from_blocks, from_bsr, from_dense, from_flex, from_lists, from_mask_mod, per_head):

@@ -1,4 +1,4 @@
-"""Patterns: immutable values that say which (query, key) pairs may attend; their algebra, registry and spec text.
+"""Patterns: immutable values that say which (query, key) pairs may attend; and their algebra.
 
 A pattern knows nothing of lengths, devices or kernels. ``compile_mask`` turns it into a lookup table for given lengths.
 """
@@ -6,30 +6,20 @@ A pattern knows nothing of lengths, devices or kernels. ``compile_mask`` turns i
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import inspect
-import re
-import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from importlib import metadata
 from itertools import chain
-from typing import Any, ClassVar, NoReturn, TypeAlias, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeAlias
 
 import numpy as np
 
 from ..compat.dynamo import constant_in_graphs
-from ..compat.names import PACKAGE
 from . import spec
-from .fields import check_limits, set_fields
+from .fields import check_fields, have_all_limits, set_fields
 from .grid import BlockGrid, BlockRuns, SparseMatrix
-from .memory import cached_until_cleared, clear_memories
 
-ENTRY_POINT_GROUP = f"{PACKAGE}.patterns"  # other packages offer patterns to the installed package, not to a copy of it
-PATTERN = TypeVar("PATTERN", bound="Pattern")
 # The starts and the ends of runs of keys.
 Runs: TypeAlias = tuple[np.ndarray, np.ndarray]
 
@@ -58,6 +48,7 @@ class Pattern:
     covers_part: ClassVar[bool] = False  # about some tokens alone, as others are in the care of other patterns
     chooses: ClassVar[bool] = False  # whether it is a chooser, which keeps blocks by the content of q and k
     hides_padding: ClassVar[bool] = False  # whether it keeps no padding of its ``layout``, which is such a pattern itself
+    from_spec: ClassVar[Callable[[str], Pattern]]  # ``parse``: module ``parsing``, which knows all classes, sets it
     # Subclasses are dataclasses and have this.
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
@@ -67,18 +58,9 @@ class Pattern:
             cls.__eq__ = _equal  # type: ignore[method-assign,assignment]  # a dataclass keeps the one that it finds
 
     def __post_init__(self) -> None:
-        if check_limits(self):
-            return
-        try:
-            hash(self)
-        except TypeError:
-            for field in dataclasses.fields(self):
-                if field.compare:
-                    _check_hashable(self, field.name)
-            raise TypeError(
-                f"{type(self).__qualname__} must be hashable, as tables are looked up by their pattern; make it a frozen "
-                "dataclass: @dataclass(frozen=True)"
-            ) from None
+        check_fields(self)
+        if not have_all_limits(type(self)):
+            _check_hashable(self)
 
     @classmethod
     def design_ranges(cls, q_len: int, block: int) -> Mapping[str, Sequence[Any]] | None:
@@ -180,19 +162,11 @@ class Pattern:
     def token_tiles(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
         """The token rule on many blocks: q (n, block), kv (n, block) positions -> (n, block, block) bool."""
         shape = (*q.shape, kv.shape[1])
-        with explain_array_errors(self, "the token rule"):
-            # A rule may change its arguments in place, and other rules get the same positions.
-            kept = np.asarray(self.token_rule(q[:, :, None].copy(), kv[:, None, :].copy()))
-        if kept.dtype != bool:
-            raise TypeError(f"the token rule of {self} must return booleans; got {kept.dtype}; compare or use .astype(bool)")
-        try:
-            return np.broadcast_to(kept, shape)
-        except ValueError:
-            raise ValueError(f"the token rule of {self} must broadcast to {shape}; it returned {kept.shape}") from None
+        return evaluate_rule(self, "the token rule", self.token_rule, (q[:, :, None], kv[:, None, :]), shape)
 
     def to_spec(self) -> str:
         """Canonical spec text: equal patterns have equal text, and ``Pattern.from_spec`` reads it back."""
-        name = _own_name(type(self))
+        name = own_name(type(self))
         if name is None:
             raise ValueError(f"{type(self).__qualname__} has no spec text: register it with @register_pattern('...')")
         positional: list[Any] = []
@@ -204,11 +178,6 @@ class Pattern:
             elif value is not None or not may_be_left_out:
                 keyword[field] = value
         return spec.write_call(name, positional, keyword)
-
-    @staticmethod
-    def from_spec(text: str) -> Pattern:
-        """The pattern for this spec text. Raises ``SpecError``, which points at the column."""
-        return parse(text)
 
     def __and__(self, other: Pattern | str) -> Pattern:
         return _combine_patterns(And, self, other)
@@ -266,91 +235,46 @@ def explain_array_errors(pattern: Pattern, rule: str) -> Iterator[None]:
         ) from error
 
 
+def evaluate_rule(
+    pattern: Pattern, name: str, rule: Callable[..., Any], positions: tuple[np.ndarray, ...], shape: tuple[int, ...]
+) -> np.ndarray:
+    """What a rule says of these positions: bool of this shape. Raises TypeError or ValueError for a result of another form."""
+    with explain_array_errors(pattern, name):
+        # A rule may change its arguments in place, and other rules get the same positions.
+        kept = np.asarray(rule(*(one.copy() for one in positions)))
+    if kept.dtype != bool:
+        raise TypeError(f"{name} of {pattern} must return booleans; got {kept.dtype}; compare, and combine with & | ~")
+    try:
+        return np.broadcast_to(kept, shape)
+    except ValueError:
+        raise ValueError(f"{name} of {pattern} must broadcast to {shape}; it returned {kept.shape}") from None
+
+
 def short_text(pattern: Pattern | str, most: int = 60) -> str:
     """The pattern, or its text, as messages name it, in up to ``most`` characters."""
     text = str(pattern)
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
-def check_fit(pattern: Pattern, q_len: int, kv_len: int) -> None:
-    """Raises ValueError for a pattern that names tokens which these lengths have not, or that leaves out some which they have."""
-    if isinstance(pattern, PerHead):
-        for one in dict.fromkeys(pattern.patterns):
-            try:
-                check_fit(one, q_len, kv_len)
-            except ValueError as error:
-                raise ValueError(f"per_head: patterns[{pattern.patterns.index(one)}]: {error}") from None
+def _check_hashable(pattern: Pattern) -> None:
+    """Raises TypeError if tables cannot be looked up by this pattern."""
+    try:
+        hash(pattern)
         return
-    leaves = list(pattern.leaves())
-    for leaf in leaves:
-        if misfit := leaf.length_refusal(q_len, kv_len):
-            raise ValueError(misfit)
-    if any(leaf.covers_part for leaf in leaves):
-        q = np.arange(max(0, kv_len - q_len), kv_len)
-        left_out = q[~pattern.named_queries(q, kv_len)]
-        if len(left_out):
-            raise ValueError(
-                f"{short_text(pattern)} must say what each query keeps; it does not for {len(left_out)} of {len(q)}, from "
-                f"{left_out[0]} to {left_out[-1]}; add what they keep, such as global_tokens(n) for the first tokens and "
-                "last_tokens(n) for the last, or pass allow_uncovered=True to shifted, if they are to keep nothing"
-            )
-
-
-def named_len(pattern: Pattern, default: int) -> int:
-    """Returns how many tokens the pattern names, as one over a VideoLayout does; ``default`` if it names none."""
-    named = filter(None, (leaf.named_tokens() for leaf in pattern.leaves()))
-    return max((most for _, most in named), default=default)
-
-
-@constant_in_graphs
-def check_known_end(pattern: Pattern | str) -> None:
-    """Raises ValueError for a pattern that counts tokens from the end, beside lengths in tensors."""
-    for leaf in _leaves_of(pattern):
-        if leaf.bind_length(0) != leaf:
-            raise unknown_end_error(leaf)
-
-
-@cached_until_cleared(maxsize=256)
-def _leaves_of(pattern: Pattern | str) -> tuple[Pattern, ...]:
-    return tuple((parse(pattern) if isinstance(pattern, str) else pattern).leaves())
-
-
-def unknown_end_error(pattern: Pattern) -> ValueError:
-    """The error for a pattern that counts tokens from the end of sequences whose lengths are in tensors."""
-    return ValueError(
-        f"{pattern} counts from the end of the sequence, whose length is not known here: pass it to attention without q_lens and "
-        "kv_lens, or name the tokens from the start, by shifted"
-    )
-
-
-@cached_until_cleared(maxsize=256)
-def parse_if_names_tokens(pattern: Pattern | str) -> Pattern | None:
-    """The pattern, if it names tokens, so that ``check_fit`` may raise; else None."""
-    pattern = parse(pattern) if isinstance(pattern, str) else pattern
-    return pattern if pattern.names_tokens() else None
-
-
-def check_parameters(function: Callable[..., Any], caller: str, names: tuple[str, ...], way_out: str) -> None:
-    """Raises TypeError for a function that cannot be called with these arguments."""
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # of C code, which may have none
-        return
-    try:
-        signature.bind(*names)
-    except TypeError as error:
-        raise TypeError(f"{caller} needs a function of ({', '.join(names)}); got one of {signature}: {error}; {way_out}") from None
-
-
-def _check_hashable(pattern: Pattern, name: str) -> None:
-    value, owner = getattr(pattern, name), _own_name(type(pattern)) or type(pattern).__qualname__
-    try:
-        hash(value)
     except TypeError:
-        raise TypeError(
-            f"{owner}: {name} must be hashable, as tables are looked up by their pattern; got "
-            f"{type(value).__name__}; pass tuples instead of lists and arrays, also within tuples"
-        ) from None
+        owner = own_name(type(pattern)) or type(pattern).__qualname__
+    for field in dataclasses.fields(pattern):
+        try:
+            hash(value := getattr(pattern, field.name) if field.compare else None)
+        except TypeError:
+            raise TypeError(
+                f"{owner}: {field.name} must be hashable, as tables are looked up by their pattern; got "
+                f"{type(value).__name__}; pass tuples instead of lists and arrays, also within tuples"
+            ) from None
+    raise TypeError(
+        f"{type(pattern).__qualname__} must be hashable, as tables are looked up by their pattern; make it a frozen "
+        "dataclass: @dataclass(frozen=True)"
+    )
 
 
 def _equal(pattern: Pattern, other: object) -> bool:
@@ -379,7 +303,7 @@ class DerivedPattern(Pattern):
     def expand_expression(self) -> Pattern:
         """``expression`` as a pattern. Raises TypeError for anything but a pattern or its spec text."""
         given: object = self.expression
-        expression = parse(given) if isinstance(given, str) else given
+        expression = Pattern.from_spec(given) if isinstance(given, str) else given
         if not isinstance(expression, Pattern):
             way_out = "; write @property above it" if callable(given) else ""
             raise TypeError(f"the expression of {self} must be a Pattern or its spec text; got {type(given).__name__}{way_out}")
@@ -400,8 +324,22 @@ class DerivedPattern(Pattern):
         return self if bound == whole else bound
 
 
+class _Expression(Pattern):
+    """Base class of the operators."""
+
+    def _write(self, write: Callable[[Pattern], str]) -> str:
+        """The text of the expression. write: gives the text of an operand."""
+        raise NotImplementedError
+
+    def to_spec(self) -> str:
+        return self._write(lambda p: p.to_spec())
+
+    def __repr__(self) -> str:
+        return self._write(repr)
+
+
 @dataclass(frozen=True, repr=False)
-class _Composite(Pattern):
+class _Composite(_Expression):
     """Operands in canonical order: flattened, without repeats, shorter text first, so that ``a & b == b & a``."""
 
     operands: tuple[Pattern, ...]
@@ -453,12 +391,6 @@ class _Composite(Pattern):
         parts = (f"({write(p)})" if isinstance(p, _Composite) else write(p) for p in self.operands)
         return f" {self.symbol} ".join(parts)
 
-    def to_spec(self) -> str:
-        return self._write(lambda p: p.to_spec())
-
-    def __repr__(self) -> str:
-        return self._write(repr)
-
 
 def layout_of(*patterns: Pattern) -> Any:
     """The VideoLayout of the patterns in these expressions, itself a pattern of all keys but padding; None if there is none. Raises
@@ -501,9 +433,9 @@ def _fields_in(value: object) -> Iterator[object]:
 
 
 def _combine_patterns(kind: type[_Composite], pattern: Pattern, other: Pattern | str) -> Pattern:
-    other = parse(other) if isinstance(other, str) else other
+    other = Pattern.from_spec(other) if isinstance(other, str) else other
     if isinstance(other, type) and issubclass(other, Pattern):
-        raise TypeError(f"{_own_name(other) or other.__qualname__} is a class of patterns; call it for a pattern, as in causal()")
+        raise TypeError(f"{own_name(other) or other.__qualname__} is a class of patterns; call it for a pattern, as in causal()")
     return kind.of(pattern, other) if isinstance(other, Pattern) else NotImplemented
 
 
@@ -527,7 +459,7 @@ class Or(_Composite):
 
 
 @dataclass(frozen=True, repr=False)
-class Not(Pattern):
+class Not(_Expression):
     """The pairs that the operand does not keep."""
 
     operand: Pattern
@@ -551,12 +483,6 @@ class Not(Pattern):
         inner = write(self.operand)
         return f"~({inner})" if isinstance(self.operand, _Composite) else f"~{inner}"
 
-    def to_spec(self) -> str:
-        return self._write(lambda p: p.to_spec())
-
-    def __repr__(self) -> str:
-        return self._write(repr)
-
 
 @dataclass(frozen=True)
 class PerHead(Pattern):
@@ -576,7 +502,7 @@ class PerHead(Pattern):
         given: object = self.patterns
         if not isinstance(given, (tuple, list)) or not given:
             raise TypeError(f"per_head: patterns must be a list of patterns or spec texts, one for each head; got {given!r}")
-        patterns = tuple(parse(one) if isinstance(one, str) else one for one in given)
+        patterns = tuple(Pattern.from_spec(one) if isinstance(one, str) else one for one in given)
         for head, one in enumerate(patterns):
             if not isinstance(one, Pattern) or isinstance(one, PerHead):
                 way_out = "; BlockMask.per_head takes compiled masks" * (type(one).__name__ == "BlockMask")
@@ -604,168 +530,6 @@ class PerHead(Pattern):
         return PerHead(tuple(one.bind_length(kv_len) for one in self.patterns))
 
 
-_registry: dict[str, type[Pattern]] = {}
-_entry_points_read = False
-
-
-def register_pattern(name: str) -> Callable[[type[PATTERN]], type[PATTERN]]:
-    """Class decorator: makes a pattern available to spec text and the command line under ``name``.
-
-    The class must be a frozen dataclass derived from Pattern. A taken name raises a ValueError that names both owners; redefining a
-    class of ``__main__`` (rerunning a notebook cell) replaces it.
-    """
-    if not isinstance(name, str) or not spec.is_name(name):
-        raise ValueError(f"a pattern name must be an identifier such as 'ring', in ASCII and not 'inf'; got {name!r}")
-
-    def decorate(cls: type[PATTERN]) -> type[PATTERN]:
-        if not (isinstance(cls, type) and issubclass(cls, Pattern)):
-            raise TypeError(f"@register_pattern({name!r}) must decorate a subclass of sparse_flash.Pattern; got {cls!r}")
-        params = vars(cls).get("__dataclass_params__")
-        if params is None or not params.frozen:
-            raise TypeError(
-                f"{name!r}: {cls.__qualname__} must be a frozen dataclass; put @dataclass(frozen=True) under "
-                f"{'@register_chooser' if cls.chooses else '@register_pattern'}"
-            )
-        owner = _registry.get(name)
-        if owner is not None and not (_qualified_name(owner) == _qualified_name(cls) and cls.__module__ == "__main__"):
-            raise ValueError(
-                f"pattern {name!r} of {_qualified_name(cls)} is already registered by {_qualified_name(owner)}; choose another name"
-            )
-        cls.name = name
-        _registry[name] = cls
-        clear_memories()  # spec text may mean something else now
-        return cls
-
-    return decorate
-
-
-register_pattern("per_head")(PerHead)
-
-
-def _own_name(cls: type[Pattern]) -> str | None:
+def own_name(cls: type[Pattern]) -> str | None:
     """The name that a class was registered under; not that of a class it derives from, nor a field called ``name``."""
     return vars(cls).get("name")
-
-
-def _qualified_name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _read_entry_points() -> None:
-    """Loads what other packages offer, once, on first use of the registry rather than at import."""
-    global _entry_points_read
-    if _entry_points_read:
-        return
-    _entry_points_read = True
-    for entry in metadata.entry_points(group=ENTRY_POINT_GROUP):
-        try:
-            loaded = entry.load()
-            if isinstance(loaded, type) and not (issubclass(loaded, Pattern) and _own_name(loaded)):
-                register_pattern(entry.name)(loaded)
-        except Exception as error:
-            # One broken plug-in must not disable the others; the warning names it.
-            warnings.warn(f"pattern plug-in {entry.name!r} ({entry.value}) could not be loaded: {error}", stacklevel=3)
-
-
-def list_patterns() -> list[str]:
-    """The registered names, sorted: built-in patterns, the user's patterns and patterns of installed packages."""
-    return list_registered(chooses=False)
-
-
-def list_registered(chooses: bool) -> list[str]:
-    """The registered names of choosers or of other patterns, sorted."""
-    _read_entry_points()
-    return sorted(name for name, cls in _registry.items() if cls.chooses == chooses)
-
-
-def pattern_class(name: str) -> type[Pattern]:
-    """The class registered under ``name``. Raises ValueError that lists the nearest names."""
-    _read_entry_points()
-    if name == "topk_blocks":
-        raise ValueError("topk_blocks is no pattern: it chooses blocks from q and k; pass mask=topk_blocks(q, k, keep=...)")
-    if name not in _registry:
-        raise ValueError(f"unknown pattern {name!r}; {_nearest(name, sorted(_registry))}")
-    return _registry[name]
-
-
-def find_docstring_line(cls: type[Pattern], subject: str) -> str:
-    """The rest of the line ``subject: ...`` of a class's or its module's docstring, or "". ``use`` is what a pattern is for."""
-    for text in (cls.__doc__, sys.modules[cls.__module__].__doc__):
-        if found := re.search(rf"^\s*{subject}: (.+)$", text or "", re.MULTILINE):
-            return found[1]
-    return ""
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    """The names that an error about an unknown one suggests."""
-    near = difflib.get_close_matches(name.lower(), known, n=3)
-    return f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(known) or 'none'}"
-
-
-def parse(text: str) -> Pattern:
-    """The pattern for spec text such as ``"causal & (local(1024) | butterfly(block=128))"``.
-
-    Raises ``SpecError`` (a ValueError) that points at the column.
-    """
-    return _build_pattern(spec.read(text), text)
-
-
-@constant_in_graphs
-def text_of(pattern: Pattern | str) -> str | None:
-    """The spec text that reads back as this pattern; None if some part of it is not registered. Raises ``SpecError`` for text that
-    cannot be read."""
-    return _text_of(pattern)
-
-
-@cached_until_cleared(maxsize=256)
-def _text_of(pattern: Pattern | str) -> str | None:
-    if isinstance(pattern, str):
-        return parse(pattern).to_spec()
-    try:
-        text = pattern.to_spec()
-        return text if parse(text) == pattern else None
-    except ValueError:
-        return None
-
-
-def _build_pattern(tree: spec.Tree, text: str) -> Pattern:
-    if isinstance(tree, spec.Operation):
-        operands = [_build_pattern(operand, text) for operand in tree.operands]
-        return ~operands[0] if tree.symbol == "~" else {"&": And, "|": Or}[tree.symbol].of(*operands)
-    try:
-        cls = pattern_class(tree.name)
-    except ValueError as error:
-        raise spec.SpecError(str(error), text, tree.column) from None
-    positional = [_build_value(value, text) for value in tree.positional]
-    keyword = {name: _build_value(value, text) for name, value in tree.keyword.items()}
-    try:
-        return cls(*positional, **keyword)
-    except (TypeError, ValueError) as error:
-        raise spec.SpecError(_argument_refusal(cls, tree) or str(error), text, tree.column) from error
-
-
-def _argument_refusal(cls: type[Pattern], tree: spec.PatternCall) -> str | None:
-    """Says what is wrong with the arguments' names or number; None if nothing is."""
-    signature = inspect.signature(cls).replace(return_annotation=inspect.Signature.empty)
-    named = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    for name in tree.keyword:
-        if not (takes_any or name in named):
-            return f"{_format_signature(tree.name, signature)}: unknown argument {name!r}; {_nearest(name, named)}"
-    try:
-        signature.bind(*tree.positional, **tree.keyword)
-    except TypeError as error:
-        return f"{_format_signature(tree.name, signature)}: {error}"
-    return None
-
-
-def _format_signature(name: str, signature: inspect.Signature) -> str:
-    """A call's signature without the limits of its fields."""
-    return name + re.sub(r"(?:typing\.)?Annotated\[(\w+), [^]]*\]", r"\1", str(signature))
-
-
-def _build_value(value: spec.Value, text: str) -> Any:
-    """A value of spec text with its expressions made into patterns."""
-    if isinstance(value, tuple):
-        return tuple(_build_value(one, text) for one in value)
-    return _build_pattern(value, text) if isinstance(value, spec.Tree) else value

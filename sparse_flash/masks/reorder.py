@@ -10,7 +10,7 @@ Nothing is scattered: the positions of a token lie at equal distances, so each m
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from ..compat.names import operator_name
 from ..compat.pytorch import active_modes, is_plain_eager
 from .cache import fake_tensors_if_needed, keep_if_captured, run_in_thread, to_traceable
 from .memory import cached_until_cleared
-from .pattern import parse
+from .parsing import parse
 from .select_blocks import can_launch_kernel
 
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # what sums of a dtype are made in
@@ -66,48 +66,55 @@ def _apply_differentiably(x: torch.Tensor, dim: int, order: list[torch.Tensor], 
         return _operator(x, dim, order, to, transposed)
     if is_plain_eager(x):
         return _ReorderFunction.apply(x, dim, order, to, transposed)
-    return _apply_in_torch(
-        x, dim, *_select_index(order, to, transposed)
-    )  # function transforms and subclasses of tensors see operations
+    return _apply_in_torch(x, dim, _select_map(order, to, transposed))  # which transforms and subclasses of tensors see
 
 
-def _select_index(order: list[torch.Tensor], to: str, transposed: bool) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
-    """(index, counts and distances if the map adds up rows, whether some of the index are -1)."""
+class _RowMap(NamedTuple):
+    """Row r of the result is row source[r] of x. copies: counts and distances of rows to add up, if there are several. padded:
+    whether rows of source -1 are zeros."""
+
+    source: torch.Tensor
+    copies: torch.Tensor | None = None
+    padded: bool = False
+
+
+def _select_map(order: list[torch.Tensor], to: str, transposed: bool) -> _RowMap:
     token_at, kept, position_of, copies = order
     padded = len(token_at) > len(position_of)
     if (to == "to_tiles") == transposed:
-        return position_of, copies if transposed and padded else None, False
-    return (kept, None, padded) if transposed else (token_at, None, False)
+        return _RowMap(position_of, copies if transposed and padded else None)
+    return _RowMap(kept, padded=padded) if transposed else _RowMap(token_at)
 
 
 def _apply_map(x: torch.Tensor, dim: int, order: list[torch.Tensor], to: str, transposed: bool) -> torch.Tensor:
-    index, copies, some = _select_index(order, to, transposed)
+    rows = _select_map(order, to, transposed)
     if can_launch_kernel(x):
         from ..kernels.packed.rows import SUMMED, take_rows_into
 
-        if x.element_size() <= 8 and (copies is None or x.dtype in SUMMED):
-            target = _empty(x, dim, index)
-            take_rows_into(x.resolve_conj().resolve_neg(), index, 0.0, target, dim, copies)
+        if x.element_size() <= 8 and (rows.copies is None or x.dtype in SUMMED):
+            target = _empty(x, dim, rows.source)
+            take_rows_into(x.resolve_conj().resolve_neg(), rows.source, 0.0, target, dim, rows.copies)
             return target
-    return _apply_in_torch(x, dim, index, copies, some)
+    return _apply_in_torch(x, dim, rows)
 
 
 def _empty(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
     return x.new_empty((*x.shape[:dim], index.shape[0], *x.shape[dim + 1 :]))
 
 
-def _apply_in_torch(x: torch.Tensor, dim: int, index: torch.Tensor, copies: torch.Tensor | None, some: bool) -> torch.Tensor:
+def _apply_in_torch(x: torch.Tensor, dim: int, rows: _RowMap) -> torch.Tensor:
     """The definition, in PyTorch operations."""
-    if some:
+    index, copies, padded = rows
+    if padded:
         nothing = (index < 0).view(-1, *[1] * (x.dim() - dim - 1))
         return x.index_select(dim, index.clamp(min=0)).masked_fill(nothing, 0)
     taken = x.index_select(dim, index)
     if copies is None:
         return taken
     total, number = taken.to(_WIDE.get(x.dtype, x.dtype)), 1
-    while len(rows := (copies[0] > number).nonzero()[:, 0]):  # few tokens have copies, and fewer have several
-        copy = x.index_select(dim, index[rows] + number * copies[1, rows])
-        total.index_add_(dim, rows, copy.to(total.dtype))
+    while len(summed := (copies[0] > number).nonzero()[:, 0]):  # few tokens have copies, and fewer have several
+        copy = x.index_select(dim, index[summed] + number * copies[1, summed])
+        total.index_add_(dim, summed, copy.to(total.dtype))
         number += 1
     return total.to(x.dtype)
 
@@ -133,7 +140,7 @@ def _operator(x: torch.Tensor, dim: int, order: list[torch.Tensor], to: str, tra
 
 @_operator.register_fake
 def _(x: torch.Tensor, dim: int, order: list[torch.Tensor], to: str, transposed: bool) -> torch.Tensor:
-    return _empty(x, dim, _select_index(order, to, transposed)[0])
+    return _empty(x, dim, _select_map(order, to, transposed).source)
 
 
 def _keep_options(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

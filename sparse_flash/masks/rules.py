@@ -16,7 +16,7 @@ import scipy.sparse
 
 from .fields import positive_int
 from .grid import FULL, PARTIAL, BlockGrid, BlockRuns, concat_ranges, runs_of
-from .pattern import DerivedPattern, Pattern, Runs, explain_array_errors, layout_of
+from .pattern import DerivedPattern, Pattern, Runs, evaluate_rule, explain_array_errors, layout_of
 
 # Evaluating all pairs of smaller units would cost as much as evaluating tokens.
 SMALLEST_LISTED_UNIT = 16
@@ -79,10 +79,7 @@ class RunPattern(Pattern):
         """How many runs a query keeps. Raises ValueError for runs in another form than ``row_runs`` must return."""
         with explain_array_errors(self, "row_runs"):
             runs: object = self.row_runs(np.array([position, position]))
-        if not isinstance(runs, (tuple, list)) or len(runs) != 2:
-            got = f"{len(runs)} values" if isinstance(runs, (tuple, list)) else type(runs).__name__
-            raise TypeError(f"row_runs of {self} must return (first, stop), two integer arrays; got {got}")
-        first, stop = map(np.asarray, runs)
+        first, stop = _check_two_arrays(runs, f"row_runs of {self} must return (first, stop)")
         if first.ndim != 2 or len(first) != 2 or first.shape != stop.shape or {first.dtype.kind, stop.dtype.kind} - {"i"}:
             raise ValueError(
                 f"row_runs of {self} must return two integer arrays of shape (*q.shape, runs); for q of shape (2,) got "
@@ -91,6 +88,13 @@ class RunPattern(Pattern):
         if first.shape[1] == 0:
             raise ValueError(f"row_runs of {self} must return at least one run a query; got none; stop <= first is an empty run")
         return first.shape[1]
+
+
+def _check_two_arrays(given: object, requirement: str) -> tuple[np.ndarray, np.ndarray]:
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        got = f"{len(given)} values" if isinstance(given, (tuple, list)) else type(given).__name__
+        raise TypeError(f"{requirement}, two integer arrays; got {got}")
+    return np.asarray(given[0]), np.asarray(given[1])
 
 
 def _row_chunks(grid: BlockGrid, numbers_per_row: int) -> Iterator[np.ndarray]:
@@ -141,16 +145,8 @@ class UnitPattern(Pattern):
         pairs = []
         step = max(1, _CHUNK // cols)
         for low in range(first, stop, step):
-            # New arrays for each call: a rule may change its arguments in place.
             i, j = np.arange(low, min(low + step, stop))[:, None], np.arange(cols)[None, :]
-            with explain_array_errors(self, "unit_rule"):
-                kept = np.asarray(self.unit_rule(i, j))
-            if kept.dtype != bool:
-                raise TypeError(f"unit_rule of {self} must return booleans; got {kept.dtype}; compare, and combine with & | ~")
-            try:
-                kept = np.broadcast_to(kept, (len(i), cols))
-            except ValueError:
-                raise ValueError(f"unit_rule of {self} must broadcast to {(len(i), cols)}; it returned {kept.shape}") from None
+            kept = evaluate_rule(self, "unit_rule", self.unit_rule, (i, j), (len(i), cols))
             row, col = np.nonzero(kept)
             pairs.append((row + low, col))
         queries, keys = (np.concatenate([p[k] for p in pairs]).astype(np.int64) for k in range(2))
@@ -187,10 +183,7 @@ class UnitPattern(Pattern):
         pairs: object = self.unit_pairs(first, stop, stop)
         if type(self).unit_pairs is UnitPattern.unit_pairs:
             return cast("tuple[np.ndarray, np.ndarray]", pairs)
-        if not isinstance(pairs, (tuple, list)) or len(pairs) != 2:
-            got = f"{len(pairs)} values" if isinstance(pairs, (tuple, list)) else type(pairs).__name__
-            raise TypeError(f"unit_pairs of {self} must return (i, j), two integer arrays; got {got}")
-        i, j = map(np.asarray, pairs)
+        i, j = _check_two_arrays(pairs, f"unit_pairs of {self} must return (i, j)")
         if i.ndim != 1 or i.shape != j.shape or (i.size and {i.dtype.kind, j.dtype.kind} - {"i"}):
             raise ValueError(
                 f"unit_pairs of {self} must return two signed integer arrays of one length; got {i.dtype} of shape {i.shape} and "
@@ -198,9 +191,9 @@ class UnitPattern(Pattern):
             )
         inside = (i >= first) & (i < stop) & (j >= 0) & (j < stop)
         i, j = i[inside].astype(np.int64), j[inside].astype(np.int64)
-        place = np.sort(i * stop + j)  # a pair listed twice would count as two areas of a block
-        if (place[1:] == place[:-1]).any():
-            twice = int(place[1:][place[1:] == place[:-1]][0])
+        pair = np.sort(i * stop + j)  # a pair listed twice would count as two areas of a block
+        if (pair[1:] == pair[:-1]).any():
+            twice = int(pair[1:][pair[1:] == pair[:-1]][0])
             raise ValueError(f"unit_pairs of {self} must list each pair once; got {divmod(twice, stop)} twice")
         return i, j
 
@@ -224,24 +217,26 @@ class UnitPattern(Pattern):
         first, stop = first * self.block, stop * self.block
         rows = np.arange(grid.q_blocks)
         q = grid.q_ends(rows) // self.block
-        sides = []
-        for side in range(2 if (q[:, 0] != q[:, 1]).any() else 1):
-            low, high = (np.searchsorted(unit, q[:, side], side=s) for s in ("left", "right"))
+        by_end = []
+        for end in range(2 if (q[:, 0] != q[:, 1]).any() else 1):  # the unit of each row's first query, and of its last
+            low, high = (np.searchsorted(unit, q[:, end], side=s) for s in ("left", "right"))
             row = np.repeat(rows, high - low)
             run = concat_ranges(low, high - low)
             # A unit of whole blocks leaves none partial.
             states = (PARTIAL, FULL) if self.block % grid.block_size else (FULL,)
-            sides.append(_merge_row_runs(grid, [_round_to_blocks(grid, row, first[run, None], stop[run, None], s) for s in states]))
-        return sides[0] if len(sides) == 1 else sides[0].where_equal(sides[1])
+            runs = [_round_to_blocks(grid, row, first[run, None], stop[run, None], state) for state in states]
+            by_end.append(_merge_row_runs(grid, runs))
+        return by_end[0] if len(by_end) == 1 else by_end[0].where_equal(by_end[1])
 
 
 def _find_units(unit: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(the units of each block in order, (n, units), where the last may repeat; the place of each token's unit among them).
+    """(the units of each block in order, (n, units), where the last may repeat; the index of each token's unit among them).
 
-    unit: (n, block), the unit of each token of n blocks, ascending.
+    unit: (n, block), the unit of each token of n blocks, ascending. [[4, 4, 5], [6, 6, 6]] gives [[4, 5], [6, 6]] and
+    [[0, 0, 1], [0, 0, 0]].
     """
-    place = unit - unit[:, :1]
-    return np.minimum(unit[:, :1] + np.arange(place[:, -1].max() + 1), unit[:, -1:]), place
+    index = unit - unit[:, :1]
+    return np.minimum(unit[:, :1] + np.arange(index[:, -1].max() + 1), unit[:, -1:]), index
 
 
 def _split_at_blocks(start: np.ndarray, unit: int, length: int, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -271,7 +266,7 @@ class DistancePattern(UnitPattern):
         """From the runs of kept distances [low, high): some queries of units top .. bottom reach key units
         top - high + 1 .. bottom - low; all of them reach bottom - high + 1 .. top - low."""
         unit = self._unit()
-        parts = []
+        pieces = []
         # A block covers at least this many distances, so a shorter gap separates no blocks and a shorter run fills none.
         least = 2 * max(1, grid.block_size // unit) - 1
         distance = np.arange(grid.offset // unit - (grid.kv_len - 1) // unit, (grid.kv_len - 1) // unit + 1)
@@ -284,19 +279,20 @@ class DistancePattern(UnitPattern):
             )
         edges = np.diff(kept.astype(np.int8), prepend=0, append=0)
         low, high = np.flatnonzero(edges > 0) + distance[0], np.flatnonzero(edges < 0) + distance[0]
-        apart = low[1:] - high[:-1] >= least
+        wide_gap, long_run = low[1:] - high[:-1] >= least, high - low >= least
         # The greatest distances first: a row's first keys have them.
-        some = low[np.append(True, apart)[: len(low)]][::-1], high[np.append(apart, True)[: len(low)]][::-1]
-        every = low[high - low >= least][::-1], high[high - low >= least][::-1]
-        for rows in _row_chunks(grid, 1 + len(some[0]) + len(every[0])):
+        joined_low = low[np.append(True, wide_gap)[: len(low)]][::-1]
+        joined_high = high[np.append(wide_gap, True)[: len(low)]][::-1]
+        long_low, long_high = low[long_run][::-1], high[long_run][::-1]
+        for rows in _row_chunks(grid, 1 + len(joined_low) + len(long_low)):
             top, bottom = np.split(grid.q_ends(rows) // unit, 2, axis=1)
-            covered = (bottom - every[1] + 1) * unit, (top - every[0] + 1) * unit
-            pieces = [_round_to_blocks(grid, rows, *covered, FULL)]
+            covered = (bottom - long_high + 1) * unit, (top - long_low + 1) * unit
+            runs = [_round_to_blocks(grid, rows, *covered, FULL)]
             if unit % grid.block_size or (top != bottom).any():  # else no block is partial
-                reached = (top - some[1] + 1) * unit, (bottom - some[0] + 1) * unit
-                pieces.append(_round_to_blocks(grid, rows, *reached, PARTIAL))
-            parts.append(_merge_row_runs(grid, pieces))
-        return BlockRuns.from_bands(parts)
+                reached = (top - joined_high + 1) * unit, (bottom - joined_low + 1) * unit
+                runs.append(_round_to_blocks(grid, rows, *reached, PARTIAL))
+            pieces.append(_merge_row_runs(grid, runs))
+        return BlockRuns.from_bands(pieces)
 
 
 @dataclass(frozen=True)
@@ -330,14 +326,14 @@ class Moved(Pattern):
 
     def block_rule(self, grid: BlockGrid) -> BlockRuns:
         """From the pattern's own blocks, in the same rows: each block here touches one or two of them."""
-        own = BlockGrid(grid.q_len, max(1, grid.kv_len - self.by), grid.block_size)
+        unmoved = BlockGrid(grid.q_len, max(1, grid.kv_len - self.by), grid.block_size)
         rows = np.arange(grid.q_blocks)
         pieces = [_round_to_blocks(grid, rows, rows[:, None] * 0, rows[:, None] * 0 + self.by, PARTIAL)]
-        states = block_states(self.pattern, own)
+        states = block_states(self.pattern, unmoved)
         for state in (PARTIAL, FULL):
             rows, first, stop = states.row_runs(state)
-            first = first[:, None] * own.block_size + self.by
-            stop = np.minimum(stop[:, None] * own.block_size, own.kv_len) + self.by
+            first = first[:, None] * grid.block_size + self.by
+            stop = np.minimum(stop[:, None] * grid.block_size, unmoved.kv_len) + self.by
             # The first and the last block of a full run may be full only in part.
             pieces += [_round_to_blocks(grid, rows, first, stop, kind) for kind in sorted({PARTIAL, state})]
         return _merge_row_runs(grid, pieces)
@@ -353,7 +349,7 @@ def move_pattern(pattern: Pattern, by: int) -> Pattern:
             return leaf
         if isinstance(leaf, DerivedPattern):
             return leaf.expand_expression().map_leaves(change)
-        own = leaf.move_by(by)
-        return Moved(leaf, rest) if own is None else own
+        moved = leaf.move_by(by)
+        return Moved(leaf, rest) if moved is None else moved
 
     return pattern.map_leaves(change)

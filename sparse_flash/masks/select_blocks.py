@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.util import find_spec
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -12,102 +12,49 @@ from ..compat.pytorch import is_plain_eager
 from ..kernels.common.streams import current_gpu
 from .table import SPLIT_FIELDS, Table, build_split_work, most_splits, split_limits, work_of_whole_rows
 
-
-class Listing(NamedTuple):
-    """The entries of one mask's tables, by_query and by_key, to select from at run time. n: the number of entries plus padding.
-
-    block: (2, 1, n) int64, the row-major block of each entry; the first element precedes all entries and is padding, like those
-    past the last entry.
-    exists: (2, 1, n) bool, whether it is an entry rather than padding.
-    col_tile: (2, 2, 1, n) int32, col_idx and tile_idx of both tables.
-    ptr, split: int64, with the row count of the longer table: (2, 1, rows + 1 and up to 3 more) row_ptr, (2, 1, rows * 2)
-    row_split.
-    rows: the row count of each table.
-    """
-
-    block: torch.Tensor
-    exists: torch.Tensor
-    col_tile: torch.Tensor
-    ptr: torch.Tensor
-    split: torch.Tensor
-    rows: tuple[int, int]
+RowArrays: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def build_listing(by_query: Table, by_key: Table) -> Listing:
-    """The entries of one mask's two tables."""
-    rows = by_query.row_ptr.shape[1] - 1, by_key.row_ptr.shape[1] - 1
-    room = max(len(by_query.col_idx), len(by_key.col_idx)), max(rows)
-    sides = _list_side(by_query, rows[1], 1, *room), _list_side(by_key, 1, rows[1], *room)
-    block, exists, col_tile, *lines = (torch.stack(tensors) for tensors in zip(*sides, strict=True))
-    ptr, split = (line[:, None].long() for line in lines)
-    col_tile = col_tile.transpose(0, 1)[:, :, None].contiguous()
-    return Listing(block[:, None].long(), exists[:, None], col_tile, ptr, split, rows)
+def select_in_torch(maps: torch.Tensor, by_query: Table, by_key: Table, shape: tuple[int, int]) -> list[Table]:
+    """The tables by_query and by_key of the entries of one mask's tables that each map keeps, in operations whose shapes do not
+    depend on the maps' contents. maps: (masks, q_blocks, kv_blocks) bool, or (masks, q_blocks, ceil(kv_blocks / 32)) int32 of bits.
+    shape: of the grid."""
+    if maps.dtype != torch.bool:
+        maps = ((maps[..., None] >> arange_int32(32, maps.device)) & 1).flatten(-2)[..., : shape[1]].bool()
+    rows, entries = _select_entries(maps, by_query)
+    columns, entries_by_key = _select_entries(maps.mT, by_key)
+    work, work_by_key = build_work(rows, columns, shape[1], shape[0])
+    return [Table(*rows, *entries, *work), Table(*columns, *entries_by_key, *work_by_key)]
 
 
-def _list_side(table: Table, row_stride: int, col_stride: int, entries: int, rows: int) -> tuple[torch.Tensor, ...]:
-    """(block, exists, col_tile, ptr, split) of one table, padded to this many entries and rows. Its (row, col) is block
-    row * row_stride + col * col_stride of the grid."""
-    ptr, split = table.row_ptr[0], table.row_split[0]
-    # Padded so that what follows col_idx in memory is 16-byte aligned, as kernels are compiled for.
-    past = -(entries + 1) % 4
-    cols, tiles = (torch.nn.functional.pad(t, (1, entries - len(t) + past)) for t in (table.col_idx, table.tile_idx))
-    entry = arange_int32(len(cols), ptr.device) - 1
-    row = torch.searchsorted(ptr[1:], entry, right=True, out_int32=True)
-    exists = (entry >= 0) & (row < len(ptr) - 1)
-    block = torch.where(exists, row * row_stride + cols * col_stride, 0)
-    # Padding rows begin and end before all entries. row_ptr is as long as keeps that of the next table 16-byte aligned.
-    past = rows - len(split)
-    ptr = torch.nn.functional.pad(ptr, (0, past + -(rows + 1) % 4))
-    split = torch.nn.functional.pad(split.flatten(), (0, past * 2))
-    return block, exists, torch.stack([cols, tiles]), ptr, split
-
-
-def select_in_torch(maps: torch.Tensor, listing: Listing) -> list[Table]:
-    """The tables by_query and by_key of the listed entries that each map, a row of (masks, blocks) bool, keeps; the operations'
-    shapes do not depend on the maps' contents. The order stays that of the listing, so a running count suffices. One operation
-    serves both tables, as launches are most of the cost."""
-    masks, listed = len(maps), listing.block.shape[2]
-
-    def of_masks(numbers: torch.Tensor) -> torch.Tensor:
-        return numbers.expand(2, masks, -1)
-
-    kept = maps.expand(2, -1, -1).gather(2, of_masks(listing.block)) & listing.exists
-    count = kept.view(-1).cumsum(0, dtype=torch.int32).view(2, -1)
-    count[1].sub_(count[0, -1])
-    # Each kept entry goes to its place, the others to the remaining places, from the end: every place is written exactly once. The
-    # second table has the first places.
-    backwards = torch.arange(count.numel() - 1, -1, -1, device=maps.device).view(2, -1)
-    place = count + torch.where(kept.view(2, -1), backwards[:, -1:] - 1, backwards)
-    col_tile = torch.empty((2, count.numel()), dtype=torch.int32, device=maps.device)
-    col_tile[:, place.view(2, masks, listed)] = listing.col_tile
-    col_tile = col_tile.view(2, 2, -1)
-    # The count before an entry is the count at the previous one; the first entry of each mask is padding.
-    count = count.view(2, masks, listed)
-    # With several masks, padding would make copies of the slices below.
-    ends = max(listing.rows) + 1
-    ptr, split = (count.gather(2, of_masks(t)) for t in (listing.ptr if masks == 1 else listing.ptr[..., :ends], listing.split))
-    order = torch.argsort(ptr[..., :ends].diff(dim=-1), dim=-1, descending=True, stable=True).to(torch.int32)
-    split = split.view(2, masks, -1, 2)
-    lines = []
-    for side, rows in enumerate(listing.rows):
-        # Padding rows have no entries, or fewer by the difference of row_ptr, so they come last in order.
-        own_split, own_order = (t[side, :, :rows].contiguous() for t in (split, order))
-        lines.append((ptr[side, :, : rows + 1].contiguous(), own_split, own_order))
-    work = build_work(lines[0], lines[1], listing.rows[1], listing.rows[0])
-    return [Table(*lines[side], col_tile[0, 1 - side], col_tile[1, 1 - side], *work[side]) for side in range(2)]
+def _select_entries(maps: torch.Tensor, table: Table) -> tuple[RowArrays, tuple[torch.Tensor, torch.Tensor]]:
+    """((row_ptr, row_split, row_order), (col_idx, tile_idx)) of the entries that each map keeps, in the order of the table. maps:
+    (masks, rows, cols) bool."""
+    masks, rows, listed = len(maps), maps.shape[1], len(table.col_idx)
+    ptr, split = table.row_ptr[0].long(), table.row_split[0].long()
+    entry = torch.arange(listed, device=maps.device)
+    row = torch.searchsorted(ptr[1:], entry, right=True)
+    exists = row < rows  # col_idx may hold anything past the last row's entries
+    kept = maps[:, torch.where(exists, row, 0), torch.where(exists, table.col_idx, 0)] & exists
+    kept_before = torch.nn.functional.pad(kept.flatten().cumsum(0), (1, 0))
+    # The kept entries come first, in order, and the others last, in reverse.
+    index = torch.arange(masks * listed, device=maps.device)
+    target = torch.where(kept.flatten(), kept_before[:-1], masks * listed - 1 - (index - kept_before[:-1]))
+    cols, tiles = (numbers.new_zeros(max(2, masks * listed)) for numbers in (table.col_idx, table.tile_idx))
+    cols[target], tiles[target] = table.col_idx.repeat(masks), table.tile_idx.repeat(masks)
+    first_entry = torch.arange(masks, device=maps.device)[:, None] * listed
+    new_ptr, new_split = (kept_before[first_entry + bounds].int() for bounds in (ptr, split.flatten()))
+    order = torch.argsort(new_ptr.diff(dim=-1), dim=-1, descending=True, stable=True).int()
+    return (new_ptr, new_split.view(masks, rows, 2), order), (cols, tiles)
 
 
 def select_by_kernel(maps: torch.Tensor, by_query: Table, by_key: Table, shape: tuple[int, int], room: int) -> list[Table]:
-    """``select_in_torch``, by kernels, from one mask's tables themselves. maps: (masks, q_blocks, kv_blocks) bool, or int32 of
-    bits, 32 blocks each. shape: of the grid. room: the most blocks that all maps may keep."""
+    """``select_in_torch`` by kernels. room: the most blocks that all maps may keep."""
     from ..kernels.packed.select import select_entries
 
     sides = [select_entries(maps, table, by_key is table, shape, room) for table in (by_query, by_key)]
     work = build_work(sides[0][:3], sides[1][:3], shape[1], shape[0])
     return [Table(*side, *own) for side, own in zip(sides, work, strict=True)]
-
-
-RowArrays: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def build_work(by_query: RowArrays, by_key: RowArrays, longest: int, k_longest: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -4,7 +4,7 @@
     factor     := "~" factor | "(" expression ")" | name ["(" arguments ")"]
     value      := integer | float | string | True | False | None | "(" value, ... ")" | "[" value, ... "]" | expression
 
-This module only knows the notation; ``pattern.py`` turns names into patterns. Nothing is ever evaluated as code.
+This module only knows the notation; ``parsing.py`` turns names into patterns. Nothing is ever evaluated as code.
 """
 
 from __future__ import annotations

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 
 from .grid import FULL, BlockRuns, concat_ranges, runs_of, union
-from .tiles import FULL_TILE, TilePool
+from .tiles import EMPTY_TILE, FULL_TILE, TilePool
 
-WORK_FIELDS = 8  # a work item is 32 bytes, one sector of a cache line
-SPLIT_FIELDS = 4
+# The fields of a work item, 32 bytes, one sector of a cache line: see ``Table.work``. The last one is for ``document_tables``.
+ROW, BEGIN, RUNS, BITS, END, SPLIT, ITEMS, _ = range(8)
+WORK_FIELDS, SPLIT_FIELDS = 8, 4
 
 # A row is split if it has more blocks than _HEAVY_BLOCKS, more than _HEAVY_RATIO times the mean, and more than _HEAVY_SHARE of all
 # blocks: one program would still work on it when the others are done, unless there are many more heads than most models have. Each
@@ -26,6 +27,7 @@ _ALIKE = 3 / 4
 _SPLIT_BLOCKS, _SPLIT_RATIO = 32, 2
 # A table made on a device has room for this many splits, as the host does not know its rows: see ``build_split_work``.
 _SPLITS = 64
+MOST_DERIVED = 1 << 22  # entries of a table beyond which deriving ``KernelTables`` takes seconds on the host, and gigabytes
 # Runs of full blocks are handled as such where they are longer than this, on average; else block by block.
 _LONG_RUN = 8
 _BAND = 1 << 20  # blocks read at a time, at least: see ``bands_of``
@@ -38,6 +40,15 @@ class Entries(NamedTuple):
     cols: np.ndarray
     tiles: np.ndarray
 
+    @classmethod
+    def join(cls, parts: Iterable[Entries]) -> Entries:
+        return cls(*map(np.concatenate, zip(*parts, strict=True)))
+
+    def without_empty(self) -> Entries:
+        """Without the blocks that keep nothing."""
+        kept = self.tiles != EMPTY_TILE
+        return Entries(*(axis[kept] for axis in self))
+
 
 class Table(NamedTuple):
     """The kept blocks row by row (or column by column: then read row as column). All int32.
@@ -48,13 +59,14 @@ class Table(NamedTuple):
                                   documents one document after the other, see ``groups_of``
     col_idx:   (entries,)         the block column of each entry, ascending within full, run and bit
     tile_idx:  (entries,)         the index into tile_runs or tile_bits; 0 for full blocks
-    work:      (masks, items, 8)  all that a program needs to know of a row, contiguous, in that order: the row, then row_ptr[r],
-                                  row_split[r, 0], row_split[r, 1], row_ptr[r + 1], then 0. A much heavier row has several
-                                  splits instead: the same fields within the split, then its number from 1. Masks with fewer
-                                  items are padded with empty items that name the row past the last. If there is room for splits,
-                                  field 6 of the very first item is the number of items that some mask uses.
-    splits:    (masks, splits, 4) the split rows: the row, its first split from 0, how many; then rows of zeros. A row has at least
-                                  two splits, so no more than half of the lines are in use.
+    work:      (masks, items, 8)  all that a program needs to know of a row, contiguous, in the order of the rows. The fields are
+                                  ROW, BEGIN (row_ptr[r]), RUNS and BITS (row_split[r]), END (row_ptr[r + 1]), SPLIT (0), ITEMS.
+                                  A much heavier row has several splits instead: the same fields within the split, and in SPLIT
+                                  its number from 1. Masks with fewer items are padded with empty items that name the row past
+                                  the last. If there is room for splits, ITEMS of the very first item is the number of items
+                                  that the mask with the most items uses; it is 0 everywhere else.
+    splits:    (masks, splits, 4) the split rows: the row, its first split from 0, how many, 0; then rows of zeros. A row has at
+                                  least two splits, so at most half of these rows are in use.
 
     ``col_idx`` and ``tile_idx`` may be longer than row_ptr indicates. A table made on a device, unless it is of documents, has its
     rows by weight alone, and room for splits that it may not use: its splits come first, row by row, then the other rows.
@@ -78,9 +90,46 @@ class Table(NamedTuple):
         count = int(self.row_ptr[-1, -1])
         return self._replace(col_idx=self.col_idx[:count], tile_idx=self.tile_idx[:count])
 
+    def entries(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Every entry of every mask: rows, cols, kind (0 full, 1 run tile, 2 bit tile), tile; int64 arrays in table order."""
+        ptr, split = self.row_ptr.cpu().numpy(), self.row_split.cpu().numpy()
+        counts = np.diff(np.stack([ptr[:, :-1], split[..., 0], split[..., 1], ptr[:, 1:]], -1))
+        rows, kinds = (np.broadcast_to(index, counts.shape).ravel() for index in np.ogrid[: counts.shape[1], :3])
+        count = int(ptr[-1, -1])
+        cols, tile = (t[:count].cpu().numpy().astype(np.int64) for t in (self.col_idx, self.tile_idx))
+        return np.repeat(rows, counts.ravel()), cols, np.repeat(kinds, counts.ravel()), tile
+
     def has_document_order(self) -> bool:
         """Whether one mask's table on the host has its rows in order of documents: see ``groups_of``."""
         return bool(groups_of(self.row_ptr[0].numpy(), self.row_split[0].numpy(), self.col_idx.numpy()).any())
+
+
+class KernelTables(NamedTuple):
+    """Tables derived from one mask's, which kernels iterate over instead: in taller rows (``tall``), or in blocks that start where
+    documents start (``document_blocks``).
+
+    block_size: keys of a block. row_queries: queries in a row of ``by_query``. by_key: None for tall rows, which are for forward.
+    tiles: (run tiles, row_queries) and (bit tiles, row_queries, block_size / 32) int32; they may say anything of queries past the
+    end of their row. starts, document_order: as in ``BlockMask``.
+    """
+
+    block_size: int
+    row_queries: int
+    mask_index: torch.Tensor
+    by_query: Table
+    by_key: Table | None
+    tiles: tuple[torch.Tensor, torch.Tensor]
+    starts: torch.Tensor | None
+    document_order: bool
+
+    @property
+    def from_host(self) -> bool:
+        return True
+
+    @property
+    def whole_columns(self) -> torch.Tensor:
+        """The work items of ``by_key``, which has no splits."""
+        return cast(Table, self.by_key).work
 
 
 class FullBlocks(NamedTuple):
@@ -202,14 +251,14 @@ def build_table(full: FullBlocks, partial: PartialBlocks) -> Table:
     ptr = of_full + before
     bits = ptr[1:] - of_bits
     # Each partial block follows those before it and the full blocks of all rows up to its own.
-    place = of_full[partial.rows + 1] + np.arange(len(partial.rows))
+    entry = of_full[partial.rows + 1] + np.arange(len(partial.rows))
     tiles, cols = np.zeros(ptr[-1], np.int32), np.ones(ptr[-1], np.int32)
     # A full block's column is the last one's plus 1, except where a run begins: steps, which are then summed up in place.
     lengths = full.stop - full.first
-    cols[place] = 0
+    cols[entry] = 0
     cols[np.cumsum(lengths) - lengths + before[full.rows]] = full.first - np.append(0, full.stop[:-1] - 1)[: len(lengths)]
     np.cumsum(cols, dtype=np.int32, out=cols)
-    cols[place], tiles[place] = partial.cols, partial.tiles
+    cols[entry], tiles[entry] = partial.cols, partial.tiles
     arrays = ptr[None], np.stack([bits - of_runs, bits], 1)[None], pad_to_two(cols), pad_to_two(tiles)
     return finish_table(*(torch.from_numpy(np.ascontiguousarray(a, np.int32)) for a in arrays))
 
@@ -229,12 +278,12 @@ def bands_of(table: Table, mask: int, cols: int, step: int = 1) -> Iterator[tupl
         begins = np.ones(end - begin + 1, bool)
         np.not_equal(col[1:], col[:-1] + 1, out=begins[1:-1])
         begins[kinds - begin] = True
-        place = np.flatnonzero(begins)
-        run = np.searchsorted(place, kinds[:, 0] - begin)
-        runs = np.searchsorted(place, kinds[:, 1] - begin) - run
+        run_begin = np.flatnonzero(begins)
+        run = np.searchsorted(run_begin, kinds[:, 0] - begin)
+        runs = np.searchsorted(run_begin, kinds[:, 1] - begin) - run
         which = concat_ranges(run, runs)
-        first = col[place[which]].astype(np.int64)
-        full = FullBlocks((rows, cols), np.repeat(row, runs), first, first + place[which + 1] - place[which])
+        first = col[run_begin[which]].astype(np.int64)
+        full = FullBlocks((rows, cols), np.repeat(row, runs), first, first + run_begin[which + 1] - run_begin[which])
         counts = np.column_stack([kinds[:, 2] - kinds[:, 1], ptr[low + 1 : high + 1] - kinds[:, 2]])
         entry = concat_ranges(kinds[:, 1], counts.sum(1))
         kind = np.repeat(np.tile(np.array([1, 2], np.int32), len(row)), counts.ravel())
@@ -279,9 +328,9 @@ def groups_of(ptr: np.ndarray, split: np.ndarray, cols: np.ndarray) -> np.ndarra
         return np.zeros(len(count), np.int64)
     heaviest = np.zeros(len(ends), np.int64)
     np.maximum.at(heaviest, group, count)
-    place = np.empty(len(ends), np.int64)
-    place[np.argsort(-heaviest, kind="stable")] = np.arange(len(ends))
-    return place[group]
+    rank = np.empty(len(ends), np.int64)
+    rank[np.argsort(-heaviest, kind="stable")] = np.arange(len(ends))
+    return rank[group]
 
 
 def weights_of(count: np.ndarray) -> np.ndarray:
@@ -297,7 +346,7 @@ def weights_of(count: np.ndarray) -> np.ndarray:
 def work_of_whole_rows(order: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
     """The work items of unsplit rows. order: (..., rows) int32, the rows in their order. bounds: (..., rows, 4) int32, in that
     order, the start, start of run tiles, start of bit tiles and end of each."""
-    return torch.cat([order[..., None], bounds, bounds.new_zeros((*order.shape, WORK_FIELDS - 5))], -1)
+    return torch.cat([order[..., None], bounds, bounds.new_zeros((*order.shape, WORK_FIELDS - SPLIT))], -1)
 
 
 def most_splits(longest: int) -> int:
@@ -339,35 +388,35 @@ def build_split_work(
     total = count.sum(-1, keepdim=True, dtype=torch.int32)
     heavy = count * splits >= 2 * total.clamp(min=least)
     in_heavy = (count * heavy).sum(-1, keepdim=True, dtype=torch.int32)
-    divisor = torch.where(heavy, count * splits // torch.maximum(in_heavy, total // 4).clamp(min=least), 1)
-    end = divisor.cumsum(-1, dtype=torch.int32)
-    number = torch.arange(rows + room, dtype=torch.int32, device=row.device).expand(masks, -1).contiguous()
-    place = torch.searchsorted(end, number, right=True).clamp(max=rows)
-    fields = torch.cat([torch.stack([row, end - divisor, divisor, count], -1), bounds], -1)
-    row_of, first, parts, length, begin, *inner, _ = fields.take_along_dim(place[..., None], 1).unbind(-1)
-    low, high = (begin + length * n // parts for n in (number - first, number - first + 1))
+    parts = torch.where(heavy, count * splits // torch.maximum(in_heavy, total // 4).clamp(min=least), 1)
+    end_item = parts.cumsum(-1, dtype=torch.int32)
+    item = torch.arange(rows + room, dtype=torch.int32, device=row.device).expand(masks, -1).contiguous()
+    row_of_item = torch.searchsorted(end_item, item, right=True).clamp(max=rows)
+    fields = torch.cat([torch.stack([row, end_item - parts, parts, count], -1), bounds], -1)
+    row_number, first, of_parts, length, begin, *inner, _ = fields.take_along_dim(row_of_item[..., None], 1).unbind(-1)
+    low, high = (begin + length * n // of_parts for n in (item - first, item - first + 1))
     inner = [torch.minimum(torch.maximum(bound, low), high) for bound in inner]
     # The splits are the first items, in order, so a split has the number of its item.
-    which = torch.where(parts > 1, number + 1, 0)
-    work = torch.stack([row_of, low, *inner, high, which, *[torch.zeros_like(row_of)] * 2], -1)
-    work[0, 0, 6] = end[:, rows - 1].amax()
-    lines = torch.stack([row, end - divisor, divisor, torch.zeros_like(row)], -1) * (divisor > 1)[..., None]
-    return work, pad(lines[:, :room], (0, 0, 0, max(0, room - rows - 1)))
+    split_number = torch.where(of_parts > 1, item + 1, 0)
+    work = torch.stack([row_number, low, *inner, high, split_number, *[torch.zeros_like(low)] * 2], -1)
+    work[0, 0, ITEMS] = end_item[:, rows - 1].amax()
+    split_rows = torch.stack([row, end_item - parts, parts, torch.zeros_like(row)], -1) * (parts > 1)[..., None]
+    return work, pad(split_rows[:, :room], (0, 0, 0, max(0, room - rows - 1)))
 
 
 def finish_table(row_ptr: torch.Tensor, row_split: torch.Tensor, col_idx: torch.Tensor, tile_idx: torch.Tensor) -> Table:
     """The table, on the CPU, with the order of its rows and its work items: whole rows, and splits of the heavy ones."""
     of_masks = zip(row_ptr.numpy(), row_split.numpy(), strict=True)
-    orders, items, splits = zip(*(_plan_rows(*bounds, col_idx.numpy()) for bounds in of_masks), strict=True)
+    orders, items, split_rows = zip(*(_plan_rows(*bounds, col_idx.numpy()) for bounds in of_masks), strict=True)
     work = np.zeros((len(items), max(map(len, items)), WORK_FIELDS), np.int32)
-    work[..., 0] = row_ptr.shape[1] - 1
-    listed = np.zeros((len(splits), max(2, *(int(one[:, 2].sum()) for one in splits)), SPLIT_FIELDS), np.int32)
-    for mask, (rows, heavy) in enumerate(zip(items, splits, strict=True)):
-        work[mask, : len(rows)], listed[mask, : len(heavy)] = rows, heavy
-    if listed.any():
-        work[0, 0, 6] = work.shape[1]
-    order, made = torch.from_numpy(np.stack(orders).astype(np.int32)), (torch.from_numpy(work), torch.from_numpy(listed))
-    return Table(row_ptr, row_split, order, col_idx, tile_idx, *made)
+    work[..., ROW] = row_ptr.shape[1] - 1
+    splits = np.zeros((len(items), max(2, *(int(one[:, 2].sum()) for one in split_rows)), SPLIT_FIELDS), np.int32)
+    for mask in range(len(items)):
+        work[mask, : len(items[mask])], splits[mask, : len(split_rows[mask])] = items[mask], split_rows[mask]
+    if splits.any():
+        work[0, 0, ITEMS] = work.shape[1]
+    order = torch.from_numpy(np.stack(orders).astype(np.int32))
+    return Table(row_ptr, row_split, order, col_idx, tile_idx, torch.from_numpy(work), torch.from_numpy(splits))
 
 
 def _plan_rows(ptr: np.ndarray, split: np.ndarray, cols: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -375,18 +424,18 @@ def _plan_rows(ptr: np.ndarray, split: np.ndarray, cols: np.ndarray) -> tuple[np
     count, group = np.diff(ptr).astype(np.int64), groups_of(ptr, split, cols)
     mean = count.sum() / max(1, np.count_nonzero(count))
     heavy = count > max(_HEAVY_BLOCKS, _HEAVY_RATIO * mean, _HEAVY_SHARE * count.sum())
-    divisor = np.where(heavy, -(-count // max(_SPLIT_BLOCKS, int(_SPLIT_RATIO * mean))), 1)
-    row = np.repeat(np.arange(len(count)), divisor)
-    first_item = np.cumsum(divisor) - divisor
-    number = np.arange(len(row)) - first_item[row]
-    begin, end = (ptr[row] + count[row] * n // divisor[row] for n in (number, number + 1))
-    which = np.cumsum(heavy[row]) * heavy[row]
-    fields = [row, begin, *(np.clip(split[row, k], begin, end) for k in (0, 1)), end, which]
+    parts = np.where(heavy, -(-count // max(_SPLIT_BLOCKS, int(_SPLIT_RATIO * mean))), 1)
+    row = np.repeat(np.arange(len(count)), parts)
+    part = concat_ranges(np.zeros_like(parts), parts)
     items = np.zeros((len(row), WORK_FIELDS), np.int32)
-    items[:, : len(fields)] = np.stack(fields, -1)[np.lexsort((-weights_of(end - begin), group[row]))]
-    first_split = np.cumsum(divisor * heavy) - divisor * heavy
-    splits = np.stack([np.arange(len(count)), first_split, divisor, 0 * divisor], -1)[heavy]
-    return np.lexsort((-weights_of(count), group)), items, splits.astype(np.int32)
+    begin, end = (ptr[row] + count[row] * n // parts[row] for n in (part, part + 1))
+    items[:, ROW], items[:, BEGIN], items[:, END] = row, begin, end
+    items[:, RUNS : BITS + 1] = split[row].clip(begin[:, None], end[:, None])
+    items[:, SPLIT] = np.cumsum(heavy[row]) * heavy[row]
+    items = items[np.lexsort((-weights_of(end - begin), group[row]))]
+    first_split = np.cumsum(parts * heavy) - parts * heavy
+    split_rows = np.stack([np.arange(len(count)), first_split, parts, 0 * parts], -1)[heavy]
+    return np.lexsort((-weights_of(count), group)), items, split_rows.astype(np.int32)
 
 
 def pad_to_two(tiles: np.ndarray) -> np.ndarray:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
-import torch
 
 from .block_mask import BlockMask
-from .table import Entries, Table, build_table, sort_entries
-from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches
+from .table import MOST_DERIVED, Entries, KernelTables, Table, build_table, sort_entries
+from .tiles import FULL_TILE, TilePool, dense_batches
 
 BLOCK, QUERIES = 128, 192  # a row is three halves of blocks: block rows 0 and 1, 1 and 2, 3 and 4, ...
 
@@ -17,8 +14,6 @@ BLOCK, QUERIES = 128, 192  # a row is three halves of blocks: block rows 0 and 1
 # (docs/performance/kernels.md). Tall rows are taken where steps are this many times as many by query, or fewer.
 _TIME_OF_PARTIAL = 1.35
 _MOST_TIME = 1.06
-# Beyond, making them takes seconds on the host, and gigabytes.
-_MOST_ENTRIES = 1 << 22
 # Distinct ones. Many documents have more, and may be others at each step: 60 in 65,536 tokens took 61 ms to learn that rows of 128
 # are faster, and take 1 ms this way, where compiling takes 5. What has fewer takes up to twice its compiling.
 _MOST_TILES = 1 << 6
@@ -26,37 +21,10 @@ _MOST_TILES = 1 << 6
 _EMPTY, _FULL = 0, 1  # of half a tall row's block; from 2 on, twice the number of its tile, plus 1 if it is of bits
 
 
-class TallRows(NamedTuple):
-    """``BlockMask.by_query`` in rows of ``row_queries`` queries and blocks of ``block_size`` keys.
-
-    tile_runs: (run tiles, row_queries) int32. tile_bits: (bit tiles, row_queries, block_size / 32) int32. A full block may lie past
-    the end of the queries.
-    """
-
-    block_size: int
-    row_queries: int
-    mask_index: torch.Tensor
-    by_query: Table
-    tile_runs: torch.Tensor
-    tile_bits: torch.Tensor
-    document_order: bool  # as in ``BlockMask``
-
-    @property
-    def starts(self) -> None:
-        return None
-
-    @property
-    def from_host(self) -> bool:
-        return True
-
-    @property
-    def tiles(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.tile_runs, self.tile_bits
-
-
-def tall_rows(mask: BlockMask) -> TallRows | None:
-    """The tall rows of one mask, on its device; None where kernels are faster on its own rows. Reads the table."""
-    if mask.block_size != BLOCK or mask.masks > 1 or mask.by_query.col_idx.numel() > _MOST_ENTRIES:
+def tall_rows(mask: BlockMask) -> KernelTables | None:
+    """``BlockMask.by_query`` of one mask in tall rows, on its device; None if kernels are faster on its own rows. Reads the table.
+    A full block may lie past the end of the queries."""
+    if mask.block_size != BLOCK or mask.masks > 1 or mask.by_query.col_idx.numel() > MOST_DERIVED:
         return None
     here = mask.to("cpu")
     rows, cols, kind, tile = here.entries()
@@ -69,15 +37,15 @@ def tall_rows(mask: BlockMask) -> TallRows | None:
     if joined is None:
         return None
     tiles[partial] = joined
-    kept = tiles != EMPTY_TILE
-    row, col, tiles = row[kept], col[kept], tiles[kept]
-    if _estimate_time(tiles != FULL_TILE) * QUERIES > _MOST_TIME * _estimate_time(kind > 0) * BLOCK:
+    entries = Entries(row, col, tiles).without_empty()
+    if _estimate_time(entries.tiles != FULL_TILE) * QUERIES > _MOST_TIME * _estimate_time(kind > 0) * BLOCK:
         return None
     shape = -(-here.q_len // QUERIES), here.grid.kv_blocks
-    full, others, (runs, bits) = sort_entries(Entries(row, col, tiles), shape, pool)
+    full, others, stacks = sort_entries(entries, shape, pool)
     table = build_table(full, others)
+    runs, bits = (stack.to(mask.device) for stack in stacks)
     document_order, table = table.has_document_order(), Table(*(tensor.to(mask.device) for tensor in table))
-    return TallRows(BLOCK, QUERIES, mask.mask_index, table, runs.to(mask.device), bits.to(mask.device), document_order)
+    return KernelTables(BLOCK, QUERIES, mask.mask_index, table, None, (runs, bits), None, document_order)
 
 
 def _estimate_time(is_partial: np.ndarray) -> float:
@@ -88,9 +56,9 @@ def _merge_rows(
     mask: BlockMask, rows: np.ndarray, cols: np.ndarray, state: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The blocks of the tall rows, row * kv_blocks + column, ascending, and the states of both block rows that each lies in."""
-    first, place = rows // 3 * 2, rows % 3
-    above, below = place < 2, place > 0
-    tall = np.concatenate([(first + place)[above], (first + place - 1)[below]])
+    first, third = rows // 3 * 2, rows % 3
+    above, below = third < 2, third > 0
+    tall = np.concatenate([(first + third)[above], (first + third - 1)[below]])
     key = tall * mask.grid.kv_blocks + np.concatenate([cols[above], cols[below]])
     found, which = np.unique(key, return_inverse=True)
     upper, lower = (np.full(len(found), _EMPTY, np.int64) for _ in range(2))

@@ -24,12 +24,12 @@ from ..kernels.common.streams import current_device
 from ..masks.block_mask import BlockMask
 from ..masks.build import from_entries
 from ..masks.cache import fake_tensors_if_needed, keep_if_captured, run_in_thread
-from ..masks.document_blocks import DocumentBlocks
+from ..masks.document_blocks import document_tables
 from ..masks.grid import BlockGrid, concat_ranges
 from ..masks.memory import cached_until_cleared
 from ..masks.select_blocks import build_work
 from ..masks.single_runs import single_runs
-from ..masks.table import SPLIT_FIELDS, Entries, Table
+from ..masks.table import SPLIT_FIELDS, Entries, KernelTables, Table
 from ..masks.tiles import EMPTY_TILE, TilePool, dense_batches, pack_runs
 from . import gather_rows
 from .repack import (
@@ -200,7 +200,7 @@ class _MaskOfDocuments(BlockMask):
         return BlockMask.from_tensors(*self.sizes, _assemble_on_device(self._runs.constants, self._layout, plan))
 
     @cached_property
-    def by_document(self) -> DocumentBlocks:
+    def by_document(self) -> KernelTables:
         from ..kernels.packed.document_blocks import fill_document_blocks
 
         runs, mask_index, tile_bits = self._runs.constants
@@ -210,7 +210,7 @@ class _MaskOfDocuments(BlockMask):
         rows, columns, tile_runs, starts = tables
         no_splits = tile_bits[:1, :2, :SPLIT_FIELDS]
         by_query, by_key = (Table(*lines) for lines in ([*rows, no_splits], [*columns, no_splits]))
-        return DocumentBlocks(BLOCK, mask_index, by_query, by_key, tile_runs, tile_bits, starts)
+        return document_tables(mask_index, by_query, by_key, (tile_runs, tile_bits), starts)
 
     def _room(self, blocks: int) -> tuple[int, int]:
         return self._runs.room(blocks, blocks, -(-self._plan.k_longest // BLOCK))

@@ -22,7 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..masks.block_mask import BlockMask
 from ..masks.compiler import compile_mask
 from ..masks.grid import BlockGrid
-from ..masks.pattern import Pattern, parse
+from ..masks.parsing import parse
+from ..masks.pattern import Pattern
 from ..patterns import documents, shifted
 from .agreement import Agreement, check_agreement
 from .costs import LINK_RATE

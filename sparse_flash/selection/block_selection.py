@@ -15,7 +15,8 @@ from ..compat.pytorch import assert_in_graph, is_recorded
 from ..masks.block_mask import BlockMask, Device, MaskLike
 from ..masks.cache import resolve_single_mask
 from ..masks.grid import BlockGrid, check_index
-from ..masks.pattern import Pattern, parse, text_of
+from ..masks.parsing import parse, text_of
+from ..masks.pattern import Pattern
 
 SELECTION_BLOCK_SIZES = (16, 32, 64, 128, 256, 512)
 MOST_SHARED = 128  # queries that share a choice

@@ -25,8 +25,10 @@ from ..kernels.cost.choices import predict_both_passes, predict_dense_passes
 from ..masks.block_mask import BlockMask
 from ..masks.compiler import compile_mask, head_patterns
 from ..masks.grid import BlockGrid
-from ..masks.pattern import And, Or, Pattern, PerHead, list_registered, parse, pattern_class
+from ..masks.parsing import parse
+from ..masks.pattern import And, Or, Pattern, PerHead
 from ..masks.progress import Progress
+from ..masks.registry import list_registered, pattern_class
 from ..variant.variant import check_counts
 from .explain import MOST_UNITS
 from .figures import share_text

@@ -17,7 +17,8 @@ from ..kernels.common.config import padded_head_dim
 from ..kernels.hopper.configs import backward_config
 from ..masks.block_mask import BlockMask
 from ..masks.grid import BlockGrid
-from ..masks.pattern import Pattern, parse
+from ..masks.parsing import parse
+from ..masks.pattern import Pattern
 from ..masks.table import FullBlocks, PartialBlocks
 from ..masks.tiles import decode_tiles
 from ..selection.block_selection import BlockSelection

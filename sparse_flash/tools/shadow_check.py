@@ -16,7 +16,8 @@ from ..masks.block_mask import BlockMask
 from ..masks.cache import as_block_mask
 from ..masks.compiler import head_patterns
 from ..masks.grid import BlockGrid
-from ..masks.pattern import Pattern, parse
+from ..masks.parsing import parse
+from ..masks.pattern import Pattern
 from ..selection.block_selection import BlockSelection
 from ..variant.definition import Pairs, existing_pairs, kept_by_dropout, modify_scores
 from ..variant.variant import Variant, check_counts

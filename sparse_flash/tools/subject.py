@@ -6,7 +6,9 @@ from ..masks.block_mask import BlockMask
 from ..masks.build import with_coarse
 from ..masks.cache import as_block_mask
 from ..masks.compiler import head_patterns
-from ..masks.pattern import Pattern, named_len, parse
+from ..masks.fit import named_len
+from ..masks.parsing import parse
+from ..masks.pattern import Pattern
 from ..selection.block_selection import BlockSelection
 
 

@@ -30,10 +30,10 @@ class Pairs(NamedTuple):
         """Returns the pairs of the whole (batch, heads, q_len, kv_len) matrix."""
         (batch, heads, q_len), kv_len = q.shape[:3], k.shape[2]
         ranges = [torch.arange(size, device=q.device) for size in (batch, heads, q_len, kv_len)]
-        of_batch, of_head, of_query, of_key = (
-            places.view([-1 if axis == own else 1 for axis in range(4)]) for own, places in enumerate(ranges)
+        batches, each_head, queries, keys = (
+            numbers.view([-1 if axis == other else 1 for other in range(4)]) for axis, numbers in enumerate(ranges)
         )
-        return cls(of_batch, of_head, of_query, of_key, heads, q_len, kv_len)
+        return cls(batches, each_head, queries, keys, heads, q_len, kv_len)
 
     @property
     def q_pos(self) -> torch.Tensor:
@@ -72,11 +72,11 @@ def _add_biases(variant: Variant, scores: torch.Tensor, pairs: Pairs) -> torch.T
 def _apply_score_mod(variant: Variant, scores: torch.Tensor, pairs: Pairs) -> torch.Tensor:
     if variant.score_mod is None:
         return scores
-    own = variant.score_mod.torch(scores, pairs.batch, pairs.head, pairs.q_pos, pairs.key, variant.score_params)
-    if not isinstance(own, torch.Tensor) or not own.is_floating_point():
-        got = own.dtype if isinstance(own, torch.Tensor) else type(own).__name__
+    modified = variant.score_mod.torch(scores, pairs.batch, pairs.head, pairs.q_pos, pairs.key, variant.score_params)
+    if not isinstance(modified, torch.Tensor) or not modified.is_floating_point():
+        got = modified.dtype if isinstance(modified, torch.Tensor) else type(modified).__name__
         raise TypeError(f"score_mod {variant.score_mod.name} must return scores, a floating-point tensor; got {got}")
-    return own
+    return modified
 
 
 def _bias_column(variant: Variant, pairs: Pairs) -> torch.Tensor:
@@ -87,8 +87,8 @@ def _bias_column(variant: Variant, pairs: Pairs) -> torch.Tensor:
 
 def add_bias_gradient(gradient: torch.Tensor, variant: Variant, dbiased: torch.Tensor, pairs: Pairs) -> None:
     """Adds the gradient of the biased products to the gradient of rel_bias."""
-    place = (pairs.head * gradient.shape[1] + _bias_column(variant, pairs)).expand(dbiased.shape)
-    gradient.view(-1).index_add_(0, place.reshape(-1), dbiased.reshape(-1).to(gradient.dtype))
+    index = (pairs.head * gradient.shape[1] + _bias_column(variant, pairs)).expand(dbiased.shape)
+    gradient.view(-1).index_add_(0, index.reshape(-1), dbiased.reshape(-1).to(gradient.dtype))
 
 
 def find_existing_tokens(

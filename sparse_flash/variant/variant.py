@@ -3,7 +3,6 @@ kernels."""
 
 from __future__ import annotations
 
-import inspect
 import math
 import operator
 import pickle
@@ -15,7 +14,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 
-from ..compat.captured import learned
+from ..compat.captured import check_parameters, learned
 from ..compat.dynamo import constant_in_graphs
 from ..compat.pytorch import is_plain_eager
 
@@ -59,13 +58,14 @@ class ScoreFunction:
             value = getattr(self, name)
             if not callable(value) and (name == "torch" or value is not None):
                 raise TypeError(f"ScoreFunction needs a function as {name}; got {type(value).__name__}")
-        self._check_arguments()
+        names = "score", "batch", "head", "q_pos", "k_pos", "params"
+        check_parameters(self.torch, "ScoreFunction", names, "params is the tuple score_params, empty by default")
         if (self.triton is None) != (self.derivative is None):
             raise ValueError("a ScoreFunction has triton and derivative both, or neither; the backward pass needs the derivative")
         # Operators refer to it by name: PyTorch's take tensors, numbers and text.
         name = f"{self.torch.__module__}.{getattr(self.torch, '__qualname__', type(self.torch).__qualname__)}"
-        same = sum(known.partition("#")[0] == name for known in _score_functions)
-        object.__setattr__(self, "name", f"{name}#{same}" if same else name)
+        namesakes = sum(known.partition("#")[0] == name for known in _score_functions)
+        object.__setattr__(self, "name", f"{name}#{namesakes}" if namesakes else name)
         _score_functions[self.name] = self
 
     def __deepcopy__(self, memo: dict[int, object]) -> ScoreFunction:
@@ -74,46 +74,32 @@ class ScoreFunction:
     def __reduce__(self) -> tuple[Callable[..., ScoreFunction], tuple[object, ...]]:
         return _of_functions, (self.torch, _import_path(self.triton), _import_path(self.derivative))
 
-    def _check_arguments(self) -> None:
-        """Raises TypeError for a function of other arguments, such as FlexAttention's, which has no params."""
-        try:
-            signature = inspect.signature(self.torch)
-        except ValueError:  # of C code, which may have none
-            return
-        try:
-            signature.bind("score", "batch", "head", "q_pos", "k_pos", "params")
-        except TypeError as error:
-            raise TypeError(
-                f"ScoreFunction needs a function of (score, batch, head, q_pos, k_pos, params) as torch; got one of {signature}: "
-                f"{error}; params is the tuple score_params, empty by default"
-            ) from None
-
 
 def _import_path(function: Any) -> tuple[str, str] | None:
     """The module and name of a function of Triton's, which pickle does not find. Raises PicklingError if it is not there."""
     if function is None:
         return None
     decorated = getattr(function, "fn", function)
-    place = decorated.__module__, decorated.__qualname__
+    path = decorated.__module__, decorated.__qualname__
     try:
-        found = _import_object(place)
+        found = _import_object(path)
     except (ImportError, AttributeError):
         found = None
     if found is not function:
         raise pickle.PicklingError(
-            f"a ScoreFunction's Triton functions are pickled by name, and {'.'.join(place)} is not this one; define it at the top "
+            f"a ScoreFunction's Triton functions are pickled by name, and {'.'.join(path)} is not this one; define it at the top "
             "of a module"
         )
-    return place
+    return path
 
 
-def _import_object(place: tuple[str, str] | None) -> Any:
-    return None if place is None else operator.attrgetter(place[1])(import_module(place[0]))
+def _import_object(path: tuple[str, str] | None) -> Any:
+    return None if path is None else operator.attrgetter(path[1])(import_module(path[0]))
 
 
-def _of_functions(in_torch: _TorchScore, *places: tuple[str, str] | None) -> ScoreFunction:
-    """Unpickles a ScoreFunction: returns this process's own one with these functions, or a new one."""
-    functions = in_torch, *map(_import_object, places)
+def _of_functions(in_torch: _TorchScore, *paths: tuple[str, str] | None) -> ScoreFunction:
+    """Unpickles a ScoreFunction: returns this process's own one with these functions, or a new one. Pickles name this function."""
+    functions = in_torch, *map(_import_object, paths)
     for known in _score_functions.values():
         if (known.torch, known.triton, known.derivative) == functions:
             return known
@@ -186,14 +172,15 @@ class Variant:
         if not text and not softcap:
             return None
         flags, _, score_mod = text.partition("=")
-        names = [name for name in _TENSORS if name in flags.split()]
+        words = flags.split()
+        names = [name for name in _TENSORS if name in words]
         return cls(
             **dict(zip(names, tensors, strict=False)),
             score_params=tuple(tensors[len(names) :]) if score_mod else (),
             score_mod=_score_functions[score_mod] if score_mod else None,
             dropout_p=dropout_p,
             softcap=softcap,
-            learned=LEARNED in flags,
+            learned=LEARNED in words,
         )
 
     def gradients(self, rel_bias_gradient: torch.Tensor | None = None) -> list[torch.Tensor | None]:
@@ -222,8 +209,6 @@ def build_variant(
 
     Raises ValueError or TypeError. Draws the dropout seed from PyTorch's generator, on q's device, without synchronizing.
     """
-    batch, heads = q.shape[:2]
-    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
     given: dict[str, Any] = {
         name: _check_length(name, value, q, (q if name.startswith("q") else k).shape[2])
         for name, value in lengths.items()
@@ -235,53 +220,79 @@ def build_variant(
         given["dropout_p"] = share / _DROPOUT_STEPS
         given["seed"] = torch.randint(0, (1 << 63) - 1, (1,), dtype=torch.int64, device=q.device)
     if softcap is not None:
-        check_number("softcap", softcap, _ONE_NUMBER)
-        if not 0 < softcap < math.inf:
-            raise ValueError(f"softcap must be positive and finite; got {softcap}; None is for no cap")
-        given["softcap"] = float(softcap)
+        given["softcap"] = _check_softcap(softcap)
     if alibi_slopes is not None:
-        check_same_device("alibi_slopes", alibi_slopes, q, "detach them; a bias that is learned is rel_bias")
-        if tuple(alibi_slopes.shape) not in ((heads,), (batch, heads)):
-            raise ValueError(
-                f"alibi_slopes must have shape (heads,) or (batch, heads), here ({heads},) or ({batch}, {heads}); got "
-                f"{tuple(alibi_slopes.shape)}"
-            )
-        if not alibi_slopes.is_floating_point():
-            raise ValueError(f"alibi_slopes must be of a floating-point type; got {alibi_slopes.dtype}")
-        given["alibi_slopes"] = alibi_slopes.to(exact).expand(batch, heads).contiguous()
+        given["alibi_slopes"] = _check_slopes(alibi_slopes, q)
     if rel_bias is not None:
-        check_same_device("rel_bias", rel_bias, q)
-        if rel_bias.dim() != 2 or rel_bias.shape[0] != heads or rel_bias.shape[1] % 2 != 1:
-            raise ValueError(
-                f"rel_bias must have shape (heads, 2 * max_distance + 1), here ({heads}, an odd number); got "
-                f"{tuple(rel_bias.shape)}"
-            )
-        if not rel_bias.is_floating_point():
-            raise ValueError(f"rel_bias must be of a floating-point type; got {rel_bias.dtype}")
-        given["rel_bias"] = rel_bias.to(exact).contiguous()
-        given["learned"] = rel_bias.requires_grad
+        given["rel_bias"], given["learned"] = _check_rel_bias(rel_bias, q), rel_bias.requires_grad
     if score_mod is not None:
-        if not isinstance(score_mod, ScoreFunction):
-            raise TypeError(
-                f"score_mod must be a sparse_flash.ScoreFunction; got {type(score_mod).__name__}; wrap the function in one, "
-                "once, outside the call"
-            )
-        name = _find_learned(score_mod.name) if torch.is_grad_enabled() else None
-        if name is not None:
-            raise ValueError(
-                f"score_mod must read no tensor that requires a gradient, as none is computed; got {score_mod.name}, which reads "
-                f"{name}; detach it, or pass it detached among score_params; a bias that is learned is rel_bias"
-            )
+        _check_score_mod(score_mod)
         given["score_mod"] = score_mod
-    if not isinstance(score_params, (tuple, list)):
-        raise TypeError(f"score_params must be a tuple of tensors; got {type(score_params).__name__}; write (tensor,) for one")
-    if score_params:
-        if score_mod is None:
-            raise ValueError("score_params are the tensors of a score_mod; pass that too")
-        for number, tensor in enumerate(score_params):
-            check_same_device(f"score_params[{number}]", tensor, q, "detach it; a bias that is learned is rel_bias")
-        given["score_params"] = tuple(t.contiguous() for t in score_params)
+    if params := _check_score_params(score_params, score_mod, q):
+        given["score_params"] = params
     return Variant(**given) if given else None
+
+
+def _check_softcap(softcap: float) -> float:
+    check_number("softcap", softcap, _ONE_NUMBER)
+    if not 0 < softcap < math.inf:
+        raise ValueError(f"softcap must be positive and finite; got {softcap}; None is for no cap")
+    return float(softcap)
+
+
+def _check_slopes(slopes: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """(batch, heads), in the type that sums are made in."""
+    batch, heads = q.shape[:2]
+    check_same_device("alibi_slopes", slopes, q, "detach them; a bias that is learned is rel_bias")
+    if tuple(slopes.shape) not in ((heads,), (batch, heads)):
+        raise ValueError(
+            f"alibi_slopes must have shape (heads,) or (batch, heads), here ({heads},) or ({batch}, {heads}); got "
+            f"{tuple(slopes.shape)}"
+        )
+    return _as_exact("alibi_slopes", slopes, q).expand(batch, heads).contiguous()
+
+
+def _check_rel_bias(rel_bias: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    heads = q.shape[1]
+    check_same_device("rel_bias", rel_bias, q)
+    if rel_bias.dim() != 2 or rel_bias.shape[0] != heads or rel_bias.shape[1] % 2 != 1:
+        raise ValueError(
+            f"rel_bias must have shape (heads, 2 * max_distance + 1), here ({heads}, an odd number); got {tuple(rel_bias.shape)}"
+        )
+    return _as_exact("rel_bias", rel_bias, q).contiguous()
+
+
+def _as_exact(name: str, value: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """The tensor in float32, or in float64 if q is. Raises ValueError for integers."""
+    if not value.is_floating_point():
+        raise ValueError(f"{name} must be of a floating-point type; got {value.dtype}")
+    return value.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+def _check_score_mod(score_mod: ScoreFunction) -> None:
+    if not isinstance(score_mod, ScoreFunction):
+        raise TypeError(
+            f"score_mod must be a sparse_flash.ScoreFunction; got {type(score_mod).__name__}; wrap the function in one, "
+            "once, outside the call"
+        )
+    name = _find_learned(score_mod.name) if torch.is_grad_enabled() else None
+    if name is not None:
+        raise ValueError(
+            f"score_mod must read no tensor that requires a gradient, as none is computed; got {score_mod.name}, which reads "
+            f"{name}; detach it, or pass it detached among score_params; a bias that is learned is rel_bias"
+        )
+
+
+def _check_score_params(
+    params: tuple[torch.Tensor, ...], score_mod: ScoreFunction | None, q: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    if not isinstance(params, (tuple, list)):
+        raise TypeError(f"score_params must be a tuple of tensors; got {type(params).__name__}; write (tensor,) for one")
+    if params and score_mod is None:
+        raise ValueError("score_params are the tensors of a score_mod; pass that too")
+    for number, tensor in enumerate(params):
+        check_same_device(f"score_params[{number}]", tensor, q, "detach it; a bias that is learned is rel_bias")
+    return tuple(tensor.contiguous() for tensor in params)
 
 
 @constant_in_graphs

@@ -13,7 +13,7 @@ from oracle import DEVICE
 
 import sparse_flash as sf
 from sparse_flash.api import call as api_call
-from sparse_flash.masks import cache, memory, pattern
+from sparse_flash.masks import cache, memory, registry
 
 
 def calls(dtype=torch.float32) -> list[torch.Tensor]:
@@ -96,7 +96,7 @@ def test_captured_graphs_survive_cleared_caches():
 
 
 def test_a_pattern_defined_anew_in_a_notebook_is_not_taken_for_the_one_before(monkeypatch):
-    monkeypatch.setattr(pattern, "_registry", dict(pattern._registry))
+    monkeypatch.setattr(registry, "_registry", dict(registry._registry))
 
     def define(distance):
         @sf.register_pattern("notebook_ring")

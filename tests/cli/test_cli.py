@@ -31,7 +31,7 @@ def test_a_written_path_is_printed_as_it_is_on_one_line(command, tmp_path):
 
 def test_patterns_lists_every_name_with_its_use_and_arguments():
     import sparse_flash
-    from sparse_flash.masks.pattern import find_docstring_line, pattern_class
+    from sparse_flash.masks.registry import find_docstring_line, pattern_class
 
     out = invoke("patterns").output
     for name in sparse_flash.list_patterns():
@@ -108,7 +108,7 @@ def test_a_bad_option_is_one_message(arguments, message, tmp_path, monkeypatch):
 @pytest.fixture
 def own_file(tmp_path):
     """A file with a pattern of the user's, which imports from a file beside it; forgotten afterwards."""
-    from sparse_flash.masks import pattern
+    from sparse_flash.masks import registry
 
     (tmp_path / "beside_ringed.py").write_text("PERIOD = 64\n")
     path = tmp_path / "ringed.py"
@@ -125,7 +125,7 @@ def own_file(tmp_path):
         "        return (q - kv) % self.period == 0\n"
     )
     yield str(path)
-    pattern._registry.pop("ringed", None)
+    registry._registry.pop("ringed", None)
     for name in ("ringed", "beside_ringed"):
         sys.modules.pop(name, None)
     sys.path[:] = [entry for entry in sys.path if entry != str(tmp_path)]

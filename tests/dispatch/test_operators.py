@@ -12,7 +12,7 @@ import sparse_flash as sf
 from sparse_flash import backends
 from sparse_flash.dispatch import operators
 from sparse_flash.masks.cache import compile_cached
-from sparse_flash.masks.pattern import text_of
+from sparse_flash.masks.parsing import text_of
 from sparse_flash.masks.table import Table
 from sparse_flash.variant.variant import NO_VARIANT
 

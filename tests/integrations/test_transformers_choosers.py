@@ -19,7 +19,7 @@ from sparse_flash.integrations.transformers import use_sparse_flash, write_masks
 from sparse_flash.integrations.transformers.limits import restrict_mask  # noqa: E402
 from sparse_flash.masks.chooser import choices_of  # noqa: E402
 from sparse_flash.masks.meaning import digest_of  # noqa: E402
-from sparse_flash.masks.pattern import _registry  # noqa: E402
+from sparse_flash.masks.registry import _registry  # noqa: E402
 
 TOKENS, WORDS = 300, 97
 SIZES = {"vocab_size": WORDS, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}

@@ -12,7 +12,7 @@ from sparse_flash import backends
 from sparse_flash.choosers.by_kernels import pack_block_bits
 from sparse_flash.masks.grid import BlockGrid
 from sparse_flash.masks.methods import from_block_maps, resolve_within
-from sparse_flash.masks.select_blocks import build_listing, select_by_kernel, select_in_torch
+from sparse_flash.masks.select_blocks import select_by_kernel, select_in_torch
 
 runs = pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")
 
@@ -39,7 +39,7 @@ def test_kernels_select_the_entries_that_operations_select(within, lengths, size
     limit = resolve_within(within, grid, maps.device)
     room = masks * len(limit.by_query.col_idx)
     with heavy_rows_split():
-        wanted = select_in_torch(maps.flatten(1), build_listing(limit.by_query, limit.by_key))
+        wanted = select_in_torch(maps, limit.by_query, limit.by_key, grid.shape)
         found = select_by_kernel(pack_block_bits(maps) if bits else maps, limit.by_query, limit.by_key, grid.shape, room)
     for ours, theirs in zip(found, wanted, strict=True):
         count = int(theirs.row_ptr[-1, -1])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import sparse_flash as sf
 from sparse_flash.masks import chooser as choosers
-from sparse_flash.masks import pattern as pattern_module
+from sparse_flash.masks import registry as registry_module
 from sparse_flash.masks.chooser import choices_of, chooser_block_size, has_choosers
 from sparse_flash.masks.spec import SpecError
 
@@ -27,8 +27,8 @@ limits = st.none() | st.just(sf.causal()) | strategies.expressions
 @pytest.fixture
 def registry(monkeypatch):
     """A registry that a test may add to."""
-    monkeypatch.setattr(pattern_module, "_registry", dict(pattern_module._registry))
-    return pattern_module._registry
+    monkeypatch.setattr(registry_module, "_registry", dict(registry_module._registry))
+    return registry_module._registry
 
 
 def joined(within, some, always):
@@ -157,7 +157,7 @@ def test_a_head_of_patterns_alone_must_have_the_limits_of_the_others():
 def test_fields_out_of_range_are_refused(name, options, error, message):
     own = {"sub_blocks": {"size": 8}, "antidiagonal": {"stride": 8}, "sampled": {"queries": 8}, "last_queries": {"count": 8}}
     with pytest.raises(error, match=message.format(name=name)):
-        pattern_module.pattern_class(name)(**own.get(name, {}), **options)
+        registry_module.pattern_class(name)(**own.get(name, {}), **options)
 
 
 @given(size=st.integers(-2, 200))
@@ -281,7 +281,7 @@ def test_choosers_and_patterns_are_listed_apart():
     assert sf.list_choosers() == sorted(sf.list_choosers())
     assert not set(sf.list_choosers()) & set(sf.list_patterns())
     for name in sf.list_choosers():
-        assert issubclass(pattern_module.pattern_class(name), sf.Chooser)
+        assert issubclass(registry_module.pattern_class(name), sf.Chooser)
 
 
 def test_a_registered_chooser_has_text_and_is_listed(registry):

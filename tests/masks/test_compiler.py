@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import sparse_flash as sf
-from sparse_flash.masks import block_mask, build, compiler, rules, table, tiles
+from sparse_flash.masks import build, compiler, rules, table, tiles
 from sparse_flash.masks.grid import EMPTY, FULL, PARTIAL, BlockGrid, BlockRuns
 
 MILLION = 1 << 20
@@ -425,6 +425,18 @@ def test_runs_in_and_out_of_order_and_by_bands_of_rows_give_the_states_that_they
         assert (got.states[1:] != got.states[:-1]).all() and got.starts[0] == 0 and (np.diff(got.starts) > 0).all()
 
 
+def test_rows_of_runs_are_evaluated_once_however_many_batches_they_take(monkeypatch):
+    pattern, rows = sf.neighborhood((16, 32, 32), (3, 9, 9)), []
+    row_runs = type(pattern).row_runs
+    monkeypatch.setattr(
+        type(pattern), "row_runs", lambda self, q: rows.extend(q[:, 0] // 128 if q.ndim > 1 else ()) or row_runs(self, q)
+    )
+    monkeypatch.setattr(compiler, "_BATCH_NUMBERS", 8 * 3 * 9 * 128)
+    sf.compile_mask(pattern, 16384)
+    # By the block rule and by its blocks; the first row also to learn how many runs there are.
+    assert np.bincount(rows, minlength=128)[1:].tolist() == [2] * 127
+
+
 @pytest.mark.parametrize("lengths", [(700, 700), (700, 610), (330, 700)])
 @pytest.mark.parametrize("pattern", [sf.causal() & sf.strided(50, block=1), ~sf.local(40) & sf.fixed(8, 3, block=2)], ids=str)
 def test_blocks_of_one_diagonal_are_evaluated_once(pattern, lengths, monkeypatch):
@@ -490,7 +502,6 @@ def test_size_of_the_batches_that_bound_memory_makes_no_difference(pattern, leng
         small.setattr(compiler, "_BATCH_NUMBERS", 3 * block_size)
         small.setattr(rules, "_CHUNK", 2 * block_size)
         small.setattr(tiles, "_BATCH_PAIRS", 2 * block_size**2)
-        small.setattr(block_mask, "DENSE_CHUNK", 2 * block_size**2)
         pieces = sf.compile_mask(pattern, *lengths, block_size)
         assert pieces.equal(whole)
         np.testing.assert_array_equal(pieces.to_dense().numpy(), strategies.dense(pattern, *lengths))

@@ -15,8 +15,9 @@ from sparse_flash.backends import backend
 from sparse_flash.benchmarks.workload.masks import ragged_documents
 from sparse_flash.masks import document_blocks
 from sparse_flash.masks.compiler import compile_up_to
-from sparse_flash.masks.document_blocks import BLOCK, DocumentBlocks
+from sparse_flash.masks.document_blocks import BLOCK
 from sparse_flash.masks.single_runs import single_runs
+from sparse_flash.masks.table import KernelTables
 from sparse_flash.masks.tiles import unpack_runs
 from sparse_flash.packed import gather_rows, in_place
 from sparse_flash.packed.repack import Documents, most_blocks
@@ -71,11 +72,11 @@ def test_single_runs_are_those_of_the_token_rule_or_none_where_a_query_has_sever
         np.testing.assert_array_equal(got, (first, stop))
 
 
-def pairs_of(blocks: DocumentBlocks, name: str, tokens: int) -> np.ndarray:
+def pairs_of(blocks: KernelTables, name: str, tokens: int) -> np.ndarray:
     """(tokens, tokens) bool, by the work items of one of the tables; every block that is listed keeps something, none is listed
     twice, and unmasked blocks keep all keys that exist."""
     table, starts, column = getattr(blocks, name), blocks.starts.cpu().numpy(), np.arange(BLOCK)
-    col_idx, tile_idx, tile_runs = (t.cpu().numpy() for t in (table.col_idx, table.tile_idx, blocks.tile_runs))
+    col_idx, tile_idx, tile_runs = (t.cpu().numpy() for t in (table.col_idx, table.tile_idx, blocks.tiles[0]))
     assert starts[0] == 0 and starts[-1] == tokens and set(np.diff(starts)) <= set(range(BLOCK + 1))
     kept, rows = np.zeros((tokens, tokens), bool), []
     for start, begin, runs, bits, end, used, to_place, stop in table.work[0].tolist():

@@ -20,7 +20,7 @@ MOVED = [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float8_e4m3
 SUMMED = [torch.float16, torch.float32, torch.float64]
 
 parametrize = pytest.mark.parametrize
-both_ways = parametrize("can_launch_kernel", [False, True], ids=["operations", "kernel"])
+both_ways = parametrize("by_kernel", [False, True], ids=["operations", "kernel"])
 
 
 def on(by_kernel: bool):

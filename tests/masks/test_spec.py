@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparse_flash as sf
-from sparse_flash.masks import pattern as pattern_module
+from sparse_flash.masks import registry as registry_module
 from sparse_flash.masks.spec import MOST_NESTED, SpecError, read, write_call
 
 
 @pytest.fixture
 def registry(monkeypatch):
     """A registry that a test may add to."""
-    monkeypatch.setattr(pattern_module, "_registry", dict(pattern_module._registry))
-    return pattern_module._registry
+    monkeypatch.setattr(registry_module, "_registry", dict(registry_module._registry))
+    return registry_module._registry
 
 
 @settings(max_examples=300)
@@ -269,7 +269,7 @@ def test_name_that_is_taken_is_refused_naming_both_owners(registry):
     assert str(error.value).count(f"{first.__module__}.{first.__qualname__}") == 2 and "another name" in str(error.value)
     with pytest.raises(ValueError, match=r"test_spec.*already registered by sparse_flash\.patterns\.local\.Local"):
         sf.register_pattern("local")(first)
-    assert registry["ring"] is first and sf.local is pattern_module.pattern_class("local")
+    assert registry["ring"] is first and sf.local is registry_module.pattern_class("local")
 
 
 def test_class_of_a_notebook_may_be_defined_again(registry):
@@ -279,7 +279,7 @@ def test_class_of_a_notebook_may_be_defined_again(registry):
 
     define()
     again = define()
-    assert pattern_module.pattern_class("cell") is again
+    assert registry_module.pattern_class("cell") is again
 
 
 def test_only_frozen_dataclasses_of_patterns_with_identifier_names_can_be_registered(registry):
@@ -390,7 +390,7 @@ def installed(registry, monkeypatch):
 
     def install(*entries):
         points = [metadata.EntryPoint(name, value, "sparse_flash.patterns") for name, value in entries]
-        monkeypatch.setattr(pattern_module, "_entry_points_read", False)
+        monkeypatch.setattr(registry_module, "_entry_points_read", False)
         monkeypatch.setattr(metadata, "entry_points", lambda group: points if group == "sparse_flash.patterns" else [])
 
     return install

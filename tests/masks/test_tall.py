@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sparse_flash as sf
 from sparse_flash.masks import tall
 from sparse_flash.masks.block_mask import BlockMask
-from sparse_flash.masks.tall import TallRows
+from sparse_flash.masks.table import KernelTables
 from sparse_flash.masks.tiles import unpack_bits, unpack_runs
 
 SHAPES = {
@@ -29,7 +29,7 @@ SHAPES = {
 }
 
 
-def pairs_of(rows: TallRows, q_len: int, kv_len: int) -> np.ndarray:
+def pairs_of(rows: KernelTables, q_len: int, kv_len: int) -> np.ndarray:
     """(q_len, kv_len) bool; every block that is listed keeps something, and none is listed twice."""
     table, column = rows.by_query, np.arange(rows.block_size)
     kept = np.zeros((-(-q_len // 192), 192, -(-kv_len // 128), 128), bool)
@@ -39,9 +39,9 @@ def pairs_of(rows: TallRows, q_len: int, kv_len: int) -> np.ndarray:
         for entry in range(begin, end):
             tile, block = int(table.tile_idx[entry]), np.ones((192, 128), bool)
             if entry >= bits:
-                block = unpack_bits(rows.tile_bits[tile : tile + 1].numpy(), 128)[0]
+                block = unpack_bits(rows.tiles[1][tile : tile + 1].numpy(), 128)[0]
             elif entry >= runs:
-                first, stop = unpack_runs(rows.tile_runs[tile].numpy())
+                first, stop = unpack_runs(rows.tiles[0][tile].numpy())
                 block = (column >= first[:, None]) & (column < stop[:, None])
             place = kept[row, :, int(table.col_idx[entry])]
             assert block.any() and (entry < runs or not block.all()) and not place.any()
@@ -86,7 +86,7 @@ def test_only_lasting_masks_of_one_head_and_blocks_of_128_have_tall_rows(monkeyp
     assert sf.compile_mask("causal", 1024).tall is None
     monkeypatch.setattr(tall, "_MOST_TILES", 4)
     assert sf.compile_mask("causal", 1024).tall is not None
-    monkeypatch.setattr(tall, "_MOST_ENTRIES", 35)
+    monkeypatch.setattr(tall, "MOST_DERIVED", 35)
     assert sf.compile_mask("causal", 1024).tall is None
 
 
@@ -111,7 +111,7 @@ def test_threads_share_the_first_tall_rows_whatever_their_modes(monkeypatch):
     monkeypatch.setattr(tall, "_MOST_TIME", 1 << 30)
     mask, together = sf.compile_mask("causal", 1024), Barrier(4)
 
-    def first(number: int) -> TallRows:
+    def first(number: int) -> KernelTables:
         with torch.inference_mode(number % 2 == 0), torch.device("meta"):
             together.wait()
             return mask.tall

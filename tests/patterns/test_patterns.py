@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import sparse_flash as sf
 from sparse_flash import patterns
-from sparse_flash.masks.pattern import find_docstring_line, pattern_class
+from sparse_flash.masks.registry import find_docstring_line, pattern_class
 from sparse_flash.masks.rules import move_pattern
 
 TOKENS = 44

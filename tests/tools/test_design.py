@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import sparse_flash as sf
 from sparse_flash.kernels.cost import choices
-from sparse_flash.masks import pattern as registry
+from sparse_flash.masks import memory, registry
 from sparse_flash.masks.fields import Positive
 from sparse_flash.masks.rules import UnitPattern
 
@@ -108,7 +108,7 @@ def planted(monkeypatch):
     monkeypatch.setattr(registry, "_registry", dict(registry._registry))
     sf.register_pattern("segments")(Segments)
     yield
-    registry.clear_memories()
+    memory.clear_memories()
 
 
 def test_a_pattern_of_the_user_is_found_at_its_best_value(planted, whole_blocks):
@@ -143,7 +143,7 @@ def test_a_union_whose_parts_share_blocks_is_counted_by_its_pairs(monkeypatch, w
     assert both in [one.pattern for one in found]
     found = sf.design(LENGTH, kept / keys - 1e-3, block_size=BLOCK, count=50)
     assert found and all(one.density <= kept / keys - 1e-3 for one in found)
-    registry.clear_memories()
+    memory.clear_memories()
 
 
 def test_designs_do_not_depend_on_the_order_of_registration(monkeypatch, whole_blocks):

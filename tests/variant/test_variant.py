@@ -713,7 +713,7 @@ def test_a_score_function_needs_its_parts():
         sf.ScoreFunction(3)
     with pytest.raises(ValueError, match="triton and derivative both, or neither"):
         sf.ScoreFunction(own_in_torch, triton=own_in_torch)
-    with pytest.raises(TypeError, match=r"q_pos, k_pos, params\) as torch; got one of \(score, b, h, i, j\)"):
+    with pytest.raises(TypeError, match=r"q_pos, k_pos, params\); got one of \(score, b, h, i, j\)"):
         sf.ScoreFunction(lambda score, b, h, i, j: score)
 
 

@@ -12,7 +12,8 @@ from ...api.decode import MAX_QUERIES
 from ...api.shared import SharedSequence
 from ...masks.chooser import HeadChoice, Scored, choices_of, find_lookahead_chooser, has_choosers, is_causal, without_choosers
 from ...masks.memory import cached_until_cleared
-from ...masks.pattern import And, Or, Pattern, PerHead, text_of
+from ...masks.parsing import text_of
+from ...masks.pattern import And, Or, Pattern, PerHead
 from ...patterns import last_tokens
 from .check_masks import OWN
 from .limits import depends_on_position, is_window, keeps_all, limits_of_entry, restrict_mask

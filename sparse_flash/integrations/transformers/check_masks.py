@@ -11,7 +11,8 @@ import torch
 from ...api.shared import SharedSequence
 from ...masks.block_mask import BlockMask
 from ...masks.cache import convert_foreign_mask
-from ...masks.pattern import And, DerivedPattern, Or, Pattern, PerHead, parse, text_of
+from ...masks.parsing import parse, text_of
+from ...masks.pattern import And, DerivedPattern, Or, Pattern, PerHead
 from ...patterns import causal
 
 OWN = "own"

@@ -19,7 +19,8 @@ from ...api.attention import attention
 from ...masks.block_mask import BlockMask
 from ...masks.chooser import BLOCK_SIZES
 from ...masks.compiler import compile_mask
-from ...masks.pattern import PerHead, parse
+from ...masks.parsing import parse
+from ...masks.pattern import PerHead
 from . import NAME, use_sparse_flash
 from .by_content import DENSE_BELOW
 from .check_masks import OWN

@@ -7,7 +7,8 @@ from typing import Any
 
 from ...compat.dynamo import constant_in_graphs
 from ...masks.memory import cached_until_cleared
-from ...masks.pattern import And, Pattern, parse, text_of
+from ...masks.parsing import parse, text_of
+from ...masks.pattern import And, Pattern
 from ...masks.rules import move_pattern
 
 

@@ -16,7 +16,8 @@ from ...masks.block_mask import BlockMask
 from ...masks.build import from_heads
 from ...masks.cache import as_block_mask, compile_cached
 from ...masks.memory import cached_until_cleared
-from ...masks.pattern import Pattern, PerHead, parse
+from ...masks.parsing import parse
+from ...masks.pattern import Pattern, PerHead
 from ...masks.rules import move_pattern
 from .limits import is_window, keeps_all, limits_of_entry, restrict_mask
 from .read_mask import MaskParts, read_arguments, read_function

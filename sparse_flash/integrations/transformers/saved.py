@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ...masks.meaning import digest_of, why_changed
-from ...masks.pattern import Pattern, parse, text_of
+from ...masks.parsing import parse, text_of
+from ...masks.pattern import Pattern
 from .by_content import PromptChoice, check_counts
 from .check_masks import OWN
 from .layers import unwrap_model

@@ -24,7 +24,8 @@ from torch.nn.functional import pad
 
 from ...compat.pytorch import assert_in_graph
 from ...masks.block_mask import BlockMask
-from ...masks.pattern import And, Pattern, parse
+from ...masks.parsing import parse
+from ...masks.pattern import And, Pattern
 from .limits import depends_on_position
 from .masks import ModelMask
 

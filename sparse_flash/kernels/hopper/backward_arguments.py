@@ -40,7 +40,7 @@ class BackwardShape:
     COLUMNS: int  # of a piece of dQ, as many as shared memory holds
     BLOCK: int  # of the table
     SPARSE: bool  # whether there is a table
-    OWN_STARTS: bool  # whether blocks start at any token: see ``DocumentBlocks``
+    OWN_STARTS: bool  # whether blocks start at any token: see ``document_tables``
     TOGETHER: bool  # whether a tile computes a whole head group, one query head after the other
     ADDED: bool  # whether several tiles add to one dK and dV, for instance the query heads of a head group
     SPLIT: bool  # whether columns may be split

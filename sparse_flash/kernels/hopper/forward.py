@@ -101,7 +101,7 @@ class ForwardShape:
     REGISTERS: int  # per thread of the second warp group and the third
     BLOCK: int  # of the table
     SPARSE: bool  # whether there is a table
-    OWN_STARTS: bool  # whether blocks start at any token: see ``DocumentBlocks``
+    OWN_STARTS: bool  # whether blocks start at any token: see ``document_tables``
     SPLIT: bool  # whether rows may be split
     SCORED: bool  # as REACH: see ``common.variant``
     REACH: int

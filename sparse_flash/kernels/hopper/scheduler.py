@@ -64,7 +64,7 @@ class TableArguments:
     mask_head_stride: gl.tensor
     BLOCK: gl.constexpr
     SPARSE: gl.constexpr
-    OWN_STARTS: gl.constexpr  # whether blocks start at any token: see ``DocumentBlocks``
+    OWN_STARTS: gl.constexpr  # whether blocks start at any token: see ``document_tables``
 
     @gluon.jit
     def mask_of(self, batch, head):

@@ -1,6 +1,6 @@
 """Tables of the blocks that maps keep, selected from another table's entries: counts by row, then the entries.
 
-The same as ``masks.select_blocks.chosen`` in tensor operations, which says what the results are.
+The same as ``masks.select_blocks.select_in_torch`` in tensor operations, which says what the results are.
 """
 
 import torch

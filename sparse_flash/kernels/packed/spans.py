@@ -148,7 +148,7 @@ def _name_blocks(starts, block, some):
 
 @triton.jit
 def _store_item(work, starts, row, rank, bounds, rows, BLOCK: tl.constexpr):
-    """The work item of a row of blocks that start at ``starts``: see ``DocumentBlocks``. Otherwise ``splits.py`` makes items."""
+    """The work item of a row of blocks that start at ``starts``: see ``document_tables``. Otherwise ``splits.py`` makes items."""
     if starts is not None:
         item = work + rank * _ITEM
         start = tl.load(starts + row)

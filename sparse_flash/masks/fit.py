@@ -1,0 +1,68 @@
+"""Whether a pattern fits the lengths of a call: the tokens that it names, and the end that it may count from."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..compat.dynamo import constant_in_graphs
+from .memory import cached_until_cleared
+from .parsing import parse
+from .pattern import Pattern, PerHead, short_text
+
+
+def check_fit(pattern: Pattern, q_len: int, kv_len: int) -> None:
+    """Raises ValueError for a pattern that names tokens which these lengths have not, or that leaves out some which they have."""
+    if isinstance(pattern, PerHead):
+        for one in dict.fromkeys(pattern.patterns):
+            try:
+                check_fit(one, q_len, kv_len)
+            except ValueError as error:
+                raise ValueError(f"per_head: patterns[{pattern.patterns.index(one)}]: {error}") from None
+        return
+    leaves = list(pattern.leaves())
+    for leaf in leaves:
+        if misfit := leaf.length_refusal(q_len, kv_len):
+            raise ValueError(misfit)
+    if any(leaf.covers_part for leaf in leaves):
+        q = np.arange(max(0, kv_len - q_len), kv_len)
+        left_out = q[~pattern.named_queries(q, kv_len)]
+        if len(left_out):
+            raise ValueError(
+                f"{short_text(pattern)} must say what each query keeps; it does not for {len(left_out)} of {len(q)}, from "
+                f"{left_out[0]} to {left_out[-1]}; add what they keep, such as global_tokens(n) for the first tokens and "
+                "last_tokens(n) for the last, or pass allow_uncovered=True to shifted, if they are to keep nothing"
+            )
+
+
+def named_len(pattern: Pattern, default: int) -> int:
+    """Returns how many tokens the pattern names, as one over a VideoLayout does; ``default`` if it names none."""
+    named = filter(None, (leaf.named_tokens() for leaf in pattern.leaves()))
+    return max((most for _, most in named), default=default)
+
+
+@constant_in_graphs
+def check_known_end(pattern: Pattern | str) -> None:
+    """Raises ValueError for a pattern that counts tokens from the end, beside lengths in tensors."""
+    for leaf in _leaves_of(pattern):
+        if leaf.bind_length(0) != leaf:
+            raise unknown_end_error(leaf)
+
+
+@cached_until_cleared(maxsize=256)
+def _leaves_of(pattern: Pattern | str) -> tuple[Pattern, ...]:
+    return tuple((parse(pattern) if isinstance(pattern, str) else pattern).leaves())
+
+
+def unknown_end_error(pattern: Pattern) -> ValueError:
+    """The error for a pattern that counts tokens from the end of sequences whose lengths are in tensors."""
+    return ValueError(
+        f"{pattern} counts from the end of the sequence, whose length is not known here: pass it to attention without q_lens and "
+        "kv_lens, or name the tokens from the start, by shifted"
+    )
+
+
+@cached_until_cleared(maxsize=256)
+def parse_if_names_tokens(pattern: Pattern | str) -> Pattern | None:
+    """The pattern, if it names tokens, so that ``check_fit`` may raise; else None."""
+    pattern = parse(pattern) if isinstance(pattern, str) else pattern
+    return pattern if pattern.names_tokens() else None
