@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from .console import error_console, output_console, user_errors
 from .options import BlockSize, dtype_of
+
+if TYPE_CHECKING:
+    from sparse_flash.tools.tuning import Result, Task
 
 _NOTHING = (
     "Nothing to choose: the Hopper kernels run this call, and they have one measured config for each shape. --backend triton tunes "
@@ -44,8 +48,7 @@ def tune(
     console = output_console()
     if calibrate:
         with user_errors():
-            _calibrate(console)
-        return
+            return _calibrate(console)
     with user_errors():
         if reason := tuning.unavailable():
             raise ValueError(f"nothing to tune: {reason}")
@@ -55,11 +58,11 @@ def tune(
             if not tasks:
                 console.print(_NOTHING)
                 return
-            results, lost = _run(tuning, tasks, limit, console)
+            results, lost = _run(tasks, limit, console)
         except torch.OutOfMemoryError:
             raise ValueError(f"{heads} heads of {tokens} tokens do not fit this GPU's free memory; pass fewer") from None
     for result in results:
-        console.print(_table(tuning, result))
+        console.print(_table(result))
         if result.left_out:
             console.print(Text(f"{_left_out(result.left_out)} left out: this GPU has less shared memory than they take.", "dim"))
         if result.unreached:
@@ -75,7 +78,7 @@ def tune(
         raise typer.Exit(1)
 
 
-def _calibrate(console) -> None:
+def _calibrate(console: Console) -> None:
     from sparse_flash.backends import hopper
     from sparse_flash.benchmarks import calibrate
     from sparse_flash.benchmarks.fit import Errors
@@ -95,8 +98,10 @@ def _calibrate(console) -> None:
     console.print(f"{calibrated_file()}; predictions for this GPU use it from now on. Delete the file to go back.", soft_wrap=True)
 
 
-def _run(tuning, tasks, limit: int, console) -> tuple[list, str | None]:
+def _run(tasks: list[Task], limit: int, console: Console) -> tuple[list[Result], str | None]:
     """The results, and what broke the GPU, if anything did."""
+    from sparse_flash.tools import tuning
+
     results = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
@@ -117,13 +122,15 @@ def _left_out(count: int) -> str:
     return "1 candidate was" if count == 1 else f"{count} candidates were"
 
 
-def _why_unreached(result) -> str:
+def _why_unreached(result: Result) -> str:
     if result.trials[0].milliseconds is None:
         return "The built-in config does not run here, so there is nothing to compare with: please report this."
     return f"{result.unreached} more candidates were not reached within the limit; --limit takes seconds."
 
 
-def _table(tuning, result) -> Table:
+def _table(result: Result) -> Table:
+    from sparse_flash.tools import tuning
+
     key = result.task.key
     title = f"{key.kernel} ({key.backend}), {result.task.mask}, {key.dtype}, head_dim {_head_dims(key)}"
     table = Table(title=Text(title), title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="bold")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -49,7 +49,21 @@ class Peers:
 
 
 @dataclass(frozen=True, eq=False)
-class LocalMask:
+class _Record:
+    """Holds tensors, masks and other records, all on one device."""
+
+    def to(self, device: torch.device) -> Self:
+        return replace(self, **{name: _move(value, device) for name, value in vars(self).items()})
+
+
+def _move(value: Any, device: torch.device) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_move(one, device) for one in value)
+    return value.to(device) if isinstance(value, (torch.Tensor, BlockMask, _Record)) else value
+
+
+@dataclass(frozen=True, eq=False)
+class LocalMask(_Record):
     """Holds the mask of some block rows and columns of a sequence, and their positions in it. q_positions, kv_positions: as in
     ``Variant``; 0 for blocks that keep nothing."""
 
@@ -64,23 +78,17 @@ class LocalMask:
         positions = [np.maximum(blocks, 0)[:, None] * size + np.arange(0, size, 16) for blocks in (rows, cols)]
         return cls(take_blocks(mask, rows, cols), *(torch.from_numpy(first.ravel().astype(np.int32)) for first in positions))
 
-    def to(self, device: torch.device) -> LocalMask:
-        return LocalMask(self.mask.to(device), self.q_positions.to(device), self.kv_positions.to(device))
-
 
 @dataclass(frozen=True, eq=False)
-class OneCall:
+class OneCall(_Record):
     """Describes a pass in one call, after the exchange (forward) or before it (backward). mask: its rows are the rank's blocks, its
     columns the rank's blocks and then the blocks that it gets."""
 
     mask: LocalMask
 
-    def to(self, device: torch.device) -> OneCall:
-        return OneCall(self.mask.to(device))
-
 
 @dataclass(frozen=True, eq=False)
-class TwoCalls:
+class TwoCalls(_Record):
     """Describes a pass in two calls, one of which overlaps the exchange.
 
     near: the mask of the rank's block rows and its own block columns. far: the mask of these rows and the blocks that the rank
@@ -90,12 +98,9 @@ class TwoCalls:
     near: LocalMask
     far: LocalMask | None
 
-    def to(self, device: torch.device) -> TwoCalls:
-        return TwoCalls(self.near.to(device), None if self.far is None else self.far.to(device))
-
 
 @dataclass(frozen=True, eq=False)
-class SharedRows:
+class SharedRows(_Record):
     """Lists rows that visit most columns, so that their queries travel to all ranks.
 
     rows: (blocks,) int64, the rank's shared block rows, as indices of its blocks. traffic: each rank sends its shared rows to all
@@ -117,9 +122,6 @@ class SharedRows:
         traffic = Traffic(np.repeat(counts[:, None], assignment.ranks, 1), rank)
         return cls(torch.from_numpy(of_rank[rank]), traffic, own, mask.block_size)
 
-    def to(self, device: torch.device) -> SharedRows:
-        return replace(self, rows=self.rows.to(device), mask=self.mask.to(device))
-
 
 class Overlap(NamedTuple):
     """Says for each pass whether it makes two calls, one of which overlaps the exchange."""
@@ -129,7 +131,7 @@ class Overlap(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class BlockExchange:
+class BlockExchange(_Record):
     """Describes which blocks of keys and values a rank gets and sends, and its calls; on one device. Blocks are indices of the
     rank's blocks.
 
@@ -203,20 +205,6 @@ class BlockExchange:
             gradient_targets=torch.from_numpy(targets),
             gradient_sources=sources,
             shared=None if shared is None else SharedRows.from_assignment(mask, assignment, rank, shared),
-        )
-
-    def to(self, device: torch.device) -> BlockExchange:
-        forward = self.forward.to(device)
-        sources = self.gradient_sources and (self.gradient_sources[0].to(device), self.gradient_sources[1].to(device))
-        return replace(
-            self,
-            forward=forward,
-            backward=forward if self.backward is self.forward else self.backward.to(device),
-            sent_blocks=self.sent_blocks.to(device),
-            message_blocks=self.message_blocks.to(device),
-            gradient_targets=self.gradient_targets.to(device),
-            gradient_sources=sources,
-            shared=self.shared and self.shared.to(device),
         )
 
 

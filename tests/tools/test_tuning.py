@@ -368,7 +368,7 @@ def test_doctor_says_whose_tile_sizes_a_gpu_has_and_whether_they_were_measured_o
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties())
-    monkeypatch.setattr(doctor, "_back_ends", lambda torch: "")
+    monkeypatch.setattr(doctor, "_back_ends", lambda: "")
     for chip, shared, said in (
         ((8, 9), 101376, "by a rule, for 99 KiB of shared memory; not measured on such a chip"),
         ((9, 0), 232448, "measured on an H200"),
