@@ -274,11 +274,11 @@ def candidates(visits: Sequence[Visits], layers: Sequence[int], ranks: int) -> l
         owners["zigzag" if folds == 1 else f"zigzag in {folds} stretches"] = fold_chunks(chunks, ranks, folds)
         folds *= 2
     owners["levelled"] = balance_chunks(_summed_work(visits, layers), ranks)
-    most = -(-chunks // ranks)
+    most_chunks = -(-chunks // ranks)
     return [
         Owners.from_chunks(name, owner, visits[0].chunk_blocks, visits[0].mask.grid.q_blocks, ranks)
         for name, owner in owners.items()
-        if np.bincount(owner, minlength=ranks).max() <= most
+        if np.bincount(owner, minlength=ranks).max() <= most_chunks
     ]
 
 
@@ -332,41 +332,42 @@ class _Search:
         return self.cols[concat_ranges(self.ptr[chunks], counts)], np.cumsum(counts) - counts
 
     def _cost_of(self, rank: int) -> float:
-        mine = self.chunks_of[rank]
-        return float(self.work[mine].sum() + self.weight[self.holders[rank] > 0].sum() - self.owned[mine].sum())
+        chunks = self.chunks_of[rank]
+        return float(self.work[chunks].sum() + self.weight[self.holders[rank] > 0].sum() - self.owned[chunks].sum())
 
-    def _fetch_costs(self, of: int, at: int, holders: int) -> np.ndarray:
-        """Returns, for each chunk of rank ``of``, the fetching cost of its columns that ``holders`` chunks of rank ``at`` touch."""
-        cols, first = self.touched_by[of]
-        return np.add.reduceat(np.where(self.holders[at] == holders, self.weight, 0)[cols], first)
+    def _fetch_costs(self, owner: int, rank: int, holders: int) -> np.ndarray:
+        """Returns, for each chunk of ``owner``, the fetching cost of its columns that exactly ``holders`` chunks of ``rank``
+        touch."""
+        cols, first = self.touched_by[owner]
+        return np.add.reduceat(np.where(self.holders[rank] == holders, self.weight, 0)[cols], first)
 
     def step(self) -> bool:
         """Makes the next exchange. Returns whether there was one."""
-        high = int(self.cost.argmax())
-        theirs = self.chunks_of[high]
-        leaves = -self.work[theirs] - self._fetch_costs(high, high, 1)
-        for low in np.argsort(self.cost, kind="stable")[:_PARTNERS].tolist():
-            mine = self.chunks_of[low]
-            if low == high or not len(mine):
+        costliest = int(self.cost.argmax())
+        given = self.chunks_of[costliest]
+        saved = self.work[given] + self._fetch_costs(costliest, costliest, 1)
+        for cheapest in np.argsort(self.cost, kind="stable")[:_PARTNERS].tolist():
+            taken = self.chunks_of[cheapest]
+            if cheapest == costliest or not len(taken):
                 continue
-            # The costs after an exchange of each of their chunks (rows) for each of mine (columns). A block that both chunks touch
-            # may count as fetched, so the costs are upper bounds.
-            of_high = self.cost[high] + leaves[:, None] + self.work[mine] + self._fetch_costs(low, high, 0)
-            arrives = self.work[theirs] + self._fetch_costs(high, low, 0)
-            of_low = self.cost[low] + arrives[:, None] - self.work[mine] - self._fetch_costs(low, low, 1)
-            greater = np.maximum(of_high, of_low, out=of_high)
+            # The costs of both ranks after an exchange of each given chunk (rows) for each taken one (columns). A block that both
+            # chunks touch may count as fetched, so the costs are upper bounds.
+            costly = self.cost[costliest] - saved[:, None] + self.work[taken] + self._fetch_costs(cheapest, costliest, 0)
+            added = self.work[given] + self._fetch_costs(costliest, cheapest, 0)
+            cheap = self.cost[cheapest] + added[:, None] - self.work[taken] - self._fetch_costs(cheapest, cheapest, 1)
+            greater = np.maximum(costly, cheap, out=costly)
             best = int(greater.argmin())
-            if greater.flat[best] < self.cost[high] * _LEAST_GAIN:
-                self._exchange(high, theirs[best // len(mine)], low, mine[best % len(mine)])
+            if greater.flat[best] < self.cost[costliest] * _LEAST_GAIN:
+                self._exchange(costliest, given[best // len(taken)], cheapest, taken[best % len(taken)])
                 return True
         return False
 
-    def _exchange(self, high: int, chunk: int, low: int, other: int) -> None:
-        self.owner[chunk], self.owner[other] = low, high
-        for rank, leaving, coming in ((high, chunk, other), (low, other, chunk)):
-            self.holders[rank, self.cols[self.ptr[leaving] : self.ptr[leaving + 1]]] -= 1
-            self.holders[rank, self.cols[self.ptr[coming] : self.ptr[coming + 1]]] += 1
-            self.chunks_of[rank] = np.flatnonzero(self.owner == rank)
-            self.touched_by[rank] = self._touched(self.chunks_of[rank])
-        for rank in (high, low):
-            self.cost[rank] = self._cost_of(rank)
+    def _exchange(self, rank: int, chunk: int, other_rank: int, other_chunk: int) -> None:
+        """Exchanges two chunks between their owners."""
+        self.owner[chunk], self.owner[other_chunk] = other_rank, rank
+        for owner, leaving, coming in ((rank, chunk, other_chunk), (other_rank, other_chunk, chunk)):
+            self.holders[owner, self.cols[self.ptr[leaving] : self.ptr[leaving + 1]]] -= 1
+            self.holders[owner, self.cols[self.ptr[coming] : self.ptr[coming + 1]]] += 1
+            self.chunks_of[owner] = np.flatnonzero(self.owner == owner)
+            self.touched_by[owner] = self._touched(self.chunks_of[owner])
+            self.cost[owner] = self._cost_of(owner)

@@ -11,7 +11,7 @@ import os
 import socket
 import warnings
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,16 +28,6 @@ _FIRST_BYTES = 1 << 21  # bytes, of the first allocation, which shows whether me
 _GROWTH_STEPS = 8  # Memory grows in steps of an eighth of the largest power of two up to its size.
 
 _memories: WeakKeyDictionary[dist.ProcessGroup, PeerMemory | None] = WeakKeyDictionary()
-
-
-class Copies(NamedTuple):
-    """Holds the event that ends an exchange of copies."""
-
-    done: Any
-
-    def wait(self) -> None:
-        """Makes the current stream wait for the copies. The host does not wait."""
-        self.done.wait()
 
 
 class PeerMemory:
@@ -76,11 +66,11 @@ class PeerMemory:
             self._memory = self._peers = None
             unit = max(_FIRST_BYTES, 1 << longest.bit_length() - 1 >> _GROWTH_STEPS.bit_length() - 1)
             self._memory, self._peers = self._make_shared(-(-longest // unit) * unit)
-        elements = torch.Size(shape).numel()
-        return self._memory[: elements * dtype.itemsize].view(dtype).view(shape)
+        return self._memory[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
 
-    def exchange(self, received: torch.Tensor, traffic: Traffic) -> Copies:
-        """Starts copies that fill ``received``, contiguous, piece after piece, from the messages that all ranks wrote last."""
+    def exchange(self, received: torch.Tensor, traffic: Traffic) -> Any:
+        """Starts copies that fill ``received``, contiguous, piece after piece, from the messages that all ranks wrote last. Returns
+        the event that ends them, whose ``wait`` makes the current stream wait, not the host."""
         self._meet()
         piece_elements = received[:1].numel()
         with self._module.stream(self._stream):
@@ -93,7 +83,7 @@ class PeerMemory:
                     position += count
             done = self._module.Event()
             done.record()
-        return Copies(done)
+        return done
 
     def _meet(self) -> None:
         """Makes the stream of copies wait until all ranks have finished the work that is now queued on their current streams."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import io
 import multiprocessing
 import os
@@ -9,10 +10,10 @@ import pickle
 import threading
 from collections.abc import Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -32,6 +33,11 @@ from .plan import ContextPlan, ContextPlans, plans_of
 from .planning import PlannedSequence, PlanOptions, plan_sequence, short_digest
 
 _SHORT_DOCUMENT = 1024  # tokens
+# How plans are pickled: tensors as arrays, as PyTorch's own way takes ten times as long; masks by their constructor.
+_REDUCERS = copyreg.dispatch_table | {
+    torch.Tensor: lambda tensor: (torch.from_numpy, (tensor.numpy(),)),
+    BlockMask: lambda mask: (BlockMask, tuple(mask.__getstate__().values())),
+}
 
 
 @dataclass(frozen=True)
@@ -221,22 +227,7 @@ def _plan_and_pickle(task: _Task, cu_seqlens: tuple[int, ...]) -> tuple[dict[str
     digest = short_digest(np.array(cu_seqlens).tobytes())
     documents_text = f"of {len(cu_seqlens) - 1} documents to token {cu_seqlens[-1]} ({digest})"
     file = io.BytesIO()
-    _Pickler(file, protocol=5).dump(numbers)
+    pickler = pickle.Pickler(file, protocol=5)
+    pickler.dispatch_table = _REDUCERS
+    pickler.dump(numbers)
     return {"cu_seqlens": documents_text, **numbers.decisions}, file.getvalue()
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles tensors as arrays. PyTorch would share each tensor by its own file, which takes longer than copying."""
-
-    def reducer_override(self, obj: object) -> Any:
-        if isinstance(obj, BlockMask):
-            arrays = [tensor.numpy() for tensor in obj.tensors()]
-            return _rebuild_mask, (*obj.sizes, arrays, obj.keeps_all, obj.coarse)
-        return (torch.from_numpy, (obj.numpy(),)) if isinstance(obj, torch.Tensor) else NotImplemented
-
-
-def _rebuild_mask(
-    q_len: int, kv_len: int, block_size: int, arrays: list[np.ndarray], keeps_all: bool, coarse: BlockMask | None
-) -> BlockMask:
-    tensors = [torch.from_numpy(array) for array in arrays]
-    return replace(BlockMask.from_tensors(q_len, kv_len, block_size, tensors, keeps_all), coarse=coarse)
