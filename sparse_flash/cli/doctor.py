@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from importlib import metadata
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -74,10 +75,10 @@ def _typical_calls() -> list[tuple[str, object]]:
 
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
-    base = {"device": device, "batch": 1, "heads": 8, "kv_heads": 8, "q_len": 4096, "kv_len": 4096, "head_dim": 128}
+    base: dict[str, Any] = {"device": device, "batch": 1, "heads": 8, "kv_heads": 8, "q_len": 4096, "kv_len": 4096, "head_dim": 128}
     base |= {"block_size": 128, "dtype": torch.bfloat16}
     where = f"on {'the GPU' if cuda else 'the CPU'}"
-    calls = {
+    calls: dict[str, dict[str, Any]] = {
         "float32, sparse, on the CPU": {"device": torch.device("cpu"), "dtype": torch.float32},
         f"bfloat16, sparse, {where}": {},
         f"bfloat16, dense, {where}": {"block_size": None},

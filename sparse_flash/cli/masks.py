@@ -194,7 +194,7 @@ def explain(
     ] = None,
 ) -> None:
     """Prints what a mask costs, what it saves, and what it can see."""
-    from sparse_flash.tools.explain import DEFAULT_LEN
+    from sparse_flash.tools.explain import DEFAULT_LEN, Explanation
     from sparse_flash.tools.explain import explain as explain_mask
     from sparse_flash.tools.explain_video import explain_video
     from sparse_flash.tools.figures import size_text
@@ -205,6 +205,7 @@ def explain(
         pattern, mask, seconds = _compile_spec(spec, q_len, kv_len, block_size, DEFAULT_LEN)
         begin()
         figures = explain_mask(mask, heads, head_dim, **call, deterministic=deterministic, device=device)
+        assert isinstance(figures, Explanation)  # of a mask
         figures = replace(figures, video=explain_video(pattern, mask))
     console = output_console()
     console.print(Text(str(pattern), "bold"), soft_wrap=True)
@@ -275,7 +276,7 @@ def _print_pictures(console: Console, found: Sequence[Design]) -> None:
     from sparse_flash.tools import draw
 
     colour, unicode = _picture_style(console)
-    side = 2 * _SMALL if colour and unicode else _SMALL
+    side = _SMALL * (1 + (colour and unicode))
     for number, one in enumerate(found, 1):
         pictures = []
         for head in dict.fromkeys(head for layer in one.patterns for head in getattr(layer, "patterns", (layer,))):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -12,9 +12,6 @@ from rich.text import Text
 
 from .console import error_console, output_console, user_errors
 from .options import BlockSize, dtype_of
-
-if TYPE_CHECKING:
-    from sparse_flash.tools.tuning import Result, Task
 
 _NOTHING = (
     "Nothing to choose: the Hopper kernels run this call, and they have one measured config for each shape. --backend triton tunes "
@@ -98,7 +95,7 @@ def _calibrate(console: Console) -> None:
     console.print(f"{calibrated_file()}; predictions for this GPU use it from now on. Delete the file to go back.", soft_wrap=True)
 
 
-def _run(tasks: list[Task], limit: int, console: Console) -> tuple[list[Result], str | None]:
+def _run(tasks, limit: int, console: Console) -> tuple[list, str | None]:
     """The results, and what broke the GPU, if anything did."""
     from sparse_flash.tools import tuning
 
@@ -122,13 +119,13 @@ def _left_out(count: int) -> str:
     return "1 candidate was" if count == 1 else f"{count} candidates were"
 
 
-def _why_unreached(result: Result) -> str:
+def _why_unreached(result) -> str:
     if result.trials[0].milliseconds is None:
         return "The built-in config does not run here, so there is nothing to compare with: please report this."
     return f"{result.unreached} more candidates were not reached within the limit; --limit takes seconds."
 
 
-def _table(result: Result) -> Table:
+def _table(result) -> Table:
     from sparse_flash.tools import tuning
 
     key = result.task.key

@@ -148,14 +148,10 @@ class _BackwardPass(NamedTuple):
     def run_two_calls(self, calls: TwoCalls) -> tuple[_Gradients, PendingExchange]:
         """The call on own columns overlaps an exchange: of blocks if they are fetched again, else of gradients."""
         pair = self.run.split_backward(self.q, self.k, self.v, self.fetching.received, self.results, calls)
-        if self.fetching.work is not None:
-            self.fetching.wait_for_start()
-            dk, dv = pair.own_gradients(self.k, self.v)
-            returning = self._return_gradients(pair)
-        else:
-            returning = self._return_gradients(pair)
-            returning.wait_for_start()
-            dk, dv = pair.own_gradients(self.k, self.v)
+        overlapped = self._return_gradients(pair) if self.fetching.work is None else self.fetching
+        overlapped.wait_for_start()
+        dk, dv = pair.own_gradients(self.k, self.v)
+        returning = self._return_gradients(pair) if overlapped is self.fetching else overlapped
         return (pair.query_gradients(), dk, dv), returning
 
     def _return_gradients(self, pair: SeparateCalls | JointCalls) -> PendingExchange:

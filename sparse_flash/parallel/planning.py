@@ -157,16 +157,9 @@ def to_square_mask(mask: MaskLike, q_len: int, block_size: int) -> BlockMask:
 
 def facts_to_agree_on(masks: str, q_len: int, block_size: int, options: PlanOptions, numbers: PlannedSequence) -> dict[str, str]:
     """Returns short descriptions, by name, that must be the same on all ranks. masks: a description of the masks."""
-    return {
-        "mask": masks,
-        "q_len": str(q_len),
-        "block_size": str(block_size),
-        "heads": str(options.heads),
-        "kv_heads": str(options.kv_heads),
-        **numbers.decisions,
-        "overlap": str(options.overlap),
-        "keep_fetched": str(options.keep_fetched),
-    }
+    # Links may differ, if the decisions do not.
+    given = {name: str(value) for name, value in vars(options).items() if name != "link_rate"}
+    return {"mask": masks, "q_len": str(q_len), **given, "block_size": str(block_size), **numbers.decisions}
 
 
 def short_digest(data: bytes) -> str:

@@ -480,20 +480,16 @@ def _causal_blocks(grid: BlockGrid) -> int:
 
 def is_causal(mask: BlockMask) -> bool:
     """Whether no kept pair of any head has a key after its query: then the dense call in its place is causal attention."""
-    last, _ = _tile_ends(mask)
-    return all(_is_stored_causal(mask, last, *mask.kept(number)) for number in range(mask.masks))
-
-
-def _is_stored_causal(mask: BlockMask, last: np.ndarray, full: FullBlocks, partial: PartialBlocks) -> bool:
     grid, size = mask.grid, mask.block_size
-    # A block may hold such pairs if its last key is after its first query.
-    if (full.stop * size - 1 > full.rows * size + grid.offset).any():
-        return False
-    near = np.minimum((partial.cols.astype(np.int64) + 1) * size, grid.kv_len) - 1 > partial.rows * size + grid.offset
-    rows, cols, tile = (axis[near].astype(np.int64) for axis in (partial.rows, partial.cols, _tile_numbers(mask, partial)))
-    for part in (slice(low, low + _CHUNK) for low in range(0, len(rows), _CHUNK)):
-        query = rows[part, None] * size + np.arange(size) + grid.offset
-        if ((last[tile[part]] >= 0) & (cols[part, None] * size + last[tile[part]] > query)).any():
+    last, _ = _tile_ends(mask)
+    # How far a key of each tile is after its query, at most, if the block's first key is at its first query.
+    latest = np.where(last >= 0, last - np.arange(size), -size).max(1)
+    for full, partial in map(mask.kept, range(mask.masks)):
+        first_query, first_key = partial.rows.astype(np.int64) * size + grid.offset, partial.cols.astype(np.int64) * size
+        later = latest[_tile_numbers(mask, partial)] > first_query - first_key
+        # Only if a block's last key is after its first query may it hold such pairs: tiles go on past the last key.
+        may_hold = np.minimum(first_key + size, grid.kv_len) - 1 > first_query
+        if (full.stop * size - 1 > full.rows * size + grid.offset).any() or (later & may_hold).any():
             return False
     return True
 

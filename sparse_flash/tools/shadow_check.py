@@ -182,10 +182,10 @@ class _Sample:
             variant = replace(variant, rel_bias=variant.rel_bias.detach())
         self.variant = variant
 
-        def draw(shape: torch.Size) -> list[tuple[int, ...]]:
-            return [tuple(map(rng.randrange, shape[:3])) for _ in range(rows)]
+        def sample(batch: int, heads: int, tokens: int) -> list[tuple[int, int, int]]:
+            return [(rng.randrange(batch), rng.randrange(heads), rng.randrange(tokens)) for _ in range(rows)]
 
-        self.queries, self.keys = draw(q.shape), draw(k.shape)
+        self.queries, self.keys = sample(*q.shape[:3]), sample(*k.shape[:3])
 
     def contradiction(self) -> str | None:
         """Whether the mask's own rules disagree at a sampled query or key, and what to look at."""
@@ -276,7 +276,7 @@ class _Sample:
         return Pairs(batch, head, query[:, None], key[None], heads, q_len, kv_len)
 
 
-def _error(results: torch.Tensor, sampled: list[tuple[int, ...]], rows: Sequence[torch.Tensor]) -> float:
+def _error(results: torch.Tensor, sampled: list[tuple[int, int, int]], rows: Sequence[torch.Tensor]) -> float:
     """The largest difference of the sampled results from these rows, relative to the rows' largest element; NaN and misplaced
     infinities count as infinite."""
     got, wanted = torch.stack([results[index].double() for index in sampled]), torch.stack(list(rows))
