@@ -159,7 +159,7 @@ class Assignment(Owners):
         return self.owner[np.arange(self.visits.mask.grid.q_blocks) // self.chunk_blocks]
 
     @cached_property
-    def load(self) -> np.ndarray:
+    def visited(self) -> np.ndarray:
         """Returns (ranks,) float64: how many blocks the rows of each rank visit, the mean over heads."""
         return np.bincount(self.owner, self.visits.work, self.ranks)
 
@@ -174,8 +174,8 @@ class Assignment(Owners):
 
     def call_times(self, sizes: SequenceSizes, link_rate: float) -> list[tuple[CallTimes, CallTimes]]:
         """Returns (forward pass, backward pass) of each rank. Exchanges of shared rows are not included."""
-        own = self.work.diagonal()
-        visits = (own + self.shared_load) * sizes.heads, (self.load - own) * sizes.heads
+        own = self.visited_by_owner.diagonal()
+        visits = (own + self.visited_by_shared_rows) * sizes.heads, (self.visited - own) * sizes.heads
         held = self.blocks.shape[1]
         return [
             call_times(RankWork(own_visits, other_visits, visiting_rows, held, received), sizes, link_rate)
@@ -187,7 +187,7 @@ class Assignment(Owners):
         return np.bincount(self.owner_of_block, values, self.ranks)
 
     @cached_property
-    def shared_load(self) -> np.ndarray:
+    def visited_by_shared_rows(self) -> np.ndarray:
         """Returns (ranks,) float64: how many blocks of each rank the shared rows of all ranks visit, the mean over heads."""
         of_columns = np.zeros(len(self.owner_of_block))
         if self.visits.shared is not None:
@@ -196,7 +196,7 @@ class Assignment(Owners):
         return self.sum_by_rank(of_columns)
 
     @cached_property
-    def work(self) -> np.ndarray:
+    def visited_by_owner(self) -> np.ndarray:
         """Returns (ranks, ranks) float64: [i, j] is how many blocks of rank j the rows of rank i visit, the mean over heads."""
         row, col, blocks = self.visits.pairs
         ranks = self.ranks

@@ -57,7 +57,7 @@ class Estimates:
     def block_costs(self, option: Assignment) -> StrategyCosts:
         """Returns the costs of fetching blocks. If the option's visits leave shared rows out, their queries are included here."""
         sizes = self.sizes
-        work = (option.load + option.shared_load) * sizes.heads
+        work = (option.visited + option.visited_by_shared_rows) * sizes.heads
         travelling = (
             np.zeros(self.ranks) if option.visits.shared is None else self._query_bytes(option.sum_by_rank(option.visits.shared))
         )
@@ -88,12 +88,12 @@ class Estimates:
 
     def ring_costs(self, option: Assignment) -> StrategyCosts:
         rank, step = np.indices((self.ranks, self.ranks))
-        by_step = option.work[rank, (rank - step) % self.ranks] * self.sizes.heads
+        by_step = option.visited_by_owner[rank, (rank - step) % self.ranks] * self.sizes.heads
         received, held = (self.ranks - 1) * self.own_bytes, min(2, self.ranks) * self.own_bytes
         return self._even_costs(by_step.sum(1), by_step.max(0).sum(), received, held, calls=self.ranks)
 
     def all_gather_costs(self, option: Assignment) -> StrategyCosts:
-        work = option.load * self.sizes.heads
+        work = option.visited * self.sizes.heads
         return self._even_costs(work, work.max(), (self.ranks - 1) * self.own_bytes, self.ranks * self.own_bytes)
 
     def _even_costs(

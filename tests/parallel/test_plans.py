@@ -127,7 +127,7 @@ def test_the_work_of_ranks_is_the_visited_blocks_of_the_mask():
     for name in CASES:
         mask, found = options(name, 3)
         visited = np.diff(mask.mask_bounds(), prepend=0)[mask.mask_index.numpy()].mean()
-        assert all(one.work.sum() == pytest.approx(visited) for one in found)
+        assert all(one.visited_by_owner.sum() == pytest.approx(visited) for one in found)
 
 
 def explanation(text: str, tokens: int, ranks: int, heads: int = 8, kv_heads: int = 8, knows_heads: bool = True):
@@ -159,7 +159,7 @@ def test_documents_of_random_lengths_are_balanced_and_move_less_than_chunks_leve
     cost = found.costs["blocks"]
     visits = Visits.from_mask(mask, 8)
     regular = {one.name: one.with_visits(visits) for one in candidates([visits], [1], 8)}
-    balance = {name: one.work.sum(1).max() / one.work.sum(1).mean() for name, one in regular.items()}
+    balance = {name: one.visited.max() / one.visited.mean() for name, one in regular.items()}
     assert cost.waited / cost.work.mean() < 1.25 < min(balance["contiguous"], balance["zigzag"])
     assert found.assignments["blocks"].received.max() < 0.5 * regular["levelled"].received.max()
 
@@ -266,7 +266,7 @@ def test_one_assignment_serves_masks_of_several_layers_and_follows_those_that_mo
 
     assert made([1, 1]).owners.name == "zigzag"  # the dense layer would wait 1.9 times as long
     assert made([1000, 1]).owners.name == "contiguous"  # the others would get twice as much
-    summed = sum(count * made([3, 2]).owners.with_visits(one).load for count, one in zip([3, 2], visits, strict=True))
+    summed = sum(count * made([3, 2]).owners.with_visits(one).visited for count, one in zip([3, 2], visits, strict=True))
     assert summed.max() < 1.02 * summed.mean()
 
 
@@ -286,7 +286,7 @@ def test_exchanging_chunks_lowers_the_sum_of_all_layers():
 
     def costliest(owners) -> float:
         each = [owners.with_visits(one) for one in visits]
-        return max(sum(count * (one.load + one.received) for count, one in zip([1, 3], each, strict=True)))
+        return max(sum(count * (one.visited + one.received) for count, one in zip([1, 3], each, strict=True)))
 
     assert costliest(improve_owners(start, visits, [1, 3], 1.0)) < 0.8 * costliest(start)
 
