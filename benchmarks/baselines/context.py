@@ -18,9 +18,11 @@ import sparse_flash as sf
 from sparse_flash.compat.pytorch import import_private
 from sparse_flash.masks.block_mask import BlockMask
 from sparse_flash.masks.pattern import And, Pattern
+from sparse_flash.parallel.attend import BlockAttention, HeadAttention
+from sparse_flash.parallel.choice import STRATEGIES
 from sparse_flash.parallel.costs import ELEMENT_BYTES, HEAD_DIM, LINK_RATE, SequenceSizes
 from sparse_flash.parallel.exchange import exchange_blocks
-from sparse_flash.parallel.explanation import STRATEGIES, explain_strategies
+from sparse_flash.parallel.explanation import explain_strategies
 from sparse_flash.parallel.heads import exchange_heads_for_tokens, exchange_tokens_for_heads
 from sparse_flash.parallel.plan import ContextPlan
 
@@ -113,11 +115,11 @@ class Planned(Way):
 @torch.no_grad()
 def _exchange_alone(plan: ContextPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Makes the exchanges of a forward pass under the strategy "blocks" or "heads", and computes nothing. v: with q's head_dim."""
-    if plan.strategy == "heads" and plan.ranks > 1:
+    if isinstance(plan._local, HeadAttention):
         q, *_ = exchange_tokens_for_heads([q, k, v], plan.ranks, plan._peers)
         exchange_heads_for_tokens(q, plan.ranks, plan._peers)  # q has the size of out
-    elif plan._route is not None and plan.strategy == "blocks":
-        exchange_blocks(k, v, plan._route)
+    elif isinstance(plan._local, BlockAttention) and plan.strategy == "blocks":
+        exchange_blocks(k, v, plan._local.route)
 
 
 class _Pieces(Way):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -13,6 +14,9 @@ from sparse_flash.benchmarks.workload import DEFAULT, FULL_RUN, SUITES
 
 from .console import output_console, user_errors
 from .options import dtype_of, imported_files
+
+if TYPE_CHECKING:
+    from sparse_flash.benchmarks.results import Results
 
 
 def bench(
@@ -56,8 +60,6 @@ def bench(
 
     import sparse_flash
     from sparse_flash.benchmarks.report import page
-    from sparse_flash.benchmarks.report.rows import TEXT_COLUMNS
-    from sparse_flash.benchmarks.report.tables import tables
     from sparse_flash.benchmarks.results import Results
     from sparse_flash.benchmarks.run import Options, device_type, run, select_cases
     from sparse_flash.benchmarks.workload import suites
@@ -66,39 +68,33 @@ def bench(
     console = output_console()
     with user_errors():
         asked = _choose_suites(suite, full or (quick and not specs))
-        full = full or bool(suite)
         named = str(dtype_of(dtype)).removeprefix("torch.") if dtype else None
         sizes = CallSizes(q_len, batch, heads, kv_heads, head_dim, v_head_dim, named)
         if report_only:
             results = Results.read(report_only)
             page.write(results)
-        else:
-            for spec in specs or ():
-                sparse_flash.parse(spec)
-            canonical = tuple(str(sparse_flash.parse(spec)) for spec in specs or ())
-            if list_cases:
-                kind = device_type(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-                for name, case in select_cases(suites.choose(asked, kind, quick, canonical, backend, sizes, full), only or ()):
-                    console.print(f"{name}: {case.key}", markup=False, soft_wrap=True)
-                return
-            chosen = Options(
-                canonical,
-                asked,
-                out,
-                device,
-                backend,
-                quick,
-                resume,
-                any_source,
-                retry,
-                tuple(only or ()),
-                limit,
-                sizes=sizes,
-                full=full,
-                imports=imported_files(),
-            )
-    if not report_only:
-        results = _run(chosen, console, run)
+            return _print_results(results, console)
+        masks, all_lengths = tuple(str(sparse_flash.parse(spec)) for spec in specs or ()), full or bool(suite)
+        if list_cases:
+            kind = device_type(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+            for name, case in select_cases(suites.choose(asked, kind, quick, masks, backend, sizes, all_lengths), only or ()):
+                console.print(f"{name}: {case.key}", markup=False, soft_wrap=True)
+            return
+        # fmt: off
+        options = Options(masks, asked, out, device, backend, quick, resume=resume, any_source=any_source, retry=retry,
+                          only=tuple(only or ()), limit=limit, sizes=sizes, full=all_lengths, imports=imported_files())
+        # fmt: on
+        if out:
+            out.mkdir(parents=True, exist_ok=True)  # fails before the first measurement, not after it
+        results = run(options, console)
+    _print_results(results, console)
+
+
+def _print_results(results: Results, console: Console) -> None:
+    from sparse_flash.benchmarks.report import page
+    from sparse_flash.benchmarks.report.rows import TEXT_COLUMNS
+    from sparse_flash.benchmarks.report.tables import tables
+
     said: set[str] = set()
     for table in tables(results.data):
         console.print()
@@ -107,13 +103,6 @@ def bench(
             console.print(Text(note, "dim"))
         said.update(table.notes)
     console.print(f"\nreport: {results.folder / page.PAGE}\nnumbers: {results.path}", markup=False, soft_wrap=True)
-
-
-def _run(options, console, run):
-    with user_errors():
-        if options.out:
-            options.out.mkdir(parents=True, exist_ok=True)  # fails before the first measurement, not after it
-        return run(options, console)
 
 
 def _choose_suites(asked: list[str] | None, full: bool) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from importlib import metadata
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -43,7 +44,7 @@ def doctor() -> None:
         table.add_row("tuned", state)
     console.print(table)
     console.print()
-    console.print(_back_ends(torch))
+    console.print(_back_ends())
     console.print("\nA plain entry runs; 'auto' takes the first back end from the left that does ('reference' only by name).")
 
 
@@ -66,30 +67,31 @@ def _path_or_reason(missing: str | None, path: object) -> Text:
     return Text(missing, "red", overflow="fold") if missing else Text(str(path))
 
 
-def _typical_calls(torch) -> list[tuple[str, object]]:
+def _typical_calls() -> list[tuple[str, object]]:
     """Typical calls, named by their special feature."""
+    import torch
+
     from sparse_flash.backends import Call
 
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
-    base = {"device": device, "batch": 1, "heads": 8, "kv_heads": 8, "q_len": 4096, "kv_len": 4096, "head_dim": 128}
-    base |= {"block_size": 128}
-    calls = [("float32, sparse, on the CPU", base | {"device": torch.device("cpu"), "dtype": torch.float32})]
-    usual = {"dtype": torch.bfloat16}
+    base: dict[str, Any] = {"device": device, "batch": 1, "heads": 8, "kv_heads": 8, "q_len": 4096, "kv_len": 4096, "head_dim": 128}
+    base |= {"block_size": 128, "dtype": torch.bfloat16}
     where = f"on {'the GPU' if cuda else 'the CPU'}"
-    calls += [
-        (f"bfloat16, sparse, {where}", base | usual),
-        (f"bfloat16, dense, {where}", base | usual | {"block_size": None}),
-        (f"float16, grouped-query, {where}", base | {"dtype": torch.float16, "kv_heads": 2}),
-        (f"float64, sparse, {where}", base | {"dtype": torch.float64}),
-        (f"bfloat16, blocks of 16, head_dim 40, {where}", base | usual | {"block_size": 16, "head_dim": 40}),
-        (f"bfloat16, head_dim 192, v of 128, {where}", base | usual | {"head_dim": 192, "v_head_dim": 128}),
-        (f"bfloat16, dropout, {where}", base | usual | {"features": ("dropout_p",)}),
-    ]
-    return [(name, Call(**fields)) for name, fields in calls]
+    calls: dict[str, dict[str, Any]] = {
+        "float32, sparse, on the CPU": {"device": torch.device("cpu"), "dtype": torch.float32},
+        f"bfloat16, sparse, {where}": {},
+        f"bfloat16, dense, {where}": {"block_size": None},
+        f"float16, grouped-query, {where}": {"dtype": torch.float16, "kv_heads": 2},
+        f"float64, sparse, {where}": {"dtype": torch.float64},
+        f"bfloat16, blocks of 16, head_dim 40, {where}": {"block_size": 16, "head_dim": 40},
+        f"bfloat16, head_dim 192, v of 128, {where}": {"head_dim": 192, "v_head_dim": 128},
+        f"bfloat16, dropout, {where}": {"features": ("dropout_p",)},
+    }
+    return [(name, Call(**base | fields)) for name, fields in calls.items()]
 
 
-def _back_ends(torch) -> Table:
+def _back_ends() -> Table:
     from sparse_flash import backends
 
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -97,7 +99,7 @@ def _back_ends(torch) -> Table:
         table.add_column(heading, overflow="fold")
     absent = {name: _ask(name, "available") for name in backends.NAMES}
     table.add_row(Text("any, on this machine", "cyan"), *map(_verdict, absent.values()))
-    for name, call in _typical_calls(torch):
+    for name, call in _typical_calls():
         verdicts = (Text("no", "red") if absent[b] else _verdict(_ask(b, "supports", call)) for b in backends.NAMES)
         table.add_row(Text(name, "cyan"), *verdicts)
     return table

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import json as json_text
+import json as json_module
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +22,9 @@ from .options import BlockSize, KvLen, Spec, dtype_of
 
 if TYPE_CHECKING:
     from sparse_flash.tools.design import Design
+
+_MOST_SHARES = 6  # of a design's reach by layer, in a table
+_SMALL = 16  # lines of a small picture, at most
 
 
 def _q_len_option(default: int) -> Any:
@@ -190,40 +194,30 @@ def explain(
     ] = None,
 ) -> None:
     """Prints what a mask costs, what it saves, and what it can see."""
-    from sparse_flash.tools.explain import DEFAULT_LEN
-    from sparse_flash.tools.explain import explain as numbers_of
+    from sparse_flash.tools.explain import DEFAULT_LEN, Explanation
+    from sparse_flash.tools.explain import explain as explain_mask
     from sparse_flash.tools.explain_video import explain_video
     from sparse_flash.tools.figures import size_text
 
     with user_errors(), stages("compiling", "counting") as begin:
-        named = dtype_of(dtype)
+        call = {"batch": batch, "kv_heads": kv_heads, "v_head_dim": v_head_dim, "dtype": dtype_of(dtype)}
         begin()
         pattern, mask, seconds = _compile_spec(spec, q_len, kv_len, block_size, DEFAULT_LEN)
         begin()
-        e = numbers_of(
-            mask,
-            heads,
-            head_dim,
-            named,
-            batch=batch,
-            kv_heads=kv_heads,
-            v_head_dim=v_head_dim,
-            deterministic=deterministic,
-            device=device,
-        )
-        video = explain_video(pattern, mask)
+        figures = explain_mask(mask, heads, head_dim, **call, deterministic=deterministic, device=device)
+        assert isinstance(figures, Explanation)  # of a mask
+        figures = replace(figures, video=explain_video(pattern, mask))
     console = output_console()
     console.print(Text(str(pattern), "bold"), soft_wrap=True)
-    console.print(f"{e.call}\n")
+    console.print(f"{figures.call}\n")
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, line in (
-        (video.lines() if video else {}) | e.lines() | {"table": f"{size_text(e.table_bytes)}, compiled in {seconds:.3f} s"}
-    ).items():
+    table_line = f"{size_text(figures.table_bytes)}, compiled in {seconds:.3f} s"
+    for name, line in (figures.lines() | {"table": table_line}).items():
         table.add_row(name, line)
     console.print(table)
-    for hint in e.hints + (video.hints if video else []):
+    for hint in figures.hints:
         console.print(Text("hint: ", "bold yellow") + Text(hint, "default"))
 
 
@@ -248,27 +242,18 @@ def design(
     json: Annotated[bool, typer.Option("--json", help="Print the designs as JSON, with the spec text of each layer.")] = False,
 ) -> None:
     """Finds masks within a budget of pairs, or of time, that connect all tokens in few layers."""
-    from sparse_flash.tools.design import design as designs_of
+    from sparse_flash.tools.design import design as find_designs
     from sparse_flash.tools.figures import share_text
 
     with user_errors():
-        found = designs_of(
-            q_len,
-            budget,
-            of=of,
-            connected_in=connected_in,
-            heads=heads,
-            layers=layers,
-            keep=keep,
-            causal=causal,
-            block_size=block_size,
-            count=count,
-            progress=sys.stderr.isatty(),
-        )
+        # fmt: off
+        found = find_designs(q_len, budget, of=of, connected_in=connected_in, heads=heads, layers=layers, keep=keep,
+                             causal=causal, block_size=block_size, count=count, progress=sys.stderr.isatty())
+        # fmt: on
     console = output_console()
     if json:
         fields = ("layers", "kept_pairs", "density", "time", "connected_in", "reach", "unit", "q_len", "block_size")
-        print(json_text.dumps([{name: getattr(one, name) for name in fields} for one in found], indent=2))
+        print(json_module.dumps([{name: getattr(one, name) for name in fields} for one in found], indent=2))
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("", "keeps", "takes", "connected in", "reach by layer", "mask"):
@@ -285,17 +270,13 @@ def design(
     _print_pictures(console, found)
 
 
-_MOST_SHARES = 6  # of a design's reach by layer, in a table
-_SMALL = 16  # lines of a small picture, at most
-
-
 def _print_pictures(console: Console, found: Sequence[Design]) -> None:
     """A small picture of each pattern of each design."""
     import sparse_flash
     from sparse_flash.tools import draw
 
     colour, unicode = _picture_style(console)
-    side = 2 * _SMALL if colour and unicode else _SMALL
+    side = _SMALL * (1 + (colour and unicode))
     for number, one in enumerate(found, 1):
         pictures = []
         for head in dict.fromkeys(head for layer in one.patterns for head in getattr(layer, "patterns", (layer,))):

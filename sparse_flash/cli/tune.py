@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
@@ -44,8 +45,7 @@ def tune(
     console = output_console()
     if calibrate:
         with user_errors():
-            _calibrate(console)
-        return
+            return _calibrate(console)
     with user_errors():
         if reason := tuning.unavailable():
             raise ValueError(f"nothing to tune: {reason}")
@@ -55,11 +55,11 @@ def tune(
             if not tasks:
                 console.print(_NOTHING)
                 return
-            results, lost = _run(tuning, tasks, limit, console)
+            results, lost = _run(tasks, limit, console)
         except torch.OutOfMemoryError:
             raise ValueError(f"{heads} heads of {tokens} tokens do not fit this GPU's free memory; pass fewer") from None
     for result in results:
-        console.print(_table(tuning, result))
+        console.print(_table(result))
         if result.left_out:
             console.print(Text(f"{_left_out(result.left_out)} left out: this GPU has less shared memory than they take.", "dim"))
         if result.unreached:
@@ -75,7 +75,7 @@ def tune(
         raise typer.Exit(1)
 
 
-def _calibrate(console) -> None:
+def _calibrate(console: Console) -> None:
     from sparse_flash.backends import hopper
     from sparse_flash.benchmarks import calibrate
     from sparse_flash.benchmarks.fit import Errors
@@ -95,8 +95,10 @@ def _calibrate(console) -> None:
     console.print(f"{calibrated_file()}; predictions for this GPU use it from now on. Delete the file to go back.", soft_wrap=True)
 
 
-def _run(tuning, tasks, limit: int, console) -> tuple[list, str | None]:
+def _run(tasks, limit: int, console: Console) -> tuple[list, str | None]:
     """The results, and what broke the GPU, if anything did."""
+    from sparse_flash.tools import tuning
+
     results = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
@@ -123,7 +125,9 @@ def _why_unreached(result) -> str:
     return f"{result.unreached} more candidates were not reached within the limit; --limit takes seconds."
 
 
-def _table(tuning, result) -> Table:
+def _table(result) -> Table:
+    from sparse_flash.tools import tuning
+
     key = result.task.key
     title = f"{key.kernel} ({key.backend}), {result.task.mask}, {key.dtype}, head_dim {_head_dims(key)}"
     table = Table(title=Text(title), title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="bold")

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..masks.block_mask import BlockMask
 from ..masks.grid import concat_ranges, union
-from .costs import CallTimes, SequenceSizes, call_times
+from .costs import CallTimes, RankWork, SequenceSizes, call_times
 
 # Chunks are the unit that is assigned. Chunks of 512 tokens gave documents of random lengths no better plans.
 CHUNK_TOKENS = 1024
@@ -31,7 +31,7 @@ _MOST_ENTRIES = 1 << 22  # entries of a table that are read at a time
 
 @dataclass(frozen=True, eq=False)
 class Visits:
-    """Lists the block columns that chunks of ``per`` blocks visit under a mask.
+    """Lists the block columns that chunks of ``chunk_blocks`` blocks visit under a mask.
 
     mask: on the CPU. work: (chunks,) float64, how many blocks the rows of a chunk visit, the mean over heads.
     ptr, cols: (chunks + 1,) and (needs,) int64. Chunk i needs the block columns cols[ptr[i] : ptr[i + 1]], ascending: each is
@@ -40,7 +40,7 @@ class Visits:
     """
 
     mask: BlockMask
-    per: int
+    chunk_blocks: int
     work: np.ndarray
     ptr: np.ndarray
     cols: np.ndarray
@@ -48,18 +48,16 @@ class Visits:
     _without_shared: dict[float, Visits | None] = field(default_factory=dict)  # what ``without_shared_rows`` returned
 
     @classmethod
-    def of(cls, mask: BlockMask, per: int, shared: np.ndarray | None = None) -> Visits:
+    def from_mask(cls, mask: BlockMask, chunk_blocks: int, shared: np.ndarray | None = None) -> Visits:
         blocks = mask.grid.q_blocks
-        chunks = -(-blocks // per)
-        visited = np.diff(mask.by_query.row_ptr.numpy())
-        work = _head_shares(mask) @ np.add.reduceat(
-            visited if shared is None else visited * ~shared, np.arange(chunks) * per, axis=1
-        )
+        chunks = -(-blocks // chunk_blocks)
+        visited = np.diff(mask.by_query.row_ptr.numpy()) * (True if shared is None else ~shared)
+        work = _head_shares(mask) @ np.add.reduceat(visited, np.arange(chunks) * chunk_blocks, axis=1)
         needed = np.zeros(chunks * blocks, bool)
-        for _, chunk, cols in _entries_by_chunk(mask, per, shared):
+        for _, chunk, cols in _entries_by_chunk(mask, chunk_blocks, shared):
             needed[chunk * blocks + cols] = True
         needs = np.flatnonzero(needed)
-        return cls(mask, per, work, np.searchsorted(needs, np.arange(chunks + 1) * blocks), needs % blocks, shared)
+        return cls(mask, chunk_blocks, work, np.searchsorted(needs, np.arange(chunks + 1) * blocks), needs % blocks, shared)
 
     def without_shared_rows(self, sizes: SequenceSizes) -> Visits | None:
         """Returns the visits without the rows that visit most columns, in the mean over heads; None if no row does, or too many."""
@@ -67,7 +65,7 @@ class Visits:
         if group not in self._without_shared:
             heavy = _head_shares(self.mask) @ np.diff(self.mask.by_query.row_ptr.numpy()) > _HEAVY_SHARE * self.mask.grid.kv_blocks
             few = 0 < heavy.sum() * group <= _FEW_SHARE * len(heavy)
-            self._without_shared[group] = Visits.of(self.mask, self.per, heavy) if few else None
+            self._without_shared[group] = Visits.from_mask(self.mask, self.chunk_blocks, heavy) if few else None
         return self._without_shared[group]
 
     @property
@@ -78,8 +76,8 @@ class Visits:
     def pairs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns (row chunk, column chunk, visited blocks, the mean over heads) of each pair of chunks with visited blocks."""
         blocks = np.zeros(self.chunks**2)
-        for share, chunk, cols in _entries_by_chunk(self.mask, self.per, self.shared):
-            blocks += share * np.bincount(chunk * self.chunks + cols // self.per, minlength=len(blocks))
+        for share, chunk, cols in _entries_by_chunk(self.mask, self.chunk_blocks, self.shared):
+            blocks += share * np.bincount(chunk * self.chunks + cols // self.chunk_blocks, minlength=len(blocks))
         visited = np.flatnonzero(blocks)
         return *np.divmod(visited, self.chunks), blocks[visited]
 
@@ -90,47 +88,48 @@ def _head_shares(mask: BlockMask) -> np.ndarray:
 
 
 def _entries_by_chunk(
-    mask: BlockMask, per: int, without: np.ndarray | None = None
+    mask: BlockMask, chunk_blocks: int, without: np.ndarray | None = None
 ) -> Iterator[tuple[float, np.ndarray, np.ndarray]]:
     """Yields (share of heads, chunk of each row, column) of a mask's visited blocks, some rows of a stored mask at a time.
     without: (q_blocks,) bool, rows that are left out."""
-    ptr, cols, share = mask.by_query.row_ptr.numpy(), mask.by_query.col_idx.numpy(), _head_shares(mask)
-    chunk_of_row = np.arange(mask.grid.q_blocks) // per
-    for number in range(mask.masks):
-        row = 0
-        while row < mask.grid.q_blocks:
-            stop = max(row + 1, int(np.searchsorted(ptr[number], ptr[number, row] + _MOST_ENTRIES, side="right")) - 1)
-            counts, visited = np.diff(ptr[number, row : stop + 1]), cols[ptr[number, row] : ptr[number, stop]]
+    cols, rows = mask.by_query.col_idx.numpy(), mask.grid.q_blocks
+    chunk_of_row = np.arange(rows) // chunk_blocks
+    for share, ptr in zip(_head_shares(mask).tolist(), mask.by_query.row_ptr.numpy(), strict=True):
+        first = 0
+        while first < rows:
+            # As many rows as have _MOST_ENTRIES entries together, one at least.
+            stop = max(first + 1, int(np.searchsorted(ptr, ptr[first] + _MOST_ENTRIES, side="right")) - 1)
+            counts, visited = np.diff(ptr[first : stop + 1]), cols[ptr[first] : ptr[stop]]
             if without is not None:
-                visited = visited[np.repeat(~without[row:stop], counts)]
-                counts = counts * ~without[row:stop]
-            yield float(share[number]), np.repeat(chunk_of_row[row:stop], counts), visited
-            row = stop
+                visited = visited[np.repeat(~without[first:stop], counts)]
+                counts = counts * ~without[first:stop]
+            yield share, np.repeat(chunk_of_row[first:stop], counts), visited
+            first = stop
 
 
 @dataclass(frozen=True, eq=False)
 class Owners:
     """Records which blocks each rank owns.
 
-    name: how chunks were assigned. owner: (chunks,) int64, the rank of each chunk of ``per`` blocks.
+    name: how chunks were assigned. owner: (chunks,) int64, the rank of each chunk of ``chunk_blocks`` blocks.
     blocks: (ranks, blocks of a rank) int64, the blocks of each rank, ascending, then -1 for padding. All ranks have equally many.
     """
 
     name: str
     owner: np.ndarray
-    per: int
+    chunk_blocks: int
     blocks: np.ndarray
 
     @classmethod
-    def of(cls, name: str, owner: np.ndarray, per: int, blocks: int, ranks: int) -> Owners:
+    def from_chunks(cls, name: str, owner: np.ndarray, chunk_blocks: int, blocks: int, ranks: int) -> Owners:
         """blocks: the number of blocks of the whole sequence."""
-        owner_of_block = owner[np.arange(blocks) // per]
+        owner_of_block = owner[np.arange(blocks) // chunk_blocks]
         owned = np.bincount(owner_of_block, minlength=ranks)
         # All assignments have this width, so all have the same shapes. Every rank may then have padding.
-        width = min(blocks, -(-len(owner) // ranks) * per)
+        width = min(blocks, -(-len(owner) // ranks) * chunk_blocks)
         by_rank = np.full((ranks, width), -1)
         by_rank[np.arange(width) < owned[:, None]] = np.argsort(owner_of_block, kind="stable")
-        return cls(name, owner, per, by_rank)
+        return cls(name, owner, chunk_blocks, by_rank)
 
     @property
     def ranks(self) -> int:
@@ -144,8 +143,8 @@ class Owners:
         positions = positions.reshape(self.ranks, -1)
         return positions[:, :q_len] if self.ranks == 1 else positions
 
-    def under(self, visits: Visits) -> Assignment:
-        return Assignment(self.name, self.owner, self.per, self.blocks, visits)
+    def with_visits(self, visits: Visits) -> Assignment:
+        return Assignment(self.name, self.owner, self.chunk_blocks, self.blocks, visits)
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,19 +156,12 @@ class Assignment(Owners):
     @cached_property
     def owner_of_block(self) -> np.ndarray:
         """Returns (blocks,) int64, the rank that owns each block."""
-        return self.owner[np.arange(self.visits.mask.grid.q_blocks) // self.per]
+        return self.owner[np.arange(self.visits.mask.grid.q_blocks) // self.chunk_blocks]
 
     @cached_property
-    def load(self) -> np.ndarray:
+    def visited(self) -> np.ndarray:
         """Returns (ranks,) float64: how many blocks the rows of each rank visit, the mean over heads."""
         return np.bincount(self.owner, self.visits.work, self.ranks)
-
-    @cached_property
-    def near(self) -> np.ndarray:
-        """Returns (ranks,) float64: how many of its own blocks the rows of each rank visit, the mean over heads."""
-        row, col, blocks = self.visits.pairs
-        own = self.owner[row] == self.owner[col]
-        return np.bincount(self.owner[row[own]], blocks[own], self.ranks)
 
     @cached_property
     def visiting_rows(self) -> np.ndarray:
@@ -178,14 +170,16 @@ class Assignment(Owners):
         row, col, _ = self.visits.pairs
         visits_others = np.zeros(self.visits.chunks, bool)
         visits_others[row[self.owner[row] != self.owner[col]]] = True
-        return self.sum_by_rank(visits_others[np.arange(len(self.owner_of_block)) // self.per]).astype(np.int64)
+        return self.sum_by_rank(visits_others[np.arange(len(self.owner_of_block)) // self.chunk_blocks]).astype(np.int64)
 
     def call_times(self, sizes: SequenceSizes, link_rate: float) -> list[tuple[CallTimes, CallTimes]]:
         """Returns (forward pass, backward pass) of each rank. Exchanges of shared rows are not included."""
-        far, near = (self.load - self.near) * sizes.heads, (self.near + self.shared_load) * sizes.heads
+        own = self.visited_by_owner.diagonal()
+        visits = (own + self.visited_by_shared_rows) * sizes.heads, (self.visited - own) * sizes.heads
+        held = self.blocks.shape[1]
         return [
-            call_times(on_near, on_far, visiting, self.blocks.shape[1], received, sizes, link_rate)
-            for on_near, on_far, visiting, received in zip(near, far, self.visiting_rows, self.received, strict=True)
+            call_times(RankWork(own_visits, other_visits, visiting_rows, held, received), sizes, link_rate)
+            for own_visits, other_visits, visiting_rows, received in zip(*visits, self.visiting_rows, self.received, strict=True)
         ]
 
     def sum_by_rank(self, values: np.ndarray) -> np.ndarray:
@@ -193,16 +187,16 @@ class Assignment(Owners):
         return np.bincount(self.owner_of_block, values, self.ranks)
 
     @cached_property
-    def shared_load(self) -> np.ndarray:
+    def visited_by_shared_rows(self) -> np.ndarray:
         """Returns (ranks,) float64: how many blocks of each rank the shared rows of all ranks visit, the mean over heads."""
         of_columns = np.zeros(len(self.owner_of_block))
         if self.visits.shared is not None:
-            for share, _, cols in _entries_by_chunk(self.visits.mask, self.per, ~self.visits.shared):
+            for share, _, cols in _entries_by_chunk(self.visits.mask, self.chunk_blocks, ~self.visits.shared):
                 of_columns += share * np.bincount(cols, minlength=len(of_columns))
         return self.sum_by_rank(of_columns)
 
     @cached_property
-    def work(self) -> np.ndarray:
+    def visited_by_owner(self) -> np.ndarray:
         """Returns (ranks, ranks) float64: [i, j] is how many blocks of rank j the rows of rank i visit, the mean over heads."""
         row, col, blocks = self.visits.pairs
         ranks = self.ranks
@@ -280,11 +274,11 @@ def candidates(visits: Sequence[Visits], layers: Sequence[int], ranks: int) -> l
         owners["zigzag" if folds == 1 else f"zigzag in {folds} stretches"] = fold_chunks(chunks, ranks, folds)
         folds *= 2
     owners["levelled"] = balance_chunks(_summed_work(visits, layers), ranks)
-    most = -(-chunks // ranks)
+    most_chunks = -(-chunks // ranks)
     return [
-        Owners.of(name, owner, visits[0].per, visits[0].mask.grid.q_blocks, ranks)
+        Owners.from_chunks(name, owner, visits[0].chunk_blocks, visits[0].mask.grid.q_blocks, ranks)
         for name, owner in owners.items()
-        if np.bincount(owner, minlength=ranks).max() <= most
+        if np.bincount(owner, minlength=ranks).max() <= most_chunks
     ]
 
 
@@ -306,7 +300,7 @@ def improve_owners(start: Owners, visits: Sequence[Visits], layers: Sequence[int
         if len(greatest) > _LOOK_BACK and greatest[-1] > _LEAST_PROGRESS * greatest[-_LOOK_BACK]:
             break
     blocks = visits[0].mask.grid.q_blocks
-    return Owners.of(f"{start.name}, then exchanged", search.owner, start.per, blocks, start.ranks)
+    return Owners.from_chunks(f"{start.name}, then exchanged", search.owner, start.chunk_blocks, blocks, start.ranks)
 
 
 class _Search:
@@ -315,7 +309,7 @@ class _Search:
     def __init__(self, start: Owners, visits: Sequence[Visits], layers: Sequence[int], fetching: float):
         self.owner, self.work = start.owner.copy(), _summed_work(visits, layers)
         blocks = visits[0].mask.grid.q_blocks
-        chunk = np.arange(blocks) // start.per
+        chunk = np.arange(blocks) // start.chunk_blocks
         columns = len(visits) * blocks
         self.weight = np.repeat(fetching * np.asarray(layers, np.float64), blocks)
         touched = []
@@ -338,41 +332,42 @@ class _Search:
         return self.cols[concat_ranges(self.ptr[chunks], counts)], np.cumsum(counts) - counts
 
     def _cost_of(self, rank: int) -> float:
-        mine = self.chunks_of[rank]
-        return float(self.work[mine].sum() + self.weight[self.holders[rank] > 0].sum() - self.owned[mine].sum())
+        chunks = self.chunks_of[rank]
+        return float(self.work[chunks].sum() + self.weight[self.holders[rank] > 0].sum() - self.owned[chunks].sum())
 
-    def _fetch_costs(self, of: int, at: int, holders: int) -> np.ndarray:
-        """Returns, for each chunk of rank ``of``, the fetching cost of its columns that ``holders`` chunks of rank ``at`` touch."""
-        cols, first = self.touched_by[of]
-        return np.add.reduceat(np.where(self.holders[at] == holders, self.weight, 0)[cols], first)
+    def _fetch_costs(self, owner: int, rank: int, holders: int) -> np.ndarray:
+        """Returns, for each chunk of ``owner``, the fetching cost of its columns that exactly ``holders`` chunks of ``rank``
+        touch."""
+        cols, first = self.touched_by[owner]
+        return np.add.reduceat(np.where(self.holders[rank] == holders, self.weight, 0)[cols], first)
 
     def step(self) -> bool:
         """Makes the next exchange. Returns whether there was one."""
-        high = int(self.cost.argmax())
-        theirs = self.chunks_of[high]
-        leaves = -self.work[theirs] - self._fetch_costs(high, high, 1)
-        for low in np.argsort(self.cost, kind="stable")[:_PARTNERS].tolist():
-            mine = self.chunks_of[low]
-            if low == high or not len(mine):
+        costliest = int(self.cost.argmax())
+        given = self.chunks_of[costliest]
+        saved = self.work[given] + self._fetch_costs(costliest, costliest, 1)
+        for cheapest in np.argsort(self.cost, kind="stable")[:_PARTNERS].tolist():
+            taken = self.chunks_of[cheapest]
+            if cheapest == costliest or not len(taken):
                 continue
-            # The costs after an exchange of each of their chunks (rows) for each of mine (columns). A block that both chunks touch
-            # may count as fetched, so the costs are upper bounds.
-            of_high = self.cost[high] + leaves[:, None] + self.work[mine] + self._fetch_costs(low, high, 0)
-            arrives = self.work[theirs] + self._fetch_costs(high, low, 0)
-            of_low = self.cost[low] + arrives[:, None] - self.work[mine] - self._fetch_costs(low, low, 1)
-            greater = np.maximum(of_high, of_low, out=of_high)
+            # The costs of both ranks after an exchange of each given chunk (rows) for each taken one (columns). A block that both
+            # chunks touch may count as fetched, so the costs are upper bounds.
+            costly = self.cost[costliest] - saved[:, None] + self.work[taken] + self._fetch_costs(cheapest, costliest, 0)
+            added = self.work[given] + self._fetch_costs(costliest, cheapest, 0)
+            cheap = self.cost[cheapest] + added[:, None] - self.work[taken] - self._fetch_costs(cheapest, cheapest, 1)
+            greater = np.maximum(costly, cheap, out=costly)
             best = int(greater.argmin())
-            if greater.flat[best] < self.cost[high] * _LEAST_GAIN:
-                self._exchange(high, theirs[best // len(mine)], low, mine[best % len(mine)])
+            if greater.flat[best] < self.cost[costliest] * _LEAST_GAIN:
+                self._exchange(costliest, given[best // len(taken)], cheapest, taken[best % len(taken)])
                 return True
         return False
 
-    def _exchange(self, high: int, chunk: int, low: int, other: int) -> None:
-        self.owner[chunk], self.owner[other] = low, high
-        for rank, leaving, coming in ((high, chunk, other), (low, other, chunk)):
-            self.holders[rank, self.cols[self.ptr[leaving] : self.ptr[leaving + 1]]] -= 1
-            self.holders[rank, self.cols[self.ptr[coming] : self.ptr[coming + 1]]] += 1
-            self.chunks_of[rank] = np.flatnonzero(self.owner == rank)
-            self.touched_by[rank] = self._touched(self.chunks_of[rank])
-        for rank in (high, low):
-            self.cost[rank] = self._cost_of(rank)
+    def _exchange(self, rank: int, chunk: int, other_rank: int, other_chunk: int) -> None:
+        """Exchanges two chunks between their owners."""
+        self.owner[chunk], self.owner[other_chunk] = other_rank, rank
+        for owner, leaving, coming in ((rank, chunk, other_chunk), (other_rank, other_chunk, chunk)):
+            self.holders[owner, self.cols[self.ptr[leaving] : self.ptr[leaving + 1]]] -= 1
+            self.holders[owner, self.cols[self.ptr[coming] : self.ptr[coming + 1]]] += 1
+            self.chunks_of[owner] = np.flatnonzero(self.owner == owner)
+            self.touched_by[owner] = self._touched(self.chunks_of[owner])
+            self.cost[owner] = self._cost_of(owner)

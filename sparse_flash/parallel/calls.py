@@ -15,7 +15,7 @@ from ..kernels.common.streams import current_device
 from ..masks.block_mask import BlockMask
 from ..variant.variant import Variant
 from .routes import LocalMask, TwoCalls
-from .transfer import pack, unpacked
+from .transfer import pack, unpack
 
 if TYPE_CHECKING:
     from ..kernels.hopper.backward import JointBackward
@@ -43,7 +43,7 @@ class PartialAttention(NamedTuple):
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: LocalMask) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (out, lse) over the columns of the mask."""
-        run, table, variant = self._prepared(q, k, v, mask)
+        run, table, variant = self._prepare_call(q, k, v, mask)
         return run.forward(q, k, v, table, self.scale, self.deterministic, variant)
 
     def backward(
@@ -51,7 +51,7 @@ class PartialAttention(NamedTuple):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns (dq, dk, dv) from the pairs of the mask. results: out and lse over all columns, as the probabilities need the
         whole lse."""
-        run, table, variant = self._prepared(q, k, v, mask)
+        run, table, variant = self._prepare_call(q, k, v, mask)
         dout, dlse, out, lse = results
         return run.backward(dout, dlse, q, k, v, out, lse, table, self.scale, self.deterministic, variant)
 
@@ -62,15 +62,16 @@ class PartialAttention(NamedTuple):
         separate = SeparateCalls(self, q, results, calls)
         if calls.far is None or self.dropout is not None or self.deterministic:
             return separate
-        theirs = unpacked(fetched, k.shape[3])
-        near, far = self._prepared(q, k, v, calls.near), self._prepared(q, *theirs, calls.far)
-        if not near[0] is far[0] is hopper:
+        fetched_keys, fetched_values = unpack(fetched, k.shape[3])
+        own_backend, own_mask, _ = self._prepare_call(q, k, v, calls.near)
+        fetched_backend, fetched_mask, _ = self._prepare_call(q, fetched_keys, fetched_values, calls.far)
+        if not own_backend is fetched_backend is hopper:
             return separate
-        dout, dlse, out, lse = results
-        joint = hopper.joint_backward(dout, dlse, q, out, lse, [(k, v, near[1]), (*theirs, far[1])], self.scale)
-        return separate if joint is None else JointCalls(joint, near[1], far[1])
+        keys = [(k, v, own_mask), (fetched_keys, fetched_values, fetched_mask)]
+        joint = hopper.joint_backward(results.dout, results.dlse, q, results.out, results.lse, keys, self.scale)
+        return separate if joint is None else JointCalls(joint, own_mask, fetched_mask)
 
-    def _prepared(
+    def _prepare_call(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: LocalMask
     ) -> tuple[ModuleType, BlockMask | None, Variant | None]:
         table, variant = table_and_variant(mask, self.dropout, q.is_cuda)
@@ -80,48 +81,50 @@ class PartialAttention(NamedTuple):
 
 
 class SeparateCalls:
-    """Runs a backward pass in two calls of a back end, in either order. ``queries`` adds their dq at the end."""
+    """Runs a backward pass in two calls of a back end, in either order, and adds their dq."""
 
     def __init__(self, run: PartialAttention, q: torch.Tensor, results: RowResults, calls: TwoCalls) -> None:
         self._run, self._q, self._results, self._calls = run, q, results, calls
-        self._dq_far: torch.Tensor | None = None
+        self._dq: torch.Tensor | None = None
 
-    def near(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def own_gradients(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (dk, dv) of the rank's own columns."""
-        self._dq, dk, dv = self._run.backward(self._q, k, v, self._results, self._calls.near)
-        return dk, dv
+        return self._call(k, v, self._calls.near)
 
-    def far(self, fetched: torch.Tensor, gradients: torch.Tensor) -> None:
+    def write_fetched_gradients(self, fetched: torch.Tensor, gradients: torch.Tensor) -> None:
         """Writes the gradients of fetched blocks to ``gradients``."""
-        if self._calls.far is None:
-            return
-        theirs = unpacked(fetched, self._q.shape[3])
-        self._dq_far, dk, dv = self._run.backward(self._q, *theirs, self._results, self._calls.far)
-        pack(dk, dv, gradients)
+        if self._calls.far is not None:
+            pack(*self._call(*unpack(fetched, self._q.shape[3]), self._calls.far), gradients)
 
-    def queries(self) -> torch.Tensor:
-        """Returns dq of both calls."""
-        return self._dq if self._dq_far is None else self._dq.add_(self._dq_far)
+    def query_gradients(self) -> torch.Tensor:
+        """Returns dq, after both calls."""
+        assert self._dq is not None
+        return self._dq
+
+    def _call(self, k: torch.Tensor, v: torch.Tensor, mask: LocalMask) -> tuple[torch.Tensor, torch.Tensor]:
+        dq, dk, dv = self._run.backward(self._q, k, v, self._results, mask)
+        self._dq = dq if self._dq is None else self._dq.add_(dq)
+        return dk, dv
 
 
 class JointCalls(NamedTuple):
-    """Replaces ``SeparateCalls`` on Hopper. Both calls accumulate into one dq, and write
-    gradients of fetched blocks straight to the message."""
+    """Replaces ``SeparateCalls`` on Hopper. Both calls accumulate into one dq, and write gradients of fetched blocks straight to
+    the message."""
 
     joint: JointBackward
-    near_mask: BlockMask | None
-    far_mask: BlockMask | None
+    own_mask: BlockMask | None
+    fetched_mask: BlockMask | None
 
-    def near(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def own_gradients(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         with current_device(k.device):
-            return self.joint.add_keys(k, v, self.near_mask)
+            return self.joint.add_keys(k, v, self.own_mask)
 
-    def far(self, fetched: torch.Tensor, gradients: torch.Tensor) -> None:
+    def write_fetched_gradients(self, fetched: torch.Tensor, gradients: torch.Tensor) -> None:
         head_dim = self.joint.q.shape[3]
         with current_device(fetched.device):
-            self.joint.add_keys(*unpacked(fetched, head_dim), self.far_mask, unpacked(gradients, head_dim))
+            self.joint.add_keys(*unpack(fetched, head_dim), self.fetched_mask, unpack(gradients, head_dim))
 
-    def queries(self) -> torch.Tensor:
+    def query_gradients(self) -> torch.Tensor:
         with current_device(self.joint.q.device):
             return self.joint.round_dq()
 
@@ -134,19 +137,19 @@ def table_and_variant(mask: LocalMask, dropout: Variant | None, on_gpu: bool) ->
     return mask.mask, replace(dropout, q_positions=mask.q_positions, kv_positions=mask.kv_positions)
 
 
-def merge(out: torch.Tensor, lse: torch.Tensor, part: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Merges results of the same rows over other keys into out and lse, in place."""
-    part_out, part_lse = part
+def merge(out: torch.Tensor, lse: torch.Tensor, partial: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Merges (out, lse) of the same rows over other keys into out and lse, in place."""
+    other_out, other_lse = partial
     if triton_backend.by_kernels(out.device):
         from ..kernels.portable.merge import merge_results
 
         with current_device(out.device):
-            merge_results(out, lse, part_out, part_lse)
+            merge_results(out, lse, other_out, other_lse)
         return
-    total = torch.logaddexp(lse, part_lse)
+    total = torch.logaddexp(lse, other_lse)
     # A query that keeps nothing has lse -inf in both results and in total: its weights are 0, not NaN.
-    mine, theirs = ((x - total).exp().masked_fill(x == float("-inf"), 0)[..., None] for x in (lse, part_lse))
-    out.mul_(mine).addcmul_(part_out, theirs)
+    weight, other_weight = ((x - total).exp().masked_fill(x == float("-inf"), 0)[..., None] for x in (lse, other_lse))
+    out.mul_(weight).addcmul_(other_out, other_weight)
     lse.copy_(total)
 
 

@@ -20,7 +20,7 @@ LINK_RATE = 255e9  # bytes per second that a rank receives
 # An exchange slows the call beside it. The cost is a share of the time in which both run.
 _COST_OF_HIDING = 0.25
 # Blocks of others take longer in a backward call of their own than in one call on all blocks, by this factor.
-_FAR_BACKWARD = 1.2
+_OTHERS_BACKWARD = 1.2
 # Bytes that kernels read and write in a forward pass for each element of a row in 16 bits.
 _CALL_BYTES = 4  # a call on blocks of others: reads q, writes out
 _MERGE_BYTES = 6  # the merge after it: reads both results, writes one
@@ -67,15 +67,30 @@ def _memory_rate() -> float:
 
 
 class CallTimes(NamedTuple):
-    """Holds the seconds of a pass in which blocks travel. one: the exchange, then one call on all columns. two: a call on the
-    rank's own columns, which overlaps the exchange, then a call on the columns of others."""
+    """Holds the seconds of a pass in which blocks travel. one_call: the exchange, then one call on all columns. two_calls: a call
+    on the rank's own columns, which overlaps the exchange, then a call on the columns of others."""
 
-    one: float
-    two: float
+    one_call: float
+    two_calls: float
 
     @property
     def overlaps(self) -> bool:
-        return self.two < self.one
+        return self.two_calls < self.one_call
+
+
+class RankWork(NamedTuple):
+    """Holds what decides one rank's times.
+
+    own_visits, other_visits: visited blocks in the rank's own columns and in the columns of others, summed over heads.
+    visiting_rows: how many of the rank's block rows visit blocks of others. held: blocks of the rank, padding included. received:
+    blocks that it gets.
+    """
+
+    own_visits: float
+    other_visits: float
+    visiting_rows: float
+    held: int
+    received: float
 
 
 def slowest(times: Iterable[CallTimes]) -> CallTimes:
@@ -84,37 +99,34 @@ def slowest(times: Iterable[CallTimes]) -> CallTimes:
     All ranks make equally many calls: if they differ, a rank with two calls waits for a rank with one, which sends its gradients
     late (docs/performance/several-gpus.md, "One call or two").
     """
-    return CallTimes(*(max(of_all) for of_all in zip(*times, strict=True)))
+    return CallTimes(*(max(seconds) for seconds in zip(*times, strict=True)))
 
 
-def call_times(
-    near: float, far: float, visiting: float, own: int, received: float, sizes: SequenceSizes, link_rate: float
-) -> tuple[CallTimes, CallTimes]:
-    """Returns one rank's times: (forward pass, backward pass).
-
-    near, far: visited blocks in the rank's own columns and in the columns of others, summed over heads. visiting: how many of the
-    rank's block rows visit blocks of others. own: blocks that the rank holds, padding included. received: blocks that it gets.
-    """
+def call_times(work: RankWork, sizes: SequenceSizes, link_rate: float) -> tuple[CallTimes, CallTimes]:
+    """Returns one rank's times: (forward pass, backward pass)."""
     # In the backward pass gradients travel instead of blocks. The estimate assumes that a rank sends as many blocks as it gets.
-    travel = received * sizes.block_bytes / link_rate
+    travel = work.received * sizes.block_bytes / link_rate
     # One call needs all blocks in one tensor, so own and fetched blocks are copied into it, and gradients out of it. In a forward
     # pass the exchange hides the copy of own blocks. Two calls copy only the gradients of fetched blocks.
-    copied_own = copy_seconds(own * sizes.block_bytes) if received else 0.0
-    sent_back = copy_seconds(received * sizes.block_bytes)
-    row = sizes.heads * sizes.block_size * HEAD_DIM / _memory_rate()  # seconds of a byte for each element
+    copy_own = copy_seconds(work.held * sizes.block_bytes) if work.received else 0.0
+    copy_fetched = copy_seconds(work.received * sizes.block_bytes)
     # Queries that visit no block of others are read, and their zeros written, but not merged. Backward calls accumulate into one dQ
     # (``calls.JointCalls``).
-    merged = (_CALL_BYTES * own * bool(visiting) + _MERGE_BYTES * visiting) * row
-    # near and far are summed before the conversion, so that assignments with equal sums tie to the last bit.
-    rows = own * sizes.heads
-    on_near, on_all, near_back, all_back = (
-        _call_seconds(backward, rows, blocks, sizes) for backward in (False, True) for blocks in (near, near + far)
+    byte_of_row = sizes.heads * sizes.block_size * HEAD_DIM / _memory_rate()  # seconds of a byte for each element
+    merge = (_CALL_BYTES * work.held * bool(work.visiting_rows) + _MERGE_BYTES * work.visiting_rows) * byte_of_row
+    # Visits are summed before the conversion, so that assignments with equal sums tie to the last bit.
+    rows, all_visits = work.held * sizes.heads, work.own_visits + work.other_visits
+    call_on_all, call_on_own, call_on_others = (
+        [_call_seconds(backward, of_rows, visits, sizes) for backward in (False, True)]
+        for of_rows, visits in ((rows, all_visits), (rows, work.own_visits), (0, work.other_visits))
     )
-    on_far, far_back = (_call_seconds(backward, 0, far, sizes) for backward in (False, True))
-    forward = CallTimes(on_all + max(travel, copied_own) + sent_back, _overlapped_seconds(on_near, travel) + on_far + merged)
+    forward = CallTimes(
+        call_on_all[0] + max(travel, copy_own) + copy_fetched,
+        _overlapped_seconds(call_on_own[0], travel) + call_on_others[0] + merge,
+    )
     backward = CallTimes(
-        all_back + travel + 2 * (copied_own + sent_back),
-        _FAR_BACKWARD * far_back + _overlapped_seconds(near_back, travel) + sent_back,
+        call_on_all[1] + travel + 2 * (copy_own + copy_fetched),
+        _OTHERS_BACKWARD * call_on_others[1] + _overlapped_seconds(call_on_own[1], travel) + copy_fetched,
     )
     return forward, backward
 

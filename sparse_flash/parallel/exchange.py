@@ -7,7 +7,7 @@ stream, and keeps them alive until the current stream waits for that stream. The
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,115 +15,158 @@ import torch.distributed as dist
 from .. import backends
 from ..compat.flop_counter import flop_formula
 from ..compat.names import operator_name
+from ..dispatch.call import AttentionCall
 from ..dispatch.flops import backward_flops, count_mask_pairs, forward_flops, have_values, kept_pairs
 from ..dispatch.operators import prepare_upstream, refuse_second_derivatives
 from ..variant.variant import Variant
-from .calls import PartialAttention, RowResults, add_blocks, merge
+from .calls import JointCalls, PartialAttention, RowResults, SeparateCalls, add_blocks, merge
 from .queries import attend_queries, differentiate_queries, merge_shared_rows, send_queries, send_results, write_query_gradients
 from .routes import OneCall, Peers, Route, TwoCalls
 from .transfer import (
+    Message,
     PendingExchange,
-    allocate_message,
     append_fetched,
     as_tokens,
     block_shape,
     empty_blocks,
-    memory_for,
     pack,
     pack_with_space,
     split_packed,
-    start_exchange,
-    unpacked,
+    unpack,
+)
+
+_Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class _Settings(NamedTuple):
+    """Holds the last arguments of the operators of both passes, in their order. handle: of a Route. seed, batch_heads: of dropout.
+    scale: None for 1 / sqrt(head_dim)."""
+
+    handle: torch.Tensor
+    seed: torch.Tensor | None
+    batch_heads: torch.Tensor | None
+    keep_fetched: bool
+    scale: float | None
+    deterministic: bool
+    backend: str
+    dropout_p: float
+
+    def partial_attention(self, q: torch.Tensor) -> PartialAttention:
+        scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
+        dropout = None
+        if self.seed is not None:
+            dropout = Variant(seed=self.seed, batch_heads=self.batch_heads, dropout_p=self.dropout_p)
+        return PartialAttention(scale, self.deterministic, self.backend, dropout)
+
+
+_TENSORS = 3  # settings that are tensors, the first ones
+_SCHEMA = (
+    "Tensor handle, Tensor? seed, Tensor? batch_heads, "
+    "bool keep_fetched, float? scale, bool deterministic, str backend, float dropout_p) -> (Tensor, Tensor, Tensor)"
 )
 
 
 def attend_blocks(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    columns: torch.Tensor,
-    handle: torch.Tensor,
-    block_size: int,
-    keep_fetched: bool,
-    scale: float | None,
-    deterministic: bool,
-    backend: str,
-    dropout: Variant | None,
+    call: AttentionCall, columns: torch.Tensor, handle: torch.Tensor, block_size: int, keep_fetched: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attends the rank's queries to its own keys and to fetched keys. Returns (out, lse), differentiable in q, k and v.
 
-    q, k, v: as for ``sf.attention``, the rank's tokens, whole blocks. columns: a tensor with an element for each fetched block, at
-    least two. Its length tells the compiler their number as a dynamic shape. handle: of a Route of block_size. keep_fetched:
-    whether fetched blocks are saved for the backward pass. dropout: as in ``PartialAttention``.
+    call: of the rank's tokens, whole blocks; without sinks. Its variant is the dropout of ``PartialAttention``. columns: a tensor
+    with an element for each fetched block, at least two. Its length tells the compiler their number as a dynamic shape. handle: of
+    a Route of block_size. keep_fetched: whether fetched blocks are saved for the backward pass.
     """
+    dropout = call.variant
     seed, batch_heads, dropout_p = (None, None, 0.0) if dropout is None else (dropout.seed, dropout.batch_heads, dropout.dropout_p)
-    options = block_size, keep_fetched, scale, deterministic, backend, dropout_p
-    return _attend_blocks(q, k, v, columns, handle, seed, batch_heads, *options)[:2]
+    settings = handle, seed, batch_heads, keep_fetched, call.scale, call.deterministic, call.backend, dropout_p
+    return _attend_blocks(call.q, call.k, call.v, columns, block_size, *settings)[:2]
 
 
-@torch.library.custom_op(operator_name("context_attention"), mutates_args=())
+@torch.library.custom_op(
+    operator_name("context_attention"),
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor columns, SymInt block_size, {_SCHEMA}",
+)
 def _attend_blocks(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    columns: torch.Tensor,
-    handle: torch.Tensor,
-    seed: torch.Tensor | None,
-    batch_heads: torch.Tensor | None,
-    block_size: int,
-    keep_fetched: bool,
-    scale: float | None,
-    deterministic: bool,
-    backend: str,
-    dropout_p: float,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, columns: torch.Tensor, block_size: int, *given: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns (out, lse, the fetched blocks). The third is empty if they are not kept."""
-    route = Route.from_handle(handle)
+    """Returns (out, lse, the fetched blocks). The third is empty if they are not kept. given: ``_Settings``."""
+    settings = _Settings(*given)
+    run, route = settings.partial_attention(q), Route.from_handle(settings.handle)
     calls, shared = route.forward, route.shared
-    run = PartialAttention(_scale_of(q, scale), deterministic, backend, _dropout_variant(seed, batch_heads, dropout_p))
     buffer = empty_blocks(k, v, len(columns), block_size)
     # All ranks start their exchanges in this order, whatever they compute in between.
     queries = send_queries(q, shared, route) if shared else None
-    arriving = _fetch(k, v, buffer, route)
-    every = None
+    fetching = _fetch(k, v, buffer, route)
+    space = None
     if isinstance(calls, TwoCalls):
-        arriving.wait_for_start()
+        fetching.wait_for_start()
         out, lse = run.forward(q, k, v, calls.near)
     elif route.received:
-        every = pack_with_space(k, v, route.received, block_size)
-    parts = attend_queries(queries, k, v, run, shared, route) if shared and queries else None
-    fetched = arriving.arrived()
+        space = pack_with_space(k, v, route.received, block_size)
+    partial = attend_queries(queries, k, v, run, shared, route) if shared and queries else None
+    fetched = fetching.wait()
     if isinstance(calls, OneCall):
-        out, lse = run.forward(q, *append_fetched(k, v, fetched, every), calls.mask)
+        out, lse = run.forward(q, *append_fetched(k, v, fetched, space), calls.mask)
     elif calls.far is not None:
-        merge(out, lse, run.forward(q, *unpacked(fetched, k.shape[3]), calls.far))
-    if shared and parts:
-        merge_shared_rows(out, lse, parts, shared)
-    return out, lse, buffer if keep_fetched else buffer.new_empty(0)
+        merge(out, lse, run.forward(q, *unpack(fetched, k.shape[3]), calls.far))
+    if shared and partial:
+        merge_shared_rows(out, lse, partial, shared)
+    return out, lse, buffer if settings.keep_fetched else buffer.new_empty(0)
 
 
 @_attend_blocks.register_fake
 def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    columns: torch.Tensor,
-    handle: torch.Tensor,
-    seed: torch.Tensor | None,
-    batch_heads: torch.Tensor | None,
-    block_size: int,
-    keep_fetched: bool,
-    scale: float | None,
-    deterministic: bool,
-    backend: str,
-    dropout_p: float,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, columns: torch.Tensor, block_size: int, *given: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-    buffer = empty_blocks(k, v, columns.shape[0], block_size) if keep_fetched else k.new_empty(0)
+    kept = _Settings(*given).keep_fetched
+    buffer = empty_blocks(k, v, columns.shape[0], block_size) if kept else k.new_empty(0)
     return backends.empty_out(q, v.shape[3]), lse, buffer
 
 
-@torch.library.custom_op(operator_name("context_attention_backward"), mutates_args=())
+class _BackwardPass(NamedTuple):
+    """Holds what a backward pass reads, in one call or in two. fetching: blocks of others, saved or on their way. Both methods
+    return ((dq, dk, dv) of the rank's tokens, the gradients of the blocks that the rank sent, on their way)."""
+
+    run: PartialAttention
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    results: RowResults
+    fetching: PendingExchange
+    route: Route
+
+    def run_one_call(self, calls: OneCall) -> tuple[_Gradients, PendingExchange]:
+        k, v, tokens = self.k, self.v, self.k.shape[2]
+        dq, dk, dv = self.run.backward(self.q, *append_fetched(k, v, self.fetching.wait()), self.results, calls.mask)
+        message = _allocate_gradients(k, v, self.route)
+        pack(dk[:, :, tokens:], dv[:, :, tokens:], message.pieces)
+        returning = _send_gradients(message, self.route)
+        dk, dv = (torch.empty_like(t).copy_(gradient[:, :, :tokens]) for t, gradient in ((k, dk), (v, dv)))
+        return (dq, dk, dv), returning
+
+    def run_two_calls(self, calls: TwoCalls) -> tuple[_Gradients, PendingExchange]:
+        """The call on own columns overlaps an exchange: of blocks if they are fetched again, else of gradients."""
+        pair = self.run.split_backward(self.q, self.k, self.v, self.fetching.received, self.results, calls)
+        overlapped = self._return_gradients(pair) if self.fetching.work is None else self.fetching
+        overlapped.wait_for_start()
+        dk, dv = pair.own_gradients(self.k, self.v)
+        returning = self._return_gradients(pair) if overlapped is self.fetching else overlapped
+        return (pair.query_gradients(), dk, dv), returning
+
+    def _return_gradients(self, pair: SeparateCalls | JointCalls) -> PendingExchange:
+        fetched = self.fetching.wait()
+        # The last message must have arrived, as this one may be written to the same memory.
+        message = _allocate_gradients(self.k, self.v, self.route)
+        pair.write_fetched_gradients(fetched, message.pieces)
+        return _send_gradients(message, self.route)
+
+
+@torch.library.custom_op(
+    operator_name("context_attention_backward"),
+    mutates_args=(),
+    schema="(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor buffer, Tensor out, Tensor lse, " + _SCHEMA,
+)
 def _backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -133,78 +176,47 @@ def _backward(
     buffer: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    handle: torch.Tensor,
-    seed: torch.Tensor | None,
-    batch_heads: torch.Tensor | None,
-    block_size: int,
-    keep_fetched: bool,
-    scale: float | None,
-    deterministic: bool,
-    backend: str,
-    dropout_p: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns (dq, dk, dv) of the rank's tokens."""
-    route = Route.from_handle(handle)
-    calls, shared = route.backward, route.shared
-    run = PartialAttention(_scale_of(q, scale), deterministic, backend, _dropout_variant(seed, batch_heads, dropout_p))
-    results = RowResults(dout, dlse, out, lse)
-    sent = send_results(q, results, shared, route) if shared else None
-    fetching = None
-    if not keep_fetched:
-        buffer = empty_blocks(k, v, route.received, block_size)
-        fetching = _fetch(k, v, buffer, route)
-    fetched = buffer[: route.received]
-    if isinstance(calls, OneCall):
-        if fetching:
-            fetching.arrived()
-        dq, dk, dv = run.backward(q, *append_fetched(k, v, fetched), results, calls.mask)
-        own = k.shape[2]
-        gradients = _allocate_gradients(k, v, route)
-        pack(dk[:, :, own:], dv[:, :, own:], gradients)
-        returning = _send_gradients(gradients, route)
-        dk, dv = (torch.empty_like(t).copy_(d[:, :, :own]) for t, d in ((k, dk), (v, dv)))
+    *given: Any,
+) -> _Gradients:
+    """Returns (dq, dk, dv) of the rank's tokens. given: ``_Settings``."""
+    settings, results = _Settings(*given), RowResults(dout, dlse, out, lse)
+    run, route = settings.partial_attention(q), Route.from_handle(settings.handle)
+    shared, calls = route.shared, route.backward
+    # All ranks start their exchanges in this order, whatever they compute in between.
+    shared_results = send_results(q, results, shared, route) if shared else None
+    if settings.keep_fetched:
+        fetching = PendingExchange(buffer[: route.received])
     else:
-        # The call on the rank's own columns overlaps an exchange: of blocks if they are fetched again, else of gradients.
-        of, near = run.split_backward(q, k, v, fetched, results, calls), None
-        if fetching:
-            fetching.wait_for_start()
-            near = of.near(k, v)
-            fetching.arrived()
-        # The previous message must have arrived, as this one may be written to the same memory.
-        gradients = _allocate_gradients(k, v, route)
-        of.far(fetched, gradients)
-        returning = _send_gradients(gradients, route)
-        if near is None:
-            returning.wait_for_start()
-        dk, dv = near or of.near(k, v)
-        dq = of.queries()
-    if shared and sent:
-        parts, *of_own = differentiate_queries(sent, q.shape[3], k, v, run, shared, route)
-        for gradient, more in zip((dk, dv), of_own, strict=True):
-            gradient.add_(more)
-        write_query_gradients(dq, parts, shared)
-    _add_returned(dk, dv, returning.arrived(), route)
-    return dq, dk, dv
+        fetching = _fetch(k, v, empty_blocks(k, v, route.received, route.block_size), route)
+    backward = _BackwardPass(run, q, k, v, results, fetching, route)
+    gradients, returning = backward.run_one_call(calls) if isinstance(calls, OneCall) else backward.run_two_calls(calls)
+    dq, dk, dv = gradients
+    if shared and shared_results:
+        partial_dq, shared_dk, shared_dv = differentiate_queries(shared_results, q.shape[3], k, v, run, shared, route)
+        dk.add_(shared_dk)
+        dv.add_(shared_dv)
+        write_query_gradients(dq, partial_dq, shared)
+    _add_returned(dk, dv, returning.wait(), route)
+    return gradients
 
 
 @_backward.register_fake
-def _(
-    dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _(dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> _Gradients:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _save_tensors(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, _, handle, seed, batch_heads, *ctx.options = inputs
+    q, k, v, _, _, *settings = inputs
     out, lse, buffer = output
-    ctx.save_for_backward(q, k, v, buffer, out, lse, handle, seed, batch_heads)
+    ctx.save_for_backward(q, k, v, buffer, out, lse, *settings[:_TENSORS])
+    ctx.settings = settings[_TENSORS:]
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: torch.Tensor | None) -> tuple[Any, ...]:
-    q, k, v, *saved = ctx.saved_tensors
-    _, out, lse, *_ = saved
-    return *_backward(*prepare_upstream(dout, dlse, out, lse), q, k, v, *saved, *ctx.options), *(None,) * (4 + len(ctx.options))
+def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: torch.Tensor | None) -> tuple[Any, ...]:
+    _, _, _, _, out, lse, *_ = saved = ctx.saved_tensors
+    gradients = _backward(*prepare_upstream(dout, dlse, out, lse), *saved, *ctx.settings)
+    return *gradients, None, None, *[None] * len(_Settings._fields)
 
 
 def _count_pairs(q: torch.Tensor, k: torch.Tensor, handle: torch.Tensor, forward: bool) -> int:
@@ -213,22 +225,36 @@ def _count_pairs(q: torch.Tensor, k: torch.Tensor, handle: torch.Tensor, forward
         return kept_pairs(q, k, None)
     route = Route.from_handle(handle)
     calls = route.forward if forward else route.backward
-    parts = [calls.mask] if isinstance(calls, OneCall) else [calls.near, calls.far]
-    shared = None if route.shared is None else route.shared.mask
-    return sum(count_mask_pairs(part.mask, q.shape[0], q.shape[1]) for part in (*parts, shared) if part is not None)
+    masks = [calls.mask] if isinstance(calls, OneCall) else [calls.near, calls.far]
+    shared_mask = None if route.shared is None else route.shared.mask
+    return sum(count_mask_pairs(local.mask, q.shape[0], q.shape[1]) for local in (*masks, shared_mask) if local is not None)
 
 
 @flop_formula("context_attention")
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, columns: torch.Tensor, handle: torch.Tensor, *_: Any, **__: Any) -> int:
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, columns: object, size: object, handle: torch.Tensor, *_: Any, **__: Any
+) -> int:
     return forward_flops(q.shape[3], v.shape[3]) * _count_pairs(q, k, handle, forward=True)
 
 
 @flop_formula("context_attention_backward")
-def _(dout: object, dlse: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *saved: Any, **_: Any) -> int:
-    return backward_flops(q.shape[3], v.shape[3]) * _count_pairs(q, k, saved[3], forward=False)  # after buffer, out and lse
+def _(
+    dout: Any,
+    dlse: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    buffer: Any,
+    out: Any,
+    lse: Any,
+    handle: torch.Tensor,
+    *_: Any,
+    **__: Any,
+) -> int:
+    return backward_flops(q.shape[3], v.shape[3]) * _count_pairs(q, k, handle, forward=False)
 
 
-_attend_blocks.register_autograd(_gradients, setup_context=_save_tensors)
+_attend_blocks.register_autograd(_differentiate, setup_context=_save_tensors)
 _backward.register_autograd(refuse_second_derivatives)
 
 
@@ -251,9 +277,9 @@ def all_to_all(parts: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
     """Exchanges parts: part i of rank j becomes part j of rank i. The operator is its own gradient. parts: (ranks, ...), of one
     shape on all ranks."""
     parts = parts.contiguous()
-    theirs = torch.empty_like(parts)
-    dist.all_to_all_single(theirs, parts, group=Peers.from_handle(handle).group)
-    return theirs
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=Peers.from_handle(handle).group)
+    return received
 
 
 @all_to_all.register_fake
@@ -274,37 +300,28 @@ all_to_all.register_autograd(_exchange_gradient, setup_context=_keep_handle)
 
 def exchange_blocks(k: torch.Tensor, v: torch.Tensor, route: Route) -> None:
     """Fetches the blocks that a forward pass fetches, and computes nothing."""
-    _fetch(k, v, empty_blocks(k, v, route.received, route.block_size), route).arrived()
+    _fetch(k, v, empty_blocks(k, v, route.received, route.block_size), route).wait()
 
 
 def _fetch(k: torch.Tensor, v: torch.Tensor, buffer: torch.Tensor, route: Route) -> PendingExchange:
     """Starts fetching the blocks of others to the start of the buffer."""
-    piece = buffer.shape[1:]
-    packed = allocate_message(buffer, route.traffic, *piece, route=route)
-    pack(k, v, packed, route.send_once if memory_for(route.traffic, piece, buffer, route) else route.send)
-    return start_exchange(buffer[: route.received], packed, route.traffic, route)
+    message = Message.allocate(buffer, route.traffic, buffer.shape[1:], route)
+    pack(k, v, message.pieces, route.sent_blocks if message.memory is None else route.message_blocks)
+    return message.send(buffer[: route.received])
 
 
-def _allocate_gradients(k: torch.Tensor, v: torch.Tensor, route: Route) -> torch.Tensor:
-    """Returns memory for the gradients of fetched blocks."""
-    return allocate_message(k, route.traffic.reverse, *block_shape(k, v, route.block_size), route=route)
+def _allocate_gradients(k: torch.Tensor, v: torch.Tensor, route: Route) -> Message:
+    """Returns a message for the gradients of fetched blocks."""
+    return Message.allocate(k, route.traffic.reverse, block_shape(k, v, route.block_size), route)
 
 
-def _send_gradients(gradients: torch.Tensor, route: Route) -> PendingExchange:
-    """Sends the gradients of fetched blocks to their owners. The gradients of the rank's sent blocks arrive, in ``send``'s
-    order."""
-    return start_exchange(gradients.new_empty(len(route.send), *gradients.shape[1:]), gradients, route.traffic.reverse, route)
+def _send_gradients(message: Message, route: Route) -> PendingExchange:
+    """Sends the gradients of fetched blocks to their owners. The gradients of the rank's sent blocks arrive, in the order of
+    ``sent_blocks``."""
+    return message.send(message.pieces.new_empty(len(route.sent_blocks), *message.pieces.shape[1:]))
 
 
-def _add_returned(dk: torch.Tensor, dv: torch.Tensor, theirs: torch.Tensor, route: Route) -> None:
+def _add_returned(dk: torch.Tensor, dv: torch.Tensor, returned: torch.Tensor, route: Route) -> None:
     """Adds the gradients that other ranks computed to dk and dv, in the order of ranks, so that bits repeat. Rounds once."""
-    for gradient, half in zip((dk, dv), split_packed(theirs, dk.shape[3]), strict=True):
-        add_blocks(gradient, as_tokens(half), route.answered, route.block_size, route.answers)
-
-
-def _scale_of(q: torch.Tensor, scale: float | None) -> float:
-    return q.shape[3] ** -0.5 if scale is None else scale
-
-
-def _dropout_variant(seed: torch.Tensor | None, batch_heads: torch.Tensor | None, dropout_p: float) -> Variant | None:
-    return None if seed is None else Variant(seed=seed, batch_heads=batch_heads, dropout_p=dropout_p)
+    for gradient, half in zip((dk, dv), split_packed(returned, dk.shape[3]), strict=True):
+        add_blocks(gradient, as_tokens(half), route.gradient_targets, route.block_size, route.gradient_sources)

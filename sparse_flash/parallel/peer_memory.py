@@ -11,7 +11,7 @@ import os
 import socket
 import warnings
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,23 +27,13 @@ LEAST_BYTES = 1 << 28  # bytes
 _FIRST_BYTES = 1 << 21  # bytes, of the first allocation, which shows whether memory can be shared
 _GROWTH_STEPS = 8  # Memory grows in steps of an eighth of the largest power of two up to its size.
 
-_known: WeakKeyDictionary[dist.ProcessGroup, PeerMemory | None] = WeakKeyDictionary()
-
-
-class Copies(NamedTuple):
-    """Holds the event that ends an exchange of copies."""
-
-    done: Any
-
-    def wait(self) -> None:
-        """Makes the current stream wait for the copies. The host does not wait."""
-        self.done.wait()
+_memories: WeakKeyDictionary[dist.ProcessGroup, PeerMemory | None] = WeakKeyDictionary()
 
 
 class PeerMemory:
     """Holds a rank's memory for one message at a time, which all ranks of its group read.
 
-    ``message`` returns memory, the current stream writes it, ``exchange`` copies it to the ranks that need it. Both are collective
+    ``allocate`` returns memory, the current stream writes it, ``exchange`` copies it to the ranks that need it. Both are collective
     calls. The memory grows to the longest message of all ranks, and is kept. Raises RuntimeError if GPUs cannot share memory.
     """
 
@@ -53,7 +43,7 @@ class PeerMemory:
         # High priority, so that its barriers start before kernels of other streams that wait for a multiprocessor.
         self._stream = self._module.Stream(priority=-1)
         self._memory: torch.Tensor | None
-        self._memory, self._peers = self._allocated(_FIRST_BYTES)
+        self._memory, self._peers = self._make_shared(_FIRST_BYTES)
         self._meet()
 
     @property
@@ -61,10 +51,10 @@ class PeerMemory:
         """Returns the bytes held."""
         return 0 if self._memory is None else self._memory.numel()
 
-    def _allocated(self, size: int) -> tuple[torch.Tensor, Any]:
+    def _make_shared(self, size: int) -> tuple[torch.Tensor, Any]:
         return symmetric_memory.allocate_shared(size, self._device, self._name)
 
-    def message(self, longest: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+    def allocate(self, longest: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns memory for the next message of this rank: (*shape), uninitialized. longest: bytes of the longest message of all
         ranks, the same on all."""
         if self._memory is not None:
@@ -75,28 +65,25 @@ class PeerMemory:
             # Freed first, as both may not fit.
             self._memory = self._peers = None
             unit = max(_FIRST_BYTES, 1 << longest.bit_length() - 1 >> _GROWTH_STEPS.bit_length() - 1)
-            self._memory, self._peers = self._allocated(-(-longest // unit) * unit)
-        elements = torch.Size(shape).numel()
-        return self._memory[: elements * dtype.itemsize].view(dtype).view(shape)
+            self._memory, self._peers = self._make_shared(-(-longest // unit) * unit)
+        return self._memory[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
 
-    def exchange(self, theirs: torch.Tensor, traffic: Traffic) -> Copies:
-        """Starts copies that fill ``theirs``, contiguous, piece after piece, from the messages that all ranks wrote last."""
+    def exchange(self, received: torch.Tensor, traffic: Traffic) -> Any:
+        """Starts copies that fill ``received``, contiguous, piece after piece, from the messages that all ranks wrote last. Returns
+        the event that ends them, whose ``wait`` makes the current stream wait, not the host."""
         self._meet()
-        shape, piece = theirs.shape[1:], theirs[:1].numel()
-
-        def copy(source: int) -> None:
-            position = sum(traffic.receives[:source])
-            for first, count in traffic.shared.runs[source]:
-                sent = self._peers.get_buffer(source, (count, *shape), theirs.dtype, first * piece)
-                theirs[position : position + count].copy_(sent)
-                position += count
-
+        piece_elements = received[:1].numel()
         with self._module.stream(self._stream):
             for source in (*traffic.order, traffic.rank):
-                copy(source)
+                position = sum(traffic.receives[:source])
+                for first, count in traffic.layout.runs[source]:
+                    shape = count, *received.shape[1:]
+                    sent = self._peers.get_buffer(source, shape, received.dtype, first * piece_elements)
+                    received[position : position + count].copy_(sent)
+                    position += count
             done = self._module.Event()
             done.record()
-        return Copies(done)
+        return done
 
     def _meet(self) -> None:
         """Makes the stream of copies wait until all ranks have finished the work that is now queued on their current streams."""
@@ -108,17 +95,16 @@ class PeerMemory:
 def peer_memory(group: dist.ProcessGroup, device: torch.device) -> PeerMemory | None:
     """Returns the memory that a group's ranks share. Returns None if the group moves messages itself: on CPUs, between hosts, and
     if NVLink does not join all GPUs. The first call for a group is collective. Warns if sharing should work and fails."""
-    if group not in _known:
-        _known[group] = _make_memory(group, device)
-    return _known[group]
+    if group not in _memories:
+        _memories[group] = _make_memory(group, device)
+    return _memories[group]
 
 
 def _make_memory(group: dist.ProcessGroup, device: torch.device) -> PeerMemory | None:
     if device.type != "cuda" or torch.version.cuda is None or dist.get_world_size(group) == 1:
         return None
     on = os.environ.get(SWITCH, "1") not in ("", "0")
-    every = _gathered((_host(), device.index, on), group)
-    hosts, gpus, switches = zip(*every, strict=True)
+    hosts, gpus, switches = zip(*_gather((_host(), device.index, on), group), strict=True)
     if not all(switches) or len(set(hosts)) > 1 or len(set(gpus)) < len(gpus):
         return None
     memory, failure = None, ""
@@ -127,7 +113,7 @@ def _make_memory(group: dist.ProcessGroup, device: torch.device) -> PeerMemory |
         joined = all(0 <= gpu < len(links) and (gpu == device.index or links[device.index][gpu]) for gpu in gpus)
     except Exception as error:
         joined, failure = False, str(error)
-    if all(_gathered(joined, group)):
+    if all(_gather(joined, group)):
         try:
             memory = PeerMemory(group, device)
         except Exception as error:
@@ -138,7 +124,7 @@ def _make_memory(group: dist.ProcessGroup, device: torch.device) -> PeerMemory |
             f"attention that runs beside it; set {SWITCH}=0 to use NCCL without this warning: {failure}",
             stacklevel=2,
         )
-    return memory if all(_gathered(memory is not None, group)) else None
+    return memory if all(_gather(memory is not None, group)) else None
 
 
 def _host() -> str:
@@ -151,7 +137,7 @@ def _host() -> str:
     return f"{socket.gethostname()} {kernel}"
 
 
-def _gathered(mine: Any, group: dist.ProcessGroup) -> list[Any]:
-    every: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, mine, group=group)
-    return every
+def _gather(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, mine, group=group)
+    return values

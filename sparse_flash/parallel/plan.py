@@ -6,76 +6,51 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Literal, TypeAlias, overload
+from typing import Literal, TypedDict, Unpack, overload
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..api.arguments import (
-    cast_for_autocast,
-    check_mask,
-    check_sinks,
-    check_tensors,
-    check_types,
-    resolve_deterministic,
-    resolve_scale,
-)
+from ..api.arguments import cast_for_autocast, check_sinks, check_tensors, check_types, resolve_deterministic, resolve_scale
 from ..api.attention import attention
 from ..api.keywords import answers_unknown_keywords
-from ..compat.dynamo import mark_length_dynamic
-from ..dispatch import operators
-from ..dispatch.call import AttentionCall, backend_for
+from ..dispatch.call import AttentionCall
 from ..masks.block_mask import BlockMask, MaskLike, check_batch_and_heads
 from ..masks.pattern import Pattern
 from ..selection.block_selection import BlockSelection
-from ..variant.definition import with_sinks
 from ..variant.variant import Variant, build_variant
 from .agreement import check_agreement
-from .calls import table_and_variant
+from .attend import BlockAttention, BlockChoice, HeadAttention, resolve_select
+from .choice import Strategy
 from .costs import LINK_RATE
-from .exchange import attend_blocks, seed_of_first_rank
-from .explanation import ContextExplanation, Strategy, explain_strategies
-from .heads import exchange_heads_for_tokens, exchange_tokens_for_heads
+from .exchange import seed_of_first_rank
+from .explanation import ContextExplanation, explain_strategies
 from .meshes import device_of, group_of
 from .planning import PlannedSequence, PlanOptions, facts_to_agree_on, plan_sequence, to_square_mask
-from .routes import BlockExchange, LocalMask, Overlap, Peers, Route
+from .routes import BlockExchange, Overlap, Peers, Route
 from .sharding import TokenShards
 
-# (q, k) -> the blocks of keys that each query attends to
-BlockChoice: TypeAlias = Callable[[torch.Tensor, torch.Tensor], BlockSelection | BlockMask]
+
+class _Keywords(TypedDict, total=False):
+    """Types the options of ``context_parallel``."""
+
+    heads: int | None
+    kv_heads: int | None
+    block_size: int
+    strategy: Strategy | Literal["auto"]
+    link_rate: float
+    overlap: bool | None
+    keep_fetched: bool
+
+
+@overload
+def context_parallel(mask: MaskLike, q_len: int, mesh: DeviceMesh, **options: Unpack[_Keywords]) -> ContextPlan: ...
 
 
 @overload
 def context_parallel(
-    mask: MaskLike,
-    q_len: int,
-    mesh: DeviceMesh,
-    *,
-    heads: int | None = None,
-    kv_heads: int | None = None,
-    block_size: int = 128,
-    strategy: Strategy | Literal["auto"] = "auto",
-    link_rate: float = LINK_RATE,
-    overlap: bool | None = None,
-    keep_fetched: bool = True,
-) -> ContextPlan: ...
-
-
-@overload
-def context_parallel(
-    mask: list[MaskLike] | tuple[MaskLike, ...],
-    q_len: int,
-    mesh: DeviceMesh,
-    *,
-    heads: int | None = None,
-    kv_heads: int | None = None,
-    block_size: int = 128,
-    strategy: Strategy | Literal["auto"] = "auto",
-    link_rate: float = LINK_RATE,
-    overlap: bool | None = None,
-    keep_fetched: bool = True,
+    mask: list[MaskLike] | tuple[MaskLike, ...], q_len: int, mesh: DeviceMesh, **options: Unpack[_Keywords]
 ) -> ContextPlans: ...
 
 
@@ -150,15 +125,16 @@ def plans_of(
     numbers: PlannedSequence,
     layers: list[int],
     options: PlanOptions,
-    whole: Callable[[int], BlockMask],
+    make_mask: Callable[[int], BlockMask],
     mesh: DeviceMesh,
     cu_seqlens: tuple[int, ...] = (0,),
 ) -> ContextPlans:
-    """Makes a plan for each layer. layers: for each layer, the number of its mask among the planned masks. whole: returns a mask by
-    its number, on the CPU. cu_seqlens: the documents' bounds; one document by default."""
+    """Makes a plan for each layer. layers: for each layer, the number of its mask among the planned masks. make_mask: returns a
+    mask by its number, on the CPU. cu_seqlens: the documents' bounds; one document by default."""
     positions = numbers.owners.positions(numbers.sizes.q_len, numbers.sizes.block_size)
     shards = TokenShards(numbers.sizes.q_len, positions, cu_seqlens, group_of(mesh), device_of(mesh))
-    plans = [ContextPlan(shards, numbers, number, options, partial(whole, number), mesh) for number in range(len(numbers.parts))]
+    count = len(numbers.local_masks)
+    plans = [ContextPlan(shards, numbers, number, options, partial(make_mask, number)) for number in range(count)]
     return ContextPlans(shards, [plans[number] for number in layers])
 
 
@@ -189,33 +165,27 @@ class ContextPlan(TokenShards):
         numbers: PlannedSequence,
         number: int,
         options: PlanOptions,
-        whole: Callable[[], BlockMask],
-        mesh: DeviceMesh,
+        make_mask: Callable[[], BlockMask],
     ):
-        """number: of the plan's mask among the planned masks. whole: returns the mask, on the CPU."""
+        """number: of the plan's mask among the planned masks. make_mask: returns the mask, on the CPU."""
         vars(self).update(vars(shards))  # the same tensors under all masks
         self.strategy, self.keep_fetched = numbers.strategies[number], options.keep_fetched
-        self._sizes, self._owners, self._fits = numbers.sizes, numbers.owners, numbers.fits[number]
-        self._knows_heads, self._link_rate, self._whole = options.heads is not None, options.link_rate, whole
-        part = numbers.parts[number]
-        self._one_rank = part.to(self.device) if isinstance(part, BlockMask) else None
-        # The mask of the call between exchanges, if the rank then has all tokens.
-        self._gathered = part.to(self.device) if isinstance(part, LocalMask) else None
-        # The index of each token of the sequence among the tokens of all ranks, rank after rank; None if both orders are the same.
-        in_order = self.ranks == 1 or np.array_equal(self.all_positions.ravel(), np.arange(self.q_len))
-        self._order = None if in_order or self.strategy != "heads" else shards._inverse
-        self._route = Route.on(part, self.group, self.device) if isinstance(part, BlockExchange) else None
-        self._route_handle = None if self._route is None else self._route.handle()
-        self._peers = Peers(self.group).handle()
-        self.overlap = self._route.overlap if self._route else Overlap(False, False)
-        # The compiler reads only its length. Lengths below two would be constants to it.
-        self._columns = torch.zeros(max(2, self._route.received if self._route else 0), dtype=torch.int8, device=self.device)
-        mark_length_dynamic(self._columns, 0)
+        self._sizes, self._owners, self._batch_and_heads = numbers.sizes, numbers.owners, numbers.batch_and_heads[number]
+        self._knows_heads, self._link_rate, self._make_mask = options.heads is not None, options.link_rate, make_mask
+        self._peers, self.overlap = Peers(self.group).handle(), Overlap(False, False)
+        # On one rank, the mask itself.
+        self._local: BlockMask | HeadAttention | BlockAttention
+        local = numbers.local_masks[number]
+        if isinstance(local, BlockExchange):
+            self._local = BlockAttention(Route.from_exchange(local, self.group, self.device), options.keep_fetched, self.device)
+            self.overlap = local.overlap
+        else:
+            self._local = local.to(self.device) if isinstance(local, BlockMask) else HeadAttention(local, shards, self._peers)
 
     @cached_property
     def mask(self) -> BlockMask:
         """Returns the mask of the whole sequence, on the CPU."""
-        return self._whole()
+        return self._make_mask()
 
     def __repr__(self) -> str:
         return (
@@ -263,39 +233,33 @@ class ContextPlan(TokenShards):
         """
         check_types(q, k, v)
         q, k, v = cast_for_autocast(q, k, v)
-        if self.ranks == 1:
-            mask = self._one_rank if select is None else _resolve_select(select, q, k)
+        if isinstance(self._local, BlockMask):
+            mask = self._local if select is None else resolve_select(select, q, k)
             # fmt: off
             return attention(q, k, v, mask, scale=scale, dropout_p=dropout_p, sinks=sinks, return_lse=return_lse,
                              deterministic=deterministic, backend=backend)
             # fmt: on
         self._check(q, k, v)
-        if select is not None and self.strategy != "heads":
+        by_blocks = isinstance(self._local, BlockAttention)
+        if select is not None and by_blocks:
             raise ValueError(
                 f"select needs all tokens of a head on one rank; this plan's strategy is {self.strategy!r}; pass strategy='heads' "
                 "to context_parallel, with a number of ranks that divides kv_heads"
             )
-        if backend == "reference" and self._route is not None:
+        if backend == "reference" and by_blocks:
             raise ValueError(
                 "backend 'reference' needs all keys of a query in one call; got a plan of strategy "
                 f"{self.strategy!r}, whose calls get some of them; pass backend='torch', or strategy='heads' to context_parallel"
             )
         check_sinks(sinks, q)
         scale, deterministic = resolve_scale(scale, q.shape[3]), resolve_deterministic(deterministic)
-        dropout = self._dropout(q, k, dropout_p) if dropout_p else None
+        dropout = self._draw_dropout(q, k, dropout_p) if dropout_p else None
         call = AttentionCall(q, k, v, None, None, scale, deterministic, backend, dropout, sinks)
-        if self.strategy != "heads":
-            out, lse = self._attend_local(call, None)
-            return (out, lse) if return_lse else out
-        ranks, handle = self.ranks, self._peers
-        if sinks is not None:
-            sinks = sinks.unflatten(0, (ranks, -1))[self.rank]
-        q, k, v = exchange_tokens_for_heads([q, k, v], ranks, handle)
-        out, lse = self._attend_local(call._replace(q=q, k=k, v=v, sinks=sinks), select)
-        out = exchange_heads_for_tokens(out, ranks, handle)
-        return (out, exchange_heads_for_tokens(lse[..., None], ranks, handle)[..., 0]) if return_lse else out
+        local = self._local
+        out, lse = local.attend(call) if isinstance(local, BlockAttention) else local.attend(call, select, return_lse)
+        return out if lse is None or not return_lse else (out, lse)
 
-    def _dropout(self, q: torch.Tensor, k: torch.Tensor, dropout_p: float) -> Variant | None:
+    def _draw_dropout(self, q: torch.Tensor, k: torch.Tensor, dropout_p: float) -> Variant | None:
         """Returns the seed of all ranks and, if this rank has only some heads, their batch-heads (``batch_heads``). q, k: with all
         heads."""
         drawn = build_variant(q, k, dropout_p=dropout_p)
@@ -305,26 +269,9 @@ class ContextPlan(TokenShards):
         batch_heads = None
         if self.strategy == "heads":
             batch, heads = q.shape[:2]
-            every = torch.arange(batch * heads, dtype=torch.int32, device=q.device).view(batch, self.ranks, -1)
-            batch_heads = every[:, self.rank].contiguous()
+            by_rank = torch.arange(batch * heads, dtype=torch.int32, device=q.device).view(batch, self.ranks, -1)
+            batch_heads = by_rank[:, self.rank].contiguous()
         return replace(drawn, seed=seed_of_first_rank(drawn.seed, self._peers), batch_heads=batch_heads)
-
-    def _attend_local(
-        self, call: AttentionCall, select: BlockChoice | BlockSelection | BlockMask | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (out, lse) of the call itself, after tokens were exchanged for heads if the strategy does so. call: without a
-        mask; its variant has at most dropout."""
-        if select is not None:
-            q, k, v = (_to_sequence_order(t, self._order) for t in call[:3])
-            out, lse = _attend_all_tokens(call._replace(q=q, k=k, v=v), _resolve_select(select, q, k))
-            tokens = self.ranks * self.tokens
-            return _to_rank_order(out, self._order, tokens, 0.0), _to_rank_order(lse, self._order, tokens, float("-inf"))
-        if self._gathered is not None:
-            return _attend_all_tokens(call, self._gathered)
-        assert self._route is not None and self._route_handle is not None
-        options = self._route.block_size, self.keep_fetched, call.scale, call.deterministic, call.backend
-        out, lse = attend_blocks(call.q, call.k, call.v, self._columns, self._route_handle, *options, call.variant)
-        return (out, lse) if call.sinks is None else with_sinks(out, lse, call.sinks, None)
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         check_tensors(q, k, v)
@@ -343,7 +290,7 @@ class ContextPlan(TokenShards):
                 f"q and k must have the plan's {self._sizes.heads} query and {self._sizes.kv_heads} key heads; got {q.shape[1]} "
                 f"and {k.shape[1]}; pass heads= and kv_heads= of these calls to context_parallel"
             )
-        check_batch_and_heads(self._fits, *q.shape[:2])
+        check_batch_and_heads(self._batch_and_heads, *q.shape[:2])
 
     def explain(self, ranks: int | None = None) -> ContextExplanation:
         """Returns estimates of what a forward pass costs each rank under each strategy, a ring, and an all-gather of all keys and
@@ -381,50 +328,6 @@ class ContextPlans(TokenShards, Sequence[ContextPlan]):
 
     def __repr__(self) -> str:
         return f"ContextPlans of {len(self)} layers, {len(set(map(id, self)))} different; {self[0]!r}"
-
-
-def _resolve_select(
-    select: BlockChoice | BlockSelection | BlockMask, q: torch.Tensor, k: torch.Tensor
-) -> BlockSelection | BlockMask:
-    found = select(q, k) if callable(select) else select
-    if not isinstance(found, (BlockSelection, BlockMask)):
-        raise TypeError(
-            "select must be a BlockSelection or a BlockMask, or a function of (q, k) that returns one, as topk_blocks does; got "
-            f"{type(found).__name__}"
-        )
-    return found
-
-
-def _to_sequence_order(x: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
-    """Returns x, (batch, heads, tokens of all ranks, size), in the sequence's order, without padding."""
-    return x if order is None else x.index_select(2, order)
-
-
-def _to_rank_order(x: torch.Tensor, order: torch.Tensor | None, tokens: int, fill: float) -> torch.Tensor:
-    """Reverses ``_in_order``; padding gets ``fill``."""
-    return x if order is None else x.new_full((*x.shape[:2], tokens, *x.shape[3:]), fill).index_copy(2, order, x)
-
-
-def _attend_all_tokens(call: AttentionCall, mask: LocalMask | BlockSelection | BlockMask) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (out, lse) on a rank that has all tokens of its heads."""
-    if call.variant is None:
-        given = mask.mask if isinstance(mask, LocalMask) else mask
-        # fmt: off
-        out, lse = attention(*call[:3], given, scale=call.scale, sinks=call.sinks, return_lse=True,
-                             deterministic=call.deterministic, backend=call.backend)
-        # fmt: on
-        return out, lse
-    if isinstance(mask, BlockSelection):
-        raise ValueError(
-            "a BlockSelection does not take dropout_p; leave it out, or choose a BlockMask, as topk_blocks with every=None does"
-        )
-    if isinstance(mask, LocalMask):
-        given, (table, variant) = mask.mask, table_and_variant(mask, call.variant, call.q.is_cuda)
-    else:
-        check_mask(mask, call.q, call.k)
-        given, table, variant = mask, mask.kernel_table(call.q.is_cuda), call.variant
-    backend = backend_for(call.q, call.k, call.v, table, variant, call.deterministic, call.backend)
-    return operators.attend(call._replace(mask=given, table=table, variant=variant, backend=backend))
 
 
 def _distinct(masks: list[BlockMask]) -> tuple[list[BlockMask], list[int]]:

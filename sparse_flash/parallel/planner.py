@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import io
 import multiprocessing
 import os
@@ -9,10 +10,10 @@ import pickle
 import threading
 from collections.abc import Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -26,13 +27,18 @@ from ..masks.parsing import parse
 from ..masks.pattern import Pattern
 from ..patterns import documents, shifted
 from .agreement import Agreement, check_agreement
+from .choice import Strategy
 from .costs import LINK_RATE
-from .explanation import Strategy
 from .meshes import group_of
 from .plan import ContextPlan, ContextPlans, plans_of
 from .planning import PlannedSequence, PlanOptions, plan_sequence, short_digest
 
 _SHORT_DOCUMENT = 1024  # tokens
+# How plans are pickled: tensors as arrays, as PyTorch's own way takes ten times as long; masks by their constructor.
+_REDUCERS = copyreg.dispatch_table | {
+    torch.Tensor: lambda tensor: (torch.from_numpy, (tensor.numpy(),)),
+    BlockMask: lambda mask: (BlockMask, tuple(mask.__getstate__().values())),
+}
 
 
 @dataclass(frozen=True)
@@ -48,8 +54,8 @@ class _Task:
     options: PlanOptions
 
     def mask(self, number: int, cu_seqlens: tuple[int, ...]) -> BlockMask:
-        apart = self.patterns[number] & shifted(documents(cu_seqlens), 0, allow_uncovered=True)
-        return compile_mask(apart, self.q_len, block_size=self.options.block_size, progress=False)
+        pattern = self.patterns[number] & shifted(documents(cu_seqlens), 0, allow_uncovered=True)
+        return compile_mask(pattern, self.q_len, block_size=self.options.block_size, progress=False)
 
     def plan_documents(self, cu_seqlens: tuple[int, ...]) -> PlannedSequence:
         masks = [self.mask(number, cu_seqlens) for number in range(len(self.patterns))]
@@ -111,8 +117,8 @@ class ContextParallel:
         except (TypeError, ValueError) as error:
             check_agreement(error, self._group)
             raise
-        words = {name: str(value) for name, value in vars(options).items()}
-        check_agreement({"mask": ", ".join(map(str, by_layer)), "q_len": str(q_len), **words}, self._group)
+        option_texts = {name: str(value) for name, value in vars(options).items()}
+        check_agreement({"mask": ", ".join(map(str, by_layer)), "q_len": str(q_len), **option_texts}, self._group)
         context = multiprocessing.get_context("spawn")
         self._process = ProcessPoolExecutor(1, mp_context=context, initializer=_prepare_process)
         self._process.submit(os.getpid)  # starts it now, as its imports take seconds
@@ -151,7 +157,7 @@ class PendingPlan:
 
     def __init__(self, planner: ContextParallel, cu_seqlens: tuple[int, ...], made: Future[tuple[dict[str, str], bytes]]):
         self._planner, self._cu_seqlens, self._made = planner, cu_seqlens, made
-        self._sent = Future[Agreement]()
+        self._agreement = Future[Agreement]()
         # A thread calls this as soon as the plan is made, in the order of ``submit``, so ranks compare while the last step runs.
         made.add_done_callback(self._send_values)
 
@@ -159,9 +165,9 @@ class PendingPlan:
         error = made.exception()
         try:
             given = made.result()[0] if error is None else error if isinstance(error, Exception) else RuntimeError(str(error))
-            self._sent.set_result(Agreement(given, self._planner._group))
+            self._agreement.set_result(Agreement(given, self._planner._group))
         except Exception as failure:
-            self._sent.set_exception(failure)
+            self._agreement.set_exception(failure)
 
     def done(self) -> bool:
         """Whether this rank has made its part of the plan. Other ranks may still be planning."""
@@ -170,7 +176,7 @@ class PendingPlan:
     def result(self) -> ContextPlan | ContextPlans:
         """Waits until all ranks have made the plan, then returns it. Returns the plans of all layers if the planner got a list of
         masks. Raises ValueError on every rank if documents differ, or are wrong on one rank."""
-        self._sent.result().check()
+        self._agreement.result().check()
         task, bounds = self._planner._task, self._cu_seqlens
         numbers = pickle.loads(self._made.result()[1])
         plans = plans_of(
@@ -219,29 +225,10 @@ def _refuse(error: Exception) -> tuple[dict[str, str], bytes]:
 def _plan_and_pickle(task: _Task, cu_seqlens: tuple[int, ...]) -> tuple[dict[str, str], bytes]:
     """Returns (short descriptions that must be the same on all ranks, the plan's numbers, pickled)."""
     numbers = task.plan_documents(cu_seqlens)
-    given = np.array(cu_seqlens).tobytes()
-    same = {
-        "cu_seqlens": f"of {len(cu_seqlens) - 1} documents to token {cu_seqlens[-1]} ({short_digest(given)})",
-        "assignment": f"{numbers.owners.name} ({short_digest(numbers.owners.blocks.tobytes())})",
-        "strategy": ", ".join(numbers.strategies),
-    }
+    digest = short_digest(np.array(cu_seqlens).tobytes())
+    documents_text = f"of {len(cu_seqlens) - 1} documents to token {cu_seqlens[-1]} ({digest})"
     file = io.BytesIO()
-    _Pickler(file, protocol=5).dump(numbers)
-    return same, file.getvalue()
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles tensors as arrays. PyTorch would share each tensor by its own file, which takes longer than copying."""
-
-    def reducer_override(self, obj: object) -> Any:
-        if isinstance(obj, BlockMask):
-            arrays = [tensor.numpy() for tensor in obj.tensors()]
-            return _rebuild_mask, (*obj.sizes, arrays, obj.keeps_all, obj.coarse)
-        return (torch.from_numpy, (obj.numpy(),)) if isinstance(obj, torch.Tensor) else NotImplemented
-
-
-def _rebuild_mask(
-    q_len: int, kv_len: int, block_size: int, arrays: list[np.ndarray], keeps_all: bool, coarse: BlockMask | None
-) -> BlockMask:
-    tensors = [torch.from_numpy(array) for array in arrays]
-    return replace(BlockMask.from_tensors(q_len, kv_len, block_size, tensors, keeps_all), coarse=coarse)
+    pickler = pickle.Pickler(file, protocol=5)
+    pickler.dispatch_table = _REDUCERS
+    pickler.dump(numbers)
+    return {"cu_seqlens": documents_text, **numbers.decisions}, file.getvalue()

@@ -12,8 +12,8 @@ from ..masks.cache import as_block_mask
 from ..selection.block_selection import BlockSelection
 from ..selection.packed_selection import PackedSelection
 from .assignment import Owners, Visits, blocks_per_chunk
+from .choice import STRATEGIES, Strategy, choose_strategies, possible_strategies
 from .costs import SequenceSizes
-from .explanation import STRATEGIES, Strategy, choose_strategies, possible_strategies
 from .routes import BlockExchange, LocalMask
 
 
@@ -80,16 +80,24 @@ class PlanOptions:
 class PlannedSequence:
     """Holds one rank's numbers of a plan, on the host.
 
-    owners: of the tokens, the same for all masks. The other fields have an entry for each mask. fits: the mask's
-    (batch | 1, heads | 1). parts: under strategy "heads", the mask of all tokens in the order of ranks; on one rank, the mask
+    owners: of the tokens, the same for all masks. The other fields have an entry for each mask. batch_and_heads: the mask's
+    (batch | 1, heads | 1). local_masks: under strategy "heads", the mask of all tokens in the order of ranks; on one rank, the mask
     itself; else the exchange of blocks.
     """
 
     sizes: SequenceSizes
     owners: Owners
     strategies: tuple[Strategy, ...]
-    fits: tuple[tuple[int, ...], ...]
-    parts: tuple[BlockMask | LocalMask | BlockExchange, ...]
+    batch_and_heads: tuple[tuple[int, ...], ...]
+    local_masks: tuple[BlockMask | LocalMask | BlockExchange, ...]
+
+    @property
+    def decisions(self) -> dict[str, str]:
+        """Returns short descriptions, by name, that must be the same on all ranks."""
+        return {
+            "strategy": ", ".join(map(repr, self.strategies)),
+            "assignment": f"{self.owners.name} ({short_digest(self.owners.blocks.tobytes())})",
+        }
 
 
 def plan_sequence(
@@ -103,8 +111,8 @@ def plan_sequence(
     sizes = options.sizes(masks)
     possible = possible_strategies(sizes, ranks, options.heads is not None)
     allowed = possible if options.strategy == "auto" else (options.strategy,)
-    per = blocks_per_chunk(masks[0].grid.q_blocks, sizes.block_size, ranks)
-    visits = [Visits.of(mask, per) for mask in masks]
+    chunk_blocks = blocks_per_chunk(masks[0].grid.q_blocks, sizes.block_size, ranks)
+    visits = [Visits.from_mask(mask, chunk_blocks) for mask in masks]
     if options.strategy == "queries" and not all(one.without_shared_rows(sizes) for one in visits):
         raise ValueError(
             "strategy 'queries' needs masks in which a few block rows visit more than half of all columns, as global tokens do; "
@@ -112,19 +120,22 @@ def plan_sequence(
         )
     choice = choose_strategies(visits, layers, sizes, ranks, options.link_rate, allowed)
 
-    def part(one: Visits, strategy: Strategy) -> BlockMask | LocalMask | BlockExchange:
+    def localize(one: Visits, strategy: Strategy) -> BlockMask | LocalMask | BlockExchange:
         if ranks == 1:
             return one.mask
         if strategy == "heads":
             order = choice.owners.blocks.flatten()
             index = one.mask.mask_index
             mask = one.mask if index.shape[1] == 1 else replace(one.mask, mask_index=index.chunk(ranks, 1)[rank])
-            return LocalMask.of(mask, order, order)
-        travelling = one.without_shared_rows(sizes) if strategy == "queries" else None
-        return BlockExchange.of(one.mask, choice.owners.under(travelling or one), rank, options.overlap, sizes, options.link_rate)
+            return LocalMask.from_blocks(mask, order, order)
+        fetching = one.without_shared_rows(sizes) if strategy == "queries" else one
+        assert fetching is not None
+        assignment = choice.owners.with_visits(fetching)
+        return BlockExchange.from_assignment(one.mask, assignment, rank, options.overlap, sizes, options.link_rate)
 
-    parts = tuple(part(*both) for both in zip(visits, choice.strategies, strict=True))
-    return PlannedSequence(sizes, choice.owners, choice.strategies, tuple(tuple(mask.mask_index.shape) for mask in masks), parts)
+    local_masks = tuple(map(localize, visits, choice.strategies))
+    batch_and_heads = tuple(tuple(mask.mask_index.shape) for mask in masks)
+    return PlannedSequence(sizes, choice.owners, choice.strategies, batch_and_heads, local_masks)
 
 
 def to_square_mask(mask: MaskLike, q_len: int, block_size: int) -> BlockMask:
@@ -146,17 +157,9 @@ def to_square_mask(mask: MaskLike, q_len: int, block_size: int) -> BlockMask:
 
 def facts_to_agree_on(masks: str, q_len: int, block_size: int, options: PlanOptions, numbers: PlannedSequence) -> dict[str, str]:
     """Returns short descriptions, by name, that must be the same on all ranks. masks: a description of the masks."""
-    return {
-        "mask": masks,
-        "q_len": str(q_len),
-        "block_size": str(block_size),
-        "heads": str(options.heads),
-        "kv_heads": str(options.kv_heads),
-        "strategy": ", ".join(map(repr, numbers.strategies)),
-        "assignment": f"{numbers.owners.name} ({short_digest(numbers.owners.blocks.tobytes())})",
-        "overlap": str(options.overlap),
-        "keep_fetched": str(options.keep_fetched),
-    }
+    # Links may differ, if the decisions do not.
+    given = {name: str(value) for name, value in vars(options).items() if name != "link_rate"}
+    return {"mask": masks, "q_len": str(q_len), **given, "block_size": str(block_size), **numbers.decisions}
 
 
 def short_digest(data: bytes) -> str:

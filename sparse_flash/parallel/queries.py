@@ -7,7 +7,7 @@ import torch
 
 from .calls import PartialAttention, RowResults
 from .routes import Route, SharedRows
-from .transfer import PendingExchange, allocate_message, as_blocks, as_tokens, start_exchange
+from .transfer import Message, PendingExchange, as_blocks, as_tokens
 
 
 def send_queries(q: torch.Tensor, shared: SharedRows, route: Route) -> PendingExchange:
@@ -20,15 +20,15 @@ def attend_queries(
 ) -> tuple[PendingExchange, PendingExchange]:
     """Attends the queries that arrived to the rank's own columns, and sends the results to their owners. Partial results (out, lse)
     of the rank's own rows arrive."""
-    out, lse = run.forward(as_tokens(q.arrived()), k, v, shared.mask)
+    out, lse = run.forward(as_tokens(q.wait()), k, v, shared.mask)
     return _return_to_owners(out, shared, route), _return_to_owners(lse[..., None], shared, route)
 
 
 def merge_shared_rows(
-    out: torch.Tensor, lse: torch.Tensor, parts: tuple[PendingExchange, PendingExchange], shared: SharedRows
+    out: torch.Tensor, lse: torch.Tensor, partials: tuple[PendingExchange, PendingExchange], shared: SharedRows
 ) -> None:
     """Merges the partial results of the rank's shared rows, and writes them to out and lse."""
-    outs, logs = (part.arrived() for part in parts)
+    outs, logs = (partial.wait() for partial in partials)
     total = logs.logsumexp(0)
     # A query that keeps nothing has lse -inf in every partial result: its weights are 0, not NaN.
     weights = (logs - total).exp().masked_fill(logs == float("-inf"), 0)
@@ -60,17 +60,17 @@ def differentiate_queries(
 ) -> tuple[PendingExchange, torch.Tensor, torch.Tensor]:
     """Returns (partial dq of the rank's shared rows, arriving; dk and dv of the rank's own columns from the shared rows of all
     ranks)."""
-    packed, logs = (as_tokens(part.arrived()) for part in results)
+    packed, logs = (as_tokens(sent.wait()) for sent in results)
     q, dout = packed[..., :head_dim], packed[..., head_dim:]
     lse, delta = (t.contiguous() for t in logs.unbind(-1))
     dq, dk, dv = run.backward(q, k, v, RowResults(dout, -delta, torch.zeros_like(dout), lse), shared.mask)
     return _return_to_owners(dq, shared, route), dk, dv
 
 
-def write_query_gradients(dq: torch.Tensor, parts: PendingExchange, shared: SharedRows) -> None:
+def write_query_gradients(dq: torch.Tensor, partial: PendingExchange, shared: SharedRows) -> None:
     """Sums partial dq of the rank's shared rows in the order of ranks, and writes it to dq."""
     wide = torch.promote_types(dq.dtype, torch.float32)
-    _write(dq, parts.arrived().sum(0, dtype=wide), shared)
+    _write(dq, partial.wait().sum(0, dtype=wide), shared)
 
 
 def _take_shared_rows(x: torch.Tensor, shared: SharedRows) -> torch.Tensor:
@@ -80,18 +80,19 @@ def _take_shared_rows(x: torch.Tensor, shared: SharedRows) -> torch.Tensor:
 
 def _send_to_all(blocks: torch.Tensor, shared: SharedRows, route: Route) -> PendingExchange:
     traffic, piece = shared.traffic, blocks.shape[1:]
-    mine = allocate_message(blocks, traffic, *piece, route=route)
-    mine.view(len(traffic.sends), len(blocks), *piece).copy_(blocks)
-    return start_exchange(blocks.new_empty(traffic.received, *piece), mine, traffic, route)
+    message = Message.allocate(blocks, traffic, piece, route)
+    message.pieces.view(len(traffic.sends), len(blocks), *piece).copy_(blocks)
+    return message.send(blocks.new_empty(traffic.received, *piece))
 
 
 def _return_to_owners(x: torch.Tensor, shared: SharedRows, route: Route) -> PendingExchange:
     """Sends the rows of x, (batch, heads, tokens of all shared rows, size), to their owners. The rank's own shared rows arrive from
     all ranks: (ranks, blocks, block, batch, heads, size)."""
     traffic, blocks = shared.traffic.reverse, as_blocks(x, shared.block_size)
-    mine = allocate_message(blocks, traffic, *blocks.shape[1:], route=route).copy_(blocks)
-    theirs = blocks.new_empty(len(traffic.receives), len(shared.rows), *blocks.shape[1:])
-    return start_exchange(theirs.flatten(0, 1), mine, traffic, route)._replace(theirs=theirs)
+    message = Message.allocate(blocks, traffic, blocks.shape[1:], route)
+    message.pieces.copy_(blocks)
+    received = blocks.new_empty(len(traffic.receives), len(shared.rows), *blocks.shape[1:])
+    return message.send(received.flatten(0, 1))._replace(received=received)
 
 
 def _write(x: torch.Tensor, rows: torch.Tensor, shared: SharedRows) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -23,7 +24,7 @@ class SharedMessages(NamedTuple):
     runs: list[list[tuple[int, int]]]
 
     @classmethod
-    def of(cls, wanted: list[np.ndarray], rank: int) -> SharedMessages | None:
+    def from_wanted(cls, wanted: list[np.ndarray], rank: int) -> SharedMessages | None:
         """wanted: for each rank's message, (ranks, pieces) bool, the ranks that get each piece. Returns None if a rank would copy
         more than _MOST_RUNS runs: writing pieces several times then takes less time."""
         begin = [np.diff(of_rank, prepend=False, axis=1) & of_rank for of_rank in wanted]
@@ -40,18 +41,18 @@ class SharedMessages(NamedTuple):
 class Traffic:
     """Describes one exchange. A rank's message has the pieces for rank 0 first; it receives the pieces of rank 0 first.
 
-    pieces: (ranks, ranks) int64: pieces[i, j] go from rank i to rank j. rank: this rank. once: the messages with each piece once,
+    pieces: (ranks, ranks) int64: pieces[i, j] go from rank i to rank j. rank: this rank. unique: the messages with each piece once,
     if all ranks read them; None if messages have a copy of a piece for each rank that gets it.
     """
 
     pieces: np.ndarray
     rank: int
-    once: SharedMessages | None = None
+    unique: SharedMessages | None = None
 
     @classmethod
-    def of(cls, wanted: list[np.ndarray], rank: int) -> Traffic:
-        """wanted: as for ``SharedMessages.of``."""
-        return cls(np.stack([of_rank.sum(1) for of_rank in wanted]), rank, SharedMessages.of(wanted, rank))
+    def from_wanted(cls, wanted: list[np.ndarray], rank: int) -> Traffic:
+        """wanted: as for ``SharedMessages.from_wanted``."""
+        return cls(np.stack([of_rank.sum(1) for of_rank in wanted]), rank, SharedMessages.from_wanted(wanted, rank))
 
     @cached_property
     def sends(self) -> list[int]:
@@ -72,31 +73,18 @@ class Traffic:
         return sum(self.receives)
 
     @cached_property
-    def shared(self) -> SharedMessages:
-        """Returns the messages that all ranks read."""
-        if self.once is not None:
-            return self.once
+    def layout(self) -> SharedMessages:
+        """Returns the messages as all ranks read them."""
+        if self.unique is not None:
+            return self.unique
         begins, counts = self.pieces[:, : self.rank].sum(1), self.pieces[:, self.rank]
         runs = [[(int(begin), int(count))] if count else [] for begin, count in zip(begins, counts, strict=True)]
         return SharedMessages(self.pieces.sum(1).tolist(), runs)
 
     @cached_property
     def order(self) -> list[int]:
-        """Returns the other ranks that this rank gets pieces from, in the order of copying.
-
-        Copying proceeds in rounds. In a round no two ranks read from the same rank, because two readers halve each other's rate
-        (docs/performance/several-gpus.md, "Copied by copy engines").
-        """
-        left = np.where(np.eye(len(self.pieces), dtype=bool), 0, self.pieces)
-        order = []
-        while left.any():
-            # Ranks with most pieces left to send or to get are in every round, so there are no more rounds than these ranks need.
-            # A round has pieces of similar length: a rank with a short piece would begin its next one while others still read.
-            todo = left.sum(1)[:, None] + left.sum(0)
-            sources, targets = linear_sum_assignment(np.where(left > 0, todo + 2 * left, 0), maximize=True)
-            order += sources[(targets == self.rank) & (left[sources, targets] > 0)].tolist()
-            left[sources, targets] = 0
-        return order
+        """Returns the other ranks that this rank gets pieces from, in the order of copying."""
+        return [source for source, target in _copy_rounds(self.pieces) if target == self.rank]
 
     @cached_property
     def longest(self) -> int:
@@ -107,3 +95,20 @@ class Traffic:
     def reverse(self) -> Traffic:
         """Returns the exchange in which every piece goes back to its sender, in the order of arrival."""
         return Traffic(self.pieces.T, self.rank)
+
+
+def _copy_rounds(pieces: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Yields the (source, target) of all copies between different ranks, round after round.
+
+    In a round no two ranks read from the same rank, because two readers halve each other's rate
+    (docs/performance/several-gpus.md, "Copied by copy engines").
+    """
+    left = np.where(np.eye(len(pieces), dtype=bool), 0, pieces)
+    while left.any():
+        # Ranks with most pieces left to send or to get are in every round, so there are no more rounds than these ranks need.
+        # A round has pieces of similar length: a rank with a short piece would begin its next one while others still read.
+        todo = left.sum(1)[:, None] + left.sum(0)
+        sources, targets = linear_sum_assignment(np.where(left > 0, todo + 2 * left, 0), maximize=True)
+        busy = left[sources, targets] > 0
+        yield from zip(sources[busy].tolist(), targets[busy].tolist(), strict=True)
+        left[sources, targets] = 0

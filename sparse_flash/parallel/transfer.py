@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -24,56 +25,60 @@ class Work(Protocol):
 
 
 class PendingExchange(NamedTuple):
-    """Holds the tensor that an exchange fills, and the message that it reads, until it is done."""
+    """Holds the tensor that an exchange fills and, until it is done, the message that it reads. work: None if nothing is left to
+    wait for."""
 
-    theirs: torch.Tensor
-    mine: torch.Tensor | None = None
+    received: torch.Tensor
+    message: torch.Tensor | None = None
     work: Work | None = None
 
     def wait_for_start(self) -> None:
         """Idles the current stream until the exchange's kernel has started. That kernel starts on another stream, a few us after
         its inputs are ready. If kernels that take all multiprocessors came first, the exchange would start only when they end."""
-        if self.work is not None and self.theirs.is_cuda:
+        if self.work is not None and self.received.is_cuda:
             sleep_cycles(_START_CYCLES)
 
-    def arrived(self) -> torch.Tensor:
+    def wait(self) -> torch.Tensor:
         """Makes the current stream wait for the exchange. Returns the filled tensor."""
         if self.work is not None:
             self.work.wait()
-        return self.theirs
+        return self.received
 
 
-def allocate_message(like: torch.Tensor, traffic: Traffic, *piece: int, route: Route) -> torch.Tensor:
-    """Returns memory for the message that ``start_exchange`` sends next: (sent pieces, *piece), contiguous, with the dtype of
-    ``like``. A collective call."""
-    memory = memory_for(traffic, piece, like, route)
-    if memory is None:
-        return like.new_empty(traffic.sent, *piece)
-    pieces = traffic.shared.pieces
-    return memory.message(max(pieces) * _bytes(piece, like), pieces[traffic.rank], *piece, dtype=like.dtype)
+class Message(NamedTuple):
+    """Holds the pieces that this rank sends next. Fill ``pieces``, then ``send`` them.
 
+    pieces: (sent pieces, *piece), contiguous. memory: holds the pieces where all ranks read them, laid out by ``traffic.layout``;
+    None if the process group moves them. All ranks have it, or none has.
+    """
 
-def start_exchange(theirs: torch.Tensor, mine: torch.Tensor, traffic: Traffic, route: Route) -> PendingExchange:
-    """Starts an exchange that sends ``mine``, an ``allocate_message``, and fills ``theirs``. Both are contiguous, piece after
-    piece."""
-    if not traffic.longest:
-        return PendingExchange(theirs)
-    memory, group = memory_for(traffic, theirs.shape[1:], theirs, route), route.group
-    if memory is not None:
-        return PendingExchange(theirs, mine, memory.exchange(theirs, traffic))
-    return PendingExchange(
-        theirs, mine, dist.all_to_all_single(theirs, mine, traffic.receives, traffic.sends, group=group, async_op=True)
-    )
+    pieces: torch.Tensor
+    traffic: Traffic
+    group: dist.ProcessGroup
+    memory: PeerMemory | None
 
+    @classmethod
+    def allocate(cls, like: torch.Tensor, traffic: Traffic, piece: Sequence[int], route: Route) -> Message:
+        """Returns a message of uninitialized pieces of this shape, with the dtype of ``like``. A collective call."""
+        piece_bytes = torch.Size(piece).numel() * like.element_size()
+        if route.memory is None or traffic.longest * piece_bytes < peer_memory.LEAST_BYTES:
+            return cls(like.new_empty(traffic.sent, *piece), traffic, route.group, None)
+        counts = traffic.layout.pieces
+        pieces = route.memory.allocate(max(counts) * piece_bytes, counts[traffic.rank], *piece, dtype=like.dtype)
+        return cls(pieces, traffic, route.group, route.memory)
 
-def memory_for(traffic: Traffic, piece: tuple[int, ...], like: torch.Tensor, route: Route) -> PeerMemory | None:
-    """Returns the memory in which all ranks read messages of such pieces, laid out by ``traffic.shared``; None if the group moves
-    them. The answer is the same on all ranks."""
-    return route.memory if traffic.longest * _bytes(piece, like) >= peer_memory.LEAST_BYTES else None
-
-
-def _bytes(piece: tuple[int, ...], like: torch.Tensor) -> int:
-    return torch.Size(piece).numel() * like.element_size()
+    def send(self, received: torch.Tensor) -> PendingExchange:
+        """Starts the exchange that fills ``received``, contiguous, piece after piece."""
+        traffic = self.traffic
+        if not traffic.longest:
+            return PendingExchange(received)
+        work: Work | None
+        if self.memory is not None:
+            work = self.memory.exchange(received, traffic)
+        else:
+            counts = traffic.receives, traffic.sends
+            work = dist.all_to_all_single(received, self.pieces, *counts, group=self.group, async_op=True)
+        return PendingExchange(received, self.pieces, work)
 
 
 def empty_blocks(k: torch.Tensor, v: torch.Tensor, count: int, block_size: int) -> torch.Tensor:
@@ -114,7 +119,7 @@ def pack(k: torch.Tensor, v: torch.Tensor, packed: torch.Tensor, blocks: torch.T
             half.copy_(mine if blocks is None else mine.index_select(0, blocks))
 
 
-def unpacked(packed: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def unpack(packed: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns views (k, v) of packed blocks, each (batch, kv_heads, tokens, its head_dim)."""
     return split_packed(as_tokens(packed), head_dim)
 
@@ -122,19 +127,19 @@ def unpacked(packed: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.T
 def pack_with_space(k: torch.Tensor, v: torch.Tensor, count: int, block_size: int) -> torch.Tensor:
     """Returns k and v packed into blocks, followed by ``count`` uninitialized blocks."""
     own = k.shape[2] // block_size
-    every = empty_blocks(k, v, own + count, block_size)
-    pack(k, v, every[:own])
-    return every
+    blocks = empty_blocks(k, v, own + count, block_size)
+    pack(k, v, blocks[:own])
+    return blocks
 
 
 def append_fetched(
-    k: torch.Tensor, v: torch.Tensor, fetched: torch.Tensor, every: torch.Tensor | None = None
+    k: torch.Tensor, v: torch.Tensor, fetched: torch.Tensor, space: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (k, v) of the rank's tokens, then of the fetched blocks. every: what ``pack_with_space`` returned for these, or
+    """Returns (k, v) of the rank's tokens, then of the fetched blocks. space: what ``pack_with_space`` returned for them, or
     None."""
     if not len(fetched):
         return k, v
-    if every is None:
-        every = pack_with_space(k, v, len(fetched), fetched.shape[1])
-    every[len(every) - len(fetched) :] = fetched
-    return unpacked(every, k.shape[3])
+    if space is None:
+        space = pack_with_space(k, v, len(fetched), fetched.shape[1])
+    space[len(space) - len(fetched) :] = fetched
+    return unpack(space, k.shape[3])

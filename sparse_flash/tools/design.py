@@ -145,7 +145,7 @@ def design(
     kept = () if keep is None else (require_one_head(parse(keep) if isinstance(keep, str) else keep),)
     search = _DesignSearch(grid, kept, causal, heads or 1, layers or 1, progress, of == "time")
     candidates = search.candidates(share)
-    found = search.best(candidates, share, count, connected_in or _UNCONNECTED)
+    found = search.find_best(candidates, share, count, connected_in or _UNCONNECTED)
     if connected_in and not found:
         raise search.unmet_error(candidates, share, connected_in)
     return found
@@ -162,9 +162,18 @@ def parse_budget(budget: float | str) -> float:
     return share
 
 
+class _Part(NamedTuple):
+    """A pattern that unions are made of. pairs: of ``causal & (keep | pattern)``, (units, units) float32, how many pairs of two
+    units are kept. cost: what budgets limit."""
+
+    pattern: Pattern
+    pairs: np.ndarray
+    cost: float
+
+
 class _Candidate(NamedTuple):
     """Ordered as designs are. layers, unreached (a share of the pairs): bounds from few rows, or exact. cost: what budgets limit.
-    kind: "alike", "by head", "dense head" or "dense layer". parts: numbers of patterns."""
+    size: how many patterns. kind: "alike", "by head", "dense head" or "dense layer". parts: numbers of ``_DesignSearch.parts``."""
 
     layers: int
     unreached: float
@@ -175,7 +184,8 @@ class _Candidate(NamedTuple):
 
 
 class _DesignSearch:
-    """Designs of one sequence. Arrays of pairs are (units, units) float32: how many pairs of two units are kept."""
+    """Designs of one sequence. parts: the patterns that differ and that some mixture within the budget can hold; keep alone, if it
+    is given, is the last."""
 
     def __init__(
         self, grid: BlockGrid, keep: tuple[Pattern, ...], causal: bool, heads: int, layers: int, progress: bool, timed: bool = False
@@ -188,9 +198,7 @@ class _DesignSearch:
         self.visible, self.total = self.possible > 0, _total(self.possible)
         self.dense_us = predict_dense_passes(grid.q_len, grid.kv_len, causal)
         self.rows = np.unique(np.linspace(len(self.possible) // _BOUND_ROWS, len(self.possible) - 1, _BOUND_ROWS).astype(int))
-        self.patterns: list[Pattern] = []
-        self.pairs: list[np.ndarray] = []
-        self.costs: list[float] = []
+        self.parts: list[_Part] = []
         self.bounds: dict[tuple[int, ...], tuple[int, float]] = {}
 
     def pairs_of(self, pattern: Pattern) -> np.ndarray:
@@ -215,76 +223,73 @@ class _DesignSearch:
         full, visited = int(np.count_nonzero(pairs == size**2)), int(np.count_nonzero(pairs))
         return predict_both_passes(size, len(pairs), full, visited - full)
 
-    def whole(self, pairs: np.ndarray) -> np.ndarray:
+    def whole_units(self, pairs: np.ndarray) -> np.ndarray:
         """Which units see all that they may of which, bool. A token has its own by the residual connection."""
         whole = (pairs == self.possible) & self.visible
         return whole | np.eye(len(whole), dtype=bool) if self.unit == 1 else whole
 
-    def joined(self, *parts: Pattern) -> Pattern:
-        """``causal & (keep | parts)``."""
-        union = Or.of(*self.keep, *parts)
+    def join(self, *patterns: Pattern) -> Pattern:
+        """Returns ``causal & (keep | patterns)``."""
+        union = Or.of(*self.keep, *patterns)
         return And.of(self.dense, union) if self.causal else union
 
-    def collect(self, budget: float) -> None:
-        """Finds the patterns that differ and that some mixture within the budget can hold; keep, alone, is the last. Raises
-        ValueError if there are none."""
-        alone = self.cost_of(base := self.pairs_of(self.joined())) if self.keep else 0.0
+    def pattern_of(self, *parts: int) -> Pattern:
+        return self.join(*(self.parts[part].pattern for part in parts))
+
+    def collect_parts(self, budget: float) -> None:
+        """Finds ``parts``. Raises ValueError if there are none."""
+        alone = self.cost_of(base := self.pairs_of(self.join())) if self.keep else 0.0
         if alone > budget:
             raise ValueError(
                 f"budget must be at least {_rounded_up_text(alone)}, what keep={self.keep[0]} takes; got "
                 f"{_in_percent(budget)}; raise it, or keep less"
             )
         most = budget + (min(_MOST_PARTS, self.heads) - 1) * (budget - alone)
-        parts = sorted(dict.fromkeys(_all_parts(self.grid)), key=lambda part: (len(str(part)), str(part)))
+        patterns = sorted(dict.fromkeys(_all_parts(self.grid)), key=lambda one: (len(str(one)), str(one)))
         seen = {self.possible.tobytes(), *([base.tobytes()] if self.keep else [])}
         cheapest = 1.0, self.dense
-        with Progress("compiling patterns", len(parts), self.progress) as bar:
-            for part in parts:
-                pairs = self.pairs_of(self.joined(part))
+        with Progress("compiling patterns", len(patterns), self.progress) as bar:
+            for pattern in patterns:
+                pairs = self.pairs_of(self.join(pattern))
                 cost, key = self.cost_of(pairs), pairs.tobytes()
                 bar.advance(1)
                 if cost and key not in seen:
                     seen.add(key)
-                    cheapest = min(cheapest, (cost, self.joined(part)), key=lambda one: one[0])
+                    cheapest = min(cheapest, (cost, self.join(pattern)), key=lambda one: one[0])
                     if cost <= most:
-                        self.add(part, pairs, cost)
+                        self.parts.append(_Part(pattern, pairs, cost))
         if self.keep:
-            self.add(self.keep[0], base, alone)
+            self.parts.append(_Part(self.keep[0], base, alone))
         elif cheapest[0] > budget:
             raise ValueError(
                 f"budget must be at least {_rounded_up_text(cheapest[0])}, what {cheapest[1]} takes, the least that the search "
                 f"knows; got {_in_percent(budget)}; raise it, or register a pattern that keeps less and names ranges"
             )
 
-    def add(self, pattern: Pattern, pairs: np.ndarray, cost: float) -> None:
-        self.patterns.append(pattern)
-        self.pairs.append(pairs)
-        self.costs.append(cost)
-
     def candidates(self, budget: float) -> list[_Candidate]:
         """All within the budget, as far as the parts of a union tell before it is compiled."""
-        found, numbers = self.single_candidates(budget), range(len(self.patterns))
+        found, numbers = self.single_candidates(budget), range(len(self.parts))
         pairs = list(itertools.combinations(numbers, 2))
         with Progress("comparing unions", len(pairs) + _PAIRS_EXTENDED * len(numbers), self.progress) as bar:
-            found += (twos := self.compared(pairs, budget, bar))
+            found += (twos := self.compare_unions(pairs, budget, bar))
             best = list(dict.fromkeys(one.parts for one in sorted(twos)))[:_PAIRS_EXTENDED]
             threes = {tuple(sorted((*two, number))) for two in best for number in numbers if number not in two}
-            return found + self.compared(sorted(threes), budget, bar)
+            return found + self.compare_unions(sorted(threes), budget, bar)
 
     def single_candidates(self, budget: float) -> list[_Candidate]:
         """``candidates`` that are no unions."""
-        self.collect(budget)
-        numbers = range(len(self.patterns))
+        self.collect_parts(budget)
+        numbers = range(len(self.parts))
         found = [one for number in numbers for one in self.candidates_of((number,), budget)]
         # Other heads and layers than the dense ones need not reach far. They keep as little as can be, and each token's own block.
-        own = [number for number in numbers if np.array_equal(self.pairs[number].diagonal(), self.possible.diagonal())]
-        rest = len(numbers) - 1 if self.keep else min(own, key=self.costs.__getitem__, default=None)
-        for kind, parts in (("dense head", self.heads), ("dense layer", self.layers)):
-            if rest is not None and parts > 1 and (cost := (1 + (parts - 1) * self.costs[rest]) / parts) <= budget:
+        own = [number for number in numbers if np.array_equal(self.parts[number].pairs.diagonal(), self.possible.diagonal())]
+        rest = len(numbers) - 1 if self.keep else min(own, key=lambda number: self.parts[number].cost, default=None)
+        for kind, count in (("dense head", self.heads), ("dense layer", self.layers)):
+            if rest is not None and count > 1 and (cost := (1 + (count - 1) * self.parts[rest].cost) / count) <= budget:
                 found.append(_Candidate(1, 0.0, cost, 1, kind, (rest,)))
         return found if budget < 1 else [*found, _Candidate(1, 0.0, 1.0, 0, "alike", ())]
 
-    def compared(self, unions: Sequence[tuple[int, ...]], budget: float, bar: Progress) -> list[_Candidate]:
+    def compare_unions(self, unions: Sequence[tuple[int, ...]], budget: float, bar: Progress) -> list[_Candidate]:
         found = []
         for parts in unions:
             found += self.candidates_of(parts, budget)
@@ -294,60 +299,60 @@ class _DesignSearch:
     def candidates_of(self, parts: tuple[int, ...], budget: float) -> list[_Candidate]:
         """The union of some patterns in all heads, and one of them in each group of heads: both reach equally far. Nothing if they
         reach as far without one of them."""
-        beside = tuple(part for part in parts if self.patterns[part] not in self.keep)
+        beside = self.beside_keep(parts)
         costs = {}
         if beside == parts or len(parts) == 1:
-            costs["alike"] = self.costs[parts[0]] if len(parts) == 1 else self.cost_of(self.union(parts))
+            costs["alike"] = self.parts[parts[0]].cost if len(parts) == 1 else self.cost_of(self.union(parts))
         if 1 < len(parts) <= self.heads:
-            costs["by head"] = sum(size * self.costs[part] for part, size in self.groups(parts)) / self.heads
+            costs["by head"] = sum(size * self.parts[part].cost for part, size in self.groups(parts)) / self.heads
         costs = {kind: cost for kind, cost in costs.items() if cost <= budget}
         fewer = [less for less in itertools.combinations(beside, len(beside) - 1) if less or self.keep] if beside else []
-        if not costs or any(self.bound(less) <= self.bound(beside) for less in fewer):
+        if not costs or any(self.bound_layers(less) <= self.bound_layers(beside) for less in fewer):
             return []
-        return [_Candidate(*self.bound(beside), cost, len(parts), kind, parts) for kind, cost in costs.items()]
+        return [_Candidate(*self.bound_layers(beside), cost, len(parts), kind, parts) for kind, cost in costs.items()]
+
+    def beside_keep(self, parts: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(part for part in parts if self.parts[part].pattern not in self.keep)
 
     def union(self, parts: tuple[int, ...]) -> np.ndarray:
         """At least so many pairs are in the union of keep and these patterns."""
-        return reduce(np.maximum, (self.pairs[part] for part in parts)) if parts else self.pairs[-1]
+        return reduce(np.maximum, (self.parts[part].pairs for part in parts or (-1,)))
 
     def groups(self, parts: tuple[int, ...]) -> list[tuple[int, int]]:
         """(part, heads) of even groups; the cheapest part has the most heads."""
-        each, more = divmod(self.heads, len(parts))
-        ordered = sorted(parts, key=lambda part: (self.costs[part], part))
-        return [(part, each + (number < more)) for number, part in enumerate(ordered)]
+        each, left_over = divmod(self.heads, len(parts))
+        ordered = sorted(parts, key=lambda part: (self.parts[part].cost, part))
+        return [(part, each + (number < left_over)) for number, part in enumerate(ordered)]
 
-    def bound(self, parts: tuple[int, ...]) -> tuple[int, float]:
+    def bound_layers(self, parts: tuple[int, ...]) -> tuple[int, float]:
         """(layers, unreached) of a few rows of units under keep and these patterns; all rows need as many layers at least."""
         if parts in self.bounds:
             return self.bounds[parts]
-        step, visible = self.whole(self.union(parts)).astype(np.float32), self.visible[self.rows]
+        step, visible = self.whole_units(self.union(parts)).astype(np.float32), self.visible[self.rows]
         reached, result = step[self.rows], (_UNCONNECTED, 1.0)
         for layer in range(1, _UNCONNECTED):
             unreached = 1 - float(reached.sum() / visible.sum())
-            if not unreached:
-                result = layer, 0.0
-                break
-            result = _UNCONNECTED, round(unreached, 6)
+            result = (_UNCONNECTED, round(unreached, 6)) if unreached else (layer, 0.0)
             further = np.maximum(reached, (reached @ step > 0).astype(np.float32))
-            if np.array_equal(further, reached):
+            if not unreached or np.array_equal(further, reached):
                 break
             reached = further
         self.bounds[parts] = result
         return result
 
-    def best(self, candidates: Sequence[_Candidate], budget: float, count: int, most: int) -> list[Design]:
+    def find_best(self, candidates: Sequence[_Candidate], budget: float, count: int, most: int) -> list[Design]:
         """The first ``count`` designs of at most ``most`` layers, in order, but none that adds patterns to a better one."""
         left, found = sorted(candidates), list[Design]()
-        made, listed = dict[tuple, Design](), list[tuple[str, set]]()
+        built, listed = dict[tuple, Design](), list[tuple[str, set]]()
         while left and len(found) < count:
             one = heapq.heappop(left)
             if one.layers > most:
                 break
-            names = {self.patterns[part].name for part in one.parts if self.patterns[part] not in self.keep}
+            names, key = {self.parts[part].pattern.name for part in self.beside_keep(one.parts)}, (one.kind, one.parts)
             if any(kind == one.kind and others <= names for kind, others in listed):
                 continue
-            if one[3:] not in made:
-                made[one[3:]] = result = self.build_design(one)
+            if key not in built:
+                built[key] = result = self.build_design(one)
                 cost = self.budget_share(result)
                 exact = one._replace(layers=result.connected_in or _UNCONNECTED, unreached=1 - result.reach[-1], cost=cost)
                 if cost > budget:
@@ -355,35 +360,39 @@ class _DesignSearch:
                 if exact > one:  # others may now be better
                     heapq.heappush(left, exact)
                     continue
-            found.append(made[one[3:]])
+            found.append(built[key])
             listed.append((one.kind, names))
         return sorted(found, key=lambda one: (one.connected_in or _UNCONNECTED, -one.reach[-1], self.budget_share(one)))
 
     def budget_share(self, one: Design) -> float:
         return one.time if self.timed else one.density
 
+    def layers_of(self, one: _Candidate) -> tuple[Pattern, ...]:
+        """The patterns of a candidate: one for all layers, or one for each."""
+        if one.kind == "by head":
+            return (PerHead(tuple(self.pattern_of(part) for part, heads in self.groups(one.parts) for _ in range(heads))),)
+        if one.kind == "alike":
+            return (self.pattern_of(*one.parts) if one.parts else self.dense,)
+        rest = self.pattern_of(*one.parts)
+        if one.kind == "dense head":
+            return (PerHead((self.dense, *[rest] * (self.heads - 1))),)
+        return (self.dense, *[rest] * (self.layers - 1))
+
     def build_design(self, one: _Candidate) -> Design:
         """The design of a candidate, compiled and counted."""
-        rest = [self.joined(self.patterns[part]) for part in one.parts]
-        if one.kind == "by head":
-            each = [[self.joined(self.patterns[part])] * size for part, size in self.groups(one.parts)]
-            layers: tuple[Pattern, ...] = (PerHead(tuple(itertools.chain.from_iterable(each))),)
-        elif one.kind == "dense head":
-            layers = (PerHead((self.dense, *rest * (self.heads - 1))),)
-        elif one.kind == "dense layer":
-            layers = (self.dense, *rest * (self.layers - 1))
-        else:
-            layers = (self.joined(*(self.patterns[part] for part in one.parts)) if one.parts else self.dense,)
-        pairs, times, steps = {}, {}, {}
-        for layer in dict.fromkeys(layers):
-            by_heads = head_patterns(layer)
-            alone = {head: self.pairs_of(head) for head in dict.fromkeys(by_heads)}
-            pairs[layer] = sum(_total(alone[head]) for head in by_heads) / len(by_heads)
-            times[layer] = sum(self.microseconds(alone[head]) for head in by_heads) / len(by_heads)
-            steps[layer] = self.whole(reduce(np.maximum, alone.values()))
-        kept = sum(pairs[layer] for layer in layers) / len(layers)
-        time = sum(times[layer] for layer in layers) / len(layers) / self.dense_us
-        reach = self.reach([steps[layer] for layer in layers])
+        layers = self.layers_of(one)
+        by_layer = [head_patterns(layer) for layer in layers]
+        pairs = {head: self.pairs_of(head) for head in dict.fromkeys(itertools.chain.from_iterable(by_layer))}
+
+        def mean(measure: Callable[[np.ndarray], float]) -> float:
+            of_head = {head: measure(kept) for head, kept in pairs.items()}
+            return sum(sum(of_head[head] for head in heads) / len(heads) for heads in by_layer) / len(layers)
+
+        kept, time = mean(_total), mean(self.microseconds) / self.dense_us
+        steps = {
+            heads: self.whole_units(reduce(np.maximum, (pairs[head] for head in set(heads)))) for heads in dict.fromkeys(by_layer)
+        }
+        reach = self.reach([steps[heads] for heads in by_layer])
         return Design(layers, self.grid.q_len, self.grid.block_size, kept, kept / self.total, time, reach, self.unit)
 
     def reach(self, steps: Sequence[np.ndarray]) -> tuple[float, ...]:
@@ -403,12 +412,11 @@ class _DesignSearch:
 
     def unmet_error(self, candidates: Sequence[_Candidate], budget: float, connected_in: int) -> ValueError:
         """The error for a budget at which nothing connects in so few layers: it names the nearest that do."""
-        nearest = self.best(candidates, budget, 1, _UNCONNECTED)[0]
+        nearest = self.find_best(candidates, budget, 1, _UNCONNECTED)[0]
         wide = _DesignSearch(self.grid, self.keep, self.causal, self.heads, self.layers, self.progress, self.timed)
         within = sorted((one for one in wide.single_candidates(1.0) if one.layers <= connected_in), key=lambda one: one.cost)
-        enough = next(
-            one for one in map(wide.build_design, within) if (one.connected_in or _UNCONNECTED) <= connected_in
-        )  # dense, at last
+        # Dense attention, the last, connects in one layer.
+        enough = next(one for one in map(wide.build_design, within) if (one.connected_in or _UNCONNECTED) <= connected_in)
         got = f"got connected_in={connected_in}; pass budget='{_rounded_up_text(self.budget_share(enough))}' for {enough.summary}"
         known = "that the search knows"
         if nearest.connected_in is None:

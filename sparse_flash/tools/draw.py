@@ -135,35 +135,31 @@ def make_picture(mask: BlockMask | BlockSelection, height: int, width: int, leve
     if level not in ("auto", "tokens", "blocks"):
         raise ValueError(f"level must be 'auto', 'tokens' or 'blocks'; got {level!r}")
     q_len, kv_len, always = mask.q_len, mask.kv_len, mask.always if isinstance(mask, BlockSelection) else None
-    block = mask.block_size if always is None else max(mask.block_size, always.block_size)  # of the smallest cell in blocks
+    side = mask.block_size if always is None else max(mask.block_size, always.block_size)  # of the smallest cell in blocks
+    few = q_len * kv_len <= _MOST_DENSE_PAIRS
     if level == "auto":
-        coarse = q_len <= (height - 1) * block and kv_len <= (width - 1) * block
-        level = "tokens" if coarse and q_len * kv_len <= _MOST_DENSE_PAIRS else "blocks"
+        level = "tokens" if few and q_len <= (height - 1) * side and kv_len <= (width - 1) * side else "blocks"
     if level == "tokens":
-        if q_len * kv_len > _MOST_DENSE_PAIRS:
+        if not few:
             raise ValueError(f"{q_len} x {kv_len} tokens are too many to draw one by one; use level='blocks'")
-        unit = _cell_side(q_len, kv_len, height, width)
+        side = 1
+    rows, cols = -(-q_len // side), -(-kv_len // side)
+    unit = side * max(-(-rows // height), -(-cols // width))
+    top, left = np.arange(0, q_len, unit), np.arange(0, kv_len, unit)
+    if level == "tokens":
         dense = mask.to_dense().cpu().view(q_len, kv_len).numpy()
-        top, left = np.arange(0, q_len, unit), np.arange(0, kv_len, unit)
         kept = np.add.reduceat(np.add.reduceat(dense, top, axis=0, dtype=np.int64), left, axis=1)
     else:
-        group = _cell_side(-(-q_len // block), -(-kv_len // block), height, width)
-        unit = group * block
-        top, left = np.arange(0, q_len, unit), np.arange(0, kv_len, unit)
-        if isinstance(mask, BlockSelection):
-            kept = mask.kept_pairs(unit=unit)
-        else:
-            full, partial = mask.kept()
-            flat = (partial.rows // group) * len(left) + partial.cols // group
-            kept = np.bincount(flat, mask.pairs_of(partial.kinds, partial.tiles), len(top) * len(left))
-            kept = kept.reshape(len(top), len(left)) + full.count_by_square(group) * block**2
-    heights, widths = np.diff(top, append=q_len), np.diff(left, append=kv_len)
-    return Picture(kept / np.outer(heights, widths), unit, level)
+        kept = mask.kept_pairs(unit=unit) if isinstance(mask, BlockSelection) else _count_by_square(mask, unit // side)
+    return Picture(kept / np.outer(np.diff(top, append=q_len), np.diff(left, append=kv_len)), unit, level)
 
 
-def _cell_side(rows: int, cols: int, height: int, width: int) -> int:
-    """How many rows and columns a square cell must cover for the whole to fit height x width cells."""
-    return max(-(-rows // height), -(-cols // width))
+def _count_by_square(mask: BlockMask, group: int) -> np.ndarray:
+    """(squares of queries, squares of keys): how many pairs a mask keeps in each square of group x group blocks."""
+    full, partial = mask.kept()
+    kept = (full.count_by_square(group) * mask.block_size**2).astype(np.float64)
+    np.add.at(kept, (partial.rows // group, partial.cols // group), mask.pairs_of(partial.kinds, partial.tiles))
+    return kept
 
 
 def caption(mask: BlockMask | BlockSelection, picture: Picture) -> str:

@@ -5,7 +5,6 @@ Nothing here prints, times or uses a device other than the table's; tables of a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,10 +53,13 @@ class Load:
         return self.max / self.mean if self.mean else 0.0
 
     @classmethod
-    def of(cls, ptr: np.ndarray) -> Load:
-        """From ``Table.row_ptr``."""
+    def from_row_ptr(cls, ptr: np.ndarray) -> Load:
         counts, total = np.diff(ptr), int(ptr[-1] - ptr[0])
         return cls(total / len(counts), int(counts.max()), int(counts.max()) / total if total else 0.0)
+
+    def __str__(self) -> str:
+        spread = f"{self.mean:.1f} blocks on average, {self.max:,} at most: {self.imbalance:.2f}x"
+        return f"{spread}; the heaviest has {self.share:.2%} of the work"
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,11 @@ class Reach:
     def limit(self) -> float:
         """The share at any depth."""
         return next(reversed(self.shares.values()))
+
+    def __str__(self) -> str:
+        shares = ", ".join(f"{layers}: {share_text(share)}" for layers, share in self.shares.items())
+        exact = "exact" if self.unit == 1 else f"seen in units of {self.unit} tokens, so at most"
+        return f"after layers {shares} ({exact})"
 
 
 @dataclass(frozen=True)
@@ -121,6 +128,20 @@ class Memory:
     def backward(self, backend: str) -> int:
         """The peak while its backward pass runs."""
         return self.held[1] + self.work[backend][1]
+
+    def lines(self) -> dict[str, str]:
+        """The memory of a call and of its backward pass, as sentences."""
+        parts = f"q, k and v {size_text(self.inputs)}, out and lse {size_text(self.outputs)}, the table"
+        gradients = f"as above, and gradients of out {size_text(self.out)}, of q, k and v {size_text(self.gradients)}"
+        passes = (self.forward, parts), (self.backward, gradients)
+        lines = []
+        for number, (peak, holds) in enumerate(passes):
+            # Without an entry, no kernel of a GPU takes such head_dims or dtypes, such as float64.
+            total = _sizes_text({name: peak(name) for name in self.work})
+            total = total or f"{size_text(self.held[number])} and chunks of scores on torch"
+            scratch = _sizes_text({name: work[number] for name, work in self.work.items() if work[number]})
+            lines.append(f"{total}: {holds}" + (f", scratch {scratch}" if scratch else ""))
+        return dict(zip(("memory of a call", "of its backward pass"), lines, strict=True))
 
 
 @dataclass(frozen=True)
@@ -196,7 +217,7 @@ class Explanation:
         if not self.kept_blocks:
             return ["This mask keeps nothing: every output is 0."]
         if self.speedup < LEAST_GAIN:
-            hints.append(f"This mask visits {1 / self.speedup:.0%} of the blocks of {_dense(self)}, which is likely to be as fast.")
+            hints.append(f"This mask visits {1 / self.speedup:.0%} of the blocks of {self._dense}, which is likely to be as fast.")
         if self.wasted_share > 0.5 and self.block_size > 16:
             hints.append(
                 f"{self.wasted_share:.0%} of the visited pairs are dropped inside partial blocks; a smaller block size, or a "
@@ -210,9 +231,39 @@ class Explanation:
             hints.append(f"{self.empty_queries:,} queries keep nothing: their outputs are 0.")
         return hints + (self.video.hints if self.video else [])
 
+    @property
+    def _dense(self) -> str:
+        return "dense causal attention" if self.causal else "dense attention"
+
     def lines(self) -> dict[str, str]:
         """The numbers as sentences, by name."""
-        return (self.video.lines() if self.video else {}) | dict(_lines(self))
+        of_causal = f", {self.causal_density:.3%} of the causal ones" if self.causal_density is not None else ""
+        flops = f"{flops_text(self.flops)} kept, {flops_text(self.visited_flops)} visited, {flops_text(self.dense_flops)}"
+        traffic = f"{size_text(self.bytes_moved)}, {size_text(self.dense_bytes_moved)} for {self._dense}"
+        partial = f"{self.partial_blocks:,}, {self.partial_share:.1%} of the visited"
+        lines = {
+            "kept pairs": f"{self.kept_pairs:,}, {self.density:.3%} of all{of_causal}",
+            "visited blocks": f"{self.kept_blocks:,} of {self.blocks:,}, {self.block_density:.3%}",
+            "partial blocks": f"{partial}; {self.wasted_share:.1%} of visited pairs dropped",
+            "table": size_text(self.table_bytes),
+            "load over rows": f"{self.rows}; {self.empty_queries:,} queries keep nothing",
+            "load over columns": f"{self.columns}; {self.empty_keys:,} keys are kept by nothing",
+            "forward FLOPs": f"{flops} for {self._dense}",
+            "forward traffic": f"{traffic} (arXiv:2205.14135, Prop. 4)",
+            **self.memory.lines(),
+        }
+        if isinstance(self.time, Prediction):
+            lines |= self.time.lines()
+        elif self.time:
+            lines["time"] = f"not predicted: {self.time}"
+        speedup, reach = "not defined, as no block is visited", "none, except each token's own by the residual connection"
+        if self.kept_blocks:
+            speedup = (
+                f"{ratio_text(self.speedup)} over {self._dense} by visited blocks; {ratio_text(self.bytes_speedup)} by traffic"
+            )
+            reach = str(self.reach) if self.reach else "not defined where q_len and kv_len differ, as layers are stacked"
+        lines |= {"predicted speed-up": speedup, "causal pairs in reach": reach}
+        return (self.video.lines() if self.video else {}) | lines
 
     def __str__(self):
         head = [self.pattern, self.call] if self.pattern else [self.call]
@@ -286,8 +337,8 @@ def explain(
         causal_density=kept_pairs / causal_pairs if causal_pairs else None,
         block_density=mask.block_density,
         table_bytes=mask.nbytes,
-        rows=Load.of(mask.by_query.row_ptr[0].cpu().numpy()),
-        columns=Load.of(mask.by_key.row_ptr[0].cpu().numpy()),
+        rows=Load.from_row_ptr(mask.by_query.row_ptr[0].cpu().numpy()),
+        columns=Load.from_row_ptr(mask.by_key.row_ptr[0].cpu().numpy()),
         empty_queries=empty_queries,
         empty_keys=empty_keys,
         reach=reachability(mask) if grid.q_len == grid.kv_len else None,
@@ -430,20 +481,16 @@ def _causal_blocks(grid: BlockGrid) -> int:
 
 def is_causal(mask: BlockMask) -> bool:
     """Whether no kept pair of any head has a key after its query: then the dense call in its place is causal attention."""
-    last, _ = _tile_ends(mask)
-    return all(_is_stored_causal(mask, last, *mask.kept(number)) for number in range(mask.masks))
-
-
-def _is_stored_causal(mask: BlockMask, last: np.ndarray, full: FullBlocks, partial: PartialBlocks) -> bool:
     grid, size = mask.grid, mask.block_size
-    # A block may hold such pairs if its last key is after its first query.
-    if (full.stop * size - 1 > full.rows * size + grid.offset).any():
-        return False
-    near = np.minimum((partial.cols.astype(np.int64) + 1) * size, grid.kv_len) - 1 > partial.rows * size + grid.offset
-    rows, cols, tile = (axis[near].astype(np.int64) for axis in (partial.rows, partial.cols, _tile_numbers(mask, partial)))
-    for part in (slice(low, low + _CHUNK) for low in range(0, len(rows), _CHUNK)):
-        query = rows[part, None] * size + np.arange(size) + grid.offset
-        if ((last[tile[part]] >= 0) & (cols[part, None] * size + last[tile[part]] > query)).any():
+    last, _ = _tile_ends(mask)
+    # How far a key of each tile is after its query, at most, if the block's first key is at its first query.
+    latest = np.where(last >= 0, last - np.arange(size), -size).max(1)
+    for full, partial in map(mask.kept, range(mask.masks)):
+        first_query, first_key = partial.rows.astype(np.int64) * size + grid.offset, partial.cols.astype(np.int64) * size
+        later = latest[_tile_numbers(mask, partial)] > first_query - first_key
+        # Only if a block's last key is after its first query may it hold such pairs: tiles go on past the last key.
+        may_hold = np.minimum(first_key + size, grid.kv_len) - 1 > first_query
+        if (full.stop * size - 1 > full.rows * size + grid.offset).any() or (later & may_hold).any():
             return False
     return True
 
@@ -477,73 +524,6 @@ def _tile_ends(mask: BlockMask) -> tuple[np.ndarray, np.ndarray]:
 def _tile_numbers(mask: BlockMask, partial: PartialBlocks) -> np.ndarray:
     """The rows of ``_tile_ends`` for these blocks."""
     return partial.tiles + (partial.kinds == 2) * len(mask.tile_runs)
-
-
-def _dense(e: Explanation) -> str:
-    return "dense causal attention" if e.causal else "dense attention"
-
-
-def _lines(e: Explanation) -> Iterator[tuple[str, str]]:
-    of_causal = f", {e.causal_density:.3%} of the causal ones" if e.causal_density is not None else ""
-    yield ("kept pairs", f"{e.kept_pairs:,}, {e.density:.3%} of all{of_causal}")
-    yield ("visited blocks", f"{e.kept_blocks:,} of {e.blocks:,}, {e.block_density:.3%}")
-    yield (
-        "partial blocks",
-        f"{e.partial_blocks:,}, {e.partial_share:.1%} of the visited; {e.wasted_share:.1%} of visited pairs dropped",
-    )
-    yield ("table", size_text(e.table_bytes))
-    kinds = (
-        ("rows", e.rows, e.empty_queries, "queries keep"),
-        ("columns", e.columns, e.empty_keys, "keys are kept by"),
-    )
-    for name, load, empty, what in kinds:
-        yield (
-            f"load over {name}",
-            f"{load.mean:.1f} blocks on average, {load.max:,} at most: {load.imbalance:.2f}x; "
-            f"the heaviest has {load.share:.2%} of the work; {empty:,} {what} nothing",
-        )
-    yield (
-        "forward FLOPs",
-        f"{flops_text(e.flops)} kept, {flops_text(e.visited_flops)} visited, {flops_text(e.dense_flops)} for {_dense(e)}",
-    )
-    yield (
-        "forward traffic",
-        f"{size_text(e.bytes_moved)}, {size_text(e.dense_bytes_moved)} for {_dense(e)} (arXiv:2205.14135, Prop. 4)",
-    )
-    for name, line in _memory_lines(e.memory):
-        yield (name, line)
-    if isinstance(e.time, Prediction):
-        yield from e.time.lines().items()
-    elif e.time:
-        yield ("time", f"not predicted: {e.time}")
-    if e.kept_blocks:
-        said = f"{ratio_text(e.speedup)} over {_dense(e)} by visited blocks; {ratio_text(e.bytes_speedup)} by traffic"
-        yield ("predicted speed-up", said)
-    else:
-        yield ("predicted speed-up", "not defined, as no block is visited")
-    if not e.kept_blocks:
-        yield ("causal pairs in reach", "none, except each token's own by the residual connection")
-    elif e.reach:
-        shares = ", ".join(f"{layers}: {share_text(share)}" for layers, share in e.reach.shares.items())
-        exact = "exact" if e.reach.unit == 1 else f"seen in units of {e.reach.unit} tokens, so at most"
-        yield ("causal pairs in reach", f"after layers {shares} ({exact})")
-    else:
-        yield ("causal pairs in reach", "not defined where q_len and kv_len differ, as layers are stacked")
-
-
-def _memory_lines(m: Memory):
-    """(what, memory) of a call and of its backward pass."""
-    parts = f"q, k and v {size_text(m.inputs)}, out and lse {size_text(m.outputs)}, the table"
-    grads = f"as above, and gradients of out {size_text(m.out)}, of q, k and v {size_text(m.gradients)}"
-    for number, (name, most, made_of) in enumerate(
-        (("memory of a call", m.forward, parts), ("of its backward pass", m.backward, grads))
-    ):
-        work = _sizes_text({name: work[number] for name, work in m.work.items() if work[number]})
-        # Without an entry, no kernel of a GPU takes such head_dims or dtypes, such as float64.
-        total = (
-            _sizes_text({b: most(b) for b in m.work}) if m.work else f"{size_text(m.held[number])} and chunks of scores on torch"
-        )
-        yield name, f"{total}: {made_of}" + (f", scratch {work}" if work else "")
 
 
 def _sizes_text(counts: dict[str, int]) -> str:

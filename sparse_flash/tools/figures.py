@@ -12,11 +12,8 @@ def explanation_text(head: list[str], lines: dict[str, str], hints: list[str]) -
 
 def size_text(count: float) -> str:
     """Bytes in the most readable unit."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError
+    power = _largest_power(count, 1024, 3)
+    return f"{count / 1024**power:.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
 def ratio_text(ratio: float) -> str:
@@ -29,8 +26,10 @@ def share_text(share: float) -> str:
 
 
 def flops_text(count: float) -> str:
-    for unit in ("", "K", "M", "G", "T", "P"):
-        if count < 1000 or unit == "P":
-            return f"{count:.3g} {unit}FLOP"
-        count /= 1000
-    raise AssertionError
+    power = _largest_power(count, 1000, 5)
+    return f"{count / 1000**power:.3g} {('', 'K', 'M', 'G', 'T', 'P')[power]}FLOP"
+
+
+def _largest_power(count: float, base: int, most: int) -> int:
+    """Returns the largest power of the base, ``most`` at most, that is not above the count; 0 for less than the base."""
+    return next((power for power in range(most, 0, -1) if count >= base**power), 0)

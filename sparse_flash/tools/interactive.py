@@ -56,14 +56,14 @@ def page_of(mask: BlockMask, title: str, heads: Sequence[int] | None = None, bat
     heads: None for all. batch: the batch entry. Raises TypeError or IndexError for heads or a batch entry that do not exist, and
     ValueError for a mask that is too large for a page.
     """
-    panels, tables, room = [], [], MOST_NUMBERS
+    panels, tables, space = [], [], MOST_NUMBERS
     for number, names in _heads_by_mask(mask, heads, batch).items():
-        counts, *runs = _runs(mask, number, room)
-        room -= 3 * len(runs[0])
+        counts, *runs = _runs(mask, number, space)
+        space -= 3 * len(runs[0])
         panels.append({"name": _heads_text(names), "heads": max(1, len(names)), "runs": len(runs[0])})
         tables.append([counts, *runs])
     used = np.unique(np.concatenate([[0], *(tiles for *_, tiles in tables)]))  # numbered anew; full blocks are the first
-    _check_space(room - len(used) * mask.block_size * -(-mask.block_size // 32))
+    _check_space(space - len(used) * mask.block_size * -(-mask.block_size // 32))
     kept = pack_bits(mask.tile_pairs(np.where(used, 2 - used % 2, 0), np.maximum(used - 1, 0) // 2))
     axes = [axis for *runs, tiles in tables for axis in (*runs, np.searchsorted(used, tiles))]
     numbers = np.diff(np.concatenate([*axes, kept.ravel()]), prepend=0)  # which compress well
@@ -100,12 +100,9 @@ def _heads_text(heads: list[int]) -> str:
     return f"head{'s' * (len(heads) > 1)} {', '.join(parts)}" if heads else ""
 
 
-def _runs(mask: BlockMask, number: int, room: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def _runs(mask: BlockMask, number: int, space: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """A stored mask as runs of blocks with one tile, by row: how many runs each row has, (q_blocks,); and by run, its blocks first
-    .. stop - 1 and its ``tile_ids``, (runs,) each.
-
-    room: how many numbers the page can still hold.
-    """
+    .. stop - 1 and its ``tile_ids``, (runs,) each. space: how many numbers the page can still hold."""
     parts = []
     for full, partial in mask.bands(number):
         of_full = np.stack([full.rows, full.first, full.stop, np.zeros_like(full.rows)])
@@ -116,14 +113,14 @@ def _runs(mask: BlockMask, number: int, room: int) -> tuple[np.ndarray, np.ndarr
         new[1:-1] = (rows[1:] != rows[:-1]) | (first[1:] != stop[:-1]) | (tile[1:] != tile[:-1])
         begins, ends = new[:-1], new[1:]
         parts.append(np.stack([rows[begins], first[begins], stop[ends], tile[begins]]))
-        room -= 3 * parts[-1].shape[1]
-        _check_space(room)
+        space -= 3 * parts[-1].shape[1]
+        _check_space(space)
     rows, first, stop, tile = np.concatenate(parts, axis=1)
     return np.bincount(rows, minlength=mask.grid.q_blocks), first, stop, tile
 
 
-def _check_space(room: int) -> None:
-    if room < 0:
+def _check_space(left: int) -> None:
+    if left < 0:
         raise ValueError(
             f"the runs and tiles of a page must be at most {MOST_NUMBERS:,} numbers; got a mask that needs more; pass a larger "
             "block_size, fewer heads or shorter lengths"

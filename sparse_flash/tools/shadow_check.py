@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -94,30 +95,9 @@ class Check:
         sample = _Sample(q, k, v, mask, scale, out, lse, variant, self.rows, self._random)
         call = self.calls
         self._judge(call, sample, sample.forward_errors())
-        asked = {name: tensor for name, tensor in (("dq", q), ("dk", k), ("dv", v)) if tensor.requires_grad}
-        if not asked or not out.requires_grad:
-            return
-        incoming: dict[str, torch.Tensor] = {}
-        arrived: dict[str, torch.Tensor] = {}
-
-        def keep(name: str):
-            # None if nothing depends on it.
-            return lambda gradient: None if gradient is None else incoming.__setitem__(name, gradient.detach())
-
-        def arrive(name: str):
-            def hook(gradient):
-                arrived[name] = gradient.detach()
-                if len(arrived) == len(asked):
-                    self._judge(call, sample, sample.backward_errors(incoming, arrived))
-                    incoming.clear()
-                    arrived.clear()
-
-            return hook
-
-        out.register_hook(keep("out"))
-        lse.register_hook(keep("lse"))
-        for name, tensor in asked.items():
-            tensor.register_hook(arrive(name))
+        inputs = {name: tensor for name, tensor in (("dq", q), ("dk", k), ("dv", v)) if tensor.requires_grad}
+        if inputs and out.requires_grad:
+            _GradientWatch({"out": out, "lse": lse}, inputs, lambda *both: self._judge(call, sample, sample.backward_errors(*both)))
 
     def _judge(self, call: int, sample: _Sample, errors: dict[str, float]) -> None:
         q, report = sample.q, Report(call, tuple(sample.q.shape), errors)
@@ -131,6 +111,30 @@ class Check:
                 f"in call {call}, attention of q {report.shape}, {q.dtype}, is further from its definition than {bound:.2g}: "
                 f"{listed} (relative errors of sampled rows); {way_out}"
             )
+
+
+class _GradientWatch:
+    """Collects the gradients of a call's results and inputs, and passes both on when the last of the inputs' has come."""
+
+    def __init__(self, results: dict[str, torch.Tensor], inputs: dict[str, torch.Tensor], judge: Callable[[dict, dict], None]):
+        self._expected, self._judge = len(inputs), judge
+        self._of_results: dict[str, torch.Tensor] = {}
+        self._of_inputs: dict[str, torch.Tensor] = {}
+        for name, tensor in results.items():
+            tensor.register_hook(partial(self._keep, name))
+        for name, tensor in inputs.items():
+            tensor.register_hook(partial(self._finish, name))
+
+    def _keep(self, name: str, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:  # None if nothing depends on the result
+            self._of_results[name] = gradient.detach()
+
+    def _finish(self, name: str, gradient: torch.Tensor) -> None:
+        self._of_inputs[name] = gradient.detach()
+        if len(self._of_inputs) == self._expected:
+            self._judge(self._of_results, self._of_inputs)
+            self._of_results.clear()
+            self._of_inputs.clear()
 
 
 class _Hook:
@@ -179,37 +183,33 @@ class _Sample:
             variant = replace(variant, rel_bias=variant.rel_bias.detach())
         self.variant = variant
 
-        def places(batch: int, heads: int, tokens: int) -> list[tuple[int, int, int]]:
+        def sample(batch: int, heads: int, tokens: int) -> list[tuple[int, int, int]]:
             return [(rng.randrange(batch), rng.randrange(heads), rng.randrange(tokens)) for _ in range(rows)]
 
-        self.queries, self.keys = places(*q.shape[:3]), places(*k.shape[:3])
+        self.queries, self.keys = sample(*q.shape[:3]), sample(*k.shape[:3])
 
     def contradiction(self) -> str | None:
         """Whether the mask's own rules disagree at a sampled query or key, and what to look at."""
-        queries, keys = ({token for _, _, token in places} for places in (self.queries, self.keys))
+        queries, keys = ({token for _, _, token in sampled} for sampled in (self.queries, self.keys))
         return self.keeps.contradiction(sorted(queries), sorted(keys))
 
     def forward_errors(self) -> dict[str, float]:
-        wanted = [self._recompute_query(*place) for place in self.queries]
-        got_out = torch.stack([self.out[place].double() for place in self.queries])
-        got_lse = torch.stack([self.lse[place].double() for place in self.queries])
-        return {
-            "out": _error(got_out, torch.stack([out for out, _ in wanted])),
-            "lse": _error(got_lse, torch.stack([lse for _, lse in wanted])),
-        }
+        outs, logs = zip(*(self._recompute_query(*query) for query in self.queries), strict=True)
+        return {"out": _error(self.out, self.queries, outs), "lse": _error(self.lse, self.queries, logs)}
 
-    def backward_errors(self, incoming: dict, arrived: dict) -> dict[str, float]:
-        dout = incoming.get("out", torch.zeros_like(self.out))
-        dlse = incoming.get("lse", torch.zeros_like(self.lse))
+    def backward_errors(self, of_results: dict[str, torch.Tensor], of_inputs: dict[str, torch.Tensor]) -> dict[str, float]:
+        """of_results: gradients of out and lse, if anything depends on them. of_inputs: dq, dk and dv, or some of them."""
+        dout = of_results.get("out", torch.zeros_like(self.out))
+        dlse = of_results.get("lse", torch.zeros_like(self.lse))
         errors = {}
-        if "dq" in arrived:
-            wanted = torch.stack([self._query_gradient(*place, dout, dlse) for place in self.queries])
-            errors["dq"] = _error(torch.stack([arrived["dq"][place].double() for place in self.queries]), wanted)
-        if "dk" in arrived or "dv" in arrived:
-            both = [self._key_gradients(*place, dout, dlse) for place in self.keys]
-            for name, rows in (("dk", [dk for dk, _ in both]), ("dv", [dv for _, dv in both])):
-                if name in arrived:
-                    errors[name] = _error(torch.stack([arrived[name][place].double() for place in self.keys]), torch.stack(rows))
+        if "dq" in of_inputs:
+            wanted = [self._query_gradient(*query, dout, dlse) for query in self.queries]
+            errors["dq"] = _error(of_inputs["dq"], self.queries, wanted)
+        if "dk" in of_inputs or "dv" in of_inputs:
+            by_name = zip(*(self._key_gradients(*key, dout, dlse) for key in self.keys), strict=True)
+            for name, rows in zip(("dk", "dv"), by_name, strict=True):
+                if name in of_inputs:
+                    errors[name] = _error(of_inputs[name], self.keys, rows)
         return errors
 
     def _recompute_query(self, b: int, h: int, i: int, q: torch.Tensor | None = None):
@@ -264,23 +264,25 @@ class _Sample:
         if self.variant is None or self.variant.seed is None:
             return torch.ones(self.k.shape[2] if j is None else self.q.shape[2], dtype=torch.float64, device=self.q.device)
         # Drawn for 16 queries and 16 keys at a time.
-        queries, keys = (slice(None) if place is None else slice(place // 16 * 16, place // 16 * 16 + 16) for place in (i, j))
+        queries, keys = (slice(None) if token is None else slice(token // 16 * 16, token // 16 * 16 + 16) for token in (i, j))
         kept = kept_by_dropout(self.variant, self._pairs(b, h, queries, keys))
-        line = kept[tuple(slice(None) if place is None else place % 16 for place in (i, j))]
-        return line.double() / (1 - self.variant.dropout_p)
+        row = kept[tuple(slice(None) if token is None else token % 16 for token in (i, j))]
+        return row.double() / (1 - self.variant.dropout_p)
 
     def _pairs(self, b: int, h: int, queries, keys) -> Pairs:
         """queries, keys: their indices."""
         device, (_, heads, q_len, _), kv_len = self.q.device, self.q.shape, self.k.shape[2]
         query, key = (torch.arange(size, device=device)[which] for size, which in ((q_len, queries), (kv_len, keys)))
-        batch, head = (torch.tensor([[place]], device=device) for place in (b, h))
+        batch, head = (torch.tensor([[index]], device=device) for index in (b, h))
         return Pairs(batch, head, query[:, None], key[None], heads, q_len, kv_len)
 
 
-def _error(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The largest difference, relative to the largest wanted element; NaN and misplaced infinities count as infinite."""
-    same = got == wanted  # including infinities
-    difference = torch.where(same, 0.0, (got - wanted).abs()).nan_to_num(float("inf"), float("inf")).max()
+def _error(results: torch.Tensor, sampled: list[tuple[int, int, int]], rows: Sequence[torch.Tensor]) -> float:
+    """The largest difference of the sampled results from these rows, relative to the rows' largest element; NaN and misplaced
+    infinities count as infinite."""
+    got, wanted = torch.stack([results[index].double() for index in sampled]), torch.stack(list(rows))
+    equal = got == wanted  # including infinities
+    difference = torch.where(equal, 0.0, (got - wanted).abs()).nan_to_num(float("inf"), float("inf")).max()
     size = torch.where(wanted.isfinite(), wanted.abs(), 0.0).max()
     return float(difference / size) if size > 0 else float(difference)
 

@@ -1,4 +1,4 @@
-"""The subject of pictures and figures: a mask, or a pattern at some length."""
+"""Finds the mask that pictures and figures show: a mask itself, or a pattern at some length."""
 
 from __future__ import annotations
 
@@ -15,26 +15,25 @@ from ..selection.block_selection import BlockSelection
 def resolve_mask(
     mask, q_len: int | None, kv_len: int | None, block_size: int | None, default_len: int, one_head: bool = True
 ) -> tuple[BlockMask | BlockSelection, str]:
-    """(the mask or selection, its spec text or "" if it has none). A pattern is compiled for these lengths; without
-    any, for as many tokens as it names, or default_len. Raises ValueError if they are given with a mask, which has its own, and for
-    a mask without contents, or for a pattern that differs between heads. one_head: False allows such a pattern, and keeps all heads
-    of a mask."""
-    lengths = {"q_len": q_len, "kv_len": kv_len, "block_size": block_size}
-    given = {name: value for name, value in lengths.items() if value is not None}
+    """Returns (the mask or selection, its spec text or "" if it has none).
+
+    mask: a pattern or its spec text is compiled for these lengths; q_len is by default what the pattern names, else default_len. A
+    BlockMask or a BlockSelection has its own lengths. one_head: refuses a pattern that differs between heads, and takes one head of
+    a mask that all heads share. Raises ValueError for lengths beside a mask, and for a mask without contents.
+    """
     if isinstance(mask, (Pattern, str)):
         pattern = parse(mask) if isinstance(mask, str) else mask
         pattern = require_one_head(pattern) if one_head else pattern
         q_len = named_len(pattern, default_len) if q_len is None else q_len
-        compiled = as_block_mask(pattern, q_len, kv_len, 128 if block_size is None else block_size)
-        return compiled, str(mask).strip()
+        return as_block_mask(pattern, q_len, kv_len, 128 if block_size is None else block_size), str(mask).strip()
     mask = mask if isinstance(mask, BlockSelection) else as_block_mask(mask)
     if mask.device.type == "meta":
         raise ValueError("a mask on the device meta has no contents to look at; make it on another, such as cpu")
-    if one_head and isinstance(mask, BlockMask) and mask.masks == 1 < mask.mask_index.numel():  # one mask, of several heads
-        mask = with_coarse(mask.select())
-    if given:
+    if given := [name for name, n in (("q_len", q_len), ("kv_len", kv_len), ("block_size", block_size)) if n is not None]:
         sizes = f"{mask.q_len} x {mask.kv_len}"
         raise ValueError(f"{', '.join(given)} must come with a pattern to compile; got a mask of {sizes} tokens; leave them out")
+    if one_head and isinstance(mask, BlockMask) and mask.masks == 1 < mask.mask_index.numel():
+        mask = with_coarse(mask.select())
     return mask, ""
 
 

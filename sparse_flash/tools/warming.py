@@ -18,8 +18,11 @@ from ..masks.compiler import compile_mask
 
 _TOKENS = 256
 # The second is long enough for the tiles of long calls. In the third, some rows and columns are so heavy that they are split.
-_MASKS = {"even rows": "causal & local(100)", "long rows": "causal", "heavy rows": "local(128) | global_tokens(128)"}
-_MASK_TOKENS = {"even rows": _TOKENS, "long rows": 16384, "heavy rows": 32768}
+_MASKS = {  # (spec text, tokens)
+    "even rows": ("causal & local(100)", _TOKENS),
+    "long rows": ("causal", 16384),
+    "heavy rows": ("local(128) | global_tokens(128)", 32768),
+}
 
 
 @dataclass(frozen=True)
@@ -89,8 +92,7 @@ def _launch(call: CallKind, device: torch.device, backend: str) -> None:
     k, v = empty(1, kv_heads, _TOKENS, call.head_dim), empty(1, kv_heads, _TOKENS, call.v_head_dim)
     mask = None
     if call.mask is not None:
-        tokens = _MASK_TOKENS[call.mask]
-        mask = compile_mask(_MASKS[call.mask], q_len=tokens, block_size=call.block_size, device=device)
+        mask = compile_mask(*_MASKS[call.mask], block_size=call.block_size, device=device)
     sample = backends.Call.of(q, k, v, None if mask is None else call.block_size, deterministic=call.deterministic)
     module = backends.backend(backends.choose_backend(backend, sample))
     module.forward(q, k, v, mask, 1.0, call.deterministic, None)

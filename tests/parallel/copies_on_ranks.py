@@ -20,7 +20,7 @@ from pool import DEVICE
 from sparse_flash.parallel import peer_memory
 from sparse_flash.parallel.peer_memory import PeerMemory
 from sparse_flash.parallel.traffic import Traffic
-from sparse_flash.parallel.transfer import allocate_message, start_exchange
+from sparse_flash.parallel.transfer import Message
 
 
 class Files:
@@ -46,7 +46,7 @@ class MemoryOfFiles(PeerMemory):
         self._group = group
         super().__init__(group, device)
 
-    def _allocated(self, size: int) -> tuple[torch.Tensor, Any]:
+    def _make_shared(self, size: int) -> tuple[torch.Tensor, Any]:
         self._kept = tempfile.TemporaryDirectory()
         names = [""] * dist.get_world_size(self._group)
         dist.all_gather_object(names, self._kept.name, group=self._group)
@@ -59,20 +59,20 @@ class MemoryOfFiles(PeerMemory):
 @contextmanager
 def sharing():
     """Within, groups have memory. Yields a list of the traffic of what was copied."""
-    copied, groups = [], dict(peer_memory._known)
+    copied, groups = [], dict(peer_memory._memories)
     exchange = PeerMemory.exchange
 
-    def seen(self: PeerMemory, theirs: torch.Tensor, traffic: Traffic):
+    def seen(self: PeerMemory, received: torch.Tensor, traffic: Traffic):
         copied.append(traffic)
-        return exchange(self, theirs, traffic)
+        return exchange(self, received, traffic)
 
     on_cpu = patch.object(peer_memory, "_make_memory", MemoryOfFiles)
-    peer_memory._known.clear()
+    peer_memory._memories.clear()
     anything = patch.object(peer_memory, "LEAST_BYTES", 1)
     with patch.object(PeerMemory, "exchange", seen), anything, on_cpu if DEVICE == "cpu" else patch.dict(os.environ):
         yield copied
-    peer_memory._known.clear()
-    peer_memory._known.update(groups)
+    peer_memory._memories.clear()
+    peer_memory._memories.update(groups)
 
 
 def run(function: Callable[..., Any], *arguments: object, **options: object) -> tuple[Any, int]:
@@ -99,9 +99,10 @@ def exchanged(rounds: int, seed: int) -> tuple[bool, list[int]]:
             sent = torch.randn(traffic.sent, *shape, generator=of_rank, device="cpu")
             arrived = []
             for route in (with_memory, without):
-                theirs = torch.full((traffic.received, *shape), float("nan"), dtype=dtype, device=DEVICE)
-                mine = allocate_message(theirs, traffic, *shape, route=route).copy_(sent)
-                arrived.append(start_exchange(theirs, mine, traffic, route).arrived())
+                received = torch.full((traffic.received, *shape), float("nan"), dtype=dtype, device=DEVICE)
+                message = Message.allocate(received, traffic, shape, route)
+                message.pieces.copy_(sent)
+                arrived.append(message.send(received).wait())
             equal &= torch.equal(*arrived)
             held.append(memory.size)
     return equal, held

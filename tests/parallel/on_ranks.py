@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import sparse_flash as sf
-from sparse_flash.parallel import assignment, exchange, explanation, routes
+from sparse_flash.parallel import assignment, choice, routes, transfer
 
 RAGGED = sf.documents([0, 70, 333, 334, 900, 1500, 1801])
 # name: (mask, tokens, block, batch, heads, kv_heads)
@@ -89,25 +89,28 @@ def results(attend, q, k, v, dout, dlse) -> list[torch.Tensor]:
     return [out.detach(), lse.detach(), *(t.grad for t in leaves)]
 
 
+def alone(whole, given, **options) -> list[torch.Tensor]:
+    """The results of one process under a mask."""
+    return results(lambda q, k, v: sf.attention(q, k, v, whole, return_lse=True, **options), *given)
+
+
+def together(plan, given, attend=None, **options) -> list[torch.Tensor]:
+    """The results of all ranks, gathered."""
+    attend = attend or (lambda q, k, v: plan.attention(q, k, v, return_lse=True, **options))
+    found = results(attend, *(plan.shard(t, 2) for t in given))
+    assert not any(found[which][:, :, ~plan.exists].any() for which in (0, 2, 3, 4)), "padding has results"
+    return [plan.unshard(t, 2) for t in found]
+
+
 def of_one_process(name: str, dropout_p: float = 0.0, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    whole, given = whole_of(name), inputs(name, dtype=dtype)
     torch.manual_seed(SEED)
-    return results(lambda q, k, v: sf.attention(q, k, v, whole, dropout_p=dropout_p, return_lse=True), *given)
+    return alone(whole_of(name), inputs(name, dtype=dtype), dropout_p=dropout_p)
 
 
 def plan_of(name: str, strategy: str = "blocks", on=None, **more):
     _, tokens, block, _, heads, kv_heads = CASES[name]
     options = {"heads": heads, "kv_heads": kv_heads, "block_size": block, "strategy": strategy}
     return sf.context_parallel(mask_of(name), tokens, on or mesh(), **options | more)
-
-
-def of_a_plan(plan, name: str, attend=None, dtype: torch.dtype = torch.float32, **options) -> list[torch.Tensor]:
-    """The same, of all ranks, gathered."""
-    mine = [plan.shard(t, 2) for t in inputs(name, dtype=dtype)]
-    attend = attend or (lambda q, k, v: plan.attention(q, k, v, return_lse=True, **options))
-    found = results(attend, *mine)
-    assert not any(found[which][:, :, ~plan.exists].any() for which in (0, 2, 3, 4)), "padding has results"
-    return [plan.unshard(t, 2) for t in found]
 
 
 def counted(name: str, strategy: str, **options) -> tuple[int, int]:
@@ -137,16 +140,9 @@ def of_dtype(name: str, dtype: torch.dtype, **options) -> tuple[float, float]:
     """(the worst of out, lse, dq, dk and dv, that of one process), as the relative L2 distance from one process in float64"""
     whole = whole_of(name)
     given = [t.to(dtype) for t in inputs(name)[:4]] + inputs(name)[4:]
-    exact, one = (
-        results(
-            lambda *qkv: sf.attention(*qkv, whole, return_lse=True), *(t.to(wide) for t, wide in zip(given, dtypes, strict=True))
-        )
-        for dtypes in ([torch.float64] * 5, [dtype] * 4 + [torch.promote_types(dtype, torch.float32)])
-    )
-    plan = plan_of(name, **options)
     given[4] = given[4].to(torch.promote_types(dtype, torch.float32))
-    mine = [plan.shard(t, 2) for t in given]
-    got = [plan.unshard(t, 2) for t in results(lambda *qkv: plan.attention(*qkv, return_lse=True), *mine)]
+    exact, one = alone(whole, [t.double() for t in given]), alone(whole, given)
+    got = together(plan_of(name, **options), given)
     assert [t.dtype for t in got] == [t.dtype for t in one]
     distances = [[float((t - e).norm() / e.norm()) for t, e in zip(found, exact, strict=True)] for found in (got, one)]
     return max(distances[0]), max(distances[1])
@@ -156,7 +152,7 @@ def compared(name: str, strategy: str, **options) -> tuple[float, bool]:
     """(the difference from one process, whether a second run gives the same bits)"""
     plan = plan_of(name, strategy, **options)
     with poisoned_memory():
-        once, again = (of_a_plan(plan, name, deterministic=True) for _ in range(2))
+        once, again = (together(plan, inputs(name), deterministic=True) for _ in range(2))
     same = all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
     return difference(once, of_one_process(name)), same
 
@@ -171,7 +167,7 @@ def dropped(name: str, strategy: str, dtype: torch.dtype = DROPPED, **options) -
     for _ in range(2):
         torch.manual_seed(SEED + 100 * dist.get_rank())
         with poisoned_memory():
-            found.append(of_a_plan(plan, name, deterministic=True, dropout_p=0.2, dtype=dtype))
+            found.append(together(plan, inputs(name, dtype=dtype), deterministic=True, dropout_p=0.2))
     same = all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     return difference(found[0], of_one_process(name, 0.2, dtype)), same
 
@@ -184,11 +180,10 @@ def varied(strategy: str) -> tuple[float, float]:
     q, k, v, dout, dlse = inputs(name, V_HEAD_DIM)
     dout[:, :, 100:], dlse[:, :, 100:] = 0, 0
     given, sinks = (q, k, v, dout, dlse), [torch.linspace(-1, 1, 4).requires_grad_() for _ in range(2)]
-    wanted = results(lambda *qkv: sf.attention(*qkv, whole, scale=0.3, sinks=sinks[0], return_lse=True), *given)
-    mine = [plan.shard(t, 2) for t in given]
-    got = results(lambda *qkv: plan.attention(*qkv, scale=0.3, sinks=sinks[1], return_lse=True), *mine)
+    wanted = alone(whole, given, scale=0.3, sinks=sinks[0])
+    got = together(plan, given, scale=0.3, sinks=sinks[1])
     dist.all_reduce(sinks[1].grad)
-    return difference([plan.unshard(t, 2) for t in got], wanted), difference([sinks[1].grad], [sinks[0].grad])
+    return difference(got, wanted), difference([sinks[1].grad], [sinks[0].grad])
 
 
 def of_one_result(which: str) -> float:
@@ -267,8 +262,7 @@ def outlived(name: str, strategy: str, compiled: bool) -> tuple[float, list[int]
     back = plan_of(name, strategy)
     given[4].zero_()
     torch.manual_seed(SEED)
-    whole = whole_of(name)
-    wanted = results(lambda *qkv: sf.attention(*qkv, whole, dropout_p=0.2, return_lse=True), *given)[2:]
+    wanted = alone(whole_of(name), given, dropout_p=0.2)[2:]
     return difference([back.unshard(t, 2) for t in gradients], wanted), counts
 
 
@@ -277,11 +271,7 @@ def differentiated_twice() -> str:
     plan = plan_of("causal")
     q, k, v = (plan.shard(t, 2).requires_grad_() for t in inputs("causal")[:3])
     (dq,) = torch.autograd.grad(plan.attention(q, k, v).sin().sum(), q, create_graph=True)
-    try:
-        dq.sum().backward()
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    return error_of(dq.sum().backward)
 
 
 def selected(name: str, shuffled: bool, dropout_p: float = 0.0, **options) -> tuple[float, bool]:
@@ -291,17 +281,16 @@ def selected(name: str, shuffled: bool, dropout_p: float = 0.0, **options) -> tu
     def select(q, k):
         return sf.topk_blocks(q, k, 3, block_size=32, **options)
 
-    with patch.object(explanation, "candidates", lambda *given: assignment.candidates(*given)[:: -1 if shuffled else 1]):
+    with patch.object(choice, "candidates", lambda *given: assignment.candidates(*given)[:: -1 if shuffled else 1]):
         plan, found = plan_of(name, "heads"), []
     for _ in range(2):
         torch.manual_seed(SEED + dist.get_rank())
         with poisoned_memory():
-            found.append(of_a_plan(plan, name, select=select, dropout_p=dropout_p))
+            found.append(together(plan, inputs(name), select=select, dropout_p=dropout_p))
     given = inputs(name)
     torch.manual_seed(SEED)
-    whole = select(*given[:2])
-    wanted = results(lambda *qkv: sf.attention(*qkv, whole, dropout_p=dropout_p, return_lse=True), *given)
-    assert (plan._order is None) == (not shuffled and plan.tokens * plan.ranks == plan.q_len)
+    wanted = alone(select(*given[:2]), given, dropout_p=dropout_p)
+    assert plan.ranks == 1 or (plan._local.order is None) == (not shuffled and plan.tokens * plan.ranks == plan.q_len)
     return difference(found[0], wanted), all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
@@ -386,8 +375,8 @@ def checkpointed(name: str, policy: str, **options) -> tuple[float, int, int]:
         return checkpoint(attend, *qkv, use_reentrant=False, **more)
 
     torch.manual_seed(SEED + dist.get_rank())
-    with patch.object(exchange, "start_exchange", wraps=exchange.start_exchange) as exchanges:
-        got = of_a_plan(plan, name, attend if policy == "none" else checkpointed_attend)
+    with patch.object(transfer.Message, "send", autospec=True, side_effect=transfer.Message.send) as exchanges:
+        got = together(plan, inputs(name), attend if policy == "none" else checkpointed_attend)
     return difference(got, of_one_process(name, 0.2)), forward[0], exchanges.call_count - forward[0]
 
 
@@ -396,39 +385,35 @@ def on_two_dimensions(name: str, strategy: str) -> float:
     both = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "cp"))
     plan = plan_of(name, strategy, both["cp"])
     factor = 1 + both["dp"].get_local_rank()
-    q, k, v, dout, dlse = (t * factor for t in inputs(name))
-    whole = whole_of(name)
-    wanted = results(lambda *qkv: sf.attention(*qkv, whole, return_lse=True), q, k, v, dout, dlse)
-    mine = [plan.shard(t, 2) for t in (q, k, v, dout, dlse)]
-    got = results(lambda *qkv: plan.attention(*qkv, return_lse=True), *mine)
-    return difference([plan.unshard(t, 2) for t in got], wanted)
+    given = [t * factor for t in inputs(name)]
+    return difference(together(plan, given), alone(whole_of(name), given))
+
+
+def error_of(call) -> str:
+    """The error of a call that is refused; "" if it is not."""
+    try:
+        call()
+    except (RuntimeError, TypeError, ValueError) as error:
+        return str(error)
+    return ""
 
 
 def refused(by_rank: dict[int, dict[str, object]]) -> str:
     """The error of a plan for which some ranks pass other arguments."""
     given = {"mask": "causal", "q_len": 1000, "mesh": mesh(), "block_size": 64} | by_rank.get(dist.get_rank(), {})
-    try:
-        sf.context_parallel(**given)
-    except (TypeError, ValueError) as error:
-        return str(error)
-    return ""
+    return error_of(lambda: sf.context_parallel(**given))
 
 
 def of_two_dimensions() -> str:
     """The error of a plan for a mesh of two dimensions."""
-    try:
-        sf.context_parallel("causal", 1000, init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "cp")))
-    except ValueError as error:
-        return str(error)
+    both = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "cp"))
+    return error_of(lambda: sf.context_parallel("causal", 1000, both))
 
 
 def rates() -> tuple[float, str]:
     """(the rate of a mesh of all ranks, what is said of a mesh of one)"""
-    alone = init_device_mesh(DEVICE, (4, 1), mesh_dim_names=("dp", "cp"))["cp"]
-    try:
-        sf.measured_link_rate(alone)
-    except ValueError as error:
-        said = str(error)
+    lone_rank = init_device_mesh(DEVICE, (4, 1), mesh_dim_names=("dp", "cp"))["cp"]
+    said = error_of(lambda: sf.measured_link_rate(lone_rank))
     found = sf.measured_link_rate(mesh(), size=1 << 20)
     sf.context_parallel("causal", 1000, mesh(), link_rate=found)
     return found, said
@@ -460,13 +445,7 @@ def refused_calls() -> dict[str, str]:
         "layer": lambda: layer(torch.zeros(1, 9, 16)),
         "cache": lambda: layer(torch.zeros(1, plan.tokens, 16), layer.new_cache(1, 16)),
     }
-    said = {}
-    for name, call in calls.items():
-        try:
-            call()
-        except (TypeError, ValueError) as error:
-            said[name] = str(error)
-    return said
+    return {name: error_of(call) for name, call in calls.items()}
 
 
 BY_LAYER = ["causal", "causal & local(100)", "butterfly(block=64)", "causal & (local(100))", "causal"]
@@ -480,10 +459,7 @@ def of_layers(strategy: str) -> tuple[float, list[list[bool]]]:
     given = [t[:, :, :1000] for t in inputs("per head")]
     for plan, mask in zip(plans, BY_LAYER, strict=True):
         whole = sf.compile_mask(mask, 1000, block_size=64, device=DEVICE)
-        wanted = results(lambda q, k, v, whole=whole: sf.attention(q, k, v, whole, return_lse=True), *given)
-        mine = [plans.shard(t, 2) for t in given]
-        got = results(lambda q, k, v, plan=plan: plan.attention(q, k, v, return_lse=True), *mine)
-        worst = max(worst, difference([plans.unshard(t, 2) for t in got], wanted))
+        worst = max(worst, difference(together(plan, given), alone(whole, given)))
     same = [[plan is plans[layer] for plan in plans] for layer in (0, 1)]
     return worst, [*same, [plan.positions is plans.positions for plan in plans]]
 
@@ -498,7 +474,7 @@ def of_a_planner() -> tuple[float, int, list[bool]]:
     counter, worst, placed = CompileCounterWithBackend("aot_eager"), 0.0, []
 
     @torch.compile(fullgraph=True, backend=counter)
-    def attend(q, k, v, plan):
+    def attend(plan, q, k, v):
         return plan.attention(q, k, v, return_lse=True)
 
     given = [t[:, :, :1000] for t in inputs("per head")]
@@ -511,10 +487,8 @@ def of_a_planner() -> tuple[float, int, list[bool]]:
                 apart = sf.parse(mask) & sf.shifted(sf.documents(cu_seqlens), 0, allow_uncovered=True)
                 whole = sf.compile_mask(apart, 1000, block_size=64, device=DEVICE)
                 assert torch.equal(plan.mask.to_dense(), whole.to_dense())
-                wanted = results(lambda q, k, v, whole=whole: sf.attention(q, k, v, whole, return_lse=True), *given)
-                mine = [plan.shard(t, 2) for t in given]
-                got = results(lambda q, k, v, plan=plan: attend(q, k, v, plan), *mine)
-                worst = max(worst, difference([plan.unshard(t, 2) for t in got], wanted))
+                got = together(plan, given, partial(attend, plan))
+                worst = max(worst, difference(got, alone(whole, given)))
             starts = torch.tensor(cu_seqlens)
             token = torch.arange(1000)
             in_document = token - starts[torch.searchsorted(starts, token, right=True) - 1]
@@ -536,19 +510,10 @@ def refused_documents() -> dict[str, str]:
         }
         coming = {name: planner.submit(cu_seqlens) for name, cu_seqlens in submitted.items()}
         for name, pending in coming.items():
-            try:
-                said[name] = repr(pending.result())
-            except ValueError as error:
-                said[name] = str(error)
-    try:
-        planner.submit([0, 1000])
-    except RuntimeError as error:
-        said["closed"] = str(error)
+            said[name] = error_of(pending.result) or repr(pending.result())
+    said["closed"] = error_of(lambda: planner.submit([0, 1000]))
     for name, mask, tokens in (("table", sf.compile_mask("causal", 1000), 1000), ("no mask", [], 1000), ("length", "causal", 0)):
-        try:
-            sf.ContextParallel(mesh(), mask, tokens)
-        except (TypeError, ValueError) as error:
-            said[name] = str(error)
+        said[name] = error_of(lambda mask=mask, tokens=tokens: sf.ContextParallel(mesh(), mask, tokens))
     return said
 
 

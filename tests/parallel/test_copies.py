@@ -27,8 +27,8 @@ def test_pieces_lie_in_messages_in_the_order_of_ranks(rank):
     assert traffic.sends == PIECES[rank].tolist() and traffic.receives == PIECES[:, rank].tolist()
     assert (traffic.sent, traffic.received, traffic.longest) == (PIECES[rank].sum(), PIECES[:, rank].sum(), 9)
     begins = [int(PIECES[source, :rank].sum()) for source in range(3)]
-    assert traffic.shared.pieces == PIECES.sum(1).tolist()
-    assert traffic.shared.runs == [[(begins[i], int(PIECES[i, rank]))] if PIECES[i, rank] else [] for i in range(3)]
+    assert traffic.layout.pieces == PIECES.sum(1).tolist()
+    assert traffic.layout.runs == [[(begins[i], int(PIECES[i, rank]))] if PIECES[i, rank] else [] for i in range(3)]
 
 
 @pytest.mark.parametrize("rank", range(3))
@@ -42,7 +42,7 @@ def shared(ranks: int, sizes: list[int], seed: int) -> tuple[list[np.ndarray], l
     wanted = [np.repeat(generator.random((ranks, size)) < 0.5, 3, 1) for size in sizes]
     for source, of_rank in enumerate(wanted):
         of_rank[source] = False
-    return wanted, [SharedMessages.of(wanted, rank) for rank in range(ranks)]
+    return wanted, [SharedMessages.from_wanted(wanted, rank) for rank in range(ranks)]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -66,10 +66,10 @@ def test_a_rank_writes_each_block_once_and_others_get_few_runs(name):
     mask, ranks = on_ranks.whole_of(name), 4
     options = PlanOptions(None, None, mask.block_size, "blocks", LINK_RATE, None, True)
     for rank in range(ranks):
-        exchange = plan_sequence([mask], [1], rank, ranks, options).parts[0]
-        messages = exchange.traffic.shared
-        assert len(exchange.send_once) == messages.pieces[rank] <= len(exchange.send)
-        assert np.array_equal(np.unique(exchange.send), np.sort(exchange.send_once))
+        exchange = plan_sequence([mask], [1], rank, ranks, options).local_masks[0]
+        messages = exchange.traffic.layout
+        assert len(exchange.message_blocks) == messages.pieces[rank] <= len(exchange.sent_blocks)
+        assert np.array_equal(np.unique(exchange.sent_blocks), np.sort(exchange.message_blocks))
         assert max(map(len, messages.runs)) <= 2 ** (ranks - 2)  # of eight sets, four have a rank, two and two beside each other
 
 
@@ -132,7 +132,7 @@ class Room(PeerMemory):
 
     room = 20 << 20
 
-    def _allocated(self, size):
+    def _make_shared(self, size):
         if size > self.room:
             raise RuntimeError("out of memory")
         return torch.empty(size, dtype=torch.uint8), SimpleNamespace(barrier=lambda *_: None)
@@ -141,11 +141,11 @@ class Room(PeerMemory):
 def test_a_message_that_finds_no_room_is_an_error_and_the_next_finds_some():
     with patch.object(symmetric_memory, "group_timeout", return_value=timedelta(minutes=1)):
         memory = Room(SimpleNamespace(group_name="0"), torch.device("cpu"))
-    assert memory.message(3 << 20, 5, 7, dtype=torch.bfloat16).shape == (5, 7) and memory.size == 4 << 20
+    assert memory.allocate(3 << 20, 5, 7, dtype=torch.bfloat16).shape == (5, 7) and memory.size == 4 << 20
     with pytest.raises(RuntimeError, match="out of memory"):
-        memory.message(21 << 20, 5, dtype=torch.float32)
+        memory.allocate(21 << 20, 5, dtype=torch.float32)
     assert memory.size == 0
-    assert memory.message(9 << 20, 5, dtype=torch.float32).dtype == torch.float32 and 9 << 20 <= memory.size < 11 << 20
+    assert memory.allocate(9 << 20, 5, dtype=torch.float32).dtype == torch.float32 and 9 << 20 <= memory.size < 11 << 20
 
 
 @pytest.mark.ranks

@@ -125,5 +125,5 @@ def test_keys_and_values_of_different_widths_are_packed_block_by_block(merger, b
     packed = transfer.empty_blocks(k, v, len(chosen), BLOCK)
     transfer.pack(k, v, packed, None if blocks is None else chosen)
     tokens = tokens_of(chosen.tolist())
-    for x, of_packed in zip((k, v), transfer.unpacked(packed, 40), strict=True):
+    for x, of_packed in zip((k, v), transfer.unpack(packed, 40), strict=True):
         assert torch.equal(of_packed, x[:, :, tokens])

@@ -9,8 +9,9 @@ import sparse_flash as sf
 from sparse_flash.masks.build import take_blocks
 from sparse_flash.parallel.assignment import Assignment, Visits, blocks_per_chunk, candidates, improve_owners
 from sparse_flash.parallel.calls import PartialAttention, merge
-from sparse_flash.parallel.costs import LINK_RATE, SequenceSizes, call_times
-from sparse_flash.parallel.explanation import choose_strategies, explain_strategies
+from sparse_flash.parallel.choice import choose_strategies
+from sparse_flash.parallel.costs import LINK_RATE, RankWork, SequenceSizes, call_times
+from sparse_flash.parallel.explanation import explain_strategies
 from sparse_flash.parallel.planning import PlanOptions, plan_sequence
 from sparse_flash.parallel.routes import BlockExchange, LocalMask
 
@@ -23,9 +24,9 @@ def whole(name: str) -> sf.BlockMask:
 def options(name: str, ranks: int):
     """(a mask, ways to assign its tokens)"""
     mask = whole(name)
-    visits = Visits.of(mask, blocks_per_chunk(mask.grid.q_blocks, mask.block_size, ranks))
+    visits = Visits.from_mask(mask, blocks_per_chunk(mask.grid.q_blocks, mask.block_size, ranks))
     found = candidates([visits], [1], ranks)
-    return mask, [owners.under(visits) for owners in (*found, improve_owners(found[0], [visits], [1], 1.0))]
+    return mask, [owners.with_visits(visits) for owners in (*found, improve_owners(found[0], [visits], [1], 1.0))]
 
 
 def of_all_heads(mask: sf.BlockMask) -> torch.Tensor:
@@ -78,7 +79,7 @@ def test_the_columns_of_a_shared_row_are_divided_over_the_ranks_that_hold_them(n
     wanted = of_all_heads(mask).numpy()
     of_rows, of_shared = [], []
     for rank in range(ranks):
-        exchange = plan_sequence([mask], [1], rank, ranks, options).parts[0]
+        exchange = plan_sequence([mask], [1], rank, ranks, options).local_masks[0]
         of_rows.append(attended_by(exchange.forward.mask, wanted.shape))
         of_shared.append(attended_by(exchange.shared.mask, wanted.shape))
     assert np.array_equal(sum(of_rows) + sum(of_shared), wanted), "every kept pair is attended once"
@@ -126,7 +127,7 @@ def test_the_work_of_ranks_is_the_visited_blocks_of_the_mask():
     for name in CASES:
         mask, found = options(name, 3)
         visited = np.diff(mask.mask_bounds(), prepend=0)[mask.mask_index.numpy()].mean()
-        assert all(one.work.sum() == pytest.approx(visited) for one in found)
+        assert all(one.visited_by_owner.sum() == pytest.approx(visited) for one in found)
 
 
 def explanation(text: str, tokens: int, ranks: int, heads: int = 8, kv_heads: int = 8, knows_heads: bool = True):
@@ -156,9 +157,9 @@ def test_documents_of_random_lengths_are_balanced_and_move_less_than_chunks_leve
     mask = sf.compile_mask(pattern, tokens)
     found = explain_strategies(mask, SequenceSizes(tokens, 128, 8, 8), 8, LINK_RATE, False)
     cost = found.costs["blocks"]
-    visits = Visits.of(mask, 8)
-    regular = {one.name: one.under(visits) for one in candidates([visits], [1], 8)}
-    balance = {name: one.work.sum(1).max() / one.work.sum(1).mean() for name, one in regular.items()}
+    visits = Visits.from_mask(mask, 8)
+    regular = {one.name: one.with_visits(visits) for one in candidates([visits], [1], 8)}
+    balance = {name: one.visited.max() / one.visited.mean() for name, one in regular.items()}
     assert cost.waited / cost.work.mean() < 1.25 < min(balance["contiguous"], balance["zigzag"])
     assert found.assignments["blocks"].received.max() < 0.5 * regular["levelled"].received.max()
 
@@ -192,7 +193,7 @@ def test_no_queries_travel_where_no_rows_or_many_visit_most_columns():
 def test_the_exchange_hides_behind_own_columns_where_that_is_estimated_to_be_faster():
     def overlaps(heads: int, near: float, far: float, visiting: int, received: int, own: int = 2048, link_rate: float = LINK_RATE):
         sizes = SequenceSizes(1 << 19, 128, heads, 8)
-        return tuple(of.overlaps for of in call_times(near, far, visiting, own, received, sizes, link_rate))
+        return tuple(of.overlaps for of in call_times(RankWork(near, far, visiting, own, received), sizes, link_rate))
 
     # Ranks of runs on two GPUs, and what was faster there, or as fast: docs/performance/several-gpus.md.
     assert overlaps(32, 786_432, 65_536, 2048, 2048) == (False, True)  # a butterfly: results are merged, gradients have one sum
@@ -210,26 +211,26 @@ def test_the_exchange_hides_behind_own_columns_where_that_is_estimated_to_be_fas
 def test_all_ranks_make_as_many_calls():
     """A rank that receives nothing would make one, and the next would wait for what it sends late."""
     sizes, mask = SequenceSizes(1 << 16, 128, 8, 8), sf.compile_mask("causal & local(4096)", 1 << 16)
-    visits = Visits.of(mask, 8)
-    assignment = candidates([visits], [1], 4)[0].under(visits)
+    visits = Visits.from_mask(mask, 8)
+    assignment = candidates([visits], [1], 4)[0].with_visits(visits)
     one = [of.overlaps for of, _ in assignment.call_times(sizes, LINK_RATE)]
     assert one == [False, True, True, True] and assignment.name == "contiguous"
-    exchanges = [BlockExchange.of(mask, assignment, rank, None, sizes, LINK_RATE) for rank in range(4)]
+    exchanges = [BlockExchange.from_assignment(mask, assignment, rank, None, sizes, LINK_RATE) for rank in range(4)]
     assert [exchange.overlap for exchange in exchanges] == [(True, True)] * 4
 
 
 def test_rows_that_visit_blocks_of_others_are_counted_by_chunk():
     mask = sf.compile_mask("causal & local(1100)", 1 << 14, block_size=128)
-    visits = Visits.of(mask, 8)  # chunks of 1,024 tokens
-    assignment = candidates([visits], [1], 4)[0].under(visits)
+    visits = Visits.from_mask(mask, 8)  # chunks of 1,024 tokens
+    assignment = candidates([visits], [1], 4)[0].with_visits(visits)
     assert assignment.visiting_rows.tolist() == [0, 16, 16, 16]  # two chunks, of whose rows 9 do
 
 
 def exchange_of(text: str, tokens: int, rank: int, overlap: bool = True) -> tuple[BlockExchange, int]:
     """(what a rank of two exchanges, how many blocks it holds and gets)"""
     mask = sf.compile_mask(text, tokens, block_size=64)
-    assignment = candidates([visits := Visits.of(mask, 1)], [1], 2)[0].under(visits)
-    exchange = BlockExchange.of(mask, assignment, rank, overlap, SequenceSizes(tokens, 64, 2, 2), LINK_RATE)
+    assignment = candidates([visits := Visits.from_mask(mask, 1)], [1], 2)[0].with_visits(visits)
+    exchange = BlockExchange.from_assignment(mask, assignment, rank, overlap, SequenceSizes(tokens, 64, 2, 2), LINK_RATE)
     return exchange, assignment.blocks.shape[1] + exchange.received
 
 
@@ -258,20 +259,20 @@ def test_exchanging_heads_waits_for_the_rank_with_the_heaviest_ones():
 
 def test_one_assignment_serves_masks_of_several_layers_and_follows_those_that_most_layers_have():
     tokens, ranks = 1 << 17, 8
-    visits = [Visits.of(sf.compile_mask(text, tokens), 8) for text in ("causal & local(4096)", "causal")]
+    visits = [Visits.from_mask(sf.compile_mask(text, tokens), 8) for text in ("causal & local(4096)", "causal")]
 
     def made(layers: list[int]):
         return choose_strategies(visits, layers, SequenceSizes(tokens, 128, 8, 8), ranks, LINK_RATE / 10, ["blocks"])
 
     assert made([1, 1]).owners.name == "zigzag"  # the dense layer would wait 1.9 times as long
     assert made([1000, 1]).owners.name == "contiguous"  # the others would get twice as much
-    summed = sum(count * made([3, 2]).owners.under(one).load for count, one in zip([3, 2], visits, strict=True))
+    summed = sum(count * made([3, 2]).owners.with_visits(one).visited for count, one in zip([3, 2], visits, strict=True))
     assert summed.max() < 1.02 * summed.mean()
 
 
 def test_each_mask_of_one_assignment_gets_the_strategy_that_suits_it():
     tokens, ranks = 1 << 18, 8
-    visits = [Visits.of(sf.compile_mask(text, tokens, progress=False), 8) for text in ("causal & local(4096)", "butterfly")]
+    visits = [Visits.from_mask(sf.compile_mask(text, tokens, progress=False), 8) for text in ("causal & local(4096)", "butterfly")]
     both = choose_strategies(visits, [1, 1], SequenceSizes(tokens, 128, 8, 8), ranks, LINK_RATE, ["blocks", "heads"])
     assert both.strategies == ("blocks", "heads") and both.owners.name == "contiguous"
 
@@ -280,12 +281,12 @@ def test_exchanging_chunks_lowers_the_sum_of_all_layers():
     tokens, ranks = 1 << 16, 8
     ends = np.cumsum(np.random.default_rng(1).lognormal(np.log(4096), 1.3, 100).astype(int).clip(16))
     apart = sf.causal() & sf.documents([0, *ends[ends < tokens].tolist(), tokens])
-    visits = [Visits.of(sf.compile_mask(mask, tokens), 2) for mask in (apart, apart & sf.local(512))]
+    visits = [Visits.from_mask(sf.compile_mask(mask, tokens), 2) for mask in (apart, apart & sf.local(512))]
     start = candidates(visits, [1, 3], ranks)[0]
 
     def costliest(owners) -> float:
-        each = [owners.under(one) for one in visits]
-        return max(sum(count * (one.load + one.received) for count, one in zip([1, 3], each, strict=True)))
+        each = [owners.with_visits(one) for one in visits]
+        return max(sum(count * (one.visited + one.received) for count, one in zip([1, 3], each, strict=True)))
 
     assert costliest(improve_owners(start, visits, [1, 3], 1.0)) < 0.8 * costliest(start)
 

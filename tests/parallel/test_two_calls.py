@@ -39,7 +39,7 @@ class Rank:
         tensors = [torch.randn((1, n, length, dim), generator=generator) for (n, dim), length in zip(sizes, lengths, strict=True)]
         self.q, k, v, dout = (t.half().to(DEVICE) for t in tensors)
         mask, self.scale = sf.compile_mask(spec, 4 * BLOCK, block_size=BLOCK), head_dim**-0.5
-        both = LocalMask.of(mask, OWN, np.concatenate([OWN, OTHERS])).to(torch.device(DEVICE)).mask
+        both = LocalMask.from_blocks(mask, OWN, np.concatenate([OWN, OTHERS])).to(torch.device(DEVICE)).mask
         exact = [t.double() for t in (self.q, k, v)]
         out, lse = reference.forward(*exact, both, self.scale, False, None)
         dlse = torch.randn(lse.shape, generator=generator).double().to(DEVICE) if lse_gradient else None
@@ -48,24 +48,25 @@ class Rank:
         self.k, self.v = k[:, :, : 2 * BLOCK].clone(), v[:, :, : 2 * BLOCK].clone()
         self.fetched = transfer.empty_blocks(k, v, 2, BLOCK)
         transfer.pack(k[:, :, 2 * BLOCK :], v[:, :, 2 * BLOCK :], self.fetched)
-        self.calls = TwoCalls(LocalMask.of(mask, OWN, OWN), LocalMask.of(mask, OWN, OTHERS)).to(torch.device(DEVICE))
+        near, far = (LocalMask.from_blocks(mask, OWN, columns) for columns in (OWN, OTHERS))
+        self.calls = TwoCalls(near, far).to(torch.device(DEVICE))
 
     def backward(self, deterministic=False, near_first=False):
         """(the kind of calls, what is off by too much)"""
         run = calls.PartialAttention(self.scale, deterministic, "hopper")
-        of = run.split_backward(self.q, self.k, self.v, self.fetched, self.results, self.calls)
+        pair = run.split_backward(self.q, self.k, self.v, self.fetched, self.results, self.calls)
         gradients = torch.full_like(self.fetched, float("nan"))
-        own = of.near(self.k, self.v) if near_first else None
-        of.far(self.fetched, gradients)
-        own = own or of.near(self.k, self.v)
-        theirs = transfer.unpacked(gradients, self.q.shape[3])
-        found = of.queries(), *(torch.cat(pair, 2) for pair in zip(own, theirs, strict=True))
+        own = pair.own_gradients(self.k, self.v) if near_first else None
+        pair.write_fetched_gradients(self.fetched, gradients)
+        own = own or pair.own_gradients(self.k, self.v)
+        theirs = transfer.unpack(gradients, self.q.shape[3])
+        found = pair.query_gradients(), *(torch.cat(pair, 2) for pair in zip(own, theirs, strict=True))
         off = {}
         for name, one, exact in zip(("dq", "dk", "dv"), found, self.wanted, strict=True):
             error = (one.double() - exact).abs().max()
             if not error <= 4e-3 * max(1.0, exact.abs().max()):
                 off[name] = float(error)
-        return type(of), off
+        return type(pair), off
 
 
 @parametrize("near_first", [False, True])

@@ -314,15 +314,20 @@ def test_without_a_gpu_the_command_says_so(monkeypatch, cache):
     assert "Traceback" not in result.output and not cache.exists()
 
 
+def run_command(monkeypatch, make_tasks, clock, *options):
+    monkeypatch.setattr(tuning, "unavailable", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(tuning, "make_tasks", make_tasks)
+    monkeypatch.setattr(tuning, "Clock", lambda: clock)
+    result = CliRunner().invoke(app, ["tune", *options, "--limit", "60"])
+    assert result.exit_code == 0, result.output
+    return result
+
+
 def test_the_command_prints_what_was_measured_and_chosen(monkeypatch, cache):
     task, clock = fake(lambda number: 1.0 if number == 3 else 2.0, failing={4}, large={5, 6})
     task = replace(task, left_out=7)  # before they were compiled
-    monkeypatch.setattr(tuning, "unavailable", lambda: None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(tuning, "make_tasks", lambda *_: [task])
-    monkeypatch.setattr(tuning, "Clock", lambda: clock)
-    result = CliRunner().invoke(app, ["tune", "--limit", "60"])
-    assert result.exit_code == 0, result.output
+    result = run_command(monkeypatch, lambda *_: [task], clock)
     lines = {line.split("  ")[0].strip(): line for line in result.stdout.splitlines()}
     chosen, failed = (lines[tuning.describe(task.candidates[number])] for number in (3, 4))
     assert "1.000 ms" in chosen and "+100.0%" in chosen and "chosen" in chosen
@@ -334,23 +339,14 @@ def test_the_command_prints_what_was_measured_and_chosen(monkeypatch, cache):
 
 def test_the_command_tunes_for_v_of_another_head_dim_and_says_so(monkeypatch):
     task, clock = fake(lambda number: 1.0)
-    asked = []
-    monkeypatch.setattr(tuning, "unavailable", lambda: None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(tuning, "make_tasks", lambda problem, *_: asked.append(problem) or [task])
-    monkeypatch.setattr(tuning, "Clock", lambda: clock)
-    task = replace(task, key=task.key._replace(head_dim=256, v_head_dim=128))
-    result = CliRunner().invoke(app, ["tune", "--head-dim", "192", "--v-head-dim", "128", "--limit", "60"])
-    assert result.exit_code == 0, result.output
+    asked, task = [], replace(task, key=task.key._replace(head_dim=256, v_head_dim=128))
+    options = ["--head-dim", "192", "--v-head-dim", "128"]
+    result = run_command(monkeypatch, lambda problem, *_: asked.append(problem) or [task], clock, *options)
     assert asked[0].head_dims == (192, 128) and "head_dim 256 of q and k, 128 of v" in " ".join(result.stdout.split())
 
 
 def test_where_each_kernel_has_one_config_the_command_says_so(monkeypatch):
-    monkeypatch.setattr(tuning, "unavailable", lambda: None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(tuning, "make_tasks", lambda *_: [])
-    result = CliRunner().invoke(app, ["tune"])
-    assert result.exit_code == 0 and "Nothing to choose" in result.stdout
+    assert "Nothing to choose" in run_command(monkeypatch, lambda *_: [], None).stdout
 
 
 def test_doctor_mentions_the_file_where_there_is_one(cache):
@@ -368,7 +364,7 @@ def test_doctor_says_whose_tile_sizes_a_gpu_has_and_whether_they_were_measured_o
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties())
-    monkeypatch.setattr(doctor, "_back_ends", lambda torch: "")
+    monkeypatch.setattr(doctor, "_back_ends", lambda: "")
     for chip, shared, said in (
         ((8, 9), 101376, "by a rule, for 99 KiB of shared memory; not measured on such a chip"),
         ((9, 0), 232448, "measured on an H200"),

@@ -600,7 +600,7 @@ def test_a_part_of_a_sequence_drops_what_the_whole_drops(backend, block):
     q, k, v, dout = inputs(q_len=96, kv_len=96)
     whole, survives = sf.compile_mask("causal & strided(7, block=1)", 96, 96, block), surviving(q, k, 0.3, 3)
     rows, cols = np.array([2, 0]), np.array([1, 2, -1, 0])  # blocks; -1 keeps nothing
-    part = LocalMask.of(whole, rows, cols).to(torch.device(DEVICE))
+    part = LocalMask.from_blocks(whole, rows, cols).to(torch.device(DEVICE))
     torch.manual_seed(3)
     given = build_variant(q, k, dropout_p=0.3)
     batch_heads = torch.tensor([[1, 0], [3, 2]], dtype=torch.int32, device=DEVICE)  # with its two heads the other way round

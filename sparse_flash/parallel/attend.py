@@ -1,0 +1,114 @@
+"""Attends a rank's queries under each strategy, after a plan has checked the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from ..api.arguments import check_mask
+from ..api.attention import attention
+from ..compat.dynamo import mark_length_dynamic
+from ..dispatch import operators
+from ..dispatch.call import AttentionCall, backend_for
+from ..masks.block_mask import BlockMask
+from ..selection.block_selection import BlockSelection
+from ..variant.definition import with_sinks
+from .calls import table_and_variant
+from .exchange import attend_blocks
+from .heads import exchange_heads_for_tokens, exchange_tokens_for_heads
+from .routes import LocalMask, Route
+from .sharding import TokenShards
+
+# (q, k) -> the blocks of keys that each query attends to
+BlockChoice: TypeAlias = Callable[[torch.Tensor, torch.Tensor], BlockSelection | BlockMask]
+
+
+class BlockAttention:
+    """Attends to the rank's own blocks and to fetched ones: the strategies "blocks" and "queries"."""
+
+    def __init__(self, route: Route, keep_fetched: bool, device: torch.device):
+        self.route, self._handle = route, route.handle()
+        self._block_size, self._keep_fetched = route.block_size, keep_fetched
+        # The compiler reads only its length. Lengths below two would be constants to it.
+        self._columns = torch.zeros(max(2, route.received), dtype=torch.int8, device=device)
+        mark_length_dynamic(self._columns, 0)
+
+    def attend(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns (out, lse). call: of the rank's tokens, without a mask; its variant has at most dropout."""
+        out, lse = attend_blocks(call, self._columns, self._handle, self._block_size, self._keep_fetched)
+        return (out, lse) if call.sinks is None else with_sinks(out, lse, call.sinks, None)
+
+
+class HeadAttention:
+    """Exchanges tokens for heads, attends all tokens of the rank's heads, and exchanges back: the strategy "heads".
+
+    mask: of all tokens, in the order of ranks. peers: a handle. order: (q_len,) int64, the index of each token of the sequence in
+    the order of ranks; None if both orders are the same.
+    """
+
+    def __init__(self, mask: LocalMask, shards: TokenShards, peers: torch.Tensor):
+        self._mask, self._peers = mask.to(shards.device), peers
+        self._rank, self._ranks, self._tokens = shards.rank, shards.ranks, shards.tokens
+        same_order = np.array_equal(shards.all_positions.ravel(), np.arange(shards.q_len))
+        self.order = None if same_order else shards._inverse
+
+    def attend(
+        self, call: AttentionCall, select: BlockChoice | BlockSelection | BlockMask | None, return_lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns as ``BlockAttention.attend``; lse only if asked, as it takes an exchange. select: replaces the mask."""
+        q, k, v = exchange_tokens_for_heads([call.q, call.k, call.v], self._ranks, self._peers)
+        sinks = None if call.sinks is None else call.sinks.unflatten(0, (self._ranks, -1))[self._rank]
+        call = call._replace(q=q, k=k, v=v, sinks=sinks)
+        out, lse = _attend_all_tokens(call, self._mask) if select is None else self._attend_selected(call, select)
+        out = exchange_heads_for_tokens(out, self._ranks, self._peers)
+        return out, exchange_heads_for_tokens(lse[..., None], self._ranks, self._peers)[..., 0] if return_lse else None
+
+    def _attend_selected(
+        self, call: AttentionCall, select: BlockChoice | BlockSelection | BlockMask
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attends in the sequence's order, without padding."""
+        order = self.order
+        if order is None:
+            return _attend_all_tokens(call, resolve_select(select, call.q, call.k))
+        q, k, v = (t.index_select(2, order) for t in (call.q, call.k, call.v))
+        out, lse = _attend_all_tokens(call._replace(q=q, k=k, v=v), resolve_select(select, q, k))
+        tokens = self._ranks * self._tokens
+        all_out = out.new_zeros((*out.shape[:2], tokens, out.shape[3])).index_copy(2, order, out)
+        return all_out, lse.new_full((*lse.shape[:2], tokens), float("-inf")).index_copy(2, order, lse)
+
+
+def resolve_select(
+    select: BlockChoice | BlockSelection | BlockMask, q: torch.Tensor, k: torch.Tensor
+) -> BlockSelection | BlockMask:
+    chosen = select(q, k) if callable(select) else select
+    if not isinstance(chosen, (BlockSelection, BlockMask)):
+        raise TypeError(
+            "select must be a BlockSelection or a BlockMask, or a function of (q, k) that returns one, as topk_blocks does; got "
+            f"{type(chosen).__name__}"
+        )
+    return chosen
+
+
+def _attend_all_tokens(call: AttentionCall, mask: LocalMask | BlockSelection | BlockMask) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (out, lse) on a rank that has all tokens of its heads."""
+    given = mask.mask if isinstance(mask, LocalMask) else mask
+    if call.variant is None:
+        # fmt: off
+        out, lse = attention(*call[:3], given, scale=call.scale, sinks=call.sinks, return_lse=True,
+                             deterministic=call.deterministic, backend=call.backend)
+        # fmt: on
+        return out, lse
+    if isinstance(given, BlockSelection):
+        raise ValueError(
+            "a BlockSelection does not take dropout_p; leave it out, or choose a BlockMask, as topk_blocks with every=None does"
+        )
+    if isinstance(mask, LocalMask):
+        table, variant = table_and_variant(mask, call.variant, call.q.is_cuda)
+    else:
+        check_mask(given, call.q, call.k)
+        table, variant = given.kernel_table(call.q.is_cuda), call.variant
+    backend = backend_for(call.q, call.k, call.v, table, variant, call.deterministic, call.backend)
+    return operators.attend(call._replace(mask=given, table=table, variant=variant, backend=backend))
