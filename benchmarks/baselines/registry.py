@@ -44,7 +44,7 @@ class SparseFlash(Peer):
 
     def call(self, problem: Problem) -> backends.Call:
         block_size = None if problem.mask.keeps_all else problem.mask.block_size
-        return backends.Call.of(*problem.leaves, block_size, deterministic=self.deterministic)
+        return backends.Call.from_tensors(*problem.leaves, block_size, deterministic=self.deterministic)
 
     def runs_on(self, problem: Problem) -> str | None:
         return None if _extra_arguments(problem) else backends.choose_backend(self.backend, self.call(problem))

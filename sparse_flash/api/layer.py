@@ -189,7 +189,7 @@ class SparseAttention(nn.Module):
             raise ValueError(f"heads must divide dim where head_dim is not given; got {heads} and {dim}")
         resolve_deterministic(deterministic)
         backends.check_name(backend)
-        select = QueryChoice.of(select) if isinstance(select, Mapping) else select
+        select = QueryChoice.from_arguments(select) if isinstance(select, Mapping) else select
         if select is not None and not callable(select):
             raise TypeError(
                 "select must be a dict of topk_blocks' arguments, or a function of (q, k) that returns a BlockSelection; got "

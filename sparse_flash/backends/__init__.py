@@ -3,7 +3,7 @@
 A back end is a module of this package with five functions:
 
     supports(call) -> str | None          why it cannot run this call, or None if it can
-    available() -> str | None             why it cannot run anything on this machine, or None
+    why_unavailable() -> str | None       why it cannot run anything on this machine, or None
     forward(q, k, v, mask, scale, deterministic, variant) -> (out, lse)
     backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant) -> (dq, dk, dv)
     decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale) -> (out, lse)
@@ -53,6 +53,16 @@ def zero_keyless_queries(x: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     return x.masked_fill(lse.isneginf().view(*lse.shape, *[1] * (x.dim() - lse.dim())), 0.0)
 
 
+def compute_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype of lse, and of PyTorch operations on x: float64 if x is, else float32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def lse_to_subtract(lse: torch.Tensor) -> torch.Tensor:
+    """lse with +inf instead of -inf, so that weights without pairs are 0: exp(-inf - inf) is 0, while exp(-inf + inf) is NaN."""
+    return lse.masked_fill(lse == float("-inf"), float("inf"))
+
+
 @dataclass(frozen=True)
 class Call:
     """Describes a call, so that back ends can accept or refuse it without its tensors. Lengths are in tokens."""
@@ -78,7 +88,7 @@ class Call:
         object.__setattr__(self, "v_head_dim", self.v_head_dim or self.head_dim)
 
     @classmethod
-    def of(
+    def from_tensors(
         cls,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -138,7 +148,7 @@ def check_read_pages(pages: torch.Tensor, read: torch.Tensor, count: int) -> Non
             check_pages(own[of_own], count, sequence)
 
 
-def backend(name: str) -> ModuleType:
+def get_backend(name: str) -> ModuleType:
     """The back end's module. Raises ValueError for an unknown name."""
     if name not in NAMES:
         raise ValueError(f"backend must be 'auto' or one of {', '.join(map(repr, NAMES))}; got {name!r}")
@@ -148,7 +158,7 @@ def backend(name: str) -> ModuleType:
 def check_name(name: str) -> None:
     """Raises ValueError unless this is "auto" or the name of a back end."""
     if name != "auto":
-        backend(name)
+        get_backend(name)
 
 
 def feature_refusal(call: Call, carried: tuple[str, ...]) -> str | None:
@@ -169,7 +179,7 @@ def choose_backend(name: str, call: Call, supports: Callable[[str, Call], str | 
     more than ``Call`` says; the back ends' own by default."""
     refusal = supports or _refusal
     if name != "auto":
-        backend(name)
+        get_backend(name)
         reason = refusal(name, call)
         if reason:
             others = any(refusal(other, call) is None for other in AUTOMATIC)
@@ -190,7 +200,7 @@ def choose_backend(name: str, call: Call, supports: Callable[[str, Call], str | 
 
 
 def _refusal(name: str, call: Call) -> str | None:
-    return backend(name).supports(call)
+    return get_backend(name).supports(call)
 
 
 # Last, as back ends import names from here. Not on demand, as torch.compile cannot trace an import. None imports triton before it

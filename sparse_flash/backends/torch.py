@@ -31,7 +31,7 @@ from ..variant.definition import (
     modify_scores,
 )
 from ..variant.eight_bits import EIGHT_BITS
-from . import aten_cpu, cache_capacity, check_pages, dequantized, zero_keyless_queries
+from . import aten_cpu, cache_capacity, check_pages, compute_dtype, dequantized, lse_to_subtract, zero_keyless_queries
 
 # Scores computed at a time. On a CPU this is per thread and should fit its cache: each score is touched about five times. Half as
 # many take a fifth longer on two cores, as every operation waits for its slowest thread.
@@ -51,7 +51,7 @@ def supports(call) -> str | None:
     return f"it does not support {EIGHT_BITS}" if EIGHT_BITS in call.features else None
 
 
-def available() -> str | None:
+def why_unavailable() -> str | None:
     return None
 
 
@@ -91,8 +91,7 @@ def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant)
         k, v = (clear_nonexistent(t, variant.kv_starts, variant.kv_lens) for t in (k, v))
         drel_bias = torch.zeros_like(variant.rel_bias) if variant.learned else None
     dout = zero_keyless_queries(dout, lse)
-    # A query that keeps nothing has lse -inf; with +inf its probabilities are 0 instead of NaN.
-    lse = torch.where(lse == float("-inf"), float("inf"), lse)
+    lse = lse_to_subtract(lse)
     by_pytorchs = dlse is None and _can_use_aten(q, v, variant)
     dlse = torch.zeros_like(lse) if dlse is None else dlse
     if variant is not None:
@@ -137,7 +136,7 @@ def decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale)
     """(out, lse). Reads only the keys that some query keeps. See the package's docstring."""
     batch, heads, q_len, _ = q.shape
     capacity = cache_capacity(k, block_table)
-    out, lse = empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=_compute_dtype(q))
+    out, lse = empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=compute_dtype(q))
     lengths = [capacity] * batch if kv_lens is None else kv_lens.clamp(0, capacity).tolist()
     for sequence, length in enumerate(lengths):
         for group_heads, key_heads, number in _heads_by_mask(mask, sequence, heads, k.shape[1]):
@@ -148,8 +147,7 @@ def decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale)
             with without_autocast(q):
                 scores = (queries @ keys.mT * scale).unflatten(1, (-1, q_len)).masked_fill_(~kept, float("-inf"))
                 logs = scores.logsumexp(-1)
-                # exp(-inf - inf) is 0, while exp(-inf + inf) would be NaN.
-                scores.sub_(torch.where(logs == float("-inf"), float("inf"), logs)[..., None]).exp_()
+                scores.sub_(lse_to_subtract(logs)[..., None]).exp_()
                 results = scores.flatten(1, 2) @ values
             out[sequence, group_heads] = results.view(-1, q_len, v.shape[3]).to(q.dtype)
             lse[sequence, group_heads] = logs.flatten(0, 1)
@@ -226,10 +224,6 @@ def _cast_like(x, values):
     """values, of any head_dim, in x's dtype and memory order; unchanged if already so."""
     fits = values.dtype == x.dtype and values.stride() == empty_out(x, values.shape[3], "meta").stride()
     return values if fits else empty_out(x, values.shape[3]).copy_(values)
-
-
-def _compute_dtype(tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 class _Scores:
@@ -453,7 +447,7 @@ class _Part:
     def pack_queries(self, x):
         """(batch, heads, q_len, d) -> (units, q_blocks, members * block, d) in the computation dtype."""
         x = x.unflatten(1, (self.kv_heads, -1))[:, :, self.members].flatten(0, 1)[self.units]
-        x = _pad_tokens(x, self.loop.block).to(_compute_dtype(x)).unflatten(2, (-1, self.loop.block))
+        x = _pad_tokens(x, self.loop.block).to(compute_dtype(x)).unflatten(2, (-1, self.loop.block))
         return x.transpose(1, 2).flatten(2, 3)
 
     def unpack_queries(self, packed):
@@ -471,7 +465,7 @@ class _Part:
     def pack_keys(self, x):
         """(batch, kv_heads, kv_len, d) -> (units, kv_blocks, block, d) in the computation dtype."""
         x = _pad_tokens(x.flatten(0, 1)[self.units], self.loop.block)
-        return x.to(_compute_dtype(x)).unflatten(1, (-1, self.loop.block))
+        return x.to(compute_dtype(x)).unflatten(1, (-1, self.loop.block))
 
 
 def _pad_tokens(x, block: int):
@@ -484,7 +478,7 @@ def _split_by_mask(q, k, mask) -> list[_Part]:
     batch, kv_heads, group = k.shape[0], k.shape[1], q.shape[1] // k.shape[1]
     if mask is None:
         return [_Part(_Loop.dense(q, k), slice(None), slice(None), kv_heads)]
-    tables = _host_tables(mask, _compute_dtype(q))
+    tables = _host_tables(mask, compute_dtype(q))
     index = np.broadcast_to(mask.mask_index.cpu().numpy(), q.shape[:2]).reshape(batch * kv_heads, group)
     if (index == index[:, :1]).all():
         return [tables.part(number, index[:, 0], slice(None), kv_heads) for number in np.unique(index)]
@@ -596,7 +590,7 @@ class _Loop:
         whole_q, whole_k = np.full(block, block), np.full(block, last_k)
         ends = np.stack([whole_k, whole_q * (np.arange(block) < last_q), whole_k * (np.arange(block) < last_q)])
         no_bits = torch.zeros((0, block, block // 32), dtype=torch.int32, device=q.device)
-        tiles = _Tiles(torch.from_numpy(pack_runs(np.zeros_like(ends), ends)).to(q.device), no_bits, _compute_dtype(q))
+        tiles = _Tiles(torch.from_numpy(pack_runs(np.zeros_like(ends), ends)).to(q.device), no_bits, compute_dtype(q))
         cut_q, cut_k = ((np.arange(count) == count - 1) & (last < block) for count, last in ((rows, last_q), (cols, last_k)))
         numbers = cut_k + 2 * cut_q[:, None] - 1
         return cls(block, q.shape[2], [(np.arange(rows), np.broadcast_to(np.arange(cols), (rows, cols)), numbers)], tiles)

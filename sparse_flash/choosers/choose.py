@@ -27,9 +27,9 @@ from ..masks.pattern import Pattern, text_of
 from ..masks.select_blocks import can_launch_kernel
 from ..variant.definition import clear_nonexistent
 from ..variant.variant import Variant
-from . import by_definition, by_kernels
-from .by_definition import Limits
+from . import rules_kernels, rules_torch
 from .features import features_of
+from .rules_torch import Limits
 
 _HELD = 1 << 26  # logits that PyTorch operations hold at a time
 
@@ -138,7 +138,7 @@ def chosen_bits(
 ) -> torch.Tensor:
     """The bits of ``ChosenBlocks``."""
     maps = _choose_maps(spec, q, k, scale, scores, starts, ends, q_ends)
-    maps = by_kernels.pack_block_bits(maps) if maps.dtype == torch.bool else maps
+    maps = rules_kernels.pack_block_bits(maps) if maps.dtype == torch.bool else maps
     return torch.nn.functional.pad(maps.flatten(), (0, 1))
 
 
@@ -219,7 +219,7 @@ def _init_maps(
     like: torch.Tensor, within: MaskLike | None, always: MaskLike | None, grid: BlockGrid
 ) -> tuple[torch.Tensor, Limits]:
     """(the blocks that are kept in any case, limits): (batch, heads, q_blocks, kv_blocks) bool, or bits if kernels choose, see
-    ``by_kernels.packed``. like: (batch, heads, ...)."""
+    ``rules_kernels.pack_block_bits``. like: (batch, heads, ...)."""
     # The limits of patterns are computed once; a BlockMask may differ on each call.
     lasts = all(mask is None or isinstance(mask, (Pattern, str)) for mask in (within, always)) and not is_recorded(like.device)
     limits = (_lasting_limits if lasts else _limits_of)(within, always, grid, like.device, _can_use_kernels(like))
@@ -241,7 +241,7 @@ def _limits_of(within: MaskLike | None, always: MaskLike | None, grid: BlockGrid
     allowed = torch.ones_like(forced) if within is None else resolve_single_mask("within", within, grid, device).kept_blocks()
     forced, most = forced & allowed, allowed.sum(1)
     return (
-        Limits(by_kernels.pack_block_bits(allowed), by_kernels.pack_block_bits(forced), most)
+        Limits(rules_kernels.pack_block_bits(allowed), rules_kernels.pack_block_bits(forced), most)
         if as_bits
         else Limits(allowed, forced, most)
     )
@@ -254,10 +254,10 @@ def _add_kept_blocks(kept: torch.Tensor, scores: torch.Tensor, limits: Limits, f
     """Adds the blocks that a rule keeps to ``kept``. scores: of the rows from ``first`` on, of heads or of key heads."""
     if kept.dtype == torch.bool:
         some = slice(first, first + scores.shape[2])
-        mine = by_definition.apply_rule(scores, limits.allowed[some], limits.forced[some], rule, number)
+        mine = rules_torch.apply_rule(scores, limits.allowed[some], limits.forced[some], rule, number)
         kept.unflatten(1, (mine.shape[1], -1))[:, :, :, some] |= mine[:, :, None]
     else:
-        by_kernels.add_kept_blocks(scores, limits, kept, first, rule, number)
+        rules_kernels.add_kept_blocks(scores, limits, kept, first, rule, number)
 
 
 def _iter_scores(chooser: Chooser, content: _ChoiceInputs, by_kernel: bool) -> Iterator[tuple[int, int, torch.Tensor]]:
@@ -269,19 +269,19 @@ def _iter_scores(chooser: Chooser, content: _ChoiceInputs, by_kernel: bool) -> I
     shared = bool(chooser.share_group) and group > 1
     score: Callable[[int, int], torch.Tensor]
     if features is not None and by_kernel:
-        step = by_kernels.q_blocks_per_chunk(features, batch_heads, grid)
-        score = partial(by_kernels.score_blocks, features, grid, reduce=chooser.reduction, shared=shared)
+        step = rules_kernels.q_blocks_per_chunk(features, batch_heads, grid)
+        score = partial(rules_kernels.score_blocks, features, grid, reduce=chooser.reduction, shared=shared)
         shared = False  # kernels have taken the largest of a group's heads
     elif features is not None:
         step = max(1, _HELD // (batch_heads * features.per_q_block * features.column_count))
-        score = partial(by_definition.score_blocks, features, grid, reduce=chooser.reduction)
+        score = partial(rules_torch.score_blocks, features, grid, reduce=chooser.reduction)
     elif isinstance(chooser, LastQueries):
-        step = by_kernels.q_blocks_per_chunk(None, batch_heads, grid)
+        step = rules_kernels.q_blocks_per_chunk(None, batch_heads, grid)
         with without_autocast(q):
-            parts = by_definition.columns_and_slashes(chooser, q, k, grid, scale, starts, ends, q_ends)
+            parts = rules_torch.columns_and_slashes(chooser, q, k, grid, scale, starts, ends, q_ends)
 
         def score(low: int, high: int) -> torch.Tensor:
-            return by_definition.score_columns_and_slashes(parts, grid, low, high).float()
+            return rules_torch.score_columns_and_slashes(parts, grid, low, high).float()
 
     else:
         step, own = grid.q_blocks, _get_user_scores(chooser, content)

@@ -11,7 +11,7 @@ import torch
 observers: list = []
 
 
-def looked_at() -> bool:
+def is_observed() -> bool:
     # In this order: a graph of torch.compile must not depend on observers.
     return not torch.compiler.is_compiling() and bool(observers)
 

@@ -42,7 +42,7 @@ from .repack import (
     has_full_tables,
     long_document,
     most_blocks,
-    power_of_two,
+    next_power_of_two,
 )
 
 # Blocks that start where documents start pay for calls of so many tokens, with so many in a document on average, of drawn lengths,
@@ -89,7 +89,7 @@ def build_packed_mask(pattern, queries: Documents, keys: Documents | None) -> Bl
 
 def _can_align_blocks(starts: torch.Tensor, tokens: int) -> bool:
     documents = len(starts) - 1
-    return documents > 1 and tokens >= max(_LEAST_TOKENS, documents * _LEAST_MEAN) and gather_rows.by_kernels(starts.device)
+    return documents > 1 and tokens >= max(_LEAST_TOKENS, documents * _LEAST_MEAN) and gather_rows.can_use_kernels(starts.device)
 
 
 @constant_in_graphs
@@ -151,7 +151,7 @@ class _LongRuns:
 def _runs_of(pattern, q_longest: int, k_longest: int, same: bool, device) -> _LongRuns | None:
     """Returns the runs of documents up to these lengths; None for a pattern that does not keep single runs."""
     # Rounded to powers of two, to compile for few lengths.
-    k_height, before = (power_of_two(-(-longest // BLOCK)) for longest in (k_longest, q_longest))
+    k_height, before = (next_power_of_two(-(-longest // BLOCK)) for longest in (k_longest, q_longest))
     runs = _long_runs(pattern, k_height, 0 if same else before, device)
     if runs is not None:
         keep_if_captured(runs, device)
@@ -219,7 +219,7 @@ class _MaskOfDocuments(BlockMask):
 def _assemble(constants: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]):
     """constants, plan: from ``_make_plan``. Returns the tensors of a BlockMask."""
     whole = InPlacePlan(*plan)
-    if not gather_rows.by_kernels(q_starts.device):
+    if not gather_rows.can_use_kernels(q_starts.device):
         return _assemble_on_host(constants, q_starts, k_starts, whole)
     return _assemble_on_device(constants, _layout(q_starts, k_starts, whole), whole)
 

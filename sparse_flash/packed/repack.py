@@ -124,7 +124,7 @@ def _make_plan(
         # Several documents in a block end inside it.
         q_longest = k_longest = max(longest, BLOCK - 1)
     # Rounded to powers of two, to compile for few lengths.
-    k_height, before = (power_of_two(-(-longest // BLOCK)) for longest in (k_longest, q_longest))
+    k_height, before = (next_power_of_two(-(-longest // BLOCK)) for longest in (k_longest, q_longest))
     document = long_document(pattern, k_height, 0 if same else before, device)
     q_blocks = most_blocks(q_tokens, documents, 0 if same else BLOCK - 1)
     k_blocks = most_blocks(k_tokens, documents)
@@ -150,7 +150,7 @@ def _round_up_documents(documents: int) -> int:
     return most
 
 
-def power_of_two(number: int) -> int:
+def next_power_of_two(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
@@ -207,7 +207,11 @@ def long_document(pattern, k_blocks, before, device) -> LongDocument:
 
 def _pack(tables: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]) -> list[torch.Tensor]:
     """tables, plan: from ``_make_plan``. Returns what ``_unpack_results`` splits."""
-    run, whole, borders = _pack_on_device if gather_rows.by_kernels(q_starts.device) else _pack_on_host, RepackPlan(*plan), q_starts
+    run, whole, borders = (
+        _pack_on_device if gather_rows.can_use_kernels(q_starts.device) else _pack_on_host,
+        RepackPlan(*plan),
+        q_starts,
+    )
     if whole.shared:
         borders, starts = _shared_starts(q_starts, whole.q_tokens)
         q_starts = k_starts = starts
@@ -259,7 +263,7 @@ def _(tables, q_starts, k_starts, plan):
 def has_full_tables(device: torch.device) -> bool:
     """Whether tables have the lengths of the plan, as kernels allocate them; else their lengths depend on the documents, which
     tensors on the device meta do not know."""
-    return gather_rows.by_kernels(device) or device.type == "meta"
+    return gather_rows.can_use_kernels(device) or device.type == "meta"
 
 
 def fake_size(known: int, in_full: bool) -> int | torch.SymInt:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from ..backends import compute_dtype, lse_to_subtract
 from ..backends import triton as triton_backend
 from ..backends.torch import block_means, without_autocast
 from ..compat.names import NAMESPACE, operator_name
@@ -31,7 +32,7 @@ _CHUNK_CPU, _CHUNK_GPU = 1 << 22, 1 << 26  # scores held at a time
 
 
 class _Choice(NamedTuple):
-    """A choice of ``keep`` blocks by each group of ``every`` queries. heads: that pick. bounds: see ``choose_blocks``."""
+    """A choice of ``keep`` blocks by each group of ``every`` queries. heads: that pick. bounds: see ``choose_by_keys``."""
 
     heads: int
     keep: int
@@ -80,7 +81,7 @@ class _Choice(NamedTuple):
 
 
 @torch.library.custom_op(operator_name("choose_blocks"), mutates_args=())
-def choose_blocks(
+def choose_by_keys(
     q: torch.Tensor,
     k: torch.Tensor,
     keep: int,
@@ -101,7 +102,7 @@ def choose_blocks(
     means = block_means(k[:, :, : kv_len // block_size * block_size], block_size) if score == "mean" else None
     if kernel_chooses(q, choice.heads, keep) and q.shape[3] * q.element_size() <= _MOST_BYTES:
         return choice.by_kernel(q, as_contiguous_rows(k) if means is None else means, score)
-    exact = torch.promote_types(q.dtype, torch.float32)
+    exact = compute_dtype(q)
     rows, whole = q[:, :, ::every].unflatten(1, (k.shape[1], -1)), kv_len // block_size
 
     def scored(low: int, high: int) -> torch.Tensor:
@@ -120,7 +121,7 @@ def choose_blocks(
         return choice.by_operations(scored, rows.shape[3], numbers, q.device)
 
 
-@choose_blocks.register_fake
+@choose_by_keys.register_fake
 def _(q: torch.Tensor, k: torch.Tensor, keep: int, every: int, block_size: int, share_group: bool, *_: object) -> torch.Tensor:
     heads = k.shape[1] if share_group else q.shape[1]
     return _Choice(heads, keep, every, block_size, q.shape[2], k.shape[2]).fake(q)
@@ -130,7 +131,7 @@ def _(q: torch.Tensor, k: torch.Tensor, keep: int, every: int, block_size: int, 
 def choose_by_scores(
     scores: torch.Tensor, keep: int, every: int, block_size: int, q_len: int, kv_len: int, bounds: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Like ``choose_blocks``, by given scores: (batch, heads that pick, groups, blocks) of a floating-point type. -inf and NaN are
+    """Like ``choose_by_keys``, by given scores: (batch, heads that pick, groups, blocks) of a floating-point type. -inf and NaN are
     never chosen."""
     batch, heads, groups, blocks = scores.shape
     choice = _Choice(heads, keep, every, block_size, q_len, kv_len, bounds)
@@ -157,7 +158,7 @@ def choose_by_compressed(
     stride: int,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Like ``choose_blocks``, by attention to compressed keys: a block's score is the weight of its tokens.
+    """Like ``choose_by_keys``, by attention to compressed keys: a block's score is the weight of its tokens.
 
     keys: (batch, kv_heads, n, head_dim), key i of the tokens i * stride .. i * stride + length - 1, all of them before kv_len. A
     query reads the keys that have no token after it, at scale 1 / sqrt(head_dim). stride divides length and block_size; a key
@@ -165,7 +166,7 @@ def choose_by_compressed(
     choice. lse: (batch, heads, groups), natural, of the groups' first queries over what they read; None: computed.
     """
     choice = _Choice(keys.shape[1] if share_group else q.shape[1], keep, every, block_size, q.shape[2], kv_len)
-    lse = None if lse is None else lse.to(torch.promote_types(q.dtype, torch.float32)).contiguous()
+    lse = None if lse is None else lse.to(compute_dtype(q)).contiguous()
     if keys.shape[2] and kernel_chooses(q, choice.heads, keep) and q.shape[3] * q.element_size() <= _MOST_BYTES:
         from ..kernels.selection.pick_blocks import Compressed
 
@@ -193,13 +194,12 @@ def _compressed_scores(
 ) -> torch.Tensor:
     """(batch, heads that pick, groups, blocks) scores of the groups low .. high - 1. rows: (batch, kv_heads, group, groups,
     head_dim), their first queries. position: of these."""
-    exact = torch.promote_types(rows.dtype, torch.float32)
+    exact = compute_dtype(rows)
     scores = rows[:, :, :, low:high].to(exact) @ keys[:, :, None].to(exact).mT * rows.shape[4] ** -0.5
     last = torch.arange(keys.shape[2], device=keys.device) * stride + (length - 1)
     scores = scores.masked_fill(last > position[low:high, None], float("-inf"))
     logs = scores.logsumexp(-1) if lse is None else lse.unflatten(1, rows.shape[1:3])[..., low:high]
-    # exp(-inf - inf) is 0, while exp(-inf + inf) would be NaN.
-    weights = (scores - logs.masked_fill(logs == float("-inf"), float("inf"))[..., None]).exp()
+    weights = (scores - lse_to_subtract(logs)[..., None]).exp()
     weights = (weights.sum(2, keepdim=True) if share_group else weights).flatten(1, 2)
     # Added stride by stride, in one order for all blocks, so that equal blocks have equal scores.
     reach, per_block = length // stride, block_size // stride
@@ -221,7 +221,7 @@ def _(
 def kernel_chooses(x: torch.Tensor, heads: int, keep: int) -> bool:
     """Whether the kernel chooses. Elsewhere PyTorch operations do, which do not synchronize either."""
     fits = x.dtype in triton_backend.DTYPES and x.shape[0] * heads > 0 and keep <= _MOST_KEPT
-    return fits and triton_backend.by_kernels(x.device)
+    return fits and triton_backend.can_use_kernels(x.device)
 
 
 def rank_columns(scores: torch.Tensor, before: torch.Tensor, chosen: int, least: torch.Tensor | None = None) -> torch.Tensor:

@@ -30,18 +30,14 @@ from ..dispatch import observers
 from ..dispatch.flops import backward_flops, forward_flops, have_values
 from ..dispatch.operators import make_empty_results, prepare_upstream, refuse_batched, refuse_second_derivatives, refuse_transforms
 from ..masks.block_mask import BlockMask
-from . import by_definition, by_hopper_kernels, by_kernels, by_operations
+from . import hopper, reference, triton
+from . import torch as selection_torch
 from .block_selection import BlockSelection, count_selected_pairs
 
 _Packed: TypeAlias = tuple[torch.Tensor, list[torch.Tensor], int, int, int, bool]
 _Call: TypeAlias = tuple[torch.Tensor, list[torch.Tensor], int, int, int, bool, float | None, str]
 
-BACKENDS: dict[str, ModuleType] = {
-    "hopper": by_hopper_kernels,
-    "triton": by_kernels,
-    "torch": by_operations,
-    "reference": by_definition,
-}
+BACKENDS: dict[str, ModuleType] = {"hopper": hopper, "triton": triton, "torch": selection_torch, "reference": reference}
 
 
 def attend_to_picks(
@@ -53,7 +49,7 @@ def attend_to_picks(
     if q.shape[0] == 0:
         backends.check_name(backend)
         return make_empty_results(q, k, v, None)
-    if not observers.looked_at():
+    if not observers.is_observed():
         return _forward(q, k, v, *_pack_selection(selection), scale, backend)
     q, k, v = (t.view_as(t) for t in (q, k, v))
     out, lse = _forward(q, k, v, *_pack_selection(selection), scale, backend)
@@ -95,7 +91,7 @@ def _prepare_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: *_Ca
     def supports(name: str, call: backends.Call) -> str | None:
         return BACKENDS[name].supports(call, selection) if name in BACKENDS else "it does not take a BlockSelection"
 
-    name = backends.choose_backend(backend, backends.Call.of(q, k, v, selection.block_size), supports)
+    name = backends.choose_backend(backend, backends.Call.from_tensors(q, k, v, selection.block_size), supports)
     return BACKENDS[name], selection, q.shape[3] ** -0.5 if scale is None else scale
 
 
@@ -114,7 +110,7 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: *_Call) -
 
 @_forward.register_fake
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: *_Call) -> tuple[torch.Tensor, torch.Tensor]:
-    return backends.empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=_compute_dtype(q))
+    return backends.empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=backends.compute_dtype(q))
 
 
 @_define_operator(
@@ -151,7 +147,7 @@ def _block_lse(q: torch.Tensor, k: torch.Tensor, *call: *_Call) -> torch.Tensor:
 
 @_block_lse.register_fake
 def _(q: torch.Tensor, k: torch.Tensor, *call: *_Call) -> torch.Tensor:
-    return q.new_empty(*q.shape[:3], call[0].shape[3], dtype=_compute_dtype(q))
+    return q.new_empty(*q.shape[:3], call[0].shape[3], dtype=backends.compute_dtype(q))
 
 
 @_define_operator("picked_block_lse_backward", "Tensor dblock_lse, Tensor q, Tensor k, Tensor block_lse", "(Tensor, Tensor)")
@@ -165,10 +161,6 @@ def _block_lse_backward(
 @_block_lse_backward.register_fake
 def _(dblock_lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(q), torch.empty_like(k)
-
-
-def _compute_dtype(x: torch.Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _keep_call(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -30,7 +30,9 @@ from sparse_flash.parallel import planning
 from sparse_flash.variant.variant import build_variant
 
 parametrize = pytest.mark.parametrize
-runs = pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")
+runs = pytest.mark.skipif(
+    backends.get_backend("triton").why_unavailable() is not None, reason="needs triton, and a GPU or its interpreter"
+)
 LENGTHS = st.tuples(st.integers(1, 300), st.integers(1, 300)) | st.integers(1, 300).map(lambda n: (n, n))
 # Where rounding decides nothing: mass and relative of 1 keep all that is not 0, or what equals the largest.
 clear = st.tuples(st.just("keep"), st.integers(1, 4)) | st.tuples(st.sampled_from(choosers.RULES), st.sampled_from([0.1, 0.3, 0.6]))

@@ -14,7 +14,9 @@ from sparse_flash.dispatch import operators
 pytestmark = pytest.mark.usefixtures("poison")
 parametrize = pytest.mark.parametrize
 E4M3 = torch.float8_e4m3fn
-runs = pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")
+runs = pytest.mark.skipif(
+    backends.get_backend("triton").why_unavailable() is not None, reason="needs triton, and a GPU or its interpreter"
+)
 on_each = parametrize("backend", ["torch", "reference", pytest.param("triton", marks=runs)])
 CAPACITY = 384
 NAMES = ("dense", "causal", "window and sinks", "two-sided window", "bits", "nothing")

@@ -123,9 +123,9 @@ def check(
 @pytest.fixture(params=["host", "kernels"])
 def packer(request, monkeypatch):
     """Both ways to lay out documents and make their table; without a GPU, Triton's interpreter runs the kernels."""
-    if request.param == "kernels" and backends.backend("triton").available():
-        pytest.skip(backends.backend("triton").available())
-    monkeypatch.setattr(gather_rows, "by_kernels", lambda device: request.param == "kernels")
+    if request.param == "kernels" and backends.get_backend("triton").why_unavailable():
+        pytest.skip(backends.get_backend("triton").why_unavailable())
+    monkeypatch.setattr(gather_rows, "can_use_kernels", lambda device: request.param == "kernels")
 
 
 @pytest.mark.usefixtures("packer")
@@ -280,14 +280,14 @@ def test_new_lengths_compile_no_new_table():
 def pack(
     by_kernels, pattern, q_cu_seqlens, k_cu_seqlens=None, tokens=(1000, 1000), longest=(400, 400), way=repack.repack_documents
 ):
-    if by_kernels and backends.backend("triton").available():
-        pytest.skip(backends.backend("triton").available())
+    if by_kernels and backends.get_backend("triton").why_unavailable():
+        pytest.skip(backends.get_backend("triton").why_unavailable())
     sides = [
         starts if starts is None else repack.Documents(torch.tensor(starts, device=DEVICE), *rest)
         for starts, *rest in zip((q_cu_seqlens, k_cu_seqlens), tokens, longest, strict=True)
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gather_rows, "by_kernels", lambda device: by_kernels)
+        patch.setattr(gather_rows, "can_use_kernels", lambda device: by_kernels)
         return way(pattern, *sides)
 
 
@@ -433,13 +433,13 @@ def test_a_document_that_shares_a_block_uses_its_first_tokens_alone_up_to_the_ma
 @parametrize("heads_first", [True, False])
 @parametrize("dtype", [torch.float32, torch.float16])
 def test_rows_by_the_kernel_equal_those_by_indexing(monkeypatch, dtype, heads_first):
-    if backends.backend("triton").available():
-        pytest.skip(backends.backend("triton").available())
+    if backends.get_backend("triton").why_unavailable():
+        pytest.skip(backends.get_backend("triton").why_unavailable())
     x = torch.randn(50, 3, 5, 20, device=DEVICE, dtype=dtype)[:, :, 2].transpose(0, 1).contiguous().transpose(0, 1)
     index = torch.randint(-1, 50, (70,), device=DEVICE, dtype=torch.int32)
     results = []
     for by_kernels in (False, True):
-        monkeypatch.setattr(gather_rows, "by_kernels", lambda device, by_kernels=by_kernels: by_kernels)
+        monkeypatch.setattr(gather_rows, "can_use_kernels", lambda device, by_kernels=by_kernels: by_kernels)
         results.append(gather_rows.take_rows(x, index, index, float("-inf"), heads_first))
     assert torch.equal(*results) and results[0].stride() == results[1].stride()
 
@@ -608,7 +608,7 @@ def test_compiled_code_serves_many_numbers_of_documents(mask):
 
 def test_sizes_of_packed_tables_are_plain_numbers_where_those_of_their_arguments_are_symbols(monkeypatch):
     # Inductor cannot compile a backward pass that is given a size and not the symbol that it is made of.
-    monkeypatch.setattr(gather_rows, "by_kernels", lambda device: True)
+    monkeypatch.setattr(gather_rows, "can_use_kernels", lambda device: True)
     pattern = sf.parse("causal & (local(9) | sinks(3))")
     plan, tables = repack._make_plan(pattern, 1000, 400, 1000, 400, 8, True, False, torch.device("cpu"))
     mode = FakeTensorMode(shape_env=ShapeEnv())

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from oracle import DEVICE
 
 from sparse_flash import backends
-from sparse_flash.choosers import by_definition, by_kernels
+from sparse_flash.choosers import rules_kernels, rules_torch
 from sparse_flash.masks import chooser as choosers
 
 parametrize = pytest.mark.parametrize
-runs = pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")
+runs = pytest.mark.skipif(
+    backends.get_backend("triton").why_unavailable() is not None, reason="needs triton, and a GPU or its interpreter"
+)
 # Sums of these are exact, so that equal sums are equal everywhere.
 EXACT = [0.0, 0.125, 0.25, 0.5, 0.75, 1.0]
 OTHERS = [-0.0, -1.0, -3.0, float("-inf"), float("nan")]
@@ -51,7 +53,7 @@ def on_device(*arrays):
 
 
 def by_operations(scores, allowed, forced, rule, number):
-    return by_definition.apply_rule(*on_device(scores, allowed, forced), rule, number).cpu().numpy()
+    return rules_torch.apply_rule(*on_device(scores, allowed, forced), rule, number).cpu().numpy()
 
 
 def unpacked(words, blocks):
@@ -64,14 +66,14 @@ def by_kernel(scores, allowed, forced, rule, number, copies=1, before=None, firs
     scores, allowed, forced = on_device(scores, allowed, forced)
     batch, heads, count, blocks = scores.shape
     pad = (0, 0, first, 0)
-    limits = by_definition.Limits(
-        *(torch.nn.functional.pad(by_kernels.pack_block_bits(x), pad) for x in (allowed, forced)),
+    limits = rules_torch.Limits(
+        *(torch.nn.functional.pad(rules_kernels.pack_block_bits(x), pad) for x in (allowed, forced)),
         torch.nn.functional.pad(allowed.sum(1), (first, 0)),
     )
     bits = torch.zeros(batch, heads * copies, first + count, -(-blocks // 32), dtype=torch.int32, device=DEVICE)
     if before is not None:
-        bits |= by_kernels.pack_block_bits(torch.from_numpy(before).to(DEVICE))
-    by_kernels.add_kept_blocks(scores, limits, bits, first, rule, number)
+        bits |= rules_kernels.pack_block_bits(torch.from_numpy(before).to(DEVICE))
+    rules_kernels.add_kept_blocks(scores, limits, bits, first, rule, number)
     return unpacked(bits, blocks)
 
 
@@ -184,7 +186,7 @@ def test_heads_compete_for_a_budget(by):
 @parametrize("share", [0.07, 0.1, 0.29, 0.58, 1 / 3])
 def test_a_share_is_rounded_up_but_not_for_the_rounding_of_its_product(share):
     blocks = torch.arange(1, 2000)
-    found = by_definition.count_kept_blocks("keep", share, blocks, 1)
+    found = rules_torch.count_kept_blocks("keep", share, blocks, 1)
     exact = Fraction(share).limit_denominator(1000)
     assert found.tolist() == [-(-n * exact.numerator // exact.denominator) for n in blocks.tolist()]
 
@@ -192,6 +194,6 @@ def test_a_share_is_rounded_up_but_not_for_the_rounding_of_its_product(share):
 @given(rows=rows())
 def test_packed_bits_are_the_blocks(rows):
     _, allowed, _ = rows
-    words = by_kernels.pack_block_bits(torch.from_numpy(allowed))
+    words = rules_kernels.pack_block_bits(torch.from_numpy(allowed))
     assert words.dtype == torch.int32 and words.shape == (len(allowed), -(-allowed.shape[1] // 32))
     np.testing.assert_array_equal(unpacked(words, allowed.shape[1]), allowed)

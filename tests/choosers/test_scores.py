@@ -14,11 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparse_flash as sf
 from sparse_flash import backends
-from sparse_flash.choosers import by_kernels, choose
+from sparse_flash.choosers import choose, rules_kernels
 from sparse_flash.masks.grid import BlockGrid
 
 parametrize = pytest.mark.parametrize
-runs = pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")
+runs = pytest.mark.skipif(
+    backends.get_backend("triton").why_unavailable() is not None, reason="needs triton, and a GPU or its interpreter"
+)
 LENGTHS = st.tuples(st.integers(1, 300), st.integers(1, 300)) | st.integers(1, 300).map(lambda n: (n, n))
 HEADS = st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1)])
 EXAMPLES = {
@@ -141,7 +143,7 @@ def test_scores_do_not_depend_on_how_many_logits_are_held(chooser, lengths, held
     wanted, _ = scores(chooser, content)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choose, "_HELD", held)
-        patch.setattr(by_kernels, "_MOST_BYTES", held)
+        patch.setattr(rules_kernels, "_MOST_BYTES", held)
         found, _ = scores(chooser, content)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
@@ -216,7 +218,7 @@ def test_kernels_score_as_operations_do(chooser, lengths, heads, causal, starts,
     content = content_of(chooser, q, k, causal, starts=starts, ends=ends, q_ends=q_ends)
     wanted, _ = scores(chooser, content)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(by_kernels, "_MOST_BYTES", held)
+        patch.setattr(rules_kernels, "_MOST_BYTES", held)
         found, ranges = scores(chooser, content, True)
     assert ranges == content.grid.q_blocks or held > 1
     assert found.dtype == torch.float32 and found.shape == wanted.shape

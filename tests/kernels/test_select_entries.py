@@ -9,12 +9,14 @@ from oracle import DEVICE, heavy_rows_split
 
 import sparse_flash as sf
 from sparse_flash import backends
-from sparse_flash.choosers.by_kernels import pack_block_bits
+from sparse_flash.choosers.rules_kernels import pack_block_bits
 from sparse_flash.masks.grid import BlockGrid
 from sparse_flash.masks.methods import from_block_maps, resolve_within
 from sparse_flash.masks.select_blocks import build_listing, select_by_kernel, select_in_torch
 
-runs = pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")
+runs = pytest.mark.skipif(
+    backends.get_backend("triton").why_unavailable() is not None, reason="needs triton, and a GPU or its interpreter"
+)
 
 
 def maps_of(masks, grid, density, seed):

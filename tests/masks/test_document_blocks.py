@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from oracle import DEVICE
 
 import sparse_flash as sf
-from sparse_flash.backends import backend
+from sparse_flash.backends import get_backend
 from sparse_flash.benchmarks.workload.masks import ragged_documents
 from sparse_flash.masks import document_blocks
 from sparse_flash.masks.compiler import compile_up_to
@@ -165,9 +165,9 @@ PACKED = {  # pattern, cu_seqlens, tokens, the longest document
 
 @pytest.fixture
 def by_kernels(at_any_cost, monkeypatch):
-    if reason := backend("triton").available():
+    if reason := get_backend("triton").why_unavailable():
         pytest.skip(reason)
-    monkeypatch.setattr(gather_rows, "by_kernels", lambda device: True)
+    monkeypatch.setattr(gather_rows, "can_use_kernels", lambda device: True)
 
 
 def packed_mask(name: str, cu_seqlens=None) -> sf.BlockMask:

@@ -13,7 +13,9 @@ from sparse_flash import backends
 from sparse_flash.selection import choice
 
 parametrize = pytest.mark.parametrize
-runs = pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")
+runs = pytest.mark.skipif(
+    backends.get_backend("triton").why_unavailable() is not None, reason="needs triton, and a GPU or its interpreter"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -248,7 +250,7 @@ def test_the_kernel_picks_what_pytorch_picks(kind, every, q_len, kv_len, keep, h
         return
     keys = choice.block_means(k[:, :, : kv_len // 16 * 16], 16) if kind == "mean" else k
     for share_group in (False, True):
-        wanted = choice.choose_blocks(q, k, keep, every, 16, share_group, kind)
+        wanted = choice.choose_by_keys(q, k, keep, every, 16, share_group, kind)
         assert torch.equal(pick_blocks(q, keys, kind, *sizes, wanted.shape[1], q_len, kv_len, config), wanted)
 
 

@@ -8,7 +8,9 @@ from sparse_flash import backends
 from sparse_flash.kernels.selection import newest_blocks as kernels
 from sparse_flash.selection import newest
 
-runs = pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")
+runs = pytest.mark.skipif(
+    backends.get_backend("triton").why_unavailable() is not None, reason="needs triton, and a GPU or its interpreter"
+)
 pytestmark = [runs, pytest.mark.usefixtures("poison")]
 parametrize = pytest.mark.parametrize
 

@@ -13,7 +13,9 @@ from sparse_flash.selection import decode as module
 pytestmark = pytest.mark.usefixtures("poison")
 parametrize = pytest.mark.parametrize
 BLOCK, KEEP = 16, 3
-runs = pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")
+runs = pytest.mark.skipif(
+    backends.get_backend("triton").why_unavailable() is not None, reason="needs triton, and a GPU or its interpreter"
+)
 on_each = parametrize("backend", ["torch", pytest.param("triton", marks=runs)])
 
 

@@ -13,7 +13,7 @@ from sparse_flash.kernels.selection.tiles import SelectionSizes
 
 parametrize = pytest.mark.parametrize
 pytestmark = pytest.mark.skipif(
-    backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter"
+    backends.get_backend("triton").why_unavailable() is not None, reason="needs triton, and a GPU or its interpreter"
 )
 
 SIZES = {

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from ..backends import Call, empty_out, zero_keyless_queries
+from ..backends import Call, compute_dtype, empty_out, lse_to_subtract, zero_keyless_queries
 from ..backends.torch import repeatable, without_autocast
 from ..masks.block_mask import BlockMask
 from .block_selection import BlockSelection
@@ -30,7 +30,7 @@ def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, selection: BlockSelection, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse)."""
-    out, lse = empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=_compute_dtype(q))
+    out, lse = empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=compute_dtype(q))
     with without_autocast(q):
         for chunk in _ChunkedCall(q, k, v, selection, scale):
             scores = chunk.scores()
@@ -87,7 +87,7 @@ def backward(
 
 def block_lse(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection, scale: float) -> torch.Tensor:
     """(batch, heads, q_len, n): see ``operators``."""
-    result = q.new_empty(*q.shape[:3], selection.picks.shape[3], dtype=_compute_dtype(q))
+    result = q.new_empty(*q.shape[:3], selection.picks.shape[3], dtype=compute_dtype(q))
     with without_autocast(q):
         for chunk in _ChunkedCall(q, k, None, selection, scale):
             logs = chunk.spread(chunk.scores().logsumexp(-1, keepdim=True), float("-inf"))
@@ -111,13 +111,8 @@ def block_lse_backward(
     return dq, dk.total()
 
 
-def _compute_dtype(x: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def _softmax_weights(scores: torch.Tensor, logs: torch.Tensor) -> torch.Tensor:
-    # exp(-inf - inf) is 0, while exp(-inf + inf) would be NaN.
-    return (scores - torch.where(logs == float("-inf"), float("inf"), logs)).exp()
+    return (scores - lse_to_subtract(logs)).exp()
 
 
 def _multiply_by_head(rows: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -178,7 +173,7 @@ class _GroupChunk:
         self.position = torch.where(position < selection.q_len, position + selection.offset, -1).view(self.groups, call.every)
         self.queries = self.pack(call.q)
         self._cut(block, len(call.blocks[0]))
-        self.keys, self.values = (call.blocks[which][self.block].to(_compute_dtype(call.q)) for which in (0, -1))
+        self.keys, self.values = (call.blocks[which][self.block].to(compute_dtype(call.q)) for which in (0, -1))
         self.always = None if call.always is None else _AlwaysPart(self, call.always, picks)
 
     def _cut(self, block: torch.Tensor, blocks: int) -> None:
@@ -196,7 +191,7 @@ class _GroupChunk:
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
         """(batch, heads, q_len, width) -> rows of the chunk's queries; zeros past the last query."""
-        x = x[:, :, self.first : self.stop].to(_compute_dtype(x))
+        x = x[:, :, self.first : self.stop].to(compute_dtype(x))
         x = torch.nn.functional.pad(x, (0, 0, 0, self.groups * self.call.every - x.shape[2]))
         x = x.reshape(x.shape[0], self.call.heads, self.call.shared, self.groups, self.call.every, x.shape[3])
         return x.transpose(2, 3).flatten(3, 4)
@@ -254,7 +249,7 @@ class _AlwaysPart:
         block, of_token = (self.tokens // call.size).unique(return_inverse=True)
         picked = (picks[..., None] == block).any(3)[..., of_token]
         self.kept = kept.view(chunk.groups, call.every, -1) & ~picked[:, :, :, None]
-        taken = [t[:, :, self.tokens][:, call.key_head].to(_compute_dtype(t)) for t in call.tensors]
+        taken = [t[:, :, self.tokens][:, call.key_head].to(compute_dtype(t)) for t in call.tensors]
         self.keys, self.values = taken[0], taken[-1]
 
     def scores(self) -> torch.Tensor:
@@ -269,7 +264,7 @@ class _KeyGradient:
 
     def __init__(self, like: torch.Tensor, call: _ChunkedCall):
         self.like = like
-        self.sums = like.new_zeros(len(call.blocks[0]), call.size, like.shape[3], dtype=_compute_dtype(like))
+        self.sums = like.new_zeros(len(call.blocks[0]), call.size, like.shape[3], dtype=compute_dtype(like))
 
     def by_token(self) -> torch.Tensor:
         return self.sums.view(*self.like.shape[:2], -1, self.like.shape[3])

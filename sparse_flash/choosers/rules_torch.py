@@ -1,4 +1,4 @@
-"""Scores and rules in PyTorch operations: the definition of what ``by_kernels`` streams, and the way on chips without kernels.
+"""Scores and rules in PyTorch operations: the definition of what ``rules_kernels`` streams, and the way on chips without kernels.
 
 Shapes do not depend on values, so graphs may capture all of it. Logits are held for a range of rows at a time.
 """
@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..backends import compute_dtype, lse_to_subtract
 from ..masks.chooser import LastQueries
 from ..masks.grid import BlockGrid
 from .features import Features
@@ -21,7 +22,7 @@ class Limits(NamedTuple):
     """The part of a choice that does not depend on queries and keys.
 
     allowed, forced: (q_blocks, kv_blocks) bool, which blocks may be kept, and which are in any case; for kernels as bits, see
-    ``by_kernels.packed``. most: (q_blocks,) int64, how many blocks of a row may be kept.
+    ``rules_kernels.pack_block_bits``. most: (q_blocks,) int64, how many blocks of a row may be kept.
     """
 
     allowed: torch.Tensor
@@ -33,7 +34,7 @@ def score_blocks(features: Features, grid: BlockGrid, low: int, high: int, reduc
     """Scores of the blocks of queries low .. high - 1: (batch, heads, high - low, kv_blocks), float32 or wider."""
     per_q, per_kv, span = features.per_q_block, features.per_kv_block, features.span
     rows, until = slice(low * per_q, min(high * per_q, features.row_count)), features.until
-    exact = torch.promote_types(features.rows.dtype, torch.float32)
+    exact = compute_dtype(features.rows)
     queries = _in_spans(features.rows.to(exact), span).flip(3)[:, :, rows].flatten(3)
     keys = _in_spans(features.columns.to(exact), span).flatten(3)
     group = queries.shape[1] // keys.shape[1]
@@ -46,7 +47,7 @@ def score_blocks(features: Features, grid: BlockGrid, low: int, high: int, reduc
         hidden, existing = hidden | (column < first) | (column >= stop) | (row >= row_stop), row_stop[:, 0]
     logits = logits.masked_fill(hidden, -math.inf)
     log_sum = logits.logsumexp(-1, keepdim=True)
-    weights = (logits - log_sum.masked_fill(log_sum == -math.inf, math.inf)).exp()
+    weights = (logits - lse_to_subtract(log_sum)).exp()
     weights = torch.nn.functional.pad(weights, (0, grid.kv_blocks * per_kv - weights.shape[3]))
     weights = weights.unflatten(3, (grid.kv_blocks, per_kv)).sum(4)
     there = weights.shape[2]
@@ -75,7 +76,7 @@ def columns_and_slashes(
     """The mean weight of the last queries by block of keys, and by distance in blocks, (batch, heads, kv_blocks) each. A range of
     keys at a time. starts, ends, q_ends: see ``features_of``."""
     size, count = grid.block_size, min(chooser.count, grid.q_len)
-    exact = torch.promote_types(q.dtype, torch.float32)
+    exact = compute_dtype(q)
     group = q.shape[1] // k.shape[1]
     # From the last query to the first: distances fall from key to key and from query to query.
     position, past = torch.arange(grid.kv_len - 1, grid.kv_len - count - 1, -1, device=q.device)[:, None], None
@@ -99,7 +100,7 @@ def columns_and_slashes(
         return made.masked_fill(hidden, -math.inf)
 
     log_sum = torch.stack([logits(first).logsumexp(-1) for first in range(0, grid.kv_len, step)]).logsumexp(0)[..., None]
-    log_sum = log_sum.masked_fill(log_sum == -math.inf, math.inf)
+    log_sum = lse_to_subtract(log_sum)
     columns = last.new_zeros(*q.shape[:2], grid.kv_blocks * size)
     slashes = torch.zeros_like(columns)
     # All sums have a fixed order, unlike index_add_ on GPUs: the same inputs choose the same blocks.
