@@ -26,6 +26,8 @@ DRAWN = {
     "v_head_dim": V_HEAD_DIMS,
 }
 
+needs_triton = pytest.mark.skipif(triton.why_unavailable() is not None, reason="needs triton, and a GPU or its interpreter")
+
 
 def an_h100(patch: pytest.MonkeyPatch) -> None:
     """Makes all back ends answer as on an H100, about calls on "cuda"."""

@@ -99,9 +99,9 @@ class KeyValueCache:
     def store(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Keeps k and v, (batch, kv_heads, tokens, head_dim), without their gradients.
         Raises ValueError if they do not fit, TypeError for wrong types."""
-        self.tokens = self._written(k, v)
+        self.tokens = self._write(k, v)
 
-    def _written(self, k: torch.Tensor, v: torch.Tensor) -> int:
+    def _write(self, k: torch.Tensor, v: torch.Tensor) -> int:
         """Writes k and v after the tokens seen so far, and returns how many tokens there are with them. ``tokens`` stays, so that a
         call that fails after this one leaves the cache as it was."""
         for name, tensor in (("k", k), ("v", v)):
@@ -236,7 +236,7 @@ class SparseAttention(nn.Module):
         mask = parse(mask) if isinstance(mask, str) else mask
         if not (mask is None or isinstance(mask, (Pattern, BlockMask))):
             mask = convert_foreign_mask(mask)
-        self._mask, self._written = mask, _as_traceable(mask)
+        self._mask, self._traceable_mask = mask, _as_traceable(mask)
         self.register_buffer("mask_spec", self._spec())
 
     @property
@@ -316,7 +316,7 @@ class SparseAttention(nn.Module):
                 "a layer with a cache gives no gradients, and its keys or values require some; call it under torch.no_grad(), or "
                 "without a cache to train"
             )
-        mask = self._written if torch.compiler.is_compiling() else self._mask
+        mask = self._traceable_mask if torch.compiler.is_compiling() else self._mask
         if self.select is not None and x.shape[1]:  # of no tokens none chooses
             out = self._attend_to_picks(cache, q, k, v)
         elif cache is None:
@@ -329,7 +329,7 @@ class SparseAttention(nn.Module):
 
     def _attend_to_picks(self, cache: KeyValueCache | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if cache is not None:
-            stop = cache._written(k, v)
+            stop = cache._write(k, v)
             if self._chooses_by_means(cache) and can_decode(q, k) and self.backend in ("auto", "torch"):
                 choice, lens = cast(QueryChoice, self.select), _repeat_count(stop, q)
                 by_means = cast(BlockMeans, cache.means).choose(q, choice.keep, share_group=choice.share_group, kv_lens=lens)
@@ -371,7 +371,7 @@ class SparseAttention(nn.Module):
             )
         if isinstance(mask, (Pattern, str)) and has_choosers(mask) and q.shape[2] <= MAX_QUERIES:
             mask = without_choosers(mask)  # few queries are no block that could choose
-        cache._written(k, v)
+        cache._write(k, v)
         if can_decode(q, k) and (square is not None or not isinstance(mask, BlockMask)):
             compiling = torch.compiler.is_compiling()
             keys, values, options = cache.held(cache.length if compiling else stop)

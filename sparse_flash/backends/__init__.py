@@ -45,6 +45,7 @@ from ..variant.variant import LEARNED, ScoreFunction, Variant
 AUTOMATIC = ("hopper", "triton", "torch")
 NAMES = (*AUTOMATIC, "reference")
 E4M3 = torch.float8_e4m3fn  # of caches
+_FLOAT32, _FLOAT64 = torch.float32, torch.float64  # here, as in functions ``torch`` is the back end
 
 
 def zero_keyless_queries(x: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
@@ -55,7 +56,7 @@ def zero_keyless_queries(x: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
     """The dtype of lse, and of PyTorch operations on x: float64 if x is, else float32."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+    return _FLOAT64 if x.dtype == _FLOAT64 else _FLOAT32
 
 
 def lse_to_subtract(lse: torch.Tensor) -> torch.Tensor:
@@ -99,14 +100,23 @@ class Call:
         precision: str | None = None,
     ) -> Call:
         """The call on these tensors."""
-        batch, heads, q_len, head_dim = q.shape
-        kv_heads, kv_len = k.shape[1:3]
-        features, score_mod = ((), None) if variant is None else (variant.features(), variant.score_mod)
-        features += () if precision is None else (EIGHT_BITS,)
-        params, softcap = ((), 0.0) if variant is None else (tuple(t.dtype for t in variant.score_params), variant.softcap)
-        sizes = batch, heads, kv_heads, q_len, kv_len, head_dim
         return cls(
-            q.device, q.dtype, *sizes, block_size, deterministic, features, score_mod, v.shape[3], params, softcap, k.dtype == E4M3
+            device=q.device,
+            dtype=q.dtype,
+            batch=q.shape[0],
+            heads=q.shape[1],
+            kv_heads=k.shape[1],
+            q_len=q.shape[2],
+            kv_len=k.shape[2],
+            head_dim=q.shape[3],
+            block_size=block_size,
+            deterministic=deterministic,
+            features=(() if variant is None else variant.features()) + (() if precision is None else (EIGHT_BITS,)),
+            score_mod=None if variant is None else variant.score_mod,
+            v_head_dim=v.shape[3],
+            score_params=() if variant is None else tuple(t.dtype for t in variant.score_params),
+            softcap=0.0 if variant is None else variant.softcap,
+            e4m3=k.dtype == E4M3,
         )
 
 

@@ -47,6 +47,6 @@ def add_kept_blocks(scores: torch.Tensor, limits: Limits, bits: torch.Tensor, fi
     from ..kernels.choosers.rules import apply_rule
 
     some = slice(first, first + scores.shape[2])
-    counts = count_kept_blocks(rule, number, limits.most[some], scores.shape[1]).to(torch.int32)
+    counts = count_kept_blocks(rule, number, limits.counts[some], scores.shape[1]).to(torch.int32)
     with current_device(scores.device):
         apply_rule(scores.contiguous(), limits.allowed[some], limits.forced[some], counts, bits, first, rule, float(number))

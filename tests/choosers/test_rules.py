@@ -6,18 +6,15 @@ import chosen
 import numpy as np
 import pytest
 import torch
+from accepted import needs_triton
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from oracle import DEVICE
 
-from sparse_flash import backends
 from sparse_flash.choosers import rules_kernels, rules_torch
 from sparse_flash.masks import chooser as choosers
 
 parametrize = pytest.mark.parametrize
-runs = pytest.mark.skipif(
-    backends.get_backend("triton").why_unavailable() is not None, reason="needs triton, and a GPU or its interpreter"
-)
 # Sums of these are exact, so that equal sums are equal everywhere.
 EXACT = [0.0, 0.125, 0.25, 0.5, 0.75, 1.0]
 OTHERS = [-0.0, -1.0, -3.0, float("-inf"), float("nan")]
@@ -86,7 +83,7 @@ def test_a_rule_keeps_what_its_words_say(rows, rule):
         np.testing.assert_array_equal(found[batch], chosen.kept_by(*rule, mine, allowed, forced))
 
 
-@runs
+@needs_triton
 @settings(max_examples=40)
 @given(rows=rows(most=2), rule=rules())
 def test_the_kernel_keeps_what_the_words_say(rows, rule):
@@ -96,7 +93,7 @@ def test_the_kernel_keeps_what_the_words_say(rows, rule):
         np.testing.assert_array_equal(found[batch], chosen.kept_by(*rule, mine, allowed, forced))
 
 
-@runs
+@needs_triton
 @settings(max_examples=6)
 @given(rows=rows(most=2), rule=rules(), first=st.integers(0, 2), seed=st.integers(0, 9))
 def test_the_kernel_adds_to_the_rows_that_it_is_given_for_all_heads_of_a_group(rows, rule, first, seed):
@@ -108,7 +105,7 @@ def test_the_kernel_adds_to_the_rows_that_it_is_given_for_all_heads_of_a_group(r
     np.testing.assert_array_equal(found, wanted)
 
 
-@runs
+@needs_triton
 @parametrize("rule, number", [("keep", 70), ("budget", 0.4), ("mass", 0.5), ("floor", 0.5), ("relative", 0.5)])
 def test_the_kernel_reads_long_rows_in_chunks(rule, number, monkeypatch):
     from sparse_flash.kernels.choosers import rules
@@ -125,7 +122,7 @@ def test_the_kernel_reads_long_rows_in_chunks(rule, number, monkeypatch):
 numbers = st.floats(0, 1, width=32) | st.sampled_from([0.0, 1e-30, 1.0])
 
 
-@parametrize("by", [by_operations, pytest.param(by_kernel, marks=runs)])
+@parametrize("by", [by_operations, pytest.param(by_kernel, marks=needs_triton)])
 @settings(max_examples=40)
 @given(scores=st.lists(numbers, min_size=1, max_size=40), mass=st.floats(0.01, 1))
 @example(scores=[0.3, 0.0, 0.0], mass=1.0)
@@ -171,7 +168,7 @@ def test_keep_and_budget_keep_as_many_as_they_are_told_where_scores_allow(rows, 
         assert (together == wanted).all()
 
 
-@parametrize("by", [by_operations, pytest.param(by_kernel, marks=runs)])
+@parametrize("by", [by_operations, pytest.param(by_kernel, marks=needs_triton)])
 def test_heads_compete_for_a_budget(by):
     scores = np.zeros((1, 3, 1, 8), np.float32)
     scores[0, 1] = 0.9

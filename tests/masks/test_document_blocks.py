@@ -208,7 +208,7 @@ def test_there_is_room_for_documents_of_any_lengths(pattern, lengths, beyond, sl
     longest = max(lengths) + slack
     runs = in_place._runs_of(pattern, longest, longest, True, torch.device("cpu"))
     blocks = most_blocks(sum(lengths) + beyond, len(lengths))
-    (entries, tiles), (first, stop) = runs.room(blocks, blocks, -(-longest // BLOCK)), runs.constants[0].numpy()
+    (entries, tiles), (first, stop) = runs.find_capacity(blocks, blocks, -(-longest // BLOCK)), runs.constants[0].numpy()
     rows = touched = full = 0
     for length, more in zip(lengths, [0] * (len(lengths) - 1) + [beyond], strict=True):
         rows += -(-(length + more) // BLOCK)

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from accepted import DEVICE
+from accepted import DEVICE, needs_triton
 from oracle import gradients
 from picked import check_selected, drawn_picks, kept_by_picks, sorted_picks, tensors
 
@@ -22,9 +22,7 @@ from sparse_flash.selection import triton as selection_triton
 
 parametrize = pytest.mark.parametrize
 pytestmark = [
-    pytest.mark.skipif(
-        backends.get_backend("triton").why_unavailable() is not None, reason="needs triton, and a GPU or its interpreter"
-    ),
+    needs_triton,
     pytest.mark.usefixtures("poison"),
 ]
 PORTABLE, HOPPER = "triton", "hopper"

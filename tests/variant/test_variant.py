@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from accepted import fitted
+from accepted import fitted, needs_triton
 from oracle import BACKENDS, DEVICE, compared, heavy_rows_split, make_call, no_host_synchronization, require
 from torch.utils.checkpoint import checkpoint
 
@@ -413,9 +413,7 @@ if triton:
         tl.store(found + 3, high)
 
 
-@pytest.mark.skipif(
-    backends.get_backend("triton").why_unavailable() is not None, reason="needs triton, and a GPU or its interpreter"
-)
+@needs_triton
 @parametrize("sparse", [True, False])
 def test_entries_beyond_a_length_are_not_visited_and_cut_ones_are_known(sparse):
     generator = torch.Generator().manual_seed(0)
@@ -464,9 +462,7 @@ def test_every_back_end_and_block_size_drops_the_same_pairs(backend, block_size)
     assert torch.equal(revealed(backend, block_size=block_size, mask=mask), kept & sf.compile_mask(mask, 64).to_dense().to(DEVICE))
 
 
-@pytest.mark.skipif(
-    backends.get_backend("triton").why_unavailable() is not None, reason="needs triton, and a GPU or its interpreter"
-)
+@needs_triton
 @parametrize("tiles", [(16, 64), (64, 16), (32, 32)])
 def test_every_tile_size_drops_the_same_pairs_forward_and_backward(tiles):
     from sparse_flash.kernels.common.config import Config
@@ -782,9 +778,7 @@ def test_a_score_function_is_asked_for_tokens_that_exist_and_its_nan_stays_with_
         torch.testing.assert_close(mine.double(), right, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.skipif(
-    backends.get_backend("triton").why_unavailable() is not None, reason="needs triton, and a GPU or its interpreter"
-)
+@needs_triton
 @parametrize("mask", ["causal", None])
 def test_the_portable_kernels_ask_a_score_function_for_positions_that_exist(mask):
     noting = sf.ScoreFunction(lambda score, *_: score, noting_in_triton, noting_derivative)
@@ -944,9 +938,7 @@ def test_hopper_refuses_a_soft_cap_that_its_tanh_is_too_coarse_for():
     assert hopper.supports(large) == "it runs softcap up to 256, as its tanh is less exact near 0; got 10000"
 
 
-@pytest.mark.skipif(
-    backends.get_backend("triton").why_unavailable() is not None, reason="needs triton, and a GPU or its interpreter"
-)
+@needs_triton
 def test_triton_refuses_a_repeatable_gradient_of_the_bias_and_torch_has_one():
     q, k, v, _ = inputs()
     bias = variant("bias")["rel_bias"]
