@@ -10,9 +10,11 @@ all lengths. The same holds for blocks that a compiled graph chose: they cross a
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 
 import numpy as np
 import torch
+from torch.library import CustomOpDef
 
 from .. import backends
 from ..compat.flop_counter import flop_formula
@@ -213,19 +215,10 @@ def prepare_upstream(
 
 
 def _prepare_call(
-    q,
-    k,
-    v,
-    tables: list[torch.Tensor],
-    block_size: int,
-    pattern: str,
-    scale,
-    deterministic: bool,
-    backend: str,
-    variant,
-    precision: str | None = None,
+    q, k, v, tables, block_size: int, pattern: str, scale, deterministic: bool, backend: str, *variant, precision: str | None = None
 ):
-    """(back end, mask, scale) of a call; the same for both passes."""
+    """(back end, mask, scale, deterministic, variant) of a call; the same for both passes."""
+    variant = Variant.unpacked(*variant)
     mask = None
     if _has_chosen_bits(tables):
         mask = build_chosen_mask(q, k, ChosenBlocks(tables[0], block_size, pattern))
@@ -237,7 +230,8 @@ def _prepare_call(
         mask = _restore_mask(q.shape[2], k.shape[2], block_size, tables)
     call = backends.Call.from_tensors(q, k, v, None if mask is None else mask.block_size, variant, deterministic, precision)
     name = backends.choose_backend(backend, call)
-    return backends.get_backend(name), mask, q.shape[3] ** -0.5 if scale is None else scale
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    return backends.get_backend(name), mask, scale, deterministic, variant
 
 
 def _has_chosen_bits(tables: list[torch.Tensor]) -> bool:
@@ -260,25 +254,21 @@ def _restore_mask(q_len: int, kv_len: int, block_size: int, tables: list[torch.T
     return mask
 
 
-@torch.library.custom_op(operator_name("attention"), mutates_args=())
-def _forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    tables: list[torch.Tensor],
-    block_size: int,
-    pattern: str,
-    scale: float | None,
-    deterministic: bool,
-    backend: str,
-    variant_tensors: list[torch.Tensor],
-    variant_names: str,
-    dropout_p: float,
-    softcap: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    variant = Variant.unpacked(variant_tensors, variant_names, dropout_p, softcap)
-    chosen, mask, scale = _prepare_call(q, k, v, tables, block_size, pattern, scale, deterministic, backend, variant)
-    return chosen.forward(q, k, v, mask, scale, deterministic, variant)
+# The last arguments of operators: a mask (``_to_operator_args``), then numbers, the back end and ``Variant.packed()``.
+_MASK = "Tensor[] tables, SymInt block_size, str pattern"
+_VARIANT = "Tensor[] variant_tensors, str variant_names, float dropout_p, float softcap"
+_CALL = f"{_MASK}, float? scale, bool deterministic, str backend, {_VARIANT}"
+
+
+def _define_operator(name: str, arguments: str, results: str = "(Tensor, Tensor)") -> Callable[[Callable], CustomOpDef]:
+    """Makes a function a PyTorch operator."""
+    return torch.library.custom_op(operator_name(name), mutates_args=(), schema=f"({arguments}) -> {results}")
+
+
+@_define_operator("attention", f"Tensor q, Tensor k, Tensor v, {_CALL}")
+def _forward(q, k, v, *call):
+    chosen, *prepared = _prepare_call(q, k, v, *call)
+    return chosen.forward(q, k, v, *prepared)
 
 
 @_forward.register_fake
@@ -286,41 +276,22 @@ def _fake_results(q, k, v, *call):
     return backends.empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=backends.compute_dtype(q))
 
 
-@torch.library.custom_op(operator_name("attention_in_eight_bits"), mutates_args=())
-def _forward_in_eight_bits(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    tables: list[torch.Tensor],
-    block_size: int,
-    pattern: str,
-    scale: float | None,
-    backend: str,
-    scales: list[torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    chosen, mask, scale = _prepare_call(q, k, v, tables, block_size, pattern, scale, False, backend, None, "fp8")
+@_define_operator("attention_in_eight_bits", f"Tensor q, Tensor k, Tensor v, {_MASK}, float? scale, str backend, Tensor[] scales")
+def _forward_in_eight_bits(q, k, v, tables, block_size, pattern, scale, backend, scales):
+    call = tables, block_size, pattern, scale, False, backend, *NO_VARIANT
+    chosen, mask, scale, *_ = _prepare_call(q, k, v, *call, precision="fp8")
     return chosen.forward_in_eight_bits(q, k, v, mask, scale, tuple(scales) if len(scales) == 3 else None)
 
 
 _forward_in_eight_bits.register_fake(_fake_results)
 
 
-@torch.library.custom_op(operator_name("attention_decode"), mutates_args=())
-def _decode(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    tables: list[torch.Tensor],
-    tokens: int,
-    block_size: int,
-    kv_lens: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    causal: bool,
-    scale: float | None,
-    backend: str,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+@_define_operator(
+    "attention_decode",
+    "Tensor q, Tensor k, Tensor v, Tensor[] tables, SymInt tokens, SymInt block_size, Tensor? kv_lens, Tensor? block_table, "
+    "bool causal, float? scale, str backend, Tensor? k_scale=None, Tensor? v_scale=None",
+)
+def _decode(q, k, v, tables, tokens, block_size, kv_lens, block_table, causal, scale, backend, k_scale=None, v_scale=None):
     mask = _restore_mask(tokens, tokens, block_size, tables) if block_size else None
     scale = q.shape[3] ** -0.5 if scale is None else scale
     return backends.get_backend(backend).decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale)
@@ -329,30 +300,15 @@ def _decode(
 _decode.register_fake(_fake_results)
 
 
-@torch.library.custom_op(operator_name("attention_backward"), mutates_args=())
-def _backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    tables: list[torch.Tensor],
-    block_size: int,
-    pattern: str,
-    scale: float | None,
-    deterministic: bool,
-    backend: str,
-    variant_tensors: list[torch.Tensor],
-    variant_names: str,
-    dropout_p: float,
-    softcap: float,
-) -> list[torch.Tensor]:
+@_define_operator(
+    "attention_backward",
+    f"Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_CALL}",
+    "Tensor[]",
+)
+def _backward(dout, dlse, q, k, v, out, lse, *call):
     """[dq, dk, dv], and the gradient of a learned rel_bias."""
-    variant = Variant.unpacked(variant_tensors, variant_names, dropout_p, softcap)
-    chosen, mask, scale = _prepare_call(q, k, v, tables, block_size, pattern, scale, deterministic, backend, variant)
-    return list(chosen.backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant))
+    chosen, *prepared = _prepare_call(q, k, v, *call)
+    return list(chosen.backward(dout, dlse, q, k, v, out, lse, *prepared))
 
 
 @_backward.register_fake

@@ -162,10 +162,9 @@ class _GroupChunk:
         piece 0: block 3 of keys   entries: (group 0, slot 1)  (group 4, slot 0)
         piece 1: block 3 of keys   entries: (group 7, slot 2)  not valid: pads the piece
 
-    ``gather`` takes the rows of the entries' groups, so that one product serves a piece; ``scatter`` puts results of entries back, by
-    group and slot.
+    ``gather`` takes the rows of the entries' groups, so that one product serves a piece; ``scatter`` puts results of entries back.
 
-    entry, valid: (pieces, entries of a piece) int64 and bool. An entry is a pick: flat group * n + slot, where flat groups count over
+    entry, valid: (pieces, entries of a piece) int64 and bool. An entry is a pick: flat group * n + slot, where flat groups count
     (batch, heads that pick, groups). flat_group: of each entry. block: (pieces,) among the blocks of all key heads. keys, values:
     (pieces, block_size, head_dim). always: the part of the keys that are always kept, or None.
     """
@@ -185,7 +184,7 @@ class _GroupChunk:
         self.always = None if call.always is None else _AlwaysPart(self, call.always, picks)
 
     def _cut_lists(self, block: torch.Tensor, blocks: int) -> None:
-        """Sets entry, valid, flat_group and block from the block of each entry, -1 for none: lists by block, cut into pieces of equal size."""
+        """Sets entry, valid, flat_group and block: lists by block, cut into equal pieces. block: of each entry, -1 for none."""
         order = block.argsort(stable=True)
         counts = torch.bincount(block + 1, minlength=blocks + 1)
         start, counts = counts.cumsum(0)[:-1], counts[1:]
