@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -125,19 +125,15 @@ def _as_text(spec: Pattern | str) -> tuple[str, str, int]:
     return text, "" if choice.within is None else choice.within.to_spec(), chooser_block_size(text)
 
 
-@torch.library.custom_op(operator_name("chosen_bits"), mutates_args=())
-def chosen_bits(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    spec: str,
-    scale: float | None,
-    scores: torch.Tensor | None,
-    starts: torch.Tensor | None,
-    ends: torch.Tensor | None,
-    q_ends: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The bits of ``ChosenBlocks``."""
-    maps = _choose_maps(spec, q, k, scale, scores, starts, ends, q_ends)
+_BITS_SCHEMA = (
+    "(Tensor q, Tensor k, str spec, float? scale, Tensor? scores, Tensor? starts, Tensor? ends, Tensor? q_ends=None) -> Tensor"
+)
+
+
+@torch.library.custom_op(operator_name("chosen_bits"), mutates_args=(), schema=_BITS_SCHEMA)
+def chosen_bits(q: torch.Tensor, k: torch.Tensor, spec: str, *arguments: Any) -> torch.Tensor:
+    """The bits of ``ChosenBlocks``. arguments: the others of ``_choose_maps``."""
+    maps = _choose_maps(spec, q, k, *arguments)
     maps = rules_kernels.pack_block_bits(maps) if maps.dtype == torch.bool else maps
     return torch.nn.functional.pad(maps.flatten(), (0, 1))
 
@@ -155,16 +151,15 @@ def _choose_maps(
     k: torch.Tensor,
     scale: float | None,
     scores: torch.Tensor | None,
-    starts: torch.Tensor | None,
-    ends: torch.Tensor | None,
-    q_ends: torch.Tensor | None = None,
+    *ends: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The maps of the kept blocks as ``from_block_maps`` takes them: bits where kernels choose, else bool."""
+    """The maps of the kept blocks as ``from_block_maps`` takes them: bits where kernels choose, else bool. ends: starts, ends and
+    q_ends, see ``features_of``."""
     choices, grid = choices_of(spec), BlockGrid(q.shape[2], k.shape[2], chooser_block_size(spec))
     scale = q.shape[3] ** -0.5 if scale is None else scale
     if len(choices) not in (1, q.shape[1]):
         raise ValueError(f"per_head must have an expression for each of q's {q.shape[1]} heads, or one for all; got {len(choices)}")
-    content = _ChoiceInputs(q, k, grid, is_causal(choices[0].within), scale, scores, starts, ends, q_ends)
+    content = _ChoiceInputs(q, k, grid, is_causal(choices[0].within), scale, scores, *ends)
     if scores is not None:
         if not any(isinstance(chooser, Scored) for choice in choices for chooser in choice.choosers):
             raise ValueError(

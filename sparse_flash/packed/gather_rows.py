@@ -70,10 +70,4 @@ def _keep_indices(ctx, inputs, output):
     ctx.save_for_backward(index, reverse)
 
 
-def _gradient_of_rows(ctx, grad):
-    refuse_batched(grad)
-    index, reverse = ctx.saved_tensors
-    return _take_rows_operator(grad, reverse, index, 0.0, not ctx.heads_first), None, None, None, None
-
-
-torch.library.register_autograd(operator_name("take_rows"), _gradient_of_rows, setup_context=_keep_indices)
+torch.library.register_autograd(operator_name("take_rows"), _TakeRows.backward, setup_context=_keep_indices)

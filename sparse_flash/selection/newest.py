@@ -102,11 +102,11 @@ def _update_by_kernel(
     kv_lens: torch.Tensor | None,
     block_table: torch.Tensor | None,
 ) -> None:
-    from ..kernels.selection.newest_blocks import update_means as by_kernel
+    from ..kernels.selection.newest_blocks import update_means as launch_update
 
     if means.shape[0]:
         with current_device(k.device):
-            by_kernel(means, as_contiguous_rows(k), blocks, touched, block_size, _contiguous(kv_lens), _contiguous(block_table))
+            launch_update(means, as_contiguous_rows(k), blocks, touched, block_size, _contiguous(kv_lens), _contiguous(block_table))
 
 
 _update_operator = torch.library.custom_op(operator_name("update_means"), _update_by_kernel, mutates_args=("means",))

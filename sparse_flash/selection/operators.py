@@ -163,9 +163,11 @@ def _(dblock_lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *call: Any) ->
     return torch.empty_like(q), torch.empty_like(k)
 
 
-def _keep_call(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, picks, tables, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output, picks, *tables)
+def _keep_call(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+    """inputs: q, k and perhaps v, then ``_Call``."""
+    tensors, (picks, tables, *ctx.options) = inputs[:-8], inputs[-8:]
+    results = output if isinstance(output, tuple) else (output,)
+    ctx.save_for_backward(*tensors, *results, picks, *tables)
     ctx.set_materialize_grads(False)
 
 
@@ -175,12 +177,6 @@ def _gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -
     if dout is None and dlse is None:
         return None, None, None, *none
     return *_backward(*prepare_upstream(dout, dlse, out, lse), q, k, v, out, lse, picks, tables, *ctx.options), *none
-
-
-def _keep_block_lse(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    q, k, picks, tables, *ctx.options = inputs
-    ctx.save_for_backward(q, k, output, picks, *tables)
-    ctx.set_materialize_grads(False)
 
 
 def _gradients_of_block_lse(ctx: Any, dblock_lse: torch.Tensor | None) -> tuple[Any, ...]:
@@ -221,5 +217,5 @@ def _(dblock_lse: object, q: torch.Tensor, k: torch.Tensor, block_lse: object, *
 
 torch.library.register_autograd(operator_name("selected_attention"), _gradients, setup_context=_keep_call)
 torch.library.register_autograd(operator_name("selected_attention_backward"), refuse_second_derivatives)
-torch.library.register_autograd(operator_name("picked_block_lse"), _gradients_of_block_lse, setup_context=_keep_block_lse)
+torch.library.register_autograd(operator_name("picked_block_lse"), _gradients_of_block_lse, setup_context=_keep_call)
 torch.library.register_autograd(operator_name("picked_block_lse_backward"), refuse_second_derivatives)
