@@ -5,6 +5,9 @@ their scores are one batched matrix product. The online softmax over pieces of a
 visits many blocks, and the backward pass recomputes the probabilities from lse (Alg. 2), so memory is linear in tokens and time
 proportional to the blocks visited. float16 and bfloat16 are computed in float32. On a CPU, calls without a variant go to PyTorch's
 own kernel: ``aten_cpu``.
+
+A call has a part for each stored mask (``_Part``: units, which are (batch, key head) pairs). A part is computed in chunks of some
+units and query blocks, and a chunk in pieces of some key blocks (``_Loop.chunks``).
 """
 
 from __future__ import annotations
@@ -70,7 +73,7 @@ def forward(q, k, v, mask, scale, deterministic, variant):
             if _can_use_aten(q, v, variant):
                 packed = aten_cpu.loop_forward(*packed, part.loop, scale)
             else:
-                packed = _forward(*packed, part.loop, _Scores(part, q, k, scale, variant))
+                packed = _forward(*packed, part.loop, _ScoreRule(part, q, k, scale, variant))
         if len(parts) == 1:
             results = [part.unpack_queries(x) for x in packed]
         else:
@@ -106,7 +109,7 @@ def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant)
                 packed = aten_cpu.loop_backward(dout_rows, q_rows, *keys, *results, part.loop, scale)
             else:
                 queries.append(part.pack_queries(dlse[..., None]))
-                rule = _Scores(part, q, k, scale, variant)
+                rule = _ScoreRule(part, q, k, scale, variant)
                 packed = _backward(*queries, *keys, part.loop, rule, deterministic, drel_bias)
         if len(parts) == 1:
             grads = [part.unpack_queries(packed[0]), *packed[1:]]
@@ -226,23 +229,23 @@ def _cast_like(x, values):
     return values if fits else empty_out(x, values.shape[3]).copy_(values)
 
 
-class _Scores:
+class _ScoreRule:
     """Turns products into scores in base 2 and weights: handles the pairs that a variant drops or changes.
 
-    For one part, a chunk at a time: see ``_Loop.chunks``.
+    Of one part, a chunk at a time.
     """
 
     def __init__(self, part, q, k, scale: float, variant):
         self.part, self.scale, self.variant = part, scale, variant
         self.heads, self.q_len, self.kv_len = q.shape[1], q.shape[2], k.shape[2]
         self.batch_heads = None if variant is None else part.batch_heads(q)
-        self.scored = variant is not None and variant.scored
-        self.own = variant is not None and variant.score_mod is not None
-        self.dropped = variant is not None and variant.seed is not None
+        self.changes_scores = variant is not None and variant.scored
+        self.has_score_mod = variant is not None and variant.score_mod is not None
+        self.has_dropout = variant is not None and variant.seed is not None
         # The factor of products: a variant changes natural scores.
-        self.factor = scale if self.scored else scale * _LOG2_E
+        self.factor = scale if self.changes_scores else scale * _LOG2_E
         # Compensates for dropout; the sums are divided by it once.
-        self.share = 1.0 - variant.dropout_p if self.dropped else 1.0
+        self.kept_share = 1.0 - variant.dropout_p if self.has_dropout else 1.0
 
     def pairs(self, units: slice, rows, cols) -> Pairs | None:
         """Pairs of shape (units, rows, members, queries, entries, keys), as in ``view``. Padding has the last token's number, as a
@@ -271,12 +274,12 @@ class _Scores:
 
     def modify_scores(self, scores, pairs: Pairs) -> None:
         """Turns products, scaled by ``factor``, into scores in base 2, in place."""
-        if self.scored:
+        if self.changes_scores:
             view = self.view(scores, pairs)
             view.copy_(modify_scores(self.variant, view, pairs)).mul_(_LOG2_E)
 
     def differentiate(self, scores, pairs: Pairs) -> tuple:
-        """Like ``change``; returns the derivatives, see ``differentiate_scores``."""
+        """Like ``modify_scores``; returns the derivatives, see ``differentiate_scores``."""
         view = self.view(scores, pairs)
         changed, outer, inner = differentiate_scores(self.variant, view, pairs)
         view.copy_(changed).mul_(_LOG2_E)
@@ -292,7 +295,7 @@ class _Scores:
 
     def apply_dropout(self, weights, pairs: Pairs | None) -> None:
         """Zeroes the weights that dropout drops."""
-        if self.dropped and pairs is not None:
+        if self.has_dropout and pairs is not None:
             self.view(weights, pairs).masked_fill_(~kept_by_dropout(self.variant, pairs, -3), 0.0)
 
 
@@ -310,7 +313,7 @@ def _forward(q, k, v, loop, rule):
             torch.baddbmm(scores, q_rows, keys.mT, beta=0, alpha=rule.factor, out=scores)
             pairs = rule.pairs(units, rows, piece.cols)
             rule.modify_scores(scores, pairs)
-            loop.mask_scores(scores, piece, rule.own)
+            loop.mask_scores(scores, piece, rule.has_score_mod)
             rule.mask_scores(scores, pairs)
             # Clamped above -inf: a row whose scores are all -inf must give exp2(-inf), not exp2(-inf + inf).
             piece_max = scores.amax(-1, keepdim=True).clamp_(min=lowest)
@@ -333,7 +336,7 @@ def _forward(q, k, v, loop, rule):
                 accumulator.baddbmm_(scores, values)
         _put(lse[units], rows, (running_max + running_sum.log2()).mul_(_LN_2))
         # The sum is 0 if a row keeps nothing; otherwise its largest term is 1.
-        _put(out[units], rows, accumulator.div_(running_sum.clamp_(min=0.5).mul_(rule.share)))
+        _put(out[units], rows, accumulator.div_(running_sum.clamp_(min=0.5).mul_(rule.kept_share)))
     return out, lse
 
 
@@ -351,30 +354,30 @@ def _backward(q, dout, out, lse, dlse, k, v, loop, rule, deterministic, drel_bia
             shape = (len(q_rows), q_rows.shape[1], keys.shape[1])
             probabilities, dscores = loop.scratch(0, q_rows, keys), loop.scratch(1, q_rows, keys)
             pairs = rule.pairs(units, rows, piece.cols)
-            if rule.scored:
+            if rule.changes_scores:
                 torch.baddbmm(probabilities, q_rows, keys.mT, beta=0, alpha=rule.factor, out=probabilities)
                 outer, inner = rule.differentiate(probabilities, pairs)
                 probabilities.add_(bias)
             else:
                 torch.baddbmm(bias.expand(shape), q_rows, keys.mT, alpha=rule.factor, out=probabilities)
-            loop.mask_scores(probabilities, piece, rule.own)
+            loop.mask_scores(probabilities, piece, rule.has_score_mod)
             rule.mask_scores(probabilities, pairs)
             probabilities.exp2_()
-            if rule.own:
+            if rule.has_score_mod:
                 # The derivative of a pair without weight may be infinite or NaN, and 0 times these is not 0.
                 outer = outer.masked_fill(rule.view(probabilities, pairs) == 0, 0.0)
-            if rule.dropped:
+            if rule.has_dropout:
                 weights = probabilities.clone()
                 rule.apply_dropout(weights, pairs)
                 torch.bmm(dout_rows, values.mT, out=dscores)
                 rule.apply_dropout(dscores, pairs)
-                dscores.div_(rule.share).add_(minus_delta)
+                dscores.div_(rule.kept_share).add_(minus_delta)
             else:
                 weights = probabilities
                 torch.baddbmm(minus_delta.expand(shape), dout_rows, values.mT, out=dscores)
-            _add_product(dv[units], piece.cols, weights.mT, dout_rows, 1.0 / rule.share, deterministic)
+            _add_product(dv[units], piece.cols, weights.mT, dout_rows, 1.0 / rule.kept_share, deterministic)
             dscores.mul_(probabilities)
-            if rule.scored:
+            if rule.changes_scores:
                 dscores_view = rule.view(dscores, pairs)
                 dscores_view.mul_(outer)
                 if drel_bias is not None:

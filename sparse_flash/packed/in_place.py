@@ -34,7 +34,7 @@ from ..masks.tiles import EMPTY_TILE, TilePool, dense_batches, pack_runs
 from . import gather_rows
 from .repack import (
     BLOCK,
-    Documents,
+    PackedDocuments,
     clone_aliases,
     documents_on_host,
     fake_size,
@@ -65,7 +65,7 @@ class InPlacePlan(NamedTuple):
     shares_documents: bool
 
 
-def build_packed_mask(pattern, queries: Documents, keys: Documents | None) -> BlockMask | None:
+def build_packed_mask(pattern, queries: PackedDocuments, keys: PackedDocuments | None) -> BlockMask | None:
     """The mask of the packed axes under which each document attends only to itself, by the pattern; None unless each query of the
     pattern keeps one run of keys, ascending from query to query.
 

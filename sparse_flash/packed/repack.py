@@ -58,7 +58,7 @@ class Packed(NamedTuple):
     keys: Axis
 
 
-class Documents(NamedTuple):
+class PackedDocuments(NamedTuple):
     """The documents of queries or of keys. cu_seqlens: (documents + 1,) int32 or int64. tokens: of the packed axis. longest: no
     document exceeds this; tokens beyond it are dropped."""
 
@@ -91,7 +91,7 @@ class RepackPlan(NamedTuple):
     longest_sharing: int
 
 
-def repack_documents(pattern, queries: Documents, keys: Documents | None, one_per_block: bool = False) -> Packed:
+def repack_documents(pattern, queries: PackedDocuments, keys: PackedDocuments | None, one_per_block: bool = False) -> Packed:
     """The document axes, and the mask under which each document attends only to itself, by the pattern.
 
     pattern: a Pattern or its spec text. keys: None if they share the documents of the queries. one_per_block: whether each

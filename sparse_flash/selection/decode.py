@@ -88,18 +88,8 @@ def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any) -> tuple[to
 
 
 @flop_formula("selected_attention_decode")
-def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    picks: torch.Tensor,
-    block_size: int,
-    every: int,
-    kv_lens: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    *_: object,
-    **__: object,
-) -> int:
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any, **_: object) -> int:
+    picks, block_size, every, kv_lens, block_table = call[:5]
     picks, group = _repeat_picks(picks, every, q.shape[2]), q.shape[1] // picks.shape[1]
     if not have_values(picks, kv_lens):
         return forward_flops(q.shape[3], v.shape[3]) * picks.numel() * block_size * group

@@ -19,7 +19,7 @@ from sparse_flash.masks.document_blocks import BLOCK, DocumentBlocks
 from sparse_flash.masks.single_runs import single_runs
 from sparse_flash.masks.tiles import unpack_runs
 from sparse_flash.packed import gather_rows, in_place
-from sparse_flash.packed.repack import Documents, most_blocks
+from sparse_flash.packed.repack import PackedDocuments, most_blocks
 
 SPECS = {
     "causal": ("causal & documents((0, 33, 40, 200, 385, 900))", 900),
@@ -173,7 +173,7 @@ def by_kernels(at_any_cost, monkeypatch):
 def packed_mask(name: str, cu_seqlens=None) -> sf.BlockMask:
     pattern, bounds, tokens, longest = PACKED[name]
     starts = torch.tensor(bounds, device=DEVICE) if cu_seqlens is None else cu_seqlens
-    return in_place.build_packed_mask(pattern, Documents(starts, tokens, longest), None)
+    return in_place.build_packed_mask(pattern, PackedDocuments(starts, tokens, longest), None)
 
 
 @pytest.mark.parametrize("table", ["by_query", "by_key"])
@@ -187,7 +187,7 @@ def test_kernels_lay_packed_documents_out_by_document(by_kernels, name, table):
 @pytest.mark.parametrize("pattern", ["causal", "causal & local(300)"])
 def test_blocks_of_a_packed_document_are_visited_together_the_longest_document_first(by_kernels, pattern, table):
     ends = 0, 100, 500, 1500, 1900, 2600
-    side = Documents(torch.tensor(ends, device=DEVICE), ends[-1] + 300, 1000)
+    side = PackedDocuments(torch.tensor(ends, device=DEVICE), ends[-1] + 300, 1000)
     work = getattr(in_place.build_packed_mask(pattern, side, None).by_document, table).work[0].cpu().numpy()
     work = work[work[:, 0] < work[:, 7]]  # of blocks with tokens
     # The tokens after the last document lie in its blocks.
