@@ -25,7 +25,7 @@ class SparseFlash(Peer):
     deterministic: bool = False
 
     def refuses(self, problem: Problem) -> str | None:
-        reason = None if self.backend == "auto" else backends.backend(self.backend).supports(self.call(problem))
+        reason = None if self.backend == "auto" else backends.get_backend(self.backend).supports(self.call(problem))
         return reason or self._refuses_options(problem)
 
     def _refuses_options(self, problem: Problem) -> str | None:

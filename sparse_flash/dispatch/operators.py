@@ -215,10 +215,10 @@ def prepare_upstream(
 
 
 def _prepare_call(
-    q, k, v, tables, block_size: int, pattern: str, scale, deterministic: bool, backend: str, *variant, precision: str | None = None
+    q, k, v, tables, block_size: int, pattern: str, scale, deterministic: bool, backend: str, *packed, precision: str | None = None
 ):
     """(back end, mask, scale, deterministic, variant) of a call; the same for both passes."""
-    variant = Variant.unpacked(*variant)
+    variant = Variant.unpacked(*packed)
     mask = None
     if _has_chosen_bits(tables):
         mask = build_chosen_mask(q, k, ChosenBlocks(tables[0], block_size, pattern))

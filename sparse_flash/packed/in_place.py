@@ -62,7 +62,7 @@ class InPlacePlan(NamedTuple):
     before: int
     entries: int
     tiles: int
-    shares_documents: bool
+    shares_documents: int  # 0 or 1
 
 
 def build_packed_mask(pattern, queries: PackedDocuments, keys: PackedDocuments | None) -> BlockMask | None:

@@ -84,8 +84,8 @@ class RepackPlan(NamedTuple):
     k_blocks: int
     blocks_before_keys: int
     entries: int
-    shares_documents: bool
-    has_bits: bool
+    shares_documents: int  # 0 or 1, as has_bits
+    has_bits: int
     run_tiles: int
     bit_tiles: int
     longest_sharing: int
