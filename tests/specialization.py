@@ -209,8 +209,8 @@ def selection_calls() -> None:
             picks = torch.zeros(batch, kv_heads, q_len, 3, dtype=torch.int32)
             selection = sf.BlockSelection(picks, q_len, kv_len, 64, always=always[q_len, kv_len] if beside else None)
             for parts_kernel, gathering in ((None, None), (selection_hopper_forward.picked_parts, selection_hopper_backward)):
-                selection_triton.forward(q, k, v, selection, 1.0, parts_kernel)
-                selection_triton.backward(q, None, q, k, v, q, lse, selection, 1.0, gathering)
+                selection_triton.forward(q, k, v, selection, 1.0, parts_kernel=parts_kernel)
+                selection_triton.backward(q, None, q, k, v, q, lse, selection, 1.0, gathering=gathering)
 
 
 def picked_decoding_calls() -> None:

@@ -34,14 +34,14 @@ def forward(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Does what ``triton.forward`` does."""
     from ..kernels.selection.hopper_forward import picked_parts
 
-    return triton.forward(*call, picked_parts)
+    return triton.forward(*call, parts_kernel=picked_parts)
 
 
 def backward(*call: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Does what ``triton.backward`` does."""
     from ..kernels.selection import hopper_backward
 
-    return triton.backward(*call, hopper_backward)
+    return triton.backward(*call, gathering=hopper_backward)
 
 
 # The masses of picked blocks are a single product, and are not often asked for.

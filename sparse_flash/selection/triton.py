@@ -64,6 +64,7 @@ def forward(
     v: torch.Tensor,
     selection: BlockSelection,
     scale: float,
+    *,
     parts_kernel: Callable[..., None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out, lse), out in q's memory order. parts_kernel: instead of ``picked_parts``."""
@@ -103,6 +104,7 @@ def backward(
     lse: torch.Tensor,
     selection: BlockSelection,
     scale: float,
+    *,
     gathering: ModuleType | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns (dq, dk, dv). Without atomics, gradients repeat bit for bit. gathering: the module of another ``picked_grads``."""
