@@ -26,11 +26,13 @@ DRAWN = {
     "v_head_dim": V_HEAD_DIMS,
 }
 
+needs_triton = pytest.mark.skipif(triton.why_unavailable() is not None, reason="needs triton, and a GPU or its interpreter")
+
 
 def an_h100(patch: pytest.MonkeyPatch) -> None:
     """Makes all back ends answer as on an H100, about calls on "cuda"."""
     for module in (hopper, triton):
-        patch.setattr(module, "_available", lambda: None)
+        patch.setattr(module, "_why_unavailable", lambda: None)
     patch.setattr(triton, "_is_interpreted", lambda: False)
     patch.setattr(triton, "_refusal", lambda device, e4m3: None)
     patch.setattr(hopper, "_capability", lambda device: (9, 0))
@@ -40,7 +42,7 @@ def an_h100(patch: pytest.MonkeyPatch) -> None:
 def refusal(backend: str, **fields) -> str | None:
     """Why the back end cannot run a small dense call with these fields of ``backends.Call`` changed; or None."""
     plain = {**USUAL, "batch": 1, "heads": 2, "kv_heads": 2, "q_len": 128, "kv_len": 128, "block_size": None}
-    return backends.backend(backend).supports(backends.Call(torch.device(DEVICE), **{**plain, **fields}))
+    return backends.get_backend(backend).supports(backends.Call(torch.device(DEVICE), **{**plain, **fields}))
 
 
 def fitted(backend: str, usual: dict | None = None, **given) -> dict:

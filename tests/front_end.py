@@ -24,7 +24,7 @@ from sparse_flash.kernels.portable import backward, decode, forward
 from sparse_flash.kernels.selection import backward as selection_backward
 from sparse_flash.kernels.selection import forward as selection_forward
 from sparse_flash.kernels.selection import lists
-from sparse_flash.selection import by_kernels
+from sparse_flash.selection import triton as selection_triton
 
 LENGTHS = ((1, 1), (1, 33), (33, 1))  # of queries and of keys
 HEAD_DIM = 8  # 16 bytes, which is the unit of strides
@@ -76,8 +76,8 @@ def selection_calls() -> None:
         q, k, v, lse = tensors(1, 1, 1, q_len, kv_len, torch.bfloat16, HEAD_DIM)
         always = sf.compile_mask("sinks(4)", q_len, kv_len, 32) if beside else None
         selection = sf.BlockSelection(torch.zeros(1, 1, q_len, 3, dtype=torch.int32), q_len, kv_len, 64, always=always)
-        by_kernels.forward(q, k, v, selection, 1.0)
-        by_kernels.backward(q, None, q, k, v, q, lse, selection, 1.0)
+        selection_triton.forward(q, k, v, selection, 1.0)
+        selection_triton.backward(q, None, q, k, v, q, lse, selection, 1.0)
 
 
 def main() -> None:

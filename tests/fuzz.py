@@ -50,7 +50,7 @@ def work(backend: str, pipe, of: str = "masks", options: dict | None = None) -> 
 
     calls = import_module(DRAWN[of])
     with runs():
-        pipe.send(("ready", backends.backend(backend).available()))
+        pipe.send(("ready", backends.get_backend(backend).why_unavailable()))
     with poisoned_memory():
         while seeds := pipe.recv():
             for seed in seeds:

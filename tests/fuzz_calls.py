@@ -145,14 +145,14 @@ def _drawn(seed: int, backend: str, drawn: Drawn) -> DrawnCall:
     def fitting() -> tuple[torch.dtype, int]:
         dtype, head_dim = rng.choice(DTYPES), rng.choice(HEAD_DIMS) if rng.random() < 0.7 else rng.randint(1, 256)
         asked = _asked(drawn, dtype, head_dim, batch=batch, heads=heads, kv_heads=kv_heads, deterministic=deterministic)
-        return (dtype, head_dim) if backends.backend(backend).supports(asked) is None else None
+        return (dtype, head_dim) if backends.get_backend(backend).supports(asked) is None else None
 
     dtype, head_dim = _first(fitting, backend)
 
     def fitting_v() -> int | None:
         v_head_dim = head_dim if rng.random() < 0.7 else rng.choice(HEAD_DIMS)
         asked = _asked(drawn, dtype, head_dim, batch=batch, heads=heads, kv_heads=kv_heads, v_head_dim=v_head_dim)
-        return v_head_dim if backends.backend(backend).supports(asked) is None else None
+        return v_head_dim if backends.get_backend(backend).supports(asked) is None else None
 
     sizes = batch, heads, kv_heads, head_dim, _first(fitting_v, backend)
     call = DrawnCall(seed, backend, drawn, dtype, *sizes, layouts, scale, lse_gradient, deterministic, score_shift, short)
@@ -175,8 +175,8 @@ def _refusal(call: DrawnCall) -> str | None:
     variant = build_variant(q, k, **_moved(given, "meta"))
     mask = call.drawn.mask
     fields = {"device": torch.device(oracle.DEVICE), "block_size": None if mask is None or mask.keeps_all else mask.block_size}
-    asked = replace(backends.Call.of(q, k, v, None, variant, call.deterministic), **fields)
-    return backends.backend(call.backend).supports(asked)
+    asked = replace(backends.Call.from_tensors(q, k, v, None, variant, call.deterministic), **fields)
+    return backends.get_backend(call.backend).supports(asked)
 
 
 def _shapes(call: DrawnCall) -> tuple[tuple[int, ...], ...]:
@@ -361,7 +361,7 @@ def _mask(group: int, backend: str, given: tuple[int | None] | None = None) -> D
         # With float16 and head_dim 64, which all back ends accept, so calls can be drawn for the mask.
         size = rng.choice(BLOCK_SIZES)
         asked = backends.Call(torch.device(oracle.DEVICE), torch.float16, 1, 1, 1, q_len, kv_len, 64, size)
-        return size if backends.backend(backend).supports(asked) is None else None
+        return size if backends.get_backend(backend).supports(asked) is None else None
 
     grid = BlockGrid(q_len, kv_len, _first(fitting, backend))
     with oracle.heavy_rows_split() if rng.random() < 0.4 else nullcontext():

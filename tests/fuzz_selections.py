@@ -72,7 +72,7 @@ def draw(seed: int, backend: str) -> DrawnSelection:
         if torch.cuda.is_available():
             q, k, v = q.cuda(), k.cuda(), v.cuda()
         selection = sf.BlockSelection(call.picks(), call.q_len, call.kv_len, call.block, call.every)
-        if BACKENDS[backend].supports(backends.Call.of(q, k, v, call.block), selection) is None:
+        if BACKENDS[backend].supports(backends.Call.from_tensors(q, k, v, call.block), selection) is None:
             return call
     raise RuntimeError(f"{backend} runs none of {TRIES} selections that were drawn")
 

@@ -792,7 +792,7 @@ def gluon_on_cpu(seed: int = 0):
             patch.setattr(module, "tile_queue", lambda device: torch.zeros(2, dtype=torch.int32))
         for module in (selection_forward, selection_backward, hopper_log_sums):
             patch.setattr(module, "launch", run_partitioned)
-        patch.setattr(hopper, "available", lambda: None)
+        patch.setattr(hopper, "why_unavailable", lambda: None)
         patch.setattr(hopper, "_is_hopper", lambda device: True)
         patch.setattr(
             hopper, "_score_mod_refusal", lambda score_mod, dtypes: None

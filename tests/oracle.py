@@ -171,7 +171,7 @@ def gradients(attend, inputs, dout, dlse, learned=()):
 def require(name: str, call: backends.Call, attempt: Callable[[], object] | None = None) -> None:
     """Ends a test of a back end that cannot run this call: skips it with the back end's own reason. In a property test, which a
     skip would end at its first such example, it only drops the example. attempt: makes the call, which must raise that reason."""
-    reason = backends.backend(name).supports(call)
+    reason = backends.get_backend(name).supports(call)
     if reason is None:
         return
     if attempt is not None:
@@ -185,7 +185,7 @@ def require(name: str, call: backends.Call, attempt: Callable[[], object] | None
 def make_call(q, k, mask=None, *, v=None, **options) -> backends.Call:
     """What ``attention`` would ask a back end about this call. v: like k by default."""
     block_size = None if mask is None or mask.keeps_all else mask.block_size
-    return backends.Call.of(q, k, k if v is None else v, block_size, **options)
+    return backends.Call.from_tensors(q, k, k if v is None else v, block_size, **options)
 
 
 def check(

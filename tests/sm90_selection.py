@@ -24,7 +24,8 @@ import sparse_flash as sf
 from sparse_flash.kernels.common.gluon import GluonASTSource
 from sparse_flash.kernels.launch.launch import FUSED, Recording
 from sparse_flash.kernels.selection import backward, decode, forward, hopper_backward, hopper_forward, lists, newest_blocks
-from sparse_flash.selection import by_hopper_kernels, by_kernels
+from sparse_flash.selection import hopper as selection_hopper
+from sparse_flash.selection import triton as selection_triton
 
 BACKEND = make_backend(TARGET)
 MODULES = backward, forward, lists, hopper_backward, hopper_forward
@@ -93,11 +94,11 @@ def compile_case(case: tuple, known: set, dtype=torch.bfloat16) -> None:
     with contextlib.ExitStack() as stack:
         for module in MODULES:
             stack.enter_context(mock.patch.object(module, "launch", partial(report, case, known)))
-        by_kernels.forward(q, k, k, selection, 1.0)
-        by_kernels.backward(q, None, q, k, k, q, lse, selection, 1.0)
+        selection_triton.forward(q, k, k, selection, 1.0)
+        selection_triton.backward(q, None, q, k, k, q, lse, selection, 1.0)
         if always is None:
-            masses = by_kernels.block_lse(q, k, selection, 1.0)
-            by_kernels.block_lse_backward(masses, q, k, masses, selection, 1.0)
+            masses = selection_triton.block_lse(q, k, selection, 1.0)
+            selection_triton.block_lse_backward(masses, q, k, masses, selection, 1.0)
         launch_or_repeat = partial(report_decoding, case, known)
         for module in (decode, newest_blocks):
             stack.enter_context(mock.patch.object(module, "launch_or_repeat", launch_or_repeat))
@@ -114,9 +115,9 @@ def compile_case(case: tuple, known: set, dtype=torch.bfloat16) -> None:
             newest_blocks.pick_decode_blocks(
                 q[:, :, :1], torch.zeros(1, kv_heads, 1024, dim), lens, 1024 * block, slots, block, kv_heads
             )
-        if block in by_hopper_kernels.BLOCK_SIZES and dim in (64, 128):
-            by_hopper_kernels.forward(q, k, k, selection, 1.0)
-            by_hopper_kernels.backward(q, None, q, k, k, q, lse, selection, 1.0)
+        if block in selection_hopper.BLOCK_SIZES and dim in (64, 128):
+            selection_hopper.forward(q, k, k, selection, 1.0)
+            selection_hopper.backward(q, None, q, k, k, q, lse, selection, 1.0)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from sparse_flash.kernels.selection import hopper_forward as selection_hopper_fo
 from sparse_flash.kernels.selection import lists, newest_blocks, pick_blocks
 from sparse_flash.masks.chooser import Antidiagonal, PooledKeys, Sampled
 from sparse_flash.masks.grid import BlockGrid
-from sparse_flash.selection import by_kernels
+from sparse_flash.selection import triton as selection_triton
 from sparse_flash.variant.variant import Variant
 
 SELECTION = (
@@ -203,14 +203,14 @@ def chooser_calls() -> None:
 def selection_calls() -> None:
     always = {(q_len, kv_len): sf.compile_mask("sinks(4)", q_len, kv_len, 32) for q_len, kv_len in product(LENGTHS, LENGTHS)}
     # Many turns, each with launches of its own.
-    with mock.patch.object(by_kernels, "WORKSPACE", 1 << 10):
+    with mock.patch.object(selection_triton, "WORKSPACE", 1 << 10):
         for batch, (heads, kv_heads), (q_len, kv_len), beside in product((1, 2), HEADS, always, (False, True)):
             q, k, v, lse = tensors(batch, heads, kv_heads, q_len, kv_len, torch.bfloat16)
             picks = torch.zeros(batch, kv_heads, q_len, 3, dtype=torch.int32)
             selection = sf.BlockSelection(picks, q_len, kv_len, 64, always=always[q_len, kv_len] if beside else None)
             for parts_kernel, gathering in ((None, None), (selection_hopper_forward.picked_parts, selection_hopper_backward)):
-                by_kernels.forward(q, k, v, selection, 1.0, parts_kernel)
-                by_kernels.backward(q, None, q, k, v, q, lse, selection, 1.0, gathering)
+                selection_triton.forward(q, k, v, selection, 1.0, parts_kernel=parts_kernel)
+                selection_triton.backward(q, None, q, k, v, q, lse, selection, 1.0, gathering=gathering)
 
 
 def picked_decoding_calls() -> None:

@@ -18,7 +18,7 @@ def device(request, monkeypatch):
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_shapes_drawn_for_a_back_end_are_accepted_and_vary(backend):
-    reason = backends.backend(backend).available()
+    reason = backends.get_backend(backend).why_unavailable()
     if reason:
         pytest.skip(f"{backend}: {reason}")
     seen = {name: set() for name in DRAWN}

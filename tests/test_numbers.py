@@ -53,7 +53,7 @@ def test_our_error_is_no_larger_than_twice_pytorchs(spec, dtype):
 def test_a_query_that_sees_nothing_has_out_0_lse_minus_infinity_and_no_gradient(backend):
     q, k, v = (torch.randn(1, 1, 32, 16, device=numerics.DEVICE, requires_grad=True) for _ in range(3))
     mask = sf.compile_mask("causal & ~sinks(16)", 32, block_size=16).to(numerics.DEVICE)
-    require(backend, sf.backends.Call.of(q, k, v, 16))
+    require(backend, sf.backends.Call.from_tensors(q, k, v, 16))
     out, lse = sf.attention(q, k, v, mask, return_lse=True, backend=backend)
     assert (out[:, :, :16] == 0).all() and (lse[:, :, :16] == -torch.inf).all() and torch.isfinite(lse[:, :, 16:]).all()
     grads = torch.autograd.grad(out.sum(), (q, k, v))
@@ -86,7 +86,7 @@ def test_dropout_is_a_multiple_of_2_to_minus_16_and_what_is_kept_is_divided_by_t
 def test_lengths_past_all_tokens_are_all_those_below_0_none_and_what_does_not_exist_may_be_nan(backend, monkeypatch):
     q, k, v = (torch.randn(4, 1, 32, 16, device=numerics.DEVICE) for _ in range(3))
     lens = torch.tensor([1 << 40, 33, 20, -5], device=q.device)
-    require(backend, sf.backends.Call.of(q, k, v, None))
+    require(backend, sf.backends.Call.from_tensors(q, k, v, None))
     whole = sf.attention(q[:2], k[:2], v[:2], backend=backend)
     k[2, :, 20:] = v[2, :, 20:] = k[3] = v[3] = torch.nan
     if q.device.type == "cpu":
@@ -103,6 +103,6 @@ def test_lengths_past_all_tokens_are_all_those_below_0_none_and_what_does_not_ex
 def test_a_nan_reaches_no_query_whose_blocks_do_not_hold_it(backend):
     q, k, v = (torch.randn(1, 1, 64, 16, device=numerics.DEVICE) for _ in range(3))
     k[:, :, :16] = v[:, :, :16] = torch.nan
-    require(backend, sf.backends.Call.of(q, k, v, 16))
+    require(backend, sf.backends.Call.from_tensors(q, k, v, 16))
     out = sf.attention(q, k, v, sf.compile_mask("block_diagonal(32)", 64, block_size=16).to(q.device), backend=backend)
     assert torch.isfinite(out[:, :, 32:]).all() and out[:, :, :32].isnan().all()

@@ -25,11 +25,11 @@ class SparseFlash(Peer):
     deterministic: bool = False
 
     def refuses(self, problem: Problem) -> str | None:
-        return None if self.backend == "auto" else backends.backend(self.backend).supports(self.call(problem))
+        return None if self.backend == "auto" else backends.get_backend(self.backend).supports(self.call(problem))
 
     def call(self, problem: Problem) -> backends.Call:
         block_size = None if problem.mask.keeps_all else problem.mask.block_size
-        call = backends.Call.of(*problem.leaves, block_size, deterministic=self.deterministic)
+        call = backends.Call.from_tensors(*problem.leaves, block_size, deterministic=self.deterministic)
         return replace(call, features=tuple(_extra_arguments(problem)))
 
     def runs_on(self, problem: Problem) -> str | None:

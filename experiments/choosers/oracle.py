@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 import sparse_flash as sf
-from sparse_flash.choosers.by_definition import score_blocks
 from sparse_flash.choosers.features import Features
+from sparse_flash.choosers.rules_torch import score_blocks
 from sparse_flash.masks.grid import BlockGrid
 
 _HELD = 1 << 27  # logits held at a time

@@ -95,7 +95,7 @@ def attention_decode(
         out, lse = _decode_selection(q, k, v, mask, capacity, kv_lens, block_table, scale, backend, (k_scale, v_scale))
     else:
         mask, is_causal = _resolve_mask(mask, capacity, q, kv_lens)
-        name = backends.choose_backend(backend, backends.Call.of(q, k, v, None if mask is None else mask.block_size))
+        name = backends.choose_backend(backend, backends.Call.from_tensors(q, k, v, None if mask is None else mask.block_size))
         call = q, k, v, mask, kv_lens, block_table, is_causal, scale, name
         out, lse = operators.attention_decode(*call, k_scale, v_scale)
     return (out, lse) if return_lse else out
@@ -135,7 +135,7 @@ def _decode_selection(
             f"the selection is of q_len={selection.q_len} and a cache of {selection.kv_len} tokens; got {q.shape[2]} queries and a "
             f"cache of {capacity}{', without kv_lens' * (kv_lens is None)}; choose again for these, or pass kv_lens"
         )
-    name = backends.choose_backend(backend, backends.Call.of(q, k, v, selection.block_size), supports)
+    name = backends.choose_backend(backend, backends.Call.from_tensors(q, k, v, selection.block_size), supports)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     return decode(q, k, v, selection, kv_lens, block_table, scale, name, scales)
 
@@ -150,7 +150,7 @@ def can_decode(q: torch.Tensor, k: torch.Tensor) -> bool:
     """Whether ``attention_decode`` supports what a call asks for with these queries and keys, given a mask that fits."""
     few = q.shape[2] <= MAX_QUERIES and q.shape[2] <= k.shape[2] and q.dtype == k.dtype
     gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
-    return few and not (gradient or observers.looked_at() or autocast_applies(q.device))
+    return few and not (gradient or observers.is_observed() or autocast_applies(q.device))
 
 
 def _resolve_mask(

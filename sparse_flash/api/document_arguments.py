@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..compat.pytorch import is_recorded
-from ..packed.repack import Documents
+from ..packed.repack import PackedDocuments
 from .arguments import check_alike, check_head_groups
 
 
@@ -28,10 +28,10 @@ def check_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     check_head_groups(q.shape[1], k.shape[1])
 
 
-def to_documents(name: str, x: torch.Tensor, cu_seqlens: torch.Tensor, longest: int | None) -> Documents:
+def to_documents(name: str, x: torch.Tensor, cu_seqlens: torch.Tensor, longest: int | None) -> PackedDocuments:
     """The packed documents of x, (tokens, heads, head_dim). Raises as ``resolve_longest`` does."""
     longest = resolve_longest(name, x, cu_seqlens, longest)
-    return Documents(cu_seqlens.contiguous(), len(x), longest)
+    return PackedDocuments(cu_seqlens.contiguous(), len(x), longest)
 
 
 def resolve_longest(name: str, x: torch.Tensor, cu_seqlens: torch.Tensor, longest: int | None) -> int:

@@ -11,55 +11,42 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_CAUSAL = 'pass mask="causal", which aligns the last query with the last key'
 _BOOL_MASK = (
     "pass mask=BlockMask.from_dense(...) for a bool tensor of pairs (made once, outside of the loop), or a pattern that says what "
     "it keeps; for numbers that are added to scores, alibi_slopes, rel_bias or score_mod"
 )
-_PADDING = "pass kv_lens= and q_lens= (kv_starts= and q_starts= for padding on the left), the number of tokens of each sequence"
-_SCALE = "pass scale="
-_PROBABILITIES = "the matrix of weights is never formed; return_lse=True returns the logarithm of each query's softmax sum"
-_GROUPED = "leave it out: k and v may have fewer heads than q, a number that divides q's"
 _BLOCK = "a chooser has its own, as in sampled(8, keep=0.1, block=64)"
-_SPLITS = "leave it out: the kernel chooses how many programs share the keys of a sequence"
 
-_WRITE_INSTEAD = {
-    "is_causal": _CAUSAL,
-    "causal": _CAUSAL,
-    "attn_mask": _BOOL_MASK,
-    "attn_bias": _BOOL_MASK,
-    "attention_mask": _BOOL_MASK + "; for padding, kv_lens and q_lens",
-    "bias": _BOOL_MASK,
-    "block_mask": "pass it as mask=: masks of FlexAttention are taken as they are",
-    "block_size": f"pass a table with such blocks, mask=compile_mask(pattern, q_len, kv_len, block_size=...); {_BLOCK}",
-    "block": _BLOCK,
-    "mask_mod": "pass mask=BlockMask.from_mask_mod(mask_mod, batch, heads, q_len, kv_len), made once, outside of the loop",
-    "enable_gqa": _GROUPED,
-    "window_size": (
-        'pass mask="local(w)", which keeps |query - key| < w, or "causal & local(w)"; a window (left, right) of FlashAttention is '
-        '"window(left, right)"'
+# What to write here, and the keywords of other libraries for it.
+_ADVICE = {
+    'pass mask="causal", which aligns the last query with the last key': "is_causal causal",
+    _BOOL_MASK: "attn_mask attn_bias bias",
+    _BOOL_MASK + "; for padding, kv_lens and q_lens": "attention_mask",
+    "pass it as mask=: masks of FlexAttention are taken as they are": "block_mask",
+    f"pass a table with such blocks, mask=compile_mask(pattern, q_len, kv_len, block_size=...); {_BLOCK}": "block_size",
+    _BLOCK: "block",
+    "pass mask=BlockMask.from_mask_mod(mask_mod, batch, heads, q_len, kv_len), made once, outside of the loop": "mask_mod",
+    "leave it out: k and v may have fewer heads than q, a number that divides q's": "enable_gqa",
+    'pass mask="local(w)", which keeps |query - key| < w, or "causal & local(w)"; a window (left, right) of FlashAttention is '
+    '"window(left, right)"': "window_size",
+    'pass mask="causal & local(w)", in which a query sees w keys, its own among them': "sliding_window",
+    "pass scale=": "softmax_scale sm_scale scaling",
+    "pass dropout_p=": "dropout p",
+    "pass kv_lens= and q_lens= (kv_starts= and q_starts= for padding on the left), the number of tokens of each sequence": (
+        "key_padding_mask padding_mask"
     ),
-    "sliding_window": 'pass mask="causal & local(w)", in which a query sees w keys, its own among them',
-    "softmax_scale": _SCALE,
-    "sm_scale": _SCALE,
-    "scaling": _SCALE,
-    "dropout": "pass dropout_p=",
-    "p": "pass dropout_p=",
-    "key_padding_mask": _PADDING,
-    "padding_mask": _PADDING,
-    "seqused_k": "pass kv_lens=",
-    "cache_seqlens": "pass kv_lens=",
-    "cu_seqlens": "documents packed one after another are taken by sparse_flash.attention_varlen",
-    "return_attn_probs": _PROBABILITIES,
-    "return_softmax_lse": "pass return_lse=True",
-    "need_weights": _PROBABILITIES,
-    "output_attentions": _PROBABILITIES,
-    "kernel_options": "leave it out: tile sizes are chosen for each GPU; `sparse-flash tune` measures others",
-    "num_splits": _SPLITS,
-    "s_aux": "pass sinks=",
-    "learnable_sink": "pass sinks=",
-    "position_bias": "pass rel_bias=, by head and distance",
+    "pass kv_lens=": "seqused_k cache_seqlens",
+    "documents packed one after another are taken by sparse_flash.attention_varlen": "cu_seqlens",
+    "the matrix of weights is never formed; return_lse=True returns the logarithm of each query's softmax sum": (
+        "return_attn_probs need_weights output_attentions"
+    ),
+    "pass return_lse=True": "return_softmax_lse",
+    "leave it out: tile sizes are chosen for each GPU; `sparse-flash tune` measures others": "kernel_options",
+    "leave it out: the kernel chooses how many programs share the keys of a sequence": "num_splits",
+    "pass sinks=": "s_aux learnable_sink",
+    "pass rel_bias=, by head and distance": "position_bias",
 }
+_WRITE_INSTEAD = {keyword: advice for advice, keywords in _ADVICE.items() for keyword in keywords.split()}
 
 
 def answers_unknown_keywords(error: Callable[[str, list[str], list[str]], Exception]) -> Callable[[Callable[P, R]], Callable[P, R]]:

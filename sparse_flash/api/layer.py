@@ -100,9 +100,9 @@ class KeyValueCache:
     def store(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Keeps k and v, (batch, kv_heads, tokens, head_dim), without their gradients.
         Raises ValueError if they do not fit, TypeError for wrong types."""
-        self.tokens = self._written(k, v)
+        self.tokens = self._write(k, v)
 
-    def _written(self, k: torch.Tensor, v: torch.Tensor) -> int:
+    def _write(self, k: torch.Tensor, v: torch.Tensor) -> int:
         """Writes k and v after the tokens seen so far, and returns how many tokens there are with them. ``tokens`` stays, so that a
         call that fails after this one leaves the cache as it was."""
         for name, tensor in (("k", k), ("v", v)):
@@ -190,7 +190,7 @@ class SparseAttention(nn.Module):
             raise ValueError(f"heads must divide dim where head_dim is not given; got {heads} and {dim}")
         resolve_deterministic(deterministic)
         backends.check_name(backend)
-        select = QueryChoice.of(select) if isinstance(select, Mapping) else select
+        select = QueryChoice.from_arguments(select) if isinstance(select, Mapping) else select
         if select is not None and not callable(select):
             raise TypeError(
                 "select must be a dict of topk_blocks' arguments, or a function of (q, k) that returns a BlockSelection; got "
@@ -237,7 +237,7 @@ class SparseAttention(nn.Module):
         mask = parse(mask) if isinstance(mask, str) else mask
         if not (mask is None or isinstance(mask, (Pattern, BlockMask))):
             mask = convert_foreign_mask(mask)
-        self._mask, self._written = mask, _as_traceable(mask)
+        self._mask, self._traceable_mask = mask, _as_traceable(mask)
         self.register_buffer("mask_spec", self._spec())
 
     @property
@@ -289,36 +289,19 @@ class SparseAttention(nn.Module):
 
         Within torch.compile and without gradients, up to 64 tokens at a time attend to the cache's full capacity, masked by the
         token count, so new tokens compile nothing after the first few."""
-        if not isinstance(x, torch.Tensor) or x.dim() != 3 or x.shape[2] != self.dim:
-            got = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-            raise ValueError(f"x must be a tensor of shape (batch, tokens, {self.dim}); got {got}")
-        if not (cache is None or isinstance(cache, KeyValueCache)):
-            raise TypeError(f"cache must be a KeyValueCache; got {type(cache).__name__}; layer.new_cache makes one")
-        plan = self._plan
-        if plan is not None and cache is not None:
-            raise ValueError("a layer whose mask is a plan takes no cache; set layer.mask to the pattern to decode with it")
-        if plan is not None and x.shape[1] != plan.tokens:
-            raise ValueError(f"x must hold the {plan.tokens} tokens of this rank; got {x.shape[1]}; plan.shard gives them")
         dropout_p = self.dropout_p if self.training else 0.0
-        if dropout_p and cache is not None:
-            raise ValueError(f"a layer in training mode with dropout_p={dropout_p} takes no cache; call layer.eval() to decode")
-        q, k = (_split_heads(projection(x), self.head_dim) for projection in (self.q_proj, self.k_proj))
-        v = _split_heads(self.v_proj(x), self.v_head_dim)
-        if self.rotary_base is not None:
-            positions = _positions(cache, x) if plan is None else plan.positions
-            rotation = _rotation(positions, self.head_dim, self.rotary_base)
-            q, k = _rotated(q, *rotation), _rotated(k, *rotation)
-        if plan is not None:
-            options: dict[str, Any] = {"dropout_p": dropout_p, "deterministic": self.deterministic, "backend": self.backend}
-            out = plan.attention(q, k, v, select=self.select, **options)
-            return self.out_proj(out.transpose(1, 2).flatten(2))
+        self._check_inputs(x, cache, dropout_p)
+        q, k, v = self._project(x, cache)
         if cache is not None and torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
             raise ValueError(
                 "a layer with a cache gives no gradients, and its keys or values require some; call it under torch.no_grad(), or "
                 "without a cache to train"
             )
-        mask = self._written if torch.compiler.is_compiling() else self._mask
-        if self.select is not None and x.shape[1]:  # of no tokens none chooses
+        mask = self._traceable_mask if torch.compiler.is_compiling() else self._mask
+        if self._plan is not None:
+            options: dict[str, Any] = {"dropout_p": dropout_p, "deterministic": self.deterministic, "backend": self.backend}
+            out = self._plan.attention(q, k, v, select=self.select, **options)
+        elif self.select is not None and x.shape[1]:  # of no tokens none chooses
             out = self._attend_to_picks(cache, q, k, v)
         elif cache is None:
             out = self._attend(q, k, v, mask, dropout_p=dropout_p)
@@ -328,14 +311,38 @@ class SparseAttention(nn.Module):
             cache.tokens += x.shape[1]  # last, so that the cache is as before if something raises
         return self.out_proj(out.transpose(1, 2).flatten(2))
 
+    def _check_inputs(self, x: object, cache: object, dropout_p: float) -> None:
+        if not isinstance(x, torch.Tensor) or x.dim() != 3 or x.shape[2] != self.dim:
+            got = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+            raise ValueError(f"x must be a tensor of shape (batch, tokens, {self.dim}); got {got}")
+        if not (cache is None or isinstance(cache, KeyValueCache)):
+            raise TypeError(f"cache must be a KeyValueCache; got {type(cache).__name__}; layer.new_cache makes one")
+        if self._plan is not None and cache is not None:
+            raise ValueError("a layer whose mask is a plan takes no cache; set layer.mask to the pattern to decode with it")
+        if self._plan is not None and x.shape[1] != self._plan.tokens:
+            raise ValueError(f"x must hold the {self._plan.tokens} tokens of this rank; got {x.shape[1]}; plan.shard gives them")
+        if dropout_p and cache is not None:
+            raise ValueError(f"a layer in training mode with dropout_p={dropout_p} takes no cache; call layer.eval() to decode")
+
+    def _project(self, x: torch.Tensor, cache: KeyValueCache | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v by head, (batch, heads or kv_heads, tokens, head_dim or v_head_dim); q and k rotated."""
+        q, k = (_split_heads(projection(x), self.head_dim) for projection in (self.q_proj, self.k_proj))
+        v = _split_heads(self.v_proj(x), self.v_head_dim)
+        if self.rotary_base is not None:
+            positions = _positions(cache, x) if self._plan is None else self._plan.positions
+            rotation = _rotation(positions, self.head_dim, self.rotary_base)
+            q, k = _rotated(q, *rotation), _rotated(k, *rotation)
+        return q, k, v
+
     def _attend_to_picks(self, cache: KeyValueCache | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if cache is not None:
-            stop = cache._written(k, v)
-            if self._chooses_by_means(cache) and can_decode(q, k) and self.backend in ("auto", "torch"):
-                choice, lens = cast(QueryChoice, self.select), _repeat_count(stop, q)
-                by_means = cast(BlockMeans, cache.means).choose(q, choice.keep, share_group=choice.share_group, kv_lens=lens)
+            stop = cache._write(k, v)
+            means, choice = cache.means, self.select
+            if means is not None and isinstance(choice, QueryChoice) and self._can_use_means(means, choice, q, k):
+                lens = _repeat_count(stop, q)
+                selection = means.choose(q, choice.keep, share_group=choice.share_group, kv_lens=lens)
                 keys, values, scales = cache.held(cache.length)
-                out = attention_decode(q, keys, values, by_means, kv_lens=lens, **scales, backend=self.backend)
+                out = attention_decode(q, keys, values, selection, kv_lens=lens, **scales, backend=self.backend)
                 return cast(torch.Tensor, out)
             k, v = (cache._read_tokens(stop, which, k.dtype) for which in range(2))
         selection = cast(Select, self.select)(q, k)
@@ -346,16 +353,19 @@ class SparseAttention(nn.Module):
                 f"with a cache, select must choose for each query; got every={selection.every}, whose groups would begin at the "
                 "first new token; pass every=1"
             )
-        return cast(torch.Tensor, attention(q, k, v, selection, deterministic=self.deterministic, backend=self.backend))
+        return self._attend(q, k, v, selection)
 
-    def _chooses_by_means(self, cache: KeyValueCache) -> bool:
-        choice = self.select
-        return (
-            isinstance(choice, QueryChoice) and choice.can_use_means and getattr(cache.means, "block_size", 0) == choice.block_size
-        )
+    def _can_use_means(self, means: BlockMeans, choice: QueryChoice, q: torch.Tensor, k: torch.Tensor) -> bool:
+        fits = choice.can_use_means and means.block_size == choice.block_size
+        return fits and can_decode(q, k) and self.backend in ("auto", "torch")
 
     def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask | Pattern | str | None, **variant: Any
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: BlockMask | BlockSelection | Pattern | str | None,
+        **variant: Any,
     ) -> torch.Tensor:
         out = attention(q, k, v, mask, **variant, deterministic=self.deterministic, backend=self.backend)
         return cast(torch.Tensor, out)
@@ -372,7 +382,7 @@ class SparseAttention(nn.Module):
             )
         if isinstance(mask, (Pattern, str)) and has_choosers(mask) and q.shape[2] <= MAX_QUERIES:
             mask = without_choosers(mask)  # few queries are no block that could choose
-        cache._written(k, v)
+        cache._write(k, v)
         if can_decode(q, k) and (square is not None or not isinstance(mask, BlockMask)):
             compiling = torch.compiler.is_compiling()
             keys, values, options = cache.held(cache.length if compiling else stop)

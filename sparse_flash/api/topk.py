@@ -172,41 +172,42 @@ def topk_blocks(
     for the query heads that share keys; blocks by query); arXiv:2502.13189 (mean keys by query); arXiv:2606.13392 (the maximum).
     """
     keep = check_keep(keep)
-    causal = isinstance(within, str) and within == "causal"
-    if cu_seqlens_q is not None:
-        if not causal or q_len is not None or kv_len is not None:
-            raise ValueError("within, q_len and kv_len are of one sequence; leave them out where cu_seqlens_q tells the documents")
-        if score == COMPRESSED or compression is not None or lse is not None:
-            raise ValueError("compressed keys are of one sequence; packed documents choose by score='mean', 'max' or scores=")
-    elif max_seqlen_q is not None:
-        raise ValueError("max_seqlen_q is of packed documents; pass cu_seqlens_q as well")
-    elif score != COMPRESSED and (compression is not None or lse is not None):
-        raise ValueError("compression and lse are of compressed keys; pass score='softmax' as well, or leave them out")
-    elif scores is None and every is None:
-        given = {"score": score != "mean", "q_len": q_len is not None, "kv_len": kv_len is not None}
-        if any(given.values()):
-            raise ValueError(f"{', '.join(name for name in given if given[name])} needs a choice for each query; pass every=1")
-        return _choose_mask(*check_q_and_k(q, k), keep, block_size, within, always, share_group)
+    has_within = not (isinstance(within, str) and within == "causal")
+    has_compression = compression is not None or lse is not None
+    if cu_seqlens_q is None:
+        if max_seqlen_q is not None:
+            raise ValueError("max_seqlen_q is of packed documents; pass cu_seqlens_q as well")
+        if has_compression and score != COMPRESSED:
+            raise ValueError("compression and lse are of compressed keys; pass score='softmax' as well, or leave them out")
+        if scores is None and every is None:
+            given = {"score": score != "mean", "q_len": q_len is not None, "kv_len": kv_len is not None}
+            if any(given.values()):
+                raise ValueError(f"{', '.join(name for name in given if given[name])} needs a choice for each query; pass every=1")
+            return _choose_mask(*check_q_and_k(q, k), keep, block_size, within, always, share_group)
+    elif has_within or q_len is not None or kv_len is not None:
+        raise ValueError("within, q_len and kv_len are of one sequence; leave them out where cu_seqlens_q tells the documents")
+    elif has_compression or score == COMPRESSED:
+        raise ValueError("compressed keys are of one sequence; packed documents choose by score='mean', 'max' or scores=")
     numbers = check_choice(keep, 1 if every is None else every, block_size, score)
-    how = QueryChoice(*numbers, always, share_group, score)
-    if cu_seqlens_q is not None and how.every != 1:
-        raise ValueError(f"packed documents choose for each query; got every={every}, whose groups would cross documents")
-    if not causal:
+    choice = QueryChoice(*numbers, always, share_group, score)
+    if has_within:
         raise ValueError("a selection is causal; within is for every=None: leave it out, and pass always= for pairs to keep anyway")
+    if cu_seqlens_q is not None and choice.every != 1:
+        raise ValueError(f"packed documents choose for each query; got every={every}, whose groups would cross documents")
     if scores is not None:
         if q is not None or k is not None or share_group or score != "mean":
             raise ValueError("scores take the place of q, k, score= and share_group=; pass either")
         if cu_seqlens_q is not None:
-            return select_packed_by_scores(scores, how, cu_seqlens_q, max_seqlen_q)
-        return select_by_scores(scores, how, q_len, kv_len)
+            return select_packed_by_scores(scores, choice, cu_seqlens_q, max_seqlen_q)
+        return select_by_scores(scores, choice, q_len, kv_len)
     q, k = check_q_and_k(q, k)
     if cu_seqlens_q is not None:
-        return select_packed_by_query(q, k, how, cu_seqlens_q, max_seqlen_q)
-    if q_len is not None or (kv_len is not None and score != COMPRESSED):
+        return select_packed_by_query(q, k, choice, cu_seqlens_q, max_seqlen_q)
+    if score == COMPRESSED and q_len is None:
+        return select_by_compressed(q, k, choice, kv_len, compression, lse)
+    if q_len is not None or kv_len is not None:
         raise ValueError("q_len and kv_len follow from q and k; pass them only with scores=")
-    if score == COMPRESSED:
-        return select_by_compressed(q, k, how, kv_len, compression, lse)
-    return select_by_query(q, k, how)
+    return select_by_query(q, k, choice)
 
 
 def _choose_mask(

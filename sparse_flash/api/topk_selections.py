@@ -38,7 +38,7 @@ class QueryChoice:
     score: str = "mean"
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> QueryChoice:
+    def from_arguments(cls, arguments: Mapping[str, Any]) -> QueryChoice:
         """Raises TypeError or ValueError for arguments that ``topk_blocks`` does not take by query, by name."""
         names = [field.name for field in fields(cls)]
         unknown = [str(name) for name in arguments if name not in names]
@@ -84,7 +84,7 @@ def select_by_query(q: torch.Tensor, k: torch.Tensor, how: QueryChoice) -> Block
     """By queries and keys."""
     check_tensors(*stand_in_for_empty_batch(q, k, k))
     keep = min(how.keep, -(-k.shape[2] // how.block_size))
-    picks = choice.choose_blocks(q, k, keep, how.every, how.block_size, how.share_group, how.score)
+    picks = choice.choose_by_keys(q, k, keep, how.every, how.block_size, how.share_group, how.score)
     return how.selection(picks, q.shape[2], k.shape[2])
 
 
@@ -149,7 +149,7 @@ def select_packed_by_query(
     keys = take_rows(k, axis.token_of_row, axis.row_of_token, 0.0, True).transpose(0, 1).unsqueeze(0)
     bounds = find_block_bounds(axis, place, how.block_size)
     keep = min(how.keep, -(-side.longest // how.block_size))
-    picks = choice.choose_blocks(q.transpose(0, 1)[None], keys, keep, 1, how.block_size, how.share_group, how.score, bounds)
+    picks = choice.choose_by_keys(q.transpose(0, 1)[None], keys, keep, 1, how.block_size, how.share_group, how.score, bounds)
     picks = torch.where((picks < 0) | ~place.exists[:, None], -1, picks - bounds[:, :1])
     return PackedSelection(picks[0], side.cu_seqlens, side.longest, how.block_size, _check_packed_always(how))
 

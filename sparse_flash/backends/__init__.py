@@ -3,7 +3,7 @@
 A back end is a module of this package with five functions:
 
     supports(call) -> str | None          why it cannot run this call, or None if it can
-    available() -> str | None             why it cannot run anything on this machine, or None
+    why_unavailable() -> str | None       why it cannot run anything on this machine, or None
     forward(q, k, v, mask, scale, deterministic, variant) -> (out, lse)
     backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant) -> (dq, dk, dv)
     decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale) -> (out, lse)
@@ -45,12 +45,23 @@ from ..variant.variant import LEARNED, ScoreFunction, Variant
 AUTOMATIC = ("hopper", "triton", "torch")
 NAMES = (*AUTOMATIC, "reference")
 E4M3 = torch.float8_e4m3fn  # of caches
+_FLOAT32, _FLOAT64 = torch.float32, torch.float64  # here, as in functions ``torch`` is the back end
 
 
 def zero_keyless_queries(x: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     """x, (batch, heads, q_len, ...), what results of queries receive, with zeros where a query keeps nothing: no input has part in
     its result, what a formula makes of that is often NaN, and 0 * NaN is no 0."""
     return x.masked_fill(lse.isneginf().view(*lse.shape, *[1] * (x.dim() - lse.dim())), 0.0)
+
+
+def compute_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype of lse, and of PyTorch operations on x: float64 if x is, else float32."""
+    return _FLOAT64 if x.dtype == _FLOAT64 else _FLOAT32
+
+
+def lse_to_subtract(lse: torch.Tensor) -> torch.Tensor:
+    """lse with +inf instead of -inf, so that weights without pairs are 0: exp(-inf - inf) is 0, while exp(-inf + inf) is NaN."""
+    return lse.masked_fill(lse == float("-inf"), float("inf"))
 
 
 @dataclass(frozen=True)
@@ -78,7 +89,7 @@ class Call:
         object.__setattr__(self, "v_head_dim", self.v_head_dim or self.head_dim)
 
     @classmethod
-    def of(
+    def from_tensors(
         cls,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -89,14 +100,23 @@ class Call:
         precision: str | None = None,
     ) -> Call:
         """The call on these tensors."""
-        batch, heads, q_len, head_dim = q.shape
-        kv_heads, kv_len = k.shape[1:3]
-        features, score_mod = ((), None) if variant is None else (variant.features(), variant.score_mod)
-        features += () if precision is None else (EIGHT_BITS,)
-        params, softcap = ((), 0.0) if variant is None else (tuple(t.dtype for t in variant.score_params), variant.softcap)
-        sizes = batch, heads, kv_heads, q_len, kv_len, head_dim
         return cls(
-            q.device, q.dtype, *sizes, block_size, deterministic, features, score_mod, v.shape[3], params, softcap, k.dtype == E4M3
+            device=q.device,
+            dtype=q.dtype,
+            batch=q.shape[0],
+            heads=q.shape[1],
+            kv_heads=k.shape[1],
+            q_len=q.shape[2],
+            kv_len=k.shape[2],
+            head_dim=q.shape[3],
+            block_size=block_size,
+            deterministic=deterministic,
+            features=(() if variant is None else variant.features()) + (() if precision is None else (EIGHT_BITS,)),
+            score_mod=None if variant is None else variant.score_mod,
+            v_head_dim=v.shape[3],
+            score_params=() if variant is None else tuple(t.dtype for t in variant.score_params),
+            softcap=0.0 if variant is None else variant.softcap,
+            e4m3=k.dtype == E4M3,
         )
 
 
@@ -138,7 +158,7 @@ def check_read_pages(pages: torch.Tensor, read: torch.Tensor, count: int) -> Non
             check_pages(own[of_own], count, sequence)
 
 
-def backend(name: str) -> ModuleType:
+def get_backend(name: str) -> ModuleType:
     """The back end's module. Raises ValueError for an unknown name."""
     if name not in NAMES:
         raise ValueError(f"backend must be 'auto' or one of {', '.join(map(repr, NAMES))}; got {name!r}")
@@ -148,7 +168,7 @@ def backend(name: str) -> ModuleType:
 def check_name(name: str) -> None:
     """Raises ValueError unless this is "auto" or the name of a back end."""
     if name != "auto":
-        backend(name)
+        get_backend(name)
 
 
 def feature_refusal(call: Call, carried: tuple[str, ...]) -> str | None:
@@ -169,7 +189,7 @@ def choose_backend(name: str, call: Call, supports: Callable[[str, Call], str | 
     more than ``Call`` says; the back ends' own by default."""
     refusal = supports or _refusal
     if name != "auto":
-        backend(name)
+        get_backend(name)
         reason = refusal(name, call)
         if reason:
             others = any(refusal(other, call) is None for other in AUTOMATIC)
@@ -190,7 +210,7 @@ def choose_backend(name: str, call: Call, supports: Callable[[str, Call], str | 
 
 
 def _refusal(name: str, call: Call) -> str | None:
-    return backend(name).supports(call)
+    return get_backend(name).supports(call)
 
 
 # Last, as back ends import names from here. Not on demand, as torch.compile cannot trace an import. None imports triton before it

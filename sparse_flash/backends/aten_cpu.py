@@ -58,8 +58,8 @@ def loop_forward(q, k, v, loop, scale: float):
             here, log = (x.transpose(0, 1) for x in forward(rows, keys, values, scale, bias=call.bias))
             if call.bias is not None:
                 log = log.masked_fill(call.empty, float("-inf"))
-            if call.again:
-                here, log = _merged(out[units, call.rows], lse[units, call.rows], here, log)
+            if call.merges:
+                here, log = _merge(out[units, call.rows], lse[units, call.rows], here, log)
             out[units, call.rows], lse[units, call.rows] = here, log
     return out, lse[..., None]
 
@@ -77,14 +77,14 @@ def loop_backward(dout, q, k, v, out, lse, loop, scale: float):
             log = call.queries(lse[units])[..., 0]
             grads = backward(rows[0], rows[1], keys, values, rows[2], log, scale, bias=call.bias)
             of_q, *of_keys = (grad.transpose(1, 2) for grad in grads)
-            dq[call.rows] = dq[call.rows] + of_q if call.again else of_q
+            dq[call.rows] = dq[call.rows] + of_q if call.merges else of_q
             for total, grad in zip((dk, dv), of_keys, strict=True):
                 call.add_blocks(total, grad)
         parts.append([grad.permute(2, 0, 1, 3) for grad in (dq, dk, dv)])
     return parts[0] if len(parts) == 1 else [torch.cat(grads) for grads in zip(*parts, strict=True)]
 
 
-def _merged(out, lse, more, log):
+def _merge(out, lse, more, log):
     """(out, lse) over two sets of keys, merged."""
     total = torch.logaddexp(lse, log)
     base = total.masked_fill(total == float("-inf"), 0.0)
@@ -93,14 +93,14 @@ def _merged(out, lse, more, log):
 
 class _Call(NamedTuple):
     """One call of the kernel. rows: (pieces,) block rows, without repeats. cols: (pieces, width) their key blocks. bias: as for
-    ``forward``, or None. empty: (1, pieces | 1, rows) bool, the queries that keep nothing in it, or None. again: these rows already
-    have results from other pieces."""
+    ``forward``, or None. empty: (1, pieces | 1, rows) bool, the queries that keep nothing in it, or None. merges: these rows
+    already have results from other pieces."""
 
     rows: slice | np.ndarray
     cols: np.ndarray
     bias: torch.Tensor | None
     empty: torch.Tensor | None
-    again: bool
+    merges: bool
 
     def queries(self, x):
         """(units, q_blocks, rows, head_dim) -> (pieces, units, rows, head_dim)."""

@@ -27,12 +27,14 @@ MAX_SOFTCAP = 256
 MAX_ROWS = 2**31 - 1  # of all heads together: TMA coordinates are 32-bit
 
 
-def available() -> str | None:
-    return _available() or triton_backend.available()  # in this order: without a GPU, the second advises the interpreter
+def why_unavailable() -> str | None:
+    return (
+        _why_unavailable() or triton_backend.why_unavailable()
+    )  # in this order: without a GPU, the second advises the interpreter
 
 
 @cache
-def _available() -> str | None:
+def _why_unavailable() -> str | None:
     if triton_backend.is_interpreted():
         return "Triton's interpreter does not run Gluon kernels; backend='triton' is what it runs"
     if torch.version.hip is not None:  # ROCm reports 9.0 for some of its chips
@@ -48,7 +50,7 @@ def _available() -> str | None:
 
 def runs_on(device: torch.device) -> bool:
     """Whether kernels for these chips run on a device."""
-    return available() is None and _is_hopper(device)
+    return why_unavailable() is None and _is_hopper(device)
 
 
 def _is_hopper(device: torch.device) -> bool:
@@ -62,7 +64,7 @@ def _score_mod_refusal(score_mod: ScoreFunction, dtypes: tuple[torch.dtype, ...]
     return refusal(score_mod, dtypes)
 
 
-for _function in (available, _is_hopper, _score_mod_refusal):  # torch.compile cannot trace their imports
+for _function in (why_unavailable, _is_hopper, _score_mod_refusal):  # torch.compile cannot trace their imports
     constant_in_graphs(_function)
 
 
@@ -93,7 +95,7 @@ def has_backward(head_dim: int, v_head_dim: int) -> bool:
 def supports(call: Call) -> str | None:
     eight = EIGHT_BITS in call.features
     reason = eight_bits_refusal(call) if eight else feature_refusal(call, FEATURES) or _term_refusal(call)
-    reason = reason or available()
+    reason = reason or why_unavailable()
     if reason:
         return reason
     if call.device.type != "cuda" or not _is_hopper(call.device):

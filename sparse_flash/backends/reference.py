@@ -19,7 +19,7 @@ from ..variant.definition import (
     modify_scores,
 )
 from ..variant.eight_bits import EIGHT_BITS, attention_in_eight_bits
-from . import check_pages, dequantized, eight_bits_refusal, zero_keyless_queries
+from . import check_pages, compute_dtype, dequantized, eight_bits_refusal, lse_to_subtract, zero_keyless_queries
 
 
 def supports(call) -> str | None:
@@ -28,7 +28,7 @@ def supports(call) -> str | None:
     return "it computes in float64, which devices of type mps do not have" if call.device.type == "mps" else None
 
 
-def available() -> str | None:
+def why_unavailable() -> str | None:
     return None
 
 
@@ -36,7 +36,7 @@ def forward(q, k, v, mask, scale, deterministic, variant):
     """(out, lse), computed in float64 whatever the inputs' dtype. See the package's docstring."""
     matrix = _Matrix(q, k, v, mask, scale, variant, differentiate=False)
     out = empty_out(q, v.shape[3]).copy_(matrix.weights @ matrix.values)
-    return out, matrix.lse.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+    return out, matrix.lse.to(compute_dtype(q))
 
 
 def forward_in_eight_bits(q, k, v, mask, scale, scales):
@@ -103,8 +103,7 @@ class _Matrix:
             # 0 times the derivative of a pair without weight is not 0 if that is not finite.
             self.outer = torch.where(scores == float("-inf"), 0.0, self.outer)
         self.lse = scores.logsumexp(-1)
-        # exp(-inf - inf) is 0, while exp(-inf + inf) would be NaN.
-        self.probabilities = (scores - torch.where(self.lse == float("-inf"), float("inf"), self.lse)[..., None]).exp()
+        self.probabilities = (scores - lse_to_subtract(self.lse)[..., None]).exp()
         self.weights = self.probabilities * self.dropout
 
 
@@ -113,7 +112,7 @@ def decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale)
     batch, heads, q_len, _ = q.shape
     group = heads // k.shape[1]
     out = empty_out(q, v.shape[3]).zero_()
-    lse = q.new_full((batch, heads, q_len), float("-inf"), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    lse = q.new_full((batch, heads, q_len), float("-inf"), dtype=compute_dtype(q))
     k, v = dequantized(k, k_scale, torch.float64), dequantized(v, v_scale, torch.float64)
     for sequence in range(batch):
         keys, values = (_sequence(t, block_table, sequence) for t in (k, v))

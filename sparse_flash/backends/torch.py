@@ -5,6 +5,9 @@ their scores are one batched matrix product. The online softmax over pieces of a
 visits many blocks, and the backward pass recomputes the probabilities from lse (Alg. 2), so memory is linear in tokens and time
 proportional to the blocks visited. float16 and bfloat16 are computed in float32. On a CPU, calls without a variant go to PyTorch's
 own kernel: ``aten_cpu``.
+
+A call has a part for each stored mask (``_Part``: units, which are (batch, key head) pairs). A part is computed in chunks of some
+units and query blocks, and a chunk in pieces of some key blocks (``_Loop.chunks``).
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from ..variant.definition import (
     modify_scores,
 )
 from ..variant.eight_bits import EIGHT_BITS
-from . import aten_cpu, cache_capacity, check_pages, dequantized, zero_keyless_queries
+from . import aten_cpu, cache_capacity, check_pages, compute_dtype, dequantized, lse_to_subtract, zero_keyless_queries
 
 # Scores computed at a time. On a CPU this is per thread and should fit its cache: each score is touched about five times. Half as
 # many take a fifth longer on two cores, as every operation waits for its slowest thread.
@@ -51,7 +54,7 @@ def supports(call) -> str | None:
     return f"it does not support {EIGHT_BITS}" if EIGHT_BITS in call.features else None
 
 
-def available() -> str | None:
+def why_unavailable() -> str | None:
     return None
 
 
@@ -70,7 +73,7 @@ def forward(q, k, v, mask, scale, deterministic, variant):
             if _can_use_aten(q, v, variant):
                 packed = aten_cpu.loop_forward(*packed, part.loop, scale)
             else:
-                packed = _forward(*packed, part.loop, _Scores(part, q, k, scale, variant))
+                packed = _forward(*packed, part.loop, _ScoreRule(part, q, k, scale, variant))
         if len(parts) == 1:
             results = [part.unpack_queries(x) for x in packed]
         else:
@@ -91,8 +94,7 @@ def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant)
         k, v = (clear_nonexistent(t, variant.kv_starts, variant.kv_lens) for t in (k, v))
         drel_bias = torch.zeros_like(variant.rel_bias) if variant.learned else None
     dout = zero_keyless_queries(dout, lse)
-    # A query that keeps nothing has lse -inf; with +inf its probabilities are 0 instead of NaN.
-    lse = torch.where(lse == float("-inf"), float("inf"), lse)
+    lse = lse_to_subtract(lse)
     by_pytorchs = dlse is None and _can_use_aten(q, v, variant)
     dlse = torch.zeros_like(lse) if dlse is None else dlse
     if variant is not None:
@@ -107,7 +109,7 @@ def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant)
                 packed = aten_cpu.loop_backward(dout_rows, q_rows, *keys, *results, part.loop, scale)
             else:
                 queries.append(part.pack_queries(dlse[..., None]))
-                rule = _Scores(part, q, k, scale, variant)
+                rule = _ScoreRule(part, q, k, scale, variant)
                 packed = _backward(*queries, *keys, part.loop, rule, deterministic, drel_bias)
         if len(parts) == 1:
             grads = [part.unpack_queries(packed[0]), *packed[1:]]
@@ -137,7 +139,7 @@ def decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale)
     """(out, lse). Reads only the keys that some query keeps. See the package's docstring."""
     batch, heads, q_len, _ = q.shape
     capacity = cache_capacity(k, block_table)
-    out, lse = empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=_compute_dtype(q))
+    out, lse = empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=compute_dtype(q))
     lengths = [capacity] * batch if kv_lens is None else kv_lens.clamp(0, capacity).tolist()
     for sequence, length in enumerate(lengths):
         for group_heads, key_heads, number in _heads_by_mask(mask, sequence, heads, k.shape[1]):
@@ -148,8 +150,7 @@ def decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale)
             with without_autocast(q):
                 scores = (queries @ keys.mT * scale).unflatten(1, (-1, q_len)).masked_fill_(~kept, float("-inf"))
                 logs = scores.logsumexp(-1)
-                # exp(-inf - inf) is 0, while exp(-inf + inf) would be NaN.
-                scores.sub_(torch.where(logs == float("-inf"), float("inf"), logs)[..., None]).exp_()
+                scores.sub_(lse_to_subtract(logs)[..., None]).exp_()
                 results = scores.flatten(1, 2) @ values
             out[sequence, group_heads] = results.view(-1, q_len, v.shape[3]).to(q.dtype)
             lse[sequence, group_heads] = logs.flatten(0, 1)
@@ -228,27 +229,23 @@ def _cast_like(x, values):
     return values if fits else empty_out(x, values.shape[3]).copy_(values)
 
 
-def _compute_dtype(tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
-class _Scores:
+class _ScoreRule:
     """Turns products into scores in base 2 and weights: handles the pairs that a variant drops or changes.
 
-    For one part, a chunk at a time: see ``_Loop.chunks``.
+    Of one part, a chunk at a time.
     """
 
     def __init__(self, part, q, k, scale: float, variant):
         self.part, self.scale, self.variant = part, scale, variant
         self.heads, self.q_len, self.kv_len = q.shape[1], q.shape[2], k.shape[2]
         self.batch_heads = None if variant is None else part.batch_heads(q)
-        self.scored = variant is not None and variant.scored
-        self.own = variant is not None and variant.score_mod is not None
-        self.dropped = variant is not None and variant.seed is not None
+        self.changes_scores = variant is not None and variant.scored
+        self.has_score_mod = variant is not None and variant.score_mod is not None
+        self.has_dropout = variant is not None and variant.seed is not None
         # The factor of products: a variant changes natural scores.
-        self.factor = scale if self.scored else scale * _LOG2_E
+        self.factor = scale if self.changes_scores else scale * _LOG2_E
         # Compensates for dropout; the sums are divided by it once.
-        self.share = 1.0 - variant.dropout_p if self.dropped else 1.0
+        self.kept_share = 1.0 - variant.dropout_p if self.has_dropout else 1.0
 
     def pairs(self, units: slice, rows, cols) -> Pairs | None:
         """Pairs of shape (units, rows, members, queries, entries, keys), as in ``view``. Padding has the last token's number, as a
@@ -277,12 +274,12 @@ class _Scores:
 
     def modify_scores(self, scores, pairs: Pairs) -> None:
         """Turns products, scaled by ``factor``, into scores in base 2, in place."""
-        if self.scored:
+        if self.changes_scores:
             view = self.view(scores, pairs)
             view.copy_(modify_scores(self.variant, view, pairs)).mul_(_LOG2_E)
 
     def differentiate(self, scores, pairs: Pairs) -> tuple:
-        """Like ``change``; returns the derivatives, see ``differentiate_scores``."""
+        """Like ``modify_scores``; returns the derivatives, see ``differentiate_scores``."""
         view = self.view(scores, pairs)
         changed, outer, inner = differentiate_scores(self.variant, view, pairs)
         view.copy_(changed).mul_(_LOG2_E)
@@ -298,7 +295,7 @@ class _Scores:
 
     def apply_dropout(self, weights, pairs: Pairs | None) -> None:
         """Zeroes the weights that dropout drops."""
-        if self.dropped and pairs is not None:
+        if self.has_dropout and pairs is not None:
             self.view(weights, pairs).masked_fill_(~kept_by_dropout(self.variant, pairs, -3), 0.0)
 
 
@@ -316,7 +313,7 @@ def _forward(q, k, v, loop, rule):
             torch.baddbmm(scores, q_rows, keys.mT, beta=0, alpha=rule.factor, out=scores)
             pairs = rule.pairs(units, rows, piece.cols)
             rule.modify_scores(scores, pairs)
-            loop.mask_scores(scores, piece, rule.own)
+            loop.mask_scores(scores, piece, rule.has_score_mod)
             rule.mask_scores(scores, pairs)
             # Clamped above -inf: a row whose scores are all -inf must give exp2(-inf), not exp2(-inf + inf).
             piece_max = scores.amax(-1, keepdim=True).clamp_(min=lowest)
@@ -339,7 +336,7 @@ def _forward(q, k, v, loop, rule):
                 accumulator.baddbmm_(scores, values)
         _put(lse[units], rows, (running_max + running_sum.log2()).mul_(_LN_2))
         # The sum is 0 if a row keeps nothing; otherwise its largest term is 1.
-        _put(out[units], rows, accumulator.div_(running_sum.clamp_(min=0.5).mul_(rule.share)))
+        _put(out[units], rows, accumulator.div_(running_sum.clamp_(min=0.5).mul_(rule.kept_share)))
     return out, lse
 
 
@@ -357,30 +354,30 @@ def _backward(q, dout, out, lse, dlse, k, v, loop, rule, deterministic, drel_bia
             shape = (len(q_rows), q_rows.shape[1], keys.shape[1])
             probabilities, dscores = loop.scratch(0, q_rows, keys), loop.scratch(1, q_rows, keys)
             pairs = rule.pairs(units, rows, piece.cols)
-            if rule.scored:
+            if rule.changes_scores:
                 torch.baddbmm(probabilities, q_rows, keys.mT, beta=0, alpha=rule.factor, out=probabilities)
                 outer, inner = rule.differentiate(probabilities, pairs)
                 probabilities.add_(bias)
             else:
                 torch.baddbmm(bias.expand(shape), q_rows, keys.mT, alpha=rule.factor, out=probabilities)
-            loop.mask_scores(probabilities, piece, rule.own)
+            loop.mask_scores(probabilities, piece, rule.has_score_mod)
             rule.mask_scores(probabilities, pairs)
             probabilities.exp2_()
-            if rule.own:
+            if rule.has_score_mod:
                 # The derivative of a pair without weight may be infinite or NaN, and 0 times these is not 0.
                 outer = outer.masked_fill(rule.view(probabilities, pairs) == 0, 0.0)
-            if rule.dropped:
+            if rule.has_dropout:
                 weights = probabilities.clone()
                 rule.apply_dropout(weights, pairs)
                 torch.bmm(dout_rows, values.mT, out=dscores)
                 rule.apply_dropout(dscores, pairs)
-                dscores.div_(rule.share).add_(minus_delta)
+                dscores.div_(rule.kept_share).add_(minus_delta)
             else:
                 weights = probabilities
                 torch.baddbmm(minus_delta.expand(shape), dout_rows, values.mT, out=dscores)
-            _add_product(dv[units], piece.cols, weights.mT, dout_rows, 1.0 / rule.share, deterministic)
+            _add_product(dv[units], piece.cols, weights.mT, dout_rows, 1.0 / rule.kept_share, deterministic)
             dscores.mul_(probabilities)
-            if rule.scored:
+            if rule.changes_scores:
                 dscores_view = rule.view(dscores, pairs)
                 dscores_view.mul_(outer)
                 if drel_bias is not None:
@@ -453,7 +450,7 @@ class _Part:
     def pack_queries(self, x):
         """(batch, heads, q_len, d) -> (units, q_blocks, members * block, d) in the computation dtype."""
         x = x.unflatten(1, (self.kv_heads, -1))[:, :, self.members].flatten(0, 1)[self.units]
-        x = _pad_tokens(x, self.loop.block).to(_compute_dtype(x)).unflatten(2, (-1, self.loop.block))
+        x = _pad_tokens(x, self.loop.block).to(compute_dtype(x)).unflatten(2, (-1, self.loop.block))
         return x.transpose(1, 2).flatten(2, 3)
 
     def unpack_queries(self, packed):
@@ -471,7 +468,7 @@ class _Part:
     def pack_keys(self, x):
         """(batch, kv_heads, kv_len, d) -> (units, kv_blocks, block, d) in the computation dtype."""
         x = _pad_tokens(x.flatten(0, 1)[self.units], self.loop.block)
-        return x.to(_compute_dtype(x)).unflatten(1, (-1, self.loop.block))
+        return x.to(compute_dtype(x)).unflatten(1, (-1, self.loop.block))
 
 
 def _pad_tokens(x, block: int):
@@ -484,7 +481,7 @@ def _split_by_mask(q, k, mask) -> list[_Part]:
     batch, kv_heads, group = k.shape[0], k.shape[1], q.shape[1] // k.shape[1]
     if mask is None:
         return [_Part(_Loop.dense(q, k), slice(None), slice(None), kv_heads)]
-    tables = _host_tables(mask, _compute_dtype(q))
+    tables = _host_tables(mask, compute_dtype(q))
     index = np.broadcast_to(mask.mask_index.cpu().numpy(), q.shape[:2]).reshape(batch * kv_heads, group)
     if (index == index[:, :1]).all():
         return [tables.part(number, index[:, 0], slice(None), kv_heads) for number in np.unique(index)]
@@ -596,7 +593,7 @@ class _Loop:
         whole_q, whole_k = np.full(block, block), np.full(block, last_k)
         ends = np.stack([whole_k, whole_q * (np.arange(block) < last_q), whole_k * (np.arange(block) < last_q)])
         no_bits = torch.zeros((0, block, block // 32), dtype=torch.int32, device=q.device)
-        tiles = _Tiles(torch.from_numpy(pack_runs(np.zeros_like(ends), ends)).to(q.device), no_bits, _compute_dtype(q))
+        tiles = _Tiles(torch.from_numpy(pack_runs(np.zeros_like(ends), ends)).to(q.device), no_bits, compute_dtype(q))
         cut_q, cut_k = ((np.arange(count) == count - 1) & (last < block) for count, last in ((rows, last_q), (cols, last_k)))
         numbers = cut_k + 2 * cut_q[:, None] - 1
         return cls(block, q.shape[2], [(np.arange(rows), np.broadcast_to(np.arange(cols), (rows, cols)), numbers)], tiles)

@@ -20,12 +20,12 @@ MAX_HEAD_DIM = 256
 FEW_QUERIES, MANY_KEYS = 64, 2048  # tokens
 
 
-def available() -> str | None:
-    return _available()
+def why_unavailable() -> str | None:
+    return _why_unavailable()
 
 
 @cache
-def _available() -> str | None:
+def _why_unavailable() -> str | None:
     try:
         import triton
     except ImportError as error:
@@ -47,10 +47,10 @@ def _interpreter_refusal(triton_version: str, numpy_version: str) -> str | None:
     )
 
 
-def by_kernels(device: torch.device) -> bool:
+def can_use_kernels(device: torch.device) -> bool:
     """Whether kernels do the work around attention: on packed documents, and choosing blocks. On a GPU without Triton they do not:
     the torch back end runs there, which synchronizes anyway."""
-    return device.type == "cuda" and available() is None
+    return device.type == "cuda" and why_unavailable() is None
 
 
 def is_interpreted() -> bool:
@@ -66,7 +66,7 @@ def _refusal(device: torch.device, e4m3: bool) -> str | None:
 
 
 # torch.compile cannot trace their imports. (Plain functions, as it looks through functools.cache wrappers.)
-for _function in (available, is_interpreted, _refusal):
+for _function in (why_unavailable, is_interpreted, _refusal):
     constant_in_graphs(_function)
 
 
@@ -84,7 +84,7 @@ def _is_interpreted() -> bool:
 
 
 def supports(call: Call) -> str | None:
-    reason = available()
+    reason = why_unavailable()
     if reason:
         return reason
     if EIGHT_BITS in call.features:

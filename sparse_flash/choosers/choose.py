@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,22 +28,22 @@ from ..masks.pattern import Pattern
 from ..masks.select_blocks import can_launch_kernel
 from ..variant.definition import clear_nonexistent
 from ..variant.variant import Variant
-from . import by_definition, by_kernels
-from .by_definition import Limits
+from . import rules_kernels, rules_torch
 from .features import features_of
+from .rules_torch import Limits
 
 _HELD = 1 << 26  # logits that PyTorch operations hold at a time
 
 
 class _ChoiceInputs(NamedTuple):
-    """given: scores of a caller's own, or None. starts, ends, q_ends: see ``features_of``."""
+    """user_scores: scores that a caller computed, or None. starts, ends, q_ends: see ``features_of``."""
 
     q: torch.Tensor
     k: torch.Tensor
     grid: BlockGrid
     causal: bool
     scale: float
-    given: torch.Tensor | None
+    user_scores: torch.Tensor | None
     starts: torch.Tensor | None
     ends: torch.Tensor | None
     q_ends: torch.Tensor | None = None
@@ -53,12 +53,12 @@ class _ChoiceInputs(NamedTuple):
         """How many query heads share keys."""
         return self.q.shape[1] // self.k.shape[1]
 
-    def of_heads(self, heads: list[int]) -> _ChoiceInputs:
+    def select_heads(self, heads: list[int]) -> _ChoiceInputs:
         keys = [head // self.group for head in heads]
         if _in_whole_groups(heads, self.group):
             keys = keys[:: self.group]
-        given = None if self.given is None else _taken(self.given, heads)
-        return self._replace(q=_taken(self.q, heads), k=_taken(self.k, keys), given=given)
+        scores = None if self.user_scores is None else _take_heads(self.user_scores, heads)
+        return self._replace(q=_take_heads(self.q, heads), k=_take_heads(self.k, keys), user_scores=scores)
 
 
 def _in_whole_groups(heads: list[int], group: int) -> bool:
@@ -66,7 +66,7 @@ def _in_whole_groups(heads: list[int], group: int) -> bool:
     return len({head // group for head in heads}) * group == len(heads)
 
 
-def _taken(x: torch.Tensor, heads: list[int]) -> torch.Tensor:
+def _take_heads(x: torch.Tensor, heads: list[int]) -> torch.Tensor:
     """These heads of x, (batch, heads, ...). By slices: a tensor of their numbers would be copied from the host."""
     return torch.cat([x[:, head : head + 1] for head in heads], 1)
 
@@ -126,20 +126,16 @@ def _as_text(spec: Pattern | str) -> tuple[str, str, int]:
     return text, "" if choice.within is None else choice.within.to_spec(), chooser_block_size(text)
 
 
-@torch.library.custom_op(operator_name("chosen_bits"), mutates_args=())
-def chosen_bits(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    spec: str,
-    scale: float | None,
-    scores: torch.Tensor | None,
-    starts: torch.Tensor | None,
-    ends: torch.Tensor | None,
-    q_ends: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The bits of ``ChosenBlocks``."""
-    maps = _choose_maps(spec, q, k, scale, scores, starts, ends, q_ends)
-    maps = by_kernels.pack_block_bits(maps) if maps.dtype == torch.bool else maps
+_BITS_SCHEMA = (
+    "(Tensor q, Tensor k, str spec, float? scale, Tensor? scores, Tensor? starts, Tensor? ends, Tensor? q_ends=None) -> Tensor"
+)
+
+
+@torch.library.custom_op(operator_name("chosen_bits"), mutates_args=(), schema=_BITS_SCHEMA)
+def chosen_bits(q: torch.Tensor, k: torch.Tensor, spec: str, *arguments: Any) -> torch.Tensor:
+    """The bits of ``ChosenBlocks``. arguments: the others of ``_choose_maps``."""
+    maps = _choose_maps(spec, q, k, *arguments)
+    maps = rules_kernels.pack_block_bits(maps) if maps.dtype == torch.bool else maps
     return torch.nn.functional.pad(maps.flatten(), (0, 1))
 
 
@@ -156,16 +152,15 @@ def _choose_maps(
     k: torch.Tensor,
     scale: float | None,
     scores: torch.Tensor | None,
-    starts: torch.Tensor | None,
-    ends: torch.Tensor | None,
-    q_ends: torch.Tensor | None = None,
+    *ends: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The maps of the kept blocks as ``from_block_maps`` takes them: bits where kernels choose, else bool."""
+    """The maps of the kept blocks as ``from_block_maps`` takes them: bits where kernels choose, else bool. ends: starts, ends and
+    q_ends, see ``features_of``."""
     choices, grid = choices_of(spec), BlockGrid(q.shape[2], k.shape[2], chooser_block_size(spec))
     scale = q.shape[3] ** -0.5 if scale is None else scale
     if len(choices) not in (1, q.shape[1]):
         raise ValueError(f"per_head must have an expression for each of q's {q.shape[1]} heads, or one for all; got {len(choices)}")
-    content = _ChoiceInputs(q, k, grid, is_causal(choices[0].within), scale, scores, starts, ends, q_ends)
+    content = _ChoiceInputs(q, k, grid, is_causal(choices[0].within), scale, scores, *ends)
     if scores is not None:
         if not any(isinstance(chooser, Scored) for choice in choices for chooser in choice.choosers):
             raise ValueError(
@@ -192,7 +187,7 @@ def _choose_by_head(choices: tuple[HeadChoice, ...], content: _ChoiceInputs) -> 
                 f"under share_group=True, the {content.group} query heads that share keys must have one chooser; it is of heads "
                 f"{heads} alone; write it for all heads of a group, or leave share_group out"
             )
-        made |= zip(heads, _apply_choice(choice, content.of_heads(heads)).split(1, 1), strict=True)
+        made |= zip(heads, _apply_choice(choice, content.select_heads(heads)).split(1, 1), strict=True)
     return torch.cat([made[head] for head in range(len(choices))], 1)
 
 
@@ -220,16 +215,16 @@ def _init_maps(
     like: torch.Tensor, within: MaskLike | None, always: MaskLike | None, grid: BlockGrid
 ) -> tuple[torch.Tensor, Limits]:
     """(the blocks that are kept in any case, limits): (batch, heads, q_blocks, kv_blocks) bool, or bits if kernels choose, see
-    ``by_kernels.packed``. like: (batch, heads, ...)."""
+    ``rules_kernels.pack_block_bits``. like: (batch, heads, ...)."""
     # The limits of patterns are computed once; a BlockMask may differ on each call.
-    lasts = all(mask is None or isinstance(mask, (Pattern, str)) for mask in (within, always)) and not is_recorded(like.device)
-    limits = (_lasting_limits if lasts else _limits_of)(within, always, grid, like.device, _can_use_kernels(like))
+    is_fixed = all(mask is None or isinstance(mask, (Pattern, str)) for mask in (within, always)) and not is_recorded(like.device)
+    limits = (_cached_limits if is_fixed else _make_limits)(within, always, grid, like.device, _can_use_kernels(like))
     # Made of ``like``, so that under vmap maps have its dimensions too.
     kept = like.new_zeros((*like.shape[:2], *limits.forced.shape), dtype=limits.forced.dtype)
     return kept.bitwise_or_(limits.forced), limits
 
 
-def _limits_of(within: MaskLike | None, always: MaskLike | None, grid: BlockGrid, device: torch.device, as_bits: bool) -> Limits:
+def _make_limits(within: MaskLike | None, always: MaskLike | None, grid: BlockGrid, device: torch.device, as_bits: bool) -> Limits:
     """See ``Limits``. A row's own blocks are kept: those in which the positions of its queries fall."""
     first = torch.arange(grid.q_blocks, device=device)[:, None] * grid.block_size + grid.offset
     last = (first + grid.block_size - 1).clamp(max=grid.kv_len - 1)
@@ -240,61 +235,56 @@ def _limits_of(within: MaskLike | None, always: MaskLike | None, grid: BlockGrid
     if always is not None:
         forced = forced | resolve_single_mask("always", always, grid, device).kept_blocks()
     allowed = torch.ones_like(forced) if within is None else resolve_single_mask("within", within, grid, device).kept_blocks()
-    forced, most = forced & allowed, allowed.sum(1)
-    return (
-        Limits(by_kernels.pack_block_bits(allowed), by_kernels.pack_block_bits(forced), most)
-        if as_bits
-        else Limits(allowed, forced, most)
-    )
+    forced, counts = forced & allowed, allowed.sum(1)
+    if as_bits:
+        allowed, forced = rules_kernels.pack_block_bits(allowed), rules_kernels.pack_block_bits(forced)
+    return Limits(allowed, forced, counts)
 
 
-_lasting_limits = cached_until_cleared(maxsize=64)(_limits_of)
+_cached_limits = cached_until_cleared(maxsize=64)(_make_limits)
 
 
 def _add_kept_blocks(kept: torch.Tensor, scores: torch.Tensor, limits: Limits, first: int, rule: str, number: int | float) -> None:
     """Adds the blocks that a rule keeps to ``kept``. scores: of the rows from ``first`` on, of heads or of key heads."""
     if kept.dtype == torch.bool:
         some = slice(first, first + scores.shape[2])
-        mine = by_definition.apply_rule(scores, limits.allowed[some], limits.forced[some], rule, number)
+        mine = rules_torch.apply_rule(scores, limits.allowed[some], limits.forced[some], rule, number)
         kept.unflatten(1, (mine.shape[1], -1))[:, :, :, some] |= mine[:, :, None]
     else:
-        by_kernels.add_kept_blocks(scores, limits, kept, first, rule, number)
+        rules_kernels.add_kept_blocks(scores, limits, kept, first, rule, number)
 
 
-def _iter_scores(chooser: Chooser, content: _ChoiceInputs, by_kernel: bool) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """(low, high, scores of the blocks of queries low .. high - 1), range by range; of key heads if they share the choice.
-    by_kernel: whether kernels score."""
+def _iter_scores(chooser: Chooser, content: _ChoiceInputs, with_kernels: bool) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """(low, high, scores of the blocks of queries low .. high - 1), chunk by chunk; of key heads if they share the choice."""
+    step, score = _make_scorer(chooser, content, with_kernels)
+    for low in range(0, content.grid.q_blocks, step):
+        high = min(low + step, content.grid.q_blocks)
+        with without_autocast(content.q):
+            scores = score(low, high)
+        # Kernels have taken the largest of a group's heads.
+        is_whole = not chooser.share_group or scores.shape[1] == content.k.shape[1]
+        yield low, high, scores if is_whole else scores.unflatten(1, (-1, content.group)).amax(2)
+
+
+def _make_scorer(chooser: Chooser, content: _ChoiceInputs, with_kernels: bool) -> tuple[int, Callable[[int, int], torch.Tensor]]:
+    """(blocks of queries of a chunk, (low, high) -> the scores of the blocks of queries low .. high - 1)."""
     (q, k, grid, causal, scale, _, starts, ends, q_ends), group = content, content.group
     features = features_of(chooser, q, k, grid, causal, scale, starts, ends, q_ends)
     batch_heads = q.shape[0] * q.shape[1]
-    shared = bool(chooser.share_group) and group > 1
-    score: Callable[[int, int], torch.Tensor]
-    if features is not None and by_kernel:
-        step = by_kernels.q_blocks_per_chunk(features, batch_heads, grid)
-        score = partial(by_kernels.score_blocks, features, grid, reduce=chooser.reduction, shared=shared)
-        shared = False  # kernels have taken the largest of a group's heads
-    elif features is not None:
+    if features is not None and with_kernels:
+        shared = bool(chooser.share_group) and group > 1
+        score = partial(rules_kernels.score_blocks, features, grid, reduce=chooser.reduction, shared=shared)
+        return rules_kernels.q_blocks_per_chunk(features, batch_heads, grid), score
+    if features is not None:
         step = max(1, _HELD // (batch_heads * features.per_q_block * features.column_count))
-        score = partial(by_definition.score_blocks, features, grid, reduce=chooser.reduction)
-    elif isinstance(chooser, LastQueries):
-        step = by_kernels.q_blocks_per_chunk(None, batch_heads, grid)
+        return step, partial(rules_torch.score_blocks, features, grid, reduce=chooser.reduction)
+    if isinstance(chooser, LastQueries):
         with without_autocast(q):
-            parts = by_definition.columns_and_slashes(chooser, q, k, grid, scale, starts, ends, q_ends)
-
-        def score(low: int, high: int) -> torch.Tensor:
-            return by_definition.score_columns_and_slashes(parts, grid, low, high).float()
-
-    else:
-        step, own = grid.q_blocks, _get_user_scores(chooser, content)
-
-        def score(low: int, high: int) -> torch.Tensor:
-            return own
-
-    for low in range(0, grid.q_blocks, step):
-        high = min(low + step, grid.q_blocks)
-        with without_autocast(q):
-            scores = score(low, high)
-        yield low, high, scores.unflatten(1, (-1, group)).amax(2) if shared else scores
+            sums = rules_torch.columns_and_slashes(chooser, q, k, grid, scale, starts, ends, q_ends)
+        step = rules_kernels.q_blocks_per_chunk(None, batch_heads, grid)
+        return step, lambda low, high: rules_torch.score_columns_and_slashes(sums, grid, low, high).float()
+    scores = _get_user_scores(chooser, content)
+    return grid.q_blocks, lambda low, high: scores
 
 
 def _mask_missing_keys(scores: torch.Tensor, content: _ChoiceInputs) -> torch.Tensor:
@@ -311,9 +301,9 @@ def _mask_missing_keys(scores: torch.Tensor, content: _ChoiceInputs) -> torch.Te
 def _get_user_scores(chooser: Chooser, content: _ChoiceInputs) -> torch.Tensor:
     """The scores of a chooser that a user wrote, or that a caller computed, in float32."""
     if isinstance(chooser, Scored):
-        if content.given is None:
+        if content.user_scores is None:
             raise ValueError("scored needs the scores; call choose_blocks(spec, q, k, scores=...)")
-        return content.given.float()
+        return content.user_scores.float()
     scores = chooser.scores(content.q, content.k, content.grid)
     _check_scores(scores, f"the scores of {chooser}", content)
     return scores.float()

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ..backends import compute_dtype, lse_to_subtract
 from ..backends.torch import without_autocast
 from ..compat.dynamo import outside_graphs
 from ..masks.block_mask import BlockMask
@@ -62,8 +63,7 @@ class _Attended(NamedTuple):
     def with_keys(self, logits: torch.Tensor, values: torch.Tensor) -> _Attended:
         """logits: (batch, heads, queries, keys), -inf for pairs left out. values: (batch, kv_heads, keys, v_head_dim)."""
         log_sum = torch.logaddexp(self.log_sum, logits.logsumexp(3, keepdim=True))
-        # exp(-inf - inf) is 0, while exp(-inf + inf) would be NaN.
-        finite = log_sum.masked_fill(log_sum == -math.inf, math.inf)
+        finite = lse_to_subtract(log_sum)
         weights = (logits - finite).exp().view(*values.shape[:2], -1, logits.shape[3])
         return _Attended(log_sum, self.out * (self.log_sum - finite).exp() + (weights @ values).view(self.out.shape))
 
@@ -88,7 +88,7 @@ def report_of(
 ) -> ChoiceReport:
     """The report of the mask that an expression chose; q, k, v and scale are as in ``choose_blocks``."""
     within, grid, (batch, heads) = choices_of(spec)[0].within, mask.grid, q.shape[:2]
-    exact = torch.promote_types(q.dtype, torch.float32)
+    exact = compute_dtype(q)
     blocks = mask.kept_blocks().expand(batch, heads, -1, -1)
     most = resolve_within(within, grid, q.device).kept_blocks().sum()
     density = blocks.sum((2, 3)).to(exact) / most.clamp(min=1)

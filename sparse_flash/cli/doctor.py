@@ -97,7 +97,7 @@ def _back_ends() -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("call", *backends.NAMES):
         table.add_column(heading, overflow="fold")
-    absent = {name: _ask(name, "available") for name in backends.NAMES}
+    absent = {name: _ask(name, "why_unavailable") for name in backends.NAMES}
     table.add_row(Text("any, on this machine", "cyan"), *map(_verdict, absent.values()))
     for name, call in _typical_calls():
         verdicts = (Text("no", "red") if absent[b] else _verdict(_ask(b, "supports", call)) for b in backends.NAMES)
@@ -109,7 +109,7 @@ def _ask(name: str, question: str, *arguments) -> str | None:
     from sparse_flash import backends
 
     try:
-        return getattr(backends.backend(name), question)(*arguments)
+        return getattr(backends.get_backend(name), question)(*arguments)
     except ImportError as error:
         return f"it cannot be imported: {error}"
 

@@ -82,7 +82,7 @@ def _calibrate(console: Console) -> None:
     from sparse_flash.kernels.cost.chips import calibrated_file
     from sparse_flash.tools.cost import chip_named
 
-    if reason := hopper.available():
+    if reason := hopper.why_unavailable():
         raise ValueError(f"nothing to calibrate: times are predicted for the Hopper kernels, and {reason}")
     chip = chip_named("cuda")
     assert chip is not None  # a name was given

@@ -72,4 +72,4 @@ def backend_for(
     if isinstance(table, str) or torch.compiler.is_compiling():
         return backend
     block_size = None if table is None else table.block_size
-    return backends.choose_backend(backend, backends.Call.of(q, k, v, block_size, variant, deterministic, precision))
+    return backends.choose_backend(backend, backends.Call.from_tensors(q, k, v, block_size, variant, deterministic, precision))

@@ -1,6 +1,6 @@
 """Observers of attention calls: none, or shadow checks (``tools.shadow_check``).
 
-An observer has ``saw(q, k, v, mask, scale, out, lse, variant)``, called after each eager call with its tensors. q, k and v are this
+An observer has ``notify(q, k, v, mask, scale, out, lse, variant)``, called after each eager call. q, k and v are this
 call's own uses of its inputs, so their gradients come from this call alone. mask: as it was given. variant: a Variant or None.
 """
 
@@ -11,7 +11,7 @@ import torch
 observers: list = []
 
 
-def looked_at() -> bool:
+def is_observed() -> bool:
     # In this order: a graph of torch.compile must not depend on observers.
     return not torch.compiler.is_compiling() and bool(observers)
 

@@ -10,9 +10,11 @@ all lengths. The same holds for blocks that a compiled graph chose: they cross a
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 
 import numpy as np
 import torch
+from torch.library import CustomOpDef
 
 from .. import backends
 from ..compat.flop_counter import flop_formula
@@ -45,7 +47,7 @@ def attend(call: AttentionCall):
     which see results without sinks."""
     if call.backend == NOTHING:
         out, lse = make_empty_results(call.q, call.k, call.v, call.variant)
-    elif not observers.looked_at():
+    elif not observers.is_observed():
         out, lse = _computed(call)
     else:
         call = call._replace(q=call.q.view_as(call.q), k=call.k.view_as(call.k), v=call.v.view_as(call.v))
@@ -58,9 +60,8 @@ def make_empty_results(q, k, v, variant: Variant | None):
     """The results without queries or keys; no kernel runs, and gradients are 0."""
     learned = [variant.rel_bias] if variant is not None and variant.learned else []
     zero = sum(t.flatten()[:0].float().sum() for t in (q, k, v, *learned))
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    lse = q.new_full(q.shape[:3], float("-inf"), dtype=lse_dtype)
-    return torch.zeros_like(backends.empty_out(q, v.shape[3])) + zero, lse + zero.to(lse_dtype)
+    lse = q.new_full(q.shape[:3], float("-inf"), dtype=backends.compute_dtype(q))
+    return torch.zeros_like(backends.empty_out(q, v.shape[3])) + zero, lse + zero.to(lse.dtype)
 
 
 def _computed(call: AttentionCall):
@@ -72,7 +73,7 @@ def _computed(call: AttentionCall):
         learned = variant is not None and variant.learned
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or learned):
             return _attend_directly(q, k, v, (table, scale, deterministic, backend), variant, *more)
-        return backends.backend(backend).forward(q, k, v, table, scale, deterministic, variant)
+        return backends.get_backend(backend).forward(q, k, v, table, scale, deterministic, variant)
     refuse_transforms(q, k, v, *more)
     tensors, *packed = NO_VARIANT if variant is None else variant.packed()
     return _forward(q, k, v, *_to_operator_args(table, q), scale, deterministic, backend, tensors or [q], *packed)
@@ -81,7 +82,7 @@ def _computed(call: AttentionCall):
 def _compute_in_eight_bits(q, k, v, table: BlockMask | ChosenBlocks | str | None, scale: float | None, backend: str, scales):
     """(out, lse), not differentiable."""
     if is_plain_eager(q, k, v):
-        return backends.backend(backend).forward_in_eight_bits(q, k, v, table, scale, scales)
+        return backends.get_backend(backend).forward_in_eight_bits(q, k, v, table, scale, scales)
     refuse_transforms(q, k, v)
     return _forward_in_eight_bits(q, k, v, *_to_operator_args(table, q), scale, backend, list(scales or [q]))
 
@@ -100,7 +101,7 @@ def attention_decode(
 ):
     """(out, lse) of a back end that supports the call, for queries against a cache; not differentiable."""
     if is_plain_eager(q, k, v):
-        return backends.backend(backend).decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale)
+        return backends.get_backend(backend).decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale)
     refuse_transforms(q, k, v)
     tables, tokens, block_size = ([q], 0, 0) if mask is None else (mask.tensors(), mask.q_len, mask.block_size)
     return _decode(q, k, v, tables, tokens, block_size, kv_lens, block_table, causal, scale, backend, k_scale, v_scale)
@@ -140,7 +141,7 @@ class _DirectAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, call, variant, *more):
         mask, scale, deterministic, backend = ctx.call = call
-        out, lse = backends.backend(backend).forward(q, k, v, mask, scale, deterministic, variant)
+        out, lse = backends.get_backend(backend).forward(q, k, v, mask, scale, deterministic, variant)
         ctx.save_for_backward(q, k, v, out, lse, *more)
         ctx.packed = None if variant is None else variant.packed()[1:]
         ctx.set_materialize_grads(False)
@@ -151,7 +152,7 @@ class _DirectAttention(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph is set
             with torch.no_grad():
                 gradients = _DirectAttention._gradients(ctx, dout, dlse)
-            return _OnceDifferentiable.of(gradients, (dout, dlse, *ctx.saved_tensors))
+            return _OnceDifferentiable.mark(gradients, (dout, dlse, *ctx.saved_tensors))
         return _DirectAttention._gradients(ctx, dout, dlse)
 
     @staticmethod
@@ -166,7 +167,7 @@ class _DirectAttention(torch.autograd.Function):
             packed = ctx.packed or NO_VARIANT[1:]
             grads = _backward(*results, *_to_operator_args(mask, q), scale, deterministic, backend, more or [q], *packed)
         else:
-            grads = backends.backend(backend).backward(*results, mask, scale, deterministic, variant)
+            grads = backends.get_backend(backend).backward(*results, mask, scale, deterministic, variant)
         of_variant = [] if variant is None else variant.gradients(*grads[3:])
         return (*grads[:3], None, None, *of_variant)
 
@@ -180,7 +181,7 @@ class _OnceDifferentiable(torch.autograd.Function):
     second backward pass can silently skip them."""
 
     @staticmethod
-    def of(gradients: tuple, sources: tuple) -> tuple:
+    def mark(gradients: tuple, sources: tuple) -> tuple:
         """The same gradients, computed from ``sources``; either may contain None."""
         some = [g for g in gradients if g is not None]
         marked = iter(_OnceDifferentiable.apply(len(some), *some, *sources)) if some else iter(())
@@ -214,19 +215,10 @@ def prepare_upstream(
 
 
 def _prepare_call(
-    q,
-    k,
-    v,
-    tables: list[torch.Tensor],
-    block_size: int,
-    pattern: str,
-    scale,
-    deterministic: bool,
-    backend: str,
-    variant,
-    precision: str | None = None,
+    q, k, v, tables, block_size: int, pattern: str, scale, deterministic: bool, backend: str, *packed, precision: str | None = None
 ):
-    """(back end, mask, scale) of a call; the same for both passes."""
+    """(back end, mask, scale, deterministic, variant) of a call; the same for both passes."""
+    variant = Variant.unpacked(*packed)
     mask = None
     if _has_chosen_bits(tables):
         mask = build_chosen_mask(q, k, ChosenBlocks(tables[0], block_size, pattern))
@@ -236,9 +228,10 @@ def _prepare_call(
         mask = table.kernel_table(q.is_cuda)
     elif block_size:
         mask = _restore_mask(q.shape[2], k.shape[2], block_size, tables)
-    call = backends.Call.of(q, k, v, None if mask is None else mask.block_size, variant, deterministic, precision)
+    call = backends.Call.from_tensors(q, k, v, None if mask is None else mask.block_size, variant, deterministic, precision)
     name = backends.choose_backend(backend, call)
-    return backends.backend(name), mask, q.shape[3] ** -0.5 if scale is None else scale
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    return backends.get_backend(name), mask, scale, deterministic, variant
 
 
 def _has_chosen_bits(tables: list[torch.Tensor]) -> bool:
@@ -261,103 +254,61 @@ def _restore_mask(q_len: int, kv_len: int, block_size: int, tables: list[torch.T
     return mask
 
 
-@torch.library.custom_op(operator_name("attention"), mutates_args=())
-def _forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    tables: list[torch.Tensor],
-    block_size: int,
-    pattern: str,
-    scale: float | None,
-    deterministic: bool,
-    backend: str,
-    variant_tensors: list[torch.Tensor],
-    variant_names: str,
-    dropout_p: float,
-    softcap: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    variant = Variant.unpacked(variant_tensors, variant_names, dropout_p, softcap)
-    chosen, mask, scale = _prepare_call(q, k, v, tables, block_size, pattern, scale, deterministic, backend, variant)
-    return chosen.forward(q, k, v, mask, scale, deterministic, variant)
+# The last arguments of operators: a mask (``_to_operator_args``), then numbers, the back end and ``Variant.packed()``.
+_MASK = "Tensor[] tables, SymInt block_size, str pattern"
+_VARIANT = "Tensor[] variant_tensors, str variant_names, float dropout_p, float softcap"
+_CALL = f"{_MASK}, float? scale, bool deterministic, str backend, {_VARIANT}"
+
+
+def _define_operator(name: str, arguments: str, results: str = "(Tensor, Tensor)") -> Callable[[Callable], CustomOpDef]:
+    """Makes a function a PyTorch operator."""
+    return torch.library.custom_op(operator_name(name), mutates_args=(), schema=f"({arguments}) -> {results}")
+
+
+@_define_operator("attention", f"Tensor q, Tensor k, Tensor v, {_CALL}")
+def _forward(q, k, v, *call):
+    chosen, *prepared = _prepare_call(q, k, v, *call)
+    return chosen.forward(q, k, v, *prepared)
 
 
 @_forward.register_fake
 def _fake_results(q, k, v, *call):
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return backends.empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=lse_dtype)
+    return backends.empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=backends.compute_dtype(q))
 
 
-@torch.library.custom_op(operator_name("attention_in_eight_bits"), mutates_args=())
-def _forward_in_eight_bits(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    tables: list[torch.Tensor],
-    block_size: int,
-    pattern: str,
-    scale: float | None,
-    backend: str,
-    scales: list[torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    chosen, mask, scale = _prepare_call(q, k, v, tables, block_size, pattern, scale, False, backend, None, "fp8")
+@_define_operator("attention_in_eight_bits", f"Tensor q, Tensor k, Tensor v, {_MASK}, float? scale, str backend, Tensor[] scales")
+def _forward_in_eight_bits(q, k, v, tables, block_size, pattern, scale, backend, scales):
+    call = tables, block_size, pattern, scale, False, backend, *NO_VARIANT
+    chosen, mask, scale, *_ = _prepare_call(q, k, v, *call, precision="fp8")
     return chosen.forward_in_eight_bits(q, k, v, mask, scale, tuple(scales) if len(scales) == 3 else None)
 
 
 _forward_in_eight_bits.register_fake(_fake_results)
 
 
-@torch.library.custom_op(operator_name("attention_decode"), mutates_args=())
-def _decode(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    tables: list[torch.Tensor],
-    tokens: int,
-    block_size: int,
-    kv_lens: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    causal: bool,
-    scale: float | None,
-    backend: str,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+@_define_operator(
+    "attention_decode",
+    "Tensor q, Tensor k, Tensor v, Tensor[] tables, SymInt tokens, SymInt block_size, Tensor? kv_lens, Tensor? block_table, "
+    "bool causal, float? scale, str backend, Tensor? k_scale=None, Tensor? v_scale=None",
+)
+def _decode(q, k, v, tables, tokens, block_size, kv_lens, block_table, causal, scale, backend, k_scale=None, v_scale=None):
     mask = _restore_mask(tokens, tokens, block_size, tables) if block_size else None
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    return backends.backend(backend).decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale)
+    return backends.get_backend(backend).decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale)
 
 
-@_decode.register_fake
-def _(q, k, v, *call):
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return backends.empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=lse_dtype)
+_decode.register_fake(_fake_results)
 
 
-@torch.library.custom_op(operator_name("attention_backward"), mutates_args=())
-def _backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    tables: list[torch.Tensor],
-    block_size: int,
-    pattern: str,
-    scale: float | None,
-    deterministic: bool,
-    backend: str,
-    variant_tensors: list[torch.Tensor],
-    variant_names: str,
-    dropout_p: float,
-    softcap: float,
-) -> list[torch.Tensor]:
+@_define_operator(
+    "attention_backward",
+    f"Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_CALL}",
+    "Tensor[]",
+)
+def _backward(dout, dlse, q, k, v, out, lse, *call):
     """[dq, dk, dv], and the gradient of a learned rel_bias."""
-    variant = Variant.unpacked(variant_tensors, variant_names, dropout_p, softcap)
-    chosen, mask, scale = _prepare_call(q, k, v, tables, block_size, pattern, scale, deterministic, backend, variant)
-    return list(chosen.backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant))
+    chosen, *prepared = _prepare_call(q, k, v, *call)
+    return list(chosen.backward(dout, dlse, q, k, v, out, lse, *prepared))
 
 
 @_backward.register_fake

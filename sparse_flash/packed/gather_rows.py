@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..backends.triton import by_kernels as by_kernels
+from ..backends.triton import can_use_kernels as can_use_kernels
 from ..compat.names import operator_name
 from ..compat.pytorch import is_plain_eager
 from ..dispatch.operators import refuse_batched
@@ -21,7 +21,7 @@ def take_rows(x: torch.Tensor, index: torch.Tensor, reverse: torch.Tensor, fill:
 
 
 def _take_rows(x, index, fill, heads_first) -> torch.Tensor:
-    if by_kernels(x.device):
+    if can_use_kernels(x.device):
         from ..kernels.packed.rows import take_rows_into
 
         target = _empty_rows(x, len(index), heads_first)
@@ -70,10 +70,4 @@ def _keep_indices(ctx, inputs, output):
     ctx.save_for_backward(index, reverse)
 
 
-def _gradient_of_rows(ctx, grad):
-    refuse_batched(grad)
-    index, reverse = ctx.saved_tensors
-    return _take_rows_operator(grad, reverse, index, 0.0, not ctx.heads_first), None, None, None, None
-
-
-torch.library.register_autograd(operator_name("take_rows"), _gradient_of_rows, setup_context=_keep_indices)
+torch.library.register_autograd(operator_name("take_rows"), _TakeRows.backward, setup_context=_keep_indices)

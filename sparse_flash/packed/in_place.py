@@ -34,7 +34,7 @@ from ..masks.tiles import EMPTY_TILE, TilePool, dense_batches, pack_runs
 from . import gather_rows
 from .repack import (
     BLOCK,
-    Documents,
+    PackedDocuments,
     clone_aliases,
     documents_on_host,
     fake_size,
@@ -42,7 +42,7 @@ from .repack import (
     has_full_tables,
     long_document,
     most_blocks,
-    power_of_two,
+    next_power_of_two,
 )
 
 # Blocks that start where documents start pay for calls of so many tokens, with so many in a document on average, of drawn lengths,
@@ -52,7 +52,8 @@ _LEAST_TOKENS, _LEAST_MEAN, _LEAST_RUN = 16384, 512, 1024
 
 class InPlacePlan(NamedTuple):
     """Holds the host's numbers of a call: tokens and longest document of queries and keys; queries of the long document before
-    position 0; capacity for entries and for tiles; whether keys share the documents of the queries."""
+    position 0; capacity for entries and for tiles; whether keys share the documents of the queries. Operators take them as a
+    list of integers."""
 
     q_tokens: int
     k_tokens: int
@@ -61,26 +62,26 @@ class InPlacePlan(NamedTuple):
     before: int
     entries: int
     tiles: int
-    same: int  # 0 or 1: operators take a plan as integers
+    shares_documents: int  # 0 or 1
 
 
-def build_packed_mask(pattern, queries: Documents, keys: Documents | None) -> BlockMask | None:
+def build_packed_mask(pattern, queries: PackedDocuments, keys: PackedDocuments | None) -> BlockMask | None:
     """The mask of the packed axes under which each document attends only to itself, by the pattern; None unless each query of the
     pattern keeps one run of keys, ascending from query to query.
 
     pattern: a Pattern or its spec text. keys: None if they share the documents of the queries.
     """
-    same = keys is None
+    shares_documents = keys is None
     keys = queries if keys is None else keys
     starts = queries.cu_seqlens, keys.cu_seqlens
     # index() turns symbolic lengths into plain numbers: a compiled graph holds the runs of one long document.
     q_tokens, q_longest, k_tokens, k_longest = map(index, (*queries[1:], *keys[1:]))
     plain = is_plain_eager(*starts)
-    if plain and same and _can_align_blocks(starts[0], q_tokens):
+    if plain and shares_documents and _can_align_blocks(starts[0], q_tokens):
         runs = _runs_of(pattern, q_longest, q_longest, True, starts[0].device)
         if runs is not None and runs.longest >= _LEAST_RUN:
             return _MaskOfDocuments(runs, starts[0], q_tokens, q_longest)
-    plan, constants = _make_plan(pattern, q_tokens, q_longest, k_tokens, k_longest, same, starts[0].device)
+    plan, constants = _make_plan(pattern, q_tokens, q_longest, k_tokens, k_longest, shares_documents, starts[0].device)
     if not plan:
         return None
     run = _assemble if plain else _assemble_operator
@@ -89,19 +90,19 @@ def build_packed_mask(pattern, queries: Documents, keys: Documents | None) -> Bl
 
 def _can_align_blocks(starts: torch.Tensor, tokens: int) -> bool:
     documents = len(starts) - 1
-    return documents > 1 and tokens >= max(_LEAST_TOKENS, documents * _LEAST_MEAN) and gather_rows.by_kernels(starts.device)
+    return documents > 1 and tokens >= max(_LEAST_TOKENS, documents * _LEAST_MEAN) and gather_rows.can_use_kernels(starts.device)
 
 
 @constant_in_graphs
-def _make_plan(pattern, q_tokens, q_longest, k_tokens, k_longest, same, device) -> tuple[list[int], list[torch.Tensor]]:
+def _make_plan(pattern, q_tokens, q_longest, k_tokens, k_longest, shares_documents, device) -> tuple[list[int], list[torch.Tensor]]:
     """(the fields of an InPlacePlan, the arguments of _assemble); both empty for a pattern that does not keep single runs."""
-    runs = _runs_of(pattern, q_longest, k_longest, same, device)
+    runs = _runs_of(pattern, q_longest, k_longest, shares_documents, device)
     if runs is None:
         return [], []
     q_blocks, k_blocks = -(-q_tokens // BLOCK), -(-k_tokens // BLOCK)
-    room = runs.room(q_blocks, k_blocks, -(-k_longest // BLOCK))
-    sizes = (q_tokens, k_tokens, q_longest, k_longest, runs.before * BLOCK, *room, same)
-    return [*map(int, sizes)], runs.constants
+    capacity = runs.find_capacity(q_blocks, k_blocks, -(-k_longest // BLOCK))
+    plan = InPlacePlan(q_tokens, k_tokens, q_longest, k_longest, runs.before * BLOCK, *capacity, shares_documents)
+    return [*map(int, plan)], runs.constants
 
 
 class _LongRuns:
@@ -123,7 +124,7 @@ class _LongRuns:
         runs = torch.from_numpy(np.stack([first, stop]).astype(np.int32))
         self.constants = [t.to(device) for t in (runs, *zeros)]
 
-    def room(self, q_blocks: int, k_blocks: int, longest: int) -> tuple[int, int]:
+    def find_capacity(self, q_blocks: int, k_blocks: int, longest: int) -> tuple[int, int]:
         """Capacity for entries and for tiles: see ``most_entries``."""
         entries = self.most_entries(q_blocks, k_blocks, longest)
         return max(2, entries), max(2, min(entries, 6 * k_blocks + 10 * q_blocks))
@@ -148,11 +149,11 @@ class _LongRuns:
         return int(np.ceil(q_blocks * each.max())) + 2 * (k_blocks + q_blocks)
 
 
-def _runs_of(pattern, q_longest: int, k_longest: int, same: bool, device) -> _LongRuns | None:
+def _runs_of(pattern, q_longest: int, k_longest: int, shares_documents: bool, device) -> _LongRuns | None:
     """Returns the runs of documents up to these lengths; None for a pattern that does not keep single runs."""
     # Rounded to powers of two, to compile for few lengths.
-    k_height, before = (power_of_two(-(-longest // BLOCK)) for longest in (k_longest, q_longest))
-    runs = _long_runs(pattern, k_height, 0 if same else before, device)
+    k_height, before = (next_power_of_two(-(-longest // BLOCK)) for longest in (k_longest, q_longest))
+    runs = _long_runs(pattern, k_height, 0 if shares_documents else before, device)
     if runs is not None:
         keep_if_captured(runs, device)
     return runs
@@ -176,7 +177,7 @@ class _MaskOfDocuments(BlockMask):
     _layout: torch.Tensor
 
     def __init__(self, runs: _LongRuns, cu_seqlens: torch.Tensor, tokens: int, longest: int):
-        plan = InPlacePlan(tokens, tokens, longest, longest, before=0, entries=0, tiles=0, same=1)
+        plan = InPlacePlan(tokens, tokens, longest, longest, before=0, entries=0, tiles=0, shares_documents=True)
         _, mask_index, tile_bits = runs.constants
         vars(self).update(q_len=tokens, kv_len=tokens, block_size=BLOCK, keeps_all=False, mask_index=mask_index)
         vars(self).update(tile_bits=tile_bits, _runs=runs, _plan=plan, _layout=_layout(cu_seqlens, cu_seqlens, plan))
@@ -195,7 +196,7 @@ class _MaskOfDocuments(BlockMask):
 
     @cached_property
     def _grid_mask(self) -> BlockMask:
-        entries, tiles = self._room(-(-self.q_len // BLOCK))
+        entries, tiles = self._find_capacity(-(-self.q_len // BLOCK))
         plan = self._plan._replace(entries=entries, tiles=tiles)
         return BlockMask.from_tensors(*self.sizes, _assemble_on_device(self._runs.constants, self._layout, plan))
 
@@ -206,20 +207,20 @@ class _MaskOfDocuments(BlockMask):
         runs, mask_index, tile_bits = self._runs.constants
         blocks, tokens = most_blocks(self.q_len, self._layout.shape[1] - 1), self.q_len
         with current_device(self.device):
-            tables = fill_document_blocks(self._layout, runs, blocks, tokens, *self._room(blocks), BLOCK)
+            tables = fill_document_blocks(self._layout, runs, blocks, tokens, *self._find_capacity(blocks), BLOCK)
         rows, columns, tile_runs, starts = tables
         no_splits = tile_bits[:1, :2, :SPLIT_FIELDS]
         by_query, by_key = (Table(*lines) for lines in ([*rows, no_splits], [*columns, no_splits]))
         return document_tables(mask_index, by_query, by_key, (tile_runs, tile_bits), starts)
 
-    def _room(self, blocks: int) -> tuple[int, int]:
-        return self._runs.room(blocks, blocks, -(-self._plan.k_longest // BLOCK))
+    def _find_capacity(self, blocks: int) -> tuple[int, int]:
+        return self._runs.find_capacity(blocks, blocks, -(-self._plan.k_longest // BLOCK))
 
 
 def _assemble(constants: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]):
     """constants, plan: from ``_make_plan``. Returns the tensors of a BlockMask."""
     whole = InPlacePlan(*plan)
-    if not gather_rows.by_kernels(q_starts.device):
+    if not gather_rows.can_use_kernels(q_starts.device):
         return _assemble_on_host(constants, q_starts, k_starts, whole)
     return _assemble_on_device(constants, _layout(q_starts, k_starts, whole), whole)
 
@@ -245,7 +246,9 @@ def _layout(q_starts: torch.Tensor, k_starts: torch.Tensor, plan: InPlacePlan) -
     from ..kernels.packed.repack import lay_out
 
     with current_device(q_starts.device):
-        return lay_out(q_starts, k_starts, plan.q_tokens, plan.k_tokens, plan.q_longest, plan.k_longest, BLOCK, bool(plan.same))
+        return lay_out(
+            q_starts, k_starts, plan.q_tokens, plan.k_tokens, plan.q_longest, plan.k_longest, BLOCK, bool(plan.shares_documents)
+        )
 
 
 def _assemble_on_device(constants, layout: torch.Tensor, plan: InPlacePlan) -> list[torch.Tensor]:
@@ -285,7 +288,7 @@ def _assemble_on_host(constants, q_starts, k_starts, plan: InPlacePlan) -> list[
 def _packed_runs(runs: np.ndarray, q_starts, k_starts, plan: InPlacePlan) -> tuple[np.ndarray, np.ndarray]:
     """(first, stop) of each packed query on the packed key axis, (q_tokens,) int64; both 0 if it keeps nothing."""
     q_start, q_len = documents_on_host(q_starts, plan.q_tokens, plan.q_longest)
-    k_start, k_len = (q_start, q_len) if plan.same else documents_on_host(k_starts, plan.k_tokens, plan.k_longest)
+    k_start, k_len = (q_start, q_len) if plan.shares_documents else documents_on_host(k_starts, plan.k_tokens, plan.k_longest)
     document = np.repeat(np.arange(len(q_len)), q_len)
     local = concat_ranges(np.zeros_like(q_len), q_len)
     first, stop = runs[:, plan.before + local + (k_len - q_len)[document]]

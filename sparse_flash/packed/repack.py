@@ -58,7 +58,7 @@ class Packed(NamedTuple):
     keys: Axis
 
 
-class Documents(NamedTuple):
+class PackedDocuments(NamedTuple):
     """The documents of queries or of keys. cu_seqlens: (documents + 1,) int32 or int64. tokens: of the packed axis. longest: no
     document exceeds this; tokens beyond it are dropped."""
 
@@ -68,9 +68,13 @@ class Documents(NamedTuple):
 
 
 class RepackPlan(NamedTuple):
-    """Holds the host's numbers of a call: tokens, longest document and blocks of queries and keys; block rows of the long
-    document's table before position 0; capacity for entries; whether keys share the documents of the queries; whether the table
-    has bit tiles, and how many tiles it has of each kind; the most tokens of a document if short ones share blocks, else 0."""
+    """Holds the host's numbers of a call; operators take them as a list of integers.
+
+    q_tokens .. k_blocks: tokens, longest document and blocks of queries and keys. blocks_before_keys: block rows of the long
+    document's table before position 0. entries: capacity. shares_documents: whether keys have the documents of the queries.
+    has_bits: whether the table has bit tiles. run_tiles, bit_tiles: how many tiles the long document has. longest_sharing: the most
+    tokens of a document if short ones share blocks, else 0.
+    """
 
     q_tokens: int
     k_tokens: int
@@ -78,28 +82,30 @@ class RepackPlan(NamedTuple):
     k_longest: int
     q_blocks: int
     k_blocks: int
-    before: int
+    blocks_before_keys: int
     entries: int
-    same: int  # 0 or 1: operators take a plan as integers
+    shares_documents: int  # 0 or 1, as has_bits
     has_bits: int
     run_tiles: int
     bit_tiles: int
-    shared: int
+    longest_sharing: int
 
 
-def repack_documents(pattern, queries: Documents, keys: Documents | None, apart: bool = False) -> Packed:
+def repack_documents(pattern, queries: PackedDocuments, keys: PackedDocuments | None, one_per_block: bool = False) -> Packed:
     """The document axes, and the mask under which each document attends only to itself, by the pattern.
 
-    pattern: a Pattern or its spec text. keys: None if they share the documents of the queries. apart: whether each document must
-    start in a new block.
+    pattern: a Pattern or its spec text. keys: None if they share the documents of the queries. one_per_block: whether each
+    document must start in a new block.
     """
-    same = keys is None
+    shares_documents = keys is None
     keys = queries if keys is None else keys
     starts = queries.cu_seqlens, keys.cu_seqlens
     # index() turns symbolic lengths into plain numbers: a compiled graph holds the table of one long document.
     q_tokens, q_longest, k_tokens, k_longest = map(index, (*queries[1:], *keys[1:]))
     documents = _round_up_documents(starts[0].shape[0] - 1)
-    plan, tables = _make_plan(pattern, q_tokens, q_longest, k_tokens, k_longest, documents, same, apart, starts[0].device)
+    plan, tables = _make_plan(
+        pattern, q_tokens, q_longest, k_tokens, k_longest, documents, shares_documents, one_per_block, starts[0].device
+    )
     run = _pack if is_plain_eager(*starts) else _pack_operator
     *axes, mask_index, by_query, by_key, tiles = _unpack_results(run(fake_tensors_if_needed(tables), *starts, plan))
     q_len, kv_len = (axis.token_of_row.shape[0] for axis in axes)
@@ -115,28 +121,40 @@ def _unpack_results(tensors: list[torch.Tensor]):
 
 @constant_in_graphs
 def _make_plan(
-    pattern, q_tokens, q_longest, k_tokens, k_longest, documents, same, apart, device
+    pattern, q_tokens, q_longest, k_tokens, k_longest, documents, shares_documents, one_per_block, device
 ) -> tuple[list[int], list[torch.Tensor]]:
     """(the fields of a RepackPlan, the tensors of the long document's mask and the bits of its first tile)."""
-    shared = same and not apart and documents * BLOCK > q_tokens
-    longest = q_longest
-    if shared:
+    shares_blocks = shares_documents and not one_per_block and documents * BLOCK > q_tokens
+    longest_sharing = q_longest if shares_blocks else 0
+    if shares_blocks:
         # Several documents in a block end inside it.
-        q_longest = k_longest = max(longest, BLOCK - 1)
+        q_longest = k_longest = max(q_longest, BLOCK - 1)
     # Rounded to powers of two, to compile for few lengths.
-    k_height, before = (power_of_two(-(-longest // BLOCK)) for longest in (k_longest, q_longest))
-    document = long_document(pattern, k_height, 0 if same else before, device)
-    q_blocks = most_blocks(q_tokens, documents, 0 if same else BLOCK - 1)
+    k_height, q_height = (next_power_of_two(-(-longest // BLOCK)) for longest in (k_longest, q_longest))
+    document = long_document(pattern, k_height, 0 if shares_documents else q_height, device)
+    q_blocks = most_blocks(q_tokens, documents, 0 if shares_documents else BLOCK - 1)
     k_blocks = most_blocks(k_tokens, documents)
-    if shared:
+    if shares_blocks:
         # A block of documents that share it for each _SHORT tokens, and as many of longer ones.
         q_blocks = k_blocks = min(q_blocks, q_tokens // (_SHORT // 2) + 1)
-    entries = document.most_entries(q_blocks, k_blocks, -(-k_longest // BLOCK))
     keep_if_captured(document, device)
-    sizes = (q_tokens, k_tokens, q_longest, k_longest, q_blocks, k_blocks, document.before, max(2, entries))
-    tiles = document.mask.tiles
-    has_bits = shared or document.has_bits
-    return [*map(int, sizes), int(same), int(has_bits), *map(len, tiles), int(shared and longest)], document.tables
+    run_tiles, bit_tiles = map(len, document.mask.tiles)
+    plan = RepackPlan(
+        q_tokens=q_tokens,
+        k_tokens=k_tokens,
+        q_longest=q_longest,
+        k_longest=k_longest,
+        q_blocks=q_blocks,
+        k_blocks=k_blocks,
+        blocks_before_keys=document.before,
+        entries=max(2, document.most_entries(q_blocks, k_blocks, -(-k_longest // BLOCK))),
+        shares_documents=shares_documents,
+        has_bits=shares_blocks or document.has_bits,
+        run_tiles=run_tiles,
+        bit_tiles=bit_tiles,
+        longest_sharing=longest_sharing,
+    )
+    return [*map(int, plan)], document.tables
 
 
 def _round_up_documents(documents: int) -> int:
@@ -150,7 +168,7 @@ def _round_up_documents(documents: int) -> int:
     return most
 
 
-def power_of_two(number: int) -> int:
+def next_power_of_two(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
@@ -207,8 +225,12 @@ def long_document(pattern, k_blocks, before, device) -> LongDocument:
 
 def _pack(tables: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]) -> list[torch.Tensor]:
     """tables, plan: from ``_make_plan``. Returns what ``_unpack_results`` splits."""
-    run, whole, borders = _pack_on_device if gather_rows.by_kernels(q_starts.device) else _pack_on_host, RepackPlan(*plan), q_starts
-    if whole.shared:
+    run, whole, borders = (
+        _pack_on_device if gather_rows.can_use_kernels(q_starts.device) else _pack_on_host,
+        RepackPlan(*plan),
+        q_starts,
+    )
+    if whole.longest_sharing:
         borders, starts = _shared_starts(q_starts, whole.q_tokens)
         q_starts = k_starts = starts
     return run(tables, q_starts, k_starts, borders, whole)
@@ -259,7 +281,7 @@ def _(tables, q_starts, k_starts, plan):
 def has_full_tables(device: torch.device) -> bool:
     """Whether tables have the lengths of the plan, as kernels allocate them; else their lengths depend on the documents, which
     tensors on the device meta do not know."""
-    return gather_rows.by_kernels(device) or device.type == "meta"
+    return gather_rows.can_use_kernels(device) or device.type == "meta"
 
 
 def fake_size(known: int, in_full: bool) -> int | torch.SymInt:
@@ -285,17 +307,17 @@ def _pack_on_device(tables, q_starts, k_starts, borders, plan: RepackPlan) -> li
     from ..kernels.packed.repack import SharedBlocks, fill_rows, find_rows, lay_out
 
     mask_index, by_query, by_key, tiles, first_tile = _unpack_tables(tables)
-    shared = SharedBlocks(borders, first_tile, plan.shared)
+    shared = SharedBlocks(borders, first_tile, plan.longest_sharing)
     roomy = [_extend_tiles(tiles[0], plan.q_blocks), _extend_tiles(tiles[1], plan.q_blocks) if plan.has_bits else tiles[1]]
-    before, same = plan.before, bool(plan.same)
+    before, shares_documents = plan.blocks_before_keys, bool(plan.shares_documents)
     with current_device(q_starts.device):
-        layout = lay_out(q_starts, k_starts, plan.q_tokens, plan.k_tokens, plan.q_longest, plan.k_longest, BLOCK, same)
+        layout = lay_out(q_starts, k_starts, plan.q_tokens, plan.k_tokens, plan.q_longest, plan.k_longest, BLOCK, shares_documents)
         axes: list[Axis] = []
         filled = []
         sides = (True, by_query, plan.q_blocks, plan.q_tokens), (False, by_key, plan.k_blocks, plan.k_tokens)
         for is_query, table, blocks, tokens in sides:
-            axes.append(axes[0] if same and axes else _empty_axis(tokens, blocks, q_starts.device))
-            records = find_rows(layout, table, blocks, before, BLOCK, axes[-1], is_query, same)
+            axes.append(axes[0] if shares_documents and axes else _empty_axis(tokens, blocks, q_starts.device))
+            records = find_rows(layout, table, blocks, before, BLOCK, axes[-1], is_query, shares_documents)
             filled.append(fill_rows(layout, records, table, tiles, roomy, shared, plan.entries, before, BLOCK, is_query))
         work = build_work(filled[0][:3], filled[1][:3], plan.k_blocks, plan.q_blocks)
     return [*axes[0], *axes[1], mask_index, *filled[0], *work[0], *filled[1], *work[1], *roomy]
@@ -321,26 +343,26 @@ def _extend_tiles(tiles: torch.Tensor, more: int) -> torch.Tensor:
 def _pack_on_host(tables, q_starts, k_starts, borders, plan: RepackPlan) -> list[torch.Tensor]:
     """``_pack`` using NumPy: the reference for the kernels."""
     q_start, q_len = documents_on_host(q_starts, plan.q_tokens, plan.q_longest)
-    k_start, k_len = (q_start, q_len) if plan.same else documents_on_host(k_starts, plan.k_tokens, plan.k_longest)
+    k_start, k_len = (q_start, q_len) if plan.shares_documents else documents_on_host(k_starts, plan.k_tokens, plan.k_longest)
     skipped = np.where(q_len > 0, (k_len - q_len) % BLOCK, 0)
     q_blocks, k_blocks = -(-(skipped + q_len) // BLOCK), -(-k_len // BLOCK)
     q_first, k_first = (np.cumsum(blocks) - blocks for blocks in (q_blocks, k_blocks))
     device = q_starts.device
 
     k_height = _unpack_tables(tables)[2].row_order.shape[1]
-    long = BlockMask.from_tensors((plan.before + k_height) * BLOCK, k_height * BLOCK, BLOCK, tables[:-1])
+    long = BlockMask.from_tensors((plan.blocks_before_keys + k_height) * BLOCK, k_height * BLOCK, BLOCK, tables[:-1])
     grid = BlockGrid(plan.q_blocks * BLOCK, plan.k_blocks * BLOCK, BLOCK)
-    alone = k_len >= BLOCK if plan.shared else k_len > 0
-    entries, pool = _documents_entries(long, plan.before, q_first, q_blocks * alone, k_first, k_blocks, k_len)
-    if plan.shared:
+    alone = k_len >= BLOCK if plan.longest_sharing else k_len > 0
+    entries, pool = _documents_entries(long, plan.blocks_before_keys, q_first, q_blocks * alone, k_first, k_blocks, k_len)
+    if plan.longest_sharing:
         some = (k_len > 0) & ~alone
         ends = borders.cpu().numpy().astype(np.int64)
         first_tile = unpack_bits(tables[-1].cpu().numpy(), BLOCK)[0]
-        shared = _shared_entries(first_tile, ends, plan.shared, q_start[some], q_len[some], q_first[some], pool)
+        shared = _shared_entries(first_tile, ends, plan.longest_sharing, q_start[some], q_len[some], q_first[some], pool)
         entries = Entries(*(np.concatenate(pair) for pair in zip(entries, shared, strict=True)))
     mask = from_entries(grid, entries, pool).to(device)
     q_axis = _axis(plan.q_tokens, plan.q_blocks, q_start, q_len, q_first * BLOCK + skipped, device)
-    k_axis = q_axis if plan.same else _axis(plan.k_tokens, plan.k_blocks, k_start, k_len, k_first * BLOCK, device)
+    k_axis = q_axis if plan.shares_documents else _axis(plan.k_tokens, plan.k_blocks, k_start, k_len, k_first * BLOCK, device)
     return [*q_axis, *k_axis, *mask.tensors()]
 
 

@@ -76,8 +76,8 @@ class PartialAttention(NamedTuple):
     ) -> tuple[ModuleType, BlockMask | None, Variant | None]:
         table, variant = table_and_variant(mask, self.dropout, q.is_cuda)
         size = None if table is None else table.block_size
-        call = backends.Call.of(q, k, v, size, variant, deterministic=self.deterministic)
-        return backends.backend(backends.choose_backend(self.backend, call)), table, variant
+        call = backends.Call.from_tensors(q, k, v, size, variant, deterministic=self.deterministic)
+        return backends.get_backend(backends.choose_backend(self.backend, call)), table, variant
 
 
 class SeparateCalls:
@@ -140,7 +140,7 @@ def table_and_variant(mask: LocalMask, dropout: Variant | None, on_gpu: bool) ->
 def merge(out: torch.Tensor, lse: torch.Tensor, partial: tuple[torch.Tensor, torch.Tensor]) -> None:
     """Merges (out, lse) of the same rows over other keys into out and lse, in place."""
     other_out, other_lse = partial
-    if triton_backend.by_kernels(out.device):
+    if triton_backend.can_use_kernels(out.device):
         from ..kernels.portable.merge import merge_results
 
         with current_device(out.device):
@@ -157,7 +157,7 @@ def add_blocks(
     whole: torch.Tensor, part: torch.Tensor, rows: torch.Tensor, block_size: int, addends: Addends | None = None
 ) -> None:
     """Adds gradients of some blocks to ``whole``, in place, and rounds once. Arguments: as for ``merge.add_rows``."""
-    if triton_backend.by_kernels(whole.device):
+    if triton_backend.can_use_kernels(whole.device):
         from ..kernels.portable.merge import add_rows
 
         with current_device(whole.device):

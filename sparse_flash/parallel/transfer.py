@@ -109,7 +109,7 @@ def pack(k: torch.Tensor, v: torch.Tensor, packed: torch.Tensor, blocks: torch.T
     """Copies blocks of k and v to ``packed``. blocks: (packed blocks,) int64, the blocks to copy; None for all."""
     block_size = packed.shape[1]
     for tensor, half in zip((k, v), split_packed(packed, k.shape[3]), strict=True):
-        if triton_backend.by_kernels(k.device):
+        if triton_backend.can_use_kernels(k.device):
             from ..kernels.portable.merge import copy_rows
 
             with current_device(k.device):

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from ..backends import compute_dtype, lse_to_subtract
 from ..backends import triton as triton_backend
 from ..backends.torch import block_means, without_autocast
 from ..compat.names import NAMESPACE, operator_name
@@ -31,7 +31,7 @@ _CHUNK_CPU, _CHUNK_GPU = 1 << 22, 1 << 26  # scores held at a time
 
 
 class _Choice(NamedTuple):
-    """A choice of ``keep`` blocks by each group of ``every`` queries. heads: that pick. bounds: see ``choose_blocks``."""
+    """A choice of ``keep`` blocks by each group of ``every`` queries. heads: that pick. bounds: see ``choose_by_keys``."""
 
     heads: int
     keep: int
@@ -42,27 +42,27 @@ class _Choice(NamedTuple):
     bounds: torch.Tensor | None = None
 
     @property
-    def own(self) -> int:
+    def own_blocks(self) -> int:
         """The most blocks in which the queries of one group are."""
         return most_own_blocks(self.every, self.block_size, self.kv_len - self.q_len)
 
-    def fake(self, like: torch.Tensor) -> torch.Tensor:
-        shape = like.shape[0], self.heads, -(-self.q_len // self.every), self.keep - 1 + self.own
+    def make_fake_picks(self, like: torch.Tensor) -> torch.Tensor:
+        shape = like.shape[0], self.heads, -(-self.q_len // self.every), self.keep - 1 + self.own_blocks
         return like.new_empty(shape, dtype=torch.int32)
 
-    def by_kernel(self, source: torch.Tensor, keys: torch.Tensor | None, kind: str, compression: Any = None) -> torch.Tensor:
+    def pick_with_kernel(self, source: torch.Tensor, keys: torch.Tensor | None, kind: str, compression: Any = None) -> torch.Tensor:
         """See ``kernels/selection/pick_blocks``."""
         from ..kernels.selection.pick_blocks import pick_blocks
 
-        sizes = self.keep - 1, self.own, self.every, self.block_size, self.heads, self.q_len, self.kv_len
+        sizes = self.keep - 1, self.own_blocks, self.every, self.block_size, self.heads, self.q_len, self.kv_len
         with current_device(source.device):
             return pick_blocks(as_contiguous_rows(source), keys, kind, *sizes, bounds=self.bounds, compression=compression)
 
-    def by_operations(
-        self, scored: Callable[[int, int], torch.Tensor], groups: int, numbers: int, device: torch.device
+    def pick_in_chunks(
+        self, score: Callable[[int, int], torch.Tensor], groups: int, numbers: int, device: torch.device
     ) -> torch.Tensor:
-        """scored: (low, high) -> the scores of groups low .. high - 1, (batch, heads, groups, blocks). numbers: how many are held
-        for a group."""
+        """Picks in PyTorch operations. score: (low, high) -> the scores of groups low .. high - 1, (batch, heads, groups, blocks).
+        numbers: how many a group's scores take."""
         if self.bounds is None:
             first = group_positions(groups, self.every, self.q_len, self.kv_len, device)[0]
             before, least = first.clamp(min=0).div(self.block_size, rounding_mode="floor")[:, None], None
@@ -72,7 +72,7 @@ class _Choice(NamedTuple):
         parts = []
         for low in range(0, groups, step):
             some = slice(low, low + step)
-            parts.append(rank_columns(scored(low, low + step), before[some], self.keep - 1, None if least is None else least[some]))
+            parts.append(rank_columns(score(low, low + step), before[some], self.keep - 1, None if least is None else least[some]))
         best = torch.cat(parts, 2)
         if self.bounds is not None:
             return add_own_block(best, before, -(-self.kv_len // self.block_size))
@@ -80,7 +80,7 @@ class _Choice(NamedTuple):
 
 
 @torch.library.custom_op(operator_name("choose_blocks"), mutates_args=())
-def choose_blocks(
+def choose_by_keys(
     q: torch.Tensor,
     k: torch.Tensor,
     keep: int,
@@ -100,11 +100,11 @@ def choose_blocks(
     choice = _Choice(k.shape[1] if share_group else q.shape[1], keep, every, block_size, q_len, kv_len, bounds)
     means = block_means(k[:, :, : kv_len // block_size * block_size], block_size) if score == "mean" else None
     if kernel_chooses(q, choice.heads, keep) and q.shape[3] * q.element_size() <= _MOST_BYTES:
-        return choice.by_kernel(q, as_contiguous_rows(k) if means is None else means, score)
-    exact = torch.promote_types(q.dtype, torch.float32)
+        return choice.pick_with_kernel(q, as_contiguous_rows(k) if means is None else means, score)
+    exact = compute_dtype(q)
     rows, whole = q[:, :, ::every].unflatten(1, (k.shape[1], -1)), kv_len // block_size
 
-    def scored(low: int, high: int) -> torch.Tensor:
+    def score_groups(low: int, high: int) -> torch.Tensor:
         some = rows[:, :, :, low:high].to(exact)
         if means is not None:
             some = some.sum(2, keepdim=True) if share_group else some
@@ -117,31 +117,31 @@ def choose_blocks(
 
     numbers = q.shape[0] * q.shape[1] * (whole if score == "mean" else whole * block_size)
     with without_autocast(q):
-        return choice.by_operations(scored, rows.shape[3], numbers, q.device)
+        return choice.pick_in_chunks(score_groups, rows.shape[3], numbers, q.device)
 
 
-@choose_blocks.register_fake
+@choose_by_keys.register_fake
 def _(q: torch.Tensor, k: torch.Tensor, keep: int, every: int, block_size: int, share_group: bool, *_: object) -> torch.Tensor:
     heads = k.shape[1] if share_group else q.shape[1]
-    return _Choice(heads, keep, every, block_size, q.shape[2], k.shape[2]).fake(q)
+    return _Choice(heads, keep, every, block_size, q.shape[2], k.shape[2]).make_fake_picks(q)
 
 
 @torch.library.custom_op(operator_name("choose_by_scores"), mutates_args=())
 def choose_by_scores(
     scores: torch.Tensor, keep: int, every: int, block_size: int, q_len: int, kv_len: int, bounds: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Like ``choose_blocks``, by given scores: (batch, heads that pick, groups, blocks) of a floating-point type. -inf and NaN are
+    """Like ``choose_by_keys``, by given scores: (batch, heads that pick, groups, blocks) of a floating-point type. -inf and NaN are
     never chosen."""
     batch, heads, groups, blocks = scores.shape
     choice = _Choice(heads, keep, every, block_size, q_len, kv_len, bounds)
     if kernel_chooses(scores, heads, keep):
-        return choice.by_kernel(scores, None, "given")
-    return choice.by_operations(lambda low, high: scores[:, :, low:high], groups, batch * heads * blocks, scores.device)
+        return choice.pick_with_kernel(scores, None, "given")
+    return choice.pick_in_chunks(lambda low, high: scores[:, :, low:high], groups, batch * heads * blocks, scores.device)
 
 
 @choose_by_scores.register_fake
 def _(scores: torch.Tensor, keep: int, every: int, block_size: int, q_len: int, kv_len: int, *_: object) -> torch.Tensor:
-    return _Choice(scores.shape[1], keep, every, block_size, q_len, kv_len).fake(scores)
+    return _Choice(scores.shape[1], keep, every, block_size, q_len, kv_len).make_fake_picks(scores)
 
 
 @torch.library.custom_op(operator_name("choose_by_compressed"), mutates_args=())
@@ -157,7 +157,7 @@ def choose_by_compressed(
     stride: int,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Like ``choose_blocks``, by attention to compressed keys: a block's score is the weight of its tokens.
+    """Like ``choose_by_keys``, by attention to compressed keys: a block's score is the weight of its tokens.
 
     keys: (batch, kv_heads, n, head_dim), key i of the tokens i * stride .. i * stride + length - 1, all of them before kv_len. A
     query reads the keys that have no token after it, at scale 1 / sqrt(head_dim). stride divides length and block_size; a key
@@ -165,49 +165,37 @@ def choose_by_compressed(
     choice. lse: (batch, heads, groups), natural, of the groups' first queries over what they read; None: computed.
     """
     choice = _Choice(keys.shape[1] if share_group else q.shape[1], keep, every, block_size, q.shape[2], kv_len)
-    lse = None if lse is None else lse.to(torch.promote_types(q.dtype, torch.float32)).contiguous()
+    lse = None if lse is None else lse.to(compute_dtype(q)).contiguous()
     if keys.shape[2] and kernel_chooses(q, choice.heads, keep) and q.shape[3] * q.element_size() <= _MOST_BYTES:
         from ..kernels.selection.pick_blocks import Compressed
 
-        return choice.by_kernel(q, as_contiguous_rows(keys), COMPRESSED, Compressed(length, stride, lse))
+        return choice.pick_with_kernel(q, as_contiguous_rows(keys), COMPRESSED, Compressed(length, stride, lse))
     rows = q[:, :, ::every].unflatten(1, (keys.shape[1], -1))
     position = group_positions(rows.shape[3], every, q.shape[2], kv_len, q.device)[0]
-    blocks = kv_len // block_size
-    scored = partial(_compressed_scores, rows, keys, position, lse, share_group, blocks, block_size, length, stride)
-    with without_autocast(q):
-        return choice.by_operations(scored, rows.shape[3], q.shape[0] * q.shape[1] * max(keys.shape[2], blocks), q.device)
-
-
-def _compressed_scores(
-    rows: torch.Tensor,
-    keys: torch.Tensor,
-    position: torch.Tensor,
-    lse: torch.Tensor | None,
-    share_group: bool,
-    blocks: int,
-    block_size: int,
-    length: int,
-    stride: int,
-    low: int,
-    high: int,
-) -> torch.Tensor:
-    """(batch, heads that pick, groups, blocks) scores of the groups low .. high - 1. rows: (batch, kv_heads, group, groups,
-    head_dim), their first queries. position: of these."""
-    exact = torch.promote_types(rows.dtype, torch.float32)
-    scores = rows[:, :, :, low:high].to(exact) @ keys[:, :, None].to(exact).mT * rows.shape[4] ** -0.5
     last = torch.arange(keys.shape[2], device=keys.device) * stride + (length - 1)
-    scores = scores.masked_fill(last > position[low:high, None], float("-inf"))
-    logs = scores.logsumexp(-1) if lse is None else lse.unflatten(1, rows.shape[1:3])[..., low:high]
-    # exp(-inf - inf) is 0, while exp(-inf + inf) would be NaN.
-    weights = (scores - logs.masked_fill(logs == float("-inf"), float("inf"))[..., None]).exp()
-    weights = (weights.sum(2, keepdim=True) if share_group else weights).flatten(1, 2)
+    blocks, exact = kv_len // block_size, compute_dtype(q)
+
+    def score_groups(low: int, high: int) -> torch.Tensor:
+        scores = rows[:, :, :, low:high].to(exact) @ keys[:, :, None].to(exact).mT * rows.shape[4] ** -0.5
+        scores = scores.masked_fill(last > position[low:high, None], float("-inf"))
+        logs = scores.logsumexp(-1) if lse is None else lse.unflatten(1, rows.shape[1:3])[..., low:high]
+        weights = (scores - lse_to_subtract(logs)[..., None]).exp()
+        weights = (weights.sum(2, keepdim=True) if share_group else weights).flatten(1, 2)
+        return _sum_strides(weights, blocks, block_size // stride, length // stride)
+
+    with without_autocast(q):
+        return choice.pick_in_chunks(score_groups, rows.shape[3], q.shape[0] * q.shape[1] * max(keys.shape[2], blocks), q.device)
+
+
+def _sum_strides(weights: torch.Tensor, blocks: int, per_block: int, reach: int) -> torch.Tensor:
+    """(batch, heads, groups, blocks) weights of blocks, from those of compressed keys. per_block: strides of a block. reach:
+    strides of a compressed key, of which the first of key i is stride i."""
     # Added stride by stride, in one order for all blocks, so that equal blocks have equal scores.
-    reach, per_block = length // stride, block_size // stride
-    weights = torch.nn.functional.pad(weights, (reach - 1, max(0, blocks * per_block - keys.shape[2])))
+    padded = torch.nn.functional.pad(weights, (reach - 1, max(0, blocks * per_block - weights.shape[3])))
     total = weights.new_zeros(*weights.shape[:3], blocks)
     for step in range(1 - reach, per_block):
         inside = min(step + reach, per_block) - max(step, 0)
-        total += inside * weights[..., step + reach - 1 :: per_block][..., :blocks]
+        total += inside * padded[..., step + reach - 1 :: per_block][..., :blocks]
     return total
 
 
@@ -215,13 +203,13 @@ def _compressed_scores(
 def _(
     q: torch.Tensor, keys: torch.Tensor, keep: int, every: int, block_size: int, share_group: bool, kv_len: int, *_: object
 ) -> torch.Tensor:
-    return _Choice(keys.shape[1] if share_group else q.shape[1], keep, every, block_size, q.shape[2], kv_len).fake(q)
+    return _Choice(keys.shape[1] if share_group else q.shape[1], keep, every, block_size, q.shape[2], kv_len).make_fake_picks(q)
 
 
 def kernel_chooses(x: torch.Tensor, heads: int, keep: int) -> bool:
     """Whether the kernel chooses. Elsewhere PyTorch operations do, which do not synchronize either."""
     fits = x.dtype in triton_backend.DTYPES and x.shape[0] * heads > 0 and keep <= _MOST_KEPT
-    return fits and triton_backend.by_kernels(x.device)
+    return fits and triton_backend.can_use_kernels(x.device)
 
 
 def rank_columns(scores: torch.Tensor, before: torch.Tensor, chosen: int, least: torch.Tensor | None = None) -> torch.Tensor:

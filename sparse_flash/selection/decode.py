@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..backends import E4M3, Call, cache_capacity, check_read_pages, dequantized, empty_out, hopper
+from ..backends import E4M3, Call, cache_capacity, check_read_pages, compute_dtype, dequantized, empty_out, hopper, lse_to_subtract
 from ..backends import triton as triton_backend
 from ..backends.torch import without_autocast
 from ..compat.flop_counter import flop_formula
@@ -28,7 +28,7 @@ def supports(name: str, call: Call) -> str | None:
         return None
     if name == "reference":
         return "over picked blocks it does not decode"
-    return (hopper.available() if name == "hopper" else None) or triton_backend.supports(call)
+    return (hopper.why_unavailable() if name == "hopper" else None) or triton_backend.supports(call)
 
 
 def decode(
@@ -84,22 +84,12 @@ _decode_operator = torch.library.custom_op(operator_name("selected_attention_dec
 
 @_decode_operator.register_fake
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    return empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=compute_dtype(q))
 
 
 @flop_formula("selected_attention_decode")
-def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    picks: torch.Tensor,
-    block_size: int,
-    every: int,
-    kv_lens: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    *_: object,
-    **__: object,
-) -> int:
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any, **_: object) -> int:
+    picks, block_size, every, kv_lens, block_table = call[:5]
     picks, group = _repeat_picks(picks, every, q.shape[2]), q.shape[1] // picks.shape[1]
     if not have_values(picks, kv_lens):
         return forward_flops(q.shape[3], v.shape[3]) * picks.numel() * block_size * group
@@ -126,7 +116,7 @@ def decode_by_operations(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) in PyTorch operations. picks: (batch, heads that pick, q_len, n) int32, -1 for none, no block twice."""
     heads, q_len, slots = picks.shape[1:]
-    exact = torch.promote_types(q.dtype, torch.float32)
+    exact = compute_dtype(q)
     position = query_positions(q, cache_capacity(k, block_table), kv_lens)[:, None, :, None]
     rows = q.unflatten(1, (heads, -1)).transpose(2, 3).to(exact)
     out, lse = empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=exact)
@@ -147,7 +137,7 @@ def decode_by_operations(
             values = values.masked_fill(~kept[..., None], 0.0)
             scores = (scale * (rows[:, :, some] @ keys.mT)).masked_fill(~kept[:, :, :, None], float("-inf"))
             logs = scores.logsumexp(-1, keepdim=True)
-            weights = (scores - torch.where(logs == float("-inf"), float("inf"), logs)).exp()
+            weights = (scores - lse_to_subtract(logs)).exp()
             out[:, :, some] = (weights @ values).transpose(2, 3).flatten(1, 2).to(q.dtype)
             lse[:, :, some] = logs[..., 0].transpose(2, 3).flatten(1, 2)
     return out, lse

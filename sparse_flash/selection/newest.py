@@ -24,7 +24,7 @@ from .decode import query_positions, read_tokens, resolve_lengths
 def choose_newest(
     q: torch.Tensor, means: torch.Tensor, kv_lens: torch.Tensor | None, length: int, keep: int, block_size: int, share_group: bool
 ) -> torch.Tensor:
-    """Like ``choose_blocks``, for few queries, the last ones of each sequence. One at a negative position picks none.
+    """Like ``choose_by_keys``, for few queries, the last ones of each sequence. One at a negative position picks none.
 
     means: (batch, kv_heads, blocks, head_dim), in the dtype of ``block_means``, of a cache of ``length`` tokens. kv_lens: (batch,)
     int32; None: ``length``.
@@ -76,7 +76,7 @@ def update_means(
     """
     batch, heads, blocks = means.shape[0], means.shape[1], means.shape[2] - 1
     touched = (tokens + block_size - 2) // block_size + 1
-    if means.dtype == torch.float32 and k.dtype in triton_backend.DTYPES and triton_backend.by_kernels(k.device):
+    if means.dtype == torch.float32 and k.dtype in triton_backend.DTYPES and triton_backend.can_use_kernels(k.device):
         call = means, k, blocks, touched, block_size, kv_lens, block_table
         (_update_by_kernel if is_plain_eager(k) else _update_operator)(*call)
         return
@@ -102,11 +102,11 @@ def _update_by_kernel(
     kv_lens: torch.Tensor | None,
     block_table: torch.Tensor | None,
 ) -> None:
-    from ..kernels.selection.newest_blocks import update_means as by_kernel
+    from ..kernels.selection.newest_blocks import update_means as launch_update
 
     if means.shape[0]:
         with current_device(k.device):
-            by_kernel(means, as_contiguous_rows(k), blocks, touched, block_size, _contiguous(kv_lens), _contiguous(block_table))
+            launch_update(means, as_contiguous_rows(k), blocks, touched, block_size, _contiguous(kv_lens), _contiguous(block_table))
 
 
 _update_operator = torch.library.custom_op(operator_name("update_means"), _update_by_kernel, mutates_args=("means",))

@@ -30,18 +30,14 @@ from ..dispatch import observers
 from ..dispatch.flops import backward_flops, forward_flops, have_values
 from ..dispatch.operators import make_empty_results, prepare_upstream, refuse_batched, refuse_second_derivatives, refuse_transforms
 from ..masks.block_mask import BlockMask
-from . import by_definition, by_hopper_kernels, by_kernels, by_operations
+from . import hopper, reference, triton
+from . import torch as selection_torch
 from .block_selection import BlockSelection, count_selected_pairs
 
 _Packed: TypeAlias = tuple[torch.Tensor, list[torch.Tensor], int, int, int, bool]
 _Call: TypeAlias = tuple[torch.Tensor, list[torch.Tensor], int, int, int, bool, float | None, str]
 
-BACKENDS: dict[str, ModuleType] = {
-    "hopper": by_hopper_kernels,
-    "triton": by_kernels,
-    "torch": by_operations,
-    "reference": by_definition,
-}
+BACKENDS: dict[str, ModuleType] = {"hopper": hopper, "triton": triton, "torch": selection_torch, "reference": reference}
 
 
 def attend_to_picks(
@@ -53,7 +49,7 @@ def attend_to_picks(
     if q.shape[0] == 0:
         backends.check_name(backend)
         return make_empty_results(q, k, v, None)
-    if not observers.looked_at():
+    if not observers.is_observed():
         return _forward(q, k, v, *_pack_selection(selection), scale, backend)
     q, k, v = (t.view_as(t) for t in (q, k, v))
     out, lse = _forward(q, k, v, *_pack_selection(selection), scale, backend)
@@ -95,7 +91,7 @@ def _prepare_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: *_Ca
     def supports(name: str, call: backends.Call) -> str | None:
         return BACKENDS[name].supports(call, selection) if name in BACKENDS else "it does not take a BlockSelection"
 
-    name = backends.choose_backend(backend, backends.Call.of(q, k, v, selection.block_size), supports)
+    name = backends.choose_backend(backend, backends.Call.from_tensors(q, k, v, selection.block_size), supports)
     return BACKENDS[name], selection, q.shape[3] ** -0.5 if scale is None else scale
 
 
@@ -114,7 +110,7 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: *_Call) -
 
 @_forward.register_fake
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: *_Call) -> tuple[torch.Tensor, torch.Tensor]:
-    return backends.empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=_compute_dtype(q))
+    return backends.empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=backends.compute_dtype(q))
 
 
 @_define_operator(
@@ -151,7 +147,7 @@ def _block_lse(q: torch.Tensor, k: torch.Tensor, *call: *_Call) -> torch.Tensor:
 
 @_block_lse.register_fake
 def _(q: torch.Tensor, k: torch.Tensor, *call: *_Call) -> torch.Tensor:
-    return q.new_empty(*q.shape[:3], call[0].shape[3], dtype=_compute_dtype(q))
+    return q.new_empty(*q.shape[:3], call[0].shape[3], dtype=backends.compute_dtype(q))
 
 
 @_define_operator("picked_block_lse_backward", "Tensor dblock_lse, Tensor q, Tensor k, Tensor block_lse", "(Tensor, Tensor)")
@@ -167,13 +163,11 @@ def _(dblock_lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *call: Any) ->
     return torch.empty_like(q), torch.empty_like(k)
 
 
-def _compute_dtype(x: torch.Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def _keep_call(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, picks, tables, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output, picks, *tables)
+def _keep_call(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+    """inputs: q, k and perhaps v, then ``_Call``."""
+    tensors, (picks, tables, *ctx.options) = inputs[:-8], inputs[-8:]
+    results = output if isinstance(output, tuple) else (output,)
+    ctx.save_for_backward(*tensors, *results, picks, *tables)
     ctx.set_materialize_grads(False)
 
 
@@ -183,12 +177,6 @@ def _gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -
     if dout is None and dlse is None:
         return None, None, None, *none
     return *_backward(*prepare_upstream(dout, dlse, out, lse), q, k, v, out, lse, picks, tables, *ctx.options), *none
-
-
-def _keep_block_lse(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    q, k, picks, tables, *ctx.options = inputs
-    ctx.save_for_backward(q, k, output, picks, *tables)
-    ctx.set_materialize_grads(False)
 
 
 def _gradients_of_block_lse(ctx: Any, dblock_lse: torch.Tensor | None) -> tuple[Any, ...]:
@@ -229,5 +217,5 @@ def _(dblock_lse: object, q: torch.Tensor, k: torch.Tensor, block_lse: object, *
 
 torch.library.register_autograd(operator_name("selected_attention"), _gradients, setup_context=_keep_call)
 torch.library.register_autograd(operator_name("selected_attention_backward"), refuse_second_derivatives)
-torch.library.register_autograd(operator_name("picked_block_lse"), _gradients_of_block_lse, setup_context=_keep_block_lse)
+torch.library.register_autograd(operator_name("picked_block_lse"), _gradients_of_block_lse, setup_context=_keep_call)
 torch.library.register_autograd(operator_name("picked_block_lse_backward"), refuse_second_derivatives)

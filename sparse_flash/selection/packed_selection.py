@@ -13,7 +13,7 @@ import torch
 
 from ..masks.compiler import compile_mask
 from ..masks.pattern import Pattern
-from ..packed.repack import Axis, Documents, most_blocks, repack_documents
+from ..packed.repack import Axis, PackedDocuments, most_blocks, repack_documents
 from .block_selection import BlockSelection, without_later_keys
 
 # The most queries of a kernels' tile. A tile visits the blocks that any of its queries picked, and a weight of 0 times NaN is
@@ -51,8 +51,8 @@ class PackedSelection:
         return self.picks.shape[1]
 
     @property
-    def documents(self) -> Documents:
-        return Documents(self.cu_seqlens, self.tokens, self.longest)
+    def documents(self) -> PackedDocuments:
+        return PackedDocuments(self.cu_seqlens, self.tokens, self.longest)
 
     def to_dense(self) -> torch.Tensor:
         """True where a pair is kept: (kv_heads | heads, tokens, tokens) bool. For inspecting short documents and for tests."""
@@ -78,7 +78,7 @@ class PackedSelection:
         if self.always is None:
             axis = block_axis(self.documents, place, max(self.block_size, _TILE))
         else:
-            packed = repack_documents(without_later_keys(self.always), self.documents, None, apart=True)
+            packed = repack_documents(without_later_keys(self.always), self.documents, None, one_per_block=True)
             axis, table = packed.queries, packed.mask
         first = ((axis.row_of_token - place.within) // self.block_size)[:, None]
         picks = torch.where(self.picks < 0, -1, self.picks + first)
@@ -99,7 +99,7 @@ class TokenPositions(NamedTuple):
     exists: torch.Tensor
 
 
-def locate_tokens(side: Documents) -> TokenPositions:
+def locate_tokens(side: PackedDocuments) -> TokenPositions:
     """Returns where tokens are. A token of no document has position 0."""
     bounds = _borders(side)
     token = torch.arange(side.tokens, device=bounds.device)
@@ -109,12 +109,12 @@ def locate_tokens(side: Documents) -> TokenPositions:
     return TokenPositions(document, torch.where(exists, within, 0), exists)
 
 
-def _borders(side: Documents) -> torch.Tensor:
+def _borders(side: PackedDocuments) -> torch.Tensor:
     """(documents + 1,) int64, ascending, within the tokens, whatever cu_seqlens holds."""
     return side.cu_seqlens.long().clamp(0, side.tokens).cummax(0).values
 
 
-def block_axis(side: Documents, place: TokenPositions, block: int) -> Axis:
+def block_axis(side: PackedDocuments, place: TokenPositions, block: int) -> Axis:
     """An axis where each document starts in a new block of this size."""
     bounds = _borders(side)
     blocks = (bounds.diff().clamp(max=side.longest) + block - 1) // block

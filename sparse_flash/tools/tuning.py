@@ -99,12 +99,12 @@ def unavailable() -> str | None:
     """Why nothing can be tuned on this machine, or None."""
     if not torch.cuda.is_available():
         return "there is no GPU; tuning chooses tile sizes of GPU kernels, and the built-in ones work without it"
-    return triton_backend.available()
+    return triton_backend.why_unavailable()
 
 
 def describe_tile_sizes(device: torch.device) -> str:
     """Says how the tile sizes of the portable kernels on this GPU were chosen."""
-    if reason := triton_backend.available() or configs.refusal(device):
+    if reason := triton_backend.why_unavailable() or configs.refusal(device):
         return f"none: {reason}"
     return configs.provenance(configs.detect_gpu(device))
 
@@ -141,7 +141,7 @@ def make_tasks(problem: TuningProblem, device: torch.device, backend: str = "aut
         if mask is not None and mask.keeps_all:
             continue  # attention runs it dense
         block_size = None if mask is None else mask.block_size
-        chosen = backends.choose_backend(backend, backends.Call.of(q, k, v, block_size))
+        chosen = backends.choose_backend(backend, backends.Call.from_tensors(q, k, v, block_size))
         if chosen not in ("triton", "hopper"):
             raise ValueError(f"back end {chosen!r}, which runs this call, has no configs to tune; tune 'triton'")
         for kernel, run in _kernel_runs(problem, mask, *inputs).items():

@@ -67,7 +67,7 @@ def unavailable() -> str | None:
     """Why nothing can be compiled here, or None."""
     if not torch.cuda.is_available():
         return "there is no GPU to compile for"
-    return triton_backend.available()
+    return triton_backend.why_unavailable()
 
 
 def warm(calls: list[CallKind], device: torch.device, backend: str = "auto", workers: int | None = None) -> Warmed:
@@ -93,8 +93,8 @@ def _launch(call: CallKind, device: torch.device, backend: str) -> None:
     mask = None
     if call.mask is not None:
         mask = compile_mask(*_MASKS[call.mask], block_size=call.block_size, device=device)
-    sample = backends.Call.of(q, k, v, None if mask is None else call.block_size, deterministic=call.deterministic)
-    module = backends.backend(backends.choose_backend(backend, sample))
+    sample = backends.Call.from_tensors(q, k, v, None if mask is None else call.block_size, deterministic=call.deterministic)
+    module = backends.get_backend(backends.choose_backend(backend, sample))
     module.forward(q, k, v, mask, 1.0, call.deterministic, None)
     out, lse = empty(1, heads, _TOKENS, call.v_head_dim), torch.empty(1, heads, _TOKENS, device=device)
     module.backward(torch.empty_like(out), None, q, k, v, out, lse, mask, 1.0, call.deterministic, None)

@@ -68,7 +68,7 @@ def test_scores_far_below_zero_give_no_weight_to_keys_that_do_not_exist(backend,
 
 @parametrize("backend", BACKENDS)
 def test_drawn_patterns_shapes_and_layouts_are_right(backend):
-    reason = backends.backend(backend).available()
+    reason = backends.get_backend(backend).why_unavailable()
     if reason:
         pytest.skip(f"{backend}: {reason}")
     longest = 130 if backend == "triton" and DEVICE == "cpu" else 400
@@ -144,8 +144,8 @@ def test_an_empty_call_has_the_head_dim_of_v(lengths):
 
 
 def test_hopper_names_a_head_dim_of_v_that_it_does_not_run(monkeypatch):
-    hopper = backends.backend("hopper")
-    monkeypatch.setattr(hopper, "available", lambda: None)
+    hopper = backends.get_backend("hopper")
+    monkeypatch.setattr(hopper, "why_unavailable", lambda: None)
     monkeypatch.setattr(hopper, "_is_hopper", lambda device: True)
     call = backends.Call(torch.device("cuda"), torch.float16, 1, 2, 2, 64, 64, 128, None)
     assert hopper.supports(call) is None
@@ -403,7 +403,7 @@ def test_both_passes_learn_whether_the_call_is_deterministic(monkeypatch, given,
 
 @parametrize("deterministic", [False, True])
 def test_what_is_compiled_ahead_is_the_backward_pass_of_this_call(monkeypatch, deterministic):
-    hopper, seen = backends.backend("hopper"), []
+    hopper, seen = backends.get_backend("hopper"), []
     q, k, v = accepted("torch", 16, requires_grad=True)
     lse = torch.zeros(q.shape[:3], device=DEVICE)
     kernels = SimpleNamespace(attention_forward=lambda *_, beside: (beside(), (q, lse))[1])
@@ -420,7 +420,7 @@ def test_a_named_back_end_raises_its_reason_and_never_gives_way():
 
 
 def test_where_no_back_end_can_run_the_error_gives_every_reason(monkeypatch):
-    monkeypatch.setattr(backends.backend("torch"), "supports", lambda call: "not today")
+    monkeypatch.setattr(backends.get_backend("torch"), "supports", lambda call: "not today")
     q, k, v = inputs(dtype=torch.float64)
     with pytest.raises(
         ValueError, match=r"no back end can run this call \(hopper: .*; triton: .*; torch: not today\); .*'reference'"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import strategies
 import torch
-from accepted import fitted
+from accepted import fitted, needs_triton
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from oracle import BACKENDS, DEVICE, check, dense_attention, gradients, no_host_synchronization
@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparse_flash as sf
-from sparse_flash import backends
 from sparse_flash.api import call as api_call
 from sparse_flash.choosers import choose
 from sparse_flash.dispatch import operators
@@ -30,7 +29,6 @@ from sparse_flash.parallel import planning
 from sparse_flash.variant.variant import build_variant
 
 parametrize = pytest.mark.parametrize
-runs = pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")
 LENGTHS = st.tuples(st.integers(1, 300), st.integers(1, 300)) | st.integers(1, 300).map(lambda n: (n, n))
 # Where rounding decides nothing: mass and relative of 1 keep all that is not 0, or what equals the largest.
 clear = st.tuples(st.just("keep"), st.integers(1, 4)) | st.tuples(st.sampled_from(choosers.RULES), st.sampled_from([0.1, 0.3, 0.6]))
@@ -154,7 +152,7 @@ def test_given_scores_are_taken_and_none_nan_or_minus_infinity_is_kept(chooser, 
     np.testing.assert_array_equal(dense(mask, q), definition(spec, q, k, scores.cpu().numpy()))
 
 
-@runs
+@needs_triton
 @settings(max_examples=8)
 @given(
     some=st.lists(chosen.drawn(["scored"], block=st.just(64)), min_size=1, max_size=2),

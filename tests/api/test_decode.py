@@ -91,7 +91,7 @@ def compare(
         tensor((batch, kv_heads, capacity, width), layout, dtype=dtype, generator=generator)
         for width in (head_dim, v_head_dim or head_dim)
     )
-    call = backends.Call.of(q, k, v, asked["block_size"])
+    call = backends.Call.from_tensors(q, k, v, asked["block_size"])
     require(backend, call, lambda: sf.attention_decode(q, k, v, pattern, backend=backend))
     for sequence, length in enumerate(lengths):
         k[sequence, :, length:] = v[sequence, :, length:] = float("nan")
@@ -145,7 +145,7 @@ def test_pages_in_any_order_are_read_by_the_block_table_alone(backend, page_size
 @parametrize("backend", ["torch", "triton", "reference"])
 def test_lengths_and_tables_of_64_bits_give_what_those_of_32_bits_do(backend):
     q, pages = torch.randn(2, 4, 1, 32, device=DEVICE), torch.randn(9, 2, 16, 32, device=DEVICE)
-    require(backend, backends.Call.of(q, pages, pages, 128))
+    require(backend, backends.Call.from_tensors(q, pages, pages, 128))
     lens, table = torch.tensor([60, 3], device=DEVICE), torch.tensor([[1, 0, 3, 8], [4, 2, 5, 7]], device=DEVICE)
     wide, narrow = (
         sf.attention_decode(q, pages, pages, "causal", kv_lens=lens.to(a), block_table=table.to(b), backend=backend)
@@ -327,7 +327,7 @@ def test_the_operator_is_what_a_compiler_sees(backend):
     def step(q, k, lens):
         return sf.attention_decode(q, k, k, "causal & local(40)", kv_lens=lens, backend=backend)
 
-    require(backend, backends.Call.of(q, k, k, 128))
+    require(backend, backends.Call.from_tensors(q, k, k, 128))
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(q, k, lens), step(q, k, lens))
 
@@ -343,7 +343,7 @@ def test_opcheck_passes(block_table):
 @parametrize("spec", [None, "causal & local(300)", "causal & strided(9, block=64)"])
 @parametrize("q_len", [1, 33])
 def test_attention_itself_shares_few_queries_among_programs_and_is_differentiable(q_len, spec):
-    triton = backends.backend("triton")
+    triton = backends.get_backend("triton")
     q, k = torch.empty(1, 2, q_len, 32, device=DEVICE), torch.empty(1, 1, 2100, 32, device=DEVICE)
     check("triton", spec, q_len, 2100, block_size=128, heads=2, kv_heads=1)
     assert triton.has_few_queries(q, k)

@@ -2,20 +2,19 @@
 
 import pytest
 import torch
+from accepted import needs_triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import DEVICE, LAYOUTS, dense_attention, no_host_synchronization, tensor
 from test_decode import PATTERNS, TOLERANCE, in_pages, kept_by_definition
 
 import sparse_flash as sf
-from sparse_flash import backends
 from sparse_flash.dispatch import operators
 
 pytestmark = pytest.mark.usefixtures("poison")
 parametrize = pytest.mark.parametrize
 E4M3 = torch.float8_e4m3fn
-runs = pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")
-on_each = parametrize("backend", ["torch", "reference", pytest.param("triton", marks=runs)])
+on_each = parametrize("backend", ["torch", "reference", pytest.param("triton", marks=needs_triton)])
 CAPACITY = 384
 NAMES = ("dense", "causal", "window and sinks", "two-sided window", "bits", "nothing")
 
@@ -81,7 +80,7 @@ def test_every_kind_of_cache_is_read_as_its_numbers_times_their_scales(backend, 
         torch.testing.assert_close(lse[sequence].double(), wanted_lse, atol=1e-5, rtol=1e-5)
 
 
-@parametrize("backend", ["torch", pytest.param("triton", marks=runs)])
+@parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
 @given(st.data())
 @settings(max_examples=20)
 def test_picked_blocks_are_read_as_their_numbers_times_their_scales(backend, data):
@@ -114,7 +113,7 @@ def test_picked_blocks_are_read_as_their_numbers_times_their_scales(backend, dat
         torch.testing.assert_close(ours.double(), wanted, atol=1e-5, rtol=1e-5)
 
 
-@runs
+@needs_triton
 @parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_many_small_weights_and_queries_past_the_range_of_float16_are_not_lost(dtype):
     # One key has weight 1 and value 0; 4,095 others have weight 2^-26 and value 1, in tokens whose scales differ by 2^10.
@@ -232,7 +231,7 @@ def test_what_does_not_fit_is_refused():
             call(k, k, v if call is sf.attention else 2)
 
 
-@runs
+@needs_triton
 def test_an_odd_head_dim_is_left_to_other_back_ends():
     q, k, v, scales = example()
     with pytest.raises(ValueError, match="it reads e4m3 caches of an even head_dim; got 31 and 31 of v"):

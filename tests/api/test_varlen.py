@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import strategies
 import torch
-from accepted import fitted
+from accepted import fitted, needs_triton
 from hypothesis import given, settings
 from oracle import BACKENDS, DEVICE, kept_pairs, make_call, measure, no_host_synchronization, require, tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -123,9 +123,9 @@ def check(
 @pytest.fixture(params=["host", "kernels"])
 def packer(request, monkeypatch):
     """Both ways to lay out documents and make their table; without a GPU, Triton's interpreter runs the kernels."""
-    if request.param == "kernels" and backends.backend("triton").available():
-        pytest.skip(backends.backend("triton").available())
-    monkeypatch.setattr(gather_rows, "by_kernels", lambda device: request.param == "kernels")
+    if request.param == "kernels" and backends.get_backend("triton").why_unavailable():
+        pytest.skip(backends.get_backend("triton").why_unavailable())
+    monkeypatch.setattr(gather_rows, "can_use_kernels", lambda device: request.param == "kernels")
 
 
 @pytest.mark.usefixtures("packer")
@@ -280,14 +280,14 @@ def test_new_lengths_compile_no_new_table():
 def pack(
     by_kernels, pattern, q_cu_seqlens, k_cu_seqlens=None, tokens=(1000, 1000), longest=(400, 400), way=repack.repack_documents
 ):
-    if by_kernels and backends.backend("triton").available():
-        pytest.skip(backends.backend("triton").available())
+    if by_kernels and backends.get_backend("triton").why_unavailable():
+        pytest.skip(backends.get_backend("triton").why_unavailable())
     sides = [
-        starts if starts is None else repack.Documents(torch.tensor(starts, device=DEVICE), *rest)
+        starts if starts is None else repack.PackedDocuments(torch.tensor(starts, device=DEVICE), *rest)
         for starts, *rest in zip((q_cu_seqlens, k_cu_seqlens), tokens, longest, strict=True)
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gather_rows, "by_kernels", lambda device: by_kernels)
+        patch.setattr(gather_rows, "can_use_kernels", lambda device: by_kernels)
         return way(pattern, *sides)
 
 
@@ -340,7 +340,9 @@ def test_there_is_room_for_any_lengths(pattern, lengths, same, beyond, slack):
     k_lens = q_lens if same else k_lens
     tokens = sum(q_lens) + beyond, sum(k_lens) + beyond
     longest = max(q_lens) + slack, max(k_lens) + slack
-    sides = [repack.Documents(torch.tensor(bounds(n)), *rest) for n, *rest in zip((q_lens, k_lens), tokens, longest, strict=True)]
+    sides = [
+        repack.PackedDocuments(torch.tensor(bounds(n)), *rest) for n, *rest in zip((q_lens, k_lens), tokens, longest, strict=True)
+    ]
     sizes = sides[0][1:] + sides[1][1:]
     plan, constants = in_place._make_plan("full" if pattern == "none" else SINGLE_RUNS[pattern], *sizes, same, torch.device("cpu"))
     plan = in_place.InPlacePlan(*plan)
@@ -432,14 +434,13 @@ def test_a_document_that_shares_a_block_uses_its_first_tokens_alone_up_to_the_ma
 
 @parametrize("heads_first", [True, False])
 @parametrize("dtype", [torch.float32, torch.float16])
+@needs_triton
 def test_rows_by_the_kernel_equal_those_by_indexing(monkeypatch, dtype, heads_first):
-    if backends.backend("triton").available():
-        pytest.skip(backends.backend("triton").available())
     x = torch.randn(50, 3, 5, 20, device=DEVICE, dtype=dtype)[:, :, 2].transpose(0, 1).contiguous().transpose(0, 1)
     index = torch.randint(-1, 50, (70,), device=DEVICE, dtype=torch.int32)
     results = []
     for by_kernels in (False, True):
-        monkeypatch.setattr(gather_rows, "by_kernels", lambda device, by_kernels=by_kernels: by_kernels)
+        monkeypatch.setattr(gather_rows, "can_use_kernels", lambda device, by_kernels=by_kernels: by_kernels)
         results.append(gather_rows.take_rows(x, index, index, float("-inf"), heads_first))
     assert torch.equal(*results) and results[0].stride() == results[1].stride()
 
@@ -500,7 +501,7 @@ def test_opcheck_passes():
         torch.library.opcheck(repack._pack_operator, (tables, starts, starts, plan), **compared)
     plan, constants = in_place._make_plan("causal", *[300] * 4, True, starts.device)
     torch.library.opcheck(in_place._assemble_operator, (constants, starts, starts, plan), **compared)
-    axis = repack.repack_documents("causal", repack.Documents(starts, 300, 300), None).queries
+    axis = repack.repack_documents("causal", repack.PackedDocuments(starts, 300, 300), None).queries
     x = torch.randn(300, 2, 16, device=DEVICE, requires_grad=True)
     for heads_first in (True, False):
         torch.library.opcheck(gather_rows._take_rows_operator, (x, *axis, 0.0, heads_first))
@@ -608,7 +609,7 @@ def test_compiled_code_serves_many_numbers_of_documents(mask):
 
 def test_sizes_of_packed_tables_are_plain_numbers_where_those_of_their_arguments_are_symbols(monkeypatch):
     # Inductor cannot compile a backward pass that is given a size and not the symbol that it is made of.
-    monkeypatch.setattr(gather_rows, "by_kernels", lambda device: True)
+    monkeypatch.setattr(gather_rows, "can_use_kernels", lambda device: True)
     pattern = sf.parse("causal & (local(9) | sinks(3))")
     plan, tables = repack._make_plan(pattern, 1000, 400, 1000, 400, 8, True, False, torch.device("cpu"))
     mode = FakeTensorMode(shape_env=ShapeEnv())

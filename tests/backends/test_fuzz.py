@@ -83,14 +83,14 @@ def test_calls_may_share_few_kernels_and_still_differ_in_their_masks():
 def test_a_drawn_selection_is_right_and_a_wrong_one_is_named(monkeypatch):
     import fuzz_selections
 
-    from sparse_flash.selection import by_operations
+    from sparse_flash.selection import torch as selection_torch
 
     calls = [fuzz_selections.draw(seed, "torch") for seed in (3, 100, 3)]
     assert calls[0] == calls[2] != calls[1] and str(calls[0]).startswith("seed 3: torch, dtype torch.")
     call = next(call for call in map(fuzz_selections.draw, range(99), ["torch"] * 99) if call.dropped == 0 and call.kv_len > 9)
     assert fuzz_selections.failure(call) is None
-    right = by_operations.backward
-    monkeypatch.setattr(by_operations, "backward", lambda *args: tuple(2 * grad for grad in right(*args)))
+    right = selection_torch.backward
+    monkeypatch.setattr(selection_torch, "backward", lambda *args: tuple(2 * grad for grad in right(*args)))
     assert "is off by" in fuzz_selections.failure(call)
 
 
@@ -101,7 +101,7 @@ def test_right_results_pass_and_wrong_ones_are_named(monkeypatch):
 
     call = next(call for call in (fuzz_calls.draw(seed, "torch") for seed in range(999)) if call.drawn.kept.any())
     assert fuzz_calls.failure(call) is None
-    right = backends.backend("torch")
+    right = backends.get_backend("torch")
     wrong = SimpleNamespace(
         supports=right.supports,
         forward=right.forward,

@@ -145,7 +145,7 @@ def test_the_calibration_ends_at_its_limit():
 
 
 def test_the_command_calibrates_this_gpu_and_predictions_use_it(cache, monkeypatch):
-    monkeypatch.setattr("sparse_flash.backends.hopper.available", lambda: None)
+    monkeypatch.setattr("sparse_flash.backends.hopper.why_unavailable", lambda: None)
     monkeypatch.setattr("sparse_flash.tools.cost.chip_named", lambda device: BEFORE)
     monkeypatch.setattr(calibrate, "copy_rate", lambda: 2.5e6)
     samples = calibrate.measure_samples
@@ -157,7 +157,7 @@ def test_the_command_calibrates_this_gpu_and_predictions_use_it(cache, monkeypat
 
 
 def test_the_command_says_where_there_is_nothing_to_calibrate(monkeypatch):
-    monkeypatch.setattr("sparse_flash.backends.hopper.available", lambda: "it needs a GPU")
+    monkeypatch.setattr("sparse_flash.backends.hopper.why_unavailable", lambda: "it needs a GPU")
     done = CliRunner().invoke(app, ["tune", "--calibrate"])
     assert done.exit_code and "nothing to calibrate" in done.output
 

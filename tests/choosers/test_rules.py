@@ -6,16 +6,15 @@ import chosen
 import numpy as np
 import pytest
 import torch
+from accepted import needs_triton
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from oracle import DEVICE
 
-from sparse_flash import backends
-from sparse_flash.choosers import by_definition, by_kernels
+from sparse_flash.choosers import rules_kernels, rules_torch
 from sparse_flash.masks import chooser as choosers
 
 parametrize = pytest.mark.parametrize
-runs = pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")
 # Sums of these are exact, so that equal sums are equal everywhere.
 EXACT = [0.0, 0.125, 0.25, 0.5, 0.75, 1.0]
 OTHERS = [-0.0, -1.0, -3.0, float("-inf"), float("nan")]
@@ -51,7 +50,7 @@ def on_device(*arrays):
 
 
 def by_operations(scores, allowed, forced, rule, number):
-    return by_definition.apply_rule(*on_device(scores, allowed, forced), rule, number).cpu().numpy()
+    return rules_torch.apply_rule(*on_device(scores, allowed, forced), rule, number).cpu().numpy()
 
 
 def unpacked(words, blocks):
@@ -64,14 +63,14 @@ def by_kernel(scores, allowed, forced, rule, number, copies=1, before=None, firs
     scores, allowed, forced = on_device(scores, allowed, forced)
     batch, heads, count, blocks = scores.shape
     pad = (0, 0, first, 0)
-    limits = by_definition.Limits(
-        *(torch.nn.functional.pad(by_kernels.pack_block_bits(x), pad) for x in (allowed, forced)),
+    limits = rules_torch.Limits(
+        *(torch.nn.functional.pad(rules_kernels.pack_block_bits(x), pad) for x in (allowed, forced)),
         torch.nn.functional.pad(allowed.sum(1), (first, 0)),
     )
     bits = torch.zeros(batch, heads * copies, first + count, -(-blocks // 32), dtype=torch.int32, device=DEVICE)
     if before is not None:
-        bits |= by_kernels.pack_block_bits(torch.from_numpy(before).to(DEVICE))
-    by_kernels.add_kept_blocks(scores, limits, bits, first, rule, number)
+        bits |= rules_kernels.pack_block_bits(torch.from_numpy(before).to(DEVICE))
+    rules_kernels.add_kept_blocks(scores, limits, bits, first, rule, number)
     return unpacked(bits, blocks)
 
 
@@ -84,7 +83,7 @@ def test_a_rule_keeps_what_its_words_say(rows, rule):
         np.testing.assert_array_equal(found[batch], chosen.kept_by(*rule, mine, allowed, forced))
 
 
-@runs
+@needs_triton
 @settings(max_examples=40)
 @given(rows=rows(most=2), rule=rules())
 def test_the_kernel_keeps_what_the_words_say(rows, rule):
@@ -94,7 +93,7 @@ def test_the_kernel_keeps_what_the_words_say(rows, rule):
         np.testing.assert_array_equal(found[batch], chosen.kept_by(*rule, mine, allowed, forced))
 
 
-@runs
+@needs_triton
 @settings(max_examples=6)
 @given(rows=rows(most=2), rule=rules(), first=st.integers(0, 2), seed=st.integers(0, 9))
 def test_the_kernel_adds_to_the_rows_that_it_is_given_for_all_heads_of_a_group(rows, rule, first, seed):
@@ -106,7 +105,7 @@ def test_the_kernel_adds_to_the_rows_that_it_is_given_for_all_heads_of_a_group(r
     np.testing.assert_array_equal(found, wanted)
 
 
-@runs
+@needs_triton
 @parametrize("rule, number", [("keep", 70), ("budget", 0.4), ("mass", 0.5), ("floor", 0.5), ("relative", 0.5)])
 def test_the_kernel_reads_long_rows_in_chunks(rule, number, monkeypatch):
     from sparse_flash.kernels.choosers import rules
@@ -123,7 +122,7 @@ def test_the_kernel_reads_long_rows_in_chunks(rule, number, monkeypatch):
 numbers = st.floats(0, 1, width=32) | st.sampled_from([0.0, 1e-30, 1.0])
 
 
-@parametrize("by", [by_operations, pytest.param(by_kernel, marks=runs)])
+@parametrize("by", [by_operations, pytest.param(by_kernel, marks=needs_triton)])
 @settings(max_examples=40)
 @given(scores=st.lists(numbers, min_size=1, max_size=40), mass=st.floats(0.01, 1))
 @example(scores=[0.3, 0.0, 0.0], mass=1.0)
@@ -169,7 +168,7 @@ def test_keep_and_budget_keep_as_many_as_they_are_told_where_scores_allow(rows, 
         assert (together == wanted).all()
 
 
-@parametrize("by", [by_operations, pytest.param(by_kernel, marks=runs)])
+@parametrize("by", [by_operations, pytest.param(by_kernel, marks=needs_triton)])
 def test_heads_compete_for_a_budget(by):
     scores = np.zeros((1, 3, 1, 8), np.float32)
     scores[0, 1] = 0.9
@@ -184,7 +183,7 @@ def test_heads_compete_for_a_budget(by):
 @parametrize("share", [0.07, 0.1, 0.29, 0.58, 1 / 3])
 def test_a_share_is_rounded_up_but_not_for_the_rounding_of_its_product(share):
     blocks = torch.arange(1, 2000)
-    found = by_definition.count_kept_blocks("keep", share, blocks, 1)
+    found = rules_torch.count_kept_blocks("keep", share, blocks, 1)
     exact = Fraction(share).limit_denominator(1000)
     assert found.tolist() == [-(-n * exact.numerator // exact.denominator) for n in blocks.tolist()]
 
@@ -192,6 +191,6 @@ def test_a_share_is_rounded_up_but_not_for_the_rounding_of_its_product(share):
 @given(rows=rows())
 def test_packed_bits_are_the_blocks(rows):
     _, allowed, _ = rows
-    words = by_kernels.pack_block_bits(torch.from_numpy(allowed))
+    words = rules_kernels.pack_block_bits(torch.from_numpy(allowed))
     assert words.dtype == torch.int32 and words.shape == (len(allowed), -(-allowed.shape[1] // 32))
     np.testing.assert_array_equal(unpacked(words, allowed.shape[1]), allowed)

@@ -7,18 +7,17 @@ import chosen
 import numpy as np
 import pytest
 import torch
+from accepted import needs_triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import DEVICE
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparse_flash as sf
-from sparse_flash import backends
-from sparse_flash.choosers import by_kernels, choose
+from sparse_flash.choosers import choose, rules_kernels
 from sparse_flash.masks.grid import BlockGrid
 
 parametrize = pytest.mark.parametrize
-runs = pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")
 LENGTHS = st.tuples(st.integers(1, 300), st.integers(1, 300)) | st.integers(1, 300).map(lambda n: (n, n))
 HEADS = st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1)])
 EXAMPLES = {
@@ -141,7 +140,7 @@ def test_scores_do_not_depend_on_how_many_logits_are_held(chooser, lengths, held
     wanted, _ = scores(chooser, content)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choose, "_HELD", held)
-        patch.setattr(by_kernels, "_MOST_BYTES", held)
+        patch.setattr(rules_kernels, "_MOST_BYTES", held)
         found, _ = scores(chooser, content)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
@@ -195,7 +194,7 @@ def test_scores_of_a_users_own_chooser_are_taken_as_they_are_and_shared_by_the_l
     assert torch.equal(found.cpu(), wanted.unflatten(1, (2, 2)).amax(2))
 
 
-@runs
+@needs_triton
 @settings(max_examples=25)
 @given(
     chooser=chosen.drawn(sorted(set(chosen.SCORING) - {"last_queries"})),
@@ -216,14 +215,14 @@ def test_kernels_score_as_operations_do(chooser, lengths, heads, causal, starts,
     content = content_of(chooser, q, k, causal, starts=starts, ends=ends, q_ends=q_ends)
     wanted, _ = scores(chooser, content)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(by_kernels, "_MOST_BYTES", held)
+        patch.setattr(rules_kernels, "_MOST_BYTES", held)
         found, ranges = scores(chooser, content, True)
     assert ranges == content.grid.q_blocks or held > 1
     assert found.dtype == torch.float32 and found.shape == wanted.shape
     torch.testing.assert_close(found, wanted.float(), rtol=3e-3, atol=1e-5)
 
 
-@runs
+@needs_triton
 @parametrize("name", sorted(set(chosen.SCORING) - {"last_queries"}))
 @parametrize("layout", ["tokens first", "head_dim first"])
 def test_kernels_take_every_memory_order(name, layout, poison):
@@ -235,7 +234,7 @@ def test_kernels_take_every_memory_order(name, layout, poison):
     torch.testing.assert_close(found, scores(chooser, content_of(chooser, q, k), True)[0], atol=1e-6, rtol=1e-5)
 
 
-@runs
+@needs_triton
 @parametrize("queries", [24, 40, 64])
 def test_kernels_score_many_blocks_for_any_number_of_queries(queries):
     chooser = sf.parse(f"sampled({queries}, keep=1, block=64)")
@@ -244,7 +243,7 @@ def test_kernels_score_many_blocks_for_any_number_of_queries(queries):
     torch.testing.assert_close(scores(chooser, content, True)[0], scores(chooser, content)[0], rtol=3e-3, atol=1e-6)
 
 
-@runs
+@needs_triton
 @parametrize("rise", [10.0, 100.0, 1000.0])
 def test_kernels_find_the_block_whose_logits_are_far_above_the_first_ones(rise):
     chooser = sf.parse("sampled(4, keep=1, block=64)")
@@ -256,7 +255,7 @@ def test_kernels_find_the_block_whose_logits_are_far_above_the_first_ones(rise):
     torch.testing.assert_close(found[..., 5], torch.full_like(found[..., 5], weight), rtol=3e-3, atol=0)
 
 
-@runs
+@needs_triton
 def test_wide_heads_take_the_tiles_that_fit_a_chips_memory(monkeypatch):
     from triton.runtime.errors import OutOfResources
 

@@ -379,7 +379,7 @@ def test_a_folder_that_cannot_be_made_is_said_before_anything_is_measured(tmp_pa
 def test_no_back_end_is_advised_to_use_what_it_cannot_run_under():
     from sparse_flash import backends
 
-    assert "TRITON_INTERPRET" not in (backends.backend("hopper").available() or "")
+    assert "TRITON_INTERPRET" not in (backends.get_backend("hopper").why_unavailable() or "")
 
 
 def test_doctor_names_every_back_end_and_its_reason():

@@ -112,7 +112,7 @@ def test_a_compiled_function_does_not_recompile_when_only_the_mask_changes():
 @parametrize("compiler", ["aot_eager", "inductor"])
 def test_back_ends_get_the_mask_itself_in_both_passes_of_compiled_code(monkeypatch, compiler):
     # Else derived tables and remembered launches would be lost: up to a quarter of the speed.
-    mask, given, back_end = sf.compile_mask(LOCAL, TOKENS, device=DEVICE), [], backends.backend(BACKEND)
+    mask, given, back_end = sf.compile_mask(LOCAL, TOKENS, device=DEVICE), [], backends.get_backend(BACKEND)
     forward, backward = back_end.forward, back_end.backward
     monkeypatch.setattr(back_end, "forward", lambda *call: (given.append(call[3]), forward(*call))[1])
     monkeypatch.setattr(back_end, "backward", lambda *call: (given.append(call[7]), backward(*call))[1])

@@ -8,7 +8,7 @@ from picked import check_selected
 import sparse_flash as sf
 from sparse_flash import backends
 
-if reason := backends.backend("triton").available():
+if reason := backends.get_backend("triton").why_unavailable():
     pytest.skip(reason, allow_module_level=True)
 
 from sparse_flash.kernels.common import config as grids
@@ -170,7 +170,7 @@ def causal(tokens):
 @pytest.mark.parametrize("mask", [None, "causal"])
 @pytest.mark.parametrize("backend", ["triton", "hopper"])
 def test_attention_over_many_heads_is_right(backend, mask, deterministic, shape):
-    if reason := backends.backend(backend).available():
+    if reason := backends.get_backend(backend).why_unavailable():
         pytest.skip(reason)
     q, k, v = many(shape)
     out = sf.attention(q, k, v, mask, deterministic=deterministic, backend=backend)

@@ -28,7 +28,7 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def on_hopper(poison):
-    if DEVICE == "cuda" and (reason := hopper.available()):
+    if DEVICE == "cuda" and (reason := hopper.why_unavailable()):
         pytest.skip(reason)
 
 

@@ -264,7 +264,7 @@ def test_packed_documents_are_attended_to_in_tiles_that_start_where_they_start(b
         return out, lse[:, :385], *torch.autograd.grad(out, leaves, dout)
 
     wanted = results("reference")
-    monkeypatch.setattr(gather_rows, "by_kernels", lambda device: True)
+    monkeypatch.setattr(gather_rows, "can_use_kernels", lambda device: True)
     monkeypatch.setattr(in_place, "_assemble_on_device", None)  # nothing needs the other table
     with emulated.gluon_on_cpu(seed=1):
         found = results("hopper")

@@ -7,7 +7,7 @@ from oracle import DEVICE, check
 import sparse_flash as sf
 from sparse_flash import backends
 
-if reason := backends.backend("triton").available():
+if reason := backends.get_backend("triton").why_unavailable():
     pytest.skip(reason, allow_module_level=True)
 
 from sparse_flash.kernels.launch.launch import Recording

@@ -10,7 +10,7 @@ from oracle import check
 import sparse_flash as sf
 from sparse_flash import BlockMask, backends
 
-if reason := backends.backend("triton").available():
+if reason := backends.get_backend("triton").why_unavailable():
     pytest.skip(reason, allow_module_level=True)
 
 from sparse_flash.kernels.launch import order

@@ -3,18 +3,16 @@
 import pytest
 import strategies
 import torch
+from accepted import needs_triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import DEVICE, heavy_rows_split
 
 import sparse_flash as sf
-from sparse_flash import backends
-from sparse_flash.choosers.by_kernels import pack_block_bits
+from sparse_flash.choosers.rules_kernels import pack_block_bits
 from sparse_flash.masks.grid import BlockGrid
 from sparse_flash.masks.methods import from_block_maps, resolve_within
 from sparse_flash.masks.select_blocks import select_by_kernel, select_in_torch
-
-runs = pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")
 
 
 def maps_of(masks, grid, density, seed):
@@ -22,7 +20,7 @@ def maps_of(masks, grid, density, seed):
     return (torch.rand(masks, *grid.shape, generator=generator) < density).to(DEVICE)
 
 
-@runs
+@needs_triton
 @settings(max_examples=30)
 @given(
     within=st.none() | st.just(sf.causal()) | strategies.expressions,
@@ -50,7 +48,7 @@ def test_kernels_select_the_entries_that_operations_select(within, lengths, size
             assert getattr(ours, name).dtype == torch.int32 and getattr(ours, name).is_contiguous()
 
 
-@runs
+@needs_triton
 @pytest.mark.parametrize("within", [None, "causal"])
 def test_rows_longer_than_a_programs_step_are_selected_step_by_step(within, monkeypatch):
     from sparse_flash.kernels.packed import select

@@ -25,7 +25,7 @@ both_ways = parametrize("by_kernel", [False, True], ids=["operations", "kernel"]
 
 def on(by_kernel: bool):
     """The kernel, which Triton interprets on a CPU, or PyTorch's operations."""
-    if by_kernel and (reason := backends.backend("triton").available()):
+    if by_kernel and (reason := backends.get_backend("triton").why_unavailable()):
         pytest.skip(reason)
     return mock.patch.object(reorder, "can_launch_kernel", lambda x: by_kernel)
 

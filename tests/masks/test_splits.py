@@ -5,6 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from accepted import needs_triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import DEVICE, heavy_rows_split
@@ -95,12 +96,11 @@ def test_a_block_map_splits_the_rows_that_the_compiled_mask_splits(side):
 
 
 @pytest.mark.parametrize("way", ["in place", "moved"])
+@needs_triton
 def test_packed_documents_are_split_by_query_and_by_key(way):
-    if reason := backends.backend("triton").available():
-        pytest.skip(reason)
-    documents = repack.Documents(torch.tensor([0, 40, 700, 760], device=DEVICE), 760, 700)
+    documents = repack.PackedDocuments(torch.tensor([0, 40, 700, 760], device=DEVICE), 760, 700)
     with pytest.MonkeyPatch.context() as patch, heavy_rows_split():
-        patch.setattr(gather_rows, "by_kernels", lambda device: True)
+        patch.setattr(gather_rows, "can_use_kernels", lambda device: True)
         make = in_place.build_packed_mask if way == "in place" else lambda *call: repack.repack_documents(*call).mask
         mask = make("causal", documents, None)
         for table in (mask.by_query, mask.by_key):
@@ -128,9 +128,8 @@ def test_each_head_has_splits_of_its_own_and_maps_too_short_for_them_have_none()
 
 @settings(max_examples=15)
 @given(counts=counts, by_key=counts)
+@needs_triton
 def test_the_kernel_makes_what_tensor_operations_make(counts, by_key):
-    if reason := backends.backend("triton").available():
-        pytest.skip(reason)
     from sparse_flash.kernels.packed import splits
 
     def launch(kernel, grid, arguments, *rest):
@@ -151,7 +150,7 @@ def test_the_kernel_makes_what_tensor_operations_make(counts, by_key):
 @pytest.fixture
 def split_mask():
     """Several splits for most rows and columns of the first of two heads, none for the second."""
-    if reason := backends.backend("triton").available():
+    if reason := backends.get_backend("triton").why_unavailable():
         pytest.skip(reason)
     blocks = torch.zeros(1, 2, 3, 4, dtype=torch.bool, device=DEVICE)
     blocks[0, 0, 1] = blocks[0, 0, :, 2] = True

@@ -15,9 +15,9 @@ NOTHING = float("-inf")
 def merger(request, monkeypatch):
     """Has either of them merge."""
     kernels = request.param == "kernels"
-    if kernels and (reason := calls.triton_backend.available()):
+    if kernels and (reason := calls.triton_backend.why_unavailable()):
         pytest.skip(reason)
-    monkeypatch.setattr(calls.triton_backend, "by_kernels", lambda device: kernels)
+    monkeypatch.setattr(calls.triton_backend, "can_use_kernels", lambda device: kernels)
 
 
 def results(blocks: int, dtype: torch.dtype, layout: str, head_dim: int, nothing: slice) -> tuple[torch.Tensor, torch.Tensor]:

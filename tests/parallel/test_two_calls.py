@@ -22,7 +22,7 @@ BLOCK, OWN, OTHERS = 128, np.array([0, 3]), np.array([1, 2])
 
 @pytest.fixture(autouse=True)
 def on_hopper(poison):
-    if DEVICE == "cuda" and (reason := hopper.available()):
+    if DEVICE == "cuda" and (reason := hopper.why_unavailable()):
         pytest.skip(reason)
     with emulated.gluon_on_cpu() if DEVICE == "cpu" else nullcontext():
         yield

@@ -3,17 +3,16 @@
 import numpy as np
 import pytest
 import torch
+from accepted import needs_triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import DEVICE, no_host_synchronization, tensor
 from torch.utils.checkpoint import checkpoint
 
 import sparse_flash as sf
-from sparse_flash import backends
 from sparse_flash.selection import choice
 
 parametrize = pytest.mark.parametrize
-runs = pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")
 
 
 @pytest.fixture(autouse=True)
@@ -225,7 +224,7 @@ def test_no_later_token_decides_what_a_query_sees_nor_its_gradients(score, every
         torch.testing.assert_close(a[:, :, : t + 1], b[:, :, : t + 1], rtol=1e-5, atol=1e-6)
 
 
-@runs
+@needs_triton
 @parametrize("kind", ["mean", "max", "given"])
 @parametrize(
     "every, q_len, kv_len, keep, heads",
@@ -248,11 +247,11 @@ def test_the_kernel_picks_what_pytorch_picks(kind, every, q_len, kv_len, keep, h
         return
     keys = choice.block_means(k[:, :, : kv_len // 16 * 16], 16) if kind == "mean" else k
     for share_group in (False, True):
-        wanted = choice.choose_blocks(q, k, keep, every, 16, share_group, kind)
+        wanted = choice.choose_by_keys(q, k, keep, every, 16, share_group, kind)
         assert torch.equal(pick_blocks(q, keys, kind, *sizes, wanted.shape[1], q_len, kv_len, config), wanted)
 
 
-@runs
+@needs_triton
 @parametrize("length, stride, block", COMPRESSIONS)
 @parametrize("every, q_len, kv_len, keep, heads", [(1, 50, 130, 3, (4, 2)), (3, 60, 100, 1, (2, 1)), (1, 60, 40, 4, (3, 1))])
 def test_the_kernel_picks_what_pytorch_picks_by_compressed_keys(every, q_len, kv_len, keep, heads, length, stride, block, poison):
@@ -274,7 +273,7 @@ def test_the_kernel_picks_what_pytorch_picks_by_compressed_keys(every, q_len, kv
             assert torch.equal(found.cpu(), wanted)
 
 
-@runs
+@needs_triton
 def test_the_kernel_sums_the_softmax_of_what_each_query_reads(poison):
     from sparse_flash.kernels.selection.pick_blocks import Compressed, compressed_lse
 

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
+from accepted import needs_triton
 from oracle import DEVICE, tensor
 
-from sparse_flash import backends
 from sparse_flash.kernels.selection import newest_blocks as kernels
 from sparse_flash.selection import newest
 
-runs = pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")
-pytestmark = [runs, pytest.mark.usefixtures("poison")]
+pytestmark = [needs_triton, pytest.mark.usefixtures("poison")]
 parametrize = pytest.mark.parametrize
 
 

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import sparse_flash as sf
-from sparse_flash.selection import by_operations, operators
+from sparse_flash.selection import operators
+from sparse_flash.selection import torch as selection_torch
 
 parametrize = pytest.mark.parametrize
 BACKENDS = ("torch", "reference")
@@ -110,7 +111,7 @@ def case(name):
 @parametrize("backend", BACKENDS)
 @parametrize("name", CASES)
 def test_results_and_gradients_are_right(name, backend, monkeypatch):
-    monkeypatch.setattr(by_operations, "_CHUNK_CPU", 1 << 15)  # several chunks
+    monkeypatch.setattr(selection_torch, "_CHUNK_CPU", 1 << 15)  # several chunks
     (batch, heads, kv_heads, q_len, kv_len), selection = case(name)
     generator = torch.Generator().manual_seed(1)
     shapes = (batch, heads, q_len, 16), (batch, kv_heads, kv_len, 16), (batch, kv_heads, kv_len, 24), (batch, heads, q_len, 24)
@@ -139,16 +140,16 @@ def test_keys_that_are_always_kept_are_taken_once_for_all_queries_of_a_chunk(eve
     q, k, v = (torch.randn(1, heads, 512, 64) for heads in (6, 2, 2))
     selection = sf.topk_blocks(q, k, 4, every=every, block_size=16, always="sinks(4) | local(64)")
     with LargestResult() as results:
-        out, lse = by_operations.forward(q, k, v, selection, 0.1)
-        by_operations.backward(out, lse, q, k, v, out, lse, selection, 0.1)
-    assert results.most <= by_operations._CHUNK_CPU // 4  # of a chunk of all queries
+        out, lse = selection_torch.forward(q, k, v, selection, 0.1)
+        selection_torch.backward(out, lse, q, k, v, out, lse, selection, 0.1)
+    assert results.most <= selection_torch._CHUNK_CPU // 4  # of a chunk of all queries
 
 
 def test_a_chunk_copies_no_keys_but_those_that_it_keeps_always():
     q, k, v = (torch.randn(1, heads, tokens, 64) for heads, tokens in ((6, 16), (2, 4096), (2, 4096)))
     selection = sf.topk_blocks(q, k, 1, every=1, block_size=16, always="sinks(4) | local(64)")
     with LargestResult() as results:
-        by_operations.forward(q, k, v, selection, 0.1)
+        selection_torch.forward(q, k, v, selection, 0.1)
     assert results.most <= k.numel()  # the keys in blocks, once a call
 
 

@@ -2,19 +2,18 @@
 
 import pytest
 import torch
+from accepted import needs_triton
 from oracle import DEVICE, dense_attention, tensor
 from picked import drawn_picks, tensors
 
 import sparse_flash as sf
-from sparse_flash import backends
 from sparse_flash.kernels.common.config import Config
 from sparse_flash.selection import decode as module
 
 pytestmark = pytest.mark.usefixtures("poison")
 parametrize = pytest.mark.parametrize
 BLOCK, KEEP = 16, 3
-runs = pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")
-on_each = parametrize("backend", ["torch", pytest.param("triton", marks=runs)])
+on_each = parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
 
 
 def inputs(tokens, heads=4, dtype=torch.float32):
@@ -36,7 +35,7 @@ def paged(cache, size):
 @parametrize(
     "backend, share_group, page_size, chunk",
     [("torch", shares, *how) for shares in (True, False) for how in ((None, 1), (8, 1 << 27), (64, 1 << 27))]
-    + [pytest.param("triton", True, 8, 1, marks=runs)],
+    + [pytest.param("triton", True, 8, 1, marks=needs_triton)],
 )
 def test_each_step_of_sequences_of_different_lengths_is_the_row_of_training(share_group, backend, page_size, chunk, monkeypatch):
     monkeypatch.setattr(module, "CHUNK", chunk)
@@ -91,7 +90,7 @@ DECODED = {
 }
 
 
-@runs
+@needs_triton
 @parametrize("paged_by", [None, 8, 64])
 @parametrize("case", DECODED.values(), ids=DECODED)
 def test_the_kernel_equals_dense_attention_over_the_picked_pairs_and_repeats(case, paged_by):
@@ -128,7 +127,7 @@ def test_the_kernel_equals_dense_attention_over_the_picked_pairs_and_repeats(cas
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
 
 
-@parametrize("by_kernel", [pytest.param(True, marks=runs), False])
+@parametrize("by_kernel", [pytest.param(True, marks=needs_triton), False])
 def test_the_operator_passes_opcheck(by_kernel):
     q, k, _ = inputs(40)
     chosen = sf.topk_blocks(q[:, :, -2:], k, KEEP, every=1, block_size=BLOCK)

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from accepted import DEVICE
+from accepted import DEVICE, needs_triton
 from oracle import gradients
 from picked import check_selected, drawn_picks, kept_by_picks, sorted_picks, tensors
 
@@ -17,11 +17,12 @@ import gluon_on_cpu as emulated
 import sparse_flash as sf
 from sparse_flash import backends
 from sparse_flash.kernels.selection import lists
-from sparse_flash.selection import by_hopper_kernels, by_kernels, operators
+from sparse_flash.selection import operators
+from sparse_flash.selection import triton as selection_triton
 
 parametrize = pytest.mark.parametrize
 pytestmark = [
-    pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter"),
+    needs_triton,
     pytest.mark.usefixtures("poison"),
 ]
 PORTABLE, HOPPER = "triton", "hopper"
@@ -30,7 +31,7 @@ KINDS = [PORTABLE, HOPPER]
 
 @contextlib.contextmanager
 def running(kind: str, seed: int = 0):
-    if kind == HOPPER and DEVICE == "cuda" and backends.backend(HOPPER).available() is not None:
+    if kind == HOPPER and DEVICE == "cuda" and backends.get_backend(HOPPER).why_unavailable() is not None:
         pytest.skip("needs a Hopper GPU")
     with contextlib.nullcontext() if kind == PORTABLE or DEVICE == "cuda" else emulated.gluon_on_cpu(seed):
         yield
@@ -110,7 +111,7 @@ def test_what_is_always_kept_counts_once_beside_picks(kind, case, always_block):
 def test_a_call_in_rounds_gives_the_same(monkeypatch, kind, case, always, workspace, of_heads):
     made, rounds_of = [], lists.plan_rounds
     monkeypatch.setattr(lists, "plan_rounds", lambda *sizes: made.append(rounds_of(*sizes)) or made[-1])
-    monkeypatch.setattr(by_kernels, "WORKSPACE", workspace)
+    monkeypatch.setattr(selection_triton, "WORKSPACE", workspace)
     check(kind, *case, always=always)
     assert all(len(rounds.all) > 1 for rounds in made)
     assert [rounds.choices == case[3] // case[5] for rounds in made] == of_heads
@@ -191,8 +192,8 @@ def refused(kind: str, heads: int = 4, block: int = 64, every: int = 1, n: int =
     q, k, v, _ = tensors(1, heads, 1, 256, 256, 64, dtype=torch.float16)
     selection = sf.BlockSelection(torch.zeros(1, 1, 256 // every, n, dtype=torch.int32), 256, 256, block, every)
     with running(kind):
-        module = {PORTABLE: by_kernels, HOPPER: by_hopper_kernels}[kind]
-        return module.supports(replace(backends.Call.of(q, k, v, block), **changed), selection)
+        module = operators.BACKENDS[kind]
+        return module.supports(replace(backends.Call.from_tensors(q, k, v, block), **changed), selection)
 
 
 def test_calls_that_do_not_fit_are_refused_by_name():

@@ -2,19 +2,16 @@
 
 import pytest
 import torch
-from accepted import DEVICE
+from accepted import DEVICE, needs_triton
 from picked import drawn_picks
 
 pytest.importorskip("triton")
 
-from sparse_flash import backends
 from sparse_flash.kernels.selection import lists
 from sparse_flash.kernels.selection.tiles import SelectionSizes
 
 parametrize = pytest.mark.parametrize
-pytestmark = pytest.mark.skipif(
-    backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter"
-)
+pytestmark = needs_triton
 
 SIZES = {
     # batch, heads, kv_heads, q_len, kv_len, every, n, pickers, block

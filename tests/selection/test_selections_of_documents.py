@@ -2,16 +2,15 @@
 
 import pytest
 import torch
+from accepted import needs_triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import DEVICE, tensor
 
 import sparse_flash as sf
-from sparse_flash import backends
 
 pytestmark = pytest.mark.usefixtures("poison")
 parametrize = pytest.mark.parametrize
-runs = pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")
 BLOCK, KEEP = 16, 3
 
 
@@ -87,7 +86,7 @@ def test_given_scores_are_of_a_documents_own_blocks():
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")
-@parametrize("backend", ["torch", pytest.param("triton", marks=runs)])
+@parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
 def test_what_is_not_finite_in_one_document_reaches_no_other(backend):
     (q, k, v), ends = packed([20, 30, 10], after=5, heads=2)
     others = torch.cat([torch.arange(20), torch.arange(50, 60)]).to(DEVICE)
@@ -131,7 +130,7 @@ def test_the_choice_and_attention_of_documents_compile_into_one_graph():
             torch.testing.assert_close(a, b)
 
 
-@runs
+@needs_triton
 @parametrize("kind", ["mean", "max", "given"])
 def test_the_kernel_picks_for_documents_what_pytorch_picks(kind):
     from sparse_flash.kernels.common.config import Config
@@ -151,7 +150,7 @@ def test_the_kernel_picks_for_documents_what_pytorch_picks(kind):
         wanted = choice.choose_by_scores(scores, KEEP, 1, 16, 120, 160, bounds)
         found = pick_blocks(scores, None, kind, KEEP - 1, 1, 1, 16, 2, 120, 160, config, bounds)
     else:
-        wanted = choice.choose_blocks(q, k, KEEP, 1, 16, True, kind, bounds)
+        wanted = choice.choose_by_keys(q, k, KEEP, 1, 16, True, kind, bounds)
         keys = choice.block_means(k, 16) if kind == "mean" else k
         found = pick_blocks(q, keys, kind, KEEP - 1, 1, 1, 16, 2, 120, 160, config, bounds)
     assert torch.equal(found, wanted) and (found[0, :, 70:, 0] >= 6).all() and (found[0, :, 30:70, 0] >= 2).all()

@@ -333,7 +333,7 @@ def test_memory_is_what_launchers_allocate(backend, spec, options, monkeypatch):
     table = mask.kernel_table(on_gpu=True)
     assert m.inputs == sum(t.nbytes for t in (q, k, v))
     assert m.table == (0 if table is None else mask.nbytes + (0 if table is mask else table.nbytes))
-    has_backward = backend == "hopper" and backends.backend("hopper").has_backward(*dims)
+    has_backward = backend == "hopper" and backends.get_backend("hopper").has_backward(*dims)
     if not has_backward:
         passes[1] = importlib.import_module("sparse_flash.kernels.portable.backward")
     forward, backward = (module.__dict__[f"attention_{name}"] for module, name in zip(passes, ("forward", "backward")))
@@ -359,7 +359,7 @@ def test_memory_of_a_call_on_this_device_is_what_it_leaves_and_what_it_peaks_at(
     out, lse = sf.attention(q, k, v, mask, return_lse=True)
     assert (out.nbytes, lse.nbytes, q.nbytes + k.nbytes + v.nbytes) == (m.out, m.lse, m.inputs)
     if device == "cuda":
-        backend = backends.choose_backend("auto", backends.Call.of(q, k, v, mask.block_size))
+        backend = backends.choose_backend("auto", backends.Call.from_tensors(q, k, v, mask.block_size))
         out.sum().backward()  # compiled, and with room for gradients
         q.grad = k.grad = v.grad = out = lse = None
         dout = torch.randn_like(q)

@@ -91,7 +91,7 @@ def test_terms_are_computed_again_as_well(name, mask):
 
 @pytest.mark.parametrize("name", [name for name in TERMS if name != "sinks"])
 def test_a_back_end_that_forgets_terms_is_found(name, monkeypatch):
-    right = backends.backend("torch")
+    right = backends.get_backend("torch")
     wrong = SimpleNamespace(supports=right.supports, forward=lambda *call: right.forward(*call[:-1], None))
     monkeypatch.setitem(backends._MODULES, "torch", wrong)
     with pytest.raises(sf.CheckError, match=r"call 1.*out \d"), torch.no_grad():
@@ -100,7 +100,7 @@ def test_a_back_end_that_forgets_terms_is_found(name, monkeypatch):
 
 @pytest.mark.parametrize("place, name", list(enumerate(["out", "lse", "dq", "dk", "dv"])))
 def test_a_wrong_result_raises_and_is_named_with_its_error(place, name, monkeypatch):
-    right = backends.backend("torch")
+    right = backends.get_backend("torch")
 
     def off(results, first: int):
         return tuple(r + 0.3 * r.abs().max() if first + n == place else r for n, r in enumerate(results))

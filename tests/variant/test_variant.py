@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from accepted import fitted
+from accepted import fitted, needs_triton
 from oracle import BACKENDS, DEVICE, compared, heavy_rows_split, make_call, no_host_synchronization, require
 from torch.utils.checkpoint import checkpoint
 
@@ -413,7 +413,7 @@ if triton:
         tl.store(found + 3, high)
 
 
-@pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")
+@needs_triton
 @parametrize("sparse", [True, False])
 def test_entries_beyond_a_length_are_not_visited_and_cut_ones_are_known(sparse):
     generator = torch.Generator().manual_seed(0)
@@ -462,7 +462,7 @@ def test_every_back_end_and_block_size_drops_the_same_pairs(backend, block_size)
     assert torch.equal(revealed(backend, block_size=block_size, mask=mask), kept & sf.compile_mask(mask, 64).to_dense().to(DEVICE))
 
 
-@pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")
+@needs_triton
 @parametrize("tiles", [(16, 64), (64, 16), (32, 32)])
 def test_every_tile_size_drops_the_same_pairs_forward_and_backward(tiles):
     from sparse_flash.kernels.common.config import Config
@@ -475,7 +475,7 @@ def test_every_tile_size_drops_the_same_pairs_forward_and_backward(tiles):
     config = Config(*tiles, 1, 2)
     out, lse = attention_forward(q, k, v, None, 0.125, given, config)
     grads = attention_backward(dout, None, q, k, v, out, lse, None, 0.125, given, config, config)[:3]
-    reference = backends.backend("reference")
+    reference = backends.get_backend("reference")
     wanted = reference.forward(q, k, v, None, 0.125, False, given)
     torch.testing.assert_close((out, lse), wanted, rtol=1e-4, atol=1e-4)
     right = reference.backward(dout, None, q, k, v, *wanted, None, 0.125, False, given)[:3]
@@ -606,13 +606,13 @@ def test_a_part_of_a_sequence_drops_what_the_whole_drops(backend, block):
     batch_heads = torch.tensor([[1, 0], [3, 2]], dtype=torch.int32, device=DEVICE)  # with its two heads the other way round
     given = dataclasses.replace(given, q_positions=part.q_positions, kv_positions=part.kv_positions, batch_heads=batch_heads)
     if backend == "hopper":
-        refusal = backends.backend(backend).supports(make_call(q, k, part.mask, variant=given))
+        refusal = backends.get_backend(backend).supports(make_call(q, k, part.mask, variant=given))
         assert refusal == "it does not support dropout of a part of a sequence"
         return
     usable(backend, q, k, {"dropout_p": 0.3})
     of_rows, of_cols = ((blocks[:, None].clip(0) * block + np.arange(block)).ravel() for blocks in (rows, cols))
     q, k, v, dout = q[:, :, of_rows], k[:, :, of_cols], v[:, :, of_cols], dout[:, :, of_rows]
-    run, scale = backends.backend(backend), 0.25
+    run, scale = backends.get_backend(backend), 0.25
     out, lse = run.forward(q, k, v, part.mask, scale, False, given)
     grads = run.backward(dout, None, q, k, v, out, lse, part.mask, scale, False, given)
     kept = part.mask.to_dense()
@@ -778,7 +778,7 @@ def test_a_score_function_is_asked_for_tokens_that_exist_and_its_nan_stays_with_
         torch.testing.assert_close(mine.double(), right, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")
+@needs_triton
 @parametrize("mask", ["causal", None])
 def test_the_portable_kernels_ask_a_score_function_for_positions_that_exist(mask):
     noting = sf.ScoreFunction(lambda score, *_: score, noting_in_triton, noting_derivative)
@@ -794,9 +794,9 @@ def test_a_score_function_without_triton_runs_on_pytorch_and_says_so_elsewhere(m
     out = sf.attention(q, k, v, score_mod=plain, backend="torch")
     torch.testing.assert_close(out, sf.attention(q, k, v, scale=0.5, backend="torch"))
     call = make_call(q, k, variant=build_variant(q, k, score_mod=plain))
-    monkeypatch.setattr(backends.backend("triton"), "_available", lambda: None)
-    monkeypatch.setattr(backends.backend("triton"), "_is_interpreted", lambda: DEVICE == "cpu")
-    assert "has no triton function" in backends.backend("triton").supports(call)
+    monkeypatch.setattr(backends.get_backend("triton"), "_why_unavailable", lambda: None)
+    monkeypatch.setattr(backends.get_backend("triton"), "_is_interpreted", lambda: DEVICE == "cpu")
+    assert "has no triton function" in backends.get_backend("triton").supports(call)
 
 
 def test_copies_of_a_score_function_are_itself_and_one_unpickled_elsewhere_compiles(monkeypatch):
@@ -918,7 +918,7 @@ def test_the_shadow_check_finds_calls_with_terms_right(name):
 @parametrize("deterministic", (False, True))
 @parametrize("name", [name for name in TERMS if name != "sinks"])
 def test_hopper_names_what_it_lacks_and_nothing_else(name, deterministic):
-    hopper = backends.backend("hopper")
+    hopper = backends.get_backend("hopper")
     q, k, *_ = inputs()
     given = {n: t for n, t in variant(name).items() if n != "sinks"}
     reason = hopper.supports(make_call(q, k, variant=build_variant(q, k, **given), deterministic=deterministic))
@@ -931,14 +931,14 @@ def test_hopper_names_what_it_lacks_and_nothing_else(name, deterministic):
 
 
 def test_hopper_refuses_a_soft_cap_that_its_tanh_is_too_coarse_for():
-    hopper = backends.backend("hopper")
+    hopper = backends.get_backend("hopper")
     q, k, *_ = inputs()
     usual, large = (make_call(q, k, variant=build_variant(q, k, softcap=cap)) for cap in (256.0, 1e4))
     assert hopper.supports(usual) == hopper.supports(make_call(q, k))
     assert hopper.supports(large) == "it runs softcap up to 256, as its tanh is less exact near 0; got 10000"
 
 
-@pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")
+@needs_triton
 def test_triton_refuses_a_repeatable_gradient_of_the_bias_and_torch_has_one():
     q, k, v, _ = inputs()
     bias = variant("bias")["rel_bias"]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..backends import Call
+from ..backends import Call, compute_dtype, lse_to_subtract
 from ..backends import reference as dense
 from .block_selection import BlockSelection
 
@@ -50,7 +50,7 @@ def block_lse(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection, scale
     """(batch, heads, q_len, n): see ``operators``."""
     by_block, picks = _scores(q, k, selection, scale).logsumexp(-1), _picks(selection, q)
     result = by_block.gather(3, picks.clamp(min=0)).masked_fill(picks < 0, float("-inf"))
-    return result.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+    return result.to(compute_dtype(q))
 
 
 def block_lse_backward(
@@ -60,8 +60,7 @@ def block_lse_backward(
     scores, picks = _scores(q, k, selection, scale), _picks(selection, q)
     by_block = scores.logsumexp(-1)
     grads = torch.zeros_like(by_block).scatter_add_(3, picks.clamp(min=0), dblock_lse.double().masked_fill(picks < 0, 0.0))
-    # exp(-inf - inf) is 0, while exp(-inf + inf) would be NaN.
-    shares = (scores - torch.where(by_block == float("-inf"), float("inf"), by_block)[..., None]).exp()
+    shares = (scores - lse_to_subtract(by_block)[..., None]).exp()
     dscores = scale * (shares * grads[..., None]).flatten(3)[..., : selection.kv_len]
     dq, dk = dscores @ _keys(q, k), dscores.mT @ q.double()
     return torch.empty_like(q).copy_(dq), torch.empty_like(k).copy_(dk.unflatten(1, (k.shape[1], -1)).sum(2))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..backends import Call
-from ..backends import triton as of_masks
+from ..backends import triton as backend_of_masks
 from ..kernels.common.config import padded_head_dim
 from ..kernels.common.layout import as_addressable, empty_out, restore_layout, restore_out
 from ..kernels.common.streams import current_device
@@ -31,7 +31,7 @@ MOST_TOGETHER = 8192  # picks of a tile's queries, which one program sorts
 
 
 def supports(call: Call, selection: BlockSelection) -> str | None:
-    reason = of_masks.supports(call)
+    reason = backend_of_masks.supports(call)
     if reason is not None:
         return reason
     if call.features:
@@ -64,6 +64,7 @@ def forward(
     v: torch.Tensor,
     selection: BlockSelection,
     scale: float,
+    *,
     parts_kernel: Callable[..., None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out, lse), out in q's memory order. parts_kernel: instead of ``picked_parts``."""
@@ -103,6 +104,7 @@ def backward(
     lse: torch.Tensor,
     selection: BlockSelection,
     scale: float,
+    *,
     gathering: ModuleType | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns (dq, dk, dv). Without atomics, gradients repeat bit for bit. gathering: the module of another ``picked_grads``."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from ..backends import Call, empty_out, zero_keyless_queries
+from ..backends import Call, compute_dtype, empty_out, lse_to_subtract, zero_keyless_queries
 from ..backends.torch import repeatable, without_autocast
 from ..masks.block_mask import BlockMask
 from .block_selection import BlockSelection
@@ -30,20 +30,21 @@ def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, selection: BlockSelection, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse)."""
-    out, lse = empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=_compute_dtype(q))
+    out, lse = empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=compute_dtype(q))
     with without_autocast(q):
         for chunk in _ChunkedCall(q, k, v, selection, scale):
             scores = chunk.scores()
             logs = scores.logsumexp(-1, keepdim=True)
-            parts = chunk.spread(_softmax_weights(scores, logs) @ chunk.values, 0.0)
-            logs = chunk.spread(logs, float("-inf"))
+            partial = chunk.scatter(_softmax_weights(scores, logs) @ chunk.values, 0.0)
+            logs = chunk.scatter(logs, float("-inf"))
             if chunk.always is not None:
                 scores = chunk.always.scores()
-                more = scores.logsumexp(-1, keepdim=True)
-                part = _multiply_by_head(_softmax_weights(scores, more), chunk.always.values)
-                parts, logs = (torch.cat([a, chunk.flat(b)[:, None]], 1) for a, b in ((parts, part), (logs, more)))
+                always_logs = scores.logsumexp(-1, keepdim=True)
+                always_out = _multiply_by_head(_softmax_weights(scores, always_logs), chunk.always.values)
+                partial = torch.cat([partial, always_out.flatten(0, 2)[:, None]], 1)
+                logs = torch.cat([logs, always_logs.flatten(0, 2)[:, None]], 1)
             total = logs.logsumexp(1, keepdim=True)
-            chunk.unpack((_softmax_weights(logs, total) * parts).sum(1), out)
+            chunk.unpack((_softmax_weights(logs, total) * partial).sum(1), out)
             chunk.unpack(total[:, 0], lse[..., None])
     return out, lse
 
@@ -68,29 +69,29 @@ def backward(
             logs, upstream = chunk.pack(lse[..., None]), chunk.pack(dout)
             delta = (upstream * chunk.pack(out)).sum(-1, keepdim=True)
             delta = delta if dlse is None else delta - chunk.pack(dlse[..., None])
-            weights = _softmax_weights(chunk.scores(), chunk.rows(logs))
-            incoming = chunk.rows(upstream)
-            dscores = weights * (incoming @ chunk.values.mT - chunk.rows(delta))
+            weights = _softmax_weights(chunk.scores(), chunk.gather(logs))
+            incoming = chunk.gather(upstream)
+            dscores = weights * (incoming @ chunk.values.mT - chunk.gather(delta))
             dv.add_blocks(chunk.block, weights.mT @ incoming)
-            dk.add_blocks(chunk.block, scale * dscores.mT @ chunk.rows(chunk.queries))
-            dq_rows = chunk.spread(dscores @ chunk.keys, 0.0).sum(1)
+            dk.add_blocks(chunk.block, scale * dscores.mT @ chunk.gather(chunk.queries))
+            dq_rows = chunk.scatter(dscores @ chunk.keys, 0.0).sum(1)
             if chunk.always is not None:
-                more = chunk.always
-                weights = _softmax_weights(more.scores(), logs)
-                dscores = weights * (_multiply_by_head(upstream, more.values.mT) - delta)
-                dv.add_tokens(more.tokens, weights.flatten(2, 3).mT @ upstream.flatten(2, 3))
-                dk.add_tokens(more.tokens, scale * dscores.flatten(2, 3).mT @ chunk.queries.flatten(2, 3))
-                dq_rows += chunk.flat(_multiply_by_head(dscores, more.keys))
+                always = chunk.always
+                weights = _softmax_weights(always.scores(), logs)
+                dscores = weights * (_multiply_by_head(upstream, always.values.mT) - delta)
+                dv.add_tokens(always.tokens, weights.flatten(2, 3).mT @ upstream.flatten(2, 3))
+                dk.add_tokens(always.tokens, scale * dscores.flatten(2, 3).mT @ chunk.queries.flatten(2, 3))
+                dq_rows += _multiply_by_head(dscores, always.keys).flatten(0, 2)
             chunk.unpack(scale * dq_rows, dq)
     return dq, dk.total(), dv.total()
 
 
 def block_lse(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection, scale: float) -> torch.Tensor:
     """(batch, heads, q_len, n): see ``operators``."""
-    result = q.new_empty(*q.shape[:3], selection.picks.shape[3], dtype=_compute_dtype(q))
+    result = q.new_empty(*q.shape[:3], selection.picks.shape[3], dtype=compute_dtype(q))
     with without_autocast(q):
         for chunk in _ChunkedCall(q, k, None, selection, scale):
-            logs = chunk.spread(chunk.scores().logsumexp(-1, keepdim=True), float("-inf"))
+            logs = chunk.scatter(chunk.scores().logsumexp(-1, keepdim=True), float("-inf"))
             chunk.unpack(logs[..., 0].mT, result)
     return result
 
@@ -106,18 +107,13 @@ def block_lse_backward(
         for chunk in call:
             logs, incoming = (chunk.gather_picks(t) for t in (block_lse, dblock_lse))
             dscores = _softmax_weights(chunk.scores(), logs) * incoming
-            dk.add_blocks(chunk.block, scale * dscores.mT @ chunk.rows(chunk.queries))
-            chunk.unpack(scale * chunk.spread(dscores @ chunk.keys, 0.0).sum(1), dq)
+            dk.add_blocks(chunk.block, scale * dscores.mT @ chunk.gather(chunk.queries))
+            chunk.unpack(scale * chunk.scatter(dscores @ chunk.keys, 0.0).sum(1), dq)
     return dq, dk.total()
 
 
-def _compute_dtype(x: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def _softmax_weights(scores: torch.Tensor, logs: torch.Tensor) -> torch.Tensor:
-    # exp(-inf - inf) is 0, while exp(-inf + inf) would be NaN.
-    return (scores - torch.where(logs == float("-inf"), float("inf"), logs)).exp()
+    return (scores - lse_to_subtract(logs)).exp()
 
 
 def _multiply_by_head(rows: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -160,11 +156,17 @@ class _ChunkedCall:
 class _GroupChunk:
     """Some groups of queries, and the pieces of the lists of their picks.
 
-    Queries are packed as (batch, heads that pick, groups, rows, head_dim), a group's rows being shared heads x its queries. An
-    entry is a pick of a group of one head: entry (batch-head * groups + group) * n + slot, where a batch-head is a head of a batch
-    entry. entry, valid: (pieces, entries of a piece) int64 and bool; what is not valid pads a piece. block: (pieces,) the block of
-    keys of each, among the blocks of all key heads. keys, values: (pieces, block_size, head_dim).
-    always: the part of the keys that are always kept, or None.
+    Queries are packed as (batch, heads that pick, groups, rows, head_dim), a group's rows being shared heads x its queries. The
+    picks are listed by block of keys, and a piece is a part of one block's list::
+
+        piece 0: block 3 of keys   entries: (group 0, slot 1)  (group 4, slot 0)
+        piece 1: block 3 of keys   entries: (group 7, slot 2)  not valid: pads the piece
+
+    ``gather`` takes the rows of the entries' groups, so that one product serves a piece; ``scatter`` puts results of entries back.
+
+    entry, valid: (pieces, entries of a piece) int64 and bool. An entry is a pick: flat group * n + slot, where flat groups count
+    (batch, heads that pick, groups). flat_group: of each entry. block: (pieces,) among the blocks of all key heads. keys, values:
+    (pieces, block_size, head_dim). always: the part of the keys that are always kept, or None.
     """
 
     def __init__(self, call: _ChunkedCall, low: int, high: int):
@@ -177,12 +179,12 @@ class _GroupChunk:
         position = torch.arange(low * call.every, high * call.every, device=device)
         self.position = torch.where(position < selection.q_len, position + selection.offset, -1).view(self.groups, call.every)
         self.queries = self.pack(call.q)
-        self._cut(block, len(call.blocks[0]))
-        self.keys, self.values = (call.blocks[which][self.block].to(_compute_dtype(call.q)) for which in (0, -1))
+        self._cut_lists(block, len(call.blocks[0]))
+        self.keys, self.values = (call.blocks[which][self.block].to(compute_dtype(call.q)) for which in (0, -1))
         self.always = None if call.always is None else _AlwaysPart(self, call.always, picks)
 
-    def _cut(self, block: torch.Tensor, blocks: int) -> None:
-        """Sets entry, valid and block from the block of each entry, -1 for none: lists by block, cut into pieces of equal size."""
+    def _cut_lists(self, block: torch.Tensor, blocks: int) -> None:
+        """Sets entry, valid, flat_group and block: lists by block, cut into equal pieces. block: of each entry, -1 for none."""
         order = block.argsort(stable=True)
         counts = torch.bincount(block + 1, minlength=blocks + 1)
         start, counts = counts.cumsum(0)[:-1], counts[1:]
@@ -193,49 +195,46 @@ class _GroupChunk:
         place = number[:, None] * most + torch.arange(most, device=block.device)
         self.valid = place < counts[self.block, None]
         self.entry = order[torch.where(self.valid, start[self.block, None] + place, 0)]
+        self.flat_group = self.entry // self.slots
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
         """(batch, heads, q_len, width) -> rows of the chunk's queries; zeros past the last query."""
-        x = x[:, :, self.first : self.stop].to(_compute_dtype(x))
+        x = x[:, :, self.first : self.stop].to(compute_dtype(x))
         x = torch.nn.functional.pad(x, (0, 0, 0, self.groups * self.call.every - x.shape[2]))
         x = x.reshape(x.shape[0], self.call.heads, self.call.shared, self.groups, self.call.every, x.shape[3])
         return x.transpose(2, 3).flatten(3, 4)
 
     def unpack(self, rows: torch.Tensor, result: torch.Tensor) -> None:
-        """The reverse, of ``flat`` rows, into the chunk's queries of ``result``."""
+        """The reverse, of rows by flat group, into the chunk's queries of ``result``."""
         rows = rows.reshape(len(result), self.call.heads, self.groups, self.call.shared, self.call.every, -1).transpose(2, 3)
         rows = rows.reshape(len(result), result.shape[1], -1, result.shape[3])
         result[:, :, self.first : self.stop] = rows[:, :, : self.stop - self.first].to(result.dtype)
 
-    def flat(self, packed: torch.Tensor) -> torch.Tensor:
-        """(batch_heads * groups, rows, width)."""
-        return packed.flatten(0, 2)
-
-    def rows(self, packed: torch.Tensor) -> torch.Tensor:
+    def gather(self, packed: torch.Tensor) -> torch.Tensor:
         """The rows of the entries of each piece, (pieces, entries * rows, width)."""
-        return self.flat(packed)[self.entry // self.slots].flatten(1, 2)
+        return packed.flatten(0, 2)[self.flat_group].flatten(1, 2)
 
     def gather_picks(self, x: torch.Tensor) -> torch.Tensor:
-        """Numbers of queries and picks, (batch, heads, q_len, n), in the order of ``rows``: (pieces, entries * rows, 1)."""
-        by_entry = self.flat(self.pack(x)).mT.flatten(0, 1)
+        """Numbers of queries and picks, (batch, heads, q_len, n), in the order of ``gather``: (pieces, entries * rows, 1)."""
+        by_entry = self.pack(x).flatten(0, 2).mT.flatten(0, 1)
         return by_entry[self.entry].flatten(1, 2)[..., None]
 
-    def spread(self, values: torch.Tensor, fill: float) -> torch.Tensor:
-        """Orders what was computed for the rows of each piece, (pieces, entries * rows, width), by pick: (batch_heads * groups, n,
-        rows, width); ``fill`` for none."""
+    def scatter(self, values: torch.Tensor, fill: float) -> torch.Tensor:
+        """Orders what was computed for the rows of each piece, (pieces, entries * rows, width), by pick: (flat groups, n, rows,
+        width); ``fill`` for none."""
         values = values.unflatten(1, (self.entry.shape[1], -1))
-        groups = self.queries.shape[0] * self.queries.shape[1] * self.groups
-        spread = values.new_full((groups * self.slots, *values.shape[2:]), fill)
-        spread[self.entry[self.valid]] = values[self.valid]
-        return spread.unflatten(0, (groups, self.slots))
+        groups = self.queries.shape[:3].numel()
+        by_pick = values.new_full((groups * self.slots, *values.shape[2:]), fill)
+        by_pick[self.entry[self.valid]] = values[self.valid]
+        return by_pick.unflatten(0, (groups, self.slots))
 
     def scores(self) -> torch.Tensor:
         """(pieces, entries * rows, block_size): scores of each piece's rows with its keys, -inf for pairs that are not kept."""
         call = self.call
-        scores = self.rows(self.queries) @ self.keys.mT * call.scale
+        scores = self.gather(self.queries) @ self.keys.mT * call.scale
         first = self.block % call.selection.kv_blocks * call.size
         key = first[:, None] + torch.arange(call.size, device=first.device)
-        position = torch.where(self.valid[..., None], self.position[self.entry // self.slots % self.groups], -1)
+        position = torch.where(self.valid[..., None], self.position[self.flat_group % self.groups], -1)
         kept = key[:, None, None] <= position[..., None]
         by_query = scores.view(*self.entry.shape, call.shared, call.every, call.size)
         return by_query.masked_fill_(~kept[:, :, None], float("-inf")).view_as(scores)
@@ -254,7 +253,7 @@ class _AlwaysPart:
         block, of_token = (self.tokens // call.size).unique(return_inverse=True)
         picked = (picks[..., None] == block).any(3)[..., of_token]
         self.kept = kept.view(chunk.groups, call.every, -1) & ~picked[:, :, :, None]
-        taken = [t[:, :, self.tokens][:, call.key_head].to(_compute_dtype(t)) for t in call.tensors]
+        taken = [t[:, :, self.tokens][:, call.key_head].to(compute_dtype(t)) for t in call.tensors]
         self.keys, self.values = taken[0], taken[-1]
 
     def scores(self) -> torch.Tensor:
@@ -269,7 +268,7 @@ class _KeyGradient:
 
     def __init__(self, like: torch.Tensor, call: _ChunkedCall):
         self.like = like
-        self.sums = like.new_zeros(len(call.blocks[0]), call.size, like.shape[3], dtype=_compute_dtype(like))
+        self.sums = like.new_zeros(len(call.blocks[0]), call.size, like.shape[3], dtype=compute_dtype(like))
 
     def by_token(self) -> torch.Tensor:
         return self.sums.view(*self.like.shape[:2], -1, self.like.shape[3])

@@ -8,8 +8,8 @@ from ..backends import hopper
 from ..kernels.common.layout import as_contiguous_rows
 from ..kernels.common.streams import current_device
 from ..masks.grid import BlockGrid
-from .by_definition import Limits, count_kept_blocks
 from .features import Features
+from .rules_torch import Limits, count_kept_blocks
 
 _MOST_BYTES = 1 << 29  # of log-sums and scores held at a time
 
@@ -27,7 +27,7 @@ def q_blocks_per_chunk(features: Features | None, batch_heads: int, grid: BlockG
 
 
 def score_blocks(features: Features, grid: BlockGrid, low: int, high: int, reduce: str, shared: bool) -> torch.Tensor:
-    """Returns what ``by_definition.shares`` returns; if ``shared``, the largest over the heads of each group."""
+    """Returns what ``rules_torch.score_blocks`` returns; if ``shared``, the largest over the heads of each group."""
     from ..kernels.choosers.log_sums import scores_of_blocks
 
     rows, columns, until = as_contiguous_rows(features.rows), as_contiguous_rows(features.columns), features.until
@@ -47,6 +47,6 @@ def add_kept_blocks(scores: torch.Tensor, limits: Limits, bits: torch.Tensor, fi
     from ..kernels.choosers.rules import apply_rule
 
     some = slice(first, first + scores.shape[2])
-    counts = count_kept_blocks(rule, number, limits.most[some], scores.shape[1]).to(torch.int32)
+    counts = count_kept_blocks(rule, number, limits.counts[some], scores.shape[1]).to(torch.int32)
     with current_device(scores.device):
         apply_rule(scores.contiguous(), limits.allowed[some], limits.forced[some], counts, bits, first, rule, float(number))

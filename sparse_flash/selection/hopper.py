@@ -1,17 +1,16 @@
-"""Attention over picked blocks on Hopper GPUs (H100, H200): like ``by_kernels``, except that the two kernels which gather queries
-by key block are written for these chips."""
+"""Attention over picked blocks on Hopper GPUs (H100, H200): like ``triton``, except that the two kernels which gather queries by
+key block are written for these chips."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from ..backends import Call
-from ..backends import hopper as of_masks
-from . import by_kernels
+from ..backends import hopper as backend_of_masks
+from . import triton
 from .block_selection import BlockSelection
 
 BLOCK_SIZES = (64, 128, 256, 512)
@@ -19,7 +18,7 @@ HEAD_DIMS = range(33, 129)
 
 
 def supports(call: Call, selection: BlockSelection) -> str | None:
-    if (reason := of_masks.available()) is not None:
+    if (reason := backend_of_masks.why_unavailable()) is not None:
         return reason
     if call.block_size not in BLOCK_SIZES:
         return f"it runs picks of blocks of {', '.join(map(str, BLOCK_SIZES))} keys; got {call.block_size}"
@@ -28,23 +27,23 @@ def supports(call: Call, selection: BlockSelection) -> str | None:
     if call.v_head_dim != call.head_dim:
         return f"it runs v of the head_dim of q and k; got head_dim {call.v_head_dim} of v and {call.head_dim} of q and k"
     # Masks have other block sizes.
-    return of_masks.supports(replace(call, block_size=BLOCK_SIZES[0])) or by_kernels.supports(call, selection)
+    return backend_of_masks.supports(replace(call, block_size=BLOCK_SIZES[0])) or triton.supports(call, selection)
 
 
 def forward(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Does what ``by_kernels.forward`` does."""
+    """Does what ``triton.forward`` does."""
     from ..kernels.selection.hopper_forward import picked_parts
 
-    return partial(by_kernels.forward, parts_kernel=picked_parts)(*call)
+    return triton.forward(*call, parts_kernel=picked_parts)
 
 
 def backward(*call: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Does what ``by_kernels.backward`` does."""
+    """Does what ``triton.backward`` does."""
     from ..kernels.selection import hopper_backward
 
-    return partial(by_kernels.backward, gathering=hopper_backward)(*call)
+    return triton.backward(*call, gathering=hopper_backward)
 
 
 # The masses of picked blocks are a single product, and are not often asked for.
-block_lse = by_kernels.block_lse
-block_lse_backward = by_kernels.block_lse_backward
+block_lse = triton.block_lse
+block_lse_backward = triton.block_lse_backward
