@@ -78,7 +78,7 @@ def launch_options(config: Config, given: KernelVariant, switches: dict, rows: i
     with dropout or the gradient of a bias, four warps spill 130 to 800 bytes for 128 x 64 at head_dim 64. For 64 rows, each of
     eight warps computes everything that each of four would: a step of dK and dV then takes twice the instructions, and spills cost
     less. One stage less for a bias with a user's function, as Triton prefetches the bias through shared memory: see
-    ``portable.scores._biased``.
+    ``portable.scores._add_bias``.
     """
     crowded = rows >= 128 and (given.seed is not None or given.rel_bias_gradient is not None)
     biased = given.rel_bias is not None and switches["SCORE"] is not None
