@@ -1,6 +1,6 @@
-"""The memories of launchers between calls, except choices of tuned configs (``tuned.cached_until_cleared``, which ``clear`` also empties).
-Each memory states its bound and what makes an entry stale. ``clear`` empties everything except memory that captured graphs write
-to."""
+"""The memories of launchers between calls, except choices of tuned configs (``tuned.cached_until_cleared``, which ``clear`` also
+empties). Each memory states its bound and what makes an entry stale. ``clear`` empties everything except memory that captured
+graphs write to."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,8 +12,8 @@ from . import tuned
 
 _MOST = 512  # launches under one mask, or dense; some KB each
 
-# Replayable launches of dense calls, keyed by everything that their arguments depend on: see ``replay.keep_for_replay``. At _MOST entries,
-# all are dropped. Keys include how many times tuned configs were read, so a new choice takes effect.
+# Replayable launches of dense calls, keyed by everything that their arguments depend on: see ``replay.keep_for_replay``. At _MOST
+# entries, all are dropped. Keys include how many times tuned configs were read, so a new choice takes effect.
 _dense: dict[tuple, Any] = {}
 # Each mask keeps its own launches while it lives, under this name.
 _LAUNCHES = "_launches"

@@ -132,8 +132,8 @@ class SelectionSizes(NamedTuple):
 
 
 class SelectionOperands(NamedTuple):
-    """Tensors of a call, (batch, heads, tokens, head_dim) with rows as ``as_addressable`` makes them; of the backward pass also what
-    ``preprocess_backward`` writes. For masses, v is k, dout None, log2_sum the masses and delta their gradient."""
+    """Tensors of a call, (batch, heads, tokens, head_dim) with rows as ``as_addressable`` makes them; of the backward pass also
+    what ``preprocess_backward`` writes. For masses, v is k, dout None, log2_sum the masses and delta their gradient."""
 
     q: Any
     k: Any
