@@ -216,3 +216,12 @@ def callers_level() -> int:
     while frame.f_back is not None and f"{frame.f_globals.get('__name__')}.".startswith((f"{PACKAGE}.", "torch.")):
         level, frame = level + 1, frame.f_back
     return level
+
+
+def refuse_probabilities(dropout_p: float, return_attn_probs: bool) -> None:
+    """Raises ValueError for calls that ask for weights with dropout."""
+    if return_attn_probs and dropout_p:
+        raise ValueError(
+            "return_attn_probs with dropout asks for S_dmask, the matrix of weights with dropout's signs, which is never formed; "
+            "leave out return_attn_probs, or take lse from sparse_flash.attention(..., return_lse=True)"
+        )

@@ -36,7 +36,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ..api.arguments import check_types
+from ..api.arguments import check_types, refuse_probabilities
 from ..api.attention import attention
 from ..api.document_arguments import check_packed, resolve_longest
 from ..masks.block_mask import BlockMask
@@ -47,7 +47,6 @@ from ..masks.methods import from_blocks
 from ..masks.parsing import parse
 from ..masks.pattern import Pattern, PerHead
 from ..masks.rules import RunPattern
-from .flash_attn import refuse_probabilities
 
 _BLOCK = 128
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..api.arguments import refuse_probabilities
 from ..api.attention import attention
 from ..api.decode import MAX_QUERIES, attention_decode
 from ..api.document_arguments import resolve_longest
@@ -366,15 +367,6 @@ def flash_attn_with_kvcache(
         out, lse = attention_decode(q, k_cache, v_cache, kept, kv_lens=lens, block_table=block_table, **options)
     out = out.transpose(1, 2)
     return (out, lse) if return_softmax_lse else out
-
-
-def refuse_probabilities(dropout_p: float, return_attn_probs: bool) -> None:
-    """Raises ValueError for calls that ask for weights with dropout."""
-    if return_attn_probs and dropout_p:
-        raise ValueError(
-            "return_attn_probs with dropout asks for S_dmask, the matrix of weights with dropout's signs, which is never formed; "
-            "leave out return_attn_probs, or take lse from sparse_flash.attention(..., return_lse=True)"
-        )
 
 
 def _check_dims(name: str, tensor: torch.Tensor, shape: str) -> None:

@@ -171,7 +171,7 @@ class _Compilation:
 
     def decide(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
         """The tiles that ``rule`` keeps of these blocks."""
-        if not _is_shift_invariant(rule, self.grid.block_size):
+        if not is_shift_invariant(rule, self.grid.block_size):
             return self.decide_distinct(rule, rows, cols)
         # One block of each diagonal, and the blocks of the last row and column, which may be cut off.
         size, diagonals = self.grid.block_size, sum(self.grid.shape)
@@ -328,7 +328,7 @@ def _simplify(pattern: Pattern, states: dict[Pattern, int]) -> Pattern | bool:
     return settled[states[pattern]]
 
 
-def _is_shift_invariant(rule: Pattern, block_size: int) -> bool:
+def is_shift_invariant(rule: Pattern, block_size: int) -> bool:
     """Whether moving both tokens of a pair by ``block_size`` changes nothing."""
     return all(leaf.shift_period is not None and block_size % leaf.shift_period == 0 for leaf in rule.leaves())
 

@@ -162,7 +162,7 @@ def parse_budget(budget: float | str) -> float:
     return share
 
 
-class _Part(NamedTuple):
+class _PricedPattern(NamedTuple):
     """A pattern that unions are made of. pairs: of ``causal & (keep | pattern)``, (units, units) float32, how many pairs of two
     units are kept. cost: what budgets limit."""
 
@@ -198,7 +198,7 @@ class _DesignSearch:
         self.visible, self.total = self.possible > 0, _total(self.possible)
         self.dense_us = predict_dense_passes(grid.q_len, grid.kv_len, causal)
         self.rows = np.unique(np.linspace(len(self.possible) // _BOUND_ROWS, len(self.possible) - 1, _BOUND_ROWS).astype(int))
-        self.parts: list[_Part] = []
+        self.parts: list[_PricedPattern] = []
         self.bounds: dict[tuple[int, ...], tuple[int, float]] = {}
 
     def pairs_of(self, pattern: Pattern) -> np.ndarray:
@@ -257,9 +257,9 @@ class _DesignSearch:
                     seen.add(key)
                     cheapest = min(cheapest, (cost, self.join(pattern)), key=lambda one: one[0])
                     if cost <= most:
-                        self.parts.append(_Part(pattern, pairs, cost))
+                        self.parts.append(_PricedPattern(pattern, pairs, cost))
         if self.keep:
-            self.parts.append(_Part(self.keep[0], base, alone))
+            self.parts.append(_PricedPattern(self.keep[0], base, alone))
         elif cheapest[0] > budget:
             raise ValueError(
                 f"budget must be at least {_rounded_up_text(cheapest[0])}, what {cheapest[1]} takes, the least that the search "
