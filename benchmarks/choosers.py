@@ -75,7 +75,7 @@ HEADINGS = ("choose", "attend", "both", "choose / attend", "density (of heads)",
 
 @dataclass(frozen=True)
 class ChooserCase:
-    """chooser: its spec text, to which block is added; ``?`` stands for a rule's number: see ``numbered``. drawn: whether inputs
+    """chooser: its spec text, to which block is added; ``?`` stands for a rule's number: see ``with_number``. drawn: whether inputs
     are planted."""
 
     chooser: str

@@ -59,7 +59,7 @@ def build_call(
     precision: str | None,
     variant_arguments: dict[str, Any],
 ) -> AttentionCall:
-    """The record of an ``sf.attention`` call. variant_arguments: those of ``checked_variant``; {} for plain attention.
+    """Returns the record of an ``sf.attention`` call. variant_arguments: those of ``build_variant``; {} if plain.
 
     Raises ValueError for arguments that do not fit together, TypeError for wrong types. If a plain call is like an earlier one, its
     shapes are not checked again.

@@ -108,7 +108,7 @@ def _of_functions(in_torch: _TorchScore, *paths: tuple[str, str] | None) -> Scor
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """Holds the rest of a call beside its mask. ``checked_variant`` creates it and checks its values.
+    """Holds the rest of a call beside its mask. ``build_variant`` creates it and checks its values.
 
     seed: (1,) int64, for dropout; dropout_p: a multiple of 2^-16, 0 without dropout. q_positions, kv_positions: (tokens / 16,)
     int32, for dropout of a part of a sequence: the position in the whole of the first of each 16 tokens, which stay together, a
