@@ -32,20 +32,20 @@ def _select_entries(maps: torch.Tensor, table: Table) -> tuple[RowArrays, tuple[
     (masks, rows, cols) bool."""
     masks, rows, listed = len(maps), maps.shape[1], len(table.col_idx)
     ptr, split = table.row_ptr[0].long(), table.row_split[0].long()
-    entry = torch.arange(listed, device=maps.device)
-    row = torch.searchsorted(ptr[1:], entry, right=True)
+    starts = ptr.new_zeros(listed + 1).index_add_(0, ptr[1:], torch.ones_like(ptr[1:]))
+    row = starts[:-1].cumsum(0)
     exists = row < rows  # col_idx may hold anything past the last row's entries
     kept = maps[:, torch.where(exists, row, 0), torch.where(exists, table.col_idx, 0)] & exists
     kept_before = torch.nn.functional.pad(kept.flatten().cumsum(0), (1, 0))
-    # The kept entries come first, in order, and the others last, in reverse.
-    index = torch.arange(masks * listed, device=maps.device)
-    target = torch.where(kept.flatten(), kept_before[:-1], masks * listed - 1 - (index - kept_before[:-1]))
-    cols, tiles = (numbers.new_zeros(max(2, masks * listed)) for numbers in (table.col_idx, table.tile_idx))
+    # The kept entries come first, in order. The others are written to one more place, which is cut off.
+    target = torch.where(kept.flatten(), kept_before[:-1], masks * listed)
+    cols, tiles = (numbers.new_zeros(masks * listed + 2) for numbers in (table.col_idx, table.tile_idx))
     cols[target], tiles[target] = table.col_idx.repeat(masks), table.tile_idx.repeat(masks)
     first_entry = torch.arange(masks, device=maps.device)[:, None] * listed
     new_ptr, new_split = (kept_before[first_entry + bounds].int() for bounds in (ptr, split.flatten()))
     order = torch.argsort(new_ptr.diff(dim=-1), dim=-1, descending=True, stable=True).int()
-    return (new_ptr, new_split.view(masks, rows, 2), order), (cols, tiles)
+    size = max(2, masks * listed)
+    return (new_ptr, new_split.view(masks, rows, 2), order), (cols[:size], tiles[:size])
 
 
 def select_by_kernel(maps: torch.Tensor, by_query: Table, by_key: Table, shape: tuple[int, int], room: int) -> list[Table]:
