@@ -32,8 +32,7 @@ def _select_entries(maps: torch.Tensor, table: Table) -> tuple[RowArrays, tuple[
     (masks, rows, cols) bool."""
     masks, rows, listed = len(maps), maps.shape[1], len(table.col_idx)
     ptr, split = table.row_ptr[0].long(), table.row_split[0].long()
-    starts = ptr.new_zeros(listed + 1).index_add_(0, ptr[1:], torch.ones_like(ptr[1:]))
-    row = starts[:-1].cumsum(0)
+    row = torch.searchsorted(ptr[1:], torch.arange(listed, device=maps.device), right=True)
     exists = row < rows  # col_idx may hold anything past the last row's entries
     kept = maps[:, torch.where(exists, row, 0), torch.where(exists, table.col_idx, 0)] & exists
     kept_before = torch.nn.functional.pad(kept.flatten().cumsum(0), (1, 0))
