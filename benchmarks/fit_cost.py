@@ -84,7 +84,7 @@ def samples_of_call(
 
 
 def _rows(data: object, gpu: str = "") -> Iterator[tuple[dict, dict, str]]:
-    """Yields (case, result, the GPU's name) of every measured row, wherever it stands in a file: {"case", "result"}, or one dict
+    """Yields (case, result, the GPU's name) of every measured row, at any depth of a file: {"case", "result"}, or one dict
     with "shape" and "spec". The nearest "environment" names the GPU."""
     if isinstance(data, list):
         for value in data:

@@ -125,8 +125,8 @@ def climb(
     seeds: int,
     evaluations: int,
 ) -> list[Path] | None:
-    """The folders of the runs, a run for each stage; None if Ctrl-C or SIGTERM came before the end. The first stage's run is of the
-    first seed that learns it. wait_for_images: see ``preparing_images``.
+    """Returns the folders of the runs, a run for each stage; None if Ctrl-C or SIGTERM came before the end. The first stage's run
+    belongs to the first seed that learns the stage. wait_for_images: see ``preparing_images``.
 
     Raises ``Lost`` if no seed learns the first stage. A later run starts from the last one that learned its own stage.
     """

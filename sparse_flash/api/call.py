@@ -59,7 +59,7 @@ def build_call(
     precision: str | None,
     variant_arguments: dict[str, Any],
 ) -> AttentionCall:
-    """Returns the record of an ``sf.attention`` call. variant_arguments: those of ``build_variant``; {} if plain.
+    """Returns the record of an ``sf.attention`` call. variant_arguments: the keywords of ``build_variant``, {} for none.
 
     Raises ValueError for arguments that do not fit together, TypeError for wrong types. If a plain call is like an earlier one, its
     shapes are not checked again.
@@ -80,18 +80,17 @@ def build_call(
     elif not (mask is None or isinstance(mask, (BlockMask, ChosenBlocks))):
         mask = _read_foreign_mask(mask)
 
+    chooses = spec is not None and has_choosers(spec)  # raises SpecError for text that cannot be read
     is_empty = 0 in q.shape or 0 in k.shape
     is_plain = spec is None and sinks is None and not variant_arguments and not is_empty
     if not is_plain:
-        check_tensors(q, k, v, may_be_empty=is_empty, e4m3=e4m3)
+        check_tensors(q, k, v, may_be_empty=is_empty, e4m3=e4m3 and not chooses)
     variant = build_variant(q, k, **variant_arguments) if variant_arguments else None
     check_sinks(sinks, q)
     if spec is not None:
         has_ends = not (variant_arguments.get("kv_lens") is variant_arguments.get("q_lens") is None)
-        _check_spec(spec, has_ends)
+        _check_spec(spec, chooses, has_ends)
     if is_empty:
-        if isinstance(spec, str):
-            text_of(spec)  # raises SpecError for text that cannot be read
         scale = resolve_scale(scale, q.shape[3])
         return AttentionCall(q, k, v, mask, None, scale, deterministic, operators.NOTHING, variant, sinks, precision)
 
@@ -100,7 +99,7 @@ def build_call(
         table = mask
     elif spec is None:
         table = None
-    elif has_choosers(spec):
+    elif chooses:
         mask = table = _choose(spec, q, k, v, scale, variant_arguments)
     else:
         table = _table_or_text(spec, q.shape[2], k.shape[2], q.device)
@@ -162,10 +161,10 @@ def _build_selection_call(
     return AttentionCall(q, k, v, selection, None, resolve_scale(scale, q.shape[3]), deterministic, backend, None, sinks)
 
 
-def _check_spec(spec: Pattern | str, has_ends: bool) -> None:
+def _check_spec(spec: Pattern | str, chooses: bool, has_ends: bool) -> None:
     """Raises ValueError for an expression that mixes patterns and choosers wrongly. has_ends: kv_lens or q_lens end the sequences;
     patterns that depend on the last token then raise ValueError too."""
-    if has_choosers(spec):
+    if chooses:
         find_lookahead_chooser(spec)
     if has_ends:
         check_known_end(spec)
@@ -175,7 +174,6 @@ def _choose(
     spec: Pattern | str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, variant_arguments: dict[str, Any]
 ) -> BlockMask | ChosenBlocks:
     """Chooses blocks from q and k. Raises ValueError, or warns, if training would then see the future."""
-    check_tensors(q, k, v)  # e4m3 too is refused
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         _refuse_looking_ahead(find_lookahead_chooser(spec))
         _warn_of_later_keys(spec)

@@ -17,7 +17,7 @@ _BOOL_MASK = (
 )
 _BLOCK = "a chooser has its own, as in sampled(8, keep=0.1, block=64)"
 
-# What to write here, and the keywords of other libraries for it.
+# Advice on what to write here, and the keywords of other libraries that get it.
 _ADVICE = {
     'pass mask="causal", which aligns the last query with the last key': "is_causal causal",
     _BOOL_MASK: "attn_mask attn_bias bias",

@@ -120,7 +120,7 @@ def _as_text(spec: Pattern | str) -> tuple[str, str, int]:
     """(the expression, what limits it or "", its block size), for operators, which take text."""
     if (text := text_of(spec)) is None:
         raise TypeError(
-            f"torch.compile takes choosers that have spec text; register those of {spec}, or call choose_blocks outside"
+            f"torch.compile takes choosers that have spec text; register the choosers of {spec}, or call choose_blocks outside"
         )
     choice = choices_of(text)[0]
     return text, "" if choice.within is None else choice.within.to_spec(), chooser_block_size(text)

@@ -238,7 +238,7 @@ def explain_array_errors(pattern: Pattern, rule: str) -> Iterator[None]:
 def evaluate_rule(
     pattern: Pattern, name: str, rule: Callable[..., Any], positions: tuple[np.ndarray, ...], shape: tuple[int, ...]
 ) -> np.ndarray:
-    """What a rule says of these positions: bool of this shape. Raises TypeError or ValueError for a result of another form."""
+    """Evaluates a rule at these positions: bool of this shape. Raises TypeError or ValueError for a result of another form."""
     with explain_array_errors(pattern, name):
         # A rule may change its arguments in place, and other rules get the same positions.
         kept = np.asarray(rule(*(one.copy() for one in positions)))

@@ -97,7 +97,7 @@ def _entries_by_chunk(
     for share, ptr in zip(_head_shares(mask).tolist(), mask.by_query.row_ptr.numpy(), strict=True):
         first = 0
         while first < rows:
-            # As many rows as have _MOST_ENTRIES entries together, one at least.
+            # Takes rows of _MOST_ENTRIES entries in all, and one row at least.
             stop = max(first + 1, int(np.searchsorted(ptr, ptr[first] + _MOST_ENTRIES, side="right")) - 1)
             counts, visited = np.diff(ptr[first : stop + 1]), cols[ptr[first] : ptr[stop]]
             if without is not None:

@@ -188,7 +188,7 @@ def choose_by_compressed(
 
 
 def _sum_strides(weights: torch.Tensor, blocks: int, per_block: int, reach: int) -> torch.Tensor:
-    """(batch, heads, groups, blocks) weights of blocks, from those of compressed keys. per_block: strides of a block. reach:
+    """Weights of blocks, (batch, heads, groups, blocks), from the weights of compressed keys. per_block: strides of a block. reach:
     strides of a compressed key, of which the first of key i is stride i."""
     # Added stride by stride, in one order for all blocks, so that equal blocks have equal scores.
     padded = torch.nn.functional.pad(weights, (reach - 1, max(0, blocks * per_block - weights.shape[3])))

@@ -48,7 +48,7 @@ class LayerSettings(NamedTuple):
     needs_positions: whether the mask depends on more than the distance of query and key. packed: whether compiled code expects
     packed sequences. refuses_causal: whether the mask looks ahead although ``bidirectional`` was not given, which a causal layer
     refuses. plan: replaces the mask if several ranks share the sequence. prompt_choice: for a mask with choosers.
-    dense_settings: those of its calls that do not choose.
+    dense_settings: the settings of calls that do not choose.
     """
 
     mask: Pattern | str | BlockMask
