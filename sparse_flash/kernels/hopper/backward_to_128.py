@@ -35,7 +35,7 @@ from .scheduler import schedule
 
 @record
 class BuffersTo128:
-    dscores: gl.shared_memory_descriptor
+    dscores: gl.shared_memory_descriptor  # (1, queries, keys)
     dq: Ring  # one stage, through which every step sends dQ, piece by piece, and every tile sends dK and dV
 
 
@@ -223,7 +223,8 @@ def _add_steps(
         dscores = compute_dscores(p, weights, dweights, delta[None, :])
         if p.scoring.SIGNED:
             dscores = p.scoring.times_derivative(dscores, products, terms, position, tile.first)
-        own.dscores.index(0).store(dscores.to(dtype))
+        # Keys lie along the rows of the buffer, as in dQ's product, so the tensor cores read its left operand without a transpose.
+        own.dscores.index(0).permute((1, 0)).store(dscores.to(dtype))
         ds_operand = gl.convert_layout(dscores.to(dtype), operand_layout)
         # (4) dK += dS^T Q
         started_dk = start_product(ds_operand, q, dk)
@@ -233,20 +234,20 @@ def _add_steps(
         keys = p.k.stage(turn, opaque_zero(step))
         stored = own.dscores.index(opaque_zero(step))
         if p.SHAPE.PIECES == 1:
-            started_dq = warpgroup_mma(stored.permute((1, 0)), keys, dq_zeros, use_acc=False, is_async=True)
+            started_dq = warpgroup_mma(stored, keys, dq_zeros, use_acc=False, is_async=True)
             dv, dk = wait_for_both(started_dv, started_dk, 1)
             units = _units_of(p, step, dq_zeros)
             p.q.release(step)
         else:
             # dQ takes twice the registers here: one piece stays in registers during the product of the next.
             left = keys.slice(0, p.SHAPE.COLUMNS, dim=1)
-            started_left = warpgroup_mma(stored.permute((1, 0)), left, dq_zeros, use_acc=False, is_async=True)
+            started_left = warpgroup_mma(stored, left, dq_zeros, use_acc=False, is_async=True)
             dv, dk = wait_for_both(started_dv, started_dk, 1)
             units = _units_of(p, step, dq_zeros)
             p.q.release(step)
             dq_left = warpgroup_mma_wait(0, deps=(started_left,))
             right = keys.slice(p.SHAPE.COLUMNS, p.SHAPE.COLUMNS, dim=1)
-            started_dq = warpgroup_mma(stored.permute((1, 0)), right, dq_zeros, use_acc=False, is_async=True)
+            started_dq = warpgroup_mma(stored, right, dq_zeros, use_acc=False, is_async=True)
             _store_dq(p, own, dq_left, units, sent)
             _commit_dq(p, own, sent, True)
         upcoming_turn = turn
@@ -434,7 +435,7 @@ def _store_halves(grad, WARPS_DOWN: gl.constexpr, low_rows, high_rows):
 @gluon.jit
 def backward_to_128(p):
     """Runs the roles."""
-    dscores = allocate_tiles(p.inputs.q.dtype, 1, p.SHAPE.KEYS, p.SHAPE.QUERIES)
+    dscores = allocate_tiles(p.inputs.q.dtype, 1, p.SHAPE.QUERIES, p.SHAPE.KEYS)
     ROWS: gl.constexpr = p.SHAPE.QUERIES * p.SHAPE.COLUMNS // 256
     own = BuffersTo128(dscores, new_ring(gl.allocate_shared_memory(gl.float32, [ROWS, 256], p.grads.dq_rows.layout), 1))
     # TMA signals the barriers, so it must see that they are initialized.
