@@ -187,7 +187,7 @@ def test_the_gradients_of_the_splits_of_a_column_are_added(split_mask):
     generator = torch.Generator(device=DEVICE).manual_seed(0)
     sums = torch.randn(2, 2, table.shape[1], 128, 64, device=DEVICE, generator=generator)  # dK and dV, heads, splits
     # The kernel's ``to_register_order`` writes a tile so: eight warps along its rows.
-    stored = sums.view(2, 2, -1, 8, 2, 8, 1, 4, 2, 4, 2).permute(0, 1, 2, 4, 7, 6, 3, 5, 9, 8, 10).contiguous()
+    stored = sums.view(2, 2, -1, 8, 2, 8, 1, 4, 2, 4, 2).permute(0, 1, 2, 8, 7, 6, 3, 5, 9, 4, 10).contiguous()
     grads = [torch.full((1, 2, 500, 64), 7.0, device=DEVICE, dtype=torch.float16) for _ in range(2)]
     launch = backward.combine_columns_launch(*grads, stored.flatten(), split_mask, 128, (2.0, 0.5))
     Recording().launch(backward.combine_columns_kernel, launch)

@@ -124,7 +124,7 @@ def _from_register_order(sums, TILE: tl.constexpr, DIM: tl.constexpr, ACROSS: tl
     """Reverses ``to_register_order``: returns a (TILE, DIM) tile from TILE * DIM numbers. ACROSS: warps whose units alternate along
     a row. PIECES: pieces of columns, one after the other."""
     ALONG: tl.constexpr = DIM // (16 * ACROSS * PIECES)
-    parts = sums.reshape(PIECES, 2, ALONG, ACROSS, TILE // 16, 8, 4, 2, 2).permute(4, 1, 5, 0, 3, 2, 7, 6, 8)
+    parts = sums.reshape(PIECES, 2, ALONG, ACROSS, TILE // 16, 8, 4, 2, 2).permute(4, 7, 5, 0, 3, 2, 1, 6, 8)
     return parts.reshape(TILE, DIM)
 
 

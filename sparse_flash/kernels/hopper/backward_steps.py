@@ -283,11 +283,11 @@ def round_to_int(numbers):
 @gluon.jit
 def to_register_order(grad, WARPS_DOWN: gl.constexpr, ALTERNATING: gl.constexpr = False):
     """Returns a gradient tile as rows of 256 elements, in the order in which threads hold them. Each thread then writes whole units
-    of 16 bytes, next to its neighbours'. ``finish_kernel`` restores the order. ALTERNATING: units of warps that divide columns
-    alternate."""
+    of 16 bytes, next to its neighbours': four registers that follow each other, two columns of a row and of the row 8 below.
+    ``finish_kernel`` restores the order. ALTERNATING: units of warps that divide columns alternate."""
     ROWS: gl.constexpr = grad.shape[0]
     DIM: gl.constexpr = grad.shape[1]
     ACROSS: gl.constexpr = gl.num_warps() // WARPS_DOWN
     pieces = grad.reshape([WARPS_DOWN, 2, 8, ACROSS, DIM // (16 * ACROSS), 2, 4, 2])
-    pieces = pieces.permute((1, 4, 3, 0, 2, 6, 5, 7) if ALTERNATING else (1, 3, 4, 0, 2, 6, 5, 7))
+    pieces = pieces.permute((5, 4, 3, 0, 2, 6, 1, 7) if ALTERNATING else (5, 3, 4, 0, 2, 6, 1, 7))
     return pieces.reshape([ROWS * DIM // 256, 256])
