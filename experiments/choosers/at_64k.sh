@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # A model trained at 65,536 tokens, and choosers on it: at_64k.sh FOLDER. Trains on all GPUs for MINUTES, then divides the rows over
-# them. On four H200 it takes about six minutes. Text: the packages that are installed; rows are measured on the standard library.
+# them. On two H200 it takes six and a half minutes. A model needs more than three minutes of training there to look far. Text: the
+# packages that are installed; rows are measured on the standard library.
 set -e
 folder=$1 python=${PYTHON:-python} gpus=$(nvidia-smi -L | wc -l) length=${LENGTH:-65536}
 mkdir -p "$folder"
