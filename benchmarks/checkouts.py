@@ -19,7 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 CASES = (
     "1 4/4 131072 128 causal",
@@ -100,13 +102,14 @@ class _Worker:
             if part.name != "__pycache__" and not (package / part.name).exists():
                 (package / part.name).symlink_to(part)
         command = [sys.executable, "-P", __file__]  # -P: modules beside this file are not for import by their bare names
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self._process = subprocess.Popen(command, text=True, env=os.environ | {"PYTHONPATH": self._imported.name}, **pipes)
+        environment = os.environ | {"PYTHONPATH": self._imported.name}
+        self._process = subprocess.Popen(command, text=True, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def tell(self, **what) -> None:
         print(json.dumps(what), file=self._process.stdin, flush=True)
 
     def hear(self):
+        assert self._process.stdout is not None
         answer = self._process.stdout.readline()
         if not answer:
             raise RuntimeError(f"the process of {self._folder} ended with status {self._process.wait()}; its error is above")
@@ -115,18 +118,19 @@ class _Worker:
 
 def _work() -> None:
     """Answers a case with the norms of its results, and "time" with the milliseconds of one turn."""
-    run = None
+    prepared: Any = None
     for line in sys.stdin:
         asked = json.loads(line)
         if "case" in asked:
-            run = None  # frees the earlier row's memory
-            run, answer = _prepare(asked)
+            prepared = None  # frees the earlier row's memory
+            prepared = _prepare(asked)
+            answer = prepared[1]
         else:
-            answer = statistics.median(run() for _ in range(_REPLAYS))
+            answer = statistics.median(prepared[0]() for _ in range(_REPLAYS))
         print(json.dumps(answer), flush=True)
 
 
-def _prepare(asked: dict):
+def _prepare(asked: dict) -> tuple[Callable[[], float], list[float]]:
     """Returns (a function that runs a pass and returns its milliseconds, the norms of the results)."""
     import torch
 
@@ -177,4 +181,6 @@ def _prepare(asked: dict):
 
 
 if __name__ == "__main__":
-    sys.exit(main() if __package__ else _work())
+    if __package__:
+        sys.exit(main())
+    _work()
