@@ -3,21 +3,28 @@ tensors of a score."""
 
 from __future__ import annotations
 
+import array
 import ctypes
+import dis
 import inspect
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
-from types import CellType, CodeType, FunctionType, MethodType
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import zip_longest
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-_CONTAINERS = (list, tuple, torch.nn.ModuleList, torch.nn.ParameterList)
+from .names import PACKAGE
+
+_CONTAINERS = (list, tuple, set, frozenset, deque, torch.nn.ModuleList, torch.nn.ParameterList)
 _MAPPINGS = (dict, torch.nn.ModuleDict, torch.nn.ParameterDict)
-_PLAIN = (int, float, complex, str, bytes, np.generic, CodeType)
-_NO_NAMES: frozenset[str] = frozenset()
+_PLAIN = (int, float, complex, str, bytes, bytearray, array.array, np.generic, torch.device, torch.dtype, CodeType)
 _EMPTY = CellType()
 
 
@@ -69,62 +76,141 @@ def _inference_bytes(tensor: torch.Tensor) -> int:
 
 def _data_of(function: Any) -> Iterator[tuple[str, Any]]:
     """Yields (how the code writes it, the tensor, array, plain value or code of a function). Follows closures, globals, defaults,
-    bound arguments, containers, and the attributes and functions that the code names."""
-    yield from _visit_data(function, "", _NO_NAMES, set())
+    bound arguments, containers, and the attributes, properties, methods and functions that the code names."""
+    yield from _visit(_Read("", function, _NO_NAMES, True), {})
 
 
-def _visit_data(value: Any, path: str, names: frozenset[str], seen: set[tuple[int, frozenset[str]]]) -> Iterator[tuple[str, Any]]:
-    """names: of the code that reads the value."""
+@dataclass(frozen=True)
+class _Names:
+    """Holds what code names. bare: names with whose values the code does more than reading an attribute, such as calling them."""
+
+    globals: frozenset[str]
+    attributes: frozenset[str]
+    bare: frozenset[str]
+
+
+class _Read(NamedTuple):
+    """Holds a value that code reads. path: how the code writes it. names: of that code. bare: whether the code may call or index
+    the value itself."""
+
+    path: str
+    value: Any
+    names: _Names
+    bare: bool
+
+
+_NO_NAMES = _Names(frozenset(), frozenset(), frozenset())
+
+
+def _visit(read: _Read, seen: dict[object, Any]) -> Iterator[tuple[str, Any]]:
+    """seen: the values visited, kept alive, as otherwise another could get the id of one of them."""
+    value = read.value
     if isinstance(value, (torch.Tensor, np.ndarray, *_PLAIN)):
-        yield path, value
-    elif (id(value), names) in seen:
-        yield path, id(value)  # which of those seen it is
-    else:
-        seen.add((id(value), names))
-        for place, child, its_names in _iter_children(value, path, names):
-            yield from _visit_data(child, place, its_names, seen)
+        yield read.path, value
+        return
+    # A method is another object each time that it is read.
+    identity = (id(value.__func__), id(value.__self__)) if isinstance(value, MethodType) else id(value)
+    key = identity, read.names, read.bare
+    if key in seen:
+        yield read.path, identity  # which of those seen it is
+        return
+    seen[key] = value
+    for child in _iter_children(read):
+        yield from _visit(child, seen)
 
 
-def _iter_children(value: Any, path: str, names: frozenset[str]) -> Iterator[tuple[str, Any, frozenset[str]]]:
-    """Yields each value that code reads through another: (how the code writes it, the value, the names in the code)."""
+def _iter_children(read: _Read) -> Iterator[_Read]:
+    """Yields each value that code reads through another."""
+    path, value, names, bare = read
     if isinstance(value, _CONTAINERS):
-        yield from ((f"{path}[{number}]", child, names) for number, child in enumerate(value))
+        yield from (_Read(f"{path}[{number}]", child, names, True) for number, child in enumerate(value))
     elif isinstance(value, _MAPPINGS):
-        yield from ((f"{path}[{key!r}]", child, names) for key, child in value.items())
+        yield from (_Read(f"{path}[{key!r}]", child, names, True) for key, child in value.items())
     elif isinstance(value, partial):
-        yield path, value.func, names
-        yield from (("a bound argument", child, names) for child in (*value.args, *value.keywords.values()))
+        yield _Read(path, value.func, names, True)
+        yield from (_Read("a bound argument", child, names, True) for child in (*value.args, *value.keywords.values()))
     elif isinstance(value, MethodType):
-        if isinstance(value.__func__, FunctionType):
-            yield from _iter_function_data(value.__func__)
-            yield "self", value.__self__, frozenset(_names(value.__func__.__code__))
+        if isinstance(function := value.__func__, FunctionType):
+            yield from _iter_function_data(function)
+            its_names = _names_of(function.__code__)
+            yield _Read("self", value.__self__, its_names, not its_names.bare.isdisjoint(function.__code__.co_varnames[:1]))
     elif isinstance(value, FunctionType):
         yield from _iter_function_data(value)
-    else:
-        own = getattr(value, "__dict__", {})
-        if isinstance(value, torch.nn.Module):
-            own = {**own, **value._parameters, **value._buffers, **value._modules}
-        yield from ((f"{path}.{name}", own[name], names) for name in sorted(names & own.keys()))
-        call = getattr(value, "forward" if isinstance(value, torch.nn.Module) else "__call__", None)
-        if isinstance(call, MethodType):
-            yield path, call, names
+    elif (type(value).__module__ or "").startswith(f"{PACKAGE}."):  # a pattern, say, which may hold a function
+        yield from (_Read(f"{path}.{name}", child, names, True) for name, child in getattr(value, "__dict__", {}).items())
+    elif not (isinstance(value, ModuleType) and _is_library(value.__name__)):
+        for name in sorted(names.attributes):
+            yield from (_Read(f"{path}.{name}", child, names, name in names.bare) for child in _find_attribute(value, name))
+        if bare and not isinstance(value, (ModuleType, type)):
+            used = (
+                ("forward",)
+                if isinstance(value, torch.nn.Module)
+                else ("__call__", "__getitem__", "__len__", "__contains__", "__iter__")
+            )
+            for name in used:
+                if isinstance(method := getattr(value, name, None), MethodType):
+                    yield _Read(path, method, names, False)
 
 
-def _iter_function_data(function: FunctionType) -> Iterator[tuple[str, Any, frozenset[str]]]:
-    names = frozenset(_names(function.__code__))
-    yield "", function.__code__, names
+def _find_attribute(value: Any, name: str) -> Iterator[Any]:
+    """Yields the value of an attribute, if there is one; of a property, its function as a method."""
+    own = getattr(value, "__dict__", {})
+    if isinstance(value, torch.nn.Module):
+        own = {**own, **value._parameters, **value._buffers, **value._modules}
+    of_type = inspect.getattr_static(type(value), name, None)
+    if name in own:
+        yield own[name]
+    elif isinstance(of_type, property):
+        yield from [MethodType(of_type.fget, value)] if of_type.fget else []
+    elif isinstance(of_type, FunctionType):
+        yield from [] if _is_library(of_type.__module__) else [MethodType(of_type, value)]
+    elif (
+        of_type is not None or isinstance(value, type) or (hasattr(value, "__getattr__") and not isinstance(value, torch.nn.Module))
+    ):
+        with suppress(AttributeError):
+            yield getattr(value, name)
+
+
+def _iter_function_data(function: FunctionType) -> Iterator[_Read]:
+    names = _names_of(function.__code__)
+    yield _Read("", function.__code__, names, False)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if cell != _EMPTY:
-            yield name, cell.cell_contents, names
-    if not (function.__module__ or "").startswith("torch."):  # whose functions read a user's through closures alone
-        yield from ((name, function.__globals__[name], names) for name in sorted(names & function.__globals__.keys()))
+            yield _Read(name, cell.cell_contents, names, name in names.bare)
+    if not _is_library(function.__module__):
+        read = sorted(names.globals & function.__globals__.keys())
+        yield from (_Read(name, function.__globals__[name], names, name in names.bare) for name in read)
     defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
-    yield from (("a default", child, names) for child in defaults)
+    yield from (_Read("a default", child, names, True) for child in defaults)
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    """The globals and attributes that code names, and functions within it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
+def _is_library(module: str | None) -> bool:
+    """Whether a module reads a user's data through closures and arguments alone."""
+    return f"{module}.".startswith(("torch.", "numpy.", f"{PACKAGE}."))
+
+
+@lru_cache(maxsize=256)
+def _names_of(code: CodeType) -> _Names:
+    """Returns what code names, functions within it included. Texts count as attributes where ``getattr`` may read them."""
+    found: dict[str, set[str]] = {kind: set() for kind in ("globals", "attributes", "bare", "texts")}
+    instructions = [one for one in dis.get_instructions(code) if one.opname != "EXTENDED_ARG"]
+    for one, following in zip_longest(instructions, instructions[1:]):
+        if not one.opname.startswith("LOAD_"):
+            continue
+        loaded = [name for name in (one.argval if isinstance(one.argval, tuple) else (one.argval,)) if isinstance(name, str)]
+        kind = {
+            "LOAD_GLOBAL": "globals",
+            "LOAD_NAME": "globals",
+            "LOAD_ATTR": "attributes",
+            "LOAD_METHOD": "attributes",
+            "LOAD_CONST": "texts",
+        }
+        found[kind.get(one.opname, "bare")].update(loaded if one.opname in kind else loaded[:-1])
+        if one.opname != "LOAD_CONST" and not (following and following.opname in ("LOAD_ATTR", "LOAD_METHOD")):
+            found["bare"].update(loaded)
+    inner = [_names_of(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    for kind in ("globals", "attributes", "bare"):
+        found[kind].update(*(getattr(names, kind) for names in inner))
+    if "getattr" in found["globals"]:
+        found["attributes"] |= found["texts"]
+    return _Names(*(frozenset(found[kind]) for kind in ("globals", "attributes", "bare")))

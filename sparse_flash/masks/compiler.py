@@ -129,9 +129,10 @@ class _Compilation:
             return reduce(combine, map(self.states, pattern.operands))
         if isinstance(pattern, Not):
             return ~self.states(pattern.operand)
-        if pattern not in self.leaves:
-            self.leaves[pattern] = block_states(pattern, self.grid)
-        return self.leaves[pattern]
+        found = self.leaves.get(pattern)
+        if found is None:
+            found = self.leaves[pattern] = block_states(pattern, self.grid)
+        return found
 
     def separate_cut_blocks(self, states: BlockRuns) -> tuple[BlockRuns, list[Entries]]:
         """(the states of blocks that are not cut off by the end of the queries or keys, the full ones that are)"""

@@ -1,5 +1,7 @@
 """A mask follows the data that its function reads, also where they change in place."""
 
+import collections
+import dataclasses
 import functools
 import types
 
@@ -9,6 +11,7 @@ import torch
 from torch.nn.attention.flex_attention import and_masks, create_block_mask
 
 import sparse_flash as sf
+from sparse_flash.compat.captured import learned, state_of
 
 N = 128
 TABLE = np.arange(N)
@@ -23,6 +26,36 @@ class Reader:
 
     def rule(self, q, kv):
         return self.data[q] >= self.data[kv]
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    data: object
+
+
+class Hidden:
+    def __init__(self, data):
+        self._data = data
+
+    @property
+    def data(self):
+        return self._data
+
+
+class Config:
+    def __init__(self, data):
+        self.entries = {"data": data}
+
+    def __getattr__(self, name):
+        return self.__dict__["entries"][name]
+
+
+class Rows:
+    def __init__(self, data):
+        self.rows = data
+
+    def __getitem__(self, index):
+        return self.rows[index]
 
 
 def of_default(q, kv, data):
@@ -45,6 +78,34 @@ def of_attribute(data):
     return lambda q, kv: holder.data[q] >= holder.data[kv]
 
 
+def of_object(made):
+    def reader(data):
+        holder = made(data)
+        return lambda q, kv: holder.data[q] >= holder.data[kv]
+
+    return reader
+
+
+def of_method(data):
+    holder = Reader(data)
+    return lambda q, kv: holder.rule(q, kv)
+
+
+def of_name(data):
+    holder = Reader(data)
+    return lambda q, kv: getattr(holder, "data")[q] >= holder.data[kv]  # noqa: B009
+
+
+def of_items(data):
+    rows = Rows(data)
+    return lambda q, kv: rows[q] >= rows[kv]
+
+
+def of_pattern(data):
+    pattern = sf.from_mask_fn(lambda q, kv: data[q] >= data[kv])
+    return lambda q, kv: pattern.token_rule(q, kv)
+
+
 def of_buffer(data):
     module = torch.nn.Module()
     if isinstance(data, torch.Tensor):
@@ -57,6 +118,14 @@ def of_buffer(data):
 READERS = {
     "attribute of an object": of_attribute,
     "buffer of a module": of_buffer,
+    "slots": of_object(Slots),
+    "property": of_object(Hidden),
+    "__getattr__": of_object(Config),
+    "method of an object": of_method,
+    "getattr": of_name,
+    "__getitem__": of_items,
+    "another pattern": of_pattern,
+    "deque": lambda data: (lambda both: lambda q, kv: both[0][q] >= both[1][kv])(collections.deque([data, data])),
     "list in a closure": lambda data: (lambda both: lambda q, kv: both[0][q] >= both[1][kv])([data, data]),
     "closure": lambda data: lambda q, kv: data[q] >= data[kv],
     "function in a closure": nested,
@@ -86,6 +155,50 @@ def test_a_pattern_whose_function_reads_data_follows_their_change_in_place(reade
     data[:] = 0
     for call in calls:
         torch.testing.assert_close(call(pattern), call("full"))
+
+
+def test_two_callable_objects_of_one_class_are_followed_each():
+    first, second = Reader(np.arange(N)), Reader(np.arange(N))
+    rule = lambda q, kv: first(q, kv) & second(q, kv)  # noqa: E731
+    for _ in range(100):  # an id of a freed method may come again
+        before = state_of(rule)
+        assert before == state_of(rule)
+        second.data[0] += 1
+        assert before != state_of(rule)
+
+
+class LearnedTable(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.ones(2))
+        self.rates = torch.zeros(2)
+
+    def forward(self, head):
+        return self.table[head]
+
+    def rate(self, head):
+        return self.rates[head]
+
+
+def test_learned_tensors_are_found_where_the_function_may_read_them_and_nowhere_else():
+    module = LearnedTable()
+    holder, hidden = Reader(module.table), Hidden(module.table)
+    readers = {
+        "self.table": lambda score, head: score + module(head),
+        "self.data": lambda score, head: score + holder.rule(head, head),
+        "self._data": lambda score, head: score + hidden.data[head],
+        None: lambda score, head: score + module.rates[head] + module.rate(head),
+    }
+    assert {learned(reader): name for name, reader in zip(readers, readers.values())} == {name: name for name in readers}
+
+
+rates = torch.ones(2, requires_grad=True)  # of the name that an attribute has
+
+
+def test_an_attribute_is_not_mistaken_for_a_global_of_its_name():
+    settings = types.SimpleNamespace(rates=0.1)
+    assert learned(lambda score, distance: score - settings.rates * distance) is None
+    assert learned(lambda score, distance: score - rates[0] * distance) == "rates"
 
 
 WIDTH = 3
