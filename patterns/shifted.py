@@ -53,6 +53,10 @@ class Shifted(DerivedPattern):
         return not self.allow_uncovered
 
     @property
+    def coverage_hint(self):
+        return f"{super().coverage_hint}; or pass allow_uncovered=True to shifted, if they are to keep nothing"
+
+    @property
     def expression(self):
         return _From(self.tokens) & move_pattern(self.pattern, self.tokens)
 

@@ -37,6 +37,10 @@ class OverTiles(UnitPattern):
     """The rule applies to tiles of a ``layout``: define ``tile_rule``. The units are its tiles, and after them what is beside."""
 
     keep_beside = True
+    coverage_hint = (
+        "leave keep_beside=False out, or add what the tokens beside the video keep, such as last_tokens(n): in tile order they "
+        "are last"
+    )
     hides_padding = True
     window_in_tiles = None  # (frames, height, width) in tiles, of a pattern whose windows all have one size
 

@@ -25,6 +25,11 @@ def check_decoding_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bl
         check_dtype("q", q)
         check_same_device("k", k, q)
         check_same_device("v", v, q)
+    elif backends.E4M3 in (k.dtype, v.dtype):
+        raise ValueError(
+            f"a cache in e4m3 holds both keys and values so, with k_scale and v_scale; got k of {k.dtype} and v of {v.dtype}; "
+            "quantize the other too"
+        )
     else:
         check_alike(q, k, v, cast="cast q with .to({1})")
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):

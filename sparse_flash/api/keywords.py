@@ -21,7 +21,7 @@ _BLOCK = "a chooser has its own, as in sampled(8, keep=0.1, block=64)"
 _ADVICE = {
     'pass mask="causal", which aligns the last query with the last key': "is_causal causal",
     _BOOL_MASK: "attn_mask attn_bias bias",
-    _BOOL_MASK + "; for padding, kv_lens and q_lens": "attention_mask",
+    _BOOL_MASK + "; for padding of keys, kv_lens; for padding of queries, q_lens": "attention_mask",
     "pass it as mask=: masks of FlexAttention are taken as they are": "block_mask",
     f"pass a table with such blocks, mask=compile_mask(pattern, q_len, kv_len, block_size=...); {_BLOCK}": "block_size",
     _BLOCK: "block",
@@ -32,11 +32,11 @@ _ADVICE = {
     'pass mask="causal & local(w)", in which a query sees w keys, its own among them': "sliding_window",
     "pass scale=": "softmax_scale sm_scale scaling",
     "pass dropout_p=": "dropout p",
-    "pass kv_lens= and q_lens= (kv_starts= and q_starts= for padding on the left), the number of tokens of each sequence": (
+    "pass kv_lens=, the number of tokens of each sequence; q_lens= for queries, kv_starts= and q_starts= for padding on the left": (
         "key_padding_mask padding_mask"
     ),
     "pass kv_lens=": "seqused_k cache_seqlens",
-    "documents packed one after another are taken by sparse_flash.attention_varlen": "cu_seqlens",
+    "documents packed one after another are taken by sparse_flash.attention_varlen": "cu_seqlens max_seqlen seqlens_k",
     "the matrix of weights is never formed; return_lse=True returns the logarithm of each query's softmax sum": (
         "return_attn_probs need_weights output_attentions"
     ),
@@ -46,6 +46,8 @@ _ADVICE = {
     "pass sinks=": "s_aux learnable_sink",
     "pass rel_bias=, by head and distance": "position_bias",
 }
+# Words of the advice that name keywords which ``attention`` takes, and maybe no other function.
+_WORDS_OF_ATTENTION = "alibi_slopes", "kv_lens", "q_lens", "dropout_p", "sinks", "rel_bias", "return_lse"
 _WRITE_INSTEAD = {keyword: advice for advice, keywords in _ADVICE.items() for keyword in keywords.split()}
 
 
@@ -72,14 +74,26 @@ def keyword_error(function: str, known: list[str], unknown: list[str]) -> TypeEr
     """Python's own error for unknown keywords, plus what to write instead."""
     parts = [f"{function}() got an unexpected keyword argument {unknown[0]!r}"]
     for name in unknown:
-        if name in _WRITE_INSTEAD:  # first: torch.compile can trace no further
-            parts.append(f"{name}: {_WRITE_INSTEAD[name]}")
-        elif near := difflib.get_close_matches(name, [*known, *_WRITE_INSTEAD], n=1, cutoff=0.7):
-            instead = f"; {_WRITE_INSTEAD[near[0]]}" if near[0] in _WRITE_INSTEAD else ""
-            parts.append(f"{name}: did you mean {near[0]!r}?{instead}")
+        if advice := _advice_for(function, known, name):  # first: torch.compile can trace no further
+            parts.append(f"{name}: {advice}")
+            continue
+        advised = [other for other in _WRITE_INSTEAD if _advice_for(function, known, other)]
+        if near := difflib.get_close_matches(name, [*known, *advised], n=1, cutoff=0.7):
+            parts.append("; ".join(filter(None, [f"{name}: did you mean {near[0]!r}?", _advice_for(function, known, near[0])])))
         else:
             parts.append(f"{name}: it takes {', '.join(known)}")
     return TypeError("; ".join(parts))
+
+
+def _advice_for(function: str, known: list[str], name: str) -> str:
+    """What to write instead of a keyword, as far as the function takes it; "" for nothing."""
+    unusable = [word for word in _WORDS_OF_ATTENTION if word not in known]
+    if function != "attention":
+        unusable.append("chooser")
+    if function == "attention_varlen":
+        unusable += ["BlockMask", "compile_mask", "FlexAttention", "attention_varlen"]
+    sentences = _WRITE_INSTEAD.get(name, "").split("; ")
+    return "; ".join(one for one in sentences if not any(word in one for word in unusable))
 
 
 def chooser_keyword_error(function: str, known: list[str], unknown: list[str]) -> TypeError:

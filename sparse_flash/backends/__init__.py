@@ -183,6 +183,9 @@ def eight_bits_refusal(call: Call) -> str | None:
     return f"in {EIGHT_BITS} it does not support {' and '.join(features)}" if features else None
 
 
+_REFERENCE_CAN = "backend='reference' can, slowly and with the whole matrix in memory"
+
+
 def choose_backend(name: str, call: Call, supports: Callable[[str, Call], str | None] | None = None) -> str:
     """The back end to run: ``name`` itself, or for "auto" the fastest that supports the call. Raises ValueError with the reasons if
     there is none; a named back end is never replaced by another. supports: (name, call) -> the refusal or None, where the call is
@@ -192,8 +195,11 @@ def choose_backend(name: str, call: Call, supports: Callable[[str, Call], str | 
         get_backend(name)
         reason = refusal(name, call)
         if reason:
-            others = any(refusal(other, call) is None for other in AUTOMATIC)
-            way_out = "pass backend='auto' to take one that can" if others else "no other back end can either, so leave that out"
+            way_out = "no other back end can either, so leave that out"
+            if any(refusal(other, call) is None for other in AUTOMATIC):
+                way_out = "pass backend='auto' to take one that can"
+            elif refusal("reference", call) is None:
+                way_out = _REFERENCE_CAN
             raise ValueError(f"backend {name!r} cannot run this call: {reason}; {way_out}")
         return name
     reasons = {}
@@ -205,7 +211,7 @@ def choose_backend(name: str, call: Call, supports: Callable[[str, Call], str | 
         if reasons[candidate] is None:
             return candidate
     listed = "; ".join(f"{candidate}: {reason}" for candidate, reason in reasons.items())
-    hint = "" if refusal("reference", call) else "; backend='reference' can, slowly and with the whole matrix in memory"
+    hint = "" if refusal("reference", call) else f"; {_REFERENCE_CAN}"
     raise ValueError(f"no back end can run this call ({listed}){hint}")
 
 

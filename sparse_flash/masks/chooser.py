@@ -116,7 +116,9 @@ class Chooser(Pattern):
         """The error for uses that have no q and k."""
         return ValueError(
             f"{short_text(self)} chooses blocks from q and k, and has no table without them; pass the expression to attention, or "
-            "make a mask by choose_blocks(spec, q, k); block= in the chooser says the size of blocks"
+            "make a mask for it by choose_blocks(spec, q, k); block= in the chooser says the size of blocks. attention_varlen and "
+            "attention_decode take no choosers: pad documents and pass attention their kv_lens and q_lens; decode without the "
+            "chooser"
         )
 
     def __invert__(self) -> NoReturn:

@@ -46,6 +46,9 @@ class Pattern:
     name: ClassVar[str | None] = None
     shift_invariant: ClassVar[bool] = False
     covers_part: ClassVar[bool] = False  # about some tokens alone, as others are in the care of other patterns
+    coverage_hint: ClassVar[str] = (  # what to add where ``covers_part``
+        "add what they keep, such as global_tokens(n) for the first tokens and last_tokens(n) for the last"
+    )
     chooses: ClassVar[bool] = False  # whether it is a chooser, which keeps blocks by the content of q and k
     hides_padding: ClassVar[bool] = False  # whether it keeps no padding of its ``layout``, which is such a pattern itself
     from_spec: ClassVar[Callable[[str], Pattern]]  # ``parse``: module ``parsing``, which knows all classes, sets it

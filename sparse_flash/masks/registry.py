@@ -10,6 +10,7 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import TypeVar
 
+from ..compat.dynamo import constant_in_graphs
 from ..compat.names import PACKAGE
 from . import spec
 from .memory import clear_memories
@@ -59,6 +60,7 @@ def _qualified_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
+@constant_in_graphs
 def _read_entry_points() -> None:
     """Loads what other packages offer, once, on first use of the registry rather than at import."""
     global _entry_points_read

@@ -94,6 +94,16 @@ def write_value(value: object) -> str:
     raise ValueError(f"a {type(value).__name__} has no spec text; use integers, floats, strings, booleans and tuples as fields")
 
 
+def _read_number(text: str) -> int | float:
+    """Returns the number. Raises ValueError for what Python would not read either. torch.compile can trace this."""
+    digits = text.lstrip("-")
+    if not digits.replace("_", "").isdigit():
+        return float(text)
+    if digits.startswith("0") and digits.strip("0_"):
+        raise ValueError(f"{text} has a leading 0")
+    return int(text)
+
+
 class _Reader:
     def __init__(self, text: str):
         self.text = text
@@ -204,8 +214,8 @@ class _Reader:
                 return float(token[0])
             if token:
                 try:
-                    return ast.literal_eval(token[0])
-                except SyntaxError:
+                    return _read_number(token[0]) if kind == "number" else ast.literal_eval(token[0])
+                except (SyntaxError, ValueError):
                     raise SpecError(f"cannot read {token[0]!r} as a {kind}", self.text, token[1]) from None
         if name := self.accept("name"):
             return _CONSTANTS[name[0]]

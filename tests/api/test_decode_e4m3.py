@@ -223,7 +223,7 @@ def test_what_does_not_fit_is_refused():
     refused(ValueError, "gradient, and has none; detach it", q, k, v, **scales | {"v_scale": scales["v_scale"].requires_grad_()})
     scales["v_scale"].requires_grad_(False)
     refused(ValueError, "belong to a cache of torch.float8_e4m3fn; got k of torch.float32; leave", q, *[k.float()] * 2, **scales)
-    refused(ValueError, "q, k and v must have one dtype|k must be a floating-point tensor", q, k, v.float(), **scales)
+    refused(ValueError, "holds both keys and values so.* and v of torch.float32; quantize the other", q, k, v.float(), **scales)
     refused(ValueError, "q must be a floating-point tensor.*got torch.float8_e4m3fn", k, k, v, **scales)
     refused(ValueError, "gives no gradients", q.clone().requires_grad_(), k, v, **scales)
     for call in (sf.attention, sf.topk_blocks):

@@ -15,6 +15,8 @@ PATTERNS = {
     "& |": lambda: sf.causal() & (sf.random(0.3, block=1) | sf.sinks(3)),
     "parameters of all kinds": lambda: sf.window(5) | sf.dilated(3, 2, block=1) | sf.documents([0, 30, 70]),
     "by head": lambda: sf.per_head(["causal", sf.local(3) & sf.causal()]),
+    "text with numbers": lambda: sf.causal() & "local(3)" | "sinks(2)",
+    "texts by head": lambda: sf.per_head(["causal & local(20)", "random(0.3, block=1)"]),
     "shifted": lambda: sf.global_tokens(6) | sf.shifted(sf.neighborhood((8, 8), 3), 6) & sf.local(9),
 }
 CALLS = {
