@@ -42,6 +42,7 @@ FILES = (
     "features/h200-2026-11-21.json",
     "short-calls/h200-2026-11-23-tiles.json",
     "cost/h200-2026-11-27-calibration.json",
+    "cost/h200-2026-11-27-drawn.json",
 )
 # Rates of copies: of an H100 as in parallel/costs, of an H200 from video/h200-2026-11-27-steps.json. Peaks at sustained clocks.
 _MULTIPROCESSORS, _FLOPS_PER_US = 132, 4096 * 1755
