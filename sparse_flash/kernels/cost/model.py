@@ -16,8 +16,6 @@ _LAUNCH_US, _HOST_US = 2.5, (26.0, 155.0)
 # Constants of a call of few queries: its time beside reads, and how much faster reads are than copies. Fitted to six calls
 # on an H200 (benchmarks/results/features/h200-2026-11-21.json, "decode").
 _DECODE_US, _READ_SPEEDUP = 8.0, 1.18
-# Tiles that are simulated one by one. What comes before them keeps all programs busy, up to the length of a tile.
-MOST_SIMULATED = 2048
 # The kernels along rows, by whether they are portable, forward and backward.
 _BESIDE = {False: ("merging split rows", "sums of dQ"), True: ("", "sums of out * dOut")}
 KINDS = len(Times._fields)  # what a tile has of each: rows (1), full steps, partial steps, reloaded steps
@@ -129,16 +127,14 @@ def simulate_queue(times: np.ndarray, programs: int, amounts: np.ndarray) -> Las
 
     times: (tiles,) in the queue's order. amounts: (tiles, kinds), what each tile has, such as steps.
     """
-    begin = max(0, len(times) - MOST_SIMULATED)
-    before, counted = float(times[:begin].sum()) / programs, amounts[:begin].sum(0) / programs
-    free = [(before, program) for program in range(programs)]
-    taken_by = np.empty(len(times) - begin, np.int64)
-    for tile, time in enumerate(times[begin:].tolist()):
+    free = [(0.0, program) for program in range(programs)]
+    taken_by = np.empty(len(times), np.int64)
+    for tile, time in enumerate(times.tolist()):
         now, program = free[0]
         taken_by[tile] = program
         heapq.heapreplace(free, (now + time, program))
     end, last = max(free)
-    return LastProgram(end, float(times.sum()) / programs, counted + amounts[begin:][taken_by == last].sum(0))
+    return LastProgram(end, float(times.sum()) / programs, amounts[taken_by == last].sum(0))
 
 
 def predict_decode(read_bytes: float, chip: Chip) -> Pass:
