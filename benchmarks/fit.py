@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sparse_flash.kernels.cost.chips import Chip, KernelFamily, Times
-from sparse_flash.kernels.cost.model import KINDS, Launch, predict_pass
+from sparse_flash.kernels.cost.model import HOST_US, KINDS, Launch, predict_pass
 
 _ROUNDS, _LEAST_GAIN = 10, 0.999
 # Errors of shorter passes count as if they took this long: a host that is a little late shifts them by tens of percent.
@@ -31,6 +31,10 @@ class Sample(NamedTuple):
         """Returns by how much the prediction for a timed call exceeds the measurement, as a share of it."""
         found = predict_pass(self.launch, chip)
         return max(found.us, found.host_us - _AHEAD_US) / self.us - 1
+
+    def waits_for_host(self, error: float) -> bool:
+        """Whether the GPU is predicted to be done before the host. error: the prediction's."""
+        return (1 + error) * self.us < HOST_US[self.launch.family.backward]
 
 
 def fit(chip: Chip, samples: Sequence[Sample]) -> Chip:
