@@ -133,9 +133,10 @@ def errors_by_gpu(found: dict[str, list[Sample]], held_out: bool, made: list[Chi
     return errors
 
 
-def split_errors(errors: list[tuple[float, Sample]], backward: bool) -> tuple[list[tuple[float, Sample]], list[tuple[float, Sample]]]:
-    """Returns the signed errors of a pass that took over 100 us: of those that the GPU bounds, and of those that wait for the host."""
-    both: tuple[list, list] = [], []
+def split_errors(errors: list[tuple[float, Sample]], backward: bool) -> tuple[list[tuple[float, Sample]], ...]:
+    """Returns the signed errors of forward or backward passes over 100 us that the GPU bounds, and of those that wait for the
+    host."""
+    both: tuple[list[tuple[float, Sample]], ...] = [], []
     for error, sample in errors:
         if sample.launch.family.backward == backward and sample.us >= LEAST_US:
             both[sample.waits_for_host(error)].append((error, sample))

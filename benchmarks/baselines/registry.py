@@ -29,7 +29,8 @@ class SparseFlash(Peer):
 
     def call(self, problem: Problem) -> backends.Call:
         table = problem.mask.kernel_table(problem.q.is_cuda)
-        call = backends.Call.from_tensors(*problem.leaves, table and table.block_size, deterministic=self.deterministic)
+        block_size = None if table is None else table.block_size
+        call = backends.Call.from_tensors(*problem.leaves, block_size, deterministic=self.deterministic)
         return replace(call, features=tuple(_extra_arguments(problem)))
 
     def runs_on(self, problem: Problem) -> str | None:
