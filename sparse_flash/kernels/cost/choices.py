@@ -15,7 +15,7 @@ HEAD_DIM, DENSE_BLOCK = 128, 128
 # Predictions are a few percent off, so a smaller gain is none.
 LEAST_GAIN = 1.05
 # Constants of the portable kernels rest on few measurements. Time per visited pair of blocks of 32 and 16, over that of Hopper's
-# kernels in blocks of 128, was 2.1 to 3.6 (H200, 2026-11-21, causal and causal & local(1024)), and they predict 3.8 in long rows.
+# kernels in blocks of 128, was 2.1 to 3.6 (H200, 2026-11-21, causal and causal & local(1024)), and they predict 3.9 in long rows.
 PORTABLE_MARGIN = 1.5
 _MOST_KEPT = 0.9  # of the pairs of dense or causal attention
 

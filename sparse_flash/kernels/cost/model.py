@@ -12,12 +12,10 @@ import numpy as np
 from .chips import Chip, KernelFamily, Times
 
 # Microseconds: of one launch, and of the host of an eager call, forward and backward.
-_LAUNCH_US, _HOST_US = 2.5, (26.0, 155.0)
+_LAUNCH_US, HOST_US = 2.5, (26.0, 155.0)
 # Constants of a call of few queries: its time beside reads, and how much faster reads are than copies. Fitted to six calls
 # on an H200 (benchmarks/results/features/h200-2026-11-21.json, "decode").
 _DECODE_US, _READ_SPEEDUP = 8.0, 1.18
-# Tiles that are simulated one by one. What comes before them keeps all programs busy, up to the length of a tile.
-MOST_SIMULATED = 2048
 # The kernels along rows, by whether they are portable, forward and backward.
 _BESIDE = {False: ("merging split rows", "sums of dQ"), True: ("", "sums of out * dOut")}
 KINDS = len(Times._fields)  # what a tile has of each: rows (1), full steps, partial steps, reloaded steps
@@ -121,7 +119,7 @@ def predict_pass(launch: Launch, chip: Chip) -> Pass:
     }
     parts = {name: float(us) for name, us in (parts | beside).items() if us}
     measured, us = launch.family in chip.measured, sum(parts.values())
-    return Pass(us, _HOST_US[backward], parts, sum(beside.values()), last, measured, launch.family.portable)
+    return Pass(us, HOST_US[backward], parts, sum(beside.values()), last, measured, launch.family.portable)
 
 
 def simulate_queue(times: np.ndarray, programs: int, amounts: np.ndarray) -> LastProgram:
@@ -129,23 +127,21 @@ def simulate_queue(times: np.ndarray, programs: int, amounts: np.ndarray) -> Las
 
     times: (tiles,) in the queue's order. amounts: (tiles, kinds), what each tile has, such as steps.
     """
-    begin = max(0, len(times) - MOST_SIMULATED)
-    before, counted = float(times[:begin].sum()) / programs, amounts[:begin].sum(0) / programs
-    free = [(before, program) for program in range(programs)]
-    taken_by = np.empty(len(times) - begin, np.int64)
-    for tile, time in enumerate(times[begin:].tolist()):
+    free = [(0.0, program) for program in range(programs)]
+    taken_by = np.empty(len(times), np.int64)
+    for tile, time in enumerate(times.tolist()):
         now, program = free[0]
         taken_by[tile] = program
         heapq.heapreplace(free, (now + time, program))
     end, last = max(free)
-    return LastProgram(end, float(times.sum()) / programs, counted + amounts[begin:][taken_by == last].sum(0))
+    return LastProgram(end, float(times.sum()) / programs, amounts[taken_by == last].sum(0))
 
 
 def predict_decode(read_bytes: float, chip: Chip) -> Pass:
     """Returns a call of few queries, which takes the time in which keys and values are read, and a constant."""
     parts = {"keys and values": read_bytes / (_READ_SPEEDUP * chip.bytes_per_us), "launch and merge": _DECODE_US}
     none = LastProgram(0.0, 0.0, np.zeros(KINDS))
-    return Pass(sum(parts.values()), _HOST_US[0], parts, 0.0, none, bool(chip.measured), True)
+    return Pass(sum(parts.values()), HOST_US[0], parts, 0.0, none, bool(chip.measured), True)
 
 
 def dense_tiles(items: int, full: int, partial: bool) -> np.ndarray:
