@@ -38,6 +38,6 @@ def test_a_limit_of_time_is_a_result(monkeypatch):
 
 @pytest.mark.parametrize("text", ["stages", "stages=x", "no=1"])
 def test_a_config_is_fields_and_numbers(text):
-    assert precision.parse_changes("stages=3,overlapped=0") == {"stages": 3, "overlapped": False}
+    assert precision.parse_changes("stages=3,keys=64") == {"stages": 3, "keys": 64}
     with pytest.raises(ValueError, match="a config is FIELD=NUMBER"):
         precision.parse_changes(text)

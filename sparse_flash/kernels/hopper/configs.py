@@ -24,10 +24,6 @@ class ForwardConfig:
 class EightBitConfig(ForwardConfig):
     """The tiles of the forward kernel for operands in e4m3."""
 
-    alternating: bool = False  # whether two warp groups alternate in starting their products
-    polynomials: int = 0  # how many of eight exponentials are polynomials, for which other units have time
-    overlapped: bool = True  # whether weighted values overlap the warp group's own next weights, which takes more registers
-
 
 @dataclass(frozen=True)
 class BackwardConfig:
@@ -78,8 +74,7 @@ SHORT_FORWARD_OF_TABLES = {dim: ForwardConfig(1, 0, 64, 128, 2) for dim in (64, 
 # For tables of blocks of 64, each a step. Two programs share a multiprocessor: while one waits for a barrier, the other computes.
 FORWARD_OF_64 = {64: ForwardConfig(4, 0, 64, 64, 2), 128: ForwardConfig(2, 0, 64, 64, 2)}
 BACKWARD_OF_64 = {64: BackwardConfig(64, 2, 64, 1, 2), 128: BackwardConfig(64, 1, 64, 2, 2), 256: BACKWARD[256]}
-# For operands in e4m3. The defaults of the last three fields of ``EightBitConfig`` are not measured yet; other values are for
-# ``benchmarks.precision --config``.
+# For operands in e4m3.
 EIGHT_BITS = {64: EightBitConfig(4), 128: EightBitConfig(4)}
 EIGHT_BITS_OF_64 = {64: EightBitConfig(4, 0, 64, 64, 2), 128: EightBitConfig(4, 0, 64, 64, 2)}
 # Dropout's draws, and what else a variant adds, need the registers that steps of 128 queries would take.

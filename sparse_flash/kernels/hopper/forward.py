@@ -106,9 +106,6 @@ class ForwardShape:
     SCORED: bool  # as REACH: see ``common.variant``
     REACH: int
     EIGHT: bool = False  # whether operands are e4m3: see ``eight_bits``
-    ALTERNATING: bool = False  # with EIGHT, whether two warp groups alternate in starting their products
-    POLYNOMIALS: int = 0  # with EIGHT, how many of eight exponentials are polynomials
-    OVERLAPPED: bool = False  # with EIGHT, whether weighted values overlap the warp group's own next weights
 
     @property
     def QUERIES(self) -> int:
@@ -349,7 +346,7 @@ def _fold_steps(
     # Whether weighted values also overlap the warp group's own next weights. It does not pay for rows of few steps, nor with three
     # groups, which lack the registers (docs/performance/kernels.md has the figures).
     OVERLAPPED: gl.constexpr = (
-        p.SHAPE.OVERLAPPED and not MASKED
+        not MASKED
         if p.SHAPE.EIGHT
         else p.VARIED or p.PING_PONG or (p.SHAPE.QUERIES == 2 * GROUP_QUERIES and p.SHAPE.DIM_V <= 128 and not MASKED)
     )
@@ -399,9 +396,7 @@ def _fold_steps(
                 weights = p.dropout.zero_dropped(weights, stream, tile.first + HALF_INDEX * GROUP_QUERIES, position)
             kept = to_pairs(weights, dtype)
         elif p.SHAPE.EIGHT:
-            words, rescale, running_max, running_sum = fold_lazily(
-                scores, running_max, running_sum, factor, dtype, 0 if MASKED else p.SHAPE.POLYNOMIALS
-            )
+            words, rescale, running_max, running_sum = fold_lazily(scores, running_max, running_sum, factor, dtype)
             kept = (words, value_scale)
         else:
             kept, rescale, running_max, running_sum = fold_lazily(scores, running_max, running_sum, p.scoring.factor(), dtype)
@@ -615,9 +610,7 @@ def attention_forward_kernel(
     dropout = new_dropout(variant)
     VARIED: gl.constexpr = dropout.ENABLED or SHAPE.SCORED
     # With narrow heads, two groups without this drift into computing at the same time.
-    PING_PONG: gl.constexpr = (
-        SHAPE.ALTERNATING if SHAPE.EIGHT else GROUPS == 2 and SHAPE.USED_V <= 96 and not (SHAPE.WIDE or VARIED)
-    )
+    PING_PONG: gl.constexpr = GROUPS == 2 and SHAPE.USED_V <= 96 and not (SHAPE.WIDE or VARIED or SHAPE.EIGHT)
     ping_pong = PingPong(q.full, q.full)
     if PING_PONG:
         ping_pong = new_ping_pong()
@@ -799,10 +792,8 @@ def forward_shape(config, head_dim: int, v_head_dim: int, block_size: int | None
     of_table = block_size or config.queries, block_size is not None
     groups = config.queries // GROUP_QUERIES.value
     columns = column_constants(head_dim, v_head_dim).values()
-    of_eight = ()
-    if isinstance(config, EightBitConfig):
-        of_eight = True, config.alternating, config.polynomials, config.overlapped
-    return ForwardShape(*columns, groups, config.keys, config.stages, config.registers, *of_table, *switches, *of_eight)
+    eight = isinstance(config, EightBitConfig)
+    return ForwardShape(*columns, groups, config.keys, config.stages, config.registers, *of_table, *switches, eight)
 
 
 def _count_split_rows(tables) -> int:

@@ -68,10 +68,10 @@ def reduce_threads(maximum, total, layout: gl.constexpr):
 
 
 @gluon.jit
-def fold_lazily(scores, running_max, running_sum, factor, dtype: gl.constexpr, POLYNOMIALS: gl.constexpr = 0):
+def fold_lazily(scores, running_max, running_sum, factor, dtype: gl.constexpr):
     """Returns (weights as ``fold_first_step`` does, the factor for sums of values, maximum, sum), the last three by thread. Takes
-    the maximum so far; if that gives large weights, also the maximum of these scores. A warp's numbers alternate between two rows.
-    POLYNOMIALS: how many of eight exponentials are polynomials, with e4m3; 0 if a mask has dropped any of the scores."""
+    the maximum so far; if that gives large weights, also the maximum of these scores. A warp's numbers alternate between two
+    rows."""
     if dtype == gl.float8e4nv:
         low, high, more, most = split_quads(scores)
         inputs = [low, high, more, most, _spread_to_words(running_max, low), factor]
@@ -79,7 +79,7 @@ def fold_lazily(scores, running_max, running_sum, factor, dtype: gl.constexpr, P
         low, high = split_columns(scores)
         inputs = [low, high, _spread_to_words(running_max, low), factor]
     COUNT: gl.constexpr = low.shape[0] * low.shape[1] // (32 * gl.num_warps())
-    code: gl.constexpr = _folding(COUNT, dtype, POLYNOMIALS)
+    code: gl.constexpr = _folding(COUNT, dtype)
     words, maxima, sums = gl.inline_asm_elementwise(
         code[0],
         code[1],
@@ -135,24 +135,15 @@ def _spread_to_words(numbers, words):
     return gl.convert_layout(whole, words.type.layout)
 
 
-_EXPONENTIAL = "ex2.approx.ftz.f32 w, w;"
-# 2^w on other units, for w within -120 .. 127: of the nearest integer, by its bits, times a polynomial of the rest, off by 8e-5.
-_POLYNOMIAL = (
-    "max.f32 w, w, 0fC2F00000; min.f32 w, w, 0f42FE0000; add.f32 r, w, 0f4B400000; mov.b32 e, r; "
-    "sub.f32 r, r, 0f4B400000; sub.f32 w, w, r; fma.rn.f32 r, w, 0f3D61FBB0, 0f3E786F0F; fma.rn.f32 r, r, w, 0f3F31798D; "
-    "fma.rn.f32 r, r, w, 0f3F7FFB49; shl.b32 e, e, 23; mov.b32 g, r; add.u32 e, e, g; mov.b32 w, e;"
-)
-
-
 @gluon.constexpr_function
-def _folding(count, dtype, polynomials):
+def _folding(count, dtype):
     """Returns (assembly, constraints) of ``fold_lazily`` for ``count`` pairs, or quads, of each thread, alternately of two rows."""
     name = {"bf16": "bf16", "fp8e4nv": "e4m3"}.get(dtype.name, "f16")
     halves = 2 if name == "e4m3" else 1  # of a word: pairs
     groups = [[f"${group * count + number}" for number in range(count)] for group in range(3, 5 + 2 * halves)]
     *columns, maximum, factor = groups
     lines = [".reg .f32 m<2>, n<2>, s<2>, x, y, t; .reg .pred p, q;"]
-    lines += [".reg .b16 h<2>; .reg .f32 r; .reg .b32 e, g;"] if halves == 2 else []
+    lines += [".reg .b16 h<2>;"] if halves == 2 else []
     lines += [f"mov.f32 m{row}, {maximum[row]};" for row in (0, 1)]
     # Weights are computed again by the same code, as programs twice as long miss the instruction cache. The loop ends when maxima
     # are equal, so it repeats at most once, whatever the scores are.
@@ -160,11 +151,9 @@ def _folding(count, dtype, polynomials):
     lines += [f"neg.f32 n{row}, m{row}; mov.f32 s{row}, 0f00000000;" for row in (0, 1)]
     for number in range(count):
         for half in range(halves):
-            for place, scores, weight in zip((0, 1), columns[2 * half : 2 * half + 2], "xy", strict=True):
+            for scores, weight in zip(columns[2 * half : 2 * half + 2], "xy", strict=True):
                 lines += [f"fma.rn.f32 {weight}, {scores[number]}, {factor[0]}, n{number % 2};"]
-                by_polynomial = (number // 2 * 4 + 2 * half + place) * 3 % 8 < polynomials
-                lines += [(_POLYNOMIAL if by_polynomial else _EXPONENTIAL).replace("w", weight)]
-                lines += [f"add.f32 s{number % 2}, s{number % 2}, {weight};"]
+                lines += [f"ex2.approx.ftz.f32 {weight}, {weight}; add.f32 s{number % 2}, s{number % 2}, {weight};"]
             lines += [f"cvt.rn.satfinite.e4m3x2.f32 h{half}, y, x;" if halves == 2 else f"cvt.rn.{name}x2.f32 ${number}, y, x;"]
         lines += [f"mov.b32 ${number}, {{h0, h1}};"] if halves == 2 else []
     lines += [f"setp.gt.f32 p, s0, {LARGE[name]}; setp.gt.f32 q, s1, {LARGE[name]}; or.pred p, p, q;"]
