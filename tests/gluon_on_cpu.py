@@ -636,6 +636,7 @@ LANGUAGE = Language(
     floor=_of(np.floor),
     cdiv=lambda number, size: (number + size - 1) // size,
     sum=_of(lambda x, axis: np.sum(x, axis)),
+    dot=_of(lambda left, right: np.matmul(left, right, dtype=np.float32)),
     abs=_of(np.abs),
     ceil=_of(np.ceil),
     permute=lambda x, order: x.permute(*order),

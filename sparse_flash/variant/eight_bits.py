@@ -1,7 +1,7 @@
 """The definition of attention in e4m3 (``precision="fp8"``), in a few lines of PyTorch: the arithmetic of Hopper's kernels, with
 exact sums instead of theirs.
 
-Sources: arXiv:2407.08608, Sec. 3.3 (blocks with a scale each); arXiv:2411.10958 (the mean of keys, sums in fp32).
+Sources: arXiv:2407.08608, Sec. 3.3 (blocks with a scale each, the rotation); arXiv:2411.10958 (the mean of keys, sums in fp32).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from ..kernels.common.eight_bits import E4M3_MAX, KEYS, MIN_AMAX, QUERIES, TOP_EXPONENT
+from ..kernels.common.eight_bits import E4M3_MAX, KEYS, MIN_AMAX, QUERIES, TOP_EXPONENT, columns_of_eight_bits
 
 PRECISIONS = ("fp8",)
 EIGHT_BITS = "precision='fp8'"  # among the features of a call
@@ -25,6 +25,16 @@ def quantize_blocks(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Te
     rounded = (blocks * (E4M3_MAX / largest)).to(torch.float8_e4m3fn)
     scales = (largest * (1 / E4M3_MAX)).expand(*blocks.shape[:-1], 1)
     return rounded.double().flatten(2, 3)[:, :, :tokens], scales.double().flatten(2, 3)[:, :, :tokens]
+
+
+def rotate(x: torch.Tensor, columns: int) -> torch.Tensor:
+    """Returns x, (..., head_dim) float32, padded with zeros to ``columns`` and rotated by a Hadamard matrix whose rows have signs.
+    It changes no product, and spreads one large column, or equal columns, over many."""
+    row, column = torch.arange(columns, device=x.device)[:, None], torch.arange(columns, device=x.device)
+    bits = row & (column ^ (row >> 1 & 0x55))
+    for shift in (4, 2, 1):
+        bits = bits ^ (bits >> shift)
+    return torch.nn.functional.pad(x, (0, columns - x.shape[-1])) @ (1.0 - 2.0 * (bits & 1)) * columns**-0.5
 
 
 def attention_in_eight_bits(
@@ -42,6 +52,7 @@ def attention_in_eight_bits(
     group = q.shape[1] // k.shape[1]
     if scales is None:
         # A scale for each block of 64 queries, and of 128 keys and values.
+        q, k = (rotate(t, columns_of_eight_bits(q.shape[3], v.shape[3])) for t in (q, k))
         mean = k.mean(2, keepdim=True)
         (q8, of_q), (k8, of_k), (v8, of_v) = quantize_blocks(q, QUERIES), quantize_blocks(k - mean, KEYS), quantize_blocks(v, KEYS)
     else:

@@ -7,3 +7,8 @@ MIN_AMAX = 1e-15  # a block whose largest number is below it is scaled as if tha
 # The exponent of a row's largest weight, 64. A later weight may be 7 times that, 448, before a step is computed again. Weights of
 # at least 2^-12 of the largest are normal numbers. Maxima are integers, so rounding does not depend on a row's maximum so far.
 TOP_EXPONENT = 6
+
+
+def columns_of_eight_bits(head_dim: int, v_head_dim: int) -> int:
+    """Returns the columns to which q, k and v are padded: 64 or 128, more only in the definition."""
+    return max(64, 1 << (max(head_dim, v_head_dim) - 1).bit_length())

@@ -1,8 +1,8 @@
 """Rounds q, k and v to e4m3, for the forward kernel: q in blocks of 64 tokens, k and v in blocks of 128, each with a scale.
 
-The mean of a head's keys is subtracted first. It moves all scores of a query alike, which softmax does not see; ``lse`` does, and
-gets q * mean back. Values are transposed, as products of e4m3 need both operands contiguous along the axis that they sum over, and
-their keys are in ``quads``' order.
+q and k are rotated first: see ``variant.eight_bits``. The mean of a head's keys is subtracted. It moves a query's scores alike,
+which softmax does not see; ``lse`` does, and gets q * mean back. Values are transposed, as products of e4m3 need both operands
+contiguous along the axis that they sum over, and their keys are in ``quads``' order.
 """
 
 from typing import NamedTuple
@@ -11,8 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.config import padded_head_dim
-from ..common.eight_bits import E4M3_MAX, KEYS, MIN_AMAX, QUERIES
+from ..common.eight_bits import E4M3_MAX, KEYS, MIN_AMAX, QUERIES, columns_of_eight_bits
 from ..common.grid import tile_and_batch_head
 from ..common.tiles import load_tile, store_tile
 from ..launch.launch import descriptor_or_rows
@@ -52,7 +51,7 @@ def key_sums_kernel(k_tensor, sums_ptr, heads, chunks, DIM: tl.constexpr, TILE: 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def key_mean_kernel(sums_ptr, mean_ptr, chunks, tokens, DIM: tl.constexpr):
-    """Adds the sums of a head, in order. mean_ptr: (batch-heads, DIM) float32."""
+    """Adds the sums of a head, in order, and rotates the mean. mean_ptr: (batch-heads, DIM) float32."""
     batch_head = tl.program_id(0)
     columns = tl.arange(0, DIM)
     total = tl.zeros([DIM], tl.float32)
@@ -60,7 +59,29 @@ def key_mean_kernel(sums_ptr, mean_ptr, chunks, tokens, DIM: tl.constexpr):
         chunk = first + tl.arange(0, CHUNKS)
         places = sums_ptr + (batch_head * chunks + chunk)[:, None] * DIM + columns[None, :]
         total += tl.sum(tl.load(places, mask=(chunk < chunks)[:, None], other=0.0), 0)
-    tl.store(mean_ptr + batch_head * DIM + columns, total / tokens)
+    mean = tl.sum((total / tokens)[:, None] * _rotation(DIM), 0) * DIM**-0.5
+    tl.store(mean_ptr + batch_head * DIM + columns, mean)
+
+
+@triton.jit
+def _signs(DIM: tl.constexpr):
+    """Returns the matrix of ``variant.eight_bits.rotate`` times sqrt(DIM), for DIM up to 16, as (DIM, DIM) float32."""
+    row, column = tl.arange(0, DIM)[:, None], tl.arange(0, DIM)[None, :]
+    bits = row & (column ^ (row >> 1 & 5))
+    bits ^= bits >> 2
+    return 1.0 - 2.0 * ((bits ^ (bits >> 1)) & 1)
+
+
+@triton.jit
+def _rotation(DIM: tl.constexpr):
+    """Returns ``_signs`` for more, from two that take few instructions."""
+    return (_signs(DIM // 16)[:, None, :, None] * _signs(16)[None, :, None, :]).reshape(DIM, DIM)
+
+
+@triton.jit
+def _rotated(tile, DIM: tl.constexpr):
+    """Returns the rows of a tile, rotated, in float32."""
+    return tl.dot(tile, _rotation(DIM).to(tile.dtype)) * DIM**-0.5
 
 
 @triton.jit
@@ -85,10 +106,10 @@ def quantize_queries_kernel(
     DIM: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Rounds a block of queries, and multiplies them by the mean key. score_scale: of scores, natural."""
+    """Rounds a block of queries, rotated, and multiplies them by the mean key. score_scale: of scores, natural."""
     block, batch_head = tile_and_batch_head(blocks)
     batch, head = batch_head // heads, batch_head % heads
-    queries = load_tile(q_tensor, batch, head, block * TILE, TILE, DIM).to(tl.float32)
+    queries = _rotated(load_tile(q_tensor, batch, head, block * TILE, TILE, DIM), DIM)
     factor, scale = _scale_of(queries)
     store_tile(eight_tensor, queries * factor, batch, head, block * TILE, TILE, DIM)
     tl.store(scale_ptr + batch_head * blocks + block, scale)
@@ -100,10 +121,10 @@ def quantize_queries_kernel(
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def quantize_keys_kernel(k_tensor, eight_tensor, scale_ptr, mean_ptr, heads, tokens, blocks, DIM: tl.constexpr, TILE: tl.constexpr):
-    """Rounds a block of keys, without their mean."""
+    """Rounds a block of keys, rotated and without their mean."""
     block, batch_head = tile_and_batch_head(blocks)
     batch, head = batch_head // heads, batch_head % heads
-    keys = load_tile(k_tensor, batch, head, block * TILE, TILE, DIM).to(tl.float32)
+    keys = _rotated(load_tile(k_tensor, batch, head, block * TILE, TILE, DIM), DIM)
     mean = tl.load(mean_ptr + batch_head * DIM + tl.arange(0, DIM))
     exist = block * TILE + tl.arange(0, TILE) < tokens
     keys = tl.where(exist[:, None], keys - mean[None, :], 0.0)
@@ -198,8 +219,3 @@ def arrange_operands(q, k, v, of_q, of_k, of_v, lse, recording) -> Operands:
     prepared = (batch * kv_heads * blocks, 1), [*tensors, kv_heads, blocks], constants, {"num_warps": 8}
     recording.launch(quantize_values_kernel, prepared, (v.dtype,))
     return Operands(q, k, transposed, of_q, of_k, of_v, lse)
-
-
-def columns_of_eight_bits(head_dim: int, v_head_dim: int) -> int:
-    """Returns the columns of q, k and v in shared memory, 64 or 128."""
-    return max(64, padded_head_dim(max(head_dim, v_head_dim)))
