@@ -189,28 +189,36 @@ def _is_library(module: str | None) -> bool:
     return f"{module}.".startswith(("torch.", "numpy.", f"{PACKAGE}."))
 
 
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")  # of Python's byte code
+_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME")
+
+
 @lru_cache(maxsize=256)
 def _names_of(code: CodeType) -> _Names:
     """Returns what code names, functions within it included. Texts count as attributes where ``getattr`` may read them."""
-    found: dict[str, set[str]] = {kind: set() for kind in ("globals", "attributes", "bare", "texts")}
+    of_globals: set[str] = set()
+    attributes: set[str] = set()
+    bare: set[str] = set()
+    texts: set[str] = set()
     instructions = [one for one in dis.get_instructions(code) if one.opname != "EXTENDED_ARG"]
     for one, following in zip_longest(instructions, instructions[1:]):
         if not one.opname.startswith("LOAD_"):
             continue
-        loaded = [name for name in (one.argval if isinstance(one.argval, tuple) else (one.argval,)) if isinstance(name, str)]
-        kind = {
-            "LOAD_GLOBAL": "globals",
-            "LOAD_NAME": "globals",
-            "LOAD_ATTR": "attributes",
-            "LOAD_METHOD": "attributes",
-            "LOAD_CONST": "texts",
-        }
-        found[kind.get(one.opname, "bare")].update(loaded if one.opname in kind else loaded[:-1])
-        if one.opname != "LOAD_CONST" and not (following and following.opname in ("LOAD_ATTR", "LOAD_METHOD")):
-            found["bare"].update(loaded)
-    inner = [_names_of(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
-    for kind in ("globals", "attributes", "bare"):
-        found[kind].update(*(getattr(names, kind) for names in inner))
-    if "getattr" in found["globals"]:
-        found["attributes"] |= found["texts"]
-    return _Names(*(frozenset(found[kind]) for kind in ("globals", "attributes", "bare")))
+        several = one.argval if isinstance(one.argval, tuple) else (one.argval,)  # of which an attribute is read of the last alone
+        loaded = [name for name in several if isinstance(name, str)]
+        if one.opname == "LOAD_CONST":
+            texts.update(loaded)
+            continue
+        if one.opname in _ATTRIBUTES:
+            attributes.update(loaded)
+        elif one.opname in _GLOBALS:
+            of_globals.update(loaded)
+        read_on = following is not None and following.opname in _ATTRIBUTES
+        bare.update(loaded[:-1] if read_on else loaded)
+    for inner in (_names_of(constant) for constant in code.co_consts if isinstance(constant, CodeType)):
+        of_globals |= inner.globals
+        attributes |= inner.attributes
+        bare |= inner.bare
+    if "getattr" in of_globals:
+        attributes |= texts
+    return _Names(frozenset(of_globals), frozenset(attributes), frozenset(bare))
