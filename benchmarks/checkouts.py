@@ -91,7 +91,7 @@ def _differ(norms: list[float], base: list[float]) -> bool:
 
 
 class _Worker:
-    """A process that runs the code of one checkout. It answers each line that it is told with one line; both are JSON."""
+    """A process that runs the code of one checkout. It answers each line of JSON with another."""
 
     def __init__(self, folder: Path):
         self._folder = folder = folder.resolve()

@@ -134,8 +134,8 @@ def errors_by_gpu(found: dict[str, list[Sample]], held_out: bool, made: list[Chi
 
 
 def split_errors(errors: list[tuple[float, Sample]], backward: bool) -> tuple[list[tuple[float, Sample]], ...]:
-    """Returns the signed errors of forward or backward passes over 100 us that the GPU bounds, and of those that wait for the
-    host."""
+    """Returns the signed errors of forward or backward passes over 100 us: of passes that the GPU bounds, and of passes that wait
+    for the host."""
     both: tuple[list[tuple[float, Sample]], ...] = [], []
     for error, sample in errors:
         if sample.launch.family.backward == backward and sample.us >= LEAST_US:

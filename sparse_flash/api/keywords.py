@@ -86,7 +86,7 @@ def keyword_error(function: str, known: list[str], unknown: list[str]) -> TypeEr
 
 
 def _advice_for(function: str, known: list[str], name: str) -> str:
-    """What to write instead of a keyword, as far as the function takes it; "" for nothing."""
+    """Returns what to write instead of a keyword, as far as the function takes that; "" for nothing."""
     unusable = [word for word in _WORDS_OF_ATTENTION if word not in known]
     if function != "attention":
         unusable.append("chooser")
