@@ -25,6 +25,7 @@ from .names import PACKAGE
 _CONTAINERS = (list, tuple, set, frozenset, deque, torch.nn.ModuleList, torch.nn.ParameterList)
 _MAPPINGS = (dict, torch.nn.ModuleDict, torch.nn.ParameterDict)
 _PLAIN = (int, float, complex, str, bytes, bytearray, array.array, np.generic, torch.device, torch.dtype, CodeType)
+_USES_OF_OBJECTS = ("__call__", "__getitem__", "__len__", "__contains__", "__iter__")
 _EMPTY = CellType()
 
 
@@ -142,31 +143,25 @@ def _iter_children(read: _Read) -> Iterator[_Read]:
         for name in sorted(names.attributes):
             yield from (_Read(f"{path}.{name}", child, names, name in names.bare) for child in _find_attribute(value, name))
         if bare and not isinstance(value, (ModuleType, type)):
-            used = (
-                ("forward",)
-                if isinstance(value, torch.nn.Module)
-                else ("__call__", "__getitem__", "__len__", "__contains__", "__iter__")
-            )
-            for name in used:
+            for name in ("forward",) if isinstance(value, torch.nn.Module) else _USES_OF_OBJECTS:
                 if isinstance(method := getattr(value, name, None), MethodType):
                     yield _Read(path, method, names, False)
 
 
 def _find_attribute(value: Any, name: str) -> Iterator[Any]:
     """Yields the value of an attribute, if there is one; of a property, its function as a method."""
+    is_module = isinstance(value, torch.nn.Module)
     own = getattr(value, "__dict__", {})
-    if isinstance(value, torch.nn.Module):
+    if is_module:
         own = {**own, **value._parameters, **value._buffers, **value._modules}
     of_type = inspect.getattr_static(type(value), name, None)
+    function = of_type.fget if isinstance(of_type, property) else of_type
     if name in own:
         yield own[name]
-    elif isinstance(of_type, property):
-        yield from [MethodType(of_type.fget, value)] if of_type.fget else []
-    elif isinstance(of_type, FunctionType):
-        yield from [] if _is_library(of_type.__module__) else [MethodType(of_type, value)]
-    elif (
-        of_type is not None or isinstance(value, type) or (hasattr(value, "__getattr__") and not isinstance(value, torch.nn.Module))
-    ):
+    elif isinstance(function, FunctionType):
+        if not _is_library(function.__module__):
+            yield MethodType(function, value)
+    elif of_type is not None or isinstance(value, type) or (hasattr(value, "__getattr__") and not is_module):
         with suppress(AttributeError):
             yield getattr(value, name)
 
