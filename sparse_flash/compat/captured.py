@@ -12,10 +12,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from itertools import zip_longest
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -100,6 +101,7 @@ class _Read(NamedTuple):
     bare: bool
 
 
+_known_names: WeakKeyDictionary[CodeType, _Names] = WeakKeyDictionary()
 _NO_NAMES = _Names(frozenset(), frozenset(), frozenset())
 
 
@@ -188,8 +190,15 @@ _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")  # of Python's byte code
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME")
 
 
-@lru_cache(maxsize=256)
 def _names_of(code: CodeType) -> _Names:
+    """Returns what code names, as ``_read_names`` finds it."""
+    found = _known_names.get(code)
+    if found is None:
+        found = _known_names[code] = _read_names(code)
+    return found
+
+
+def _read_names(code: CodeType) -> _Names:
     """Returns what code names, functions within it included. Texts count as attributes where ``getattr`` may read them."""
     of_globals: set[str] = set()
     attributes: set[str] = set()
