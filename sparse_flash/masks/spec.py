@@ -210,8 +210,6 @@ class _Reader:
                 return self.expression()
         for kind in ("number", "string"):
             token = self.accept(kind)
-            if token and token[0].lstrip("-") == "inf":
-                return float(token[0])
             if token:
                 try:
                     return _read_number(token[0]) if kind == "number" else ast.literal_eval(token[0])

@@ -1,4 +1,6 @@
-"""The numbers of attention in e4m3, shared by its kernels and its definition (``variant.eight_bits``). Imports nothing."""
+"""The numbers of attention in e4m3, shared by its kernels and its definition (``variant.eight_bits``). Imports no Triton."""
+
+from .config import padded_head_dim
 
 QUERIES = 64  # that share a scale
 KEYS = 128  # that share a scale, and whose values share one
@@ -11,4 +13,4 @@ TOP_EXPONENT = 6
 
 def columns_of_eight_bits(head_dim: int, v_head_dim: int) -> int:
     """Returns the columns to which q, k and v are padded: 64 or 128, more only in the definition."""
-    return max(64, 1 << (max(head_dim, v_head_dim) - 1).bit_length())
+    return max(64, padded_head_dim(max(head_dim, v_head_dim)))
