@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from ..kernels.common.eight_bits import E4M3_MAX, KEYS, MIN_AMAX, QUERIES, TOP_EXPONENT, columns_of_eight_bits
+from ..kernels.common.eight_bits import E4M3_MAX, MIN_AMAX, QUERIES, TOP_EXPONENT, columns_of_eight_bits
 
 PRECISIONS = ("fp8",)
 EIGHT_BITS = "precision='fp8'"  # among the features of a call
@@ -22,8 +22,8 @@ def quantize_blocks(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Te
     tokens = x.shape[2]
     blocks = torch.nn.functional.pad(x, (0, 0, 0, -tokens % block)).unflatten(2, (-1, block))
     largest = blocks.abs().amax((-2, -1), keepdim=True).clamp(min=MIN_AMAX)
-    rounded = (blocks * (E4M3_MAX / largest)).to(torch.float8_e4m3fn)
-    scales = (largest * (1 / E4M3_MAX)).expand(*blocks.shape[:-1], 1)
+    scales = largest * (1 / E4M3_MAX)
+    rounded, scales = (blocks * (1 / scales)).to(torch.float8_e4m3fn), scales.expand(*blocks.shape[:-1], 1)
     return rounded.double().flatten(2, 3)[:, :, :tokens], scales.double().flatten(2, 3)[:, :, :tokens]
 
 
@@ -51,10 +51,12 @@ def attention_in_eight_bits(
     q, k, v = q.float(), k.float(), v.float()
     group = q.shape[1] // k.shape[1]
     if scales is None:
-        # A scale for each block of 64 queries, and of 128 keys and values.
+        # A scale for each block of 64 queries, and for all keys or values of a head.
         q, k = (rotate(t, columns_of_eight_bits(q.shape[3], v.shape[3])) for t in (q, k))
         mean = k.mean(2, keepdim=True)
-        (q8, of_q), (k8, of_k), (v8, of_v) = quantize_blocks(q, QUERIES), quantize_blocks(k - mean, KEYS), quantize_blocks(v, KEYS)
+        (q8, of_q), (k8, of_k), (v8, of_v) = (
+            quantize_blocks(x, block) for x, block in ((q, QUERIES), (k - mean, k.shape[2]), (v, v.shape[2]))
+        )
     else:
         mean = torch.zeros_like(k[:, :, :1])
         q8, k8, v8 = q.double(), k.double(), v.double()

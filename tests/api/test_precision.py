@@ -9,7 +9,7 @@ from oracle import heavy_rows_split, poisoned_memory, rising
 import sparse_flash as sf
 from sparse_flash.api import call as api_call
 from sparse_flash.backends import E4M3
-from sparse_flash.kernels.common.eight_bits import KEYS, QUERIES, columns_of_eight_bits
+from sparse_flash.kernels.common.eight_bits import QUERIES, columns_of_eight_bits
 from sparse_flash.masks.memory import clear_memories
 from sparse_flash.variant.eight_bits import attention_in_eight_bits, quantize_blocks, rotate
 
@@ -269,8 +269,13 @@ def test_operands_are_the_definitions_with_keys_in_the_products_order(head_dim, 
     mean = rotated_k.mean(2, keepdim=True)
     for eight, scales, x, block in (
         (found.q, found.of_q, rotated_q, QUERIES),
-        (found.k, found.of_k, rotated_k - mean, KEYS),
-        (_in_order(found.v)[:, :, :kv_len], found.of_v, torch.nn.functional.pad(v.float(), (0, columns - head_dim)), KEYS),
+        (found.k, found.of_k[..., None], rotated_k - mean, kv_len),
+        (
+            _in_order(found.v)[:, :, :kv_len],
+            found.of_v[..., None],
+            torch.nn.functional.pad(v.float(), (0, columns - head_dim)),
+            kv_len,
+        ),
     ):
         wanted, wanted_scales = quantize_blocks(x, block)
         assert (eight.float() != wanted).float().mean() < 1e-3  # sums may round otherwise

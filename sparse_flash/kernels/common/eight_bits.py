@@ -3,7 +3,7 @@
 from .config import padded_head_dim
 
 QUERIES = 64  # that share a scale
-KEYS = 128  # that share a scale, and whose values share one
+KEYS = 128  # of a tile that a program rounds; values are padded to whole tiles
 E4M3_MAX = 448.0  # of e4m3
 MIN_AMAX = 1e-15  # a block whose largest number is below it is scaled as if that were its largest, so that no scale is 0
 # The exponent of a row's largest weight, 64. A later weight may be 7 times that, 448, before a step is computed again. Weights of

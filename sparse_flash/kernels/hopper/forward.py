@@ -32,7 +32,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..common.config import padded_head_dim
-from ..common.eight_bits import KEYS
 from ..common.gluon import Constants, async_store, opaque_zero, record, store_wait, view_for_tma
 from ..common.grid import tile_and_batch_head
 from ..common.layout import as_addressable, empty_out, is_addressable, restore_out
@@ -58,7 +57,7 @@ from .products import (
     write_columns,
     write_rows,
 )
-from .quads import add_promoted, from_quads
+from .quads import from_quads
 from .quantization import Operands, arrange_operands, expand_scales, quantize_operands
 from .ring import PingPong, Ring, allocate_tiles, new_ping_pong, new_ring
 from .scheduler import Heads, Queue, Scheduler, TableArguments, new_scheduler, schedule
@@ -67,7 +66,6 @@ from .softmax import fold_by_maximum, fold_first_step, fold_lazily, new_row_stat
 from .variant import PLAIN, HopperVariant, hopper_variant
 
 GROUP_QUERIES = gl.constexpr(64)  # queries per warp group
-SCALED_KEYS = gl.constexpr(KEYS)
 COMBINED = tl.constexpr(32)  # queries per program that combines splits
 
 # New lengths, heads or masks never recompile.
@@ -126,7 +124,7 @@ class Scales(NamedTuple):
     """Pointers to float32, with operands in e4m3; otherwise None."""
 
     q: Any = None  # (batch, heads, blocks of 64 queries)
-    k: Any = None  # (batch, kv_heads, blocks of 128 keys)
+    k: Any = None  # (batch, kv_heads)
     v: Any = None  # as k
     lse: Any = None  # (batch, heads, q_len): to add to lse
 
@@ -136,12 +134,10 @@ NO_SCALES = Scales()
 
 @record
 class TileScales:
-    """Holds scales of a tile's queries and keys, with operands in e4m3; otherwise arbitrary numbers."""
+    """Holds factors of a tile, with operands in e4m3; otherwise arbitrary numbers."""
 
-    factor: gl.tensor  # multiplies scores of the warp group's queries, and so does the scale of their keys
-    blocks: gl.tensor  # the index of the first scale of the head's keys
-    first_factor: gl.tensor  # multiplies scores of the first step, the scale of keys included
-    first_values: gl.tensor  # the scale of the first step's values
+    scores: gl.tensor  # of the warp group's queries
+    values: gl.tensor
 
 
 @record
@@ -288,15 +284,15 @@ def _load_tile_words(p, tile, step, HALF_INDEX: gl.constexpr, layout: gl.constex
 @gluon.jit
 def _load_scales(p, tile, HALF_INDEX: gl.constexpr):
     """Returns the ``TileScales`` of a tile's queries of this warp group."""
-    scaled_tile = TileScales(p.scoring.scale, tile.first, p.scoring.scale, p.scoring.scale)
+    scales = TileScales(p.scoring.scale, p.scoring.scale)
     if p.SHAPE.EIGHT:
         query = tile.first + HALF_INDEX * GROUP_QUERIES
         block = tile.batch_head * ((p.q_len + (GROUP_QUERIES - 1)) // GROUP_QUERIES) + query // GROUP_QUERIES
-        factor = p.scoring.factor() * gl.load(p.scales.q + block, mask=(query >= 0) & (query < p.q_len), other=1.0)
-        blocks = tile.batch_head // p.heads.group * ((p.kv_len + (SCALED_KEYS - 1)) // SCALED_KEYS)
-        first = blocks + tile.position // SCALED_KEYS
-        scaled_tile = TileScales(factor, blocks, factor * gl.load(p.scales.k + first), gl.load(p.scales.v + first))
-    return scaled_tile
+        of_queries = gl.load(p.scales.q + block, mask=(query >= 0) & (query < p.q_len), other=1.0)
+        kv_batch_head = tile.batch_head // p.heads.group
+        of_scores = p.scoring.factor() * of_queries * gl.load(p.scales.k + kv_batch_head)
+        scales = TileScales(of_scores, gl.load(p.scales.v + kv_batch_head))
+    return scales
 
 
 @gluon.jit
@@ -304,7 +300,7 @@ def _start_values(p, kept, values, sums, no_sums):
     """Starts the weighted values of a step: added to sums, or with EIGHT to nothing."""
     dtype: gl.constexpr = p.q_tensor.dtype
     if p.SHAPE.EIGHT:
-        weights = from_quads(kept[0], dtype, gl.DotOperandLayout(0, sums[0].type.layout, 4))
+        weights = from_quads(kept, dtype, gl.DotOperandLayout(0, sums[0].type.layout, 4))
         started = (warpgroup_mma(weights, values.permute((1, 0)), no_sums[0], use_acc=False, is_async=True),)
     else:
         started = start_product(from_pairs(kept, dtype, gl.DotOperandLayout(0, sums[0].type.layout, 2)), values, sums)
@@ -312,11 +308,12 @@ def _start_values(p, kept, values, sums, no_sums):
 
 
 @gluon.jit
-def _wait_for_values(p, started, kept, sums, PENDING: gl.constexpr):
+def _wait_for_values(p, started, sums, PENDING: gl.constexpr):
     """Returns the sums of values, with the sums that ``_start_values`` started."""
     finished_values = wait_for_sums(started, PENDING)
     if p.SHAPE.EIGHT:
-        finished_values = add_promoted(sums, finished_values, kept[1])
+        # The tensor cores' own sums keep about 14 bits, these 24.
+        finished_values = (sums[0] + finished_values[0],)
     return finished_values
 
 
@@ -331,7 +328,7 @@ def _fold_steps(
     end,
     stream,
     terms,
-    scaled_tile,
+    factor,
     zeros,
     no_sums,
     HALF_INDEX: gl.constexpr,
@@ -350,6 +347,8 @@ def _fold_steps(
         if p.SHAPE.EIGHT
         else p.VARIED or p.PING_PONG or (p.SHAPE.QUERIES == 2 * GROUP_QUERIES and p.SHAPE.DIM_V <= 128 and not MASKED)
     )
+    # Whether values are released a step later, with keys, which saves a barrier.
+    TOGETHER: gl.constexpr = p.SHAPE.EIGHT and OVERLAPPED
     dtype: gl.constexpr = p.q_tensor.dtype
     for number in range(begin, end):
         entry = begin + (end - 1 - number) if MASKED and p.scheduler.DOWN else number
@@ -360,11 +359,8 @@ def _fold_steps(
         values = p.v.stage(before)
         if MASKED:
             words = _mask_words(p, tile, entry, HALF_INDEX, score_layout)
-        if p.dropout.ENABLED or p.scoring.SCORED or p.SHAPE.EIGHT:
+        if p.dropout.ENABLED or p.scoring.SCORED:
             position = p.scheduler.position(tile, entry, end)
-        if p.SHAPE.EIGHT:
-            block = scaled_tile.blocks + position // SCALED_KEYS
-            factor, value_scale = scaled_tile.factor * gl.load(p.scales.k + block), gl.load(p.scales.v + block)
         p.k.wait(step)
         if p.PING_PONG:
             p.ping_pong.take(before - turn, HALF_INDEX)
@@ -377,6 +373,8 @@ def _fold_steps(
             p.ping_pong.pass_on(HALF_INDEX)
         scores = warpgroup_mma_wait(PRODUCTS, deps=(started_scores,))
         p.k.release(step)
+        if TOGETHER:
+            p.v.release(before - 1, pred=number > begin)
         if p.SHAPE.WIDE:
             # Full blocks are last. If the tile has none, the last partial block is.
             is_last = number + 1 == end
@@ -386,27 +384,26 @@ def _fold_steps(
         if MASKED:
             scores = where_bits(scores, words, LOWEST)
         if not OVERLAPPED:
-            sums = _wait_for_values(p, started_values, kept, sums, 0)
+            sums = _wait_for_values(p, started_values, sums, 0)
             p.v.release(before)
-        previous = kept
         # P = exp2(S - maximum)
         if p.VARIED:
-            weights, rescale, running_max, running_sum = fold_by_maximum(scores, running_max, running_sum, p.scoring.factor())
+            weights, rescale, running_max, running_sum = fold_by_maximum(scores, running_max, running_sum, factor)
             if p.dropout.ENABLED:
                 weights = p.dropout.zero_dropped(weights, stream, tile.first + HALF_INDEX * GROUP_QUERIES, position)
             kept = to_pairs(weights, dtype)
-        elif p.SHAPE.EIGHT:
-            words, rescale, running_max, running_sum = fold_lazily(scores, running_max, running_sum, factor, dtype)
-            kept = (words, value_scale)
         else:
-            kept, rescale, running_max, running_sum = fold_lazily(scores, running_max, running_sum, p.scoring.factor(), dtype)
+            kept, rescale, running_max, running_sum = fold_lazily(scores, running_max, running_sum, factor, dtype)
         if OVERLAPPED:
-            sums = _wait_for_values(p, started_values, previous, sums, 0)
-            p.v.release(before)
+            sums = _wait_for_values(p, started_values, sums, 0)
+            if not TOGETHER:
+                p.v.release(before)
         if p.VARIED:
             sums = scale_rows(sums, rescale)
         else:
             sums = rescale_sums(sums, rescale)
+    if TOGETHER:
+        p.v.release(step - 1, pred=end > begin)
     return (sums, kept, running_max, running_sum), step
 
 
@@ -423,7 +420,7 @@ def _compute(p, HALF_INDEX: gl.constexpr):
     step = 0
     turn = 0
     tile = p.scheduler.tile(0)
-    scaled_tile = _load_scales(p, tile, HALF_INDEX)
+    scales = _load_scales(p, tile, HALF_INDEX)
     p.q.wait(0)
     p.k.wait(0)
     q, keys = stage_pieces(p.q, 0, HALF_INDEX * p.SHAPE.PIECES, p.SHAPE.PIECES), stage_pieces(p.k, 0, 0, p.SHAPE.PIECES)
@@ -436,6 +433,9 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         stream = p.dropout.stream(tile.batch_head)
         terms = p.scoring.load_head_terms(p.heads, tile.batch_head)
         first_query = tile.first + HALF_INDEX * GROUP_QUERIES
+        factor = p.scoring.factor()
+        if p.SHAPE.EIGHT:
+            factor = scales.scores
         if p.scoring.SCORED:
             scores = p.scoring.scored(scores, terms, first_query, tile.position)
         if tile.end > tile.runs:
@@ -445,15 +445,12 @@ def _compute(p, HALF_INDEX: gl.constexpr):
             scores = gl.full([GROUP_QUERIES, p.SHAPE.KEYS], -float("inf"), gl.float32, layout=score_layout)
         if p.VARIED:
             running_max, running_sum = new_row_state(scores)
-            weights, _, running_max, running_sum = fold_by_maximum(scores, running_max, running_sum, p.scoring.factor())
+            weights, _, running_max, running_sum = fold_by_maximum(scores, running_max, running_sum, factor)
             if p.dropout.ENABLED:
                 weights = p.dropout.zero_dropped(weights, stream, first_query, tile.position)
             kept = to_pairs(weights, dtype)
-        elif p.SHAPE.EIGHT:
-            words, running_max, running_sum = fold_first_step(scores, scaled_tile.first_factor, dtype)
-            kept = (words, scaled_tile.first_values)
         else:
-            kept, running_max, running_sum = fold_first_step(scores, p.scoring.factor(), dtype)
+            kept, running_max, running_sum = fold_first_step(scores, factor, dtype)
         if not p.SHAPE.WIDE:
             if turn > 0:
                 # The previous tile's output, in the stage of its queries, has probably been read by now, so this wait is short.
@@ -464,11 +461,11 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         if p.table.SPARSE or p.lengths.variant.kv_starts is not None:
             begin, end = p.scheduler.other_partial_steps(tile)
             state, step = _fold_steps(
-                p, tile, state, turn, step, begin, end, stream, terms, scaled_tile, zeros, no_sums, HALF_INDEX, True
+                p, tile, state, turn, step, begin, end, stream, terms, factor, zeros, no_sums, HALF_INDEX, True
             )
         first = tile.begin + (tile.end == tile.runs).to(gl.int32)
         state, step = _fold_steps(
-            p, tile, state, turn, step, first, tile.runs, stream, terms, scaled_tile, zeros, no_sums, HALF_INDEX, False
+            p, tile, state, turn, step, first, tile.runs, stream, terms, factor, zeros, no_sums, HALF_INDEX, False
         )
         sums, kept, running_max, running_sum = state
         if p.SHAPE.WIDE:
@@ -479,13 +476,14 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         p.v.wait(step)
         started_values = _start_values(p, kept, values, sums, no_sums)
         upcoming = p.scheduler.tile(turn + 1)
-        scaled_tile = _load_scales(p, upcoming, HALF_INDEX)
+        of_values = scales.values
+        scales = _load_scales(p, upcoming, HALF_INDEX)
         p.q.wait(turn + 1)
         p.k.wait(step + 1)
         q = stage_pieces(p.q, turn + 1, HALF_INDEX * p.SHAPE.PIECES, p.SHAPE.PIECES)
         keys = stage_pieces(p.k, step + 1, 0, p.SHAPE.PIECES)
         started_scores = start_pieces_product(q, keys, zeros, p.SHAPE.USED)
-        sums = _wait_for_values(p, started_values, kept, sums, 2 if p.SHAPE.USED == 96 else p.SHAPE.PIECES)
+        sums = _wait_for_values(p, started_values, sums, 2 if p.SHAPE.USED == 96 else p.SHAPE.PIECES)
         p.v.release(step)
 
         if not p.VARIED:
@@ -504,7 +502,10 @@ def _compute(p, HALF_INDEX: gl.constexpr):
             query = first_query + gl.arange(0, GROUP_QUERIES, layout=row_layout)
             shift = p.scales.lse + tile.batch_head.to(gl.int64) * p.q_len + query
             lse += gl.load(shift, mask=query < p.q_len, other=0.0)
-        result = scale_rows(sums, 1.0 / divisor)
+        by_row = 1.0 / divisor
+        if p.SHAPE.EIGHT:
+            by_row *= of_values
+        result = scale_rows(sums, by_row)
         if p.lengths.Q_CUT:
             result = keep_rows(result, gl.where(keeps_nothing, 0, -1))
         _store(p, tile, turn, result, lse, HALF_INDEX)

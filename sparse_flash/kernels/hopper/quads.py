@@ -42,9 +42,3 @@ def from_quads(quads, dtype: gl.constexpr, layout: gl.constexpr):
     numbers = gl.inline_asm_elementwise(code, "=r,r,r,r,r", [copies], dtype=gl.int8, is_pure=True, pack=4)
     whole = numbers.reshape([quads.shape[0], quads.shape[1] * 4])
     return gl.convert_layout(whole.to(dtype, bitcast=True), layout)
-
-
-@gluon.jit
-def add_promoted(sums, products, factor):
-    """Returns sums plus products times one factor. The tensor cores' own sums keep about 14 bits, these 24."""
-    return (sums[0] + products[0] * factor,)

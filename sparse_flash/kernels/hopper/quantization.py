@@ -1,4 +1,4 @@
-"""Rounds q, k and v to e4m3, for the forward kernel: q in blocks of 64 tokens, k and v in blocks of 128, each with a scale.
+"""Rounds q, k and v to e4m3, for the forward kernel: q with a scale for each block of 64 tokens, k and v with one for each head.
 
 q and k are rotated first: see ``variant.eight_bits``. The mean of a head's keys is subtracted. It moves a query's scores alike,
 which softmax does not see; ``lse`` does, and gets q * mean back. Values are transposed, as products of e4m3 need both operands
@@ -16,18 +16,18 @@ from ..common.grid import tile_and_batch_head
 from ..common.tiles import load_tile, store_tile
 from ..launch.launch import descriptor_or_rows
 
-SUMMED = tl.constexpr(512)  # keys that a program sums
-CHUNKS = tl.constexpr(32)  # such sums that a program adds at a time
+CHUNK = tl.constexpr(512)  # tokens that a program summarizes
+CHUNKS = tl.constexpr(32)  # such summaries that a program merges at a time
 _LARGEST = tl.constexpr(E4M3_MAX)
 _LEAST = tl.constexpr(MIN_AMAX)
 
-NOT_SPECIALIZED = ["chunks", "heads", "group", "tokens", "blocks"]
+NOT_SPECIALIZED = ["chunks", "heads", "batch_heads", "group", "tokens", "blocks", "tiles"]
 
 
 class Operands(NamedTuple):
-    """q: (batch, heads, q_len, DIM), k: (batch, kv_heads, kv_len, DIM), v: (batch, kv_heads, DIM, whole blocks of keys), all in
-    e4m3, DIM 64 or 128. Scales, float32: of_q (batch, heads, blocks), of_k and of_v (batch, kv_heads, blocks). lse: (batch, heads,
-    q_len) float32, to be added to lse."""
+    """q: (batch, heads, q_len, DIM), k: (batch, kv_heads, kv_len, DIM), v: (batch, kv_heads, DIM, whole tiles of keys), all in
+    e4m3, DIM 64 or 128. Scales, float32: of_q (batch, heads, blocks), of_k and of_v (batch, kv_heads). lse: (batch, heads, q_len)
+    float32, to be added to lse."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -36,31 +36,6 @@ class Operands(NamedTuple):
     of_k: torch.Tensor
     of_v: torch.Tensor
     lse: torch.Tensor
-
-
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
-def key_sums_kernel(k_tensor, sums_ptr, heads, chunks, DIM: tl.constexpr, TILE: tl.constexpr):
-    """Sums ``SUMMED`` keys of a head. sums_ptr: (batch-heads, chunks, DIM) float32."""
-    chunk, batch_head = tile_and_batch_head(chunks)
-    total = tl.zeros([DIM], tl.float32)
-    for row in range(0, SUMMED, TILE):
-        keys = load_tile(k_tensor, batch_head // heads, batch_head % heads, chunk * SUMMED + row, TILE, DIM)
-        total += tl.sum(keys.to(tl.float32), 0)
-    tl.store(sums_ptr + (batch_head * chunks + chunk) * DIM + tl.arange(0, DIM), total)
-
-
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
-def key_mean_kernel(sums_ptr, mean_ptr, chunks, tokens, DIM: tl.constexpr):
-    """Adds the sums of a head, in order, and rotates the mean. mean_ptr: (batch-heads, DIM) float32."""
-    batch_head = tl.program_id(0)
-    columns = tl.arange(0, DIM)
-    total = tl.zeros([DIM], tl.float32)
-    for first in range(0, chunks, CHUNKS):
-        chunk = first + tl.arange(0, CHUNKS)
-        places = sums_ptr + (batch_head * chunks + chunk)[:, None] * DIM + columns[None, :]
-        total += tl.sum(tl.load(places, mask=(chunk < chunks)[:, None], other=0.0), 0)
-    mean = tl.sum((total / tokens)[:, None] * _rotation(DIM), 0) * DIM**-0.5
-    tl.store(mean_ptr + batch_head * DIM + columns, mean)
 
 
 @triton.jit
@@ -84,11 +59,49 @@ def _rotated(tile, DIM: tl.constexpr):
     return tl.dot(tile, _rotation(DIM).to(tile.dtype)) * DIM**-0.5
 
 
-@triton.jit
-def _scale_of(numbers):
-    """Returns (the factor that brings a block's numbers to e4m3's range, its inverse, the block's scale)."""
-    largest = tl.maximum(tl.max(tl.max(tl.abs(numbers), 1), 0), _LEAST)
-    return _LARGEST / largest, largest * (1.0 / _LARGEST)
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def summarize_kernel(k_tensor, v_tensor, summary_ptr, heads, chunks, tokens, DIM: tl.constexpr, TILE: tl.constexpr):
+    """Finds the sum, the largest and the smallest number in each column of a chunk of keys, rotated, or of values. summary_ptr:
+    (keys or values, batch-heads, chunks, 3, DIM) float32."""
+    tile, batch_head = tile_and_batch_head(2 * chunks)
+    batch, head, chunk = batch_head // heads, batch_head % heads, tile % chunks
+    total, high = tl.zeros([DIM], tl.float32), tl.full([DIM], float("-inf"), tl.float32)
+    low = -high
+    for row in range(chunk * CHUNK, (chunk + 1) * CHUNK, TILE):
+        if tile < chunks:
+            numbers = _rotated(load_tile(k_tensor, batch, head, row, TILE, DIM), DIM)
+        else:
+            numbers = load_tile(v_tensor, batch, head, row, TILE, DIM).to(tl.float32)
+        exist = (row + tl.arange(0, TILE) < tokens)[:, None]
+        total += tl.sum(numbers, 0)
+        high = tl.maximum(high, tl.max(tl.where(exist, numbers, float("-inf")), 0))
+        low = tl.minimum(low, tl.min(tl.where(exist, numbers, float("inf")), 0))
+    place = summary_ptr + (tile // chunks * (tl.num_programs(0) // (2 * chunks)) + batch_head).to(tl.int64) * chunks * 3 * DIM
+    place += chunk * 3 * DIM + tl.arange(0, DIM)
+    tl.store(place, total)
+    tl.store(place + DIM, high)
+    tl.store(place + 2 * DIM, low)
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def scale_kernel(summary_ptr, mean_ptr, scale_ptr, batch_heads, chunks, tokens, DIM: tl.constexpr):
+    """Merges the summaries of a head's chunks, in order. mean_ptr: of keys, rotated, (batch-heads, DIM) float32. scale_ptr: of keys
+    without their mean, and of values, (2, batch-heads) float32."""
+    item = tl.program_id(0)
+    columns = tl.arange(0, DIM)
+    total, high = tl.zeros([DIM], tl.float32), tl.full([DIM], float("-inf"), tl.float32)
+    low = -high
+    for first in range(0, chunks, CHUNKS):
+        chunk = first + tl.arange(0, CHUNKS)
+        places = summary_ptr + (item * chunks + chunk).to(tl.int64)[:, None] * 3 * DIM + columns[None, :]
+        exist = (chunk < chunks)[:, None]
+        total += tl.sum(tl.load(places, mask=exist, other=0.0), 0)
+        high = tl.maximum(high, tl.max(tl.load(places + DIM, mask=exist, other=float("-inf")), 0))
+        low = tl.minimum(low, tl.min(tl.load(places + 2 * DIM, mask=exist, other=float("inf")), 0))
+    mean = tl.where(item < batch_heads, total / tokens, 0.0)
+    tl.store(mean_ptr + item * DIM + columns, mean, mask=item + columns * 0 < batch_heads)
+    largest = tl.maximum(tl.max(tl.maximum(high - mean, mean - low), 0), _LEAST)
+    tl.store(scale_ptr + item, largest * (1.0 / _LARGEST))
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -110,8 +123,8 @@ def quantize_queries_kernel(
     block, batch_head = tile_and_batch_head(blocks)
     batch, head = batch_head // heads, batch_head % heads
     queries = _rotated(load_tile(q_tensor, batch, head, block * TILE, TILE, DIM), DIM)
-    factor, scale = _scale_of(queries)
-    store_tile(eight_tensor, queries * factor, batch, head, block * TILE, TILE, DIM)
+    scale = tl.maximum(tl.max(tl.max(tl.abs(queries), 1), 0), _LEAST) * (1.0 / _LARGEST)
+    store_tile(eight_tensor, queries * (1.0 / scale), batch, head, block * TILE, TILE, DIM)
     tl.store(scale_ptr + batch_head * blocks + block, scale)
     mean = tl.load(mean_ptr + batch_head // group * DIM + tl.arange(0, DIM))
     token = block * TILE + tl.arange(0, TILE)
@@ -120,35 +133,30 @@ def quantize_queries_kernel(
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
-def quantize_keys_kernel(k_tensor, eight_tensor, scale_ptr, mean_ptr, heads, tokens, blocks, DIM: tl.constexpr, TILE: tl.constexpr):
-    """Rounds a block of keys, rotated and without their mean."""
-    block, batch_head = tile_and_batch_head(blocks)
+def quantize_keys_kernel(k_tensor, eight_tensor, scale_ptr, mean_ptr, heads, tokens, tiles, DIM: tl.constexpr, TILE: tl.constexpr):
+    """Rounds a tile of keys, rotated and without their mean."""
+    tile, batch_head = tile_and_batch_head(tiles)
     batch, head = batch_head // heads, batch_head % heads
-    keys = _rotated(load_tile(k_tensor, batch, head, block * TILE, TILE, DIM), DIM)
+    keys = _rotated(load_tile(k_tensor, batch, head, tile * TILE, TILE, DIM), DIM)
     mean = tl.load(mean_ptr + batch_head * DIM + tl.arange(0, DIM))
-    exist = block * TILE + tl.arange(0, TILE) < tokens
+    exist = tile * TILE + tl.arange(0, TILE) < tokens
     keys = tl.where(exist[:, None], keys - mean[None, :], 0.0)
-    factor, scale = _scale_of(keys)
-    store_tile(eight_tensor, keys * factor, batch, head, block * TILE, TILE, DIM)
-    tl.store(scale_ptr + batch_head * blocks + block, scale)
+    store_tile(eight_tensor, keys * (1.0 / tl.load(scale_ptr + batch_head)), batch, head, tile * TILE, TILE, DIM)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def quantize_values_kernel(
-    v_tensor, eight_tensor, scale_ptr, heads, blocks, DIM: tl.constexpr, TILE: tl.constexpr, GIVEN: tl.constexpr
+    v_tensor, eight_tensor, scale_ptr, heads, tiles, DIM: tl.constexpr, TILE: tl.constexpr, GIVEN: tl.constexpr
 ):
-    """Rounds a block of values, unless they are e4m3 (GIVEN), and transposes it."""
-    block, batch_head = tile_and_batch_head(blocks)
+    """Rounds a tile of values, unless they are e4m3 (GIVEN), and transposes it."""
+    tile, batch_head = tile_and_batch_head(tiles)
     batch, head = batch_head // heads, batch_head % heads
-    eight = load_tile(v_tensor, batch, head, block * TILE, TILE, DIM)
+    eight = load_tile(v_tensor, batch, head, tile * TILE, TILE, DIM)
     if not GIVEN:
-        values = eight.to(tl.float32)
-        factor, scale = _scale_of(values)
-        eight = (values * factor).to(eight_tensor.dtype)
-        tl.store(scale_ptr + batch_head * blocks + block, scale)
+        eight = (eight.to(tl.float32) * (1.0 / tl.load(scale_ptr + batch_head))).to(eight_tensor.dtype)
     # Keys 8a + 2b + c of 16 come to 4b + 2a + c.
     ordered = tl.permute(eight.reshape(TILE // 16, 2, 4, 2, DIM), (4, 0, 2, 1, 3))
-    eight_tensor.store([batch, head, 0, block * TILE], ordered.reshape(1, 1, DIM, TILE))
+    eight_tensor.store([batch, head, 0, tile * TILE], ordered.reshape(1, 1, DIM, TILE))
 
 
 def quantize_operands(q, k, v, scale: float, recording) -> Operands:
@@ -156,22 +164,23 @@ def quantize_operands(q, k, v, scale: float, recording) -> Operands:
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     dim = columns_of_eight_bits(head_dim, v.shape[3])
-    q_blocks, kv_blocks, chunks = -(-q_len // QUERIES), -(-kv_len // KEYS), -(-kv_len // SUMMED.value)
+    q_blocks, kv_tiles, chunks = -(-q_len // QUERIES), -(-kv_len // KEYS), -(-kv_len // CHUNK.value)
 
     def fresh(*shape, dtype=torch.float32):
         return recording.fresh(torch.empty(shape, dtype=dtype, device=q.device))
 
     eight = torch.float8_e4m3fn
+    scales = fresh(2, batch, kv_heads)
     operands = Operands(
         fresh(batch, heads, q_len, dim, dtype=eight),
         fresh(batch, kv_heads, kv_len, dim, dtype=eight),
-        fresh(batch, kv_heads, dim, kv_blocks * KEYS, dtype=eight),
+        fresh(batch, kv_heads, dim, kv_tiles * KEYS, dtype=eight),
         fresh(batch, heads, q_blocks),
-        fresh(batch, kv_heads, kv_blocks),
-        fresh(batch, kv_heads, kv_blocks),
+        scales[0],
+        scales[1],
         fresh(batch, heads, q_len),
     )
-    sums, mean = fresh(batch * kv_heads, chunks, dim), fresh(batch * kv_heads, dim)
+    summary, mean = fresh(2, batch * kv_heads, chunks, 3, dim), fresh(batch * kv_heads, dim)
 
     def launch(kernel, programs, *arguments, **constants):
         recording.launch(kernel, ((programs, 1), list(arguments), constants, {"num_warps": 8}), (q.dtype,))
@@ -179,9 +188,9 @@ def quantize_operands(q, k, v, scale: float, recording) -> Operands:
     queries, keys, values = (descriptor_or_rows(t, rows, dim) for t, rows in ((q, QUERIES), (k, KEYS), (v, KEYS)))
     to_q, to_k = descriptor_or_rows(operands.q, QUERIES, dim), descriptor_or_rows(operands.k, KEYS, dim)
     to_v = descriptor_or_rows(operands.v, dim, KEYS)
-    kv_programs = batch * kv_heads * kv_blocks
-    launch(key_sums_kernel, batch * kv_heads * chunks, keys, sums, kv_heads, chunks, DIM=dim, TILE=KEYS)
-    launch(key_mean_kernel, batch * kv_heads, sums, mean, chunks, kv_len, DIM=dim)
+    kv_batch_heads = batch * kv_heads
+    launch(summarize_kernel, 2 * kv_batch_heads * chunks, keys, values, summary, kv_heads, chunks, kv_len, DIM=dim, TILE=KEYS)
+    launch(scale_kernel, 2 * kv_batch_heads, summary, mean, scales, kv_batch_heads, chunks, kv_len, DIM=dim)
     tail = heads // kv_heads, q_len, q_blocks, scale
     launch(
         quantize_queries_kernel,
@@ -196,26 +205,26 @@ def quantize_operands(q, k, v, scale: float, recording) -> Operands:
         DIM=dim,
         TILE=QUERIES,
     )
-    launch(quantize_keys_kernel, kv_programs, keys, to_k, operands.of_k, mean, kv_heads, kv_len, kv_blocks, DIM=dim, TILE=KEYS)
-    tail = kv_heads, kv_blocks
-    launch(quantize_values_kernel, kv_programs, values, to_v, operands.of_v, *tail, DIM=dim, TILE=KEYS, GIVEN=False)
+    programs = kv_batch_heads * kv_tiles
+    launch(quantize_keys_kernel, programs, keys, to_k, operands.of_k, mean, kv_heads, kv_len, kv_tiles, DIM=dim, TILE=KEYS)
+    launch(quantize_values_kernel, programs, values, to_v, operands.of_v, kv_heads, kv_tiles, DIM=dim, TILE=KEYS, GIVEN=False)
     return operands
 
 
 def expand_scales(scales, q, k) -> tuple[torch.Tensor, ...]:
     """Returns (of_q, of_k, of_v, lse) of ``Operands`` for e4m3 inputs. scales: (batch, heads or kv_heads) each."""
-    counts = -(-q.shape[2] // QUERIES), -(-k.shape[2] // KEYS), -(-k.shape[2] // KEYS)
-    by_block = [scale[..., None].expand(*scale.shape, count).contiguous() for scale, count in zip(scales, counts, strict=True)]
-    return *by_block, torch.zeros(q.shape[:3], device=q.device)
+    of_q, of_k, of_v = scales
+    of_blocks = of_q[..., None].expand(*of_q.shape, -(-q.shape[2] // QUERIES))
+    return of_blocks.contiguous(), of_k.contiguous(), of_v.contiguous(), torch.zeros(q.shape[:3], device=q.device)
 
 
 def arrange_operands(q, k, v, of_q, of_k, of_v, lse, recording) -> Operands:
     """Returns the operands of e4m3 q, k and v, which TMA can address. The others are from ``expand_scales``."""
     batch, kv_heads, kv_len, _ = k.shape
-    dim, blocks = columns_of_eight_bits(q.shape[3], v.shape[3]), -(-kv_len // KEYS)
-    transposed = recording.fresh(torch.empty((batch, kv_heads, dim, blocks * KEYS), dtype=v.dtype, device=v.device))
+    dim, tiles = columns_of_eight_bits(q.shape[3], v.shape[3]), -(-kv_len // KEYS)
+    transposed = recording.fresh(torch.empty((batch, kv_heads, dim, tiles * KEYS), dtype=v.dtype, device=v.device))
     tensors = descriptor_or_rows(v, KEYS, dim), descriptor_or_rows(transposed, dim, KEYS), of_v
     constants = {"DIM": dim, "TILE": KEYS, "GIVEN": True}
-    prepared = (batch * kv_heads * blocks, 1), [*tensors, kv_heads, blocks], constants, {"num_warps": 8}
+    prepared = (batch * kv_heads * tiles, 1), [*tensors, kv_heads, tiles], constants, {"num_warps": 8}
     recording.launch(quantize_values_kernel, prepared, (v.dtype,))
     return Operands(q, k, transposed, of_q, of_k, of_v, lse)
