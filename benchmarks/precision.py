@@ -1,20 +1,20 @@
 """Attention in e4m3 (``precision="fp8"``) on one Hopper GPU: errors first, then times beside bfloat16 and other libraries' FP8.
 
     python -m sparse_flash.benchmarks.precision --out runs/precision
-    python -m sparse_flash.benchmarks.precision --no-checks --row causal --config stages=3 --config keys=64,stages=8
+    python -m sparse_flash.benchmarks.precision --no-checks --row causal
 
 Checks: results against the definition and float64, for a grid of masks, lengths and heads; then 64 rows of 65,536 keys against
 float64 for several statistics of the inputs, FlashAttention-3's FP8 (one scale a head) beside ours. Times: medians in ms of the
-whole call, of rounding q, k and v, and of the kernel alone, for the built-in config and each ``--config``, fields of
-``EightBitConfig`` that change. TFLOP/s count kept pairs: 4 x pairs x head_dim x heads. The row "together" also times a choice of
-blocks with the attention over them. What fails is a result, and the rest runs. Writes precision.json after every row.
+whole call, of rounding q, k and v, and of the kernel alone. TFLOP/s count kept pairs: 4 x pairs x head_dim x heads. The row
+"together" also times a choice of blocks with the attention over them. What fails is a result, and the rest runs. Writes
+precision.json after every row.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -221,7 +221,7 @@ class Contestant:
 
 
 def list_contestants(
-    row: PrecisionRow, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: sf.BlockMask | None, changes: list[dict]
+    row: PrecisionRow, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: sf.BlockMask | None
 ) -> Iterator[Contestant]:
     """Yields our calls of a row: both precisions, the parts of the second, and a choice with either."""
     scale, choice = row.head_dim**-0.5, row.choice
@@ -246,28 +246,24 @@ def list_contestants(
     def round_once():
         return prepare_rounding()()
 
-    def prepare_kernel(change):
-        from sparse_flash.kernels.hopper.configs import forward_of_eight_bits
+    def prepare_kernel():
         from sparse_flash.kernels.hopper.forward import attend_to_operands
         from sparse_flash.kernels.launch.launch import Recording
 
         table = None if mask is None else mask.kernel_table(True)
-        config = replace(forward_of_eight_bits(row.head_dim, None if table is None else table.block_size), **change)
         out, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device)
 
         def attend():
-            attend_to_operands(round_once(), out, lse, table, scale, config, Recording())
+            attend_to_operands(round_once(), out, lse, table, scale, Recording())
             return out
 
         return attend
 
     yield Contestant("rounding", "rounding", prepare_rounding)
-    for change in [{}, *changes]:
-        name = "kernel" + "".join(f" {field}={value}" for field, value in change.items())
-        yield Contestant(name, "attention", partial(prepare_kernel, change))
+    yield Contestant("kernel", "attention", prepare_kernel)
 
 
-def measure_row(row: PrecisionRow, changes: list[dict], peers: bool, library: str | None, limit: int, device: torch.device) -> dict:
+def measure_row(row: PrecisionRow, peers: bool, library: str | None, limit: int, device: torch.device) -> dict:
     """Times in ms and TFLOP/s of a row's contestants, and the relative difference of their results from bfloat16's. library: see
     ``why_no_fa3``."""
     generator = torch.Generator(device).manual_seed(0)
@@ -278,7 +274,7 @@ def measure_row(row: PrecisionRow, changes: list[dict], peers: bool, library: st
     flops = 4 * pairs * row.heads * row.head_dim
     moved = 3 * q.numel() + 5 * k.numel() + 3 * v.numel()  # bytes: read once in 16 bits, keys twice, and written in 8
     expected: dict[str, torch.Tensor] = {}  # by kind: the first result, which is bfloat16's
-    contestants = list(list_contestants(row, q, k, v, mask, changes))
+    contestants = list(list_contestants(row, q, k, v, mask))
     if peers and row.spec in (None, "causal") and row.density is None:
         for name, prepare in (("FlashAttention-3 fp8", partial(prepare_fa3_fp8, library)), ("cuDNN fp8", prepare_cudnn_fp8)):
             contestants.append(Contestant(name, "attention", partial(prepare, q, k, v, row.spec == "causal")))
@@ -322,34 +318,15 @@ def format_result(result: dict) -> str:
     return text + (f"  differs from bf16 by {result['from_bf16']:.1e}" if "from_bf16" in result else "")
 
 
-def parse_changes(text: str) -> dict:
-    """Fields of ``EightBitConfig`` to change. Raises ValueError for others."""
-    from sparse_flash.kernels.hopper.configs import EightBitConfig
-
-    names = [field.name for field in fields(EightBitConfig)]
-    found = {}
-    for part in text.split(","):
-        name, _, value = part.partition("=")
-        if name not in names or not value.isdigit():
-            raise ValueError(f"a config is FIELD=NUMBER,... of {', '.join(names)}; got {part!r}")
-        found[name] = int(value)
-    return found
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = create_parser("precision", __doc__)
     parser.add_argument("--row", action="append", default=[], metavar="TEXT", help="only rows with this in their name")
-    parser.add_argument("--config", action="append", default=[], metavar="FIELD=NUMBER,...", help="see above")
     parser.add_argument("--no-checks", action="store_true", help="leave errors out")
     parser.add_argument("--no-times", action="store_true", help="leave times out")
     parser.add_argument("--no-peers", action="store_true", help="leave other libraries out")
     parser.add_argument("--fa3", metavar="FILE", help="FlashAttention-3's library, where no package brings it")
     parser.add_argument("--limit", type=int, default=60, help="seconds for a contestant of a row (default %(default)s)")
     options = parser.parse_args(arguments)
-    try:
-        changes = [parse_changes(text) for text in options.config]
-    except ValueError as error:
-        parser.error(str(error))
     if not torch.cuda.is_available():
         print("it measures on a Hopper GPU; backend='reference' runs the definition anywhere", file=sys.stderr)
         return 1
@@ -365,7 +342,7 @@ def main(arguments: list[str] | None = None) -> int:
     for row in () if options.no_times else ROWS:
         if options.row and not any(text in row.name for text in options.row):
             continue
-        found = try_measuring(partial(measure_row, row, changes, peers, options.fa3, options.limit, device))
+        found = try_measuring(partial(measure_row, row, peers, options.fa3, options.limit, device))
         found = {"row": asdict(row), "results": {"all": found}} if "failed" in found else found
         file.add("rows", found, row.name)
         for name, result in found["results"].items():

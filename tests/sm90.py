@@ -361,6 +361,8 @@ def of_hopper(dim: int) -> Iterator[Callable[[], dict]]:
         ("tall", hopper_configs.TALL_FORWARD, True),
         ("short", hopper_configs.SHORT_FORWARD, False),
         ("short", hopper_configs.SHORT_FORWARD_OF_TABLES, True),
+        ("eight_bits_of_192", hopper_configs.TALL_EIGHT_BITS, False),
+        ("eight_bits_of_tall", hopper_configs.TALL_EIGHT_BITS, True),
     ):
         if dim in table:
             yield _of_hopper(f"forward_of_{name}", FORWARD, table[dim], dim, sparse)

@@ -194,6 +194,8 @@ CALLS = {  # mask, q_len, kv_len, heads, kv_heads, head_dim, and what differs fr
     "blocks of 64": ("local(90)", 300, 300, 1, 1, 128, {"block": 64}),
     "blocks of 256": ("causal & local(200)", 400, 400, 1, 1, 64, {"block": 256}),
     "empty rows": ("prefix(70) & ~causal", 400, 300, 2, 2, 64, {}),
+    "three warp groups, dense": (None, 700, 130, 2, 1, 64, {}),
+    "three warp groups, causal": ("causal", 700, 700, 2, 2, 64, {}),
     "64 and 128": ("causal", 200, 260, 1, 1, 64, {"v_head_dim": 128}),
 }
 

@@ -1,6 +1,5 @@
 """The benchmark of attention in e4m3 runs every row, whatever fails in it."""
 
-import pytest
 import torch
 
 from sparse_flash.benchmarks import precision
@@ -15,7 +14,7 @@ def row(**changed):
 
 def test_a_contestant_that_fails_is_a_result_and_the_others_run():
     # On a CPU no back end and no kernel computes in e4m3, and neither peer runs.
-    results = precision.measure_row(row(choice="causal & sampled(8, keep=0.5)"), [{"stages": 3}], True, "no-such-library", 60, CPU)
+    results = precision.measure_row(row(choice="causal & sampled(8, keep=0.5)"), True, "no-such-library", 60, CPU)
     results = results["results"]
     assert results.pop("rounding")  # which Triton's interpreter runs
     assert {name for name, result in results.items() if "ms" in result} == {"bf16", "choice and bf16", "choice"}
@@ -32,12 +31,5 @@ def test_a_limit_of_time_is_a_result(monkeypatch):
         raise OverLimit
 
     monkeypatch.setattr(precision.sf, "attention", slow)
-    results = precision.measure_row(row(), [], False, None, 60, CPU)["results"]
+    results = precision.measure_row(row(), False, None, 60, CPU)["results"]
     assert results["bf16"] == {"failed": "over its time"} and len(results) == 4
-
-
-@pytest.mark.parametrize("text", ["stages", "stages=x", "no=1"])
-def test_a_config_is_fields_and_numbers(text):
-    assert precision.parse_changes("stages=3,keys=64") == {"stages": 3, "keys": 64}
-    with pytest.raises(ValueError, match="a config is FIELD=NUMBER"):
-        precision.parse_changes(text)

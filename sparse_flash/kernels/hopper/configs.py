@@ -76,6 +76,7 @@ FORWARD_OF_64 = {64: ForwardConfig(4, 0, 64, 64, 2), 128: ForwardConfig(2, 0, 64
 BACKWARD_OF_64 = {64: BackwardConfig(64, 2, 64, 1, 2), 128: BackwardConfig(64, 1, 64, 2, 2), 256: BACKWARD[256]}
 # For operands in e4m3.
 EIGHT_BITS = {64: EightBitConfig(4), 128: EightBitConfig(4)}
+TALL_EIGHT_BITS = {64: EightBitConfig(4, 160, 192)}
 EIGHT_BITS_OF_64 = {64: EightBitConfig(4, 0, 64, 64, 2), 128: EightBitConfig(4, 0, 64, 64, 2)}
 # Dropout's draws, and what else a variant adds, need the registers that steps of 128 queries would take.
 VARIANT_BACKWARD = {64: BackwardConfig(64, 3), 128: BACKWARD[128], 256: BACKWARD[256]}
@@ -89,15 +90,21 @@ def plain_forward_config(dim: int, block_size: int | None, tiles: Callable[[int]
 
     A short call takes smaller tiles. Three warp groups run unless a third fills the last round of a grid worse than it saves."""
 
+    if block_size != 64 and tiles(64) <= SHORT_TILES[dim] * multiprocessors:
+        return SHORT_FORWARD_OF_TABLES[dim] if block_size else SHORT_FORWARD[dim]
+    return _taller(TALL_FORWARD.get(dim), block_size, tiles, multiprocessors) or variant_forward_config(dim, block_size)
+
+
+def _taller(
+    config: ForwardConfig | None, block_size: int | None, tiles: Callable[[int], int], multiprocessors: int
+) -> ForwardConfig | None:
+    """Returns the config of three warp groups if there is one, and it saves time."""
+
     def rounds(queries: int) -> int:
         return -(-tiles(queries) // multiprocessors)
 
-    if block_size != 64 and tiles(64) <= SHORT_TILES[dim] * multiprocessors:
-        return SHORT_FORWARD_OF_TABLES[dim] if block_size else SHORT_FORWARD[dim]
-    taller = TALL_FORWARD.get(dim) if block_size in (None, 128) else None
-    if taller and tiles(192) and rounds(128) >= TALL_TILE_TIME * rounds(192):
-        return taller
-    return variant_forward_config(dim, block_size)
+    pays = config and block_size in (None, 128) and tiles(192) and rounds(128) >= TALL_TILE_TIME * rounds(192)
+    return config if pays else None
 
 
 def variant_forward_config(dim: int, block_size: int | None) -> ForwardConfig:
@@ -106,9 +113,10 @@ def variant_forward_config(dim: int, block_size: int | None) -> ForwardConfig:
     return (FORWARD_OF_64 if block_size == 64 else FORWARD)[dim]
 
 
-def forward_of_eight_bits(dim: int, block_size: int | None) -> EightBitConfig:
+def eight_bits_config(dim: int, block_size: int | None, tiles: Callable[[int], int], multiprocessors: int) -> ForwardConfig:
     """Returns the config for operands in e4m3. Arguments as for ``plain_forward_config``."""
-    return (EIGHT_BITS_OF_64 if block_size == 64 else EIGHT_BITS)[dim]
+    taller = _taller(TALL_EIGHT_BITS.get(dim), block_size, tiles, multiprocessors)
+    return taller or (EIGHT_BITS_OF_64 if block_size == 64 else EIGHT_BITS)[dim]
 
 
 def wide_forward_config(

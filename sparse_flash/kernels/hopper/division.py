@@ -1,6 +1,8 @@
 """How a call's work is divided: which tiles run, over which tables. These rules of the launchers need no Triton, so the time of a
 call can be predicted where none is installed."""
 
+from functools import partial
+
 from ..common.config import padded_head_dim, used_columns
 from .configs import (
     FORWARD,
@@ -8,6 +10,7 @@ from .configs import (
     BackwardConfig,
     ForwardConfig,
     backward_config,
+    eight_bits_config,
     plain_forward_config,
     variant_forward_config,
     wide_forward_config,
@@ -44,10 +47,7 @@ def plan_forward(
     # Made even if this pass does not take them, because they cannot always be made where the backward pass is compiled.
     by_document = blocks_by_document(q_shape[3], v_head_dim, mask, plain)
 
-    def tiles_of(queries: int) -> int:
-        tables = _tables_for(mask, by_document, queries)
-        return 0 if mask and tables is None else items_and_tiles(q_shape, tables, queries)[1]
-
+    tiles_of = partial(_count_tiles, q_shape, mask, by_document)
     if wide:
         config = wide_forward_config(dim, dim_v, block_size, tiles_of(64), multiprocessors, plain)
     elif plain:
@@ -58,6 +58,19 @@ def plan_forward(
         by_document = None
     tables = _tables_for(mask, by_document, config.queries)
     return (FORWARD[dim], mask) if mask and tables is None else (config, tables)
+
+
+def plan_eight_bits(q_shape: tuple[int, ...], columns: int, mask, multiprocessors: int) -> tuple[ForwardConfig, object]:
+    """Returns (config, the tables that the kernel runs: the mask, its tall rows, or None) for operands in e4m3. columns: of
+    q, k and v."""
+    config = eight_bits_config(columns, mask and mask.block_size, partial(_count_tiles, q_shape, mask, None), multiprocessors)
+    return config, _tables_for(mask, None, config.queries)
+
+
+def _count_tiles(q_shape: tuple[int, ...], mask, by_document, queries: int) -> int:
+    """Returns a call's number of tiles of so many queries, 0 if its table has no such rows."""
+    tables = _tables_for(mask, by_document, queries)
+    return 0 if mask and tables is None else items_and_tiles(q_shape, tables, queries)[1]
 
 
 def _tables_for(mask, by_document, queries: int):

@@ -38,9 +38,9 @@ from ..common.layout import as_addressable, empty_out, is_addressable, restore_o
 from ..common.tiles import FLOOR, LN_2, LOG2_E, store_tile
 from ..launch.launch import descriptor_or_rows, launch_or_repeat, multiprocessors, table_arguments
 from ..launch.order import concurrent_heads
-from .configs import EightBitConfig, forward_of_eight_bits
+from .configs import EightBitConfig
 from .descriptors import EIGHT_BIT_LAYOUTS, TILE_LAYOUT, gluon_descriptor, table_pointers, tile_queue
-from .division import column_constants, items_and_tiles, plan_forward
+from .division import column_constants, items_and_tiles, plan_eight_bits, plan_forward
 from .dropout import Dropout, new_dropout
 from .lengths import TokenLengths, load_existing, new_barrier, new_lengths
 from .masks import LOWEST, load_row_words, load_run_words, where_bits, words_below, words_within
@@ -343,7 +343,7 @@ def _fold_steps(
     # Whether weighted values also overlap the warp group's own next weights. It does not pay for rows of few steps, nor with three
     # groups, which lack the registers (docs/performance/kernels.md has the figures).
     OVERLAPPED: gl.constexpr = (
-        not MASKED
+        not MASKED and p.SHAPE.QUERIES < 3 * GROUP_QUERIES
         if p.SHAPE.EIGHT
         else p.VARIED or p.PING_PONG or (p.SHAPE.QUERIES == 2 * GROUP_QUERIES and p.SHAPE.DIM_V <= 128 and not MASKED)
     )
@@ -747,33 +747,33 @@ def _run(q, k, v, mask, scale, variant, of_variant: HopperVariant, beside, recor
     return out, lse
 
 
-def attention_forward_of_eight_bits(q, k, v, mask, scale, scales=None, config=None):
+def attention_forward_of_eight_bits(q, k, v, mask, scale, scales=None):
     """Returns out and lse as ``attention_forward`` does, computed in e4m3: see ``variant.eight_bits``. scales: of e4m3 q, k and v,
-    (batch, heads or kv_heads) each, or None. config: an ``EightBitConfig``; the one for these shapes by default."""
+    (batch, heads or kv_heads) each, or None."""
     others = () if scales is None else expand_scales(scales, q, k)
-    run = partial(_run_of_eight_bits, q, k, v, others, mask, scale, scales, config)
-    return tuple(launch_or_repeat(attention_forward_kernel, mask, (scale, "e4m3", config), (q, k, v, *others), run)[:2])
+    run = partial(_run_of_eight_bits, q, k, v, others, mask, scale, scales)
+    return tuple(launch_or_repeat(attention_forward_kernel, mask, (scale, "e4m3"), (q, k, v, *others), run)[:2])
 
 
-def _run_of_eight_bits(q, k, v, others, mask, scale, scales, config, recording):
+def _run_of_eight_bits(q, k, v, others, mask, scale, scales, recording):
     if not all(map(is_addressable, (q, k, v))):
         ready = [as_addressable(t) for t in (q, k, v)]
-        out, lse = attention_forward_of_eight_bits(*ready, mask, scale, scales, config)
+        out, lse = attention_forward_of_eight_bits(*ready, mask, scale, scales)
         return restore_out(out, ready[0], q, v), lse
     out = recording.fresh(empty_out(q, v.shape[3]))
     lse = recording.fresh(torch.empty(q.shape[:3], dtype=torch.float32, device=q.device))
     operands = arrange_operands(q, k, v, *others, recording) if others else quantize_operands(q, k, v, scale, recording)
-    attend_to_operands(operands, out, lse, mask, scale, config, recording)
+    attend_to_operands(operands, out, lse, mask, scale, recording)
     return out, lse
 
 
-def attend_to_operands(operands: Operands, out, lse, mask, scale, config, recording) -> None:
+def attend_to_operands(operands: Operands, out, lse, mask, scale, recording) -> None:
     """Launches the forward kernel on operands in e4m3. out, lse: what it fills. Other arguments as for
     ``attention_forward_of_eight_bits``."""
     q, k, v = operands[:3]
     dim = v.shape[2]
-    config = config or forward_of_eight_bits(dim, mask and mask.block_size)
-    split_rows = _count_split_rows(mask)
+    config, tables = plan_eight_bits(q.shape, dim, mask, multiprocessors(q.device))
+    split_rows = _count_split_rows(tables)
     split_out = split_lse = lse
     if split_rows:
         rows = q.shape[0] * q.shape[1] * split_rows
@@ -781,10 +781,10 @@ def attend_to_operands(operands: Operands, out, lse, mask, scale, config, record
         split_out = recording.fresh(torch.empty((rows, dim), dtype=torch.float32, device=q.device))
     queue = recording.each_time(partial(tile_queue, q.device))
     tensors = q, k, v, out, lse, split_out, split_lse, queue
-    prepared = _forward_launch(*tensors, mask, scale, split_rows, PLAIN, config, Scales(*operands[3:]))
+    prepared = _forward_launch(*tensors, tables, scale, split_rows, PLAIN, config, Scales(*operands[3:]))
     recording.launch(attention_forward_kernel, prepared, (out.dtype,))
     if split_rows:
-        recording.launch(combine_kernel, _combine_launch(out, lse, split_out, split_lse, mask))
+        recording.launch(combine_kernel, _combine_launch(out, lse, split_out, split_lse, tables))
 
 
 @cache
