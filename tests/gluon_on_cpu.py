@@ -528,20 +528,18 @@ def _folded(low, high, maximum, factor, largest):
 
 
 def _folded_quads(first, second, third, fourth, maximum, factor):
-    """``_folded`` of scores in quads of columns."""
+    """Returns weights and maxima, from scores in quads of columns. A warp has 16 rows."""
     rows, quads = first.shape
     scores = np.stack([first, second, third, fourth], -1)
 
     def weights():
         of_quads = np.exp2(scores * factor - maximum[..., None]).astype(np.float32)
-        return of_quads, of_quads.reshape(rows, quads // 4, 4, 4).sum((1, 3), dtype=np.float32)
+        return _quads(*np.moveaxis(of_quads, -1, 0))
 
-    _, sums = weights()
-    again = np.repeat((sums > 448).reshape(-1, 16 * 4).any(1), 16)
+    again = np.repeat((weights().view(np.uint8) >= 0x7E).reshape(-1, 16 * 4 * quads).any(1), 16)
     highest = np.fmax(maximum[:, 0], np.ceil(np.fmax.reduce(scores.reshape(rows, -1), 1) * factor) - np.float32(6))
     maximum = np.where(again, highest, maximum[:, 0])[:, None] + np.zeros((rows, quads), np.float32)
-    of_quads, sums = weights()
-    return _quads(*np.moveaxis(of_quads, -1, 0)), maximum, np.tile(sums, (1, quads // 4))
+    return weights(), maximum
 
 
 def _quads(*numbers):

@@ -116,8 +116,6 @@ def build_call(
             if backend == "auto" and table.slow and not torch.compiler.is_compiling():
                 _warn_that_dense_is_as_fast()
         chosen = backend_for(q, k, v, kernel_table, variant, deterministic, backend, precision)
-        if chosen == "hopper" and precision is not None and not e4m3 and q.shape[3] <= 64 and not torch.compiler.is_compiling():
-            _warn_that_fp8_is_slower()
         if key is not None and chosen != "auto":  # which stays if a graph breaks within this function
             if len(_chosen_backends) >= _MOST_CHOSEN:
                 _chosen_backends.clear()
@@ -257,15 +255,6 @@ def _warn_that_later_keys_decide(within: str) -> None:
     warnings.warn(
         f"no query sees a later key under {short_text(within)}, but later keys change what the choosers beside it keep, so "
         f"training sees the future; write causal & {short_text(within)} & (...) (said once of each mask)",
-        stacklevel=callers_level(),
-    )
-
-
-@cached_until_cleared(1)
-def _warn_that_fp8_is_slower() -> None:
-    warnings.warn(
-        "precision='fp8' takes longer than bfloat16 up to head_dim 64 (on an H200 1.12 times as long, 16,384 tokens); leave it out "
-        "for speed (said once)",
         stacklevel=callers_level(),
     )
 

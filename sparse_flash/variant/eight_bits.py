@@ -67,8 +67,8 @@ def attention_in_eight_bits(
         scores = scores.masked_fill(~kept, float("-inf"))
     # A row's largest weight is in (2^5, 2^6]. Weights round alike whatever maximum was known, as maxima are integers.
     maximum = scores.amax(-1, keepdim=True).ceil() - TOP_EXPONENT
-    weights = (scores - torch.where(maximum.isinf(), 0.0, maximum)).exp2()
+    weights = (scores - torch.where(maximum.isinf(), 0.0, maximum)).exp2().to(torch.float8_e4m3fn).double()
     total = weights.sum(-1, keepdim=True)
-    out = (weights.to(torch.float8_e4m3fn).double() * of_v.mT) @ v8 / torch.where(total == 0, 1.0, total)
+    out = (weights * of_v.mT) @ v8 / torch.where(total == 0, 1.0, total)
     lse = (maximum + total.log2())[..., 0] * math.log(2)
     return out, lse + (q @ mean.repeat_interleave(group, 1).mT)[..., 0] * scale

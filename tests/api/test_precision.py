@@ -1,16 +1,11 @@
 """``precision="fp8"``: its definition, what it refuses, and Hopper's kernels against the definition, on a CPU."""
 
-import warnings
-
 import pytest
 import torch
 from oracle import heavy_rows_split, poisoned_memory, rising
 
 import sparse_flash as sf
-from sparse_flash.api import call as api_call
-from sparse_flash.backends import E4M3
 from sparse_flash.kernels.common.eight_bits import QUERIES, columns_of_eight_bits
-from sparse_flash.masks.memory import clear_memories
 from sparse_flash.variant.eight_bits import attention_in_eight_bits, quantize_blocks, rotate
 
 
@@ -90,7 +85,7 @@ def test_e4m3_inputs_are_what_they_hold_times_their_scales(by_head):
     held = (x.double() * scale[..., None, None] for x, scale in ((q8, q_scale), (k8, k_scale), (v8, v_scale)))
     wanted, wanted_lse = sf.attention(*held, "causal", backend="reference", return_lse=True)
     assert out.dtype == torch.bfloat16 and out.shape == (2, 4, 100, 32)
-    assert error(out, wanted) < 0.02 and (lse - wanted_lse).abs().max() < 1e-5  # weights are rounded
+    assert error(out, wanted) < 0.02 and (lse - wanted_lse).abs().max() < 2**-4  # weights and their sums are rounded
     compiled = torch.compile(
         lambda *tensors: sf.attention(*tensors, "causal", precision="fp8", **scales, backend="reference"), backend="aot_eager"
     )
@@ -154,23 +149,6 @@ def test_gradients_other_precisions_types_and_selections_are_refused():
     selection = sf.BlockSelection.from_picks(torch.zeros(1, 1, 128, 1, dtype=torch.int32), 64)
     with pytest.raises(ValueError, match="does not take a BlockSelection"):
         sf.attention(q, k, v, selection, precision="fp8")
-
-
-def test_a_warning_says_once_that_fp8_is_slower_up_to_head_dim_64(monkeypatch):
-    monkeypatch.setattr(api_call, "backend_for", lambda *_: "hopper")
-    clear_memories()
-    arguments = None, None, None, None, "auto", "fp8", {}
-    for length, head_dim, q_dtype, warned in (
-        (130, 128, None, False),
-        (131, 64, E4M3, False),
-        (132, 64, None, True),
-        (133, 64, None, False),
-    ):
-        q, k, v = (t.to(q_dtype or t.dtype) for t in inputs(length, length, 2, 2, head_dim))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            api_call.build_call(q, k, v, *arguments)
-        assert [("takes longer than bfloat16" in str(w.message)) for w in caught] == [True] * warned
 
 
 def test_sinks_join_the_softmax():

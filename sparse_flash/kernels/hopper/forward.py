@@ -44,7 +44,7 @@ from .division import column_constants, items_and_tiles, plan_eight_bits, plan_f
 from .dropout import Dropout, new_dropout
 from .lengths import TokenLengths, load_existing, new_barrier, new_lengths
 from .masks import LOWEST, load_row_words, load_run_words, where_bits, words_below, words_within
-from .pairs import from_pairs, to_pairs
+from .pairs import from_pairs, split_columns, to_pairs
 from .products import (
     keep_rows,
     new_sums,
@@ -62,10 +62,20 @@ from .quantization import Operands, arrange_operands, expand_scales, quantize_op
 from .ring import PingPong, Ring, allocate_tiles, new_ping_pong, new_ring
 from .scheduler import Heads, Queue, Scheduler, TableArguments, new_scheduler, schedule
 from .scores import ScoringInputs, new_scoring
-from .softmax import fold_by_maximum, fold_first_step, fold_lazily, new_row_state, reduce_threads, rescale_sums
+from .softmax import (
+    fold_by_maximum,
+    fold_first_quads,
+    fold_first_step,
+    fold_lazily,
+    fold_quads_lazily,
+    new_row_state,
+    reduce_threads,
+    rescale_sums,
+)
 from .variant import PLAIN, HopperVariant, hopper_variant
 
 GROUP_QUERIES = gl.constexpr(64)  # queries per warp group
+ONES = gl.constexpr(8)  # columns of ones that sum weights in e4m3, the fewest of a product
 COMBINED = tl.constexpr(32)  # queries per program that combines splits
 
 # New lengths, heads or masks never recompile.
@@ -166,6 +176,7 @@ class ForwardArguments:
     ping_pong: PingPong  # of the warp groups, if PING_PONG
     scales: gl.tuple  # ``Scales``
     staging: gl.shared_memory_descriptor  # of results, a tile for each warp group, with EIGHT
+    ones: gl.shared_memory_descriptor  # (ONES, KEYS), with EIGHT
     SHAPE: gl.constexpr  # ``ForwardShape``
     VARIED: gl.constexpr  # whether scores are more than scaled products, or weights are dropped
     PING_PONG: gl.constexpr  # whether two warp groups alternate in starting their products
@@ -297,24 +308,31 @@ def _load_scales(p, tile, HALF_INDEX: gl.constexpr):
 
 @gluon.jit
 def _start_values(p, kept, values, sums, no_sums):
-    """Starts the weighted values of a step: added to sums, or with EIGHT to nothing."""
+    """Starts the weighted values of a step: added to sums. With EIGHT they are added to nothing, and the sums of weights too are a
+    product, with ones."""
     dtype: gl.constexpr = p.q_tensor.dtype
     if p.SHAPE.EIGHT:
-        weights = from_quads(kept, dtype, gl.DotOperandLayout(0, sums[0].type.layout, 4))
-        started = (warpgroup_mma(weights, values.permute((1, 0)), no_sums[0], use_acc=False, is_async=True),)
+        weights = from_quads(kept, dtype, gl.DotOperandLayout(0, no_sums[0].type.layout, 4))
+        again = gl.convert_layout(weights, gl.DotOperandLayout(0, no_sums[1].type.layout, 4))
+        started = (
+            warpgroup_mma(weights, values.permute((1, 0)), no_sums[0], use_acc=False, is_async=True),
+            warpgroup_mma(again, p.ones.permute((1, 0)), no_sums[1], use_acc=False, is_async=True),
+        )
     else:
         started = start_product(from_pairs(kept, dtype, gl.DotOperandLayout(0, sums[0].type.layout, 2)), values, sums)
     return started
 
 
 @gluon.jit
-def _wait_for_values(p, started, sums, PENDING: gl.constexpr):
-    """Returns the sums of values, with the sums that ``_start_values`` started."""
+def _wait_for_values(p, started, sums, running_sum, PENDING: gl.constexpr):
+    """Returns the sums of values, and with EIGHT of weights, with those that ``_start_values`` started."""
     finished_values = wait_for_sums(started, PENDING)
     if p.SHAPE.EIGHT:
         # The tensor cores' own sums keep about 14 bits, these 24.
+        of_weights, _ = split_columns(finished_values[1])
+        running_sum += gl.convert_layout(of_weights, running_sum.type.layout)
         finished_values = (sums[0] + finished_values[0],)
-    return finished_values
+    return finished_values, running_sum
 
 
 @gluon.jit
@@ -339,7 +357,7 @@ def _fold_steps(
     costs a second of compilation."""
     sums, kept, running_max, running_sum = state
     score_layout: gl.constexpr = zeros.type.layout
-    PRODUCTS: gl.constexpr = len(sums)
+    PRODUCTS: gl.constexpr = len(no_sums)
     # Whether weighted values also overlap the warp group's own next weights. It does not pay for rows of few steps, nor with three
     # groups, which lack the registers (docs/performance/kernels.md has the figures).
     OVERLAPPED: gl.constexpr = (
@@ -347,8 +365,6 @@ def _fold_steps(
         if p.SHAPE.EIGHT
         else p.VARIED or p.PING_PONG or (p.SHAPE.QUERIES == 2 * GROUP_QUERIES and p.SHAPE.DIM_V <= 128 and not MASKED)
     )
-    # Whether values are released a step later, with keys, which saves a barrier.
-    TOGETHER: gl.constexpr = p.SHAPE.EIGHT and OVERLAPPED
     dtype: gl.constexpr = p.q_tensor.dtype
     for number in range(begin, end):
         entry = begin + (end - 1 - number) if MASKED and p.scheduler.DOWN else number
@@ -373,8 +389,6 @@ def _fold_steps(
             p.ping_pong.pass_on(HALF_INDEX)
         scores = warpgroup_mma_wait(PRODUCTS, deps=(started_scores,))
         p.k.release(step)
-        if TOGETHER:
-            p.v.release(before - 1, pred=number > begin)
         if p.SHAPE.WIDE:
             # Full blocks are last. If the tile has none, the last partial block is.
             is_last = number + 1 == end
@@ -384,7 +398,7 @@ def _fold_steps(
         if MASKED:
             scores = where_bits(scores, words, LOWEST)
         if not OVERLAPPED:
-            sums = _wait_for_values(p, started_values, sums, 0)
+            sums, running_sum = _wait_for_values(p, started_values, sums, running_sum, 0)
             p.v.release(before)
         # P = exp2(S - maximum)
         if p.VARIED:
@@ -392,18 +406,19 @@ def _fold_steps(
             if p.dropout.ENABLED:
                 weights = p.dropout.zero_dropped(weights, stream, tile.first + HALF_INDEX * GROUP_QUERIES, position)
             kept = to_pairs(weights, dtype)
+        elif p.SHAPE.EIGHT:
+            kept, rescale, running_max = fold_quads_lazily(scores, running_max, factor)
         else:
             kept, rescale, running_max, running_sum = fold_lazily(scores, running_max, running_sum, factor, dtype)
         if OVERLAPPED:
-            sums = _wait_for_values(p, started_values, sums, 0)
-            if not TOGETHER:
-                p.v.release(before)
+            sums, running_sum = _wait_for_values(p, started_values, sums, running_sum, 0)
+            p.v.release(before)
         if p.VARIED:
             sums = scale_rows(sums, rescale)
         else:
             sums = rescale_sums(sums, rescale)
-    if TOGETHER:
-        p.v.release(step - 1, pred=end > begin)
+        if p.SHAPE.EIGHT:
+            running_sum *= rescale
     return (sums, kept, running_max, running_sum), step
 
 
@@ -414,7 +429,10 @@ def _compute(p, HALF_INDEX: gl.constexpr):
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.SHAPE.KEYS, DEPTH])
     row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
     zeros = gl.zeros([GROUP_QUERIES, p.SHAPE.KEYS], gl.float32, layout=score_layout)
-    no_sums = new_sums(GROUP_QUERIES, p.SHAPE.DIM_V, p.SHAPE.USED_V, DEPTH)
+    none = new_sums(GROUP_QUERIES, p.SHAPE.DIM_V, p.SHAPE.USED_V, DEPTH)
+    no_sums = none
+    if p.SHAPE.EIGHT:
+        no_sums = (none[0], new_sums(GROUP_QUERIES, ONES, ONES, DEPTH)[0])
     dtype: gl.constexpr = p.q_tensor.dtype
 
     step = 0
@@ -449,6 +467,8 @@ def _compute(p, HALF_INDEX: gl.constexpr):
             if p.dropout.ENABLED:
                 weights = p.dropout.zero_dropped(weights, stream, first_query, tile.position)
             kept = to_pairs(weights, dtype)
+        elif p.SHAPE.EIGHT:
+            kept, running_max, running_sum = fold_first_quads(scores, factor)
         else:
             kept, running_max, running_sum = fold_first_step(scores, factor, dtype)
         if not p.SHAPE.WIDE:
@@ -456,7 +476,7 @@ def _compute(p, HALF_INDEX: gl.constexpr):
                 # The previous tile's output, in the stage of its queries, has probably been read by now, so this wait is short.
                 store_wait(0)
                 p.q.release(turn - 1)
-        state = (no_sums, kept, running_max, running_sum)
+        state = (none, kept, running_max, running_sum)
         # The first step, which is done above, has a partial block if the row has any.
         if p.table.SPARSE or p.lengths.variant.kv_starts is not None:
             begin, end = p.scheduler.other_partial_steps(tile)
@@ -483,11 +503,11 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         q = stage_pieces(p.q, turn + 1, HALF_INDEX * p.SHAPE.PIECES, p.SHAPE.PIECES)
         keys = stage_pieces(p.k, step + 1, 0, p.SHAPE.PIECES)
         started_scores = start_pieces_product(q, keys, zeros, p.SHAPE.USED)
-        sums = _wait_for_values(p, started_values, sums, 2 if p.SHAPE.USED == 96 else p.SHAPE.PIECES)
+        sums, running_sum = _wait_for_values(p, started_values, sums, running_sum, 2 if p.SHAPE.USED == 96 else p.SHAPE.PIECES)
         p.v.release(step)
 
         if not p.VARIED:
-            running_max, running_sum = reduce_threads(running_max, running_sum, row_layout)
+            running_max, running_sum = reduce_threads(running_max, running_sum, row_layout, p.SHAPE.EIGHT)
         keeps_nothing = running_sum == 0.0
         if p.lengths.Q_CUT:
             # A query that does not exist may have any numbers in its row.
@@ -591,10 +611,14 @@ def attention_forward_kernel(
         allocate_tiles(dtype, TURNS * GROUPS * PIECES, GROUP_QUERIES, WIDTH), TURNS, PIECES=GROUPS * PIECES, CONSUMERS=GROUPS
     )
     k = new_ring(allocate_tiles(dtype, STAGES * PIECES, SHAPE.KEYS, WIDTH), STAGES, PIECES=PIECES, CONSUMERS=GROUPS)
-    staging = q.data
+    staging, ones = q.data, q.data
     if SHAPE.EIGHT:
         v = new_ring(allocate_tiles(dtype, STAGES, SHAPE.DIM_V, SHAPE.KEYS), STAGES, CONSUMERS=GROUPS)
         staging = allocate_tiles(out_tensor.dtype, GROUPS, GROUP_QUERIES, SHAPE.DIM_V)
+        ones = allocate_tiles(dtype, 1, ONES, SHAPE.KEYS).index(0)
+        layout: gl.constexpr = gl.BlockedLayout([1, SHAPE.KEYS // 32], [8, 4], [1, 4], [1, 0])
+        # By its bits: Triton 3.6's assembler repeats a converted constant wrongly.
+        ones.store(gl.full([ONES, SHAPE.KEYS], 0x38, gl.int8, layout=layout).to(dtype, bitcast=True))
     else:
         v = new_ring(allocate_tiles(dtype, STAGES, SHAPE.KEYS, SHAPE.DIM_V), STAGES, CONSUMERS=GROUPS)
     strides = mask_batch_stride, mask_head_stride
@@ -641,6 +665,7 @@ def attention_forward_kernel(
         ping_pong=ping_pong,
         scales=scales,
         staging=staging,
+        ones=ones,
         SHAPE=SHAPE,
         VARIED=VARIED,
         PING_PONG=PING_PONG,

@@ -16,7 +16,9 @@ from ..common.grid import tile_and_batch_head
 from ..common.tiles import load_tile, store_tile
 from ..launch.launch import descriptor_or_rows
 
-CHUNK = tl.constexpr(512)  # tokens that a program summarizes
+CHUNK = tl.constexpr(1024)  # tokens that a program summarizes
+SUMMARIZED = tl.constexpr(64)  # tokens at a time
+ROUNDED = tl.constexpr(4)  # blocks of queries, or tiles of keys, that a program rounds, as rotations are made once
 CHUNKS = tl.constexpr(32)  # such summaries that a program merges at a time
 _LARGEST = tl.constexpr(E4M3_MAX)
 _LEAST = tl.constexpr(MIN_AMAX)
@@ -54,30 +56,38 @@ def _rotation(DIM: tl.constexpr):
 
 
 @triton.jit
-def _rotated(tile, DIM: tl.constexpr):
-    """Returns the rows of a tile, rotated, in float32."""
-    return tl.dot(tile, _rotation(DIM).to(tile.dtype)) * DIM**-0.5
+def _rotated(tile, rotation):
+    """Returns the rows of a tile, rotated by ``_rotation``, in float32."""
+    return tl.dot(tile, rotation.to(tile.dtype)) * rotation.shape[0] ** -0.5
+
+
+@triton.jit
+def _summarize(tensor, batch, head, first, tokens, DIM: tl.constexpr, ROTATED: tl.constexpr):
+    """Returns the sum, the largest and the smallest number in each column of a chunk of tokens."""
+    total, high = tl.zeros([SUMMARIZED, DIM], tl.float32), tl.full([SUMMARIZED, DIM], float("-inf"), tl.float32)
+    low = -high
+    rotation = _rotation(DIM)
+    for row in range(first, first + CHUNK, SUMMARIZED):
+        numbers = load_tile(tensor, batch, head, row, SUMMARIZED, DIM)
+        numbers = _rotated(numbers, rotation) if ROTATED else numbers.to(tl.float32)
+        exist = (row + tl.arange(0, SUMMARIZED) < tokens)[:, None]
+        total += numbers
+        high = tl.maximum(high, tl.where(exist, numbers, float("-inf")))
+        low = tl.minimum(low, tl.where(exist, numbers, float("inf")))
+    return tl.sum(total, 0), tl.max(high, 0), tl.min(low, 0)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
-def summarize_kernel(k_tensor, v_tensor, summary_ptr, heads, chunks, tokens, DIM: tl.constexpr, TILE: tl.constexpr):
-    """Finds the sum, the largest and the smallest number in each column of a chunk of keys, rotated, or of values. summary_ptr:
-    (keys or values, batch-heads, chunks, 3, DIM) float32."""
-    tile, batch_head = tile_and_batch_head(2 * chunks)
-    batch, head, chunk = batch_head // heads, batch_head % heads, tile % chunks
-    total, high = tl.zeros([DIM], tl.float32), tl.full([DIM], float("-inf"), tl.float32)
-    low = -high
-    for row in range(chunk * CHUNK, (chunk + 1) * CHUNK, TILE):
-        if tile < chunks:
-            numbers = _rotated(load_tile(k_tensor, batch, head, row, TILE, DIM), DIM)
-        else:
-            numbers = load_tile(v_tensor, batch, head, row, TILE, DIM).to(tl.float32)
-        exist = (row + tl.arange(0, TILE) < tokens)[:, None]
-        total += tl.sum(numbers, 0)
-        high = tl.maximum(high, tl.max(tl.where(exist, numbers, float("-inf")), 0))
-        low = tl.minimum(low, tl.min(tl.where(exist, numbers, float("inf")), 0))
-    place = summary_ptr + (tile // chunks * (tl.num_programs(0) // (2 * chunks)) + batch_head).to(tl.int64) * chunks * 3 * DIM
-    place += chunk * 3 * DIM + tl.arange(0, DIM)
+def summarize_kernel(k_tensor, v_tensor, summary_ptr, heads, chunks, tokens, DIM: tl.constexpr):
+    """Summarizes a chunk of keys, rotated, or of values. summary_ptr: (keys or values, batch-heads, chunks, 3, DIM) float32."""
+    chunk, batch_head = tile_and_batch_head(2 * chunks)
+    batch, head, first = batch_head // heads, batch_head % heads, chunk % chunks * CHUNK
+    if chunk < chunks:
+        total, high, low = _summarize(k_tensor, batch, head, first, tokens, DIM, True)
+    else:
+        total, high, low = _summarize(v_tensor, batch, head, first, tokens, DIM, False)
+    item = chunk // chunks * (tl.num_programs(0) // (2 * chunks)) + batch_head
+    place = summary_ptr + (item.to(tl.int64) * chunks + chunk % chunks) * 3 * DIM + tl.arange(0, DIM)
     tl.store(place, total)
     tl.store(place + DIM, high)
     tl.store(place + 2 * DIM, low)
@@ -119,29 +129,33 @@ def quantize_queries_kernel(
     DIM: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Rounds a block of queries, rotated, and multiplies them by the mean key. score_scale: of scores, natural."""
-    block, batch_head = tile_and_batch_head(blocks)
+    """Rounds blocks of queries, rotated, and multiplies them by the mean key. score_scale: of scores, natural."""
+    first, batch_head = tile_and_batch_head(tl.cdiv(blocks, ROUNDED))
     batch, head = batch_head // heads, batch_head % heads
-    queries = _rotated(load_tile(q_tensor, batch, head, block * TILE, TILE, DIM), DIM)
-    scale = tl.maximum(tl.max(tl.max(tl.abs(queries), 1), 0), _LEAST) * (1.0 / _LARGEST)
-    store_tile(eight_tensor, queries * (1.0 / scale), batch, head, block * TILE, TILE, DIM)
-    tl.store(scale_ptr + batch_head * blocks + block, scale)
+    rotation = _rotation(DIM)
     mean = tl.load(mean_ptr + batch_head // group * DIM + tl.arange(0, DIM))
-    token = block * TILE + tl.arange(0, TILE)
-    shift = tl.sum(queries * mean[None, :], 1) * score_scale
-    tl.store(lse_ptr + batch_head.to(tl.int64) * tokens + token, shift, mask=token < tokens)
+    for block in range(first * ROUNDED, tl.minimum((first + 1) * ROUNDED, blocks)):
+        queries = _rotated(load_tile(q_tensor, batch, head, block * TILE, TILE, DIM), rotation)
+        scale = tl.maximum(tl.max(tl.max(tl.abs(queries), 1), 0), _LEAST) * (1.0 / _LARGEST)
+        store_tile(eight_tensor, queries * (1.0 / scale), batch, head, block * TILE, TILE, DIM)
+        tl.store(scale_ptr + batch_head * blocks + block, scale)
+        token = block * TILE + tl.arange(0, TILE)
+        shift = tl.sum(queries * mean[None, :], 1) * score_scale
+        tl.store(lse_ptr + batch_head.to(tl.int64) * tokens + token, shift, mask=token < tokens)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def quantize_keys_kernel(k_tensor, eight_tensor, scale_ptr, mean_ptr, heads, tokens, tiles, DIM: tl.constexpr, TILE: tl.constexpr):
-    """Rounds a tile of keys, rotated and without their mean."""
-    tile, batch_head = tile_and_batch_head(tiles)
+    """Rounds tiles of keys, rotated and without their mean."""
+    first, batch_head = tile_and_batch_head(tl.cdiv(tiles, ROUNDED))
     batch, head = batch_head // heads, batch_head % heads
-    keys = _rotated(load_tile(k_tensor, batch, head, tile * TILE, TILE, DIM), DIM)
-    mean = tl.load(mean_ptr + batch_head * DIM + tl.arange(0, DIM))
-    exist = tile * TILE + tl.arange(0, TILE) < tokens
-    keys = tl.where(exist[:, None], keys - mean[None, :], 0.0)
-    store_tile(eight_tensor, keys * (1.0 / tl.load(scale_ptr + batch_head)), batch, head, tile * TILE, TILE, DIM)
+    rotation = _rotation(DIM)
+    mean, factor = tl.load(mean_ptr + batch_head * DIM + tl.arange(0, DIM)), 1.0 / tl.load(scale_ptr + batch_head)
+    for tile in range(first * ROUNDED, tl.minimum((first + 1) * ROUNDED, tiles)):
+        keys = _rotated(load_tile(k_tensor, batch, head, tile * TILE, TILE, DIM), rotation)
+        exist = tile * TILE + tl.arange(0, TILE) < tokens
+        keys = tl.where(exist[:, None], keys - mean[None, :], 0.0)
+        store_tile(eight_tensor, keys * factor, batch, head, tile * TILE, TILE, DIM)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -183,18 +197,19 @@ def quantize_operands(q, k, v, scale: float, recording) -> Operands:
     summary, mean = fresh(2, batch * kv_heads, chunks, 3, dim), fresh(batch * kv_heads, dim)
 
     def launch(kernel, programs, *arguments, **constants):
-        recording.launch(kernel, ((programs, 1), list(arguments), constants, {"num_warps": 8}), (q.dtype,))
+        recording.launch(kernel, ((programs, 1), list(arguments), constants, {"num_warps": 4}), (q.dtype,))
 
     queries, keys, values = (descriptor_or_rows(t, rows, dim) for t, rows in ((q, QUERIES), (k, KEYS), (v, KEYS)))
+    summarized = [descriptor_or_rows(t, SUMMARIZED.value, dim) for t in (k, v)]
     to_q, to_k = descriptor_or_rows(operands.q, QUERIES, dim), descriptor_or_rows(operands.k, KEYS, dim)
     to_v = descriptor_or_rows(operands.v, dim, KEYS)
     kv_batch_heads = batch * kv_heads
-    launch(summarize_kernel, 2 * kv_batch_heads * chunks, keys, values, summary, kv_heads, chunks, kv_len, DIM=dim, TILE=KEYS)
+    launch(summarize_kernel, 2 * kv_batch_heads * chunks, *summarized, summary, kv_heads, chunks, kv_len, DIM=dim)
     launch(scale_kernel, 2 * kv_batch_heads, summary, mean, scales, kv_batch_heads, chunks, kv_len, DIM=dim)
     tail = heads // kv_heads, q_len, q_blocks, scale
     launch(
         quantize_queries_kernel,
-        batch * heads * q_blocks,
+        batch * heads * -(-q_blocks // ROUNDED.value),
         queries,
         to_q,
         operands.of_q,
@@ -205,8 +220,9 @@ def quantize_operands(q, k, v, scale: float, recording) -> Operands:
         DIM=dim,
         TILE=QUERIES,
     )
-    programs = kv_batch_heads * kv_tiles
+    programs = kv_batch_heads * -(-kv_tiles // ROUNDED.value)
     launch(quantize_keys_kernel, programs, keys, to_k, operands.of_k, mean, kv_heads, kv_len, kv_tiles, DIM=dim, TILE=KEYS)
+    programs = kv_batch_heads * kv_tiles
     launch(quantize_values_kernel, programs, values, to_v, operands.of_v, kv_heads, kv_tiles, DIM=dim, TILE=KEYS, GIVEN=False)
     return operands
 
@@ -225,6 +241,6 @@ def arrange_operands(q, k, v, of_q, of_k, of_v, lse, recording) -> Operands:
     transposed = recording.fresh(torch.empty((batch, kv_heads, dim, tiles * KEYS), dtype=v.dtype, device=v.device))
     tensors = descriptor_or_rows(v, KEYS, dim), descriptor_or_rows(transposed, dim, KEYS), of_v
     constants = {"DIM": dim, "TILE": KEYS, "GIVEN": True}
-    prepared = (batch * kv_heads * tiles, 1), [*tensors, kv_heads, tiles], constants, {"num_warps": 8}
+    prepared = (batch * kv_heads * tiles, 1), [*tensors, kv_heads, tiles], constants, {"num_warps": 4}
     recording.launch(quantize_values_kernel, prepared, (v.dtype,))
     return Operands(q, k, transposed, of_q, of_k, of_v, lse)
