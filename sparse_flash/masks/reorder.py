@@ -18,7 +18,7 @@ import torch
 from ..compat.dynamo import constant_in_graphs
 from ..compat.names import operator_name
 from ..compat.pytorch import active_modes, is_plain_eager
-from .cache import fake_tensors_if_needed, keep_if_captured, run_in_thread, to_traceable
+from .cache import fake_tensors_if_needed, keep_if_captured, run_in_thread
 from .memory import cached_until_cleared
 from .parsing import parse
 from .select_blocks import can_launch_kernel
@@ -36,8 +36,9 @@ def reorder_tensor(x: torch.Tensor, dim: int, layout: Any, to: str, tokens: int)
         said = {"to_tiles": "before it is in tile order", "to_raster": "in tile order"}[to]
         raise ValueError(f"x must have {tokens} tokens in dimension {dim} {said}, of {layout}; got shape {tuple(x.shape)}")
     if torch.compiler.is_compiling():
-        # An operation's result keeps its length with dynamic=True, a constant does not.
-        order = [index.detach() for index in _constant_order(to_traceable(layout), x.device)]
+        # As text, because PyTorch before 2.13 takes no other constant. An operation's result keeps its length with dynamic=True, a
+        # constant does not.
+        order = [index.detach() for index in _constant_order(layout.to_spec(), x.device)]
     else:
         order = _make_order(layout, x.device)
         keep_if_captured(order, x.device)
@@ -46,8 +47,8 @@ def reorder_tensor(x: torch.Tensor, dim: int, layout: Any, to: str, tokens: int)
 
 
 @constant_in_graphs
-def _constant_order(layout: Any, device: torch.device) -> list[torch.Tensor]:
-    return _make_order(parse(layout) if isinstance(layout, str) else layout, device)
+def _constant_order(layout: str, device: torch.device) -> list[torch.Tensor]:
+    return _make_order(parse(layout), device)
 
 
 @cached_until_cleared(maxsize=64)
