@@ -308,8 +308,8 @@ def _load_scales(p, tile, HALF_INDEX: gl.constexpr):
 
 @gluon.jit
 def _start_values(p, kept, values, sums, no_sums):
-    """Starts the weighted values of a step: added to sums. With EIGHT they are added to nothing, and the sums of weights too are a
-    product, with ones."""
+    """Starts the weighted values of a step, which are added to sums. With EIGHT they are added to nothing, and a product with ones
+    sums the weights."""
     dtype: gl.constexpr = p.q_tensor.dtype
     if p.SHAPE.EIGHT:
         weights = from_quads(kept, dtype, gl.DotOperandLayout(0, no_sums[0].type.layout, 4))
@@ -325,7 +325,8 @@ def _start_values(p, kept, values, sums, no_sums):
 
 @gluon.jit
 def _wait_for_values(p, started, sums, running_sum, PENDING: gl.constexpr):
-    """Returns the sums of values, and with EIGHT of weights, with those that ``_start_values`` started."""
+    """Returns the sums of values and of weights after the products that ``_start_values`` started. Only with EIGHT do these change
+    the sums of weights."""
     finished_values = wait_for_sums(started, PENDING)
     if p.SHAPE.EIGHT:
         # The tensor cores' own sums keep about 14 bits, these 24.
