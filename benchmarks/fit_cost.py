@@ -34,6 +34,7 @@ from .workload.masks import skewed_and_even
 from .workload.problem import parse_and_compile
 
 RESULTS = Path(__file__).parent / "results"
+# Without cost/h200-2026-11-27-drawn-2.json, a blind test of the constants that were fitted to these.
 FILES = (
     *(f"h100-2026-11-25-peers/{name}.json" for name in ("results", "sparse", "four-rows")),
     "h100-2026-11-26-speedup/results.json",

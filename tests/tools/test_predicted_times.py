@@ -1,6 +1,7 @@
 """Predicted times of calls: what ``explain`` says, which calls it refuses, and how shipped constants stand to kept results."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from typer.testing import CliRunner
 
 import sparse_flash as sf
 from sparse_flash.benchmarks import fit_cost
+from sparse_flash.benchmarks.fit import LEAST_US, Errors
 from sparse_flash.cli.app import app
 from sparse_flash.kernels.cost import chips
 from sparse_flash.kernels.hopper.division import heads_together
@@ -133,6 +135,22 @@ def test_shipped_constants_predict_kept_results():
     errors = [(sample.error(known[gpu]), sample) for gpu, sample in samples]
     sizes = np.sort([abs(error) for backward in (False, True) for error, _ in fit_cost.split_errors(errors, backward)[0]])
     assert len(sizes) > 500 and np.median(sizes) <= 0.03 and np.quantile(sizes, 0.9) <= 0.08 and sizes[-4] <= 0.2
+
+
+def test_errors_on_rows_drawn_after_the_fit_are_those_on_the_page():
+    """The blind test of seed 2 in docs/performance/predicted.md. None of its rows were in the fit."""
+    path = fit_cost.RESULTS / "cost" / "h200-2026-11-27-drawn-2.json"
+    assert str(path.relative_to(fit_cost.RESULTS)) not in fit_cost.FILES
+    errors = fit_cost.known_errors(json.loads(path.read_text()))["NVIDIA H200"]
+    page = (Path(__file__).parents[2] / "docs" / "performance" / "predicted.md").read_text()
+    row = next(line for line in page.splitlines() if line.startswith("| [93, seed 2]"))
+    (forward, none), (bound, waiting) = (fit_cost.split_errors(errors, backward) for backward in (False, True))
+    groups = [Errors.of(group) for group in (forward, bound + waiting, bound, waiting)]
+    short = [abs(error * sample.us) for error, sample in errors if sample.us < LEAST_US]
+    said = [f"{100 * one.median:.1f}, {100 * one.p90:.1f}, {100 * one.largest:.1f} %" for one in groups]
+    assert row.split(" | ")[1:] == [*said, f"{sum(us <= 10 for us in short)} of {len(short)} |"] and not none
+    by_hopper = [[(e, s) for e, s in group if not s.launch.family.portable] for group in (forward, bound)]
+    assert all(one.median <= 0.05 and one.p90 <= 0.15 and one.largest <= 0.3 for one in map(Errors.of, by_hopper))
 
 
 def test_shipped_constants_predict_results_that_they_were_not_fitted_to():
