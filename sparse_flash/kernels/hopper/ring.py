@@ -30,7 +30,7 @@ class Ring:
         # If ``empty`` belongs to another ring, waits as that ring's acquire does: for its release of
         # n - STAGES = after - RELEASES.
         after = n + (self.RELEASES - self.STAGES)
-        mbarrier.wait(_barrier(self.empty, after, self.RELEASES), _phase(after, self.RELEASES) ^ 1)
+        mbarrier.wait(_barrier(self.empty, after, self.RELEASES), ((after // self.RELEASES) & 1) ^ 1)
 
     @gluon.jit
     def expect(self, n, BYTES: gl.constexpr):
@@ -55,7 +55,7 @@ class Ring:
     @gluon.jit
     def wait(self, n, pred=True):
         """Waits until n is full, if ``pred``."""
-        mbarrier.wait(self.full_barrier(n), _phase(n, self.STAGES), pred=pred)
+        mbarrier.wait(self.full_barrier(n), (n // self.STAGES) & 1, pred=pred)
 
     @gluon.jit
     def release(self, n, pred=True):
@@ -71,7 +71,7 @@ class Ring:
     @gluon.jit
     def place(self, n):
         """Returns the index of n's stage."""
-        return _stage(n, self.STAGES)
+        return n % self.STAGES
 
     @gluon.jit
     def stage(self, n, piece=0):
@@ -146,20 +146,4 @@ def _barriers(STAGES: gl.constexpr):
 
 @gluon.jit
 def _barrier(barriers, n, STAGES: gl.constexpr):
-    return barriers.index(_stage(n, STAGES)) if STAGES > 1 else barriers
-
-
-# Fills are never negative, which the compiler does not know: bits take fewer instructions than a division with a sign.
-@gluon.jit
-def _stage(n, STAGES: gl.constexpr):
-    return n & (STAGES - 1) if STAGES & (STAGES - 1) == 0 else n % STAGES
-
-
-@gluon.jit
-def _phase(n, STAGES: gl.constexpr):
-    return (n >> _log2(STAGES)) & 1 if STAGES & (STAGES - 1) == 0 else (n // STAGES) & 1
-
-
-@gluon.constexpr_function
-def _log2(power):
-    return power.bit_length() - 1
+    return barriers.index(n % STAGES) if STAGES > 1 else barriers
