@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 
 from ..compat.dynamo import constant_in_graphs
 from .memory import cached_until_cleared
 from .parsing import parse
-from .pattern import Pattern, PerHead, short_text
+from .pattern import Pattern, PerHead, layout_of, own_name, short_text
 
 
 def check_fit(pattern: Pattern, q_len: int, kv_len: int) -> None:
@@ -20,6 +22,7 @@ def check_fit(pattern: Pattern, q_len: int, kv_len: int) -> None:
                 raise ValueError(f"per_head: patterns[{pattern.patterns.index(one)}]: {error}") from None
         return
     leaves = list(pattern.leaves())
+    _warn_of_causal_tiles(pattern, leaves)
     for leaf in leaves:
         if misfit := leaf.length_refusal(q_len, kv_len):
             raise ValueError(misfit)
@@ -31,6 +34,19 @@ def check_fit(pattern: Pattern, q_len: int, kv_len: int) -> None:
                 f"{short_text(pattern)} must say what each query keeps; it does not for {len(left_out)} of {len(q)}, from "
                 f"{left_out[0]} to {left_out[-1]}; {partial[0].coverage_hint}"
             )
+
+
+def _warn_of_causal_tiles(pattern: Pattern, leaves: list[Pattern]) -> None:
+    layout = layout_of(pattern)
+    if layout is None or not any(own_name(type(leaf)) == "causal" for leaf in leaves):
+        return
+    frames = layout.positions[:, 0]
+    if (np.diff(frames[frames >= 0]) < 0).any():
+        warnings.warn(
+            f"causal in {short_text(pattern)} follows the order of tiles, so queries see later frames; take neighborhood(..., "
+            "causal=(True, False, False)) with tokens in the usual order, or tiles of one frame",
+            stacklevel=6,
+        )
 
 
 def named_len(pattern: Pattern, default: int) -> int:

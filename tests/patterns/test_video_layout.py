@@ -1,5 +1,6 @@
 """The order of a video's tokens by tiles: there and back, and attention in it."""
 
+import warnings
 from itertools import product
 
 import numpy as np
@@ -157,3 +158,17 @@ def test_a_grid_beside_text_is_refused_and_a_layout_holds_both(spec):
     layout = sf.VideoLayout(4, 8, 8, prefix=77)
     kept = sf.compile_mask(sf.tile_window(layout, (1, 1, 1)), layout.length).to_dense().numpy()
     assert kept.any(1).all() and kept[:, layout.tiled :].all() and kept[layout.tiled :].all()
+
+
+@pytest.mark.parametrize(
+    "tile, height, warns", [((2, 4, 8), 8, True), ((2, 8, 8), 8, False), ((1, 4, 8), 7, False), ((4, 4, 4), 7, True)]
+)
+def test_causal_over_tiles_warns_if_queries_then_see_later_frames(tile, height, warns):
+    layout = sf.VideoLayout(4, height, 8, tile=tile, suffix=5)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mask = sf.compile_mask(f"causal & {layout}", layout.length)
+    assert [w.filename for w in caught] == [__file__] * warns
+    frames = torch.from_numpy(layout.positions[:, 0])
+    seen = mask.to_dense() & (frames[:, None] >= 0) & (frames[:, None] < frames)
+    assert seen.any() == warns
