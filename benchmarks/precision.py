@@ -272,7 +272,7 @@ def measure_row(row: PrecisionRow, peers: bool, library: str | None, limit: int,
     mask = row.mask(device)
     pairs = row.tokens**2 if mask is None else round(mask.density * row.tokens**2)
     flops = 4 * pairs * row.heads * row.head_dim
-    moved = 3 * q.numel() + 5 * k.numel() + 3 * v.numel()  # bytes: read once in 16 bits, keys twice, and written in 8
+    moved = 3 * q.numel() + 5 * k.numel() + 5 * v.numel()  # bytes: read once in 16 bits, keys and values twice, and written in 8
     expected: dict[str, torch.Tensor] = {}  # by kind: the first result, which is bfloat16's
     contestants = list(list_contestants(row, q, k, v, mask))
     if peers and row.spec in (None, "causal") and row.density is None:

@@ -430,10 +430,10 @@ def _compute(p, HALF_INDEX: gl.constexpr):
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.SHAPE.KEYS, DEPTH])
     row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
     zeros = gl.zeros([GROUP_QUERIES, p.SHAPE.KEYS], gl.float32, layout=score_layout)
-    none = new_sums(GROUP_QUERIES, p.SHAPE.DIM_V, p.SHAPE.USED_V, DEPTH)
-    no_sums = none
+    no_values = new_sums(GROUP_QUERIES, p.SHAPE.DIM_V, p.SHAPE.USED_V, DEPTH)
+    no_sums = no_values
     if p.SHAPE.EIGHT:
-        no_sums = (none[0], new_sums(GROUP_QUERIES, ONES, ONES, DEPTH)[0])
+        no_sums = (no_values[0], new_sums(GROUP_QUERIES, ONES, ONES, DEPTH)[0])
     dtype: gl.constexpr = p.q_tensor.dtype
 
     step = 0
@@ -477,7 +477,7 @@ def _compute(p, HALF_INDEX: gl.constexpr):
                 # The previous tile's output, in the stage of its queries, has probably been read by now, so this wait is short.
                 store_wait(0)
                 p.q.release(turn - 1)
-        state = (none, kept, running_max, running_sum)
+        state = (no_values, kept, running_max, running_sum)
         # The first step, which is done above, has a partial block if the row has any.
         if p.table.SPARSE or p.lengths.variant.kv_starts is not None:
             begin, end = p.scheduler.other_partial_steps(tile)

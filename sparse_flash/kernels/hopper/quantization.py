@@ -109,7 +109,8 @@ def scale_kernel(summary_ptr, mean_ptr, scale_ptr, batch_heads, chunks, tokens, 
         high = tl.maximum(high, tl.max(tl.load(places + DIM, mask=exist, other=float("-inf")), 0))
         low = tl.minimum(low, tl.min(tl.load(places + 2 * DIM, mask=exist, other=float("inf")), 0))
     mean = tl.where(item < batch_heads, total / tokens, 0.0)
-    tl.store(mean_ptr + item * DIM + columns, mean, mask=item + columns * 0 < batch_heads)
+    if item < batch_heads:
+        tl.store(mean_ptr + item * DIM + columns, mean)
     largest = tl.maximum(tl.max(tl.maximum(high - mean, mean - low), 0), _LEAST)
     tl.store(scale_ptr + item, largest * (1.0 / _LARGEST))
 
