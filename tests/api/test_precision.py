@@ -87,7 +87,7 @@ def test_e4m3_inputs_are_what_they_hold_times_their_scales(by_head):
     out, lse = sf.attention(q8, k8, v8, "causal", precision="fp8", **scales, backend="reference", return_lse=True)
     held = [x.double() * scale[..., None, None] for x, scale in ((q8, q_scale), (k8, k_scale), (v8, v_scale))]
     wanted = sf.attention(*held, "causal", backend="reference")
-    # Weights are rounded before they are summed, those of a row with its largest within (32, 64].
+    # Weights are rounded before they are summed. The largest weight of a row is in (32, 64].
     scores = held[0] @ held[1].repeat_interleave(2, 1).mT / 8 / math.log(2)
     scores = scores.masked_fill(torch.ones(100, 300, dtype=torch.bool).triu(201), -math.inf)
     shift = scores.amax(-1, keepdim=True).ceil() - 6
