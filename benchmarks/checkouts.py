@@ -150,11 +150,13 @@ def _prepare(asked: dict) -> tuple[Callable[[], float], list[float]]:
     precision = {"precision": asked["precision"]} if asked["precision"] else {}
     attend = lambda: sf.attention(q, k, v, mask, **precision)  # noqa: E731
     stream = torch.cuda.Stream() if device == "cuda" else None
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream())  # where the inputs are drawn
     with torch.cuda.stream(stream):  # which does nothing for None; a backward pass runs on the stream of its forward pass
         out = attend()
         run = attend if asked["forward"] else lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
         results = [run() for _ in range(3)][-1]
-    norms = [x.float().norm().item() for x in (results if isinstance(results, tuple) else (results,))]
+        norms = [x.float().norm().item() for x in (results if isinstance(results, tuple) else (results,))]
     if stream is None:
 
         def time_once() -> float:
