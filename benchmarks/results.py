@@ -37,7 +37,7 @@ def environment(device) -> dict:
         "sparse_flash": _version("sparse-flash"),
         "source": _source_digest(),
         "commit": _commit(),
-        **{name: _version(name) for name in ("torch", "triton", "numpy", "scipy", "flash-attn-4")},
+        **{name: _version(name) for name in ("torch", "triton", "numpy", "scipy", "flash-attn-4", "fastvideo-kernel")},
     }
     if device.type == "cuda":
         found |= {

@@ -182,7 +182,7 @@ def measure_step(
 
 def measure_kernels(options: argparse.Namespace, names: list[str], device: torch.device) -> Iterator[dict]:
     """A row for each peer of each window, as plain data."""
-    peers = ("cudnn-blocks", "flex-fa4") if device.type == "cuda" else ()
+    peers = ("cudnn-blocks", "fastvideo", "flex-fa4") if device.type == "cuda" else ()
     dense = "sdpa-cudnn" if device.type == "cuda" else "sdpa-math"
     done = set()
     for label, layout, window, heads, tokens in windows(names, whole=options.model is None and device.type == "cuda"):

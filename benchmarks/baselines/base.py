@@ -13,10 +13,11 @@ from ..workload.problem import Problem
 
 class Peer:
     """order: the memory order that it wants of the dimensions (batch, heads, tokens, head_dim).
-    deterministic: whether it promises gradients that repeat bit for bit."""
+    deterministic: whether it promises gradients that repeat bit for bit. has_backward: whether it has a backward pass."""
 
     order: ClassVar[tuple[int, ...]] = (0, 1, 2, 3)
     deterministic: bool = False
+    has_backward: ClassVar[bool] = True
 
     def refuses(self, problem: Problem) -> str | None:
         """Why it cannot compute the problem, or None."""
@@ -32,5 +33,5 @@ class Peer:
 
     def prepare(self, problem: Problem) -> Callable[[], torch.Tensor]:
         """``fn``; ``fn()`` runs one forward pass and returns out, (batch, heads, tokens, head_dim), differentiable in
-        ``problem.leaves``."""
+        ``problem.leaves`` if it has a backward pass."""
         raise NotImplementedError

@@ -16,7 +16,8 @@ from ..workload.problem import Problem
 from .base import Peer
 from .flash import FlashAttention3, FlashAttention4
 from .flex import Flex
-from .full_blocks import CudnnBlocks
+from .full_blocks import CudnnBlocks, FastVideoBlocks
+from .tlx import Tlx
 
 
 @dataclass(frozen=True)
@@ -107,4 +108,6 @@ PEERS = {
     "fa4": FlashAttention4(),
     "fa4-deterministic": FlashAttention4(deterministic=True),
     "cudnn-blocks": CudnnBlocks(),
+    "fastvideo": FastVideoBlocks(),
+    "tlx": Tlx(),
 }

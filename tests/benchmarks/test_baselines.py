@@ -1,4 +1,4 @@
-"""FlashAttention and cuDNN's blocks are asked for what the problem is: stand-ins compute what they are asked."""
+"""FlashAttention and blocks of cuDNN and FastVideo are asked for what the problem is: stand-ins compute what they are asked."""
 
 import sys
 import types
@@ -7,7 +7,7 @@ import pytest
 import torch
 from problems import errors_of, problem
 
-from sparse_flash.benchmarks.baselines import flash, registry
+from sparse_flash.benchmarks.baselines import flash, registry, tlx
 from sparse_flash.benchmarks.measure import throughput
 from sparse_flash.benchmarks.workload import cases, masks
 
@@ -173,6 +173,79 @@ def test_cudnns_blocks_refuse_what_is_not_of_whole_blocks(full_blocks):
     assert "full blocks" in peer.refuses(problem("full", block_size=64))
     assert "blocks of 32" in peer.refuses(problem("butterfly(block=32)", block_size=32))
     assert "as many heads" in peer.refuses(problem("butterfly(block=64)", heads=2, kv_heads=1, block_size=64))
+
+
+@pytest.fixture
+def video_blocks(monkeypatch):
+    """Stands in for FastVideo's kernels, in PyTorch's operations. Gradients are in float32, from lists by block of keys."""
+
+    def pairs_of(index, count, blocks):
+        assert index.dtype == count.dtype == torch.int32 and index.is_contiguous() and index.shape[:3] == count.shape
+        kept = torch.zeros(*count.shape, blocks + 1, dtype=torch.bool)
+        kept.scatter_(3, torch.where(torch.arange(index.shape[3]) < count[..., None], index.long(), blocks), True)
+        return kept[..., :-1].repeat_interleave(64, 2).repeat_interleave(64, 3)
+
+    def attend(q, k, v, pairs, lengths):
+        assert lengths.dtype == torch.int32
+        exists = (torch.arange(64) < lengths[:, None]).flatten()
+        scores = (q @ k.mT * q.shape[3] ** -0.5).masked_fill(~(pairs & exists), -torch.inf)
+        return scores.softmax(3) @ v, scores.logsumexp(3)
+
+    def block_sparse_fwd(q, k, v, index, count, lengths):
+        return attend(q, k, v, pairs_of(index, count, len(lengths)), lengths)
+
+    def block_sparse_bwd(q, k, v, out, lse, dout, index, count, lengths):
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+            again = attend(*leaves, pairs_of(index, count, q.shape[2] // 64).mT, lengths)
+            assert torch.allclose(again[0], out) and torch.allclose(again[1], lse)
+            return torch.autograd.grad(again[0], leaves, dout)
+
+    names = ["fastvideo_kernel", "fastvideo_kernel._C", "fastvideo_kernel._C.fastvideo_kernel_ops"]
+    package, compiled, kernels = (types.ModuleType(name) for name in names)
+    compiled.fastvideo_kernel_ops = kernels
+    kernels.block_sparse_fwd, kernels.block_sparse_bwd = block_sparse_fwd, block_sparse_bwd
+    for name, module in zip(names, (package, compiled, kernels), strict=True):
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.parametrize(
+    ("spec", "tokens"),
+    [
+        ("butterfly(block=64)", 512),
+        (("butterfly(block=64)", "random(0.4, block=64)"), 512),
+        ("tile_window(video_layout(3, 13, 14, tile=(1, 8, 8)), (3, 1, 1))", 768),
+    ],
+    ids=["butterfly", "heads that differ", "tiles cut at the edge"],
+)
+def test_fastvideos_blocks_compute_what_they_are_asked(video_blocks, spec, tokens):
+    p, peer = problem(spec, tokens, block_size=64, head_dim=64), registry.find_peer("fastvideo")
+    assert peer.refuses(p) is None
+    assert max(errors_of(peer, p).values()) < 1e-4
+
+
+def test_fastvideos_blocks_refuse_what_is_not_of_whole_blocks_or_their_first_keys(video_blocks):
+    peer = registry.find_peer("fastvideo")
+    for spec in ("causal", "full", "~local(200)"):
+        assert "full blocks" in peer.refuses(problem(spec, block_size=64, head_dim=64))
+    assert "blocks of 128" in peer.refuses(problem("butterfly(block=128)", head_dim=64))
+    assert "head_dim" in peer.refuses(problem("butterfly(block=64)", block_size=64))
+
+
+def test_tlx_is_measured_forward_and_refuses_the_rest(monkeypatch):
+    case = cases.Case(cases.Shape(1, 2, 256, 16), masks.FULL, "tlx")
+    assert "fbtriton" in throughput.run(case, CPU, seconds=0.01)["refused"]
+    attend = torch.nn.functional.scaled_dot_product_attention
+    kernel = types.SimpleNamespace(attention=lambda q, k, v, scale: attend(q, k, v, scale=scale))
+    tutorials = types.SimpleNamespace(hopper_fa_ws_pipelined_pingpong_persistent=kernel)
+    monkeypatch.setitem(sys.modules, "triton.language.extra.tlx", types.ModuleType("triton.language.extra.tlx"))
+    monkeypatch.setitem(sys.modules, "triton.language.extra.tlx.tutorials", tutorials)
+    monkeypatch.setattr(tlx.metadata, "version", lambda name: "3.7.4")
+    found = throughput.run(case, CPU, seconds=0.01)
+    assert found["correct"] and found["backend"] == "fbtriton 3.7.4" and set(found["errors"]) == {"out"}
+    assert found["forward_ms"] > 0 and "backward_ms" not in found
+    assert "dense" in registry.find_peer("tlx").refuses(problem("causal"))
+    assert "multiple of 128" in registry.find_peer("tlx").refuses(problem("full", tokens=200))
 
 
 def test_operations_are_counted_product_by_product():
