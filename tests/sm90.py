@@ -410,7 +410,7 @@ def of_wide_forward() -> Iterator[Callable[[], dict]]:
 def of_wide_backward() -> Iterator[Callable[[], dict]]:
     """Yields the backward kernels of wide heads: head_dim 256 and 192, and 192 with 128 for v."""
     wide = BACKWARD, hopper_configs.BACKWARD[256]
-    paired = BACKWARD, hopper_configs.PAIRED_BACKWARD
+    paired = BACKWARD, hopper_configs.PAIRED_BACKWARD[192]
     for dim, dim_v in ((256, 256), (192, 192), (192, 128)):
         name, details = ("backward", wide) if dim_v == dim else (f"backward_of_{dim}_and_{dim_v}", paired)
         for sparse, option in ((False, "ragged"), (True, "split"), (True, "added"), (True, "fixed")):

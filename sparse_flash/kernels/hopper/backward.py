@@ -157,12 +157,12 @@ def attention_backward_kernel(
         delta=delta,
         SHAPE=SHAPE,
     )
-    if SHAPE.DIM <= 128:
-        backward_to_128(p)
-    elif SHAPE.PARTS == 1:
-        wide_backward(p)
-    else:
+    if SHAPE.PARTS == 2:
         paired_backward(p)
+    elif SHAPE.DIM <= 128:
+        backward_to_128(p)
+    else:
+        wide_backward(p)
 
 
 def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant=None, deterministic=False):

@@ -28,7 +28,7 @@ from .scores import ScoringInputs
 class BackwardShape:
     """The constants of a backward kernel, except a user's functions."""
 
-    DIM: int  # columns of q and k in sums; in shared memory too, unless PARTS is 2
+    DIM: int  # columns of q and k in sums; in shared memory too, unless ACROSS is more than 1
     USED: int  # of DIM columns; the others are zeros
     DIM_V: int  # the same for v
     USED_V: int
@@ -61,17 +61,17 @@ class BackwardShape:
     @property
     def ACROSS(self) -> int:
         """Tiles of q and k in shared memory, side by side."""
-        return self.USED // 64 if self.PARTS == 2 else 1
+        return self.USED // 64 if self.DIM > 128 and self.PARTS == 2 else 1
 
     @property
     def WIDTH(self) -> int:
         """Columns of such a tile."""
-        return 64 if self.PARTS == 2 else self.DIM
+        return 64 if self.ACROSS > 1 else self.DIM
 
     @property
     def READERS(self) -> int:
         """How many roles release the queries of a step."""
-        return 2 if self.DIM > 128 else 1
+        return 2 if self.DIM > 128 or self.PARTS == 2 else 1
 
     @property
     def PIECES(self) -> int:

@@ -166,10 +166,10 @@ def load_tiles(p):
 @gluon.jit
 def _position_in_block(p, tile):
     """Returns the position of a tile's first key within its block."""
-    position = tile.first % p.table.BLOCK
+    first = tile.first
     if p.SHAPE.OWN_STARTS:
-        position = tile.first * 0
-    return position
+        first += tile.to_padded
+    return first % p.table.BLOCK
 
 
 @gluon.jit
@@ -227,9 +227,15 @@ def existing_key_words(p, tile, layout: gl.constexpr):
 
 
 @gluon.jit
-def scores_to_weights(p, tile, products, step, words, existing, stream, terms, position, KIND: gl.constexpr):
-    """Returns weights of a step, (keys, queries), from its products. Weights of dropped pairs are negative."""
-    lse = p.lse.index(p.q.place(step)).load(gl.SliceLayout(0, products.type.layout))
+def load_lse(p, step, layout: gl.constexpr):
+    """Returns lse of a step's queries. layout: of its scores, (keys, queries)."""
+    return p.lse.index(p.q.place(step)).load(gl.SliceLayout(0, layout))
+
+
+@gluon.jit
+def scores_to_weights(p, tile, products, lse, words, existing, stream, terms, position, KIND: gl.constexpr):
+    """Returns weights of a step, (keys, queries), from its products. lse: from ``load_lse``. Weights of dropped pairs are
+    negative."""
     scores = products
     if p.scoring.SCORED:
         scores = p.scoring.scored(products, terms, position, tile.first)
@@ -272,6 +278,8 @@ def row_of_sums(p, tile, PART: gl.constexpr = 0):
         batch, head = p.heads.of(tile.batch_head)
         sums = tile.batch_head if p.SHAPE.FIXED else batch * (p.heads.queries // p.heads.group) + head // p.heads.group
         row = sums * p.grads.padded_kv_len + tile.first
+        if p.SHAPE.OWN_STARTS:
+            row += tile.to_padded
     return row
 
 

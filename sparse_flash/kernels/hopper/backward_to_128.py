@@ -20,6 +20,7 @@ from .backward_steps import (
     existing_key_words,
     first_query,
     first_row,
+    load_lse,
     load_tiles,
     mask_words,
     round_to_int,
@@ -98,8 +99,6 @@ def _send_dkv(p, own, tile, turn, sent):
     buffer = p.k.stage(turn)
     if p.SHAPE.ADDED or (p.SHAPE.SPLIT_SUMS and tile.split > 0):
         row = row_of_sums(p, tile)
-        if p.SHAPE.OWN_STARTS:
-            row += tile.to_padded
         if p.SHAPE.SPLIT and p.SHAPE.ADDED:
             # An unused item, which only another mask uses, names the column past the last. Its rows go past the end of all.
             row = gl.where(tile.first < grads.padded_kv_len, row, 2 * grads.kv_rows)
@@ -197,7 +196,8 @@ def _add_steps(
         sent = _sent_before(p, step, turn)
         # P = exp2(S - lse), where the previous step has computed (1) S = Q K^T
         products = scores
-        weights = scores_to_weights(p, tile, products, step, words, existing, stream, terms, position, KIND)
+        lse = load_lse(p, step, score_layout)
+        weights = scores_to_weights(p, tile, products, lse, words, existing, stream, terms, position, KIND)
         if p.scoring.SCORED:
             # The derivative is applied here, so that its inputs need not stay in registers during the products.
             operand = gl.convert_layout(round_weights(p, weights), operand_layout)

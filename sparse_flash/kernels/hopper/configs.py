@@ -60,8 +60,9 @@ def _registers(programs: int) -> dict[str, int]:
 FORWARD = {64: ForwardConfig(3), 128: ForwardConfig(2)}
 # At 256, two warp groups have a role each (``wide_backward``).
 BACKWARD = {64: BackwardConfig(128, 2), 128: BackwardConfig(64, 2), 256: BackwardConfig(64, 2, 64, 4, more=0)}
-# For q and k of 129 to 192 and v of 65 to 128, ``paired_backward`` takes less time than ``wide_backward``.
-PAIRED_BACKWARD = BackwardConfig(64, 2, 128, 4, more=0, parts=2)
+# For calls without a variant: ``paired_backward`` takes less time than ``backward_to_128``, and with v of 65 to 128 also than
+# ``wide_backward``.
+PAIRED_BACKWARD = {128: BackwardConfig(64, 2, 128, 2, more=0, parts=2), 192: BackwardConfig(64, 2, 128, 4, more=0, parts=2)}
 # Three warp groups share the keys and values of each step. Their registers suffice at 64 only. A table of blocks of 128 needs rows
 # of 192 queries for it (``BlockMask.tall``).
 TALL_FORWARD = {64: ForwardConfig(3, 160, 192)}

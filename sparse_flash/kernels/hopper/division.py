@@ -88,8 +88,10 @@ def items_and_tiles(q_shape: tuple[int, ...], tables, queries: int) -> tuple[int
 
 def plain_backward_config(head_dim: int, v_head_dim: int, block_size: int | None) -> BackwardConfig:
     """Returns the config of the backward pass of a call without a variant. block_size: the table's, or None."""
-    if used_columns(head_dim) == 192 and padded_head_dim(v_head_dim) == 128 and block_size != 64:
-        return PAIRED_BACKWARD
+    if block_size != 64 and padded_head_dim(v_head_dim) == 128:
+        columns = 192 if used_columns(head_dim) == 192 else padded_head_dim(head_dim)
+        if columns in PAIRED_BACKWARD:
+            return PAIRED_BACKWARD[columns]
     return backward_config(padded_head_dim(head_dim), block_size)
 
 

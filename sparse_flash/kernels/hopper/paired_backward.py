@@ -1,22 +1,27 @@
-"""The backward pass for Hopper at head_dim 129 to 192, with v of 65 to 128: tiles of 128 keys, shared by two warp groups.
+"""The backward pass for Hopper at head_dim 65 to 192, with v of 65 to 128: tiles of 128 keys, shared by two warp groups.
 
-Each warp group does for its 64 keys what all computing warps of ``backward_to_128`` do together. Sums of dK and dV take 160
-registers a thread, so scores cannot be computed a step ahead. Instead, the other group keeps the tensor cores busy. The groups
-share only dQ: each reads the gradients of scores of both groups, and computes one of three pieces of 64 columns. They alternate in
-computing the third piece. ``backward_arguments`` numbers a step's products.
+Each warp group computes the weights of its 64 keys, and their dK and dV. The groups share only dQ: each reads the gradients of
+scores of both groups, and computes some of the columns. While one group computes exponentials, the products of the other keep the
+tensor cores busy. ``backward_arguments`` numbers a step's products.
 
-In shared memory, q and k are three tiles of 64 columns, without zeros.
+Up to head_dim 128, each group computes half of dQ's columns. In a step's order of products, dQ comes before dK, and passes through
+shared memory during dK's product, which reads only one operand there. From 129 on, dQ has three pieces of 64 columns, and the
+groups alternate in computing the third. In shared memory, q and k are then three tiles of 64 columns, without zeros.
+
+The gradients of scores have two stages and no barriers that release them: a group stores those of step n + 2 after those of the
+other group for n + 1 are there. By then the other group has waited for its dQ of step n.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from ..common.gluon import async_add, async_store, opaque_zero, record, store_wait, view, view_for_tma
+from ..common.gluon import async_add, async_store, barrier, opaque_zero, record, store_wait, view, view_for_tma
 from ..common.tiles import BITS, FULL, RUNS
 from .backward_steps import (
     existing_key_words,
     first_row,
+    load_lse,
     load_tiles,
     mask_words,
     round_to_int,
@@ -24,12 +29,23 @@ from .backward_steps import (
     to_register_order,
 )
 from .pairs import from_pairs, multiply_pairs, negate_after, to_pairs
-from .products import stage_pieces, start_pieces_product
+from .products import (
+    copy_rows,
+    new_sums,
+    scale_sums,
+    stage_pieces,
+    start_pieces_product,
+    start_product,
+    start_transposed_product,
+    store_columns,
+    wait_for_sums,
+    wait_for_sums_and,
+)
 from .ring import Ring, allocate_tiles, new_linked_ring, new_ring
 from .scheduler import schedule
 from .wide_backward import add_sums
 
-PIECES = gl.constexpr(3)  # of 64 columns, of q and k
+COLUMNS = gl.constexpr(64)  # of a piece of dQ
 PIECE_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 
 
@@ -37,36 +53,52 @@ PIECE_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 1
 class PairedGroup:
     """Holds the buffers of a warp group and its sending warp."""
 
-    dscores: Ring  # released by both groups
+    dscores: Ring  # (queries, keys) up to head_dim 128, else (keys, queries)
     dq: Ring  # one stage, through which the group sends its pieces of dQ
+    done: Ring  # without data; full: the group has read all keys of a tile
     ready: Ring  # without data; full: the group's dK and dV are in the buffers of k and v
     GROUP: gl.constexpr  # 0 or 1
 
 
 @gluon.jit
 def _new_group(p, GROUP: gl.constexpr):
-    dscores = allocate_tiles(p.inputs.q.dtype, 2, p.SHAPE.KEYS, p.SHAPE.QUERIES)
-    dq = gl.allocate_shared_memory(gl.float32, [p.SHAPE.QUERIES * 64 // 256, 256], p.grads.dq_rows.layout)
-    return PairedGroup(new_ring(dscores, 2, CONSUMERS=2), new_ring(dq, 1), new_linked_ring(p.k, p.k.data, 1), GROUP)
+    dscores = allocate_tiles(p.inputs.q.dtype, 2, 64, 64)
+    dq = gl.allocate_shared_memory(gl.float32, [p.SHAPE.QUERIES * COLUMNS // 256, 256], p.grads.dq_rows.layout)
+    done, ready = new_linked_ring(p.k, p.k.data, 1), new_linked_ring(p.k, p.k.data, 1)
+    return PairedGroup(new_ring(dscores, 2), new_ring(dq, 1), done, ready, GROUP)
 
 
 @gluon.jit
-def _sent_before(step, GROUP: gl.constexpr):
-    """Returns how many pieces of dQ a group has sent before a step: one in each step, and the third in every second step."""
-    return step + (step + (1 - GROUP)) // 2
+def _sent_before(p, step, GROUP: gl.constexpr):
+    """Returns how many pieces of dQ a group has sent before a step: one in each step, and from head_dim 129 on the third in every
+    second step."""
+    if p.SHAPE.DIM > 128:
+        sent = step + (step + (1 - GROUP)) // 2
+    else:
+        sent = step
+    return sent
 
 
 @gluon.jit
 def _start_dq(p, own, other, step, turn, piece):
     """Starts the two products of a piece of a step's dQ. The second waits until the other group has stored its gradients of
     scores."""
-    zeros = gl.zeros([p.SHAPE.QUERIES, 64], gl.float32, layout=PIECE_LAYOUT)
-    dscores, others = own.dscores.stage(step), other.dscores.stage(step)
-    keys = p.k.stage(turn, piece + own.GROUP * PIECES)
-    started = warpgroup_mma(dscores.permute((1, 0)), keys, zeros, use_acc=False, is_async=True)
+    zeros = gl.zeros([p.SHAPE.QUERIES, COLUMNS], gl.float32, layout=PIECE_LAYOUT)
+    started = warpgroup_mma(*_dq_operands(p, own, step, turn, piece), zeros, use_acc=False, is_async=True)
     other.dscores.wait(step)
-    others_keys = p.k.stage(turn, piece + other.GROUP * PIECES)
-    return warpgroup_mma(others.permute((1, 0)), others_keys, started, is_async=True)
+    return warpgroup_mma(*_dq_operands(p, other, step, turn, piece), started, is_async=True)
+
+
+@gluon.jit
+def _dq_operands(p, group, step, turn, piece):
+    """Returns the gradients of scores of a group, and a piece of its keys."""
+    dscores = group.dscores.stage(step)
+    if p.SHAPE.DIM > 128:
+        operands = dscores.permute((1, 0)), p.k.stage(turn, piece + group.GROUP * p.SHAPE.ACROSS)
+    else:
+        keys = p.k.stage(turn, opaque_zero(step) + group.GROUP)
+        operands = dscores, keys.slice(piece * COLUMNS, COLUMNS, dim=1)
+    return operands
 
 
 @gluon.jit
@@ -83,15 +115,79 @@ def _hand_over_dq(p, own, dq, units, sent):
 
 
 @gluon.jit
+def _load_units(p, step, numbers):
+    """Returns the units of a step's integer sums, by query. Without FIXED, they are not read, and ``numbers`` stand for them."""
+    units = numbers
+    if p.SHAPE.FIXED:
+        units = p.unit.index(p.q.place(step)).load(gl.SliceLayout(1, PIECE_LAYOUT))
+    return units
+
+
+@gluon.jit
 def _add_steps(p, own, other, tile, state, step, turn, begin, end, exists, zeros, KIND: gl.constexpr):
-    """Adds steps begin .. end - 1, all of one kind, to the group's dK and dV, and to dQ. tile: the part of the tile from the
-    group's keys on. state: (dV, pieces of dK)."""
+    """Adds steps begin .. end - 1, all of one kind, to the group's dK and dV, and to dQ, for head_dim up to 128. tile: the part of
+    the tile from the group's keys on. state: (dV, dK)."""
+    dv, dk = state
+    PRODUCTS: gl.constexpr = len(dk)  # hardware products that make one product here
+    dtype: gl.constexpr = p.q.data.dtype
+    score_layout: gl.constexpr = zeros.type.layout
+    column: gl.constexpr = gl.SliceLayout(0, score_layout)
+    operand_layout: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
+    existing = existing_key_words(p, tile, score_layout)
+    for entry in range(begin, end):
+        q = p.q.stage(step)
+        dout = p.dout.stage(step)
+        keys = p.k.stage(turn, opaque_zero(step) + own.GROUP)
+        values = p.v.stage(turn, opaque_zero(step) + own.GROUP)
+        words = entry
+        if KIND != FULL:
+            words = mask_words(p, tile, entry, exists, KIND, score_layout)
+        # Waits and loads come before the products. Between them, they would queue behind a product's reads of shared memory.
+        p.q.wait(step)
+        lse = load_lse(p, step, score_layout)
+        p.dout.wait(step)
+        # (1) S = Q K^T
+        started_scores = start_transposed_product(keys, q, zeros, p.SHAPE.USED)
+        # (2) dP = dO V^T
+        started = start_transposed_product(values, dout, zeros, p.SHAPE.USED)
+        products = warpgroup_mma_wait(PRODUCTS, deps=(started_scores,))
+        # P = exp2(S - lse)
+        weights = scores_to_weights(p, tile, products, lse, words, existing, 0, 0, entry, KIND)
+        delta = p.delta.index(p.dout.place(step) + opaque_zero(step)).load(column)
+        # (3) dV += P^T dO
+        started_dv = start_product(gl.convert_layout(weights.to(dtype), operand_layout), dout, dv)
+        dweights = warpgroup_mma_wait(PRODUCTS, deps=(started,))
+        # dS = P (dP - delta)
+        dscores = (weights * (dweights - delta[None, :])).to(dtype)
+        # Keys lie along the rows of the buffer, as in dQ's product, so the tensor cores read its left operand without a transpose.
+        own.dscores.stage(step).permute((1, 0)).store(dscores)
+        operand = gl.convert_layout(dscores, operand_layout)
+        fence_async_shared()
+        own.dscores.commit(step)
+        # (5) dQ += dS K
+        started_dq = _start_dq(p, own, other, step, turn, own.GROUP)
+        units = _load_units(p, step, delta)
+        # (4) dK += dS^T Q
+        started_dk = start_product(operand, q, dk)
+        dv, dq = wait_for_sums_and(started_dv, started_dq, PRODUCTS)
+        _hand_over_dq(p, own, dq, units, step)
+        dk = wait_for_sums(started_dk, 0)
+        p.q.release(step)
+        step += 1
+    return (dv, dk), step
+
+
+@gluon.jit
+def _add_steps_from_129(p, own, other, tile, state, step, turn, begin, end, exists, zeros, KIND: gl.constexpr):
+    """Does the same as ``_add_steps`` for head_dim 129 to 192. Sums of dK and dV take 160 registers a thread, so fewer products are
+    under way. state: (dV, pieces of dK)."""
     dv, dk = state
     dtype: gl.constexpr = p.q.data.dtype
     score_layout: gl.constexpr = zeros.type.layout
     column: gl.constexpr = gl.SliceLayout(0, score_layout)
-    of_dv: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
+    of_dv: gl.constexpr = gl.DotOperandLayout(0, dv[0].type.layout, 2)
     of_dk: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
+    PIECES: gl.constexpr = p.SHAPE.ACROSS
     existing = existing_key_words(p, tile, score_layout)
     for entry in range(begin, end):
         dout = p.dout.stage(step)
@@ -104,7 +200,8 @@ def _add_steps(p, own, other, tile, state, step, turn, begin, end, exists, zeros
         started = start_pieces_product(keys, stage_pieces(p.q, step, 0, PIECES), zeros, PIECES * 64)
         products = warpgroup_mma_wait(0, deps=(started,))
         # P = exp2(S - lse)
-        weights = scores_to_weights(p, tile, products, step, words, existing, 0, 0, entry, KIND)
+        lse = load_lse(p, step, score_layout)
+        weights = scores_to_weights(p, tile, products, lse, words, existing, 0, 0, entry, KIND)
         pairs = to_pairs(weights, dtype)
         # (2) dP - delta = dO V^T - delta
         p.dout.wait(step)
@@ -112,11 +209,10 @@ def _add_steps(p, own, other, tile, state, step, turn, begin, end, exists, zeros
         values = p.v.stage(turn, opaque_zero(step) + own.GROUP)
         started = warpgroup_mma(values, dout.permute((1, 0)), negate_after(delta, pairs, score_layout), is_async=True)
         # (3) dV += P^T dO
-        started_dv = warpgroup_mma(from_pairs(pairs, dtype, of_dv), dout, dv, is_async=True)
+        started_dv = warpgroup_mma(from_pairs(pairs, dtype, of_dv), dout, dv[0], is_async=True)
         dweights = warpgroup_mma_wait(1, deps=(started,))
         # dS = P (dP - delta). Uses the weights in 16 bits, as weights in 32 bits would take registers beside all sums.
         pairs = multiply_pairs(pairs, dweights, dtype)
-        own.dscores.acquire(step)
         own.dscores.stage(step).store(from_pairs(pairs, dtype, score_layout))
         operand = from_pairs(pairs, dtype, of_dk)
         # (4) dK += dS^T Q
@@ -126,14 +222,12 @@ def _add_steps(p, own, other, tile, state, step, turn, begin, end, exists, zeros
         fence_async_shared()
         own.dscores.commit(step)
         # Waits here, as there are no registers for the left operands of these products beside the sums of the next.
-        dv, first, second, third = warpgroup_mma_wait(0, deps=started_sums)
-        dk = first, second, third
+        of_values, first, second, third = warpgroup_mma_wait(0, deps=started_sums)
+        dv, dk = (of_values,), (first, second, third)
         # (5) dQ += dS K
-        sent = _sent_before(step, own.GROUP)
+        sent = _sent_before(p, step, own.GROUP)
         started_dq = _start_dq(p, own, other, step, turn, opaque_zero(step) + own.GROUP)
-        units = delta
-        if p.SHAPE.FIXED:
-            units = p.unit.index(p.q.place(step)).load(gl.SliceLayout(1, PIECE_LAYOUT))
+        units = _load_units(p, step, delta)
         p.q.release(step)
         dq = warpgroup_mma_wait(0, deps=(started_dq,))
         _hand_over_dq(p, own, dq, units, sent)
@@ -141,42 +235,69 @@ def _add_steps(p, own, other, tile, state, step, turn, begin, end, exists, zeros
             started_dq = _start_dq(p, own, other, step, turn, opaque_zero(step) + 2)
             dq = warpgroup_mma_wait(0, deps=(started_dq,))
             _hand_over_dq(p, own, dq, units, sent + 1)
-        own.dscores.release(step)
-        other.dscores.release(step)
         step += 1
     return (dv, dk), step
+
+
+@gluon.jit
+def _add_kind(p, own, other, tile, state, step, turn, begin, end, exists, zeros, KIND: gl.constexpr):
+    if p.SHAPE.DIM > 128:
+        state, step = _add_steps_from_129(p, own, other, tile, state, step, turn, begin, end, exists, zeros, KIND)
+    else:
+        state, step = _add_steps(p, own, other, tile, state, step, turn, begin, end, exists, zeros, KIND)
+    return state, step
+
+
+@gluon.jit
+def _add_head(p, own, other, tile, state, step, turn, zeros):
+    """Adds all steps of a tile with one query head."""
+    if p.table.SPARSE:
+        # A column that keeps nothing takes one empty step.
+        exists = tile.end > tile.begin
+        stop = gl.where(exists, tile.bits, tile.runs + 1)
+        state, step = _add_kind(p, own, other, tile, state, step, turn, tile.runs, stop, exists, zeros, RUNS)
+        state, step = _add_kind(p, own, other, tile, state, step, turn, tile.bits, tile.end, True, zeros, BITS)
+    return _add_kind(p, own, other, tile, state, step, turn, tile.begin, tile.runs, True, zeros, FULL)
+
+
+@gluon.jit
+def _new_state(p):
+    dv = new_sums(p.SHAPE.KEYS, p.SHAPE.DIM_V, p.SHAPE.USED_V)
+    if p.SHAPE.DIM > 128:
+        piece = gl.zeros([p.SHAPE.KEYS, 64], gl.float32, layout=PIECE_LAYOUT)
+        dk = (piece, piece, piece)
+    else:
+        dk = new_sums(p.SHAPE.KEYS, p.SHAPE.DIM, p.SHAPE.USED)
+    return dv, dk
 
 
 @gluon.jit
 def _compute(p, own, other):
     """Runs a computing warp group."""
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.SHAPE.QUERIES, 16])
-    values_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.SHAPE.DIM_V, 16])
     zeros = gl.zeros([p.SHAPE.KEYS, p.SHAPE.QUERIES], gl.float32, layout=score_layout)
     step = 0
     turn = 0
     whole = p.scheduler.tile(turn)
     while whole.first >= 0:
         tile = whole.part_from(own.GROUP * p.SHAPE.KEYS)
-        piece = gl.zeros([p.SHAPE.KEYS, 64], gl.float32, layout=PIECE_LAYOUT)
-        state = (gl.zeros([p.SHAPE.KEYS, p.SHAPE.DIM_V], gl.float32, layout=values_layout), (piece, piece, piece))
+        state = _new_state(p)
         p.k.wait(turn)
         p.v.wait(turn)
-        if p.table.SPARSE:
-            # A column that keeps nothing takes one empty step.
-            exists = tile.end > tile.begin
-            stop = gl.where(exists, tile.bits, tile.runs + 1)
-            state, step = _add_steps(p, own, other, tile, state, step, turn, tile.runs, stop, exists, zeros, RUNS)
-            state, step = _add_steps(p, own, other, tile, state, step, turn, tile.bits, tile.end, True, zeros, BITS)
-        state, step = _add_steps(p, own, other, tile, state, step, turn, tile.begin, tile.runs, True, zeros, FULL)
+        if p.SHAPE.TOGETHER:
+            for _ in range(p.heads.group):
+                state, step = _add_head(p, own, other, tile, state, step, turn, zeros)
+        else:
+            state, step = _add_head(p, own, other, tile, state, step, turn, zeros)
         dv, dk = state
         # Waits until the other group's dQ has read these keys.
-        own.dscores.acquire(step - 1 + own.dscores.STAGES)
+        own.done.commit(turn)
+        other.done.wait(turn)
         if p.SHAPE.ADDED or (p.SHAPE.SPLIT_SUMS and tile.split > 0):
             add_sums(p, tile, dk, 0, own.GROUP)
-            add_sums(p, tile, (dv,), 1, own.GROUP)
+            add_sums(p, tile, dv, 1, own.GROUP)
         else:
-            _store_results(p, dk, dv, turn, own.GROUP)
+            _store_results(p, tile, dk, dv, turn, own.GROUP)
         fence_async_shared()
         own.ready.commit(turn)
         turn += 1
@@ -184,47 +305,80 @@ def _compute(p, own, other):
 
 
 @gluon.jit
-def _store_results(p, dk, dv, turn, GROUP: gl.constexpr):
-    """Stores a group's dK and dV in the buffers of its keys and values."""
-    dtype: gl.constexpr = p.q.data.dtype
-    p.v.stage(turn, GROUP).store(dv.to(dtype))
-    for piece in gl.static_range(PIECES):
-        p.k.stage(turn, opaque_zero(turn) + (GROUP * PIECES + piece)).store((dk[piece] * p.scale).to(dtype))
+def _store_results(p, tile, dk, dv, turn, GROUP: gl.constexpr):
+    """Stores a group's dK and dV in the buffers of its keys and values, and in global memory if a document ends there."""
+    ACROSS: gl.constexpr = p.SHAPE.ACROSS
+    values = p.v.stage(turn, GROUP)
+    store_columns(values, dv)
+    if ACROSS == 1:
+        store_columns(p.k.stage(turn, GROUP), scale_sums(dk, p.scale))
+    else:
+        for piece in gl.static_range(ACROSS):
+            store_columns(p.k.stage(turn, opaque_zero(turn) + (GROUP * ACROSS + piece)), scale_sums((dk[piece],), p.scale))
+    if p.SHAPE.OWN_STARTS:
+        if tile.stop - tile.first < p.SHAPE.KEYS:
+            # TMA would also overwrite rows beyond the document's end, which belong to the next document.
+            barrier()
+            batch, head = p.heads.of(tile.batch_head)
+            kv_head = head // p.heads.group
+            copy_rows(p.grads.dk, p.grads.pointers.dk, batch, kv_head, tile.first, tile.stop, p.k.stage(turn, GROUP))
+            copy_rows(p.grads.dv, p.grads.pointers.dv, batch, kv_head, tile.first, tile.stop, values)
 
 
 @gluon.jit
 def _send(p, own):
     """Runs a sending warp: adds a group's pieces of dQ to global memory, and at the end of a tile stores its dK and dV."""
-    ROWS: gl.constexpr = p.SHAPE.QUERIES * 64 // 256
-    grads = p.grads
     step = 0
     turn = 0
-    tile = p.scheduler.tile(turn)
-    while tile.first >= 0:
-        row = first_row(p, tile)
-        batch, head = p.heads.of(tile.batch_head)
-        kv_head = head // p.heads.group
-        entry = p.scheduler.first_step(tile.first, tile.begin, tile.runs, tile.end)
-        for _ in range(gl.maximum(tile.end - tile.begin, 1)):
-            sum_row = (row + p.scheduler.position(tile, entry, tile.end)) // p.SHAPE.QUERIES * p.SHAPE.ALL_PIECES
-            sent = _sent_before(step, own.GROUP)
-            _send_piece(grads, own.dq, sent, (sum_row + own.GROUP) * ROWS)
-            if step % 2 == own.GROUP:
-                _send_piece(grads, own.dq, sent + 1, (sum_row + 2) * ROWS)
-            entry = p.scheduler.next_step(tile, entry)
-            step += 1
-        first = tile.first + own.GROUP * p.SHAPE.KEYS
+    whole = p.scheduler.tile(turn)
+    while whole.first >= 0:
+        tile = whole.part_from(own.GROUP * p.SHAPE.KEYS)
+        row = first_row(p, whole)
+        if p.SHAPE.TOGETHER:
+            for _ in range(p.heads.group):
+                step = _send_dq(p, own, whole, row, step)
+                row += p.grads.padded_q_len
+        else:
+            step = _send_dq(p, own, whole, row, step)
         own.ready.wait(turn)
         if not (p.SHAPE.ADDED or (p.SHAPE.SPLIT_SUMS and tile.split > 0)):
-            for piece in gl.static_range(PIECES):
-                keys = view_for_tma(p.k.stage(turn, own.GROUP * PIECES + piece), grads.dk)
-                async_store(grads.dk, [batch, kv_head, first, piece * 64], keys)
-            async_store(grads.dv, [batch, kv_head, first, 0], view_for_tma(p.v.stage(turn, own.GROUP), grads.dv))
-            store_wait(0)
+            # Otherwise, the computing warps have stored dK and dV.
+            if not p.SHAPE.OWN_STARTS or tile.stop - tile.first >= p.SHAPE.KEYS:
+                _send_results(p, own, tile, turn)
         p.k.release(turn)
         p.scheduler.slots.release(turn)
         turn += 1
-        tile = p.scheduler.tile(turn)
+        whole = p.scheduler.tile(turn)
+
+
+@gluon.jit
+def _send_results(p, own, tile, turn):
+    """Stores dK and dV of a group in their tensors, from the buffers of its keys and values."""
+    grads = p.grads
+    batch, head = p.heads.of(tile.batch_head)
+    kv_head = head // p.heads.group
+    for piece in gl.static_range(p.SHAPE.ACROSS):
+        keys = view_for_tma(p.k.stage(turn, own.GROUP * p.SHAPE.ACROSS + piece), grads.dk)
+        async_store(grads.dk, [batch, kv_head, tile.first, piece * p.SHAPE.WIDTH], keys)
+    async_store(grads.dv, [batch, kv_head, tile.first, 0], view_for_tma(p.v.stage(turn, own.GROUP), grads.dv))
+    store_wait(0)
+
+
+@gluon.jit
+def _send_dq(p, own, tile, row, step):
+    """Adds a group's pieces of dQ of all steps of a tile with one query head. row: from ``first_row``. Returns the next step."""
+    ROWS: gl.constexpr = p.SHAPE.QUERIES * COLUMNS // 256
+    entry = p.scheduler.first_step(tile.first, tile.begin, tile.runs, tile.end)
+    for _ in range(gl.maximum(tile.end - tile.begin, 1)):
+        sum_row = (row + p.scheduler.position(tile, entry, tile.end)) // p.SHAPE.QUERIES * p.SHAPE.ALL_PIECES
+        sent = _sent_before(p, step, own.GROUP)
+        _send_piece(p.grads, own.dq, sent, (sum_row + own.GROUP) * ROWS)
+        if p.SHAPE.DIM > 128:
+            if step % 2 == own.GROUP:
+                _send_piece(p.grads, own.dq, sent + 1, (sum_row + 2) * ROWS)
+        entry = p.scheduler.next_step(tile, entry)
+        step += 1
+    return step
 
 
 @gluon.jit
@@ -238,7 +392,7 @@ def _send_piece(grads, ring, sent, row):
 @gluon.jit
 def paired_backward(p):
     """Runs the roles."""
-    gl.static_assert(not (p.dropout.ENABLED or p.scoring.SCORED))
+    gl.static_assert(not (p.dropout.ENABLED or p.scoring.SCORED or p.lengths.ANY))
     first, second = _new_group(p, 0), _new_group(p, 1)
     # TMA signals the barriers, so it must see that they are initialized.
     fence_async_shared()

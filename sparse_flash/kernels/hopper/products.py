@@ -133,6 +133,18 @@ def wait_for_both(started, others, PENDING: gl.constexpr):
 
 
 @gluon.jit
+def wait_for_sums_and(started, other, PENDING: gl.constexpr):
+    """Returns (``wait_for_sums``, the result of ``other``, which was started later and is also done)."""
+    if len(started) == 1:
+        sums, result = warpgroup_mma_wait(PENDING, deps=(started[0], other))
+        both = ((sums,), result)
+    else:
+        first, rest, result = warpgroup_mma_wait(PENDING, deps=(started[0], started[1], other))
+        both = ((first, rest), result)
+    return both
+
+
+@gluon.jit
 def scale_sums(sums, factor):
     """Returns sums times one factor."""
     if len(sums) == 1:
