@@ -160,7 +160,7 @@ def measure_errors(statistics: str, peers: bool) -> dict:
         "fp8": partial(sf.attention, q, k, v, precision="fp8"),
     }
     for name, prepare in PEERS.items() if peers else ():
-        calls[name] = lambda prepare=prepare: prepare(q, k, v, False)()
+        calls[name] = partial(lambda prepare: prepare(q, k, v, False)(), prepare)
     found: dict = {"definition": relative_error(attention_in_eight_bits(q, k, v, None, 128**-0.5)[0], exact)}
 
     def measure(call: Callable[[], Any]) -> dict:
