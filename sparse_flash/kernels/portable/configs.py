@@ -135,15 +135,24 @@ def builtin_config(
     chip: Gpu, kernel: str, dtype: torch.dtype, head_dim: int, block_size: int | None, v_head_dim: int | None = None
 ) -> Config:
     """The built-in config for a table's block. kernel: one of KERNELS."""
-    config = chip.config(kernel, dtype, padded_head_dim(max(head_dim, v_head_dim or 0)))
+    dim = padded_head_dim(max(head_dim, v_head_dim or 0))
+    config = chip.config(kernel, dtype, dim)
     if block_size is None:
         return config
     tile_m, tile_n = min(config.tile_m, block_size), min(config.tile_n, block_size)
     if (tile_m, tile_n) == (config.tile_m, config.tile_n):
         return config
-    # A tensor-core step needs 64 x 64 per warp group; smaller tiles leave warps idle.
-    warps = max(1, min(config.num_warps, tile_m * tile_n // 512))
-    return replace(config, tile_m=tile_m, tile_n=tile_n, num_warps=warps)
+    # A program's own 32 rows of a wide head are operands and sums in registers, and spill up to 3,100 bytes a thread on Hopper.
+    if dim > 128 and kernel == "grad_q":
+        tile_m = min(16, tile_m)
+    if dim > 128 and kernel == "grad_kv":
+        tile_n = min(16, tile_n)
+    return replace(config, tile_m=tile_m, tile_n=tile_n, num_warps=min(config.num_warps, _useful_warps(tile_m, tile_n, dim)))
+
+
+def _useful_warps(tile_m: int, tile_n: int, dim: int) -> int:
+    """How many warps a tile takes: further ones would idle or repeat products, and fewer spill. dim: padded."""
+    return min(8, max(4 if dim > 128 else 1, tile_m * tile_n * max(64, dim) // 2**15))
 
 
 def adapt_to_variant(config: Config, kernel: str, chip: Gpu, given: KernelVariant, switches: dict, dim: int) -> Config:
@@ -180,7 +189,7 @@ def candidates(
     kernel: one of KERNELS. v_head_dim: defaults to that of q and k. Tiles are powers of two that divide the table's block.
     """
     builtin = builtin_config(chip, kernel, dtype, head_dim, block_size, v_head_dim)
-    largest = min(_LARGEST_TILE, block_size or _LARGEST_TILE)
+    largest, dim = min(_LARGEST_TILE, block_size or _LARGEST_TILE), padded_head_dim(max(head_dim, v_head_dim or 0))
     found = []
     for changes in product((0, 1, -1), repeat=4):
         m, n, warps, stages = changes
@@ -188,8 +197,8 @@ def candidates(
             int(builtin.tile_m * 2**m), int(builtin.tile_n * 2**n), int(builtin.num_warps * 2**warps), builtin.num_stages + stages
         )
         fits = min(config.tile_m, config.tile_n) >= 16 and max(config.tile_m, config.tile_n) <= largest
-        # Warps: as in fitted. Below two stages nothing is prefetched; above four, shared memory is full.
-        most_warps = max(builtin.num_warps, min(8, config.tile_m * config.tile_n // 512))
+        # Below two stages nothing is prefetched; above four, shared memory is full.
+        most_warps = max(builtin.num_warps, _useful_warps(config.tile_m, config.tile_n, dim))
         fits = fits and 1 <= config.num_warps <= most_warps
         if config == builtin or (fits and 2 <= config.num_stages <= 4 and sum(map(abs, changes)) <= 2):
             found.append(config)
