@@ -44,6 +44,7 @@ FILES = (
     "short-calls/h200-2026-11-23-tiles.json",
     "cost/h200-2026-11-27-calibration.json",
     "cost/h200-2026-11-27-drawn.json",
+    "cost/h200-2026-11-27-small-blocks.json",
 )
 # Rates of copies: of an H100 as in parallel/costs, of an H200 from video/h200-2026-11-27-steps.json. Peaks at sustained clocks.
 _MULTIPROCESSORS, _FLOPS_PER_US = 132, 4096 * 1755
