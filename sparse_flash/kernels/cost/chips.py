@@ -44,6 +44,11 @@ class KernelFamily(NamedTuple):
         qk, v = (3 * self.used, 2 * self.used_v) if self.backward else (self.used, self.used_v)
         return 2 * self.queries * self.keys * (qk + v + _EXPONENTIALS)
 
+    @property
+    def small(self) -> bool:
+        """Returns whether a tile has fewer rows than products of the largest size."""
+        return min(self.queries, self.keys) < 64
+
     def __str__(self) -> str:
         name = "portable " * self.portable + ("backward" if self.backward else "forward")
         return f"{name} {self.used}/{self.used_v}, {self.queries} x {self.keys}, {self.programs}"
@@ -90,7 +95,14 @@ class Chip:
         alike = [known for known in known_times if (known.backward, known.portable) == (family.backward, family.portable)]
         if not alike:
             return guess
-        nearest = min(alike, key=lambda known: (known.programs != family.programs, abs(known.step_flops - family.step_flops)))
+        nearest = min(
+            alike,
+            key=lambda known: (
+                known.small != family.small,
+                known.programs != family.programs,
+                abs(known.step_flops - family.step_flops),
+            ),
+        )
         of_nearest = zip(guess, self.times(nearest), self._guess(nearest), strict=True)
         return Times(*(time * measured / guessed for time, measured, guessed in of_nearest))
 
