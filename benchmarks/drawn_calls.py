@@ -1,14 +1,14 @@
-"""Calls other than ``attention`` under a mask, drawn at random and timed: decoding, packed documents, choosers, and selections.
+"""Calls other than ``attention`` under a mask, drawn at random and timed: decoding, choosers, and selections.
 
 Each class is a kind of call: how it is drawn, how a GPU takes it, and the row that remains of it. ``fit_factors`` reads the rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import cycle
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -98,30 +98,6 @@ class DecodeCall(NamedTuple):
         return sf.BlockSelection.from_picks(picks.int(), self.block, q_len=self.queries, kv_len=self.tokens)
 
 
-class VarlenCall(NamedTuple):
-    """cu_seqlens: where documents start, and the end. spec: within each."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    cu_seqlens: tuple[int, ...]
-    spec: str
-
-    @classmethod
-    def draw(cls, rng: np.random.Generator) -> VarlenCall:
-        tokens, (heads, kv_heads) = _size(rng, 1 << 14, 1 << 17, 64), _heads(rng, (4, 8, 16), (1, 1, 4))
-        cuts = rng.integers(1, tokens, _size(rng, 2, tokens // 512)).tolist()
-        spec = str(rng.choice(("causal", "causal", "full", f"causal & local({_size(rng, 128, 4096)})")))
-        return cls(heads, kv_heads, int(rng.choice((64, 128))), tuple(sorted({0, tokens, *cuts})), spec)
-
-    def measure(self, device: torch.device) -> dict:
-        starts = torch.tensor(self.cu_seqlens, dtype=torch.int32, device=device)
-        longest, options = int(starts.diff().max()), {"device": device, "dtype": DTYPES[device.type], "requires_grad": True}
-        q, k, v = (torch.randn(self.cu_seqlens[-1], n, self.head_dim, **options) for n in (self.heads, *[self.kv_heads] * 2))
-        call = partial(sf.attention_varlen, q, k, v, starts, mask=self.spec, max_seqlen_q=longest)
-        return _passes_of((q, k, v), call, device)
-
-
 class SelectionCall(NamedTuple):
     """As ``PicksCase``, where ``every`` queries share a choice."""
 
@@ -152,7 +128,7 @@ class SelectionCall(NamedTuple):
     def measure(self, device: torch.device) -> dict:
         picks = self.draw_picks(device, self.kv_heads)
         selection = sf.BlockSelection.from_picks(picks, self.block_size, every=self.every)
-        options = {"device": device, "dtype": DTYPES[device.type], "requires_grad": True}
+        options: dict[str, Any] = {"device": device, "dtype": DTYPES[device.type], "requires_grad": True}
         q, k, v = (torch.randn(1, n, self.tokens, self.head_dim, **options) for n in (self.heads, *[self.kv_heads] * 2))
         return _passes_of((q, k, v), partial(sf.attention, q, k, v, selection), device)
 
@@ -192,7 +168,8 @@ class ChooserCall(NamedTuple):
 
     def measure(self, device: torch.device) -> dict:
         """Returns the microseconds of the choice and of attention, in graphs, and milliseconds of both, call by call."""
-        generator, options = torch.Generator(device).manual_seed(0), {"device": device, "dtype": DTYPES[device.type]}
+        generator = torch.Generator(device).manual_seed(0)
+        options: dict[str, Any] = {"device": device, "dtype": DTYPES[device.type]}
         topics = torch.nn.functional.normalize(torch.randn(64, self.head_dim, generator=generator, device=device), dim=1)
         topic = topics[torch.randint(64, (-(-self.tokens // 256),), generator=generator, device=device)]
         topic = 6 * topic.repeat_interleave(256, 0)[: self.tokens].to(options["dtype"])
@@ -208,14 +185,14 @@ class ChooserCall(NamedTuple):
             return found | time_ms(lambda: sf.attention(q, k, v, self.spec), device, CPU_SECONDS).as_result("both_ms")
 
 
-def _passes_of(leaves: tuple[torch.Tensor, ...], call, device: torch.device) -> dict:
+def _passes_of(leaves: tuple[torch.Tensor, ...], call: Callable, device: torch.device) -> dict:
     found: dict = {}
     for name, timing in time_passes(leaves, call, device, CPU_SECONDS, backward=True):
         found |= timing.as_result(name)
     return found
 
 
-KINDS: dict[str, type] = {"decode": DecodeCall, "varlen": VarlenCall, "selection": SelectionCall, "chooser": ChooserCall}
+KINDS: dict[str, Any] = {"decode": DecodeCall, "selection": SelectionCall, "chooser": ChooserCall}
 
 
 def draw_calls(kind: str, seed: int) -> Iterator:
