@@ -41,7 +41,7 @@ FILES = (
     "selection/h200-2026-11-26-lengths.json",
     "choosers/h200-2026-11-27-peers.json",
     "kernels/h200-2026-11-27-choosers.json",
-    *(f"cost/h200-2026-11-27-{kind}.json" for kind in ("decode", "selection", "chooser")),
+    "cost/h200-2026-11-27-calls.json",
 )
 _LEAST_US = 20.0  # errors of shorter calls count as if they took this long
 _OF_HOST = 3
@@ -61,14 +61,15 @@ class CallSample(NamedTuple):
 
 def read_samples(path: Path) -> Iterator[tuple[Chip, CallSample]]:
     """Yields (the GPU, a measured call) of a results file."""
-    yield from _samples_of(json.loads(path.read_text()), {})
+    yield from samples_of(json.loads(path.read_text()))
 
 
-def _samples_of(data: object, facts: dict) -> Iterator[tuple[Chip, CallSample]]:
-    """facts: what the dicts around ``data`` say."""
+def samples_of(data: object, facts: dict | None = None) -> Iterator[tuple[Chip, CallSample]]:
+    """Yields what ``read_samples`` does, of a results file's contents. facts: what the dicts around ``data`` say."""
+    facts = facts or {}
     if isinstance(data, list):
         for value in data:
-            yield from _samples_of(value, facts)
+            yield from samples_of(value, facts)
     elif isinstance(data, dict):
         facts = facts | {name: value for name, value in data.items() if name in ("environment", "heads", "tokens", "head_dim")}
         chip = H100 if "H100" in facts.get("environment", {}).get("device", "") else H200
@@ -76,7 +77,7 @@ def _samples_of(data: object, facts: dict) -> Iterator[tuple[Chip, CallSample]]:
         for sample in found:
             yield chip, sample
         if not found:
-            yield from _samples_of(list(data.values()), facts)
+            yield from samples_of(list(data.values()), facts)
 
 
 def _samples_of_row(row: dict, facts: dict, chip: Chip) -> Iterator[CallSample]:

@@ -206,11 +206,16 @@ def explain(
 
     with user_errors(), stages("compiling", "counting") as begin:
         call: dict[str, Any] = {"batch": batch, "kv_heads": kv_heads, "v_head_dim": v_head_dim, "device": device}
-        call |= {"dtype": E4M3 if dtype == "e4m3" else dtype_of(dtype), "deterministic": deterministic, "page_size": page_size}
+        call |= {
+            "dtype": E4M3 if dtype == "e4m3" else dtype_of(dtype),
+            "deterministic": deterministic,
+            "page_size": page_size,
+            "density": density,
+        }
         begin()
         if has_choosers(spec):
             begin()
-            figures = explain_mask(spec, heads, head_dim, **call, q_len=q_len, kv_len=kv_len, density=density)
+            figures = explain_mask(spec, heads, head_dim, **call, q_len=q_len, kv_len=kv_len)
             pattern, compiled = sparse_flash.parse(spec), ""
         else:
             pattern, mask, seconds = _compile_spec(spec, q_len, kv_len, block_size, DEFAULT_LEN)

@@ -173,7 +173,14 @@ def describe_picks(
 
 
 def predict_selection(
-    selection: BlockSelection, heads: int, kv_heads: int, head_dim: int, v_head_dim: int, chip: Chip, dtype: torch.dtype
+    selection: BlockSelection,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    v_head_dim: int,
+    chip: Chip,
+    dtype: torch.dtype,
+    page_size: int | None,
 ) -> Prediction:
     """Returns the predicted time of attention over picked blocks and of its backward pass, or of ``attention_decode`` for few
     queries. Reads the picks. ``selection_refusal`` must be None."""
@@ -181,7 +188,7 @@ def predict_selection(
     if selection.q_len <= triton.FEW_QUERIES:
         keys = float((selection.picks >= 0).sum()) / (batch * picking * groups) * selection.block_size * selection.q_len
         sizes = AttentionSizes(batch, heads, picking, selection.q_len, selection.kv_len, head_dim, v_head_dim)
-        work = describe_decode(sizes, keys, chip, selection.block_size, picked=True, e4m3=dtype == E4M3)
+        work = describe_decode(sizes, keys, chip, selection.block_size, picked=True, e4m3=dtype == E4M3, page=page_size or 0)
         return Prediction(chip.name, predict_work(work, chip), None)
     of_hopper = head_dim in hopper_selection.HEAD_DIMS and selection.block_size in hopper_selection.BLOCK_SIZES
     works = describe_picks(selection, heads, kv_heads, head_dim, chip, not (chip.hopper and of_hopper))

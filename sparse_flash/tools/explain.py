@@ -306,10 +306,18 @@ def explain(
     given = parse(mask) if isinstance(mask, str) else mask
     choice = None
     if isinstance(given, Pattern) and has_choosers(given):
+        if block_size is not None:
+            raise ValueError(f"block_size must be the chooser's block=; got {block_size} beside {given}; leave it out")
         mask, choice = draw_chosen_mask(given, DEFAULT_LEN if q_len is None else q_len, kv_len, density)
         pattern = str(given)
     else:
+        if density is not None:
+            raise ValueError(f"density must come with an expression with a chooser; got {density} and another mask; leave it out")
         mask, pattern = resolve_mask(mask, q_len, kv_len, block_size, DEFAULT_LEN)
+    if page_size is not None and mask.q_len > triton.FEW_QUERIES:
+        raise ValueError(
+            f"page_size must come with up to {triton.FEW_QUERIES} queries, which read a cache; got {mask.q_len} queries"
+        )
     kv_heads = heads if kv_heads is None else kv_heads
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
     _check_call(mask, dtype, batch, heads, kv_heads, head_dim, v_head_dim)
@@ -318,7 +326,7 @@ def explain(
         if (chip := chip_named(device)) is None:
             return found
         reason = selection_refusal(mask, heads, dtype, head_dim, v_head_dim)
-        return replace(found, time=reason or predict_selection(mask, heads, kv_heads, head_dim, v_head_dim, chip, dtype))
+        return replace(found, time=reason or predict_selection(mask, heads, kv_heads, head_dim, v_head_dim, chip, dtype, page_size))
     grid, (full, partial) = mask.grid, mask.kept()
     blocks, kept_blocks = grid.q_blocks * grid.kv_blocks, full.blocks + len(partial.rows)
     # A block cut off by the end of the queries or keys has a tile, even if it keeps all its pairs.
@@ -334,14 +342,8 @@ def explain(
     time: Prediction | str | None = None
     if chip := chip_named(device):
         time = refusal(mask, dtype, head_dim, v_head_dim)
-        call: dict[str, Any] = {
-            "batch": batch,
-            "kv_heads": kv_heads,
-            "v_head_dim": v_head_dim,
-            "dtype": dtype,
-            "page_size": page_size,
-        }
-        time = time or predict(mask, heads, head_dim, chip, **call)
+        call: dict[str, Any] = {"batch": batch, "kv_heads": kv_heads, "v_head_dim": v_head_dim, "dtype": dtype}
+        time = time or predict(mask, heads, head_dim, chip, **call, page_size=page_size)
         if choice and isinstance(time, Prediction):
             of_call = AttentionSizes(batch, heads, kv_heads, mask.q_len, mask.kv_len, head_dim, v_head_dim)
             time = with_choice(time, choice, mask.grid, of_call, chip)
