@@ -99,7 +99,7 @@ class DecodeCall(NamedTuple):
 
 
 class SelectionCall(NamedTuple):
-    """As ``PicksCase``, where ``every`` queries share a choice."""
+    """A ``PicksCase`` in which ``every`` queries share a choice."""
 
     tokens: int
     heads: int

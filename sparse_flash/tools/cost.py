@@ -40,7 +40,7 @@ class Prediction:
 
     @property
     def forward_us(self) -> float:
-        """Returns microseconds on the GPU, with those of a choice."""
+        """Returns microseconds on the GPU, including a choice."""
         return self.forward.us + (self.choice.us if self.choice else 0.0)
 
     @property
@@ -125,8 +125,8 @@ def predict(
 ) -> Prediction:
     """Returns the predicted time of ``attention`` under a mask, of one head or of several, and of its backward pass.
 
-    heads, kv_heads: of queries, and of keys and values. chip: see ``chip_named``. dtype, page_size: of few queries, those of the
-    cache. Raises ValueError for calls whose time is not predicted. Reads the table.
+    heads, kv_heads: of queries, and of keys and values. chip: see ``chip_named``. dtype, page_size: of the cache that few queries
+    read. Raises ValueError for calls whose time is not predicted. Reads the table.
     """
     sizes = AttentionSizes(batch, heads, kv_heads or heads, mask.q_len, mask.kv_len, head_dim, v_head_dim or head_dim)
     if reason := refusal(mask, dtype, head_dim, sizes.v_head_dim):
