@@ -53,7 +53,7 @@ H200 = Chip("NVIDIA H200", _MULTIPROCESSORS, _FLOPS_PER_US, 3.87e6)
 # Until then, blocks of 16 and 32 of head_dim above 64 ran in other tiles and warps.
 _TILES_OF_WIDE_HEADS = "2026-11-27T21"
 _NEAR_US = 10
-_FOLDS = 5
+FOLDS = 5
 
 
 def read_samples(path: Path) -> Iterator[tuple[str, Sample]]:
@@ -115,9 +115,9 @@ def _compile_mask(label: str, spec: str | tuple[str, ...], tokens: int, block_si
     return parse_and_compile(Mask("", spec, block_size), tokens, torch.device("cpu"))[1]
 
 
-def fold_of(sample: Sample) -> int:
-    """Returns the part of the cases, 0 to _FOLDS - 1, that a sample belongs to."""
-    return zlib.crc32(sample.name.encode()) % _FOLDS
+def fold_of(name: str) -> int:
+    """Returns the part of the cases, 0 to FOLDS - 1, that a sample of this name belongs to."""
+    return zlib.crc32(name.encode()) % FOLDS
 
 
 def fit_chips(found: dict[str, list[Sample]]) -> list[Chip]:
@@ -132,10 +132,10 @@ def errors_by_gpu(found: dict[str, list[Sample]], held_out: bool, made: list[Chi
     """Returns the signed errors of all samples. held_out: by constants that were fitted to the other parts of the cases; otherwise
     by ``made``."""
     errors: dict[str, list[tuple[float, Sample]]] = {}
-    for fold in range(_FOLDS):
-        rest = {gpu: [s for s in measured if fold_of(s) != fold] for gpu, measured in found.items()}
+    for fold in range(FOLDS):
+        rest = {gpu: [s for s in measured if fold_of(s.name) != fold] for gpu, measured in found.items()}
         for chip in fit_chips(rest) if held_out else made:
-            these = [s for s in found.get(chip.name, []) if fold_of(s) == fold]
+            these = [s for s in found.get(chip.name, []) if fold_of(s.name) == fold]
             errors.setdefault(chip.name, []).extend((s.error(chip), s) for s in these)
     return errors
 

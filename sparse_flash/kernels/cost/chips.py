@@ -75,7 +75,7 @@ class Chip:
 
     flops_per_us: of a multiprocessor, at its peak. bytes_per_us: that copies reach. hopper: whether Hopper's kernels run on it.
     measured: constants by family. inherited: constants that were measured on GPUs with the same multiprocessors. Others are
-    estimated from these.
+    estimated from these. factors: of the amounts of other calls, by kind and part, see ``model.CallWork``.
     """
 
     name: str
@@ -85,6 +85,7 @@ class Chip:
     hopper: bool = True
     measured: Mapping[KernelFamily, Times] = field(default_factory=dict)
     inherited: Mapping[KernelFamily, Times] = field(default_factory=dict)
+    factors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def times(self, family: KernelFamily) -> Times:
         """Returns the family's constants. Without a measurement: a guess, times what the guess misses for the most alike family."""
@@ -106,6 +107,11 @@ class Chip:
         of_nearest = zip(guess, self.times(nearest), self._guess(nearest), strict=True)
         return Times(*(time * measured / guessed for time, measured, guessed in of_nearest))
 
+    def factors_of(self, kind: str) -> Mapping[str, float]:
+        """Returns the factors of a kind of calls: this chip's, or without a measurement those of a shipped chip, as amounts are
+        relative to a chip's rates."""
+        return self.factors.get(kind) or next(chip.factors[kind] for chip in shipped_chips().values() if kind in chip.factors)
+
     def _guess(self, family: KernelFamily) -> Times:
         """Returns constants from the peak rate alone."""
         shares = _PORTABLE_SHARES if family.portable else _HOPPER_SHARES
@@ -119,7 +125,8 @@ class Chip:
         families = sorted(self.measured, key=lambda family: (family.portable, family))
         measured = {str(family): [round(time, 4) for time in self.measured[family]] for family in families}
         own = {name: getattr(self, name) for name in ("name", "multiprocessors", "flops_per_us", "bytes_per_us", "hopper")}
-        return own | {"measured": measured}
+        factors = {kind: {part: round(factor, 4) for part, factor in parts.items()} for kind, parts in sorted(self.factors.items())}
+        return own | {"measured": measured} | ({"factors": factors} if factors else {})
 
     @classmethod
     def from_data(cls, data: dict) -> Chip:
