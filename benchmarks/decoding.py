@@ -133,7 +133,8 @@ def prepare_config(q: torch.Tensor, cache: KVCache, text: str) -> Callable:
     return lambda: attention_decode(q, cache.k, cache.v, None, q.shape[3] ** -0.5, **options)[0]
 
 
-def time_step_us(step: Callable[[], torch.Tensor], device: torch.device) -> float:
+def time_step_us(step: Callable[[], Any], device: torch.device, steps: int = _STEPS) -> float:
+    """steps: in a graph."""
     if device.type != "cuda":
         step()
         return 1e3 * time_ms(step, device, 0.05).median
@@ -142,7 +143,7 @@ def time_step_us(step: Callable[[], torch.Tensor], device: torch.device) -> floa
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(_STEPS):
+        for _ in range(steps):
             step()
     graph.replay()
     events = [[torch.cuda.Event(enable_timing=True) for _ in "ab"] for _ in range(_REPLAYS)]
@@ -151,7 +152,7 @@ def time_step_us(step: Callable[[], torch.Tensor], device: torch.device) -> floa
         graph.replay()
         stop.record()
     torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(stop) for start, stop in events) * 1e3 / _STEPS
+    return statistics.median(start.elapsed_time(stop) for start, stop in events) * 1e3 / steps
 
 
 class DecodePeer(NamedTuple):

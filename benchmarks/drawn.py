@@ -2,12 +2,15 @@
 
     python -m sparse_flash.benchmarks.drawn --seed 1 --count 200 --out runs/drawn
     python -m sparse_flash.benchmarks.drawn --choices --count 40 --out runs/choices
+    python -m sparse_flash.benchmarks.drawn --kind decode --count 40 --out runs/decode
 
 Writes drawn.json after each row: the case, forward and backward milliseconds with their spread, and the back end that ran. The same
 seed draws the same rows (``workload.drawn``).
 
 With --choices, rows are those in which ``auto`` chooses between tables or kernels of nearly equal predicted times. Each of them is
 timed; on a CPU they are only listed. A row has what was chosen, and for each option predicted and measured times.
+
+With --kind, rows are other calls: see ``drawn_calls``.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from sparse_flash.tools.cost import predict
 from sparse_flash.tools.explain import is_causal
 
 from .baselines.registry import find_peer
+from .drawn_calls import KINDS, draw_calls
 from .measure.throughput import CPU_SECONDS, DTYPES, time_passes
 from .program import RowFile, add_device, add_limit, create_parser, try_measuring
 from .results import environment
@@ -45,6 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=200, help="rows (default %(default)s)")
     parser.add_argument("--choices", action="store_true", help="rows with close choices, and each option's time")
+    parser.add_argument("--kind", choices=KINDS, help="of other calls (default: attention under masks)")
     add_limit(parser)
     add_device(parser)
     options = parser.parse_args(arguments)
@@ -52,6 +57,10 @@ def main(arguments: list[str] | None = None) -> int:
     file = RowFile(options.out / "drawn.json", {"seed": options.seed, "environment": environment(options.device)}, "rows")
     file.write()
     rows = file.data["rows"]
+    if options.kind:
+        return _measure_calls(
+            file, islice(draw_calls(options.kind, options.seed), options.count), options.kind, options.device, until
+        )
     cases = draw_close_choices(options.seed) if options.choices else draw_cases(options.seed, options.count)
     measure = measure_options if options.choices else measure_row
     for case in islice(cases, options.count):
@@ -64,6 +73,17 @@ def main(arguments: list[str] | None = None) -> int:
         file.add("rows", row, f"{len(rows) + 1} of {options.count}: {case.shape}", case.label[:80], said)
     print(options.out)
     return int(any("failed" in row for row in rows))
+
+
+def _measure_calls(file: RowFile, calls: Iterator, kind: str, device: torch.device, until: float) -> int:
+    """Measures calls of ``drawn_calls`` until the time is up."""
+    for call in calls:
+        if time.monotonic() > until:
+            break
+        found = try_measuring(partial(call.measure, device))
+        file.add("rows", {"kind": kind, "call": call._asdict()} | found, f"{call}"[:200], f"{found}"[:200])
+    print(file.path)
+    return int(any("failed" in row for row in file.data["rows"]))
 
 
 def measure_row(case: Case, device: torch.device) -> dict:

@@ -6,7 +6,7 @@
     python -m sparse_flash.benchmarks.fit_cost runs/drawn/drawn.json  # rows of other files
     python -m sparse_flash.benchmarks.fit_cost --plot runs/cost       # also a picture
 
-Only rows of this package's Hopper kernels count, without dropout or padding. Held out, all rows of a case are in one part.
+Only rows of today's kernels count, without dropout or padding. Held out, all rows of a case are in one part.
 """
 
 from __future__ import annotations
@@ -44,13 +44,16 @@ FILES = (
     "short-calls/h200-2026-11-23-tiles.json",
     "cost/h200-2026-11-27-calibration.json",
     "cost/h200-2026-11-27-drawn.json",
+    "cost/h200-2026-11-27-small-blocks.json",
 )
 # Rates of copies: of an H100 as in parallel/costs, of an H200 from video/h200-2026-11-27-steps.json. Peaks at sustained clocks.
 _MULTIPROCESSORS, _FLOPS_PER_US = 132, 4096 * 1755
 H100 = Chip("NVIDIA H100 80GB HBM3", _MULTIPROCESSORS, _FLOPS_PER_US, 2.7e6)
 H200 = Chip("NVIDIA H200", _MULTIPROCESSORS, _FLOPS_PER_US, 3.87e6)
+# Until then, blocks of 16 and 32 of head_dim above 64 ran in other tiles and warps.
+_TILES_OF_WIDE_HEADS = "2026-11-27T21"
 _NEAR_US = 10
-_FOLDS = 5
+FOLDS = 5
 
 
 def read_samples(path: Path) -> Iterator[tuple[str, Sample]]:
@@ -60,18 +63,21 @@ def read_samples(path: Path) -> Iterator[tuple[str, Sample]]:
 
 def samples_of_data(data: object) -> Iterator[tuple[str, Sample]]:
     """Yields what ``read_samples`` does, of a results file's contents."""
-    for case, row, gpu in _rows(data):
+    for case, row, environment in _rows(data):
         if row.get("backend") not in ("hopper", "triton") or case.get("dropout_p") or case.get("padded") or "forward_ms" not in row:
             continue
         sizes = {name: case["shape"].get(name) for name in Shape.__dataclass_fields__}
         shape, spec, block_size = Shape(**sizes), case["spec"], case.get("block_size", 128)
+        small_and_wide = row.get("kernel_block", block_size) < 64 < max(shape.head_dim, shape.v_head_dim or 0)
+        if small_and_wide and environment.get("date", "") < _TILES_OF_WIDE_HEADS:
+            continue
         mask = _compile_mask(case.get("label", ""), tuple(spec) if isinstance(spec, list) else spec, shape.tokens, block_size)
         if block := row.get("kernel_block"):
             mask = replace(mask, coarse=None if block == block_size else mask.in_blocks_of(block))
         name = f"{shape}, {case.get('label') or str(spec)[:60]}, blocks of {block_size}"
         passes = [row[which] and 1e3 * row[which] if which in row else None for which in ("forward_ms", "backward_ms")]
         for sample in samples_of_call(mask, shape, H100, passes, name, row["backend"]):
-            yield gpu, sample
+            yield environment.get("device", ""), sample
 
 
 def samples_of_call(
@@ -85,20 +91,20 @@ def samples_of_call(
             yield Sample(launch_of(backward, backend == "triton", sizes, mask.kernel_table(True), chip), time, name)
 
 
-def _rows(data: object, gpu: str = "") -> Iterator[tuple[dict, dict, str]]:
-    """Yields (case, result, the GPU's name) of every measured row, at any depth of a file: {"case", "result"}, or one dict
-    with "shape" and "spec". The nearest "environment" names the GPU."""
+def _rows(data: object, environment: dict | None = None) -> Iterator[tuple[dict, dict, dict]]:
+    """Yields (case, result, the nearest "environment") of every measured row, at any depth of a file: {"case", "result"}, or one
+    dict with "shape" and "spec"."""
     if isinstance(data, list):
         for value in data:
-            yield from _rows(value, gpu)
+            yield from _rows(value, environment)
     elif isinstance(data, dict):
-        gpu = (data.get("environment") or {}).get("device", gpu)
+        environment = data.get("environment") or environment or {}
         if "case" in data and "result" in data:
-            yield data["case"], data["result"], gpu
+            yield data["case"], data["result"], environment
         elif "shape" in data and "spec" in data:
-            yield data, data, gpu
+            yield data, data, environment
         else:
-            yield from _rows(list(data.values()), gpu)
+            yield from _rows(list(data.values()), environment)
 
 
 @cache
@@ -109,9 +115,9 @@ def _compile_mask(label: str, spec: str | tuple[str, ...], tokens: int, block_si
     return parse_and_compile(Mask("", spec, block_size), tokens, torch.device("cpu"))[1]
 
 
-def fold_of(sample: Sample) -> int:
-    """Returns the part of the cases, 0 to _FOLDS - 1, that a sample belongs to."""
-    return zlib.crc32(sample.name.encode()) % _FOLDS
+def fold_of(name: str) -> int:
+    """Returns the part of the cases, 0 to FOLDS - 1, that a sample of this name belongs to."""
+    return zlib.crc32(name.encode()) % FOLDS
 
 
 def fit_chips(found: dict[str, list[Sample]]) -> list[Chip]:
@@ -126,10 +132,10 @@ def errors_by_gpu(found: dict[str, list[Sample]], held_out: bool, made: list[Chi
     """Returns the signed errors of all samples. held_out: by constants that were fitted to the other parts of the cases; otherwise
     by ``made``."""
     errors: dict[str, list[tuple[float, Sample]]] = {}
-    for fold in range(_FOLDS):
-        rest = {gpu: [s for s in measured if fold_of(s) != fold] for gpu, measured in found.items()}
+    for fold in range(FOLDS):
+        rest = {gpu: [s for s in measured if fold_of(s.name) != fold] for gpu, measured in found.items()}
         for chip in fit_chips(rest) if held_out else made:
-            these = [s for s in found.get(chip.name, []) if fold_of(s) == fold]
+            these = [s for s in found.get(chip.name, []) if fold_of(s.name) == fold]
             errors.setdefault(chip.name, []).extend((s.error(chip), s) for s in these)
     return errors
 

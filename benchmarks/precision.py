@@ -1,13 +1,16 @@
 """Attention in e4m3 (``precision="fp8"``) on one Hopper GPU: errors first, then times beside bfloat16 and other libraries' FP8.
 
     python -m sparse_flash.benchmarks.precision --out runs/precision
-    python -m sparse_flash.benchmarks.precision --no-checks --row causal
+    python -m sparse_flash.benchmarks.precision --part errors --part rows --row causal
 
-Checks: results against the definition and float64, for a grid of masks, lengths and heads; then 64 rows of 65,536 keys against
-float64 for several statistics of the inputs, FlashAttention-3's FP8 (one scale a head) beside ours. Times: medians in ms of the
-whole call, of rounding q, k and v, and of the kernel alone. TFLOP/s count kept pairs: 4 x pairs x head_dim x heads. The row
-"together" also times a choice of blocks with the attention over them. What fails is a result, and the rest runs. Writes
-precision.json after every row.
+Checks: results against the definition and float64, for a grid of masks, lengths and heads. Errors: 64 rows of 65,536 keys against
+float64 for several statistics of the inputs. Rows: medians in ms of the whole call, of rounding q, k and v, and of the kernel
+alone. TFLOP/s count kept pairs: 4 x pairs x head_dim x heads. The row "together" also times a choice of blocks with the attention
+over them. What fails is a result, and the rest runs. Writes precision.json after every row.
+
+Peers, dense and causal, their inputs rounded beforehand: FlashAttention-3's FP8 from the package fa3-fwd, with one scale a head
+(xformers' copy has none compiled in), and cuDNN's from the package nvidia-cudnn-frontend, with one scale a tensor. On Hopper
+cuDNN writes e4m3 only, and its errors have that rounding too.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from typing import Any
 import torch
 
 import sparse_flash as sf
+from sparse_flash.kernels.common.eight_bits import TOP_EXPONENT
 from sparse_flash.variant.eight_bits import attention_in_eight_bits
 
 from .baselines.flash import prepare_fa3_forward, quantize
@@ -53,6 +57,7 @@ MOST_ERROR = 6e-3  # largest relative error against the definition: of sums, and
 MOST_LSE_ERROR = 2**-4  # largest difference of lse: the rounding of one weight, where a query has one key
 STATISTICS = ("normal", "keys and values with a mean", "outlier channels", "uniform values", "sharp")
 ROWS_CHECKED, KEYS_CHECKED = 64, 65_536
+PARTS = ("checks", "errors", "rows")
 _LATE = {"failed": "over its time"}
 
 
@@ -144,8 +149,8 @@ def check_calls() -> Iterator[dict]:
         yield {"call": name, "right": False} | try_measuring(partial(check_call, *call), 120, _LATE)
 
 
-def measure_errors(statistics: str, peers: bool, library: str | None) -> dict:
-    """Errors against float64 of ``ROWS_CHECKED`` rows of long dense calls. library: see ``why_no_fa3``."""
+def measure_errors(statistics: str, peers: bool) -> dict:
+    """Errors against float64 of ``ROWS_CHECKED`` rows of long dense calls."""
     generator = torch.Generator("cuda").manual_seed(0)
     lengths = ROWS_CHECKED, KEYS_CHECKED, KEYS_CHECKED
     q, k, v = (draw_inputs(statistics, (1, 2, tokens, 128), name, generator) for name, tokens in zip("qkv", lengths))
@@ -154,12 +159,12 @@ def measure_errors(statistics: str, peers: bool, library: str | None) -> dict:
         "bf16": partial(sf.attention, q, k, v),
         "fp8": partial(sf.attention, q, k, v, precision="fp8"),
     }
-    if peers:
-        calls["FlashAttention-3 fp8"] = lambda: prepare_fa3_fp8(library, q, k, v, False)()
+    for name, prepare in PEERS.items() if peers else ():
+        calls[name] = partial(lambda prepare: prepare(q, k, v, False)(), prepare)
     found: dict = {"definition": relative_error(attention_in_eight_bits(q, k, v, None, 128**-0.5)[0], exact)}
 
     def measure(call: Callable[[], Any]) -> dict:
-        return {"error": relative_error(call(), exact)}
+        return {"error": relative_error(read_out(call()), exact)}
 
     for name, call in calls.items():
         result = try_measuring(partial(measure, call), 120, _LATE)
@@ -167,47 +172,55 @@ def measure_errors(statistics: str, peers: bool, library: str | None) -> dict:
     return found
 
 
-def prepare_fa3_fp8(library: str | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Callable:
-    """FlashAttention-3's FP8 call, its inputs rounded beforehand. Query heads that share a key head share a scale. library: see
-    ``why_no_fa3``."""
+def prepare_fa3_fp8(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Callable:
+    """FlashAttention-3's FP8 call. Query heads that share a key head share a scale."""
     q8, q_scale = quantize(q.reshape(*k.shape[:2], -1, q.shape[3]))
     (k8, k_scale), (v8, v_scale) = quantize(k), quantize(v)
     scales = {"q_descale": q_scale, "k_descale": k_scale, "v_descale": v_scale}
     operands = (reorder_memory(x, (0, 2, 1, 3)) for x in (q8.view(q.shape), k8, v8))
-    return prepare_fa3_forward(library, *operands, **scales, is_causal=causal, num_splits=1)
+    return prepare_fa3_forward(None, *operands, **scales, is_causal=causal, num_splits=1)
 
 
-def prepare_cudnn_fp8(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Callable[[], torch.Tensor]:
-    """cuDNN's FP8 call through its frontend, all scales 1, its inputs rounded beforehand. Only for times."""
+def prepare_cudnn_fp8(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Callable:
+    """cuDNN's FP8 call, which returns (out in e4m3, its scale)."""
     import cudnn
 
-    eight = [x.to(torch.float8_e4m3fn) for x in (q, k, v)]
-    graph = cudnn.pygraph(
-        io_data_type=cudnn.data_type.FP8_E4M3,
-        intermediate_data_type=cudnn.data_type.FLOAT,
-        compute_data_type=cudnn.data_type.FLOAT,
-    )
-    inputs = [graph.tensor(dim=list(x.shape), stride=list(x.stride()), data_type=cudnn.data_type.FP8_E4M3) for x in eight]
-    names = "descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o"
-    ones = {name: graph.tensor(dim=[1] * 4, stride=[1] * 4, data_type=cudnn.data_type.FLOAT) for name in names}
-    options = {"is_inference": True, "attn_scale": q.shape[3] ** -0.5, "use_causal_mask": causal}
-    out, _, *largest = graph.sdpa_fp8(q=inputs[0], k=inputs[1], v=inputs[2], **ones, **options)
-    out.set_output(True).set_dim(list(q.shape)).set_stride(list(q.stride())).set_data_type(cudnn.data_type.FP8_E4M3)
-    for tensor in largest:
-        tensor.set_output(True).set_dim([1] * 4).set_stride([1] * 4).set_data_type(cudnn.data_type.FLOAT)
-    graph.build([cudnn.heur_mode.A])
-    workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device=q.device)
-    one = torch.ones(1, 1, 1, 1, device=q.device)
+    kind, single = cudnn.data_type.FP8_E4M3, cudnn.data_type.FLOAT
+    graph = cudnn.pygraph(io_data_type=kind, intermediate_data_type=single, compute_data_type=single)
+    rounded = [quantize(x.reshape(1, 1, -1, x.shape[3])) for x in (q, k, v)]
+    eight = [reorder_memory(x8.view(x.shape), (0, 2, 1, 3)) for x, (x8, _) in zip((q, k, v), rounded, strict=True)]
+    of_q, of_k, of_v = (scale.view(1, 1, 1, 1) for _, scale in rounded)
+    of_weights = torch.full_like(of_v, 2.0**-TOP_EXPONENT)  # as in our kernel, and in cuDNN's own tests
+    scales = {"descale_q": of_q, "descale_k": of_k, "descale_v": of_v, "descale_s": of_weights, "scale_s": 1 / of_weights}
+    scales["scale_o"] = 1 / of_v  # no number of out is larger than the largest of v
+    inputs = [graph.tensor(dim=list(x.shape), stride=list(x.stride()), data_type=kind) for x in eight]
+    scalars = {name: graph.tensor(dim=[1] * 4, stride=[1] * 4, data_type=single) for name in scales}
+    options = {"generate_stats": False, "attn_scale": q.shape[3] ** -0.5, "use_causal_mask": causal}
+    out, _, *largest = graph.sdpa_fp8(q=inputs[0], k=inputs[1], v=inputs[2], **scalars, **options)
     result = torch.empty_like(eight[0])
-    pack: dict[Any, Any] = dict(zip(inputs, (x.view(torch.uint8) for x in eight)))
-    pack |= dict.fromkeys(ones.values(), one) | {out: result.view(torch.uint8)}
-    pack |= {tensor: torch.empty_like(one) for tensor in largest}
+    out.set_output(True).set_dim(list(result.shape)).set_stride(list(result.stride())).set_data_type(kind)
+    for tensor in largest:
+        tensor.set_output(True).set_dim([1] * 4).set_stride([1] * 4).set_data_type(single)
+    graph.build([cudnn.heur_mode.A])
+    workspace = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device=q.device)
+    # DLPack, through which it reads tensors, has no e4m3.
+    pack: dict[Any, Any] = {tensor: x.view(torch.uint8) for tensor, x in zip((*inputs, out), (*eight, result), strict=True)}
+    pack |= {scalars[name]: scale for name, scale in scales.items()}
+    pack |= {tensor: torch.empty_like(of_v) for tensor in largest}
 
     def attend():
         graph.execute(pack, workspace)
-        return result
+        return result, of_v
 
     return attend
+
+
+PEERS: dict[str, Callable[..., Callable]] = {"FlashAttention-3 fp8": prepare_fa3_fp8, "cuDNN fp8": prepare_cudnn_fp8}
+
+
+def read_out(out: Any) -> torch.Tensor:
+    """out as numbers: (numbers in e4m3, their scale), or as it is."""
+    return out[0].float() * out[1] if isinstance(out, tuple) else out
 
 
 @dataclass(frozen=True)
@@ -263,9 +276,8 @@ def list_contestants(
     yield Contestant("kernel", "attention", prepare_kernel)
 
 
-def measure_row(row: PrecisionRow, peers: bool, library: str | None, limit: int, device: torch.device) -> dict:
-    """Times in ms and TFLOP/s of a row's contestants, and the relative difference of their results from bfloat16's. library: see
-    ``why_no_fa3``."""
+def measure_row(row: PrecisionRow, peers: bool, limit: int, device: torch.device) -> dict:
+    """Times in ms and TFLOP/s of a row's contestants, and the relative difference of their results from bfloat16's."""
     generator = torch.Generator(device).manual_seed(0)
     shapes = ((1, heads, row.tokens, row.head_dim) for heads in (row.heads, row.kv_heads, row.kv_heads))
     q, k, v = (torch.randn(shape, generator=generator, device=device).bfloat16() for shape in shapes)
@@ -276,7 +288,7 @@ def measure_row(row: PrecisionRow, peers: bool, library: str | None, limit: int,
     expected: dict[str, torch.Tensor] = {}  # by kind: the first result, which is bfloat16's
     contestants = list(list_contestants(row, q, k, v, mask))
     if peers and row.spec in (None, "causal") and row.density is None:
-        for name, prepare in (("FlashAttention-3 fp8", partial(prepare_fa3_fp8, library)), ("cuDNN fp8", prepare_cudnn_fp8)):
+        for name, prepare in PEERS.items():
             contestants.append(Contestant(name, "attention", partial(prepare, q, k, v, row.spec == "causal")))
 
     def measure(one: Contestant) -> dict:
@@ -291,9 +303,8 @@ def measure_row(row: PrecisionRow, peers: bool, library: str | None, limit: int,
             return result | {"tb_per_s": moved / timing.median / 1e9}
         if one.kind == "attention":
             result["tflops"] = flops / timing.median / 1e9
-        if out.dtype == torch.bfloat16:
-            result["from_bf16"] = relative_error(out, expected.setdefault(one.kind, out.clone()).double())
-        return result
+        numbers = read_out(out)
+        return result | {"from_bf16": relative_error(numbers, expected.setdefault(one.kind, numbers.clone()).double())}
 
     results = {one.name: try_measuring(partial(measure, one), limit, _LATE) for one in contestants}
     for one in contestants:
@@ -321,28 +332,25 @@ def format_result(result: dict) -> str:
 def main(arguments: list[str] | None = None) -> int:
     parser = create_parser("precision", __doc__)
     parser.add_argument("--row", action="append", default=[], metavar="TEXT", help="only rows with this in their name")
-    parser.add_argument("--no-checks", action="store_true", help="leave errors out")
-    parser.add_argument("--no-times", action="store_true", help="leave times out")
+    parser.add_argument("--part", action="append", choices=PARTS, help="only this part; may be given several times")
     parser.add_argument("--no-peers", action="store_true", help="leave other libraries out")
-    parser.add_argument("--fa3", metavar="FILE", help="FlashAttention-3's library, where no package brings it")
     parser.add_argument("--limit", type=int, default=60, help="seconds for a contestant of a row (default %(default)s)")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("it measures on a Hopper GPU; backend='reference' runs the definition anywhere", file=sys.stderr)
         return 1
-    device, peers = torch.device("cuda"), not options.no_peers
-    file = RowFile(options.out / "precision.json", {"environment": environment(device)}, "checks", "errors", "rows")
-    if not options.no_checks:
-        with torch.no_grad():
-            for found in check_calls():
-                file.add("checks", found, "right" if found["right"] else "WRONG", _short(found))
-            for statistics in STATISTICS:
-                found = try_measuring(partial(measure_errors, statistics, peers, options.fa3))
-                file.add("errors", {"statistics": statistics} | found, statistics, _short(found))
-    for row in () if options.no_times else ROWS:
+    device, peers, parts = torch.device("cuda"), not options.no_peers, options.part or PARTS
+    file = RowFile(options.out / "precision.json", {"environment": environment(device)}, *PARTS)
+    with torch.no_grad():
+        for found in check_calls() if "checks" in parts else ():
+            file.add("checks", found, "right" if found["right"] else "WRONG", _short(found))
+        for statistics in STATISTICS if "errors" in parts else ():
+            found = try_measuring(partial(measure_errors, statistics, peers))
+            file.add("errors", {"statistics": statistics} | found, statistics, _short(found))
+    for row in ROWS if "rows" in parts else ():
         if options.row and not any(text in row.name for text in options.row):
             continue
-        found = try_measuring(partial(measure_row, row, peers, options.fa3, options.limit, device))
+        found = try_measuring(partial(measure_row, row, peers, options.limit, device))
         found = {"row": asdict(row), "results": {"all": found}} if "failed" in found else found
         file.add("rows", found, row.name)
         for name, result in found["results"].items():

@@ -3,6 +3,7 @@
     python tests/fuzz.py --backend hopper --calls 20000 --seconds 300 --seed 0 --kernels 60
     python tests/fuzz.py --backend hopper --only 1234        # one call again
     python tests/fuzz.py --backend hopper --of selections    # calls on key blocks chosen by query
+    python tests/fuzz.py --backend hopper --of fp8           # calls in precision="fp8", forward, against its definition
 
 Without a GPU, hopper runs as in ``gluon_on_cpu``, and triton in Triton's interpreter: a call a second.
 
@@ -28,7 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 START_SECONDS = 180  # to import everything on a busy machine
 SEEDS_AT_A_TIME = 8  # seeds that share a mask; see fuzz_calls
-DRAWN = {"masks": "fuzz_calls", "selections": "fuzz_selections"}  # the modules that draw and check calls
+DRAWN = {"masks": "fuzz_calls", "selections": "fuzz_selections", "fp8": "fuzz_eight_bits"}  # the modules that draw and check calls
 
 
 def work(backend: str, pipe, of: str = "masks", options: dict | None = None) -> None:

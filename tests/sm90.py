@@ -262,7 +262,7 @@ def spills_in_full_blocks(binary: bytes) -> int:
         begin, end = loop
         return sum(begin <= address <= end and re.search(rf"\b({names})\b", text) is not None for address, text in code)
 
-    loops = [loop for loop in loops if count(loop, "HGMMA|QGMMA")]
+    loops = [loop for loop in loops if count(loop, "HGMMA|QGMMA|HMMA")]
     innermost = [(a, b) for a, b in loops if not any((a, b) != (c, d) and a <= c and d <= b for c, d in loops)]
     loads = [count(loop, "LDG|LDGSTS") for loop in innermost]
     return max((count(loop, "LDL|STL") for loop, n in zip(innermost, loads, strict=True) if n == min(loads)), default=0)
@@ -307,6 +307,7 @@ def of_the_tests() -> Iterator[Callable[[], dict]]:
     for dim in (64, 128):
         yield from of_portable(dim)
         yield from of_hopper(dim)
+    yield from of_small_blocks()
     # 192 columns of q and k, padded, and 128 of v, as in DeepSeek's models.
     for name, (kernel, table) in KERNELS.items():
         yield _of_portable(f"{name}_of_192_and_128", kernel, table[256], 256, True, dim_v=128)
@@ -336,6 +337,15 @@ def of_portable(dim: int) -> Iterator[Callable[[], dict]]:
         for name, (kernel, table) in KERNELS.items():
             yield _of_portable(name, kernel, table[dim], dim, sparse)
     yield _of_portable("grad_qkv", backward.grad_qkv_kernel, configs._GRAD_KV[dim], dim, True)
+
+
+def of_small_blocks() -> Iterator[Callable[[], dict]]:
+    """Yields the portable kernels of wide heads in blocks of 32, which spilled thousands of bytes before their tiles followed
+    head_dim."""
+    for name, (kernel, _) in KERNELS.items():
+        for dim in (128, 256):
+            config = configs.builtin_config(configs.HOPPER, name, torch.bfloat16, dim, 32)
+            yield _of_portable(f"{name}_of_small_blocks", kernel, config, dim, True, block=32)
 
 
 def of_hopper(dim: int) -> Iterator[Callable[[], dict]]:

@@ -33,10 +33,10 @@ from sparse_flash.kernels.packed import rows as moved_rows
 from sparse_flash.kernels.portable import backward, decode, forward
 from sparse_flash.kernels.selection import backward as selection_backward
 from sparse_flash.kernels.selection import decode as selection_decode
+from sparse_flash.kernels.selection import division, lists, newest_blocks, pick_blocks
 from sparse_flash.kernels.selection import forward as selection_forward
 from sparse_flash.kernels.selection import hopper_backward as selection_hopper_backward
 from sparse_flash.kernels.selection import hopper_forward as selection_hopper_forward
-from sparse_flash.kernels.selection import lists, newest_blocks, pick_blocks
 from sparse_flash.masks.chooser import Antidiagonal, PooledKeys, Sampled
 from sparse_flash.masks.grid import BlockGrid
 from sparse_flash.selection import triton as selection_triton
@@ -203,7 +203,7 @@ def chooser_calls() -> None:
 def selection_calls() -> None:
     always = {(q_len, kv_len): sf.compile_mask("sinks(4)", q_len, kv_len, 32) for q_len, kv_len in product(LENGTHS, LENGTHS)}
     # Many turns, each with launches of its own.
-    with mock.patch.object(selection_triton, "WORKSPACE", 1 << 10):
+    with mock.patch.object(division, "WORKSPACE", 1 << 10):
         for batch, (heads, kv_heads), (q_len, kv_len), beside in product((1, 2), HEADS, always, (False, True)):
             q, k, v, lse = tensors(batch, heads, kv_heads, q_len, kv_len, torch.bfloat16)
             picks = torch.zeros(batch, kv_heads, q_len, 3, dtype=torch.int32)

@@ -143,12 +143,18 @@ def why_no_fa3(library: str | None) -> str | None:
 
 def prepare_fa3_forward(library: str | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Callable:
     """Returns FlashAttention-3's forward call for these tensors, (batch, heads, tokens, head_dim). options: of its operator.
-    Raises RuntimeError with the reason of ``why_no_fa3``."""
-    if reason := why_no_fa3(library):
+    Raises RuntimeError with the reason of ``why_no_fa3``. e4m3 tensors go to the package fa3-fwd if it is installed, as xformers'
+    library has no FP8 compiled in."""
+    if q.dtype == torch.float8_e4m3fn and importlib.util.find_spec("fa3_fwd"):
+        importlib.import_module("fa3_fwd._C")
+        operators = torch.ops.fa3_fwd
+    elif reason := why_no_fa3(library):
         raise RuntimeError(reason)
+    else:
+        operators = torch.ops.flash_attn_3
     options["softmax_scale"] = q.shape[3] ** -0.5
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return lambda: torch.ops.flash_attn_3.fwd(q, k, v, **options)[0].transpose(1, 2)
+    return lambda: operators.fwd(q, k, v, **options)[0].transpose(1, 2)
 
 
 def quantize(x: torch.Tensor, by_token: bool = False) -> tuple[torch.Tensor, torch.Tensor]:

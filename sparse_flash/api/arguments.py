@@ -184,7 +184,8 @@ def check_mask(mask: BlockMask, q: torch.Tensor, k: torch.Tensor) -> None:
 
 def check_mask_fits(mask: BlockMask, q: torch.Tensor) -> None:
     if mask.device != q.device:
-        raise ValueError(f"the mask is on {mask.device} and q on {q.device}; use mask.to({str(q.device)!r})")
+        way_out = f"use mask.to({str(q.device)!r}), in a module's _apply, or pass the pattern, which suits every device"
+        raise ValueError(f"the mask is on {mask.device} and q on {q.device}; {way_out}")
     check_batch_and_heads(mask.mask_index.shape, q.shape[0], q.shape[1])
 
 

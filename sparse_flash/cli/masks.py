@@ -187,33 +187,50 @@ def explain(
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
     kv_heads: Annotated[int | None, typer.Option("--kv-heads", help="Heads of keys and values; --heads by default.")] = None,
     v_head_dim: Annotated[int | None, typer.Option("--v-head-dim", help="Of v and the result; --head-dim by default.")] = None,
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32; e4m3 of a cache.")] = "bf16",
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Memory for gradients that repeat bit for bit.")] = False,
     device: Annotated[
         str | None, typer.Option(help="The GPU whose time is predicted, such as h100 or h200; the current one by default.")
     ] = None,
+    density: Annotated[float | None, typer.Option(help="The share of the blocks that a chooser keeps, such as 0.15.")] = None,
+    page_size: Annotated[int | None, typer.Option("--page-size", help="Tokens of a page of the cache, for few queries.")] = None,
 ) -> None:
     """Prints what a mask costs, what it saves, and what it can see."""
+    import sparse_flash
+    from sparse_flash.masks.chooser import has_choosers
+    from sparse_flash.tools.cost import E4M3
     from sparse_flash.tools.explain import DEFAULT_LEN, Explanation
     from sparse_flash.tools.explain import explain as explain_mask
     from sparse_flash.tools.explain_video import explain_video
     from sparse_flash.tools.figures import size_text
 
     with user_errors(), stages("compiling", "counting") as begin:
-        call = {"batch": batch, "kv_heads": kv_heads, "v_head_dim": v_head_dim, "dtype": dtype_of(dtype)}
+        call: dict[str, Any] = {"batch": batch, "kv_heads": kv_heads, "v_head_dim": v_head_dim, "device": device}
+        call |= {
+            "dtype": E4M3 if dtype == "e4m3" else dtype_of(dtype),
+            "deterministic": deterministic,
+            "page_size": page_size,
+            "density": density,
+        }
         begin()
-        pattern, mask, seconds = _compile_spec(spec, q_len, kv_len, block_size, DEFAULT_LEN)
-        begin()
-        figures = explain_mask(mask, heads, head_dim, **call, deterministic=deterministic, device=device)
-        assert isinstance(figures, Explanation)  # of a mask
-        figures = replace(figures, video=explain_video(pattern, mask))
+        if has_choosers(spec):
+            begin()
+            figures = explain_mask(spec, heads, head_dim, **call, q_len=q_len, kv_len=kv_len)
+            pattern, compiled = sparse_flash.parse(spec), ""
+        else:
+            pattern, mask, seconds = _compile_spec(spec, q_len, kv_len, block_size, DEFAULT_LEN)
+            compiled = f", compiled in {seconds:.3f} s"
+            begin()
+            figures = explain_mask(mask, heads, head_dim, **call)
+            assert isinstance(figures, Explanation)  # of a mask
+            figures = replace(figures, video=explain_video(pattern, mask))
     console = output_console()
     console.print(Text(str(pattern), "bold"), soft_wrap=True)
     console.print(f"{figures.call}\n")
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
-    table_line = f"{size_text(figures.table_bytes)}, compiled in {seconds:.3f} s"
+    table_line = size_text(figures.table_bytes) + compiled
     for name, line in (figures.lines() | {"table": table_line}).items():
         table.add_row(name, line)
     console.print(table)

@@ -18,14 +18,14 @@ from ..backends import triton as backend_of_masks
 from ..kernels.common.config import padded_head_dim
 from ..kernels.common.layout import as_addressable, empty_out, restore_layout, restore_out
 from ..kernels.common.streams import current_device
+from ..kernels.selection import division
+from ..kernels.selection.division import TILE_ROWS, Rounds, SelectionSizes
 from ..masks.block_mask import BlockMask
 from .block_selection import BlockSelection
 
 if TYPE_CHECKING:
-    from ..kernels.selection.lists import Pieces, Rounds
-    from ..kernels.selection.tiles import SelectionSizes
+    from ..kernels.selection.lists import Pieces
 
-WORKSPACE = 512 << 20  # bytes that partial results may take; docs/performance/selection.md, "Tile sizes", has figures
 MOST_PICKS = 2**31 - 1
 MOST_TOGETHER = 8192  # picks of a tile's queries, which one program sorts
 
@@ -36,23 +36,19 @@ def supports(call: Call, selection: BlockSelection) -> str | None:
         return reason
     if call.features:
         return f"it takes no {', '.join(sorted(call.features))} beside a selection"
-    from ..kernels.selection.tiles import ROWS
-
     batch, pickers, choices, slots = selection.picks.shape
     members = call.heads // pickers
-    if members > ROWS.value:
-        return f"it runs up to {ROWS.value} query heads that share a choice; got {members}"
+    if members > TILE_ROWS:
+        return f"it runs up to {TILE_ROWS} query heads that share a choice; got {members}"
     if batch * pickers * choices * slots > MOST_PICKS:
         return f"it runs up to {MOST_PICKS:,} picks; got {batch} x {pickers} x {choices:,} x {slots}"
-    together = max(1, ROWS.value // members // selection.every) * slots
+    together = max(1, TILE_ROWS // members // selection.every) * slots
     if together > MOST_TOGETHER:
         return f"it runs up to {MOST_TOGETHER:,} picks of the queries of a tile; got {together:,}"
     return None
 
 
 def _sizes(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection) -> SelectionSizes:
-    from ..kernels.selection.tiles import SelectionSizes
-
     (batch, heads, q_len), (kv_heads, kv_len) = q.shape[:3], k.shape[1:3]
     pickers, slots = selection.picks.shape[1] // kv_heads, selection.picks.shape[3]
     return SelectionSizes(batch, heads, kv_heads, q_len, kv_len, selection.every, slots, pickers, selection.block_size)
@@ -76,15 +72,15 @@ def forward(
     ready = [as_addressable(t) for t in (q, k, v)]
     operands = SelectionOperands(*ready)
     rows, dim_v = sizes.rows_of_choice, padded_head_dim(ready[2].shape[3])
-    visits_all = lists.visits_all(sizes)
-    rounds = lists.plan_rounds(sizes, 0 if visits_all else rows * (dim_v * q.element_size() + 4), 0, WORKSPACE)
+    visits_all = division.visits_all(sizes)
+    rounds = division.plan_forward(sizes, dim_v, q.element_size())
     out = empty_out(ready[0], ready[2].shape[3])
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     with current_device(q.device):
-        visited = lists.visited_blocks(picks, sizes, lists.least_choices(sizes))
+        visited = lists.visited_blocks(picks, sizes, division.least_choices(sizes))
         listed = parts = part_lse = None
         if not visits_all:
-            columns = lists.column_lists(picks, visited, sizes, rounds, lists.forward_piece_size(sizes))
+            columns = lists.column_lists(picks, visited, sizes, rounds, division.forward_piece_size(sizes))
             entries = rounds.heads * sizes.pickers * rounds.choices * sizes.slots
             listed, parts, part_lse = columns.counts, q.new_empty(entries, rows, dim_v), lse.new_empty(entries, rows)
         for each in rounds.all:
@@ -118,7 +114,7 @@ def backward(
     dq, dk, dv = (torch.empty_like(t) for t in ready)
     log2_sum, delta = torch.empty_like(lse), torch.empty_like(lse)
     operands = SelectionOperands(ready[0], ready[1], ready[2], dout, log2_sum, delta)
-    visits_all = lists.visits_all(sizes)
+    visits_all = division.visits_all(sizes)
     gathering = gathering or kernels
     space = _backward_workspace(ready, sizes, always, not visits_all, gathering)
     with current_device(q.device):
@@ -146,9 +142,9 @@ def block_lse(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection, scale
     ready = [as_addressable(t) for t in (q, k)]
     operands = SelectionOperands(ready[0], ready[1], ready[1])
     masses = q.new_full((*q.shape[:3], sizes.slots), float("-inf"), dtype=torch.float32)
-    rounds = lists.plan_rounds(sizes, 0, 0, WORKSPACE)
+    rounds = division.plan_rounds(sizes, 0, 0, division.WORKSPACE)
     with current_device(q.device):
-        columns = lists.column_lists(selection.picks, None, sizes, rounds, lists.forward_piece_size(sizes))
+        columns = lists.column_lists(selection.picks, None, sizes, rounds, division.forward_piece_size(sizes))
         for each in rounds.all:
             picked_masses(operands, columns, masses, sizes, each, scale)
     return masses
@@ -206,11 +202,10 @@ def _backward_workspace(
 
     q, k, v = ready
     dim, dim_v = (padded_head_dim(t.shape[3]) for t in (k, v))
-    steps = sizes.block // gathering.keys_per_part(q, v, sizes)
-    of_entry = steps * sizes.rows_of_choice * dim * q.element_size() if with_parts else 0
-    # At most half as many pieces again as there are key blocks: see ``backward_piece_size``.
-    rounds = lists.plan_rounds(sizes, of_entry, sizes.key_blocks * sizes.block * (dim + dim_v) * 6, WORKSPACE)
-    entries, most = rounds.heads * sizes.pickers * rounds.choices * sizes.slots, lists.backward_piece_size(sizes, rounds)
+    keys = gathering.keys_per_part(q, v, sizes)
+    steps = sizes.block // keys
+    rounds = division.plan_backward(sizes, dim, dim_v, q.element_size(), keys, with_parts)
+    entries, most = rounds.heads * sizes.pickers * rounds.choices * sizes.slots, division.backward_piece_size(sizes, rounds)
     parts = q.new_empty(entries, steps, sizes.rows_of_choice, dim) if with_parts else None
     pieces = None if always is None else lists.always_pieces(always, sizes.heads // sizes.kv_heads)
     rows = (rounds.heads * sizes.key_blocks + entries // most) * sizes.block

@@ -5,7 +5,8 @@ Nothing here prints, times or uses a device other than the table's; tables of a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,8 +14,10 @@ import torch
 from ..backends import hopper, triton
 from ..dispatch.flops import forward_flops
 from ..kernels.common.config import padded_head_dim
+from ..kernels.cost.model import AttentionSizes
 from ..kernels.hopper.configs import backward_config
 from ..masks.block_mask import BlockMask
+from ..masks.chooser import has_choosers
 from ..masks.grid import BlockGrid
 from ..masks.parsing import parse
 from ..masks.pattern import Pattern
@@ -22,10 +25,11 @@ from ..masks.table import FullBlocks, PartialBlocks
 from ..masks.tiles import decode_tiles
 from ..selection.block_selection import BlockSelection
 from ..variant.variant import check_counts
-from .cost import Prediction, chip_named, predict, refusal
+from .cost import E4M3, Prediction, chip_named, predict, predict_selection, refusal, selection_refusal, time_lines, with_choice
 from .explain_selection import SelectionExplanation, explain_selection
 from .explain_video import VideoExplanation, explain_video
 from .figures import explanation_text, flops_text, ratio_text, share_text, size_text
+from .stand_in import draw_chosen_mask
 from .subject import resolve_mask
 
 # Reachability multiplies boolean matrices of at most this many units per side; longer masks are reduced to coarser units.
@@ -252,10 +256,7 @@ class Explanation:
             "forward traffic": f"{traffic} (arXiv:2205.14135, Prop. 4)",
             **self.memory.lines(),
         }
-        if isinstance(self.time, Prediction):
-            lines |= self.time.lines()
-        elif self.time:
-            lines["time"] = f"not predicted: {self.time}"
+        lines |= time_lines(self.time)
         speedup, reach = "not defined, as no block is visited", "none, except each token's own by the residual connection"
         if self.kept_blocks:
             speedup = (
@@ -284,27 +285,48 @@ def explain(
     kv_len: int | None = None,
     block_size: int | None = None,
     device: str | torch.device | None = None,
+    density: float | None = None,
+    page_size: int | None = None,
 ) -> Explanation | SelectionExplanation:
     """Returns what a mask costs, what it saves, and what it can see; ``print`` it, or read its fields.
 
     mask: a BlockMask of one mask (``mask.select(head)`` of several), a Pattern or its spec text. Or a BlockSelection, of any heads,
-    which has other figures: how much is picked, and how alike neighbouring queries pick; heads is a multiple of its heads.
+    which has other figures: how much is picked, and how alike neighbouring queries pick; heads is a multiple of its heads. Or an
+    expression with one chooser: the figures are those of blocks drawn at random, and the time has that of the choice.
     q_len, kv_len, block_size: lengths for compiling a pattern, in tokens; as many as the pattern names or 65,536, q_len and 128 by
     default. A BlockMask and a BlockSelection have their own.
     heads: query heads that share the mask. head_dim: elements. dtype: of q, k and v. kv_heads: heads of keys and values, None for
     as many as query heads. v_head_dim: of v and out, None for head_dim. deterministic: bitwise repeatable gradients, which take
     more memory on Hopper. device: the GPU whose time is predicted: one of this machine, or the name of one that was measured, such
     as "h200"; None for the current GPU, if there is one. Raises ValueError for a mask or pattern that differs over batch or heads.
+    density: with a chooser, the share of the blocks that it and what stands beside it keep; None for that of its keep= or budget=.
+    page_size: of a cache of keys and values in pages, for calls of up to 64 queries, whose time is ``attention_decode``'s; dtype is
+    then the cache's, and may be torch.float8_e4m3fn, with a scale for each head or page.
     """
     given = parse(mask) if isinstance(mask, str) else mask
-    mask, pattern = resolve_mask(mask, q_len, kv_len, block_size, DEFAULT_LEN)
+    choice = None
+    if isinstance(given, Pattern) and has_choosers(given):
+        if block_size is not None:
+            raise ValueError(f"block_size must be the chooser's block=; got {block_size} beside {given}; leave it out")
+        mask, choice = draw_chosen_mask(given, DEFAULT_LEN if q_len is None else q_len, kv_len, density)
+        pattern = str(given)
+    else:
+        if density is not None:
+            raise ValueError(f"density must come with an expression with a chooser; got {density} and another mask; leave it out")
+        mask, pattern = resolve_mask(mask, q_len, kv_len, block_size, DEFAULT_LEN)
+    if page_size is not None and mask.q_len > triton.FEW_QUERIES:
+        raise ValueError(
+            f"page_size must come with up to {triton.FEW_QUERIES} queries, which read a cache; got {mask.q_len} queries"
+        )
     kv_heads = heads if kv_heads is None else kv_heads
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
     _check_call(mask, dtype, batch, heads, kv_heads, head_dim, v_head_dim)
     if isinstance(mask, BlockSelection):
-        if device is not None:
-            raise ValueError(f"device must come with a mask, as no selection's time is predicted; got {device}; leave it out")
-        return explain_selection(mask, heads, kv_heads, head_dim, v_head_dim, dtype)
+        found = explain_selection(mask, heads, kv_heads, head_dim, v_head_dim, dtype)
+        if (chip := chip_named(device)) is None:
+            return found
+        reason = selection_refusal(mask, heads, dtype, head_dim, v_head_dim)
+        return replace(found, time=reason or predict_selection(mask, heads, kv_heads, head_dim, v_head_dim, chip, dtype, page_size))
     grid, (full, partial) = mask.grid, mask.kept()
     blocks, kept_blocks = grid.q_blocks * grid.kv_blocks, full.blocks + len(partial.rows)
     # A block cut off by the end of the queries or keys has a tile, even if it keeps all its pairs.
@@ -320,10 +342,14 @@ def explain(
     time: Prediction | str | None = None
     if chip := chip_named(device):
         time = refusal(mask, dtype, head_dim, v_head_dim)
-        time = time or predict(mask, heads, head_dim, chip, batch=batch, kv_heads=kv_heads, v_head_dim=v_head_dim, dtype=dtype)
+        call: dict[str, Any] = {"batch": batch, "kv_heads": kv_heads, "v_head_dim": v_head_dim, "dtype": dtype}
+        time = time or predict(mask, heads, head_dim, chip, **call, page_size=page_size)
+        if choice and isinstance(time, Prediction):
+            of_call = AttentionSizes(batch, heads, kv_heads, mask.q_len, mask.kv_len, head_dim, v_head_dim)
+            time = with_choice(time, choice, mask.grid, of_call, chip)
     return Explanation(
         pattern=pattern,
-        call=_describe_call(grid, dtype, batch, heads, kv_heads, head_dim, v_head_dim),
+        call=_describe_call(grid, dtype, batch, heads, kv_heads, head_dim, v_head_dim) + "; chosen blocks at random" * bool(choice),
         q_len=grid.q_len,
         kv_len=grid.kv_len,
         block_size=grid.block_size,
@@ -392,7 +418,7 @@ def memory(
     exact = 8 if dtype == torch.float64 else 4
     given = mask.coarse or mask  # in the blocks that kernels run
     work = {}
-    if dtype in triton.DTYPES and max(head_dim, v_head_dim) <= triton.MAX_HEAD_DIM:
+    if dtype in (*triton.DTYPES, E4M3) and max(head_dim, v_head_dim) <= triton.MAX_HEAD_DIM:
         work["triton"] = 0, 4 * queries  # the backward pass: rowsum(dout x out) per query
     if (
         dtype in hopper.DTYPES

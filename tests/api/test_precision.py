@@ -235,6 +235,17 @@ def test_hopper_kernels_combine_splits_and_run_a_mask_for_each_head():
 
 
 @on_cpu
+@pytest.mark.parametrize("seed", (5, 21, 60))
+def test_drawn_calls_are_right_in_drawn_orders_of_events(seed):
+    import fuzz_eight_bits
+
+    with emulated.gluon_on_cpu(seed), poisoned_memory():
+        call = fuzz_eight_bits.draw(seed, "hopper")
+        wrong = fuzz_eight_bits.failure(call)
+    assert wrong is None, f"{call}: {wrong}"
+
+
+@on_cpu
 @pytest.mark.parametrize("spec, head_dim", [(None, 64), ("causal", 128)])
 def test_scores_that_rise_far_from_key_to_key_are_right(spec, head_dim):
     q, k, v = inputs(500, 500, 1, 1, head_dim)

@@ -209,5 +209,5 @@ def test_a_case_is_in_one_part_when_held_out():
     name = fit_cost.FILES[0]
     parts: dict[str, set[int]] = {}
     for _, sample in fit_cost.read_samples(fit_cost.RESULTS / name):
-        parts.setdefault(sample.name, set()).add(fit_cost.fold_of(sample))
+        parts.setdefault(sample.name, set()).add(fit_cost.fold_of(sample.name))
     assert all(len(of_case) == 1 for of_case in parts.values()) and len(set().union(*parts.values())) == 5

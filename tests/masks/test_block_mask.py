@@ -98,7 +98,7 @@ def test_a_mask_of_few_tiles_is_transposed_and_merged_without_decoding_each_bloc
 
     counts = []
     for tokens in (4096, 16384):
-        mask = sf.compile_mask("local(200) | strided(9, block=64)", tokens, block_size=32)
+        mask = sf.compile_mask("local(200) | strided(2, block=64)", tokens, block_size=32)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sf.BlockMask, "tile_pairs", counted)
             derive(mask)

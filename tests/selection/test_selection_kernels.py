@@ -16,9 +16,8 @@ import gluon_on_cpu as emulated
 
 import sparse_flash as sf
 from sparse_flash import backends
-from sparse_flash.kernels.selection import lists
+from sparse_flash.kernels.selection import division
 from sparse_flash.selection import operators
-from sparse_flash.selection import triton as selection_triton
 
 parametrize = pytest.mark.parametrize
 pytestmark = [
@@ -109,9 +108,9 @@ def test_what_is_always_kept_counts_once_beside_picks(kind, case, always_block):
     ],
 )
 def test_a_call_in_rounds_gives_the_same(monkeypatch, kind, case, always, workspace, of_heads):
-    made, rounds_of = [], lists.plan_rounds
-    monkeypatch.setattr(lists, "plan_rounds", lambda *sizes: made.append(rounds_of(*sizes)) or made[-1])
-    monkeypatch.setattr(selection_triton, "WORKSPACE", workspace)
+    made, rounds_of = [], division.plan_rounds
+    monkeypatch.setattr(division, "plan_rounds", lambda *sizes: made.append(rounds_of(*sizes)) or made[-1])
+    monkeypatch.setattr(division, "WORKSPACE", workspace)
     check(kind, *case, always=always)
     assert all(len(rounds.all) > 1 for rounds in made)
     assert [rounds.choices == case[3] // case[5] for rounds in made] == of_heads

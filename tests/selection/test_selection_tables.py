@@ -7,8 +7,8 @@ from picked import drawn_picks
 
 pytest.importorskip("triton")
 
-from sparse_flash.kernels.selection import lists
-from sparse_flash.kernels.selection.tiles import SelectionSizes
+from sparse_flash.kernels.selection import division, lists
+from sparse_flash.kernels.selection.division import SelectionSizes
 
 parametrize = pytest.mark.parametrize
 pytestmark = needs_triton
@@ -78,7 +78,7 @@ def listed(lists, sizes, rounds) -> list[tuple[int, int, int]]:
 def test_every_pick_is_visited_or_listed_once(sizes, workspace):
     pickers = sizes.kv_heads * sizes.pickers
     picks = drawn_picks((sizes.batch, pickers, sizes.choices, sizes.slots), sizes.every, sizes.block, sizes.q_len, sizes.kv_len)
-    rounds = lists.plan_rounds(sizes, 10, 0, workspace)
+    rounds = division.plan_rounds(sizes, 10, 0, workspace)
     assert (len(rounds.all) == 1) == (workspace > 1500 or sizes.every == 64)
     least = max(2, sizes.tiled.choices // 2)
     visited = lists.visited_blocks(picks, sizes, least)
@@ -93,7 +93,7 @@ def test_every_pick_is_visited_or_listed_once(sizes, workspace):
 @parametrize("bytes_of_entry, bytes_of_head, rounds", [(0, 0, 1), (0, 1 << 20, 4), (10, 1 << 20, 8), (10, 500, 4)])
 def test_a_round_takes_a_batch_head_at_least_and_partial_results_are_in_bounds(bytes_of_entry, bytes_of_head, rounds):
     sizes = SIZES["a choice for each query"]
-    found = lists.plan_rounds(sizes, bytes_of_entry, bytes_of_head, 3000)
+    found = division.plan_rounds(sizes, bytes_of_entry, bytes_of_head, 3000)
     assert len(found.all) == rounds and {each.stride for each in found.all} == {found.choices}
     assert found.heads * found.choices * sizes.slots * bytes_of_entry <= 3000
     covered = sorted((each.head + n, each.choice) for each in found.all for n in range(each.heads))

@@ -44,6 +44,11 @@ class KernelFamily(NamedTuple):
         qk, v = (3 * self.used, 2 * self.used_v) if self.backward else (self.used, self.used_v)
         return 2 * self.queries * self.keys * (qk + v + _EXPONENTIALS)
 
+    @property
+    def small(self) -> bool:
+        """Returns whether a tile has fewer rows than products of the largest size."""
+        return min(self.queries, self.keys) < 64
+
     def __str__(self) -> str:
         name = "portable " * self.portable + ("backward" if self.backward else "forward")
         return f"{name} {self.used}/{self.used_v}, {self.queries} x {self.keys}, {self.programs}"
@@ -70,7 +75,7 @@ class Chip:
 
     flops_per_us: of a multiprocessor, at its peak. bytes_per_us: that copies reach. hopper: whether Hopper's kernels run on it.
     measured: constants by family. inherited: constants that were measured on GPUs with the same multiprocessors. Others are
-    estimated from these.
+    estimated from these. factors: of the amounts of other calls, by kind and part, see ``model.CallWork``.
     """
 
     name: str
@@ -80,6 +85,7 @@ class Chip:
     hopper: bool = True
     measured: Mapping[KernelFamily, Times] = field(default_factory=dict)
     inherited: Mapping[KernelFamily, Times] = field(default_factory=dict)
+    factors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def times(self, family: KernelFamily) -> Times:
         """Returns the family's constants. Without a measurement: a guess, times what the guess misses for the most alike family."""
@@ -90,9 +96,21 @@ class Chip:
         alike = [known for known in known_times if (known.backward, known.portable) == (family.backward, family.portable)]
         if not alike:
             return guess
-        nearest = min(alike, key=lambda known: (known.programs != family.programs, abs(known.step_flops - family.step_flops)))
+        nearest = min(
+            alike,
+            key=lambda known: (
+                known.small != family.small,
+                known.programs != family.programs,
+                abs(known.step_flops - family.step_flops),
+            ),
+        )
         of_nearest = zip(guess, self.times(nearest), self._guess(nearest), strict=True)
         return Times(*(time * measured / guessed for time, measured, guessed in of_nearest))
+
+    def factors_of(self, kind: str) -> Mapping[str, float]:
+        """Returns the factors of a kind of calls: this chip's, or without a measurement those of a shipped chip, as amounts are
+        relative to a chip's rates."""
+        return self.factors.get(kind) or next(chip.factors[kind] for chip in shipped_chips().values() if kind in chip.factors)
 
     def _guess(self, family: KernelFamily) -> Times:
         """Returns constants from the peak rate alone."""
@@ -107,7 +125,8 @@ class Chip:
         families = sorted(self.measured, key=lambda family: (family.portable, family))
         measured = {str(family): [round(time, 4) for time in self.measured[family]] for family in families}
         own = {name: getattr(self, name) for name in ("name", "multiprocessors", "flops_per_us", "bytes_per_us", "hopper")}
-        return own | {"measured": measured}
+        factors = {kind: {part: round(factor, 4) for part, factor in parts.items()} for kind, parts in sorted(self.factors.items())}
+        return own | {"measured": measured} | ({"factors": factors} if factors else {})
 
     @classmethod
     def from_data(cls, data: dict) -> Chip:

@@ -13,9 +13,6 @@ from .chips import Chip, KernelFamily, Times
 
 # Microseconds: of one launch, and of the host of an eager call, forward and backward.
 _LAUNCH_US, HOST_US = 2.5, (26.0, 155.0)
-# Constants of a call of few queries: its time beside reads, and how much faster reads are than copies. Fitted to six calls
-# on an H200 (benchmarks/results/features/h200-2026-11-21.json, "decode").
-_DECODE_US, _READ_SPEEDUP = 8.0, 1.18
 # The kernels along rows, by whether they are portable, forward and backward.
 _BESIDE = {False: ("merging split rows", "sums of dQ"), True: ("", "sums of out * dOut")}
 KINDS = len(Times._fields)  # what a tile has of each: rows (1), full steps, partial steps, reloaded steps
@@ -137,11 +134,22 @@ def simulate_queue(times: np.ndarray, programs: int, amounts: np.ndarray) -> Las
     return LastProgram(end, float(times.sum()) / programs, amounts[taken_by == last].sum(0))
 
 
-def predict_decode(read_bytes: float, chip: Chip) -> Pass:
-    """Returns a call of few queries, which takes the time in which keys and values are read, and a constant."""
-    parts = {"keys and values": read_bytes / (_READ_SPEEDUP * chip.bytes_per_us), "launch and merge": _DECODE_US}
+class CallWork(NamedTuple):
+    """Describes a call whose time is a sum. kind: its kernels, which share factors. amounts: by part, microseconds at the chip's
+    peak or at the rate of its copies, or counts. host_us, portable: see ``Pass``."""
+
+    kind: str
+    amounts: dict[str, float]
+    host_us: float
+    portable: bool
+
+
+def predict_work(work: CallWork, chip: Chip) -> Pass:
+    """Returns a call on a chip: its amounts times the factors of its kind."""
+    factors = chip.factors_of(work.kind)
+    parts = {name: factors[name] * amount for name, amount in work.amounts.items() if factors.get(name) and amount}
     none = LastProgram(0.0, 0.0, np.zeros(KINDS))
-    return Pass(sum(parts.values()), HOST_US[0], parts, 0.0, none, bool(chip.measured), True)
+    return Pass(sum(parts.values()), work.host_us, parts, 0.0, none, work.kind in chip.factors, work.portable)
 
 
 def dense_tiles(items: int, full: int, partial: bool) -> np.ndarray:

@@ -135,15 +135,30 @@ def builtin_config(
     chip: Gpu, kernel: str, dtype: torch.dtype, head_dim: int, block_size: int | None, v_head_dim: int | None = None
 ) -> Config:
     """The built-in config for a table's block. kernel: one of KERNELS."""
-    config = chip.config(kernel, dtype, padded_head_dim(max(head_dim, v_head_dim or 0)))
+    dim = padded_head_dim(max(head_dim, v_head_dim or 0))
+    config = chip.config(kernel, dtype, dim)
     if block_size is None:
         return config
     tile_m, tile_n = min(config.tile_m, block_size), min(config.tile_n, block_size)
     if (tile_m, tile_n) == (config.tile_m, config.tile_n):
         return config
-    # A tensor-core step needs 64 x 64 per warp group; smaller tiles leave warps idle.
-    warps = max(1, min(config.num_warps, tile_m * tile_n // 512))
+    # A backward pass holds a program's own rows of wide heads in registers: with 32 it spills up to 6,400 bytes a thread.
+    if kernel == "grad_q" and dim > 128:
+        tile_m = min(16, tile_m)
+    if kernel == "grad_kv" and dim > 64:
+        tile_n = min(16, tile_n)
+    warps = min(config.num_warps, _useful_warps(kernel, tile_m, tile_n, dim))
     return replace(config, tile_m=tile_m, tile_n=tile_n, num_warps=warps)
+
+
+def _useful_warps(kernel: str, tile_m: int, tile_n: int, dim: int) -> int:
+    """How many warps a tile takes: more would idle or repeat products, and fewer would spill. dim: padded.
+
+    Measured for blocks of 16 and 32: docs/performance/kernels.md. The forward pass is fastest with two warps at head_dim 256 too,
+    where they spill 400 bytes a thread.
+    """
+    columns = 64 if kernel == "forward" else max(64, dim)
+    return max(1, min(8, tile_m * tile_n * columns // 2**15))
 
 
 def adapt_to_variant(config: Config, kernel: str, chip: Gpu, given: KernelVariant, switches: dict, dim: int) -> Config:
@@ -151,13 +166,16 @@ def adapt_to_variant(config: Config, kernel: str, chip: Gpu, given: KernelVarian
 
     dQ: a bias with a user's function takes 262 KB for 128 queries at head_dim 128, more than any chip has. Half the queries take
     164 to 172 KB, and with the same warps spill half as much as with four. Lengths: where products hold their operands in
-    registers, four warps spill 200 to 1,600 bytes a thread at head_dim 128, and eight at most 100.
+    registers, four warps spill 200 to 1,600 bytes a thread at head_dim 128, and eight at most 100. So do dK and dV on Hopper in
+    blocks of 32 at head_dim 256: 2,200 and 16.
     """
     biased = given.rel_bias is not None and switches["SCORE"] is not None
     if kernel == "grad_q" and biased and dim >= 128 and config.tile_m * config.tile_n > 64 * 64:
         config = replace(config, tile_m=config.tile_m // 2)
     if given.q_lens is not None and chip.needs_register_operands and dim >= 128 and config.tile_m * config.tile_n >= 32 * 64:
         config = replace(config, num_warps=max(8, config.num_warps))
+    if given.q_lens is not None and kernel == "grad_kv" and dim > 128 and (config.tile_m, config.tile_n) == (32, 16):
+        config = replace(config, num_warps=8)
     return config
 
 
@@ -180,7 +198,7 @@ def candidates(
     kernel: one of KERNELS. v_head_dim: defaults to that of q and k. Tiles are powers of two that divide the table's block.
     """
     builtin = builtin_config(chip, kernel, dtype, head_dim, block_size, v_head_dim)
-    largest = min(_LARGEST_TILE, block_size or _LARGEST_TILE)
+    largest, dim = min(_LARGEST_TILE, block_size or _LARGEST_TILE), padded_head_dim(max(head_dim, v_head_dim or 0))
     found = []
     for changes in product((0, 1, -1), repeat=4):
         m, n, warps, stages = changes
@@ -188,8 +206,8 @@ def candidates(
             int(builtin.tile_m * 2**m), int(builtin.tile_n * 2**n), int(builtin.num_warps * 2**warps), builtin.num_stages + stages
         )
         fits = min(config.tile_m, config.tile_n) >= 16 and max(config.tile_m, config.tile_n) <= largest
-        # Warps: as in fitted. Below two stages nothing is prefetched; above four, shared memory is full.
-        most_warps = max(builtin.num_warps, min(8, config.tile_m * config.tile_n // 512))
+        # Below two stages nothing is prefetched; above four, shared memory is full.
+        most_warps = max(builtin.num_warps, _useful_warps(kernel, config.tile_m, config.tile_n, dim))
         fits = fits and 1 <= config.num_warps <= most_warps
         if config == builtin or (fits and 2 <= config.num_stages <= 4 and sum(map(abs, changes)) <= 2):
             found.append(config)
@@ -232,6 +250,12 @@ def decode_config(
     if e4m3 and 16 < tile_m >= padded_head_dim(v_head_dim or head_dim) // 2:
         warps = tile_m // 16  # Triton divides such products by rows, and each further warp would repeat the work of another
     return replace(config, tile_m=tile_m, tile_n=min(config.tile_n, block_size or config.tile_n), num_warps=warps)
+
+
+def combined_at_a_time(rows: int, dim: int) -> int:
+    """How many splits of this many rows a program holds at once: their loads overlap, and must fit in registers along with their
+    sum. At most 32, as their code is unrolled: at head_dim 16, the code of 32 compiles in 4 s, the code of 128 in 65 s."""
+    return max(1, min(32, 4096 // (rows * dim)))
 
 
 # Tokens of queries and keys of all heads, for each multiprocessor, up to which both backward passes share a launch. That saves a

@@ -36,7 +36,7 @@ from ..common.tiles import (
 )
 from ..launch.launch import arrival_counters, launch_or_repeat, multiprocessors, table_arguments
 from ..launch.tuned import cached_until_cleared
-from .configs import decode_config, detect_gpu
+from .configs import combined_at_a_time, decode_config, detect_gpu
 
 
 class Cache(NamedTuple):
@@ -737,12 +737,6 @@ def strides_in_vectors(dtype: torch.dtype, *strides: tuple[int, ...], scaled: bo
     vector = 16 if scaled else 16 // dtype.itemsize
     vector = vector if gcd(vector, *some) == vector else 1 + scaled
     return vector, tuple(stride // vector for stride in some)
-
-
-def combined_at_a_time(rows: int, dim: int) -> int:
-    """How many splits of this many rows a program holds at once: their loads overlap, and must fit in registers along with their
-    sum. At most 32, as their code is unrolled: at head_dim 16, the code of 32 compiles in 4 s, the code of 128 in 65 s."""
-    return max(1, min(32, 4096 // (rows * dim)))
 
 
 def _choose_splits(tiles: int, tokens: int, table, tile_n: int, device: torch.device) -> int:

@@ -21,15 +21,14 @@ from ..common.grid import tile_and_batch_head
 from ..common.tiles import LOG2_E, TableEntries, load_tile, store_tile
 from ..launch.launch import as_rows, descriptor_or_rows, launch
 from .configs import selection_config
+from .division import Round, SelectionSizes
 from .tiles import (
     INTEGERS,
     ROWS,
     AlwaysKept,
     PickedCall,
-    Round,
     RowsOfTile,
     SelectionOperands,
-    SelectionSizes,
     VisitedBlocks,
     always_arguments,
     causal_mask,

@@ -17,14 +17,13 @@ from ..common.layout import empty_out
 from ..common.tiles import LN_2, LOG2_E
 from ..launch.launch import launch_or_repeat, multiprocessors
 from ..launch.tuned import cached_until_cleared
-from ..portable.configs import decode_config, detect_gpu
+from ..portable.configs import combined_at_a_time, decode_config, detect_gpu
 from ..portable.decode import (
     Cache,
     CacheScales,
     DecodePlan,
     Splits,
     add_step,
-    combined_at_a_time,
     init_state,
     join_accumulators,
     load_factors,
@@ -39,7 +38,7 @@ from ..portable.decode import (
     strides_in_vectors,
     strides_of,
 )
-from .tiles import padded_count
+from .division import padded_count
 
 
 @triton.jit

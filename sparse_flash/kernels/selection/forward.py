@@ -18,14 +18,13 @@ from ..common.config import padded_head_dim
 from ..common.tiles import FLOOR, LN_2, LOG2_E, TableEntries, load_tile
 from ..launch.launch import as_rows, descriptor_or_rows, launch
 from .configs import selection_config
+from .division import Round, SelectionSizes
 from .tiles import (
     INTEGERS,
     ROWS,
     AlwaysKept,
     PickedCall,
-    Round,
     SelectionOperands,
-    SelectionSizes,
     VisitedBlocks,
     always_arguments,
     causal_mask,

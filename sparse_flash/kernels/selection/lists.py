@@ -11,31 +11,15 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.config import SECOND_AXIS
 from ..common.grid import tile_and_batch_head
 from ..launch.launch import launch
-from .tiles import Round, SelectionSizes, VisitedBlocks, padded_count
+from .division import Rounds, SelectionSizes, padded_count
+from .tiles import VisitedBlocks
 
 _UNKNOWN = tl.constexpr(0x7FFFFFFF)  # above every key of a sort
 _CUT = tl.constexpr(1 << 30)
 _CHOICES_TOGETHER = 32  # that one program of ``selection_keys_kernel`` reads
-# Below this block size, a partial result for each query and pick takes longer than visiting the union of a tile's picks.
-_SMALL_BLOCK = 64
-# A tile visits a block that this share of its choices picked. docs/performance/selection.md, "Tile sizes", has the figures of other
-# shares.
-_VISITED_SHARE = 3, 4
-_FORWARD_ROWS = 1024  # of a piece of a list: enough to hide the load of the key block
-# A piece of the backward pass has this many times the mean list of a key block, so few blocks are divided.
-_BACKWARD_MEANS = 2
 _ALWAYS_ROWS = 8192
-
-
-class Rounds(NamedTuple):
-    """heads: batch-heads of a round (batch * kv_heads + key head). choices: of each. all: the rounds."""
-
-    heads: int
-    choices: int
-    all: tuple[Round, ...]
 
 
 class Pieces(NamedTuple):
@@ -61,41 +45,6 @@ class ColumnLists(NamedTuple):
     items: torch.Tensor
     starts: torch.Tensor
     counts: torch.Tensor
-
-
-def visits_all(sizes: SelectionSizes) -> bool:
-    """Whether tiles visit all picks, and none is listed: their rows share a choice, or blocks are small."""
-    return sizes.tiled.choices == 1 or sizes.block < _SMALL_BLOCK
-
-
-def least_choices(sizes: SelectionSizes) -> int:
-    """How many of a tile's choices must pick a block for the tile to visit it."""
-    of, share = sizes.tiled.choices, _VISITED_SHARE
-    return 1 if visits_all(sizes) else max(2, -(-of * share[0] // share[1]))
-
-
-def plan_rounds(sizes: SelectionSizes, bytes_of_entry: int, bytes_of_head: int, workspace: int) -> Rounds:
-    """Returns as few rounds as fit, and as grids allow, whose second axis has the batch-heads and pickers of a round.
-
-    bytes_of_entry: of the partial results of a pick. bytes_of_head: of what does not depend on the choices of a round. workspace:
-    bytes; at least one tile of one batch-head is computed at a time, whatever it takes.
-    """
-    of_choice = sizes.pickers * sizes.slots * bytes_of_entry
-    heads, choices = workspace // max(1, of_choice * sizes.choices + bytes_of_head), sizes.choices
-    if heads == 0 and of_choice > 0:
-        # A whole batch-head's own bytes count as half at most: else long sequences would have nothing for partial results.
-        unit = sizes.tiled.choices
-        fitting = max(unit, (workspace - min(bytes_of_head, workspace // 2)) // of_choice)
-        ranges = -(-choices // fitting)
-        choices = -(-choices // (ranges * unit)) * unit
-    # Rounds with equal numbers of batch-heads.
-    heads = -(-sizes.batch_heads // -(-sizes.batch_heads // min(sizes.batch_heads, SECOND_AXIS // sizes.pickers, max(1, heads))))
-    firsts = [(head, choice) for head in range(0, sizes.batch_heads, heads) for choice in range(0, sizes.choices, choices)]
-    found = (
-        Round(number, head, min(heads, sizes.batch_heads - head), choice, min(choices, sizes.choices - choice), choices)
-        for number, (head, choice) in enumerate(firsts)
-    )
-    return Rounds(heads, choices, tuple(found))
 
 
 @triton.jit
@@ -262,15 +211,3 @@ def divide_lists(begin: torch.Tensor, whole: torch.Tensor, end: torch.Tensor, co
     items = torch.stack([column.to(torch.int32), first, middle, last, number], 2)
     order = (last - first).argsort(dim=1, descending=True, stable=True)
     return Pieces(items.gather(1, order[..., None].expand(items.shape)), torch.nn.functional.pad(ends, (1, 0)))
-
-
-def forward_piece_size(sizes: SelectionSizes) -> int:
-    """Entries of a piece in the forward pass."""
-    return max(1, _FORWARD_ROWS // sizes.rows_of_choice // sizes.tiled.choices) * sizes.tiled.choices
-
-
-def backward_piece_size(sizes: SelectionSizes, rounds: Rounds) -> int:
-    """Entries of a piece in the backward pass."""
-    mean = sizes.pickers * rounds.choices * sizes.slots // sizes.key_blocks
-    unit = sizes.tiled.choices
-    return max(1, _BACKWARD_MEANS * mean // unit) * unit + unit

@@ -11,124 +11,9 @@ import triton
 import triton.language as tl
 
 from ..common.tiles import BlockPositions, where_kept
+from .division import TILE_ROWS
 
-# wgmma begins at 64 rows. Tiles of 128 rows were slower everywhere: docs/performance/selection.md, "Tile sizes".
-ROWS = tl.constexpr(64)
-
-
-class Tiling(NamedTuple):
-    """How queries fill a tile. choices: in a tile. tokens: queries of each choice in a tile. tiles: that a choice takes. Either
-    choices or tiles is 1."""
-
-    choices: int
-    tokens: int
-    tiles: int
-
-
-def tiling(every: int, members: int) -> Tiling:
-    """every: queries that share a choice. members: query heads that do, up to ROWS."""
-    tokens = ROWS.value // members
-    return Tiling(tokens // every, every, 1) if every <= tokens else Tiling(1, tokens, -(-every // tokens))
-
-
-class Round(NamedTuple):
-    """A part of a call, which one launch of each kernel computes: ``heads`` batch-heads (batch * kv_heads + key head) from ``head``
-    on, and of each ``choices`` choices from ``choice`` on. stride: choices from one batch-head to the next, as a round numbers
-    them; the same in all rounds of a call."""
-
-    number: int
-    head: int
-    heads: int
-    choice: int
-    choices: int
-    stride: int
-
-
-class PickedShape(NamedTuple):
-    """Holds the constants that a kernel is compiled for.
-
-    EVERY: queries that share a choice. MEMBERS: query heads that do. PICKERS: choices of a key head, by query. SLOTS: picks of a
-    choice; PADDED: as a power of two. CHOICES, TOKENS, TILES: see ``Tiling``. BLOCK: keys of a picked block. DIM, DIM_V: padded
-    head dims. TILE_N: keys of a step. ALWAYS: the block size of what is always kept, 0 if there is none. WIDTH: of a row of
-    ``VisitedBlocks``. MASSES: whether masses of picked blocks are computed.
-
-    Triton 3.6 takes a field in the list of a shape only by a constant of the function: ``DIM: tl.constexpr = C.DIM``.
-    """
-
-    EVERY: int
-    MEMBERS: int
-    PICKERS: int
-    SLOTS: int
-    PADDED: int
-    CHOICES: int
-    TOKENS: int
-    TILES: int
-    BLOCK: int
-    DIM: int = 0
-    DIM_V: int = 0
-    TILE_N: int = 0
-    ALWAYS: int = 0
-    WIDTH: int = 0
-    MASSES: bool = False
-
-
-class SelectionSizes(NamedTuple):
-    """Sizes of a call. every: queries that share a choice. pickers: choices of a key head, by query. block: keys. Lengths are
-    tokens."""
-
-    batch: int
-    heads: int
-    kv_heads: int
-    q_len: int
-    kv_len: int
-    every: int
-    slots: int
-    pickers: int
-    block: int
-
-    @property
-    def members(self) -> int:
-        """Query heads that share a choice."""
-        return self.heads // (self.kv_heads * self.pickers)
-
-    @property
-    def batch_heads(self) -> int:
-        return self.batch * self.kv_heads
-
-    @property
-    def choices(self) -> int:
-        """The number of choices of a batch-head and picker."""
-        return -(-self.q_len // self.every)
-
-    @property
-    def key_blocks(self) -> int:
-        return -(-self.kv_len // self.block)
-
-    @property
-    def tiled(self) -> Tiling:
-        return tiling(self.every, self.members)
-
-    @property
-    def rows_of_choice(self) -> int:
-        return self.every * self.members
-
-    def integers(self, round: Round) -> tuple[int, ...]:
-        """The kernels' arguments INTEGERS."""
-        of_round = round.head, round.choice, round.stride
-        return *of_round, self.kv_heads, self.q_len, self.kv_len - self.q_len, self.choices, self.key_blocks
-
-    def tiles_of(self, round: Round) -> tuple[int, int]:
-        """The grid of kernels whose programs each compute a tile of queries."""
-        return -(-round.choices // self.tiled.choices) * self.tiled.tiles, round.heads * self.pickers
-
-    def smallest_block(self, always) -> int:
-        """The most keys of a step that is within one block of both tables."""
-        return self.block if always is None else min(self.block, always.block_size)
-
-    def constants(self, *widths: int, always=None, visited: int = 0, masses: bool = False) -> PickedShape:
-        """widths: DIM, DIM_V, TILE_N. always: None or a BlockMask. visited: WIDTH."""
-        shared = self.every, self.members, self.pickers, self.slots, padded_count(self.slots), *self.tiled, self.block
-        return PickedShape(*shared, *widths, always.block_size if always else 0, visited, masses)
+ROWS = tl.constexpr(TILE_ROWS)
 
 
 class SelectionOperands(NamedTuple):
@@ -144,11 +29,6 @@ class SelectionOperands(NamedTuple):
 
 
 INTEGERS = ["first_head", "first_choice", "stride", "kv_heads", "q_len", "offset", "choices", "key_blocks"]
-
-
-def padded_count(count: int) -> int:
-    """The power of two, at least 2, that Triton needs for an axis of ``count``."""
-    return max(2, triton.next_power_of_2(count))
 
 
 def always_arguments(always, by_key: bool, placeholder) -> tuple:

@@ -1,0 +1,84 @@
+"""Random small calls in ``precision="fp8"``, for ``fuzz.py``: against its definition, under the masks of ``fuzz_calls``."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from unittest.mock import patch
+
+import fuzz_calls
+import oracle
+import torch
+
+import sparse_flash as sf
+from sparse_flash import backends
+from sparse_flash.kernels.common.layout import empty_out
+from sparse_flash.kernels.hopper import forward
+from sparse_flash.variant.eight_bits import attention_in_eight_bits
+
+HEAD_DIMS = (64, 64, 128, 128, 40, 72, 96)
+SCALES = ("q_scale", "k_scale", "v_scale")
+STATISTICS = ("mean", "outliers", "rising")  # a mean of k and v; channels of q and k that are larger; scores that rise with the key
+
+
+def draw(seed: int, backend: str) -> fuzz_calls.DrawnCall:
+    """The call of a seed, its ``terms`` of ``STATISTICS``. Raises RuntimeError if the back end does not accept it."""
+    drawn, rng = fuzz_calls._mask(seed // fuzz_calls.CALLS_PER_MASK, backend), random.Random(f"fp8 {seed}")
+    dtypes = (torch.float16, backends.E4M3, *((torch.bfloat16,) if oracle.DEVICE == "cuda" else ()))  # NumPy has no bfloat16
+    head_dim, terms = rng.choice(HEAD_DIMS), tuple(rng.sample(STATISTICS, rng.randint(0, 2)))
+    v_head_dim = head_dim if rng.random() < 0.7 else rng.choice(HEAD_DIMS)
+    changed = {"dtype": rng.choice(dtypes), "head_dim": head_dim, "v_head_dim": v_head_dim, "score_shift": 0.0, "terms": terms}
+    call = replace(fuzz_calls._drawn(seed, backend, drawn), **changed)
+    q, k, v, _ = (torch.empty(size, dtype=call.dtype, device=oracle.DEVICE) for size in fuzz_calls._shapes(call))
+    block_size = None if drawn.mask is None or drawn.mask.keeps_all else drawn.mask.block_size
+    if reason := backends.get_backend(backend).supports(backends.Call.from_tensors(q, k, v, block_size, precision="fp8")):
+        raise RuntimeError(f"{backend} does not take {call}: {reason}")
+    return call
+
+
+def failure(call: fuzz_calls.DrawnCall) -> str | None:
+    """Runs a call. Returns what is wrong with its results, or None. Other exceptions pass through."""
+    generator, eight = torch.Generator(oracle.DEVICE).manual_seed(call.seed), call.dtype == backends.E4M3
+    with torch.device(oracle.DEVICE):
+        q, k, v = (
+            oracle.tensor(size, layout, dtype=torch.float16 if eight else call.dtype, generator=generator)
+            for size, layout in zip(fuzz_calls._shapes(call)[:3], call.layouts, strict=False)
+        )
+    if "mean" in call.terms:
+        k, v = k + 1, v + 0.5
+    if "outliers" in call.terms:
+        q[..., ::32] *= 4
+        k[..., ::32] *= 4
+    if "rising" in call.terms:
+        oracle.rising(q, k, call.scale, 50.0)
+    scales = tuple(x.float().abs().amax((2, 3)) / 448 for x in (q, k, v)) if eight else None
+    if scales:
+        q, k, v = ((x / of_heads[..., None, None]).to(call.dtype) for x, of_heads in zip((q, k, v), scales, strict=True))
+    options = {"scale": call.scale, "precision": "fp8", "backend": call.backend, "return_lse": True}
+    options |= dict(zip(SCALES, scales, strict=True)) if scales else {}
+    with fuzz_calls._launches(call), patch.object(forward, "empty_out", _empty_out):
+        out, lse = sf.attention(q, k, v, call.drawn.mask, **options)
+    scale = call.head_dim**-0.5 if call.scale is None else call.scale
+    wanted, wanted_lse = attention_in_eight_bits(q, k, v, call.drawn.kept, scale, scales)
+    some = ~wanted_lse.isneginf()
+    if not torch.equal(lse.isneginf(), ~some) or out[~some].any():
+        return "rows without keys are not 0 with lse -inf, or others are"
+    if not some.any():
+        return None
+    # Sums in another order round some k or v the other way, by up to 1/8, and some weights in any case. A GPU's sums of products in
+    # e4m3 keep about 13 bits.
+    off, of_sums = (out.double() - wanted).abs(), 2**-13 * wanted_lse[some].abs().max().item()
+    largest = (v.double().abs().amax((2, 3)) * (scales[2] if scales else 1)).max()
+    found = {
+        "out": off.norm() / wanted.norm(),
+        "its largest error": off.max() / largest,
+        "lse": (lse - wanted_lse)[some].abs().max(),
+    }
+    allowed = {"out": 4e-3 if eight else 2e-2, "its largest error": 1 / 8, "lse": 1 / 8 if eight else 1 / 4}
+    wrong = [f"{name} is off by {error:.3g}" for name, error in found.items() if not error <= allowed[name] + of_sums]
+    return "; ".join(wrong) or None
+
+
+def _empty_out(q: torch.Tensor, v_head_dim: int) -> torch.Tensor:
+    """out as kernels allocate it; for e4m3 on a CPU in float16, as NumPy has no bfloat16."""
+    return empty_out(q.half() if q.dtype == backends.E4M3 and q.device.type == "cpu" else q, v_head_dim)
