@@ -54,9 +54,9 @@ def describe_decode(
 
 
 class ChoiceSizes(NamedTuple):
-    """Sizes of a choice. A chooser compares ``rows`` of queries with ``columns`` of keys, of all heads of a sequence, where a row and a column
-    are ``span`` tokens each and ``seen`` is the share of the pairs. blocks: (of queries, of keys). means: whether rows or columns
-    are means of tokens. budget: whether heads compete, so that a row has the scores of all."""
+    """Sizes of a choice. A chooser compares ``rows`` of queries with ``columns`` of keys, of all heads of a sequence. A row and a
+    column are ``span`` tokens each, and ``seen`` is the share of the pairs. blocks: (of queries, of keys). means: whether rows or
+    columns are means of tokens. budget: whether heads compete, so that a row has the scores of all."""
 
     rows: int
     columns: int
