@@ -30,6 +30,7 @@ from sparse_flash.kernels.hopper import configs as hopper_configs
 from sparse_flash.kernels.hopper import forward as hopper_forward
 from sparse_flash.kernels.hopper.backward_arguments import BackwardPointers
 from sparse_flash.kernels.hopper.descriptors import EIGHT_BIT_LAYOUTS, FLOAT_LAYOUT, ROW_LAYOUT, TILE_LAYOUT
+from sparse_flash.kernels.hopper.division import plain_backward_config
 from sparse_flash.kernels.hopper.scheduler import TablePointers
 from sparse_flash.kernels.launch.launch import FUSED
 from sparse_flash.kernels.launch.replay import parameter_sizes, parameter_types
@@ -319,7 +320,7 @@ def of_the_tests() -> Iterator[Callable[[], dict]]:
     for sparse in (False, True):
         yield _of_hopper("forward", FORWARD, hopper_configs.FORWARD[128], 96, sparse, split=sparse)
     for option in ("added", "split", "fixed"):
-        yield _of_hopper("backward", BACKWARD, hopper_configs.BACKWARD[128], 96, True, **{option: True})
+        yield _of_hopper("backward", BACKWARD, hopper_configs.PAIRED_BACKWARD[128], 96, True, **{option: True})
     yield from of_wide_forward()
     yield from of_wide_backward()
 
@@ -350,7 +351,7 @@ def of_small_blocks() -> Iterator[Callable[[], dict]]:
 
 def of_hopper(dim: int) -> Iterator[Callable[[], dict]]:
     forward = FORWARD, hopper_configs.FORWARD[dim], dim
-    backward = BACKWARD, hopper_configs.BACKWARD[dim], dim
+    backward = BACKWARD, plain_backward_config(dim, dim, 128), dim
     for sparse in (False, True):
         for split in (False, True):
             yield _of_hopper("forward", *forward, sparse, split=split)

@@ -33,7 +33,7 @@ from .backward_arguments import (
 )
 from .backward_rows import bound_kernel, combine_columns_kernel, finish_kernel, prepare_kernel
 from .backward_to_128 import backward_to_128
-from .configs import BackwardConfig, backward_config, variant_backward_config
+from .configs import BackwardConfig, variant_backward_config
 from .descriptors import FLOAT_LAYOUT, ROW_LAYOUT, gluon_descriptor, table_pointers, tile_queue
 from .division import blocks_by_document, heads_together, plain_backward_config
 from .dropout import new_dropout
@@ -300,7 +300,7 @@ def _workspace(q, k, v, tables, deterministic: bool, of_variant: HopperVariant) 
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     dim, dim_v = padded_head_dim(head_dim), padded_head_dim(v.shape[3])
-    keys = backward_config(dim, tables and tables.block_size).keys
+    keys = _config(q, v, tables, of_variant).keys_per_part
     block_size = tables.block_size if tables else keys
     padded_q, padded_kv = (triton.cdiv(length, block_size) * block_size for length in (q_len, kv_len))
     if tables and tables.starts is not None:

@@ -120,7 +120,9 @@ def _add_weights(p, own, tile, state, step, last, turn, begin, end, exists, stre
         if p.dropout.ENABLED or p.scoring.SCORED:
             position = first_query(p, tile, entry, end, exists)
         # P = exp2(S - lse), where the previous step has computed (1) S = Q K^T
-        weights = scores_to_weights(p, tile, scores, load_lse(p, step, score_layout), words, existing, stream, terms, position, KIND)
+        weights = scores_to_weights(
+            p, tile, scores, load_lse(p, step, score_layout), words, existing, stream, terms, position, KIND
+        )
         operand = gl.convert_layout(round_weights(p, weights), operand_layout)
         if p.scoring.SIGNED:
             ones = gl.full([p.SHAPE.KEYS, p.SHAPE.QUERIES], 1.0, gl.float32, layout=score_layout)
