@@ -1,5 +1,5 @@
-"""Hopper's backward kernel where two warp groups share a tile's keys, run on a CPU as in ``test_hopper_on_cpu``: head_dim 129 to
-256, and values narrower than keys. Out and lse are the reference's, so nothing here depends on a forward kernel."""
+"""Hopper's backward kernels, run on a CPU as in ``test_hopper_on_cpu``: those in which two warp groups have roles of their own, for
+head_dim 65 to 256, and values narrower than keys. Out and lse are the reference's, so nothing here depends on a forward kernel."""
 
 import fuzz_calls
 import pytest
@@ -21,6 +21,7 @@ pytestmark = [
 ]
 
 NARROWER = (192, 128), (256, 72)
+TO_128 = (128, 128), (96, 96)
 
 
 def inputs(head_dim, v_head_dim, q_len, kv_len, heads=2, kv_heads=1, batch=1):
@@ -74,12 +75,12 @@ MASKS = {
 
 
 # Sums are repeatable, and heads share keys, under half of the masks for each head_dim, and in half of the head_dims for each mask.
-WIDE = enumerate([(256, 256), (192, 192), *NARROWER])
-OF_WIDE = [(*dims, name, (i + j) % 2 == 1) for i, dims in WIDE for j, name in enumerate(MASKS)]
+HEAD_DIMS = enumerate([(256, 256), (192, 192), *NARROWER, *TO_128])
+CALLS = [(*dims, name, (i + j) % 2 == 1) for i, dims in HEAD_DIMS for j, name in enumerate(MASKS)]
 
 
-@pytest.mark.parametrize("head_dim, v_head_dim, name, deterministic", OF_WIDE)
-def test_gradients_of_wide_heads_are_right(head_dim, v_head_dim, name, deterministic):
+@pytest.mark.parametrize("head_dim, v_head_dim, name, deterministic", CALLS)
+def test_gradients_are_right(head_dim, v_head_dim, name, deterministic):
     spec, q_len, kv_len, block_size = MASKS[name]
     mask = spec and sf.compile_mask(spec, q_len, kv_len, block_size)
     tensors = inputs(head_dim, v_head_dim, q_len, kv_len, kv_heads=1 if deterministic else 2)
@@ -92,7 +93,7 @@ def test_head_dims_between_are_padded(head_dim):
 
 
 @pytest.mark.parametrize("kv_heads", (1, 2))
-@pytest.mark.parametrize("head_dim, v_head_dim", [(256, 256), *NARROWER])
+@pytest.mark.parametrize("head_dim, v_head_dim", [(256, 256), *NARROWER, *TO_128])
 def test_splits_of_heavy_columns_are_combined(head_dim, v_head_dim, kv_heads):
     with heavy_rows_split():
         mask = sf.compile_mask("causal | sinks(130)", 512, 512, 128)
