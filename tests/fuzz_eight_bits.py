@@ -65,16 +65,17 @@ def failure(call: fuzz_calls.DrawnCall) -> str | None:
         return "rows without keys are not 0 with lse -inf, or others are"
     if not some.any():
         return None
-    # Sums in another order round some k or v the other way, by up to 1/8, and some weights in any case. A GPU's sums of products in
-    # e4m3 keep about 13 bits.
-    off, of_sums = (out.double() - wanted).abs(), 2**-13 * wanted_lse[some].abs().max().item()
+    # Sums in another order round some k or v the other way, by up to 1/8, and some weights in any case. Hopper GPUs cut sums of
+    # products in e4m3 to about 13 bits, so large scores come out too low, by up to 2^-10.4 of themselves (seen on an H200; the
+    # definition with such errors differs as much). of_sums is two thirds of that; the limits below hold the rest.
+    off, of_sums = (out.double() - wanted).abs(), 2**-11 * wanted_lse[some].abs().max().item()
     largest = (v.double().abs().amax((2, 3)) * (scales[2] if scales else 1)).max()
     found = {
         "out": off.norm() / wanted.norm(),
         "its largest error": off.max() / largest,
         "lse": (lse - wanted_lse)[some].abs().max(),
     }
-    allowed = {"out": 4e-3 if eight else 2e-2, "its largest error": 1 / 8, "lse": 1 / 8 if eight else 1 / 4}
+    allowed = {"out": 8e-3 if eight else 2e-2, "its largest error": 1 / 8, "lse": 1 / 8 if eight else 1 / 4}
     wrong = [f"{name} is off by {error:.3g}" for name, error in found.items() if not error <= allowed[name] + of_sums]
     return "; ".join(wrong) or None
 
