@@ -181,7 +181,9 @@ def explain(
     spec: Spec,
     q_len: Annotated[int | None, _q_len_option(65536)] = None,
     kv_len: KvLen = None,
-    block_size: BlockSize = 128,
+    block_size: Annotated[
+        int | None, typer.Option("--block-size", help="Tokens on a side of a block: 128 by default, or the chooser's own.")
+    ] = None,
     heads: Annotated[int, typer.Option(help="Query heads that share the mask.")] = 8,
     head_dim: Annotated[int, typer.Option("--head-dim", help="Elements of a head.")] = 128,
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
@@ -197,28 +199,23 @@ def explain(
 ) -> None:
     """Prints what a mask costs, what it saves, and what it can see."""
     import sparse_flash
+    from sparse_flash.backends import E4M3
     from sparse_flash.masks.chooser import has_choosers
-    from sparse_flash.tools.cost import E4M3
     from sparse_flash.tools.explain import DEFAULT_LEN, Explanation
     from sparse_flash.tools.explain import explain as explain_mask
     from sparse_flash.tools.explain_video import explain_video
     from sparse_flash.tools.figures import size_text
 
     with user_errors(), stages("compiling", "counting") as begin:
-        call: dict[str, Any] = {"batch": batch, "kv_heads": kv_heads, "v_head_dim": v_head_dim, "device": device}
-        call |= {
-            "dtype": E4M3 if dtype == "e4m3" else dtype_of(dtype),
-            "deterministic": deterministic,
-            "page_size": page_size,
-            "density": density,
-        }
+        of_dtype = E4M3 if dtype == "e4m3" else dtype_of(dtype)
+        call: dict[str, Any] = {"batch": batch, "kv_heads": kv_heads, "v_head_dim": v_head_dim, "dtype": of_dtype}
+        call |= {"deterministic": deterministic, "device": device, "density": density, "page_size": page_size}
         begin()
         if has_choosers(spec):
-            begin()
-            figures = explain_mask(spec, heads, head_dim, **call, q_len=q_len, kv_len=kv_len)
+            figures = explain_mask(spec, heads, head_dim, **call, q_len=q_len, kv_len=kv_len, block_size=block_size)
             pattern, compiled = sparse_flash.parse(spec), ""
         else:
-            pattern, mask, seconds = _compile_spec(spec, q_len, kv_len, block_size, DEFAULT_LEN)
+            pattern, mask, seconds = _compile_spec(spec, q_len, kv_len, 128 if block_size is None else block_size, DEFAULT_LEN)
             compiled = f", compiled in {seconds:.3f} s"
             begin()
             figures = explain_mask(mask, heads, head_dim, **call)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..backends import hopper, triton
+from ..backends import E4M3, hopper, triton
 from ..choosers.features import features_of
 from ..kernels.cost import hopper as hopper_kernels
 from ..kernels.cost import portable as portable_kernels
@@ -19,8 +19,6 @@ from ..masks.chooser import Chooser, HeadChoice, is_causal
 from ..masks.grid import BlockGrid
 from ..selection import hopper as hopper_selection
 from ..selection.block_selection import BlockSelection
-
-E4M3 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
@@ -151,10 +149,12 @@ def selection_refusal(selection: BlockSelection, heads: int, dtype: torch.dtype,
     """Returns why the time of attention over picked blocks is not predicted, or None."""
     if reason := refusal(selection, dtype, head_dim, v_head_dim):
         return reason
+    if selection.always is not None:
+        return "selections without always are"
     if selection.q_len <= triton.FEW_QUERIES:
         return None
-    if selection.always is not None or v_head_dim != head_dim or selection.block_size < 64:
-        return "selections of blocks of 64 keys and more are, without always, with v of the head_dim of q"
+    if v_head_dim != head_dim or selection.block_size < 64:
+        return "selections of blocks of 64 keys and more are, with v of the head_dim of q"
     if (members := heads // selection.heads) > TILE_ROWS:
         return f"up to {TILE_ROWS} query heads that share a choice are; got {members}"
     return None

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..backends import hopper, triton
+from ..backends import E4M3, hopper, triton
 from ..dispatch.flops import forward_flops
 from ..kernels.common.config import padded_head_dim
 from ..kernels.cost.model import AttentionSizes
@@ -25,7 +25,7 @@ from ..masks.table import FullBlocks, PartialBlocks
 from ..masks.tiles import decode_tiles
 from ..selection.block_selection import BlockSelection
 from ..variant.variant import check_counts
-from .cost import E4M3, Prediction, chip_named, predict, predict_selection, refusal, selection_refusal, time_lines, with_choice
+from .cost import Prediction, chip_named, predict, predict_selection, refusal, selection_refusal, time_lines, with_choice
 from .explain_selection import SelectionExplanation, explain_selection
 from .explain_video import VideoExplanation, explain_video
 from .figures import explanation_text, flops_text, ratio_text, share_text, size_text
@@ -314,10 +314,13 @@ def explain(
         if density is not None:
             raise ValueError(f"density must come with an expression with a chooser; got {density} and another mask; leave it out")
         mask, pattern = resolve_mask(mask, q_len, kv_len, block_size, DEFAULT_LEN)
-    if page_size is not None and mask.q_len > triton.FEW_QUERIES:
+    if page_size is not None and (choice or mask.q_len > triton.FEW_QUERIES):
+        beside = "a chooser" if choice else f"{mask.q_len} queries"
         raise ValueError(
-            f"page_size must come with up to {triton.FEW_QUERIES} queries, which read a cache; got {mask.q_len} queries"
+            f"page_size must come with up to {triton.FEW_QUERIES} queries, without a chooser; got {page_size} and {beside}"
         )
+    if page_size is not None and (page_size < 1 or page_size & (page_size - 1)):
+        raise ValueError(f"page_size must be a power of two, as attention_decode takes it; got {page_size}")
     kv_heads = heads if kv_heads is None else kv_heads
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
     _check_call(mask, dtype, batch, heads, kv_heads, head_dim, v_head_dim)

@@ -121,6 +121,7 @@ def test_few_queries_under_a_selection_take_the_time_of_a_step_of_decoding():
         (drawn_selection(), {"dtype": torch.float32}, "calls of float16"),
         (drawn_selection(), {"heads": 256}, "up to 64 query heads that share a choice"),
         (drawn_selection(always="sinks(4)"), {}, "without always"),
+        (drawn_selection(q_len=64, always="sinks(4)"), {}, "without always"),
     ],
 )
 def test_explain_says_why_a_selection_is_not_predicted(selection, changed, said):
@@ -165,6 +166,9 @@ def test_a_chooser_whose_density_is_not_known_is_an_error(spec, density, said):
     [
         ({"density": 0.1}, "density must come with an expression with a chooser"),
         ({"page_size": 64}, "page_size must come with up to 64 queries"),
+        ({"page_size": 64, "mask": "causal & sampled(8, keep=0.1)", "q_len": 64}, "got 64 and a chooser"),
+        ({"page_size": 48, "q_len": 1, "kv_len": 2048}, "page_size must be a power of two"),
+        ({"page_size": 0, "q_len": 1, "kv_len": 2048}, "page_size must be a power of two"),
         ({"mask": "causal & (sampled(8, keep=0.1) | sinks(64))", "block_size": 64}, "block_size must be the chooser's"),
     ],
 )
@@ -217,13 +221,24 @@ def test_the_command_prints_predicted_times(arguments, said):
 
 
 def test_shipped_constants_predict_kept_results():
-    """Passes over 100 us that do not wait for the host: half are within 3 %, nine in ten within 8 %, and all but three within 20 %.
-    docs/performance/predicted.md names the three. The constants were fitted to all of them."""
+    """Passes over 100 us that do not wait for the host: half are within 3 %, nine in ten within 8 %, and all but two within 20 %.
+    docs/performance/predicted.md names the two. The constants were fitted to all of them."""
     known = chips.known_chips()
     samples = [one for name in fit_cost.FILES for one in fit_cost.read_samples(fit_cost.RESULTS / name)]
     errors = [(sample.error(known[gpu]), sample) for gpu, sample in samples]
     sizes = np.sort([abs(error) for backward in (False, True) for error, _ in fit_cost.split_errors(errors, backward)[0]])
-    assert len(sizes) > 500 and np.median(sizes) <= 0.03 and np.quantile(sizes, 0.9) <= 0.08 and sizes[-4] <= 0.2
+    assert len(sizes) > 500 and np.median(sizes) <= 0.03 and np.quantile(sizes, 0.9) <= 0.08 and sizes[-3] <= 0.2
+
+
+def blind_cell(name: str) -> str:
+    """Returns the last column of a row of the table in docs/performance/predicted.md."""
+    page = (Path(__file__).parents[2] / "docs" / "performance" / "predicted.md").read_text()
+    return next(line for line in page.splitlines() if line.startswith(f"| {name} |")).split(" | ")[-1].removesuffix(" |")
+
+
+def short_cell(off: list[float]) -> str:
+    """off: microseconds."""
+    return f"{sum(us <= 10 for us in off)} of {len(off)}, {max(off):.0f} us at most"
 
 
 def test_errors_on_rows_drawn_after_the_fit_are_those_on_the_page():
@@ -231,15 +246,26 @@ def test_errors_on_rows_drawn_after_the_fit_are_those_on_the_page():
     path = fit_cost.RESULTS / "cost" / "h200-2026-11-27-drawn-2.json"
     assert str(path.relative_to(fit_cost.RESULTS)) not in fit_cost.FILES
     errors = fit_cost.known_errors(json.loads(path.read_text()))["NVIDIA H200"]
-    page = (Path(__file__).parents[2] / "docs" / "performance" / "predicted.md").read_text()
-    row = next(line for line in page.splitlines() if line.startswith("| [93, seed 2]"))
     (forward, none), (bound, waiting) = (fit_cost.split_errors(errors, backward) for backward in (False, True))
-    groups = [Errors.of(group) for group in (forward, bound + waiting, bound, waiting)]
     short = [abs(error * sample.us) for error, sample in errors if sample.us < LEAST_US]
-    said = [f"{100 * one.median:.1f}, {100 * one.p90:.1f}, {100 * one.largest:.1f} %" for one in groups]
-    assert row.split(" | ")[1:] == [*said, f"{sum(us <= 10 for us in short)} of {len(short)} |"] and not none
+    groups = {"masks, H200, forward": forward, "masks, H200, backward": bound, "the same, waiting for the host": waiting}
+    for name, group in groups.items():
+        one = Errors.of(group)
+        assert blind_cell(name) == f"{len(group)}: {100 * one.median:.1f}, {100 * one.p90:.1f}, {100 * one.largest:.1f}"
+    assert blind_cell("shorter passes") == short_cell(short) and not none
     by_hopper = [[(e, s) for e, s in group if not s.launch.family.portable] for group in (forward, bound)]
     assert all(one.median <= 0.05 and one.p90 <= 0.15 and one.largest <= 0.3 for one in map(Errors.of, by_hopper))
+
+
+def test_errors_on_steps_drawn_after_the_fit_are_those_on_the_page():
+    name = "cost/h200-2026-11-27-calls-2.json"
+    assert name not in fit_factors.FILES
+    errors = [
+        (sample.error(chips.known_chips()[chip.name]), sample.us)
+        for chip, sample in fit_factors.read_samples(fit_cost.RESULTS / name)
+    ]
+    assert blind_cell("shorter steps, H200") == short_cell([abs(error * us) for error, us in errors if us < 100])
+    assert [blind_cell("decoding e4m3, H200")] == [f"1: {100 * abs(error):.1f}" for error, us in errors if us >= 100]
 
 
 def test_shipped_constants_predict_results_that_they_were_not_fitted_to():

@@ -133,11 +133,7 @@ def _describe_backward(picks: np.ndarray, sizes: SelectionSizes, dim: int, chip:
     longest = sum(_longest_program(picks, sizes, round, most, parts, chip.multiprocessors) for round in rounds.all)
     rows = int((picks >= 0).sum()) * sizes.rows_of_choice * parts
     amounts = {
-        "products": longest
-        * sizes.rows_of_choice
-        * keys
-        * (10 * dim + _WEIGHT)
-        / chip.flops_per_us,  # of the program with the most
+        "products": longest * sizes.rows_of_choice * keys * (10 * dim + _WEIGHT) / chip.flops_per_us,
         "sums of dQ": 0.0 if visits_all else rows * 4 * dim / chip.bytes_per_us,  # written and read
         "rounds": float(len(rounds.all)),
     }
