@@ -1,4 +1,5 @@
-"""The backward pass for Hopper at head_dim 33 to 128. One pass over key tiles computes dK and dV, and accumulates dQ.
+"""The backward pass for Hopper at head_dim 33 to 64, and to 128 in blocks of 64 or with a variant. One pass over key tiles computes
+dK and dV, and accumulates dQ.
 
 Programs are persistent. Each has a scheduler warp, a loading warp, eight computing warps and a sending warp. The sending warp hands
 results to TMA, which adds tiles of dQ to an fp32 array in global memory. Scores are transposed, with keys along rows, so that the
