@@ -108,8 +108,8 @@ class Chip:
         return Times(*(time * measured / guessed for time, measured, guessed in of_nearest))
 
     def factors_of(self, kind: str) -> Mapping[str, float]:
-        """Returns the factors of a kind of calls: this chip's, or without a measurement those of a shipped chip, as amounts are
-        relative to a chip's rates."""
+        """Returns the factors of a kind of calls. If this chip has none, they are a shipped chip's: amounts are relative to a
+        chip's rates, so factors of chips are alike."""
         return self.factors.get(kind) or next(chip.factors[kind] for chip in shipped_chips().values() if kind in chip.factors)
 
     def _guess(self, family: KernelFamily) -> Times:

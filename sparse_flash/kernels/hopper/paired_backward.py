@@ -8,8 +8,8 @@ Up to head_dim 128, each group computes half of dQ's columns. In a step's order 
 shared memory during dK's product, which reads only one operand there. From 129 on, dQ has three pieces of 64 columns, and the
 groups alternate in computing the third. In shared memory, q and k are then three tiles of 64 columns, without zeros.
 
-The gradients of scores have two stages and no barriers that release them: a group stores those of step n + 2 after those of the
-other group for n + 1 are there. By then the other group has waited for its dQ of step n.
+The gradients of scores have two stages. No barrier releases a stage: a group stores its gradients of step n + 2 only after the
+other group has stored its gradients of step n + 1. By then the other group has waited for its dQ of step n.
 """
 
 from triton.experimental import gluon
