@@ -194,8 +194,12 @@ def explain(
     device: Annotated[
         str | None, typer.Option(help="The GPU whose time is predicted, such as h100 or h200; the current one by default.")
     ] = None,
-    density: Annotated[float | None, typer.Option(help="The share of the blocks that a chooser keeps, such as 0.15.")] = None,
-    page_size: Annotated[int | None, typer.Option("--page-size", help="Tokens of a page of the cache, for few queries.")] = None,
+    density: Annotated[
+        float | None, typer.Option(help="The share of the blocks, in (0, 1], that a chooser keeps; not with keep=, budget=.")
+    ] = None,
+    page_size: Annotated[
+        int | None, typer.Option("--page-size", help="Tokens of a page of the cache, a power of two, for up to 64 queries.")
+    ] = None,
 ) -> None:
     """Prints what a mask costs, what it saves, and what it can see."""
     import sparse_flash

@@ -95,7 +95,8 @@ def chip_named(device: str | torch.device | None) -> Chip | None:
 def refusal(mask: BlockMask | BlockSelection, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
     """Returns why the time of such calls is not predicted, or None."""
     if dtype not in hopper.DTYPES and not (dtype == E4M3 and mask.q_len <= triton.FEW_QUERIES):
-        return f"calls of float16 and bfloat16 are; got {str(dtype).removeprefix('torch.')}"
+        few = f", and over caches of e4m3 with up to {triton.FEW_QUERIES} queries" if dtype == E4M3 else ""
+        return f"calls of float16 and bfloat16 are{few}; got {str(dtype).removeprefix('torch.')}"
     if (widest := max(head_dim, v_head_dim)) > triton.MAX_HEAD_DIM:
         return f"calls of head_dim up to {triton.MAX_HEAD_DIM} are; got {widest}"
     return None
@@ -199,7 +200,7 @@ def with_choice(time: Prediction, choice: HeadChoice, grid: BlockGrid, sizes: At
     """Returns the time of attention with the time of its choice by one chooser, or why that is not predicted."""
     work = describe_chooser(choice.choosers[0], grid, is_causal(choice.within), sizes, chip)
     if work is None:
-        return f"choices by {choice.choosers[0]} are not"
+        return f"choices by comparing queries with keys are; got {choice.choosers[0]}"
     return replace(time, choice=predict_work(work, chip))
 
 

@@ -18,6 +18,7 @@ from ..kernels.cost.model import AttentionSizes
 from ..kernels.hopper.configs import backward_config
 from ..masks.block_mask import BlockMask
 from ..masks.chooser import has_choosers
+from ..masks.fit import named_len
 from ..masks.grid import BlockGrid
 from ..masks.parsing import parse
 from ..masks.pattern import Pattern
@@ -294,21 +295,24 @@ def explain(
     which has other figures: how much is picked, and how alike neighbouring queries pick; heads is a multiple of its heads. Or an
     expression with one chooser: the figures are those of blocks drawn at random, and the time has that of the choice.
     q_len, kv_len, block_size: lengths for compiling a pattern, in tokens; as many as the pattern names or 65,536, q_len and 128 by
-    default. A BlockMask and a BlockSelection have their own.
+    default; a chooser has its own block. A BlockMask and a BlockSelection have their own.
     heads: query heads that share the mask. head_dim: elements. dtype: of q, k and v. kv_heads: heads of keys and values, None for
     as many as query heads. v_head_dim: of v and out, None for head_dim. deterministic: bitwise repeatable gradients, which take
     more memory on Hopper. device: the GPU whose time is predicted: one of this machine, or the name of one that was measured, such
-    as "h200"; None for the current GPU, if there is one. Raises ValueError for a mask or pattern that differs over batch or heads.
-    density: with a chooser, the share of the blocks that it and what stands beside it keep; None for that of its keep= or budget=.
-    page_size: of a cache of keys and values in pages, for calls of up to 64 queries, whose time is ``attention_decode``'s; dtype is
-    then the cache's, and may be torch.float8_e4m3fn, with a scale for each head or page.
+    as "h200"; None for the current GPU, if there is one.
+    density: with a chooser, the share of the blocks that are kept in all, in (0, 1]; None for that of its keep= or budget=.
+    Up to 64 queries, the time is that of ``attention_decode``, and dtype is the cache's: it may be torch.float8_e4m3fn, with a
+    scale for each head or page. page_size: tokens of a page of such a cache, a power of two; None if it has no pages.
+
+    Raises ValueError for a mask or pattern that differs over batch or heads; for several choosers, or one whose rule says no
+    density if there is none; for block_size or page_size beside a chooser; and for page_size with more queries.
     """
     given = parse(mask) if isinstance(mask, str) else mask
     choice = None
     if isinstance(given, Pattern) and has_choosers(given):
         if block_size is not None:
             raise ValueError(f"block_size must be the chooser's block=; got {block_size} beside {given}; leave it out")
-        mask, choice = draw_chosen_mask(given, DEFAULT_LEN if q_len is None else q_len, kv_len, density)
+        mask, choice = draw_chosen_mask(given, named_len(given, DEFAULT_LEN) if q_len is None else q_len, kv_len, density)
         pattern = str(given)
     else:
         if density is not None:

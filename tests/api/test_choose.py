@@ -786,7 +786,6 @@ def _varlen(spec):
     "call",
     [
         lambda spec: sf.compile_mask(spec, 100),
-        lambda spec: sf.explain(spec, 100),
         lambda spec: sf.draw(spec, q_len=100),
         lambda spec: sf.attention_decode(Q[:, :, :1], Q, Q, spec),
         lambda spec: sf.attention_decode(Q[:, :, :1], Q, Q, spec, kv_lens=torch.tensor([50])),

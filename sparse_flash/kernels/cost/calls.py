@@ -19,7 +19,8 @@ from .chips import Chip
 from .model import HOST_US, AttentionSizes, CallWork
 
 _SCORES_HELD = 1 << 15  # scores of a row that a rule reads once: kernels/choosers/rules
-_SLOTS, _STEP_US = 2, 1.0  # of a call of few queries: programs that share a multiprocessor, and a step whose loads nothing hides
+# Calls of few queries: programs that share a multiprocessor; microseconds of a step whose loads overlap nothing.
+_SLOTS, _STEP_US = 2, 1.0
 _WEIGHT = 128  # operations in whose time a pair's weight is computed
 # Microseconds of the host, of a call under a selection, forward and backward, and of a choice: beside some thirty launches.
 _SELECTION_HOST_US, _CHOICE_HOST_US = (1500.0, 2300.0), 1000.0
@@ -30,8 +31,9 @@ def describe_decode(
 ) -> CallWork:
     """Returns the work of a call of few queries over a cache.
 
-    keys: that a sequence's queries read of each key head. block_size: of the table or of picks, None without. picked: whether each
-    query has a choice of its own. e4m3: whether the cache is. page: tokens of its pages, 0 for none.
+    keys: how many keys the queries of a sequence read in each key head. block_size: of the table or of the picks, None without
+    either. picked: whether each query has a choice of its own. e4m3: whether the cache is in e4m3. page: tokens of its pages, 0 if
+    it has none.
     """
     group = sizes.heads // sizes.kv_heads
     rows, apart = (group, sizes.q_len) if picked else (group * sizes.q_len, 1)
@@ -45,7 +47,8 @@ def describe_decode(
     read = sizes.batch * sizes.kv_heads * keys * of_key
     us = read / chip.bytes_per_us
     in_turn = -(-steps // splits) * -(-tiles * splits // slots)  # steps of a slot, one after the other
-    waits = float(in_turn) if e4m3 else max(0.0, in_turn * _STEP_US - us)  # instructions bound e4m3
+    # In e4m3 a count, as instructions bound steps; otherwise the microseconds that loads do not hide.
+    waits = float(in_turn) if e4m3 else max(0.0, in_turn * _STEP_US - us)
     merges = -(-splits // combined_at_a_time(stored, padded_head_dim(sizes.v_head_dim))) if splits > 1 else 0
     amounts = {"launch": 1.0, "merging splits": merges, "keys and values": us, "tables": us if block_size else 0.0}
     amounts |= {"steps": waits, "rows past 16": in_turn * (config.tile_m / 16 - 1)}
@@ -73,7 +76,7 @@ def describe_choice(choice: ChoiceSizes, sizes: AttentionSizes, chip: Chip) -> C
     pairs = heads * choice.rows * choice.columns * choice.seen / (chip.multiprocessors * chip.flops_per_us)
     products, scores = 2 * choice.span * sizes.head_dim * pairs, heads * q_blocks * kv_blocks / chip.bytes_per_us
     padded = (sizes.heads if choice.budget else 1) * kv_blocks
-    searches = 32 if padded > _SCORES_HELD else 0  # that read a row's scores again
+    searches = 32 if padded > _SCORES_HELD else 0  # reads of a row's scores beyond the first
     tokens = sizes.batch * (sizes.heads * sizes.q_len + sizes.kv_heads * sizes.kv_len)
     amounts = {
         "launches": 1.0,
@@ -130,7 +133,7 @@ def _describe_backward(picks: np.ndarray, sizes: SelectionSizes, dim: int, chip:
     visits_all = division.visits_all(sizes)
     rounds = division.plan_backward(sizes, dim, dim, 2, keys, not visits_all)
     most, parts = division.backward_piece_size(sizes, rounds), sizes.block // keys
-    longest = sum(_longest_program(picks, sizes, round, most, parts, chip.multiprocessors) for round in rounds.all)
+    longest = sum(_longest_program(picks, sizes, one, most, parts, chip.multiprocessors) for one in rounds.all)
     rows = int((picks >= 0).sum()) * sizes.rows_of_choice * parts
     amounts = {
         "products": longest * sizes.rows_of_choice * keys * (10 * dim + _WEIGHT) / chip.flops_per_us,

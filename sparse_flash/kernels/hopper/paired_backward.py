@@ -128,7 +128,7 @@ def _add_steps(p, own, other, tile, state, step, turn, begin, end, exists, zeros
     """Adds steps begin .. end - 1, all of one kind, to the group's dK and dV, and to dQ, for head_dim up to 128. tile: the part of
     the tile from the group's keys on. state: (dV, dK)."""
     dv, dk = state
-    PRODUCTS: gl.constexpr = len(dk)  # hardware products that make one product here
+    PRODUCTS: gl.constexpr = len(dk)  # hardware products that make one product; v has as many columns as q and k
     dtype: gl.constexpr = p.q.data.dtype
     score_layout: gl.constexpr = zeros.type.layout
     column: gl.constexpr = gl.SliceLayout(0, score_layout)
@@ -142,14 +142,15 @@ def _add_steps(p, own, other, tile, state, step, turn, begin, end, exists, zeros
         words = entry
         if KIND != FULL:
             words = mask_words(p, tile, entry, exists, KIND, score_layout)
-        # Waits and loads come before the products. Between them, they would queue behind a product's reads of shared memory.
+        # These waits and the load of lse come before the products. Between them, they would queue behind a product's reads of
+        # shared memory.
         p.q.wait(step)
         lse = load_lse(p, step, score_layout)
         p.dout.wait(step)
         # (1) S = Q K^T
         started_scores = start_transposed_product(keys, q, zeros, p.SHAPE.USED)
         # (2) dP = dO V^T
-        started = start_transposed_product(values, dout, zeros, p.SHAPE.USED)
+        started = start_transposed_product(values, dout, zeros, p.SHAPE.USED_V)
         products = warpgroup_mma_wait(PRODUCTS, deps=(started_scores,))
         # P = exp2(S - lse)
         weights = scores_to_weights(p, tile, products, lse, words, existing, 0, 0, entry, KIND)
