@@ -119,7 +119,8 @@ def test_the_kernel_reads_long_rows_in_chunks(rule, number, monkeypatch):
     )
 
 
-numbers = st.floats(0, 1, width=32) | st.sampled_from([0.0, 1e-30, 1.0])
+# Half of the least number is 0, which no block would have to reach.
+numbers = st.floats(0, 1, width=32, allow_subnormal=False) | st.sampled_from([0.0, 1e-30, 1.0])
 
 
 @parametrize("by", [by_operations, pytest.param(by_kernel, marks=needs_triton)])
