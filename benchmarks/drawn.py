@@ -81,7 +81,7 @@ def _measure_calls(file: RowFile, calls: Iterator, kind: str, device: torch.devi
         if time.monotonic() > until:
             break
         found = try_measuring(partial(call.measure, device))
-        file.add("rows", {"kind": kind, "call": call._asdict()} | found, f"{call}"[:200], f"{found}"[:200])
+        file.add("rows", {"kind": kind, "call": asdict(call)} | found, f"{call}"[:200], f"{found}"[:200])
     print(file.path)
     return int(any("failed" in row for row in file.data["rows"]))
 

@@ -6,9 +6,10 @@ Each class is a kind of call: how it is drawn, how a GPU takes it, and the row t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +35,8 @@ def _heads(rng: np.random.Generator, kv_heads: tuple[int, ...], groups: tuple[in
     return kv * int(rng.choice(groups)), kv
 
 
-class DecodeCall(NamedTuple):
+@dataclass(frozen=True)
+class DecodeCall:
     """queries: new tokens of a sequence. what: "dense", a pattern, or "picks". picks, block: how many blocks a query picked, of how
     many keys; 0 without. cache: "bfloat16", "e4m3" or "e4m3 by token". page: tokens of a page, 0 for none."""
 
@@ -98,16 +100,10 @@ class DecodeCall(NamedTuple):
         return sf.BlockSelection.from_picks(picks.int(), self.block, q_len=self.queries, kv_len=self.tokens)
 
 
-class SelectionCall(NamedTuple):
-    """A ``PicksCase`` in which ``every`` queries share a choice."""
+@dataclass(frozen=True)
+class SelectionCall(PicksCase):
+    """every: queries that share a choice."""
 
-    tokens: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    block_size: int
-    picks: int
-    alike: float
     every: int = 1
 
     @classmethod
@@ -133,7 +129,8 @@ class SelectionCall(NamedTuple):
         return _passes_of((q, k, v), partial(sf.attention, q, k, v, selection), device)
 
 
-class ChooserCall(NamedTuple):
+@dataclass(frozen=True)
+class ChooserCall:
     """chooser: with its rule and its block."""
 
     heads: int
