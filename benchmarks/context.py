@@ -1,15 +1,13 @@
-"""One sequence over several GPUs: each strategy beside one GPU, other ways to divide it, and what the link allows.
+"""One sequence over several GPUs: each strategy, and other ways to divide it, next to one GPU.
 
     torchrun --nproc-per-node 2 -m sparse_flash.benchmarks.context --out runs/context
     torchrun --nproc-per-node 4 -m sparse_flash.benchmarks.context --tokens 524288 --mask "causal & documents" --way heads
     python -m sparse_flash.benchmarks.context --draw two/context.json four/context.json --out docs/images
 
 One GPU's time is the time of the whole sequence on every rank by itself. Times are medians, and the slowest rank counts. Tables
-show the share of linear scaling: one GPU's time / ranks / the time. ``floor_ms``: the larger of one GPU's time / ranks and the
-fewest bytes that a strategy of ours moves / the rate of the link, measured in the same run by an all-to-all of as many contiguous
-bytes. Errors are relative L2 distances from one GPU, the worst of out, dq, dk and dv. ``exchange_ms``: the exchange of a strategy
-of ours in a forward pass, packing included, and nothing else. Calls of over 2 s are warmed up at a short length, and made once.
-Rank 0 writes context.json after each way.
+show the share of linear scaling: one GPU's time / ranks / the time. Errors are relative L2 distances from one GPU, the worst of
+out, dq, dk and dv. ``exchange_ms``: the exchange of a strategy of ours in a forward pass, packing included, and nothing else. Calls
+of over 2 s are timed once. Rank 0 writes context.json after each way.
 
 The process group and its time-out are the command's own: a rank that fails in a way alone ends the run after 150 s.
 """
@@ -22,8 +20,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -37,12 +34,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 import sparse_flash as sf
-from sparse_flash.kernels.cost.choices import DENSE_BLOCK, HEAD_DIM, predict_both_passes
 from sparse_flash.parallel.peer_memory import peer_memory
 
-from .baselines.context import PATIENCE, WAYS, Divided, DividedSequence, Planned, Way, barrier, find_failed_ranks, gather_from_ranks
+from .baselines.context import PATIENCE, WAYS, Divided, DividedSequence, Way, barrier, gather_from_ranks
 from .measure.throughput import failure_text, peak_bytes
-from .program import add_device, add_limit, create_parser, print_tables
+from .program import add_device, create_parser, print_tables
 from .report.plots import draw_context
 from .results import environment, write_json
 
@@ -50,24 +46,16 @@ HEADS = ((8, 8), (32, 8))
 TOKENS = (131_072, 524_288)
 _LEAST, _MOST = 3, 20  # runs of a figure
 _LONG = 2.0  # seconds of a run that is not repeated
-_SHORT = 16_384  # tokens that warm up for it
-_PAGE = 4096  # bytes
-PASSES = {"forward_ms": 1, "both_ms": 2}  # how often the bytes of a forward pass travel: gradients return
+PASSES = "forward_ms", "both_ms"
 
 
 @dataclass(frozen=True)
 class Effort:
-    """seconds: to repeat a figure. compare: whether to compare results with one GPU's. until: no way begins later, by the first
-    rank's time.monotonic. timeline: whether to record kernels."""
+    """seconds: to repeat a figure. compare: whether to compare results with one GPU's. timeline: whether to record kernels."""
 
     seconds: float = 1.0
     compare: bool = True
-    until: float = float("inf")
     timeline: bool = False
-
-    def is_over(self) -> bool:
-        """The same on every rank; a collective call."""
-        return gather_from_ranks(time.monotonic() > self.until)[0]
 
 
 @dataclass(frozen=True)
@@ -105,21 +93,19 @@ def sequence_of(case: ContextCase, device: torch.device, dtype: torch.dtype, ran
     return DividedSequence(pattern, mask, q, k, v, ranks)
 
 
-def time_on_ranks(call: Callable[[], object], device: torch.device, seconds: float, warm: bool = False) -> float:
-    """The median, of the slowest rank. Ranks begin each run together, and make as many. warm: nothing is left to compile."""
+def time_on_ranks(call: Callable[[], object], device: torch.device, seconds: float) -> float:
+    """The median, of the slowest rank. Ranks begin each run together, and make as many."""
 
     def once() -> float:
         return max(gather_from_ranks(_time_once(call, device)))
 
     for _ in range(2):  # the first compiles; both warm up
         first = once()
-        if warm and first > 1e3 * _LONG:
-            return first
+    if first > 1e3 * _LONG:
+        return first
     taken: list[float] = []
     while len(taken) < _LEAST or (sum(taken) < 1e3 * seconds and len(taken) < _MOST):
         taken.append(once())
-        if taken[0] > 1e3 * _LONG:
-            break
     return median(taken)
 
 
@@ -140,7 +126,7 @@ def _time_once(call: Callable[[], object], device: torch.device) -> float:
 
 
 def time_both_passes(
-    leaves: tuple[torch.Tensor, ...], attend: Callable[[], torch.Tensor], device: torch.device, seconds: float, warm: bool = False
+    leaves: tuple[torch.Tensor, ...], attend: Callable[[], torch.Tensor], device: torch.device, seconds: float
 ) -> dict[str, float]:
     """{"forward_ms", "both_ms"}"""
 
@@ -152,7 +138,7 @@ def time_both_passes(
         out = attend()
         torch.autograd.grad(out, leaves, out.detach())
 
-    return {name: time_on_ranks(call, device, seconds, warm) for name, call in (("forward_ms", forward), ("both_ms", both))}
+    return {name: time_on_ranks(call, device, seconds) for name, call in zip(PASSES, (forward, both), strict=True)}
 
 
 def run_both_passes(leaves: tuple[torch.Tensor, ...], attend: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
@@ -180,9 +166,7 @@ def timeline(divided: Divided) -> list[dict]:
     ]
 
 
-def measure_way(
-    way: Way, sequence: DividedSequence, exact: list[torch.Tensor] | None, mesh: DeviceMesh, effort: Effort, warm: bool = False
-) -> dict:
+def measure_way(way: Way, sequence: DividedSequence, exact: list[torch.Tensor] | None, mesh: DeviceMesh, effort: Effort) -> dict:
     """{"forward_ms", "both_ms", "exchange_ms", "error", "received_bytes", "extra_bytes", "timeline"}. exact: one GPU's results, or
     None where they are not compared."""
     device, seconds = sequence.q.device, effort.seconds
@@ -194,7 +178,7 @@ def measure_way(
             del own
 
         def timed() -> None:
-            found.update(time_both_passes(divided.leaves, divided.attend, device, seconds, warm))
+            found.update(time_both_passes(divided.leaves, divided.attend, device, seconds))
 
         if device.type == "cuda":
             found["extra_bytes"] = max(gather_from_ranks(peak_bytes(timed, device)))
@@ -207,23 +191,21 @@ def measure_way(
     return found
 
 
-def try_way(
-    name: str, sequence: DividedSequence, exact: list[torch.Tensor] | None, mesh: DeviceMesh, effort: Effort, warm: bool = False
-) -> dict:
-    """Returns what ``measure_way`` does, or {"refused", "skipped" or "failed": why}, the same on every rank. Raises RuntimeError
-    where some ranks failed and some did not."""
-    if effort.is_over():
-        return {"skipped": "the time was up"}
+def try_way(name: str, sequence: DividedSequence, exact: list[torch.Tensor] | None, mesh: DeviceMesh, effort: Effort) -> dict:
+    """Returns what ``measure_way`` does, or {"refused" or "failed": why}, the same on every rank. Raises RuntimeError where some
+    ranks failed and some did not."""
     if reason := WAYS[name].refuses(sequence):
         return {"refused": reason}
     try:
-        found = measure_way(WAYS[name], sequence, exact, mesh, effort, warm)
+        found = measure_way(WAYS[name], sequence, exact, mesh, effort)
     except Exception as error:
         found = {"failed": failure_text(error)}
         print(f"rank {dist.get_rank()}, {name}: {found['failed']}", file=sys.stderr, flush=True)
-    if ranks := find_failed_ranks("failed" in found):
-        raise RuntimeError(f"{name!r} failed on ranks {ranks} alone; their exchanges no longer fit the others'")
-    return gather_from_ranks(found)[0]
+    every = gather_from_ranks(found)
+    # A rank that failed alone gathers what the others measure meanwhile.
+    if not all(isinstance(one, dict) and ("failed" in one) == ("failed" in found) for one in every):
+        raise RuntimeError(f"{name!r} failed on some ranks alone; their exchanges no longer fit the others'")
+    return every[0]
 
 
 def _distance(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -233,53 +215,27 @@ def _distance(found: torch.Tensor, exact: torch.Tensor) -> float:
     return (difference / max(sum(float(e.square().sum()) for _, e in pairs), 1e-30)) ** 0.5
 
 
-def link_ms(received: float, device: torch.device, ranks: int, seconds: float) -> float:
-    """Times an all-to-all in which every rank gets this many bytes from others, as contiguous tensors."""
-    # In whole pages: NCCL takes twice as long for a third of 1 GiB as for a few bytes less.
-    each = max(1, int(received) // (ranks - 1) // _PAGE) * _PAGE
-    mine = torch.zeros(ranks * each, dtype=torch.uint8, device=device)
-    return time_on_ranks(partial(dist.all_to_all_single, torch.empty_like(mine), mine), device, seconds)
-
-
-def warm_up(case: ContextCase, density: float, names: list[str], mesh: DeviceMesh) -> bool:
-    """Makes all calls of a case at a short length if the case takes long on one GPU. Returns whether it did."""
-    pairs = density * case.tokens**2 * case.heads
-    on_one = 1e-6 * predict_both_passes(DENSE_BLOCK, 0, pairs / DENSE_BLOCK**2) * case.head_dim / HEAD_DIM
-    if mesh.device_type != "cuda" or on_one < _LONG:
-        return False
-    known = masks(_SHORT)
-    short = replace(case, mask=known[case.label].to_spec() if case.label in known else case.mask, tokens=_SHORT)
-    # A plan may choose another strategy for the short sequence, so all of ours are made.
-    every = [*names, *(name for name, way in WAYS.items() if isinstance(way, Planned) and name not in names)]
-    try:
-        run(short, every, mesh, Effort(0.0, compare=False))
-    except ValueError:
-        return False  # the mask fits the long sequence alone
-    return True
-
-
 def run(
     case: ContextCase, names: list[str], mesh: DeviceMesh, effort: Effort, report: Callable[[dict], None] = lambda found: None
 ) -> dict:
-    """A case as plain data: {"case", "ranks", "one": of one GPU, "fewest_bytes", "link_ms", "floor_ms", "ways": {name: result}}.
-    Every rank returns the same. report: gets the results so far, after each way."""
+    """A case as plain data: {"case", "ranks", "one": of one GPU, "ways": {name: result}}. Every rank returns the same. report: gets
+    the results so far, after each way."""
     device, ranks = torch.empty(0, device=mesh.device_type).device, mesh.size()
     sequence = sequence_of(case, device, torch.bfloat16 if device.type == "cuda" else torch.float32, ranks)
-    warm = warm_up(case, float(sequence.mask.density), names, mesh)
     leaves = q, k, v = tuple(t.detach().requires_grad_() for t in (sequence.q, sequence.k, sequence.v))
 
     def attend() -> torch.Tensor:
         return sf.attention(q, k, v, sequence.mask)  # type: ignore[return-value]  # no return_lse
 
-    one = time_both_passes(leaves, attend, device, effort.seconds, warm)
+    found: dict = {
+        "case": asdict(case),
+        "ranks": ranks,
+        "one": time_both_passes(leaves, attend, device, effort.seconds),
+        "ways": {},
+    }
     exact = run_both_passes(leaves, attend) if effort.compare else None
-    fewest = min(sequence.received.values())
-    link = link_ms(fewest, device, ranks, effort.seconds) if fewest else 0.0
-    floor = {name: max(one[name] / ranks, times * link) for name, times in PASSES.items()}
-    found: dict = {"case": asdict(case), "ranks": ranks, "one": one}
-    found |= {"fewest_bytes": fewest, "link_ms": link, "floor_ms": floor, "ways": {}}
     for name in names:
-        found["ways"][name] = try_way(name, sequence, exact, mesh, effort, warm)
+        found["ways"][name] = try_way(name, sequence, exact, mesh, effort)
         report(found)
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -287,13 +243,12 @@ def run(
 
 
 def cells(found: dict, name: str) -> list[str]:
-    """Returns the columns of a way: milliseconds, the share of linear scaling, the floor's share of the time, each forward / both;
-    milliseconds of the exchange alone; MiB that a rank gets, and holds besides; the error."""
+    """Returns the columns of a way: milliseconds and the share of linear scaling, each forward / both; milliseconds of the exchange
+    alone; MiB that a rank gets, and holds besides; the error."""
     result = found["ways"][name]
     if "both_ms" not in result:
-        return [next(iter(result)), *[""] * 6]
-    linear, floor = ([of[n] / result[n] for n in PASSES] for of in (found["one"], found["floor_ms"]))
-    pairs = [[result[n] for n in PASSES], [share / found["ranks"] for share in linear], floor]
+        return [next(iter(result)), *[""] * 5]
+    pairs = [[result[n] for n in PASSES], [found["one"][n] / result[n] / found["ranks"] for n in PASSES]]
     sizes = (result.get(key) for key in ("received_bytes", "extra_bytes"))
     texts = [" / ".join(f"{number:.2f}" for number in pair) for pair in pairs]
     texts.append(f"{result['exchange_ms']:.2f}" if "exchange_ms" in result else "")
@@ -324,7 +279,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--way", action="append", choices=WAYS, help="(default: all)")
     parser.add_argument("--no-compare", action="store_true", help="leave out the comparison with one GPU's results, and its memory")
     parser.add_argument("--seconds", type=float, default=1.0, help="of the runs of a figure (default %(default)s)")
-    add_limit(parser)
     parser.add_argument("--timeline", action="store_true", help="also record the kernels of rank 0 in a forward and backward pass")
     add_device(parser)
     parser.add_argument("--draw", type=Path, nargs="+", metavar="FILE", help="measure nothing, plot these results in the folder")
@@ -341,7 +295,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("it takes two ranks or more: torchrun --nproc-per-node 2 -m sparse_flash.benchmarks.context")
     if options.timeline and options.device.type == "cpu":
         parser.error("--timeline records the kernels of GPUs; leave it out on a CPU")
-    effort = Effort(options.seconds, not options.no_compare, time.monotonic() + options.limit, options.timeline)
+    effort = Effort(options.seconds, not options.no_compare, options.timeline)
     mesh, names, cases = join_ranks(options.device.type), options.way or list(WAYS), []
     for tokens, (heads, kv_heads) in product(options.tokens or TOKENS, options.heads or HEADS):
         known = {name: mask.to_spec() for name, mask in masks(tokens).items()}
@@ -349,8 +303,8 @@ def main(arguments: list[str] | None = None) -> int:
         cases += [ContextCase(name, text, tokens, heads, kv_heads, options.head_dim) for name, text in texts.items()]
     device = torch.empty(0, device=mesh.device_type).device
     data: dict = {"format": 1, "environment": environment(device), "ranks": mesh.size(), "cases": []}
-    headings = "case", "way", "ms", "of linear", "of the floor", "exchange, ms", "received, MiB", "extra, MiB", "error"
-    shown = Table(*headings, title=f"of linear scaling over {mesh.size()}, and of the floor: forward / forward and backward")
+    headings = "case", "way", "ms", "of linear", "exchange, ms", "received, MiB", "extra, MiB", "error"
+    shown = Table(*headings, title=f"of linear scaling over {mesh.size()}: forward / forward and backward")
 
     def write(found: dict) -> None:
         memory = peer_memory(mesh.get_group(), device)
@@ -359,17 +313,13 @@ def main(arguments: list[str] | None = None) -> int:
             write_json(options.out / "context.json", {**data, "cases": [*data["cases"], found]})
             name = list(found["ways"])[-1]
             result = found["ways"][name]
-            why = result.get("failed") or result.get("refused") or result.get("skipped") or ""
+            why = result.get("failed") or result.get("refused") or ""
             print(found["case"]["label"], name, *filter(None, cells(found, name)), why, sep="; ", flush=True)
 
     for case in cases:
-        if effort.is_over():
-            break
         found = run(case, names, mesh, effort, write)
         data["cases"].append(found)
-        one, floor = (" / ".join(f"{ms:.2f}" for ms in found[key].values()) for key in ("one", "floor_ms"))
-        shown.add_row(case.name, "one GPU", one)
-        shown.add_row("", "floor", floor)
+        shown.add_row(case.name, "one GPU", " / ".join(f"{ms:.2f}" for ms in found["one"].values()))
         for name in names:
             if "both_ms" in found["ways"][name]:  # what was said of the others was printed
                 shown.add_row("", name, *cells(found, name))

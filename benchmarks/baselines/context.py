@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -18,11 +18,9 @@ import sparse_flash as sf
 from sparse_flash.compat.pytorch import import_private
 from sparse_flash.masks.block_mask import BlockMask
 from sparse_flash.masks.pattern import And, Pattern
+from sparse_flash.parallel import exchange, transfer
 from sparse_flash.parallel.attend import BlockAttention, HeadAttention
-from sparse_flash.parallel.choice import STRATEGIES
-from sparse_flash.parallel.costs import ELEMENT_BYTES, HEAD_DIM, LINK_RATE, SequenceSizes
-from sparse_flash.parallel.exchange import exchange_blocks
-from sparse_flash.parallel.explanation import explain_strategies
+from sparse_flash.parallel.costs import ELEMENT_BYTES, HEAD_DIM
 from sparse_flash.parallel.heads import exchange_heads_for_tokens, exchange_tokens_for_heads
 from sparse_flash.parallel.plan import ContextPlan
 
@@ -50,17 +48,6 @@ class DividedSequence:
     @property
     def heads(self) -> tuple[int, int]:
         return self.q.shape[1], self.k.shape[1]
-
-    @cached_property
-    def received(self) -> dict[str, float]:
-        """Bytes that the rank which gets most gets in a forward pass, by strategy of this library that can be."""
-        sizes = SequenceSizes(self.mask.q_len, self.mask.block_size, *self.heads)
-        costs = explain_strategies(self.mask.to("cpu"), sizes, self.ranks, LINK_RATE, True).costs
-        return {name: self.bytes_of(costs[name].received.max()) for name in STRATEGIES if name in costs}
-
-    def bytes_of(self, estimated: float) -> float:
-        """Converts the bytes that an explanation counts to these heads and this dtype."""
-        return float(estimated) * self.q.shape[3] * self.q.element_size() / (HEAD_DIM * ELEMENT_BYTES)
 
 
 class Divided(NamedTuple):
@@ -94,11 +81,6 @@ class Planned(Way):
     strategy: str = "auto"
     overlap: bool | None = None
 
-    def refuses(self, sequence):
-        if self.strategy in ("auto", *sequence.received):
-            return None
-        return f"the mask, {sequence.ranks} ranks and {sequence.heads[1]} key heads do not allow it"
-
     @contextmanager
     def divided(self, sequence, mesh):
         heads, kv_heads = sequence.heads
@@ -107,7 +89,7 @@ class Planned(Way):
                                    strategy=self.strategy, overlap=self.overlap)
         # fmt: on
         q, k, v = (plan.shard(t, 2).requires_grad_() for t in (sequence.q, sequence.k, sequence.v))
-        received = sequence.bytes_of(plan.explain().costs[plan.strategy].received.max())
+        received = plan._costs[plan.strategy].received * q.shape[3] * q.element_size() / (HEAD_DIM * ELEMENT_BYTES)
         exchange = partial(_exchange_alone, plan, q, k, v) if plan.strategy in ("blocks", "heads") else None
         yield Divided((q, k, v), lambda: plan.attention(q, k, v), lambda t: plan.unshard(t, 2), received, exchange)
 
@@ -119,7 +101,8 @@ def _exchange_alone(plan: ContextPlan, q: torch.Tensor, k: torch.Tensor, v: torc
         q, *_ = exchange_tokens_for_heads([q, k, v], plan.ranks, plan._peers)
         exchange_heads_for_tokens(q, plan.ranks, plan._peers)  # q has the size of out
     elif isinstance(plan._local, BlockAttention) and plan.strategy == "blocks":
-        exchange_blocks(k, v, plan._local.route)
+        route = plan._local.route
+        exchange._fetch(k, v, transfer.empty_blocks(k, v, route.received, route.block_size), route).wait()
 
 
 class _Pieces(Way):
@@ -293,28 +276,12 @@ def barrier() -> None:
 
 def gather_from_ranks(value) -> list:
     """Returns the value of each rank, in their order; any picklable object."""
-    return _gathered(value, _host_group(dist.group.WORLD))
-
-
-def find_failed_ranks(failed: bool) -> list[int]:
-    """The ranks on which a call failed, where it did not fail on all. On a group of its own: the others may still be in that call's
-    collectives, and leave them after PATIENCE."""
-    every = _gathered(failed, _verdict_group(dist.group.WORLD))
-    return [] if all(every) else [rank for rank, one in enumerate(every) if one]
-
-
-def _gathered(value, group: dist.ProcessGroup) -> list:
     every: list = [None] * dist.get_world_size()
-    dist.all_gather_object(every, value, group=group)
+    dist.all_gather_object(every, value, group=_host_group(dist.group.WORLD))
     return every
 
 
 @cache
 def _host_group(world: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """world: makes one for each initialization of the process group."""
-    return dist.new_group(backend="gloo", timeout=PATIENCE)
-
-
-@cache
-def _verdict_group(world: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return dist.new_group(backend="gloo", timeout=PATIENCE)

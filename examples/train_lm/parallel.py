@@ -119,7 +119,7 @@ def build_world(device: torch.device, size: int, context: int) -> World:
 
 class ContextPlanner:
     """Plans how the ranks of a context share the tokens of batches. Plans of whole sequences are made once for each length, by all
-    ranks. Plans of packed documents are made for each batch, by a process for each rank."""
+    ranks. Plans of packed documents are made for each batch, in a thread of each rank."""
 
     def __init__(self, settings: Settings, context: DeviceMesh):
         shape = settings.shape
@@ -148,7 +148,7 @@ class ContextPlanner:
         return self.plans[length]
 
     def close(self) -> None:
-        """Ends the processes that plan documents."""
+        """Ends the threads that plan documents."""
         for planner in self.planners.values():
             planner.close()
         self.planners, self.pending = {}, {}

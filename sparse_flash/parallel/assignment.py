@@ -12,7 +12,7 @@ import numpy as np
 
 from ..masks.block_mask import BlockMask
 from ..masks.grid import concat_ranges, union
-from .costs import CallTimes, RankWork, SequenceSizes, call_times
+from .costs import SequenceSizes
 
 # Chunks are the unit that is assigned. Chunks of 512 tokens gave documents of random lengths no better plans.
 CHUNK_TOKENS = 1024
@@ -172,16 +172,6 @@ class Assignment(Owners):
         visits_others[row[self.owner[row] != self.owner[col]]] = True
         return self.sum_by_rank(visits_others[np.arange(len(self.owner_of_block)) // self.chunk_blocks]).astype(np.int64)
 
-    def call_times(self, sizes: SequenceSizes, link_rate: float) -> list[tuple[CallTimes, CallTimes]]:
-        """Returns (forward pass, backward pass) of each rank. Exchanges of shared rows are not included."""
-        own = self.visited_by_owner.diagonal()
-        visits = (own + self.visited_by_shared_rows) * sizes.heads, (self.visited - own) * sizes.heads
-        held = self.blocks.shape[1]
-        return [
-            call_times(RankWork(own_visits, other_visits, visiting_rows, held, received), sizes, link_rate)
-            for own_visits, other_visits, visiting_rows, received in zip(*visits, self.visiting_rows, self.received, strict=True)
-        ]
-
     def sum_by_rank(self, values: np.ndarray) -> np.ndarray:
         """Returns (ranks,): the sum of values, (blocks,), over each rank's blocks."""
         return np.bincount(self.owner_of_block, values, self.ranks)
@@ -194,13 +184,6 @@ class Assignment(Owners):
             for share, _, cols in _entries_by_chunk(self.visits.mask, self.chunk_blocks, ~self.visits.shared):
                 of_columns += share * np.bincount(cols, minlength=len(of_columns))
         return self.sum_by_rank(of_columns)
-
-    @cached_property
-    def visited_by_owner(self) -> np.ndarray:
-        """Returns (ranks, ranks) float64: [i, j] is how many blocks of rank j the rows of rank i visit, the mean over heads."""
-        row, col, blocks = self.visits.pairs
-        ranks = self.ranks
-        return np.bincount(self.owner[row] * ranks + self.owner[col], blocks, ranks * ranks).reshape(ranks, ranks)
 
     @cached_property
     def needs(self) -> np.ndarray:

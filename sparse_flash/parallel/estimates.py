@@ -1,111 +1,140 @@
-"""Estimates what a forward pass costs each rank under each strategy."""
+"""Estimates what passes cost under each strategy, and in one call or two."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from ..masks.block_mask import BlockMask
-from .assignment import Assignment, blocks_per_chunk
-from .costs import ELEMENT_BYTES, HEAD_DIM, LSE_BYTES, CallTimes, SequenceSizes, copy_seconds, forward_seconds, slowest
+from .assignment import Assignment
+from .costs import ELEMENT_BYTES, HEAD_DIM, LSE_BYTES, SequenceSizes, copy_seconds, forward_seconds, pass_seconds
+
+# docs/performance/several-gpus.md, "The rates behind the estimates", has the runs that these were fitted to.
+# An exchange slows a call that it overlaps. The cost is a share of the time in which both run.
+_COST_OF_HIDING = 0.25
+# Blocks of others take longer in a backward call of their own than in one call on all blocks, by this factor.
+_OTHERS_BACKWARD = 1.2
+# Bytes that kernels read and write in a forward pass for each element of a row in 16 bits.
+_CALL_BYTES = 4  # a call on blocks of others: reads q, writes out
+_MERGE_BYTES = 6  # the merge after it: reads both results, writes one
 
 
-@dataclass(frozen=True, eq=False)
-class StrategyCosts:
-    """Holds what one forward pass of one sequence costs each rank, with head_dim 128 in 16 bits.
+class CallTimes(NamedTuple):
+    """Holds the seconds of a pass in which blocks travel, (ranks,) each. one_call: the exchange, then one call on all columns.
+    two_calls: a call on the rank's own columns, which overlaps the exchange, then a call on the columns of others.
 
-    work: (ranks,) float64, visited blocks, summed over heads. waited: float, the visited blocks of the heaviest rank, for which all
-    ranks wait; of a ring, the sum of these over its steps.
-    received: (ranks,) float64, bytes that each rank gets from others. held: the most bytes of keys and values on a rank at a time.
-    seconds: the estimated time of the slowest rank. Only fetched blocks overlap work, if that is estimated to be faster.
+    All ranks make equally many calls: if they differ, a rank with two calls waits for a rank with one, which sends its gradients
+    late (docs/performance/several-gpus.md, "One call or two"). So the slowest rank decides.
     """
 
-    work: np.ndarray
-    waited: float
-    received: np.ndarray
-    held: float
+    one_call: np.ndarray
+    two_calls: np.ndarray
+
+    @property
+    def overlaps(self) -> bool:
+        return bool(self.two_calls.max() < self.one_call.max())
+
+
+class StrategyCosts(NamedTuple):
+    """Holds what one forward pass of one sequence costs under a strategy, with head_dim 128 in 16 bits.
+
+    seconds: estimated, of the slowest rank. Only fetched blocks overlap work, if that is estimated to be faster. received: the most
+    bytes that a rank gets from others. balance: the visited blocks of the heaviest rank / the mean of all ranks.
+    """
+
     seconds: float
+    received: float
+    balance: float
 
 
-@dataclass(frozen=True)
-class Estimates:
-    """Estimates the costs of each strategy on ``ranks`` ranks."""
+def call_times(
+    own_visits: np.ndarray,
+    other_visits: np.ndarray,
+    visiting_rows: np.ndarray,
+    received: np.ndarray,
+    held: int,
+    sizes: SequenceSizes,
+    link_rate: float,
+) -> tuple[CallTimes, CallTimes]:
+    """Returns the times of ranks: (forward pass, backward pass). The first four arguments have an entry for each rank.
 
-    sizes: SequenceSizes
-    ranks: int
-    link_rate: float
-
-    @property
-    def own_blocks(self) -> int:
-        """Returns how many blocks a rank holds, padding included."""
-        blocks = -(-self.sizes.q_len // self.sizes.block_size)
-        chunk_blocks = blocks_per_chunk(blocks, self.sizes.block_size, self.ranks)
-        chunks = -(-blocks // chunk_blocks)
-        return min(blocks, -(-chunks // self.ranks) * chunk_blocks)
-
-    @property
-    def own_bytes(self) -> int:
-        """Returns the bytes of the keys and values of a rank's tokens, padding included."""
-        return self.own_blocks * self.sizes.block_bytes
-
-    @property
-    def visits_per_fetch(self) -> float:
-        """Returns how many blocks a rank visits, the mean over heads, in the time in which it gets one."""
-        return self.sizes.block_bytes / self.link_rate / forward_seconds(0, self.sizes.heads, 0, self.sizes, self.link_rate)
-
-    def block_costs(self, option: Assignment) -> StrategyCosts:
-        """Returns the costs of fetching blocks. If the option's visits leave shared rows out, their queries are included here."""
-        sizes = self.sizes
-        work = (option.visited + option.visited_by_shared_rows) * sizes.heads
-        travelling = (
-            np.zeros(self.ranks) if option.visits.shared is None else self._query_bytes(option.sum_by_rank(option.visits.shared))
-        )
-        # The slowest rank need be neither the rank with the most work nor the rank that gets most, so each rank is estimated.
-        forward = (times for times, _ in option.call_times(sizes, self.link_rate))
-        waits = travelling / self.link_rate
-        seconds = min(slowest(CallTimes(*(call + wait for call in times)) for times, wait in zip(forward, waits, strict=True)))
-        fetched = option.received * float(sizes.block_bytes)
-        return StrategyCosts(work, work.max(), fetched + travelling, self.own_bytes + fetched.max(), seconds)
-
-    def _query_bytes(self, shared_rows: np.ndarray) -> np.ndarray:
-        """Returns (ranks,) bytes that each rank gets: the queries of others, and partial results of its own rows from all others.
-        shared_rows: (ranks,), how many shared block rows each rank has."""
-        token_bytes = self.sizes.heads * HEAD_DIM * ELEMENT_BYTES
-        results = (self.ranks - 1) * shared_rows * (token_bytes + self.sizes.heads * LSE_BYTES)
-        return self.sizes.block_size * ((shared_rows.sum() - shared_rows) * token_bytes + results)
-
-    def head_costs(self, mask: BlockMask) -> StrategyCosts:
-        received = self._head_exchange_bytes * (self.ranks - 1) / self.ranks
-        work = _work_by_head(mask, self.sizes.heads).reshape(self.ranks, -1).sum(1)
-        return self._even_costs(work, work.max(), received, self.own_bytes, copy_seconds(self._head_exchange_bytes))
-
-    @property
-    def _head_exchange_bytes(self) -> float:
-        """Returns the bytes of a rank's q, k, v and out, all of which it copies to send them. Its own heads' share does not
-        travel."""
-        return self.own_bytes * (1 + self.sizes.heads / self.sizes.kv_heads)
-
-    def ring_costs(self, option: Assignment) -> StrategyCosts:
-        rank, step = np.indices((self.ranks, self.ranks))
-        by_step = option.visited_by_owner[rank, (rank - step) % self.ranks] * self.sizes.heads
-        received, held = (self.ranks - 1) * self.own_bytes, min(2, self.ranks) * self.own_bytes
-        return self._even_costs(by_step.sum(1), by_step.max(0).sum(), received, held, calls=self.ranks)
-
-    def all_gather_costs(self, option: Assignment) -> StrategyCosts:
-        work = option.visited * self.sizes.heads
-        return self._even_costs(work, work.max(), (self.ranks - 1) * self.own_bytes, self.ranks * self.own_bytes)
-
-    def _even_costs(
-        self, work: np.ndarray, waited: float, received: float, held: float, copying: float = 0.0, calls: int = 1
-    ) -> StrategyCosts:
-        """Returns the costs if all ranks get equally many bytes. copying: seconds to add. calls: of all rows."""
-        rows = calls * self.own_blocks * self.sizes.heads
-        seconds = forward_seconds(rows, waited, received, self.sizes, self.link_rate) + copying
-        return StrategyCosts(work, waited, np.full(self.ranks, float(received)), held, seconds)
+    own_visits, other_visits: visited blocks in the rank's own columns and in the columns of others, summed over heads.
+    visiting_rows: how many of the rank's block rows visit blocks of others. received: blocks that it gets. held: blocks of each
+    rank, padding included.
+    """
+    # In the backward pass gradients travel instead of blocks. The estimate assumes that a rank sends as many blocks as it gets.
+    travel = received * sizes.block_bytes / link_rate
+    # One call needs all blocks in one tensor, so own and fetched blocks are copied into it, and gradients out of it. In a forward
+    # pass the exchange hides the copy of own blocks. Two calls copy only the gradients of fetched blocks.
+    copy_block, rows = copy_seconds(sizes.block_bytes), held * sizes.heads
+    copy_own, copy_fetched = held * copy_block * (received > 0), received * copy_block
+    # Queries that visit no block of others are read, and their zeros written, but not merged. Backward calls accumulate into one dQ
+    # (``calls.JointCalls``).
+    row_elements = sizes.heads * sizes.block_size * HEAD_DIM
+    merge = copy_seconds(row_elements / 2) * (_CALL_BYTES * held * (visiting_rows > 0) + _MERGE_BYTES * visiting_rows)
+    # Visits are summed before the conversion, so that assignments with equal sums tie to the last bit.
+    on_all, on_own, on_others = (
+        [pass_seconds(backward, of_rows, 0, sizes) + visits * pass_seconds(backward, 0, 1, sizes) for backward in (False, True)]
+        for of_rows, visits in ((rows, own_visits + other_visits), (rows, own_visits), (0, other_visits))
+    )
+    forward = CallTimes(
+        on_all[0] + np.maximum(travel, copy_own) + copy_fetched,
+        _overlapped_seconds(on_own[0], travel) + on_others[0] + merge,
+    )
+    backward = CallTimes(
+        on_all[1] + travel + 2 * (copy_own + copy_fetched),
+        _OTHERS_BACKWARD * on_others[1] + _overlapped_seconds(on_own[1], travel) + copy_fetched,
+    )
+    return forward, backward
 
 
-def _work_by_head(mask: BlockMask, heads: int) -> np.ndarray:
-    """Returns (heads,) float64: the visited blocks of each head, the mean over the batch."""
+def _overlapped_seconds(call: np.ndarray, travel: np.ndarray) -> np.ndarray:
+    """Returns the seconds of a call and of an exchange that overlap."""
+    return np.maximum(call, travel) + _COST_OF_HIDING * np.minimum(call, travel)
+
+
+def block_times(option: Assignment, sizes: SequenceSizes, link_rate: float) -> tuple[CallTimes, CallTimes]:
+    """Returns what ``call_times`` does, of an assignment. Exchanges of shared rows are not included."""
+    row, col, blocks = option.visits.pairs
+    same = option.owner[row] == option.owner[col]
+    own = np.bincount(option.owner[row[same]], blocks[same], option.ranks)
+    visits = (own + option.visited_by_shared_rows) * sizes.heads, (option.visited - own) * sizes.heads
+    return call_times(*visits, option.visiting_rows, option.received, option.blocks.shape[1], sizes, link_rate)
+
+
+def block_costs(option: Assignment, sizes: SequenceSizes, link_rate: float) -> StrategyCosts:
+    """Returns the costs of fetching blocks. If the option's visits leave shared rows out, their queries are included here."""
+    queries = np.zeros(option.ranks)  # bytes
+    if option.visits.shared is not None:
+        # A rank gets the queries of others, and partial results of its own rows from all others.
+        own = option.sum_by_rank(option.visits.shared)  # shared block rows
+        token_bytes = sizes.heads * HEAD_DIM * ELEMENT_BYTES
+        results = (option.ranks - 1) * own * (token_bytes + sizes.heads * LSE_BYTES)
+        queries = sizes.block_size * ((own.sum() - own) * token_bytes + results)
+    # The slowest rank need be neither the rank with the most work nor the rank that gets most, so each rank is estimated.
+    forward, _ = block_times(option, sizes, link_rate)
+    seconds = min(float((of_ranks + queries / link_rate).max()) for of_ranks in forward)
+    received = option.received * float(sizes.block_bytes) + queries
+    return StrategyCosts(seconds, float(received.max()), _balance(option.visited + option.visited_by_shared_rows))
+
+
+def head_costs(mask: BlockMask, own_blocks: int, sizes: SequenceSizes, ranks: int, link_rate: float) -> StrategyCosts:
+    """Returns the costs of exchanging heads. own_blocks: of a rank, padding included."""
     visited = np.diff(mask.mask_bounds(), prepend=0).astype(np.float64)
-    return np.broadcast_to(visited[mask.mask_index.numpy()].mean(0), heads)
+    by_head = np.broadcast_to(visited[mask.mask_index.numpy()].mean(0), sizes.heads)
+    work = by_head.reshape(ranks, -1).sum(1)
+    # A rank copies its q, k, v and out to send them. Its own heads' share does not travel.
+    copied = own_blocks * sizes.block_bytes * (1 + sizes.heads / sizes.kv_heads)
+    received = copied * (ranks - 1) / ranks
+    seconds = forward_seconds(own_blocks * sizes.heads, work.max(), received, sizes, link_rate) + copy_seconds(copied)
+    return StrategyCosts(seconds, received, _balance(work))
+
+
+def visits_per_fetch(sizes: SequenceSizes, link_rate: float) -> float:
+    """Returns how many blocks a rank visits, the mean over heads, in the time in which it gets one."""
+    return sizes.block_bytes / link_rate / forward_seconds(0, sizes.heads, 0, sizes, link_rate)
+
+
+def _balance(work: np.ndarray) -> float:
+    return float(work.max() / work.mean()) if work.any() else 1.0

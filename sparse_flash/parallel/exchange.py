@@ -298,11 +298,6 @@ def _exchange_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, 
 all_to_all.register_autograd(_exchange_gradient, setup_context=_keep_handle)
 
 
-def exchange_blocks(k: torch.Tensor, v: torch.Tensor, route: Route) -> None:
-    """Fetches the blocks that a forward pass fetches, and computes nothing."""
-    _fetch(k, v, empty_blocks(k, v, route.received, route.block_size), route).wait()
-
-
 def _fetch(k: torch.Tensor, v: torch.Tensor, buffer: torch.Tensor, route: Route) -> PendingExchange:
     """Starts fetching the blocks of others to the start of the buffer."""
     message = Message.allocate(buffer, route.traffic, buffer.shape[1:], route)

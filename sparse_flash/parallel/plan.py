@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, partial
 from typing import Literal, TypedDict, Unpack, overload
 
 import torch
@@ -25,9 +23,8 @@ from .attend import BlockAttention, BlockChoice, HeadAttention, resolve_select
 from .choice import Strategy
 from .costs import LINK_RATE
 from .exchange import seed_of_first_rank
-from .explanation import ContextExplanation, explain_strategies
 from .meshes import device_of, group_of
-from .planning import PlannedSequence, PlanOptions, facts_to_agree_on, plan_sequence, to_square_mask
+from .planning import PlannedSequence, PlanOptions, plan_sequence, to_square_mask
 from .routes import BlockExchange, Overlap, Peers, Route
 from .sharding import TokenShards
 
@@ -116,25 +113,20 @@ def context_parallel(
         raise
     in_words = [_describe_mask(given[layers.index(number)], one) for number, one in enumerate(masks)]
     words = ", ".join(in_words) + (f" for layers {layers}" if isinstance(mask, (list, tuple)) else "")
-    check_agreement(facts_to_agree_on(words, q_len, masks[0].block_size, options, numbers), group)
-    plans = plans_of(numbers, layers, options, masks.__getitem__, mesh)
+    facts = {"mask": words, "q_len": str(q_len), **options.facts(), "block_size": str(masks[0].block_size), **numbers.decisions}
+    check_agreement(facts, group)
+    plans = plans_of(numbers, layers, options, mesh)
     return plans if isinstance(mask, (list, tuple)) else plans[0]
 
 
 def plans_of(
-    numbers: PlannedSequence,
-    layers: list[int],
-    options: PlanOptions,
-    make_mask: Callable[[int], BlockMask],
-    mesh: DeviceMesh,
-    cu_seqlens: tuple[int, ...] = (0,),
+    numbers: PlannedSequence, layers: list[int], options: PlanOptions, mesh: DeviceMesh, cu_seqlens: tuple[int, ...] = (0,)
 ) -> ContextPlans:
-    """Makes a plan for each layer. layers: for each layer, the number of its mask among the planned masks. make_mask: returns a
-    mask by its number, on the CPU. cu_seqlens: the documents' bounds; one document by default."""
+    """Makes a plan for each layer. layers: for each layer, the number of its mask among the planned masks. cu_seqlens: the bounds
+    of documents; one document by default."""
     positions = numbers.owners.positions(numbers.sizes.q_len, numbers.sizes.block_size)
     shards = TokenShards(numbers.sizes.q_len, positions, cu_seqlens, group_of(mesh), device_of(mesh))
-    count = len(numbers.local_masks)
-    plans = [ContextPlan(shards, numbers, number, options, partial(make_mask, number)) for number in range(count)]
+    plans = [ContextPlan(shards, numbers, number, options) for number in range(len(numbers.masks))]
     return ContextPlans(shards, [plans[number] for number in layers])
 
 
@@ -155,23 +147,17 @@ class ContextPlan(TokenShards):
     document_positions: (tokens,) int64 on the plan's device, each token's position in its document, for a plan of
     ``ContextParallel``.
     exists: (tokens,) bool on the plan's device, False for padding.
-    strategy: "blocks", "queries" or "heads". rank: this rank. ranks: their number. device: of the plan's tensors.
-    overlap: (forward, backward), whether a pass makes two calls, one of which overlaps the exchange. keep_fetched: as given.
+    mask: of the whole sequence, on the CPU. strategy: "blocks", "queries" or "heads". rank: this rank. ranks: their number. device:
+    of the plan's tensors. overlap: (forward, backward), whether a pass makes two calls, one of which overlaps the exchange.
+    keep_fetched: as given.
     """
 
-    def __init__(
-        self,
-        shards: TokenShards,
-        numbers: PlannedSequence,
-        number: int,
-        options: PlanOptions,
-        make_mask: Callable[[], BlockMask],
-    ):
-        """number: of the plan's mask among the planned masks. make_mask: returns the mask, on the CPU."""
+    def __init__(self, shards: TokenShards, numbers: PlannedSequence, number: int, options: PlanOptions):
+        """number: of the plan's mask among the planned masks."""
         vars(self).update(vars(shards))  # the same tensors under all masks
-        self.strategy, self.keep_fetched = numbers.strategies[number], options.keep_fetched
-        self._sizes, self._owners, self._batch_and_heads = numbers.sizes, numbers.owners, numbers.batch_and_heads[number]
-        self._knows_heads, self._link_rate, self._make_mask = options.heads is not None, options.link_rate, make_mask
+        self.mask, self.strategy, self.keep_fetched = numbers.masks[number], numbers.strategies[number], options.keep_fetched
+        self._costs, self._assigned = numbers.costs[number], numbers.owners.name
+        self._sizes, self._knows_heads = numbers.sizes, options.heads is not None
         self._peers, self.overlap = Peers(self.group).handle(), Overlap(False, False)
         # On one rank, the mask itself.
         self._local: BlockMask | HeadAttention | BlockAttention
@@ -182,15 +168,10 @@ class ContextPlan(TokenShards):
         else:
             self._local = local.to(self.device) if isinstance(local, BlockMask) else HeadAttention(local, shards, self._peers)
 
-    @cached_property
-    def mask(self) -> BlockMask:
-        """Returns the mask of the whole sequence, on the CPU."""
-        return self._make_mask()
-
     def __repr__(self) -> str:
         return (
             f"ContextPlan({self.q_len} tokens over {self.ranks} ranks, {self.tokens} on each, strategy {self.strategy!r}, "
-            f"{self._owners.name}; this is rank {self.rank})"
+            f"{self._assigned}; this is rank {self.rank})"
         )
 
     @answers_unknown_keywords(_unsupported)
@@ -290,20 +271,16 @@ class ContextPlan(TokenShards):
                 f"q and k must have the plan's {self._sizes.heads} query and {self._sizes.kv_heads} key heads; got {q.shape[1]} "
                 f"and {k.shape[1]}; pass heads= and kv_heads= of these calls to context_parallel"
             )
-        check_batch_and_heads(self._batch_and_heads, *q.shape[:2])
+        check_batch_and_heads(self.mask.mask_index.shape, *q.shape[:2])
 
-    def explain(self, ranks: int | None = None) -> ContextExplanation:
-        """Returns estimates of what a forward pass costs each rank under each strategy, a ring, and an all-gather of all keys and
-        values. The result prints as a table. Nothing runs.
-
-        ranks: the plan's by default. Another number shows that many ranks, with this mask in all layers. Heads are the heads that
-        the plan was given, else the mask's. Raises ValueError for numbers below 1.
-        """
-        ranks = self.ranks if ranks is None else operator.index(ranks)
-        if ranks < 1:
-            raise ValueError(f"ranks must be at least 1; got {ranks}")
-        owners = self._owners if ranks == self.ranks else None
-        return explain_strategies(self.mask, self._sizes, ranks, self._link_rate, self._knows_heads, owners)
+    def explain(self) -> str:
+        """Returns a line for each strategy that was estimated: the time of a forward pass with head_dim 128 in 16 bits, the most
+        that a rank receives, and the visited blocks of the heaviest rank / the mean. The plan takes the fastest."""
+        lines = [
+            f"{name:8}{1e3 * seconds:10.2f} ms,{received / 2**20:10,.1f} MiB received, heaviest / mean work {balance:.2f}"
+            for name, (seconds, received, balance) in self._costs.items()
+        ]
+        return "\n".join([repr(self), *lines])
 
 
 class ContextPlans(TokenShards, Sequence[ContextPlan]):

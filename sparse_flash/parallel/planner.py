@@ -1,18 +1,11 @@
-"""Plans for packed documents that change with each step, in a process beside the training."""
+"""Plans for packed documents that change with each step, in a thread next to the training."""
 
 from __future__ import annotations
 
-import copyreg
-import io
-import multiprocessing
-import os
-import pickle
-import threading
-from collections.abc import Iterable
-from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from multiprocessing.process import BaseProcess
+from functools import partial
 from typing import Literal, cast
 
 import numpy as np
@@ -20,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..masks.block_mask import BlockMask
 from ..masks.compiler import compile_mask
 from ..masks.grid import BlockGrid
 from ..masks.parsing import parse
@@ -34,37 +26,13 @@ from .plan import ContextPlan, ContextPlans, plans_of
 from .planning import PlannedSequence, PlanOptions, plan_sequence, short_digest
 
 _SHORT_DOCUMENT = 1024  # tokens
-# How plans are pickled: tensors as arrays, as PyTorch's own way takes ten times as long; masks by their constructor.
-_REDUCERS = copyreg.dispatch_table | {
-    torch.Tensor: lambda tensor: (torch.from_numpy, (tensor.numpy(),)),
-    BlockMask: lambda mask: (BlockMask, tuple(mask.__getstate__().values())),
-}
 
-
-@dataclass(frozen=True)
-class _Task:
-    """Holds all that a plan depends on, except the documents. patterns: different patterns. layers: the number of each layer's
-    pattern."""
-
-    patterns: tuple[Pattern, ...]
-    layers: tuple[int, ...]
-    q_len: int
-    rank: int
-    ranks: int
-    options: PlanOptions
-
-    def mask(self, number: int, cu_seqlens: tuple[int, ...]) -> BlockMask:
-        pattern = self.patterns[number] & shifted(documents(cu_seqlens), 0, allow_uncovered=True)
-        return compile_mask(pattern, self.q_len, block_size=self.options.block_size, progress=False)
-
-    def plan_documents(self, cu_seqlens: tuple[int, ...]) -> PlannedSequence:
-        masks = [self.mask(number, cu_seqlens) for number in range(len(self.patterns))]
-        layers = [self.layers.count(number) for number in range(len(masks))]
-        return plan_sequence(masks, layers, self.rank, self.ranks, self.options)
+# (compares the ranks' values, makes the plan). The second is None after an error, which the first raises.
+_Made = tuple[Agreement, Callable[[], ContextPlan | ContextPlans] | None]
 
 
 class ContextParallel:
-    """Plans each list of packed documents in its own process, while the last step still runs.
+    """Plans each list of packed documents in a thread, while the last step still runs.
 
         planner = sf.ContextParallel(mesh["cp"], "causal", q_len=131_072, heads=32, kv_heads=8)
         coming = planner.submit(cu_seqlens)      # as soon as a batch is packed
@@ -77,9 +45,7 @@ class ContextParallel:
     timeout: how long ranks wait for each other's documents; PyTorch's default for gloo if None.
 
     A collective call: it makes a gloo group of the mesh's ranks, on which they compare their arguments. Raises ValueError on every
-    rank if arguments differ, or if one rank raises for an argument. ``multiprocessing`` spawns the process, so a program's main
-    module needs ``if __name__ == "__main__":``, and your own patterns must be importable. ``close``, or leaving a ``with`` block,
-    ends the process.
+    rank if arguments differ, or if one rank raises for an argument. ``close``, or leaving a ``with`` block, ends the thread.
     """
 
     def __init__(
@@ -98,30 +64,26 @@ class ContextParallel:
         timeout: timedelta | None = None,
     ):
         group = group_of(mesh)
-        self._mesh, self._single, self._closed = mesh, not isinstance(mask, (list, tuple)), False
-        # Another thread uses this group, so it is not the group of the model's exchanges.
-        ranks = dist.get_process_group_ranks(group)
+        self._mesh, self._q_len, self._single, self._closed = mesh, q_len, not isinstance(mask, (list, tuple)), False
+        self._rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
+        # The thread uses this group, so it is not the group of the model's exchanges.
         self._group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
-        options = PlanOptions(heads, kv_heads, block_size, strategy, link_rate, overlap, keep_fetched)
+        self._options = PlanOptions(heads, kv_heads, block_size, strategy, link_rate, overlap, keep_fetched)
         try:
-            options.check(len(ranks))
+            self._options.check(len(ranks))
             by_layer = [_pattern(one) for one in (mask if isinstance(mask, (list, tuple)) else [mask])]
             if not by_layer:
                 raise ValueError("mask must name at least one mask, or be one; got an empty list")
             BlockGrid(q_len, q_len, block_size)  # raises for invalid lengths
-            patterns = tuple(dict.fromkeys(by_layer))
-            layers = tuple(patterns.index(one) for one in by_layer)
-            self._task = _Task(patterns, layers, q_len, dist.get_rank(group), len(ranks), options)
+            self._patterns = list(dict.fromkeys(by_layer))
+            self._layers = [self._patterns.index(one) for one in by_layer]
             # Raises what every plan would. Short documents make this quick.
-            self._task.plan_documents((*range(0, q_len, _SHORT_DOCUMENT), q_len))
+            self._plan_documents((*range(0, q_len, _SHORT_DOCUMENT), q_len))
         except (TypeError, ValueError) as error:
             check_agreement(error, self._group)
             raise
-        option_texts = {name: str(value) for name, value in vars(options).items()}
-        check_agreement({"mask": ", ".join(map(str, by_layer)), "q_len": str(q_len), **option_texts}, self._group)
-        context = multiprocessing.get_context("spawn")
-        self._process = ProcessPoolExecutor(1, mp_context=context, initializer=_prepare_process)
-        self._process.submit(os.getpid)  # starts it now, as its imports take seconds
+        check_agreement({"mask": ", ".join(map(str, by_layer)), "q_len": str(q_len), **self._options.facts()}, self._group)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sparse_flash_plans")
 
     def submit(self, cu_seqlens: Iterable[int]) -> PendingPlan:
         """Starts to plan packed documents, and returns at once.
@@ -134,16 +96,41 @@ class ContextParallel:
         """
         if self._closed:
             raise RuntimeError("this planner is closed; submit documents before close, or make another ContextParallel")
+        given: tuple[int, ...] | Exception
         try:
-            bounds = _read_bounds(cu_seqlens, self._task.q_len)
+            given = _read_bounds(cu_seqlens, self._q_len)
         except (TypeError, ValueError) as error:
-            return PendingPlan(self, (), self._process.submit(_refuse, error))
-        return PendingPlan(self, bounds, self._process.submit(_plan_and_pickle, self._task, bounds))
+            given = error
+        return PendingPlan(self._thread.submit(self._plan_and_send, given))
+
+    def _plan_and_send(self, given: tuple[int, ...] | Exception) -> _Made:
+        """Runs in the thread. Ranks compare the plans while the last step runs, so the thread sends its values at once. It does not
+        wait for the values of others: a rank that fails would leave its thread waiting. given: documents, or their error."""
+        try:
+            if isinstance(given, Exception):
+                raise given
+            numbers = self._plan_documents(given)
+        except Exception as error:
+            return Agreement(error, self._group), None
+        digest = short_digest(np.array(given).tobytes())
+        facts = {"cu_seqlens": f"of {len(given) - 1} documents to token {given[-1]} ({digest})", **numbers.decisions}
+        return Agreement(facts, self._group), partial(self._plans_of, numbers, given)
+
+    def _plan_documents(self, cu_seqlens: tuple[int, ...]) -> PlannedSequence:
+        apart = shifted(documents(cu_seqlens), 0, allow_uncovered=True)
+        size = self._options.block_size
+        masks = [compile_mask(one & apart, self._q_len, block_size=size, progress=False) for one in self._patterns]
+        layers = [self._layers.count(number) for number in range(len(masks))]
+        return plan_sequence(masks, layers, self._rank, dist.get_world_size(self._group), self._options)
+
+    def _plans_of(self, numbers: PlannedSequence, cu_seqlens: tuple[int, ...]) -> ContextPlan | ContextPlans:
+        plans = plans_of(numbers, self._layers, self._options, self._mesh, cu_seqlens)
+        return plans[0] if self._single else plans
 
     def close(self) -> None:
-        """Ends the process after it has planned all submitted documents."""
+        """Ends the thread after it has planned all submitted documents."""
         self._closed = True
-        self._process.shutdown()
+        self._thread.shutdown()
 
     def __enter__(self) -> ContextParallel:
         return self
@@ -155,19 +142,8 @@ class ContextParallel:
 class PendingPlan:
     """Holds a plan that ``ContextParallel.submit`` has started."""
 
-    def __init__(self, planner: ContextParallel, cu_seqlens: tuple[int, ...], made: Future[tuple[dict[str, str], bytes]]):
-        self._planner, self._cu_seqlens, self._made = planner, cu_seqlens, made
-        self._agreement = Future[Agreement]()
-        # A thread calls this as soon as the plan is made, in the order of ``submit``, so ranks compare while the last step runs.
-        made.add_done_callback(self._send_values)
-
-    def _send_values(self, made: Future[tuple[dict[str, str], bytes]]) -> None:
-        error = made.exception()
-        try:
-            given = made.result()[0] if error is None else error if isinstance(error, Exception) else RuntimeError(str(error))
-            self._agreement.set_result(Agreement(given, self._planner._group))
-        except Exception as failure:
-            self._agreement.set_exception(failure)
+    def __init__(self, made: Future[_Made]):
+        self._made = made
 
     def done(self) -> bool:
         """Whether this rank has made its part of the plan. Other ranks may still be planning."""
@@ -176,13 +152,10 @@ class PendingPlan:
     def result(self) -> ContextPlan | ContextPlans:
         """Waits until all ranks have made the plan, then returns it. Returns the plans of all layers if the planner got a list of
         masks. Raises ValueError on every rank if documents differ, or are wrong on one rank."""
-        self._agreement.result().check()
-        task, bounds = self._planner._task, self._cu_seqlens
-        numbers = pickle.loads(self._made.result()[1])
-        plans = plans_of(
-            numbers, list(task.layers), task.options, lambda number: task.mask(number, bounds), self._planner._mesh, bounds
-        )
-        return plans[0] if self._planner._single else plans
+        agreement, make_plans = self._made.result()
+        agreement.check()
+        assert make_plans is not None  # as the agreement raises this rank's error
+        return make_plans()
 
 
 def _pattern(mask: Pattern | str) -> Pattern:
@@ -203,32 +176,3 @@ def _read_bounds(cu_seqlens: Iterable[int], q_len: int) -> tuple[int, ...]:
     if bounds[-1] > q_len:
         raise ValueError(f"cu_seqlens must end by the planner's q_len={q_len}; got {bounds[-1]}; drop or cut documents")
     return bounds
-
-
-def _prepare_process() -> None:
-    """Prepares the new process: it computes with one thread, and ends when the program ends."""
-    torch.set_num_threads(1)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    threading.Thread(target=_exit_after, args=(parent,), daemon=True).start()
-
-
-def _exit_after(parent: BaseProcess) -> None:
-    parent.join()
-    os._exit(1)
-
-
-def _refuse(error: Exception) -> tuple[dict[str, str], bytes]:
-    raise error
-
-
-def _plan_and_pickle(task: _Task, cu_seqlens: tuple[int, ...]) -> tuple[dict[str, str], bytes]:
-    """Returns (short descriptions that must be the same on all ranks, the plan's numbers, pickled)."""
-    numbers = task.plan_documents(cu_seqlens)
-    digest = short_digest(np.array(cu_seqlens).tobytes())
-    documents_text = f"of {len(cu_seqlens) - 1} documents to token {cu_seqlens[-1]} ({digest})"
-    file = io.BytesIO()
-    pickler = pickle.Pickler(file, protocol=5)
-    pickler.dispatch_table = _REDUCERS
-    pickler.dump(numbers)
-    return {"cu_seqlens": documents_text, **numbers.decisions}, file.getvalue()

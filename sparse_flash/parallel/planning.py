@@ -12,8 +12,9 @@ from ..masks.cache import as_block_mask
 from ..selection.block_selection import BlockSelection
 from ..selection.packed_selection import PackedSelection
 from .assignment import Owners, Visits, blocks_per_chunk
-from .choice import STRATEGIES, Strategy, choose_strategies, possible_strategies
+from .choice import STRATEGIES, Strategy, choose_strategies
 from .costs import SequenceSizes
+from .estimates import StrategyCosts
 from .routes import BlockExchange, LocalMask
 
 
@@ -67,6 +68,10 @@ class PlanOptions:
                 "strategy='blocks', or a smaller mesh"
             )
 
+    def facts(self) -> dict[str, str]:
+        """Returns the options that must be the same on all ranks. Links may differ, if the decisions do not."""
+        return {name: str(value) for name, value in vars(self).items() if name != "link_rate"}
+
     def sizes(self, masks: Sequence[BlockMask]) -> SequenceSizes:
         """Returns the sizes of the sequence. Raises ValueError if the masks have another number of heads."""
         of_masks = {mask.mask_index.shape[1] for mask in masks}
@@ -80,15 +85,16 @@ class PlanOptions:
 class PlannedSequence:
     """Holds one rank's numbers of a plan, on the host.
 
-    owners: of the tokens, the same for all masks. The other fields have an entry for each mask. batch_and_heads: the mask's
-    (batch | 1, heads | 1). local_masks: under strategy "heads", the mask of all tokens in the order of ranks; on one rank, the mask
-    itself; else the exchange of blocks.
+    owners: of the tokens, the same for all masks. The other fields have an entry for each mask. masks: of the whole sequence, on
+    the CPU. costs: of the strategies that were estimated. local_masks: under strategy "heads", the mask of all tokens in the order
+    of ranks; on one rank, the mask itself; else the exchange of blocks.
     """
 
     sizes: SequenceSizes
     owners: Owners
+    masks: tuple[BlockMask, ...]
     strategies: tuple[Strategy, ...]
-    batch_and_heads: tuple[tuple[int, ...], ...]
+    costs: tuple[dict[Strategy, StrategyCosts], ...]
     local_masks: tuple[BlockMask | LocalMask | BlockExchange, ...]
 
     @property
@@ -109,8 +115,9 @@ def plan_sequence(
     ValueError for options that do not fit the masks.
     """
     sizes = options.sizes(masks)
-    possible = possible_strategies(sizes, ranks, options.heads is not None)
-    allowed = possible if options.strategy == "auto" else (options.strategy,)
+    allowed: Sequence[Strategy] = [options.strategy] if options.strategy != "auto" else STRATEGIES
+    if options.strategy == "auto" and (options.heads is None or sizes.kv_heads % ranks):
+        allowed = [name for name in STRATEGIES if name != "heads"]
     chunk_blocks = blocks_per_chunk(masks[0].grid.q_blocks, sizes.block_size, ranks)
     visits = [Visits.from_mask(mask, chunk_blocks) for mask in masks]
     if options.strategy == "queries" and not all(one.without_shared_rows(sizes) for one in visits):
@@ -134,8 +141,7 @@ def plan_sequence(
         return BlockExchange.from_assignment(one.mask, assignment, rank, options.overlap, sizes, options.link_rate)
 
     local_masks = tuple(map(localize, visits, choice.strategies))
-    batch_and_heads = tuple(tuple(mask.mask_index.shape) for mask in masks)
-    return PlannedSequence(sizes, choice.owners, choice.strategies, batch_and_heads, local_masks)
+    return PlannedSequence(sizes, choice.owners, tuple(masks), choice.strategies, choice.costs, local_masks)
 
 
 def to_square_mask(mask: MaskLike, q_len: int, block_size: int) -> BlockMask:
@@ -153,13 +159,6 @@ def to_square_mask(mask: MaskLike, q_len: int, block_size: int) -> BlockMask:
             f"for {q_len}, or pass the pattern itself"
         )
     return whole
-
-
-def facts_to_agree_on(masks: str, q_len: int, block_size: int, options: PlanOptions, numbers: PlannedSequence) -> dict[str, str]:
-    """Returns short descriptions, by name, that must be the same on all ranks. masks: a description of the masks."""
-    # Links may differ, if the decisions do not.
-    given = {name: str(value) for name, value in vars(options).items() if name != "link_rate"}
-    return {"mask": masks, "q_len": str(q_len), **given, "block_size": str(block_size), **numbers.decisions}
 
 
 def short_digest(data: bytes) -> str:

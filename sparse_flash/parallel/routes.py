@@ -19,7 +19,8 @@ import torch.distributed as dist
 from ..masks.block_mask import BlockMask
 from ..masks.build import take_blocks
 from .assignment import Assignment
-from .costs import SequenceSizes, slowest
+from .costs import SequenceSizes
+from .estimates import block_times
 from .peer_memory import PeerMemory, peer_memory
 from .traffic import Traffic
 
@@ -174,8 +175,7 @@ class BlockExchange(_Record):
         shared = assignment.visits.shared
         rows = own if shared is None else np.where(shared[own], -1, own)
         if overlap is None:
-            times = assignment.call_times(sizes, link_rate)
-            overlaps = [slowest(times_of_pass).overlaps for times_of_pass in zip(*times, strict=True)]
+            overlaps = [times.overlaps for times in block_times(assignment, sizes, link_rate)]
         else:
             overlaps = [overlap, overlap]
         # A table is built once, and only if a pass uses it.

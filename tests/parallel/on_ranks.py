@@ -441,11 +441,10 @@ def refused_calls() -> dict[str, str]:
         "pickled": lambda: torch.save(layer, io.BytesIO()),
         "as a mask": lambda: sf.attention(q, k, v, plan),
         "unshard": lambda: plan.unshard(q[:, :, 1:], 2),
-        "ranks": lambda: plan.explain(ranks=0),
         "layer": lambda: layer(torch.zeros(1, 9, 16)),
         "cache": lambda: layer(torch.zeros(1, plan.tokens, 16), layer.new_cache(1, 16)),
     }
-    return {name: error_of(call) for name, call in calls.items()}
+    return {name: error_of(call) for name, call in calls.items()} | {"explained": of_heads.explain() + plan.explain()}
 
 
 BY_LAYER = ["causal", "causal & local(100)", "butterfly(block=64)", "causal & (local(100))", "causal"]

@@ -14,60 +14,33 @@ pytestmark = pytest.mark.ranks
 
 
 @pytest.mark.parametrize("mask", ["causal & local(100)", "global_tokens(64) | local(100)"])
-def test_each_strategy_gives_what_one_rank_gives_beside_its_floor(pools, mask):
+def test_each_strategy_gives_what_one_rank_gives(pools, mask):
     names = ["blocks, two calls", "blocks, one call", "heads", "auto", "queries"]
     first, second = pools(2).run(ways_on_ranks.run, mask, names)
     assert first == second  # of the slowest rank, everywhere
-    ran = {name: result for name, result in first["ways"].items() if "refused" not in result}
+    ran = {name: result for name, result in first["ways"].items() if "failed" not in result}
     assert ran.keys() >= set(names[:4]) and all(result["error"] < 1e-5 for result in ran.values())
-    assert all(result["received_bytes"] >= first["fewest_bytes"] > 0 for result in ran.values())
     # Half of the tokens of q and out, 4 heads, and of k and v, 2: for half of them, half of the heads; 16 numbers in float32.
     assert ran["heads"]["received_bytes"] == 256 * (2 * 4 + 2 * 2) / 2 * 16 * 4
-    for name in ("forward_ms", "both_ms"):
-        assert first["floor_ms"][name] >= first["one"][name] / 2 and min(result[name] for result in ran.values()) > 0
     assert all(ran[name]["exchange_ms"] > 0 for name in ("blocks, two calls", "blocks, one call", "heads"))
-    time, linear, floor, exchange, received, *_ = context.cells(first, "heads")
-    assert time.count("/") == linear.count("/") == floor.count("/") == 1 and float(exchange) > 0
-    assert first["link_ms"] > 0 and received == "0"
-
-
-@pytest.mark.parametrize(
-    "name, mask",
-    [
-        ("heads around FlashAttention-4", "causal"),
-        ("heads around FlashAttention-4", "causal & local(100)"),
-        ("all-gather and FlexAttention", "causal"),
-        ("all-gather and FlexAttention", "butterfly(block=64)"),
-    ],
-)
-def test_other_ways_give_what_one_rank_gives(pools, name, mask):
-    assert max(pools(2).run(ways_on_ranks.error_of, name, mask)) < 1e-5
+    time, linear, exchange, received, *_ = context.cells(first, "heads")
+    assert time.count("/") == linear.count("/") == 1 and float(exchange) > 0 and received == "0"
 
 
 def test_what_cannot_run_says_why(pools):
-    found = pools(3).run(ways_on_ranks.run, "butterfly", list(WAYS))[0]
-    refused = {name: result["refused"] for name, result in found["ways"].items() if "refused" in result}
-    assert "3 ranks and 2 key heads" in refused["heads"]
-    assert "3 ranks must divide the 2 key heads" in refused["heads around FlashAttention-4"]
-    assert "no backward pass on a CPU" in refused["all-gather and FlexAttention"] and "causal" in refused["PyTorch's ring"]
-    assert found["ways"]["auto"]["error"] < 1e-5
+    found = pools(3).run(ways_on_ranks.run, "butterfly", list(WAYS))[0]["ways"]
+    why = {name: result.get("refused") or result.get("failed") for name, result in found.items()}
+    assert (
+        "3 ranks and 2 kv_heads" in why["heads"] and "3 ranks must divide the 2 key heads" in why["heads around FlashAttention-4"]
+    )
+    assert "no backward pass on a CPU" in why["all-gather and FlexAttention"] and "causal" in why["PyTorch's ring"]
+    assert why["auto"] is None and found["auto"]["error"] < 1e-5
 
 
 def test_what_fails_everywhere_is_a_result_and_what_fails_on_one_rank_ends_the_run(pools):
     first, second = pools(2).run(ways_on_ranks.failing, [0, 1])
     assert first == second == {"failed": "ValueError: of this test"}
-    assert all("failed on ranks [1] alone" in said for said in pools(2).run(ways_on_ranks.failing, [1]))
-
-
-@pytest.mark.parametrize("warm, longest, calls", [(True, 0.0, 1), (False, 0.0, 3), (True, 60.0, 5)])
-def test_a_long_call_is_made_once_where_nothing_is_left_to_compile(pools, warm, longest, calls):
-    assert pools(2).run(ways_on_ranks.calls_timed, warm, longest) == [calls, calls]
-
-
-def test_no_way_begins_when_the_time_is_up(pools):
-    for found in pools(2).run(ways_on_ranks.run, "causal", ["auto", "heads"], seconds=-1.0):
-        assert found["ways"] == {name: {"skipped": "the time was up"} for name in ("auto", "heads")}
-        assert context.cells(found, "auto")[0] == "skipped"
+    assert all("failed on some ranks alone" in said for said in pools(2).run(ways_on_ranks.failing, [1]))
 
 
 def test_torchrun_writes_the_cases_and_a_table(tmp_path):
