@@ -107,7 +107,7 @@ def context_parallel(
         if not given:
             raise ValueError("mask must name at least one mask, or be one; got an empty list")
         masks, layers = _distinct([to_square_mask(one, q_len, block_size) for one in given])
-        numbers = plan_sequence(masks, [layers.count(number) for number in range(len(masks))], rank, ranks, options)
+        numbers = plan_sequence(masks, layers, rank, ranks, options)
     except (TypeError, ValueError) as error:
         check_agreement(error, group)
         raise
@@ -115,19 +115,16 @@ def context_parallel(
     words = ", ".join(in_words) + (f" for layers {layers}" if isinstance(mask, (list, tuple)) else "")
     facts = {"mask": words, "q_len": str(q_len), **options.facts(), "block_size": str(masks[0].block_size), **numbers.decisions}
     check_agreement(facts, group)
-    plans = plans_of(numbers, layers, options, mesh)
+    plans = plans_of(numbers, options, mesh)
     return plans if isinstance(mask, (list, tuple)) else plans[0]
 
 
-def plans_of(
-    numbers: PlannedSequence, layers: list[int], options: PlanOptions, mesh: DeviceMesh, cu_seqlens: tuple[int, ...] = (0,)
-) -> ContextPlans:
-    """Makes a plan for each layer. layers: for each layer, the number of its mask among the planned masks. cu_seqlens: the bounds
-    of documents; one document by default."""
+def plans_of(numbers: PlannedSequence, options: PlanOptions, mesh: DeviceMesh, cu_seqlens: tuple[int, ...] = (0,)) -> ContextPlans:
+    """Makes a plan for each layer. cu_seqlens: the bounds of documents; one document by default."""
     positions = numbers.owners.positions(numbers.sizes.q_len, numbers.sizes.block_size)
     shards = TokenShards(numbers.sizes.q_len, positions, cu_seqlens, group_of(mesh), device_of(mesh))
     plans = [ContextPlan(shards, numbers, number, options) for number in range(len(numbers.masks))]
-    return ContextPlans(shards, [plans[number] for number in layers])
+    return ContextPlans(shards, [plans[number] for number in numbers.layers])
 
 
 def _unsupported(function: str, known: list[str], unknown: list[str]) -> ValueError:

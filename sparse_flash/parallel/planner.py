@@ -120,11 +120,10 @@ class ContextParallel:
         apart = shifted(documents(cu_seqlens), 0, allow_uncovered=True)
         size = self._options.block_size
         masks = [compile_mask(one & apart, self._q_len, block_size=size, progress=False) for one in self._patterns]
-        layers = [self._layers.count(number) for number in range(len(masks))]
-        return plan_sequence(masks, layers, self._rank, dist.get_world_size(self._group), self._options)
+        return plan_sequence(masks, self._layers, self._rank, dist.get_world_size(self._group), self._options)
 
     def _plans_of(self, numbers: PlannedSequence, cu_seqlens: tuple[int, ...]) -> ContextPlan | ContextPlans:
-        plans = plans_of(numbers, self._layers, self._options, self._mesh, cu_seqlens)
+        plans = plans_of(numbers, self._options, self._mesh, cu_seqlens)
         return plans[0] if self._single else plans
 
     def close(self) -> None:

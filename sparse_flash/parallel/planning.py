@@ -85,12 +85,13 @@ class PlanOptions:
 class PlannedSequence:
     """Holds one rank's numbers of a plan, on the host.
 
-    owners: of the tokens, the same for all masks. The other fields have an entry for each mask. masks: of the whole sequence, on
-    the CPU. costs: of the strategies that were estimated. local_masks: under strategy "heads", the mask of all tokens in the order
-    of ranks; on one rank, the mask itself; else the exchange of blocks.
+    layers: for each layer, the number of its mask. owners: of the tokens, the same for all masks. The other fields have an entry
+    for each mask. masks: of the whole sequence, on the CPU. costs: of the strategies that were estimated. local_masks: under
+    strategy "heads", the mask of all tokens in the order of ranks; on one rank, the mask itself; else the exchange of blocks.
     """
 
     sizes: SequenceSizes
+    layers: Sequence[int]
     owners: Owners
     masks: tuple[BlockMask, ...]
     strategies: tuple[Strategy, ...]
@@ -111,7 +112,7 @@ def plan_sequence(
 ) -> PlannedSequence:
     """Plans one rank's part of a sequence.
 
-    masks: different masks, on the CPU, of one length and block size. layers: how many layers have each mask. Raises
+    masks: different masks, on the CPU, of one length and block size. layers: for each layer, the number of its mask. Raises
     ValueError for options that do not fit the masks.
     """
     sizes = options.sizes(masks)
@@ -125,7 +126,8 @@ def plan_sequence(
             "strategy 'queries' needs masks in which a few block rows visit more than half of all columns, as global tokens do; "
             "got a mask in which none do, or too many; pass strategy='blocks'"
         )
-    choice = choose_strategies(visits, layers, sizes, ranks, options.link_rate, allowed)
+    counts = [list(layers).count(number) for number in range(len(masks))]
+    choice = choose_strategies(visits, counts, sizes, ranks, options.link_rate, allowed)
 
     def localize(one: Visits, strategy: Strategy) -> BlockMask | LocalMask | BlockExchange:
         if ranks == 1:
@@ -141,7 +143,7 @@ def plan_sequence(
         return BlockExchange.from_assignment(one.mask, assignment, rank, options.overlap, sizes, options.link_rate)
 
     local_masks = tuple(map(localize, visits, choice.strategies))
-    return PlannedSequence(sizes, choice.owners, tuple(masks), choice.strategies, choice.costs, local_masks)
+    return PlannedSequence(sizes, layers, choice.owners, tuple(masks), choice.strategies, choice.costs, local_masks)
 
 
 def to_square_mask(mask: MaskLike, q_len: int, block_size: int) -> BlockMask:

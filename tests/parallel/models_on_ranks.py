@@ -30,7 +30,7 @@ def config(**changes: object) -> transformers.LlamaConfig:
     return transformers.LlamaConfig(**{**sizes, "num_key_value_heads": 2, **changes})
 
 
-def of_transformers(labelled: int, compiled: bool = False) -> tuple[float, float, float]:
+def of_transformers(labelled: int, compiled: bool) -> tuple[float, float, float]:
     """(the difference of the loss, of the logits, of the parameters' gradients) of a model with a mask for each layer, and
     dropout. labelled: how many tokens have labels, from the first."""
     torch.manual_seed(0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import os
 from functools import partial
 from unittest.mock import patch
 
@@ -19,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import sparse_flash as sf
-from sparse_flash.parallel import assignment, choice, routes, transfer
+from sparse_flash.parallel import agreement, assignment, choice, routes, transfer
 
 RAGGED = sf.documents([0, 70, 333, 334, 900, 1500, 1801])
 # name: (mask, tokens, block, batch, heads, kv_heads)
@@ -218,17 +217,6 @@ def poisoned(strategy: str, **options) -> list[bool]:
     wanted = torch.autograd.grad((out, lse), leaves, given, retain_graph=True)
     given = [given[0].masked_fill(empty[..., None], float("nan")), given[1].masked_fill(empty, float("nan"))]
     return [torch.equal(*both) for both in zip(torch.autograd.grad((out, lse), leaves, given), wanted, strict=True)]
-
-
-def dying(rank: int) -> None:
-    """One rank ends after a call; the others make more of them."""
-    plan = sf.context_parallel("causal", 300, mesh(), block_size=32)
-    q = torch.zeros(1, 1, plan.tokens, 16)
-    plan.attention(q, q, q)
-    if dist.get_rank() == rank:
-        os._exit(3)
-    for _ in range(3):
-        plan.attention(q, q, q)
 
 
 def outlived(name: str, strategy: str, compiled: bool) -> tuple[float, list[int]]:
@@ -510,12 +498,9 @@ def refused_documents() -> dict[str, str]:
         coming = {name: planner.submit(cu_seqlens) for name, cu_seqlens in submitted.items()}
         for name, pending in coming.items():
             said[name] = error_of(pending.result) or repr(pending.result())
+        long = ValueError("\U0001f600" * 2000) if rank == 1 else {}
+        said["long"] = error_of(agreement.Agreement(long, planner._group).check)
     said["closed"] = error_of(lambda: planner.submit([0, 1000]))
     for name, mask, tokens in (("table", sf.compile_mask("causal", 1000), 1000), ("no mask", [], 1000), ("length", "causal", 0)):
         said[name] = error_of(lambda mask=mask, tokens=tokens: sf.ContextParallel(mesh(), mask, tokens))
     return said
-
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    dying(1)

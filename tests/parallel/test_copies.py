@@ -1,7 +1,6 @@
 """Messages copied through memory that all ranks read, against messages that a process group moves."""
 
 from datetime import timedelta
-from itertools import pairwise
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -16,49 +15,12 @@ from sparse_flash.compat import symmetric_memory
 from sparse_flash.parallel.costs import LINK_RATE
 from sparse_flash.parallel.peer_memory import PeerMemory
 from sparse_flash.parallel.planning import PlanOptions, plan_sequence
-from sparse_flash.parallel.traffic import SharedMessages, Traffic
-
-PIECES = np.array([[0, 2, 1], [3, 0, 0], [4, 5, 0]])
-
-
-@pytest.mark.parametrize("rank", range(3))
-def test_pieces_lie_in_messages_in_the_order_of_ranks(rank):
-    traffic = Traffic(PIECES, rank)
-    assert traffic.sends == PIECES[rank].tolist() and traffic.receives == PIECES[:, rank].tolist()
-    assert (traffic.sent, traffic.received, traffic.longest) == (PIECES[rank].sum(), PIECES[:, rank].sum(), 9)
-    begins = [int(PIECES[source, :rank].sum()) for source in range(3)]
-    assert traffic.layout.pieces == PIECES.sum(1).tolist()
-    assert traffic.layout.runs == [[(begins[i], int(PIECES[i, rank]))] if PIECES[i, rank] else [] for i in range(3)]
-
-
-@pytest.mark.parametrize("rank", range(3))
-def test_what_is_returned_goes_where_it_came_from(rank):
-    traffic, back = Traffic(PIECES, rank), Traffic(PIECES, rank).reverse
-    assert back.sends == traffic.receives and back.receives == traffic.sends and back.longest == PIECES.sum(0).max()
-
-
-def shared(ranks: int, sizes: list[int], seed: int) -> tuple[list[np.ndarray], list[SharedMessages | None]]:
-    generator = np.random.default_rng(seed)
-    wanted = [np.repeat(generator.random((ranks, size)) < 0.5, 3, 1) for size in sizes]
-    for source, of_rank in enumerate(wanted):
-        of_rank[source] = False
-    return wanted, [SharedMessages.from_wanted(wanted, rank) for rank in range(ranks)]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_runs_of_messages_with_each_piece_once_are_what_a_rank_gets_in_order(seed):
-    wanted, found = shared(3, [7, 0, 12], seed)
-    for rank, messages in enumerate(found):
-        assert messages is not None and messages.pieces == [21, 0, 36]
-        for of_rank, runs in zip(wanted, messages.runs, strict=True):
-            got = [piece for first, count in runs for piece in range(first, first + count)]
-            assert got == np.flatnonzero(of_rank[rank]).tolist()
-            assert all(before[0] + before[1] < after[0] for before, after in pairwise(runs))
+from sparse_flash.parallel.traffic import Traffic
 
 
 def test_pieces_in_very_many_runs_are_written_for_each_rank():
-    _, found = shared(3, [10, 400, 10], 0)
-    assert found == [None] * 3
+    wanted = [np.random.default_rng(0).random((3, size)) < 0.5 for size in (10, 800, 10)]
+    assert Traffic.from_wanted(wanted, 0).unique is None and Traffic.from_wanted([one[:, :50] for one in wanted], 0).unique
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -66,7 +28,7 @@ def test_a_rank_writes_each_block_once_and_others_get_few_runs(name):
     mask, ranks = on_ranks.whole_of(name), 4
     options = PlanOptions(None, None, mask.block_size, "blocks", LINK_RATE, None, True)
     for rank in range(ranks):
-        exchange = plan_sequence([mask], [1], rank, ranks, options).local_masks[0]
+        exchange = plan_sequence([mask], [0], rank, ranks, options).local_masks[0]
         messages = exchange.traffic.layout
         assert len(exchange.message_blocks) == messages.pieces[rank] <= len(exchange.sent_blocks)
         assert np.array_equal(np.unique(exchange.sent_blocks), np.sort(exchange.message_blocks))
@@ -96,35 +58,6 @@ def test_no_two_ranks_get_pieces_from_one_at_a_time_where_that_can_be(pieces):
             busy.add((source, turn))
     most = max(*map(len, orders), *(sum(source in order for order in orders) for source in range(ranks)))
     assert 1 + max(turn for _, turn in busy) == most
-
-
-def busy_for(pieces: np.ndarray, orders: list[list[int]]) -> float:
-    """How long all copies take if ranks that read from one share its rate, in pieces at its whole rate."""
-    queues, left, now = [list(order) for order in orders], np.zeros(len(orders)), 0.0
-    for rank, queue in enumerate(queues):
-        left[rank] = pieces[queue[0], rank] if queue else 0
-    while any(queues):
-        readers = np.bincount([queue[0] for queue in queues if queue], minlength=len(orders))
-        rates = np.array([1 / readers[queue[0]] if queue else 0 for queue in queues])
-        reading = rates > 0
-        passed = (left[reading] / rates[reading]).min()
-        now += passed
-        left -= passed * rates
-        for rank in np.flatnonzero(reading & (left < 1e-6)):
-            queues[rank].pop(0)
-            left[rank] = pieces[queues[rank][0], rank] if queues[rank] else 0
-    return now
-
-
-@pytest.mark.parametrize("ranks, density, mean", [(4, 1.0, 1.2), (8, 1.0, 1.3), (8, 0.4, 1.2)])
-def test_turns_of_random_pieces_take_little_longer_than_the_busiest_rank(ranks, density, mean):
-    generator, ratios = np.random.default_rng(0), []
-    for _ in range(20):
-        pieces = generator.integers(1, 100, (ranks, ranks)) * (generator.random((ranks, ranks)) < density)
-        np.fill_diagonal(pieces, 0)
-        orders = [Traffic(pieces, rank).order for rank in range(ranks)]
-        ratios.append(busy_for(pieces, orders) / max(pieces.sum(0).max(), pieces.sum(1).max()))
-    assert np.mean(ratios) < mean and max(ratios) < 1.7
 
 
 class Room(PeerMemory):

@@ -93,28 +93,19 @@ def test_a_nan_in_either_part_stays_visible(merger):
     assert out.isnan().all(-1).sum() == lse.isnan().sum() == 2
 
 
+# Blocks 1 and 4 of the second go nowhere.
+@parametrize("sources", [None, [[3], [], [5, 0, 2]]], ids=["one each", "several"])
 @parametrize("layout, dtype, head_dim", CASES, ids=str)
-def test_gradients_are_added_to_the_listed_blocks_and_rounded_once(merger, layout, dtype, head_dim):
+def test_gradients_are_added_to_the_listed_blocks_in_their_order_and_rounded_once(merger, layout, dtype, head_dim, sources):
     torch.manual_seed(2)
-    whole, part = (tensor((2, 3, n * BLOCK, head_dim), layout, dtype=dtype) for n in (BLOCKS, len(LISTED)))
-    wanted = whole.double()
-    wanted[:, :, tokens_of(LISTED)] += part.double()
-    calls.add_blocks(whole, part, torch.tensor(LISTED, device=DEVICE), BLOCK)
-    # Triton's interpreter cuts float32 off to bfloat16.
-    torch.testing.assert_close(whole, wanted.to(dtype), rtol=2**-7 if dtype == torch.bfloat16 else 0, atol=0)
-
-
-@parametrize("layout, dtype, head_dim", CASES, ids=str)
-def test_several_blocks_are_added_to_a_row_in_their_order_and_rounded_once(merger, layout, dtype, head_dim):
-    torch.manual_seed(3)
-    whole, part = (tensor((2, 3, n * BLOCK, head_dim), layout, dtype=dtype) for n in (BLOCKS, 6))
-    places = [[3], [], [5, 0, 2]]  # blocks 1 and 4 go nowhere
+    whole, part = (tensor((2, 3, n * BLOCK, head_dim), layout, dtype=dtype) for n in (BLOCKS, 6 if sources else len(LISTED)))
     wanted = whole.to(torch.promote_types(dtype, torch.float32))
-    for row, blocks in zip(LISTED, places, strict=True):
+    for row, blocks in zip(LISTED, sources or [[0], [1], [2]], strict=True):
         for block in blocks:
             wanted[:, :, row * BLOCK : (row + 1) * BLOCK] += part[:, :, block * BLOCK : (block + 1) * BLOCK]
-    first, blocks = (torch.tensor(x, device=DEVICE) for x in ([0, 1, 1, 4], [3, 5, 0, 2]))
-    calls.add_blocks(whole, part, torch.tensor(LISTED, device=DEVICE), BLOCK, (first, blocks))
+    addends = tuple(torch.tensor(x, device=DEVICE) for x in ([0, 1, 1, 4], [3, 5, 0, 2])) if sources else None
+    calls.add_blocks(whole, part, torch.tensor(LISTED, device=DEVICE), BLOCK, addends)
+    # Triton's interpreter cuts float32 off to bfloat16.
     torch.testing.assert_close(whole, wanted.to(dtype), rtol=2**-7 if dtype == torch.bfloat16 else 0, atol=0)
 
 

@@ -7,20 +7,10 @@ from tiny_lm import random_tokens
 pytestmark = pytest.mark.ranks
 
 
-@pytest.mark.parametrize("labelled", [models_on_ranks.TOKENS, 60])
-def test_a_model_of_transformers_gives_what_one_process_gives_also_where_one_rank_has_all_labels(pools, labelled):
-    for errors in pools(2).run(models_on_ranks.of_transformers, labelled):
+@pytest.mark.parametrize("ranks, labelled, compiled", [(1, 500, False), (2, 500, False), (2, 60, False), (2, 500, True)])
+def test_a_model_of_transformers_gives_what_one_process_gives_also_where_one_rank_has_all_labels(pools, ranks, labelled, compiled):
+    for errors in pools(ranks).run(models_on_ranks.of_transformers, labelled, compiled):
         assert max(errors) < 1e-5
-
-
-def test_a_compiled_model_of_transformers_gives_what_one_process_gives(pools):
-    for errors in pools(2).run(models_on_ranks.of_transformers, models_on_ranks.TOKENS, True):
-        assert max(errors) < 1e-5
-
-
-def test_a_plan_of_one_rank_gives_what_a_model_of_transformers_gives(pools):
-    for errors in pools(1).run(models_on_ranks.of_transformers, models_on_ranks.TOKENS):
-        assert max(errors) < 1e-6
 
 
 def test_models_and_calls_that_a_plan_does_not_fit_are_refused_by_name(pools):

@@ -1,15 +1,9 @@
 """Plans on several processes against one process."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import on_ranks
 import pytest
 import torch
 from on_ranks import CASES
-from pool import Pool
 
 import sparse_flash as sf
 
@@ -18,10 +12,13 @@ OF_QUERIES = ["bigbird", *(name for name in CASES if name.startswith("global tok
 OF_HEADS = [(name, ranks) for name, case in CASES.items() for ranks in (2, 3, 4) if case[5] % ranks == 0]
 
 
-@pytest.mark.parametrize("ranks, overlap", [(1, None), (2, True), (2, False), (3, True), (4, False)])
-@pytest.mark.parametrize("name", CASES)
-def test_blocks_fetched_give_what_one_process_gives_and_the_same_bits_twice(pools, ranks, name, overlap):
-    for error, same in pools(ranks).run(on_ranks.compared, name, "blocks", overlap=overlap):
+AGAIN = [(name, 3, overlap, False) for name in ("causal", "ranks that get nothing", "grouped 6:3") for overlap in (True, False)]
+KEPT = [(name, *how, True) for name in CASES for how in ((1, None), (2, True), (2, False), (3, True), (4, False))]
+
+
+@pytest.mark.parametrize("name, ranks, overlap, keep_fetched", KEPT + AGAIN)
+def test_blocks_fetched_give_what_one_process_gives_and_the_same_bits_twice(pools, name, ranks, overlap, keep_fetched):
+    for error, same in pools(ranks).run(on_ranks.compared, name, "blocks", overlap=overlap, keep_fetched=keep_fetched):
         assert error < 1e-5 and same
 
 
@@ -38,13 +35,6 @@ def test_pytorchs_counter_counts_each_kept_pair_on_one_rank(pools, name, strateg
     pairs = int(whole.to_dense().expand(batch, heads, -1, -1).sum())
     for counts in pools(2).run(on_ranks.counted, name, strategy, overlap=overlap):
         assert counts == (4 * on_ranks.HEAD_DIM * pairs, 10 * on_ranks.HEAD_DIM * pairs)
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("name", ["causal", "ranks that get nothing", "grouped 6:3"])
-def test_blocks_fetched_again_for_the_backward_pass_give_the_same(pools, name, overlap):
-    for error, same in pools(3).run(on_ranks.compared, name, "blocks", overlap=overlap, keep_fetched=False):
-        assert error < 1e-5 and same
 
 
 @pytest.mark.parametrize("ranks, overlap", [(2, True), (3, False), (4, None)])
@@ -156,28 +146,6 @@ def test_masks_by_layer_share_the_tokens_and_each_gives_what_one_process_gives(p
         assert shared == [[True, False, False, False, True], [False, True, False, True, False], [True] * 5]
 
 
-def test_a_rank_that_dies_ends_the_others_at_their_next_call(tmp_path):
-    pool = Pool(3, tmp_path)
-    try:
-        with pytest.raises(AssertionError) as raised:
-            pool.run(on_ranks.dying, 1)
-    finally:
-        pool.close()
-    assert "rank 1: the process ended" in str(raised.value)
-    for rank in (0, 2):
-        said = str(raised.value).partition(f"rank {rank}: ")[2].partition("\nrank ")[0]
-        assert "RuntimeError" in said and "by peer" in said
-
-
-def test_torchrun_ends_the_others_and_names_the_rank_that_died():
-    here = Path(on_ranks.__file__).parent
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(here / "on_ranks.py")]
-    paths = os.pathsep.join([str(here.parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(run, capture_output=True, text=True, timeout=100, env={**os.environ, "PYTHONPATH": paths})
-    cause = done.stderr.partition("Root Cause")[2]
-    assert done.returncode == 1 and "rank      : 1 (local_rank: 1)" in cause and "exitcode  : 3" in cause
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("strategy", ["blocks", "heads"])
 def test_a_plan_may_be_gone_before_its_backward_pass_and_is_freed_with_it(pools, strategy, compiled):
@@ -226,24 +194,25 @@ def test_groups_of_one_dimension_of_a_mesh_have_a_sequence_each(pools, strategy)
     assert max(pools(4).run(on_ranks.on_two_dimensions, "causal", strategy)) < 1e-5
 
 
-def test_different_plans_are_an_error_on_every_rank_that_says_which_rank_has_what(pools):
-    first, *others = pools(3).run(on_ranks.refused, {1: {"mask": "local(64)", "strategy": "blocks"}})
-    assert all(said == first for said in others)
-    assert "mask is" in first and "of causal on ranks 0, 2" in first and "of local(64) on rank 1" in first
-    lengths = pools(3).run(on_ranks.refused, {2: {"q_len": 1001}})
-    assert all("q_len is 1000 on ranks 0, 1, 1001 on rank 2" in said for said in lengths)
+LAYERS = ["causal", "local(64)", "causal"]
 
 
-def test_masks_of_other_layers_are_a_difference_that_is_said(pools):
-    masks = ["causal", "local(64)", "causal"]
-    said, *others = pools(3).run(on_ranks.refused, {rank: {"mask": masks[: 3 - rank // 2]} for rank in range(3)})
-    assert said == others[0] == others[1]
-    assert "for layers [0, 1, 0] on ranks 0, 1" in said and "for layers [0, 1] on rank 2" in said
-
-
-def test_an_error_of_one_rank_is_an_error_on_every_rank(pools):
-    own, *others = pools(3).run(on_ranks.refused, {0: {"strategy": "heads"}})
-    assert "needs heads=" in own and all("rank 0: ValueError: strategy 'heads' needs heads=" in said for said in others)
+@pytest.mark.parametrize(
+    "by_rank, texts",
+    [
+        ({1: {"mask": "local(64)", "strategy": "blocks"}}, ["mask is", "of causal on ranks 0, 2", "of local(64) on rank 1"]),
+        ({2: {"q_len": 1001}}, ["q_len is 1000 on ranks 0, 1, 1001 on rank 2"]),
+        (
+            {rank: {"mask": LAYERS[: 3 - rank // 2]} for rank in range(3)},
+            ["for layers [0, 1, 0] on ranks 0, 1", "for layers [0, 1] on rank 2"],
+        ),
+        ({0: {"strategy": "heads"}}, ["strategy 'heads' needs heads="]),
+    ],
+)
+def test_different_plans_or_one_ranks_error_are_an_error_on_every_rank_that_says_which_rank_has_what(pools, by_rank, texts):
+    first, *others = pools(3).run(on_ranks.refused, by_rank)
+    assert all(text in said for text in texts for said in (first, *others))
+    assert all(said == first or f"rank 0: ValueError: {first}" in said for said in others)
 
 
 @pytest.mark.parametrize(
@@ -308,5 +277,6 @@ def test_documents_that_are_wrong_or_differ_are_an_error_on_every_rank_and_the_n
     assert "this is rank 0" in first["right"] and "this is rank 1" in second["right"]
     assert "must be a Pattern or its spec text, to combine with documents; got BlockMask" in first["table"]
     assert "must name at least one mask" in first["no mask"]
+    assert "rank 1: ValueError: \U0001f600" in first["long"] and len(first["long"]) < 1024
     assert "this planner is closed" in first["closed"] == second["closed"]
     assert "q_len must be a positive integer number of tokens; got 0" in first["length"]
