@@ -187,10 +187,6 @@ def test_the_exchange_hides_behind_own_columns_where_that_is_estimated_to_be_fas
     assert overlaps(8, 188_416, 24_576, 1536, 1536) == (True, True)  # with 8 heads less is merged
     assert overlaps(32, 4_484_384, 1_030_976, 600, 450) == (False, False)  # documents: two calls take longer than the exchange
     assert overlaps(8, 1_050_624, 1_048_576, 512, 512, own=512) == (True, False)  # causal: two backward calls do
-    # Estimates alone.
-    assert overlaps(32, 2_145_792, 16_896, 32, 32) == (False, True)  # a window: own keys are copied sooner than all queries read
-    assert overlaps(8, 188_416, 24_576, 1536, 600) == (True, True)
-    assert overlaps(8, 188_416, 24_576, 1536, 400) == (False, True)  # less travels than is merged
     assert overlaps(32, 4_484_384, 1_030_976, 600, 450, link_rate=1e10) == (True, True)  # not less over slow links
     assert overlaps(32, 2e6, 0, 0, 0) == (False, False)  # nothing travels
 
