@@ -8,7 +8,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import partial
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -112,7 +112,6 @@ def _is_library(module: str | None) -> bool:
     return f"{module}.".startswith(("torch.", "numpy.", f"{PACKAGE}."))
 
 
-@lru_cache(maxsize=256)
 def _names_of(code: CodeType | None) -> frozenset[str]:
     """The globals and attributes that code names, functions within it included, and texts that ``getattr`` may read."""
     constants, names = (code.co_consts, code.co_names) if code is not None else ((), ())
