@@ -83,13 +83,13 @@ def _children(path: str, value: Any, names: _Names) -> Iterator[tuple[Any, str, 
         yield value.__func__, path, names
         yield value.__self__, "self", _names_of(getattr(value, "__code__", None))
     elif isinstance(value, FunctionType):
-        code = value.__code__
+        code, of_code = value.__code__, _names_of(value.__code__)
         cells = zip(code.co_freevars, value.__closure__ or (), strict=True)
         found = {name: cell.cell_contents for name, cell in cells if cell != CellType()}  # an empty one
         if not _is_library(value.__module__):
-            found |= {name: value.__globals__[name] for name in sorted(_names_of(code) & value.__globals__.keys())}
+            found |= {name: value.__globals__[name] for name in sorted(of_code & value.__globals__.keys())}
         found |= {"its code": code, "a default": (value.__defaults__, value.__kwdefaults__)}
-        yield from ((child, name, _names_of(code)) for name, child in found.items())
+        yield from ((child, name, of_code) for name, child in found.items())
     elif f"{type(value).__module__}.".startswith(f"{PACKAGE}."):  # a pattern, say, which may hold a function
         yield from ((child, f"{path}.{name}", names) for name, child in getattr(value, "__dict__", {}).items())
     elif names is not None and not (isinstance(value, ModuleType) and _is_library(value.__name__)):

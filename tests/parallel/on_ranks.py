@@ -16,6 +16,7 @@ from pool import DEVICE
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 import sparse_flash as sf
 from sparse_flash.parallel import assignment, choice, routes, transfer
@@ -110,6 +111,19 @@ def plan_of(name: str, strategy: str = "blocks", on=None, **more):
     _, tokens, block, _, heads, kv_heads = CASES[name]
     options = {"heads": heads, "kv_heads": kv_heads, "block_size": block, "strategy": strategy}
     return sf.context_parallel(mask_of(name), tokens, on or mesh(), **options | more)
+
+
+def counted(name: str, strategy: str, **options) -> tuple[int, int]:
+    """Returns what FlopCounterMode counts of a plan's passes, over all ranks."""
+    plan = plan_of(name, strategy, **options)
+    q, k, v = (plan.shard(t, 2).requires_grad_() for t in inputs(name)[:3])
+    with FlopCounterMode(display=False) as forward:
+        out = plan.attention(q, k, v)
+    with FlopCounterMode(display=False) as backward:
+        out.sum().backward()
+    totals = torch.tensor([forward.get_total_flops(), backward.get_total_flops()], device=DEVICE)
+    dist.all_reduce(totals)
+    return tuple(totals.tolist())
 
 
 def difference(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:

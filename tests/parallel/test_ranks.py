@@ -25,6 +25,21 @@ def test_blocks_fetched_give_what_one_process_gives_and_the_same_bits_twice(pool
         assert error < 1e-5 and same
 
 
+@pytest.mark.parametrize(
+    "name, strategy, overlap",
+    [
+        *[(name, "blocks", overlap) for name in ("causal", "per head, grouped", "global tokens") for overlap in (True, False)],
+        *[(name, "queries", None) for name in ("bigbird", "global tokens")],
+        *[(name, "heads", None) for name in ("causal", "per head, grouped")],
+    ],
+)
+def test_pytorchs_counter_counts_each_kept_pair_on_one_rank(pools, name, strategy, overlap):
+    whole, (_, _, _, batch, heads, _) = on_ranks.whole_of(name), CASES[name]
+    pairs = int(whole.to_dense().expand(batch, heads, -1, -1).sum())
+    for counts in pools(2).run(on_ranks.counted, name, strategy, overlap=overlap):
+        assert counts == (4 * on_ranks.HEAD_DIM * pairs, 10 * on_ranks.HEAD_DIM * pairs)
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("name", ["causal", "ranks that get nothing", "grouped 6:3"])
 def test_blocks_fetched_again_for_the_backward_pass_give_the_same(pools, name, overlap):
