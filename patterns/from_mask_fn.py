@@ -25,8 +25,8 @@ class FromMaskFn(Pattern):
 
     fn: called with two int64 numpy arrays of positions that broadcast against each other, query positions and key
     positions in tokens; returns booleans of their broadcast shape. It may read tensors, arrays, numbers and texts: a call after one
-    changed compiles anew. (Not seen are changes through a tensor's ``.data`` or through an array that shares its memory, and
-    in-place changes to a tensor of inference mode on a GPU. Code that torch.compile compiled keeps what it read.)
+    changed compiles anew. (Not seen are changes of attributes of attributes, through a tensor's ``.data`` or an array that shares
+    its memory, and in place of a tensor of inference mode on a GPU. Code that torch.compile compiled keeps what it read.)
     ``attention_varlen`` and ``attention_decode`` pass positions beyond the sequence, as they round lengths up.
 
     The compiler knows nothing about its blocks, so it evaluates every pair. ``&`` with a pattern whose blocks are known, such as

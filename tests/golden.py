@@ -13,7 +13,6 @@ import torch
 import sparse_flash as sf
 from sparse_flash import patterns
 from sparse_flash.masks.chooser import has_choosers
-from sparse_flash.masks.meaning import digest_of
 from sparse_flash.masks.registry import find_docstring_line, pattern_class
 
 FILE = Path(__file__).parent / "patterns" / "golden.json"
@@ -51,13 +50,13 @@ def specs() -> list[str]:
 
 
 def golden(text: str) -> dict[str, str]:
-    """Returns the digest that is saved beside the text, and one of what it keeps at each of three lengths."""
+    """Returns a digest of what the text keeps at each of three lengths."""
     kept = (
         {str(n): _kept_blocks(text, n) for n in BLOCKS_AT}
         if has_choosers(text)
         else {str(n): _kept_pairs(text, n) for n in PAIRS_AT}
     )
-    return {"digest": digest_of(text)} | {length: _short(found) for length, found in kept.items()}
+    return {length: _short(found) for length, found in kept.items()}
 
 
 def _kept_pairs(text: str, tokens: int) -> np.ndarray:

@@ -1,8 +1,7 @@
 """Checkpoints by torch.distributed.checkpoint: saved whole or not at all, resumed on any number of GPUs.
 
-A checkpoint is a folder ``step-0000100``: DCP's files, and run.json with the settings, a digest of what each mask keeps, and how
-far the run has come. It is written under another name and renamed once every byte is on the disk, so whatever ends the program
-leaves the last one whole.
+A checkpoint is a folder ``step-0000100``: DCP's files, and run.json with the settings and how far the run has come. It is written
+under another name and renamed once every byte is on the disk, so whatever ends the program leaves the last one whole.
 """
 
 from __future__ import annotations
@@ -22,10 +21,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_model_state_dict, set_state_dict
 
-from sparse_flash.masks.meaning import digest_of, why_changed
-
 from .parallel import World
-from .settings import SDPA, Choice, Settings, differences
+from .settings import Settings, differences
 
 _PARTIAL = ".partial"
 
@@ -68,7 +65,7 @@ def save(folder: Path, settings: Settings, progress: Progress, model: nn.Module,
         with _quiet():
             dcp.save(state, storage_writer=FileSystemWriter(partial, sync_files=True), no_dist=world.mesh is None)
         if world.is_first:
-            run = {"settings": json.loads(settings.to_json()), "digests": _digests(settings), "progress": asdict(progress)}
+            run = {"settings": json.loads(settings.to_json()), "progress": asdict(progress)}
             _write(partial / "run.json", json.dumps(run, indent=1))
             _sync(partial)
             os.replace(partial, target)
@@ -83,15 +80,12 @@ def save(folder: Path, settings: Settings, progress: Progress, model: nn.Module,
 
 
 def read(path: Path) -> tuple[Settings, Progress]:
-    """Returns what was run, and how far. Raises ValueError if the path is no checkpoint, or a mask means something else now."""
+    """Returns what was run, and how far. Raises ValueError if the path is no checkpoint."""
     try:
         run = json.loads((path / "run.json").read_text())
         settings, progress = Settings.from_json(json.dumps(run["settings"])), Progress(**run["progress"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is no checkpoint of this program: {type(error).__name__}: {error}") from error
-    for mask, digest in run.get("digests", {}).items():
-        if problem := why_changed(mask, digest):
-            raise ValueError(f"{path}: {problem}; or remove its digest from run.json, to go on with what it means now")
     return settings, progress
 
 
@@ -131,12 +125,6 @@ def load_model(path: Path, model: nn.Module, world: World | None = None) -> None
     with _quiet():
         dcp.load(state, storage_reader=reader, no_dist=world is None or world.mesh is None)
     set_model_state_dict(model, state["model"])
-
-
-def _digests(settings: Settings) -> dict[str, str]:
-    """Returns a digest of each mask that is a pattern, by its text."""
-    found = {mask: digest_of(mask) for mask in settings.masks if mask != SDPA and Choice.of(mask) is None}
-    return {mask: digest for mask, digest in found.items() if digest}
 
 
 @contextmanager

@@ -16,10 +16,10 @@ from ..masks.block_mask import BlockMask
 from ..masks.cache import compile_cached, convert_foreign_mask, to_traceable
 from ..masks.chooser import find_lookahead_chooser, has_choosers
 from ..masks.fit import check_known_end
-from ..masks.meaning import find_unstated_causal
 from ..masks.memory import cached_until_cleared, register_clear
 from ..masks.parsing import text_of
 from ..masks.pattern import Pattern, short_text
+from ..masks.unstated_causal import find_unstated_causal
 from ..selection.block_selection import BlockSelection
 from ..variant.variant import LENGTHS, build_variant
 from .arguments import (

@@ -17,7 +17,7 @@ _BOOL_MASK = (
 )
 _BLOCK = "a chooser has its own, as in sampled(8, keep=0.1, block=64)"
 
-# Advice on what to write here, and the keywords of other libraries that get it.
+# Advice on what to write in ``attention``, and the keywords of other libraries that get it.
 _ADVICE = {
     'pass mask="causal", which aligns the last query with the last key': "is_causal causal",
     _BOOL_MASK: "attn_mask attn_bias bias",
@@ -46,8 +46,6 @@ _ADVICE = {
     "pass sinks=": "s_aux learnable_sink",
     "pass rel_bias=, by head and distance": "position_bias",
 }
-# Words of the advice that name keywords which ``attention`` takes, and maybe no other function.
-_WORDS_OF_ATTENTION = "alibi_slopes", "kv_lens", "q_lens", "dropout_p", "sinks", "rel_bias", "return_lse"
 _WRITE_INSTEAD = {keyword: advice for advice, keywords in _ADVICE.items() for keyword in keywords.split()}
 
 
@@ -71,29 +69,17 @@ def answers_unknown_keywords(error: Callable[[str, list[str], list[str]], Except
 
 
 def keyword_error(function: str, known: list[str], unknown: list[str]) -> TypeError:
-    """Python's own error for unknown keywords, plus what to write instead."""
+    """Python's own error for unknown keywords, plus the name that was meant, or all names; of ``attention``, also advice."""
     parts = [f"{function}() got an unexpected keyword argument {unknown[0]!r}"]
+    advised = _WRITE_INSTEAD if function == "attention" else {}
     for name in unknown:
-        if advice := _advice_for(function, known, name):  # first: torch.compile can trace no further
-            parts.append(f"{name}: {advice}")
-            continue
-        advised = [other for other in _WRITE_INSTEAD if _advice_for(function, known, other)]
-        if near := difflib.get_close_matches(name, [*known, *advised], n=1, cutoff=0.7):
-            parts.append("; ".join(filter(None, [f"{name}: did you mean {near[0]!r}?", _advice_for(function, known, near[0])])))
+        if name in advised:  # first: torch.compile can trace no further
+            parts.append(f"{name}: {advised[name]}")
+        elif near := difflib.get_close_matches(name, [*known, *advised], n=1, cutoff=0.7):
+            parts.append("; ".join([f"{name}: did you mean {near[0]!r}?", *filter(None, [advised.get(near[0])])]))
         else:
             parts.append(f"{name}: it takes {', '.join(known)}")
     return TypeError("; ".join(parts))
-
-
-def _advice_for(function: str, known: list[str], name: str) -> str:
-    """Returns what to write instead of a keyword, as far as the function takes that; "" for nothing."""
-    unusable = [word for word in _WORDS_OF_ATTENTION if word not in known]
-    if function != "attention":
-        unusable.append("chooser")
-    if function == "attention_varlen":
-        unusable += ["BlockMask", "compile_mask", "FlexAttention", "attention_varlen"]
-    sentences = _WRITE_INSTEAD.get(name, "").split("; ")
-    return "; ".join(one for one in sentences if not any(word in one for word in unusable))
 
 
 def chooser_keyword_error(function: str, known: list[str], unknown: list[str]) -> TypeError:

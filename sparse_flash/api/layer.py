@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -17,7 +18,6 @@ from .. import backends
 from ..masks.block_mask import BlockMask
 from ..masks.cache import convert_foreign_mask
 from ..masks.chooser import has_choosers, without_choosers
-from ..masks.meaning import digest_of, why_changed
 from ..masks.parsing import parse, text_of
 from ..masks.pattern import Pattern, short_text
 from ..selection.block_selection import BlockSelection
@@ -155,12 +155,11 @@ class SparseAttention(nn.Module):
     bias: of the four projections. dropout_p: as for ``attention``, in training mode only; not with select or a cache. backend,
     deterministic: as for ``attention``.
 
-    Parameters: q_proj, k_proj, v_proj, out_proj, each an nn.Linear. Buffer: mask_spec, uint8, the mask's spec text and a digest of
-    what it keeps, so that checkpoints hold the mask. It is None with select, and for a mask without text: a function, a BlockMask,
-    a plan. ``load_state_dict`` raises RuntimeError if a checkpoint's mask is another one, or means something else in this version.
-    Dense attention is the mask "full". Checkpoints without mask_spec load. Programs that write buffers themselves, such as
-    Transformers' ``from_pretrained``, check nothing. Sources: arXiv:1706.03762 (multi-head attention),
-    arXiv:2305.13245 (grouped queries), arXiv:2104.09864 (rotary embedding).
+    Parameters: q_proj, k_proj, v_proj, out_proj, each an nn.Linear. Buffer: mask_spec, uint8, the mask's spec text, so that
+    checkpoints hold the mask. It is None with select, and for a mask without text: a function, a BlockMask, a plan. If a
+    checkpoint's mask is another one, ``load_state_dict`` warns, and the layer keeps its own. Dense attention is the mask "full".
+    Programs that write buffers themselves, such as Transformers' ``from_pretrained``, check nothing.
+    Sources: arXiv:1706.03762 (multi-head attention), arXiv:2305.13245 (grouped queries), arXiv:2104.09864 (rotary embedding).
     """
 
     def __init__(
@@ -251,8 +250,8 @@ class SparseAttention(nn.Module):
         """Makes the buffer mask_spec, where ``beside`` or the parameters are, as loaders of sharded models want one device."""
         if (text := self._text) is None:
             return None
-        data = list(f"{text}\n{digest_of(text) or ''}".encode())
-        return torch.tensor(data, dtype=torch.uint8, device=next((t.device for t in chain(beside, self.parameters())), None))
+        device = next((t.device for t in chain(beside, self.parameters())), None)
+        return torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -262,11 +261,9 @@ class SparseAttention(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *options: Any) -> None:
         name = f"{prefix}mask_spec"
-        saved, own, errors = state_dict.pop(name, None), self._text, options[-1]
-        if saved is not None and own is not None and not saved.is_meta:
-            text, _, digest = bytes(saved.to(torch.uint8).tolist()).decode(errors="replace").partition("\n")
-            if (problem := _difference(own, text, digest)) is not None:
-                errors.append(f"{name}: {problem}; or remove {name!r} from the state dict that is loaded")
+        saved = state_dict.pop(name, None)
+        if saved is not None and self._text is not None and not saved.is_meta:
+            _warn_of_difference(self._text, bytes(saved.to(torch.uint8).tolist()).decode(errors="replace"))
         self.mask_spec = None  # so that it is neither missing nor unexpected
         super()._load_from_state_dict(state_dict, prefix, metadata, *options)
         # The projections load after this, and may then be the state dict's own tensors.
@@ -429,16 +426,17 @@ def _as_traceable(mask: BlockMask | Pattern | None) -> BlockMask | Pattern | str
     return text_of(mask) or mask if isinstance(mask, Pattern) else mask
 
 
-def _difference(own: str, saved: str, digest: str) -> str | None:
-    """Says how a layer's mask differs from a saved one, and what to do; None if it does not. digest: "" if it had none."""
+def _warn_of_difference(own: str, saved: str) -> None:
+    """Names both masks if a saved one is not the layer's. Without the layer's name, so that layers of one mask warn once."""
+    saved = saved.partition("\n")[0]  # earlier versions wrote a second line
     with suppress(ValueError):  # some of its patterns may not be registered here
         saved = text_of(saved) or saved
-    if saved == own:
-        return why_changed(own, digest) if digest else None
-    return (
-        f"the layer's mask must be the one of the checkpoint, {short_text(saved, 200)!r}; got {short_text(own, 200)!r}; make the "
-        "layer with the checkpoint's mask, and set layer.mask after loading"
-    )
+    if saved != own:
+        warnings.warn(
+            f"the checkpoint was saved under the mask {short_text(saved, 200)!r}, and the layer that loads it keeps its own, "
+            f"{short_text(own, 200)!r}; set layer.mask to run the checkpoint's",
+            stacklevel=2,
+        )
 
 
 def _repeat_count(tokens: int, q: torch.Tensor) -> torch.Tensor:

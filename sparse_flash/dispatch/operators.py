@@ -12,12 +12,10 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch.library import CustomOpDef
 
 from .. import backends
-from ..compat.flop_counter import flop_formula
 from ..compat.names import operator_name
 from ..compat.pytorch import (
     active_modes,
@@ -36,7 +34,6 @@ from ..variant.definition import with_sinks
 from ..variant.variant import NO_VARIANT, Variant
 from . import observers
 from .call import AttentionCall, ChosenBlocks
-from .flops import backward_flops, count_mask_pairs, count_pairs_within, forward_flops, have_values, kept_pairs
 
 PATTERN_BLOCK_SIZE = 128  # tokens, in the tables of patterns
 NOTHING = "nothing"  # the back end of calls with nothing to compute
@@ -335,48 +332,6 @@ def _gradients(ctx, dout, dlse):
         grads = _backward(dout, dlse, q, k, v, out, lse, tables, *ctx.options, variant_tensors, *ctx.packed)
     of_variant = (variant and variant.gradients(*grads[3:])) or [None] * len(variant_tensors)
     return (*grads[:3], [None] * len(tables), *(None for _ in ctx.options), of_variant, None, None, None)
-
-
-def _count_pairs(q, k, tables: list[torch.Tensor], block_size: int, pattern: str, *call) -> int:
-    mask, lengths = None, (q.shape[2], k.shape[2])
-    known = all(type(length) is int for length in lengths)  # the table for symbolic lengths is unknown
-    if _has_chosen_bits(tables):
-        if known and have_values(q, *tables):
-            mask = build_chosen_mask(q, k, ChosenBlocks(tables[0], block_size, pattern))
-        elif known and pattern:  # all that may be chosen
-            mask = compile_cached(pattern, *lengths, block_size, torch.device("cpu"))
-    elif pattern and known:
-        mask = compile_cached(pattern, *lengths, block_size, q.device if have_values(q) else torch.device("cpu"))
-    elif block_size and not pattern:
-        mask = BlockMask.from_tensors(*lengths, block_size, tables)
-    return kept_pairs(q, k, mask, Variant.unpacked(*call[3:]))
-
-
-@flop_formula("attention")
-def _(q, k, v, *call, **_) -> int:
-    return forward_flops(q.shape[3], v.shape[3]) * _count_pairs(q, k, *call)
-
-
-@flop_formula("attention_backward")
-def _(dout, dlse, q, k, v, out, lse, *call, **_) -> int:
-    return backward_flops(q.shape[3], v.shape[3]) * _count_pairs(q, k, *call)
-
-
-@flop_formula("attention_decode")
-def _(q, k, v, tables, tokens, block_size, kv_lens, block_table, causal, *_, **__) -> int:
-    batch, heads, q_len, _ = q.shape
-    capacity = backends.cache_capacity(k, block_table)
-    if not have_values(q, kv_lens):
-        pairs = batch * heads * q_len * capacity
-        if block_size:
-            pairs = count_mask_pairs(BlockMask.from_tensors(tokens, tokens, block_size, tables), batch, heads) * q_len // tokens
-        return forward_flops(q.shape[3], v.shape[3]) * pairs
-    lens = np.full(batch, capacity) if kv_lens is None else kv_lens.cpu().numpy().astype(np.int64).clip(0, capacity)
-    first = np.maximum(0, lens - q_len)
-    mask = BlockMask.from_tensors(tokens, tokens, block_size, tables) if block_size else None
-    pairs = count_pairs_within(mask, np.column_stack([first, lens]), np.column_stack([np.zeros_like(lens), lens]), heads)
-    later = int(((lens - first) * (lens - first - 1) // 2).sum()) * heads if causal else 0
-    return forward_flops(q.shape[3], v.shape[3]) * (pairs - later)
 
 
 torch.library.register_autograd(operator_name("attention"), _gradients, setup_context=_setup_context)

@@ -284,27 +284,6 @@ class BlockMask:
                 kept[number] += full.blocks * self.block_size**2 + self.pairs_of(partial.kinds, partial.tiles).sum()
         return kept
 
-    def pairs_between(self, number: int, queries: tuple[int, int], keys: tuple[int, int]) -> int:
-        """How many pairs a stored mask keeps of these queries and keys, first .. stop - 1."""
-        size, kept = self.block_size, 0
-
-        def overlap(first: np.ndarray, stop: np.ndarray, span: tuple[int, int]) -> np.ndarray:
-            return np.maximum(0, np.minimum(stop * size, span[1]) - np.maximum(first * size, span[0]))
-
-        for full, partial in self.bands(number):
-            kept += int((overlap(full.rows, full.rows + 1, queries) * overlap(full.first, full.stop, keys)).sum())
-            rows, cols, kinds, tiles = (numbers.astype(np.int64) for numbers in partial)
-            heights, widths = overlap(rows, rows + 1, queries), overlap(cols, cols + 1, keys)
-            whole = (heights == size) & (widths == size)
-            kept += int(self.pairs_of(kinds[whole], tiles[whole]).sum())
-            cut = np.flatnonzero(~whole & (heights > 0) & (widths > 0))
-            token = np.arange(size)
-            for part in (cut[batch] for batch in dense_batches(len(cut), size)):
-                query, key = rows[part, None] * size + token, cols[part, None] * size + token
-                exists = ((query >= queries[0]) & (query < queries[1]))[:, :, None] & ((key >= keys[0]) & (key < keys[1]))[:, None]
-                kept += int((self.tile_pairs(kinds[part], tiles[part]) & exists).sum())
-        return kept
-
     @cached_property
     def entry_masks(self) -> np.ndarray:
         bounds = self.mask_bounds()

@@ -13,10 +13,8 @@ import torch
 import torch.distributed as dist
 
 from .. import backends
-from ..compat.flop_counter import flop_formula
 from ..compat.names import operator_name
 from ..dispatch.call import AttentionCall
-from ..dispatch.flops import backward_flops, count_mask_pairs, forward_flops, have_values, kept_pairs
 from ..dispatch.operators import prepare_upstream, refuse_second_derivatives
 from ..variant.variant import Variant
 from .calls import JointCalls, PartialAttention, RowResults, SeparateCalls, add_blocks, merge
@@ -217,41 +215,6 @@ def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | Non
     _, _, _, _, out, lse, *_ = saved = ctx.saved_tensors
     gradients = _backward(*prepare_upstream(dout, dlse, out, lse), *saved, *ctx.settings)
     return *gradients, None, None, *[None] * len(_Settings._fields)
-
-
-def _count_pairs(q: torch.Tensor, k: torch.Tensor, handle: torch.Tensor, forward: bool) -> int:
-    """How many pairs a pass attends on this rank."""
-    if not have_values(handle):
-        return kept_pairs(q, k, None)
-    route = Route.from_handle(handle)
-    calls = route.forward if forward else route.backward
-    masks = [calls.mask] if isinstance(calls, OneCall) else [calls.near, calls.far]
-    shared_mask = None if route.shared is None else route.shared.mask
-    return sum(count_mask_pairs(local.mask, q.shape[0], q.shape[1]) for local in (*masks, shared_mask) if local is not None)
-
-
-@flop_formula("context_attention")
-def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, columns: object, size: object, handle: torch.Tensor, *_: Any, **__: Any
-) -> int:
-    return forward_flops(q.shape[3], v.shape[3]) * _count_pairs(q, k, handle, forward=True)
-
-
-@flop_formula("context_attention_backward")
-def _(
-    dout: Any,
-    dlse: Any,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    buffer: Any,
-    out: Any,
-    lse: Any,
-    handle: torch.Tensor,
-    *_: Any,
-    **__: Any,
-) -> int:
-    return backward_flops(q.shape[3], v.shape[3]) * _count_pairs(q, k, handle, forward=False)
 
 
 _attend_blocks.register_autograd(_differentiate, setup_context=_save_tensors)

@@ -11,10 +11,8 @@ import torch
 from ..backends import E4M3, Call, cache_capacity, check_read_pages, compute_dtype, dequantized, empty_out, hopper, lse_to_subtract
 from ..backends import triton as triton_backend
 from ..backends.torch import without_autocast
-from ..compat.flop_counter import flop_formula
 from ..compat.names import operator_name
 from ..compat.pytorch import is_plain_eager
-from ..dispatch.flops import forward_flops, have_values
 from ..kernels.common.layout import as_contiguous_rows, restore_out
 from ..kernels.common.streams import current_device
 from .block_selection import BlockSelection
@@ -85,17 +83,6 @@ _decode_operator = torch.library.custom_op(operator_name("selected_attention_dec
 @_decode_operator.register_fake
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=compute_dtype(q))
-
-
-@flop_formula("selected_attention_decode")
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any, **_: object) -> int:
-    picks, block_size, every, kv_lens, block_table = call[:5]
-    picks, group = _repeat_picks(picks, every, q.shape[2]), q.shape[1] // picks.shape[1]
-    if not have_values(picks, kv_lens):
-        return forward_flops(q.shape[3], v.shape[3]) * picks.numel() * block_size * group
-    before = query_positions(q, cache_capacity(k, block_table), kv_lens)[:, None, :, None] + 1 - picks.long() * block_size
-    pairs = before.clamp(0, block_size).masked_fill(picks < 0, 0).sum()
-    return forward_flops(q.shape[3], v.shape[3]) * int(pairs) * group
 
 
 def _repeat_picks(picks: torch.Tensor, every: int, q_len: int) -> torch.Tensor:

@@ -24,15 +24,13 @@ import torch
 from torch.library import CustomOpDef
 
 from .. import backends
-from ..compat.flop_counter import flop_formula
 from ..compat.names import operator_name
 from ..dispatch import observers
-from ..dispatch.flops import backward_flops, forward_flops, have_values
 from ..dispatch.operators import make_empty_results, prepare_upstream, refuse_batched, refuse_second_derivatives, refuse_transforms
 from ..masks.block_mask import BlockMask
 from . import hopper, reference, triton
 from . import torch as selection_torch
-from .block_selection import BlockSelection, count_selected_pairs
+from .block_selection import BlockSelection
 
 _Packed: TypeAlias = tuple[torch.Tensor, list[torch.Tensor], int, int, int, bool]
 _Call: TypeAlias = tuple[torch.Tensor, list[torch.Tensor], int, int, int, bool, float | None, str]
@@ -186,33 +184,6 @@ def _gradients_of_block_lse(ctx: Any, dblock_lse: torch.Tensor | None) -> tuple[
         return None, None, *none
     refuse_batched(dblock_lse)
     return *_block_lse_backward(dblock_lse, q, k, result, picks, tables, *ctx.options), *none
-
-
-def _count_pairs(q: torch.Tensor, k: torch.Tensor, *call: *_Call) -> int:
-    picks, _, _, block_size, every, *_ = call
-    if not have_values(picks):
-        return q.shape[1] // picks.shape[1] * picks.numel() * every * block_size
-    return count_selected_pairs(_unpack_selection(q, k, *call), q.shape[1])
-
-
-@flop_formula("selected_attention")
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: *_Call, **_: object) -> int:
-    return forward_flops(q.shape[3], v.shape[3]) * _count_pairs(q, k, *call)
-
-
-@flop_formula("selected_attention_backward")
-def _(dout: object, dlse: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any, **_: object) -> int:
-    return backward_flops(q.shape[3], v.shape[3]) * _count_pairs(q, k, *call[2:])  # after out and lse
-
-
-@flop_formula("picked_block_lse")
-def _(q: torch.Tensor, k: torch.Tensor, *call: *_Call, **_: object) -> int:
-    return 2 * q.shape[3] * _count_pairs(q, k, *call)  # scores
-
-
-@flop_formula("picked_block_lse_backward")
-def _(dblock_lse: object, q: torch.Tensor, k: torch.Tensor, block_lse: object, *call: Any, **_: object) -> int:
-    return 6 * q.shape[3] * _count_pairs(q, k, *call)  # scores again, dq, dk
 
 
 torch.library.register_autograd(operator_name("selected_attention"), _gradients, setup_context=_keep_call)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import strategies
 import torch
-from accepted import fitted, needs_triton
+from accepted import fitted
 from hypothesis import given, settings
 from oracle import BACKENDS, DEVICE, kept_pairs, make_call, measure, no_host_synchronization, require, tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -430,19 +430,6 @@ def test_a_document_that_shares_a_block_uses_its_first_tokens_alone_up_to_the_ma
     there = token >= 0
     kept[token[there].cpu()[:, None], token[there].cpu()] = packed.mask.to_dense()[there][:, there].cpu()
     assert torch.equal(kept, wanted)
-
-
-@parametrize("heads_first", [True, False])
-@parametrize("dtype", [torch.float32, torch.float16])
-@needs_triton
-def test_rows_by_the_kernel_equal_those_by_indexing(monkeypatch, dtype, heads_first):
-    x = torch.randn(50, 3, 5, 20, device=DEVICE, dtype=dtype)[:, :, 2].transpose(0, 1).contiguous().transpose(0, 1)
-    index = torch.randint(-1, 50, (70,), device=DEVICE, dtype=torch.int32)
-    results = []
-    for by_kernels in (False, True):
-        monkeypatch.setattr(gather_rows, "can_use_kernels", lambda device, by_kernels=by_kernels: by_kernels)
-        results.append(gather_rows.take_rows(x, index, index, float("-inf"), heads_first))
-    assert torch.equal(*results) and results[0].stride() == results[1].stride()
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")

@@ -101,6 +101,18 @@ def of_items(data):
     return lambda q, kv: rows[q] >= rows[kv]
 
 
+def of_items_and_an_attribute(data):
+    rows = Rows(data)
+    rows.offset = 0
+    return lambda q, kv: rows[q] >= rows[kv] + rows.offset
+
+
+def of_a_method_of_its_own(data):
+    holder = Reader(None)
+    holder.rule = lambda q, kv: data[q] >= data[kv]
+    return lambda q, kv: holder.rule(q, kv)
+
+
 def of_pattern(data):
     pattern = sf.from_mask_fn(lambda q, kv: data[q] >= data[kv])
     return lambda q, kv: pattern.token_rule(q, kv)
@@ -124,6 +136,8 @@ READERS = {
     "method of an object": of_method,
     "getattr": of_name,
     "__getitem__": of_items,
+    "__getitem__ and an attribute": of_items_and_an_attribute,
+    "function set on an object": of_a_method_of_its_own,
     "another pattern": of_pattern,
     "deque": lambda data: (lambda both: lambda q, kv: both[0][q] >= both[1][kv])(collections.deque([data, data])),
     "list in a closure": lambda data: (lambda both: lambda q, kv: both[0][q] >= both[1][kv])([data, data]),
@@ -136,18 +150,19 @@ READERS = {
 }
 
 
-@pytest.mark.parametrize("combined", ["alone", "&", "shifted", "per head"])
+COMBINED = {
+    "alone": lambda pattern: pattern,
+    "&": lambda pattern: sf.full() & (sf.local(200) & pattern),
+    "shifted": lambda pattern: sf.local(200) & sf.shifted(~~pattern, 0),
+    "per head": lambda pattern: sf.per_head([pattern]),
+}
+
+
 @pytest.mark.parametrize("kind", ["array", "tensor"])
-@pytest.mark.parametrize("reader", READERS)
-def test_a_pattern_whose_function_reads_data_follows_their_change_in_place(reader, kind, combined):
+@pytest.mark.parametrize("reader, combined", [*((reader, "alone") for reader in READERS), *(("closure", one) for one in COMBINED)])
+def test_a_pattern_whose_function_reads_data_follows_their_change_in_place(reader, combined, kind):
     data = torch.arange(N) if kind == "tensor" else np.arange(N)
-    alone = sf.from_mask_fn(READERS[reader](data))
-    pattern = {
-        "alone": alone,
-        "&": sf.full() & (sf.local(200) & alone),
-        "shifted": sf.local(200) & sf.shifted(~~alone, 0),
-        "per head": sf.per_head([alone]),
-    }[combined]
+    pattern = COMBINED[combined](sf.from_mask_fn(READERS[reader](data)))
     q = torch.randn(1, 1, N, 8)
     calls = (lambda mask: sf.attention(q, q, q, mask), lambda mask: sf.attention_decode(q[:, :, -9:], q, q, mask))
     for call in calls:
@@ -190,15 +205,6 @@ def test_learned_tensors_are_found_where_the_function_may_read_them_and_nowhere_
         None: lambda score, head: score + module.rates[head] + module.rate(head),
     }
     assert {learned(reader): name for name, reader in zip(readers, readers.values())} == {name: name for name in readers}
-
-
-rates = torch.ones(2, requires_grad=True)  # of the name that an attribute has
-
-
-def test_an_attribute_is_not_mistaken_for_a_global_of_its_name():
-    settings = types.SimpleNamespace(rates=0.1)
-    assert learned(lambda score, distance: score - settings.rates * distance) is None
-    assert learned(lambda score, distance: score - rates[0] * distance) == "rates"
 
 
 WIDTH = 3

@@ -1,12 +1,10 @@
 """Tests each of PyTorch's private names that the package needs: a release that changes one fails here."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparse_flash.compat import dynamo, pytorch
 
@@ -23,13 +21,6 @@ def test_a_name_that_a_release_lacks_is_told_with_the_release():
         pytorch.import_private("_C.no_such_name")
     with pytest.raises(ImportError, match=r"utils\._no_such\.name"):
         pytorch.import_private("utils._no_such:name")
-
-
-def test_modes_are_counted_and_the_fake_one_is_found():
-    assert pytorch.active_modes() == 0 and pytorch.fake_mode() is None
-    with FakeTensorMode() as mode:
-        assert pytorch.active_modes() == 1 and pytorch.fake_mode() is mode
-    assert pytorch.active_modes() == 0
 
 
 def test_function_transforms_are_seen_and_functionalize_is_none_that_differentiates():
@@ -65,32 +56,6 @@ def test_tangents_of_forward_mode_are_seen():
         assert pytorch.has_forward_derivative(x, torch.autograd.forward_ad.make_dual(x, x))
 
 
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, factor):
-        ctx.factor = factor
-        return x * factor
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * ctx.factor, None
-
-
-def test_a_function_applied_directly_is_the_function_applied():
-    x = torch.ones(3, requires_grad=True)
-    out = pytorch.resolve_apply(Doubled)(x, 2.0)
-    assert torch.equal(out, Doubled.apply(x, 2.0)) and out.grad_fn is not None
-    out.sum().backward()
-    assert torch.equal(x.grad, torch.full((3,), 2.0))
-
-
-def test_plain_tensors_are_made_beneath_modes_and_subclasses():
-    with FakeTensorMode():
-        with pytorch.plain_tensors():
-            inside = torch.ones(2)
-        assert type(inside) is torch.Tensor and type(torch.ones(2)) is not torch.Tensor
-
-
 def test_without_subclasses_their_function_is_not_called():
     calls = []
 
@@ -111,17 +76,6 @@ def test_without_subclasses_their_function_is_not_called():
 
 def test_leaves_of_nested_containers_come_in_order():
     assert pytorch.leaves_of(({"a": 1, "b": [2, 3]}, 4)) == [1, 2, 3, 4]
-
-
-def test_weak_keys_are_told_apart_by_identity_and_go_with_their_object():
-    class Unhashable(SimpleNamespace):
-        __hash__ = None
-
-    known, one, other = pytorch.WeakIdKeyDictionary(), Unhashable(a=1), Unhashable(a=1)
-    known[one] = "one"
-    assert known.get(one) == "one" and known.get(other) is None
-    del one
-    assert len(known) == 0
 
 
 def test_a_condition_that_is_false_fails_where_it_is_known_and_compiled_code_keeps_it():

@@ -9,11 +9,9 @@ from oracle import DEVICE, make_call, require, tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparse_flash as sf
-from sparse_flash import backends
 from sparse_flash.dispatch import operators
 from sparse_flash.masks.cache import compile_cached
 from sparse_flash.masks.parsing import text_of
-from sparse_flash.masks.table import Table
 from sparse_flash.variant.variant import NO_VARIANT
 
 TOKENS = 200
@@ -109,33 +107,6 @@ def test_a_compiled_function_does_not_recompile_when_only_the_mask_changes():
     assert counter.frame_count == 1
 
 
-@parametrize("compiler", ["aot_eager", "inductor"])
-def test_back_ends_get_the_mask_itself_in_both_passes_of_compiled_code(monkeypatch, compiler):
-    # Else derived tables and remembered launches would be lost: up to a quarter of the speed.
-    mask, given, back_end = sf.compile_mask(LOCAL, TOKENS, device=DEVICE), [], backends.get_backend(BACKEND)
-    forward, backward = back_end.forward, back_end.backward
-    monkeypatch.setattr(back_end, "forward", lambda *call: (given.append(call[3]), forward(*call))[1])
-    monkeypatch.setattr(back_end, "backward", lambda *call: (given.append(call[7]), backward(*call))[1])
-    function = torch.compile(lambda *call: sf.attention(*call, backend=BACKEND, return_lse=True), fullgraph=True, backend=compiler)
-    outcome(function, *inputs(), mask)
-    outcome(function, *inputs(), mask)
-    ahead = DEVICE == "cuda" and len(given) == 5  # the first backward pass, compiled beside the first forward pass
-    assert len(given) == 4 + ahead and all(one is mask for one in given)
-
-
-def test_a_mask_is_found_by_its_tensors_as_long_as_it_lives_and_only_for_its_lengths():
-    mask = sf.compile_mask(LOCAL, TOKENS, block_size=32, device=DEVICE)
-    tensors, sizes = mask.tensors(), mask.sizes
-    assert sf.BlockMask.find_by_tensors(*sizes, tensors) is mask
-    others = (
-        sf.BlockMask.find_by_tensors(*sizes, [tensors[0].clone(), *tensors[1:]]),
-        sf.BlockMask.find_by_tensors(*sizes[:2], 64, tensors),
-    )
-    del mask
-    for found in (*others, sf.BlockMask.find_by_tensors(*sizes, tensors)):
-        assert not found.from_host and found.by_query.work is tensors[1 + Table._fields.index("work")]
-
-
 def test_a_compiled_function_takes_block_maps_made_inside_it():
     def from_blocks(q, k, v, blocks):
         return attend(q, k, v, sf.BlockMask.from_blocks(blocks, 32, TOKENS, TOKENS))
@@ -148,12 +119,6 @@ def test_a_compiled_function_takes_block_maps_made_inside_it():
         for got, wanted in zip(outcome(function, *qkv, blocks), outcome(attend, *qkv, mask), strict=True):
             assert torch.equal(got, wanted)
     assert counter.frame_count == 1
-
-
-def test_a_compiled_function_takes_tables_of_other_lengths():
-    function, _ = compiled(attend)
-    for tokens in (200, 300, 450):
-        assert_same(function, *inputs(tokens), sf.compile_mask(LOCAL, tokens, block_size=32, device=DEVICE))
 
 
 LENGTHS = (33, 64, 100, 128, 129, 150, 200, 256, 257, 300, 333, 400)
@@ -169,32 +134,6 @@ def test_twelve_lengths_take_three_graphs_at_most_and_give_what_eager_calls_give
         for got, wanted in zip(outcome(function, *qkv), outcome(attend, *qkv, pattern), strict=True):
             assert torch.equal(got, wanted)
     assert counter.frame_count <= 3
-
-
-def test_a_layer_takes_twelve_lengths_in_three_graphs_at_most():
-    layer = sf.SparseAttention(32, 2, LOCAL, kv_heads=1, device=DEVICE)
-    function, counter = compiled(layer)
-
-    def gradients(call, x):
-        out = call(x)
-        return out, *torch.autograd.grad(out.square().sum(), (x, layer.q_proj.weight))
-
-    for tokens in LENGTHS:
-        x = torch.randn(1, tokens, 32, device=DEVICE, requires_grad=True)
-        for got, wanted in zip(gradients(function, x), gradients(layer, x), strict=True):
-            torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-4)
-    assert counter.frame_count <= 3
-
-
-@parametrize("scale, dynamic", [(None, None), (1, True)])
-def test_a_compiled_function_takes_another_head_dim(scale, dynamic):
-    def attend(q, k, v):
-        return sf.attention(q, k, v, "causal & local(50)", scale=scale and scale / q.shape[3])
-
-    function = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    for batch, heads, tokens, head_dim in ((1, 2, 60, 16), (3, 4, 70, 32)):
-        q = torch.randn(batch, heads, tokens, head_dim, device=DEVICE)
-        assert torch.equal(function(q, q, q), attend(q, q, q))
 
 
 MADE_AT_RUN_TIME = {

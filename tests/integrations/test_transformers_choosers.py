@@ -2,11 +2,11 @@
 
 import copy
 import json
+import warnings
 from dataclasses import dataclass
 
 import pytest
 import torch
-from changed import other_sinks
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparse_flash as sf
@@ -18,7 +18,6 @@ from transformers.masking_utils import eager_mask  # noqa: E402
 from sparse_flash.integrations.transformers import use_sparse_flash, write_masks  # noqa: E402
 from sparse_flash.integrations.transformers.limits import restrict_mask  # noqa: E402
 from sparse_flash.masks.chooser import choices_of  # noqa: E402
-from sparse_flash.masks.meaning import digest_of  # noqa: E402
 from sparse_flash.masks.registry import _registry  # noqa: E402
 
 TOKENS, WORDS = 300, 97
@@ -228,7 +227,6 @@ def test_a_saved_model_keeps_its_masks_and_a_call_without_a_mask_restores_them(t
         "format": 1,
         "layers": {str(number): sf.parse(spec).to_spec() for number, spec in enumerate(specs)},
         **settings,
-        "digests": {text: digest_of(text) for text in (sf.parse(spec).to_spec() for spec in specs)},
     }
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     with pytest.raises(ValueError, match=r"which runs 'sdpa'; call use_sparse_flash\(model\), for the masks in its config"):
@@ -307,22 +305,30 @@ def test_a_missing_file_is_an_error_that_says_how_to_make_it(tmp_path):
             use_sparse_flash(made("llama"), name)
 
 
-def test_a_mask_that_means_something_else_than_when_it_was_saved_is_an_error_where_it_is_restored(tmp_path):
-    model, file = use_sparse_flash(made("llama"), {0: "causal & (local(90) | sinks(3))", 1: "own"}), tmp_path / "masks.json"
-    record = model.config.sparse_flash
-    write_masks(file, model)
-    with other_sinks():
-        said = r"layer '0': the mask '.*sinks\(3\).*' means something else than when it was saved: .*; or remove its digest, to"
-        for again, mask in ((made("llama", sparse_flash=record), None), (made("llama"), file)):
-            with pytest.raises(ValueError, match=said):
-                use_sparse_flash(again, mask)
-        old = {name: value for name, value in record.items() if name != "digests"}
-        again = use_sparse_flash(made("llama", sparse_flash=old))
-        assert sf.masks_of(again) == sf.masks_of(model) and again.config.sparse_flash != record
-    assert use_sparse_flash(made("llama"), file).config.sparse_flash == record
-
-
 LAYERS = {"0": SPEC, "1": SPEC}
+
+
+def test_a_loaded_model_that_is_switched_to_other_masks_than_its_configs_warns_once_and_names_both():
+    spec = sf.parse(SPEC).to_spec()
+    saved = {"format": 1, "layers": {"0": spec, "1": spec}}
+    with pytest.warns(UserWarning) as caught:
+        model = use_sparse_flash(made("llama", sparse_flash=saved), {0: SPEC, 1: "causal & local(9)"}, **SPARSE)
+    said = f"says {spec!r} for layer 1, and the model was switched to 'causal & local(9)'; use_sparse_flash(model) without"
+    assert [said in str(one.message) for one in caught] == [True] and caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        use_sparse_flash(model, "causal")  # of masks that this program set
+        use_sparse_flash(made("llama", sparse_flash=saved), SPEC)
+        use_sparse_flash(made("llama", sparse_flash=saved), dense_layers=[1])
+
+
+def test_records_of_earlier_versions_are_read_and_unknown_fields_are_ignored(tmp_path):
+    record = {"format": 1, "layers": LAYERS, "digests": {SPEC: "0123456789ab"}, "of_tomorrow": 3}
+    file = tmp_path / "masks.json"
+    file.write_text(json.dumps(record))
+    for model in (use_sparse_flash(made("llama", sparse_flash=record)), use_sparse_flash(made("llama"), file)):
+        assert sf.masks_of(model) == dict.fromkeys(range(2), sf.parse(SPEC).to_spec())
+        assert not {"digests", "of_tomorrow"} & model.config.sparse_flash.keys()
 
 
 @pytest.mark.parametrize(
@@ -333,8 +339,6 @@ LAYERS = {"0": SPEC, "1": SPEC}
         ([1], "got list; make it by sparse-flash fit or write_masks"),
         ({"format": 1, "layers": dict.fromkeys(LAYERS, HEADS.replace("]", ", causal]"))}, "layer 0 in .* must be of its 4 heads"),
         ({"format": 2, "layers": LAYERS}, "got format 2; .* install the release"),
-        ({"format": 1, "layers": LAYERS, "dense_under": 3}, "no fields but .*; got dense_under"),
-        ({"format": 1, "layers": LAYERS, "digests": ["ab12"]}, r"digests must be by spec text, .*; got \['ab12'\]; remove them"),
         ({"format": 1, "layers": {"0": SPEC}}, r"layers of the model, 0 to 1; missing: \[1\]; not in the model: \[\]"),
         ({"format": 1, "layers": {**LAYERS, "2": SPEC}}, r"missing: \[\]; not in the model: \[2\]"),
         ({"format": 1, "layers": {**LAYERS, "1": "causal & windmill(4)"}}, "(?s)layer '1' .*unknown pattern 'windmill'.*import or"),

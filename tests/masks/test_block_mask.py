@@ -87,26 +87,6 @@ def test_rows_are_visited_heaviest_first_and_columns_ascend_within_each_kind(pat
             assert (table.col_idx[begin:end].diff() > 0).all()
 
 
-@pytest.mark.parametrize("derive", [sf.BlockMask.transpose, lambda mask: mask.in_blocks_of(128)], ids=["transposed", "merged"])
-def test_a_mask_of_few_tiles_is_transposed_and_merged_without_decoding_each_block(derive):
-    decoded = []
-    tile_pairs = sf.BlockMask.tile_pairs
-
-    def counted(mask, kind, tile):
-        decoded.append(len(kind))
-        return tile_pairs(mask, kind, tile)
-
-    counts = []
-    for tokens in (4096, 16384):
-        mask = sf.compile_mask("local(200) | strided(2, block=64)", tokens, block_size=32)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sf.BlockMask, "tile_pairs", counted)
-            derive(mask)
-        counts.append(sum(decoded))
-        decoded.clear()
-    assert 0 < counts[1] <= counts[0] + 64  # blocks: 4 times the tokens have about 16 times as many
-
-
 @settings(max_examples=80)
 @given(pattern=strategies.expressions, lengths=strategies.lengths, block_size=strategies.block_sizes)
 def test_transpose_exchanges_queries_and_keys_and_twice_is_the_same_table(pattern, lengths, block_size):
@@ -386,25 +366,6 @@ def test_what_tables_hold_past_their_last_entries_does_not_count():
     assert mask.equal(other) and other.equal(mask) and mask.digest == other.digest
 
 
-@pytest.mark.parametrize("side", ["by_query", "by_key"])
-@pytest.mark.parametrize("made", ["compiled", "joined", "from blocks"])
-def test_work_items_hold_each_row_with_its_bounds_heaviest_first(side, made):
-    masks = [sf.compile_mask(spec, 1000, 900) for spec in ("causal & dilated(9, 3, block=1)", "local(200) | global_tokens(5)")]
-    blocks = torch.rand(2, 3, 5, 7, generator=torch.Generator().manual_seed(0)) < 0.5
-    mask = {
-        "compiled": masks[0],
-        "joined": sf.BlockMask.per_head(masks),
-        "from blocks": sf.BlockMask.from_blocks(blocks, 16, q_len=75, kv_len=110),
-    }[made]
-    table = getattr(mask, side)
-    for number, work in enumerate(table.work):
-        rows = work[:, 0].long()
-        assert torch.equal(work[:, 0], table.row_order[number])
-        assert torch.equal(work[:, 1], table.row_ptr[number][rows]) and torch.equal(work[:, 4], table.row_ptr[number][rows + 1])
-        assert torch.equal(work[:, 2:4], table.row_split[number][rows])
-        assert heaviest_first(work[:, 4] - work[:, 1])
-
-
 @pytest.mark.parametrize(
     "spec", ["causal", "local(200) | global_tokens(150)", "bigbird(block=128)", "documents((0, 100, 9000, 20000))"]
 )
@@ -470,11 +431,6 @@ def test_a_row_much_heavier_than_others_comes_in_parts_that_are_listed():
     parts = table.work[0][table.work[0, :, 5] > 0]
     assert sorted(parts[:, 5].tolist()) == list(range(1, count + 1)) and set(parts[:, 0].tolist()) == {0}
     assert (parts[:, 4] - parts[:, 1]).max() <= 32
-
-
-def test_rows_of_a_triangle_stay_whole():
-    table = sf.compile_mask("causal", 65536).by_query
-    assert table.work.shape[1] == table.row_order.shape[1] and not table.work[..., 5].any()
 
 
 def test_masks_of_several_heads_have_as_many_items_the_missing_ones_past_the_last_row():

@@ -3,7 +3,6 @@
 import sys
 import tracemalloc
 from dataclasses import dataclass
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,8 +13,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import sparse_flash as sf
-from sparse_flash.masks import build, compiler, rules, table, tiles
-from sparse_flash.masks.grid import EMPTY, FULL, PARTIAL, BlockGrid, BlockRuns
+from sparse_flash.masks import build, compiler, rules, tiles
+from sparse_flash.masks.grid import EMPTY, FULL, PARTIAL, BlockGrid
 
 MILLION = 1 << 20
 
@@ -330,27 +329,6 @@ def test_rules_may_change_their_arguments_in_place(base, rule, kept, monkeypatch
     np.testing.assert_array_equal(kv, np.arange(200))
 
 
-@pytest.mark.parametrize("lengths", [(2000, 2000), (700, 2000), (2000, 1900)])
-@pytest.mark.parametrize("combine", [lambda p: p, lambda p: p & sf.local(700), lambda p: sf.local(9) | ~p])
-def test_units_that_end_within_blocks_are_evaluated_once_for_each_pair_of_units(combine, lengths):
-    evaluated = []
-
-    @dataclass(frozen=True)
-    class Fifty(sf.UnitPattern):
-        block = 50
-
-        def unit_rule(self, i, j):
-            assert j.min() >= 0 and j.max() < 40  # units that exist
-            evaluated.append(i.size * j.size // max(1, min(len(i), len(j))) if i.ndim == 3 else 0)
-            return (i + 2 * j) % 3 == 0
-
-    pattern = combine(Fifty())
-    mask = sf.compile_mask(pattern, *lengths)
-    tiles = mask.grid.q_blocks * mask.grid.kv_blocks
-    assert 0 < sum(evaluated) <= tiles * 4**2  # a block of 128 touches four units at most
-    np.testing.assert_array_equal(mask.to_dense().numpy(), strategies.dense(pattern, *lengths))
-
-
 @pytest.mark.parametrize("pattern", ["causal", "full", "causal & ~local(100_000)"])
 def test_a_dense_mask_takes_little_more_memory_than_its_table(pattern):
     tracemalloc.start()
@@ -358,17 +336,6 @@ def test_a_dense_mask_takes_little_more_memory_than_its_table(pattern):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1.25 * mask.nbytes
-
-
-@given(st.integers(1, 12), st.integers(1, 40), st.floats(0, 1), st.integers(1, 9), st.integers(0, 99))
-def test_runs_of_full_blocks_are_turned_into_those_of_columns(rows, cols, share, length, seed):
-    kept = np.repeat(np.random.default_rng(seed).random((rows, -(-cols // length))) < share, length, 1)[:, :cols]
-    full = table.FullBlocks.of(kept.shape, *np.nonzero(kept))
-    wanted = table.FullBlocks.of(kept.T.shape, *np.nonzero(kept.T))
-    for shortest in (0, 1, 1 << 20):  # all as runs, some, all block by block
-        with mock.patch.object(table, "_LONG_RUN", shortest):
-            for got, numbers in zip(full.transposed(), wanted, strict=True):
-                np.testing.assert_array_equal(got, numbers)
 
 
 def test_more_blocks_than_a_table_can_number_are_refused_before_they_take_memory():
@@ -391,50 +358,6 @@ def test_a_table_of_gigabytes_is_compiled_with_a_warning_that_names_its_size(mon
     with pytest.warns(UserWarning, match=said) as caught:
         sf.compile_mask("causal", 1000, block_size=16)
     assert [warning.filename for warning in caught] == [__file__]
-
-
-@st.composite
-def runs_of_rows(draw):
-    """(shape, rows, first, stop, states), in any order and one over another, or as few as are in order."""
-    shape = draw(st.tuples(st.integers(1, 6), st.integers(1, 12)))
-    edges = st.tuples(st.integers(0, shape[0] - 1), st.integers(-2, shape[1] + 2), st.integers(-2, shape[1] + 2))
-    runs = draw(st.lists(st.tuples(edges, st.sampled_from([PARTIAL, FULL])), max_size=9))
-    if draw(st.booleans()):
-        ordered = []
-        for (row, first, stop), state in sorted(runs):
-            if not ordered or (row, first) >= (ordered[-1][0][0], ordered[-1][0][2]):
-                ordered.append(((row, first, stop), state))
-        runs = ordered
-    return shape, *np.array([[*edges, state] for edges, state in runs], np.int64).reshape(-1, 4).T
-
-
-@settings(max_examples=300)
-@given(given_runs=runs_of_rows(), rows_at_a_time=st.integers(1, 3))
-def test_runs_in_and_out_of_order_and_by_bands_of_rows_give_the_states_that_they_say(given_runs, rows_at_a_time):
-    shape, rows, first, stop, state = given_runs
-    expected = np.zeros(shape, np.int8)
-    for row, low, high, value in zip(rows, first, stop, state, strict=True):
-        part = expected[row, max(low, 0) : max(high, 0)]
-        np.maximum(part, value, out=part, casting="unsafe")
-    bands = []
-    for low in range(0, shape[0], rows_at_a_time):
-        mine = (rows >= low) & (rows < low + rows_at_a_time)
-        bands.append(BlockRuns.from_row_runs(shape, rows[mine], first[mine], stop[mine], state[mine]))
-    for got in (BlockRuns.from_row_runs(shape, rows, first, stop, state), BlockRuns.from_bands(bands)):
-        np.testing.assert_array_equal(got.at(np.arange(expected.size)).reshape(shape), expected)
-        assert (got.states[1:] != got.states[:-1]).all() and got.starts[0] == 0 and (np.diff(got.starts) > 0).all()
-
-
-def test_rows_of_runs_are_evaluated_once_however_many_batches_they_take(monkeypatch):
-    pattern, rows = sf.neighborhood((16, 32, 32), (3, 9, 9)), []
-    row_runs = type(pattern).row_runs
-    monkeypatch.setattr(
-        type(pattern), "row_runs", lambda self, q: rows.extend(q[:, 0] // 128 if q.ndim > 1 else ()) or row_runs(self, q)
-    )
-    monkeypatch.setattr(compiler, "_BATCH_NUMBERS", 8 * 3 * 9 * 128)
-    sf.compile_mask(pattern, 16384)
-    # By the block rule and by its blocks; the first row also to learn how many runs there are.
-    assert np.bincount(rows, minlength=128)[1:].tolist() == [2] * 127
 
 
 @pytest.mark.parametrize("lengths", [(700, 700), (700, 610), (330, 700)])
@@ -505,48 +428,6 @@ def test_size_of_the_batches_that_bound_memory_makes_no_difference(pattern, leng
         pieces = sf.compile_mask(pattern, *lengths, block_size)
         assert pieces.equal(whole)
         np.testing.assert_array_equal(pieces.to_dense().numpy(), strategies.dense(pattern, *lengths))
-
-
-states = st.integers(1, 6).flatmap(
-    lambda rows: st.integers(1, 9).flatmap(
-        lambda cols: st.lists(
-            st.lists(st.sampled_from([0, 0, 1, 2, 2]), min_size=cols, max_size=cols), min_size=rows, max_size=rows
-        )
-    )
-)
-
-
-@settings(max_examples=150)
-@given(first=states, seed=st.integers(0, 999))
-def test_block_runs_are_three_valued_logic_on_states(first, seed):
-    a = np.array(first, np.int8)
-    b = np.random.default_rng(seed).integers(0, 3, a.shape).astype(np.int8)
-
-    def runs(array):
-        return BlockRuns.from_sparse(scipy.sparse.coo_array(array))
-
-    def states_of_runs(r):
-        return r.at(np.arange(a.size)).reshape(a.shape)
-
-    for got, expected in (
-        (runs(a), a),
-        (runs(a) & runs(b), np.minimum(a, b)),
-        (runs(a) | runs(b), np.maximum(a, b)),
-        (~runs(a), 2 - a),
-        (runs(a).where_equal(runs(b)), np.where(a == b, a, PARTIAL)),
-    ):
-        np.testing.assert_array_equal(states_of_runs(got), expected)
-        assert all(got.count(s) == (expected == s).sum() for s in (EMPTY, PARTIAL, FULL))
-        # Canonical: equal states have equal runs.
-        assert (got.states[1:] != got.states[:-1]).all() and got.starts[0] == 0 and (np.diff(got.starts) > 0).all()
-        for state in (PARTIAL, FULL):
-            pieces = list(got.blocks(state, chunk=3))
-            rows, cols = (np.concatenate([p[k] for p in pieces]) for k in range(2))
-            assert list(zip(rows, cols, strict=True)) == list(zip(*np.nonzero(expected == state), strict=True))
-            assert all(len(p[0]) <= 3 for p in pieces)
-    below, expected = runs(a).below(), np.vstack([0 * a[:1], a[:-1]])
-    np.testing.assert_array_equal(states_of_runs(below), expected)
-    assert all(below.count(s) == (expected == s).sum() for s in (EMPTY, PARTIAL, FULL))
 
 
 @dataclass(frozen=True)

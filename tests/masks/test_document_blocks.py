@@ -130,12 +130,6 @@ def test_blocks_lie_by_document_where_that_takes_fewer_steps(spec, pays):
     assert (sf.compile_mask(spec, 15000).by_document is not None) == pays
 
 
-def test_masks_without_documents_are_told_by_their_rows_of_blocks(at_any_cost, monkeypatch):
-    monkeypatch.setattr(document_blocks, "single_runs", None)
-    for spec in ("causal", "full", "local(300)", "prefix(70)"):
-        assert sf.compile_mask(spec, 15000).by_document is None
-
-
 def test_only_square_masks_of_one_head_and_blocks_of_128_lie_by_document(at_any_cost):
     spec = "causal & documents((0, 300, 1000))"
     mask = sf.compile_mask(spec, 1000)
@@ -231,17 +225,6 @@ def test_packed_documents_lie_by_document_unless_the_call_they_or_runs_are_short
     for least, lies in ((at, True), (beyond, False)):
         monkeypatch.setattr(in_place, limit, least)
         assert (packed_mask("causal").by_document is not None) == lies
-
-
-def test_packed_documents_that_a_compiler_sees_keep_the_grid(by_kernels, monkeypatch):
-    monkeypatch.setattr(in_place, "is_plain_eager", lambda *tensors: False)
-    assert packed_mask("causal").by_document is None
-
-
-def test_one_of_the_tables_of_packed_documents_is_made_without_the_other(by_kernels, monkeypatch):
-    one, other = packed_mask("causal"), packed_mask("causal")
-    assert one.by_document is one.by_document and other.by_query is other.by_query
-    assert "_grid_mask" not in vars(one) and "by_document" not in vars(other)
 
 
 def test_lengths_that_change_after_a_call_change_nothing_of_its_tables(by_kernels):

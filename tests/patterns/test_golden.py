@@ -6,7 +6,6 @@ import re
 import chosen
 import golden
 import pytest
-from changed import other_sinks
 
 import sparse_flash as sf
 from sparse_flash import patterns
@@ -20,7 +19,7 @@ def test_text_of_earlier_versions_reads_back_and_keeps_what_it_kept(text):
         f"{text!r} means something else than in earlier versions, whose users saved it with their models. Do not change "
         "golden.json: give what is new another name, or a field whose default keeps the old meaning (see CONTRIBUTING.md)"
     )
-    assert sf.parse(text).to_spec() == text and golden.golden(text) == KNOWN[text], said
+    assert sf.parse(text).to_spec() == text and golden.golden(text).items() <= KNOWN[text].items(), said
 
 
 def test_every_built_in_pattern_and_chooser_that_has_a_meaning_by_its_text_is_in_the_file():
@@ -32,10 +31,12 @@ def test_every_built_in_pattern_and_chooser_that_has_a_meaning_by_its_text_is_in
 def test_adding_to_the_file_changes_nothing_that_is_there(tmp_path, monkeypatch):
     monkeypatch.setattr(golden, "FILE", file := tmp_path / "golden.json")
     monkeypatch.setattr(golden, "specs", lambda: ["causal", "local(3)", "sinks(4)"])
-    file.write_text(json.dumps({"causal": {"digest": "of an earlier version"}, "gone": {}}))
+    file.write_text(json.dumps({"causal": {"300": "of an earlier version"}, "gone": {}}))
     assert golden.add() == 2 and golden.add() == 0
     found = json.loads(file.read_text())
-    assert found["causal"] == {"digest": "of an earlier version"} and list(found) == ["causal", "gone", "local(3)", "sinks(4)"]
-    with other_sinks():
-        again = golden.golden("sinks(4)")
+    assert found["causal"] == {"300": "of an earlier version"} and list(found) == ["causal", "gone", "local(3)", "sinks(4)"]
+    monkeypatch.setattr(sf.sinks, "row_runs", lambda self, q: (0 * q[..., None], 0 * q[..., None] + self.tokens + 1))
+    sf.clear_caches()
+    again = golden.golden("sinks(4)")
+    sf.clear_caches()
     assert not any(again[name] == value for name, value in found["sinks(4)"].items())

@@ -523,20 +523,6 @@ def test_a_class_of_patterns_beside_a_pattern_is_told_to_be_called(combine):
 
 
 @dataclass(frozen=True)
-class NoRuns(sf.RunPattern):
-    def row_runs(self, q):
-        return np.zeros((*q.shape, 0), int), np.zeros((*q.shape, 0), int)
-
-
-@dataclass(frozen=True)
-class WrongUnits(sf.UnitPattern):
-    block: int = 32
-
-    def unit_rule(self, i, j):
-        return np.ones((2, 3), bool)
-
-
-@dataclass(frozen=True)
 class Listed(sf.UnitPattern):
     """The diagonal units, listed in a form of one's own; made by a function, as a dataclass' field would be bound to it."""
 
@@ -548,23 +534,6 @@ class Listed(sf.UnitPattern):
 
     def unit_pairs(self, first, stop, cols):
         return self.form(list(range(max(first, 0), stop)))
-
-
-@pytest.mark.parametrize(
-    "pattern, said",
-    [
-        (NoRuns(), r"row_runs of NoRuns\(\) must return at least one run a query; got none"),
-        (WrongUnits(), r"unit_rule of WrongUnits\(.*\) must broadcast to \(2, 2\); it returned \(2, 3\)"),
-        (Listed(lambda units: None), r"must return \(i, j\), two integer arrays; got NoneType"),
-        (Listed(lambda units: (units, units[1:])), r"of one length; got int64 of shape \(7,\) and int64 of shape \(6,\)"),
-        (Listed(lambda units: (units, [0.5] * 7)), r"two signed integer arrays of one length; got int64 of .* and float64"),
-        (Listed(lambda units: (units * 2, units * 2)), r"must list each pair once; got \(0, 0\) twice"),
-    ],
-    ids=["no runs", "shape of units", "no pairs", "two lengths", "floats", "twice"],
-)
-def test_runs_and_units_in_another_form_are_refused_with_what_was_got(pattern, said):
-    with pytest.raises((TypeError, ValueError), match=said):
-        sf.compile_mask(sf.causal() & pattern, 50, block_size=16)
 
 
 @pytest.mark.parametrize("block", [8, 32])

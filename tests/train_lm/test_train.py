@@ -16,9 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from changed import other_sinks
 from tiny_lm import ON_CPU, SETTINGS, SHAPE
-from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 from examples.train_lm import checkpoint, data, memory
@@ -27,9 +25,8 @@ from examples.train_lm.cost import change_length
 from examples.train_lm.data import Tokens
 from examples.train_lm.evaluate import by_position, load_decoder, losses
 from examples.train_lm.export import export
-from examples.train_lm.settings import PRESETS, SDPA, Settings, check_settings, every_nth_dense
+from examples.train_lm.settings import PRESETS, Settings, check_settings, every_nth_dense
 from examples.train_lm.train import NotFinite
-from sparse_flash.masks.meaning import digest_of
 from sparse_flash.tools.shadow_check import CheckError
 
 ROOT = Path(__file__).parents[2]
@@ -177,24 +174,12 @@ def test_a_checkpoint_of_another_run_is_refused_and_says_what_differs(run):
         run()
 
 
-def test_a_checkpoint_whose_mask_means_something_else_now_is_refused_wherever_it_is_read(run):
-    one = run(masks=(*SETTINGS.masks, SDPA, "topk_blocks(2, block=16) | sinks(2)"))
+def test_a_checkpoint_of_an_earlier_version_is_read_with_its_digests(run):
+    one = run()
     one.step()
-    path = one.save()
-    record = json.loads((path / "run.json").read_text())
-    assert record["digests"] == {mask: digest_of(mask) for mask in SETTINGS.masks}
-    with other_sinks():
-        said = r"step-0000001: the mask '.*sinks\(4\).*' means something else than when it was saved: .*; or remove its digest from"
-        for read in (
-            lambda: run(masks=one.settings.masks),
-            lambda: run("other", start=path),
-            lambda: load_decoder(path, ON_CPU.device),
-        ):
-            with pytest.raises(ValueError, match=said):
-                read()
-        del record["digests"]  # earlier versions wrote none
-        (path / "run.json").write_text(json.dumps(record))
-        assert run(masks=one.settings.masks).progress.step == 1 and load_decoder(path, ON_CPU.device)
+    file = one.save() / "run.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"digests": dict.fromkeys(SETTINGS.masks, "0123456789ab")}))
+    assert run().progress.step == 1 and load_decoder(file.parent, ON_CPU.device)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_says_where(run):
@@ -433,21 +418,6 @@ def test_utilization_counts_products_of_parameters_and_of_kept_pairs():
     from examples.train_lm.model import Decoder
 
     assert sum(p.numel() for p in Decoder(one).parameters()) == one.shape.parameters
-
-
-@pytest.mark.parametrize("masks", [("causal", "causal & local(16)"), SETTINGS.masks])
-def test_pytorchs_counter_counts_the_attention_of_a_step_that_utilization_counts_and_scores_again(masks):
-    from examples.train_lm.model import Decoder
-
-    one = Settings(SHAPE, masks=masks, length=64, step_tokens=128, micro_tokens=128, chunk=64, compiled=False)
-    tokens = torch.randint(300, (2, 64), generator=torch.Generator().manual_seed(0))
-    with FlopCounterMode(display=False) as counter:
-        Decoder(one)(tokens, tokens).backward()
-    counts = {str(name): count for name, count in counter.get_flop_counts()["Global"].items()}
-    attention = counts.pop("sparse_flash.attention") + counts.pop("sparse_flash.attention_backward")
-    of_parameters = 6 * (SHAPE.parameters - SHAPE.vocabulary * SHAPE.dim) * 128
-    # Of seven products of a pair, utilization leaves out the scores that the backward pass computes again.
-    assert 6 / 7 * attention == pytest.approx(memory.step_flop(one, 64) - of_parameters)
 
 
 def test_every_nth_layer_is_dense():

@@ -330,23 +330,6 @@ def test_terms_are_right_where_heads_have_masks_of_their_own(name):
     torch.testing.assert_close(*outs, rtol=0, atol=1e-12)
 
 
-def test_gradients_agree_with_differences():
-    q, k, v, _ = inputs(torch.float64, 9, 11, 3)
-    given = variant("all")
-    given["q_lens"], given["kv_lens"] = (torch.tensor(lens, device=DEVICE) for lens in ([9, 5], [7, 11]))
-    leaves = [t.requires_grad_() for t in (q, k, v)] + [
-        given[name].detach().double().requires_grad_() for name in ("rel_bias", "sinks")
-    ]
-
-    def attend(q, k, v, rel_bias, sinks):
-        torch.manual_seed(0)
-        learned = {"rel_bias": rel_bias, "sinks": sinks}
-        out, lse = sf.attention(q, k, v, "causal", return_lse=True, backend="torch", deterministic=True, **{**given, **learned})
-        return out, lse.masked_fill(lse.isneginf(), 0.0)
-
-    assert torch.autograd.gradcheck(attend, leaves, fast_mode=True)
-
-
 # Lengths.
 
 
@@ -462,26 +445,6 @@ def test_every_back_end_and_block_size_drops_the_same_pairs(backend, block_size)
     assert torch.equal(revealed(backend, block_size=block_size, mask=mask), kept & sf.compile_mask(mask, 64).to_dense().to(DEVICE))
 
 
-@needs_triton
-@parametrize("tiles", [(16, 64), (64, 16), (32, 32)])
-def test_every_tile_size_drops_the_same_pairs_forward_and_backward(tiles):
-    from sparse_flash.kernels.common.config import Config
-    from sparse_flash.kernels.portable.backward import attention_backward
-    from sparse_flash.kernels.portable.forward import attention_forward
-
-    q, k, v, dout = inputs(torch.float32, 64, 64, 64)
-    torch.manual_seed(1)
-    given = build_variant(q, k, dropout_p=0.25)
-    config = Config(*tiles, 1, 2)
-    out, lse = attention_forward(q, k, v, None, 0.125, given, config)
-    grads = attention_backward(dout, None, q, k, v, out, lse, None, 0.125, given, config, config)[:3]
-    reference = backends.get_backend("reference")
-    wanted = reference.forward(q, k, v, None, 0.125, False, given)
-    torch.testing.assert_close((out, lse), wanted, rtol=1e-4, atol=1e-4)
-    right = reference.backward(dout, None, q, k, v, *wanted, None, 0.125, False, given)[:3]
-    torch.testing.assert_close(grads, right, rtol=1e-4, atol=1e-4)
-
-
 def test_philox_gives_the_words_that_its_authors_give():
     def words_of_four(counter, key):
         return [int(word) for word in philox_4x32(tuple(torch.tensor(c) for c in counter), tuple(torch.tensor(w) for w in key))]
@@ -497,21 +460,6 @@ def test_philox_gives_the_words_that_its_authors_give():
     assert words_of_two([0] * 2, 0) == [0x257A3673, 0xCD26BE2A]
     assert words_of_two([ones] * 2, ones) == [0xAB302C4D, 0x3DC9D239]
     assert words_of_two([0x243F6A88, 0x85A308D3], 0x13198A2E) == [0xBEDBBE6B, 0xE4C770B3]
-
-
-@parametrize("size", [(1, 1), (1, 40), (23, 9), (33, 18)])
-def test_a_pair_is_kept_by_its_half_of_the_words_of_its_counter(size):
-    q, k = torch.zeros(2, 3, size[0], 1), torch.zeros(2, 3, size[1], 1)
-    given = build_variant(q, k, dropout_p=0.3)
-    kept = kept_by_dropout(given, Pairs.all(q, k))
-    assert kept.shape == (2, 3, *size)
-    seed, zero = given.seed[0], torch.tensor(0)
-    for batch, head, query, key in torch.cartesian_prod(*(torch.arange(n) for n in kept.shape)):
-        of_line = philox_4x32((batch * 3 + head, zero, zero, zero), (seed & 0xFFFFFFFF, seed >> 32))
-        groups = (token // 16 * 8 + token % 8 for token in (query, key))
-        words = philox_2x32(tuple(g ^ w for g, w in zip(groups, of_line[1:3], strict=True)), of_line[0])
-        half = words[key // 8 % 2] >> (16 * (query // 8 % 2)) & 0xFFFF
-        assert kept[batch, head, query, key] == (half >= round(0.3 * 2**16))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")

@@ -42,7 +42,7 @@ from .check_masks import OWN, assign_masks, check_future, check_heads, is_decode
 from .layers import find_other_attention, find_self_attention, find_tower, unwrap_model
 from .limits import depends_on_position
 from .masks import create_model_mask
-from .saved import CONFIG_KEY, find_saved_masks, keep_in_config
+from .saved import CONFIG_KEY, find_saved_masks, keep_in_config, warn_of_difference
 from .saved import write_masks as write_masks
 from .sharing import find_plan, shard_arguments
 
@@ -113,6 +113,7 @@ def use_sparse_flash(
 
     The masks are stored on the model's layers, where ``masks_of`` reads them. If all have spec text, ``model.config.sparse_flash``
     holds them too, ``save_pretrained`` saves them with the model, and ``use_sparse_flash(model)`` restores them after loading.
+    Other masks warn, and take their place.
     Raises ValueError for a model without such layers, and for masks that do not fit them, TypeError for a list that does not say
     per_layer; the model is then unchanged.
     """
@@ -122,6 +123,7 @@ def use_sparse_flash(
     wrapped, model = model, unwrap_model(model)
     part = find_tower(model)
     layers = find_self_attention(part)
+    restores = mask is None and per_layer is None
     saved = find_saved_masks(model, mask, sorted(layers)) if per_layer is None else None
     if saved is not None:
         mask, bidirectional = saved.layers, bidirectional or saved.bidirectional
@@ -133,6 +135,8 @@ def use_sparse_flash(
     plan = find_plan(masks, find_other_attention(model, layers.values()))
     if precision is not None and plan is not None:
         raise ValueError(f"precision={precision!r} must come with masks of one rank; got a ContextPlan; leave precision out")
+    if not restores and not any(hasattr(layer, SETTINGS) for layer in layers.values()):
+        warn_of_difference(model.config, masks)  # of a model that was just loaded
     _switch(model, part, layers.values())
     for number, layer in layers.items():
         one, choice = masks[number], choices.get(number)

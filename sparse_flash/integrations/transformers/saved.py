@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -10,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...masks.meaning import digest_of, why_changed
+from ...api.arguments import callers_level
 from ...masks.parsing import parse, text_of
-from ...masks.pattern import Pattern
+from ...masks.pattern import Pattern, short_text
 from .by_content import PromptChoice, check_counts
 from .check_masks import OWN
 from .layers import unwrap_model
@@ -20,7 +21,6 @@ from .layers import unwrap_model
 CONFIG_KEY = "sparse_flash"  # in a model's config
 _IMPLEMENTATION = "attn_implementation"  # beside it, if a user set it: Transformers then loads the model under that name
 _FORMAT = 1
-_FIELDS = ("format", "layers", "dense_below", "dense_last", "bidirectional", "digests", "made_by")
 
 
 class SavedMasks(NamedTuple):
@@ -61,11 +61,7 @@ def _parse_record(record: object, name: str, numbers: list[int]) -> SavedMasks:
             f'{name} must be {{"format": {_FORMAT}, "layers": {{"0": spec, ...}}}}; got {found}; make it by sparse-flash '
             "fit or write_masks, or install the release of sparse_flash that wrote it"
         )
-    if unknown := sorted(set(record) - set(_FIELDS)):
-        raise ValueError(f"{name} must have no fields but {', '.join(_FIELDS)}; got {', '.join(unknown)}")
-    layers, digests = {}, record.get("digests", {})
-    if not isinstance(digests, dict):
-        raise ValueError(f"{name}: digests must be by spec text, as write_masks makes them; got {digests!r}; remove them")
+    layers = {}
     for number, text in record["layers"].items():
         try:
             layers[int(number)] = text if text == OWN else parse(text).to_spec()
@@ -74,8 +70,6 @@ def _parse_record(record: object, name: str, numbers: list[int]) -> SavedMasks:
                 f"{name}: layer {number!r} must have a number and a spec; got {text!r}: {error}; if a package of your own "
                 "registers the pattern, import or install it first"
             ) from None
-        if text in digests and (problem := why_changed(text, digests[text])) is not None:
-            raise ValueError(f"{name}: layer {number!r}: {problem}; or remove its digest, to take the text for what it means now")
     if set(layers) != set(numbers):
         missing, others = sorted(set(numbers) - set(layers)), sorted(set(layers) - set(numbers))
         raise ValueError(
@@ -117,6 +111,20 @@ def write_masks(
     Path(path).write_text(f"{text}\n", encoding="utf-8")
 
 
+def warn_of_difference(config: Any, masks: Mapping[int, Any]) -> None:
+    """Names the first two masks that differ between a config and the layers of its model. Masks without text are not compared."""
+    saved = getattr(config, CONFIG_KEY, {}).get("layers", {})
+    other = ((number, saved.get(str(number), mask), mask) for number, mask in masks.items() if isinstance(mask, str))
+    for number, there, here in other:
+        if there != here:
+            warnings.warn(
+                f"config.{CONFIG_KEY} says {short_text(there, 200)!r} for layer {number}, and the model was switched to "
+                f"{short_text(here, 200)!r}; use_sparse_flash(model) without a mask takes the config's",
+                stacklevel=callers_level(),
+            )
+            break
+
+
 def keep_in_config(config: Any, masks: Mapping[int, Any], choices: Mapping[int, PromptChoice], bidirectional: bool) -> None:
     """Keeps the masks in a model's config, or nothing if they have no text, or are all the model's own."""
     one = next(iter(choices.values()), None)
@@ -137,6 +145,4 @@ def _record_of(masks: Mapping[int, Any], settings: dict[str, Any]) -> dict[str, 
     layers = {number: mask if mask == OWN else text_of(mask) for number, mask in given.items()}
     if None in layers.values():
         return None
-    digests = {text: digest for text in layers.values() if text and text != OWN and (digest := digest_of(text))}
-    settings = {name: value for name, value in (*settings.items(), ("digests", digests or None)) if value is not None}
-    return {"format": _FORMAT, "layers": layers, **settings}
+    return {"format": _FORMAT, "layers": layers, **{name: value for name, value in settings.items() if value is not None}}
