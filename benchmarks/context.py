@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 import sparse_flash as sf
-from sparse_flash.kernels.cost.choices import DENSE_BLOCK, HEAD_DIM, predict_both_passes
+from sparse_flash.masks.costs import BLOCK, HEAD_DIM, Counts
 from sparse_flash.parallel.peer_memory import peer_memory
 
 from .baselines.context import PATIENCE, WAYS, Divided, DividedSequence, Planned, Way, barrier, find_failed_ranks, gather_from_ranks
@@ -244,7 +244,7 @@ def link_ms(received: float, device: torch.device, ranks: int, seconds: float) -
 def warm_up(case: ContextCase, density: float, names: list[str], mesh: DeviceMesh) -> bool:
     """Makes all calls of a case at a short length if the case takes long on one GPU. Returns whether it did."""
     pairs = density * case.tokens**2 * case.heads
-    on_one = 1e-6 * predict_both_passes(DENSE_BLOCK, 0, pairs / DENSE_BLOCK**2) * case.head_dim / HEAD_DIM
+    on_one = 1e-6 * Counts(BLOCK, 0, pairs / BLOCK**2).both_passes_us * case.head_dim / HEAD_DIM
     if mesh.device_type != "cuda" or on_one < _LONG:
         return False
     known = masks(_SHORT)

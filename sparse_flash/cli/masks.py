@@ -191,14 +191,9 @@ def explain(
     v_head_dim: Annotated[int | None, typer.Option("--v-head-dim", help="Of v and the result; --head-dim by default.")] = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32; e4m3 of a cache.")] = "bf16",
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Memory for gradients that repeat bit for bit.")] = False,
-    device: Annotated[
-        str | None, typer.Option(help="The GPU whose time is predicted, such as h100 or h200; the current one by default.")
-    ] = None,
+    device: Annotated[str | None, typer.Option(help="The GPU of the rough time, h100 or h200; the current one by default.")] = None,
     density: Annotated[
         float | None, typer.Option(help="The share of the blocks, in (0, 1], that a chooser keeps; not with keep=, budget=.")
-    ] = None,
-    page_size: Annotated[
-        int | None, typer.Option("--page-size", help="Tokens of a page of the cache, a power of two, for up to 64 queries.")
     ] = None,
 ) -> None:
     """Prints what a mask costs, what it saves, and what it can see."""
@@ -213,7 +208,7 @@ def explain(
     with user_errors(), stages("compiling", "counting") as begin:
         of_dtype = E4M3 if dtype == "e4m3" else dtype_of(dtype)
         call: dict[str, Any] = {"batch": batch, "kv_heads": kv_heads, "v_head_dim": v_head_dim, "dtype": of_dtype}
-        call |= {"deterministic": deterministic, "device": device, "density": density, "page_size": page_size}
+        call |= {"deterministic": deterministic, "device": device, "density": density}
         begin()
         if has_choosers(spec):
             figures = explain_mask(spec, heads, head_dim, **call, q_len=q_len, kv_len=kv_len, block_size=block_size)

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
 from ..compat.dynamo import mark_length_dynamic, outside_graphs, outside_inference, with_fixed_lengths
 from ..compat.pytorch import is_recorded
-from ..kernels.cost.choices import is_dense_as_fast
+from .costs import is_dense_as_fast
 from .grid import EMPTY, FULL, PARTIAL, BlockGrid, check_index
 from .pattern import Pattern
 from .select_blocks import arange_int32

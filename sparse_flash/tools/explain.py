@@ -6,7 +6,6 @@ Nothing here prints, times or uses a device other than the table's; tables of a 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,10 +13,10 @@ import torch
 from ..backends import E4M3, hopper, triton
 from ..dispatch.flops import forward_flops
 from ..kernels.common.config import padded_head_dim
-from ..kernels.cost.model import AttentionSizes
 from ..kernels.hopper.configs import backward_config
 from ..masks.block_mask import BlockMask
 from ..masks.chooser import has_choosers
+from ..masks.costs import GPUS, Counts, pass_us
 from ..masks.fit import named_len
 from ..masks.grid import BlockGrid
 from ..masks.parsing import parse
@@ -26,7 +25,6 @@ from ..masks.table import FullBlocks, PartialBlocks
 from ..masks.tiles import decode_tiles
 from ..selection.block_selection import BlockSelection
 from ..variant.variant import check_counts
-from .cost import Prediction, chip_named, predict, predict_selection, refusal, selection_refusal, time_lines, with_choice
 from .explain_selection import SelectionExplanation, explain_selection
 from .explain_video import VideoExplanation, explain_video
 from .figures import explanation_text, flops_text, ratio_text, share_text, size_text
@@ -150,6 +148,29 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class RoughTime:
+    """Rough microseconds of eager calls on an H100 or H200, forward and backward: of the call, and of the dense call in its place.
+    docs/internals/masks.md says how rough they are. device: the GPU."""
+
+    device: str
+    forward_us: float
+    backward_us: float
+    dense_forward_us: float
+    dense_backward_us: float
+
+    def __str__(self) -> str:
+        ours, dense = (
+            f"{_time_text(forward)} forward and {_time_text(backward)} backward"
+            for forward, backward in ((self.forward_us, self.backward_us), (self.dense_forward_us, self.dense_backward_us))
+        )
+        return f"about {ours} on {self.device}; dense {dense}"
+
+
+def _time_text(us: float) -> str:
+    return f"{us:.0f} us" if us < 1e3 else f"{us / 1e3:.1f} ms" if us < 1e4 else f"{us / 1e3:.0f} ms"
+
+
+@dataclass(frozen=True)
 class Explanation:
     """Figures of one mask; pairs and tokens are per head. See ``explain``. Prints as a table of sentences.
 
@@ -160,7 +181,7 @@ class Explanation:
     kept, the pairs of the dense call, and the pairs of the visited blocks.
     bytes_moved, dense_bytes_moved: keys and values read once per visited block, queries read and outputs and lse written once
     (arXiv:2205.14135, Prop. 4: N d + N^2 d^2 s / M, where a block of queries is what fits in fast memory).
-    time: on a GPU, see ``Prediction``; without a GPU, None, and for calls whose time is not predicted, the reason.
+    time: see ``RoughTime``; the reason where none is known; None without a GPU.
     memory: see ``Memory``. video: for a pattern over a VideoLayout, see ``VideoExplanation``; None for others and for tables.
     """
 
@@ -193,7 +214,7 @@ class Explanation:
     rival_blocks: int
     memory: Memory
     video: VideoExplanation | None = None
-    time: Prediction | str | None = None
+    time: RoughTime | str | None = None
 
     @property
     def partial_share(self) -> float:
@@ -257,7 +278,8 @@ class Explanation:
             "forward traffic": f"{traffic} (arXiv:2205.14135, Prop. 4)",
             **self.memory.lines(),
         }
-        lines |= time_lines(self.time)
+        if self.time is not None:
+            lines["rough time"] = str(self.time)
         speedup, reach = "not defined, as no block is visited", "none, except each token's own by the residual connection"
         if self.kept_blocks:
             speedup = (
@@ -287,25 +309,23 @@ def explain(
     block_size: int | None = None,
     device: str | torch.device | None = None,
     density: float | None = None,
-    page_size: int | None = None,
 ) -> Explanation | SelectionExplanation:
     """Returns what a mask costs, what it saves, and what it can see; ``print`` it, or read its fields.
 
     mask: a BlockMask of one mask (``mask.select(head)`` of several), a Pattern or its spec text. Or a BlockSelection, of any heads,
     which has other figures: how much is picked, and how alike neighbouring queries pick; heads is a multiple of its heads. Or an
-    expression with one chooser: the figures are those of blocks drawn at random, and the time has that of the choice.
+    expression with one chooser: the figures are those of blocks drawn at random.
     q_len, kv_len, block_size: lengths for compiling a pattern, in tokens; as many as the pattern names or 65,536, q_len and 128 by
     default; a chooser has its own block. A BlockMask and a BlockSelection have their own.
     heads: query heads that share the mask. head_dim: elements. dtype: of q, k and v. kv_heads: heads of keys and values, None for
     as many as query heads. v_head_dim: of v and out, None for head_dim. deterministic: bitwise repeatable gradients, which take
-    more memory on Hopper. device: the GPU whose time is predicted: one of this machine, or the name of one that was measured, such
-    as "h200"; None for the current GPU, if there is one.
+    more memory on Hopper. device: the GPU of the rough time, "h100", "h200" or one of this machine; None for the current GPU, if
+    there is one.
     density: with a chooser, the share of the blocks that are kept in all, in (0, 1]; None for that of its keep= or budget=.
-    Up to 64 queries, the time is that of ``attention_decode``, and dtype is the cache's: it may be torch.float8_e4m3fn, with a
-    scale for each head or page. page_size: tokens of a page of such a cache, a power of two; None if it has no pages.
+    Up to 64 queries, dtype is that of the cache of ``attention_decode``, which may be torch.float8_e4m3fn.
 
     Raises ValueError for a mask or pattern that differs over batch or heads; for several choosers, or one whose rule says no
-    density if there is none; for block_size or page_size beside a chooser; and for page_size with more queries.
+    density if there is none; and for block_size beside a chooser.
     """
     given = parse(mask) if isinstance(mask, str) else mask
     choice = None
@@ -318,22 +338,12 @@ def explain(
         if density is not None:
             raise ValueError(f"density must come with an expression with a chooser; got {density} and another mask; leave it out")
         mask, pattern = resolve_mask(mask, q_len, kv_len, block_size, DEFAULT_LEN)
-    if page_size is not None and (choice or mask.q_len > triton.FEW_QUERIES):
-        beside = "a chooser" if choice else f"{mask.q_len} queries"
-        raise ValueError(
-            f"page_size must come with up to {triton.FEW_QUERIES} queries, without a chooser; got {page_size} and {beside}"
-        )
-    if page_size is not None and (page_size < 1 or page_size & (page_size - 1)):
-        raise ValueError(f"page_size must be a power of two, as attention_decode takes it; got {page_size}")
     kv_heads = heads if kv_heads is None else kv_heads
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
     _check_call(mask, dtype, batch, heads, kv_heads, head_dim, v_head_dim)
     if isinstance(mask, BlockSelection):
         found = explain_selection(mask, heads, kv_heads, head_dim, v_head_dim, dtype)
-        if (chip := chip_named(device)) is None:
-            return found
-        reason = selection_refusal(mask, heads, dtype, head_dim, v_head_dim)
-        return replace(found, time=reason or predict_selection(mask, heads, kv_heads, head_dim, v_head_dim, chip, dtype, page_size))
+        return replace(found, time=_time_unknown(device, "for blocks that queries pick"))
     grid, (full, partial) = mask.grid, mask.kept()
     blocks, kept_blocks = grid.q_blocks * grid.kv_blocks, full.blocks + len(partial.rows)
     # A block cut off by the end of the queries or keys has a tile, even if it keeps all its pairs.
@@ -346,14 +356,8 @@ def explain(
     empty_queries, empty_keys = _empty_tokens(mask, full, partial)
     sizes = batch * heads, head_dim + v_head_dim, dtype.itemsize
     flops = batch * heads * forward_flops(head_dim, v_head_dim)  # of a pair
-    time: Prediction | str | None = None
-    if chip := chip_named(device):
-        time = refusal(mask, dtype, head_dim, v_head_dim)
-        call: dict[str, Any] = {"batch": batch, "kv_heads": kv_heads, "v_head_dim": v_head_dim, "dtype": dtype}
-        time = time or predict(mask, heads, head_dim, chip, **call, page_size=page_size)
-        if choice and isinstance(time, Prediction):
-            of_call = AttentionSizes(batch, heads, kv_heads, mask.q_len, mask.kv_len, head_dim, v_head_dim)
-            time = with_choice(time, choice, mask.grid, of_call, chip)
+    unknown = "for blocks chosen by content" if choice else _why_unknown(mask, dtype)
+    time = _time_unknown(device, unknown) or estimate_time(mask, causal, batch * heads, (head_dim, v_head_dim), _gpu_name(device))
     return Explanation(
         pattern=pattern,
         call=_describe_call(grid, dtype, batch, heads, kv_heads, head_dim, v_head_dim) + "; chosen blocks at random" * bool(choice),
@@ -386,6 +390,51 @@ def explain(
         video=explain_video(given, mask) if isinstance(given, Pattern) else None,
         time=time,
     )
+
+
+def _gpu_name(device: str | torch.device | None) -> str:
+    """Returns the name of the GPU, or of another device; "" for the current GPU where there is none."""
+    if device is None and not torch.cuda.is_available():
+        return ""
+    name = "cuda" if device is None else str(device)
+    return torch.cuda.get_device_name(name) if name.startswith("cuda") and torch.cuda.is_available() else name
+
+
+def _time_unknown(device: str | torch.device | None, reason: str | None) -> str | None:
+    """Returns why the time on a device is not known: for the reason given, or for its name. None if it is, or without a GPU."""
+    if not (name := _gpu_name(device)):
+        return None
+    if reason is None and not any(gpu in name.lower() for gpu in GPUS):
+        reason = f"on {name}, only on {' and '.join(gpu.upper() for gpu in GPUS)}"
+    return reason and f"not known {reason}"
+
+
+def _why_unknown(mask: BlockMask, dtype: torch.dtype) -> str | None:
+    if mask.q_len <= triton.FEW_QUERIES:
+        return f"for up to {triton.FEW_QUERIES} queries"
+    return None if dtype in hopper.DTYPES else f"for {str(dtype).removeprefix('torch.')}"
+
+
+def estimate_time(mask: BlockMask, causal: bool, heads: int, head_dims: tuple[int, int], gpu: str) -> RoughTime | str | None:
+    """Returns the rough time of attention under one mask and of the dense call in its place, or why it is not known; None without
+    a GPU. heads: of all sequences. head_dims: of q and v."""
+    if not gpu:
+        return None
+    table, (q_len, kv_len) = mask.kernel_table(True), (mask.q_len, mask.kv_len)
+    in_place = {*head_dims} <= {*hopper.HEAD_DIMS}
+    portable = not (in_place and (table and table.block_size) in hopper.BLOCK_SIZES)
+    offset = kv_len - q_len if causal else None
+    found = []
+    for is_backward, sides in ((False, (q_len, kv_len, offset)), (True, (kv_len, q_len, 0 if causal else None))):
+        dense = Counts.dense(*sides)
+        no_kernel = is_backward and not hopper.has_backward(*head_dims)
+        of_mask = dense if table is None else Counts.of_mask(table.to("cpu"), is_backward, split=not (portable or no_kernel))
+        found.append(pass_us(of_mask, is_backward, portable or no_kernel, heads, head_dims))
+        found.append(pass_us(dense, is_backward, not in_place or no_kernel, heads, head_dims))
+    forward, dense_forward, backward, dense_backward = found
+    if forward is None or dense_forward is None or backward is None or dense_backward is None:
+        return f"not known for head_dim {max(head_dims)} with blocks of {mask.block_size}"
+    return RoughTime(gpu, forward, backward, dense_forward, dense_backward)
 
 
 def _check_call(

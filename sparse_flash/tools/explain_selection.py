@@ -8,7 +8,6 @@ import torch
 
 from ..dispatch.flops import forward_flops
 from ..selection.block_selection import BlockSelection, count_selected_pairs
-from .cost import Prediction, time_lines
 from .figures import explanation_text, flops_text, ratio_text, size_text
 
 TILES = (4, 16, 64)  # queries
@@ -28,7 +27,7 @@ class SelectionExplanation:
     most_picked, mean_picked: how many groups of one head picked the most picked block, and a block on average.
     flops, dense_flops: of one forward pass over batch and heads, 2 x pairs x (head_dim + v_head_dim), for the kept pairs and for
     causal attention. table_bytes: of the picks and of the table of ``always``.
-    time: on a GPU, see ``Prediction``; without a GPU, None, and for calls whose time is not predicted, the reason.
+    time: why none is known; None without a GPU.
     """
 
     call: str
@@ -43,7 +42,7 @@ class SelectionExplanation:
     flops: int
     dense_flops: int
     table_bytes: int
-    time: Prediction | str | None = None
+    time: str | None = None
 
     @property
     def speedup(self) -> float:
@@ -71,7 +70,7 @@ class SelectionExplanation:
             "load over blocks": f"a block is picked {self.mean_picked:.1f} times on average, {self.most_picked:,} at most",
             "table": size_text(self.table_bytes),
             "forward FLOPs": f"{flops_text(self.flops)} kept, {flops_text(self.dense_flops)} of causal attention",
-            **time_lines(self.time),
+            **({"rough time": self.time} if self.time else {}),
             "predicted speed-up": f"{ratio_text(self.speedup)} over causal attention by kept pairs",
         }
 
