@@ -17,7 +17,7 @@ from ..masks.parsing import parse
 from ..masks.pattern import Pattern
 from ..selection.block_selection import BlockSelection
 from ..variant.variant import check_counts
-from .explanation import CallSizes, Explanation, estimate_time, explain_call, explain_selection, explain_video
+from .explanation import CallSpec, Explanation, estimate_time, explain_call, explain_selection, explain_video
 from .figures import flops_text, ratio_text, share_text
 from .subject import resolve_mask
 
@@ -86,7 +86,7 @@ def explain(
         raise TypeError(f"dtype must be a torch.dtype, such as torch.bfloat16; got {dtype!r}")
     if heads % kv_heads:
         raise ValueError(f"heads must be a multiple of kv_heads; got {heads} and {kv_heads}")
-    sizes = CallSizes(batch, heads, kv_heads, head_dim, v_head_dim, dtype)
+    sizes = CallSpec(batch, heads, kv_heads, head_dim, v_head_dim, dtype)
     given = parse(mask) if isinstance(mask, str) else mask
     chosen = given if isinstance(given, Pattern) and has_choosers(given) else None
     if chosen is not None and block_size is not None:
@@ -111,7 +111,7 @@ def explain(
     return found
 
 
-def _explain_mask(found: Explanation, mask: BlockMask, sizes: CallSizes) -> None:
+def _explain_mask(found: Explanation, mask: BlockMask, sizes: CallSpec) -> None:
     """Adds the figures of one mask."""
     grid, size, (full, partial), causal = mask.grid, mask.block_size, mask.kept(), mask.is_causal
     # A block cut off by the end of the queries or keys has a tile, even if it keeps all its pairs.

@@ -53,7 +53,7 @@ class Explanation:
         return explanation_text(self.head, self.lines, self.hints)
 
 
-class CallSizes(NamedTuple):
+class CallSpec(NamedTuple):
     """The sizes of a call besides its mask's. kv_heads: of keys and values. v_head_dim: of v and the result."""
 
     batch: int
@@ -84,7 +84,7 @@ class RoughTime(NamedTuple):
         return f"about {texts[0]} forward and {texts[1]} backward on {self.device}; dense {texts[2]} and {texts[3]}"
 
 
-def _choose_backend(table: BlockMask | None, sizes: CallSizes) -> tuple[str, str]:
+def _choose_backend(table: BlockMask | None, sizes: CallSpec) -> tuple[str, str]:
     """Returns (the back end that an H100 or H200 takes, why not ``hopper``). table: that GPUs iterate over, None if dense."""
     of_dtype = "" if sizes.dtype in hopper.DTYPES else f"it runs float16 and bfloat16; got {sizes.dtype}"
     refusal = of_dtype or hopper.shape_refusal(sizes.head_dim, sizes.v_head_dim, table.block_size if table else None)
@@ -94,7 +94,7 @@ def _choose_backend(table: BlockMask | None, sizes: CallSizes) -> tuple[str, str
     return "triton" if portable else "torch", refusal
 
 
-def _count_memory(mask: BlockMask, sizes: CallSizes, backend: str) -> dict[str, int]:
+def _count_memory(mask: BlockMask, sizes: CallSpec, backend: str) -> dict[str, int]:
     """Returns bytes over batch and heads: of inputs (q, k, v), outputs (out, and lse in float32), table (once for all calls that
     share it), gradients, sums (of a backward pass, in float32; not of split rows); forward, what a call holds until its backward
     pass; backward, the peak of that."""
@@ -111,7 +111,7 @@ def _count_memory(mask: BlockMask, sizes: CallSizes, backend: str) -> dict[str, 
     return sizes_of | {"forward": inputs + out + lse + table, "backward": sum(sizes_of.values())}
 
 
-def explain_call(found: Explanation, mask: BlockMask, sizes: CallSizes) -> None:
+def explain_call(found: Explanation, mask: BlockMask, sizes: CallSpec) -> None:
     """Adds a call's memory and back end."""
     backend, refusal = _choose_backend(mask.kernel_table(True), sizes)
     memory = _count_memory(mask, sizes, backend)
@@ -122,7 +122,7 @@ def explain_call(found: Explanation, mask: BlockMask, sizes: CallSizes) -> None:
     found.add("back end", f"{backend} on an H100 or H200" + (f"; hopper: {refusal}" if refusal else ""), backend=backend)
 
 
-def estimate_time(mask: BlockMask | BlockSelection, sizes: CallSizes, device: str | None, chosen: bool) -> RoughTime | str | None:
+def estimate_time(mask: BlockMask | BlockSelection, sizes: CallSpec, device: str | None, chosen: bool) -> RoughTime | str | None:
     """Returns the rough time of attention, or why none is known; None without a device. chosen: whether by content."""
     if device is None:
         return None
@@ -143,7 +143,7 @@ def estimate_time(mask: BlockMask | BlockSelection, sizes: CallSizes, device: st
     return RoughTime(device, *known) if len(known) == 4 else f"not known for head_dim {max(dims)} with blocks of {mask.block_size}"
 
 
-def explain_selection(selection: BlockSelection, sizes: CallSizes, time: RoughTime | str | None) -> Explanation:
+def explain_selection(selection: BlockSelection, sizes: CallSpec, time: RoughTime | str | None) -> Explanation:
     """See ``explain``. Equal numbers of query heads share the picks of a head."""
     batch, picking, groups, _ = selection.picks.shape
     if sizes.heads % picking:

@@ -13,7 +13,7 @@ import torch
 import sparse_flash as sf
 from sparse_flash.masks import memory
 from sparse_flash.masks.costs import Counts, pass_us
-from sparse_flash.tools.explanation import CallSizes, estimate_time
+from sparse_flash.tools.explanation import CallSpec, estimate_time
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "kernels"
 
@@ -36,7 +36,7 @@ def test_rough_times_of_calls_that_did_not_make_the_table_are_as_close_as_explai
         heads = spec if isinstance(spec, str) else tuple(one for one, count in spec.items() for _ in range(count))
         mask, block = compile_row(heads, row["tokens"], row["block_size"]), row["kernel_block"]
         mask = replace(mask, coarse=None if block == mask.block_size else mask.in_blocks_of(block))
-        sizes = CallSizes(row["batch"], row["heads"], row["kv_heads"], row["head_dim"], row["head_dim"], torch.bfloat16)
+        sizes = CallSpec(row["batch"], row["heads"], row["kv_heads"], row["head_dim"], row["head_dim"], torch.bfloat16)
         time = estimate_time(mask, sizes, "h200", False)
         found = time.forward_us, time.backward_us
         assert np.round(found, 1).tolist() == pytest.approx(row["predicted_us"], abs=0.11)
