@@ -195,14 +195,14 @@ def explain(
     ] = None,
 ) -> None:
     """Prints what a mask costs, what it saves, and what it can see."""
+    import sparse_flash
     from sparse_flash.backends import E4M3
-    from sparse_flash.tools.explain import explain as explain_mask
 
     with user_errors(), stages("compiling and counting") as begin:
         call: dict[str, Any] = {"batch": batch, "kv_heads": kv_heads, "v_head_dim": v_head_dim, "q_len": q_len, "kv_len": kv_len}
         call |= {"dtype": E4M3 if dtype == "e4m3" else dtype_of(dtype), "block_size": block_size, "density": density}
         begin()
-        found = explain_mask(spec, heads, head_dim, **call, device=device)
+        found = sparse_flash.explain(sparse_flash.parse(spec), heads, head_dim, **call, device=device)
     console = output_console()
     console.print(Text(found.head[0], "bold"), soft_wrap=True)
     console.print(f"{found.head[1]}\n")
