@@ -3,8 +3,8 @@
 rows                          sf.bench: figures of a user's masks, as values
 run                           the loop over cases
 traffic, selection, choosers, programs, each a command: memory traffic; key blocks chosen by query; what choosing blocks costs;
-video, context, decoding,     steps of video models; one sequence over several GPUs; steps of decoding; attention in e4m3; random
-precision, drawn              rows
+video, context, decoding,     steps of video models; one sequence over several GPUs; steps of decoding; attention in e4m3
+precision
 program                       what the programs share: options, files of rows, failures that are results
 report                        rows, tables, plots and one HTML page, from the JSON alone
 measure                       throughput, latency, accuracy, drift of baselines, noise

@@ -22,7 +22,6 @@ from functools import partial
 import torch
 
 import sparse_flash
-from sparse_flash.tools.explain import is_causal
 
 from ..baselines.base import Peer
 from ..baselines.registry import find_peer
@@ -121,7 +120,7 @@ def _measure_attention(case: Case, device: torch.device, seconds: float) -> dict
         "kept_pairs": kept / (shape.batch * shape.heads),
         "density": mask.density,
         "block_density": mask.block_density,
-        "causal": is_causal(mask),
+        "causal": mask.is_causal,
         "table_bytes": 0 if mask.keeps_all else mask.nbytes,
         "input_bytes": sum(t.numel() * t.element_size() for t in problem.leaves),
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 from pathlib import Path
 
-from ..fit_cost import group_by_pass, known_errors
 from ..measure.noise import MARK, MOST_SPREAD, doubts
 from ..results import Results, has_numbers
 from . import plots
@@ -43,8 +42,6 @@ _CAPTIONS = {
     "length": "Time and memory against length. A mask of fixed row length costs time in proportion to the tokens; dense attention, "
     "to their square.",
     "paper": "Time and memory of a batch of 16 (on a CPU, fewer) against length: the plain variant of arXiv:2205.14135, App. E.6.",
-    "predicted": "Predicted over measured time of this package's kernels, in passes of over 100 microseconds, by the constants for "
-    "this GPU: docs/performance/predicted.md says what is predicted.",
     "peers": "Beside the peers in the same run: TFLOP/s over the kept pairs only, or on a CPU milliseconds.",
 }
 
@@ -55,8 +52,6 @@ def write(results: Results) -> Path:
     from markupsafe import Markup
 
     drawn = plots.draw(results.data, results.folder)
-    if errors := known_errors(results.data):
-        drawn["predicted"] = plots.draw_predicted(group_by_pass(errors), results.folder)
     embedded = {name: {theme: _data_uri(path) for theme, path in themes.items()} for name, themes in drawn.items()}
     templates = Environment(
         loader=PackageLoader(__package__, "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True

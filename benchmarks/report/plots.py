@@ -56,28 +56,6 @@ def draw_traffic(data: dict, folder: str | Path) -> dict[str, Path]:
     return _draw(_traffic, data, Path(folder, "traffic"))
 
 
-def draw_predicted(errors: dict[str, dict[str, list[tuple[float, float]]]], folder: str | Path) -> dict[str, Path]:
-    """Writes the plot of predicted times beside measured ones; returns {theme: path}. errors: {pass: {GPU: [(measured ms, signed
-    relative error)]}}."""
-    return _draw(_predicted, errors, Path(folder, "predicted"))
-
-
-def _predicted(errors: dict[str, dict[str, list[tuple[float, float]]]], theme: Theme):
-    """Predicted / measured against the measured time: a panel for each pass, a marker for each GPU, and a band of 15 %."""
-    figure, axes = _figure(10, 4.2, len(errors), theme, sharey=True)
-    for ax, (name, by_gpu) in zip(axes, errors.items(), strict=True):
-        ax.axhspan(0.85, 1.15, color=theme.grid, alpha=0.6, linewidth=0)
-        handles = []
-        for number, (gpu, points) in enumerate(by_gpu.items()):
-            style = {"marker": _MARKERS[number], "markersize": 4.5, "color": _COLOURS[number], "alpha": 0.75, "linestyle": ""}
-            handles += ax.plot([ms for ms, _ in points], [1 + error for _, error in points], label=gpu, **style)
-        ax.set_xscale("log")
-        _label(ax, theme, f"{name.capitalize()} pass", "measured ms; band: 15 %", "predicted / measured")
-    axes[0].set_ylim(0.55, 1.45)
-    _legend(figure, theme, handles, len(handles))
-    return figure
-
-
 def draw_training(data: dict, target: str | Path) -> dict[str, Path]:
     """Writes the plot of the costs of training steps; returns {theme: path}. data: {"step_tokens", "costs": [{"mask", "length",
     "seconds"}]}, where costs may also name a "model" and data a "gpu" or "device"."""

@@ -13,7 +13,6 @@ import sparse_flash
 from sparse_flash.masks.block_mask import BlockMask, check_batch_and_heads
 from sparse_flash.masks.compiler import head_patterns
 from sparse_flash.masks.pattern import Pattern
-from sparse_flash.tools import explain
 
 from .cases import Case, CompileCase, Mask, PaperCase, Shape
 
@@ -108,7 +107,7 @@ def check_fits(mask: Mask, cases: Iterable[Case | CompileCase]) -> None:
 def is_causal(mask: Mask, tokens: int) -> bool:
     """Whether no query sees a later key, so a user without the mask would run causal attention."""
     try:
-        return explain.is_causal(parse_and_compile(mask, tokens, torch.device("cpu"))[1])
+        return parse_and_compile(mask, tokens, torch.device("cpu"))[1].is_causal
     except ValueError:  # a mask of other lengths: its cases fail, and say so
         return False
 

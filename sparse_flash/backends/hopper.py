@@ -92,6 +92,16 @@ def has_backward(head_dim: int, v_head_dim: int) -> bool:
     return head_dim == v_head_dim or (head_dim in WIDE_HEAD_DIMS and v_head_dim in NARROWER_HEAD_DIMS)
 
 
+def shape_refusal(head_dim: int, v_head_dim: int, block_size: int | None) -> str | None:
+    """Returns why no kernel takes such shapes, or None. block_size: of the table that kernels iterate over; None if it is dense."""
+    for dim, of_v in ((head_dim, ""), (v_head_dim, " of v")):
+        if dim not in HEAD_DIMS:
+            return f"it runs head_dim {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}{of_v}; got {dim}"
+    if block_size not in BLOCK_SIZES:
+        return f"it runs masks of block_size {BLOCK_SIZES[1]} to {BLOCK_SIZES[-1]}; got {block_size}"
+    return None
+
+
 def supports(call: Call) -> str | None:
     eight = EIGHT_BITS in call.features
     reason = eight_bits_refusal(call) if eight else feature_refusal(call, FEATURES) or _term_refusal(call)
@@ -102,14 +112,11 @@ def supports(call: Call) -> str | None:
         return f"it needs a GPU of compute capability 9.0 (H100, H200); q is on {call.device}"
     if call.dtype not in DTYPES and not (eight and call.e4m3):
         return f"it runs float16 and bfloat16; got {call.dtype}"
-    for head_dim, of_v in ((call.head_dim, ""), (call.v_head_dim, " of v")):
-        if head_dim not in HEAD_DIMS:
-            return f"it runs head_dim {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}{of_v}; got {head_dim}"
+    if reason := shape_refusal(call.head_dim, call.v_head_dim, call.block_size):
+        return reason
     if eight and max(call.head_dim, call.v_head_dim) > MAX_HEAD_DIM_OF_EIGHT_BITS:
         widest = max(call.head_dim, call.v_head_dim)
         return f"in {EIGHT_BITS} it runs head_dim up to {MAX_HEAD_DIM_OF_EIGHT_BITS}; got {widest}"
-    if call.block_size not in BLOCK_SIZES:
-        return f"it runs masks of block_size {BLOCK_SIZES[1]} to {BLOCK_SIZES[-1]}; got {call.block_size}"
     if call.block_size == 64 and "dropout_p" in call.features and call.head_dim > 64:
         return f"with dropout it runs masks of block_size 64 up to head_dim 64; got {call.head_dim}; block_size=128 runs"
     if call.score_mod is not None and (reason := _score_mod_refusal(call.score_mod, call.score_params)):

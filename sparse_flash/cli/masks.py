@@ -7,7 +7,6 @@ import json as json_module
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -190,52 +189,30 @@ def explain(
     kv_heads: Annotated[int | None, typer.Option("--kv-heads", help="Heads of keys and values; --heads by default.")] = None,
     v_head_dim: Annotated[int | None, typer.Option("--v-head-dim", help="Of v and the result; --head-dim by default.")] = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32; e4m3 of a cache.")] = "bf16",
-    deterministic: Annotated[bool, typer.Option("--deterministic", help="Memory for gradients that repeat bit for bit.")] = False,
-    device: Annotated[
-        str | None, typer.Option(help="The GPU whose time is predicted, such as h100 or h200; the current one by default.")
-    ] = None,
+    device: Annotated[str | None, typer.Option(help="The GPU of the rough time: h100 or h200.")] = None,
     density: Annotated[
         float | None, typer.Option(help="The share of the blocks, in (0, 1], that a chooser keeps; not with keep=, budget=.")
-    ] = None,
-    page_size: Annotated[
-        int | None, typer.Option("--page-size", help="Tokens of a page of the cache, a power of two, for up to 64 queries.")
     ] = None,
 ) -> None:
     """Prints what a mask costs, what it saves, and what it can see."""
     import sparse_flash
     from sparse_flash.backends import E4M3
-    from sparse_flash.masks.chooser import has_choosers
-    from sparse_flash.tools.explain import DEFAULT_LEN, Explanation
-    from sparse_flash.tools.explain import explain as explain_mask
-    from sparse_flash.tools.explain_video import explain_video
-    from sparse_flash.tools.figures import size_text
 
-    with user_errors(), stages("compiling", "counting") as begin:
-        of_dtype = E4M3 if dtype == "e4m3" else dtype_of(dtype)
-        call: dict[str, Any] = {"batch": batch, "kv_heads": kv_heads, "v_head_dim": v_head_dim, "dtype": of_dtype}
-        call |= {"deterministic": deterministic, "device": device, "density": density, "page_size": page_size}
+    with user_errors(), stages("compiling and counting") as begin:
+        call: dict[str, Any] = {"batch": batch, "kv_heads": kv_heads, "v_head_dim": v_head_dim, "q_len": q_len, "kv_len": kv_len}
+        call |= {"dtype": E4M3 if dtype == "e4m3" else dtype_of(dtype), "block_size": block_size, "density": density}
         begin()
-        if has_choosers(spec):
-            figures = explain_mask(spec, heads, head_dim, **call, q_len=q_len, kv_len=kv_len, block_size=block_size)
-            pattern, compiled = sparse_flash.parse(spec), ""
-        else:
-            pattern, mask, seconds = _compile_spec(spec, q_len, kv_len, 128 if block_size is None else block_size, DEFAULT_LEN)
-            compiled = f", compiled in {seconds:.3f} s"
-            begin()
-            figures = explain_mask(mask, heads, head_dim, **call)
-            assert isinstance(figures, Explanation)  # of a mask
-            figures = replace(figures, video=explain_video(pattern, mask))
+        found = sparse_flash.explain(sparse_flash.parse(spec), heads, head_dim, **call, device=device)
     console = output_console()
-    console.print(Text(str(pattern), "bold"), soft_wrap=True)
-    console.print(f"{figures.call}\n")
+    console.print(Text(found.head[0], "bold"), soft_wrap=True)
+    console.print(f"{found.head[1]}\n")
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
-    table_line = size_text(figures.table_bytes) + compiled
-    for name, line in (figures.lines() | {"table": table_line}).items():
+    for name, line in found.lines.items():
         table.add_row(name, line)
     console.print(table)
-    for hint in figures.hints:
+    for hint in found.hints:
         console.print(Text("hint: ", "bold yellow") + Text(hint, "default"))
 
 

@@ -31,10 +31,6 @@ def tune(
     block_size: BlockSize = 128,
     backend: Annotated[str, typer.Option(help="triton, hopper, or auto: the one that attention would take.")] = "auto",
     limit: Annotated[int, typer.Option(min=1, help="Seconds in total; the candidate that runs at their end is finished.")] = 300,
-    calibrate: Annotated[
-        bool,
-        typer.Option("--calibrate", help="Measure the constants of the times that explain predicts; other options do not apply."),
-    ] = False,
 ) -> None:
     """Chooses tile sizes by measuring them on this GPU. Optional: for GPUs and shapes on which the built-in ones were not
     measured."""
@@ -43,9 +39,6 @@ def tune(
     from sparse_flash.tools import tuning
 
     console = output_console()
-    if calibrate:
-        with user_errors():
-            return _calibrate(console)
     with user_errors():
         if reason := tuning.unavailable():
             raise ValueError(f"nothing to tune: {reason}")
@@ -73,26 +66,6 @@ def tune(
     if lost:
         error_console().print(f"error: tuning stopped, as the GPU did not survive a candidate: {lost}", markup=False)
         raise typer.Exit(1)
-
-
-def _calibrate(console: Console) -> None:
-    from sparse_flash.backends import hopper
-    from sparse_flash.benchmarks import calibrate
-    from sparse_flash.benchmarks.fit import Errors
-    from sparse_flash.kernels.cost.chips import calibrated_file
-    from sparse_flash.tools.cost import chip_named
-
-    if reason := hopper.why_unavailable():
-        raise ValueError(f"nothing to calibrate: times are predicted for the Hopper kernels, and {reason}")
-    chip = chip_named("cuda")
-    assert chip is not None  # a name was given
-    found = []
-    for sample in calibrate.measure_samples(chip):
-        found.append(sample)
-        console.print(f"{sample.us / 1e3:9.3f} ms  {sample.name}", markup=False, highlight=False, soft_wrap=True)
-    made = calibrate.calibrate_chip(chip, found, calibrate.copy_rate())
-    console.print(f"{made.name}: {Errors.of([(sample.error(made), sample) for sample in found])}", markup=False, soft_wrap=True)
-    console.print(f"{calibrated_file()}; predictions for this GPU use it from now on. Delete the file to go back.", soft_wrap=True)
 
 
 def _run(tasks, limit: int, console: Console) -> tuple[list, str | None]:

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
 from ..compat.dynamo import mark_length_dynamic, outside_graphs, outside_inference, with_fixed_lengths
 from ..compat.pytorch import is_recorded
-from ..kernels.cost.choices import is_dense_as_fast
+from .costs import is_dense_as_fast
 from .grid import EMPTY, FULL, PARTIAL, BlockGrid, check_index
 from .pattern import Pattern
 from .select_blocks import arange_int32
@@ -313,6 +313,25 @@ class BlockMask:
         """Visited blocks / all blocks, averaged over batch and heads."""
         visited = np.diff(self.mask_bounds(), prepend=0)
         return float(visited[self.mask_index.cpu().numpy()].mean() / (self.grid.q_blocks * self.grid.kv_blocks))
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether no query sees a later key, under any of the stored masks."""
+        size, key = self.block_size, np.arange(self.block_size)
+        query = key[:, None]
+        for full, partial in (band for number in range(self.masks) for band in self.bands(number)):
+            rows, cols, kinds, tiles = (numbers.astype(np.int64) for numbers in partial)
+            first = (
+                cols - rows
+            ) * size - self.grid.offset  # the position of a block's first key relative to that of its first query
+            if (first >= size).any() or (full.stop * size - 1 > full.rows * size + self.grid.offset).any():
+                return False
+            blocks = np.stack([first, kinds, tiles, self.grid.heights(rows), self.grid.widths(cols)])[:, first + size > 1]
+            first, kind, tile, height, width = np.unique(blocks, axis=1)[..., None, None]
+            later = (first + key > query) & (query < height) & (key < width)  # tiles may hold anything past the last token
+            if (later & self.tile_pairs(kind.ravel(), tile.ravel())).any():
+                return False
+        return True
 
     @outside_graphs
     def block_states(self) -> torch.Tensor:

@@ -8,12 +8,11 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ..kernels.cost.choices import PORTABLE_MARGIN, predict_both_passes
+from .costs import BLOCK as KERNEL_BLOCK
+from .costs import PORTABLE_MARGIN, Counts
 from .grid import FULL, BlockGrid, BlockRuns, concat_ranges
 from .table import Entries, FullBlocks, PartialBlocks
 from .tiles import TilePool, dense_batches, tile_ids, unique_rows
-
-KERNEL_BLOCK = 128  # the block size that keeps tensor cores busiest
 
 SMALL_BLOCKS = 64, 32, 16
 Decode: TypeAlias = Callable[[np.ndarray, np.ndarray], np.ndarray]  # kinds and tiles -> (n, block, block) bool
@@ -34,8 +33,10 @@ def is_coarse_faster(grid: BlockGrid, tables: int, bands: Iterable[tuple[FullBlo
         blocks += full.blocks + len(partial.rows)
         # Sorting is many times faster than np.unique, which hashes.
         visited += int(np.count_nonzero(np.diff(np.sort(parents), prepend=-1)))
-    wide_us = predict_both_passes(KERNEL_BLOCK, wide.q_blocks * tables, visited) * (PORTABLE_MARGIN if grid.block_size < 64 else 1)
-    return bool(blocks) and wide_us < predict_both_passes(grid.block_size, grid.q_blocks * tables, blocks)
+    own = Counts(grid.block_size, grid.q_blocks * tables, blocks)
+    coarse = Counts(KERNEL_BLOCK, wide.q_blocks * tables, visited)
+    margin = PORTABLE_MARGIN if grid.block_size < 64 else 1
+    return bool(blocks) and margin * coarse.both_passes_us < own.both_passes_us
 
 
 def merge_blocks(

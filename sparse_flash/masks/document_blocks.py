@@ -9,14 +9,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ..kernels.cost.choices import predict_both_passes
 from .block_mask import BlockMask
+from .costs import BLOCK, Counts
 from .grid import concat_ranges
 from .single_runs import single_runs
 from .table import MOST_DERIVED, ROW, Entries, KernelTables, Table, build_table, sort_entries
 from .tiles import FULL_TILE, TilePool, dense_batches, pack_runs
-
-BLOCK = 128
 
 # Fields of a work item that differ from those in other tables: see ``document_tables``.
 _START, _BLOCKS, _SHIFT, _STOP = 0, 5, 6, 7
@@ -80,7 +78,7 @@ def _use_starts(table: Table, starts: torch.Tensor) -> Table:
 
 def _estimate_time(is_partial: np.ndarray, rows: int) -> float:
     partial = int(np.count_nonzero(is_partial))
-    return predict_both_passes(BLOCK, rows, len(is_partial) - partial, partial)
+    return Counts(BLOCK, rows, len(is_partial) - partial, partial).both_passes_us
 
 
 def _may_have_documents(by_query: Table) -> bool:

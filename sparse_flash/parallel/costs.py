@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
-from ..kernels.cost.choices import DENSE_BLOCK, HEAD_DIM, block_times, reference_chip
+from ..masks.costs import BLOCK, COPY_RATE, HEAD_DIM, row_us
 
 ELEMENT_BYTES = 2  # float16, bfloat16
 LSE_BYTES = 4  # float32
 
-# Times of calls are those of ``kernels/cost``, on one chip for all ranks. What it does not know was fitted to runs on two H100:
+# Times of calls are those of ``masks/costs``, the same on all ranks. What it does not know was fitted to runs on two H100:
 # docs/performance/several-gpus.md, "The rates behind the estimates", has the measured ranges and the results files.
 
+_MEMORY_RATE = 1e6 * COPY_RATE  # bytes per second of copies, merges and calls on few keys
 # Other links may be slower: link_rate= gives their rate.
 LINK_RATE = 255e9  # bytes per second that a rank receives
 
@@ -42,16 +42,10 @@ def forward_seconds(rows: float, blocks: float, received: float, sizes: Sequence
 
 def pass_seconds(backward: bool, rows: float, blocks: float, sizes: SequenceSizes) -> float:
     """Returns the seconds of a pass of a call. All blocks count as full."""
-    size = sizes.block_size / DENSE_BLOCK  # kernels rarely run smaller ones (``masks/coarsen``)
-    return 1e-6 * block_times(DENSE_BLOCK, backward).of(rows * size, blocks * size**2)
+    size = sizes.block_size / BLOCK  # kernels rarely run smaller ones (``masks/coarsen``)
+    return 1e-6 * row_us(backward, BLOCK, rows * size, blocks * size**2)
 
 
 def copy_seconds(size: float) -> float:
     """Returns the seconds that copying ``size`` bytes takes."""
-    return 2 * size / _memory_rate()
-
-
-@cache
-def _memory_rate() -> float:
-    """Returns the bytes per second of copies, merges and calls on few keys."""
-    return 1e6 * reference_chip().bytes_per_us
+    return 2 * size / _MEMORY_RATE

@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..kernels.cost.choices import predict_both_passes, predict_dense_passes
 from ..masks.block_mask import BlockMask
 from ..masks.compiler import compile_mask, head_patterns
+from ..masks.costs import Counts
 from ..masks.grid import BlockGrid
 from ..masks.parsing import parse
 from ..masks.pattern import And, Or, Pattern, PerHead
@@ -196,7 +196,7 @@ class _DesignSearch:
         self.unit = 1 if grid.q_len <= MOST_UNITS else grid.block_size
         self.possible = self.pairs_of(self.dense)
         self.visible, self.total = self.possible > 0, _total(self.possible)
-        self.dense_us = predict_dense_passes(grid.q_len, grid.kv_len, causal)
+        self.dense_us = Counts.dense(grid.q_len, grid.kv_len, grid.offset if causal else None).both_passes_us
         self.rows = np.unique(np.linspace(len(self.possible) // _BOUND_ROWS, len(self.possible) - 1, _BOUND_ROWS).astype(int))
         self.parts: list[_PricedPattern] = []
         self.bounds: dict[tuple[int, ...], tuple[int, float]] = {}
@@ -221,7 +221,7 @@ class _DesignSearch:
             pairs = np.pad(pairs, [(0, -length % size) for length in pairs.shape])
             pairs = pairs.reshape(len(pairs) // size, size, -1, size).sum((1, 3))
         full, visited = int(np.count_nonzero(pairs == size**2)), int(np.count_nonzero(pairs))
-        return predict_both_passes(size, len(pairs), full, visited - full)
+        return Counts(size, len(pairs), full, visited - full).both_passes_us
 
     def whole_units(self, pairs: np.ndarray) -> np.ndarray:
         """Which units see all that they may of which, bool. A token has its own by the residual connection."""

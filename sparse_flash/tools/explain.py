@@ -1,70 +1,29 @@
-"""Computes what a mask costs and what it can see, as numbers from its lookup table.
-
-Nothing here prints, times or uses a device other than the table's; tables of a million tokens are fine.
-"""
+"""Computes what a mask costs and what it can see, as numbers from its lookup table, which may be of a million tokens."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from ..backends import E4M3, hopper, triton
+from ..choosers.choose import mask_by_scores
 from ..dispatch.flops import forward_flops
-from ..kernels.common.config import padded_head_dim
-from ..kernels.cost.model import AttentionSizes
-from ..kernels.hopper.configs import backward_config
 from ..masks.block_mask import BlockMask
-from ..masks.chooser import has_choosers
+from ..masks.chooser import choices_of, has_choosers
 from ..masks.fit import named_len
 from ..masks.grid import BlockGrid
 from ..masks.parsing import parse
 from ..masks.pattern import Pattern
-from ..masks.table import FullBlocks, PartialBlocks
-from ..masks.tiles import decode_tiles
 from ..selection.block_selection import BlockSelection
 from ..variant.variant import check_counts
-from .cost import Prediction, chip_named, predict, predict_selection, refusal, selection_refusal, time_lines, with_choice
-from .explain_selection import SelectionExplanation, explain_selection
-from .explain_video import VideoExplanation, explain_video
-from .figures import explanation_text, flops_text, ratio_text, share_text, size_text
-from .stand_in import draw_chosen_mask
+from .explanation import CallSpec, Explanation, estimate_time, explain_call, explain_selection, explain_video
+from .figures import flops_text, ratio_text, share_text
 from .subject import resolve_mask
 
 # Reachability multiplies boolean matrices of at most this many units per side; longer masks are reduced to coarser units.
 MOST_UNITS = 1024
-# Below this gain dense attention is as fast. Measured on an H200 (docs/performance.md, 2026-11-21, 16 heads x 16,384 tokens): a
-# block from a table takes 1.06 times as long as one of dense attention forward and 1.07 backward if rows keep 30 blocks, 1.13 and
-# 1.39 if they keep 8; masks near this gain have long rows.
-LEAST_GAIN = 1.1
 DEFAULT_LEN = 65536
-_CHUNK = 1 << 14  # partial blocks per batch
-
-
-@dataclass(frozen=True)
-class Load:
-    """How the visited blocks spread over the rows (or columns) of blocks. mean, max: blocks per row. share: the heaviest row's
-    share of all visited blocks."""
-
-    mean: float
-    max: int
-    share: float
-
-    @property
-    def imbalance(self) -> float:
-        """max / mean: 1 is even; 0 if nothing is kept."""
-        return self.max / self.mean if self.mean else 0.0
-
-    @classmethod
-    def from_row_ptr(cls, ptr: np.ndarray) -> Load:
-        counts, total = np.diff(ptr), int(ptr[-1] - ptr[0])
-        return cls(total / len(counts), int(counts.max()), int(counts.max()) / total if total else 0.0)
-
-    def __str__(self) -> str:
-        spread = f"{self.mean:.1f} blocks on average, {self.max:,} at most: {self.imbalance:.2f}x"
-        return f"{spread}; the heaviest has {self.share:.2%} of the work"
 
 
 @dataclass(frozen=True)
@@ -72,10 +31,9 @@ class Reach:
     """Across which share of the causal pairs information can flow, by depth.
 
     unit: tokens on a side of a unit; 1 is exact. A larger unit counts as connected if any of its pairs is kept, so the shares are
-    upper bounds.
-    shares: layers -> share of the pairs i >= j such that information can flow from token j to token i through that many layers of
-    attention under this mask, each with its residual connection (so a token always keeps its own). Paths may go through later
-    tokens if the mask allows it. The depths double, until nothing more is reached.
+    upper bounds. shares: layers -> share of the pairs i >= j such that information can flow from token j to token i through that
+    many layers under this mask, each with its residual connection, also through later tokens. The depths double, until nothing
+    more is reached.
     """
 
     unit: int
@@ -92,186 +50,6 @@ class Reach:
         return f"after layers {shares} ({exact})"
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of one call and of its backward pass, over batch and heads.
-
-    inputs: q, k and v. outputs: out, and lse in float32. table: of the mask (and, for small blocks, the coarser one that GPUs
-    run), once for all calls that share it. gradients: of q, k and v. A call holds inputs, outputs and table; they stay until the
-    backward pass, which also holds the gradient of out and the gradients.
-    work: {back end: (forward, backward)}, what its kernels additionally hold while they run: sums in float32, and values per query.
-    Back ends that do not run such calls are left out; torch holds chunks of scores of bounded size. Tensors that the kernels cannot
-    address in place, such as those with a head_dim that is not a multiple of 8, are copied first. Not counted: rows of 192 queries
-    (``BlockMask.tall``), which Hopper's kernels may make of a table, a third of its size, and keep with it; and blocks that start
-    where documents start (``BlockMask.by_document``), as large as the table, which hold sums for up to 127 queries more a document.
-    """
-
-    inputs: int
-    out: int
-    lse: int
-    table: int
-    work: dict[str, tuple[int, int]]
-
-    @property
-    def outputs(self) -> int:
-        return self.out + self.lse
-
-    @property
-    def gradients(self) -> int:
-        return self.inputs
-
-    @property
-    def held(self) -> tuple[int, int]:
-        """Returns the bytes of tensors and table during the call and during its backward pass, on any back end."""
-        during_call = self.inputs + self.outputs + self.table
-        return during_call, during_call + self.out + self.gradients
-
-    def forward(self, backend: str) -> int:
-        """The peak while the call runs."""
-        return self.held[0] + self.work[backend][0]
-
-    def backward(self, backend: str) -> int:
-        """The peak while its backward pass runs."""
-        return self.held[1] + self.work[backend][1]
-
-    def lines(self) -> dict[str, str]:
-        """The memory of a call and of its backward pass, as sentences."""
-        parts = f"q, k and v {size_text(self.inputs)}, out and lse {size_text(self.outputs)}, the table"
-        gradients = f"as above, and gradients of out {size_text(self.out)}, of q, k and v {size_text(self.gradients)}"
-        passes = (self.forward, parts), (self.backward, gradients)
-        lines = []
-        for number, (peak, holds) in enumerate(passes):
-            # Without an entry, no kernel of a GPU takes such head_dims or dtypes, such as float64.
-            total = _sizes_text({name: peak(name) for name in self.work})
-            total = total or f"{size_text(self.held[number])} and chunks of scores on torch"
-            scratch = _sizes_text({name: work[number] for name, work in self.work.items() if work[number]})
-            lines.append(f"{total}: {holds}" + (f", scratch {scratch}" if scratch else ""))
-        return dict(zip(("memory of a call", "of its backward pass"), lines, strict=True))
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """Figures of one mask; pairs and tokens are per head. See ``explain``. Prints as a table of sentences.
-
-    pattern: its spec text, "" for a table. call: lengths, heads and dtype in words.
-    causal: no query sees a later key. Then the dense call in the mask's place is causal attention, with half of the blocks; else it
-    is attention of all pairs. rival_blocks: the blocks of that call.
-    flops, dense_flops, visited_flops: of one forward pass over batch and heads, 2 x pairs x (head_dim + v_head_dim): for the pairs
-    kept, the pairs of the dense call, and the pairs of the visited blocks.
-    bytes_moved, dense_bytes_moved: keys and values read once per visited block, queries read and outputs and lse written once
-    (arXiv:2205.14135, Prop. 4: N d + N^2 d^2 s / M, where a block of queries is what fits in fast memory).
-    time: on a GPU, see ``Prediction``; without a GPU, None, and for calls whose time is not predicted, the reason.
-    memory: see ``Memory``. video: for a pattern over a VideoLayout, see ``VideoExplanation``; None for others and for tables.
-    """
-
-    pattern: str
-    call: str
-    q_len: int
-    kv_len: int
-    block_size: int
-    heads: int
-    head_dim: int
-    blocks: int
-    kept_blocks: int
-    partial_blocks: int
-    kept_pairs: int
-    density: float
-    causal_density: float | None
-    block_density: float
-    table_bytes: int
-    rows: Load
-    columns: Load
-    empty_queries: int
-    empty_keys: int
-    reach: Reach | None
-    causal: bool
-    flops: int
-    visited_flops: int
-    dense_flops: int
-    bytes_moved: int
-    dense_bytes_moved: int
-    rival_blocks: int
-    memory: Memory
-    video: VideoExplanation | None = None
-    time: Prediction | str | None = None
-
-    @property
-    def partial_share(self) -> float:
-        """Partial blocks / kept blocks."""
-        return self.partial_blocks / self.kept_blocks if self.kept_blocks else 0.0
-
-    @property
-    def wasted_share(self) -> float:
-        """The share of the visited pairs that the mask then drops."""
-        return 1 - self.flops / self.visited_flops if self.visited_flops else 0.0
-
-    @property
-    def speedup(self) -> float:
-        """Predicted speed-up over the dense call: its blocks / visited blocks. Infinite if nothing is kept."""
-        return self.rival_blocks / self.kept_blocks if self.kept_blocks else float("inf")
-
-    @property
-    def bytes_speedup(self) -> float:
-        """The dense call's traffic / this mask's traffic: the speed-up if memory, not arithmetic, is the limit."""
-        return self.dense_bytes_moved / self.bytes_moved
-
-    @property
-    def hints(self) -> list[str]:
-        """Suggestions, as sentences."""
-        hints = []
-        if not self.kept_blocks:
-            return ["This mask keeps nothing: every output is 0."]
-        if self.speedup < LEAST_GAIN:
-            hints.append(f"This mask visits {1 / self.speedup:.0%} of the blocks of {self._dense}, which is likely to be as fast.")
-        if self.wasted_share > 0.5 and self.block_size > 16:
-            hints.append(
-                f"{self.wasted_share:.0%} of the visited pairs are dropped inside partial blocks; a smaller block size, or a "
-                "pattern made of whole blocks (block=), visits less."
-            )
-        if self.rows.imbalance > 8:
-            hints.append(f"The heaviest row of blocks has {self.rows.imbalance:.0f} times the mean: it may finish last.")
-        if self.reach and self.reach.limit < 1:
-            hints.append(f"At any depth, only {self.reach.limit:.1%} of the causal pairs are within reach.")
-        if self.empty_queries:
-            hints.append(f"{self.empty_queries:,} queries keep nothing: their outputs are 0.")
-        return hints + (self.video.hints if self.video else [])
-
-    @property
-    def _dense(self) -> str:
-        return "dense causal attention" if self.causal else "dense attention"
-
-    def lines(self) -> dict[str, str]:
-        """The numbers as sentences, by name."""
-        of_causal = f", {self.causal_density:.3%} of the causal ones" if self.causal_density is not None else ""
-        flops = f"{flops_text(self.flops)} kept, {flops_text(self.visited_flops)} visited, {flops_text(self.dense_flops)}"
-        traffic = f"{size_text(self.bytes_moved)}, {size_text(self.dense_bytes_moved)} for {self._dense}"
-        partial = f"{self.partial_blocks:,}, {self.partial_share:.1%} of the visited"
-        lines = {
-            "kept pairs": f"{self.kept_pairs:,}, {self.density:.3%} of all{of_causal}",
-            "visited blocks": f"{self.kept_blocks:,} of {self.blocks:,}, {self.block_density:.3%}",
-            "partial blocks": f"{partial}; {self.wasted_share:.1%} of visited pairs dropped",
-            "table": size_text(self.table_bytes),
-            "load over rows": f"{self.rows}; {self.empty_queries:,} queries keep nothing",
-            "load over columns": f"{self.columns}; {self.empty_keys:,} keys are kept by nothing",
-            "forward FLOPs": f"{flops} for {self._dense}",
-            "forward traffic": f"{traffic} (arXiv:2205.14135, Prop. 4)",
-            **self.memory.lines(),
-        }
-        lines |= time_lines(self.time)
-        speedup, reach = "not defined, as no block is visited", "none, except each token's own by the residual connection"
-        if self.kept_blocks:
-            speedup = (
-                f"{ratio_text(self.speedup)} over {self._dense} by visited blocks; {ratio_text(self.bytes_speedup)} by traffic"
-            )
-            reach = str(self.reach) if self.reach else "not defined where q_len and kv_len differ, as layers are stacked"
-        lines |= {"predicted speed-up": speedup, "causal pairs in reach": reach}
-        return (self.video.lines() if self.video else {}) | lines
-
-    def __str__(self):
-        head = [self.pattern, self.call] if self.pattern else [self.call]
-        return explanation_text(head, self.lines(), self.hints)
-
-
 def explain(
     mask: BlockMask | BlockSelection | Pattern | str,
     heads: int = 1,
@@ -281,197 +59,118 @@ def explain(
     batch: int = 1,
     kv_heads: int | None = None,
     v_head_dim: int | None = None,
-    deterministic: bool = False,
     q_len: int | None = None,
     kv_len: int | None = None,
     block_size: int | None = None,
-    device: str | torch.device | None = None,
+    device: str | None = None,
     density: float | None = None,
-    page_size: int | None = None,
-) -> Explanation | SelectionExplanation:
-    """Returns what a mask costs, what it saves, and what it can see; ``print`` it, or read its fields.
+) -> Explanation:
+    """Returns what a mask costs, what it saves, and what it can see; ``print`` it, or read its figures.
 
     mask: a BlockMask of one mask (``mask.select(head)`` of several), a Pattern or its spec text. Or a BlockSelection, of any heads,
     which has other figures: how much is picked, and how alike neighbouring queries pick; heads is a multiple of its heads. Or an
-    expression with one chooser: the figures are those of blocks drawn at random, and the time has that of the choice.
+    expression with one chooser: the figures are those of blocks drawn at random.
     q_len, kv_len, block_size: lengths for compiling a pattern, in tokens; as many as the pattern names or 65,536, q_len and 128 by
     default; a chooser has its own block. A BlockMask and a BlockSelection have their own.
-    heads: query heads that share the mask. head_dim: elements. dtype: of q, k and v. kv_heads: heads of keys and values, None for
-    as many as query heads. v_head_dim: of v and out, None for head_dim. deterministic: bitwise repeatable gradients, which take
-    more memory on Hopper. device: the GPU whose time is predicted: one of this machine, or the name of one that was measured, such
-    as "h200"; None for the current GPU, if there is one.
+    heads: query heads that share the mask. head_dim: elements. dtype: of q, k and v; for few queries, also of a cache in
+    torch.float8_e4m3fn. kv_heads: heads of keys and values, None for as many as query heads. v_head_dim: of v and out, None for
+    head_dim. device: "h100" or "h200", the GPU of the rough time.
     density: with a chooser, the share of the blocks that are kept in all, in (0, 1]; None for that of its keep= or budget=.
-    Up to 64 queries, the time is that of ``attention_decode``, and dtype is the cache's: it may be torch.float8_e4m3fn, with a
-    scale for each head or page. page_size: tokens of a page of such a cache, a power of two; None if it has no pages.
 
     Raises ValueError for a mask or pattern that differs over batch or heads; for several choosers, or one whose rule says no
-    density if there is none; for block_size or page_size beside a chooser; and for page_size with more queries.
+    density if there is none; and for block_size beside a chooser.
     """
-    given = parse(mask) if isinstance(mask, str) else mask
-    choice = None
-    if isinstance(given, Pattern) and has_choosers(given):
-        if block_size is not None:
-            raise ValueError(f"block_size must be the chooser's block=; got {block_size} beside {given}; leave it out")
-        mask, choice = draw_chosen_mask(given, named_len(given, DEFAULT_LEN) if q_len is None else q_len, kv_len, density)
-        pattern = str(given)
-    else:
-        if density is not None:
-            raise ValueError(f"density must come with an expression with a chooser; got {density} and another mask; leave it out")
-        mask, pattern = resolve_mask(mask, q_len, kv_len, block_size, DEFAULT_LEN)
-    if page_size is not None and (choice or mask.q_len > triton.FEW_QUERIES):
-        beside = "a chooser" if choice else f"{mask.q_len} queries"
-        raise ValueError(
-            f"page_size must come with up to {triton.FEW_QUERIES} queries, without a chooser; got {page_size} and {beside}"
-        )
-    if page_size is not None and (page_size < 1 or page_size & (page_size - 1)):
-        raise ValueError(f"page_size must be a power of two, as attention_decode takes it; got {page_size}")
-    kv_heads = heads if kv_heads is None else kv_heads
-    v_head_dim = head_dim if v_head_dim is None else v_head_dim
-    _check_call(mask, dtype, batch, heads, kv_heads, head_dim, v_head_dim)
-    if isinstance(mask, BlockSelection):
-        found = explain_selection(mask, heads, kv_heads, head_dim, v_head_dim, dtype)
-        if (chip := chip_named(device)) is None:
-            return found
-        reason = selection_refusal(mask, heads, dtype, head_dim, v_head_dim)
-        return replace(found, time=reason or predict_selection(mask, heads, kv_heads, head_dim, v_head_dim, chip, dtype, page_size))
-    grid, (full, partial) = mask.grid, mask.kept()
-    blocks, kept_blocks = grid.q_blocks * grid.kv_blocks, full.blocks + len(partial.rows)
-    # A block cut off by the end of the queries or keys has a tile, even if it keeps all its pairs.
-    pairs, kept = grid.heights(partial.rows) * grid.widths(partial.cols), mask.pairs_of(partial.kinds, partial.tiles)
-    in_full = full.blocks * grid.block_size**2
-    kept_pairs = in_full + int(kept.sum())
-    causal = is_causal(mask)
-    causal_pairs = _causal_pairs(grid.q_len, grid.kv_len) if causal else 0
-    rival_blocks = _causal_blocks(grid) if causal else blocks
-    empty_queries, empty_keys = _empty_tokens(mask, full, partial)
-    sizes = batch * heads, head_dim + v_head_dim, dtype.itemsize
-    flops = batch * heads * forward_flops(head_dim, v_head_dim)  # of a pair
-    time: Prediction | str | None = None
-    if chip := chip_named(device):
-        time = refusal(mask, dtype, head_dim, v_head_dim)
-        call: dict[str, Any] = {"batch": batch, "kv_heads": kv_heads, "v_head_dim": v_head_dim, "dtype": dtype}
-        time = time or predict(mask, heads, head_dim, chip, **call, page_size=page_size)
-        if choice and isinstance(time, Prediction):
-            of_call = AttentionSizes(batch, heads, kv_heads, mask.q_len, mask.kv_len, head_dim, v_head_dim)
-            time = with_choice(time, choice, mask.grid, of_call, chip)
-    return Explanation(
-        pattern=pattern,
-        call=_describe_call(grid, dtype, batch, heads, kv_heads, head_dim, v_head_dim) + "; chosen blocks at random" * bool(choice),
-        q_len=grid.q_len,
-        kv_len=grid.kv_len,
-        block_size=grid.block_size,
-        heads=heads,
-        head_dim=head_dim,
-        blocks=blocks,
-        kept_blocks=kept_blocks,
-        partial_blocks=int((kept < pairs).sum()),
-        kept_pairs=kept_pairs,
-        density=kept_pairs / (grid.q_len * grid.kv_len),
-        causal_density=kept_pairs / causal_pairs if causal_pairs else None,
-        block_density=mask.block_density,
-        table_bytes=mask.nbytes,
-        rows=Load.from_row_ptr(mask.by_query.row_ptr[0].cpu().numpy()),
-        columns=Load.from_row_ptr(mask.by_key.row_ptr[0].cpu().numpy()),
-        empty_queries=empty_queries,
-        empty_keys=empty_keys,
-        reach=reachability(mask) if grid.q_len == grid.kv_len else None,
-        causal=causal,
-        flops=flops * kept_pairs,
-        visited_flops=flops * (in_full + int(pairs.sum())),
-        dense_flops=flops * (causal_pairs if causal else grid.q_len * grid.kv_len),
-        bytes_moved=_traffic_bytes(mask, kept_blocks, *sizes),
-        dense_bytes_moved=_traffic_bytes(mask, rival_blocks, *sizes),
-        rival_blocks=rival_blocks,
-        memory=memory(mask, batch, heads, kv_heads, head_dim, v_head_dim, dtype, deterministic),
-        video=explain_video(given, mask) if isinstance(given, Pattern) else None,
-        time=time,
-    )
-
-
-def _check_call(
-    mask: BlockMask | BlockSelection, dtype: object, batch: int, heads: int, kv_heads: int, head_dim: int, v_head_dim: int
-) -> None:
-    """Raises ValueError or TypeError for arguments of ``explain`` that no call has."""
-    if isinstance(mask, BlockMask) and mask.masks != 1:
-        raise ValueError(f"explain looks at one mask; got {mask.masks}; explain them one by one, as mask.select(head)")
+    kv_heads, v_head_dim = heads if kv_heads is None else kv_heads, head_dim if v_head_dim is None else v_head_dim
     check_counts(batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim, v_head_dim=v_head_dim)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype, such as torch.bfloat16; got {dtype!r}")
     if heads % kv_heads:
         raise ValueError(f"heads must be a multiple of kv_heads; got {heads} and {kv_heads}")
-
-
-def _describe_call(
-    grid: BlockGrid, dtype: torch.dtype, batch: int, heads: int, kv_heads: int, head_dim: int, v_head_dim: int
-) -> str:
-    shared = "" if kv_heads == heads else f" on {kv_heads} of keys and values"
-    dims = f"{head_dim}" if v_head_dim == head_dim else f"{head_dim}, v of {v_head_dim}"
-    lengths = f"{grid.q_len:,} queries x {grid.kv_len:,} keys in blocks of {grid.block_size}"
-    return f"{lengths}; batch {batch}, {heads} heads{shared} of {dims}, {str(dtype).removeprefix('torch.')}"
-
-
-def memory(
-    mask: BlockMask,
-    batch: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    v_head_dim: int,
-    dtype: torch.dtype,
-    deterministic: bool,
-) -> Memory:
-    """See ``Memory``; arguments as in ``explain``."""
-    queries, keys = batch * heads * mask.q_len, batch * kv_heads * mask.kv_len
-    exact = 8 if dtype == torch.float64 else 4
-    given = mask.coarse or mask  # in the blocks that kernels run
-    work = {}
-    if dtype in (*triton.DTYPES, E4M3) and max(head_dim, v_head_dim) <= triton.MAX_HEAD_DIM:
-        work["triton"] = 0, 4 * queries  # the backward pass: rowsum(dout x out) per query
-    if (
-        dtype in hopper.DTYPES
-        and head_dim in hopper.HEAD_DIMS
-        and v_head_dim in hopper.HEAD_DIMS
-        and (mask.keeps_all or given.block_size in hopper.BLOCK_SIZES)
-    ):
-        dims = padded_head_dim(head_dim), padded_head_dim(v_head_dim)
-        forward, backward = _hopper_work(given, batch, heads, kv_heads, *dims, deterministic)
-        work["hopper"] = forward, backward if hopper.has_backward(head_dim, v_head_dim) else work["triton"][1]
-    return Memory(
-        inputs=(queries * head_dim + keys * (head_dim + v_head_dim)) * dtype.itemsize,
-        out=queries * v_head_dim * dtype.itemsize,
-        lse=exact * queries,
-        table=0 if mask.keeps_all else mask.nbytes + (mask.coarse.nbytes if mask.coarse else 0),
-        work=work,
-    )
-
-
-def _hopper_work(
-    mask: BlockMask, batch: int, heads: int, kv_heads: int, dim: int, dim_v: int, deterministic: bool
-) -> tuple[int, int]:
-    """dim, dim_v: head_dim of q and k, and of v, as the kernels pad them."""
-    dense = mask.keeps_all
-    block = backward_config(dim, None).keys if dense else mask.block_size
-    # The results and lse of the splits of heavy rows, and dK and dV of the splits of heavy columns.
-    split_rows, split_columns = (t.splits.shape[1] * block if not dense and t.is_split else 0 for t in (mask.by_query, mask.by_key))
-    forward = 4 * batch * heads * split_rows * (dim_v + 1)
-    # dQ is summed in global memory; next to it are lse, delta and, if deterministic, the integer unit of each query.
-    queries, keys = (-(-length // block) * block for length in (mask.q_len, mask.kv_len))
-    backward = 4 * batch * heads * queries * (dim + (3 if deterministic else 2))
-    # So are dK and dV, if query heads share them.
-    shared = kv_heads != heads
-    if deterministic:
-        backward += 4 * 2 * batch * kv_heads
-        rows = heads * keys if shared else 0
+    sizes = CallSpec(batch, heads, kv_heads, head_dim, v_head_dim, dtype)
+    given = parse(mask) if isinstance(mask, str) else mask
+    chosen = given if isinstance(given, Pattern) and has_choosers(given) else None
+    if chosen is not None and block_size is not None:
+        raise ValueError(f"block_size must be the chooser's block=; got {block_size} beside {given}; leave it out")
+    if chosen is None and density is not None:
+        raise ValueError(f"density must come with an expression with a chooser; got {density} and another mask; leave it out")
+    if chosen is not None:
+        mask, spec = _draw_mask(chosen, q_len or named_len(chosen, DEFAULT_LEN), kv_len, density), str(chosen)
     else:
-        rows = kv_heads * (keys if shared else split_columns)
-    return forward, backward + 4 * batch * rows * (dim + dim_v)
+        mask, spec = resolve_mask(mask, q_len, kv_len, block_size, DEFAULT_LEN)
+    if isinstance(mask, BlockSelection):
+        return explain_selection(mask, sizes, estimate_time(mask, sizes, device, True))
+    if mask.masks != 1:
+        raise ValueError(f"explain looks at one mask; got {mask.masks}; explain them one by one, as mask.select(head)")
+    lengths = f"{mask.q_len:,} queries x {mask.kv_len:,} keys in blocks of {mask.block_size}"
+    found = Explanation([spec] * bool(spec) + [f"{lengths}; {sizes}" + "; chosen blocks at random" * (chosen is not None)])
+    if isinstance(given, Pattern):
+        explain_video(found, given, mask)
+    _explain_mask(found, mask, sizes)
+    time = estimate_time(mask, sizes, device, (chosen is not None))
+    found.add("rough time", time and str(time), time=time)
+    return found
+
+
+def _explain_mask(found: Explanation, mask: BlockMask, sizes: CallSpec) -> None:
+    """Adds the figures of one mask."""
+    grid, size, (full, partial), causal = mask.grid, mask.block_size, mask.kept(), mask.is_causal
+    # A block cut off by the end of the queries or keys has a tile, even if it keeps all its pairs.
+    pairs, kept = grid.heights(partial.rows) * grid.widths(partial.cols), mask.pairs_of(partial.kinds, partial.tiles)
+    whole, kept_blocks, blocks = full.blocks * size**2, full.blocks + len(partial.rows), grid.q_blocks * grid.kv_blocks
+    kept_pairs, visited_pairs, all_pairs = whole + int(kept.sum()), whole + int(pairs.sum()), grid.q_len * grid.kv_len
+    partial_blocks, wasted = int((kept < pairs).sum()), 1 - kept_pairs / max(1, visited_pairs)
+    seen = np.clip(np.arange(grid.q_len) + 1 + grid.offset, 0, grid.kv_len)  # by causal attention
+    causal_pairs, ends = int(seen.sum()), np.minimum(np.arange(1, grid.q_blocks + 1) * size, grid.q_len)
+    rival_blocks, dense_pairs = (int((-(-seen[ends - 1] // size)).sum()), causal_pairs) if causal else (blocks, all_pairs)
+    causal_density = kept_pairs / causal_pairs if causal else None
+    of_causal = f", {causal_density:.3%} of the causal ones" if causal_density is not None else ""
+    said = f"{kept_pairs:,}, {kept_pairs / all_pairs:.3%} of all{of_causal}"
+    found.add("kept pairs", said, kept_pairs=kept_pairs, density=kept_pairs / all_pairs, causal_density=causal_density)
+    said = f"{kept_blocks:,} of {blocks:,}, {mask.block_density:.3%}"
+    found.add("visited blocks", said, kept_blocks=kept_blocks, block_density=mask.block_density)
+    found.add("partial blocks", f"{partial_blocks:,}; {wasted:.1%} of visited pairs dropped", partial_blocks=partial_blocks)
+    most = int(mask.by_query.row_ptr.diff().max())
+    found.add("heaviest row", f"{most:,} blocks, {most * grid.q_blocks / max(1, kept_blocks):.2f}x the mean", most_in_row=most)
+    dense = "dense causal attention" if causal else "dense attention"
+    flops = sizes.batch * sizes.heads * forward_flops(sizes.head_dim, sizes.v_head_dim)
+    kept_flops, visited_flops, dense_flops = (flops * count for count in (kept_pairs, visited_pairs, dense_pairs))
+    said = f"{flops_text(kept_flops)} kept, {flops_text(visited_flops)} visited, {flops_text(dense_flops)} for {dense}"
+    found.add("forward FLOPs", said, flops=kept_flops, visited_flops=visited_flops, dense_flops=dense_flops)
+    explain_call(found, mask, sizes)
+    speedup = rival_blocks / kept_blocks if kept_blocks else float("inf")
+    said = f"{ratio_text(speedup)} over {dense} by visited blocks" if kept_blocks else "not defined, as no block is visited"
+    found.add("predicted speed-up", said, speedup=speedup, causal=causal, rival_blocks=rival_blocks)
+    reach = reachability(mask) if grid.q_len == grid.kv_len else None
+    said = str(reach) if reach else "not defined where q_len and kv_len differ, as layers are stacked"
+    found.add("causal pairs in reach", said, reach=reach, q_len=grid.q_len, kv_len=grid.kv_len, block_size=size)
+    if not kept_blocks:
+        found.hints.append("This mask keeps nothing: every output is 0.")
+    if speedup < 1.1:  # a block from a table takes 1.06 times as long as one of dense attention, in long rows
+        found.hints.append(f"This mask visits {1 / speedup:.0%} of the blocks of {dense}, which is likely to be as fast.")
+    if wasted > 0.5 and size > 16:
+        inside = f"{wasted:.0%} of the visited pairs are dropped inside partial blocks"
+        found.hints.append(f"{inside}; a smaller block size, or a pattern made of whole blocks (block=), visits less.")
+    if reach and reach.limit < 1:
+        found.hints.append(f"At any depth, only {reach.limit:.1%} of the causal pairs are within reach.")
+
+
+def _draw_mask(spec: Pattern, q_len: int, kv_len: int | None, density: float | None) -> BlockMask:
+    """Returns a mask of one head that keeps blocks drawn at random next to what an expression keeps in any case."""
+    choice, *others = dict.fromkeys(choices_of(spec))
+    if others or len(choice.choosers) != 1:
+        raise ValueError(f"explain takes expressions with one chooser, the same for all heads; got {spec}; explain them one by one")
+    rule, keep = choice.choosers[0].rule
+    if not (rule in ("keep", "budget") if density is None else 0 < density <= 1):
+        what = "density must be the share of the blocks that is kept, in (0, 1], and may be None only with keep= or budget="
+        raise ValueError(f"{what}; got {density} with {rule}=; pass density=0.15, or what a mask of choose_blocks keeps")
+    grid = BlockGrid(q_len, q_len if kv_len is None else kv_len, choice.choosers[0].block_size)
+    scores = torch.rand((1, 1, *grid.shape), generator=torch.Generator("cpu").manual_seed(0))
+    return mask_by_scores(scores, grid, choice.within, choice.always, keep if density is None else density)
 
 
 def reachability(mask: BlockMask, most_units: int = MOST_UNITS) -> Reach:
     """See ``Reach``. The mask must have as many queries as keys. Repeated squaring is cubic in the units, so these are tokens if
     there are at most ``most_units``, otherwise blocks, then groups of blocks."""
-    if mask.q_len != mask.kv_len:
-        raise ValueError(f"reachability needs q_len == kv_len, as layers are stacked; got {mask.q_len} and {mask.kv_len}")
     if mask.q_len <= most_units:
         unit, connected = 1, mask.to_dense().cpu().numpy()
     else:
@@ -493,74 +192,3 @@ def reachability(mask: BlockMask, most_units: int = MOST_UNITS) -> Reach:
         if shares[layers] == 1.0 or np.array_equal(further, connected):
             return Reach(unit, shares)
         connected, layers = further, layers * 2
-
-
-def _traffic_bytes(mask: BlockMask, blocks: int, heads: int, dims: int, itemsize: int) -> int:
-    """dims: head_dim + v_head_dim."""
-    ends = mask.q_len * dims * itemsize + 4 * mask.q_len
-    return heads * (ends + blocks * mask.block_size * dims * itemsize)
-
-
-def _causal_pairs(q_len: int, kv_len: int) -> int:
-    # Query i sees min(kv_len, i + 1 + kv_len - q_len) keys, if that is positive.
-    seen = np.arange(q_len, dtype=np.int64) + 1 + kv_len - q_len
-    return int(np.clip(seen, 0, kv_len).sum())
-
-
-def _causal_blocks(grid: BlockGrid) -> int:
-    last = np.minimum((np.arange(grid.q_blocks) + 1) * grid.block_size, grid.q_len) - 1 + grid.offset
-    return int(np.clip(last // grid.block_size + 1, 0, grid.kv_blocks).sum())
-
-
-def is_causal(mask: BlockMask) -> bool:
-    """Whether no kept pair of any head has a key after its query: then the dense call in its place is causal attention."""
-    grid, size = mask.grid, mask.block_size
-    last, _ = _tile_ends(mask)
-    # How far a key of each tile is after its query, at most, if the block's first key is at its first query.
-    latest = np.where(last >= 0, last - np.arange(size), -size).max(1)
-    for full, partial in map(mask.kept, range(mask.masks)):
-        first_query, first_key = partial.rows.astype(np.int64) * size + grid.offset, partial.cols.astype(np.int64) * size
-        later = latest[_tile_numbers(mask, partial)] > first_query - first_key
-        # Only if a block's last key is after its first query may it hold such pairs: tiles go on past the last key.
-        may_hold = np.minimum(first_key + size, grid.kv_len) - 1 > first_query
-        if (full.stop * size - 1 > full.rows * size + grid.offset).any() or (later & may_hold).any():
-            return False
-    return True
-
-
-def _empty_tokens(mask: BlockMask, full: FullBlocks, partial: PartialBlocks) -> tuple[int, int]:
-    """How many queries keep no key, and how many keys no query keeps."""
-    grid, size = mask.grid, mask.block_size
-    queries, keys = np.zeros((grid.q_blocks, size), bool), np.zeros((grid.kv_blocks, size), bool)
-    queries[full.rows] = True
-    begun, ended = (np.bincount(bound, minlength=grid.kv_blocks + 1) for bound in (full.first, full.stop))
-    keys[(begun - ended).cumsum()[:-1] > 0] = True
-    last, kept_keys = _tile_ends(mask)
-    tile = _tile_numbers(mask, partial)
-    for part in (slice(low, low + _CHUNK) for low in range(0, len(tile), _CHUNK)):
-        np.logical_or.at(queries, partial.rows[part], last[tile[part]] >= 0)
-        np.logical_or.at(keys, partial.cols[part], kept_keys[tile[part]])
-    return int(grid.q_len - queries.sum()), int(grid.kv_len - keys.sum())
-
-
-def _tile_ends(mask: BlockMask) -> tuple[np.ndarray, np.ndarray]:
-    """(the last key that each row of a tile keeps or -1, which keys some row keeps), (tiles, block) each, run tiles first."""
-    found = []
-    for kind, tiles in enumerate(mask.tiles, 1):
-        for _, kept in decode_tiles(tiles.cpu().numpy(), kind, mask.block_size):
-            last = np.where(kept.any(2), mask.block_size - 1 - kept[:, :, ::-1].argmax(2), -1)
-            found.append((last, kept.any(1)))
-    last, keys = map(np.concatenate, zip(*found, strict=True))
-    return last, keys
-
-
-def _tile_numbers(mask: BlockMask, partial: PartialBlocks) -> np.ndarray:
-    """The rows of ``_tile_ends`` for these blocks."""
-    return partial.tiles + (partial.kinds == 2) * len(mask.tile_runs)
-
-
-def _sizes_text(counts: dict[str, int]) -> str:
-    """Bytes per back end; joint if both read the same."""
-    texts = {name: size_text(count) for name, count in counts.items()}
-    together = len(set(texts.values())) == 1 < len(texts)
-    return next(iter(texts.values())) if together else ", ".join(f"{text} on {name}" for name, text in texts.items())

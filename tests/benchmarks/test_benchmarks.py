@@ -430,14 +430,6 @@ def test_committed_results_are_read_and_nothing_in_them_is_doubted(path):
     assert any("spread" in table.columns for table in tables(data)) == recorded
 
 
-def test_the_report_shows_predicted_beside_measured_times_of_gpus_whose_constants_are_known(tmp_path, quick):
-    on_h100 = next(path for path in COMMITTED if path.parent.name == "h100-2026-11-26-speedup")
-    (tmp_path / "results.json").write_text(on_h100.read_text())
-    written = page.write(Results.read(tmp_path)).read_text()
-    assert "Predicted over measured time" in written and (tmp_path / "predicted.png").exists()
-    assert "Predicted over measured time" not in page.write(Results.read(quick.folder)).read_text()
-
-
 def test_unreadable_results_say_so(tmp_path):
     (tmp_path / "results.json").write_text("{")
     with pytest.raises(ValueError, match="not JSON"):

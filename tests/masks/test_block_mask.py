@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from oracle import heavy_rows_split
 
 import sparse_flash as sf
-from sparse_flash.kernels.cost.choices import predict_both_passes
 from sparse_flash.masks import build, coarsen
 from sparse_flash.masks import table as tables
+from sparse_flash.masks.costs import Counts
 
 
 def decoded(mask, number, table, rows, cols):
@@ -465,7 +465,7 @@ def test_kernels_visit_larger_blocks_where_that_is_predicted_to_take_less_time(h
     visited = len(set(zip(masks.entry_masks.tolist(), (rows // factor).tolist(), (cols // factor).tolist(), strict=True)))
     wide = masks.masks * -(-masks.q_len // coarsen.KERNEL_BLOCK)
     here, there = (size, masks.masks * masks.grid.q_blocks, len(rows)), (coarsen.KERNEL_BLOCK, wide, visited)
-    pays = visited > 0 and predict_both_passes(*there) * (1.5 if size < 64 else 1) < predict_both_passes(*here)
+    pays = visited > 0 and Counts(*there).both_passes_us * (1.5 if size < 64 else 1) < Counts(*here).both_passes_us
     for blocks_at_a_time in (1 << 20, 7):
         with mock.patch.object(tables, "_BAND", blocks_at_a_time):
             assert (build.with_coarse(masks).coarse is not None) == pays

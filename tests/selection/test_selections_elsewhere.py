@@ -13,7 +13,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparse_flash as sf
 from sparse_flash.tools.draw import make_picture
-from sparse_flash.tools.explain_selection import SelectionExplanation
 
 SELECT = partial(sf.topk_blocks, keep=3, every=1, block_size=16, always="sinks(2)", share_group=True)
 
@@ -202,7 +201,6 @@ def selection(every=1, always=None):
 def test_the_numbers_of_explain_are_those_of_the_picks(every):
     chosen = selection(every, "sinks(2) | local(20)")
     e = sf.explain(chosen, heads=8, head_dim=8)
-    assert isinstance(e, SelectionExplanation)
     dense = chosen.to_dense()
     causal = 150 * 151 / 2
     assert e.density == pytest.approx(dense.float().mean().item())
@@ -213,24 +211,16 @@ def test_the_numbers_of_explain_are_those_of_the_picks(every):
     assert e.picks == pytest.approx(count / (4 * chosen.groups))
     alike = sum(len(a & b) for line in rows for a, b in pairwise(line))
     assert e.alike == pytest.approx(alike / sum(len(row) for line in rows for row in line[1:]))
-    for tile, width in e.unions.items():
-        together = tile // every
-        unions = [
-            set().union(*line[i : i + together]) for line in rows for i in range(0, len(line) // together * together, together)
-        ]
-        assert width == pytest.approx(sum(map(len, unions)) / len(unions))
-    assert list(e.unions) == [tile for tile in (4, 16, 64) if tile // every > 1]
-    assert e.most_picked == max(sum(block in row for row in line) for line in rows for block in range(10))
     assert "a choice on average" in str(e) and e.table_bytes == chosen.nbytes
 
 
 def test_picks_that_are_alike_are_told():
     alike = sf.BlockSelection.from_picks(torch.zeros(1, 1, 400, 1, dtype=torch.int32), 16)
     assert "every=" in str(sf.explain(alike)) and not sf.explain(selection(), heads=2).hints
-    with pytest.raises(ValueError, match="a multiple of the 2 heads that pick; got 3; pass the number of query"):
+    with pytest.raises(ValueError, match="a multiple of the 2 heads that pick; got 3; pass all query heads"):
         sf.explain(selection(), heads=3)
-    with pytest.raises(ValueError, match="at least one sequence; got a selection of batch 0"):
-        sf.explain(sf.topk_blocks(*[torch.zeros(0, 2, 32, 8)] * 2, 1, every=1, block_size=16), heads=2)
+    empty = sf.topk_blocks(*[torch.zeros(0, 2, 32, 8)] * 2, 1, every=1, block_size=16)
+    assert sf.explain(empty, heads=2).flops == sf.explain(empty, heads=2).picks == 0
 
 
 def test_what_is_shown_of_a_selection_does_not_depend_on_the_default_device():

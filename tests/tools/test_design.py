@@ -3,7 +3,7 @@
 import importlib
 import re
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparse_flash as sf
-from sparse_flash.kernels.cost import choices
 from sparse_flash.masks import memory, registry
+from sparse_flash.masks.costs import Counts
 from sparse_flash.masks.fields import Positive
 from sparse_flash.masks.rules import UnitPattern
 
@@ -160,7 +160,8 @@ def test_a_budget_of_time_is_kept_by_the_tables_of_the_designs(most_units, monke
     found = sf.design(tokens, "60%", of="time", heads=4, layers=3, count=6, **blocks)
     assert len(found) > 2
     for one in found:
-        shares = [1 / choices.compare_with_dense(replace(mask, coarse=None)).gain for mask in one.masks]
+        dense = Counts.dense(tokens, tokens, 0).both_passes_us
+        shares = [Counts.of_mask(mask).both_passes_us / dense for mask in one.masks]
         assert one.time == pytest.approx(np.mean(shares), rel=1e-3) and one.time <= 0.6
     order = [(one.connected_in or 65, 0 if one.connected_in else 1 - one.reach[-1], one.time) for one in found]
     assert order == sorted(order) and any(one.density > 0.6 for one in found) != all(one.density <= one.time for one in found)

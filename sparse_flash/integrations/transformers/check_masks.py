@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
-import numpy as np
 import torch
 
 from ...api.shared import SharedSequence
@@ -96,7 +95,7 @@ def future_error(subject: str, mask: object) -> str:
 def looks_ahead(mask: Any) -> bool:
     """Whether a mask may let a query see a later key: judged by a pattern's expression, which must say causal, or by a table."""
     if isinstance(mask, (BlockMask, SharedSequence)):
-        return _table_looks_ahead(mask if isinstance(mask, BlockMask) else cast(Any, mask).mask)
+        return not (mask if isinstance(mask, BlockMask) else cast(Any, mask).mask).is_causal
     if isinstance(mask, str):
         return mask != OWN and looks_ahead(parse(mask))
     if isinstance(mask, DerivedPattern):
@@ -106,21 +105,6 @@ def looks_ahead(mask: Any) -> bool:
     if isinstance(mask, Or) or mask.name == "per_head":
         return any(map(looks_ahead, mask.operands if isinstance(mask, Or) else mask.patterns))
     return not isinstance(mask, causal)
-
-
-def _table_looks_ahead(mask: BlockMask) -> bool:
-    row, col, kind, tile = mask.entries()
-    size = mask.block_size
-    # The position of the first key relative to that of the first query, and the pairs in the block.
-    first = col * size - row * size - (mask.kv_len - mask.q_len)
-    if (first >= size).any():
-        return True
-    height, width = mask.q_len - row * size, mask.kv_len - col * size
-    blocks = np.stack([first, kind, tile, height.clip(max=size), width.clip(max=size)])[:, first + size > 1]
-    first, kind, tile, height, width = np.unique(blocks, axis=1)[..., None, None]
-    query, key = np.arange(size)[:, None], np.arange(size)
-    later = (first + key > query) & (query < height) & (key < width)  # tiles may hold anything past the last token
-    return bool((later & mask.tile_pairs(kind.ravel(), tile.ravel())).any())
 
 
 def is_decoder(layer: torch.nn.Module) -> bool:

@@ -1,5 +1,4 @@
-"""How a call's work is divided: which tiles run, over which tables. These rules of the launchers need no Triton, so the time of a
-call can be predicted where none is installed."""
+"""How a call's work is divided: which tiles run, over which tables."""
 
 from functools import partial
 

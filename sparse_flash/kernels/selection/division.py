@@ -1,7 +1,4 @@
-"""How a call over picked blocks is divided: queries into tiles, key heads and ranges of queries into rounds, lists into pieces.
-
-Needs no Triton: the predicted times of ``kernels/cost`` divide calls alike.
-"""
+"""How a call over picked blocks is divided: queries into tiles, key heads and ranges of queries into rounds, lists into pieces."""
 
 from typing import NamedTuple
 

@@ -1,0 +1,134 @@
+"""Tables and warnings that follow from what blocks cost, and rough times, against measured calls."""
+
+import json
+import warnings
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import sparse_flash as sf
+from sparse_flash.masks import memory
+from sparse_flash.masks.costs import Counts, pass_us
+from sparse_flash.tools.explanation import CallSpec, estimate_time
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "kernels"
+
+
+def rows_of(name: str) -> list[dict]:
+    return json.loads((RESULTS / name).read_text())["rows"]
+
+
+@cache
+def compile_row(spec: str | tuple[str, ...], tokens: int, block_size: int) -> sf.BlockMask:
+    if isinstance(spec, tuple):
+        return sf.BlockMask.per_head(list(spec), tokens, block_size=block_size)
+    return sf.compile_mask(spec, tokens, block_size=block_size)
+
+
+def test_rough_times_of_calls_that_did_not_make_the_table_are_as_close_as_explain_says():
+    errors = []
+    for row in rows_of("h200-2026-11-30-rough-times.json"):
+        spec = row["spec"]
+        heads = spec if isinstance(spec, str) else tuple(one for one, count in spec.items() for _ in range(count))
+        mask, block = compile_row(heads, row["tokens"], row["block_size"]), row["kernel_block"]
+        mask = replace(mask, coarse=None if block == mask.block_size else mask.in_blocks_of(block))
+        sizes = CallSpec(row["batch"], row["heads"], row["kv_heads"], row["head_dim"], row["head_dim"], torch.bfloat16)
+        time = estimate_time(mask, sizes, "h200", False)
+        found = time.forward_us, time.backward_us
+        assert np.round(found, 1).tolist() == pytest.approx(row["predicted_us"], abs=0.11)
+        errors.append(np.divide(found, row["measured_us"]) - 1)
+    assert len(errors) > 60
+    for of_pass in np.abs(errors).T:
+        assert np.median(of_pass) < 0.12 and np.quantile(of_pass, 0.9) < 0.3
+
+
+def test_choices_between_tables_lose_little_over_the_best():
+    """Options of close calls on an H200. "dense" is a warning, so it is no choice."""
+    losses = []
+    for row in rows_of("h200-2026-11-27-choices.json"):
+        spec = row["spec"]
+        mask = compile_row(spec if isinstance(spec, str) else tuple(spec), row["tokens"], row["block_size"])
+        chosen = "blocks of 128" if mask.coarse else "by document" if mask.by_document else "own"
+        times = {name: sum(passes) for name, passes in row["ms"].items()}
+        losses.append(times[chosen] / min(times.values()) - 1)
+    assert len(losses) == 40 and np.mean(losses) < 0.06
+
+
+@pytest.mark.parametrize("spec", ["causal", "full"])
+@pytest.mark.parametrize("lengths", [(2048, 2048), (1000, 1000), (700, 1500)])
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_dense_call_counts_as_its_mask_does(spec, lengths, backward):
+    mask = replace(sf.compile_mask(spec, *lengths), keeps_all=False)
+    own, other = reversed(lengths) if backward else lengths
+    offset = None if spec == "full" else 0 if backward else lengths[1] - lengths[0]
+    of_mask, dense = Counts.of_mask(mask, backward), Counts.dense(own, other, offset)
+    # Where lengths cut blocks off, a mask has tiles for them.
+    assert of_mask.rows == dense.rows and sum(of_mask.heaviest) == pytest.approx(sum(dense.heaviest), abs=1)
+    assert of_mask.full + of_mask.partial == pytest.approx(dense.full + dense.partial, rel=0.1)
+
+
+def test_the_counts_of_heads_with_masks_of_their_own_are_those_of_their_mean():
+    masks = [sf.compile_mask(spec, 4096) for spec in ("causal & local(200)", "causal", "causal")]
+    counts = Counts.of_mask(sf.BlockMask.per_head(masks))
+    one, other = Counts.of_mask(masks[0]), Counts.of_mask(masks[1])
+    assert counts[1:4] == pytest.approx([(a + 2 * b) / 3 for a, b in zip(one[1:4], other[1:4], strict=True)])
+    assert counts.heaviest == other.heaviest
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_calls_of_more_work_take_longer_and_short_ones_as_long_as_the_host(backward):
+    few, many = (Counts.of_mask(sf.compile_mask(spec, 8192), backward) for spec in ("causal & local(128)", "causal"))
+    times = [pass_us(counts, backward, False, heads, (128, 128)) for heads in (1, 8, 64) for counts in (few, many)]
+    assert times[0] == pass_us(few, backward, False, 2, (64, 64)) and times[0] < times[3] < times[5] and times[2] <= times[4]
+    assert pass_us(many, backward, False, 64, (64, 64)) < pass_us(many, backward, False, 64, (96, 64)) < times[5]
+    assert pass_us(many, backward, False, 8, (300, 300)) is None and pass_us(few, backward, True, 8, (256, 256)) is None
+
+
+@pytest.mark.parametrize(
+    "spec, kv_len, slow",
+    [
+        ("causal & strided(3, block=1)", 1024, True),
+        ("random(0.5, block=1)", 1024, True),
+        ("causal & local(1000)", 1024, False),  # keeps nearly all pairs
+        ("causal & local(100)", 1024, False),
+        ("causal", 1024, False),
+        ("causal", 1500, False),
+        ("full", 1024, False),
+    ],
+)
+def test_a_mask_that_gains_nothing_is_said_once_and_by_auto_alone(spec, kv_len, slow):
+    mask = sf.compile_mask(spec, 1024, kv_len)
+    assert mask.to("meta").slow == mask.to("meta").to("meta").slow == slow
+    here = replace(mask, slow=mask.to("meta").slow)  # as on a GPU
+    q, k = torch.zeros(1, 1, 1024, 16), torch.zeros(1, 1, kv_len, 16)
+    memory.clear_memories()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        sf.attention(q, k, k, here, backend="torch")
+        assert not said
+        for _ in range(2):
+            sf.attention(q, k, k, here)
+            sf.attention(q, k, k, replace(here), dropout_p=0.5)
+    assert [str(one.message)[:32] for one in said] == ["this mask is predicted to take a"] * slow
+    assert not said or said[0].filename == __file__
+
+
+def test_warnings_point_at_the_users_line_whatever_calls_attention():
+    slow = replace(sf.compile_mask("causal & local(250)", 256), slow=True)
+    layer, x, q = sf.SparseAttention(32, 2, mask=slow), torch.randn(1, 256, 32), torch.randn(1, 2, 256, 16)
+    transposed = torch.randn(1, 300, 4, 16)
+    calls = {
+        "call": lambda: sf.attention(q, q, q, slow),
+        "layer": lambda: layer(x),
+        "layer in a layer": lambda: torch.nn.Sequential(layer)(x),
+        "tensors": lambda: sf.attention(transposed, transposed, transposed),
+    }
+    for name, call in calls.items():
+        memory.clear_memories()
+        with pytest.warns(UserWarning, match="predicted to take|tokens come before heads") as said:
+            call()
+        assert [(one.filename, one.lineno) for one in said] == [(__file__, call.__code__.co_firstlineno)], name
