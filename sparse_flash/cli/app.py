@@ -8,7 +8,7 @@ import typer
 
 import sparse_flash
 
-from . import bench, doctor, fit, masks, tune, warm
+from . import bench, doctor, masks, tune, warm
 from .options import with_imports
 
 app = typer.Typer(
@@ -24,7 +24,6 @@ _COMMANDS = (
     masks.gallery,
     masks.explain,
     masks.design,
-    fit.fit,
     bench.bench,
     tune.tune,
     warm.warm,

@@ -10,7 +10,7 @@ import io
 import shutil
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -271,41 +271,6 @@ def gallery(patterns: list[tuple[str, BlockMask]], path: str | Path, columns: in
         caption = f"keeps {mask.density:.1%}, visits {mask.block_density:.1%}"
         axes.set_xlabel(caption, fontsize=8, color="#555555", loc="left")
     _legend(figure)
-    return _write(figure, path)
-
-
-def draw_choices(kinds: Sequence[Sequence[str]], errors: Mapping[str, Sequence[float | None]], path: str | Path) -> Path:
-    """Draws what each head of a model got, beside errors by layer, in one .png or .svg file.
-
-    kinds: names by layer and head. errors: by name of the line and layer; None for layers without one.
-    """
-    path = check_path(path)
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    names = sorted({kind for layer in kinds for kind in layer})
-    most = max(map(len, kinds))
-    cells = np.full((len(kinds), most), -1)
-    for number, layer in enumerate(kinds):
-        cells[number, : len(layer)] = [names.index(kind) for kind in layer]
-    every = [*names, *(name for name in errors if name not in names)]
-    colours = dict(zip(every, colormaps["tab10"](np.arange(len(every)) % 10), strict=True))
-    rgba = np.array([*(colours[name] for name in names), (1, 1, 1, 1)])  # the last for heads that a layer does not have
-    figure = Figure(figsize=(9, max(3.0, 1.6 + 0.16 * len(kinds))), dpi=160, layout="constrained")
-    left, right = figure.subplots(1, 2)
-    left.imshow(rgba[cells], interpolation="nearest", aspect="auto")
-    left.set(xlabel="head", ylabel="layer", title="kind")
-    for width, (name, line) in zip(range(len(errors), 0, -1), errors.items()):  # lines that coincide are all seen
-        points = [np.nan if error is None else error for error in line]
-        right.plot(points, range(len(line)), marker=".", color=colours[name], label=name, linewidth=1.5 * width)
-    right.set(xlabel="error", title="relative L2 error of the layer", ylim=left.get_ylim(), xlim=(0, None))
-    right.legend(frameon=False, fontsize=8)
-    for axes in (left, right):
-        axes.yaxis.get_major_locator().set_params(integer=True)
-    left.xaxis.get_major_locator().set_params(integer=True)
-    patches = [Patch(facecolor=colours[name], label=name) for name in names]
-    figure.legend(handles=patches, loc="outside lower left", ncols=len(names), frameon=False, fontsize=8)
     return _write(figure, path)
 
 
