@@ -25,7 +25,6 @@ from .patterns import video_layout as VideoLayout
 from .selection.block_selection import BlockSelection
 from .selection.choice import keep_picks
 from .selection.packed_selection import PackedSelection
-from .tools.design import design
 from .tools.draw import draw
 from .tools.explain import explain
 from .tools.shadow_check import CheckError, check
@@ -55,7 +54,6 @@ __all__ = [
     "choose_blocks",
     "clear_caches",
     "compile_mask",
-    "design",
     "draw",
     "explain",
     "keep_picks",

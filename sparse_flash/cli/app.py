@@ -23,7 +23,6 @@ _COMMANDS = (
     masks.show,
     masks.gallery,
     masks.explain,
-    masks.design,
     bench.bench,
     tune.tune,
     warm.warm,

@@ -1,30 +1,20 @@
-"""``patterns``, ``show``, ``explain`` and ``design``: inspect and find masks before running them."""
+"""``patterns``, ``show``, ``gallery`` and ``explain``: inspect masks before running them."""
 
 from __future__ import annotations
 
 import inspect
-import json as json_module
-import sys
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from rich.columns import Columns
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from .console import output_console, stages, user_errors
 from .options import BlockSize, KvLen, Spec, dtype_of
-
-if TYPE_CHECKING:
-    from sparse_flash.tools.design import Design
-
-_MOST_SHARES = 6  # of a design's reach by layer, in a table
-_SMALL = 16  # lines of a small picture, at most
 
 
 def _q_len_option(default: int) -> Any:
@@ -237,69 +227,3 @@ def explain(
     console.print(table)
     for hint in figures.hints:
         console.print(Text("hint: ", "bold yellow") + Text(hint, "default"))
-
-
-def design(
-    q_len: Annotated[int, typer.Option("--q-len", "-n", help="Tokens of the sequence.")] = 65536,
-    budget: Annotated[
-        str, typer.Option(help="The share of the causal pairs that a mask may keep, or of the time, such as 10%.")
-    ] = "10%",
-    of: Annotated[
-        str, typer.Option(help="What the budget is a share of: pairs, or time, dense attention's as predicted.")
-    ] = "pairs",
-    connected_in: Annotated[
-        int | None,
-        typer.Option("--connected-in", help="Layers after which every query must have received from every earlier token."),
-    ] = None,
-    heads: Annotated[int | None, typer.Option(help="Query heads of the model, which may then differ.")] = None,
-    layers: Annotated[int | None, typer.Option(help="Layers of the model, of which the first may then be dense.")] = None,
-    keep: Annotated[str | None, typer.Option(metavar="SPEC", help="What every head keeps, such as 'local(512)'.")] = None,
-    causal: Annotated[bool, typer.Option("--causal/--all-pairs", help="Whether queries see earlier tokens alone.")] = True,
-    block_size: BlockSize = 128,
-    count: Annotated[int, typer.Option(help="How many designs at most.")] = 5,
-    json: Annotated[bool, typer.Option("--json", help="Print the designs as JSON, with the spec text of each layer.")] = False,
-) -> None:
-    """Finds masks within a budget of pairs, or of time, that connect all tokens in few layers."""
-    from sparse_flash.tools.design import design as find_designs
-    from sparse_flash.tools.figures import share_text
-
-    with user_errors():
-        # fmt: off
-        found = find_designs(q_len, budget, of=of, connected_in=connected_in, heads=heads, layers=layers, keep=keep,
-                             causal=causal, block_size=block_size, count=count, progress=sys.stderr.isatty())
-        # fmt: on
-    console = output_console()
-    if json:
-        fields = ("layers", "kept_pairs", "density", "time", "connected_in", "reach", "unit", "q_len", "block_size")
-        print(json_module.dumps([{name: getattr(one, name) for name in fields} for one in found], indent=2))
-        return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("", "keeps", "takes", "connected in", "reach by layer", "mask"):
-        table.add_column(heading, justify="left" if heading == "mask" else "right", overflow="fold")
-    for number, one in enumerate(found, 1):
-        reach = " ".join(map(share_text, one.reach[:_MOST_SHARES])) + " ..." * (len(one.reach) > _MOST_SHARES)
-        connected = f"{one.connected_in} layer{'s' * (one.connected_in > 1)}" if one.connected_in else "not seen"
-        table.add_row(str(number), f"{one.density:.2%}", f"{one.time:.1%}", connected, reach, Text(one.summary))
-    console.print(table)
-    pairs = "causal pairs" if causal else "pairs"
-    at_least = f", in units of {one.unit} tokens, so at least" if one.unit > 1 else ""
-    of_what = f"of the {pairs} and of dense attention's predicted time, mean over heads and layers"
-    console.print(f"\n{q_len:,} tokens; shares: {of_what}; reach: by positions{at_least}")
-    _print_pictures(console, found)
-
-
-def _print_pictures(console: Console, found: Sequence[Design]) -> None:
-    """A small picture of each pattern of each design."""
-    import sparse_flash
-    from sparse_flash.tools import draw
-
-    colour, unicode = _picture_style(console)
-    side = _SMALL * (1 + (colour and unicode))
-    for number, one in enumerate(found, 1):
-        pictures = []
-        for head in dict.fromkeys(head for layer in one.patterns for head in getattr(layer, "patterns", (layer,))):
-            mask = sparse_flash.compile_mask(head, one.q_len, block_size=one.block_size, progress=False)
-            pictures.append(draw.render_terminal(draw.make_picture(mask, side, side).shares, colour, unicode).append(str(head)))
-        console.print(Text(f"\n{number}", "bold"))
-        console.print(Columns(pictures, padding=(0, 3)))
-    console.print(draw.legend(colour, unicode))

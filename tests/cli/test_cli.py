@@ -71,9 +71,6 @@ def test_a_bad_spec_is_one_message_with_a_caret(command):
         (("explain", "per_head([causal, full])"), "must be that of one head; got 2 different ones; pass one, such as 'causal'"),
         (("show", "per_head([causal, full])"), "must be that of one head; got 2 different ones; pass one, such as 'causal'"),
         (("explain", "causal", "--heads", "0"), "heads"),
-        (("design", "--budget", "x"), "budget must be a share, 0 < budget <= 1, or text such as '10%'; got 'x'"),
-        (("design", "-n", "256", "--budget", "1%", "--keep", "local(99)"), "what keep=local(99) takes; got 1%; raise it, or keep"),
-        (("design", "-n", "2048", "--connected-in", "1"), "got connected_in=1; pass budget='100%' for causal"),
         (("explain", "causal", "--dtype", "int8"), "dtype must be one of bf16, fp16, fp32; got 'int8'"),
         (("bench", "causal", "--dtype", "fp8"), "dtype must be one of bf16, fp16, fp32; got 'fp8'"),
         (("tune", "--dtype", "half"), "dtype must be one of bf16, fp16, fp32; got 'half'"),
@@ -132,7 +129,7 @@ def own_file(tmp_path):
 
 
 def test_every_command_takes_a_file_of_the_users_patterns(own_file):
-    for command in ("patterns", "show", "gallery", "explain", "design", "bench", "tune", "warm", "doctor"):
+    for command in ("patterns", "show", "gallery", "explain", "bench", "tune", "warm", "doctor"):
         assert "--import" in invoke(command, "--help").output
     assert "ringed" not in invoke("patterns").output
     listed = next(line for line in invoke("patterns", "--import", own_file).output.splitlines() if line.startswith("ringed "))
@@ -260,25 +257,6 @@ def test_explain_says_what_is_kept_and_reached():
     assert "not defined" in invoke("explain", "causal", "-n", "256", "--kv-len", "512").output
 
 
-def test_design_prints_what_the_call_returns(own_file):
-    import sparse_flash
-
-    arguments = ("design", "-n", "2048", "--budget", "40%", "--heads", "4", "--layers", "4", "--keep", "local(128)", "--count", "3")
-    found = sparse_flash.design(2048, "40%", heads=4, layers=4, keep="local(128)", count=3)
-    printed = json.loads(invoke(*arguments, "--json").output)
-    assert [(tuple(one["layers"]), one["density"], tuple(one["reach"])) for one in printed] == [
-        (one.layers, one.density, one.reach) for one in found
-    ]
-    table = " ".join(invoke(*arguments).output.split())
-    for one in found:
-        assert f"{one.density:.2%} {one.time:.1%} {one.connected_in} layer" in table and one.summary in table
-    assert "in units of 128 tokens, so at least" in table and "█ full" in table
-    drawn = sum(len({*getattr(layer, "patterns", (layer,))}) for one in found for layer in dict.fromkeys(one.patterns))
-    lines = invoke(*arguments).output.splitlines()
-    first_rows = sum(line.count("▒▒" + "·" * 30) + line.count("██" + "·" * 30) for line in lines)
-    assert first_rows == drawn
-
-
 VIDEO = "tile_window(video_layout(4, 16, 16, tile=(2, 8, 4), prefix=7), 1)"
 
 
@@ -335,19 +313,6 @@ def read_to_the_end(terminal):
             parts.append(part)
     os.close(terminal)
     return b"".join(parts).decode()
-
-
-def test_a_search_for_designs_shows_its_progress_on_a_terminal_alone():
-    pty = pytest.importorskip("pty")
-    ours, theirs = pty.openpty()
-    command = ["design", "-n", "2048", "--budget", "40%", "--json"]
-    program = [sys.executable, "-m", "sparse_flash", *command]
-    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=theirs, env=os.environ | {"TERM": "xterm"}) as process:
-        os.close(theirs)
-        shown = read_to_the_end(ours)
-        assert json.loads(process.stdout.read())
-    assert "compiling patterns" in shown and "comparing unions" in shown
-    assert invoke(*command).stderr == ""
 
 
 def test_without_colours_a_terminal_shows_states_by_signs():
