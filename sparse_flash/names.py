@@ -27,14 +27,12 @@ from .selection.choice import keep_picks
 from .selection.packed_selection import PackedSelection
 from .tools.draw import draw
 from .tools.explain import explain
-from .tools.shadow_check import CheckError, check
 from .variant.variant import ScoreFunction
 
 __all__ = [
     "BlockMask",
     "BlockMeans",
     "BlockSelection",
-    "CheckError",
     "ChoiceReport",
     "Chooser",
     "DerivedPattern",
@@ -50,7 +48,6 @@ __all__ = [
     "attention",
     "attention_decode",
     "attention_varlen",
-    "check",
     "choose_blocks",
     "clear_caches",
     "compile_mask",
