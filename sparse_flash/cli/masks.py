@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import inspect
-import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .console import output_console, stages, user_errors
-from .options import BlockSize, KvLen, Spec, dtype_of
+from .console import output_console, user_errors
+from .options import BlockSize, Imports, KvLen, Spec, dtype_of
 
 
 def _q_len_option(default: int) -> Any:
@@ -22,7 +19,7 @@ def _q_len_option(default: int) -> Any:
     return typer.Option("--q-len", "-n", help=f"Queries, in tokens; as many as the pattern names, otherwise {default:,}.")
 
 
-def patterns() -> None:
+def patterns(imports: Imports = None) -> None:
     """Lists the patterns that a spec may name."""
     from sparse_flash.masks.chooser import list_choosers
     from sparse_flash.masks.registry import find_docstring_line, list_patterns, pattern_class
@@ -56,82 +53,25 @@ def _argument(parameter: inspect.Parameter) -> str:
     return parameter.name if parameter.default is parameter.empty else f"{parameter.name}={parameter.default!r}"
 
 
-def _compile_spec(spec: str, q_len: int | None, kv_len: int | None, block_size: int, default_len: int):
-    """(pattern, mask, seconds)."""
-    import sparse_flash
-    from sparse_flash.masks.fit import named_len
-    from sparse_flash.tools.subject import require_one_head
-
-    pattern = require_one_head(sparse_flash.parse(spec))
-    q_len = named_len(pattern, default_len) if q_len is None else q_len
-    begin = time.perf_counter()
-    # Without the compiler's own bar, which cannot be shown inside that of the stages.
-    mask = sparse_flash.compile_mask(pattern, q_len, kv_len, block_size, progress=False)
-    return pattern, mask, time.perf_counter() - begin
-
-
 def show(
     spec: Spec,
     q_len: Annotated[int | None, _q_len_option(4096)] = None,
     kv_len: KvLen = None,
     block_size: BlockSize = 128,
     level: Annotated[str, typer.Option(help="tokens, blocks, or auto: tokens where they all fit the picture.")] = "auto",
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write a .png or .svg file too, or a .html page to zoom.")] = None,
-    query: Annotated[
-        tuple[int, int, int] | None,
-        typer.Option(metavar="FRAME ROW COLUMN", help="Of a video_layout: the file shows its frames, and what this token sees."),
-    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write a .png or .svg file too.")] = None,
+    imports: Imports = None,
 ) -> None:
     """Draws a mask: queries downwards, keys to the right."""
-    from sparse_flash.masks.pattern import layout_of
-    from sparse_flash.tools import draw, interactive
-    from sparse_flash.tools.paths import FORMATS, PAGE, check_path
-
-    with user_errors():
-        if out:
-            check_path(out, FORMATS if query else (*FORMATS, PAGE))
-        if query and not out:
-            raise ValueError("--query must come with --out, the file that shows the frames; add --out frames.png")
-    console = output_console()
-    colour, unicode = _picture_style(console)
-    columns, lines = draw.picture_size()
-    half_blocks = colour and unicode
-    width, height = (columns, 2 * lines) if half_blocks else (columns // 2, lines)
-    # Square cells for square masks; a pipe or a file has no last line to stay above.
-    side = min(width, height) if console.is_terminal else width
-    with user_errors(), stages("compiling", "counting") as begin:
-        begin()
-        pattern, mask, _ = _compile_spec(spec, q_len, kv_len, block_size, draw.DEFAULT_LEN)
-        if query and (layout := layout_of(pattern)) is None:
-            raise ValueError(f"--query must come with a pattern over one video_layout; got {pattern}; leave it out")
-        begin()
-        picture = draw.make_picture(mask, side, side if mask.q_len == mask.kv_len else width, level)
-        density, block_density = mask.density, mask.block_density
-    console.print(Text(str(pattern), "bold"), soft_wrap=True)
-    console.print(draw.caption(mask, picture) + "\n")
-    console.print(draw.render_terminal(picture.shares, colour, unicode), soft_wrap=True, end="")
-    console.print(draw.legend(colour, unicode))
-    console.print(f"keeps {density:.3%} of the pairs, visits {block_density:.3%} of the blocks of {block_size}")
-    if out:
-        with user_errors():
-            if query:
-                try:
-                    draw.frames(mask, layout, query, out, title=str(pattern))
-                except IndexError as error:
-                    raise ValueError(f"--query: {error}") from None
-            elif out.suffix.lower() == PAGE:
-                interactive.page_of(mask, str(pattern)).save(out)
-            else:
-                draw.save(mask, out, str(pattern), level)
-        console.print(f"wrote {out}", markup=False, soft_wrap=True)
-
-
-def _picture_style(console: Console) -> tuple[bool, bool]:
-    """(whether pictures are coloured, whether they are made of block characters)"""
     from sparse_flash.tools import draw
 
-    # 16 colours cannot show the shares. NO_COLOR drops the colours but leaves the console its color_system.
-    return console.color_system in ("256", "truecolor") and not console.no_color, draw.can_draw("▀█▓▒░·")
+    console = output_console()
+    with user_errors():
+        sizes: dict[str, Any] = {"q_len": q_len, "kv_len": kv_len, "block_size": block_size}
+        drawing = draw.draw(spec, out, **sizes, level=level)
+        console.print(drawing.text(), soft_wrap=True)
+    if out:
+        console.print(f"wrote {out}", markup=False, soft_wrap=True)
 
 
 # The picture in the README: kinds of masks, each at a size that shows its form.
@@ -152,18 +92,14 @@ def gallery(
     out: Annotated[Path, typer.Option("--out", "-o", help="A .png or .svg file.")] = Path("patterns.png"),
     q_len: Annotated[int | None, _q_len_option(4096)] = None,
     block_size: BlockSize = 128,
+    imports: Imports = None,
 ) -> None:
     """Draws the blocks of several masks side by side in one file."""
     from sparse_flash.tools import draw
 
-    chosen, compiled = specs or _GALLERY, []
-    with user_errors(), stages(*(f"compiling {spec}" for spec in chosen), "drawing") as begin:
+    with user_errors():
         draw.check_path(out)
-        for spec in chosen:
-            begin()
-            compiled.append((spec, _compile_spec(spec, q_len, None, block_size, draw.DEFAULT_LEN)[1]))
-        begin()
-        draw.gallery(compiled, out)
+        draw.gallery([draw.draw(spec, q_len=q_len, block_size=block_size) for spec in specs or _GALLERY], out)
     output_console().print(f"wrote {out}", markup=False, soft_wrap=True)
 
 
@@ -190,39 +126,26 @@ def explain(
     page_size: Annotated[
         int | None, typer.Option("--page-size", help="Tokens of a page of the cache, a power of two, for up to 64 queries.")
     ] = None,
+    imports: Imports = None,
 ) -> None:
     """Prints what a mask costs, what it saves, and what it can see."""
     import sparse_flash
     from sparse_flash.backends import E4M3
-    from sparse_flash.masks.chooser import has_choosers
-    from sparse_flash.tools.explain import DEFAULT_LEN, Explanation
     from sparse_flash.tools.explain import explain as explain_mask
-    from sparse_flash.tools.explain_video import explain_video
-    from sparse_flash.tools.figures import size_text
 
-    with user_errors(), stages("compiling", "counting") as begin:
+    with user_errors():
         of_dtype = E4M3 if dtype == "e4m3" else dtype_of(dtype)
         call: dict[str, Any] = {"batch": batch, "kv_heads": kv_heads, "v_head_dim": v_head_dim, "dtype": of_dtype}
         call |= {"deterministic": deterministic, "device": device, "density": density, "page_size": page_size}
-        begin()
-        if has_choosers(spec):
-            figures = explain_mask(spec, heads, head_dim, **call, q_len=q_len, kv_len=kv_len, block_size=block_size)
-            pattern, compiled = sparse_flash.parse(spec), ""
-        else:
-            pattern, mask, seconds = _compile_spec(spec, q_len, kv_len, 128 if block_size is None else block_size, DEFAULT_LEN)
-            compiled = f", compiled in {seconds:.3f} s"
-            begin()
-            figures = explain_mask(mask, heads, head_dim, **call)
-            assert isinstance(figures, Explanation)  # of a mask
-            figures = replace(figures, video=explain_video(pattern, mask))
+        figures = explain_mask(spec, heads, head_dim, **call, q_len=q_len, kv_len=kv_len, block_size=block_size)
+        pattern = sparse_flash.parse(spec)
     console = output_console()
     console.print(Text(str(pattern), "bold"), soft_wrap=True)
     console.print(f"{figures.call}\n")
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
-    table_line = size_text(figures.table_bytes) + compiled
-    for name, line in (figures.lines() | {"table": table_line}).items():
+    for name, line in figures.lines().items():
         table.add_row(name, line)
     console.print(table)
     for hint in figures.hints:
