@@ -273,25 +273,19 @@ BAD = {
     "preset": (["--preset", "7B"], "preset must be one of tiny, 30M, 150M, 1B, 8B; got '7B'"),
     "mask": (["--mask", "causal & locl(3)"], "locl"),
     "looks ahead": (["--mask", "local(64)"], "write 'causal & (local(64))'"),
-    "packed sdpa": (["--mask", "sdpa", "--packed"], "use 'causal'"),
     "packed choice": (["--mask", "topk_blocks(2, block=16)", "--packed"], "does not keep packed documents apart here"),
-    "blocks": (["--mask", "topk_blocks(2, block=24)"], "block_size"),
     "always": (["--mask", "topk_blocks(2, block=16) | locl(3)"], "locl"),
     "extension": (["--length", "64", "--extend-to", "128"], "--extend-to and --extend-at go together"),
-    "chunk": (["--length", "96", "--chunk", "128"], "pass --chunk 192"),
     "micro": (["--length", "64", "--micro-tokens", "100"], "pass --micro-tokens 64"),
     "step": (["--length", "64", "--micro-tokens", "64", "--step-tokens", "100"], "pass --step-tokens 64"),
     "steps and minutes": (["--minutes", "1"], "either --steps or --minutes"),
     "parallel": (["--parallel", "pp"], "ddp or fsdp"),
     "recompute": (["--recompute", "some"], "none, selective, full"),
-    "offload": (["--offload", "1"], "needs --recompute full"),
     "offloaded blocks": (["--offload", "9", "--recompute", "full", "--preset", "30M"], "--offload must be 0 to 8"),
     "context": (["--context", "2"], "must divide the 1 that torchrun started; got 2"),
     "no text": (["--text", "/nowhere"], "must be a folder of text"),
     "dense every": (["--mask", "causal", "--mask", "causal", "--dense-every", "4"], "--mask causal"),
     "no save": (["--save-every", "0"], "'--save-every'"),
-    "no evaluation": (["--evaluate-every", "0"], "'--evaluate-every'"),
-    "no windows": (["--windows", "0"], "'--windows'"),
     "negative numbers": (["--warmup", "-5"], "'--warmup'"),
     "all held out": (["--text", str(ROOT / "docs"), "--held-out", "1.5"], "more than 0 and less than 1; got 1.5"),
     "little text": (["--text", str(ROOT / "docs"), "--most-bytes", "10"], "an eighth of --most-bytes, 10; pass more"),
@@ -312,8 +306,7 @@ def test_input_that_cannot_work_is_one_sentence_before_training_starts(case, tmp
 @pytest.mark.parametrize(
     "device, said",
     [
-        ("gpu", "--device must be cpu, cuda, cuda:1, ... or auto; got 'gpu'"),
-        ("meta", "--device must be cpu, cuda"),
+        ("meta", "--device must be cpu, cuda, cuda:1, ... or auto; got 'meta'"),
         ("cpu:first", "--device cpu:first is not there"),
         ("cuda", "--device cuda needs a GPU, and PyTorch sees none; pass --device cpu"),
     ],
@@ -411,24 +404,16 @@ def test_too_little_memory_is_said_with_what_to_use(monkeypatch):
     assert "about 178.7" in memory.check(settings, ON_CPU, "ddp")
 
 
-def test_utilization_counts_products_of_parameters_and_of_kept_pairs():
-    one = Settings(SHAPE, masks=("causal", "causal & local(16)"), length=64, step_tokens=128, micro_tokens=64, chunk=64)
-    parameters = 2 * (2 * 32 * 8 * (4 + 2) + 4 + 3 * 32 * 64 + 64) + 32 + 300 * 32
-    pairs = (64 * 65 / 2 + (16 * 17 / 2 + 48 * 16)) / 2
-    assert memory.step_flop(one, one.length) == pytest.approx(6 * parameters * 128 + 12 * pairs * 2 * 2 * 4 * 8)
-    from examples.train_lm.model import Decoder
-
-    assert sum(p.numel() for p in Decoder(one).parameters()) == one.shape.parameters
-
-
 @pytest.mark.parametrize("masks", [("causal", "causal & local(16)"), SETTINGS.masks])
 def test_pytorchs_counter_counts_the_attention_of_a_step_that_utilization_counts_and_scores_again(masks):
     from examples.train_lm.model import Decoder
 
     one = Settings(SHAPE, masks=masks, length=64, step_tokens=128, micro_tokens=128, chunk=64, compiled=False)
     tokens = torch.randint(300, (2, 64), generator=torch.Generator().manual_seed(0))
+    model = Decoder(one)
+    assert sum(p.numel() for p in model.parameters()) == SHAPE.parameters
     with FlopCounterMode(display=False) as counter:
-        Decoder(one)(tokens, tokens).backward()
+        model(tokens, tokens).backward()
     counts = {str(name): count for name, count in counter.get_flop_counts()["Global"].items()}
     attention = counts.pop("sparse_flash.attention") + counts.pop("sparse_flash.attention_backward")
     of_parameters = 6 * (SHAPE.parameters - SHAPE.vocabulary * SHAPE.dim) * 128
@@ -438,7 +423,6 @@ def test_pytorchs_counter_counts_the_attention_of_a_step_that_utilization_counts
 
 def test_every_nth_layer_is_dense():
     assert every_nth_dense("causal & local(4)", 4) == ("causal & local(4)",) * 3 + ("causal",)
-    assert every_nth_dense("causal & local(4)", 0) == ("causal & local(4)",)
 
 
 def test_settings_survive_their_file_and_those_of_an_older_version_are_read():
@@ -498,19 +482,12 @@ def test_measured_costs_are_printed_written_and_drawn(tmp_path):
     assert drawn.exit_code == 0 and (tmp_path / "costs.png").stat().st_size > 5000
 
 
-def test_costs_are_of_any_length_of_which_a_step_is_whole_sequences(tmp_path):
-    given = ["cost", "--preset", "tiny", "--no-compile", "--steps", "1", "--device", "cpu", "--mask", "causal"]
-    out = tmp_path / "new" / "costs.json"
-    done = CliRunner().invoke(
-        app, [*given, "--length", "96", "--step-tokens", "576", "--most-micro-tokens", "400", "--out", str(out)]
-    )
-    assert done.exit_code == 0, done.output
-    (found,) = json.loads(out.read_text())["costs"]
-    assert (found["length"], found["micro_tokens"]) == (96, 288)
-    uneven = [*given, "--length", "96", "--length", "100", "--step-tokens", "576"]
-    refused = CliRunner().invoke(app, uneven)
-    assert refused.exit_code == 2 and "whole sequences of 100; got 576; pass --step-tokens 500" in refused.output
-    assert "tokens/s" not in refused.output  # before any is measured
+def test_costs_are_of_lengths_of_which_a_step_is_whole_sequences():
+    settings = replace(SETTINGS, step_tokens=1024)
+    assert change_length(settings, 128, 4096, replicas=2).micro_tokens == 512
+    assert change_length(replace(settings, step_tokens=576), 96, 400).micro_tokens == 288
+    with pytest.raises(ValueError, match="whole sequences of 128 for each of 3 replicas; got 1,024; pass --step-tokens 768"):
+        change_length(settings, 128, 4096, replicas=3)
 
 
 def test_files_of_other_programs_are_no_costs(tmp_path):
@@ -572,10 +549,3 @@ def test_costs_are_of_all_ranks_and_of_sequences_that_they_share(tmp_path):
     (found,) = json.loads(out.read_text())["costs"]
     assert said.count("tokens/s") == 1
     assert [found[name] for name in ("ranks", "parallel", "context", "micro_tokens")] == [2, "fsdp", 2, 256]
-
-
-def test_replicas_share_a_step_in_whole_sequences():
-    settings = replace(SETTINGS, step_tokens=1024)
-    assert change_length(settings, 128, 4096, replicas=2).micro_tokens == 512
-    with pytest.raises(ValueError, match="whole sequences of 128 for each of 3 replicas; got 1,024; pass --step-tokens 768"):
-        change_length(settings, 128, 4096, replicas=3)
