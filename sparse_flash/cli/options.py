@@ -13,7 +13,7 @@ from .console import user_errors
 
 
 def _import_files(paths: list[Path] | None) -> list[Path] | None:
-    """Imports Python files as modules of their names, beside whose own imports are found."""
+    """Imports Python files as modules of their names. Their own imports are found in their folders too."""
     import sparse_flash.names  # noqa: F401  (the built-in patterns, before the user's own)
 
     for path in paths or ():
@@ -27,7 +27,7 @@ def _import_file(path: Path) -> None:
         what = "whose name does not end in .py" if path.is_file() else "which is not a file"
         raise ValueError(f"--import must be a Python file; got {path}, {what}")
     beside = str(path.parent.resolve())
-    sys.path.append(beside)  # last: files beside it hide no installed package from processes that this one starts
+    sys.path.append(beside)  # last: its files hide no installed package
     try:
         module = importlib.import_module(path.stem)
         if Path(getattr(module, "__file__", None) or "").resolve() != path.resolve():
