@@ -4,7 +4,6 @@
 # make lint    ruff and mypy, as .ci/run runs them                make wheel  builds the wheel and tries it outside the checkout
 # make experiments  the tests of experiments/, the programs behind docs/evidence.md
 # make docs    builds the documentation site into site/; ARGS=serve shows it while you write
-# make looks   the tests of interactive pictures, in a headless Chromium; skipped where there is none
 # make kernels the tests that compile kernels for a Hopper GPU, which need not be there
 # make chips   compiles changed kernels for other GPUs and updates docs/chips.csv
 # make hub     writes build/torch-universal, which Hugging Face's kernels library loads the package from (docs/guides/serving.md)
@@ -48,7 +47,7 @@ PYENV := $(or $(PYENV_ROOT),$(HOME)/.pyenv)
 first_python = $(firstword $(foreach v,$(1),$(shell for python in python$(v) $(wildcard $(PYENV)/versions/$(v).*/bin/python); \
   do $$python -c "" 2>/dev/null && echo $$python && break; done)))
 
-.PHONY: quick bench train test experiments kernels ranks linked lint docs chips golden record wheel hub matrix clean looks
+.PHONY: quick bench train test experiments kernels ranks linked lint docs chips golden record wheel hub matrix clean
 
 # tests/quick.txt lists the sample: a line for each file, test or case.
 quick: lint
@@ -73,9 +72,6 @@ kernels: $(READY)
 
 ranks: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ranks $(ARGS)
-
-looks: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser -rs tests/tools $(ARGS)
 
 # mypy and griffe, which reads docstrings for the reference, do not know pyproject.toml's package-dir. So they read a folder in which
 # links make one package of the three.

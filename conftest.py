@@ -83,7 +83,7 @@ class Compared:
         option, every = self.config.option, Path(__file__).parent / "tests"
         narrowing = ("keyword", "deselect", "ignore", "ignore_glob", "lf", "stepwise", "collectonly", "maxfail")
         asked = [(self.config.invocation_params.dir / arg).resolve() for arg in self.config.args]
-        by_default = option.markexpr in ("", "not ranks and not compiles and not browser")  # as pyproject.toml has it
+        by_default = option.markexpr in ("", "not ranks and not compiles")  # as pyproject.toml has it
         return asked == [every] and by_default and not any(getattr(option, name, None) for name in narrowing)
 
     @staticmethod

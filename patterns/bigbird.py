@@ -41,10 +41,6 @@ class BigBird(DerivedPattern):
     seed: Natural = 0
     block: Positive = 128
 
-    @classmethod
-    def design_ranges(cls, q_len, block):
-        return {"window": (2, 4), "density": (0.01, 0.02, 0.05, 0.1), "block": (block,)}
-
     @property
     def expression(self):
         return (

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..masks.fields import Factors, Positive, powers_of_two
+from ..masks.fields import Factors, Positive
 from ..masks.registry import register_pattern
 from ..masks.rules import UnitPattern
 
@@ -38,10 +38,6 @@ class Butterfly(UnitPattern):
 
     factors: Factors | None = None
     block: Positive = 128
-
-    @classmethod
-    def design_ranges(cls, q_len, block):
-        return {"block": powers_of_two(block, q_len // 32)}
 
     def unit_rule(self, i, j):
         differ = i ^ j

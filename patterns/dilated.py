@@ -17,7 +17,7 @@ specimen: dilated(4, 3)
 
 from dataclasses import dataclass
 
-from ..masks.fields import Positive, powers_of_two
+from ..masks.fields import Positive
 from ..masks.registry import register_pattern
 from ..masks.rules import DistancePattern
 
@@ -34,10 +34,6 @@ class Dilated(DistancePattern):
     window: Positive
     dilation: Positive
     block: Positive = 128
-
-    @classmethod
-    def design_ranges(cls, q_len, block):
-        return {"window": powers_of_two(2, 64), "dilation": powers_of_two(2, q_len // block // 4), "block": (block,)}
 
     def distance_rule(self, distance):
         return (abs(distance) < self.window * self.dilation) & (distance % self.dilation == 0)

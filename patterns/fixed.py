@@ -18,7 +18,7 @@ specimen: fixed(6)
 
 from dataclasses import dataclass
 
-from ..masks.fields import Positive, powers_of_two
+from ..masks.fields import Positive
 from ..masks.registry import register_pattern
 from ..masks.rules import UnitPattern
 
@@ -35,10 +35,6 @@ class Fixed(UnitPattern):
     stride: Positive
     summary: Positive = 1
     block: Positive = 128
-
-    @classmethod
-    def design_ranges(cls, q_len, block):
-        return {"stride": powers_of_two(2, q_len // block // 2), "block": powers_of_two(block, 4 * block)}
 
     def __post_init__(self):
         super().__post_init__()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..masks.fields import BEYOND, Positive, powers_of_two
+from ..masks.fields import BEYOND, Positive
 from ..masks.registry import register_pattern
 from ..masks.rules import RunPattern
 
@@ -27,10 +27,6 @@ class GlobalTokens(RunPattern):
     ``last_tokens`` the same for the last tokens."""
 
     tokens: Positive
-
-    @classmethod
-    def design_ranges(cls, q_len, block):
-        return {"tokens": powers_of_two(block, q_len // 16)}
 
     def named_queries(self, q, kv_len):
         return q < self.tokens

@@ -13,7 +13,7 @@ specimen: local(512)
 
 from dataclasses import dataclass
 
-from ..masks.fields import Positive, powers_of_two
+from ..masks.fields import Positive
 from ..masks.registry import register_pattern
 from ..masks.rules import RunPattern
 
@@ -26,10 +26,6 @@ class Local(RunPattern):
     window: Positive
     shift_invariant = True
     ordered_runs = True
-
-    @classmethod
-    def design_ranges(cls, q_len, block):
-        return {"window": powers_of_two(block, q_len // 2)}
 
     def row_runs(self, q):
         q = q[..., None]

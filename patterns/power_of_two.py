@@ -17,7 +17,7 @@ specimen: power_of_two()
 
 from dataclasses import dataclass
 
-from ..masks.fields import Factors, Positive, powers_of_two
+from ..masks.fields import Factors, Positive
 from ..masks.registry import register_pattern
 from ..masks.rules import DistancePattern
 
@@ -35,10 +35,6 @@ class PowerOfTwo(DistancePattern):
 
     factors: Factors | None = None
     block: Positive = 128
-
-    @classmethod
-    def design_ranges(cls, q_len, block):
-        return {"block": powers_of_two(block, q_len // 32)}
 
     def distance_rule(self, distance):
         far = abs(distance)

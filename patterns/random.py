@@ -42,10 +42,6 @@ class Random(UnitPattern):
     seed: Natural = 0
     block: Positive = 128
 
-    @classmethod
-    def design_ranges(cls, q_len, block):
-        return {"density": (0.01, 0.02, 0.05, 0.1), "block": (block,)}
-
     def unit_rule(self, i, j):
         # splitmix64 (doi:10.1145/2660193.2660195): each row is a stream that starts at a hash of (seed, i).
         i, j = np.asarray(i).astype(np.uint64), np.asarray(j).astype(np.uint64)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..masks.fields import BEYOND, Positive, powers_of_two
+from ..masks.fields import BEYOND, Positive
 from ..masks.registry import register_pattern
 from ..masks.rules import RunPattern
 from .full import Full
@@ -28,10 +28,6 @@ class Sinks(RunPattern):
 
     tokens: Positive
     ordered_runs = True
-
-    @classmethod
-    def design_ranges(cls, q_len, block):
-        return {"tokens": powers_of_two(block, q_len // 16)}
 
     def named_queries(self, q, kv_len):
         return np.zeros(q.shape, bool)

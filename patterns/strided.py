@@ -17,7 +17,7 @@ specimen: strided(6)
 
 from dataclasses import dataclass
 
-from ..masks.fields import Positive, powers_of_two
+from ..masks.fields import Positive
 from ..masks.registry import register_pattern
 from ..masks.rules import DistancePattern
 
@@ -33,10 +33,6 @@ class Strided(DistancePattern):
 
     stride: Positive
     block: Positive = 128
-
-    @classmethod
-    def design_ranges(cls, q_len, block):
-        return {"stride": powers_of_two(2, q_len // block // 2), "block": powers_of_two(block, 4 * block)}
 
     def distance_rule(self, distance):
         return (abs(distance) < self.stride) | (distance % self.stride == 0)

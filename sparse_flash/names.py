@@ -25,17 +25,14 @@ from .patterns import video_layout as VideoLayout
 from .selection.block_selection import BlockSelection
 from .selection.choice import keep_picks
 from .selection.packed_selection import PackedSelection
-from .tools.design import design
 from .tools.draw import draw
 from .tools.explain import explain
-from .tools.shadow_check import CheckError, check
 from .variant.variant import ScoreFunction
 
 __all__ = [
     "BlockMask",
     "BlockMeans",
     "BlockSelection",
-    "CheckError",
     "ChoiceReport",
     "Chooser",
     "DerivedPattern",
@@ -51,11 +48,9 @@ __all__ = [
     "attention",
     "attention_decode",
     "attention_varlen",
-    "check",
     "choose_blocks",
     "clear_caches",
     "compile_mask",
-    "design",
     "draw",
     "explain",
     "keep_picks",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import product
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from strategies import HEAD_DIMS, V_HEAD_DIMS
 
 from sparse_flash import backends
-from sparse_flash.backends import hopper, triton
+from sparse_flash.backends import triton
 from sparse_flash.masks.grid import BLOCK_SIZES
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -27,16 +26,6 @@ DRAWN = {
 }
 
 needs_triton = pytest.mark.skipif(triton.why_unavailable() is not None, reason="needs triton, and a GPU or its interpreter")
-
-
-def an_h100(patch: pytest.MonkeyPatch) -> None:
-    """Makes all back ends answer as on an H100, about calls on "cuda"."""
-    for module in (hopper, triton):
-        patch.setattr(module, "_why_unavailable", lambda: None)
-    patch.setattr(triton, "_is_interpreted", lambda: False)
-    patch.setattr(triton, "_refusal", lambda device, e4m3: None)
-    patch.setattr(hopper, "_capability", lambda device: (9, 0))
-    patch.setattr(sys.modules[__name__], "DEVICE", "cuda")
 
 
 def refusal(backend: str, **fields) -> str | None:

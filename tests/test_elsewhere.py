@@ -83,10 +83,6 @@ def test_metadata_names_the_contents(built, tmp_path):
     assert json.loads((build(tmp_path) / "metadata.json").read_text()) == built.metadata
 
 
-def test_files_that_are_no_code_come_along(other):
-    assert other.draw("causal", q_len=64, interactive=True).html == sf.draw("causal", q_len=64, interactive=True).html
-
-
 def operators(namespace: str) -> set[str]:
     names = [schema.name.split("::") for schema in torch._C._jit_get_all_schemas()]
     return {name for space, name in names if space == namespace}

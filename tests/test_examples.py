@@ -269,12 +269,11 @@ def test_what_you_wrote_and_what_you_write_give_the_same(page, run, monkeypatch,
             torch.testing.assert_close(ours["out"], out, atol=1e-5, rtol=1e-4)
 
 
-def test_a_hugging_face_model_learns_to_copy_under_its_masks_and_generates_so(capsys):
+def test_a_hugging_face_model_learns_to_copy_under_its_masks_and_generates_so():
     pytest.importorskip("transformers")
     loss, right = load("huggingface").main(steps=120)
     # A random piece of 64, which cannot be predicted, and two copies of it: log(49) on 63 of 191 predictions.
     assert loss < 1.1 * math.log(49) * 63 / 191 + 0.05 and right > 0.9
-    assert "looks at attention and its gradients" in capsys.readouterr().out
 
 
 def test_a_pretrained_model_is_measured_by_its_loss_on_text_and_by_what_it_recalls(capsys):

@@ -1,12 +1,10 @@
 """A run of all tests fails if back ends computed too little; a run of some tests does not."""
 
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from oracle import BACKENDS
 
 ROOT = Path(__file__).parent.parent
 TESTS = """
@@ -18,12 +16,6 @@ def test_one():
 def test_other():
     oracle.compared["torch"] += 1
 """
-
-
-def test_every_back_end_has_a_floor_where_it_runs():
-    floors = runpy.run_path(str(ROOT / "conftest.py"))["FLOORS"]
-    assert floors["hopper"].keys() == set(BACKENDS)
-    assert all(least > 0 for of_machine in floors.values() for least in of_machine.values())
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 """Writes the gallery of patterns for `<!-- gallery -->` in a page: pictures, formulas, sources and figures, all from the code."""
 
 import inspect
+import io
 import re
 import sys
 
 from docstrings import as_markdown
+from matplotlib.image import imsave
 from mkdocs.structure.files import File
 
 import sparse_flash as sf
@@ -21,7 +23,7 @@ LAYERS = (1, 2, 4, 8)
 
 def on_files(files, config):
     for name in patterns.__all__:
-        files.append(File.generated(config, _picture(name), content=draw.thumbnail(_mask(name))))
+        files.append(File.generated(config, _picture(name), content=_thumbnail(_mask(name))))
     return files
 
 
@@ -38,6 +40,13 @@ def _mask(name: str, causal: bool = False) -> sf.BlockMask:
     if causal:
         pattern = sf.causal() & pattern
     return sf.compile_mask(pattern, TOKENS, block_size=BLOCK, progress=False)
+
+
+def _thumbnail(mask: sf.BlockMask) -> bytes:
+    """A PNG of the mask's cells, one pixel each."""
+    image = io.BytesIO()
+    imsave(image, draw.rgb_of(draw.make_picture(mask, 64, 64).shares), format="png")
+    return image.getvalue()
 
 
 def _specimen(name: str) -> str:

@@ -85,7 +85,6 @@ def train(
     sharding: Annotated[str, typer.Option("--parallel", help="Under torchrun: ddp or fsdp.")] = "ddp",
     context: Annotated[int, typer.Option(help="Under torchrun: how many GPUs share a sequence.")] = 1,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="A killed run resumes bit for bit.")] = False,
-    check_every: Annotated[int, typer.Option(min=0, help="Steps between checks of attention's rows in float64; 0: none.")] = 0,
     seed: Annotated[int, typer.Option(help="Of the weights and of the order of the text.")] = 0,
     text: Annotated[Path | None, typer.Option(help="A folder of text. [source text of installed packages]")] = None,
     packages: Annotated[Path | None, typer.Option(help="Packages that pip install --target put in a folder.")] = None,

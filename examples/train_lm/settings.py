@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Literal, get_args
 
 import torch
@@ -114,7 +114,6 @@ class Settings:
     offload: int = 0
     compiled: bool = True
     deterministic: bool = False
-    check_every: int = 0
     seed: int = 0
 
     def mask_of(self, layer: int) -> str:
@@ -137,12 +136,14 @@ class Settings:
 
     @classmethod
     def from_json(cls, text: str) -> Settings:
-        fields = json.loads(text)
-        return cls(**{**fields, "shape": Shape(**fields["shape"]), "masks": tuple(fields["masks"])})
+        """Reads what ``to_json`` wrote. Fields that this version does not know are ignored."""
+        known = {field.name for field in fields(cls)}
+        given = {name: value for name, value in json.loads(text).items() if name in known}
+        return cls(**{**given, "shape": Shape(**given["shape"]), "masks": tuple(given["masks"])})
 
 
 # A resumed run may change these: they move results by rounding at most, or only say when to stop.
-MAY_CHANGE = ("micro_tokens", "context", "recompute", "offload", "compiled", "deterministic", "check_every", "minutes")
+MAY_CHANGE = ("micro_tokens", "context", "recompute", "offload", "compiled", "deterministic", "minutes")
 
 
 def preset(name: str) -> Shape:
@@ -221,7 +222,7 @@ def _check_training(settings: Settings) -> None:
 def _check_context(settings: Settings) -> None:
     """Refuses what GPUs that share a sequence cannot do."""
     chosen = next(filter(Choice.of, settings.masks), "")
-    unsupported = {"--check-every": settings.check_every, f"mask {SDPA!r}": SDPA in settings.masks, f"mask {chosen!r}": chosen}
+    unsupported = {f"mask {SDPA!r}": SDPA in settings.masks, f"mask {chosen!r}": chosen}
     for name, used in unsupported.items():
         if used:
             raise ValueError(f"{name} is not supported where GPUs share a sequence; leave it out, or pass --context 1")

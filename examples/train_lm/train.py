@@ -13,8 +13,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-import sparse_flash as sf
-
 from . import checkpoint, memory
 from .checkpoint import Progress
 from .data import Batch, Stream, Tokens
@@ -70,7 +68,6 @@ class Run:
         self.timed: list[float] = []
         self.peak_flops = memory.find_peak_flops(world.device)
         self.flop = {length: memory.step_flop(settings, length) for length in (settings.length, settings.last_length)}
-        self.checked = sf.check(self._compute_loss, every=1) if settings.check_every else None
         self.stopped = False
 
     def train(self, save_every: int = 500, evaluate_every: int = 250, windows: int = 16) -> bool:
@@ -117,8 +114,6 @@ class Run:
     def step(self) -> dict:
         """Takes one optimizer step; returns its row of the log."""
         settings, world, progress = self.settings, self.world, self.progress
-        if self.checked and progress.step % settings.check_every == 0:
-            self._check_attention()
         begin, length = time.perf_counter(), self.length
         rate = self.learning_rate()
         for group in self.optimizer.param_groups:
@@ -181,13 +176,6 @@ class Run:
         with mixed_precision(self.model, self.world):
             return self.model(tokens, labels, documents, plans)
 
-    def _check_attention(self) -> None:
-        """Runs a batch forward and backward through ``sf.check``, uncompiled, as it does not look into compiled code. Drops the
-        gradients."""
-        with torch.compiler.set_stance("force_eager"):
-            self.checked(self._batch(0)).backward()
-        self.optimizer.zero_grad(set_to_none=True)
-
     def learning_rate(self) -> float:
         settings, step, steps = self.settings, self.progress.step, self.progress.steps
         warm = min(1.0, (step + 1) / max(1, settings.warmup))
@@ -235,7 +223,7 @@ class Run:
             f"loss {loss}, gradient norm {norm} at step {progress.step + 1}, tokens {progress.position:,} to {stop:,} of the text: "
             f"the first that is not finite is {found[0] if found else 'on another rank'} (rank {self.world.rank}). No parameter "
             f"was changed by this step; {f'{last.name} is the last checkpoint' if last else 'there is no checkpoint'}; try a "
-            "lower --learning-rate, or --check-every 1"
+            "lower --learning-rate"
         )
 
     @torch.no_grad()

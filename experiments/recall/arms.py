@@ -46,7 +46,7 @@ def build_arms(window: int, block: int, length: int) -> dict[str, Arm]:
         "window": Arm((f"causal & {near}",)),
         "powers": Arm((f"causal & ({near} | power_of_two(block={block}))",)),
         "butterfly": Arm((f"causal & ({near} | butterfly(block={block}))",)),
-        # The mask that ``sf.design`` finds first among masks of all layers and heads that connect in two hops.
+        # It connects all tokens in two hops for fewest pairs, among unions of one pattern more in all layers and heads.
         "fixed": Arm((f"causal & ({near} | fixed({stride}, block={block}))",)),
         # It keeps as many blocks as the longest rows of powers.
         "chosen": Arm((f"causal & {near}",), keep=window // block + 1 + powers_past_window),

@@ -9,7 +9,7 @@ import torch
 from .. import backends
 from ..compat.dynamo import constant_in_graphs
 from ..compat.pytorch import is_plain_eager, plain_tensors
-from ..dispatch import observers, operators
+from ..dispatch import operators
 from ..masks.block_mask import BlockMask
 from ..masks.cache import convert_foreign_mask, fake_mask_if_needed, keep_if_captured, run_in_thread, to_traceable
 from ..masks.compiler import compile_up_to
@@ -150,7 +150,7 @@ def can_decode(q: torch.Tensor, k: torch.Tensor) -> bool:
     """Whether ``attention_decode`` supports what a call asks for with these queries and keys, given a mask that fits."""
     few = q.shape[2] <= MAX_QUERIES and q.shape[2] <= k.shape[2] and q.dtype == k.dtype
     gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
-    return few and not (gradient or observers.is_observed() or autocast_applies(q.device))
+    return few and not (gradient or autocast_applies(q.device))
 
 
 def _resolve_mask(

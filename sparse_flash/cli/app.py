@@ -8,8 +8,7 @@ import typer
 
 import sparse_flash
 
-from . import bench, doctor, fit, masks, tune, warm
-from .options import with_imports
+from . import bench, doctor, masks, tune, warm
 
 app = typer.Typer(
     help="Block-sparse attention whose cost is proportional to what the mask keeps.",
@@ -18,20 +17,17 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_COMMANDS = (
+for _command in (
     masks.patterns,
     masks.show,
     masks.gallery,
     masks.explain,
-    masks.design,
-    fit.fit,
     bench.bench,
     tune.tune,
     warm.warm,
     doctor.doctor,
-)
-for _command in _COMMANDS:
-    app.command(_command.__name__)(with_imports(_command))
+):
+    app.command()(_command)
 
 
 def _print_version(asked: bool) -> None:

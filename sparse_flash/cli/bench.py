@@ -13,7 +13,7 @@ from rich.text import Text
 from sparse_flash.benchmarks.workload import DEFAULT, FULL_RUN, SUITES
 
 from .console import output_console, user_errors
-from .options import dtype_of, imported_files
+from .options import Imports, dtype_of
 
 if TYPE_CHECKING:
     from sparse_flash.benchmarks.results import Results
@@ -54,6 +54,7 @@ def bench(
     v_head_dim: Annotated[int | None, typer.Option("--v-head-dim", help="Of v and the result; --head-dim by default.")] = None,
     batch: Annotated[int | None, typer.Option(help="Sequences.")] = None,
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; bf16 on a GPU and fp32 on a CPU by default.")] = None,
+    imports: Imports = None,
 ) -> None:
     """Measures speed and memory, also of PyTorch's attention and FlashAttention-4, and writes a report."""
     import torch
@@ -82,7 +83,7 @@ def bench(
             return
         # fmt: off
         options = Options(masks, asked, out, device, backend, quick, resume=resume, any_source=any_source, retry=retry,
-                          only=tuple(only or ()), limit=limit, sizes=sizes, full=all_lengths, imports=imported_files())
+                          only=tuple(only or ()), limit=limit, sizes=sizes, full=all_lengths, imports=tuple(imports or ()))
         # fmt: on
         if out:
             out.mkdir(parents=True, exist_ok=True)  # fails before the first measurement, not after it

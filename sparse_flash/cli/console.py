@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 _PIPE_WIDTH = 160  # no terminal to fit, and tables must not be cut
 
@@ -33,19 +32,3 @@ def user_errors():
     except (ValueError, TypeError, NotImplementedError) as error:
         error_console().print(f"error: {error}", markup=False)
         raise typer.Exit(2) from None
-
-
-@contextmanager
-def stages(*names: str):
-    """Yields a function that starts the next stage. On a terminal, running stages are shown with their elapsed time."""
-    if not sys.stderr.isatty():  # a disabled Progress of rich before 15 prints an empty line
-        yield lambda: None
-        return
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=error_console(), transient=True) as bar:
-        task, left = bar.add_task("", total=None), list(names)
-
-        def begin() -> None:
-            bar.update(task, description=left.pop(0), refresh=True)
-
-        yield begin

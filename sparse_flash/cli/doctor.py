@@ -28,8 +28,8 @@ def doctor() -> None:
         table.add_row(name, _version(name) or "not installed")
     table.add_row("together", _versions_text(torch.__version__, torch.cuda.is_available()))
     if _version("triton"):
-        table.add_row("C compiler", _path_or_reason(versions.why_no_compiler(), versions.compiler()))
-        table.add_row("Python.h", _path_or_reason(versions.why_no_headers(), versions.headers()))
+        for what, (found, said) in (("C compiler", versions.compiler()), ("Python.h", versions.headers())):
+            table.add_row(what, Text(said, "" if found else "red", overflow="fold"))
     table.add_row("CPU threads", str(torch.get_num_threads()))
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
@@ -58,13 +58,9 @@ def _version(name: str) -> str | None:
 def _versions_text(torch: str, gpu: bool) -> Text:
     """Whether these versions were tested on such a device."""
     python = ".".join(platform.python_version_tuple()[:2])
-    tested, text = versions.verdict(python, torch, _version("triton"), gpu)
+    tested, text = versions.verdict(python, torch, _version("triton") or "", gpu)
     said = Text(text, "green" if tested else "yellow", overflow="fold")
     return said if platform.system() == "Linux" else said.append("; all tests were on Linux")
-
-
-def _path_or_reason(missing: str | None, path: object) -> Text:
-    return Text(missing, "red", overflow="fold") if missing else Text(str(path))
 
 
 def _typical_calls() -> list[tuple[str, object]]:

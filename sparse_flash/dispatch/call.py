@@ -49,13 +49,6 @@ class AttentionCall(NamedTuple):
     precision: str | None = None
     scales: tuple[torch.Tensor, ...] | None = None
 
-    def dequantized(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k and v; in bfloat16 if they are e4m3."""
-        if self.scales is None:
-            return self.q, self.k, self.v
-        q, k, v = (x.bfloat16() * scale[..., None, None].bfloat16() for x, scale in zip(self[:3], self.scales, strict=True))
-        return q, k, v
-
 
 def backend_for(
     q: torch.Tensor,

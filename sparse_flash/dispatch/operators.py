@@ -32,7 +32,6 @@ from ..masks.grid import BlockGrid
 from ..masks.methods import resolve_within
 from ..variant.definition import with_sinks
 from ..variant.variant import NO_VARIANT, Variant
-from . import observers
 from .call import AttentionCall, ChosenBlocks
 
 PATTERN_BLOCK_SIZE = 128  # tokens, in the tables of patterns
@@ -40,16 +39,11 @@ NOTHING = "nothing"  # the back end of calls with nothing to compute
 
 
 def attend(call: AttentionCall):
-    """(out, lse) of a back end that supports the call, differentiable in q, k, v, sinks and a learned rel_bias. Notifies observers,
-    which see results without sinks."""
+    """(out, lse) of a back end that supports the call, differentiable in q, k, v, sinks and a learned rel_bias."""
     if call.backend == NOTHING:
         out, lse = make_empty_results(call.q, call.k, call.v, call.variant)
-    elif not observers.is_observed():
-        out, lse = _computed(call)
     else:
-        call = call._replace(q=call.q.view_as(call.q), k=call.k.view_as(call.k), v=call.v.view_as(call.v))
         out, lse = _computed(call)
-        observers.notify(*call.dequantized(), call.mask, call.scale, out, lse, call.variant)
     return (out, lse) if call.sinks is None else with_sinks(out, lse, call.sinks, call.variant)
 
 

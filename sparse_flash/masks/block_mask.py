@@ -362,24 +362,16 @@ class BlockMask:
     def kept_keys(self, query: int, batch: int = 0, head: int = 0) -> torch.Tensor:
         """Which keys a query keeps: (kv_len,) bool on the CPU, in memory and time linear in kv_len."""
         query = check_index("query", query, self.q_len)
-        return self._decode_token(self.by_query, query, batch, head, axis=1)[: self.kv_len]
-
-    def kept_queries(self, key: int, batch: int = 0, head: int = 0) -> torch.Tensor:
-        """Which queries keep a key: (q_len,) bool on the CPU."""
-        key = check_index("key", key, self.kv_len)
-        return self._decode_token(self.by_key, key, batch, head, axis=2)[: self.q_len]
-
-    def _decode_token(self, table: Table, token: int, batch: int, head: int, axis: int) -> torch.Tensor:
-        mask = self.stored_index(batch, head)
-        row, within = divmod(token, self.block_size)
+        mask, table = self.stored_index(batch, head), self.by_query
+        row, within = divmod(query, self.block_size)
         begin, end = table.row_ptr[mask, row : row + 2].tolist()
         runs, bits = table.row_split[mask, row].tolist()
         cols, tile = (t[begin:end].cpu().numpy().astype(np.int64) for t in (table.col_idx, table.tile_idx))
         full, kind = runs - begin, 1 + (np.arange(runs, end) >= bits)
-        kept = np.zeros((self.grid.kv_blocks if axis == 1 else self.grid.q_blocks, self.block_size), bool)
+        kept = np.zeros((self.grid.kv_blocks, self.block_size), bool)
         kept[cols[:full]] = True
-        kept[cols[full:]] = self.tile_pairs(kind, tile[full:]).take(within, axis)
-        return torch.from_numpy(kept.reshape(-1))
+        kept[cols[full:]] = self.tile_pairs(kind, tile[full:])[:, within]
+        return torch.from_numpy(kept.reshape(-1))[: self.kv_len]
 
     @outside_graphs
     def to_dense(self) -> torch.Tensor:

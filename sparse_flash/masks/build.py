@@ -138,7 +138,7 @@ def _stack_masks(masks: list[BlockMask]) -> BlockMask:
 @outside_graphs
 def select(self: BlockMask, head: int = 0, batch: int = 0) -> BlockMask:
     """The mask of one head of one batch entry, as a separate mask, on its device. Raises TypeError or IndexError for numbers
-    that it has not, as ``kept_keys`` and ``kept_queries`` do."""
+    that it has not, as ``kept_keys`` does."""
     full, partial = self.kept(self.stored_index(batch, head))
     pool, numbers = TilePool(self.block_size), np.empty(len(partial.rows), np.int64)
     for kind, stored in enumerate(self.tiles, start=1):

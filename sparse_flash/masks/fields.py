@@ -123,11 +123,6 @@ def _integers(pattern: str, limit: Limit, values: object) -> tuple[int, ...]:
     return tuple(positive_int(pattern, f"{limit.field}[{k}]", value, limit.least) for k, value in enumerate(values))
 
 
-def powers_of_two(least: int, most: int) -> tuple[int, ...]:
-    """``least``, twice that, and so on up to ``most``: values for ``Pattern.design_ranges``."""
-    return tuple(least << power for power in range(max(0, most // least).bit_length()))
-
-
 def positive_int(pattern: str, name: str, value: object, least: int = 1) -> int:
     """``value`` as an int from ``least`` to 2^62, so that arithmetic on positions cannot overflow; raises ValueError."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)) or not least <= value <= BEYOND:

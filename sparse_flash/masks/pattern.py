@@ -6,7 +6,7 @@ A pattern knows nothing of lengths, devices or kernels. ``compile_mask`` turns i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, reduce
@@ -64,15 +64,6 @@ class Pattern:
         check_fields(self)
         if not have_all_limits(type(self)):
             _check_hashable(self)
-
-    @classmethod
-    def design_ranges(cls, q_len: int, block: int) -> Mapping[str, Sequence[Any]] | None:
-        """Values of fields that ``sparse_flash.design`` tries, by field; fields that are not named have their defaults. None: the
-        class takes no part in designs.
-
-        q_len: tokens of the sequence. block: tokens of a block of the table; units of whole blocks leave few blocks partial.
-        """
-        return None
 
     @property
     def shift_period(self) -> int | None:

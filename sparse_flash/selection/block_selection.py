@@ -172,7 +172,7 @@ class BlockSelection:
 
     def select(self, head: int = 0, batch: int = 0) -> BlockSelection:
         """The selection of one head of one batch entry, as a separate selection. head: among the heads that pick. Raises TypeError
-        or IndexError for a head or batch entry that does not exist, as ``kept_keys``, ``kept_queries`` and ``kept_pairs`` do."""
+        or IndexError for a head or batch entry that does not exist, as ``kept_keys`` and ``kept_pairs`` do."""
         return replace(self, picks=self._picks_of(head, batch)[None, None])
 
     def _picks_of(self, head: int, batch: int) -> torch.Tensor:
@@ -201,13 +201,6 @@ class BlockSelection:
         kept = kept.flatten()[: self.kv_len]
         kept = kept if self.always is None else kept | self.always.kept_keys(query).cpu()
         return kept & (torch.arange(self.kv_len, device="cpu") <= query + self.offset)
-
-    def kept_queries(self, key: int, batch: int = 0, head: int = 0) -> torch.Tensor:
-        """Which queries keep a key: (q_len,) bool on the CPU."""
-        key, query = check_index("key", key, self.kv_len), torch.arange(self.q_len, device="cpu")
-        kept = (self._picks_of(head, batch) == key // self.block_size).any(1).cpu()[query // self.every]
-        kept = kept if self.always is None else kept | self.always.kept_queries(key).cpu()
-        return kept & (query + self.offset >= key)
 
     def kept_pairs(self, head: int = 0, batch: int = 0, unit: int | None = None) -> np.ndarray:
         """How many pairs one head keeps, in each cell of unit x unit tokens: (rows, cols) int64; one cell for all by default.

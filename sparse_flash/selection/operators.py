@@ -25,7 +25,6 @@ from torch.library import CustomOpDef
 
 from .. import backends
 from ..compat.names import operator_name
-from ..dispatch import observers
 from ..dispatch.operators import make_empty_results, prepare_upstream, refuse_batched, refuse_second_derivatives, refuse_transforms
 from ..masks.block_mask import BlockMask
 from . import hopper, reference, triton
@@ -41,18 +40,13 @@ BACKENDS: dict[str, ModuleType] = {"hopper": hopper, "triton": triton, "torch": 
 def attend_to_picks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, selection: BlockSelection, scale: float | None, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) over the pairs that a selection keeps, differentiable in q, k and v. Notifies observers. scale: None for
-    1 / sqrt(head_dim). backend: a name or "auto"."""
+    """(out, lse) over the pairs that a selection keeps, differentiable in q, k and v. scale: None for 1 / sqrt(head_dim). backend:
+    a name or "auto"."""
     refuse_transforms(q, k, v)
     if q.shape[0] == 0:
         backends.check_name(backend)
         return make_empty_results(q, k, v, None)
-    if not observers.is_observed():
-        return _forward(q, k, v, *_pack_selection(selection), scale, backend)
-    q, k, v = (t.view_as(t) for t in (q, k, v))
-    out, lse = _forward(q, k, v, *_pack_selection(selection), scale, backend)
-    observers.notify(q, k, v, selection, q.shape[3] ** -0.5 if scale is None else scale, out, lse, None)
-    return out, lse
+    return _forward(q, k, v, *_pack_selection(selection), scale, backend)
 
 
 def block_lse(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection, scale: float | None, backend: str) -> torch.Tensor:

@@ -1,2 +1,2 @@
-"""Tools around training: pictures, costs, tuning, ahead-of-time compilation, the shadow check. They know tables, back ends and
-observers, but not users' calls."""
+"""Tools around training: pictures, costs, tuning, ahead-of-time compilation. They know tables and back ends, but not users'
+calls."""

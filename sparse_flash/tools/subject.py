@@ -13,17 +13,16 @@ from ..selection.block_selection import BlockSelection
 
 
 def resolve_mask(
-    mask, q_len: int | None, kv_len: int | None, block_size: int | None, default_len: int, one_head: bool = True
+    mask, q_len: int | None, kv_len: int | None, block_size: int | None, default_len: int
 ) -> tuple[BlockMask | BlockSelection, str]:
     """Returns (the mask or selection, its spec text or "" if it has none).
 
     mask: a pattern or its spec text is compiled for these lengths; q_len is by default what the pattern names, else default_len. A
-    BlockMask or a BlockSelection has its own lengths. one_head: refuses a pattern that differs between heads, and takes one head of
-    a mask that all heads share. Raises ValueError for lengths beside a mask, and for a mask without contents.
+    BlockMask or a BlockSelection has its own lengths. Of a mask that all heads share, one head is taken. Raises ValueError for a
+    pattern that differs between heads, for lengths beside a mask, and for a mask without contents.
     """
     if isinstance(mask, (Pattern, str)):
-        pattern = parse(mask) if isinstance(mask, str) else mask
-        pattern = require_one_head(pattern) if one_head else pattern
+        pattern = _require_one_head(parse(mask) if isinstance(mask, str) else mask)
         q_len = named_len(pattern, default_len) if q_len is None else q_len
         return as_block_mask(pattern, q_len, kv_len, 128 if block_size is None else block_size), str(mask).strip()
     mask = mask if isinstance(mask, BlockSelection) else as_block_mask(mask)
@@ -32,12 +31,12 @@ def resolve_mask(
     if given := [name for name, n in (("q_len", q_len), ("kv_len", kv_len), ("block_size", block_size)) if n is not None]:
         sizes = f"{mask.q_len} x {mask.kv_len}"
         raise ValueError(f"{', '.join(given)} must come with a pattern to compile; got a mask of {sizes} tokens; leave them out")
-    if one_head and isinstance(mask, BlockMask) and mask.masks == 1 < mask.mask_index.numel():
+    if isinstance(mask, BlockMask) and mask.masks == 1 < mask.mask_index.numel():
         mask = with_coarse(mask.select())
     return mask, ""
 
 
-def require_one_head(pattern: Pattern) -> Pattern:
+def _require_one_head(pattern: Pattern) -> Pattern:
     """The pattern of every head. Raises ValueError if heads differ."""
     first, *others = dict.fromkeys(head_patterns(pattern))
     if others:

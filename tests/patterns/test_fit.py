@@ -206,13 +206,6 @@ def test_text_beside_a_video_keeps_everything_and_the_video_its_windows():
     torch.testing.assert_close(after[:40, :40], alone)
 
 
-def test_a_check_of_a_run_knows_the_last_tokens():
-    q = torch.randn(1, 1, 50, 8)
-    checked = sf.check(lambda: sf.attention(q, q, q, "shifted(neighborhood((4, 10), 3), 0) | last_tokens(10)"))
-    checked()
-    assert len(checked.reports) == 1
-
-
 def test_figures_of_a_pattern_that_names_its_tokens_are_for_these():
     assert sf.explain("local(3) & neighborhood((8, 8), 3)").q_len == 64 == sf.explain("causal", q_len=64).q_len
     assert sf.explain("causal").q_len == sf.explain("shifted(neighborhood((8, 8), 3), 0, allow_uncovered=True)").q_len != 64

@@ -81,7 +81,7 @@ def use_sparse_flash(
     self-attention of its text decoder is switched.
     mask: a Pattern or its spec text, compiled and cached for each new length; a BlockMask, for one length; "own" for the model's
     own mask: causal for a decoder, all pairs for an encoder, within its own windows. A mapping from layer numbers gives masks for
-    some layers; the others keep the model's own. The name of a JSON file that ``sparse-flash fit`` or ``write_masks`` wrote gives
+    some layers; the others keep the model's own. The name of a JSON file that ``write_masks`` wrote gives
     the masks of all layers and their settings. None: the masks in the model's config if it holds some, as for a saved model,
     otherwise the model's own.
     Or a ``ContextPlan``, or ``ContextPlans`` with one for each layer: several ranks then share the sequence. Call the model on each

@@ -43,13 +43,11 @@ def find_saved_masks(model: Any, mask: object, numbers: list[int]) -> SavedMasks
         record = json.loads(Path(mask).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise FileNotFoundError(
-            f"mask must be a spec or a JSON file of masks; got {mask}, which does not exist; run `sparse-flash fit MODEL --text "
-            f"TEXT --out {mask}` to make it, or call write_masks"
+            f"mask must be a spec or a JSON file of masks; got {mask}, which does not exist; call write_masks to make it"
         ) from None
     except ValueError as error:
         raise ValueError(
-            f"{mask} must be a JSON file of masks, as sparse-flash fit and write_masks make them; got other text, or a part of "
-            f"one: {error}"
+            f"{mask} must be a JSON file of masks, as write_masks makes them; got other text, or a part of one: {error}"
         ) from None
     return _parse_record(record, str(mask), numbers)
 
@@ -58,8 +56,8 @@ def _parse_record(record: object, name: str, numbers: list[int]) -> SavedMasks:
     if not isinstance(record, dict) or record.get("format") != _FORMAT or not isinstance(record.get("layers"), dict):
         found = f"format {record.get('format')!r}" if isinstance(record, dict) else type(record).__name__
         raise ValueError(
-            f'{name} must be {{"format": {_FORMAT}, "layers": {{"0": spec, ...}}}}; got {found}; make it by sparse-flash '
-            "fit or write_masks, or install the release of sparse_flash that wrote it"
+            f'{name} must be {{"format": {_FORMAT}, "layers": {{"0": spec, ...}}}}; got {found}; make it by '
+            "write_masks, or install the release of sparse_flash that wrote it"
         )
     layers = {}
     for number, text in record["layers"].items():
@@ -74,7 +72,7 @@ def _parse_record(record: object, name: str, numbers: list[int]) -> SavedMasks:
         missing, others = sorted(set(numbers) - set(layers)), sorted(set(layers) - set(numbers))
         raise ValueError(
             f"{name} must have the layers of the model, {numbers[0]} to {numbers[-1]}; missing: {missing}; not in the model: "
-            f"{others}; make a file for this model by sparse-flash fit, or pass a mapping for some of its layers"
+            f"{others}; make a file for this model by write_masks, or pass a mapping for some of its layers"
         )
     return SavedMasks(name, layers, record.get("dense_below"), record.get("dense_last"), bool(record.get("bidirectional")))
 
@@ -86,17 +84,16 @@ def write_masks(
     dense_below: int | None = None,
     dense_last: int | None = None,
     bidirectional: bool = False,
-    made_by: object = None,
 ) -> None:
     """Writes the masks of a model's layers to a JSON file, for ``use_sparse_flash(model, path)``.
 
     masks: a model that ``use_sparse_flash`` switched, for its masks and their settings. Or masks by layer, as ``masks_of`` gives
     them, which have no settings; "own" or None for the model's own. dense_below, dense_last, bidirectional: as for
-    ``use_sparse_flash``; instead of the model's. made_by: what made the masks, anything that JSON holds; it is not read. Raises
-    ValueError for masks without spec text, TypeError for what is neither a model nor a mapping.
+    ``use_sparse_flash``; instead of the model's. Raises ValueError for masks without spec text, TypeError for what is neither a
+    model nor a mapping.
     """
     check_counts(dense_below=dense_below, dense_last=dense_last)
-    given = {"dense_below": dense_below, "dense_last": dense_last, "bidirectional": bidirectional or None, "made_by": made_by}
+    given = {"dense_below": dense_below, "dense_last": dense_last, "bidirectional": bidirectional or None}
     if isinstance(masks, torch.nn.Module):
         record = getattr(unwrap_model(masks).config, CONFIG_KEY, None)
     elif isinstance(masks, Mapping):

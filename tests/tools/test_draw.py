@@ -1,0 +1,97 @@
+"""Pictures of masks: their cells against the dense mask, their text and files."""
+
+import pytest
+import torch
+
+import sparse_flash as sf
+from sparse_flash.tools import draw
+
+MASKS = [
+    ("full", 256, 256, 64),
+    ("causal & local(40)", 200, 330, 32),
+    ("causal", 330, 200, 32),
+    ("strided(5, block=3)", 217, 190, 16),
+    ("random(0.1, block=7) & causal", 150, 150, 32),
+]
+
+
+@pytest.mark.parametrize("spec, q_len, kv_len, block", MASKS)
+@pytest.mark.parametrize("level", ["tokens", "blocks"])
+def test_a_picture_has_the_shares_of_the_dense_mask(spec, q_len, kv_len, block, level):
+    mask = sf.compile_mask(spec, q_len, kv_len, block)
+    picture = draw.make_picture(mask, 9, 11, level)
+    dense, unit = mask.to_dense().numpy(), picture.unit
+    assert picture.shares.shape == (-(-q_len // unit), -(-kv_len // unit))
+    assert picture.shares.shape[0] <= 9 and picture.shares.shape[1] <= 11
+    for row in range(picture.shares.shape[0]):
+        for col in range(picture.shares.shape[1]):
+            cell = dense[row * unit : (row + 1) * unit, col * unit : (col + 1) * unit]
+            assert picture.shares[row, col] == pytest.approx(cell.mean())
+
+
+@pytest.mark.parametrize("name", ["mask.png", "mask.svg"])
+def test_the_same_mask_gives_the_same_file(tmp_path, name):
+    drawing = sf.draw(sf.compile_mask("causal & local(100)", 512, 600, 64), title="a title")
+    first = drawing.save(tmp_path / name).read_bytes()
+    assert first[:4] == b"\x89PNG" if name.endswith("png") else b"<svg" in first
+    assert drawing.save(tmp_path / "again" / name).read_bytes() == first
+
+
+LONG = [
+    "causal & (local(1024) | butterfly(block=128)) & ~dilated(8, 4)",
+    f"documents({tuple(range(0, 512, 7))})",
+    "9" * 3000,
+    "$x$",
+]
+
+
+@pytest.mark.parametrize("title", LONG, ids=["expression", "documents", "one word", "math"])
+@pytest.mark.parametrize("shape", [(512, 512), (1024, 128), (128, 1024)], ids=str)
+def test_titles_stay_within_the_picture(tmp_path, monkeypatch, title, shape):
+    figures = []
+    monkeypatch.setattr(draw, "_write", lambda figure, path: figures.append(figure))
+    mask = sf.compile_mask("local(100)", *shape, 64)
+    sf.draw(mask, tmp_path / "mask.png", title=title)
+    draw.gallery([sf.draw(mask, title=text) for text in ("full", title, "causal")], tmp_path / "masks.png", columns=2)
+    for figure in figures:
+        figure.draw_without_rendering()
+    single, several = figures
+    within = single.bbox
+    box = single._suptitle.get_window_extent()
+    assert within.x0 <= box.x0 and box.x1 <= within.x1 and box.y1 <= within.y1
+    assert box.y0 >= single.axes[0].get_tightbbox().y1 - 1 and title[:40] in single._suptitle.get_text()
+    boxes = [
+        axes.title.get_window_extent() if axes.title.get_text() else axes._left_title.get_window_extent() for axes in several.axes
+    ]
+    assert boxes[0].x1 <= boxes[1].x0 and boxes[1].x1 <= several.bbox.x1 and max(b.y1 for b in boxes) <= several.bbox.y1
+    assert boxes[2].y1 < several.axes[0].get_window_extent().y0
+
+
+def test_a_drawing_is_text_where_it_is_printed_and_an_image_in_a_notebook(tmp_path):
+    drawing = sf.draw("causal & local(3)", q_len=8)
+    assert "causal & local(3)" in str(drawing) and "8 x 8 tokens; a cell is 1 x 1 tokens (tokens)" in str(drawing)
+    assert "██████··········" in str(drawing) and repr(drawing) == str(drawing)
+    assert drawing._repr_png_()[:4] == b"\x89PNG"
+    path = tmp_path / "mask.svg"
+    assert str(sf.draw(sf.compile_mask("causal", 300, 200), path, title="mine")).startswith("mine\n") and path.stat().st_size
+
+
+def test_empty_partial_and_full_cells_have_their_own_signs(monkeypatch):
+    monkeypatch.setenv("LINES", "16")  # for 8 lines of cells, each of 5 x 5 tokens
+    kept = torch.zeros(40, 40, dtype=torch.bool)
+    for column, pairs in enumerate((0, 5, 12, 24, 25)):
+        kept[:5, 5 * column : 5 * column + 5] = (torch.arange(25) < pairs).view(5, 5)
+    assert "\n··░░▒▒▓▓██······\n" in str(sf.draw(sf.BlockMask.from_dense(kept, 16)))
+
+
+def test_what_cannot_be_drawn_is_refused_with_the_way_out(tmp_path):
+    with pytest.raises(ValueError, match=r"must be a \.png or \.svg file; got .*gif"):
+        sf.draw("causal", tmp_path / "mask.gif")
+    with pytest.raises(ValueError, match="q_len must come with a pattern to compile; got a mask of 64 x 64 tokens; leave them out"):
+        sf.draw(sf.compile_mask("causal", 64), q_len=128)
+    with pytest.raises(ValueError, match=r"one by one, as mask.select\(head\)"):
+        sf.draw(sf.BlockMask.per_head(["causal", "full"], q_len=64))
+    with pytest.raises(TypeError, match="from_dense"):
+        sf.draw(torch.ones(3, 3) > 0)
+    with pytest.raises(TypeError, match="name of a picture to write; got 4096; lengths are q_len= and kv_len="):
+        sf.draw("causal", 4096)
