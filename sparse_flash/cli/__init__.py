@@ -1,4 +1,4 @@
-"""The command line: ``sparse-flash patterns | show | gallery | explain | fit | bench | tune | warm | doctor``."""
+"""The command line: ``sparse-flash patterns | show | gallery | explain | fit | bench | warm | doctor``."""
 
 
 def main() -> None:

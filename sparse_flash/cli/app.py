@@ -8,7 +8,7 @@ import typer
 
 import sparse_flash
 
-from . import bench, doctor, fit, masks, tune, warm
+from . import bench, doctor, fit, masks, warm
 from .options import with_imports
 
 app = typer.Typer(
@@ -26,7 +26,6 @@ _COMMANDS = (
     masks.design,
     fit.fit,
     bench.bench,
-    tune.tune,
     warm.warm,
     doctor.doctor,
 )

@@ -76,7 +76,6 @@ def test_a_bad_spec_is_one_message_with_a_caret(command):
         (("design", "-n", "2048", "--connected-in", "1"), "got connected_in=1; pass budget='100%' for causal"),
         (("explain", "causal", "--dtype", "int8"), "dtype must be one of bf16, fp16, fp32; got 'int8'"),
         (("bench", "causal", "--dtype", "fp8"), "dtype must be one of bf16, fp16, fp32; got 'fp8'"),
-        (("tune", "--dtype", "half"), "dtype must be one of bf16, fp16, fp32; got 'half'"),
         (("bench", "causal", "--heads", "3", "--kv-heads", "2"), "heads must be a multiple of kv_heads; got 3 and 2"),
         (("bench", "causal", "-n", "0"), "tokens must be an integer of at least 1; got 0"),
         (("bench", "per_head([causal, causal, full])", "-n", "512", "--heads", "2"), "the mask's heads must be q's, 2, or 1 for a"),
@@ -99,7 +98,6 @@ def test_a_bad_spec_is_one_message_with_a_caret(command):
 )
 def test_a_bad_option_is_one_message(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sparse_flash.tools.tuning.unavailable", lambda: None)
     result = invoke(*arguments, code=2)
     assert message in result.stderr and "Traceback" not in result.output
     assert not list(tmp_path.iterdir())
@@ -132,7 +130,7 @@ def own_file(tmp_path):
 
 
 def test_every_command_takes_a_file_of_the_users_patterns(own_file):
-    for command in ("patterns", "show", "gallery", "explain", "design", "fit", "bench", "tune", "warm", "doctor"):
+    for command in ("patterns", "show", "gallery", "explain", "design", "fit", "bench", "warm", "doctor"):
         assert "--import" in invoke(command, "--help").output
     assert "ringed" not in invoke("patterns").output
     listed = next(line for line in invoke("patterns", "--import", own_file).output.splitlines() if line.startswith("ringed "))

@@ -464,17 +464,17 @@ def test_every_back_end_and_block_size_drops_the_same_pairs(backend, block_size)
 
 @needs_triton
 @parametrize("tiles", [(16, 64), (64, 16), (32, 32)])
-def test_every_tile_size_drops_the_same_pairs_forward_and_backward(tiles):
+def test_every_tile_size_drops_the_same_pairs_forward_and_backward(tiles, monkeypatch):
     from sparse_flash.kernels.common.config import Config
-    from sparse_flash.kernels.portable.backward import attention_backward
-    from sparse_flash.kernels.portable.forward import attention_forward
+    from sparse_flash.kernels.portable import backward, forward
 
     q, k, v, dout = inputs(torch.float32, 64, 64, 64)
     torch.manual_seed(1)
     given = build_variant(q, k, dropout_p=0.25)
-    config = Config(*tiles, 1, 2)
-    out, lse = attention_forward(q, k, v, None, 0.125, given, config)
-    grads = attention_backward(dout, None, q, k, v, out, lse, None, 0.125, given, config, config)[:3]
+    for module in (forward, backward):
+        monkeypatch.setattr(module, "builtin_config", lambda *_: Config(*tiles, 1, 2))
+    out, lse = forward.attention_forward(q, k, v, None, 0.125, given)
+    grads = backward.attention_backward(dout, None, q, k, v, out, lse, None, 0.125, given)[:3]
     reference = backends.get_backend("reference")
     wanted = reference.forward(q, k, v, None, 0.125, False, given)
     torch.testing.assert_close((out, lse), wanted, rtol=1e-4, atol=1e-4)

@@ -17,7 +17,6 @@ from ..common.variant import NO_VARIANT
 from .first_calls import compile_in_threads, first_call, is_compile_only, load_kernels, record_request
 from .memory import compiled_kernels, fitting_configs, launches_of, reserve_graph_zeros, zeros_of_a_graph, zeros_of_stream
 from .replay import ensure_context, keep_for_replay
-from .tuned import config_generation
 
 # Triton specializes on integers that are 1 or multiples of 16. Few benefit, and a new number of heads or keys should not wait for a
 # compilation. q_len does benefit: 16-byte aligned rows of lse and delta make dK and dV up to 16 % faster.
@@ -247,7 +246,7 @@ def launch_or_repeat(kernel, mask, key: tuple | None, inputs: tuple[torch.Tensor
     """
     device = inputs[0].device
     if key is not None:
-        key = kernel.fn, config_generation(), device, *key, *[(t.dtype, t.shape, t.stride()) for t in inputs]
+        key = kernel.fn, device, *key, *[(t.dtype, t.shape, t.stride()) for t in inputs]
         known = None if is_compile_only() else launches_of(mask).get(key)
         if known is not None:
             made = [make() for make in known.makers]

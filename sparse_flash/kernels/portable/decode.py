@@ -35,7 +35,7 @@ from ..common.tiles import (
     step_position,
 )
 from ..launch.launch import arrival_counters, launch_or_repeat, multiprocessors, table_arguments
-from ..launch.tuned import cached_until_cleared
+from ..launch.memory import cached_until_cleared
 from .configs import combined_at_a_time, decode_config, detect_gpu
 
 

@@ -16,7 +16,7 @@ from ..common.config import padded_head_dim
 from ..common.layout import empty_out
 from ..common.tiles import LN_2, LOG2_E
 from ..launch.launch import launch_or_repeat, multiprocessors
-from ..launch.tuned import cached_until_cleared
+from ..launch.memory import cached_until_cleared
 from ..portable.configs import combined_at_a_time, decode_config, detect_gpu
 from ..portable.decode import (
     Cache,
