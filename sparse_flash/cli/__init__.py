@@ -1,4 +1,4 @@
-"""The command line: ``sparse-flash patterns | show | gallery | explain | fit | bench | warm | doctor``."""
+"""The command line: ``sparse-flash patterns | show | gallery | explain | fit | bench | doctor``."""
 
 
 def main() -> None:

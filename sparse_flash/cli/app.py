@@ -8,7 +8,7 @@ import typer
 
 import sparse_flash
 
-from . import bench, doctor, fit, masks, warm
+from . import bench, doctor, fit, masks
 from .options import with_imports
 
 app = typer.Typer(
@@ -26,7 +26,6 @@ _COMMANDS = (
     masks.design,
     fit.fit,
     bench.bench,
-    warm.warm,
     doctor.doctor,
 )
 for _command in _COMMANDS:

@@ -130,7 +130,7 @@ def own_file(tmp_path):
 
 
 def test_every_command_takes_a_file_of_the_users_patterns(own_file):
-    for command in ("patterns", "show", "gallery", "explain", "design", "fit", "bench", "warm", "doctor"):
+    for command in ("patterns", "show", "gallery", "explain", "design", "fit", "bench", "doctor"):
         assert "--import" in invoke(command, "--help").output
     assert "ringed" not in invoke("patterns").output
     listed = next(line for line in invoke("patterns", "--import", own_file).output.splitlines() if line.startswith("ringed "))
@@ -218,7 +218,7 @@ def test_a_mask_of_each_head_is_measured(tmp_path):
     assert result["density"] == pytest.approx((64 * 65 / 2 + 192 * 64 + 256 * 257 / 2) / 2 / 256**2)
 
 
-@pytest.mark.parametrize("command", [(), ("explain",), ("fit",), ("bench",), ("warm",)], ids=str)
+@pytest.mark.parametrize("command", [(), ("explain",), ("fit",), ("bench",)], ids=str)
 def test_help_loads_no_pytorch(command):
     script = "import sys; sys.argv[0] = 'bin/sparse-flash'; from sparse_flash.cli import main; main()"
     for program in (["-m", "sparse_flash"], ["-c", script]):
