@@ -2,9 +2,9 @@
 It is off by default because other tiles round in another order, and two processes may choose differently."""
 
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 import triton
@@ -15,19 +15,6 @@ from .first_calls import is_compile_only
 
 # The fastest configs, by what a kernel is compiled for and the class of the call's sizes: one for each in use, never stale.
 _fastest: dict[str, Config] = {}
-
-
-class _Launcher:
-    """What Triton's autotuner takes for a kernel, whose name it prints if TRITON_PRINT_AUTOTUNING=1."""
-
-    arg_names = ("key",)
-
-    def __init__(self, kernel, launch: Callable[[Config], None], launches: list):
-        self.fn, self.launch, self.launches = kernel, launch, launches
-
-    def run(self, key, *, num_ctas, **config) -> None:
-        self.launch(Config(**config))
-        del self.launches[-1:]
 
 
 def tuned_config(kernel, launch, config: Config, block_size: int | None, key, sizes: tuple[int, ...], recording) -> Config:
@@ -41,10 +28,15 @@ def tuned_config(kernel, launch, config: Config, block_size: int | None, key, si
         return config
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return config
+
+    def run(key, *, num_ctas, **chosen):
+        launch(Config(**chosen))
+        del recording.launches[-1:]
+
     name = str((*key(), *(size.bit_length() for size in sizes)))
     if name not in _fastest:
         options = [triton.Config({"tile_m": c.tile_m, "tile_n": c.tile_n}, **c.options) for c in _neighbours(config, block_size)]
-        tuner = triton.autotune(options, ["key"])(_Launcher(kernel, launch, recording.launches))
+        tuner = triton.autotune(options, ["key"])(SimpleNamespace(fn=kernel, arg_names=["key"], run=run))
         with suppress(OutOfResources):  # if none fits, ``run_within_memory`` shrinks the config
             tuner.run(name)
         best = tuner.best_config
