@@ -15,8 +15,6 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from ..launch.folders import cache_folder
-
 SHIPPED = Path(__file__).with_name("chips.json")
 # The share of the peak that steps reach, forward and backward, where none was measured: Hopper's kernels, and the portable ones.
 _HOPPER_SHARES, _PORTABLE_SHARES = (0.9, 0.65), (0.65, 0.4)
@@ -140,8 +138,8 @@ class Chip:
 
 
 def calibrated_file() -> Path:
-    """Returns the path of the constants that were measured on this machine: calibrated.json, beside the tuned configs."""
-    return cache_folder() / "calibrated.json"
+    """Returns the path of the constants that were measured on this machine."""
+    return Path(os.environ.get("SPARSE_FLASH_CACHE") or "~/.cache/sparse_flash").expanduser() / "calibrated.json"
 
 
 @cache

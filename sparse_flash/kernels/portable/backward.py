@@ -513,36 +513,26 @@ def grad_qkv_kernel(
         )
 
 
-def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant=None, one_launch: bool | None = None):
-    """dq, dk, dv like q, k, v, and the gradient of variant.rel_bias if that is learned. dlse may be None.
-
-    one_launch: whether both passes share a launch, with the config of dK and dV; None: ``configs.takes_one_launch`` decides. Raises
-    ValueError if one_launch is True and variant.rel_bias is learned.
-    """
-    learned = variant is not None and variant.learned
-    if one_launch and learned:
-        raise ValueError(
-            "one_launch computes gradients without atomics, but that of rel_bias is added up with them; got a learned rel_bias; "
-            "pass one_launch=None"
-        )
+def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant=None):
+    """dq, dk, dv like q, k, v, and the gradient of variant.rel_bias if that is learned. dlse may be None."""
     dlse = None if dlse is None else dlse.contiguous()
     inputs = (dout, q, k, v, out, lse) if dlse is None else (dout, q, k, v, out, lse, dlse)
-    key = (scale, one_launch) if variant is None else None
-    run = partial(_run, dout, dlse, q, k, v, out, lse, mask, scale, variant, one_launch)
+    key = (scale,) if variant is None else None
+    run = partial(_run, dout, dlse, q, k, v, out, lse, mask, scale, variant)
     gradients = launch_or_repeat(grad_q_kernel, mask, key, inputs, run)
-    return tuple(gradients[: 4 if learned else 3])
+    return tuple(gradients[: 4 if variant is not None and variant.learned else 3])
 
 
-def _run(dout, dlse, q, k, v, out, lse, mask, scale, variant, one_launch, recording):
+def _run(dout, dlse, q, k, v, out, lse, mask, scale, variant, recording):
     if not all(map(is_addressable, (dout, out, q, k, v))):
         dout, out, *ready = (as_addressable(t) for t in (dout, out, q, k, v))
-        gradients = attention_backward(dout, dlse, *ready, out, lse, mask, scale, variant, one_launch)
+        gradients = attention_backward(dout, dlse, *ready, out, lse, mask, scale, variant)
         return *map(restore_layout, gradients[:3], ready, (q, k, v)), *gradients[3:]
     learned = variant is not None and variant.learned
     drel_bias = torch.zeros_like(variant.rel_bias) if learned else None
     (heads, q_len), (kv_heads, kv_len) = q.shape[1:3], k.shape[1:3]
-    if one_launch is None and not learned:
-        one_launch = takes_one_launch(len(q) * (heads * q_len + kv_heads * kv_len), multiprocessors(q.device))
+    tokens = len(q) * (heads * q_len + kv_heads * kv_len)
+    one_launch = not learned and takes_one_launch(tokens, multiprocessors(q.device))  # without atomics, which a learned bias needs
     dq, dk, dv = (recording.fresh(torch.empty_like(t)) for t in (q, k, v))
     delta = lse if one_launch else recording.fresh(torch.empty_like(lse))
     tensors = _CallTensors(q, k, v, out, dout, lse, lse if dlse is None else dlse, delta, dq, dk, dv)
