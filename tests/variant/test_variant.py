@@ -462,26 +462,6 @@ def test_every_back_end_and_block_size_drops_the_same_pairs(backend, block_size)
     assert torch.equal(revealed(backend, block_size=block_size, mask=mask), kept & sf.compile_mask(mask, 64).to_dense().to(DEVICE))
 
 
-@needs_triton
-@parametrize("tiles", [(16, 64), (64, 16), (32, 32)])
-def test_every_tile_size_drops_the_same_pairs_forward_and_backward(tiles, monkeypatch):
-    from sparse_flash.kernels.common.config import Config
-    from sparse_flash.kernels.portable import backward, forward
-
-    q, k, v, dout = inputs(torch.float32, 64, 64, 64)
-    torch.manual_seed(1)
-    given = build_variant(q, k, dropout_p=0.25)
-    for module in (forward, backward):
-        monkeypatch.setattr(module, "builtin_config", lambda *_: Config(*tiles, 1, 2))
-    out, lse = forward.attention_forward(q, k, v, None, 0.125, given)
-    grads = backward.attention_backward(dout, None, q, k, v, out, lse, None, 0.125, given)[:3]
-    reference = backends.get_backend("reference")
-    wanted = reference.forward(q, k, v, None, 0.125, False, given)
-    torch.testing.assert_close((out, lse), wanted, rtol=1e-4, atol=1e-4)
-    right = reference.backward(dout, None, q, k, v, *wanted, None, 0.125, False, given)[:3]
-    torch.testing.assert_close(grads, right, rtol=1e-4, atol=1e-4)
-
-
 def test_philox_gives_the_words_that_its_authors_give():
     def words_of_four(counter, key):
         return [int(word) for word in philox_4x32(tuple(torch.tensor(c) for c in counter), tuple(torch.tensor(w) for w in key))]
