@@ -10,9 +10,6 @@ from pathlib import Path
 # One thread per test process unless asked for more: tests are small, and threads that wait for each other spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Tests use the built-in configs, whatever was tuned on this machine.
-os.environ["SPARSE_FLASH_CACHE"] = str(Path(__file__).parent / "no-such-folder")
-
 import pytest
 import torch
 from hypothesis import settings

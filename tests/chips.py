@@ -14,14 +14,11 @@ import multiprocessing
 import os
 import sys
 import tempfile
-import threading
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from sparse_flash.kernels.portable import configs
 
@@ -111,7 +108,7 @@ def config_of(case: Case, chip: str) -> configs.Config:
     if case.kernel == "decode":
         return configs.decode_config(dtype, case.dim, case.block or None, 32, None, of)
     if case.kernel == "packed":
-        return configs.Config(0, 0, 1 if case.variant == "fill_rows_kernel" else 4, 0)
+        return configs.Config(0, 0, 1, 0)
     name = "grad_kv" if case.kernel == "grad_qkv" else case.kernel  # both passes take its tiles
     config = configs.builtin_config(of, name, dtype, case.dim, case.block or None)
     of_variant = "grad_q" if case.kernel == "grad_qkv" else case.kernel
@@ -189,7 +186,7 @@ def compiled(case: Case, chip: str) -> Row:
     target, config, addresses_tiles = GPUTarget("cuda", 10 * major + minor, 32), config_of(case, chip), major in (9, 10)
     dim, block = case.dim, case.block
     if case.kernel == "packed":
-        result = _compiled_packed(case.variant, target)
+        result = _compiled_packed(target)
     elif case.kernel == "decode":
         details = decode.decode_kernel, config, dim, block > 0, 32, 16, case.page
         result = compiled_for_decoding(*details, dtype=case.dtype, target=target)
@@ -218,17 +215,12 @@ def _variant(case: Case):
     return NO_VARIANT, NO_SWITCHES
 
 
-def _compiled_packed(name: str, target):
-    from sm90_packed import ON_GRID, compiled
+def _compiled_packed(target):
+    from sm90_packed import compiled
 
-    from sparse_flash.kernels.packed import repack, rows, spans
+    from sparse_flash.kernels.packed.repack import fill_rows_kernel
 
-    if name == "fill_rows_kernel":
-        return compiled(repack.fill_rows_kernel, 1, target, BLOCK=128, CHUNK=128, ROWS=512, QUERIES=True, SHARED=True)
-    if name == "fill_spans_kernel":
-        return compiled(spans.fill_spans_kernel, 4, target, BLOCK=128, TILES=16, ROWS=512, **ON_GRID)
-    constants = {"FILL": 0.0, "SUMS": False, "STRIDED": False, "PIECE": 8, "ROWS": 32, "COLUMNS": 128}
-    return compiled(rows.take_rows_kernel, 4, target, **constants)
+    return compiled(fill_rows_kernel, 1, target, BLOCK=128, CHUNK=128, ROWS=512, QUERIES=True, SHARED=True)
 
 
 def _resources(result) -> tuple[str, str, str]:
@@ -244,18 +236,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--representatives", action="store_true", help="one case of each kernel for each chip")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes, by default one for each core")
-    parser.add_argument("--chip", choices=CHIPS, help="this chip alone")
-    parser.add_argument("--cache", type=Path, help="a folder for Triton's cache; by default a temporary one")
     arguments = parser.parse_args()
     os.environ.pop("TRITON_INTERPRET", None)
     jobs = wanted(REPRESENTATIVES if arguments.representatives else None)
     rows = [] if arguments.representatives else [row for row in read() if row.key in jobs]
-    missing = {key: job for key, job in jobs.items() if key not in {row.key for row in rows}}
-    missing = [job for job in missing.values() if arguments.chip in (None, job[1])]
+    known = {row.key for row in rows}
+    missing = [job for key, job in jobs.items() if key not in known]
     failed = []
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["TRITON_CACHE_DIR"] = str(arguments.cache or folder)
+        os.environ["TRITON_CACHE_DIR"] = folder
         for job, row in _compiled_together(missing, arguments.workers):
+            print(_words(*job), flush=True)
             if isinstance(row, Exception):
                 failed.append(f"{_words(*job)}: {type(row).__name__}: {row}".splitlines()[0])
                 continue
@@ -278,33 +269,11 @@ def _words(case: Case, chip: str) -> str:
 
 
 def _compiled_together(jobs, workers: int):
-    """(job, Row or Exception) of each, in order of completion. Each thread has its own process, because a compiler may kill the one
-    that it runs in."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    mine = threading.local()
-    pools = []
-
-    def run(job):
-        if not hasattr(mine, "pool"):
-            mine.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-            pools.append(mine.pool)
-        try:
-            return mine.pool.submit(compiled, *job).result()
-        except BrokenProcessPool:
-            del mine.pool
-            return RuntimeError("the compiler ended its process")
-        except Exception as error:
-            return error
-
-    with ThreadPoolExecutor(workers) as threads, Progress(*columns, disable=not sys.stdout.isatty()) as progress:
-        bar = progress.add_task("compiling", total=len(jobs))
-        running = {threads.submit(run, job): job for job in jobs}
+    """(job, Row or Exception) of each, in order of completion."""
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        running = {pool.submit(compiled, *job): job for job in jobs}
         for done in as_completed(running):
-            job = running[done]
-            progress.update(bar, advance=1, description=_words(*job))
-            yield job, done.result()
-    for pool in pools:
-        pool.shutdown()
+            yield running[done], done.exception() or done.result()
 
 
 if __name__ == "__main__":

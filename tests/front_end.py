@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import sparse_flash as sf
 from sparse_flash.kernels.launch import launch
-from sparse_flash.kernels.portable import backward, decode, forward
+from sparse_flash.kernels.portable import backward, configs, decode, forward
 from sparse_flash.kernels.selection import backward as selection_backward
 from sparse_flash.kernels.selection import forward as selection_forward
 from sparse_flash.kernels.selection import lists
@@ -66,8 +66,9 @@ def attention_calls() -> None:
         calls = list(product(masks_of(1, q_len, kv_len, 64)[:2], checked_variant(1, 1)))
         for mask, variant in calls if q_len == kv_len else (calls[0], calls[-1]):
             forward.attention_forward(q, k, v, mask, 1.0, variant)
-            for dlse, one_launch in product((None, lse), (False, True)):
-                backward.attention_backward(q, dlse, q, k, v, q, lse, mask, 1.0, variant, one_launch=one_launch)
+            for dlse, most in product((None, lse), (0, 1 << 30)):  # two launches and one
+                with mock.patch.object(configs, "ONE_LAUNCH_TOKENS", most):
+                    backward.attention_backward(q, dlse, q, k, v, q, lse, mask, 1.0, variant)
         decode.attention_decode(q, k, v, None, 1.0, kv_lens=torch.ones(1, dtype=torch.int32), causal=True, splits=2)
 
 

@@ -36,10 +36,11 @@ from sparse_flash.kernels.launch.launch import FUSED
 from sparse_flash.kernels.launch.replay import parameter_sizes, parameter_types
 from sparse_flash.kernels.portable import backward, configs, decode, forward
 
+TILES = {name: {dim: configs.HOPPER.config(name, torch.bfloat16, dim) for dim in (64, 128, 256)} for name in configs.KERNELS}
 KERNELS = {
-    "forward": (forward.attention_forward_kernel, configs._FORWARD),
-    "grad_q": (backward.grad_q_kernel, configs._GRAD_Q),
-    "grad_kv": (backward.grad_kv_kernel, configs._GRAD_KV),
+    "forward": (forward.attention_forward_kernel, TILES["forward"]),
+    "grad_q": (backward.grad_q_kernel, TILES["grad_q"]),
+    "grad_kv": (backward.grad_kv_kernel, TILES["grad_kv"]),
 }
 FORWARD, BACKWARD = hopper_forward.attention_forward_kernel, hopper_backward.attention_backward_kernel
 OF_QUERIES = {"q_tensor", "out_tensor", "dout_tensor", "dq_tensor"}
@@ -314,7 +315,7 @@ def of_the_tests() -> Iterator[Callable[[], dict]]:
         yield _of_portable(f"{name}_of_192_and_128", kernel, table[256], 256, True, dim_v=128)
         yield _of_portable(f"{name}_of_dropout", kernel, table[64], 64, False, variant=DROPOUT)
         yield _of_portable(f"{name}_of_terms", kernel, table[64], 64, False, variant=EVERY_TERM, switches=EVERY_SWITCH)
-    details = backward.grad_qkv_kernel, configs._GRAD_KV[64], 64, True
+    details = backward.grad_qkv_kernel, TILES["grad_kv"][64], 64, True
     yield _of_portable("grad_qkv_of_terms", *details, variant=EVERY_TERM, switches=EVERY_SWITCH)
     # Products over 96 of 128 columns.
     for sparse in (False, True):
@@ -337,7 +338,7 @@ def of_portable(dim: int) -> Iterator[Callable[[], dict]]:
     for sparse in (False, True):
         for name, (kernel, table) in KERNELS.items():
             yield _of_portable(name, kernel, table[dim], dim, sparse)
-    yield _of_portable("grad_qkv", backward.grad_qkv_kernel, configs._GRAD_KV[dim], dim, True)
+    yield _of_portable("grad_qkv", backward.grad_qkv_kernel, TILES["grad_kv"][dim], dim, True)
 
 
 def of_small_blocks() -> Iterator[Callable[[], dict]]:

@@ -3,18 +3,14 @@
 import json
 import re
 
-from sm90 import DROPOUT, compiled, resources
-
-from sparse_flash.kernels.portable import backward, configs, forward
+from sm90 import DROPOUT, KERNELS, compiled, resources
 
 DIM = 128
 
 if __name__ == "__main__":
     placed = DROPOUT._replace(q_positions="*i32", kv_positions="*i32", batch_heads="*i32")
-    for name, kernel, table in (
-        ("forward", forward.attention_forward_kernel, configs._FORWARD),
-        ("grad_kv", backward.grad_kv_kernel, configs._GRAD_KV),
-    ):
+    for name in ("forward", "grad_kv"):
+        kernel, table = KERNELS[name]
         config = table[DIM]
         result = compiled(kernel, config, DIM, True, variant=placed)
         threads = 32 * result.metadata.num_warps

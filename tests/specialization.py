@@ -30,7 +30,7 @@ from sparse_flash.kernels.hopper import forward as hopper_forward
 from sparse_flash.kernels.launch import launch
 from sparse_flash.kernels.packed import document_blocks, repack, select, spans, splits
 from sparse_flash.kernels.packed import rows as moved_rows
-from sparse_flash.kernels.portable import backward, decode, forward
+from sparse_flash.kernels.portable import backward, configs, decode, forward
 from sparse_flash.kernels.selection import backward as selection_backward
 from sparse_flash.kernels.selection import decode as selection_decode
 from sparse_flash.kernels.selection import division, lists, newest_blocks, pick_blocks
@@ -119,8 +119,9 @@ def portable_calls() -> None:
         q, k, v, lse = tensors(batch, heads, kv_heads, q_len, kv_len, torch.float32)
         for mask, variant in product(masks_of(heads, q_len, kv_len, 64), checked_variant(batch, heads)):
             forward.attention_forward(q, k, v, mask, 1.0, variant)
-            for one_launch in (False, True):
-                backward.attention_backward(q, lse, q, k, v, q, lse, mask, 1.0, variant, one_launch=one_launch)
+            for most in (0, 1 << 30):  # two launches and one
+                with mock.patch.object(configs, "ONE_LAUNCH_TOKENS", most):
+                    backward.attention_backward(q, lse, q, k, v, q, lse, mask, 1.0, variant)
         for kv_lens in (None, torch.ones(batch, dtype=torch.int32)):
             decode.attention_decode(q, k, v, None, 1.0, kv_lens=kv_lens, causal=True, splits=2)
         for mask in masks_of(heads, q_len, kv_len, 64)[1:]:

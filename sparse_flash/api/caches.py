@@ -11,8 +11,8 @@ def clear_caches() -> None:
     remembered launches, counters on GPUs. The memory is freed once nothing else refers to it.
 
     Results do not change; the next calls take longer. What captured CUDA graphs read or write stays, as do masks that you hold,
-    compiled kernels in Triton's own cache, and the file of tuned configs, which is read again. Call it between steps, not while
-    other threads make calls.
+    compiled kernels in Triton's own cache, and tile sizes that were measured. Call it between steps, not while other threads make
+    calls.
     """
     memory.clear_memories()
     triton.forget_launches()

@@ -41,7 +41,7 @@ _ADVICE = {
         "return_attn_probs need_weights output_attentions"
     ),
     "pass return_lse=True": "return_softmax_lse",
-    "leave it out: tile sizes are chosen for each GPU; `sparse-flash tune` measures others": "kernel_options",
+    "leave it out: tile sizes are chosen for each GPU; SPARSE_FLASH_AUTOTUNE=1 measures others": "kernel_options",
     "leave it out: the kernel chooses how many programs share the keys of a sequence": "num_splits",
     "pass sinks=": "s_aux learnable_sink",
     "pass rel_bias=, by head and distance": "position_bias",

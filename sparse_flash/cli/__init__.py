@@ -1,4 +1,4 @@
-"""The command line: ``sparse-flash patterns | show | gallery | explain | bench | tune | warm | doctor``."""
+"""The command line: ``sparse-flash patterns | show | gallery | explain | bench | doctor``."""
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import typer
 
 import sparse_flash
 
-from . import bench, doctor, masks, tune, warm
+from . import bench, doctor, masks
 
 app = typer.Typer(
     help="Block-sparse attention whose cost is proportional to what the mask keeps.",
@@ -23,8 +23,6 @@ for _command in (
     masks.gallery,
     masks.explain,
     bench.bench,
-    tune.tune,
-    warm.warm,
     doctor.doctor,
 ):
     app.command()(_command)

@@ -17,8 +17,6 @@ def doctor() -> None:
     """Versions and whether they were tested together, the GPU, what Triton needs, and why each back end can or cannot run."""
     import torch
 
-    from sparse_flash.tools import tuning
-
     console = output_console()
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="cyan", no_wrap=True)
@@ -35,13 +33,11 @@ def doctor() -> None:
         for index in range(torch.cuda.device_count()):
             p = torch.cuda.get_device_properties(index)
             table.add_row(f"GPU {index}", f"{p.name}, {p.total_memory / 2**30:.0f} GiB, compute capability {p.major}.{p.minor}")
-            table.add_row("tile sizes", tuning.describe_tile_sizes(torch.device("cuda", index)))
+            table.add_row("tile sizes", _tile_sizes(torch.device("cuda", index)))
         table.add_row("CUDA", str(torch.version.cuda or torch.version.hip))
     else:
         built = torch.version.cuda or torch.version.hip
         table.add_row("GPU", "none" + ("" if built else "; this torch is built without GPU support"))
-    if state := tuning.cache_state():
-        table.add_row("tuned", state)
     console.print(table)
     console.print()
     console.print(_back_ends())
@@ -61,6 +57,18 @@ def _versions_text(torch: str, gpu: bool) -> Text:
     tested, text = versions.verdict(python, torch, _version("triton") or "", gpu)
     said = Text(text, "green" if tested else "yellow", overflow="fold")
     return said if platform.system() == "Linux" else said.append("; all tests were on Linux")
+
+
+def _tile_sizes(device) -> str:
+    """Says how the tile sizes of the portable kernels on this GPU were chosen."""
+    from sparse_flash.backends import triton
+
+    if reason := triton.why_unavailable():
+        return f"none: {reason}"
+    from sparse_flash.kernels.portable import configs
+
+    reason = configs.refusal(device)
+    return configs.provenance(configs.detect_gpu(device)) if reason is None else f"none: {reason}"
 
 
 def _typical_calls() -> list[tuple[str, object]]:

@@ -1,2 +1,1 @@
-"""Tools around training: pictures, costs, tuning, ahead-of-time compilation. They know tables and back ends, but not users'
-calls."""
+"""Tools around training: pictures and costs of masks. They know tables and back ends, but not users' calls."""

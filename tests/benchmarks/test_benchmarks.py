@@ -417,7 +417,6 @@ def test_the_report_is_one_file_with_the_tables_of_the_json(quick):
 
 
 COMMITTED = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*/results.json"))
-COMMITTED = [path for path in COMMITTED if "tuning" not in path.parent.name]  # those are raw figures
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.parent.name)

@@ -1,6 +1,7 @@
 """The kernels as compiled for a Hopper GPU, without one."""
 
 import pytest
+import torch
 from outcomes import outcomes_of, spills_beyond_the_record
 
 from sparse_flash.kernels.portable import configs
@@ -50,12 +51,13 @@ def test_parameters_of_compiled_kernels_are_those_that_repeated_launches_pack(ke
 
 
 def test_a_thread_draws_once_for_the_four_pairs_of_dropout_that_it_holds(kernels):
-    for name, table in (("forward", configs._FORWARD), ("grad_q", configs._GRAD_Q), ("grad_kv", configs._GRAD_KV)):
+    for name in configs.KERNELS:
+        config = configs.HOPPER.config(name, torch.bfloat16, 64)
         plain, dropped = (
             next(k for k in kernels if (k["kernel"], k["dim"], k["sparse"]) == (kernel, 64, False))
             for kernel in (name, f"{name}_of_dropout")
         )
-        draws = table[64].tile_m * table[64].tile_n // (32 * dropped["warps"]) // 4
+        draws = config.tile_m * config.tile_n // (32 * dropped["warps"]) // 4
         # Seven products per draw in both loops of a dense kernel, plus one draw per program.
         assert 2 * 6 * draws <= dropped["products"] - plain["products"] <= 2 * 7 * draws + 40, dropped
         assert dropped["shared"] == plain["shared"], dropped

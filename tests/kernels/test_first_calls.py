@@ -7,19 +7,15 @@ import sys
 import threading
 import time
 import types
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 pytest.importorskip("triton")
 
-import itertools
-
 from triton import knobs
+from triton.runtime import _async_compile
 
-from sparse_flash.cli.app import app
 from sparse_flash.kernels.launch import first_calls
 
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that fork")
@@ -120,93 +116,23 @@ def test_a_cache_that_cannot_be_locked_is_no_obstacle(tmp_path, monkeypatch):
     assert ran
 
 
-def test_a_first_call_compiles_side_by_side_in_threads_of_this_process(monkeypatch):
-    from triton.runtime import _async_compile
-
-    def forbidden():
-        raise AssertionError("a process that may have threads and CUDA was forked")
-
-    monkeypatch.setattr(os, "fork", forbidden, raising=False)
-    monkeypatch.setattr(first_calls, "_workers", lambda: 2)
-    both, makers = threading.Barrier(2), []
+def test_a_first_call_compiles_what_its_backward_pass_launches_side_by_side_and_passes_over_what_fails(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    both, makers, loaded = threading.Barrier(2), [], []
 
     def compile_one():
         both.wait(30)
         makers.append(threading.get_ident())
+        return types.SimpleNamespace(run=None)
 
     def launch(number: int):
         assert first_calls.is_compile_only()
-        mode = _async_compile.active_mode.get()
-        first_calls.record_request("a kernel", mode.submit(number, compile_one, lambda kernel: None, lambda kernel: None))
+        kernel = _async_compile.active_mode.get().submit(number, compile_one, loaded.append, lambda kernel: None)
+        first_calls.note_request(kernel)
 
-    asked = first_calls.compile_in_threads(lambda: launch(0), lambda: launch(1))
-    assert len(asked.kernels) == len(set(makers)) == 2 and threading.get_ident() not in makers
-    assert not first_calls.is_compile_only()
-
-
-@forks
-def test_kernels_are_compiled_in_processes_of_their_own_side_by_side(tmp_path):
-    def compile_one(number: int):
-        def call():
-            place = tmp_path / str(number)
-            if not place.exists():  # like Triton's cache
-                time.sleep(0.3)
-                place.write_text(str(os.getpid()))
-            return place.read_text()
-
-        return call
-
-    with ThreadPoolExecutor(4) as pool:
-        begin = time.monotonic()
-        results = [first_calls._ForkingExecutor(pool, 4).submit(compile_one(number)) for number in range(4)]
-        makers = [result.result() for result in results]
-        assert time.monotonic() - begin < 4 * 0.3
-    assert len(set(makers)) == 4 and str(os.getpid()) not in makers
-
-
-@forks
-def test_no_more_processes_compile_than_there_are_workers(tmp_path):
-    def call(number):
-        def noted():
-            (tmp_path / f"{number}.{os.getpid()}").write_text(f"{time.monotonic()}")
-            time.sleep(0.1)
-
-        return noted
-
-    with ThreadPoolExecutor(2) as pool:
-        compilers = first_calls._ForkingExecutor(pool, 1)
-        for number in range(3):
-            compilers.submit(call(number))
-    begun = sorted(float(path.read_text()) for path in tmp_path.iterdir())
-    assert all(later - earlier > 0.09 for earlier, later in itertools.pairwise(begun))
-
-
-@forks
-def test_a_process_that_hangs_is_ended_and_its_work_done_here(monkeypatch):
-    monkeypatch.setattr(first_calls, "_LONGEST", 0.2)
-    here = os.getpid()
-    with ThreadPoolExecutor(1) as pool:
-        result = first_calls._ForkingExecutor(pool, 1).submit(lambda: time.sleep(60) if os.getpid() != here else "done")
-        assert result.result(timeout=10) == "done"
-
-
-@forks
-def test_what_a_compiler_raises_is_raised_here(capfd):
     def fails():
         raise RuntimeError("no such instruction")
 
-    with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="no such instruction"):
-        first_calls._ForkingExecutor(pool, 1).submit(fails).result()
-    assert "Traceback" not in capfd.readouterr().err
-
-
-def test_warm_says_why_there_is_nothing_to_compile(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    result = CliRunner().invoke(app, ["warm", "--head-dim", "128"])
-    assert result.exit_code == 2 and "there is no GPU to compile for" in result.output
-
-
-def test_warm_refuses_a_dtype_that_it_does_not_know(monkeypatch):
-    monkeypatch.setattr("sparse_flash.tools.warming.unavailable", lambda: None)
-    result = CliRunner().invoke(app, ["warm", "--head-dim", "128", "--dtype", "fp8"])
-    assert result.exit_code == 2 and "got 'fp8'" in result.output
+    requested = first_calls.compile_in_threads(lambda: launch(0), lambda: launch(1), fails)
+    assert len(loaded) == len(requested) == len(set(makers)) == 2 and threading.get_ident() not in makers
+    assert not first_calls.is_compile_only() and _async_compile.active_mode.get() is None

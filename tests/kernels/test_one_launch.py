@@ -11,8 +11,7 @@ if reason := backends.get_backend("triton").why_unavailable():
     pytest.skip(reason, allow_module_level=True)
 
 from sparse_flash.kernels.launch.launch import Recording
-from sparse_flash.kernels.portable import backward, configs
-from sparse_flash.variant.variant import Variant
+from sparse_flash.kernels.portable import configs
 
 pytestmark = pytest.mark.usefixtures("poison", "one_launch")
 parametrize = pytest.mark.parametrize
@@ -75,12 +74,9 @@ def test_one_launch_is_for_short_calls(monkeypatch):
     assert configs.takes_one_launch(264, 132) and not configs.takes_one_launch(265, 132)
 
 
-def test_the_gradient_of_a_learned_bias_takes_two_launches_or_is_refused(one_launch):
+def test_the_gradient_of_a_learned_bias_takes_two_launches(one_launch):
     q, k, v = torch.randn(3, 1, 1, 20, 16, device=DEVICE)
     bias = torch.zeros(1, 9, device=DEVICE, requires_grad=True)
     out = sf.attention(q.requires_grad_(), k, v, rel_bias=bias, backend="triton")
     out.sum().backward()
     assert {"grad_q_kernel", "grad_kv_kernel"} <= set(one_launch)
-    learned = Variant(rel_bias=bias, learned=True)
-    with pytest.raises(ValueError, match="added up with them; got a learned rel_bias; pass one_launch=None"):
-        backward.attention_backward(q, None, q, k, v, q, q, None, 1.0, learned, one_launch=True)

@@ -45,7 +45,7 @@ class Driver:
     """Records what is launched. Returns the statuses one after another, then 0."""
 
     def __init__(self, *statuses):
-        self.statuses, self.launches, self.encoded, self.context = list(statuses), [], 0, None
+        self.statuses, self.launches, self.context = list(statuses), [], None
 
     def cuLaunchKernelEx(self, config, function, parameters, extra):
         config = config._obj
@@ -55,7 +55,6 @@ class Driver:
         return self.statuses.pop(0) if self.statuses else 0
 
     def cuTensorMapEncodeTiled(self, place, element, rank, address, shape, strides, box, ones, *rest):
-        self.encoded += 1
         assert place.value % 64 == 0
         numbers = [address.value, element, rank, *shape, *strides, *box, *rest]
         ctypes.memmove(place.value, struct.pack(f"<{len(numbers)}Q", *numbers)[:128], 128)
@@ -170,16 +169,6 @@ def test_tensors_that_were_one_when_a_launch_was_recorded_are_not_told_apart_but
     assert launch.again((tensors[0], lse, lse)) and len(driver.launches) == 2
 
 
-def test_maps_of_addresses_seen_before_are_not_encoded_again(driver):
-    tensors, arguments = inputs()
-    launch = call(compiled(), arguments, tensors)
-    others = [t.clone() for t in tensors]
-    for _ in range(3):
-        launch.again(others)
-        launch.again(tensors)
-    assert driver.encoded == 2 and len(driver.launches) == 6
-
-
 def test_threads_that_share_a_launch_never_mix_their_addresses(driver):
     tensors, arguments = inputs()
     launch = call(compiled(), arguments, tensors)
@@ -215,14 +204,6 @@ def test_a_remembered_launch_keeps_no_tensor(driver):
     seen = [weakref.ref(t) for t in tensors]
     del tensors
     assert [ref() for ref in seen] == [None] * 3
-
-
-def test_parts_of_a_room_move_with_it(driver):
-    (q, _, seed), _ = inputs()
-    room, other = torch.zeros(400), torch.zeros(400)
-    arguments = [descriptor_or_rows(q, 64, 16), room[200:], 2, 1, 0.5, KernelVariant(seed), 16]
-    call(compiled(), arguments, (q, seed), room).again((q, seed, other))
-    assert int.from_bytes(driver.launches[-1][3][9], "little") == other.data_ptr() + 800
 
 
 def test_addresses_that_need_another_kernel_are_not_launched(driver):

@@ -7,7 +7,6 @@ from oracle import DEVICE, dense_attention, tensor
 from picked import drawn_picks, tensors
 
 import sparse_flash as sf
-from sparse_flash.kernels.common.config import Config
 from sparse_flash.selection import decode as module
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -118,8 +117,8 @@ def test_the_kernel_equals_dense_attention_over_the_picked_pairs_and_repeats(cas
         # Blocks that no query picked are in pages that do not exist.
         unread = ~torch.nn.functional.pad(kept.any(1).any(1), (0, room - capacity)).unflatten(1, (-1, paged_by)).any(2)
         held, options["block_table"] = [keys, values], torch.where(unread, 1 << 20, table).to(torch.int32)
-    for splits, config in zip(counts, (Config(16, 16, 4, 1), None), strict=True):
-        options |= {"splits": splits, "config": config}
+    for splits in counts:
+        options["splits"] = splits
         found = selection_decode(q, *held, picks, block, every, 0.3, **options)
         torch.testing.assert_close(found[0].double(), wanted, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(found[1].double(), wanted_lse, rtol=1e-5, atol=1e-5)

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from ..common.gluon import GluonASTSource
 from ..launch.launch import FUSED
-from ..launch.tuned import cached_until_cleared
+from ..launch.memory import cached_until_cleared
 
 _TYPES = {torch.bool: "i1", torch.int8: "i8", torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64"}
 _TYPES |= {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}

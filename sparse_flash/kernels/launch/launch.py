@@ -1,7 +1,6 @@
 """Shared by the launchers: tensor descriptors, table arguments, and the launches themselves."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
@@ -14,10 +13,9 @@ from ..common.config import Config, shrink_config
 from ..common.streams import current_device, raw_stream
 from ..common.tiles import Rows, TableTensors
 from ..common.variant import NO_VARIANT
-from .first_calls import compile_in_threads, first_call, is_compile_only, load_kernels, record_request
+from .first_calls import compile_in_threads, first_call, is_compile_only, load_in_threads, note_request
 from .memory import compiled_kernels, fitting_configs, launches_of, reserve_graph_zeros, zeros_of_a_graph, zeros_of_stream
 from .replay import ensure_context, keep_for_replay
-from .tuned import config_generation
 
 # Triton specializes on integers that are 1 or multiples of 16. Few benefit, and a new number of heads or keys should not wait for a
 # compilation. q_len does benefit: 16-byte aligned rows of lse and delta make dK and dV up to 16 % faster.
@@ -149,16 +147,14 @@ def launch(
         kernel[grid](*arguments, **constants, **options)
         return None
     if is_compile_only():
-        record_request(_description(kernel, constants), kernel.warmup(*arguments, grid=grid, **constants, **options))
+        note_request(kernel.warmup(*arguments, grid=grid, **constants, **options))
         return None
     with first_call(_description(kernel, constants), (kernel.fn.__qualname__, kernel.fn.__module__, *map(str, key[2:]))):
-        ahead = None
+        ahead = []
         if beside is not None:
             ahead = compile_in_threads(lambda: launch(kernel, grid, arguments, constants, options, specialized), beside)
         kernel.warmup(*arguments, grid=grid, **constants, **options)
-    if ahead is not None:
-        with suppress(Exception):  # what fails surfaces at the real call
-            load_kernels(ahead, first.device)
+    load_in_threads(ahead, first.device)
     compiled = kernel[grid](*arguments, **constants, **options)
     if aligned:
         compiled_kernels[key] = compiled
@@ -247,7 +243,7 @@ def launch_or_repeat(kernel, mask, key: tuple | None, inputs: tuple[torch.Tensor
     """
     device = inputs[0].device
     if key is not None:
-        key = kernel.fn, config_generation(), device, *key, *[(t.dtype, t.shape, t.stride()) for t in inputs]
+        key = kernel.fn, device, *key, *[(t.dtype, t.shape, t.stride()) for t in inputs]
         known = None if is_compile_only() else launches_of(mask).get(key)
         if known is not None:
             made = [make() for make in known.makers]

@@ -1,19 +1,19 @@
-"""The memories of launchers between calls, except choices of tuned configs (``tuned.cached_until_cleared``, which ``clear`` also
-empties). Each memory states its bound and what makes an entry stale. ``clear`` empties everything except memory that captured
-graphs write to."""
+"""The memories of launchers between calls. Each memory states its bound and what makes an entry stale. ``clear`` empties everything
+except memory that captured graphs write to."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
 
-from . import tuned
-
+RESULT = TypeVar("RESULT")
 _MOST = 512  # launches under one mask, or dense; some KB each
 
 # Replayable launches of dense calls, keyed by everything that their arguments depend on: see ``replay.keep_for_replay``. At _MOST
-# entries, all are dropped. Keys include how many times tuned configs were read, so a new choice takes effect.
+# entries, all are dropped.
 _dense: dict[tuple, Any] = {}
 # Each mask keeps its own launches while it lives, under this name.
 _LAUNCHES = "_launches"
@@ -32,6 +32,15 @@ _zeros: dict[tuple, torch.Tensor] = {}
 _zeros_of_graphs: dict[torch.device, torch.Tensor] = {}
 _taken_by_graphs: dict[torch.device, int] = {}
 _MOST_OF_GRAPHS = 1 << 16
+
+# The functions that ``cached_until_cleared`` returned, 256 results each; never stale.
+_caches: list = []
+
+
+def cached_until_cleared(function: Callable[..., RESULT]) -> Callable[..., RESULT]:
+    """Returns an lru_cache of 256 results, such as choices of configs, which ``clear`` empties."""
+    _caches.append(lru_cache(maxsize=256)(function))
+    return _caches[-1]
 
 
 def launches_of(mask) -> dict[tuple, Any]:
@@ -98,4 +107,5 @@ def clear() -> None:
     _masks.clear()
     for memory in (_dense, compiled_kernels, fitting_configs, _zeros):
         memory.clear()
-    tuned.forget()
+    for cached in _caches:
+        cached.cache_clear()

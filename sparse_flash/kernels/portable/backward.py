@@ -44,6 +44,7 @@ from ..common.tiles import (
     where_kept,
 )
 from ..common.variant import kernel_variant, launch_options
+from ..launch.autotune import tuned_config
 from ..launch.launch import (
     NOT_SPECIALIZED,
     Recording,
@@ -56,7 +57,7 @@ from ..launch.launch import (
     run_within_memory,
 )
 from ..launch.order import concurrent_grid_heads
-from .configs import adapt_to_variant, config_for, detect_gpu, takes_one_launch
+from .configs import adapt_to_variant, builtin_config, detect_gpu, takes_one_launch
 from .dropout import dropout_stream, kept_by_dropout
 from .lengths import has_padding, is_valid
 from .row_loop import (
@@ -512,47 +513,35 @@ def grad_qkv_kernel(
         )
 
 
-def attention_backward(
-    dout, dlse, q, k, v, out, lse, mask, scale, variant=None, q_config=None, kv_config=None, one_launch: bool | None = None
-):
-    """dq, dk, dv like q, k, v, and the gradient of variant.rel_bias if that is learned. dlse may be None.
-
-    one_launch: whether both passes share a launch, with kv_config; None: ``configs.takes_one_launch`` decides. Raises ValueError if
-    one_launch is True and variant.rel_bias is learned.
-    """
-    learned = variant is not None and variant.learned
-    if one_launch and learned:
-        raise ValueError(
-            "one_launch computes gradients without atomics, but that of rel_bias is added up with them; got a learned rel_bias; "
-            "pass one_launch=None"
-        )
+def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant=None):
+    """dq, dk, dv like q, k, v, and the gradient of variant.rel_bias if that is learned. dlse may be None."""
     dlse = None if dlse is None else dlse.contiguous()
     inputs = (dout, q, k, v, out, lse) if dlse is None else (dout, q, k, v, out, lse, dlse)
-    key = (scale, q_config, kv_config, one_launch) if variant is None else None
-    run = partial(_run, dout, dlse, q, k, v, out, lse, mask, scale, variant, q_config, kv_config, one_launch)
+    key = (scale,) if variant is None else None
+    run = partial(_run, dout, dlse, q, k, v, out, lse, mask, scale, variant)
     gradients = launch_or_repeat(grad_q_kernel, mask, key, inputs, run)
-    return tuple(gradients[: 4 if learned else 3])
+    return tuple(gradients[: 4 if variant is not None and variant.learned else 3])
 
 
-def _run(dout, dlse, q, k, v, out, lse, mask, scale, variant, q_config, kv_config, one_launch, recording):
+def _run(dout, dlse, q, k, v, out, lse, mask, scale, variant, recording):
     if not all(map(is_addressable, (dout, out, q, k, v))):
         dout, out, *ready = (as_addressable(t) for t in (dout, out, q, k, v))
-        gradients = attention_backward(dout, dlse, *ready, out, lse, mask, scale, variant, q_config, kv_config, one_launch)
+        gradients = attention_backward(dout, dlse, *ready, out, lse, mask, scale, variant)
         return *map(restore_layout, gradients[:3], ready, (q, k, v)), *gradients[3:]
     learned = variant is not None and variant.learned
     drel_bias = torch.zeros_like(variant.rel_bias) if learned else None
     (heads, q_len), (kv_heads, kv_len) = q.shape[1:3], k.shape[1:3]
-    if one_launch is None and q_config is None and kv_config is None and not learned:
-        one_launch = takes_one_launch(len(q) * (heads * q_len + kv_heads * kv_len), multiprocessors(q.device))
+    tokens = len(q) * (heads * q_len + kv_heads * kv_len)
+    one_launch = not learned and takes_one_launch(tokens, multiprocessors(q.device))  # without atomics, which a learned bias needs
     dq, dk, dv = (recording.fresh(torch.empty_like(t)) for t in (q, k, v))
     delta = lse if one_launch else recording.fresh(torch.empty_like(lse))
     tensors = _CallTensors(q, k, v, out, dout, lse, lse if dlse is None else dlse, delta, dq, dk, dv)
     passes = _Passes(recording, tensors, mask, scale, dlse is not None)
     if one_launch:
-        passes.run("grad_qkv", kernel_variant(variant), kv_config)
+        passes.run("grad_qkv", grad_qkv_kernel, kernel_variant(variant))
     else:
-        passes.run("grad_q", kernel_variant(variant, drel_bias), q_config)
-        passes.run("grad_kv", kernel_variant(variant), kv_config)
+        passes.run("grad_q", grad_q_kernel, kernel_variant(variant, drel_bias))
+        passes.run("grad_kv", grad_kv_kernel, kernel_variant(variant))
     return dq, dk, dv, drel_bias
 
 
@@ -586,23 +575,27 @@ class _Passes(NamedTuple):
     scale: float
     has_dlse: bool
 
-    def run(self, name: str, of_variant: tuple, config: Config | None) -> None:
-        """Launches grad_q, grad_kv, or grad_qkv, which is both. config: defaults to the GPU's, or a smaller one if that does not
-        fit."""
-        launch = getattr(self, name)
-        if config is not None:
-            launch(config, of_variant)
-            return
-        q, v = self.tensors.q, self.tensors.v
+    def run(self, name: str, kernel, of_variant: tuple) -> None:
+        """Launches grad_q, grad_kv, or grad_qkv, which is both, with the GPU's config, or a smaller one if that does not fit."""
+        q, k, v = self.tensors.q, self.tensors.k, self.tensors.v
         given, switches, kinds = of_variant
-        block_size, dims = self.mask and self.mask.block_size, self.tensors.dims
+        block_size, dims, chip = self.mask and self.mask.block_size, self.tensors.dims, detect_gpu(q.device)
         # Both passes in one launch take the tiles of dK and dV.
-        config = config_for("grad_q" if name == "grad_q" else "grad_kv", q.dtype, q.shape[3], block_size, q.device, v.shape[3])
-        config = adapt_to_variant(
-            config, "grad_kv" if name == "grad_kv" else "grad_q", detect_gpu(q.device), given, switches, max(dims)
-        )
-        facts = q.device, q.dtype, *dims, block_size, kinds, *switches.values(), self.has_dlse, given.rel_bias_gradient is not None
-        run_within_memory(lambda config: launch(config, of_variant), config, lambda: (name, *facts))
+        tiles, changes = "grad_q" if name == "grad_q" else "grad_kv", "grad_kv" if name == "grad_kv" else "grad_q"
+        config = builtin_config(chip, tiles, q.dtype, q.shape[3], block_size, v.shape[3])
+        config = adapt_to_variant(config, changes, chip, given, switches, max(dims))
+
+        def launch(config: Config) -> None:
+            getattr(self, name)(config, of_variant)
+
+        def key() -> tuple:
+            facts = q.device, q.dtype, *dims, block_size, kinds, *switches.values()
+            return name, *facts, self.has_dlse, given.rel_bias_gradient is not None
+
+        if given.rel_bias_gradient is None:  # which every launch adds to
+            sizes = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
+            config = tuned_config(kernel, launch, config, block_size, key, sizes, self.recording)
+        run_within_memory(launch, config, key)
 
     def grad_q(self, config: Config, of_variant: tuple) -> None:
         t, table = self.tensors, self.mask and self.mask.by_query

@@ -3,77 +3,45 @@
 docs/chips.csv lists what the kernels compile to for each chip: shared memory, registers and spills.
 """
 
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import cache
-from itertools import product
-from math import log2
 from typing import NamedTuple
 
 import torch
 
 from ..common.config import Config, padded_head_dim
 from ..common.variant import KernelVariant
-from ..launch.tuned import cached_until_cleared, key_of, tuned_config
+from ..launch.memory import cached_until_cleared
 
-# By padded head_dim. Measured on an H200: docs/performance/kernels.md, "Portable tile sizes". Entries for 16, 32 and 256 were not
-# measured, but chosen by register and spill counts when compiled for sm_90. Two programs of four warps share a multiprocessor, and
-# one computes while the other starts or ends.
-_FORWARD = {
-    16: Config(128, 64, 4, 3),
-    32: Config(128, 64, 4, 3),
-    64: Config(64, 128, 4, 3),
-    128: Config(64, 64, 4, 3),
-    256: Config(128, 64, 8, 2),
+# By kernel, bytes of an element, and whether a program has _LARGE_KIB of shared memory: tile_m, tile_n, num_warps and num_stages
+# for each of _DIMS. A kernel without an entry for True takes the one for False. Entries for True were measured on an H200 at
+# head_dim 64 and 128: docs/performance/kernels.md, "Portable tile sizes". All others were chosen by registers, spills and shared
+# memory when compiled.
+_DIMS = (32, 64, 128, 256)  # padded; the least that holds a call's
+_TILES = {
+    # Two programs of four warps share a multiprocessor, and one computes while the other starts or ends.
+    ("forward", 2, True): ((128, 64, 4, 3), (64, 128, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2)),
+    ("grad_q", 2, True): ((128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (64, 32, 4, 2)),
+    ("grad_kv", 2, True): ((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 8, 2)),
+    # For products that read their operands from registers (mma.sync), as on all GPUs with less shared memory.
+    ("forward", 2, False): ((128, 64, 4, 3), (128, 64, 4, 3), (64, 64, 4, 3), (64, 32, 4, 3)),
+    ("grad_q", 2, False): ((128, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2), (32, 32, 4, 2)),
+    ("grad_kv", 2, False): ((64, 64, 4, 3), (64, 64, 4, 3), (32, 64, 4, 3), (32, 32, 4, 2)),
+    # For few queries: two programs per multiprocessor.
+    ("decode", 2, False): ((64, 64, 8, 3), (64, 64, 8, 3), (32, 64, 8, 3), (16, 32, 4, 3)),
+    # fp32 products run on the ordinary units, in full precision: small tiles, to fit in registers. With four warps dK and dV would
+    # spill 880 to 1,800 bytes a thread.
+    ("forward", 4, False): ((64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2), (16, 16, 4, 2)),
+    ("grad_q", 4, False): ((64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2), (16, 16, 4, 2)),
+    ("grad_kv", 4, False): ((64, 32, 4, 2), (32, 32, 8, 2), (32, 32, 8, 2), (16, 16, 4, 2)),
+    ("decode", 4, False): ((64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2), (16, 16, 4, 2)),
 }
-_GRAD_Q = {
-    16: Config(128, 64, 4, 3),
-    32: Config(128, 64, 4, 3),
-    64: Config(128, 64, 4, 3),
-    128: Config(128, 64, 8, 3),
-    256: Config(64, 32, 4, 2),
-}
-_GRAD_KV = {
-    16: Config(64, 64, 4, 3),
-    32: Config(64, 64, 4, 3),
-    64: Config(64, 64, 4, 3),
-    128: Config(64, 64, 4, 2),
-    256: Config(32, 64, 8, 2),
-}
-# For few queries; four warps for one query of few heads. Not measured: chosen by registers, spills and shared memory when compiled
-# for sm_90, with enough for two programs per multiprocessor.
-_DECODE = {
-    16: Config(64, 64, 8, 3),
-    32: Config(64, 64, 8, 3),
-    64: Config(64, 64, 8, 3),
-    128: Config(32, 64, 8, 3),
-    256: Config(16, 32, 4, 3),
-}
+_LARGE_KIB, _KIB_OF_THREE_STAGES = 227, 160
+_LEAST_KIB = 99  # what the smallest of these tiles take
 # For e4m3 caches on Hopper without a table, and up to 16 rows of queries: steps of twice the keys, so half as many. With a table or
 # scales of tokens it takes more registers than two programs have (docs/internals/decoding.md has the figures).
 STEPS_OF_128 = Config(16, 128, 8, 3)
-# fp32 products run on the ordinary units, in full precision: small tiles, to fit in registers.
-_FLOAT32 = {
-    16: Config(64, 32, 4, 2),
-    32: Config(64, 32, 4, 2),
-    64: Config(32, 32, 4, 2),
-    128: Config(32, 32, 4, 2),
-    256: Config(16, 16, 4, 2),
-}
-# With four warps dK and dV would spill 880 to 1,800 bytes a thread.
-_GRAD_KV_FLOAT32 = _FLOAT32 | {64: Config(32, 32, 8, 2), 128: Config(32, 32, 8, 2)}
-# For products that read their operands from registers (mma.sync). Not measured: chosen by registers and spills when compiled.
-_FORWARD_SYNC = {16: Config(128, 64, 4, 3), 32: Config(128, 64, 4, 3), 64: Config(128, 64, 4, 3), 128: Config(64, 64, 4, 3)}
-_FORWARD_SYNC |= {256: Config(64, 32, 4, 3)}
-_GRAD_Q_SYNC = {16: Config(128, 64, 4, 3), 32: Config(128, 64, 4, 3), 64: Config(64, 64, 4, 3), 128: Config(64, 64, 4, 2)}
-_GRAD_Q_SYNC |= {256: Config(32, 32, 4, 2)}
-_GRAD_KV_SYNC = {16: Config(64, 64, 4, 3), 32: Config(64, 64, 4, 3), 64: Config(64, 64, 4, 3), 128: Config(32, 64, 4, 3)}
-_GRAD_KV_SYNC |= {256: Config(32, 32, 4, 2)}
-
-_TABLES = {"forward": _FORWARD, "grad_q": _GRAD_Q, "grad_kv": _GRAD_KV, "decode": _DECODE}
-_TABLES_SYNC = {"forward": _FORWARD_SYNC, "grad_q": _GRAD_Q_SYNC, "grad_kv": _GRAD_KV_SYNC, "decode": _DECODE}
-_TABLES_FLOAT32 = dict.fromkeys(_TABLES, _FLOAT32) | {"grad_kv": _GRAD_KV_FLOAT32}
-_KIB_OF_THREE_STAGES = 160
-_LEAST_KIB = 99  # what the smallest of these tiles take
+KERNELS = ("forward", "grad_q", "grad_kv")
 OLDEST = (8, 0)  # the oldest compute capability that Triton supports
 
 
@@ -84,16 +52,16 @@ class Gpu(NamedTuple):
     shared: int
 
     @property
-    def needs_register_operands(self) -> bool:
-        """Whether the tensor cores take operands from registers alone (mma.sync)."""
-        return self.capability[0] not in (9, 10, 11)
+    def has_large_memory(self) -> bool:
+        """Whether programs have the shared memory of 9.0, 10.x and 11.0, whose products read operands from it. All others take
+        operands from registers alone (mma.sync)."""
+        return self.shared >= _LARGE_KIB * 1024
 
     def config(self, kernel: str, dtype: torch.dtype, dim: int) -> Config:
         """The config before it is fitted to a table's block. dim: padded."""
-        tables = _TABLES_FLOAT32 if dtype == torch.float32 else _TABLES_SYNC if self.needs_register_operands else _TABLES
-        config = tables[kernel][dim]
-        few = self.shared < _KIB_OF_THREE_STAGES * 1024
-        return replace(config, num_stages=min(2, config.num_stages)) if few else config
+        by_dim = _TILES.get((kernel, dtype.itemsize, self.has_large_memory)) or _TILES[kernel, dtype.itemsize, False]
+        tile_m, tile_n, warps, stages = next(tile for most, tile in zip(_DIMS, by_dim, strict=True) if dim <= most)
+        return Config(tile_m, tile_n, warps, min(stages, 3 if self.shared >= _KIB_OF_THREE_STAGES * 1024 else 2))
 
 
 HOPPER = Gpu((9, 0), 232448)
@@ -128,9 +96,10 @@ def provenance(chip: Gpu) -> str:
     """In words: where a chip's tile sizes come from."""
     if chip == HOPPER:
         return "measured on an H200, torch 2.11, triton 3.6, 2026-11-20"
-    return f"by a rule, for {chip.shared // 1024} KiB of shared memory; not measured on such a chip ('sparse-flash tune' measures)"
+    return f"by a rule, for {chip.shared // 1024} KiB of shared memory; not measured on such a chip (SPARSE_FLASH_AUTOTUNE=1 does)"
 
 
+@cached_until_cleared
 def builtin_config(
     chip: Gpu, kernel: str, dtype: torch.dtype, head_dim: int, block_size: int | None, v_head_dim: int | None = None
 ) -> Config:
@@ -172,59 +141,11 @@ def adapt_to_variant(config: Config, kernel: str, chip: Gpu, given: KernelVarian
     biased = given.rel_bias is not None and switches["SCORE"] is not None
     if kernel == "grad_q" and biased and dim >= 128 and config.tile_m * config.tile_n > 64 * 64:
         config = replace(config, tile_m=config.tile_m // 2)
-    if given.q_lens is not None and chip.needs_register_operands and dim >= 128 and config.tile_m * config.tile_n >= 32 * 64:
+    if given.q_lens is not None and not chip.has_large_memory and dim >= 128 and config.tile_m * config.tile_n >= 32 * 64:
         config = replace(config, num_warps=max(8, config.num_warps))
     if given.q_lens is not None and kernel == "grad_kv" and dim > 128 and (config.tile_m, config.tile_n) == (32, 16):
         config = replace(config, num_warps=8)
     return config
-
-
-KERNELS = ("forward", "grad_q", "grad_kv")
-MOST_CANDIDATES = 24
-_LARGEST_TILE = 128
-
-
-def candidates(
-    kernel: str,
-    dtype: torch.dtype,
-    head_dim: int,
-    block_size: int | None,
-    v_head_dim: int | None = None,
-    chip: Gpu = HOPPER,
-) -> tuple[Config, ...]:
-    """Configs worth measuring, distinct and at most MOST_CANDIDATES: the built-in config, then its neighbours, nearest first: a
-    tile halved or doubled, warps halved or doubled, one stage more or less; at most two such changes.
-
-    kernel: one of KERNELS. v_head_dim: defaults to that of q and k. Tiles are powers of two that divide the table's block.
-    """
-    builtin = builtin_config(chip, kernel, dtype, head_dim, block_size, v_head_dim)
-    largest, dim = min(_LARGEST_TILE, block_size or _LARGEST_TILE), padded_head_dim(max(head_dim, v_head_dim or 0))
-    found = []
-    for changes in product((0, 1, -1), repeat=4):
-        m, n, warps, stages = changes
-        config = Config(
-            int(builtin.tile_m * 2**m), int(builtin.tile_n * 2**n), int(builtin.num_warps * 2**warps), builtin.num_stages + stages
-        )
-        fits = min(config.tile_m, config.tile_n) >= 16 and max(config.tile_m, config.tile_n) <= largest
-        # Below two stages nothing is prefetched; above four, shared memory is full.
-        most_warps = max(builtin.num_warps, _useful_warps(kernel, config.tile_m, config.tile_n, dim))
-        fits = fits and 1 <= config.num_warps <= most_warps
-        if config == builtin or (fits and 2 <= config.num_stages <= 4 and sum(map(abs, changes)) <= 2):
-            found.append(config)
-    return tuple(sorted(found, key=lambda config: _distance(config, builtin))[:MOST_CANDIDATES])
-
-
-def cannot_fit(config: Config, kernel: str, dtype: torch.dtype, dims: tuple[int, int], shared: int) -> bool:
-    """Whether the tiles that a step loads exceed shared memory, however Triton lays out the rest. dims: padded, of q and k and of
-    v. All stages but one are in shared memory at the same time."""
-    rows = config.tile_m if kernel == "grad_kv" else config.tile_n
-    return (config.num_stages - 1) * rows * sum(dims) * dtype.itemsize > shared
-
-
-def _distance(one: Config, other: Config) -> float:
-    """The number of changes between two configs, as ``candidates`` counts them."""
-    *sizes, stages = zip(astuple(one), astuple(other), strict=True)
-    return sum(abs(log2(a / b)) for a, b in sizes) + abs(stages[0] - stages[1])
 
 
 @cached_until_cleared
@@ -268,13 +189,3 @@ def takes_one_launch(tokens: int, multiprocessors: int) -> bool:
     """Whether both backward passes share a launch, with the config of dK and dV. tokens: batch * (heads * q_len + kv_heads *
     kv_len)."""
     return tokens <= ONE_LAUNCH_TOKENS * multiprocessors
-
-
-@cached_until_cleared
-def config_for(
-    kernel: str, dtype: torch.dtype, head_dim: int, block_size: int | None, device: torch.device, v_head_dim: int | None = None
-) -> Config:
-    """The built-in config of a kernel, or the one that ``sparse-flash tune`` chose for this GPU. kernel: one of KERNELS.
-    block_size: the table's, or None for dense attention. v_head_dim: defaults to that of q and k."""
-    key = key_of(kernel, dtype, padded_head_dim(head_dim), block_size, device, padded_head_dim(v_head_dim or head_dim))
-    return tuned_config(candidates(kernel, dtype, head_dim, block_size, v_head_dim, detect_gpu(device)), key)

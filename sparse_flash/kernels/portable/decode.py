@@ -35,7 +35,7 @@ from ..common.tiles import (
     step_position,
 )
 from ..launch.launch import arrival_counters, launch_or_repeat, multiprocessors, table_arguments
-from ..launch.tuned import cached_until_cleared
+from ..launch.memory import cached_until_cleared
 from .configs import combined_at_a_time, decode_config, detect_gpu
 
 
@@ -591,8 +591,7 @@ def decode_kernel(
 
 
 def attention_decode(
-    q, k, v, mask, scale, *, kv_lens=None, block_table=None, k_scale=None, v_scale=None, causal=False, at_end=True, config=None,
-    splits=None,
+    q, k, v, mask, scale, *, kv_lens=None, block_table=None, k_scale=None, v_scale=None, causal=False, at_end=True, splits=None
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """out (batch, heads, q_len, v's head_dim) in q's memory order, lse (batch, heads, q_len) float32.
 
@@ -612,7 +611,7 @@ def attention_decode(
         table = None if mask is None else (mask.block_size, *mask.by_query.row_split.shape[:2], mask.by_query.col_idx.shape[0])
         pages = None if block_table is None else tuple(block_table.shape)
         layout = tuple(q.shape), q.stride(), tuple(k.shape), k.stride(), v.shape[3], v.stride(), strides_of(k_scale)
-        plan = _plan(q.device, q.dtype, *layout, table, apart, pages, kv_lens is not None, causal, at_end, config, splits)
+        plan = _plan(q.device, q.dtype, *layout, table, apart, pages, kv_lens is not None, causal, at_end, splits)
         out = recording.fresh(empty_out(q, v.shape[3]))
         lse = recording.fresh(torch.empty(q.shape[:3], dtype=torch.float32, device=q.device))
         arguments = [q, k, v, out, lse, *plan.workspace(recording, lse)]
@@ -622,7 +621,7 @@ def attention_decode(
         recording.launch(decode_kernel, (plan.grid, arguments, plan.constants, plan.options))
         return out, lse
 
-    key = scale, kv_lens is None, causal, at_end, config, splits
+    key = scale, kv_lens is None, causal, at_end, splits
     return tuple(launch_or_repeat(decode_kernel, mask, key, inputs, run)[:2])
 
 
@@ -662,7 +661,6 @@ def _plan(
     has_lens,
     causal,
     at_end,
-    config,
     splits,
 ) -> DecodePlan:
     """scale_strides: of scales, or None. table: (block_size, masks, rows, entries) of a mask, or None. apart: whether heads of a
@@ -674,7 +672,7 @@ def _plan(
     scaled = scale_strides is not None
     page = 0 if pages is None else k_shape[2]
     alike = scaled and scale_strides[2] == 0 and (page == 0 or page >= 128)
-    config = config or decode_config(dtype, head_dim, table and table[0], rows, v_head_dim, detect_gpu(device), scaled, alike)
+    config = decode_config(dtype, head_dim, table and table[0], rows, v_head_dim, detect_gpu(device), scaled, alike)
     tile_m, tile_n, dim_v = config.tile_m, config.tile_n, padded_head_dim(v_head_dim)
     row_tiles = -(-rows // tile_m)
     tiles = batch * (heads // members) * row_tiles

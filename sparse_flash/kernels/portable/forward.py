@@ -27,6 +27,7 @@ from ..common.tiles import (
     where_kept,
 )
 from ..common.variant import kernel_variant, launch_options
+from ..launch.autotune import tuned_config
 from ..launch.launch import (
     NOT_SPECIALIZED,
     descriptor_or_rows,
@@ -37,7 +38,7 @@ from ..launch.launch import (
     run_within_memory,
 )
 from ..launch.order import concurrent_grid_heads
-from .configs import adapt_to_variant, config_for, detect_gpu
+from .configs import adapt_to_variant, builtin_config, detect_gpu
 from .dropout import dropout_stream, kept_by_dropout
 from .lengths import has_padding, is_valid
 from .row_loop import (
@@ -191,17 +192,17 @@ def attention_forward_kernel(
     # fmt: on
 
 
-def attention_forward(q, k, v, mask, scale, variant=None, config=None, beside=None):
+def attention_forward(q, k, v, mask, scale, variant=None, beside=None):
     """out (batch, heads, q_len, v's head_dim) in q's memory order, lse (batch, heads, q_len) float32. beside: see ``launch``."""
-    key = (scale, config) if variant is None else None
-    run = partial(_run, q, k, v, mask, scale, variant, config, beside)
+    key = (scale,) if variant is None else None
+    run = partial(_run, q, k, v, mask, scale, variant, beside)
     return tuple(launch_or_repeat(attention_forward_kernel, mask, key, (q, k, v), run)[:2])
 
 
-def _run(q, k, v, mask, scale, variant, config, beside, recording):
+def _run(q, k, v, mask, scale, variant, beside, recording):
     if not all(map(is_addressable, (q, k, v))):
         ready = [as_addressable(t) for t in (q, k, v)]
-        out, lse = attention_forward(*ready, mask, scale, variant, config, beside)
+        out, lse = attention_forward(*ready, mask, scale, variant, beside)
         return restore_out(out, ready[0], q, v), lse
     given, switches, kinds = kernel_variant(variant)
     batch, heads, q_len, head_dim = q.shape
@@ -230,10 +231,13 @@ def _run(q, k, v, mask, scale, variant, config, beside, recording):
         prepared = grid, arguments, constants, launch_options(config, given, switches, m)
         recording.launch(attention_forward_kernel, prepared, (*length_key(q_len), *kinds), beside)
 
-    if config is not None:
-        launch(config)
-        return out, lse
-    config = config_for("forward", q.dtype, head_dim, block_size, q.device, v_head_dim)
-    config = adapt_to_variant(config, "forward", detect_gpu(q.device), given, switches, max(dim, dim_v))
-    run_within_memory(launch, config, lambda: ("forward", q.device, q.dtype, dim, dim_v, block_size, kinds, *switches.values()))
+    def key():
+        return "forward", q.device, q.dtype, dim, dim_v, block_size, kinds, *switches.values()
+
+    chip = detect_gpu(q.device)
+    config = builtin_config(chip, "forward", q.dtype, head_dim, block_size, v_head_dim)
+    config = adapt_to_variant(config, "forward", chip, given, switches, max(dim, dim_v))
+    sizes = batch * heads, q_len, k.shape[2]
+    config = tuned_config(attention_forward_kernel, launch, config, block_size, key, sizes, recording)
+    run_within_memory(launch, config, key)
     return out, lse

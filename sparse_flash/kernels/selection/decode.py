@@ -16,7 +16,7 @@ from ..common.config import padded_head_dim
 from ..common.layout import empty_out
 from ..common.tiles import LN_2, LOG2_E
 from ..launch.launch import launch_or_repeat, multiprocessors
-from ..launch.tuned import cached_until_cleared
+from ..launch.memory import cached_until_cleared
 from ..portable.configs import combined_at_a_time, decode_config, detect_gpu
 from ..portable.decode import (
     Cache,
@@ -175,8 +175,7 @@ def selection_decode_kernel(
 
 
 def selection_decode(
-    q, k, v, picks, block_size, every, scale, *, kv_lens=None, block_table=None, k_scale=None, v_scale=None, config=None,
-    splits=None,
+    q, k, v, picks, block_size, every, scale, *, kv_lens=None, block_table=None, k_scale=None, v_scale=None, splits=None
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """out (batch, heads, q_len, v's head_dim) in q's memory order, lse (batch, heads, q_len) float32.
 
@@ -190,7 +189,7 @@ def selection_decode(
         pages = None if block_table is None else tuple(block_table.shape)
         layout = tuple(q.shape), q.stride(), tuple(k.shape), k.stride(), v.shape[3], v.stride(), tuple(picks.shape)
         of_scales = strides_of(k_scale)
-        plan = _plan(q.device, q.dtype, *layout, of_scales, block_size, every, pages, kv_lens is not None, config, splits)
+        plan = _plan(q.device, q.dtype, *layout, of_scales, block_size, every, pages, kv_lens is not None, splits)
         out = recording.fresh(empty_out(q, v.shape[3]))
         lse = recording.fresh(torch.empty(q.shape[:3], dtype=torch.float32, device=q.device))
         arguments = [q, k, v, out, lse, picks, *plan.workspace(recording, lse)]
@@ -199,21 +198,21 @@ def selection_decode(
         recording.launch(selection_decode_kernel, (plan.grid, arguments, plan.constants, plan.options))
         return out, lse
 
-    key = block_size, every, scale, kv_lens is None, config, splits
+    key = block_size, every, scale, kv_lens is None, splits
     return tuple(launch_or_repeat(selection_decode_kernel, None, key, inputs, run)[:2])
 
 
 @cached_until_cleared
 def _plan(
     device, dtype, q_shape, q_strides, k_shape, k_strides, v_head_dim, v_strides, picks_shape, scale_strides, block_size, every,
-    pages, has_lens, config, splits,
+    pages, has_lens, splits,
 ) -> DecodePlan:  # fmt: skip
     """scale_strides: of scales, or None. pages: the shape of the block table, or None."""
     batch, heads, q_len, head_dim = q_shape
     pickers, groups, slots = picks_shape[1:]
     members = heads // pickers
     scaled = scale_strides is not None
-    config = config or decode_config(dtype, head_dim, block_size, members, v_head_dim, detect_gpu(device), scaled)
+    config = decode_config(dtype, head_dim, block_size, members, v_head_dim, detect_gpu(device), scaled)
     tile_m, tile_n, dim_v = config.tile_m, config.tile_n, padded_head_dim(v_head_dim)
     row_tiles = -(-members // tile_m)
     tiles = batch * pickers * q_len * row_tiles

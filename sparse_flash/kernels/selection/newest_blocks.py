@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..common.config import padded_head_dim
 from ..launch.launch import launch_or_repeat
-from ..launch.tuned import cached_until_cleared
+from ..launch.memory import cached_until_cleared
 from ..portable.decode import Cache, DecodePlan, load_pages, rows_of_cache, strides_in_vectors
 
 _NONE = tl.constexpr(1 << 30)  # instead of a block
