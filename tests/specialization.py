@@ -33,7 +33,7 @@ from sparse_flash.kernels.packed import rows as moved_rows
 from sparse_flash.kernels.portable import backward, decode, forward
 from sparse_flash.kernels.selection import backward as selection_backward
 from sparse_flash.kernels.selection import decode as selection_decode
-from sparse_flash.kernels.selection import division, lists, newest_blocks, pick_blocks
+from sparse_flash.kernels.selection import division, lists, pick_blocks
 from sparse_flash.kernels.selection import forward as selection_forward
 from sparse_flash.kernels.selection import hopper_backward as selection_hopper_backward
 from sparse_flash.kernels.selection import hopper_forward as selection_hopper_forward
@@ -50,7 +50,6 @@ SELECTION = (
     selection_hopper_forward,
     selection_hopper_backward,
     selection_decode,
-    newest_blocks,
 )
 PACKED = (repack, moved_rows, spans, document_blocks, splits, select)
 MODULES = (forward, backward, decode, hopper_forward, hopper_backward, log_sums, rules, *PACKED, *SELECTION)
@@ -225,10 +224,6 @@ def picked_decoding_calls() -> None:
         for programs in (1, 2):
             selection_decode.selection_decode(q, k, v, picks, 64, 1, 1.0, splits=programs, **options)
             selection_decode.selection_decode(q, eighths, eighths, picks, 64, 1, 1.0, splits=programs, **options, **scales)
-        blocks = 3 * kv_len
-        means = torch.zeros(batch, kv_heads, blocks + 1, 64)
-        newest_blocks.update_means(means, k, blocks, 2, 16, lens, options.get("block_table"))
-        newest_blocks.pick_decode_blocks(q, means[:, :, :-1], lens, 16 * blocks, 3, 16, kv_heads)
 
 
 def main() -> None:

@@ -186,14 +186,8 @@ def test_lengths_past_the_capacity_are_the_capacity_and_negative_ones_are_none(b
 def test_a_negative_length_is_an_error_on_a_cpu():
     q, k = (torch.randn(2, 2, tokens, 16) for tokens in (1, 90))
     lens = torch.tensor([3, -2])
-    means = sf.BlockMeans(2, 2, 90, 16, block_size=16)
-    for call in (
-        lambda: sf.attention_decode(q, k, k, kv_lens=lens),
-        lambda: means.update(k, 1, kv_lens=lens),
-        lambda: means.choose(q, 2, kv_lens=lens),
-    ):
-        with pytest.raises(ValueError, match="kv_lens must be at least 0; got -2; a sequence without tokens has 0"):
-            call()
+    with pytest.raises(ValueError, match="kv_lens must be at least 0; got -2; a sequence without tokens has 0"):
+        sf.attention_decode(q, k, k, kv_lens=lens)
 
 
 @parametrize("heads, kv_heads", [(1, 1), (6, 6), (6, 2), (8, 1), (40, 1)])

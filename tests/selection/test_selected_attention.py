@@ -339,7 +339,6 @@ def test_numbers_of_numpy_count_as_ints():
     for sel in (
         sf.topk_blocks(q, k, keep, every=every, block_size=block_size),
         sf.BlockSelection.from_picks(PICKS[:, :, ::4], block_size, every=every, q_len=np.int64(64)),
-        sf.BlockMeans(1, 2, 64, 8, block_size).choose(q[:, :, :9], keep),
         layer.select(q, k),
     ):
         assert type(sel.every) is type(sel.block_size) is int and sel.block_size == 16
