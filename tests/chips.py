@@ -224,7 +224,7 @@ def _compiled_packed(name: str, target):
     from sparse_flash.kernels.packed import repack, rows, spans
 
     if name == "fill_rows_kernel":
-        return compiled(repack.fill_rows_kernel, 1, target, BLOCK=128, CHUNK=128, ROWS=512, QUERIES=True, SHARED=True)
+        return compiled(repack.fill_rows_kernel, 1, target, BLOCK=128, CHUNK=128, ROWS=512, QUERIES=True)
     if name == "fill_spans_kernel":
         return compiled(spans.fill_spans_kernel, 4, target, BLOCK=128, TILES=16, ROWS=512, **ON_GRID)
     constants = {"FILL": 0.0, "SUMS": False, "STRIDED": False, "PIECE": 8, "ROWS": 32, "COLUMNS": 128}

@@ -155,8 +155,7 @@ def packed_calls() -> None:
         numbers = torch.zeros(128 * rows, dtype=torch.int32)
         records = repack.find_rows(layout, table, rows, tokens, 128, (numbers, numbers), True, False)
         tiles = [torch.zeros(count, 128, dtype=torch.int32) for count in (tokens, documents)]
-        shared = repack.SharedBlocks(ends, tiles[0], rows)
-        repack.fill_rows(layout, records, table, tiles, tiles, shared, 64, tokens, 128, True)
+        repack.fill_rows(layout, records, table, tiles, tiles, 64, tokens, 128, True)
         for dim in LENGTHS:
             source = torch.zeros(rows, heads, dim)
             for copies in (None, torch.zeros(2, rows, dtype=torch.int32)):

@@ -380,24 +380,6 @@ def assert_well_formed(mask):
     assert said[0] == {(row, col, kind, tile) for col, row, kind, tile in said[1]}
 
 
-SHORT = (1, 3, 2, 0, 64, 1, 65, 2, 127, 60, 60, 60, 1, 1, 128, 2, 300, 1, 9, 33)
-
-
-@pytest.mark.usefixtures("packer")
-@parametrize("name", ["both ways", "butterfly", "strided", "custom"])
-@parametrize("lengths", [SHORT, (1, 2, 3) * 50], ids=["some longer", "all short"])
-def test_short_documents_that_share_blocks_do_not_see_each_other(name, lengths):
-    check("torch", PATTERNS[name], lengths, beyond=20)
-
-
-@parametrize("by_kernels", [False, True])
-@parametrize("longest", [3, 100, 1000])
-def test_short_documents_share_blocks_whatever_bound_they_have(by_kernels, longest):
-    packed = pack(by_kernels, "causal & (local(2) | sinks(1))", bounds((1, 2, 3) * 300), tokens=(1800,) * 2, longest=(longest,) * 2)
-    rows = packed.queries.row_of_token // 128
-    assert len(packed.queries.token_of_row) <= 4 * 1800 + 128 and len(rows.unique()) <= 1800 // 64 + 1
-
-
 @pytest.mark.skipif(DEVICE != "cpu", reason="the host does not know lengths on a GPU")
 @parametrize("dtype", [torch.int32, torch.int64])
 def test_equal_documents_of_queries_and_keys_are_the_same_on_a_cpu(dtype, monkeypatch):
@@ -412,24 +394,6 @@ def test_equal_documents_of_queries_and_keys_are_the_same_on_a_cpu(dtype, monkey
     assert keys == [None] and torch.equal(out, sf.attention_varlen(q, k, v, starts[0], mask=mask))
     sf.attention_varlen(q, k, v, starts[0], cu_seqlens((1, 4, 21, 49)), mask)
     assert keys[-1] is not None
-
-
-@parametrize("by_kernels", [False, True])
-@parametrize("longest", [2, 30, 64, 90, 127])
-def test_a_document_that_shares_a_block_uses_its_first_tokens_alone_up_to_the_maximum(by_kernels, longest):
-    tokens, lengths = sum(SHORT), [min(length, longest) for length in SHORT]
-    packed = pack(by_kernels, "causal & (local(20) | sinks(3))", bounds(SHORT), tokens=(tokens, tokens), longest=(longest,) * 2)
-    token = packed.queries.token_of_row.long()
-    wanted = torch.zeros(tokens, tokens, dtype=torch.bool)
-    of_each = documents_mask("causal & (local(20) | sinks(3))", lengths, lengths, sum(lengths), sum(lengths))
-    used = torch.cat([torch.arange(start, start + n) for start, n in zip(bounds(SHORT), lengths, strict=False)])
-    wanted[used[:, None], used] = of_each
-    row = packed.queries.row_of_token[used].long()
-    assert (row >= 0).all() and torch.equal(token[row].cpu(), used)
-    kept = torch.zeros(tokens, tokens, dtype=torch.bool)
-    there = token >= 0
-    kept[token[there].cpu()[:, None], token[there].cpu()] = packed.mask.to_dense()[there][:, there].cpu()
-    assert torch.equal(kept, wanted)
 
 
 @parametrize("heads_first", [True, False])
@@ -496,9 +460,8 @@ def test_opcheck_passes():
     starts = cu_seqlens((100, 200), torch.int64)
     # On a GPU, the unused room of a table holds arbitrary values.
     compared = {} if DEVICE == "cpu" else {"test_utils": ("test_schema", "test_autograd_registration", "test_faketensor")}
-    for documents in (2, 200):  # short ones share blocks
-        plan, tables = repack._make_plan("causal", *[300] * 4, documents, True, False, starts.device)
-        torch.library.opcheck(repack._pack_operator, (tables, starts, starts, plan), **compared)
+    plan, tables = repack._make_plan("causal", *[300] * 4, 2, True, starts.device)
+    torch.library.opcheck(repack._pack_operator, (tables, starts, starts, plan), **compared)
     plan, constants = in_place._make_plan("causal", *[300] * 4, True, starts.device)
     torch.library.opcheck(in_place._assemble_operator, (constants, starts, starts, plan), **compared)
     axis = repack.repack_documents("causal", repack.PackedDocuments(starts, 300, 300), None).queries
@@ -611,7 +574,7 @@ def test_sizes_of_packed_tables_are_plain_numbers_where_those_of_their_arguments
     # Inductor cannot compile a backward pass that is given a size and not the symbol that it is made of.
     monkeypatch.setattr(gather_rows, "can_use_kernels", lambda device: True)
     pattern = sf.parse("causal & (local(9) | sinks(3))")
-    plan, tables = repack._make_plan(pattern, 1000, 400, 1000, 400, 8, True, False, torch.device("cpu"))
+    plan, tables = repack._make_plan(pattern, 1000, 400, 1000, 400, 8, True, torch.device("cpu"))
     mode = FakeTensorMode(shape_env=ShapeEnv())
 
     def dynamic(tensor):
