@@ -17,7 +17,6 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 import sparse_flash as sf
 from sparse_flash import backends
-from sparse_flash.api import varlen
 from sparse_flash.packed import gather_rows, in_place, repack
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -166,18 +165,15 @@ def test_documents_with_fewer_or_more_queries_than_keys_are_aligned_at_their_end
     same=st.booleans(),
     beyond=st.integers(1, 200),
     v_head_dim=strategies.v_head_dims,
+    heads=st.sampled_from([(4, 2), (3, 1), (2, 2)]),
+    head_dim=st.sampled_from([1, 5, 16, 40, 128]),
+    scale=st.sampled_from([None, 0.1]),
 )
 @settings(max_examples=25)
-def test_drawn_patterns_and_lengths_are_right(pattern, lengths, same, beyond, v_head_dim):
+def test_drawn_patterns_lengths_and_heads_are_right(pattern, lengths, same, beyond, v_head_dim, heads, head_dim, scale):
     q_lens, k_lens = zip(*lengths, strict=True)
-    check("torch", pattern, q_lens, None if same else k_lens, beyond=beyond, v_head_dim=v_head_dim)
-
-
-@pytest.mark.usefixtures("packer")
-@parametrize("name", ["window", "random"])
-def test_v_may_have_a_head_dim_of_its_own_in_place_and_moved(name):
-    check("torch", PATTERNS[name], (130, 1, 60), head_dim=24, v_head_dim=40)
-    check("torch", PATTERNS[name], (30, 1, 60), (70, 0, 40), head_dim=40, v_head_dim=8, beyond=9)
+    sizes = {"heads": heads[0], "kv_heads": heads[1], "head_dim": head_dim, "v_head_dim": v_head_dim, "scale": scale}
+    check("torch", pattern, q_lens, None if same else k_lens, beyond=beyond, **sizes)
 
 
 @parametrize("backend", ["triton", "reference"])
@@ -220,18 +216,7 @@ def test_what_lies_in_blocks_past_that_of_the_last_document_is_never_read():
 @parametrize("backend", BACKENDS)
 @parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_every_back_end_and_dtype_is_right(backend, dtype):
-    check(backend, "causal & local(100)", (130, 1, 0, 60), dtype=dtype, head_dim=64)
-
-
-@parametrize("backend", BACKENDS)
-@parametrize("heads, kv_heads", [(4, 2), (3, 1), (2, 2)])
-def test_query_heads_may_share_keys(backend, heads, kv_heads):
-    check(backend, "causal", (40, 90), heads=heads, kv_heads=kv_heads)
-
-
-@parametrize("head_dim", [1, 5, 40, 128])
-def test_any_head_dim_and_scale_will_do(head_dim):
-    check("torch", "causal", (40, 90), head_dim=head_dim, scale=0.1)
+    check(backend, "causal & local(100)", (130, 1, 0, 60), heads=4, kv_heads=2, dtype=dtype, head_dim=64)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
@@ -378,22 +363,6 @@ def assert_well_formed(mask):
                     entries.add((row, int(cols[entry]), kind, int(tiles[entry]) if kind else 0))
         said.append(entries)
     assert said[0] == {(row, col, kind, tile) for col, row, kind, tile in said[1]}
-
-
-@pytest.mark.skipif(DEVICE != "cpu", reason="the host does not know lengths on a GPU")
-@parametrize("dtype", [torch.int32, torch.int64])
-def test_equal_documents_of_queries_and_keys_are_the_same_on_a_cpu(dtype, monkeypatch):
-    keys, pack = [], varlen.repack_documents
-    monkeypatch.setattr(
-        varlen, "repack_documents", lambda mask, queries, k, **options: keys.append(k) or pack(mask, queries, k, **options)
-    )
-    q, k, v = (torch.randn(75, 2, 16) for _ in range(3))
-    starts = cu_seqlens((1, 4, 20, 50)), cu_seqlens((1, 4, 20, 50), dtype)
-    mask = "causal & (local(9) | sinks(2))"
-    out = sf.attention_varlen(q, k, v, *starts, mask)
-    assert keys == [None] and torch.equal(out, sf.attention_varlen(q, k, v, starts[0], mask=mask))
-    sf.attention_varlen(q, k, v, starts[0], cu_seqlens((1, 4, 21, 49)), mask)
-    assert keys[-1] is not None
 
 
 @parametrize("heads_first", [True, False])
