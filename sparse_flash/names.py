@@ -5,7 +5,6 @@ from .api.caches import clear_caches
 from .api.choose import choose_blocks
 from .api.decode import attention_decode
 from .api.layer import KeyValueCache, SparseAttention
-from .api.means import BlockMeans
 from .api.topk import topk_blocks
 from .api.varlen import attention_varlen
 from .choosers.report import ChoiceReport
@@ -31,7 +30,6 @@ from .variant.variant import ScoreFunction
 
 __all__ = [
     "BlockMask",
-    "BlockMeans",
     "BlockSelection",
     "ChoiceReport",
     "Chooser",

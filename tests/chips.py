@@ -220,7 +220,7 @@ def _compiled_packed(target):
 
     from sparse_flash.kernels.packed.repack import fill_rows_kernel
 
-    return compiled(fill_rows_kernel, 1, target, BLOCK=128, CHUNK=128, ROWS=512, QUERIES=True, SHARED=True)
+    return compiled(fill_rows_kernel, 1, target, BLOCK=128, CHUNK=128, ROWS=512, QUERIES=True)
 
 
 def _resources(result) -> tuple[str, str, str]:

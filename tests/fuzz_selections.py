@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import torch
 from picked import check_selected, drawn_picks, sorted_picks
@@ -18,38 +18,24 @@ TRIES = 200
 
 @dataclass(frozen=True)
 class DrawnSelection:
-    """pickers: heads that pick. n: picks of a choice. dropped: the share of choices that pick nothing.
-    all_pick: a block that every choice picks, or None. always_block: of the table of ``always``."""
+    """sizes: arguments of ``picked.check_selected``. dropped: the share of choices that pick nothing. all_pick: a block that every
+    choice picks, or None."""
 
     seed: int
     backend: str
-    dtype: torch.dtype
-    batch: int
-    heads: int
-    kv_heads: int
-    pickers: int
-    q_len: int
-    kv_len: int
-    every: int
-    block: int
-    n: int
+    sizes: dict
     dropped: float
     all_pick: int | None
-    always: str | None
-    always_block: int
-    dim: int
-    v_dim: int
 
     def __str__(self):
-        names = list(self.__dataclass_fields__)[2:]
-        values = ", ".join(f"{name} {value}" for name, value in zip(names, astuple(self)[2:], strict=True))
-        return f"seed {self.seed}: {self.backend}, {values}"
+        values = {**self.sizes, "dropped": self.dropped, "all_pick": self.all_pick}
+        return f"seed {self.seed}: {self.backend}, {', '.join(f'{name} {value}' for name, value in values.items())}"
 
     def picks(self) -> torch.Tensor:
-        shape = self.batch, self.pickers, -(-self.q_len // self.every), self.n
-        picks = drawn_picks(shape, self.every, self.block, self.q_len, self.kv_len, self.seed)
-        generator = torch.Generator().manual_seed(self.seed)
-        nothing = torch.rand(shape[:3], generator=generator) < self.dropped
+        of = self.sizes
+        shape = of["batch"], of["pickers"], -(-of["q_len"] // of["every"]), of["n"]
+        picks = drawn_picks(shape, of["every"], of["block"], of["q_len"], of["kv_len"], self.seed)
+        nothing = torch.rand(shape[:3], generator=torch.Generator().manual_seed(self.seed)) < self.dropped
         picks = picks.masked_fill(nothing[..., None].to(picks.device), -1)
         if self.all_pick is not None:
             picks[..., 0] = self.all_pick
@@ -60,60 +46,45 @@ def draw(seed: int, backend: str) -> DrawnSelection:
     """The call of a seed. Raises RuntimeError if the back end accepts none of what is drawn."""
     rng = random.Random(f"selection {seed}")
     for _ in range(TRIES):
-        call = _drawn(seed, backend, rng)
+        sizes = _sizes(rng)
+        call = DrawnSelection(seed, backend, sizes, rng.choice((0.0, 0.0, 0.3, 1.0)), 0 if rng.random() < 0.2 else None)
+        picks = call.picks()
+        selection = sf.BlockSelection(picks, sizes["q_len"], sizes["kv_len"], sizes["block"], sizes["every"])
         q, k, v = (
-            torch.empty(call.batch, heads, tokens, dim, dtype=call.dtype)
-            for heads, tokens, dim in (
-                (call.heads, call.q_len, call.dim),
-                (call.kv_heads, call.kv_len, call.dim),
-                (call.kv_heads, call.kv_len, call.v_dim),
-            )
+            torch.empty(1, sizes[heads], sizes[tokens], sizes[dim], dtype=sizes["dtype"], device=picks.device)
+            for heads, tokens, dim in (("heads", "q_len", "dim"), ("kv_heads", "kv_len", "dim"), ("kv_heads", "kv_len", "v_dim"))
         )
-        if torch.cuda.is_available():
-            q, k, v = q.cuda(), k.cuda(), v.cuda()
-        selection = sf.BlockSelection(call.picks(), call.q_len, call.kv_len, call.block, call.every)
-        if BACKENDS[backend].supports(backends.Call.from_tensors(q, k, v, call.block), selection) is None:
+        if BACKENDS[backend].supports(backends.Call.from_tensors(q, k, v, sizes["block"]), selection) is None:
             return call
     raise RuntimeError(f"{backend} runs none of {TRIES} selections that were drawn")
 
 
-def _drawn(seed: int, backend: str, rng: random.Random) -> DrawnSelection:
+def _sizes(rng: random.Random) -> dict:
     kv_heads, group = rng.choice((1, 1, 2)), rng.choice((1, 2, 3, 4, 16))
-    q_len, kv_len = rng.randint(1, 70), rng.randint(1, 200)
-    if rng.random() < 0.3:
-        kv_len = q_len
+    block, q_len = rng.choice((16, 32, 64, 64, 64, 128, 128, 256, 512)), rng.randint(1, 70)
     dim = rng.choice((16, 40, 64, 64, 96, 128)) if rng.random() < 0.8 else rng.randint(1, 128)
-    block = rng.choice((16, 32, 64, 64, 64, 128, 128, 256, 512))
-    if block > 128:
-        kv_len = rng.randint(1, 3 * block)
-    return DrawnSelection(
-        seed,
-        backend,
-        rng.choice((torch.float16, torch.bfloat16, torch.float32)),
-        batch=rng.choice((1, 1, 2)),
-        heads=kv_heads * group,
-        kv_heads=kv_heads,
-        pickers=kv_heads if rng.random() < 0.7 else kv_heads * group,
-        q_len=q_len,
-        kv_len=kv_len,
-        every=rng.choice((1, 1, 1, 2, 3, 16, 40, 128)),
-        block=block,
-        n=rng.randint(1, 6),
-        dropped=rng.choice((0.0, 0.0, 0.3, 1.0)),
-        all_pick=0 if rng.random() < 0.2 else None,
-        always=rng.choice(ALWAYS),
-        always_block=rng.choice([size for size in (16, 32, 64, 128) if size <= block]),
-        dim=dim,
-        v_dim=dim if rng.random() < 0.7 else rng.choice((16, 24, 64, 128)),
-    )
+    return {
+        "dtype": rng.choice((torch.float16, torch.bfloat16, torch.float32)),
+        "batch": rng.choice((1, 1, 2)),
+        "heads": kv_heads * group,
+        "kv_heads": kv_heads,
+        "pickers": kv_heads if rng.random() < 0.7 else kv_heads * group,
+        "q_len": q_len,
+        "kv_len": rng.randint(1, 3 * block) if block > 128 else q_len if rng.random() < 0.3 else rng.randint(1, 200),
+        "every": rng.choice((1, 1, 1, 2, 3, 16, 40, 128)),
+        "block": block,
+        "n": rng.randint(1, 6),
+        "always": rng.choice(ALWAYS),
+        "always_block": rng.choice([size for size in (16, 32, 64, 128) if size <= block]),
+        "dim": dim,
+        "v_dim": dim if rng.random() < 0.7 else rng.choice((16, 24, 64, 128)),
+    }
 
 
 def failure(call: DrawnSelection) -> str | None:
     """Says what is wrong with the results or gradients, or None."""
-    sizes = call.heads, call.kv_heads, call.pickers, call.q_len, call.kv_len, call.every, call.block, call.n
-    options = {"dtype": call.dtype, "dim": call.dim, "v_dim": call.v_dim, "seed": call.seed}
     try:
-        check_selected(call.backend, *sizes, call.always, call.always_block, call.picks(), call.batch, **options)
+        check_selected(call.backend, **call.sizes, picks=call.picks(), seed=call.seed)
     except AssertionError as error:
         return str(error).partition("\n")[0]
     return None

@@ -70,8 +70,7 @@ if __name__ == "__main__":
         for queries in (True, False):
             report(repack.find_rows_kernel, 1, BLOCK=128, QUERIES=queries, SAME=same)
     for queries in (True, False):
-        for shared in (True, False):
-            report(repack.fill_rows_kernel, 1, BLOCK=128, CHUNK=128, ROWS=512, QUERIES=queries, SHARED=shared)
+        report(repack.fill_rows_kernel, 1, BLOCK=128, CHUNK=128, ROWS=512, QUERIES=queries)
     with mock.patch.object(rows, "launch", report_rows):
         for case in MOVES:
             take_rows(*case)

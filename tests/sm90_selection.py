@@ -23,7 +23,7 @@ from triton.runtime.jit import create_function_from_signature
 import sparse_flash as sf
 from sparse_flash.kernels.common.gluon import GluonASTSource
 from sparse_flash.kernels.launch.launch import FUSED, Recording
-from sparse_flash.kernels.selection import backward, decode, forward, hopper_backward, hopper_forward, lists, newest_blocks
+from sparse_flash.kernels.selection import backward, decode, forward, hopper_backward, hopper_forward, lists
 from sparse_flash.selection import hopper as selection_hopper
 from sparse_flash.selection import triton as selection_triton
 
@@ -100,21 +100,13 @@ def compile_case(case: tuple, known: set, dtype=torch.bfloat16) -> None:
             masses = selection_triton.block_lse(q, k, selection, 1.0)
             selection_triton.block_lse_backward(masses, q, k, masses, selection, 1.0)
         launch_or_repeat = partial(report_decoding, case, known)
-        for module in (decode, newest_blocks):
-            stack.enter_context(mock.patch.object(module, "launch_or_repeat", launch_or_repeat))
+        stack.enter_context(mock.patch.object(decode, "launch_or_repeat", launch_or_repeat))
         for page in (0, 64):
             pages = torch.zeros(1, q_len // 64, dtype=torch.int32) if page else None
             cache = torch.zeros(q_len // 64, kv_heads, 64, dim, dtype=dtype) if page else k
             lens = torch.zeros(1, dtype=torch.int32)
             newest = picks[:, :, :1].contiguous(), block, 1, 1.0
             decode.selection_decode(q[:, :, :1], cache, cache, *newest, kv_lens=lens, block_table=pages)
-            means = torch.zeros(1, kv_heads, q_len // block + 1, dim)
-            newest_blocks.update_means(means, cache, q_len // block, 1, block, lens, pages)
-            newest_blocks.pick_decode_blocks(q[:, :, :1], means[:, :, :-1], lens, q_len, slots, block, kv_heads)
-            # So many blocks that several programs share them.
-            newest_blocks.pick_decode_blocks(
-                q[:, :, :1], torch.zeros(1, kv_heads, 1024, dim), lens, 1024 * block, slots, block, kv_heads
-            )
         if block in selection_hopper.BLOCK_SIZES and dim in (64, 128):
             selection_hopper.forward(q, k, k, selection, 1.0)
             selection_hopper.backward(q, None, q, k, k, q, lse, selection, 1.0)

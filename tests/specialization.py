@@ -33,7 +33,7 @@ from sparse_flash.kernels.packed import rows as moved_rows
 from sparse_flash.kernels.portable import backward, configs, decode, forward
 from sparse_flash.kernels.selection import backward as selection_backward
 from sparse_flash.kernels.selection import decode as selection_decode
-from sparse_flash.kernels.selection import division, lists, newest_blocks, pick_blocks
+from sparse_flash.kernels.selection import division, lists, pick_blocks
 from sparse_flash.kernels.selection import forward as selection_forward
 from sparse_flash.kernels.selection import hopper_backward as selection_hopper_backward
 from sparse_flash.kernels.selection import hopper_forward as selection_hopper_forward
@@ -50,7 +50,6 @@ SELECTION = (
     selection_hopper_forward,
     selection_hopper_backward,
     selection_decode,
-    newest_blocks,
 )
 PACKED = (repack, moved_rows, spans, document_blocks, splits, select)
 MODULES = (forward, backward, decode, hopper_forward, hopper_backward, log_sums, rules, *PACKED, *SELECTION)
@@ -157,8 +156,7 @@ def packed_calls() -> None:
         numbers = torch.zeros(128 * rows, dtype=torch.int32)
         records = repack.find_rows(layout, table, rows, tokens, 128, (numbers, numbers), True, False)
         tiles = [torch.zeros(count, 128, dtype=torch.int32) for count in (tokens, documents)]
-        shared = repack.SharedBlocks(ends, tiles[0], rows)
-        repack.fill_rows(layout, records, table, tiles, tiles, shared, 64, tokens, 128, True)
+        repack.fill_rows(layout, records, table, tiles, tiles, 64, tokens, 128, True)
         for dim in LENGTHS:
             source = torch.zeros(rows, heads, dim)
             for copies in (None, torch.zeros(2, rows, dtype=torch.int32)):
@@ -226,10 +224,6 @@ def picked_decoding_calls() -> None:
         for programs in (1, 2):
             selection_decode.selection_decode(q, k, v, picks, 64, 1, 1.0, splits=programs, **options)
             selection_decode.selection_decode(q, eighths, eighths, picks, 64, 1, 1.0, splits=programs, **options, **scales)
-        blocks = 3 * kv_len
-        means = torch.zeros(batch, kv_heads, blocks + 1, 64)
-        newest_blocks.update_means(means, k, blocks, 2, 16, lens, options.get("block_table"))
-        newest_blocks.pick_decode_blocks(q, means[:, :, :-1], lens, 16 * blocks, 3, 16, kv_heads)
 
 
 def main() -> None:

@@ -64,11 +64,11 @@ def attention_decode(
     mask: a Pattern or its spec text, which must fit a sequence of the capacity if kv_lens is None, and on a CPU the lengths in
     kv_lens; None for dense attention, in which all queries see all keys; or a BlockMask, square as for
     training, covering at least the capacity; or a BlockSelection, the blocks of the cache that these queries picked, by
-    ``BlockMeans.choose`` or otherwise, without ``always``. Query i has position ``kv_lens[b] - q_len + i``; a key's position is its
+    ``topk_blocks`` or otherwise, without ``always``. Query i has position ``kv_lens[b] - q_len + i``; a key's position is its
     index in the sequence. A query at a negative position keeps nothing.
     scale: positive; 1 / sqrt(head_dim) by default. return_lse: also return lse, as in ``attention``.
     backend: as for ``attention``; "hopper" and "triton" share one kernel here. Of a BlockSelection they and "torch" read the picked
-    blocks and no others, so a step's cost does not grow with the cache.
+    blocks and no others, so attention costs no more as the cache grows.
 
     Returns out, like q but with v's head_dim, or (out, lse). A query that keeps nothing has out 0 and lse -inf. The batch, the
     queries and the cache may be empty. Raises ValueError for arguments that do not fit together and for tensors that require a

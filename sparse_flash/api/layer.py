@@ -26,7 +26,6 @@ from .arguments import resolve_deterministic
 from .attention import attention
 from .decode import attention_decode, can_decode
 from .decoding_arguments import MAX_QUERIES
-from .means import BlockMeans
 from .shared import SharedSequence
 from .topk_selections import QueryChoice
 
@@ -42,7 +41,6 @@ class KeyValueCache:
     later tokens may be larger than all so far, and none is clipped or stored anew. Each access computes ``keys`` and ``values``
     anew, in float32. scales: of keys and of values, (batch, kv_heads, length) float32; None for other dtypes.
     v_head_dim: head_dim of the values; that of the keys by default.
-    block_size: if not None, ``means`` are the ``BlockMeans`` of the keys in blocks of this size, up to date; None otherwise.
     """
 
     def __init__(
@@ -53,7 +51,6 @@ class KeyValueCache:
         head_dim: int,
         *,
         v_head_dim: int | None = None,
-        block_size: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -65,9 +62,6 @@ class KeyValueCache:
         self.tokens, self.scales = 0, None
         if dtype == backends.E4M3:
             self.scales = tuple(torch.zeros(batch, kv_heads, length, device=device, dtype=torch.float32) for _ in "kv")
-            dtype = None  # of means
-        sizes = batch, kv_heads, length, head_dim
-        self.means = None if block_size is None else BlockMeans(*sizes, block_size, dtype=dtype, device=device)
 
     @property
     def length(self) -> int:
@@ -126,9 +120,6 @@ class KeyValueCache:
                 self.scales[which][:, :, self.tokens : stop] = scale
                 new = new / scale[..., None]
             self.room[which][:, :, self.tokens : stop] = new
-        if self.means is not None and k.shape[2]:
-            keys, _, scales = self.held(self.length)
-            self.means.update(keys, k.shape[2], kv_lens=_repeat_count(stop, k), k_scale=scales.get("k_scale"))
         return stop
 
     def reset(self) -> None:
@@ -148,9 +139,9 @@ class SparseAttention(nn.Module):
     select: instead of a mask, the arguments of ``topk_blocks`` by which queries choose their blocks in each forward pass:
     ``{"keep": 16, "block_size": 64, "share_group": True}``; every is 1 by default. Or a function of (q, k), queries and keys by
     head, after rotation, that returns a BlockSelection. With a cache, new queries choose among all keys, each for itself (every=1):
-    then tokens see the same blocks whether they come one by one or all at once. Where choices are by mean keys without ``always``,
-    ``new_cache`` keeps these means, and a step reads the picked blocks alone. With a ``ContextPlan`` as mask, of strategy "heads",
-    each rank chooses in its heads.
+    then tokens see the same blocks whether they come one by one or all at once. Each choice reads all keys; the attention of up to
+    64 tokens to a selection without ``always`` then reads only the picked blocks. With a ``ContextPlan`` as mask, of strategy
+    "heads", each rank chooses in its heads.
     rotary_base: the base of rotary position embedding, which pairs elements half of head_dim apart; None for no positions.
     bias: of the four projections. dropout_p: as for ``attention``, in training mode only; not with select or a cache. backend,
     deterministic: as for ``attention``.
@@ -332,29 +323,24 @@ class SparseAttention(nn.Module):
         return q, k, v
 
     def _attend_to_picks(self, cache: KeyValueCache | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        stop = 0
         if cache is not None:
             stop = cache._write(k, v)
-            means, choice = cache.means, self.select
-            if means is not None and isinstance(choice, QueryChoice) and self._can_use_means(means, choice, q, k):
-                lens = _repeat_count(stop, q)
-                selection = means.choose(q, choice.keep, share_group=choice.share_group, kv_lens=lens)
-                keys, values, scales = cache.held(cache.length)
-                out = attention_decode(q, keys, values, selection, kv_lens=lens, **scales, backend=self.backend)
-                return cast(torch.Tensor, out)
-            k, v = (cache._read_tokens(stop, which, k.dtype) for which in range(2))
+            k = cache._read_tokens(stop, 0, k.dtype)
         selection = cast(Select, self.select)(q, k)
         if not isinstance(selection, BlockSelection):
             raise TypeError(f"select must return a BlockSelection; got {type(selection).__name__}; pass every=1 to topk_blocks")
-        if cache is not None and selection.every > 1:
+        if cache is None:
+            return self._attend(q, k, v, selection)
+        if selection.every > 1:
             raise ValueError(
                 f"with a cache, select must choose for each query; got every={selection.every}, whose groups would begin at the "
                 "first new token; pass every=1"
             )
-        return self._attend(q, k, v, selection)
-
-    def _can_use_means(self, means: BlockMeans, choice: QueryChoice, q: torch.Tensor, k: torch.Tensor) -> bool:
-        fits = choice.can_use_means and means.block_size == choice.block_size
-        return fits and can_decode(q, k) and self.backend in ("auto", "torch")
+        if selection.always is None and can_decode(q, k) and self.backend in ("auto", "torch"):
+            keys, values, scales = cache.held(stop)
+            return cast(torch.Tensor, attention_decode(q, keys, values, selection, **scales, backend=self.backend))
+        return self._attend(q, k, cache._read_tokens(stop, 1, v.dtype), selection)
 
     def _attend(
         self,
@@ -399,9 +385,7 @@ class SparseAttention(nn.Module):
         layer's by default, or torch.float8_e4m3fn."""
         weight = self.k_proj.weight
         sizes = batch, self.kv_heads, length, self.head_dim
-        block_size = self.select.block_size if isinstance(self.select, QueryChoice) and self.select.can_use_means else None
-        options: dict[str, Any] = {"dtype": dtype or weight.dtype, "device": weight.device}
-        return KeyValueCache(*sizes, v_head_dim=self.v_head_dim, block_size=block_size, **options)
+        return KeyValueCache(*sizes, v_head_dim=self.v_head_dim, dtype=dtype or weight.dtype, device=weight.device)
 
     def extra_repr(self) -> str:
         mask = f"blocks of {self._mask.block_size}" if isinstance(self._mask, BlockMask) else self.mask

@@ -62,11 +62,6 @@ class QueryChoice:
     def __call__(self, q: torch.Tensor, k: torch.Tensor) -> BlockSelection:
         return select_by_query(*check_q_and_k(q, k), self)
 
-    @property
-    def can_use_means(self) -> bool:
-        """Whether a step of decoding can choose by means that are kept, see ``BlockMeans``."""
-        return self.score == "mean" and self.every == 1 and self.always is None
-
     def selection(self, picks: torch.Tensor, q_len: int, kv_len: int) -> BlockSelection:
         table = always_table(self.always, q_len, kv_len, self.block_size, picks.device)
         return BlockSelection(picks, q_len, kv_len, self.block_size, self.every, True, table)

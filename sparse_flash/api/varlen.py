@@ -67,10 +67,9 @@ def attention_varlen(
     If each query keeps one run of keys and runs ascend (causal, local, prefix, full and their intersections), documents are
     attended to in place, in blocks that neighbours may share: masked values are multiplied by a weight of 0 there, so infinities
     and NaN in one document, or past the last, can reach a neighbour. Under other patterns, documents are moved to blocks of their
-    own and back, which copies q, k, v and the results. If documents have fewer than 128 tokens on average, neighbours of up to 64
-    share a block, and infinities and NaN can reach each other there. Under a PackedSelection documents are moved too. Infinities
-    and NaN can still reach documents nearby there if the query heads that share a choice are not a power of two, or beside
-    ``always`` on the back end torch.
+    own and back, which copies q, k, v and the results; each document takes whole blocks of 128 tokens there. Under a
+    PackedSelection documents are moved too. Infinities and NaN can still reach documents nearby there if the query heads that share
+    a choice are not a power of two, or beside ``always`` on the back end torch.
 
     Source: the variable-length call of FlashAttention (arXiv:2205.14135).
     """

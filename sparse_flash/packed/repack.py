@@ -1,14 +1,11 @@
 """Packed documents on an axis of whole blocks: the place of each token, and the BlockMask of that axis. For patterns that
 ``in_place.py`` does not support.
 
-Each document starts in a new block, but short ones share blocks where documents are short on average. So the table of one long
-document, compiled once, contains the tables of all of them: a shorter one keeps the entries of its first rows and columns. Only its
-last block of keys has tiles of its own, if the document ends inside it. If a document's numbers of queries and keys differ, its
+Each document starts in a new block. So the table of one long document, compiled once, contains the tables of all of them: a shorter
+one keeps the entries of its first rows and columns. Only its last block of keys has tiles of its own, if the document ends inside
+it. If a document's numbers of queries and keys differ, its
 queries start as far into their first block as their first position lies within one; its rows are then the last ones before the end
 of its keys.
-
-Neighbours of up to 64 tokens that start in the same 64 tokens of the packed axis share a block: they are laid out as one document,
-whose only block has a bit tile of its own, with the first tile of the long document's table for each of them.
 
 On a GPU nothing synchronizes with the host, and shapes depend only on the numbers of tokens and documents.
 """
@@ -35,11 +32,10 @@ from ..masks.memory import cached_until_cleared
 from ..masks.pattern import short_text
 from ..masks.select_blocks import build_work
 from ..masks.table import SPLIT_FIELDS, WORK_FIELDS, Entries, Table, most_splits
-from ..masks.tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches, pack_bits, unpack_bits
+from ..masks.tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches
 from . import gather_rows
 
 BLOCK = 128
-_SHORT = BLOCK // 2  # the most tokens of a document that shares a block; neighbours start within as many tokens
 
 
 class Axis(NamedTuple):
@@ -72,8 +68,7 @@ class RepackPlan(NamedTuple):
 
     q_tokens .. k_blocks: tokens, longest document and blocks of queries and keys. blocks_before_keys: block rows of the long
     document's table before position 0. entries: capacity. shares_documents: whether keys have the documents of the queries.
-    has_bits: whether the table has bit tiles. run_tiles, bit_tiles: how many tiles the long document has. longest_sharing: the most
-    tokens of a document if short ones share blocks, else 0.
+    has_bits: whether the table has bit tiles. run_tiles, bit_tiles: how many tiles the long document has.
     """
 
     q_tokens: int
@@ -88,14 +83,12 @@ class RepackPlan(NamedTuple):
     has_bits: int
     run_tiles: int
     bit_tiles: int
-    longest_sharing: int
 
 
-def repack_documents(pattern, queries: PackedDocuments, keys: PackedDocuments | None, one_per_block: bool = False) -> Packed:
+def repack_documents(pattern, queries: PackedDocuments, keys: PackedDocuments | None) -> Packed:
     """The document axes, and the mask under which each document attends only to itself, by the pattern.
 
-    pattern: a Pattern or its spec text. keys: None if they share the documents of the queries. one_per_block: whether each
-    document must start in a new block.
+    pattern: a Pattern or its spec text. keys: None if they share the documents of the queries.
     """
     shares_documents = keys is None
     keys = queries if keys is None else keys
@@ -103,9 +96,7 @@ def repack_documents(pattern, queries: PackedDocuments, keys: PackedDocuments | 
     # index() turns symbolic lengths into plain numbers: a compiled graph holds the table of one long document.
     q_tokens, q_longest, k_tokens, k_longest = map(index, (*queries[1:], *keys[1:]))
     documents = _round_up_documents(starts[0].shape[0] - 1)
-    plan, tables = _make_plan(
-        pattern, q_tokens, q_longest, k_tokens, k_longest, documents, shares_documents, one_per_block, starts[0].device
-    )
+    plan, tables = _make_plan(pattern, q_tokens, q_longest, k_tokens, k_longest, documents, shares_documents, starts[0].device)
     run = _pack if is_plain_eager(*starts) else _pack_operator
     *axes, mask_index, by_query, by_key, tiles = _unpack_results(run(fake_tensors_if_needed(tables), *starts, plan))
     q_len, kv_len = (axis.token_of_row.shape[0] for axis in axes)
@@ -121,22 +112,14 @@ def _unpack_results(tensors: list[torch.Tensor]):
 
 @constant_in_graphs
 def _make_plan(
-    pattern, q_tokens, q_longest, k_tokens, k_longest, documents, shares_documents, one_per_block, device
+    pattern, q_tokens, q_longest, k_tokens, k_longest, documents, shares_documents, device
 ) -> tuple[list[int], list[torch.Tensor]]:
-    """(the fields of a RepackPlan, the tensors of the long document's mask and the bits of its first tile)."""
-    shares_blocks = shares_documents and not one_per_block and documents * BLOCK > q_tokens
-    longest_sharing = q_longest if shares_blocks else 0
-    if shares_blocks:
-        # Several documents in a block end inside it.
-        q_longest = k_longest = max(q_longest, BLOCK - 1)
+    """(the fields of a RepackPlan, the tensors of the long document's mask)."""
     # Rounded to powers of two, to compile for few lengths.
     k_height, q_height = (next_power_of_two(-(-longest // BLOCK)) for longest in (k_longest, q_longest))
     document = long_document(pattern, k_height, 0 if shares_documents else q_height, device)
     q_blocks = most_blocks(q_tokens, documents, 0 if shares_documents else BLOCK - 1)
     k_blocks = most_blocks(k_tokens, documents)
-    if shares_blocks:
-        # A block of documents that share it for each _SHORT tokens, and as many of longer ones.
-        q_blocks = k_blocks = min(q_blocks, q_tokens // (_SHORT // 2) + 1)
     keep_if_captured(document, device)
     run_tiles, bit_tiles = map(len, document.mask.tiles)
     plan = RepackPlan(
@@ -149,10 +132,9 @@ def _make_plan(
         blocks_before_keys=document.before,
         entries=max(2, document.most_entries(q_blocks, k_blocks, -(-k_longest // BLOCK))),
         shares_documents=shares_documents,
-        has_bits=shares_blocks or document.has_bits,
+        has_bits=document.has_bits,
         run_tiles=run_tiles,
         bit_tiles=bit_tiles,
-        longest_sharing=longest_sharing,
     )
     return [*map(int, plan)], document.tables
 
@@ -198,18 +180,7 @@ class LongDocument:
     @cached_property
     def tables(self) -> list[torch.Tensor]:
         """The mask's tensors on the device."""
-
-        def make() -> list[torch.Tensor]:
-            return [*self.mask.to(self._device).tensors(), torch.from_numpy(pack_bits(self._first_tile)).to(self._device)]
-
-        return run_in_thread(make)
-
-    @property
-    def _first_tile(self) -> np.ndarray:
-        """(1, BLOCK, BLOCK) bool."""
-        rows, cols, kinds, tiles = self.mask.entries()
-        first = np.flatnonzero((rows == self.before) & (cols == 0))
-        return self.mask.tile_pairs(kinds[first], tiles[first]) if len(first) else np.zeros((1, BLOCK, BLOCK), bool)
+        return run_in_thread(lambda: self.mask.to(self._device).tensors())
 
     def most_entries(self, q_blocks: int, k_blocks: int, longest: int) -> int:
         """An upper bound on the entries in this many blocks of documents of up to ``longest`` key blocks."""
@@ -225,25 +196,8 @@ def long_document(pattern, k_blocks, before, device) -> LongDocument:
 
 def _pack(tables: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]) -> list[torch.Tensor]:
     """tables, plan: from ``_make_plan``. Returns what ``_unpack_results`` splits."""
-    run, whole, borders = (
-        _pack_on_device if gather_rows.can_use_kernels(q_starts.device) else _pack_on_host,
-        RepackPlan(*plan),
-        q_starts,
-    )
-    if whole.longest_sharing:
-        borders, starts = _shared_starts(q_starts, whole.q_tokens)
-        q_starts = k_starts = starts
-    return run(tables, q_starts, k_starts, borders, whole)
-
-
-def _shared_starts(cu_seqlens: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two (documents + 1,) int32: cu_seqlens, ascending and within the tokens; and the starts of the documents as they are laid
-    out. Of documents that share a block, the first has the tokens of all, and the others none."""
-    borders = cu_seqlens.clamp(0, tokens).to(torch.int32).cummax(0).values
-    short, window = borders.diff() <= _SHORT, borders[:-1] // _SHORT
-    joins = short[1:] & short[:-1] & (window[1:] == window[:-1])
-    starts = torch.cat([borders[:1], torch.where(joins, tokens, borders[1:-1]), borders[-1:]])
-    return borders, starts.flip(0).cummin(0).values.flip(0)
+    run = _pack_on_device if gather_rows.can_use_kernels(q_starts.device) else _pack_on_host
+    return run(tables, q_starts, k_starts, RepackPlan(*plan))
 
 
 @torch.library.custom_op(operator_name("pack_documents"), mutates_args=())
@@ -302,12 +256,11 @@ def fake_table(rows: int, entries: int, longest: int, in_full: bool) -> list[tup
     return [(1, rows + 1), (1, rows, 2), (1, rows), (col_idx,), (tile_idx,), *work]
 
 
-def _pack_on_device(tables, q_starts, k_starts, borders, plan: RepackPlan) -> list[torch.Tensor]:
+def _pack_on_device(tables, q_starts, k_starts, plan: RepackPlan) -> list[torch.Tensor]:
     """``_pack`` using kernels."""
-    from ..kernels.packed.repack import SharedBlocks, fill_rows, find_rows, lay_out
+    from ..kernels.packed.repack import fill_rows, find_rows, lay_out
 
-    mask_index, by_query, by_key, tiles, first_tile = _unpack_tables(tables)
-    shared = SharedBlocks(borders, first_tile, plan.longest_sharing)
+    mask_index, by_query, by_key, tiles = _unpack_tables(tables)
     roomy = [_extend_tiles(tiles[0], plan.q_blocks), _extend_tiles(tiles[1], plan.q_blocks) if plan.has_bits else tiles[1]]
     before, shares_documents = plan.blocks_before_keys, bool(plan.shares_documents)
     with current_device(q_starts.device):
@@ -318,15 +271,15 @@ def _pack_on_device(tables, q_starts, k_starts, borders, plan: RepackPlan) -> li
         for is_query, table, blocks, tokens in sides:
             axes.append(axes[0] if shares_documents and axes else _empty_axis(tokens, blocks, q_starts.device))
             records = find_rows(layout, table, blocks, before, BLOCK, axes[-1], is_query, shares_documents)
-            filled.append(fill_rows(layout, records, table, tiles, roomy, shared, plan.entries, before, BLOCK, is_query))
+            filled.append(fill_rows(layout, records, table, tiles, roomy, plan.entries, before, BLOCK, is_query))
         work = build_work(filled[0][:3], filled[1][:3], plan.k_blocks, plan.q_blocks)
     return [*axes[0], *axes[1], mask_index, *filled[0], *work[0], *filled[1], *work[1], *roomy]
 
 
 def _unpack_tables(tables: list[torch.Tensor]):
-    """(mask_index, by_query, by_key, tiles, first tile)."""
+    """(mask_index, by_query, by_key, tiles)."""
     size = len(Table._fields)
-    return tables[0], Table(*tables[1 : 1 + size]), Table(*tables[1 + size : 1 + 2 * size]), tables[1 + 2 * size : -1], tables[-1]
+    return tables[0], Table(*tables[1 : 1 + size]), Table(*tables[1 + size : 1 + 2 * size]), tables[1 + 2 * size :]
 
 
 def _empty_axis(tokens: int, blocks: int, device) -> Axis:
@@ -340,7 +293,7 @@ def _extend_tiles(tiles: torch.Tensor, more: int) -> torch.Tensor:
     return roomy
 
 
-def _pack_on_host(tables, q_starts, k_starts, borders, plan: RepackPlan) -> list[torch.Tensor]:
+def _pack_on_host(tables, q_starts, k_starts, plan: RepackPlan) -> list[torch.Tensor]:
     """``_pack`` using NumPy: the reference for the kernels."""
     q_start, q_len = documents_on_host(q_starts, plan.q_tokens, plan.q_longest)
     k_start, k_len = (q_start, q_len) if plan.shares_documents else documents_on_host(k_starts, plan.k_tokens, plan.k_longest)
@@ -350,16 +303,9 @@ def _pack_on_host(tables, q_starts, k_starts, borders, plan: RepackPlan) -> list
     device = q_starts.device
 
     k_height = _unpack_tables(tables)[2].row_order.shape[1]
-    long = BlockMask.from_tensors((plan.blocks_before_keys + k_height) * BLOCK, k_height * BLOCK, BLOCK, tables[:-1])
+    long = BlockMask.from_tensors((plan.blocks_before_keys + k_height) * BLOCK, k_height * BLOCK, BLOCK, tables)
     grid = BlockGrid(plan.q_blocks * BLOCK, plan.k_blocks * BLOCK, BLOCK)
-    alone = k_len >= BLOCK if plan.longest_sharing else k_len > 0
-    entries, pool = _documents_entries(long, plan.blocks_before_keys, q_first, q_blocks * alone, k_first, k_blocks, k_len)
-    if plan.longest_sharing:
-        some = (k_len > 0) & ~alone
-        ends = borders.cpu().numpy().astype(np.int64)
-        first_tile = unpack_bits(tables[-1].cpu().numpy(), BLOCK)[0]
-        shared = _shared_entries(first_tile, ends, plan.longest_sharing, q_start[some], q_len[some], q_first[some], pool)
-        entries = Entries(*(np.concatenate(pair) for pair in zip(entries, shared, strict=True)))
+    entries, pool = _documents_entries(long, plan.blocks_before_keys, q_first, q_blocks, k_first, k_blocks, k_len)
     mask = from_entries(grid, entries, pool).to(device)
     q_axis = _axis(plan.q_tokens, plan.q_blocks, q_start, q_len, q_first * BLOCK + skipped, device)
     k_axis = q_axis if plan.shares_documents else _axis(plan.k_tokens, plan.k_blocks, k_start, k_len, k_first * BLOCK, device)
@@ -377,21 +323,6 @@ def _axis(tokens: int, blocks: int, start, length, first_row, device) -> Axis:
     token_of_row, row_of_token = np.full(blocks * BLOCK, -1, np.int32), np.full(tokens, -1, np.int32)
     token_of_row[row], row_of_token[token] = token, row
     return Axis(torch.from_numpy(token_of_row).to(device), torch.from_numpy(row_of_token).to(device))
-
-
-def _shared_entries(first_tile, borders, longest: int, start, length, row, pool: TilePool) -> Entries:
-    """The entries of blocks of several documents each, tokens start .. start + length - 1 of each block, and their tiles."""
-    numbers, position = np.zeros(len(row), np.int64), np.arange(BLOCK)
-    for batch in dense_batches(len(row), BLOCK):
-        token = start[batch, None] + position
-        document = np.searchsorted(borders, token, side="right") - 1
-        within = token - borders[document]
-        exists = (position < length[batch, None]) & (within < longest)
-        kept = (document[:, :, None] == document[:, None]) & exists[:, :, None] & exists[:, None]
-        within = np.minimum(within, BLOCK - 1)
-        numbers[batch] = pool.add_dense(kept & first_tile[within[:, :, None], within[:, None]])
-    some = numbers != EMPTY_TILE
-    return Entries(row[some], row[some], numbers[some])
 
 
 def _documents_entries(long: BlockMask, before, q_first, q_blocks, k_first, k_blocks, k_len) -> tuple[Entries, TilePool]:

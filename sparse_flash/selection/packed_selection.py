@@ -78,7 +78,7 @@ class PackedSelection:
         if self.always is None:
             axis = block_axis(self.documents, place, max(self.block_size, _TILE))
         else:
-            packed = repack_documents(without_later_keys(self.always), self.documents, None, one_per_block=True)
+            packed = repack_documents(without_later_keys(self.always), self.documents, None)
             axis, table = packed.queries, packed.mask
         first = ((axis.row_of_token - place.within) // self.block_size)[:, None]
         picks = torch.where(self.picks < 0, -1, self.picks + first)

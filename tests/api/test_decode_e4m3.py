@@ -100,13 +100,7 @@ def test_picked_blocks_are_read_as_their_numbers_times_their_scales(backend, dat
         (k, table), (v, _), (k_scale, _), (v_scale, _) = (in_pages(t, page_size, torch.Generator().manual_seed(1)) for t in cache)
         k, v, options["block_table"] = k.to(E4M3), v.to(E4M3), table
         scales = {"k_scale": of_units(k_scale[..., 0], by), "v_scale": of_units(v_scale[..., 0], by)}
-    means = sf.BlockMeans(2, 2, CAPACITY, 32, block, device=DEVICE)
-    means.update(k, CAPACITY, **options, k_scale=scales["k_scale"])
-    for sequence, length in enumerate(lens.tolist()):
-        whole = length // block
-        right = keys[sequence, :, : whole * block].unflatten(1, (whole, block)).mean(2)
-        torch.testing.assert_close(means.means[sequence, :, :whole].double(), right, atol=1e-5, rtol=1e-5)
-    chosen = means.choose(q, 3, share_group=share, kv_lens=lens)
+    chosen = sf.topk_blocks(q, keys.float(), 3, every=1, block_size=block, share_group=share)
     found = sf.attention_decode(q, k, v, chosen, **options, **scales, return_lse=True, backend=backend)
     exact = sf.attention_decode(q.double(), keys, values, chosen, kv_lens=lens, return_lse=True, backend="torch")
     for ours, wanted in zip(found, exact, strict=True):

@@ -17,7 +17,6 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 import sparse_flash as sf
 from sparse_flash import backends
-from sparse_flash.api import varlen
 from sparse_flash.packed import gather_rows, in_place, repack
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -166,18 +165,15 @@ def test_documents_with_fewer_or_more_queries_than_keys_are_aligned_at_their_end
     same=st.booleans(),
     beyond=st.integers(1, 200),
     v_head_dim=strategies.v_head_dims,
+    heads=st.sampled_from([(4, 2), (3, 1), (2, 2)]),
+    head_dim=st.sampled_from([1, 5, 16, 40, 128]),
+    scale=st.sampled_from([None, 0.1]),
 )
 @settings(max_examples=25)
-def test_drawn_patterns_and_lengths_are_right(pattern, lengths, same, beyond, v_head_dim):
+def test_drawn_patterns_lengths_and_heads_are_right(pattern, lengths, same, beyond, v_head_dim, heads, head_dim, scale):
     q_lens, k_lens = zip(*lengths, strict=True)
-    check("torch", pattern, q_lens, None if same else k_lens, beyond=beyond, v_head_dim=v_head_dim)
-
-
-@pytest.mark.usefixtures("packer")
-@parametrize("name", ["window", "random"])
-def test_v_may_have_a_head_dim_of_its_own_in_place_and_moved(name):
-    check("torch", PATTERNS[name], (130, 1, 60), head_dim=24, v_head_dim=40)
-    check("torch", PATTERNS[name], (30, 1, 60), (70, 0, 40), head_dim=40, v_head_dim=8, beyond=9)
+    sizes = {"heads": heads[0], "kv_heads": heads[1], "head_dim": head_dim, "v_head_dim": v_head_dim, "scale": scale}
+    check("torch", pattern, q_lens, None if same else k_lens, beyond=beyond, **sizes)
 
 
 @parametrize("backend", ["triton", "reference"])
@@ -220,18 +216,7 @@ def test_what_lies_in_blocks_past_that_of_the_last_document_is_never_read():
 @parametrize("backend", BACKENDS)
 @parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_every_back_end_and_dtype_is_right(backend, dtype):
-    check(backend, "causal & local(100)", (130, 1, 0, 60), dtype=dtype, head_dim=64)
-
-
-@parametrize("backend", BACKENDS)
-@parametrize("heads, kv_heads", [(4, 2), (3, 1), (2, 2)])
-def test_query_heads_may_share_keys(backend, heads, kv_heads):
-    check(backend, "causal", (40, 90), heads=heads, kv_heads=kv_heads)
-
-
-@parametrize("head_dim", [1, 5, 40, 128])
-def test_any_head_dim_and_scale_will_do(head_dim):
-    check("torch", "causal", (40, 90), head_dim=head_dim, scale=0.1)
+    check(backend, "causal & local(100)", (130, 1, 0, 60), heads=4, kv_heads=2, dtype=dtype, head_dim=64)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
@@ -380,56 +365,17 @@ def assert_well_formed(mask):
     assert said[0] == {(row, col, kind, tile) for col, row, kind, tile in said[1]}
 
 
-SHORT = (1, 3, 2, 0, 64, 1, 65, 2, 127, 60, 60, 60, 1, 1, 128, 2, 300, 1, 9, 33)
-
-
-@pytest.mark.usefixtures("packer")
-@parametrize("name", ["both ways", "butterfly", "strided", "custom"])
-@parametrize("lengths", [SHORT, (1, 2, 3) * 50], ids=["some longer", "all short"])
-def test_short_documents_that_share_blocks_do_not_see_each_other(name, lengths):
-    check("torch", PATTERNS[name], lengths, beyond=20)
-
-
-@parametrize("by_kernels", [False, True])
-@parametrize("longest", [3, 100, 1000])
-def test_short_documents_share_blocks_whatever_bound_they_have(by_kernels, longest):
-    packed = pack(by_kernels, "causal & (local(2) | sinks(1))", bounds((1, 2, 3) * 300), tokens=(1800,) * 2, longest=(longest,) * 2)
-    rows = packed.queries.row_of_token // 128
-    assert len(packed.queries.token_of_row) <= 4 * 1800 + 128 and len(rows.unique()) <= 1800 // 64 + 1
-
-
-@pytest.mark.skipif(DEVICE != "cpu", reason="the host does not know lengths on a GPU")
-@parametrize("dtype", [torch.int32, torch.int64])
-def test_equal_documents_of_queries_and_keys_are_the_same_on_a_cpu(dtype, monkeypatch):
-    keys, pack = [], varlen.repack_documents
-    monkeypatch.setattr(
-        varlen, "repack_documents", lambda mask, queries, k, **options: keys.append(k) or pack(mask, queries, k, **options)
-    )
-    q, k, v = (torch.randn(75, 2, 16) for _ in range(3))
-    starts = cu_seqlens((1, 4, 20, 50)), cu_seqlens((1, 4, 20, 50), dtype)
-    mask = "causal & (local(9) | sinks(2))"
-    out = sf.attention_varlen(q, k, v, *starts, mask)
-    assert keys == [None] and torch.equal(out, sf.attention_varlen(q, k, v, starts[0], mask=mask))
-    sf.attention_varlen(q, k, v, starts[0], cu_seqlens((1, 4, 21, 49)), mask)
-    assert keys[-1] is not None
-
-
-@parametrize("by_kernels", [False, True])
-@parametrize("longest", [2, 30, 64, 90, 127])
-def test_a_document_that_shares_a_block_uses_its_first_tokens_alone_up_to_the_maximum(by_kernels, longest):
-    tokens, lengths = sum(SHORT), [min(length, longest) for length in SHORT]
-    packed = pack(by_kernels, "causal & (local(20) | sinks(3))", bounds(SHORT), tokens=(tokens, tokens), longest=(longest,) * 2)
-    token = packed.queries.token_of_row.long()
-    wanted = torch.zeros(tokens, tokens, dtype=torch.bool)
-    of_each = documents_mask("causal & (local(20) | sinks(3))", lengths, lengths, sum(lengths), sum(lengths))
-    used = torch.cat([torch.arange(start, start + n) for start, n in zip(bounds(SHORT), lengths, strict=False)])
-    wanted[used[:, None], used] = of_each
-    row = packed.queries.row_of_token[used].long()
-    assert (row >= 0).all() and torch.equal(token[row].cpu(), used)
-    kept = torch.zeros(tokens, tokens, dtype=torch.bool)
-    there = token >= 0
-    kept[token[there].cpu()[:, None], token[there].cpu()] = packed.mask.to_dense()[there][:, there].cpu()
-    assert torch.equal(kept, wanted)
+@parametrize("heads_first", [True, False])
+@parametrize("dtype", [torch.float32, torch.float16])
+@needs_triton
+def test_rows_by_the_kernel_equal_those_by_indexing(monkeypatch, dtype, heads_first):
+    x = torch.randn(50, 3, 5, 20, device=DEVICE, dtype=dtype)[:, :, 2].transpose(0, 1).contiguous().transpose(0, 1)
+    index = torch.randint(-1, 50, (70,), device=DEVICE, dtype=torch.int32)
+    results = []
+    for by_kernels in (False, True):
+        monkeypatch.setattr(gather_rows, "can_use_kernels", lambda device, by_kernels=by_kernels: by_kernels)
+        results.append(gather_rows.take_rows(x, index, index, float("-inf"), heads_first))
+    assert torch.equal(*results) and results[0].stride() == results[1].stride()
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
@@ -483,9 +429,8 @@ def test_opcheck_passes():
     starts = cu_seqlens((100, 200), torch.int64)
     # On a GPU, the unused room of a table holds arbitrary values.
     compared = {} if DEVICE == "cpu" else {"test_utils": ("test_schema", "test_autograd_registration", "test_faketensor")}
-    for documents in (2, 200):  # short ones share blocks
-        plan, tables = repack._make_plan("causal", *[300] * 4, documents, True, False, starts.device)
-        torch.library.opcheck(repack._pack_operator, (tables, starts, starts, plan), **compared)
+    plan, tables = repack._make_plan("causal", *[300] * 4, 2, True, starts.device)
+    torch.library.opcheck(repack._pack_operator, (tables, starts, starts, plan), **compared)
     plan, constants = in_place._make_plan("causal", *[300] * 4, True, starts.device)
     torch.library.opcheck(in_place._assemble_operator, (constants, starts, starts, plan), **compared)
     axis = repack.repack_documents("causal", repack.PackedDocuments(starts, 300, 300), None).queries
@@ -598,7 +543,7 @@ def test_sizes_of_packed_tables_are_plain_numbers_where_those_of_their_arguments
     # Inductor cannot compile a backward pass that is given a size and not the symbol that it is made of.
     monkeypatch.setattr(gather_rows, "can_use_kernels", lambda device: True)
     pattern = sf.parse("causal & (local(9) | sinks(3))")
-    plan, tables = repack._make_plan(pattern, 1000, 400, 1000, 400, 8, True, False, torch.device("cpu"))
+    plan, tables = repack._make_plan(pattern, 1000, 400, 1000, 400, 8, True, torch.device("cpu"))
     mode = FakeTensorMode(shape_env=ShapeEnv())
 
     def dynamic(tensor):

@@ -87,7 +87,9 @@ def test_a_drawn_selection_is_right_and_a_wrong_one_is_named(monkeypatch):
 
     calls = [fuzz_selections.draw(seed, "torch") for seed in (3, 100, 3)]
     assert calls[0] == calls[2] != calls[1] and str(calls[0]).startswith("seed 3: torch, dtype torch.")
-    call = next(call for call in map(fuzz_selections.draw, range(99), ["torch"] * 99) if call.dropped == 0 and call.kv_len > 9)
+    call = next(
+        call for call in map(fuzz_selections.draw, range(99), ["torch"] * 99) if call.dropped == 0 and call.sizes["kv_len"] > 9
+    )
     assert fuzz_selections.failure(call) is None
     right = selection_torch.backward
     monkeypatch.setattr(selection_torch, "backward", lambda *args: tuple(2 * grad for grad in right(*args)))

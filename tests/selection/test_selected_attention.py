@@ -5,9 +5,11 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from accepted import needs_triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import DEVICE, dense_attention, gradients, measure, poisoned_memory, tensor
+from oracle import DEVICE, poisoned_memory, tensor
+from picked import check_selected, drawn_picks, kept_by_picks, tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -81,46 +83,31 @@ def test_what_is_kept_is_what_the_definition_keeps(lengths, every, block_size, o
 
 
 CASES = {
-    "each query, groups of 4, odd lengths": ((1, 8, 2, 75, 75), {}),
-    "an always part on top": ((2, 4, 4, 70, 70), {"always": "sinks(3) | local(20)"}),
-    "groups of 3, more keys": ((1, 3, 1, 40, 77), {"every": 3, "always": "sinks(5)"}),
-    "groups of 16, more queries": ((1, 16, 1, 77, 40), {"every": 16}),
-    "each head picks": ((1, 4, 2, 64, 64), {"by_head": True}),
-    "blocks of 64": ((1, 4, 2, 150, 150), {"block_size": 64}),
-    "blocks of 512, larger than the keys": ((1, 2, 1, 40, 40), {"block_size": 512}),
-    "some queries keep nothing": ((1, 4, 2, 60, 60), {"own": False, "empty": 0.7}),
-    "one block picked by all": ((1, 4, 1, 90, 90), {"all_pick": 0}),
-    "groups that share longer than a block": ((1, 2, 2, 90, 90), {"every": 40}),
+    # heads, key heads, heads that pick, q_len, kv_len, every, block, n
+    "each query, groups of 4, odd lengths": ((8, 2, 2, 75, 75, 1, 16, 3), {"batch": 2}),
+    "an always part on top": ((4, 4, 4, 70, 70, 1, 16, 3), {"always": "sinks(3) | local(20)", "always_block": 16}),
+    "groups of 3, more keys": ((3, 1, 1, 40, 77, 3, 16, 3), {"always": "sinks(5)", "always_block": 16}),
+    "groups of 16, more queries": ((16, 1, 1, 77, 40, 16, 16, 3), {}),
+    "each head picks": ((4, 2, 4, 64, 64, 1, 16, 3), {}),
+    "blocks of 512, larger than the keys": ((2, 1, 1, 40, 40, 1, 512, 2), {}),
+    "groups that share longer than a block": ((2, 2, 2, 90, 90, 40, 16, 3), {}),
 }
-
-
-def case(name):
-    """(batch, heads, kv_heads, q_len, kv_len), selection"""
-    (batch, heads, kv_heads, q_len, kv_len), options = CASES[name]
-    options = dict(options)
-    picking = heads if options.pop("by_head", False) else kv_heads
-    shape = {"every": options.get("every", 1), "block_size": options.pop("block_size", 16), "empty": options.pop("empty", 0.2)}
-    picks = drawn(batch, picking, q_len, kv_len, 2, **shape)
-    if "all_pick" in options:
-        picks[..., 0] = options.pop("all_pick")
-    block_size = shape["block_size"]
-    return CASES[name][0], sf.BlockSelection.from_picks(picks, block_size, q_len=q_len, kv_len=kv_len, **options)
 
 
 @parametrize("backend", BACKENDS)
 @parametrize("name", CASES)
 def test_results_and_gradients_are_right(name, backend, monkeypatch):
     monkeypatch.setattr(selection_torch, "_CHUNK_CPU", 1 << 15)  # several chunks
-    (batch, heads, kv_heads, q_len, kv_len), selection = case(name)
-    generator = torch.Generator().manual_seed(1)
-    shapes = (batch, heads, q_len, 16), (batch, kv_heads, kv_len, 16), (batch, kv_heads, kv_len, 24), (batch, heads, q_len, 24)
-    q, k, v, dout = (tensor(shape, "tokens first", generator=generator) for shape in shapes)
-    dlse = torch.randn(batch, heads, q_len, generator=generator).to(DEVICE)
-    kept = selection.to_dense().repeat_interleave(heads // selection.heads, 1)
+    sizes, options = CASES[name]
     with poisoned_memory():
-        errors = measure(backend, (q, k, v), dout, dlse, selection, kept, 0.3)
-    for what, (error, allowed) in errors.items():
-        assert error <= allowed, f"{what} is off by {error:.3g}; {allowed:.3g} is allowed"
+        check_selected(backend, *sizes, v_dim=24, **options)
+
+
+@parametrize("backend", BACKENDS)
+def test_a_block_that_all_queries_pick_and_queries_that_pick_nothing_are_right(backend):
+    picks = torch.zeros(1, 2, 60, 1, dtype=torch.int32, device=DEVICE)
+    picks[:, :, 20:40] = -1
+    check_selected(backend, 4, 2, 2, 60, 60, 1, 16, 1, picks=picks)
 
 
 class LargestResult(TorchDispatchMode):
@@ -144,54 +131,41 @@ def test_keys_that_are_always_kept_are_taken_once_for_all_queries_of_a_chunk(eve
     assert results.most <= selection_torch._CHUNK_CPU // 4  # of a chunk of all queries
 
 
-def test_a_chunk_copies_no_keys_but_those_that_it_keeps_always():
-    q, k, v = (torch.randn(1, heads, tokens, 64) for heads, tokens in ((6, 16), (2, 4096), (2, 4096)))
-    selection = sf.topk_blocks(q, k, 1, every=1, block_size=16, always="sinks(4) | local(64)")
-    with LargestResult() as results:
-        selection_torch.forward(q, k, v, selection, 0.1)
-    assert results.most <= k.numel()  # the keys in blocks, once a call
-
-
 @parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_every_dtype_is_right(dtype):
-    (batch, heads, kv_heads, q_len, kv_len), selection = case("an always part on top")
-    generator = torch.Generator().manual_seed(2)
-    shapes = (batch, heads, q_len, 16), (batch, kv_heads, kv_len, 16), (batch, kv_heads, kv_len, 16), (batch, heads, q_len, 16)
-    q, k, v, dout = (tensor(shape, dtype=dtype, generator=generator) for shape in shapes)
-    errors = measure("torch", (q, k, v), dout, None, selection, selection.to_dense(), None)
-    assert all(error <= allowed for error, allowed in errors.values()), errors
+    check_selected("torch", 4, 2, 2, 70, 70, 1, 16, 3, "sinks(3) | local(20)", 16, dtype=dtype)
 
 
-def masses(q, k, kept, picks, scale, block_size, every):
-    """The picked blocks' lse by definition, differentiable, 0 instead of -inf; and where it is -inf."""
-    group = q.shape[1] // k.shape[1]
-    scores = scale * q @ k.repeat_interleave(group, 1).mT
-    block = torch.arange(k.shape[2], device=q.device) // block_size
-    picks = picks[:, :, torch.arange(q.shape[2], device=q.device) // every].repeat_interleave(q.shape[1] // picks.shape[1], 1)
-    inside = (picks[..., None] == block) & kept[:, :, :, None]
-    some = inside.any(-1)
-    return torch.where(some, scores[:, :, :, None].masked_fill(~inside & some[..., None], -torch.inf).logsumexp(-1), 0.0), ~some
+def selection_of(every=1, block=16, n=3, pickers=4, q_len=60, kv_len=90):
+    picks = drawn_picks((1, pickers, -(-q_len // every), n), every, block, q_len, kv_len)
+    return sf.BlockSelection(picks, q_len, kv_len, block, every)
 
 
-@parametrize("backend", BACKENDS)
-@parametrize("name", ["an always part on top", "groups of 3, more keys", "groups of 16, more queries", "each head picks"])
-def test_the_masses_of_picked_blocks_are_right_and_differentiable(name, backend):
-    (batch, heads, kv_heads, q_len, kv_len), selection = case(name)
-    generator = torch.Generator().manual_seed(3)
-    q, k = (tensor((batch, h, n, 16), generator=generator) for h, n in ((heads, q_len), (kv_heads, kv_len)))
-    kept = selection.to_dense().repeat_interleave(heads // selection.heads, 1)
-    weights = torch.randn(batch, heads, q_len, selection.picks.shape[3], generator=generator).to(DEVICE)
-    exact = [t.double().requires_grad_() for t in (q, k)]
-    wanted, none = masses(*exact, kept, selection.picks, 0.3, selection.block_size, selection.every)
-    leaves = [t.clone().requires_grad_() for t in (q, k)]
-    with poisoned_memory():
-        out, found = sf.attention(*leaves, k, selection, scale=0.3, return_block_lse=True, backend=backend)
-        assert torch.equal(found.isneginf(), none)
-        grads = torch.autograd.grad((found.masked_fill(none, 0.0) * weights).sum(), leaves)
-    torch.testing.assert_close(found.masked_fill(none, 0.0).double(), wanted, rtol=1e-5, atol=1e-5)
-    for got, gradient in zip(grads, torch.autograd.grad((wanted * weights).sum(), exact), strict=True):
-        torch.testing.assert_close(got.double(), gradient, rtol=1e-4, atol=1e-5)
-    assert out.shape == (batch, heads, q_len, 16)
+@parametrize("backend", [*BACKENDS, pytest.param("triton", marks=needs_triton)])
+@parametrize("every, block, pickers", [(1, 64, 4), (7, 32, 4), (3, 16, 2)])
+def test_the_masses_of_picked_blocks_are_right_and_differentiable(every, block, pickers, backend):
+    q, k, *_ = tensors(1, 4, 2, 60, 90, 16)
+    selection = selection_of(every, block, 2, pickers)
+    kept = kept_by_picks(selection.picks, every, block, 60, 90).repeat_interleave(4 // pickers, 1).to(DEVICE)
+    some = kept.any(-1)
+
+    def by_definition(q, k):
+        scores = (0.3 * q @ k.repeat_interleave(2, 1).mT)[:, :, :, None].masked_fill(~kept & some[..., None], float("-inf"))
+        return scores.logsumexp(-1).masked_fill(~some, float("-inf"))
+
+    def computed(q, k):
+        return sf.attention(q, k, k, selection, scale=0.3, return_block_lse=True, backend=backend)[1]
+
+    of_some = torch.randn(some.shape, generator=torch.Generator().manual_seed(2)).to(DEVICE) * some
+    results = []
+    for masses, dtype in ((by_definition, torch.float64), (computed, torch.float32)):
+        leaves = [t.to(dtype, copy=True).requires_grad_() for t in (q, k)]
+        with poisoned_memory():
+            found = masses(*leaves)
+            grads = torch.autograd.grad((found.masked_fill(~some, 0.0) * of_some).sum(), leaves)
+        results.append([found.detach(), *grads])
+    for wanted, got in zip(*results, strict=True):
+        torch.testing.assert_close(got.double(), wanted, atol=1e-5, rtol=1e-5)
 
 
 @parametrize("backend", BACKENDS)
@@ -208,29 +182,17 @@ def test_what_a_query_that_keeps_nothing_receives_reaches_no_gradient(backend):
 
 
 def test_sinks_join_the_softmax():
-    _, selection = case("each query, groups of 4, odd lengths")
-    q, k, sinks = tensor((1, 8, 75, 16)), tensor((1, 2, 75, 16)), torch.randn(8, device=DEVICE)
+    selection = selection_of(pickers=2)
+    q, k, sinks = tensor((1, 8, 60, 16)), tensor((1, 2, 90, 16)), torch.randn(8, device=DEVICE)
     plain, lse = sf.attention(q, k, k, selection, return_lse=True)
     out, with_sinks = sf.attention(q, k, k, selection, sinks=sinks, return_lse=True)
     torch.testing.assert_close(with_sinks, torch.logaddexp(lse, sinks[:, None].expand_as(lse)))
     torch.testing.assert_close(out, plain * (lse - with_sinks).exp()[..., None])
 
 
-def test_a_selection_of_all_blocks_is_causal_attention():
-    picks = torch.arange(5, device=DEVICE).expand(1, 2, 75, 5)
-    selection = sf.BlockSelection.from_picks(picks, 16, check=False)  # the later ones are dropped
-    q, k = tensor((1, 4, 75, 16)), tensor((1, 2, 75, 16))
-    causal = torch.ones(75, 75, dtype=torch.bool, device=DEVICE).tril()
-    dout = tensor((1, 4, 75, 16))
-    ours = gradients(lambda *t: sf.attention(*t, selection, return_lse=True), (q, k, k), dout, None)
-    wanted = gradients(lambda *t: dense_attention(*t, causal, 0.25), (q, k, k), dout, None)
-    for got, exact in zip(ours, wanted, strict=True):
-        torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-5)
-
-
 def test_the_operators_pass_opcheck():
-    (_, heads, kv_heads, q_len, kv_len), selection = case("groups of 3, more keys")
-    q, k = (tensor((1, h, n, 8)).requires_grad_() for h, n in ((heads, q_len), (kv_heads, kv_len)))
+    selection = selection_of(every=3, pickers=1)
+    q, k = (tensor((1, h, n, 8)).requires_grad_() for h, n in ((3, 60), (1, 90)))
     options = *operators._pack_selection(selection), 0.25, "torch"
     torch.library.opcheck(operators._forward, (q, k, k, *options))
     torch.library.opcheck(operators._block_lse, (q, k, *options))
@@ -245,8 +207,8 @@ def test_the_operators_pass_opcheck():
 
 
 def test_gradients_are_not_differentiable_again():
-    _, selection = case("each head picks")
-    q, k = tensor((1, 4, 64, 16)).requires_grad_(), tensor((1, 2, 64, 16))
+    selection = selection_of()
+    q, k = tensor((1, 4, 60, 16)).requires_grad_(), tensor((1, 2, 90, 16))
     (grad,) = torch.autograd.grad(sf.attention(q, k, k, selection).square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiable once"):
         grad.square().sum().backward()
@@ -338,7 +300,6 @@ def test_numbers_of_numpy_count_as_ints():
     for sel in (
         sf.topk_blocks(q, k, keep, every=every, block_size=block_size),
         sf.BlockSelection.from_picks(PICKS[:, :, ::4], block_size, every=every, q_len=np.int64(64)),
-        sf.BlockMeans(1, 2, 64, 8, block_size).choose(q[:, :, :9], keep),
         layer.select(q, k),
     ):
         assert type(sel.every) is type(sel.block_size) is int and sel.block_size == 16

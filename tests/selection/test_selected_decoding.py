@@ -1,4 +1,4 @@
-"""Each step of decoding over blocks that means of keys choose is the row of the training call."""
+"""Each step of decoding over blocks that its queries choose from the cache is the row of the training call."""
 
 import pytest
 import torch
@@ -24,6 +24,14 @@ def trained(q, k, v, share_group):
     return sf.attention(q, k, v, sf.topk_blocks(q, k, KEEP, every=1, block_size=BLOCK, share_group=share_group), return_lse=True)
 
 
+def chosen_from(q, k, lens, share_group=False):
+    """What the last queries of sequences of these lengths choose from a cache, each sequence by itself."""
+    options = {"every": 1, "block_size": BLOCK, "share_group": share_group}
+    picks = [sf.topk_blocks(q[b : b + 1], k[b : b + 1, :, : max(n, 1)], KEEP, **options).picks for b, n in enumerate(lens)]
+    picks = torch.cat([torch.nn.functional.pad(one, (0, KEEP - one.shape[3]), value=-1) for one in picks])
+    return sf.BlockSelection.from_picks(picks, BLOCK, kv_len=k.shape[2], own=False)
+
+
 def paged(cache, size):
     """(pages, block table): the pages of sequences in turn, behind one that none uses."""
     pages = cache.unflatten(2, (-1, size)).transpose(1, 2).flatten(0, 1)
@@ -42,39 +50,23 @@ def test_each_step_of_sequences_of_different_lengths_is_the_row_of_training(shar
     out, lse = trained(q, k, v, share_group)
     room, lens = 128, torch.tensor([40, 0, 13], device=DEVICE)
     cache = [torch.full((3, 2, room, 32), float("nan"), device=DEVICE) for _ in range(2)]
-    means = sf.BlockMeans(3, 2, room, 32, BLOCK, device=DEVICE)
     options = {}
     steps = [1, 1, 5, 1, 16, 1, 33, 2]
     for new in steps if backend == "torch" else steps[:4]:  # each crosses a border of a block for some sequence or other
         for b, start in enumerate(lens.tolist()):
             for held, given in zip(cache, (k, v), strict=True):
                 held[b, :, : start + new] = given[b, :, : start + new]
-        first = lens == torch.tensor([40, 0, 13], device=DEVICE)
         lens = lens + new
         held = cache
         if page_size:
             (keys, table), (values, _) = (paged(t, page_size) for t in cache)
             held, options = [keys, values], {"block_table": table}
-        means.update(held[0], int(lens.max()) if first.all() else new, kv_lens=lens, **options)
         rows = torch.stack([q[b, :, n - new : n] for b, n in enumerate(lens.tolist())])
-        chosen = means.choose(rows, KEEP, share_group=share_group, kv_lens=lens)
+        chosen = chosen_from(rows, cache[0], lens.tolist(), share_group)
         found = sf.attention_decode(rows, *held, chosen, kv_lens=lens, return_lse=True, backend=backend, **options)
         for b, n in enumerate(lens.tolist()):
-            whole = n // BLOCK
-            torch.testing.assert_close(means.means[b, :, :whole], k[b, :, : whole * BLOCK].unflatten(1, (whole, BLOCK)).mean(2))
             for ours, row in zip(found, (out, lse), strict=True):
                 torch.testing.assert_close(ours[b], row[b, :, n - new : n])
-
-
-@on_each
-def test_a_selection_of_training_decodes_to_what_attention_gives(backend):
-    q, k, v = inputs(70)
-    for every, picking in ((1, True), (3, False)):
-        chosen = sf.topk_blocks(q[:, :, -7:], k, KEEP, every=every, block_size=BLOCK, share_group=picking)
-        wanted = sf.attention(q[:, :, -7:], k, v, chosen, return_lse=True)
-        found = sf.attention_decode(q[:, :, -7:], k, v, chosen, return_lse=True, backend=backend)
-        for ours, theirs in zip(found, wanted, strict=True):
-            torch.testing.assert_close(ours, theirs)
 
 
 DECODED = {
@@ -133,15 +125,17 @@ def test_the_operator_passes_opcheck(by_kernel):
     torch.library.opcheck(module._decode_operator, (q[:, :, -2:], k, k, chosen.picks, BLOCK, 1, None, None, 0.3, by_kernel))
 
 
-@parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float16, 2e-3), (torch.bfloat16, 1.5e-2)])
-def test_decoding_equals_dense_attention_over_the_picked_pairs(dtype, tolerance, monkeypatch):
+@parametrize("every, share_group", [(1, True), (3, False)])
+@parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 3e-6), (torch.float16, 2e-3), (torch.bfloat16, 1.5e-2)])
+def test_a_selection_of_training_decodes_to_dense_attention_over_its_pairs(dtype, tolerance, every, share_group, monkeypatch):
     q, k, v = (t[:, :, :50] for t in inputs(60, dtype=dtype))
-    v = v[..., :8]
-    chosen = sf.topk_blocks(q[:, :, -5:], k, KEEP, every=1, block_size=BLOCK)
-    wanted, wanted_lse = dense_attention(q[:, :, -5:].double(), k.double(), v.double(), chosen.to_dense(), 0.3)
+    q, v = q[:, :, -7:], v[..., :8]
+    chosen = sf.topk_blocks(q, k, KEEP, every=every, block_size=BLOCK, share_group=share_group)
+    kept = chosen.to_dense().repeat_interleave(4 // chosen.heads, 1)
+    wanted, wanted_lse = dense_attention(q.double(), k.double(), v.double(), kept, 0.3)
     for chunk in (1, 1 << 27):
         monkeypatch.setattr(module, "CHUNK", chunk)
-        out, lse = sf.attention_decode(q[:, :, -5:], k, v, chosen, scale=0.3, return_lse=True)
+        out, lse = sf.attention_decode(q, k, v, chosen, scale=0.3, return_lse=True)
         assert out.dtype == dtype and lse.dtype == torch.promote_types(dtype, torch.float32)
         torch.testing.assert_close(out.double(), wanted, rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-5, atol=1e-5)
@@ -152,10 +146,7 @@ def test_queries_before_the_first_key_keep_nothing(backend):
     q, k, v = (t[:2] for t in inputs(20))
     lens = torch.tensor([2, 0], device=DEVICE)
     k[1], v[1] = float("nan"), float("nan")
-    means = sf.BlockMeans(2, 2, 20, 32, BLOCK, device=DEVICE)
-    means.update(k, 2, kv_lens=lens)
-    chosen = means.choose(q[:, :, :5], KEEP, kv_lens=lens)
-    assert (chosen.picks[0, :, :3] == -1).all() and (chosen.picks[0, :, 3:, 0] == 0).all() and (chosen.picks[1] == -1).all()
+    chosen = chosen_from(q[:, :, :5], k, lens.tolist())
     out, lse = sf.attention_decode(q[:, :, :5], k, v, chosen, kv_lens=lens, return_lse=True, backend=backend)
     assert not out[0, :, :3].any() and lse[0, :, :3].isneginf().all() and lse[0, :, 3:].isfinite().all()
     assert not out[1].any() and lse[1].isneginf().all()
@@ -169,20 +160,14 @@ def test_pages_that_do_not_exist_are_refused_where_they_are_read_and_nowhere_els
     lens = torch.tensor([16, 0, 33], device=DEVICE)
     past = torch.arange(4, device=DEVICE) >= (lens[:, None] + 15) // 16
     options = {"kv_lens": lens, "block_table": torch.where(past, page, table)}
-    means = sf.BlockMeans(3, 2, 64, 32, BLOCK, device=DEVICE)
-    means.update(keys, 33, **options)
-    chosen = means.choose(q[:, :, :1], KEEP, kv_lens=lens)
+    chosen = chosen_from(q[:, :, :1], k, lens.tolist())
     assert torch.equal(
         sf.attention_decode(q[:, :, :1], keys, values, chosen, **options),
         sf.attention_decode(q[:, :, :1], keys, values, chosen, **options | {"block_table": table}),
     )
     wrong = {"kv_lens": lens, "block_table": table.index_fill(1, torch.tensor([0]), page)}
-    for call in (
-        lambda: means.update(keys, 33, **wrong),
-        lambda: sf.attention_decode(q[:, :, :1], keys, values, chosen, **wrong),
-    ):
-        with pytest.raises(ValueError, match=f"one of the 13 pages for each token of a sequence; sequence 0 has {page} to {page}"):
-            call()
+    with pytest.raises(ValueError, match=f"one of the 13 pages for each token of a sequence; sequence 0 has {page} to {page}"):
+        sf.attention_decode(q[:, :, :1], keys, values, chosen, **wrong)
 
 
 Q, K = torch.zeros(3, 4, 2, 32, device=DEVICE), torch.zeros(3, 2, 64, 32, device=DEVICE)
@@ -206,49 +191,6 @@ def test_what_does_not_fit_is_refused():
             lambda: sf.attention_decode(Q.double(), K.double(), K.double(), chosen, backend="triton"),
         ),
         (ValueError, "picks must be of batch 1", lambda: sf.attention_decode(Q[:1], K[:1], K[:1], chosen)),
-    ]:
-        with pytest.raises(error, match=message):
-            call()
-
-
-def test_means_refuse_a_cache_of_fewer_tokens_than_they_were_made_for():
-    means = sf.BlockMeans(3, 2, 64, 32, BLOCK, device=DEVICE)
-    table = torch.zeros(3, 2, dtype=torch.int32, device=DEVICE)
-    for k, options in [(K[:, :, :48], {}), (K[:, :, :16], {"block_table": table})]:
-        held = k.shape[2] * (2 if options else 1)
-        with pytest.raises(ValueError, match=f"must have at least the 64 tokens of these means; got {held}; pass the whole cache"):
-            means.update(k, 1, **options)
-    means.update(K.repeat(1, 1, 2, 1), 1)  # pages have room for more than there are tokens
-
-
-def test_means_refuse_what_they_were_not_made_for():
-    means = sf.BlockMeans(3, 2, 64, 32, BLOCK, device=DEVICE)
-    for error, message, call in [
-        (ValueError, "length must be an integer of at least 1; got 0", lambda: sf.BlockMeans(1, 1, 0, 8, 16)),
-        (ValueError, "block_size of a selection must be one of", lambda: sf.BlockMeans(1, 1, 64, 8, 24)),
-        (TypeError, "k must be a tensor; got list", lambda: means.update([K], 1)),
-        (TypeError, "q must be a tensor; got list", lambda: means.choose([Q], 3)),
-        (ValueError, r"k must have shape \(3, 2, capacity, 32\), .* got \(3, 1,", lambda: means.update(K[:, :1], 1)),
-        (ValueError, r"k must have shape \(pages, 2, page_size, 32\)", lambda: means.update(K[0], 1, block_table=K)),
-        (ValueError, "tokens must be how many were appended, 1 to the 64 of the cache; got 0", lambda: means.update(K, 0)),
-        (ValueError, "tokens must be how many were appended, .*; got 65", lambda: means.update(K, 65)),
-        (ValueError, "k must be a floating-point tensor, .*; got torch.int64; cast", lambda: means.update(K.long(), 1)),
-        (ValueError, "q must be a floating-point tensor, .*; got torch.bool; cast", lambda: means.choose(Q > 0, 3)),
-        (
-            ValueError,
-            "kv_lens must have shape",
-            lambda: means.update(K, 1, kv_lens=torch.zeros(1, dtype=torch.int32, device=DEVICE)),
-        ),
-        (ValueError, r"q must have shape \(3, a multiple of 2 heads, q_len, 32\)", lambda: means.choose(Q[:, :3], 3)),
-        (
-            ValueError,
-            "choose for 1 to 64 queries; got 65; use topk_blocks",
-            lambda: means.choose(K.repeat(1, 1, 2, 1)[:, :, :65], 3),
-        ),
-        (ValueError, "q is on meta and the means on .*; make the means with device='meta'", lambda: means.choose(Q.to("meta"), 3)),
-        (ValueError, "k is on meta and the means on .*; make the means with device='meta'", lambda: means.update(K.to("meta"), 3)),
-        (TypeError, "keep of a selection must be an int, how many blocks; got 0.5", lambda: means.choose(Q, 0.5)),
-        (ValueError, "keep must be at least one block", lambda: means.choose(Q, 0)),
     ]:
         with pytest.raises(error, match=message):
             call()

@@ -3,13 +3,12 @@ ones in Triton's interpreter, and Hopper's on the CPU in drawn orders of events 
 
 import contextlib
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from accepted import DEVICE, needs_triton
 from oracle import gradients
-from picked import check_selected, drawn_picks, kept_by_picks, sorted_picks, tensors
+from picked import check_selected, drawn_picks, sorted_picks, tensors
 
 pytest.importorskip("triton.experimental.gluon")
 import gluon_on_cpu as emulated
@@ -161,30 +160,6 @@ def test_rows_used_before_they_were_copied_show(monkeypatch):
         assert attend(HOPPER, drawn_picks((1, 1, 40, 2), 1, 64, 40, 140))[0].isnan().any()
     except AssertionError as error:  # arrivals that nobody waited for
         assert "more arrivals" in str(error)
-
-
-@parametrize("every, block", [(1, 64), (7, 32)])
-def test_masses_of_picked_blocks_and_their_gradients_are_right(every, block):
-    q, k, *_ = tensors(1, 4, 2, 60, 90, 16)
-    picks = drawn_picks((1, 4, -(-60 // every), 2), every, block, 60, 90)
-    kept = kept_by_picks(picks, every, block, 60, 90).to(DEVICE)
-    some = kept.any(-1)
-
-    def by_definition(q, k):
-        scores = (0.3 * q @ k.repeat_interleave(2, 1).mT)[:, :, :, None].masked_fill(~kept & some[..., None], float("-inf"))
-        return scores.logsumexp(-1).masked_fill(~some, float("-inf"))
-
-    of_some = torch.randn(some.shape, generator=torch.Generator().manual_seed(2)).to(DEVICE) * some
-    results = []
-    selection = sf.BlockSelection(picks, 60, 90, block, every)
-    kernels = partial(operators.block_lse, selection=selection, scale=0.3, backend="triton")
-    for masses, dtype in ((by_definition, torch.float64), (kernels, torch.float32)):
-        leaves = [t.to(dtype, copy=True).requires_grad_() for t in (q, k)]
-        found = masses(*leaves)
-        grads = torch.autograd.grad((found.masked_fill(~some, 0.0) * of_some).sum(), leaves)
-        results.append([found.detach(), *grads])
-    for wanted, got in zip(*results, strict=True):
-        torch.testing.assert_close(got.double(), wanted, atol=1e-5, rtol=1e-5)
 
 
 def refused(kind: str, heads: int = 4, block: int = 64, every: int = 1, n: int = 2, **changed) -> str | None:

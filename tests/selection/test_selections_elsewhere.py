@@ -69,8 +69,6 @@ BY_MEANS = {"keep": 3, "block_size": 16, "share_group": True}
 def test_decoding_with_a_cache_gives_the_rows_of_training(select):
     attn, x = layer(select=select), inputs()
     cache = attn.new_cache(2, 120)
-    keeps_means = isinstance(select, dict) and "always" not in select and "score" not in select
-    assert (cache.means is not None) == keeps_means
     for _ in range(2):
         pieces = [attn(part, cache) for part in x.split([60, 1, 1, 2, 1, 16, 1, 18], 1)]
         torch.testing.assert_close(torch.cat(pieces, 1), attn(x))
@@ -108,25 +106,16 @@ def test_a_layer_that_selects_takes_no_tokens_too(select):
         assert torch.equal(attn(x[:, :9], cache), attn(x[:, :9], attn.new_cache(2, 100)))
 
 
-def test_a_cache_that_keeps_means_takes_no_tokens_too():
-    cache = layer(select=BY_MEANS).new_cache(2, 100)
-    for tokens in (20, 0, 20):
-        cache.append(*[torch.ones(2, 2, tokens, 12)] * 2)
-    assert cache.tokens == 40 and (cache.means.means[:, :, :2] == 1).all()
-
-
 @torch.no_grad()
-def test_a_step_by_kept_means_reads_no_key_that_was_not_picked():
-    attn, x = layer(select=BY_MEANS), inputs()
+def test_a_step_reads_no_value_that_was_not_picked():
+    attn, x, chosen = layer(select=BY_MEANS), inputs(), []
     wanted, cache = attn(x), attn.new_cache(2, 100)
     attn(x[:, :-1], cache)
-    q = turned_query(attn, x)
-    picks = cache.means.choose(q, 3, share_group=True).picks[:, :, 0]
+    choice = attn.select
+    attn.select = lambda q, k: chosen.append(choice(q, k)) or chosen[-1]
+    attn(x[:, -1:], copy.deepcopy(cache))
     for batch, head in np.ndindex(2, 2):
-        unpicked = torch.ones(7, dtype=torch.bool)
-        unpicked[picks[batch, head].long()] = False
-        for room in cache.room:
-            room[batch, head, unpicked.repeat_interleave(16)[:100]] = float("nan")
+        cache.room[1][batch, head, ~chosen[0].kept_keys(0, batch, head)] = float("nan")
     torch.testing.assert_close(attn(x[:, -1:], cache), wanted[:, -1:])
 
 
@@ -142,15 +131,6 @@ def test_a_compiled_layer_compiles_nothing_with_each_token():
             counts.append(counter.frame_count)
     torch.testing.assert_close(torch.cat(found, 1), wanted)
     assert counts[-1] == counts[4] > 0
-
-
-def turned_query(attn, x):
-    """The last token's query, rotated, (batch, heads, 1, head_dim)."""
-    found = []
-    original, attn.select = attn.select, lambda q, k: found.append(q) or original(q, k)
-    attn(x)
-    attn.select = original
-    return found[0][:, :, -1:]
 
 
 @torch.no_grad()

@@ -166,9 +166,7 @@ def test_the_kernel_picks_for_documents_what_pytorch_picks(kind):
         ({"always": sf.compile_mask("causal", 90)}, TypeError, "always of packed documents must be a Pattern or its spec text"),
         ({"always": "sinks(4)", "block_size": 256}, ValueError, "have up to 128 keys; got block_size=256; leave always out"),
         ({"within": None}, ValueError, "within, q_len and kv_len are of one sequence; leave them out"),
-        ({"within": "full"}, ValueError, "within, q_len and kv_len are of one sequence; leave them out"),
         ({"q_len": 90}, ValueError, "within, q_len and kv_len are of one sequence; leave them out"),
-        ({"kv_len": 90}, ValueError, "within, q_len and kv_len are of one sequence; leave them out"),
         ({"keep": 0.5}, TypeError, r"keep of a selection must be an int, how many blocks; got 0\.5"),
         ({"cu_seqlens_q": [0, 90]}, TypeError, "cu_seqlens_q must be a tensor on .* got list"),
         (
@@ -204,50 +202,28 @@ def test_a_saved_selection_loads_as_plain_weights_do_and_its_text_is_one_line(tm
     assert repr(sel).startswith("PackedSelection(documents=2, longest=40, block_size=16, always='sinks(1)', picks=(2, 40, ")
 
 
-def test_a_selection_of_other_documents_is_refused():
-    chosen = sf.topk_blocks(Q, K, KEEP, block_size=BLOCK, cu_seqlens_q=ENDS)
-    one = sf.topk_blocks(Q.transpose(0, 1)[None], K.transpose(0, 1)[None], KEEP, every=1)
-    for error, message, call in [
-        (
-            TypeError,
-            "a BlockSelection is of one sequence; pass cu_seqlens_q= to topk_blocks",
-            lambda: sf.attention_varlen(Q, K, V, ENDS, mask=one),
-        ),
-        (
-            ValueError,
-            "max_seqlen_q must be the selection's, 90; got 50",
-            lambda: sf.attention_varlen(Q, K, V, ENDS, mask=chosen, max_seqlen_q=50),
-        ),
-        (
-            ValueError,
-            "max_seqlen_k must be the selection's, 90; got 70",
-            lambda: sf.attention_varlen(Q, K, V, ENDS, mask=chosen, max_seqlen_k=70),
-        ),
-        (
-            ValueError,
-            "return_block_lse needs a PackedSelection as mask; got str",
-            lambda: sf.attention_varlen(Q, K, V, ENDS, mask="causal", return_block_lse=True),
-        ),
-        (ValueError, "leave cu_seqlens_k out", lambda: sf.attention_varlen(Q, K, V, ENDS, ENDS.clone(), chosen)),
-        (
-            ValueError,
-            "of 90 tokens in 2 documents on .* got 80 in 1",
-            lambda: sf.attention_varlen(Q[:80], K[:80], V[:80], ENDS[:2], mask=chosen),
-        ),
-        (
-            ValueError,
-            "picks must be of 1 key heads or 2 query heads",
-            lambda: sf.attention_varlen(Q[:, :2], K[:, :1], V[:, :1], ENDS, mask=chosen),
-        ),
-        (
-            TypeError,
-            "selection of packed documents goes to attention_varlen",
-            lambda: sf.attention(Q[None], K[None], V[None], chosen),
-        ),
-    ]:
-        with pytest.raises(error, match=message):
-            call()
+CHOSEN = sf.topk_blocks(Q, K, KEEP, block_size=BLOCK, cu_seqlens_q=ENDS)
+ONE = sf.topk_blocks(Q.transpose(0, 1)[None], K.transpose(0, 1)[None], KEEP, every=1)
+
+
+@parametrize(
+    "changes, message",
+    [
+        ({"mask": ONE}, "a BlockSelection is of one sequence; pass cu_seqlens_q= to topk_blocks"),
+        ({"max_seqlen_q": 50}, "max_seqlen_q must be the selection's, 90; got 50"),
+        ({"max_seqlen_k": 70}, "max_seqlen_k must be the selection's, 90; got 70"),
+        ({"mask": "causal", "return_block_lse": True}, "return_block_lse needs a PackedSelection as mask; got str"),
+        ({"cu_seqlens_k": ENDS.clone()}, "leave cu_seqlens_k out"),
+        ({"q": Q[:80], "k": K[:80], "v": V[:80], "cu_seqlens_q": ENDS[:2]}, "of 90 tokens in 2 documents on .* got 80 in 1"),
+        ({"q": Q[:, :2], "k": K[:, :1], "v": V[:, :1]}, "picks must be of 1 key heads or 2 query heads"),
+    ],
+)
+def test_a_selection_of_other_documents_is_refused(changes, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        sf.attention_varlen(**{"q": Q, "k": K, "v": V, "cu_seqlens_q": ENDS, "mask": CHOSEN} | changes)
+    with pytest.raises(TypeError, match="selection of packed documents goes to attention_varlen"):
+        sf.attention(Q[None], K[None], V[None], CHOSEN)
     if DEVICE == "cpu":
-        assert sf.attention_varlen(Q, K, V, ENDS.int(), mask=chosen).shape == Q.shape
+        assert sf.attention_varlen(Q, K, V, ENDS.int(), mask=CHOSEN).shape == Q.shape
         with pytest.raises(ValueError, match="must be the documents that the selection was made for; got others; choose again"):
-            sf.attention_varlen(Q, K, V, torch.tensor([0, 41, 90]), mask=chosen)
+            sf.attention_varlen(Q, K, V, torch.tensor([0, 41, 90]), mask=CHOSEN)

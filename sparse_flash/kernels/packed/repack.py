@@ -6,8 +6,6 @@
 
 A block row keeps the entries of its row in the long document's table whose columns lie inside the document. Columns ascend within
 full, run and bit entries, so these form one range of each kind, found by bisection.
-
-Short documents may share blocks (``SharedBlocks``). They are then laid out as one document.
 """
 
 from typing import Any, NamedTuple
@@ -38,16 +36,6 @@ ROW_FIELDS = 9
 
 _DOCUMENTS_TOGETHER = 1024
 ROWS_TOGETHER = 512  # more do not fit the registers of one warp
-
-
-class SharedBlocks(NamedTuple):
-    """Blocks of several documents. borders: (documents + 1,) int32, ascending: the start of each document, and the end of the last.
-    first_tile: (BLOCK, words) int32, the bits of the long document's first block. longest: the tokens of a document that have an
-    effect; 0: documents do not share blocks."""
-
-    borders: Any
-    first_tile: Any
-    longest: Any
 
 
 class RowTensors(NamedTuple):
@@ -287,28 +275,7 @@ def _write_cut_tile(tile_runs, tile_bits, new_runs, new_bits, slot, tile, width,
         tl.store(new_runs + slot.to(tl.int64) * BLOCK + token, tl.where(stop > first, first | (stop << 16), 0))
 
 
-@triton.jit
-def _write_shared_tile(shared, documents, first_token, tokens, new_bits, slot, BLOCK: tl.constexpr):
-    """Writes bit tile ``slot``: that of the documents of a block of ``tokens`` from first_token on."""
-    WORDS: tl.constexpr = BLOCK // 32
-    row = tl.arange(0, BLOCK)
-    document = bisect_left(shared.borders, row * 0, row * 0 + documents, first_token + row + 1) - 1
-    some = (row < tokens) & (document >= 0)
-    start = tl.load(shared.borders + document, mask=some, other=0) - first_token
-    stop = tl.load(shared.borders + document + 1, mask=some, other=0) - first_token
-    within = (row - start)[:, None]
-    length = tl.where(some, tl.minimum(tl.minimum(stop, tokens) - start, shared.longest), 0)[:, None]
-    word = tl.arange(0, WORDS)[None, :]
-    words = within * 0 + word * 0
-    for bit in range(32):
-        key = word * 32 + bit - start[:, None]
-        kept = (within < length) & (key >= 0) & (key < length)
-        theirs = tl.load(shared.first_tile + within * WORDS + key // 32, mask=kept, other=0)
-        words |= ((theirs >> (key & 31)) & 1) << bit
-    tl.store(new_bits + slot.to(tl.int64) * (BLOCK * WORDS) + row[:, None] * WORDS + word, words)
-
-
-@triton.jit(do_not_specialize=["documents", "rows", "before", "run_tiles", "bit_tiles", "longest"])
+@triton.jit(do_not_specialize=["documents", "rows", "before", "run_tiles", "bit_tiles"])
 def fill_rows_kernel(
     layout,
     records,
@@ -323,24 +290,20 @@ def fill_rows_kernel(
     old_bits,
     new_runs,
     new_bits,
-    borders,
-    first_tile,
     documents,
     rows,
     before,
     run_tiles,
     bit_tiles,
-    longest,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     QUERIES: tl.constexpr,
-    SHARED: tl.constexpr,
 ):
     """Writes the entries of a block row, its bounds, its rank, and the tile of the entry that its document's end cuts.
 
     ROWS: rows processed at a time. run_tiles, bit_tiles: tile counts of the long document's table; the cut tiles of query block r
-    are those numbers + r. SHARED: whether documents share blocks; then one shorter than a block has one entry, with a bit tile.
+    are those numbers + r.
     """
     row = tl.program_id(0)
     total = tl.load(records + _TOTAL * rows + row)
@@ -352,10 +315,6 @@ def fill_rows_kernel(
     bit_begin = tl.load(records + (_BEGIN + 2) * rows + row)
     document = tl.load(records + _DOCUMENT * rows + row)
     q_first, q_blocks, k_first, k_blocks, k_len = _load_document_blocks(layout, documents, document)
-    short = k_len < 0
-    if SHARED:
-        short = k_len < BLOCK
-        whole, fulls, runs = tl.where(short, 0, whole), tl.where(short, 0, fulls), tl.where(short, 0, runs)
     begin, rank = locate_row(records + _TOTAL * rows, row, total, rows, Group(0, rows, 0), ROWS)
     bits = begin + fulls + runs
     table = RowTensors(row_ptr, row_split, row_order, rows)
@@ -400,9 +359,8 @@ def fill_rows_kernel(
     for first in range(0, bit_count, CHUNK):
         e = first + tl.arange(0, CHUNK)
         some = e < bit_count
-        of_old = e < tl.where(short, 0, bit_count)  # the entry of a shared block is not of the old table
-        col = tl.load(old_col_idx + bit_begin + e, mask=of_old, other=0)
-        tile = tl.load(old_tile_idx + bit_begin + e, mask=of_old, other=0)
+        col = tl.load(old_col_idx + bit_begin + e, mask=some, other=0)
+        tile = tl.load(old_tile_idx + bit_begin + e, mask=some, other=0)
         tile = tl.where(col >= cut_from, bit_tiles + (row if QUERIES else col + shift), tile)
         tl.store(col_idx + bits + e, col + shift, mask=some)
         tl.store(tile_idx + bits + e, tile, mask=some)
@@ -416,12 +374,7 @@ def fill_rows_kernel(
                 _write_cut_tile(
                     old_runs, old_bits, new_runs, new_bits, run_tiles + row, tl.load(old_tile_idx + last), cut_width, BLOCK, 1
                 )
-        if short:
-            if total > 0:
-                first_token = tl.load(layout + Q_START * (documents + 1) + document)
-                shared = SharedBlocks(borders, first_tile, longest)
-                _write_shared_tile(shared, documents, first_token, k_len, new_bits, bit_tiles + row, BLOCK)
-        elif bit_count > 0:
+        if bit_count > 0:
             last = bit_begin + bit_count - 1
             if tl.load(old_col_idx + last) >= cut_from:
                 _write_cut_tile(
@@ -454,7 +407,7 @@ def empty_table(rows: int, entries: int, device) -> list[torch.Tensor]:
     return [torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes]
 
 
-def fill_rows(layout, records, table, tiles, new_tiles, shared: SharedBlocks, entries: int, before: int, block: int, queries: bool):
+def fill_rows(layout, records, table, tiles, new_tiles, entries: int, before: int, block: int, queries: bool):
     """(row_ptr, row_split, row_order, col_idx, tile_idx) of one mask; ``queries`` also writes the cut tiles.
 
     tiles: tile_runs and tile_bits of ``table``. new_tiles: with room for one more of each per block of queries. entries: the
@@ -463,7 +416,7 @@ def fill_rows(layout, records, table, tiles, new_tiles, shared: SharedBlocks, en
     rows, device = records.shape[1], layout.device
     row_ptr, row_split, row_order, col_idx, tile_idx = empty_table(rows, entries, device)
     arguments = [layout, records, row_ptr, row_split, row_order, table.col_idx, table.tile_idx, col_idx, tile_idx]
-    arguments += [*tiles, *new_tiles, *shared[:2], layout.shape[1] - 1, rows, before, *map(len, tiles), shared.longest]
-    constants = {"BLOCK": block, "CHUNK": 128, "ROWS": ROWS_TOGETHER, "QUERIES": queries, "SHARED": shared.longest > 0}
+    arguments += [*tiles, *new_tiles, layout.shape[1] - 1, rows, before, *map(len, tiles)]
+    constants = {"BLOCK": block, "CHUNK": 128, "ROWS": ROWS_TOGETHER, "QUERIES": queries}
     launch(fill_rows_kernel, (rows, 1), arguments, constants, {"num_warps": 1})
     return row_ptr, row_split, row_order, col_idx, tile_idx
