@@ -58,7 +58,7 @@ PARTS = {  # the first that is found in a kernel's name; names that torch.compil
     "rest": r"^triton_",
     "choice": r"log_sums|shares_kernel|keep_bits|[sS]ort|scan",
     "attention": r"attention_|flash|fmha|sdpa|combine_kernel",
-    "permutation": r"take_rows|index_?[sS]elect|gather|index_elementwise",
+    "permutation": r"index_?[sS]elect|gather|index_elementwise",
     "products": r"gemm|nvjet|cutlass|xmma|cublas|conv|wgmma",
 }
 _PREFERRED = {"sdpa-cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-flash": SDPBackend.FLASH_ATTENTION}

@@ -236,14 +236,6 @@ class VideoLayout(OverTiles):
         found[self.token_at[exist]] = exist
         return found
 
-    @cached_property
-    def copies_of(self):
-        """(2, tokens) int64: how many positions hold each of the user's tokens, and how far apart they are. The first one is in
-        ``position_of``."""
-        tile, place = np.divmod(self.position_of, self.block)
-        size = prod(self._sizes(np.minimum(tile, self.tiled // self.block - 1)))
-        return np.stack([np.where(self.position_of < self.tiled, -(-(self.block - place) // size), 1), size])
-
     def cells(self, tile):
         """The cell of each tile on each axis of ``tile_grid``."""
         return cells_of(tile, self.tile_grid)

@@ -159,8 +159,7 @@ def packed_calls() -> None:
         repack.fill_rows(layout, records, table, tiles, tiles, 64, tokens, 128, True)
         for dim in LENGTHS:
             source = torch.zeros(rows, heads, dim)
-            for copies in (None, torch.zeros(2, rows, dtype=torch.int32)):
-                moved_rows.take_rows_into(source, numbers[:rows], 0.0, torch.zeros_like(source), 0, copies)
+            moved_rows.take_rows_into(source, numbers[:rows], 0.0, torch.zeros_like(source))
         splits.split_rows(table[:3], table[:3], 0, 0, 64, 16 * tokens)
         runs = torch.zeros(2, tokens, dtype=torch.int32)
         spans.fill_spans(layout, runs, rows, tokens, tokens, 64, 64, 128)

@@ -1,6 +1,4 @@
-"""Tokens in another order, by a kernel and by PyTorch operations: index_select and its gradient, without atomics."""
-
-from unittest import mock
+"""Tokens in another order: index_select and its gradient, which is gathered."""
 
 import pytest
 import strategies
@@ -10,24 +8,13 @@ from hypothesis import strategies as st
 from oracle import DEVICE
 
 import sparse_flash as sf
-from sparse_flash import backends
-from sparse_flash.masks import reorder
 
 RAGGED = sf.VideoLayout(3, 5, 7, (2, 4, 4), prefix=6, suffix=3)
 EVEN = sf.VideoLayout(2, 4, 8, (2, 4, 4), suffix=5)
-MAPS = [(to, transposed) for to in ("to_tiles", "to_raster") for transposed in (False, True)]
 MOVED = [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float8_e4m3fn, torch.complex64]
 SUMMED = [torch.float16, torch.float32, torch.float64]
 
 parametrize = pytest.mark.parametrize
-both_ways = parametrize("by_kernel", [False, True], ids=["operations", "kernel"])
-
-
-def on(by_kernel: bool):
-    """The kernel, which Triton interprets on a CPU, or PyTorch's operations."""
-    if by_kernel and (reason := backends.get_backend("triton").why_unavailable()):
-        pytest.skip(reason)
-    return mock.patch.object(reorder, "can_launch_kernel", lambda x: by_kernel)
 
 
 def index_of(layout, to: str) -> torch.Tensor:
@@ -51,30 +38,26 @@ def strided(draw, length: int):
     return shape, dim - draw(st.sampled_from([0, len(shape)])), with_strides
 
 
-@both_ways
 @settings(max_examples=30)
 @given(data=st.data(), layout=strategies.layouts, to=st.sampled_from(["to_tiles", "to_raster"]))
-def test_tensors_of_any_strides_and_dtype_move_as_index_select_moves_them(by_kernel, data, layout, to):
+def test_tensors_of_any_strides_and_dtype_move_as_index_select_moves_them(data, layout, to):
     shape, dim, with_strides = data.draw(strided(layout.tokens if to == "to_tiles" else layout.length))
     x = with_strides(torch.randint(0, 100, shape, device=DEVICE).to(data.draw(st.sampled_from(MOVED + SUMMED))))
-    with on(by_kernel):
-        moved = getattr(layout, to)(x, dim)
+    moved = getattr(layout, to)(x, dim)
     wanted = x.index_select(dim, index_of(layout, to))
     assert moved.dtype == x.dtype and moved.stride() == wanted.stride()
     assert torch.equal(moved.view(torch.uint8), wanted.view(torch.uint8))
 
 
-@both_ways
 @settings(max_examples=30)
 @given(data=st.data(), layout=strategies.layouts, to=st.sampled_from(["to_tiles", "to_raster"]))
-def test_gradients_are_those_of_index_select_rounded_once_and_repeatable(by_kernel, data, layout, to):
+def test_gradients_are_those_of_index_select_rounded_once_and_repeatable(data, layout, to):
     before, after = (layout.tokens, layout.length)[:: 1 if to == "to_tiles" else -1]
     shape, dim, with_strides = data.draw(strided(after))
     gradient = with_strides(torch.randn(shape, device=DEVICE, dtype=data.draw(st.sampled_from(SUMMED))))
     shape[dim] = before
     x = torch.zeros(shape, device=DEVICE, dtype=gradient.dtype, requires_grad=True)
-    with on(by_kernel):
-        first, second = (torch.autograd.grad(getattr(layout, to)(x, dim), x, gradient)[0] for _ in range(2))
+    first, second = (torch.autograd.grad(getattr(layout, to)(x, dim), x, gradient)[0] for _ in range(2))
     wide = x.detach().double().requires_grad_()
     (wanted,) = torch.autograd.grad(wide.index_select(dim, index_of(layout, to)), wide, gradient.double())
     assert torch.equal(first, second)
@@ -84,24 +67,20 @@ def test_gradients_are_those_of_index_select_rounded_once_and_repeatable(by_kern
     torch.testing.assert_close(first.double(), wanted, rtol=eps, atol=slack)
 
 
-@both_ways
-def test_a_sum_of_16_bit_gradients_is_rounded_once(by_kernel):
+def test_a_sum_of_16_bit_gradients_is_rounded_once():
     layout = sf.VideoLayout(1, 1, 1, (1, 1, 256))
     gradient = torch.full((256,), 1 / 2048, device=DEVICE, dtype=torch.float16)
     gradient[0] = 1  # to which float16 adds 1 / 2048 in vain
     x = torch.zeros(1, device=DEVICE, dtype=torch.float16, requires_grad=True)
-    with on(by_kernel):
-        (found,) = torch.autograd.grad(layout.to_tiles(x, 0), x, gradient)
+    (found,) = torch.autograd.grad(layout.to_tiles(x, 0), x, gradient)
     assert found.item() == torch.tensor(1 + 255 / 2048).half().item()
 
 
-@both_ways
 @parametrize("layout", [RAGGED, EVEN], ids=["ragged", "even"])
 @parametrize("to", ["to_tiles", "to_raster"])
-def test_gradients_of_gradients_are_the_map_itself(by_kernel, layout, to):
+def test_gradients_of_gradients_are_the_map_itself(layout, to):
     x = torch.randn(2, layout.tokens if to == "to_tiles" else layout.length, 3, dtype=torch.float64, device=DEVICE)
-    with on(by_kernel):
-        assert torch.autograd.gradgradcheck(lambda x: getattr(layout, to)(x, 1), x.requires_grad_(), fast_mode=True)
+    assert torch.autograd.gradgradcheck(lambda x: getattr(layout, to)(x, 1), x.requires_grad_(), fast_mode=True)
 
 
 def test_function_transforms_and_batched_gradients_see_operations():
@@ -109,7 +88,7 @@ def test_function_transforms_and_batched_gradients_see_operations():
     tiled = RAGGED.to_tiles(x, 1)
     assert torch.equal(torch.func.vmap(lambda x: RAGGED.to_tiles(x, 0))(x), tiled)
     assert torch.equal(torch.func.jvp(lambda x: RAGGED.to_tiles(x, 1), (x,), (2 * x,))[1], 2 * tiled)
-    held = torch.from_numpy(RAGGED.copies_of[0]).to(DEVICE)[:, None]
+    held = index_of(RAGGED, "to_tiles").bincount()[:, None]
     torch.testing.assert_close(torch.func.grad(lambda x: (RAGGED.to_tiles(x, 1) ** 2).sum())(x), 2 * held * x)
     leaf = x.clone().requires_grad_()
     out = RAGGED.to_tiles(leaf, 1)
@@ -118,28 +97,17 @@ def test_function_transforms_and_batched_gradients_see_operations():
     torch.testing.assert_close(batched, torch.stack([torch.autograd.grad(out, leaf, g, retain_graph=True)[0] for g in gradients]))
 
 
-@parametrize(("to", "transposed"), MAPS)
-@parametrize("layout", [RAGGED, EVEN], ids=["ragged", "even"])
-def test_opcheck_passes(layout, to, transposed):
-    order = reorder._make_order(layout, torch.device(DEVICE))
-    length = layout.tokens if (to == "to_tiles") != transposed else layout.length
-    x = torch.randn(2, length, 3, device=DEVICE, requires_grad=True)
-    torch.library.opcheck(reorder._operator, (x, 1, order, to, transposed))
-
-
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="PyTorch before 2.13 traces no Pattern objects")
-@both_ways
-def test_compiled_code_takes_the_operator_there_and_back(by_kernel):
+def test_compiled_code_goes_there_and_back():
     def there_and_back(x):
         tiled = RAGGED.to_tiles(x, 1)
         return RAGGED.to_raster(tiled * tiled, 1), tiled
 
     x = torch.randn(2, RAGGED.tokens, 3, device=DEVICE, requires_grad=True)
     results = []
-    with on(by_kernel):
-        for fn in (there_and_back, torch.compile(there_and_back, backend="aot_eager", fullgraph=True)):
-            out, tiled = fn(x)
-            results.append((out, tiled, *torch.autograd.grad(out.sum() + tiled.sin().sum(), x)))
+    for fn in (there_and_back, torch.compile(there_and_back, backend="aot_eager", fullgraph=True)):
+        out, tiled = fn(x)
+        results.append((out, tiled, *torch.autograd.grad(out.sum() + tiled.sin().sum(), x)))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)
 

@@ -48,15 +48,6 @@ def test_tiles_come_first_with_their_tokens_before_copies_of_them_then_prefix_an
             assert token[position] in token[first : first + sum(one is not None for one in held[first : first + size])]
 
 
-@settings(max_examples=60)
-@given(layout=strategies.layouts)
-def test_copies_lie_at_equal_distances_after_their_token(layout):
-    count, distance = layout.copies_of
-    positions = [first + step * np.arange(n) for first, n, step in zip(layout.position_of, count, distance, strict=True)]
-    for token, held in enumerate(positions):
-        assert held.tolist() == np.flatnonzero(layout.token_at == token).tolist()
-
-
 @settings(max_examples=20)
 @given(layout=strategies.layouts)
 def test_gradients_are_those_of_the_permutation(layout):
