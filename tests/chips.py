@@ -220,16 +220,7 @@ def _compiled_packed(target):
 
     from sparse_flash.kernels.packed.repack import fill_rows_kernel
 
-<<<<<<< HEAD
     return compiled(fill_rows_kernel, 1, target, BLOCK=128, CHUNK=128, ROWS=512, QUERIES=True)
-=======
-    if name == "fill_rows_kernel":
-        return compiled(repack.fill_rows_kernel, 1, target, BLOCK=128, CHUNK=128, ROWS=512, QUERIES=True)
-    if name == "fill_spans_kernel":
-        return compiled(spans.fill_spans_kernel, 4, target, BLOCK=128, TILES=16, ROWS=512, **ON_GRID)
-    constants = {"FILL": 0.0, "STRIDED": False, "PIECE": 8, "ROWS": 32, "COLUMNS": 128}
-    return compiled(rows.take_rows_kernel, 4, target, **constants)
->>>>>>> decode-rows
 
 
 def _resources(result) -> tuple[str, str, str]:
