@@ -90,6 +90,22 @@ def check_alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cast: str = "
             raise ValueError(f"q, k and v must be on one device; q is on {q.device}, {name} on {tensor.device}")
 
 
+def check_shapes(shapes: str, *tensors: object) -> None:
+    """Raises ValueError where tensors do not have these shapes. None passes.
+
+    shapes: of all tensors, as in "q: batch tokens 64; k: batch tokens". A name is a size, the same wherever it stands.
+    """
+    sizes: dict[str, int] = {}
+    for each, x in zip(shapes.split("; "), tensors, strict=True):
+        name, shape = each.split(": ")
+        names, found = shape.split(), tuple(x.shape) if isinstance(x, torch.Tensor) else ()
+        given = {one: int(one) if one.isdigit() else sizes.get(one, n) for one, n in zip(names, found, strict=False)}
+        if x is not None and (len(names) != len(found) or any(given[one] != n for one, n in zip(names, found, strict=True))):
+            wanted = ", ".join(f"{one}={sizes[one]}" if one in sizes else one for one in names)
+            raise ValueError(f"{name} must be a tensor of shape ({wanted}); got {found or type(x).__name__}")
+        sizes |= given
+
+
 def check_dtype(name: str, tensor: torch.Tensor) -> None:
     """Raises ValueError where back ends do not support a tensor's dtype."""
     if tensor.dtype not in _DTYPES:
