@@ -14,7 +14,7 @@ from ..dispatch import operators
 from ..dispatch.call import AttentionCall, ChosenBlocks, backend_for
 from ..masks.block_mask import BlockMask
 from ..masks.cache import compile_cached, convert_foreign_mask, to_traceable
-from ..masks.chooser import find_lookahead_chooser, has_choosers
+from ..masks.chooser import has_choosers, without_choosers
 from ..masks.fit import check_known_end
 from ..masks.meaning import find_unstated_causal
 from ..masks.memory import cached_until_cleared, register_clear
@@ -165,7 +165,7 @@ def _check_spec(spec: Pattern | str, chooses: bool, has_ends: bool) -> None:
     """Raises ValueError for an expression that mixes patterns and choosers wrongly. has_ends: kv_lens or q_lens end the sequences;
     patterns that depend on the last token then raise ValueError too."""
     if chooses:
-        find_lookahead_chooser(spec)
+        without_choosers(spec)
     if has_ends:
         check_known_end(spec)
 
@@ -173,9 +173,8 @@ def _check_spec(spec: Pattern | str, chooses: bool, has_ends: bool) -> None:
 def _choose(
     spec: Pattern | str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, variant_arguments: dict[str, Any]
 ) -> BlockMask | ChosenBlocks:
-    """Chooses blocks from q and k. Raises ValueError, or warns, if training would then see the future."""
+    """Chooses blocks from q and k. Warns if training would then see the future."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        _refuse_looking_ahead(find_lookahead_chooser(spec))
         _warn_of_later_keys(spec)
     given: dict[str, Any] = {name: variant_arguments.get(name) for name in LENGTHS}
     lengths = build_variant(q, k, **given)
@@ -234,14 +233,6 @@ def check_input_scales(
         shape = f"{tuple(x.shape[:2])}, (batch, heads)"
         found.append(check_e4m3_scale(name, scale, x, q, "e4m3 inputs", shape).expand(x.shape[:2]))
     return tuple(found)
-
-
-def _refuse_looking_ahead(chooser: str | None) -> None:
-    if chooser is not None:
-        raise ValueError(
-            f"{chooser} must not be trained with, as later queries change what a block keeps; use torch.no_grad() for prompts, "
-            "or another chooser for training; choose_blocks makes a mask that has gradients"
-        )
 
 
 @constant_in_graphs

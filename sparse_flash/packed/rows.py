@@ -10,7 +10,7 @@ from ..backends import check_read_pages
 from .gather_rows import take_rows
 
 
-class Rows(NamedTuple):
+class DocumentRows(NamedTuple):
     """first: (documents,) int32, the first row that a document fills. length: its tokens. token_of_row: (documents, longest)
     int32, row_of_token: (tokens,) int32, -1 for none."""
 
@@ -29,7 +29,7 @@ class Rows(NamedTuple):
         return take_rows(x.transpose(1, 2).flatten(0, 1), self.row_of_token, self.token_of_row.flatten(), fill, False)
 
 
-def lay_out_rows(cu_seqlens: torch.Tensor, tokens: int, longest: int, at_end: bool) -> Rows:
+def lay_out_rows(cu_seqlens: torch.Tensor, tokens: int, longest: int, at_end: bool) -> DocumentRows:
     """Lays packed documents out, ``longest`` rows for each: at the end of these, or at their start."""
     length = cu_seqlens.diff().int().clamp(max=longest)
     first = longest - length if at_end else torch.zeros_like(length)
@@ -38,7 +38,7 @@ def lay_out_rows(cu_seqlens: torch.Tensor, tokens: int, longest: int, at_end: bo
     token = cu_seqlens[:-1, None].int() + position
     row = torch.arange(token.numel(), device=token.device, dtype=torch.int32)
     row_of_token = row.new_full((tokens + 1,), -1).scatter_(0, torch.where(filled, token, tokens).flatten().long(), row)
-    return Rows(first, length, torch.where(filled, token, -1), row_of_token[:tokens])
+    return DocumentRows(first, length, torch.where(filled, token, -1), row_of_token[:tokens])
 
 
 def read_to_end(caches: tuple[torch.Tensor, ...], table: torch.Tensor, lens: torch.Tensor, longest: int) -> list[torch.Tensor]:

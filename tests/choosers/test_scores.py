@@ -22,11 +22,8 @@ LENGTHS = st.tuples(st.integers(1, 300), st.integers(1, 300)) | st.integers(1, 3
 HEADS = st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1)])
 EXAMPLES = {
     "antidiagonal": "antidiagonal(8, keep=1, block=64)",
-    "last_queries": "last_queries(40, keep=1, block=64)",
     "pooled": "pooled(keep=1, block=64)",
-    "pooled_keys": "pooled_keys(keep=1, block=64)",
     "sampled": "sampled(6, keep=1, block=64)",
-    "sub_blocks": "sub_blocks(16, keep=1, block=64)",
 }
 STARTS = st.none() | st.lists(st.integers(0, 300), min_size=2, max_size=2)
 
@@ -89,10 +86,10 @@ def test_scores_are_those_of_the_docstring(chooser, lengths, heads, causal, scal
     seed=st.integers(0, 99),
 )
 def test_scores_of_a_sequence_do_not_depend_on_tokens_past_its_end(chooser, lengths, padding, causal, seed):
-    if aligned := causal or chooser.name == "last_queries":  # the last existing query is at the last existing key
+    if causal:  # the last existing query is at the last existing key
         lengths = lengths[0], lengths[0] + lengths[1] // 128 * 128
     q, k = chosen.tensors(*lengths, batch=2, heads=2, kv_heads=1, seed=seed)
-    least = lengths[0] if aligned else max(lengths)
+    least = lengths[0] if causal else max(lengths)
     q_ends, ends = ([max(1, length - min(one, least - 1)) for one in padding] for length in lengths)
     found, _ = scores(chooser, content_of(chooser, q, k, causal, ends=ends, q_ends=q_ends))
     for row, (end, q_end) in enumerate(zip(ends, q_ends, strict=True)):
@@ -115,7 +112,7 @@ def test_mean_scores_of_a_row_are_shares_of_what_it_sees(chooser, lengths, causa
     found, _ = scores(chooser, content_of(chooser, q, k, causal))
     total = found.double().sum(-1).cpu()
     assert (found >= 0).all() and (total <= 1.00001).all()
-    if not causal and chooser.name != "last_queries":
+    if not causal:
         np.testing.assert_allclose(total, 1, atol=1e-5)
 
 
@@ -145,7 +142,7 @@ def test_scores_do_not_depend_on_how_many_logits_are_held(chooser, lengths, held
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-@parametrize("name", sorted(set(chosen.SCORING) - {"last_queries"}))
+@parametrize("name", chosen.SCORING)
 def test_operations_hold_no_more_logits_than_they_may(name, monkeypatch):
     chooser = sf.parse(EXAMPLES[name])
     q, k = chosen.tensors(64 * 9, 64 * 9, heads=2)
@@ -165,11 +162,10 @@ def test_operations_hold_no_more_logits_than_they_may(name, monkeypatch):
 @parametrize("reduce", ["max", "mean"])
 def test_repeated_and_missing_queries_of_the_last_block_do_not_dilute_it(reduce):
     q, k = chosen.tensors(64 + 3, 64 + 3)
-    for name in ("sampled(3", "pooled_keys("):
-        chooser = sf.parse(f"{name}{', ' if '3' in name else ''}keep=1, block=64, reduce='{reduce}')")
-        last, _ = scores(chooser, content_of(chooser, q, k))
-        alone, _ = scores(chooser, content_of(chooser, q[:, :, 64:], k))
-        torch.testing.assert_close(last[:, :, -1:], alone)
+    chooser = sf.parse(f"sampled(3, keep=1, block=64, reduce='{reduce}')")
+    last, _ = scores(chooser, content_of(chooser, q, k))
+    alone, _ = scores(chooser, content_of(chooser, q[:, :, 64:], k))
+    torch.testing.assert_close(last[:, :, -1:], alone)
 
 
 @dataclass(frozen=True)
@@ -197,7 +193,7 @@ def test_scores_of_a_users_own_chooser_are_taken_as_they_are_and_shared_by_the_l
 @needs_triton
 @settings(max_examples=25)
 @given(
-    chooser=chosen.drawn(sorted(set(chosen.SCORING) - {"last_queries"})),
+    chooser=chosen.drawn(chosen.SCORING),
     lengths=LENGTHS,
     heads=HEADS,
     causal=st.booleans(),
@@ -223,7 +219,7 @@ def test_kernels_score_as_operations_do(chooser, lengths, heads, causal, starts,
 
 
 @needs_triton
-@parametrize("name", sorted(set(chosen.SCORING) - {"last_queries"}))
+@parametrize("name", chosen.SCORING)
 @parametrize("layout", ["tokens first", "head_dim first"])
 def test_kernels_take_every_memory_order(name, layout, poison):
     chooser = sf.parse(EXAMPLES[name])
