@@ -25,7 +25,6 @@ from ..variant.variant import LENGTHS, build_variant
 from .arguments import (
     callers_level,
     cast_for_autocast,
-    check_e4m3_scale,
     check_mask,
     check_precision,
     check_sinks,
@@ -67,9 +66,7 @@ def build_call(
     check_types(q, k, v)
     deterministic = resolve_deterministic(deterministic)
     backends.check_name(backend)
-    e4m3 = precision is not None and q.dtype == backends.E4M3
-    if not e4m3:
-        q, k, v = cast_for_autocast(q, k, v)
+    q, k, v = cast_for_autocast(q, k, v)
     if precision is not None:
         _check_precision(precision, q, k, v, mask, sinks)
     if isinstance(mask, BlockSelection):
@@ -84,7 +81,7 @@ def build_call(
     is_empty = 0 in q.shape or 0 in k.shape
     is_plain = spec is None and sinks is None and not variant_arguments and not is_empty
     if not is_plain:
-        check_tensors(q, k, v, may_be_empty=is_empty, e4m3=e4m3 and not chooses)
+        check_tensors(q, k, v, may_be_empty=is_empty)
     variant = build_variant(q, k, **variant_arguments) if variant_arguments else None
     check_sinks(sinks, q)
     if spec is not None:
@@ -110,7 +107,7 @@ def build_call(
     chosen = _chosen_backends.get(key)
     if chosen is None:
         if is_plain:
-            check_tensors(q, k, v, e4m3=e4m3)
+            check_tensors(q, k, v)
         if isinstance(table, BlockMask):
             check_mask(table, q, k)
             if backend == "auto" and table.slow and not torch.compiler.is_compiling():
@@ -213,26 +210,8 @@ def _check_precision(precision: object, q: torch.Tensor, k: torch.Tensor, v: tor
             f"precision={precision!r} gives no gradients, and {trained[0]} requires one; leave precision out, or call it under "
             "torch.no_grad()"
         )
-    if q.dtype not in (torch.float16, torch.bfloat16, backends.E4M3):
-        raise ValueError(
-            f"with precision={precision!r}, q, k and v must be float16, bfloat16 or torch.float8_e4m3fn; got {q.dtype}; cast them"
-        )
-
-
-def check_input_scales(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_scale: object, k_scale: object, v_scale: object
-) -> tuple[torch.Tensor, ...] | None:
-    """The scales of e4m3 inputs, (batch, heads or kv_heads) each; None for other inputs."""
-    given = (("q_scale", q_scale, q), ("k_scale", k_scale, k), ("v_scale", v_scale, v))
-    if q.dtype != backends.E4M3:
-        if any(scale is not None for _, scale, _ in given):
-            raise ValueError(f"q_scale, k_scale and v_scale are of torch.float8_e4m3fn; got q of {q.dtype}; leave them out")
-        return None
-    found = []
-    for name, scale, x in given:
-        shape = f"{tuple(x.shape[:2])}, (batch, heads)"
-        found.append(check_e4m3_scale(name, scale, x, q, "e4m3 inputs", shape).expand(x.shape[:2]))
-    return tuple(found)
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"with precision={precision!r}, q, k and v must be float16 or bfloat16; got {q.dtype}; cast them")
 
 
 @constant_in_graphs
