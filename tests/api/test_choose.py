@@ -26,7 +26,6 @@ from sparse_flash.dispatch import operators
 from sparse_flash.masks import chooser as choosers
 from sparse_flash.masks.chooser import choices_of, chooser_block_size, is_causal
 from sparse_flash.parallel import planning
-from sparse_flash.variant.variant import build_variant
 
 parametrize = pytest.mark.parametrize
 LENGTHS = st.tuples(st.integers(1, 300), st.integers(1, 300)) | st.integers(1, 300).map(lambda n: (n, n))
@@ -528,32 +527,6 @@ def test_a_sequence_padded_at_its_end_attends_as_it_does_alone(chooser, tokens, 
     last = end if not (causal and chooser.name == "sampled") else end // chooser.block_size * chooser.block_size
     found, alone = sf.attention(q, k, v, spec, **lengths), sf.attention(*(x[:, :, :end] for x in (q, k, v)), spec)
     torch.testing.assert_close(found[:, :, :last], alone[:, :, :last])
-
-
-@settings(max_examples=60)
-@given(
-    chooser=chosen.drawn(chosen.SCORING),
-    lengths=st.tuples(st.integers(1, 400), st.integers(1, 400)),
-    ends=st.lists(st.integers(0, 400), min_size=2, max_size=2),
-    causal=st.booleans(),
-    seed=st.integers(0, 99),
-)
-def test_keys_past_the_end_decide_nothing_and_are_not_chosen(chooser, lengths, ends, causal, seed):
-    q, k, v = inputs(*lengths, seed=seed)
-    kv_lens = torch.tensor(ends, device=DEVICE)
-    spec, gone = sf.causal() & chooser if causal else chooser, torch.arange(lengths[1], device=DEVICE) >= kv_lens[:, None]
-    others = [x.masked_fill(gone[:, None, :, None], 1e4) for x in (k, v)]
-    assert torch.equal(sf.attention(q, k, v, spec, kv_lens=kv_lens), sf.attention(q, *others, spec, kv_lens=kv_lens))
-    kept, forced = (
-        choose.chosen_mask(
-            spec, q, k, None, None, lengths=build_variant(q, k, kv_lens=n, q_lens=None, kv_starts=None, q_starts=None)
-        )
-        for n in (kv_lens, torch.zeros_like(kv_lens))
-    )
-    kept, forced = kept.kept_blocks(), forced.kept_blocks()
-    first = torch.arange(kept.shape[3], device=DEVICE) * chooser.block_size
-    past = (first >= kv_lens[:, None])[:, None, None]
-    assert not (kept & past & ~forced).any()
 
 
 def test_a_padded_sequence_keeps_the_blocks_that_it_keeps_alone():

@@ -5,8 +5,7 @@ import torch
 from oracle import heavy_rows_split, poisoned_memory, rising
 
 import sparse_flash as sf
-from sparse_flash.kernels.common.eight_bits import QUERIES, columns_of_eight_bits
-from sparse_flash.variant.eight_bits import attention_in_eight_bits, quantize_blocks, rotate
+from sparse_flash.variant.eight_bits import attention_in_eight_bits, rotate
 
 
 def normal(*shape, seed=0):
@@ -192,38 +191,3 @@ def test_scores_that_rise_far_from_key_to_key_are_right(spec, head_dim):
     rising(q, k, None, 100.0)
     mask = None if spec is None else sf.compile_mask(spec, 500)
     assert_as_defined(on_hopper(q, k, v, mask), q, k, v, mask)
-
-
-@on_cpu
-@pytest.mark.parametrize("head_dim, q_len, kv_len", [(64, 200, 190), (72, 65, 257)])
-def test_operands_are_the_definitions_with_keys_in_the_products_order(head_dim, q_len, kv_len):
-    from sparse_flash.kernels.hopper import quantization
-    from sparse_flash.kernels.launch.launch import Recording
-
-    q, k, v = inputs(q_len, kv_len, 2, 1, head_dim)
-    with emulated.gluon_on_cpu(), poisoned_memory():
-        found = quantization.quantize_operands(q, k, v, 0.125, Recording())
-    columns = columns_of_eight_bits(head_dim, head_dim)
-    rotated_q, rotated_k = rotate(q.float(), columns), rotate(k.float(), columns)
-    mean = rotated_k.mean(2, keepdim=True)
-    for eight, scales, x, block in (
-        (found.q, found.of_q, rotated_q, QUERIES),
-        (found.k, found.of_k[..., None], rotated_k - mean, kv_len),
-        (
-            _in_order(found.v)[:, :, :kv_len],
-            found.of_v[..., None],
-            torch.nn.functional.pad(v.float(), (0, columns - head_dim)),
-            kv_len,
-        ),
-    ):
-        wanted, wanted_scales = quantize_blocks(x, block)
-        assert (eight.float() != wanted).float().mean() < 1e-3  # sums may round otherwise
-        assert torch.allclose(scales, wanted_scales[:, :, ::block, 0].float(), rtol=1e-5)
-    assert not _in_order(found.v).float()[:, :, kv_len:].any()
-    assert (found.lse - (rotated_q @ mean.mT)[..., 0] * 0.125).abs().max() < 1e-4
-
-
-def _in_order(values):
-    """(batch, heads, head_dim, keys) in the order of ``quads`` as (batch, heads, keys, head_dim)."""
-    quads = values.view(torch.uint8).unflatten(3, (-1, 4, 2, 2))  # keys 8a + 2b + c of 16 are at 4b + 2a + c
-    return quads.transpose(4, 5).flatten(3).mT.view(torch.float8_e4m3fn)

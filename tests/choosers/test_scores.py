@@ -11,7 +11,6 @@ from accepted import needs_triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import DEVICE
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparse_flash as sf
 from sparse_flash.choosers import choose, rules_kernels
@@ -42,21 +41,6 @@ def scores(chooser, content, by_kernel=False):
         ranges = list(choose._iter_scores(chooser, content, by_kernel))
     assert [low for low, *_ in ranges] == [0, *(high for _, high, _ in ranges)][:-1] and ranges[-1][1] == content.grid.q_blocks
     return torch.cat([part for *_, part in ranges], 2), len(ranges)
-
-
-class Largest(TorchDispatchMode):
-    """The most numbers of a tensor that an operation made."""
-
-    def __init__(self):
-        super().__init__()
-        self.numbers = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        for one in made if isinstance(made, (tuple, list)) else [made]:
-            if isinstance(one, torch.Tensor):
-                self.numbers = max(self.numbers, one.untyped_storage().nbytes() // one.element_size())
-        return made
 
 
 @settings(max_examples=150)
@@ -140,23 +124,6 @@ def test_scores_do_not_depend_on_how_many_logits_are_held(chooser, lengths, held
         patch.setattr(rules_kernels, "_MOST_BYTES", held)
         found, _ = scores(chooser, content)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
-
-
-@parametrize("name", chosen.SCORING)
-def test_operations_hold_no_more_logits_than_they_may(name, monkeypatch):
-    chooser = sf.parse(EXAMPLES[name])
-    q, k = chosen.tensors(64 * 9, 64 * 9, heads=2)
-    content = content_of(chooser, q, k)
-    features = choose.features_of(chooser, q, k, content.grid, True, 1.0)
-    row = 2 * features.per_q_block * features.column_count
-    monkeypatch.setattr(choose, "_HELD", 2 * row)
-    ranges = []
-    with torch.no_grad(), Largest() as largest:
-        for low, high, _ in choose._iter_scores(chooser, content, False):
-            ranges.append((low, high))
-    assert ranges == [(low, min(low + 2, 9)) for low in range(0, 9, 2)]
-    inputs = q.numel() + 64 * 9 * 8  # and their copies
-    assert largest.numbers <= max(2 * row, inputs)
 
 
 @parametrize("reduce", ["max", "mean"])
@@ -249,31 +216,3 @@ def test_kernels_find_the_block_whose_logits_are_far_above_the_first_ones(rise):
     weight = (1 + 63 * math.exp(-rise)) / (1 + 511 * math.exp(-rise))
     assert found.argmax(3).eq(5).all()
     torch.testing.assert_close(found[..., 5], torch.full_like(found[..., 5], weight), rtol=3e-3, atol=0)
-
-
-@needs_triton
-def test_wide_heads_take_the_tiles_that_fit_a_chips_memory(monkeypatch):
-    from triton.runtime.errors import OutOfResources
-
-    from sparse_flash.kernels.choosers import log_sums
-    from sparse_flash.kernels.launch import launch as launches
-
-    launch, tried = log_sums.launch, []
-
-    def launch_within(kernel, grid, arguments, constants, options, *rest):
-        if "TILE_M" in constants:
-            tried.append((constants["TILE_M"], constants["TILE_N"], options["num_stages"]))
-            if constants["TILE_M"] > 32:
-                raise OutOfResources(300_000, 200_000, "shared memory")
-        launch(kernel, grid, arguments, constants, options, *rest)
-
-    monkeypatch.setattr(log_sums, "launch", launch_within)
-    monkeypatch.setattr(launches, "fitting_configs", {})
-    chooser = sf.parse("antidiagonal(8, keep=1, block=64)")
-    q, k = chosen.tensors(150, 170, head_dim=256)
-    content = content_of(chooser, q, k)
-    torch.testing.assert_close(scores(chooser, content, True)[0], scores(chooser, content)[0], rtol=3e-3, atol=1e-6)
-    assert len(tried) > 2 and tried[-1][0] == 32
-    again = len(tried)
-    scores(chooser, content, True)
-    assert tried[again:] == tried[-1:]
