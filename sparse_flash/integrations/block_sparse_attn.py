@@ -17,8 +17,7 @@ document's end have no effect. ``S_dmask``, the matrix of weights with dropout's
 returns None instead, and is refused with dropout. ``exact_streaming`` is refused with block-sparse heads.
 
 Costs: ``cu_seqlens_q``, ``cu_seqlens_k``, ``head_mask_type`` and ``streaming_info`` are read on the host. A call waits for the
-GPU unless they are on the CPU, where they may be. Neighbouring documents of equal lengths are one call of ``attention``;
-documents of other lengths are one call each.
+GPU unless they are on the CPU. Neighbouring documents of equal lengths are one call of ``attention``; others are one call each.
 
 Source: https://github.com/mit-han-lab/Block-Sparse-Attention, commit 49d6c39e4dc0303442cda3bb758b3925d4399c49, BSD 3-Clause: its
 README, block_sparse_attn_interface.py, and the reference of its tests. Drawn cases of both files of its correctness tests, without
@@ -27,7 +26,7 @@ dropout, passed with this module on a CPU.
 
 from __future__ import annotations
 
-from itertools import count, groupby, pairwise
+from itertools import count, groupby
 from typing import Any
 
 import torch
@@ -36,6 +35,7 @@ import torch.nn.functional as F
 from ..api.arguments import check_shapes, check_types, refuse_probabilities
 from ..api.attention import attention
 from ..api.document_arguments import check_packed, resolve_longest
+from ..masks.memory import cached_until_cleared
 from ..masks.methods import from_blocks
 from ..masks.parsing import parse
 from ..masks.pattern import PerHead
@@ -89,29 +89,31 @@ def block_sparse_attn_func(
         f"cu_seqlens_q: documents+1; cu_seqlens_k: documents+1; head_mask_type: {heads}; streaming_info: {2 * heads}",
         *(cu_seqlens_q, cu_seqlens_k, head_mask_type, streaming_info),
     )
-    starts, kv_starts = _read_starts("q", q, cu_seqlens_q, max_seqlen_q_), _read_starts("k", k, cu_seqlens_k, max_seqlen_k_)
+    cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.cpu(), cu_seqlens_k.cpu()
+    resolve_longest("q", torch.empty(len(q), 0, device="cpu"), cu_seqlens_q, max_seqlen_q_)
+    resolve_longest("k", torch.empty(len(k), 0, device="cpu"), cu_seqlens_k, max_seqlen_k_)
+    starts, kv_starts = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     number, types = count(1), head_mask_type.tolist()
     types = [next(number) if kind == 1 else kind for kind in types]
     of_type_1 = next(number) - 1
     counts = [(0, 0)] * heads if streaming_info is None else streaming_info.unflatten(0, (heads, 2)).tolist()
+    rules = [(kind, *pair) for kind, pair in zip(types, counts, strict=True)]
     for name, given, needed in (("streaming_info", streaming_info, min(types) < 0), ("base_blockmask", base_blockmask, of_type_1)):
         if given is None and needed:
             raise ValueError(f"{name} must be given, as head_mask_type has heads that need it; got None; pass a tensor")
     if max(types) > of_type_1:
         raise ValueError(f"head_mask_type must be at most {of_type_1}, its number of heads of type 1; got {max(types)}; lower it")
-    if any(kind < 0 and min(pair) < 0 for kind, pair in zip(types, counts, strict=True)):
+    if any(kind < 0 and min(pair) < 0 for kind, *pair in rules):
         raise ValueError(f"streaming_info must not be negative for streaming heads; got (first, last) of {counts}; use 0 for none")
     if exact_streaming and (not is_causal or of_type_1):
-        got = f"is_causal={is_causal} and {of_type_1} heads of type 1; call once for each kind of head"
-        raise ValueError(f"exact_streaming needs is_causal=True and no block-sparse heads; got {got}")
-    q_blocks, kv_blocks = -(-max_seqlen_q_ // _BLOCK), -(-max_seqlen_k_ // _BLOCK)
-    check_shapes(f"base_blockmask: {len(starts) - 1} {of_type_1} {q_blocks} {kv_blocks}", base_blockmask)
+        got = f"{is_causal} and {of_type_1} heads; call once for each kind of head"
+        raise ValueError(f"exact_streaming needs is_causal=True and no heads of type 1; got {got}")
+    blocks = f"{-(-max_seqlen_q_ // _BLOCK)} {-(-max_seqlen_k_ // _BLOCK)}"
+    check_shapes(f"base_blockmask: {len(starts) - 1} {of_type_1} {blocks}", base_blockmask)
     options: dict[str, Any] = {"scale": softmax_scale, "dropout_p": p_dropout, "return_lse": True, "backend": backend}
-    rules = [(kind, *pair) for kind, pair in zip(types, counts, strict=True)]
     mask: Any = _token_mask(rules) if exact_streaming else None
-    lengths = [(b - a, d - c) for (a, b), (c, d) in zip(pairwise(starts), pairwise(kv_starts), strict=True)]
     outs, lses, first = [], [], 0
-    for (q_len, kv_len), documents in groupby(lengths):
+    for (q_len, kv_len), documents in groupby(zip(cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist(), strict=True)):
         stop = first + len(list(documents))
         tokens = (q, starts, q_len), (k, kv_starts, kv_len), (v, kv_starts, kv_len)
         q_rows, k_rows, v_rows = (x[at[first] : at[stop]].unflatten(0, (stop - first, n)).transpose(1, 2) for x, at, n in tokens)
@@ -173,28 +175,26 @@ def token_streaming_attn_func(
 
 # rules: of each head, its type, n > 0 for map n - 1, and how many first and last blocks or keys it keeps.
 def _token_mask(rules: list[tuple[int, int, int]]) -> PerHead:
-    texts = []
-    for kind, first, last in rules:
-        kept = [f"sinks({first})"] * (first > 0) + [f"local({last})"] * (last > 0) or ["~full"]
-        texts.append(f"causal & ({' | '.join(kept)})" if kind else "causal")
+    kept = [[f"sinks({first})"] * (first > 0) + [f"local({last})"] * (last > 0) or ["~full"] for _, first, last in rules]
+    texts = [f"causal & ({' | '.join(own)})" if rule[0] else "causal" for own, rule in zip(kept, rules, strict=True)]
     return PerHead(tuple(map(parse, texts)))
 
 
 def _block_mask(rules: list[tuple[int, int, int]], maps, own: slice, causal: bool, q_len: int, kv_len: int, device):
     if all(kind == 0 for kind, _, _ in rules) or 0 in (q_len, kv_len):
         return "causal" if causal else None
-    kind, first, last = torch.tensor(rules, device=device).T[..., None, None]
-    row, col = torch.arange(-(-q_len // _BLOCK), device=device)[:, None], torch.arange(-(-kv_len // _BLOCK), device=device)
-    stop = row + 1 - (q_len - kv_len) // _BLOCK if causal else len(col)
-    kept = ((kind == 0) | (col < first) | ((col >= stop - last) & (col < stop))).expand(-1, len(row), -1)[None]
+    kept, number = _own_blocks(tuple(rules), causal, q_len, kv_len, device)
     if maps is not None and maps.shape[1]:
-        maps = maps[own, (kind.flatten() - 1).clamp(min=0), : len(row), : len(col)]
-        kept = torch.where(kind > 0, maps != 0, kept)
+        maps = maps[own, number.clamp(min=0), : kept.shape[2], : kept.shape[3]]
+        kept = torch.where(number[:, None, None] >= 0, maps != 0, kept)
     return from_blocks(kept, _BLOCK, q_len, kv_len, "causal" if causal else None)
 
 
-def _read_starts(name: str, x: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> list[int]:
-    """cu_seqlens on the host. Raises as ``resolve_longest`` does on a CPU."""
-    cu_seqlens = cu_seqlens.cpu()
-    resolve_longest(name, torch.empty(len(x), 0, device="cpu"), cu_seqlens, longest)
-    return cu_seqlens.tolist()
+@cached_until_cleared(maxsize=256)
+def _own_blocks(rules: tuple, causal: bool, q_len: int, kv_len: int, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns what heads without a map keep, (1, heads, q_blocks, kv_blocks) bool, and the map of each head, negative for none."""
+    kind, first, last = torch.tensor(rules, device=device).T[..., None, None]
+    row, col = torch.arange(-(-q_len // _BLOCK), device=device)[:, None], torch.arange(-(-kv_len // _BLOCK), device=device)
+    stop = row + 1 - (q_len - kv_len) // _BLOCK if causal else len(col)
+    kept = (kind == 0) | (col < first) | ((col >= stop - last) & (col < stop))
+    return kept.expand(-1, len(row), -1)[None], kind.flatten() - 1

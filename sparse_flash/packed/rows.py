@@ -67,6 +67,6 @@ def write(cache: torch.Tensor, tokens: torch.Tensor, position: torch.Tensor, tab
 
 def _find_pages(cache: torch.Tensor, table: torch.Tensor, position: torch.Tensor, used: torch.Tensor):
     """Returns (page, offset in it) of positions (documents, n); page 0 where they are not ``used``."""
-    page = table.long().gather(1, position // cache.shape[1])
+    page = table.long().gather(1, (position // cache.shape[1]).clamp(0, table.shape[1] - 1))
     check_read_pages(page, used, len(cache))
     return torch.where(used, page, 0), position % cache.shape[1]
