@@ -16,9 +16,8 @@ from sparse_flash.masks.registry import pattern_class
 
 _POWERS = st.sampled_from([1, 2, 4, 8, 16, 32, 64])
 # The fields of each class that have no default.
-_FIELDS = {"sub_blocks": {"size": _POWERS}, "antidiagonal": {"stride": _POWERS}, "sampled": {"queries": st.integers(1, 64)}}
-_FIELDS |= {"last_queries": {"count": st.integers(1, 200)}}
-BUILT_IN = ("antidiagonal", "last_queries", "pooled", "pooled_keys", "sampled", "scored", "sub_blocks")
+_FIELDS = {"antidiagonal": {"stride": _POWERS}, "sampled": {"queries": st.integers(1, 64)}}
+BUILT_IN = ("antidiagonal", "pooled", "sampled", "scored")
 SCORING = tuple(name for name in BUILT_IN if name != "scored")  # by themselves
 
 shares = st.sampled_from([0.01, 0.07, 0.25, 0.5, 0.9, 1.0]) | st.floats(0.001, 1)
@@ -87,23 +86,17 @@ def _of_head(chooser, q, k, causal, scale, start):
     size, offset = chooser.block_size, len(k) - len(q)
     k = np.where(np.arange(len(k))[:, None] < start, 0, k)
     q_blocks, kv_blocks = groups_of(len(q), size), groups_of(len(k), size)
-    if isinstance(chooser, choosers.LastQueries):
-        return _by_columns_and_slashes(chooser.count, q, k, q_blocks, kv_blocks, scale, start)
     # A row is of some block of queries, and sees what ends by the last of its tokens; a column is some keys.
     match chooser:
         case choosers.Pooled():
             rows, keys = q_blocks, size
-        case choosers.PooledKeys():
-            rows, keys = groups_of(len(q), 1), size
-        case choosers.SubBlocks(size=keys) | choosers.Antidiagonal(stride=keys):
+        case choosers.Antidiagonal(stride=keys):
             rows = groups_of(len(q), keys)
         case choosers.Sampled(queries=count):
             picks = [(b, math.ceil(i * (b.stop - b.start) / count)) for b in q_blocks for i in range(1, count + 1)]
             rows, keys = [slice(b.start + n - 1, b.start + n) for b, n in picks], 1
     columns = groups_of(len(k), keys)
     until = [row.stop - 1 for row in rows]
-    if isinstance(chooser, choosers.PooledKeys):  # the mean of a query's own block of keys too
-        until = [q_blocks[row.start // size].stop - 1 for row in rows]
     if isinstance(chooser, choosers.Antidiagonal):
         logits = _along_antidiagonals(q, k, keys)
     else:
@@ -140,21 +133,6 @@ def _softmax(logits, seen):
     """The softmax over the seen columns of each row; 0 for a row that sees none."""
     weights = np.exp(np.where(seen, logits - np.where(seen, logits, -np.inf).max(1, initial=-1e300, keepdims=True), -np.inf))
     return weights / np.maximum(weights.sum(1, keepdims=True), 1e-300)
-
-
-def _by_columns_and_slashes(count, q, k, q_blocks, kv_blocks, scale, start):
-    size, offset = kv_blocks[0].stop, len(k) - len(q)
-    size = max(size, q_blocks[0].stop)
-    i, j = np.arange(max(0, len(q) - count), len(q))[:, None] + offset, np.arange(len(k))[None]
-    weights = _softmax(q[-count:] @ k.T * scale, (j <= i) & (j >= start)) / len(i)
-    columns = [weights[:, block].sum() for block in kv_blocks]
-    slashes = [weights[((i - j) >= 0) & ((i - j) // size == distance)].sum() for distance in range(len(kv_blocks))]
-    found = np.zeros((len(q_blocks), len(kv_blocks)))
-    for row, block in enumerate(q_blocks):
-        own = (block.stop - 1 + offset) // size
-        for column in range(own + 1):
-            found[row, column] = columns[column] + slashes[own - column]
-    return found / np.maximum(found.sum(1, keepdims=True), 1e-300)
 
 
 def count_of(number: int | float, blocks: int) -> int:

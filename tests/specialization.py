@@ -37,7 +37,7 @@ from sparse_flash.kernels.selection import division, lists, pick_blocks
 from sparse_flash.kernels.selection import forward as selection_forward
 from sparse_flash.kernels.selection import hopper_backward as selection_hopper_backward
 from sparse_flash.kernels.selection import hopper_forward as selection_hopper_forward
-from sparse_flash.masks.chooser import Antidiagonal, PooledKeys, Sampled
+from sparse_flash.masks.chooser import Antidiagonal, Pooled, Sampled
 from sparse_flash.masks.grid import BlockGrid
 from sparse_flash.selection import triton as selection_triton
 from sparse_flash.variant.variant import Variant
@@ -182,7 +182,7 @@ def chooser_calls() -> None:
         q, k, *_ = tensors(batch, heads, kv_heads, q_len, kv_len, torch.bfloat16)
         grid = BlockGrid(q_len, kv_len, 64)
         bounds = torch.zeros(batch, 3, dtype=torch.int32) if causal else None
-        for chooser in (Sampled(8, floor=0.1), Antidiagonal(8, floor=0.1), PooledKeys(floor=0.1)):
+        for chooser in (Sampled(8, floor=0.1), Antidiagonal(8, floor=0.1), Pooled(floor=0.1)):
             of = features.features_of(chooser, q, k, grid, causal, 1.0)
             until = of.until.to(torch.int32)
             numbers = of.span, of.factor, of.per_q_block, of.per_kv_block, grid.kv_blocks

@@ -11,7 +11,7 @@ from .rows import rows
 
 def drop_details(results: dict) -> dict:
     """The rows that the command rows lists, in its order, without lists by layer and head."""
-    return row_files.drop_fields(row_files.order_rows(results, rows()), "by_head", "shares")
+    return row_files.drop_fields(row_files.order_rows(results, rows(recorded=True)), "by_head", "shares")
 
 
 def summary_line(result: dict) -> str:

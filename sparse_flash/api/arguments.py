@@ -46,13 +46,13 @@ def check_types(q: object, k: object, v: object) -> None:
             )
 
 
-def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, may_be_empty: bool = False, e4m3: bool = False) -> None:
+def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, may_be_empty: bool = False) -> None:
     """Raises ValueError if q, k and v do not fit together, and warns if they look transposed. may_be_empty: sizes other than
-    head_dim may be 0. e4m3: see ``check_alike``."""
+    head_dim may be 0."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             raise ValueError(f"{name} must have shape (batch, heads, tokens, head_dim); got {tuple(tensor.shape)}")
-    check_alike(q, k, v, e4m3=e4m3)
+    check_alike(q, k, v)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.shape[3] == 0 or (0 in tensor.shape and not may_be_empty):
             raise ValueError(f"{name} must not be empty; got shape {tuple(tensor.shape)}")
@@ -77,12 +77,11 @@ def _warn_of_transposed(q: torch.Tensor, k: torch.Tensor) -> None:
         )
 
 
-def check_alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cast: str = "cast with .to({0})", e4m3: bool = False) -> None:
+def check_alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cast: str = "cast with .to({0})") -> None:
     """Raises ValueError where back ends do not support a dtype, or where dtypes or devices differ. cast: the fix to suggest,
-    formatted with q's dtype and the other dtype. e4m3: whether that is supported."""
+    formatted with q's dtype and the other dtype."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not (e4m3 and tensor.dtype == backends.E4M3):
-            check_dtype(name, tensor)
+        check_dtype(name, tensor)
         if tensor.dtype != q.dtype:
             way_out = cast.format(q.dtype, tensor.dtype)
             raise ValueError(f"q, k and v must have one dtype; q is {q.dtype}, {name} is {tensor.dtype}; {way_out}")
@@ -90,12 +89,28 @@ def check_alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cast: str = "
             raise ValueError(f"q, k and v must be on one device; q is on {q.device}, {name} on {tensor.device}")
 
 
+def check_shapes(shapes: str, *tensors: object) -> None:
+    """Raises ValueError where tensors do not have these shapes. None passes.
+
+    shapes: of all tensors, as in "q: batch tokens 64; k: batch tokens". A name is a size, the same wherever it stands.
+    """
+    sizes: dict[str, int] = {}
+    for each, x in zip(shapes.split("; "), tensors, strict=True):
+        name, shape = each.split(": ")
+        names, found = shape.split(), tuple(x.shape) if isinstance(x, torch.Tensor) else ()
+        given = {one: int(one) if one.isdigit() else sizes.get(one, n) for one, n in zip(names, found, strict=False)}
+        if x is not None and (len(names) != len(found) or any(given[one] != n for one, n in zip(names, found, strict=True))):
+            wanted = ", ".join(f"{one}={sizes[one]}" if one in sizes else one for one in names)
+            raise ValueError(f"{name} must be a tensor of shape ({wanted}); got {found or type(x).__name__}")
+        sizes |= given
+
+
 def check_dtype(name: str, tensor: torch.Tensor) -> None:
     """Raises ValueError where back ends do not support a tensor's dtype."""
     if tensor.dtype not in _DTYPES:
         way_out = "cast with .to(torch.bfloat16)"
         if tensor.dtype == backends.E4M3:
-            way_out = "multiply it by its scale, or pass the scale to attention_decode, or to attention with precision='fp8'"
+            way_out = "multiply it by its scale, or pass a cache and its scales to attention_decode"
         raise ValueError(
             f"{name} must be a floating-point tensor, of float16, bfloat16, float32 or float64; got {tensor.dtype}; {way_out}"
         )
@@ -187,27 +202,6 @@ def check_mask_fits(mask: BlockMask, q: torch.Tensor) -> None:
         way_out = f"use mask.to({str(q.device)!r}), in a module's _apply, or pass the pattern, which suits every device"
         raise ValueError(f"the mask is on {mask.device} and q on {q.device}; {way_out}")
     check_batch_and_heads(mask.mask_index.shape, q.shape[0], q.shape[1])
-
-
-def check_e4m3_scale(
-    name: str, scale: object, x: torch.Tensor, q: torch.Tensor, owner: str, shape: str, by_token: str = ""
-) -> torch.Tensor:
-    """A scale of x, which is e4m3. owner: what x is, in words. shape: of a scale for each head, in words. by_token: in words, the
-    shape of a scale for each token, if that is allowed."""
-    if not isinstance(scale, torch.Tensor):
-        raise TypeError(
-            f"{name} of {owner} must be a float32 tensor of shape {shape}; got {type(scale).__name__}; pass what stored numbers "
-            "are to be multiplied by, torch.ones if by nothing"
-        )
-    check_same_device(name, scale, q, "detach it")
-    fits = scale.dim() in ((2, 3) if by_token else (2,))
-    if scale.dtype != torch.float32 or not (fits and all(n in (1, whole) for n, whole in zip(scale.shape, x.shape, strict=False))):
-        more = f", or {by_token} for a scale of each token" if by_token else ""
-        raise ValueError(
-            f"{name} must be float32 of shape {shape}{more}, and a size of 1 serves all; got {scale.dtype} of shape "
-            f"{tuple(scale.shape)} for {owner} whose first dimensions are {tuple(x.shape[:3])}"
-        )
-    return scale
 
 
 def callers_level() -> int:

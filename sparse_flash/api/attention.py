@@ -14,7 +14,7 @@ from ..selection.block_selection import BlockSelection
 from ..selection.operators import attend_to_picks, block_lse
 from ..variant.definition import with_sinks
 from ..variant.variant import ScoreFunction
-from .call import build_call, check_input_scales
+from .call import build_call
 from .keywords import answers_unknown_keywords, keyword_error
 
 
@@ -41,9 +41,6 @@ def attention(
     return_block_lse: bool = False,
     deterministic: bool | None = None,
     precision: str | None = None,
-    q_scale: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """softmax(scale * q k^T) v over the pairs that the mask keeps, at a cost proportional to the kept pairs. Lengths, score
@@ -92,9 +89,6 @@ def attention(
     rounded in blocks of 64 tokens; k, less its mean over a head's tokens, and v in blocks of 128. Each block has a scale. Softmax
     weights are rounded with a fixed scale, and sums are float32. backend="reference" runs this definition on any device.
     (arXiv:2407.08608, Sec. 3.3; arXiv:2411.10958.)
-    q_scale, k_scale, v_scale: with precision="fp8", q, k and v may be torch.float8_e4m3fn, rounded by the caller. They are then
-    taken as they are, the mean of k is not subtracted, and out is bfloat16. A number is what its tensor holds times the scale of
-    its head: (batch, heads) float32 for q, (batch, kv_heads) for k and v. A size of 1 serves all.
     backend: "auto", "hopper", "triton", "torch" or "reference". A named back end runs or raises; "auto" picks the fastest that
     supports the call, and never turns a sparse mask into a dense one.
 
@@ -120,8 +114,6 @@ def attention(
         variant_arguments |= {"q_starts": q_starts, "softcap": softcap, "alibi_slopes": alibi_slopes, "rel_bias": rel_bias}
         variant_arguments |= {"score_mod": score_mod, "score_params": score_params}
     call = build_call(q, k, v, mask, scale, sinks, deterministic, backend, precision, variant_arguments)
-    if precision is not None or not (q_scale is k_scale is v_scale is None):
-        call = call._replace(scales=check_input_scales(call.q, call.k, call.v, q_scale, k_scale, v_scale))
     if isinstance(call.mask, BlockSelection):
         return _attend_to_selection(call, call.mask, return_lse, return_block_lse)
     if return_block_lse:

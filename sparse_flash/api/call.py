@@ -14,7 +14,7 @@ from ..dispatch import operators
 from ..dispatch.call import AttentionCall, ChosenBlocks, backend_for
 from ..masks.block_mask import BlockMask
 from ..masks.cache import compile_cached, convert_foreign_mask, to_traceable
-from ..masks.chooser import find_lookahead_chooser, has_choosers
+from ..masks.chooser import has_choosers, without_choosers
 from ..masks.fit import check_known_end
 from ..masks.memory import cached_until_cleared, register_clear
 from ..masks.parsing import text_of
@@ -25,7 +25,6 @@ from ..variant.variant import LENGTHS, build_variant
 from .arguments import (
     callers_level,
     cast_for_autocast,
-    check_e4m3_scale,
     check_mask,
     check_precision,
     check_sinks,
@@ -67,9 +66,7 @@ def build_call(
     check_types(q, k, v)
     deterministic = resolve_deterministic(deterministic)
     backends.check_name(backend)
-    e4m3 = precision is not None and q.dtype == backends.E4M3
-    if not e4m3:
-        q, k, v = cast_for_autocast(q, k, v)
+    q, k, v = cast_for_autocast(q, k, v)
     if precision is not None:
         _check_precision(precision, q, k, v, mask, sinks)
     if isinstance(mask, BlockSelection):
@@ -84,7 +81,7 @@ def build_call(
     is_empty = 0 in q.shape or 0 in k.shape
     is_plain = spec is None and sinks is None and not variant_arguments and not is_empty
     if not is_plain:
-        check_tensors(q, k, v, may_be_empty=is_empty, e4m3=e4m3 and not chooses)
+        check_tensors(q, k, v, may_be_empty=is_empty)
     variant = build_variant(q, k, **variant_arguments) if variant_arguments else None
     check_sinks(sinks, q)
     if spec is not None:
@@ -110,7 +107,7 @@ def build_call(
     chosen = _chosen_backends.get(key)
     if chosen is None:
         if is_plain:
-            check_tensors(q, k, v, e4m3=e4m3)
+            check_tensors(q, k, v)
         if isinstance(table, BlockMask):
             check_mask(table, q, k)
             if backend == "auto" and table.slow and not torch.compiler.is_compiling():
@@ -165,7 +162,7 @@ def _check_spec(spec: Pattern | str, chooses: bool, has_ends: bool) -> None:
     """Raises ValueError for an expression that mixes patterns and choosers wrongly. has_ends: kv_lens or q_lens end the sequences;
     patterns that depend on the last token then raise ValueError too."""
     if chooses:
-        find_lookahead_chooser(spec)
+        without_choosers(spec)
     if has_ends:
         check_known_end(spec)
 
@@ -173,9 +170,8 @@ def _check_spec(spec: Pattern | str, chooses: bool, has_ends: bool) -> None:
 def _choose(
     spec: Pattern | str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, variant_arguments: dict[str, Any]
 ) -> BlockMask | ChosenBlocks:
-    """Chooses blocks from q and k. Raises ValueError, or warns, if training would then see the future."""
+    """Chooses blocks from q and k. Warns if training would then see the future."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        _refuse_looking_ahead(find_lookahead_chooser(spec))
         _warn_of_later_keys(spec)
     given: dict[str, Any] = {name: variant_arguments.get(name) for name in LENGTHS}
     lengths = build_variant(q, k, **given)
@@ -214,34 +210,8 @@ def _check_precision(precision: object, q: torch.Tensor, k: torch.Tensor, v: tor
             f"precision={precision!r} gives no gradients, and {trained[0]} requires one; leave precision out, or call it under "
             "torch.no_grad()"
         )
-    if q.dtype not in (torch.float16, torch.bfloat16, backends.E4M3):
-        raise ValueError(
-            f"with precision={precision!r}, q, k and v must be float16, bfloat16 or torch.float8_e4m3fn; got {q.dtype}; cast them"
-        )
-
-
-def check_input_scales(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_scale: object, k_scale: object, v_scale: object
-) -> tuple[torch.Tensor, ...] | None:
-    """The scales of e4m3 inputs, (batch, heads or kv_heads) each; None for other inputs."""
-    given = (("q_scale", q_scale, q), ("k_scale", k_scale, k), ("v_scale", v_scale, v))
-    if q.dtype != backends.E4M3:
-        if any(scale is not None for _, scale, _ in given):
-            raise ValueError(f"q_scale, k_scale and v_scale are of torch.float8_e4m3fn; got q of {q.dtype}; leave them out")
-        return None
-    found = []
-    for name, scale, x in given:
-        shape = f"{tuple(x.shape[:2])}, (batch, heads)"
-        found.append(check_e4m3_scale(name, scale, x, q, "e4m3 inputs", shape).expand(x.shape[:2]))
-    return tuple(found)
-
-
-def _refuse_looking_ahead(chooser: str | None) -> None:
-    if chooser is not None:
-        raise ValueError(
-            f"{chooser} must not be trained with, as later queries change what a block keeps; use torch.no_grad() for prompts, "
-            "or another chooser for training; choose_blocks makes a mask that has gradients"
-        )
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"with precision={precision!r}, q, k and v must be float16 or bfloat16; got {q.dtype}; cast them")
 
 
 @constant_in_graphs

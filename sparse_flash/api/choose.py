@@ -91,11 +91,11 @@ def choose_blocks(
 
     Scores are softmax weights over the keys up to each query if ``within`` says causal, and over all keys otherwise. Other patterns
     of ``within``, such as documents, do not limit these keys. Under causal, no key and no query after a block of queries changes
-    what the block keeps, except for ``last_queries``.
+    what the block keeps.
 
     q and k should be finite, as a choice hides NaN. On CPUs, a row with queries that see a NaN key keeps only what is kept in any
-    case; under ``last_queries``, all rows of the head do. On GPUs such a row may keep other blocks. So attention under the choice
-    may be finite where attention under ``within`` alone has NaN.
+    case. On GPUs such a row may keep other blocks. So attention under the choice may be finite where attention under ``within``
+    alone has NaN.
 
     Returns a BlockMask of (batch, heads) on q's device, in blocks of the choosers' ``block``. The choice is not differentiated;
     attention under it is. No host synchronization. On a GPU, scores stream through kernels: memory does not grow with queries x

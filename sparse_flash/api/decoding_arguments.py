@@ -7,7 +7,7 @@ import torch
 from .. import backends
 from ..masks.block_mask import BlockMask
 from ..variant.variant import check_same_device, int32_lengths
-from .arguments import check_alike, check_dtype, check_e4m3_scale, check_head_groups, check_mask_fits
+from .arguments import check_alike, check_dtype, check_head_groups, check_mask_fits
 
 MAX_QUERIES = 64  # per sequence
 
@@ -63,12 +63,29 @@ def check_cache_scales(
         raise ValueError(f"k_scale and v_scale belong to a cache of torch.float8_e4m3fn; got k of {k.dtype}; leave them out")
     found: list[torch.Tensor] = []
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        one = check_e4m3_scale(name, scale, k, q, "an e4m3 cache", shape, f"{shape[:-1]}, {tokens})")
+        one = _check_cache_scale(name, scale, k, q, shape, f"{shape[:-1]}, {tokens})")
         found.append(one[..., None] if one.dim() == 2 else one)
     found = torch.broadcast_tensors(*found)
     if found[0].stride() != found[1].stride() or found[0].stride(2) != 1:
         found = [scale.contiguous() for scale in found]
     return found[0].expand(k.shape[:3]), found[1].expand(k.shape[:3])
+
+
+def _check_cache_scale(name: str, scale: object, x: torch.Tensor, q: torch.Tensor, shape: str, by_token: str) -> torch.Tensor:
+    """A scale of x, keys or values. shape, by_token: of a scale for each head, and for each token, in words."""
+    if not isinstance(scale, torch.Tensor):
+        raise TypeError(
+            f"{name} of an e4m3 cache must be a float32 tensor of shape {shape}; got {type(scale).__name__}; pass what stored "
+            "numbers are to be multiplied by, torch.ones if by nothing"
+        )
+    check_same_device(name, scale, q, "detach it")
+    fits = scale.dim() in (2, 3) and all(n in (1, whole) for n, whole in zip(scale.shape, x.shape, strict=False))
+    if scale.dtype != torch.float32 or not fits:
+        raise ValueError(
+            f"{name} must be float32 of shape {shape}, or {by_token} for a scale of each token, and a size of 1 serves all; got "
+            f"{scale.dtype} of shape {tuple(scale.shape)} for an e4m3 cache whose first dimensions are {tuple(x.shape[:3])}"
+        )
+    return scale
 
 
 def check_cache_lengths(

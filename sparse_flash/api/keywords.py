@@ -43,6 +43,10 @@ _ADVICE = {
     "pass return_lse=True": "return_softmax_lse",
     "leave it out: tile sizes are chosen for each GPU; SPARSE_FLASH_AUTOTUNE=1 measures others": "kernel_options",
     "leave it out: the kernel chooses how many programs share the keys of a sequence": "num_splits",
+    "call attention_decode(k_scale=, v_scale=) for a cache in e4m3, attention(precision='fp8') for products in e4m3": (
+        "q_descale k_descale v_descale"
+    ),
+    "rotate q and k before the call": "rotary_cos rotary_sin",
     "pass sinks=": "s_aux learnable_sink",
     "pass rel_bias=, by head and distance": "position_bias",
 }

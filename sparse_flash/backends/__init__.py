@@ -23,7 +23,7 @@ tokens, or 0 if one scale serves all tokens of a head and page or batch entry; o
 
 A back end that supports ``EIGHT_BITS``, which no other feature accompanies, has a sixth:
 
-    forward_in_eight_bits(q, k, v, mask, scale, scales) -> (out, lse)         see ``variant.eight_bits``
+    forward_in_eight_bits(q, k, v, mask, scale) -> (out, lse)                 see ``variant.eight_bits``
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def supports(call: Call) -> str | None:
         return reason
     if call.device.type != "cuda" or not _is_hopper(call.device):
         return f"it needs a GPU of compute capability 9.0 (H100, H200); q is on {call.device}"
-    if call.dtype not in DTYPES and not (eight and call.e4m3):
+    if call.dtype not in DTYPES:
         return f"it runs float16 and bfloat16; got {call.dtype}"
     if reason := shape_refusal(call.head_dim, call.v_head_dim, call.block_size):
         return reason
@@ -121,7 +121,7 @@ def supports(call: Call) -> str | None:
         return f"with dropout it runs masks of block_size 64 up to head_dim 64; got {call.head_dim}; block_size=128 runs"
     if call.score_mod is not None and (reason := _score_mod_refusal(call.score_mod, call.score_params)):
         return reason
-    if call.e4m3 and not eight and (reason := triton_backend.supports(call)):
+    if call.e4m3 and (reason := triton_backend.supports(call)):
         return reason
     if call.batch * call.heads * (call.q_len + 128) > MAX_ROWS:
         return f"it runs up to {MAX_ROWS:,} queries over batch and heads; got {call.batch} x {call.heads} x {call.q_len}"
@@ -136,8 +136,8 @@ def forward(q, k, v, mask, scale, deterministic, variant):
     return _kernels().attention_forward(q, k, v, mask, scale, variant, beside=beside)
 
 
-def forward_in_eight_bits(q, k, v, mask, scale, scales):
-    return _kernels().attention_forward_of_eight_bits(q, k, v, mask, scale, scales)
+def forward_in_eight_bits(q, k, v, mask, scale):
+    return _kernels().attention_forward_of_eight_bits(q, k, v, mask, scale)
 
 
 def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant):

@@ -39,9 +39,9 @@ def forward(q, k, v, mask, scale, deterministic, variant):
     return out, matrix.lse.to(compute_dtype(q))
 
 
-def forward_in_eight_bits(q, k, v, mask, scale, scales):
+def forward_in_eight_bits(q, k, v, mask, scale):
     """(out, lse) by the definition. See the package's docstring."""
-    out, lse = attention_in_eight_bits(q, k, v, None if mask is None else mask.to_dense(), scale, scales)
+    out, lse = attention_in_eight_bits(q, k, v, None if mask is None else mask.to_dense(), scale)
     return empty_out(q, v.shape[3]).copy_(out), lse.float()
 
 

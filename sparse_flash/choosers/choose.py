@@ -18,7 +18,7 @@ from ..dispatch.call import ChosenBlocks
 from ..dispatch.operators import build_chosen_mask
 from ..masks.block_mask import BlockMask, MaskLike
 from ..masks.cache import resolve_single_mask
-from ..masks.chooser import Chooser, HeadChoice, LastQueries, Scored, choices_of, chooser_block_size, is_causal
+from ..masks.chooser import Chooser, HeadChoice, Scored, choices_of, chooser_block_size, is_causal
 from ..masks.from_maps import from_block_maps
 from ..masks.grid import BlockGrid
 from ..masks.memory import cached_until_cleared
@@ -278,11 +278,6 @@ def _make_scorer(chooser: Chooser, content: _ChoiceInputs, with_kernels: bool) -
     if features is not None:
         step = max(1, _HELD // (batch_heads * features.per_q_block * features.column_count))
         return step, partial(rules_torch.score_blocks, features, grid, reduce=chooser.reduction)
-    if isinstance(chooser, LastQueries):
-        with without_autocast(q):
-            sums = rules_torch.columns_and_slashes(chooser, q, k, grid, scale, starts, ends, q_ends)
-        step = rules_kernels.q_blocks_per_chunk(None, batch_heads, grid)
-        return step, lambda low, high: rules_torch.score_columns_and_slashes(sums, grid, low, high).float()
     scores = _get_user_scores(chooser, content)
     return grid.q_blocks, lambda low, high: scores
 

@@ -14,7 +14,7 @@ import torch
 
 from ..backends.torch import block_means
 from ..compat.pytorch import is_recorded
-from ..masks.chooser import Antidiagonal, Chooser, Pooled, PooledKeys, Sampled, SubBlocks
+from ..masks.chooser import Antidiagonal, Chooser, Pooled, Sampled
 from ..masks.grid import BlockGrid
 from ..masks.memory import cached_until_cleared
 
@@ -84,25 +84,14 @@ def features_of(
         until = _count_seen_columns(1, count, 1, grid, causal, device)
         return Features(rows, k, 1, scale, count, size, until, _bounds(starts, ends, None, 1, 1, grid))
     if isinstance(chooser, Pooled):
-        queries, keys, seeing = size, size, size
-    elif isinstance(chooser, PooledKeys):  # the mean of a block of keys has no part for each query
-        queries, keys, seeing = 1, size, size
-    elif isinstance(chooser, SubBlocks):
-        queries, keys, seeing = chooser.size, chooser.size, chooser.size
-    else:
-        return None
-    rows, columns = _means(q, queries, None, q_ends), _means(k, keys, starts, ends)
-    until = _count_seen_columns(seeing, None, keys, grid, causal, device)
-    if queries < seeing:
-        until = until.repeat_interleave(seeing // queries)[: grid.q_len]
-    bounds = _bounds(starts, ends, q_ends, keys, queries, grid)
-    return Features(rows, columns, 1, scale, size // queries, size // keys, until, bounds)
+        until = _count_seen_columns(size, None, size, grid, causal, device)
+        bounds = _bounds(starts, ends, q_ends, size, size, grid)
+        return Features(_means(q, size, None, q_ends), _means(k, size, starts, ends), 1, scale, 1, 1, until, bounds)
+    return None
 
 
 def _means(x: torch.Tensor, size: int, starts: torch.Tensor | None, ends: torch.Tensor | None) -> torch.Tensor:
     """The means of ``size`` tokens each. Tokens that do not exist are left out."""
-    if size == 1:
-        return x
     means = block_means(x, size)
     if starts is not None or ends is not None:
         first = torch.arange(0, x.shape[2], size, device=x.device)

@@ -20,10 +20,9 @@ def pack_block_bits(blocks: torch.Tensor) -> torch.Tensor:
     return (words.long() << torch.arange(32, device=blocks.device)).sum(-1).to(torch.int32)
 
 
-def q_blocks_per_chunk(features: Features | None, batch_heads: int, grid: BlockGrid) -> int:
+def q_blocks_per_chunk(features: Features, batch_heads: int, grid: BlockGrid) -> int:
     """How many blocks of queries are scored at a time."""
-    of_row = 4 + (0 if features is None else 4 * features.per_q_block)
-    return max(1, _MOST_BYTES // (batch_heads * grid.kv_blocks * of_row))
+    return max(1, _MOST_BYTES // (batch_heads * grid.kv_blocks * (4 + 4 * features.per_q_block)))
 
 
 def score_blocks(features: Features, grid: BlockGrid, low: int, high: int, reduce: str, shared: bool) -> torch.Tensor:

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 
 from ..backends import compute_dtype, lse_to_subtract
-from ..masks.chooser import LastQueries
 from ..masks.grid import BlockGrid
 from .features import Features
 
@@ -61,86 +60,6 @@ def score_blocks(features: Features, grid: BlockGrid, low: int, high: int, reduc
 def _in_spans(x: torch.Tensor, span: int) -> torch.Tensor:
     """(batch, heads, ceil(tokens / span), span, head_dim), with zeros past the end."""
     return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % span)).unflatten(2, (-1, span))
-
-
-def columns_and_slashes(
-    chooser: LastQueries,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    grid: BlockGrid,
-    scale: float,
-    starts: torch.Tensor | None = None,
-    ends: torch.Tensor | None = None,
-    q_ends: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean weight of the last queries by block of keys, and by distance in blocks, (batch, heads, kv_blocks) each. A range of
-    keys at a time. starts, ends, q_ends: see ``features_of``."""
-    size, count = grid.block_size, min(chooser.count, grid.q_len)
-    queries, position, missing = _take_last_queries(q, k.shape[1], count, grid, q_ends)
-    step = max(1, (1 << 15) // size) * size
-
-    def logits(first: int) -> torch.Tensor:
-        key = torch.arange(first, min(first + step, grid.kv_len), device=q.device)
-        products = (queries @ k[:, :, None, first : first + step].to(queries.dtype).mT).flatten(1, 2) * scale
-        hidden = (key > position) | (position < grid.offset)
-        if starts is not None:
-            hidden = hidden | (key < starts.view(-1, 1, 1, 1))
-        if ends is not None:
-            hidden = hidden | (key >= ends.view(-1, 1, 1, 1))
-        return products.masked_fill(hidden, -math.inf)
-
-    log_sum = torch.stack([logits(first).logsumexp(-1) for first in range(0, grid.kv_len, step)]).logsumexp(0)[..., None]
-    log_sum = lse_to_subtract(log_sum)
-    columns = queries.new_zeros(*q.shape[:2], grid.kv_blocks * size)
-    slashes = torch.zeros_like(columns)
-    # All sums have a fixed order, unlike index_add_ on GPUs: the same inputs choose the same blocks.
-    for first in range(0, grid.kv_len, step):
-        weights = (logits(first) - log_sum).exp()
-        keys = weights.shape[3]
-        columns[:, :, first : first + keys] = weights.sum(2)
-        farthest = grid.kv_len - first - 1  # from the last position; below 0 are keys past a query, whose weight is 0
-        sums = _sum_diagonals(weights)[..., : farthest + 1]
-        slashes[:, :, max(0, farthest + 2 - keys - count) : farthest + 1] += sums.flip(2)
-    if missing is not None:  # distances so far count from the last position; from here on, from the last existing query
-        distance = torch.arange(slashes.shape[2], device=q.device) + missing
-        slashes = torch.nn.functional.pad(slashes, (0, 1)).take_along_dim(distance.clamp(max=slashes.shape[2]), 2)
-    columns, slashes = (of_tokens.unflatten(2, (-1, size)).sum(3) / count for of_tokens in (columns, slashes))
-    return columns, slashes
-
-
-def _take_last_queries(
-    q: torch.Tensor, kv_heads: int, count: int, grid: BlockGrid, q_ends: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(queries, their positions, missing), from the last existing query to the first: distances fall from key to key and from query
-    to query. queries: (batch, kv_heads, group, count, head_dim). missing: (batch, 1, 1), how many queries past the last existing
-    one do not exist, or None."""
-    position, missing = torch.arange(grid.kv_len - 1, grid.kv_len - count - 1, -1, device=q.device)[:, None], None
-    if q_ends is None:
-        queries = q[:, :, -count:].flip(2)
-    else:
-        missing = grid.q_len - q_ends.clamp(0, grid.q_len).view(-1, 1, 1)
-        position = position - missing[..., None]
-        queries = q.take_along_dim((position - grid.offset).clamp(min=0), 2)
-    return queries.to(compute_dtype(q)).unflatten(1, (kv_heads, -1)), position, missing
-
-
-def _sum_diagonals(weights: torch.Tensor) -> torch.Tensor:
-    """(batch, heads, rows, columns) -> (batch, heads, columns + rows - 1) sums of weights[..., row, diagonal - row]."""
-    rows = weights.shape[2]
-    # Read in rows that are one number shorter, each row begins one column further right: a column then is a diagonal.
-    return torch.nn.functional.pad(weights, (0, rows)).flatten(2)[..., :-rows].unflatten(2, (rows, -1)).sum(2)
-
-
-def score_columns_and_slashes(sums: tuple[torch.Tensor, torch.Tensor], grid: BlockGrid, low: int, high: int) -> torch.Tensor:
-    """Scores as ``score_blocks`` returns them, from ``columns_and_slashes``; 0 for blocks with no key up to the row's last
-    query."""
-    columns, slashes = sums
-    last = (torch.arange(low + 1, high + 1, device=columns.device) * grid.block_size).clamp(max=grid.q_len) - 1 + grid.offset
-    row = last.div(grid.block_size, rounding_mode="floor")
-    distance = row[:, None] - torch.arange(grid.kv_blocks, device=columns.device)
-    scores = columns[:, :, None] + slashes[:, :, distance.clamp(0, grid.kv_blocks - 1)]
-    scores = scores.masked_fill(distance < 0, 0)
-    return scores / scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
 
 
 def apply_rule(scores: torch.Tensor, allowed: torch.Tensor, forced: torch.Tensor, rule: str, number: int | float) -> torch.Tensor:

@@ -56,9 +56,9 @@ def make_empty_results(q, k, v, variant: Variant | None):
 
 
 def _computed(call: AttentionCall):
-    q, k, v, _, table, scale, deterministic, backend, variant, _, precision, scales = call
+    q, k, v, _, table, scale, deterministic, backend, variant, _, precision = call
     if precision is not None:
-        return _compute_in_eight_bits(q, k, v, table, scale, backend, scales)
+        return _compute_in_eight_bits(q, k, v, table, scale, backend)
     more = () if variant is None else variant.tensors()
     if is_plain_eager(q, k, v, *more):
         learned = variant is not None and variant.learned
@@ -70,12 +70,12 @@ def _computed(call: AttentionCall):
     return _forward(q, k, v, *_to_operator_args(table, q), scale, deterministic, backend, tensors or [q], *packed)
 
 
-def _compute_in_eight_bits(q, k, v, table: BlockMask | ChosenBlocks | str | None, scale: float | None, backend: str, scales):
+def _compute_in_eight_bits(q, k, v, table: BlockMask | ChosenBlocks | str | None, scale: float | None, backend: str):
     """(out, lse), not differentiable."""
     if is_plain_eager(q, k, v):
-        return backends.get_backend(backend).forward_in_eight_bits(q, k, v, table, scale, scales)
+        return backends.get_backend(backend).forward_in_eight_bits(q, k, v, table, scale)
     refuse_transforms(q, k, v)
-    return _forward_in_eight_bits(q, k, v, *_to_operator_args(table, q), scale, backend, list(scales or [q]))
+    return _forward_in_eight_bits(q, k, v, *_to_operator_args(table, q), scale, backend)
 
 
 def _to_operator_args(table: BlockMask | ChosenBlocks | str | None, q: torch.Tensor) -> tuple[list[torch.Tensor], int, str]:
@@ -267,11 +267,11 @@ def _fake_results(q, k, v, *call):
     return backends.empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=backends.compute_dtype(q))
 
 
-@_define_operator("attention_in_eight_bits", f"Tensor q, Tensor k, Tensor v, {_MASK}, float? scale, str backend, Tensor[] scales")
-def _forward_in_eight_bits(q, k, v, tables, block_size, pattern, scale, backend, scales):
+@_define_operator("attention_in_eight_bits", f"Tensor q, Tensor k, Tensor v, {_MASK}, float? scale, str backend")
+def _forward_in_eight_bits(q, k, v, tables, block_size, pattern, scale, backend):
     call = tables, block_size, pattern, scale, False, backend, *NO_VARIANT
     chosen, mask, scale, *_ = _prepare_call(q, k, v, *call, precision="fp8")
-    return chosen.forward_in_eight_bits(q, k, v, mask, scale, tuple(scales) if len(scales) == 3 else None)
+    return chosen.forward_in_eight_bits(q, k, v, mask, scale)
 
 
 _forward_in_eight_bits.register_fake(_fake_results)

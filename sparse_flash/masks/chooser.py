@@ -63,7 +63,6 @@ class Chooser(Pattern):
 
     chooses: ClassVar[bool] = True
     default_reduce: ClassVar[str] = "mean"
-    looks_ahead: ClassVar[bool] = False  # whether later queries influence what a block keeps
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -158,12 +157,6 @@ def list_choosers() -> list[str]:
 QueryCount: TypeAlias = Annotated[int, Range(1, 64)]  # at most the smallest block
 
 
-def _check_divides(chooser: Chooser, field: str) -> None:
-    value = getattr(chooser, field)
-    if 64 % value:
-        raise ValueError(f"{chooser.name}: {field} must divide blocks of 64, as 8 and 16 do; got {value}")
-
-
 @register_chooser("pooled")
 @dataclass(frozen=True)
 class Pooled(Chooser):
@@ -172,32 +165,6 @@ class Pooled(Chooser):
     The cheapest, and the worst at finding single tokens. Source: arXiv:2407.02490 (block-sparse heads). The scores are
     the softmax of the logits in ``_build_block_index`` of microsoft/MInference (commit fb56c91, MIT), to 6e-8.
     """
-
-
-@register_chooser("pooled_keys")
-@dataclass(frozen=True)
-class PooledKeys(Chooser):
-    """Each query against the mean keys of blocks. reduce: "mean" by default.
-
-    A query sees the mean of its own block of keys too, which has later keys of that block. Source: arXiv:2603.06199. The kernel of
-    qhfan/FlashPrefill (commit 74e42f3, no licence named) has other scores, up to 0.5 apart on random inputs: there, the queries of
-    a block share one softmax, and only the last query of a block sees the mean of its own block.
-    """
-
-
-@register_chooser("sub_blocks")
-@dataclass(frozen=True)
-class SubBlocks(Chooser):
-    """Mean queries against mean keys of ``size`` tokens each, summed over the means of a block of keys. reduce: "mean" by default.
-
-    size: tokens of a mean; it divides 64.
-    """
-
-    size: Positive
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_divides(self, "size")
 
 
 @register_chooser("antidiagonal")
@@ -213,7 +180,8 @@ class Antidiagonal(Chooser):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_divides(self, "stride")
+        if 64 % self.stride:
+            raise ValueError(f"antidiagonal: stride must divide blocks of 64, as 8 and 16 do; got {self.stride}")
 
 
 @register_chooser("sampled")
@@ -228,24 +196,6 @@ class Sampled(Chooser):
     queries: QueryCount
 
     default_reduce: ClassVar[str] = "max"
-
-
-@register_chooser("last_queries")
-@dataclass(frozen=True)
-class LastQueries(Chooser):
-    """Columns and slashes: the last queries' softmax weights by key and by distance, each summed over a block; a block of keys has
-    the weight of its columns and of its distance from the block of queries.
-
-    count: how many of the last queries. For prompts alone: what a block keeps depends on later queries, so ``attention``
-    refuses it where gradients are asked for. Source: arXiv:2407.02490 (vertical-slash heads). The sums by key and by distance
-    equal the sums of microsoft/MInference (commit fb56c91, MIT), to 6e-8; MInference then keeps the best single columns and
-    slashes. Its copy of FlexPrefill has the same sums by block if blocks divide the length; otherwise FlexPrefill starts the
-    blocks of distances elsewhere.
-    """
-
-    count: Positive
-
-    looks_ahead: ClassVar[bool] = True
 
 
 @register_chooser("scored")
@@ -298,13 +248,6 @@ def choices_of(spec: Pattern | str) -> tuple[HeadChoice, ...]:
     if len(set(choices)) > 1 and any(chooser.budget is not None for chooser in choosers):
         raise ValueError(f"heads of {short_text(pattern)} compete for a budget, so all must have one chooser; use keep= by head")
     return choices
-
-
-@constant_in_graphs
-def find_lookahead_chooser(spec: Pattern | str) -> str | None:
-    """The text of an expression's chooser that later queries influence; None if it has none."""
-    choosers = (chooser for choice in choices_of(spec) for chooser in choice.choosers)
-    return next((str(chooser) for chooser in choosers if chooser.looks_ahead), None)
 
 
 @constant_in_graphs

@@ -38,29 +38,18 @@ def rotate(x: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 def attention_in_eight_bits(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    kept: torch.Tensor | None,
-    scale: float,
-    scales: tuple[torch.Tensor, ...] | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out, lse) in float64. q: (batch, heads, q_len, head_dim). k, v: as q, with kv_heads. kept: bool, broadcastable to
-    (batch, heads, q_len, kv_len), or None. scales: if q, k and v are e4m3, those of their heads, (batch, heads
-    or kv_heads) each."""
+    (batch, heads, q_len, kv_len), or None."""
     q, k, v = q.float(), k.float(), v.float()
     group = q.shape[1] // k.shape[1]
-    if scales is None:
-        # A scale for each block of 64 queries, and for all keys or values of a head.
-        q, k = (rotate(t, columns_of_eight_bits(q.shape[3], v.shape[3])) for t in (q, k))
-        mean = k.mean(2, keepdim=True)
-        (q8, of_q), (k8, of_k), (v8, of_v) = (
-            quantize_blocks(x, block) for x, block in ((q, QUERIES), (k - mean, k.shape[2]), (v, v.shape[2]))
-        )
-    else:
-        mean = torch.zeros_like(k[:, :, :1])
-        q8, k8, v8 = q.double(), k.double(), v.double()
-        of_q, of_k, of_v = (of_heads[..., None, None] for of_heads in scales)
+    # A scale for each block of 64 queries, and for all keys or values of a head.
+    q, k = (rotate(t, columns_of_eight_bits(q.shape[3], v.shape[3])) for t in (q, k))
+    mean = k.mean(2, keepdim=True)
+    (q8, of_q), (k8, of_k), (v8, of_v) = (
+        quantize_blocks(x, block) for x, block in ((q, QUERIES), (k - mean, k.shape[2]), (v, v.shape[2]))
+    )
     k8, of_k, v8, of_v = (t.repeat_interleave(group, 1) for t in (k8, of_k, v8, of_v))
     scores = q8 @ k8.mT * (of_q * of_k.mT) * (scale / math.log(2))  # in base 2
     if kept is not None:

@@ -26,7 +26,6 @@ from sparse_flash.dispatch import operators
 from sparse_flash.masks import chooser as choosers
 from sparse_flash.masks.chooser import choices_of, chooser_block_size, is_causal
 from sparse_flash.parallel import planning
-from sparse_flash.variant.variant import build_variant
 
 parametrize = pytest.mark.parametrize
 LENGTHS = st.tuples(st.integers(1, 300), st.integers(1, 300)) | st.integers(1, 300).map(lambda n: (n, n))
@@ -37,16 +36,15 @@ SPEC = "causal & (sampled(4, keep=3, block=64) | sinks(4))"
 EVERY = {
     "sampled": SPEC,
     "pooled": "causal & (pooled(mass=0.5, block=64) | local(70))",
-    "shared": "pooled_keys(relative=0.97, block=64, share_group=True)",
-    "two": "causal & (sub_blocks(16, budget=0.4, block=64) | antidiagonal(8, floor=0.2, block=64))",
-    "last": "causal & (last_queries(20, mass=0.6, block=64) | sinks(4))",
+    "shared": "pooled(relative=0.97, block=64, share_group=True)",
+    "two": "causal & (pooled(budget=0.4, block=64) | antidiagonal(8, floor=0.2, block=64))",
     "by head": "causal & per_head([pooled(keep=1, block=64), pooled(keep=2, block=64), sinks(3), pooled(keep=1, block=64)])",
 }
 every = parametrize("spec", EVERY.values(), ids=EVERY)
 
 
-EXAMPLE = {name: f"{name}(8, keep=1)" for name in ("antidiagonal", "last_queries", "sampled", "sub_blocks")}
-EXAMPLE |= {name: f"{name}(keep=1)" for name in ("pooled", "pooled_keys", "scored")}
+EXAMPLE = {name: f"{name}(8, keep=1)" for name in ("antidiagonal", "sampled")}
+EXAMPLE |= {name: f"{name}(keep=1)" for name in ("pooled", "scored")}
 
 
 @pytest.fixture(autouse=True)
@@ -179,7 +177,7 @@ def test_bits_by_kernels_are_the_maps_by_operations(some, within, always, length
 
 @settings(max_examples=60)
 @given(
-    chooser=chosen.drawn(sorted(set(chosen.SCORING) - {"last_queries"})),
+    chooser=chosen.drawn(chosen.SCORING),
     always=st.none() | strategies.expressions,
     lengths=LENGTHS,
     block=st.integers(0, 4),
@@ -194,15 +192,6 @@ def test_no_key_or_query_after_a_block_of_queries_decides_what_it_keeps(chooser,
     later_k[:, :, max(0, end + lengths[1] - lengths[0]) :] = 50
     before, after = (sf.choose_blocks(spec, *pair).kept_blocks() for pair in ((q, k), (later_q, later_k)))
     assert torch.equal(before[:, :, : block + 1], after[:, :, : block + 1])
-
-
-def test_the_last_queries_decide_what_all_blocks_keep():
-    q, k = chosen.tensors(64 * 6, 64 * 6)
-    later = q.clone()
-    later[:, :, -8:] = -10 * later[:, :, -8:]
-    kept = [sf.choose_blocks("causal & last_queries(8, keep=2, block=64)", x, k).kept_blocks() for x in (q, later)]
-    assert not torch.equal(kept[0][:, :, :5], kept[1][:, :, :5])
-    assert [name for name in chosen.BUILT_IN if sf.parse(EXAMPLE[name]).looks_ahead] == ["last_queries"]
 
 
 @parametrize("backend", BACKENDS)
@@ -233,8 +222,7 @@ def test_gradients_are_those_of_dense_attention_under_the_mask_as_it_is(spec):
     mask = sf.choose_blocks(spec, q.requires_grad_(), k)
     assert not any(t.requires_grad for t in mask.tensors())
     dout, dlse = torch.randn_like(q), torch.randn(q.shape[:3], device=DEVICE)
-    under = mask if "last_queries" in spec else spec
-    ours = gradients(lambda *x: sf.attention(*x, under, return_lse=True), (q, k, v), dout, dlse)
+    ours = gradients(lambda *x: sf.attention(*x, spec, return_lse=True), (q, k, v), dout, dlse)
     kept = mask.to_dense()
     exact = [x.detach().double() for x in (q, k, v)]
     wanted = gradients(lambda *x: dense_attention(*x, kept, q.shape[3] ** -0.5), exact, dout.double(), dlse.double())
@@ -281,20 +269,8 @@ def test_masks_of_inference_mode_are_ordinary_and_train():
     for spec, mask in zip(EVERY.values(), masks, strict=True):
         assert not any(tensor.is_inference() for tensor in mask.tensors())
         (one,) = torch.autograd.grad(sf.attention(q, k, v, mask).square().sum(), q)
-        if "last_queries" not in spec:
-            (other,) = torch.autograd.grad(sf.attention(q, k, v, spec).square().sum(), q)
-            assert torch.equal(one, other)
-
-
-def test_a_chooser_that_looks_ahead_refuses_gradients():
-    q, k, v = inputs(150, 150)
-    spec = "causal & (last_queries(20, mass=0.6, block=64) | sinks(4))"
-    out = sf.attention(q, k, v, spec)
-    v.requires_grad_()
-    with torch.no_grad():
-        assert torch.equal(sf.attention(q, k, v, spec), out)
-    with pytest.raises(ValueError, match=r"^last_queries\(20, mass=0.6, block=64\) must not be trained with"):
-        sf.attention(q, k, v, spec)
+        (other,) = torch.autograd.grad(sf.attention(q, k, v, spec).square().sum(), q)
+        assert torch.equal(one, other)
 
 
 @parametrize("compiled", [False, True])
@@ -349,7 +325,7 @@ def test_a_batch_of_no_sequences_gets_a_mask_that_attention_takes(spec):
 @parametrize("compiled", [False, True])
 @parametrize(
     "spec, message",
-    [("causal | sampled(8, keep=1)", "causal must stand before"), ("pooled(keep=1) & pooled_keys(keep=1)", "joined by")],
+    [("causal | sampled(8, keep=1)", "causal must stand before"), ("pooled(keep=1) & sampled(8, keep=1)", "joined by")],
 )
 def test_an_expression_that_cannot_be_is_an_error_without_data_too(spec, message, compiled, sizes):
     shape = {"batch": 2, "heads": 4, "q_len": 9} | sizes
@@ -503,7 +479,7 @@ def test_the_choice_needs_no_host_synchronization_and_replays_in_a_graph(spec):
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-@parametrize("name", sorted(set(chosen.SCORING) - {"last_queries"}))
+@parametrize("name", chosen.SCORING)
 def test_a_gpu_makes_no_tensor_of_queries_by_keys(name):
     spec = sf.causal() & sf.parse(EXAMPLE[name].replace("keep=1", "keep=8"))
     q, k = chosen.tensors(1 << 16, 1 << 16, heads=4, kv_heads=1, head_dim=64, dtype=torch.bfloat16)
@@ -551,32 +527,6 @@ def test_a_sequence_padded_at_its_end_attends_as_it_does_alone(chooser, tokens, 
     last = end if not (causal and chooser.name == "sampled") else end // chooser.block_size * chooser.block_size
     found, alone = sf.attention(q, k, v, spec, **lengths), sf.attention(*(x[:, :, :end] for x in (q, k, v)), spec)
     torch.testing.assert_close(found[:, :, :last], alone[:, :, :last])
-
-
-@settings(max_examples=60)
-@given(
-    chooser=chosen.drawn(chosen.SCORING),
-    lengths=st.tuples(st.integers(1, 400), st.integers(1, 400)),
-    ends=st.lists(st.integers(0, 400), min_size=2, max_size=2),
-    causal=st.booleans(),
-    seed=st.integers(0, 99),
-)
-def test_keys_past_the_end_decide_nothing_and_are_not_chosen(chooser, lengths, ends, causal, seed):
-    q, k, v = inputs(*lengths, seed=seed)
-    kv_lens = torch.tensor(ends, device=DEVICE)
-    spec, gone = sf.causal() & chooser if causal else chooser, torch.arange(lengths[1], device=DEVICE) >= kv_lens[:, None]
-    others = [x.masked_fill(gone[:, None, :, None], 1e4) for x in (k, v)]
-    assert torch.equal(sf.attention(q, k, v, spec, kv_lens=kv_lens), sf.attention(q, *others, spec, kv_lens=kv_lens))
-    kept, forced = (
-        choose.chosen_mask(
-            spec, q, k, None, None, lengths=build_variant(q, k, kv_lens=n, q_lens=None, kv_starts=None, q_starts=None)
-        )
-        for n in (kv_lens, torch.zeros_like(kv_lens))
-    )
-    kept, forced = kept.kept_blocks(), forced.kept_blocks()
-    first = torch.arange(kept.shape[3], device=DEVICE) * chooser.block_size
-    past = (first >= kv_lens[:, None])[:, None, None]
-    assert not (kept & past & ~forced).any()
 
 
 def test_a_padded_sequence_keeps_the_blocks_that_it_keeps_alone():
@@ -749,7 +699,7 @@ SCORES = torch.zeros(1, 4, 1, 1)
         ({"spec": "scored(keep=1)", "scores": [1.0]}, ValueError, "got list"),
         ({"spec": "scored(keep=1)", "scores": SCORES.to("meta")}, ValueError, "scores must be on cpu, as q is; got meta"),
         ({"spec": "per_head([scored(keep=1), scored(keep=2), full, full])", "scores": SCORES[:, :1]}, ValueError, "of shape"),
-        ({"spec": "pooled(keep=1) & pooled_keys(keep=1)"}, ValueError, r"choosers are joined by \|"),
+        ({"spec": "pooled(keep=1) & sampled(8, keep=1)"}, ValueError, r"choosers are joined by \|"),
         ({"q": [1.0]}, TypeError, "q must be a tensor"),
         ({"q": Q[0]}, ValueError, r"q must have shape .* got \(4, 100, 8\)"),
         ({"q": Q.int()}, ValueError, "floating-point"),

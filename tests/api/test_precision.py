@@ -1,15 +1,11 @@
 """``precision="fp8"``: its definition, what it refuses, and Hopper's kernels against the definition, on a CPU."""
 
-import math
-
 import pytest
 import torch
 from oracle import heavy_rows_split, poisoned_memory, rising
 
 import sparse_flash as sf
-from sparse_flash.backends import E4M3
-from sparse_flash.kernels.common.eight_bits import QUERIES, columns_of_eight_bits
-from sparse_flash.variant.eight_bits import attention_in_eight_bits, quantize_blocks, rotate
+from sparse_flash.variant.eight_bits import attention_in_eight_bits, rotate
 
 
 def normal(*shape, seed=0):
@@ -73,52 +69,6 @@ def test_the_reference_runs_the_definition_under_masks_and_within_torch_compile(
     assert torch.equal(compiled(q, k, v), out)
 
 
-def in_e4m3(x, by_head=True):
-    """(x in e4m3, scales): of each head, or of all."""
-    scales = x.float().abs().amax((2, 3) if by_head else (0, 1, 2, 3), keepdim=True)[..., 0, 0] / 448
-    return (x.float() / scales[..., None, None]).to(torch.float8_e4m3fn), scales
-
-
-@pytest.mark.parametrize("by_head", [True, False])
-def test_e4m3_inputs_are_what_they_hold_times_their_scales(by_head):
-    q, k, v = inputs(100, 300, 4, 2, 64, 32, batch=2)
-    (q8, q_scale), (k8, k_scale), (v8, v_scale) = (in_e4m3(x, by_head) for x in (q, k, v))
-    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-    out, lse = sf.attention(q8, k8, v8, "causal", precision="fp8", **scales, backend="reference", return_lse=True)
-    held = [x.double() * scale[..., None, None] for x, scale in ((q8, q_scale), (k8, k_scale), (v8, v_scale))]
-    wanted = sf.attention(*held, "causal", backend="reference")
-    # Weights are rounded before they are summed. The largest weight of a row is in (32, 64].
-    scores = held[0] @ held[1].repeat_interleave(2, 1).mT / 8 / math.log(2)
-    scores = scores.masked_fill(torch.ones(100, 300, dtype=torch.bool).triu(201), -math.inf)
-    shift = scores.amax(-1, keepdim=True).ceil() - 6
-    wanted_lse = (shift[..., 0] + (scores - shift).exp2().to(E4M3).double().sum(-1).log2()) * math.log(2)
-    assert out.dtype == torch.bfloat16 and out.shape == (2, 4, 100, 32)
-    assert error(out, wanted) < 0.02 and (lse - wanted_lse).abs().max() < 1e-5
-    compiled = torch.compile(
-        lambda *tensors: sf.attention(*tensors, "causal", precision="fp8", **scales, backend="reference"), backend="aot_eager"
-    )
-    assert torch.equal(compiled(q8, k8, v8), out)
-    assert not sf.attention(q8, k8[:, :, :0], v8[:, :, :0], precision="fp8", **scales).any()
-
-
-def test_scales_that_do_not_fit_are_refused():
-    q, k, v = inputs(40, 40, 2, 1, 64)
-    (q8, q_scale), (k8, k_scale), (v8, v_scale) = (in_e4m3(x) for x in (q, k, v))
-    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-
-    def refused(kind, message, *tensors, **changed):
-        with pytest.raises(kind, match=message):
-            sf.attention(*tensors, backend="reference", **{"precision": "fp8", **scales, **changed})
-
-    refused(TypeError, r"k_scale of e4m3 inputs must be .* \(1, 1\).*; got NoneType", q8, k8, v8, k_scale=None)
-    refused(ValueError, r"q_scale must be float32 of shape \(1, 2\).* of shape \(1, 3\)", q8, k8, v8, q_scale=torch.ones(1, 3))
-    refused(ValueError, "v_scale must be float32 .* got torch.float64", q8, k8, v8, v_scale=v_scale.double())
-    refused(ValueError, "are of torch.float8_e4m3fn; got q of torch.float16; leave them out", q, k, v)
-    refused(ValueError, "are of torch.float8_e4m3fn; got q of torch.float16", q, k, v, precision=None)
-    refused(ValueError, "q, k and v must have one dtype", q8, k8, v)
-    refused(ValueError, "q must be a floating-point tensor", q8, k8, v8, precision=None)
-
-
 REFUSED = {
     "softcap": {"softcap": 2.0},
     "dropout_p": {"dropout_p": 0.5},
@@ -152,8 +102,11 @@ def test_gradients_other_precisions_types_and_selections_are_refused():
     k = k.detach()
     with pytest.raises(ValueError, match="precision must be None or one of 'fp8'; got 'fp4'"):
         sf.attention(q, k, v, precision="fp4")
-    with pytest.raises(ValueError, match=r"must be float16, bfloat16 or torch\.float8_e4m3fn; got torch\.float32"):
+    with pytest.raises(ValueError, match=r"must be float16 or bfloat16; got torch\.float32"):
         sf.attention(q.float(), k.float(), v.float(), precision="fp8")
+    for precision in ("fp8", None):
+        with pytest.raises(ValueError, match=r"got torch\.float8_e4m3fn"):
+            sf.attention(*(x.to(torch.float8_e4m3fn) for x in (q, k, v)), precision=precision)
     selection = sf.BlockSelection.from_picks(torch.zeros(1, 1, 128, 1, dtype=torch.int32), 64)
     with pytest.raises(ValueError, match="does not take a BlockSelection"):
         sf.attention(q, k, v, selection, precision="fp8")
@@ -186,14 +139,14 @@ CALLS = {  # mask, q_len, kv_len, heads, kv_heads, head_dim, and what differs fr
 }
 
 
-def on_hopper(q, k, v, mask, seed=0, **scales):
+def on_hopper(q, k, v, mask, seed=0):
     with emulated.gluon_on_cpu(seed), poisoned_memory():
-        return sf.attention(q, k, v, mask, precision="fp8", backend="hopper", return_lse=True, **scales)
+        return sf.attention(q, k, v, mask, precision="fp8", backend="hopper", return_lse=True)
 
 
-def assert_as_defined(found, q, k, v, mask, scales=None):
+def assert_as_defined(found, q, k, v, mask):
     kept = None if mask is None else mask.to_dense()
-    out, lse = attention_in_eight_bits(q, k, v, kept, q.shape[3] ** -0.5, scales)
+    out, lse = attention_in_eight_bits(q, k, v, kept, q.shape[3] ** -0.5)
     some = ~lse.isneginf()
     assert torch.equal(found[1].isneginf(), ~some) and not found[0][~some].any()
     assert error(found[0], out) < 4e-3 and (found[1] - lse)[some].abs().max() < 2e-2
@@ -208,20 +161,6 @@ def test_hopper_kernels_compute_the_definition(name):
     q, k, v = inputs(q_len, kv_len, *sizes, **options)
     mask = None if spec is None else sf.compile_mask(spec, q_len, kv_len, block)
     assert_as_defined(on_hopper(q, k, v, mask, len(name)), q, k, v, mask)
-
-
-@on_cpu
-@pytest.mark.parametrize("head_dim, v_head_dim", [(64, 64), (96, 96), (40, 128)])
-def test_hopper_kernels_take_e4m3_inputs_as_they_are(head_dim, v_head_dim, monkeypatch):
-    from sparse_flash.kernels.hopper import forward
-
-    # NumPy has no bfloat16.
-    monkeypatch.setattr(forward, "empty_out", lambda q, dim: torch.empty(*q.shape[:3], dim, dtype=torch.float16))
-    q, k, v = inputs(200, 300, 4, 2, head_dim, v_head_dim)
-    (q8, q_scale), (k8, k_scale), (v8, v_scale) = (in_e4m3(x) for x in (q, k, v))
-    mask = sf.compile_mask("causal & local(150)", 200, 300)
-    found = on_hopper(q8, k8, v8, mask, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
-    assert_as_defined(found, q8, k8, v8, mask, (q_scale, k_scale, v_scale))
 
 
 @on_cpu
@@ -252,38 +191,3 @@ def test_scores_that_rise_far_from_key_to_key_are_right(spec, head_dim):
     rising(q, k, None, 100.0)
     mask = None if spec is None else sf.compile_mask(spec, 500)
     assert_as_defined(on_hopper(q, k, v, mask), q, k, v, mask)
-
-
-@on_cpu
-@pytest.mark.parametrize("head_dim, q_len, kv_len", [(64, 200, 190), (72, 65, 257)])
-def test_operands_are_the_definitions_with_keys_in_the_products_order(head_dim, q_len, kv_len):
-    from sparse_flash.kernels.hopper import quantization
-    from sparse_flash.kernels.launch.launch import Recording
-
-    q, k, v = inputs(q_len, kv_len, 2, 1, head_dim)
-    with emulated.gluon_on_cpu(), poisoned_memory():
-        found = quantization.quantize_operands(q, k, v, 0.125, Recording())
-    columns = columns_of_eight_bits(head_dim, head_dim)
-    rotated_q, rotated_k = rotate(q.float(), columns), rotate(k.float(), columns)
-    mean = rotated_k.mean(2, keepdim=True)
-    for eight, scales, x, block in (
-        (found.q, found.of_q, rotated_q, QUERIES),
-        (found.k, found.of_k[..., None], rotated_k - mean, kv_len),
-        (
-            _in_order(found.v)[:, :, :kv_len],
-            found.of_v[..., None],
-            torch.nn.functional.pad(v.float(), (0, columns - head_dim)),
-            kv_len,
-        ),
-    ):
-        wanted, wanted_scales = quantize_blocks(x, block)
-        assert (eight.float() != wanted).float().mean() < 1e-3  # sums may round otherwise
-        assert torch.allclose(scales, wanted_scales[:, :, ::block, 0].float(), rtol=1e-5)
-    assert not _in_order(found.v).float()[:, :, kv_len:].any()
-    assert (found.lse - (rotated_q @ mean.mT)[..., 0] * 0.125).abs().max() < 1e-4
-
-
-def _in_order(values):
-    """(batch, heads, head_dim, keys) in the order of ``quads`` as (batch, heads, keys, head_dim)."""
-    quads = values.view(torch.uint8).unflatten(3, (-1, 4, 2, 2))  # keys 8a + 2b + c of 16 are at 4b + 2a + c
-    return quads.transpose(4, 5).flatten(3).mT.view(torch.float8_e4m3fn)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import strategies
 import torch
-from accepted import fitted
+from accepted import fitted, needs_triton
 from hypothesis import given, settings
 from oracle import BACKENDS, DEVICE, kept_pairs, make_call, measure, no_host_synchronization, require, tensor
 from torch._dynamo.testing import CompileCounterWithBackend

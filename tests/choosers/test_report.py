@@ -163,18 +163,6 @@ def test_compiled_code_leaves_a_report_to_python():
         torch.compile(call, backend="eager", fullgraph=True)(q, k, v)
 
 
-def test_no_tensor_of_all_queries_and_keys_is_made():
-    seen = []
-    q, k, v = inputs(2048, 2048, batch=1, heads=2, kv_heads=1)
-    with_keys = reports._Attended.with_keys
-    with (
-        mock.patch.object(reports, "_HELD", 2 * 251 * 256),
-        mock.patch.object(reports._Attended, "with_keys", lambda self, x, y: seen.append(x.shape) or with_keys(self, x, y)),
-    ):
-        sf.choose_blocks("causal & pooled(keep=2)", q, k, v=v, report=True)
-    assert seen == [(1, 2, 251, 256)] * 16
-
-
 @pytest.mark.parametrize(
     "options, message",
     [

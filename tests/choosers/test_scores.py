@@ -11,7 +11,6 @@ from accepted import needs_triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import DEVICE
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparse_flash as sf
 from sparse_flash.choosers import choose, rules_kernels
@@ -22,11 +21,8 @@ LENGTHS = st.tuples(st.integers(1, 300), st.integers(1, 300)) | st.integers(1, 3
 HEADS = st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1)])
 EXAMPLES = {
     "antidiagonal": "antidiagonal(8, keep=1, block=64)",
-    "last_queries": "last_queries(40, keep=1, block=64)",
     "pooled": "pooled(keep=1, block=64)",
-    "pooled_keys": "pooled_keys(keep=1, block=64)",
     "sampled": "sampled(6, keep=1, block=64)",
-    "sub_blocks": "sub_blocks(16, keep=1, block=64)",
 }
 STARTS = st.none() | st.lists(st.integers(0, 300), min_size=2, max_size=2)
 
@@ -45,21 +41,6 @@ def scores(chooser, content, by_kernel=False):
         ranges = list(choose._iter_scores(chooser, content, by_kernel))
     assert [low for low, *_ in ranges] == [0, *(high for _, high, _ in ranges)][:-1] and ranges[-1][1] == content.grid.q_blocks
     return torch.cat([part for *_, part in ranges], 2), len(ranges)
-
-
-class Largest(TorchDispatchMode):
-    """The most numbers of a tensor that an operation made."""
-
-    def __init__(self):
-        super().__init__()
-        self.numbers = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        for one in made if isinstance(made, (tuple, list)) else [made]:
-            if isinstance(one, torch.Tensor):
-                self.numbers = max(self.numbers, one.untyped_storage().nbytes() // one.element_size())
-        return made
 
 
 @settings(max_examples=150)
@@ -89,10 +70,10 @@ def test_scores_are_those_of_the_docstring(chooser, lengths, heads, causal, scal
     seed=st.integers(0, 99),
 )
 def test_scores_of_a_sequence_do_not_depend_on_tokens_past_its_end(chooser, lengths, padding, causal, seed):
-    if aligned := causal or chooser.name == "last_queries":  # the last existing query is at the last existing key
+    if causal:  # the last existing query is at the last existing key
         lengths = lengths[0], lengths[0] + lengths[1] // 128 * 128
     q, k = chosen.tensors(*lengths, batch=2, heads=2, kv_heads=1, seed=seed)
-    least = lengths[0] if aligned else max(lengths)
+    least = lengths[0] if causal else max(lengths)
     q_ends, ends = ([max(1, length - min(one, least - 1)) for one in padding] for length in lengths)
     found, _ = scores(chooser, content_of(chooser, q, k, causal, ends=ends, q_ends=q_ends))
     for row, (end, q_end) in enumerate(zip(ends, q_ends, strict=True)):
@@ -115,7 +96,7 @@ def test_mean_scores_of_a_row_are_shares_of_what_it_sees(chooser, lengths, causa
     found, _ = scores(chooser, content_of(chooser, q, k, causal))
     total = found.double().sum(-1).cpu()
     assert (found >= 0).all() and (total <= 1.00001).all()
-    if not causal and chooser.name != "last_queries":
+    if not causal:
         np.testing.assert_allclose(total, 1, atol=1e-5)
 
 
@@ -145,31 +126,13 @@ def test_scores_do_not_depend_on_how_many_logits_are_held(chooser, lengths, held
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-@parametrize("name", sorted(set(chosen.SCORING) - {"last_queries"}))
-def test_operations_hold_no_more_logits_than_they_may(name, monkeypatch):
-    chooser = sf.parse(EXAMPLES[name])
-    q, k = chosen.tensors(64 * 9, 64 * 9, heads=2)
-    content = content_of(chooser, q, k)
-    features = choose.features_of(chooser, q, k, content.grid, True, 1.0)
-    row = 2 * features.per_q_block * features.column_count
-    monkeypatch.setattr(choose, "_HELD", 2 * row)
-    ranges = []
-    with torch.no_grad(), Largest() as largest:
-        for low, high, _ in choose._iter_scores(chooser, content, False):
-            ranges.append((low, high))
-    assert ranges == [(low, min(low + 2, 9)) for low in range(0, 9, 2)]
-    inputs = q.numel() + 64 * 9 * 8  # and their copies
-    assert largest.numbers <= max(2 * row, inputs)
-
-
 @parametrize("reduce", ["max", "mean"])
 def test_repeated_and_missing_queries_of_the_last_block_do_not_dilute_it(reduce):
     q, k = chosen.tensors(64 + 3, 64 + 3)
-    for name in ("sampled(3", "pooled_keys("):
-        chooser = sf.parse(f"{name}{', ' if '3' in name else ''}keep=1, block=64, reduce='{reduce}')")
-        last, _ = scores(chooser, content_of(chooser, q, k))
-        alone, _ = scores(chooser, content_of(chooser, q[:, :, 64:], k))
-        torch.testing.assert_close(last[:, :, -1:], alone)
+    chooser = sf.parse(f"sampled(3, keep=1, block=64, reduce='{reduce}')")
+    last, _ = scores(chooser, content_of(chooser, q, k))
+    alone, _ = scores(chooser, content_of(chooser, q[:, :, 64:], k))
+    torch.testing.assert_close(last[:, :, -1:], alone)
 
 
 @dataclass(frozen=True)
@@ -197,7 +160,7 @@ def test_scores_of_a_users_own_chooser_are_taken_as_they_are_and_shared_by_the_l
 @needs_triton
 @settings(max_examples=25)
 @given(
-    chooser=chosen.drawn(sorted(set(chosen.SCORING) - {"last_queries"})),
+    chooser=chosen.drawn(chosen.SCORING),
     lengths=LENGTHS,
     heads=HEADS,
     causal=st.booleans(),
@@ -223,7 +186,7 @@ def test_kernels_score_as_operations_do(chooser, lengths, heads, causal, starts,
 
 
 @needs_triton
-@parametrize("name", sorted(set(chosen.SCORING) - {"last_queries"}))
+@parametrize("name", chosen.SCORING)
 @parametrize("layout", ["tokens first", "head_dim first"])
 def test_kernels_take_every_memory_order(name, layout, poison):
     chooser = sf.parse(EXAMPLES[name])
@@ -253,31 +216,3 @@ def test_kernels_find_the_block_whose_logits_are_far_above_the_first_ones(rise):
     weight = (1 + 63 * math.exp(-rise)) / (1 + 511 * math.exp(-rise))
     assert found.argmax(3).eq(5).all()
     torch.testing.assert_close(found[..., 5], torch.full_like(found[..., 5], weight), rtol=3e-3, atol=0)
-
-
-@needs_triton
-def test_wide_heads_take_the_tiles_that_fit_a_chips_memory(monkeypatch):
-    from triton.runtime.errors import OutOfResources
-
-    from sparse_flash.kernels.choosers import log_sums
-    from sparse_flash.kernels.launch import launch as launches
-
-    launch, tried = log_sums.launch, []
-
-    def launch_within(kernel, grid, arguments, constants, options, *rest):
-        if "TILE_M" in constants:
-            tried.append((constants["TILE_M"], constants["TILE_N"], options["num_stages"]))
-            if constants["TILE_M"] > 32:
-                raise OutOfResources(300_000, 200_000, "shared memory")
-        launch(kernel, grid, arguments, constants, options, *rest)
-
-    monkeypatch.setattr(log_sums, "launch", launch_within)
-    monkeypatch.setattr(launches, "fitting_configs", {})
-    chooser = sf.parse("antidiagonal(8, keep=1, block=64)")
-    q, k = chosen.tensors(150, 170, head_dim=256)
-    content = content_of(chooser, q, k)
-    torch.testing.assert_close(scores(chooser, content, True)[0], scores(chooser, content)[0], rtol=3e-3, atol=1e-6)
-    assert len(tried) > 2 and tried[-1][0] == 32
-    again = len(tried)
-    scores(chooser, content, True)
-    assert tried[again:] == tried[-1:]

@@ -8,6 +8,7 @@ import torch
 
 import sparse_flash as sf
 from sparse_flash.integrations import flash_attn as fa
+from sparse_flash.packed.rows import write
 
 BATCH, HEADS, DIM = 2, 4, 16
 WINDOWS = [(False, (-1, -1)), (True, (-1, -1)), (False, (20, 7)), (True, (9, 3)), (False, (-1, 5)), (False, (30, -1))]
@@ -55,18 +56,6 @@ def test_dense_calls_are_the_definition(lengths, causal, window):
         torch.autograd.grad(out, (q, k, v), grad), torch.autograd.grad([o for o, _ in right], (q, k, v), list(grad))
     ):
         assert_alike(mine, theirs)
-    assert_alike(fa.flash_attn_kvpacked_func(q, torch.stack([k, v], 2), **options, **terms), out)
-
-
-def test_packed_calls_are_the_plain_one():
-    qkv = torch.randn(BATCH, 33, 3, HEADS, DIM, dtype=torch.float64)
-    out = fa.flash_attn_func(*qkv.unbind(2), 0.0, 0.3, True)
-    assert_alike(fa.flash_attn_qkvpacked_func(qkv, 0.0, 0.3, True), out)
-    ends = torch.tensor([0, 33, 66], dtype=torch.int32)
-    flat = qkv.flatten(0, 1)
-    assert_alike(fa.flash_attn_varlen_qkvpacked_func(flat, ends, 33, 0.0, 0.3, True), out.flatten(0, 1))
-    packed = flat[:, 0], flat[:, 1:], ends, ends.clone(), 33, 33, 0.0, 0.3, True
-    assert_alike(fa.flash_attn_varlen_kvpacked_func(*packed), out.flatten(0, 1))
 
 
 @pytest.mark.parametrize("paged", [False, True], ids=["packed", "paged"])
@@ -119,41 +108,25 @@ def test_the_longest_sequence_may_be_a_tensor_of_one_number(softcap, paged, comp
     given = ends.diff().max()  # as Transformers passes it
     ran = torch.compile(call, fullgraph=True, backend="eager") if compiled else call
     torch.testing.assert_close(ran(given), call(33))
-    with pytest.raises(TypeError, match=r"max_seqlen_q must be an int, or a tensor of one; got a tensor of shape \(3,\)"):
-        call(ends.diff())
-
-
-def rotated(x, cos, sin, position, interleaved):
-    """By definition: each pair of dimensions is a complex number, times cos + i sin."""
-    half = cos.shape[1]
-    pairs = x[..., : 2 * half]
-    pairs = pairs.unflatten(-1, (half, 2)) if interleaved else pairs.unflatten(-1, (2, half)).transpose(-1, -2)
-    turned = torch.view_as_complex(pairs.contiguous()) * torch.complex(cos, sin)[position][:, None]
-    turned = torch.view_as_real(turned)
-    turned = turned.flatten(-2) if interleaved else turned.transpose(-1, -2).flatten(-2)
-    return torch.cat([turned, x[..., 2 * half :]], -1)
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "batch_idx", "leftpad", "paged", "odd pages", "terms", "many queries"])
-@pytest.mark.parametrize("causal, window, interleaved", [(False, (-1, -1), True), (True, (-1, -1), False), (False, (20, 7), True)])
+@pytest.mark.parametrize("causal, window", [(False, (-1, -1)), (True, (-1, -1)), (False, (20, 7))])
 @pytest.mark.parametrize("new", [0, 3])
-def test_a_cache_is_written_and_attended_to(kind, causal, window, interleaved, new):
+def test_a_cache_is_written_and_attended_to(kind, causal, window, new):
     size, q_len, held = {"paged": 16, "odd pages": 12}.get(kind, 96), 70 if kind == "many queries" else 4, [13, 80]
     paged = "pages" in kind or kind == "paged"
-    q, k, v = tensors((BATCH, q_len, HEADS, DIM), *[(BATCH, new, 2, DIM)] * 2)
-    caches = tensors(*[(24 if paged else 4, size, 2, DIM)] * 2)
+    q, k, v = tensors((BATCH, q_len, HEADS, DIM), *[(BATCH, new, 2, dim) for dim in (DIM, 24)])
+    caches = tensors(*[(24 if paged else 4, size, 2, dim) for dim in (DIM, 24)])
     before = [cache.clone() for cache in caches]
     table = torch.randperm(24, dtype=torch.int32)[:16].view(2, 8) if paged else None
     index = torch.tensor([3, 1], dtype=torch.int32) if kind == "batch_idx" else None
     leftpad = torch.tensor([2, 40], dtype=torch.int32) if kind == "leftpad" else None
     slopes = torch.rand(HEADS) if kind == "terms" else None
-    angle = torch.rand(200, DIM // 4, dtype=torch.float64)
-    rotary = {"rotary_cos": angle.cos(), "rotary_sin": angle.sin(), "rotary_interleaved": interleaved} if new else {}
     out, lse = fa.flash_attn_with_kvcache(
         q,
-        *(caches if paged or index is not None else [cache[:BATCH] for cache in caches]),
+        *caches,
         *((k, v) if new else (None, None)),
-        **rotary,
         cache_seqlens=torch.tensor(held, dtype=torch.int32),
         cache_batch_idx=index,
         cache_leftpad=leftpad,
@@ -171,21 +144,17 @@ def test_a_cache_is_written_and_attended_to(kind, causal, window, interleaved, n
             return cache[b if index is None else index[b]]
 
         keys, values = (of(cache)[: held[b]] for cache in before)
-        mine = q[b]
         if new:
-            cos, sin = angle.cos(), angle.sin()
-            at_once = not causal and window == (-1, -1)
-            mine = rotated(mine, cos, sin, held[b] + torch.arange(q_len) * (not at_once), interleaved)
-            keys = torch.cat([keys, rotated(k[b], cos, sin, held[b] + torch.arange(new), interleaved)])
-            values = torch.cat([values, v[b]])
+            keys, values = torch.cat([keys, k[b]]), torch.cat([values, v[b]])
         first = 0 if leftpad is None else int(leftpad[b])
-        right = expected(mine, keys, values, causal, window, slopes=None if slopes is None else slopes.double(), first=first)
-        torch.testing.assert_close(out[b], right[0], atol=1e-6, rtol=1e-6)  # rotary angles are float32
-        torch.testing.assert_close(lse[b], right[1], atol=1e-6, rtol=1e-6)
+        right = expected(q[b], keys, values, causal, window, slopes=None if slopes is None else slopes.double(), first=first)
+        assert_alike(out[b], right[0])
+        assert_alike(lse[b], right[1])
         for cache, written, old in zip(caches, (keys, values), before):
             stop = len(written)
-            torch.testing.assert_close(of(cache)[:stop], written, atol=1e-6, rtol=1e-6)
+            assert torch.equal(of(cache)[:stop], written)
             assert torch.equal(of(cache)[stop:], of(old)[stop:])
+            assert paged or index is not None or torch.equal(cache[BATCH:], old[BATCH:])
 
 
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
@@ -210,30 +179,27 @@ def test_queries_before_the_first_token_of_a_short_cache_see_what_the_definition
 
 
 @pytest.mark.parametrize("softcap", [0.0, 5.0], ids=["in place", "copied"])
-def test_sequences_use_the_first_caches_where_there_are_more(softcap):
-    q, new, *caches = tensors((BATCH, 1, HEADS, DIM), (BATCH, 1, 2, DIM), *[(BATCH + 2, 16, 2, DIM)] * 2)
-    before = [cache.clone() for cache in caches]
-    first = [cache[:BATCH].clone() for cache in caches]
-    options = {"k": new, "v": new, "cache_seqlens": 5, "softcap": softcap}
-    assert torch.equal(fa.flash_attn_with_kvcache(q, *caches, **options), fa.flash_attn_with_kvcache(q, *first, **options))
-    for cache, written, old in zip(caches, first, before):
-        assert torch.equal(cache[:BATCH], written) and torch.equal(cache[BATCH:], old[BATCH:])
-
-
-@pytest.mark.parametrize("softcap", [0.0, 5.0], ids=["in place", "copied"])
 @pytest.mark.parametrize(
     "options, said",
     [
-        ({"cache_seqlens": -1}, "cache_seqlens must not be negative; got -1"),
-        ({"cache_seqlens": torch.tensor([3, -2])}, "cache_seqlens must not be negative; got -2"),
-        ({"cache_seqlens": torch.tensor([3])}, r"cache_seqlens must have shape \(2,\), .* got \(1,\)"),
-        ({"cache_batch_idx": torch.tensor([[0], [1]])}, r"cache_batch_idx must have shape \(2,\), .* got \(2, 1\)"),
-        ({"cache_leftpad": torch.tensor([1])}, r"cache_leftpad must have shape \(2,\), .* got \(1,\)"),
-        ({"block_table": torch.tensor([0, 1])}, r"block_table must have shape \(2, pages of a sequence\); got \(2,\)"),
-        ({"block_table": torch.tensor([[0, 1]])}, r"block_table must have shape \(2, pages of a sequence\); got \(1, 2\)"),
-        ({"q": torch.randn(3, 1, 4, DIM)}, "a cache for each sequence; got 2 caches and 3 sequences"),
-        ({"q": torch.randn(2, 1, 4, DIM + 8)}, r"k_cache in that with q; got .*, and q of \(2, 1, 4, 24\)"),
-        ({"v_cache": torch.zeros(2, 9, 2, DIM)}, r"must agree in all but head_dim, .*; got \(2, 16, 2, 16\) and \(2, 9, 2, 16\)"),
+        ({"cache_seqlens": -1}, "cache_seqlens must be 0 to 15, .*; got -1 to -1"),
+        ({"cache_seqlens": torch.tensor([3, -2])}, "cache_seqlens must be 0 to 15, .*; got -2 to 3"),
+        ({"cache_seqlens": 16}, "cache_seqlens must be 0 to 15, for 1 new tokens in a capacity of 16; got 16 to 16"),
+        ({"cache_seqlens": torch.tensor([3])}, r"cache_seqlens must .* \(batch=2\); got \(1,\)"),
+        ({"cache_batch_idx": torch.tensor([[0], [1]])}, r"cache_batch_idx must .* \(batch=2\); got \(2, 1\)"),
+        ({"cache_leftpad": torch.tensor([1])}, r"cache_leftpad must .* \(batch=2\); got \(1,\)"),
+        ({"block_table": torch.tensor([0, 1])}, r"block_table must .* \(batch=2, pages_of_one\); got \(2,\)"),
+        ({"block_table": torch.tensor([[0, 1]])}, r"block_table must .* \(batch=2, pages_of_one\); got \(1, 2\)"),
+        ({"q": torch.randn(3, 1, 4, DIM)}, r"k_cache must .* \(batch=3, capacity, kv_heads, head_dim=16\); got \(2, 16, 2, 16\)"),
+        ({"q": torch.randn(2, 1, 4, DIM + 8)}, r"k_cache must .* head_dim=24\); got \(2, 16, 2, 16\)"),
+        ({"v_cache": torch.zeros(2, 9, 2, DIM)}, r"v_cache must .* \(batch=2, capacity=16, .*; got \(2, 9, 2, 16\)"),
+        ({"k": None}, "k, v and cache_seqlens go together"),
+        ({"cache_seqlens": None}, "k, v and cache_seqlens go together"),
+        ({"v": torch.ones(2, 4, 2, DIM)}, r"v must .* \(batch=2, seqlen_new=1, kv_heads=2, v_head_dim=16\); got \(2, 4, 2, 16\)"),
+        ({"v": torch.ones(2, 1, 2, 15)}, "v must .* v_head_dim=16"),
+        ({"rotary_cos": torch.ones(8, 4), "rotary_sin": torch.ones(8, 4)}, "rotate q and k before"),
+        ({"cache_batch_idx": torch.zeros(2).int(), "block_table": torch.zeros(2, 1).int()}, "pass one of them"),
+        ({"q": torch.randn(2, 1, 4, DIM, requires_grad=True)}, r"torch.no_grad"),
     ],
 )
 def test_what_does_not_fit_a_cache_is_refused_before_anything_is_written(options, said, softcap):
@@ -253,7 +219,7 @@ def test_what_does_not_fit_a_cache_is_refused_before_anything_is_written(options
         ([1, 5, 12], [0, 5, 12], 12, "cu_seqlens_q must start with 0"),
         ([0, 5, 12], [0, 5, 20], 20, "cu_seqlens_k must start with 0, not decrease, and end with at most the 12 tokens"),
         ([0, 9, 5, 12], [0, 5, 9, 12], 12, "cu_seqlens_q must .*not decrease"),
-        ([0, 5, 12], [0, 3, 5, 12], 12, "cu_seqlens_k must be of as many (sequences|documents); got 2 and 3"),
+        ([0, 5, 12], [0, 3, 5, 12], 12, "cu_seqlens_k must .* .sequences.1=3.; got .4,."),
         ([0.0, 5, 12], [0, 5, 12], 12, "cu_seqlens_q must be int32 or int64"),
     ],
 )
@@ -263,11 +229,19 @@ def test_lengths_that_do_not_fit_the_tokens_are_refused(q_ends, k_ends, longest,
         fa.flash_attn_varlen_func(q, k, k, torch.tensor(q_ends), torch.tensor(k_ends), longest, longest, softcap=softcap)
 
 
-@pytest.mark.parametrize("ends, longest", [([0, 9, 10], 24), ([0, 7, 10], 4), ([0, 5, 3], 8)])
-def test_sequences_that_do_not_fit_their_pages_are_refused(ends, longest):
+@pytest.mark.parametrize(
+    "ends, longest, said",
+    [
+        ([0, 9, 10], 24, "9 tokens, more than max_seqlen_k=8"),
+        ([0, 7, 10], 4, "7 tokens, more than max_seqlen_k=4"),
+        ([0, 5, 3], 8, "cu_seqlens_k must .*not decrease"),
+        ([0, 5, 9, 12], 8, "cu_seqlens_k must .*; got .4,."),
+    ],
+)
+def test_sequences_that_do_not_fit_their_pages_are_refused(ends, longest, said):
     q, pages = torch.randn(2, HEADS, DIM), torch.randn(3, 8, 2, DIM)
     ends, table = torch.tensor(ends, dtype=torch.int32), torch.tensor([[0], [1]], dtype=torch.int32)
-    with pytest.raises(ValueError, match=f"no sequence be longer than max_seqlen_k={longest} or the 8 tokens of its pages"):
+    with pytest.raises(ValueError, match=said):
         fa.flash_attn_varlen_func(q, pages, pages, torch.arange(3), ends, 1, longest, block_table=table)
 
 
@@ -305,43 +279,14 @@ def test_what_cannot_be_had_is_refused_by_name():
         fa.flash_attn_func(q, k, v, 0.1, return_attn_probs=True)
     with pytest.raises(ValueError, match=r"compile it from a pattern that says these, such as '... & causal'"):
         fa.flash_attn_func(q, k, v, causal=True, mask=sf.compile_mask("local(3)", 8))
-    with pytest.raises(ValueError, match=r"q must have shape \(batch, tokens, heads, head_dim\)"):
+    with pytest.raises(ValueError, match=r"q must be a tensor of shape \(batch, seqlen_q, heads, head_dim\); got \(8, 4, 16\)"):
         fa.flash_attn_func(q[0], k, v)
-    with pytest.raises(ValueError, match=r"qkv must have shape \(batch, tokens, 3, heads, head_dim\)"):
-        fa.flash_attn_qkvpacked_func(torch.randn(1, 8, 2, HEADS, DIM))
-    with pytest.raises(ValueError, match="distances alone"):
+    with pytest.raises(ValueError, match="pattern of distances"):
         fa.flash_attn_varlen_func(q[0], k[0], v[0], ends, ends.clone(), 8, 8, softcap=3.0, mask="sinks(4)")
-    for arguments, said in (
-        ({"k": k}, "k and v go together"),
-        ({"k": k, "v": v}, "cache_seqlens, which is None"),
-        ({"k": k, "v": v, "cache_seqlens": 4}, "has room for 8 tokens of a sequence; got cache_seqlens of up to 4 and 8 new"),
-        ({"k": k, "v": v[:, :4], "cache_seqlens": 0}, "as many new tokens; got 8 and 4"),
-        ({"k": k, "v": v[..., 1:], "cache_seqlens": 0}, f"v must have shape .*{DIM}\\); got"),
-        ({"rotary_cos": torch.ones(8, 4), "rotary_sin": torch.ones(8, 4)}, "rotate q before"),
-        ({"cache_leftpad": ends[1:], "mask": "sinks(4)"}, "distances alone"),
-        ({"cache_batch_idx": ends[:1], "block_table": ends[None, :1]}, "pass one of them"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            fa.flash_attn_with_kvcache(q[:, :1], k, v, **arguments)
-    with pytest.raises(ValueError, match=r"torch.no_grad"):
-        fa.flash_attn_with_kvcache(q.requires_grad_(), k, v)
-
-
-@pytest.mark.parametrize("paged", [False, True])
-def test_values_of_another_head_dim_are_written_to_their_cache(paged):
-    lens, table = torch.tensor([5, 17], dtype=torch.int32), torch.tensor([[3, 0], [2, 1]], dtype=torch.int32)
-    room = (4, 16) if paged else (2, 32)
-    q, k, v, keys, values = tensors((2, 3, HEADS, DIM), (2, 3, 2, DIM), (2, 3, 2, 24), (*room, 2, DIM), (*room, 2, 24))
-    options = {"causal": True, "block_table": table if paged else None}
-    written = [cache.clone() for cache in (keys, values)]
-    for b, count in enumerate(lens.tolist()):
-        for token in range(3):
-            at = count + token
-            place = (int(table[b, at // 16]), at % 16) if paged else (b, at)
-            written[0][place], written[1][place] = k[b, token], v[b, token]
-    wanted = fa.flash_attn_with_kvcache(q, *written, cache_seqlens=lens + 3, **options)
-    assert torch.equal(fa.flash_attn_with_kvcache(q, keys, values, k, v, cache_seqlens=lens, **options), wanted)
-    assert torch.equal(keys, written[0]) and torch.equal(values, written[1])
+    with pytest.raises(ValueError, match="pattern of distances"):
+        fa.flash_attn_with_kvcache(q[:, :1], k, v, cache_leftpad=ends[1:], mask="sinks(4)")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'k_descale'; k_descale: call attention_decode"):
+        fa.flash_attn_func(q, k, v, k_descale=torch.ones(1, 2))
 
 
 @pytest.mark.parametrize("window", [3, (3,), (1, 2, 3), "3", None])
@@ -385,10 +330,10 @@ def test_a_batch_of_none_has_results_of_none(queries):
     assert out.shape == q.shape
 
 
-def test_what_does_not_fit_a_cache_is_dropped_where_it_cannot_be_seen(monkeypatch):
+def test_what_does_not_fit_a_cache_is_dropped_where_it_cannot_be_seen():
     cache, tokens = torch.zeros(3, 4, 1, 1), torch.arange(1.0, 10).view(3, 3, 1, 1)
     held = torch.tensor([0, 2, 4])
-    fa._write(cache, tokens, held[:, None] + torch.arange(3), fa._make_indexer(cache, None, None, 3), 4)
+    write(cache, tokens, held[:, None] + torch.arange(3), torch.arange(3)[:, None])
     assert cache.flatten(1).tolist() == [[1, 2, 3, 0], [0, 0, 4, 5], [0, 0, 0, 0]]
 
 
@@ -397,11 +342,7 @@ def test_names_order_and_defaults_are_those_of_the_package():
     lengths = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
     order = {
         "flash_attn_func": f"q k v {rest}",
-        "flash_attn_qkvpacked_func": f"qkv {rest}",
-        "flash_attn_kvpacked_func": f"q kv {rest}",
         "flash_attn_varlen_func": f"q k v {lengths} {rest} block_table",
-        "flash_attn_varlen_qkvpacked_func": f"qkv cu_seqlens max_seqlen {rest}",
-        "flash_attn_varlen_kvpacked_func": f"q kv {lengths} {rest}",
         "flash_attn_with_kvcache": "q k_cache v_cache k v rotary_cos rotary_sin cache_seqlens cache_batch_idx cache_leftpad "
         "block_table softmax_scale causal window_size softcap rotary_interleaved alibi_slopes num_splits return_softmax_lse",
     }
@@ -421,17 +362,3 @@ def test_calls_are_compiled_in_one_piece():
         return fa.flash_attn_func(q, k, v, causal=True, window_size=(9, 0), mask="full")
 
     torch.testing.assert_close(torch.compile(call, fullgraph=True, backend="eager")(q, k, v), call(q, k, v))
-
-
-@pytest.mark.parametrize("scaled", [True, False])
-def test_e4m3_inputs_are_scaled_by_key_head_as_flash_attention_3_does(scaled):
-    q, k, v = (t.mul(9).to(torch.float8_e4m3fn) for t in tensors((2, 50, 4, 32), (2, 70, 2, 32), (2, 70, 2, 32)))
-    scales = {name: torch.rand(2, 2) / 9 + 0.01 if scaled else None for name in ("q_descale", "k_descale", "v_descale")}
-    options = {"causal": True, "window_size": (30, 0), "softmax_scale": 0.01}
-    out = fa.flash_attn_func(q, k, v, **options, **scales, backend="reference")
-    q, k, v = (
-        x.double() * (1.0 if scale is None else scale.double()[:, None, :, None].repeat_interleave(x.shape[2] // 2, 2))
-        for x, scale in zip((q, k, v), scales.values(), strict=True)
-    )
-    wanted = fa.flash_attn_func(q, k, v, **options, backend="reference")
-    assert out.dtype == torch.bfloat16 and (out.double() - wanted).norm() < 0.05 * wanted.norm()

@@ -30,12 +30,11 @@ def scores(chooser, q, k, causal, lengths, by_kernel):
 
 
 EXISTING = st.none() | st.lists(st.integers(0, 300), min_size=2, max_size=2)
-STREAMED = sorted(set(chosen.SCORING) - {"last_queries"})
 
 
 @settings(max_examples=12)
 @given(
-    chooser=chosen.drawn(STREAMED),
+    chooser=chosen.drawn(chosen.SCORING),
     lengths=st.tuples(st.integers(1, 300), st.integers(1, 300)) | st.integers(1, 300).map(lambda n: (n, n)),
     heads=st.sampled_from([(1, 1), (2, 1)]),
     causal=st.booleans(),

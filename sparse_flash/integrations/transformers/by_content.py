@@ -10,7 +10,7 @@ import torch
 from ...api.attention import attention
 from ...api.decode import MAX_QUERIES
 from ...api.shared import SharedSequence
-from ...masks.chooser import HeadChoice, Scored, choices_of, find_lookahead_chooser, has_choosers, is_causal, without_choosers
+from ...masks.chooser import HeadChoice, Scored, choices_of, has_choosers, is_causal, without_choosers
 from ...masks.memory import cached_until_cleared
 from ...masks.parsing import text_of
 from ...masks.pattern import And, Or, Pattern, PerHead
@@ -30,15 +30,13 @@ class PromptChoice(NamedTuple):
     """A layer's spec with choosers, in the forms that calls need.
 
     spec: with the last tokens joined. dense: its patterns alone, for calls that do not choose. dense_below, dense_last: as for
-    ``use_sparse_flash``. lookahead_chooser: the first chooser that looks ahead, as text, or None. needs_positions: whether the
-    patterns depend on more than the distance of query and key.
+    ``use_sparse_flash``. needs_positions: whether the patterns depend on more than the distance of query and key.
     """
 
     spec: Pattern | str
     dense: Pattern | str
     dense_below: int
     dense_last: int
-    lookahead_chooser: str | None
     needs_positions: bool
 
     def applies_to(self, model_mask: object, query: torch.Tensor, key: torch.Tensor) -> bool:
@@ -98,7 +96,6 @@ def build_prompt_choice(mask: Pattern | str, below: int, last: int) -> PromptCho
         without_choosers(mask),
         below,
         last,
-        find_lookahead_chooser(mask),
         any(map(depends_on_position, patterns)),
     )
 
@@ -148,12 +145,6 @@ def _check_call(call: LayerCall, packed: bool) -> None:
             "attention_mask must be 2-D with one run of ones in each row if a layer's mask has a chooser; got one of pairs, or one "
             "with zeros between ones; pad at the ends of rows, or use a mask without choosers. generate() makes a mask of its "
             "own where tokens equal pad_token_id"
-        )
-    chooser = cast(PromptChoice, call.settings.prompt_choice).lookahead_chooser
-    if chooser is not None and call.module.training and torch.is_grad_enabled():
-        raise ValueError(
-            f"{chooser} must not be trained with, as later queries change what its blocks keep; call model.eval() "
-            "under torch.no_grad() for prompts, or another chooser for training"
         )
 
 

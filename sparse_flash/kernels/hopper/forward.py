@@ -58,7 +58,7 @@ from .products import (
     write_rows,
 )
 from .quads import from_quads
-from .quantization import Operands, arrange_operands, expand_scales, quantize_operands
+from .quantization import Operands, quantize_operands
 from .ring import PingPong, Ring, allocate_tiles, new_ping_pong, new_ring
 from .scheduler import Heads, Queue, Scheduler, TableArguments, new_scheduler, schedule
 from .scores import ScoringInputs, new_scoring
@@ -773,23 +773,20 @@ def _run(q, k, v, mask, scale, variant, of_variant: HopperVariant, beside, recor
     return out, lse
 
 
-def attention_forward_of_eight_bits(q, k, v, mask, scale, scales=None):
-    """Returns out and lse as ``attention_forward`` does, computed in e4m3: see ``variant.eight_bits``. scales: of e4m3 q, k and v,
-    (batch, heads or kv_heads) each, or None."""
-    others = () if scales is None else expand_scales(scales, q, k)
-    run = partial(_run_of_eight_bits, q, k, v, others, mask, scale, scales)
-    return tuple(launch_or_repeat(attention_forward_kernel, mask, (scale, "e4m3"), (q, k, v, *others), run)[:2])
+def attention_forward_of_eight_bits(q, k, v, mask, scale):
+    """Returns out and lse as ``attention_forward`` does, computed in e4m3: see ``variant.eight_bits``."""
+    run = partial(_run_of_eight_bits, q, k, v, mask, scale)
+    return tuple(launch_or_repeat(attention_forward_kernel, mask, (scale, "e4m3"), (q, k, v), run)[:2])
 
 
-def _run_of_eight_bits(q, k, v, others, mask, scale, scales, recording):
+def _run_of_eight_bits(q, k, v, mask, scale, recording):
     if not all(map(is_addressable, (q, k, v))):
         ready = [as_addressable(t) for t in (q, k, v)]
-        out, lse = attention_forward_of_eight_bits(*ready, mask, scale, scales)
+        out, lse = attention_forward_of_eight_bits(*ready, mask, scale)
         return restore_out(out, ready[0], q, v), lse
     out = recording.fresh(empty_out(q, v.shape[3]))
     lse = recording.fresh(torch.empty(q.shape[:3], dtype=torch.float32, device=q.device))
-    operands = arrange_operands(q, k, v, *others, recording) if others else quantize_operands(q, k, v, scale, recording)
-    attend_to_operands(operands, out, lse, mask, scale, recording)
+    attend_to_operands(quantize_operands(q, k, v, scale, recording), out, lse, mask, scale, recording)
     return out, lse
 
 

@@ -160,15 +160,12 @@ def quantize_keys_kernel(k_tensor, eight_tensor, scale_ptr, mean_ptr, heads, tok
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
-def quantize_values_kernel(
-    v_tensor, eight_tensor, scale_ptr, heads, tiles, DIM: tl.constexpr, TILE: tl.constexpr, GIVEN: tl.constexpr
-):
-    """Rounds a tile of values, unless they are e4m3 (GIVEN), and transposes it."""
+def quantize_values_kernel(v_tensor, eight_tensor, scale_ptr, heads, tiles, DIM: tl.constexpr, TILE: tl.constexpr):
+    """Rounds a tile of values, and transposes it."""
     tile, batch_head = tile_and_batch_head(tiles)
     batch, head = batch_head // heads, batch_head % heads
-    eight = load_tile(v_tensor, batch, head, tile * TILE, TILE, DIM)
-    if not GIVEN:
-        eight = (eight.to(tl.float32) * (1.0 / tl.load(scale_ptr + batch_head))).to(eight_tensor.dtype)
+    values = load_tile(v_tensor, batch, head, tile * TILE, TILE, DIM)
+    eight = (values.to(tl.float32) * (1.0 / tl.load(scale_ptr + batch_head))).to(eight_tensor.dtype)
     # Keys 8a + 2b + c of 16 come to 4b + 2a + c.
     ordered = tl.permute(eight.reshape(TILE // 16, 2, 4, 2, DIM), (4, 0, 2, 1, 3))
     eight_tensor.store([batch, head, 0, tile * TILE], ordered.reshape(1, 1, DIM, TILE))
@@ -224,24 +221,5 @@ def quantize_operands(q, k, v, scale: float, recording) -> Operands:
     programs = kv_batch_heads * -(-kv_tiles // ROUNDED.value)
     launch(quantize_keys_kernel, programs, keys, to_k, operands.of_k, mean, kv_heads, kv_len, kv_tiles, DIM=dim, TILE=KEYS)
     programs = kv_batch_heads * kv_tiles
-    launch(quantize_values_kernel, programs, values, to_v, operands.of_v, kv_heads, kv_tiles, DIM=dim, TILE=KEYS, GIVEN=False)
+    launch(quantize_values_kernel, programs, values, to_v, operands.of_v, kv_heads, kv_tiles, DIM=dim, TILE=KEYS)
     return operands
-
-
-def expand_scales(scales, q, k) -> tuple[torch.Tensor, ...]:
-    """Returns (of_q, of_k, of_v, lse) of ``Operands`` for e4m3 inputs. scales: (batch, heads or kv_heads) each."""
-    of_q, of_k, of_v = scales
-    of_blocks = of_q[..., None].expand(*of_q.shape, -(-q.shape[2] // QUERIES))
-    return of_blocks.contiguous(), of_k.contiguous(), of_v.contiguous(), torch.zeros(q.shape[:3], device=q.device)
-
-
-def arrange_operands(q, k, v, of_q, of_k, of_v, lse, recording) -> Operands:
-    """Returns the operands of e4m3 q, k and v, which TMA can address. The others are from ``expand_scales``."""
-    batch, kv_heads, kv_len, _ = k.shape
-    dim, tiles = columns_of_eight_bits(q.shape[3], v.shape[3]), -(-kv_len // KEYS)
-    transposed = recording.fresh(torch.empty((batch, kv_heads, dim, tiles * KEYS), dtype=v.dtype, device=v.device))
-    tensors = descriptor_or_rows(v, KEYS, dim), descriptor_or_rows(transposed, dim, KEYS), of_v
-    constants = {"DIM": dim, "TILE": KEYS, "GIVEN": True}
-    prepared = (batch * kv_heads * tiles, 1), [*tensors, kv_heads, tiles], constants, {"num_warps": 4}
-    recording.launch(quantize_values_kernel, prepared, (v.dtype,))
-    return Operands(q, k, transposed, of_q, of_k, of_v, lse)

@@ -1,0 +1,72 @@
+"""Documents on an axis with as many rows for each: for calls whose options depend on positions in a document."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..backends import check_read_pages
+from .gather_rows import take_rows
+
+
+class DocumentRows(NamedTuple):
+    """first: (documents,) int32, the first row that a document fills. length: its tokens. token_of_row: (documents, longest)
+    int32, row_of_token: (tokens,) int32, -1 for none."""
+
+    first: torch.Tensor
+    length: torch.Tensor
+    token_of_row: torch.Tensor
+    row_of_token: torch.Tensor
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """(tokens, heads, head_dim) -> (documents, heads, longest, head_dim)."""
+        taken = take_rows(x, self.token_of_row.flatten(), self.row_of_token, 0.0, False)
+        return taken.unflatten(0, self.token_of_row.shape).transpose(1, 2)
+
+    def put_back(self, x: torch.Tensor, fill: float) -> torch.Tensor:
+        """(documents, heads, longest, head_dim) -> (tokens, heads, head_dim), with ``fill`` for tokens of no document."""
+        return take_rows(x.transpose(1, 2).flatten(0, 1), self.row_of_token, self.token_of_row.flatten(), fill, False)
+
+
+def lay_out_rows(cu_seqlens: torch.Tensor, tokens: int, longest: int, at_end: bool) -> DocumentRows:
+    """Lays packed documents out, ``longest`` rows for each: at the end of these, or at their start."""
+    length = cu_seqlens.diff().int().clamp(max=longest)
+    first = longest - length if at_end else torch.zeros_like(length)
+    position = torch.arange(longest, device=cu_seqlens.device, dtype=torch.int32) - first[:, None]
+    filled = (position >= 0) & (position < length[:, None])
+    token = cu_seqlens[:-1, None].int() + position
+    row = torch.arange(token.numel(), device=token.device, dtype=torch.int32)
+    row_of_token = row.new_full((tokens + 1,), -1).scatter_(0, torch.where(filled, token, tokens).flatten().long(), row)
+    return DocumentRows(first, length, torch.where(filled, token, -1), row_of_token[:tokens])
+
+
+def read_to_end(caches: tuple[torch.Tensor, ...], table: torch.Tensor, lens: torch.Tensor, longest: int) -> list[torch.Tensor]:
+    """Returns the first row of each document, and copies of caches, (documents, kv_heads, longest, head_dim), in which all
+    documents end with the last row.
+
+    caches: (pages, page_size, kv_heads, head_dim). table: (documents, pages of one). lens: (documents,). Raises as
+    ``check_read_pages`` does.
+    """
+    first = longest - lens
+    token = torch.arange(longest, device=table.device) - first[:, None]
+    index = _find_pages(caches[0], table, token.clamp(min=0).long(), token >= 0)
+    return [first, *(cache[index].transpose(1, 2) for cache in caches)]
+
+
+def write(cache: torch.Tensor, tokens: torch.Tensor, position: torch.Tensor, table: torch.Tensor) -> None:
+    """Writes tokens (documents, n, heads, head_dim) to their positions. Tokens past the capacity are dropped: they write the same
+    as the first one; if that is past the end too, it rewrites the old contents."""
+    capacity = table.shape[1] * cache.shape[1]
+    fits = position < capacity
+    position = torch.where(fits, position, torch.where(fits[:, :1], position[:, :1], capacity - 1))
+    page, offset = _find_pages(cache, table, position, torch.ones_like(fits))
+    there = torch.where(fits[:, :1, None, None], tokens[:, :1].to(cache.dtype), cache[page[:, :1], offset[:, :1]])
+    cache.index_put_((page, offset), torch.where(fits[:, :, None, None], tokens.to(cache.dtype), there))
+
+
+def _find_pages(cache: torch.Tensor, table: torch.Tensor, position: torch.Tensor, used: torch.Tensor):
+    """Returns (page, offset in it) of positions (documents, n); page 0 where they are not ``used``."""
+    page = table.long().gather(1, (position // cache.shape[1]).clamp(0, table.shape[1] - 1))
+    check_read_pages(page, used, len(cache))
+    return torch.where(used, page, 0), position % cache.shape[1]
