@@ -1,12 +1,12 @@
-"""Attention over key blocks that each query picked, beside the libraries that train it, and dense attention.
+"""Attention over key blocks that each query picked, beside a library that trains it, and dense attention.
 
     python -m sparse_flash.benchmarks.selection --out runs/selection
-    python -m sparse_flash.benchmarks.selection --heads 64 4 --block 64 --alike 0.8 --peer sparse_flash --peer fla
+    python -m sparse_flash.benchmarks.selection --heads 64 4 --block 64 --alike 0.8 --peer sparse_flash
 
 Picks are random: a query keeps each pick of the query before with probability ``--alike``, else draws another, and always keeps
-its own block. docs/performance/selection.md compares times of drawn picks and of a trained model's. If a library makes
-tables of picks, its time includes them. Each result is compared with float64 attention at sampled
-queries, gradients too. TFLOP/s count kept pairs: 4 x pairs x head_dim x heads, backward 2.5 times that. Writes selection.json.
+its own block. docs/performance/selection.md compares times of drawn picks and of a trained model's. Times include tables of picks.
+Each result is compared with float64 attention at sampled queries, gradients too. TFLOP/s count kept pairs: 4 x pairs x head_dim x
+heads, backward 2.5 times that. Writes selection.json.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from .base import Peer
 from .flash import FlashAttention3, FlashAttention4
 from .flex import Flex
 from .full_blocks import CudnnBlocks, FastVideoBlocks
-from .tlx import Tlx
 
 
 @dataclass(frozen=True)
@@ -109,5 +108,4 @@ PEERS = {
     "fa4-deterministic": FlashAttention4(deterministic=True),
     "cudnn-blocks": CudnnBlocks(),
     "fastvideo": FastVideoBlocks(),
-    "tlx": Tlx(),
 }

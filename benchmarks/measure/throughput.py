@@ -107,7 +107,7 @@ def prepare_case(case: Case, device: torch.device) -> tuple[Problem, Peer, bool]
     """(the problem, the peer, whether to run a backward pass)."""
     rival = find_peer(case.peer)
     # FlexAttention has no backward pass on a CPU and refuses inputs that require one.
-    backward = rival.has_backward and not (device.type == "cpu" and case.peer.startswith("flex"))
+    backward = not (device.type == "cpu" and case.peer.startswith("flex"))
     dtype = getattr(torch, case.dtype) if case.dtype else DTYPES[device.type]
     return build_problem(case, device, dtype, backward).with_memory_order(rival.order), rival, backward
 

@@ -229,7 +229,7 @@ def _peers(request: Request) -> Iterator[Case]:
             peers.append("flex")
         peers += ["flex-fa4"] * with_compilers
         if on_gpu and (dense or spec.startswith(("causal & local(", "causal & documents("))):
-            peers += ["fa3", "fa4", *["tlx"] * (spec == "full")]
+            peers += ["fa3", "fa4"]
         if with_compilers and spec.startswith(("from_blocks(", "butterfly", "random(")):
             peers.append("cudnn-blocks")
         if dense:

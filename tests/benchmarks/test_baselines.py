@@ -7,7 +7,7 @@ import pytest
 import torch
 from problems import errors_of, problem
 
-from sparse_flash.benchmarks.baselines import flash, registry, tlx
+from sparse_flash.benchmarks.baselines import flash, registry
 from sparse_flash.benchmarks.measure import throughput
 from sparse_flash.benchmarks.workload import cases, masks
 
@@ -230,22 +230,6 @@ def test_fastvideos_blocks_refuse_what_is_not_of_whole_blocks_or_their_first_key
         assert "full blocks" in peer.refuses(problem(spec, block_size=64, head_dim=64))
     assert "blocks of 128" in peer.refuses(problem("butterfly(block=128)", head_dim=64))
     assert "head_dim" in peer.refuses(problem("butterfly(block=64)", block_size=64))
-
-
-def test_tlx_is_measured_forward_and_refuses_the_rest(monkeypatch):
-    case = cases.Case(cases.Shape(1, 2, 256, 16), masks.FULL, "tlx")
-    assert "fbtriton" in throughput.run(case, CPU, seconds=0.01)["refused"]
-    attend = torch.nn.functional.scaled_dot_product_attention
-    kernel = types.SimpleNamespace(attention=lambda q, k, v, scale: attend(q, k, v, scale=scale))
-    tutorials = types.SimpleNamespace(hopper_fa_ws_pipelined_pingpong_persistent=kernel)
-    monkeypatch.setitem(sys.modules, "triton.language.extra.tlx", types.ModuleType("triton.language.extra.tlx"))
-    monkeypatch.setitem(sys.modules, "triton.language.extra.tlx.tutorials", tutorials)
-    monkeypatch.setattr(tlx.metadata, "version", lambda name: "3.7.4")
-    found = throughput.run(case, CPU, seconds=0.01)
-    assert found["correct"] and found["backend"] == "fbtriton 3.7.4" and set(found["errors"]) == {"out"}
-    assert found["forward_ms"] > 0 and "backward_ms" not in found
-    assert "dense" in registry.find_peer("tlx").refuses(problem("causal"))
-    assert "multiple of 128" in registry.find_peer("tlx").refuses(problem("full", tokens=200))
 
 
 def test_operations_are_counted_product_by_product():
