@@ -34,8 +34,8 @@ from sparse_flash.tools.explain import is_causal
 
 from .baselines.registry import find_peer
 from .drawn_calls import KINDS, draw_calls
-from .measure.throughput import CPU_SECONDS, DTYPES, time_passes
-from .program import RowFile, add_device, add_limit, create_parser, try_measuring
+from .measure.throughput import CPU_SECONDS, DTYPES, time_passes, try_measuring
+from .program import RowFile, add_device, add_limit, create_parser
 from .results import environment
 from .workload.cases import Case
 from .workload.drawn import draw_cases

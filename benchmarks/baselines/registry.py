@@ -103,9 +103,7 @@ PEERS = {
     "flex": Flex(),
     "flex-fa4": Flex("FLASH"),
     "fa3": FlashAttention3(),
-    "fa3-deterministic": FlashAttention3(deterministic=True),
     "fa4": FlashAttention4(),
-    "fa4-deterministic": FlashAttention4(deterministic=True),
     "cudnn-blocks": CudnnBlocks(),
     "fastvideo": FastVideoBlocks(),
 }

@@ -22,6 +22,13 @@ class SelectionProblem(Problem):
 
     selection: sparse_flash.BlockSelection = field(kw_only=True)
 
+    def kept(self, batch, head, queries):
+        of_head = self.selection.select(head * self.k.shape[1] // self.q.shape[1])
+        pairs = torch.zeros(len(queries), self.k.shape[2], dtype=torch.bool, device=self.q.device)
+        for number, query in enumerate(queries.tolist()):
+            pairs[number, of_head.kept_keys(query).to(pairs.device)] = True
+        return pairs
+
 
 @dataclass(frozen=True)
 class SparseFlashSelection(Peer):

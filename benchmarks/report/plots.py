@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from ..measure.noise import MARK, spread
-from ..workload.cases import OURS
 from .format import mark_doubtful
 from .rows import Row, rows
 from .tables import gains
@@ -38,7 +37,7 @@ def draw(data: dict, folder: str | Path) -> dict[str, dict[str, Path]]:
     """Writes the plots of the suites that were measured; returns {plot: {theme: path}}."""
     folder = Path(folder)
     paths: dict[str, dict[str, Path]] = {}
-    for name, plot in (("speedup", _speedup), ("length", _length), ("peers", _peers), ("paper", _paper)):
+    for name, plot in (("speedup", _speedup), ("length", _length)):
         if found := _draw(plot, data, folder / name):
             paths[name] = found
     return paths
@@ -253,16 +252,7 @@ def _bars(y: float, row: Row) -> list[list[float]] | None:
 
 
 def _length(data: dict, theme: Theme):
-    return _plot_by_length(rows(data, "length"), theme)
-
-
-def _paper(data: dict, theme: Theme):
-    """The plain variant, ours with its default back end."""
-    found = (row for row in rows(data, "paper") if row.variant == "plain" and row.counts)
-    return _plot_by_length([row for row in found if ":" not in row.peer], theme)
-
-
-def _plot_by_length(found: list[Row], theme: Theme):
+    found = rows(data, "length")
     if not found:
         return None
     from matplotlib.lines import Line2D
@@ -294,50 +284,6 @@ def _plot_by_length(found: list[Row], theme: Theme):
     if any(row.doubtful for row in found):
         handles.append(Line2D([], [], **_dot(True, theme, theme.faint), label="hollow: not to be relied on"))
     _legend(figure, theme, handles, 3)
-    return figure
-
-
-def _peers(data: dict, theme: Theme):
-    found = [row for row in rows(data, "peers") if row.counts]
-    if not found:
-        return None
-    from matplotlib.patches import Patch
-
-    problems = list(dict.fromkeys((row.shape, row.label) for row in found))
-    peers = sorted({row.peer for row in found}, key=lambda peer: (not peer.startswith(OURS), not peer.startswith("flex"), peer))
-    at = {(row.shape, row.label, row.peer): row for row in found}
-    on_cpu = data["settings"]["device"] == "cpu"
-    figures, unit = (
-        (("forward_ms", "backward_ms"), "ms") if on_cpu else (("forward_tflops", "backward_tflops"), "TFLOP/s over kept pairs only")
-    )
-    slots = [[peer for peer in peers if (*problem, peer) in at] for problem in problems]
-    height = sum(0.24 * len(s) + 0.22 for s in slots)
-    figure, axes = _figure(11, height + 1.4, 2, theme, sharey=True)
-    # Each problem has a bar for each peer that ran, without gaps for the others.
-    y, ticks = 0.0, []
-    for problem, present in zip(problems, slots):
-        ticks.append(y + (len(present) - 1) / 2)
-        for peer in present:
-            row, colour = at[(*problem, peer)], _COLOURS[peers.index(peer) % 10]
-            for ax, key in zip(axes, figures):
-                if length := row.result.get(key):
-                    ax.barh(y, length, height=0.82, color=theme.paper if row.doubtful else colour, edgecolor=colour)
-                    bars = _bars(length, row)
-                    ax.errorbar(length, y, xerr=bars, color=theme.faint, linewidth=1)
-                    text, end = f" {length:.3g}" + f" {MARK}" * row.doubtful, length + (bars[1][0] if bars else 0)
-                    ax.annotate(text, (end, y), va="center_baseline", color=theme.faint, fontsize=7.5)
-            y += 1
-        y += 0.9
-    axes[0].set_yticks(ticks, [f"{_shorten_label(label)}\n{shape}" for shape, label in problems], fontsize=8, color=theme.ink)
-    axes[0].invert_yaxis()
-    for ax, title in zip(axes, ("Forward", "Backward")):
-        ax.grid(False, axis="y")
-        ax.margins(x=0.1, y=0.01)
-        _label(ax, theme, title, unit, "")
-    handles = [Patch(color=_COLOURS[n % 10], label=peer) for n, peer in enumerate(peers)]
-    if any(row.doubtful for row in found):
-        handles.append(Patch(facecolor=theme.paper, edgecolor=theme.faint, label=f"{MARK}: not to be relied on"))
-    _legend(figure, theme, handles, len(handles))
     return figure
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Self
 
+import numpy as np
 import torch
 
 import sparse_flash
@@ -52,10 +53,24 @@ class Problem:
         each = torch.from_numpy(self.mask.kept_pairs())[self.mask.mask_index.cpu().long()]
         return int(each.expand(self.q.shape[:2]).sum())
 
+    def kept(self, batch: int, head: int, queries: torch.Tensor) -> torch.Tensor:
+        """(queries, kv_len) bool: the pairs of some queries that are kept, from the pattern's definition, not its table. queries:
+        numbers, on the tensors' device."""
+        kv_len = self.k.shape[2]
+        positions = tuple((queries + kv_len - self.q.shape[2]).tolist())
+        pairs = _apply_rule(self.patterns[head if len(self.patterns) > 1 else 0], positions, kv_len).to(self.q.device)
+        return pairs if self.kv_lens is None else pairs & (torch.arange(kv_len, device=pairs.device) < self.kv_lens[batch])
+
     def with_memory_order(self, order: tuple[int, ...]) -> Self:
         """The same values with dimensions in another order in memory."""
         q, k, v = (reorder_memory(t.detach(), order).requires_grad_(t.requires_grad) for t in self.leaves)
         return replace(self, q=q, k=k, v=v)
+
+
+@lru_cache(8)  # heads and sequences ask for the same
+def _apply_rule(pattern: Pattern, positions: tuple[int, ...], kv_len: int) -> torch.Tensor:
+    kept = pattern.token_rule(np.array(positions)[:, None], np.arange(kv_len)[None])
+    return torch.from_numpy(np.broadcast_to(kept, (len(positions), kv_len)).copy())
 
 
 def reorder_memory(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:

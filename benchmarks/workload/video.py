@@ -15,8 +15,6 @@ import torch
 import sparse_flash as sf
 from sparse_flash import VideoLayout
 
-from .cases import OURS
-
 ALL_PAIRS = "all pairs in tiles"
 
 
@@ -127,12 +125,10 @@ def step_cases(model: Model, how: str, device: torch.device) -> list[StepCase]:
     chosen = StepCase("chosen 10%", "layout & sampled(16, budget=0.1, block=128)")
     first = [StepCase("sdpa-cudnn"), StepCase("fa4"), tenth, other, chosen]
     first = first if device.type == "cuda" else [StepCase("sdpa"), tenth, other, chosen]
-    others = [StepCase(ALL_PAIRS, "layout"), StepCase(OURS), fifth, StepCase("radial", "radial(layout)"), StepCase("diffusers")]
-    others += [StepCase("fa3"), StepCase("sdpa-flash")] if device.type == "cuda" else []
     return [
         *([] if how == "compiled" else first),
         *([] if how == "eager" else [replace(case, compiled=True) for case in first]),
-        *([] if how == "compiled" else others),
+        *([] if how == "compiled" else [StepCase(ALL_PAIRS, "layout"), fifth]),
     ]
 
 

@@ -23,7 +23,7 @@ def test_a_step_is_timed_each_way_and_all_pairs_in_tiles_equal_dense(tmp_path, c
     code, data = run(tmp_path, "--part", "steps", "--how", "eager")
     rows = {found["name"]: found for found in data["steps"]}
     assert code == 0 and data["environment"]["source"] and not data["kernels"]
-    assert rows[ALL_PAIRS]["difference"] < 1e-5 and {"sdpa", "diffusers", "sparse_flash", "radial", "chosen 10%"} < set(rows)
+    assert rows[ALL_PAIRS]["difference"] < 1e-5 and {"sdpa", "chosen 10%"} < set(rows)
     dense = min(found["step_ms"] for found in data["steps"] if found["spec"] is None)
     for found in data["steps"]:
         assert found["step_ms"] > 0 and found["steps"] >= 3
