@@ -163,12 +163,11 @@ def loss(problem: Problem, fn: Callable[[], Any]) -> float:
 
 
 def run_package(name: str, problem: Problem, short: Problem, density: float, device: torch.device) -> dict:
-    """A package's case as plain data: {"peer", "source", "version", "settings", "knob", "wanted", "density", "choose_ms",
+    """A package's case as plain data: {"peer", "source", "knob", "wanted", "density", "choose_ms",
     "attend_ms", "both_ms", "loss", "dense_error", "dense_density"}, or {"failed": why} with what was found before.
     problem, short: dense causal attention for its inputs, and for a short prompt."""
     package = PACKAGES[name]
-    facts = {"source": package.source, "version": package.version, "settings": package.settings}
-    found: dict = {"peer": name, **facts, "wanted": density}
+    found: dict = {"peer": name, "source": package.source, "wanted": density}
 
     @torch.no_grad()
     def measure_package() -> dict:

@@ -175,19 +175,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (RuntimeError, ValueError, subprocess.TimeoutExpired) as error:
         print(error, file=sys.stderr)
         return 1
-    found = environment(torch.device("cuda")) | {"ncu": _version(ncu)}
-    data = write(options.out, found, points, options.backend)
-    for name in PASSES:
-        lines = {**data["fits"][name], "counted": data["counted"][name]}
-        said = "; ".join(f"{what} {line['a'] / 1e9:.3f} + {line['b'] / 1e9:.3f} x density" for what, line in lines.items())
-        print(f"{name}, GB: {said}; R^2 {data['fits'][name][LEVELS[0]]['r2']:.4f}")
+    write(options.out, environment(torch.device("cuda")), points, options.backend)
     print(options.out)
     return 0
-
-
-def _version(ncu: str) -> str:
-    lines = subprocess.run([ncu, "--version"], capture_output=True, text=True).stdout.strip().splitlines()
-    return lines[-1] if lines else ""
 
 
 if __name__ == "__main__":

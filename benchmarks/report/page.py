@@ -16,8 +16,7 @@ from .tables import gains, tables
 PAGE = "report.html"
 _CAPTIONS = {
     "speedup": "How many times as fast as the dense call in a mask's place (causal attention, where no query sees a later key), "
-    "against the share of its pairs that the mask keeps, with the spread of the times. On the dashed line, time is proportional to "
-    "what is kept.",
+    "against the share of its pairs that the mask keeps. On the dashed line, time is proportional to what is kept.",
     "length": "Time and memory against length. A mask of fixed row length costs time in proportion to the tokens; dense attention, "
     "to their square.",
     "predicted": "Predicted over measured time of this package's kernels, in passes of over 100 microseconds, by the constants for "

@@ -39,8 +39,6 @@ PEER_ROWS = (
     (Shape(2, 16, 8192, 128), masks.window(256)),
     (Shape(1, 16, 32768, 128), masks.random_blocks(0.08, 128)),
     (Shape(1, 16, 32768, 128), masks.random_blocks(0.08, 64)),
-    (Shape(1, 8, 1024, 128), FULL),
-    (Shape(1, 8, 1024, 128), CAUSAL),
 )
 SMALL_LENGTHS = (256, 512, 1024, 2048)
 PAPER_LENGTHS = tuple(128 << k for k in range(10))
@@ -235,8 +233,7 @@ def _peer_rows(request: Request) -> list[tuple[Shape, Mask]]:
             BUTTERFLY,
             masks.equal_documents(shape.tokens),
             masks.windowed_with_globals(128, 128),
-            masks.mixed_heads(shape.heads, window=128),
-            masks.butterfly_of_half_blocks(),
+            masks.random_blocks(0.25, 64),
         ]
         return [*((shape, mask) for mask in own or usual), (replace(shape, kv_heads=1), CAUSAL)]
     if not request.on_gpu:
