@@ -46,7 +46,6 @@ from sparse_flash.masks.chooser import Chooser
 from .baselines.choosing import PACKAGES
 from .baselines.registry import find_peer
 from .measure.accuracy import as_attend, sampled_errors
-from .measure.density import find_setting
 from .measure.noise import MARK, doubts
 from .measure.throughput import DTYPES, Prepared, measure, time_ms, try_measuring
 from .program import RowFile, add_device, add_limit, create_parser, print_tables
@@ -66,6 +65,7 @@ CHECKED_TOKENS = 4_000  # tokens; the last block is not whole
 PACKAGE_CHECKED_TOKENS = 4_096  # tokens; packages want whole blocks
 MOST_DIFFERING = 0.01  # bf16 rounds scores, and blocks whose scores are nearly the same change places
 _CPU_SECONDS = 0.3
+_STEPS, _NEAR = 14, 0.02  # of the search, and how near the density must come, relative
 HEADINGS = ("choose", "attend", "both", "choose / attend", "density (of heads)", "dense", "speed-up", "loss", "differing")
 
 
@@ -141,6 +141,22 @@ def densities(case: ChooserCase, mask: BlockMask) -> np.ndarray:
     """(heads,) the share of causal blocks that each head keeps."""
     visited = np.diff(mask.mask_bounds(), prepend=0)[mask.mask_index.cpu().numpy()[0]]
     return np.broadcast_to(visited / case.causal_blocks, case.shape.heads)
+
+
+def find_setting(density_at: Callable[[float], float], ends: tuple[float, float], wanted: float) -> float:
+    """The setting whose density is nearest to the wanted one, by bisection. ends: the sparsest and the densest setting. Nothing is
+    compiled by torch.compile meanwhile: it would compile again for some settings, then give up."""
+    low, high = ends
+    tried: list[tuple[float, float]] = []
+    with torch.compiler.set_stance("force_eager"):
+        for _ in range(_STEPS):
+            setting = (low + high) / 2
+            density = density_at(setting)
+            tried.append((abs(density - wanted), setting))
+            if tried[-1][0] <= _NEAR * wanted:
+                break
+            low, high = (setting, high) if density < wanted else (low, setting)
+    return min(tried)[1]
 
 
 def tune_to_density(case: ChooserCase, problem: Problem, density: float) -> ChooserCase:

@@ -10,10 +10,9 @@
 names what computes its self-attention. Dense ones: PyTorch's kernel and FlashAttention-4, called for q, k and v in the usual order,
 without HunyuanVideo's mask of padded text, which keeps all here. Ours in tile order goes through ``use_sparse_flash``.
 ``compiled``: each block is one graph, by ``compile_repeated_blocks``. The speed-up is over the fastest dense case compiled alike.
-``share`` is kept pairs over all pairs of tokens, ``visited`` counts padding too; a chooser's are its budget. ``parts`` are ms of
-kernels by name, from one profiled step; ``idle`` is what no kernel fills. Random weights say nothing of quality. ``difference`` is
-the relative L2 distance of the output from the first dense case's: that of ``all pairs in tiles`` must be rounding, as between
-dense cases; the others' tell how much such weights let a mask change.
+``parts`` are ms of kernels by name, from one profiled step; ``idle`` is what no kernel fills. ``difference`` is the relative L2
+distance of the output from the first dense case's: that of ``all pairs in tiles`` must be rounding, as between dense cases; the
+others' tell how much random weights let a mask change. Such weights say nothing of quality.
 
 ``kernels``: a window of tiles in tile order, forward and backward, checked at sampled queries; grids are rounded up to
 whole tiles, as some peers take full blocks alone. ``ragged`` rows have the model's own grid. Ours is timed before and after its
@@ -49,7 +48,7 @@ from .program import RowFile, add_device, add_limit, create_parser, print_tables
 from .results import environment, has_numbers, why_not
 from .workload.cases import OURS, Case, Mask, Shape
 from .workload.masks import FULL
-from .workload.video import ALL_PAIRS, MODELS, Model, StepCase, build_transformer, shares, step_cases, windows
+from .workload.video import ALL_PAIRS, MODELS, Model, StepCase, build_transformer, step_cases, windows
 
 PARTS = {  # the first that is found in a kernel's name; names that torch.compile makes are lists of operations
     "rest": r"^triton_",
@@ -132,7 +131,7 @@ def measure_step(
     """A row's figures. reference: the output of the first dense case, or empty; a dense case puts its own there."""
     cuda = inputs["timestep"].device.type == "cuda"
     wait = torch.cuda.synchronize if cuda else None
-    found: dict = {} if case.spec is None else shares(case, model.layout(case.tile))
+    found: dict = {}
     compiled = compiled_blocks(transformer) if case.compiled else nullcontext()
     if case.name == "fa4" and (reason := FA4.missing()):
         return {"refused": reason}
@@ -221,12 +220,11 @@ def add_speedups(rows: list[dict]) -> None:
 def step_cells(found: dict) -> list[str]:
     name = f"{found['name']}{', compiled' * found['compiled']}" + (f", tile {tuple(found['tile'])}" if found["spec"] else "")
     if not has_numbers(found):
-        return [found["model"], name, "", "", why_not(found)]
-    share = f"{found['share']:.1%}, {found['visited']:.1%}" if "share" in found else ""
+        return [found["model"], name, "", why_not(found)]
     texts = [f"{found['speedup']:.2f}" if "speedup" in found else "", f"{found.get('peak_bytes', 0) / 2**30:.1f}"]
     said = [f"{part} {ms:.1f}" for part, ms in found.get("parts", {}).items() if ms > 0.05]
     said += [f"difference {found['difference']:.1e}"] if "difference" in found else []
-    return [found["model"], name, share, f"{found['step_ms']:.1f}", ", ".join(said), *texts]
+    return [found["model"], name, f"{found['step_ms']:.1f}", ", ".join(said), *texts]
 
 
 def kernel_cells(found: dict) -> list[str]:
@@ -251,7 +249,7 @@ def is_wrong(found: dict, steps: list[dict], dtype: torch.dtype) -> bool:
 
 
 COLUMNS = {
-    "steps": (step_cells, ("model", "case", "share, visited", "ms", "parts", "speed-up", "GiB")),
+    "steps": (step_cells, ("model", "case", "ms", "parts", "speed-up", "GiB")),
     "kernels": (kernel_cells, ("grid", "tile, window", "shape", "peer", "ms forward / backward", "")),
     "permutation": (permutation_cells, ("what", "shape", "forward", "backward")),
 }

@@ -6,7 +6,6 @@ dV, for every key, depend only on the sampled rows of the score matrix.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import numpy as np
@@ -81,31 +80,6 @@ def sampled_errors(problem: Problem, attend: Attend, backward: bool = True) -> d
                     difference = tensor[batch, place].double() - right
                     squares[name] += torch.stack([difference.square().sum(), right.square().sum()])
     return {name: float((s[0] / s[1].clamp(min=1e-300)).sqrt()) for name, s in squares.items()}
-
-
-def dropout_errors(problem: Problem, attend: Attend) -> dict[str, float]:
-    """How far dropout is from its definition. With values that are all 1, each query's result is the sum of its remaining weights.
-    "mean": how far the mean of these sums is from 1. "rate": the log2 of their variance over the expected one, p / (1 - p) times
-    the sum of squared weights, beyond what rounding to q's dtype adds. attend: with values that are all 1."""
-    q, k = problem.q.detach(), problem.k.detach()
-    sums = attend()[0][..., 0].double()
-    rows = torch.arange(0, q.shape[2], -(-q.shape[2] // SAMPLES), device=q.device)
-    promised = measured = 0.0
-    for batch in range(q.shape[0]):
-        for head in range(q.shape[1]):
-            pairs = problem.kept(batch, head, rows)
-            scores = q.shape[3] ** -0.5 * q[batch, head, rows].double() @ k[batch, head].double().T
-            weights = torch.softmax(scores.masked_fill(~pairs, -torch.inf), 1)
-            promised += float(weights.square().sum()) * problem.dropout_p / (1 - problem.dropout_p)
-            measured += float((sums[batch, head, rows] - 1).square().sum())
-    rounding = q.shape[0] * q.shape[1] * len(rows) * torch.finfo(q.dtype).eps ** 2
-    rate = max(math.log2(promised / measured) if measured else math.inf, math.log2(measured / (promised + rounding) or 1.0))
-    return {"mean": abs(float(sums.mean()) - 1), "rate": max(rate, 0.0)}
-
-
-def dropout_is_right(errors: dict[str, float]) -> bool:
-    """Whether the errors are within the sampling error of that many draws."""
-    return errors["mean"] < 0.05 and errors["rate"] < 1
 
 
 def _reference(tensors: list[torch.Tensor], rows, kept) -> dict[str, torch.Tensor]:

@@ -14,8 +14,8 @@ _MEMORY = "Memory beyond the inputs"
 _GROWS = "grows as: N to this power, between the two longest lengths."
 _PAPER_NOTES = (
     'Milliseconds of each pass, and of both. -: not supported, as listed under "Without a result".',
-    "After arXiv:2205.14135, App. E.6. Padded: keys of each sequence up to a length from half of the tokens to all of them. The "
-    "peers' dropout is checked for its mean and variance, and their results without it against float64.",
+    "After arXiv:2205.14135, App. E.6. Padded: keys of each sequence up to a length from half of the tokens to all of them. "
+    "Results are compared with float64 without dropout, which every peer draws in its own way.",
 )
 
 

@@ -16,7 +16,7 @@ from sparse_flash.masks.compiler import head_patterns
 from sparse_flash.masks.pattern import Pattern
 from sparse_flash.tools import explain
 
-from .cases import Case, CompileCase, Mask, PaperCase, Shape
+from .cases import Case, CompileCase, Mask, Shape
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,7 @@ def reorder_memory(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor
 
 def build_problem(case: Case, device: torch.device, dtype: torch.dtype, gradients: bool = True) -> Problem:
     """A case's problem, its tensors random and the same for every peer."""
-    dropout_p, padded = (case.dropout_p, case.padded) if isinstance(case, PaperCase) else (0.0, False)
-    kv_lens = padded_lengths(case.shape).to(device) if padded else None
+    kv_lens = padded_lengths(case.shape).to(device) if case.padded else None
     s = case.shape
     patterns, mask = parse_and_compile(case.mask, s.tokens, device)
     generator = torch.Generator(device).manual_seed(0)
@@ -91,7 +90,7 @@ def build_problem(case: Case, device: torch.device, dtype: torch.dtype, gradient
         torch.randn((s.batch, heads, s.tokens, dim), generator=generator, device=device, dtype=dtype).requires_grad_(gradients)
         for heads, dim in shapes
     )
-    return Problem(patterns, mask, q, k, v, dropout_p, kv_lens)
+    return Problem(patterns, mask, q, k, v, case.dropout_p, kv_lens)
 
 
 def parse_and_compile(mask: Mask, tokens: int, device: torch.device) -> tuple[tuple[Pattern, ...], BlockMask]:

@@ -21,7 +21,7 @@ from sparse_flash.backends import check_name
 
 from ..results import Results, has_numbers
 from . import SUITES, masks
-from .cases import OURS, USUAL_SIZES, CallCase, CallSizes, Case, CompileCase, Mask, PaperCase, Shape
+from .cases import OURS, USUAL_SIZES, CallSizes, Case, CompileCase, Mask, Shape
 from .masks import BUTTERFLY, CAUSAL, FULL
 from .problem import check_fits, is_causal
 
@@ -243,14 +243,14 @@ def _peer_rows(request: Request) -> list[tuple[Shape, Mask]]:
     return rows if own or request.sizes.given else [*rows, *PEER_ROWS]
 
 
-def _small(request: Request) -> Iterator[CallCase]:
+def _small(request: Request) -> Iterator[Case]:
     rivals = ("sdpa-cudnn", "sdpa-flash", "fa3", "fa4") if request.on_gpu else ("sdpa-flash",)
     for tokens in (request.sizes.tokens,) if request.sizes.tokens else request.scale.small_lengths:
         shape = request.sizes.of(Shape(1, 8, tokens, 128))
         for mask in request.masks or (FULL, CAUSAL):
             for graph in (False, True) if request.on_gpu else (False,):
                 peers = (OURS, *rivals) if mask in (FULL, CAUSAL) else (OURS,)
-                yield from (CallCase(shape, mask, peer, graph) for peer in peers)
+                yield from (Case(shape, mask, peer, "call", graph) for peer in peers)
 
 
 def _compile(request: Request) -> Iterator[CompileCase]:
@@ -269,7 +269,7 @@ def _compile(request: Request) -> Iterator[CompileCase]:
         yield CompileCase("documents of 4096", f"documents({tuple(range(0, million + 1, 4096))})", million)
 
 
-def _paper(request: Request) -> Iterator[PaperCase]:
+def _paper(request: Request) -> Iterator[Case]:
     """Exact attention of each kind, and block-sparse attention under the paper's butterfly."""
     if given := request.sizes.given:
         raise ValueError(f"suite 'paper' has the paper's sizes; got {', '.join(given)}; leave them out, or name other suites")
@@ -280,7 +280,7 @@ def _paper(request: Request) -> Iterator[PaperCase]:
         shape = Shape(batch, heads, tokens, 64)
         for mask in request.masks or (FULL, BUTTERFLY):
             peers = [*ours, *dense * (mask == FULL), *flex]
-            yield from (PaperCase(shape, mask, peer, dropout, padded) for peer in peers)
+            yield from (Case(shape, mask, peer, "paper", dropout_p=dropout, padded=padded) for peer in peers)
 
 
 def _short(spec: str) -> str:
