@@ -84,13 +84,15 @@ def flex_block_mask(problem: Problem):
 
 
 def mask_mod(problem: Problem) -> Callable:
-    """The mask as FlexAttention takes it, in its cheapest form: a closed form if there is one, a block map if all blocks are full,
-    else a lookup in the mask tiles."""
-    if problem.kv_lens is not None:
-        inner, lengths = mask_mod(replace(problem, kv_lens=None)), problem.kv_lens
-        return lambda b, h, q, k: inner(b, h, q, k) & (k < lengths[b])
-    mask = problem.mask
-    if closed := _closed_form(problem.patterns[0], mask):
+    """The mask as FlexAttention takes it."""
+    inner, lengths = mask_function(problem.patterns[0], problem.mask), problem.kv_lens
+    return inner if lengths is None else lambda b, h, q, k: inner(b, h, q, k) & (k < lengths[b])
+
+
+def mask_function(pattern: Pattern, mask: BlockMask) -> Callable:
+    """The cheapest form of a mask: a closed form if there is one, a block map if all blocks are full, else a lookup in the mask
+    tiles."""
+    if closed := _closed_form(pattern, mask):
         return closed
     rows, cols, kind, tile = mask.entries()
     size, device = mask.block_size, mask.device
