@@ -1,14 +1,12 @@
 """One step of decoding over caches of bfloat16 and of e4m3, contiguous and in pages, beside FlashAttention-3's.
 
     python -m sparse_flash.benchmarks.decoding --out runs/decoding
-    python -m sparse_flash.benchmarks.decoding --what dense --batch 8 --config 16,128,8,3 --config 16,64,4,4,4  # tile sizes
 
 Each sequence has one query, and is as long as the cache. "e4m3" has a scale for each head and page or sequence, "e4m3 by token" one
 for each token. A CUDA graph of several steps is timed; the median of its replays counts. A cache that fits the GPU's L2 cache stays
 there. Errors are relative, of the first and the last sequence: "error" against float64 attention over what the cache holds, "total"
-against float64 attention over the numbers before they became e4m3. --config adds rows of e4m3 in dense attention with other tiles:
-tile_m, tile_n, warps, stages, and optionally programs for each multiprocessor. What fails is a result, and the rest runs. Writes
-decoding.json after every row.
+against float64 attention over the numbers before they became e4m3. What fails is a result, and the rest runs. Writes decoding.json
+after every row.
 """
 
 from __future__ import annotations
@@ -27,9 +25,9 @@ import sparse_flash as sf
 
 from .baselines.flash import prepare_fa3_forward, quantize
 from .measure.accuracy import relative_error
-from .measure.throughput import DTYPES, time_ms
-from .program import RowFile, add_device, create_parser, print_tables, try_measuring
-from .results import environment
+from .measure.throughput import DTYPES, time_ms, try_measuring
+from .program import RowFile, add_device, create_parser, print_tables
+from .results import environment, has_numbers, why_not
 
 E4M3 = torch.float8_e4m3fn
 WHAT = ("dense", "window", "picks")
@@ -100,9 +98,8 @@ def prepare_call(q: torch.Tensor, cache: KVCache, mask: Any) -> Callable:
     return partial(sf.attention_decode, q, cache.k, cache.v, mask, **cache.options)
 
 
-def prepare_fa3(q: torch.Tensor, cache: KVCache, what: str, library: str | None) -> Callable:
-    """FlashAttention-3's call. If the cache is e4m3, q is too, as it multiplies e4m3 only with e4m3. library: see
-    ``why_no_fa3``."""
+def prepare_fa3(q: torch.Tensor, cache: KVCache, what: str) -> Callable:
+    """FlashAttention-3's call. If the cache is e4m3, q is too, as it multiplies e4m3 only with e4m3."""
     batch, kv_heads = q.shape[0], cache.k.shape[1]
     tokens = cache.k.shape[2] * (1 if cache.block_table is None else cache.block_table.shape[1])
     options: dict[str, Any] = {"is_causal": what == "dense", "page_table": cache.block_table}
@@ -114,23 +111,7 @@ def prepare_fa3(q: torch.Tensor, cache: KVCache, what: str, library: str | None)
         one = torch.ones(batch, kv_heads, device=q.device)
         options |= {"q_descale": one, "k_descale": one / 100, "v_descale": one / 100}
         q = q.to(E4M3)
-    return prepare_fa3_forward(library, q, cache.k, cache.v, **options)
-
-
-def prepare_config(q: torch.Tensor, cache: KVCache, text: str) -> Callable:
-    """The kernel in dense attention with the tiles of a --config."""
-    from sparse_flash.kernels.common.config import Config
-    from sparse_flash.kernels.launch.launch import multiprocessors
-    from sparse_flash.kernels.portable.decode import attention_decode
-
-    tile_m, tile_n, warps, stages, *programs = map(int, text.split(","))
-    options: dict[str, Any] = {"config": Config(tile_m, tile_n, warps, stages), "block_table": cache.block_table}
-    tiles = q.shape[0] * cache.k.shape[1]
-    options["splits"] = max(1, (programs or [2])[0] * multiprocessors(q.device) // tiles)
-    whole = cache.k.shape[:3]
-    scales = (x if x is None else (x if x.dim() == 3 else x[..., None]).expand(whole) for x in (cache.k_scale, cache.v_scale))
-    options |= dict(zip(("k_scale", "v_scale"), scales, strict=True))
-    return lambda: attention_decode(q, cache.k, cache.v, None, q.shape[3] ** -0.5, **options)[0]
+    return prepare_fa3_forward(q, cache.k, cache.v, **options)
 
 
 def time_step_us(step: Callable[[], Any], device: torch.device, steps: int = _STEPS) -> float:
@@ -163,25 +144,20 @@ class DecodePeer(NamedTuple):
     prepare: Callable[[torch.Tensor, KVCache], Callable[[], torch.Tensor]]
 
 
-def list_peers(what: str, cache: KVCache, mask: Any, configs: list[str], library: str | None) -> list[DecodePeer]:
+def list_peers(what: str, cache: KVCache, mask: Any) -> list[DecodePeer]:
     """The calls of a row; the first is ours over the cache itself, with which the others are compared."""
     plain = str(cache.k.dtype).removeprefix("torch.")
     caches = {plain: cache, "e4m3": quantize_cache(cache, False), "e4m3 by token": quantize_cache(cache, True)}
     peers = [DecodePeer(name, held, partial(prepare_call, mask=mask)) for name, held in caches.items()]
-    if what == "dense":
-        for name, text in product(("e4m3", "e4m3 by token"), configs):
-            peers.append(DecodePeer(f"{name} {text}", caches[name], partial(prepare_config, text=text)))
     if what != "picks" and cache.k.is_cuda:
-        prepare = partial(prepare_fa3, what=what, library=library)
-        peers += [DecodePeer(f"FA3 {name}", caches[name], prepare) for name in (plain, "e4m3")]
+        peers += [DecodePeer(f"FA3 {name}", caches[name], partial(prepare_fa3, what=what)) for name in (plain, "e4m3")]
     return peers
 
 
 def measure_rows(
-    what: str, batch: int, page: int, heads: tuple[int, int], tokens: int, head_dim: int, device: torch.device, configs: list[str],
-    library: str | None, limit: int,
-) -> dict[str, dict]:  # fmt: skip
-    """Results by peer: {"us", "gb_s", "error", "total"}, or {"failed": why}. library: see ``why_no_fa3``."""
+    what: str, batch: int, page: int, heads: tuple[int, int], tokens: int, head_dim: int, device: torch.device, limit: int
+) -> dict[str, dict]:
+    """Results by peer: {"us", "gb_s", "error", "total"}, or why there are none."""
     dtype = DTYPES[device.type]
     cache = draw_cache(batch, heads[1], tokens, head_dim, page, device, dtype)
     q = torch.randn(batch, heads[0], 1, head_dim, generator=torch.Generator(device).manual_seed(2), device=device, dtype=dtype)
@@ -207,8 +183,7 @@ def measure_rows(
             return result
         return result | {"error": relative_error(out, attend_exactly(peer.cache)), "total": relative_error(out, original)}
 
-    peers = list_peers(what, cache, mask, configs, library)
-    return {peer.name: try_measuring(partial(measure, peer), limit, {"failed": f"over {limit} s"}) for peer in peers}
+    return {peer.name: try_measuring(partial(measure, peer), limit) for peer in list_peers(what, cache, mask)}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -219,8 +194,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--what", action="append", choices=WHAT, help="(default: all)")
     parser.add_argument("--heads", type=int, nargs=2, default=(32, 8), metavar=("HEADS", "KV_HEADS"), help="(default 32 8)")
     parser.add_argument("--head-dim", type=int, default=128, help="(default %(default)s)")
-    parser.add_argument("--config", action="append", default=[], help="see above")
-    parser.add_argument("--fa3", metavar="FILE", help="FlashAttention-3's library, where no package brings it")
     parser.add_argument("--limit", type=int, default=60, help="seconds for a row (default %(default)s)")
     add_device(parser)
     options = parser.parse_args(arguments)
@@ -229,15 +202,14 @@ def main(arguments: list[str] | None = None) -> int:
     table = Table("what", "batch", "page", "cache", "us", "GB/s", "times as fast", "error", "total")
     for what, batch, page in product(options.what or WHAT, options.batch or (1, 8, 32), options.page or (0, 64)):
         sizes = batch, page, tuple(options.heads), options.tokens, options.head_dim
-        rest = options.device, options.config, options.fa3, options.limit
-        found = try_measuring(partial(measure_rows, what, *sizes, *rest))
-        found = {"all": found} if "failed" in found else found
+        found = try_measuring(partial(measure_rows, what, *sizes, options.device, options.limit))
+        found = found if has_numbers(found) else {"all": found}
         base = next(iter(found.values()))
         for name, result in found.items():
             row = {"what": what, "batch": batch, "page": page, "cache": name} | result
-            if why := result.get("failed"):
+            if not has_numbers(result):
                 file.add("rows", row)
-                print(f"{what} batch {batch} page {page} {name}: {why}", file=sys.stderr, flush=True)
+                print(f"{what} batch {batch} page {page} {name}: {why_not(result)}", file=sys.stderr, flush=True)
                 continue
             faster = f"{base['us'] / result['us']:.2f}" if "us" in base else ""
             errors = [f"{result[each]:.1e}" if each in result else "" for each in ("error", "total")]

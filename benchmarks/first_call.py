@@ -3,8 +3,7 @@
     python -m sparse_flash.benchmarks.first_call
 
 Each case is a process of its own, with an empty cache of Triton. The time is that of the first forward and backward pass, with what
-they compile and load, but without importing torch and starting CUDA. "one after the other" first makes a forward call without
-gradients, so that the backward kernels are compiled after the forward kernel, not beside it.
+they compile and load, but without importing torch and starting CUDA.
 """
 
 from __future__ import annotations
@@ -20,10 +19,9 @@ import time
 import torch
 
 MASKS = ("dense", "causal & local(1024)", "causal")
-WAYS = ("step", "one after the other")
 
 
-def time_first_step(spec: str, way: str, tokens: int, heads: int, head_dim: int) -> float:
+def time_first_step(spec: str, tokens: int, heads: int, head_dim: int) -> float:
     """Returns the seconds of the first step of this process. spec: of the mask, or "dense"."""
     import sparse_flash as sf
 
@@ -32,9 +30,6 @@ def time_first_step(spec: str, way: str, tokens: int, heads: int, head_dim: int)
     torch.cuda.synchronize()
     begin = time.perf_counter()
     mask = None if spec == "dense" else spec
-    if way == WAYS[1]:
-        with torch.no_grad():
-            sf.attention(q, k, v, mask)
     out = sf.attention(q, k, v, mask)
     torch.autograd.grad(out, (q, k, v), v)
     torch.cuda.synchronize()
@@ -56,23 +51,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3, help="processes of each case")
-    parser.add_argument("--way", choices=WAYS, help="measures the first mask in this process, and prints seconds alone")
+    parser.add_argument("--here", action="store_true", help="measures the first mask in this process, and prints seconds alone")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("there is no GPU to compile for")
     shape = options.tokens, options.heads, options.head_dim
-    if options.way:
-        print(time_first_step(options.mask[0], options.way, *shape))
+    if options.here:
+        print(time_first_step(options.mask[0], *shape))
         return
     import triton
 
     print(f"{torch.cuda.get_device_name()}, {os.cpu_count()} cores, torch {torch.__version__}, triton {triton.__version__}")
     size = ["--tokens", str(options.tokens), "--heads", str(options.heads), "--head-dim", str(options.head_dim)]
     for mask in options.mask:
-        for way in WAYS:
-            seconds = [time_in_process(["--mask", mask, "--way", way, *size]) for _ in range(options.repeats)]
-            each = " ".join(f"{second:.1f}" for second in seconds)
-            print(f"{mask:24} {way:20} {statistics.median(seconds):5.1f} s  ({each})", flush=True)
+        seconds = [time_in_process(["--here", "--mask", mask, *size]) for _ in range(options.repeats)]
+        each = " ".join(f"{second:.1f}" for second in seconds)
+        print(f"{mask:24} {statistics.median(seconds):5.1f} s  ({each})", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,9 @@
-"""Options, files of rows and the handling of failures, for the programs that measure."""
+"""Options and files of rows, for the programs that measure."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from .measure.throughput import OverLimit, failure_text, time_limit
 from .results import write_json
 from .run import device_of
 
@@ -59,21 +56,6 @@ class RowFile:
 
     def write(self) -> None:
         write_json(self.path, self.data)
-
-
-def try_measuring(measure: Callable[[], dict], seconds: int | None = None, late: dict | None = None) -> dict:
-    """Returns what ``measure`` does, or {"failed": why}: a row that fails is a result, and the next row may run. After ``seconds``
-    it returns ``late``, by default {"over_limit": seconds}."""
-    try:
-        with time_limit(seconds):
-            return measure()
-    except OverLimit:
-        return late or {"over_limit": seconds}
-    except Exception as error:
-        return {"failed": failure_text(error)}
-    finally:
-        with suppress(RuntimeError):  # after a fault on the GPU; it is in the result
-            torch.cuda.empty_cache()
 
 
 def print_tables(*tables: Table, folder: Path | None = None) -> None:

@@ -127,9 +127,7 @@ class Results:
         return cls(Path(folder), data)
 
     @classmethod
-    def open(
-        cls, folder: str | Path, environment: dict, settings: dict, resume: bool, any_source: bool
-    ) -> tuple[Results, str | None]:
+    def open(cls, folder: str | Path, environment: dict, settings: dict, resume: bool) -> tuple[Results, str | None]:
         """The results to add to: existing ones, or none if those are not comparable or not wanted. Then the old file is renamed,
         and the second value says so. Nothing is deleted."""
         folder = Path(folder)
@@ -139,8 +137,7 @@ class Results:
         why = "as asked"
         if resume:
             old = cls.read(folder)
-            keys = [key for key in IDENTITY if not (any_source and key == "source")]
-            differ = [key for key in keys if old.data["environment"].get(key) != environment.get(key)]
+            differ = [key for key in IDENTITY if old.data["environment"].get(key) != environment.get(key)]
             before = old.data["settings"]
             differ += [key for key in {**before, **settings} if before.get(key) != settings.get(key)]
             if not differ:

@@ -30,7 +30,7 @@ class BenchRow:
     if no query sees a later key, else attention of all pairs. dense_forward_ms, dense_backward_ms: of that call, timed before and
     after the mask. forward_speedup, speedup: their ratios, forward, and forward and backward. at_best: the ratio of blocks.
     correct: whether out and gradients agree with float64 attention of sampled queries; None without a result.
-    doubts: why the figures are unreliable, such as other programs that used this machine. failed: why there is no result, or "".
+    doubts: why the figures are unreliable: times or baselines changed meanwhile. failed: why there is no result, or "".
     """
 
     mask: str

@@ -5,16 +5,17 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from .measure.noise import MARK, doubts
 from .report import page
-from .results import Results, environment, has_numbers, why_gave_up, why_not
+from .results import Results, environment, has_numbers, why_not
 from .workload import FULL_RUN, suites
-from .workload.cases import USUAL_SIZES, CallSizes, PaperCase
+from .workload.cases import USUAL_SIZES, CallSizes
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,6 @@ class Options:
     backend: str = "auto"
     quick: bool = False
     resume: bool = True
-    any_source: bool = False
     retry: bool = False
     only: tuple[str, ...] = ()
     limit: int | None = None
@@ -52,7 +52,7 @@ def run(options: Options, console) -> Results:
     found = environment(device)
     asked = (*options.specs, *(f"{name} {size}" for name, size in options.sizes.given.items()))
     folder = options.out or default_folder(found["device"] if device.type == "cuda" else "cpu", options.quick, asked)
-    results, note = Results.open(folder, found, settings_of(options, device.type), options.resume, options.any_source)
+    results, note = Results.open(folder, found, settings_of(options, device.type), options.resume)
     console.print(f"measuring on {found['device']}; results go to {folder}")
     if not (options.full or options.quick or options.specs or options.sizes.given or options.only):
         minutes = "two to three minutes on two idle cores" if device.type == "cpu" else "some minutes"
@@ -157,25 +157,11 @@ def measure(todo: list, chosen: dict, results: Results, device, options: Options
             with warnings.catch_warnings():
                 # Peers warn about what they cannot do before they raise an error, and the error is kept.
                 warnings.simplefilter("ignore")
-                result = _infer_failure(case, results)
-                if result is None:
-                    baselines.before(suites.find_baselines(case, chosen, results))
-                    result = throughput.run(case, device, limit, seconds)
-                    result |= baselines.after() if has_numbers(result) else {}
+                rivals = suites.find_baselines(case, chosen, results)
+                result = baselines.measure(rivals, partial(throughput.run, case, device, limit, seconds))
             results.add(case, result)
             bar.advance(task)
             console.print(f"{case.key}: {_summarize(result)}", highlight=False, markup=False, soft_wrap=True)
-
-
-def _infer_failure(case, results: Results) -> dict | None:
-    """The result of a cell of the paper's tables whose peer ran out of time or memory at fewer tokens."""
-    if not isinstance(case, PaperCase):
-        return None
-    for tokens in sorted(n for n in suites.PAPER_LENGTHS if n < case.shape.tokens):
-        shorter = results.get(replace(case, shape=replace(case.shape, tokens=tokens)).key)
-        if shorter and why_gave_up(shorter):
-            return {key: shorter[key] for key in ("over_limit", "out_of_memory") if key in shorter} | {"since": tokens}
-    return None
 
 
 def _summarize(result: dict) -> str:
@@ -188,24 +174,18 @@ def _summarize(result: dict) -> str:
 def _figures(result: dict) -> str:
     if "compile_s" in result:
         return f"{result['compile_s']:.3f} s, {result['peak_bytes'] / 2**20:.0f} MiB"
-    if "forward_us" in result:
-        unit, factor = ("ms", 1e-3) if result["dtype"] == "float32" else ("us", 1.0)
-        times = (
-            f"{name} {factor * result[f'{name}_us']:.3g} {unit} (host {factor * result[f'{name}_host_us']:.3g} {unit})"
-            for name in ("forward", "both")
-        )
-        return _mark_wrong(result, ", ".join(times))
-    if "forward_tflops" not in result or result["dtype"] == "float32":
-        times = (f"{name} {result[f'{name}_ms']:.3g} ms" for name in ("forward", "backward", "both") if f"{name}_ms" in result)
-        return _mark_wrong(result, ", ".join(times))
-    text = f"forward {result['forward_ms']:.3g} ms ({result['forward_tflops']:.3g} TFLOP/s)"
-    if "backward_ms" in result:
-        text += f", backward {result['backward_ms']:.3g} ms ({result['backward_tflops']:.3g} TFLOP/s)"
-    return _mark_wrong(result, text)
-
-
-def _mark_wrong(result: dict, text: str) -> str:
-    return text if result["correct"] else f"{text}, WRONG: {result['errors']}"
+    texts = []
+    for name in ("forward", "backward", "both"):
+        for unit in ("ms", "us"):
+            if f"{name}_{unit}" not in result:
+                continue
+            text = f"{name} {result[f'{name}_{unit}']:.3g} {unit}"
+            if result.get(f"{name}_tflops") and result["dtype"] != "float32":
+                text += f" ({result[f'{name}_tflops']:.3g} TFLOP/s)"
+            if f"{name}_host_us" in result:
+                text += f" (host {result[f'{name}_host_us']:.3g} us)"
+            texts.append(text)
+    return ", ".join(texts if result["correct"] else [*texts, f"WRONG: {result['errors']}"])
 
 
 def default_folder(device: str, quick: bool, asked: tuple[str, ...] = ()) -> Path:

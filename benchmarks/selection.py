@@ -1,12 +1,12 @@
-"""Attention over key blocks that each query picked, beside the libraries that train it, and dense attention.
+"""Attention over key blocks that each query picked, beside a library that trains it, and dense attention.
 
     python -m sparse_flash.benchmarks.selection --out runs/selection
-    python -m sparse_flash.benchmarks.selection --heads 64 4 --block 64 --alike 0.8 --peer sparse_flash --peer fla
+    python -m sparse_flash.benchmarks.selection --heads 64 4 --block 64 --alike 0.8 --peer sparse_flash
 
 Picks are random: a query keeps each pick of the query before with probability ``--alike``, else draws another, and always keeps
-its own block. docs/performance/selection.md compares times of drawn picks and of a trained model's. If a library makes
-tables of picks, its time includes them. Each result is compared with float64 attention at sampled
-queries, gradients too. TFLOP/s count kept pairs: 4 x pairs x head_dim x heads, backward 2.5 times that. Writes selection.json.
+its own block. docs/performance/selection.md compares times of drawn picks and of a trained model's. Times include tables of picks.
+Each result is compared with float64 attention at sampled queries, gradients too. TFLOP/s count kept pairs: 4 x pairs x head_dim x
+heads, backward 2.5 times that. Writes selection.json.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ from rich.table import Table
 
 from sparse_flash import BlockSelection
 
-from .baselines.base import Peer
 from .baselines.selection import DENSE, PEERS, SelectionProblem
-from .measure.accuracy import as_attend, errors_against, is_right
-from .measure.throughput import DTYPES, peak_bytes, time_passes
-from .program import RowFile, add_device, create_parser, print_tables, try_measuring
-from .results import environment
+from .measure.throughput import DTYPES, Prepared, measure, try_measuring
+from .program import RowFile, add_device, create_parser, print_tables
+from .results import environment, has_numbers, why_not
 from .workload.cases import Case, Shape
 from .workload.masks import CAUSAL
 from .workload.problem import build_problem
@@ -84,44 +82,18 @@ def kept_pairs(case: PicksCase, selection: BlockSelection) -> int:
     return sum(by_head) * (case.heads // case.kv_heads)
 
 
-def measure_peer(peer: Peer, problem: SelectionProblem, flops: int, checks: bool) -> dict:
-    """Times in ms, bytes beyond the inputs, errors; or {"refused": why}. flops: of the forward pass. checks: against float64."""
-    problem = problem.with_memory_order(peer.order)
-    if reason := peer.refuses(problem):
-        return {"refused": reason}
-    leaves, device, group = problem.leaves, problem.q.device, problem.q.shape[1] // problem.k.shape[1]
-    kept = {head: problem.selection.select(head) for head in range(problem.k.shape[1])}
-
-    def kept_by(batch: int, head: int, queries: torch.Tensor) -> torch.Tensor:
-        pairs = torch.zeros(len(queries), problem.k.shape[2], dtype=torch.bool, device=device)
-        for index, query in enumerate(queries.tolist()):
-            pairs[index, kept[head // group].kept_keys(query).to(device)] = True
-        return pairs
-
-    result: dict = {}
-    with peer.settings():
-        fn = peer.prepare(problem)
-        attend = as_attend(leaves, fn)
-        if checks:
-            errors = errors_against(kept_by, leaves, attend)
-            result = {"errors": errors, "correct": is_right(errors, problem.q.dtype)}
-        for name, timing in time_passes(leaves, fn, device, _CPU_SECONDS, True):
-            result |= timing.as_result(name)
-        dout = torch.randn_like(leaves[0])
-        result["extra_bytes"] = peak_bytes(lambda: attend(dout), device)
-    if checks:
-        result["forward_tflops"] = flops / result["forward_ms"] / 1e9
-        result["backward_tflops"] = 2.5 * flops / result["backward_ms"] / 1e9
-    return result
-
-
 def run(case: PicksCase, names: list[str], device: torch.device, dtype: torch.dtype, limit: int | None = None) -> dict:
     """A case as plain data: {"case", "name", "tflop", "results": {peer: result}}. limit: seconds for a peer."""
     selection = selection_of(case, device)
     flops = 4 * kept_pairs(case, selection) * case.head_dim
     shape = Shape(1, case.heads, case.tokens, case.head_dim, case.kv_heads)
     problem = SelectionProblem(**vars(build_problem(Case(shape, CAUSAL, DENSE), device, dtype)), selection=selection)
-    results = {name: try_measuring(partial(measure_peer, PEERS[name], problem, flops, name != DENSE), limit) for name in names}
+
+    def measure_peer(name: str) -> dict:
+        of_passes = (flops, 5 * flops // 2) if name != DENSE else ()  # whose pairs and results are others
+        return measure(Prepared(PEERS[name], problem), _CPU_SECONDS, of_passes, checked=name != DENSE)
+
+    results = {name: try_measuring(partial(measure_peer, name), limit) for name in names}
     return {"case": asdict(case), "name": case.name, "tflop": flops / 1e12, "results": results}
 
 
@@ -161,8 +133,8 @@ def main(arguments: list[str] | None = None) -> int:
         table.add_row(case.name, *cells)
         file.add("cases", found, case.name, *(f"{name} {cell}" for name, cell in zip(names, cells, strict=True)))
         for name, result in found["results"].items():
-            if why := result.get("refused") or result.get("failed"):
-                print(f"  {name}: {why}", file=sys.stderr, flush=True)
+            if not has_numbers(result):
+                print(f"  {name}: {why_not(result)}", file=sys.stderr, flush=True)
     print_tables(table, folder=options.out)
     return 0
 

@@ -29,26 +29,14 @@ from .results import environment, write_json
 DENSITIES = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32)
 TOKENS, HEADS, HEAD_DIM, BLOCK = 16384, 16, 128, 128
 PASSES = ("forward", "backward")
-METRICS = {
-    "multiprocessor_bytes": "l1tex__m_xbar2l1tex_read_bytes.sum",
-    "dram_bytes": "dram__bytes_read.sum",
-    "dram_written_bytes": "dram__bytes_write.sum",
-    "ns": "gpu__time_duration.sum",
-}
-LEVELS = tuple(METRICS)[:2]  # where bytes are read from
+METRICS = {"multiprocessor_bytes": "l1tex__m_xbar2l1tex_read_bytes.sum", "dram_bytes": "dram__bytes_read.sum"}
+LEVELS = tuple(METRICS)  # where bytes are read from
 _WARM_UP = 2
 _SECONDS = 900  # for one density: compiling, and a few launches, each several times
-# ncu scales its units by 1000; their names differ between versions.
-_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_UNITS = {f"{prefix}{name}": scale for prefix, scale in _PREFIXES.items() for name in ("byte", "bytes", "b")} | {
-    f"{prefix}{name}": scale
-    for prefix, scale in {"n": 1.0, "u": 1e3, "m": 1e6, "": 1e9}.items()
-    for name in ("second", "seconds", "sec", "s")
-}
 
 
 def parse_launches(text: str) -> list[dict]:
-    """The launches in the output of ``ncu --csv``, in order: {"kernel": name, metric: value in bytes or nanoseconds}.
+    """The launches in the output of ``ncu --csv --print-units base``, in order: {"kernel": name, metric: bytes}.
 
     The table has a row for each metric. Lines that begin with ==, and the output of the program itself, are skipped. Raises
     ValueError with ncu's own messages if there is no table.
@@ -63,20 +51,12 @@ def parse_launches(text: str) -> list[dict]:
         if None in row or None in row.values():
             continue  # shorter or longer than the header: the program's own line
         launch = found.setdefault(row["ID"], {"kernel": row["Kernel Name"]})
-        if row["Metric Name"] in METRICS.values():
-            launch[row["Metric Name"]] = _number(row["Metric Name"], row["Metric Value"], row["Metric Unit"])
+        name, value, unit = row["Metric Name"], row["Metric Value"].replace(",", ""), row["Metric Unit"]
+        if name in METRICS.values():
+            if unit.strip().lower() not in ("byte", "bytes") or not value.replace(".", "").isdigit():
+                raise ValueError(f"ncu's {name} must be a number of bytes; got {value!r} in {unit!r}")
+            launch[name] = float(value)
     return list(found.values())
-
-
-def _number(name: str, value: str, unit: str) -> float:
-    scale = _UNITS.get(unit.strip().lower())
-    try:
-        number = float(value.replace(",", ""))
-    except ValueError:
-        number = None
-    if scale is None or number is None:
-        raise ValueError(f"ncu's {name} must be a number of bytes or seconds; got {value!r} in {unit!r}")
-    return number * scale
 
 
 def parse_point(density: float, text: str) -> dict:
@@ -157,7 +137,7 @@ def write(folder: Path, machine: dict, points: list[dict], backend: str = "auto"
     """Writes the JSON and its plots; returns the JSON's contents."""
     shape = {"name": f"B1 H{HEADS} N{TOKENS} D{HEAD_DIM}", "tokens": TOKENS, "heads": HEADS, "head_dim": HEAD_DIM, "block": BLOCK}
     data = {
-        "format": 2,
+        "format": 3,
         "environment": machine,
         "shape": shape | {"dtype": "bfloat16"},
         "backend": backend,
@@ -195,19 +175,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (RuntimeError, ValueError, subprocess.TimeoutExpired) as error:
         print(error, file=sys.stderr)
         return 1
-    found = environment(torch.device("cuda")) | {"ncu": _version(ncu)}
-    data = write(options.out, found, points, options.backend)
-    for name in PASSES:
-        lines = {**data["fits"][name], "counted": data["counted"][name]}
-        said = "; ".join(f"{what} {line['a'] / 1e9:.3f} + {line['b'] / 1e9:.3f} x density" for what, line in lines.items())
-        print(f"{name}, GB: {said}; R^2 {data['fits'][name][LEVELS[0]]['r2']:.4f}")
+    write(options.out, environment(torch.device("cuda")), points, options.backend)
     print(options.out)
     return 0
-
-
-def _version(ncu: str) -> str:
-    lines = subprocess.run([ncu, "--version"], capture_output=True, text=True).stdout.strip().splitlines()
-    return lines[-1] if lines else ""
 
 
 if __name__ == "__main__":

@@ -7,13 +7,12 @@
     python -m sparse_flash.benchmarks.video --part permutation
 
 ``steps``: one forward pass of a transformer of diffusers (batch 1, random weights, real shapes), without gradients. A case
-names what computes its self-attention. Dense ones: ``diffusers`` as it comes; PyTorch's kernels, FlashAttention-3 and -4 and ours,
-called for q, k and v in the usual order, without HunyuanVideo's mask of padded text, which keeps all here. Ours in tile order
-goes through ``use_sparse_flash``. ``compiled``: each block is one graph, by ``compile_repeated_blocks``. The speed-up is over the
-fastest dense case that was compiled alike. ``share`` is kept pairs over all pairs of tokens, ``visited`` counts padding too; a
-chooser's are its budget. ``parts`` are ms of kernels by name, from one profiled step; ``idle`` is what no kernel fills.
-Random weights say nothing of quality. ``difference`` is the relative L2 distance of the output from the first dense case's: that of
-``all pairs in tiles`` must be rounding, as between dense cases; the others' tell how much such weights let a mask change.
+names what computes its self-attention. Dense ones: PyTorch's kernel and FlashAttention-4, called for q, k and v in the usual order,
+without HunyuanVideo's mask of padded text, which keeps all here. Ours in tile order goes through ``use_sparse_flash``.
+``compiled``: each block is one graph, by ``compile_repeated_blocks``. The speed-up is over the fastest dense case compiled alike.
+``parts`` are ms of kernels by name, from one profiled step; ``idle`` is what no kernel fills. ``difference`` is the relative L2
+distance of the output from the first dense case's: that of ``all pairs in tiles`` must be rounding, as between dense cases; the
+others' tell how much random weights let a mask change. Such weights say nothing of quality.
 
 ``kernels``: a window of tiles in tile order, forward and backward, checked at sampled queries; grids are rounded up to
 whole tiles, as some peers take full blocks alone. ``ragged`` rows have the model's own grid. Ours is timed before and after its
@@ -40,19 +39,16 @@ import torch
 from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import sparse_flash as sf
-
-from .baselines.flash import FlashAttention, FlashMask
-from .baselines.registry import PEERS
+from .baselines.flash import FlashAttention4, FlashMask
 from .measure.accuracy import TOLERANCE, relative_error
 from .measure.noise import Timing, time_runs
-from .measure.throughput import DTYPES, profile_kernels, time_passes
+from .measure.throughput import DTYPES, profile_kernels, time_passes, try_measuring
 from .measure.throughput import run as run_case
-from .program import RowFile, add_device, add_limit, create_parser, print_tables, try_measuring
+from .program import RowFile, add_device, add_limit, create_parser, print_tables
 from .results import environment, has_numbers, why_not
 from .workload.cases import OURS, Case, Mask, Shape
 from .workload.masks import FULL
-from .workload.video import ALL_PAIRS, MODELS, Model, StepCase, build_transformer, shares, step_cases, windows
+from .workload.video import ALL_PAIRS, MODELS, Model, StepCase, build_transformer, step_cases, windows
 
 PARTS = {  # the first that is found in a kernel's name; names that torch.compile makes are lists of operations
     "rest": r"^triton_",
@@ -61,34 +57,23 @@ PARTS = {  # the first that is found in a kernel's name; names that torch.compil
     "permutation": r"index_?[sS]elect|gather|index_elementwise",
     "products": r"gemm|nvjet|cutlass|xmma|cublas|conv|wgmma",
 }
-_PREFERRED = {"sdpa-cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-flash": SDPBackend.FLASH_ATTENTION}
-_OTHERS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-_KERNELS_SHOWN = 16
+_CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+FA4 = FlashAttention4()
 
 
-@torch.library.custom_op(
-    "sparse_flash_benchmarks::dense", mutates_args=(), schema="(Tensor q, Tensor k, Tensor v, str peer) -> Tensor"
-)
-def _attend_by_peer(q, k, v, peer):
-    return PEERS[peer].attend(q, k, v, FlashMask(False))
+@torch.library.custom_op("sparse_flash_benchmarks::fa4", mutates_args=(), schema="(Tensor q, Tensor k, Tensor v) -> Tensor")
+def _attend_by_fa4(q, k, v):
+    return FA4.attend(q, k, v, FlashMask(False))
 
 
-@_attend_by_peer.register_fake
-def _(q, k, v, peer):
+@_attend_by_fa4.register_fake
+def _(q, k, v):
     return q.new_empty(q.shape)
 
 
-def _why_missing(name: str) -> str | None:
-    peer = PEERS.get(name)
-    return peer.missing() if isinstance(peer, FlashAttention) else None
-
-
-def _dense_call(name: str) -> Callable[..., torch.Tensor]:
-    """Attention of all pairs by a peer, for q, k and v (batch, tokens, heads, head_dim)."""
-    if isinstance(PEERS.get(name), FlashAttention):
-        return lambda q, k, v: _attend_by_peer(q, k, v, name)
-    attend: Callable = sf.attention if name == OURS else torch.nn.functional.scaled_dot_product_attention
-    return lambda q, k, v: attend(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+def _attend_by_torch(q, k, v):
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return attend(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
 
 
 @contextmanager
@@ -103,18 +88,15 @@ def patched_attention(transformer: Any, model: Model, case: StepCase) -> Iterato
         finally:
             restore(transformer)
         return
-    if case.name == "diffusers":
-        yield
-        return
-    module, dense = sys.modules[type(transformer).__module__], _dense_call(case.name)
+    module, dense = sys.modules[type(transformer).__module__], _attend_by_fa4 if case.name == "fa4" else _attend_by_torch
     unpatched = module.dispatch_attention_fn
 
     def dispatch(query, key, value, **options):
         is_self_attention = query.shape[1] == key.shape[1] == model.tokens
         return dense(query, key, value) if is_self_attention else unpatched(query, key, value, **options)
 
-    order = [_PREFERRED[case.name], *_OTHERS] if case.name in _PREFERRED else None
-    with patch.object(module, "dispatch_attention_fn", dispatch), sdpa_kernel(order, set_priority=True) if order else nullcontext():
+    kernel = sdpa_kernel(_CUDNN_FIRST, set_priority=True) if case.name == "sdpa-cudnn" else nullcontext()
+    with patch.object(module, "dispatch_attention_fn", dispatch), kernel:
         yield
 
 
@@ -135,18 +117,12 @@ def classify_kernel(kernel: str) -> str:
     return next((part for part, names in PARTS.items() if re.search(names, kernel)), "rest")
 
 
-def profile_step(fn: Callable, step_ms: float) -> dict:
-    """{"parts": ms of kernels by part, and idle; "kernels": the longest of them}, from one step."""
-    events = profile_kernels(fn)
+def profile_step(fn: Callable, step_ms: float) -> dict[str, float]:
+    """Milliseconds of kernels by part, and of no kernel as idle, from one step."""
     found = dict.fromkeys(("attention", "products", "permutation", "choice", "rest"), 0.0)
-    for event in events:
+    for event in profile_kernels(fn):
         found[classify_kernel(event.key)] += event.self_device_time_total / 1e3
-    found["idle"] = step_ms - sum(found.values())
-    shown = [
-        {"kernel": e.key[:120], "ms": e.self_device_time_total / 1e3, "calls": e.count, "part": classify_kernel(e.key)}
-        for e in events[:_KERNELS_SHOWN]
-    ]
-    return {"parts": found, "kernels": shown}
+    return found | {"idle": step_ms - sum(found.values())}
 
 
 def measure_step(
@@ -155,9 +131,9 @@ def measure_step(
     """A row's figures. reference: the output of the first dense case, or empty; a dense case puts its own there."""
     cuda = inputs["timestep"].device.type == "cuda"
     wait = torch.cuda.synchronize if cuda else None
-    found: dict = {} if case.spec is None else shares(case, model.layout(case.tile))
+    found: dict = {}
     compiled = compiled_blocks(transformer) if case.compiled else nullcontext()
-    if reason := _why_missing(case.name):
+    if case.name == "fa4" and (reason := FA4.missing()):
         return {"refused": reason}
     with torch.no_grad(), patched_attention(transformer, model, case), compiled:
         outputs: list[torch.Tensor] = []
@@ -176,7 +152,7 @@ def measure_step(
         found |= Timing.of(times).scaled(1e3).as_result("step_ms") | {"steps": len(times)}
         if cuda:
             found["peak_bytes"] = torch.cuda.max_memory_allocated()
-            found |= profile_step(lambda: transformer(**inputs), found["step_ms"])
+            found["parts"] = profile_step(lambda: transformer(**inputs), found["step_ms"])
     return found
 
 
@@ -244,12 +220,11 @@ def add_speedups(rows: list[dict]) -> None:
 def step_cells(found: dict) -> list[str]:
     name = f"{found['name']}{', compiled' * found['compiled']}" + (f", tile {tuple(found['tile'])}" if found["spec"] else "")
     if not has_numbers(found):
-        return [found["model"], name, "", "", why_not(found)]
-    share = f"{found['share']:.1%}, {found['visited']:.1%}" if "share" in found else ""
+        return [found["model"], name, "", why_not(found)]
     texts = [f"{found['speedup']:.2f}" if "speedup" in found else "", f"{found.get('peak_bytes', 0) / 2**30:.1f}"]
     said = [f"{part} {ms:.1f}" for part, ms in found.get("parts", {}).items() if ms > 0.05]
     said += [f"difference {found['difference']:.1e}"] if "difference" in found else []
-    return [found["model"], name, share, f"{found['step_ms']:.1f}", ", ".join(said), *texts]
+    return [found["model"], name, f"{found['step_ms']:.1f}", ", ".join(said), *texts]
 
 
 def kernel_cells(found: dict) -> list[str]:
@@ -274,7 +249,7 @@ def is_wrong(found: dict, steps: list[dict], dtype: torch.dtype) -> bool:
 
 
 COLUMNS = {
-    "steps": (step_cells, ("model", "case", "share, visited", "ms", "parts", "speed-up", "GiB")),
+    "steps": (step_cells, ("model", "case", "ms", "parts", "speed-up", "GiB")),
     "kernels": (kernel_cells, ("grid", "tile, window", "shape", "peer", "ms forward / backward", "")),
     "permutation": (permutation_cells, ("what", "shape", "forward", "backward")),
 }

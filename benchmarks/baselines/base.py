@@ -13,11 +13,10 @@ from ..workload.problem import Problem
 
 class Peer:
     """order: the memory order that it wants of the dimensions (batch, heads, tokens, head_dim).
-    deterministic: whether it promises gradients that repeat bit for bit. has_backward: whether it has a backward pass."""
+    deterministic: whether it promises gradients that repeat bit for bit."""
 
     order: ClassVar[tuple[int, ...]] = (0, 1, 2, 3)
     deterministic: bool = False
-    has_backward: ClassVar[bool] = True
 
     def refuses(self, problem: Problem) -> str | None:
         """Why it cannot compute the problem, or None."""
@@ -32,6 +31,6 @@ class Peer:
         return None
 
     def prepare(self, problem: Problem) -> Callable[[], torch.Tensor]:
-        """``fn``; ``fn()`` runs one forward pass and returns out, (batch, heads, tokens, head_dim), differentiable in
-        ``problem.leaves`` if it has a backward pass."""
+        """``fn``; ``fn()`` runs one forward pass and returns out, (batch, heads, tokens, head_dim),
+        differentiable in ``problem.leaves``."""
         raise NotImplementedError

@@ -22,8 +22,9 @@ ones, made before anything is timed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from importlib import import_module, metadata
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
@@ -57,23 +58,13 @@ class Calls:
 @dataclass(frozen=True)
 class Package:
     """calls(problem) -> Calls; raises ImportError if the package is missing. source: repository and commit. knob: a setting's name.
-    distribution: an installed package's name. sparsest, densest: the knob's ends. settings: others that are reported."""
+    sparsest, densest: its ends."""
 
     calls: Callable[[Problem], Calls]
     source: str
     knob: str
-    distribution: str = ""
     sparsest: float = 0.0
     densest: float = 1.0
-    settings: dict = field(default_factory=dict)
-
-    @property
-    def version(self) -> str | None:
-        """The installed version; None if the package comes from a plain folder."""
-        try:
-            return metadata.version(self.distribution) if self.distribution else None
-        except metadata.PackageNotFoundError:
-            return None
 
 
 def flashprefill(problem: Problem) -> Calls:
@@ -248,26 +239,12 @@ FLASHPREFILL = (2, 4, 2, 0)  # sinks and window in blocks, last blocks of querie
 FLEXPREFILL = (0.1, 1024)  # tau, min_budget in tokens: as in its README
 SPARGEATTN = (-0.1, 50)  # simthreshd1, pvthreshd: the defaults of its topk call
 
-_FLASHPREFILL_FACTS = dict(zip(("attention_sink", "window", "last_n_full_block", "min_budget"), FLASHPREFILL)) | {"block": BLOCK}
-_FLEXPREFILL_FACTS = dict(zip(("tau", "min_budget"), FLEXPREFILL)) | {"block": BLOCK}
-_SPARGEATTN_FACTS = dict(zip(("simthreshd1", "pvthreshd"), SPARGEATTN)) | {"block": "128 x 64", "qk": "int8", "keys": "repeated"}
-_MINFERENCE_FACTS = {"block": 64, "keys": "repeated", "knob": "top_k as a share of a prompt's blocks"}
-
-
-def _xattention_package(stride: int) -> Package:
-    settings = {"stride": stride, "block": BLOCK, "keys": "repeated for the choice", "attention": "sparse_flash"}
-    source = "mit-han-lab/x-attention@e379887"
-    return Package(lambda problem: xattention(problem, stride), source, "threshold", "xattn", settings=settings)
-
-
 PACKAGES = {
-    "flashprefill": Package(flashprefill, "qhfan/FlashPrefill@74e42f3", "alpha", "", 1.0, 0.0, _FLASHPREFILL_FACTS),
-    "minference": Package(minference, "microsoft/MInference@fb56c91", "top_k", "minference", settings=_MINFERENCE_FACTS),
-    "flexprefill": Package(flexprefill, "bytedance/FlexPrefill@a24b27b", "gamma", "flex_prefill", settings=_FLEXPREFILL_FACTS),
-    "xattention-8": _xattention_package(8),
-    "xattention-16": _xattention_package(16),
-    "spargeattn": Package(spargeattn, "thu-ml/SpargeAttn@bfd980b", "topk", "spas_sage_attn", settings=_SPARGEATTN_FACTS),
-    "prism": Package(
-        prism, "xinghaow99/prism@d5a4252", "threshold", "prism", settings={"block": BLOCK, "keys": "repeated for the choice"}
-    ),
+    "flashprefill": Package(flashprefill, "qhfan/FlashPrefill@74e42f3", "alpha", 1.0, 0.0),
+    "minference": Package(minference, "microsoft/MInference@fb56c91", "top_k"),  # as a share of a prompt's blocks
+    "flexprefill": Package(flexprefill, "bytedance/FlexPrefill@a24b27b", "gamma"),
+    "xattention-8": Package(partial(xattention, stride=8), "mit-han-lab/x-attention@e379887", "threshold"),
+    "xattention-16": Package(partial(xattention, stride=16), "mit-han-lab/x-attention@e379887", "threshold"),
+    "spargeattn": Package(spargeattn, "thu-ml/SpargeAttn@bfd980b", "topk"),
+    "prism": Package(prism, "xinghaow99/prism@d5a4252", "threshold"),
 }

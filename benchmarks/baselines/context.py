@@ -160,7 +160,7 @@ class GatheredKeys(_Pieces):
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         q, k, v = self.leaves(sequence, mesh)
-        tokens, own, form = sequence.mask.q_len, q.shape[2], mask_function(sequence.pattern, sequence.mask, 0)
+        tokens, own, form = sequence.mask.q_len, q.shape[2], mask_function(sequence.pattern, sequence.mask)
         first, on_gpu = mesh.get_local_rank() * own, q.is_cuda
         torch.compiler.reset()
         mask = create_block_mask(

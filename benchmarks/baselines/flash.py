@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -29,11 +28,9 @@ class FlashMask(NamedTuple):
     longest: int | None = None
 
 
-@dataclass(frozen=True)
 class FlashAttention(Peer):
     """Dense, causal, a causal window, and causal attention in documents through the variable-length call."""
 
-    deterministic: bool = False
     order = (0, 2, 1, 3)
 
     def missing(self) -> str | None:
@@ -50,8 +47,6 @@ class FlashAttention(Peer):
         inner = _strip_causal(problem)
         if problem.name not in ("full", "causal") and not isinstance(inner, (local, documents)):
             return "its block-sparse call is not measured; it has dense, causal, causal window and causal documents"
-        if self.deterministic and inner is not None:
-            return "its deterministic backward pass is measured dense and causal"
         return self.missing()
 
     def prepare(self, problem: Problem) -> Callable[[], torch.Tensor]:
@@ -109,8 +104,6 @@ class FlashAttention4(FlashAttention):
             return _first(flash_attn.cute.flash_attn_varlen_func(q, k, v, **options))
         if asked.window is not None:
             options["window_size"] = (asked.window, 0)
-        if self.deterministic:
-            options["deterministic"] = True
         return _first(flash_attn.cute.flash_attn_func(q, k, v, **options))
 
 
@@ -126,29 +119,17 @@ class FlashAttention3(FlashAttention):
         return _load_installed_fa3()
 
     def attend(self, q, k, v, asked):
-        return _FA3Function.apply(q, k, v, asked, self.deterministic)
+        return _FA3Function.apply(q, k, v, asked)
 
 
-@cache
-def why_no_fa3(library: str | None) -> str | None:
-    """Why FlashAttention-3 cannot be called, or None. library: its file, or None where a package brings it."""
-    if library is None:
-        return _load_installed_fa3()
-    try:
-        torch.ops.load_library(library)
-    except OSError as error:  # of a library that it needs
-        return f"{library} does not load: {error}"[:300]
-    return None
-
-
-def prepare_fa3_forward(library: str | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Callable:
+def prepare_fa3_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Callable:
     """Returns FlashAttention-3's forward call for these tensors, (batch, heads, tokens, head_dim). options: of its operator.
-    Raises RuntimeError with the reason of ``why_no_fa3``. e4m3 tensors go to the package fa3-fwd if it is installed, as xformers'
+    Raises RuntimeError if it cannot be called. e4m3 tensors go to the package fa3-fwd if it is installed, as xformers'
     library has no FP8 compiled in."""
     if q.dtype == torch.float8_e4m3fn and importlib.util.find_spec("fa3_fwd"):
         importlib.import_module("fa3_fwd._C")
         operators = torch.ops.fa3_fwd
-    elif reason := why_no_fa3(library):
+    elif reason := _load_installed_fa3():
         raise RuntimeError(reason)
     else:
         operators = torch.ops.flash_attn_3
@@ -192,14 +173,13 @@ class _FA3Function(torch.autograd.Function):
     """Calls the operators themselves, which both copies register, so that both are called alike."""
 
     @staticmethod
-    def forward(ctx, q, k, v, asked: FlashMask, deterministic: bool):
+    def forward(ctx, q, k, v, asked: FlashMask):
         ctx.options = {"softmax_scale": q.shape[-1] ** -0.5, "is_causal": asked.causal}
         if asked.window is not None:
             ctx.options |= {"window_size_left": asked.window, "window_size_right": 0}
         if asked.cu_seqlens is not None:
             ctx.options |= {"cu_seqlens_q": asked.cu_seqlens, "cu_seqlens_k": asked.cu_seqlens}
             ctx.options |= {"max_seqlen_q": asked.longest, "max_seqlen_k": asked.longest}
-        ctx.deterministic = deterministic
         out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, num_splits=1, **ctx.options)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -208,5 +188,5 @@ class _FA3Function(torch.autograd.Function):
     def backward(ctx, dout):
         q, k, v, out, lse = ctx.saved_tensors
         grads = [torch.empty_like(t) for t in (q, k, v)]
-        torch.ops.flash_attn_3.bwd(dout.contiguous(), q, k, v, out, lse, *grads, deterministic=ctx.deterministic, **ctx.options)
-        return *grads, None, None
+        torch.ops.flash_attn_3.bwd(dout.contiguous(), q, k, v, out, lse, *grads, deterministic=False, **ctx.options)
+        return *grads, None

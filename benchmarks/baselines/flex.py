@@ -29,6 +29,8 @@ class Flex(Peer):
     backend: str | None = None
 
     def refuses(self, problem: Problem) -> str | None:
+        if len(problem.patterns) > 1:
+            return "masks of each head are not measured"
         return "it has no dropout" if problem.dropout_p else None
 
     def prepare(self, problem: Problem) -> Callable[[], torch.Tensor]:
@@ -50,7 +52,7 @@ class Flex(Peer):
 def _coarsen_table(problem: Problem) -> Problem:
     """The problem with a table that the kernels accept: the same pairs, on blocks no smaller than their tile."""
     mask = problem.mask
-    if mask.block_size >= LEAST_BLOCK or len(problem.patterns) > 1:
+    if mask.block_size >= LEAST_BLOCK:
         return problem
     coarse = sparse_flash.compile_mask(problem.patterns[0], mask.q_len, mask.kv_len, LEAST_BLOCK, mask.device)
     return replace(problem, mask=coarse)
@@ -61,11 +63,9 @@ def flex_block_mask(problem: Problem):
     from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
     mask = problem.mask
-    which, rows, cols, kind, _ = _entries(mask)
-    head = mask.mask_index.cpu().numpy()
-    partial, full = np.zeros((2, mask.masks, *mask.grid.shape), bool)
-    partial[which, rows, cols], full[which, rows, cols] = kind > 0, kind == 0
-    partial, full = partial[head], full[head]
+    rows, cols, kind, _ = mask.entries()
+    partial, full = np.zeros((2, 1, 1, *mask.grid.shape), bool)
+    partial[0, 0, rows, cols], full[0, 0, rows, cols] = kind > 0, kind == 0
     if problem.kv_lens is not None:
         first = np.arange(mask.grid.kv_blocks) * mask.block_size
         length = problem.kv_lens.cpu().numpy()[:, None, None, None]
@@ -83,37 +83,18 @@ def flex_block_mask(problem: Problem):
     )
 
 
-def _entries(mask: BlockMask) -> tuple[np.ndarray, ...]:
-    """Every kept block: the number of its mask, then as ``BlockMask.entries()``."""
-    ends = mask.by_query.row_ptr[:, -1].cpu().numpy()
-    return np.repeat(np.arange(mask.masks), np.diff(ends, prepend=0)), *mask.entries()
-
-
 def mask_mod(problem: Problem) -> Callable:
-    """The mask as FlexAttention takes it; if heads differ, the head selects the form of its stored mask."""
-    if problem.kv_lens is not None:
-        inner, lengths = mask_mod(replace(problem, kv_lens=None)), problem.kv_lens
-        return lambda b, h, q, k: inner(b, h, q, k) & (k < lengths[b])
-    index = problem.mask.mask_index
-    if index.numel() == 1:
-        return mask_function(problem.patterns[0], problem.mask, 0)
-    of_head = index[0].cpu().tolist()
-    forms = [mask_function(problem.patterns[of_head.index(number)], problem.mask, number) for number in range(problem.mask.masks)]
-    return reduce(lambda low, number: _select_by_head(low, forms[number], index[0], number), range(1, len(forms)), forms[0])
+    """The mask as FlexAttention takes it."""
+    inner, lengths = mask_function(problem.patterns[0], problem.mask), problem.kv_lens
+    return inner if lengths is None else lambda b, h, q, k: inner(b, h, q, k) & (k < lengths[b])
 
 
-def _select_by_head(low: Callable, form: Callable, number_of_head: torch.Tensor, number: int) -> Callable:
-    return lambda b, h, q, k: torch.where(number_of_head[h] == number, form(b, h, q, k), low(b, h, q, k))
-
-
-def mask_function(pattern: Pattern, mask: BlockMask, number: int) -> Callable:
-    """The cheapest form of a stored mask: a closed form if there is one, a block map if all blocks are full, else a lookup in the
-    mask tiles."""
-    closed = _closed_form(pattern, mask)
-    if closed:
+def mask_function(pattern: Pattern, mask: BlockMask) -> Callable:
+    """The cheapest form of a mask: a closed form if there is one, a block map if all blocks are full, else a lookup in the mask
+    tiles."""
+    if closed := _closed_form(pattern, mask):
         return closed
-    which, *entries = _entries(mask)
-    rows, cols, kind, tile = (e[which == number] for e in entries)
+    rows, cols, kind, tile = mask.entries()
     size, device = mask.block_size, mask.device
     if not kind.any():
         kept = torch.zeros(mask.grid.shape, dtype=torch.bool)

@@ -17,7 +17,6 @@ from .base import Peer
 from .flash import FlashAttention3, FlashAttention4
 from .flex import Flex
 from .full_blocks import CudnnBlocks, FastVideoBlocks
-from .tlx import Tlx
 
 
 @dataclass(frozen=True)
@@ -104,10 +103,7 @@ PEERS = {
     "flex": Flex(),
     "flex-fa4": Flex("FLASH"),
     "fa3": FlashAttention3(),
-    "fa3-deterministic": FlashAttention3(deterministic=True),
     "fa4": FlashAttention4(),
-    "fa4-deterministic": FlashAttention4(deterministic=True),
     "cudnn-blocks": CudnnBlocks(),
     "fastvideo": FastVideoBlocks(),
-    "tlx": Tlx(),
 }

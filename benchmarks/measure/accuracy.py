@@ -6,9 +6,7 @@ dV, for every key, depend only on the sampled rows of the score matrix.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from functools import cache
 
 import numpy as np
 import torch
@@ -21,8 +19,6 @@ TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3, torch.float32: 1e-3, tor
 
 # attend() -> (out,), without gradients; attend(dout) -> (out, dq, dk, dv). dout: like out.
 Attend = Callable[..., tuple[torch.Tensor, ...]]
-# kept(batch, head, queries) -> (queries, kv_len) bool: the pairs that a mask keeps. queries: numbers, on the tensors' device.
-Kept = Callable[[int, int, torch.Tensor], torch.Tensor]
 
 
 def as_attend(leaves: tuple[torch.Tensor, ...], fn: Callable[[], torch.Tensor]) -> Attend:
@@ -49,27 +45,9 @@ def is_right(errors: dict[str, float], dtype: torch.dtype) -> bool:
 
 
 def sampled_errors(problem: Problem, attend: Attend, backward: bool = True) -> dict[str, float]:
-    """Relative errors over the sampled queries, of out and, with ``backward``, of dq, dk and dv."""
-    kv_len = problem.k.shape[2]
-    key = np.arange(kv_len)
-
-    def kept(batch: int, head: int, queries: torch.Tensor) -> torch.Tensor:
-        pattern = problem.patterns[head if len(problem.patterns) > 1 else 0]
-        pairs = of_pattern(pattern, queries)
-        return pairs if problem.kv_lens is None else pairs & (torch.from_numpy(key).to(pairs.device) < problem.kv_lens[batch])
-
-    @cache
-    def of_pattern(pattern, queries: torch.Tensor) -> torch.Tensor:
-        position = queries.cpu().numpy()[:, None] + kv_len - problem.q.shape[2]
-        return _apply_token_rule(pattern, position, key[None]).to(queries.device)
-
-    return errors_against(kept, problem.leaves, attend, backward)
-
-
-def errors_against(kept: Kept, leaves: tuple[torch.Tensor, ...], attend: Attend, backward: bool = True) -> dict[str, float]:
-    """Returns what ``sampled_errors`` does, for attention over the pairs that ``kept`` keeps. leaves: q, (batch, heads, tokens,
-    head_dim), k and v. Out covers the calls without and with gradients, which may take different paths."""
-    q, k, v = leaves
+    """Relative errors over the sampled queries, of out and, with ``backward``, of dq, dk and dv. Out covers the calls without and
+    with gradients, which may take different paths."""
+    q, k, v = problem.leaves
     tokens = q.shape[2]
     rng = np.random.default_rng(0)
     chosen = np.unique(np.concatenate([[0, tokens - 1], rng.integers(0, tokens, SAMPLES - 2)]))
@@ -91,7 +69,7 @@ def errors_against(kept: Kept, leaves: tuple[torch.Tensor, ...], attend: Attend,
             wanted = []
             for head in heads:
                 own = q[batch, head], k[batch, kv_head], v[batch, kv_head], dout_rows[batch, head]
-                wanted.append(_reference([t.detach().double() for t in own], rows, kept(batch, head, rows)))
+                wanted.append(_reference([t.detach().double() for t in own], rows, problem.kept(batch, head, rows)))
             for name, tensors in found.items():
                 # dK and dV of a key head are sums over the query heads that share it.
                 shared = name in ("dk", "dv")
@@ -102,39 +80,6 @@ def errors_against(kept: Kept, leaves: tuple[torch.Tensor, ...], attend: Attend,
                     difference = tensor[batch, place].double() - right
                     squares[name] += torch.stack([difference.square().sum(), right.square().sum()])
     return {name: float((s[0] / s[1].clamp(min=1e-300)).sqrt()) for name, s in squares.items()}
-
-
-def dropout_errors(problem: Problem, attend: Attend) -> dict[str, float]:
-    """How far dropout is from its definition. With values that are all 1, each query's result is the sum of its remaining weights.
-    "mean": how far the mean of these sums is from 1. "rate": the log2 of their variance over the expected one, p / (1 - p) times
-    the sum of squared weights, beyond what rounding to q's dtype adds. attend: with values that are all 1."""
-    q, k = problem.q.detach(), problem.k.detach()
-    sums = attend()[0][..., 0].double()
-    rows = torch.arange(0, q.shape[2], -(-q.shape[2] // SAMPLES), device=q.device)
-    kept = _apply_token_rule(problem.patterns[0], rows.cpu().numpy()[:, None], np.arange(k.shape[2])[None]).to(q.device)
-    promised = measured = 0.0
-    for batch in range(q.shape[0]):
-        pairs = kept
-        if problem.kv_lens is not None:
-            pairs = kept & (torch.arange(k.shape[2], device=q.device) < problem.kv_lens[batch])
-        for head in range(q.shape[1]):
-            scores = q.shape[3] ** -0.5 * q[batch, head, rows].double() @ k[batch, head].double().T
-            weights = torch.softmax(scores.masked_fill(~pairs, -torch.inf), 1)
-            promised += float(weights.square().sum()) * problem.dropout_p / (1 - problem.dropout_p)
-            measured += float((sums[batch, head, rows] - 1).square().sum())
-    rounding = q.shape[0] * q.shape[1] * len(rows) * torch.finfo(q.dtype).eps ** 2
-    rate = max(math.log2(promised / measured) if measured else math.inf, math.log2(measured / (promised + rounding) or 1.0))
-    return {"mean": abs(float(sums.mean()) - 1), "rate": max(rate, 0.0)}
-
-
-def dropout_is_right(errors: dict[str, float]) -> bool:
-    """Whether the errors are within the sampling error of that many draws."""
-    return errors["mean"] < 0.05 and errors["rate"] < 1
-
-
-def _apply_token_rule(pattern, position: np.ndarray, key: np.ndarray) -> torch.Tensor:
-    """(samples, tokens) bool, from the pattern's definition, not its table."""
-    return torch.from_numpy(np.broadcast_to(pattern.token_rule(position, key), (len(position), key.shape[1])).copy())
 
 
 def _reference(tensors: list[torch.Tensor], rows, kept) -> dict[str, torch.Tensor]:

@@ -12,28 +12,12 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from ..baselines.base import Peer
-from ..workload.problem import Problem
-from .accuracy import Attend, as_attend, is_right, sampled_errors
+from .accuracy import Attend
 from .noise import Timing, time_runs
 
 _SECONDS = 0.3  # per figure, at most
 _WARM_CALLS = 20
 _RUN_SECONDS, _RUN_CALLS = 0.01, 50  # of calls between two synchronizations; no more than a GPU's queue holds
-
-
-def measure_call(problem: Problem, rival: Peer, device: torch.device, graph: bool, seconds: float = _SECONDS) -> dict:
-    """Microseconds per call of the forward pass without gradients and of forward and backward, and their errors."""
-    attend = as_attend(problem.leaves, rival.prepare(problem))
-    dout = torch.randn_like(attend()[0])
-    if graph:
-        attend = capture_graphs(attend, dout)
-    errors = sampled_errors(problem, attend)
-    result = {"errors": errors, "correct": is_right(errors, problem.q.dtype)}
-    dout.normal_()  # the check leaves most of a graph's own dout zero
-    for name, timing in time_both(attend, dout, device, seconds):
-        result |= timing.as_result(name)
-    return result
 
 
 def time_both(attend: Attend, dout: torch.Tensor, device: torch.device, seconds: float) -> Iterator[tuple[str, Timing]]:

@@ -1,27 +1,23 @@
-"""Whether a figure is reliable: how far repeated times spread, how far baselines moved, and what other programs used.
+"""Whether a figure is reliable: how far repeated times spread, and how far baselines moved.
 
 Results hold the facts and ``doubts`` judges them, so files from before these were recorded still load, without doubts:
 
     "NAME_spread": [first quartile, third quartile]   next to each figure "NAME", in its unit
     "around": {case key: {NAME: [before, after]}}     the baselines of a row, measured around it
-    "load": {"others": cores that other programs used meanwhile, "threads": ours, "cpus": of this machine}
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
-from pathlib import Path
 
 import numpy as np
 
 # Figures whose quartiles lie further apart than this share of the median, or whose baseline moved this far meanwhile, say little
 # about ratios of 1.2, which is what people read tables for.
 MOST_SPREAD = 0.2
-_MOST_OVERSUBSCRIBED = 0.25  # cores; timers, shells and this benchmark's own display take some
 MARK = "?"
 
 
@@ -66,38 +62,6 @@ def time_runs(
     return times
 
 
-class MachineLoad:
-    """Measures how much of this machine's processors other programs use, from construction on."""
-
-    def __init__(self, threads: int):
-        self._threads = threads
-        self._begin = self._now()
-
-    def seen(self) -> dict | None:
-        """See the module's docstring; None if the system does not say, or too little time has passed for its clock."""
-        end = self._now()
-        if self._begin is None or end is None or end[0] - self._begin[0] < 0.1:
-            return None
-        wall, busy, own = (b - a for a, b in zip(self._begin, end, strict=True))
-        return {"others": round(max(0.0, (busy - own) / wall), 2), "threads": self._threads, "cpus": os.cpu_count() or 1}
-
-    @staticmethod
-    def _now() -> tuple[float, float, float] | None:
-        """Seconds: (wall time, busy time of all processors, time of this process and its children)."""
-        busy = busy_seconds()
-        return None if busy is None else (time.perf_counter(), busy, sum(os.times()[:4]))
-
-
-def busy_seconds() -> float | None:
-    """Processor time that all programs have used since the machine started, and that other virtual machines took from this one."""
-    try:
-        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
-    except OSError:
-        return None
-    user, nice, system, _idle, _waiting, *interrupts_and_stolen = map(int, fields[:8])
-    return (user + nice + system + sum(interrupts_and_stolen)) / os.sysconf("SC_CLK_TCK")
-
-
 def spread(result: dict) -> float | None:
     """The largest distance of quartiles of a result's times, as a share of their median; None if it was not recorded."""
     medians = {name: result.get(name.removesuffix("_spread")) for name in result if name.endswith("_spread")}
@@ -114,7 +78,4 @@ def doubts(result: dict) -> list[str]:
         moved = max((abs(after - before) / min(before, after) for before, after in passes.values()), default=0)
         if moved > MOST_SPREAD:
             found.append(f"its baseline ({key}) changed by {moved:.0%} while it was measured")
-    load = result.get("load")
-    if load and load["threads"] + load["others"] > load["cpus"] + _MOST_OVERSUBSCRIBED:
-        found.append(f"other programs used {load['others']:.1f} of {load['cpus']} cores, and it wants {load['threads']}")
     return found

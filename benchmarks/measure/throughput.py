@@ -11,11 +11,10 @@ import os
 import signal
 import sys
 import threading
-import time
 import traceback
 import tracemalloc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -25,12 +24,11 @@ import sparse_flash
 
 from ..baselines.base import Peer
 from ..baselines.registry import find_peer
-from ..results import has_numbers
-from ..workload.cases import CallCase, Case, CompileCase, PaperCase
+from ..workload.cases import Case, CompileCase
 from ..workload.problem import Problem, build_problem
 from . import latency
-from .accuracy import as_attend, dropout_errors, dropout_is_right, is_right, sampled_errors
-from .noise import MachineLoad, Timing, time_runs
+from .accuracy import as_attend, is_right, sampled_errors
+from .noise import Timing, time_runs
 
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 CPU_SECONDS, _CPU_MOST = 0.5, 50
@@ -61,27 +59,25 @@ def time_limit(seconds: int | None):
 
 
 def run(case: Case | CompileCase, device: torch.device, limit: int | None = None, seconds: float | None = None) -> dict:
-    """The result of a case as plain data: its numbers, or one of {"refused": why}, {"over_limit": seconds},
-    {"out_of_memory": error}, {"failed": error}; and what ``noise`` judges them by. seconds: how long to repeat on a CPU."""
-    load, begin = MachineLoad(_threads(case, device)), time.perf_counter()
+    """The result of a case as plain data: its numbers or why there are none. seconds: how long to repeat on a CPU."""
+    if isinstance(case, CompileCase):
+        return try_measuring(partial(_measure_compile, case), limit)
+    return try_measuring(partial(_measure_attention, case, device, seconds or CPU_SECONDS), limit)
+
+
+def try_measuring(measure: Callable[[], dict], seconds: int | None = None) -> dict:
+    """Returns what ``measure`` does, or {"over_limit": seconds}, {"out_of_memory": error} or {"failed": error}: a row that fails is
+    a result, and the next row may run."""
     try:
-        with time_limit(limit):
-            measured = (
-                _measure_compile(case)
-                if isinstance(case, CompileCase)
-                else _measure_attention(case, device, seconds or CPU_SECONDS)
-            )
+        with time_limit(seconds):
+            return measure()
     except OverLimit:
-        measured = {"over_limit": limit}
+        return {"over_limit": seconds}
     except Exception as error:
-        # A peer that cannot run is a result: the others still can.
-        measured = {"out_of_memory" if _is_out_of_memory(error) else "failed": failure_text(error)}
+        return {"out_of_memory" if _is_out_of_memory(error) else "failed": failure_text(error)}
     finally:
-        if device.type == "cuda":
+        with suppress(RuntimeError):  # after a fault on the GPU; it is in the result
             torch.cuda.empty_cache()
-    if has_numbers(measured) and (seen := load.seen()):
-        measured["load"] = seen
-    return measured | {"took_s": round(time.perf_counter() - begin, 2)}
 
 
 def failure_text(error: Exception) -> str:
@@ -92,70 +88,95 @@ def failure_text(error: Exception) -> str:
     return text.strip().replace("\n", " ")[:400]
 
 
-def _threads(case: Case | CompileCase, device: torch.device) -> int:
-    """Processors that the program uses while it is timed."""
-    return 1 if device.type == "cuda" or isinstance(case, CompileCase) else torch.get_num_threads()
-
-
 def _is_out_of_memory(error: Exception) -> bool:
     # On a CPU, PyTorch raises a plain RuntimeError.
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 
-def prepare_case(case: Case, device: torch.device) -> tuple[Problem, Peer, bool]:
-    """(the problem, the peer, whether to run a backward pass)."""
-    rival = find_peer(case.peer)
-    # FlexAttention has no backward pass on a CPU and refuses inputs that require one.
-    backward = rival.has_backward and not (device.type == "cpu" and case.peer.startswith("flex"))
-    dtype = getattr(torch, case.dtype) if case.dtype else DTYPES[device.type]
-    return build_problem(case, device, dtype, backward).with_memory_order(rival.order), rival, backward
+class Prepared:
+    """A peer with a problem, in the memory order that it wants. ``refused`` says why it cannot compute it, or is None. case: a call
+    of a short problem and a cell of the paper's tables have other figures than the milliseconds of both passes."""
+
+    def __init__(self, peer: Peer, problem: Problem, backward: bool = True, case: Case | None = None):
+        self.peer, self.backward, self._case = peer, backward, case
+        self.problem = problem.with_memory_order(peer.order)
+        self.refused = peer.refuses(self.problem)
+
+    @classmethod
+    def of(cls, case: Case, device: torch.device) -> Prepared:
+        # FlexAttention has no backward pass on a CPU and refuses inputs that require one.
+        backward = not (device.type == "cpu" and case.peer.startswith("flex"))
+        dtype = getattr(torch, case.dtype) if case.dtype else DTYPES[device.type]
+        return cls(find_peer(case.peer), build_problem(case, device, dtype, backward), backward, case)
+
+    def prepare(self) -> None:
+        """Prepares both passes, with dropout if the problem has it; within the peer's settings."""
+        self._fn = self.peer.prepare(self.problem)
+        self.attend = as_attend(self.problem.leaves, self._fn)
+        self.dout = torch.randn_like(self.attend()[0])
+        if self._case and self._case.graph:
+            self.attend = latency.capture_graphs(self.attend, self.dout)
+
+    def time(self, seconds: float) -> Iterator[tuple[str, Timing]]:
+        """The figures' names and times. seconds: how long to repeat on a CPU."""
+        device = self.problem.q.device
+        kind = self._case.kind if self._case else "attention"
+        if kind == "call":
+            yield from latency.time_both(self.attend, self.dout, device, seconds)
+            return
+        yield from time_passes(self.problem.leaves, self._fn, device, seconds, self.backward)
+        if kind == "paper" and self.backward:
+            yield "both_ms", time_ms(lambda: self.attend(self.dout), device, seconds)
 
 
 def _measure_attention(case: Case, device: torch.device, seconds: float) -> dict:
-    shape = case.shape
-    problem, rival, backward = prepare_case(case, device)
-    mask, kept = problem.mask, problem.kept_pairs
+    prepared = Prepared.of(case, device)
+    problem, mask = prepared.problem, prepared.problem.mask
+    kept = problem.kept_pairs
     facts = {
         "dtype": str(problem.q.dtype).removeprefix("torch."),
-        "kept_pairs": kept / (shape.batch * shape.heads),
+        "kept_pairs": kept / (case.shape.batch * case.shape.heads),
         "density": mask.density,
         "block_density": mask.block_density,
         "causal": mask.is_causal,
         "table_bytes": 0 if mask.keeps_all else mask.nbytes,
-        "input_bytes": sum(t.numel() * t.element_size() for t in problem.leaves),
     }
-    reason = rival.refuses(problem)
-    if reason:
-        return facts | {"refused": reason}
-    if rival.runs_on(problem):
-        facts["backend"] = rival.runs_on(problem)
-    with rival.settings():
-        if isinstance(case, CallCase):
-            return facts | latency.measure_call(problem, rival, device, case.graph, seconds)
-        if isinstance(case, PaperCase):
-            return facts | _measure_paper_case(problem, rival, device, seconds, backward)
-        return facts | _measure_passes(problem, rival, [kept * each for each in shape.flops], device, seconds, backward)
+    if not prepared.refused and (backend := prepared.peer.runs_on(problem)):
+        facts["backend"] = backend
+    return facts | measure(prepared, seconds, [kept * each for each in case.shape.flops])
 
 
-def _measure_passes(problem: Problem, rival: Peer, flops: list[int], device: torch.device, seconds: float, backward: bool) -> dict:
-    """flops: of the forward and of the backward pass."""
-    begin = time.perf_counter()
-    fn = rival.prepare(problem)
-    attend = as_attend(problem.leaves, fn)
-    errors = sampled_errors(problem, attend, backward)
-    result = {"first_call_s": time.perf_counter() - begin}
-    for name, timing in time_passes(problem.leaves, fn, device, seconds, backward):
-        result |= timing.as_result(name)
-    result["forward_tflops"] = flops[0] / result["forward_ms"] / 1e9
+def measure(prepared: Prepared, seconds: float, flops: Sequence[int] = (), checked: bool = True) -> dict:
+    """Times, TFLOP/s, memory and, if ``checked``, errors, as plain data; or {"refused": why}. flops: of the forward and of the
+    backward pass, if TFLOP/s are wanted."""
+    if prepared.refused:
+        return {"refused": prepared.refused}
+    with prepared.peer.settings():
+        prepared.prepare()
+        result = _check(prepared) if checked else {}
+        prepared.dout.normal_()  # the check leaves most of a graph's own dout zero
+        for name, timing in prepared.time(seconds):
+            result |= timing.as_result(name)
+        for name, count in zip(("forward", "backward"), flops):
+            if f"{name}_ms" in result:
+                result[f"{name}_tflops"] = count / result[f"{name}_ms"] / 1e9
+        if "backward_ms" in result:
+            result["extra_bytes"] = peak_bytes(lambda: prepared.attend(prepared.dout), prepared.problem.q.device)
+    return result
+
+
+def _check(prepared: Prepared) -> dict:
+    """{"errors", "correct"} and, of a peer that promises gradients that repeat bit for bit, "repeatable". Dropout, which every peer
+    draws in its own way, is left out of the check."""
+    problem, peer, attend = prepared.problem, prepared.peer, prepared.attend
+    if problem.dropout_p:
+        attend = as_attend(problem.leaves, peer.prepare(replace(problem, dropout_p=0.0)))
+    errors = sampled_errors(problem, attend, prepared.backward)
     correct = is_right(errors, problem.q.dtype)
-    if backward:
-        result["backward_tflops"] = flops[1] / result["backward_ms"] / 1e9
-        dout = torch.randn_like(attend()[0])
-        result["extra_bytes"] = peak_bytes(lambda: attend(dout), device)
-        if rival.deterministic:
-            result["repeatable"] = repeatable = all(map(torch.equal, attend(dout), attend(dout)))
-            correct = correct and repeatable
-    return result | {"errors": errors, "correct": correct}
+    if not (peer.deterministic and prepared.backward):
+        return {"errors": errors, "correct": correct}
+    repeatable = all(map(torch.equal, attend(prepared.dout), attend(prepared.dout)))
+    return {"errors": errors, "repeatable": repeatable, "correct": correct and repeatable}
 
 
 def time_passes(
@@ -169,28 +190,6 @@ def time_passes(
         out = fn()
         dout = torch.randn_like(out)
         yield "backward_ms", time_ms(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True), device, seconds)
-
-
-def _measure_paper_case(problem: Problem, rival: Peer, device: torch.device, seconds: float, backward: bool) -> dict:
-    """Milliseconds of each pass and of both, memory of both. The check against the definition runs without dropout, which every
-    peer draws in its own way."""
-    fn = rival.prepare(replace(problem, dropout_p=0.0))
-    errors = sampled_errors(problem, as_attend(problem.leaves, fn), backward)
-    correct = is_right(errors, problem.q.dtype)
-    if problem.dropout_p:
-        ones = replace(problem, v=torch.ones_like(problem.v))
-        of_dropout = dropout_errors(problem, as_attend(ones.leaves, rival.prepare(ones)))
-        errors, correct = errors | of_dropout, correct and dropout_is_right(of_dropout)
-        fn = rival.prepare(problem)
-    attend = as_attend(problem.leaves, fn)
-    result: dict = {}
-    for name, timing in time_passes(problem.leaves, fn, device, seconds, backward):
-        result |= timing.as_result(name)
-    if backward:
-        dout = torch.randn_like(attend()[0])
-        result |= time_ms(lambda: attend(dout), device, seconds).as_result("both_ms")
-        result["extra_bytes"] = peak_bytes(lambda: attend(dout), device)
-    return result | {"errors": errors, "correct": correct}
 
 
 def time_ms(fn: Callable, device: torch.device, seconds: float) -> Timing:

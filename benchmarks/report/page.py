@@ -5,44 +5,19 @@ from __future__ import annotations
 import base64
 from pathlib import Path
 
-from ..measure.noise import MARK, MOST_SPREAD, doubts
-from ..results import Results, has_numbers
+from ..measure.noise import MARK, MOST_SPREAD
+from ..results import Results
 from . import plots
-from .format import number
 from .peer_tables import ratios_to_best
 from .rows import TEXT_COLUMNS
 from .tables import gains, tables
 
 PAGE = "report.html"
-_ENVIRONMENT = {
-    "device": "Measured on",
-    "cpu": "CPU",
-    "cpu_threads": "CPU threads",
-    "load_at_start": "Load average at the start",
-    "gpu_memory_gib": "GPU memory, GiB",
-    "capability": "Compute capability",
-    "cuda": "CUDA",
-    "cudnn": "cuDNN",
-    "platform": "Platform",
-    "python": "Python",
-    "torch": "torch",
-    "triton": "triton",
-    "flash-attn-4": "flash-attn-4",
-    "numpy": "numpy",
-    "scipy": "scipy",
-    "sparse_flash": "sparse_flash",
-    "commit": "Commit",
-    "source": "Digest of the sources",
-    "date": "Started",
-}
 _CAPTIONS = {
     "speedup": "How many times as fast as the dense call in a mask's place (causal attention, where no query sees a later key), "
-    "against the share of its pairs that the mask keeps, with the spread of the times. On the dashed line, time is proportional to "
-    "what is kept.",
+    "against the share of its pairs that the mask keeps. On the dashed line, time is proportional to what is kept.",
     "length": "Time and memory against length. A mask of fixed row length costs time in proportion to the tokens; dense attention, "
     "to their square.",
-    "paper": "Time and memory of a batch of 16 (on a CPU, fewer) against length: the plain variant of arXiv:2205.14135, App. E.6.",
-    "peers": "Beside the peers in the same run: TFLOP/s over the kept pairs only, or on a CPU milliseconds.",
 }
 
 
@@ -58,9 +33,7 @@ def write(results: Results) -> Path:
     )
     page = templates.get_template("report.html.j2").render(
         headlines=headlines(results.data),
-        environment=[
-            (title, results.data["environment"][key]) for key, title in _ENVIRONMENT.items() if results.data["environment"].get(key)
-        ],
+        environment=[(name.replace("_", " "), value) for name, value in results.data["environment"].items() if value],
         settings=results.data["settings"],
         plots=[(name, _CAPTIONS[name], themes) for name, themes in embedded.items()],
         tables=tables(results.data),
@@ -88,7 +61,7 @@ def headlines(data: dict) -> list[tuple[str, str]]:
     compared = [gain for gain in gains(data) if gain.total]
     sure = [gain for gain in compared if not gain.doubtful]
     if compared and not sure:
-        found.append(("no figure", "of speed that can be relied on: other programs used this machine; see the marks in the tables"))
+        found.append(("no figure", "of speed that can be relied on: times changed meanwhile; see the marks in the tables"))
     if sure:
         best = max(sure, key=lambda gain: gain.total or 0.0)
         dense = "causal attention" if best.dense == "causal" else "attention of all pairs"
@@ -103,11 +76,6 @@ def headlines(data: dict) -> list[tuple[str, str]]:
     if checked := [e["result"]["correct"] for e in data["cases"].values() if "correct" in e["result"]]:
         said = "attention results agree with float64 attention of sampled queries, gradients included"
         found.append((f"{sum(checked)} of {len(checked)}", said))
-    compiled = [e for e in data["cases"].values() if e["case"]["kind"] == "compile" and has_numbers(e["result"])]
-    if compiled := [e for e in compiled if not doubts(e["result"])]:
-        longest = max(compiled, key=lambda e: (e["case"]["tokens"], e["result"]["compile_s"]))
-        said = f"to compile {longest['case']['label']} for {longest['case']['tokens']:,} tokens"
-        found.append((f"{number(longest['result']['compile_s'])} s", said))
     ratios = ratios_to_best(data)
     if ratios:
         ends = dict.fromkeys(f"{ratio:.2f}x" for ratio in (min(ratios), max(ratios)))

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ..measure.noise import MARK, spread
 from ..workload.cases import OURS
 from .format import mark_doubtful
-from .rows import Row, rows
+from .rows import rows
 from .tables import gains
 
 
@@ -38,7 +37,7 @@ def draw(data: dict, folder: str | Path) -> dict[str, dict[str, Path]]:
     """Writes the plots of the suites that were measured; returns {plot: {theme: path}}."""
     folder = Path(folder)
     paths: dict[str, dict[str, Path]] = {}
-    for name, plot in (("speedup", _speedup), ("length", _length), ("peers", _peers), ("paper", _paper)):
+    for name, plot in (("speedup", _speedup), ("length", _length)):
         if found := _draw(plot, data, folder / name):
             paths[name] = found
     return paths
@@ -189,66 +188,32 @@ def _speedup(data: dict, theme: Theme):
     found = [gain for gain in gains(data) if gain.forward]
     if not found:
         return None
-    from matplotlib.lines import Line2D
-
     figure, axes = _figure(9.5, 11, 1, theme, lines=2)
     most, least = 115.0, 100 * min(gain.kept for gain in found) * 0.8
-    styles = [{"color": _COLOURS[n % 10], "marker": _MARKERS[(n + n // 10) % 10]} for n in range(len(found))]
     for ax, title, value in ((axes[0], "Forward", "forward"), (axes[1], "Forward and backward", "total")):
-        ax.plot((most, least), (100 / most, 100 / least), color=theme.faint, linewidth=1, linestyle="--")
+        handles = []
+        for n, gain in enumerate(found):
+            label = mark_doubtful(_shorten_label(gain.row.label), gain.doubtful)
+            style = {"color": _COLOURS[n % 10], "marker": _MARKERS[(n + n // 10) % 10], "markersize": 7, "linestyle": ""}
+            handles += ax.plot(100 * gain.kept, getattr(gain, value) or np.nan, label=label, zorder=3, **style)
+        ideal = {"color": theme.faint, "linewidth": 1, "linestyle": "--", "label": "1 / pairs kept"}
+        handles += ax.plot((most, least), (100 / most, 100 / least), **ideal)
         ax.axhline(1, color=theme.faint, linewidth=1)
-        for gain, style in zip(found, styles, strict=True):
-            if ratio := getattr(gain, value):
-                dot = _dot(gain.doubtful, theme, style["color"]) | style
-                ax.errorbar(100 * gain.kept, ratio, yerr=_bars(ratio, gain.row), **dot, zorder=3)
         ax.set_xscale("log")
         ax.set_yscale("log")
         ax.set_xlim(most, least)  # sparser to the right
         _plain_ticks(ax.xaxis)
         _plain_ticks(ax.yaxis)
         _label(ax, theme, title, "pairs kept, % of the dense call's  (sparser to the right)", "times as fast as the dense call")
-    handles = []
-    for gain, style in zip(found, styles, strict=True):
-        dot = _dot(gain.doubtful, theme, style["color"]) | style
-        handles.append(Line2D([], [], label=mark_doubtful(_shorten_label(gain.row.label), gain.doubtful), **dot))
-    handles.append(Line2D([], [], color=theme.faint, linestyle="--", label="1 / pairs kept"))
-    if any(gain.doubtful for gain in found):
-        handles.append(Line2D([], [], label=f"{MARK}: not to be relied on", **_dot(True, theme, theme.faint)))
     _legend(figure, theme, handles, 3)
     return figure
 
 
-def _dot(doubtful: bool, theme: Theme, colour: str) -> dict:
-    """The style of a dot: hollow if unreliable."""
-    face = theme.paper if doubtful else colour
-    return {"marker": "o", "markersize": 7, "markerfacecolor": face, "markeredgecolor": colour, "linestyle": "", "linewidth": 1}
-
-
-def _bars(y: float, row: Row) -> list[list[float]] | None:
-    """Half the spread of a row's times below and above a figure made from them; no time or speed is below 0."""
-    share = spread(row.result)
-    return [[min(y * share / 2, y)], [y * share / 2]] if share else None
-
-
 def _length(data: dict, theme: Theme):
-    return _plot_by_length(rows(data, "length"), theme)
-
-
-def _paper(data: dict, theme: Theme):
-    """The plain variant, ours with its default back end."""
-    found = (row for row in rows(data, "paper") if row.variant == "plain" and row.counts)
-    return _plot_by_length([row for row in found if ":" not in row.peer], theme)
-
-
-def _plot_by_length(found: list[Row], theme: Theme):
+    found = rows(data, "length")
     if not found:
         return None
-    from matplotlib.lines import Line2D
-
     figure, axes = _figure(11, 5, 2, theme)
-    series: dict[str, list[Row]] = {}
-    for row in found:
-        series.setdefault(row.name, []).append(row)
     panels = (
         (axes[0], "Time", "ms, forward and backward", lambda row: row.total_ms),
         (axes[1], "Memory beyond the inputs", "MiB", lambda row: row.result.get("extra_bytes", 0) / 2**20),
@@ -256,66 +221,17 @@ def _plot_by_length(found: list[Row], theme: Theme):
     lengths = sorted({row.tokens for row in found})
     for ax, title, unit, value in panels:
         handles = []
-        for number, (name, line) in enumerate(series.items()):
-            shown = [row for row in line if value(row)]
-            colour, marker, style = _COLOURS[number % 10], _MARKERS[number % 10], "-" if line[0].is_ours else "--"
-            points = [row.tokens for row in shown], [value(row) for row in shown]
-            handles += ax.plot(*points, style, marker=marker, markersize=5, color=colour, linewidth=1.7, label=name)
-            for row in shown if title == "Time" else ():
-                face = theme.paper if row.doubtful else colour
-                dot = {"marker": marker, "markersize": 5, "markerfacecolor": face, "color": colour, "linewidth": 1, "zorder": 3}
-                ax.errorbar(row.tokens, value(row), yerr=_bars(value(row), row), **dot)
+        for number, name in enumerate(dict.fromkeys(row.name for row in found)):
+            line = [row for row in found if row.name == name and value(row)]
+            style = {"marker": _MARKERS[number % 10], "markersize": 5, "color": _COLOURS[number % 10], "linewidth": 1.7}
+            points = [row.tokens for row in line], [value(row) for row in line]
+            label = mark_doubtful(name, any(row.doubtful for row in line))
+            handles += ax.plot(*points, linestyle="-" if name.endswith(OURS) else "--", label=label, **style)
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
         ax.set_xticks(lengths, [f"{n // 1024}K" if n >= 1024 else str(n) for n in lengths])
         _label(ax, theme, title, "tokens", unit)
-    if any(row.doubtful for row in found):
-        handles.append(Line2D([], [], **_dot(True, theme, theme.faint), label="hollow: not to be relied on"))
     _legend(figure, theme, handles, 3)
-    return figure
-
-
-def _peers(data: dict, theme: Theme):
-    found = [row for row in rows(data, "peers") if row.counts]
-    if not found:
-        return None
-    from matplotlib.patches import Patch
-
-    problems = list(dict.fromkeys((row.shape, row.label) for row in found))
-    peers = sorted({row.peer for row in found}, key=lambda peer: (not peer.startswith(OURS), not peer.startswith("flex"), peer))
-    at = {(row.shape, row.label, row.peer): row for row in found}
-    on_cpu = data["settings"]["device"] == "cpu"
-    figures, unit = (
-        (("forward_ms", "backward_ms"), "ms") if on_cpu else (("forward_tflops", "backward_tflops"), "TFLOP/s over kept pairs only")
-    )
-    slots = [[peer for peer in peers if (*problem, peer) in at] for problem in problems]
-    height = sum(0.24 * len(s) + 0.22 for s in slots)
-    figure, axes = _figure(11, height + 1.4, 2, theme, sharey=True)
-    # Each problem has a bar for each peer that ran, without gaps for the others.
-    y, ticks = 0.0, []
-    for problem, present in zip(problems, slots):
-        ticks.append(y + (len(present) - 1) / 2)
-        for peer in present:
-            row, colour = at[(*problem, peer)], _COLOURS[peers.index(peer) % 10]
-            for ax, key in zip(axes, figures):
-                if length := row.result.get(key):
-                    ax.barh(y, length, height=0.82, color=theme.paper if row.doubtful else colour, edgecolor=colour)
-                    bars = _bars(length, row)
-                    ax.errorbar(length, y, xerr=bars, color=theme.faint, linewidth=1)
-                    text, end = f" {length:.3g}" + f" {MARK}" * row.doubtful, length + (bars[1][0] if bars else 0)
-                    ax.annotate(text, (end, y), va="center_baseline", color=theme.faint, fontsize=7.5)
-            y += 1
-        y += 0.9
-    axes[0].set_yticks(ticks, [f"{_shorten_label(label)}\n{shape}" for shape, label in problems], fontsize=8, color=theme.ink)
-    axes[0].invert_yaxis()
-    for ax, title in zip(axes, ("Forward", "Backward")):
-        ax.grid(False, axis="y")
-        ax.margins(x=0.1, y=0.01)
-        _label(ax, theme, title, unit, "")
-    handles = [Patch(color=_COLOURS[n % 10], label=peer) for n, peer in enumerate(peers)]
-    if any(row.doubtful for row in found):
-        handles.append(Patch(facecolor=theme.paper, edgecolor=theme.faint, label=f"{MARK}: not to be relied on"))
-    _legend(figure, theme, handles, len(handles))
     return figure
 
 

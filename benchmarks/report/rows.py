@@ -77,7 +77,7 @@ class ReportTable:
 def retimed_rivals(mine: Row, others: Sequence[Row]) -> list[Row]:
     """The others that were timed again around this row, with the means of those times; if none was, all of them as timed alone."""
     again = mine.result.get("around", {})
-    facts = {other.key: {k: v for k, v in other.result.items() if not k.endswith("_spread") and k != "load"} for other in others}
+    facts = {other.key: {k: v for k, v in other.result.items() if not k.endswith("_spread")} for other in others}
     found = [
         replace(other, result=facts[other.key] | {name: sum(pair) / 2 for name, pair in again[other.key].items()})
         for other in others
@@ -94,6 +94,5 @@ def rows(data: dict, suite: str, every: bool = False) -> list[Row]:
         if entry and entry["case"]["kind"] != "compile" and (every or has_numbers(entry["result"])):
             case = entry["case"]
             shape = Shape(**case["shape"])
-            variant = case.get("how") or {None: "", False: "eager", True: "graph"}[case.get("graph")]
-            found.append(Row(str(shape), shape.tokens, case["label"], variant, case["peer"], entry["result"], key))
+            found.append(Row(str(shape), shape.tokens, case["label"], case.get("how", ""), case["peer"], entry["result"], key))
     return found

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import log2
 
 from ..measure.noise import doubts
 from ..results import has_numbers, why_not
-from . import format, paper, peer_tables
+from . import format, lengths, peer_tables
 from .rows import ReportTable, Row, retimed_rivals, rows
 
 _WAITING_NAMED = 8  # of the cases that have not been run; a suite may have hundreds
@@ -66,9 +65,8 @@ def tables(data: dict) -> list[ReportTable]:
     """The tables of the suites that were measured, and one of the cases without numbers."""
     made = [
         _speedup(data),
-        *_length(data),
+        *lengths.tables(data),
         *peer_tables.tables(data),
-        *paper.tables(data),
         _compile(data),
         _doubtful(data),
         _left_out(data),
@@ -97,43 +95,6 @@ def _speedup(data: dict) -> ReportTable | None:
     )
     title = f"Speed-up against density ({next(iter(rows(data, 'speedup'))).shape})"
     return format.add_notes(ReportTable(title, columns, lines, [note]))
-
-
-def _length(data: dict) -> list[ReportTable]:
-    found = rows(data, "length")
-    if not found:
-        return []
-    lengths = sorted({row.tokens for row in found})
-    series = list(dict.fromkeys(row.name for row in found))
-    at = {(row.name, row.tokens): row for row in found}
-    times, memory = [], []
-    for name in series:
-        line = [at.get((name, n)) for n in lengths]
-        grows = format.mark_doubtful(_growth(line, lambda r: r.total_ms), any(row.doubtful for row in line[-2:] if row))
-        times.append([name, *(_total(row) for row in line), grows])
-        bytes_grow = _growth(line, lambda r: r.result.get("extra_bytes"))
-        memory.append([name, *(format.memory(row) if row else "" for row in line), bytes_grow])
-    columns = ["mask, by", *(f"{n:,}" for n in lengths), "grows as"]
-    note = "grows as: N to this power, between the two longest lengths."
-    shape = found[0].shape.replace(f"N{found[0].tokens} ", "")
-    no_backward = any(row.total_ms is None for row in found)
-    notes = [note] + (["FlexAttention has no backward pass on a CPU: its times are forward alone."] if no_backward else [])
-    return [
-        format.add_notes(ReportTable(f"Forward and backward, ms, against tokens ({shape})", columns, times, notes)),
-        ReportTable(f"Memory beyond the inputs against tokens ({shape})", columns, memory, [note]),
-    ]
-
-
-def _total(row: Row | None) -> str:
-    return format.mark_doubtful(format.number(row.total_ms or row.result["forward_ms"]), row.doubtful) if row else ""
-
-
-def _growth(line: list[Row | None], value) -> str:
-    points = [(row.tokens, value(row)) for row in line if row and value(row)]
-    if len(points) < 2:
-        return ""
-    (a, x), (b, y) = points[-2:]
-    return f"N^{log2(y / x) / log2(b / a):.2f}"
 
 
 def _compile(data: dict) -> ReportTable | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 
 from sparse_flash.dispatch.flops import backward_flops, forward_flops
 from sparse_flash.masks.pattern import Pattern
@@ -83,12 +83,19 @@ class Mask:
 
 @dataclass(frozen=True)
 class Case:
-    """Attention under one mask, computed by one peer. dtype: PyTorch's name of it; None: the device's usual one."""
+    """Attention under one mask, computed by one peer. kind: "attention"; "call" for the time and host time of a short problem's
+    call; or "paper" for a cell of the tables of arXiv:2205.14135, App. E.6. graph: the call is the replay of a CUDA graph.
+    dropout_p: of the attention probabilities. padded: each sequence of the batch has keys up to its own length
+    (``problem.padded_lengths``). dtype: PyTorch's name of it; None: the device's usual one."""
 
     shape: Shape
     mask: Mask
     peer: str
-    dtype: str | None = field(default=None, kw_only=True)
+    kind: str = "attention"
+    graph: bool = False
+    dropout_p: float = 0.0
+    padded: bool = False
+    dtype: str | None = None
 
     @property
     def label(self) -> str:
@@ -99,47 +106,19 @@ class Case:
         return self.shape.tokens
 
     @property
+    def how(self) -> str:
+        if self.kind == "paper":
+            return ", ".join([f"dropout {self.dropout_p}"] * bool(self.dropout_p) + ["padded"] * self.padded) or "plain"
+        return {"call": "graph" if self.graph else "eager"}.get(self.kind, "")
+
+    @property
     def key(self) -> str:
-        return f"{self.shape} | {self.label} | {self.peer}"
+        key = f"{self.shape} | {self.label} | {self.peer}"
+        return f"{self.kind} | {key} | {self.how}" if self.how else key
 
     def as_data(self) -> dict:
         mask = {"label": self.mask.label, "spec": _storable(self.mask.spec), "block_size": self.mask.block_size}
-        return {"kind": "attention", "shape": asdict(self.shape), **mask, "peer": self.peer}
-
-
-@dataclass(frozen=True)
-class CallCase(Case):
-    """The time and host time of one call of a short problem. graph: the call is the replay of a CUDA graph."""
-
-    graph: bool = False
-
-    @property
-    def key(self) -> str:
-        return f"call | {super().key} | {'graph' if self.graph else 'eager'}"
-
-    def as_data(self) -> dict:
-        return super().as_data() | {"kind": "call", "graph": self.graph}
-
-
-@dataclass(frozen=True)
-class PaperCase(Case):
-    """A cell of the tables of arXiv:2205.14135, App. E.6. dropout_p: of the attention probabilities. padded: each sequence
-    of the batch has keys up to its own length (``problem.padded_lengths``)."""
-
-    dropout_p: float = 0.0
-    padded: bool = False
-
-    @property
-    def how(self) -> str:
-        parts = [f"dropout {self.dropout_p}"] * bool(self.dropout_p) + ["padded"] * self.padded
-        return ", ".join(parts) or "plain"
-
-    @property
-    def key(self) -> str:
-        return f"paper | {super().key} | {self.how}"
-
-    def as_data(self) -> dict:
-        return super().as_data() | {"kind": "paper", "dropout_p": self.dropout_p, "padded": self.padded, "how": self.how}
+        return {"kind": self.kind, "shape": asdict(self.shape), **mask, "peer": self.peer, "how": self.how}
 
 
 @dataclass(frozen=True)

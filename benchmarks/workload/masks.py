@@ -58,16 +58,6 @@ def windowed_with_globals(size: int, tokens: int) -> Mask:
     return Mask(f"window {size}, {tokens} global tokens", f"global_tokens({tokens}) | local({size})")
 
 
-def mixed_heads(heads: int, window: int = 1024) -> Mask:
-    """Heads alternate between a causal window and a butterfly."""
-    kinds = f"causal & local({window})", "butterfly"
-    return Mask("window and butterfly heads", tuple(kinds[head % 2] for head in range(heads)))
-
-
-def butterfly_of_half_blocks() -> Mask:
-    return Mask("butterfly on blocks of 64", "butterfly(block=64)", block_size=64)
-
-
 def random_blocks(density: float, block: int) -> Mask:
     return Mask(f"random {density:.0%}, blocks of {block}", f"random({density}, block={block})", block_size=block)
 
@@ -126,4 +116,4 @@ def list_peer_masks(shape: Shape) -> list[Mask]:
     masks = [FULL, CAUSAL, window(1024), BUTTERFLY, strided(tokens)]
     if tokens == 65536:
         return [*masks, ragged_documents(tokens), windowed_with_globals(1024, 128), *skewed_and_even(tokens)]
-    return [*masks, equal_documents(tokens), mixed_heads(shape.heads), butterfly_of_half_blocks()]
+    return [*masks, equal_documents(tokens)]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Self
 
+import numpy as np
 import torch
 
 import sparse_flash
@@ -14,7 +15,7 @@ from sparse_flash.masks.block_mask import BlockMask, check_batch_and_heads
 from sparse_flash.masks.compiler import head_patterns
 from sparse_flash.masks.pattern import Pattern
 
-from .cases import Case, CompileCase, Mask, PaperCase, Shape
+from .cases import Case, CompileCase, Mask, Shape
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,24 @@ class Problem:
         each = torch.from_numpy(self.mask.kept_pairs())[self.mask.mask_index.cpu().long()]
         return int(each.expand(self.q.shape[:2]).sum())
 
+    def kept(self, batch: int, head: int, queries: torch.Tensor) -> torch.Tensor:
+        """(queries, kv_len) bool: the pairs of some queries that are kept, from the pattern's definition, not its table. queries:
+        numbers, on the tensors' device."""
+        kv_len = self.k.shape[2]
+        positions = tuple((queries + kv_len - self.q.shape[2]).tolist())
+        pairs = _apply_rule(self.patterns[head if len(self.patterns) > 1 else 0], positions, kv_len).to(self.q.device)
+        return pairs if self.kv_lens is None else pairs & (torch.arange(kv_len, device=pairs.device) < self.kv_lens[batch])
+
     def with_memory_order(self, order: tuple[int, ...]) -> Self:
         """The same values with dimensions in another order in memory."""
         q, k, v = (reorder_memory(t.detach(), order).requires_grad_(t.requires_grad) for t in self.leaves)
         return replace(self, q=q, k=k, v=v)
+
+
+@lru_cache(8)  # heads and sequences ask for the same
+def _apply_rule(pattern: Pattern, positions: tuple[int, ...], kv_len: int) -> torch.Tensor:
+    kept = pattern.token_rule(np.array(positions)[:, None], np.arange(kv_len)[None])
+    return torch.from_numpy(np.broadcast_to(kept, (len(positions), kv_len)).copy())
 
 
 def reorder_memory(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
@@ -64,8 +79,7 @@ def reorder_memory(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor
 
 def build_problem(case: Case, device: torch.device, dtype: torch.dtype, gradients: bool = True) -> Problem:
     """A case's problem, its tensors random and the same for every peer."""
-    dropout_p, padded = (case.dropout_p, case.padded) if isinstance(case, PaperCase) else (0.0, False)
-    kv_lens = padded_lengths(case.shape).to(device) if padded else None
+    kv_lens = padded_lengths(case.shape).to(device) if case.padded else None
     s = case.shape
     patterns, mask = parse_and_compile(case.mask, s.tokens, device)
     generator = torch.Generator(device).manual_seed(0)
@@ -75,7 +89,7 @@ def build_problem(case: Case, device: torch.device, dtype: torch.dtype, gradient
         torch.randn((s.batch, heads, s.tokens, dim), generator=generator, device=device, dtype=dtype).requires_grad_(gradients)
         for heads, dim in shapes
     )
-    return Problem(patterns, mask, q, k, v, dropout_p, kv_lens)
+    return Problem(patterns, mask, q, k, v, case.dropout_p, kv_lens)
 
 
 def parse_and_compile(mask: Mask, tokens: int, device: torch.device) -> tuple[tuple[Pattern, ...], BlockMask]:

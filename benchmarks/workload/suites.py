@@ -2,9 +2,9 @@
 
 speedup         speed-up against density, for the patterns      arXiv:2205.14135, Fig. 2 right
 length          time and memory against length                  arXiv:2205.14135, Fig. 3
-peers           masks of every kind at large shapes, against FlexAttention, FlashAttention-3 and -4, cuDNN and its blocks
+peers           masks of every kind at large shapes, against FlexAttention, FlashAttention-3 and -4, cuDNN and its blocks; dense
+                and causal also with gradients that repeat bit for bit
 small           time and host time of one call of a short problem, eager and under a CUDA graph
-deterministic   gradients that repeat bit for bit, with FlashAttention-4 for comparison
 compile         time and memory of compiling masks
 paper           each pass and memory, plain, with dropout, padded, both   arXiv:2205.14135, App. E.6; hours, so only if asked for
 """
@@ -21,7 +21,7 @@ from sparse_flash.backends import check_name
 
 from ..results import Results, has_numbers
 from . import SUITES, masks
-from .cases import OURS, USUAL_SIZES, CallCase, CallSizes, Case, CompileCase, Mask, PaperCase, Shape
+from .cases import OURS, USUAL_SIZES, CallSizes, Case, CompileCase, Mask, Shape
 from .masks import BUTTERFLY, CAUSAL, FULL
 from .problem import check_fits, is_causal
 
@@ -39,8 +39,6 @@ PEER_ROWS = (
     (Shape(2, 16, 8192, 128), masks.window(256)),
     (Shape(1, 16, 32768, 128), masks.random_blocks(0.08, 128)),
     (Shape(1, 16, 32768, 128), masks.random_blocks(0.08, 64)),
-    (Shape(1, 8, 1024, 128), FULL),
-    (Shape(1, 8, 1024, 128), CAUSAL),
 )
 SMALL_LENGTHS = (256, 512, 1024, 2048)
 PAPER_LENGTHS = tuple(128 << k for k in range(10))
@@ -49,7 +47,7 @@ PAPER_DROPOUT = 0.1
 
 @dataclass(frozen=True)
 class Scale:
-    """The sizes of cases. shape: of "peers" and "deterministic". speedup: of "speedup". lengths, heads, window: of "length", where
+    """The sizes of cases. shape: of "peers". speedup: of "speedup". lengths, heads, window: of "length", where
     PyTorch's math goes up to ``math_tokens`` and FlexAttention has ``flex_lengths``. paper: batch and heads. complete: whether
     there are cases that take minutes on a CPU."""
 
@@ -124,51 +122,40 @@ def sort_cases(cases: Iterable[Case | CompileCase]) -> list[Case | CompileCase]:
     place: dict = {}
     for case in listed:
         place.setdefault(_without_peer(case), len(place))
-    return sorted(listed, key=lambda case: (place[_without_peer(case)], _rank(case)))
+    return sorted(listed, key=lambda case: (place[_without_peer(case)], is_ours(case)))
 
 
 def _without_peer(case):
     return replace(case, peer="") if isinstance(case, Case) else case
 
 
-def _rank(case) -> int:
-    if not isinstance(case, Case) or not case.peer.startswith(OURS):
-        return 0
-    return 2 if case.peer.startswith(DETERMINISTIC) else 1
-
-
 def is_ours(case: Case | CompileCase) -> bool:
-    return _rank(case) > 0
+    return isinstance(case, Case) and case.peer.startswith(OURS)
 
 
 def find_baselines(case: Case | CompileCase, chosen: dict[str, list], results: Results) -> list[Case]:
     """The baselines that tables compare with a case of ours: in each suite that has it, the fastest rival of each pass."""
     found: dict[str, Case] = {}
     for suite, listed in chosen.items():
-        if not isinstance(case, Case) or case not in listed or not _rank(case):
+        if not isinstance(case, Case) or case not in listed or not is_ours(case):
             continue
-        for rivals in _rivals(case, suite, listed):
-            right = {rival: result for rival in rivals if has_numbers(result := results.get(rival.key)) and result["correct"]}
-            for figure in ("forward_ms", "backward_ms", "forward_us", "both_us"):
-                timed = {rival: result[figure] for rival, result in right.items() if figure in result}
-                if timed:
-                    fastest = min(timed, key=timed.__getitem__)
-                    found[fastest.key] = fastest
+        rivals = find_rivals(case, suite, listed)
+        right = {rival: result for rival in rivals if has_numbers(result := results.get(rival.key)) and result["correct"]}
+        for figure in ("forward_ms", "backward_ms", "forward_us", "both_us"):
+            timed = {rival: result[figure] for rival, result in right.items() if figure in result}
+            if timed:
+                fastest = min(timed, key=timed.__getitem__)
+                found[fastest.key] = fastest
     return list(found.values())
 
 
-def _rivals(case: Case, suite: str, listed: list) -> list[list[Case]]:
-    """The sets of cases among which a table looks for the fastest."""
+def find_rivals(case: Case, suite: str, listed: list) -> list[Case]:
+    """The cases among which a table looks for the fastest."""
     if suite == "speedup":
         dense = _dense_of(case.mask, case.shape.tokens)
-        return [[c for c in listed if c.shape == case.shape and c.mask == dense and not _rank(c)]]
-    same = [c for c in listed if _without_peer(c) == _without_peer(case) and c != case]
-    others = [c for c in same if not _rank(c)]
-    if suite == "deterministic":
-        return [[c for c in others if "-deterministic" in c.peer], [c for c in same if _rank(c) == 1]] if _rank(case) == 2 else []
-    if suite == "peers" and case.peer == f"{OURS}:triton":
-        return [others, [c for c in others if c.peer == "flex"]]
-    return [others] if suite in ("peers", "small") else []
+        return [c for c in listed if c.shape == case.shape and c.mask == dense and not is_ours(c)]
+    alike = [c for c in listed if _without_peer(c) == _without_peer(case) and not is_ours(c)]
+    return alike if suite in ("peers", "small") else []
 
 
 def _dense_of(mask: Mask, tokens: int) -> Mask:
@@ -223,13 +210,13 @@ def _peers(request: Request) -> Iterator[Case]:
     on_gpu, with_compilers = request.on_gpu, request.on_gpu and not request.quick
     for shape, mask in _peer_rows(request):
         dense, spec = mask.spec in ("full", "causal"), str(mask.spec)
-        peers = [OURS, *[f"{OURS}:triton"] * on_gpu]
+        peers = [OURS, *[DETERMINISTIC] * dense, *[f"{OURS}:triton"] * on_gpu]
         # On a CPU the compiler takes about 20 s for each mask, so two of them are enough.
         if with_compilers or (not request.quick and (request.masks or spec != "causal")):
             peers.append("flex")
         peers += ["flex-fa4"] * with_compilers
         if on_gpu and (dense or spec.startswith(("causal & local(", "causal & documents("))):
-            peers += ["fa3", "fa4", *["tlx"] * (spec == "full")]
+            peers += ["fa3", "fa4"]
         if with_compilers and spec.startswith(("from_blocks(", "butterfly", "random(")):
             peers.append("cudnn-blocks")
         if dense:
@@ -246,8 +233,7 @@ def _peer_rows(request: Request) -> list[tuple[Shape, Mask]]:
             BUTTERFLY,
             masks.equal_documents(shape.tokens),
             masks.windowed_with_globals(128, 128),
-            masks.mixed_heads(shape.heads, window=128),
-            masks.butterfly_of_half_blocks(),
+            masks.random_blocks(0.25, 64),
         ]
         return [*((shape, mask) for mask in own or usual), (replace(shape, kv_heads=1), CAUSAL)]
     if not request.on_gpu:
@@ -257,22 +243,14 @@ def _peer_rows(request: Request) -> list[tuple[Shape, Mask]]:
     return rows if own or request.sizes.given else [*rows, *PEER_ROWS]
 
 
-def _small(request: Request) -> Iterator[CallCase]:
+def _small(request: Request) -> Iterator[Case]:
     rivals = ("sdpa-cudnn", "sdpa-flash", "fa3", "fa4") if request.on_gpu else ("sdpa-flash",)
     for tokens in (request.sizes.tokens,) if request.sizes.tokens else request.scale.small_lengths:
         shape = request.sizes.of(Shape(1, 8, tokens, 128))
         for mask in request.masks or (FULL, CAUSAL):
             for graph in (False, True) if request.on_gpu else (False,):
                 peers = (OURS, *rivals) if mask in (FULL, CAUSAL) else (OURS,)
-                yield from (CallCase(shape, mask, peer, graph) for peer in peers)
-
-
-def _deterministic(request: Request) -> Iterator[Case]:
-    shape = request.sizes.of(request.scale.shape)
-    for mask in request.masks or (FULL, CAUSAL):
-        yield from (Case(shape, mask, peer) for peer in (DETERMINISTIC, OURS))
-        if request.on_gpu and mask in (FULL, CAUSAL):
-            yield from (Case(shape, mask, peer) for peer in ("fa3-deterministic", "fa3", "fa4-deterministic", "fa4"))
+                yield from (Case(shape, mask, peer, "call", graph) for peer in peers)
 
 
 def _compile(request: Request) -> Iterator[CompileCase]:
@@ -291,7 +269,7 @@ def _compile(request: Request) -> Iterator[CompileCase]:
         yield CompileCase("documents of 4096", f"documents({tuple(range(0, million + 1, 4096))})", million)
 
 
-def _paper(request: Request) -> Iterator[PaperCase]:
+def _paper(request: Request) -> Iterator[Case]:
     """Exact attention of each kind, and block-sparse attention under the paper's butterfly."""
     if given := request.sizes.given:
         raise ValueError(f"suite 'paper' has the paper's sizes; got {', '.join(given)}; leave them out, or name other suites")
@@ -302,11 +280,11 @@ def _paper(request: Request) -> Iterator[PaperCase]:
         shape = Shape(batch, heads, tokens, 64)
         for mask in request.masks or (FULL, BUTTERFLY):
             peers = [*ours, *dense * (mask == FULL), *flex]
-            yield from (PaperCase(shape, mask, peer, dropout, padded) for peer in peers)
+            yield from (Case(shape, mask, peer, "paper", dropout_p=dropout, padded=padded) for peer in peers)
 
 
 def _short(spec: str) -> str:
     return "documents of 1000" if spec.startswith("documents") else spec
 
 
-_MAKERS = dict(zip(SUITES, (_speedup, _length, _peers, _small, _deterministic, _compile, _paper), strict=True))
+_MAKERS = dict(zip(SUITES, (_speedup, _length, _peers, _small, _compile, _paper), strict=True))

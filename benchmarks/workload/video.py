@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
-import sparse_flash as sf
 from sparse_flash import VideoLayout
-
-from .cases import OURS
 
 ALL_PAIRS = "all pairs in tiles"
 
@@ -127,26 +122,11 @@ def step_cases(model: Model, how: str, device: torch.device) -> list[StepCase]:
     chosen = StepCase("chosen 10%", "layout & sampled(16, budget=0.1, block=128)")
     first = [StepCase("sdpa-cudnn"), StepCase("fa4"), tenth, other, chosen]
     first = first if device.type == "cuda" else [StepCase("sdpa"), tenth, other, chosen]
-    others = [StepCase(ALL_PAIRS, "layout"), StepCase(OURS), fifth, StepCase("radial", "radial(layout)"), StepCase("diffusers")]
-    others += [StepCase("fa3"), StepCase("sdpa-flash")] if device.type == "cuda" else []
     return [
         *([] if how == "compiled" else first),
         *([] if how == "eager" else [replace(case, compiled=True) for case in first]),
-        *([] if how == "compiled" else others),
+        *([] if how == "compiled" else [StepCase(ALL_PAIRS, "layout"), fifth]),
     ]
-
-
-def shares(case: StepCase, layout: VideoLayout) -> dict:
-    """{"padding": as a share of the tokens; "share", "visited": as shares of all pairs of tokens} of a case in tile order."""
-    spec, stretched = str(case.spec), layout.length / layout.tokens
-    if budget := re.search(r"budget=([\d.]+)", spec):
-        return {"padding": stretched - 1, "share": float(budget[1]), "visited": float(budget[1]) * stretched**2}
-    mask = sf.compile_mask(re.sub(r"\blayout\b", str(layout), spec), layout.length, block_size=layout.block_size)
-    kept = (mask.block_states() > 0).reshape(mask.grid.shape).numpy()
-    tokens = layout.exists(np.arange(len(kept) * layout.block_size)).reshape(len(kept), -1).sum(1)
-    pairs = layout.tokens**2
-    share, visited = float(tokens @ kept @ tokens) / pairs, float(kept.sum()) * layout.block_size**2 / pairs
-    return {"padding": stretched - 1, "share": share, "visited": visited}
 
 
 WHOLE_TILE_GRIDS = (  # (grid, tile, window in tiles, heads)

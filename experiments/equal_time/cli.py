@@ -194,7 +194,6 @@ def report(
     files: Files,
     base: Annotated[str, typer.Option(help="The arm that the others are compared with.")] = "dense",
     picture: Annotated[Path, typer.Option(help="The picture.")] = Path("equal_time.png"),
-    summary: Annotated[Path | None, typer.Option(help="A JSON file for the table.")] = None,
 ) -> None:
     """A table and a picture of several results."""
     with user_errors():
@@ -219,15 +218,6 @@ def report(
             gains.add_row(row["arm"], *(str(row[name]) for name in ("gain", "gain_first", "gain_beyond", "gain_far")))
         console.print(training, gains)
         console.print(f"picture {results.plot(found, picture)}", soft_wrap=True, markup=False)
-        if summary:
-            _write(summary, {"base": base, "rows": [{k: _for_json(v) for k, v in row.items()} for row in rows]})
-
-
-def _for_json(value: object) -> object:
-    """Returns a value that JSON can hold: null for an infinite number."""
-    if isinstance(value, results.Difference):
-        return asdict(value)
-    return None if isinstance(value, float) and math.isinf(value) else value
 
 
 def _ratio(ratio: float) -> str:

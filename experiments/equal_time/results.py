@@ -187,9 +187,6 @@ def compare_arms(results: dict[str, Result], base: str = "dense") -> list[dict]:
             {
                 "arm": name,
                 "seeds": len(result.runs),
-                "learning_rate": result.runs[0]["settings"]["learning_rate"],
-                "log_length": result.runs[0]["settings"]["log_length"],
-                "read": result.reading_modes[0],
                 "loss": result.loss,
                 "spread": result.spread,
                 "tokens_per_second": result.tokens_per_second,
@@ -202,7 +199,6 @@ def compare_arms(results: dict[str, Result], base: str = "dense") -> list[dict]:
                 "gain_first": gain(result, dense, slice(0, 1)),
                 "gain_beyond": gain_beyond_first(result, dense),
                 "gain_far": gain_far(result, dense),
-                "by_position": (result.nats.mean((0, 1)) / np.array(result.best[0]["tokens"])).tolist(),
             }
         )
     return sorted(found, key=lambda row: row["loss"])

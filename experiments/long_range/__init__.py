@@ -6,5 +6,5 @@ data        examples made ahead of time into mapped files
 settings    what a run is, and attention by name
 model       the encoder: train_lm's blocks in both directions
 train       the loop                                                     checkpoint  one file
-report      progress, CSV, plots, tables, sheets of examples
+report      progress, CSV, plots, tables
 """

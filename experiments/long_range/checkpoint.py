@@ -1,6 +1,6 @@
 """Checkpoints of one process: one file, written under another name and renamed when it is on the disk.
 
-With the optimizer's state it is three times as large as the parameters alone, which are enough for ``--start`` and ``evaluate``.
+With the optimizer's state it is three times as large as the parameters alone, which are enough for ``--start``.
 """
 
 from __future__ import annotations

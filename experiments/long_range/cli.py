@@ -11,14 +11,12 @@ python -m experiments.long_range train --task pathfinder --size 64 --start runs/
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from examples.train_lm import parallel
 from examples.train_lm.cli import user_errors
@@ -29,11 +27,10 @@ from .climb import Stage, preparing_images, stages_to
 from .climb import climb as climb_stages
 from .data import TASKS, Examples
 from .listops import ListOps
-from .model import Classifier
 from .pathfinder import Pathfinder
 from .report import console
 from .settings import ATTENTIONS, SHAPE, Settings, check_settings, default_batch, default_micro_batch, density, tokens_of
-from .train import End, Run, evaluate_split
+from .train import End, Run
 
 TASK, SIZE, DASHES = Pathfinder.name, 32, 14
 WORKERS = os.cpu_count() or 1
@@ -46,7 +43,6 @@ Size = Annotated[int, typer.Option(help="Pixels on a side of Pathfinder's images
 Dashes = Annotated[int, typer.Option(help="Of Pathfinder: of the long paths; 6 are easy, 9 are less so.")]
 Data = Annotated[Path | None, typer.Option("--data", help="Folder of examples. [runs/long_range/data/TASK-SIZE-DASHES]")]
 Attention = Annotated[str, typer.Option(help=f"{', '.join(ATTENTIONS)}, or spec text.")]
-Order = Annotated[str, typer.Option(help="Of pixels: tiles (8 rows x 16 columns, a block of attention) or raster.")]
 Workers = Annotated[int, typer.Option(help="Processes. [one for each CPU core]")]
 Dim = Annotated[int, typer.Option(help="Width of the model.")]
 Layers = Annotated[int, typer.Option(help="Blocks.")]
@@ -71,10 +67,6 @@ def prepare(
     dashes: Dashes = DASHES,
     train: Annotated[int, typer.Option(help="Training examples.")] = 200_000,
     held_out: Annotated[int | None, typer.Option(help="Held-out examples. [10,000, or as many as have 67,108,864 tokens]")] = None,
-    depth: Annotated[int, typer.Option(help="Of ListOps: expressions in each other, at most, digits included.")] = 10,
-    arguments: Annotated[int, typer.Option(help="Of ListOps: arguments of an operator, at most.")] = 10,
-    shortest: Annotated[int, typer.Option(help="Of ListOps: tokens of an expression, at least.")] = 500,
-    longest: Annotated[int, typer.Option(help="Of ListOps: tokens of an expression, at most.")] = 2000,
     seed: Annotated[int, typer.Option(min=0, help="Of the examples.")] = 0,
     workers: Workers = WORKERS,
     folder: Data = None,
@@ -82,7 +74,7 @@ def prepare(
     """Make examples. The same command goes on where it was stopped."""
     with user_errors():
         folder = folder or _folder(task, size, dashes)
-        wanted = Pathfinder(size, dashes) if task == Pathfinder.name else ListOps(depth, arguments, shortest, longest)
+        wanted = Pathfinder(size, dashes) if task == Pathfinder.name else ListOps()
         held_out = min(10_000, _HELD_OUT_TOKENS // tokens_of(wanted)) if held_out is None else held_out
         manifest = data.prepare(folder, wanted, train, held_out, seed, workers)
         counts = ", ".join(f"{manifest[split]:,} of {split}" for split in data.SPLITS)
@@ -95,27 +87,12 @@ def _describe_commonest(manifest: dict) -> str:
 
 
 @app.command()
-def sheet(
-    size: Size = SIZE,
-    dashes: Dashes = DASHES,
-    columns: Annotated[int, typer.Option(min=1, help="Images in a row.")] = 8,
-    seed: Annotated[int, typer.Option(min=0, help="Of the images.")] = 0,
-    out: Annotated[Path, typer.Option(help="The picture.")] = Path("sheet.png"),
-) -> None:
-    """Draw Pathfinder's images: a row of positive and a row of negative ones."""
-    with user_errors():
-        print(report.sheet(Pathfinder(size, dashes), columns, seed, out))
-
-
-@app.command()
 def train(
     task: Annotated[str | None, typer.Option("--task", help=f"{' or '.join(TASKS)}. [what --data holds, or {TASK}]")] = None,
     size: Annotated[int | None, typer.Option(help=f"Of Pathfinder's images. [what --data holds, or {SIZE}]")] = None,
     dashes: Annotated[int | None, typer.Option(help=f"Of Pathfinder's long paths. [what --data holds, or {DASHES}]")] = None,
     attention: Attention = "butterfly",
-    order: Order = "tiles",
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 0,
-    epochs: Annotated[float, typer.Option(help="Instead of steps: times that each example is read.")] = 0.0,
     minutes: Annotated[float, typer.Option(help="Instead of steps: of training steps.")] = 0.0,
     batch: Annotated[int | None, typer.Option(min=1, help="Examples of a step. [by the number of tokens]")] = None,
     micro_batch: Annotated[
@@ -144,8 +121,6 @@ def train(
     """Train a classifier on one device."""
     with user_errors(), parallel.join_world(device) as world:
         _check_alone(world)
-        if steps and epochs:
-            raise ValueError(f"pass one of --steps, --epochs and --minutes; got {steps} steps, {epochs} epochs")
         given = {name: value for name, value in (("name", task), ("size", size), ("dashes", dashes)) if value is not None}
         folder = folder or _folder(**{"name": TASK, "size": SIZE, "dashes": DASHES} | given)
         examples = Examples(folder, "train")
@@ -157,10 +132,9 @@ def train(
             task=examples.manifest["task"],
             shape=_shape(dim, layers, heads, head_dim, mlp_dim),
             attention=attention,
-            order=order,
             batch=batch,
             micro_batch=micro_batch or default_micro_batch(examples.task, batch),
-            steps=steps or math.ceil(epochs * (len(examples) // batch)),
+            steps=steps,
             minutes=minutes,
             warmup=warmup,
             learning_rate=learning_rate,
@@ -188,7 +162,6 @@ def climb(
     seeds: Annotated[int, typer.Option(min=1, help="Tried for the first run, one after the other, until one learns.")] = 6,
     attention: Attention = "butterfly",
     first: Annotated[str, typer.Option(help="Attention of the first run, which sparse ones may not learn.")] = "dense",
-    order: Order = "tiles",
     train: Annotated[int | None, typer.Option(min=1, help="Training images of each run. [by size, 10,000 to 80,000]")] = None,
     held_out: Annotated[int | None, typer.Option(min=1, help="Held-out images of each run. [by size, 1,000 to 4,000]")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Examples of a step. [by the number of tokens]")] = None,
@@ -218,7 +191,6 @@ def climb(
                 task=data.fields_of(stage.task),
                 shape=_shape(dim, layers, heads, head_dim, mlp_dim),
                 attention=attention if stages else first,
-                order=order,
                 batch=images,
                 micro_batch=default_micro_batch(stage.task, images),
                 minutes=share,
@@ -258,33 +230,11 @@ def _introduce(run: Run) -> None:
 
 
 @app.command()
-def evaluate(
-    run: Annotated[Path, typer.Argument(help="A run's folder, or a checkpoint.")],
-    batch: Annotated[int | None, typer.Option(min=1, help="Examples at a time. [the run's]")] = None,
-    folder: Data = None,
-    device: Device = "auto",
-) -> None:
-    """Accuracy on held-out examples, also of images of a larger size or with other paths."""
-    with user_errors(), parallel.join_world(device) as world:
-        settings, progress, state = checkpoint.read(checkpoint.find_checkpoint(run))
-        task = settings.task
-        held_out = Examples(folder or _folder(task["name"], task.get("size", 0), task.get("dashes", 0)), "held_out")
-        model = Classifier(replace(settings, task=held_out.manifest["task"])).to(world.device)
-        model.start_from(state["model"], str(run))
-        score = evaluate_split(model, held_out, batch or settings.micro_batch, world)
-        table = Table(title=f"{settings.attention} after {progress.position:,} examples; {_describe_commonest(held_out.manifest)}")
-        for heading in ("held-out examples", "accuracy", "loss, nats"):
-            table.add_column(heading, justify="right")
-        table.add_row(f"{len(held_out):,}", f"{score.accuracy:.1%} ± {score.error:.1%}", f"{score.loss:.4f}")
-        console.print(table)
-
-
-@app.command()
 def export(
     run: Annotated[Path, typer.Argument(help="A run's folder, or a checkpoint.")],
     target: Annotated[Path, typer.Argument(help="A new file.")],
 ) -> None:
-    """Write a run's parameters without the optimizer's state, for --start and evaluate: a third of the checkpoint's bytes."""
+    """Write a run's parameters without the optimizer's state, for --start: a third of the checkpoint's bytes."""
     with user_errors():
         checkpoint.export(checkpoint.find_checkpoint(run), target)
         console.print(f"{target}: {target.stat().st_size / 1e6:.1f} MB", soft_wrap=True, markup=False)

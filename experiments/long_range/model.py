@@ -10,7 +10,7 @@ import sparse_flash as sf
 from examples.train_lm import model as decoder
 
 from .data import Task, task_of
-from .settings import DENSE, Order, Settings, Shape
+from .settings import DENSE, Settings, Shape
 
 TILE = 8, 16  # rows and columns whose pixels make one block of attention
 
@@ -45,7 +45,7 @@ class Classifier(nn.Module):
         super().__init__()
         self.task, self.shape = task_of(settings.task), settings.shape
         dim, heads = self.shape.dim, self.shape.heads
-        places, axes = coordinates(self.task, settings.order), self.task.shape
+        places, axes = coordinates(self.task), self.task.shape
         self.register_buffer("order", torch.from_numpy(np.ravel_multi_index(tuple(places.T), axes)), persistent=False)
         self.register_buffer("places", torch.from_numpy(places), persistent=False)
         cos, sin = rotary(self.task, places, self.shape.head_dim)
@@ -108,11 +108,11 @@ class Classifier(nn.Module):
         self.load_state_dict(fitting)
 
 
-def coordinates(task: Task, order: Order) -> np.ndarray:
-    """(tokens, axes) int64: where each token is, in the order in which attention reads them. "raster" is row by row; "tiles" is
-    tile by tile, so a block of attention holds pixels near each other."""
+def coordinates(task: Task) -> np.ndarray:
+    """(tokens, axes) int64: where each token is, in the order in which attention reads them: of images tile by tile, so a
+    block of attention holds pixels near each other."""
     places = np.indices(task.shape).reshape(len(task.shape), -1)
-    if order == "tiles" and len(task.shape) == 2:
+    if len(task.shape) == 2:
         (rows, columns), (height, width) = places, TILE
         places = places[:, np.lexsort((columns, rows, columns // width, rows // height))]
     return places.T.copy()

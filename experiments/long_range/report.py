@@ -1,4 +1,4 @@
-"""Output of runs: a progress bar, CSV files, plots, tables, sheets of examples."""
+"""Output of runs: a progress bar, CSV files, plots and tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from examples.train_lm.report import console, read
 
 from . import checkpoint
 from .data import task_of
-from .pathfinder import Pathfinder
 from .settings import density, tokens_of
 
 matplotlib.use("agg")
@@ -128,19 +127,3 @@ def results(runs: list[Path]) -> Table:
 
 def _percent(row: dict[str, float]) -> str:
     return f"{row['accuracy']:.1%} ± {row['error']:.1%}"
-
-
-def sheet(task: Pathfinder, columns: int, seed: int, target: Path) -> Path:
-    """Pictures: a row of positive and a row of negative examples."""
-    from matplotlib import pyplot as plt
-
-    images, labels = task.make(2 * columns, np.random.default_rng(seed))
-    figure, axes = plt.subplots(2, columns, figsize=(2 * columns, 4.2), layout="constrained", squeeze=False)
-    for row, label in zip(axes, (1, 0), strict=True):
-        for axis, image in zip(row, images[labels == label], strict=True):
-            axis.imshow(image, cmap="gray", vmin=0, vmax=255, interpolation="nearest")
-            axis.set_axis_off()
-        row[0].set_title("one path" if label else "two paths", loc="left", fontsize=9)
-    figure.savefig(target, dpi=150)
-    plt.close(figure)
-    return target

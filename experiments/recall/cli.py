@@ -26,7 +26,7 @@ from .arms import build_arms as arms_of
 from .arms import measure_reach
 from .settings import PRESETS, Trial, check_trial
 from .settings import preset as preset_of
-from .train import run, tune
+from .train import run
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, rich_markup_mode=None)
 
@@ -100,10 +100,7 @@ def train(
     step_tokens: Annotated[int | None, typer.Option(help="Tokens of an optimizer step.")] = None,
     steps: Annotated[int, typer.Option(help="The budget in optimizer steps.")] = 0,
     seconds: Annotated[float, typer.Option(help="Instead of steps: seconds of training steps; compiling does not count.")] = 0.0,
-    learning_rate: Annotated[
-        list[float] | None, typer.Option(help="Its peak; of several, that of the least final loss on --tuning-seed. [0.003]")
-    ] = None,
-    tuning_seed: Annotated[int, typer.Option(help="Of the trials that choose a learning rate; no result is written.")] = 1000,
+    learning_rate: Annotated[float, typer.Option(help="Its peak.")] = 3e-3,
     seed: Annotated[list[int] | None, typer.Option(help="Of the weights and the sequences; several are run in turn. [0]")] = None,
     questions: Annotated[int, typer.Option(min=1, help="Held-out questions for evaluation, at least.")] = 65_536,
     compiled: Annotated[bool | None, typer.Option("--compile/--no-compile", help="torch.compile, by block. [on a GPU]")] = None,
@@ -111,25 +108,18 @@ def train(
     out: Annotated[Path, typer.Option(help="A folder for results: ARM-BUDGET-SEED.json.")] = Path("runs/recall"),
 ) -> None:
     """Train one arm and evaluate it, on one device."""
-    seeds, rates = seed or [0], learning_rate or [3e-3]
+    seeds = seed or [0]
     with user_errors(), parallel.join_world(device) as world:
-        for option, given in ("--seed", seeds), ("--learning-rate", rates):
-            if len(set(given)) < len(given):
-                raise ValueError(f"{option} must name each value once; got {', '.join(map(str, given))}")
-        if tuning_seed in seeds and len(rates) > 1:
-            raise ValueError(f"--tuning-seed must not be a seed that is reported; got {tuning_seed}; pass another")
+        if len(set(seeds)) < len(seeds):
+            raise ValueError(f"--seed must name each value once; got {', '.join(map(str, seeds))}")
         on = world.device.type == "cuda" if compiled is None else compiled
         sizes = {"length": length, "pairs": pairs, "askings": askings, "apart": apart, "step_tokens": step_tokens}
         sizes |= {"layers": layers, "window": window, "block": block}
-        budget = {"steps": steps, "seconds": seconds, "learning_rate": rates[0]}
+        budget = {"steps": steps, "seconds": seconds, "learning_rate": learning_rate}
         base = check_trial(trial_of(preset, sizes, arm=arm, compiled=on, **budget))
-        losses = tune(replace(base, seed=tuning_seed), rates, world) if len(rates) > 1 else {}
-        for rate, loss in losses.items():
-            console.print(f"learning rate {rate:g}: final loss {loss:.3f}")
-        base = replace(base, learning_rate=min(losses, key=losses.get, default=rates[0]))
         results = []
         for number in seeds:
-            results.append(run(replace(base, seed=number), world, questions) | {"tuning": losses})
+            results.append(run(replace(base, seed=number), world, questions))
             path = out / f"{arm}-{f'{steps}-steps' if steps else f'{seconds:g}-s'}-seed{number}.json"
             with whole_file(path) as partial:
                 partial.write_text(json.dumps(results[-1], indent=1))

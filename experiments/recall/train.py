@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from statistics import mean
 
 import torch
@@ -54,16 +54,6 @@ def run(trial: Trial, world: World, questions: int, model_of: Callable[..., Deco
         "reach": measure_reach(trial.masks, trial.shape.layers, trial.task.length, trial.block),
         "curve": curve,
     }
-
-
-def tune(trial: Trial, rates: list[float], world: World) -> dict[float, float]:
-    """The final loss of the trial with each learning rate."""
-    found = {}
-    for rate in rates:
-        trial = replace(trial, learning_rate=rate)
-        found[rate] = final_loss(fit(build_decoder(trial, world.device), trial, world))
-        free()
-    return found
 
 
 def final_loss(curve: list[dict]) -> float:

@@ -118,20 +118,18 @@ def measure(
 def draw(
     results: Annotated[list[Path], typer.Argument(help="Files that measure wrote, of one setup. The last that has a row counts.")],
     rows: Rows = None,
-    target: Annotated[Path, typer.Option(help="The picture of frames.")] = Path("video-frames.png"),
-    shares: Annotated[Path, typer.Option(help="The picture of shares.")] = Path("video-shares.png"),
+    target: Annotated[Path, typer.Option(help="The picture.")] = Path("video-frames.png"),
     scene: Annotated[int, typer.Option(min=0, help="Whose frames are drawn.")] = 0,
     keep: Annotated[Path | None, typer.Option(help="A file for all results without frames, to commit.")] = None,
     page: Annotated[Path | None, typer.Option(help="A page whose table is replaced.")] = None,
 ) -> None:
-    """Print rows as a table in Markdown, and draw frames of one scene, and likeness against the share that is kept."""
+    """Print rows as a table in Markdown, and draw frames of one scene."""
     with user_errors():
         found = report.read(results)
         table = report.table(found, select_rows(rows or []))
         text = row_files.replace_tables(page.read_text(), [table]) if page else ""
         say(table)
-        for drawn in (picture.draw(found, target, scene), picture.draw_shares(found, shares)):
-            say(drawn)
+        say(picture.draw(found, target, scene))
         if keep:
             row_files.write(keep, row_files.drop_fields(found, "strips"))
         if page:

@@ -1,4 +1,4 @@
-"""The pictures: frames of some rows, and likeness to dense attention's videos against the share that is kept."""
+"""The picture: frames of some rows."""
 
 from __future__ import annotations
 
@@ -9,22 +9,16 @@ from statistics import mean
 
 import torch
 
-from ..row_files import mean_and_error, rows_by_name
-from .masks import SHARES, VSA
+from ..row_files import rows_by_name
 from .measure import COLUMNS, strip
 from .model import Sizes
 from .report import decibels
-from .rows import DENSE, Arm, Row
 from .scenes import make_videos
 
 SHOWN = (
     *("dense", "dense, seed 1", "window 0.125", "sampled 0.125", "random 0.125", "sampled 0.25", "random 0.25"),
     *("window 0.125, tuned", "sampled 0.125, tuned", "random 0.125, tuned", "vsa 0.125, tuned", "vsa 0.125, trained"),
 )
-
-# A color and a marker for each mask. Okabe and Ito chose the colors so that people of all color vision tell them apart.
-_COLORS = {"sampled": "#0B3C7D", "pooled": "#BF5F95", "window": "#D55E00", "random": "#6A6A6A", VSA: "#008560"}
-_MARKERS = dict(zip(_COLORS, "oDsX*", strict=True))
 
 
 def draw(results: dict, target: Path, scene: int) -> Path:
@@ -57,50 +51,5 @@ def draw(results: dict, target: Path, scene: int) -> Path:
     axes[0, 0].tick_params(length=0)
     figure.subplots_adjust(left=2.1 / width, right=0.995, top=1 - 0.25 / height, bottom=0.005, hspace=0.04)
     figure.savefig(target, dpi=110)
-    plt.close(figure)
-    return target
-
-
-def draw_shares(results: dict, target: Path) -> Path:
-    """Draws how like dense attention's videos are, in dB, against the share that is kept: lines for masks without training, single
-    points for masks after training on, and the other dense model as a level. What has no results is left out."""
-    from matplotlib import pyplot as plt
-
-    by_name = rows_by_name(results)
-
-    def found(rows: list[Row]) -> tuple[list[float], list[float], list[float]]:
-        there = [by_name[row.name] for row in rows if row.name in by_name]
-        likeness = [mean_and_error(decibels(row["dense"])) for row in there]
-        return [row["density"] for row in there], [value for value, _ in likeness], [error for _, error in likeness]
-
-    figure, axis = plt.subplots(figsize=(7.5, 4.6))
-    for mask, color in _COLORS.items():
-        look = {"color": color, "marker": _MARKERS[mask], "capsize": 2}
-        for rows, more in (
-            ([Row(DENSE, mask, share) for share in SHARES], {"label": mask}),
-            ([Row(Arm(mask, tuned=True), mask)], {"label": f"{mask}, tuned", "linestyle": "none", "markerfacecolor": "none"}),
-        ):
-            kept, likeness, errors = found(rows)
-            if kept:
-                axis.errorbar(kept, likeness, errors, **look, **more)
-    for mask in ("frames", "radial"):
-        for kept, likeness, _ in zip(*found([Row(DENSE, mask)]), strict=True):
-            axis.annotate(mask, (kept, likeness), xytext=(4, 4), textcoords="offset points", fontsize=9)
-            axis.plot(kept, likeness, "k.")
-    for arm, said, side in (
-        (Arm("dense", seed=1), "dense, another seed", "bottom"),
-        (Arm("dense", tuned=True), "dense, tuned", "top"),
-    ):
-        for _, likeness, error in zip(*found([Row(arm)]), strict=True):
-            axis.axhspan(likeness - error, likeness + error, color="black", alpha=0.12, linewidth=0)
-            axis.axhline(likeness, color="black", linewidth=0.8)
-            axis.text(0.995, likeness, f"{said} ", transform=axis.get_yaxis_transform(), ha="right", va=side, fontsize=9)
-    axis.set_xticks(SHARES)
-    axis.set_xlabel("share of the pairs of tiles that is kept")
-    axis.set_title("PSNR against dense attention's videos from the same noise, dB", loc="left", fontsize=11)
-    axis.grid(alpha=0.25)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(fontsize=9, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.savefig(target, dpi=130, bbox_inches="tight")
     plt.close(figure)
     return target

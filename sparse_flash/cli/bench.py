@@ -36,7 +36,6 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="A few small cases of every suite, in seconds.")] = False,
     full: Annotated[bool, typer.Option("--full", help="Every suite but paper, and on a CPU all masks and lengths.")] = False,
     resume: Annotated[bool, typer.Option("--resume/--fresh", help="Continue from earlier results, or set them aside.")] = True,
-    any_source: Annotated[bool, typer.Option("--any-source", help="Continue after changes of sparse_flash's code.")] = False,
     retry: Annotated[bool, typer.Option("--retry", help="Measure cases again that gave no numbers, or doubtful ones.")] = False,
     only: Annotated[
         list[str] | None,
@@ -82,7 +81,7 @@ def bench(
                 console.print(f"{name}: {case.key}", markup=False, soft_wrap=True)
             return
         # fmt: off
-        options = Options(masks, asked, out, device, backend, quick, resume=resume, any_source=any_source, retry=retry,
+        options = Options(masks, asked, out, device, backend, quick, resume=resume, retry=retry,
                           only=tuple(only or ()), limit=limit, sizes=sizes, full=all_lengths, imports=tuple(imports or ()))
         # fmt: on
         if out:

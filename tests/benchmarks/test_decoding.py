@@ -35,18 +35,6 @@ def test_a_run_measures_every_cache_and_keeps_what_it_measured(tmp_path, capsys)
     assert "times as fast" in capsys.readouterr().out
 
 
-def test_a_peer_that_fails_is_a_row_and_not_the_end(tmp_path, monkeypatch, capsys):
-    def fails(*_, **__):
-        raise RuntimeError("no such tiles")
-
-    monkeypatch.setattr(decoding, "prepare_config", fails)
-    sizes = ["--tokens", "64", "--batch", "1", "--page", "0", "--what", "dense", "--heads", "2", "1", "--head-dim", "16"]
-    assert decoding.main([*sizes, "--config", "16,64,4,3", "--out", str(tmp_path), "--device", "cpu"]) == 0
-    rows = json.loads((tmp_path / "decoding.json").read_text())["rows"]
-    assert [row.get("failed") for row in rows] == [None] * 3 + ["RuntimeError: no such tiles"] * 2
-    assert "no such tiles" in capsys.readouterr().err
-
-
 def test_a_row_that_fails_is_kept_and_the_next_one_runs(tmp_path, monkeypatch):
     drawn = decoding.draw_cache
 
@@ -59,4 +47,4 @@ def test_a_row_that_fails_is_kept_and_the_next_one_runs(tmp_path, monkeypatch):
     sizes = ["--tokens", "64", "--page", "0", "--what", "dense", "--heads", "2", "1", "--head-dim", "16"]
     assert decoding.main([*sizes, "--batch", "2", "--batch", "1", "--out", str(tmp_path), "--device", "cpu"]) == 0
     rows = json.loads((tmp_path / "decoding.json").read_text())["rows"]
-    assert [row.get("failed") for row in rows] == ["MemoryError: no room", None, None, None]
+    assert [row.get("out_of_memory") for row in rows] == ["MemoryError: no room", None, None, None]

@@ -1,9 +1,8 @@
 """The benchmark on a machine that others use: what it reports, with fake clocks and peers."""
 
-import itertools
 import json
-import math
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -11,9 +10,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from sparse_flash.benchmarks.measure import drift, latency, noise, throughput
+from sparse_flash.benchmarks.baselines.base import Peer
+from sparse_flash.benchmarks.measure import noise, throughput
 from sparse_flash.benchmarks.measure.drift import BaselineTimer
-from sparse_flash.benchmarks.measure.noise import MARK, MachineLoad, Timing, doubts
+from sparse_flash.benchmarks.measure.noise import MARK, Timing, doubts
 from sparse_flash.benchmarks.report import page, peer_tables, plots
 from sparse_flash.benchmarks.report.tables import gains, tables
 from sparse_flash.benchmarks.results import Results
@@ -23,15 +23,13 @@ from sparse_flash.benchmarks.workload import cases, masks, suites
 CPU = torch.device("cpu")
 SHAPE = cases.Shape(1, 2, 1024, 64)
 WINDOW = cases.Mask.of("causal & local(128)")
-STEADY = {"others": 0.0, "threads": 2, "cpus": 2}
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """Time that passes only when a test says so."""
     now = SimpleNamespace(s=0.0)
-    for module in (throughput, latency, noise):
-        monkeypatch.setattr(module.time, "perf_counter", lambda: now.s)
+    monkeypatch.setattr(noise.time, "perf_counter", lambda: now.s)
     return now
 
 
@@ -46,53 +44,14 @@ def test_a_time_is_the_median_with_its_quartiles(clock):
     assert timing.as_result("forward_ms") == {"forward_ms": pytest.approx(3.0), "forward_ms_spread": pytest.approx([2.0, 4.0])}
 
 
-def test_the_time_of_a_call_and_its_host_time_have_quartiles_over_runs(clock):
-    steps = itertools.cycle([1.0, 2.0, 4.0])
-
-    def call():
-        clock.s += next(steps) * 1e-2  # the longest that a run may take, so each run is one call
-
-    for timing in latency.time_calls_us(call, CPU, 0.05):
-        assert timing == Timing(pytest.approx(2e4), pytest.approx(1e4, rel=0.6), pytest.approx(4e4, rel=0.3))
-        assert timing.low < timing.median < timing.high
-
-
-def test_what_other_programs_use_is_counted_and_what_this_one_uses_is_not(clock, monkeypatch):
-    seconds = SimpleNamespace(busy=100.0, own=0.0)
-    monkeypatch.setattr(noise, "busy_seconds", lambda: seconds.busy)
-    monkeypatch.setattr(noise.os, "times", lambda: (seconds.own, 0.0, 0.0, 0.0, 0.0))
-    monkeypatch.setattr(noise.os, "cpu_count", lambda: 2)
-    load = MachineLoad(threads=2)
-    assert load.seen() is None  # too early to say
-    clock.s, seconds.busy, seconds.own = 10.0, 118.0, 13.0
-    assert load.seen() == {"others": 0.5, "threads": 2, "cpus": 2}
-    assert doubts({"load": load.seen()}) == ["other programs used 0.5 of 2 cores, and it wants 2"]
-    seconds.own = 17.0
-    assert doubts({"load": load.seen()}) == []
-
-
-def test_this_machine_says_how_long_its_processors_worked():
-    if not noise.Path("/proc/stat").exists():
-        assert noise.busy_seconds() is None
-        return
-    before = noise.busy_seconds()
-    end = sum(noise.os.times()[:2]) + 0.3
-    while sum(noise.os.times()[:2]) < end:
-        math.factorial(1000)
-    assert noise.busy_seconds() - before >= 0.25
-
-
 @pytest.mark.parametrize(
     "facts, doubtful",
     [
         ({"forward_ms_spread": [9.5, 10.5]}, False),
         ({"forward_ms_spread": [9.0, 11.5]}, True),
-        ({"backward_ms_spread": [10.0, 29.0]}, True),
         ({"around": {"dense": {"forward_ms": [30.0, 33.0]}}}, False),
         ({"around": {"dense": {"forward_ms": [30.0, 31.0], "backward_ms": [60.0, 90.0]}}}, True),
         ({"around": {"dense": {"forward_ms": [45.0, 30.0]}}}, True),
-        ({"load": {"others": 3.0, "threads": 4, "cpus": 8}}, False),  # cores that nobody needs
-        ({"load": {"others": 5.0, "threads": 4, "cpus": 8}}, True),
     ],
     ids=str,
 )
@@ -111,10 +70,10 @@ class Machine:
     }
 
     def __init__(self, monkeypatch):
-        self.speed, self.timed, self.spread, self.load, self.prepared = 1.0, [], 0.02, STEADY, []
+        self.speed, self.timed, self.spread, self.prepared = 1.0, [], 0.02, []
         self.before_timing = lambda key: None
         monkeypatch.setattr(throughput, "run", self.measured)
-        monkeypatch.setattr(drift, "_Prepared", self.peer)
+        monkeypatch.setattr(throughput.Prepared, "of", self.peer)
 
     def ms(self, key: str) -> float:
         self.before_timing(key)
@@ -126,22 +85,18 @@ class Machine:
             return {"refused": "not now"}
         ms, half = self.ms(case.key), self.spread / 2
         forward, backward = (Timing(t, t * (1 - half), t * (1 + half)) for t in (ms, 2 * ms))
-        density = 1.0 if "full" in case.key else 0.2
-        density, causal = (0.5, True) if "| causal | " in case.key else (density, "causal" in case.key)
-        facts = {
-            "correct": True,
-            "causal": causal,
-            "density": density,
-            "block_density": density,
-            "extra_bytes": 1,
-            "dtype": "float32",
-            "errors": {},
-        }
-        return facts | forward.as_result("forward_ms") | backward.as_result("backward_ms") | {"load": self.load}
+        density = 1.0 if "full" in case.key else 0.5 if "| causal | " in case.key else 0.2
+        facts = {"correct": True, "causal": "causal" in case.key, "dtype": "float32", "errors": {}, "extra_bytes": 1}
+        facts |= {"density": density, "block_density": density}
+        return facts | forward.as_result("forward_ms") | backward.as_result("backward_ms")
 
     def peer(self, case, device):
         self.prepared.append(case.key)
-        return SimpleNamespace(times=lambda *_: {"forward_ms": (ms := self.ms(case.key)), "backward_ms": 2 * ms})
+        return SimpleNamespace(peer=Peer(), prepare=lambda: None, time=lambda seconds: self.times(case.key))
+
+    def times(self, key):
+        ms = self.ms(key)
+        return [(name, Timing(time, time, time)) for name, time in (("forward_ms", ms), ("backward_ms", 2 * ms))]
 
 
 @pytest.fixture
@@ -239,31 +194,12 @@ def test_a_row_whose_baseline_moved_is_marked_where_its_figure_stands_and_makes_
     written = write(results).read_text()
     texts = {text.get_text() for text in figures[0].legends[0].get_texts()}
     assert {f"causal & local(128) {MARK}", "full"} <= texts
-    hollow = [line for line in figures[0].axes[0].lines if line.get_markersize() == 7 and line.get_markerfacecolor() == "#ffffff"]
-    assert len(hollow) == 1
     assert f'<td class="doubtful">5.00 {MARK}</td>' in written
 
 
-def test_a_bar_of_any_spread_ends_at_zero():
-    for spread in (0.1, 6.0):
-        row = SimpleNamespace(result={"forward_ms": 10.0, "forward_ms_spread": [1.0, 1.0 + 10 * spread]})
-        (below,), (above,) = plots._bars(4.0, row)
-        assert below == min(above, 4.0) and above == pytest.approx(2 * spread)
-    assert plots._bars(4.0, SimpleNamespace(result={})) is None
-
-
-def test_the_headline_of_a_compiled_mask_is_never_no_time_at_all(machine, tmp_path):
-    results, _ = measured(tmp_path)
-    case = {"kind": "compile", "label": "causal", "tokens": 4096}
-    results.data["cases"]["compile"] = {"case": case, "result": {"compile_s": 0.0012, "peak_bytes": 1}}
-    assert dict(page.headlines(results.data))["0.001 s"] == "to compile causal for 4,096 tokens"
-
-
-@pytest.mark.parametrize("change", [{"spread": 0.5}, {"load": {"others": 1.5, "threads": 2, "cpus": 2}}], ids=str)
-def test_nothing_that_is_measured_on_a_busy_machine_makes_a_headline(machine, tmp_path, change):
-    vars(machine).update(change)
-    results, _ = measured(tmp_path)
-    headlines = dict(page.headlines(results.data))
+def test_times_that_spread_make_no_headline(machine, tmp_path):
+    machine.spread = 0.5
+    headlines = dict(page.headlines(measured(tmp_path)[0].data))
     assert "no figure" in headlines and not any(key.endswith("x") for key in headlines)
 
 
@@ -281,26 +217,21 @@ def test_a_baseline_that_fails_now_leaves_the_row_with_what_it_had_alone(machine
 def test_a_baseline_is_not_taken_from_before_a_row_that_failed(machine):
     around = BaselineTimer(CPU, None, None)
     dense = cases.Case(SHAPE, masks.FULL, "sdpa-flash")
-    around.before([dense])
-    around.before([dense])  # nothing was timed after the first row
+    around.measure([dense], lambda: {"failed": "now"})
+    around.measure([dense], lambda: {"failed": "again"})
     assert machine.timed == [dense.key] * 2
-    around.after()
-    around.before([dense])
-    assert machine.timed == [dense.key] * 3
+    around.measure([dense], lambda: {"forward_ms": 1.0})
+    around.measure([dense], lambda: {"forward_ms": 1.0})  # takes what came after the row before
+    assert machine.timed == [dense.key] * 5
 
 
-def test_every_real_kind_of_case_is_timed_again_as_it_was_timed_first(clock):
-    window = cases.Case(cases.Shape(1, 1, 128, 16), masks.CAUSAL, "sdpa-flash")
-    for case in (window, cases.CallCase(window.shape, masks.CAUSAL, "sdpa-flash")):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(throughput, "time_ms", lambda fn, *_: fn() is None or Timing(1.0, 1.0, 1.0))
-            patch.setattr(latency, "time_calls_us", lambda call, *_: (call(), (Timing(2.0, 2, 2), Timing(1.0, 1, 1)))[1])
-            around = BaselineTimer(CPU, None, 0.01)
-            around.before([case])
-            passes = around.after()["around"][case.key]
-            first = throughput.run(case, CPU, seconds=0.01)
-        assert passes and all(first[name] == before == after for name, (before, after) in passes.items())
-        assert set(passes) == {name.removesuffix("_spread") for name in first if name.endswith("_spread")}
+@pytest.mark.parametrize("kind", ["attention", "call"])
+def test_every_kind_of_case_is_timed_again_as_it_was_timed_first(kind):
+    case = cases.Case(cases.Shape(1, 1, 128, 16), masks.CAUSAL, "sdpa-flash", kind)
+    first = throughput.run(case, CPU, seconds=0.01)
+    passes = BaselineTimer(CPU, None, 0.01).measure([case], lambda: first)["around"][case.key]
+    assert set(passes) == {name.removesuffix("_spread") for name in first if name.endswith("_spread")}
+    assert all(time > 0 for pair in passes.values() for time in pair)
 
 
 def test_ours_come_after_what_they_are_compared_with():
@@ -319,30 +250,21 @@ def test_ours_come_after_what_they_are_compared_with():
     assert compared
 
 
-@pytest.mark.parametrize("suite", ["peers", "deterministic", "small", "speedup"])
-def test_baselines_are_the_fastest_right_ones_of_each_table(suite, tmp_path):
+@pytest.mark.parametrize(
+    "suite, expected",
+    [("peers", {"fa4", "flex-fa4"}), ("small", {"sdpa-cudnn", "sdpa-flash"}), ("speedup", {"sdpa-cudnn", "sdpa-efficient"})],
+)
+def test_baselines_are_the_fastest_right_ones_of_each_table(suite, expected, tmp_path):
     chosen = suites.choose([suite], "cuda")
-    results, _ = Results.open(tmp_path, {}, {}, True, False)
-    times = {"sdpa-flash": 4, "sdpa-cudnn": 3, "flex": 5, "flex-fa4": 6, "fa4": 2, "fa4-deterministic": 7, "sdpa-efficient": 9}
-    times |= {"fa3": 3.5, "fa3-deterministic": 8}
-    listed = [case for case in chosen[suite] if case.mask == masks.CAUSAL or suite == "speedup"]
-    for case in listed:
-        name, us = case.peer, isinstance(case, cases.CallCase)
-        forward, backward = ("forward_us", "both_us") if us else ("forward_ms", "backward_ms")
-        result = {forward: times.get(name, 1.0), backward: 1 / times.get(name, 1.0), "correct": name != "fa4" or suite != "small"}
+    results, _ = Results.open(tmp_path, {}, {}, True)
+    times = {"sdpa-flash": 4, "sdpa-cudnn": 3, "flex": 5, "flex-fa4": 6, "fa4": 2, "sdpa-efficient": 9, "fa3": 3.5}
+    mine = next(case for case in chosen[suite] if case.mask == masks.CAUSAL and case.peer == "sparse_flash")
+    for case in chosen[suite]:
+        forward, backward = ("forward_us", "both_us") if case.kind == "call" else ("forward_ms", "backward_ms")
+        time = times.get(case.peer, 1.0)
+        result = {forward: time, backward: 1 / time, "correct": case.peer != "fa4" or suite != "small"}
         results.data["cases"][case.key] = {"result": result}
-    by_peer = {case.peer: {b.peer for b in suites.find_baselines(case, chosen, results)} for case in listed}
-    expected = {
-        "peers": {"sparse_flash": {"fa4", "flex-fa4"}, "sparse_flash:triton": {"fa4", "flex-fa4", "flex"}},
-        "deterministic": {"sparse_flash-deterministic": {"fa3-deterministic", "fa4-deterministic", "sparse_flash"}},
-        "small": {"sparse_flash": {"sdpa-cudnn", "sdpa-flash"}},
-        "speedup": {"sparse_flash": {"sdpa-cudnn", "sdpa-efficient"}},
-    }
-    ours = {peer: found for peer, found in by_peer.items() if found}
-    if suite == "peers":  # the suite's last shape has no flex, so the fastest of the others
-        assert ours.keys() == expected[suite].keys() and "fa4" in ours["sparse_flash"]
-    else:
-        assert ours == expected[suite]
+    assert {rival.peer for rival in suites.find_baselines(mine, chosen, results)} == expected
 
 
 def test_timeouts_are_tried_again_by_the_next_run_and_refusals_are_not(machine, tmp_path, monkeypatch):
@@ -360,17 +282,6 @@ def test_timeouts_are_tried_again_by_the_next_run_and_refusals_are_not(machine, 
     asked.clear()
     measured(tmp_path, retry=True)
     assert set(asked) == {FULL, OURS, CAUSAL, MINE}
-
-
-def test_a_length_is_tried_again_once_a_shorter_one_is_no_longer_too_long(machine, tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(throughput, "run", lambda case, *_: asked.append(case.shape.tokens) or {"over_limit": 60})
-    options = {"suites": ("paper",), "only": ("| full | sdpa-math | plain",)}
-    measured(tmp_path, **options)
-    assert asked == [128]
-    monkeypatch.setattr(throughput, "run", lambda case, *_: asked.append(case.shape.tokens) or {"refused": "not this"})
-    measured(tmp_path, **options)
-    assert asked == [128, 128, 256]
 
 
 def test_a_second_run_says_what_it_reused_and_how_to_start_afresh(machine, tmp_path):
@@ -396,7 +307,7 @@ def test_masks_of_the_users_own_have_a_report_of_their_own(machine, tmp_path, mo
     folders = {
         default_folder("cpu", False, specs) for specs in ((), ("causal",), ("causal & local(9)",), ("causal", "full"), ("a" * 99,))
     }
-    assert len(folders) == 5 and default_folder("cpu", True) == noise.Path("runs/bench-cpu-quick")
+    assert len(folders) == 5 and default_folder("cpu", True) == Path("runs/bench-cpu-quick")
     suite, _ = measured(None)
     own, _ = measured(None, specs=("causal & local(128)",))
     assert suite.folder != own.folder and (suite.folder / "results.json").exists() and (own.folder / "results.json").exists()
@@ -412,11 +323,11 @@ def test_figures_of_a_cpu_are_milliseconds(machine, tmp_path):
     assert "forward 5 ms, backward 10 ms" in printed and "TFLOP" not in printed
     result = results.get(MINE) | {"forward_tflops": 1e-3, "backward_tflops": 1e-3}
     us = {"forward_us": 1500.0, "both_us": 4000.0, "forward_host_us": 1400.0, "both_host_us": 3900.0}
-    small = cases.CallCase(SHAPE, masks.CAUSAL, "sparse_flash")
+    small = cases.Case(SHAPE, masks.CAUSAL, "sparse_flash", "call")
     peers = cases.Case(SHAPE, WINDOW, "sparse_flash")
     data = {
         "settings": {"device": "cpu"},
-        "suites": {"peers": ["a"], "small": ["b"], "deterministic": ["a"]},
+        "suites": {"peers": ["a"], "small": ["b"]},
         "cases": {
             "a": {"case": peers.as_data(), "result": result},
             "b": {"case": small.as_data(), "result": us | {"correct": True}},
@@ -424,7 +335,6 @@ def test_figures_of_a_cpu_are_milliseconds(machine, tmp_path):
     }
     made = peer_tables.tables(data)
     assert made[0].rows[0][3] == "5.00 / 10.0" and made[0].notes[0].startswith("ms forward / backward")
-    assert made[1].notes[0].startswith("ms forward / backward")
-    assert made[2].title == "Time of one call, ms, short problems" and made[2].rows[0][3] == "1.50 / 4.00"
+    assert made[1].title == "Time of one call, ms, short problems" and made[1].rows[0][3] == "1.50 / 4.00"
     data["settings"]["device"] = "cuda"
-    assert peer_tables.tables(data)[2].rows[0][3] == "1,500 / 4,000"
+    assert peer_tables.tables(data)[1].rows[0][3] == "1,500 / 4,000"

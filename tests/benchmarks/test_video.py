@@ -1,4 +1,4 @@
-"""Steps of video transformers: each case is checked and timed, or says why not; windows and shares are what they are called."""
+"""Steps of video transformers: each case is checked and timed, or says why not; windows are what they are called."""
 
 import json
 
@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-import sparse_flash as sf
 from sparse_flash.benchmarks import video
-from sparse_flash.benchmarks.workload.video import ALL_PAIRS, MODELS, StepCase, shares, window_of
+from sparse_flash.benchmarks.workload.video import ALL_PAIRS, MODELS, StepCase, window_of
 
 TOY = ["--device", "cpu", "--seconds", "0"]
 
@@ -23,7 +22,7 @@ def test_a_step_is_timed_each_way_and_all_pairs_in_tiles_equal_dense(tmp_path, c
     code, data = run(tmp_path, "--part", "steps", "--how", "eager")
     rows = {found["name"]: found for found in data["steps"]}
     assert code == 0 and data["environment"]["source"] and not data["kernels"]
-    assert rows[ALL_PAIRS]["difference"] < 1e-5 and {"sdpa", "diffusers", "sparse_flash", "radial", "chosen 10%"} < set(rows)
+    assert rows[ALL_PAIRS]["difference"] < 1e-5 and {"sdpa", "chosen 10%"} < set(rows)
     dense = min(found["step_ms"] for found in data["steps"] if found["spec"] is None)
     for found in data["steps"]:
         assert found["step_ms"] > 0 and found["steps"] >= 3
@@ -60,16 +59,6 @@ def test_the_permutation_is_timed_beside_a_copy_in_bytes_read_and_written(tmp_pa
     for found in data["permutation"]:
         rows = 2 * layout.tokens if found["what"] == "copy" else layout.tokens + layout.length
         assert found["bytes"] == rows * 32 * 4 and min(found["forward_gb_s"], found["backward_gb_s"]) > 0
-
-
-@pytest.mark.parametrize("tile", ["auto", (1, 2, 8)])
-def test_shares_are_those_of_pairs_of_tokens_without_padding(tile):
-    layout = sf.VideoLayout.of(5, 5, 11, block_size=64, suffix=7) if tile == "auto" else sf.VideoLayout(5, 5, 11, tile, suffix=7)
-    window = (2, 1, 1)
-    found = shares(StepCase("window", f"tile_window(layout, {window})"), layout)
-    there = layout.exists(np.arange(layout.length))
-    kept = sf.compile_mask(sf.tile_window(layout, window), layout.length, block_size=16).to_dense()[..., there, :][..., there]
-    assert found["share"] == pytest.approx(float(kept.float().mean())) and found["visited"] >= found["share"]
 
 
 def test_a_proposed_window_keeps_nearly_the_share_of_tiles_and_is_even():

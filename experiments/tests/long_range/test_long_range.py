@@ -205,7 +205,7 @@ def invoke(*arguments: object, code: int = 0) -> str:
 
 
 @pytest.mark.smoke
-def test_commands_prepare_train_evaluate_compare_and_go_up_in_size(tmp_path):
+def test_commands_prepare_train_compare_and_go_up_in_size(tmp_path):
     """The whole way of a user, on a few small images."""
     model = ["--dim", 16, "--layers", 1, "--heads", 1, "--head-dim", 16, "--mlp-dim", 16, "--no-compile", "--device", "cpu"]
     for size in (32, 64):
@@ -215,31 +215,22 @@ def test_commands_prepare_train_evaluate_compare_and_go_up_in_size(tmp_path):
         assert "8 of train, 4 of held_out; always saying 0 is right for 50.0%" in said
     common = ["--batch", 4, "--evaluations", 1, *model]
     for name, attention in (("dense", "dense"), ("sparse", "butterfly")):
-        given = ["--data", tmp_path / "d32", "--attention", attention, "--epochs", 1, "--out", tmp_path / name]
+        given = ["--data", tmp_path / "d32", "--attention", attention, "--steps", 2, "--out", tmp_path / name]
         said = invoke("train", *given, *common)
         assert "of 1,024 x 1,024 pairs" in said and "of the held-out right" in said
-    assert "0.8 " not in invoke("evaluate", tmp_path / "dense", "--data", tmp_path / "d32", "--device", "cpu")
     large = ["--data", tmp_path / "d64", "--steps", 1, "--batch", 2, "--start", tmp_path / "sparse", "--out", tmp_path / "large"]
     invoke("train", *large, "--attention", "local(64)", "--evaluations", 1, *model)
     invoke("export", tmp_path / "dense", tmp_path / "out" / "dense.pt")
-    scores = [invoke("evaluate", tmp_path / of, "--data", tmp_path / "d32", "--device", "cpu") for of in ("dense", "out/dense.pt")]
-    assert scores[0] == scores[1]
     said = invoke("results", *(tmp_path / name for name in ("dense", "sparse", "large")))
     assert re.search(r"dense .*pathfinder 32 3 .*100.0%.* 8 .*±.*sparse .*54.7%.*large .*pathfinder 64 3 .*local\(64\)", said)
     invoke("plot", tmp_path / "dense", tmp_path / "sparse", "--target", tmp_path / "accuracy.png")
-    invoke("sheet", "--dashes", 3, "--columns", 2, "--out", tmp_path / "sheet.png")
-    assert all((tmp_path / name).stat().st_size > 5000 for name in ("accuracy.png", "sheet.png"))
+    assert (tmp_path / "accuracy.png").stat().st_size > 5000
 
 
 BAD = {
     "task": (["train", "--task", "pathfindr", "--steps", "1"], "task must be one of pathfinder, listops; got 'pathfindr'"),
     "no examples": (["train", "--data", "/nowhere", "--steps", "1"], "/nowhere holds no prepared examples; make them"),
-    "steps and epochs": (
-        ["train", "--steps", "1", "--epochs", "1"],
-        "pass one of --steps, --epochs and --minutes; got 1 steps, 1.0 epochs",
-    ),
     "size": (["prepare", "--size", "33"], "size must be one of 32, 64, 128, 256; got 33"),
-    "grammar": (["prepare", "--task", "listops", "--depth", "1"], "depth and arguments must be at least 2"),
     "no run": (["results", "/nowhere"], "/nowhere is no checkpoint of this program"),
     "nothing to draw": (["plot", "/nowhere"], "/nowhere holds no evaluations"),
 }
@@ -258,16 +249,3 @@ def test_examples_of_another_task_than_was_asked_for_are_refused(asked, said, tm
 def test_input_that_cannot_work_is_one_sentence(case):
     given, message = BAD[case]
     assert message in invoke(*given, code=2)
-
-
-def test_so_many_examples_are_held_out_that_evaluation_stays_short(monkeypatch):
-    seen = {}
-
-    def prepare_stub(folder, task, train, held_out, *rest):
-        seen[task.size] = held_out
-        return {"train": train, "held_out": held_out, "labels": {"held_out": [1, 1]}}
-
-    monkeypatch.setattr("experiments.long_range.data.prepare", prepare_stub)
-    for size in (32, 64, 128, 256):
-        invoke("prepare", "--size", size)
-    assert seen == {32: 10_000, 64: 10_000, 128: 4096, 256: 1024}

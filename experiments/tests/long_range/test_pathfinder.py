@@ -8,7 +8,6 @@ from scipy import ndimage
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from experiments.long_range import pathfinder, paths
 from experiments.long_range.pathfinder import DRAWINGS, Pathfinder, Scenes, draw_images, draw_lines, scenes
 
 SIZES = list(DRAWINGS)
@@ -142,57 +141,6 @@ def test_a_line_is_as_bright_as_it_covers_a_pixel():
     corners = np.round(204 * (1.5 - 2**0.5))
     wanted[[[1], [3]], [0, 6]] = corners
     assert not images[0].any() and np.array_equal(images[1], wanted)
-
-
-def test_a_step_is_the_first_with_most_room_ahead_of_those_that_are_clear():
-    drawing, rng = DRAWINGS[32], np.random.default_rng(0)
-    origin, heading = rng.uniform(2, 29, (40, 5, 2)), rng.uniform(0, 2 * np.pi, (40, 5))
-    obstacles = rng.uniform(0, 31, (40, 2, paths.POINTS, 2)).astype(np.float32)
-    found, step, headed = paths._choose_step(drawing, origin, heading, obstacles)
-
-    def is_clear(scene: int, point: np.ndarray) -> bool:
-        far = np.linalg.norm(obstacles[scene].reshape(-1, 2) - point, axis=1).min() >= drawing.apart
-        return far and np.abs(point - 15.5).max() <= 16 - drawing.radius
-
-    for scene in range(40):
-        best, room = None, -1
-        for start, angle in zip(origin[scene], heading[scene], strict=True):
-            points = [start + by * drawing.step * np.array([np.sin(angle), np.cos(angle)]) for by in (0, 0.5, 1, 1.75, 2.5)]
-            clear = [is_clear(scene, point) for point in points]
-            ahead = 0 if not clear[3] else 1 + clear[4]
-            if all(clear[:3]) and ahead > room:
-                best, room = (points[:3], angle), ahead
-        assert found[scene] == (best is not None)
-        if best:
-            np.testing.assert_allclose(step[scene], best[0], atol=1e-4)
-            assert headed[scene] == best[1]
-    assert found.any() and not found.all()
-
-
-def test_ends_match_by_the_least_cost_over_paths_and_symmetries():
-    drawing, rng = DRAWINGS[32], np.random.default_rng(0)
-    crossed, same = rng.uniform(0, 31, (2, 6, 2, 2, 2, 2)).astype(np.float32)  # scenes, paths, ends, point and point ahead, axes
-    cost, choice = pathfinder._match_ends(drawing, crossed, same)
-
-    def differ(one: np.ndarray, other: np.ndarray) -> float:
-        apart = [np.linalg.norm(ends[0, 0] - ends[1, 0]) for ends in (one, other)]
-        return np.inf if min(apart) < 3 * drawing.radius else ((one - other) ** 2).sum() + (apart[0] - apart[1]) ** 2
-
-    for negative, positive in product(range(6), range(6)):
-        costs = {}
-        for path, other, mirror, turns in product(range(2), range(2), range(2), range(4)):
-            ends = crossed[negative, other] - 15.5
-            ends = ends[..., ::-1] if mirror else ends
-            for _ in range(turns):
-                ends = np.stack([-ends[..., 1], ends[..., 0]], -1)
-            costs[path, other, mirror, turns] = differ(ends + 15.5, same[positive, path])
-        if np.isfinite(least := min(costs.values())):
-            assert cost[negative, positive] == pytest.approx(least, rel=1e-4)
-            path, other, _ = pathfinder._CHOICES[choice[negative, positive]]
-            assert min(costs, key=costs.get)[:2] == (path, other)
-        else:
-            assert cost[negative, positive] == pathfinder._NEVER
-    assert (cost < pathfinder._NEVER).any()
 
 
 @pytest.mark.parametrize(
