@@ -154,14 +154,14 @@ def test_private_names_of_pytorch_are_in_one_place():
     assert found == {"sparse_flash.compat.dynamo", "sparse_flash.kernels.common.streams"}
 
 
-def test_private_names_of_triton_are_imported_in_two_modules():
+def test_private_names_of_triton_are_imported_in_one_module():
     found = set()
     for name, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("triton"):
                 private = re.search(r"(^|[. ])_[a-zA-Z]", " ".join([node.module, *(alias.name for alias in node.names)]))
                 found |= {name} if private else set()
-    assert found == {"sparse_flash.kernels.common.compat", "sparse_flash.kernels.common.gluon"}
+    assert found == {"sparse_flash.kernels.common.gluon"}
 
 
 def test_kernels_know_arrays_and_nothing_else_of_the_package():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -131,9 +131,7 @@ def supports(call: Call) -> str | None:
 def forward(q, k, v, mask, scale, deterministic, variant):
     if variant is None and triton_backend.has_few_queries(q, k):
         return triton_backend.forward(q, k, v, mask, scale, deterministic, variant)
-    trains = q.requires_grad or k.requires_grad or v.requires_grad
-    beside = partial(triton_backend.compile_backward, backward, q, k, v, mask, scale, deterministic, variant) if trains else None
-    return _kernels().attention_forward(q, k, v, mask, scale, variant, beside=beside)
+    return _kernels().attention_forward(q, k, v, mask, scale, variant)
 
 
 def forward_in_eight_bits(q, k, v, mask, scale):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from functools import cache, partial
+from functools import cache
 from importlib.util import find_spec
 
 import numpy
@@ -113,9 +113,7 @@ def forward(q, k, v, mask, scale, deterministic, variant):
         return _decode(q, k, v, mask, scale, at_end=False)
     from ..kernels.portable.forward import attention_forward
 
-    trains = q.requires_grad or k.requires_grad or v.requires_grad
-    beside = partial(compile_backward, backward, q, k, v, mask, scale, deterministic, variant) if trains else None
-    return attention_forward(q, k, v, mask, scale, variant, beside=beside)
+    return attention_forward(q, k, v, mask, scale, variant)
 
 
 def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant):
@@ -123,16 +121,6 @@ def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant)
     from ..kernels.portable.backward import attention_backward
 
     return attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant)
-
-
-def compile_backward(backward, q, k, v, mask, scale, deterministic, variant) -> None:
-    """Launches what this call's backward pass will launch, on tensors just large enough: for a thread that only compiles."""
-    # Kernels are compiled for the divisibility of lengths only.
-    rows = min(q.shape[2], 256 + q.shape[2] % 16)
-    q, k, v = (t.new_empty(1, t.shape[1], rows, *t.shape[3:]) for t in (q, k, v))
-    out, dout = (q.new_empty(*q.shape[:3], v.shape[3]) for _ in range(2))
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    backward(dout, None, q, k, v, out, lse, mask, scale, deterministic, variant)
 
 
 def decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale):

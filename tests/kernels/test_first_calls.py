@@ -4,7 +4,6 @@ import importlib
 import multiprocessing
 import os
 import sys
-import threading
 import time
 import types
 
@@ -14,7 +13,6 @@ import torch
 pytest.importorskip("triton")
 
 from triton import knobs
-from triton.runtime import _async_compile
 
 from sparse_flash.kernels.launch import first_calls
 
@@ -114,25 +112,3 @@ def test_a_cache_that_cannot_be_locked_is_no_obstacle(tmp_path, monkeypatch):
     with first_calls.first_call("a kernel", ("kernel",)):
         ran.append(True)
     assert ran
-
-
-def test_a_first_call_compiles_what_its_backward_pass_launches_side_by_side_and_passes_over_what_fails(monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    both, makers, loaded = threading.Barrier(2), [], []
-
-    def compile_one():
-        both.wait(30)
-        makers.append(threading.get_ident())
-        return types.SimpleNamespace(run=None)
-
-    def launch(number: int):
-        assert first_calls.is_compile_only()
-        kernel = _async_compile.active_mode.get().submit(number, compile_one, loaded.append, lambda kernel: None)
-        first_calls.note_request(kernel)
-
-    def fails():
-        raise RuntimeError("no such instruction")
-
-    requested = first_calls.compile_in_threads(lambda: launch(0), lambda: launch(1), fails)
-    assert len(loaded) == len(requested) == len(set(makers)) == 2 and threading.get_ident() not in makers
-    assert not first_calls.is_compile_only() and _async_compile.active_mode.get() is None

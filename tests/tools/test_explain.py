@@ -234,8 +234,6 @@ def test_an_explanation_reads_as_sentences_and_has_them_as_fields():
         sf.explain(sf.compile_mask("causal", 256), q_len=512)
 
 
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     pattern=strategies.by_name["tile_window"] | strategies.by_name["frame_window"] | strategies.by_name["radial"], data=st.data()

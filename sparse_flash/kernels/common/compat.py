@@ -1,9 +1,8 @@
-"""Private names of Triton, and differences between its releases; ``gluon.py`` has the same for Gluon."""
+"""Differences between releases of Triton and its interpreter; ``gluon.py`` has the same for Gluon, and private names."""
 
 import os
 
 import triton.language as tl
-from triton.runtime._async_compile import AsyncCompileMode as AsyncCompileMode  # compiles kernels on given workers
 
 if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
 

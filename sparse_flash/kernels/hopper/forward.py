@@ -737,22 +737,22 @@ def combine_kernel(
         tl.store(lse_ptr + batch_head.to(tl.int64) * q_len + query, lse, mask=query < q_len)
 
 
-def attention_forward(q, k, v, mask, scale, variant=None, beside=None):
+def attention_forward(q, k, v, mask, scale, variant=None):
     """Returns out (batch, heads, q_len, v's head_dim), in q's memory order, and lse (batch, heads, q_len) float32.
 
-    q, k, v: float16 or bfloat16. mask: table blocks of 64 to 256. beside: see ``launch``.
+    q, k, v: float16 or bfloat16. mask: table blocks of 64 to 256.
     """
     of_variant = hopper_variant(variant)
     inputs = q, k, v, *of_variant.given.tensors()
     key = scale, of_variant.key
-    run = partial(_run, q, k, v, mask, scale, variant, of_variant, beside)
+    run = partial(_run, q, k, v, mask, scale, variant, of_variant)
     return tuple(launch_or_repeat(attention_forward_kernel, mask, key, inputs, run)[:2])
 
 
-def _run(q, k, v, mask, scale, variant, of_variant: HopperVariant, beside, recording):
+def _run(q, k, v, mask, scale, variant, of_variant: HopperVariant, recording):
     if not all(map(is_addressable, (q, k, v))):
         ready = [as_addressable(t) for t in (q, k, v)]
-        out, lse = attention_forward(*ready, mask, scale, variant, beside)
+        out, lse = attention_forward(*ready, mask, scale, variant)
         return restore_out(out, ready[0], q, v), lse
     config, tables = _config_and_tables(q, v, mask, of_variant)
     split_rows = _count_split_rows(tables)
@@ -766,7 +766,7 @@ def _run(q, k, v, mask, scale, variant, of_variant: HopperVariant, beside, recor
     queue = recording.each_time(partial(tile_queue, q.device))
     tensors = q, k, v, out, lse, split_out, split_lse, queue
     recording.launch(
-        attention_forward_kernel, _forward_launch(*tensors, tables, scale, split_rows, of_variant, config), of_variant.kinds, beside
+        attention_forward_kernel, _forward_launch(*tensors, tables, scale, split_rows, of_variant, config), of_variant.kinds
     )
     if split_rows:
         recording.launch(combine_kernel, _combine_launch(out, lse, split_out, split_lse, tables))

@@ -11,7 +11,6 @@ import triton
 from triton.runtime.errors import OutOfResources
 
 from ..common.config import Config
-from .first_calls import is_compile_only
 
 # The fastest configs, by what a kernel is compiled for and the class of the call's sizes: one for each in use, never stale.
 _fastest: dict[str, Config] = {}
@@ -24,7 +23,7 @@ def tuned_config(kernel, launch, config: Config, block_size: int | None, key, si
     launch, key: as ``run_within_memory`` takes them; launches may be repeated. sizes: of the call; sizes between the same powers of
     two are of one class. recording: notes no launch that is only measured.
     """
-    if os.environ.get("SPARSE_FLASH_AUTOTUNE") != "1" or is_compile_only():
+    if os.environ.get("SPARSE_FLASH_AUTOTUNE") != "1":
         return config
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return config

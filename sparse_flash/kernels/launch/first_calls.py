@@ -1,66 +1,15 @@
-"""Compiles a kernel for its first launch: says so on a terminal, does it once per machine however many processes need it, and
-compiles kernels that will be needed together in threads."""
+"""Compiles a kernel for its first launch: says so on a terminal, and does it once per machine however many processes need it."""
 
 import hashlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from contextvars import ContextVar
 
-import torch
 from triton import knobs
-from triton.runtime.errors import OutOfResources
-
-from ..common.compat import AsyncCompileMode
 
 _PATIENCE = 1.0  # seconds; anything faster came from Triton's cache on disk, and is not worth a line
-
-# On a thread whose launches only compile: what Triton's ``warmup`` has returned for each.
-_requested: ContextVar[list | None] = ContextVar("sparse_flash_requested", default=None)
-
-
-def is_compile_only() -> bool:
-    """Whether launches of this thread only compile."""
-    return _requested.get() is not None
-
-
-def note_request(kernel) -> None:
-    """Notes a kernel that this thread, which only compiles, has requested. kernel: the result of Triton's ``warmup``."""
-    _requested.get().append(kernel)  # type: ignore[union-attr]
-
-
-def compile_in_threads(*calls: Callable[[], object]) -> list:
-    """Compiles what these calls launch, in threads, and returns it. Compilation errors surface later, at the real call."""
-    requested: list = []
-    # Without ignore_errors, Triton 3.6 leaves the mode active after an error.
-    with suppress(Exception), _threads() as pool, AsyncCompileMode(pool, ignore_errors=True):
-        token = _requested.set(requested)
-        try:
-            for call in calls:
-                call()
-        finally:
-            _requested.reset(token)
-    return requested
-
-
-def load_in_threads(kernels: list, device: torch.device) -> None:
-    """Loads what ``compile_in_threads`` returned. Errors surface later, at the real call."""
-
-    def load(kernel) -> None:
-        # A kernel that needs too much shared memory is replaced at run time: see ``run_within_memory``.
-        with torch.cuda.device(device), suppress(OutOfResources):
-            # A property that loads the kernel; for this, Triton 3.6 compiles a C launcher.
-            (kernel.result() if hasattr(kernel, "result") else kernel).run  # noqa: B018
-
-    with suppress(Exception), _threads() as pool:
-        list(pool.map(load, kernels))
-
-
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(8, os.cpu_count() or 1))
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from ..common.config import Config, shrink_config
 from ..common.streams import current_device, raw_stream
 from ..common.tiles import Rows, TableTensors
 from ..common.variant import NO_VARIANT
-from .first_calls import compile_in_threads, first_call, is_compile_only, load_in_threads, note_request
+from .first_calls import first_call
 from .memory import compiled_kernels, fitting_configs, launches_of, reserve_graph_zeros, zeros_of_a_graph, zeros_of_stream
 from .replay import ensure_context, keep_for_replay
 
@@ -117,14 +117,12 @@ def launch(
     constants: dict,
     options: dict,
     specialized: tuple = (),
-    beside: Callable | None = None,
 ):
     """``kernel[grid](*arguments, **constants, **options)``. Repeated launches skip Triton's search for the compiled code, which
-    costs as much host time as everything else. Returns the compiled kernel, or None under the interpreter and on a thread that only
-    compiles.
+    costs as much host time as everything else. Returns the compiled kernel, or None under the interpreter.
 
     arguments: all except compile-time ones, which come last in the kernel's signature and in ``constants``. specialized: what else
-    Triton specializes on. beside: makes the launches that will follow, which are compiled along with this one.
+    Triton specializes on.
     """
     # A tensor or its descriptor; the other dtypes follow from its dtype.
     first = arguments[0] if isinstance(arguments[0], torch.Tensor) else arguments[0].base
@@ -136,8 +134,7 @@ def launch(
     aligned = not any(pointer % 16 for pointer in pointers)
     ensure_context(first.device.index)
     if aligned and key in compiled_kernels:
-        if not is_compile_only():
-            compiled_kernels[key][(*grid, 1)](*arguments, *constants.values())
+        compiled_kernels[key][(*grid, 1)](*arguments, *constants.values())
         return compiled_kernels[key]
     known = getattr(kernel, "params", ())  # the interpreter's kernels have none
     several = [p.name for p, a in zip(known, arguments, strict=False) if type(a) is int and not p.do_not_specialize]
@@ -146,15 +143,8 @@ def launch(
     if not known:
         kernel[grid](*arguments, **constants, **options)
         return None
-    if is_compile_only():
-        note_request(kernel.warmup(*arguments, grid=grid, **constants, **options))
-        return None
     with first_call(_description(kernel, constants), (kernel.fn.__qualname__, kernel.fn.__module__, *map(str, key[2:]))):
-        ahead = []
-        if beside is not None:
-            ahead = compile_in_threads(lambda: launch(kernel, grid, arguments, constants, options, specialized), beside)
         kernel.warmup(*arguments, grid=grid, **constants, **options)
-    load_in_threads(ahead, first.device)
     compiled = kernel[grid](*arguments, **constants, **options)
     if aligned:
         compiled_kernels[key] = compiled
@@ -213,10 +203,10 @@ class Recording:
         self.tensors: list[torch.Tensor] = []
         self.makers: list[Callable[[], torch.Tensor]] = []
 
-    def launch(self, kernel, prepared, specialized: tuple = (), beside: Callable | None = None) -> None:
-        """prepared: (grid, arguments, constants, options). specialized, beside: see ``launch``."""
+    def launch(self, kernel, prepared, specialized: tuple = ()) -> None:
+        """prepared: (grid, arguments, constants, options). specialized: see ``launch``."""
         grid, arguments, constants, options = prepared
-        compiled = launch(kernel, grid, arguments, constants, options, specialized, beside)
+        compiled = launch(kernel, grid, arguments, constants, options, specialized)
         self.launches.append((compiled, grid, [*arguments, *constants.values()]))
 
     def fresh(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -244,7 +234,7 @@ def launch_or_repeat(kernel, mask, key: tuple | None, inputs: tuple[torch.Tensor
     device = inputs[0].device
     if key is not None:
         key = kernel.fn, device, *key, *[(t.dtype, t.shape, t.stride()) for t in inputs]
-        known = None if is_compile_only() else launches_of(mask).get(key)
+        known = launches_of(mask).get(key)
         if known is not None:
             made = [make() for make in known.makers]
             if known.again((*inputs, *made)):
@@ -252,6 +242,6 @@ def launch_or_repeat(kernel, mask, key: tuple | None, inputs: tuple[torch.Tensor
     with current_device(device):
         recording = Recording()
         result = run(recording)
-    if key is not None and recording.launches and not is_compile_only():
+    if key is not None and recording.launches:
         keep_for_replay(mask, key, inputs, recording)
     return result

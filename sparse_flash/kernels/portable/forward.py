@@ -192,17 +192,17 @@ def attention_forward_kernel(
     # fmt: on
 
 
-def attention_forward(q, k, v, mask, scale, variant=None, beside=None):
-    """out (batch, heads, q_len, v's head_dim) in q's memory order, lse (batch, heads, q_len) float32. beside: see ``launch``."""
+def attention_forward(q, k, v, mask, scale, variant=None):
+    """out (batch, heads, q_len, v's head_dim) in q's memory order, lse (batch, heads, q_len) float32."""
     key = (scale,) if variant is None else None
-    run = partial(_run, q, k, v, mask, scale, variant, beside)
+    run = partial(_run, q, k, v, mask, scale, variant)
     return tuple(launch_or_repeat(attention_forward_kernel, mask, key, (q, k, v), run)[:2])
 
 
-def _run(q, k, v, mask, scale, variant, beside, recording):
+def _run(q, k, v, mask, scale, variant, recording):
     if not all(map(is_addressable, (q, k, v))):
         ready = [as_addressable(t) for t in (q, k, v)]
-        out, lse = attention_forward(*ready, mask, scale, variant, beside)
+        out, lse = attention_forward(*ready, mask, scale, variant)
         return restore_out(out, ready[0], q, v), lse
     given, switches, kinds = kernel_variant(variant)
     batch, heads, q_len, head_dim = q.shape
@@ -229,7 +229,7 @@ def _run(q, k, v, mask, scale, variant, beside, recording):
         constants |= {"SPARSE": mask is not None, **switches}
         grid = (program_count(table, q_len, m, block_size) * together, batch * heads // together)
         prepared = grid, arguments, constants, launch_options(config, given, switches, m)
-        recording.launch(attention_forward_kernel, prepared, (*length_key(q_len), *kinds), beside)
+        recording.launch(attention_forward_kernel, prepared, (*length_key(q_len), *kinds))
 
     def key():
         return "forward", q.device, q.dtype, dim, dim_v, block_size, kinds, *switches.values()
