@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..row_files import dense_row, rows_by_name
 from .report import at_longest, loss_above_dense
 from .rows import SHARES, Row
 from .tables import TEXTS
 
-_LABEL_GAP = 0.052  # labels are apart by this part of a panel's height
 _LINEAR, _LOSSES = 0.01, (-0.01, 0, 0.01, 0.03, 0.1, 0.3)  # the axis of losses is linear up to this, in nats; its ticks
-_JOIN = {"arrowstyle": "-", "relpos": (0, 0.5), "alpha": 0.5, "linewidth": 0.8, "shrinkA": 1, "shrinkB": 5}  # a label and its line
 
 
 class Line(NamedTuple):
@@ -48,17 +46,17 @@ def draw(results: dict, target: Path) -> Path:
 
     dense, by_name = dense_row(results), rows_by_name(results)
     length, questions = max(map(int, dense["lengths"])), results["setup"]["needles"]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5.2))
-    ends: tuple[list, list] = ([], [])
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5.2), layout="constrained")
+    lines = []
     for line in LINES:
         names = [Row(line.chooser, line.rule, share).name for share in SHARES]
         if found := [by_name[name] for name in names if name in by_name]:
             kept = [at_longest(one)["density"] for one in found]
             lost = [loss_above_dense(one, dense, TEXTS)[0] for one in found]
             needles = [at_longest(one)["needles"] for one in found]
-            for axis, heights, ended in zip((left, right), (lost, needles), ends, strict=True):
-                axis.plot(kept, heights, line.style, color=line.color, markersize=6, linewidth=1.6)
-                ended.append((kept[-1], heights[-1], line))
+            for axis, heights in ((left, lost), (right, needles)):
+                drawn = axis.plot(kept, heights, line.style, color=line.color, markersize=6, linewidth=1.6, label=line.said)
+            lines += drawn
     whole = at_longest(dense)["needles"]
     error = math.sqrt(whole * (1 - whole) / questions)
     right.axhspan(whole - error, whole + error, color="black", alpha=0.08, linewidth=0)
@@ -79,42 +77,7 @@ def draw(results: dict, target: Path) -> Path:
         axis.set_xlabel("blocks kept, of the causal ones")
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-    figure.subplots_adjust(left=0.055, right=0.835, top=0.93, bottom=0.1, wspace=0.72)
-    for axis, ended in zip((left, right), ends, strict=True):
-        _label(axis, ended)
+    figure.legend(handles=lines, loc="outside right center", frameon=False, fontsize=9)
     figure.savefig(target, dpi=130)
     plt.close(figure)
     return target
-
-
-def _label(axis: Any, ended: list[tuple[float, float, Line]]) -> None:
-    """Writes the name of each line at the right of the panel, and joins it to the line's last point. Names keep apart."""
-    to_axes = axis.transData + axis.transAxes.inverted()
-    ended = sorted(ended, key=lambda end: end[1])
-    wanted = [to_axes.transform((kept, height))[1] for kept, height, _ in ended]
-    for (kept, height, line), at in zip(ended, _space_labels(wanted), strict=True):
-        axis.annotate(
-            line.said,
-            xy=(kept, height),
-            xytext=(1.06, at),
-            textcoords="axes fraction",
-            color=line.color,
-            fontsize=9,
-            va="center",
-            arrowprops={"color": line.color, **_JOIN},
-        )
-
-
-def _space_labels(wanted: list[float]) -> list[float]:
-    """Moves rising heights so that each is at least _LABEL_GAP above the one below. Neighbours that would overlap are centred on
-    the mean of their wanted heights."""
-    groups: list[list[float]] = []
-    for height in wanted:
-        groups.append([height])
-        while len(groups) > 1 and _lowest_label(groups[-1]) < _lowest_label(groups[-2]) + _LABEL_GAP * len(groups[-2]):
-            groups[-2:] = [groups[-2] + groups[-1]]
-    return [_lowest_label(group) + _LABEL_GAP * number for group in groups for number in range(len(group))]
-
-
-def _lowest_label(group: list[float]) -> float:
-    return sum(group) / len(group) - _LABEL_GAP * (len(group) - 1) / 2

@@ -13,7 +13,6 @@ import json
 import math
 import subprocess
 import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -93,7 +92,6 @@ def run(
 def run_missing(
     preset: Annotated[str, typer.Option(help=f"The model: {', '.join(SEEDS)}.")] = "30M",
     seconds: Seconds = 300.0,
-    within: Annotated[float, typer.Option(help="Seconds after which no further run is begun. 0: none.")] = 0.0,
     folder: Data = FOLDER,
     out: Annotated[Path, typer.Option(help="A folder for results, ARM-SEED.json; finished runs are not repeated.")] = Path(
         "runs/equal_time"
@@ -104,7 +102,6 @@ def run_missing(
 
     Several such commands share one folder: each run is claimed by a file, ARM-SEED.running. Give each a GPU of its own.
     """
-    begin = time.monotonic()
     with user_errors():
         if preset not in SEEDS:
             raise ValueError(f"preset must be one of {', '.join(SEEDS)}, which have reported runs; got {preset!r}")
@@ -112,9 +109,6 @@ def run_missing(
         out.mkdir(parents=True, exist_ok=True)
         for seed, name in runs:
             result, claim = out / f"{name}-{seed}.json", out / f"{name}-{seed}.running"
-            if within and time.monotonic() - begin > within:
-                console.print(f"{within:g} seconds are over")
-                break
             if result.exists():
                 continue
             try:

@@ -21,7 +21,7 @@ from sparse_flash.benchmarks.measure import accuracy as check
 from sparse_flash.benchmarks.measure import latency, noise, throughput
 from sparse_flash.benchmarks.report import page, peer_tables
 from sparse_flash.benchmarks.report.tables import tables
-from sparse_flash.benchmarks.results import Results, device_name, has_numbers, why_not
+from sparse_flash.benchmarks.results import Results, has_numbers, why_not
 from sparse_flash.benchmarks.run import Options, run
 from sparse_flash.benchmarks.workload import cases, masks, suites
 
@@ -42,14 +42,6 @@ def test_every_case_names_a_known_peer_and_a_readable_mask(device, quick):
                 assert isinstance(spec, str) or len(spec) == case.shape.heads
                 assert all(str(sf.parse(text)) for text in {*([spec] if isinstance(spec, str) else spec)})
                 assert registry.find_peer(case.peer)
-
-
-@pytest.mark.parametrize("tokens", [4096, 16384, 65536])
-def test_equal_documents_are_token_over_length(tokens):
-    documents = sf.parse(masks.equal_documents(tokens).spec.removeprefix("causal & "))
-    document = np.arange(tokens) // (tokens // 7)
-    starts = np.flatnonzero(np.diff(document, prepend=-1))
-    assert documents.cu_seqlens == (*starts, tokens)
 
 
 def test_every_peer_row_has_ours_on_both_back_ends_and_flex_on_both_of_its():
@@ -128,25 +120,6 @@ def test_flex_gets_the_same_pairs(spec):
     blocks = block_mask.to_dense()[0, 0].bool().repeat_interleave(32, 0).repeat_interleave(32, 1)
     # FlexAttention evaluates the rule only in partial blocks, so only kept blocks matter.
     assert torch.equal(block_mask.mask_mod(0, 0, q, kv) & blocks, p.mask.to_dense().view(256, 256))
-
-
-@pytest.mark.parametrize("spec", ["full", "causal & local(40)", "butterfly(block=32)"])
-def test_flex_gets_the_keys_that_each_sequence_has(spec):
-    p = replace(problem(spec, block_size=32, heads=1, batch=3), kv_lens=torch.tensor([256, 70, 32], dtype=torch.int32))
-    block_mask = flex.flex_block_mask(p)
-    batch, q, kv = torch.meshgrid(torch.arange(3), torch.arange(256), torch.arange(256), indexing="ij")
-    kept = block_mask.mask_mod(batch, 0, q, kv)
-    visited, whole = (
-        flex_dense.repeat_interleave(32, 1).repeat_interleave(32, 2)
-        for flex_dense in (block_mask.to_dense()[:, 0].bool(), full_blocks(block_mask))
-    )
-    assert torch.equal((kept & visited) | whole, p.mask.to_dense() & (kv < p.kv_lens[:, None, None]))
-
-
-def full_blocks(block_mask) -> torch.Tensor:
-    """(batch, q_blocks, kv_blocks) bool: the blocks in which the rule is not evaluated."""
-    count, index = block_mask.full_kv_num_blocks[:, 0], block_mask.full_kv_indices[:, 0].long()
-    return torch.zeros_like(index, dtype=torch.bool).scatter_(2, index, torch.arange(index.shape[2]) < count[..., None])
 
 
 def test_flex_gets_blocks_that_its_kernels_take():
@@ -411,9 +384,3 @@ def test_unreadable_results_say_so(tmp_path):
     (tmp_path / "results.json").write_text('{"format": 99}')
     with pytest.raises(ValueError, match="format 99"):
         Results.read(tmp_path)
-
-
-@pytest.mark.parametrize("threads, said", [(1, "1 thread)"), (2, "2 threads)")])
-def test_a_cpu_is_named_with_the_number_of_its_threads(threads, said, monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    assert device_name(torch.device("cpu")).endswith(f", {said}")

@@ -94,35 +94,6 @@ def test_a_package_that_fails_or_returns_nan_is_a_result(fakes, monkeypatch):
     assert "test_choosing.py:" in said and "assert PROBLEM is None" in said
 
 
-def test_flashprefill_is_split_at_its_last_launch(fakes):
-    launches = []
-
-    def prefill(q, k, v, out, block, sinks, window, alpha, last, budget):
-        assert (block, sinks, window, last, budget) == (128, 2, 4, 2, 0) and q.is_contiguous() and q.shape[2] == 4
-        native._flash_forward["grid"](q, k, v, out, None, torch.full((1, 16, 4), 3), alpha, HEADS=4)
-
-    def launch(q, k, v, out, _, counts, alpha, HEADS):
-        launches.append(alpha)
-        out.fill_(alpha)
-
-    native = fakes("ops.flashprefill_native_forward", flash_prefill=prefill, _flash_forward={"grid": launch})
-    calls = choosing.flashprefill(PROBLEM)
-    choice = calls.choose(0.5)
-    assert not launches and calls.density(choice) == 3 * 16 / (16 * 17 / 2)
-    assert torch.equal(calls.attend(choice), calls.both(0.5)) and calls.both(0.5).shape == PROBLEM.q.shape and len(launches) == 3
-
-
-def test_flexprefill_keeps_no_future_block_when_everything_is_kept(fakes):
-    def active(q, k, v, block, gamma, min_budget, max_budget, tau):
-        assert (block, min_budget, max_budget, tau) == (128, 8, 16, 0.1) and q.shape[2] == 4
-        return [[torch.arange(256 if gamma == 1 else 1)] * 4]
-
-    ops = fakes("flex_prefill.ops.flex_prefill_attention", get_active_blocks=active, GPU_NAME="nvidia h200")
-    calls = choosing.flexprefill(PROBLEM)
-    assert ops.GPU_NAME == "nvidia h100" and calls.density(calls.choose(0.5)) == 1 / (16 * 17 / 2)
-    assert calls.density(calls.choose(1.0)) == 1
-
-
 def test_xattention_attends_with_sparse_flash_and_minference_gets_padded_inputs(fakes, monkeypatch):
     of_device = lambda _: SimpleNamespace(name="NVIDIA H200", major=9)  # noqa: E731
     monkeypatch.setattr(torch.cuda, "get_device_properties", of_device)

@@ -1,7 +1,6 @@
 """The benchmark on a machine that others use: what it reports, with fake clocks and peers."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -14,7 +13,7 @@ from sparse_flash.benchmarks.baselines.base import Peer
 from sparse_flash.benchmarks.measure import noise, throughput
 from sparse_flash.benchmarks.measure.drift import BaselineTimer
 from sparse_flash.benchmarks.measure.noise import MARK, Timing, doubts
-from sparse_flash.benchmarks.report import page, peer_tables, plots
+from sparse_flash.benchmarks.report import page, peer_tables
 from sparse_flash.benchmarks.report.tables import gains, tables
 from sparse_flash.benchmarks.results import Results
 from sparse_flash.benchmarks.run import Options, default_folder, run
@@ -171,7 +170,7 @@ def test_a_ratio_is_to_what_was_measured_around_the_row(machine, tmp_path):
     assert dict(page.headlines(results.data))["3.0x"].startswith("as fast as dense causal attention (sdpa-flash)")
 
 
-def test_a_row_whose_baseline_moved_is_marked_where_its_figure_stands_and_makes_no_headline(machine, tmp_path, monkeypatch):
+def test_a_row_whose_baseline_moved_is_marked_where_its_figure_stands_and_makes_no_headline(machine, tmp_path):
     def slower(key):
         if len(machine.timed) == 7:  # timed after the last row
             machine.speed = 0.5
@@ -188,12 +187,7 @@ def test_a_row_whose_baseline_moved_is_marked_where_its_figure_stands_and_makes_
     (listed,) = (table for table in tables(results.data) if table.title == "Not to be relied on")
     assert [row[0] for row in listed.rows] == [MINE]
     assert dict(page.headlines(results.data)).get("0.9x") and not any("local" in text for _, text in page.headlines(results.data))
-    figures = []
-    save = plots._save
-    monkeypatch.setattr(plots, "_save", lambda figure, *names: figures.append(figure) or save(figure, *names))
     written = write(results).read_text()
-    texts = {text.get_text() for text in figures[0].legends[0].get_texts()}
-    assert {f"causal & local(128) {MARK}", "full"} <= texts
     assert f'<td class="doubtful">5.00 {MARK}</td>' in written
 
 
@@ -232,22 +226,6 @@ def test_every_kind_of_case_is_timed_again_as_it_was_timed_first(kind):
     passes = BaselineTimer(CPU, None, 0.01).measure([case], lambda: first)["around"][case.key]
     assert set(passes) == {name.removesuffix("_spread") for name in first if name.endswith("_spread")}
     assert all(time > 0 for pair in passes.values() for time in pair)
-
-
-def test_ours_come_after_what_they_are_compared_with():
-    chosen = suites.choose(suites.SUITES, "cuda")
-    compared = 0
-    for listed in chosen.values():
-        ordered = suites.sort_cases(listed)
-        assert sorted(case.key for case in ordered) == sorted(case.key for case in listed)
-        place = {case.key: number for number, case in enumerate(ordered)}
-        for case in ordered:
-            if isinstance(case, cases.Case) and case.peer.startswith("sparse_flash"):
-                rivals = [other for other in listed if isinstance(other, cases.Case) and replace(other, peer=case.peer) == case]
-                others = [other for other in rivals if not other.peer.startswith("sparse_flash")]
-                assert all(place[other.key] < place[case.key] for other in others)
-                compared += len(others)
-    assert compared
 
 
 @pytest.mark.parametrize(

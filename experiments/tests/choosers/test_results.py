@@ -1,7 +1,6 @@
 """Files of results: how several become one, and what pages say of them."""
 
 import json
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from typer.testing import CliRunner
 from experiments import row_files
 from experiments.choosers import report, tables
 from experiments.choosers.cli import app
-from experiments.choosers.picture import _LABEL_GAP, _space_labels
 from experiments.choosers.rows import rows
 
 ROOT = Path(__file__).parents[3]
@@ -57,10 +55,3 @@ def test_the_guide_has_the_tables_of_the_kept_results():
     assert json.loads(KEPT.read_text()) == report.drop_details(found)
     assert all(row["row"] in rows(recorded=True) for row in found["rows"])
     assert row_files.replace_tables(page, tables.guide_tables(found)) == page
-
-
-def test_labels_keep_their_order_and_their_distance():
-    wanted = [0.1, 0.11, 0.11, 0.5, 0.52, 0.9]
-    found = _space_labels(wanted)
-    assert all(above - below > _LABEL_GAP - 1e-9 for below, above in pairwise(found))
-    assert (found[0] + found[2]) / 2 == pytest.approx(sum(wanted[:3]) / 3) and found[-1] == 0.9
