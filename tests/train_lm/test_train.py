@@ -318,22 +318,6 @@ def test_both_masks_are_checked_before_one_is_trained(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "command",
-    [
-        ["evaluate", "RUN", "--windows", "0"],
-        ["evaluate", "RUN", "--length", "0"],
-        ["generate", "RUN", "--count", "-1"],
-        ["generate", "RUN", "--temperature", "-1"],
-        ["cost", "--steps", "0"],
-        ["cost", "--length", "0"],
-    ],
-)
-def test_numbers_that_cannot_be_are_refused_by_their_option(command):
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 2 and command[-2] in result.output and isinstance(result.exception, SystemExit)
-
-
-@pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"masks": ("sdpa",)}, "mask 'sdpa'"),
