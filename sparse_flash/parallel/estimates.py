@@ -70,7 +70,7 @@ def call_times(
     copy_block, rows = copy_seconds(sizes.block_bytes), held * sizes.heads
     copy_own, copy_fetched = held * copy_block * (received > 0), received * copy_block
     # Queries that visit no block of others are read, and their zeros written, but not merged. Backward calls accumulate into one dQ
-    # (``calls.JointCalls``).
+    # (``hopper.joint_backward``).
     row_elements = sizes.heads * sizes.block_size * HEAD_DIM
     merge = copy_seconds(row_elements / 2) * (_CALL_BYTES * held * (visiting_rows > 0) + _MERGE_BYTES * visiting_rows)
     # Visits are summed before the conversion, so that assignments with equal sums tie to the last bit.

@@ -38,7 +38,6 @@ class _Keywords(TypedDict, total=False):
     strategy: Strategy | Literal["auto"]
     link_rate: float
     overlap: bool | None
-    keep_fetched: bool
 
 
 @overload
@@ -62,7 +61,6 @@ def context_parallel(
     strategy: Strategy | Literal["auto"] = "auto",
     link_rate: float = LINK_RATE,
     overlap: bool | None = None,
-    keep_fetched: bool = True,
 ) -> ContextPlan | ContextPlans:
     """Plans the attention of one sequence over the ranks of a mesh. Every rank owns equally many tokens, in whole blocks. Their
     queries attend to all tokens of the sequence that the mask keeps.
@@ -79,7 +77,6 @@ def context_parallel(
     ``measured_link_rate`` measures other links.
     overlap: True makes two calls, one on the rank's own columns while fetched blocks or their gradients travel, and one on fetched
     columns. False makes one call on all columns. None takes what is estimated to be faster, for each pass, the same on all ranks.
-    keep_fetched: True keeps fetched blocks for the backward pass. False fetches them again, so they take no memory in between.
 
     The strategies:
 
@@ -100,7 +97,7 @@ def context_parallel(
     """
     group = group_of(mesh)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    options = PlanOptions(heads, kv_heads, block_size, strategy, link_rate, overlap, keep_fetched)
+    options = PlanOptions(heads, kv_heads, block_size, strategy, link_rate, overlap)
     given = list(mask) if isinstance(mask, (list, tuple)) else [mask]
     try:
         options.check(ranks)
@@ -146,13 +143,12 @@ class ContextPlan(TokenShards):
     exists: (tokens,) bool on the plan's device, False for padding.
     mask: of the whole sequence, on the CPU. strategy: "blocks", "queries" or "heads". rank: this rank. ranks: their number. device:
     of the plan's tensors. overlap: (forward, backward), whether a pass makes two calls, one of which overlaps the exchange.
-    keep_fetched: as given.
     """
 
     def __init__(self, shards: TokenShards, numbers: PlannedSequence, number: int, options: PlanOptions):
         """number: of the plan's mask among the planned masks."""
         vars(self).update(vars(shards))  # the same tensors under all masks
-        self.mask, self.strategy, self.keep_fetched = numbers.masks[number], numbers.strategies[number], options.keep_fetched
+        self.mask, self.strategy = numbers.masks[number], numbers.strategies[number]
         self._costs, self._assigned = numbers.costs[number], numbers.owners.name
         self._sizes, self._knows_heads = numbers.sizes, options.heads is not None
         self._peers, self.overlap = Peers(self.group).handle(), Overlap(False, False)
@@ -160,7 +156,7 @@ class ContextPlan(TokenShards):
         self._local: BlockMask | HeadAttention | BlockAttention
         local = numbers.local_masks[number]
         if isinstance(local, BlockExchange):
-            self._local = BlockAttention(Route.from_exchange(local, self.group, self.device), options.keep_fetched, self.device)
+            self._local = BlockAttention(Route.from_exchange(local, self.group, self.device), self.device)
             self.overlap = local.overlap
         else:
             self._local = local.to(self.device) if isinstance(local, BlockMask) else HeadAttention(local, shards, self._peers)

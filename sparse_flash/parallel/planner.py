@@ -41,7 +41,7 @@ class ContextParallel:
     mesh: as for ``context_parallel``. mask: a Pattern or its spec text, or a list with one for each layer. The plan's mask is
     ``mask & documents(cu_seqlens)``, so ``mask`` counts positions from the start of the sequence. For masks of distances this makes
     no difference. q_len: tokens of the whole sequence, the same in every step, so that shapes stay the same.
-    heads, kv_heads, block_size, strategy, link_rate, overlap, keep_fetched: as for ``context_parallel``.
+    heads, kv_heads, block_size, strategy, link_rate, overlap: as for ``context_parallel``.
     timeout: how long ranks wait for each other's documents; PyTorch's default for gloo if None.
 
     A collective call: it makes a gloo group of the mesh's ranks, on which they compare their arguments. Raises ValueError on every
@@ -60,7 +60,6 @@ class ContextParallel:
         strategy: Strategy | Literal["auto"] = "auto",
         link_rate: float = LINK_RATE,
         overlap: bool | None = None,
-        keep_fetched: bool = True,
         timeout: timedelta | None = None,
     ):
         group = group_of(mesh)
@@ -68,7 +67,7 @@ class ContextParallel:
         self._rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
         # The thread uses this group, so it is not the group of the model's exchanges.
         self._group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
-        self._options = PlanOptions(heads, kv_heads, block_size, strategy, link_rate, overlap, keep_fetched)
+        self._options = PlanOptions(heads, kv_heads, block_size, strategy, link_rate, overlap)
         try:
             self._options.check(len(ranks))
             by_layer = [_pattern(one) for one in (mask if isinstance(mask, (list, tuple)) else [mask])]

@@ -28,7 +28,6 @@ class PlanOptions:
     strategy: Strategy | Literal["auto"]
     link_rate: float
     overlap: bool | None
-    keep_fetched: bool
 
     def check(self, ranks: int) -> None:
         """Raises ValueError for options that are not valid."""
@@ -36,8 +35,6 @@ class PlanOptions:
             raise ValueError(
                 f"overlap must be True, False or None; got {self.overlap!r}; None takes what is estimated to be faster"
             )
-        if not isinstance(self.keep_fetched, bool):
-            raise ValueError(f"keep_fetched must be True or False; got {self.keep_fetched!r}; False fetches blocks again")
         if self.heads is None and self.kv_heads is not None:
             raise ValueError(f"kv_heads must come with heads=; got kv_heads={self.kv_heads} alone; pass both")
         for name, value in (("heads", self.heads), ("kv_heads", self.kv_heads)):

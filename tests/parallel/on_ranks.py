@@ -326,11 +326,11 @@ def compiled(plans: int, **options) -> tuple[float, int]:
     return worst, counter.frame_count
 
 
-def checkpointed(name: str, policy: str, **options) -> tuple[float, int, int]:
+def checkpointed(name: str, policy: str) -> tuple[float, int, int]:
     """(the difference from one process, exchanges forward, exchanges backward), with dropout, whose seed is
     drawn again where it is recomputed. policy: "none": no checkpointing; "all": everything is recomputed; "operator": everything
     but what the operator returns."""
-    plan = plan_of(name, **options)
+    plan = plan_of(name)
 
     def of(_, function, *args, **kwargs):
         saved = function is torch.ops.sparse_flash.context_attention.default

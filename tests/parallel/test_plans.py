@@ -74,7 +74,7 @@ def attended_by(part: LocalMask, shape: torch.Size) -> np.ndarray:
 def test_the_columns_of_a_shared_row_are_divided_over_the_ranks_that_hold_them(name):
     mask, ranks = whole(name), 3
     _, _, block, _, heads, kv_heads = CASES[name]
-    options = PlanOptions(heads, kv_heads, block, "queries", LINK_RATE, overlap=False, keep_fetched=True)
+    options = PlanOptions(heads, kv_heads, block, "queries", LINK_RATE, overlap=False)
     wanted = of_all_heads(mask).numpy()
     of_rows, of_shared = [], []
     for rank in range(ranks):
@@ -121,7 +121,7 @@ def planned(mask: str | sf.BlockMask, tokens: int, ranks: int, heads: int | None
     """Returns the first rank's plan of one mask."""
     if isinstance(mask, str):
         mask = sf.compile_mask(mask, tokens, progress=False)
-    return plan_sequence([mask], [0], 0, ranks, PlanOptions(heads, kv_heads, 128, "auto", LINK_RATE, None, True))
+    return plan_sequence([mask], [0], 0, ranks, PlanOptions(heads, kv_heads, 128, "auto", LINK_RATE, None))
 
 
 @pytest.mark.parametrize("ranks", [8, 64])
