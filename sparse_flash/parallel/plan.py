@@ -73,8 +73,7 @@ def context_parallel(
     heads, kv_heads: of the attention calls; kv_heads defaults to heads. A plan that may exchange heads needs them.
     block_size: tokens on a side of a pattern's blocks, the unit that ranks own and exchange. A BlockMask has its own.
     strategy: "blocks", "queries", "heads" or "auto", as listed below.
-    link_rate: bytes per second that a rank receives from others. The default was measured between two GPUs that NVLink joins;
-    ``measured_link_rate`` measures other links.
+    link_rate: bytes per second that a rank receives from others. The default was measured between two GPUs that NVLink joins.
     overlap: True makes two calls, one on the rank's own columns while fetched blocks or their gradients travel, and one on fetched
     columns. False makes one call on all columns. None takes what is estimated to be faster, for each pass, the same on all ranks.
 

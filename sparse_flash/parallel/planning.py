@@ -51,8 +51,7 @@ class PlanOptions:
             )
         if not isinstance(self.link_rate, (int, float)) or self.link_rate <= 0:
             raise ValueError(
-                f"link_rate must be a positive number of bytes per second; got {self.link_rate!r}; pass what "
-                "measured_link_rate(mesh) returns"
+                f"link_rate must be a positive number of bytes per second; got {self.link_rate!r}; pass what a rank receives"
             )
         kv_heads = self.kv_heads or self.heads
         if self.strategy != "heads":

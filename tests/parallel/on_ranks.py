@@ -384,15 +384,6 @@ def of_two_dimensions() -> str:
     return error_of(lambda: sf.context_parallel("causal", 1000, both))
 
 
-def rates() -> tuple[float, str]:
-    """(the rate of a mesh of all ranks, what is said of a mesh of one)"""
-    lone_rank = init_device_mesh(DEVICE, (4, 1), mesh_dim_names=("dp", "cp"))["cp"]
-    said = error_of(lambda: sf.measured_link_rate(lone_rank))
-    found = sf.measured_link_rate(mesh(), size=1 << 20)
-    sf.context_parallel("causal", 1000, mesh(), link_rate=found)
-    return found, said
-
-
 def refused_calls() -> dict[str, str]:
     """Returns a plan's errors for calls that it cannot make, by name."""
     plan = sf.context_parallel("causal", 1000, mesh(), heads=4, kv_heads=2, block_size=64)
