@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,7 +15,7 @@ from ..kernels.common.streams import current_device
 from ..masks.block_mask import BlockMask
 from ..variant.variant import Variant
 from .routes import LocalMask, TwoCalls
-from .transfer import PendingExchange, pack, unpack
+from .transfer import Message, PendingExchange, pack, unpack
 
 if TYPE_CHECKING:
     from ..kernels.hopper.backward import JointBackward
@@ -65,27 +64,25 @@ class PartialAttention(NamedTuple):
         fetched: torch.Tensor,
         results: RowResults,
         calls: TwoCalls,
-        gradients: torch.Tensor,
-        send: Callable[[], PendingExchange],
+        message: Message,
     ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], PendingExchange]:
-        """Returns ((dq, dk, dv) of the rank's tokens, what ``send`` returned). Writes the gradients of fetched blocks to
-        ``gradients`` first, and then calls ``send``, so the call on own columns overlaps their exchange. own: k and
-        v."""
-        others, into = unpack(fetched, q.shape[3]), unpack(gradients, q.shape[3])
+        """Returns ((dq, dk, dv) of the rank's tokens, the gradients of the blocks that the rank sent, on their way). The call on
+        own columns overlaps their exchange. own: k and v. message: for the gradients of fetched blocks."""
+        others = unpack(fetched, q.shape[3])
         joined = self.join_calls(q, own, others, results, calls)
         if joined is not None:
             joint, own_keys, other_keys = joined
             with current_device(q.device):
-                joint.add_keys(*other_keys, into)
-                sent = send()
+                joint.add_keys(*other_keys, unpack(message.pieces, q.shape[3]))
+                sent = message.send()
                 sent.wait_for_start()
                 dk, dv = joint.add_keys(*own_keys)
                 return (joint.round_dq(), dk, dv), sent
         partial_dq = None
         if calls.far is not None:
             partial_dq, dk, dv = self.backward(q, *others, results, calls.far)
-            pack(dk, dv, gradients)
-        sent = send()
+            pack(dk, dv, message.pieces)
+        sent = message.send()
         sent.wait_for_start()
         dq, dk, dv = self.backward(q, *own, results, calls.near)
         return (dq if partial_dq is None else dq.add_(partial_dq), dk, dv), sent

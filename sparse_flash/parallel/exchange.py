@@ -26,7 +26,6 @@ from .transfer import (
     PendingExchange,
     append_fetched,
     as_tokens,
-    block_shape,
     empty_blocks,
     pack,
     pack_with_space,
@@ -120,34 +119,6 @@ def _(
     return backends.empty_out(q, v.shape[3]), lse, empty_blocks(k, v, columns.shape[0], block_size)
 
 
-class _BackwardPass(NamedTuple):
-    """Holds what a backward pass reads, in one call or in two. fetched: blocks of others. Both methods return ((dq, dk, dv) of the
-    rank's tokens, the gradients of the blocks that the rank sent, on their way)."""
-
-    run: PartialAttention
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    results: RowResults
-    fetched: torch.Tensor
-    route: Route
-
-    def run_one_call(self, calls: OneCall) -> tuple[_Gradients, PendingExchange]:
-        k, v, tokens = self.k, self.v, self.k.shape[2]
-        dq, dk, dv = self.run.backward(self.q, *append_fetched(k, v, self.fetched), self.results, calls.mask)
-        message = _allocate_gradients(k, v, self.route)
-        pack(dk[:, :, tokens:], dv[:, :, tokens:], message.pieces)
-        returning = _send_gradients(message, self.route)
-        dk, dv = (torch.empty_like(t).copy_(gradient[:, :, :tokens]) for t, gradient in ((k, dk), (v, dv)))
-        return (dq, dk, dv), returning
-
-    def run_two_calls(self, calls: TwoCalls) -> tuple[_Gradients, PendingExchange]:
-        """The call on own columns overlaps the exchange of gradients."""
-        message = _allocate_gradients(self.k, self.v, self.route)
-        own, send = (self.k, self.v), partial(_send_gradients, message, self.route)
-        return self.run.backward_in_two_calls(self.q, own, self.fetched, self.results, calls, message.pieces, send)
-
-
 @torch.library.custom_op(
     operator_name("context_attention_backward"),
     mutates_args=(),
@@ -170,16 +141,26 @@ def _backward(
     shared, calls = route.shared, route.backward
     # All ranks start their exchanges in this order, whatever they compute in between.
     shared_results = send_results(q, results, shared, route) if shared else None
-    backward = _BackwardPass(run, q, k, v, results, buffer[: route.received], route)
-    gradients, returning = backward.run_one_call(calls) if isinstance(calls, OneCall) else backward.run_two_calls(calls)
-    dq, dk, dv = gradients
+    fetched, tokens = buffer[: route.received], k.shape[2]
+    # One call allocates the message after its workspace is freed.
+    allocate = partial(Message.allocate, buffer, route.traffic.reverse, buffer.shape[1:], route)
+    if isinstance(calls, TwoCalls):
+        (dq, dk, dv), returning = run.backward_in_two_calls(q, (k, v), fetched, results, calls, allocate())
+    else:
+        dq, all_dk, all_dv = run.backward(q, *append_fetched(k, v, fetched), results, calls.mask)
+        message = allocate()
+        pack(all_dk[:, :, tokens:], all_dv[:, :, tokens:], message.pieces)
+        returning = message.send()
+        dk, dv = (torch.empty_like(t).copy_(whole[:, :, :tokens]) for t, whole in ((k, all_dk), (v, all_dv)))
     if shared and shared_results:
         partial_dq, shared_dk, shared_dv = differentiate_queries(shared_results, q.shape[3], k, v, run, shared, route)
         dk.add_(shared_dk)
         dv.add_(shared_dv)
         write_query_gradients(dq, partial_dq, shared)
-    _add_returned(dk, dv, returning.wait(), route)
-    return gradients
+    # Gradients of other ranks are added in the order of ranks, so that bits repeat, and rounded once.
+    for gradient, half in zip((dk, dv), split_packed(returning.wait(), k.shape[3]), strict=True):
+        add_blocks(gradient, as_tokens(half), route.gradient_targets, route.block_size, route.gradient_sources)
+    return dq, dk, dv
 
 
 @_backward.register_fake
@@ -250,20 +231,3 @@ def _fetch(k: torch.Tensor, v: torch.Tensor, buffer: torch.Tensor, route: Route)
     message = Message.allocate(buffer, route.traffic, buffer.shape[1:], route)
     pack(k, v, message.pieces, route.sent_blocks if message.memory is None else route.message_blocks)
     return message.send(buffer[: route.received])
-
-
-def _allocate_gradients(k: torch.Tensor, v: torch.Tensor, route: Route) -> Message:
-    """Returns a message for the gradients of fetched blocks."""
-    return Message.allocate(k, route.traffic.reverse, block_shape(k, v, route.block_size), route)
-
-
-def _send_gradients(message: Message, route: Route) -> PendingExchange:
-    """Sends the gradients of fetched blocks to their owners. The gradients of the rank's sent blocks arrive, in the order of
-    ``sent_blocks``."""
-    return message.send(message.pieces.new_empty(len(route.sent_blocks), *message.pieces.shape[1:]))
-
-
-def _add_returned(dk: torch.Tensor, dv: torch.Tensor, returned: torch.Tensor, route: Route) -> None:
-    """Adds the gradients that other ranks computed to dk and dv, in the order of ranks, so that bits repeat. Rounds once."""
-    for gradient, half in zip((dk, dv), split_packed(returned, dk.shape[3]), strict=True):
-        add_blocks(gradient, as_tokens(half), route.gradient_targets, route.block_size, route.gradient_sources)

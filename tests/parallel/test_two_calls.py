@@ -2,6 +2,7 @@
 calls. Without a Hopper GPU its kernels are simulated."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -56,15 +57,9 @@ class Rank:
         run = calls.PartialAttention(self.scale, deterministic, "hopper")
         gradients, own, head_dim = torch.full_like(self.fetched, float("nan")), (self.k, self.v), self.q.shape[3]
         joined = run.join_calls(self.q, own, transfer.unpack(self.fetched, head_dim), self.results, self.calls)
-        sent = []
-
-        def send():
-            sent.append(gradients.clone())
-            return transfer.PendingExchange(gradients)
-
-        given = self.q, own, self.fetched, self.results, self.calls, gradients, send
-        (dq, *of_own), _ = run.backward_in_two_calls(*given)
-        found = dq, *(torch.cat(pair, 2) for pair in zip(of_own, transfer.unpack(sent[0], head_dim), strict=True))
+        message = SimpleNamespace(pieces=gradients, send=lambda: transfer.PendingExchange(gradients.clone()))
+        (dq, *of_own), sent = run.backward_in_two_calls(self.q, own, self.fetched, self.results, self.calls, message)
+        found = dq, *(torch.cat(pair, 2) for pair in zip(of_own, transfer.unpack(sent.received, head_dim), strict=True))
         off = {}
         for name, one, exact in zip(("dq", "dk", "dv"), found, self.wanted, strict=True):
             error = (one.double() - exact).abs().max()
