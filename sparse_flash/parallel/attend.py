@@ -38,7 +38,11 @@ class BlockAttention:
 
     def attend(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (out, lse). call: of the rank's tokens, without a mask; its variant has at most dropout."""
-        out, lse = attend_blocks(call, self._columns, self._handle, self._block_size)
+        dropout = call.variant
+        of_dropout = (None, None, 0.0) if dropout is None else (dropout.seed, dropout.batch_heads, dropout.dropout_p)
+        seed, batch_heads, dropout_p = of_dropout
+        settings = self._handle, seed, batch_heads, call.scale, call.deterministic, call.backend, dropout_p
+        out, lse, _ = attend_blocks(call.q, call.k, call.v, self._columns, self._block_size, *settings)
         return (out, lse) if call.sinks is None else with_sinks(out, lse, call.sinks, None)
 
 

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from .. import backends
 from ..compat.names import operator_name
-from ..dispatch.call import AttentionCall
 from ..dispatch.operators import prepare_upstream, refuse_second_derivatives
 from ..variant.variant import Variant
 from .calls import PartialAttention, RowResults, add_blocks, merge
@@ -63,30 +62,20 @@ _SCHEMA = (
 )
 
 
-def attend_blocks(
-    call: AttentionCall, columns: torch.Tensor, handle: torch.Tensor, block_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends the rank's queries to its own keys and to fetched keys. Returns (out, lse), differentiable in q, k and v.
-
-    call: of the rank's tokens, whole blocks; without sinks. Its variant is the dropout of ``PartialAttention``. columns: a tensor
-    with an element for each fetched block, at least two. Its length tells the compiler their number as a dynamic shape. handle: of
-    a Route of block_size.
-    """
-    dropout = call.variant
-    seed, batch_heads, dropout_p = (None, None, 0.0) if dropout is None else (dropout.seed, dropout.batch_heads, dropout.dropout_p)
-    settings = handle, seed, batch_heads, call.scale, call.deterministic, call.backend, dropout_p
-    return _attend_blocks(call.q, call.k, call.v, columns, block_size, *settings)[:2]
-
-
 @torch.library.custom_op(
     operator_name("context_attention"),
     mutates_args=(),
     schema=f"(Tensor q, Tensor k, Tensor v, Tensor columns, SymInt block_size, {_SCHEMA}",
 )
-def _attend_blocks(
+def attend_blocks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, columns: torch.Tensor, block_size: int, *given: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns (out, lse, the fetched blocks, which the backward pass reads). given: ``_Settings``."""
+    """Attends the rank's queries to its own keys and to fetched keys. Returns (out, lse, the fetched blocks), the first two
+    differentiable in q, k and v.
+
+    q, k, v: of the rank's tokens, whole blocks. columns: a tensor with an element for each fetched block, at least two. Its length
+    tells the compiler their number as a dynamic shape. given: ``_Settings``, whose handle is of a Route of block_size.
+    """
     settings = _Settings(*given)
     run, route = settings.partial_attention(q), Route.from_handle(settings.handle)
     calls, shared = route.forward, route.shared
@@ -111,7 +100,7 @@ def _attend_blocks(
     return out, lse, buffer
 
 
-@_attend_blocks.register_fake
+@attend_blocks.register_fake
 def _(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, columns: torch.Tensor, block_size: int, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -182,7 +171,7 @@ def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | Non
     return *gradients, None, None, *[None] * len(_Settings._fields)
 
 
-_attend_blocks.register_autograd(_differentiate, setup_context=_save_tensors)
+attend_blocks.register_autograd(_differentiate, setup_context=_save_tensors)
 _backward.register_autograd(refuse_second_derivatives)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Literal, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -23,30 +23,18 @@ from .attend import BlockAttention, BlockChoice, HeadAttention, resolve_select
 from .choice import Strategy
 from .costs import LINK_RATE
 from .exchange import seed_of_first_rank
-from .meshes import device_of, group_of
-from .planning import PlannedSequence, PlanOptions, plan_sequence, to_square_mask
+from .planning import PlanKeywords, PlannedSequence, PlanOptions, plan_sequence, to_square_mask
 from .routes import BlockExchange, Overlap, Peers, Route
-from .sharding import TokenShards
-
-
-class _Keywords(TypedDict, total=False):
-    """Types the options of ``context_parallel``."""
-
-    heads: int | None
-    kv_heads: int | None
-    block_size: int
-    strategy: Strategy | Literal["auto"]
-    link_rate: float
-    overlap: bool | None
+from .sharding import TokenShards, group_of
 
 
 @overload
-def context_parallel(mask: MaskLike, q_len: int, mesh: DeviceMesh, **options: Unpack[_Keywords]) -> ContextPlan: ...
+def context_parallel(mask: MaskLike, q_len: int, mesh: DeviceMesh, **options: Unpack[PlanKeywords]) -> ContextPlan: ...
 
 
 @overload
 def context_parallel(
-    mask: list[MaskLike] | tuple[MaskLike, ...], q_len: int, mesh: DeviceMesh, **options: Unpack[_Keywords]
+    mask: list[MaskLike] | tuple[MaskLike, ...], q_len: int, mesh: DeviceMesh, **options: Unpack[PlanKeywords]
 ) -> ContextPlans: ...
 
 
@@ -118,7 +106,8 @@ def context_parallel(
 def plans_of(numbers: PlannedSequence, options: PlanOptions, mesh: DeviceMesh, cu_seqlens: tuple[int, ...] = (0,)) -> ContextPlans:
     """Makes a plan for each layer. cu_seqlens: the bounds of documents; one document by default."""
     positions = numbers.owners.positions(numbers.sizes.q_len, numbers.sizes.block_size)
-    shards = TokenShards(numbers.sizes.q_len, positions, cu_seqlens, group_of(mesh), device_of(mesh))
+    device = torch.empty(0, device=mesh.device_type).device
+    shards = TokenShards(numbers.sizes.q_len, positions, cu_seqlens, group_of(mesh), device)
     plans = [ContextPlan(shards, numbers, number, options) for number in range(len(numbers.masks))]
     return ContextPlans(shards, [plans[number] for number in numbers.layers])
 

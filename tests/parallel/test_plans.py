@@ -74,7 +74,7 @@ def attended_by(part: LocalMask, shape: torch.Size) -> np.ndarray:
 def test_the_columns_of_a_shared_row_are_divided_over_the_ranks_that_hold_them(name):
     mask, ranks = whole(name), 3
     _, _, block, _, heads, kv_heads = CASES[name]
-    options = PlanOptions(heads, kv_heads, block, "queries", LINK_RATE, overlap=False)
+    options = PlanOptions(heads, kv_heads, block, "queries", overlap=False)
     wanted = of_all_heads(mask).numpy()
     of_rows, of_shared = [], []
     for rank in range(ranks):
@@ -121,7 +121,7 @@ def planned(mask: str | sf.BlockMask, tokens: int, ranks: int, heads: int | None
     """Returns the first rank's plan of one mask."""
     if isinstance(mask, str):
         mask = sf.compile_mask(mask, tokens, progress=False)
-    return plan_sequence([mask], [0], 0, ranks, PlanOptions(heads, kv_heads, 128, "auto", LINK_RATE, None))
+    return plan_sequence([mask], [0], 0, ranks, PlanOptions(heads, kv_heads))
 
 
 def random_documents(tokens: int, within: str = "causal") -> sf.BlockMask:
@@ -195,7 +195,7 @@ def test_no_queries_travel_where_no_rows_or_many_visit_most_columns():
 def test_the_exchange_hides_behind_own_columns_where_that_is_estimated_to_be_faster(mask, log2_tokens, heads, link_rate, overlap):
     tokens = 1 << log2_tokens
     whole = random_documents(tokens) if mask == "documents" else sf.compile_mask(mask, tokens, progress=False)
-    options = PlanOptions(heads, 8, 128, "blocks", link_rate, None)
+    options = PlanOptions(heads, 8, strategy="blocks", link_rate=link_rate)
     assert plan_sequence([whole], [0], 0, 2, options).local_masks[0].overlap == overlap
 
 
