@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from .parallel import ContextPlan as ContextPlan
     from .parallel import ContextPlans as ContextPlans
     from .parallel import context_parallel as context_parallel
-    from .parallel import measured_link_rate as measured_link_rate
     from .patterns import *  # noqa: F403  (their names, for tools that do not run ``names``)
 
 __version__ = "0.1.0"
@@ -26,7 +25,7 @@ if TYPE_CHECKING or _command not in ("sparse-flash", "sparse_flash"):
     from .names import *  # noqa: F403
 
 # Imported at their first use: most programs need neither groups of processes nor the benchmark.
-_LATE = dict.fromkeys(("ContextParallel", "ContextPlan", "ContextPlans", "context_parallel", "measured_link_rate"), "parallel")
+_LATE = dict.fromkeys(("ContextParallel", "ContextPlan", "ContextPlans", "context_parallel"), "parallel")
 if _find_spec(".benchmarks", __name__):  # `make hub` leaves the benchmark out
     _LATE |= dict.fromkeys(("BenchRow", "bench"), "benchmarks.rows")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -45,7 +45,6 @@ class Visits:
     ptr: np.ndarray
     cols: np.ndarray
     shared: np.ndarray | None = None
-    _without_shared: dict[float, Visits | None] = field(default_factory=dict)  # what ``without_shared_rows`` returned
 
     @classmethod
     def from_mask(cls, mask: BlockMask, chunk_blocks: int, shared: np.ndarray | None = None) -> Visits:
@@ -61,12 +60,9 @@ class Visits:
 
     def without_shared_rows(self, sizes: SequenceSizes) -> Visits | None:
         """Returns the visits without the rows that visit most columns, in the mean over heads; None if no row does, or too many."""
-        group = sizes.heads / sizes.kv_heads
-        if group not in self._without_shared:
-            heavy = _head_shares(self.mask) @ np.diff(self.mask.by_query.row_ptr.numpy()) > _HEAVY_SHARE * self.mask.grid.kv_blocks
-            few = 0 < heavy.sum() * group <= _FEW_SHARE * len(heavy)
-            self._without_shared[group] = Visits.from_mask(self.mask, self.chunk_blocks, heavy) if few else None
-        return self._without_shared[group]
+        heavy = _head_shares(self.mask) @ np.diff(self.mask.by_query.row_ptr.numpy()) > _HEAVY_SHARE * self.mask.grid.kv_blocks
+        few = 0 < heavy.sum() * sizes.heads / sizes.kv_heads <= _FEW_SHARE * len(heavy)
+        return Visits.from_mask(self.mask, self.chunk_blocks, heavy) if few else None
 
     @property
     def chunks(self) -> int:

@@ -29,16 +29,20 @@ BlockChoice: TypeAlias = Callable[[torch.Tensor, torch.Tensor], BlockSelection |
 class BlockAttention:
     """Attends to the rank's own blocks and to fetched ones: the strategies "blocks" and "queries"."""
 
-    def __init__(self, route: Route, keep_fetched: bool, device: torch.device):
+    def __init__(self, route: Route, device: torch.device):
         self.route, self._handle = route, route.handle()
-        self._block_size, self._keep_fetched = route.block_size, keep_fetched
+        self._block_size = route.block_size
         # The compiler reads only its length. Lengths below two would be constants to it.
         self._columns = torch.zeros(max(2, route.received), dtype=torch.int8, device=device)
         mark_length_dynamic(self._columns, 0)
 
     def attend(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (out, lse). call: of the rank's tokens, without a mask; its variant has at most dropout."""
-        out, lse = attend_blocks(call, self._columns, self._handle, self._block_size, self._keep_fetched)
+        dropout = call.variant
+        of_dropout = (None, None, 0.0) if dropout is None else (dropout.seed, dropout.batch_heads, dropout.dropout_p)
+        seed, batch_heads, dropout_p = of_dropout
+        settings = self._handle, seed, batch_heads, call.scale, call.deterministic, call.backend, dropout_p
+        out, lse, _ = attend_blocks(call.q, call.k, call.v, self._columns, self._block_size, *settings)
         return (out, lse) if call.sinks is None else with_sinks(out, lse, call.sinks, None)
 
 

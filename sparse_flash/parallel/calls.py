@@ -15,12 +15,14 @@ from ..kernels.common.streams import current_device
 from ..masks.block_mask import BlockMask
 from ..variant.variant import Variant
 from .routes import LocalMask, TwoCalls
-from .transfer import pack, unpack
+from .transfer import Message, PendingExchange, pack, unpack
 
 if TYPE_CHECKING:
     from ..kernels.hopper.backward import JointBackward
 
 Addends = tuple[torch.Tensor, torch.Tensor]
+_KeyValues = tuple[torch.Tensor, torch.Tensor]
+_Keys = tuple[torch.Tensor, torch.Tensor, BlockMask | None]
 
 
 class RowResults(NamedTuple):
@@ -55,21 +57,50 @@ class PartialAttention(NamedTuple):
         dout, dlse, out, lse = results
         return run.backward(dout, dlse, q, k, v, out, lse, table, self.scale, self.deterministic, variant)
 
-    def split_backward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fetched: torch.Tensor, results: RowResults, calls: TwoCalls
-    ) -> SeparateCalls | JointCalls:
-        """Returns the backward pass in two calls, not started. fetched: blocks, which need not have arrived yet."""
-        separate = SeparateCalls(self, q, results, calls)
+    def backward_in_two_calls(
+        self,
+        q: torch.Tensor,
+        own: _KeyValues,
+        fetched: torch.Tensor,
+        results: RowResults,
+        calls: TwoCalls,
+        message: Message,
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], PendingExchange]:
+        """Returns ((dq, dk, dv) of the rank's tokens, the gradients of the blocks that the rank sent, on their way). The call on
+        own columns overlaps their exchange. own: k and v. message: for the gradients of fetched blocks."""
+        others = unpack(fetched, q.shape[3])
+        joined = self.join_calls(q, own, others, results, calls)
+        if joined is not None:
+            joint, own_keys, other_keys = joined
+            with current_device(q.device):
+                joint.add_keys(*other_keys, unpack(message.pieces, q.shape[3]))
+                sent = message.send()
+                sent.wait_for_start()
+                dk, dv = joint.add_keys(*own_keys)
+                return (joint.round_dq(), dk, dv), sent
+        partial_dq = None
+        if calls.far is not None:
+            partial_dq, dk, dv = self.backward(q, *others, results, calls.far)
+            pack(dk, dv, message.pieces)
+        sent = message.send()
+        sent.wait_for_start()
+        dq, dk, dv = self.backward(q, *own, results, calls.near)
+        return (dq if partial_dq is None else dq.add_(partial_dq), dk, dv), sent
+
+    def join_calls(
+        self, q: torch.Tensor, own: _KeyValues, others: _KeyValues, results: RowResults, calls: TwoCalls
+    ) -> tuple[JointBackward, _Keys, _Keys] | None:
+        """Returns two backward calls of Hopper's kernels that share their rows and dq, and the keys to add: own ones, others. None
+        if the calls must be separate."""
         if calls.far is None or self.dropout is not None or self.deterministic:
-            return separate
-        fetched_keys, fetched_values = unpack(fetched, k.shape[3])
-        own_backend, own_mask, _ = self._prepare_call(q, k, v, calls.near)
-        fetched_backend, fetched_mask, _ = self._prepare_call(q, fetched_keys, fetched_values, calls.far)
-        if not own_backend is fetched_backend is hopper:
-            return separate
-        keys = [(k, v, own_mask), (fetched_keys, fetched_values, fetched_mask)]
+            return None
+        own_backend, own_mask, _ = self._prepare_call(q, *own, calls.near)
+        backend, mask, _ = self._prepare_call(q, *others, calls.far)
+        if not own_backend is backend is hopper:
+            return None
+        keys = (*own, own_mask), (*others, mask)
         joint = hopper.joint_backward(results.dout, results.dlse, q, results.out, results.lse, keys, self.scale)
-        return separate if joint is None else JointCalls(joint, own_mask, fetched_mask)
+        return None if joint is None else (joint, *keys)
 
     def _prepare_call(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: LocalMask
@@ -78,55 +109,6 @@ class PartialAttention(NamedTuple):
         size = None if table is None else table.block_size
         call = backends.Call.from_tensors(q, k, v, size, variant, deterministic=self.deterministic)
         return backends.get_backend(backends.choose_backend(self.backend, call)), table, variant
-
-
-class SeparateCalls:
-    """Runs a backward pass in two calls of a back end, in either order, and adds their dq."""
-
-    def __init__(self, run: PartialAttention, q: torch.Tensor, results: RowResults, calls: TwoCalls) -> None:
-        self._run, self._q, self._results, self._calls = run, q, results, calls
-        self._dq: torch.Tensor | None = None
-
-    def own_gradients(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (dk, dv) of the rank's own columns."""
-        return self._call(k, v, self._calls.near)
-
-    def write_fetched_gradients(self, fetched: torch.Tensor, gradients: torch.Tensor) -> None:
-        """Writes the gradients of fetched blocks to ``gradients``."""
-        if self._calls.far is not None:
-            pack(*self._call(*unpack(fetched, self._q.shape[3]), self._calls.far), gradients)
-
-    def query_gradients(self) -> torch.Tensor:
-        """Returns dq, after both calls."""
-        assert self._dq is not None
-        return self._dq
-
-    def _call(self, k: torch.Tensor, v: torch.Tensor, mask: LocalMask) -> tuple[torch.Tensor, torch.Tensor]:
-        dq, dk, dv = self._run.backward(self._q, k, v, self._results, mask)
-        self._dq = dq if self._dq is None else self._dq.add_(dq)
-        return dk, dv
-
-
-class JointCalls(NamedTuple):
-    """Replaces ``SeparateCalls`` on Hopper. Both calls accumulate into one dq, and write gradients of fetched blocks straight to
-    the message."""
-
-    joint: JointBackward
-    own_mask: BlockMask | None
-    fetched_mask: BlockMask | None
-
-    def own_gradients(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        with current_device(k.device):
-            return self.joint.add_keys(k, v, self.own_mask)
-
-    def write_fetched_gradients(self, fetched: torch.Tensor, gradients: torch.Tensor) -> None:
-        head_dim = self.joint.q.shape[3]
-        with current_device(fetched.device):
-            self.joint.add_keys(*unpack(fetched, head_dim), self.fetched_mask, unpack(gradients, head_dim))
-
-    def query_gradients(self) -> torch.Tensor:
-        with current_device(self.joint.q.device):
-            return self.joint.round_dq()
 
 
 def table_and_variant(mask: LocalMask, dropout: Variant | None, on_gpu: bool) -> tuple[BlockMask | None, Variant | None]:

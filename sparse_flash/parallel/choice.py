@@ -21,11 +21,13 @@ _WORTHWHILE_SHARE = 0.98
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """Holds the fastest owners and strategies. owners: of the tokens. The others have an entry for each mask. costs: of each
-    strategy that was allowed and suits the mask. seconds: estimated, of a forward pass of all layers."""
+    """Holds the fastest owners and strategies. owners: of the tokens. seconds: estimated, of a forward pass of all layers. The
+    others have an entry for each mask. visits: those that decide which blocks are fetched; None under strategy "heads". costs: of
+    each strategy that was allowed and suits the mask."""
 
     owners: Owners
     strategies: tuple[Strategy, ...]
+    visits: tuple[Visits | None, ...]
     costs: tuple[dict[Strategy, StrategyCosts], ...]
     seconds: float
 
@@ -53,23 +55,29 @@ def choose_strategies(
     """Chooses owners of the tokens and a strategy for each mask, to minimize the time of all layers. Ranks meet in the exchange of
     each layer, so a layer takes the time of its slowest rank.
 
-    visits: of the masks. layers: how many layers have each mask. allowed: the strategies to choose from.
+    visits: of the masks. layers: how many layers have each mask. allowed: the strategies to choose from. Raises ValueError if no
+    allowed strategy suits a mask.
     """
     owners, masks = candidates(visits, layers, ranks), []
     for one, count in zip(visits, layers, strict=True):
         by_strategy: dict[Strategy, Visits] = {"blocks": one} if "blocks" in allowed else {}
         if "queries" in allowed and (light := one.without_shared_rows(sizes)):
             by_strategy["queries"] = light
+        elif list(allowed) == ["queries"]:
+            raise ValueError(
+                "strategy 'queries' needs masks in which a few block rows visit more than half of all columns, as global tokens "
+                "do; got a mask in which none do, or too many; pass strategy='blocks'"
+            )
         own_blocks = owners[0].blocks.shape[1]
         of_heads = head_costs(one.mask, own_blocks, sizes, ranks, link_rate) if "heads" in allowed else None
         masks.append(_MaskOptions(count, by_strategy, of_heads))
     if any("queries" in mask.visits for mask in masks):
         owners += candidates([mask.visits.get("queries", one) for mask, one in zip(masks, visits, strict=True)], layers, ranks)
     regular = min((_choose_for_owners(one, masks, sizes, link_rate) for one in owners), key=attrgetter("seconds"))
-    fetching = [(mask, name) for mask, name in zip(masks, regular.strategies, strict=True) if name in mask.visits]
-    if not fetching:
+    fetched = [one for one in regular.visits if one is not None]
+    if not fetched:
         return regular
-    fetched, counts = [mask.visits[name] for mask, name in fetching], [mask.layers for mask, _ in fetching]
+    counts = [count for one, count in zip(regular.visits, layers, strict=True) if one is not None]
     improved_owners = improve_owners(regular.owners, fetched, counts, visits_per_fetch(sizes, link_rate))
     improved = _choose_for_owners(improved_owners, masks, sizes, link_rate)
     return improved if improved.seconds < _WORTHWHILE_SHARE * regular.seconds else regular
@@ -86,4 +94,5 @@ def _choose_for_owners(owners: Owners, masks: Sequence[_MaskOptions], sizes: Seq
         total += mask.layers * costs[best].seconds
         strategies.append(best)
         by_mask.append(costs)
-    return Choice(owners, tuple(strategies), tuple(by_mask), total)
+    fetched = tuple(mask.visits.get(name) for mask, name in zip(masks, strategies, strict=True))
+    return Choice(owners, tuple(strategies), fetched, tuple(by_mask), total)

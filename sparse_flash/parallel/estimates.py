@@ -48,21 +48,14 @@ class StrategyCosts(NamedTuple):
     balance: float
 
 
-def call_times(
-    own_visits: np.ndarray,
-    other_visits: np.ndarray,
-    visiting_rows: np.ndarray,
-    received: np.ndarray,
-    held: int,
-    sizes: SequenceSizes,
-    link_rate: float,
-) -> tuple[CallTimes, CallTimes]:
-    """Returns the times of ranks: (forward pass, backward pass). The first four arguments have an entry for each rank.
-
-    own_visits, other_visits: visited blocks in the rank's own columns and in the columns of others, summed over heads.
-    visiting_rows: how many of the rank's block rows visit blocks of others. received: blocks that it gets. held: blocks of each
-    rank, padding included.
-    """
+def block_times(option: Assignment, sizes: SequenceSizes, link_rate: float) -> tuple[CallTimes, CallTimes]:
+    """Returns the times of ranks: (forward pass, backward pass). Exchanges of shared rows are not included."""
+    row, col, blocks = option.visits.pairs
+    same = option.owner[row] == option.owner[col]
+    own = np.bincount(option.owner[row[same]], blocks[same], option.ranks)
+    # Visited blocks in the rank's own columns and in the columns of others, summed over heads.
+    own_visits, other_visits = (own + option.visited_by_shared_rows) * sizes.heads, (option.visited - own) * sizes.heads
+    received, visiting_rows, held = option.received, option.visiting_rows, option.blocks.shape[1]
     # In the backward pass gradients travel instead of blocks. The estimate assumes that a rank sends as many blocks as it gets.
     travel = received * sizes.block_bytes / link_rate
     # One call needs all blocks in one tensor, so own and fetched blocks are copied into it, and gradients out of it. In a forward
@@ -70,7 +63,7 @@ def call_times(
     copy_block, rows = copy_seconds(sizes.block_bytes), held * sizes.heads
     copy_own, copy_fetched = held * copy_block * (received > 0), received * copy_block
     # Queries that visit no block of others are read, and their zeros written, but not merged. Backward calls accumulate into one dQ
-    # (``calls.JointCalls``).
+    # (``hopper.joint_backward``).
     row_elements = sizes.heads * sizes.block_size * HEAD_DIM
     merge = copy_seconds(row_elements / 2) * (_CALL_BYTES * held * (visiting_rows > 0) + _MERGE_BYTES * visiting_rows)
     # Visits are summed before the conversion, so that assignments with equal sums tie to the last bit.
@@ -92,15 +85,6 @@ def call_times(
 def _overlapped_seconds(call: np.ndarray, travel: np.ndarray) -> np.ndarray:
     """Returns the seconds of a call and of an exchange that overlap."""
     return np.maximum(call, travel) + _COST_OF_HIDING * np.minimum(call, travel)
-
-
-def block_times(option: Assignment, sizes: SequenceSizes, link_rate: float) -> tuple[CallTimes, CallTimes]:
-    """Returns what ``call_times`` does, of an assignment. Exchanges of shared rows are not included."""
-    row, col, blocks = option.visits.pairs
-    same = option.owner[row] == option.owner[col]
-    own = np.bincount(option.owner[row[same]], blocks[same], option.ranks)
-    visits = (own + option.visited_by_shared_rows) * sizes.heads, (option.visited - own) * sizes.heads
-    return call_times(*visits, option.visiting_rows, option.received, option.blocks.shape[1], sizes, link_rate)
 
 
 def block_costs(option: Assignment, sizes: SequenceSizes, link_rate: float) -> StrategyCosts:

@@ -7,6 +7,7 @@ stream, and keeps them alive until the current stream waits for that stream. The
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,10 +15,9 @@ import torch.distributed as dist
 
 from .. import backends
 from ..compat.names import operator_name
-from ..dispatch.call import AttentionCall
 from ..dispatch.operators import prepare_upstream, refuse_second_derivatives
 from ..variant.variant import Variant
-from .calls import JointCalls, PartialAttention, RowResults, SeparateCalls, add_blocks, merge
+from .calls import PartialAttention, RowResults, add_blocks, merge
 from .queries import attend_queries, differentiate_queries, merge_shared_rows, send_queries, send_results, write_query_gradients
 from .routes import OneCall, Peers, Route, TwoCalls
 from .transfer import (
@@ -25,7 +25,6 @@ from .transfer import (
     PendingExchange,
     append_fetched,
     as_tokens,
-    block_shape,
     empty_blocks,
     pack,
     pack_with_space,
@@ -43,7 +42,6 @@ class _Settings(NamedTuple):
     handle: torch.Tensor
     seed: torch.Tensor | None
     batch_heads: torch.Tensor | None
-    keep_fetched: bool
     scale: float | None
     deterministic: bool
     backend: str
@@ -60,23 +58,8 @@ class _Settings(NamedTuple):
 _TENSORS = 3  # settings that are tensors, the first ones
 _SCHEMA = (
     "Tensor handle, Tensor? seed, Tensor? batch_heads, "
-    "bool keep_fetched, float? scale, bool deterministic, str backend, float dropout_p) -> (Tensor, Tensor, Tensor)"
+    "float? scale, bool deterministic, str backend, float dropout_p) -> (Tensor, Tensor, Tensor)"
 )
-
-
-def attend_blocks(
-    call: AttentionCall, columns: torch.Tensor, handle: torch.Tensor, block_size: int, keep_fetched: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends the rank's queries to its own keys and to fetched keys. Returns (out, lse), differentiable in q, k and v.
-
-    call: of the rank's tokens, whole blocks; without sinks. Its variant is the dropout of ``PartialAttention``. columns: a tensor
-    with an element for each fetched block, at least two. Its length tells the compiler their number as a dynamic shape. handle: of
-    a Route of block_size. keep_fetched: whether fetched blocks are saved for the backward pass.
-    """
-    dropout = call.variant
-    seed, batch_heads, dropout_p = (None, None, 0.0) if dropout is None else (dropout.seed, dropout.batch_heads, dropout.dropout_p)
-    settings = handle, seed, batch_heads, keep_fetched, call.scale, call.deterministic, call.backend, dropout_p
-    return _attend_blocks(call.q, call.k, call.v, columns, block_size, *settings)[:2]
 
 
 @torch.library.custom_op(
@@ -84,10 +67,15 @@ def attend_blocks(
     mutates_args=(),
     schema=f"(Tensor q, Tensor k, Tensor v, Tensor columns, SymInt block_size, {_SCHEMA}",
 )
-def _attend_blocks(
+def attend_blocks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, columns: torch.Tensor, block_size: int, *given: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns (out, lse, the fetched blocks). The third is empty if they are not kept. given: ``_Settings``."""
+    """Attends the rank's queries to its own keys and to fetched keys. Returns (out, lse, the fetched blocks), the first two
+    differentiable in q, k and v.
+
+    q, k, v: of the rank's tokens, whole blocks. columns: a tensor with an element for each fetched block, at least two. Its length
+    tells the compiler their number as a dynamic shape. given: ``_Settings``, whose handle is of a Route of block_size.
+    """
     settings = _Settings(*given)
     run, route = settings.partial_attention(q), Route.from_handle(settings.handle)
     calls, shared = route.forward, route.shared
@@ -109,55 +97,15 @@ def _attend_blocks(
         merge(out, lse, run.forward(q, *unpack(fetched, k.shape[3]), calls.far))
     if shared and partial:
         merge_shared_rows(out, lse, partial, shared)
-    return out, lse, buffer if settings.keep_fetched else buffer.new_empty(0)
+    return out, lse, buffer
 
 
-@_attend_blocks.register_fake
+@attend_blocks.register_fake
 def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, columns: torch.Tensor, block_size: int, *given: Any
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, columns: torch.Tensor, block_size: int, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-    kept = _Settings(*given).keep_fetched
-    buffer = empty_blocks(k, v, columns.shape[0], block_size) if kept else k.new_empty(0)
-    return backends.empty_out(q, v.shape[3]), lse, buffer
-
-
-class _BackwardPass(NamedTuple):
-    """Holds what a backward pass reads, in one call or in two. fetching: blocks of others, saved or on their way. Both methods
-    return ((dq, dk, dv) of the rank's tokens, the gradients of the blocks that the rank sent, on their way)."""
-
-    run: PartialAttention
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    results: RowResults
-    fetching: PendingExchange
-    route: Route
-
-    def run_one_call(self, calls: OneCall) -> tuple[_Gradients, PendingExchange]:
-        k, v, tokens = self.k, self.v, self.k.shape[2]
-        dq, dk, dv = self.run.backward(self.q, *append_fetched(k, v, self.fetching.wait()), self.results, calls.mask)
-        message = _allocate_gradients(k, v, self.route)
-        pack(dk[:, :, tokens:], dv[:, :, tokens:], message.pieces)
-        returning = _send_gradients(message, self.route)
-        dk, dv = (torch.empty_like(t).copy_(gradient[:, :, :tokens]) for t, gradient in ((k, dk), (v, dv)))
-        return (dq, dk, dv), returning
-
-    def run_two_calls(self, calls: TwoCalls) -> tuple[_Gradients, PendingExchange]:
-        """The call on own columns overlaps an exchange: of blocks if they are fetched again, else of gradients."""
-        pair = self.run.split_backward(self.q, self.k, self.v, self.fetching.received, self.results, calls)
-        overlapped = self._return_gradients(pair) if self.fetching.work is None else self.fetching
-        overlapped.wait_for_start()
-        dk, dv = pair.own_gradients(self.k, self.v)
-        returning = self._return_gradients(pair) if overlapped is self.fetching else overlapped
-        return (pair.query_gradients(), dk, dv), returning
-
-    def _return_gradients(self, pair: SeparateCalls | JointCalls) -> PendingExchange:
-        fetched = self.fetching.wait()
-        # The last message must have arrived, as this one may be written to the same memory.
-        message = _allocate_gradients(self.k, self.v, self.route)
-        pair.write_fetched_gradients(fetched, message.pieces)
-        return _send_gradients(message, self.route)
+    return backends.empty_out(q, v.shape[3]), lse, empty_blocks(k, v, columns.shape[0], block_size)
 
 
 @torch.library.custom_op(
@@ -182,20 +130,26 @@ def _backward(
     shared, calls = route.shared, route.backward
     # All ranks start their exchanges in this order, whatever they compute in between.
     shared_results = send_results(q, results, shared, route) if shared else None
-    if settings.keep_fetched:
-        fetching = PendingExchange(buffer[: route.received])
+    fetched, tokens = buffer[: route.received], k.shape[2]
+    # One call allocates the message after its workspace is freed.
+    allocate = partial(Message.allocate, buffer, route.traffic.reverse, buffer.shape[1:], route)
+    if isinstance(calls, TwoCalls):
+        (dq, dk, dv), returning = run.backward_in_two_calls(q, (k, v), fetched, results, calls, allocate())
     else:
-        fetching = _fetch(k, v, empty_blocks(k, v, route.received, route.block_size), route)
-    backward = _BackwardPass(run, q, k, v, results, fetching, route)
-    gradients, returning = backward.run_one_call(calls) if isinstance(calls, OneCall) else backward.run_two_calls(calls)
-    dq, dk, dv = gradients
+        dq, all_dk, all_dv = run.backward(q, *append_fetched(k, v, fetched), results, calls.mask)
+        message = allocate()
+        pack(all_dk[:, :, tokens:], all_dv[:, :, tokens:], message.pieces)
+        returning = message.send()
+        dk, dv = (torch.empty_like(t).copy_(whole[:, :, :tokens]) for t, whole in ((k, all_dk), (v, all_dv)))
     if shared and shared_results:
         partial_dq, shared_dk, shared_dv = differentiate_queries(shared_results, q.shape[3], k, v, run, shared, route)
         dk.add_(shared_dk)
         dv.add_(shared_dv)
         write_query_gradients(dq, partial_dq, shared)
-    _add_returned(dk, dv, returning.wait(), route)
-    return gradients
+    # Gradients of other ranks are added in the order of ranks, so that bits repeat, and rounded once.
+    for gradient, half in zip((dk, dv), split_packed(returning.wait(), k.shape[3]), strict=True):
+        add_blocks(gradient, as_tokens(half), route.gradient_targets, route.block_size, route.gradient_sources)
+    return dq, dk, dv
 
 
 @_backward.register_fake
@@ -217,7 +171,7 @@ def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | Non
     return *gradients, None, None, *[None] * len(_Settings._fields)
 
 
-_attend_blocks.register_autograd(_differentiate, setup_context=_save_tensors)
+attend_blocks.register_autograd(_differentiate, setup_context=_save_tensors)
 _backward.register_autograd(refuse_second_derivatives)
 
 
@@ -266,20 +220,3 @@ def _fetch(k: torch.Tensor, v: torch.Tensor, buffer: torch.Tensor, route: Route)
     message = Message.allocate(buffer, route.traffic, buffer.shape[1:], route)
     pack(k, v, message.pieces, route.sent_blocks if message.memory is None else route.message_blocks)
     return message.send(buffer[: route.received])
-
-
-def _allocate_gradients(k: torch.Tensor, v: torch.Tensor, route: Route) -> Message:
-    """Returns a message for the gradients of fetched blocks."""
-    return Message.allocate(k, route.traffic.reverse, block_shape(k, v, route.block_size), route)
-
-
-def _send_gradients(message: Message, route: Route) -> PendingExchange:
-    """Sends the gradients of fetched blocks to their owners. The gradients of the rank's sent blocks arrive, in the order of
-    ``sent_blocks``."""
-    return message.send(message.pieces.new_empty(len(route.sent_blocks), *message.pieces.shape[1:]))
-
-
-def _add_returned(dk: torch.Tensor, dv: torch.Tensor, returned: torch.Tensor, route: Route) -> None:
-    """Adds the gradients that other ranks computed to dk and dv, in the order of ranks, so that bits repeat. Rounds once."""
-    for gradient, half in zip((dk, dv), split_packed(returned, dk.shape[3]), strict=True):
-        add_blocks(gradient, as_tokens(half), route.gradient_targets, route.block_size, route.gradient_sources)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Literal, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -23,31 +23,18 @@ from .attend import BlockAttention, BlockChoice, HeadAttention, resolve_select
 from .choice import Strategy
 from .costs import LINK_RATE
 from .exchange import seed_of_first_rank
-from .meshes import device_of, group_of
-from .planning import PlannedSequence, PlanOptions, plan_sequence, to_square_mask
+from .planning import PlanKeywords, PlannedSequence, PlanOptions, plan_sequence, to_square_mask
 from .routes import BlockExchange, Overlap, Peers, Route
-from .sharding import TokenShards
-
-
-class _Keywords(TypedDict, total=False):
-    """Types the options of ``context_parallel``."""
-
-    heads: int | None
-    kv_heads: int | None
-    block_size: int
-    strategy: Strategy | Literal["auto"]
-    link_rate: float
-    overlap: bool | None
-    keep_fetched: bool
+from .sharding import TokenShards, group_of
 
 
 @overload
-def context_parallel(mask: MaskLike, q_len: int, mesh: DeviceMesh, **options: Unpack[_Keywords]) -> ContextPlan: ...
+def context_parallel(mask: MaskLike, q_len: int, mesh: DeviceMesh, **options: Unpack[PlanKeywords]) -> ContextPlan: ...
 
 
 @overload
 def context_parallel(
-    mask: list[MaskLike] | tuple[MaskLike, ...], q_len: int, mesh: DeviceMesh, **options: Unpack[_Keywords]
+    mask: list[MaskLike] | tuple[MaskLike, ...], q_len: int, mesh: DeviceMesh, **options: Unpack[PlanKeywords]
 ) -> ContextPlans: ...
 
 
@@ -62,7 +49,6 @@ def context_parallel(
     strategy: Strategy | Literal["auto"] = "auto",
     link_rate: float = LINK_RATE,
     overlap: bool | None = None,
-    keep_fetched: bool = True,
 ) -> ContextPlan | ContextPlans:
     """Plans the attention of one sequence over the ranks of a mesh. Every rank owns equally many tokens, in whole blocks. Their
     queries attend to all tokens of the sequence that the mask keeps.
@@ -75,11 +61,9 @@ def context_parallel(
     heads, kv_heads: of the attention calls; kv_heads defaults to heads. A plan that may exchange heads needs them.
     block_size: tokens on a side of a pattern's blocks, the unit that ranks own and exchange. A BlockMask has its own.
     strategy: "blocks", "queries", "heads" or "auto", as listed below.
-    link_rate: bytes per second that a rank receives from others. The default was measured between two GPUs that NVLink joins;
-    ``measured_link_rate`` measures other links.
+    link_rate: bytes per second that a rank receives from others. The default was measured between two GPUs that NVLink joins.
     overlap: True makes two calls, one on the rank's own columns while fetched blocks or their gradients travel, and one on fetched
     columns. False makes one call on all columns. None takes what is estimated to be faster, for each pass, the same on all ranks.
-    keep_fetched: True keeps fetched blocks for the backward pass. False fetches them again, so they take no memory in between.
 
     The strategies:
 
@@ -100,7 +84,7 @@ def context_parallel(
     """
     group = group_of(mesh)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    options = PlanOptions(heads, kv_heads, block_size, strategy, link_rate, overlap, keep_fetched)
+    options = PlanOptions(heads, kv_heads, block_size, strategy, link_rate, overlap)
     given = list(mask) if isinstance(mask, (list, tuple)) else [mask]
     try:
         options.check(ranks)
@@ -122,7 +106,8 @@ def context_parallel(
 def plans_of(numbers: PlannedSequence, options: PlanOptions, mesh: DeviceMesh, cu_seqlens: tuple[int, ...] = (0,)) -> ContextPlans:
     """Makes a plan for each layer. cu_seqlens: the bounds of documents; one document by default."""
     positions = numbers.owners.positions(numbers.sizes.q_len, numbers.sizes.block_size)
-    shards = TokenShards(numbers.sizes.q_len, positions, cu_seqlens, group_of(mesh), device_of(mesh))
+    device = torch.empty(0, device=mesh.device_type).device
+    shards = TokenShards(numbers.sizes.q_len, positions, cu_seqlens, group_of(mesh), device)
     plans = [ContextPlan(shards, numbers, number, options) for number in range(len(numbers.masks))]
     return ContextPlans(shards, [plans[number] for number in numbers.layers])
 
@@ -146,13 +131,12 @@ class ContextPlan(TokenShards):
     exists: (tokens,) bool on the plan's device, False for padding.
     mask: of the whole sequence, on the CPU. strategy: "blocks", "queries" or "heads". rank: this rank. ranks: their number. device:
     of the plan's tensors. overlap: (forward, backward), whether a pass makes two calls, one of which overlaps the exchange.
-    keep_fetched: as given.
     """
 
     def __init__(self, shards: TokenShards, numbers: PlannedSequence, number: int, options: PlanOptions):
         """number: of the plan's mask among the planned masks."""
         vars(self).update(vars(shards))  # the same tensors under all masks
-        self.mask, self.strategy, self.keep_fetched = numbers.masks[number], numbers.strategies[number], options.keep_fetched
+        self.mask, self.strategy = numbers.masks[number], numbers.strategies[number]
         self._costs, self._assigned = numbers.costs[number], numbers.owners.name
         self._sizes, self._knows_heads = numbers.sizes, options.heads is not None
         self._peers, self.overlap = Peers(self.group).handle(), Overlap(False, False)
@@ -160,7 +144,7 @@ class ContextPlan(TokenShards):
         self._local: BlockMask | HeadAttention | BlockAttention
         local = numbers.local_masks[number]
         if isinstance(local, BlockExchange):
-            self._local = BlockAttention(Route.from_exchange(local, self.group, self.device), options.keep_fetched, self.device)
+            self._local = BlockAttention(Route.from_exchange(local, self.group, self.device), self.device)
             self.overlap = local.overlap
         else:
             self._local = local.to(self.device) if isinstance(local, BlockMask) else HeadAttention(local, shards, self._peers)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
-from typing import Literal, cast
+from typing import Unpack, cast
 
 import numpy as np
 import torch
@@ -19,11 +19,9 @@ from ..masks.parsing import parse
 from ..masks.pattern import Pattern
 from ..patterns import documents, shifted
 from .agreement import Agreement, check_agreement
-from .choice import Strategy
-from .costs import LINK_RATE
-from .meshes import group_of
 from .plan import ContextPlan, ContextPlans, plans_of
-from .planning import PlannedSequence, PlanOptions, plan_sequence, short_digest
+from .planning import PlanKeywords, PlannedSequence, PlanOptions, plan_sequence, short_digest
+from .sharding import group_of
 
 _SHORT_DOCUMENT = 1024  # tokens
 
@@ -41,8 +39,8 @@ class ContextParallel:
     mesh: as for ``context_parallel``. mask: a Pattern or its spec text, or a list with one for each layer. The plan's mask is
     ``mask & documents(cu_seqlens)``, so ``mask`` counts positions from the start of the sequence. For masks of distances this makes
     no difference. q_len: tokens of the whole sequence, the same in every step, so that shapes stay the same.
-    heads, kv_heads, block_size, strategy, link_rate, overlap, keep_fetched: as for ``context_parallel``.
     timeout: how long ranks wait for each other's documents; PyTorch's default for gloo if None.
+    options: heads, kv_heads, block_size, strategy, link_rate and overlap, as for ``context_parallel``.
 
     A collective call: it makes a gloo group of the mesh's ranks, on which they compare their arguments. Raises ValueError on every
     rank if arguments differ, or if one rank raises for an argument. ``close``, or leaving a ``with`` block, ends the thread.
@@ -54,27 +52,21 @@ class ContextParallel:
         mask: Pattern | str | list[Pattern | str] | tuple[Pattern | str, ...],
         q_len: int,
         *,
-        heads: int | None = None,
-        kv_heads: int | None = None,
-        block_size: int = 128,
-        strategy: Strategy | Literal["auto"] = "auto",
-        link_rate: float = LINK_RATE,
-        overlap: bool | None = None,
-        keep_fetched: bool = True,
         timeout: timedelta | None = None,
+        **options: Unpack[PlanKeywords],
     ):
         group = group_of(mesh)
         self._mesh, self._q_len, self._single, self._closed = mesh, q_len, not isinstance(mask, (list, tuple)), False
         self._rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
         # The thread uses this group, so it is not the group of the model's exchanges.
         self._group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
-        self._options = PlanOptions(heads, kv_heads, block_size, strategy, link_rate, overlap, keep_fetched)
+        self._options = PlanOptions(**options)
         try:
             self._options.check(len(ranks))
             by_layer = [_pattern(one) for one in (mask if isinstance(mask, (list, tuple)) else [mask])]
             if not by_layer:
                 raise ValueError("mask must name at least one mask, or be one; got an empty list")
-            BlockGrid(q_len, q_len, block_size)  # raises for invalid lengths
+            BlockGrid(q_len, q_len, self._options.block_size)  # raises for invalid lengths
             self._patterns = list(dict.fromkeys(by_layer))
             self._layers = [self._patterns.index(one) for one in by_layer]
             # Raises what every plan would. Short documents make this quick.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypedDict
 
 from ..masks.block_mask import BlockMask, MaskLike
 from ..masks.cache import as_block_mask
@@ -13,14 +13,13 @@ from ..selection.block_selection import BlockSelection
 from ..selection.packed_selection import PackedSelection
 from .assignment import Owners, Visits, blocks_per_chunk
 from .choice import STRATEGIES, Strategy, choose_strategies
-from .costs import SequenceSizes
+from .costs import LINK_RATE, SequenceSizes
 from .estimates import StrategyCosts
 from .routes import BlockExchange, LocalMask
 
 
-@dataclass(frozen=True)
-class PlanOptions:
-    """Holds the arguments of ``context_parallel`` other than masks and lengths."""
+class PlanKeywords(TypedDict, total=False):
+    """Types the fields of ``PlanOptions`` as keywords."""
 
     heads: int | None
     kv_heads: int | None
@@ -28,7 +27,18 @@ class PlanOptions:
     strategy: Strategy | Literal["auto"]
     link_rate: float
     overlap: bool | None
-    keep_fetched: bool
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Holds the arguments of ``context_parallel`` other than masks and lengths."""
+
+    heads: int | None = None
+    kv_heads: int | None = None
+    block_size: int = 128
+    strategy: Strategy | Literal["auto"] = "auto"
+    link_rate: float = LINK_RATE
+    overlap: bool | None = None
 
     def check(self, ranks: int) -> None:
         """Raises ValueError for options that are not valid."""
@@ -36,8 +46,6 @@ class PlanOptions:
             raise ValueError(
                 f"overlap must be True, False or None; got {self.overlap!r}; None takes what is estimated to be faster"
             )
-        if not isinstance(self.keep_fetched, bool):
-            raise ValueError(f"keep_fetched must be True or False; got {self.keep_fetched!r}; False fetches blocks again")
         if self.heads is None and self.kv_heads is not None:
             raise ValueError(f"kv_heads must come with heads=; got kv_heads={self.kv_heads} alone; pass both")
         for name, value in (("heads", self.heads), ("kv_heads", self.kv_heads)):
@@ -54,8 +62,7 @@ class PlanOptions:
             )
         if not isinstance(self.link_rate, (int, float)) or self.link_rate <= 0:
             raise ValueError(
-                f"link_rate must be a positive number of bytes per second; got {self.link_rate!r}; pass what "
-                "measured_link_rate(mesh) returns"
+                f"link_rate must be a positive number of bytes per second; got {self.link_rate!r}; pass what a rank receives"
             )
         kv_heads = self.kv_heads or self.heads
         if self.strategy != "heads":
@@ -121,28 +128,20 @@ def plan_sequence(
         allowed = [name for name in STRATEGIES if name != "heads"]
     chunk_blocks = blocks_per_chunk(masks[0].grid.q_blocks, sizes.block_size, ranks)
     visits = [Visits.from_mask(mask, chunk_blocks) for mask in masks]
-    if options.strategy == "queries" and not all(one.without_shared_rows(sizes) for one in visits):
-        raise ValueError(
-            "strategy 'queries' needs masks in which a few block rows visit more than half of all columns, as global tokens do; "
-            "got a mask in which none do, or too many; pass strategy='blocks'"
-        )
     counts = [list(layers).count(number) for number in range(len(masks))]
     choice = choose_strategies(visits, counts, sizes, ranks, options.link_rate, allowed)
 
-    def localize(one: Visits, strategy: Strategy) -> BlockMask | LocalMask | BlockExchange:
+    def localize(mask: BlockMask, fetching: Visits | None) -> BlockMask | LocalMask | BlockExchange:
         if ranks == 1:
-            return one.mask
-        if strategy == "heads":
-            order = choice.owners.blocks.flatten()
-            index = one.mask.mask_index
-            mask = one.mask if index.shape[1] == 1 else replace(one.mask, mask_index=index.chunk(ranks, 1)[rank])
-            return LocalMask.from_blocks(mask, order, order)
-        fetching = one.without_shared_rows(sizes) if strategy == "queries" else one
-        assert fetching is not None
-        assignment = choice.owners.with_visits(fetching)
-        return BlockExchange.from_assignment(one.mask, assignment, rank, options.overlap, sizes, options.link_rate)
+            return mask
+        if fetching is not None:
+            assignment = choice.owners.with_visits(fetching)
+            return BlockExchange.from_assignment(mask, assignment, rank, options.overlap, sizes, options.link_rate)
+        order, index = choice.owners.blocks.flatten(), mask.mask_index
+        of_rank = mask if index.shape[1] == 1 else replace(mask, mask_index=index.chunk(ranks, 1)[rank])
+        return LocalMask.from_blocks(of_rank, order, order)
 
-    local_masks = tuple(map(localize, visits, choice.strategies))
+    local_masks = tuple(map(localize, masks, choice.visits))
     return PlannedSequence(sizes, layers, choice.owners, tuple(masks), choice.strategies, choice.costs, local_masks)
 
 

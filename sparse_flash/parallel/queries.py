@@ -79,10 +79,9 @@ def _take_shared_rows(x: torch.Tensor, shared: SharedRows) -> torch.Tensor:
 
 
 def _send_to_all(blocks: torch.Tensor, shared: SharedRows, route: Route) -> PendingExchange:
-    traffic, piece = shared.traffic, blocks.shape[1:]
-    message = Message.allocate(blocks, traffic, piece, route)
-    message.pieces.view(len(traffic.sends), len(blocks), *piece).copy_(blocks)
-    return message.send(blocks.new_empty(traffic.received, *piece))
+    message = Message.allocate(blocks, shared.traffic, blocks.shape[1:], route)
+    message.pieces.unflatten(0, (len(shared.traffic.sends), len(blocks))).copy_(blocks)
+    return message.send()
 
 
 def _return_to_owners(x: torch.Tensor, shared: SharedRows, route: Route) -> PendingExchange:
@@ -91,8 +90,8 @@ def _return_to_owners(x: torch.Tensor, shared: SharedRows, route: Route) -> Pend
     traffic, blocks = shared.traffic.reverse, as_blocks(x, shared.block_size)
     message = Message.allocate(blocks, traffic, blocks.shape[1:], route)
     message.pieces.copy_(blocks)
-    received = blocks.new_empty(len(traffic.receives), len(shared.rows), *blocks.shape[1:])
-    return message.send(received.flatten(0, 1))._replace(received=received)
+    returning = message.send()
+    return returning._replace(received=returning.received.unflatten(0, (len(traffic.receives), len(shared.rows))))
 
 
 def _write(x: torch.Tensor, rows: torch.Tensor, shared: SharedRows) -> None:

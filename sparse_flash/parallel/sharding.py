@@ -1,4 +1,4 @@
-"""Records which tokens of a sequence a rank holds; shards and unshards tensors of tokens."""
+"""Records which tokens of a sequence a rank of a mesh holds; shards and unshards tensors of tokens."""
 
 from __future__ import annotations
 
@@ -9,6 +9,18 @@ from typing import Any, NoReturn, Self
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh; got {type(mesh).__name__}; use init_device_mesh(device_type, (ranks,))")
+    if mesh.ndim != 1:
+        names = ", ".join(map(repr, mesh.mesh_dim_names or ())) or "no names"
+        raise ValueError(
+            f"mesh must have one dimension, all of whose ranks share the sequence; got {mesh.ndim} ({names}); name one: mesh['cp']"
+        )
+    return mesh.get_group()
 
 
 @dataclass(eq=False, repr=False)

@@ -67,9 +67,11 @@ class Message(NamedTuple):
         pieces = route.memory.allocate(max(counts) * piece_bytes, counts[traffic.rank], *piece, dtype=like.dtype)
         return cls(pieces, traffic, route.group, route.memory)
 
-    def send(self, received: torch.Tensor) -> PendingExchange:
-        """Starts the exchange that fills ``received``, contiguous, piece after piece."""
+    def send(self, received: torch.Tensor | None = None) -> PendingExchange:
+        """Starts the exchange that fills ``received``, contiguous, piece after piece. None: a new tensor."""
         traffic = self.traffic
+        if received is None:
+            received = self.pieces.new_empty(traffic.received, *self.pieces.shape[1:])
         if not traffic.longest:
             return PendingExchange(received)
         work: Work | None
@@ -83,12 +85,7 @@ class Message(NamedTuple):
 
 def empty_blocks(k: torch.Tensor, v: torch.Tensor, count: int, block_size: int) -> torch.Tensor:
     """Returns (count, block, batch, kv_heads, head_dim + v_head_dim), uninitialized. A piece is a block's keys and values."""
-    return k.new_empty(count, *block_shape(k, v, block_size))
-
-
-def block_shape(k: torch.Tensor, v: torch.Tensor, block_size: int) -> tuple[int, ...]:
-    """Returns the shape of a piece of ``empty_blocks``."""
-    return block_size, *k.shape[:2], k.shape[3] + v.shape[3]
+    return k.new_empty(count, block_size, *k.shape[:2], k.shape[3] + v.shape[3])
 
 
 def split_packed(packed: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -326,11 +326,11 @@ def compiled(plans: int, **options) -> tuple[float, int]:
     return worst, counter.frame_count
 
 
-def checkpointed(name: str, policy: str, **options) -> tuple[float, int, int]:
+def checkpointed(name: str, policy: str) -> tuple[float, int, int]:
     """(the difference from one process, exchanges forward, exchanges backward), with dropout, whose seed is
     drawn again where it is recomputed. policy: "none": no checkpointing; "all": everything is recomputed; "operator": everything
     but what the operator returns."""
-    plan = plan_of(name, **options)
+    plan = plan_of(name)
 
     def of(_, function, *args, **kwargs):
         saved = function is torch.ops.sparse_flash.context_attention.default
@@ -382,15 +382,6 @@ def of_two_dimensions() -> str:
     """The error of a plan for a mesh of two dimensions."""
     both = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "cp"))
     return error_of(lambda: sf.context_parallel("causal", 1000, both))
-
-
-def rates() -> tuple[float, str]:
-    """(the rate of a mesh of all ranks, what is said of a mesh of one)"""
-    lone_rank = init_device_mesh(DEVICE, (4, 1), mesh_dim_names=("dp", "cp"))["cp"]
-    said = error_of(lambda: sf.measured_link_rate(lone_rank))
-    found = sf.measured_link_rate(mesh(), size=1 << 20)
-    sf.context_parallel("causal", 1000, mesh(), link_rate=found)
-    return found, said
 
 
 def refused_calls() -> dict[str, str]:

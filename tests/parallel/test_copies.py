@@ -12,7 +12,6 @@ import torch
 from on_ranks import CASES
 
 from sparse_flash.compat import symmetric_memory
-from sparse_flash.parallel.costs import LINK_RATE
 from sparse_flash.parallel.peer_memory import PeerMemory
 from sparse_flash.parallel.planning import PlanOptions, plan_sequence
 from sparse_flash.parallel.traffic import Traffic
@@ -26,7 +25,7 @@ def test_pieces_in_very_many_runs_are_written_for_each_rank():
 @pytest.mark.parametrize("name", CASES)
 def test_a_rank_writes_each_block_once_and_others_get_few_runs(name):
     mask, ranks = on_ranks.whole_of(name), 4
-    options = PlanOptions(None, None, mask.block_size, "blocks", LINK_RATE, None, True)
+    options = PlanOptions(block_size=mask.block_size, strategy="blocks")
     for rank in range(ranks):
         exchange = plan_sequence([mask], [0], rank, ranks, options).local_masks[0]
         messages = exchange.traffic.layout
@@ -94,11 +93,10 @@ def test_pieces_of_any_size_arrive_as_a_process_group_moves_them_and_memory_only
     [
         (2, "causal", "blocks", {"overlap": True}),
         (3, "grouped 6:3", "blocks", {"overlap": False}),
-        (3, "causal", "blocks", {"overlap": True, "keep_fetched": False}),
-        (4, "butterfly", "blocks", {"overlap": False, "keep_fetched": False}),
+        (4, "butterfly", "blocks", {"overlap": False}),
         (3, "ranks that get nothing", "blocks", {"overlap": True}),
         (3, "bigbird", "queries", {"overlap": True}),
-        (2, "global tokens", "queries", {"overlap": False, "keep_fetched": False}),
+        (2, "global tokens", "queries", {"overlap": False}),
     ],
 )
 def test_plans_give_what_one_process_gives(pools, ranks, name, strategy, options):

@@ -10,7 +10,7 @@ from sparse_flash.masks.build import take_blocks
 from sparse_flash.parallel.assignment import Assignment, Visits, blocks_per_chunk, candidates, improve_owners
 from sparse_flash.parallel.choice import choose_strategies
 from sparse_flash.parallel.costs import LINK_RATE, SequenceSizes
-from sparse_flash.parallel.estimates import block_times, call_times
+from sparse_flash.parallel.estimates import block_times
 from sparse_flash.parallel.planning import PlannedSequence, PlanOptions, plan_sequence
 from sparse_flash.parallel.routes import BlockExchange, LocalMask
 
@@ -74,7 +74,7 @@ def attended_by(part: LocalMask, shape: torch.Size) -> np.ndarray:
 def test_the_columns_of_a_shared_row_are_divided_over_the_ranks_that_hold_them(name):
     mask, ranks = whole(name), 3
     _, _, block, _, heads, kv_heads = CASES[name]
-    options = PlanOptions(heads, kv_heads, block, "queries", LINK_RATE, overlap=False, keep_fetched=True)
+    options = PlanOptions(heads, kv_heads, block, "queries", overlap=False)
     wanted = of_all_heads(mask).numpy()
     of_rows, of_shared = [], []
     for rank in range(ranks):
@@ -121,7 +121,12 @@ def planned(mask: str | sf.BlockMask, tokens: int, ranks: int, heads: int | None
     """Returns the first rank's plan of one mask."""
     if isinstance(mask, str):
         mask = sf.compile_mask(mask, tokens, progress=False)
-    return plan_sequence([mask], [0], 0, ranks, PlanOptions(heads, kv_heads, 128, "auto", LINK_RATE, None, True))
+    return plan_sequence([mask], [0], 0, ranks, PlanOptions(heads, kv_heads))
+
+
+def random_documents(tokens: int, within: str = "causal") -> sf.BlockMask:
+    ends = np.cumsum(np.random.default_rng(0).lognormal(np.log(4096), 1.3, tokens >> 8).astype(int).clip(16))
+    return sf.compile_mask(sf.parse(within) & sf.documents([0, *ends[ends < tokens].tolist(), tokens]), tokens, progress=False)
 
 
 @pytest.mark.parametrize("ranks", [8, 64])
@@ -138,9 +143,8 @@ def test_causal_is_balanced_by_zigzag(ranks):
 
 
 def test_documents_of_random_lengths_are_balanced_and_move_less_than_chunks_levelled_by_work():
-    ends = np.cumsum(np.random.default_rng(0).lognormal(np.log(4096), 1.3, 400).astype(int).clip(16))
     tokens = 1 << 17
-    mask = sf.compile_mask(sf.causal() & sf.documents([0, *ends[ends < tokens].tolist(), tokens]), tokens)
+    mask = random_documents(tokens)
     found, visits = planned(mask, tokens, 8, None, None), Visits.from_mask(mask, 8)
     regular = {one.name: one.with_visits(visits) for one in candidates([visits], [1], 8)}
     balance = {name: one.visited.max() / one.visited.mean() for name, one in regular.items()}
@@ -176,19 +180,23 @@ def test_no_queries_travel_where_no_rows_or_many_visit_most_columns():
     assert all("queries" not in planned(text, 1 << 16, 8).costs[0] for text in ("causal", "butterfly", "causal & local(4096)"))
 
 
-def test_the_exchange_hides_behind_own_columns_where_that_is_estimated_to_be_faster():
-    def overlaps(heads: int, near: float, far: float, visiting: int, received: int, own: int = 2048, link_rate: float = LINK_RATE):
-        sizes = SequenceSizes(1 << 19, 128, heads, 8)
-        of_one_rank = (np.array([number]) for number in (near, far, visiting, received))
-        return tuple(of.overlaps for of in call_times(*of_one_rank, own, sizes, link_rate))
-
-    # Ranks of runs on two GPUs, and what was faster there, or as fast: docs/performance/several-gpus.md.
-    assert overlaps(32, 786_432, 65_536, 2048, 2048) == (False, True)  # a butterfly: results are merged, gradients have one sum
-    assert overlaps(8, 188_416, 24_576, 1536, 1536) == (True, True)  # with 8 heads less is merged
-    assert overlaps(32, 4_484_384, 1_030_976, 600, 450) == (False, False)  # documents: two calls take longer than the exchange
-    assert overlaps(8, 1_050_624, 1_048_576, 512, 512, own=512) == (True, False)  # causal: two backward calls do
-    assert overlaps(32, 4_484_384, 1_030_976, 600, 450, link_rate=1e10) == (True, True)  # not less over slow links
-    assert overlaps(32, 2e6, 0, 0, 0) == (False, False)  # nothing travels
+@pytest.mark.parametrize(
+    "mask, log2_tokens, heads, link_rate, overlap",
+    [
+        # What was faster on two GPUs, or as fast: docs/performance/several-gpus.md.
+        ("butterfly", 19, 32, LINK_RATE, (False, True)),  # results are merged, gradients have one sum
+        ("butterfly", 19, 8, LINK_RATE, (True, True)),  # with 8 heads less is merged
+        ("documents", 19, 32, LINK_RATE, (False, False)),  # two calls take longer than the exchange
+        ("causal", 17, 8, LINK_RATE, (True, False)),  # two backward calls do
+        ("documents", 19, 32, 1e10, (True, True)),  # not over slow links
+        ("block_diagonal(4096)", 17, 8, LINK_RATE, (False, False)),  # nothing travels
+    ],
+)
+def test_the_exchange_hides_behind_own_columns_where_that_is_estimated_to_be_faster(mask, log2_tokens, heads, link_rate, overlap):
+    tokens = 1 << log2_tokens
+    whole = random_documents(tokens) if mask == "documents" else sf.compile_mask(mask, tokens, progress=False)
+    options = PlanOptions(heads, 8, strategy="blocks", link_rate=link_rate)
+    assert plan_sequence([whole], [0], 0, 2, options).local_masks[0].overlap == overlap
 
 
 def test_all_ranks_make_as_many_calls():
@@ -230,9 +238,7 @@ def test_each_mask_of_one_assignment_gets_the_strategy_that_suits_it():
 
 def test_exchanging_chunks_lowers_the_sum_of_all_layers():
     tokens, ranks = 1 << 16, 8
-    ends = np.cumsum(np.random.default_rng(1).lognormal(np.log(4096), 1.3, 100).astype(int).clip(16))
-    apart = sf.causal() & sf.documents([0, *ends[ends < tokens].tolist(), tokens])
-    visits = [Visits.from_mask(sf.compile_mask(mask, tokens), 2) for mask in (apart, apart & sf.local(512))]
+    visits = [Visits.from_mask(random_documents(tokens, within), 2) for within in ("causal", "causal & local(512)")]
     start = candidates(visits, [1, 3], ranks)[0]
 
     def costliest(owners) -> float:

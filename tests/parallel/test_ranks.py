@@ -12,13 +12,10 @@ OF_QUERIES = ["bigbird", *(name for name in CASES if name.startswith("global tok
 OF_HEADS = [(name, ranks) for name, case in CASES.items() for ranks in (2, 3, 4) if case[5] % ranks == 0]
 
 
-AGAIN = [(name, 3, overlap, False) for name in ("causal", "ranks that get nothing", "grouped 6:3") for overlap in (True, False)]
-KEPT = [(name, *how, True) for name in CASES for how in ((1, None), (2, True), (2, False), (3, True), (4, False))]
-
-
-@pytest.mark.parametrize("name, ranks, overlap, keep_fetched", KEPT + AGAIN)
-def test_blocks_fetched_give_what_one_process_gives_and_the_same_bits_twice(pools, name, ranks, overlap, keep_fetched):
-    for error, same in pools(ranks).run(on_ranks.compared, name, "blocks", overlap=overlap, keep_fetched=keep_fetched):
+@pytest.mark.parametrize("ranks, overlap", [(1, None), (2, True), (2, False), (3, True), (4, False)])
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_fetched_give_what_one_process_gives_and_the_same_bits_twice(pools, name, ranks, overlap):
+    for error, same in pools(ranks).run(on_ranks.compared, name, "blocks", overlap=overlap):
         assert error < 1e-5 and same
 
 
@@ -55,7 +52,7 @@ def test_blocks_chosen_by_queries_where_heads_are_exchanged_are_what_one_process
     "ranks, name, strategy, options",
     [
         (2, "window", "blocks", {"overlap": True}),
-        (2, "1537 tokens", "blocks", {"overlap": False, "keep_fetched": False}),
+        (2, "1537 tokens", "blocks", {"overlap": False}),
         (2, "butterfly", "heads", {}),
         (2, "per head, grouped", "heads", {}),
         (2, "global tokens", "queries", {"overlap": True}),
@@ -86,13 +83,6 @@ def test_a_mesh_of_several_dimensions_is_refused(pools):
 def test_partial_results_are_merged_with_hardly_more_error_than_one_process_has(pools, dtype, options):
     for error, of_one in pools(4).run(on_ranks.of_dtype, "global tokens", dtype, **options):
         assert error < 2 * of_one + 1e-12
-
-
-def test_all_ranks_measure_the_same_rates_and_plans_take_them(pools):
-    first, *others = pools(4).run(on_ranks.rates)
-    assert all(other == first for other in others)
-    rate, said = first
-    assert 1e5 < rate < 1e12 and "at least two ranks to measure a link; got one" in said
 
 
 @pytest.mark.parametrize("strategy", ["blocks", "heads"])
@@ -149,7 +139,7 @@ def test_second_derivatives_are_refused(pools):
     [
         (20, {"strategy": "blocks", "overlap": True}),
         (4, {"strategy": "blocks", "overlap": False}),
-        (4, {"strategy": "blocks", "overlap": None, "keep_fetched": False}),
+        (4, {"strategy": "blocks", "overlap": None}),
         (4, {"strategy": "queries"}),
         (4, {"strategy": "heads"}),
     ],
@@ -160,17 +150,15 @@ def test_plans_of_one_shape_are_one_compiled_graph(pools, plans, options):
 
 
 @pytest.mark.parametrize(
-    "policy, keep_fetched, forward, backward",
+    "policy, forward, backward",
     [
-        ("none", True, 1, 1),
-        ("none", False, 1, 2),  # blocks again, and gradients
-        ("all", True, 1, 2),
-        ("operator", True, 1, 1),
-        ("operator", False, 1, 2),
+        ("none", 1, 1),
+        ("all", 1, 2),  # blocks again, and gradients
+        ("operator", 1, 1),
     ],
 )
-def test_what_is_kept_and_what_is_checkpointed_say_how_often_ranks_exchange(pools, policy, keep_fetched, forward, backward):
-    for error, *exchanges in pools(3).run(on_ranks.checkpointed, "causal", policy, keep_fetched=keep_fetched):
+def test_blocks_are_fetched_again_only_where_checkpoints_do_not_save_them(pools, policy, forward, backward):
+    for error, *exchanges in pools(3).run(on_ranks.checkpointed, "causal", policy):
         assert error < 1e-5 and exchanges == [forward, backward]
 
 
@@ -218,7 +206,6 @@ def test_different_plans_or_one_ranks_error_are_an_error_on_every_rank_that_says
             "made before there are queries; got a BlockSelection, which queries choose",
         ),
         ({"overlap": "yes"}, "overlap must be True, False or None; got 'yes'"),
-        ({"keep_fetched": 1}, "keep_fetched must be True or False; got 1"),
     ],
 )
 def test_unsuitable_arguments_are_refused_with_the_reason(pools, given, said):

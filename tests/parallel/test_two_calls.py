@@ -2,6 +2,7 @@
 calls. Without a Hopper GPU its kernels are simulated."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -51,25 +52,23 @@ class Rank:
         near, far = (LocalMask.from_blocks(mask, OWN, columns) for columns in (OWN, OTHERS))
         self.calls = TwoCalls(near, far).to(torch.device(DEVICE))
 
-    def backward(self, deterministic=False, near_first=False):
-        """(the kind of calls, what is off by too much)"""
+    def backward(self, deterministic=False):
+        """(whether the calls have one sum of dQ, what is off by too much)"""
         run = calls.PartialAttention(self.scale, deterministic, "hopper")
-        pair = run.split_backward(self.q, self.k, self.v, self.fetched, self.results, self.calls)
-        gradients = torch.full_like(self.fetched, float("nan"))
-        own = pair.own_gradients(self.k, self.v) if near_first else None
-        pair.write_fetched_gradients(self.fetched, gradients)
-        own = own or pair.own_gradients(self.k, self.v)
-        theirs = transfer.unpack(gradients, self.q.shape[3])
-        found = pair.query_gradients(), *(torch.cat(pair, 2) for pair in zip(own, theirs, strict=True))
+        gradients, own, head_dim = torch.full_like(self.fetched, float("nan")), (self.k, self.v), self.q.shape[3]
+        joined = run.join_calls(self.q, own, transfer.unpack(self.fetched, head_dim), self.results, self.calls)
+        message = SimpleNamespace(pieces=gradients, send=lambda: transfer.PendingExchange(gradients.clone()))
+        (dq, *of_own), sent = run.backward_in_two_calls(self.q, own, self.fetched, self.results, self.calls, message)
+        found = dq, *(torch.cat(pair, 2) for pair in zip(of_own, transfer.unpack(sent.received, head_dim), strict=True))
         off = {}
         for name, one, exact in zip(("dq", "dk", "dv"), found, self.wanted, strict=True):
             error = (one.double() - exact).abs().max()
             if not error <= 4e-3 * max(1.0, exact.abs().max()):
                 off[name] = float(error)
-        return type(pair), off
+        return joined is not None, off
 
 
-@parametrize("near_first", [False, True])
+@parametrize("lse_gradient", [False, True])
 @parametrize(
     "spec, head_dim, v_head_dim, heads, kv_heads",
     [
@@ -80,18 +79,17 @@ class Rank:
         ("local(200)", 256, 256, 1, 1),
     ],
 )
-def test_two_calls_that_share_all_rows_have_one_sum_of_dq(spec, head_dim, v_head_dim, heads, kv_heads, near_first):
-    rank = Rank(spec, head_dim, v_head_dim, heads, kv_heads, lse_gradient=near_first)
-    assert rank.backward(near_first=near_first) == (calls.JointCalls, {})
+def test_two_calls_that_share_all_rows_have_one_sum_of_dq(spec, head_dim, v_head_dim, heads, kv_heads, lse_gradient):
+    rank = Rank(spec, head_dim, v_head_dim, heads, kv_heads, lse_gradient)
+    assert rank.backward() == (True, {})
 
 
 def test_deterministic_calls_are_separate():
     rank = Rank("causal & local(200)", 64, 64, 2, 1)
-    assert rank.backward(deterministic=True) == (calls.SeparateCalls, {})
-    assert rank.backward(deterministic=True, near_first=True) == (calls.SeparateCalls, {})
+    assert rank.backward(deterministic=True) == (False, {})
 
 
 def test_calls_are_separate_where_tma_cannot_address_a_tensor():
     rank = Rank("causal", 64, 64, 2, 1)
     rank.results = rank.results._replace(dout=rank.results.dout.transpose(2, 3).contiguous().transpose(2, 3))
-    assert rank.backward() == (calls.SeparateCalls, {})
+    assert rank.backward() == (False, {})
