@@ -78,7 +78,7 @@ def from_flex_cached(mask: FlexMask) -> BlockMask:
             "torch.compile cannot look into a FlexAttention mask that has a mask_mod; make mask = BlockMask.from_flex(mask) "
             "outside of the compiled function and pass that"
         )
-    made_of = from_flex.parts_of(mask)
+    made_of = mask.mask_mod, mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
     state = state_of(made_of)
     old_parts, old_state, converted = _flex_cache.get(mask, ((), None, None))
     if converted is not None and old_state == state and all(map(operator.is_, old_parts, made_of)):
