@@ -2,7 +2,6 @@
 
 import warnings
 from dataclasses import replace
-from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import numpy as np
@@ -350,18 +349,6 @@ def test_auto_takes_torch_on_a_cpu():
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def test_auto_takes_triton_on_a_gpu():
     assert backends.choose_backend("auto", make_call(*inputs(dtype=torch.bfloat16)[:2])) == "triton"
-
-
-@parametrize("deterministic", [False, True])
-def test_what_is_compiled_ahead_is_the_backward_pass_of_this_call(monkeypatch, deterministic):
-    hopper, seen = backends.get_backend("hopper"), []
-    q, k, v = accepted("torch", 16, requires_grad=True)
-    lse = torch.zeros(q.shape[:3], device=DEVICE)
-    kernels = SimpleNamespace(attention_forward=lambda *_, beside: (beside(), (q, lse))[1])
-    monkeypatch.setattr(hopper, "_kernels", lambda: kernels)
-    monkeypatch.setattr(hopper, "backward", lambda *call: seen.append(call[9]))
-    hopper.forward(q, k, v, None, 0.25, deterministic, None)
-    assert seen == [deterministic]
 
 
 def test_a_named_back_end_raises_its_reason_and_never_gives_way():
