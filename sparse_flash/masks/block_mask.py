@@ -257,9 +257,9 @@ class BlockMask:
         """The end of each stored mask's entries."""
         return self.by_query.row_ptr[:, -1].cpu().numpy().astype(np.int64)
 
-    def tile_pairs(self, kind: np.ndarray, tile: np.ndarray) -> np.ndarray:
-        """Which pairs tiles keep, given kind and tile as from ``entries``: (n, block, block) bool."""
-        runs, bits = (t.cpu().numpy() for t in self.tiles)
+    def tile_pairs(self, kind: np.ndarray, tile: np.ndarray, rows: slice = slice(None)) -> np.ndarray:
+        """Which pairs tiles keep, given kind and tile as from ``entries``: (n, block, block) bool, or some rows of these."""
+        runs, bits = (t[:, rows].cpu().numpy() for t in self.tiles)
         first, stop = unpack_runs(runs[np.where(kind == 1, tile, 0)])
         column = np.arange(self.block_size)
         dense = (column >= first[:, :, None]) & (column < stop[:, :, None])
@@ -360,7 +360,7 @@ class BlockMask:
         full, kind = runs - begin, 1 + (np.arange(runs, end) >= bits)
         kept = np.zeros((self.grid.kv_blocks, self.block_size), bool)
         kept[cols[:full]] = True
-        kept[cols[full:]] = self.tile_pairs(kind, tile[full:])[:, within]
+        kept[cols[full:]] = self.tile_pairs(kind, tile[full:], slice(within, within + 1))[:, 0]
         return torch.from_numpy(kept.reshape(-1))[: self.kv_len]
 
     @outside_graphs
