@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
 
 import torch
 
@@ -131,17 +129,17 @@ def supports(call: Call) -> str | None:
 def forward(q, k, v, mask, scale, deterministic, variant):
     if variant is None and triton_backend.has_few_queries(q, k):
         return triton_backend.forward(q, k, v, mask, scale, deterministic, variant)
-    return _kernels().attention_forward(q, k, v, mask, scale, variant)
+    return _kernels()[0].attention_forward(q, k, v, mask, scale, variant)
 
 
 def forward_in_eight_bits(q, k, v, mask, scale):
-    return _kernels().attention_forward_of_eight_bits(q, k, v, mask, scale)
+    return _kernels()[0].attention_forward_of_eight_bits(q, k, v, mask, scale)
 
 
 def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant):
     if not has_backward(q.shape[3], v.shape[3]):
         return triton_backend.backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant)
-    return _kernels().attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant, deterministic)
+    return _kernels()[1].attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant, deterministic)
 
 
 def joint_backward(dout, dlse, q, out, lse, calls, scale):
@@ -150,26 +148,17 @@ def joint_backward(dout, dlse, q, out, lse, calls, scale):
     tensors = [dout, q, out, *(t for call in calls for t in call[:2])]
     if not has_backward(q.shape[3], calls[0][1].shape[3]) or not all(map(is_addressable, tensors)):
         return None
-    if not _kernels().can_share_sums(q, calls[0][1], [mask for *_, mask in calls]):
+    if not _kernels()[1].can_share_sums(q, calls[0][1], [mask for *_, mask in calls]):
         return None
-    return _kernels().joint_backward(dout, dlse, q, out, lse, scale)
-
-
-class _Kernels(NamedTuple):
-    attention_forward: Callable
-    attention_forward_of_eight_bits: Callable
-    attention_backward: Callable
-    joint_backward: Callable
-    can_share_sums: Callable
+    return _kernels()[1].JointBackward(dout, dlse, q, out, lse, scale)
 
 
 @cache
-def _kernels() -> _Kernels:
-    """Imported on demand, as they import triton."""
-    from ..kernels.hopper.backward import JointBackward, attention_backward, can_share_sums
-    from ..kernels.hopper.forward import attention_forward, attention_forward_of_eight_bits
+def _kernels():
+    """The modules of both passes, imported on demand, as they import triton."""
+    from ..kernels.hopper import backward, forward
 
-    return _Kernels(attention_forward, attention_forward_of_eight_bits, attention_backward, JointBackward, can_share_sums)
+    return forward, backward
 
 
 decode = triton_backend.decode

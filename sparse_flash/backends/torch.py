@@ -22,8 +22,9 @@ import torch
 
 from ..kernels.common.layout import empty_out
 from ..masks.block_mask import BlockMask
+from ..masks.from_maps import dense_mask
+from ..masks.grid import BlockGrid
 from ..masks.memory import register_clear
-from ..masks.tiles import pack_runs
 from ..variant.definition import (
     Pairs,
     add_bias_gradient,
@@ -460,8 +461,7 @@ def _pad_tokens(x, block: int):
 
 def _split_by_mask(q, k, mask) -> list[_Part]:
     batch, kv_heads, group = k.shape[0], k.shape[1], q.shape[1] // k.shape[1]
-    if mask is None:
-        return [_Part(_Loop.dense(q, k), slice(None), slice(None), kv_heads)]
+    mask = dense_mask(BlockGrid(q.shape[2], k.shape[2], _DENSE_BLOCK), q.device) if mask is None else mask
     tables = _host_tables(mask, compute_dtype(q))
     index = np.broadcast_to(mask.mask_index.cpu().numpy(), q.shape[:2]).reshape(batch * kv_heads, group)
     if (index == index[:, :1]).all():
@@ -564,20 +564,6 @@ class _Loop:
         self.block, self.q_len, self.groups, self.tiles = block, q_len, groups, tiles
         self.size = _CHUNK_CPU * torch.get_num_threads() if tiles.device.type == "cpu" else _CHUNK_GPU
         self.buffers: dict[int, torch.Tensor] = {}
-
-    @classmethod
-    def dense(cls, q, k) -> _Loop:
-        """Returns a loop over every block. Blocks of the last row and column have tiles if they are cut off."""
-        block = _DENSE_BLOCK
-        (rows, last_q), (cols, last_k) = ((-(-tokens // block), tokens % block or block) for tokens in (q.shape[2], k.shape[2]))
-        # By number: cut off in keys, in queries, in both. Each query's run of keys begins at 0.
-        whole_q, whole_k = np.full(block, block), np.full(block, last_k)
-        ends = np.stack([whole_k, whole_q * (np.arange(block) < last_q), whole_k * (np.arange(block) < last_q)])
-        no_bits = torch.zeros((0, block, block // 32), dtype=torch.int32, device=q.device)
-        tiles = _Tiles(torch.from_numpy(pack_runs(np.zeros_like(ends), ends)).to(q.device), no_bits, compute_dtype(q))
-        cut_q, cut_k = ((np.arange(count) == count - 1) & (last < block) for count, last in ((rows, last_q), (cols, last_k)))
-        numbers = cut_k + 2 * cut_q[:, None] - 1
-        return cls(block, q.shape[2], [(np.arange(rows), np.broadcast_to(np.arange(cols), (rows, cols)), numbers)], tiles)
 
     def chunks(self, units: int, stacked: int, device):
         """Yields (slice of units, index of query blocks, [pieces]); each piece has at most ``size`` scores, unless a single block

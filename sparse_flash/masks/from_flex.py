@@ -19,7 +19,7 @@ from .block_mask import BlockMask, Device
 from .build import from_entries, from_heads
 from .from_maps import dense_mask, from_block_maps, map_from_lists
 from .grid import BLOCK_SIZES, BlockGrid
-from .progress import Progress
+from .progress import progress_bar
 from .table import Entries
 from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches
 
@@ -169,13 +169,13 @@ def _evaluate_mask_mod(
     count = grid.q_blocks * grid.kv_blocks
     evaluated = [(b, h) for b in range(shape[0] if by_batch else 1) for h in range(shape[1] if by_head else 1)]
     pairs = count * grid.block_size**2 * len(evaluated)
-    with Progress(f"looking at {_name(mask_mod)}: {count * len(evaluated):,} blocks", pairs, progress) as bar:
+    with progress_bar(f"looking at {_name(mask_mod)}: {count * len(evaluated):,} blocks", pairs, progress) as advance:
         for b, h in evaluated:
             parts = []
             for part in dense_batches(count, grid.block_size):
                 rows, cols = np.divmod(np.arange(part.start, part.stop), grid.kv_blocks)
                 parts.append(Entries(rows, cols, tiles_of(b, h, rows, cols)).without_empty())
-                bar.advance(len(rows) * grid.block_size**2)
+                advance(len(rows) * grid.block_size**2)
             served = [(i, j) for i in ([b] if by_batch else range(shape[0])) for j in ([h] if by_head else range(shape[1]))]
             yield served, Entries.join(parts)
 
