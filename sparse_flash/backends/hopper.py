@@ -25,14 +25,9 @@ MAX_SOFTCAP = 256
 MAX_ROWS = 2**31 - 1  # of all heads together: TMA coordinates are 32-bit
 
 
-def why_unavailable() -> str | None:
-    return (
-        _why_unavailable() or triton_backend.why_unavailable()
-    )  # in this order: without a GPU, the second advises the interpreter
-
-
+@constant_in_graphs  # torch.compile cannot trace the import
 @cache
-def _why_unavailable() -> str | None:
+def why_unavailable() -> str | None:
     if triton_backend.is_interpreted():
         return "Triton's interpreter does not run Gluon kernels; backend='triton' is what it runs"
     if torch.version.hip is not None:  # ROCm reports 9.0 for some of its chips
@@ -43,7 +38,7 @@ def _why_unavailable() -> str | None:
         import triton.experimental.gluon  # noqa: F401
     except ImportError as error:
         return f"this triton has no Gluon ({error}); it needs triton 3.6 or newer"
-    return None
+    return triton_backend.why_unavailable()  # last: without a GPU, it advises the interpreter
 
 
 def runs_on(device: torch.device) -> bool:
@@ -51,24 +46,18 @@ def runs_on(device: torch.device) -> bool:
     return why_unavailable() is None and _is_hopper(device)
 
 
+@constant_in_graphs
+@cache
 def _is_hopper(device: torch.device) -> bool:
-    return _capability(device) == (9, 0)
+    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
+@constant_in_graphs  # torch.compile cannot trace the import
 def _score_mod_refusal(score_mod: ScoreFunction, dtypes: tuple[torch.dtype, ...]) -> str | None:
     """Why the kernels cannot take a score function, or None."""
     from ..kernels.hopper.own_scores import refusal
 
     return refusal(score_mod, dtypes)
-
-
-for _function in (why_unavailable, _is_hopper, _score_mod_refusal):  # torch.compile cannot trace their imports
-    constant_in_graphs(_function)
-
-
-@cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
 
 
 def _term_refusal(call: Call) -> str | None:
