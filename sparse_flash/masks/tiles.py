@@ -67,11 +67,6 @@ def unique_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return first[order], rank[inverse.ravel()]
 
 
-def tile_ids(kind: np.ndarray, tile: np.ndarray) -> np.ndarray:
-    """(n,) int64, equal for blocks with the same tile and for full ones, of kinds and tiles as from ``BlockMask.entries``."""
-    return np.where(kind > 0, 2 * tile + kind, 0)
-
-
 class TilePool:
     """Collects tiles of ``block`` x ``block`` pairs, each distinct one once, and numbers them in order of arrival. queries: rows of
     a tile, if not ``block``."""
