@@ -14,12 +14,11 @@ from ..dispatch import operators
 from ..dispatch.call import AttentionCall, ChosenBlocks, backend_for
 from ..masks.block_mask import BlockMask
 from ..masks.cache import compile_cached, convert_foreign_mask, to_traceable
-from ..masks.chooser import has_choosers, without_choosers
+from ..masks.chooser import find_unstated_causal, has_choosers, without_choosers
 from ..masks.fit import check_known_end
 from ..masks.memory import cached_until_cleared, register_clear
 from ..masks.parsing import text_of
 from ..masks.pattern import Pattern, short_text
-from ..masks.unstated_causal import find_unstated_causal
 from ..selection.block_selection import BlockSelection
 from ..variant.variant import LENGTHS, build_variant
 from .arguments import (
@@ -85,8 +84,10 @@ def build_call(
     variant = build_variant(q, k, **variant_arguments) if variant_arguments else None
     check_sinks(sinks, q)
     if spec is not None:
-        has_ends = not (variant_arguments.get("kv_lens") is variant_arguments.get("q_lens") is None)
-        _check_spec(spec, chooses, has_ends)
+        if chooses:
+            without_choosers(spec)  # raises ValueError for an expression that mixes patterns and choosers wrongly
+        if not (variant_arguments.get("kv_lens") is variant_arguments.get("q_lens") is None):
+            check_known_end(spec)
     if is_empty:
         scale = resolve_scale(scale, q.shape[3])
         return AttentionCall(q, k, v, mask, None, scale, deterministic, operators.NOTHING, variant, sinks, precision)
@@ -156,15 +157,6 @@ def _build_selection_call(
     check_selection(selection, q, k)
     check_sinks(sinks, q)
     return AttentionCall(q, k, v, selection, None, resolve_scale(scale, q.shape[3]), deterministic, backend, None, sinks)
-
-
-def _check_spec(spec: Pattern | str, chooses: bool, has_ends: bool) -> None:
-    """Raises ValueError for an expression that mixes patterns and choosers wrongly. has_ends: kv_lens or q_lens end the sequences;
-    patterns that depend on the last token then raise ValueError too."""
-    if chooses:
-        without_choosers(spec)
-    if has_ends:
-        check_known_end(spec)
 
 
 def _choose(

@@ -227,7 +227,8 @@ class SparseAttention(nn.Module):
         mask = parse(mask) if isinstance(mask, str) else mask
         if not (mask is None or isinstance(mask, (Pattern, BlockMask))):
             mask = convert_foreign_mask(mask)
-        self._mask, self._traceable_mask = mask, _as_traceable(mask)
+        # PyTorch before 2.13 takes spec text in graphs, but not Pattern objects.
+        self._mask, self._traceable_mask = mask, text_of(mask) or mask if isinstance(mask, Pattern) else mask
         self.register_buffer("mask_spec", self._spec())
 
     @property
@@ -403,11 +404,6 @@ def _moved(mask: BlockMask, fn: Callable[[torch.Tensor], torch.Tensor]) -> Block
 
 def _split_heads(x: torch.Tensor, head_dim: int) -> torch.Tensor:
     return x.unflatten(2, (-1, head_dim)).transpose(1, 2)
-
-
-def _as_traceable(mask: BlockMask | Pattern | None) -> BlockMask | Pattern | str | None:
-    """Returns the mask as torch.compile takes it: PyTorch before 2.13 accepts spec text but not Pattern objects."""
-    return text_of(mask) or mask if isinstance(mask, Pattern) else mask
 
 
 def _warn_of_difference(own: str, saved: str) -> None:

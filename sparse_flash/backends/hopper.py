@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
 
 import torch
 
@@ -27,14 +25,9 @@ MAX_SOFTCAP = 256
 MAX_ROWS = 2**31 - 1  # of all heads together: TMA coordinates are 32-bit
 
 
-def why_unavailable() -> str | None:
-    return (
-        _why_unavailable() or triton_backend.why_unavailable()
-    )  # in this order: without a GPU, the second advises the interpreter
-
-
+@constant_in_graphs  # torch.compile cannot trace the import
 @cache
-def _why_unavailable() -> str | None:
+def why_unavailable() -> str | None:
     if triton_backend.is_interpreted():
         return "Triton's interpreter does not run Gluon kernels; backend='triton' is what it runs"
     if torch.version.hip is not None:  # ROCm reports 9.0 for some of its chips
@@ -45,7 +38,7 @@ def _why_unavailable() -> str | None:
         import triton.experimental.gluon  # noqa: F401
     except ImportError as error:
         return f"this triton has no Gluon ({error}); it needs triton 3.6 or newer"
-    return None
+    return triton_backend.why_unavailable()  # last: without a GPU, it advises the interpreter
 
 
 def runs_on(device: torch.device) -> bool:
@@ -53,24 +46,18 @@ def runs_on(device: torch.device) -> bool:
     return why_unavailable() is None and _is_hopper(device)
 
 
+@constant_in_graphs
+@cache
 def _is_hopper(device: torch.device) -> bool:
-    return _capability(device) == (9, 0)
+    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
+@constant_in_graphs  # torch.compile cannot trace the import
 def _score_mod_refusal(score_mod: ScoreFunction, dtypes: tuple[torch.dtype, ...]) -> str | None:
     """Why the kernels cannot take a score function, or None."""
     from ..kernels.hopper.own_scores import refusal
 
     return refusal(score_mod, dtypes)
-
-
-for _function in (why_unavailable, _is_hopper, _score_mod_refusal):  # torch.compile cannot trace their imports
-    constant_in_graphs(_function)
-
-
-@cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
 
 
 def _term_refusal(call: Call) -> str | None:
@@ -131,17 +118,17 @@ def supports(call: Call) -> str | None:
 def forward(q, k, v, mask, scale, deterministic, variant):
     if variant is None and triton_backend.has_few_queries(q, k):
         return triton_backend.forward(q, k, v, mask, scale, deterministic, variant)
-    return _kernels().attention_forward(q, k, v, mask, scale, variant)
+    return _kernels()[0].attention_forward(q, k, v, mask, scale, variant)
 
 
 def forward_in_eight_bits(q, k, v, mask, scale):
-    return _kernels().attention_forward_of_eight_bits(q, k, v, mask, scale)
+    return _kernels()[0].attention_forward_of_eight_bits(q, k, v, mask, scale)
 
 
 def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant):
     if not has_backward(q.shape[3], v.shape[3]):
         return triton_backend.backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant)
-    return _kernels().attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant, deterministic)
+    return _kernels()[1].attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant, deterministic)
 
 
 def joint_backward(dout, dlse, q, out, lse, calls, scale):
@@ -150,26 +137,17 @@ def joint_backward(dout, dlse, q, out, lse, calls, scale):
     tensors = [dout, q, out, *(t for call in calls for t in call[:2])]
     if not has_backward(q.shape[3], calls[0][1].shape[3]) or not all(map(is_addressable, tensors)):
         return None
-    if not _kernels().can_share_sums(q, calls[0][1], [mask for *_, mask in calls]):
+    if not _kernels()[1].can_share_sums(q, calls[0][1], [mask for *_, mask in calls]):
         return None
-    return _kernels().joint_backward(dout, dlse, q, out, lse, scale)
-
-
-class _Kernels(NamedTuple):
-    attention_forward: Callable
-    attention_forward_of_eight_bits: Callable
-    attention_backward: Callable
-    joint_backward: Callable
-    can_share_sums: Callable
+    return _kernels()[1].JointBackward(dout, dlse, q, out, lse, scale)
 
 
 @cache
-def _kernels() -> _Kernels:
-    """Imported on demand, as they import triton."""
-    from ..kernels.hopper.backward import JointBackward, attention_backward, can_share_sums
-    from ..kernels.hopper.forward import attention_forward, attention_forward_of_eight_bits
+def _kernels():
+    """The modules of both passes, imported on demand, as they import triton."""
+    from ..kernels.hopper import backward, forward
 
-    return _Kernels(attention_forward, attention_forward_of_eight_bits, attention_backward, JointBackward, can_share_sums)
+    return forward, backward
 
 
 decode = triton_backend.decode

@@ -12,7 +12,7 @@ units and query blocks, and a chunk in pieces of some key blocks (``_Loop.chunks
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -22,8 +22,9 @@ import torch
 
 from ..kernels.common.layout import empty_out
 from ..masks.block_mask import BlockMask
+from ..masks.from_maps import dense_mask
+from ..masks.grid import BlockGrid
 from ..masks.memory import register_clear
-from ..masks.tiles import pack_runs
 from ..variant.definition import (
     Pairs,
     add_bias_gradient,
@@ -142,8 +143,8 @@ def decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale)
     out, lse = empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=compute_dtype(q))
     lengths = [capacity] * batch if kv_lens is None else kv_lens.clamp(0, capacity).tolist()
     for sequence, length in enumerate(lengths):
-        for group_heads, key_heads, number in _heads_by_mask(mask, sequence, heads, k.shape[1]):
-            tokens, kept = _kept_tokens(mask, number, q_len, length, causal, q.device)
+        for group_heads, key_heads, head in _heads_by_mask(mask, sequence, heads, k.shape[1]):
+            tokens, kept = _kept_tokens(mask, sequence, head, q_len, length, causal, q.device)
             read = partial(_read_cache, key_heads=key_heads, block_table=block_table, sequence=sequence, tokens=tokens)
             keys, values = (dequantized(x, of_x, lse.dtype, read) for x, of_x in ((k, k_scale), (v, v_scale)))
             queries = q[sequence, group_heads].to(lse.dtype).reshape(len(keys), -1, q.shape[3])
@@ -158,40 +159,23 @@ def decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale)
 
 
 def _heads_by_mask(mask, sequence: int, heads: int, kv_heads: int):
-    """Yields (query heads, their key heads, the number of their stored mask)."""
-    if mask is None:
+    """Yields (query heads, their key heads, the first of them), where the heads of each have one mask."""
+    if mask is None or len(mask.mask_index[sequence if len(mask.mask_index) > 1 else 0].unique()) == 1:
         yield slice(None), slice(None), 0
         return
-    numbers = mask.mask_index[sequence if len(mask.mask_index) > 1 else 0].tolist()
-    if len(set(numbers)) == 1:
-        yield slice(None), slice(None), numbers[0]
-        return
-    for head, number in enumerate(numbers):
+    for head in range(heads):
         key_head = head * kv_heads // heads
-        yield slice(head, head + 1), slice(key_head, key_head + 1), number
+        yield slice(head, head + 1), slice(key_head, key_head + 1), head
 
 
-def _kept_tokens(mask, number: int, q_len: int, length: int, causal: bool, device):
+def _kept_tokens(mask, sequence: int, head: int, q_len: int, length: int, causal: bool, device):
     """The keys that the last q_len of ``length`` tokens keep: (tokens, (q_len, tokens) bool). tokens: a slice or (n,) int64."""
-    positions = torch.arange(length - q_len, length, device=device)
     if mask is None:
-        keys = torch.arange(length, device=device)
+        positions, keys = (torch.arange(first, length, device=device) for first in (length - q_len, 0))
         return slice(0, length), (keys <= positions[:, None]) if causal else (positions >= 0)[:, None].expand(-1, length)
-    table, size = mask.by_query, mask.block_size
-    kept = torch.zeros((q_len, mask.grid.kv_blocks, size), dtype=torch.bool, device=device)
-    for row in range(max(0, length - q_len) // size, -(-length // size)):
-        begin, end = table.row_ptr[number, row : row + 2].tolist()
-        runs, bits = (bound - begin for bound in table.row_split[number, row].tolist())
-        here = ((positions >= 0) & (positions // size == row)).nonzero()[:, 0]
-        in_block, column = positions[here] % size, torch.arange(size, device=device)
-        cols, tiles = table.col_idx[begin:end].long(), table.tile_idx[begin:end].long()
-        packed = mask.tile_runs[tiles[runs:bits, None], in_block]
-        words = mask.tile_bits[tiles[bits:, None], in_block]
-        pairs = torch.ones((end - begin, len(here), size), dtype=torch.bool, device=device)
-        pairs[runs:bits] = (column >= (packed & 0xFFFF)[..., None]) & (column < (packed >> 16)[..., None])
-        pairs[bits:] = (words[..., column // 32] >> (column % 32)) & 1 > 0
-        kept[here[:, None], cols] = pairs.transpose(0, 1)
-    kept = kept.flatten(1)[:, :length]
+    kept = torch.zeros((q_len, length), dtype=torch.bool, device=device)
+    for query in range(max(0, q_len - length), q_len):
+        kept[query] = mask.kept_keys(length - q_len + query, sequence, head)[:length]
     tokens = kept.any(0).nonzero()[:, 0]
     return tokens, kept[:, tokens]
 
@@ -416,20 +400,18 @@ def _add_product(blocks, index, left, right, alpha, deterministic):
         blocks.index_add_(1, index, product, alpha=alpha)
 
 
+@contextmanager
 def repeatable(target, deterministic):
-    """A context in which index_add_ to ``target`` adds in a fixed order, if asked."""
-    return _Repeatable() if deterministic and target.is_cuda else nullcontext()
-
-
-class _Repeatable:
-    """Inside, index_add_ on a GPU adds in a fixed order. Only around that call, as the flag is strict with cuBLAS."""
-
-    def __enter__(self):
-        self.before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    """Inside, index_add_ to ``target`` on a GPU adds in a fixed order, if asked. Only around that call, as the flag is strict with
+    cuBLAS."""
+    strict = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    if deterministic and target.is_cuda:
         torch.use_deterministic_algorithms(True, warn_only=True)
-
-    def __exit__(self, *_):
-        torch.use_deterministic_algorithms(self.before[0], warn_only=self.before[1])
+    try:
+        yield
+    finally:
+        if deterministic and target.is_cuda:
+            torch.use_deterministic_algorithms(strict[0], warn_only=strict[1])
 
 
 class _Part:
@@ -479,8 +461,7 @@ def _pad_tokens(x, block: int):
 
 def _split_by_mask(q, k, mask) -> list[_Part]:
     batch, kv_heads, group = k.shape[0], k.shape[1], q.shape[1] // k.shape[1]
-    if mask is None:
-        return [_Part(_Loop.dense(q, k), slice(None), slice(None), kv_heads)]
+    mask = dense_mask(BlockGrid(q.shape[2], k.shape[2], _DENSE_BLOCK), q.device) if mask is None else mask
     tables = _host_tables(mask, compute_dtype(q))
     index = np.broadcast_to(mask.mask_index.cpu().numpy(), q.shape[:2]).reshape(batch * kv_heads, group)
     if (index == index[:, :1]).all():
@@ -583,20 +564,6 @@ class _Loop:
         self.block, self.q_len, self.groups, self.tiles = block, q_len, groups, tiles
         self.size = _CHUNK_CPU * torch.get_num_threads() if tiles.device.type == "cpu" else _CHUNK_GPU
         self.buffers: dict[int, torch.Tensor] = {}
-
-    @classmethod
-    def dense(cls, q, k) -> _Loop:
-        """Returns a loop over every block. Blocks of the last row and column have tiles if they are cut off."""
-        block = _DENSE_BLOCK
-        (rows, last_q), (cols, last_k) = ((-(-tokens // block), tokens % block or block) for tokens in (q.shape[2], k.shape[2]))
-        # By number: cut off in keys, in queries, in both. Each query's run of keys begins at 0.
-        whole_q, whole_k = np.full(block, block), np.full(block, last_k)
-        ends = np.stack([whole_k, whole_q * (np.arange(block) < last_q), whole_k * (np.arange(block) < last_q)])
-        no_bits = torch.zeros((0, block, block // 32), dtype=torch.int32, device=q.device)
-        tiles = _Tiles(torch.from_numpy(pack_runs(np.zeros_like(ends), ends)).to(q.device), no_bits, compute_dtype(q))
-        cut_q, cut_k = ((np.arange(count) == count - 1) & (last < block) for count, last in ((rows, last_q), (cols, last_k)))
-        numbers = cut_k + 2 * cut_q[:, None] - 1
-        return cls(block, q.shape[2], [(np.arange(rows), np.broadcast_to(np.arange(cols), (rows, cols)), numbers)], tiles)
 
     def chunks(self, units: int, stacked: int, device):
         """Yields (slice of units, index of query blocks, [pieces]); each piece has at most ``size`` scores, unless a single block

@@ -20,12 +20,9 @@ MAX_HEAD_DIM = 256
 FEW_QUERIES, MANY_KEYS = 64, 2048  # tokens
 
 
-def why_unavailable() -> str | None:
-    return _why_unavailable()
-
-
+@constant_in_graphs  # torch.compile cannot trace the import
 @cache
-def _why_unavailable() -> str | None:
+def why_unavailable() -> str | None:
     try:
         import triton
     except ImportError as error:
@@ -53,21 +50,19 @@ def can_use_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and why_unavailable() is None
 
 
+@constant_in_graphs
+@cache
 def is_interpreted() -> bool:
     """Whether Triton interprets kernels on the CPU; it reads the variable when kernels are defined."""
-    return _is_interpreted()
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
+@constant_in_graphs  # torch.compile cannot trace the import
 def _refusal(device: torch.device, e4m3: bool) -> str | None:
     """Why there are no tile sizes for this GPU, or none for e4m3 caches on it; None if there are."""
     from ..kernels.portable.configs import refusal
 
     return refusal(device, e4m3)
-
-
-# torch.compile cannot trace their imports. (Plain functions, as it looks through functools.cache wrappers.)
-for _function in (why_unavailable, is_interpreted, _refusal):
-    constant_in_graphs(_function)
 
 
 def forget_launches() -> None:
@@ -76,11 +71,6 @@ def forget_launches() -> None:
         from ..kernels.launch import memory
 
         memory.clear()
-
-
-@cache
-def _is_interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
 def supports(call: Call) -> str | None:

@@ -33,12 +33,6 @@ active_modes: Callable[[], int] = import_private("_C._len_torch_dispatch_stack")
 # Raised for a shape that depends on data, under a FakeTensorMode that has no symbols for such shapes.
 DynamicShapeError = import_private("_subclasses.fake_tensor:DynamicOutputShapeException")
 
-# A context in which ``__torch_function__`` of tensor subclasses is not called.
-without_subclasses = import_private("_C.DisableTorchFunctionSubclass")
-
-# (nested tuples, lists and dicts) -> list of their leaves
-leaves_of = import_private("utils._pytree:tree_leaves")
-
 # (bool tensor of one element, message): raises RuntimeError once it is known to be False; does not synchronize, and compiled code
 # keeps it.
 assert_in_graph = import_private("_assert_async")

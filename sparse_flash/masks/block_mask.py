@@ -127,19 +127,10 @@ class BlockMask:
     def keeps_causal(self) -> bool:
         """Whether each query keeps exactly the keys up to its own index, judged by the table, whatever it was compiled from. Reads
         the table once: for masks on a CPU."""
-        rows = torch.arange(1, self.grid.q_blocks + 1, device=self.device)
-        if self.q_len != self.kv_len or bool((self.by_query.row_ptr.diff() != rows).any()):
+        rows, tokens = self.grid.q_blocks, self.q_len
+        if tokens != self.kv_len or (np.diff(self.mask_bounds(), prepend=0) != rows * (rows + 1) // 2).any():
             return False
-        row, col, kind, tile = self.entries()
-        if (col > row).any() or (kind == 2).any():
-            return False
-        first, stop = unpack_runs(self.tile_runs.numpy())
-        key = np.arange(self.block_size)
-        # Tile rows past the last query may hold anything.
-        until = np.minimum(self.block_size, self.q_len - row * self.block_size)
-        whole = _first_unlike(first, stop, np.full_like(key, self.block_size))[tile] >= until
-        lower = _first_unlike(first, stop, key + 1)[tile] >= until
-        return bool(np.where(col == row, (kind == 1) & lower, (kind == 0) | whole).all())
+        return self.is_causal and bool((self.kept_pairs() == tokens * (tokens + 1) // 2).all())
 
     @cached_property
     def digest(self) -> bytes:
@@ -266,9 +257,9 @@ class BlockMask:
         """The end of each stored mask's entries."""
         return self.by_query.row_ptr[:, -1].cpu().numpy().astype(np.int64)
 
-    def tile_pairs(self, kind: np.ndarray, tile: np.ndarray) -> np.ndarray:
-        """Which pairs tiles keep, given kind and tile as from ``entries``: (n, block, block) bool."""
-        runs, bits = (t.cpu().numpy() for t in self.tiles)
+    def tile_pairs(self, kind: np.ndarray, tile: np.ndarray, rows: slice = slice(None)) -> np.ndarray:
+        """Which pairs tiles keep, given kind and tile as from ``entries``: (n, block, block) bool, or some rows of these."""
+        runs, bits = (t[:, rows].cpu().numpy() for t in self.tiles)
         first, stop = unpack_runs(runs[np.where(kind == 1, tile, 0)])
         column = np.arange(self.block_size)
         dense = (column >= first[:, :, None]) & (column < stop[:, :, None])
@@ -321,9 +312,8 @@ class BlockMask:
         query = key[:, None]
         for full, partial in (band for number in range(self.masks) for band in self.bands(number)):
             rows, cols, kinds, tiles = (numbers.astype(np.int64) for numbers in partial)
-            first = (
-                cols - rows
-            ) * size - self.grid.offset  # the position of a block's first key relative to that of its first query
+            # The position of a block's first key relative to that of its first query.
+            first = (cols - rows) * size - self.grid.offset
             if (first >= size).any() or (full.stop * size - 1 > full.rows * size + self.grid.offset).any():
                 return False
             blocks = np.stack([first, kinds, tiles, self.grid.heights(rows), self.grid.widths(cols)])[:, first + size > 1]
@@ -370,7 +360,7 @@ class BlockMask:
         full, kind = runs - begin, 1 + (np.arange(runs, end) >= bits)
         kept = np.zeros((self.grid.kv_blocks, self.block_size), bool)
         kept[cols[:full]] = True
-        kept[cols[full:]] = self.tile_pairs(kind, tile[full:])[:, within]
+        kept[cols[full:]] = self.tile_pairs(kind, tile[full:], slice(within, within + 1))[:, 0]
         return torch.from_numpy(kept.reshape(-1))[: self.kv_len]
 
     @outside_graphs
@@ -419,12 +409,6 @@ MaskLike: TypeAlias = Pattern | str | BlockMask | FlexMask
 
 # Lets torch.load read a saved mask without weights_only=False.
 torch.serialization.add_safe_globals([BlockMask, Table])
-
-
-def _first_unlike(first: np.ndarray, stop: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """(tiles,): the first row of each run tile that does not keep the keys 0 .. wanted - 1; the block size if there is none."""
-    unlike = (first != 0) | (stop != wanted)
-    return np.where(unlike.any(1), unlike.argmax(1), unlike.shape[1])
 
 
 def _same_memory(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:

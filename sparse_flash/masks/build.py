@@ -15,7 +15,7 @@ from . import coarsen
 from .block_mask import BlockMask
 from .grid import BlockGrid, concat_ranges
 from .table import Entries, FullBlocks, PartialBlocks, build_table, finish_table, pad_to_two, sort_entries
-from .tiles import FULL_TILE, TilePool, decode_tiles
+from .tiles import FULL_TILE, TilePool, dense_batches
 
 
 def from_entries(grid: BlockGrid, entries: Entries, pool: TilePool, full: FullBlocks | None = None) -> BlockMask:
@@ -155,8 +155,10 @@ def transpose(self: BlockMask) -> BlockMask:
     """The mask with queries and keys exchanged, and the same map of heads."""
     pool, turned_tiles = TilePool(self.block_size), {}  # each stored tile is turned once, whatever the number of its blocks
     for kind, stored in enumerate(self.tiles, start=1):
-        dense = decode_tiles(stored.cpu().numpy(), kind, self.block_size)
-        turned_tiles[kind] = np.concatenate([pool.add_dense(kept.transpose(0, 2, 1)) for _, kept in dense])
+        tiles = np.arange(len(stored))
+        batches = (tiles[part] for part in dense_batches(len(tiles), self.block_size))
+        dense = (self.tile_pairs(np.full_like(some, kind), some) for some in batches)
+        turned_tiles[kind] = np.concatenate([pool.add_dense(kept.transpose(0, 2, 1)) for kept in dense])
     grid, single = BlockGrid(self.kv_len, self.q_len, self.block_size), []
     for number in range(self.masks):
         full, partial = self.kept(number)

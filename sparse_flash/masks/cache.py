@@ -78,7 +78,7 @@ def from_flex_cached(mask: FlexMask) -> BlockMask:
             "torch.compile cannot look into a FlexAttention mask that has a mask_mod; make mask = BlockMask.from_flex(mask) "
             "outside of the compiled function and pass that"
         )
-    made_of = from_flex.parts_of(mask)
+    made_of = mask.mask_mod, mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
     state = state_of(made_of)
     old_parts, old_state, converted = _flex_cache.get(mask, ((), None, None))
     if converted is not None and old_state == state and all(map(operator.is_, old_parts, made_of)):
@@ -177,21 +177,18 @@ def run_in_thread(make: Callable[..., MADE], *args: Any, **options: Any) -> MADE
 def resolve_single_mask(name: str, mask: MaskLike, grid: BlockGrid, device: torch.device) -> BlockMask:
     """The BlockMask of one mask with these lengths and blocks on ``device``; patterns come from the cache. Raises ValueError if the
     mask does not fit. name: what the error calls it."""
+    sizes = grid.q_len, grid.kv_len, grid.block_size
     if isinstance(mask, (Pattern, str)):
-        mask = compile_cached(mask, *_grid_sizes(grid), device)
+        mask = compile_cached(mask, *sizes, device)
     elif not isinstance(mask, BlockMask):
         mask = convert_foreign_mask(mask)
     if mask.masks != 1 or mask.mask_index.numel() != 1:
         raise ValueError(f"{name} must be one mask for all heads; got one with {tuple(mask.mask_index.shape)} (batch, heads)")
-    if mask.sizes != _grid_sizes(grid):
+    if mask.sizes != sizes:
         raise ValueError(
-            f"{name} must have the lengths and block size of the blocks, (q_len, kv_len, block_size) = {_grid_sizes(grid)}; got "
+            f"{name} must have the lengths and block size of the blocks, (q_len, kv_len, block_size) = {sizes}; got "
             f"{mask.sizes}; compile it for these, or pass the pattern itself"
         )
     if mask.device != device:
         raise ValueError(f"{name} is on {mask.device}, what it is to limit on {device}; use {name}.to({str(device)!r})")
     return mask
-
-
-def _grid_sizes(grid: BlockGrid) -> tuple[int, int, int]:
-    return grid.q_len, grid.kv_len, grid.block_size

@@ -12,7 +12,7 @@ from .costs import BLOCK as KERNEL_BLOCK
 from .costs import PORTABLE_MARGIN, Counts
 from .grid import FULL, BlockGrid, BlockRuns, concat_ranges
 from .table import Entries, FullBlocks, PartialBlocks
-from .tiles import TilePool, dense_batches, tile_ids, unique_rows
+from .tiles import TilePool, dense_batches, unique_rows
 
 SMALL_BLOCKS = 64, 32, 16
 Decode: TypeAlias = Callable[[np.ndarray, np.ndarray], np.ndarray]  # kinds and tiles -> (n, block, block) bool
@@ -120,6 +120,7 @@ def _find_alike_parents(
     """``unique_rows`` of the parents by the tiles of their children."""
     child, parent = _children_of(bounds, parents)
     tile_at = np.zeros((len(parents), factor, factor), np.int64)
-    number = 1 + tile_ids(children.kinds[child], children.tiles[child])
+    kind, tile = children.kinds[child], children.tiles[child]
+    number = 1 + np.where(kind > 0, 2 * tile + kind, 0)  # equal for equal tiles, and for full blocks; 0 is no block
     tile_at[parent, children.rows[child] % factor, children.cols[child] % factor] = number
     return unique_rows(tile_at.reshape(len(parents), factor**2))

@@ -25,7 +25,7 @@ from .fit import check_fit
 from .grid import BLOCK_SIZES, EMPTY, FULL, PARTIAL, BlockGrid, BlockRuns
 from .parsing import parse
 from .pattern import And, DerivedPattern, Not, Or, Pattern, PerHead, Runs, short_text
-from .progress import Progress
+from .progress import progress_bar
 from .rules import RunPattern, block_states
 from .table import Entries, FullBlocks
 from .tiles import TilePool, dense_batches, pack_runs, runs_to_dense, unique_rows
@@ -155,7 +155,7 @@ class _Compilation:
         """Partial blocks, decided by their tokens. Blocks that turn out empty are left out."""
         undecided = states.count(PARTIAL)
         pairs = undecided * self.grid.block_size**2
-        with Progress(f"compiling {short_text(self.pattern)}: {undecided:,} blocks", pairs, self.progress) as self.bar:
+        with progress_bar(f"compiling {short_text(self.pattern)}: {undecided:,} blocks", pairs, self.progress) as advance:
             for rows, cols, _ in states.blocks(PARTIAL, chunk=_CHUNK):
                 tiles = np.empty(len(rows), np.int64)
                 index = rows * self.grid.kv_blocks + cols
@@ -166,7 +166,7 @@ class _Compilation:
                     rule = _simplify(self.pattern, dict(zip(self.leaves, leaf_states[example].tolist(), strict=True)))
                     # A pattern, as a partial block has a leaf that is partial there.
                     tiles[chosen] = self.decide(cast(Pattern, rule), rows[chosen], cols[chosen])
-                self.bar.advance(len(rows) * self.grid.block_size**2)
+                advance(len(rows) * self.grid.block_size**2)
                 kept = Entries(rows, cols, tiles).without_empty()
                 yield Entries(*(axis.astype(np.int32) for axis in kept))  # small, as all are held at once
 

@@ -12,9 +12,8 @@ import torch
 from .block_mask import BlockMask
 from .costs import BLOCK, Counts
 from .grid import concat_ranges
-from .single_runs import single_runs
 from .table import MOST_DERIVED, ROW, Entries, KernelTables, Table, build_table, sort_entries
-from .tiles import FULL_TILE, TilePool, dense_batches, pack_runs
+from .tiles import FULL_TILE, TilePool, dense_batches, pack_runs, unpack_runs
 
 # Fields of a work item that differ from those in other tables: see ``document_tables``.
 _START, _BLOCKS, _SHIFT, _STOP = 0, 5, 6, 7
@@ -35,7 +34,7 @@ def document_tables(
     return KernelTables(BLOCK, BLOCK, mask_index, by_query, by_key, tiles, starts, document_order=True)
 
 
-def document_blocks(mask: BlockMask, least_gain: float | None = None) -> KernelTables | None:
+def document_blocks(mask: BlockMask) -> KernelTables | None:
     """The ``document_tables`` of one mask, on its device; None where kernels are predicted to gain less. Reads the table."""
     many = mask.by_query.col_idx.numel() > MOST_DERIVED
     if mask.block_size != BLOCK or mask.masks > 1 or mask.q_len != mask.kv_len or many:
@@ -54,8 +53,7 @@ def document_blocks(mask: BlockMask, least_gain: float | None = None) -> KernelT
     starts = np.append(first_token[document] + concat_ranges(np.zeros_like(blocks), blocks) * BLOCK, here.q_len)
     entries, pool = _entries(*runs, starts, first_token[document], first_block[document])
     _, _, kinds, _ = here.entries()
-    least_gain = _LEAST_GAIN if least_gain is None else least_gain
-    if least_gain * _estimate_time(entries.tiles != FULL_TILE, len(document)) > _estimate_time(kinds > 0, here.grid.q_blocks):
+    if _LEAST_GAIN * _estimate_time(entries.tiles != FULL_TILE, len(document)) > _estimate_time(kinds > 0, here.grid.q_blocks):
         return None
     full, others, (run_tiles, bit_tiles) = sort_entries(entries, (len(document), len(document)), pool)
     by_query, by_key = build_table(full, others), build_table(full.transposed(), others.transposed())
@@ -96,6 +94,39 @@ def _may_have_documents(by_query: Table) -> bool:
     starts_with = from_here(np.minimum(full, other))[1:] >= row[1:]
     starts_inside = (full >= row) & (np.append(from_here(np.minimum(full - 1, other))[1:], len(row)) >= row)
     return bool(starts_with.any() or starts_inside[:-1].any())
+
+
+def single_runs(mask: BlockMask) -> tuple[np.ndarray, np.ndarray] | None:
+    """(first, stop) of the one run of keys that each query keeps, (q_len,) int64, both 0 if it keeps nothing. None if a query keeps
+    several runs, runs do not ascend, or a query that keeps nothing lies between others. mask: a single one."""
+    rows, cols, kinds, tiles = mask.entries()
+    if (kinds == 2).any():
+        return None
+    size, blocks = mask.block_size, mask.grid.q_blocks
+    # First the full blocks, whose rows are all equal, then the run tiles.
+    full = kinds == 0
+    bounds = np.searchsorted(rows[full], np.arange(blocks + 1))
+    count, col = np.diff(bounds), np.append(cols[full], 0)
+    first = np.where(count > 0, col[bounds[:-1]] * size, mask.kv_len)[:, None].repeat(size, 1)
+    stop = np.where(count > 0, (col[bounds[1:] - 1] + 1) * size, 0)[:, None].repeat(size, 1)
+    kept = (count * size)[:, None].repeat(size, 1)
+    rows, cols, runs = rows[~full], cols[~full] * size, mask.tile_runs.cpu().numpy()[tiles[~full]]
+    for batch in dense_batches(len(rows), size):
+        where, heads = np.unique(rows[batch], return_index=True)
+        tile_first, tile_stop = unpack_runs(runs[batch])
+        some, key = tile_stop > tile_first, cols[batch, None]
+        low = np.minimum.reduceat(np.where(some, tile_first + key, mask.kv_len), heads)
+        high = np.maximum.reduceat(np.where(some, tile_stop + key, 0), heads)
+        first[where], stop[where] = np.minimum(first[where], low), np.maximum(stop[where], high)
+        kept[where] += np.add.reduceat(tile_stop - tile_first, heads)
+    # Beyond the last query, tiles may hold anything.
+    first, stop, kept = (numbers.ravel()[: mask.q_len] for numbers in (first, stop, kept))
+    (keeping,) = np.nonzero(kept)
+    between = slice(keeping[0], keeping[-1] + 1) if len(keeping) else slice(0)
+    ascend = (np.diff(first[between]) >= 0).all() and (np.diff(stop[between]) >= 0).all()
+    if len(keeping) != len(first[between]) or not ascend or (stop - first != kept)[between].any():
+        return None
+    return np.where(kept > 0, first, 0), stop
 
 
 def _documents(first: np.ndarray, stop: np.ndarray) -> np.ndarray:

@@ -15,12 +15,11 @@ from torch.nn.attention.flex_attention import noop_mask
 
 from ..compat.captured import check_parameters
 from ..compat.dynamo import outside_graphs, outside_inference
-from ..compat.pytorch import leaves_of, without_subclasses
 from .block_mask import BlockMask, Device
 from .build import from_entries, from_heads
 from .from_maps import dense_mask, from_block_maps, map_from_lists
 from .grid import BLOCK_SIZES, BlockGrid
-from .progress import Progress
+from .progress import progress_bar
 from .table import Entries
 from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches
 
@@ -131,19 +130,25 @@ def grid_of(mask: FlexMask) -> BlockGrid:
     return BlockGrid(*mask.seq_lengths, q_block)
 
 
-def parts_of(mask: FlexMask) -> tuple[object, ...]:
-    """The objects that determine what a mask keeps."""
-    return mask.mask_mod, mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
-
-
 def _entries_of_head(mask: FlexMask, grid: BlockGrid, b: int, h: int, pool: TilePool) -> Entries:
     """The kept blocks of a batch entry's head. Blocks of which the token rule keeps nothing are left out, and those it keeps
     entirely are full."""
-    rows, cols = _read_listed(mask.kv_num_blocks[b, h], mask.kv_indices[b, h])
-    parts = [Entries(rows, cols, _tiles(mask, grid, b, h, rows, cols, pool, rule=True))]
-    if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
-        rows, cols = _read_listed(mask.full_kv_num_blocks[b, h], mask.full_kv_indices[b, h])
-        parts.append(Entries(rows, cols, _tiles(mask, grid, b, h, rows, cols, pool, rule=False)))
+    size, parts = grid.block_size, []
+    for mask_mod, counts, indices in (
+        (mask.mask_mod, mask.kv_num_blocks, mask.kv_indices),
+        (None, mask.full_kv_num_blocks, mask.full_kv_indices),
+    ):
+        if counts is None or indices is None:
+            continue
+        rows, cols = _read_listed(counts[b, h], indices[b, h])
+        cut = (grid.heights(rows) < size) | (grid.widths(cols) < size)
+        tiles = np.full(len(rows), FULL_TILE, np.int64)
+        looked_at = np.flatnonzero(cut) if mask_mod is None else np.arange(len(rows))
+        tiles_of = _Rule(mask_mod, grid, indices.device, pool)
+        for part in dense_batches(len(looked_at), size):
+            chosen = looked_at[part]
+            tiles[chosen] = tiles_of(b, h, rows[chosen], cols[chosen])
+        parts.append(Entries(rows, cols, tiles))
     return Entries.join(parts).without_empty()
 
 
@@ -154,38 +159,23 @@ def _read_listed(count: torch.Tensor, indices: torch.Tensor) -> tuple[np.ndarray
     return rows, indices[listed].cpu().numpy().astype(np.int64)
 
 
-def _tiles(
-    mask: FlexMask, grid: BlockGrid, b: int, h: int, rows: np.ndarray, cols: np.ndarray, pool: TilePool, rule: bool
-) -> np.ndarray:
-    """Tile numbers of blocks. rule: whether the mask's token rule decides their pairs, or all are kept."""
-    size = grid.block_size
-    cut = (grid.heights(rows) < size) | (grid.widths(cols) < size)
-    tiles = np.full(len(rows), FULL_TILE, np.int64)
-    looked_at = np.arange(len(rows)) if rule else np.flatnonzero(cut)
-    tiles_of = _Rule(mask.mask_mod if rule else None, grid, mask.kv_indices.device, pool)
-    for part in dense_batches(len(looked_at), size):
-        chosen = looked_at[part]
-        tiles[chosen] = tiles_of(b, h, rows[chosen], cols[chosen])
-    return tiles
-
-
 def _evaluate_mask_mod(
     mask_mod: MaskFunction, grid: BlockGrid, shape: tuple[int, int], device: torch.device, pool: TilePool, progress: bool | None
 ) -> Iterator[tuple[list[tuple[int, int]], Entries]]:
     """Each distinct mask of a token rule, as (the (batch entry, head) pairs that it serves, its kept blocks). Evaluates every pair,
     some blocks at a time. shape: (batch, heads)."""
-    by_batch, by_head = _find_dependence(mask_mod, device)
+    by_batch, by_head = (_depends_on(argument, mask_mod, device) for argument in range(2))
     tiles_of = _Rule(mask_mod, grid, device, pool)
     count = grid.q_blocks * grid.kv_blocks
     evaluated = [(b, h) for b in range(shape[0] if by_batch else 1) for h in range(shape[1] if by_head else 1)]
     pairs = count * grid.block_size**2 * len(evaluated)
-    with Progress(f"looking at {_name(mask_mod)}: {count * len(evaluated):,} blocks", pairs, progress) as bar:
+    with progress_bar(f"looking at {_name(mask_mod)}: {count * len(evaluated):,} blocks", pairs, progress) as advance:
         for b, h in evaluated:
             parts = []
             for part in dense_batches(count, grid.block_size):
                 rows, cols = np.divmod(np.arange(part.start, part.stop), grid.kv_blocks)
                 parts.append(Entries(rows, cols, tiles_of(b, h, rows, cols)).without_empty())
-                bar.advance(len(rows) * grid.block_size**2)
+                advance(len(rows) * grid.block_size**2)
             served = [(i, j) for i in ([b] if by_batch else range(shape[0])) for j in ([h] if by_head else range(shape[1]))]
             yield served, Entries.join(parts)
 
@@ -232,42 +222,16 @@ class _Rule:
         return tiles
 
 
-class _Watched(torch.Tensor):
-    """An index tensor that records whether anything was computed from it."""
-
-    was_read: bool
-
-    @staticmethod
-    def __new__(cls: type[_Watched], number: torch.Tensor) -> _Watched:
-        watched = number.as_subclass(cls)
-        watched.was_read = False
-        return watched
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        function: Callable[..., Any],
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        for value in leaves_of((args, kwargs or {})):
-            if isinstance(value, cls):
-                value.was_read = True
-        with without_subclasses():
-            return function(*args, **(kwargs or {}))
-
-
-def _find_dependence(mask_mod: MaskFunction, device: torch.device) -> tuple[bool, bool]:
-    """Whether a mask function depends on the batch entry, and on the head, i.e. computes anything from them."""
-    batch, head = (_Watched(torch.zeros((), dtype=torch.int64, device=device)) for _ in range(2))
-    zero = torch.zeros((), dtype=torch.int64, device=device)
+def _depends_on(argument: int, mask_mod: MaskFunction, device: torch.device) -> bool:
+    """Whether a mask function computes its result from this one of its arguments."""
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    indices = (zero if other == argument else zero[0] for other in range(4))
+    in_dims = tuple(0 if other == argument else None for other in range(4))
     try:
-        result = mask_mod(batch, head, zero, zero)
-    except Exception:  # raised again where the function is evaluated
-        return True, True
-    by_batch, by_head = (index.was_read or result is index for index in (batch, head))
-    return by_batch, by_head
+        torch.vmap(mask_mod, in_dims, out_dims=None)(*indices)  # which raises for a result that depends on it
+    except Exception:  # raised again where the function is evaluated, if it is the function's own
+        return True
+    return False
 
 
 def _name(function: Callable[..., Any]) -> str:

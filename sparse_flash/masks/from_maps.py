@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..compat.dynamo import outside_inference
 from ..compat.names import operator_name
 from ..compat.pytorch import in_differentiating_transform, in_function_transform, is_recorded
 from .block_mask import BlockMask
@@ -89,6 +90,7 @@ def _entry_capacity(maps: torch.Tensor, within: Table) -> int:
     return max(2, maps.shape[0] * len(within.col_idx))
 
 
+@outside_inference
 def dense_mask(grid: BlockGrid, device: torch.device) -> BlockMask:
     """The mask that keeps every pair, remembered if it is small."""
     keep_it = grid.q_blocks * grid.kv_blocks <= _MOST_KEPT_BLOCKS and not is_recorded(device)

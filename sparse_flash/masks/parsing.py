@@ -25,14 +25,10 @@ Pattern.from_spec = staticmethod(parse)
 
 
 @constant_in_graphs
+@cached_until_cleared(maxsize=256)
 def text_of(pattern: Pattern | str) -> str | None:
     """The spec text that reads back as this pattern; None if some part of it is not registered. Raises ``SpecError`` for text that
     cannot be read."""
-    return _text_of(pattern)
-
-
-@cached_until_cleared(maxsize=256)
-def _text_of(pattern: Pattern | str) -> str | None:
     if isinstance(pattern, str):
         return parse(pattern).to_spec()
     try:

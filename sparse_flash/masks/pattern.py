@@ -321,6 +321,9 @@ class DerivedPattern(Pattern):
 class _Expression(Pattern):
     """Base class of the operators."""
 
+    def bind_length(self, kv_len: int) -> Pattern:
+        return self.map_leaves(lambda leaf: leaf.bind_length(kv_len))
+
     def _write(self, write: Callable[[Pattern], str]) -> str:
         """The text of the expression. write: gives the text of an operand."""
         raise NotImplementedError
@@ -377,9 +380,6 @@ class _Composite(_Expression):
 
     def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Pattern:
         return type(self).of(*(p.map_leaves(change) for p in self.operands))
-
-    def bind_length(self, kv_len: int) -> Pattern:
-        return self.map_leaves(lambda leaf: leaf.bind_length(kv_len))
 
     def _write(self, write: Callable[[Pattern], str]) -> str:
         parts = (f"({write(p)})" if isinstance(p, _Composite) else write(p) for p in self.operands)
@@ -469,9 +469,6 @@ class Not(_Expression):
 
     def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Pattern:
         return ~self.operand.map_leaves(change)
-
-    def bind_length(self, kv_len: int) -> Pattern:
-        return ~self.operand.bind_length(kv_len)
 
     def _write(self, write: Callable[[Pattern], str]) -> str:
         inner = write(self.operand)

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Self
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 _LONG = 1 << 28  # pairs to evaluate beyond which a progress bar is shown
 
 
-class Progress:
-    """A progress bar if the work is long, otherwise nothing."""
+@contextmanager
+def progress_bar(text: str, total: int, wanted: bool | None) -> Iterator[Callable[[int], None]]:
+    """Yields a function to call with the number of pairs that were just evaluated; it moves a bar if the work is long."""
+    if not (wanted or (wanted is None and total > _LONG)):
+        yield lambda pairs: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
 
-    def __init__(self, text: str, total: int, wanted: bool | None):
-        self.bar = None
-        if wanted or (wanted is None and total > _LONG):
-            from rich.console import Console
-            from rich.progress import Progress as Bar
-
-            self.bar = Bar(console=Console(stderr=True), transient=True)
-            self.task = self.bar.add_task(text, total=total)
-
-    def __enter__(self) -> Self:
-        if self.bar:
-            self.bar.start()
-        return self
-
-    def advance(self, pairs: int) -> None:
-        if self.bar:
-            self.bar.advance(self.task, pairs)
-
-    def __exit__(self, *_: object) -> None:
-        if self.bar:
-            self.bar.stop()
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(text, total=total)
+        yield lambda pairs: bar.advance(task, pairs)

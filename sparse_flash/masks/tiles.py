@@ -67,11 +67,6 @@ def unique_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return first[order], rank[inverse.ravel()]
 
 
-def tile_ids(kind: np.ndarray, tile: np.ndarray) -> np.ndarray:
-    """(n,) int64, equal for blocks with the same tile and for full ones, of kinds and tiles as from ``BlockMask.entries``."""
-    return np.where(kind > 0, 2 * tile + kind, 0)
-
-
 class TilePool:
     """Collects tiles of ``block`` x ``block`` pairs, each distinct one once, and numbers them in order of arrival. queries: rows of
     a tile, if not ``block``."""
@@ -131,15 +126,3 @@ def dense_batches(count: int, block: int) -> Iterator[slice]:
     """Slices of ``count`` tiles, about four million pairs each, so evaluating tokens takes bounded memory."""
     step = max(1, _BATCH_PAIRS // block**2)
     return (slice(low, min(low + step, count)) for low in range(0, count, step))
-
-
-def decode_tiles(tiles: np.ndarray, kind: int, size: int, batch: int = 512) -> Iterator[tuple[slice, np.ndarray]]:
-    """Yields (slice, (n, block, block) bool) over run tiles (kind 1) or bit tiles (kind 2), some at a time."""
-    column = np.arange(size)
-    for low in range(0, len(tiles), batch):
-        part = slice(low, low + batch)
-        if kind == 1:
-            first, stop = unpack_runs(tiles[part])
-            yield part, (column >= first[:, :, None]) & (column < stop[:, :, None])
-        else:
-            yield part, unpack_bits(tiles[part], size)

@@ -24,11 +24,10 @@ from ..kernels.common.streams import current_device
 from ..masks.block_mask import BlockMask
 from ..masks.build import from_entries
 from ..masks.cache import fake_tensors_if_needed, keep_if_captured, run_in_thread
-from ..masks.document_blocks import document_tables
+from ..masks.document_blocks import document_tables, single_runs
 from ..masks.grid import BlockGrid, concat_ranges
 from ..masks.memory import cached_until_cleared
 from ..masks.select_blocks import build_work
-from ..masks.single_runs import single_runs
 from ..masks.table import SPLIT_FIELDS, Entries, KernelTables, Table
 from ..masks.tiles import EMPTY_TILE, TilePool, dense_batches, pack_runs
 from . import gather_rows

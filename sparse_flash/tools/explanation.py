@@ -15,7 +15,7 @@ from ..masks.costs import GPUS, Counts, pass_us
 from ..masks.pattern import Pattern, layout_of
 from ..masks.tiles import unique_rows
 from ..selection.block_selection import BlockSelection, count_selected_pairs
-from .figures import explanation_text, ratio_text, size_text
+from .figures import ratio_text, size_text
 
 
 class Explanation:
@@ -50,7 +50,9 @@ class Explanation:
         raise AttributeError(f"an explanation has no figure {name!r}; it has {', '.join(vars(self).get('figures', ()))}")
 
     def __str__(self) -> str:
-        return explanation_text(self.head, self.lines, self.hints)
+        width = max(map(len, self.lines))
+        table = [f"{name:<{width}}  {line}" for name, line in self.lines.items()]
+        return "\n".join([*self.head, "", *table, *(f"hint: {hint}" for hint in self.hints)])
 
 
 class CallSpec(NamedTuple):

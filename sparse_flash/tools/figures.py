@@ -1,13 +1,6 @@
-"""Human-readable numbers, and the table that explanations print."""
+"""Human-readable numbers."""
 
 from __future__ import annotations
-
-
-def explanation_text(head: list[str], lines: dict[str, str], hints: list[str]) -> str:
-    """Returns the head, a table of the lines by name, and the hints."""
-    width = max(map(len, lines))
-    table = [f"{name:<{width}}  {line}" for name, line in lines.items()]
-    return "\n".join([*head, "", *table, *(f"hint: {hint}" for hint in hints)])
 
 
 def size_text(count: float) -> str:

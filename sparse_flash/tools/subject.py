@@ -22,7 +22,10 @@ def resolve_mask(
     pattern that differs between heads, for lengths beside a mask, and for a mask without contents.
     """
     if isinstance(mask, (Pattern, str)):
-        pattern = _require_one_head(parse(mask) if isinstance(mask, str) else mask)
+        pattern, *others = dict.fromkeys(head_patterns(parse(mask) if isinstance(mask, str) else mask))
+        if others:
+            got = f"{1 + len(others)} different ones; pass one, such as '{pattern}'"
+            raise ValueError(f"the pattern must be that of one head; got {got}")
         q_len = named_len(pattern, default_len) if q_len is None else q_len
         return as_block_mask(pattern, q_len, kv_len, 128 if block_size is None else block_size), str(mask).strip()
     mask = mask if isinstance(mask, BlockSelection) else as_block_mask(mask)
@@ -34,11 +37,3 @@ def resolve_mask(
     if isinstance(mask, BlockMask) and mask.masks == 1 < mask.mask_index.numel():
         mask = with_coarse(mask.select())
     return mask, ""
-
-
-def _require_one_head(pattern: Pattern) -> Pattern:
-    """The pattern of every head. Raises ValueError if heads differ."""
-    first, *others = dict.fromkeys(head_patterns(pattern))
-    if others:
-        raise ValueError(f"the pattern must be that of one head; got {1 + len(others)} different ones; pass one, such as '{first}'")
-    return first

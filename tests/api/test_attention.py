@@ -2,7 +2,6 @@
 
 import warnings
 from dataclasses import replace
-from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import numpy as np
@@ -122,16 +121,6 @@ def test_out_of_another_head_dim_lies_in_memory_as_q_does():
     assert tokens_first.shape == (1, 2, 100, 24) and tokens_first.transpose(1, 2).is_contiguous()
     repeated = [t.expand(3, -1, -1, -1) for t in (q, k, v)]  # a result cannot have a stride of 0
     assert sf.attention(q, k, v, LOCAL).is_contiguous() and sf.attention(*repeated, LOCAL).is_contiguous()
-
-
-@parametrize("lengths", [(0, 5), (5, 0)])
-def test_an_empty_call_has_the_head_dim_of_v(lengths):
-    q, k, v = (
-        torch.randn(2, 2, n, d, requires_grad=True) for n, d in zip((lengths[0], *2 * lengths[1:]), (16, 16, 24), strict=True)
-    )
-    out = sf.attention(q, k, v)
-    assert out.shape == (2, 2, lengths[0], 24) and not out.any()
-    assert all(not g.any() for g in torch.autograd.grad(out.sum(), (q, k, v)))
 
 
 def test_hopper_names_a_head_dim_of_v_that_it_does_not_run(monkeypatch):
@@ -352,18 +341,6 @@ def test_auto_takes_triton_on_a_gpu():
     assert backends.choose_backend("auto", make_call(*inputs(dtype=torch.bfloat16)[:2])) == "triton"
 
 
-@parametrize("deterministic", [False, True])
-def test_what_is_compiled_ahead_is_the_backward_pass_of_this_call(monkeypatch, deterministic):
-    hopper, seen = backends.get_backend("hopper"), []
-    q, k, v = accepted("torch", 16, requires_grad=True)
-    lse = torch.zeros(q.shape[:3], device=DEVICE)
-    kernels = SimpleNamespace(attention_forward=lambda *_, beside: (beside(), (q, lse))[1])
-    monkeypatch.setattr(hopper, "_kernels", lambda: kernels)
-    monkeypatch.setattr(hopper, "backward", lambda *call: seen.append(call[9]))
-    hopper.forward(q, k, v, None, 0.25, deterministic, None)
-    assert seen == [deterministic]
-
-
 def test_a_named_back_end_raises_its_reason_and_never_gives_way():
     q, k, v = inputs(dtype=torch.float64)
     with pytest.raises(ValueError, match=r"backend 'triton' cannot run this call: .*; pass backend='auto'"):
@@ -514,11 +491,11 @@ def test_a_tensor_of_another_layout_is_one_clear_error(layout):
 def test_empty_tensors_have_empty_results_and_gradients_of_zero(empty):
     batch, heads, q_len, kv_len = (0 if name == empty else 3 for name in ("batch", "heads", "queries", "keys"))
     q = torch.randn(batch, heads, q_len, 16, device=DEVICE, requires_grad=True)
-    k, v = (torch.randn(batch, heads, kv_len, 16, device=DEVICE, requires_grad=True) for _ in range(2))
+    k, v = (torch.randn(batch, heads, kv_len, dim, device=DEVICE, requires_grad=True) for dim in (16, 24))
     sinks = torch.zeros(heads, device=DEVICE)
     for mask in (None, "causal & local(2)"):
         out, lse = sf.attention(q, k, v, mask, return_lse=True)
-        assert torch.equal(out, torch.zeros_like(q)) and torch.equal(lse, torch.full_like(lse, float("-inf")))
+        assert torch.equal(out, q.new_zeros(*q.shape[:3], 24)) and torch.equal(lse, torch.full_like(lse, float("-inf")))
         assert lse.shape == q.shape[:3]
         grads = torch.autograd.grad(out.sum(), (q, k, v))
         assert all(torch.equal(g, torch.zeros_like(t)) for g, t in zip(grads, (q, k, v), strict=True))

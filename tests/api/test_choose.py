@@ -258,21 +258,6 @@ def test_autocast_chooses_by_the_cast_tensors_and_rounds_no_product():
             assert torch.equal(sf.attention(q, k, v, spec), sf.attention(*rounded, spec))
 
 
-def test_masks_of_inference_mode_are_ordinary_and_train():
-    sf.clear_caches()
-    q, k, v = inputs()
-    with torch.inference_mode():
-        masks = [sf.choose_blocks(spec, q + 0, k + 0) for spec in EVERY.values()]
-        for spec in EVERY.values():
-            sf.attention(q + 0, k, v, spec)
-    q.requires_grad_()
-    for spec, mask in zip(EVERY.values(), masks, strict=True):
-        assert not any(tensor.is_inference() for tensor in mask.tensors())
-        (one,) = torch.autograd.grad(sf.attention(q, k, v, mask).square().sum(), q)
-        (other,) = torch.autograd.grad(sf.attention(q, k, v, spec).square().sum(), q)
-        assert torch.equal(one, other)
-
-
 @parametrize("compiled", [False, True])
 @parametrize("within", ["window(70, 0)", "local(100) & window(500, 0)", "per_head"])
 def test_training_warns_once_where_later_keys_decide_although_no_query_sees_them(within, compiled):

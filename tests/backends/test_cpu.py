@@ -230,8 +230,8 @@ class DataTypes(TorchDispatchMode):
 @parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_auto_takes_the_torch_back_end_on_mps(monkeypatch, dtype, interpreted):
     monkeypatch.setenv("TRITON_INTERPRET", str(int(interpreted)))
-    for name in ("_is_interpreted", "_why_unavailable"):  # which remember their answer
-        monkeypatch.setattr(triton_backend, name, getattr(triton_backend, name).__wrapped__)
+    for name in ("is_interpreted", "why_unavailable"):  # which remember their answer
+        monkeypatch.setattr(triton_backend, name, getattr(triton_backend, name).__wrapped__.__wrapped__)
     for block_size in (None, 128):
         call = backends.Call(torch.device("mps"), dtype, 1, 4, 2, 256, 256, 64, block_size)
         assert backends.choose_backend("auto", call) == "torch"

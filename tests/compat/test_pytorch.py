@@ -56,28 +56,6 @@ def test_tangents_of_forward_mode_are_seen():
         assert pytorch.has_forward_derivative(x, torch.autograd.forward_ad.make_dual(x, x))
 
 
-def test_without_subclasses_their_function_is_not_called():
-    calls = []
-
-    class Loud(torch.Tensor):
-        @classmethod
-        def __torch_function__(cls, function, types, args=(), kwargs=None):
-            calls.append(function)
-            return super().__torch_function__(function, types, args, kwargs or {})
-
-    loud = torch.ones(2).as_subclass(Loud)
-    calls.clear()
-    with pytorch.without_subclasses():
-        loud + 1
-    assert not calls
-    loud + 1
-    assert calls
-
-
-def test_leaves_of_nested_containers_come_in_order():
-    assert pytorch.leaves_of(({"a": 1, "b": [2, 3]}, 4)) == [1, 2, 3, 4]
-
-
 def test_a_condition_that_is_false_fails_where_it_is_known_and_compiled_code_keeps_it():
     pytorch.assert_in_graph(torch.tensor(True), "fine")
     with pytest.raises(RuntimeError, match="not so"):

@@ -68,7 +68,7 @@ def test_a_chip_that_is_not_compiled_for_gets_the_tiles_of_one_that_is(capabilit
     for kernel, dim in product(("forward", "grad_q", "grad_kv", "decode"), (16, 32, 64, 128, 256)):
         assert chip.config(kernel, torch.bfloat16, dim) == chips.CHIPS[like].config(kernel, torch.bfloat16, dim)
     monkeypatch.setattr(configs, "detect_gpu", lambda device: chip)
-    monkeypatch.setattr(triton_backend, "_why_unavailable", lambda: None)
+    monkeypatch.setattr(triton_backend, "why_unavailable", lambda: None)
     assert f"{kib} KiB of shared memory; not measured" in doctor._tile_sizes(torch.device("cuda", 0))
 
 
@@ -81,7 +81,7 @@ def test_a_chip_that_is_not_compiled_for_gets_the_tiles_of_one_that_is(capabilit
 )
 def test_a_chip_that_no_tiles_fit_is_refused_by_name(monkeypatch, chip, kib, reason):
     monkeypatch.setattr(configs, "detect_gpu", lambda device: configs.Gpu(chip, kib * 1024))
-    monkeypatch.setattr(triton_backend, "_why_unavailable", lambda: None)
+    monkeypatch.setattr(triton_backend, "why_unavailable", lambda: None)
     monkeypatch.setattr(triton_backend, "is_interpreted", lambda: False)
     call = backends.Call(torch.device("cuda", 0), torch.bfloat16, 1, 1, 1, 64, 64, 64, 64, None)
     assert triton_backend.supports(call) == reason
@@ -102,7 +102,7 @@ def test_amds_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(triton_backend, "is_interpreted", lambda: False)
     for module in (hopper, triton_backend):
-        assert "needs an NVIDIA GPU" in module._why_unavailable.__wrapped__()
+        assert "needs an NVIDIA GPU" in module.why_unavailable.__wrapped__.__wrapped__()
 
 
 @pytest.fixture

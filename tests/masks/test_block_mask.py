@@ -422,15 +422,6 @@ def test_rows_about_as_heavy_as_the_heaviest_are_visited_by_position_if_most_are
     assert (count[rows[near.sum() :]].diff() <= 0).all()
 
 
-def test_a_row_much_heavier_than_others_comes_in_parts_that_are_listed():
-    table = sf.compile_mask("local(128) | global_tokens(128)", 65536).by_query
-    (row, first, count, _), *rest = table.splits[0].tolist()
-    assert row == 0 and first == 0 and count == 16 and not any(map(any, rest[:-1]))
-    parts = table.work[0][table.work[0, :, 5] > 0]
-    assert sorted(parts[:, 5].tolist()) == list(range(1, count + 1)) and set(parts[:, 0].tolist()) == {0}
-    assert (parts[:, 4] - parts[:, 1]).max() <= 32
-
-
 def test_masks_of_several_heads_have_as_many_items_the_missing_ones_past_the_last_row():
     masks = [sf.compile_mask(spec, 20000) for spec in ("causal", "local(128) | global_tokens(128)")]
     table = sf.BlockMask.per_head(masks).by_query

@@ -169,12 +169,6 @@ def test_strides_that_do_not_divide_a_block_are_refused(size):
             sf.parse(f"antidiagonal({size}, keep=1)")
 
 
-def test_choosers_of_earlier_versions_are_unknown_names():
-    for text in ("pooled_keys(keep=1)", "sub_blocks(16, keep=1)", "last_queries(64, keep=1)"):
-        with pytest.raises(SpecError, match="unknown"):
-            sf.parse(text)
-
-
 @given(count=st.integers(-2, 200))
 def test_more_sampled_queries_than_the_smallest_block_has_are_refused(count):
     if 1 <= count <= 64:

@@ -1,7 +1,5 @@
 """Both tables in blocks that start where documents start, derived from a mask's own blocks or made of packed documents."""
 
-import pickle
-
 import numpy as np
 import pytest
 import strategies
@@ -15,8 +13,7 @@ from sparse_flash.backends import get_backend
 from sparse_flash.benchmarks.workload.masks import ragged_documents
 from sparse_flash.masks import document_blocks
 from sparse_flash.masks.compiler import compile_up_to
-from sparse_flash.masks.document_blocks import BLOCK
-from sparse_flash.masks.single_runs import single_runs
+from sparse_flash.masks.document_blocks import BLOCK, single_runs
 from sparse_flash.masks.table import KernelTables
 from sparse_flash.masks.tiles import unpack_runs
 from sparse_flash.packed import gather_rows, in_place
@@ -138,14 +135,6 @@ def test_only_square_masks_of_one_head_and_blocks_of_128_lie_by_document(at_any_
     assert sf.compile_mask(spec, 1000, block_size=256).by_document is None
     assert sf.BlockMask.per_head([spec, "local(200)"], 1000).by_document is None
     assert sf.BlockMask.from_tensors(*mask.sizes, mask.tensors()).by_document is None
-
-
-def test_a_pickled_mask_lies_by_document_anew(at_any_cost):
-    mask = sf.compile_mask("causal & documents((0, 300, 1000))", 1000)
-    size, blocks = len(pickle.dumps(mask)), mask.by_document
-    again = pickle.loads(pickle.dumps(mask))
-    assert len(pickle.dumps(mask)) == size and again.by_document is not blocks
-    assert np.array_equal(pairs_of(again.by_document, "by_key", 1000), mask.to_dense().cpu().numpy())
 
 
 PACKED = {  # pattern, cu_seqlens, tokens, the longest document

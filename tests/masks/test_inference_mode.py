@@ -28,6 +28,7 @@ def made():
         "select": mask.select(),
         "transpose": mask.transpose(),
         "to": mask.to("meta"),
+        "choose_blocks": sf.choose_blocks("causal & pooled(keep=1, block=64)", q, q),
         "topk_blocks": sf.topk_blocks(q, q, keep=2, block_size=32),
         "topk_blocks by query": picks,
         "from_picks": sf.BlockSelection.from_picks(torch.zeros(1, 2, N, 2, dtype=torch.int32), 32, always="sinks(3)"),
@@ -51,7 +52,9 @@ def test_no_tensor_of_a_mask_made_in_inference_mode_belongs_to_it(name):
             assert not any(tensor.is_inference() for tensor in tensors)
 
 
-@pytest.mark.parametrize("name", ["compile_mask", "from_blocks", "per_head", "topk_blocks", "topk_blocks by query"])
+@pytest.mark.parametrize(
+    "name", ["compile_mask", "from_blocks", "per_head", "choose_blocks", "topk_blocks", "topk_blocks by query"]
+)
 @pytest.mark.parametrize("way", ["compiled", "selective checkpointing"])
 def test_models_train_with_masks_of_inference_mode(name, way):
     def keep_nothing():
@@ -73,7 +76,9 @@ def test_what_a_call_in_inference_mode_remembers_serves_training():
     for training in (False, True):
         q = Q.clone().requires_grad_(training)
         with torch.inference_mode(not training):
-            for mask in (pattern, sf.per_head([pattern, "full"]), sf.BlockMask.from_blocks(blocks, 32, within=pattern)):
+            chosen = f"{pattern} & (pooled(keep=1, block=64) | sinks(4))"
+            made = sf.BlockMask.from_blocks(blocks, 32, within=pattern)
+            for mask in (pattern, sf.per_head([pattern, "full"]), chosen, made):
                 out = sf.attention(q, q, q, mask)
                 out = out + sf.attention(q, q, q, sf.topk_blocks(q, q, keep=1, block_size=32, always=pattern))
                 out = out + sf.attention(q, q, q, sf.topk_blocks(q, q, keep=1, block_size=32, every=1, always="sinks(4)"))

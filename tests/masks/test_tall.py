@@ -129,11 +129,3 @@ def test_a_pickled_mask_makes_tall_rows_of_its_own(monkeypatch):
     again = pickle.loads(pickle.dumps(mask))
     assert len(pickle.dumps(mask)) == size and again.tall is not rows
     assert np.array_equal(pairs_of(again.tall, 1000, 1000), pairs_of(rows, 1000, 1000))
-
-
-def test_other_figures_of_a_mask_do_not_depend_on_tall_rows():
-    mask, other = (sf.compile_mask("causal", 16384) for _ in range(2))
-    assert mask.tall is not None
-    assert mask.equal(other) and mask.digest == other.digest and mask.nbytes == other.nbytes
-    assert (mask.density, mask.block_density, repr(mask)) == (other.density, other.block_density, repr(other))
-    assert torch.equal(mask.kept_blocks(), other.kept_blocks())

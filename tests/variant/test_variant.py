@@ -742,8 +742,8 @@ def test_a_score_function_without_triton_runs_on_pytorch_and_says_so_elsewhere(m
     out = sf.attention(q, k, v, score_mod=plain, backend="torch")
     torch.testing.assert_close(out, sf.attention(q, k, v, scale=0.5, backend="torch"))
     call = make_call(q, k, variant=build_variant(q, k, score_mod=plain))
-    monkeypatch.setattr(backends.get_backend("triton"), "_why_unavailable", lambda: None)
-    monkeypatch.setattr(backends.get_backend("triton"), "_is_interpreted", lambda: DEVICE == "cpu")
+    monkeypatch.setattr(backends.get_backend("triton"), "why_unavailable", lambda: None)
+    monkeypatch.setattr(backends.get_backend("triton"), "is_interpreted", lambda: DEVICE == "cpu")
     assert "has no triton function" in backends.get_backend("triton").supports(call)
 
 
