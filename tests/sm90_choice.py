@@ -20,7 +20,7 @@ def compiled(kind: str, shared: int, block: int, slots: int = 16, target=TARGET,
     kernel, config = pick_blocks.pick_blocks_kernel, pick_blocks._CONFIGS[kind]
     constants = {"EVERY": 1, "BLOCK": block, "CHOSEN": slots - 1, "OWN": 1, "SLOTS": slots, "SHARED": shared}
     constants |= {
-        "KIND": pick_blocks._KINDS[kind].value,
+        "KIND": kind,
         "BOUNDED": bounded,
         "TILE": config.tile_m,
         "COLUMNS": config.tile_n,

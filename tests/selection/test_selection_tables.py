@@ -20,9 +20,10 @@ SIZES = {
 
 
 @parametrize("bytes_of_entry, bytes_of_head, rounds", [(0, 0, 1), (0, 1 << 20, 4), (10, 1 << 20, 8), (10, 500, 4)])
-def test_a_round_takes_a_batch_head_at_least_and_partial_results_are_in_bounds(bytes_of_entry, bytes_of_head, rounds):
+def test_a_round_takes_a_batch_head_at_least_and_partial_results_are_in_bounds(bytes_of_entry, bytes_of_head, rounds, monkeypatch):
     sizes = SIZES["a choice for each query"]
-    found = division.plan_rounds(sizes, bytes_of_entry, bytes_of_head, 3000)
+    monkeypatch.setattr(division, "WORKSPACE", 3000)
+    found = division.plan_rounds(sizes, bytes_of_entry, bytes_of_head)
     assert len(found.all) == rounds and {each.stride for each in found.all} == {found.choices}
     assert found.heads * found.choices * sizes.slots * bytes_of_entry <= 3000
     covered = sorted((each.head + n, each.choice) for each in found.all for n in range(each.heads))

@@ -170,18 +170,12 @@ def _offsets(cache, page, token, page_stride, token_stride):
 
 
 @triton.jit
-def rows_of_cache(cache, page, token, page_stride, token_stride):
-    """The start of these tokens' rows, (TILE_N, 1), as offsets within their head."""
-    return (_offsets(cache, page, token, page_stride, token_stride) * cache.VECTOR)[:, None]
-
-
-@triton.jit
 def load_step_keys(k, cache, page, token, exists):
     """(TILE_N, DIM) keys of a step, 0 where none exist. Memory past the last key may hold anything, even NaN, which a weight of 0
     would not cancel."""
-    row = rows_of_cache(cache, page, token, cache.k_page_stride, cache.k_token_stride)
+    row = _offsets(cache, page, token, cache.k_page_stride, cache.k_token_stride) * cache.VECTOR
     dim = tl.arange(0, cache.DIM)[None, :]
-    return tl.load(k + row + dim, mask=exists[:, None] & (dim < cache.HEAD_DIM), other=0.0)
+    return tl.load(k + row[:, None] + dim, mask=exists[:, None] & (dim < cache.HEAD_DIM), other=0.0)
 
 
 @triton.jit
