@@ -216,11 +216,10 @@ def _variant(case: Case):
 
 
 def _compiled_packed(target):
-    from sm90_packed import compiled
+    from sm90_packed import launches
+    from sm90_selection import compiled
 
-    from sparse_flash.kernels.packed.repack import fill_rows_kernel
-
-    return compiled(fill_rows_kernel, 1, target, BLOCK=128, CHUNK=128, ROWS=512, QUERIES=True)
+    return compiled(*next(made for made in launches() if made[0].fn.__name__ == "fill_rows_kernel"), target)
 
 
 def _resources(result) -> tuple[str, str, str]:

@@ -1,74 +1,44 @@
-"""Compiles the kernel that chooses blocks for sm_90 without a GPU and prints the outcome by kind of scores, like ``sm90.py``."""
+"""Compiles the kernels that choose blocks for sm_90 without a GPU and prints the outcome by kind of scores, like ``sm90.py``."""
 
 import json
+from functools import partial
+from unittest import mock
 
-import triton
-from sm90 import TARGET, resources
-from triton.compiler import ASTSource
+import torch
+from sm90 import resources
+from sm90_selection import compiled
 
-from sparse_flash.kernels.launch.launch import FUSED
 from sparse_flash.kernels.selection import pick_blocks
 
-ALIGNED = {"head_dim", "q_batch", "q_head", "q_token", "k_batch", "k_head", "k_token"}
+TOKENS = 1024
+# (kind, query heads that share a choice, block, whether of packed documents)
+CASES = [(kind, *case, False) for kind in ("mean", "max", "softmax") for case in ((4 if kind == "mean" else 1, 128), (16, 64))]
+CASES += [("given", 1, 128, False), ("mean", 4, 128, True), ("given", 1, 128, True)]
 
 
-LENGTH, STRIDE = 32, 16  # of compressed keys
+def report(case: tuple, kernel, grid, arguments, constants, options, specialized) -> None:
+    result = compiled(kernel, arguments, constants, options)
+    row = {"kernel": kernel.fn.__name__, "kind": case[0], "case": case, "shared": result.metadata.shared}
+    print(json.dumps(row | {"wgmma": result.asm["ptx"].count("wgmma.mma_async"), **resources(result.asm["cubin"])}), flush=True)
 
 
-def compiled(kind: str, shared: int, block: int, slots: int = 16, target=TARGET, bounded: bool = False):
-    """shared: query heads that share a choice. slots: blocks of a choice. bounded: of packed documents."""
-    kernel, config = pick_blocks.pick_blocks_kernel, pick_blocks._CONFIGS[kind]
-    constants = {"EVERY": 1, "BLOCK": block, "CHOSEN": slots - 1, "OWN": 1, "SLOTS": slots, "SHARED": shared}
-    constants |= {
-        "KIND": pick_blocks._KINDS[kind].value,
-        "BOUNDED": bounded,
-        "TILE": config.tile_m,
-        "COLUMNS": config.tile_n,
-        "KEYS": 64,
-        "LENGTH": LENGTH,
-        "STRIDE": STRIDE,
-    }
-    constants |= {"DIM": 16 if kind == "given" else 128, "PRECISION": "tf32"}
-    types = {
-        "source": "*fp32" if kind == "given" else "*bf16",
-        "keys": "*fp32" if kind == "mean" else "*bf16",
-        "picks": "*i32",
-        "bounds": "*i32",
-        "logs": "*fp32",
-        "factor": "fp32",
-    }
-    return _of_kernel(kernel, config, constants, types, target)
-
-
-def compiled_lse(target=TARGET):
-    """The kernel that sums the softmax over compressed keys."""
-    constants = {"EVERY": 1, "LENGTH": LENGTH, "STRIDE": STRIDE, "TILE": 64, "KEYS": 64, "DIM": 128, "PRECISION": "tf32"}
-    types = {"q": "*bf16", "keys": "*bf16", "logs": "*fp32", "factor": "fp32"}
-    return _of_kernel(pick_blocks.compressed_lse_kernel, pick_blocks._CONFIGS["softmax"], constants, types, target)
-
-
-def _of_kernel(kernel, config, constants: dict, types: dict, target):
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
-    attributes = {
-        (place,): [["tt.divisibility", 16]]
-        for place, name in enumerate(kernel.arg_names)
-        if types.get(name, "").startswith("*") or name in ALIGNED
-    }
-    return triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=config.options | FUSED)
+def choose(kind: str, shared: int, block: int, bounded: bool) -> None:
+    source, keys, compression = torch.empty(1, shared, TOKENS, 128, dtype=torch.bfloat16), None, None
+    if kind == "given":
+        source = torch.empty(1, 1, TOKENS, TOKENS // block)
+    elif kind == "mean":
+        keys = torch.empty(1, 1, TOKENS // block, 128)
+    elif kind == "max":
+        keys = source[:, :1]
+    else:
+        keys, compression = source[:, :1, : TOKENS // 16], pick_blocks.Compressed(32, 16, None)
+    bounds = torch.empty(TOKENS, 2, dtype=torch.int32) if bounded else None
+    numbers = 15, 1, 1, block, 1, TOKENS, TOKENS
+    pick_blocks.pick_blocks(source, keys, kind, *numbers, bounds=bounds, compression=compression)
 
 
 if __name__ == "__main__":
-    kinds = (
-        ("mean", 4, 128),
-        ("mean", 16, 64),
-        ("max", 1, 128),
-        ("max", 16, 64),
-        ("softmax", 1, 128),
-        ("softmax", 16, 64),
-        ("given", 1, 128),
-    )
-    cases = [*((*kind, False) for kind in kinds), ("mean", 4, 128, True), ("given", 1, 128, True)]
-    for kind, shared, block, bounded in [*cases, ("lse", 1, 64, False)]:
-        result = compiled_lse() if kind == "lse" else compiled(kind, shared, block, bounded=bounded)
-        row = {"kind": kind, "bounded": bounded, "shared heads": shared, "block": block, "shared": result.metadata.shared}
-        print(json.dumps(row | {"wgmma": result.asm["ptx"].count("wgmma.mma_async"), **resources(result.asm["cubin"])}), flush=True)
+    for case in CASES:
+        as_on_a_gpu = mock.patch.object(pick_blocks, "_precision", lambda source: "tf32")
+        with as_on_a_gpu, mock.patch.object(pick_blocks, "launch", partial(report, case)):
+            choose(*case)

@@ -1,41 +1,15 @@
 """Compiles the kernels of packed documents for sm_90 without a GPU and prints the outcome of each, like ``sm90.py``."""
 
 import json
+from contextlib import ExitStack
 from unittest import mock
 
-import sm90_selection
 import torch
-import triton
-from sm90 import TARGET, resources
-from triton.compiler import ASTSource
+from sm90 import resources
+from sm90_selection import compiled
 
-from sparse_flash.kernels.launch.launch import FUSED
+import sparse_flash as sf
 from sparse_flash.kernels.packed import document_blocks, repack, rows, spans, splits
-
-SCALARS = {"documents", "rows", "before", "run_tiles", "bit_tiles", *rows.INTEGERS}
-SCALARS |= {"k_rows", "masks", "least", "lines", "tokens", "q_tokens", "k_tokens", "q_longest", "k_longest", "longest"}
-# Of fill_spans_kernel, where blocks start at multiples of their size.
-ON_GRID = {"starts": None, "work": None, "k_work": None}
-
-
-def compiled(kernel, warps: int, target=TARGET, **constants):
-    signature, attributes = {}, {}
-    for position, name in enumerate(kernel.arg_names):
-        pointer = name not in SCALARS
-        kind = "*bf16" if name in ("source", "target") else "*i32"
-        signature[name] = kind if pointer else kernel.params[position].annotation_type or "i32"
-        if pointer:
-            attributes[(position,)] = [["tt.divisibility", 16]]
-    signature |= dict.fromkeys(constants, "constexpr")
-    attributes = {place: what for place, what in attributes.items() if kernel.arg_names[place[0]] not in constants}
-    return triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options={"num_warps": warps} | FUSED)
-
-
-def report(kernel, warps: int, **constants) -> None:
-    result = compiled(kernel, warps, **constants)
-    row = {"kernel": kernel.fn.__name__, "wide": result.asm["ptx"].count("ld.global.v4"), **resources(result.asm["cubin"])}
-    print(json.dumps(row), flush=True)
-
 
 # (dtype, shape): tokens; 80 bytes a row; lse; 10 bytes a row. Results are head by head, so heads are not merged.
 MOVES = [(torch.bfloat16, (64, 4, 128)), (torch.bfloat16, (64, 4, 40)), (torch.float32, (64, 4, 1)), (torch.bfloat16, (64, 4, 5))]
@@ -47,27 +21,32 @@ def take_rows(dtype, shape: tuple) -> None:
     rows.take_rows_into(source, index, float("-inf") if shape[-1] == 1 else 0.0, target)
 
 
-def report_rows(kernel, grid, arguments, constants, options) -> None:
-    result = sm90_selection.compiled(kernel, arguments, constants, options)
-    source, ptx = arguments[0], result.asm["ptx"]
-    row = {"kernel": kernel.fn.__name__, "shape": list(source.shape), "bits": 8 * source.element_size()}
-    wide = {"wide": ptx.count("ld.global.v4"), "wide_stores": ptx.count("st.global.v4")}
-    print(json.dumps(row | wide | resources(result.asm["cubin"])), flush=True)
+def launches() -> list[tuple]:
+    """(kernel, arguments, constants, options) of each launch for 512 documents."""
+    made: list[tuple] = []
+    ends, numbers, runs = (torch.zeros(shape, dtype=torch.int32) for shape in (513, 1024, (2, 1024)))
+    mask, tiles = sf.compile_mask("causal", 1024), [torch.zeros(2, 128, dtype=torch.int32)] * 2
+    with ExitStack() as stack:
+        for module in (document_blocks, repack, rows, spans, splits):
+            stack.enter_context(mock.patch.object(module, "launch", lambda kernel, _, *more: made.append((kernel, *more[:3]))))
+        for same in (True, False):
+            layout = repack.lay_out(ends, ends, 1000, 1000, 1000, 1000, 128, same)
+            for queries, table in ((True, mask.by_query), (False, mask.by_key)):
+                records = repack.find_rows(layout, table, 8, 0, 128, (numbers, numbers), queries, same)
+                if same:
+                    repack.fill_rows(layout, records, table, tiles, tiles, 64, 0, 128, queries)
+        for move in MOVES:
+            take_rows(*move)
+        spans.fill_spans(layout, runs, 8, 8, 0, 64, 64, 128)
+        document_blocks.fill_document_blocks(layout, runs, 8, 1000, 64, 64, 128)
+        splits.split_rows(mask.by_query[:3], mask.by_key[:3], 64, 64, 64, 1024)
+    return made
 
 
 if __name__ == "__main__":
-    for same in (True, False):
-        report(repack.lay_out_kernel, 4, BLOCK=128, CHUNK=32, SAME=same)
-        for queries in (True, False):
-            report(repack.find_rows_kernel, 1, BLOCK=128, QUERIES=queries, SAME=same)
-    for queries in (True, False):
-        report(repack.fill_rows_kernel, 1, BLOCK=128, CHUNK=128, ROWS=512, QUERIES=queries)
-    with mock.patch.object(rows, "launch", report_rows):
-        for case in MOVES:
-            take_rows(*case)
-    report(spans.find_spans_kernel, 4, BLOCK=128)
-    report(spans.count_spans_kernel, 4, ROWS=512)
-    for given in (ON_GRID, {}):
-        report(spans.fill_spans_kernel, 4, BLOCK=128, TILES=16, ROWS=512, **given)
-    report(document_blocks.find_own_spans_kernel, 4, BLOCK=128, CHUNK=512)
-    report(splits.split_rows_kernel, 4, SPLITS=64, ROOM=64, K_ROOM=64, ITEMS=128, MASKS=16)
+    for kernel, arguments, *more in launches():
+        result, first = compiled(kernel, arguments, *more), arguments[0]
+        row = {"kernel": kernel.fn.__name__, "shape": list(first.shape), "bits": 8 * first.element_size()}
+        ptx = result.asm["ptx"]
+        row |= {"wide": ptx.count("ld.global.v4"), "wide_stores": ptx.count("st.global.v4")}
+        print(json.dumps(row | resources(result.asm["cubin"])), flush=True)

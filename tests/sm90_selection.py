@@ -27,7 +27,6 @@ from sparse_flash.kernels.selection import backward, decode, forward, hopper_bac
 from sparse_flash.selection import hopper as selection_hopper
 from sparse_flash.selection import triton as selection_triton
 
-BACKEND = make_backend(TARGET)
 MODULES = backward, forward, lists, hopper_backward, hopper_forward
 # heads, key heads, head_dim, block, every, always
 CASES = [(16, 4, dim, block, 1, None) for dim in (64, 128) for block in (64, 128)]
@@ -36,13 +35,14 @@ OTHERS = [(64, 4, dim, block, 1, None) for dim in (64, 128) for block in (64, 12
 OTHERS += [(16, 4, 128, 32, 1, None), (8, 8, 128, 512, 1, None), (8, 2, 256, 128, 1, None)]
 
 
-def compiled(kernel, arguments, constants, options):
+def compiled(kernel, arguments, constants, options, target=TARGET):
     """The result of Triton's compiler for the arguments of a launch."""
-    binder = create_function_from_signature(kernel.signature, kernel.params, BACKEND)
+    backend = make_backend(target)
+    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, left = binder(*arguments, **constants, **options, **FUSED, debug=False)
-    options, signature, constants, attributes = kernel._pack_args(BACKEND, left, bound, specialization, left)
+    options, signature, constants, attributes = kernel._pack_args(backend, left, bound, specialization, left)
     source = GluonASTSource if of_hopper(kernel) else ASTSource
-    return triton.compile(source(kernel, signature, constants, attributes), target=TARGET, options=options.__dict__)
+    return triton.compile(source(kernel, signature, constants, attributes), target=target, options=options.__dict__)
 
 
 def of_hopper(kernel) -> bool:

@@ -20,7 +20,7 @@ def take_rows(x: torch.Tensor, index: torch.Tensor, reverse: torch.Tensor, fill:
     return (_TakeRows.apply if is_plain_eager(x) else _take_rows_operator)(x, index, reverse, fill, heads_first)
 
 
-def _take_rows(x, index, fill, heads_first) -> torch.Tensor:
+def _take_rows(x: torch.Tensor, index: torch.Tensor, reverse: torch.Tensor, fill: float, heads_first: bool) -> torch.Tensor:
     if can_use_kernels(x.device):
         from ..kernels.packed.rows import take_rows_into
 
@@ -44,7 +44,7 @@ class _TakeRows(torch.autograd.Function):
     def forward(ctx, x, index, reverse, fill, heads_first):
         ctx.save_for_backward(index, reverse)
         ctx.heads_first = heads_first
-        return _take_rows(x, index, fill, heads_first)
+        return _take_rows(x, index, reverse, fill, heads_first)
 
     @staticmethod
     def backward(ctx, grad):
@@ -53,11 +53,7 @@ class _TakeRows(torch.autograd.Function):
         return take_rows(grad, reverse, index, 0.0, not ctx.heads_first), None, None, None, None
 
 
-@torch.library.custom_op(operator_name("take_rows"), mutates_args=())
-def _take_rows_operator(
-    x: torch.Tensor, index: torch.Tensor, reverse: torch.Tensor, fill: float, heads_first: bool
-) -> torch.Tensor:
-    return _take_rows(x, index, fill, heads_first)
+_take_rows_operator = torch.library.custom_op(operator_name("take_rows"), _take_rows, mutates_args=())
 
 
 @_take_rows_operator.register_fake

@@ -39,6 +39,7 @@ from .repack import (
     fake_size,
     fake_table,
     has_full_tables,
+    lay_out_documents,
     long_document,
     most_blocks,
     next_power_of_two,
@@ -124,12 +125,7 @@ class _LongRuns:
         self.constants = [t.to(device) for t in (runs, *zeros)]
 
     def find_capacity(self, q_blocks: int, k_blocks: int, longest: int) -> tuple[int, int]:
-        """Capacity for entries and for tiles: see ``most_entries``."""
-        entries = self.most_entries(q_blocks, k_blocks, longest)
-        return max(2, entries), max(2, min(entries, 6 * k_blocks + 10 * q_blocks))
-
-    def most_entries(self, q_blocks: int, k_blocks: int, longest: int) -> int:
-        """An upper bound on the entries of all documents of up to ``longest`` key blocks together.
+        """Upper bounds on the entries and on the tiles of all documents of up to ``longest`` key blocks together.
 
         A block of queries of one document touches as many blocks as its runs span, plus one. Any other block of queries, with
         several documents or past the last, touches at most the blocks from its first document's first key to its last document's
@@ -145,7 +141,8 @@ class _LongRuns:
             # The mean over a document's first query blocks, for the worst of its lengths.
             each = np.cumsum(each) / np.arange(1, len(each) + 1)
             each = each[: max(1, longest)]
-        return int(np.ceil(q_blocks * each.max())) + 2 * (k_blocks + q_blocks)
+        entries = int(np.ceil(q_blocks * each.max())) + 2 * (k_blocks + q_blocks)
+        return max(2, entries), max(2, min(entries, 6 * k_blocks + 10 * q_blocks))
 
 
 def _runs_of(pattern, q_longest: int, k_longest: int, shares_documents: bool, device) -> _LongRuns | None:
@@ -179,7 +176,7 @@ class _MaskOfDocuments(BlockMask):
         plan = InPlacePlan(tokens, tokens, longest, longest, before=0, entries=0, tiles=0, shares_documents=True)
         _, mask_index, tile_bits = runs.constants
         vars(self).update(q_len=tokens, kv_len=tokens, block_size=BLOCK, keeps_all=False, mask_index=mask_index)
-        vars(self).update(tile_bits=tile_bits, _runs=runs, _plan=plan, _layout=_layout(cu_seqlens, cu_seqlens, plan))
+        vars(self).update(tile_bits=tile_bits, _runs=runs, _plan=plan, _layout=lay_out_documents(cu_seqlens, cu_seqlens, plan))
 
     @property
     def by_query(self) -> Table:
@@ -221,7 +218,7 @@ def _assemble(constants: list[torch.Tensor], q_starts: torch.Tensor, k_starts: t
     whole = InPlacePlan(*plan)
     if not gather_rows.can_use_kernels(q_starts.device):
         return _assemble_on_host(constants, q_starts, k_starts, whole)
-    return _assemble_on_device(constants, _layout(q_starts, k_starts, whole), whole)
+    return _assemble_on_device(constants, lay_out_documents(q_starts, k_starts, whole), whole)
 
 
 @torch.library.custom_op(operator_name("assemble_runs"), mutates_args=())
@@ -241,17 +238,8 @@ def _(constants, q_starts, k_starts, plan):
     return [constants[0].new_empty(shape) for shape in shapes]
 
 
-def _layout(q_starts: torch.Tensor, k_starts: torch.Tensor, plan: InPlacePlan) -> torch.Tensor:
-    from ..kernels.packed.repack import lay_out
-
-    with current_device(q_starts.device):
-        return lay_out(
-            q_starts, k_starts, plan.q_tokens, plan.k_tokens, plan.q_longest, plan.k_longest, BLOCK, bool(plan.shares_documents)
-        )
-
-
 def _assemble_on_device(constants, layout: torch.Tensor, plan: InPlacePlan) -> list[torch.Tensor]:
-    """``_assemble`` using kernels. layout: from ``_layout``."""
+    """``_assemble`` using kernels. layout: from ``lay_out_documents``."""
     from ..kernels.packed.spans import fill_spans
 
     runs, mask_index, tile_bits = constants

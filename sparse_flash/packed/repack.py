@@ -31,7 +31,7 @@ from ..masks.grid import BlockGrid, concat_ranges
 from ..masks.memory import cached_until_cleared
 from ..masks.pattern import short_text
 from ..masks.select_blocks import build_work
-from ..masks.table import SPLIT_FIELDS, WORK_FIELDS, Entries, Table, most_splits
+from ..masks.table import SPLIT_FIELDS, WORK_FIELDS, Entries, most_splits
 from ..masks.tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches
 from . import gather_rows
 
@@ -98,16 +98,10 @@ def repack_documents(pattern, queries: PackedDocuments, keys: PackedDocuments | 
     documents = _round_up_documents(starts[0].shape[0] - 1)
     plan, tables = _make_plan(pattern, q_tokens, q_longest, k_tokens, k_longest, documents, shares_documents, starts[0].device)
     run = _pack if is_plain_eager(*starts) else _pack_operator
-    *axes, mask_index, by_query, by_key, tiles = _unpack_results(run(fake_tensors_if_needed(tables), *starts, plan))
-    q_len, kv_len = (axis.token_of_row.shape[0] for axis in axes)
-    return Packed(BlockMask(q_len, kv_len, BLOCK, False, mask_index, by_query, by_key, *tiles), *axes)
-
-
-def _unpack_results(tensors: list[torch.Tensor]):
-    """The results of ``_pack``: two axes, mask_index, two tables, tiles."""
-    size = len(Table._fields)
-    by_query, by_key = Table(*tensors[5 : 5 + size]), Table(*tensors[5 + size : 5 + 2 * size])
-    return Axis(*tensors[:2]), Axis(*tensors[2:4]), tensors[4], by_query, by_key, tensors[5 + 2 * size :]
+    results = run(fake_tensors_if_needed(tables), *starts, plan)
+    axes = Axis(*results[:2]), Axis(*results[2:4])
+    lengths = (axis.token_of_row.shape[0] for axis in axes)
+    return Packed(BlockMask.from_tensors(*lengths, BLOCK, results[4:]), *axes)
 
 
 @constant_in_graphs
@@ -195,7 +189,7 @@ def long_document(pattern, k_blocks, before, device) -> LongDocument:
 
 
 def _pack(tables: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]) -> list[torch.Tensor]:
-    """tables, plan: from ``_make_plan``. Returns what ``_unpack_results`` splits."""
+    """tables, plan: from ``_make_plan``. Returns the tensors of both axes, and those of the mask."""
     run = _pack_on_device if gather_rows.can_use_kernels(q_starts.device) else _pack_on_host
     return run(tables, q_starts, k_starts, RepackPlan(*plan))
 
@@ -258,28 +252,37 @@ def fake_table(rows: int, entries: int, longest: int, in_full: bool) -> list[tup
 
 def _pack_on_device(tables, q_starts, k_starts, plan: RepackPlan) -> list[torch.Tensor]:
     """``_pack`` using kernels."""
-    from ..kernels.packed.repack import fill_rows, find_rows, lay_out
+    from ..kernels.packed.repack import fill_rows, find_rows
 
-    mask_index, by_query, by_key, tiles = _unpack_tables(tables)
+    long, before, shares_documents = _long_mask(tables, plan), plan.blocks_before_keys, bool(plan.shares_documents)
+    tiles = long.tiles
     roomy = [_extend_tiles(tiles[0], plan.q_blocks), _extend_tiles(tiles[1], plan.q_blocks) if plan.has_bits else tiles[1]]
-    before, shares_documents = plan.blocks_before_keys, bool(plan.shares_documents)
+    layout = lay_out_documents(q_starts, k_starts, plan)
     with current_device(q_starts.device):
-        layout = lay_out(q_starts, k_starts, plan.q_tokens, plan.k_tokens, plan.q_longest, plan.k_longest, BLOCK, shares_documents)
         axes: list[Axis] = []
         filled = []
-        sides = (True, by_query, plan.q_blocks, plan.q_tokens), (False, by_key, plan.k_blocks, plan.k_tokens)
+        sides = (True, long.by_query, plan.q_blocks, plan.q_tokens), (False, long.by_key, plan.k_blocks, plan.k_tokens)
         for is_query, table, blocks, tokens in sides:
             axes.append(axes[0] if shares_documents and axes else _empty_axis(tokens, blocks, q_starts.device))
             records = find_rows(layout, table, blocks, before, BLOCK, axes[-1], is_query, shares_documents)
             filled.append(fill_rows(layout, records, table, tiles, roomy, plan.entries, before, BLOCK, is_query))
         work = build_work(filled[0][:3], filled[1][:3], plan.k_blocks, plan.q_blocks)
-    return [*axes[0], *axes[1], mask_index, *filled[0], *work[0], *filled[1], *work[1], *roomy]
+    return [*axes[0], *axes[1], long.mask_index, *filled[0], *work[0], *filled[1], *work[1], *roomy]
 
 
-def _unpack_tables(tables: list[torch.Tensor]):
-    """(mask_index, by_query, by_key, tiles)."""
-    size = len(Table._fields)
-    return tables[0], Table(*tables[1 : 1 + size]), Table(*tables[1 + size : 1 + 2 * size]), tables[1 + 2 * size :]
+def lay_out_documents(q_starts: torch.Tensor, k_starts: torch.Tensor, plan) -> torch.Tensor:
+    """``lay_out`` of kernels, with the numbers of a plan."""
+    from ..kernels.packed.repack import lay_out
+
+    longest = plan.q_longest, plan.k_longest
+    with current_device(q_starts.device):
+        return lay_out(q_starts, k_starts, plan.q_tokens, plan.k_tokens, *longest, BLOCK, bool(plan.shares_documents))
+
+
+def _long_mask(tables: list[torch.Tensor], plan: RepackPlan) -> BlockMask:
+    """The mask of the long document."""
+    k_blocks = next_power_of_two(-(-plan.k_longest // BLOCK))
+    return BlockMask.from_tensors((plan.blocks_before_keys + k_blocks) * BLOCK, k_blocks * BLOCK, BLOCK, tables)
 
 
 def _empty_axis(tokens: int, blocks: int, device) -> Axis:
@@ -302,10 +305,8 @@ def _pack_on_host(tables, q_starts, k_starts, plan: RepackPlan) -> list[torch.Te
     q_first, k_first = (np.cumsum(blocks) - blocks for blocks in (q_blocks, k_blocks))
     device = q_starts.device
 
-    k_height = _unpack_tables(tables)[2].row_order.shape[1]
-    long = BlockMask.from_tensors((plan.blocks_before_keys + k_height) * BLOCK, k_height * BLOCK, BLOCK, tables)
     grid = BlockGrid(plan.q_blocks * BLOCK, plan.k_blocks * BLOCK, BLOCK)
-    entries, pool = _documents_entries(long, plan.blocks_before_keys, q_first, q_blocks, k_first, k_blocks, k_len)
+    entries, pool = _documents_entries(_long_mask(tables, plan), q_first, q_blocks, k_first, k_blocks, k_len)
     mask = from_entries(grid, entries, pool).to(device)
     q_axis = _axis(plan.q_tokens, plan.q_blocks, q_start, q_len, q_first * BLOCK + skipped, device)
     k_axis = q_axis if plan.shares_documents else _axis(plan.k_tokens, plan.k_blocks, k_start, k_len, k_first * BLOCK, device)
@@ -325,9 +326,10 @@ def _axis(tokens: int, blocks: int, start, length, first_row, device) -> Axis:
     return Axis(torch.from_numpy(token_of_row).to(device), torch.from_numpy(row_of_token).to(device))
 
 
-def _documents_entries(long: BlockMask, before, q_first, q_blocks, k_first, k_blocks, k_len) -> tuple[Entries, TilePool]:
+def _documents_entries(long: BlockMask, q_first, q_blocks, k_first, k_blocks, k_len) -> tuple[Entries, TilePool]:
     """The entries of all documents and the tiles they use, clipped in the last block of keys."""
     rows, cols, kinds, tiles = long.entries()
+    before = (long.q_len - long.kv_len) // BLOCK
     pieces = [np.zeros((5, 0), np.int64)]
     for d in np.flatnonzero(q_blocks * k_blocks):
         line = before + k_blocks[d] - q_blocks[d]

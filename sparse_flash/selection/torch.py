@@ -1,9 +1,10 @@
 """Attention over picked blocks in PyTorch operations, on any device, in chunks of groups of queries that memory bounds.
 
 A chunk lists its picks by block of keys, as pieces of equal size: so a block's keys meet all queries that picked it in one product,
-and queries are gathered, not keys. Each pick gives a partial result, and these are merged by their lse. The keys that ``always``
-keeps are taken once for a chunk. The backward pass recomputes the probabilities from lse (arXiv:2307.08691, Alg. 2), so memory is
-linear in tokens. float16 and bfloat16 are computed in float32. Gradients repeat bit for bit.
+and queries are gathered, not keys. A block of which ``always`` keeps pairs is one more pick, of these pairs, of the groups that did
+not pick it. Each pick gives a partial result, and these are merged by their lse. The backward pass recomputes the probabilities
+from lse (arXiv:2307.08691, Alg. 2), so memory is linear in tokens. float16 and bfloat16 are computed in float32. Gradients repeat
+bit for bit.
 """
 
 from __future__ import annotations
@@ -37,12 +38,6 @@ def forward(
             logs = scores.logsumexp(-1, keepdim=True)
             partial = chunk.scatter(_softmax_weights(scores, logs) @ chunk.values, 0.0)
             logs = chunk.scatter(logs, float("-inf"))
-            if chunk.always is not None:
-                scores = chunk.always.scores()
-                always_logs = scores.logsumexp(-1, keepdim=True)
-                always_out = _multiply_by_head(_softmax_weights(scores, always_logs), chunk.always.values)
-                partial = torch.cat([partial, always_out.flatten(0, 2)[:, None]], 1)
-                logs = torch.cat([logs, always_logs.flatten(0, 2)[:, None]], 1)
             total = logs.logsumexp(1, keepdim=True)
             chunk.unpack((_softmax_weights(logs, total) * partial).sum(1), out)
             chunk.unpack(total[:, 0], lse[..., None])
@@ -74,15 +69,7 @@ def backward(
             dscores = weights * (incoming @ chunk.values.mT - chunk.gather(delta))
             dv.add_blocks(chunk.block, weights.mT @ incoming)
             dk.add_blocks(chunk.block, scale * dscores.mT @ chunk.gather(chunk.queries))
-            dq_rows = chunk.scatter(dscores @ chunk.keys, 0.0).sum(1)
-            if chunk.always is not None:
-                always = chunk.always
-                weights = _softmax_weights(always.scores(), logs)
-                dscores = weights * (_multiply_by_head(upstream, always.values.mT) - delta)
-                dv.add_tokens(always.tokens, weights.flatten(2, 3).mT @ upstream.flatten(2, 3))
-                dk.add_tokens(always.tokens, scale * dscores.flatten(2, 3).mT @ chunk.queries.flatten(2, 3))
-                dq_rows += _multiply_by_head(dscores, always.keys).flatten(0, 2)
-            chunk.unpack(scale * dq_rows, dq)
+            chunk.unpack(scale * chunk.scatter(dscores @ chunk.keys, 0.0).sum(1), dq)
     return dq, dk.total(), dv.total()
 
 
@@ -116,12 +103,6 @@ def _softmax_weights(scores: torch.Tensor, logs: torch.Tensor) -> torch.Tensor:
     return (scores - lse_to_subtract(logs)).exp()
 
 
-def _multiply_by_head(rows: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """(batch, heads that pick, groups, rows, m) times (batch, heads that pick, m, width), which all groups share: as one product
-    for each head, because ``matmul`` would copy the right side for each group."""
-    return (rows.flatten(2, 3) @ right).unflatten(2, rows.shape[2:4])
-
-
 class _ChunkedCall:
     """The chunks of a call, each of whole groups. v: None where only scores are asked for; then ``always`` has no part."""
 
@@ -142,8 +123,8 @@ class _ChunkedCall:
 
     def __iter__(self) -> Iterator[_GroupChunk]:
         batch, heads, groups, n = self.selection.picks.shape
+        n += 0 if self.always is None else self.always.most_keys // self.size + 1
         numbers = n * (self.size + self.q.shape[3] + self.tensors[-1].shape[3])
-        numbers += 0 if self.always is None else self.always.most_keys
         most = _CHUNK_GPU if self.q.is_cuda else _CHUNK_CPU
         step = max(1, most // (batch * heads * self.shared * self.every * numbers))
         if self.always is not None:
@@ -166,13 +147,16 @@ class _GroupChunk:
 
     entry, valid: (pieces, entries of a piece) int64 and bool. An entry is a pick: flat group * n + slot, where flat groups count
     (batch, heads that pick, groups). flat_group: of each entry. block: (pieces,) among the blocks of all key heads. keys, values:
-    (pieces, block_size, head_dim). always: the part of the keys that are always kept, or None.
+    (pieces, block_size, head_dim). always: see ``_AlwaysPairs``, or None.
     """
 
     def __init__(self, call: _ChunkedCall, low: int, high: int):
         self.call, self.groups, selection = call, high - low, call.selection
         self.first, self.stop = low * call.every, min(high * call.every, selection.q_len)
-        picks = selection.picks[:, :, low:high].long()
+        picks, self.always = selection.picks[:, :, low:high].long(), None
+        if call.always is not None:
+            self.always = _AlwaysPairs(*call.always.blocks_of(self.first, self.stop, self.groups, call.every, call.size), picks)
+            picks = torch.cat([picks, self.always.picks], 3)
         self.slots, device = picks.shape[3], picks.device
         batch_heads = torch.arange(len(picks), device=device)[:, None] * call.tensors[0].shape[1] + call.key_head
         block = torch.where(picks < 0, -1, batch_heads[:, :, None, None] * selection.kv_blocks + picks).flatten()
@@ -181,7 +165,6 @@ class _GroupChunk:
         self.queries = self.pack(call.q)
         self._cut_lists(block, len(call.blocks[0]))
         self.keys, self.values = (call.blocks[which][self.block].to(compute_dtype(call.q)) for which in (0, -1))
-        self.always = None if call.always is None else _AlwaysPart(self, call.always, picks)
 
     def _cut_lists(self, block: torch.Tensor, blocks: int) -> None:
         """Sets entry, valid, flat_group and block: lists by block, cut into equal pieces. block: of each entry, -1 for none."""
@@ -236,31 +219,32 @@ class _GroupChunk:
         key = first[:, None] + torch.arange(call.size, device=first.device)
         position = torch.where(self.valid[..., None], self.position[self.flat_group % self.groups], -1)
         kept = key[:, None, None] <= position[..., None]
+        if self.always is not None:
+            kept &= self.always.pairs_of(self.flat_group, self.entry % self.slots)
         by_query = scores.view(*self.entry.shape, call.shared, call.every, call.size)
         return by_query.masked_fill_(~kept[:, :, None], float("-inf")).view_as(scores)
 
 
-class _AlwaysPart:
-    """The keys that ``always`` keeps for some query of a chunk, except keys of picked blocks, which are kept already.
+class _AlwaysPairs:
+    """The pairs that ``always`` keeps in blocks that a group did not pick, as one pick of the group for each block.
 
-    tokens: (n,) int64. keys, values: (batch, heads that pick, n, head_dim).
+    block: (m,), kept: (groups, every, m, block_size) bool, the pairs of a chunk's groups in these blocks. picks: (batch, heads that
+    pick, groups, n), what they picked; replaced by what is to be added to it, -1 for none.
     """
 
-    def __init__(self, chunk: _GroupChunk, always: _KeysOfAlways, picks: torch.Tensor):
-        call = self.call = chunk.call
-        self.queries = chunk.queries
-        self.tokens, kept = always.keys_of(chunk.first, chunk.stop, chunk.groups * call.every, picks.device)
-        block, of_token = (self.tokens // call.size).unique(return_inverse=True)
-        picked = (picks[..., None] == block).any(3)[..., of_token]
-        self.kept = kept.view(chunk.groups, call.every, -1) & ~picked[:, :, :, None]
-        taken = [t[:, :, self.tokens][:, call.key_head].to(compute_dtype(t)) for t in call.tensors]
-        self.keys, self.values = taken[0], taken[-1]
+    def __init__(self, block: np.ndarray, kept: np.ndarray, picks: torch.Tensor):
+        block, self.kept = (torch.from_numpy(x).to(picks.device) for x in (block, kept))
+        self.picked = picks.shape[3]
+        added = self.kept.any(3).any(1) & ~(picks[..., None] == block).any(3)
+        self.column = added.byte().argsort(dim=3, descending=True, stable=True)[..., : int(added.sum(3).max())]
+        self.picks = torch.where(added.gather(3, self.column), block[self.column], -1)
 
-    def scores(self) -> torch.Tensor:
-        """(batch, heads that pick, groups, rows, n), -inf for pairs that are not kept."""
-        scores = _multiply_by_head(self.queries, self.keys.mT) * self.call.scale
-        by_query = scores.unflatten(3, (self.call.shared, self.call.every))
-        return by_query.masked_fill_(~self.kept[:, :, :, None], float("-inf")).flatten(3, 4)
+    def pairs_of(self, flat_group: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+        """(.., every, block_size) bool: which pairs of picks are kept, all of those that were not added."""
+        if not self.picks.shape[3]:
+            return torch.ones((), dtype=torch.bool, device=slot.device)
+        column = self.column.flatten(0, 2)[flat_group, (slot - self.picked).clamp(min=0)]
+        return self.kept[flat_group % len(self.kept), :, column] | (slot < self.picked)[..., None, None]
 
 
 class _KeyGradient:
@@ -270,22 +254,14 @@ class _KeyGradient:
         self.like = like
         self.sums = like.new_zeros(len(call.blocks[0]), call.size, like.shape[3], dtype=compute_dtype(like))
 
-    def by_token(self) -> torch.Tensor:
-        return self.sums.view(*self.like.shape[:2], -1, self.like.shape[3])
-
     def add_blocks(self, block: torch.Tensor, products: torch.Tensor) -> None:
         """products: (pieces, block_size, head_dim), of these blocks."""
         with repeatable(self.sums, True):
             self.sums.index_add_(0, block, products)
 
-    def add_tokens(self, tokens: torch.Tensor, products: torch.Tensor) -> None:
-        """products: (batch, heads that pick, n, head_dim), of these tokens, none twice."""
-        of_heads = products.unflatten(1, (self.like.shape[1], -1)).sum(2)
-        with repeatable(self.sums, True):
-            self.by_token().index_add_(2, tokens, of_heads)
-
     def total(self) -> torch.Tensor:
-        return torch.empty_like(self.like).copy_(self.by_token()[:, :, : self.like.shape[2]])
+        by_token = self.sums.view(*self.like.shape[:2], -1, self.like.shape[3])
+        return torch.empty_like(self.like).copy_(by_token[:, :, : self.like.shape[2]])
 
 
 class _KeysOfAlways:
@@ -297,9 +273,9 @@ class _KeysOfAlways:
         # Rows ascend. A chunk may touch two.
         self.most_keys = 2 * self.mask.block_size * int(np.bincount(self.rows, minlength=1).max())
 
-    def keys_of(self, low: int, high: int, rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """(keys (m,) int64, kept (rows, m) bool) of queries low .. high - 1: the keys that one of them keeps, none after it. Rows
-        past the last query keep nothing."""
+    def blocks_of(self, low: int, high: int, groups: int, every: int, block_size: int) -> tuple[np.ndarray, np.ndarray]:
+        """(blocks of keys (m,) int64, kept (groups, every, m, block_size) bool) of queries low .. high - 1: the blocks of which one
+        may keep a key, and the keys that each keeps, none after it. Queries past the last keep nothing."""
         size = self.mask.block_size
         first = low // size
         part = slice(*np.searchsorted(self.rows, (first, (high - 1) // size + 1)))
@@ -309,7 +285,7 @@ class _KeysOfAlways:
         kept = kept.transpose(0, 2, 1, 3).reshape(len(kept) * size, -1)[low - first * size : high - first * size]
         keys = (cols[:, None] * size + np.arange(size)).ravel()
         kept &= keys <= np.arange(low, high)[:, None] + self.offset
-        some = kept.any(0)
-        padded = np.zeros((rows, int(some.sum())), bool)
-        padded[: high - low] = kept[:, some]
-        return torch.from_numpy(keys[some]).to(device), torch.from_numpy(padded).to(device)
+        block, number = np.unique(keys // block_size, return_inverse=True)
+        by_block = np.zeros((groups * every, len(block), block_size), bool)
+        by_block[: high - low, number, keys % block_size] = kept
+        return block, by_block.reshape(groups, every, len(block), block_size)

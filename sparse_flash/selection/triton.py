@@ -135,18 +135,18 @@ def backward(
 def block_lse(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection, scale: float) -> torch.Tensor:
     """Returns (batch, heads, q_len, n) float32."""
     from ..kernels.selection import lists
-    from ..kernels.selection.forward import picked_masses
+    from ..kernels.selection.forward import picked_parts
     from ..kernels.selection.tiles import SelectionOperands
 
     sizes = _sizes(q, k, selection)
     ready = [as_addressable(t) for t in (q, k)]
     operands = SelectionOperands(ready[0], ready[1], ready[1])
     masses = q.new_full((*q.shape[:3], sizes.slots), float("-inf"), dtype=torch.float32)
-    rounds = division.plan_rounds(sizes, 0, 0, division.WORKSPACE)
+    rounds = division.plan_rounds(sizes, 0, 0)
     with current_device(q.device):
         columns = lists.column_lists(selection.picks, None, sizes, rounds, division.forward_piece_size(sizes))
         for each in rounds.all:
-            picked_masses(operands, columns, masses, sizes, each, scale)
+            picked_parts(operands, columns, None, masses, sizes, each, scale)
     return masses
 
 

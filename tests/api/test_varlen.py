@@ -134,16 +134,6 @@ def test_each_document_attends_to_itself_under_the_pattern_at_its_own_length(nam
 
 
 @pytest.mark.usefixtures("packer")
-@parametrize("name", ["causal", "window", "dense"])
-def test_documents_moved_onto_blocks_give_the_same(name, monkeypatch):
-    monkeypatch.setattr(in_place, "single_runs", lambda mask: None)
-    in_place._long_runs.cache_clear()
-    check("torch", PATTERNS[name], EDGES)
-    check("torch", PATTERNS[name], MORE, FEWER, beyond=30)
-    in_place._long_runs.cache_clear()
-
-
-@pytest.mark.usefixtures("packer")
 @parametrize("name", SINGLE_RUNS)
 def test_documents_of_single_runs_are_attended_to_where_they_lie(name, monkeypatch):
     monkeypatch.setattr(gather_rows, "take_rows", None)

@@ -69,11 +69,6 @@ def test_gradients_are_right_for_lengths_and_score_changes(one_launch, spec, nam
     assert "grad_qkv_kernel" in one_launch
 
 
-def test_one_launch_is_for_short_calls(monkeypatch):
-    monkeypatch.setattr(configs, "ONE_LAUNCH_TOKENS", 2)
-    assert configs.takes_one_launch(264, 132) and not configs.takes_one_launch(265, 132)
-
-
 def test_the_gradient_of_a_learned_bias_takes_two_launches(one_launch):
     q, k, v = torch.randn(3, 1, 1, 20, 16, device=DEVICE)
     bias = torch.zeros(1, 9, device=DEVICE, requires_grad=True)

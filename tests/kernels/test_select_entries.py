@@ -62,13 +62,3 @@ def test_rows_longer_than_a_programs_step_are_selected_step_by_step(within, monk
     for ours, theirs in zip(tables, (wanted.by_query, wanted.by_key), strict=True):
         count = int(theirs.row_ptr[-1, -1])
         assert count and torch.equal(ours.col_idx[:count], theirs.col_idx[:count]) and torch.equal(ours.row_ptr, theirs.row_ptr)
-
-
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-def test_masks_of_maps_and_of_their_bits_are_equal():
-    grid = BlockGrid(700, 900, 64)
-    maps = maps_of(6, grid, 0.4, 1).unflatten(0, (2, 3))
-    limit = resolve_within("causal", grid, maps.device)
-    assert torch.equal(
-        from_block_maps(maps, grid, limit).to_dense(), from_block_maps(pack_block_bits(maps), grid, limit).to_dense()
-    )

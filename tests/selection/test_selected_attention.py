@@ -122,7 +122,7 @@ class LargestResult(TorchDispatchMode):
 
 
 @parametrize("every", [1, 4])
-def test_keys_that_are_always_kept_are_taken_once_for_all_queries_of_a_chunk(every):
+def test_keys_that_are_always_kept_take_little_memory(every):
     q, k, v = (torch.randn(1, heads, 512, 64) for heads in (6, 2, 2))
     selection = sf.topk_blocks(q, k, 4, every=every, block_size=16, always="sinks(4) | local(64)")
     with LargestResult() as results:

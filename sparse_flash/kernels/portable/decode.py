@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.config import padded_head_dim
+from ..common.config import Config, padded_head_dim
 from ..common.layout import empty_out
 from ..common.tiles import (
     BITS,
@@ -170,18 +170,12 @@ def _offsets(cache, page, token, page_stride, token_stride):
 
 
 @triton.jit
-def rows_of_cache(cache, page, token, page_stride, token_stride):
-    """The start of these tokens' rows, (TILE_N, 1), as offsets within their head."""
-    return (_offsets(cache, page, token, page_stride, token_stride) * cache.VECTOR)[:, None]
-
-
-@triton.jit
 def load_step_keys(k, cache, page, token, exists):
     """(TILE_N, DIM) keys of a step, 0 where none exist. Memory past the last key may hold anything, even NaN, which a weight of 0
     would not cancel."""
-    row = rows_of_cache(cache, page, token, cache.k_page_stride, cache.k_token_stride)
+    row = _offsets(cache, page, token, cache.k_page_stride, cache.k_token_stride) * cache.VECTOR
     dim = tl.arange(0, cache.DIM)[None, :]
-    return tl.load(k + row + dim, mask=exists[:, None] & (dim < cache.HEAD_DIM), other=0.0)
+    return tl.load(k + row[:, None] + dim, mask=exists[:, None] & (dim < cache.HEAD_DIM), other=0.0)
 
 
 @triton.jit
@@ -493,10 +487,11 @@ def _compute_tile(queries, cache, scales, splits, rows, table, output):
         _store(state, output, queries, TILE_M)
 
 
-NOT_SPECIALIZED = ["mask_batch_stride", "mask_head_stride", "heads", "group", "members", "row_tiles", "q_len", "kv_len", "q_blocks"]
-NOT_SPECIALIZED += [f"{name}_stride" for name in ("q_batch", "q_head", "q_token", "out_batch", "out_head", "out_token")]
-NOT_SPECIALIZED += [f"{name}_stride" for name in ("k_page", "k_head", "k_token", "v_page", "v_head", "v_token", "table")]
-NOT_SPECIALIZED += [f"scale_{name}_stride" for name in ("page", "head")]
+# Of tensors, as every kernel of few queries takes them.
+STRIDES = [f"{name}_stride" for name in ("q_batch", "q_head", "q_token", "k_page", "k_head", "k_token", "v_page", "v_head")]
+STRIDES += [f"{name}_stride" for name in ("v_token", "out_batch", "out_head", "out_token", "scale_page", "scale_head", "table")]
+NOT_SPECIALIZED = [*STRIDES, "mask_batch_stride", "mask_head_stride"]
+NOT_SPECIALIZED += ["heads", "group", "members", "row_tiles", "q_len", "kv_len", "q_blocks"]
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -609,13 +604,8 @@ def attention_decode(
         # Heads of a group with different masks iterate separately.
         apart = mask is not None and mask.mask_index.shape[1] > 1 and mask.by_query.row_ptr.shape[0] > 1
         table = None if mask is None else (mask.block_size, *mask.by_query.row_split.shape[:2], mask.by_query.col_idx.shape[0])
-        pages = None if block_table is None else tuple(block_table.shape)
-        layout = tuple(q.shape), q.stride(), tuple(k.shape), k.stride(), v.shape[3], v.stride(), strides_of(k_scale)
-        plan = _plan(q.device, q.dtype, *layout, table, apart, pages, kv_lens is not None, causal, at_end, splits)
-        out = recording.fresh(empty_out(q, v.shape[3]))
-        lse = recording.fresh(torch.empty(q.shape[:3], dtype=torch.float32, device=q.device))
-        arguments = [q, k, v, out, lse, *plan.workspace(recording, lse)]
-        arguments += [lse if t is None else t for t in (kv_lens, block_table, k_scale, v_scale)]
+        plan = _plan(CallShapes.of(q, k, v, kv_lens, block_table, k_scale), table, apart, causal, at_end, splits)
+        out, lse, arguments = plan.arguments(recording, q, k, v, kv_lens, block_table, k_scale, v_scale)
         *tensors, batch_stride, head_stride = table_arguments(mask, mask and mask.by_query, lse)
         arguments += [TableTensors(*tensors), batch_stride, head_stride, *plan.numbers, scale * LOG2_E.value]
         recording.launch(decode_kernel, (plan.grid, arguments, plan.constants, plan.options))
@@ -635,106 +625,94 @@ class DecodePlan(NamedTuple):
     constants: dict
     options: dict
 
-    def workspace(self, recording, placeholder: torch.Tensor, dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-        """(results of splits, counters of arrived programs); placeholders without splits."""
-        if not self.split_numbers:
-            return placeholder, placeholder
-        device = placeholder.device
-        results = recording.fresh(torch.empty(self.split_numbers, dtype=dtype, device=device))
-        return results, recording.each_time(partial(arrival_counters, self.grid[0], device))
+    def arguments(self, recording, q, k, v, *optional: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, list]:
+        """(out, lse, the kernel's arguments q_ptr .. v_scale). Without splits and optional tensors, there are placeholders."""
+        out = recording.fresh(empty_out(q, v.shape[3]))
+        lse = recording.fresh(torch.empty(q.shape[:3], dtype=torch.float32, device=q.device))
+        workspace = lse, lse
+        if self.split_numbers:
+            results = recording.fresh(torch.empty(self.split_numbers, dtype=torch.float32, device=q.device))
+            workspace = results, recording.each_time(partial(arrival_counters, self.grid[0], q.device))
+        return out, lse, [q, k, v, out, lse, *workspace, *(lse if t is None else t for t in optional)]
+
+
+class CallShapes(NamedTuple):
+    """What a plan depends on of a call's tensors. scale_strides: of page or batch entry, head and token; None without scales.
+    pages: the shape of the block table, or None."""
+
+    device: torch.device
+    dtype: torch.dtype
+    q: tuple[int, ...]
+    q_strides: tuple[int, ...]
+    k: tuple[int, ...]
+    k_strides: tuple[int, ...]
+    v_head_dim: int
+    v_strides: tuple[int, ...]
+    scale_strides: tuple[int, ...] | None
+    pages: tuple[int, ...] | None
+    has_lens: bool
+
+    @classmethod
+    def of(cls, q, k, v, kv_lens, block_table, k_scale) -> "CallShapes":
+        of_q, of_k, of_v = ((tuple(t.shape), t.stride()) for t in (q, k, v))
+        scale_strides = None if k_scale is None else k_scale.stride()
+        pages = None if block_table is None else tuple(block_table.shape)
+        return cls(q.device, q.dtype, *of_q, *of_k, of_v[0][3], of_v[1], scale_strides, pages, kv_lens is not None)
+
+    @property
+    def scaled(self) -> bool:
+        return self.scale_strides is not None
+
+    @property
+    def page(self) -> int:
+        """The tokens of a page, 0 without pages."""
+        return 0 if self.pages is None else self.k[2]
+
+    @property
+    def tokens(self) -> int:
+        return self.k[2] if self.pages is None else self.k[2] * self.pages[1]
+
+    def plan(self, config: Config, rows: int, tiles: int, splits: int, constants: dict, numbers: tuple[int, ...]) -> DecodePlan:
+        """rows: of the heads that are stacked. constants, numbers: those of one kernel only."""
+        dim_v = padded_head_dim(self.v_head_dim)
+        stored = min(config.tile_m, 1 << (rows - 1).bit_length())
+        strides = [stride for of in (self.q_strides, self.k_strides, self.v_strides) for stride in of[:3]]
+        # Of 16 bytes, if all strides are multiples. Those of e4m3 are even.
+        vector = 16 if self.scaled else 16 // self.dtype.itemsize
+        vector = vector if gcd(vector, *strides) == vector else 1 + self.scaled
+        like_q = torch.empty_strided(self.q, self.q_strides, dtype=self.dtype, device="meta")
+        of_head = {"HEAD_DIM": self.q[3], "DIM": padded_head_dim(self.q[3]), "HEAD_DIM_V": self.v_head_dim, "DIM_V": dim_v}
+        of_tile = {"TILE_M": config.tile_m, "TILE_N": config.tile_n, "ROWS": stored, "COMBINED": combined_at_a_time(stored, dim_v)}
+        of_cache = {"HAS_LENS": self.has_lens, "SPLIT": splits > 1, "PAGE": self.page, "VECTOR": vector, "SCALED": self.scaled}
+        of_cache["BY_TOKEN"] = self.scaled and self.scale_strides[2] != 0
+        integers = (
+            *(stride // vector for stride in strides),
+            *empty_out(like_q, self.v_head_dim).stride()[:3],
+            *(self.scale_strides or (0, 0))[:2],
+            0 if self.pages is None else self.pages[1],
+            *numbers,
+        )
+        split_numbers = tiles * splits * stored * (dim_v + 1) if splits > 1 else 0
+        return DecodePlan((tiles, splits), split_numbers, integers, of_head | of_tile | constants | of_cache, config.options)
 
 
 @cached_until_cleared
-def _plan(
-    device,
-    dtype,
-    q_shape,
-    q_strides,
-    k_shape,
-    k_strides,
-    v_head_dim,
-    v_strides,
-    scale_strides,
-    table,
-    apart,
-    pages,
-    has_lens,
-    causal,
-    at_end,
-    splits,
-) -> DecodePlan:
-    """scale_strides: of scales, or None. table: (block_size, masks, rows, entries) of a mask, or None. apart: whether heads of a
-    group loop separately. pages: the shape of the block table, or None."""
-    batch, heads, q_len, head_dim = q_shape
-    group = heads // k_shape[1]
+def _plan(shapes: CallShapes, table, apart: bool, causal: bool, at_end: bool, splits: int | None) -> DecodePlan:
+    """table: (block_size, masks, rows, entries) of a mask, or None. apart: whether heads of a group loop separately."""
+    batch, heads, q_len, head_dim = shapes.q
+    group = heads // shapes.k[1]
     members = 1 if apart else group
     rows = members * q_len
-    scaled = scale_strides is not None
-    page = 0 if pages is None else k_shape[2]
-    alike = scaled and scale_strides[2] == 0 and (page == 0 or page >= 128)
-    config = decode_config(dtype, head_dim, table and table[0], rows, v_head_dim, detect_gpu(device), scaled, alike)
-    tile_m, tile_n, dim_v = config.tile_m, config.tile_n, padded_head_dim(v_head_dim)
-    row_tiles = -(-rows // tile_m)
+    alike = shapes.scaled and shapes.scale_strides[2] == 0 and (shapes.page == 0 or shapes.page >= 128)
+    gpu = detect_gpu(shapes.device)
+    config = decode_config(shapes.dtype, head_dim, table and table[0], rows, shapes.v_head_dim, gpu, shapes.scaled, alike)
+    row_tiles = -(-rows // config.tile_m)
     tiles = batch * (heads // members) * row_tiles
-    stored = min(tile_m, 1 << (rows - 1).bit_length())
-    tokens = k_shape[2] if pages is None else k_shape[2] * pages[1]
-    splits = splits or _choose_splits(tiles, tokens, table, tile_n, device)
-    vector, strides = strides_in_vectors(dtype, q_strides, k_strides, v_strides, scaled=scaled)
-    like_q = torch.empty_strided(q_shape, q_strides, dtype=dtype, device="meta")
-    constants = {
-        "HEAD_DIM": head_dim,
-        "DIM": padded_head_dim(head_dim),
-        "HEAD_DIM_V": v_head_dim,
-        "DIM_V": dim_v,
-        "TILE_M": tile_m,
-        "TILE_N": tile_n,
-        "ROWS": stored,
-        "COMBINED": combined_at_a_time(stored, dim_v),
-        "TABLE_BLOCK": table[0] if table else tile_n,
-        "SPARSE": table is not None,
-        "CAUSAL": causal and q_len > 1,
-        "SEVERAL": q_len > 1,
-        "AT_END": at_end,
-        "HAS_LENS": has_lens,
-        "SPLIT": splits > 1,
-        "PAGE": page,
-        "VECTOR": vector,
-        **scale_constants(scale_strides),
-    }
-    numbers = (
-        *strides,
-        *empty_out(like_q, v_head_dim).stride()[:3],
-        *(scale_strides or (0, 0))[:2],
-        0 if pages is None else pages[1],
-        heads,
-        group,
-        members,
-        row_tiles,
-        q_len,
-        tokens,
-        table[2] if table else 0,
-    )
-    split_numbers = tiles * splits * stored * (dim_v + 1) if splits > 1 else 0
-    return DecodePlan((tiles, splits), split_numbers, numbers, constants, config.options)
-
-
-def strides_of(scale: torch.Tensor | None) -> tuple[int, ...] | None:
-    """The strides of a cache's scales, of page or batch entry, head and token; None without."""
-    return None if scale is None else scale.stride()
-
-
-def scale_constants(strides: tuple[int, ...] | None) -> dict[str, bool]:
-    """The constants of kernels for scales with these strides."""
-    return {"SCALED": strides is not None, "BY_TOKEN": strides is not None and strides[2] != 0}
-
-
-def strides_in_vectors(dtype: torch.dtype, *strides: tuple[int, ...], scaled: bool = False) -> tuple[int, tuple[int, ...]]:
-    """(VECTOR, strides of batch, head and token of each tensor in units of it): 16 bytes, if all are multiples. scaled: whether the
-    cache is e4m3; then all are even."""
-    some = [stride for of_tensor in strides for stride in of_tensor[:3]]
-    vector = 16 if scaled else 16 // dtype.itemsize
-    vector = vector if gcd(vector, *some) == vector else 1 + scaled
-    return vector, tuple(stride // vector for stride in some)
+    splits = splits or _choose_splits(tiles, shapes.tokens, table, config.tile_n, shapes.device)
+    constants = {"TABLE_BLOCK": table[0] if table else config.tile_n, "SPARSE": table is not None}
+    constants |= {"CAUSAL": causal and q_len > 1, "SEVERAL": q_len > 1, "AT_END": at_end}
+    numbers = heads, group, members, row_tiles, q_len, shapes.tokens, table[2] if table else 0
+    return shapes.plan(config, rows, tiles, splits, constants, numbers)
 
 
 def _choose_splits(tiles: int, tokens: int, table, tile_n: int, device: torch.device) -> int:

@@ -12,15 +12,15 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.config import padded_head_dim
-from ..common.layout import empty_out
 from ..common.tiles import LN_2, LOG2_E
 from ..launch.launch import launch_or_repeat, multiprocessors
 from ..launch.memory import cached_until_cleared
-from ..portable.configs import combined_at_a_time, decode_config, detect_gpu
+from ..portable.configs import decode_config, detect_gpu
 from ..portable.decode import (
+    STRIDES,
     Cache,
     CacheScales,
+    CallShapes,
     DecodePlan,
     Splits,
     add_step,
@@ -33,10 +33,7 @@ from ..portable.decode import (
     merge_splits,
     normalize_state,
     prepare_queries,
-    scale_constants,
     store_split,
-    strides_in_vectors,
-    strides_of,
 )
 from .division import padded_count
 
@@ -114,15 +111,9 @@ def _compute(rows, position, k, v, pages, scales, cache, picks, steps, splits, s
         _store(state, rows, cache, rows.TILE_M)
 
 
-NOT_SPECIALIZED = ["pickers", "groups", "group", "members", "row_tiles", "q_len", "kv_len"]
-NOT_SPECIALIZED += [f"{name}_stride" for name in ("q_batch", "q_head", "q_token", "out_batch", "out_head", "out_token")]
-NOT_SPECIALIZED += [f"{name}_stride" for name in ("k_page", "k_head", "k_token", "v_page", "v_head", "v_token", "table")]
-NOT_SPECIALIZED += [f"scale_{name}_stride" for name in ("page", "head")]
-
-
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+@triton.jit(do_not_specialize=[*STRIDES, "pickers", "groups", "group", "members", "row_tiles", "q_len", "kv_len"])
 def selection_decode_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, picks, split_results, arrived, kv_lens, block_table, k_scale, v_scale,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, split_results, arrived, kv_lens, block_table, k_scale, v_scale, picks,
     q_batch_stride: tl.int64, q_head_stride: tl.int64, q_token_stride: tl.int64,
     k_page_stride: tl.int64, k_head_stride: tl.int64, k_token_stride: tl.int64,
     v_page_stride: tl.int64, v_head_stride: tl.int64, v_token_stride: tl.int64,
@@ -186,15 +177,10 @@ def selection_decode(
     inputs = [t for t in (q, k, v, picks, kv_lens, block_table, k_scale, v_scale) if t is not None]
 
     def run(recording):
-        pages = None if block_table is None else tuple(block_table.shape)
-        layout = tuple(q.shape), q.stride(), tuple(k.shape), k.stride(), v.shape[3], v.stride(), tuple(picks.shape)
-        of_scales = strides_of(k_scale)
-        plan = _plan(q.device, q.dtype, *layout, of_scales, block_size, every, pages, kv_lens is not None, splits)
-        out = recording.fresh(empty_out(q, v.shape[3]))
-        lse = recording.fresh(torch.empty(q.shape[:3], dtype=torch.float32, device=q.device))
-        arguments = [q, k, v, out, lse, picks, *plan.workspace(recording, lse)]
-        arguments += [lse if t is None else t for t in (kv_lens, block_table, k_scale, v_scale)]
-        arguments += [*plan.numbers, scale * LOG2_E.value]
+        shapes = CallShapes.of(q, k, v, kv_lens, block_table, k_scale)
+        plan = _plan(shapes, tuple(picks.shape), block_size, every, splits)
+        out, lse, arguments = plan.arguments(recording, q, k, v, kv_lens, block_table, k_scale, v_scale)
+        arguments += [picks, *plan.numbers, scale * LOG2_E.value]
         recording.launch(selection_decode_kernel, (plan.grid, arguments, plan.constants, plan.options))
         return out, lse
 
@@ -203,31 +189,16 @@ def selection_decode(
 
 
 @cached_until_cleared
-def _plan(
-    device, dtype, q_shape, q_strides, k_shape, k_strides, v_head_dim, v_strides, picks_shape, scale_strides, block_size, every,
-    pages, has_lens, splits,
-) -> DecodePlan:  # fmt: skip
-    """scale_strides: of scales, or None. pages: the shape of the block table, or None."""
-    batch, heads, q_len, head_dim = q_shape
-    pickers, groups, slots = picks_shape[1:]
+def _plan(shapes: CallShapes, picks: tuple[int, ...], block_size: int, every: int, splits: int | None) -> DecodePlan:
+    batch, heads, q_len, head_dim = shapes.q
+    pickers, groups, slots = picks[1:]
     members = heads // pickers
-    scaled = scale_strides is not None
-    config = decode_config(dtype, head_dim, block_size, members, v_head_dim, detect_gpu(device), scaled)
-    tile_m, tile_n, dim_v = config.tile_m, config.tile_n, padded_head_dim(v_head_dim)
-    row_tiles = -(-members // tile_m)
+    gpu = detect_gpu(shapes.device)
+    config = decode_config(shapes.dtype, head_dim, block_size, members, shapes.v_head_dim, gpu, shapes.scaled)
+    row_tiles = -(-members // config.tile_m)
     tiles = batch * pickers * q_len * row_tiles
-    stored = min(tile_m, 1 << (members - 1).bit_length())
     # Two programs per multiprocessor, but none without a step.
-    splits = splits or max(1, min(2 * multiprocessors(device) // tiles, slots * (block_size // tile_n)))
-    vector, strides = strides_in_vectors(dtype, q_strides, k_strides, v_strides, scaled=scaled)
-    like_q = torch.empty_strided(q_shape, q_strides, dtype=dtype, device="meta")
-    constants = {"HEAD_DIM": head_dim, "DIM": padded_head_dim(head_dim), "HEAD_DIM_V": v_head_dim, "DIM_V": dim_v}
-    constants |= {"TILE_M": tile_m, "TILE_N": tile_n, "ROWS": stored, "COMBINED": combined_at_a_time(stored, dim_v)}
-    constants |= {"BLOCK": block_size, "SLOTS": slots, "PADDED": padded_count(slots), "EVERY": every}
-    constants |= {"HAS_LENS": has_lens, "SPLIT": splits > 1, "PAGE": 0 if pages is None else k_shape[2], "VECTOR": vector}
-    constants |= scale_constants(scale_strides)
-    numbers = *strides, *empty_out(like_q, v_head_dim).stride()[:3], *(scale_strides or (0, 0))[:2]
-    kv_len = k_shape[2] if pages is None else k_shape[2] * pages[1]
-    numbers = *numbers, 0 if pages is None else pages[1], pickers, groups, heads // k_shape[1], members, row_tiles, q_len, kv_len
-    split_numbers = tiles * splits * stored * (dim_v + 1) if splits > 1 else 0
-    return DecodePlan((tiles, splits), split_numbers, numbers, constants, config.options)
+    splits = splits or max(1, min(2 * multiprocessors(shapes.device) // tiles, slots * (block_size // config.tile_n)))
+    constants = {"BLOCK": block_size, "SLOTS": slots, "PADDED": padded_count(slots), "EVERY": every}
+    numbers = pickers, groups, heads // shapes.k[1], members, row_tiles, q_len, shapes.tokens
+    return shapes.plan(config, members, tiles, splits, constants, numbers)

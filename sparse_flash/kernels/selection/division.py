@@ -26,12 +26,6 @@ class Tiling(NamedTuple):
     tiles: int
 
 
-def tiling(every: int, members: int) -> Tiling:
-    """every: queries that share a choice. members: query heads that do, up to ROWS."""
-    tokens = TILE_ROWS // members
-    return Tiling(tokens // every, every, 1) if every <= tokens else Tiling(1, tokens, -(-every // tokens))
-
-
 class Round(NamedTuple):
     """A part of a call, which one launch of each kernel computes: ``heads`` batch-heads (batch * kv_heads + key head) from ``head``
     on, and of each ``choices`` choices from ``choice`` on. stride: choices from one batch-head to the next, as a round numbers
@@ -107,7 +101,8 @@ class SelectionSizes(NamedTuple):
 
     @property
     def tiled(self) -> Tiling:
-        return tiling(self.every, self.members)
+        tokens = TILE_ROWS // self.members
+        return Tiling(tokens // self.every, self.every, 1) if self.every <= tokens else Tiling(1, tokens, -(-self.every // tokens))
 
     @property
     def rows_of_choice(self) -> int:
@@ -156,18 +151,18 @@ def least_choices(sizes: SelectionSizes) -> int:
     return 1 if visits_all(sizes) else max(2, -(-of * share[0] // share[1]))
 
 
-def plan_rounds(sizes: SelectionSizes, bytes_of_entry: int, bytes_of_head: int, workspace: int) -> Rounds:
+def plan_rounds(sizes: SelectionSizes, bytes_of_entry: int, bytes_of_head: int) -> Rounds:
     """Returns as few rounds as fit, and as grids allow, whose second axis has the batch-heads and pickers of a round.
 
-    bytes_of_entry: of the partial results of a pick. bytes_of_head: of what does not depend on the choices of a round. workspace:
-    bytes; at least one tile of one batch-head is computed at a time, whatever it takes.
+    bytes_of_entry: of the partial results of a pick. bytes_of_head: of what does not depend on the choices of a round. At least one
+    tile of one batch-head is computed at a time, whatever it takes.
     """
     of_choice = sizes.pickers * sizes.slots * bytes_of_entry
-    heads, choices = workspace // max(1, of_choice * sizes.choices + bytes_of_head), sizes.choices
+    heads, choices = WORKSPACE // max(1, of_choice * sizes.choices + bytes_of_head), sizes.choices
     if heads == 0 and of_choice > 0:
         # A whole batch-head's own bytes count as half at most: else long sequences would have nothing for partial results.
         unit = sizes.tiled.choices
-        fitting = max(unit, (workspace - min(bytes_of_head, workspace // 2)) // of_choice)
+        fitting = max(unit, (WORKSPACE - min(bytes_of_head, WORKSPACE // 2)) // of_choice)
         ranges = -(-choices // fitting)
         choices = -(-choices // (ranges * unit)) * unit
     # Rounds with equal numbers of batch-heads.
@@ -183,14 +178,14 @@ def plan_rounds(sizes: SelectionSizes, bytes_of_entry: int, bytes_of_head: int, 
 def plan_forward(sizes: SelectionSizes, dim_v: int, itemsize: int) -> Rounds:
     """Returns the rounds of a forward pass. dim_v: padded."""
     of_entry = 0 if visits_all(sizes) else sizes.rows_of_choice * (dim_v * itemsize + 4)
-    return plan_rounds(sizes, of_entry, 0, WORKSPACE)
+    return plan_rounds(sizes, of_entry, 0)
 
 
 def plan_backward(sizes: SelectionSizes, dim: int, dim_v: int, itemsize: int, keys: int, with_parts: bool) -> Rounds:
     """Returns the rounds of a backward pass. dim, dim_v: padded. keys: of a part of dQ. with_parts: whether dQ comes as parts."""
     of_entry = sizes.block // keys * sizes.rows_of_choice * dim * itemsize if with_parts else 0
     # At most half as many pieces again as there are key blocks: see ``backward_piece_size``.
-    return plan_rounds(sizes, of_entry, sizes.key_blocks * sizes.block * (dim + dim_v) * 6, WORKSPACE)
+    return plan_rounds(sizes, of_entry, sizes.key_blocks * sizes.block * (dim + dim_v) * 6)
 
 
 def forward_piece_size(sizes: SelectionSizes) -> int:

@@ -4,7 +4,7 @@
     2. visit_blocks  a tile of queries visits the blocks that most of it picked, the blocks that the causal limit cuts, and what
                      is always kept, and merges the partial results of its other picks in their order
 
-``picked_masses`` is the first without results.
+Without parts, the first gives the masses of picked blocks.
 
 Source: arXiv:2307.08691, Alg. 1 (online softmax); arXiv:2511.11571 and arXiv:2508.18224 (queries gathered by key block).
 """
@@ -146,23 +146,16 @@ def picked_parts_kernel(
 
 
 def picked_parts(operands: SelectionOperands, lists, parts, part_lse, sizes: SelectionSizes, round: Round, scale: float) -> None:
-    """Writes parts and part_lse of one round. lists: ``lists.ColumnLists``."""
-    _launch_parts(operands, lists, parts, part_lse, sizes, round, scale, False)
-
-
-def picked_masses(operands: SelectionOperands, lists, masses, sizes: SelectionSizes, round: Round, scale: float) -> None:
-    """Writes masses, (batch, heads, q_len, slots) float32, where a query has pairs."""
-    _launch_parts(operands, lists, masses, masses, sizes, round, scale, True)
-
-
-def _launch_parts(operands, lists, parts, part_lse, sizes, round, scale, masses):
+    """Writes parts and part_lse of one round. lists: ``lists.ColumnLists``. parts: None: part_lse are masses, (batch, heads, q_len,
+    slots) float32, written where a query has pairs."""
     q, k, v = operands[:3]
     dim, dim_v = padded_head_dim(q.shape[3]), padded_head_dim(v.shape[3])
     config = selection_config("parts", q.dtype, max(dim, dim_v), sizes.block, q.device)
     n, count = config.tile_n, lists.items.shape[1]
-    arguments = [as_rows(q, dim), descriptor_or_rows(k, n, dim), descriptor_or_rows(v, n, dim_v), parts, part_lse]
+    arguments = [as_rows(q, dim), descriptor_or_rows(k, n, dim), descriptor_or_rows(v, n, dim_v)]
+    arguments += [part_lse if parts is None else parts, part_lse]
     arguments += [lists.entries, lists.items, round.number * count, *sizes.integers(round), scale * LOG2_E.value]
-    constants = {"C": sizes.constants(dim, dim_v, n, masses=masses)}
+    constants = {"C": sizes.constants(dim, dim_v, n, masses=parts is None)}
     launch(picked_parts_kernel, (count, 1), arguments, constants, config.options)
 
 

@@ -18,11 +18,6 @@ from ..common.tiles import FLOOR, LN_2, LOG2_E
 from ..launch.launch import integers_key, launch
 
 _NONE = tl.constexpr(1 << 30)  # instead of a block: plus the number of the slot that holds none
-GIVEN = tl.constexpr(0)  # scores are read
-MEAN = tl.constexpr(1)  # products with the means of blocks
-MAXIMUM = tl.constexpr(2)  # the maximum of the products with a block's keys
-SOFTMAX = tl.constexpr(3)  # the weights that a softmax gives to compressed keys of a block's tokens
-_KINDS = {"given": GIVEN, "mean": MEAN, "max": MAXIMUM, "softmax": SOFTMAX}
 _KEYS = 64  # of a step of "max", and of the pass that sums the softmax
 
 
@@ -104,7 +99,7 @@ def pick_blocks_kernel(
     keys: what a key head's scores are products with, (batch, key heads, blocks or tokens or compressed keys, head_dim). picks:
     (batch, heads, groups, CHOSEN + OWN) int32. heads: that pick. width: how many of them share a key head. bounds: if BOUNDED,
     (groups, 2) int32: the first column that a group may choose, and its own; then EVERY is 1. logs, compressed, log_head, factor:
-    of WEIGHTS, see ``_weights_of_blocks``; key i is of LENGTH tokens from i * STRIDE on."""
+    of the kind "softmax", see ``_weights_of_blocks``; key i is of LENGTH tokens from i * STRIDE on."""
     tile, batch_head = tile_and_batch_head(tl.cdiv(groups, TILE))
     batch, head = (batch_head // heads).to(tl.int64), (batch_head % heads).to(tl.int64)
     group = tile * TILE + tl.arange(0, TILE)
@@ -122,13 +117,13 @@ def pick_blocks_kernel(
     dim = tl.arange(0, DIM)
     if CHOSEN > 0:
         rows = source + batch * q_batch + head * SHARED * q_head
-        if KIND == GIVEN:
+        if KIND == "given":
             rows += group.to(tl.int64)[:, None] * q_token
         else:
             rows += (group * EVERY).to(tl.int64)[:, None] * q_token + dim[None, :]
             keys += batch * k_batch + head // width * k_head
         some = exists[:, None] & (dim < head_dim)[None, :]
-        if KIND == MEAN:
+        if KIND == "mean":
             # The mean of scores is the score of the mean, except for a factor that changes no order.
             query = tl.zeros((TILE, DIM), tl.float32)
             for _ in tl.static_range(SHARED):
@@ -143,9 +138,9 @@ def pick_blocks_kernel(
             before = column < own[:, None]
             if BOUNDED:
                 before = before & (column >= least[:, None])
-            if KIND == GIVEN:
+            if KIND == "given":
                 scores = tl.load(rows + column, mask=before & exists[:, None], other=-float("inf")).to(tl.float32)
-            elif KIND == MEAN:
+            elif KIND == "mean":
                 # Blocks before an own block are whole, so their means exist.
                 means = tl.load(
                     keys + tl.trans(column).to(tl.int64) * k_token + dim[None, :],
@@ -153,7 +148,7 @@ def pick_blocks_kernel(
                     other=0.0,
                 )
                 scores = tl.dot(query, tl.trans(means), input_precision=PRECISION)
-            elif KIND == SOFTMAX:
+            elif KIND == "softmax":
                 head_logs = logs + (batch * heads + head) * SHARED * log_head + tl.minimum(group, groups - 1)
                 scores = _weights_of_blocks(
                     rows, keys, head_logs, first, column, some, dim, head_dim, compressed, q_head, k_token, log_head, factor,
@@ -287,7 +282,7 @@ def pick_blocks(
     length, stride = (1, 1) if compression is None else compression[:2]
     slots, shared = max(2, triton.next_power_of_2(chosen + own)), source.shape[1] // heads
     constants = {"EVERY": every, "BLOCK": block_size, "CHOSEN": chosen, "OWN": own, "SLOTS": slots, "SHARED": shared}
-    constants |= {"KIND": _KINDS[kind].value, "BOUNDED": bounds is not None, "TILE": config.tile_m, "COLUMNS": config.tile_n}
+    constants |= {"KIND": kind, "BOUNDED": bounds is not None, "TILE": config.tile_m, "COLUMNS": config.tile_n}
     constants |= {"KEYS": min(block_size, _KEYS), "LENGTH": length, "STRIDE": stride}
     constants |= {"DIM": 16 if given else padded_head_dim(source.shape[3]), "PRECISION": _precision(source)}
     grid = triton.cdiv(groups, config.tile_m) * source.shape[0] * heads, 1
