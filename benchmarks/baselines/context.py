@@ -19,9 +19,8 @@ from sparse_flash.compat.pytorch import import_private
 from sparse_flash.masks.block_mask import BlockMask
 from sparse_flash.masks.pattern import And, Pattern
 from sparse_flash.parallel import exchange, transfer
-from sparse_flash.parallel.attend import BlockAttention, HeadAttention
+from sparse_flash.parallel.attend import BlockAttention, HeadAttention, exchange_heads_for_tokens, exchange_tokens_for_heads
 from sparse_flash.parallel.costs import ELEMENT_BYTES, HEAD_DIM
-from sparse_flash.parallel.heads import exchange_heads_for_tokens, exchange_tokens_for_heads
 from sparse_flash.parallel.plan import ContextPlan
 
 from .flash import FlashAttention4, FlashMask
@@ -102,7 +101,7 @@ def _exchange_alone(plan: ContextPlan, q: torch.Tensor, k: torch.Tensor, v: torc
         exchange_heads_for_tokens(q, plan.ranks, plan._peers)  # q has the size of out
     elif isinstance(plan._local, BlockAttention) and plan.strategy == "blocks":
         route = plan._local.route
-        exchange._fetch(k, v, transfer.empty_blocks(k, v, route.received, route.block_size), route).wait()
+        exchange._fetch(k, v, transfer.empty_blocks(k, v, route.traffic.received, route.block_size), route).wait()
 
 
 class _Pieces(Way):

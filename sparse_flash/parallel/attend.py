@@ -17,8 +17,7 @@ from ..masks.block_mask import BlockMask
 from ..selection.block_selection import BlockSelection
 from ..variant.definition import with_sinks
 from .calls import table_and_variant
-from .exchange import attend_blocks
-from .heads import exchange_heads_for_tokens, exchange_tokens_for_heads
+from .exchange import all_to_all, attend_blocks
 from .routes import LocalMask, Route
 from .sharding import TokenShards
 
@@ -33,7 +32,7 @@ class BlockAttention:
         self.route, self._handle = route, route.handle()
         self._block_size = route.block_size
         # The compiler reads only its length. Lengths below two would be constants to it.
-        self._columns = torch.zeros(max(2, route.received), dtype=torch.int8, device=device)
+        self._columns = torch.zeros(max(2, route.traffic.received), dtype=torch.int8, device=device)
         mark_length_dynamic(self._columns, 0)
 
     def attend(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,6 +81,27 @@ class HeadAttention:
         tokens = self._ranks * self._tokens
         all_out = out.new_zeros((*out.shape[:2], tokens, out.shape[3])).index_copy(2, order, out)
         return all_out, lse.new_full((*lse.shape[:2], tokens), float("-inf")).index_copy(2, order, lse)
+
+
+def exchange_tokens_for_heads(tensors: list[torch.Tensor], ranks: int, handle: torch.Tensor) -> list[torch.Tensor]:
+    """Exchanges tensors of (batch, heads, tokens, size) for (batch, heads of a rank, tokens of all ranks, size), in one
+    exchange."""
+    # (ranks, tokens, batch, heads of a rank, size) each, so that tokens that arrive follow each other.
+    sent = [t.unflatten(1, (ranks, -1)).permute(1, 3, 0, 2, 4) for t in tensors]
+    # Heads of one size are concatenated in one copy. Heads of several sizes must be flattened first, which is another copy.
+    alike = len({t.shape[3] for t in tensors}) == 1
+    if not alike:
+        sent = [t.flatten(3) for t in sent]
+    every = all_to_all(torch.cat(sent, 3), handle).flatten(0, 1).split([t.shape[3] for t in sent], 2)
+    if not alike:
+        every = [t.unflatten(2, (-1, of.shape[3])) for t, of in zip(every, tensors, strict=True)]
+    return [t.permute(1, 2, 0, 3) for t in every]
+
+
+def exchange_heads_for_tokens(x: torch.Tensor, ranks: int, handle: torch.Tensor) -> torch.Tensor:
+    """Exchanges x, (batch, heads of a rank, tokens of all ranks, size), for (batch, heads, tokens, size)."""
+    parts = x.unflatten(2, (ranks, -1)).permute(2, 1, 0, 3, 4)
+    return all_to_all(parts, handle).flatten(0, 1).transpose(0, 1)
 
 
 def resolve_select(

@@ -87,8 +87,8 @@ def attend_blocks(
     if isinstance(calls, TwoCalls):
         fetching.wait_for_start()
         out, lse = run.forward(q, k, v, calls.near)
-    elif route.received:
-        space = pack_with_space(k, v, route.received, block_size)
+    elif route.traffic.received:
+        space = pack_with_space(k, v, route.traffic.received, block_size)
     partial = attend_queries(queries, k, v, run, shared, route) if shared and queries else None
     fetched = fetching.wait()
     if isinstance(calls, OneCall):
@@ -130,7 +130,7 @@ def _backward(
     shared, calls = route.shared, route.backward
     # All ranks start their exchanges in this order, whatever they compute in between.
     shared_results = send_results(q, results, shared, route) if shared else None
-    fetched, tokens = buffer[: route.received], k.shape[2]
+    fetched, tokens = buffer[: route.traffic.received], k.shape[2]
     # One call allocates the message after its workspace is freed.
     allocate = partial(Message.allocate, buffer, route.traffic.reverse, buffer.shape[1:], route)
     if isinstance(calls, TwoCalls):
@@ -219,4 +219,4 @@ def _fetch(k: torch.Tensor, v: torch.Tensor, buffer: torch.Tensor, route: Route)
     """Starts fetching the blocks of others to the start of the buffer."""
     message = Message.allocate(buffer, route.traffic, buffer.shape[1:], route)
     pack(k, v, message.pieces, route.sent_blocks if message.memory is None else route.message_blocks)
-    return message.send(buffer[: route.received])
+    return message.send(buffer[: route.traffic.received])

@@ -155,10 +155,6 @@ class BlockExchange(_Record):
     shared: SharedRows | None
 
     @property
-    def received(self) -> int:
-        return self.traffic.received
-
-    @property
     def overlap(self) -> Overlap:
         return Overlap(isinstance(self.forward, TwoCalls), isinstance(self.backward, TwoCalls))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,18 +19,13 @@ from .traffic import Traffic
 _START_CYCLES = 20_000  # cycles, about 11 us, in which an exchange's kernel starts
 
 
-class Work(Protocol):
-    def wait(self) -> object:
-        """Makes the current stream wait for the exchange."""
-
-
 class PendingExchange(NamedTuple):
-    """Holds the tensor that an exchange fills and, until it is done, the message that it reads. work: None if nothing is left to
-    wait for."""
+    """Holds the tensor that an exchange fills and, until it is done, the message that it reads. work: its ``wait`` makes the
+    current stream wait; None if nothing is left to wait for."""
 
     received: torch.Tensor
     message: torch.Tensor | None = None
-    work: Work | None = None
+    work: Any = None
 
     def wait_for_start(self) -> None:
         """Idles the current stream until the exchange's kernel has started. That kernel starts on another stream, a few us after
@@ -74,7 +69,6 @@ class Message(NamedTuple):
             received = self.pieces.new_empty(traffic.received, *self.pieces.shape[1:])
         if not traffic.longest:
             return PendingExchange(received)
-        work: Work | None
         if self.memory is not None:
             work = self.memory.exchange(received, traffic)
         else:

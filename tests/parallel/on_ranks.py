@@ -171,26 +171,6 @@ def varied(strategy: str) -> tuple[float, float]:
     return difference(got, wanted), difference([sinks[1].grad], [sinks[0].grad])
 
 
-def of_one_result(which: str) -> float:
-    """The difference of dq, dk and dv for a loss of out alone, or of lse alone."""
-    name = "causal"
-    plan, whole = plan_of(name), whole_of(name)
-    given = inputs(name)[:3]
-    found = []
-    for attend, qkv in ((sf.attention, given), (plan.attention, [plan.shard(t, 2) for t in given])):
-        leaves = [t.clone().requires_grad_() for t in qkv]
-        masked = {"mask": whole} if attend is sf.attention else {}
-        if which == "out":
-            attend(*leaves, **masked).sin().sum().backward()
-        else:
-            attend(*leaves, **masked, return_lse=True)[1].nan_to_num(neginf=0).sin().sum().backward()
-        found.append([leaf.grad for leaf in leaves])
-    wanted, got = found
-    if which == "lse":
-        wanted, got = wanted[:2], got[:2]  # v has no part in it
-    return difference([plan.unshard(t, 2) for t in got], wanted)
-
-
 def poisoned(strategy: str, **options) -> list[bool]:
     """For dq, dk and dv: whether NaN in what queries that keep nothing receive changes no bit. Some of them are in shared rows."""
     pattern = sf.from_mask_fn(lambda q, kv: (q % 7 != 3) & ((q < 40) | (abs(q - kv) < 50)))
@@ -378,12 +358,6 @@ def refused(by_rank: dict[int, dict[str, object]]) -> str:
     return error_of(lambda: sf.context_parallel(**given))
 
 
-def of_two_dimensions() -> str:
-    """The error of a plan for a mesh of two dimensions."""
-    both = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "cp"))
-    return error_of(lambda: sf.context_parallel("causal", 1000, both))
-
-
 def refused_calls() -> dict[str, str]:
     """Returns a plan's errors for calls that it cannot make, by name."""
     plan = sf.context_parallel("causal", 1000, mesh(), heads=4, kv_heads=2, block_size=64)
@@ -392,6 +366,7 @@ def refused_calls() -> dict[str, str]:
     of_heads = sf.context_parallel("causal", 1000, mesh(), heads=4, kv_heads=2, strategy="heads")
     chosen = sf.topk_blocks(*torch.ones(2, 1, 1, 1000, 16), keep=2, every=1)
     calls = {
+        "mesh": lambda: sf.context_parallel("causal", 1000, init_device_mesh(DEVICE, (2, 1), mesh_dim_names=("dp", "cp"))),
         "softcap": lambda: plan.attention(q, k, v, softcap=1.0),
         "select": lambda: plan.attention(q, k, v, select=chosen),
         "choice": lambda: of_heads.attention(q, k, v, select=lambda q, k: q),
