@@ -60,7 +60,9 @@ def read(text: str) -> Tree:
     """Spec text -> a tree of ``PatternCall`` and ``Operation``. Raises SpecError."""
     if not isinstance(text, str):
         raise TypeError(f"a pattern spec must be a string; got {type(text).__name__}")
-    return _Reader(text).whole()
+    reader = _Reader(text)
+    tree = reader.expression()
+    return tree if reader.accept("end") else reader.fail("'&', '|' or the end of the spec")
 
 
 def is_name(text: str) -> bool:
@@ -144,12 +146,6 @@ class _Reader:
             )
         yield
         self.nested -= 1
-
-    def whole(self) -> Tree:
-        tree = self.expression()
-        if self.tokens[self.next][0] != "end":
-            self.fail("'&', '|' or the end of the spec")
-        return tree
 
     def expression(self) -> Tree:
         return self.chain("|", lambda: self.chain("&", self.factor))

@@ -160,22 +160,15 @@ def test_fields_out_of_range_are_refused(name, options, error, message):
         registry_module.pattern_class(name)(**own.get(name, {}), **options)
 
 
-@given(size=st.integers(-2, 200))
-def test_strides_that_do_not_divide_a_block_are_refused(size):
-    if size > 0 and 64 % size == 0:
-        assert sf.parse(f"antidiagonal({size}, keep=1)").to_spec() == f"antidiagonal({size}, keep=1)"
-    else:
-        with pytest.raises(SpecError, match=f"antidiagonal: .* got {size}"):
-            sf.parse(f"antidiagonal({size}, keep=1)")
-
-
-@given(count=st.integers(-2, 200))
-def test_more_sampled_queries_than_the_smallest_block_has_are_refused(count):
-    if 1 <= count <= 64:
-        assert sf.parse(f"sampled({count}, keep=1)").queries == count
-    else:
-        with pytest.raises(SpecError, match=f"sampled: queries must be .* got {count}"):
-            sf.parse(f"sampled({count}, keep=1)")
+@given(number=st.integers(-2, 200))
+def test_strides_divide_a_block_and_sampled_queries_fit_the_smallest(number):
+    for name, fits in (("antidiagonal", number > 0 and 64 % number == 0), ("sampled", 1 <= number <= 64)):
+        text = f"{name}({number}, keep=1)"
+        if fits:
+            assert sf.parse(text).to_spec() == text
+        else:
+            with pytest.raises(SpecError, match=f"{name}: .* got {number}"):
+                sf.parse(text)
 
 
 def test_numpys_numbers_become_pythons():
