@@ -100,8 +100,8 @@ def repack_documents(pattern, queries: PackedDocuments, keys: PackedDocuments | 
     run = _pack if is_plain_eager(*starts) else _pack_operator
     results = run(fake_tensors_if_needed(tables), *starts, plan)
     axes = Axis(*results[:2]), Axis(*results[2:4])
-    lengths = (axis.token_of_row.shape[0] for axis in axes)
-    return Packed(BlockMask.from_tensors(*lengths, BLOCK, results[4:]), *axes)
+    q_len, kv_len = (axis.token_of_row.shape[0] for axis in axes)
+    return Packed(BlockMask.from_tensors(q_len, kv_len, BLOCK, results[4:]), *axes)
 
 
 @constant_in_graphs

@@ -233,11 +233,11 @@ class _AlwaysPairs:
     """
 
     def __init__(self, block: np.ndarray, kept: np.ndarray, picks: torch.Tensor):
-        block, self.kept = (torch.from_numpy(x).to(picks.device) for x in (block, kept))
+        number, self.kept = (torch.from_numpy(x).to(picks.device) for x in (block, kept))
         self.picked = picks.shape[3]
-        added = self.kept.any(3).any(1) & ~(picks[..., None] == block).any(3)
+        added = self.kept.any(3).any(1) & ~(picks[..., None] == number).any(3)
         self.column = added.byte().argsort(dim=3, descending=True, stable=True)[..., : int(added.sum(3).max())]
-        self.picks = torch.where(added.gather(3, self.column), block[self.column], -1)
+        self.picks = torch.where(added.gather(3, self.column), number[self.column], -1)
 
     def pairs_of(self, flat_group: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
         """(.., every, block_size) bool: which pairs of picks are kept, all of those that were not added."""
