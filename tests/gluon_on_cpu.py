@@ -740,10 +740,10 @@ _seed = 0
 _by_triton = Recording.launch
 
 
-def _launch(recording, kernel, prepared, specialized=(), beside=None):
+def _launch(recording, kernel, prepared, specialized=()):
     """In place of ``Recording.launch``. Triton interprets kernels of other back ends."""
     if ".kernels.hopper." not in kernel.fn.__module__:
-        return _by_triton(recording, kernel, prepared, specialized, beside)
+        return _by_triton(recording, kernel, prepared, specialized)
     grid, arguments, constants, options = prepared
     if kernel in PARTITIONED:
         run_partitioned(kernel, grid, arguments, constants, options)

@@ -281,7 +281,9 @@ def test_importing_every_module_runs_no_command(capsys):
     assert "sparse_flash.__main__" in names and capsys.readouterr() == ("", "")
 
 
-def test_output_without_a_terminal_is_plain():
+def test_output_without_a_terminal_is_plain(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "130")
+    monkeypatch.setenv("LINES", "72")
     environment = os.environ | {"PYTHONIOENCODING": "ascii", "NO_COLOR": "1"}
     command = [sys.executable, "-c", "from sparse_flash.cli import main; main()", "show", "causal", "-n", "64"]
     in_ascii = subprocess.run(command, capture_output=True, env=environment, check=True).stdout.decode("ascii")
