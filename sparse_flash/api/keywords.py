@@ -73,8 +73,8 @@ def answers_unknown_keywords(error: Callable[[str, list[str], list[str]], Except
 
 
 def keyword_error(function: str, known: list[str], unknown: list[str]) -> TypeError:
-    """Python's own error for unknown keywords, plus the name that was meant, or all names. With advice for ``attention`` and for the
-    calls of flash-attn."""
+    """Python's own error for unknown keywords, plus the name that was meant, or all names. With advice for ``attention`` and
+    the calls of flash-attn."""
     parts = [f"{function}() got an unexpected keyword argument {unknown[0]!r}"]
     advised = _WRITE_INSTEAD if function == "attention" or function.startswith("flash_attn") else {}
     for name in unknown:
