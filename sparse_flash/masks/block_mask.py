@@ -351,17 +351,21 @@ class BlockMask:
 
     def kept_keys(self, query: int, batch: int = 0, head: int = 0) -> torch.Tensor:
         """Which keys a query keeps: (kv_len,) bool on the CPU, in memory and time linear in kv_len."""
-        query = check_index("query", query, self.q_len)
-        mask, table = self.stored_index(batch, head), self.by_query
-        row, within = divmod(query, self.block_size)
-        begin, end = table.row_ptr[mask, row : row + 2].tolist()
-        runs, bits = table.row_split[mask, row].tolist()
+        row, within = divmod(check_index("query", query, self.q_len), self.block_size)
+        return self.kept_by_queries(self.stored_index(batch, head), row, slice(within, within + 1))[0]
+
+    def kept_by_queries(self, number: int, row: int, within: slice) -> torch.Tensor:
+        """Which keys neighbouring queries of one block row keep: (queries, kv_len) bool on the CPU. number: of the stored mask.
+        within: the queries, counted from the first of the block row."""
+        table, queries = self.by_query, within.stop - within.start
+        begin, end = table.row_ptr[number, row : row + 2].tolist()
+        runs, bits = table.row_split[number, row].tolist()
         cols, tile = (t[begin:end].cpu().numpy().astype(np.int64) for t in (table.col_idx, table.tile_idx))
         full, kind = runs - begin, 1 + (np.arange(runs, end) >= bits)
-        kept = np.zeros((self.grid.kv_blocks, self.block_size), bool)
-        kept[cols[:full]] = True
-        kept[cols[full:]] = self.tile_pairs(kind, tile[full:], slice(within, within + 1))[:, 0]
-        return torch.from_numpy(kept.reshape(-1))[: self.kv_len]
+        kept = np.zeros((queries, self.grid.kv_blocks, self.block_size), bool)
+        kept[:, cols[:full]] = True
+        kept[:, cols[full:]] = self.tile_pairs(kind, tile[full:], within).swapaxes(0, 1)
+        return torch.from_numpy(kept.reshape(queries, -1))[:, : self.kv_len]
 
     @outside_graphs
     def to_dense(self) -> torch.Tensor:
