@@ -18,7 +18,7 @@ COMPARED = {
     "keep": ("sampled(8)", "pooled"),
     "relative": ("sampled(8)",),
 }
-# Of the package at commit 628d6506, and no more. Their rows are kept as they were measured.
+# Choosers that the package had at commit 628d6506 and has no more. Their rows are kept as they were measured.
 GONE = "sub_blocks(16)", "pooled_keys", "last_queries(64)"
 SHARES = (0.1, 0.15, 0.25)
 BESIDE = "sinks(64) | local(64)"  # the first block, and the one before a row's own, which is kept in any case
@@ -66,7 +66,7 @@ class Row:
 
 
 def rows(recorded: bool = False) -> dict[str, Row]:
-    """All rows by name; with ``recorded`` also those of choosers that are gone."""
+    """All rows by name; with ``recorded``, also the rows of choosers that are gone."""
     made = [Row("dense"), *(Row("window", "local", share) for share in SHARES)]
     made += [Row(chooser, rule, share) for rule, choosers in COMPARED.items() for chooser in choosers for share in SHARES]
     made += [Row(f"sampled({queries})", "budget", share, block=128) for queries in (8, 16) for share in SHARES]

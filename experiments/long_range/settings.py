@@ -52,7 +52,7 @@ class Settings:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Settings:
-        """Of a checkpoint. Fields of other versions are left out."""
+        """Returns the settings of a checkpoint. Fields of other versions are left out."""
         known = {name: value for name, value in fields.items() if name in cls.__dataclass_fields__}
         return cls(**{**known, "shape": Shape(**fields["shape"])})
 

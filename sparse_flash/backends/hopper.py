@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from types import SimpleNamespace
 
 import torch
 
@@ -118,17 +119,17 @@ def supports(call: Call) -> str | None:
 def forward(q, k, v, mask, scale, deterministic, variant):
     if variant is None and triton_backend.has_few_queries(q, k):
         return triton_backend.forward(q, k, v, mask, scale, deterministic, variant)
-    return _kernels()[0].attention_forward(q, k, v, mask, scale, variant)
+    return _kernels().forward.attention_forward(q, k, v, mask, scale, variant)
 
 
 def forward_in_eight_bits(q, k, v, mask, scale):
-    return _kernels()[0].attention_forward_of_eight_bits(q, k, v, mask, scale)
+    return _kernels().forward.attention_forward_of_eight_bits(q, k, v, mask, scale)
 
 
 def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant):
     if not has_backward(q.shape[3], v.shape[3]):
         return triton_backend.backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant)
-    return _kernels()[1].attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant, deterministic)
+    return _kernels().backward.attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant, deterministic)
 
 
 def joint_backward(dout, dlse, q, out, lse, calls, scale):
@@ -137,9 +138,9 @@ def joint_backward(dout, dlse, q, out, lse, calls, scale):
     tensors = [dout, q, out, *(t for call in calls for t in call[:2])]
     if not has_backward(q.shape[3], calls[0][1].shape[3]) or not all(map(is_addressable, tensors)):
         return None
-    if not _kernels()[1].can_share_sums(q, calls[0][1], [mask for *_, mask in calls]):
+    if not _kernels().backward.can_share_sums(q, calls[0][1], [mask for *_, mask in calls]):
         return None
-    return _kernels()[1].JointBackward(dout, dlse, q, out, lse, scale)
+    return _kernels().backward.JointBackward(dout, dlse, q, out, lse, scale)
 
 
 @cache
@@ -147,7 +148,7 @@ def _kernels():
     """The modules of both passes, imported on demand, as they import triton."""
     from ..kernels.hopper import backward, forward
 
-    return forward, backward
+    return SimpleNamespace(forward=forward, backward=backward)
 
 
 decode = triton_backend.decode

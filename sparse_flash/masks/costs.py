@@ -1,4 +1,4 @@
-"""What a table costs kernels on an H100 or H200: arithmetic on its counts, the same on every rank and machine.
+"""Estimates what a table costs kernels on an H100 or H200: arithmetic on its counts, the same on every rank and machine.
 
 It chooses between tables before a call's heads are known, tells plans over several GPUs how long work takes, and gives ``explain``
 rough times. Rows of blocks (in the backward pass: columns) are spread over the multiprocessors. At the end of a pass most of these
@@ -43,7 +43,7 @@ _TIMES = {
 
 
 class Counts(NamedTuple):
-    """What a pass iterates over in a head: rows, full blocks and partial blocks; in the heaviest row, these blocks."""
+    """Counts of what a pass iterates over in a head: rows, full and partial blocks; heaviest: the blocks of the heaviest row."""
 
     block_size: int
     rows: int
@@ -64,7 +64,7 @@ class Counts(NamedTuple):
 
     @classmethod
     def dense(cls, own: int, other: int, offset: int | None = None) -> Counts:
-        """Returns those of dense attention. own, other: tokens along rows and along columns. offset: in causal attention, the
+        """Returns the counts of dense attention. own, other: tokens along rows and along columns. offset: in causal attention, the
         position on the other side of the first token of this one; otherwise None."""
         first, blocks = np.arange(0, own, BLOCK), -(-other // BLOCK)
         full = visited = np.full(len(first), blocks)

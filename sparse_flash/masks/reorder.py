@@ -54,7 +54,7 @@ def _make_order(layout: Any, device: torch.device) -> list[torch.Tensor]:
         raise RuntimeError(f"the order of {layout} cannot be made while a CUDA graph is captured; reorder a tensor before")
     padding = np.flatnonzero(~layout.exists(np.arange(layout.length)))
     held = np.sort(layout.token_at[padding])
-    number = np.arange(len(held)) - np.searchsorted(held, held)  # of a copy, among those of its token
+    number = np.arange(len(held)) - np.searchsorted(held, held)  # of a copy, among the copies of its token
     padded = padding[np.argsort(layout.token_at[padding], kind="stable")]
     arrays = [layout.token_at, layout.position_of, padding]
     for copy in range(number.max(initial=-1) + 1):

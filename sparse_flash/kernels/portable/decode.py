@@ -487,7 +487,7 @@ def _compute_tile(queries, cache, scales, splits, rows, table, output):
         _store(state, output, queries, TILE_M)
 
 
-# Of tensors, as every kernel of few queries takes them.
+# The strides of tensors, as every kernel of few queries takes them.
 STRIDES = [f"{name}_stride" for name in ("q_batch", "q_head", "q_token", "k_page", "k_head", "k_token", "v_page", "v_head")]
 STRIDES += [f"{name}_stride" for name in ("v_token", "out_batch", "out_head", "out_token", "scale_page", "scale_head", "table")]
 NOT_SPECIALIZED = [*STRIDES, "mask_batch_stride", "mask_head_stride"]
@@ -637,8 +637,8 @@ class DecodePlan(NamedTuple):
 
 
 class CallShapes(NamedTuple):
-    """What a plan depends on of a call's tensors. scale_strides: of page or batch entry, head and token; None without scales.
-    pages: the shape of the block table, or None."""
+    """The layouts of a call's tensors, on which a plan depends. scale_strides: of page or batch entry, head and token; None without
+    scales. pages: the shape of the block table, or None."""
 
     device: torch.device
     dtype: torch.dtype
@@ -673,11 +673,11 @@ class CallShapes(NamedTuple):
         return self.k[2] if self.pages is None else self.k[2] * self.pages[1]
 
     def plan(self, config: Config, rows: int, tiles: int, splits: int, constants: dict, numbers: tuple[int, ...]) -> DecodePlan:
-        """rows: of the heads that are stacked. constants, numbers: those of one kernel only."""
+        """rows: of the heads that are stacked. constants, numbers: arguments that only one kernel takes."""
         dim_v = padded_head_dim(self.v_head_dim)
         stored = min(config.tile_m, 1 << (rows - 1).bit_length())
         strides = [stride for of in (self.q_strides, self.k_strides, self.v_strides) for stride in of[:3]]
-        # Of 16 bytes, if all strides are multiples. Those of e4m3 are even.
+        # A vector has 16 bytes if all strides are multiples of it. Strides of e4m3 are even.
         vector = 16 if self.scaled else 16 // self.dtype.itemsize
         vector = vector if gcd(vector, *strides) == vector else 1 + self.scaled
         like_q = torch.empty_strided(self.q, self.q_strides, dtype=self.dtype, device="meta")
