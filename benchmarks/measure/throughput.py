@@ -82,10 +82,10 @@ def try_measuring(measure: Callable[[], dict], seconds: int | None = None) -> di
 
 def failure_text(error: Exception) -> str:
     """An error in one line of a result. Assertions often have no text, so theirs says where they stand."""
-    text = f"{type(error).__name__}: {error}"
+    text = f"{type(error).__name__}: {error}".strip().replace("\n", " ")[:400]
     if isinstance(error, AssertionError) and (frames := traceback.extract_tb(error.__traceback__)):
         text += f" ({frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})"
-    return text.strip().replace("\n", " ")[:400]
+    return text
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 import sparse_flash as sf
 from sparse_flash import backends
-from sparse_flash.backends import aten_cpu
+from sparse_flash.backends import aten_cpu, hopper
 from sparse_flash.backends import torch as torch_backend
 from sparse_flash.backends import triton as triton_backend
 from sparse_flash.variant.variant import NO_VARIANT, build_variant
@@ -230,8 +230,9 @@ class DataTypes(TorchDispatchMode):
 @parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_auto_takes_the_torch_back_end_on_mps(monkeypatch, dtype, interpreted):
     monkeypatch.setenv("TRITON_INTERPRET", str(int(interpreted)))
-    for name in ("is_interpreted", "why_unavailable"):  # which remember their answer
-        monkeypatch.setattr(triton_backend, name, getattr(triton_backend, name).__wrapped__.__wrapped__)
+    # Which remember their answer.
+    for module, name in ((triton_backend, "is_interpreted"), (triton_backend, "why_unavailable"), (hopper, "why_unavailable")):
+        monkeypatch.setattr(module, name, getattr(module, name).__wrapped__.__wrapped__)
     for block_size in (None, 128):
         call = backends.Call(torch.device("mps"), dtype, 1, 4, 2, 256, 256, 64, block_size)
         assert backends.choose_backend("auto", call) == "torch"
