@@ -111,7 +111,7 @@ def build_call(
             check_tensors(q, k, v)
         if isinstance(table, BlockMask):
             check_mask(table, q, k)
-            if backend == "auto" and table.slow and not torch.compiler.is_compiling():
+            if not torch.compiler.is_compiling() and backend == "auto" and table.slow:  # in this order: graphs guard what they read
                 _warn_that_dense_is_as_fast()
         chosen = backend_for(q, k, v, kernel_table, variant, deterministic, backend, precision)
         if key is not None and chosen != "auto":  # which stays if a graph breaks within this function

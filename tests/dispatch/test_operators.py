@@ -101,8 +101,9 @@ def test_a_compiled_function_takes_v_of_another_head_dim(backend):
 def test_a_compiled_function_does_not_recompile_when_only_the_mask_changes():
     function, counter = compiled(attend)
     patterns = (LOCAL, sf.causal(), sf.local(9) & ~sf.strided(7), sf.local(3), ~sf.full(), sf.random(0.3, 0, block=1))
-    for pattern in patterns:
-        mask = replace(sf.compile_mask(pattern, TOKENS, block_size=32, device=DEVICE), coarse=None)  # else a GPU gets blocks of 128
+    for number, pattern in enumerate(patterns):
+        # Without coarse: else a GPU gets blocks of 128. slow: some warn that dense attention is as fast, outside of graphs.
+        mask = replace(sf.compile_mask(pattern, TOKENS, block_size=32, device=DEVICE), coarse=None, slow=number % 2 == 0)
         assert_same(function, *inputs(), mask)
     assert counter.frame_count == 1
 
