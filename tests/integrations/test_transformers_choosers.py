@@ -345,10 +345,6 @@ def test_records_of_earlier_versions_are_read_and_unknown_fields_are_ignored(tmp
         ({"format": 1, "layers": {"first": SPEC}}, "layer 'first' must have a number"),
         ({"format": 1, "layers": {"0": 3}}, "layer '0' must have a number and a spec; got 3"),
         ({"format": 1, "layers": LAYERS, "dense_below": "4k"}, "dense_below must be a number of tokens, 0 or more; got '4k'"),
-        (
-            {"format": 1, "layers": {"0": "causal", "1": "own"}, "dense_last": 3},
-            "dense_last must come with a mask that has a chooser",
-        ),
     ],
 )
 def test_files_and_configs_that_do_not_fit_say_what_is_wrong(tmp_path, record, message):
@@ -382,9 +378,8 @@ def test_choosers_of_other_packages_are_saved_and_restored_where_they_are_regist
 @pytest.mark.parametrize(
     "mask, settings, message",
     [
-        ("causal & local(9)", {"dense_below": 3}, "dense_below must come with a mask that has a chooser"),
-        (None, {"dense_layers": [0], "dense_last": 4}, "dense_last, dense_layers must come with a mask that has a chooser"),
-        ({0: SPEC}, {"dense_layers": [1]}, r"dense_layers must name layers whose mask has a chooser, which are \[0\]; got \[1\]"),
+        ("causal & local(9)", {"dense_below": "4k"}, "dense_below must be a number of tokens, 0 or more; got '4k'"),
+        ("causal & local(9)", {"dense_layers": [2]}, r"dense_layers must name layers of the model, 0 to 1; got \[2\]"),
         (SPEC, {"dense_layers": [True]}, r"dense_layers must name layers .*; got \[True\]"),
         ({True: SPEC}, {}, r"mask must name layers of the model, 0 to 1; got layers \[True\]"),
         ("causal | sampled(8, keep=2)", {}, r"causal must stand before choosers: .*; write causal & \(sampled\(8, keep=2\)"),
@@ -412,6 +407,16 @@ class Plan:
     def shard(self): ...
 
     def attention(self): ...
+
+
+@pytest.mark.parametrize("mask", ["causal & local(9)", {0: "causal & local(9)", 1: SPEC}, SPEC, "own"])
+def test_settings_of_choosers_change_nothing_else_and_any_layer_may_be_dense(mask):
+    model = use_sparse_flash(made("llama"), mask, dense_below=100, dense_last=9, dense_layers=[1])
+    wanted = mask[0] if isinstance(mask, dict) else mask
+    plain = use_sparse_flash(made("llama"), {0: wanted}, **({"dense_below": 100, "dense_last": 9} if wanted == SPEC else {}))
+    assert sf.masks_of(model) == sf.masks_of(plain) and sf.masks_of(model)[1] == "own"
+    assert getattr(model.config, "sparse_flash", None) == getattr(plain.config, "sparse_flash", None)
+    torch.testing.assert_close(outputs(model, words()), outputs(plain, words()))
 
 
 def test_a_plan_beside_a_chooser_is_refused():

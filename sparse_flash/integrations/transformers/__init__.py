@@ -95,11 +95,11 @@ def use_sparse_flash(
     precision: "fp8" computes prompts in e4m3, without gradients: see ``sparse_flash.attention``. Prompts are calls of more than 64
     queries. Others run as they would without it. Padded and packed sequences, dropout and soft caps are refused then.
 
-    dense_below, dense_layers, dense_last: for masks with a chooser, such as ``causal & (sampled(8, floor=0.01) | sinks(64))``.
-    Prompts choose: calls of more than 64 queries. All other calls are dense: they keep all pairs of the pattern before the chooser,
-    such as causal. Each sequence of a padded batch chooses for itself.
-    dense_below: a prompt is dense if its length, or the layer's own window, is fewer keys than this. 4096 by default.
     dense_layers: the numbers of layers that keep the model's own mask; none by default.
+    dense_below, dense_last: of masks with a chooser, such as ``causal & (sampled(8, floor=0.01) | sinks(64))``; others are the same
+    with and without them. Prompts choose: calls of more than 64 queries. All other calls are dense: they keep all pairs of the
+    pattern before the chooser, such as causal. Each sequence of a padded batch chooses for itself.
+    dense_below: a prompt is dense if its length, or the layer's own window, is fewer keys than this. 4096 by default.
     dense_last: so many queries at the end of a prompt, and of each chunk of one, see all keys; 64 by default. ``last_tokens`` is
     joined to the chooser for them. It does nothing in a spec that does not say causal.
 

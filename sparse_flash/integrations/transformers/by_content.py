@@ -53,18 +53,15 @@ def split_choices(
     masks: Mapping[int, Any], dense_below: int | None, dense_layers: Any, dense_last: int | None
 ) -> tuple[dict[int, Any], dict[int, PromptChoice]]:
     """Returns (the mask of each layer, which is "own" for ``dense_layers``; the choice of each layer whose mask has a chooser).
-    Raises ValueError for specs that no model can follow, and for settings that apply to no layer."""
-    chosen = [number for number, mask in masks.items() if mask != OWN and has_choosers(mask)]
-    counts = {"dense_below": dense_below, "dense_last": dense_last}
-    given = [name for name, value in {**counts, "dense_layers": dense_layers}.items() if value is not None]
-    if given and not chosen:
-        raise ValueError(f"{', '.join(given)} must come with a mask that has a chooser; got none; leave out {', '.join(given)}")
-    check_counts(**counts)
+    Raises ValueError for specs that no model can follow, and for settings of the wrong kind."""
+    check_counts(dense_below=dense_below, dense_last=dense_last)
     if not (dense_layers is None or isinstance(dense_layers, Iterable)):
         raise ValueError(f"dense_layers must be numbers of layers, such as [0, 1]; got {dense_layers!r}")
     dense = () if dense_layers is None else tuple(dense_layers)
-    if wrong := [number for number in dense if isinstance(number, bool) or number not in chosen]:
-        raise ValueError(f"dense_layers must name layers whose mask has a chooser, which are {chosen}; got {wrong}")
+    if wrong := [number for number in dense if isinstance(number, bool) or number not in masks]:
+        raise ValueError(f"dense_layers must name layers of the model, {min(masks)} to {max(masks)}; got {wrong}")
+    masks = {number: OWN if number in dense else mask for number, mask in masks.items()}
+    chosen = [number for number, mask in masks.items() if mask != OWN and has_choosers(mask)]
     if chosen and any(isinstance(mask, SharedSequence) for mask in masks.values()):
         raise ValueError(
             f"a ContextPlan must be the plan of all layers; got a chooser in layers {chosen}, and ranks choose no blocks by "
@@ -72,8 +69,7 @@ def split_choices(
         )
     below = DENSE_BELOW if dense_below is None else dense_below
     last = DENSE_LAST if dense_last is None else dense_last
-    choices = {number: build_prompt_choice(masks[number], below, last) for number in chosen if number not in dense}
-    return {number: OWN if number in dense else mask for number, mask in masks.items()}, choices
+    return masks, {number: build_prompt_choice(masks[number], below, last) for number in chosen}
 
 
 def check_counts(**counts: object) -> None:
