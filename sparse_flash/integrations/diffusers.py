@@ -53,7 +53,8 @@ _LEAST_BLOCK = 64  # tokens of a table's block: Hopper's kernels take no smaller
 class _ModelParts(NamedTuple):
     """Says where a model keeps what.
 
-    grid_of: a function from the model's config and its arguments by name to the (frames, height, width) of its video, in tokens.
+    grid_of: a function from ``config``, the model's, and ``given``, its arguments by name, to the (frames, height, width) of its
+    video, in tokens.
     layers: the names of lists of blocks, and of the attention in each block. embed: the module that returns the video's tokens.
     rotary_dim: the dimension of tokens in what ``rope`` returns. conditions: the module that returns conditions of single tokens,
     and a function that reorders them. text_first: whether text comes before video in attention. outside_graphs: whether the length
@@ -61,7 +62,7 @@ class _ModelParts(NamedTuple):
     value of the config's ``image_condition_type`` with which it must.
     """
 
-    grid_of: Callable[[Any, dict[str, Any]], tuple[int, int, int]]
+    grid_of: Callable[..., tuple[int, int, int]]
     layers: tuple[tuple[str, str], ...]
     embed: str = ""
     rotary_dim: int = 0
@@ -71,19 +72,15 @@ class _ModelParts(NamedTuple):
     reorders_in_layers: bool | str = False
 
 
-def _count_patches_of(frames: int, rows: int, *patch: str) -> Callable[[Any, dict[str, Any]], tuple[int, int, int]]:
-    """Returns ``grid_of`` for latents with frames in dimension ``frames``, height in ``rows`` and width last. patch: the config's
-    names of the sides of a patch."""
-
-    def count_patches(config, given):
-        latents = given["hidden_states"]
-        sides = config.patch_size if not patch else [(getattr(config, name) if name else None) or 1 for name in patch]
-        return tuple(latents.shape[dim] // side for dim, side in zip((frames, rows, 4), sides, strict=True))
-
-    return count_patches
+def _count_patches(frames: int, rows: int, *patch: str, config: Any, given: Any) -> tuple[int, int, int]:
+    """A ``grid_of`` for latents with frames in dimension ``frames``, height in ``rows`` and width last. patch: the config's names
+    of the sides of a patch."""
+    sides = config.patch_size if not patch else [(getattr(config, name) if name else None) or 1 for name in patch]
+    shape = given["hidden_states"].shape
+    return shape[frames] // sides[0], shape[rows] // sides[1], shape[4] // sides[2]
 
 
-def _grid_of_ltx(config, given) -> tuple[int, int, int]:
+def _grid_of_ltx(*, config: Any, given: Any) -> tuple[int, int, int]:
     sizes, tokens = tuple(given.get(name) for name in ("num_frames", "height", "width")), given["hidden_states"].shape[1]
     if None in sizes:
         raise ValueError(f"num_frames, height and width must be passed to LTXVideoTransformer3DModel; got {sizes}")
@@ -108,14 +105,14 @@ def _reorder_conditions_of_ltx(layout, batch: int, out):
 
 _MODELS = {
     "WanTransformer3DModel": _ModelParts(
-        grid_of=_count_patches_of(2, 3),
+        grid_of=partial(_count_patches, 2, 3),
         layers=(("blocks", "attn1"),),
         embed="patch_embedding",
         rotary_dim=1,
         conditions=("condition_embedder", _reorder_conditions_of_wan),
     ),
     "HunyuanVideoTransformer3DModel": _ModelParts(
-        grid_of=_count_patches_of(2, 3, "patch_size_t", "patch_size", "patch_size"),
+        grid_of=partial(_count_patches, 2, 3, "patch_size_t", "patch_size", "patch_size"),
         layers=(("transformer_blocks", "attn"), ("single_transformer_blocks", "attn")),
         embed="x_embedder",
         reorders_in_layers="token_replace",
@@ -128,13 +125,13 @@ _MODELS = {
         conditions=("time_embed", _reorder_conditions_of_ltx),
     ),
     "MochiTransformer3DModel": _ModelParts(
-        grid_of=_count_patches_of(2, 3, "", "patch_size", "patch_size"),
+        grid_of=partial(_count_patches, 2, 3, "", "patch_size", "patch_size"),
         layers=(("transformer_blocks", "attn1"),),
         embed="patch_embed",
         outside_graphs=True,
     ),
     "CogVideoXTransformer3DModel": _ModelParts(
-        grid_of=_count_patches_of(1, 3, "patch_size_t", "patch_size", "patch_size"),
+        grid_of=partial(_count_patches, 1, 3, "patch_size_t", "patch_size", "patch_size"),
         layers=(("transformer_blocks", "attn1"),),
         text_first=True,
         reorders_in_layers=True,
@@ -362,7 +359,7 @@ class _Run:
                 if not self.keeps_all:
                     self.layout = None
                     return
-        self.layout = _layout_of(self.make, self.parts.grid_of(self.config, given))
+        self.layout = _layout_of(self.make, self.parts.grid_of(config=self.config, given=given))
 
     def reorder_tokens(self, module, args, out):
         if self.layout is None:

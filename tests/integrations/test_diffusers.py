@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import pickle
 
 import numpy as np
 import pytest
@@ -153,7 +154,8 @@ def test_a_window_is_dense_attention_under_its_pairs(make):
     model, inputs = made(make)
     want = expected(model, inputs)
     use_sparse_flash(model, WINDOW, TILE)
-    close(run(model, inputs), want)
+    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        close(run(one, inputs), want)
     use_sparse_flash(model, lambda layout: sf.parse(f"tile_window({layout}, (1, 2, 1))"), TILE)
     close(run(model, inputs), want)
     assert (run(model, inputs) - run(restore(model), inputs)).abs().max() > 1e-2
