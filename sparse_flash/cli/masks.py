@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .console import output_console, user_errors
-from .options import BlockSize, Imports, KvLen, Spec, dtype_of
+from .options import BlockSize, Imports, KvLen, Spec, Video, dtype_of
 
 
 def _q_len_option(default: int) -> Any:
@@ -60,6 +60,7 @@ def show(
     block_size: BlockSize = 128,
     level: Annotated[str, typer.Option(help="tokens, blocks, or auto: tokens where they all fit the picture.")] = "auto",
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write a .png or .svg file too.")] = None,
+    video: Video = None,
     imports: Imports = None,
 ) -> None:
     """Draws a mask: queries downwards, keys to the right."""
@@ -67,7 +68,7 @@ def show(
 
     console = output_console()
     with user_errors():
-        sizes: dict[str, Any] = {"q_len": q_len, "kv_len": kv_len, "block_size": block_size}
+        sizes: dict[str, Any] = {"q_len": q_len, "kv_len": kv_len, "block_size": block_size, "layout": video}
         drawing = draw.draw(spec, out, **sizes, level=level)
         console.print(drawing.text(), soft_wrap=True)
     if out:
@@ -120,6 +121,7 @@ def explain(
     density: Annotated[
         float | None, typer.Option(help="The share of the blocks, in (0, 1], that a chooser keeps; not with keep=, budget=.")
     ] = None,
+    video: Video = None,
     imports: Imports = None,
 ) -> None:
     """Prints what a mask costs, what it saves, and what it can see."""
@@ -129,7 +131,7 @@ def explain(
     with user_errors():
         call: dict[str, Any] = {"batch": batch, "kv_heads": kv_heads, "v_head_dim": v_head_dim, "q_len": q_len, "kv_len": kv_len}
         call |= {"dtype": E4M3 if dtype == "e4m3" else dtype_of(dtype), "block_size": block_size, "density": density}
-        found = sparse_flash.explain(sparse_flash.parse(spec), heads, head_dim, **call, device=device)
+        found = sparse_flash.explain(spec, heads, head_dim, **call, device=device, layout=video)
     console = output_console()
     console.print(Text(found.head[0], "bold"), soft_wrap=True)
     console.print(f"{found.head[1]}\n")

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,14 +36,13 @@ from ..masks.cache import compile_cached, to_traceable
 from ..masks.chooser import has_choosers
 from ..masks.fit import check_known_end
 from ..masks.memory import cached_until_cleared
-from ..masks.parsing import parse
+from ..masks.parsing import parse, split_at_layout
 from ..masks.pattern import Pattern
 from ..patterns import video_layout as VideoLayout
 
 if tuple(map(int, diffusers.__version__.split(".")[:2])) < (0, 42):
     raise ImportError(f"diffusers 0.42.1 or newer is needed; got {diffusers.__version__}: pip install 'diffusers>=0.42.1'")
 
-_LAYOUT_WORD = re.compile(r"(?<![\w.])layout(?![\w.])(?!\s*[=(])")
 _RUN_KEY = "_sparse_flash_run"
 _PROBE = (2**12,) * 3  # a grid that no window is too large for
 _LEAST_BLOCK = 64  # tokens of a table's block: Hopper's kernels take no smaller ones
@@ -70,6 +68,11 @@ class _ModelParts(NamedTuple):
     text_first: bool = False
     outside_graphs: bool = False
     reorders_in_layers: bool | str = False
+
+    def with_text(self, video: VideoLayout, text: int) -> VideoLayout:
+        """Returns the layout of a video and the tokens of text in its attention."""
+        prefix, suffix = (text, 0) if self.text_first else (0, text)
+        return VideoLayout(*video.grid, video.tile, prefix=prefix, suffix=suffix)
 
 
 def _count_patches(frames: int, rows: int, *patch: str, config: Any, given: Any) -> tuple[int, int, int]:
@@ -211,6 +214,24 @@ def restore(transformer: torch.nn.Module) -> torch.nn.Module:
     return transformer
 
 
+def layout_of(transformer: torch.nn.Module, shape: Sequence[int], text: int = 0) -> VideoLayout:
+    """Returns the ``VideoLayout`` of a transformer's inputs, as for ``sparse_flash.explain(spec, layout=...)``.
+
+    transformer: as for ``use_sparse_flash``; the tile is the one that it was switched with, "auto" for one that was not.
+    shape: of its latents, in the order of the model: (batch, channels, frames, height, width), for CogVideoX (batch, frames,
+    channels, height, width); for LTX-Video as before they are packed. text: tokens of text in the same attention. Raises ValueError
+    for other shapes and models.
+    """
+    model, parts = _find_model(transformer)
+    if len(shape) != 5:
+        raise ValueError(f"shape must be that of 5-D latents, (batch, channels, frames, height, width); got {tuple(shape)}")
+    grid = shape[2], shape[3], shape[4]
+    if parts.grid_of is not _grid_of_ltx:  # which gets its video packed
+        grid = parts.grid_of(config=model.config, given={"hidden_states": torch.empty(tuple(shape), device="meta")})
+    run = getattr(model, _RUN_KEY, None)
+    return parts.with_text(_build_layout(run.make if run else VideoLayout.of, grid), text)
+
+
 def _is_cached(model) -> bool:
     """Whether a cache of diffusers keeps what layers of the model returned, by ``enable_cache`` or by its own function."""
     registries = (getattr(module, "_diffusers_hook", None) for module in model.modules())
@@ -260,9 +281,7 @@ def _parse_spec(spec: Any) -> Callable[[Any], Pattern | str]:
         return partial(_mask_of_function, spec)
     if not isinstance(spec, str):
         raise TypeError(f"spec must be text or a function from a layout to a pattern; got {type(spec).__name__}")
-    pieces = tuple(_LAYOUT_WORD.split(spec))
-    if len(pieces) == 1:
-        raise ValueError(f"spec must say where the layout of the inputs goes, as 'tile_window(layout, (3, 3, 3))'; got {spec!r}")
+    pieces = split_at_layout(spec)
     parse(_mask_of_text(pieces, VideoLayout(*_PROBE)))
     return partial(_mask_of_text, pieces)
 
@@ -383,8 +402,7 @@ class _Run:
         """Takes the place of scaled_dot_product_attention, whose arguments these are. dense: whether to keep all pairs."""
         video = self.layout
         text = query.shape[2] - (video.tokens if self.reorders_in_layers else video.length)
-        beside = (text, 0) if self.parts.text_first else (0, text)
-        layout = VideoLayout(*video.grid, video.tile, *beside)
+        layout = self.parts.with_text(video, text)
         kv_lens = None
         if attn_mask is not None:
             if attn_mask.dtype != torch.bool or tuple(attn_mask.shape[1:3]) != (1, 1) or not text:

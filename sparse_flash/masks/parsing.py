@@ -12,6 +12,8 @@ from .memory import cached_until_cleared
 from .pattern import And, Or, Pattern
 from .registry import pattern_class, suggest_names
 
+_LAYOUT_WORD = re.compile(r"(?<![\w.])layout(?![\w.])(?!\s*[=(])")
+
 
 def parse(text: str) -> Pattern:
     """The pattern for spec text such as ``"causal & (local(1024) | butterfly(block=128))"``.
@@ -22,6 +24,22 @@ def parse(text: str) -> Pattern:
 
 
 Pattern.from_spec = staticmethod(parse)
+
+
+def split_at_layout(text: object) -> tuple[str, ...]:
+    """What stands before, between and after the word layout in spec text, which stands for a VideoLayout. Raises ValueError for a
+    mask without that word."""
+    pieces = tuple(_LAYOUT_WORD.split(text)) if isinstance(text, str) else ()
+    if len(pieces) < 2:
+        raise ValueError(f"spec must say where the layout of the video goes, as 'tile_window(layout, (3, 3, 3))'; got {text!r}")
+    return pieces
+
+
+def fill_layout(text: Any, layout: Pattern | None) -> Any:
+    """The spec text with the text of a VideoLayout in place of the word layout; the mask itself if there is no layout."""
+    if not isinstance(layout, Pattern | None):
+        raise TypeError(f"layout must be a VideoLayout; got {layout!r}; VideoLayout.of(frames, height, width) makes one")
+    return text if layout is None else layout.to_spec().join(split_at_layout(text))
 
 
 @constant_in_graphs

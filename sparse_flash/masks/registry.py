@@ -93,8 +93,14 @@ def pattern_class(name: str) -> type[Pattern]:
     _read_entry_points()
     if name == "topk_blocks":
         raise ValueError("topk_blocks is no pattern: it chooses blocks from q and k; pass mask=topk_blocks(q, k, keep=...)")
+    if name == "layout":
+        raise ValueError(
+            "layout must be given: pass layout=sf.VideoLayout(frames, height, width) to explain or draw, --video "
+            "FRAMESxHEIGHTxWIDTH on the command line; elsewhere write video_layout(frames, height, width)"
+        )
     if name not in _registry:
-        raise ValueError(f"unknown pattern {name!r}; {suggest_names(name, sorted(_registry))}")
+        own = "one of your own: import the file that registers it, on the command line by --import FILE"
+        raise ValueError(f"unknown pattern {name!r}; {suggest_names(name, sorted(_registry))}; {own}")
     return _registry[name]
 
 

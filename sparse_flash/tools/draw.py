@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ..masks.block_mask import BlockMask
+from ..masks.parsing import fill_layout
+from ..masks.pattern import Pattern
 from ..selection.block_selection import BlockSelection
 from .subject import resolve_mask
 
@@ -98,6 +100,7 @@ def draw(
     block_size: int | None = None,
     level: str = "auto",
     title: str | None = None,
+    layout: Pattern | None = None,
 ) -> Drawing:
     """A picture of a mask, queries downwards and keys to the right; ``print`` it, or view it in a notebook.
 
@@ -106,12 +109,13 @@ def draw(
     q_len, kv_len, block_size: lengths for compiling a pattern, in tokens; as many as the pattern names or 4096, q_len and 128 by
     default. A BlockMask has its own.
     level: "tokens" or "blocks", the finest cell size; "auto" uses tokens if they all fit the picture.
-    title: the pattern's spec text by default.
+    title: the pattern's spec text by default. layout: as for ``explain``.
 
     Raises ValueError for another file type, for masks or patterns that differ between heads, and for more tokens than can be drawn
     one by one.
     """
     path = None if path is None else check_path(path)
+    mask = fill_layout(mask, layout)
     mask, text = resolve_mask(mask, q_len, kv_len, block_size, DEFAULT_LEN)
     make_picture(mask, 1, 1, level)  # raises now if something is wrong
     drawing = Drawing(mask, text if title is None else title, level)

@@ -13,7 +13,7 @@ from ..masks.block_mask import BlockMask
 from ..masks.chooser import choices_of, has_choosers
 from ..masks.fit import named_len
 from ..masks.grid import BlockGrid
-from ..masks.parsing import parse
+from ..masks.parsing import fill_layout, parse
 from ..masks.pattern import Pattern
 from ..selection.block_selection import BlockSelection
 from ..variant.variant import check_counts
@@ -64,6 +64,7 @@ def explain(
     block_size: int | None = None,
     device: str | None = None,
     density: float | None = None,
+    layout: Pattern | None = None,
 ) -> Explanation:
     """Returns what a mask costs, what it saves, and what it can see; ``print`` it, or read its figures.
 
@@ -75,6 +76,7 @@ def explain(
     heads: query heads that share the mask. head_dim: elements. dtype: of q, k and v; for few queries, also of a cache in
     torch.float8_e4m3fn. kv_heads: heads of keys and values, None for as many as query heads. v_head_dim: of v and out, None for
     head_dim. device: "h100" or "h200", the GPU of the rough time.
+    layout: the ``VideoLayout`` that the word layout stands for in spec text, as for diffusers' ``use_sparse_flash``.
     density: with a chooser, the share of the blocks that are kept in all, in (0, 1]; None for that of its keep= or budget=.
 
     Raises ValueError for a mask or pattern that differs over batch or heads; for several choosers, or one whose rule says no
@@ -87,7 +89,8 @@ def explain(
     if heads % kv_heads:
         raise ValueError(f"heads must be a multiple of kv_heads; got {heads} and {kv_heads}")
     sizes = CallSpec(batch, heads, kv_heads, head_dim, v_head_dim, dtype)
-    given = parse(mask) if isinstance(mask, str) else mask
+    mask = fill_layout(mask, layout)
+    given = mask = parse(mask) if isinstance(mask, str) else mask
     chosen = given if isinstance(given, Pattern) and has_choosers(given) else None
     if chosen is not None and block_size is not None:
         raise ValueError(f"block_size must be the chooser's block=; got {block_size} beside {given}; leave it out")

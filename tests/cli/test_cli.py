@@ -70,6 +70,13 @@ def test_a_bad_spec_is_one_message_with_a_caret(command):
         (("explain", "causal", "--q-len", "0"), "q_len"),
         (("explain", "per_head([causal, full])"), "must be that of one head; got 2 different ones; pass one, such as 'causal'"),
         (("explain", "causal", "--heads", "0"), "heads"),
+        (("show", "tile_window(layout, 1)"), "layout must be given: pass layout=sf.VideoLayout"),
+        (("explain", "layout", "--video", "5x16"), "--video must be FRAMESxHEIGHTxWIDTH in tokens, such as 21x30x52; got '5x16'"),
+        (("explain", "causal", "--video", "5x16x16"), "spec must say where the layout of the video goes"),
+        (
+            ("bench", "ring(4)", "--quick"),
+            "one of your own: import the file that registers it, on the command line by --import FILE",
+        ),
         (("explain", "causal", "--dtype", "int8"), "dtype must be one of bf16, fp16, fp32; got 'int8'"),
         (("bench", "causal", "--dtype", "fp8"), "dtype must be one of bf16, fp16, fp32; got 'fp8'"),
         (("bench", "causal", "--heads", "3", "--kv-heads", "2"), "heads must be a multiple of kv_heads; got 3 and 2"),
@@ -220,6 +227,8 @@ def test_patterns_that_name_their_tokens_need_no_length(tmp_path):
     assert "1,031 queries x 1,031 keys" in explained and "in 2 x 2 x 4 tiles of 2 x 8 x 4; prefix 7, suffix 0" in explained
     assert "block_size=64 visits less" in explained
     assert "1,031 x 1,031 tokens" in invoke("show", VIDEO).output
+    assert "in 1 x 4 x 2 tiles of 4 x 4 x 8" in invoke("explain", "tile_window(layout, 1)", "--video", "4x16x16").output
+    assert "1,024 x 1,024 tokens" in invoke("show", "tile_window(layout, 1)", "--video", "4x16x16").output
     assert "65,536 queries" in invoke("explain", "local(9)").output and "4,096 x 4,096 tokens" in invoke("show", "local(9)").output
     assert "wrote" in invoke("gallery", VIDEO, "local(9)", "--out", str(tmp_path / "masks.png")).output
 

@@ -19,7 +19,7 @@ diffusers = pytest.importorskip(
 from diffusers import hooks  # noqa: E402
 
 from sparse_flash.integrations import diffusers as integration  # noqa: E402
-from sparse_flash.integrations.diffusers import restore, use_sparse_flash  # noqa: E402
+from sparse_flash.integrations.diffusers import layout_of, restore, use_sparse_flash  # noqa: E402
 
 CELLS, TEXT, VALID = (3, 5, 7), 7, (7, 4)  # VALID: of the text's tokens, in each entry of the batch
 TILE = (2, 2, 4)  # all axes of CELLS are ragged
@@ -224,6 +224,18 @@ def test_dense_steps_are_counted_by_timestep(times, dense_steps):
             for _guided in range(2):
                 got = run(model, inputs, timestep=torch.tensor([time, time]))
                 assert torch.equal(got, own[step]) == (step in dense)
+
+
+@each_model
+def test_the_layout_of_latents_is_that_of_the_models_calls(make):
+    model, inputs = made(make)
+    shape = (2, 4, *CELLS) if "num_frames" in inputs else inputs["hidden_states"].shape
+    assert layout_of(model, shape) == sf.VideoLayout.of(*CELLS)
+    layout = layout_of(use_sparse_flash(model, WINDOW, TILE), shape, text=TEXT)
+    assert (layout.grid, layout.tile, layout.prefix or layout.suffix) == (CELLS, TILE, TEXT)
+    assert sf.explain(WINDOW, layout=layout).layout == layout == layout_of(model, shape, TEXT)
+    with pytest.raises(ValueError, match=r"shape must be that of 5-D latents.*got \(2, 4\)"):
+        layout_of(model, (2, 4))
 
 
 def test_the_layout_follows_the_inputs():
@@ -472,7 +484,7 @@ BAD = {
     "a pipeline": (lambda model: use_sparse_flash(object(), "layout"), TypeError, "such as pipe.transformer"),
     "unknown": (lambda model: use_sparse_flash(torch.nn.Linear(1, 1), "layout"), ValueError, "must be one of Wan.*to_tiles"),
     "kandinsky": (lambda model: use_sparse_flash(Kandinsky5Transformer3DModel(), "layout"), ValueError, "by itself"),
-    "no layout": (lambda model: use_sparse_flash(model, "local(64)"), ValueError, "where the layout of the inputs goes"),
+    "no layout": (lambda model: use_sparse_flash(model, "local(64)"), ValueError, "where the layout of the video goes"),
     "a misspelt pattern": (lambda model: use_sparse_flash(model, "tile_windo(layout, 3)"), ValueError, "tile_window"),
     "no spec": (lambda model: use_sparse_flash(model, None), TypeError, "spec must be text or a function"),
     "a wrong tile": (lambda model: use_sparse_flash(model, "layout", (3, 3, 3)), ValueError, "power of two"),

@@ -341,7 +341,10 @@ def test_records_of_earlier_versions_are_read_and_unknown_fields_are_ignored(tmp
         ({"format": 2, "layers": LAYERS}, "got format 2; .* install the release"),
         ({"format": 1, "layers": {"0": SPEC}}, r"layers of the model, 0 to 1; missing: \[1\]; not in the model: \[\]"),
         ({"format": 1, "layers": {**LAYERS, "2": SPEC}}, r"missing: \[\]; not in the model: \[2\]"),
-        ({"format": 1, "layers": {**LAYERS, "1": "causal & windmill(4)"}}, "(?s)layer '1' .*unknown pattern 'windmill'.*import or"),
+        (
+            {"format": 1, "layers": {**LAYERS, "1": "causal & windmill(4)"}},
+            "(?s)layer '1' .*unknown pattern 'windmill'.*import the file",
+        ),
         ({"format": 1, "layers": {"first": SPEC}}, "layer 'first' must have a number"),
         ({"format": 1, "layers": {"0": 3}}, "layer '0' must have a number and a spec; got 3"),
         ({"format": 1, "layers": LAYERS, "dense_below": "4k"}, "dense_below must be a number of tokens, 0 or more; got '4k'"),

@@ -64,10 +64,7 @@ def _parse_record(record: object, name: str, numbers: list[int]) -> SavedMasks:
         try:
             layers[int(number)] = text if text == OWN else parse(text).to_spec()
         except (TypeError, ValueError, AttributeError) as error:
-            raise ValueError(
-                f"{name}: layer {number!r} must have a number and a spec; got {text!r}: {error}; if a package of your own "
-                "registers the pattern, import or install it first"
-            ) from None
+            raise ValueError(f"{name}: layer {number!r} must have a number and a spec; got {text!r}: {error}") from None
     if set(layers) != set(numbers):
         missing, others = sorted(set(numbers) - set(layers)), sorted(set(layers) - set(numbers))
         raise ValueError(
