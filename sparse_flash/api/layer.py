@@ -403,7 +403,7 @@ def _moved(mask: BlockMask, fn: Callable[[torch.Tensor], torch.Tensor]) -> Block
 
 
 def _split_heads(x: torch.Tensor, head_dim: int) -> torch.Tensor:
-    return x.unflatten(2, (-1, head_dim)).transpose(1, 2)
+    return torch.unflatten(x, 2, (-1, head_dim)).transpose(1, 2)
 
 
 def _warn_of_difference(own: str, saved: str) -> None:

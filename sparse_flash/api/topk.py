@@ -225,9 +225,9 @@ def _choose_mask(
     # Plain numbers instead of symbolic lengths: a graph holds the mask of one length.
     grid = BlockGrid(operator.index(q.shape[2]), operator.index(k.shape[2]), block_size)
     group = q.shape[1] // k.shape[1]
-    queries = block_means(q, block_size).unflatten(1, (-1, group))
+    queries = torch.unflatten(block_means(q, block_size), 1, (-1, group))
     queries = queries.mean(2, keepdim=True) if share_group else queries
     with without_autocast(q):
         scores = queries.flatten(2, 3) @ block_means(k, block_size).mT
-    mask = mask_by_scores(scores.unflatten(2, queries.shape[2:4]).flatten(1, 2), grid, within, always, keep)
+    mask = mask_by_scores(torch.unflatten(scores, 2, queries.shape[2:4]).flatten(1, 2), grid, within, always, keep)
     return replace(mask, mask_index=mask.mask_index.repeat_interleave(group, 1)) if share_group else mask

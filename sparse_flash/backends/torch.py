@@ -205,7 +205,7 @@ def block_means(x: torch.Tensor, block_size: int) -> torch.Tensor:
     """(batch, heads, blocks, head_dim) means over the tokens of each block, in float32 or x's dtype if that is wider."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     whole = x.shape[2] // block_size
-    means = x[:, :, : whole * block_size].unflatten(2, (whole, block_size)).mean(3, dtype=dtype)
+    means = torch.unflatten(x[:, :, : whole * block_size], 2, (whole, block_size)).mean(3, dtype=dtype)
     rest = x[:, :, whole * block_size :]
     return torch.cat([means, rest.mean(2, keepdim=True, dtype=dtype)], 2) if rest.shape[2] else means
 

@@ -249,7 +249,7 @@ def _add_kept_blocks(kept: torch.Tensor, scores: torch.Tensor, limits: Limits, f
     if kept.dtype == torch.bool:
         some = slice(first, first + scores.shape[2])
         mine = rules_torch.apply_rule(scores, limits.allowed[some], limits.forced[some], rule, number)
-        kept.unflatten(1, (mine.shape[1], -1))[:, :, :, some] |= mine[:, :, None]
+        torch.unflatten(kept, 1, (mine.shape[1], -1))[:, :, :, some] |= mine[:, :, None]
     else:
         rules_kernels.add_kept_blocks(scores, limits, kept, first, rule, number)
 
@@ -263,7 +263,7 @@ def _iter_scores(chooser: Chooser, content: _ChoiceInputs, with_kernels: bool) -
             scores = score(low, high)
         # Kernels have taken the largest of a group's heads.
         is_whole = not chooser.share_group or scores.shape[1] == content.k.shape[1]
-        yield low, high, scores if is_whole else scores.unflatten(1, (-1, content.group)).amax(2)
+        yield low, high, scores if is_whole else torch.unflatten(scores, 1, (-1, content.group)).amax(2)
 
 
 def _make_scorer(chooser: Chooser, content: _ChoiceInputs, with_kernels: bool) -> tuple[int, Callable[[int, int], torch.Tensor]]:

@@ -37,7 +37,7 @@ def score_blocks(features: Features, grid: BlockGrid, low: int, high: int, reduc
     queries = _in_spans(features.rows.to(exact), span).flip(3)[:, :, rows].flatten(3)
     keys = _in_spans(features.columns.to(exact), span).flatten(3)
     group = queries.shape[1] // keys.shape[1]
-    logits = (queries.unflatten(1, (keys.shape[1], group)) @ keys[:, :, None].mT).flatten(1, 2) * features.factor
+    logits = (torch.unflatten(queries, 1, (keys.shape[1], group)) @ keys[:, :, None].mT).flatten(1, 2) * features.factor
     column = torch.arange(features.column_count, device=logits.device)
     hidden, existing = column >= until[rows, None], torch.full((1, 1, 1), features.row_count, device=column.device)
     if features.bounds is not None:
@@ -48,7 +48,7 @@ def score_blocks(features: Features, grid: BlockGrid, low: int, high: int, reduc
     log_sum = logits.logsumexp(-1, keepdim=True)
     weights = (logits - lse_to_subtract(log_sum)).exp()
     weights = torch.nn.functional.pad(weights, (0, grid.kv_blocks * per_kv - weights.shape[3]))
-    weights = weights.unflatten(3, (grid.kv_blocks, per_kv)).sum(4)
+    weights = torch.unflatten(weights, 3, (grid.kv_blocks, per_kv)).sum(4)
     there = weights.shape[2]
     weights = torch.nn.functional.pad(weights, (0, 0, 0, (high - low) * per_q - there)).unflatten(2, (high - low, per_q))
     if reduce == "max":
@@ -89,7 +89,7 @@ def apply_rule(scores: torch.Tensor, allowed: torch.Tensor, forced: torch.Tensor
     spare, equal = count - (best > least).sum(-1, keepdim=True), among == least
     taken = (among > least) | (equal & (equal.cumsum(-1, dtype=torch.int32) <= spare))
     if rule == "budget":
-        taken = taken.unflatten(2, (scores.shape[1], -1)).transpose(1, 2)
+        taken = torch.unflatten(taken, 2, (scores.shape[1], -1)).transpose(1, 2)
     return (taken & possible) | forced
 
 

@@ -22,7 +22,7 @@ class DocumentRows(NamedTuple):
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """(tokens, heads, head_dim) -> (documents, heads, longest, head_dim)."""
         taken = take_rows(x, self.token_of_row.flatten(), self.row_of_token, 0.0, False)
-        return taken.unflatten(0, self.token_of_row.shape).transpose(1, 2)
+        return torch.unflatten(taken, 0, self.token_of_row.shape).transpose(1, 2)
 
     def put_back(self, x: torch.Tensor, fill: float) -> torch.Tensor:
         """(documents, heads, longest, head_dim) -> (tokens, heads, head_dim), with ``fill`` for tokens of no document."""

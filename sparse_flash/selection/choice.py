@@ -178,7 +178,7 @@ def choose_by_compressed(
     def score_groups(low: int, high: int) -> torch.Tensor:
         scores = rows[:, :, :, low:high].to(exact) @ keys[:, :, None].to(exact).mT * rows.shape[4] ** -0.5
         scores = scores.masked_fill(last > position[low:high, None], float("-inf"))
-        logs = scores.logsumexp(-1) if lse is None else lse.unflatten(1, rows.shape[1:3])[..., low:high]
+        logs = scores.logsumexp(-1) if lse is None else torch.unflatten(lse, 1, rows.shape[1:3])[..., low:high]
         weights = (scores - lse_to_subtract(logs)[..., None]).exp()
         weights = (weights.sum(2, keepdim=True) if share_group else weights).flatten(1, 2)
         return _sum_strides(weights, blocks, block_size // stride, length // stride)

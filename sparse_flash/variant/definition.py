@@ -144,7 +144,7 @@ def kept_by_dropout(variant: Variant, pairs: Pairs, q_axis: int = -2) -> torch.T
     threshold = round(variant.dropout_p * 2**16)
     kept = torch.stack([torch.stack([half >= threshold for half in (word & 0xFFFF, word >> 16)]) for word in words])
     # (word, half, .., 8 queries at a time, .., 8 keys at a time): move word and half in front of their 8.
-    kept = kept.unflatten(-1, (-1, 8)).unflatten(q_axis - 1, (-1, 8)).movedim((1, 0), (q_axis - 3, -2))
+    kept = torch.unflatten(kept, -1, (-1, 8)).unflatten(q_axis - 1, (-1, 8)).movedim((1, 0), (q_axis - 3, -2))
     kept = kept.flatten(-3).flatten(q_axis - 2, q_axis)
     return kept.narrow(q_axis, 0, pairs.query.shape[q_axis]).narrow(-1, 0, pairs.key.shape[-1])
 

@@ -20,7 +20,7 @@ def quantize_blocks(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Te
     """Returns (numbers rounded to e4m3, scales by token) of x, (batch, heads, tokens, head_dim) float32: each block of tokens is
     scaled so that its largest number is 448. Both are float64; scales have a last dimension of 1."""
     tokens = x.shape[2]
-    blocks = torch.nn.functional.pad(x, (0, 0, 0, -tokens % block)).unflatten(2, (-1, block))
+    blocks = torch.unflatten(torch.nn.functional.pad(x, (0, 0, 0, -tokens % block)), 2, (-1, block))
     largest = blocks.abs().amax((-2, -1), keepdim=True).clamp(min=MIN_AMAX)
     scales = largest * (1 / E4M3_MAX)
     rounded, scales = (blocks * (1 / scales)).to(torch.float8_e4m3fn), scales.expand(*blocks.shape[:-1], 1)

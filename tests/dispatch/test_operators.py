@@ -98,6 +98,18 @@ def test_a_compiled_function_takes_v_of_another_head_dim(backend):
     assert counter.frame_count == 1 and function(q, k, v)[0].shape == (*q.shape[:3], 24)
 
 
+def test_calls_compile_under_a_default_device():
+    layer = sf.SparseAttention(32, 2, mask=LOCAL)
+    tokens, functions = (
+        torch.randn(1, TOKENS, 32),
+        (layer.forward, lambda x: sf.topk_blocks(x[:, None], x[:, None], 2).tensors()[0]),
+    )
+    with torch.device(DEVICE):  # within which PyTorch cannot trace Tensor.unflatten
+        layer, tokens = layer.to(DEVICE), tokens.to(DEVICE)
+        for function in functions:
+            torch.testing.assert_close(compiled(function)[0](tokens), function(tokens))
+
+
 def test_a_compiled_function_does_not_recompile_when_only_the_mask_changes():
     function, counter = compiled(attend)
     patterns = (LOCAL, sf.causal(), sf.local(9) & ~sf.strided(7), sf.local(3), ~sf.full(), sf.random(0.3, 0, block=1))

@@ -419,7 +419,7 @@ def of_a_planner() -> tuple[float, int, list[bool]]:
     given = [t[:, :, :1000] for t in inputs("per head")]
     masks = ["causal", "causal & local(100)"]
     with sf.ContextParallel(mesh(), masks, 1000, block_size=64) as planner:
-        coming = [planner.submit(torch.tensor(cu_seqlens)) for cu_seqlens in DOCUMENTS]
+        coming = [planner.submit(torch.tensor(cu_seqlens, device="cpu")) for cu_seqlens in DOCUMENTS]
         for cu_seqlens, pending in zip(DOCUMENTS, coming, strict=True):
             plans = pending.result()
             for mask, plan in zip(masks, plans, strict=True):
@@ -428,8 +428,7 @@ def of_a_planner() -> tuple[float, int, list[bool]]:
                 assert torch.equal(plan.mask.to_dense(), whole.to_dense())
                 got = together(plan, given, partial(attend, plan))
                 worst = max(worst, difference(got, alone(whole, given)))
-            starts = torch.tensor(cu_seqlens)
-            token = torch.arange(1000)
+            starts, token = torch.tensor(cu_seqlens), torch.arange(1000)
             in_document = token - starts[torch.searchsorted(starts, token, right=True) - 1]
             placed.append(torch.equal(plans.unshard(plans.document_positions, 0), in_document))
     return worst, counter.frame_count, placed

@@ -69,7 +69,7 @@ def _serve(rank: int, ranks: int, rendezvous: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     if DEVICE == "cuda":
         torch.cuda.set_device(rank)
-        torch.set_default_device(DEVICE)
+    torch.set_default_device(DEVICE)
     backend = "nccl" if DEVICE == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
     while True:

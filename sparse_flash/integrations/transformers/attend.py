@@ -322,7 +322,7 @@ def _attend_packed(call: LayerCall, mask: _Mask, cu_seqlens: torch.Tensor) -> to
     out, lse = attention_varlen(q, k, v, cu_seqlens, **options)
     if call.sinks is not None:
         out = with_sinks(out.transpose(0, 1)[None], lse[None], call.sinks, None)[0][0].transpose(0, 1)
-    return out.unflatten(0, (batch, call.query.shape[2])).transpose(1, 2)
+    return torch.unflatten(out, 0, (batch, call.query.shape[2])).transpose(1, 2)
 
 
 def _why_not_varlen(call: LayerCall, mask: _Mask) -> str | None:
