@@ -31,6 +31,8 @@ PEER_SHAPES = (Shape(4, 16, 4096, 128), Shape(1, 16, 16384, 128), Shape(1, 8, 65
 # Single rows beside PEER_SHAPES: grouped heads, other head dims, short rows, random blocks.
 PEER_ROWS = (
     (Shape(1, 32, 16384, 128, kv_heads=8), CAUSAL),
+    (Shape(8, 32, 4096, 128, kv_heads=8), CAUSAL),
+    (Shape(4, 16, 8192, 80), CAUSAL),
     (Shape(4, 16, 8192, 96), CAUSAL),
     (Shape(1, 16, 8192, 192, v_head_dim=128), CAUSAL),
     (Shape(1, 16, 8192, 256), FULL),

@@ -15,7 +15,7 @@ from problems import errors_of, problem
 from rich.console import Console
 
 import sparse_flash as sf
-from sparse_flash.benchmarks import workload
+from sparse_flash.benchmarks import calls, workload
 from sparse_flash.benchmarks.baselines import flex, registry
 from sparse_flash.benchmarks.measure import accuracy as check
 from sparse_flash.benchmarks.measure import latency, noise, throughput
@@ -384,3 +384,10 @@ def test_unreadable_results_say_so(tmp_path):
     (tmp_path / "results.json").write_text('{"format": 99}')
     with pytest.raises(ValueError, match="format 99"):
         Results.read(tmp_path)
+
+
+def test_host_times_of_calls_are_measured_with_and_without_gradients(tmp_path):
+    calls.main(["--tokens", "128", "--heads", "2", "--head-dim", "16", "--device", "cpu", "--seconds", "0", "--out", str(tmp_path)])
+    rows = json.loads((tmp_path / "calls.json").read_text())["rows"]
+    assert len(rows) == 21 and all(row["host_us"] > 0 and row["each_us"] > 0 for row in rows)
+    assert [row["gradients"] for row in rows if row["call"] == "packed documents"] == [False, True]
