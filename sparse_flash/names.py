@@ -8,7 +8,7 @@ from .api.layer import KeyValueCache, SparseAttention
 from .api.topk import topk_blocks
 from .api.varlen import attention_varlen
 from .choosers.report import ChoiceReport
-from .integrations import masks_of
+from .integrations import masks_of, record_masks
 from .masks.block_mask import BlockMask
 from .masks.chooser import Chooser, list_choosers, register_chooser
 from .masks.compiler import compile_mask
@@ -58,6 +58,7 @@ __all__ = [
     "parse",
     "per_head",
     "positive_int",
+    "record_masks",
     "register_chooser",
     "register_pattern",
     "topk_blocks",

@@ -215,7 +215,7 @@ def run(first_of_readme, own_registry, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_code_of_a_page_runs_as_it_stands(page, run, monkeypatch, tmp_path):
-    for library in ("transformers", "diffusers"):
+    for library in ("transformers", "diffusers", "peft"):
         if library in "".join(codes(page)):
             pytest.importorskip(library)
     if page == "docs/guides/serving.md":

@@ -14,7 +14,7 @@ from ..selection.block_selection import BlockSelection
 from ..selection.operators import attend_to_picks, block_lse
 from ..variant.definition import with_sinks
 from ..variant.variant import ScoreFunction
-from .call import build_call
+from .call import build_call, observers
 from .keywords import answers_unknown_keywords, keyword_error
 
 
@@ -114,6 +114,8 @@ def attention(
         variant_arguments |= {"q_starts": q_starts, "softcap": softcap, "alibi_slopes": alibi_slopes, "rel_bias": rel_bias}
         variant_arguments |= {"score_mod": score_mod, "score_params": score_params}
     call = build_call(q, k, v, mask, scale, sinks, deterministic, backend, precision, variant_arguments)
+    for observe in observers:
+        observe(call.mask, q, k)
     if isinstance(call.mask, BlockSelection):
         return _attend_to_selection(call, call.mask, return_lse, return_block_lse)
     if return_block_lse:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,6 +36,10 @@ from .arguments import (
 )
 from .selection_arguments import check_selection
 from .shared import SharedSequence
+
+# Called with the mask, q and k of each call outside of graphs, while a model's masks are recorded. A mask is what ``attention``
+# computes under, after choosers have chosen: a table, or the pattern that it is compiled from.
+observers: list[Callable[[Any, torch.Tensor, torch.Tensor], None]] = []
 
 DEFAULT_BLOCK_SIZE = operators.PATTERN_BLOCK_SIZE
 

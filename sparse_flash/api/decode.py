@@ -21,7 +21,7 @@ from ..patterns import causal, full, local
 from ..selection.block_selection import BlockSelection
 from ..selection.decode import decode, supports
 from .arguments import autocast_applies, check_types, resolve_scale
-from .call import DEFAULT_BLOCK_SIZE
+from .call import DEFAULT_BLOCK_SIZE, observers
 from .decoding_arguments import MAX_QUERIES, check_cache_lengths, check_cache_scales, check_decoding_mask, check_decoding_tensors
 from .keywords import answers_unknown_keywords, keyword_error
 from .selection_arguments import check_selected_heads
@@ -88,6 +88,8 @@ def attention_decode(
     k_scale, v_scale = check_cache_scales(q, k, k_scale, v_scale, block_table)
     scale = resolve_scale(scale, q.shape[3])
     capacity = backends.cache_capacity(k, block_table)
+    for observe in observers:
+        observe(mask, q, k)
     if 0 in q.shape or capacity == 0:
         _check_empty_call(mask, capacity, q, backend)
         out, lse = operators.make_empty_results(q, k[:0].to(q.dtype), v[:0].to(q.dtype), None)

@@ -2,25 +2,49 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 if TYPE_CHECKING:
-    import torch
-
-    from ..api.shared import SharedSequence
-    from ..masks.block_mask import BlockMask
-    from ..masks.pattern import Pattern
+    from .record import MaskRecord
 
 
-def masks_of(model: torch.nn.Module) -> dict[int, Pattern | str | BlockMask | SharedSequence]:
+def masks_of(model: torch.nn.Module) -> dict[int, Any]:
     """Returns the mask of each attention layer that ``use_sparse_flash`` switched, by the layer's number: the canonical spec text
-    of a pattern, the pattern itself if it has none, a BlockMask, a plan, or "own" for the model's own mask.
+    of a pattern, the pattern itself if it has none, a BlockMask, a plan, or "own" for the model's own mask. Of a transformer of
+    diffusers, the spec that it was given, and "layout" for layers that keep all pairs.
 
-    ``use_sparse_flash(other, masks_of(model))`` gives another model the same masks; ``dense_below`` and ``dense_last`` are passed
-    again. ``print(model)`` shows all of it.
+    ``use_sparse_flash(other, masks_of(model))`` gives another model of Transformers the same masks; ``dense_below`` and
+    ``dense_last`` are passed again. ``print(model)`` shows all of it.
 
     model: as for ``use_sparse_flash``. Raises ValueError for a model that was not switched, or was switched back.
     """
-    from .transformers import masks_of  # at the first call, as only models need Transformers
+    return _integration_of(model).masks_of(model)
 
-    return masks_of(model)
+
+def record_masks(model: torch.nn.Module) -> AbstractContextManager[MaskRecord]:
+    """A context that records what the layers of a model do, of Transformers or diffusers.
+
+        with sf.record_masks(model) as record:
+            model.generate(tokens)
+        print(record)  # a line for each layer
+        record[3].kept, record[3].dense, record[3].calls
+
+    ``kept``: (heads,) float64, the share of the pairs that a layer kept in its calls under the mask, for all batch entries; of a
+    decoder, the share of the causal pairs; in packed rows, of the pairs of all tokens. Blocks that a chooser kept count as they
+    are. ``dense``: the number of the other calls, which kept all pairs, by the reason: the layer has the model's own mask, a prompt
+    is shorter than ``dense_below``, a step is one of ``dense_steps``. ``calls``: all of them; gradient checkpointing calls twice.
+
+    model: as for ``masks_of``, with the same errors; models under a plan are refused. Compiled models run uncompiled meanwhile, and
+    each call waits for the GPU.
+    """
+    return _integration_of(model).record_masks(model)
+
+
+def _integration_of(model: object) -> Any:
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    classes = {cls.__module__.partition(".")[0] for module in modules for cls in type(module).__mro__}
+    return import_module(".diffusers" if "diffusers" in classes else ".transformers", __name__)

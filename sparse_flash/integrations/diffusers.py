@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -39,6 +41,7 @@ from ..masks.memory import cached_until_cleared
 from ..masks.parsing import parse, split_at_layout
 from ..masks.pattern import Pattern
 from ..patterns import video_layout as VideoLayout
+from .record import LayerRecord, MaskRecord
 
 if tuple(map(int, diffusers.__version__.split(".")[:2])) < (0, 42):
     raise ImportError(f"diffusers 0.42.1 or newer is needed; got {diffusers.__version__}: pip install 'diffusers>=0.42.1'")
@@ -69,10 +72,11 @@ class _ModelParts(NamedTuple):
     outside_graphs: bool = False
     reorders_in_layers: bool | str = False
 
-    def with_text(self, video: VideoLayout, text: int) -> VideoLayout:
+    def with_text(self, video: Any, text: int) -> VideoLayout:
         """Returns the layout of a video and the tokens of text in its attention."""
+        frames, height, width = video.grid
         prefix, suffix = (text, 0) if self.text_first else (0, text)
-        return VideoLayout(*video.grid, video.tile, prefix=prefix, suffix=suffix)
+        return VideoLayout(frames, height, width, video.tile, prefix, suffix)
 
 
 def _count_patches(frames: int, rows: int, *patch: str, config: Any, given: Any) -> tuple[int, int, int]:
@@ -179,11 +183,12 @@ def use_sparse_flash(
     if wrong := sorted(number for number in dense if number >= len(layers)):
         raise ValueError(f"dense_layers must name layers of {type(model).__name__}, 0 to {len(layers) - 1}; got {wrong}")
     check_precision(precision)
-    run = _Run(model, parts, _parse_spec(spec), _parse_layout(layout), steps, precision)
+    run = _Run(model, parts, spec, _parse_layout(layout), steps, precision)
     restore(model)
     _reset_caches(model)
     for number, layer in enumerate(layers):
-        _set_processor(layer, _Processor(layer.processor, run, number in dense))
+        _set_processor(layer, _Processor(layer.processor, run, number, number in dense))
+        layer.extra_repr = partial(_describe_layer, layer)  # print(model) shows it
     run.layers = layers
     run.hooks = [model.register_forward_pre_hook(run.begin, with_kwargs=True)]
     if not run.reorders_in_layers:
@@ -209,9 +214,50 @@ def restore(transformer: torch.nn.Module) -> torch.nn.Module:
         for layer in run.layers:
             if isinstance(layer.processor, _Processor):  # otherwise somebody has set another one since
                 _set_processor(layer, layer.processor.original)
+            del layer.extra_repr
         delattr(model, _RUN_KEY)
         _reset_caches(model)
     return transformer
+
+
+def _switched(transformer: torch.nn.Module) -> _Run:
+    """Returns the state of a switched model."""
+    model, _ = _find_model(transformer)
+    run = getattr(model, _RUN_KEY, None)
+    if run is None or not run.is_in_place():
+        got = f"{type(model).__name__} with other attention processors"
+        raise ValueError(f"model must be one that use_sparse_flash switched; got {got}; call use_sparse_flash(transformer, spec)")
+    return run
+
+
+def masks_of(transformer: torch.nn.Module) -> dict[int, str | Callable[[Any], Pattern | str]]:
+    """See ``sparse_flash.masks_of``."""
+    run = _switched(transformer)
+    return {number: "layout" if layer.processor.dense else run.spec for number, layer in enumerate(run.layers)}
+
+
+@contextmanager
+def record_masks(transformer: torch.nn.Module) -> Iterator[MaskRecord]:
+    """See ``sparse_flash.record_masks``."""
+    run = _switched(transformer)
+    run.record = MaskRecord({number: LayerRecord(mask) for number, mask in masks_of(transformer).items()})
+    try:
+        with torch.compiler.set_stance("force_eager"):  # graphs record nothing
+            yield run.record
+    finally:
+        run.record = None
+
+
+def _describe_layer(layer: Any) -> str:
+    """Returns the text that print(model) shows of an attention layer, beside its modules."""
+    processor, own = layer.processor, type(layer).extra_repr(layer)
+    if not isinstance(processor, _Processor):
+        return own
+    run = processor.run
+    seen = run.video
+    tile = "" if seen is None else f"; tile {seen.tile} of {seen.grid} tokens, {seen.tiled / math.prod(seen.grid) - 1:.1%} padding"
+    steps = f"; dense steps {sorted(run.dense_steps)}" if run.dense_steps else ""
+    return "\n".join(filter(None, (own, f"sparse_flash mask: {'layout' if processor.dense else run.spec}{tile}{steps}")))
 
 
 def layout_of(transformer: torch.nn.Module, shape: Sequence[int], text: int = 0) -> VideoLayout:
@@ -343,13 +389,14 @@ class _StepCounter:
 
 class _Run:
     """Holds the settings of a switched model, and the layout of its present call: that of the video alone, or None where the model
-    runs unchanged. The layout stays until the next call, as gradient checkpointing runs layers again. keeps_all: whether the
-    present call is a dense step that runs in the order of tiles, as caches hold tokens in one order."""
+    runs unchanged. The layout stays until the next call, as gradient checkpointing runs layers again. video: the latest layout.
+    record: of ``record_masks``, None outside. keeps_all: whether the present call is a dense step that runs in the order of tiles,
+    as caches hold tokens in one order."""
 
     def __init__(
-        self, model: Any, parts: _ModelParts, mask_of: Callable, make: Callable, dense_steps: frozenset[int], precision: str | None
+        self, model: Any, parts: _ModelParts, spec: Any, make: Callable, dense_steps: frozenset[int], precision: str | None
     ):
-        self.config, self.parts, self.mask_of, self.make = model.config, parts, mask_of, make
+        self.config, self.parts, self.spec, self.mask_of, self.make = model.config, parts, spec, _parse_spec(spec), make
         self.dense_steps, self.precision, self.steps = dense_steps, precision, _StepCounter()
         condition = getattr(model.config, "image_condition_type", None)
         self.reorders_in_layers = parts.reorders_in_layers in (True, condition)
@@ -357,11 +404,16 @@ class _Run:
         self.layers: list[Any] = []
         self.hooks: list[Any] = []
         self.layout: Any = None
+        self.video: Any = None
+        self.record: MaskRecord | None = None
         self.keeps_all = False
         self.batch = 0
 
+    def is_in_place(self) -> bool:
+        return all(isinstance(layer.processor, _Processor) for layer in self.layers)
+
     def begin(self, model, args, kwargs) -> None:
-        if not all(isinstance(layer.processor, _Processor) for layer in self.layers):
+        if not self.is_in_place():
             raise ValueError("the model's attention processors were replaced; call use_sparse_flash again")
         if getattr(getattr(model, "_parallel_config", None), "context_parallel_config", None) is not None:
             raise ValueError(
@@ -378,7 +430,7 @@ class _Run:
                 if not self.keeps_all:
                     self.layout = None
                     return
-        self.layout = _layout_of(self.make, self.parts.grid_of(config=self.config, given=given))
+        self.layout = self.video = _layout_of(self.make, self.parts.grid_of(config=self.config, given=given))
 
     def reorder_tokens(self, module, args, out):
         if self.layout is None:
@@ -397,6 +449,10 @@ class _Run:
 
     def restore_order(self, module, args):
         return None if self.layout is None else (self.layout.to_raster(args[0], 1), *args[1:])
+
+    def count_all(self, q_len: int, kv_len: int) -> int:
+        """How many pairs the layout of a call keeps."""
+        return q_len * (kv_len - self.layout.length + self.layout.tokens)
 
     def attend(self, dense, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
         """Takes the place of scaled_dot_product_attention, whose arguments these are. dense: whether to keep all pairs."""
@@ -431,8 +487,8 @@ class _Run:
 class _Processor:
     """Runs a layer's own attention processor, with its attention computed by ``_Run.attend``."""
 
-    def __init__(self, original: Any, run: _Run, dense: bool):
-        self.original, self.run, self.dense = original, run, dense
+    def __init__(self, original: Any, run: _Run, number: int, dense: bool):
+        self.original, self.run, self.number, self.dense = original, run, number, dense
         self.native = copy.copy(original)
         if hasattr(original, "_attention_backend"):
             self.native._attention_backend = "native"  # which calls scaled_dot_product_attention
@@ -440,6 +496,14 @@ class _Processor:
     # Parameters have the names that attention modules of diffusers look for before they pass keywords on.
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None):
         given = (attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
+        if self.run.record is None:
+            return self.attend(*given)
+        in_step = self.run.layout is None or self.run.keeps_all
+        why = "in a dense step" if in_step else "one of dense_layers" if self.dense else None
+        with self.run.record.layer(self.number, why, self.run.count_all):
+            return self.attend(*given)
+
+    def attend(self, *given):
         if self.run.layout is None:
             return self.original(*given)
         return outside_graphs(self.run_native)(*given) if self.run.parts.outside_graphs else self.run_native(*given)

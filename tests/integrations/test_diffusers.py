@@ -227,6 +227,30 @@ def test_dense_steps_are_counted_by_timestep(times, dense_steps):
 
 
 @each_model
+def test_a_switched_model_says_its_masks_and_what_its_layers_did(make):
+    model, inputs = made(make)
+    plain = str(model)
+    use_sparse_flash(model, WINDOW, TILE, dense_steps=1, dense_layers=[0])
+    assert sf.masks_of(model) == {0: "layout", 1: WINDOW}
+    with sf.record_masks(model) as record:
+        for time in (999, 500, 200):
+            run(model, inputs, timestep=inputs["timestep"] * 0 + time)
+    run(model, inputs)
+    assert f"sparse_flash mask: {WINDOW}; tile {TILE} of {CELLS} tokens, 82.9% padding; dense steps [0]\n" in str(model)
+    assert record[0].dense == {"in a dense step": 1, "one of dense_layers": 2} and record[1].dense == {"in a dense step": 1}
+    if make is not mochi:  # its entries differ
+        text = TEXT if make in (hunyuan, hunyuan_with_token_replace, cogvideox) else 0
+        layout = sf.VideoLayout(*CELLS, TILE, **{"prefix" if make is cogvideox else "suffix": text})
+        density = sf.compile_mask(WINDOW.replace("layout", str(layout)), layout.length).density
+        assert record[1].kept.tolist() == pytest.approx([density * layout.length / layout.tokens])
+    assert 0 < record[1].kept < 1 and record[1].calls == 3
+    assert str(restore(model)) == plain
+    for say in (sf.masks_of, lambda model: sf.record_masks(model).__enter__()):
+        with pytest.raises(ValueError, match="must be one that use_sparse_flash switched"):
+            say(model)
+
+
+@each_model
 def test_the_layout_of_latents_is_that_of_the_models_calls(make):
     model, inputs = made(make)
     shape = (2, 4, *CELLS) if "num_frames" in inputs else inputs["hidden_states"].shape

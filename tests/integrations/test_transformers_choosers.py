@@ -229,7 +229,9 @@ def test_a_saved_model_keeps_its_masks_and_a_call_without_a_mask_restores_them(t
         **settings,
     }
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    with pytest.raises(ValueError, match=r"which runs 'sdpa'; call use_sparse_flash\(model\), for the masks in its config"):
+    with pytest.raises(
+        ValueError, match=r"which runs 'sdpa'; call use_sparse_flash\(model\), for the masks that it was saved with"
+    ):
         sf.masks_of(loaded)
     torch.testing.assert_close(outputs(use_sparse_flash(loaded), words()), outputs(model, words()), **CLOSE)
     assert "dense_below=100, dense_last=32" in str(loaded) and sf.masks_of(loaded) == sf.masks_of(model)
@@ -238,6 +240,46 @@ def test_a_saved_model_keeps_its_masks_and_a_call_without_a_mask_restores_them(t
     assert not hasattr(loaded.config, "sparse_flash")
     use_sparse_flash(model, {0: SPEC, 1: sf.compile_mask("causal", TOKENS)})  # tables have no text
     assert not hasattr(model.config, "sparse_flash")
+
+
+@pytest.mark.parametrize("by", ["PEFT", "Transformers"])
+@pytest.mark.parametrize("order", ["switched first", "adapted first"])
+def test_an_adapter_is_saved_with_its_masks_and_restores_them(tmp_path, by, order):
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    torch.manual_seed(3)
+    lora = {"r": 2, "init_lora_weights": False, "target_modules": ["q_proj", "v_proj"]}
+
+    def adapted(model, config):
+        if by == "PEFT":
+            return peft.get_peft_model(model, config)
+        model.add_adapter(config)
+        return model
+
+    model = made("llama")
+    for switch in (True, False) if order == "switched first" else (False, True):
+        given = (SPEC, peft.LoraConfig(**lora, task_type="CAUSAL_LM"))[not switch]
+        model = use_sparse_flash(model, given, **SPARSE) if switch else adapted(model, given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.save_pretrained(tmp_path)
+    loaded, dense = made("llama"), made("llama")
+    if by == "PEFT":
+        loaded, dense = (peft.PeftModel.from_pretrained(one, tmp_path).eval() for one in (loaded, dense))
+    else:
+        loaded.load_adapter(tmp_path)
+        dense.load_adapter(tmp_path)
+    with pytest.raises(ValueError, match=r"call use_sparse_flash\(model\), for the masks that it was saved with"):
+        sf.masks_of(loaded)
+    found = outputs(use_sparse_flash(loaded), words())
+    assert sf.masks_of(loaded) == sf.masks_of(model) and loaded.config.sparse_flash == model.config.sparse_flash
+    torch.testing.assert_close(found, outputs(model.eval(), words()), **CLOSE)
+    assert (found - outputs(dense, words())).abs().max() > 1e-3
+    with pytest.warns(UserWarning, match="adapter 'default' says .* for layer 0, and the model was switched to 'causal'"):
+        use_sparse_flash(dense, "causal")
+    for mask, kind in ((SPEC, None), (sf.compile_mask("causal", TOKENS), "CAUSAL_LM")):
+        untold = adapted(use_sparse_flash(made("llama"), mask), peft.LoraConfig(**lora, task_type=kind))
+        with pytest.warns(UserWarning, match="adapter 'default' does not hold the model's masks.*call write_masks"):
+            untold.save_pretrained(tmp_path / "untold")
 
 
 def test_a_model_saved_under_the_name_cannot_run_dense_by_accident(tmp_path, monkeypatch):
@@ -420,6 +462,25 @@ def test_settings_of_choosers_change_nothing_else_and_any_layer_may_be_dense(mas
     assert sf.masks_of(model) == sf.masks_of(plain) and sf.masks_of(model)[1] == "own"
     assert getattr(model.config, "sparse_flash", None) == getattr(plain.config, "sparse_flash", None)
     torch.testing.assert_close(outputs(model, words()), outputs(plain, words()))
+
+
+def test_a_record_says_what_each_layer_kept_and_why_it_was_dense():
+    spec, heads = "causal & sampled(8, keep=2, block=64)", ["causal", "causal & local(9)", "causal", "causal & local(50)"]
+    model = made("llama", num_hidden_layers=3)
+    use_sparse_flash(model, {0: spec, 1: f"per_head([{', '.join(heads)}])"}, dense_below=200, dense_last=0)
+    compiled = torch.compile(model, backend=lambda *_: pytest.fail("a graph records nothing"))
+    with sf.record_masks(compiled) as record:
+        for tokens in (TOKENS, 100, 3):
+            outputs(compiled, words(1, tokens))
+    outputs(model, words(1, 9))
+    q = torch.randn(1, 4, TOKENS, 16)
+    shares = [sf.choose_blocks(spec, q, q).density / sf.compile_mask("causal", TOKENS).density] * 4
+    torch.testing.assert_close(record[0].kept.tolist(), shares)
+    counts = [sum(sf.compile_mask(one, n).density * n**2 for n in (TOKENS, 100, 3)) for one in heads]
+    torch.testing.assert_close(record[1].kept.tolist(), [count / counts[0] for count in counts])
+    assert record[0].dense == {"fewer keys than dense_below=200": 1, "up to 64 queries": 1} and not record[1].dense
+    assert record[2].dense == {"the model's own mask": 3} and [one.calls for one in record.values()] == [3, 3, 3]
+    assert "layer 0: 3 calls: " in str(record) and "1 dense (up to 64 queries)" in str(record)
 
 
 def test_a_plan_beside_a_chooser_is_refused():

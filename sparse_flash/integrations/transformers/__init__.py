@@ -21,8 +21,11 @@ Source: https://huggingface.co/docs/transformers/attention_interface (transforme
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from operator import mul
 from os import PathLike
 from typing import cast
 
@@ -30,19 +33,20 @@ import torch
 import transformers
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ...api.arguments import check_precision, resolve_deterministic
+from ...api.arguments import callers_level, check_precision, resolve_deterministic
 from ...api.keywords import answers_unknown_keywords, chooser_keyword_error
 from ...api.shared import SharedSequence
 from ...backends import check_name
 from ...masks.block_mask import BlockMask
 from ...masks.pattern import Pattern
+from ..record import LayerRecord, MaskRecord, count_causal
 from .attend import NAME, PREVIOUS, SETTINGS, LayerSettings, attend_layer
 from .by_content import split_choices
-from .check_masks import OWN, assign_masks, check_future, check_heads, is_decoder
+from .check_masks import OWN, assign_masks, check_future, check_heads, is_decoder, looks_ahead
 from .layers import find_other_attention, find_self_attention, find_tower, unwrap_model
 from .limits import depends_on_position
 from .masks import create_model_mask
-from .saved import CONFIG_KEY, find_saved_masks, keep_in_config, warn_of_difference
+from .saved import find_saved_masks, keep_in_adapters, keep_in_config, saved_records, warn_of_difference
 from .saved import write_masks as write_masks
 from .sharing import find_plan, shard_arguments
 
@@ -53,7 +57,8 @@ if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 8):
 # SETTINGS on each switched attention module, read by attend_layer, masks_of and print(model);
 # PREVIOUS on each module that keeps its attention but is switched with the others, read by attend_layer;
 # _WATCHED on the decoder and _PLAN on the model, once their hooks are registered; _shard_inputs reads the plan.
-# Its config holds NAME as its implementation, which all of these ask first, and the masks under CONFIG_KEY, for saving.
+# Its config holds NAME as its implementation, which all of these ask first, and the masks under CONFIG_KEY, for saving, as do the
+# configs of its adapters.
 # model.set_attn_implementation(name) switches it back: the attributes stay, without effect.
 _WATCHED = "_sparse_flash_watched"
 _PLAN = "_sparse_flash_plan"
@@ -82,8 +87,8 @@ def use_sparse_flash(
     mask: a Pattern or its spec text, compiled and cached for each new length; a BlockMask, for one length; "own" for the model's
     own mask: causal for a decoder, all pairs for an encoder, within its own windows. A mapping from layer numbers gives masks for
     some layers; the others keep the model's own. The name of a JSON file that ``write_masks`` wrote gives
-    the masks of all layers and their settings. None: the masks in the model's config if it holds some, as for a saved model,
-    otherwise the model's own.
+    the masks of all layers and their settings. None: the masks that the model, or its adapter, was saved with, otherwise the
+    model's own.
     Or a ``ContextPlan``, or ``ContextPlans`` with one for each layer: several ranks then share the sequence. Call the model on each
     with all tokens and labels, and without attention_mask. It runs on the rank's tokens, at their positions in the sequence, and
     returns their logits. Its loss is the sum over the rank's labels, divided by the valid labels of all ranks: the sum over ranks
@@ -113,7 +118,7 @@ def use_sparse_flash(
 
     The masks are stored on the model's layers, where ``masks_of`` reads them. If all have spec text, ``model.config.sparse_flash``
     holds them too, ``save_pretrained`` saves them with the model, and ``use_sparse_flash(model)`` restores them after loading.
-    Other masks warn, and take their place.
+    Other masks warn, and take their place. So do the configs of PEFT's adapters, if they have a ``task_type``; saving others warns.
     Raises ValueError for a model without such layers, and for masks that do not fit them, TypeError for a list that does not say
     per_layer; the model is then unchanged.
     """
@@ -136,7 +141,7 @@ def use_sparse_flash(
     if precision is not None and plan is not None:
         raise ValueError(f"precision={precision!r} must come with masks of one rank; got a ContextPlan; leave precision out")
     if not restores and not any(hasattr(layer, SETTINGS) for layer in layers.values()):
-        warn_of_difference(model.config, masks)  # of a model that was just loaded
+        warn_of_difference(model, masks)  # of a model that was just loaded
     _switch(model, part, layers.values())
     for number, layer in layers.items():
         one, choice = masks[number], choices.get(number)
@@ -159,12 +164,14 @@ def use_sparse_flash(
         layer.extra_repr = partial(_describe_layer, layer)  # type: ignore[method-assign]  # print(model) shows it
     if not hasattr(part, _WATCHED):
         part.register_forward_pre_hook(_refuse_weights, with_kwargs=True)
+        model.register_state_dict_pre_hook(_keep_in_adapters)
         setattr(part, _WATCHED, True)
     if plan is not None and not hasattr(model, _PLAN):
         model.register_forward_pre_hook(_shard_inputs, with_kwargs=True)
     if plan is not None or hasattr(model, _PLAN):
         setattr(model, _PLAN, plan)
     keep_in_config(model.config, masks, choices, bidirectional)
+    keep_in_adapters(model, replaces=True)
     return wrapped
 
 
@@ -174,12 +181,42 @@ def masks_of(model: torch.nn.Module) -> dict[int, Pattern | str | BlockMask | Sh
     part = find_tower(model)
     settings = {number: getattr(layer, SETTINGS, None) for number, layer in find_self_attention(part).items()}
     if _implementation(part) != NAME:
-        way_out = "), for the masks in its config" if hasattr(model.config, CONFIG_KEY) else ", mask)"
+        way_out = "), for the masks that it was saved with" if saved_records(model) else ", mask)"
         raise ValueError(
             f"model must be one that use_sparse_flash switched; got {type(model).__name__}, which runs {_implementation(part)!r}; "
             f"call use_sparse_flash(model{way_out}"
         )
     return {number: one.plan or one.mask for number, one in settings.items() if one is not None}
+
+
+@contextmanager
+def record_masks(model: torch.nn.Module) -> Iterator[MaskRecord]:
+    """See ``sparse_flash.record_masks``."""
+    masks = masks_of(model)
+    if any(isinstance(mask, SharedSequence) for mask in masks.values()):
+        raise ValueError("model must have masks of one rank; got a ContextPlan; sparse_flash.explain says what its mask keeps")
+    layers = find_self_attention(find_tower(unwrap_model(model)))
+    numbers = {id(layer): number for number, layer in layers.items()}
+    record = MaskRecord({number: LayerRecord(mask) for number, mask in masks.items()})
+    attend = AttentionInterface()[NAME]
+
+    def attend_and_record(module, query, key, value, attention_mask, **options):
+        number = numbers.get(id(module))
+        if number is None:
+            return attend(module, query, key, value, attention_mask, **options)
+        settings = getattr(module, SETTINGS)
+        choice = settings.prompt_choice
+        why = None if choice is None else choice.why_dense(attention_mask, query, key)
+        count_all = count_causal if is_decoder(module) and not looks_ahead(settings.mask) else mul
+        with record.layer(number, "the model's own mask" if settings.mask == OWN else why, count_all):
+            return attend(module, query, key, value, attention_mask, **options)
+
+    AttentionInterface.register(NAME, attend_and_record)
+    try:
+        with torch.compiler.set_stance("force_eager"):  # graphs record nothing
+            yield record
+    finally:
+        AttentionInterface.register(NAME, attend)
 
 
 def _describe_layer(layer) -> str:
@@ -196,6 +233,18 @@ def _describe_layer(layer) -> str:
 def _shard_inputs(module, args, kwargs) -> tuple[tuple[()], dict[str, object]] | None:
     plan = getattr(module, _PLAN)
     return None if plan is None or _implementation(module) != NAME else ((), shard_arguments(plan, module, args, kwargs))
+
+
+def _keep_in_adapters(model, *_) -> None:
+    """Keeps the masks in a model's adapters before they are saved: all that save them ask for the state first."""
+    switched = _implementation(find_tower(model)) == NAME and any(mask != OWN for mask in masks_of(model).values())
+    if switched and (name := keep_in_adapters(model, replaces=False)) is not None:
+        warnings.warn(
+            f"adapter {name!r} does not hold the model's masks, and runs dense once it is loaded: the masks must have spec text, "
+            "and the adapter's config a task_type, such as 'CAUSAL_LM'; or call write_masks(path, model), and "
+            "use_sparse_flash(model, path) after loading",
+            stacklevel=callers_level(),
+        )
 
 
 def _refuse_weights(module, args, kwargs) -> None:

@@ -40,13 +40,20 @@ class PromptChoice(NamedTuple):
     needs_positions: bool
 
     def applies_to(self, model_mask: object, query: torch.Tensor, key: torch.Tensor) -> bool:
-        """Whether a call chooses; otherwise it is dense. The windows of a ``ModelMask`` limit a query's keys."""
-        keys, short = key.shape[2], False
+        """Whether a call chooses; otherwise it is dense."""
+        return self.why_dense(model_mask, query, key) is None
+
+    def why_dense(self, model_mask: object, query: torch.Tensor, key: torch.Tensor) -> str | None:
+        """Why a call is dense; None if it chooses. The windows of a ``ModelMask`` limit a query's keys."""
+        keys, limits = key.shape[2], []
         if isinstance(model_mask, ModelMask):
             keys = keys if model_mask.key_count is None else model_mask.key_count
             limits = [one for limit in model_mask.limits for one in limit]
-            short = any(is_window(one) and not keeps_all(one, self.dense_below) for one in limits)
-        return query.shape[2] > MAX_QUERIES and keys >= self.dense_below and not short
+        if query.shape[2] <= MAX_QUERIES:
+            return f"up to {MAX_QUERIES} queries"
+        if keys < self.dense_below or any(is_window(one) and not keeps_all(one, self.dense_below) for one in limits):
+            return f"fewer keys than dense_below={self.dense_below}"
+        return None
 
 
 def split_choices(

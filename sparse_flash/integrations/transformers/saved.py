@@ -33,10 +33,48 @@ class SavedMasks(NamedTuple):
     bidirectional: bool
 
 
+def saved_records(model: Any) -> dict[str, Any]:
+    """Returns the records of masks that a model was loaded with, by the name of what holds them: those of its adapters, otherwise
+    that of its config, otherwise none."""
+    of_adapters = {f"adapter {name!r}": _mapping_of(one).get(CONFIG_KEY) for name, one in _adapters_of(model).items()}
+    found = {name: record for name, record in of_adapters.items() if record is not None}
+    record = getattr(model.config, CONFIG_KEY, None)
+    return found or ({} if record is None else {f"config.{CONFIG_KEY}": record})
+
+
+def _adapters_of(model: Any) -> dict[str, Any]:
+    """Returns the configs of a model's adapters, as PEFT and Transformers attach them, by name."""
+    return getattr(model, "peft_config", None) or {}
+
+
+def _mapping_of(adapter: Any) -> dict[str, Any]:
+    return dict(getattr(adapter, "auto_mapping", None) or {})
+
+
+def keep_in_adapters(model: Any, replaces: bool) -> str | None:
+    """Keeps the record of a model's config in the configs of its adapters, which are saved with them: under ``auto_mapping``, an
+    entry that PEFT leaves as it is beside a task_type. replaces: whether in place of an earlier one. Returns the name of an adapter
+    that cannot hold it, if there is one."""
+    record, refused = getattr(model.config, CONFIG_KEY, None), None
+    for name, adapter in _adapters_of(model).items():
+        mapping = _mapping_of(adapter)
+        if replaces or CONFIG_KEY not in mapping:
+            mapping.pop(CONFIG_KEY, None)
+            if record is None or adapter.task_type is None:
+                refused = name
+            else:
+                mapping[CONFIG_KEY] = record
+            adapter.auto_mapping = mapping or None
+    return refused
+
+
 def find_saved_masks(model: Any, mask: object, numbers: list[int]) -> SavedMasks | None:
     """Returns what a call without a mask or with a file's name asks for; None for any other mask. numbers: of the layers."""
-    if mask is None and (record := getattr(model.config, CONFIG_KEY, None)) is not None:
-        return _parse_record(record, f"config.{CONFIG_KEY}", numbers)
+    if mask is None and (found := saved_records(model)):
+        (name, record), *others = found.items()
+        if unlike := [other for other, one in others if one != record]:
+            raise ValueError(f"adapters must have been saved with the same masks; {name} and {unlike[0]} were not; pass a mask")
+        return _parse_record(record, name, numbers)
     if not (isinstance(mask, PathLike) or (isinstance(mask, str) and mask.endswith(".json"))):
         return None
     try:
@@ -105,15 +143,18 @@ def write_masks(
     Path(path).write_text(f"{text}\n", encoding="utf-8")
 
 
-def warn_of_difference(config: Any, masks: Mapping[int, Any]) -> None:
-    """Names the first two masks that differ between a config and the layers of its model. Masks without text are not compared."""
-    saved = getattr(config, CONFIG_KEY, {}).get("layers", {})
+def warn_of_difference(model: Any, masks: Mapping[int, Any]) -> None:
+    """Names the first two masks that differ between what a model was saved with and its layers. Masks without text are not
+    compared."""
+    found = saved_records(model)
+    name = next(iter(found), "")
+    saved = found[name].get("layers", {}) if found else {}
     other = ((number, saved.get(str(number), mask), mask) for number, mask in masks.items() if isinstance(mask, str))
     for number, there, here in other:
         if there != here:
             warnings.warn(
-                f"config.{CONFIG_KEY} says {short_text(there, 200)!r} for layer {number}, and the model was switched to "
-                f"{short_text(here, 200)!r}; use_sparse_flash(model) without a mask takes the config's",
+                f"{name} says {short_text(there, 200)!r} for layer {number}, and the model was switched to "
+                f"{short_text(here, 200)!r}; use_sparse_flash(model) without a mask takes the saved ones",
                 stacklevel=callers_level(),
             )
             break

@@ -1,0 +1,84 @@
+"""Records which pairs the layers of a switched model keep, and why a layer ran dense. It knows no library's models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..api.call import DEFAULT_BLOCK_SIZE, observers
+from ..masks.block_mask import BlockMask
+from ..masks.cache import compile_cached
+from ..masks.pattern import short_text
+from ..selection.block_selection import BlockSelection
+
+
+@dataclass
+class LayerRecord:
+    """What one layer did. mask: as ``masks_of`` gives it. calls: of the layer. dense: calls that kept all pairs, by the reason."""
+
+    mask: Any
+    calls: int = 0
+    dense: dict[str, int] = field(default_factory=dict)
+    _kept_pairs: np.ndarray = field(default_factory=lambda: np.zeros(1), repr=False)
+    _all_pairs: float = field(default=0, repr=False)
+
+    @property
+    def kept(self) -> np.ndarray:
+        """(heads,) float64, or (1,) for heads alike: the share of pairs that the other calls kept, NaN if there were none. Of a
+        decoder's layer it is the share of the causal pairs. Padded tokens count as others."""
+        return self._kept_pairs / self._all_pairs if self._all_pairs else np.full(1, np.nan)
+
+    def add(self, mask: Any, q_len: int, kv_len: int, device: torch.device, all_pairs: float) -> None:
+        """Counts the pairs that a mask keeps, of batch entries on average."""
+        if mask is None or isinstance(mask, BlockSelection):
+            kept = np.full(1, (1.0 if mask is None else mask.density) * q_len * kv_len)
+        else:
+            table = mask if isinstance(mask, BlockMask) else compile_cached(mask, q_len, kv_len, DEFAULT_BLOCK_SIZE, device)
+            kept = table.kept_pairs()[table.mask_index.cpu().numpy()].mean(0)
+        self._kept_pairs, self._all_pairs = self._kept_pairs + kept, self._all_pairs + all_pairs
+
+    def __str__(self) -> str:
+        kept = self.kept
+        by_head = f", by head {kept.min():.1%} to {kept.max():.1%}" if kept.min() < kept.max() else ""
+        dense = [f"{count} dense ({reason})" for reason, count in self.dense.items()]
+        sparse = [f"{kept.mean():.1%} kept{by_head}"] if self._all_pairs else []
+        return f"{self.calls} calls: {', '.join([*sparse, *dense]) or 'none'}; {short_text(self.mask, 60)}"
+
+
+class MaskRecord(dict[int, LayerRecord]):
+    """What each layer did, by its number. Prints as a line for each."""
+
+    @contextmanager
+    def layer(self, number: int, why_dense: str | None, count_all: Callable[[int, int], float]) -> Iterator[None]:
+        """Records a call of a layer. why_dense: why it keeps all pairs; None if it does not. count_all: how many those are."""
+        one = self[number]
+        one.calls += 1
+        if why_dense is not None:
+            one.dense[why_dense] = one.dense.get(why_dense, 0) + 1
+            yield
+            return
+
+        def observe(mask: object, q: torch.Tensor, k: torch.Tensor) -> None:
+            sizes = q.shape[2], k.shape[2]
+            one.add(mask, *sizes, q.device, count_all(*sizes))
+
+        observers.append(observe)
+        try:
+            yield
+        finally:
+            observers.remove(observe)
+
+    def __str__(self) -> str:
+        return "\n".join(f"layer {number}: {one}" for number, one in self.items())
+
+    __repr__ = __str__
+
+
+def count_causal(q_len: int, kv_len: int) -> float:
+    """How many pairs causal attention keeps."""
+    return float(np.clip(np.arange(q_len) + 1 + kv_len - q_len, 0, kv_len).sum())
