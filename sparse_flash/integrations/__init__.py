@@ -33,10 +33,9 @@ def record_masks(model: torch.nn.Module) -> AbstractContextManager[MaskRecord]:
         print(record)  # a line for each layer
         record[3].kept, record[3].dense, record[3].calls
 
-    ``kept``: (heads,) float64, the share of the pairs that a layer kept in its calls under the mask, for all batch entries; of a
-    decoder, the share of the causal pairs; in packed rows, of the pairs of all tokens. Blocks that a chooser kept count as they
-    are. ``dense``: the number of the other calls, which kept all pairs, by the reason: the layer has the model's own mask, a prompt
-    is shorter than ``dense_below``, a step is one of ``dense_steps``. ``calls``: all of them; gradient checkpointing calls twice.
+    kept: (heads,) float64, the share of the pairs (of a decoder, of the causal ones) that a layer kept in its calls under the mask,
+    over all batch entries. dense: the number of its other calls, which kept all pairs, by the reason, such as prompts shorter than
+    ``dense_below``. calls: all of them; gradient checkpointing calls twice. Padding counts, and packed rows count as one sequence.
 
     model: as for ``masks_of``, with the same errors; models under a plan are refused. Compiled models run uncompiled meanwhile, and
     each call waits for the GPU.

@@ -4,13 +4,10 @@
 
     use_sparse_flash(pipe.transformer, "tile_window(layout, (3, 3, 3))")
 
-A model keeps its own attention processors, with their projections, norms and rotary embeddings. The processor of each layer is
-replaced by one that runs the model's own and computes the ``scaled_dot_product_attention`` in it here. Hooks on the modules before
-and after the blocks put the video's tokens, their rotary embeddings and the conditions of single tokens in tile order and back,
-once for all layers. In CogVideoX and in HunyuanVideo with ``token_replace`` each layer reorders queries, keys and values instead:
-the first puts text before video, the second treats the tokens of the first frame apart, by their positions.
-
-Cross-attention is unchanged, as are parameters and their names.
+The processor of each layer is replaced by one that runs the model's own and computes the ``scaled_dot_product_attention`` in it
+here. Hooks on the modules before and after the blocks put the video's tokens, their rotary embeddings and the conditions of single
+tokens in tile order and back, once for all layers. In CogVideoX and in HunyuanVideo with ``token_replace`` each layer reorders
+queries, keys and values instead: the first puts text before video, the second treats the tokens of the first frame apart.
 
 Source: https://huggingface.co/docs/diffusers/api/attnprocessor (diffusers 0.42).
 """

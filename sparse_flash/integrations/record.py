@@ -29,8 +29,7 @@ class LayerRecord:
 
     @property
     def kept(self) -> np.ndarray:
-        """(heads,) float64, or (1,) for heads alike: the share of pairs that the other calls kept, NaN if there were none. Of a
-        decoder's layer it is the share of the causal pairs. Padded tokens count as others."""
+        """(heads,) float64, or (1,) for heads alike: the share of pairs that the other calls kept; NaN if there were none."""
         return self._kept_pairs / self._all_pairs if self._all_pairs else np.full(1, np.nan)
 
     def add(self, mask: Any, q_len: int, kv_len: int, device: torch.device, all_pairs: float) -> None:
@@ -43,11 +42,11 @@ class LayerRecord:
         self._kept_pairs, self._all_pairs = self._kept_pairs + kept, self._all_pairs + all_pairs
 
     def __str__(self) -> str:
-        kept = self.kept
-        by_head = f", by head {kept.min():.1%} to {kept.max():.1%}" if kept.min() < kept.max() else ""
-        dense = [f"{count} dense ({reason})" for reason, count in self.dense.items()]
-        sparse = [f"{kept.mean():.1%} kept{by_head}"] if self._all_pairs else []
-        return f"{self.calls} calls: {', '.join([*sparse, *dense]) or 'none'}; {short_text(self.mask, 60)}"
+        kept, said = self.kept, [f"{count} dense ({reason})" for reason, count in self.dense.items()]
+        if self._all_pairs:
+            by_head = f", by head {kept.min():.1%} to {kept.max():.1%}" if kept.min() < kept.max() else ""
+            said.insert(0, f"{kept.mean():.1%} kept{by_head}")
+        return f"{self.calls} calls: {', '.join(said) or 'none'}; {short_text(self.mask)}"
 
 
 class MaskRecord(dict[int, LayerRecord]):

@@ -4,17 +4,9 @@
 
     use_sparse_flash(model, "causal & (local(1024) | sinks(4))")
 
-The model keeps its projections, rotary positions, key-value cache and ``generate()``, as well as its cross-attention, its encoder
-if it has a decoder, and its towers for images and sound. Soft caps (Gemma 2) and sink logits (gpt-oss) work.
-
-A layer's mask replaces the causal triangle. The model's other restrictions stay: a sliding window (Mistral, ModernBERT), chunks
-(Llama 4), packed sequences, padding. A pair is kept if both keep it. Packed sequences, given by cu_seq_lens_q, or by position_ids
-that restart, attend as each would alone. Padding belongs at either end of a sequence; a pattern's positions count from each
-sequence's first token. Restrictions that are not patterns (a 4-D attention_mask, padding between tokens, a model's own functions)
-are kept pair by pair, which takes a scan of all pairs on the host. Position biases, attention weights, and keywords that are
-neither supported nor in ``attend._WITHOUT_EFFECT`` are refused.
-
-A mask with choosers, ``causal & (sampled(8, floor=0.01) | sinks(64))``, chooses blocks of keys for prompts: see ``by_content``.
+A layer's mask replaces the causal triangle; everything else of the model stays, its other restrictions of pairs too, as
+docs/guides/hugging-face.md says. Restrictions that are not patterns are kept pair by pair, which takes a scan of all pairs on the
+host. Keywords that are neither supported nor in ``attend._WITHOUT_EFFECT`` are refused. Masks with choosers: see ``by_content``.
 
 Source: https://huggingface.co/docs/transformers/attention_interface (transformers 5).
 """
@@ -97,8 +89,8 @@ def use_sparse_flash(
     bidirectional: allows a decoder masks that look ahead. Without it, the mask of a decoder's layer must be within causal and say
     so, "causal & ...", because its tokens are trained to predict the later ones.
     backend, deterministic: as for ``sparse_flash.attention``.
-    precision: "fp8" computes prompts in e4m3, without gradients: see ``sparse_flash.attention``. Prompts are calls of more than 64
-    queries. Others run as they would without it. Padded and packed sequences, dropout and soft caps are refused then.
+    precision: "fp8" computes prompts in e4m3, without gradients: see ``sparse_flash.attention``. Other calls run as without it.
+    Padded and packed sequences, dropout and soft caps are refused then.
 
     dense_layers: the numbers of layers that keep the model's own mask; none by default.
     dense_below, dense_last: of masks with a chooser, such as ``causal & (sampled(8, floor=0.01) | sinks(64))``; others are the same
