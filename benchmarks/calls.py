@@ -8,9 +8,9 @@ captured have no time in a graph. Packed documents have 273 tokens on average.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 
@@ -20,7 +20,7 @@ from .measure.latency import time_calls_us
 from .program import RowFile, add_device, create_parser
 from .results import environment
 
-Call = Callable[[], torch.Tensor]
+Call = Callable[[], Any]  # returns a tensor
 
 
 def calls_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Call]:
@@ -32,7 +32,7 @@ def calls_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Cal
     inner = torch.randperm(tokens - 1, generator=generator)[: max(1, tokens // 273) - 1].sort().values + 1
     bounds = torch.cat([torch.tensor([0]), inner, torch.tensor([tokens])]).to(device=device, dtype=torch.int32)
     longest = int(bounds.diff().max())
-    packed = [t[0].transpose(0, 1) for t in (q, k, v)]
+    rows, keys, values = (t[0].transpose(0, 1) for t in (q, k, v))
     last = q[:, :, -1:].detach()
     return {
         "PyTorch's, causal": lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True),
@@ -42,14 +42,14 @@ def calls_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Cal
         "sinks": lambda: sf.attention(q, k, v, window, sinks=sinks),
         "soft cap": lambda: sf.attention(q, k, v, window, softcap=20.0),
         "lengths": lambda: sf.attention(q, k, v, window, kv_lens=lens),
-        "packed documents": lambda: sf.attention_varlen(*packed, bounds, mask="causal", max_seqlen_q=longest),
+        "packed documents": lambda: sf.attention_varlen(rows, keys, values, bounds, mask="causal", max_seqlen_q=longest),
         "a chooser": lambda: sf.attention(q, k, v, "causal & sampled(16, mass=0.9, block=64)"),
         "chosen blocks": lambda: sf.attention(q, k, v, sf.topk_blocks(q, k, 4, block_size=64, within="causal")),
         "one query of a cache": lambda: sf.attention_decode(last, k.detach(), v.detach()),
     }
 
 
-def measure(call: Call, leaves: tuple[torch.Tensor, ...], gradients: bool, seconds: float) -> dict[str, float]:
+def measure(call: Call, leaves: tuple[torch.Tensor, ...], gradients: bool, seconds: float) -> dict[str, Any]:
     """Returns host_us, each_us (of calls back to back) and, on a GPU, graph_us of a call, with its backward pass if asked."""
 
     def run() -> object:
@@ -58,7 +58,7 @@ def measure(call: Call, leaves: tuple[torch.Tensor, ...], gradients: bool, secon
 
     with nullcontext() if gradients else torch.no_grad():
         each, host = time_calls_us(run, leaves[0].device, seconds)
-        figures = {"host_us": host.median, "each_us": each.median}
+        figures: dict[str, Any] = {"host_us": host.median, "each_us": each.median}
         if leaves[0].is_cuda:
             try:
                 graph = torch.cuda.CUDAGraph()
@@ -92,4 +92,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
