@@ -17,8 +17,8 @@ from ..masks.parsing import fill_layout, parse
 from ..masks.pattern import Pattern
 from ..selection.block_selection import BlockSelection
 from ..variant.variant import check_counts
-from .explanation import CallSpec, Explanation, estimate_time, explain_call, explain_selection, explain_video
-from .figures import flops_text, ratio_text, share_text
+from .explanation import CallSpec, Explanation, RoughTime, estimate_time, explain_call, explain_selection, explain_video
+from .figures import flops_text, share_text
 from .subject import resolve_mask
 
 # Reachability multiplies boolean matrices of at most this many units per side; longer masks are reduced to coarser units.
@@ -108,14 +108,12 @@ def explain(
     found = Explanation([spec] * bool(spec) + [f"{lengths}; {sizes}" + "; chosen blocks at random" * (chosen is not None)])
     if isinstance(given, Pattern):
         explain_video(found, given, mask)
-    _explain_mask(found, mask, sizes)
-    time = estimate_time(mask, sizes, device, (chosen is not None))
-    found.add("rough time", time and str(time), time=time)
+    _explain_mask(found, mask, sizes, estimate_time(mask, sizes, device, (chosen is not None)))
     return found
 
 
-def _explain_mask(found: Explanation, mask: BlockMask, sizes: CallSpec) -> None:
-    """Adds the figures of one mask."""
+def _explain_mask(found: Explanation, mask: BlockMask, sizes: CallSpec, time: RoughTime | str | None) -> None:
+    """Adds the figures of one mask, its rough time among them."""
     grid, size, (full, partial), causal = mask.grid, mask.block_size, mask.kept(), mask.is_causal
     # A block cut off by the end of the queries or keys has a tile, even if it keeps all its pairs.
     pairs, kept = grid.heights(partial.rows) * grid.widths(partial.cols), mask.pairs_of(partial.kinds, partial.tiles)
@@ -131,25 +129,26 @@ def _explain_mask(found: Explanation, mask: BlockMask, sizes: CallSpec) -> None:
     found.add("kept pairs", said, kept_pairs=kept_pairs, density=kept_pairs / all_pairs, causal_density=causal_density)
     said = f"{kept_blocks:,} of {blocks:,}, {mask.block_density:.3%}"
     found.add("visited blocks", said, kept_blocks=kept_blocks, block_density=mask.block_density)
+    share, dense = kept_blocks / rival_blocks, "dense causal attention" if causal else "dense attention"
+    said = f"{share:.3%} of the {rival_blocks:,} of {dense}"
+    found.add("share of blocks", said, share_of_blocks=share, causal=causal, rival_blocks=rival_blocks)
     found.add("partial blocks", f"{partial_blocks:,}; {wasted:.1%} of visited pairs dropped", partial_blocks=partial_blocks)
     most = int(mask.by_query.row_ptr.diff().max())
     found.add("heaviest row", f"{most:,} blocks, {most * grid.q_blocks / max(1, kept_blocks):.2f}x the mean", most_in_row=most)
-    dense = "dense causal attention" if causal else "dense attention"
     flops = sizes.batch * sizes.heads * forward_flops(sizes.head_dim, sizes.v_head_dim)
     kept_flops, visited_flops, dense_flops = (flops * count for count in (kept_pairs, visited_pairs, dense_pairs))
     said = f"{flops_text(kept_flops)} kept, {flops_text(visited_flops)} visited, {flops_text(dense_flops)} for {dense}"
     found.add("forward FLOPs", said, flops=kept_flops, visited_flops=visited_flops, dense_flops=dense_flops)
     explain_call(found, mask, sizes)
-    speedup = rival_blocks / kept_blocks if kept_blocks else float("inf")
-    said = f"{ratio_text(speedup)} over {dense} by visited blocks" if kept_blocks else "not defined, as no block is visited"
-    found.add("predicted speed-up", said, speedup=speedup, causal=causal, rival_blocks=rival_blocks)
+    found.add("rough time", time and str(time), time=time)
     reach = reachability(mask) if grid.q_len == grid.kv_len else None
     said = str(reach) if reach else "not defined where q_len and kv_len differ, as layers are stacked"
     found.add("causal pairs in reach", said, reach=reach, q_len=grid.q_len, kv_len=grid.kv_len, block_size=size)
     if not kept_blocks:
         found.hints.append("This mask keeps nothing: every output is 0.")
-    if speedup < 1.1:  # a block from a table takes 1.06 times as long as one of dense attention, in long rows
-        found.hints.append(f"This mask visits {1 / speedup:.0%} of the blocks of {dense}, which is likely to be as fast.")
+    # Without times: a block from a table takes 1.06 times as long as one of dense attention, in long rows.
+    if sum(time[3:]) < 1.1 * sum(time[1:3]) if isinstance(time, RoughTime) else share > 1 / 1.1:
+        found.hints.append(f"This mask visits {share:.0%} of the blocks of {dense}, which is likely to be as fast.")
     if wasted > 0.5 and size > 16:
         inside = f"{wasted:.0%} of the visited pairs are dropped inside partial blocks"
         found.hints.append(f"{inside}; a smaller block size, or a pattern made of whole blocks (block=), visits less.")

@@ -210,7 +210,7 @@ def test_show_draws_tokens_at_small_lengths_and_blocks_at_large_ones(tmp_path):
 
 def test_explain_says_what_is_kept_and_reached():
     out = invoke("explain", "causal & local(1024)", "-n", "65536").output
-    for text in ("66,585,088", "4,572 of 262,144", "predicted speed-up", "after layers 1: 3.3%"):
+    for text in ("66,585,088", "4,572 of 262,144", "share of blocks", "after layers 1: 3.3%"):
         assert text in out
     assert "hint" not in out
     assert "q, k and v 384.0 MiB, out and lse 130.0 MiB" in out
@@ -233,9 +233,9 @@ def test_patterns_that_name_their_tokens_need_no_length(tmp_path):
     assert "wrote" in invoke("gallery", VIDEO, "local(9)", "--out", str(tmp_path / "masks.png")).output
 
 
-def test_explain_of_a_mask_that_keeps_nothing_predicts_nothing():
+def test_explain_of_a_mask_that_keeps_nothing_says_so():
     out = invoke("explain", "causal & ~causal", "-n", "100").output
-    assert "inf" not in out and "not defined, as no block is visited" in out and "This mask keeps nothing" in out
+    assert "inf" not in out and "0.000% of the 1 " in out and "This mask keeps nothing" in out
 
 
 def test_a_terminal_shows_states_by_signs_and_colours_unless_it_asks_for_none():
