@@ -73,8 +73,7 @@ kernels: $(READY)
 ranks: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ranks $(ARGS)
 
-# mypy and griffe, which reads docstrings for the reference, do not know pyproject.toml's package-dir. So they read a folder in which
-# links make one package of the three.
+# mypy does not know pyproject.toml's package-dir. So it reads a folder in which links make one package of the three.
 linked: $(READY)
 	rm -rf .venv/typed && mkdir -p .venv/typed/sparse_flash
 	ln -s $(CURDIR)/sparse_flash/* .venv/typed/sparse_flash
@@ -86,7 +85,7 @@ lint: $(READY) linked
 	cd .venv/typed && ../bin/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache
 
 # Warnings are errors: broken links and anchors, pages missing from the navigation.
-docs: $(READY) linked
+docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(or $(ARGS),build --strict)
 
 record: $(READY)

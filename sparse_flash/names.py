@@ -7,6 +7,7 @@ from .api.decode import attention_decode
 from .api.layer import KeyValueCache, SparseAttention
 from .api.topk import topk_blocks
 from .api.varlen import attention_varlen
+from .choosers import built_in as built_in
 from .choosers.report import ChoiceReport
 from .integrations import masks_of, record_masks
 from .masks.block_mask import BlockMask

@@ -6,24 +6,31 @@ import math
 from fractions import Fraction
 
 import numpy as np
+import strategies
 import torch
 from hypothesis import strategies as st
 from oracle import DEVICE
 
-from sparse_flash.masks import chooser as choosers
+import sparse_flash as sf
+from sparse_flash.choosers import built_in as choosers
+from sparse_flash.masks.chooser import RULES, Chooser
+from sparse_flash.masks.fields import limits_of
+from sparse_flash.masks.grid import BlockGrid
 from sparse_flash.masks.pattern import And, Or
-from sparse_flash.masks.registry import pattern_class
+from sparse_flash.masks.registry import find_docstring_line, pattern_class
 
 _POWERS = st.sampled_from([1, 2, 4, 8, 16, 32, 64])
-# The fields of each class that have no default.
-_FIELDS = {"antidiagonal": {"stride": _POWERS}, "sampled": {"queries": st.integers(1, 64)}}
-BUILT_IN = ("antidiagonal", "pooled", "sampled", "scored")
-SCORING = tuple(name for name in BUILT_IN if name != "scored")  # by themselves
+# Fields of classes that need more than their types say.
+_FIELDS = {"antidiagonal": {"stride": _POWERS}}
+BUILT_IN = [name for name in sf.list_choosers() if pattern_class(name).__module__ == choosers.__name__]
+SPECIMENS = {name: find_docstring_line(pattern_class(name), "specimen") for name in BUILT_IN}
+SCORING = [name for name in BUILT_IN if name != "scored"]  # by themselves
+COMPARING = [name for name in SCORING if pattern_class(name).compared_features is not Chooser.compared_features]
 
 shares = st.sampled_from([0.01, 0.07, 0.25, 0.5, 0.9, 1.0]) | st.floats(0.001, 1)
 rules = st.one_of(
     st.integers(1, 9).map(lambda number: ("keep", number)),
-    *(shares.map(lambda number, rule=rule: (rule, number)) for rule in choosers.RULES),
+    *(shares.map(lambda number, rule=rule: (rule, number)) for rule in RULES),
 )
 blocks = st.sampled_from([64, 128])
 
@@ -35,7 +42,10 @@ def of_name(name: str, *, rule=rules, block=None, reduce=None, share_group=None)
         "reduce": st.sampled_from([None, "max", "mean"]) if reduce is None else reduce,
         "share_group": st.sampled_from([None, False, True]) if share_group is None else share_group,
     }
-    made = st.fixed_dictionaries({**_FIELDS.get(name, {}), **options})
+    cls = pattern_class(name)
+    inherited = {limit.field for limit in limits_of(Chooser)[1]}
+    by_type = {limit.field: strategies.number(limit, False) for limit in limits_of(cls)[1] if limit.field not in inherited}
+    made = st.fixed_dictionaries({**by_type, **_FIELDS.get(name, {}), **options})
     return st.tuples(made, rule).map(lambda drawn: pattern_class(name)(**drawn[0], **dict([drawn[1]])))
 
 
@@ -71,15 +81,20 @@ def scores_of(chooser, q, k, *, causal=True, scale=None, starts=None) -> np.ndar
     """The scores of a built-in chooser by its docstring, (batch, heads, q_blocks, kv_blocks) float64; of kv_heads where a group
     shares the choice. starts: the first existing key of each sequence."""
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    q, k = (x.double().cpu().numpy() for x in (q, k))
     group = q.shape[1] // k.shape[1]
+    if type(chooser).compared_features is Chooser.compared_features:  # its scores are the definition
+        found = chooser.scores(q, k, BlockGrid(q.shape[2], k.shape[2], chooser.block_size)).double().cpu().numpy()
+        return _of_groups(chooser, found, group)
+    q, k = (x.double().cpu().numpy() for x in (q, k))
     starts = np.zeros(len(q), int) if starts is None else starts
     places = [(b, h) for b in range(len(q)) for h in range(q.shape[1])]
     each = [_of_head(chooser, q[b, h], k[b, h // group], causal, scale, int(starts[b])) for b, h in places]
-    found = np.array(each).reshape(*q.shape[:2], *each[0].shape)
-    if chooser.share_group and group > 1:
-        found = found.reshape(len(q), k.shape[1], group, *found.shape[2:]).max(2)
-    return found
+    return _of_groups(chooser, np.array(each).reshape(*q.shape[:2], *each[0].shape), group)
+
+
+def _of_groups(chooser, scores, group):
+    """Scores, of kv_heads where a group shares the choice."""
+    return scores.reshape(len(scores), -1, group, *scores.shape[2:]).max(2) if chooser.share_group and group > 1 else scores
 
 
 def _of_head(chooser, q, k, causal, scale, start):

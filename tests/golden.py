@@ -34,7 +34,6 @@ OTHERS = [
     "shifted(documents((0, 70, 900, 2600)), 100, allow_uncovered=True) | global_tokens(100) | last_tokens(50)",
     "strided(6, block=16)",
     "tile_window(video_layout(7, 15, 30, tile=(2, 4, 8), prefix=5), (1, 3, 3), keep_beside=False)",
-    *(f"causal & {name}, keep=3, block=64)" for name in ("sampled(8", "antidiagonal(16")),
     "causal & (pooled(mass=0.7, share_group=True, block=64) | sinks(9))",
     "sampled(5, floor=0.05, reduce='mean', block=64)",
     "pooled(budget=0.3, block=64)",
@@ -45,7 +44,10 @@ def specs() -> list[str]:
     """Returns spec texts in which every built-in pattern and chooser occurs, except those without text."""
     names = [name for name in patterns.__all__ if name != "from_mask_fn"]
     specimens = [eval(find_docstring_line(pattern_class(name), "specimen"), vars(patterns)).to_spec() for name in names]
-    return sorted([*specimens, *(sf.parse(text).to_spec() for text in OTHERS)])
+    choosers = [
+        f"causal & {find_docstring_line(pattern_class(name), 'specimen')}" for name in sf.list_choosers() if name != "scored"
+    ]
+    return sorted([*specimens, *(sf.parse(text).to_spec() for text in [*OTHERS, *choosers])])
 
 
 def golden(text: str) -> dict[str, str]:

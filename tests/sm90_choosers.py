@@ -12,9 +12,10 @@ from sm90 import resources
 from sm90_selection import compiled
 from triton import knobs
 
-from sparse_flash.choosers.features import features_of
+from sparse_flash.choosers.built_in import Antidiagonal, Sampled
+from sparse_flash.choosers.features import Content
 from sparse_flash.kernels.choosers import hopper_log_sums, log_sums
-from sparse_flash.masks.chooser import Antidiagonal, Chooser, Sampled
+from sparse_flash.masks.chooser import Chooser
 from sparse_flash.masks.grid import BlockGrid
 
 CASES = [(chooser, dim) for chooser in (Sampled(8, floor=0.1), Sampled(8, floor=0.1, block=64)) for dim in (64, 128)]
@@ -37,7 +38,7 @@ def main() -> None:
         chooser, dim = case
         q, k = (torch.zeros(1, heads, 1024, dim, dtype=torch.bfloat16) for heads in (32, 8))
         grid = BlockGrid(1024, 1024, chooser.block_size)
-        of = features_of(chooser, q, k, grid, True, dim**-0.5)
+        of = chooser.compared_features(Content(q, k, grid, True, dim**-0.5))
         numbers = of.span, of.factor, of.per_q_block, of.per_kv_block, grid.kv_blocks, 0, grid.q_blocks, False, False
         for by in (log_sums.log_sums, hopper_log_sums.log_sums):
             with contextlib.ExitStack() as stack:

@@ -22,7 +22,8 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import sparse_flash as sf
-from sparse_flash.choosers import features
+from sparse_flash.choosers.built_in import Antidiagonal, Pooled, Sampled
+from sparse_flash.choosers.features import Content
 from sparse_flash.kernels.choosers import log_sums, rules
 from sparse_flash.kernels.hopper import backward as hopper_backward
 from sparse_flash.kernels.hopper import descriptors
@@ -37,7 +38,6 @@ from sparse_flash.kernels.selection import division, lists, pick_blocks
 from sparse_flash.kernels.selection import forward as selection_forward
 from sparse_flash.kernels.selection import hopper_backward as selection_hopper_backward
 from sparse_flash.kernels.selection import hopper_forward as selection_hopper_forward
-from sparse_flash.masks.chooser import Antidiagonal, Pooled, Sampled
 from sparse_flash.masks.grid import BlockGrid
 from sparse_flash.selection import triton as selection_triton
 from sparse_flash.variant.variant import Variant
@@ -183,7 +183,7 @@ def chooser_calls() -> None:
         grid = BlockGrid(q_len, kv_len, 64)
         bounds = torch.zeros(batch, 3, dtype=torch.int32) if causal else None
         for chooser in (Sampled(8, floor=0.1), Antidiagonal(8, floor=0.1), Pooled(floor=0.1)):
-            of = features.features_of(chooser, q, k, grid, causal, 1.0)
+            of = chooser.compared_features(Content(q, k, grid, causal, 1.0))
             until = of.until.to(torch.int32)
             numbers = of.span, of.factor, of.per_q_block, of.per_kv_block, grid.kv_blocks
             for low in {0, grid.q_blocks - 1}:

@@ -34,7 +34,7 @@ def _from_blocks(rows, cols, seed, block):
     return sf.from_blocks(np.random.default_rng(seed).random((rows, cols)) < 0.5, block)
 
 
-def _number(limit, in_units):
+def number(limit, in_units):
     """Numbers for a field: up to 300 tokens, or fewer where they are units, as units are larger."""
     if limit.field == "block":
         return units
@@ -48,7 +48,7 @@ def _by_its_fields(cls):
     """Patterns of a class whose fields all have limits."""
     _, limits = limits_of(cls)
     in_units = any(limit.field == "block" for limit in limits)
-    fields = st.fixed_dictionaries({limit.field: _number(limit, in_units) for limit in limits})
+    fields = st.fixed_dictionaries({limit.field: number(limit, in_units) for limit in limits})
     return fields.map(lambda given: _made(cls, given)).filter(lambda made: made is not None)
 
 

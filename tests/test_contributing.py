@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# How a recipe says where its lines go: FILE, instead of NAME; in NAME, a dict; after LINE.
-PLACE = re.compile(r"^# (\S+\.py), (instead of|in|after) ([^;\n]+).*\n", re.M)
+# How a recipe says where its lines go: FILE, instead of NAME; in NAME, a dict; after LINE; at the end.
+PLACE = re.compile(r"^# (\S+\.py), (instead of|in|after|at) ([^;\n]+).*\n", re.M)
 
 
 def follow(title: str, copy: Path) -> None:
@@ -25,8 +25,9 @@ def follow(title: str, copy: Path) -> None:
         (copy / "sparse_flash" / name).symlink_to(copy / name)
     for name in ("conftest.py", "pyproject.toml"):
         shutil.copy(ROOT / name, copy)
-    (copy / "docs").mkdir()
-    shutil.copy(ROOT / "docs" / "chips.csv", copy / "docs")
+    for name in ("chips.csv", "guides/choosers.md"):
+        (copy / "docs" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / "docs" / name, copy / "docs" / name)
 
     section = re.search(rf"^## {title}\n(.*?)^## ", (ROOT / "CONTRIBUTING.md").read_text(), re.S | re.M)[1]
     for block in re.finditer(r"```python\n(.*?)```", section, re.S):
@@ -43,7 +44,7 @@ def follow(title: str, copy: Path) -> None:
 
 def put(path: Path, how: str, name: str, lines: str) -> None:
     name = re.escape(name)
-    pattern = {"instead of": rf"^{name} .*\n", "in": rf"^{name} = {{\n", "after": rf"^{name}\n"}[how]
+    pattern = {"instead of": rf"^{name} .*\n", "in": rf"^{name} = {{\n", "after": rf"^{name}\n", "at": r"\Z"}[how]
     text = path.read_text()
     (found,) = re.finditer(pattern, text, re.M)
     kept = "" if how == "instead of" else found[0]
@@ -82,6 +83,18 @@ def test_a_peer_added_by_its_recipe_is_measured_and_found_right(tmp_path):
     (path,) = (tmp_path / "found").glob("*.json")
     cases = json.loads(path.read_text())["cases"]
     assert len(cases) >= 3 and all("eager" in key and case["result"]["correct"] for key, case in cases.items()), cases
+
+
+def test_a_chooser_added_by_its_recipe_is_held_to_all_tests_of_choosers(tmp_path):
+    follow("Add a chooser", tmp_path)
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    guide, row = tmp_path / "docs" / "guides" / "choosers.md", re.search(r"^\| `newest` .*\n", text, re.M)[0]
+    guide.write_text(re.sub(r"^\| `scored` .*\n", lambda line: line[0] + row, guide.read_text(), flags=re.M))
+    assert "1 added" in run_in(tmp_path, "tests/golden.py")
+    files = ("tests/masks/test_chooser.py", "tests/patterns/test_golden.py", "tests/api/test_choose.py", "tests/test_site.py")
+    names = "newest or built_in or golden or earlier or words or spec_text or out_of_range or scores"
+    printed = run_in(tmp_path, *PYTEST, *files, "tests/choosers", "-k", names)
+    assert "newest" in run_in(tmp_path, "-m", "sparse_flash", "patterns") and int(re.search(r"(\d+) passed", printed)[1]) > 60
 
 
 def test_a_kernel_config_added_by_its_recipe_is_compiled_and_written_down(tmp_path):

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import sparse_flash as sf
+from sparse_flash.masks.registry import pattern_class
 from sparse_flash.patterns import __all__ as pattern_names
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -14,6 +15,11 @@ REFERENCE = "\n".join(page.read_text() for page in (DOCS / "reference").glob("*.
 def test_the_reference_has_every_public_name_but_patterns():
     shown = set(re.findall(r"^::: (?:sparse_flash|benchmarks\.rows)\.(\w+)$", REFERENCE, re.M))
     assert shown == set(sf.__all__) - set(pattern_names)
+
+
+def test_the_guide_has_every_built_in_chooser():
+    told = re.findall(r"^\| `(\w+)(?:\(\d+\))?` \|", (DOCS / "guides" / "choosers.md").read_text(), re.M)
+    assert set(told) >= {name for name in sf.list_choosers() if pattern_class(name).__module__ == "sparse_flash.choosers.built_in"}
 
 
 def test_every_member_that_the_reference_lists_exists():

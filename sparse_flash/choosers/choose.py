@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -18,7 +18,7 @@ from ..dispatch.call import ChosenBlocks
 from ..dispatch.operators import build_chosen_mask
 from ..masks.block_mask import BlockMask, MaskLike
 from ..masks.cache import resolve_single_mask
-from ..masks.chooser import Chooser, HeadChoice, Scored, choices_of, chooser_block_size, is_causal
+from ..masks.chooser import Chooser, HeadChoice, choices_of, chooser_block_size, is_causal
 from ..masks.from_maps import from_block_maps
 from ..masks.grid import BlockGrid
 from ..masks.memory import cached_until_cleared
@@ -29,36 +29,11 @@ from ..masks.select_blocks import can_launch_kernel
 from ..variant.definition import clear_nonexistent
 from ..variant.variant import Variant
 from . import rules_kernels, rules_torch
-from .features import features_of
+from .built_in import Scored
+from .features import Content
 from .rules_torch import Limits
 
 _HELD = 1 << 26  # logits that PyTorch operations hold at a time
-
-
-class _ChoiceInputs(NamedTuple):
-    """user_scores: scores that a caller computed, or None. starts, ends, q_ends: see ``features_of``."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    grid: BlockGrid
-    causal: bool
-    scale: float
-    user_scores: torch.Tensor | None
-    starts: torch.Tensor | None
-    ends: torch.Tensor | None
-    q_ends: torch.Tensor | None = None
-
-    @property
-    def group(self) -> int:
-        """How many query heads share keys."""
-        return self.q.shape[1] // self.k.shape[1]
-
-    def select_heads(self, heads: list[int]) -> _ChoiceInputs:
-        keys = [head // self.group for head in heads]
-        if _in_whole_groups(heads, self.group):
-            keys = keys[:: self.group]
-        scores = None if self.user_scores is None else _take_heads(self.user_scores, heads)
-        return self._replace(q=_take_heads(self.q, heads), k=_take_heads(self.k, keys), user_scores=scores)
 
 
 def _in_whole_groups(heads: list[int], group: int) -> bool:
@@ -69,6 +44,14 @@ def _in_whole_groups(heads: list[int], group: int) -> bool:
 def _take_heads(x: torch.Tensor, heads: list[int]) -> torch.Tensor:
     """These heads of x, (batch, heads, ...). By slices: a tensor of their numbers would be copied from the host."""
     return torch.cat([x[:, head : head + 1] for head in heads], 1)
+
+
+def _select_heads(content: Content, heads: list[int]) -> Content:
+    keys = [head // content.group for head in heads]
+    if _in_whole_groups(heads, content.group):
+        keys = keys[:: content.group]
+    scores = None if content.user_scores is None else _take_heads(content.user_scores, heads)
+    return content._replace(q=_take_heads(content.q, heads), k=_take_heads(content.k, keys), user_scores=scores)
 
 
 @outside_inference
@@ -111,7 +94,7 @@ def _clear_missing_tokens(q: torch.Tensor, k: torch.Tensor, lengths: Variant | N
 
 
 def _ends_of(lengths: Variant | None) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """(starts, ends, q_ends): see ``features_of``."""
+    """(starts, ends, q_ends): see ``Content``."""
     return (None, None, None) if lengths is None else (lengths.kv_starts, lengths.kv_lens, lengths.q_lens)
 
 
@@ -155,12 +138,12 @@ def _choose_maps(
     *ends: torch.Tensor | None,
 ) -> torch.Tensor:
     """The maps of the kept blocks as ``from_block_maps`` takes them: bits where kernels choose, else bool. ends: starts, ends and
-    q_ends, see ``features_of``."""
+    q_ends, see ``Content``."""
     choices, grid = choices_of(spec), BlockGrid(q.shape[2], k.shape[2], chooser_block_size(spec))
     scale = q.shape[3] ** -0.5 if scale is None else scale
     if len(choices) not in (1, q.shape[1]):
         raise ValueError(f"per_head must have an expression for each of q's {q.shape[1]} heads, or one for all; got {len(choices)}")
-    content = _ChoiceInputs(q, k, grid, is_causal(choices[0].within), scale, scores, *ends)
+    content = Content(q, k, grid, is_causal(choices[0].within), scale, scores, *ends)
     if scores is not None:
         if not any(isinstance(chooser, Scored) for choice in choices for chooser in choice.choosers):
             raise ValueError(
@@ -175,7 +158,7 @@ def _can_use_kernels(x: torch.Tensor) -> bool:
     return can_launch_kernel(x) and x.dtype in triton_backend.DTYPES
 
 
-def _choose_by_head(choices: tuple[HeadChoice, ...], content: _ChoiceInputs) -> torch.Tensor:
+def _choose_by_head(choices: tuple[HeadChoice, ...], content: Content) -> torch.Tensor:
     """Maps of all heads, from one choice for all or from one for each."""
     if len(set(choices)) == 1:
         return _apply_choice(choices[0], content)
@@ -187,7 +170,7 @@ def _choose_by_head(choices: tuple[HeadChoice, ...], content: _ChoiceInputs) -> 
                 f"under share_group=True, the {content.group} query heads that share keys must have one chooser; it is of heads "
                 f"{heads} alone; write it for all heads of a group, or leave share_group out"
             )
-        made |= zip(heads, _apply_choice(choice, content.select_heads(heads)).split(1, 1), strict=True)
+        made |= zip(heads, _apply_choice(choice, _select_heads(content, heads)).split(1, 1), strict=True)
     return torch.cat([made[head] for head in range(len(choices))], 1)
 
 
@@ -202,7 +185,7 @@ def mask_by_scores(
     return from_block_maps(kept, grid, resolve_within(within, grid, scores.device))
 
 
-def _apply_choice(choice: HeadChoice, content: _ChoiceInputs) -> torch.Tensor:
+def _apply_choice(choice: HeadChoice, content: Content) -> torch.Tensor:
     """The blocks that a choice keeps, as ``_init_maps`` returns them."""
     kept, limits = _init_maps(content.q, choice.within, choice.always, content.grid)
     for chooser in choice.choosers:
@@ -254,7 +237,7 @@ def _add_kept_blocks(kept: torch.Tensor, scores: torch.Tensor, limits: Limits, f
         rules_kernels.add_kept_blocks(scores, limits, kept, first, rule, number)
 
 
-def _iter_scores(chooser: Chooser, content: _ChoiceInputs, with_kernels: bool) -> Iterator[tuple[int, int, torch.Tensor]]:
+def _iter_scores(chooser: Chooser, content: Content, with_kernels: bool) -> Iterator[tuple[int, int, torch.Tensor]]:
     """(low, high, scores of the blocks of queries low .. high - 1), chunk by chunk; of key heads if they share the choice."""
     step, score = _make_scorer(chooser, content, with_kernels)
     for low in range(0, content.grid.q_blocks, step):
@@ -266,13 +249,11 @@ def _iter_scores(chooser: Chooser, content: _ChoiceInputs, with_kernels: bool) -
         yield low, high, scores if is_whole else torch.unflatten(scores, 1, (-1, content.group)).amax(2)
 
 
-def _make_scorer(chooser: Chooser, content: _ChoiceInputs, with_kernels: bool) -> tuple[int, Callable[[int, int], torch.Tensor]]:
+def _make_scorer(chooser: Chooser, content: Content, with_kernels: bool) -> tuple[int, Callable[[int, int], torch.Tensor]]:
     """(blocks of queries of a chunk, (low, high) -> the scores of the blocks of queries low .. high - 1)."""
-    (q, k, grid, causal, scale, _, starts, ends, q_ends), group = content, content.group
-    features = features_of(chooser, q, k, grid, causal, scale, starts, ends, q_ends)
-    batch_heads = q.shape[0] * q.shape[1]
+    features, grid, batch_heads = chooser.compared_features(content), content.grid, content.q.shape[0] * content.q.shape[1]
     if features is not None and with_kernels:
-        shared = bool(chooser.share_group) and group > 1
+        shared = bool(chooser.share_group) and content.group > 1
         score = partial(rules_kernels.score_blocks, features, grid, reduce=chooser.reduction, shared=shared)
         return rules_kernels.q_blocks_per_chunk(features, batch_heads, grid), score
     if features is not None:
@@ -282,7 +263,7 @@ def _make_scorer(chooser: Chooser, content: _ChoiceInputs, with_kernels: bool) -
     return grid.q_blocks, lambda low, high: scores
 
 
-def _mask_missing_keys(scores: torch.Tensor, content: _ChoiceInputs) -> torch.Tensor:
+def _mask_missing_keys(scores: torch.Tensor, content: Content) -> torch.Tensor:
     """Scores, -inf of the blocks that have no existing key."""
     size = content.grid.block_size
     first = torch.arange(content.grid.kv_blocks, device=scores.device) * size
@@ -293,7 +274,7 @@ def _mask_missing_keys(scores: torch.Tensor, content: _ChoiceInputs) -> torch.Te
     return scores
 
 
-def _get_user_scores(chooser: Chooser, content: _ChoiceInputs) -> torch.Tensor:
+def _get_user_scores(chooser: Chooser, content: Content) -> torch.Tensor:
     """The scores of a chooser that a user wrote, or that a caller computed, in float32."""
     if isinstance(chooser, Scored):
         if content.user_scores is None:
@@ -304,7 +285,7 @@ def _get_user_scores(chooser: Chooser, content: _ChoiceInputs) -> torch.Tensor:
     return scores.float()
 
 
-def _check_scores(scores: object, name: str, content: _ChoiceInputs) -> None:
+def _check_scores(scores: object, name: str, content: Content) -> None:
     """Raises ValueError for scores that do not fit."""
     wanted = (*content.q.shape[:2], *content.grid.shape)
     if not isinstance(scores, torch.Tensor) or not scores.is_floating_point() or scores.shape != wanted:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
 from ..backends.torch import block_means
 from ..compat.pytorch import is_recorded
-from ..masks.chooser import Antidiagonal, Chooser, Pooled, Sampled
 from ..masks.grid import BlockGrid
 from ..masks.memory import cached_until_cleared
 
@@ -48,46 +48,60 @@ class Features:
         return -(-self.columns.shape[2] // self.span)
 
 
-def features_of(
-    chooser: Chooser,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    grid: BlockGrid,
-    causal: bool,
-    scale: float,
-    starts: torch.Tensor | None = None,
-    ends: torch.Tensor | None = None,
-    q_ends: torch.Tensor | None = None,
-) -> Features | None:
-    """The rows and columns of a built-in chooser; None for one that scores in another way.
+class Content(NamedTuple):
+    """What choosers look at, and the features that built-in ones compare.
 
-    starts, ends, q_ends: (batch,) int, the first existing key of each sequence, the first past them, and the first query past the
-    existing; None if all exist. Nonexistent tokens of q and k are 0.
+    causal: whether rows see no later columns. user_scores: scores that a caller computed, or None. starts, ends, q_ends: (batch,)
+    int, the first existing key of each sequence, the first past them, and the first query past the existing; None if all exist.
+    Nonexistent tokens of q and k are 0.
     """
-    size, device = grid.block_size, q.device
-    if isinstance(chooser, Antidiagonal):
-        stride = chooser.stride
-        until, bounds = (
-            _count_seen_columns(stride, None, stride, grid, causal, device),
-            _bounds(starts, ends, q_ends, stride, stride, grid),
-        )
-        return Features(q, k, stride, scale / stride, size // stride, size // stride, until, bounds)
-    if isinstance(chooser, Sampled):
-        count = chooser.queries
-        step = size // count
-        if q_ends is not None:
-            rows = q.take_along_dim(sampled_rows(grid, count, device, q_ends)[:, None, :, None], 2)
-        elif size % count == 0 and grid.q_len % size == 0:  # then without a copy
+
+    q: torch.Tensor
+    k: torch.Tensor
+    grid: BlockGrid
+    causal: bool
+    scale: float
+    user_scores: torch.Tensor | None = None
+    starts: torch.Tensor | None = None
+    ends: torch.Tensor | None = None
+    q_ends: torch.Tensor | None = None
+
+    @property
+    def group(self) -> int:
+        """How many query heads share keys."""
+        return self.q.shape[1] // self.k.shape[1]
+
+    def means(self) -> Features:
+        """The means of blocks of queries and of blocks of keys."""
+        size = self.grid.block_size
+        rows, columns = _means(self.q, size, None, self.q_ends), _means(self.k, size, self.starts, self.ends)
+        bounds = _bounds(self.starts, self.ends, self.q_ends, size, size, self.grid)
+        return Features(rows, columns, 1, self.scale, 1, 1, self._seen_columns(size, None, size), bounds)
+
+    def antidiagonals(self, stride: int) -> Features:
+        """The tokens of each ``stride`` queries, in descending order, and of each ``stride`` keys."""
+        per_block, bounds = self.grid.block_size // stride, _bounds(self.starts, self.ends, self.q_ends, stride, stride, self.grid)
+        seen = self._seen_columns(stride, None, stride)
+        return Features(self.q, self.k, stride, self.scale / stride, per_block, per_block, seen, bounds)
+
+    def samples(self, count: int) -> Features:
+        """``count`` queries of each block, and single keys."""
+        (q, size), step = (self.q, self.grid.block_size), self.grid.block_size // count
+        if self.q_ends is not None:
+            rows = q.take_along_dim(sampled_rows(self.grid, count, q.device, self.q_ends)[:, None, :, None], 2)
+        elif size % count == 0 and self.grid.q_len % size == 0:  # then without a copy
             rows = q[:, :, step - 1 :: step]
         else:
-            rows = q.index_select(2, sampled_rows(grid, count, device))
-        until = _count_seen_columns(1, count, 1, grid, causal, device)
-        return Features(rows, k, 1, scale, count, size, until, _bounds(starts, ends, None, 1, 1, grid))
-    if isinstance(chooser, Pooled):
-        until = _count_seen_columns(size, None, size, grid, causal, device)
-        bounds = _bounds(starts, ends, q_ends, size, size, grid)
-        return Features(_means(q, size, None, q_ends), _means(k, size, starts, ends), 1, scale, 1, 1, until, bounds)
-    return None
+            rows = q.index_select(2, sampled_rows(self.grid, count, q.device))
+        bounds = _bounds(self.starts, self.ends, None, 1, 1, self.grid)
+        return Features(rows, self.k, 1, self.scale, count, size, self._seen_columns(1, count, 1), bounds)
+
+    def _seen_columns(self, tokens: int, sampled: int | None, width: int) -> torch.Tensor:
+        """(rows,) int32: how many columns of ``width`` keys a row of ``tokens`` sees. sampled: how many queries stand for a block
+        of queries, or None."""
+        device = self.q.device
+        count = _columns_seen if is_recorded(device) else _lasting_columns_seen
+        return count(tokens, sampled, width, self.grid, self.causal, device)
 
 
 def _means(x: torch.Tensor, size: int, starts: torch.Tensor | None, ends: torch.Tensor | None) -> torch.Tensor:
@@ -124,14 +138,6 @@ def sampled_rows(grid: BlockGrid, count: int, device: torch.device, q_ends: torc
         there = (q_ends.view(-1, 1, 1) - first).clamp(min=1).minimum(there)
     number = torch.arange(1, count + 1, device=device)
     return (first + (number * there + count - 1).div(count, rounding_mode="floor") - 1).flatten(-2)
-
-
-def _count_seen_columns(
-    tokens: int, sampled: int | None, width: int, grid: BlockGrid, causal: bool, device: torch.device
-) -> torch.Tensor:
-    """(rows,) int32: how many columns of ``width`` keys a row of ``tokens`` sees. sampled: how many queries stand for a block of
-    queries, or None."""
-    return (_columns_seen if is_recorded(device) else _lasting_columns_seen)(tokens, sampled, width, grid, causal, device)
 
 
 def _columns_seen(

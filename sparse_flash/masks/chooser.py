@@ -2,18 +2,18 @@
 
 A chooser scores the blocks of keys for each block of queries, and its rule keeps some blocks. Expressions and spec text take a
 chooser like a pattern: ``causal & (sampled(8, floor=0.01) | sinks(64) | local(256))``. ``choices_of`` takes an expression
-apart. This module only declares; room ``choosers`` computes.
+apart. This module only declares; room ``choosers`` has the built-in ones, and computes.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
-from typing import Annotated, Any, ClassVar, NamedTuple, NoReturn, TypeAlias, TypeVar
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
 from ..compat.dynamo import constant_in_graphs
-from .fields import Positive, Range, Share, set_fields
+from .fields import Positive, Share, set_fields
 from .fit import named_len
 from .grid import BlockGrid
 from .memory import cached_until_cleared
@@ -110,6 +110,11 @@ class Chooser(Pattern):
             "q_blocks, kv_blocks)"
         )
 
+    def compared_features(self, content: Any) -> Any:
+        """Returns what a built-in chooser compares, made by ``choosers.features.Content``; None: the chooser defines ``scores``, or
+        a caller passes them."""
+        return None
+
     def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
         raise self.missing_content_error()
 
@@ -154,56 +159,6 @@ def register_chooser(name: str) -> Callable[[type[CHOOSER]], type[CHOOSER]]:
 def list_choosers() -> list[str]:
     """Returns the registered names of choosers, sorted: built-in choosers, the user's, and choosers of installed packages."""
     return list_registered(chooses=True)
-
-
-QueryCount: TypeAlias = Annotated[int, Range(1, 64)]  # at most the smallest block
-
-
-@register_chooser("pooled")
-@dataclass(frozen=True)
-class Pooled(Chooser):
-    """Mean queries against mean keys: the softmax weights of a block's mean query over the mean keys of blocks.
-
-    The cheapest, and the worst at finding single tokens. Source: arXiv:2407.02490 (block-sparse heads). The scores are
-    the softmax of the logits in ``_build_block_index`` of microsoft/MInference (commit fb56c91, MIT), to 6e-8.
-    """
-
-
-@register_chooser("antidiagonal")
-@dataclass(frozen=True)
-class Antidiagonal(Chooser):
-    """Sums of scores along antidiagonals: of each ``stride`` x ``stride`` square of scores, the mean over its antidiagonal,
-    softmax over the squares of a row, summed over a block of keys. reduce: "mean" by default.
-
-    stride: tokens of a square's side; it divides 64. Source: arXiv:2503.16428 (XAttention).
-    """
-
-    stride: Positive
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if 64 % self.stride:
-            raise ValueError(f"antidiagonal: stride must divide blocks of 64, as 8 and 16 do; got {self.stride}")
-
-
-@register_chooser("sampled")
-@dataclass(frozen=True)
-class Sampled(Chooser):
-    """Some queries of each block, exactly: their softmax weights, summed over each block of keys. reduce: "max" by default, a
-    block's largest weight for any of them.
-
-    queries: how many of each block, at most 64: evenly spaced, the block's last included.
-    """
-
-    queries: QueryCount
-
-    default_reduce: ClassVar[str] = "max"
-
-
-@register_chooser("scored")
-@dataclass(frozen=True)
-class Scored(Chooser):
-    """Scores that a caller computes: ``choose_blocks(spec, q, k, scores=...)``."""
 
 
 class HeadChoice(NamedTuple):

@@ -25,11 +25,11 @@ class Explanation:
     figures: numbers by name, which are attributes as well.
 
     Of masks: q_len, kv_len, block_size; kept_pairs, density, causal_density (None unless causal); kept_blocks, block_density,
-    partial_blocks, most_in_row; causal: whether no query sees a later key, so that the dense call in the mask's place
-    is causal attention; rival_blocks of that call, and share_of_blocks: kept_blocks / rival_blocks; reach, see ``Reach``; backend,
-    which an H100 or H200 takes. Over a VideoLayout also layout, padding, and the shares video_kept and video_visited of all pairs of
-    the video's tokens; padding counts as visited. Of selections: density, causal_density; picks of a choice, and alike, the share of them that the
-    choice before picked too; table_bytes, of the picks and of the table of ``always``.
+    partial_blocks, most_in_row; causal: whether no query sees a later key, so that the dense call in the mask's place is causal
+    attention; rival_blocks of that call, and share_of_blocks, kept_blocks / rival_blocks; reach, see ``Reach``; backend, which an
+    H100 or H200 takes. Over a VideoLayout also layout, padding, and the shares video_kept and video_visited of all pairs of the
+    video's tokens; padding counts as visited. Of selections: density, causal_density; picks of a choice, and alike, the share of
+    them that the choice before picked too; table_bytes, of the picks and of the table of ``always``.
     flops, visited_flops, dense_flops: of a forward pass over batch and heads, 2 x pairs x (head_dim + v_head_dim): for kept pairs,
     pairs of visited blocks, and pairs of the dense call. memory: bytes by name. time: see ``RoughTime``; the reason where none is
     known; None without a device.

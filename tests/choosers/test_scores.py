@@ -13,17 +13,12 @@ from hypothesis import strategies as st
 from oracle import DEVICE
 
 import sparse_flash as sf
-from sparse_flash.choosers import choose, rules_kernels
+from sparse_flash.choosers import choose, features, rules_kernels
 from sparse_flash.masks.grid import BlockGrid
 
 parametrize = pytest.mark.parametrize
 LENGTHS = st.tuples(st.integers(1, 300), st.integers(1, 300)) | st.integers(1, 300).map(lambda n: (n, n))
 HEADS = st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1)])
-EXAMPLES = {
-    "antidiagonal": "antidiagonal(8, keep=1, block=64)",
-    "pooled": "pooled(keep=1, block=64)",
-    "sampled": "sampled(6, keep=1, block=64)",
-}
 STARTS = st.none() | st.lists(st.integers(0, 300), min_size=2, max_size=2)
 
 
@@ -32,7 +27,7 @@ def content_of(chooser, q, k, causal=True, scale=None, starts=None, ends=None, q
     grid = BlockGrid(q.shape[2], k.shape[2], chooser.block_size)
     starts, ends, q_ends = (None if one is None else torch.tensor(one, device=DEVICE) for one in (starts, ends, q_ends))
     q, k = choose.clear_nonexistent(q, None, q_ends), choose.clear_nonexistent(k, starts, ends)
-    return choose._ChoiceInputs(q, k, grid, causal, q.shape[3] ** -0.5 if scale is None else scale, None, starts, ends, q_ends)
+    return features.Content(q, k, grid, causal, q.shape[3] ** -0.5 if scale is None else scale, None, starts, ends, q_ends)
 
 
 def scores(chooser, content, by_kernel=False):
@@ -45,7 +40,7 @@ def scores(chooser, content, by_kernel=False):
 
 @settings(max_examples=150)
 @given(
-    chooser=chosen.drawn(chosen.SCORING),
+    chooser=chosen.drawn(chosen.COMPARING),
     lengths=LENGTHS,
     heads=HEADS,
     causal=st.booleans(),
@@ -63,7 +58,7 @@ def test_scores_are_those_of_the_docstring(chooser, lengths, heads, causal, scal
 
 @settings(max_examples=100)
 @given(
-    chooser=chosen.drawn(chosen.SCORING),
+    chooser=chosen.drawn(chosen.COMPARING),
     lengths=LENGTHS,
     padding=st.tuples(st.integers(0, 200), st.integers(0, 200)),
     causal=st.booleans(),
@@ -86,7 +81,7 @@ def test_scores_of_a_sequence_do_not_depend_on_tokens_past_its_end(chooser, leng
 
 
 @given(
-    chooser=chosen.drawn(chosen.SCORING, reduce=st.just("mean"), share_group=st.just(False)),
+    chooser=chosen.drawn(chosen.COMPARING, reduce=st.just("mean"), share_group=st.just(False)),
     lengths=LENGTHS,
     causal=st.booleans(),
     seed=st.integers(0, 99),
@@ -102,8 +97,8 @@ def test_mean_scores_of_a_row_are_shares_of_what_it_sees(chooser, lengths, causa
 
 @parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_scores_of_every_dtype_are_close_to_those_of_float64(dtype):
-    for name in chosen.SCORING:
-        chooser = sf.parse(EXAMPLES[name])
+    for name in chosen.COMPARING:
+        chooser = sf.parse(chosen.SPECIMENS[name])
         q, k = chosen.tensors(200, 250, heads=4, kv_heads=2, head_dim=32, dtype=dtype)
         found, _ = scores(chooser, content_of(chooser, q, k))
         assert found.dtype in (torch.float32, torch.float64)
@@ -113,7 +108,7 @@ def test_scores_of_every_dtype_are_close_to_those_of_float64(dtype):
 
 @settings(max_examples=40)
 @given(
-    chooser=chosen.drawn(chosen.SCORING, block=st.just(64)), lengths=LENGTHS, held=st.integers(1, 20_000), seed=st.integers(0, 99)
+    chooser=chosen.drawn(chosen.COMPARING, block=st.just(64)), lengths=LENGTHS, held=st.integers(1, 20_000), seed=st.integers(0, 99)
 )
 def test_scores_do_not_depend_on_how_many_logits_are_held(chooser, lengths, held, seed):
     q, k = chosen.tensors(*lengths, heads=4, kv_heads=2, seed=seed)
@@ -160,7 +155,7 @@ def test_scores_of_a_users_own_chooser_are_taken_as_they_are_and_shared_by_the_l
 @needs_triton
 @settings(max_examples=25)
 @given(
-    chooser=chosen.drawn(chosen.SCORING),
+    chooser=chosen.drawn(chosen.COMPARING),
     lengths=LENGTHS,
     heads=HEADS,
     causal=st.booleans(),
@@ -186,10 +181,10 @@ def test_kernels_score_as_operations_do(chooser, lengths, heads, causal, starts,
 
 
 @needs_triton
-@parametrize("name", chosen.SCORING)
+@parametrize("name", chosen.COMPARING)
 @parametrize("layout", ["tokens first", "head_dim first"])
 def test_kernels_take_every_memory_order(name, layout, poison):
-    chooser = sf.parse(EXAMPLES[name])
+    chooser = sf.parse(chosen.SPECIMENS[name])
     q, k = chosen.tensors(150, 130, heads=2, kv_heads=2, head_dim=24)
     dims = (1, 2) if layout == "tokens first" else (2, 3)
     turned = [x.transpose(*dims).contiguous().transpose(*dims) for x in (q, k)]

@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import sparse_flash as sf
-from sparse_flash.choosers import choose
+from sparse_flash.choosers import choose, features
 from sparse_flash.masks.grid import BlockGrid
 
 pytest.importorskip("triton.experimental.gluon")
@@ -24,7 +24,7 @@ pytestmark = [
 def scores(chooser, q, k, causal, lengths, by_kernel):
     """lengths: starts, ends and q_ends of ``features_of``, lists or None."""
     lengths = (None if one is None else torch.tensor(one) for one in lengths)
-    content = choose._ChoiceInputs(q, k, BlockGrid(q.shape[2], k.shape[2], chooser.block_size), causal, 0.1, None, *lengths)
+    content = features.Content(q, k, BlockGrid(q.shape[2], k.shape[2], chooser.block_size), causal, 0.1, None, *lengths)
     with torch.no_grad():
         return torch.cat([part for *_, part in choose._iter_scores(chooser, content, by_kernel)], 2)
 
@@ -34,7 +34,7 @@ EXISTING = st.none() | st.lists(st.integers(0, 300), min_size=2, max_size=2)
 
 @settings(max_examples=12)
 @given(
-    chooser=chosen.drawn(chosen.SCORING),
+    chooser=chosen.drawn(chosen.COMPARING),
     lengths=st.tuples(st.integers(1, 300), st.integers(1, 300)) | st.integers(1, 300).map(lambda n: (n, n)),
     heads=st.sampled_from([(1, 1), (2, 1)]),
     causal=st.booleans(),

@@ -155,9 +155,8 @@ def test_a_head_of_patterns_alone_must_have_the_limits_of_the_others():
     ],
 )  # fmt: skip
 def test_fields_out_of_range_are_refused(name, options, error, message):
-    own = {"antidiagonal": {"stride": 8}, "sampled": {"queries": 8}}
     with pytest.raises(error, match=message.format(name=name)):
-        registry_module.pattern_class(name)(**own.get(name, {}), **options)
+        replace(sf.parse(chosen.SPECIMENS[name]), **{"keep": None} | options)
 
 
 @given(number=st.integers(-2, 200))

@@ -10,7 +10,8 @@ import torch
 from ...api.attention import attention
 from ...api.decode import MAX_QUERIES
 from ...api.shared import SharedSequence
-from ...masks.chooser import HeadChoice, Scored, choices_of, has_choosers, is_causal, without_choosers
+from ...choosers.built_in import Scored
+from ...masks.chooser import HeadChoice, choices_of, has_choosers, is_causal, without_choosers
 from ...masks.memory import cached_until_cleared
 from ...masks.parsing import text_of
 from ...masks.pattern import And, Or, Pattern, PerHead
