@@ -4,6 +4,7 @@ import importlib
 import multiprocessing
 import os
 import sys
+import threading
 import time
 import types
 
@@ -29,18 +30,26 @@ def cache(tmp_path, monkeypatch):
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_terminal_is_told_what_is_compiled_where_that_takes_long(cache, monkeypatch, capsys, terminal):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
-    monkeypatch.setattr(first_calls, "_PATIENCE", 0.01)
+    monkeypatch.setattr(first_calls, "_PATIENCE", 0.0)
     with first_calls.first_call("attention forward for Hopper, head_dim 128", ("kernel",)):
-        time.sleep(0.2)
+        for timer in _timers():
+            timer.join()
     expected = "sparse_flash: compiling attention forward for Hopper, head_dim 128: once on this machine\n"
     assert capsys.readouterr().err == (expected if terminal else "")
 
 
 def test_nothing_is_said_of_what_takes_no_time(cache, monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(first_calls, "_PATIENCE", 1e6)
     with first_calls.first_call("a kernel", ("kernel",)):
-        pass
-    assert capsys.readouterr().err == ""
+        waiting = _timers()
+    for timer in waiting:
+        timer.join()  # it was cancelled, and ends at once
+    assert waiting and capsys.readouterr().err == ""
+
+
+def _timers() -> list[threading.Timer]:
+    return [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
 
 
 def _compile(folder: str, key: str, barrier) -> None:
@@ -62,7 +71,7 @@ def test_eight_ranks_compile_a_kernel_once(cache):
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join(60)
+        rank.join(600)
     assert [rank.exitcode for rank in ranks] == [0] * 8
     assert (cache / "kernel.log").read_text() == "compiled\n"
 

@@ -88,7 +88,7 @@ run.step()
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
     command = [sys.executable, "-c", begin + script]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT, env=environment)
 
 
 @pytest.mark.ranks
@@ -463,7 +463,7 @@ def launched(ranks: int, *arguments: object, command: str = "train", expected: i
     run = [sys.executable, *f"-m torch.distributed.run --nproc-per-node {ranks} --master-port {port} -m examples.train_lm".split()]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     run += [command, *map(str, arguments)]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=240, cwd=ROOT, env=environment)
+    done = subprocess.run(run, capture_output=True, text=True, timeout=600, cwd=ROOT, env=environment)
     assert done.returncode == expected, done.stdout + done.stderr
     return done.stdout
 
