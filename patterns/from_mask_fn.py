@@ -13,7 +13,6 @@ specimen: from_mask_fn(lambda q, kv: (q // 512 + kv // 256) % 4 == 0)
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..compat.captured import check_parameters, state_of
 from ..masks.pattern import Pattern
 from ..masks.registry import register_pattern
 
@@ -37,12 +36,16 @@ class FromMaskFn(Pattern):
     fn: Callable
 
     def __post_init__(self):
+        from ..compat.captured import check_parameters  # patterns are listed without PyTorch
+
         if not callable(self.fn):
             raise TypeError(f"from_mask_fn: fn must be a function of (q, kv) index arrays; got {type(self.fn).__name__}")
         way_out = "BlockMask.from_mask_mod takes one of (b, h, q_idx, kv_idx)"
         check_parameters(self.fn, "from_mask_fn", ("q", "kv"), way_out)
 
     def __hash__(self):
+        from ..compat.captured import state_of
+
         # Tables are looked up by it: of data that changed, there are none yet.
         return hash((self.fn, state_of(self.fn)))
 

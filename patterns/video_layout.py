@@ -28,7 +28,6 @@ from ..masks.grid import BLOCK_SIZES, FULL, BlockRuns, cells_of
 from ..masks.parsing import parse
 from ..masks.pattern import short_text
 from ..masks.registry import register_pattern
-from ..masks.reorder import reorder_tensor
 from ..masks.rules import UnitPattern
 from ..masks.tiles import unique_rows
 
@@ -209,11 +208,16 @@ class VideoLayout(OverTiles):
 
         Raises TypeError for an x that is no tensor, IndexError for a dimension that it has not, ValueError for other lengths.
         """
-        return reorder_tensor(x, dim, self, "to_tiles", self.tokens)
+        return self._reorder(x, dim, "to_tiles", self.tokens)
 
     def to_raster(self, x, dim):
         """The reverse of ``to_tiles``: padding is left out, so its values do not matter. Raises the same errors."""
-        return reorder_tensor(x, dim, self, "to_raster", self.length)
+        return self._reorder(x, dim, "to_raster", self.length)
+
+    def _reorder(self, x, dim, to, tokens):
+        from ..masks.reorder import reorder_tensor  # patterns are listed without PyTorch
+
+        return reorder_tensor(x, dim, self, to, tokens)
 
     @cached_property
     def token_at(self):

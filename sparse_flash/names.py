@@ -10,6 +10,7 @@ from .api.varlen import attention_varlen
 from .choosers import built_in as built_in
 from .choosers.report import ChoiceReport
 from .integrations import masks_of, record_masks
+from .masks import methods as methods  # completes BlockMask
 from .masks.block_mask import BlockMask
 from .masks.chooser import Chooser, list_choosers, register_chooser
 from .masks.compiler import compile_mask

@@ -142,7 +142,7 @@ PRIVATE_OF_TORCH = re.compile(r"\btorch\.(\w+\.)*_[A-Za-z]\w*|\b_dynamo_\w+|ops\
 
 
 def test_private_names_of_pytorch_are_in_one_place():
-    """And in ``streams``, because kernels import nothing from the package. (``compat.pytorch`` names them in strings.)"""
+    """In room ``compat``, and in ``streams``, because kernels import nothing from the package."""
     found = set()
     for name, tree in trees().items():
         for node in ast.walk(tree):
@@ -151,7 +151,7 @@ def test_private_names_of_pytorch_are_in_one_place():
             private = PRIVATE_OF_TORCH.search(dotted.replace("__version__", "").replace("torch.__", ""))
             if private or (of_import and of_import[0].startswith("torch") and re.search(r"(^|\.)_", " ".join(of_import))):
                 found.add(name)
-    assert found == {"sparse_flash.compat.dynamo", "sparse_flash.kernels.common.streams"}
+    assert found == {"sparse_flash.compat.constants", "sparse_flash.compat.dynamo", "sparse_flash.kernels.common.streams"}
 
 
 def test_private_names_of_triton_are_imported_in_one_module():

@@ -10,7 +10,7 @@ import torch
 
 from .. import backends
 from ..choosers.choose import chosen_in_graph, chosen_mask
-from ..compat.dynamo import constant_in_graphs
+from ..compat.constants import constant_in_graphs
 from ..dispatch import operators
 from ..dispatch.call import AttentionCall, ChosenBlocks, backend_for
 from ..masks.block_mask import BlockMask

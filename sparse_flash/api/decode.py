@@ -7,7 +7,7 @@ import operator
 import torch
 
 from .. import backends
-from ..compat.dynamo import constant_in_graphs
+from ..compat.constants import constant_in_graphs
 from ..compat.pytorch import is_plain_eager, plain_tensors
 from ..dispatch import operators
 from ..masks.block_mask import BlockMask

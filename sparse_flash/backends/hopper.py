@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from ..compat.dynamo import constant_in_graphs
+from ..compat.constants import constant_in_graphs
 from ..kernels.common.layout import is_addressable
 from ..variant.eight_bits import EIGHT_BITS
 from ..variant.variant import LEARNED, LENGTHS, ScoreFunction

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import numpy
 import torch
 
-from ..compat.dynamo import constant_in_graphs
+from ..compat.constants import constant_in_graphs
 from ..kernels.common.layout import as_contiguous_rows, restore_out
 from ..variant.eight_bits import EIGHT_BITS
 from ..variant.variant import LEARNED

@@ -11,7 +11,8 @@ import torch
 
 from ..backends import triton as triton_backend
 from ..backends.torch import without_autocast
-from ..compat.dynamo import constant_in_graphs, outside_inference
+from ..compat.constants import constant_in_graphs
+from ..compat.dynamo import outside_inference
 from ..compat.names import operator_name
 from ..compat.pytorch import is_recorded
 from ..dispatch.call import ChosenBlocks

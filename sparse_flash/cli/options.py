@@ -14,7 +14,8 @@ from .console import user_errors
 
 def _import_files(paths: list[Path] | None) -> list[Path] | None:
     """Imports Python files as modules of their names. Their own imports are found in their folders too."""
-    import sparse_flash.names  # noqa: F401  (the built-in patterns, before the user's own)
+    import sparse_flash.choosers.built_in
+    import sparse_flash.patterns  # noqa: F401  (what is built in, before the user's own)
 
     for path in paths or ():
         with user_errors():

@@ -4,24 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from types import FunctionType
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 
 FUNCTION = TypeVar("FUNCTION", bound=Callable)
-
-
-def constant_in_graphs(function: FUNCTION) -> FUNCTION:
-    """Decorator: torch.compile calls the function while tracing and treats its result as a constant of the graph. This is the mark
-    that torch.compiler.assume_constant_result sets."""
-
-    def call(*args):  # torch.compile looks through caches, but not through a function
-        return function(*args)
-
-    marked: Any = function if isinstance(function, FunctionType) else wraps(function)(call)
-    marked._dynamo_marked_constant = True
-    return marked
 
 
 def outside_inference(function: FUNCTION) -> FUNCTION:

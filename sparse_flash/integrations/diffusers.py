@@ -29,7 +29,8 @@ from torch.overrides import TorchFunctionMode
 
 from ..api.arguments import check_precision
 from ..api.attention import attention
-from ..compat.dynamo import constant_in_graphs, outside_graphs
+from ..compat.constants import constant_in_graphs
+from ..compat.dynamo import outside_graphs
 from ..masks.block_mask import BlockMask
 from ..masks.cache import compile_cached, to_traceable
 from ..masks.chooser import has_choosers

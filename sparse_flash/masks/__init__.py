@@ -1,4 +1,2 @@
 """From a pattern to its table: notation, algebra, compiler, BlockMask. Knows positions and blocks, but not calls, back ends or
 kernels."""
-
-from . import methods as methods  # completes BlockMask

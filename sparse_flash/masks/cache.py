@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..compat.captured import state_of
-from ..compat.dynamo import constant_in_graphs
+from ..compat.constants import constant_in_graphs
 from ..compat.names import PACKAGE
 from ..compat.pytorch import WeakIdKeyDictionary, fake_mode, is_recorded, plain_tensors
 from . import from_flex

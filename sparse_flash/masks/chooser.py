@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
-from ..compat.dynamo import constant_in_graphs
+from ..compat.constants import constant_in_graphs
 from .fields import Positive, Share, set_fields
 from .fit import named_len
 from .grid import BlockGrid

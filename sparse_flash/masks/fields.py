@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, Union, get_ar
 
 import numpy as np
 
-from ..compat.dynamo import constant_in_graphs
+from ..compat.constants import constant_in_graphs
 from .memory import cached_until_cleared
 
 # The end of an unbounded run: past every position, and far enough from 2^63 to add positions to.

@@ -6,7 +6,7 @@ import warnings
 
 import numpy as np
 
-from ..compat.dynamo import constant_in_graphs
+from ..compat.constants import constant_in_graphs
 from .memory import cached_until_cleared
 from .parsing import parse
 from .pattern import Pattern, PerHead, layout_of, own_name, short_text

@@ -6,7 +6,7 @@ import inspect
 import re
 from typing import Any
 
-from ..compat.dynamo import constant_in_graphs
+from ..compat.constants import constant_in_graphs
 from . import spec
 from .memory import cached_until_cleared
 from .pattern import And, Or, Pattern

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NoReturn, TypeAlias
 
 import numpy as np
 
-from ..compat.dynamo import constant_in_graphs
+from ..compat.constants import constant_in_graphs
 from . import spec
 from .fields import check_fields, have_all_limits, set_fields
 from .grid import BlockGrid, BlockRuns, SparseMatrix

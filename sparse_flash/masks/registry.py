@@ -10,7 +10,7 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import TypeVar
 
-from ..compat.dynamo import constant_in_graphs
+from ..compat.constants import constant_in_graphs
 from ..compat.names import PACKAGE
 from . import spec
 from .memory import clear_memories

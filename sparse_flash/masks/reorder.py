@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..compat.dynamo import constant_in_graphs
+from ..compat.constants import constant_in_graphs
 from ..compat.pytorch import is_plain_eager
 from .cache import fake_tensors_if_needed, keep_if_captured, run_in_thread
 from .memory import cached_until_cleared

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..compat.dynamo import constant_in_graphs
+from ..compat.constants import constant_in_graphs
 from ..compat.names import operator_name
 from ..compat.pytorch import is_plain_eager
 from ..kernels.common.streams import current_device

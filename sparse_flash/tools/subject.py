@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..masks import methods as methods  # completes BlockMask
 from ..masks.block_mask import BlockMask
 from ..masks.build import with_coarse
 from ..masks.cache import as_block_mask

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, cast
 import torch
 
 from ..compat.captured import check_parameters, learned
-from ..compat.dynamo import constant_in_graphs
+from ..compat.constants import constant_in_graphs
 from ..compat.pytorch import is_plain_eager
 
 LENGTHS = ("q_starts", "q_lens", "kv_starts", "kv_lens")

@@ -201,6 +201,25 @@ def test_programs_other_than_the_command_have_all_names_and_operators_at_import(
     assert done.stdout.strip() == "True True"
 
 
+@pytest.mark.parametrize(
+    "arguments, unloaded",
+    [
+        (["--help"], "torch"),
+        (["patterns"], "torch"),
+        (["show", "causal", "-n", "64"], "triton sparse_flash.names sparse_flash.api sparse_flash.backends sparse_flash.parallel"),
+    ],
+    ids=str,
+)
+def test_looking_loads_no_more_than_it_needs(arguments, unloaded):
+    """In a process of the command, where the package leaves its names for later."""
+    program = (
+        f"import sys; sys.argv = ['sparse-flash', *{arguments}]; from sparse_flash.cli import main\n"
+        f"try: main()\nfinally: print('loaded:', sorted(set({unloaded.split()}) & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("loaded: []\n") and len(done.stdout) > 500, done.stdout
+
+
 def test_show_draws_tokens_at_small_lengths_and_blocks_at_large_ones(tmp_path):
     small = invoke("show", "causal", "-n", "8").output
     assert "████████········" in small and "(tokens)" in small

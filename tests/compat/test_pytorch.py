@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from sparse_flash.compat import dynamo, pytorch
+from sparse_flash.compat import constants, dynamo, pytorch
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ def test_a_condition_that_is_false_fails_where_it_is_known_and_compiled_code_kee
 def test_a_function_marked_constant_is_called_while_a_graph_is_traced_and_not_looked_into():
     calls = []
 
-    @dynamo.constant_in_graphs
+    @constants.constant_in_graphs
     def number():
         calls.append(1)
         return __import__("math").pi  # an import, which cannot be traced

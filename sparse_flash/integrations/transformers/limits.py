@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from ...compat.dynamo import constant_in_graphs
+from ...compat.constants import constant_in_graphs
 from ...masks.memory import cached_until_cleared
 from ...masks.parsing import parse, text_of
 from ...masks.pattern import And, Pattern
