@@ -14,11 +14,26 @@ import random
 from itertools import pairwise
 from pydoc_data.topics import topics
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import sparse_flash as sf
-from sparse_flash.integrations.transformers import use_sparse_flash
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    """The arguments of the command line, or those given."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", help="a folder, or a name on the Hugging Face hub")
+    parser.add_argument("masks", nargs="*", help="spec text of more masks, for all layers")
+    parser.add_argument("--gguf", help="the file in the folder, if it is of this kind; needs the package gguf")
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--window", type=int, default=512)
+    return parser.parse_intermixed_args(words)
+
+
+if __name__ == "__main__":
+    GIVEN = parse()  # a mistake is reported before the imports below, which take seconds
+
+import torch  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+
+import sparse_flash as sf  # noqa: E402
+from sparse_flash.integrations.transformers import use_sparse_flash  # noqa: E402
 
 CITIES = ("Paris", "Tokyo", "Cairo", "Lima", "Oslo")
 
@@ -87,14 +102,7 @@ def compare(model, encode, tokens: int, window: int, count: int = 4, masks: tupl
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", help="a folder, or a name on the Hugging Face hub")
-    parser.add_argument("masks", nargs="*", help="spec text of more masks, for all layers")
-    parser.add_argument("--gguf", help="the file in the folder, if it is of this kind; needs the package gguf")
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--window", type=int, default=512)
-    given = parser.parse_args()
+def main(given: argparse.Namespace) -> None:
     files = {} if given.gguf is None else {"gguf_file": given.gguf}
     tokenizer = AutoTokenizer.from_pretrained(given.model, **files)
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32, **files).eval()
@@ -104,4 +112,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(GIVEN)

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -274,6 +275,18 @@ def test_a_hugging_face_model_learns_to_copy_under_its_masks_and_generates_so():
     loss, right = load("huggingface").main(steps=120)
     # A random piece of 64, which cannot be predicted, and two copies of it: log(49) on 63 of 191 predictions.
     assert loss < 1.1 * math.log(49) * 63 / 191 + 0.05 and right > 0.9
+
+
+def test_the_commands_of_the_pretrained_example_are_read_and_mistakes_are_reported_before_imports(monkeypatch):
+    pytest.importorskip("transformers")
+    example = load("pretrained")
+    commands = [line for line in example.__doc__.splitlines() if "examples/pretrained.py" in line]
+    first, second = (example.parse(shlex.split(line)[2:]) for line in commands)
+    assert first.window == 512 and second.gguf == "model.gguf" and second.masks == ["causal & (local(256) | sinks(64))"]
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr(sys, "argv", ["pretrained.py", "folder", "--tokens", "many"])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(example.__file__, run_name="__main__")
 
 
 def test_a_pretrained_model_is_measured_by_its_loss_on_text_and_by_what_it_recalls(capsys):
