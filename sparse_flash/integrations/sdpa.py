@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 
+from ..api.arguments import check_types
 from ..api.attention import attention
 from ..masks.block_mask import BlockMask
 from ..masks.pattern import Pattern
@@ -32,24 +33,24 @@ def scaled_dot_product_attention(
     heads; value may have another head_dim.
     attn_mask: a bool tensor, True where a pair is kept, of two to four dimensions that broadcast to (batch, heads, q_len, kv_len).
     Each call turns it into a table by scanning all its pairs on the host; if it stays the same, call ``BlockMask.from_dense`` once
-    instead. Or a mask of this library, aligned as in ``attention``.
+    instead. Or ``torch.nn.attention.bias.causal_lower_right`` or ``causal_upper_left`` of these lengths, or a mask of this library,
+    aligned as in ``attention``.
     is_causal: each query sees the keys up to its own index, counted from the first, as in PyTorch; requires as many queries as
-    keys.
+    keys, as does ``causal_upper_left``.
 
     dropout_p: as in PyTorch, but the same seed drops different pairs.
 
-    Raises ValueError for float masks, for causal calls of unequal lengths, and for shapes that do not fit.
+    Raises ValueError for float masks, for causal calls of unequal lengths, and for shapes that do not fit; TypeError for nested
+    tensors and other subclasses as masks.
     """
+    check_types(query, key, value)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
             raise ValueError(f"{name} must have shape (batch, heads, tokens, head_dim); got {tuple(tensor.shape)}")
     if is_causal and attn_mask is not None:
         raise ValueError("attn_mask and is_causal were both given; say 'causal & ...' in the mask")
-    if is_causal and query.shape[-2] != key.shape[-2]:
-        raise ValueError(
-            f"is_causal counts queries from the first key in PyTorch, which leaves keys unseen if lengths differ; got "
-            f"{query.shape[-2]} queries and {key.shape[-2]} keys; attn_mask='causal' aligns the last query with the last key"
-        )
+    if is_causal:
+        _check_upper_left("is_causal", query.shape[2], key.shape[2])
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise ValueError(f"query has {query.shape[1]} heads and key {key.shape[1]}; pass enable_gqa=True to share key heads")
     if isinstance(attn_mask, torch.Tensor):
@@ -58,9 +59,19 @@ def scaled_dot_product_attention(
     return attention(query, key, value, mask, scale=scale, dropout_p=dropout_p)  # type: ignore[return-value]  # a tuple with return_lse
 
 
-def _convert_mask(kept: torch.Tensor, wanted: tuple[int, ...]) -> BlockMask | None:
-    """Returns the table of a tensor that broadcasts to wanted, (batch, heads, q_len, kv_len); None if there are no pairs. A mask
+def _check_upper_left(name: str, q_len: int, kv_len: int) -> None:
+    if q_len != kv_len:
+        raise ValueError(
+            f"{name} counts queries from the first key in PyTorch, which leaves keys unseen if lengths differ; got {q_len} queries "
+            f"and {kv_len} keys; attn_mask='causal' aligns the last query with the last key"
+        )
+
+
+def _convert_mask(kept: torch.Tensor, wanted: tuple[int, ...]) -> BlockMask | str | None:
+    """Returns the mask of a tensor that broadcasts to wanted, (batch, heads, q_len, kv_len); None if there are no pairs. A mask
     that batch entries or heads share is stored once."""
+    if type(kept) not in (torch.Tensor, torch.nn.Parameter) or kept.is_nested or kept.layout is not torch.strided:
+        return _convert_bias(kept, *wanted[2:])
     if kept.dtype != torch.bool:
         raise ValueError(f"attn_mask must be bool, True where a pair is kept; got {kept.dtype}, which is added to scores")
     shape = (1,) * (4 - kept.dim()) + tuple(kept.shape)
@@ -70,3 +81,19 @@ def _convert_mask(kept: torch.Tensor, wanted: tuple[int, ...]) -> BlockMask | No
             "to four dimensions, each 1 or that of the call, counted from the last"
         )
     return None if 0 in wanted else BlockMask.from_dense(kept.view(shape).expand(-1, -1, *wanted[2:]))
+
+
+def _convert_bias(bias: torch.Tensor, q_len: int, kv_len: int) -> str:
+    from torch.nn.attention.bias import CausalBias, CausalVariant  # at the first such mask, as it imports torch.compile
+
+    if not isinstance(bias, CausalBias):
+        kind = "nested tensor" if bias.is_nested else f"{type(bias).__name__} of layout {bias.layout}"
+        raise TypeError(f"attn_mask must be a plain bool tensor, True where a pair is kept; got a {kind}; make it dense first")
+    if (bias.seq_len_q, bias.seq_len_kv) != (q_len, kv_len):
+        raise ValueError(
+            f"attn_mask must be of {q_len} queries and {kv_len} keys; got a causal bias of {bias.seq_len_q} and {bias.seq_len_kv}; "
+            f"make it for these, or pass attn_mask='causal'"
+        )
+    if bias.variant == CausalVariant.UPPER_LEFT:
+        _check_upper_left("causal_upper_left", q_len, kv_len)
+    return "causal"

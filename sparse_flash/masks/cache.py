@@ -53,6 +53,8 @@ def _suggest_fix(mask: object) -> str:
     """How to make a mask of another type; empty if there is no advice."""
     if any(base.__module__.endswith((".masks.pattern", ".masks.block_mask")) for base in type(mask).__mro__):
         return f" of {type(mask).__module__}, another copy of the package than {PACKAGE}; pass spec text, or make the mask here"
+    if type(mask).__name__ == "CausalBias":
+        return "; use 'causal', which aligns the last query with the last key"
     if isinstance(mask, torch.Tensor):
         return "; use BlockMask.from_dense for a bool tensor of pairs, from_blocks for one of blocks"
     if type(mask).__name__ == "BlockSelection":  # its module imports this one

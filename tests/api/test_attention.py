@@ -13,6 +13,7 @@ from accepted import fitted, shapes
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from oracle import BACKENDS, DEVICE, LAYOUTS, check, make_call, require, tensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -405,6 +406,7 @@ BAD_ARGUMENTS = [
     ({"mask": "causal & lokal(3)"}, ValueError, r"unknown pattern 'lokal'.*local"),
     ({"mask": "causal &"}, ValueError, r"causal &"),
     ({"mask": torch.ones(100, 100)}, TypeError, r"a mask must be a Pattern, .*; got Tensor; use BlockMask.from_dense"),
+    ({"mask": causal_lower_right(100, 100)}, TypeError, r"got CausalBias; use 'causal'"),
     ({"mask": ["causal"]}, TypeError, r"a mask must be a Pattern, .*; got list; use per_head for a pattern of each head"),
     ({"mask": sf.causal}, TypeError, r"a mask must be a Pattern, .*; got type Causal itself; call it"),
     ({"mask": lambda q, kv: q > kv}, TypeError, r"a mask must be a Pattern, .*; got function; use from_mask_fn"),

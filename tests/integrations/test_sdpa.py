@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import sparse_flash as sf
 from sparse_flash.integrations.sdpa import scaled_dot_product_attention
@@ -33,6 +34,8 @@ CALLS = {
     "mask of keys alone": (tensors(), {"attn_mask": masked(2, 1, 1, 150)}),
     "mask without a batch": (tensors(130, 200), {"attn_mask": masked(4, 130, 200)}),
     "mask of heads and keys": (tensors(), {"attn_mask": masked(4, 1, 150)}),
+    "causal from the last key": (tensors(70, 200), {"attn_mask": causal_lower_right(70, 200)}),
+    "causal from the first key": (tensors(), {"attn_mask": causal_upper_left(150, 150)}),
     "mask of queries alone": (tensors(70, 200), {"attn_mask": torch.ones(70, 1, dtype=torch.bool)}),
 }
 
@@ -76,11 +79,17 @@ def test_masks_of_this_library_are_taken_as_well():
         (tensors(), {"attn_mask": masked(150, 149)}, r"must broadcast to .*; got \(150, 149\)"),
         (tensors(), {"attn_mask": masked(149)}, r"must broadcast to .*; got \(149,\)"),
         (tensors(), {"attn_mask": masked(1, 2, 4, 150, 150)}, r"must broadcast to"),
+        (tensors(70, 200), {"attn_mask": causal_upper_left(70, 200)}, "causal_upper_left counts .*attn_mask='causal' aligns"),
+        (tensors(), {"attn_mask": causal_lower_right(70, 200)}, "150 queries and 150 keys; got a causal bias of 70 and 200"),
+        (tensors(), {"attn_mask": masked(150, 150).to_sparse()}, "plain bool tensor.*got a Tensor of layout torch.sparse"),
+        (tensors(), {"attn_mask": torch.nested.nested_tensor([masked(9, 9), masked(8, 8)])}, "got a nested tensor; make it dense"),
+        (tensors(), {"attn_mask": torch.masked.masked_tensor(*2 * [masked(9, 9)])}, "got a MaskedTensor"),
+        ([torch.nested.nested_tensor([tensors()[0][0]])] * 3, {}, "got a nested tensor.*go to sparse_flash.attention_varlen"),
         ([t[0] for t in tensors()], {}, r"query must have shape .*; got \(4, 150, 16\)"),
     ],
 )
 def test_what_is_not_carried_is_refused_with_the_way_out(inputs, options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         scaled_dot_product_attention(*inputs, **options)
 
 
