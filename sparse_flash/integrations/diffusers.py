@@ -305,11 +305,13 @@ def _find_model(transformer) -> tuple[Any, _ModelParts]:
                 raise ValueError(f"{cls.__name__} orders and masks its tokens by itself; set attention_type in its config")
             if cls.__name__ in _MODELS:
                 return module, _MODELS[cls.__name__]
-    raise ValueError(
-        f"transformer must be one of {', '.join(_MODELS)}; got {type(transformer).__name__}; for others set attention processors "
-        "that call layout.to_tiles(x, dim) for q, k and v, sparse_flash.attention under a pattern of the layout, and "
-        "layout.to_raster(out, dim)"
+    way_out = (
+        "for others set attention processors that call layout.to_tiles(x, dim) for q, k and v, sparse_flash.attention under a "
+        "pattern of the layout, and layout.to_raster(out, dim)"
     )
+    if any(cls.__module__.startswith("transformers.") for module in transformer.modules() for cls in type(module).__mro__):
+        way_out = "call use_sparse_flash of sparse_flash.integrations.transformers for a model of Transformers"
+    raise ValueError(f"transformer must be one of {', '.join(_MODELS)}; got {type(transformer).__name__}; {way_out}")
 
 
 def _check_numbers(name: str, numbers: Any) -> frozenset[int]:

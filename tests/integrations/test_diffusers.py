@@ -504,9 +504,15 @@ class Kandinsky5Transformer3DModel(torch.nn.Module):
     pass
 
 
+def llama():
+    transformers = pytest.importorskip("transformers")
+    return transformers.LlamaModel(transformers.LlamaConfig(hidden_size=32, num_hidden_layers=0, vocab_size=9))
+
+
 BAD = {
     "a pipeline": (lambda model: use_sparse_flash(object(), "layout"), TypeError, "such as pipe.transformer"),
     "unknown": (lambda model: use_sparse_flash(torch.nn.Linear(1, 1), "layout"), ValueError, "must be one of Wan.*to_tiles"),
+    "of Transformers": (lambda model: use_sparse_flash(torch.nn.Sequential(llama()), "layout"), ValueError, "integrations.transf"),
     "kandinsky": (lambda model: use_sparse_flash(Kandinsky5Transformer3DModel(), "layout"), ValueError, "by itself"),
     "no layout": (lambda model: use_sparse_flash(model, "local(64)"), ValueError, "where the layout of the video goes"),
     "a misspelt pattern": (lambda model: use_sparse_flash(model, "tile_windo(layout, 3)"), ValueError, "tile_window"),

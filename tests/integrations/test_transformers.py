@@ -659,6 +659,11 @@ def test_a_module_that_does_not_hold_one_model_is_refused():
     with pytest.raises(TypeError, match=r"model must be a PreTrainedModel, or hold one.*got Linear, which holds none"):
         use_sparse_flash(torch.nn.Linear(2, 2))
     both = torch.nn.ModuleList(twins("llama"))
+    video, pipeline = type("Video", (torch.nn.Module,), {"__module__": "diffusers.models"})(), type("Pipeline", (), {})()
+    type(pipeline).__module__ = "diffusers.pipelines"
+    for one in (video, torch.nn.Sequential(video), pipeline):
+        with pytest.raises(TypeError, match=r"call use_sparse_flash\(pipe.transformer, spec\) of .*integrations.diffusers"):
+            use_sparse_flash(one)
     with pytest.raises(TypeError, match=r"got ModuleList, which holds LlamaForCausalLM and LlamaForCausalLM; pass the one"):
         use_sparse_flash(both, PATTERN)
 
