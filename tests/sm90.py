@@ -49,6 +49,7 @@ FLOATS = {"scale", "score_scale", "dropout_p"}
 FLOAT_POINTERS = {"lse_ptr", "dlse_ptr", "delta_ptr", "split_out", "split_lse", "split_results", "k_scale", "v_scale"}
 INT_POINTERS = {"mask_index", "row_ptr", "row_split", "row_order", "col_ptr", "col_split", "col_order", "col_idx", "row_idx"}
 INT_POINTERS |= {"tile_idx", "col_tile_idx", "tile_runs", "tile_bits", "work", "counters", "arrived", "kv_lens", "block_table"}
+INT_POINTERS.add("kv_starts")
 HALF_POINTERS = {"q_ptr", "k_ptr", "v_ptr", "out_ptr"}
 TARGET = GPUTarget("cuda", 90, 32)
 
@@ -200,7 +201,7 @@ def compiled_for_decoding(
     constants |= {"TILE_M": config.tile_m, "TILE_N": config.tile_n, "ROWS": rows}
     constants |= {"COMBINED": decode.combined_at_a_time(rows, dim_v), "SPLIT": True, "SPARSE": sparse}
     constants |= {"TABLE_BLOCK": 128 if sparse else config.tile_n, "CAUSAL": q_len > 1 and not sparse, "SEVERAL": q_len > 1}
-    constants |= {"AT_END": True, "HAS_LENS": True, "PAGE": page}
+    constants |= {"AT_END": True, "HAS_LENS": True, "HAS_STARTS": page == 0, "PAGE": page}
     constants["VECTOR"] = 16 if scales else 4 if dtype == "fp32" else 8
     constants |= {"SCALED": scales is not None, "BY_TOKEN": scales == "of tokens"}
     types = dict.fromkeys(HALF_POINTERS, f"*{dtype}") | (dict.fromkeys(("k_ptr", "v_ptr"), "*fp8e4nv") if scales else {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 
@@ -35,6 +36,7 @@ def attention_decode(
     mask: BlockMask | BlockSelection | Pattern | str | None = None,
     *,
     kv_lens: torch.Tensor | None = None,
+    kv_starts: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
@@ -53,27 +55,27 @@ def attention_decode(
     kv_lens: (batch,) int32 or int64 on the device of q, the token count of each sequence; None: the capacity. A length past the
     capacity counts as the capacity, a negative one as 0; on a CPU a negative one raises ValueError. Cache contents past a length
     are never used, not even NaN.
+    kv_starts: (batch,) int32 or int64 on the device of q, the index of each sequence's first token in a cache without pages, padded
+    before it; None, or negative: 0. Positions count from there, kv_lens from the cache's first token.
     block_table: (batch, pages of a sequence) int32 or int64 on the device of q: token t of sequence b is in page
     ``block_table[b, t // page_size]``. The capacity is page_size times the pages of a sequence; entries past a length are not
-    read. (Kernels read int32: int64 is cast in each call.)
+    read.
     k_scale, v_scale: given if and only if k and v are of torch.float8_e4m3fn. A key is what k holds times its scale, a value what v
     holds times its own. float32 on the device of q, of shape (batch, kv_heads), or with pages (pages, kv_heads); with the
-    cache's third dimension as well, each token has a scale. A size of 1 serves all. The names are those of vLLM and FlashInfer;
-    FlashAttention-3 says k_descale and v_descale. q is of another dtype, as ever; products are in float32 if q is, otherwise in
+    cache's third dimension as well, each token has a scale. A size of 1 serves all. Products are in float32 if q is, otherwise in
     float16, which holds e4m3 exactly.
     mask: a Pattern or its spec text, which must fit a sequence of the capacity if kv_lens is None, and on a CPU the lengths in
-    kv_lens; None for dense attention, in which all queries see all keys; or a BlockMask, square as for
-    training, covering at least the capacity; or a BlockSelection, the blocks of the cache that these queries picked, by
-    ``topk_blocks`` or otherwise, without ``always``. Query i has position ``kv_lens[b] - q_len + i``; a key's position is its
-    index in the sequence. A query at a negative position keeps nothing.
+    kv_lens; None for dense attention, in which all queries see all keys; a BlockMask, square and covering the capacity; or a
+    BlockSelection, the blocks of the cache that these queries picked, without ``always`` and kv_starts. Query i has position
+    ``kv_lens[b] - kv_starts[b] - q_len + i``; a key's position is its index in the sequence. A query at a negative position
+    keeps nothing.
     scale: positive; 1 / sqrt(head_dim) by default. return_lse: also return lse, as in ``attention``.
     backend: as for ``attention``; "hopper" and "triton" share one kernel here. Of a BlockSelection they and "torch" read the picked
     blocks and no others, so attention costs no more as the cache grows.
 
     Returns out, like q but with v's head_dim, or (out, lse). A query that keeps nothing has out 0 and lse -inf. The batch, the
     queries and the cache may be empty. Raises ValueError for arguments that do not fit together and for tensors that require a
-    gradient, TypeError for wrong types. There is no autocast: the caller casts q to the dtype of a
-    cache that is not e4m3.
+    gradient, TypeError for wrong types. There is no autocast: the caller casts q to the dtype of a cache that is not e4m3.
 
     A pattern is compiled once, to the square table of the capacity rounded up by at most an eighth; each call reads the rows of its
     queries, so a cache that grows within its capacity compiles nothing. No call synchronizes with the device, and a CUDA graph may
@@ -84,7 +86,7 @@ def attention_decode(
     """
     check_types(q, k, v)
     check_decoding_tensors(q, k, v, block_table)
-    kv_lens, block_table = check_cache_lengths(q, k.shape[2], kv_lens, block_table)
+    kv_lens, kv_starts, block_table = check_cache_lengths(q, k.shape[2], kv_lens, kv_starts, block_table)
     k_scale, v_scale = check_cache_scales(q, k, k_scale, v_scale, block_table)
     scale = resolve_scale(scale, q.shape[3])
     capacity = backends.cache_capacity(k, block_table)
@@ -94,12 +96,14 @@ def attention_decode(
         _check_empty_call(mask, capacity, q, backend)
         out, lse = operators.make_empty_results(q, k[:0].to(q.dtype), v[:0].to(q.dtype), None)
     elif isinstance(mask, BlockSelection):
+        if kv_starts is not None:
+            raise ValueError("kv_starts must be None with a selection, whose blocks start with the cache; got both")
         out, lse = _decode_selection(q, k, v, mask, capacity, kv_lens, block_table, scale, backend, (k_scale, v_scale))
     else:
-        mask, is_causal = _resolve_mask(mask, capacity, q, kv_lens)
+        mask, is_causal = _resolve_mask(mask, capacity, q, kv_lens, kv_starts)
         name = backends.choose_backend(backend, backends.Call.from_tensors(q, k, v, None if mask is None else mask.block_size))
         call = q, k, v, mask, kv_lens, block_table, is_causal, scale, name
-        out, lse = operators.attention_decode(*call, k_scale, v_scale)
+        out, lse = operators.attention_decode(*call, k_scale, v_scale, kv_starts)
     return (out, lse) if return_lse else out
 
 
@@ -156,7 +160,7 @@ def can_decode(q: torch.Tensor, k: torch.Tensor) -> bool:
 
 
 def _resolve_mask(
-    mask: BlockMask | Pattern | str | None, capacity: int, q: torch.Tensor, kv_lens: torch.Tensor | None = None
+    mask: BlockMask | Pattern | str | None, capacity: int, q: torch.Tensor, kv_lens: Any, kv_starts: Any
 ) -> tuple[BlockMask | None, bool]:
     """(the square mask or None, whether attention without one is causal)."""
     if mask is None:
@@ -175,10 +179,12 @@ def _resolve_mask(
             check_decoding_mask(table, capacity, q)
         return table, is_causal
     if (named := parse_if_names_tokens(mask)) is not None:
-        if kv_lens is None:
+        if kv_lens is kv_starts is None:
             check_fit(named, q.shape[2], capacity)
-        elif kv_lens.device.type == "cpu" and is_plain_eager(kv_lens):
-            for kv_len in {min(kv_len, capacity) for kv_len in kv_lens.tolist() if kv_len}:
+        elif q.device.type == "cpu" and is_plain_eager(q):
+            ends = torch.full((1,), capacity) if kv_lens is None else kv_lens.clamp(max=capacity)
+            counts = ends if kv_starts is None else ends - kv_starts.clamp(min=0)
+            for kv_len in set(counts[counts > 0].tolist()):
                 check_fit(named, min(q.shape[2], kv_len - 1), kv_len)  # fewer than keys, as later tokens may be yet to come
     table, is_causal = _compiled(mask, length, q.device)
     if table is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 
 from .. import backends
@@ -10,6 +12,7 @@ from ..variant.variant import check_same_device, int32_lengths
 from .arguments import check_alike, check_dtype, check_head_groups, check_mask_fits
 
 MAX_QUERIES = 64  # per sequence
+_Integers: TypeAlias = torch.Tensor | None
 
 
 def check_decoding_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_table: torch.Tensor | None) -> None:
@@ -89,22 +92,24 @@ def _check_cache_scale(name: str, scale: object, x: torch.Tensor, q: torch.Tenso
 
 
 def check_cache_lengths(
-    q: torch.Tensor, page_size: int, kv_lens: torch.Tensor | None, block_table: torch.Tensor | None
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """(kv_lens, block_table) of ``attention_decode``, both in int32."""
+    q: torch.Tensor, page_size: int, kv_lens: _Integers, kv_starts: _Integers, block_table: _Integers
+) -> tuple[_Integers, _Integers, _Integers]:
+    """(kv_lens, kv_starts, block_table) of ``attention_decode``, all in int32."""
     batch = q.shape[0]
-    if kv_lens is not None:
-        kv_lens = _check_integers("kv_lens", kv_lens, q)
-        if tuple(kv_lens.shape) != (batch,):
-            raise ValueError(f"kv_lens must have shape ({batch},), a length for each sequence; got {tuple(kv_lens.shape)}")
-        kv_lens = int32_lengths("kv_lens", kv_lens)
+    for name, given in (("kv_lens", kv_lens), ("kv_starts", kv_starts)):
+        if given is not None and tuple(_check_integers(name, given, q).shape) != (batch,):
+            raise ValueError(f"{name} must have shape ({batch},), a number for each sequence; got {tuple(given.shape)}")
+    kv_lens = None if kv_lens is None else int32_lengths("kv_lens", kv_lens)
+    kv_starts = None if kv_starts is None else int32_lengths("kv_starts", kv_starts, page_size)
+    if kv_starts is not None and block_table is not None:
+        raise ValueError("kv_starts must be None with a block_table; got both; leave pages before a sequence out of its row")
     if block_table is not None:
         block_table = _check_integers("block_table", block_table, q).to(torch.int32)
         if block_table.dim() != 2 or block_table.shape[0] != batch or block_table.shape[1] == 0:
             raise ValueError(f"block_table must have shape ({batch}, pages of a sequence); got {tuple(block_table.shape)}")
         if page_size & (page_size - 1):
             raise ValueError(f"page_size, the third dimension of k, must be a power of two; got {page_size}")
-    return kv_lens, block_table
+    return kv_lens, kv_starts, block_table
 
 
 def _check_integers(name: str, tensor: object, q: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ A back end is a module of this package with five functions:
     why_unavailable() -> str | None       why it cannot run anything on this machine, or None
     forward(q, k, v, mask, scale, deterministic, variant) -> (out, lse)
     backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant) -> (dq, dk, dv)
-    decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale) -> (out, lse)
+    decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale, kv_starts) -> (out, lse)
 
 q: (batch, heads, q_len, head_dim). k: (batch, kv_heads, kv_len, head_dim), kv_heads dividing heads. v: like k, but may have its own
 head_dim. mask: a BlockMask, or None for dense attention. variant: a ``Variant``, or None. out: (batch, heads, q_len, v's head_dim),
@@ -18,7 +18,7 @@ decode: the queries are the last of each sequence; mask is square and covers the
 number of existing keys of each sequence, or None for all. block_table: (batch, pages of a sequence) int32 into k and v of shape
 (pages, kv_heads, page_size, head_dim), or None. causal: without a mask, no query sees a key later than its own. k_scale, v_scale:
 if k and v are e4m3, what their tokens are multiplied by, float32 of the shape of k without head_dim, with the same strides: 1 for
-tokens, or 0 if one scale serves all tokens of a head and page or batch entry; otherwise None.
+tokens, or 0 if one scale serves all tokens of a head and page or batch entry; otherwise None. kv_starts: (batch,) int32 or None.
 ``attention_decode`` in ``decode.py`` documents the rest.
 
 A back end that supports ``EIGHT_BITS``, which no other feature accompanies, has a sixth:

@@ -107,7 +107,7 @@ class _Matrix:
         self.weights = self.probabilities * self.dropout
 
 
-def decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale):
+def decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale, kv_starts):
     """(out, lse), one query of one head at a time, over the keys that the mask's definition keeps for it."""
     batch, heads, q_len, _ = q.shape
     group = heads // k.shape[1]
@@ -115,8 +115,9 @@ def decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale)
     lse = q.new_full((batch, heads, q_len), float("-inf"), dtype=compute_dtype(q))
     k, v = dequantized(k, k_scale, torch.float64), dequantized(v, v_scale, torch.float64)
     for sequence in range(batch):
-        keys, values = (_sequence(t, block_table, sequence) for t in (k, v))
-        length = keys.shape[1] if kv_lens is None else min(max(int(kv_lens[sequence]), 0), keys.shape[1])
+        first = 0 if kv_starts is None else max(int(kv_starts[sequence]), 0)
+        keys, values = (_sequence(t, block_table, sequence)[:, first:] for t in (k, v))
+        length = keys.shape[1] if kv_lens is None else min(max(int(kv_lens[sequence]) - first, 0), keys.shape[1])
         for head in range(heads):
             for query in range(max(0, q_len - length), q_len):
                 position = length - q_len + query

@@ -136,16 +136,18 @@ def _can_use_aten(q, v, variant) -> bool:
     return q.device.type == "cpu" and variant is None and q.shape[3] == v.shape[3]
 
 
-def decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale):
+def decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale, kv_starts):
     """(out, lse). Reads only the keys that some query keeps. See the package's docstring."""
     batch, heads, q_len, _ = q.shape
     capacity = cache_capacity(k, block_table)
     out, lse = empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=compute_dtype(q))
     lengths = [capacity] * batch if kv_lens is None else kv_lens.clamp(0, capacity).tolist()
-    for sequence, length in enumerate(lengths):
+    starts = [0] * batch if kv_starts is None else kv_starts.clamp(0, capacity).tolist()
+    for sequence, (first, end) in enumerate(zip(starts, lengths, strict=True)):
+        length = max(0, end - first)
         for group_heads, key_heads, head in _heads_by_mask(mask, sequence, heads, k.shape[1]):
             tokens, kept = _kept_tokens(mask, sequence, head, q_len, length, causal, q.device)
-            read = partial(_read_cache, key_heads=key_heads, block_table=block_table, sequence=sequence, tokens=tokens)
+            read = partial(_read_cache, key_heads=key_heads, first=first, block_table=block_table, sequence=sequence, tokens=tokens)
             keys, values = (dequantized(x, of_x, lse.dtype, read) for x, of_x in ((k, k_scale), (v, v_scale)))
             queries = q[sequence, group_heads].to(lse.dtype).reshape(len(keys), -1, q.shape[3])
             with without_autocast(q):
@@ -183,9 +185,9 @@ def _kept_tokens(mask, sequence: int, head: int, q_len: int, length: int, causal
     return tokens, kept[:, tokens]
 
 
-def _read_cache(cache, key_heads: slice, block_table, sequence: int, tokens):
-    """(kv_heads, n, head_dim): the given tokens of a sequence. Or their scales, without head_dim."""
-    cache = cache[:, key_heads]
+def _read_cache(cache, key_heads: slice, first: int, block_table, sequence: int, tokens):
+    """(kv_heads, n, head_dim): the given tokens of a sequence, which starts at ``first``. Or their scales, without head_dim."""
+    cache = cache[:, key_heads, first:]
     if block_table is None:
         return cache[sequence, :, tokens]
     page_size = cache.shape[2]

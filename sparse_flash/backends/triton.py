@@ -113,9 +113,9 @@ def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant)
     return attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant)
 
 
-def decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale):
-    kv_lens, block_table = (t if t is None else t.contiguous() for t in (kv_lens, block_table))
-    options = {"kv_lens": kv_lens, "block_table": block_table, "k_scale": k_scale, "v_scale": v_scale}
+def decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale, kv_starts):
+    kv_lens, kv_starts, block_table = (t if t is None else t.contiguous() for t in (kv_lens, kv_starts, block_table))
+    options = {"kv_lens": kv_lens, "kv_starts": kv_starts, "block_table": block_table, "k_scale": k_scale, "v_scale": v_scale}
     return _decode(q, k, v, mask, scale, **options, causal=causal)
 
 

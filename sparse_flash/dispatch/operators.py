@@ -88,14 +88,14 @@ def _to_operator_args(table: BlockMask | ChosenBlocks | str | None, q: torch.Ten
 
 
 def attention_decode(
-    q, k, v, mask: BlockMask | None, kv_lens, block_table, causal: bool, scale: float | None, backend: str, k_scale, v_scale
+    q, k, v, mask: BlockMask | None, kv_lens, block_table, causal: bool, scale: float | None, backend: str, *of_cache
 ):
-    """(out, lse) of a back end that supports the call, for queries against a cache; not differentiable."""
+    """(out, lse) of a back end that supports the call; not differentiable. of_cache: k_scale, v_scale, kv_starts."""
     if is_plain_eager(q, k, v):
-        return backends.get_backend(backend).decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale)
+        return backends.get_backend(backend).decode(q, k, v, mask, kv_lens, block_table, causal, scale, *of_cache)
     refuse_transforms(q, k, v)
     tables, tokens, block_size = ([q], 0, 0) if mask is None else (mask.tensors(), mask.q_len, mask.block_size)
-    return _decode(q, k, v, tables, tokens, block_size, kv_lens, block_table, causal, scale, backend, k_scale, v_scale)
+    return _decode(q, k, v, tables, tokens, block_size, kv_lens, block_table, causal, scale, backend, *of_cache)
 
 
 def refuse_transforms(*tensors) -> None:
@@ -280,12 +280,14 @@ _forward_in_eight_bits.register_fake(_fake_results)
 @_define_operator(
     "attention_decode",
     "Tensor q, Tensor k, Tensor v, Tensor[] tables, SymInt tokens, SymInt block_size, Tensor? kv_lens, Tensor? block_table, "
-    "bool causal, float? scale, str backend, Tensor? k_scale=None, Tensor? v_scale=None",
+    "bool causal, float? scale, str backend, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? kv_starts=None",
 )
-def _decode(q, k, v, tables, tokens, block_size, kv_lens, block_table, causal, scale, backend, k_scale=None, v_scale=None):
+def _decode(
+    q, k, v, tables, tokens, block_size, kv_lens, block_table, causal, scale, backend, k_scale=None, v_scale=None, kv_starts=None
+):
     mask = _restore_mask(tokens, tokens, block_size, tables) if block_size else None
-    scale = q.shape[3] ** -0.5 if scale is None else scale
-    return backends.get_backend(backend).decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale)
+    call = q, k, v, mask, kv_lens, block_table, causal, q.shape[3] ** -0.5 if scale is None else scale
+    return backends.get_backend(backend).decode(*call, k_scale, v_scale, kv_starts)
 
 
 _decode.register_fake(_fake_results)

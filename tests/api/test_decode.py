@@ -189,6 +189,31 @@ def test_a_negative_length_is_an_error_on_a_cpu():
         sf.attention_decode(q, k, k, kv_lens=lens)
 
 
+@parametrize("q_len", [1, 3])
+@parametrize("pattern", [None, "causal", "causal & (local(70) | sinks(3))"])
+@parametrize("backend", ["torch", "triton", "reference"])
+def test_a_sequence_after_padding_is_what_it_is_at_the_front_of_its_cache(backend, pattern, q_len):
+    generator = torch.Generator().manual_seed(0)
+    starts, ends = torch.tensor([0, -4, 37, 150, 200]), torch.tensor([200, 90, 200, 151, 999])
+    q = torch.randn(5, 4, q_len, 16, generator=generator).to(DEVICE, torch.float16)
+    k, v = torch.randn(2, 5, 2, 200, 16, generator=generator).to(DEVICE, torch.float16)
+    scales = 1 + torch.rand(2, 5, 2, 200, generator=generator).to(DEVICE)
+    gone = torch.arange(200, device=DEVICE)[None, None, :, None] < starts[:, None, None, None].to(DEVICE)
+    later = {"kv_starts": starts.to(DEVICE), "kv_lens": ends.to(DEVICE), "backend": backend, "return_lse": True}
+    padded = sf.attention_decode(q, k.masked_fill(gone, float("nan")), v.masked_fill(gone, float("nan")), pattern, **later)
+    # e4m3, with a scale for each token; the interpreter computes it in float16.
+    k8, v8 = k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)
+    scaled = sf.attention_decode(q, k8, v8, pattern, k_scale=scales[0], v_scale=scales[1], **later)
+    for row, (start, end) in enumerate(zip(starts.clamp(min=0).tolist(), ends.clamp(max=200).tolist(), strict=True)):
+        one, front = slice(row, row + 1), (slice(row, row + 1), slice(None), slice(start, end))
+        options = {"backend": backend, "return_lse": True}
+        of_scales = {"k_scale": scales[0][front].contiguous(), "v_scale": scales[1][front].contiguous()}
+        alone = sf.attention_decode(q[one], k[front], v[front], pattern, **options)
+        alone += sf.attention_decode(q[one], k8[front], v8[front], pattern, **of_scales, **options)
+        for ours, theirs in zip((*padded, *scaled), alone, strict=True):
+            torch.testing.assert_close(ours[one], theirs, atol=2e-3, rtol=2e-3)
+
+
 @parametrize("heads, kv_heads", [(1, 1), (6, 6), (6, 2), (8, 1), (40, 1)])
 @parametrize("backend", ["torch", "triton"])
 def test_grouped_heads_share_their_keys(backend, heads, kv_heads):

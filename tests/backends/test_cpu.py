@@ -255,5 +255,5 @@ def test_other_devices_operations_make_no_float64_which_mps_does_not_have(monkey
                 out, lse = torch_backend.forward(q, k, v, mask, 0.2, False, variant)
                 for dlse in (None, lse):
                     torch_backend.backward(out, dlse, q, k, v, out, lse, mask, 0.2, False, variant)
-            torch_backend.decode(q[:, :, -3:], k, v, mask, torch.tensor([70, 9]), None, True, 0.2, None, None)
+            torch_backend.decode(q[:, :, -3:], k, v, mask, torch.tensor([70, 9]), None, True, 0.2, None, None, None)
     assert torch.float32 in types.seen and torch.float64 not in types.seen

@@ -504,6 +504,7 @@ def decode_kernel(
     split_results,
     arrived,
     kv_lens,
+    kv_starts,
     block_table,
     k_scale,
     v_scale,
@@ -547,6 +548,7 @@ def decode_kernel(
     SEVERAL: tl.constexpr,
     AT_END: tl.constexpr,
     HAS_LENS: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
     SPLIT: tl.constexpr,
     PAGE: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -569,6 +571,12 @@ def decode_kernel(
     first_row = tile % row_tiles * TILE_M
     length = tl.maximum(tl.minimum(tl.load(kv_lens + batch), kv_len), 0) if HAS_LENS else kv_len
     of_head = kv_head * scale_head_stride + (batch * scale_page_stride if PAGE == 0 else 0)
+    if HAS_STARTS:  # which pages do not come with
+        start = tl.maximum(tl.load(kv_starts + batch), 0)
+        length = tl.maximum(length - start, 0)
+        k_ptr += start * k_token_stride * VECTOR
+        v_ptr += start * v_token_stride * VECTOR
+        of_head += start if BY_TOKEN else 0
     # fmt: off
     _compute_tile(
         _Queries(q_ptr, q_batch_stride, q_head_stride, q_token_stride, batch, head, kv_head, heads, members, first_row, q_len,
@@ -586,7 +594,8 @@ def decode_kernel(
 
 
 def attention_decode(
-    q, k, v, mask, scale, *, kv_lens=None, block_table=None, k_scale=None, v_scale=None, causal=False, at_end=True, splits=None
+    q, k, v, mask, scale, *,
+    kv_lens=None, kv_starts=None, block_table=None, k_scale=None, v_scale=None, causal=False, at_end=True, splits=None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """out (batch, heads, q_len, v's head_dim) in q's memory order, lse (batch, heads, q_len) float32.
 
@@ -594,24 +603,27 @@ def attention_decode(
     int32, they are (pages, kv_heads, page_size, head_dim), page_size a power of two; v may have its own head_dim. All have a
     contiguous last dimension. k_scale, v_scale: if k and v are e4m3, their scales, float32 of k's shape without head_dim, both of
     the same strides; of tokens 1, or 0 if a page or batch entry has one scale for a head.
-    kv_lens: (batch,) int32, or None: all tokens. at_end: the queries are the last of each sequence, and mask is None or square and
-    covers its tokens; causal: then none of them sees a later key. Otherwise the mask's rows are the queries, and there are neither
-    lengths nor pages. splits: programs that share a tile's keys; by default enough to fill the GPU.
+    kv_lens: (batch,) int32, or None: all tokens. kv_starts: (batch,) int32, or None: each sequence's first token; positions count
+    from there. at_end: the queries are the last of each sequence, and mask is None or square and covers its tokens; causal: then
+    none of them sees a later key. Otherwise the mask's rows are the queries, and there are neither lengths nor pages. splits:
+    programs that share a tile's keys; by default enough to fill the GPU.
     """
-    inputs = [t for t in (q, k, v, kv_lens, block_table, k_scale, v_scale) if t is not None]
+    optional = kv_lens, kv_starts, block_table, k_scale, v_scale
+    inputs = [t for t in (q, k, v, *optional) if t is not None]
 
     def run(recording):
         # Heads of a group with different masks iterate separately.
         apart = mask is not None and mask.mask_index.shape[1] > 1 and mask.by_query.row_ptr.shape[0] > 1
         table = None if mask is None else (mask.block_size, *mask.by_query.row_split.shape[:2], mask.by_query.col_idx.shape[0])
-        plan = _plan(CallShapes.of(q, k, v, kv_lens, block_table, k_scale), table, apart, causal, at_end, splits)
-        out, lse, arguments = plan.arguments(recording, q, k, v, kv_lens, block_table, k_scale, v_scale)
+        shapes = CallShapes.of(q, k, v, kv_lens, block_table, k_scale)
+        plan = _plan(shapes, kv_starts is not None, table, apart, causal, at_end, splits)
+        out, lse, arguments = plan.arguments(recording, q, k, v, *optional)
         *tensors, batch_stride, head_stride = table_arguments(mask, mask and mask.by_query, lse)
         arguments += [TableTensors(*tensors), batch_stride, head_stride, *plan.numbers, scale * LOG2_E.value]
         recording.launch(decode_kernel, (plan.grid, arguments, plan.constants, plan.options))
         return out, lse
 
-    key = scale, kv_lens is None, causal, at_end, splits
+    key = scale, kv_lens is None, kv_starts is None, causal, at_end, splits
     return tuple(launch_or_repeat(decode_kernel, mask, key, inputs, run)[:2])
 
 
@@ -697,7 +709,7 @@ class CallShapes(NamedTuple):
 
 
 @cached_until_cleared
-def _plan(shapes: CallShapes, table, apart: bool, causal: bool, at_end: bool, splits: int | None) -> DecodePlan:
+def _plan(shapes: CallShapes, starts: bool, table, apart: bool, causal: bool, at_end: bool, splits: int | None) -> DecodePlan:
     """table: (block_size, masks, rows, entries) of a mask, or None. apart: whether heads of a group loop separately."""
     batch, heads, q_len, head_dim = shapes.q
     group = heads // shapes.k[1]
@@ -710,7 +722,7 @@ def _plan(shapes: CallShapes, table, apart: bool, causal: bool, at_end: bool, sp
     tiles = batch * (heads // members) * row_tiles
     splits = splits or _choose_splits(tiles, shapes.tokens, table, config.tile_n, shapes.device)
     constants = {"TABLE_BLOCK": table[0] if table else config.tile_n, "SPARSE": table is not None}
-    constants |= {"CAUSAL": causal and q_len > 1, "SEVERAL": q_len > 1, "AT_END": at_end}
+    constants |= {"CAUSAL": causal and q_len > 1, "SEVERAL": q_len > 1, "AT_END": at_end, "HAS_STARTS": starts}
     numbers = heads, group, members, row_tiles, q_len, shapes.tokens, table[2] if table else 0
     return shapes.plan(config, rows, tiles, splits, constants, numbers)
 
