@@ -568,7 +568,7 @@ def test_keywords_that_are_not_carried_are_refused_by_name(options):
     attend = transformers.AttentionInterface()["block_sparse"]
     with pytest.raises(ValueError, match=f"passes {', '.join(options)} to its attention"):
         attend(layer, q, q, q, None, **options)
-    attend(layer, q, q, q, None, is_causal=True, position_ids=None, output_attentions=False, use_cache=True)
+    attend(layer, q, q, q, None, is_causal=True, position_ids=None, output_attentions=False, use_cache=True, labels=torch.zeros(1))
 
 
 @pytest.mark.parametrize(
@@ -729,10 +729,13 @@ def test_a_compiled_model_fails_where_it_would_have_to_look_at_values():
 def test_a_model_that_computes_with_its_mask_is_refused_with_the_way_out():
     model, _ = twins("llama")
     use_sparse_flash(model, PATTERN)
-    adds = lambda module, args, kwargs: (args, kwargs | {"attention_mask": torch.zeros(1) + kwargs["attention_mask"]})  # noqa: E731
-    model.model.layers[0].self_attn.register_forward_pre_hook(adds, with_kwargs=True)
-    with pytest.raises(ValueError, match=r"computes with its attention mask.*set_attn_implementation"):
-        model(words())
+    computes = [lambda mask: torch.zeros(1) + mask, lambda mask: mask.masked_fill(mask, 0), lambda mask: mask[:, :, :3]]
+    for compute in computes:
+        adds = lambda module, args, kwargs, compute=compute: (args, {"attention_mask": compute(kwargs["attention_mask"])})  # noqa: E731
+        hook = model.model.layers[0].self_attn.register_forward_pre_hook(adds, with_kwargs=True)
+        with pytest.raises((ValueError, AttributeError), match=r"computes with its attention mask.*set_attn_implementation"):
+            model(words())
+        hook.remove()
 
 
 def test_a_flex_attention_mask_is_taken_as_the_block_mask_that_it_stands_for():

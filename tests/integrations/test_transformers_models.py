@@ -70,6 +70,8 @@ SIZES = {
     "attention_dropout": 0.0,
 }
 KINDS = ["sliding_attention", "full_attention"]
+# Layers that take the keys of earlier ones; generation runs them for the last token of a prompt alone.
+SHARED = {"layer_types": 2 * KINDS, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8}
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 ENCODER = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "pad_token_id")}
 ENCODER |= {"bos_token_id": 1, "eos_token_id": 2}
@@ -81,6 +83,14 @@ DECODERS = {
     "gemma": {},
     "gemma2": {"layer_types": KINDS, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 5.0},
     "gemma3_text": {"layer_types": KINDS, "query_pre_attn_scalar": 8},
+    "gemma3n_text": {
+        **SHARED,
+        "laurel_rank": 4,
+        "altup_num_inputs": 2,
+        "activation_sparsity_pattern": 4 * [0.0],
+        "vocab_size_per_layer_input": WORDS,
+    },
+    "gemma4_text": SHARED,
     "gpt2": {},
     "gpt_neox": {},
     "gpt_oss": {"layer_types": KINDS, **EXPERTS},
@@ -104,8 +114,9 @@ DECODERS = {
     "smollm3": {},
     "starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0},
 }
-# The whole model with its own default cache keeps window - 1 tokens of some layers.
-WINDOWS = ["mistral", "gemma2", "gemma3_text", "gpt_oss", "qwen2", "cohere2", "llama4_text"]
+# The default cache of most keeps window - 1 tokens of some layers. Of the last three, two share keys among layers, and GPT-2 reads
+# the mask of a static cache.
+WINDOWS = ["mistral", "gemma2", "gemma3_text", "gpt_oss", "qwen2", "cohere2", "llama4_text", "gemma3n_text", "gemma4_text", "gpt2"]
 
 
 def config_of(name: str, **more):
@@ -245,12 +256,14 @@ def test_what_transformers_collator_flattens_attends_as_each_document_does_alone
 
 
 @torch.no_grad()
-def test_packed_sequences_that_go_on_from_a_cache_are_refused():
+def test_packed_sequences_that_go_on_from_a_cache_or_lose_queries_are_refused():
     model, cache = use_sparse_flash(decoder_of("llama")), transformers.DynamicCache()
     model(words(), past_key_values=cache)
     model(words(tokens=9), position_ids=TOKENS + torch.arange(9)[None], past_key_values=cache)
     with pytest.raises(ValueError, match=r"must be of one sequence where a call goes on from a cache"):
         model(words(tokens=9), position_ids=torch.arange(9)[None] % 4, past_key_values=cache)
+    with pytest.raises(ValueError, match=r"must keep all of their queries in each layer.*leave logits_to_keep out"):
+        use_sparse_flash(decoder_of("gemma4_text"))(words(batch=1), position_ids=POSITIONS, logits_to_keep=1, use_cache=False)
 
 
 def test_packed_sequences_give_sinks_and_soft_caps_the_gradients_of_each_alone():

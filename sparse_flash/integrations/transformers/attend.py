@@ -34,8 +34,9 @@ PREVIOUS = "_sparse_flash_before"
 # Keywords of transformers 5.23 that reach attention but do not change its result here: use_sparse_flash sets them (deterministic),
 # or they serve other parts of a model, or other implementations.
 _WITHOUT_EFFECT = {
-    "cache_position", "deterministic", "kernel_options", "logits_to_keep", "max_length_k", "max_length_q", "num_items_in_batch",
-    "output_hidden_states", "output_router_logits", "past_key_values", "return_dict", "seq_idx", "shift_labels", "use_cache",
+    "cache_position", "deterministic", "kernel_options", "labels", "logits_to_keep", "max_length_k", "max_length_q",
+    "num_items_in_batch", "output_hidden_states", "output_router_logits", "past_key_values", "return_dict", "seq_idx",
+    "shift_labels", "use_cache",
 }  # fmt: skip
 
 

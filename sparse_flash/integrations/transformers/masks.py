@@ -30,6 +30,9 @@ _NO_TENSOR = (
     "the model computes with its attention mask, which is no tensor under sparse_flash; use another implementation, such as "
     "model.set_attn_implementation('sdpa')"
 )
+SLICED_AND_PACKED = (
+    "packed sequences must keep all of their queries in each layer; the model keeps the last ones; leave logits_to_keep out"
+)
 
 
 class ModelMask(FlexBlockMask):
@@ -69,9 +72,18 @@ class ModelMask(FlexBlockMask):
         """Returns this mask with other fields."""
         return ModelMask(**{name: getattr(self, name) for name in _FIELDS} | fields)
 
+    # What models read of a mask, as of a tensor; ``__getattr__`` refuses the rest.
+    dtype, ndim = torch.bool, 4
+
     @property
     def shape(self):
         return (1, 1, self.q_length, self.kv_length)
+
+    def dim(self) -> int:
+        return 4
+
+    def size(self, dim=None):
+        return self.shape if dim is None else self.shape[dim]
 
     def contiguous(self) -> ModelMask:
         return self
@@ -83,8 +95,24 @@ class ModelMask(FlexBlockMask):
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         raise ValueError(_NO_TENSOR)
 
+    def __getattr__(self, name):
+        raise AttributeError(f"{name}: {_NO_TENSOR}")
+
     def __getitem__(self, index):
-        raise ValueError(_NO_TENSOR)
+        """Returns the mask of the last queries, ``mask[:, :, first:]``, or all of it. Raises ValueError for other indices."""
+        rows = index[2] if isinstance(index, tuple) and len(index) == 4 else None
+        if not isinstance(rows, slice) or index != (slice(None), slice(None), slice(rows.start, None), slice(None)):
+            raise ValueError(_NO_TENSOR)
+        first = rows.start or 0
+        first = max(first + self.q_length, 0) if first < 0 else first
+        if not first:
+            return self
+        q_length, kept, arguments = self.q_length - first, self.kept_pairs, self.arguments
+        arguments = arguments | {"q_length": q_length, "q_offset": arguments["q_offset"] + first}
+        kept = kept[:, :, first:] if kept is not None and kept.shape[2] > 1 else kept
+        packed = self.sequence_starts is not None or (self.found_sequences or (None, None))[1] is not None
+        refusal = SLICED_AND_PACKED if packed else self.refusal
+        return self.changed(q_length=q_length, kept_pairs=kept, refusal=refusal, arguments=arguments)
 
     def __repr__(self):
         return f"ModelMask(base={self.base!r}, limits={self.limits}, q_length={self.q_length}, kv_length={self.kv_length})"

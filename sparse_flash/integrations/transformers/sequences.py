@@ -27,7 +27,7 @@ from ...masks.block_mask import BlockMask
 from ...masks.parsing import parse
 from ...masks.pattern import And, Pattern
 from .limits import depends_on_position
-from .masks import ModelMask
+from .masks import SLICED_AND_PACKED, ModelMask
 
 _PACKED_ERROR = (
     "position_ids are of packed sequences; in compiled code, pass cu_seq_lens_q and cu_seq_lens_k too "
@@ -58,6 +58,8 @@ def find_sequences(
                 raise ValueError("cu_seq_lens_k must be equal to cu_seq_lens_q, as self-attention has one list; leave it out")
         return cu_seq_lens_q.to(query.device)
     if torch.compiler.is_compiling():
+        if packed and position_ids is not None and position_ids.shape[-1] != model_mask.q_length:
+            raise ValueError(SLICED_AND_PACKED)
         by_function, by_positions = _starts_by_function(model_mask.arguments), _starts_by_positions(model_mask, position_ids)
         starts = by_function if by_positions is None else by_positions if by_function is None else by_positions | by_function
         if starts is None:
