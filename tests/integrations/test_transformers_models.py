@@ -2,6 +2,7 @@
 mask and the pattern both keep, or is refused. No architecture may be changed, or left unchanged, silently."""
 
 import inspect
+import warnings
 from itertools import pairwise
 
 import pytest
@@ -507,7 +508,11 @@ def test_a_prompt_that_the_model_sees_both_ways_is_kept_pair_by_pair():
     }
     exist = inputs["attention_mask"].bool()
     masks = ({}, {"mask": "local(5)", "bidirectional": True})
-    ours = [use_sparse_flash(model, **mask)(**inputs).logits[exist] for mask in masks]
+    with warnings.catch_warnings(action="error"):
+        ours = [use_sparse_flash(model, **mask)(**inputs).logits[exist] for mask in masks]
+        use_sparse_flash(model, "causal & local(5)")(x, token_type_ids=torch.ones_like(x))  # no prefix
+    with pytest.warns(UserWarning, match=r"of GemmaAttention, causal & local\(5\), removes .* 'own' .* bidirectional=True"):
+        use_sparse_flash(model, "causal & local(5)")(**inputs)
     as_oracle(model.get_decoder(), model)
     close(ours[0], model(**inputs).logits[exist])
     keep("local(5)")

@@ -148,6 +148,7 @@ def use_sparse_flash(
                 needs_positions=one != OWN and depends_on_position(one),
                 packed=packed,
                 refuses_causal=ahead[number] and not bidirectional,
+                within_causal=one != OWN and not ahead[number],
             )
         if choice is not None:
             dense = settings._replace(mask=choice.dense, needs_positions=depends_on_position(choice.dense))

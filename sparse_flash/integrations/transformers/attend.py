@@ -18,7 +18,7 @@ from ...masks.pattern import Pattern
 from ...selection.block_selection import BlockSelection
 from ...variant.definition import with_sinks
 from .by_content import PromptChoice, attend_prompt
-from .check_masks import OWN, future_error
+from .check_masks import OWN, future_error, warn_of_lost_pairs
 from .masks import ModelMask, assume_mask, convert_mask
 from .saved import CONFIG_KEY
 from .sequences import find_sequences, separate_sequences
@@ -48,8 +48,8 @@ class LayerSettings(NamedTuple):
 
     needs_positions: whether the mask depends on more than the distance of query and key. packed: whether compiled code expects
     packed sequences. refuses_causal: whether the mask looks ahead although ``bidirectional`` was not given, which a causal layer
-    refuses. plan: replaces the mask if several ranks share the sequence. prompt_choice: for a mask with choosers.
-    dense_settings: the settings of calls that do not choose.
+    refuses. within_causal: whether the mask never looks ahead; False for the model's own. plan: replaces the mask if several ranks
+    share the sequence. prompt_choice: for a mask with choosers. dense_settings: the settings of calls that do not choose.
     """
 
     mask: Pattern | str | BlockMask
@@ -59,6 +59,7 @@ class LayerSettings(NamedTuple):
     needs_positions: bool = False
     packed: bool = False
     refuses_causal: bool = False
+    within_causal: bool = False
     plan: SharedSequence | None = None
     prompt_choice: PromptChoice | None = None
     dense_settings: LayerSettings | None = None
@@ -161,6 +162,8 @@ def _attend_switched(
         return _attend_chosen_blocks(call, block_indices, cu_seqlens is not None)
     if settings.refuses_causal and model_mask.base == "causal":  # a causal layer that does not say so
         raise ValueError(future_error(f"the mask of {type(module).__name__}", settings.mask))
+    if settings.within_causal and model_mask.kept_pairs is not None and model_mask.sees_both_ways:
+        warn_of_lost_pairs(module, settings.mask)
     if settings.prompt_choice is not None:
         return attend_prompt(call, cu_seqlens is not None)
     mask: _Mask = settings.mask

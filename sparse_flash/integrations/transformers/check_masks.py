@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 
+from ...api.arguments import callers_level
 from ...api.shared import SharedSequence
 from ...masks.block_mask import BlockMask
 from ...masks.cache import convert_foreign_mask
@@ -89,6 +91,15 @@ def future_error(subject: str, mask: object) -> str:
     return (
         f"{subject} must be within causal and say so, as a decoder's tokens may not see the tokens that they predict; got "
         f"{mask}; {way_out}, or say bidirectional=True if they are to see them"
+    )
+
+
+def warn_of_lost_pairs(layer: torch.nn.Module, mask: object) -> None:
+    """Warns of a mask within causal where the model's own lets some tokens see later ones."""
+    warnings.warn(
+        f"the mask of {type(layer).__name__}, {mask}, removes pairs of image or prefix tokens, which see later tokens in the "
+        "model; pass 'own' for the model's own mask, or a mask that looks ahead, without 'causal &', and bidirectional=True",
+        stacklevel=callers_level(),
     )
 
 

@@ -136,6 +136,19 @@ class ModelMask(FlexBlockMask):
         """[first_token, key_start, key_stop] of each sequence."""
         return torch.stack([self.first_token, self.key_starts, self.key_stops], 1).tolist()
 
+    @cached_property
+    def ends_early(self) -> bool:
+        """Whether some sequence has padding after its last token."""
+        return bool((self.key_stops < self.key_count).any())
+
+    @cached_property
+    def sees_both_ways(self) -> bool:
+        """Whether ``kept_pairs`` of a decoder let some query see a later key, as tokens of images and prefixes do."""
+        if self.base == "causal" or "allow_is_bidirectional_skip" in (self.arguments or {}):
+            return False
+        pairs = self.kept_pairs[..., : self.key_count].expand(-1, -1, self.q_length, -1)
+        return bool(pairs.triu(self.key_count - self.q_length + 1).any())
+
     def has_only_windows(self) -> bool:
         return all(is_window(one) for limit in self.limits for one in limit)
 
