@@ -246,17 +246,20 @@ def test_a_compiled_model_takes_many_tokens_beside_a_static_cache():
         torch.testing.assert_close(torch.cat(found, 1), model(x).logits, atol=1e-5, rtol=1e-4)
 
 
-def test_a_compiled_model_generates_from_a_static_cache_in_one_graph_for_the_prompt_and_one_for_each_step():
+@pytest.mark.parametrize("padding", [0, 13])
+def test_a_compiled_model_generates_from_a_static_cache_in_one_graph_for_the_prompt_and_one_for_each_step(padding):
     model, _ = twins("llama")
     use_sparse_flash(model, PATTERN).eval()
     x = words()
+    exist = torch.ones_like(x)
+    exist[0, :padding] = 0
     graphs = []
 
     def counted(graph, inputs):
         graphs.append(graph)
         return graph.forward
 
-    options = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": "static", "attention_mask": torch.ones_like(x)}
+    options = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": "static", "attention_mask": exist}
     expected = model.generate(x, pad_token_id=0, **options)
     model.forward = torch.compile(model.forward, backend=counted, fullgraph=True)
     assert torch.equal(model.generate(x, pad_token_id=0, **options), expected)

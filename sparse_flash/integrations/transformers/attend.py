@@ -118,10 +118,10 @@ def _is_traceable(settings: LayerSettings, model_mask, query, key, dropout=0.0, 
     # Reading first_key_position specializes the graph on its value.
     if _needs_positions(settings, model_mask) and model_mask.first_key_position:
         return False
-    if settings.needs_positions and model_mask.first_token is not None and model_mask.q_length != model_mask.key_count:
-        return False
-    decodes = model_mask.key_starts is None and not dropout and softcap is None and can_decode(query, key)
-    return model_mask.key_count_tensor is None or decodes or _is_prompt(model_mask)
+    one_run = model_mask.key_starts is None or (model_mask.q_length == 1 and model_mask.has_only_windows())
+    decodes = model_mask.key_count_tensor is not None and one_run and not dropout and softcap is None and can_decode(query, key)
+    moves = settings.needs_positions and model_mask.first_token is not None and model_mask.q_length != model_mask.key_count
+    return decodes or (not moves and (model_mask.key_count_tensor is None or _is_prompt(model_mask)))
 
 
 def _needs_positions(settings: LayerSettings, model_mask: ModelMask) -> bool:
@@ -202,24 +202,19 @@ def _check_lengths(call: LayerCall) -> None:
 def _attend_rows(call: LayerCall, mask: _Mask) -> torch.Tensor:
     """Attends a batch of one sequence in each row, padded or not.
 
-    The positions of ``mask`` count from each sequence's first token. If padding comes before it, the tokens move to the front if
-    that means the same and compiles nothing more; otherwise each sequence gets a mask that is moved.
+    The positions of ``mask`` count from each sequence's first token. If padding comes before it, decoding starts there, and the
+    tokens of a prompt move to the front if that means the same; otherwise each sequence gets a mask that is moved.
     """
     model_mask, (key, value, kv_lens) = call.model_mask, _cut_cache(call)
+    if kv_lens is not None or _can_decode_rows(call, key, mask):
+        return _decode(call, key, value, model_mask.intersect(mask, key.device), kv_lens)
     # Compiled code cannot read whether there is padding.
     padded = model_mask.first_token is not None if torch.compiler.is_compiling() else model_mask.left_padding
     if call.settings.needs_positions and mask is not None and padded:
-        if model_mask.can_move_tokens():
-            if call.query.shape[2] == 1 and _can_decode_row(call, key, mask):
-                return _decode_moved(call, key, value, mask)
-            if model_mask.q_length == model_mask.key_count:
-                return _attend_moved(call, key, value, mask)
+        if model_mask.can_move_tokens() and model_mask.q_length == model_mask.key_count:
+            return _attend_moved(call, key, value, mask)
         model_mask, mask = model_mask.add_moved_limit(mask), None
-    mask, lengths = model_mask.intersect(mask, call.query.device), _lengths_of(model_mask)
-    aligned = not (model_mask.first_key_position and _needs_positions(call.settings, model_mask))
-    if kv_lens is not None or (aligned and not lengths and _can_decode_row(call, key, mask)):
-        return _decode(call, key, value, mask, kv_lens)
-    return _attend(call, call.query, key, value, mask, **lengths)
+    return _attend(call, call.query, key, value, model_mask.intersect(mask, key.device), **_lengths_of(model_mask))
 
 
 def _attend(call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **lengths) -> torch.Tensor:
@@ -232,18 +227,21 @@ def _lengths_of(model_mask: ModelMask) -> dict[str, torch.Tensor]:
     if starts is None:
         return {}
     earlier = model_mask.key_count - model_mask.q_length  # the last query aligns with the last key
-    return {"kv_starts": starts, "kv_lens": stops, "q_starts": starts - earlier, "q_lens": stops - earlier}
+    return {"kv_starts": starts, "kv_lens": stops, "q_starts": starts - earlier, "q_lens": (stops - earlier).clamp(min=0)}
 
 
-def _can_decode_row(call: LayerCall, key: torch.Tensor, mask: object) -> bool:
-    return not call.dropout and call.softcap is None and is_decode_step(call.query, key, mask)
-
-
-def _decode_moved(call: LayerCall, key: torch.Tensor, value: torch.Tensor, mask: _Mask) -> torch.Tensor:
-    """Attends the newest token of each sequence, whose keys move to the front."""
-    first, mask = call.model_mask.first_token, call.model_mask.intersect(mask, key.device)
-    kv_lens = (call.model_mask.key_count - first).to(torch.int32)
-    return _decode(call, _roll_tokens(key, first), _roll_tokens(value, first), mask, kv_lens)
+def _can_decode_rows(call: LayerCall, key: torch.Tensor, mask: object) -> bool:
+    """Whether ``attention_decode`` supports the call, whose sequences may have padding before them."""
+    model_mask = call.model_mask
+    if call.dropout or call.softcap is not None or not is_decode_step(call.query, key, mask):
+        return False
+    if model_mask.kept_pairs is not None or any(len(limit) > 1 for limit in model_mask.limits):
+        return False
+    if model_mask.first_key_position and _needs_positions(call.settings, model_mask):
+        return False
+    return model_mask.key_starts is None or (
+        model_mask.has_only_windows() and (call.query.shape[2] == 1 or not model_mask.ends_early)
+    )
 
 
 def _attend_moved(call: LayerCall, key: torch.Tensor, value: torch.Tensor, mask: _Mask) -> torch.Tensor:
@@ -256,8 +254,10 @@ def _attend_moved(call: LayerCall, key: torch.Tensor, value: torch.Tensor, mask:
 
 
 def _decode(call: LayerCall, key: torch.Tensor, value: torch.Tensor, mask, kv_lens: torch.Tensor | None) -> torch.Tensor:
-    """Attends the newest tokens to a cache."""
-    options: dict[str, Any] = {"kv_lens": kv_lens, "scale": call.scale, "backend": call.settings.backend}
+    """Attends the newest tokens to a cache. kv_lens: if compiled code could not cut it; see ``_cut_cache``."""
+    starts, stops = (None, None) if isinstance(mask, BlockSelection) else (call.model_mask.key_starts, call.model_mask.key_stops)
+    options: dict[str, Any] = {"kv_lens": kv_lens if stops is None else stops, "kv_starts": starts}
+    options |= {"scale": call.scale, "backend": call.settings.backend}
     out, lse = attention_decode(call.query, key, value, mask, return_lse=True, **options)
     return out if call.sinks is None else with_sinks(out, lse, call.sinks, None)[0]
 
