@@ -33,6 +33,8 @@ PATTERNS = {
 LENGTHS = (300, 0, 1, 127, 128, 129)
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2, torch.float64: 1e-12}
 
+HEADS = "per_head([causal, causal & sinks(2), causal & local(5), causal & prefix(9)])"
+
 
 def kept_by_definition(pattern, mask, length: int, q_len: int, capacity: int) -> torch.Tensor:
     """(q_len, length) bool, or (heads, q_len, length) for per-head masks."""
@@ -190,7 +192,7 @@ def test_a_negative_length_is_an_error_on_a_cpu():
 
 
 @parametrize("q_len", [1, 3])
-@parametrize("pattern", [None, "causal", "causal & (local(70) | sinks(3))"])
+@parametrize("pattern", [None, "causal", "causal & (local(70) | sinks(3))", HEADS])
 @parametrize("backend", ["torch", "triton", "reference"])
 def test_a_sequence_after_padding_is_what_it_is_at_the_front_of_its_cache(backend, pattern, q_len):
     generator = torch.Generator().manual_seed(0)

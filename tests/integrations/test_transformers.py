@@ -80,20 +80,6 @@ def test_logits_and_gradients_are_those_of_dense_attention_with_the_masks_pairs(
         torch.testing.assert_close(a.grad, b.grad, atol=1e-6, rtol=1e-3, msg=lambda text, key=key: f"{key}: {text}")
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "deepseek"])
-def test_generate_continues_as_dense_attention_with_the_masks_pairs_would(name):
-    model, dense = twins(name)
-    use_sparse_flash(model, PATTERN).eval()
-    x = words(tokens=40)
-    made = model.generate(x, max_new_tokens=8, do_sample=False, attention_mask=torch.ones_like(x), pad_token_id=0)
-    dense.eval()
-    with torch.no_grad():
-        for _ in range(8):
-            logits = dense(x, attention_mask=pairs(PATTERN, *x.shape)).logits[:, -1]
-            x = torch.cat([x, logits.argmax(-1, keepdim=True)], 1)
-    assert torch.equal(made, x)
-
-
 @pytest.mark.parametrize(
     "masks",
     [
@@ -475,25 +461,6 @@ def test_positions_count_from_each_sequences_first_token_wherever_padding_stands
             later = slice(max(place.start, first), place.stop)
             expected = alone[row][later.start - place.start :]
             torch.testing.assert_close(together[row, later.start - first : later.stop - first], expected, atol=1e-5, rtol=1e-4)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("mask", OF_POSITIONS)
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", ["llama", "mistral, window", "deepseek"])
-def test_a_left_padded_batch_generates_as_each_sequence_alone_under_masks_of_positions(name, cache, mask):
-    model, _ = twins(name)
-    use_sparse_flash(model, mask).eval()
-    x = words(tokens=40)
-    padding = torch.ones_like(x)
-    padding[0, :13] = 0
-    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "cache_implementation": cache}
-    options |= {"output_logits": True, "return_dict_in_generate": True}
-    together = model.generate(x, attention_mask=padding, **options)
-    alone = model.generate(x[:1, 13:], attention_mask=torch.ones(1, 27, dtype=torch.int64), **options)
-    assert torch.equal(together.sequences[0, 40:], alone.sequences[0, 27:])
-    for ours, theirs in zip(together.logits, alone.logits, strict=True):
-        torch.testing.assert_close(ours[0], theirs[0], atol=1e-5, rtol=1e-4)
 
 
 def test_attention_dropout_is_carried_in_training_alone():

@@ -346,26 +346,6 @@ def test_generation_goes_on_past_the_window_of_the_default_cache(name, pattern):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("name", ["mistral", "gemma3_text", "llama4_text"])
-def test_a_conversation_goes_on_from_a_full_cache(name, static):
-    model, pattern = decoder_of(name), PATTERNS["place"]
-    pieces = words(tokens=40).split([13, 1, 9, 2, 15], 1)
-
-    def told():
-        cache = (
-            transformers.StaticCache(model.config, max_cache_len=64) if static else transformers.DynamicCache(config=model.config)
-        )
-        return torch.cat([model(piece, past_key_values=cache).logits for piece in pieces], 1)
-
-    keep(pattern)
-    use_sparse_flash(model, pattern)
-    ours = told()
-    as_oracle(model)
-    close(ours, told())
-
-
-@torch.no_grad()
 @pytest.mark.skipif(OLD, reason="Transformers itself fails here before 5.23, with every attention")
 def test_assisted_generation_gives_what_the_model_alone_gives():
     model, assistant = decoder_of("gemma3_text"), decoder_of("gemma3_text")
