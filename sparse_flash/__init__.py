@@ -40,4 +40,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__getattr__("__all__")})  # type: ignore[misc]
+    return sorted({*filter(lambda name: name.startswith("__"), globals()), "integrations", *__getattr__("__all__")})  # type: ignore[misc]

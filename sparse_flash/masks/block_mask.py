@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
@@ -31,8 +31,21 @@ Device: TypeAlias = torch.device | str
 _host_masks: WeakValueDictionary[int, BlockMask] = WeakValueDictionary()
 
 
+def _public(names: Iterable[str]) -> list[str]:
+    """What ``dir`` shows of a BlockMask: what users read of it, and not what the package keeps with it."""
+    fields = "q_len kv_len block_size keeps_all mask_index by_query by_key tile_runs tile_bits device masks nbytes "
+    makers = "from_blocks from_bsr from_dense from_flex from_lists from_mask_mod per_head select to transpose "
+    contents = "density block_density block_states kept_blocks kept_keys to_dense is_causal equal"
+    return [name for name in names if name in (fields + makers + contents).split() or name.startswith("__")]
+
+
+class _ShowsPublicNames(type):
+    def __dir__(cls) -> list[str]:
+        return _public(super().__dir__())
+
+
 @dataclass(frozen=True, eq=False)
-class BlockMask:
+class BlockMask(metaclass=_ShowsPublicNames):
     """Which blocks of the attention matrix to visit, and which pairs to keep in partial blocks.
 
     Create one with ``compile_mask``, ``BlockMask.from_blocks`` or ``BlockMask.per_head``. Immutable.
@@ -389,6 +402,9 @@ class BlockMask:
         """Whether both keep the same pairs in the same table (compiled tables are canonical)."""
         mine, theirs = ([m.mask_index, *m.by_query.in_use(), *m.by_key.in_use(), *m.tiles] for m in (self, other))
         return self.sizes == other.sizes and all(torch.equal(a, b.to(a.device)) for a, b in zip(mine, theirs, strict=True))
+
+    def __dir__(self) -> list[str]:
+        return _public(super().__dir__())
 
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
