@@ -220,6 +220,12 @@ def test_looking_loads_no_more_than_it_needs(arguments, unloaded):
     assert done.stdout.endswith("loaded: []\n") and len(done.stdout) > 500, done.stdout
 
 
+def test_a_checkout_that_is_only_on_the_path_says_how_to_install_it():
+    program = [sys.executable, "-S", "-c", "import sys; sys.path.insert(0, sys.argv[1]); import sparse_flash", os.getcwd()]
+    said = subprocess.run(program, capture_output=True, text=True).stderr.splitlines()[-1]  # -S: without what is installed
+    assert "sparse_flash must be installed; got its checkout on the path" in said and f"run pip install -e {os.getcwd()}" in said
+
+
 def test_show_draws_tokens_at_small_lengths_and_blocks_at_large_ones(tmp_path):
     small = invoke("show", "causal", "-n", "8").output
     assert "████████········" in small and "(tokens)" in small
