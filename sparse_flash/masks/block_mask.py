@@ -34,7 +34,7 @@ _host_masks: WeakValueDictionary[int, BlockMask] = WeakValueDictionary()
 def _public(names: Iterable[str]) -> list[str]:
     """What ``dir`` shows of a BlockMask: what users read of it, and not what the package keeps with it."""
     fields = "q_len kv_len block_size keeps_all mask_index by_query by_key tile_runs tile_bits device masks nbytes "
-    makers = "from_blocks from_bsr from_dense from_flex from_lists from_mask_mod per_head select to transpose "
+    makers = "from_blocks from_bsr from_dense from_flex from_lists from_mask_mod per_batch per_head select to transpose "
     contents = "density block_density block_states kept_blocks kept_keys to_dense is_causal equal"
     return [name for name in names if name in (fields + makers + contents).split() or name.startswith("__")]
 
@@ -94,6 +94,7 @@ class BlockMask(metaclass=_ShowsPublicNames):
         from_flex = staticmethod(methods.from_flex)
         from_lists = staticmethod(methods.from_lists)
         from_mask_mod = staticmethod(methods.from_mask_mod)
+        per_batch = staticmethod(methods.per_batch)
         per_head = staticmethod(methods.per_head)
         select = methods.select
         transpose = methods.transpose

@@ -60,7 +60,7 @@ def _suggest_fix(mask: object) -> str:
     if type(mask).__name__ == "PackedSelection":
         return "; a selection of packed documents goes to attention_varlen"
     if isinstance(mask, (list, tuple)):
-        return "; use per_head for a pattern of each head, BlockMask.per_head for compiled masks"
+        return "; use per_head for a pattern of each head, BlockMask.per_head for compiled masks, per_batch for each sequence"
     if isinstance(mask, type):
         return f" {mask.__name__} itself; call it for a pattern"
     if callable(mask):

@@ -141,7 +141,7 @@ def make_picture(mask: BlockMask | BlockSelection, height: int, width: int, leve
     """
     masks = mask.batch * mask.heads if isinstance(mask, BlockSelection) else mask.masks
     if masks != 1:
-        raise ValueError(f"a picture shows one mask; got {masks}; draw them one by one, as mask.select(head)")
+        raise ValueError(f"a picture shows one mask; got {masks}; draw them one by one, as mask.select(head, batch)")
     if level not in ("auto", "tokens", "blocks"):
         raise ValueError(f"level must be 'auto', 'tokens' or 'blocks'; got {level!r}")
     q_len, kv_len, always = mask.q_len, mask.kv_len, mask.always if isinstance(mask, BlockSelection) else None

@@ -103,7 +103,7 @@ def explain(
     if isinstance(mask, BlockSelection):
         return explain_selection(mask, sizes, estimate_time(mask, sizes, device, True))
     if mask.masks != 1:
-        raise ValueError(f"explain looks at one mask; got {mask.masks}; explain them one by one, as mask.select(head)")
+        raise ValueError(f"explain looks at one mask; got {mask.masks}; explain them one by one, as mask.select(head, batch)")
     lengths = f"{mask.q_len:,} queries x {mask.kv_len:,} keys in blocks of {mask.block_size}"
     found = Explanation([spec] * bool(spec) + [f"{lengths}; {sizes}" + "; chosen blocks at random" * (chosen is not None)])
     if isinstance(given, Pattern):
