@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
-from ..compat.dynamo import mark_length_dynamic, outside_graphs, outside_inference, with_fixed_lengths
+from ..compat.dynamo import mark_lengths_dynamic, outside_graphs, outside_inference, with_fixed_lengths
 from ..compat.pytorch import is_recorded
 from .costs import is_dense_as_fast
 from .grid import EMPTY, FULL, PARTIAL, BlockGrid, check_index
@@ -103,13 +103,16 @@ class BlockMask(metaclass=_ShowsPublicNames):
         by_document = property(methods.by_document)
 
     def __post_init__(self) -> None:
-        # Otherwise torch.compile would recompile for each table length, and each mask has its own.
+        # Otherwise torch.compile would recompile for each table length and number of stored masks, and each mask has its own.
         if torch.compiler.is_compiling():
             return
-        for tensor in (self.by_query.col_idx, self.by_query.tile_idx, self.by_key.col_idx, self.by_key.tile_idx, *self.tiles):
-            mark_length_dynamic(tensor, 0)
-        for tensor in (self.by_query.work, self.by_query.splits, self.by_key.work, self.by_key.splits):
-            mark_length_dynamic(tensor, 1)
+        for table in (self.by_query, self.by_key):
+            for tensor in (table.col_idx, table.tile_idx, table.row_ptr, table.row_split, table.row_order):
+                mark_lengths_dynamic(tensor, 0)
+            for tensor in (table.work, table.splits):
+                mark_lengths_dynamic(tensor, 0, 1)
+        for tensor in self.tiles:
+            mark_lengths_dynamic(tensor, 0)
         if self.from_host and type(self.by_query.work) is torch.Tensor and not self.by_query.work.is_meta:
             _host_masks.setdefault(self.by_query.work.data_ptr(), self)
 
